@@ -1,0 +1,62 @@
+# lossd_library / lossd_executable: targets that belong to a layer. A target may depend on targets of
+# ours only in the layers listed for its own; anything else stops the configure step.
+#
+#   lossd_library(NAME lossd_engine LAYER engine SOURCES ... DEPS lossd_head absl::status)
+
+set(LOSSD_LAYERS_proto)              # .proto files and the formats both sides speak
+set(LOSSD_LAYERS_kernels)
+set(LOSSD_LAYERS_head kernels formats)
+set(LOSSD_LAYERS_formats)            # tensor files: no protobuf, no gRPC
+set(LOSSD_LAYERS_engine head kernels)
+set(LOSSD_LAYERS_metrics engine head kernels)
+set(LOSSD_LAYERS_rpc proto formats engine head kernels metrics)
+set(LOSSD_LAYERS_client proto)
+set(LOSSD_LAYERS_cli client proto formats)
+set(LOSSD_LAYERS_examples client proto)
+set(LOSSD_LAYERS_outside proto formats kernels head engine metrics rpc client cli examples)  # tests, bench
+
+function(_lossd_check_layer target layer)
+  if(NOT DEFINED LOSSD_LAYERS_${layer})
+    message(FATAL_ERROR "${target}: unknown layer '${layer}' (see cmake/LossdTargets.cmake)")
+  endif()
+  foreach(dep IN LISTS ARGN)
+    if(NOT dep MATCHES "^lossd_")
+      continue()
+    endif()
+    if(NOT TARGET ${dep})
+      message(FATAL_ERROR "${target}: depends on ${dep}, which is not defined before it")
+    endif()
+    get_target_property(dep_layer ${dep} LOSSD_LAYER)
+    if(NOT dep_layer STREQUAL layer AND NOT dep_layer IN_LIST LOSSD_LAYERS_${layer})
+      message(FATAL_ERROR "${target} (layer ${layer}) must not depend on ${dep} (layer ${dep_layer})")
+    endif()
+  endforeach()
+  set_target_properties(${target} PROPERTIES LOSSD_LAYER ${layer})
+endfunction()
+
+function(lossd_library)
+  cmake_parse_arguments(ARG "" "NAME;LAYER" "SOURCES;DEPS" ${ARGN})
+  add_library(${ARG_NAME} STATIC ${ARG_SOURCES})
+  target_include_directories(${ARG_NAME} PUBLIC ${PROJECT_SOURCE_DIR})
+  target_link_libraries(${ARG_NAME} PUBLIC ${ARG_DEPS} PRIVATE lossd_warnings)
+  _lossd_check_layer(${ARG_NAME} ${ARG_LAYER} ${ARG_DEPS})
+endfunction()
+
+function(lossd_executable)
+  cmake_parse_arguments(ARG "" "NAME;LAYER" "SOURCES;DEPS" ${ARGN})
+  add_executable(${ARG_NAME} ${ARG_SOURCES})
+  target_link_libraries(${ARG_NAME} PRIVATE ${ARG_DEPS} lossd_warnings)
+  _lossd_check_layer(${ARG_NAME} ${ARG_LAYER} ${ARG_DEPS})
+endfunction()
+
+# lossd_test(NAME ledger_test SOURCES ledger_test.cc DEPS lossd_engine [LABELS gpu] [TIMEOUT 300]):
+# one GoogleTest binary, one ctest entry.
+function(lossd_test)
+  cmake_parse_arguments(ARG "" "NAME;TIMEOUT" "SOURCES;DEPS;LABELS" ${ARGN})
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 300)
+  endif()
+  lossd_executable(NAME ${ARG_NAME} LAYER outside SOURCES ${ARG_SOURCES} DEPS ${ARG_DEPS} GTest::gmock GTest::gtest_main)
+  add_test(NAME ${ARG_NAME} COMMAND ${ARG_NAME})
+  set_tests_properties(${ARG_NAME} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
+endfunction()

@@ -1,0 +1,45 @@
+# Language level, warnings and sanitizers, the same for every target of ours; whether CUDA is there.
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+set(CMAKE_RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "" FORCE)
+endif()
+set(CMAKE_CXX_FLAGS_RELEASE "-O2 -DNDEBUG")
+
+find_program(CCACHE_PROGRAM ccache)
+if(CCACHE_PROGRAM)
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
+  set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
+endif()
+
+add_library(lossd_warnings INTERFACE)
+set(_cxx_warnings -Wall -Wextra -Werror -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual -Wno-unused-parameter
+                  -Wno-missing-field-initializers)
+if(CMAKE_CXX_COMPILER_ID MATCHES Clang)
+  list(APPEND _cxx_warnings -Wthread-safety -Wno-unknown-warning-option)
+endif()
+target_compile_options(lossd_warnings INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:${_cxx_warnings}>")
+
+if(LOSSD_SANITIZE)
+  add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${LOSSD_SANITIZE}>"
+                      "$<$<COMPILE_LANGUAGE:CXX>:-fno-omit-frame-pointer>")
+  add_link_options(-fsanitize=${LOSSD_SANITIZE})
+endif()
+
+set(LOSSD_HAVE_CUDA OFF)
+if(LOSSD_CUDA)
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(LOSSD_HAVE_CUDA ON)
+  endif()
+endif()
+if(NOT LOSSD_HAVE_CUDA)
+  message(STATUS "lossd: CPU-only build (no CUDA compiler, or LOSSD_CUDA=OFF)")
+endif()

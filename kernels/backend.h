@@ -1,0 +1,162 @@
+// The contract between the engine and whatever computes: one Backend is one device, one HeadKernels
+// is one head's tensors on it and the operations on them. The CPU and the CUDA backends implement
+// it; the double-precision reference (kernels/reference) says what the numbers have to be.
+//
+// Threads. A Backend and all its HeadKernels are driven by one thread at a time (the engine's
+// device thread), except the members marked thread-safe.
+// Errors. INVALID_ARGUMENT for arguments outside the documented ranges, RESOURCE_EXHAUSTED if memory
+// cannot be had, INTERNAL or UNAVAILABLE for a device failure. After an error from a const or a
+// validating member nothing has changed.
+#ifndef LOSSD_KERNELS_BACKEND_H_
+#define LOSSD_KERNELS_BACKEND_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kernels/dtype.h"
+#include "kernels/head_config.h"
+#include "kernels/loss_options.h"
+#include "kernels/memory.h"
+#include "kernels/optimizer_options.h"
+
+namespace lossd::kernels {
+
+// The target of a row that has none: loss 0, grad_hidden 0, no weight gradient, no GEMM work.
+inline constexpr int32_t kIgnoredTarget = -1;
+
+// Where the per-row results of a slice go; each is null (not wanted) or [rows] in host memory.
+// Ignored rows get 0 (argmax: -1). Losses carry the row weight; lse, entropy and argmax do not.
+struct RowOutputs {
+  float* loss = nullptr;            // with z-loss, times the row weight
+  float* lse = nullptr;             // natural log, of the logits after scale and softcap
+  float* entropy = nullptr;         // nats, of softmax(z)
+  float* target_logprob = nullptr;  // log p_y = z_y - lse
+  int32_t* argmax = nullptr;        // the smallest class among those with the largest logit
+};
+
+// Sums over the rows of a slice, in double. Ignored rows count in nothing.
+struct SliceSums {
+  double loss = 0.0;          // sum of row losses, z-loss included, row weights applied
+  double z_loss = 0.0;        // the z-loss part alone, row weights applied
+  double entropy = 0.0;       // nats; only if RowOutputs::entropy is wanted
+  double dropped_mass = 0.0;  // probability that a filtering algorithm left out of the gradients
+  int64_t valid_rows = 0;
+  int64_t correct_rows = 0;  // argmax == target
+};
+
+// Some rows of one microbatch, in host memory. A slice is the unit of atomicity: either all its
+// wanted rows reach the accumulators or none.
+struct Slice {
+  int64_t rows = 0;
+  const void* hidden = nullptr;         // [rows, D], Chunk::hidden_dtype
+  const int32_t* targets = nullptr;     // [rows], each in [0, V) or kIgnoredTarget
+  const float* row_weights = nullptr;   // [rows] or null (all 1)
+  const uint8_t* accumulate = nullptr;  // [rows], 0: keep this row out of the accumulators; null: all in
+  float grad_scale = 1.0f;              // g: dL/d(row loss), the same for all rows
+  // Optional per-row upstream gradients (reduction none), [rows] or null. grad_loss multiplies
+  // grad_scale; the other two add dL/dlse and dL/dentropy.
+  const float* grad_loss = nullptr;
+  const float* grad_lse = nullptr;
+  const float* grad_entropy = nullptr;
+
+  void* grad_hidden = nullptr;  // out: [rows, D], Chunk::hidden_dtype, or null; may equal `hidden`
+  RowOutputs out;
+
+  // Set by the backend. A row whose loss or lse is not finite makes its slice fail: the index of
+  // the first such row, else -1. A failed slice has unspecified outputs and accumulated nothing.
+  int64_t first_nonfinite_row = -1;
+  SliceSums sums;
+};
+
+// Rows computed together. Owned by the caller, untouched by it until on_done has run.
+struct Chunk {
+  LossOptions options;
+  DType hidden_dtype = DType::kBFloat16;
+  bool accumulate_gradients = true;  // false: frozen head, or loss only
+  absl::Span<Slice> slices;          // together at most HeadKernels::chunk_rows() rows
+};
+
+// Each is called exactly once per chunk, on_results first; on the driving thread or on one of the
+// backend's own. They must not block for long and must not call into the backend.
+struct ChunkCallbacks {
+  // Host outputs of all slices are complete (weight gradients may still be in the making), or the
+  // whole chunk failed with this status and accumulated nothing.
+  absl::AnyInvocable<void(absl::Status)> on_results;
+  // The chunk has left the device. An error here that on_results did not report means that the
+  // accumulators of the head can no longer be trusted.
+  absl::AnyInvocable<void(absl::Status)> on_done;
+};
+
+// One head on the device. Destroying it frees its memory; no chunk may be in flight.
+class HeadKernels {
+ public:
+  virtual ~HeadKernels() = default;
+
+  virtual const HeadConfig& config() const = 0;
+  virtual DType compute_dtype() const = 0;
+  // The most rows a chunk may hold; >= 1, fixed for the life of the head.
+  virtual int64_t chunk_rows() const = 0;
+  // Bytes this head holds, by kind. Thread-safe.
+  virtual MemoryBytes memory() const = 0;
+
+  // Computes a chunk: row results, grad_hidden where wanted, and (accumulate_gradients) adds the
+  // weight gradients to the accumulators. At most Backend::max_chunks_in_flight() chunks may be
+  // unfinished; chunks finish in the order of submission. All other operations on the head wait
+  // for those in flight.
+  virtual void Submit(Chunk* chunk, ChunkCallbacks callbacks) = 0;
+
+  // Copies rows [row_begin, row_begin + rows) of a tensor between the device's fp32 and host memory
+  // in `dtype`. `bytes` must be exactly rows * cols * SizeOf(dtype). Writing a value refreshes the
+  // compute copy. NOT_FOUND if the head has no such tensor.
+  virtual absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                                  absl::Span<uint8_t> out) = 0;
+  virtual absl::Status WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                                   absl::Span<const uint8_t> in) = 0;
+
+  // The 2-norm over all accumulated gradients, computed in double; not finite if a gradient is not.
+  virtual absl::StatusOr<double> GradNorm() = 0;
+  // One update of every trained parameter, then zeroes the gradients. `update` is the 1-based count
+  // of updates including this one (bias correction). FAILED_PRECONDITION if the head is not
+  // trainable or reserved less optimizer state than `options` needs.
+  virtual absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) = 0;
+  virtual absl::Status ZeroGradients() = 0;
+};
+
+struct BackendInfo {
+  std::string name;    // "cpu" or "cuda"
+  std::string device;  // e.g. "2 threads, OpenBLAS" or "cuda:0 NVIDIA H200"
+};
+
+// Memory for slices in transit, in the form the device copies fastest (pinned, for a GPU).
+class StagingMemory {
+ public:
+  virtual ~StagingMemory() = default;
+  virtual absl::Span<uint8_t> bytes() = 0;  // aligned to 64
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  virtual BackendInfo info() const = 0;          // thread-safe
+  virtual MemoryStats memory() const = 0;        // thread-safe
+  virtual int max_chunks_in_flight() const = 0;  // thread-safe; >= 1
+
+  // What a head with this config would hold on the device, by kind. Thread-safe.
+  virtual absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const = 0;
+  // Allocates a head; its tensors are zero (norm gain and class weights: one). RESOURCE_EXHAUSTED
+  // with the plan's numbers if it does not fit; then nothing is held.
+  virtual absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) = 0;
+  // Thread-safe. Counted as MemoryKind::kStaging; freed when the result is destroyed, which must be
+  // before the backend.
+  virtual absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) = 0;
+};
+
+}  // namespace lossd::kernels
+
+#endif  // LOSSD_KERNELS_BACKEND_H_

@@ -1,0 +1,24 @@
+// The CPU backend: OpenBLAS for the GEMMs, fp32 throughout, synchronous.
+#ifndef LOSSD_KERNELS_CPU_CPU_BACKEND_H_
+#define LOSSD_KERNELS_CPU_CPU_BACKEND_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "kernels/backend.h"
+
+namespace lossd::kernels {
+
+struct CpuBackendOptions {
+  int threads = 0;                               // for GEMMs and row loops; 0: all the process may use
+  int64_t workspace_bytes = int64_t{256} << 20;  // per head; bounds chunk_rows()
+  int64_t memory_limit_bytes = 0;                // refuse heads and staging beyond it; 0: no limit
+};
+
+// INVALID_ARGUMENT naming the option if one is out of range.
+absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(const CpuBackendOptions& options);
+
+}  // namespace lossd::kernels
+
+#endif  // LOSSD_KERNELS_CPU_CPU_BACKEND_H_

@@ -1,0 +1,86 @@
+// The shape of a loss head and the names of its tensors. Plain data; thread-compatible.
+#ifndef LOSSD_KERNELS_HEAD_CONFIG_H_
+#define LOSSD_KERNELS_HEAD_CONFIG_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "kernels/dtype.h"
+#include "kernels/optimizer_options.h"
+
+namespace lossd::kernels {
+
+// Normalisation of the hidden state before the classifier.
+enum class Norm : uint8_t {
+  kNone,
+  kLayerNorm,  // gain [D], shift [D]
+  kRmsNorm,    // gain [D]
+};
+
+struct HeadConfig {
+  int64_t hidden_size = 0;  // D >= 1
+  int64_t vocab_size = 0;   // V in [1, 2^31 - 1]
+  bool has_bias = false;
+  bool has_class_weights = false;
+  Norm norm = Norm::kNone;
+  float norm_epsilon = 1e-5f;  // added to the variance (or mean square); >= 0, finite
+  // What the GEMMs multiply. A backend may compute more precisely (the CPU's is always fp32),
+  // never less; HeadKernels::compute_dtype() says what it does.
+  DType compute_dtype = DType::kFloat32;
+  OptimizerState optimizer_state = OptimizerState::kAdam;
+  bool trainable = true;  // false: no gradient and no optimizer memory; weight gradients are refused
+
+  friend bool operator==(const HeadConfig&, const HeadConfig&) = default;
+};
+
+// INVALID_ARGUMENT naming the field and its value.
+absl::Status Validate(const HeadConfig& config);
+
+// The parameters of a head.
+enum class Param : uint8_t {
+  kWeight,        // [V, D]
+  kBias,          // [V]
+  kNormGain,      // [D]
+  kNormShift,     // [D]
+  kClassWeights,  // [V]; not trained
+};
+inline constexpr Param kAllParams[] = {Param::kWeight, Param::kBias, Param::kNormGain, Param::kNormShift,
+                                       Param::kClassWeights};
+
+// What is stored for a parameter; everything is fp32.
+enum class Role : uint8_t {
+  kValue,     // the master value
+  kGradient,  // the sum accumulated in the open step
+  kMoment1,   // SGD momentum buffer or Adam's first moment
+  kMoment2,   // Adam's second moment
+};
+
+struct TensorId {
+  Param param = Param::kWeight;
+  Role role = Role::kValue;
+  friend bool operator==(const TensorId&, const TensorId&) = default;
+};
+
+// "weight", "bias", "norm.gain", "norm.shift", "class_weights".
+absl::string_view Name(Param param);
+// "value", "gradient", "moment1", "moment2".
+absl::string_view Name(Role role);
+absl::string_view Name(Norm norm);             // "none", "layernorm", "rmsnorm"
+absl::string_view Name(OptimizerState state);  // "none", "momentum", "adam"
+
+// A tensor's shape as a matrix: vectors are [length, 1].
+struct TensorShape {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  int64_t elements() const { return rows * cols; }
+};
+
+// True if a head with this config stores the tensor.
+bool HasTensor(const HeadConfig& config, TensorId id);
+// The shape of `param` in a head with this config: weight [V, D], bias [V, 1], norm [D, 1].
+TensorShape ShapeOf(const HeadConfig& config, Param param);
+
+}  // namespace lossd::kernels
+
+#endif  // LOSSD_KERNELS_HEAD_CONFIG_H_
