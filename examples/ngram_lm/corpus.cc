@@ -100,7 +100,7 @@ class FormattingCodes {
     while (at_ < text_.size() && text_[at_] == '<') ++at_, ++depth;
     const std::string close = depth == 1 ? ">" : " " + std::string(depth, '>');
     if (depth > 1 && at_ < text_.size() && text_[at_] == ' ') ++at_;
-    const std::string inner = Until(close);
+    std::string inner = Until(close);
     if (letter == 'X' || letter == 'Z') return "";
     if (letter == 'E') return Escape(inner);
     if (letter == 'L') return inner.substr(0, inner.find('|'));

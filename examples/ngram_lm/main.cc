@@ -2,10 +2,11 @@
 // Exit status: 0 learned, 1 held-out loss not below the unigram entropy by --margin, 2 could not run.
 #include <cblas.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/flags/flag.h"
@@ -28,13 +29,13 @@ ABSL_FLAG(int32_t, vocab, 8192, "classes: tokens of the byte-pair encoding at mo
 ABSL_FLAG(int64_t, context, 8, "tokens the model looks back");
 ABSL_FLAG(int64_t, embedding, 64, "size of a token's embedding");
 ABSL_FLAG(int64_t, hidden, 256, "size of the hidden layer");
-ABSL_FLAG(int64_t, hidden_state, 192, "size of the hidden state sent to the head");
+ABSL_FLAG(int64_t, hidden_state, 128, "size of the hidden state sent to the head");
 ABSL_FLAG(int64_t, microbatches, 4, "microbatches a step");
-ABSL_FLAG(int64_t, microbatch_rows, 512, "tokens a microbatch");
+ABSL_FLAG(int64_t, microbatch_rows, 256, "tokens a microbatch");
 ABSL_FLAG(absl::Duration, time, absl::Seconds(120), "how long to train");
 ABSL_FLAG(int64_t, steps, 0, "train this many steps instead");
-ABSL_FLAG(float, learning_rate, 2e-3f, "peak learning rate of stage one (Adam)");
-ABSL_FLAG(double, head_learning_rate, 4e-3, "peak learning rate of the head (AdamW, on the server)");
+ABSL_FLAG(float, learning_rate, 4e-3f, "peak learning rate of stage one (Adam)");
+ABSL_FLAG(double, head_learning_rate, 8e-3, "peak learning rate of the head (AdamW, on the server)");
 ABSL_FLAG(uint64_t, seed, 1, "of the initial weights and the order of the text");
 ABSL_FLAG(int32_t, threads, 1, "threads of stage one's matrix products");
 ABSL_FLAG(double, margin, 0.5, "nats below the unigram entropy the held-out loss must end");

@@ -21,7 +21,7 @@ struct StageOneShape {
   int64_t context = 8;     // k
   int64_t embedding = 64;  // E
   int64_t hidden = 256;    // H
-  int64_t output = 192;    // D
+  int64_t output = 128;    // D
 };
 
 // What Forward leaves for Backward: one microbatch of N rows.

@@ -32,8 +32,7 @@ Scale ScaleOf(double low, double high, int dots) {
 // A grid of characters, each with dots or a letter in it.
 class Canvas {
  public:
-  Canvas(int width, int height)
-      : width_(width), height_(height), cells_(width * height), letters_(width * height) {}
+  Canvas(int width, int height) : width_(width), height_(height), cells_(Size()), letters_(Size()) {}
 
   // Dots count from the lower left.
   void Dot(int x, int y) {
@@ -74,6 +73,8 @@ class Canvas {
     out->push_back(static_cast<char>(0xA0 | (dots >> 6)));
     out->push_back(static_cast<char>(0x80 | (dots & 0x3F)));
   }
+
+  size_t Size() const { return static_cast<size_t>(width_) * static_cast<size_t>(height_); }
 
   const int width_;
   const int height_;

@@ -18,7 +18,7 @@ namespace lossd::ngram_lm {
 
 struct TrainerOptions {
   int64_t microbatches = 4;       // a step
-  int64_t microbatch_rows = 512;  // tokens
+  int64_t microbatch_rows = 256;  // tokens
   int64_t in_flight = 2;          // microbatches the head has at a time, at most; >= 1
   uint64_t seed = 1;              // of the order of the text
 };

@@ -69,7 +69,8 @@ absl::StatusOr<RunResult> RunTraining(const RunOptions& options, absl::Span<cons
   LossCurve curve;
   RunResult result;
   double next_evaluation = 0;
-  for (double done = 0; done < 1; done = clock.Done(result.steps)) {
+  while (clock.Done(result.steps) < 1) {
+    const double done = clock.Done(result.steps);
     if (done >= next_evaluation) {
       const absl::StatusOr<double> loss = trainer->Evaluate(held_out, options.evaluation_tokens);
       if (!loss.ok()) return loss.status();
