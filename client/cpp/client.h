@@ -1,0 +1,306 @@
+// The C++ client of a lossd server: loss and gradients for a trainer, administration of heads.
+//
+//   ASSIGN_OR_RETURN(std::unique_ptr<Client> client, Client::Connect({.target = "127.0.0.1:7070"}));
+//   Microbatch microbatch{.head = "lm_head", .step = 0, .id = 7, .hidden_size = D, .hidden = x, .targets =
+//   y}; LossOutputs outputs{.grad_hidden = dx}; ASSIGN_OR_RETURN(LossResult result,
+//   client->ComputeLoss(microbatch, outputs, {.accumulate_gradients = true}));
+//
+// Symbols: N rows of a microbatch, D hidden size, V vocabulary size. Tensors are row-major, dense and
+// little-endian. Times are seconds, sizes are bytes unless a name says otherwise.
+//
+// Thread-safety: every method of Client may be called from any thread at any time; calls run concurrently.
+//
+// Ownership: the client copies small fields (names, options, targets, row weights) before a call returns.
+// Hidden states, outputs and tensor payloads stay the caller's; they are read and written in place and must
+// stay valid until the call is done. When a call is done, successful or not, the client has let go of them.
+//
+// Errors are absl::Status. The codes are the protocol's (see loss.proto and head.proto), besides:
+//   INVALID_ARGUMENT   also: the client refused the arguments before anything was sent
+//   UNAVAILABLE        no connection, or it broke and repeating did not help; the message names the server
+//   DEADLINE_EXCEEDED  the call's timeout passed
+//   ABORTED            the server was restarted and gradients are lost; see Client::AcknowledgeRestart
+//   INTERNAL           also: the server sent something the protocol does not allow ("server sent ...")
+// ErrorDetailOf() gives the server's structured detail of an error.
+#ifndef LOSSD_CLIENT_CPP_CLIENT_H_
+#define LOSSD_CLIENT_CPP_CLIENT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "lossd/v1/head.pb.h"
+#include "lossd/v1/loss.pb.h"
+#include "lossd/v1/server.pb.h"
+#include "lossd/v1/types.pb.h"
+
+namespace lossd::client {
+
+// How the client proves who it is and knows who the server is. Immutable and thread-safe.
+class Credentials {
+ public:
+  // Plain TCP: no encryption, no identity. For loopback and networks trusted as a whole.
+  static std::shared_ptr<const Credentials> Insecure();
+
+  virtual ~Credentials() = default;
+};
+
+struct RetryOptions {
+  int max_attempts = 3;  // of one call (or one stream of ComputeLoss), the first included; at least 1
+  absl::Duration initial_backoff = absl::Milliseconds(100);  // doubles with every attempt, with jitter
+  absl::Duration max_backoff = absl::Seconds(5);
+};
+
+struct ClientOptions {
+  std::string target = "127.0.0.1:7070";           // host:port, or any gRPC target name
+  std::shared_ptr<const Credentials> credentials;  // null: Credentials::Insecure()
+
+  int channels = 2;  // connections to the server; in [1, 64]
+  absl::Duration connect_timeout = absl::Seconds(10);
+  int64_t max_message_bytes = int64_t{64} << 20;  // of one message, sent or received
+
+  // Defaults for calls that name no timeout of their own.
+  absl::Duration call_timeout = absl::Seconds(60);      // descriptions, gradient norm, steps
+  absl::Duration transfer_timeout = absl::Minutes(30);  // creation, tensors, checkpoints
+  absl::Duration loss_timeout = absl::Minutes(10);      // ComputeLoss, attempts and waits together
+
+  RetryOptions retry;
+};
+
+// The rows of one loss computation.
+struct Microbatch {
+  std::string head;
+  // The open step the gradients belong to. Required with ComputeOptions::accumulate_gradients.
+  std::optional<uint64_t> step;
+  // Names the microbatch within (head, step). Sending the same id again with the same contents is safe.
+  uint64_t id = 0;
+
+  uint64_t hidden_size = 0;  // D
+  v1::DType hidden_dtype = v1::DTYPE_BF16;
+  // [N, D] of hidden_dtype; not owned. May be null if N == 0 or no row is valid.
+  const void* hidden = nullptr;
+  // [N]; its size is N. A class in [0, V) or ComputeOptions::loss.ignore_index. Copied.
+  absl::Span<const int32_t> targets;
+  // Empty, or [N]: multiply the rows' losses and gradients. Copied.
+  absl::Span<const float> row_weights;
+};
+
+// Where results go; not owned. Only what is given is computed and sent. After an error the contents are
+// unspecified.
+struct LossOutputs {
+  // [N, D] of Microbatch::hidden_dtype: dL/dx; 0 for ignored rows. Null: not wanted.
+  void* grad_hidden = nullptr;
+  // Each empty (not wanted) or [N]. Natural logarithms; 0 for ignored rows.
+  absl::Span<float> row_loss;
+  absl::Span<float> row_lse;       // log sum exp of the logits
+  absl::Span<float> row_entropy;   // of the softmax, nats
+  absl::Span<float> row_logprob;   // log p of the target
+  absl::Span<int32_t> row_argmax;  // class of the largest logit; -1 for ignored rows
+};
+
+struct ComputeOptions {
+  v1::LossOptions loss;
+
+  // Loss and gradient scale.
+  v1::Reduction reduction = v1::REDUCTION_MEAN;
+  // REDUCTION_MEAN: what sums are divided by. Absent: the number of valid targets of the microbatch; with
+  // loss.use_class_weights it must be given (the sum of u_y over valid rows).
+  std::optional<double> normalizer;
+  // The gradient of the final objective with respect to this loss; multiplies every gradient. Absent: 1.
+  std::optional<float> grad_output;
+  // Add dL/dW, dL/db, ... to the head's accumulators. Computed at most once per row, whatever breaks.
+  bool accumulate_gradients = false;
+
+  // How rows travel.
+  int streams = 0;                 // concurrent streams; 0: one per channel. Fewer if rows are few
+  uint64_t slice_bytes = 1 << 20;  // of hidden states per message; the server's limits bound it too
+
+  absl::Duration timeout = absl::ZeroDuration();  // zero: ClientOptions::loss_timeout
+  int max_attempts = 0;                           // zero: RetryOptions::max_attempts
+};
+
+struct LossResult {
+  double loss = 0;         // loss_sum / normalizer; 0 if no row is valid
+  double loss_sum = 0;     // over valid rows: z-loss included, row weights applied
+  double z_loss_sum = 0;   // the z-loss part of loss_sum
+  double entropy_sum = 0;  // nats; only with LossOutputs::row_entropy
+  double normalizer = 1;   // as used; 1 for REDUCTION_SUM
+
+  uint64_t valid_rows = 0;
+  uint64_t correct_rows = 0;      // largest logit is the target's
+  uint64_t accumulated_rows = 0;  // valid rows added to the accumulators by this call
+  uint64_t repeated_rows = 0;     // valid rows that had been added before (a repeat after a broken call)
+
+  // Where the server stood.
+  uint64_t incarnation = 0;
+  uint64_t step = 0;
+
+  // Cost.
+  double queue_seconds = 0;     // summed over slices: waiting for the device
+  double compute_seconds = 0;   // summed over slices: on the device
+  double wall_seconds = 0;      // from the call to its result
+  uint64_t sent_bytes = 0;      // payload only, repeats included
+  uint64_t received_bytes = 0;  // payload only, repeats included
+  int streams = 0;
+  int repeats = 0;  // streams that were sent again
+};
+
+namespace internal {
+class LossCall;
+}  // namespace internal
+
+// A loss computation under way. Movable; may be used from one thread at a time, except Cancel, which may be
+// called from any thread while the object lives.
+class PendingLoss {
+ public:
+  PendingLoss() = default;
+  PendingLoss(PendingLoss&& other) = default;
+  PendingLoss& operator=(PendingLoss&& other);
+  // Cancels and waits, so that the caller's buffers are free afterwards.
+  ~PendingLoss();
+
+  // True once the result is there and the buffers are free (the callback may still be running).
+  bool Done() const;
+  // Blocks until the result is there and the callback, if any, has returned. May be repeated.
+  absl::StatusOr<LossResult> Wait();
+  // As Wait, but gives up after `timeout`; then false.
+  bool WaitFor(absl::Duration timeout);
+  // Asks for an early end with CANCELLED; no effect when done.
+  void Cancel();
+
+ private:
+  friend class Client;
+  explicit PendingLoss(std::shared_ptr<internal::LossCall> call) : call_(std::move(call)) {}
+
+  std::shared_ptr<internal::LossCall> call_;
+};
+
+// Called once, on a thread of the client that all callbacks share: hand long work to another thread. Must not
+// destroy the Client or the PendingLoss it belongs to, nor wait for another one.
+using LossCallback = absl::AnyInvocable<void(const absl::StatusOr<LossResult>&)>;
+
+// A tensor's values as a matrix; vectors have one column.
+struct Tensor {
+  uint64_t rows = 0;
+  uint64_t cols = 0;
+  std::vector<float> values;  // [rows, cols]
+};
+
+struct TensorShape {
+  uint64_t rows = 0;
+  uint64_t cols = 0;  // 1 for vectors
+};
+
+enum class Health { kServing, kNotServing, kUnknownService };
+
+class Client {
+ public:
+  // Connects. INVALID_ARGUMENT names a wrong option; UNAVAILABLE if there is no connection within
+  // connect_timeout.
+  static absl::StatusOr<std::unique_ptr<Client>> Connect(const ClientOptions& options = {});
+
+  // Cancels what is under way and waits for it.
+  ~Client();
+  Client(const Client&) = delete;
+  Client& operator=(const Client&) = delete;
+
+  const ClientOptions& options() const;
+
+  // ---- Loss ----
+
+  // Computes loss and gradients of a microbatch and blocks until all is done. Rows are split over streams
+  // and slices; slices of ignored rows alone are not sent. A stream that breaks with UNAVAILABLE is sent
+  // again (the server accumulates no row twice), at most max_attempts times and only while the server has not
+  // been restarted. One failing stream ends the others; the first error is returned.
+  absl::StatusOr<LossResult> ComputeLoss(const Microbatch& microbatch, const LossOutputs& outputs,
+                                         const ComputeOptions& options = {});
+
+  // Starts the same without blocking. The callback may be null; bad arguments are reported through it and
+  // through Wait like any other error.
+  PendingLoss ComputeLossAsync(const Microbatch& microbatch, const LossOutputs& outputs,
+                               const ComputeOptions& options = {}, LossCallback callback = nullptr);
+
+  // The client remembers in which incarnation of the server it accumulated rows of a head's open step. If
+  // that changes within the step, calls that accumulate or apply gradients of the step fail with ABORTED,
+  // since gradients are gone, until the trainer says that it has dealt with it: by a CreateHead,
+  // LoadCheckpoint or ZeroGradients of this client on the head, or by this call.
+  void AcknowledgeRestart(absl::string_view head);
+
+  // ---- Heads ----
+  // Calls that only read, and ApplyStep (the server applies a step once), are repeated on UNAVAILABLE within
+  // the timeout. The others never are. A zero timeout means the default of ClientOptions.
+
+  absl::StatusOr<v1::HeadDescription> CreateHead(const v1::CreateHeadRequest& request,
+                                                 absl::Duration timeout = absl::ZeroDuration());
+  absl::StatusOr<v1::HeadDescription> DescribeHead(absl::string_view head,
+                                                   absl::Duration timeout = absl::ZeroDuration());
+  absl::StatusOr<std::vector<v1::HeadDescription>> ListHeads(absl::Duration timeout = absl::ZeroDuration());
+  absl::Status DeleteHead(absl::string_view head, absl::Duration timeout = absl::ZeroDuration());
+
+  // Reads a tensor as fp32.
+  absl::StatusOr<Tensor> ReadTensor(absl::string_view head, v1::Param param, v1::Role role = v1::ROLE_VALUE,
+                                    absl::Duration timeout = absl::ZeroDuration());
+  // Reads what `request` asks for into `out` [rows read, cols] of request.dtype. INVALID_ARGUMENT if its size
+  // is not exactly that; returns the shape read. After an error the contents of `out` are unspecified.
+  absl::StatusOr<TensorShape> ReadTensor(const v1::ReadTensorRequest& request, absl::Span<char> out,
+                                         absl::Duration timeout = absl::ZeroDuration());
+
+  // Replaces a whole tensor by fp32 values [rows, cols].
+  absl::StatusOr<v1::WriteTensorResponse> WriteTensor(absl::string_view head, v1::Param param,
+                                                      absl::Span<const float> values,
+                                                      absl::Duration timeout = absl::ZeroDuration());
+  // Replaces the rows `open` names by `payload`, of open.dtype. After an error some rows may be replaced.
+  absl::StatusOr<v1::WriteTensorResponse> WriteTensor(const v1::OpenTensor& open,
+                                                      absl::Span<const char> payload,
+                                                      absl::Duration timeout = absl::ZeroDuration());
+
+  absl::StatusOr<v1::GradNormResponse> GradNorm(absl::string_view head,
+                                                std::optional<uint64_t> step = std::nullopt,
+                                                absl::Duration timeout = absl::ZeroDuration());
+  // ABORTED also if the answer shows that the server was restarted since rows of this step were accumulated:
+  // then it applied a step without them (give expected_rows or expected_microbatches to have it refuse).
+  absl::StatusOr<v1::ApplyStepResponse> ApplyStep(const v1::ApplyStepRequest& request,
+                                                  absl::Duration timeout = absl::ZeroDuration());
+  absl::StatusOr<v1::HeadState> ZeroGradients(absl::string_view head, uint64_t step,
+                                              absl::Duration timeout = absl::ZeroDuration());
+
+  // `name` may be empty: the server names the checkpoint by step.
+  absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(absl::string_view head,
+                                                            absl::string_view name = "",
+                                                            absl::Duration timeout = absl::ZeroDuration());
+  // `checkpoint` is "<head>/<name>"; `head` may be empty: the checkpoint's own.
+  absl::StatusOr<v1::HeadDescription> LoadCheckpoint(absl::string_view checkpoint,
+                                                     absl::string_view head = "",
+                                                     absl::Duration timeout = absl::ZeroDuration());
+
+  // ---- Server ----
+
+  absl::StatusOr<v1::ServerDescription> GetServer(absl::Duration timeout = absl::ZeroDuration());
+  // grpc.health.v1; "" is the whole server. Not repeated.
+  absl::StatusOr<Health> CheckHealth(absl::string_view service = "",
+                                     absl::Duration timeout = absl::ZeroDuration());
+
+ private:
+  class Impl;
+  explicit Client(std::shared_ptr<Impl> impl);
+
+  std::shared_ptr<Impl> impl_;
+};
+
+// The server's structured detail of an error, if it sent one.
+std::optional<v1::ErrorDetail> ErrorDetailOf(const absl::Status& status);
+
+// Bytes of one element; 0 for DTYPE_UNSPECIFIED and unknown values.
+size_t ElementSize(v1::DType dtype);
+
+}  // namespace lossd::client
+
+#endif  // LOSSD_CLIENT_CPP_CLIENT_H_

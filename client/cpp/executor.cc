@@ -1,0 +1,48 @@
+#include "client/cpp/executor.h"
+
+#include "absl/time/clock.h"
+
+namespace lossd::client::internal {
+
+Executor::Executor() : thread_([this] { Run(); }) {}
+
+Executor::~Executor() {
+  {
+    absl::MutexLock lock(&mu_);
+    stopping_ = true;
+  }
+  thread_.join();
+}
+
+void Executor::PostAt(absl::Time when, Task task) {
+  absl::MutexLock lock(&mu_);
+  tasks_.emplace(Key(when, posted_++), std::move(task));
+}
+
+bool Executor::Ready() const {
+  if (stopping_) return true;
+  return !tasks_.empty() && tasks_.begin()->first.first <= absl::Now();
+}
+
+void Executor::Run() {
+  while (true) {
+    Task task;
+    {
+      absl::MutexLock lock(&mu_);
+      const absl::Time due = tasks_.empty() ? absl::InfiniteFuture() : tasks_.begin()->first.first;
+      if (!Ready()) {
+        // Wakes for a task that is due earlier than the first one so far, at the latest when that is due.
+        const uint64_t posted = posted_;
+        auto changed = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return stopping_ || posted_ != posted; };
+        mu_.AwaitWithDeadline(absl::Condition(&changed), due);
+        continue;
+      }
+      if (tasks_.empty() || tasks_.begin()->first.first > absl::Now()) return;  // stopping, nothing due
+      task = std::move(tasks_.begin()->second);
+      tasks_.erase(tasks_.begin());
+    }
+    task();
+  }
+}
+
+}  // namespace lossd::client::internal

@@ -1,0 +1,49 @@
+// One thread that runs tasks in order, now or at a time: where the steps of asynchronous calls and the
+// callbacks of the client's users run, so that gRPC's own few threads never wait for either.
+//
+// Thread-safe. Tasks may post tasks. Tasks must not destroy the executor.
+#ifndef LOSSD_CLIENT_CPP_EXECUTOR_H_
+#define LOSSD_CLIENT_CPP_EXECUTOR_H_
+
+#include <cstdint>
+#include <map>
+#include <thread>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+
+namespace lossd::client::internal {
+
+class Executor {
+ public:
+  using Task = absl::AnyInvocable<void()>;
+
+  Executor();
+  // Runs the tasks that are due and drops those that are not.
+  ~Executor();
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+
+  void Post(Task task) { PostAt(absl::InfinitePast(), std::move(task)); }
+  // Runs `task` at or after `when`; tasks of the same time run in the order they were posted.
+  void PostAt(absl::Time when, Task task);
+
+ private:
+  using Key = std::pair<absl::Time, uint64_t>;  // when, order of posting
+
+  void Run();
+  bool Ready() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  absl::Mutex mu_;
+  std::map<Key, Task> tasks_ ABSL_GUARDED_BY(mu_);
+  uint64_t posted_ ABSL_GUARDED_BY(mu_) = 0;
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  std::thread thread_;
+};
+
+}  // namespace lossd::client::internal
+
+#endif  // LOSSD_CLIENT_CPP_EXECUTOR_H_

@@ -1,0 +1,64 @@
+// What the client remembers of heads between calls: the limits on slices, and in which incarnation of the
+// server gradients were accumulated.
+//
+// Thread-safe. Bounded by the number of heads the client has used.
+#ifndef LOSSD_CLIENT_CPP_HEAD_BOOK_H_
+#define LOSSD_CLIENT_CPP_HEAD_BOOK_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "lossd/v1/head.pb.h"
+#include "lossd/v1/loss.pb.h"
+#include "lossd/v1/types.pb.h"
+
+namespace lossd::client::internal {
+
+struct HeadFacts {
+  uint64_t hidden_size = 0;  // D
+  v1::SliceLimits limits;
+};
+
+// ABORTED: the server was another process before, and what it had accumulated for `step` is gone.
+absl::Status RestartedError(absl::string_view head, uint64_t before, uint64_t now,
+                            std::optional<uint64_t> step);
+
+class HeadBook {
+ public:
+  std::optional<HeadFacts> Facts(absl::string_view head) const;
+  void Learn(const v1::HeadDescription& description);
+  void LearnLimits(absl::string_view head, const v1::SliceLimits& limits);
+  // The head's facts are to be learnt anew; what was accumulated stays remembered.
+  void ForgetFacts(absl::string_view head);
+
+  // Gradients of `step` are being accumulated in `incarnation`. ABORTED if earlier ones of the same step went
+  // to another one; then nothing changes.
+  absl::Status NoteAccumulation(absl::string_view head, uint64_t step, uint64_t incarnation);
+  // ABORTED if gradients of `step` were accumulated in another incarnation than `incarnation`.
+  absl::Status CheckIncarnation(absl::string_view head, uint64_t step, uint64_t incarnation) const;
+  // No gradients of the head are outstanding any more.
+  void ForgetAccumulation(absl::string_view head);
+
+ private:
+  struct Accumulation {
+    uint64_t step = 0;
+    uint64_t incarnation = 0;
+  };
+
+  absl::Status Check(absl::string_view head, uint64_t step, uint64_t incarnation) const
+      ABSL_SHARED_LOCKS_REQUIRED(mu_);
+
+  mutable absl::Mutex mu_;
+  absl::flat_hash_map<std::string, HeadFacts> facts_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<std::string, Accumulation> accumulations_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace lossd::client::internal
+
+#endif  // LOSSD_CLIENT_CPP_HEAD_BOOK_H_

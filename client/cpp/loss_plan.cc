@@ -1,0 +1,191 @@
+#include "client/cpp/loss_plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+
+namespace lossd::client::internal {
+namespace {
+
+constexpr uint64_t kMaxRows = std::numeric_limits<int32_t>::max();
+constexpr int kMaxStreams = 1024;
+constexpr int32_t kDefaultIgnoreIndex = -100;
+
+template <typename... Args>
+absl::Status Invalid(const Args&... args) {
+  return absl::InvalidArgumentError(absl::StrCat(args...));
+}
+
+absl::Status ValidateMicrobatch(const Microbatch& microbatch, int32_t ignore_index) {
+  const uint64_t rows = microbatch.targets.size();
+  if (microbatch.head.empty()) return Invalid("microbatch.head is empty");
+  if (microbatch.hidden_size == 0) return Invalid("microbatch.hidden_size is 0");
+  if (ElementSize(microbatch.hidden_dtype) == 0) {
+    return Invalid("microbatch.hidden_dtype is ", static_cast<int>(microbatch.hidden_dtype), ", not a dtype");
+  }
+  if (microbatch.hidden_size > std::numeric_limits<int64_t>::max() / 4 / std::max<uint64_t>(rows, 1)) {
+    return Invalid("microbatch.hidden_size is ", microbatch.hidden_size, ": too large for ", rows, " rows");
+  }
+  if (rows > kMaxRows) return Invalid("microbatch.targets has ", rows, " entries; the most is ", kMaxRows);
+  if (!microbatch.row_weights.empty() && microbatch.row_weights.size() != rows) {
+    return Invalid("microbatch.row_weights has ", microbatch.row_weights.size(), " entries for ", rows, " rows");
+  }
+  if (microbatch.hidden == nullptr && CountValid(microbatch.targets, ignore_index) > 0) {
+    return Invalid("microbatch.hidden is null");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ValidateOutputs(const LossOutputs& outputs, uint64_t rows) {
+  const auto check = [rows](const char* name, uint64_t size) {
+    if (size == 0 || size == rows) return absl::OkStatus();
+    return Invalid("outputs.", name, " has ", size, " entries for ", rows, " rows");
+  };
+  absl::Status status = check("row_loss", outputs.row_loss.size());
+  status.Update(check("row_lse", outputs.row_lse.size()));
+  status.Update(check("row_entropy", outputs.row_entropy.size()));
+  status.Update(check("row_logprob", outputs.row_logprob.size()));
+  status.Update(check("row_argmax", outputs.row_argmax.size()));
+  return status;
+}
+
+absl::Status ValidateScale(const ComputeOptions& options) {
+  if (options.reduction != v1::REDUCTION_SUM && options.reduction != v1::REDUCTION_MEAN) {
+    return Invalid("options.reduction is ", static_cast<int>(options.reduction), ", neither sum nor mean");
+  }
+  if (options.normalizer.has_value()) {
+    if (options.reduction == v1::REDUCTION_SUM) return Invalid("options.normalizer is for the mean only");
+    if (!std::isfinite(*options.normalizer) || *options.normalizer < 0) {
+      return Invalid("options.normalizer is ", *options.normalizer, "; it must be finite and not negative");
+    }
+  } else if (options.reduction == v1::REDUCTION_MEAN && options.loss.use_class_weights()) {
+    return Invalid(
+        "options.normalizer is absent; with class weights a mean needs the sum of the weights of the targets");
+  }
+  if (options.grad_output.has_value() && !std::isfinite(*options.grad_output)) {
+    return Invalid("options.grad_output is ", *options.grad_output, "; it must be finite");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ValidateTransport(const ComputeOptions& options) {
+  if (options.streams < 0 || options.streams > kMaxStreams) {
+    return Invalid("options.streams is ", options.streams, "; it must be in [0, ", kMaxStreams, "]");
+  }
+  if (options.slice_bytes == 0) return Invalid("options.slice_bytes is 0");
+  if (options.max_attempts < 0) return Invalid("options.max_attempts is ", options.max_attempts);
+  if (options.timeout < absl::ZeroDuration()) {
+    return Invalid("options.timeout is ", absl::FormatDuration(options.timeout));
+  }
+  return absl::OkStatus();
+}
+
+// The first row of [row, end) that is valid, or `end`.
+uint64_t NextValid(absl::Span<const int32_t> targets, int32_t ignore_index, uint64_t row, uint64_t end) {
+  while (row < end && targets[row] == ignore_index) ++row;
+  return row;
+}
+
+template <typename T>
+void FillRows(absl::Span<T> values, Rows rows, T value) {
+  if (!values.empty()) std::fill(values.begin() + rows.begin, values.begin() + rows.end, value);
+}
+
+void FillIgnored(const LossOutputs& outputs, uint64_t row_bytes, Rows rows) {
+  if (rows.size() == 0) return;
+  if (outputs.grad_hidden != nullptr) {
+    std::memset(static_cast<char*>(outputs.grad_hidden) + rows.begin * row_bytes, 0, rows.size() * row_bytes);
+  }
+  FillRows(outputs.row_loss, rows, 0.0f);
+  FillRows(outputs.row_lse, rows, 0.0f);
+  FillRows(outputs.row_entropy, rows, 0.0f);
+  FillRows(outputs.row_logprob, rows, 0.0f);
+  FillRows(outputs.row_argmax, rows, int32_t{-1});
+}
+
+}  // namespace
+
+int32_t IgnoreIndex(const v1::LossOptions& options) {
+  return options.has_ignore_index() ? options.ignore_index() : kDefaultIgnoreIndex;
+}
+
+absl::Status ValidateCall(const Microbatch& microbatch, const LossOutputs& outputs,
+                          const ComputeOptions& options) {
+  absl::Status status = ValidateMicrobatch(microbatch, IgnoreIndex(options.loss));
+  status.Update(ValidateOutputs(outputs, microbatch.targets.size()));
+  status.Update(ValidateScale(options));
+  status.Update(ValidateTransport(options));
+  if (options.accumulate_gradients && !microbatch.step.has_value()) {
+    status.Update(Invalid("microbatch.step is absent; accumulate_gradients needs it"));
+  }
+  return status;
+}
+
+uint64_t CountValid(absl::Span<const int32_t> targets, int32_t ignore_index) {
+  return targets.size() - std::count(targets.begin(), targets.end(), ignore_index);
+}
+
+std::vector<Rows> SplitRanges(absl::Span<const int32_t> targets, int32_t ignore_index, int streams,
+                              uint64_t max_rows) {
+  const uint64_t total = CountValid(targets, ignore_index);
+  const uint64_t wanted =
+      std::clamp<uint64_t>(total / kMinRowsPerStream, 1, std::max<uint64_t>(1, streams));
+  std::vector<Rows> ranges;
+  uint64_t begin = 0;
+  uint64_t valid = 0;  // in [0, row]
+  for (uint64_t row = 0; row < targets.size(); ++row) {
+    valid += targets[row] != ignore_index;
+    const uint64_t next_cut = total * (ranges.size() + 1) / wanted;
+    const bool enough = valid >= next_cut && ranges.size() + 1 < wanted;
+    if ((enough || row + 1 - begin == max_rows) && row + 1 < targets.size()) {
+      ranges.push_back({begin, row + 1});
+      begin = row + 1;
+    }
+  }
+  ranges.push_back({begin, targets.size()});
+  return ranges;
+}
+
+std::vector<Rows> CutSlices(absl::Span<const int32_t> targets, int32_t ignore_index, Rows range,
+                            uint64_t max_rows) {
+  const uint64_t longest_gap = std::max<uint64_t>(1, max_rows / 8);  // ignored rows sent along at most
+  std::vector<Rows> slices;
+  uint64_t row = NextValid(targets, ignore_index, range.begin, range.end);
+  while (row < range.end) {
+    const uint64_t last = row + std::min(max_rows, range.end - row);
+    Rows slice{row, row + 1};
+    for (uint64_t next = row + 1; next < last && next - slice.end <= longest_gap; ++next) {
+      if (targets[next] != ignore_index) slice.end = next + 1;
+    }
+    slices.push_back(slice);
+    row = NextValid(targets, ignore_index, slice.end, range.end);
+  }
+  return slices;
+}
+
+absl::StatusOr<uint64_t> MaxSliceRows(uint64_t row_bytes, uint64_t slice_bytes, const v1::SliceLimits& limits) {
+  uint64_t rows = std::max<uint64_t>(1, slice_bytes / row_bytes);
+  if (limits.max_bytes() > 0) {
+    if (row_bytes > limits.max_bytes()) {
+      return Invalid("microbatch.hidden_size: a row has ", row_bytes, " bytes, but the server takes slices of ",
+                     limits.max_bytes(), " bytes at most");
+    }
+    rows = std::min<uint64_t>(rows, limits.max_bytes() / row_bytes);
+  }
+  if (limits.max_rows() > 0) rows = std::min<uint64_t>(rows, limits.max_rows());
+  return rows;
+}
+
+void FillUnsentRows(const LossOutputs& outputs, uint64_t row_bytes, Rows range, absl::Span<const Rows> slices) {
+  uint64_t done = range.begin;
+  for (const Rows& slice : slices) {
+    FillIgnored(outputs, row_bytes, {done, slice.begin});
+    done = slice.end;
+  }
+  FillIgnored(outputs, row_bytes, {done, range.end});
+}
+
+}  // namespace lossd::client::internal

@@ -1,0 +1,58 @@
+// How the rows of a microbatch are spread over streams and slices. Pure arithmetic, no I/O.
+//
+// Functions are stateless and thread-safe.
+#ifndef LOSSD_CLIENT_CPP_LOSS_PLAN_H_
+#define LOSSD_CLIENT_CPP_LOSS_PLAN_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "client/cpp/client.h"
+
+namespace lossd::client::internal {
+
+// Rows [begin, end).
+struct Rows {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+
+  uint64_t size() const { return end - begin; }
+  friend bool operator==(const Rows&, const Rows&) = default;
+};
+
+// Fewest valid rows worth a stream of their own.
+inline constexpr uint64_t kMinRowsPerStream = 64;
+
+// The class that marks a row as ignored.
+int32_t IgnoreIndex(const v1::LossOptions& options);
+
+// INVALID_ARGUMENT naming the field and its value if the call is wrong in a way that the server need not be
+// asked about.
+absl::Status ValidateCall(const Microbatch& microbatch, const LossOutputs& outputs,
+                          const ComputeOptions& options);
+
+uint64_t CountValid(absl::Span<const int32_t> targets, int32_t ignore_index);
+
+// Splits [0, targets.size()) into at least one contiguous range: `streams` of them with about the same number
+// of valid rows each, fewer if there are few valid rows, more if one would have over `max_rows` rows.
+std::vector<Rows> SplitRanges(absl::Span<const int32_t> targets, int32_t ignore_index, int streams,
+                              uint64_t max_rows);
+
+// Cuts the valid rows of `range` into slices of at most `max_rows` rows, in ascending order. Slices start and
+// end with a valid row; long runs of ignored rows are in none.
+std::vector<Rows> CutSlices(absl::Span<const int32_t> targets, int32_t ignore_index, Rows range,
+                            uint64_t max_rows);
+
+// Rows of a slice: as many as slice_bytes and the server's limits allow. INVALID_ARGUMENT if a single row
+// exceeds the server's limit.
+absl::StatusOr<uint64_t> MaxSliceRows(uint64_t row_bytes, uint64_t slice_bytes, const v1::SliceLimits& limits);
+
+// Writes the results of ignored rows (zeros; argmax -1) to the rows of `range` that no slice covers.
+void FillUnsentRows(const LossOutputs& outputs, uint64_t row_bytes, Rows range, absl::Span<const Rows> slices);
+
+}  // namespace lossd::client::internal
+
+#endif  // LOSSD_CLIENT_CPP_LOSS_PLAN_H_

@@ -1,0 +1,45 @@
+// The one place where statuses change form: absl::Status <-> grpc::Status, with lossd.v1.ErrorDetail
+// carried along.
+//
+// On the wire the detail lies in the status details (grpc-status-details-bin) as a lossd.v1.StatusDetails,
+// in an absl::Status as the payload named kErrorDetailType. Codes of both kinds have the same numbers.
+//
+// Trailers are small (peers accept 8 KiB by default), so messages are cut to kMaxMessageBytes and of a
+// detail's `missing` only as many entries are sent as fit; the last one then counts the others.
+//
+// All functions are thread-safe.
+#ifndef LOSSD_PROTO_WIRE_STATUS_DETAILS_H_
+#define LOSSD_PROTO_WIRE_STATUS_DETAILS_H_
+
+#include <grpcpp/support/status.h>
+
+#include <cstddef>
+#include <optional>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "lossd/v1/types.pb.h"
+
+namespace lossd::wire {
+
+inline constexpr absl::string_view kErrorDetailType = "type.googleapis.com/lossd.v1.ErrorDetail";
+inline constexpr size_t kMaxMessageBytes = 1000;
+inline constexpr size_t kMaxDetailBytes = 2000;
+
+// A status with the detail in its binary details. `code` must not be OK.
+grpc::Status MakeGrpcStatus(grpc::StatusCode code, absl::string_view message, const v1::ErrorDetail& detail);
+
+// The detail a peer sent; nullopt if there is none or it cannot be read.
+std::optional<v1::ErrorDetail> GetErrorDetail(const grpc::Status& status);
+
+// Attaches the detail, replacing an earlier one. No effect on an OK status.
+void SetErrorDetail(const v1::ErrorDetail& detail, absl::Status* status);
+std::optional<v1::ErrorDetail> GetErrorDetail(const absl::Status& status);
+
+// Code, message and, if there is one, the detail. A code unknown to gRPC becomes UNKNOWN.
+grpc::Status ToGrpcStatus(const absl::Status& status);
+absl::Status FromGrpcStatus(const grpc::Status& status);
+
+}  // namespace lossd::wire
+
+#endif  // LOSSD_PROTO_WIRE_STATUS_DETAILS_H_
