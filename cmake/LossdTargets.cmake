@@ -3,10 +3,10 @@
 #
 #   lossd_library(NAME lossd_engine LAYER engine SOURCES ... DEPS lossd_head absl::status)
 
-set(LOSSD_LAYERS_proto "")           # .proto files and the formats both sides speak
+set(LOSSD_LAYERS_proto "")            # .proto files and the formats both sides speak
 set(LOSSD_LAYERS_kernels "")
 set(LOSSD_LAYERS_head kernels formats)
-set(LOSSD_LAYERS_formats "")         # tensor files: no protobuf, no gRPC
+set(LOSSD_LAYERS_formats "")          # tensor files: no protobuf, no gRPC
 set(LOSSD_LAYERS_engine head kernels)
 set(LOSSD_LAYERS_metrics engine head kernels)
 set(LOSSD_LAYERS_rpc proto formats engine head kernels metrics)

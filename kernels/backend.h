@@ -84,8 +84,9 @@ struct Chunk {
 // Each is called exactly once per chunk, on_results first; on the driving thread or on one of the
 // backend's own. They must not block for long and must not call into the backend.
 struct ChunkCallbacks {
-  // Host outputs of all slices are complete (weight gradients may still be in the making), or the
-  // whole chunk failed with this status and accumulated nothing.
+  // Host outputs of all slices, first_nonfinite_row and sums are complete (weight gradients may still be
+  // in the making), or the whole chunk failed with this status and accumulated nothing. From here on
+  // the backend touches none of the slices' host arrays.
   absl::AnyInvocable<void(absl::Status)> on_results;
   // The chunk has left the device. An error here that on_results did not report means that the
   // accumulators of the head can no longer be trusted.

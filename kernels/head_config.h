@@ -19,7 +19,7 @@ enum class Norm : uint8_t {
 };
 
 struct HeadConfig {
-  int64_t hidden_size = 0;  // D >= 1
+  int64_t hidden_size = 0;  // D in [1, 2^24]
   int64_t vocab_size = 0;   // V in [1, 2^31 - 1]
   bool has_bias = false;
   bool has_class_weights = false;

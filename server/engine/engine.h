@@ -61,7 +61,7 @@ struct HeadSnapshot {
   kernels::HeadConfig config;
   kernels::DType compute_dtype = kernels::DType::kFloat32;
   HeadState state;
-  SliceLimits limits;  // for 2-byte hidden states limits.max_rows may be larger; this is for 4 bytes
+  SliceLimits limits;  // a slice obeys both
   int64_t chunk_rows = 0;
   kernels::MemoryBytes memory;
   int64_t open_streams = 0;
@@ -98,7 +98,8 @@ struct StepResult {
   bool repeated = false;
 };
 
-// An open stream. Thread-safe; destroying it cancels what is not finished (OnFinished still comes).
+// An open stream. Thread-safe; destroying it cancels what is not finished (OnFinished still comes). Must
+// be destroyed before the engine.
 class Stream {
  public:
   virtual ~Stream() = default;
@@ -137,7 +138,7 @@ class Engine {
   virtual absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config,
                                   uint64_t step) = 0;
   virtual absl::Status PublishHead(absl::string_view name) = 0;
-  // Blocks. FAILED_PRECONDITION while streams are open on it (force: cancels them).
+  // Blocks. FAILED_PRECONDITION while streams are open on it.
   virtual absl::Status DeleteHead(absl::string_view name) = 0;
   virtual absl::StatusOr<HeadSnapshot> Describe(absl::string_view name) const = 0;
   virtual std::vector<HeadSnapshot> List() const = 0;  // published heads, by name

@@ -1,0 +1,144 @@
+#include "kernels/head_config.h"
+
+#include <cmath>
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+
+namespace lossd::kernels {
+namespace {
+
+// Keeps every byte count of a head (V * D * 16 and the like) far from 2^63.
+constexpr int64_t kMaxHiddenSize = int64_t{1} << 24;
+
+template <typename T>
+absl::Status OutOfRange(absl::string_view field, absl::string_view range, T value) {
+  return absl::InvalidArgumentError(absl::StrCat(field, " must be ", range, ", got ", value));
+}
+
+bool HasParam(const HeadConfig& config, Param param) {
+  switch (param) {
+    case Param::kWeight:
+      return true;
+    case Param::kBias:
+      return config.has_bias;
+    case Param::kNormGain:
+      return config.norm != Norm::kNone;
+    case Param::kNormShift:
+      return config.norm == Norm::kLayerNorm;
+    case Param::kClassWeights:
+      return config.has_class_weights;
+  }
+  return false;
+}
+
+}  // namespace
+
+absl::Status Validate(const HeadConfig& config) {
+  if (config.hidden_size < 1 || config.hidden_size > kMaxHiddenSize) {
+    return OutOfRange("hidden_size", absl::StrCat("in [1, ", kMaxHiddenSize, "]"), config.hidden_size);
+  }
+  constexpr int64_t kMaxVocab = std::numeric_limits<int32_t>::max();
+  if (config.vocab_size < 1 || config.vocab_size > kMaxVocab) {
+    return OutOfRange("vocab_size", absl::StrCat("in [1, ", kMaxVocab, "]"), config.vocab_size);
+  }
+  if (config.norm > Norm::kRmsNorm) {
+    return OutOfRange("norm", "none, layernorm or rmsnorm", static_cast<int>(config.norm));
+  }
+  if (!std::isfinite(config.norm_epsilon) || config.norm_epsilon < 0.0f) {
+    return OutOfRange("norm_epsilon", "finite and >= 0", config.norm_epsilon);
+  }
+  if (config.compute_dtype > DType::kBFloat16) {
+    return OutOfRange("compute_dtype", "fp32, fp16 or bf16", static_cast<int>(config.compute_dtype));
+  }
+  if (config.optimizer_state > OptimizerState::kAdam) {
+    return OutOfRange("optimizer_state", "none, momentum or adam", static_cast<int>(config.optimizer_state));
+  }
+  return absl::OkStatus();
+}
+
+absl::string_view Name(Param param) {
+  switch (param) {
+    case Param::kWeight:
+      return "weight";
+    case Param::kBias:
+      return "bias";
+    case Param::kNormGain:
+      return "norm.gain";
+    case Param::kNormShift:
+      return "norm.shift";
+    case Param::kClassWeights:
+      return "class_weights";
+  }
+  return "unknown";
+}
+
+absl::string_view Name(Role role) {
+  switch (role) {
+    case Role::kValue:
+      return "value";
+    case Role::kGradient:
+      return "gradient";
+    case Role::kMoment1:
+      return "moment1";
+    case Role::kMoment2:
+      return "moment2";
+  }
+  return "unknown";
+}
+
+absl::string_view Name(Norm norm) {
+  switch (norm) {
+    case Norm::kNone:
+      return "none";
+    case Norm::kLayerNorm:
+      return "layernorm";
+    case Norm::kRmsNorm:
+      return "rmsnorm";
+  }
+  return "unknown";
+}
+
+absl::string_view Name(OptimizerState state) {
+  switch (state) {
+    case OptimizerState::kNone:
+      return "none";
+    case OptimizerState::kMomentum:
+      return "momentum";
+    case OptimizerState::kAdam:
+      return "adam";
+  }
+  return "unknown";
+}
+
+bool HasTensor(const HeadConfig& config, TensorId id) {
+  if (!HasParam(config, id.param)) return false;
+  if (id.role == Role::kValue) return true;
+  if (!config.trainable || id.param == Param::kClassWeights) return false;
+  switch (id.role) {
+    case Role::kGradient:
+      return true;
+    case Role::kMoment1:
+      return config.optimizer_state >= OptimizerState::kMomentum;
+    case Role::kMoment2:
+      return config.optimizer_state >= OptimizerState::kAdam;
+    default:
+      return false;
+  }
+}
+
+TensorShape ShapeOf(const HeadConfig& config, Param param) {
+  switch (param) {
+    case Param::kWeight:
+      return {config.vocab_size, config.hidden_size};
+    case Param::kBias:
+    case Param::kClassWeights:
+      return {config.vocab_size, 1};
+    case Param::kNormGain:
+    case Param::kNormShift:
+      return {config.hidden_size, 1};
+  }
+  return {};
+}
+
+}  // namespace lossd::kernels

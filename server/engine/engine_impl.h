@@ -1,0 +1,142 @@
+// The implementation of Engine; see engine.h for the contract.
+//
+// Lock order: mutex_ is a leaf with respect to observers and staging waiters: neither is ever called with
+// it held. Slices are destroyed (and their buffers given back) on the notifier's thread.
+#ifndef LOSSD_SERVER_ENGINE_ENGINE_IMPL_H_
+#define LOSSD_SERVER_ENGINE_ENGINE_IMPL_H_
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
+#include "server/engine/engine.h"
+#include "server/engine/ledger.h"
+#include "server/engine/notifier.h"
+#include "server/engine/stream_state.h"
+#include "server/engine/work_queue.h"
+
+namespace lossd::engine {
+
+class EngineImpl final : public Engine {
+ public:
+  EngineImpl(const EngineOptions& options, kernels::Backend* backend, uint64_t incarnation,
+             EngineObserver* observer, std::unique_ptr<StagingPool> staging);
+  ~EngineImpl() override;
+
+  StagingPool& staging() override { return *staging_; }
+  uint64_t incarnation() const override { return incarnation_; }
+  EngineStats stats() const override;
+
+  absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config, uint64_t step) override;
+  absl::Status PublishHead(absl::string_view name) override;
+  absl::Status DeleteHead(absl::string_view name) override;
+  absl::StatusOr<HeadSnapshot> Describe(absl::string_view name) const override;
+  std::vector<HeadSnapshot> List() const override;
+  absl::Status OnDevice(absl::string_view name,
+                        absl::FunctionRef<absl::Status(head::Head&)> operation) override;
+
+  absl::StatusOr<double> GradNorm(absl::string_view name, std::optional<uint64_t> step) override;
+  absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request,
+                                       std::vector<std::string>* missing) override;
+  absl::Status ZeroGradients(absl::string_view name, uint64_t step) override;
+  absl::Status ResetStep(absl::string_view name, uint64_t step) override;
+
+  absl::StatusOr<std::unique_ptr<Stream>> Open(StreamSpec spec,
+                                               std::shared_ptr<StreamObserver> observer) override;
+
+ private:
+  friend class StreamHandle;
+
+  // One head and everything that is going on with it. Entries live until their head is deleted; `head`
+  // itself belongs to the device thread, the rest to mutex_.
+  struct Entry {
+    explicit Entry(std::string head_name, const kernels::HeadConfig& head_config, int64_t max_ledger_rows)
+        : name(std::move(head_name)), config(head_config), ledger(max_ledger_rows) {}
+
+    const std::string name;
+    const kernels::HeadConfig config;
+    std::unique_ptr<head::Head> head;
+    kernels::DType compute_dtype = kernels::DType::kFloat32;
+    int64_t chunk_rows = 1;
+    kernels::MemoryBytes memory;
+    bool published = false;
+    bool deleting = false;
+    uint64_t step = 0;
+    // Set when accumulators may be half-written; streams are refused until ResetStep or ZeroGradients.
+    absl::Status distrust;
+    WorkQueue queue;
+    Ledger ledger;
+    std::vector<std::shared_ptr<StreamState>> streams;
+    int64_t chunks_in_flight = 0;
+    int64_t total_rows = 0;
+    // The last applied step and what it answered.
+    std::optional<StepRequest> last_request;
+    std::optional<StepResult> last_result;
+  };
+  using EntryPtr = std::shared_ptr<Entry>;
+
+  // A chunk on the device.
+  struct Flight;
+
+  // Something to run on the device thread that is not bound to an existing head.
+  struct DeviceTask {
+    absl::FunctionRef<void()> run;
+    absl::Notification done;
+  };
+
+  void DeviceLoop();
+  bool RunNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool RunNextOf(const EntryPtr& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RunOperation(Entry& entry, Operation* operation) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void LaunchChunk(const EntryPtr& entry, std::vector<std::unique_ptr<SliceWork>> works)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void OnResults(Flight& flight, absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnDone(std::shared_ptr<Flight> flight, absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
+  void SettleSlice(Flight& flight, size_t index, bool accumulated) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status RunDeviceTask(absl::FunctionRef<void()> run) ABSL_LOCKS_EXCLUDED(mutex_);
+
+  absl::StatusOr<EntryPtr> Find(absl::string_view name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  HeadSnapshot Snapshot(const Entry& entry) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status RunOnHead(absl::string_view name,
+                         absl::FunctionRef<absl::Status(Entry&, head::Head&)> operation)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::Status CheckStepComplete(const Entry& entry, const StepRequest& request,
+                                 std::vector<std::string>* missing) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status StepFailed(Entry& entry, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mutex_);
+  void EnterStep(Entry& entry, uint64_t step, const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  void FailStream(Entry& entry, StreamState& stream, absl::Status why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void DropFailed(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void FinishIfReady(Entry& entry, const std::shared_ptr<StreamState>& stream)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const EngineOptions options_;
+  kernels::Backend* const backend_;
+  const uint64_t incarnation_;
+  EngineObserver default_observer_;
+  EngineObserver* const observer_;
+  const std::unique_ptr<StagingPool> staging_;
+  Notifier notifier_;
+
+  mutable absl::Mutex mutex_;
+  absl::CondVar work_;  // something may be runnable, or a chunk finished
+  std::map<std::string, EntryPtr, std::less<>> entries_ ABSL_GUARDED_BY(mutex_);
+  std::string last_served_ ABSL_GUARDED_BY(mutex_);  // heads take turns
+  std::deque<DeviceTask*> tasks_ ABSL_GUARDED_BY(mutex_);
+  int64_t open_streams_ ABSL_GUARDED_BY(mutex_) = 0;
+  int chunks_in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread device_thread_;
+};
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_SERVER_ENGINE_ENGINE_IMPL_H_

@@ -1,0 +1,109 @@
+// What has been accumulated in the open step of one head, row by row, so that nothing is counted twice.
+//
+// A microbatch is declared piece by piece (each stream declares its row range with its targets and row
+// weights); pieces may overlap if they agree. A declared row is pending, reserved (in a chunk that is
+// being computed) or settled (accumulated, or ignored and so nothing to accumulate). Rows are kept
+// themselves, not hashes: the same id with other contents is always noticed.
+//
+// Memory: 5 bytes per declared row, 9 with row weights, at most max_rows rows.
+// Thread-compatible: guarded by the engine's lock.
+#ifndef LOSSD_SERVER_ENGINE_LEDGER_H_
+#define LOSSD_SERVER_ENGINE_LEDGER_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "kernels/loss_options.h"
+#include "server/engine/stream.h"
+
+namespace lossd::engine {
+
+// What all streams of one microbatch must agree on.
+struct MicrobatchTerms {
+  int64_t microbatch_rows = 0;
+  kernels::LossOptions options;
+  kernels::DType hidden_dtype = kernels::DType::kFloat32;
+  Reduction reduction = Reduction::kSum;
+  double normalizer = 1.0;  // as resolved
+  float grad_output = 1.0f;
+  friend bool operator==(const MicrobatchTerms&, const MicrobatchTerms&) = default;
+};
+
+class Ledger {
+ public:
+  explicit Ledger(int64_t max_rows) : max_rows_(max_rows) {}
+
+  // Declares rows of a microbatch. `targets` [rows.size()] are classes or kernels::kIgnoredTarget;
+  // `row_weights` is empty or [rows.size()]. Ignored rows settle at once.
+  // FAILED_PRECONDITION if the id is known with other terms, targets or weights; RESOURCE_EXHAUSTED if
+  // the ledger would exceed max_rows; then nothing has changed.
+  absl::Status Declare(uint64_t id, const MicrobatchTerms& terms, RowRange rows,
+                       absl::Span<const int32_t> targets, absl::Span<const float> row_weights);
+
+  // The members below take rows that have been declared.
+
+  // True if any of the rows is reserved.
+  bool AnyReserved(uint64_t id, RowRange rows) const;
+
+  // Reserves the pending rows. mask[i] becomes 1 for each valid row reserved now, else 0. Returns the
+  // number of valid rows among them that were settled before (repeats).
+  int64_t Reserve(uint64_t id, RowRange rows, absl::Span<uint8_t> mask);
+  // Settles the reserved rows; returns how many valid rows that are.
+  int64_t Commit(uint64_t id, RowRange rows);
+  // Makes the reserved rows pending again.
+  void Release(uint64_t id, RowRange rows);
+
+  // One line for each microbatch of `ids` that is not settled in full, e.g. "microbatch 7: rows
+  // [128, 256) of 1024", "microbatch 9: never opened". At most `max_lines`, then a line with the rest's
+  // count.
+  std::vector<std::string> Missing(absl::Span<const uint64_t> ids, int max_lines = 20) const;
+
+  // Forgets everything (a new step). No row may be reserved.
+  void Clear();
+
+  int64_t microbatches() const { return static_cast<int64_t>(microbatches_.size()); }
+  int64_t accumulated_rows() const { return accumulated_rows_; }  // valid rows settled
+  int64_t declared_rows() const { return declared_rows_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  enum RowState : uint8_t { kPending, kReserved, kSettled };
+
+  // A contiguous run of declared rows.
+  struct Segment {
+    std::vector<int32_t> targets;
+    std::vector<float> row_weights;  // empty: all 1
+    std::vector<uint8_t> states;
+    float weight(size_t i) const { return row_weights.empty() ? 1.0f : row_weights[i]; }
+  };
+  struct Microbatch {
+    MicrobatchTerms terms;
+    std::map<int64_t, Segment> segments;  // by first row; disjoint
+    int64_t settled_rows = 0;
+  };
+
+  // Calls fn(segment, index in segment, row) for each declared row in `rows`.
+  template <typename MicrobatchT, typename Fn>
+  static void ForEachRow(MicrobatchT& microbatch, RowRange rows, Fn fn);
+  static absl::Status CheckAgreement(uint64_t id, const Microbatch& known, RowRange rows,
+                                     absl::Span<const int32_t> targets, absl::Span<const float> row_weights);
+  static std::vector<RowRange> Undeclared(const Microbatch& microbatch, RowRange rows);
+  void AddSegment(Microbatch& microbatch, RowRange piece, RowRange rows, absl::Span<const int32_t> targets,
+                  absl::Span<const float> row_weights);
+  static std::string DescribeMissing(uint64_t id, const Microbatch& microbatch);
+
+  const int64_t max_rows_;
+  std::map<uint64_t, Microbatch> microbatches_;
+  int64_t accumulated_rows_ = 0;
+  int64_t declared_rows_ = 0;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_SERVER_ENGINE_LEDGER_H_

@@ -1,0 +1,40 @@
+// Calls stream observers, one event at a time, on a thread of its own: neither the device thread nor a
+// caller of the engine ever waits for an observer, and no lock is held while one runs.
+//
+// Thread-safe. The queue is bounded by what causes events: slices in staging buffers and open streams.
+#ifndef LOSSD_SERVER_ENGINE_NOTIFIER_H_
+#define LOSSD_SERVER_ENGINE_NOTIFIER_H_
+
+#include <deque>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/synchronization/mutex.h"
+
+namespace lossd::engine {
+
+class Notifier {
+ public:
+  using Event = absl::AnyInvocable<void()>;
+
+  Notifier();
+  // Runs what is queued, then joins.
+  ~Notifier();
+
+  // Events run in the order of Post and are destroyed on the notifier's thread.
+  void Post(Event event) ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  void Run() ABSL_LOCKS_EXCLUDED(mutex_);
+
+  absl::Mutex mutex_;
+  absl::CondVar posted_;
+  std::deque<Event> events_ ABSL_GUARDED_BY(mutex_);
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;
+};
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_SERVER_ENGINE_NOTIFIER_H_

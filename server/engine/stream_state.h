@@ -1,0 +1,90 @@
+// The bookkeeping of one open stream: which rows were sent, what is outstanding, the sums so far, and
+// when it is over. Plain state without locks or threads; the engine's lock guards it.
+#ifndef LOSSD_SERVER_ENGINE_STREAM_STATE_H_
+#define LOSSD_SERVER_ENGINE_STREAM_STATE_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "kernels/backend.h"
+#include "server/engine/ledger.h"
+#include "server/engine/stream.h"
+
+namespace lossd::engine {
+
+class StreamState {
+ public:
+  // Checks everything about the spec that does not depend on the ledger, maps ignored targets to
+  // kernels::kIgnoredTarget and resolves the normalizer. INVALID_ARGUMENT names the field of
+  // lossd.v1.OpenMicrobatch; FAILED_PRECONDITION for accumulation on a frozen head.
+  static absl::StatusOr<std::shared_ptr<StreamState>> Create(StreamSpec spec,
+                                                             const kernels::HeadConfig& config,
+                                                             HeadState state, SliceLimits limits,
+                                                             std::shared_ptr<StreamObserver> observer);
+
+  const StreamSpec& spec() const { return spec_; }
+  const MicrobatchTerms& terms() const { return terms_; }
+  HeadState head_state() const { return head_state_; }
+  SliceLimits limits() const { return limits_; }
+  int64_t hidden_size() const { return hidden_size_; }
+  StreamObserver& observer() { return *observer_; }
+  // g, the factor of every gradient: grad_output / normalizer.
+  float grad_scale() const { return grad_scale_; }
+  // Targets and weights of some rows of this stream.
+  const int32_t* targets(RowRange rows) const {
+    return spec_.targets.data() + (rows.begin - spec_.rows.begin);
+  }
+  const float* row_weights(RowRange rows) const;
+
+  // Checks a slice and marks its rows as sent. INVALID_ARGUMENT; then nothing has changed.
+  absl::Status AddSlice(RowRange rows, int64_t bytes);
+  // A slice of this stream left the device.
+  void FinishSlice(const kernels::SliceSums& sums, int64_t accumulated, int64_t repeated,
+                   double queue_seconds, double compute_seconds);
+  // INVALID_ARGUMENT naming the first missing row if valid rows were not sent.
+  absl::Status HalfClose();
+  // Remembers the first failure.
+  void Fail(absl::Status status);
+
+  void Start() { started_ = true; }
+  void AddOutstanding(int64_t slices) { outstanding_ += slices; }
+  bool failed() const { return !status_.ok(); }
+  bool finished() const { return finished_; }
+  // True if OnFinished is due: started, nothing outstanding, and failed or complete.
+  bool ReadyToFinish() const;
+  void MarkFinished() { finished_ = true; }
+  const absl::Status& status() const { return status_; }
+  const StreamSummary& summary() const { return summary_; }
+
+ private:
+  StreamState(StreamSpec spec, HeadState state, SliceLimits limits, std::shared_ptr<StreamObserver> observer);
+  absl::Status MapTargets(int64_t vocab_size);
+  absl::Status ResolveNormalizer();
+
+  StreamSpec spec_;
+  MicrobatchTerms terms_;
+  const HeadState head_state_;
+  const SliceLimits limits_;
+  const std::shared_ptr<StreamObserver> observer_;
+  int64_t hidden_size_ = 0;
+  float grad_scale_ = 1.0f;
+
+  std::vector<uint8_t> sent_;  // per row of the range
+  int64_t unsent_rows_ = 0;
+  int64_t unsent_valid_rows_ = 0;
+  int64_t outstanding_ = 0;  // slices queued or on the device
+  bool started_ = false;
+  bool half_closed_ = false;
+  bool finished_ = false;
+  absl::Status status_;
+  StreamSummary summary_;
+};
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_SERVER_ENGINE_STREAM_STATE_H_

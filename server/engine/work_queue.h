@@ -1,0 +1,79 @@
+// What waits for the device on one head, in order: slices and operations, and the choice of what goes
+// next. Plain state without locks; the engine's lock guards it.
+#ifndef LOSSD_SERVER_ENGINE_WORK_QUEUE_H_
+#define LOSSD_SERVER_ENGINE_WORK_QUEUE_H_
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <variant>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
+#include "server/engine/ledger.h"
+#include "server/engine/staging_pool.h"
+#include "server/engine/stream.h"
+#include "server/engine/stream_state.h"
+#include "server/head/head.h"
+
+namespace lossd::engine {
+
+// A slice on its way through the engine.
+struct SliceWork {
+  std::shared_ptr<StreamState> stream;
+  RowRange rows;
+  StagingBuffer buffer;
+  absl::Time submitted;
+  double queue_seconds = 0.0;
+  // Set when it joins a chunk that accumulates.
+  bool reserved = false;
+  int64_t repeated_rows = 0;
+  std::vector<uint8_t> accumulate;  // [rows], used if some rows are repeats
+  SliceOutput output;               // per-row results
+};
+
+// Something to run on the device thread while no chunk of the head is in flight. Owned by the thread
+// that waits for `done`.
+struct Operation {
+  absl::FunctionRef<absl::Status(head::Head&)> run;
+  absl::Status result;
+  absl::Notification done;
+};
+
+class WorkQueue {
+ public:
+  void Push(std::unique_ptr<SliceWork> slice);
+  void Push(Operation* operation);
+
+  // Removes the slices of failed streams.
+  std::vector<std::unique_ptr<SliceWork>> TakeFailed();
+  // Removes all operations.
+  std::vector<Operation*> TakeOperations();
+
+  // The operation at the front, removed; null if a slice is there or nothing.
+  Operation* TakeOperation();
+  // The slices of the next chunk, removed, with their rows reserved in the ledger: the front slice and
+  // those behind it, up to the next operation, that share its options, dtype and kind, at most
+  // `chunk_rows` rows in all. Empty if an operation is at the front, or if the front slice has rows that
+  // another chunk is computing right now.
+  std::vector<std::unique_ptr<SliceWork>> TakeChunk(int64_t chunk_rows, Ledger& ledger);
+
+  bool empty() const { return items_.empty(); }
+  int64_t slices() const { return slices_; }
+  int64_t rows() const { return rows_; }
+  int64_t operations() const { return static_cast<int64_t>(items_.size()) - slices_; }
+
+ private:
+  using Item = std::variant<std::unique_ptr<SliceWork>, Operation*>;
+
+  std::deque<Item> items_;
+  int64_t slices_ = 0;
+  int64_t rows_ = 0;
+};
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_SERVER_ENGINE_WORK_QUEUE_H_

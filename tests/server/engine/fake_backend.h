@@ -1,0 +1,232 @@
+// A backend whose arithmetic is trivial and whose failures are scripted, so that tests of the engine see
+// exactly which rows were accumulated, and when.
+//
+// For a row with hidden state x and target y: loss = x[0] * row_weight, dL/dx = grad_scale * x. Its
+// "weight gradient" is the list of x[0] values accumulated since the last step. A row with a
+// non-finite x[0] is bad.
+#ifndef LOSSD_TESTS_SERVER_ENGINE_FAKE_BACKEND_H_
+#define LOSSD_TESTS_SERVER_ENGINE_FAKE_BACKEND_H_
+
+#include <cmath>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "kernels/backend.h"
+
+namespace lossd::engine {
+
+// Shared between a test and the fakes; outlives them.
+class FakeDevice {
+ public:
+  int64_t chunk_rows = 16;
+  int chunks_in_flight = 1;
+  bool asynchronous = false;  // finish chunks on a thread of the backend's own
+  absl::Duration delay = absl::ZeroDuration();
+  // Called for every chunk (numbered from 0); not OK fails it at that point.
+  std::function<absl::Status(int64_t)> fail_results = [](int64_t) { return absl::OkStatus(); };
+  std::function<absl::Status(int64_t)> fail_done = [](int64_t) { return absl::OkStatus(); };
+
+  // Blocks chunks from being computed until Open.
+  void Close() {
+    absl::MutexLock lock(&mutex_);
+    open_ = false;
+  }
+  void Open() {
+    absl::MutexLock lock(&mutex_);
+    open_ = true;
+  }
+  void WaitUntilOpen() {
+    absl::MutexLock lock(&mutex_);
+    mutex_.Await(absl::Condition(&open_));
+  }
+
+  void Record(std::vector<int64_t> chunk_rows_of_slices, const std::vector<float>& accumulated) {
+    absl::MutexLock lock(&mutex_);
+    chunks_.push_back(std::move(chunk_rows_of_slices));
+    accumulated_.insert(accumulated_.end(), accumulated.begin(), accumulated.end());
+  }
+  std::vector<float> accumulated() {
+    absl::MutexLock lock(&mutex_);
+    return accumulated_;
+  }
+  void ClearAccumulated() {
+    absl::MutexLock lock(&mutex_);
+    accumulated_.clear();
+  }
+  // Rows of each slice, per chunk.
+  std::vector<std::vector<int64_t>> chunks() {
+    absl::MutexLock lock(&mutex_);
+    return chunks_;
+  }
+  int64_t NextChunk() {
+    absl::MutexLock lock(&mutex_);
+    return next_chunk_++;
+  }
+  int steps = 0;
+
+ private:
+  absl::Mutex mutex_;
+  bool open_ ABSL_GUARDED_BY(mutex_) = true;
+  std::vector<float> accumulated_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::vector<int64_t>> chunks_ ABSL_GUARDED_BY(mutex_);
+  int64_t next_chunk_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+class FakeHead final : public kernels::HeadKernels {
+ public:
+  FakeHead(FakeDevice* device, kernels::HeadConfig config) : device_(device), config_(config) {
+    if (device->asynchronous) thread_ = std::thread([this] { Work(); });
+  }
+  ~FakeHead() override {
+    if (!thread_.joinable()) return;
+    {
+      absl::MutexLock lock(&mutex_);
+      stopping_ = true;
+    }
+    thread_.join();
+  }
+
+  const kernels::HeadConfig& config() const override { return config_; }
+  kernels::DType compute_dtype() const override { return kernels::DType::kFloat32; }
+  int64_t chunk_rows() const override { return device_->chunk_rows; }
+  kernels::MemoryBytes memory() const override { return {}; }
+
+  void Submit(kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks) override {
+    if (!device_->asynchronous) return Compute(*chunk, callbacks);
+    absl::MutexLock lock(&mutex_);
+    queue_.emplace_back(chunk, std::move(callbacks));
+  }
+
+  absl::Status ReadTensor(kernels::TensorId, int64_t, int64_t, kernels::DType, absl::Span<uint8_t>) override {
+    return absl::UnimplementedError("fake");
+  }
+  absl::Status WriteTensor(kernels::TensorId, int64_t, int64_t, kernels::DType,
+                           absl::Span<const uint8_t>) override {
+    return absl::UnimplementedError("fake");
+  }
+  absl::StatusOr<double> GradNorm() override { return static_cast<double>(device_->accumulated().size()); }
+  absl::Status ApplyStep(const kernels::OptimizerOptions&, int64_t) override {
+    ++device_->steps;
+    device_->ClearAccumulated();
+    return absl::OkStatus();
+  }
+  absl::Status ZeroGradients() override {
+    device_->ClearAccumulated();
+    return absl::OkStatus();
+  }
+
+ private:
+  void Compute(kernels::Chunk& chunk, kernels::ChunkCallbacks& callbacks) {
+    device_->WaitUntilOpen();
+    if (device_->delay > absl::ZeroDuration()) absl::SleepFor(device_->delay);
+    const int64_t number = device_->NextChunk();
+    if (absl::Status status = device_->fail_results(number); !status.ok()) {
+      callbacks.on_results(status);
+      callbacks.on_done(status);
+      return;
+    }
+    std::vector<float> accumulated;
+    std::vector<int64_t> rows;
+    for (kernels::Slice& slice : chunk.slices) {
+      rows.push_back(slice.rows);
+      const std::vector<float> added = ComputeSlice(chunk, slice);
+      if (slice.first_nonfinite_row < 0) accumulated.insert(accumulated.end(), added.begin(), added.end());
+    }
+    callbacks.on_results(absl::OkStatus());
+    const absl::Status status = device_->fail_done(number);
+    if (status.ok()) device_->Record(std::move(rows), accumulated);
+    callbacks.on_done(status);
+  }
+
+  std::vector<float> ComputeSlice(const kernels::Chunk& chunk, kernels::Slice& slice) {
+    std::vector<float> accumulated;
+    const auto* hidden = static_cast<const float*>(slice.hidden);
+    auto* grad = static_cast<float*>(slice.grad_hidden);
+    const int64_t d = config_.hidden_size;
+    for (int64_t i = 0; i < slice.rows; ++i) {
+      const bool valid = slice.targets[i] != kernels::kIgnoredTarget;
+      const float id = hidden[i * d];
+      const float loss = valid ? id * (slice.row_weights != nullptr ? slice.row_weights[i] : 1.0f) : 0.0f;
+      if (valid && !std::isfinite(loss) && slice.first_nonfinite_row < 0) slice.first_nonfinite_row = i;
+      if (slice.out.loss != nullptr) slice.out.loss[i] = loss;
+      for (int64_t j = 0; grad != nullptr && j < d; ++j) {
+        grad[i * d + j] = valid ? slice.grad_scale * hidden[i * d + j] : 0.0f;
+      }
+      if (!valid) continue;
+      slice.sums.loss += loss;
+      ++slice.sums.valid_rows;
+      const bool wanted = slice.accumulate == nullptr || slice.accumulate[i] != 0;
+      if (chunk.accumulate_gradients && wanted) accumulated.push_back(id);
+    }
+    return accumulated;
+  }
+
+  void Work() {
+    while (true) {
+      std::pair<kernels::Chunk*, kernels::ChunkCallbacks> next;
+      {
+        absl::MutexLock lock(&mutex_);
+        mutex_.Await(absl::Condition(this, &FakeHead::HasWorkOrStops));
+        if (queue_.empty()) return;
+        next = std::move(queue_.front());
+        queue_.pop_front();
+      }
+      Compute(*next.first, next.second);
+    }
+  }
+  bool HasWorkOrStops() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stopping_ || !queue_.empty(); }
+
+  FakeDevice* const device_;
+  const kernels::HeadConfig config_;
+  absl::Mutex mutex_;
+  std::deque<std::pair<kernels::Chunk*, kernels::ChunkCallbacks>> queue_ ABSL_GUARDED_BY(mutex_);
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;
+};
+
+class FakeStaging final : public kernels::StagingMemory {
+ public:
+  explicit FakeStaging(size_t bytes) : bytes_(bytes) {}
+  absl::Span<uint8_t> bytes() override { return absl::MakeSpan(bytes_); }
+
+ private:
+  std::vector<uint8_t> bytes_;
+};
+
+class FakeBackend final : public kernels::Backend {
+ public:
+  explicit FakeBackend(FakeDevice* device) : device_(device) {}
+  kernels::BackendInfo info() const override { return {"fake", "fake"}; }
+  kernels::MemoryStats memory() const override { return {}; }
+  int max_chunks_in_flight() const override { return device_->chunks_in_flight; }
+  absl::StatusOr<kernels::MemoryBytes> PlanHead(const kernels::HeadConfig&) const override {
+    return kernels::MemoryBytes{};
+  }
+  absl::StatusOr<std::unique_ptr<kernels::HeadKernels>> CreateHead(
+      const kernels::HeadConfig& config) override {
+    if (config.vocab_size > 1'000'000)
+      return absl::ResourceExhaustedError("vocab_size is too large for the fake");
+    return std::make_unique<FakeHead>(device_, config);
+  }
+  absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> AllocateStaging(int64_t bytes) override {
+    return std::make_unique<FakeStaging>(static_cast<size_t>(bytes));
+  }
+
+ private:
+  FakeDevice* const device_;
+};
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_TESTS_SERVER_ENGINE_FAKE_BACKEND_H_
