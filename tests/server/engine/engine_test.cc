@@ -103,7 +103,9 @@ class EngineTest : public ::testing::Test {
     spec.targets.assign(static_cast<size_t>(range.size()), 1);
     return spec;
   }
-  static StreamSpec Whole(uint64_t id, int64_t rows, uint64_t step = 0) { return Spec(id, rows, {0, rows}, step); }
+  static StreamSpec Whole(uint64_t id, int64_t rows, uint64_t step = 0) {
+    return Spec(id, rows, {0, rows}, step);
+  }
 
   std::unique_ptr<Stream> Open(StreamSpec spec, const std::shared_ptr<Collector>& collector) {
     auto stream = engine_->Open(std::move(spec), collector);
@@ -114,7 +116,9 @@ class EngineTest : public ::testing::Test {
   }
 
   // The first hidden value of a row names it: 1000 id + row.
-  static float RowName(uint64_t id, int64_t row) { return static_cast<float>(1000 * id + static_cast<uint64_t>(row)); }
+  static float RowName(uint64_t id, int64_t row) {
+    return static_cast<float>(1000 * id + static_cast<uint64_t>(row));
+  }
 
   void Send(Stream& stream, uint64_t id, RowRange rows, int64_t extra_bytes = 0,
             float poison = std::numeric_limits<float>::infinity()) {
@@ -128,7 +132,8 @@ class EngineTest : public ::testing::Test {
     auto* x = reinterpret_cast<float*>(buffer.data());
     const int64_t space = engine_->staging().buffer_bytes() / static_cast<int64_t>(sizeof(float));
     for (int64_t i = 0; i < rows.size() * kHidden && i < space; ++i) x[i] = 0.5f;
-    for (int64_t i = 0; i < rows.size() && i * kHidden < space; ++i) x[i * kHidden] = RowName(id, rows.begin + i);
+    for (int64_t i = 0; i < rows.size() && i * kHidden < space; ++i)
+      x[i * kHidden] = RowName(id, rows.begin + i);
     if (!std::isinf(poison)) x[0] = poison;
     stream.Submit(rows, std::move(buffer), rows.size() * kHidden * 4 + extra_bytes);
   }
@@ -188,7 +193,8 @@ TEST_F(EngineTest, EmptyAndAllIgnoredMicrobatchesFinish) {
   EXPECT_TRUE(sent->Wait().ok());
   EXPECT_THAT(sent->grads(), ElementsAre(0, 0, 0));
   EXPECT_THAT(device_.accumulated(), IsEmpty());
-  EXPECT_TRUE(engine_->ApplyStep("head", {.expected_microbatches = {1, 2, 3}, .expected_rows = 0}, nullptr).ok());
+  EXPECT_TRUE(
+      engine_->ApplyStep("head", {.expected_microbatches = {1, 2, 3}, .expected_rows = 0}, nullptr).ok());
 }
 
 TEST_F(EngineTest, FillsChunksFromSeveralStreams) {
@@ -268,8 +274,9 @@ TEST_F(EngineTest, BadSlicesFailTheirStreamAndNothingElse) {
     int64_t extra_bytes;
     const char* message;
   };
-  const std::vector<Case> cases = {{{3, 3}, 0, "slice.rows"}, {{4, 9}, 0, "slice.rows"}, {{2, 1}, 0, "slice.rows"},
-                                   {{-1, 2}, 0, "slice.rows"}, {{0, 2}, 4, "payload"},    {{0, 2}, -4, "payload"}};
+  const std::vector<Case> cases = {{{3, 3}, 0, "slice.rows"}, {{4, 9}, 0, "slice.rows"},
+                                   {{2, 1}, 0, "slice.rows"}, {{-1, 2}, 0, "slice.rows"},
+                                   {{0, 2}, 4, "payload"},    {{0, 2}, -4, "payload"}};
   uint64_t id = 1;
   for (const Case& bad : cases) {
     SCOPED_TRACE(absl::StrCat(bad.rows.begin, " ", bad.rows.end, " ", bad.extra_bytes));
@@ -322,8 +329,10 @@ TEST_F(EngineTest, BadSpecsAreRefusedAndChangeNothing) {
   expect("open.rows", kInvalidArgument, [](StreamSpec& s) { s.rows = {3, 2}; });
   expect("open.microbatch_rows", kInvalidArgument, [](StreamSpec& s) { s.microbatch_rows = -1; });
   expect("open.grad_output", kInvalidArgument, [](StreamSpec& s) { s.grad_output = INFINITY; });
-  expect("open.options.label_smoothing", kInvalidArgument, [](StreamSpec& s) { s.options.label_smoothing = 1.5f; });
-  expect("open.options.use_class_weights", kInvalidArgument, [](StreamSpec& s) { s.options.use_class_weights = true; });
+  expect("open.options.label_smoothing", kInvalidArgument,
+         [](StreamSpec& s) { s.options.label_smoothing = 1.5f; });
+  expect("open.options.use_class_weights", kInvalidArgument,
+         [](StreamSpec& s) { s.options.use_class_weights = true; });
   expect("open.normalizer", kInvalidArgument, [](StreamSpec& s) { s.normalizer = 3.0; });
   expect("open.normalizer", kInvalidArgument, [](StreamSpec& s) {
     s.reduction = Reduction::kMean;
@@ -344,7 +353,8 @@ TEST_F(EngineTest, FrozenHeadsRefuseAccumulation) {
   AddHead("frozen", false);
   StreamSpec spec = Whole(1, 2);
   spec.head = "frozen";
-  EXPECT_EQ(engine_->Open(spec, std::make_shared<Collector>()).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(engine_->Open(spec, std::make_shared<Collector>()).status().code(),
+            absl::StatusCode::kFailedPrecondition);
   spec.accumulate_gradients = false;
   auto collector = std::make_shared<Collector>();
   auto stream = Open(spec, collector);
@@ -380,7 +390,8 @@ TEST_F(EngineTest, StepsApplyOnceAndSeeEverythingBefore) {
   Send(*stream, 1, {0, 4});
   std::vector<std::string> missing;
   StepRequest request{.step = 0, .expected_microbatches = {1, 2}, .expected_rows = 5};
-  EXPECT_EQ(engine_->ApplyStep("head", request, &missing).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(engine_->ApplyStep("head", request, &missing).status().code(),
+            absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(missing, ElementsAre("microbatch 2: never opened", "rows: 4 accumulated, 5 expected"));
   EXPECT_EQ(device_.steps, 0);
 
@@ -398,8 +409,10 @@ TEST_F(EngineTest, StepsApplyOnceAndSeeEverythingBefore) {
   EXPECT_EQ(repeat->grad_norm, 4.0);
   EXPECT_EQ(device_.steps, 1);
   request.optimizer.learning_rate = 0.5;
-  EXPECT_EQ(engine_->ApplyStep("head", request, nullptr).status().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(engine_->ApplyStep("head", {.step = 7}, nullptr).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(engine_->ApplyStep("head", request, nullptr).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(engine_->ApplyStep("head", {.step = 7}, nullptr).status().code(),
+            absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(engine_->GradNorm("head", 0).status().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_TRUE(engine_->GradNorm("head", 1).ok());
   EXPECT_EQ(device_.steps, 1);
@@ -439,7 +452,9 @@ TEST_F(EngineTest, ZeroGradientsForgetsTheStep) {
 
 TEST_F(EngineTest, AFailedChunkAccumulatesNothing) {
   Start();
-  device_.fail_results = [](int64_t chunk) { return chunk == 0 ? absl::InternalError("boom") : absl::OkStatus(); };
+  device_.fail_results = [](int64_t chunk) {
+    return chunk == 0 ? absl::InternalError("boom") : absl::OkStatus();
+  };
   auto collector = std::make_shared<Collector>();
   auto stream = Open(Whole(1, 2), collector);
   Send(*stream, 1, {0, 2});
@@ -453,12 +468,15 @@ TEST_F(EngineTest, AFailedChunkAccumulatesNothing) {
 
 TEST_F(EngineTest, AHalfAccumulatedChunkIsNotTrusted) {
   Start();
-  device_.fail_done = [](int64_t chunk) { return chunk == 0 ? absl::InternalError("boom") : absl::OkStatus(); };
+  device_.fail_done = [](int64_t chunk) {
+    return chunk == 0 ? absl::InternalError("boom") : absl::OkStatus();
+  };
   auto collector = std::make_shared<Collector>();
   auto stream = Open(Whole(1, 2), collector);
   Send(*stream, 1, {0, 2});
   EXPECT_EQ(collector->Wait().code(), absl::StatusCode::kInternal);
-  EXPECT_EQ(engine_->Open(Whole(2, 2), std::make_shared<Collector>()).status().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(engine_->Open(Whole(2, 2), std::make_shared<Collector>()).status().code(),
+            absl::StatusCode::kInternal);
   EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}, nullptr).status().code(), absl::StatusCode::kInternal);
   ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
   EXPECT_TRUE(engine_->ApplyStep("head", {.step = 0}, nullptr).ok());
@@ -526,9 +544,9 @@ TEST_F(EngineTest, ExactlyOnceUnderRandomCancellations) {
   Start();
   const uint64_t seed = std::random_device{}();
   SCOPED_TRACE(seed);
-  constexpr int kThreads = 4;
-  constexpr int kSteps = 10;
-  constexpr int64_t kRows = 30;
+  static constexpr int kThreads = 4;
+  static constexpr int kSteps = 10;
+  static constexpr int64_t kRows = 30;
   for (uint64_t step = 0; step < kSteps; ++step) {
     std::vector<std::thread> trainers;
     for (uint64_t t = 0; t < kThreads; ++t) {
@@ -561,7 +579,8 @@ TEST_F(EngineTest, ExactlyOnceUnderRandomCancellations) {
     }
     ASSERT_THAT(device_.accumulated(), UnorderedElementsAreArray(expected));
     auto result = engine_->ApplyStep(
-        "head", {.step = step, .expected_microbatches = {0, 1, 2, 3}, .expected_rows = kThreads * kRows}, nullptr);
+        "head", {.step = step, .expected_microbatches = {0, 1, 2, 3}, .expected_rows = kThreads * kRows},
+        nullptr);
     ASSERT_TRUE(result.ok()) << result.status();
   }
   EXPECT_EQ(engine_->stats().staging_buffers_free, engine_->stats().staging_buffers);

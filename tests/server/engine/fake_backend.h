@@ -111,7 +111,8 @@ class FakeHead final : public kernels::HeadKernels {
   absl::Status ReadTensor(kernels::TensorId, int64_t, int64_t, kernels::DType, absl::Span<uint8_t>) override {
     return absl::UnimplementedError("fake");
   }
-  absl::Status WriteTensor(kernels::TensorId, int64_t, int64_t, kernels::DType, absl::Span<const uint8_t>) override {
+  absl::Status WriteTensor(kernels::TensorId, int64_t, int64_t, kernels::DType,
+                           absl::Span<const uint8_t>) override {
     return absl::UnimplementedError("fake");
   }
   absl::StatusOr<double> GradNorm() override { return static_cast<double>(device_->accumulated().size()); }
@@ -212,8 +213,10 @@ class FakeBackend final : public kernels::Backend {
   absl::StatusOr<kernels::MemoryBytes> PlanHead(const kernels::HeadConfig&) const override {
     return kernels::MemoryBytes{};
   }
-  absl::StatusOr<std::unique_ptr<kernels::HeadKernels>> CreateHead(const kernels::HeadConfig& config) override {
-    if (config.vocab_size > 1'000'000) return absl::ResourceExhaustedError("vocab_size is too large for the fake");
+  absl::StatusOr<std::unique_ptr<kernels::HeadKernels>> CreateHead(
+      const kernels::HeadConfig& config) override {
+    if (config.vocab_size > 1'000'000)
+      return absl::ResourceExhaustedError("vocab_size is too large for the fake");
     return std::make_unique<FakeHead>(device_, config);
   }
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> AllocateStaging(int64_t bytes) override {

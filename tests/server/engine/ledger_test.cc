@@ -72,10 +72,12 @@ TEST(LedgerTest, RefusesOtherContentsUnderTheSameId) {
   EXPECT_EQ(other_target.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(other_target.message()), HasSubstr("row 5"));
   const std::vector<float> weights = {1.0f, 2.0f};
-  EXPECT_EQ(ledger.Declare(1, Terms(8), {0, 2}, Targets(2), weights).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(ledger.Declare(1, Terms(8), {0, 2}, Targets(2), weights).code(),
+            absl::StatusCode::kFailedPrecondition);
   MicrobatchTerms other_terms = Terms(8);
   other_terms.grad_output = 2.0f;
-  EXPECT_EQ(ledger.Declare(1, other_terms, {6, 8}, Targets(2), {}).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(ledger.Declare(1, other_terms, {6, 8}, Targets(2), {}).code(),
+            absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(ledger.declared_rows(), 6);  // the refused ones left nothing behind
   EXPECT_THAT(ledger.Missing({1}), ElementsAre("microbatch 1: rows [0, 8) of 8"));
 }

@@ -1,0 +1,137 @@
+#include "proto/tensorfile/file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace lossd::formats {
+namespace {
+
+class PosixOutputFile final : public OutputFile {
+ public:
+  PosixOutputFile(std::string path, int descriptor) : path_(std::move(path)), descriptor_(descriptor) {}
+  ~PosixOutputFile() override {
+    if (descriptor_ >= 0) close(descriptor_);
+  }
+
+  absl::Status Append(absl::Span<const uint8_t> bytes) override {
+    while (!bytes.empty()) {
+      const ssize_t written = write(descriptor_, bytes.data(), bytes.size());
+      if (written < 0 && errno == EINTR) continue;
+      if (written < 0) return FileError(path_, "write", errno);
+      bytes.remove_prefix(static_cast<size_t>(written));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status SyncAndClose() override {
+    if (fsync(descriptor_) != 0) return FileError(path_, "fsync", errno);
+    if (close(std::exchange(descriptor_, -1)) != 0) return FileError(path_, "close", errno);
+    return absl::OkStatus();
+  }
+
+ private:
+  const std::string path_;
+  int descriptor_;
+};
+
+}  // namespace
+
+absl::Status FileError(absl::string_view path, absl::string_view action, int error_number) {
+  const absl::Status status = absl::ErrnoToStatus(error_number, absl::StrCat(path, ": ", action));
+  switch (status.code()) {
+    case absl::StatusCode::kNotFound:
+    case absl::StatusCode::kAlreadyExists:
+    case absl::StatusCode::kPermissionDenied:
+    case absl::StatusCode::kResourceExhausted:
+      return status;
+    default:
+      return absl::InternalError(status.message());
+  }
+}
+
+InputFile::InputFile(std::string path, int descriptor, int64_t size)
+    : path_(std::move(path)), descriptor_(descriptor), size_(size) {}
+
+InputFile::~InputFile() { close(descriptor_); }
+
+absl::StatusOr<std::unique_ptr<InputFile>> InputFile::Open(const std::string& path) {
+  // O_NONBLOCK: opening a pipe must not wait for its writer.
+  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (descriptor < 0) return FileError(path, "open", errno);
+  struct stat status {};
+  if (fstat(descriptor, &status) != 0) {
+    const int error_number = errno;
+    close(descriptor);
+    return FileError(path, "stat", error_number);
+  }
+  if (!S_ISREG(status.st_mode)) {
+    close(descriptor);
+    return absl::FailedPreconditionError(absl::StrCat(path, ": not a regular file"));
+  }
+  return std::unique_ptr<InputFile>(new InputFile(path, descriptor, status.st_size));
+}
+
+absl::Status InputFile::ReadAt(int64_t offset, absl::Span<uint8_t> out) const {
+  while (!out.empty()) {
+    const ssize_t count = pread(descriptor_, out.data(), out.size(), offset);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) return FileError(path_, "read", errno);
+    if (count == 0) {
+      return absl::DataLossError(
+          absl::StrCat(path_, ": ends at byte ", offset, ", ", out.size(), " bytes too early"));
+    }
+    offset += count;
+    out.remove_prefix(static_cast<size_t>(count));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<OutputFile>> CreateOutputFile(const std::string& path) {
+  const int descriptor = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+  if (descriptor < 0) return FileError(path, "create", errno);
+  return std::make_unique<PosixOutputFile>(path, descriptor);
+}
+
+absl::Status SyncFolder(const std::string& path) {
+  const int descriptor = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (descriptor < 0) return FileError(path, "open folder", errno);
+  const int result = fsync(descriptor);
+  const int error_number = errno;
+  close(descriptor);
+  return result == 0 ? absl::OkStatus() : FileError(path, "fsync folder", error_number);
+}
+
+DataWriter::DataWriter(std::string path, std::unique_ptr<OutputFile> file, int64_t data_bytes)
+    : path_(std::move(path)), file_(std::move(file)), data_bytes_(data_bytes) {}
+
+absl::Status DataWriter::Append(absl::Span<const uint8_t> bytes) {
+  if (!status_.ok()) return status_;
+  const auto count = static_cast<int64_t>(bytes.size());
+  if (count > data_bytes_ - written_) {
+    status_ = absl::OutOfRangeError(absl::StrCat(path_, ": ", count, " bytes after ", written_,
+                                                 " are more than the declared ", data_bytes_));
+    return status_;
+  }
+  status_ = file_->Append(bytes);
+  written_ += count;
+  return status_;
+}
+
+absl::Status DataWriter::Finish() {
+  if (!status_.ok()) return status_;
+  if (written_ != data_bytes_) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(path_, ": ", written_, " bytes written of the declared ", data_bytes_));
+  }
+  status_ = file_->SyncAndClose();
+  return status_;
+}
+
+}  // namespace lossd::formats

@@ -1,0 +1,81 @@
+// Files as the tensor formats use them. Errors name the file and the operating system's reason:
+// NOT_FOUND, ALREADY_EXISTS, PERMISSION_DENIED, RESOURCE_EXHAUSTED (disk full, quota), otherwise INTERNAL.
+#ifndef LOSSD_PROTO_TENSORFILE_FILE_H_
+#define LOSSD_PROTO_TENSORFILE_FILE_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+
+namespace lossd::formats {
+
+// "<path>: <action>: <text of error_number>" with the code that fits.
+absl::Status FileError(absl::string_view path, absl::string_view action, int error_number);
+
+// A regular file open for reading. Thread-safe.
+class InputFile {
+ public:
+  // FAILED_PRECONDITION if the path is no regular file.
+  static absl::StatusOr<std::unique_ptr<InputFile>> Open(const std::string& path);
+  ~InputFile();
+  InputFile(const InputFile&) = delete;
+  InputFile& operator=(const InputFile&) = delete;
+
+  const std::string& path() const { return path_; }
+  int64_t size() const { return size_; }  // when opened
+  // Fills `out` with the bytes from `offset` on. DATA_LOSS if the file ends before.
+  absl::Status ReadAt(int64_t offset, absl::Span<uint8_t> out) const;
+
+ private:
+  InputFile(std::string path, int descriptor, int64_t size);
+
+  const std::string path_;
+  const int descriptor_;
+  const int64_t size_;
+};
+
+// A file being written from its start. Thread-compatible. Destroying it closes it, whatever was written.
+class OutputFile {
+ public:
+  virtual ~OutputFile() = default;
+  virtual absl::Status Append(absl::Span<const uint8_t> bytes) = 0;
+  // Brings everything to the disk and closes the file.
+  virtual absl::Status SyncAndClose() = 0;
+};
+
+// Makes a file that did not exist. Replaceable, so that tests can have disks fail.
+using OutputFileFactory = std::function<absl::StatusOr<std::unique_ptr<OutputFile>>(const std::string& path)>;
+absl::StatusOr<std::unique_ptr<OutputFile>> CreateOutputFile(const std::string& path);
+
+// Brings the names in a folder to the disk.
+absl::Status SyncFolder(const std::string& path);
+
+// Writes a file of known size, piece by piece. Thread-compatible. An error is final: every later call
+// returns it.
+class DataWriter {
+ public:
+  // `file` continues with exactly `data_bytes` bytes.
+  DataWriter(std::string path, std::unique_ptr<OutputFile> file, int64_t data_bytes);
+
+  // OUT_OF_RANGE if more than the declared bytes come.
+  absl::Status Append(absl::Span<const uint8_t> bytes);
+  // FAILED_PRECONDITION if bytes are missing, else brings the file to the disk. To be called once, last.
+  absl::Status Finish();
+
+ private:
+  const std::string path_;
+  std::unique_ptr<OutputFile> file_;
+  const int64_t data_bytes_;
+  int64_t written_ = 0;
+  absl::Status status_;
+};
+
+}  // namespace lossd::formats
+
+#endif  // LOSSD_PROTO_TENSORFILE_FILE_H_

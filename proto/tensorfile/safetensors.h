@@ -1,0 +1,89 @@
+// The safetensors format: named tensors, row-major and little-endian, behind a JSON header.
+//
+//   8 bytes    N, the header's length, little-endian
+//   N bytes    JSON object: name -> {"dtype", "shape", "data_offsets": [begin, end)}, and optionally
+//              "__metadata__": {string -> string}; may end in spaces
+//   the rest   tensor data; offsets count from its start; tensors neither overlap nor leave gaps
+//
+// Every file that is opened is treated as hostile: a header is either consistent with itself and with
+// the file's size, or refused. Errors name the file and, where there is one, the tensor.
+#ifndef LOSSD_PROTO_TENSORFILE_SAFETENSORS_H_
+#define LOSSD_PROTO_TENSORFILE_SAFETENSORS_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "proto/tensorfile/dtype.h"
+#include "proto/tensorfile/file.h"
+
+namespace lossd::formats {
+
+// Longer headers are refused, when reading and when writing.
+inline constexpr int64_t kMaxSafetensorsHeaderBytes = int64_t{32} << 20;
+
+struct SafetensorsInfo {
+  std::string name;
+  DType dtype = DType::kFloat32;
+  std::string dtype_name;      // as in the file, e.g. "BF16"
+  std::vector<int64_t> shape;  // empty: a scalar
+  int64_t begin = 0;           // byte offset in the file
+  int64_t bytes = 0;
+
+  // The first dimension; 1 for a scalar.
+  int64_t rows() const { return shape.empty() ? 1 : shape[0]; }
+};
+
+// An open file. Thread-safe.
+class SafetensorsReader {
+ public:
+  // INVALID_ARGUMENT if the content is not a safetensors file; file.h's errors.
+  static absl::StatusOr<std::unique_ptr<SafetensorsReader>> Open(const std::string& path);
+
+  const std::string& path() const { return file_->path(); }
+  // In the order of their data.
+  const std::vector<SafetensorsInfo>& tensors() const { return tensors_; }
+  const std::map<std::string, std::string>& metadata() const { return metadata_; }
+  // NOT_FOUND if there is no such tensor. The result lives as long as the reader.
+  absl::StatusOr<const SafetensorsInfo*> Find(absl::string_view name) const;
+
+  // Reads a tensor's bytes [offset, offset + out.size()). OUT_OF_RANGE outside the tensor.
+  absl::Status ReadBytes(const SafetensorsInfo& tensor, int64_t offset, absl::Span<uint8_t> out) const;
+  // Reads rows [row_begin, row_begin + rows) as stored; `out` must have exactly their size. OUT_OF_RANGE
+  // outside the tensor, INVALID_ARGUMENT for another size or an unknown element type.
+  absl::Status ReadRows(const SafetensorsInfo& tensor, int64_t row_begin, int64_t rows,
+                        absl::Span<uint8_t> out) const;
+
+ private:
+  SafetensorsReader() = default;
+
+  std::unique_ptr<InputFile> file_;
+  std::vector<SafetensorsInfo> tensors_;
+  std::map<std::string, std::string> metadata_;
+};
+
+// A tensor to be written.
+struct SafetensorsSpec {
+  std::string name;  // not "__metadata__"; unique; UTF-8
+  DType dtype = DType::kFloat32;
+  std::vector<int64_t> shape;
+};
+
+// Creates the file `path`, which must not exist, and writes the header. The data of all tensors follow
+// through the result, in the order of `tensors`, in pieces of any size.
+// INVALID_ARGUMENT for a spec that cannot be stored (then there is no file); file.h's errors, after which
+// the file may exist in part.
+absl::StatusOr<std::unique_ptr<DataWriter>> CreateSafetensors(
+    const std::string& path, absl::Span<const SafetensorsSpec> tensors,
+    const std::map<std::string, std::string>& metadata = {},
+    const OutputFileFactory& create_file = CreateOutputFile);
+
+}  // namespace lossd::formats
+
+#endif  // LOSSD_PROTO_TENSORFILE_SAFETENSORS_H_
