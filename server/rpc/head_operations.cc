@@ -120,7 +120,7 @@ absl::Status HeadOperations::FillTensor(const TensorRows& tensor, RowSource sour
     const absl::Span<uint8_t> bytes =
         absl::MakeSpan(buffer).first(static_cast<size_t>(rows.size() * tensor.row_bytes()));
     if (absl::Status status = source(rows, bytes); !status.ok()) return status;
-    if (absl::Status status = WriteRows(tensor, rows, bytes); !status.ok()) return status;
+    if (absl::Status status = WriteRowsOfLocked(tensor, rows, bytes); !status.ok()) return status;
   }
   return absl::OkStatus();
 }
@@ -337,6 +337,12 @@ absl::Status HeadOperations::ReadRows(const TensorRows& tensor, engine::RowRange
 
 absl::Status HeadOperations::WriteRows(const TensorRows& tensor, engine::RowRange rows,
                                        absl::Span<const uint8_t> in) {
+  const NamedLocks::Guard guard = locks_.Lock(tensor.head);
+  return WriteRowsOfLocked(tensor, rows, in);
+}
+
+absl::Status HeadOperations::WriteRowsOfLocked(const TensorRows& tensor, engine::RowRange rows,
+                                               absl::Span<const uint8_t> in) {
   return engine_->OnDevice(tensor.head, [&](head::Head& head) {
     return head.WriteRows(tensor.id, rows.begin, rows.size(), tensor.dtype, in);
   });
