@@ -55,8 +55,12 @@ std::string Bar(double value, double most) {
 
 // 1234567 as "1,234,567".
 std::string Grouped(int64_t number) {
-  std::string text = absl::StrCat(number);
-  for (auto i = static_cast<int64_t>(text.size()) - 3; i > (number < 0 ? 1 : 0); i -= 3) text.insert(i, ",");
+  const std::string digits = absl::StrCat(number);
+  std::string text;
+  for (size_t i = 0; i < digits.size(); ++i) {
+    if (i > 0 && (digits.size() - i) % 3 == 0 && digits[i - 1] != '-') text.push_back(',');
+    text.push_back(digits[i]);
+  }
   return text;
 }
 

@@ -301,7 +301,7 @@ void ComputeLossCall::FailLocked(absl::Status why) {
 
 void ComputeLossCall::FinishLocked() {
   finished_ = true;
-  const grpc::Status status = ToGrpc(*ending_, {.incarnation = environment_->engine->incarnation()});
+  const grpc::Status status = ToGrpc(*ending_, environment_->engine->incarnation());
   if (!status.ok()) {
     environment_->metrics->CountError(kMethod, CodeName(status));
     log::Log(log::LogLevel::kInfo, "call failed",
