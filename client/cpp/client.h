@@ -55,7 +55,7 @@ class Credentials {
 
 struct RetryOptions {
   int max_attempts = 3;  // of one call (or one stream of ComputeLoss), the first included; at least 1
-  absl::Duration initial_backoff = absl::Milliseconds(100);  // doubles with every attempt, with jitter
+  absl::Duration initial_backoff = absl::Milliseconds(250);  // grows fourfold with every attempt, with jitter
   absl::Duration max_backoff = absl::Seconds(5);
 };
 
@@ -71,6 +71,10 @@ struct ClientOptions {
   absl::Duration call_timeout = absl::Seconds(60);      // descriptions, gradient norm, steps
   absl::Duration transfer_timeout = absl::Minutes(30);  // creation, tensors, checkpoints
   absl::Duration loss_timeout = absl::Minutes(10);      // ComputeLoss, attempts and waits together
+
+  // A connection whose peer takes no data for this long is given up. It also bounds how much later than its
+  // timeout a call may end, since the caller's memory must not be in a send queue any more.
+  absl::Duration dead_peer_timeout = absl::Seconds(30);
 
   RetryOptions retry;
 };
@@ -155,6 +159,7 @@ struct LossResult {
 
 namespace internal {
 class LossCall;
+class Core;
 }  // namespace internal
 
 // A loss computation under way. Movable; may be used from one thread at a time, except Cancel, which may be
@@ -289,10 +294,9 @@ class Client {
                                      absl::Duration timeout = absl::ZeroDuration());
 
  private:
-  class Impl;
-  explicit Client(std::shared_ptr<Impl> impl);
+  explicit Client(std::unique_ptr<internal::Core> core);
 
-  std::shared_ptr<Impl> impl_;
+  const std::unique_ptr<internal::Core> core_;
 };
 
 // The server's structured detail of an error, if it sent one.

@@ -9,9 +9,9 @@ absl::Status RestartedError(absl::string_view head, uint64_t before, uint64_t no
                             std::optional<uint64_t> step) {
   const std::string lost = step.has_value() ? absl::StrCat("gradients of step ", *step, " are lost")
                                             : "its weights may have changed";
-  return absl::AbortedError(
-      absl::StrFormat("server restarted (incarnation %016x -> %016x); %s: restore head \"%s\" or repeat the step",
-                      before, now, lost, head));
+  return absl::AbortedError(absl::StrFormat(
+      "server restarted (incarnation %016x -> %016x); %s: restore head \"%s\" or repeat the step", before,
+      now, lost, head));
 }
 
 std::optional<HeadFacts> HeadBook::Facts(absl::string_view head) const {
@@ -24,12 +24,6 @@ std::optional<HeadFacts> HeadBook::Facts(absl::string_view head) const {
 void HeadBook::Learn(const v1::HeadDescription& description) {
   absl::MutexLock lock(&mu_);
   facts_[description.spec().name()] = {description.spec().hidden_size(), description.slice_limits()};
-}
-
-void HeadBook::LearnLimits(absl::string_view head, const v1::SliceLimits& limits) {
-  absl::MutexLock lock(&mu_);
-  auto it = facts_.find(head);
-  if (it != facts_.end()) it->second.limits = limits;
 }
 
 void HeadBook::ForgetFacts(absl::string_view head) {

@@ -33,7 +33,6 @@ class HeadBook {
  public:
   std::optional<HeadFacts> Facts(absl::string_view head) const;
   void Learn(const v1::HeadDescription& description);
-  void LearnLimits(absl::string_view head, const v1::SliceLimits& limits);
   // The head's facts are to be learnt anew; what was accumulated stays remembered.
   void ForgetFacts(absl::string_view head);
 

@@ -31,7 +31,8 @@ absl::Status ValidateMicrobatch(const Microbatch& microbatch, int32_t ignore_ind
   }
   if (rows > kMaxRows) return Invalid("microbatch.targets has ", rows, " entries; the most is ", kMaxRows);
   if (!microbatch.row_weights.empty() && microbatch.row_weights.size() != rows) {
-    return Invalid("microbatch.row_weights has ", microbatch.row_weights.size(), " entries for ", rows, " rows");
+    return Invalid("microbatch.row_weights has ", microbatch.row_weights.size(), " entries for ", rows,
+                   " rows");
   }
   if (microbatch.hidden == nullptr && CountValid(microbatch.targets, ignore_index) > 0) {
     return Invalid("microbatch.hidden is null");
@@ -63,7 +64,8 @@ absl::Status ValidateScale(const ComputeOptions& options) {
     }
   } else if (options.reduction == v1::REDUCTION_MEAN && options.loss.use_class_weights()) {
     return Invalid(
-        "options.normalizer is absent; with class weights a mean needs the sum of the weights of the targets");
+        "options.normalizer is absent; with class weights a mean needs the sum of the weights of the "
+        "targets");
   }
   if (options.grad_output.has_value() && !std::isfinite(*options.grad_output)) {
     return Invalid("options.grad_output is ", *options.grad_output, "; it must be finite");
@@ -131,8 +133,7 @@ uint64_t CountValid(absl::Span<const int32_t> targets, int32_t ignore_index) {
 std::vector<Rows> SplitRanges(absl::Span<const int32_t> targets, int32_t ignore_index, int streams,
                               uint64_t max_rows) {
   const uint64_t total = CountValid(targets, ignore_index);
-  const uint64_t wanted =
-      std::clamp<uint64_t>(total / kMinRowsPerStream, 1, std::max<uint64_t>(1, streams));
+  const uint64_t wanted = std::clamp<uint64_t>(total / kMinRowsPerStream, 1, std::max<uint64_t>(1, streams));
   std::vector<Rows> ranges;
   uint64_t begin = 0;
   uint64_t valid = 0;  // in [0, row]
@@ -166,12 +167,13 @@ std::vector<Rows> CutSlices(absl::Span<const int32_t> targets, int32_t ignore_in
   return slices;
 }
 
-absl::StatusOr<uint64_t> MaxSliceRows(uint64_t row_bytes, uint64_t slice_bytes, const v1::SliceLimits& limits) {
+absl::StatusOr<uint64_t> MaxSliceRows(uint64_t row_bytes, uint64_t slice_bytes,
+                                      const v1::SliceLimits& limits) {
   uint64_t rows = std::max<uint64_t>(1, slice_bytes / row_bytes);
   if (limits.max_bytes() > 0) {
     if (row_bytes > limits.max_bytes()) {
-      return Invalid("microbatch.hidden_size: a row has ", row_bytes, " bytes, but the server takes slices of ",
-                     limits.max_bytes(), " bytes at most");
+      return Invalid("microbatch.hidden_size: a row has ", row_bytes,
+                     " bytes, but the server takes slices of ", limits.max_bytes(), " bytes at most");
     }
     rows = std::min<uint64_t>(rows, limits.max_bytes() / row_bytes);
   }
@@ -179,7 +181,8 @@ absl::StatusOr<uint64_t> MaxSliceRows(uint64_t row_bytes, uint64_t slice_bytes, 
   return rows;
 }
 
-void FillUnsentRows(const LossOutputs& outputs, uint64_t row_bytes, Rows range, absl::Span<const Rows> slices) {
+void FillUnsentRows(const LossOutputs& outputs, uint64_t row_bytes, Rows range,
+                    absl::Span<const Rows> slices) {
   uint64_t done = range.begin;
   for (const Rows& slice : slices) {
     FillIgnored(outputs, row_bytes, {done, slice.begin});

@@ -48,10 +48,12 @@ std::vector<Rows> CutSlices(absl::Span<const int32_t> targets, int32_t ignore_in
 
 // Rows of a slice: as many as slice_bytes and the server's limits allow. INVALID_ARGUMENT if a single row
 // exceeds the server's limit.
-absl::StatusOr<uint64_t> MaxSliceRows(uint64_t row_bytes, uint64_t slice_bytes, const v1::SliceLimits& limits);
+absl::StatusOr<uint64_t> MaxSliceRows(uint64_t row_bytes, uint64_t slice_bytes,
+                                      const v1::SliceLimits& limits);
 
 // Writes the results of ignored rows (zeros; argmax -1) to the rows of `range` that no slice covers.
-void FillUnsentRows(const LossOutputs& outputs, uint64_t row_bytes, Rows range, absl::Span<const Rows> slices);
+void FillUnsentRows(const LossOutputs& outputs, uint64_t row_bytes, Rows range,
+                    absl::Span<const Rows> slices);
 
 }  // namespace lossd::client::internal
 

@@ -127,7 +127,9 @@ void EngineImpl::DeviceLoop() {
     if (stopping_ && chunks_in_flight_ == 0) break;
     work_.Wait(&mutex_);
   }
-  entries_.clear();  // heads are freed on the thread that owns the device
+  // Heads are freed here, on the thread that owns the device, whoever else still holds their entries.
+  for (auto& [name, entry] : entries_) entry->head.reset();
+  entries_.clear();
 }
 
 // Runs one piece of work, if there is one; heads take turns.

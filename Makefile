@@ -1,0 +1,73 @@
+# The front door. `make` lists what there is; the work is in scripts/ and CMake.
+#
+# Variables: PRESET (CMake preset: release, cpu-only, debug, asan-ubsan, tsan, clang), JOBS, PREFIX (install),
+# ARGS (passed to the demo trainer, the tests or the benchmarks).
+
+SHELL := /bin/bash
+JOBS ?= $(shell nproc)
+PREFIX ?= /usr/local
+ARGS ?=
+
+NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
+PRESET ?= $(if $(NVCC),release,cpu-only)
+
+.DEFAULT_GOAL := help
+.PHONY: help deps demo build test test-sanitizers bench bundle install format lint check-layers clean
+
+help: ## print this
+	@echo "lossd: the loss head of a language model as a server"
+	@echo
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+	@echo
+	@echo "PRESET=$(PRESET) JOBS=$(JOBS) PREFIX=$(PREFIX); README.md says more."
+
+deps: ## install the distribution packages for everything below
+	@scripts/install-deps all
+
+demo: ## train a small language model through a running server (about five minutes)
+	@scripts/demo $(ARGS)
+
+build: ## configure and compile everything
+	@scripts/install-deps build test
+	@cmake --preset $(PRESET) -DLOSSD_TESTS=ON -DLOSSD_BENCH=ON -DLOSSD_EXAMPLES=ON
+	@cmake --build --preset $(PRESET) -j $(JOBS)
+
+test: build ## build, then run all tests; without a GPU, tests of the GPU are skipped
+	@scripts/install-deps demo
+	@ctest --preset $(PRESET) --output-on-failure -j $(JOBS) $(ARGS)
+
+test-sanitizers: ## run the tests under address, undefined-behaviour and thread sanitizers
+	@scripts/install-deps build test demo
+	@set -e; for preset in asan-ubsan tsan; do \
+	  cmake --preset $$preset; \
+	  cmake --build --preset $$preset -j $(JOBS); \
+	  ctest --preset $$preset --output-on-failure $(ARGS); \
+	done
+
+bench: build ## build, then run the benchmarks
+	@scripts/bench build/$(PRESET) $(ARGS)
+
+bundle: ## pack server, CLI, tests and benchmarks with their libraries into dist/
+	@scripts/install-deps build test
+	@cmake --preset $(PRESET) -DLOSSD_TESTS=ON -DLOSSD_BENCH=ON
+	@cmake --build --preset $(PRESET) -j $(JOBS)
+	@scripts/bundle build/$(PRESET)
+
+install: ## install server and CLI below PREFIX
+	@scripts/install-deps build
+	@cmake --preset $(PRESET)
+	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd lossctl
+	@cmake --install build/$(PRESET) --prefix $(PREFIX)
+
+format: ## format the C++ files
+	@scripts/lint --fix-format
+
+lint: ## check format, the dependency rule, and clang-tidy (ARGS="FILE..." for some files only)
+	@scripts/install-deps build test dev
+	@scripts/lint $(ARGS)
+
+check-layers: ## check the dependency rule between folders
+	@scripts/check-layers
+
+clean: ## remove what was built
+	@rm -rf build dist

@@ -1,0 +1,300 @@
+#include "client/cpp/client.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "client/cpp/backoff.h"
+#include "client/cpp/connections.h"
+#include "client/cpp/core.h"
+#include "client/cpp/loss_call.h"
+#include "client/cpp/tensor_transfer.h"
+#include "proto/wire/status_details.h"
+
+namespace lossd::client {
+namespace {
+
+using internal::Core;
+
+enum class Repeat { kNever, kIfUnavailable };
+
+absl::Time DeadlineAfter(absl::Duration timeout, absl::Duration fallback) {
+  return absl::Now() + (timeout > absl::ZeroDuration() ? timeout : fallback);
+}
+
+// Whether to try again after attempt number `attempt`; sleeps if so.
+bool SleepBeforeRepeat(const RetryOptions& options, int attempt, absl::Time deadline) {
+  if (attempt >= options.max_attempts) return false;
+  const absl::Duration wait = internal::Backoff(options, attempt);
+  if (absl::Now() + wait >= deadline) return false;
+  absl::SleepFor(wait);
+  return true;
+}
+
+// One unary call, repeated if allowed.
+template <typename Stub, typename Request, typename Response>
+absl::StatusOr<Response> Call(const Core& core, Stub* stub,
+                              grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*),
+                              const Request& request, absl::Time deadline, Repeat repeat) {
+  for (int attempt = 1;; ++attempt) {
+    grpc::ClientContext context;
+    internal::SetDeadline(deadline, &context);
+    Response response;
+    absl::Status status =
+        internal::CallStatus((stub->*method)(&context, request, &response), core.options().target);
+    if (status.ok()) return response;
+    if (repeat == Repeat::kNever || status.code() != absl::StatusCode::kUnavailable) return status;
+    if (!SleepBeforeRepeat(core.options().retry, attempt, deadline)) return status;
+  }
+}
+
+// ABORTED instead of `status` if it came from a server that lost gradients of the step.
+absl::Status Interpret(const Core& core, const absl::Status& status, absl::string_view head, uint64_t step) {
+  const std::optional<v1::ErrorDetail> detail = ErrorDetailOf(status);
+  if (!detail.has_value() || detail->incarnation() == 0) return status;
+  absl::Status restarted = core.book().CheckIncarnation(head, step, detail->incarnation());
+  return restarted.ok() ? status : restarted;
+}
+
+template <typename T>
+absl::Span<char> AsBytes(std::vector<T>* values) {
+  return absl::MakeSpan(reinterpret_cast<char*>(values->data()), values->size() * sizeof(T));
+}
+
+}  // namespace
+
+PendingLoss& PendingLoss::operator=(PendingLoss&& other) {
+  if (this == &other) return *this;
+  PendingLoss old = std::move(*this);
+  call_ = std::move(other.call_);
+  return *this;
+}
+
+PendingLoss::~PendingLoss() {
+  if (call_ == nullptr) return;
+  call_->Cancel();
+  (void)call_->Wait();
+}
+
+bool PendingLoss::Done() const { return call_ == nullptr || call_->Done(); }
+
+absl::StatusOr<LossResult> PendingLoss::Wait() {
+  if (call_ == nullptr) return absl::FailedPreconditionError("no loss computation was started");
+  return call_->Wait();
+}
+
+bool PendingLoss::WaitFor(absl::Duration timeout) { return call_ == nullptr || call_->WaitFor(timeout); }
+
+void PendingLoss::Cancel() {
+  if (call_ != nullptr) call_->Cancel();
+}
+
+Client::Client(std::unique_ptr<Core> core) : core_(std::move(core)) {}
+
+Client::~Client() = default;
+
+absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const ClientOptions& options) {
+  absl::StatusOr<std::unique_ptr<internal::Connections>> connections = internal::Connections::Open(options);
+  if (!connections.ok()) return connections.status();
+  return std::unique_ptr<Client>(new Client(std::make_unique<Core>(options, *std::move(connections))));
+}
+
+const ClientOptions& Client::options() const { return core_->options(); }
+
+absl::StatusOr<LossResult> Client::ComputeLoss(const Microbatch& microbatch, const LossOutputs& outputs,
+                                               const ComputeOptions& options) {
+  return ComputeLossAsync(microbatch, outputs, options).Wait();
+}
+
+PendingLoss Client::ComputeLossAsync(const Microbatch& microbatch, const LossOutputs& outputs,
+                                     const ComputeOptions& options, LossCallback callback) {
+  auto call =
+      std::make_shared<internal::LossCall>(core_.get(), microbatch, outputs, options, std::move(callback));
+  call->Start();
+  return PendingLoss(std::move(call));
+}
+
+void Client::AcknowledgeRestart(absl::string_view head) { core_->book().ForgetAccumulation(head); }
+
+absl::StatusOr<v1::HeadDescription> Client::CreateHead(const v1::CreateHeadRequest& request,
+                                                       absl::Duration timeout) {
+  const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
+  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::CreateHead, request,
+                     deadline, Repeat::kNever);
+  if (result.ok()) {
+    core_->book().Learn(*result);
+    core_->book().ForgetAccumulation(request.spec().name());
+  }
+  return result;
+}
+
+absl::StatusOr<v1::HeadDescription> Client::DescribeHead(absl::string_view head, absl::Duration timeout) {
+  v1::DescribeHeadRequest request;
+  request.set_head(std::string(head));
+  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::DescribeHead, request,
+                     DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
+  if (result.ok()) core_->book().Learn(*result);
+  return result;
+}
+
+absl::StatusOr<std::vector<v1::HeadDescription>> Client::ListHeads(absl::Duration timeout) {
+  auto result =
+      Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ListHeads, v1::ListHeadsRequest(),
+           DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
+  if (!result.ok()) return result.status();
+  return std::vector<v1::HeadDescription>(result->heads().begin(), result->heads().end());
+}
+
+absl::Status Client::DeleteHead(absl::string_view head, absl::Duration timeout) {
+  v1::DeleteHeadRequest request;
+  request.set_head(std::string(head));
+  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::DeleteHead, request,
+                     DeadlineAfter(timeout, options().call_timeout), Repeat::kNever);
+  if (!result.ok()) return result.status();
+  core_->book().ForgetFacts(head);
+  core_->book().ForgetAccumulation(head);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Tensor> Client::ReadTensor(absl::string_view head, v1::Param param, v1::Role role,
+                                          absl::Duration timeout) {
+  const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
+  absl::StatusOr<v1::HeadDescription> description = DescribeHead(head, deadline - absl::Now());
+  if (!description.ok()) return description.status();
+  absl::StatusOr<TensorShape> shape = internal::ParamShape(description->spec(), param);
+  if (!shape.ok()) return shape.status();
+  Tensor tensor{shape->rows, shape->cols, std::vector<float>(shape->rows * shape->cols)};
+  v1::ReadTensorRequest request;
+  request.set_head(std::string(head));
+  request.set_param(param);
+  request.set_role(role);
+  request.set_dtype(v1::DTYPE_FP32);
+  absl::StatusOr<TensorShape> read = internal::ReadTensor(*core_, request, AsBytes(&tensor.values), deadline);
+  if (!read.ok()) return read.status();
+  return tensor;
+}
+
+absl::StatusOr<TensorShape> Client::ReadTensor(const v1::ReadTensorRequest& request, absl::Span<char> out,
+                                               absl::Duration timeout) {
+  return internal::ReadTensor(*core_, request, out, DeadlineAfter(timeout, options().transfer_timeout));
+}
+
+absl::StatusOr<v1::WriteTensorResponse> Client::WriteTensor(absl::string_view head, v1::Param param,
+                                                            absl::Span<const float> values,
+                                                            absl::Duration timeout) {
+  v1::OpenTensor open;
+  open.set_head(std::string(head));
+  open.set_param(param);
+  open.set_role(v1::ROLE_VALUE);
+  open.set_dtype(v1::DTYPE_FP32);
+  const auto* bytes = reinterpret_cast<const char*>(values.data());
+  return WriteTensor(open, absl::MakeConstSpan(bytes, values.size() * sizeof(float)), timeout);
+}
+
+absl::StatusOr<v1::WriteTensorResponse> Client::WriteTensor(const v1::OpenTensor& open,
+                                                            absl::Span<const char> payload,
+                                                            absl::Duration timeout) {
+  const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
+  absl::StatusOr<v1::HeadDescription> description = DescribeHead(open.head(), deadline - absl::Now());
+  if (!description.ok()) return description.status();
+  absl::StatusOr<TensorShape> shape = internal::ParamShape(description->spec(), open.param());
+  if (!shape.ok()) return shape.status();
+  return internal::WriteTensor(*core_, open, *shape, payload, deadline);
+}
+
+absl::StatusOr<v1::GradNormResponse> Client::GradNorm(absl::string_view head, std::optional<uint64_t> step,
+                                                      absl::Duration timeout) {
+  v1::GradNormRequest request;
+  request.set_head(std::string(head));
+  if (step.has_value()) request.set_step(*step);
+  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::GradNorm, request,
+                     DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
+  if (!result.ok())
+    return step.has_value() ? Interpret(*core_, result.status(), head, *step) : result.status();
+  absl::Status restarted =
+      core_->book().CheckIncarnation(head, result->state().step(), result->state().incarnation());
+  if (!restarted.ok()) return restarted;
+  return result;
+}
+
+absl::StatusOr<v1::ApplyStepResponse> Client::ApplyStep(const v1::ApplyStepRequest& request,
+                                                        absl::Duration timeout) {
+  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ApplyStep, request,
+                     DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
+  if (!result.ok()) return Interpret(*core_, result.status(), request.head(), request.step());
+  absl::Status restarted =
+      core_->book().CheckIncarnation(request.head(), request.step(), result->state().incarnation());
+  if (!restarted.ok()) return restarted;
+  core_->book().ForgetAccumulation(request.head());
+  return result;
+}
+
+absl::StatusOr<v1::HeadState> Client::ZeroGradients(absl::string_view head, uint64_t step,
+                                                    absl::Duration timeout) {
+  v1::ZeroGradientsRequest request;
+  request.set_head(std::string(head));
+  request.set_step(step);
+  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ZeroGradients, request,
+                     DeadlineAfter(timeout, options().call_timeout), Repeat::kNever);
+  if (!result.ok()) return result.status();
+  core_->book().ForgetAccumulation(head);
+  return result->state();
+}
+
+absl::StatusOr<v1::SaveCheckpointResponse> Client::SaveCheckpoint(absl::string_view head,
+                                                                  absl::string_view name,
+                                                                  absl::Duration timeout) {
+  v1::SaveCheckpointRequest request;
+  request.set_head(std::string(head));
+  request.set_name(std::string(name));
+  return Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::SaveCheckpoint, request,
+              DeadlineAfter(timeout, options().transfer_timeout), Repeat::kNever);
+}
+
+absl::StatusOr<v1::HeadDescription> Client::LoadCheckpoint(absl::string_view checkpoint,
+                                                           absl::string_view head, absl::Duration timeout) {
+  v1::LoadCheckpointRequest request;
+  request.set_checkpoint(std::string(checkpoint));
+  request.set_head(std::string(head));
+  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::LoadCheckpoint, request,
+                     DeadlineAfter(timeout, options().transfer_timeout), Repeat::kNever);
+  if (result.ok()) {
+    core_->book().Learn(*result);
+    core_->book().ForgetAccumulation(result->spec().name());
+  }
+  return result;
+}
+
+absl::StatusOr<v1::ServerDescription> Client::GetServer(absl::Duration timeout) {
+  return Call(*core_, core_->connections().server(), &v1::ServerService::Stub::GetServer,
+              v1::GetServerRequest(), DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
+}
+
+absl::StatusOr<Health> Client::CheckHealth(absl::string_view service, absl::Duration timeout) {
+  grpc::health::v1::HealthCheckRequest request;
+  request.set_service(std::string(service));
+  auto result = Call(*core_, core_->connections().health(), &grpc::health::v1::Health::Stub::Check, request,
+                     DeadlineAfter(timeout, options().call_timeout), Repeat::kNever);
+  if (absl::IsNotFound(result.status())) return Health::kUnknownService;
+  if (!result.ok()) return result.status();
+  return result->status() == grpc::health::v1::HealthCheckResponse::SERVING ? Health::kServing
+                                                                            : Health::kNotServing;
+}
+
+std::optional<v1::ErrorDetail> ErrorDetailOf(const absl::Status& status) {
+  return wire::GetErrorDetail(status);
+}
+
+size_t ElementSize(v1::DType dtype) {
+  switch (dtype) {
+    case v1::DTYPE_FP32:
+      return 4;
+    case v1::DTYPE_FP16:
+    case v1::DTYPE_BF16:
+      return 2;
+    default:
+      return 0;
+  }
+}
+
+}  // namespace lossd::client

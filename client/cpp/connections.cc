@@ -1,0 +1,116 @@
+#include "client/cpp/connections.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "proto/wire/status_details.h"
+
+namespace lossd::client {
+namespace internal {
+namespace {
+
+class InsecureCredentials : public ChannelCredentials {
+ public:
+  std::shared_ptr<grpc::ChannelCredentials> Make() const override {
+    return grpc::InsecureChannelCredentials();
+  }
+};
+
+grpc::ChannelArguments Arguments(const ClientOptions& options) {
+  grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // else channels share one connection
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);  // repeating is decided here, where it is known to be safe
+  arguments.SetMaxReceiveMessageSize(static_cast<int>(options.max_message_bytes));
+  arguments.SetMaxSendMessageSize(static_cast<int>(options.max_message_bytes));
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 1000);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2000);
+  // Keepalive also sets TCP_USER_TIMEOUT, which is what ends a write to a peer that takes nothing any more.
+  // Pings are rarer than the five minutes that servers tolerate by default.
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 10 * 60 * 1000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS,
+                   static_cast<int>(absl::ToInt64Milliseconds(options.dead_peer_timeout)));
+  return arguments;
+}
+
+absl::Status Validate(const ClientOptions& options) {
+  if (options.target.empty()) return absl::InvalidArgumentError("options.target is empty");
+  if (options.channels < 1 || options.channels > 64) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("options.channels is ", options.channels, "; it must be in [1, 64]"));
+  }
+  if (options.max_message_bytes < 1024 || options.max_message_bytes > (int64_t{1} << 31) - 1) {
+    return absl::InvalidArgumentError(absl::StrCat("options.max_message_bytes is ", options.max_message_bytes,
+                                                   "; it must be in [1024, 2147483647]"));
+  }
+  if (options.retry.max_attempts < 1) {
+    return absl::InvalidArgumentError(absl::StrCat("options.retry.max_attempts is ",
+                                                   options.retry.max_attempts, "; it must be at least 1"));
+  }
+  for (absl::Duration timeout : {options.connect_timeout, options.call_timeout, options.transfer_timeout,
+                                 options.loss_timeout, options.dead_peer_timeout}) {
+    if (timeout <= absl::ZeroDuration()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("options has a timeout of ", absl::FormatDuration(timeout), "; it must be positive"));
+    }
+  }
+  if (options.dead_peer_timeout > absl::Hours(24)) {
+    return absl::InvalidArgumentError("options.dead_peer_timeout is above 24 hours");
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Connections>> Connections::Open(const ClientOptions& options) {
+  if (absl::Status status = Validate(options); !status.ok()) return status;
+  const auto credentials = options.credentials ? options.credentials : Credentials::Insecure();
+  const auto* maker = dynamic_cast<const ChannelCredentials*>(credentials.get());
+  if (maker == nullptr)
+    return absl::InvalidArgumentError("options.credentials is not one of this library's kinds");
+
+  std::vector<std::shared_ptr<grpc::Channel>> channels;
+  for (int i = 0; i < options.channels; ++i) {
+    channels.push_back(grpc::CreateCustomChannel(options.target, maker->Make(), Arguments(options)));
+    channels.back()->GetState(/*try_to_connect=*/true);
+  }
+  const auto deadline = absl::ToChronoTime(absl::Now() + options.connect_timeout);
+  for (const auto& channel : channels) {
+    if (channel->WaitForConnected(deadline)) continue;
+    return absl::UnavailableError(absl::StrCat("no server at ", options.target, " (waited ",
+                                               absl::FormatDuration(options.connect_timeout), ")"));
+  }
+  return std::unique_ptr<Connections>(new Connections(std::move(channels)));
+}
+
+Connections::Connections(std::vector<std::shared_ptr<grpc::Channel>> channels)
+    : channels_(std::move(channels)),
+      heads_(v1::HeadService::NewStub(channels_[0])),
+      server_(v1::ServerService::NewStub(channels_[0])),
+      health_(grpc::health::v1::Health::NewStub(channels_[0])) {}
+
+absl::Status CallStatus(const grpc::Status& status, const std::string& target) {
+  absl::Status result = wire::FromGrpcStatus(status);
+  if (result.code() != absl::StatusCode::kUnavailable &&
+      result.code() != absl::StatusCode::kDeadlineExceeded) {
+    return result;
+  }
+  absl::Status named(result.code(), absl::StrCat(result.message(), " (server ", target, ")"));
+  result.ForEachPayload(
+      [&named](absl::string_view type, const absl::Cord& payload) { named.SetPayload(type, payload); });
+  return named;
+}
+
+void SetDeadline(absl::Time deadline, grpc::ClientContext* context) {
+  if (deadline < absl::InfiniteFuture()) context->set_deadline(absl::ToChronoTime(deadline));
+}
+
+}  // namespace internal
+
+std::shared_ptr<const Credentials> Credentials::Insecure() {
+  return std::make_shared<internal::InsecureCredentials>();
+}
+
+}  // namespace lossd::client

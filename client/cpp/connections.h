@@ -1,0 +1,59 @@
+// The connections of one client and the stubs over them.
+//
+// Thread-safe after construction.
+#ifndef LOSSD_CLIENT_CPP_CONNECTIONS_H_
+#define LOSSD_CLIENT_CPP_CONNECTIONS_H_
+
+#include <grpcpp/grpcpp.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "client/cpp/client.h"
+#include "grpc/health/v1/health.grpc.pb.h"
+#include "lossd/v1/head.grpc.pb.h"
+#include "lossd/v1/server.grpc.pb.h"
+
+namespace lossd::client::internal {
+
+// What the client makes of Credentials: every kind derives from this.
+class ChannelCredentials : public Credentials {
+ public:
+  virtual std::shared_ptr<grpc::ChannelCredentials> Make() const = 0;
+};
+
+class Connections {
+ public:
+  // Opens options.channels connections and waits until all stand. UNAVAILABLE after connect_timeout.
+  static absl::StatusOr<std::unique_ptr<Connections>> Open(const ClientOptions& options);
+
+  // Each has a connection of its own. Any index >= 0; wraps around.
+  const std::shared_ptr<grpc::Channel>& channel(size_t index) const {
+    return channels_[index % channels_.size()];
+  }
+
+  v1::HeadService::Stub* heads() const { return heads_.get(); }
+  v1::ServerService::Stub* server() const { return server_.get(); }
+  grpc::health::v1::Health::Stub* health() const { return health_.get(); }
+
+ private:
+  explicit Connections(std::vector<std::shared_ptr<grpc::Channel>> channels);
+
+  const std::vector<std::shared_ptr<grpc::Channel>> channels_;
+  const std::unique_ptr<v1::HeadService::Stub> heads_;
+  const std::unique_ptr<v1::ServerService::Stub> server_;
+  const std::unique_ptr<grpc::health::v1::Health::Stub> health_;
+};
+
+// The status of a finished call, with the server's detail; UNAVAILABLE and DEADLINE_EXCEEDED name the server.
+absl::Status CallStatus(const grpc::Status& status, const std::string& target);
+
+void SetDeadline(absl::Time deadline, grpc::ClientContext* context);
+
+}  // namespace lossd::client::internal
+
+#endif  // LOSSD_CLIENT_CPP_CONNECTIONS_H_

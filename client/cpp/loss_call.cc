@@ -1,0 +1,408 @@
+#include "client/cpp/loss_call.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "client/cpp/backoff.h"
+#include "client/cpp/connections.h"
+
+namespace lossd::client::internal {
+namespace {
+
+// Room for the small fields of an opening message.
+constexpr int64_t kOpenOverhead = 64 << 10;
+
+// Rows whose targets and weights fit into one opening message; fixed for a client, so that a repeated
+// microbatch is split as before.
+uint64_t MaxRowsPerStream(int64_t max_message_bytes) {
+  const int64_t room = std::max<int64_t>(max_message_bytes - kOpenOverhead, 1024);
+  return static_cast<uint64_t>(room) / (sizeof(int32_t) + sizeof(float));
+}
+
+bool RefusedForLimits(const absl::Status& status) {
+  return status.code() == absl::StatusCode::kInvalidArgument ||
+         status.code() == absl::StatusCode::kResourceExhausted;
+}
+
+absl::Status WithAttempts(const absl::Status& status, int attempts) {
+  if (attempts < 2 || status.code() != absl::StatusCode::kUnavailable) return status;
+  absl::Status result(status.code(), absl::StrCat(status.message(), "; tried ", attempts, " times"));
+  status.ForEachPayload(
+      [&result](absl::string_view type, const absl::Cord& payload) { result.SetPayload(type, payload); });
+  return result;
+}
+
+}  // namespace
+
+struct LossCall::Describe {
+  grpc::ClientContext context;
+  v1::DescribeHeadRequest request;
+  v1::HeadDescription response;
+};
+
+LossCall::LossCall(Core* core, const Microbatch& microbatch, const LossOutputs& outputs,
+                   const ComputeOptions& options, LossCallback callback)
+    : core_(core),
+      head_(microbatch.head),
+      microbatch_(microbatch),
+      targets_(microbatch.targets.begin(), microbatch.targets.end()),
+      row_weights_(microbatch.row_weights.begin(), microbatch.row_weights.end()),
+      outputs_(outputs),
+      options_(options),
+      ignore_index_(IgnoreIndex(options.loss)),
+      row_bytes_(microbatch.hidden_size * ElementSize(microbatch.hidden_dtype)),
+      start_(absl::Now()),
+      deadline_(start_ +
+                (options.timeout > absl::ZeroDuration() ? options.timeout : core->options().loss_timeout)),
+      callback_(std::move(callback)) {}
+
+void LossCall::Start() {
+  core_->Add(shared_from_this());
+  core_->executor().Post([self = shared_from_this()] { self->Begin(); });
+}
+
+void LossCall::Cancel() {
+  absl::MutexLock lock(&mu_);
+  if (done_ || cancelled_) return;
+  cancelled_ = true;
+  // The executor outlives this: the client waits for calls that are not done, and mu_ keeps it that way.
+  core_->executor().Post([self = shared_from_this()] {
+    if (!self->finishing_) self->Fail(absl::CancelledError("cancelled by the caller"));
+  });
+}
+
+bool LossCall::Done() const {
+  absl::MutexLock lock(&mu_);
+  return done_;
+}
+
+absl::StatusOr<LossResult> LossCall::Wait() {
+  absl::MutexLock lock(&mu_);
+  mu_.Await(absl::Condition(&called_back_));
+  return result_;
+}
+
+bool LossCall::WaitFor(absl::Duration timeout) {
+  absl::MutexLock lock(&mu_);
+  return mu_.AwaitWithTimeout(absl::Condition(&called_back_), timeout);
+}
+
+void LossCall::Begin() {
+  Microbatch microbatch = microbatch_;
+  microbatch.targets = targets_;
+  microbatch.row_weights = row_weights_;
+  absl::Status status = ValidateCall(microbatch, outputs_, options_);
+  if (!status.ok()) {
+    Fail(status);
+    return;
+  }
+  valid_rows_ = CountValid(targets_, ignore_index_);
+  std::optional<HeadFacts> facts = core_->book().Facts(head_);
+  if (facts.has_value() && facts->hidden_size == microbatch_.hidden_size) {
+    Launch(*facts);
+  } else {
+    StartDescribe();
+  }
+}
+
+void LossCall::StartDescribe() {
+  auto describe = std::make_shared<Describe>();
+  describe->request.set_head(head_);
+  SetDeadline(deadline_, &describe->context);
+  describing_ = true;
+  ++describe_attempts_;
+  ++under_way_;
+  describe_ = describe;
+  core_->connections().heads()->async()->DescribeHead(
+      &describe->context, &describe->request, &describe->response,
+      [self = shared_from_this()](const grpc::Status& status) {
+        self->core_->executor().Post([self, result = CallStatus(status, self->core_->options().target)] {
+          self->FinishDescribe(result);
+        });
+      });
+}
+
+void LossCall::FinishDescribe(const absl::Status& status) {
+  --under_way_;
+  const std::shared_ptr<Describe> describe = std::exchange(describe_, nullptr);
+  if (finishing_) return MaybeFinish();
+  if (!status.ok()) {
+    const std::optional<absl::Time> next = NextAttempt(status, describe_attempts_);
+    if (!next.has_value()) return Fail(WithAttempts(Interpret(status), describe_attempts_));
+    core_->executor().PostAt(*next, [self = shared_from_this()] {
+      if (!self->finishing_) self->StartDescribe();
+    });
+    return;
+  }
+  core_->book().Learn(describe->response);
+  const uint64_t hidden_size = describe->response.spec().hidden_size();
+  if (hidden_size != microbatch_.hidden_size) {
+    return Fail(absl::InvalidArgumentError(absl::StrCat("microbatch.hidden_size is ", microbatch_.hidden_size,
+                                                        ", but head \"", head_, "\" has ", hidden_size)));
+  }
+  const HeadFacts facts{hidden_size, describe->response.slice_limits()};
+  describing_ = false;
+  facts_are_fresh_ = true;
+  if (parts_.empty()) {
+    Launch(facts);
+  } else {
+    Relaunch(facts);
+  }
+}
+
+void LossCall::Launch(const HeadFacts& facts) {
+  facts_ = facts;
+  const int streams = options_.streams > 0 ? options_.streams : core_->options().channels;
+  const std::vector<Rows> ranges =
+      SplitRanges(targets_, ignore_index_, streams, MaxRowsPerStream(core_->options().max_message_bytes));
+  total_.streams = static_cast<int>(ranges.size());
+  parts_.resize(ranges.size());
+  for (size_t i = 0; i < ranges.size(); ++i) parts_[i].rows = ranges[i];
+  for (size_t i = 0; i < ranges.size() && !finishing_; ++i) StartPart(i);
+}
+
+v1::OpenMicrobatch LossCall::MakeOpen(Rows rows) const {
+  v1::OpenMicrobatch open;
+  open.set_head(head_);
+  if (microbatch_.step.has_value()) open.set_step(*microbatch_.step);
+  open.set_microbatch_id(microbatch_.id);
+  open.set_microbatch_rows(targets_.size());
+  open.mutable_rows()->set_begin(rows.begin);
+  open.mutable_rows()->set_end(rows.end);
+  open.set_hidden_dtype(microbatch_.hidden_dtype);
+  *open.mutable_options() = options_.loss;
+  open.set_reduction(options_.reduction);
+  if (options_.reduction == v1::REDUCTION_MEAN) {
+    open.set_normalizer(options_.normalizer.value_or(static_cast<double>(valid_rows_)));
+  }
+  if (options_.grad_output.has_value()) open.set_grad_output(*options_.grad_output);
+  open.set_want_grad_hidden(outputs_.grad_hidden != nullptr);
+  open.set_accumulate_gradients(options_.accumulate_gradients);
+  open.set_want_row_loss(!outputs_.row_loss.empty());
+  open.set_want_row_lse(!outputs_.row_lse.empty());
+  open.set_want_row_entropy(!outputs_.row_entropy.empty());
+  open.set_want_row_logprob(!outputs_.row_logprob.empty());
+  open.set_want_row_argmax(!outputs_.row_argmax.empty());
+  open.mutable_targets()->Add(targets_.begin() + rows.begin, targets_.begin() + rows.end);
+  if (!row_weights_.empty()) {
+    open.mutable_row_weights()->Add(row_weights_.begin() + rows.begin, row_weights_.begin() + rows.end);
+  }
+  return open;
+}
+
+StreamJob LossCall::MakeJob(Rows rows, uint64_t slice_rows) const {
+  StreamJob job;
+  job.open = MakeOpen(rows);
+  job.slices = CutSlices(targets_, ignore_index_, rows, slice_rows);
+  job.hidden = static_cast<const char*>(microbatch_.hidden);
+  job.row_bytes = row_bytes_;
+  job.outputs = outputs_;
+  job.deadline = deadline_;
+  job.target = core_->options().target;
+  job.holds = holds_;
+  return job;
+}
+
+void LossCall::StartPart(size_t index) {
+  Part& part = parts_[index];
+  const absl::StatusOr<uint64_t> slice_rows = MaxSliceRows(row_bytes_, options_.slice_bytes, facts_.limits);
+  if (!slice_rows.ok()) return Fail(slice_rows.status());
+  part.slice_rows = *slice_rows;
+  StreamJob job = MakeJob(part.rows, *slice_rows);
+  FillUnsentRows(outputs_, row_bytes_, part.rows, job.slices);
+  auto stream = std::make_shared<LossStream>(
+      std::move(job), [self = shared_from_this()](const v1::HeadState& state) { return self->Accept(state); },
+      [self = shared_from_this(), index](StreamEnd end) {
+        self->core_->executor().Post(
+            [self, index, end = std::move(end)]() mutable { self->FinishPart(index, std::move(end)); });
+      });
+  ++part.attempts;
+  ++under_way_;
+  part.stream = stream;
+  stream->Start(core_->connections().channel(index));
+}
+
+absl::Status LossCall::Accept(const v1::HeadState& state) {
+  if (state.incarnation() == 0) return absl::InternalError("server sent incarnation 0");
+  if (options_.accumulate_gradients) {
+    if (state.step() != *microbatch_.step) {
+      return absl::InternalError(
+          absl::StrCat("server sent step ", state.step(), " in answer to step ", *microbatch_.step));
+    }
+    absl::Status status = core_->book().NoteAccumulation(head_, state.step(), state.incarnation());
+    if (!status.ok()) return status;
+  }
+  absl::MutexLock lock(&mu_);
+  if (!state_.has_value()) state_ = state;
+  if (state_->incarnation() != state.incarnation()) {
+    return RestartedError(head_, state_->incarnation(), state.incarnation(),
+                          options_.accumulate_gradients ? microbatch_.step : std::nullopt);
+  }
+  if (state_->step() != state.step()) {
+    return absl::AbortedError(absl::StrCat("head \"", head_, "\" moved from step ", state_->step(),
+                                           " to step ", state.step(), " during the call"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status LossCall::Interpret(const absl::Status& status) const {
+  const std::optional<v1::ErrorDetail> detail = ErrorDetailOf(status);
+  if (!detail.has_value() || detail->incarnation() == 0) return status;
+  if (options_.accumulate_gradients) {
+    absl::Status restarted = core_->book().CheckIncarnation(head_, *microbatch_.step, detail->incarnation());
+    if (!restarted.ok()) return restarted;
+  }
+  absl::MutexLock lock(&mu_);
+  if (!state_.has_value() || state_->incarnation() == detail->incarnation()) return status;
+  return RestartedError(head_, state_->incarnation(), detail->incarnation(),
+                        options_.accumulate_gradients ? microbatch_.step : std::nullopt);
+}
+
+std::optional<absl::Time> LossCall::NextAttempt(const absl::Status& status, int attempts) const {
+  const RetryOptions& retry = core_->options().retry;
+  const int max_attempts = options_.max_attempts > 0 ? options_.max_attempts : retry.max_attempts;
+  if (status.code() != absl::StatusCode::kUnavailable || attempts >= max_attempts) return std::nullopt;
+  const absl::Time when = absl::Now() + Backoff(retry, attempts);
+  if (when >= deadline_) return std::nullopt;
+  return when;
+}
+
+bool LossCall::Relearn(Part& part, const absl::Status& status) {
+  if (!RefusedForLimits(status)) return false;
+  if (facts_are_fresh_ && part.slice_rows <= SliceRows()) return false;
+  part.refused = status;
+  if (facts_are_fresh_) {
+    Relaunch(facts_);
+  } else if (!describing_) {
+    StartDescribe();
+  }
+  return true;
+}
+
+void LossCall::Relaunch(const HeadFacts& facts) {
+  facts_ = facts;
+  for (size_t i = 0; i < parts_.size() && !finishing_; ++i) {
+    Part& part = parts_[i];
+    if (part.refused.ok()) continue;
+    if (part.slice_rows <= SliceRows()) return Fail(Interpret(part.refused));
+    part.refused = absl::OkStatus();
+    ++total_.repeats;
+    StartPart(i);
+  }
+}
+
+uint64_t LossCall::SliceRows() const {
+  return MaxSliceRows(row_bytes_, options_.slice_bytes, facts_.limits).value_or(0);
+}
+
+void LossCall::FinishPart(size_t index, StreamEnd end) {
+  --under_way_;
+  Part& part = parts_[index];
+  part.stream = nullptr;
+  total_.sent_bytes += end.sent_bytes;
+  total_.received_bytes += end.received_bytes;
+  if (end.status.ok()) {
+    part.done = true;
+    AddSummary(end.summary);
+    return MaybeFinish();
+  }
+  if (finishing_) return MaybeFinish();
+
+  if (Relearn(part, end.status)) return;
+  const std::optional<absl::Time> next = NextAttempt(Interpret(end.status), part.attempts);
+  if (!next.has_value()) return Fail(WithAttempts(Interpret(end.status), part.attempts));
+  ++total_.repeats;
+  core_->executor().PostAt(*next, [self = shared_from_this(), index] {
+    if (!self->finishing_) self->StartPart(index);
+  });
+}
+
+void LossCall::AddSummary(const v1::MicrobatchSummary& summary) {
+  total_.loss_sum += summary.loss_sum();
+  total_.z_loss_sum += summary.z_loss_sum();
+  total_.entropy_sum += summary.entropy_sum();
+  total_.valid_rows += summary.valid_rows();
+  total_.correct_rows += summary.correct_rows();
+  total_.accumulated_rows += summary.accumulated_rows();
+  total_.repeated_rows += summary.repeated_rows();
+  total_.queue_seconds += summary.queue_seconds();
+  total_.compute_seconds += summary.compute_seconds();
+  total_.incarnation = summary.state().incarnation();
+  total_.step = summary.state().step();
+}
+
+void LossCall::Fail(const absl::Status& status) {
+  if (error_.ok()) error_ = status;
+  finishing_ = true;
+  if (describe_ != nullptr) describe_->context.TryCancel();
+  for (const Part& part : parts_) {
+    if (part.stream != nullptr) part.stream->Cancel();
+  }
+  MaybeFinish();
+}
+
+void LossCall::MaybeFinish() {
+  if (under_way_ > 0) return;
+  const bool complete = std::all_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.done; });
+  if (!finishing_ && !complete) return;  // a part waits for its repetition
+  finishing_ = true;
+  // At most one task waits on the holds; Finish may still be posted twice.
+  holds_->WhenFree([self = shared_from_this()] { self->core_->executor().Post([self] { self->Finish(); }); });
+}
+
+absl::StatusOr<LossResult> LossCall::MakeResult() {
+  if (!error_.ok()) return error_;
+  if (total_.valid_rows != valid_rows_) {
+    return absl::InternalError(absl::StrCat("server sent a count of ", total_.valid_rows, " valid rows; ",
+                                            valid_rows_, " were sent"));
+  }
+  if (options_.reduction == v1::REDUCTION_MEAN) {
+    total_.normalizer = options_.normalizer.value_or(static_cast<double>(valid_rows_));
+  }
+  total_.loss = valid_rows_ > 0 ? total_.loss_sum / total_.normalizer : 0.0;
+  total_.wall_seconds = absl::ToDoubleSeconds(absl::Now() - start_);
+  return total_;
+}
+
+void LossCall::Finish() {
+  if (finished_) return;
+  finished_ = true;
+  const absl::StatusOr<LossResult> result = MakeResult();
+  {
+    absl::MutexLock lock(&mu_);
+    result_ = result;
+    done_ = true;
+  }
+  if (callback_) std::exchange(callback_, nullptr)(result);
+  {
+    absl::MutexLock lock(&mu_);
+    called_back_ = true;
+  }
+  core_->Remove(shared_from_this());  // the core may go from here on
+}
+
+Core::~Core() {
+  absl::flat_hash_set<std::shared_ptr<LossCall>> calls;
+  {
+    absl::MutexLock lock(&mu_);
+    calls = calls_;
+  }
+  for (const auto& call : calls) call->Cancel();
+  auto empty = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return calls_.empty(); };
+  absl::MutexLock lock(&mu_);
+  mu_.Await(absl::Condition(&empty));
+}
+
+void Core::Add(std::shared_ptr<LossCall> call) {
+  absl::MutexLock lock(&mu_);
+  calls_.insert(std::move(call));
+}
+
+void Core::Remove(const std::shared_ptr<LossCall>& call) {
+  absl::MutexLock lock(&mu_);
+  calls_.erase(call);
+}
+
+}  // namespace lossd::client::internal

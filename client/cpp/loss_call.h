@@ -1,0 +1,119 @@
+// One loss computation: learns the head's limits, splits the rows over streams, repeats what broke and sums
+// up.
+//
+// Threads: Start, Cancel, Done, Wait and WaitFor are thread-safe. Everything else runs on the executor, but
+// for Accept, which gRPC's threads call. Core keeps the object alive until the call is done.
+#ifndef LOSSD_CLIENT_CPP_LOSS_CALL_H_
+#define LOSSD_CLIENT_CPP_LOSS_CALL_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "client/cpp/client.h"
+#include "client/cpp/core.h"
+#include "client/cpp/head_book.h"
+#include "client/cpp/loss_plan.h"
+#include "client/cpp/loss_stream.h"
+#include "client/cpp/payload_holds.h"
+
+namespace lossd::client::internal {
+
+class LossCall : public std::enable_shared_from_this<LossCall> {
+ public:
+  LossCall(Core* core, const Microbatch& microbatch, const LossOutputs& outputs,
+           const ComputeOptions& options, LossCallback callback);
+
+  void Start();
+  void Cancel();
+  bool Done() const;
+  absl::StatusOr<LossResult> Wait();
+  bool WaitFor(absl::Duration timeout);
+
+ private:
+  // A range of rows and the stream that carries it.
+  struct Part {
+    Rows rows;
+    int attempts = 0;
+    bool done = false;
+    uint64_t slice_rows = 0;  // the most a slice of the last attempt had
+    absl::Status
+        refused;  // why the server refused the last attempt, if the head's limits are being asked for
+    std::shared_ptr<LossStream> stream;  // the attempt under way
+  };
+  struct Describe;  // the DescribeHead call under way
+
+  void Begin();
+  void StartDescribe();
+  void FinishDescribe(const absl::Status& status);
+  void Launch(const HeadFacts& facts);
+  void StartPart(size_t index);
+  void FinishPart(size_t index, StreamEnd end);
+  absl::Status Accept(const v1::HeadState& state);
+
+  uint64_t SliceRows() const;
+  StreamJob MakeJob(Rows rows, uint64_t slice_rows) const;
+  v1::OpenMicrobatch MakeOpen(Rows rows) const;
+  void AddSummary(const v1::MicrobatchSummary& summary);
+  // The error as the caller should see it: ABORTED if it comes from a restarted server.
+  absl::Status Interpret(const absl::Status& status) const;
+  // The stream was refused, maybe because the head's limits are not what they were: asks for them and tries
+  // again if so. False if that would not help.
+  bool Relearn(Part& part, const absl::Status& status);
+  void Relaunch(const HeadFacts& facts);
+  // Whether attempt number `attempts` may be followed by another one; if so, when.
+  std::optional<absl::Time> NextAttempt(const absl::Status& status, int attempts) const;
+  // Remembers the first error and cancels what is under way.
+  void Fail(const absl::Status& status);
+  // Finishes if nothing is under way any more.
+  void MaybeFinish();
+  void Finish();
+  absl::StatusOr<LossResult> MakeResult();
+
+  // Set at construction.
+  Core* const core_;
+  const std::string head_;
+  const Microbatch microbatch_;  // targets and row weights refer to the copies below
+  const std::vector<int32_t> targets_;
+  const std::vector<float> row_weights_;
+  const LossOutputs outputs_;
+  const ComputeOptions options_;
+  const int32_t ignore_index_;
+  const uint64_t row_bytes_;
+  const absl::Time start_;
+  const absl::Time deadline_;
+  const std::shared_ptr<PayloadHolds> holds_ = PayloadHolds::Create();
+
+  // Used on the executor only.
+  LossCallback callback_;
+  HeadFacts facts_;
+  bool facts_are_fresh_ = false;  // asked for by this call
+  std::shared_ptr<Describe> describe_;
+  bool describing_ = false;  // from the first attempt to the last one, waits included
+  int describe_attempts_ = 0;
+  std::vector<Part> parts_;
+  int under_way_ = 0;       // streams and descriptions
+  bool finishing_ = false;  // only waits for what is under way
+  bool finished_ = false;
+  absl::Status error_;  // the first one
+  uint64_t valid_rows_ = 0;
+  LossResult total_;
+
+  mutable absl::Mutex mu_;
+  std::optional<v1::HeadState> state_ ABSL_GUARDED_BY(mu_);  // where the first stream found the server
+  bool cancelled_ ABSL_GUARDED_BY(mu_) = false;              // by the caller
+  bool done_ ABSL_GUARDED_BY(mu_) = false;                   // result_ is final
+  bool called_back_ ABSL_GUARDED_BY(mu_) = false;            // nothing will happen any more
+  absl::StatusOr<LossResult> result_ ABSL_GUARDED_BY(mu_) = absl::UnknownError("not done");
+};
+
+}  // namespace lossd::client::internal
+
+#endif  // LOSSD_CLIENT_CPP_LOSS_CALL_H_

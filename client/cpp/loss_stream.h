@@ -1,0 +1,101 @@
+// One ComputeLoss call: sends the slices of a range of rows and scatters the answers into the caller's
+// memory.
+//
+// Threads: created and started on one thread; gRPC runs the reactions; Cancel is thread-safe. The object must
+// live until `done` has been called, and may be destroyed from then on.
+#ifndef LOSSD_CLIENT_CPP_LOSS_STREAM_H_
+#define LOSSD_CLIENT_CPP_LOSS_STREAM_H_
+
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/grpcpp.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "client/cpp/client.h"
+#include "client/cpp/loss_plan.h"
+#include "client/cpp/payload_holds.h"
+#include "lossd/v1/loss.pb.h"
+#include "proto/wire/payload_codec.h"
+
+namespace lossd::client::internal {
+
+// What one call sends, and where its results go.
+struct StreamJob {
+  v1::OpenMicrobatch open;
+  std::vector<Rows> slices;      // ascending, disjoint, inside open.rows
+  const char* hidden = nullptr;  // row 0 of the microbatch
+  uint64_t row_bytes = 0;        // of a row of hidden states
+  LossOutputs outputs;           // of the whole microbatch
+  absl::Time deadline;
+  std::string target;  // for messages
+  std::shared_ptr<PayloadHolds> holds;
+};
+
+struct StreamEnd {
+  absl::Status status;
+  v1::MicrobatchSummary summary;  // set if status is OK
+  uint64_t sent_bytes = 0;
+  uint64_t received_bytes = 0;
+};
+
+class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
+ public:
+  // Decides whether to go on from where the server stands; an error ends the call with it.
+  using AcceptFn = absl::AnyInvocable<absl::Status(const v1::HeadState&)>;
+  // Runs once, on a gRPC thread; must not block.
+  using DoneFn = absl::AnyInvocable<void(StreamEnd)>;
+
+  LossStream(StreamJob job, AcceptFn accept, DoneFn done);
+
+  void Start(const std::shared_ptr<grpc::Channel>& channel);
+  void Cancel() { context_.TryCancel(); }
+
+ private:
+  void OnReadDone(bool ok) override;
+  void OnWriteDone(bool ok) override;
+  void OnDone(const grpc::Status& status) override;
+
+  void WriteNext();
+  absl::Status HandleResponse();
+  absl::Status HandleAccepted(const v1::MicrobatchAccepted& accepted);
+  absl::Status HandleSlice(const v1::SliceResult& result, const wire::PayloadView& payload);
+  absl::Status HandleSummary(const v1::MicrobatchSummary& summary);
+  // The index of the slice with exactly these rows that has no answer yet.
+  absl::StatusOr<size_t> FindUnanswered(const v1::RowRange& rows) const;
+  absl::Status CheckSizes(const v1::SliceResult& result, size_t payload_bytes, uint64_t rows) const;
+  void Scatter(const v1::SliceResult& result, const wire::PayloadView& payload, Rows rows) const;
+  absl::Status EndStatus(const grpc::Status& status);
+
+  const StreamJob job_;
+  AcceptFn accept_;
+  DoneFn done_;
+  grpc::ClientContext context_;
+  std::unique_ptr<grpc::GenericStub> stub_;
+
+  // Used by write reactions only.
+  grpc::ByteBuffer request_;
+  size_t next_slice_ = 0;
+  uint64_t sent_bytes_ = 0;
+
+  // Used by read reactions only.
+  grpc::ByteBuffer response_;
+  std::optional<v1::MicrobatchAccepted> accepted_;
+  std::vector<bool> answered_;  // per slice
+  size_t answers_ = 0;
+  std::optional<v1::MicrobatchSummary> summary_;
+  uint64_t received_bytes_ = 0;
+  absl::Status error_;  // found by this side
+};
+
+}  // namespace lossd::client::internal
+
+#endif  // LOSSD_CLIENT_CPP_LOSS_STREAM_H_

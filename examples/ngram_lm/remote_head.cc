@@ -1,0 +1,74 @@
+#include "examples/ngram_lm/remote_head.h"
+
+#include <utility>
+
+namespace lossd::ngram_lm {
+
+absl::StatusOr<std::unique_ptr<RemoteHead>> RemoteHead::Create(const Options& options) {
+  absl::StatusOr<std::unique_ptr<client::Client>> client =
+      client::Client::Connect({.target = options.target});
+  if (!client.ok()) return client.status();
+  v1::CreateHeadRequest request;
+  v1::HeadSpec* spec = request.mutable_spec();
+  spec->set_name(options.name);
+  spec->set_hidden_size(options.hidden_size);
+  spec->set_vocab_size(options.vocab_size);
+  spec->set_bias(true);
+  spec->set_optimizer_state(v1::OPTIMIZER_STATE_ADAM);
+  request.mutable_kaiming_uniform()->set_seed(options.seed);
+  absl::StatusOr<v1::HeadDescription> description = (*client)->CreateHead(request);
+  if (!description.ok()) return description.status();
+  return std::unique_ptr<RemoteHead>(new RemoteHead(options, *std::move(client), *std::move(description)));
+}
+
+RemoteHead::RemoteHead(const Options& options, std::unique_ptr<client::Client> client,
+                       v1::HeadDescription description)
+    : options_(options),
+      client_(std::move(client)),
+      description_(std::move(description)),
+      step_(description_.state().step()) {}
+
+LossHead::Ticket RemoteHead::Start(const LossRequest& request) {
+  const bool train = !request.grad_hidden.empty();
+  client::Microbatch microbatch;
+  microbatch.head = options_.name;
+  if (train) microbatch.step = request.step;
+  microbatch.id = request.microbatch;
+  microbatch.hidden_size = options_.hidden_size;
+  microbatch.hidden_dtype = v1::DTYPE_FP32;
+  microbatch.hidden = request.hidden.data();
+  microbatch.targets = request.targets;
+  client::LossOutputs outputs;
+  if (train) outputs.grad_hidden = request.grad_hidden.data();
+  outputs.row_argmax = request.argmax;
+  client::ComputeOptions compute;
+  compute.normalizer = request.normalizer;
+  compute.accumulate_gradients = train;
+  compute.streams = 1;
+  return [pending =
+              client_->ComputeLossAsync(microbatch, outputs, compute)]() mutable -> absl::StatusOr<LossSums> {
+    const absl::StatusOr<client::LossResult> result = pending.Wait();
+    if (!result.ok()) return result.status();
+    return LossSums{result->loss_sum, static_cast<int64_t>(result->valid_rows),
+                    static_cast<int64_t>(result->correct_rows)};
+  };
+}
+
+absl::Status RemoteHead::ApplyStep(int64_t microbatches, double learning_rate) {
+  v1::ApplyStepRequest request;
+  request.set_head(options_.name);
+  request.set_step(step_);
+  v1::AdamW* adamw = request.mutable_optimizer()->mutable_adamw();
+  adamw->set_learning_rate(learning_rate);
+  adamw->set_beta2(0.99);
+  adamw->set_weight_decay(options_.weight_decay);
+  for (int64_t id = 0; id < microbatches; ++id) request.add_expected_microbatches(id);
+  const absl::StatusOr<v1::ApplyStepResponse> response = client_->ApplyStep(request);
+  if (!response.ok()) return response.status();
+  step_ = response->state().step();
+  return absl::OkStatus();
+}
+
+absl::Status RemoteHead::Delete() { return client_->DeleteHead(options_.name); }
+
+}  // namespace lossd::ngram_lm

@@ -1,0 +1,50 @@
+// A head that lives in a lossd server.
+#ifndef LOSSD_EXAMPLES_NGRAM_LM_REMOTE_HEAD_H_
+#define LOSSD_EXAMPLES_NGRAM_LM_REMOTE_HEAD_H_
+
+#include <memory>
+#include <string>
+
+#include "client/cpp/client.h"
+#include "examples/ngram_lm/loss_head.h"
+
+namespace lossd::ngram_lm {
+
+// Not thread-safe. Tickets must not outlive the head.
+class RemoteHead : public LossHead {
+ public:
+  struct Options {
+    std::string target = "127.0.0.1:7070";  // the server
+    std::string name = "demo";
+    int64_t hidden_size = 0;  // D
+    int64_t vocab_size = 0;   // V
+    uint64_t seed = 0;        // of the head's initial weights
+    double weight_decay = 0.01;
+  };
+
+  // Connects and creates the head, with a bias, Adam state and random weights. ALREADY_EXISTS if the server
+  // has a head of that name.
+  static absl::StatusOr<std::unique_ptr<RemoteHead>> Create(const Options& options);
+
+  uint64_t step() const override { return step_; }
+  Ticket Start(const LossRequest& request) override;
+  absl::Status ApplyStep(int64_t microbatches, double learning_rate) override;
+
+  // Deletes the head from the server.
+  absl::Status Delete();
+
+  const lossd::v1::HeadDescription& description() const { return description_; }
+
+ private:
+  RemoteHead(const Options& options, std::unique_ptr<client::Client> client,
+             lossd::v1::HeadDescription description);
+
+  const Options options_;
+  const std::unique_ptr<client::Client> client_;
+  const lossd::v1::HeadDescription description_;
+  uint64_t step_;
+};
+
+}  // namespace lossd::ngram_lm
+
+#endif  // LOSSD_EXAMPLES_NGRAM_LM_REMOTE_HEAD_H_

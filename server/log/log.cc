@@ -1,0 +1,137 @@
+#include "server/log/log.h"
+
+#include <spdlog/sinks/stdout_sinks.h>
+#include <spdlog/spdlog.h>
+
+#include <atomic>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+
+namespace lossd::log {
+namespace {
+
+constexpr absl::string_view kLevelNames[] = {"debug", "info", "warning", "error", "off"};
+constexpr absl::string_view kFormatNames[] = {"text", "json"};
+
+std::atomic<LogLevel> g_least{LogLevel::kInfo};
+std::atomic<LogFormat> g_format{LogFormat::kText};
+
+// The pattern is the bare message: both formats bring their own time and level.
+spdlog::logger& Logger() {
+  static spdlog::logger* const logger = [] {
+    auto* made = new spdlog::logger("lossd", std::make_shared<spdlog::sinks::stderr_sink_mt>());
+    made->set_pattern("%v");
+    made->set_level(spdlog::level::trace);
+    made->flush_on(spdlog::level::trace);
+    return made;
+  }();
+  return *logger;
+}
+
+spdlog::level::level_enum SpdlogLevel(LogLevel level) {
+  switch (level) {
+    case LogLevel::kDebug:
+      return spdlog::level::debug;
+    case LogLevel::kInfo:
+      return spdlog::level::info;
+    case LogLevel::kWarning:
+      return spdlog::level::warn;
+    case LogLevel::kError:
+      return spdlog::level::err;
+    case LogLevel::kOff:
+      return spdlog::level::off;
+  }
+  return spdlog::level::err;
+}
+
+absl::string_view Upper(LogLevel level) {
+  constexpr absl::string_view kNames[] = {"DEBUG", "INFO", "WARNING", "ERROR", "OFF"};
+  return kNames[static_cast<size_t>(level)];
+}
+
+bool NeedsQuotes(absl::string_view text) {
+  for (const char c : text) {
+    if (c <= ' ' || c == '"' || c == '=' || c == '\\' || c == '\x7f') return true;
+  }
+  return text.empty();
+}
+
+std::string Quoted(absl::string_view text) {
+  return NeedsQuotes(text) ? absl::StrCat("\"", absl::Utf8SafeCEscape(text), "\"") : std::string(text);
+}
+
+struct TextVisitor {
+  std::string operator()(const std::string& text) const { return Quoted(text); }
+  std::string operator()(bool flag) const { return flag ? "true" : "false"; }
+  std::string operator()(double number) const { return absl::StrCat(number); }
+  std::string operator()(int64_t number) const { return absl::StrCat(number); }
+  std::string operator()(uint64_t number) const { return absl::StrCat(number); }
+};
+
+std::string Now() { return absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", absl::Now(), absl::UTCTimeZone()); }
+
+template <typename Enum, size_t kCount>
+bool ParseName(absl::string_view text, const absl::string_view (&names)[kCount], Enum* value, std::string* error) {
+  for (size_t i = 0; i < kCount; ++i) {
+    if (text != names[i]) continue;
+    *value = static_cast<Enum>(i);
+    return true;
+  }
+  *error = "must be one of";
+  for (const absl::string_view name : names) absl::StrAppend(error, " ", name);
+  return false;
+}
+
+}  // namespace
+
+void Configure(LogLevel least, LogFormat format) {
+  g_least = least;
+  g_format = format;
+}
+
+void Log(LogLevel level, absl::string_view message, std::initializer_list<Field> fields) {
+  if (level < g_least.load()) return;
+  const std::string line = g_format.load() == LogFormat::kJson
+                               ? FormatJson(Now(), Upper(level), message, fields)
+                               : absl::StrCat(Now(), " ", Upper(level), " ", FormatText(message, fields));
+  Logger().log(SpdlogLevel(level), spdlog::string_view_t(line.data(), line.size()));
+}
+
+std::string FormatText(absl::string_view message, std::initializer_list<Field> fields) {
+  std::string line = absl::Utf8SafeCEscape(message);
+  for (const Field& field : fields) {
+    absl::StrAppend(&line, " ", field.key, "=", std::visit(TextVisitor{}, field.value.get()));
+  }
+  return line;
+}
+
+std::string FormatJson(absl::string_view time, absl::string_view level, absl::string_view message,
+                       std::initializer_list<Field> fields) {
+  nlohmann::ordered_json object;
+  object["time"] = std::string(time);
+  object["level"] = std::string(level);
+  object["message"] = std::string(message);
+  for (const Field& field : fields) {
+    std::visit([&](const auto& value) { object[std::string(field.key)] = value; }, field.value.get());
+  }
+  return object.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+}
+
+bool AbslParseFlag(absl::string_view text, LogLevel* level, std::string* error) {
+  return ParseName(text, kLevelNames, level, error);
+}
+
+std::string AbslUnparseFlag(LogLevel level) { return std::string(kLevelNames[static_cast<size_t>(level)]); }
+
+bool AbslParseFlag(absl::string_view text, LogFormat* format, std::string* error) {
+  return ParseName(text, kFormatNames, format, error);
+}
+
+std::string AbslUnparseFlag(LogFormat format) { return std::string(kFormatNames[static_cast<size_t>(format)]); }
+
+}  // namespace lossd::log

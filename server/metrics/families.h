@@ -1,0 +1,51 @@
+// Short ways to build metric families by hand, for values that are pulled when metrics are collected.
+//
+// All functions are stateless and thread-safe.
+#ifndef LOSSD_SERVER_METRICS_FAMILIES_H_
+#define LOSSD_SERVER_METRICS_FAMILIES_H_
+
+#include <prometheus/client_metric.h>
+#include <prometheus/metric_family.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace lossd::metrics {
+
+using Labels = std::vector<std::pair<std::string, std::string>>;
+
+inline prometheus::MetricFamily MakeFamily(std::string name, std::string help, prometheus::MetricType type) {
+  prometheus::MetricFamily family;
+  family.name = std::move(name);
+  family.help = std::move(help);
+  family.type = type;
+  return family;
+}
+
+// Adds one sample; the family's type says whether it is a counter or a gauge.
+inline void AddSample(prometheus::MetricFamily* family, const Labels& labels, double value) {
+  prometheus::ClientMetric metric;
+  for (const auto& [name, text] : labels) metric.label.push_back({name, text});
+  if (family->type == prometheus::MetricType::Counter) {
+    metric.counter.value = value;
+  } else {
+    metric.gauge.value = value;
+  }
+  family->metric.push_back(std::move(metric));
+}
+
+inline prometheus::MetricFamily Single(std::string name, std::string help, prometheus::MetricType type,
+                                       double value) {
+  prometheus::MetricFamily family = MakeFamily(std::move(name), std::move(help), type);
+  AddSample(&family, {}, value);
+  return family;
+}
+
+inline prometheus::MetricFamily Gauge(std::string name, std::string help, double value) {
+  return Single(std::move(name), std::move(help), prometheus::MetricType::Gauge, value);
+}
+
+}  // namespace lossd::metrics
+
+#endif  // LOSSD_SERVER_METRICS_FAMILIES_H_

@@ -1,0 +1,244 @@
+#include "server/metrics/metrics.h"
+
+#include <prometheus/gauge.h>
+#include <prometheus/text_serializer.h>
+
+#include <cmath>
+#include <iterator>
+#include <sstream>
+#include <utility>
+
+#include "server/metrics/families.h"
+#include "server/metrics/process.h"
+
+namespace lossd::metrics {
+namespace {
+
+using prometheus::MetricFamily;
+using prometheus::MetricType;
+
+prometheus::Histogram::BucketBoundaries LatencyBuckets() {
+  return {1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0};
+}
+
+prometheus::Histogram::BucketBoundaries RowBuckets() {
+  prometheus::Histogram::BucketBoundaries bounds;
+  for (double rows = 1; rows <= 65536; rows *= 4) bounds.push_back(rows);
+  return bounds;
+}
+
+prometheus::Family<prometheus::Counter>& CounterFamily(prometheus::Registry& registry, const char* name,
+                                                       const char* help) {
+  return prometheus::BuildCounter().Name(name).Help(help).Register(registry);
+}
+
+prometheus::Family<prometheus::Histogram>& HistogramFamily(prometheus::Registry& registry, const char* name,
+                                                           const char* help) {
+  return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
+}
+
+MetricFamily ByKind(std::string name, std::string help, const kernels::MemoryBytes& bytes) {
+  MetricFamily family = MakeFamily(std::move(name), std::move(help), MetricType::Gauge);
+  for (size_t i = 0; i < kernels::kMemoryKinds; ++i) {
+    AddSample(&family, {{"kind", std::string(kernels::Name(static_cast<kernels::MemoryKind>(i)))}},
+              static_cast<double>(bytes.by_kind[i]));
+  }
+  return family;
+}
+
+}  // namespace
+
+absl::string_view Name(Phase phase) {
+  constexpr absl::string_view kNames[kPhases] = {"receive", "queue", "compute", "send"};
+  return kNames[static_cast<size_t>(phase)];
+}
+
+Metrics::Metrics(const BuildInfo& build)
+    : phase_family_(HistogramFamily(registry_, "lossd_phase_seconds",
+                                    "Time a slice spends in each phase: receive (arrived until queued), queue "
+                                    "(until its chunk is formed), compute (until results are ready), send (until "
+                                    "taken by the transport).")),
+      microbatch_seconds_(HistogramFamily(registry_, "lossd_microbatch_seconds",
+                                          "Time from the opening message of a ComputeLoss call to its summary.")
+                              .Add({}, LatencyBuckets())),
+      chunk_rows_(HistogramFamily(registry_, "lossd_chunk_rows", "Valid rows computed together in one chunk.")
+                      .Add({}, RowBuckets())),
+      chunks_(CounterFamily(registry_, "lossd_chunks_total", "Chunks computed.").Add({})),
+      steps_(CounterFamily(registry_, "lossd_steps_total", "Optimizer steps applied, over all heads.").Add({})),
+      device_errors_(
+          CounterFamily(registry_, "lossd_device_errors_total", "Operations that failed on the device.").Add({})),
+      payload_family_(CounterFamily(registry_, "lossd_payload_bytes_total",
+                                    "Tensor bytes of slices received (in) and sent (out).")),
+      payload_in_(payload_family_.Add({{"direction", "in"}})),
+      payload_out_(payload_family_.Add({{"direction", "out"}})),
+      requests_(CounterFamily(registry_, "lossd_requests_total", "Calls received, by method.")),
+      errors_(CounterFamily(registry_, "lossd_errors_total", "Calls ended with an error, by method and code.")) {
+  for (size_t i = 0; i < kPhases; ++i) {
+    phase_seconds_[i] =
+        &phase_family_.Add({{"phase", std::string(Name(static_cast<Phase>(i)))}}, LatencyBuckets());
+  }
+  prometheus::BuildGauge()
+      .Name("lossd_build_info")
+      .Help("Always 1; the labels say what is running.")
+      .Register(registry_)
+      .Add({{"version", build.version},
+            {"backend", build.backend},
+            {"device", build.device},
+            {"compiler", build.compiler}})
+      .Set(1);
+}
+
+Metrics::~Metrics() = default;
+
+void Metrics::Attach(const engine::Engine* engine, const kernels::Backend* backend) {
+  absl::MutexLock lock(&sources_mutex_);
+  engine_ = engine;
+  backend_ = backend;
+}
+
+void Metrics::Detach() { Attach(nullptr, nullptr); }
+
+void Metrics::SetDraining(bool draining) {
+  absl::MutexLock lock(&sources_mutex_);
+  draining_ = draining;
+}
+
+void Metrics::ObservePhase(Phase phase, double seconds) {
+  phase_seconds_[static_cast<size_t>(phase)]->Observe(seconds);
+}
+
+void Metrics::CountRequest(absl::string_view method) {
+  requests_.Add({{"method", std::string(method)}}).Increment();
+}
+
+void Metrics::CountError(absl::string_view method, absl::string_view code) {
+  errors_.Add({{"method", std::string(method)}, {"code", std::string(code)}}).Increment();
+}
+
+void Metrics::ForgetHead(absl::string_view head) {
+  absl::MutexLock lock(&rows_mutex_);
+  const auto it = rows_by_head_.find(head);
+  if (it == rows_by_head_.end()) return;
+  rows_of_gone_heads_ += it->second;
+  rows_by_head_.erase(it);
+}
+
+void Metrics::OnChunk(absl::string_view head, int64_t slices, int64_t rows, int64_t valid_rows,
+                      double compute_seconds) {
+  chunks_.Increment();
+  chunk_rows_.Observe(static_cast<double>(valid_rows));
+  for (int64_t i = 0; i < slices; ++i) ObservePhase(Phase::kCompute, compute_seconds);
+  absl::MutexLock lock(&rows_mutex_);
+  const auto it = rows_by_head_.find(head);
+  if (it == rows_by_head_.end()) {
+    rows_by_head_.emplace(std::string(head), rows);
+  } else {
+    it->second += rows;
+  }
+}
+
+void Metrics::OnSlice(absl::string_view head, double queue_seconds) {
+  ObservePhase(Phase::kQueue, queue_seconds);
+}
+
+void Metrics::OnStep(absl::string_view head) { steps_.Increment(); }
+
+void Metrics::OnDeviceError(const absl::Status& status) { device_errors_.Increment(); }
+
+std::vector<MetricFamily> Metrics::Collect() const {
+  std::vector<MetricFamily> families = registry_.Collect();
+  families.push_back(RowsFamily());
+  {
+    absl::ReaderMutexLock lock(&sources_mutex_);
+    families.push_back(Gauge("lossd_draining", "1 while the server is draining, else 0.", draining_ ? 1 : 0));
+    if (engine_ != nullptr) CollectEngine(&families);
+    if (backend_ != nullptr) CollectMemory(&families);
+  }
+  std::vector<MetricFamily> process = CollectProcess();
+  families.insert(families.end(), std::make_move_iterator(process.begin()), std::make_move_iterator(process.end()));
+  return families;
+}
+
+std::string Metrics::RenderText() const {
+  std::ostringstream out;
+  prometheus::TextSerializer().Serialize(out, Collect());
+  return out.str();
+}
+
+MetricFamily Metrics::RowsFamily() const {
+  MetricFamily family = MakeFamily("lossd_rows_total", "Rows computed, by head.", MetricType::Counter);
+  absl::ReaderMutexLock lock(&rows_mutex_);
+  for (const auto& [head, rows] : rows_by_head_) AddSample(&family, {{"head", head}}, static_cast<double>(rows));
+  return family;
+}
+
+void Metrics::CollectEngine(std::vector<MetricFamily>* families) const {
+  const engine::EngineStats stats = engine_->stats();
+  const auto gauge = [&](const char* name, const char* help, int64_t value) {
+    families->push_back(Gauge(name, help, static_cast<double>(value)));
+  };
+  gauge("lossd_heads", "Heads on the server.", stats.heads);
+  gauge("lossd_open_streams", "ComputeLoss calls that are open.", stats.open_streams);
+  gauge("lossd_queued_slices", "Slices waiting for the device.", stats.queued_slices);
+  gauge("lossd_queued_rows", "Rows waiting for the device.", stats.queued_rows);
+  gauge("lossd_ledger_rows", "Rows remembered in open steps, over all heads.", stats.ledger_rows);
+  gauge("lossd_ledger_bytes", "Memory of the record of rows in open steps.", stats.ledger_bytes);
+  MetricFamily staging =
+      MakeFamily("lossd_staging_buffers", "Buffers that slices are received into and sent from.", MetricType::Gauge);
+  const int64_t used = stats.staging_buffers - stats.staging_buffers_free;
+  AddSample(&staging, {{"state", "free"}}, static_cast<double>(stats.staging_buffers_free));
+  AddSample(&staging, {{"state", "used"}}, static_cast<double>(used));
+  families->push_back(std::move(staging));
+}
+
+void Metrics::CollectMemory(std::vector<MetricFamily>* families) const {
+  const kernels::MemoryStats memory = backend_->memory();
+  families->push_back(ByKind("lossd_memory_bytes", "Planned memory held, by purpose.", memory.current));
+  families->push_back(ByKind("lossd_memory_peak_bytes",
+                             "Most planned memory held since the start, by purpose (each its own peak).",
+                             memory.peak));
+  families->push_back(Gauge("lossd_memory_limit_bytes", "Memory the plan may reach; 0: no limit.",
+                            static_cast<double>(memory.limit)));
+}
+
+Totals Metrics::totals() const {
+  Totals totals;
+  totals.payload_bytes_in = payload_in_.Value();
+  totals.payload_bytes_out = payload_out_.Value();
+  totals.steps = steps_.Value();
+  for (const MetricFamily& family : errors_.Collect()) {
+    for (const prometheus::ClientMetric& metric : family.metric) totals.errors += metric.counter.value;
+  }
+  absl::ReaderMutexLock lock(&rows_mutex_);
+  int64_t rows = rows_of_gone_heads_;
+  for (const auto& [head, count] : rows_by_head_) rows += count;
+  totals.rows = static_cast<double>(rows);
+  return totals;
+}
+
+double Metrics::PhaseQuantile(Phase phase, double quantile) const {
+  return EstimateQuantile(phase_seconds_[static_cast<size_t>(phase)]->Collect().histogram, quantile);
+}
+
+double Metrics::MicrobatchQuantile(double quantile) const {
+  return EstimateQuantile(microbatch_seconds_.Collect().histogram, quantile);
+}
+
+double EstimateQuantile(const prometheus::ClientMetric::Histogram& histogram, double quantile) {
+  if (histogram.sample_count == 0) return 0.0;
+  const double rank = quantile * static_cast<double>(histogram.sample_count);
+  double lower_bound = 0.0;
+  double below = 0.0;
+  for (const prometheus::ClientMetric::Bucket& bucket : histogram.bucket) {
+    if (std::isinf(bucket.upper_bound)) break;
+    const auto cumulative = static_cast<double>(bucket.cumulative_count);
+    if (cumulative >= rank && cumulative > below) {
+      return lower_bound + (bucket.upper_bound - lower_bound) * (rank - below) / (cumulative - below);
+    }
+    lower_bound = bucket.upper_bound;
+    below = cumulative;
+  }
+  return lower_bound;
+}
+
+}  // namespace lossd::metrics

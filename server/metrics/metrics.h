@@ -1,0 +1,138 @@
+// Everything the server counts and measures, in Prometheus's terms. One object per server.
+//
+// Counters and histograms are pushed by the parts that do the work; what the engine, the backend and
+// the process know anyway (memory, queues, streams) is pulled when metrics are collected.
+//
+// Label cardinality is bounded: `head` by the heads that exist (a head's series ends with it), `method`
+// and `code` by the protocol.
+//
+// Thread-safe.
+#ifndef LOSSD_SERVER_METRICS_METRICS_H_
+#define LOSSD_SERVER_METRICS_METRICS_H_
+
+#include <prometheus/counter.h>
+#include <prometheus/family.h>
+#include <prometheus/histogram.h>
+#include <prometheus/metric_family.h>
+#include <prometheus/registry.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "kernels/backend.h"
+#include "server/engine/engine.h"
+
+namespace lossd::metrics {
+
+// Labels of lossd_build_info.
+struct BuildInfo {
+  std::string version;
+  std::string backend;  // "cpu" or "cuda"
+  std::string device;
+  std::string compiler;
+};
+
+enum class Phase : uint8_t {
+  kReceive,  // a slice's message has arrived -> its rows are in a staging buffer and with the engine
+  kQueue,    // with the engine -> its chunk is formed
+  kCompute,  // chunk formed -> results ready
+  kSend,     // results ready -> taken by the transport
+};
+inline constexpr size_t kPhases = 4;
+absl::string_view Name(Phase phase);
+
+// Totals for the status page.
+struct Totals {
+  double rows = 0.0;
+  double payload_bytes_in = 0.0;
+  double payload_bytes_out = 0.0;
+  double steps = 0.0;
+  double errors = 0.0;
+};
+
+class Metrics final : public engine::EngineObserver {
+ public:
+  explicit Metrics(const BuildInfo& build);
+  ~Metrics() override;
+  Metrics(const Metrics&) = delete;
+  Metrics& operator=(const Metrics&) = delete;
+
+  // From now until Detach, pulled metrics come from these two.
+  void Attach(const engine::Engine* engine, const kernels::Backend* backend)
+      ABSL_LOCKS_EXCLUDED(sources_mutex_);
+  // After this returns neither is used any more.
+  void Detach() ABSL_LOCKS_EXCLUDED(sources_mutex_);
+  void SetDraining(bool draining) ABSL_LOCKS_EXCLUDED(sources_mutex_);
+
+  void ObservePhase(Phase phase, double seconds);
+  void ObserveMicrobatch(double seconds) { microbatch_seconds_.Observe(seconds); }
+  void AddPayloadIn(int64_t bytes) { payload_in_.Increment(static_cast<double>(bytes)); }
+  void AddPayloadOut(int64_t bytes) { payload_out_.Increment(static_cast<double>(bytes)); }
+  void CountRequest(absl::string_view method);
+  // `code` as the protocol spells it, e.g. "INVALID_ARGUMENT".
+  void CountError(absl::string_view method, absl::string_view code);
+  // Ends the head's series.
+  void ForgetHead(absl::string_view head) ABSL_LOCKS_EXCLUDED(rows_mutex_);
+
+  // engine::EngineObserver
+  void OnChunk(absl::string_view head, int64_t slices, int64_t rows, int64_t valid_rows,
+               double compute_seconds) override ABSL_LOCKS_EXCLUDED(rows_mutex_);
+  void OnSlice(absl::string_view head, double queue_seconds) override;
+  void OnStep(absl::string_view head) override;
+  void OnDeviceError(const absl::Status& status) override;
+
+  std::vector<prometheus::MetricFamily> Collect() const ABSL_LOCKS_EXCLUDED(sources_mutex_, rows_mutex_);
+  // Prometheus text exposition format 0.0.4.
+  std::string RenderText() const;
+
+  Totals totals() const ABSL_LOCKS_EXCLUDED(rows_mutex_);
+  // Latency of one phase, in seconds, estimated from the histogram's buckets; 0 without observations.
+  double PhaseQuantile(Phase phase, double quantile) const;
+  double MicrobatchQuantile(double quantile) const;
+
+ private:
+  void CollectEngine(std::vector<prometheus::MetricFamily>* families) const
+      ABSL_SHARED_LOCKS_REQUIRED(sources_mutex_);
+  void CollectMemory(std::vector<prometheus::MetricFamily>* families) const
+      ABSL_SHARED_LOCKS_REQUIRED(sources_mutex_);
+  prometheus::MetricFamily RowsFamily() const ABSL_LOCKS_EXCLUDED(rows_mutex_);
+
+  prometheus::Registry registry_;
+  // Owned by registry_.
+  prometheus::Family<prometheus::Histogram>& phase_family_;
+  prometheus::Histogram* phase_seconds_[kPhases];
+  prometheus::Histogram& microbatch_seconds_;
+  prometheus::Histogram& chunk_rows_;
+  prometheus::Counter& chunks_;
+  prometheus::Counter& steps_;
+  prometheus::Counter& device_errors_;
+  prometheus::Family<prometheus::Counter>& payload_family_;
+  prometheus::Counter& payload_in_;
+  prometheus::Counter& payload_out_;
+  prometheus::Family<prometheus::Counter>& requests_;
+  prometheus::Family<prometheus::Counter>& errors_;
+
+  // Held while the engine is asked; so the observer's members, which the engine calls, do without it.
+  mutable absl::Mutex sources_mutex_;
+  const engine::Engine* engine_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
+  const kernels::Backend* backend_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
+  bool draining_ ABSL_GUARDED_BY(sources_mutex_) = false;
+
+  mutable absl::Mutex rows_mutex_;
+  std::map<std::string, int64_t, std::less<>> rows_by_head_ ABSL_GUARDED_BY(rows_mutex_);
+  int64_t rows_of_gone_heads_ ABSL_GUARDED_BY(rows_mutex_) = 0;
+};
+
+// The value below which a share `quantile` of the observations lies, interpolated linearly inside the
+// bucket it falls in; the last finite bound if it falls beyond. 0 without observations.
+double EstimateQuantile(const prometheus::ClientMetric::Histogram& histogram, double quantile);
+
+}  // namespace lossd::metrics
+
+#endif  // LOSSD_SERVER_METRICS_METRICS_H_

@@ -1,0 +1,165 @@
+// One ComputeLoss call: the reactor between gRPC and an engine stream.
+//
+//   awaiting open --open--> streaming --engine finished--> writing the rest --> finished
+//
+// Reading. At most one message is in flight. A slice waits for a staging buffer after it has arrived, not
+// before: an idle call holds no buffer. No further message is read while one waits, or while
+// max_slices_in_flight slices of this call are with the engine or waiting to be sent, so one stuck client
+// can neither hold the pool nor pile up messages.
+// Writing. Exactly one write is in flight; the queue is bounded by max_slices_in_flight plus two. Gradients
+// are sent from their staging buffer, which goes back to the pool when the transport drops its slice.
+// Ending. With an engine stream open, the call always finishes through the engine's OnFinished; every other
+// reason to end cancels the engine stream first.
+//
+// Threads. gRPC's reactions and the turns taken on the sender pool share mutex_, under which all gRPC
+// operations are started (gRPC never runs a reaction from within them). The engine's callbacks only leave
+// their event in the inbox and schedule a turn.
+// Lifetime. Shared by gRPC (until OnDone), the engine (until OnFinished), scheduled turns and a waiting
+// buffer request.
+#ifndef LOSSD_SERVER_RPC_COMPUTE_LOSS_CALL_H_
+#define LOSSD_SERVER_RPC_COMPUTE_LOSS_CALL_H_
+
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/server_callback.h>
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <variant>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "lossd/v1/loss.pb.h"
+#include "proto/wire/payload_codec.h"
+#include "server/engine/engine.h"
+#include "server/metrics/metrics.h"
+#include "server/rpc/call_registry.h"
+#include "server/rpc/worker_pool.h"
+
+namespace lossd::rpc {
+
+// What all calls share; outlives them.
+struct ComputeLossEnvironment {
+  engine::Engine* engine = nullptr;
+  metrics::Metrics* metrics = nullptr;
+  CallRegistry* registry = nullptr;
+  WorkerPool* senders = nullptr;
+  int64_t max_slices_in_flight = 8;  // per call
+  std::atomic<bool> draining{false};
+};
+
+class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
+                              public engine::StreamObserver,
+                              public WatchedCall,
+                              public std::enable_shared_from_this<ComputeLossCall> {
+ public:
+  // Starts the call; it deletes itself when it is over.
+  static ComputeLossCall* Start(ComputeLossEnvironment* environment, grpc::CallbackServerContext* context);
+
+  // grpc::ServerBidiReactor
+  void OnReadDone(bool ok) override;
+  void OnWriteDone(bool ok) override;
+  void OnCancel() override;
+  void OnDone() override;
+
+  // engine::StreamObserver
+  void OnSlice(engine::SliceOutput output) override;
+  void OnFinished(absl::Status status, const engine::StreamSummary& summary) override;
+
+  // WatchedCall
+  void CancelIfStuck(absl::Time limit) override;
+
+ private:
+  // A slice that has arrived and waits for a staging buffer.
+  struct Arrival {
+    engine::RowRange rows;
+    wire::PayloadView payload;
+    absl::Time arrived;
+  };
+  struct SliceEvent {
+    engine::SliceOutput output;
+    absl::Time ready;
+  };
+  struct FinishedEvent {
+    absl::Status status;
+    engine::StreamSummary summary;
+  };
+  struct BufferEvent {
+    engine::StagingBuffer buffer;
+  };
+  using Event = std::variant<SliceEvent, FinishedEvent, BufferEvent>;
+  struct Outgoing {
+    grpc::ByteBuffer message;
+    int64_t payload_bytes = 0;
+    bool is_slice = false;
+    absl::Time ready;
+  };
+
+  ComputeLossCall(ComputeLossEnvironment* environment, grpc::CallbackServerContext* context);
+
+  // ---- Reading ----
+  absl::Status HandleMessage() ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::Status HandleOpen(const v1::OpenMicrobatch& open, size_t payload_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::Status HandleSlice(const v1::SliceHeader& header, wire::PayloadView payload, absl::Time arrived)
+      ABSL_LOCKS_EXCLUDED(mutex_, inbox_mutex_);
+  void HandleEndOfReads() ABSL_LOCKS_EXCLUDED(mutex_);
+  void RequestBuffer() ABSL_LOCKS_EXCLUDED(mutex_, inbox_mutex_);
+  void OnBuffer(engine::StagingBuffer buffer) ABSL_LOCKS_EXCLUDED(inbox_mutex_);
+  void ForgetBuffer() ABSL_LOCKS_EXCLUDED(inbox_mutex_);
+  void SubmitPending(engine::StagingBuffer buffer) ABSL_LOCKS_EXCLUDED(mutex_);
+  void ReadNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // ---- Turns on the sender pool ----
+  void Post(Event event) ABSL_LOCKS_EXCLUDED(inbox_mutex_);
+  void TakeTurn() ABSL_LOCKS_EXCLUDED(mutex_, inbox_mutex_);
+  void Handle(SliceEvent event) ABSL_LOCKS_EXCLUDED(mutex_);
+  void Handle(FinishedEvent event) ABSL_LOCKS_EXCLUDED(mutex_);
+  void Handle(BufferEvent event) ABSL_LOCKS_EXCLUDED(mutex_) { SubmitPending(std::move(event.buffer)); }
+
+  // ---- Writing and ending ----
+  void Enqueue(Outgoing outgoing) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Ends the call with `why` (not OK), through the engine if a stream is open.
+  void Fail(absl::Status why) ABSL_LOCKS_EXCLUDED(mutex_);
+  void FailLocked(absl::Status why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void FinishLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CancellationStatus() const;
+  engine::Stream* stream() ABSL_LOCKS_EXCLUDED(mutex_);
+
+  ComputeLossEnvironment* const environment_;
+  grpc::CallbackServerContext* const context_;
+  std::shared_ptr<ComputeLossCall> self_;  // gRPC's share
+
+  // Used by whoever handles the message read last, one thread at a time.
+  grpc::ByteBuffer received_;
+  std::optional<Arrival> arrival_;
+
+  absl::Mutex inbox_mutex_;
+  std::deque<Event> inbox_ ABSL_GUARDED_BY(inbox_mutex_);
+  bool turn_scheduled_ ABSL_GUARDED_BY(inbox_mutex_) = false;
+  bool asking_for_buffer_ ABSL_GUARDED_BY(inbox_mutex_) = false;
+  engine::StagingBuffer granted_ ABSL_GUARDED_BY(inbox_mutex_);  // while asking
+  uint64_t buffer_ticket_ ABSL_GUARDED_BY(inbox_mutex_) = 0;
+
+  absl::Mutex mutex_ ABSL_ACQUIRED_BEFORE(inbox_mutex_);
+  std::unique_ptr<engine::Stream> stream_ ABSL_GUARDED_BY(mutex_);  // set once, by open
+  std::deque<Outgoing> writes_ ABSL_GUARDED_BY(mutex_);
+  Outgoing writing_ ABSL_GUARDED_BY(mutex_);
+  bool write_active_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Time write_started_ ABSL_GUARDED_BY(mutex_);
+  int64_t slices_in_flight_ ABSL_GUARDED_BY(mutex_) = 0;  // submitted, result not yet written
+  bool read_withheld_ ABSL_GUARDED_BY(mutex_) = false;
+  bool broken_ ABSL_GUARDED_BY(mutex_) = false;  // cancelled: nothing more can be sent
+  std::optional<absl::Status> ending_ ABSL_GUARDED_BY(mutex_);
+  bool finished_ ABSL_GUARDED_BY(mutex_) = false;  // Finish was called: no gRPC operation may start
+  absl::Time opened_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace lossd::rpc
+
+#endif  // LOSSD_SERVER_RPC_COMPUTE_LOSS_CALL_H_

@@ -1,0 +1,399 @@
+#include "server/rpc/convert.h"
+
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "server/rpc/errors.h"
+
+namespace lossd::rpc {
+namespace {
+
+constexpr int64_t kMaxMicrobatchRows = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMaxSize = std::numeric_limits<int64_t>::max();
+
+// Unsigned on the wire, signed inside.
+absl::StatusOr<int64_t> ToSize(uint64_t value, absl::string_view field) {
+  if (value > static_cast<uint64_t>(kMaxSize)) return FieldError(field, "be below 2^63", value);
+  return static_cast<int64_t>(value);
+}
+
+absl::StatusOr<kernels::Norm> ToNorm(v1::Norm norm, absl::string_view field) {
+  switch (norm) {
+    case v1::NORM_UNSPECIFIED:
+    case v1::NORM_NONE:
+      return kernels::Norm::kNone;
+    case v1::NORM_LAYERNORM:
+      return kernels::Norm::kLayerNorm;
+    case v1::NORM_RMSNORM:
+      return kernels::Norm::kRmsNorm;
+    default:
+      return FieldError(field, "be a known Norm", static_cast<int>(norm));
+  }
+}
+
+v1::Norm ToProto(kernels::Norm norm) {
+  switch (norm) {
+    case kernels::Norm::kNone:
+      return v1::NORM_NONE;
+    case kernels::Norm::kLayerNorm:
+      return v1::NORM_LAYERNORM;
+    case kernels::Norm::kRmsNorm:
+      return v1::NORM_RMSNORM;
+  }
+  return v1::NORM_UNSPECIFIED;
+}
+
+absl::StatusOr<kernels::OptimizerState> ToOptimizerState(v1::OptimizerState state, absl::string_view field) {
+  switch (state) {
+    case v1::OPTIMIZER_STATE_UNSPECIFIED:
+    case v1::OPTIMIZER_STATE_ADAM:
+      return kernels::OptimizerState::kAdam;
+    case v1::OPTIMIZER_STATE_MOMENTUM:
+      return kernels::OptimizerState::kMomentum;
+    case v1::OPTIMIZER_STATE_NONE:
+      return kernels::OptimizerState::kNone;
+    default:
+      return FieldError(field, "be a known OptimizerState", static_cast<int>(state));
+  }
+}
+
+v1::OptimizerState ToProto(kernels::OptimizerState state) {
+  switch (state) {
+    case kernels::OptimizerState::kNone:
+      return v1::OPTIMIZER_STATE_NONE;
+    case kernels::OptimizerState::kMomentum:
+      return v1::OPTIMIZER_STATE_MOMENTUM;
+    case kernels::OptimizerState::kAdam:
+      return v1::OPTIMIZER_STATE_ADAM;
+  }
+  return v1::OPTIMIZER_STATE_UNSPECIFIED;
+}
+
+absl::StatusOr<kernels::Param> ToParam(v1::Param param, absl::string_view field) {
+  switch (param) {
+    case v1::PARAM_WEIGHT:
+      return kernels::Param::kWeight;
+    case v1::PARAM_BIAS:
+      return kernels::Param::kBias;
+    case v1::PARAM_NORM_GAIN:
+      return kernels::Param::kNormGain;
+    case v1::PARAM_NORM_SHIFT:
+      return kernels::Param::kNormShift;
+    case v1::PARAM_CLASS_WEIGHTS:
+      return kernels::Param::kClassWeights;
+    default:
+      return FieldError(field, "be a known Param", static_cast<int>(param));
+  }
+}
+
+absl::StatusOr<kernels::Role> ToRole(v1::Role role, absl::string_view field) {
+  switch (role) {
+    case v1::ROLE_UNSPECIFIED:
+    case v1::ROLE_VALUE:
+      return kernels::Role::kValue;
+    case v1::ROLE_GRADIENT:
+      return kernels::Role::kGradient;
+    case v1::ROLE_MOMENT1:
+      return kernels::Role::kMoment1;
+    case v1::ROLE_MOMENT2:
+      return kernels::Role::kMoment2;
+    default:
+      return FieldError(field, "be a known Role", static_cast<int>(role));
+  }
+}
+
+absl::StatusOr<engine::Reduction> ToReduction(v1::Reduction reduction) {
+  switch (reduction) {
+    case v1::REDUCTION_SUM:
+      return engine::Reduction::kSum;
+    case v1::REDUCTION_MEAN:
+      return engine::Reduction::kMean;
+    default:
+      return FieldError("open.reduction", "be REDUCTION_SUM or REDUCTION_MEAN", static_cast<int>(reduction));
+  }
+}
+
+absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& options) {
+  kernels::LossOptions result;
+  if (options.has_logit_scale()) result.logit_scale = options.logit_scale();
+  result.softcap = options.softcap();
+  result.label_smoothing = options.label_smoothing();
+  result.z_loss = options.z_loss();
+  result.use_class_weights = options.use_class_weights();
+  if (absl::Status status = kernels::Validate(result); !status.ok()) {
+    return Located(std::move(status), "open.options.");
+  }
+  return result;
+}
+
+// One per row, or none if `optional`.
+absl::Status CheckCount(absl::string_view field, int64_t count, int64_t rows, bool optional) {
+  if (count == rows || (optional && count == 0)) return absl::OkStatus();
+  return FieldError(absl::StrCat(field, ".size"),
+                    absl::StrCat(optional ? "be 0 or " : "be ", rows, ", the size of open.rows"), count);
+}
+
+kernels::OptimizerOptions FromAdamW(const v1::AdamW& adamw) {
+  kernels::OptimizerOptions options;
+  options.kind = kernels::OptimizerOptions::Kind::kAdamW;
+  options.learning_rate = adamw.learning_rate();
+  options.weight_decay = adamw.weight_decay();
+  if (adamw.has_beta1()) options.beta1 = adamw.beta1();
+  if (adamw.has_beta2()) options.beta2 = adamw.beta2();
+  if (adamw.has_epsilon()) options.epsilon = adamw.epsilon();
+  return options;
+}
+
+kernels::OptimizerOptions FromSgd(const v1::Sgd& sgd) {
+  kernels::OptimizerOptions options;
+  options.kind = kernels::OptimizerOptions::Kind::kSgd;
+  options.learning_rate = sgd.learning_rate();
+  options.weight_decay = sgd.weight_decay();
+  options.momentum = sgd.momentum();
+  options.dampening = sgd.dampening();
+  options.nesterov = sgd.nesterov();
+  return options;
+}
+
+bool IsNameCharacter(char c) { return absl::ascii_isalnum(c) || c == '.' || c == '_' || c == '-'; }
+
+}  // namespace
+
+absl::Status CheckName(absl::string_view field, absl::string_view name) {
+  bool valid = !name.empty() && name.size() <= 64 && name.front() != '.';
+  for (const char c : name) valid = valid && IsNameCharacter(c);
+  if (valid) return absl::OkStatus();
+  return FieldError(
+      field, "be 1 to 64 characters out of A-Z a-z 0-9 . _ -, not starting with a dot", name.substr(0, 100));
+}
+
+absl::StatusOr<engine::RowRange> ToRowRange(const v1::RowRange& range, absl::string_view field, int64_t limit) {
+  if (range.end() < range.begin()) {
+    return FieldError(absl::StrCat(field, ".end"), absl::StrCat("be at least ", field, ".begin, ", range.begin()),
+                      range.end());
+  }
+  if (range.end() > static_cast<uint64_t>(limit)) {
+    return FieldError(absl::StrCat(field, ".end"), absl::StrCat("be at most ", limit), range.end());
+  }
+  return engine::RowRange{static_cast<int64_t>(range.begin()), static_cast<int64_t>(range.end())};
+}
+
+absl::StatusOr<kernels::DType> ToDType(v1::DType dtype, absl::string_view field) {
+  switch (dtype) {
+    case v1::DTYPE_FP32:
+      return kernels::DType::kFloat32;
+    case v1::DTYPE_FP16:
+      return kernels::DType::kFloat16;
+    case v1::DTYPE_BF16:
+      return kernels::DType::kBFloat16;
+    default:
+      return FieldError(field, "be DTYPE_FP32, DTYPE_FP16 or DTYPE_BF16", static_cast<int>(dtype));
+  }
+}
+
+absl::StatusOr<kernels::DType> ToDType(v1::DType dtype, absl::string_view field, kernels::DType fallback) {
+  if (dtype == v1::DTYPE_UNSPECIFIED) return fallback;
+  return ToDType(dtype, field);
+}
+
+absl::StatusOr<kernels::TensorId> ToTensorId(v1::Param param, v1::Role role, absl::string_view field_prefix) {
+  absl::StatusOr<kernels::Param> which = ToParam(param, absl::StrCat(field_prefix, "param"));
+  if (!which.ok()) return which.status();
+  absl::StatusOr<kernels::Role> what = ToRole(role, absl::StrCat(field_prefix, "role"));
+  if (!what.ok()) return what.status();
+  return kernels::TensorId{*which, *what};
+}
+
+absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl::string_view field_prefix,
+                                                 kernels::DType default_compute_dtype) {
+  const auto field = [&](absl::string_view name) { return absl::StrCat(field_prefix, name); };
+  if (absl::Status status = CheckName(field("name"), spec.name()); !status.ok()) return status;
+  const auto hidden_size = ToSize(spec.hidden_size(), field("hidden_size"));
+  if (!hidden_size.ok()) return hidden_size.status();
+  const auto vocab_size = ToSize(spec.vocab_size(), field("vocab_size"));
+  if (!vocab_size.ok()) return vocab_size.status();
+  const auto norm = ToNorm(spec.norm(), field("norm"));
+  if (!norm.ok()) return norm.status();
+  const auto dtype = ToDType(spec.compute_dtype(), field("compute_dtype"), default_compute_dtype);
+  if (!dtype.ok()) return dtype.status();
+  const auto state = ToOptimizerState(spec.optimizer_state(), field("optimizer_state"));
+  if (!state.ok()) return state.status();
+
+  kernels::HeadConfig config;
+  config.hidden_size = *hidden_size;
+  config.vocab_size = *vocab_size;
+  config.has_bias = spec.bias();
+  config.has_class_weights = spec.class_weights();
+  config.norm = *norm;
+  if (spec.has_norm_epsilon()) config.norm_epsilon = spec.norm_epsilon();
+  config.compute_dtype = *dtype;
+  config.optimizer_state = *state;
+  config.trainable = !spec.frozen();
+  if (absl::Status status = kernels::Validate(config); !status.ok()) {
+    return Located(std::move(status), field_prefix);
+  }
+  return config;
+}
+
+absl::StatusOr<kernels::OptimizerOptions> ToOptimizerOptions(const v1::Optimizer& optimizer,
+                                                             absl::string_view field_prefix) {
+  kernels::OptimizerOptions options;
+  absl::string_view kind;
+  switch (optimizer.kind_case()) {
+    case v1::Optimizer::kAdamw:
+      options = FromAdamW(optimizer.adamw());
+      kind = "adamw.";
+      break;
+    case v1::Optimizer::kSgd:
+      options = FromSgd(optimizer.sgd());
+      kind = "sgd.";
+      break;
+    case v1::Optimizer::KIND_NOT_SET:
+      return FieldError(absl::StrCat(field_prefix, "kind"), "be adamw or sgd", "nothing");
+  }
+  if (optimizer.has_grad_multiplier()) options.grad_multiplier = optimizer.grad_multiplier();
+  options.decay_vectors = optimizer.decay_vectors();
+  absl::Status status = kernels::Validate(options);
+  if (status.ok()) return options;
+  const bool common = status.message().substr(0, 15) == "grad_multiplier";
+  return Located(std::move(status), absl::StrCat(field_prefix, common ? "" : kind));
+}
+
+absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) {
+  engine::StreamSpec spec;
+  spec.head = open.head();
+  if (open.has_step()) spec.step = open.step();
+  spec.microbatch_id = open.microbatch_id();
+  if (open.microbatch_rows() > static_cast<uint64_t>(kMaxMicrobatchRows)) {
+    return FieldError("open.microbatch_rows", "be below 2^31", open.microbatch_rows());
+  }
+  spec.microbatch_rows = static_cast<int64_t>(open.microbatch_rows());
+  const auto rows = ToRowRange(open.rows(), "open.rows", spec.microbatch_rows);
+  if (!rows.ok()) return rows.status();
+  spec.rows = *rows;
+  const auto dtype = ToDType(open.hidden_dtype(), "open.hidden_dtype");
+  if (!dtype.ok()) return dtype.status();
+  spec.hidden_dtype = *dtype;
+  const auto options = ToLossOptions(open.options());
+  if (!options.ok()) return options.status();
+  spec.options = *options;
+  if (open.options().has_ignore_index()) spec.ignore_index = open.options().ignore_index();
+  const auto reduction = ToReduction(open.reduction());
+  if (!reduction.ok()) return reduction.status();
+  spec.reduction = *reduction;
+  if (open.has_normalizer()) spec.normalizer = open.normalizer();
+  if (open.has_grad_output()) spec.grad_output = open.grad_output();
+  spec.want_grad_hidden = open.want_grad_hidden();
+  spec.accumulate_gradients = open.accumulate_gradients();
+  spec.want_rows = {open.want_row_loss(), open.want_row_lse(), open.want_row_entropy(), open.want_row_logprob(),
+                    open.want_row_argmax()};
+  absl::Status counts = CheckCount("open.targets", open.targets_size(), spec.rows.size(), /*optional=*/false);
+  counts.Update(CheckCount("open.row_weights", open.row_weights_size(), spec.rows.size(), /*optional=*/true));
+  if (!counts.ok()) return counts;
+  spec.targets.assign(open.targets().begin(), open.targets().end());
+  spec.row_weights.assign(open.row_weights().begin(), open.row_weights().end());
+  return spec;
+}
+
+v1::DType ToProto(kernels::DType dtype) {
+  switch (dtype) {
+    case kernels::DType::kFloat32:
+      return v1::DTYPE_FP32;
+    case kernels::DType::kFloat16:
+      return v1::DTYPE_FP16;
+    case kernels::DType::kBFloat16:
+      return v1::DTYPE_BF16;
+  }
+  return v1::DTYPE_UNSPECIFIED;
+}
+
+v1::HeadState ToProto(const engine::HeadState& state) {
+  v1::HeadState message;
+  message.set_incarnation(state.incarnation);
+  message.set_step(state.step);
+  return message;
+}
+
+v1::RowRange ToProto(const engine::RowRange& rows) {
+  v1::RowRange message;
+  message.set_begin(static_cast<uint64_t>(rows.begin));
+  message.set_end(static_cast<uint64_t>(rows.end));
+  return message;
+}
+
+v1::SliceLimits ToProto(const engine::SliceLimits& limits) {
+  v1::SliceLimits message;
+  message.set_max_rows(static_cast<uint64_t>(limits.max_rows));
+  message.set_max_bytes(static_cast<uint64_t>(limits.max_bytes));
+  return message;
+}
+
+v1::MemoryUsage ToProto(const kernels::MemoryBytes& memory) {
+  const auto bytes = [&](kernels::MemoryKind kind) { return static_cast<uint64_t>(memory[kind]); };
+  v1::MemoryUsage message;
+  message.set_weights(bytes(kernels::MemoryKind::kWeights));
+  message.set_gradients(bytes(kernels::MemoryKind::kGradients));
+  message.set_optimizer(bytes(kernels::MemoryKind::kOptimizer));
+  message.set_workspace(bytes(kernels::MemoryKind::kWorkspace));
+  message.set_staging(bytes(kernels::MemoryKind::kStaging));
+  return message;
+}
+
+v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
+  v1::HeadDescription message;
+  v1::HeadSpec& spec = *message.mutable_spec();
+  spec.set_name(head.name);
+  spec.set_hidden_size(static_cast<uint64_t>(head.config.hidden_size));
+  spec.set_vocab_size(static_cast<uint64_t>(head.config.vocab_size));
+  spec.set_bias(head.config.has_bias);
+  spec.set_class_weights(head.config.has_class_weights);
+  spec.set_norm(ToProto(head.config.norm));
+  spec.set_norm_epsilon(head.config.norm_epsilon);
+  spec.set_compute_dtype(ToProto(head.config.compute_dtype));
+  spec.set_optimizer_state(ToProto(head.config.optimizer_state));
+  spec.set_frozen(!head.config.trainable);
+  *message.mutable_state() = ToProto(head.state);
+  message.set_compute_dtype(ToProto(head.compute_dtype));
+  *message.mutable_slice_limits() = ToProto(head.limits);
+  message.set_chunk_rows(static_cast<uint64_t>(head.chunk_rows));
+  *message.mutable_memory() = ToProto(head.memory);
+  message.set_open_streams(static_cast<uint64_t>(head.open_streams));
+  message.set_queued_slices(static_cast<uint64_t>(head.queued_slices));
+  message.set_step_microbatches(static_cast<uint64_t>(head.step_microbatches));
+  message.set_step_rows(static_cast<uint64_t>(head.step_rows));
+  message.set_total_rows(static_cast<uint64_t>(head.total_rows));
+  return message;
+}
+
+v1::MicrobatchSummary ToProto(const engine::StreamSummary& summary) {
+  v1::MicrobatchSummary message;
+  *message.mutable_state() = ToProto(summary.state);
+  message.set_loss_sum(summary.loss_sum);
+  message.set_z_loss_sum(summary.z_loss_sum);
+  message.set_entropy_sum(summary.entropy_sum);
+  message.set_valid_rows(static_cast<uint64_t>(summary.valid_rows));
+  message.set_correct_rows(static_cast<uint64_t>(summary.correct_rows));
+  message.set_accumulated_rows(static_cast<uint64_t>(summary.accumulated_rows));
+  message.set_repeated_rows(static_cast<uint64_t>(summary.repeated_rows));
+  message.set_normalizer(summary.normalizer);
+  message.set_queue_seconds(summary.queue_seconds);
+  message.set_compute_seconds(summary.compute_seconds);
+  return message;
+}
+
+v1::SliceResult ToProto(const engine::SliceOutput& output) {
+  v1::SliceResult message;
+  *message.mutable_rows() = ToProto(output.rows);
+  message.mutable_row_loss()->Add(output.loss.begin(), output.loss.end());
+  message.mutable_row_lse()->Add(output.lse.begin(), output.lse.end());
+  message.mutable_row_entropy()->Add(output.entropy.begin(), output.entropy.end());
+  message.mutable_row_logprob()->Add(output.logprob.begin(), output.logprob.end());
+  message.mutable_row_argmax()->Add(output.argmax.begin(), output.argmax.end());
+  return message;
+}
+
+}  // namespace lossd::rpc

@@ -1,0 +1,49 @@
+// lossd.v1.LossService over an engine. The calls themselves are in compute_loss_call.h.
+//
+// Thread-safe. Must outlive the gRPC server it is registered with.
+#ifndef LOSSD_SERVER_RPC_LOSS_SERVICE_H_
+#define LOSSD_SERVER_RPC_LOSS_SERVICE_H_
+
+#include <grpcpp/support/server_callback.h>
+
+#include <cstdint>
+
+#include "absl/time/time.h"
+#include "lossd/v1/loss.grpc.pb.h"
+#include "server/engine/engine.h"
+#include "server/metrics/metrics.h"
+#include "server/rpc/call_registry.h"
+#include "server/rpc/compute_loss_call.h"
+#include "server/rpc/worker_pool.h"
+
+namespace lossd::rpc {
+
+struct LossServiceOptions {
+  int64_t max_streams = 256;                         // open calls; the engine bounds opened streams alike
+  int64_t max_slices_in_flight = 8;                  // per call: with the engine or waiting to be sent
+  absl::Duration send_timeout = absl::Seconds(60);   // a call whose answer is not taken for so long ends
+  int sender_threads = 2;                            // write answers to the transport
+};
+
+class LossService final : public v1::LossService::WithRawCallbackMethod_ComputeLoss<v1::LossService::Service> {
+ public:
+  // `engine` and `metrics` outlive the service.
+  LossService(const LossServiceOptions& options, engine::Engine* engine, metrics::Metrics* metrics);
+
+  grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* ComputeLoss(
+      grpc::CallbackServerContext* context) override;
+
+  // From now on new calls end with UNAVAILABLE.
+  void Drain() { environment_.draining = true; }
+  // True if no call is open, at the latest by `deadline`.
+  bool WaitUntilIdle(absl::Time deadline) { return registry_.WaitUntilEmpty(deadline); }
+
+ private:
+  ComputeLossEnvironment environment_;
+  CallRegistry registry_;
+  WorkerPool senders_;  // first to go: its last turns use the others
+};
+
+}  // namespace lossd::rpc
+
+#endif  // LOSSD_SERVER_RPC_LOSS_SERVICE_H_

@@ -1,0 +1,2 @@
+#include <vector>
+#  include "kernels/backend.h"

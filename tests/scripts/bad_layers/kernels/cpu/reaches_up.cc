@@ -1,0 +1,1 @@
+#include "server/head/head.h"
