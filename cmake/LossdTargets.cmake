@@ -42,9 +42,18 @@ function(lossd_library)
   _lossd_check_layer(${ARG_NAME} ${ARG_LAYER} ${ARG_DEPS})
 endfunction()
 
+# The distribution's Abseil is not instrumented; see the file.
+if(LOSSD_SANITIZE MATCHES thread)
+  add_library(lossd_tsan OBJECT ${CMAKE_CURRENT_LIST_DIR}/sanitizers/absl_synchronization_tsan.cc)
+  target_link_libraries(lossd_tsan PUBLIC absl::synchronization ${CMAKE_DL_LIBS})
+endif()
+
 function(lossd_executable)
   cmake_parse_arguments(ARG "" "NAME;LAYER" "SOURCES;DEPS" ${ARGN})
   add_executable(${ARG_NAME} ${ARG_SOURCES})
+  if(TARGET lossd_tsan)
+    target_link_libraries(${ARG_NAME} PRIVATE lossd_tsan)
+  endif()
   target_link_libraries(${ARG_NAME} PRIVATE ${ARG_DEPS} lossd_warnings)
   _lossd_check_layer(${ARG_NAME} ${ARG_LAYER} ${ARG_DEPS})
 endfunction()

@@ -111,6 +111,7 @@ void LossCall::StartDescribe() {
   auto describe = std::make_shared<Describe>();
   describe->request.set_head(head_);
   SetDeadline(deadline_, &describe->context);
+  describing_ = true;
   ++describe_attempts_;
   ++under_way_;
   describe_ = describe;
@@ -141,7 +142,14 @@ void LossCall::FinishDescribe(const absl::Status& status) {
     return Fail(absl::InvalidArgumentError(absl::StrCat("microbatch.hidden_size is ", microbatch_.hidden_size,
                                                         ", but head \"", head_, "\" has ", hidden_size)));
   }
-  Launch({hidden_size, describe->response.slice_limits()});
+  const HeadFacts facts{hidden_size, describe->response.slice_limits()};
+  describing_ = false;
+  facts_are_fresh_ = true;
+  if (parts_.empty()) {
+    Launch(facts);
+  } else {
+    Relaunch(facts);
+  }
 }
 
 void LossCall::Launch(const HeadFacts& facts) {
@@ -184,12 +192,10 @@ v1::OpenMicrobatch LossCall::MakeOpen(Rows rows) const {
   return open;
 }
 
-absl::StatusOr<StreamJob> LossCall::MakeJob(Rows rows) const {
-  absl::StatusOr<uint64_t> slice_rows = MaxSliceRows(row_bytes_, options_.slice_bytes, facts_.limits);
-  if (!slice_rows.ok()) return slice_rows.status();
+StreamJob LossCall::MakeJob(Rows rows, uint64_t slice_rows) const {
   StreamJob job;
   job.open = MakeOpen(rows);
-  job.slices = CutSlices(targets_, ignore_index_, rows, *slice_rows);
+  job.slices = CutSlices(targets_, ignore_index_, rows, slice_rows);
   job.hidden = static_cast<const char*>(microbatch_.hidden);
   job.row_bytes = row_bytes_;
   job.outputs = outputs_;
@@ -201,12 +207,13 @@ absl::StatusOr<StreamJob> LossCall::MakeJob(Rows rows) const {
 
 void LossCall::StartPart(size_t index) {
   Part& part = parts_[index];
-  absl::StatusOr<StreamJob> job = MakeJob(part.rows);
-  if (!job.ok()) return Fail(job.status());
-  FillUnsentRows(outputs_, row_bytes_, part.rows, job->slices);
+  const absl::StatusOr<uint64_t> slice_rows = MaxSliceRows(row_bytes_, options_.slice_bytes, facts_.limits);
+  if (!slice_rows.ok()) return Fail(slice_rows.status());
+  part.slice_rows = *slice_rows;
+  StreamJob job = MakeJob(part.rows, *slice_rows);
+  FillUnsentRows(outputs_, row_bytes_, part.rows, job.slices);
   auto stream = std::make_shared<LossStream>(
-      *std::move(job),
-      [self = shared_from_this()](const v1::HeadState& state) { return self->Accept(state); },
+      std::move(job), [self = shared_from_this()](const v1::HeadState& state) { return self->Accept(state); },
       [self = shared_from_this(), index](StreamEnd end) {
         self->core_->executor().Post(
             [self, index, end = std::move(end)]() mutable { self->FinishPart(index, std::move(end)); });
@@ -262,15 +269,32 @@ std::optional<absl::Time> LossCall::NextAttempt(const absl::Status& status, int 
   return when;
 }
 
-bool LossCall::LearnedLimits(const StreamEnd& end) {
-  if (!RefusedForLimits(end.status)) return false;
-  core_->book().ForgetFacts(head_);
-  if (!end.accepted.has_value()) return false;
-  const v1::SliceLimits& limits = end.accepted->limits();
-  const bool smaller = (limits.max_rows() > 0 && limits.max_rows() < facts_.limits.max_rows()) ||
-                       (limits.max_bytes() > 0 && limits.max_bytes() < facts_.limits.max_bytes());
-  if (smaller) facts_.limits = limits;
-  return smaller;
+bool LossCall::Relearn(Part& part, const absl::Status& status) {
+  if (!RefusedForLimits(status)) return false;
+  if (facts_are_fresh_ && part.slice_rows <= SliceRows()) return false;
+  part.refused = status;
+  if (facts_are_fresh_) {
+    Relaunch(facts_);
+  } else if (!describing_) {
+    StartDescribe();
+  }
+  return true;
+}
+
+void LossCall::Relaunch(const HeadFacts& facts) {
+  facts_ = facts;
+  for (size_t i = 0; i < parts_.size() && !finishing_; ++i) {
+    Part& part = parts_[i];
+    if (part.refused.ok()) continue;
+    if (part.slice_rows <= SliceRows()) return Fail(Interpret(part.refused));
+    part.refused = absl::OkStatus();
+    ++total_.repeats;
+    StartPart(i);
+  }
+}
+
+uint64_t LossCall::SliceRows() const {
+  return MaxSliceRows(row_bytes_, options_.slice_bytes, facts_.limits).value_or(0);
 }
 
 void LossCall::FinishPart(size_t index, StreamEnd end) {
@@ -286,12 +310,8 @@ void LossCall::FinishPart(size_t index, StreamEnd end) {
   }
   if (finishing_) return MaybeFinish();
 
-  std::optional<absl::Time> next;
-  if (LearnedLimits(end) && part.attempts < core_->options().retry.max_attempts) {
-    next = absl::Now();
-  } else {
-    next = NextAttempt(Interpret(end.status), part.attempts);
-  }
+  if (Relearn(part, end.status)) return;
+  const std::optional<absl::Time> next = NextAttempt(Interpret(end.status), part.attempts);
   if (!next.has_value()) return Fail(WithAttempts(Interpret(end.status), part.attempts));
   ++total_.repeats;
   core_->executor().PostAt(*next, [self = shared_from_this(), index] {

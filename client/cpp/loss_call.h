@@ -43,6 +43,9 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
     Rows rows;
     int attempts = 0;
     bool done = false;
+    uint64_t slice_rows = 0;  // the most a slice of the last attempt had
+    absl::Status
+        refused;  // why the server refused the last attempt, if the head's limits are being asked for
     std::shared_ptr<LossStream> stream;  // the attempt under way
   };
   struct Describe;  // the DescribeHead call under way
@@ -55,13 +58,16 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   void FinishPart(size_t index, StreamEnd end);
   absl::Status Accept(const v1::HeadState& state);
 
-  absl::StatusOr<StreamJob> MakeJob(Rows rows) const;
+  uint64_t SliceRows() const;
+  StreamJob MakeJob(Rows rows, uint64_t slice_rows) const;
   v1::OpenMicrobatch MakeOpen(Rows rows) const;
   void AddSummary(const v1::MicrobatchSummary& summary);
   // The error as the caller should see it: ABORTED if it comes from a restarted server.
   absl::Status Interpret(const absl::Status& status) const;
-  // True if the part's stream was refused for limits that have changed; then the new ones are in facts_.
-  bool LearnedLimits(const StreamEnd& end);
+  // The stream was refused, maybe because the head's limits are not what they were: asks for them and tries
+  // again if so. False if that would not help.
+  bool Relearn(Part& part, const absl::Status& status);
+  void Relaunch(const HeadFacts& facts);
   // Whether attempt number `attempts` may be followed by another one; if so, when.
   std::optional<absl::Time> NextAttempt(const absl::Status& status, int attempts) const;
   // Remembers the first error and cancels what is under way.
@@ -88,7 +94,9 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   // Used on the executor only.
   LossCallback callback_;
   HeadFacts facts_;
+  bool facts_are_fresh_ = false;  // asked for by this call
   std::shared_ptr<Describe> describe_;
+  bool describing_ = false;  // from the first attempt to the last one, waits included
   int describe_attempts_ = 0;
   std::vector<Part> parts_;
   int under_way_ = 0;       // streams and descriptions

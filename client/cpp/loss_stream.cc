@@ -184,7 +184,6 @@ void LossStream::OnDone(const grpc::Status& status) {
   request_.Clear();
   StreamEnd end;
   end.status = EndStatus(status);
-  end.accepted = std::move(accepted_);
   if (summary_.has_value()) end.summary = *std::move(summary_);
   end.sent_bytes = sent_bytes_;
   end.received_bytes = received_bytes_;

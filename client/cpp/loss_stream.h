@@ -42,7 +42,6 @@ struct StreamJob {
 
 struct StreamEnd {
   absl::Status status;
-  std::optional<v1::MicrobatchAccepted> accepted;
   v1::MicrobatchSummary summary;  // set if status is OK
   uint64_t sent_bytes = 0;
   uint64_t received_bytes = 0;

@@ -1,0 +1,359 @@
+// Loss computations against a server, or a network, that misbehaves.
+#include <gmock/gmock.h>
+#include <grpcpp/support/status.h>
+#include <gtest/gtest.h>
+
+#include <random>
+#include <thread>
+
+#include "absl/strings/match.h"
+#include "absl/time/clock.h"
+#include "client/cpp/client.h"
+#include "tests/client/fake_server.h"
+
+namespace lossd::client {
+namespace {
+
+using lossd::fake::Faults;
+using ::testing::HasSubstr;
+
+constexpr uint64_t kD = 8;
+constexpr uint64_t kRows = 400;
+
+class FaultsTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    server_.AddHead("head", kD, 10);
+    client_ = Connect();
+    for (size_t i = 0; i < x_.size(); ++i) x_[i] = static_cast<float>(i % 16) / 4;
+    for (size_t i = 0; i < targets_.size(); ++i) targets_[i] = static_cast<int32_t>(i % 10);
+  }
+  std::unique_ptr<Client> Connect() {
+    return Client::Connect({
+                               .target = server_.target(),
+                               .channels = 2,
+                               .retry = {.max_attempts = 3, .initial_backoff = absl::Milliseconds(20)},
+                           })
+        .value();
+  }
+  Microbatch AsMicrobatch(uint64_t id = 1) const {
+    return {.head = "head",
+            .step = 0,
+            .id = id,
+            .hidden_size = kD,
+            .hidden_dtype = v1::DTYPE_FP32,
+            .hidden = x_.data(),
+            .targets = targets_};
+  }
+  LossOutputs Outputs() { return {.grad_hidden = dx_.data(), .row_loss = absl::MakeSpan(loss_)}; }
+  // 400 rows of 32 bytes: two streams of 13 slices.
+  static ComputeOptions Options() { return {.accumulate_gradients = true, .slice_bytes = 512}; }
+  absl::StatusOr<LossResult> Compute() { return client_->ComputeLoss(AsMicrobatch(), Outputs(), Options()); }
+
+  double GradientSum() const {
+    double sum = 0;
+    for (float value : x_) sum += value;
+    return sum;
+  }
+  void ExpectComplete(const absl::StatusOr<LossResult>& result) {
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(result->valid_rows, kRows);
+    EXPECT_EQ(result->accumulated_rows + result->repeated_rows, kRows);
+    for (size_t i = 0; i < x_.size(); ++i) ASSERT_EQ(dx_[i], 2 * x_[i]);
+    EXPECT_NEAR(server_.accumulated("head"), GradientSum(), 1e-6) << "every row once";
+  }
+  void ExpectError(Faults faults, absl::StatusCode code, const std::string& text) {
+    server_.SetFaults(std::move(faults));
+    const auto result = Compute();
+    EXPECT_EQ(result.status().code(), code) << result.status();
+    EXPECT_THAT(std::string(result.status().message()), HasSubstr(text));
+    server_.SetFaults({});
+    EXPECT_TRUE(Compute().ok()) << "the client is usable afterwards";
+  }
+
+  lossd::fake::FakeServer server_;
+  std::unique_ptr<Client> client_;
+  std::vector<float> x_ = std::vector<float>(kRows * kD);
+  std::vector<float> dx_ = std::vector<float>(kRows * kD);
+  std::vector<float> loss_ = std::vector<float>(kRows);
+  std::vector<int32_t> targets_ = std::vector<int32_t>(kRows);
+};
+
+TEST_F(FaultsTest, ErrorInTheMiddleComesWithItsDetail) {
+  server_.SetFaults({.fail_slice = [](uint64_t n) { return n == 5 ? grpc::StatusCode::OUT_OF_RANGE : 0; }});
+  const auto result = Compute();
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kOutOfRange) << result.status();
+  EXPECT_EQ(result.status().message(), "injected fault");
+  const auto detail = ErrorDetailOf(result.status());
+  ASSERT_TRUE(detail.has_value());
+  EXPECT_EQ(detail->field(), "slice.rows");
+  EXPECT_EQ(detail->incarnation(), server_.incarnation());
+}
+
+TEST_F(FaultsTest, WrongHeadStepTargetAndSizeAreRefused) {
+  Microbatch bad = AsMicrobatch();
+  bad.head = "other";
+  EXPECT_EQ(client_->ComputeLoss(bad, {}, Options()).status().code(), absl::StatusCode::kNotFound);
+  bad = AsMicrobatch();
+  bad.step = 5;
+  EXPECT_EQ(client_->ComputeLoss(bad, {}, Options()).status().code(), absl::StatusCode::kFailedPrecondition);
+  bad = AsMicrobatch();
+  bad.hidden_size = 4;
+  const auto status = client_->ComputeLoss(bad, {}, Options()).status();
+  EXPECT_EQ(status.message(), "microbatch.hidden_size is 4, but head \"head\" has 8");
+  targets_[77] = 10;
+  const auto target = client_->ComputeLoss(AsMicrobatch(), {}, {.streams = 1}).status();
+  EXPECT_EQ(target.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(ErrorDetailOf(target)->field(), "open.targets[77]");
+}
+
+TEST_F(FaultsTest, BadArgumentsReachTheCallback) {
+  Microbatch bad = AsMicrobatch();
+  bad.hidden = nullptr;
+  absl::Status seen;
+  PendingLoss pending = client_->ComputeLossAsync(
+      bad, {}, {}, [&seen](const absl::StatusOr<LossResult>& result) { seen = result.status(); });
+  EXPECT_EQ(pending.Wait().status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(seen.code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_F(FaultsTest, CutStreamsAreSentAgainAndAccumulateOnce) {
+  server_.SetFaults(
+      {.fail_slice = [](uint64_t n) { return n == 7 || n == 20 ? grpc::StatusCode::UNAVAILABLE : 0; }});
+  const auto result = Compute();
+  ASSERT_NO_FATAL_FAILURE(ExpectComplete(result));
+  EXPECT_EQ(result->repeats, 2);
+  EXPECT_GT(result->repeated_rows, 0u);
+}
+
+TEST_F(FaultsTest, LostConnectionsAreSentAgain) {
+  server_.SetFaults({.slice_delay_seconds = 0.02});
+  ComputeOptions options = Options();
+  options.max_attempts = 50;
+  PendingLoss pending = client_->ComputeLossAsync(AsMicrobatch(), Outputs(), options);
+  while (server_.slices_received() < 4) absl::SleepFor(absl::Milliseconds(1));
+  server_.StopListening();
+  server_.SetFaults({});
+  server_.Listen();
+  const auto result = pending.Wait();
+  ASSERT_NO_FATAL_FAILURE(ExpectComplete(result));
+  EXPECT_GE(result->repeats, 1);
+}
+
+TEST_F(FaultsTest, EndlessUnavailabilityEndsAfterMaxAttempts) {
+  server_.SetFaults({.refuse_streams = 1000});
+  const auto result = client_->ComputeLoss(AsMicrobatch(), {}, {.streams = 1, .max_attempts = 4});
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(result.status().message()), HasSubstr("tried 4 times"));
+  EXPECT_THAT(std::string(result.status().message()), HasSubstr(server_.target()));
+  EXPECT_EQ(server_.streams_opened(), 4u);
+}
+
+TEST_F(FaultsTest, DrainingServerIsTriedAgain) {
+  server_.SetFaults({.refuse_calls = 1, .refuse_streams = 2});
+  ExpectComplete(Compute());
+}
+
+TEST_F(FaultsTest, RestartDuringTheCallAborts) {
+  Faults faults{.fail_slice = [](uint64_t n) { return n == 7 ? grpc::StatusCode::UNAVAILABLE : 0; },
+                .restart_on_failure = true};
+  server_.SetFaults(faults);
+  const uint64_t before = server_.incarnation();
+  const auto result = client_->ComputeLoss(AsMicrobatch(), Outputs(),
+                                           {.accumulate_gradients = true, .streams = 1, .slice_bytes = 512});
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kAborted) << result.status();
+  EXPECT_THAT(std::string(result.status().message()), HasSubstr("server restarted (incarnation "));
+  EXPECT_THAT(std::string(result.status().message()), HasSubstr("gradients of step 0 are lost"));
+  EXPECT_NE(server_.incarnation(), before);
+}
+
+TEST_F(FaultsTest, RestartBetweenMicrobatchesAbortsUntilAcknowledged) {
+  ASSERT_TRUE(Compute().ok());
+  server_.Restart();
+  for (uint64_t id : {2, 3}) {
+    const auto result = client_->ComputeLoss(AsMicrobatch(id), Outputs(), Options());
+    EXPECT_EQ(result.status().code(), absl::StatusCode::kAborted) << result.status();
+  }
+  EXPECT_EQ(client_->GradNorm("head").status().code(), absl::StatusCode::kAborted);
+  EXPECT_TRUE(client_->ComputeLoss(AsMicrobatch(), Outputs(), {}).ok()) << "loss alone loses nothing";
+  client_->AcknowledgeRestart("head");
+  EXPECT_TRUE(Compute().ok());
+}
+
+TEST_F(FaultsTest, RestartIsSeenInErrorsToo) {
+  ASSERT_TRUE(Compute().ok());
+  ASSERT_TRUE(Connect()->DeleteHead("head").ok());
+  server_.Restart();
+  EXPECT_EQ(Compute().status().code(), absl::StatusCode::kAborted);
+  v1::ApplyStepRequest apply;
+  apply.set_head("head");
+  EXPECT_EQ(client_->ApplyStep(apply).status().code(), absl::StatusCode::kAborted);
+  v1::CreateHeadRequest create;
+  create.mutable_spec()->set_name("head");
+  create.mutable_spec()->set_hidden_size(kD);
+  create.mutable_spec()->set_vocab_size(10);
+  ASSERT_TRUE(client_->CreateHead(create).ok());
+  EXPECT_TRUE(Compute().ok()) << "creating the head acknowledges the restart";
+}
+
+TEST_F(FaultsTest, RestartBetweenStepsLosesNothing) {
+  ASSERT_TRUE(Compute().ok());
+  v1::ApplyStepRequest apply;
+  apply.set_head("head");
+  apply.set_expected_rows(kRows);
+  ASSERT_TRUE(client_->ApplyStep(apply).ok());
+  server_.Restart();
+  Microbatch next = AsMicrobatch();
+  next.step = 1;
+  const auto result = client_->ComputeLoss(next, Outputs(), Options());
+  EXPECT_TRUE(result.ok()) << result.status();
+}
+
+TEST_F(FaultsTest, StepAppliedWithoutLostRowsIsAnError) {
+  ASSERT_TRUE(Compute().ok());
+  server_.Restart();
+  v1::ApplyStepRequest apply;
+  apply.set_head("head");
+  EXPECT_EQ(client_->ApplyStep(apply).status().code(), absl::StatusCode::kAborted);
+}
+
+TEST_F(FaultsTest, CancelEndsTheCall) {
+  server_.SetFaults({.slice_delay_seconds = 0.2});
+  PendingLoss pending = client_->ComputeLossAsync(AsMicrobatch(), Outputs(), Options());
+  EXPECT_FALSE(pending.WaitFor(absl::Milliseconds(50)));
+  const absl::Time start = absl::Now();
+  pending.Cancel();
+  pending.Cancel();
+  EXPECT_EQ(pending.Wait().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_LT(absl::Now() - start, absl::Seconds(2));
+}
+
+TEST_F(FaultsTest, CancelDuringBackoffDoesNotWait) {
+  auto client =
+      Client::Connect({.target = server_.target(),
+                       .retry = {.initial_backoff = absl::Seconds(30), .max_backoff = absl::Seconds(30)}})
+          .value();
+  server_.SetFaults({.refuse_streams = 1000});
+  PendingLoss pending = client->ComputeLossAsync(AsMicrobatch(), Outputs(), Options());
+  EXPECT_FALSE(pending.WaitFor(absl::Milliseconds(100)));
+  const absl::Time start = absl::Now();
+  pending.Cancel();
+  EXPECT_EQ(pending.Wait().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_LT(absl::Now() - start, absl::Seconds(2));
+}
+
+TEST_F(FaultsTest, DroppedHandlesAndClientsCancel) {
+  server_.SetFaults({.slice_delay_seconds = 0.2});
+  const absl::Time start = absl::Now();
+  { PendingLoss dropped = client_->ComputeLossAsync(AsMicrobatch(1), Outputs(), Options()); }
+  PendingLoss left = client_->ComputeLossAsync(AsMicrobatch(2), Outputs(), Options());
+  client_ = nullptr;
+  EXPECT_TRUE(left.Done());
+  EXPECT_EQ(left.Wait().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_LT(absl::Now() - start, absl::Seconds(4));
+}
+
+TEST_F(FaultsTest, DeadlineEndsTheCall) {
+  server_.SetFaults({.slice_delay_seconds = 0.2});
+  ComputeOptions options = Options();
+  options.timeout = absl::Milliseconds(150);
+  const absl::Time start = absl::Now();
+  const auto result = client_->ComputeLoss(AsMicrobatch(), Outputs(), options);
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kDeadlineExceeded) << result.status();
+  EXPECT_LT(absl::Now() - start, absl::Seconds(2));
+}
+
+TEST_F(FaultsTest, LoweredLimitsAreLearnt) {
+  ASSERT_TRUE(Compute().ok());
+  server_.SetFaults({.sudden_max_rows = 5});
+  const auto result = client_->ComputeLoss(AsMicrobatch(2), Outputs(), Options());
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->accumulated_rows, kRows);
+  EXPECT_EQ(result->repeats, 2);
+}
+
+TEST_F(FaultsTest, NonsenseFromTheServerIsAnError) {
+  ExpectError({.on_slice =
+                   [](v1::ComputeLossResponse* response) {
+                     response->mutable_payload()->pop_back();
+                     return true;
+                   }},
+              absl::StatusCode::kInternal, "bytes of gradients");
+  ExpectError({.on_slice =
+                   [](v1::ComputeLossResponse* response) {
+                     response->mutable_slice()->add_row_loss(1);
+                     return true;
+                   }},
+              absl::StatusCode::kInternal, "values of row_loss");
+  ExpectError({.on_slice =
+                   [](v1::ComputeLossResponse* response) {
+                     response->mutable_slice()->add_row_entropy(1);
+                     return true;
+                   }},
+              absl::StatusCode::kInternal, "values of row_entropy");
+  ExpectError({.on_slice =
+                   [](v1::ComputeLossResponse* response) {
+                     v1::RowRange* rows = response->mutable_slice()->mutable_rows();
+                     rows->set_begin(rows->begin() + (uint64_t{1} << 60));
+                     rows->set_end(rows->end() + (uint64_t{1} << 60));
+                     return true;
+                   }},
+              absl::StatusCode::kInternal, "no slice of this call");
+  ExpectError({.on_slice = [](v1::ComputeLossResponse*) { return false; }}, absl::StatusCode::kInternal,
+              "summary after 0 of");
+  ExpectError({.on_slice =
+                   [](v1::ComputeLossResponse* response) {
+                     response->clear_kind();
+                     return true;
+                   }},
+              absl::StatusCode::kInternal, "unknown kind");
+  ExpectError({.no_summary = true}, absl::StatusCode::kInternal, "no summary");
+  ExpectError({.on_summary = [](v1::MicrobatchSummary* summary) { summary->set_valid_rows(3); }},
+              absl::StatusCode::kInternal, "valid rows");
+  ExpectError(
+      {.on_summary = [](v1::MicrobatchSummary* summary) { summary->mutable_state()->set_incarnation(3); }},
+      absl::StatusCode::kInternal, "another incarnation");
+  ExpectError({.on_accepted = [](v1::MicrobatchAccepted* accepted) { accepted->clear_state(); }},
+              absl::StatusCode::kInternal, "incarnation 0");
+  ExpectError(
+      {.on_accepted = [](v1::MicrobatchAccepted* accepted) { accepted->mutable_state()->set_step(8); }},
+      absl::StatusCode::kInternal, "step 8");
+}
+
+TEST_F(FaultsTest, DuplicateResultsAreAnError) {
+  const auto repeat = [](const v1::ComputeLossResponse& response) {
+    return [response] { return std::vector<v1::ComputeLossResponse>{response}; };
+  };
+  v1::ComputeLossResponse accepted;
+  accepted.mutable_accepted()->mutable_state()->set_incarnation(1);
+  ExpectError({.extra = repeat(accepted)}, absl::StatusCode::kInternal, "`accepted` twice");
+  v1::ComputeLossResponse summary;
+  summary.mutable_summary()->mutable_state()->set_incarnation(server_.incarnation());
+  ExpectError({.extra = repeat(summary)}, absl::StatusCode::kInternal, "a message after the summary");
+  v1::ComputeLossResponse slice;  // the first one of the first stream
+  slice.mutable_slice()->mutable_rows()->set_end(16);
+  ExpectError({.extra = repeat(slice)}, absl::StatusCode::kInternal, "results of rows [0, 16)");
+}
+
+TEST_F(FaultsTest, RandomCutsNeverLoseOrRepeatARow) {
+  const unsigned seed = std::random_device()();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937 random(seed);
+  double expected = 0;
+  for (uint64_t id = 0; id < 30; ++id) {
+    server_.SetFaults({.fail_slice = [&random](uint64_t) {
+      return random() % 40 == 0 ? grpc::StatusCode::UNAVAILABLE : 0;
+    }});
+    ComputeOptions options = Options();
+    options.max_attempts = 100;
+    options.streams = 1 + static_cast<int>(id % 5);
+    const auto result = client_->ComputeLoss(AsMicrobatch(id), Outputs(), options);
+    ASSERT_TRUE(result.ok()) << result.status();
+    ASSERT_EQ(result->valid_rows, kRows);
+    expected += GradientSum();
+    ASSERT_NEAR(server_.accumulated("head"), expected, 1e-6);
+  }
+}
+
+}  // namespace
+}  // namespace lossd::client

@@ -1,0 +1,166 @@
+#include "client/cpp/loss_plan.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <random>
+
+namespace lossd::client::internal {
+namespace {
+
+constexpr int32_t kIgnore = -100;
+
+std::vector<int32_t> RandomTargets(std::mt19937& random, size_t rows, double ignored) {
+  std::vector<int32_t> targets(rows);
+  for (int32_t& target : targets) {
+    target = std::uniform_real_distribution<>()(random) < ignored ? kIgnore
+                                                                  : static_cast<int32_t>(random() % 1000);
+  }
+  return targets;
+}
+
+TEST(LossPlanTest, RangesCoverEveryRowOnce) {
+  const unsigned seed = std::random_device()();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937 random(seed);
+  for (int round = 0; round < 300; ++round) {
+    const auto targets = RandomTargets(random, random() % 2000, (round % 11) / 10.0);
+    const int streams = 1 + static_cast<int>(random() % 9);
+    const uint64_t max_rows = round % 3 == 0 ? 1 + random() % 300 : 1 << 20;
+    const std::vector<Rows> ranges = SplitRanges(targets, kIgnore, streams, max_rows);
+    ASSERT_GE(ranges.size(), 1u);
+    uint64_t next = 0;
+    for (const Rows& range : ranges) {
+      ASSERT_EQ(range.begin, next);
+      ASSERT_LE(range.size(), max_rows);
+      ASSERT_TRUE(targets.empty() || range.size() > 0);
+      next = range.end;
+    }
+    ASSERT_EQ(next, targets.size());
+    ASSERT_TRUE(max_rows <= targets.size() || ranges.size() <= static_cast<size_t>(streams));
+  }
+}
+
+TEST(LossPlanTest, RangesHoldAboutTheSameNumberOfValidRows) {
+  std::vector<int32_t> targets(4000, kIgnore);
+  std::fill(targets.begin() + 3000, targets.end(), 5);  // a long ignored prompt
+  const std::vector<Rows> ranges = SplitRanges(targets, kIgnore, 4, 1 << 20);
+  ASSERT_EQ(ranges.size(), 4u);
+  for (const Rows& range : ranges) {
+    const auto part = absl::MakeConstSpan(targets).subspan(range.begin, range.size());
+    EXPECT_NEAR(CountValid(part, kIgnore), 250, 1);
+  }
+}
+
+TEST(LossPlanTest, FewRowsUseFewStreams) {
+  EXPECT_EQ(SplitRanges(std::vector<int32_t>(kMinRowsPerStream * 2, 1), kIgnore, 8, 1 << 20).size(), 2u);
+  EXPECT_EQ(SplitRanges(std::vector<int32_t>(1, 1), kIgnore, 8, 1 << 20).size(), 1u);
+  EXPECT_EQ(SplitRanges({}, kIgnore, 8, 1 << 20), std::vector<Rows>{Rows{}});
+}
+
+TEST(LossPlanTest, SlicesHoldEveryValidRowOnceAndStartAndEndWithOne) {
+  const unsigned seed = std::random_device()();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937 random(seed);
+  for (int round = 0; round < 300; ++round) {
+    const auto targets = RandomTargets(random, 1 + random() % 500, (round % 11) / 10.0);
+    Rows range;
+    range.begin = random() % targets.size();
+    range.end = range.begin + random() % (targets.size() - range.begin + 1);
+    const uint64_t max_rows = 1 + random() % 60;
+    std::vector<int> covered(targets.size(), 0);
+    uint64_t previous_end = range.begin;
+    for (const Rows& slice : CutSlices(targets, kIgnore, range, max_rows)) {
+      ASSERT_GE(slice.begin, previous_end);
+      ASSERT_LE(slice.end, range.end);
+      ASSERT_GT(slice.size(), 0u);
+      ASSERT_LE(slice.size(), max_rows);
+      ASSERT_NE(targets[slice.begin], kIgnore);
+      ASSERT_NE(targets[slice.end - 1], kIgnore);
+      previous_end = slice.end;
+      for (uint64_t row = slice.begin; row < slice.end; ++row) ++covered[row];
+    }
+    for (uint64_t row = 0; row < targets.size(); ++row) {
+      const bool must = row >= range.begin && row < range.end && targets[row] != kIgnore;
+      ASSERT_TRUE(!must || covered[row] == 1) << "row " << row;
+      ASSERT_LE(covered[row], 1);
+    }
+  }
+}
+
+TEST(LossPlanTest, LongIgnoredRunsAreNotSent) {
+  std::vector<int32_t> targets(1000, kIgnore);
+  targets[10] = targets[11] = targets[900] = 3;
+  EXPECT_THAT(CutSlices(targets, kIgnore, {0, 1000}, 1000),
+              testing::ElementsAre(Rows{10, 12}, Rows{900, 901}));
+}
+
+TEST(LossPlanTest, SliceRowsKeepToEveryLimit) {
+  v1::SliceLimits limits;
+  limits.set_max_rows(100);
+  limits.set_max_bytes(5000);
+  EXPECT_EQ(MaxSliceRows(64, 1 << 20, limits).value(), 78u);
+  EXPECT_EQ(MaxSliceRows(8, 1 << 20, limits).value(), 100u);
+  EXPECT_EQ(MaxSliceRows(8, 80, limits).value(), 10u);
+  EXPECT_EQ(MaxSliceRows(4000, 80, limits).value(), 1u);
+  EXPECT_EQ(MaxSliceRows(5001, 1 << 20, limits).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST(LossPlanTest, UnsentRowsAreFilled) {
+  std::vector<float> dx(6 * 2, 9), loss(6, 9);
+  std::vector<int32_t> argmax(6, 9);
+  LossOutputs outputs{
+      .grad_hidden = dx.data(), .row_loss = absl::MakeSpan(loss), .row_argmax = absl::MakeSpan(argmax)};
+  FillUnsentRows(outputs, 2 * sizeof(float), {1, 6}, std::vector<Rows>{{2, 3}, {4, 5}});
+  EXPECT_THAT(dx, testing::ElementsAre(9, 9, 0, 0, 9, 9, 0, 0, 9, 9, 0, 0));
+  EXPECT_THAT(loss, testing::ElementsAre(9, 0, 9, 0, 9, 0));
+  EXPECT_THAT(argmax, testing::ElementsAre(9, -1, 9, -1, 9, -1));
+}
+
+TEST(LossPlanTest, WrongCallsAreNamed) {
+  const std::vector<int32_t> targets(4, 1);
+  const std::vector<float> hidden(4 * 3), weights(3);
+  std::vector<float> loss(5);
+  const Microbatch good{.head = "h",
+                        .step = 1,
+                        .hidden_size = 3,
+                        .hidden_dtype = v1::DTYPE_FP32,
+                        .hidden = hidden.data(),
+                        .targets = targets};
+  ASSERT_TRUE(ValidateCall(good, {}, {}).ok());
+  const auto message = [](const Microbatch& m, const LossOutputs& outputs, const ComputeOptions& options) {
+    const absl::Status status = ValidateCall(m, outputs, options);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    return std::string(status.message());
+  };
+  Microbatch bad = good;
+  bad.head = "";
+  EXPECT_THAT(message(bad, {}, {}), testing::HasSubstr("microbatch.head"));
+  bad = good;
+  bad.hidden = nullptr;
+  EXPECT_THAT(message(bad, {}, {}), testing::HasSubstr("microbatch.hidden"));
+  bad = good;
+  bad.hidden_size = 0;
+  EXPECT_THAT(message(bad, {}, {}), testing::HasSubstr("hidden_size is 0"));
+  bad = good;
+  bad.hidden_size = ~uint64_t{0} / 8;
+  EXPECT_THAT(message(bad, {}, {}), testing::HasSubstr("too large"));
+  bad = good;
+  bad.row_weights = weights;
+  EXPECT_THAT(message(bad, {}, {}), testing::HasSubstr("row_weights has 3 entries for 4 rows"));
+  bad = good;
+  bad.step = std::nullopt;
+  EXPECT_THAT(message(bad, {}, {.accumulate_gradients = true}), testing::HasSubstr("microbatch.step"));
+  EXPECT_THAT(message(good, {.row_loss = absl::MakeSpan(loss)}, {}),
+              testing::HasSubstr("row_loss has 5 entries"));
+  EXPECT_THAT(message(good, {}, {.normalizer = -1.0}), testing::HasSubstr("normalizer is -1"));
+  EXPECT_THAT(message(good, {}, {.reduction = v1::REDUCTION_SUM, .normalizer = 2.0}),
+              testing::HasSubstr("normalizer"));
+  EXPECT_THAT(message(good, {}, {.grad_output = INFINITY}), testing::HasSubstr("grad_output is inf"));
+  ComputeOptions weighted;
+  weighted.loss.set_use_class_weights(true);
+  EXPECT_THAT(message(good, {}, weighted), testing::HasSubstr("normalizer is absent"));
+}
+
+}  // namespace
+}  // namespace lossd::client::internal

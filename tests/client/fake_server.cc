@@ -1,0 +1,653 @@
+#include "tests/client/fake_server.h"
+
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/health_check_service_interface.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/random/random.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "lossd/v1/head.grpc.pb.h"
+#include "lossd/v1/loss.grpc.pb.h"
+#include "lossd/v1/server.grpc.pb.h"
+#include "proto/wire/status_details.h"
+
+namespace lossd::fake {
+namespace {
+
+struct Head {
+  v1::HeadSpec spec;
+  uint64_t step = 0;
+  std::map<v1::Param, std::vector<float>> values;
+  std::vector<double> weight_gradient;            // [V], of the first column
+  std::map<uint64_t, std::set<uint64_t>> ledger;  // microbatch id -> rows
+  uint64_t total_rows = 0;
+  v1::ApplyStepResponse last_step;
+};
+
+std::vector<float> ToFloats(const std::string& bytes, v1::DType dtype) {
+  std::vector<float> values(bytes.size() / (dtype == v1::DTYPE_FP32 ? 4 : 2));
+  for (size_t i = 0; i < values.size(); ++i) {
+    uint32_t bits = 0;
+    if (dtype == v1::DTYPE_FP32) {
+      std::memcpy(&bits, bytes.data() + 4 * i, 4);
+    } else {
+      std::memcpy(reinterpret_cast<char*>(&bits) + 2, bytes.data() + 2 * i, 2);
+    }
+    std::memcpy(&values[i], &bits, 4);
+  }
+  return values;
+}
+
+std::string ToBytes(const std::vector<float>& values, v1::DType dtype) {
+  std::string bytes(values.size() * (dtype == v1::DTYPE_FP32 ? 4 : 2), '\0');
+  for (size_t i = 0; i < values.size(); ++i) {
+    const char* bits = reinterpret_cast<const char*>(&values[i]);
+    if (dtype == v1::DTYPE_FP32) {
+      std::memcpy(bytes.data() + 4 * i, bits, 4);
+    } else {
+      std::memcpy(bytes.data() + 2 * i, bits + 2, 2);
+    }
+  }
+  return bytes;
+}
+
+bool IsValid(const v1::OpenMicrobatch& open, uint64_t row) {
+  const int32_t ignore = open.options().has_ignore_index() ? open.options().ignore_index() : -100;
+  return open.targets(static_cast<int>(row - open.rows().begin())) != ignore;
+}
+
+}  // namespace
+
+struct FakeServer::State {
+  class LossService;
+  class HeadService;
+  class ServerService;
+
+  explicit State(Options o);
+  void Listen();
+
+  grpc::Status Error(grpc::StatusCode code, const std::string& message, const std::string& field = "",
+                     const std::string& value = "") ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    v1::ErrorDetail detail;
+    detail.set_field(field);
+    detail.set_value(value);
+    detail.set_incarnation(incarnation);
+    return wire::MakeGrpcStatus(code, message, detail);
+  }
+  grpc::Status NotFound(const std::string& head) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    return Error(grpc::StatusCode::NOT_FOUND, absl::StrCat("no head \"", head, "\""), "head", head);
+  }
+  Head* Find(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    auto it = heads.find(name);
+    return it == heads.end() ? nullptr : &it->second;
+  }
+  // Counts a unary call; true if it is to be refused.
+  bool Refuse() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    if (faults.refuse_calls == 0) return false;
+    --faults.refuse_calls;
+    return true;
+  }
+  v1::HeadState StateOf(const Head& head) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    v1::HeadState state;
+    state.set_incarnation(incarnation);
+    state.set_step(head.step);
+    return state;
+  }
+  v1::SliceLimits Limits() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    v1::SliceLimits limits;
+    limits.set_max_rows(faults.sudden_max_rows > 0 ? faults.sudden_max_rows : options.max_slice_rows);
+    limits.set_max_bytes(options.max_slice_bytes);
+    return limits;
+  }
+  v1::HeadDescription Describe(const Head& head) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    v1::HeadDescription description;
+    *description.mutable_spec() = head.spec;
+    *description.mutable_state() = StateOf(head);
+    description.set_compute_dtype(v1::DTYPE_FP32);
+    *description.mutable_slice_limits() = Limits();
+    description.set_chunk_rows(options.max_slice_rows);
+    const uint64_t parameters = head.spec.hidden_size() * head.spec.vocab_size();
+    description.mutable_memory()->set_weights(parameters * 4);
+    description.mutable_memory()->set_gradients(parameters * 4);
+    description.set_step_microbatches(head.ledger.size());
+    for (const auto& [id, seen] : head.ledger)
+      description.set_step_rows(description.step_rows() + seen.size());
+    description.set_total_rows(head.total_rows);
+    return description;
+  }
+  void Restart() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    absl::BitGen random;
+    incarnation = absl::Uniform<uint64_t>(absl::IntervalClosed, random, 1, ~uint64_t{0});
+    for (auto& [name, head] : heads) {
+      head.ledger.clear();
+      std::fill(head.weight_gradient.begin(), head.weight_gradient.end(), 0.0);
+    }
+  }
+  Head MakeHead(const v1::HeadSpec& spec) {
+    Head head;
+    head.spec = spec;
+    head.values[v1::PARAM_WEIGHT].resize(spec.vocab_size() * spec.hidden_size());
+    if (spec.bias()) head.values[v1::PARAM_BIAS].resize(spec.vocab_size());
+    head.weight_gradient.resize(spec.vocab_size());
+    return head;
+  }
+
+  const Options options;
+  mutable absl::Mutex mu;
+  Faults faults ABSL_GUARDED_BY(mu);
+  uint64_t incarnation ABSL_GUARDED_BY(mu) = 0;
+  std::map<std::string, Head> heads ABSL_GUARDED_BY(mu);
+  uint64_t streams ABSL_GUARDED_BY(mu) = 0;
+  uint64_t open_streams ABSL_GUARDED_BY(mu) = 0;
+  uint64_t describes ABSL_GUARDED_BY(mu) = 0;
+  uint64_t slices ABSL_GUARDED_BY(mu) = 0;
+  uint64_t rows ABSL_GUARDED_BY(mu) = 0;
+  int port = 0;
+
+  std::unique_ptr<LossService> loss_service;
+  std::unique_ptr<HeadService> head_service;
+  std::unique_ptr<ServerService> server_service;
+  std::unique_ptr<grpc::Server> server;
+};
+
+class FakeServer::State::LossService : public v1::LossService::Service {
+ public:
+  explicit LossService(State* state) : state_(state) {}
+
+  using Stream = grpc::ServerReaderWriter<v1::ComputeLossResponse, v1::ComputeLossRequest>;
+
+  grpc::Status ComputeLoss(grpc::ServerContext* context, Stream* stream) override {
+    v1::ComputeLossRequest request;
+    if (!stream->Read(&request)) return grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, "nothing opened");
+    const v1::OpenMicrobatch open = request.open();
+    v1::ComputeLossResponse accepted;
+    v1::MicrobatchSummary summary;
+    if (grpc::Status status = Open(open, accepted.mutable_accepted()); !status.ok()) return status;
+    if (!stream->Write(accepted)) return grpc::Status::CANCELLED;
+    uint64_t rows_left = 0;
+    for (uint64_t row = open.rows().begin(); row < open.rows().end(); ++row) rows_left += IsValid(open, row);
+    summary.set_valid_rows(rows_left);
+    while (stream->Read(&request)) {
+      v1::ComputeLossResponse response;
+      grpc::Status status =
+          Compute(open, request, accepted.accepted().limits(), &response, &summary, &rows_left);
+      if (!status.ok()) return status;
+      std::function<bool(v1::ComputeLossResponse*)> on_slice;
+      double delay;
+      {
+        absl::MutexLock lock(&state_->mu);
+        on_slice = state_->faults.on_slice;
+        delay = state_->faults.slice_delay_seconds;
+      }
+      if (delay > 0) absl::SleepFor(absl::Seconds(delay));
+      if (on_slice && !on_slice(&response)) continue;
+      if (!stream->Write(response)) return grpc::Status::CANCELLED;
+    }
+    if (context->IsCancelled()) return grpc::Status::CANCELLED;
+    if (rows_left > 0) {
+      return grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, absl::StrCat(rows_left, " rows are missing"));
+    }
+    return Summarize(stream, open, summary);
+  }
+
+ private:
+  grpc::Status Open(const v1::OpenMicrobatch& open, v1::MicrobatchAccepted* accepted) {
+    absl::MutexLock lock(&state_->mu);
+    ++state_->streams;
+    if (state_->faults.refuse_streams > 0) {
+      --state_->faults.refuse_streams;
+      return state_->Error(grpc::StatusCode::UNAVAILABLE, "the server is draining");
+    }
+    Head* head = state_->Find(open.head());
+    if (head == nullptr) return state_->NotFound(open.head());
+    if (open.accumulate_gradients() && open.step() != head->step) {
+      return state_->Error(grpc::StatusCode::FAILED_PRECONDITION,
+                           absl::StrCat("step ", open.step(), " is not open"), "open.step",
+                           absl::StrCat(open.step()));
+    }
+    if (static_cast<uint64_t>(open.targets_size()) != open.rows().end() - open.rows().begin()) {
+      return state_->Error(grpc::StatusCode::INVALID_ARGUMENT, "open.targets has a wrong size",
+                           "open.targets");
+    }
+    for (int i = 0; i < open.targets_size(); ++i) {
+      const int32_t target = open.targets(i);
+      if (!IsValid(open, open.rows().begin() + i)) continue;
+      if (target < 0 || static_cast<uint64_t>(target) >= head->spec.vocab_size()) {
+        return state_->Error(grpc::StatusCode::INVALID_ARGUMENT,
+                             absl::StrCat("open.targets[", i, "] is ", target),
+                             absl::StrCat("open.targets[", i, "]"), absl::StrCat(target));
+      }
+    }
+    *accepted->mutable_state() = state_->StateOf(*head);
+    *accepted->mutable_limits() = state_->Limits();
+    if (state_->faults.on_accepted) state_->faults.on_accepted(accepted);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Compute(const v1::OpenMicrobatch& open, const v1::ComputeLossRequest& request,
+                       const v1::SliceLimits& limits, v1::ComputeLossResponse* response,
+                       v1::MicrobatchSummary* summary, uint64_t* rows_left) {
+    absl::MutexLock lock(&state_->mu);
+    const v1::RowRange& rows = request.slice().rows();
+    Head* head = state_->Find(open.head());
+    if (head == nullptr) return state_->NotFound(open.head());
+    ++state_->slices;
+    if (state_->faults.fail_slice) {
+      const int code = state_->faults.fail_slice(state_->slices);
+      if (code != 0 && state_->faults.restart_on_failure) state_->Restart();
+      if (code == grpc::StatusCode::UNAVAILABLE)
+        return grpc::Status(grpc::StatusCode::UNAVAILABLE, "socket closed");
+      if (code != 0)
+        return state_->Error(static_cast<grpc::StatusCode>(code), "injected fault", "slice.rows");
+    }
+    if (rows.begin() < open.rows().begin() || rows.end() > open.rows().end() || rows.begin() >= rows.end()) {
+      return state_->Error(grpc::StatusCode::INVALID_ARGUMENT, "slice.rows outside the range", "slice.rows");
+    }
+    const uint64_t count = rows.end() - rows.begin();
+    const uint64_t d = head->spec.hidden_size();
+    const uint64_t row_bytes = d * (open.hidden_dtype() == v1::DTYPE_FP32 ? 4 : 2);
+    if (count > limits.max_rows() || request.payload().size() > limits.max_bytes()) {
+      return state_->Error(grpc::StatusCode::INVALID_ARGUMENT, absl::StrCat("slice of ", count, " rows"),
+                           "slice.rows");
+    }
+    if (request.payload().size() != count * row_bytes) {
+      return state_->Error(grpc::StatusCode::INVALID_ARGUMENT, "payload has a wrong size", "payload");
+    }
+    state_->rows += count;
+    const std::vector<float> x = ToFloats(request.payload(), open.hidden_dtype());
+    std::vector<float> dx(x.size(), 0.0f);
+    v1::SliceResult* result = response->mutable_slice();
+    *result->mutable_rows() = rows;
+    for (uint64_t row = rows.begin(); row < rows.end(); ++row) {
+      const bool valid = IsValid(open, row);
+      const int at = static_cast<int>(row - open.rows().begin());
+      const size_t first = (row - rows.begin()) * d;
+      const int32_t target = open.targets(at);
+      double sum = 0;
+      for (size_t i = first; i < first + d; ++i) {
+        sum += x[i];
+        dx[i] = valid ? 2 * x[i] : 0;
+      }
+      const float weight = open.row_weights_size() > 0 ? open.row_weights(at) : 1.0f;
+      const double loss = valid ? (sum + 0.25 * target) * weight : 0;
+      const int32_t argmax = !valid ? -1 : row % 2 == 0 ? target : target + 1;
+      if (open.want_row_loss()) result->add_row_loss(loss);
+      if (open.want_row_lse()) result->add_row_lse(valid ? loss + 1 : 0);
+      if (open.want_row_entropy()) result->add_row_entropy(valid ? 0.125f * target : 0);
+      if (open.want_row_logprob()) result->add_row_logprob(-loss);
+      if (open.want_row_argmax()) result->add_row_argmax(argmax);
+      if (!valid) continue;
+      --*rows_left;
+      ++head->total_rows;
+      summary->set_loss_sum(summary->loss_sum() + loss);
+      if (open.want_row_entropy()) summary->set_entropy_sum(summary->entropy_sum() + 0.125 * target);
+      summary->set_correct_rows(summary->correct_rows() + (argmax == target));
+      if (!open.accumulate_gradients()) continue;
+      if (head->ledger[open.microbatch_id()].insert(row).second) {
+        summary->set_accumulated_rows(summary->accumulated_rows() + 1);
+        head->weight_gradient[target] += sum;
+      } else {
+        summary->set_repeated_rows(summary->repeated_rows() + 1);
+      }
+    }
+    summary->set_queue_seconds(summary->queue_seconds() + 0.001);
+    summary->set_compute_seconds(summary->compute_seconds() + 0.002);
+    if (open.want_grad_hidden()) response->set_payload(ToBytes(dx, open.hidden_dtype()));
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Summarize(Stream* stream, const v1::OpenMicrobatch& open,
+                         const v1::MicrobatchSummary& summary) {
+    std::vector<v1::ComputeLossResponse> responses;
+    {
+      absl::MutexLock lock(&state_->mu);
+      Head* head = state_->Find(open.head());
+      if (head == nullptr) return state_->NotFound(open.head());
+      if (open.accumulate_gradients()) head->ledger[open.microbatch_id()];
+      if (state_->faults.extra) responses = state_->faults.extra();
+      if (!state_->faults.no_summary) {
+        v1::ComputeLossResponse response;
+        *response.mutable_summary() = summary;
+        *response.mutable_summary()->mutable_state() = state_->StateOf(*head);
+        response.mutable_summary()->set_normalizer(open.reduction() == v1::REDUCTION_MEAN ? open.normalizer()
+                                                                                          : 1);
+        if (state_->faults.on_summary) state_->faults.on_summary(response.mutable_summary());
+        responses.push_back(response);
+      }
+    }
+    for (const auto& response : responses) stream->Write(response);
+    return grpc::Status::OK;
+  }
+
+  State* const state_;
+};
+
+class FakeServer::State::HeadService : public v1::HeadService::Service {
+ public:
+  explicit HeadService(State* state) : state_(state) {}
+
+  grpc::Status CreateHead(grpc::ServerContext*, const v1::CreateHeadRequest* request,
+                          v1::HeadDescription* response) override {
+    absl::MutexLock lock(&state_->mu);
+    if (state_->Refuse()) return state_->Error(grpc::StatusCode::UNAVAILABLE, "the server is draining");
+    const v1::HeadSpec& spec = request->spec();
+    if (spec.hidden_size() == 0) {
+      return state_->Error(grpc::StatusCode::INVALID_ARGUMENT, "spec.hidden_size is 0", "spec.hidden_size",
+                           "0");
+    }
+    if (state_->Find(spec.name()) != nullptr) {
+      return state_->Error(grpc::StatusCode::ALREADY_EXISTS,
+                           absl::StrCat("head \"", spec.name(), "\" exists"), "spec.name", spec.name());
+    }
+    Head& head = state_->heads[spec.name()] = state_->MakeHead(spec);
+    *response = state_->Describe(head);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status DescribeHead(grpc::ServerContext*, const v1::DescribeHeadRequest* request,
+                            v1::HeadDescription* response) override {
+    absl::MutexLock lock(&state_->mu);
+    if (state_->Refuse()) return state_->Error(grpc::StatusCode::UNAVAILABLE, "the server is draining");
+    Head* head = state_->Find(request->head());
+    if (head == nullptr) return state_->NotFound(request->head());
+    ++state_->describes;
+    *response = state_->Describe(*head);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status ListHeads(grpc::ServerContext*, const v1::ListHeadsRequest*,
+                         v1::ListHeadsResponse* response) override {
+    absl::MutexLock lock(&state_->mu);
+    if (state_->Refuse()) return state_->Error(grpc::StatusCode::UNAVAILABLE, "the server is draining");
+    for (const auto& [name, head] : state_->heads) *response->add_heads() = state_->Describe(head);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status DeleteHead(grpc::ServerContext*, const v1::DeleteHeadRequest* request,
+                          v1::DeleteHeadResponse*) override {
+    absl::MutexLock lock(&state_->mu);
+    if (state_->heads.erase(request->head()) == 0) return state_->NotFound(request->head());
+    return grpc::Status::OK;
+  }
+
+  grpc::Status ReadTensor(grpc::ServerContext*, const v1::ReadTensorRequest* request,
+                          grpc::ServerWriter<v1::TensorSlice>* writer) override {
+    std::vector<v1::TensorSlice> slices;
+    {
+      absl::MutexLock lock(&state_->mu);
+      Head* head = state_->Find(request->head());
+      if (head == nullptr) return state_->NotFound(request->head());
+      if (head->values.count(request->param()) == 0) {
+        return state_->Error(grpc::StatusCode::NOT_FOUND, "no such tensor", "param");
+      }
+      const uint64_t cols = request->param() == v1::PARAM_WEIGHT ? head->spec.hidden_size() : 1;
+      std::vector<float> values = head->values[request->param()];
+      const uint64_t rows = values.size() / cols;
+      if (request->role() == v1::ROLE_GRADIENT && request->param() == v1::PARAM_WEIGHT) {
+        for (uint64_t v = 0; v < rows; ++v) values[v * cols] = head->weight_gradient[v];
+      }
+      const uint64_t begin = request->has_rows() ? request->rows().begin() : 0;
+      const uint64_t end = request->has_rows() ? request->rows().end() : rows;
+      if (end > rows)
+        return state_->Error(grpc::StatusCode::INVALID_ARGUMENT, "rows are outside the tensor", "rows");
+      for (uint64_t row = begin; row < end; row += 3) {
+        v1::TensorSlice& slice = slices.emplace_back();
+        const uint64_t last = std::min(end, row + 3);
+        *slice.mutable_state() = state_->StateOf(*head);
+        slice.mutable_rows()->set_begin(row);
+        slice.mutable_rows()->set_end(last);
+        slice.set_tensor_rows(rows);
+        slice.set_tensor_cols(cols);
+        slice.set_dtype(request->dtype());
+        slice.set_payload(
+            ToBytes({values.begin() + row * cols, values.begin() + last * cols}, request->dtype()));
+      }
+    }
+    for (const auto& slice : slices) writer->Write(slice);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status WriteTensor(grpc::ServerContext*, grpc::ServerReader<v1::WriteTensorRequest>* reader,
+                           v1::WriteTensorResponse* response) override {
+    v1::WriteTensorRequest request;
+    v1::OpenTensor open;
+    std::string bytes;
+    while (reader->Read(&request)) {
+      if (request.has_open()) open = request.open();
+      bytes += request.payload();
+    }
+    absl::MutexLock lock(&state_->mu);
+    Head* head = state_->Find(open.head());
+    if (head == nullptr) return state_->NotFound(open.head());
+    if (open.role() == v1::ROLE_GRADIENT) {
+      return state_->Error(grpc::StatusCode::FAILED_PRECONDITION, "gradients only accumulate", "open.role");
+    }
+    std::vector<float>& values = head->values[open.param()];
+    const uint64_t cols = open.param() == v1::PARAM_WEIGHT ? head->spec.hidden_size() : 1;
+    const uint64_t begin = open.has_rows() ? open.rows().begin() : 0;
+    const std::vector<float> written = ToFloats(bytes, open.dtype());
+    if (begin * cols + written.size() > values.size()) {
+      return state_->Error(grpc::StatusCode::INVALID_ARGUMENT, "too many values", "payload");
+    }
+    std::copy(written.begin(), written.end(), values.begin() + begin * cols);
+    *response->mutable_state() = state_->StateOf(*head);
+    response->mutable_rows()->set_begin(begin);
+    response->mutable_rows()->set_end(begin + written.size() / cols);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status GradNorm(grpc::ServerContext*, const v1::GradNormRequest* request,
+                        v1::GradNormResponse* response) override {
+    absl::MutexLock lock(&state_->mu);
+    if (state_->Refuse()) return state_->Error(grpc::StatusCode::UNAVAILABLE, "the server is draining");
+    Head* head = state_->Find(request->head());
+    if (head == nullptr) return state_->NotFound(request->head());
+    *response->mutable_state() = state_->StateOf(*head);
+    response->set_grad_norm(Norm(*head));
+    return grpc::Status::OK;
+  }
+
+  grpc::Status ApplyStep(grpc::ServerContext*, const v1::ApplyStepRequest* request,
+                         v1::ApplyStepResponse* response) override {
+    absl::MutexLock lock(&state_->mu);
+    Head* head = state_->Find(request->head());
+    if (head == nullptr) return state_->NotFound(request->head());
+    if (head->step > 0 && request->step() == head->step - 1) {
+      *response = head->last_step;
+      response->set_repeated_call(true);
+      return grpc::Status::OK;
+    }
+    uint64_t rows = 0;
+    for (const auto& [id, accumulated] : head->ledger) rows += accumulated.size();
+    if (request->step() != head->step) {
+      return state_->Error(grpc::StatusCode::FAILED_PRECONDITION,
+                           absl::StrCat("step ", head->step, " is open"), "step",
+                           absl::StrCat(request->step()));
+    }
+    if (request->has_expected_rows() && request->expected_rows() != rows) {
+      return state_->Error(
+          grpc::StatusCode::FAILED_PRECONDITION,
+          absl::StrCat("expected_rows is ", request->expected_rows(), ", but ", rows, " rows are there"),
+          "expected_rows", absl::StrCat(request->expected_rows()));
+    }
+    response->set_grad_norm(Norm(*head));
+    response->set_microbatches(head->ledger.size());
+    response->set_rows(rows);
+    ++head->step;
+    *response->mutable_state() = state_->StateOf(*head);
+    head->ledger.clear();
+    std::fill(head->weight_gradient.begin(), head->weight_gradient.end(), 0.0);
+    head->last_step = *response;
+    // The step was applied, but the answer is lost.
+    if (state_->Refuse()) return state_->Error(grpc::StatusCode::UNAVAILABLE, "connection reset");
+    return grpc::Status::OK;
+  }
+
+  grpc::Status ZeroGradients(grpc::ServerContext*, const v1::ZeroGradientsRequest* request,
+                             v1::ZeroGradientsResponse* response) override {
+    absl::MutexLock lock(&state_->mu);
+    if (state_->Refuse()) return state_->Error(grpc::StatusCode::UNAVAILABLE, "the server is draining");
+    Head* head = state_->Find(request->head());
+    if (head == nullptr) return state_->NotFound(request->head());
+    head->ledger.clear();
+    std::fill(head->weight_gradient.begin(), head->weight_gradient.end(), 0.0);
+    *response->mutable_state() = state_->StateOf(*head);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status SaveCheckpoint(grpc::ServerContext*, const v1::SaveCheckpointRequest* request,
+                              v1::SaveCheckpointResponse* response) override {
+    absl::MutexLock lock(&state_->mu);
+    Head* head = state_->Find(request->head());
+    if (head == nullptr) return state_->NotFound(request->head());
+    *response->mutable_state() = state_->StateOf(*head);
+    response->set_checkpoint(
+        absl::StrCat(request->head(), "/", request->name().empty() ? "step-0000000000" : request->name()));
+    response->set_bytes(head->values[v1::PARAM_WEIGHT].size() * 4);
+    response->set_seconds(0.25);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status LoadCheckpoint(grpc::ServerContext*, const v1::LoadCheckpointRequest* request,
+                              v1::HeadDescription* response) override {
+    absl::MutexLock lock(&state_->mu);
+    const std::string name = request->head().empty()
+                                 ? request->checkpoint().substr(0, request->checkpoint().find('/'))
+                                 : request->head();
+    Head* head = state_->Find(name);
+    if (head == nullptr) return state_->NotFound(name);
+    head->ledger.clear();
+    *response = state_->Describe(*head);
+    return grpc::Status::OK;
+  }
+
+ private:
+  static double Norm(const Head& head) {
+    double sum = 0;
+    for (double g : head.weight_gradient) sum += g * g;
+    return std::sqrt(sum);
+  }
+
+  State* const state_;
+};
+
+class FakeServer::State::ServerService : public v1::ServerService::Service {
+ public:
+  explicit ServerService(State* state) : state_(state) {}
+
+  grpc::Status GetServer(grpc::ServerContext*, const v1::GetServerRequest*,
+                         v1::ServerDescription* response) override {
+    absl::MutexLock lock(&state_->mu);
+    if (state_->Refuse()) return state_->Error(grpc::StatusCode::UNAVAILABLE, "the server is draining");
+    response->set_version("0.0.0-fake");
+    response->set_incarnation(state_->incarnation);
+    response->set_backend("fake");
+    response->set_device("none");
+    response->set_uptime_seconds(3725.5);
+    response->set_max_message_bytes(64 << 20);
+    response->set_max_streams(64);
+    response->set_heads(state_->heads.size());
+    return grpc::Status::OK;
+  }
+
+ private:
+  State* const state_;
+};
+
+FakeServer::State::State(Options o)
+    : options(o),
+      port(o.port),
+      loss_service(std::make_unique<LossService>(this)),
+      head_service(std::make_unique<HeadService>(this)),
+      server_service(std::make_unique<ServerService>(this)) {}
+
+void FakeServer::State::Listen() {
+  grpc::EnableDefaultHealthCheckService(true);
+  grpc::ServerBuilder builder;
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.AddListeningPort(absl::StrCat("127.0.0.1:", port), grpc::InsecureServerCredentials(), &port);
+  builder.RegisterService(loss_service.get());
+  builder.RegisterService(head_service.get());
+  builder.RegisterService(server_service.get());
+  builder.SetMaxReceiveMessageSize(64 << 20);
+  server = builder.BuildAndStart();
+}
+
+FakeServer::FakeServer(Options options) : state_(std::make_shared<State>(options)) {
+  Restart();
+  Listen();
+}
+
+FakeServer::~FakeServer() { StopListening(); }
+
+std::string FakeServer::target() const { return absl::StrCat("127.0.0.1:", state_->port); }
+int FakeServer::port() const { return state_->port; }
+
+void FakeServer::SetFaults(Faults faults) {
+  absl::MutexLock lock(&state_->mu);
+  state_->faults = std::move(faults);
+}
+
+void FakeServer::AddHead(const std::string& name, uint64_t hidden_size, uint64_t vocab_size) {
+  v1::HeadSpec spec;
+  spec.set_name(name);
+  spec.set_hidden_size(hidden_size);
+  spec.set_vocab_size(vocab_size);
+  spec.set_bias(true);
+  absl::MutexLock lock(&state_->mu);
+  state_->heads[name] = state_->MakeHead(spec);
+}
+
+void FakeServer::Restart() {
+  absl::MutexLock lock(&state_->mu);
+  state_->Restart();
+}
+
+void FakeServer::StopListening() {
+  if (state_->server == nullptr) return;
+  state_->server->Shutdown(std::chrono::system_clock::now());
+  state_->server->Wait();
+  state_->server = nullptr;
+}
+
+void FakeServer::Listen() { state_->Listen(); }
+
+uint64_t FakeServer::incarnation() const {
+  absl::MutexLock lock(&state_->mu);
+  return state_->incarnation;
+}
+uint64_t FakeServer::streams_opened() const {
+  absl::MutexLock lock(&state_->mu);
+  return state_->streams;
+}
+uint64_t FakeServer::describes() const {
+  absl::MutexLock lock(&state_->mu);
+  return state_->describes;
+}
+uint64_t FakeServer::slices_received() const {
+  absl::MutexLock lock(&state_->mu);
+  return state_->slices;
+}
+uint64_t FakeServer::rows_received() const {
+  absl::MutexLock lock(&state_->mu);
+  return state_->rows;
+}
+double FakeServer::accumulated(const std::string& head) const {
+  absl::MutexLock lock(&state_->mu);
+  double sum = 0;
+  Head* found = state_->Find(head);
+  for (double g : found->weight_gradient) sum += g;
+  return sum;
+}
+
+}  // namespace lossd::fake
