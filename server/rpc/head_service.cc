@@ -45,7 +45,12 @@ class HeadServiceImpl final : public HeadService, public Base {
 
   grpc::Service* service() override { return this; }
   void Drain() override { environment_.draining = true; }
-  bool WaitUntilIdle(absl::Time deadline) override { return registry_.WaitUntilEmpty(deadline); }
+  bool WaitUntilIdle(absl::Time deadline) override {
+    const bool streams_done = registry_.WaitUntilEmpty(deadline);
+    absl::MutexLock lock(&mutex_);
+    return mutex_.AwaitWithDeadline(absl::Condition(this, &HeadServiceImpl::NoUnaryCalls), deadline) &&
+           streams_done;
+  }
 
   ServerUnaryReactor* CreateHead(CallbackServerContext* context, const v1::CreateHeadRequest* request,
                                  v1::HeadDescription* response) override {
@@ -108,9 +113,11 @@ class HeadServiceImpl final : public HeadService, public Base {
       if (context->IsCancelled()) {
         return reactor->Finish(Ended(method, absl::CancelledError("the client no longer waits")));
       }
+      CountUnary(1);
       absl::StatusOr<Response> result = (operations_.*operation)(*request);
       if (result.ok()) *response = *std::move(result);
       reactor->Finish(Ended(method, result.status()));
+      CountUnary(-1);
     });
     if (!scheduled) {
       reactor->Finish(Ended(method, absl::ResourceExhaustedError("too many operations are waiting")));
@@ -127,8 +134,16 @@ class HeadServiceImpl final : public HeadService, public Base {
     return result;
   }
 
+  void CountUnary(int change) ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    unary_calls_ += change;
+  }
+  bool NoUnaryCalls() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return unary_calls_ == 0; }
+
   engine::Engine* const engine_;
   metrics::Metrics* const metrics_;
+  absl::Mutex mutex_;
+  int unary_calls_ ABSL_GUARDED_BY(mutex_) = 0;  // being worked on
   HeadOperations operations_;
   TensorCallEnvironment environment_;
   CallRegistry registry_;

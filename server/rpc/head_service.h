@@ -37,7 +37,7 @@ class HeadService {
   virtual grpc::Service* service() = 0;
   // From now on calls that change heads end with UNAVAILABLE; reading and saving still work.
   virtual void Drain() = 0;
-  // True if no streaming call is open, at the latest by `deadline`.
+  // True if no streaming call is open and no other is being worked on, at the latest by `deadline`.
   virtual bool WaitUntilIdle(absl::Time deadline) = 0;
 };
 

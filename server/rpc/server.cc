@@ -102,6 +102,7 @@ class ServerImpl final : public Server {
   void CreateServices();
   absl::Status Listen();
   absl::Status StartHttp();
+  void LogStart() const;
   metrics::HttpHandlers Handlers();
   void WaitForStaging();
 
@@ -137,7 +138,27 @@ absl::Status ServerImpl::Init() {
   if (absl::Status status = CreateEngine(); !status.ok()) return status;
   CreateServices();
   if (absl::Status status = Listen(); !status.ok()) return status;
-  return options_.http.empty() ? absl::OkStatus() : StartHttp();
+  if (!options_.http.empty()) {
+    if (absl::Status status = StartHttp(); !status.ok()) return status;
+  }
+  LogStart();
+  return absl::OkStatus();
+}
+
+void ServerImpl::LogStart() const {
+  const kernels::BackendInfo info = backend_->info();
+  log::Log(log::LogLevel::kInfo, "serving",
+           {{"version", options_.version},
+            {"grpc", grpc_address()},
+            {"http", http_address()},
+            {"backend", info.name},
+            {"device", info.device},
+            {"incarnation", absl::StrCat(absl::Hex(engine_->incarnation(), absl::kZeroPad16))}});
+  log::Log(log::LogLevel::kInfo, "memory plan",
+           {{"staging_bytes", backend_->memory().current[kernels::MemoryKind::kStaging]},
+            {"slice_bytes", options_.slice_bytes},
+            {"workspace_bytes_per_head", options_.workspace_bytes},
+            {"limit_bytes", options_.memory_limit_bytes}});
 }
 
 absl::Status ServerImpl::CreateEngine() {
