@@ -204,6 +204,16 @@ class FakeStaging final : public kernels::StagingMemory {
   std::vector<uint8_t> bytes_;
 };
 
+class FakeRetained final : public kernels::RetainedMemory {
+ public:
+  explicit FakeRetained(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {}
+  int64_t size() const override { return static_cast<int64_t>(bytes_.size()); }
+  uint8_t* data() { return bytes_.data(); }
+
+ private:
+  std::vector<uint8_t> bytes_;
+};
+
 class FakeBackend final : public kernels::Backend {
  public:
   explicit FakeBackend(FakeDevice* device) : device_(device) {}
@@ -221,6 +231,9 @@ class FakeBackend final : public kernels::Backend {
   }
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> AllocateStaging(int64_t bytes) override {
     return std::make_unique<FakeStaging>(static_cast<size_t>(bytes));
+  }
+  absl::StatusOr<std::unique_ptr<kernels::RetainedMemory>> AllocateRetained(int64_t bytes) override {
+    return std::make_unique<FakeRetained>(bytes);
   }
 
  private:
