@@ -15,7 +15,8 @@ std::shared_ptr<const RangeAllocator::Block> RangeAllocator::Allocate(int64_t by
   // An empty block takes a place too, so that every block has an offset of its own.
   const int64_t rounded = std::max<int64_t>(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
   absl::MutexLock lock(&mutex_);
-  const auto it = std::find_if(free_.begin(), free_.end(), [=](const auto& range) { return range.second >= rounded; });
+  const auto it =
+      std::find_if(free_.begin(), free_.end(), [=](const auto& range) { return range.second >= rounded; });
   if (it == free_.end()) return nullptr;
   const auto [offset, length] = *it;
   free_.erase(it);

@@ -54,7 +54,8 @@ TEST(RangeAllocatorTest, BlocksNeverOverlap) {
     int64_t used = 0;
     for (const auto& block : blocks) {
       ASSERT_EQ(block->offset() % kUnit, 0);
-      for (int64_t unit = block->offset() / kUnit; unit < (block->offset() + block->bytes()) / kUnit; ++unit) {
+      for (int64_t unit = block->offset() / kUnit; unit < (block->offset() + block->bytes()) / kUnit;
+           ++unit) {
         ASSERT_LT(unit, kUnits);
         ASSERT_FALSE(taken[static_cast<size_t>(unit)]);
         taken[static_cast<size_t>(unit)] = true;
