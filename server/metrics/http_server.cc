@@ -1,7 +1,13 @@
 #include "server/metrics/http_server.h"
 
 #include <CivetServer.h>
+#include <arpa/inet.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <chrono>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -81,18 +87,51 @@ class CivetHttpServer final : public HttpServer {
   CivetHttpServer(absl::string_view host, const std::vector<std::string>& options, HttpHandlers handlers)
       : router_(std::move(handlers)), server_(options), host_(host) {
     server_.addHandler("/", router_);
+    port_ = Port();
+  }
+
+  // The library notices a request to stop when its poll returns: with a new connection, or after two
+  // seconds.
+  ~CivetHttpServer() override {
+    std::atomic<bool> closed{false};
+    std::thread waker([this, &closed] {
+      while (!closed) {
+        Knock();
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      }
+    });
+    server_.close();
+    closed = true;
+    waker.join();
   }
 
   std::string address() const override {
-    // The library's member is not const but only reads.
-    const std::vector<int> ports = const_cast<CivetServer&>(server_).getListeningPorts();
-    return absl::StrCat(host_, ":", ports.empty() ? 0 : ports.front());
+    return absl::StrCat(host_, ":", port_);
   }
 
  private:
+  int Port() {
+    const std::vector<int> ports = server_.getListeningPorts();
+    return ports.empty() ? 0 : ports.front();
+  }
+
+  // Connects to the server and hangs up; errors do not matter.
+  void Knock() const {
+    const absl::string_view host = host_ == "0.0.0.0" ? "127.0.0.1" : absl::string_view(host_);
+    sockaddr_in to = {};
+    to.sin_family = AF_INET;
+    to.sin_port = htons(static_cast<uint16_t>(port_));
+    if (inet_pton(AF_INET, std::string(host).c_str(), &to.sin_addr) != 1) return;
+    const int descriptor = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (descriptor < 0) return;
+    connect(descriptor, reinterpret_cast<const sockaddr*>(&to), sizeof(to));
+    close(descriptor);
+  }
+
   Router router_;  // outlives server_
   CivetServer server_;
   const std::string host_;
+  int port_ = 0;
 };
 
 }  // namespace

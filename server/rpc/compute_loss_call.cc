@@ -71,7 +71,7 @@ absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t 
   if (!spec.ok()) return spec.status();
   absl::StatusOr<std::unique_ptr<engine::Stream>> opened =
       environment_->engine->Open(*std::move(spec), shared_from_this());
-  if (!opened.ok()) return opened.status();
+  if (!opened.ok()) return Located(opened.status(), "open.");
   engine::Stream* const stream = opened->get();
   v1::ComputeLossResponse response;
   *response.mutable_accepted()->mutable_state() = ToProto(stream->state());

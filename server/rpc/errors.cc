@@ -47,6 +47,10 @@ absl::Status FieldError(absl::string_view field, absl::string_view rule, const a
 }
 
 absl::Status Located(absl::Status status, absl::string_view prefix) {
+  if (absl::IsNotFound(status) && PayloadText(status, engine::kFieldPayload) == "head") {
+    return FieldError(absl::StrCat(prefix, "head"), "name a head of this server",
+                      PayloadText(status, engine::kValuePayload), absl::StatusCode::kNotFound);
+  }
   const absl::string_view message = status.message();
   const size_t must = message.find(kMust);
   const size_t got = message.rfind(kGot);
@@ -69,6 +73,7 @@ absl::Status WithMissing(absl::Status status, const std::vector<std::string>& mi
 
 grpc::Status ToGrpc(absl::Status status, uint64_t incarnation) {
   if (status.ok()) return grpc::Status::OK;
+  status = Located(std::move(status), "");
   v1::ErrorDetail detail = DetailOf(status);
   detail.set_incarnation(incarnation);
   wire::SetErrorDetail(detail, &status);

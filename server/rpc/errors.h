@@ -21,8 +21,9 @@ namespace lossd::rpc {
 absl::Status FieldError(absl::string_view field, absl::string_view rule, const absl::AlphaNum& value,
                         absl::StatusCode code = absl::StatusCode::kInvalidArgument);
 
-// For errors of kernels::Validate, which name fields without their place in the request: "<field> must
-// ..., got <value>" becomes "<prefix><field> must ..., got <value>" and gets its detail. Others stay.
+// For errors from below that name fields without their place in the request: kernels::Validate's "<field>
+// must ..., got <value>" becomes "<prefix><field> must ..., got <value>" and gets its detail; an unknown
+// head becomes an error of the field "<prefix>head". Others stay.
 absl::Status Located(absl::Status status, absl::string_view prefix);
 
 // Adds lines to ErrorDetail.missing.

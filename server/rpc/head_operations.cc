@@ -300,7 +300,7 @@ absl::StatusOr<TensorRows> HeadOperations::CheckRows(const std::string& head, ab
   const absl::StatusOr<kernels::DType> type = ToDType(dtype, field("dtype"), kernels::DType::kFloat32);
   if (!type.ok()) return type.status();
   const absl::StatusOr<engine::HeadSnapshot> snapshot = engine_->Describe(head);
-  if (!snapshot.ok()) return snapshot.status();
+  if (!snapshot.ok()) return Located(snapshot.status(), field_prefix);
   if (!kernels::HasTensor(snapshot->config, *id)) {
     return FieldError(field("param"), absl::StrCat("be a tensor of head ", head), head::TensorName(*id),
                       absl::StatusCode::kNotFound);
