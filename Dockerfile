@@ -36,4 +36,4 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=10s --retries=3 \
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["lossd"]
 # Inside the container all interfaces are its own; publish the ports to loopback or a trusted network only.
-CMD ["--listen=0.0.0.0:7070", "--http=0.0.0.0:7071", "--checkpoint_dir=/var/lib/lossd"]
+CMD ["--allow_non_loopback", "--listen=0.0.0.0:7070", "--http=0.0.0.0:7071", "--checkpoint_dir=/var/lib/lossd"]

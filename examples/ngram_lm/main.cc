@@ -86,7 +86,8 @@ absl::StatusOr<Data> PrepareData() {
   if (!documents.ok()) return documents.status();
   const TextSplit split = SplitBlocks(*documents);
   if (split.held_out.empty()) {
-    return absl::InvalidArgumentError("--text: too short; a megabyte is a good beginning");
+    return absl::InvalidArgumentError(
+        "--text: too short to hold out a part of it; it needs 20 lines and better a megabyte");
   }
   const absl::Time start = absl::Now();
   absl::StatusOr<Tokenizer> tokenizer = Tokenizer::Train(split.train, absl::GetFlag(FLAGS_vocab));
@@ -94,7 +95,7 @@ absl::StatusOr<Data> PrepareData() {
   Data data{*std::move(tokenizer), {}, {}};
   data.train = data.tokenizer.Encode(split.train);
   data.held_out = data.tokenizer.Encode(split.held_out);
-  absl::PrintF("text: %.1f MB in %d documents; %d tokens to train on, %d held out; %d classes (%.1f s)\n",
+  absl::PrintF("text: %.2f MB in %d documents; %d tokens to train on, %d held out; %d classes (%.1f s)\n",
                static_cast<double>(split.train.size() + split.held_out.size()) / 1e6, documents->size(),
                data.train.size(), data.held_out.size(), data.tokenizer.vocab_size(),
                absl::ToDoubleSeconds(absl::Now() - start));
