@@ -3,6 +3,8 @@
 #
 #   lossd_library(NAME lossd_engine LAYER engine SOURCES ... DEPS lossd_head absl::status)
 
+include(LossdPrecompiled)
+
 set(LOSSD_LAYERS_proto "")            # .proto files and the formats both sides speak
 set(LOSSD_LAYERS_kernels "")
 set(LOSSD_LAYERS_head kernels formats)
@@ -40,13 +42,24 @@ function(lossd_library)
   target_include_directories(${ARG_NAME} PUBLIC ${PROJECT_SOURCE_DIR})
   target_link_libraries(${ARG_NAME} PUBLIC ${ARG_DEPS} PRIVATE lossd_warnings)
   _lossd_check_layer(${ARG_NAME} ${ARG_LAYER} ${ARG_DEPS})
+  _lossd_reuse_rpc_headers(${ARG_NAME} library ${ARG_DEPS})
 endfunction()
+
+# The distribution's Abseil is not instrumented; see the file.
+if(LOSSD_SANITIZE MATCHES thread)
+  add_library(lossd_tsan OBJECT ${CMAKE_CURRENT_LIST_DIR}/sanitizers/absl_synchronization_tsan.cc)
+  target_link_libraries(lossd_tsan PUBLIC absl::synchronization ${CMAKE_DL_LIBS})
+endif()
 
 function(lossd_executable)
   cmake_parse_arguments(ARG "" "NAME;LAYER" "SOURCES;DEPS" ${ARGN})
   add_executable(${ARG_NAME} ${ARG_SOURCES})
+  if(TARGET lossd_tsan)
+    target_link_libraries(${ARG_NAME} PRIVATE lossd_tsan)
+  endif()
   target_link_libraries(${ARG_NAME} PRIVATE ${ARG_DEPS} lossd_warnings)
   _lossd_check_layer(${ARG_NAME} ${ARG_LAYER} ${ARG_DEPS})
+  _lossd_reuse_rpc_headers(${ARG_NAME} program ${ARG_DEPS})
 endfunction()
 
 # lossd_test(NAME ledger_test SOURCES ledger_test.cc DEPS lossd_engine [LABELS gpu] [TIMEOUT 300]):

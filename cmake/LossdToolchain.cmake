@@ -26,6 +26,12 @@ if(CMAKE_CXX_COMPILER_ID MATCHES Clang)
 endif()
 target_compile_options(lossd_warnings INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:${_cxx_warnings}>")
 
+# Programs look for libraries in ../lib beside themselves first, for themselves and for what those libraries
+# load in turn (RPATH, not RUNPATH): so a packed copy runs from any folder (scripts/bundle).
+set(CMAKE_BUILD_RPATH "\$ORIGIN/../lib")
+set(CMAKE_INSTALL_RPATH "\$ORIGIN/../lib")
+add_link_options(-Wl,--disable-new-dtags)
+
 if(LOSSD_SANITIZE)
   add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${LOSSD_SANITIZE}>"
                       "$<$<COMPILE_LANGUAGE:CXX>:-fno-omit-frame-pointer>")

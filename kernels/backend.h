@@ -58,6 +58,9 @@ struct Slice {
   const float* row_weights = nullptr;   // [rows] or null (all 1)
   const uint8_t* accumulate = nullptr;  // [rows], 0: keep this row out of the accumulators; null: all in
   float grad_scale = 1.0f;              // g: dL/d(row loss), the same for all rows
+  // Deferred microbatches: a place in Chunk::retained, in bytes, a multiple of the element size; -1: none.
+  // With `hidden`, the rows are also kept there, as they are; without (null), they are taken from there.
+  int64_t retained_offset = -1;
   // Optional per-row upstream gradients (reduction none), [rows] or null. grad_loss multiplies
   // grad_scale; the other two add dL/dlse and dL/dentropy.
   const float* grad_loss = nullptr;
@@ -73,12 +76,21 @@ struct Slice {
   SliceSums sums;
 };
 
+// Device memory where hidden states of deferred microbatches wait for their backward pass. Made by
+// Backend::AllocateRetained; used through Chunk::retained.
+class RetainedMemory {
+ public:
+  virtual ~RetainedMemory() = default;
+  virtual int64_t size() const = 0;  // bytes
+};
+
 // Rows computed together. Owned by the caller, untouched by it until on_done has run.
 struct Chunk {
   LossOptions options;
   DType hidden_dtype = DType::kBFloat16;
-  bool accumulate_gradients = true;  // false: frozen head, or loss only
-  absl::Span<Slice> slices;          // together at most HeadKernels::chunk_rows() rows
+  bool accumulate_gradients = true;    // false: frozen head, or loss only
+  RetainedMemory* retained = nullptr;  // for slices with a retained_offset; of the same backend
+  absl::Span<Slice> slices;            // together at most HeadKernels::chunk_rows() rows
 };
 
 // Each is called exactly once per chunk, on_results first; on the driving thread or on one of the
@@ -156,6 +168,9 @@ class Backend {
   // Thread-safe. Counted as MemoryKind::kStaging; freed when the result is destroyed, which must be
   // before the backend.
   virtual absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) = 0;
+  // Thread-safe. Counted as MemoryKind::kRetained; freed when the result is destroyed, which must be
+  // before the backend.
+  virtual absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) = 0;
 };
 
 }  // namespace lossd::kernels

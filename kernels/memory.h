@@ -16,12 +16,13 @@ enum class MemoryKind : uint8_t {
   kOptimizer,  // momentum and Adam moments
   kWorkspace,  // chunk logits, gathered rows, partial sums
   kStaging,    // host buffers that slices are received into and sent from
+  kRetained,   // hidden states of deferred microbatches, waiting for their backward pass
 };
-inline constexpr size_t kMemoryKinds = 5;
+inline constexpr size_t kMemoryKinds = 6;
 
 constexpr absl::string_view Name(MemoryKind kind) {
-  constexpr absl::string_view kNames[kMemoryKinds] = {"weights", "gradients", "optimizer", "workspace",
-                                                      "staging"};
+  constexpr absl::string_view kNames[kMemoryKinds] = {"weights",   "gradients", "optimizer",
+                                                      "workspace", "staging",   "retained"};
   return kNames[static_cast<size_t>(kind)];
 }
 

@@ -18,9 +18,26 @@ absl::Status ValidateTargets(const HeadConfig& config, size_t index, const Slice
   return absl::OkStatus();
 }
 
-absl::Status ValidateSlice(const HeadConfig& config, size_t index, const Slice& slice) {
-  if (slice.rows > 0 && slice.hidden == nullptr) {
+absl::Status ValidateRetained(const HeadConfig& config, size_t index, const Slice& slice,
+                              const Chunk& chunk) {
+  const int64_t size = chunk.retained == nullptr ? 0 : chunk.retained->size();
+  const auto element = static_cast<int64_t>(SizeOf(chunk.hidden_dtype));
+  const int64_t bytes = slice.rows * config.hidden_size * element;
+  const int64_t offset = slice.retained_offset;
+  if (offset >= 0 && offset % element == 0 && offset <= size && bytes <= size - offset) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat("slices[", index, "].retained_offset must be a multiple of ",
+                                                 element, " with ", bytes, " bytes behind it within the ",
+                                                 size, " retained, got ", offset));
+}
+
+absl::Status ValidateSlice(const HeadConfig& config, size_t index, const Slice& slice, const Chunk& chunk) {
+  if (slice.rows > 0 && slice.hidden == nullptr && slice.retained_offset == -1) {
     return absl::InvalidArgumentError(absl::StrCat("slices[", index, "].hidden must not be null"));
+  }
+  if (slice.retained_offset != -1) {
+    if (absl::Status status = ValidateRetained(config, index, slice, chunk); !status.ok()) return status;
   }
   if (slice.rows > 0 && slice.targets == nullptr) {
     return absl::InvalidArgumentError(absl::StrCat("slices[", index, "].targets must not be null"));
@@ -64,7 +81,7 @@ absl::Status ValidateChunk(const HeadConfig& config, int64_t chunk_rows, const C
   }
   if (absl::Status status = ValidateRowCount(chunk_rows, chunk); !status.ok()) return status;
   for (size_t i = 0; i < chunk.slices.size(); ++i) {
-    if (absl::Status status = ValidateSlice(config, i, chunk.slices[i]); !status.ok()) return status;
+    if (absl::Status status = ValidateSlice(config, i, chunk.slices[i], chunk); !status.ok()) return status;
   }
   return absl::OkStatus();
 }

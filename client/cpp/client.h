@@ -1,9 +1,9 @@
 // The C++ client of a lossd server: loss and gradients for a trainer, administration of heads.
 //
-//   ASSIGN_OR_RETURN(std::unique_ptr<Client> client, Client::Connect({.target = "127.0.0.1:7070"}));
-//   Microbatch microbatch{.head = "lm_head", .step = 0, .id = 7, .hidden_size = D, .hidden = x, .targets =
-//   y}; LossOutputs outputs{.grad_hidden = dx}; ASSIGN_OR_RETURN(LossResult result,
-//   client->ComputeLoss(microbatch, outputs, {.accumulate_gradients = true}));
+//   auto client = Client::Connect({.target = "127.0.0.1:7070"});
+//   Microbatch microbatch{.head = "lm", .step = 0, .id = 7, .hidden_size = D, .hidden = x, .targets = y};
+//   auto result = (*client)->ComputeLoss(microbatch, {.grad_hidden = dx}, {.accumulate_gradients = true});
+//   if (result.ok()) Use(result->loss);
 //
 // Symbols: N rows of a microbatch, D hidden size, V vocabulary size. Tensors are row-major, dense and
 // little-endian. Times are seconds, sizes are bytes unless a name says otherwise.

@@ -195,6 +195,7 @@ absl::StatusOr<std::vector<std::string>> LoadPerlManual(const std::string& patte
 
 TextSplit SplitBlocks(const std::vector<std::string>& documents, size_t block_bytes, size_t hold_out_every) {
   const std::string text = absl::StrJoin(documents, "\n");
+  if (block_bytes == 0) block_bytes = std::clamp<size_t>(text.size() / 200, 1, 32768);
   TextSplit split;
   size_t block = 0;
   for (size_t begin = 0; begin < text.size(); ++block) {

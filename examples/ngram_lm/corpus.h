@@ -29,9 +29,10 @@ struct TextSplit {
   std::string held_out;
 };
 
-// Joins the documents, cuts them at line ends into contiguous blocks of about block_bytes, and holds out
-// the last block of every `hold_out_every`. Both parts are non-empty if there are that many blocks.
-TextSplit SplitBlocks(const std::vector<std::string>& documents, size_t block_bytes = 32768,
+// Joins the documents, cuts them at line ends into contiguous blocks of about block_bytes (0: a two-hundredth
+// of the text, but not above 32 KiB), and holds out the last block of every `hold_out_every`. Both parts are
+// non-empty if there are that many blocks.
+TextSplit SplitBlocks(const std::vector<std::string>& documents, size_t block_bytes = 0,
                       size_t hold_out_every = 20);
 
 }  // namespace lossd::ngram_lm

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/flags/flag.h"
@@ -16,6 +17,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_replace.h"
 #include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "examples/ngram_lm/corpus.h"
 #include "examples/ngram_lm/remote_head.h"
 #include "examples/ngram_lm/tokenizer.h"
@@ -50,6 +52,27 @@ struct Data {
   std::vector<int32_t> held_out;
 };
 
+absl::Status CheckFlags() {
+  const std::pair<const char*, int64_t> counts[] = {{"context", absl::GetFlag(FLAGS_context)},
+                                                    {"embedding", absl::GetFlag(FLAGS_embedding)},
+                                                    {"hidden", absl::GetFlag(FLAGS_hidden)},
+                                                    {"hidden_state", absl::GetFlag(FLAGS_hidden_state)},
+                                                    {"microbatches", absl::GetFlag(FLAGS_microbatches)},
+                                                    {"microbatch_rows", absl::GetFlag(FLAGS_microbatch_rows)},
+                                                    {"threads", absl::GetFlag(FLAGS_threads)}};
+  for (const auto& [name, value] : counts) {
+    if (value < 1) return absl::InvalidArgumentError(absl::StrCat("--", name, ": ", value, " is below 1"));
+  }
+  const int64_t steps = absl::GetFlag(FLAGS_steps);
+  if (steps < 0) return absl::InvalidArgumentError(absl::StrCat("--steps: ", steps, " is below 0"));
+  const absl::Duration time = absl::GetFlag(FLAGS_time);
+  if (time <= absl::ZeroDuration() || time > absl::Hours(1000)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--time: ", absl::FormatDuration(time), " is not in (0, 1000h]"));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::vector<std::string>> LoadDocuments() {
   const std::string path = absl::GetFlag(FLAGS_text);
   if (path.empty()) return LoadPerlManual();
@@ -63,7 +86,8 @@ absl::StatusOr<Data> PrepareData() {
   if (!documents.ok()) return documents.status();
   const TextSplit split = SplitBlocks(*documents);
   if (split.held_out.empty()) {
-    return absl::InvalidArgumentError("--text: too short; a megabyte is a good beginning");
+    return absl::InvalidArgumentError(
+        "--text: too short to hold out a part of it; it needs 20 lines and better a megabyte");
   }
   const absl::Time start = absl::Now();
   absl::StatusOr<Tokenizer> tokenizer = Tokenizer::Train(split.train, absl::GetFlag(FLAGS_vocab));
@@ -71,7 +95,7 @@ absl::StatusOr<Data> PrepareData() {
   Data data{*std::move(tokenizer), {}, {}};
   data.train = data.tokenizer.Encode(split.train);
   data.held_out = data.tokenizer.Encode(split.held_out);
-  absl::PrintF("text: %.1f MB in %d documents; %d tokens to train on, %d held out; %d classes (%.1f s)\n",
+  absl::PrintF("text: %.2f MB in %d documents; %d tokens to train on, %d held out; %d classes (%.1f s)\n",
                static_cast<double>(split.train.size() + split.held_out.size()) / 1e6, documents->size(),
                data.train.size(), data.held_out.size(), data.tokenizer.vocab_size(),
                absl::ToDoubleSeconds(absl::Now() - start));
@@ -164,6 +188,8 @@ bool PrintVerdict(const RunResult& run, double unigram, double held_out) {
 }
 
 absl::StatusOr<bool> Run() {
+  const absl::Status flags = CheckFlags();
+  if (!flags.ok()) return flags;
   const absl::StatusOr<Data> data = PrepareData();
   if (!data.ok()) return data.status();
   const double unigram = UnigramEntropy(data->train, data->held_out, data->tokenizer.vocab_size());

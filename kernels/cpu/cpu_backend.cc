@@ -8,6 +8,7 @@
 #include "kernels/cpu/accounting.h"
 #include "kernels/cpu/arena.h"
 #include "kernels/cpu/cpu_head.h"
+#include "kernels/cpu/cpu_retained.h"
 #include "kernels/cpu/gemm.h"
 #include "kernels/cpu/head_buffers.h"
 #include "kernels/cpu/parallel_for.h"
@@ -59,17 +60,25 @@ class CpuBackend final : public Backend {
   }
 
   absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
-    if (bytes < 0) return absl::InvalidArgumentError(absl::StrCat("bytes must be >= 0, got ", bytes));
-    MemoryBytes plan;
-    plan[MemoryKind::kStaging] = bytes;
-    absl::StatusOr<MemoryAccounting::Reservation> reservation = accounting_.Reserve("staging memory", plan);
-    if (!reservation.ok()) return reservation.status();
-    absl::StatusOr<AlignedBytes> memory = AllocateAligned(bytes);
-    if (!memory.ok()) return memory.status();
-    return std::make_unique<CpuStaging>(*std::move(memory), bytes, *std::move(reservation));
+    return Allocate<StagingMemory, CpuStaging>(MemoryKind::kStaging, bytes);
+  }
+  absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) override {
+    return Allocate<RetainedMemory, CpuRetained>(MemoryKind::kRetained, bytes);
   }
 
  private:
+  template <typename Interface, typename Memory>
+  absl::StatusOr<std::unique_ptr<Interface>> Allocate(MemoryKind kind, int64_t bytes) {
+    if (bytes < 0) return absl::InvalidArgumentError(absl::StrCat("bytes must be >= 0, got ", bytes));
+    MemoryBytes plan;
+    plan[kind] = bytes;
+    auto reservation = accounting_.Reserve(absl::StrCat(Name(kind), " memory"), plan);
+    if (!reservation.ok()) return reservation.status();
+    absl::StatusOr<AlignedBytes> memory = AllocateAligned(bytes);
+    if (!memory.ok()) return memory.status();
+    return std::make_unique<Memory>(*std::move(memory), bytes, *std::move(reservation));
+  }
+
   absl::StatusOr<int64_t> ChunkRows(const HeadConfig& config) const {
     if (absl::Status status = Validate(config); !status.ok()) return status;
     return ChunkRowsFor(config, workspace_bytes_);

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "kernels/cpu/convert.h"
+#include "kernels/cpu/cpu_retained.h"
 #include "kernels/cpu/gemm.h"
 #include "kernels/cpu/optimizer.h"
 #include "kernels/cpu/row_loops.h"
@@ -26,8 +28,21 @@ constexpr int64_t kElementGrain = int64_t{1} << 15;
 
 size_t Bytes(int64_t elements, DType dtype) { return static_cast<size_t>(elements) * SizeOf(dtype); }
 
-const uint8_t* HiddenRow(const Slice& slice, int64_t row, int64_t d, DType dtype) {
-  return static_cast<const uint8_t*>(slice.hidden) + Bytes(row * d, dtype);
+uint8_t* RetainedRows(const Chunk& chunk, const Slice& slice) {
+  return static_cast<CpuRetained*>(chunk.retained)->data() + slice.retained_offset;
+}
+
+const uint8_t* HiddenRow(const Chunk& chunk, const Slice& slice, int64_t row, int64_t d) {
+  const void* const rows = slice.hidden != nullptr ? slice.hidden : RetainedRows(chunk, slice);
+  return static_cast<const uint8_t*>(rows) + Bytes(row * d, chunk.hidden_dtype);
+}
+
+// Keeps the hidden states of slices that ask for it.
+void Retain(const Chunk& chunk, int64_t d) {
+  for (const Slice& slice : chunk.slices) {
+    if (slice.retained_offset < 0 || slice.hidden == nullptr) continue;
+    std::memcpy(RetainedRows(chunk, slice), slice.hidden, Bytes(slice.rows * d, chunk.hidden_dtype));
+  }
 }
 
 uint8_t* GradHiddenRow(const Slice& slice, int64_t row, int64_t d, DType dtype) {
@@ -106,6 +121,7 @@ void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
 
 void CpuHead::Gather(const Chunk& chunk, const RowOrder& order) {
   const int64_t d = config_.hidden_size;
+  Retain(chunk, d);
   const NormParams norm = norm_params();
   pool_->ParallelFor(order.rows, std::max<int64_t>(1, kElementGrain / d), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -113,7 +129,7 @@ void CpuHead::Gather(const Chunk& chunk, const RowOrder& order) {
       const Slice& slice = chunk.slices[static_cast<size_t>(source.slice)];
       float* const hidden = buffers_.hidden + i * d;
       float* const raw = has_norm() ? buffers_.unit + i * d : hidden;
-      ToFloat(chunk.hidden_dtype, HiddenRow(slice, source.row, d, chunk.hidden_dtype), d, raw);
+      ToFloat(chunk.hidden_dtype, HiddenRow(chunk, slice, source.row, d), d, raw);
       if (has_norm()) buffers_.inverse_deviation[i] = NormForward(norm, raw, hidden);
     }
   });

@@ -26,6 +26,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
 #include "server/engine/staging_pool.h"
@@ -40,7 +41,8 @@ struct EngineOptions {
   int64_t max_streams = 256;                   // open at once, over all heads
   int64_t max_heads = 64;
   int64_t max_queued_operations = 64;          // waiting for the device, per head
-  int64_t max_ledger_rows = int64_t{1} << 26;  // rows remembered per head and step (4 to 8 bytes each)
+  int64_t max_ledger_rows = int64_t{1} << 26;  // rows remembered per head and step (5 to 9 bytes each)
+  int64_t retained_bytes = 0;                  // hidden states of deferred microbatches; 0: none are kept
 };
 
 // Told about work as it happens, for metrics. Called on the engine's threads; must not block and must
@@ -67,6 +69,7 @@ struct HeadSnapshot {
   int64_t open_streams = 0;
   int64_t queued_slices = 0;
   int64_t step_microbatches = 0;
+  int64_t retained_microbatches = 0;
   int64_t step_rows = 0;   // valid rows accumulated in the open step
   int64_t total_rows = 0;  // computed since the head was added
 };
@@ -80,6 +83,8 @@ struct EngineStats {
   int64_t heads = 0;
   int64_t ledger_rows = 0;
   int64_t ledger_bytes = 0;
+  int64_t retained_microbatches = 0;
+  int64_t retained_bytes_used = 0;
 };
 
 // Which step to close and what must be in it; see lossd.v1.ApplyStepRequest.
@@ -112,6 +117,10 @@ class Stream {
   // Hands over one slice: hidden states [rows, D] at the front of `buffer`, `bytes` long. A slice that
   // breaks a rule fails the stream through OnFinished.
   virtual void Submit(RowRange rows, StagingBuffer buffer, int64_t bytes) = 0;
+  // Streams of OpenBackward: the slices to submit, and their submission. `buffer` receives dL/dx; it may be
+  // empty if that is not wanted.
+  virtual std::vector<RowRange> RetainedSlices() const = 0;
+  virtual void SubmitRetained(RowRange rows, StagingBuffer buffer) = 0;
   // No more slices will come; fails the stream if valid rows are missing.
   virtual void HalfClose() = 0;
   // Fails the stream with `why` (not OK): queued slices are dropped, those on the device finish.
@@ -163,6 +172,17 @@ class Engine {
   // lossd.v1.LossService.ComputeLoss.
   virtual absl::StatusOr<std::unique_ptr<Stream>> Open(StreamSpec spec,
                                                        std::shared_ptr<StreamObserver> observer) = 0;
+
+  // ---- Deferred microbatches ----
+  // Computes gradients of rows that a stream with StreamSpec::retain left behind. The caller submits each of
+  // the stream's RetainedSlices once. NOT_FOUND if the rows are not retained; otherwise as Open.
+  virtual absl::StatusOr<std::unique_ptr<Stream>> OpenBackward(BackwardSpec spec,
+                                                               std::shared_ptr<StreamObserver> observer) = 0;
+  // Lets go of a retained microbatch; its memory is free once streams that use it are done. False if there
+  // was none, NOT_FOUND if there is no such head.
+  virtual absl::StatusOr<bool> Release(absl::string_view name, uint64_t microbatch_id) = 0;
+  // Releases microbatches not used since `limit`; returns how many.
+  virtual int64_t ExpireRetained(absl::Time limit) = 0;
 };
 
 }  // namespace lossd::engine

@@ -17,9 +17,11 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
+#include "server/engine/deferred.h"
 #include "server/engine/engine.h"
 #include "server/engine/ledger.h"
 #include "server/engine/notifier.h"
+#include "server/engine/range_allocator.h"
 #include "server/engine/stream_state.h"
 #include "server/engine/work_queue.h"
 
@@ -28,7 +30,8 @@ namespace lossd::engine {
 class EngineImpl final : public Engine {
  public:
   EngineImpl(const EngineOptions& options, kernels::Backend* backend, uint64_t incarnation,
-             EngineObserver* observer, std::unique_ptr<StagingPool> staging);
+             EngineObserver* observer, std::unique_ptr<StagingPool> staging,
+             std::unique_ptr<kernels::RetainedMemory> retained);
   ~EngineImpl() override;
 
   StagingPool& staging() override { return *staging_; }
@@ -51,6 +54,10 @@ class EngineImpl final : public Engine {
 
   absl::StatusOr<std::unique_ptr<Stream>> Open(StreamSpec spec,
                                                std::shared_ptr<StreamObserver> observer) override;
+  absl::StatusOr<std::unique_ptr<Stream>> OpenBackward(BackwardSpec spec,
+                                                       std::shared_ptr<StreamObserver> observer) override;
+  absl::StatusOr<bool> Release(absl::string_view name, uint64_t microbatch_id) override;
+  int64_t ExpireRetained(absl::Time limit) override;
 
  private:
   friend class StreamHandle;
@@ -74,6 +81,7 @@ class EngineImpl final : public Engine {
     absl::Status distrust;
     WorkQueue queue;
     Ledger ledger;
+    DeferredMicrobatches deferred;
     std::vector<std::shared_ptr<StreamState>> streams;
     int64_t chunks_in_flight = 0;
     int64_t total_rows = 0;
@@ -113,6 +121,13 @@ class EngineImpl final : public Engine {
   absl::Status StepFailed(Entry& entry, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mutex_);
   void EnterStep(Entry& entry, uint64_t step, const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
+  // Shared ends of Open and OpenBackward.
+  absl::StatusOr<EntryPtr> FindForStream(absl::string_view name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<std::unique_ptr<Stream>> Admit(const EntryPtr& entry, std::shared_ptr<StreamState> state,
+                                                absl::Span<const float> ledger_weights)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status ReserveRetained(Entry& entry, StreamState& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
   void FailStream(Entry& entry, StreamState& stream, absl::Status why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropFailed(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FinishIfReady(Entry& entry, const std::shared_ptr<StreamState>& stream)
@@ -124,6 +139,8 @@ class EngineImpl final : public Engine {
   EngineObserver default_observer_;
   EngineObserver* const observer_;
   const std::unique_ptr<StagingPool> staging_;
+  const std::unique_ptr<kernels::RetainedMemory> retained_;  // null: none
+  RangeAllocator retained_allocator_;
   Notifier notifier_;
 
   mutable absl::Mutex mutex_;

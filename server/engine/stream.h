@@ -27,7 +27,7 @@ struct RowRange {
   friend bool operator==(const RowRange&, const RowRange&) = default;
 };
 
-enum class Reduction : uint8_t { kSum, kMean };
+enum class Reduction : uint8_t { kSum, kMean, kNone };
 
 struct RowWants {
   bool loss = false;
@@ -52,15 +52,36 @@ struct StreamSpec {
   float grad_output = 1.0f;
   bool want_grad_hidden = false;
   bool accumulate_gradients = false;
+  // Reduction kNone only: keep the hidden states for Engine::OpenBackward.
+  bool retain = false;
   RowWants want_rows;
   std::vector<int32_t> targets;    // [rows.size()], raw: a class or ignore_index
   std::vector<float> row_weights;  // empty or [rows.size()]
+};
+
+// Opens the backward pass of rows of a retained microbatch. Field names equal those of
+// lossd.v1.BackwardRequest.
+struct BackwardSpec {
+  std::string head;
+  std::optional<uint64_t> step;  // must be open; required with accumulate_gradients
+  uint64_t microbatch_id = 0;
+  RowRange rows;
+  bool want_grad_hidden = false;
+  bool accumulate_gradients = false;
+  std::vector<float> grad_loss;     // [rows.size()]: dL/d(row loss)
+  std::vector<float> grad_lse;      // empty (0) or [rows.size()]: dL/dlse
+  std::vector<float> grad_entropy;  // empty (0) or [rows.size()]: dL/dentropy
 };
 
 // Limits on one slice of a head.
 struct SliceLimits {
   int64_t max_rows = 0;
   int64_t max_bytes = 0;
+};
+
+// Upstream gradients of the rows of a backward stream; see BackwardSpec.
+struct RowGradients {
+  std::vector<float> loss, lse, entropy;
 };
 
 // Identifies the head's state in every answer.

@@ -1,5 +1,6 @@
 #include "server/engine/stream_state.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <utility>
@@ -48,10 +49,20 @@ absl::Status CheckNumbers(const StreamSpec& spec) {
                           absl::StrCat(spec.row_weights[i]));
     }
   }
+  if (spec.reduction == Reduction::kNone && (spec.want_grad_hidden || spec.accumulate_gradients)) {
+    return InvalidField(
+        "open.reduction",
+        "must be sum or mean with want_grad_hidden or accumulate_gradients (with none, gradients "
+        "come by Backward)",
+        "none");
+  }
+  if (spec.retain && spec.reduction != Reduction::kNone) {
+    return InvalidField("open.retain", "goes with REDUCTION_NONE only", "true");
+  }
   if (!std::isfinite(spec.grad_output)) {
     return InvalidField("open.grad_output", "must be finite", absl::StrCat(spec.grad_output));
   }
-  if (spec.normalizer.has_value() && spec.reduction == Reduction::kSum) {
+  if (spec.normalizer.has_value() && spec.reduction != Reduction::kMean) {
     return InvalidField("open.normalizer", "goes with REDUCTION_MEAN only", absl::StrCat(*spec.normalizer));
   }
   if (spec.normalizer.has_value() && !(std::isfinite(*spec.normalizer) && *spec.normalizer >= 0)) {
@@ -156,9 +167,46 @@ absl::Status StreamState::ResolveNormalizer() {
   return absl::OkStatus();
 }
 
-const float* StreamState::row_weights(RowRange rows) const {
-  if (spec_.row_weights.empty()) return nullptr;
-  return spec_.row_weights.data() + (rows.begin - spec_.rows.begin);
+void StreamState::SetRetained(std::vector<RetainedRows> retained, RowGradients gradients) {
+  retained_ = std::move(retained);
+  gradients_ = std::move(gradients);
+}
+
+const float* StreamState::At(const std::vector<float>& values, RowRange rows) const {
+  return values.empty() ? nullptr : values.data() + (rows.begin - spec_.rows.begin);
+}
+
+const float* StreamState::row_weights(RowRange rows) const { return At(spec_.row_weights, rows); }
+
+int64_t StreamState::RowBytes(int64_t rows) const {
+  return rows * hidden_size_ * static_cast<int64_t>(kernels::SizeOf(spec_.hidden_dtype));
+}
+
+int64_t StreamState::RetainedOffset(RowRange rows) const {
+  for (const RetainedRows& piece : retained_) {
+    if (piece.rows.begin <= rows.begin && rows.end <= piece.rows.end) {
+      return piece.block->offset() + RowBytes(rows.begin - piece.rows.begin);
+    }
+  }
+  return -1;
+}
+
+DeferredMicrobatches::Part StreamState::TakePart() {
+  return {.retained = std::move(retained_.front()),
+          .targets = std::move(spec_.targets),
+          .row_weights = std::move(spec_.row_weights)};
+}
+
+std::vector<RowRange> StreamState::RetainedSlices() const {
+  const int64_t most = std::max<int64_t>(1, std::min(limits_.max_rows, limits_.max_bytes / RowBytes(1)));
+  std::vector<RowRange> slices;
+  for (const RetainedRows& piece : retained_) {
+    const int64_t end = std::min(piece.rows.end, spec_.rows.end);
+    for (int64_t row = std::max(piece.rows.begin, spec_.rows.begin); row < end; row += most) {
+      slices.push_back({row, std::min(end, row + most)});
+    }
+  }
+  return slices;
 }
 
 absl::Status StreamState::AddSlice(RowRange rows, int64_t bytes) {
@@ -171,10 +219,9 @@ absl::Status StreamState::AddSlice(RowRange rows, int64_t bytes) {
     return InvalidField("slice.rows", absl::StrCat("must have at most ", limits_.max_rows, " rows"),
                         Text(rows));
   }
-  const int64_t row_bytes = hidden_size_ * static_cast<int64_t>(kernels::SizeOf(spec_.hidden_dtype));
-  if (bytes != rows.size() * row_bytes) {
+  if (bytes != RowBytes(rows.size())) {
     return InvalidField("payload",
-                        absl::StrCat("must have ", rows.size() * row_bytes, " bytes for rows ", Text(rows),
+                        absl::StrCat("must have ", RowBytes(rows.size()), " bytes for rows ", Text(rows),
                                      " of ", hidden_size_, " ", kernels::Name(spec_.hidden_dtype), " values"),
                         absl::StrCat(bytes));
   }

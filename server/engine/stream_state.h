@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
+#include "server/engine/deferred.h"
 #include "server/engine/ledger.h"
 #include "server/engine/stream.h"
 
@@ -27,6 +28,10 @@ class StreamState {
                                                              HeadState state, SliceLimits limits,
                                                              std::shared_ptr<StreamObserver> observer);
 
+  // For a stream that retains its rows or computes retained ones: where they are. `gradients` goes with the
+  // latter. Call once, before the first slice.
+  void SetRetained(std::vector<RetainedRows> retained, RowGradients gradients);
+
   const StreamSpec& spec() const { return spec_; }
   const MicrobatchTerms& terms() const { return terms_; }
   HeadState head_state() const { return head_state_; }
@@ -40,6 +45,19 @@ class StreamState {
     return spec_.targets.data() + (rows.begin - spec_.rows.begin);
   }
   const float* row_weights(RowRange rows) const;
+
+  const float* grad_loss(RowRange rows) const { return At(gradients_.loss, rows); }
+  const float* grad_lse(RowRange rows) const { return At(gradients_.lse, rows); }
+  const float* grad_entropy(RowRange rows) const { return At(gradients_.entropy, rows); }
+  // The place of some rows of one slice in retained memory, in bytes; -1: none.
+  int64_t RetainedOffset(RowRange rows) const;
+  // The rows of this stream cut so that each slice obeys the limits and lies in one piece of retained memory.
+  std::vector<RowRange> RetainedSlices() const;
+  // What a stream that retained its rows leaves behind. Call once, at its end.
+  DeferredMicrobatches::Part TakePart();
+  bool is_backward() const { return !gradients_.loss.empty(); }
+  // Bytes of some rows' hidden states.
+  int64_t RowBytes(int64_t rows) const;
 
   // Checks a slice and marks its rows as sent. INVALID_ARGUMENT; then nothing has changed.
   absl::Status AddSlice(RowRange rows, int64_t bytes);
@@ -65,6 +83,7 @@ class StreamState {
   StreamState(StreamSpec spec, HeadState state, SliceLimits limits, std::shared_ptr<StreamObserver> observer);
   absl::Status MapTargets(int64_t vocab_size);
   absl::Status ResolveNormalizer();
+  const float* At(const std::vector<float>& values, RowRange rows) const;
 
   StreamSpec spec_;
   MicrobatchTerms terms_;
@@ -73,6 +92,9 @@ class StreamState {
   const std::shared_ptr<StreamObserver> observer_;
   int64_t hidden_size_ = 0;
   float grad_scale_ = 1.0f;
+
+  std::vector<RetainedRows> retained_;  // by first row
+  RowGradients gradients_;
 
   std::vector<uint8_t> sent_;  // per row of the range
   int64_t unsent_rows_ = 0;

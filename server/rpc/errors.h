@@ -8,7 +8,6 @@
 #include <grpcpp/support/status.h>
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -22,22 +21,16 @@ namespace lossd::rpc {
 absl::Status FieldError(absl::string_view field, absl::string_view rule, const absl::AlphaNum& value,
                         absl::StatusCode code = absl::StatusCode::kInvalidArgument);
 
-// For errors from below rpc, which name fields without their place in the request: "<field> must ..., got
-// <value>" becomes "<prefix><field> must ..., got <value>" and gets its detail. Other statuses stay.
+// For errors from below that name fields without their place in the request: kernels::Validate's "<field>
+// must ..., got <value>" becomes "<prefix><field> must ..., got <value>" and gets its detail; an unknown
+// head becomes an error of the field "<prefix>head". Others stay.
 absl::Status Located(absl::Status status, absl::string_view prefix);
 
-// NOT_FOUND for a head.
-absl::Status NoSuchHead(absl::string_view field, absl::string_view name);
+// Adds lines to ErrorDetail.missing.
+absl::Status WithMissing(absl::Status status, const std::vector<std::string>& missing);
 
-// Facts that go into the detail of every error answered.
-struct ErrorContext {
-  uint64_t incarnation = 0;
-  std::optional<uint64_t> current_step;
-  std::vector<std::string> missing;
-};
-
-// What a call ends with.
-grpc::Status ToGrpc(absl::Status status, const ErrorContext& context);
+// What a call ends with. Field, value and step of the engine's errors (engine/errors.h) become the detail.
+grpc::Status ToGrpc(absl::Status status, uint64_t incarnation);
 
 // "INVALID_ARGUMENT" and so on.
 std::string CodeName(const grpc::Status& status);

@@ -50,9 +50,18 @@ TEST(SplitBlocksTest, KeepsEveryByteAndHoldsOutItsShare) {
 }
 
 TEST(SplitBlocksTest, ShortTextIsAllTraining) {
-  const TextSplit split = SplitBlocks({"one", "two"});
+  const TextSplit split = SplitBlocks({"one", "two"}, 100);
   EXPECT_EQ(split.train, "one\ntwo");
   EXPECT_EQ(split.held_out, "");
+}
+
+TEST(SplitBlocksTest, BlocksShrinkWithTheText) {
+  std::string text;
+  for (int i = 0; i < 300; ++i) text += "a line of text\n";
+  const TextSplit split = SplitBlocks({text});
+  const double share = static_cast<double>(split.held_out.size()) / static_cast<double>(text.size());
+  EXPECT_NEAR(share, 0.05, 0.02);
+  EXPECT_TRUE(SplitBlocks({}).train.empty());
 }
 
 TEST(LoadTest, ReadsAFileAndReportsMissingOnes) {

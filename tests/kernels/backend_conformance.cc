@@ -426,6 +426,55 @@ TEST_P(BackendConformance, SameChunkSameBits) {
   }
 }
 
+// A forward pass that keeps its hidden states, other work in between, and a backward pass from what was kept
+// give the bits of a direct computation.
+TEST_P(BackendConformance, RetainedRowsGiveTheSameBits) {
+  const Problem problem = MakeProblem(Random(70, 45, 210), rng());
+  const auto direct = MakeHead(backend(), problem);
+  const auto deferred = MakeHead(backend(), problem);
+  ASSERT_TRUE(direct != nullptr && deferred != nullptr);
+  const ChunkRun want = RunChunk(*direct, problem);
+  auto retained = backend().AllocateRetained(RetainedBytes(problem));
+  ASSERT_TRUE(retained.ok()) << retained.status();
+
+  Problem forward = problem;
+  forward.accumulate_gradients = false;
+  for (SliceData& slice : forward.slices) slice.want_grad_hidden = false;
+  ASSERT_TRUE(RunChunk(*deferred, forward, {.retained = retained->get()}).done.ok());
+  Problem other = MakeProblem(Random(33, 45, 210), rng());
+  other.config = problem.config;
+  other.options = problem.options;
+  other.accumulate_gradients = false;
+  ASSERT_TRUE(RunChunk(*deferred, other).done.ok());
+
+  const ChunkRun got = RunChunk(*deferred, problem, {.retained = retained->get(), .take_retained = true});
+  ASSERT_TRUE(got.done.ok()) << got.done;
+  for (size_t i = 0; i < problem.slices.size(); ++i) {
+    EXPECT_EQ(want.slices[i].loss, got.slices[i].loss);
+    EXPECT_EQ(want.slices[i].grad_hidden, got.slices[i].grad_hidden);
+  }
+  EXPECT_EQ(AllGradients(*direct), AllGradients(*deferred));
+}
+
+TEST_P(BackendConformance, RetainedMemoryIsCountedAndBounded) {
+  const int64_t before = backend().memory().current[MemoryKind::kRetained];
+  const Problem problem = MakeProblem(Plain({5}, 16, 9), rng());
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  {
+    auto retained = backend().AllocateRetained(RetainedBytes(problem) - 4);
+    ASSERT_TRUE(retained.ok()) << retained.status();
+    EXPECT_EQ(backend().memory().current[MemoryKind::kRetained] - before, (*retained)->size());
+    EXPECT_EQ(RunChunk(*head, problem, {.retained = retained->get()}).results.code(),
+              absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(RunChunk(*head, problem, {.retained = retained->get(), .take_retained = true}).results.code(),
+              absl::StatusCode::kInvalidArgument);
+  }
+  EXPECT_EQ(backend().memory().current[MemoryKind::kRetained], before);
+  EXPECT_EQ(backend().AllocateRetained(-1).status().code(), absl::StatusCode::kInvalidArgument);
+  ExpectZeroGradients(*head);
+}
+
 TEST_P(BackendConformance, NewHeadIsZeroButForGainAndClassWeights) {
   HeadConfig config = Plain({1}, 7, 9).config;
   config.has_bias = config.has_class_weights = true;

@@ -189,6 +189,21 @@ void ExpectSumsMatch(DType compute, const Problem& problem, const SliceData& sli
               static_cast<double>(undecided));
 }
 
+// Bytes of a slice's hidden states.
+int64_t RetainedBytesOf(const Problem& problem, const SliceData& slice) {
+  return slice.rows() * problem.config.hidden_size * static_cast<int64_t>(SizeOf(problem.hidden_dtype));
+}
+
+void PlaceRetained(const Problem& problem, const RunOptions& options, Chunk& chunk) {
+  chunk.retained = options.retained;
+  int64_t offset = 0;
+  for (size_t i = 0; i < chunk.slices.size(); ++i) {
+    chunk.slices[i].retained_offset = offset;
+    if (options.take_retained) chunk.slices[i].hidden = nullptr;
+    offset += RetainedBytesOf(problem, problem.slices[i]);
+  }
+}
+
 }  // namespace
 
 Rng FreshRng() {
@@ -372,6 +387,12 @@ std::unique_ptr<HeadKernels> MakeHead(Backend& backend, const Problem& problem) 
   return *std::move(head);
 }
 
+int64_t RetainedBytes(const Problem& problem) {
+  int64_t bytes = 0;
+  for (const SliceData& slice : problem.slices) bytes += RetainedBytesOf(problem, slice);
+  return bytes;
+}
+
 ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& options) {
   ChunkRun run;
   ChunkBuffers buffers = MakeBuffers(problem, options, run);
@@ -380,6 +401,7 @@ ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& o
   chunk.hidden_dtype = problem.hidden_dtype;
   chunk.accumulate_gradients = problem.accumulate_gradients;
   chunk.slices = absl::MakeSpan(buffers.slices);
+  if (options.retained != nullptr) PlaceRetained(problem, options, chunk);
   absl::Notification have_results;
   absl::Notification done;
   ChunkCallbacks callbacks;

@@ -106,7 +106,13 @@ struct ChunkRun {
 struct RunOptions {
   bool grad_hidden_in_place = false;  // grad_hidden == hidden
   bool want_row_outputs = true;
+  // Keep the slices' hidden states here, one after the other; with take_retained, take them from here.
+  RetainedMemory* retained = nullptr;
+  bool take_retained = false;
 };
+
+// Bytes of retained memory that a problem's slices take.
+int64_t RetainedBytes(const Problem& problem);
 
 // Submits the problem's slices as one chunk and waits until it is done. Checks that each callback ran once
 // and in order.

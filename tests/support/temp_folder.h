@@ -34,7 +34,9 @@ class TempFolder {
   std::string path_;
 };
 
+// Replaces the file. (A new one: some file systems bring a truncated and rewritten one to the disk at once.)
 inline void WriteWholeFile(const std::string& path, absl::string_view content) {
+  std::filesystem::remove(path);
   std::ofstream file(path, std::ios::binary | std::ios::trunc);
   file.write(content.data(), static_cast<std::streamsize>(content.size()));
   file.close();

@@ -1,9 +1,9 @@
 // A backend whose arithmetic is trivial and whose failures are scripted, so that tests of the engine see
 // exactly which rows were accumulated, and when.
 //
-// For a row with hidden state x and target y: loss = x[0] * row_weight, dL/dx = grad_scale * x. Its
-// "weight gradient" is the list of x[0] values accumulated since the last step. A row with a
-// non-finite x[0] is bad.
+// For a row with hidden state x and target y: loss = x[0] * row_weight, dL/dx = grad_scale * grad_loss * x.
+// Its "weight gradient" is the list of x[0] values accumulated since the last step. A row with a non-finite
+// x[0] is bad.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_FAKE_BACKEND_H_
 #define LOSSD_TESTS_SERVER_ENGINE_FAKE_BACKEND_H_
 
@@ -83,6 +83,16 @@ class FakeDevice {
   int64_t next_chunk_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
+class FakeRetained final : public kernels::RetainedMemory {
+ public:
+  explicit FakeRetained(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {}
+  int64_t size() const override { return static_cast<int64_t>(bytes_.size()); }
+  uint8_t* data() { return bytes_.data(); }
+
+ private:
+  std::vector<uint8_t> bytes_;
+};
+
 class FakeHead final : public kernels::HeadKernels {
  public:
   FakeHead(FakeDevice* device, kernels::HeadConfig config) : device_(device), config_(config) {
@@ -151,7 +161,14 @@ class FakeHead final : public kernels::HeadKernels {
 
   std::vector<float> ComputeSlice(const kernels::Chunk& chunk, kernels::Slice& slice) {
     std::vector<float> accumulated;
-    const auto* hidden = static_cast<const float*>(slice.hidden);
+    auto* const retained = slice.retained_offset < 0
+                               ? nullptr
+                               : reinterpret_cast<float*>(static_cast<FakeRetained*>(chunk.retained)->data() +
+                                                          slice.retained_offset);
+    const auto* hidden = slice.hidden != nullptr ? static_cast<const float*>(slice.hidden) : retained;
+    if (retained != nullptr && slice.hidden != nullptr) {
+      std::memcpy(retained, hidden, static_cast<size_t>(slice.rows * config_.hidden_size) * sizeof(float));
+    }
     auto* grad = static_cast<float*>(slice.grad_hidden);
     const int64_t d = config_.hidden_size;
     for (int64_t i = 0; i < slice.rows; ++i) {
@@ -161,7 +178,8 @@ class FakeHead final : public kernels::HeadKernels {
       if (valid && !std::isfinite(loss) && slice.first_nonfinite_row < 0) slice.first_nonfinite_row = i;
       if (slice.out.loss != nullptr) slice.out.loss[i] = loss;
       for (int64_t j = 0; grad != nullptr && j < d; ++j) {
-        grad[i * d + j] = valid ? slice.grad_scale * hidden[i * d + j] : 0.0f;
+        const float upstream = slice.grad_loss != nullptr ? slice.grad_loss[i] : 1.0f;
+        grad[i * d + j] = valid ? slice.grad_scale * upstream * hidden[i * d + j] : 0.0f;
       }
       if (!valid) continue;
       slice.sums.loss += loss;
@@ -221,6 +239,9 @@ class FakeBackend final : public kernels::Backend {
   }
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> AllocateStaging(int64_t bytes) override {
     return std::make_unique<FakeStaging>(static_cast<size_t>(bytes));
+  }
+  absl::StatusOr<std::unique_ptr<kernels::RetainedMemory>> AllocateRetained(int64_t bytes) override {
+    return std::make_unique<FakeRetained>(bytes);
   }
 
  private:

@@ -1,0 +1,290 @@
+// What the service costs: rows per second of the same loss computation three ways, in one process on one
+// backend: the kernels alone, the engine around them, and a client over TCP loopback.
+//
+//   service_bench --rows=1024 --hidden_size=512 --vocab_size=32000 --seconds=5
+//
+// Prints a table, and JSON to --json=FILE. Every way computes loss, dL/dx and dL/dW of the same random rows.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <fstream>
+#include <iostream>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/flags/usage.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "client/cpp/client.h"
+#include "kernels/backend.h"
+#include "kernels/cpu/cpu_backend.h"
+#include "nlohmann/json.hpp"
+#include "server/engine/engine.h"
+#include "server/rpc/server.h"
+
+ABSL_FLAG(int64_t, rows, 1024, "rows of a microbatch");
+ABSL_FLAG(int64_t, hidden_size, 512, "D");
+ABSL_FLAG(int64_t, vocab_size, 32000, "V");
+ABSL_FLAG(int, threads, 0, "threads of the CPU backend; 0: all the process may use");
+ABSL_FLAG(int, in_flight, 4, "microbatches under way at once, for the engine and the client");
+ABSL_FLAG(std::vector<std::string>, channels, std::vector<std::string>({"1", "2", "4"}),
+          "connections to try");
+ABSL_FLAG(double, seconds, 5.0, "measured time of each line, after a second of warm-up");
+ABSL_FLAG(std::string, json, "", "also write the results to this file");
+
+namespace lossd {
+namespace {
+
+constexpr char kHead[] = "bench";
+constexpr double kWarmUpSeconds = 1.0;
+
+// Ends the program on an error: a benchmark that goes on after one measures nothing.
+template <typename T>
+T Must(absl::StatusOr<T> value) {
+  if (!value.ok()) {
+    std::cerr << value.status() << "\n";
+    std::exit(1);
+  }
+  return *std::move(value);
+}
+void Must(const absl::Status& status) {
+  if (status.ok()) return;
+  std::cerr << status << "\n";
+  std::exit(1);
+}
+
+struct Shape {
+  int64_t rows, hidden_size, vocab_size;
+};
+
+// Random bf16 hidden states and targets.
+struct Rows {
+  explicit Rows(const Shape& shape) {
+    std::mt19937_64 rng(1);
+    std::normal_distribution<float> normal;
+    hidden.resize(static_cast<size_t>(shape.rows * shape.hidden_size));
+    for (uint16_t& x : hidden) {
+      const float value = normal(rng);
+      uint32_t bits;
+      std::memcpy(&bits, &value, sizeof(bits));
+      x = static_cast<uint16_t>(bits >> 16);
+    }
+    std::uniform_int_distribution<int32_t> target(0, static_cast<int32_t>(shape.vocab_size - 1));
+    for (int64_t i = 0; i < shape.rows; ++i) targets.push_back(target(rng));
+  }
+  std::vector<uint16_t> hidden;  // bf16 [rows, hidden_size]
+  std::vector<int32_t> targets;  // [rows]
+};
+
+struct Line {
+  std::string name;
+  double rows_per_second = 0.0;
+  double microbatch_seconds = 0.0;  // from submission to result, mean
+};
+
+// Calls `once` until `seconds` have passed after the warm-up; each call computes `rows` rows.
+template <typename Fn>
+Line Measure(std::string name, int64_t rows, double seconds, Fn once) {
+  const auto run = [&](double limit) {
+    int64_t calls = 0;
+    const absl::Time start = absl::Now();
+    double elapsed = 0.0;
+    do {
+      once();
+      ++calls;
+      elapsed = absl::ToDoubleSeconds(absl::Now() - start);
+    } while (elapsed < limit);
+    return elapsed / static_cast<double>(calls);
+  };
+  run(kWarmUpSeconds);
+  const double per_call = run(seconds);
+  return {std::move(name), static_cast<double>(rows) / per_call, per_call};
+}
+
+kernels::CpuBackendOptions BackendOptions() { return {.threads = absl::GetFlag(FLAGS_threads)}; }
+
+// The kernels alone: chunks as large as the head allows, host memory reused.
+Line MeasureKernels(const Shape& shape, const Rows& rows, double seconds) {
+  auto backend = Must(kernels::CreateCpuBackend(BackendOptions()));
+  auto head = Must(backend->CreateHead({.hidden_size = shape.hidden_size, .vocab_size = shape.vocab_size}));
+  std::vector<uint16_t> grad(rows.hidden.size());
+  return Measure("kernels", shape.rows, seconds, [&] {
+    for (int64_t begin = 0; begin < shape.rows; begin += head->chunk_rows()) {
+      std::vector<kernels::Slice> slices(1);
+      slices[0].rows = std::min(head->chunk_rows(), shape.rows - begin);
+      slices[0].hidden = rows.hidden.data() + begin * shape.hidden_size;
+      slices[0].targets = rows.targets.data() + begin;
+      slices[0].grad_hidden = grad.data() + begin * shape.hidden_size;
+      kernels::Chunk chunk{.slices = absl::MakeSpan(slices)};
+      absl::Notification done;
+      head->Submit(&chunk, {.on_results = [](absl::Status status) { Must(status); },
+                            .on_done =
+                                [&](absl::Status status) {
+                                  Must(status);
+                                  done.Notify();
+                                }});
+      done.WaitForNotification();
+    }
+  });
+}
+
+class Waiter : public engine::StreamObserver {
+ public:
+  void OnSlice(engine::SliceOutput) override {}
+  void OnFinished(absl::Status status, const engine::StreamSummary&) override {
+    Must(status);
+    done_.Notify();
+  }
+  void Wait() { done_.WaitForNotification(); }
+
+ private:
+  absl::Notification done_;
+};
+
+// The engine with slices copied into staging buffers, as the rpc layer does.
+Line MeasureEngine(const Shape& shape, const Rows& rows, double seconds) {
+  auto backend = Must(kernels::CreateCpuBackend(BackendOptions()));
+  auto engine = Must(engine::Engine::Create({}, backend.get(), 1, nullptr));
+  Must(engine->CreateHead(kHead, {.hidden_size = shape.hidden_size, .vocab_size = shape.vocab_size}, 0));
+  Must(engine->PublishHead(kHead));
+  const auto limits = Must(engine->Describe(kHead)).limits;
+  const int64_t row_bytes = shape.hidden_size * 2;
+  const int64_t slice_rows = std::min(limits.max_rows, std::max<int64_t>(1, limits.max_bytes / row_bytes));
+  uint64_t id = 0;
+  const auto start_one = [&] {
+    engine::StreamSpec spec;
+    spec.head = kHead;
+    spec.microbatch_id = id++;
+    spec.microbatch_rows = shape.rows;
+    spec.rows = {0, shape.rows};
+    spec.want_grad_hidden = true;
+    spec.accumulate_gradients = true;
+    spec.step = 0;
+    spec.targets = rows.targets;
+    auto waiter = std::make_shared<Waiter>();
+    auto stream = Must(engine->Open(std::move(spec), waiter));
+    stream->Start();
+    for (int64_t begin = 0; begin < shape.rows; begin += slice_rows) {
+      const engine::RowRange range{begin, std::min(shape.rows, begin + slice_rows)};
+      absl::Notification acquired;
+      engine::StagingBuffer buffer;
+      engine->staging().Acquire([&](engine::StagingBuffer free) {
+        buffer = std::move(free);
+        acquired.Notify();
+      });
+      acquired.WaitForNotification();
+      std::memcpy(buffer.data(), rows.hidden.data() + begin * shape.hidden_size,
+                  static_cast<size_t>(range.size() * row_bytes));
+      stream->Submit(range, std::move(buffer), range.size() * row_bytes);
+    }
+    return std::make_pair(std::move(stream), waiter);
+  };
+  std::deque<decltype(start_one())> under_way;
+  Line line = Measure("engine", shape.rows, seconds, [&] {
+    while (static_cast<int>(under_way.size()) < absl::GetFlag(FLAGS_in_flight))
+      under_way.push_back(start_one());
+    under_way.front().second->Wait();
+    under_way.pop_front();
+  });
+  while (!under_way.empty()) {
+    under_way.front().second->Wait();
+    under_way.pop_front();
+  }
+  return line;
+}
+
+// A client of a server in this process, over TCP loopback.
+Line MeasureService(const Shape& shape, const Rows& rows, int channels, double seconds) {
+  auto server = Must(rpc::Server::Start(
+      {.listen = "127.0.0.1:0", .http = "", .backend = "cpu", .threads = absl::GetFlag(FLAGS_threads)}));
+  auto client = Must(client::Client::Connect({.target = server->grpc_address(), .channels = channels}));
+  v1::CreateHeadRequest request;
+  request.mutable_spec()->set_name(kHead);
+  request.mutable_spec()->set_hidden_size(static_cast<uint64_t>(shape.hidden_size));
+  request.mutable_spec()->set_vocab_size(static_cast<uint64_t>(shape.vocab_size));
+  Must(client->CreateHead(request));
+  const size_t in_flight = static_cast<size_t>(absl::GetFlag(FLAGS_in_flight));
+  std::vector<std::vector<uint16_t>> grads(in_flight, std::vector<uint16_t>(rows.hidden.size()));
+  uint64_t id = 0;
+  const auto start_one = [&] {
+    const client::Microbatch microbatch{.head = kHead,
+                                        .step = 0,
+                                        .id = id,
+                                        .hidden_size = static_cast<uint64_t>(shape.hidden_size),
+                                        .hidden_dtype = v1::DTYPE_BF16,
+                                        .hidden = rows.hidden.data(),
+                                        .targets = rows.targets};
+    client::ComputeOptions options;
+    options.accumulate_gradients = true;
+    return client->ComputeLossAsync(microbatch, {.grad_hidden = grads[id++ % in_flight].data()}, options);
+  };
+  std::deque<client::PendingLoss> under_way;
+  Line line = Measure(absl::StrCat("service, ", channels, channels == 1 ? " channel" : " channels"),
+                      shape.rows, seconds, [&] {
+                        while (under_way.size() < in_flight) under_way.push_back(start_one());
+                        Must(under_way.front().Wait());
+                        under_way.pop_front();
+                      });
+  for (client::PendingLoss& pending : under_way) Must(pending.Wait());
+  return line;
+}
+
+void Print(const Shape& shape, const std::vector<Line>& lines) {
+  std::cout << absl::StrFormat("N = %d, D = %d, V = %d, bf16 hidden states, loss + dx + dW\n", shape.rows,
+                               shape.hidden_size, shape.vocab_size);
+  std::cout << absl::StrFormat("%-22s %12s %14s %12s %10s\n", "", "rows/s", "ms/microbatch", "MB/s each way",
+                               "of kernels");
+  for (const Line& line : lines) {
+    std::cout << absl::StrFormat("%-22s %12.1f %14.2f %12.1f %9.1f%%\n", line.name, line.rows_per_second,
+                                 1e3 * line.microbatch_seconds,
+                                 line.rows_per_second * static_cast<double>(shape.hidden_size) * 2 / 1e6,
+                                 100.0 * line.rows_per_second / lines.front().rows_per_second);
+  }
+}
+
+void WriteJson(const std::string& path, const Shape& shape, const std::vector<Line>& lines) {
+  nlohmann::json json = {
+      {"rows", shape.rows}, {"hidden_size", shape.hidden_size}, {"vocab_size", shape.vocab_size}};
+  for (const Line& line : lines) {
+    json["results"].push_back({{"name", line.name},
+                               {"rows_per_second", line.rows_per_second},
+                               {"seconds_per_microbatch", line.microbatch_seconds}});
+  }
+  std::ofstream file(path);
+  file << json.dump(2) << "\n";
+  if (!file.good()) Must(absl::UnavailableError(absl::StrCat("cannot write ", path)));
+}
+
+void Run() {
+  const Shape shape{absl::GetFlag(FLAGS_rows), absl::GetFlag(FLAGS_hidden_size),
+                    absl::GetFlag(FLAGS_vocab_size)};
+  const Rows rows(shape);
+  const double seconds = absl::GetFlag(FLAGS_seconds);
+  std::vector<Line> lines = {MeasureKernels(shape, rows, seconds), MeasureEngine(shape, rows, seconds)};
+  for (const std::string& text : absl::GetFlag(FLAGS_channels)) {
+    lines.push_back(MeasureService(shape, rows, std::atoi(text.c_str()), seconds));
+  }
+  Print(shape, lines);
+  if (const std::string path = absl::GetFlag(FLAGS_json); !path.empty()) WriteJson(path, shape, lines);
+}
+
+}  // namespace
+}  // namespace lossd
+
+int main(int argc, char** argv) {
+  absl::SetProgramUsageMessage("Rows per second of the kernels, the engine and the whole service.");
+  absl::ParseCommandLine(argc, argv);
+  lossd::Run();
+  return 0;
+}

@@ -1,0 +1,11 @@
+# cmake --install: the server, the CLI, and the files an operator starts from.
+
+include(GNUInstallDirs)
+foreach(program lossd lossctl)
+  if(TARGET ${program})
+    install(TARGETS ${program} RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+  endif()
+endforeach()
+install(FILES deploy/lossd.flags deploy/lossd.service deploy/prometheus.yml
+        DESTINATION ${CMAKE_INSTALL_DATADIR}/lossd)
+install(FILES README.md LICENSE CHANGELOG.md DESTINATION ${CMAKE_INSTALL_DOCDIR})

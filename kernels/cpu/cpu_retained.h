@@ -1,0 +1,30 @@
+// Retained hidden states of the CPU backend: plain host memory. Thread-compatible.
+#ifndef LOSSD_KERNELS_CPU_CPU_RETAINED_H_
+#define LOSSD_KERNELS_CPU_CPU_RETAINED_H_
+
+#include <cstdint>
+#include <utility>
+
+#include "kernels/backend.h"
+#include "kernels/cpu/accounting.h"
+#include "kernels/cpu/arena.h"
+
+namespace lossd::kernels {
+
+class CpuRetained final : public RetainedMemory {
+ public:
+  CpuRetained(AlignedBytes memory, int64_t bytes, MemoryAccounting::Reservation reservation)
+      : reservation_(std::move(reservation)), memory_(std::move(memory)), bytes_(bytes) {}
+
+  int64_t size() const override { return bytes_; }
+  uint8_t* data() { return memory_.get(); }
+
+ private:
+  const MemoryAccounting::Reservation reservation_;
+  const AlignedBytes memory_;
+  const int64_t bytes_;
+};
+
+}  // namespace lossd::kernels
+
+#endif  // LOSSD_KERNELS_CPU_CPU_RETAINED_H_

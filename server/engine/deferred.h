@@ -1,0 +1,65 @@
+// The deferred microbatches of one head: rows whose losses were computed without gradients (reduction none)
+// and whose hidden states are kept until Backward brings the gradient of each row.
+//
+// A microbatch consists of parts, one for each stream that carried it. Parts never overlap.
+// Thread-compatible: guarded by the engine's lock.
+#ifndef LOSSD_SERVER_ENGINE_DEFERRED_H_
+#define LOSSD_SERVER_ENGINE_DEFERRED_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "server/engine/ledger.h"
+#include "server/engine/range_allocator.h"
+#include "server/engine/stream.h"
+
+namespace lossd::engine {
+
+// Rows of a microbatch in retained memory, [rows, D] in the microbatch's dtype.
+struct RetainedRows {
+  RowRange rows;
+  std::shared_ptr<const RangeAllocator::Block> block;
+};
+
+class DeferredMicrobatches {
+ public:
+  struct Part {
+    RetainedRows retained;
+    std::vector<int32_t> targets;    // [rows], classes or kernels::kIgnoredTarget
+    std::vector<float> row_weights;  // empty or [rows]
+  };
+  struct Microbatch {
+    MicrobatchTerms terms;
+    std::map<int64_t, Part> parts;  // by first row
+    absl::Time last_used;
+  };
+
+  // FAILED_PRECONDITION if the id is kept with other terms, ALREADY_EXISTS if it has rows that overlap
+  // `rows` other than exactly those.
+  absl::Status CheckAdd(uint64_t id, const MicrobatchTerms& terms, RowRange rows) const;
+  // Keeps a part that CheckAdd allowed; replaces one with the same rows.
+  void Add(uint64_t id, const MicrobatchTerms& terms, Part part, absl::Time now);
+
+  // A microbatch whose parts cover `rows`, marked as used. NOT_FOUND names the first row that is not there.
+  absl::StatusOr<const Microbatch*> Find(uint64_t id, RowRange rows, absl::Time now);
+
+  // True if there was one.
+  bool Release(uint64_t id) { return microbatches_.erase(id) > 0; }
+  void Clear() { microbatches_.clear(); }
+  // Releases what was last used before `limit`; returns how many microbatches.
+  int64_t Expire(absl::Time limit);
+
+  int64_t size() const { return static_cast<int64_t>(microbatches_.size()); }
+
+ private:
+  std::map<uint64_t, Microbatch> microbatches_;
+};
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_SERVER_ENGINE_DEFERRED_H_

@@ -1,0 +1,305 @@
+// EngineImpl: heads and their steps.
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/engine/engine_impl.h"
+#include "server/engine/errors.h"
+
+namespace lossd::engine {
+
+// ---- Heads ----
+
+absl::StatusOr<EngineImpl::EntryPtr> EngineImpl::Find(absl::string_view name) const {
+  const auto it = entries_.find(name);
+  if (it == entries_.end() || it->second->deleting) {
+    absl::Status status = absl::NotFoundError(absl::StrCat("no head named '", name, "'"));
+    status.SetPayload(kFieldPayload, absl::Cord("head"));
+    status.SetPayload(kValuePayload, absl::Cord(name));
+    return status;
+  }
+  return it->second;
+}
+
+absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadConfig& config,
+                                    uint64_t step) {
+  if (auto status = kernels::Validate(config); !status.ok()) return status;
+  if (config.hidden_size > options_.slice_bytes / 4) {
+    return InvalidField(
+        "hidden_size",
+        absl::StrCat("must let one fp32 row fit into a slice of ", options_.slice_bytes, " bytes"),
+        absl::StrCat(config.hidden_size));
+  }
+  EntryPtr entry = std::make_shared<Entry>(std::string(name), config, options_.max_ledger_rows);
+  {
+    absl::MutexLock lock(&mutex_);
+    if (stopping_) return absl::UnavailableError("the server is shutting down");
+    if (static_cast<int64_t>(entries_.size()) >= options_.max_heads && !entries_.contains(name)) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("there are ", entries_.size(), " heads, the most allowed"));
+    }
+    if (!entries_.emplace(entry->name, entry).second) {
+      return FieldError(absl::StatusCode::kAlreadyExists, "spec.name", "is taken by another head", name);
+    }
+  }
+  absl::Status status;
+  absl::Status ran = RunDeviceTask([&] {
+    auto kernels = backend_->CreateHead(config);
+    absl::MutexLock lock(&mutex_);
+    if (!kernels.ok()) {
+      status = kernels.status();
+      entries_.erase(entry->name);
+      return;
+    }
+    entry->compute_dtype = (*kernels)->compute_dtype();
+    entry->chunk_rows = (*kernels)->chunk_rows();
+    entry->memory = (*kernels)->memory();
+    entry->step = step;
+    entry->head = std::make_unique<head::Head>(entry->name, *std::move(kernels));
+  });
+  return ran.ok() ? status : ran;
+}
+
+absl::Status EngineImpl::PublishHead(absl::string_view name) {
+  absl::MutexLock lock(&mutex_);
+  auto entry = Find(name);
+  if (!entry.ok()) return entry.status();
+  (*entry)->published = true;
+  return absl::OkStatus();
+}
+
+absl::Status EngineImpl::DeleteHead(absl::string_view name) {
+  {
+    absl::MutexLock lock(&mutex_);
+    auto entry = Find(name);
+    if (!entry.ok()) return entry.status();
+    if (!(*entry)->streams.empty()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("head ", name, " has ", (*entry)->streams.size(), " open ComputeLoss calls"));
+    }
+    (*entry)->deleting = true;
+  }
+  return RunDeviceTask([&] {
+    std::unique_ptr<head::Head> head;  // freed outside the lock
+    absl::MutexLock lock(&mutex_);
+    const auto it = entries_.find(name);
+    if (it == entries_.end()) return;
+    for (Operation* operation : it->second->queue.TakeOperations()) {
+      operation->result = absl::NotFoundError(absl::StrCat("head ", name, " was deleted"));
+      operation->done.Notify();
+    }
+    head = std::move(it->second->head);
+    entries_.erase(it);
+  });
+}
+
+HeadSnapshot EngineImpl::Snapshot(const Entry& entry) const {
+  return {.name = entry.name,
+          .config = entry.config,
+          .compute_dtype = entry.compute_dtype,
+          .state = {.incarnation = incarnation_, .step = entry.step},
+          .limits = {.max_rows = entry.chunk_rows, .max_bytes = options_.slice_bytes},
+          .chunk_rows = entry.chunk_rows,
+          .memory = entry.memory,
+          .open_streams = static_cast<int64_t>(entry.streams.size()),
+          .queued_slices = entry.queue.slices(),
+          .step_microbatches = entry.ledger.microbatches(),
+          .retained_microbatches = entry.deferred.size(),
+          .step_rows = entry.ledger.accumulated_rows(),
+          .total_rows = entry.total_rows};
+}
+
+absl::StatusOr<HeadSnapshot> EngineImpl::Describe(absl::string_view name) const {
+  absl::MutexLock lock(&mutex_);
+  auto entry = Find(name);
+  if (!entry.ok()) return entry.status();
+  return Snapshot(**entry);
+}
+
+std::vector<HeadSnapshot> EngineImpl::List() const {
+  absl::MutexLock lock(&mutex_);
+  std::vector<HeadSnapshot> heads;
+  for (const auto& [name, entry] : entries_) {
+    if (entry->published && !entry->deleting) heads.push_back(Snapshot(*entry));
+  }
+  return heads;
+}
+
+EngineStats EngineImpl::stats() const {
+  EngineStats stats;
+  stats.staging_buffers = staging_->buffers();
+  stats.staging_buffers_free = staging_->free_buffers();
+  stats.retained_bytes_used = retained_allocator_.used();
+  absl::MutexLock lock(&mutex_);
+  stats.open_streams = open_streams_;
+  for (const auto& [name, entry] : entries_) {
+    stats.queued_slices += entry->queue.slices();
+    stats.queued_rows += entry->queue.rows();
+    stats.heads += entry->published ? 1 : 0;
+    stats.ledger_rows += entry->ledger.declared_rows();
+    stats.ledger_bytes += entry->ledger.bytes();
+    stats.retained_microbatches += entry->deferred.size();
+  }
+  return stats;
+}
+
+absl::Status EngineImpl::OnDevice(absl::string_view name,
+                                  absl::FunctionRef<absl::Status(head::Head&)> operation) {
+  Operation queued{.run = operation};
+  {
+    absl::MutexLock lock(&mutex_);
+    auto entry = Find(name);
+    if (!entry.ok()) return entry.status();
+    if (stopping_) return absl::UnavailableError("the server is shutting down");
+    if ((*entry)->head == nullptr)
+      return absl::UnavailableError(absl::StrCat("head ", name, " is being created"));
+    if ((*entry)->queue.operations() >= options_.max_queued_operations) {
+      return absl::ResourceExhaustedError(absl::StrCat("head ", name, " has ", (*entry)->queue.operations(),
+                                                       " operations waiting, the most allowed"));
+    }
+    (*entry)->queue.Push(&queued);
+    work_.Signal();
+  }
+  queued.done.WaitForNotification();
+  return queued.result;
+}
+
+absl::Status EngineImpl::RunOnHead(absl::string_view name,
+                                   absl::FunctionRef<absl::Status(Entry&, head::Head&)> operation) {
+  return OnDevice(name, [&](head::Head& head) -> absl::Status {
+    EntryPtr entry;
+    {
+      absl::MutexLock lock(&mutex_);
+      entry = entries_.find(name)->second;  // operations run before the entry goes
+    }
+    return operation(*entry, head);
+  });
+}
+
+// ---- Steps ----
+
+absl::StatusOr<double> EngineImpl::GradNorm(absl::string_view name, std::optional<uint64_t> step) {
+  double norm = 0.0;
+  absl::Status status = RunOnHead(name, [&](Entry& entry, head::Head& head) -> absl::Status {
+    {
+      absl::MutexLock lock(&mutex_);
+      if (step.has_value() && *step != entry.step) return StepNotOpen("step", *step, entry.step);
+      if (!entry.distrust.ok()) return entry.distrust;
+    }
+    auto result = head.kernels().GradNorm();
+    if (result.ok()) norm = *result;
+    return result.status();
+  });
+  if (!status.ok()) return status;
+  return norm;
+}
+
+absl::Status EngineImpl::CheckStepComplete(const Entry& entry, const StepRequest& request,
+                                           std::vector<std::string>* missing) {
+  if (request.step != entry.step) return StepNotOpen("step", request.step, entry.step);
+  if (!entry.distrust.ok()) return entry.distrust;
+  std::vector<std::string> lines = entry.ledger.Missing(request.expected_microbatches);
+  const int64_t rows = entry.ledger.accumulated_rows();
+  if (request.expected_rows.has_value() && *request.expected_rows != rows) {
+    lines.push_back(absl::StrCat("rows: ", rows, " accumulated, ", *request.expected_rows, " expected"));
+  }
+  if (lines.empty()) return absl::OkStatus();
+  absl::Status status = absl::FailedPreconditionError(
+      absl::StrCat("step ", entry.step, " is not complete: ", lines.front(),
+                   lines.size() > 1 ? absl::StrCat(" (and ", lines.size() - 1, " more)") : ""));
+  status.SetPayload(kCurrentStepPayload, absl::Cord(absl::StrCat(entry.step)));
+  if (missing != nullptr) *missing = std::move(lines);
+  return status;
+}
+
+// Opens a step: forgets the ledger and ends the streams that accumulate for the old one.
+void EngineImpl::EnterStep(Entry& entry, uint64_t step, const absl::Status& why) {
+  const auto streams = entry.streams;
+  for (const auto& stream : streams) {
+    if (!stream->spec().accumulate_gradients) continue;
+    FailStream(entry, *stream, why);
+    FinishIfReady(entry, stream);
+  }
+  entry.ledger.Clear();
+  entry.deferred.Clear();  // their logits were those of the old weights
+  entry.step = step;
+  entry.distrust = absl::OkStatus();
+}
+
+// A device that fails half-way through an update leaves weights nobody can vouch for.
+absl::Status EngineImpl::StepFailed(Entry& entry, const absl::Status& status) {
+  if (absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status)) return status;
+  observer_->OnDeviceError(status);
+  absl::MutexLock lock(&mutex_);
+  entry.distrust = absl::InternalError(
+      absl::StrCat("the device failed while applying step ", entry.step, " to head ", entry.name,
+                   "; its weights are not to be trusted (load a checkpoint): ", status.message()));
+  return entry.distrust;
+}
+
+absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const StepRequest& request,
+                                                 std::vector<std::string>* missing) {
+  if (auto status = kernels::Validate(request.optimizer); !status.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat("optimizer.", status.message()));
+  }
+  StepResult result;
+  absl::Status status = RunOnHead(name, [&](Entry& entry, head::Head& head) -> absl::Status {
+    {
+      absl::MutexLock lock(&mutex_);
+      if (entry.last_result.has_value() && request.step == entry.last_request->step &&
+          request.step + 1 == entry.step) {
+        if (!(entry.last_request->optimizer == request.optimizer)) {
+          return FieldError(absl::StatusCode::kFailedPrecondition, "optimizer",
+                            "differs from what this step was applied with", "other settings");
+        }
+        result = *entry.last_result;
+        result.repeated = true;
+        return absl::OkStatus();
+      }
+      if (auto complete = CheckStepComplete(entry, request, missing); !complete.ok()) return complete;
+    }
+    auto norm = head.kernels().GradNorm();
+    if (!norm.ok()) return norm.status();
+    auto applied = head.kernels().ApplyStep(request.optimizer, static_cast<int64_t>(request.step) + 1);
+    if (!applied.ok()) return StepFailed(entry, applied);
+    absl::MutexLock lock(&mutex_);
+    result = {.state = {.incarnation = incarnation_, .step = request.step + 1},
+              .grad_norm = *norm,
+              .microbatches = entry.ledger.microbatches(),
+              .rows = entry.ledger.accumulated_rows()};
+    EnterStep(entry, request.step + 1, StepNotOpen("open.step", request.step, request.step + 1));
+    entry.last_request = request;
+    entry.last_result = result;
+    return absl::OkStatus();
+  });
+  if (!status.ok()) return status;
+  if (!result.repeated) observer_->OnStep(name);
+  return result;
+}
+
+absl::Status EngineImpl::ZeroGradients(absl::string_view name, uint64_t step) {
+  return RunOnHead(name, [&](Entry& entry, head::Head& head) -> absl::Status {
+    {
+      absl::MutexLock lock(&mutex_);
+      if (step != entry.step) return StepNotOpen("step", step, entry.step);
+    }
+    if (auto status = head.kernels().ZeroGradients(); !status.ok()) return status;
+    absl::MutexLock lock(&mutex_);
+    EnterStep(entry, entry.step, absl::AbortedError("the step's gradients were zeroed"));
+    return absl::OkStatus();
+  });
+}
+
+absl::Status EngineImpl::ResetStep(absl::string_view name, uint64_t step) {
+  return RunOnHead(name, [&](Entry& entry, head::Head& head) -> absl::Status {
+    if (entry.config.trainable) {
+      if (auto status = head.kernels().ZeroGradients(); !status.ok()) return status;
+    }
+    absl::MutexLock lock(&mutex_);
+    EnterStep(entry, step, absl::AbortedError("a checkpoint was loaded"));
+    entry.last_request.reset();
+    entry.last_result.reset();
+    return absl::OkStatus();
+  });
+}
+
+}  // namespace lossd::engine

@@ -1,0 +1,98 @@
+// Heads on disk: <directory>/<head>/<checkpoint name>/ with the tensors and a manifest of checksums.
+// docs/checkpoint-format.md describes the files.
+//
+// A checkpoint is complete or not there: it is written under a temporary name, brought to the disk and
+// renamed. Nothing is ever overwritten. One server owns a directory; several may share it as long as
+// their heads' names differ.
+//
+// Tensors come and go in slices through callbacks, so that a caller can run each slice on the device's
+// thread while the disk works on this one. All functions are thread-safe; a CheckpointReader is
+// thread-compatible.
+//
+// Errors: INVALID_ARGUMENT (a bad name), ALREADY_EXISTS, NOT_FOUND, DATA_LOSS (a checkpoint that does not
+// hold what was saved; the tensor is named), RESOURCE_EXHAUSTED (disk full), otherwise INTERNAL; all with
+// the operating system's words.
+#ifndef LOSSD_SERVER_HEAD_CHECKPOINT_H_
+#define LOSSD_SERVER_HEAD_CHECKPOINT_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "kernels/head_config.h"
+#include "proto/tensorfile/file.h"
+#include "proto/tensorfile/safetensors.h"
+#include "server/head/manifest.h"
+
+namespace lossd::head {
+
+// Yields, or takes, the fp32 values of rows [row_begin, row_begin + rows) of a tensor. The span has
+// exactly their bytes. An error ends the operation and is returned.
+using TensorSource = absl::FunctionRef<absl::Status(kernels::TensorId id, int64_t row_begin, int64_t rows,
+                                                    absl::Span<uint8_t> out)>;
+using TensorSink = absl::FunctionRef<absl::Status(kernels::TensorId id, int64_t row_begin, int64_t rows,
+                                                  absl::Span<const uint8_t> in)>;
+
+struct SaveOptions {
+  int64_t slice_bytes = int64_t{8} << 20;  // the most a callback handles at once; at least one row
+  formats::OutputFileFactory create_file = formats::CreateOutputFile;
+};
+
+// The tensors a checkpoint of such a head holds, in file order: values and moments, no gradients.
+std::vector<kernels::TensorId> CheckpointTensors(const kernels::HeadConfig& config);
+
+// FAILED_PRECONDITION naming the first difference if a checkpoint of a head like `saved` cannot be loaded
+// into one like `head`. Their compute dtypes may differ.
+absl::Status CheckLoadable(const kernels::HeadConfig& saved, const kernels::HeadConfig& head);
+
+// Makes the directory if need be and removes what interrupted saves left in it. For the server's start;
+// leaves alone what other processes are just writing.
+absl::Status PrepareCheckpointDirectory(const std::string& directory);
+
+// Saves to <directory>/<subject.head>/<name> and returns its bytes. The directory must exist. On an error
+// nothing is left behind but an empty <head> folder; only if the very last fsync fails the checkpoint stays.
+absl::StatusOr<int64_t> SaveCheckpoint(const std::string& directory, absl::string_view name,
+                                       const CheckpointSubject& subject, TensorSource source,
+                                       const SaveOptions& options = {});
+
+class CheckpointReader {
+ public:
+  // Opens `checkpoint` ("<head>/<name>") and checks its manifest and that every tensor is there with the
+  // right type and size.
+  static absl::StatusOr<std::unique_ptr<CheckpointReader>> Open(const std::string& directory,
+                                                                absl::string_view checkpoint);
+
+  const CheckpointSubject& subject() const { return subject_; }
+
+  // First reads everything and compares all checksums, then hands all tensors to `sink`. If this fails
+  // before the sink was called, nothing was changed; DATA_LOSS after it was called means that the files
+  // changed in between.
+  absl::Status Load(TensorSink sink, int64_t slice_bytes = int64_t{8} << 20) const;
+
+ private:
+  struct Tensor {
+    kernels::TensorId id;
+    formats::SafetensorsInfo info;
+    std::string checksum;  // as in the manifest
+  };
+
+  CheckpointReader() = default;
+  absl::Status OpenTensors(const std::string& path, const Manifest& manifest);
+  // Hands a tensor to `sink` and compares the checksum of what was read.
+  absl::Status ReadTensor(const Tensor& tensor, int64_t slice_bytes, TensorSink sink) const;
+
+  std::string name_;  // "<head>/<name>"
+  CheckpointSubject subject_;
+  std::unique_ptr<formats::SafetensorsReader> file_;
+  std::vector<Tensor> tensors_;
+};
+
+}  // namespace lossd::head
+
+#endif  // LOSSD_SERVER_HEAD_CHECKPOINT_H_

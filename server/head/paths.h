@@ -1,0 +1,25 @@
+// Names and paths that come from clients, confined to one directory. Errors repeat what the client said
+// and nothing of the server's own paths. Thread-safe.
+#ifndef LOSSD_SERVER_HEAD_PATHS_H_
+#define LOSSD_SERVER_HEAD_PATHS_H_
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace lossd::head {
+
+// INVALID_ARGUMENT unless `name` is 1 to 64 characters out of A-Z a-z 0-9 . _ -, not starting with a dot.
+// `what` names the field in the error.
+absl::Status ValidateName(absl::string_view what, absl::string_view name);
+
+// The real path of `relative` below `directory`, without symbolic links. INVALID_ARGUMENT if it is empty
+// or absolute, holds "..", or leads outside through a symbolic link; NOT_FOUND if there is no such file.
+// Nobody but the operator may write links into the directory: one made after the check is followed.
+absl::StatusOr<std::string> ResolveBelow(const std::string& directory, absl::string_view relative);
+
+}  // namespace lossd::head
+
+#endif  // LOSSD_SERVER_HEAD_PATHS_H_

@@ -1,0 +1,163 @@
+#include "server/rpc/head_service.h"
+
+#include <grpcpp/server_context.h>
+
+#include <utility>
+
+#include "lossd/v1/head.grpc.pb.h"
+#include "server/log/log.h"
+#include "server/rpc/call_registry.h"
+#include "server/rpc/errors.h"
+#include "server/rpc/tensor_calls.h"
+#include "server/rpc/worker_pool.h"
+
+namespace lossd::rpc {
+namespace {
+
+using grpc::CallbackServerContext;
+using grpc::ServerUnaryReactor;
+
+// The two streaming methods on raw bytes, the others on messages; all with callbacks.
+using Base =
+    v1::HeadService::WithRawCallbackMethod_ReadTensor<v1::HeadService::WithRawCallbackMethod_WriteTensor<
+        v1::HeadService::WithCallbackMethod_CreateHead<v1::HeadService::WithCallbackMethod_DescribeHead<
+            v1::HeadService::WithCallbackMethod_ListHeads<v1::HeadService::WithCallbackMethod_DeleteHead<
+                v1::HeadService::WithCallbackMethod_GradNorm<v1::HeadService::WithCallbackMethod_ApplyStep<
+                    v1::HeadService::WithCallbackMethod_ZeroGradients<
+                        v1::HeadService::WithCallbackMethod_SaveCheckpoint<
+                            v1::HeadService::WithCallbackMethod_LoadCheckpoint<
+                                v1::HeadService::Service>>>>>>>>>>>;
+
+enum class Effect { kReads, kChanges };
+
+class HeadServiceImpl final : public HeadService, public Base {
+ public:
+  HeadServiceImpl(const HeadServiceOptions& options, engine::Engine* engine, metrics::Metrics* metrics)
+      : engine_(engine),
+        metrics_(metrics),
+        operations_(options.operations, engine, metrics),
+        registry_(static_cast<size_t>(options.max_tensor_calls), options.send_timeout),
+        workers_(options.worker_threads, static_cast<size_t>(options.max_waiting_calls)) {
+    environment_.operations = &operations_;
+    environment_.engine = engine;
+    environment_.metrics = metrics;
+    environment_.registry = &registry_;
+    environment_.workers = &workers_;
+  }
+
+  grpc::Service* service() override { return this; }
+  void Drain() override { environment_.draining = true; }
+  bool WaitUntilIdle(absl::Time deadline) override {
+    const bool streams_done = registry_.WaitUntilEmpty(deadline);
+    absl::MutexLock lock(&mutex_);
+    return mutex_.AwaitWithDeadline(absl::Condition(this, &HeadServiceImpl::NoUnaryCalls), deadline) &&
+           streams_done;
+  }
+
+  ServerUnaryReactor* CreateHead(CallbackServerContext* context, const v1::CreateHeadRequest* request,
+                                 v1::HeadDescription* response) override {
+    return Run("CreateHead", Effect::kChanges, context, request, response, &HeadOperations::CreateHead);
+  }
+  ServerUnaryReactor* DescribeHead(CallbackServerContext* context, const v1::DescribeHeadRequest* request,
+                                   v1::HeadDescription* response) override {
+    return Run("DescribeHead", Effect::kReads, context, request, response, &HeadOperations::DescribeHead);
+  }
+  ServerUnaryReactor* ListHeads(CallbackServerContext* context, const v1::ListHeadsRequest* request,
+                                v1::ListHeadsResponse* response) override {
+    return Run("ListHeads", Effect::kReads, context, request, response, &HeadOperations::ListHeads);
+  }
+  ServerUnaryReactor* DeleteHead(CallbackServerContext* context, const v1::DeleteHeadRequest* request,
+                                 v1::DeleteHeadResponse* response) override {
+    return Run("DeleteHead", Effect::kChanges, context, request, response, &HeadOperations::DeleteHead);
+  }
+  ServerUnaryReactor* GradNorm(CallbackServerContext* context, const v1::GradNormRequest* request,
+                               v1::GradNormResponse* response) override {
+    return Run("GradNorm", Effect::kReads, context, request, response, &HeadOperations::GradNorm);
+  }
+  ServerUnaryReactor* ApplyStep(CallbackServerContext* context, const v1::ApplyStepRequest* request,
+                                v1::ApplyStepResponse* response) override {
+    return Run("ApplyStep", Effect::kChanges, context, request, response, &HeadOperations::ApplyStep);
+  }
+  ServerUnaryReactor* ZeroGradients(CallbackServerContext* context, const v1::ZeroGradientsRequest* request,
+                                    v1::ZeroGradientsResponse* response) override {
+    return Run("ZeroGradients", Effect::kChanges, context, request, response, &HeadOperations::ZeroGradients);
+  }
+  ServerUnaryReactor* SaveCheckpoint(CallbackServerContext* context, const v1::SaveCheckpointRequest* request,
+                                     v1::SaveCheckpointResponse* response) override {
+    return Run("SaveCheckpoint", Effect::kReads, context, request, response, &HeadOperations::SaveCheckpoint);
+  }
+  ServerUnaryReactor* LoadCheckpoint(CallbackServerContext* context, const v1::LoadCheckpointRequest* request,
+                                     v1::HeadDescription* response) override {
+    return Run("LoadCheckpoint", Effect::kChanges, context, request, response,
+               &HeadOperations::LoadCheckpoint);
+  }
+  grpc::ServerWriteReactor<grpc::ByteBuffer>* ReadTensor(CallbackServerContext* context,
+                                                         const grpc::ByteBuffer* request) override {
+    return ReadTensorCall::Start(&environment_, context, request);
+  }
+  grpc::ServerReadReactor<grpc::ByteBuffer>* WriteTensor(CallbackServerContext* context,
+                                                         grpc::ByteBuffer* response) override {
+    return WriteTensorCall::Start(&environment_, context, response);
+  }
+
+ private:
+  // Has a worker run `operation` and finish the call.
+  template <typename Request, typename Response>
+  ServerUnaryReactor* Run(absl::string_view method, Effect effect, CallbackServerContext* context,
+                          const Request* request, Response* response,
+                          absl::StatusOr<Response> (HeadOperations::*operation)(const Request&)) {
+    metrics_->CountRequest(method);
+    ServerUnaryReactor* const reactor = context->DefaultReactor();
+    if (environment_.draining && effect == Effect::kChanges) {
+      reactor->Finish(Ended(method, absl::UnavailableError("the server is draining")));
+      return reactor;
+    }
+    const bool scheduled = workers_.Schedule([=, this] {
+      if (context->IsCancelled()) {
+        return reactor->Finish(Ended(method, absl::CancelledError("the client no longer waits")));
+      }
+      CountUnary(1);
+      absl::StatusOr<Response> result = (operations_.*operation)(*request);
+      if (result.ok()) *response = *std::move(result);
+      reactor->Finish(Ended(method, result.status()));
+      CountUnary(-1);
+    });
+    if (!scheduled) {
+      reactor->Finish(Ended(method, absl::ResourceExhaustedError("too many operations are waiting")));
+    }
+    return reactor;
+  }
+
+  grpc::Status Ended(absl::string_view method, absl::Status status) {
+    const grpc::Status result = ToGrpc(std::move(status), engine_->incarnation());
+    if (result.ok()) return result;
+    metrics_->CountError(method, CodeName(result));
+    log::Log(log::LogLevel::kInfo, "call failed",
+             {{"method", method}, {"code", CodeName(result)}, {"error", result.error_message()}});
+    return result;
+  }
+
+  void CountUnary(int change) ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    unary_calls_ += change;
+  }
+  bool NoUnaryCalls() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return unary_calls_ == 0; }
+
+  engine::Engine* const engine_;
+  metrics::Metrics* const metrics_;
+  absl::Mutex mutex_;
+  int unary_calls_ ABSL_GUARDED_BY(mutex_) = 0;  // being worked on
+  HeadOperations operations_;
+  TensorCallEnvironment environment_;
+  CallRegistry registry_;
+  WorkerPool workers_;  // first to go: its last tasks use the others
+};
+
+}  // namespace
+
+std::unique_ptr<HeadService> HeadService::Create(const HeadServiceOptions& options, engine::Engine* engine,
+                                                 metrics::Metrics* metrics) {
+  return std::make_unique<HeadServiceImpl>(options, engine, metrics);
+}
+
+}  // namespace lossd::rpc

@@ -1,0 +1,46 @@
+// lossd.v1.HeadService: HeadOperations behind gRPC. Methods run on a small pool of workers, because they
+// wait for the device or the disk; gRPC's own threads never do.
+//
+// Thread-safe. Must outlive the gRPC server it is registered with.
+#ifndef LOSSD_SERVER_RPC_HEAD_SERVICE_H_
+#define LOSSD_SERVER_RPC_HEAD_SERVICE_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/time/time.h"
+#include "server/engine/engine.h"
+#include "server/metrics/metrics.h"
+#include "server/rpc/head_operations.h"
+
+namespace grpc {
+class Service;
+}  // namespace grpc
+
+namespace lossd::rpc {
+
+struct HeadServiceOptions {
+  HeadOperationsOptions operations;
+  int worker_threads = 8;
+  int64_t max_waiting_calls = 256;  // for a worker
+  int64_t max_tensor_calls = 64;    // ReadTensor and WriteTensor, open
+  absl::Duration send_timeout = absl::Seconds(60);
+};
+
+class HeadService {
+ public:
+  // `engine` and `metrics` outlive the service.
+  static std::unique_ptr<HeadService> Create(const HeadServiceOptions& options, engine::Engine* engine,
+                                             metrics::Metrics* metrics);
+  virtual ~HeadService() = default;
+
+  virtual grpc::Service* service() = 0;
+  // From now on calls that change heads end with UNAVAILABLE; reading and saving still work.
+  virtual void Drain() = 0;
+  // True if no streaming call is open and no other is being worked on, at the latest by `deadline`.
+  virtual bool WaitUntilIdle(absl::Time deadline) = 0;
+};
+
+}  // namespace lossd::rpc
+
+#endif  // LOSSD_SERVER_RPC_HEAD_SERVICE_H_

@@ -1,0 +1,106 @@
+// The streaming calls of HeadService: ReadTensor and WriteTensor. Messages hold at most 4 MiB of tensor (at
+// least one row) and one is in transit at a time, so a slow peer costs one message of memory.
+//
+// Each step of a call (device, then transport) starts when the one before has ended, so a call's state
+// needs no lock; steps that wait for the device run on the worker pool.
+#ifndef LOSSD_SERVER_RPC_TENSOR_CALLS_H_
+#define LOSSD_SERVER_RPC_TENSOR_CALLS_H_
+
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/server_callback.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "lossd/v1/head.pb.h"
+#include "proto/wire/payload_codec.h"
+#include "server/engine/engine.h"
+#include "server/metrics/metrics.h"
+#include "server/rpc/call_registry.h"
+#include "server/rpc/head_operations.h"
+#include "server/rpc/worker_pool.h"
+
+namespace lossd::rpc {
+
+// What all calls share; outlives them.
+struct TensorCallEnvironment {
+  HeadOperations* operations = nullptr;
+  engine::Engine* engine = nullptr;
+  metrics::Metrics* metrics = nullptr;
+  CallRegistry* registry = nullptr;
+  WorkerPool* workers = nullptr;
+  std::atomic<bool> draining{false};
+};
+
+// Deletes itself in OnDone.
+class ReadTensorCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, public WatchedCall {
+ public:
+  static ReadTensorCall* Start(TensorCallEnvironment* environment, grpc::CallbackServerContext* context,
+                               const grpc::ByteBuffer* request);
+
+  void OnWriteDone(bool ok) override;
+  void OnCancel() override { cancelled_ = true; }
+  void OnDone() override;
+  void CancelIfStuck(absl::Time limit) override ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  ReadTensorCall(TensorCallEnvironment* environment, grpc::CallbackServerContext* context)
+      : environment_(environment), context_(context) {}
+
+  void Schedule(void (ReadTensorCall::*step)());
+  void Begin();
+  void ReadSlice();
+  void End(absl::Status status);
+
+  TensorCallEnvironment* const environment_;
+  grpc::CallbackServerContext* const context_;
+  const grpc::ByteBuffer* request_ = nullptr;  // gRPC's, until OnDone
+  TensorRows tensor_;
+  int64_t next_row_ = 0;
+  grpc::ByteBuffer message_;
+  std::atomic<bool> cancelled_{false};
+
+  absl::Mutex mutex_;
+  absl::Time write_started_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
+};
+
+// Deletes itself in OnDone.
+class WriteTensorCall final : public grpc::ServerReadReactor<grpc::ByteBuffer>, public WatchedCall {
+ public:
+  static WriteTensorCall* Start(TensorCallEnvironment* environment, grpc::CallbackServerContext* context,
+                                grpc::ByteBuffer* response);
+
+  void OnReadDone(bool ok) override;
+  void OnDone() override;
+  // The client sends; it cannot be stuck taking answers.
+  void CancelIfStuck(absl::Time) override {}
+
+ private:
+  WriteTensorCall(TensorCallEnvironment* environment, grpc::CallbackServerContext* context,
+                  grpc::ByteBuffer* response)
+      : environment_(environment), context_(context), response_(response) {}
+
+  absl::Status HandleMessage();
+  absl::Status Open(const v1::OpenTensor& open);
+  absl::Status WritePayload(const wire::PayloadView& payload);
+  absl::Status Complete();
+  void End(absl::Status status);
+
+  TensorCallEnvironment* const environment_;
+  grpc::CallbackServerContext* const context_;
+  grpc::ByteBuffer* const response_;
+  grpc::ByteBuffer received_;
+  bool opened_ = false;
+  TensorRows tensor_;
+  int64_t next_row_ = 0;
+};
+
+}  // namespace lossd::rpc
+
+#endif  // LOSSD_SERVER_RPC_TENSOR_CALLS_H_

@@ -1,0 +1,516 @@
+// Checkpoints of heads in memory: what is saved comes back, and nothing that was damaged does.
+#include "server/head/checkpoint.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/file.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cmath>
+#include <filesystem>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "server/head/checksum.h"
+#include "server/head/head.h"
+#include "tests/server/head/memory_kernels.h"
+#include "tests/support/temp_folder.h"
+
+namespace lossd::head {
+namespace {
+
+namespace fs = std::filesystem;
+using kernels::HeadConfig;
+using kernels::Param;
+using kernels::Role;
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+
+// Fails like a full disk once `room` bytes are used up over all files; -1: never. `sync_fails`: writing
+// goes well, but not the fsync.
+class SmallDisk {
+ public:
+  explicit SmallDisk(int64_t room, bool sync_fails = false) : room_(room), sync_fails_(sync_fails) {}
+
+  formats::OutputFileFactory Factory() {
+    return [this](const std::string& path) -> absl::StatusOr<std::unique_ptr<formats::OutputFile>> {
+      auto file = formats::CreateOutputFile(path);
+      if (!file.ok()) return file.status();
+      return std::make_unique<File>(this, path, *std::move(file));
+    };
+  }
+
+ private:
+  class File final : public formats::OutputFile {
+   public:
+    File(SmallDisk* disk, std::string path, std::unique_ptr<formats::OutputFile> file)
+        : disk_(disk), path_(std::move(path)), file_(std::move(file)) {}
+    absl::Status Append(absl::Span<const uint8_t> bytes) override {
+      if (disk_->room_ >= 0 && static_cast<int64_t>(bytes.size()) > disk_->room_) {
+        return formats::FileError(path_, "write", ENOSPC);
+      }
+      if (disk_->room_ >= 0) disk_->room_ -= static_cast<int64_t>(bytes.size());
+      return file_->Append(bytes);
+    }
+    absl::Status SyncAndClose() override {
+      return disk_->sync_fails_ ? formats::FileError(path_, "fsync", EIO) : file_->SyncAndClose();
+    }
+
+   private:
+    SmallDisk* const disk_;
+    const std::string path_;
+    const std::unique_ptr<formats::OutputFile> file_;
+  };
+
+  int64_t room_;
+  const bool sync_fails_;
+};
+
+class CheckpointTest : public testing::Test {
+ protected:
+  CheckpointTest() { RecordProperty("seed", static_cast<int>(seed_)); }
+
+  uint64_t Below(uint64_t limit) { return random_() % limit; }
+
+  CheckpointSubject SomeSubject() {
+    const HeadConfig config{.hidden_size = 5,
+                            .vocab_size = 7,
+                            .has_bias = true,
+                            .has_class_weights = true,
+                            .norm = kernels::Norm::kLayerNorm,
+                            .norm_epsilon = 1e-6f};
+    return {.head = "lm", .config = config, .step = random_(), .incarnation = random_()};
+  }
+
+  // A head whose every tensor is random bits.
+  Head RandomHead(const CheckpointSubject& subject) {
+    auto kernels = std::make_unique<MemoryKernels>(subject.config);
+    for (const auto& [id, values] : kernels->tensors()) {
+      for (float& value : kernels->tensor({id.first, id.second})) {
+        value = std::bit_cast<float>(static_cast<uint32_t>(random_()));
+      }
+    }
+    return Head(subject.head, std::move(kernels));
+  }
+
+  absl::StatusOr<int64_t> Save(const CheckpointSubject& subject, Head& head, absl::string_view name,
+                               const SaveOptions& options = {}) {
+    const auto source = [&](kernels::TensorId id, int64_t row, int64_t rows, absl::Span<uint8_t> out) {
+      EXPECT_TRUE(static_cast<int64_t>(out.size()) <= options.slice_bytes || rows == 1);
+      return head.ReadRows(id, row, rows, kernels::DType::kFloat32, out);
+    };
+    return SaveCheckpoint(root_, name, subject, source, options);
+  }
+
+  // Loads into `head`; counts the calls of the sink.
+  absl::Status Load(absl::string_view checkpoint, Head& head, int* calls, int64_t slice_bytes = 1 << 20) {
+    auto reader = CheckpointReader::Open(root_, checkpoint);
+    if (!reader.ok()) return reader.status();
+    const auto sink = [&](kernels::TensorId id, int64_t row, int64_t rows, absl::Span<const uint8_t> in) {
+      ++*calls;
+      EXPECT_TRUE(static_cast<int64_t>(in.size()) <= slice_bytes || rows == 1);
+      return head.WriteRows(id, row, rows, kernels::DType::kFloat32, in);
+    };
+    return (*reader)->Load(sink, slice_bytes);
+  }
+
+  std::vector<std::string> FilesIn(const std::string& path) {
+    std::vector<std::string> names;
+    if (!fs::exists(path)) return names;
+    for (const auto& entry : fs::directory_iterator(path)) names.push_back(entry.path().filename());
+    std::sort(names.begin(), names.end());
+    return names;
+  }
+
+  test::TempFolder folder_;
+  const std::string root_ = folder_.path();
+  const uint32_t seed_ = std::random_device{}();
+  testing::ScopedTrace trace_{__FILE__, __LINE__, "seed " + std::to_string(seed_)};
+  std::mt19937_64 random_{seed_};
+};
+
+// Bit patterns, since random floats hold NaNs.
+std::vector<uint32_t> Bits(const std::vector<float>& values) {
+  std::vector<uint32_t> bits;
+  for (const float value : values) bits.push_back(std::bit_cast<uint32_t>(value));
+  return bits;
+}
+
+void ExpectSameButGradients(Head& actual, Head& expected) {
+  auto& actual_kernels = static_cast<MemoryKernels&>(actual.kernels());
+  for (const auto& [id, values] : static_cast<MemoryKernels&>(expected.kernels()).tensors()) {
+    const kernels::TensorId tensor{id.first, id.second};
+    std::vector<uint32_t> wanted = Bits(values);
+    if (tensor.role == Role::kGradient) wanted.assign(wanted.size(), 0);
+    EXPECT_EQ(Bits(actual_kernels.tensor(tensor)), wanted) << TensorName(tensor);
+  }
+}
+
+TEST_F(CheckpointTest, RoundTripOfEveryKindOfHead) {
+  int count = 0;
+  for (const auto norm : {kernels::Norm::kNone, kernels::Norm::kLayerNorm, kernels::Norm::kRmsNorm}) {
+    for (const auto state : {kernels::OptimizerState::kNone, kernels::OptimizerState::kMomentum,
+                             kernels::OptimizerState::kAdam}) {
+      for (int flags = 0; flags < 8; ++flags) {
+        CheckpointSubject subject = SomeSubject();
+        subject.config = {.hidden_size = static_cast<int64_t>(1 + Below(40)),
+                          .vocab_size = static_cast<int64_t>(1 + Below(60)),
+                          .has_bias = (flags & 1) != 0,
+                          .has_class_weights = (flags & 2) != 0,
+                          .norm = norm,
+                          .norm_epsilon = std::ldexp(static_cast<float>(1 + Below(1 << 20)), -30),
+                          .compute_dtype = kernels::DType::kBFloat16,
+                          .optimizer_state = state,
+                          .trainable = (flags & 4) != 0};
+        Head saved = RandomHead(subject);
+        const std::string name = absl::StrCat("c", ++count);
+        SaveOptions options;
+        options.slice_bytes = static_cast<int64_t>(1 + Below(500));
+        const absl::StatusOr<int64_t> bytes = Save(subject, saved, name, options);
+        ASSERT_TRUE(bytes.ok()) << bytes.status();
+        const std::string path = root_ + "/lm/" + name;
+        EXPECT_EQ(*bytes,
+                  fs::file_size(path + "/manifest.json") + fs::file_size(path + "/tensors.safetensors"));
+        EXPECT_THAT(FilesIn(path), ElementsAre("manifest.json", "tensors.safetensors"));
+
+        EXPECT_EQ(CheckpointReader::Open(root_, "lm/" + name).value()->subject(), subject);
+        Head loaded("lm", std::make_unique<MemoryKernels>(subject.config));
+        int calls = 0;
+        const absl::Status status = Load("lm/" + name, loaded, &calls, static_cast<int64_t>(1 + Below(500)));
+        ASSERT_TRUE(status.ok()) << status;
+        ExpectSameButGradients(loaded, saved);
+      }
+    }
+  }
+}
+
+TEST_F(CheckpointTest, ManifestSaysWhatItIs) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject);
+  ASSERT_TRUE(Save(subject, head, "first").ok());
+  const auto manifest = nlohmann::json::parse(test::ReadWholeFile(root_ + "/lm/first/manifest.json"));
+  EXPECT_EQ(manifest["version"], 1);
+  EXPECT_EQ(manifest["step"], subject.step);
+  EXPECT_EQ(manifest["head"]["norm"], "layernorm");
+  EXPECT_EQ(manifest["tensors"].size(), 13u);
+  EXPECT_EQ(manifest["tensors"][1]["name"], "weight.moment1");
+  EXPECT_EQ(manifest["tensors"][1]["bytes"], 5 * 7 * 4);
+  auto tensors = formats::SafetensorsReader::Open(root_ + "/lm/first/tensors.safetensors");
+  ASSERT_TRUE(tensors.ok());
+  EXPECT_THAT((*tensors)->Find("weight").value()->shape, ElementsAre(7, 5));
+  EXPECT_THAT((*tensors)->Find("norm.shift.moment2").value()->shape, ElementsAre(5));
+}
+
+TEST_F(CheckpointTest, NeverOverwrites) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject), other = RandomHead(subject);
+  ASSERT_TRUE(Save(subject, head, "same").ok());
+  EXPECT_EQ(Save(subject, other, "same").status().code(), absl::StatusCode::kAlreadyExists);
+  fs::create_directory(root_ + "/lm/empty");
+  EXPECT_EQ(Save(subject, other, "empty").status().code(), absl::StatusCode::kAlreadyExists);
+  // Taken while this save is writing.
+  SaveOptions options;
+  options.create_file = [&](const std::string& path) {
+    fs::create_directory(root_ + "/lm/late");
+    return formats::CreateOutputFile(path);
+  };
+  EXPECT_EQ(Save(subject, other, "late", options).status().code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_THAT(FilesIn(root_ + "/lm"), ElementsAre("empty", "late", "same"));
+  Head loaded("lm", std::make_unique<MemoryKernels>(subject.config));
+  int calls = 0;
+  ASSERT_TRUE(Load("lm/same", loaded, &calls).ok());
+  ExpectSameButGradients(loaded, head);
+}
+
+TEST_F(CheckpointTest, BadNames) {
+  CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject);
+  for (const char* name : {"", ".", "..", "../x", "a/b", ".tmp-x"}) {
+    EXPECT_EQ(Save(subject, head, name).status().code(), absl::StatusCode::kInvalidArgument) << name;
+    CheckpointSubject renamed = subject;
+    renamed.head = name;
+    EXPECT_EQ(Save(renamed, head, "x").status().code(), absl::StatusCode::kInvalidArgument) << name;
+  }
+  for (const char* checkpoint : {"", "lm", "lm/", "/x", "lm/..", "../x", "lm/a/b", "/lm/x", "./x"}) {
+    EXPECT_EQ(CheckpointReader::Open(root_, checkpoint).status().code(), absl::StatusCode::kInvalidArgument);
+  }
+  EXPECT_EQ(CheckpointReader::Open(root_, "lm/x").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(FilesIn(root_), IsEmpty());
+}
+
+TEST_F(CheckpointTest, StaysBelowTheDirectory) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject);
+  test::TempFolder outside;
+  fs::create_directory_symlink(outside.path(), root_ + "/lm");
+  EXPECT_EQ(Save(subject, head, "x").status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(FilesIn(outside.path()), IsEmpty());
+  fs::create_directory(outside.File("x"));
+  test::WriteWholeFile(outside.File("x/manifest.json"), "{}");
+  EXPECT_EQ(CheckpointReader::Open(root_, "lm/x").status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_F(CheckpointTest, FullDiskLeavesNothing) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject);
+  SaveOptions options;
+  options.slice_bytes = 100;
+  const int64_t needed = Save(subject, head, "whole", options).value();
+  for (int64_t room = 0; room < needed; room += 1 + static_cast<int64_t>(Below(200))) {
+    SmallDisk disk(room);
+    options.create_file = disk.Factory();
+    const absl::Status status = Save(subject, head, "x", options).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("No space left on device"));
+    EXPECT_THAT(FilesIn(root_ + "/lm"), ElementsAre("whole"));
+  }
+  SmallDisk large_enough(needed);
+  options.create_file = large_enough.Factory();
+  EXPECT_TRUE(Save(subject, head, "x", options).ok());
+}
+
+TEST_F(CheckpointTest, FailingSyncLeavesNothing) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject);
+  SmallDisk disk(-1, /*sync_fails=*/true);
+  SaveOptions options;
+  options.create_file = disk.Factory();
+  const absl::Status status = Save(subject, head, "x", options).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("Input/output error"));
+  EXPECT_THAT(FilesIn(root_ + "/lm"), IsEmpty());
+}
+
+// A limit on the size of files makes the operating system itself refuse to write.
+TEST_F(CheckpointTest, RefusedWriteLeavesNothing) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject);
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  const auto handler = signal(SIGXFSZ, SIG_IGN);
+  const rlimit small{.rlim_cur = 1500, .rlim_max = before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  const absl::Status status = Save(subject, head, "x").status();
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  signal(SIGXFSZ, handler);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("File too large"));
+  EXPECT_THAT(FilesIn(root_ + "/lm"), IsEmpty());
+}
+
+TEST_F(CheckpointTest, FailingSourceLeavesNothing) {
+  const CheckpointSubject subject = SomeSubject();
+  int calls = 0;
+  const auto source = [&](kernels::TensorId, int64_t, int64_t, absl::Span<uint8_t>) {
+    return ++calls < 3 ? absl::OkStatus() : absl::UnavailableError("device lost");
+  };
+  EXPECT_EQ(SaveCheckpoint(root_, "x", subject, source).status(), absl::UnavailableError("device lost"));
+  EXPECT_THAT(FilesIn(root_ + "/lm"), IsEmpty());
+}
+
+TEST_F(CheckpointTest, FailingSinkIsReported) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject);
+  ASSERT_TRUE(Save(subject, head, "x").ok());
+  const auto sink = [](kernels::TensorId, int64_t, int64_t, absl::Span<const uint8_t>) {
+    return absl::UnavailableError("device lost");
+  };
+  EXPECT_EQ(CheckpointReader::Open(root_, "lm/x").value()->Load(sink), absl::UnavailableError("device lost"));
+}
+
+// Whichever bit of whichever file flips: the head is not touched, and damaged data name their tensor.
+TEST_F(CheckpointTest, FlippedBitsAreFound) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject);
+  ASSERT_TRUE(Save(subject, head, "x").ok());
+  const auto tensors =
+      formats::SafetensorsReader::Open(root_ + "/lm/x/tensors.safetensors").value()->tensors();
+  for (const char* file : {"manifest.json", "tensors.safetensors"}) {
+    const std::string path = root_ + "/lm/x/" + file;
+    const std::string whole = test::ReadWholeFile(path);
+    for (size_t at = 0; at < whole.size(); ++at) {
+      std::string damaged = whole;
+      const int bit = static_cast<int>(Below(8));
+      damaged[at] = static_cast<char>(damaged[at] ^ (1 << bit));
+      test::WriteWholeFile(path, damaged);
+      Head untouched("lm", std::make_unique<MemoryKernels>(subject.config));
+      int calls = 0;
+      const absl::Status status = Load("lm/x", untouched, &calls);
+      if (status.ok()) {
+        // Another spelling of the same JSON, e.g. 1E-06 for 1e-06.
+        EXPECT_EQ(CheckpointReader::Open(root_, "lm/x").value()->subject(), subject) << file << " " << at;
+        ExpectSameButGradients(untouched, head);
+        continue;
+      }
+      EXPECT_THAT(status.code(),
+                  testing::AnyOf(absl::StatusCode::kDataLoss, absl::StatusCode::kFailedPrecondition))
+          << status;
+      EXPECT_EQ(calls, 0) << file << " byte " << at << " bit " << bit;
+      for (const formats::SafetensorsInfo& tensor : tensors) {
+        const auto byte = static_cast<int64_t>(at);
+        if (std::string(file) != "tensors.safetensors" || byte < tensor.begin ||
+            byte >= tensor.begin + tensor.bytes)
+          continue;
+        EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat("tensor ", tensor.name, " ")));
+      }
+    }
+    test::WriteWholeFile(path, whole);
+  }
+  int calls = 0;
+  EXPECT_TRUE(Load("lm/x", head, &calls).ok());
+}
+
+TEST_F(CheckpointTest, TruncatedAndLengthenedFilesAreFound) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject);
+  ASSERT_TRUE(Save(subject, head, "x").ok());
+  for (const char* file : {"manifest.json", "tensors.safetensors"}) {
+    const std::string path = root_ + "/lm/x/" + file;
+    const std::string whole = test::ReadWholeFile(path);
+    int calls = 0;
+    for (size_t length = 0; length + 1 < whole.size();
+         ++length) {  // without the manifest's last newline it is whole
+      test::WriteWholeFile(path, whole.substr(0, length));
+      EXPECT_EQ(Load("lm/x", head, &calls).code(), absl::StatusCode::kDataLoss) << file << " " << length;
+    }
+    test::WriteWholeFile(path, whole + "x");
+    EXPECT_EQ(Load("lm/x", head, &calls).code(), absl::StatusCode::kDataLoss);
+    fs::remove(path);
+    EXPECT_THAT(Load("lm/x", head, &calls).code(),
+                testing::AnyOf(absl::StatusCode::kDataLoss, absl::StatusCode::kNotFound));
+    EXPECT_EQ(calls, 0);
+    test::WriteWholeFile(path, whole);
+  }
+}
+
+TEST_F(CheckpointTest, TensorsOfAnotherCheckpointAreFound) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject), other = RandomHead(subject);
+  ASSERT_TRUE(Save(subject, head, "x").ok());
+  ASSERT_TRUE(Save(subject, other, "y").ok());
+  fs::copy_file(root_ + "/lm/y/tensors.safetensors", root_ + "/lm/x/tensors.safetensors",
+                fs::copy_options::overwrite_existing);
+  int calls = 0;
+  const absl::Status status = Load("lm/x", head, &calls);
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("tensor weight "));
+  EXPECT_EQ(calls, 0);
+}
+
+TEST_F(CheckpointTest, FilesThatChangeWhileLoadingAreFound) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject);
+  ASSERT_TRUE(Save(subject, head, "x").ok());
+  const std::string path = root_ + "/lm/x/tensors.safetensors";
+  const auto size = static_cast<int64_t>(fs::file_size(path));
+  const auto last_byte = static_cast<uint8_t>(test::ReadWholeFile(path).back());
+  const auto sink = [&](kernels::TensorId id, int64_t, int64_t, absl::Span<const uint8_t>) {
+    if (id.param != Param::kWeight || id.role != Role::kValue) return absl::OkStatus();
+    const int file = open(path.c_str(), O_WRONLY);
+    const uint8_t other_byte = static_cast<uint8_t>(last_byte + 1);
+    EXPECT_EQ(pwrite(file, &other_byte, 1, size - 1), 1);
+    close(file);
+    return absl::OkStatus();
+  };
+  const absl::Status status = CheckpointReader::Open(root_, "lm/x").value()->Load(sink);
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("class_weights"));
+}
+
+TEST_F(CheckpointTest, AnotherFormatVersionIsRefused) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject);
+  ASSERT_TRUE(Save(subject, head, "x").ok());
+  const std::string path = root_ + "/lm/x/manifest.json";
+  auto manifest = nlohmann::ordered_json::parse(test::ReadWholeFile(path));
+  manifest["version"] = 2;
+  test::WriteWholeFile(path, manifest.dump());
+  const absl::Status status = CheckpointReader::Open(root_, "lm/x").status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr("lm/x"), HasSubstr("version 2")));
+}
+
+TEST_F(CheckpointTest, PreparingRemovesLeftoversOnly) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject);
+  ASSERT_TRUE(PrepareCheckpointDirectory(root_ + "/new/deep").ok());
+  ASSERT_TRUE(Save(subject, head, "x").ok());
+  fs::create_directory(root_ + "/lm/.tmp-y-1");
+  test::WriteWholeFile(root_ + "/lm/.tmp-y-1/tensors.safetensors", "half");
+  // What a save that is under way holds.
+  fs::create_directory(root_ + "/lm/.tmp-z-1");
+  const int lock = open((root_ + "/lm/.tmp-z-1").c_str(), O_RDONLY | O_DIRECTORY);
+  ASSERT_EQ(flock(lock, LOCK_EX), 0);
+  ASSERT_TRUE(PrepareCheckpointDirectory(root_).ok());
+  EXPECT_THAT(FilesIn(root_ + "/lm"), ElementsAre(".tmp-z-1", "x"));
+  close(lock);
+  ASSERT_TRUE(PrepareCheckpointDirectory(root_).ok());
+  EXPECT_THAT(FilesIn(root_ + "/lm"), ElementsAre("x"));
+  test::WriteWholeFile(root_ + "/file", "");
+  EXPECT_FALSE(PrepareCheckpointDirectory(root_ + "/file").ok());
+}
+
+TEST_F(CheckpointTest, SavesLockTheirFolder) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject);
+  SaveOptions options;
+  options.create_file = [&](const std::string& path) {
+    EXPECT_TRUE(PrepareCheckpointDirectory(root_).ok());
+    return formats::CreateOutputFile(path);
+  };
+  EXPECT_TRUE(Save(subject, head, "x", options).ok());
+}
+
+TEST(CheckLoadableTest, NamesTheFirstDifference) {
+  const HeadConfig saved{.hidden_size = 8, .vocab_size = 9};
+  EXPECT_TRUE(CheckLoadable(saved, saved).ok());
+  HeadConfig head = saved;
+  head.compute_dtype = kernels::DType::kBFloat16;
+  EXPECT_TRUE(CheckLoadable(saved, head).ok());
+  const auto message = [&](auto change) {
+    HeadConfig changed = saved;
+    change(changed);
+    const absl::Status status = CheckLoadable(saved, changed);
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+    return std::string(status.message());
+  };
+  EXPECT_THAT(message([](HeadConfig& c) { c.hidden_size = 7; }), HasSubstr("hidden_size 8, the head has 7"));
+  EXPECT_THAT(message([](HeadConfig& c) { c.vocab_size = 7; }), HasSubstr("vocab_size 9"));
+  EXPECT_THAT(message([](HeadConfig& c) { c.has_bias = true; }), HasSubstr("bias"));
+  EXPECT_THAT(message([](HeadConfig& c) { c.has_class_weights = true; }), HasSubstr("class_weights"));
+  EXPECT_THAT(message([](HeadConfig& c) { c.norm = kernels::Norm::kRmsNorm; }), HasSubstr("rmsnorm"));
+  EXPECT_THAT(message([](HeadConfig& c) { c.norm_epsilon = 1; }), HasSubstr("norm_epsilon"));
+  EXPECT_THAT(message([](HeadConfig& c) { c.optimizer_state = kernels::OptimizerState::kNone; }),
+              HasSubstr("optimizer_state adam, the head has none"));
+  EXPECT_THAT(message([](HeadConfig& c) { c.trainable = false; }), HasSubstr("frozen"));
+}
+
+// Values of the XXH3 reference implementation.
+TEST(ChecksumTest, KnownValues) {
+  Checksum checksum;
+  EXPECT_EQ(checksum.Digest(), "2d06800538d394c2");
+  const std::string text = "lossd";
+  checksum.Update(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(text.data()), 2));
+  Checksum whole;
+  whole.Update(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(text.data()), 5));
+  EXPECT_NE(checksum.Digest(), whole.Digest());
+  checksum.Update(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(text.data()) + 2, 3));
+  EXPECT_EQ(checksum.Digest(), whole.Digest());
+}
+
+}  // namespace
+}  // namespace lossd::head

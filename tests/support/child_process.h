@@ -1,0 +1,63 @@
+// A program run as a child; killed if it is still there when the object goes. Thread-compatible.
+#ifndef LOSSD_TESTS_SUPPORT_CHILD_PROCESS_H_
+#define LOSSD_TESTS_SUPPORT_CHILD_PROCESS_H_
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <string>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+
+namespace lossd::test {
+
+class ChildProcess {
+ public:
+  explicit ChildProcess(std::vector<std::string> arguments) {
+    std::vector<char*> argv;
+    for (std::string& argument : arguments) argv.push_back(argument.data());
+    argv.push_back(nullptr);
+    EXPECT_EQ(posix_spawn(&pid_, argv[0], nullptr, nullptr, argv.data(), environ), 0) << argv[0];
+  }
+  ~ChildProcess() {
+    if (pid_ <= 0) return;
+    Signal(SIGKILL);
+    Wait();
+  }
+  ChildProcess(const ChildProcess&) = delete;
+  ChildProcess& operator=(const ChildProcess&) = delete;
+
+  void Signal(int signal_number) const { kill(pid_, signal_number); }
+
+  // Exit status, or minus the signal that ended it. To be called once.
+  int Wait() {
+    int status = 0;
+    waitpid(pid_, &status, 0);
+    pid_ = -1;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+  }
+
+  // The same, but -1000 (and the child lives on) if it does not end within `limit`.
+  int WaitFor(absl::Duration limit) {
+    const absl::Time deadline = absl::Now() + limit;
+    int status = 0;
+    while (waitpid(pid_, &status, WNOHANG) == 0) {
+      if (absl::Now() > deadline) return -1000;
+      absl::SleepFor(absl::Milliseconds(5));
+    }
+    pid_ = -1;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+  }
+
+ private:
+  pid_t pid_ = -1;
+};
+
+}  // namespace lossd::test
+
+#endif  // LOSSD_TESTS_SUPPORT_CHILD_PROCESS_H_
