@@ -65,6 +65,7 @@ struct ClientOptions {
 
   int channels = 2;  // connections to the server; in [1, 64]
   absl::Duration connect_timeout = absl::Seconds(10);
+  bool wait_for_server = true;  // false: give up when the server's address refuses the first attempt
   int64_t max_message_bytes = int64_t{64} << 20;  // of one message, sent or received
 
   // Defaults for calls that name no timeout of their own.

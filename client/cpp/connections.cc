@@ -62,6 +62,15 @@ absl::Status Validate(const ClientOptions& options) {
   return absl::OkStatus();
 }
 
+bool AwaitReady(grpc::Channel* channel, absl::Time deadline, bool wait_for_server) {
+  while (true) {
+    const grpc_connectivity_state state = channel->GetState(/*try_to_connect=*/true);
+    if (state == GRPC_CHANNEL_READY) return true;
+    if (state == GRPC_CHANNEL_TRANSIENT_FAILURE && !wait_for_server) return false;
+    if (!channel->WaitForStateChange(state, absl::ToChronoTime(deadline))) return false;
+  }
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Connections>> Connections::Open(const ClientOptions& options) {
@@ -76,11 +85,10 @@ absl::StatusOr<std::unique_ptr<Connections>> Connections::Open(const ClientOptio
     channels.push_back(grpc::CreateCustomChannel(options.target, maker->Make(), Arguments(options)));
     channels.back()->GetState(/*try_to_connect=*/true);
   }
-  const auto deadline = absl::ToChronoTime(absl::Now() + options.connect_timeout);
+  const absl::Time deadline = absl::Now() + options.connect_timeout;
   for (const auto& channel : channels) {
-    if (channel->WaitForConnected(deadline)) continue;
-    return absl::UnavailableError(absl::StrCat("no server at ", options.target, " (waited ",
-                                               absl::FormatDuration(options.connect_timeout), ")"));
+    if (AwaitReady(channel.get(), deadline, options.wait_for_server)) continue;
+    return absl::UnavailableError(absl::StrCat("no server at ", options.target));
   }
   return std::unique_ptr<Connections>(new Connections(std::move(channels)));
 }

@@ -1,0 +1,226 @@
+// bench
+#include <atomic>
+#include <cstdio>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "client/cli/bench_report.h"
+#include "client/cli/commands.h"
+#include "client/cli/format.h"
+#include "client/cli/interrupt.h"
+#include "client/cli/names.h"
+#include "client/cli/options.h"
+#include "client/cli/random_rows.h"
+
+namespace lossd::cli {
+namespace {
+
+enum class What { kLoss, kDx, kAll };
+
+const std::map<std::string, What>& Whats() {
+  static const auto* words =
+      new std::map<std::string, What>{{"loss", What::kLoss}, {"dx", What::kDx}, {"all", What::kAll}};
+  return *words;
+}
+
+struct Flags {
+  std::string head;
+  What what = What::kAll;
+  uint64_t rows = 4096;
+  v1::DType dtype = v1::DTYPE_BF16;
+  int in_flight = 1;
+  int channels = 2;
+  double seconds = 10;
+  uint64_t microbatches = 0;  // 0: by time
+  uint64_t warmup = 2;
+  uint64_t seed = 0;
+  bool force = false;
+  LossFlags loss;
+};
+
+// Sends microbatches from `in_flight` threads, each waiting for its own, and adds up what they took.
+class Bench {
+ public:
+  Bench(const Flags& flags, const HiddenRows& rows, uint64_t step, client::Client* client)
+      : flags_(flags), rows_(rows), step_(step), client_(client), first_id_(std::random_device()()) {
+    first_id_ <<= 32;  // away from the ids of other runs in the same step
+  }
+
+  absl::StatusOr<BenchTotals> Run() {
+    for (uint64_t i = 0; i < flags_.warmup; ++i) {
+      std::vector<uint8_t> dx = MakeGradient();
+      const absl::StatusOr<client::LossResult> result = ComputeOne(dx);
+      if (!result.ok()) return result.status();
+    }
+    start_ = absl::Now();
+    started_ = 0;
+    std::vector<std::thread> threads;
+    for (int i = 0; i < flags_.in_flight; ++i) threads.emplace_back([this] { Work(); });
+    ShowProgress();
+    for (std::thread& thread : threads) thread.join();
+    absl::MutexLock lock(&mu_);
+    totals_.seconds = absl::ToDoubleSeconds(last_end_ - start_);
+    if (!error_.ok()) return error_;
+    return totals_;
+  }
+
+ private:
+  std::vector<uint8_t> MakeGradient() const {
+    return std::vector<uint8_t>(flags_.what == What::kLoss ? 0 : rows_.hidden.size());
+  }
+
+  absl::StatusOr<client::LossResult> ComputeOne(std::vector<uint8_t>& dx) {
+    client::Microbatch microbatch;
+    microbatch.head = flags_.head;
+    if (flags_.what == What::kAll) microbatch.step = step_;
+    microbatch.id = first_id_ + next_id_++;
+    microbatch.hidden_size = rows_.hidden_size;
+    microbatch.hidden_dtype = rows_.dtype;
+    microbatch.hidden = rows_.hidden.data();
+    microbatch.targets = rows_.targets;
+    client::LossOutputs outputs;
+    if (flags_.what != What::kLoss) outputs.grad_hidden = dx.data();
+    client::ComputeOptions options = flags_.loss.ToOptions();
+    options.accumulate_gradients = flags_.what == What::kAll;
+    return client_->ComputeLoss(microbatch, outputs, options);
+  }
+
+  bool Over() {
+    if (interrupt_.received()) return true;
+    {
+      absl::MutexLock lock(&mu_);
+      if (!error_.ok()) return true;
+    }
+    if (flags_.microbatches > 0) return started_++ >= flags_.microbatches;
+    return absl::Now() - start_ >= absl::Seconds(flags_.seconds);
+  }
+
+  void Work() {
+    std::vector<uint8_t> dx = MakeGradient();
+    while (!Over()) Record(ComputeOne(dx));
+    absl::MutexLock lock(&mu_);
+    ++ended_;
+  }
+
+  void Record(const absl::StatusOr<client::LossResult>& result) {
+    absl::MutexLock lock(&mu_);
+    if (!result.ok()) {
+      error_.Update(result.status());
+      return;
+    }
+    last_end_ = absl::Now();
+    totals_.rows += rows_.rows;
+    totals_.sent_bytes += result->sent_bytes;
+    totals_.received_bytes += result->received_bytes;
+    totals_.repeats += result->repeats;
+    totals_.queue_seconds += result->queue_seconds;
+    totals_.compute_seconds += result->compute_seconds;
+    totals_.latencies.push_back(result->wall_seconds);
+  }
+
+  // Until the threads have ended.
+  void ShowProgress() {
+    if (!ShowsProgress()) return;
+    auto all_ended = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return ended_ == flags_.in_flight; };
+    absl::MutexLock lock(&mu_);
+    while (!mu_.AwaitWithTimeout(absl::Condition(&all_ended), absl::Milliseconds(500))) {
+      const double seconds = absl::ToDoubleSeconds(absl::Now() - start_);
+      std::fprintf(stderr, "\r\033[K%5.1f s  %s microbatches  %s rows/s", seconds,
+                   HumanCount(totals_.latencies.size()).c_str(),
+                   HumanRate(static_cast<double>(totals_.rows) / seconds).c_str());
+    }
+    std::fputs("\r\033[K", stderr);
+  }
+
+  const Flags& flags_;
+  const HiddenRows& rows_;
+  const uint64_t step_;
+  client::Client* const client_;
+  uint64_t first_id_;
+  Interrupt interrupt_;
+  absl::Time start_;
+  std::atomic<uint64_t> next_id_{0};
+  std::atomic<uint64_t> started_{0};
+
+  absl::Mutex mu_;
+  BenchTotals totals_ ABSL_GUARDED_BY(mu_);
+  absl::Time last_end_ ABSL_GUARDED_BY(mu_) = absl::Now();
+  absl::Status error_ ABSL_GUARDED_BY(mu_);
+  int ended_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+absl::Status CheckHead(const Flags& flags, const v1::HeadDescription& head) {
+  if (flags.what != What::kAll || flags.force || head.step_rows() == 0) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "head \"", flags.head, "\" holds gradients of ", head.step_rows(),
+      " rows, which the benchmark would mix with its own and discard; use --what dx, or --force"));
+}
+
+BenchSetup SetupOf(const Flags& flags, const HiddenRows& rows) {
+  return {flags.head,
+          NameOf(Whats(), flags.what),
+          NameOf(DTypes(), rows.dtype),
+          rows.hidden_size,
+          rows.rows,
+          flags.in_flight,
+          flags.channels,
+          flags.loss.streams > 0 ? flags.loss.streams : flags.channels,
+          flags.loss.slice_bytes};
+}
+
+absl::Status RunBench(Context* context, const Flags& flags) {
+  const absl::StatusOr<std::unique_ptr<client::Client>> client = context->Connect(flags.channels);
+  if (!client.ok()) return client.status();
+  const absl::StatusOr<v1::HeadDescription> head = (*client)->DescribeHead(flags.head, context->timeout());
+  if (!head.ok()) return head.status();
+  if (absl::Status status = CheckHead(flags, *head); !status.ok()) return status;
+  const absl::StatusOr<HiddenRows> rows =
+      RandomRows(flags.rows, head->spec().hidden_size(), head->spec().vocab_size(), flags.dtype, flags.seed);
+  if (!rows.ok()) return rows.status();
+
+  const absl::StatusOr<BenchTotals> totals = Bench(flags, *rows, head->state().step(), client->get()).Run();
+  if (flags.what == What::kAll) {
+    const auto zeroed = (*client)->ZeroGradients(flags.head, head->state().step(), context->timeout());
+    if (totals.ok() && !zeroed.ok()) return zeroed.status();
+  }
+  if (!totals.ok()) return totals.status();
+  if (context->json) {
+    context->PrintJson(BenchJson(SetupOf(flags, *rows), *totals));
+  } else {
+    context->Print(BenchText(SetupOf(flags, *rows), *totals));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+void AddBenchCommand(CLI::App* app, Context* context) {
+  CLI::App* bench = app->add_subcommand("bench", "Measure throughput and latency with random rows");
+  auto flags = std::make_shared<Flags>();
+  AddHead(bench, &flags->head);
+  AddWord(bench, "--what", &flags->what, Whats(),
+          "loss only, with dL/dx, or all: also accumulate dL/dW, discarded afterwards [all]");
+  bench->add_option("--rows", flags->rows, "Rows per microbatch [4096]")->check(CLI::PositiveNumber);
+  AddWord(bench, "--dtype", &flags->dtype, DTypes(), "Element type to transfer [bf16]");
+  bench->add_option("--in-flight", flags->in_flight, "Microbatches under way at once; 1: closed loop [1]")
+      ->check(CLI::Range(1, 1024));
+  bench->add_option("--channels", flags->channels, "Connections [2]")->check(CLI::Range(1, 64));
+  CLI::Option* seconds =
+      bench->add_option("--seconds", flags->seconds, "Run for so long [10]")->check(CLI::PositiveNumber);
+  bench->add_option("--microbatches", flags->microbatches, "Run for so many instead")
+      ->check(CLI::PositiveNumber)
+      ->excludes(seconds);
+  bench->add_option("--warmup", flags->warmup, "Microbatches before the clock starts [2]");
+  bench->add_option("--seed", flags->seed, "Of the random rows [0]");
+  bench->add_flag("--force", flags->force, "Even if the open step holds gradients");
+  flags->loss.AddTo(bench);
+  bench->callback([=] { context->action = [=] { return RunBench(context, *flags); }; });
+}
+
+}  // namespace lossd::cli

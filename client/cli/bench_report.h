@@ -1,0 +1,45 @@
+// What a benchmark measured, summed up and printed. Pure functions.
+#ifndef LOSSD_CLIENT_CLI_BENCH_REPORT_H_
+#define LOSSD_CLIENT_CLI_BENCH_REPORT_H_
+
+#include <cstdint>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+#include "absl/types/span.h"
+
+namespace lossd::cli {
+
+// The smallest value that a share q in [0, 1] of the values does not exceed. `sorted` ascending, not empty.
+double SampleQuantile(absl::Span<const double> sorted, double q);
+
+struct BenchSetup {
+  std::string head;
+  std::string what;  // "loss", "dx" or "all"
+  std::string dtype;
+  uint64_t hidden_size = 0;
+  uint64_t rows = 0;  // per microbatch
+  int in_flight = 1;
+  int channels = 0;
+  int streams = 0;  // per microbatch
+  uint64_t slice_bytes = 0;
+};
+
+struct BenchTotals {
+  double seconds = 0;
+  uint64_t rows = 0;
+  uint64_t sent_bytes = 0;
+  uint64_t received_bytes = 0;
+  uint64_t repeats = 0;
+  double queue_seconds = 0;       // on the server, summed over slices
+  double compute_seconds = 0;     // on the server, summed over slices
+  std::vector<double> latencies;  // seconds, one per microbatch
+};
+
+nlohmann::ordered_json BenchJson(const BenchSetup& setup, const BenchTotals& totals);
+std::string BenchText(const BenchSetup& setup, const BenchTotals& totals);
+
+}  // namespace lossd::cli
+
+#endif  // LOSSD_CLIENT_CLI_BENCH_REPORT_H_

@@ -1,0 +1,23 @@
+// The commands of lossctl, by group; one .cc file each. Each function adds its subcommands to `app`; a chosen
+// subcommand sets context->action. `context` must outlive `app`.
+#ifndef LOSSD_CLIENT_CLI_COMMANDS_H_
+#define LOSSD_CLIENT_CLI_COMMANDS_H_
+
+#include <CLI/App.hpp>
+
+#include "client/cli/context.h"
+
+namespace lossd::cli {
+
+void AddServerCommands(CLI::App* app, Context* context);      // health, server, metrics
+void AddHeadCommands(CLI::App* app, Context* context);        // heads, describe, create, delete
+void AddStepCommands(CLI::App* app, Context* context);        // grad-norm, step, zero-grad
+void AddCheckpointCommands(CLI::App* app, Context* context);  // save, load
+void AddTensorCommands(CLI::App* app, Context* context);      // read, write
+void AddLossCommand(CLI::App* app, Context* context);         // loss
+void AddBenchCommand(CLI::App* app, Context* context);        // bench
+void AddWatchCommand(CLI::App* app, Context* context);        // watch
+
+}  // namespace lossd::cli
+
+#endif  // LOSSD_CLIENT_CLI_COMMANDS_H_

@@ -1,0 +1,175 @@
+#include "client/cli/describe.h"
+
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "client/cli/format.h"
+#include "client/cli/names.h"
+
+namespace lossd::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string MemoryText(const v1::MemoryUsage& memory) {
+  std::string parts;
+  const auto add = [&parts](const char* name, uint64_t bytes) {
+    if (bytes > 0) absl::StrAppend(&parts, parts.empty() ? "" : ", ", name, " ", HumanBytes(bytes));
+  };
+  add("weights", memory.weights());
+  add("gradients", memory.gradients());
+  add("optimizer", memory.optimizer());
+  add("workspace", memory.workspace());
+  add("staging", memory.staging());
+  const std::string total = HumanBytes(static_cast<double>(TotalBytes(memory)));
+  return parts.empty() ? total : absl::StrCat(total, " (", parts, ")");
+}
+
+// Absent means the protocol's default.
+v1::OptimizerState OptimizerStateOf(const v1::HeadSpec& spec) {
+  return spec.optimizer_state() == v1::OPTIMIZER_STATE_UNSPECIFIED ? v1::OPTIMIZER_STATE_ADAM
+                                                                   : spec.optimizer_state();
+}
+
+v1::Norm NormOf(const v1::HeadSpec& spec) {
+  return spec.norm() == v1::NORM_UNSPECIFIED ? v1::NORM_NONE : spec.norm();
+}
+
+std::string YesNo(bool value) { return value ? "yes" : "no"; }
+
+}  // namespace
+
+uint64_t TotalBytes(const v1::MemoryUsage& memory) {
+  return memory.weights() + memory.gradients() + memory.optimizer() + memory.workspace() + memory.staging();
+}
+
+Json ToJson(const v1::MemoryUsage& memory) {
+  return {{"weights", memory.weights()},     {"gradients", memory.gradients()},
+          {"optimizer", memory.optimizer()}, {"workspace", memory.workspace()},
+          {"staging", memory.staging()},     {"total", TotalBytes(memory)}};
+}
+
+Json ToJson(const v1::HeadState& state) {
+  return {{"incarnation", HumanIncarnation(state.incarnation())}, {"step", state.step()}};
+}
+
+Json ToJson(const v1::HeadDescription& head) {
+  const v1::HeadSpec& spec = head.spec();
+  Json json;
+  json["name"] = spec.name();
+  json["hidden_size"] = spec.hidden_size();
+  json["vocab_size"] = spec.vocab_size();
+  json["bias"] = spec.bias();
+  json["class_weights"] = spec.class_weights();
+  json["norm"] = NameOf(Norms(), NormOf(spec));
+  json["norm_epsilon"] = spec.has_norm_epsilon() ? spec.norm_epsilon() : 1e-5f;
+  json["compute_dtype"] = NameOf(DTypes(), head.compute_dtype());
+  json["optimizer_state"] = NameOf(OptimizerStates(), OptimizerStateOf(spec));
+  json["frozen"] = spec.frozen();
+  json["incarnation"] = HumanIncarnation(head.state().incarnation());
+  json["step"] = head.state().step();
+  json["step_microbatches"] = head.step_microbatches();
+  json["step_rows"] = head.step_rows();
+  json["total_rows"] = head.total_rows();
+  json["open_streams"] = head.open_streams();
+  json["queued_slices"] = head.queued_slices();
+  json["chunk_rows"] = head.chunk_rows();
+  json["slice_limits"] = {{"max_rows", head.slice_limits().max_rows()},
+                          {"max_bytes", head.slice_limits().max_bytes()}};
+  json["memory"] = ToJson(head.memory());
+  return json;
+}
+
+Json ToJson(const v1::ServerDescription& server) {
+  Json json;
+  json["version"] = server.version();
+  json["incarnation"] = HumanIncarnation(server.incarnation());
+  json["backend"] = server.backend();
+  json["device"] = server.device();
+  json["uptime_seconds"] = server.uptime_seconds();
+  json["draining"] = server.draining();
+  json["heads"] = server.heads();
+  json["open_streams"] = server.open_streams();
+  json["max_streams"] = server.max_streams();
+  json["max_message_bytes"] = server.max_message_bytes();
+  json["memory"] = ToJson(server.memory());
+  json["memory_peak"] = ToJson(server.memory_peak());
+  json["memory_limit"] = server.memory_limit();
+  return json;
+}
+
+std::string Shape(const v1::HeadSpec& spec) {
+  std::string text = absl::StrCat(HumanCount(spec.hidden_size()), " x ", HumanCount(spec.vocab_size()));
+  if (spec.bias()) absl::StrAppend(&text, " + bias");
+  if (NormOf(spec) != v1::NORM_NONE) absl::StrAppend(&text, ", ", NameOf(Norms(), NormOf(spec)));
+  if (spec.frozen()) absl::StrAppend(&text, ", frozen");
+  return text;
+}
+
+std::string HeadsTable(absl::Span<const v1::HeadDescription> heads) {
+  if (heads.empty()) return "no heads; make one with `lossctl create NAME --hidden D --vocab V`\n";
+  Table table({{"NAME"},
+               {"HIDDEN x VOCAB"},
+               {"COMPUTE"},
+               {"STEP", Align::kRight},
+               {"STEP ROWS", Align::kRight},
+               {"TOTAL ROWS", Align::kRight},
+               {"STREAMS", Align::kRight},
+               {"QUEUE", Align::kRight},
+               {"MEMORY", Align::kRight}});
+  for (const v1::HeadDescription& head : heads) {
+    table.AddRow({head.spec().name(), Shape(head.spec()), NameOf(DTypes(), head.compute_dtype()),
+                  HumanCount(head.state().step()), HumanCount(head.step_rows()),
+                  HumanCount(head.total_rows()), HumanCount(head.open_streams()),
+                  HumanCount(head.queued_slices()),
+                  HumanBytes(static_cast<double>(TotalBytes(head.memory())))});
+  }
+  return table.ToString();
+}
+
+std::string HeadText(const v1::HeadDescription& head) {
+  const v1::HeadSpec& spec = head.spec();
+  FieldList fields;
+  fields.Add("name", spec.name());
+  fields.Add("hidden size", HumanCount(spec.hidden_size()));
+  fields.Add("vocabulary", HumanCount(spec.vocab_size()));
+  fields.Add("bias", YesNo(spec.bias()));
+  fields.Add("class weights", YesNo(spec.class_weights()));
+  fields.Add("norm", NameOf(Norms(), NormOf(spec)));
+  fields.Add("compute dtype", NameOf(DTypes(), head.compute_dtype()));
+  fields.Add("optimizer state", NameOf(OptimizerStates(), OptimizerStateOf(spec)));
+  fields.Add("frozen", YesNo(spec.frozen()));
+  fields.Add("open step", absl::StrCat(HumanCount(head.state().step()), " (", HumanCount(head.step_rows()),
+                                       " rows of ", HumanCount(head.step_microbatches()), " microbatches)"));
+  fields.Add("rows computed", HumanCount(head.total_rows()));
+  fields.Add("streams", absl::StrCat(HumanCount(head.open_streams()), " open, ",
+                                     HumanCount(head.queued_slices()), " slices queued"));
+  fields.Add("slices", absl::StrCat("up to ", HumanCount(head.slice_limits().max_rows()), " rows, ",
+                                    HumanBytes(static_cast<double>(head.slice_limits().max_bytes()))));
+  fields.Add("chunk", absl::StrCat("up to ", HumanCount(head.chunk_rows()), " rows"));
+  fields.Add("memory", MemoryText(head.memory()));
+  fields.Add("incarnation", HumanIncarnation(head.state().incarnation()));
+  return fields.ToString();
+}
+
+std::string ServerText(const v1::ServerDescription& server, const std::string& address) {
+  FieldList fields;
+  fields.Add("address", address);
+  fields.Add("version", server.version());
+  fields.Add("backend", server.backend());
+  fields.Add("device", server.device());
+  fields.Add("state", server.draining() ? "draining" : "serving");
+  fields.Add("up", HumanSeconds(server.uptime_seconds()));
+  fields.Add("heads", HumanCount(server.heads()));
+  fields.Add("streams", absl::StrCat(HumanCount(server.open_streams()), " of at most ",
+                                     HumanCount(server.max_streams())));
+  fields.Add("memory", MemoryText(server.memory()));
+  fields.Add("memory peak", MemoryText(server.memory_peak()));
+  fields.Add("memory limit",
+             server.memory_limit() > 0 ? HumanBytes(static_cast<double>(server.memory_limit())) : "none");
+  fields.Add("largest message", HumanBytes(static_cast<double>(server.max_message_bytes())));
+  fields.Add("incarnation", HumanIncarnation(server.incarnation()));
+  return fields.ToString();
+}
+
+}  // namespace lossd::cli

@@ -1,0 +1,34 @@
+// The protocol's messages for people and for scripts. JSON keys are stable: they may be added to, not
+// changed. Incarnations are strings of sixteen hexadecimal digits; other 64-bit numbers are JSON numbers.
+//
+// Pure functions, thread-safe.
+#ifndef LOSSD_CLIENT_CLI_DESCRIBE_H_
+#define LOSSD_CLIENT_CLI_DESCRIBE_H_
+
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+
+#include "absl/types/span.h"
+#include "lossd/v1/head.pb.h"
+#include "lossd/v1/server.pb.h"
+#include "lossd/v1/types.pb.h"
+
+namespace lossd::cli {
+
+uint64_t TotalBytes(const v1::MemoryUsage& memory);
+
+nlohmann::ordered_json ToJson(const v1::MemoryUsage& memory);
+nlohmann::ordered_json ToJson(const v1::HeadState& state);
+nlohmann::ordered_json ToJson(const v1::HeadDescription& head);
+nlohmann::ordered_json ToJson(const v1::ServerDescription& server);
+
+// "512 x 50,257 + bias, rmsnorm"
+std::string Shape(const v1::HeadSpec& spec);
+
+std::string HeadsTable(absl::Span<const v1::HeadDescription> heads);
+std::string HeadText(const v1::HeadDescription& head);
+std::string ServerText(const v1::ServerDescription& server, const std::string& address);
+
+}  // namespace lossd::cli
+
+#endif  // LOSSD_CLIENT_CLI_DESCRIBE_H_

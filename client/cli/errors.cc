@@ -1,0 +1,91 @@
+#include "client/cli/errors.h"
+
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "client/cli/format.h"
+#include "client/cpp/client.h"
+
+namespace lossd::cli {
+namespace {
+
+std::string Advice(const absl::Status& status, const std::optional<v1::ErrorDetail>& detail) {
+  switch (status.code()) {
+    case absl::StatusCode::kUnavailable:
+      if (absl::StartsWith(status.message(), "no server at ")) {
+        return "start one with `lossd`, or name another with --server HOST:PORT or LOSSD_SERVER";
+      }
+      return "try again later; `lossctl health` says whether the server serves";
+    case absl::StatusCode::kNotFound:
+      if (detail.has_value() && absl::EndsWith(detail->field(), "head"))
+        return "`lossctl heads` lists the heads";
+      return "";
+    case absl::StatusCode::kAborted:
+      return "reload the head from a checkpoint, or repeat the step";
+    case absl::StatusCode::kDeadlineExceeded:
+      return "give it more time with --timeout SECONDS";
+    case absl::StatusCode::kUnimplemented:
+      return "the server is of another version; `lossctl server` says which";
+    default:
+      return "";
+  }
+}
+
+nlohmann::ordered_json ErrorJson(const absl::Status& status, const std::optional<v1::ErrorDetail>& detail) {
+  nlohmann::ordered_json error;
+  error["code"] = absl::StatusCodeToString(status.code());
+  error["message"] = std::string(status.message());
+  error["exit_code"] = static_cast<int>(ExitCodeOf(status));
+  if (detail.has_value()) {
+    if (!detail->field().empty()) error["field"] = detail->field();
+    if (!detail->value().empty()) error["value"] = detail->value();
+    if (detail->has_current_step()) error["current_step"] = detail->current_step();
+    if (detail->missing_size() > 0) {
+      error["missing"] = std::vector<std::string>(detail->missing().begin(), detail->missing().end());
+    }
+    error["incarnation"] = HumanIncarnation(detail->incarnation());
+  }
+  return {{"error", error}};
+}
+
+}  // namespace
+
+ExitCode ExitCodeOf(const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kOk:
+      return kExitOk;
+    case absl::StatusCode::kUnavailable:
+      return kExitUnreachable;
+    case absl::StatusCode::kInvalidArgument:
+    case absl::StatusCode::kNotFound:
+    case absl::StatusCode::kAlreadyExists:
+    case absl::StatusCode::kFailedPrecondition:
+    case absl::StatusCode::kOutOfRange:
+    case absl::StatusCode::kResourceExhausted:
+    case absl::StatusCode::kPermissionDenied:
+    case absl::StatusCode::kUnauthenticated:
+      return kExitRefused;
+    default:
+      return kExitFailed;
+  }
+}
+
+std::string ErrorText(const absl::Status& status, bool json) {
+  const std::optional<v1::ErrorDetail> detail = client::ErrorDetailOf(status);
+  if (json) {
+    using Json = nlohmann::ordered_json;
+    return absl::StrCat(ErrorJson(status, detail).dump(-1, ' ', false, Json::error_handler_t::replace), "\n");
+  }
+  std::string text = absl::StrCat("lossctl: ", status.message());
+  const std::string advice = Advice(status, detail);
+  if (!advice.empty()) absl::StrAppend(&text, "; ", advice);
+  absl::StrAppend(&text, "\n");
+  if (!detail.has_value()) return text;
+  if (detail->has_current_step()) absl::StrAppend(&text, "  open step: ", detail->current_step(), "\n");
+  for (const std::string& missing : detail->missing()) absl::StrAppend(&text, "  missing: ", missing, "\n");
+  return text;
+}
+
+}  // namespace lossd::cli

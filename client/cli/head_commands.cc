@@ -1,0 +1,149 @@
+// heads, describe, create, delete
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "client/cli/commands.h"
+#include "client/cli/describe.h"
+#include "client/cli/names.h"
+#include "client/cli/options.h"
+
+namespace lossd::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+absl::Status PrintHead(Context* context, const absl::StatusOr<v1::HeadDescription>& head) {
+  if (!head.ok()) return head.status();
+  if (context->json) {
+    context->PrintJson(ToJson(*head));
+  } else {
+    context->Print(HeadText(*head));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RunHeads(Context* context, client::Client& client) {
+  const absl::StatusOr<std::vector<v1::HeadDescription>> heads = client.ListHeads(context->timeout());
+  if (!heads.ok()) return heads.status();
+  if (!context->json) {
+    context->Print(HeadsTable(*heads));
+    return absl::OkStatus();
+  }
+  Json list = Json::array();
+  for (const v1::HeadDescription& head : *heads) list.push_back(ToJson(head));
+  context->PrintJson(list);
+  return absl::OkStatus();
+}
+
+absl::Status RunDelete(Context* context, const std::string& head, client::Client& client) {
+  absl::Status status = client.DeleteHead(head, context->timeout());
+  if (!status.ok()) return status;
+  if (context->json) {
+    context->PrintJson({{"deleted", head}});
+  } else {
+    context->Print(absl::StrCat("deleted head \"", head, "\"\n"));
+  }
+  return absl::OkStatus();
+}
+
+struct CreateFlags {
+  std::string name;
+  uint64_t hidden_size = 0;
+  uint64_t vocab_size = 0;
+  bool bias = false;
+  bool class_weights = false;
+  v1::Norm norm = v1::NORM_NONE;
+  std::optional<float> norm_epsilon;
+  v1::DType compute_dtype = v1::DTYPE_UNSPECIFIED;
+  v1::OptimizerState optimizer_state = v1::OPTIMIZER_STATE_ADAM;
+  bool frozen = false;
+
+  uint64_t seed = 0;
+  bool zeros = false;
+  v1::TensorFile file;
+
+  v1::CreateHeadRequest ToRequest() const {
+    v1::CreateHeadRequest request;
+    v1::HeadSpec* spec = request.mutable_spec();
+    spec->set_name(name);
+    spec->set_hidden_size(hidden_size);
+    spec->set_vocab_size(vocab_size);
+    spec->set_bias(bias);
+    spec->set_class_weights(class_weights);
+    spec->set_norm(norm);
+    if (norm_epsilon.has_value()) spec->set_norm_epsilon(*norm_epsilon);
+    spec->set_compute_dtype(compute_dtype);
+    spec->set_optimizer_state(optimizer_state);
+    spec->set_frozen(frozen);
+    if (zeros) {
+      request.mutable_zeros();
+    } else if (!file.path().empty()) {
+      *request.mutable_tensor_file() = file;
+    } else {
+      request.mutable_kaiming_uniform()->set_seed(seed);
+    }
+    return request;
+  }
+};
+
+void AddCreate(CLI::App* app, Context* context) {
+  CLI::App* create = app->add_subcommand("create", "Make a head");
+  auto flags = std::make_shared<CreateFlags>();
+  create->add_option("NAME", flags->name, "Name of the new head")->required()->type_name("");
+  create->add_option("--hidden", flags->hidden_size, "Hidden size D")->required();
+  create->add_option("--vocab", flags->vocab_size, "Vocabulary size V")->required();
+  create->add_flag("--bias", flags->bias, "Add a bias [V]");
+  create->add_flag("--class-weights", flags->class_weights, "Add class weights [V], initially 1");
+  AddWord(create, "--norm", &flags->norm, Norms(), "Norm before the classifier [none]");
+  create->add_option("--norm-epsilon", flags->norm_epsilon, "[1e-5]");
+  AddWord(create, "--compute-dtype", &flags->compute_dtype, DTypes(),
+          "Least precision of the matrix products [the backend's choice]");
+  AddWord(create, "--optimizer-state", &flags->optimizer_state, OptimizerStates(), "Optimizer memory [adam]");
+  create->add_flag("--frozen", flags->frozen, "No gradients of the head, no optimizer memory");
+
+  const std::string group = "Initial values (default: --seed 0)";
+  CLI::Option* seed =
+      create->add_option("--seed", flags->seed, "Uniform, as torch.nn.Linear's")->group(group);
+  CLI::Option* zeros = create->add_flag("--zeros", flags->zeros, "All zero")->group(group);
+  CLI::Option* from = create
+                          ->add_option("--from", *flags->file.mutable_path(),
+                                       "safetensors file below the server's checkpoint directory")
+                          ->type_name("FILE")
+                          ->group(group);
+  seed->excludes(zeros)->excludes(from);
+  zeros->excludes(from);
+  const auto add_tensor = [&](const std::string& name, std::string* tensor, const std::string& description) {
+    return create->add_option(name, *tensor, description)->type_name("TENSOR")->needs(from)->group(group);
+  };
+  from->needs(add_tensor("--weight", flags->file.mutable_weight(), "Tensor [V, D] in the file"));
+  add_tensor("--bias-tensor", flags->file.mutable_bias(), "Tensor [V] in the file");
+  add_tensor("--norm-gain-tensor", flags->file.mutable_norm_gain(), "Tensor [D] in the file");
+  add_tensor("--norm-shift-tensor", flags->file.mutable_norm_shift(), "Tensor [D] in the file");
+  add_tensor("--class-weights-tensor", flags->file.mutable_class_weights(), "Tensor [V] in the file");
+  SetClientAction(create, context, [=](client::Client& client) {
+    return PrintHead(context, client.CreateHead(flags->ToRequest(), context->timeout()));
+  });
+}
+
+}  // namespace
+
+void AddHeadCommands(CLI::App* app, Context* context) {
+  CLI::App* heads = app->add_subcommand("heads", "List the heads");
+  SetClientAction(heads, context, [=](client::Client& client) { return RunHeads(context, client); });
+
+  auto name = std::make_shared<std::string>();
+  CLI::App* describe = app->add_subcommand("describe", "Describe a head");
+  AddHead(describe, name.get());
+  SetClientAction(describe, context, [=](client::Client& client) {
+    return PrintHead(context, client.DescribeHead(*name, context->timeout()));
+  });
+
+  AddCreate(app, context);
+
+  CLI::App* remove = app->add_subcommand("delete", "Delete a head and everything it holds");
+  AddHead(remove, name.get());
+  SetClientAction(remove, context, [=](client::Client& client) { return RunDelete(context, *name, client); });
+}
+
+}  // namespace lossd::cli

@@ -1,0 +1,57 @@
+// lossctl: lossd from a terminal. `lossctl --help` is its manual.
+#include <CLI/CLI.hpp>
+#include <cstdio>
+
+#include "client/cli/commands.h"
+#include "client/cli/context.h"
+#include "client/cli/errors.h"
+
+namespace lossd::cli {
+namespace {
+
+constexpr char kFooter[] =
+    "Exit codes: 0 done, 1 the operation failed, 2 wrong command line, 3 no server or no answer,\n"
+    "4 refused (bad input, or the server is not in a state for it).\n"
+    "`lossctl COMMAND --help` describes a command.";
+
+void AddGlobalOptions(CLI::App* app, Context* context) {
+  app->add_option("--server", context->server, "The server's gRPC address [127.0.0.1:7070]")
+      ->type_name("HOST:PORT")
+      ->envname("LOSSD_SERVER");
+  app->add_flag("--json", context->json, "Print JSON, for scripts");
+  app->add_option("--timeout", context->timeout_seconds, "Seconds for connecting and for each call")
+      ->type_name("SECONDS")
+      ->check(CLI::PositiveNumber);
+}
+
+int Main(int argc, char** argv) {
+  Context context;
+  CLI::App app("Talks to lossd, the loss head server.", "lossctl");
+  app.footer(kFooter);
+  app.require_subcommand(1);
+  app.fallthrough();  // global options may follow the command
+  app.set_help_all_flag("--help-all", "Print the help of every command and exit");
+  AddGlobalOptions(&app, &context);
+  AddServerCommands(&app, &context);
+  AddHeadCommands(&app, &context);
+  AddTensorCommands(&app, &context);
+  AddLossCommand(&app, &context);
+  AddStepCommands(&app, &context);
+  AddCheckpointCommands(&app, &context);
+  AddBenchCommand(&app, &context);
+  AddWatchCommand(&app, &context);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? kExitOk : kExitUsage;
+  }
+  const absl::Status status = context.action();
+  if (status.ok()) return context.bad_news ? kExitFailed : kExitOk;
+  std::fputs(ErrorText(status, context.json).c_str(), stderr);
+  return ExitCodeOf(status);
+}
+
+}  // namespace
+}  // namespace lossd::cli
+
+int main(int argc, char** argv) { return lossd::cli::Main(argc, argv); }

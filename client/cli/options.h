@@ -1,0 +1,83 @@
+// Ways to add command line options that several commands use.
+#ifndef LOSSD_CLIENT_CLI_OPTIONS_H_
+#define LOSSD_CLIENT_CLI_OPTIONS_H_
+
+#include <CLI/App.hpp>
+#include <CLI/Validators.hpp>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "client/cli/context.h"
+#include "client/cpp/client.h"
+
+namespace lossd::cli {
+
+// An option whose value is one of the words.
+template <typename E>
+CLI::Option* AddWord(CLI::App* command, const std::string& name, E* value,
+                     const std::map<std::string, E>& words, const std::string& description) {
+  const auto parse = [value, &words](const CLI::results_t& results) {
+    const auto it = words.find(results[0]);
+    if (it == words.end()) return false;
+    *value = it->second;
+    return true;
+  };
+  std::string choices =
+      absl::StrJoin(words, "|", [](std::string* out, const auto& word) { out->append(word.first); });
+  return command->add_option(name, parse, description)
+      ->type_name(choices)
+      ->check([choices, &words](const std::string& word) {
+        return words.count(word) > 0 ? std::string() : absl::StrCat("\"", word, "\" is not one of ", choices);
+      });
+}
+
+// A number of bytes: plain, or with KiB, MiB or GiB (K, M, G).
+CLI::Option* AddBytes(CLI::App* command, const std::string& name, uint64_t* value,
+                      const std::string& description);
+
+// Rows "BEGIN:END", half-open; either may be left out.
+struct RowsOption {
+  std::optional<uint64_t> begin;
+  std::optional<uint64_t> end;
+
+  bool given() const { return begin.has_value() || end.has_value(); }
+};
+CLI::Option* AddRows(CLI::App* command, RowsOption* rows);
+
+// The name of the head, as first positional argument.
+CLI::Option* AddHead(CLI::App* command, std::string* head);
+
+// Runs `action` with a connected client when the command is chosen.
+void SetClientAction(CLI::App* command, Context* context,
+                     std::function<absl::Status(client::Client&)> action);
+
+// The options that say which loss is computed.
+struct LossFlags {
+  std::optional<int32_t> ignore_index;
+  float label_smoothing = 0;
+  float z_loss = 0;
+  float softcap = 0;
+  std::optional<float> logit_scale;
+  bool use_class_weights = false;
+  v1::Reduction reduction = v1::REDUCTION_MEAN;
+  std::optional<double> normalizer;
+  std::optional<float> grad_output;
+  int streams = 0;
+  uint64_t slice_bytes = client::ComputeOptions().slice_bytes;
+
+  void AddTo(CLI::App* command);
+  client::ComputeOptions ToOptions() const;
+};
+
+}  // namespace lossd::cli
+
+#endif  // LOSSD_CLIENT_CLI_OPTIONS_H_

@@ -1,0 +1,30 @@
+#include "client/cli/random_rows.h"
+
+#include <cmath>
+#include <random>
+
+#include "client/cli/tensor_io.h"
+
+namespace lossd::cli {
+
+absl::StatusOr<HiddenRows> RandomRows(uint64_t rows, uint64_t hidden_size, uint64_t vocab_size,
+                                      v1::DType dtype, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  // Plain arithmetic on the generator's bits: the distributions of the standard library differ between
+  // machines.
+  const auto uniform = [&random] { return static_cast<double>(random() >> 11) * 0x1p-53; };
+  TensorData hidden{
+      formats::DType::kFloat32, {static_cast<int64_t>(rows), static_cast<int64_t>(hidden_size)}, {}};
+  hidden.bytes.resize(rows * hidden_size * sizeof(float));
+  auto* values = reinterpret_cast<float*>(hidden.bytes.data());
+  for (uint64_t i = 0; i < rows * hidden_size; ++i) {
+    values[i] = static_cast<float>((2 * uniform() - 1) * std::sqrt(3.0));
+  }
+  absl::StatusOr<std::vector<uint8_t>> converted = ConvertTo(dtype, hidden);
+  if (!converted.ok()) return converted.status();
+  HiddenRows result{rows, hidden_size, dtype, *std::move(converted), std::vector<int32_t>(rows)};
+  for (int32_t& target : result.targets) target = static_cast<int32_t>(random() % vocab_size);
+  return result;
+}
+
+}  // namespace lossd::cli
