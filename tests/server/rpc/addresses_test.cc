@@ -23,8 +23,10 @@ TEST(AddressesTest, Refuses) {
 }
 
 TEST(AddressesTest, KnowsLoopback) {
-  for (const char* host : {"localhost", "127.0.0.1", "127.9.9.9", "[::1]"}) EXPECT_TRUE(IsLoopback({host, 1})) << host;
-  for (const char* host : {"0.0.0.0", "[::]", "10.0.0.1", "example.com", "128.0.0.1", "127.0.0.1.example.com"}) {
+  for (const char* host : {"localhost", "127.0.0.1", "127.9.9.9", "[::1]"})
+    EXPECT_TRUE(IsLoopback({host, 1})) << host;
+  for (const char* host :
+       {"0.0.0.0", "[::]", "10.0.0.1", "example.com", "128.0.0.1", "127.0.0.1.example.com"}) {
     EXPECT_FALSE(IsLoopback({host, 1})) << host;
   }
 }

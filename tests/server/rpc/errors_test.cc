@@ -32,7 +32,8 @@ TEST(ErrorsTest, EngineErrorsGetTheirDetail) {
 }
 
 TEST(ErrorsTest, LocatedAddsThePlace) {
-  const absl::Status located = Located(absl::InvalidArgumentError("softcap must be > 0, got -1"), "open.options.");
+  const absl::Status located =
+      Located(absl::InvalidArgumentError("softcap must be > 0, got -1"), "open.options.");
   EXPECT_EQ(located.message(), "open.options.softcap must be > 0, got -1");
   EXPECT_EQ(DetailOnTheWire(located).field(), "open.options.softcap");
   EXPECT_EQ(DetailOnTheWire(located).value(), "-1");
@@ -46,7 +47,8 @@ TEST(ErrorsTest, LocatedLeavesOthersAlone) {
 }
 
 TEST(ErrorsTest, MissingRowsTravelInTheDetail) {
-  const absl::Status status = WithMissing(absl::FailedPreconditionError("rows are missing"), {"microbatch 7", "microbatch 9"});
+  const absl::Status status =
+      WithMissing(absl::FailedPreconditionError("rows are missing"), {"microbatch 7", "microbatch 9"});
   EXPECT_THAT(DetailOnTheWire(status).missing(), ::testing::ElementsAre("microbatch 7", "microbatch 9"));
 }
 

@@ -71,7 +71,8 @@ absl::StatusOr<v1::ApplyStepResponse> Step(TestClient& client, const std::string
 
 std::vector<std::vector<float>> ReadAll(TestClient& client, const std::string& head) {
   std::vector<std::vector<float>> all;
-  for (const v1::Param param : {v1::PARAM_WEIGHT, v1::PARAM_BIAS, v1::PARAM_NORM_GAIN, v1::PARAM_NORM_SHIFT}) {
+  for (const v1::Param param :
+       {v1::PARAM_WEIGHT, v1::PARAM_BIAS, v1::PARAM_NORM_GAIN, v1::PARAM_NORM_SHIFT}) {
     for (const v1::Role role : {v1::ROLE_VALUE, v1::ROLE_MOMENT1, v1::ROLE_MOMENT2}) {
       auto values = client.Read(head, param, role);
       EXPECT_TRUE(values.ok()) << values.status();
@@ -233,7 +234,8 @@ TEST_F(HeadsTest, CheckpointOfAnotherShapeIsRefused) {
   other.mutable_spec()->set_vocab_size(kClasses + 1);
   ASSERT_TRUE(client_->CreateHead(other).ok());
   const auto before = ReadAll(*client_, "other");
-  EXPECT_EQ(client_->LoadCheckpoint("head/first", "other").status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(client_->LoadCheckpoint("head/first", "other").status().code(),
+            absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(ReadAll(*client_, "other"), before);
 }
 
@@ -241,7 +243,8 @@ TEST_F(HeadsTest, DamagedCheckpointIsRefused) {
   ASSERT_TRUE(client_->CreateHead(Request("head")).ok());
   ASSERT_TRUE(client_->SaveCheckpoint("head", "first").ok());
   const auto before = ReadAll(*client_, "head");
-  for (const auto& entry : std::filesystem::directory_iterator(server_.checkpoint_directory() + "/head/first")) {
+  for (const auto& entry :
+       std::filesystem::directory_iterator(server_.checkpoint_directory() + "/head/first")) {
     if (entry.path().extension() != ".safetensors") continue;
     std::string content = test::ReadWholeFile(entry.path());
     content[content.size() - 5] ^= 1;
@@ -259,7 +262,8 @@ class TensorFileTest : public HeadsTest {
   TensorFileTest() {
     std::filesystem::create_directories(server_.checkpoint_directory());
     for (size_t i = 0; i < kHidden * kClasses; ++i) {
-      weight_.push_back(kernels::testing::RoundTo(kernels::DType::kBFloat16, kernels::testing::Uniform(rng_, -1, 1)));
+      weight_.push_back(
+          kernels::testing::RoundTo(kernels::DType::kBFloat16, kernels::testing::Uniform(rng_, -1, 1)));
     }
     for (size_t i = 0; i < kClasses; ++i) bias_.push_back(static_cast<float>(i));
     const std::vector<formats::SafetensorsSpec> specs = {
