@@ -284,6 +284,10 @@ bool ServerImpl::Drain(absl::Time deadline) {
     server_service_->Drain();
     clean = loss_service_->WaitUntilIdle(deadline);
     clean = head_service_->WaitUntilIdle(deadline) && clean;
+    // Calls that reach a server in shutdown end with CANCELLED; for a moment more they hear UNAVAILABLE and
+    // clients have time to stop.
+    constexpr absl::Duration kLastWords = absl::Milliseconds(200);
+    absl::SleepFor(std::min(kLastWords, deadline - absl::Now()));
     // What is left now are calls to be cancelled, and watchers of health or reflection that never end.
     constexpr absl::Duration kGoodbye = absl::Milliseconds(500);
     grpc_->Shutdown(absl::ToChronoTime(absl::Now() + kGoodbye));
