@@ -24,6 +24,9 @@ set(_cxx_warnings -Wall -Wextra -Werror -Wshadow -Wnon-virtual-dtor -Woverloaded
 if(CMAKE_CXX_COMPILER_ID MATCHES Clang)
   list(APPEND _cxx_warnings -Wthread-safety -Wno-unknown-warning-option)
 endif()
+if(CMAKE_CXX_COMPILER_ID STREQUAL GNU AND LOSSD_SANITIZE MATCHES thread)
+  list(APPEND _cxx_warnings -Wno-tsan)  # fences in Abseil's headers
+endif()
 target_compile_options(lossd_warnings INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:${_cxx_warnings}>")
 
 # Programs look for libraries in ../lib beside themselves first, for themselves and for what those libraries

@@ -38,9 +38,10 @@ using lossd::rpc::ServerOptions;
 ABSL_FLAG(std::string, listen, ServerOptions().listen, "Address for gRPC, host:port; port 0: any free one");
 ABSL_FLAG(std::string, http, ServerOptions().http,
           "Address for /metrics, /healthz and the status page; port 0: any free one; empty: none");
-ABSL_FLAG(bool, allow_non_loopback, false,
-          "Allow addresses that other machines can reach. There is no encryption and no authentication: whoever "
-          "reaches the ports can read weights and change gradients");
+ABSL_FLAG(
+    bool, allow_non_loopback, false,
+    "Allow addresses that other machines can reach. There is no encryption and no authentication: whoever "
+    "reaches the ports can read weights and change gradients");
 ABSL_FLAG(std::string, port_file, "",
           "Once serving, write the chosen addresses to this file as JSON: {\"grpc\": ..., \"http\": ...}");
 ABSL_FLAG(std::string, checkpoint_dir, ServerOptions().checkpoint_directory,
@@ -51,13 +52,18 @@ ABSL_FLAG(ByteSize, workspace_bytes, ByteSize{ServerOptions().workspace_bytes},
           "Workspace of each head; bounds the rows computed at once");
 ABSL_FLAG(ByteSize, memory_limit_bytes, ByteSize{ServerOptions().memory_limit_bytes},
           "Refuse heads that would take the planned memory beyond this; 0: no limit");
-ABSL_FLAG(ByteSize, slice_bytes, ByteSize{ServerOptions().slice_bytes}, "Largest slice of hidden states a message may hold");
+ABSL_FLAG(ByteSize, slice_bytes, ByteSize{ServerOptions().slice_bytes},
+          "Largest slice of hidden states a message may hold");
 ABSL_FLAG(ByteSize, staging_bytes, ByteSize{ServerOptions().staging_bytes},
           "Memory for slices that are being received, computed or sent");
 ABSL_FLAG(int64_t, max_streams, ServerOptions().max_streams, "Most ComputeLoss calls open at once");
 ABSL_FLAG(int64_t, max_heads, ServerOptions().max_heads, "Most heads");
 ABSL_FLAG(absl::Duration, drain_timeout, ServerOptions().drain_timeout,
           "After SIGTERM or SIGINT, open calls may finish for so long");
+ABSL_FLAG(ByteSize, retained_bytes, ByteSize{ServerOptions().retained_bytes},
+          "Memory for hidden states of deferred microbatches (reduction none); 0: none are kept");
+ABSL_FLAG(absl::Duration, retained_timeout, ServerOptions().retained_timeout,
+          "Release a deferred microbatch that nobody has used for so long");
 ABSL_FLAG(absl::Duration, send_timeout, ServerOptions().send_timeout,
           "Cancel a call whose answers the client does not take for so long");
 ABSL_FLAG(LogLevel, log_level, LogLevel::kInfo, "Least level logged: debug, info, warning, error or off");
@@ -102,10 +108,12 @@ ServerOptions OptionsFromFlags() {
   options.memory_limit_bytes = absl::GetFlag(FLAGS_memory_limit_bytes).bytes;
   options.slice_bytes = absl::GetFlag(FLAGS_slice_bytes).bytes;
   options.staging_bytes = absl::GetFlag(FLAGS_staging_bytes).bytes;
+  options.retained_bytes = absl::GetFlag(FLAGS_retained_bytes).bytes;
   options.max_streams = absl::GetFlag(FLAGS_max_streams);
   options.max_heads = absl::GetFlag(FLAGS_max_heads);
   options.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_dir);
   options.drain_timeout = absl::GetFlag(FLAGS_drain_timeout);
+  options.retained_timeout = absl::GetFlag(FLAGS_retained_timeout);
   options.send_timeout = absl::GetFlag(FLAGS_send_timeout);
   return options;
 }
@@ -133,7 +141,8 @@ absl::Status WritePortFile(const std::string& path, const Server& server) {
   const nlohmann::json addresses = {{"grpc", server.grpc_address()}, {"http", server.http_address()}};
   const std::string text = addresses.dump() + "\n";
   FILE* const file = std::fopen(temporary.c_str(), "w");
-  if (file == nullptr) return absl::ErrnoToStatus(errno, absl::StrCat("port_file: cannot create ", temporary));
+  if (file == nullptr)
+    return absl::ErrnoToStatus(errno, absl::StrCat("port_file: cannot create ", temporary));
   const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
   const bool closed = std::fclose(file) == 0;
   if (written && closed && std::rename(temporary.c_str(), path.c_str()) == 0) return absl::OkStatus();
@@ -152,7 +161,8 @@ void DrainOnSignal(Server& server, const sigset_t& signals) {
   const int signal_number = WaitForSignal(signals);
   const absl::Duration timeout = absl::GetFlag(FLAGS_drain_timeout);
   Log(LogLevel::kInfo, "draining",
-      {{"signal", strsignal(signal_number)}, {"timeout", absl::FormatDuration(timeout)},
+      {{"signal", strsignal(signal_number)},
+       {"timeout", absl::FormatDuration(timeout)},
        {"open_streams", server.stats().open_streams}});
   std::thread([signals] {
     WaitForSignal(signals);
@@ -160,7 +170,8 @@ void DrainOnSignal(Server& server, const sigset_t& signals) {
     _exit(1);
   }).detach();
   const bool clean = server.Drain(absl::Now() + timeout);
-  Log(clean ? LogLevel::kInfo : LogLevel::kWarning, clean ? "drained" : "drained; calls still open were cancelled");
+  Log(clean ? LogLevel::kInfo : LogLevel::kWarning,
+      clean ? "drained" : "drained; calls still open were cancelled");
 }
 
 int Run() {

@@ -2,6 +2,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "client/cli/format.h"
 #include "client/cli/names.h"
@@ -35,6 +36,13 @@ v1::Norm NormOf(const v1::HeadSpec& spec) {
   return spec.norm() == v1::NORM_UNSPECIFIED ? v1::NORM_NONE : spec.norm();
 }
 
+// 1e-5 rather than 9.999999747378752e-06.
+double AsWritten(float value) {
+  double result = value;
+  if (!absl::SimpleAtod(absl::StrCat(value), &result)) return value;
+  return result;
+}
+
 std::string YesNo(bool value) { return value ? "yes" : "no"; }
 
 }  // namespace
@@ -62,7 +70,7 @@ Json ToJson(const v1::HeadDescription& head) {
   json["bias"] = spec.bias();
   json["class_weights"] = spec.class_weights();
   json["norm"] = NameOf(Norms(), NormOf(spec));
-  json["norm_epsilon"] = spec.has_norm_epsilon() ? spec.norm_epsilon() : 1e-5f;
+  json["norm_epsilon"] = AsWritten(spec.has_norm_epsilon() ? spec.norm_epsilon() : 1e-5f);
   json["compute_dtype"] = NameOf(DTypes(), head.compute_dtype());
   json["optimizer_state"] = NameOf(OptimizerStates(), OptimizerStateOf(spec));
   json["frozen"] = spec.frozen();

@@ -17,6 +17,7 @@ std::string Advice(const absl::Status& status, const std::optional<v1::ErrorDeta
       if (absl::StartsWith(status.message(), "no server at ")) {
         return "start one with `lossd`, or name another with --server HOST:PORT or LOSSD_SERVER";
       }
+      if (absl::StartsWith(status.message(), "nothing answers at ")) return "";  // HTTP; says all there is
       return "try again later; `lossctl health` says whether the server serves";
     case absl::StatusCode::kNotFound:
       if (detail.has_value() && absl::EndsWith(detail->field(), "head"))

@@ -37,7 +37,7 @@ absl::StatusOr<const DeferredMicrobatches::Microbatch*> DeferredMicrobatches::Fi
                                                                                    absl::Time now) {
   const auto it = microbatches_.find(id);
   if (it == microbatches_.end()) {
-    return FieldError(absl::StatusCode::kNotFound, "microbatch_id",
+    return FieldError(absl::StatusCode::kNotFound, "backward.microbatch_id",
                       "must be retained: forwarded with retain in the open step, not released, not expired",
                       absl::StrCat(id));
   }
@@ -46,7 +46,7 @@ absl::StatusOr<const DeferredMicrobatches::Microbatch*> DeferredMicrobatches::Fi
     if (begin <= next && next < part.retained.rows.end) next = part.retained.rows.end;
   }
   if (next < rows.end) {
-    return FieldError(absl::StatusCode::kNotFound, "rows",
+    return FieldError(absl::StatusCode::kNotFound, "backward.rows",
                       absl::StrCat("must be retained; row ", next, " is not"),
                       absl::StrCat("[", rows.begin, ", ", rows.end, ")"));
   }

@@ -28,16 +28,16 @@ absl::Status CheckGradients(absl::string_view field, const std::vector<float>& v
 
 absl::Status CheckBackward(const BackwardSpec& spec) {
   if (spec.rows.begin < 0 || spec.rows.begin >= spec.rows.end) {
-    return InvalidField("rows", "must be a non-empty range",
+    return InvalidField("backward.rows", "must be a non-empty range",
                         absl::StrCat("[", spec.rows.begin, ", ", spec.rows.end, ")"));
   }
   if (spec.accumulate_gradients && !spec.step.has_value()) {
-    return InvalidField("step", "is required with accumulate_gradients", "nothing");
+    return InvalidField("backward.step", "is required with accumulate_gradients", "nothing");
   }
   const int64_t rows = spec.rows.size();
-  if (auto status = CheckGradients("grad_loss", spec.grad_loss, rows, true); !status.ok()) return status;
-  if (auto status = CheckGradients("grad_lse", spec.grad_lse, rows, false); !status.ok()) return status;
-  return CheckGradients("grad_entropy", spec.grad_entropy, rows, false);
+  if (auto status = CheckGradients("backward.grad_loss", spec.grad_loss, rows, true); !status.ok()) return status;
+  if (auto status = CheckGradients("backward.grad_lse", spec.grad_lse, rows, false); !status.ok()) return status;
+  return CheckGradients("backward.grad_entropy", spec.grad_entropy, rows, false);
 }
 
 // The stream that computes retained rows, and where they are.
@@ -211,7 +211,7 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::OpenBackward(BackwardSpec sp
   auto entry = FindForStream(spec.head);
   if (!entry.ok()) return entry.status();
   if (spec.step.has_value() && *spec.step != (*entry)->step)
-    return StepNotOpen("step", *spec.step, (*entry)->step);
+    return StepNotOpen("backward.step", *spec.step, (*entry)->step);
   auto kept = (*entry)->deferred.Find(spec.microbatch_id, spec.rows, absl::Now());
   if (!kept.ok()) return kept.status();
   std::vector<RetainedRows> retained;

@@ -32,7 +32,8 @@ bool AbslParseFlag(absl::string_view text, ByteSize* size, std::string* error) {
   const size_t digits = text.find_last_of("0123456789.") + 1;
   const absl::string_view name = absl::StripAsciiWhitespace(text.substr(digits));
   double number = 0.0;
-  const bool is_number = absl::SimpleAtod(text.substr(0, digits), &number) && text.find_first_of("eExX+-") > digits;
+  const bool is_number =
+      absl::SimpleAtod(text.substr(0, digits), &number) && text.find_first_of("eExX+-") > digits;
   for (const Unit& unit : kUnits) {
     if (!is_number || !absl::EqualsIgnoreCase(name, unit.name)) continue;
     const double bytes = std::round(number * unit.bytes);
@@ -48,7 +49,8 @@ std::string AbslUnparseFlag(const ByteSize& size) {
   for (const Unit& unit : kUnits) {
     const auto bytes = static_cast<int64_t>(unit.bytes);
     const bool binary = absl::EndsWith(unit.name, "iB");
-    if (binary && size.bytes != 0 && size.bytes % bytes == 0) return absl::StrCat(size.bytes / bytes, unit.name);
+    if (binary && size.bytes != 0 && size.bytes % bytes == 0)
+      return absl::StrCat(size.bytes / bytes, unit.name);
   }
   return absl::StrCat(size.bytes);
 }

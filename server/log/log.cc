@@ -76,7 +76,8 @@ struct TextVisitor {
 std::string Now() { return absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", absl::Now(), absl::UTCTimeZone()); }
 
 template <typename Enum, size_t kCount>
-bool ParseName(absl::string_view text, const absl::string_view (&names)[kCount], Enum* value, std::string* error) {
+bool ParseName(absl::string_view text, const absl::string_view (&names)[kCount], Enum* value,
+               std::string* error) {
   for (size_t i = 0; i < kCount; ++i) {
     if (text != names[i]) continue;
     *value = static_cast<Enum>(i);
@@ -132,6 +133,8 @@ bool AbslParseFlag(absl::string_view text, LogFormat* format, std::string* error
   return ParseName(text, kFormatNames, format, error);
 }
 
-std::string AbslUnparseFlag(LogFormat format) { return std::string(kFormatNames[static_cast<size_t>(format)]); }
+std::string AbslUnparseFlag(LogFormat format) {
+  return std::string(kFormatNames[static_cast<size_t>(format)]);
+}
 
 }  // namespace lossd::log

@@ -33,12 +33,12 @@ absl::string_view Reason(int status) {
 }
 
 void Send(mg_connection* connection, const HttpResponse& response, bool with_body) {
-  const std::string head = absl::StrCat(
-      "HTTP/1.1 ", response.status, " ", Reason(response.status), "\r\nContent-Type: ", response.content_type,
-      "\r\nContent-Length: ", response.body.size(), "\r\nCache-Control: no-store",
-      "\r\nX-Content-Type-Options: nosniff",
-      "\r\nContent-Security-Policy: default-src 'none'; style-src 'unsafe-inline'",
-      response.status == 405 ? "\r\nAllow: GET, HEAD" : "", "\r\nConnection: close\r\n\r\n");
+  const std::string head =
+      absl::StrCat("HTTP/1.1 ", response.status, " ", Reason(response.status),
+                   "\r\nContent-Type: ", response.content_type, "\r\nContent-Length: ", response.body.size(),
+                   "\r\nCache-Control: no-store", "\r\nX-Content-Type-Options: nosniff",
+                   "\r\nContent-Security-Policy: default-src 'none'; style-src 'unsafe-inline'",
+                   response.status == 405 ? "\r\nAllow: GET, HEAD" : "", "\r\nConnection: close\r\n\r\n");
   mg_write(connection, head.data(), head.size());
   if (with_body) mg_write(connection, response.body.data(), response.body.size());
 }
@@ -105,9 +105,7 @@ class CivetHttpServer final : public HttpServer {
     waker.join();
   }
 
-  std::string address() const override {
-    return absl::StrCat(host_, ":", port_);
-  }
+  std::string address() const override { return absl::StrCat(host_, ":", port_); }
 
  private:
   int Port() {
@@ -136,16 +134,18 @@ class CivetHttpServer final : public HttpServer {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(absl::string_view address, HttpHandlers handlers) {
+absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(absl::string_view address,
+                                                              HttpHandlers handlers) {
   const size_t colon = address.rfind(':');
   int port = -1;
   if (colon == absl::string_view::npos || colon == 0 || !absl::SimpleAtoi(address.substr(colon + 1), &port) ||
       port < 0 || port > 65535 || address.find_first_of(", +rs") != absl::string_view::npos) {
-    return absl::InvalidArgumentError(absl::StrCat("http address must be <IP address>:<port>, got ", address));
+    return absl::InvalidArgumentError(
+        absl::StrCat("http address must be <IP address>:<port>, got ", address));
   }
   const std::vector<std::string> options = {
-      "listening_ports",    std::string(address), "num_threads",       "4",
-      "request_timeout_ms", "10000",              "enable_keep_alive", "no"};
+      "listening_ports", std::string(address), "num_threads", "4", "request_timeout_ms",
+      "10000",           "enable_keep_alive",  "no"};
   try {
     return std::unique_ptr<HttpServer>(
         new CivetHttpServer(address.substr(0, colon), options, std::move(handlers)));

@@ -54,25 +54,30 @@ absl::string_view Name(Phase phase) {
 }
 
 Metrics::Metrics(const BuildInfo& build)
-    : phase_family_(HistogramFamily(registry_, "lossd_phase_seconds",
-                                    "Time a slice spends in each phase: receive (arrived until queued), queue "
-                                    "(until its chunk is formed), compute (until results are ready), send (until "
-                                    "taken by the transport).")),
-      microbatch_seconds_(HistogramFamily(registry_, "lossd_microbatch_seconds",
-                                          "Time from the opening message of a ComputeLoss call to its summary.")
-                              .Add({}, LatencyBuckets())),
+    : phase_family_(
+          HistogramFamily(registry_, "lossd_phase_seconds",
+                          "Time a slice spends in each phase: receive (arrived until queued), queue "
+                          "(until its chunk is formed), compute (until results are ready), send (until "
+                          "taken by the transport).")),
+      microbatch_seconds_(
+          HistogramFamily(registry_, "lossd_microbatch_seconds",
+                          "Time from the opening message of a ComputeLoss call to its summary.")
+              .Add({}, LatencyBuckets())),
       chunk_rows_(HistogramFamily(registry_, "lossd_chunk_rows", "Valid rows computed together in one chunk.")
                       .Add({}, RowBuckets())),
       chunks_(CounterFamily(registry_, "lossd_chunks_total", "Chunks computed.").Add({})),
-      steps_(CounterFamily(registry_, "lossd_steps_total", "Optimizer steps applied, over all heads.").Add({})),
+      steps_(
+          CounterFamily(registry_, "lossd_steps_total", "Optimizer steps applied, over all heads.").Add({})),
       device_errors_(
-          CounterFamily(registry_, "lossd_device_errors_total", "Operations that failed on the device.").Add({})),
+          CounterFamily(registry_, "lossd_device_errors_total", "Operations that failed on the device.")
+              .Add({})),
       payload_family_(CounterFamily(registry_, "lossd_payload_bytes_total",
                                     "Tensor bytes of slices received (in) and sent (out).")),
       payload_in_(payload_family_.Add({{"direction", "in"}})),
       payload_out_(payload_family_.Add({{"direction", "out"}})),
       requests_(CounterFamily(registry_, "lossd_requests_total", "Calls received, by method.")),
-      errors_(CounterFamily(registry_, "lossd_errors_total", "Calls ended with an error, by method and code.")) {
+      errors_(
+          CounterFamily(registry_, "lossd_errors_total", "Calls ended with an error, by method and code.")) {
   for (size_t i = 0; i < kPhases; ++i) {
     phase_seconds_[i] =
         &phase_family_.Add({{"phase", std::string(Name(static_cast<Phase>(i)))}}, LatencyBuckets());
@@ -155,7 +160,8 @@ std::vector<MetricFamily> Metrics::Collect() const {
     if (backend_ != nullptr) CollectMemory(&families);
   }
   std::vector<MetricFamily> process = CollectProcess();
-  families.insert(families.end(), std::make_move_iterator(process.begin()), std::make_move_iterator(process.end()));
+  families.insert(families.end(), std::make_move_iterator(process.begin()),
+                  std::make_move_iterator(process.end()));
   return families;
 }
 
@@ -168,7 +174,8 @@ std::string Metrics::RenderText() const {
 MetricFamily Metrics::RowsFamily() const {
   MetricFamily family = MakeFamily("lossd_rows_total", "Rows computed, by head.", MetricType::Counter);
   absl::ReaderMutexLock lock(&rows_mutex_);
-  for (const auto& [head, rows] : rows_by_head_) AddSample(&family, {{"head", head}}, static_cast<double>(rows));
+  for (const auto& [head, rows] : rows_by_head_)
+    AddSample(&family, {{"head", head}}, static_cast<double>(rows));
   return family;
 }
 
@@ -181,10 +188,14 @@ void Metrics::CollectEngine(std::vector<MetricFamily>* families) const {
   gauge("lossd_open_streams", "ComputeLoss calls that are open.", stats.open_streams);
   gauge("lossd_queued_slices", "Slices waiting for the device.", stats.queued_slices);
   gauge("lossd_queued_rows", "Rows waiting for the device.", stats.queued_rows);
+  gauge("lossd_retained_microbatches", "Deferred microbatches whose hidden states are kept.",
+        stats.retained_microbatches);
+  gauge("lossd_retained_used_bytes", "Part of the retained memory that is in use.",
+        stats.retained_bytes_used);
   gauge("lossd_ledger_rows", "Rows remembered in open steps, over all heads.", stats.ledger_rows);
   gauge("lossd_ledger_bytes", "Memory of the record of rows in open steps.", stats.ledger_bytes);
-  MetricFamily staging =
-      MakeFamily("lossd_staging_buffers", "Buffers that slices are received into and sent from.", MetricType::Gauge);
+  MetricFamily staging = MakeFamily(
+      "lossd_staging_buffers", "Buffers that slices are received into and sent from.", MetricType::Gauge);
   const int64_t used = stats.staging_buffers - stats.staging_buffers_free;
   AddSample(&staging, {{"state", "free"}}, static_cast<double>(stats.staging_buffers_free));
   AddSample(&staging, {{"state", "used"}}, static_cast<double>(used));

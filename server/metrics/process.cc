@@ -73,7 +73,8 @@ std::vector<prometheus::MetricFamily> CollectProcess() {
   std::vector<prometheus::MetricFamily> families;
   families.push_back(Single("process_cpu_seconds_total", "User and system CPU time spent by the process.",
                             prometheus::MetricType::Counter, stats->cpu_seconds));
-  families.push_back(Gauge("process_start_time_seconds", "When the process started, in seconds since the epoch.",
+  families.push_back(Gauge("process_start_time_seconds",
+                           "When the process started, in seconds since the epoch.",
                            stats->start_time_seconds));
   families.push_back(Gauge("process_virtual_memory_bytes", "Virtual memory of the process.",
                            static_cast<double>(stats->virtual_bytes)));

@@ -130,15 +130,14 @@ std::string StatusPage::Summary(bool draining, const engine::EngineStats& stats)
       EscapeHtml(info.name), " backend, ", EscapeHtml(info.device), " &middot; gRPC on ",
       EscapeHtml(options_.grpc_address), " &middot; up ", EscapeHtml(absl::FormatDuration(uptime)),
       " &middot; incarnation ", absl::Hex(engine_->incarnation(), absl::kZeroPad16), "</p>\n");
-  absl::StrAppend(&html, "<div class=\"facts\">\n", Fact("rows computed", Grouped(static_cast<int64_t>(totals.rows))),
-                  Fact("steps", Grouped(static_cast<int64_t>(totals.steps))),
-                  Fact("rows/s", absl::StrFormat("%.0f", rates.rows)),
-                  Fact("received", FormatBytes(rates.bytes_in) + "/s"),
-                  Fact("sent", FormatBytes(rates.bytes_out) + "/s"),
-                  Fact("open streams", Grouped(stats.open_streams)),
-                  Fact("queued slices", Grouped(stats.queued_slices)),
-                  Fact("staging free", absl::StrCat(stats.staging_buffers_free, " of ", stats.staging_buffers)),
-                  Fact("errors", Grouped(static_cast<int64_t>(totals.errors))), "</div>\n");
+  absl::StrAppend(
+      &html, "<div class=\"facts\">\n", Fact("rows computed", Grouped(static_cast<int64_t>(totals.rows))),
+      Fact("steps", Grouped(static_cast<int64_t>(totals.steps))),
+      Fact("rows/s", absl::StrFormat("%.0f", rates.rows)),
+      Fact("received", FormatBytes(rates.bytes_in) + "/s"), Fact("sent", FormatBytes(rates.bytes_out) + "/s"),
+      Fact("open streams", Grouped(stats.open_streams)), Fact("queued slices", Grouped(stats.queued_slices)),
+      Fact("staging free", absl::StrCat(stats.staging_buffers_free, " of ", stats.staging_buffers)),
+      Fact("errors", Grouped(static_cast<int64_t>(totals.errors))), "</div>\n");
   const std::string window =
       rates.seconds > 0 ? absl::StrFormat("the last %.1f s", rates.seconds) : std::string("the next view on");
   return absl::StrCat(html, "<p>Rates over ", window, ".</p>\n");
@@ -149,11 +148,13 @@ std::string StatusPage::HeadsTable() const {
   for (const engine::HeadSnapshot& head : engine_->List()) {
     rows += Row({EscapeHtml(head.name), Grouped(head.config.vocab_size), Grouped(head.config.hidden_size),
                  EscapeHtml(kernels::Name(head.compute_dtype)), head.config.trainable ? "yes" : "frozen",
-                 Grouped(static_cast<int64_t>(head.state.step)), Grouped(head.step_rows), Grouped(head.total_rows),
-                 Grouped(head.open_streams), FormatBytes(static_cast<double>(head.memory.Total()))});
+                 Grouped(static_cast<int64_t>(head.state.step)), Grouped(head.step_rows),
+                 Grouped(head.total_rows), Grouped(head.open_streams),
+                 FormatBytes(static_cast<double>(head.memory.Total()))});
   }
   if (rows.empty()) return "<p>None yet. A client or <code>lossctl create</code> makes one.</p>\n";
-  return Table({"Head", "V", "D", "Compute", "Trained", "Step", "Rows in step", "Rows", "Streams", "Memory"}, rows);
+  return Table({"Head", "V", "D", "Compute", "Trained", "Step", "Rows in step", "Rows", "Streams", "Memory"},
+               rows);
 }
 
 std::string StatusPage::MemoryTable() const {
@@ -162,11 +163,12 @@ std::string StatusPage::MemoryTable() const {
   std::string rows;
   for (size_t i = 0; i < kernels::kMemoryKinds; ++i) {
     const auto held = static_cast<double>(memory.current.by_kind[i]);
-    rows += Row({std::string(kernels::Name(static_cast<kernels::MemoryKind>(i))), Bar(held, most), FormatBytes(held),
-                 FormatBytes(static_cast<double>(memory.peak.by_kind[i]))});
+    rows += Row({std::string(kernels::Name(static_cast<kernels::MemoryKind>(i))), Bar(held, most),
+                 FormatBytes(held), FormatBytes(static_cast<double>(memory.peak.by_kind[i]))});
   }
   const auto total = static_cast<double>(memory.current.Total());
-  rows += Row({"total", Bar(total, most), FormatBytes(total), FormatBytes(static_cast<double>(memory.peak_total))});
+  rows += Row(
+      {"total", Bar(total, most), FormatBytes(total), FormatBytes(static_cast<double>(memory.peak_total))});
   const std::string limit =
       memory.limit > 0 ? FormatBytes(static_cast<double>(memory.limit)) : std::string("none");
   return absl::StrCat(Table({"Purpose", "", "Now", "Peak"}, rows), "<p>Limit: ", limit, "</p>\n");

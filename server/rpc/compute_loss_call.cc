@@ -4,6 +4,7 @@
 #include <limits>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -57,37 +58,66 @@ absl::Status ComputeLossCall::HandleMessage() {
       return HandleOpen(request.open(), payload->size());
     case v1::ComputeLossRequest::kSlice:
       return HandleSlice(request.slice(), *std::move(payload), arrived);
+    case v1::ComputeLossRequest::kBackward:
+      return HandleBackward(request.backward(), payload->size());
     case v1::ComputeLossRequest::KIND_NOT_SET:
       break;
   }
-  return FieldError("kind", "be open or slice", "neither");
+  return FieldError("kind", "be open, slice or backward", "neither");
 }
 
 absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t payload_bytes) {
   const absl::Time now = absl::Now();
   if (stream() != nullptr) return FieldError("open", "be sent once, first", "a second one");
-  if (payload_bytes > 0) return FieldError("payload", "be empty with open", absl::StrCat(payload_bytes, " bytes"));
+  if (payload_bytes > 0)
+    return FieldError("payload", "be empty with open", absl::StrCat(payload_bytes, " bytes"));
   absl::StatusOr<engine::StreamSpec> spec = ToStreamSpec(open);
   if (!spec.ok()) return spec.status();
   absl::StatusOr<std::unique_ptr<engine::Stream>> opened =
       environment_->engine->Open(*std::move(spec), shared_from_this());
   if (!opened.ok()) return Located(opened.status(), "open.");
-  engine::Stream* const stream = opened->get();
+  absl::MutexLock lock(&mutex_);
+  if (Accept(*std::move(opened), now)) ReadNext();
+  return absl::OkStatus();
+}
+
+absl::Status ComputeLossCall::HandleBackward(const v1::OpenBackward& backward, size_t payload_bytes) {
+  const absl::Time now = absl::Now();
+  if (stream() != nullptr)
+    return FieldError("backward", "be the first message", "one after open or backward");
+  if (payload_bytes > 0) {
+    return FieldError("payload", "be empty with backward", absl::StrCat(payload_bytes, " bytes"));
+  }
+  absl::StatusOr<engine::BackwardSpec> spec = ToBackwardSpec(backward);
+  if (!spec.ok()) return spec.status();
+  absl::StatusOr<std::unique_ptr<engine::Stream>> opened =
+      environment_->engine->OpenBackward(*std::move(spec), shared_from_this());
+  if (!opened.ok()) return opened.status();
+  bool request_buffer = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    backward_ = true;
+    const std::vector<engine::RowRange> slices = (*opened)->RetainedSlices();
+    retained_slices_.assign(slices.begin(), slices.end());
+    request_buffer = Accept(*std::move(opened), now) && NextSlice();
+  }
+  if (request_buffer) RequestBuffer();
+  return absl::OkStatus();
+}
+
+bool ComputeLossCall::Accept(std::unique_ptr<engine::Stream> stream, absl::Time now) {
   v1::ComputeLossResponse response;
   *response.mutable_accepted()->mutable_state() = ToProto(stream->state());
   *response.mutable_accepted()->mutable_limits() = ToProto(stream->limits());
-
-  absl::MutexLock lock(&mutex_);
-  stream_ = *std::move(opened);
+  stream_ = std::move(stream);
   opened_ = now;
   if (broken_) {
     stream_->Cancel(CancellationStatus());
-    return absl::OkStatus();
+    return false;
   }
   Enqueue({.message = wire::Encode(response), .ready = now});
-  stream->Start();  // results come through the inbox, so none can overtake `accepted`
-  ReadNext();
-  return absl::OkStatus();
+  stream_->Start();  // results come through the inbox, so none can overtake `accepted`
+  return true;
 }
 
 absl::Status ComputeLossCall::HandleSlice(const v1::SliceHeader& header, wire::PayloadView payload,
@@ -152,18 +182,40 @@ void ComputeLossCall::ForgetBuffer() {
 }
 
 void ComputeLossCall::SubmitPending(engine::StagingBuffer buffer) {
-  const engine::RowRange rows = arrival_->rows;
-  const auto bytes = static_cast<int64_t>(arrival_->payload.size());
-  arrival_->payload.CopyTo(buffer.data());
-  environment_->metrics->AddPayloadIn(bytes);
-  environment_->metrics->ObservePhase(metrics::Phase::kReceive,
-                                      absl::ToDoubleSeconds(absl::Now() - arrival_->arrived));
-  arrival_.reset();
-  absl::MutexLock lock(&mutex_);
-  if (stream_ == nullptr || finished_) return;  // the call ended while the slice waited for its buffer
-  ++slices_in_flight_;
-  stream_->Submit(rows, std::move(buffer), bytes);
-  ReadNext();
+  const Arrival arrival = *std::exchange(arrival_, std::nullopt);
+  int64_t bytes = 0;
+  if (arrival.payload.has_value()) {
+    bytes = static_cast<int64_t>(arrival.payload->size());
+    arrival.payload->CopyTo(buffer.data());
+    environment_->metrics->AddPayloadIn(bytes);
+    environment_->metrics->ObservePhase(metrics::Phase::kReceive,
+                                        absl::ToDoubleSeconds(absl::Now() - arrival.arrived));
+  }
+  bool request_buffer = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (stream_ == nullptr || finished_) return;  // the call ended while the slice waited for its buffer
+    ++slices_in_flight_;
+    if (arrival.payload.has_value()) {
+      stream_->Submit(arrival.rows, std::move(buffer), bytes);
+    } else {
+      stream_->SubmitRetained(arrival.rows, std::move(buffer));
+    }
+    request_buffer = NextSlice();
+  }
+  if (request_buffer) RequestBuffer();
+}
+
+bool ComputeLossCall::NextSlice() {
+  if (!backward_) {
+    ReadNext();
+    return false;
+  }
+  read_withheld_ = slices_in_flight_ >= environment_->max_slices_in_flight;
+  if (finished_ || read_withheld_ || retained_slices_.empty()) return false;
+  arrival_ = Arrival{.rows = retained_slices_.front(), .arrived = absl::Now()};
+  retained_slices_.pop_front();
+  return true;
 }
 
 void ComputeLossCall::ReadNext() {
@@ -260,21 +312,32 @@ void ComputeLossCall::Pump() {
 }
 
 void ComputeLossCall::OnWriteDone(bool ok) {
-  absl::MutexLock lock(&mutex_);
+  bool request_buffer = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    request_buffer = FinishWrite(ok);
+  }
+  if (request_buffer) RequestBuffer();
+}
+
+bool ComputeLossCall::FinishWrite(bool ok) {
+  bool request_buffer = false;
   write_active_ = false;
   if (writing_.is_slice) {
     --slices_in_flight_;
     environment_->metrics->AddPayloadOut(ok ? writing_.payload_bytes : 0);
-    environment_->metrics->ObservePhase(metrics::Phase::kSend, absl::ToDoubleSeconds(absl::Now() - writing_.ready));
+    environment_->metrics->ObservePhase(metrics::Phase::kSend,
+                                        absl::ToDoubleSeconds(absl::Now() - writing_.ready));
   }
   writing_ = Outgoing();
   if (!ok) {
     broken_ = true;
     FailLocked(CancellationStatus());
   } else if (read_withheld_) {
-    ReadNext();
+    request_buffer = NextSlice();
   }
   Pump();
+  return request_buffer;
 }
 
 void ComputeLossCall::OnCancel() {
@@ -305,7 +368,9 @@ void ComputeLossCall::FinishLocked() {
   if (!status.ok()) {
     environment_->metrics->CountError(kMethod, CodeName(status));
     log::Log(log::LogLevel::kInfo, "call failed",
-             {{"method", kMethod}, {"code", CodeName(status)}, {"error", status.error_message()},
+             {{"method", kMethod},
+              {"code", CodeName(status)},
+              {"error", status.error_message()},
               {"peer", context_->peer()}});
   }
   Finish(status);
@@ -326,7 +391,8 @@ engine::Stream* ComputeLossCall::stream() {
 void ComputeLossCall::CancelIfStuck(absl::Time limit) {
   absl::MutexLock lock(&mutex_);
   if (!write_active_ || broken_ || write_started_ >= limit) return;
-  log::Log(log::LogLevel::kWarning, "cancelling a call whose answers are not taken", {{"peer", context_->peer()}});
+  log::Log(log::LogLevel::kWarning, "cancelling a call whose answers are not taken",
+           {{"peer", context_->peer()}});
   context_->TryCancel();
 }
 

@@ -2,6 +2,8 @@
 //
 //   awaiting open --open--> streaming --engine finished--> writing the rest --> finished
 //
+// A call that opens with `backward` is the same without reading: its slices are rows that the engine holds.
+//
 // Reading. At most one message is in flight. A slice waits for a staging buffer after it has arrived, not
 // before: an idle call holds no buffer. No further message is read while one waits, or while
 // max_slices_in_flight slices of this call are with the engine or waiting to be sent, so one stuck client
@@ -75,10 +77,10 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   void CancelIfStuck(absl::Time limit) override;
 
  private:
-  // A slice that has arrived and waits for a staging buffer.
+  // A slice that has arrived, or whose rows the engine holds (no payload), and waits for a staging buffer.
   struct Arrival {
     engine::RowRange rows;
-    wire::PayloadView payload;
+    std::optional<wire::PayloadView> payload;
     absl::Time arrived;
   };
   struct SliceEvent {
@@ -105,6 +107,10 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   // ---- Reading ----
   absl::Status HandleMessage() ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status HandleOpen(const v1::OpenMicrobatch& open, size_t payload_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::Status HandleBackward(const v1::OpenBackward& backward, size_t payload_bytes)
+      ABSL_LOCKS_EXCLUDED(mutex_, inbox_mutex_);
+  // Takes over an engine stream and sends `accepted`; false if the call was cancelled meanwhile.
+  bool Accept(std::unique_ptr<engine::Stream> stream, absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status HandleSlice(const v1::SliceHeader& header, wire::PayloadView payload, absl::Time arrived)
       ABSL_LOCKS_EXCLUDED(mutex_, inbox_mutex_);
   void HandleEndOfReads() ABSL_LOCKS_EXCLUDED(mutex_);
@@ -113,6 +119,9 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   void ForgetBuffer() ABSL_LOCKS_EXCLUDED(inbox_mutex_);
   void SubmitPending(engine::StagingBuffer buffer) ABSL_LOCKS_EXCLUDED(mutex_);
   void ReadNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Goes on to the next slice, unless there are enough in flight. True if that is one the engine holds: then
+  // the caller requests a buffer, without the lock.
+  bool NextSlice() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // ---- Turns on the sender pool ----
   void Post(Event event) ABSL_LOCKS_EXCLUDED(inbox_mutex_);
@@ -123,6 +132,8 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
 
   // ---- Writing and ending ----
   void Enqueue(Outgoing outgoing) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Books a write that has ended; the result is NextSlice's.
+  bool FinishWrite(bool ok) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Ends the call with `why` (not OK), through the engine if a stream is open.
   void Fail(absl::Status why) ABSL_LOCKS_EXCLUDED(mutex_);
@@ -154,6 +165,8 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   absl::Time write_started_ ABSL_GUARDED_BY(mutex_);
   int64_t slices_in_flight_ ABSL_GUARDED_BY(mutex_) = 0;  // submitted, result not yet written
   bool read_withheld_ ABSL_GUARDED_BY(mutex_) = false;
+  bool backward_ ABSL_GUARDED_BY(mutex_) = false;
+  std::deque<engine::RowRange> retained_slices_ ABSL_GUARDED_BY(mutex_);  // backward: not submitted yet
   bool broken_ ABSL_GUARDED_BY(mutex_) = false;  // cancelled: nothing more can be sent
   std::optional<absl::Status> ending_ ABSL_GUARDED_BY(mutex_);
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;  // Finish was called: no gRPC operation may start

@@ -112,8 +112,11 @@ absl::StatusOr<engine::Reduction> ToReduction(v1::Reduction reduction) {
       return engine::Reduction::kSum;
     case v1::REDUCTION_MEAN:
       return engine::Reduction::kMean;
+    case v1::REDUCTION_NONE:
+      return engine::Reduction::kNone;
     default:
-      return FieldError("open.reduction", "be REDUCTION_SUM or REDUCTION_MEAN", static_cast<int>(reduction));
+      return FieldError("open.reduction", "be REDUCTION_SUM, REDUCTION_MEAN or REDUCTION_NONE",
+                        static_cast<int>(reduction));
   }
 }
 
@@ -167,14 +170,15 @@ absl::Status CheckName(absl::string_view field, absl::string_view name) {
   bool valid = !name.empty() && name.size() <= 64 && name.front() != '.';
   for (const char c : name) valid = valid && IsNameCharacter(c);
   if (valid) return absl::OkStatus();
-  return FieldError(
-      field, "be 1 to 64 characters out of A-Z a-z 0-9 . _ -, not starting with a dot", name.substr(0, 100));
+  return FieldError(field, "be 1 to 64 characters out of A-Z a-z 0-9 . _ -, not starting with a dot",
+                    name.substr(0, 100));
 }
 
-absl::StatusOr<engine::RowRange> ToRowRange(const v1::RowRange& range, absl::string_view field, int64_t limit) {
+absl::StatusOr<engine::RowRange> ToRowRange(const v1::RowRange& range, absl::string_view field,
+                                            int64_t limit) {
   if (range.end() < range.begin()) {
-    return FieldError(absl::StrCat(field, ".end"), absl::StrCat("be at least ", field, ".begin, ", range.begin()),
-                      range.end());
+    return FieldError(absl::StrCat(field, ".end"),
+                      absl::StrCat("be at least ", field, ".begin, ", range.begin()), range.end());
   }
   if (range.end() > static_cast<uint64_t>(limit)) {
     return FieldError(absl::StrCat(field, ".end"), absl::StrCat("be at most ", limit), range.end());
@@ -289,13 +293,30 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
   if (open.has_grad_output()) spec.grad_output = open.grad_output();
   spec.want_grad_hidden = open.want_grad_hidden();
   spec.accumulate_gradients = open.accumulate_gradients();
-  spec.want_rows = {open.want_row_loss(), open.want_row_lse(), open.want_row_entropy(), open.want_row_logprob(),
-                    open.want_row_argmax()};
+  spec.retain = open.retain();
+  spec.want_rows = {open.want_row_loss(), open.want_row_lse(), open.want_row_entropy(),
+                    open.want_row_logprob(), open.want_row_argmax()};
   absl::Status counts = CheckCount("open.targets", open.targets_size(), spec.rows.size(), /*optional=*/false);
   counts.Update(CheckCount("open.row_weights", open.row_weights_size(), spec.rows.size(), /*optional=*/true));
   if (!counts.ok()) return counts;
   spec.targets.assign(open.targets().begin(), open.targets().end());
   spec.row_weights.assign(open.row_weights().begin(), open.row_weights().end());
+  return spec;
+}
+
+absl::StatusOr<engine::BackwardSpec> ToBackwardSpec(const v1::OpenBackward& backward) {
+  engine::BackwardSpec spec;
+  spec.head = backward.head();
+  if (backward.has_step()) spec.step = backward.step();
+  spec.microbatch_id = backward.microbatch_id();
+  const auto rows = ToRowRange(backward.rows(), "backward.rows", kMaxMicrobatchRows);
+  if (!rows.ok()) return rows.status();
+  spec.rows = *rows;
+  spec.want_grad_hidden = backward.want_grad_hidden();
+  spec.accumulate_gradients = backward.accumulate_gradients();
+  spec.grad_loss.assign(backward.grad_loss().begin(), backward.grad_loss().end());
+  spec.grad_lse.assign(backward.grad_lse().begin(), backward.grad_lse().end());
+  spec.grad_entropy.assign(backward.grad_entropy().begin(), backward.grad_entropy().end());
   return spec;
 }
 
@@ -340,6 +361,7 @@ v1::MemoryUsage ToProto(const kernels::MemoryBytes& memory) {
   message.set_optimizer(bytes(kernels::MemoryKind::kOptimizer));
   message.set_workspace(bytes(kernels::MemoryKind::kWorkspace));
   message.set_staging(bytes(kernels::MemoryKind::kStaging));
+  message.set_retained(bytes(kernels::MemoryKind::kRetained));
   return message;
 }
 
@@ -365,6 +387,7 @@ v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
   message.set_queued_slices(static_cast<uint64_t>(head.queued_slices));
   message.set_step_microbatches(static_cast<uint64_t>(head.step_microbatches));
   message.set_step_rows(static_cast<uint64_t>(head.step_rows));
+  message.set_retained_microbatches(static_cast<uint64_t>(head.retained_microbatches));
   message.set_total_rows(static_cast<uint64_t>(head.total_rows));
   return message;
 }

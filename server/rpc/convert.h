@@ -28,7 +28,8 @@ namespace lossd::rpc {
 absl::Status CheckName(absl::string_view field, absl::string_view name);
 
 // `range` must have begin <= end <= limit.
-absl::StatusOr<engine::RowRange> ToRowRange(const v1::RowRange& range, absl::string_view field, int64_t limit);
+absl::StatusOr<engine::RowRange> ToRowRange(const v1::RowRange& range, absl::string_view field,
+                                            int64_t limit);
 // An unspecified dtype is an error, or `fallback` if that is given.
 absl::StatusOr<kernels::DType> ToDType(v1::DType dtype, absl::string_view field);
 absl::StatusOr<kernels::DType> ToDType(v1::DType dtype, absl::string_view field, kernels::DType fallback);
@@ -39,6 +40,8 @@ absl::StatusOr<kernels::OptimizerOptions> ToOptimizerOptions(const v1::Optimizer
                                                              absl::string_view field_prefix);
 // Fields are named "open.<field>".
 absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open);
+// Fields are named "backward.<field>".
+absl::StatusOr<engine::BackwardSpec> ToBackwardSpec(const v1::OpenBackward& backward);
 
 v1::DType ToProto(kernels::DType dtype);
 v1::HeadState ToProto(const engine::HeadState& state);

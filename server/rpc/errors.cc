@@ -1,11 +1,10 @@
 #include "server/rpc/errors.h"
 
+#include <optional>
 #include <utility>
 
-#include <optional>
-
-#include "lossd/v1/types.pb.h"
 #include "absl/strings/numbers.h"
+#include "lossd/v1/types.pb.h"
 #include "proto/wire/status_details.h"
 #include "server/engine/errors.h"
 
@@ -30,12 +29,14 @@ std::string PayloadText(const absl::Status& status, absl::string_view type) {
 
 // The detail of a status that rpc made, or what the engine says of its own.
 v1::ErrorDetail DetailOf(const absl::Status& status) {
-  if (std::optional<v1::ErrorDetail> detail = wire::GetErrorDetail(status); detail.has_value()) return *detail;
+  if (std::optional<v1::ErrorDetail> detail = wire::GetErrorDetail(status); detail.has_value())
+    return *detail;
   v1::ErrorDetail detail;
   detail.set_field(PayloadText(status, engine::kFieldPayload));
   detail.set_value(PayloadText(status, engine::kValuePayload));
   uint64_t step = 0;
-  if (absl::SimpleAtoi(PayloadText(status, engine::kCurrentStepPayload), &step)) detail.set_current_step(step);
+  if (absl::SimpleAtoi(PayloadText(status, engine::kCurrentStepPayload), &step))
+    detail.set_current_step(step);
   return detail;
 }
 

@@ -62,11 +62,10 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateH
     if (!source.ok()) return source.status();
     status = CreateFilled(name, *config, 0, [&]() -> absl::Status {
       for (const HeadSource::Tensor& tensor : source->tensors()) {
-        absl::Status filled =
-            FillTensor(WholeValue(name, *config, tensor.param, tensor.dtype),
-                       [&](engine::RowRange rows, absl::Span<uint8_t> out) {
-                         return source->ReadRows(tensor, rows, out);
-                       });
+        absl::Status filled = FillTensor(WholeValue(name, *config, tensor.param, tensor.dtype),
+                                         [&](engine::RowRange rows, absl::Span<uint8_t> out) {
+                                           return source->ReadRows(tensor, rows, out);
+                                         });
         if (!filled.ok()) return filled;
       }
       return absl::OkStatus();
@@ -174,12 +173,14 @@ absl::StatusOr<v1::GradNormResponse> HeadOperations::GradNorm(const v1::GradNorm
 }
 
 absl::StatusOr<v1::ApplyStepResponse> HeadOperations::ApplyStep(const v1::ApplyStepRequest& request) {
-  const absl::StatusOr<kernels::OptimizerOptions> optimizer = ToOptimizerOptions(request.optimizer(), "optimizer.");
+  const absl::StatusOr<kernels::OptimizerOptions> optimizer =
+      ToOptimizerOptions(request.optimizer(), "optimizer.");
   if (!optimizer.ok()) return optimizer.status();
   engine::StepRequest step;
   step.step = request.step();
   step.optimizer = *optimizer;
-  step.expected_microbatches.assign(request.expected_microbatches().begin(), request.expected_microbatches().end());
+  step.expected_microbatches.assign(request.expected_microbatches().begin(),
+                                    request.expected_microbatches().end());
   if (request.has_expected_rows()) step.expected_rows = static_cast<int64_t>(request.expected_rows());
   const NamedLocks::Guard guard = locks_.Lock(request.head());
   std::vector<std::string> missing;
@@ -200,9 +201,11 @@ absl::StatusOr<v1::ApplyStepResponse> HeadOperations::ApplyStep(const v1::ApplyS
   return response;
 }
 
-absl::StatusOr<v1::ZeroGradientsResponse> HeadOperations::ZeroGradients(const v1::ZeroGradientsRequest& request) {
+absl::StatusOr<v1::ZeroGradientsResponse> HeadOperations::ZeroGradients(
+    const v1::ZeroGradientsRequest& request) {
   const NamedLocks::Guard guard = locks_.Lock(request.head());
-  if (absl::Status status = engine_->ZeroGradients(request.head(), request.step()); !status.ok()) return status;
+  if (absl::Status status = engine_->ZeroGradients(request.head(), request.step()); !status.ok())
+    return status;
   absl::StatusOr<v1::HeadState> state = State(request.head());
   if (!state.ok()) return state.status();
   v1::ZeroGradientsResponse response;
@@ -305,7 +308,8 @@ absl::StatusOr<TensorRows> HeadOperations::CheckRows(const std::string& head, ab
     return FieldError(field("param"), absl::StrCat("be a tensor of head ", head), head::TensorName(*id),
                       absl::StatusCode::kNotFound);
   }
-  TensorRows tensor{.head = head, .id = *id, .shape = kernels::ShapeOf(snapshot->config, id->param), .dtype = *type};
+  TensorRows tensor{
+      .head = head, .id = *id, .shape = kernels::ShapeOf(snapshot->config, id->param), .dtype = *type};
   tensor.rows = {0, tensor.shape.rows};
   if (rows != nullptr) {
     const absl::StatusOr<engine::RowRange> range = ToRowRange(*rows, field("rows"), tensor.shape.rows);
@@ -316,8 +320,8 @@ absl::StatusOr<TensorRows> HeadOperations::CheckRows(const std::string& head, ab
 }
 
 absl::StatusOr<TensorRows> HeadOperations::CheckRead(const v1::ReadTensorRequest& request) {
-  return CheckRows(request.head(), "", request.param(), request.role(), request.has_rows() ? &request.rows() : nullptr,
-                   request.dtype());
+  return CheckRows(request.head(), "", request.param(), request.role(),
+                   request.has_rows() ? &request.rows() : nullptr, request.dtype());
 }
 
 absl::StatusOr<TensorRows> HeadOperations::CheckWrite(const v1::OpenTensor& open) {
@@ -329,7 +333,8 @@ absl::StatusOr<TensorRows> HeadOperations::CheckWrite(const v1::OpenTensor& open
                    open.dtype());
 }
 
-absl::Status HeadOperations::ReadRows(const TensorRows& tensor, engine::RowRange rows, absl::Span<uint8_t> out) {
+absl::Status HeadOperations::ReadRows(const TensorRows& tensor, engine::RowRange rows,
+                                      absl::Span<uint8_t> out) {
   return engine_->OnDevice(tensor.head, [&](head::Head& head) {
     return head.ReadRows(tensor.id, rows.begin, rows.size(), tensor.dtype, out);
   });

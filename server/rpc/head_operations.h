@@ -76,9 +76,11 @@ class HeadOperations {
                             absl::FunctionRef<absl::Status()> fill);
   absl::Status FillUniform(const std::string& head, const kernels::HeadConfig& config, uint64_t seed);
   absl::Status FillTensor(const TensorRows& tensor, RowSource source);
-  absl::Status WriteRowsOfLocked(const TensorRows& tensor, engine::RowRange rows, absl::Span<const uint8_t> in);
-  absl::StatusOr<TensorRows> CheckRows(const std::string& head, absl::string_view field_prefix, v1::Param param,
-                                       v1::Role role, const v1::RowRange* rows, v1::DType dtype);
+  absl::Status WriteRowsOfLocked(const TensorRows& tensor, engine::RowRange rows,
+                                 absl::Span<const uint8_t> in);
+  absl::StatusOr<TensorRows> CheckRows(const std::string& head, absl::string_view field_prefix,
+                                       v1::Param param, v1::Role role, const v1::RowRange* rows,
+                                       v1::DType dtype);
   absl::StatusOr<v1::HeadDescription> Description(absl::string_view head);
   absl::Status WriteLoaded(const std::string& head, const head::CheckpointReader& reader);
   absl::Status PrepareDirectory() ABSL_LOCKS_EXCLUDED(directory_mutex_);

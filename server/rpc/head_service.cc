@@ -18,13 +18,15 @@ using grpc::CallbackServerContext;
 using grpc::ServerUnaryReactor;
 
 // The two streaming methods on raw bytes, the others on messages; all with callbacks.
-using Base = v1::HeadService::WithRawCallbackMethod_ReadTensor<
-    v1::HeadService::WithRawCallbackMethod_WriteTensor<v1::HeadService::WithCallbackMethod_CreateHead<
-        v1::HeadService::WithCallbackMethod_DescribeHead<v1::HeadService::WithCallbackMethod_ListHeads<
-            v1::HeadService::WithCallbackMethod_DeleteHead<v1::HeadService::WithCallbackMethod_GradNorm<
-                v1::HeadService::WithCallbackMethod_ApplyStep<v1::HeadService::WithCallbackMethod_ZeroGradients<
-                    v1::HeadService::WithCallbackMethod_SaveCheckpoint<
-                        v1::HeadService::WithCallbackMethod_LoadCheckpoint<v1::HeadService::Service>>>>>>>>>>>;
+using Base =
+    v1::HeadService::WithRawCallbackMethod_ReadTensor<v1::HeadService::WithRawCallbackMethod_WriteTensor<
+        v1::HeadService::WithCallbackMethod_CreateHead<v1::HeadService::WithCallbackMethod_DescribeHead<
+            v1::HeadService::WithCallbackMethod_ListHeads<v1::HeadService::WithCallbackMethod_DeleteHead<
+                v1::HeadService::WithCallbackMethod_GradNorm<v1::HeadService::WithCallbackMethod_ApplyStep<
+                    v1::HeadService::WithCallbackMethod_ZeroGradients<
+                        v1::HeadService::WithCallbackMethod_SaveCheckpoint<
+                            v1::HeadService::WithCallbackMethod_LoadCheckpoint<
+                                v1::HeadService::Service>>>>>>>>>>>;
 
 enum class Effect { kReads, kChanges };
 
@@ -86,7 +88,8 @@ class HeadServiceImpl final : public HeadService, public Base {
   }
   ServerUnaryReactor* LoadCheckpoint(CallbackServerContext* context, const v1::LoadCheckpointRequest* request,
                                      v1::HeadDescription* response) override {
-    return Run("LoadCheckpoint", Effect::kChanges, context, request, response, &HeadOperations::LoadCheckpoint);
+    return Run("LoadCheckpoint", Effect::kChanges, context, request, response,
+               &HeadOperations::LoadCheckpoint);
   }
   grpc::ServerWriteReactor<grpc::ByteBuffer>* ReadTensor(CallbackServerContext* context,
                                                          const grpc::ByteBuffer* request) override {

@@ -31,7 +31,9 @@ std::vector<int64_t> WantedShape(const kernels::HeadConfig& config, kernels::Par
   return {shape.rows};
 }
 
-std::string ShapeText(const std::vector<int64_t>& shape) { return absl::StrCat("[", absl::StrJoin(shape, ", "), "]"); }
+std::string ShapeText(const std::vector<int64_t>& shape) {
+  return absl::StrCat("[", absl::StrJoin(shape, ", "), "]");
+}
 
 }  // namespace
 
@@ -41,15 +43,17 @@ absl::StatusOr<HeadSource> HeadSource::Open(const std::string& directory, const 
   if (!path.ok()) {
     return absl::Status(path.status().code(), absl::StrCat("tensor_file.path: ", path.status().message()));
   }
-  absl::StatusOr<std::unique_ptr<formats::SafetensorsReader>> reader = formats::SafetensorsReader::Open(*path);
+  absl::StatusOr<std::unique_ptr<formats::SafetensorsReader>> reader =
+      formats::SafetensorsReader::Open(*path);
   if (!reader.ok()) return FieldError("tensor_file.path", "be a readable safetensors file", file.path());
   HeadSource source;
   source.reader_ = *std::move(reader);
-  const Wanted all[] = {{kernels::Param::kWeight, "tensor_file.weight", file.weight(), true},
-                        {kernels::Param::kBias, "tensor_file.bias", file.bias(), true},
-                        {kernels::Param::kNormGain, "tensor_file.norm_gain", file.norm_gain(), true},
-                        {kernels::Param::kNormShift, "tensor_file.norm_shift", file.norm_shift(), true},
-                        {kernels::Param::kClassWeights, "tensor_file.class_weights", file.class_weights(), false}};
+  const Wanted all[] = {
+      {kernels::Param::kWeight, "tensor_file.weight", file.weight(), true},
+      {kernels::Param::kBias, "tensor_file.bias", file.bias(), true},
+      {kernels::Param::kNormGain, "tensor_file.norm_gain", file.norm_gain(), true},
+      {kernels::Param::kNormShift, "tensor_file.norm_shift", file.norm_shift(), true},
+      {kernels::Param::kClassWeights, "tensor_file.class_weights", file.class_weights(), false}};
   for (const Wanted& wanted : all) {
     const bool stored = kernels::HasTensor(config, {wanted.param, kernels::Role::kValue});
     if (!stored && !wanted.name.empty()) {

@@ -2,13 +2,23 @@
 
 #include <algorithm>
 
+#include "absl/time/clock.h"
+#include "server/log/log.h"
+#include "server/rpc/convert.h"
+#include "server/rpc/errors.h"
+
 namespace lossd::rpc {
 
 // Calls that have not opened their microbatch yet count in the registry but not in the engine: twice as
 // many calls as streams leave room for them.
 LossService::LossService(const LossServiceOptions& options, engine::Engine* engine, metrics::Metrics* metrics)
     : registry_(static_cast<size_t>(2 * options.max_streams), options.send_timeout),
-      senders_(options.sender_threads, static_cast<size_t>(4 * options.max_streams)) {
+      senders_(options.sender_threads, static_cast<size_t>(4 * options.max_streams)),
+      expiry_(options.retained_timeout / 10, [engine, timeout = options.retained_timeout] {
+        const int64_t expired = engine->ExpireRetained(absl::Now() - timeout);
+        if (expired > 0)
+          log::Log(log::LogLevel::kInfo, "retained microbatches expired", {{"count", expired}});
+      }) {
   environment_.engine = engine;
   environment_.metrics = metrics;
   environment_.registry = &registry_;
@@ -19,6 +29,26 @@ LossService::LossService(const LossServiceOptions& options, engine::Engine* engi
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* LossService::ComputeLoss(
     grpc::CallbackServerContext* context) {
   return ComputeLossCall::Start(&environment_, context);
+}
+
+grpc::ServerUnaryReactor* LossService::ReleaseMicrobatch(grpc::CallbackServerContext* context,
+                                                         const v1::ReleaseMicrobatchRequest* request,
+                                                         v1::ReleaseMicrobatchResponse* response) {
+  constexpr absl::string_view kMethod = "ReleaseMicrobatch";
+  environment_.metrics->CountRequest(kMethod);
+  grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
+  const absl::StatusOr<engine::HeadSnapshot> head = environment_.engine->Describe(request->head());
+  absl::StatusOr<bool> released = head.status();
+  if (head.ok()) released = environment_.engine->Release(request->head(), request->microbatch_id());
+  const grpc::Status status = ToGrpc(released.status(), environment_.engine->incarnation());
+  if (status.ok()) {
+    *response->mutable_state() = ToProto(head->state);
+    response->set_released(*released);
+  } else {
+    environment_.metrics->CountError(kMethod, CodeName(status));
+  }
+  reactor->Finish(status);
+  return reactor;
 }
 
 }  // namespace lossd::rpc

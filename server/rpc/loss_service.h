@@ -14,24 +14,31 @@
 #include "server/metrics/metrics.h"
 #include "server/rpc/call_registry.h"
 #include "server/rpc/compute_loss_call.h"
+#include "server/rpc/periodic.h"
 #include "server/rpc/worker_pool.h"
 
 namespace lossd::rpc {
 
 struct LossServiceOptions {
-  int64_t max_streams = 256;                         // open calls; the engine bounds opened streams alike
-  int64_t max_slices_in_flight = 8;                  // per call: with the engine or waiting to be sent
-  absl::Duration send_timeout = absl::Seconds(60);   // a call whose answer is not taken for so long ends
-  int sender_threads = 2;                            // write answers to the transport
+  int64_t max_streams = 256;                            // open calls; the engine bounds opened streams alike
+  int64_t max_slices_in_flight = 8;                     // per call: with the engine or waiting to be sent
+  absl::Duration send_timeout = absl::Seconds(60);      // a call whose answer is not taken for so long ends
+  int sender_threads = 2;                               // write answers to the transport
+  absl::Duration retained_timeout = absl::Minutes(10);  // of retained microbatches nobody uses
 };
 
-class LossService final : public v1::LossService::WithRawCallbackMethod_ComputeLoss<v1::LossService::Service> {
+class LossService final
+    : public v1::LossService::WithRawCallbackMethod_ComputeLoss<
+          v1::LossService::WithCallbackMethod_ReleaseMicrobatch<v1::LossService::Service>> {
  public:
   // `engine` and `metrics` outlive the service.
   LossService(const LossServiceOptions& options, engine::Engine* engine, metrics::Metrics* metrics);
 
   grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* ComputeLoss(
       grpc::CallbackServerContext* context) override;
+  grpc::ServerUnaryReactor* ReleaseMicrobatch(grpc::CallbackServerContext* context,
+                                              const v1::ReleaseMicrobatchRequest* request,
+                                              v1::ReleaseMicrobatchResponse* response) override;
 
   // From now on new calls end with UNAVAILABLE.
   void Drain() { environment_.draining = true; }
@@ -41,7 +48,8 @@ class LossService final : public v1::LossService::WithRawCallbackMethod_ComputeL
  private:
   ComputeLossEnvironment environment_;
   CallRegistry registry_;
-  WorkerPool senders_;  // first to go: its last turns use the others
+  WorkerPool senders_;  // first to go but one: its last turns use the others
+  Periodic expiry_;     // of retained microbatches
 };
 
 }  // namespace lossd::rpc

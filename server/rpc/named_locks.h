@@ -20,7 +20,8 @@ class NamedLocks {
   // Holds the lock of one name until destroyed.
   class Guard {
    public:
-    explicit Guard(std::shared_ptr<absl::Mutex> mutex) ABSL_NO_THREAD_SAFETY_ANALYSIS : mutex_(std::move(mutex)) {
+    explicit Guard(std::shared_ptr<absl::Mutex> mutex) ABSL_NO_THREAD_SAFETY_ANALYSIS
+        : mutex_(std::move(mutex)) {
       mutex_->Lock();
     }
     ~Guard() ABSL_NO_THREAD_SAFETY_ANALYSIS { mutex_->Unlock(); }

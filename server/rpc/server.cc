@@ -44,6 +44,7 @@ absl::Status CheckOptions(const ServerOptions& options) {
   status.Update(CheckAtLeast("memory_limit_bytes", options.memory_limit_bytes, 0));
   status.Update(CheckAtLeast("slice_bytes", options.slice_bytes, 64));
   status.Update(CheckAtLeast("staging_bytes", options.staging_bytes, 2 * options.slice_bytes));
+  status.Update(CheckAtLeast("retained_bytes", options.retained_bytes, 0));
   status.Update(CheckAtLeast("max_streams", options.max_streams, 1));
   status.Update(CheckAtLeast("max_heads", options.max_heads, 1));
   if (options.slice_bytes > 1024 * kMebibyte) {
@@ -52,8 +53,13 @@ absl::Status CheckOptions(const ServerOptions& options) {
   if (options.send_timeout <= absl::ZeroDuration()) {
     status.Update(FieldError("send_timeout", "be positive", absl::FormatDuration(options.send_timeout)));
   }
+  if (options.retained_timeout <= absl::ZeroDuration()) {
+    status.Update(
+        FieldError("retained_timeout", "be positive", absl::FormatDuration(options.retained_timeout)));
+  }
   if (options.drain_timeout < absl::ZeroDuration()) {
-    status.Update(FieldError("drain_timeout", "not be negative", absl::FormatDuration(options.drain_timeout)));
+    status.Update(
+        FieldError("drain_timeout", "not be negative", absl::FormatDuration(options.drain_timeout)));
   }
   return status;
 }
@@ -63,10 +69,11 @@ absl::StatusOr<Address> BindableAddress(absl::string_view option, absl::string_v
                                         const ServerOptions& options) {
   absl::StatusOr<Address> address = ParseAddress(option, text);
   if (!address.ok() || options.allow_non_loopback || IsLoopback(*address)) return address;
-  return FieldError(option,
-                    "be a loopback address, because connections are not encrypted and nobody is asked who they are "
-                    "(allow_non_loopback overrides this)",
-                    text);
+  return FieldError(
+      option,
+      "be a loopback address, because connections are not encrypted and nobody is asked who they are "
+      "(allow_non_loopback overrides this)",
+      text);
 }
 
 absl::StatusOr<std::unique_ptr<kernels::Backend>> CreateBackend(const ServerOptions& options) {
@@ -171,6 +178,7 @@ absl::Status ServerImpl::CreateEngine() {
   engine::EngineOptions engine_options;
   engine_options.slice_bytes = options_.slice_bytes;
   engine_options.staging_bytes = options_.staging_bytes;
+  engine_options.retained_bytes = options_.retained_bytes;
   engine_options.max_streams = options_.max_streams;
   engine_options.max_heads = options_.max_heads;
   absl::StatusOr<std::unique_ptr<engine::Engine>> engine =
@@ -182,18 +190,21 @@ absl::Status ServerImpl::CreateEngine() {
 }
 
 void ServerImpl::CreateServices() {
-  loss_service_ = std::make_unique<LossService>(
-      LossServiceOptions{.max_streams = options_.max_streams, .send_timeout = options_.send_timeout}, engine_.get(),
-      metrics_.get());
+  loss_service_ =
+      std::make_unique<LossService>(LossServiceOptions{.max_streams = options_.max_streams,
+                                                       .send_timeout = options_.send_timeout,
+                                                       .retained_timeout = options_.retained_timeout},
+                                    engine_.get(), metrics_.get());
   HeadServiceOptions head_options;
   head_options.operations.checkpoint_directory = options_.checkpoint_directory;
   head_options.send_timeout = options_.send_timeout;
   head_service_ = HeadService::Create(head_options, engine_.get(), metrics_.get());
-  server_service_ = std::make_unique<ServerService>(ServerServiceOptions{.version = options_.version,
-                                                                         .started = started_,
-                                                                         .max_message_bytes = MaxMessageBytes(options_),
-                                                                         .max_streams = options_.max_streams},
-                                                    engine_.get(), backend_.get(), metrics_.get());
+  server_service_ =
+      std::make_unique<ServerService>(ServerServiceOptions{.version = options_.version,
+                                                           .started = started_,
+                                                           .max_message_bytes = MaxMessageBytes(options_),
+                                                           .max_streams = options_.max_streams},
+                                      engine_.get(), backend_.get(), metrics_.get());
 }
 
 absl::Status ServerImpl::Listen() {
@@ -206,7 +217,8 @@ absl::Status ServerImpl::Listen() {
   builder.SetMaxReceiveMessageSize(static_cast<int>(MaxMessageBytes(options_)));
   builder.SetMaxSendMessageSize(static_cast<int>(MaxMessageBytes(options_)));
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // a second server on the port is an error
-  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, static_cast<int>(2 * options_.max_streams + 64));
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS,
+                             static_cast<int>(2 * options_.max_streams + 64));
   // Peers that vanished without a word are noticed within a minute.
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
@@ -245,7 +257,8 @@ metrics::HttpHandlers ServerImpl::Handlers() {
     return HttpResponse{.content_type = "text/html; charset=utf-8", .body = page_->Render(draining_)};
   };
   handlers["/metrics"] = [this] {
-    return HttpResponse{.content_type = "text/plain; version=0.0.4; charset=utf-8", .body = metrics_->RenderText()};
+    return HttpResponse{.content_type = "text/plain; version=0.0.4; charset=utf-8",
+                        .body = metrics_->RenderText()};
   };
   handlers["/healthz"] = [this] {
     return draining_ ? HttpResponse{.status = 503, .body = "draining\n"} : HttpResponse{.body = "ok\n"};
@@ -271,6 +284,10 @@ bool ServerImpl::Drain(absl::Time deadline) {
     server_service_->Drain();
     clean = loss_service_->WaitUntilIdle(deadline);
     clean = head_service_->WaitUntilIdle(deadline) && clean;
+    // Calls that reach a server in shutdown end with CANCELLED; for a moment more they hear UNAVAILABLE and
+    // clients have time to stop.
+    constexpr absl::Duration kLastWords = absl::Milliseconds(200);
+    absl::SleepFor(std::min(kLastWords, deadline - absl::Now()));
     // What is left now are calls to be cancelled, and watchers of health or reflection that never end.
     constexpr absl::Duration kGoodbye = absl::Milliseconds(500);
     grpc_->Shutdown(absl::ToChronoTime(absl::Now() + kGoodbye));

@@ -22,25 +22,27 @@ namespace lossd::rpc {
 struct ServerOptions {
   // Addresses "host:port"; port 0: any free one.
   std::string listen = "127.0.0.1:7070";
-  std::string http = "127.0.0.1:7071";     // empty: no HTTP
-  bool allow_non_loopback = false;         // there is no TLS: others could read and write gradients
+  std::string http = "127.0.0.1:7071";  // empty: no HTTP
+  bool allow_non_loopback = false;      // there is no TLS: others could read and write gradients
   std::string version = "0.0.0";
 
   // Compute.
-  std::string backend = "auto";                   // "auto" or "cpu"
-  int threads = 0;                                // CPU backend; 0: all the process may use
-  int64_t workspace_bytes = int64_t{256} << 20;   // per head
-  int64_t memory_limit_bytes = 0;                 // heads and staging; 0: none
+  std::string backend = "auto";                  // "auto" or "cpu"
+  int threads = 0;                               // CPU backend; 0: all the process may use
+  int64_t workspace_bytes = int64_t{256} << 20;  // per head
+  int64_t memory_limit_bytes = 0;                // heads and staging; 0: none
 
   // Admission.
-  int64_t slice_bytes = int64_t{4} << 20;         // largest slice payload
-  int64_t staging_bytes = int64_t{256} << 20;     // all buffers for slices in transit
-  int64_t max_streams = 256;                      // open ComputeLoss calls
+  int64_t slice_bytes = int64_t{4} << 20;       // largest slice payload
+  int64_t staging_bytes = int64_t{256} << 20;   // all buffers for slices in transit
+  int64_t retained_bytes = int64_t{256} << 20;  // hidden states of deferred microbatches; 0: none
+  int64_t max_streams = 256;                    // open ComputeLoss calls
   int64_t max_heads = 64;
 
   std::string checkpoint_directory = "./lossd-checkpoints";
-  absl::Duration drain_timeout = absl::Seconds(30);  // open calls may finish for so long
-  absl::Duration send_timeout = absl::Seconds(60);   // a call whose answer is not taken for so long ends
+  absl::Duration drain_timeout = absl::Seconds(30);     // open calls may finish for so long
+  absl::Duration retained_timeout = absl::Minutes(10);  // deferred microbatches not used for so long go
+  absl::Duration send_timeout = absl::Seconds(60);      // a call whose answer is not taken for so long ends
 };
 
 class Server {

@@ -32,7 +32,8 @@ class ServerService final : public v1::ServerService::CallbackService {
                 const kernels::Backend* backend, metrics::Metrics* metrics)
       : options_(options), engine_(engine), backend_(backend), metrics_(metrics) {}
 
-  grpc::ServerUnaryReactor* GetServer(grpc::CallbackServerContext* context, const v1::GetServerRequest* request,
+  grpc::ServerUnaryReactor* GetServer(grpc::CallbackServerContext* context,
+                                      const v1::GetServerRequest* request,
                                       v1::ServerDescription* response) override;
 
   void Drain() { draining_ = true; }

@@ -36,8 +36,8 @@ grpc::Status Ended(TensorCallEnvironment* environment, absl::string_view method,
 
 // ---- ReadTensor ----
 
-ReadTensorCall* ReadTensorCall::Start(TensorCallEnvironment* environment, grpc::CallbackServerContext* context,
-                                      const grpc::ByteBuffer* request) {
+ReadTensorCall* ReadTensorCall::Start(TensorCallEnvironment* environment,
+                                      grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) {
   auto* call = new ReadTensorCall(environment, context);
   call->request_ = request;
   if (absl::Status status = Admit(environment, call, kRead); !status.ok()) {
@@ -114,8 +114,8 @@ void ReadTensorCall::OnDone() {
 
 // ---- WriteTensor ----
 
-WriteTensorCall* WriteTensorCall::Start(TensorCallEnvironment* environment, grpc::CallbackServerContext* context,
-                                        grpc::ByteBuffer* response) {
+WriteTensorCall* WriteTensorCall::Start(TensorCallEnvironment* environment,
+                                        grpc::CallbackServerContext* context, grpc::ByteBuffer* response) {
   auto* call = new WriteTensorCall(environment, context, response);
   absl::Status status = Admit(environment, call, kWrite);
   if (environment->draining) status.Update(absl::UnavailableError("the server is draining"));
@@ -128,7 +128,8 @@ WriteTensorCall* WriteTensorCall::Start(TensorCallEnvironment* environment, grpc
 }
 
 void WriteTensorCall::OnReadDone(bool ok) {
-  if (!ok && context_->IsCancelled()) return End(absl::CancelledError("the client cancelled the call or went away"));
+  if (!ok && context_->IsCancelled())
+    return End(absl::CancelledError("the client cancelled the call or went away"));
   if (!ok) return End(Complete());
   const bool scheduled = environment_->workers->Schedule([this] {
     absl::Status status = HandleMessage();
@@ -144,7 +145,8 @@ absl::Status WriteTensorCall::HandleMessage() {
   received_.Clear();
   if (!payload.ok()) return payload.status();
   if (request.has_open() == opened_) {
-    return FieldError("open", "be in the first message and in no other", opened_ ? "a second one" : "nothing");
+    return FieldError("open", "be in the first message and in no other",
+                      opened_ ? "a second one" : "nothing");
   }
   if (request.has_open()) {
     if (absl::Status status = Open(request.open()); !status.ok()) return status;
@@ -164,11 +166,13 @@ absl::Status WriteTensorCall::Open(const v1::OpenTensor& open) {
 absl::Status WriteTensorCall::WritePayload(const wire::PayloadView& payload) {
   const auto bytes = static_cast<int64_t>(payload.size());
   if (bytes % tensor_.row_bytes() != 0) {
-    return FieldError("payload", absl::StrCat("have a multiple of ", tensor_.row_bytes(), " bytes, whole rows"), bytes);
+    return FieldError("payload",
+                      absl::StrCat("have a multiple of ", tensor_.row_bytes(), " bytes, whole rows"), bytes);
   }
   const engine::RowRange rows{next_row_, next_row_ + bytes / tensor_.row_bytes()};
   if (rows.end > tensor_.rows.end) {
-    return FieldError("payload", absl::StrCat("end with row ", tensor_.rows.end), absl::StrCat("row ", rows.end));
+    return FieldError("payload", absl::StrCat("end with row ", tensor_.rows.end),
+                      absl::StrCat("row ", rows.end));
   }
   if (rows.size() == 0) return absl::OkStatus();
   std::vector<uint8_t> values(payload.size());
@@ -180,7 +184,8 @@ absl::Status WriteTensorCall::WritePayload(const wire::PayloadView& payload) {
 absl::Status WriteTensorCall::Complete() {
   if (!opened_) return FieldError("open", "come before the half-close", "nothing");
   if (next_row_ != tensor_.rows.end) {
-    return FieldError("payload", absl::StrCat("end with row ", tensor_.rows.end), absl::StrCat("row ", next_row_));
+    return FieldError("payload", absl::StrCat("end with row ", tensor_.rows.end),
+                      absl::StrCat("row ", next_row_));
   }
   absl::StatusOr<v1::HeadState> state = environment_->operations->State(tensor_.head);
   if (!state.ok()) return state.status();

@@ -284,7 +284,7 @@ class FakeServer::State::LossService : public v1::LossService::Service {
       if (open.want_row_loss()) result->add_row_loss(loss);
       if (open.want_row_lse()) result->add_row_lse(valid ? loss + 1 : 0);
       if (open.want_row_entropy()) result->add_row_entropy(valid ? 0.125f * target : 0);
-      if (open.want_row_logprob()) result->add_row_logprob(-loss);
+      if (open.want_row_logprob()) result->add_row_logprob(valid ? -loss : 0);
       if (open.want_row_argmax()) result->add_row_argmax(argmax);
       if (!valid) continue;
       --*rows_left;

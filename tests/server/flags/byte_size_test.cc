@@ -24,7 +24,8 @@ TEST(ByteSizeTest, Units) {
 }
 
 TEST(ByteSizeTest, Refusals) {
-  for (const char* text : {"", "lots", "-1", "1e3", "0x10", "5PiB", "1 2", "GiB", "99999999TiB", "nan", "inf", "1..2"}) {
+  for (const char* text :
+       {"", "lots", "-1", "1e3", "0x10", "5PiB", "1 2", "GiB", "99999999TiB", "nan", "inf", "1..2"}) {
     EXPECT_EQ(Parse(text), -1) << text;
   }
   ByteSize size;
@@ -34,7 +35,8 @@ TEST(ByteSizeTest, Refusals) {
 }
 
 TEST(ByteSizeTest, RoundTrip) {
-  for (const int64_t bytes : {int64_t{0}, int64_t{1}, int64_t{1000}, int64_t{1} << 10, int64_t{3} << 20, int64_t{5} << 40}) {
+  for (const int64_t bytes :
+       {int64_t{0}, int64_t{1}, int64_t{1000}, int64_t{1} << 10, int64_t{3} << 20, int64_t{5} << 40}) {
     EXPECT_EQ(Parse(AbslUnparseFlag({bytes})), bytes);
   }
   EXPECT_EQ(AbslUnparseFlag({int64_t{256} << 20}), "256MiB");

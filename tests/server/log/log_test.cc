@@ -25,7 +25,8 @@ TEST(LogTest, TextStaysOnOneLine) {
 }
 
 TEST(LogTest, JsonIsOneObjectWithTypes) {
-  const std::string line = FormatJson("T", "INFO", "said \"hi\"\n", {{"n", uint64_t{1} << 63}, {"ok", true}, {"s", "v"}});
+  const std::string line =
+      FormatJson("T", "INFO", "said \"hi\"\n", {{"n", uint64_t{1} << 63}, {"ok", true}, {"s", "v"}});
   EXPECT_EQ(line.find('\n'), std::string::npos);
   const nlohmann::json object = nlohmann::json::parse(line);
   EXPECT_EQ(object["time"], "T");

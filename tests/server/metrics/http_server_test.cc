@@ -24,8 +24,9 @@ class HttpServerTest : public ::testing::Test {
  protected:
   HttpServerTest() {
     auto server = HttpServer::Start(
-        "127.0.0.1:0", {{"/", [] { return HttpResponse{.content_type = "text/html", .body = "<p>page</p>"}; }},
-                        {"/healthz", [] { return HttpResponse{.status = 503, .body = "draining\n"}; }}});
+        "127.0.0.1:0",
+        {{"/", [] { return HttpResponse{.content_type = "text/html", .body = "<p>page</p>"}; }},
+         {"/healthz", [] { return HttpResponse{.status = 503, .body = "draining\n"}; }}});
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
     const std::string address = server_->address();
@@ -43,7 +44,8 @@ class HttpServerTest : public ::testing::Test {
     EXPECT_EQ(send(descriptor, request.data(), request.size(), 0), static_cast<ssize_t>(request.size()));
     std::string answer;
     char buffer[4096];
-    for (ssize_t n; (n = recv(descriptor, buffer, sizeof(buffer), 0)) > 0;) answer.append(buffer, static_cast<size_t>(n));
+    for (ssize_t n; (n = recv(descriptor, buffer, sizeof(buffer), 0)) > 0;)
+      answer.append(buffer, static_cast<size_t>(n));
     close(descriptor);
     return answer;
   }
@@ -74,7 +76,9 @@ TEST_F(HttpServerTest, PassesTheHandlersStatusOn) {
 
 TEST_F(HttpServerTest, UnknownPaths) {
   for (const char* path : {"/nobody", "/healthz/more", "/../etc/passwd", "/%2e%2e/etc/passwd"}) {
-    EXPECT_THAT(Request("GET", path), ::testing::AnyOf(StartsWith("HTTP/1.1 404"), StartsWith("HTTP/1.1 400"))) << path;
+    EXPECT_THAT(Request("GET", path),
+                ::testing::AnyOf(StartsWith("HTTP/1.1 404"), StartsWith("HTTP/1.1 400")))
+        << path;
   }
 }
 
@@ -98,7 +102,8 @@ TEST_F(HttpServerTest, StopsAtOnce) {
 }
 
 TEST_F(HttpServerTest, AddressesItCannotUse) {
-  for (const char* address : {"", "nowhere", "127.0.0.1:", ":80", "127.0.0.1:70000", "127.0.0.1:80,8080", "127.0.0.1:80s"}) {
+  for (const char* address :
+       {"", "nowhere", "127.0.0.1:", ":80", "127.0.0.1:70000", "127.0.0.1:80,8080", "127.0.0.1:80s"}) {
     EXPECT_EQ(HttpServer::Start(address, {}).status().code(), absl::StatusCode::kInvalidArgument) << address;
   }
   EXPECT_EQ(HttpServer::Start(server_->address(), {}).status().code(), absl::StatusCode::kUnavailable);

@@ -24,7 +24,8 @@ using ::testing::Not;
 double Sample(const std::string& text, absl::string_view sample) {
   for (const absl::string_view line : absl::StrSplit(text, '\n')) {
     double value = 0;
-    if (absl::StartsWith(line, absl::StrCat(sample, " ")) && absl::SimpleAtod(line.substr(sample.size() + 1), &value)) {
+    if (absl::StartsWith(line, absl::StrCat(sample, " ")) &&
+        absl::SimpleAtod(line.substr(sample.size() + 1), &value)) {
       return value;
     }
   }
@@ -43,7 +44,8 @@ class MetricsTest : public ::testing::Test {
   }
   ~MetricsTest() override { metrics_.Detach(); }
 
-  Metrics metrics_{{.version = "1.2.3", .backend = "cpu", .device = "a \"quoted\" device", .compiler = "c++"}};
+  Metrics metrics_{
+      {.version = "1.2.3", .backend = "cpu", .device = "a \"quoted\" device", .compiler = "c++"}};
   std::unique_ptr<kernels::Backend> backend_;
   std::unique_ptr<engine::Engine> engine_;
 };
@@ -137,9 +139,9 @@ TEST_F(MetricsTest, PromtoolAgrees) {
   metrics_.CountError("ComputeLoss", "NOT_FOUND");
   test::TempFolder folder;
   test::WriteWholeFile(folder.File("metrics.txt"), metrics_.RenderText());
-  const int result = std::system(
-      absl::StrCat("promtool check metrics < ", folder.File("metrics.txt"), " > ", folder.File("out.txt"), " 2>&1")
-          .c_str());
+  const int result = std::system(absl::StrCat("promtool check metrics < ", folder.File("metrics.txt"), " > ",
+                                              folder.File("out.txt"), " 2>&1")
+                                     .c_str());
   EXPECT_EQ(result, 0) << test::ReadWholeFile(folder.File("out.txt"));
   EXPECT_EQ(test::ReadWholeFile(folder.File("out.txt")), "");
 }

@@ -55,7 +55,8 @@ class BadInputTest : public ::testing::Test {
   void ExpectIdle() {
     const absl::Time limit = absl::Now() + absl::Seconds(10);
     engine::EngineStats stats = server_.server().stats();
-    while (absl::Now() < limit && (stats.open_streams > 0 || stats.staging_buffers_free < stats.staging_buffers)) {
+    while (absl::Now() < limit &&
+           (stats.open_streams > 0 || stats.staging_buffers_free < stats.staging_buffers)) {
       absl::SleepFor(absl::Milliseconds(2));
       stats = server_.server().stats();
     }
@@ -149,9 +150,10 @@ class BadInputTest : public ::testing::Test {
 // ---- The opening message ----
 
 TEST_F(BadInputTest, HiddenDtype) {
-  ExpectInvalid(RunWith([](auto& open) { open.set_hidden_dtype(v1::DTYPE_UNSPECIFIED); }), "open.hidden_dtype", "0");
-  ExpectInvalid(RunWith([](auto& open) { open.set_hidden_dtype(static_cast<v1::DType>(7)); }), "open.hidden_dtype",
-                "7");
+  ExpectInvalid(RunWith([](auto& open) { open.set_hidden_dtype(v1::DTYPE_UNSPECIFIED); }),
+                "open.hidden_dtype", "0");
+  ExpectInvalid(RunWith([](auto& open) { open.set_hidden_dtype(static_cast<v1::DType>(7)); }),
+                "open.hidden_dtype", "7");
 }
 
 TEST_F(BadInputTest, DtypeThatDoesNotFitTheBytes) {
@@ -159,7 +161,8 @@ TEST_F(BadInputTest, DtypeThatDoesNotFitTheBytes) {
 }
 
 TEST_F(BadInputTest, Reduction) {
-  ExpectInvalid(RunWith([](auto& open) { open.set_reduction(v1::REDUCTION_UNSPECIFIED); }), "open.reduction", "0");
+  ExpectInvalid(RunWith([](auto& open) { open.set_reduction(v1::REDUCTION_UNSPECIFIED); }), "open.reduction",
+                "0");
 }
 
 TEST_F(BadInputTest, RowRange) {
@@ -171,8 +174,8 @@ TEST_F(BadInputTest, RowRange) {
                 "open.rows.end", "4");
   ExpectInvalid(RunWith([](auto& open) { open.mutable_rows()->set_end(uint64_t{1} << 63); }), "open.rows.end",
                 "9223372036854775808");
-  ExpectInvalid(RunWith([](auto& open) { open.set_microbatch_rows(uint64_t{1} << 31); }), "open.microbatch_rows",
-                "2147483648");
+  ExpectInvalid(RunWith([](auto& open) { open.set_microbatch_rows(uint64_t{1} << 31); }),
+                "open.microbatch_rows", "2147483648");
 }
 
 TEST_F(BadInputTest, CountsOfTargetsAndWeights) {
@@ -191,8 +194,8 @@ TEST_F(BadInputTest, Labels) {
 TEST_F(BadInputTest, Numbers) {
   ExpectInvalid(RunWith([](auto& open) { open.mutable_options()->set_label_smoothing(1.5f); }),
                 "open.options.label_smoothing", "1.5");
-  ExpectInvalid(RunWith([](auto& open) { open.mutable_options()->set_softcap(-1.0f); }), "open.options.softcap",
-                "-1");
+  ExpectInvalid(RunWith([](auto& open) { open.mutable_options()->set_softcap(-1.0f); }),
+                "open.options.softcap", "-1");
   ExpectInvalid(RunWith([](auto& open) { open.set_normalizer(NAN); }), "open.normalizer", "nan");
   ExpectInvalid(RunWith([](auto& open) { open.set_grad_output(INFINITY); }), "open.grad_output", "inf");
   ExpectInvalid(RunWith([](auto& open) {
@@ -251,7 +254,8 @@ TEST_F(BadInputTest, MessageWithoutKind) {
 }
 
 TEST_F(BadInputTest, BytesThatAreNoMessage) {
-  const absl::Status status = RunThen([](LossStream& stream) { stream.SendRaw("\xff\xff\xff garbage"); }).status;
+  const absl::Status status =
+      RunThen([](LossStream& stream) { stream.SendRaw("\xff\xff\xff garbage"); }).status;
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("ComputeLossRequest"));
 }
@@ -270,16 +274,18 @@ TEST_F(BadInputTest, HalfCloseWithRowsMissing) {
 // ---- Slices ----
 
 TEST_F(BadInputTest, SliceRows) {
-  ExpectInvalid(RunThen([&](LossStream& s) { s.SendSlice(4, kRows + 1, Payload(4, kRows)); }).status, "slice.rows",
-                "[4, 13)");
+  ExpectInvalid(RunThen([&](LossStream& s) { s.SendSlice(4, kRows + 1, Payload(4, kRows)); }).status,
+                "slice.rows", "[4, 13)");
   ExpectInvalid(RunThen([&](LossStream& s) { s.SendSlice(3, 3, ""); }).status, "slice.rows", "[3, 3)");
-  ExpectInvalid(RunThen([&](LossStream& s) { s.SendSlice(5, 3, Payload(0, 2)); }).status, "slice.rows.end", "3");
-  ExpectInvalid(RunThen([&](LossStream& s) { s.SendSlice(-1, 3, Payload(0, 4)); }).status, "slice.rows.end", "3");
+  ExpectInvalid(RunThen([&](LossStream& s) { s.SendSlice(5, 3, Payload(0, 2)); }).status, "slice.rows.end",
+                "3");
+  ExpectInvalid(RunThen([&](LossStream& s) { s.SendSlice(-1, 3, Payload(0, 4)); }).status, "slice.rows.end",
+                "3");
 }
 
 TEST_F(BadInputTest, SliceByteCount) {
-  ExpectInvalid(RunThen([&](LossStream& s) { s.SendSlice(0, kRows, Payload(0, kRows - 1)); }).status, "payload",
-                "440");
+  ExpectInvalid(RunThen([&](LossStream& s) { s.SendSlice(0, kRows, Payload(0, kRows - 1)); }).status,
+                "payload", "440");
   ExpectInvalid(RunThen([&](LossStream& s) { s.SendSlice(0, kRows, ""); }).status, "payload", "0");
 }
 
@@ -311,7 +317,8 @@ TEST_F(BadInputTest, DuplicateRows) {
 }
 
 TEST_F(BadInputTest, RowsThatAreNotFinite) {
-  for (const float poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+  for (const float poison :
+       {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
     std::vector<float> values = hidden_;
     values[5 * kHidden + 3] = poison;
     const LossAnswers answers = RunThen([&](LossStream& s) { s.SendSlice(0, kRows, Bytes(values)); });
@@ -371,8 +378,8 @@ TEST_F(BadInputTest, HeadSpecs) {
                 "1099511627776");
   ExpectInvalid(create([](auto& spec) { spec.set_norm(static_cast<v1::Norm>(9)); }), "spec.norm", "9");
   ExpectInvalid(create([](auto& spec) { spec.set_norm_epsilon(-1.0f); }), "spec.norm_epsilon", "-1");
-  ExpectError(create([](auto& spec) { spec.set_name("head"); }), absl::StatusCode::kAlreadyExists, "spec.name",
-              "head");
+  ExpectError(create([](auto& spec) { spec.set_name("head"); }), absl::StatusCode::kAlreadyExists,
+              "spec.name", "head");
   EXPECT_EQ(client_->ListHeads()->heads_size(), 1);
 }
 
@@ -386,9 +393,12 @@ TEST_F(BadInputTest, TensorFiles) {
     spoil(*request.mutable_tensor_file());
     return client_->CreateHead(request).status();
   };
-  EXPECT_EQ(create([](auto& file) { file.set_path("missing.safetensors"); }).code(), absl::StatusCode::kNotFound);
-  EXPECT_EQ(create([](auto& file) { file.set_path("../../etc/passwd"); }).code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(create([](auto& file) { file.set_path("/etc/passwd"); }).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(create([](auto& file) { file.set_path("missing.safetensors"); }).code(),
+            absl::StatusCode::kNotFound);
+  EXPECT_EQ(create([](auto& file) { file.set_path("../../etc/passwd"); }).code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(create([](auto& file) { file.set_path("/etc/passwd"); }).code(),
+            absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(client_->ListHeads()->heads_size(), 1);
 }
 
@@ -408,8 +418,8 @@ TEST_F(BadInputTest, Tensors) {
   open.set_head("head");
   open.set_param(v1::PARAM_BIAS);
   open.set_role(v1::ROLE_GRADIENT);
-  ExpectError(client_->WriteTensor(open, std::string(kClasses * 4, 'x')), absl::StatusCode::kFailedPrecondition,
-              "open.role", "ROLE_GRADIENT");
+  ExpectError(client_->WriteTensor(open, std::string(kClasses * 4, 'x')),
+              absl::StatusCode::kFailedPrecondition, "open.role", "ROLE_GRADIENT");
   open.set_role(v1::ROLE_VALUE);
   const std::string zeros(kClasses * 4, '\0');
   ExpectInvalid(client_->WriteTensor(open, zeros.substr(0, 8)), "payload", "row 2");

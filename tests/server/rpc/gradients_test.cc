@@ -65,7 +65,8 @@ void CreateHead(TestClient& client, const std::string& name, const Problem& prob
   }
 }
 
-v1::OpenMicrobatch OpenFor(const std::string& head, const Problem& problem, const SliceData& data, uint64_t id) {
+v1::OpenMicrobatch OpenFor(const std::string& head, const Problem& problem, const SliceData& data,
+                           uint64_t id) {
   v1::OpenMicrobatch open;
   open.set_head(head);
   open.set_step(0);
@@ -123,7 +124,8 @@ LossAnswers Stream(TestClient& client, v1::OpenMicrobatch open, const Problem& p
   const int64_t width = problem.config.hidden_size;
   for (const auto& [from, to] : Cut(begin, end, rng)) {
     const absl::Span<const float> rows =
-        absl::MakeConstSpan(data.hidden).subspan(static_cast<size_t>(from * width), static_cast<size_t>((to - from) * width));
+        absl::MakeConstSpan(data.hidden)
+            .subspan(static_cast<size_t>(from * width), static_cast<size_t>((to - from) * width));
     stream->SendSlice(from, to, Bytes(kernels::testing::Encode(problem.hidden_dtype, rows)));
   }
   return stream->Finish();
@@ -150,10 +152,12 @@ kernels::testing::SliceOutputs Collect(const Problem& problem, const SliceData& 
       answered += slice.result.rows().end() - begin;
       std::copy(slice.result.row_loss().begin(), slice.result.row_loss().end(), out.loss.begin() + begin);
       std::copy(slice.result.row_lse().begin(), slice.result.row_lse().end(), out.lse.begin() + begin);
-      std::copy(slice.result.row_entropy().begin(), slice.result.row_entropy().end(), out.entropy.begin() + begin);
+      std::copy(slice.result.row_entropy().begin(), slice.result.row_entropy().end(),
+                out.entropy.begin() + begin);
       std::copy(slice.result.row_logprob().begin(), slice.result.row_logprob().end(),
                 out.target_logprob.begin() + begin);
-      std::copy(slice.result.row_argmax().begin(), slice.result.row_argmax().end(), out.argmax.begin() + begin);
+      std::copy(slice.result.row_argmax().begin(), slice.result.row_argmax().end(),
+                out.argmax.begin() + begin);
       const absl::Span<const uint8_t> bytes(reinterpret_cast<const uint8_t*>(slice.payload.data()),
                                             slice.payload.size());
       const std::vector<float> grad = kernels::testing::Decode(problem.hidden_dtype, bytes);
@@ -219,8 +223,8 @@ void RunAndCompare(const Problem& problem, Rng& rng) {
     answers[i].resize(ranges.size());
     for (size_t j = 0; j < ranges.size(); ++j) {
       threads.emplace_back([&, i, j, range = ranges[j], seed = rng()] {
-        answers[i][j] = Stream(*clients[(i + j) % clients.size()], OpenFor("head", problem, data, i), problem, data,
-                               range.first, range.second, Rng(seed));
+        answers[i][j] = Stream(*clients[(i + j) % clients.size()], OpenFor("head", problem, data, i), problem,
+                               data, range.first, range.second, Rng(seed));
       });
     }
   }
@@ -253,7 +257,9 @@ class GradientsTest : public ::testing::TestWithParam<DType> {
   Rng rng_ = kernels::testing::FreshRng();
 };
 
-std::string DTypeName(const ::testing::TestParamInfo<DType>& info) { return std::string(kernels::Name(info.param)); }
+std::string DTypeName(const ::testing::TestParamInfo<DType>& info) {
+  return std::string(kernels::Name(info.param));
+}
 
 INSTANTIATE_TEST_SUITE_P(HiddenDtypes, GradientsTest,
                          ::testing::Values(DType::kFloat32, DType::kFloat16, DType::kBFloat16), DTypeName);
@@ -267,7 +273,10 @@ TEST_P(GradientsTest, EveryOptionAtOnce) {
   ProblemSpec spec = SpecFor({23, 41}, 31, 123, GetParam());
   spec.config.norm = kernels::Norm::kLayerNorm;
   spec.config.has_class_weights = true;
-  spec.options = {.logit_scale = 0.8f, .softcap = 30.0f, .label_smoothing = 0.1f, .z_loss = 1e-4f,
+  spec.options = {.logit_scale = 0.8f,
+                  .softcap = 30.0f,
+                  .label_smoothing = 0.1f,
+                  .z_loss = 1e-4f,
                   .use_class_weights = true};
   RunAndCompare(kernels::testing::MakeProblem(spec, rng_), rng_);
 }
@@ -319,6 +328,63 @@ TEST_P(GradientsTest, NearlyCertainRow) {
   EXPECT_NEAR(answers.slices[0].result.row_loss(0), 1e-4, 1e-6);
 }
 
+// Forward without gradients on two calls, then one backward call with a gradient for each row.
+TEST_P(GradientsTest, DeferredMicrobatches) {
+  ProblemSpec spec = SpecFor({37, 8}, 33, 211, GetParam());
+  spec.config.norm = kernels::Norm::kRmsNorm;
+  spec.options.softcap = 20.0f;
+  spec.grad_scale = 1.0f;
+  spec.grad_loss = spec.grad_lse = spec.grad_entropy = true;
+  const Problem problem = kernels::testing::MakeProblem(spec, rng_);
+  TestServer server;
+  const auto client = server.Connect();
+  ASSERT_NO_FATAL_FAILURE(CreateHead(*client, "head", problem));
+  reference::ParamGradients gradients = reference::ZeroGradients(problem.config);
+  const std::vector<reference::Result> want = kernels::testing::ComputeReference(problem, &gradients);
+  for (size_t i = 0; i < problem.slices.size(); ++i) {
+    SCOPED_TRACE(absl::StrCat("microbatch ", i));
+    const SliceData& data = problem.slices[i];
+    v1::OpenMicrobatch open = OpenFor("head", problem, data, i);
+    open.set_reduction(v1::REDUCTION_NONE);
+    open.set_retain(true);
+    open.set_want_grad_hidden(false);
+    open.set_accumulate_gradients(false);
+    std::vector<LossAnswers> forward;
+    forward.push_back(Stream(*client, open, problem, data, 0, 3, rng_));
+    forward.push_back(Stream(*client, open, problem, data, 3, data.rows(), rng_));
+
+    v1::ComputeLossRequest request;
+    v1::OpenBackward& backward = *request.mutable_backward();
+    backward.set_head("head");
+    backward.set_step(0);
+    backward.set_microbatch_id(i);
+    backward.mutable_rows()->set_end(static_cast<uint64_t>(data.rows()));
+    backward.set_want_grad_hidden(true);
+    backward.set_accumulate_gradients(true);
+    backward.mutable_grad_loss()->Assign(data.grad_loss.begin(), data.grad_loss.end());
+    backward.mutable_grad_lse()->Assign(data.grad_lse.begin(), data.grad_lse.end());
+    backward.mutable_grad_entropy()->Assign(data.grad_entropy.begin(), data.grad_entropy.end());
+    const auto stream = client->OpenLoss();
+    stream->Send(request);
+    LossAnswers answers = stream->Finish();
+    ASSERT_TRUE(answers.status.ok()) << answers.status;
+    ASSERT_TRUE(answers.summary.has_value());
+    EXPECT_EQ(answers.summary->accumulated_rows(), answers.summary->valid_rows());
+
+    // The losses of the forward calls with the gradients of the backward call.
+    for (LossAnswers& call : forward) {
+      if (!call.summary.has_value()) continue;
+      EXPECT_EQ(call.summary->accumulated_rows(), 0u);
+      call.summary->set_accumulated_rows(call.summary->valid_rows());
+    }
+    kernels::testing::SliceOutputs outputs = Collect(problem, data, forward);
+    outputs.grad_hidden = Collect(problem, data, {answers}).grad_hidden;
+    kernels::testing::ExpectSliceMatches(DType::kFloat32, problem, data, want[i], outputs);
+  }
+  ExpectGradients(*client, "head", problem.config, gradients, kernels::testing::MaxAbsLogit(want));
+  EXPECT_EQ(client->DescribeHead("head")->retained_microbatches(), 2u);
+}
+
 TEST(GradientsServiceTest, EmptyMicrobatchGetsASummary) {
   Rng rng = kernels::testing::FreshRng();
   const Problem problem = kernels::testing::MakeProblem(SpecFor({4}, 5, 6, DType::kFloat32), rng);
@@ -326,7 +392,8 @@ TEST(GradientsServiceTest, EmptyMicrobatchGetsASummary) {
   const auto client = server.Connect();
   ASSERT_NO_FATAL_FAILURE(CreateHead(*client, "head", problem));
   SliceData nothing;
-  const LossAnswers answers = Stream(*client, OpenFor("head", problem, nothing, 1), problem, nothing, 0, 0, rng);
+  const LossAnswers answers =
+      Stream(*client, OpenFor("head", problem, nothing, 1), problem, nothing, 0, 0, rng);
   EXPECT_TRUE(answers.status.ok()) << answers.status;
   EXPECT_THAT(answers.order, ::testing::ElementsAre("accepted", "summary"));
   EXPECT_EQ(answers.summary->loss_sum(), 0.0);
@@ -351,14 +418,15 @@ TEST(GradientsServiceTest, DifferentOptionsAndDtypesShareAHead) {
     problem.weight = first.weight;
     problem.bias = first.bias;
     max_abs_logit =
-        std::max(max_abs_logit, kernels::testing::MaxAbsLogit(kernels::testing::ComputeReference(problem, &gradients)));
+        std::max(max_abs_logit,
+                 kernels::testing::MaxAbsLogit(kernels::testing::ComputeReference(problem, &gradients)));
     problems.push_back(std::move(problem));
   }
   for (size_t i = 0; i < problems.size(); ++i) {
     threads.emplace_back([&, i, seed = rng()] {
       const SliceData& data = problems[i].slices[0];
-      const LossAnswers answers =
-          Stream(*client, OpenFor("head", problems[i], data, i), problems[i], data, 0, data.rows(), Rng(seed));
+      const LossAnswers answers = Stream(*client, OpenFor("head", problems[i], data, i), problems[i], data, 0,
+                                         data.rows(), Rng(seed));
       EXPECT_TRUE(answers.status.ok()) << answers.status;
     });
   }

@@ -57,7 +57,8 @@ int main(int argc, char** argv) {
   const lossd::rpc::testing::Load load{argv[1], argv[2], std::atoll(argv[3]), std::atoll(argv[4])};
   std::vector<std::thread> threads;
   for (uint64_t i = 0; i < 3; ++i) {
-    threads.emplace_back([&load, i] { lossd::rpc::testing::RunForever(load, i << 32 | std::random_device()()); });
+    threads.emplace_back(
+        [&load, i] { lossd::rpc::testing::RunForever(load, i << 32 | std::random_device()()); });
   }
   for (std::thread& thread : threads) thread.join();
   return 0;

@@ -1,7 +1,7 @@
 #include "tests/server/rpc/service_client.h"
 
-#include <grpcpp/impl/client_unary_call.h>
 #include <grpcpp/grpcpp.h>
+#include <grpcpp/impl/client_unary_call.h>
 
 #include <cstring>
 #include <utility>
@@ -28,7 +28,8 @@ std::string ToText(const grpc::ByteBuffer& buffer) {
   std::vector<grpc::Slice> slices;
   std::string text;
   if (!buffer.Dump(&slices).ok()) return text;
-  for (const grpc::Slice& slice : slices) text.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
+  for (const grpc::Slice& slice : slices)
+    text.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
   return text;
 }
 
@@ -178,12 +179,13 @@ class TestClientImpl final : public TestClient {
   absl::StatusOr<std::string> Health(const std::string& service) override;
   absl::StatusOr<std::vector<std::string>> ReflectedServices() override;
   absl::StatusOr<std::string> ReadTensor(const v1::ReadTensorRequest& request) override;
-  absl::Status WriteTensor(const v1::OpenTensor& open, absl::string_view payload, size_t message_bytes) override;
+  absl::Status WriteTensor(const v1::OpenTensor& open, absl::string_view payload,
+                           size_t message_bytes) override;
 
  private:
   template <typename Response, typename Request>
-  absl::StatusOr<Response> Call(grpc::Status (v1::HeadService::Stub::*method)(grpc::ClientContext*, const Request&,
-                                                                              Response*),
+  absl::StatusOr<Response> Call(grpc::Status (v1::HeadService::Stub::*method)(grpc::ClientContext*,
+                                                                              const Request&, Response*),
                                 const Request& request) {
     grpc::ClientContext context;
     SetDeadline(&context, kTestDeadline);
@@ -201,11 +203,12 @@ class TestClientImpl final : public TestClient {
 // grpc.health.v1 and grpc.reflection.v1alpha are not generated here; their messages are small enough to
 // write and read by hand: HealthCheckRequest { string service = 1 }, HealthCheckResponse { enum status = 1 }.
 absl::StatusOr<std::string> TestClientImpl::Health(const std::string& service) {
-  const std::string request = absl::StrCat("\x0a", std::string(1, static_cast<char>(service.size())), service);
+  const std::string request =
+      absl::StrCat("\x0a", std::string(1, static_cast<char>(service.size())), service);
   grpc::ClientContext context;
   SetDeadline(&context, kTestDeadline);
-  const grpc::internal::RpcMethod method("/grpc.health.v1.Health/Check", grpc::internal::RpcMethod::NORMAL_RPC,
-                                         channel_);
+  const grpc::internal::RpcMethod method("/grpc.health.v1.Health/Check",
+                                         grpc::internal::RpcMethod::NORMAL_RPC, channel_);
   grpc::ByteBuffer response;
   const grpc::Status status =
       grpc::internal::BlockingUnaryCall(channel_.get(), method, &context, ToBuffer(request), &response);
@@ -217,15 +220,16 @@ absl::StatusOr<std::string> TestClientImpl::Health(const std::string& service) {
 }
 
 // ServerReflectionRequest { string list_services = 7 }; ServerReflectionResponse {
-// ListServiceResponse list_services_response = 6 { repeated ServiceResponse service = 1 { string name = 1 } } }.
+// ListServiceResponse list_services_response = 6 { repeated ServiceResponse service = 1 { string name = 1 } }
+// }.
 absl::StatusOr<std::vector<std::string>> TestClientImpl::ReflectedServices() {
   grpc::ClientContext context;
   SetDeadline(&context, kTestDeadline);
   const grpc::internal::RpcMethod method("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
                                          grpc::internal::RpcMethod::BIDI_STREAMING, channel_);
   std::unique_ptr<ByteStream> stream(
-      grpc::internal::ClientReaderWriterFactory<grpc::ByteBuffer, grpc::ByteBuffer>::Create(channel_.get(), method,
-                                                                                           &context));
+      grpc::internal::ClientReaderWriterFactory<grpc::ByteBuffer, grpc::ByteBuffer>::Create(
+          channel_.get(), method, &context));
   stream->Write(ToBuffer(absl::string_view("\x3a\x01*", 3)));
   grpc::ByteBuffer buffer;
   std::vector<std::string> names;
@@ -275,7 +279,8 @@ absl::Status TestClientImpl::WriteTensor(const v1::OpenTensor& open, absl::strin
   grpc::ClientContext context;
   SetDeadline(&context, kTestDeadline);
   v1::WriteTensorResponse response;
-  const std::unique_ptr<grpc::ClientWriter<v1::WriteTensorRequest>> writer = heads_->WriteTensor(&context, &response);
+  const std::unique_ptr<grpc::ClientWriter<v1::WriteTensorRequest>> writer =
+      heads_->WriteTensor(&context, &response);
   v1::WriteTensorRequest request;
   *request.mutable_open() = open;
   do {
@@ -318,9 +323,9 @@ absl::Status TestClient::Write(const std::string& head, v1::Param param, absl::S
   v1::OpenTensor open;
   open.set_head(head);
   open.set_param(param);
-  return WriteTensor(open, absl::string_view(reinterpret_cast<const char*>(values.data()),
-                                             values.size() * sizeof(float)),
-                     /*message_bytes=*/SIZE_MAX);
+  return WriteTensor(
+      open, absl::string_view(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float)),
+      /*message_bytes=*/SIZE_MAX);
 }
 
 }  // namespace lossd::rpc::testing

@@ -1,0 +1,341 @@
+// Heads through the service: creation, initial values, tensors, checkpoints, steps.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <filesystem>
+
+#include "absl/strings/str_cat.h"
+#include "proto/tensorfile/safetensors.h"
+#include "proto/wire/status_details.h"
+#include "tests/kernels/problem.h"
+#include "tests/server/rpc/service_client.h"
+#include "tests/server/rpc/test_server.h"
+
+namespace lossd::rpc::testing {
+namespace {
+
+using ::testing::Each;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr uint64_t kHidden = 13;
+constexpr uint64_t kClasses = 57;
+
+v1::CreateHeadRequest Request(const std::string& name) {
+  v1::CreateHeadRequest request;
+  v1::HeadSpec& spec = *request.mutable_spec();
+  spec.set_name(name);
+  spec.set_hidden_size(kHidden);
+  spec.set_vocab_size(kClasses);
+  spec.set_bias(true);
+  spec.set_norm(v1::NORM_LAYERNORM);
+  spec.set_class_weights(true);
+  return request;
+}
+
+// Accumulates the gradients of one microbatch of random rows; returns what its call ended with.
+absl::Status Train(TestClient& client, const std::string& head, uint64_t step, uint64_t id,
+                   kernels::testing::Rng& rng) {
+  constexpr int64_t kRows = 20;
+  std::vector<float> hidden(kRows * kHidden);
+  for (float& value : hidden) value = kernels::testing::Uniform(rng, -1.0f, 1.0f);
+  v1::OpenMicrobatch open;
+  open.set_head(head);
+  open.set_step(step);
+  open.set_microbatch_id(id);
+  open.set_microbatch_rows(kRows);
+  open.mutable_rows()->set_end(kRows);
+  open.set_hidden_dtype(v1::DTYPE_FP32);
+  open.set_reduction(v1::REDUCTION_MEAN);
+  open.set_accumulate_gradients(true);
+  for (int64_t i = 0; i < kRows; ++i) {
+    open.add_targets(static_cast<int32_t>(kernels::testing::UniformInt(rng, 0, kClasses - 1)));
+  }
+  const auto stream = client.OpenLoss();
+  stream->SendOpen(open);
+  stream->SendSlice(0, kRows, Bytes(hidden));
+  const LossAnswers answers = stream->Finish();
+  // No gradient was asked for, so none is sent.
+  for (const LossAnswers::Slice& slice : answers.slices) EXPECT_TRUE(slice.payload.empty());
+  return answers.status;
+}
+
+absl::StatusOr<v1::ApplyStepResponse> Step(TestClient& client, const std::string& head, uint64_t step) {
+  v1::ApplyStepRequest request;
+  request.set_head(head);
+  request.set_step(step);
+  request.mutable_optimizer()->mutable_adamw()->set_learning_rate(0.01);
+  return client.ApplyStep(request);
+}
+
+std::vector<std::vector<float>> ReadAll(TestClient& client, const std::string& head) {
+  std::vector<std::vector<float>> all;
+  for (const v1::Param param :
+       {v1::PARAM_WEIGHT, v1::PARAM_BIAS, v1::PARAM_NORM_GAIN, v1::PARAM_NORM_SHIFT}) {
+    for (const v1::Role role : {v1::ROLE_VALUE, v1::ROLE_MOMENT1, v1::ROLE_MOMENT2}) {
+      auto values = client.Read(head, param, role);
+      EXPECT_TRUE(values.ok()) << values.status();
+      all.push_back(std::move(values).value_or(std::vector<float>()));
+    }
+  }
+  return all;
+}
+
+class HeadsTest : public ::testing::Test {
+ protected:
+  kernels::testing::Rng rng_ = kernels::testing::FreshRng();
+  TestServer server_;
+  std::unique_ptr<TestClient> client_ = server_.Connect();
+};
+
+TEST_F(HeadsTest, DescribesWhatWasCreated) {
+  const auto created = client_->CreateHead(Request("a"));
+  ASSERT_TRUE(created.ok()) << created.status();
+  EXPECT_EQ(created->spec().vocab_size(), kClasses);
+  EXPECT_EQ(created->spec().norm(), v1::NORM_LAYERNORM);
+  EXPECT_EQ(created->spec().optimizer_state(), v1::OPTIMIZER_STATE_ADAM);
+  EXPECT_EQ(created->compute_dtype(), v1::DTYPE_FP32);
+  EXPECT_FLOAT_EQ(created->spec().norm_epsilon(), 1e-5f);
+  EXPECT_EQ(created->state().incarnation(), server_.server().incarnation());
+  EXPECT_EQ(created->state().step(), 0u);
+  EXPECT_GE(created->memory().weights(), kHidden * kClasses * 4);
+  EXPECT_GE(created->memory().optimizer(), kHidden * kClasses * 8);
+  EXPECT_GT(created->chunk_rows(), 0u);
+  ASSERT_TRUE(client_->CreateHead(Request("b")).ok());
+  const auto heads = client_->ListHeads();
+  ASSERT_EQ(heads->heads_size(), 2);
+  EXPECT_EQ(heads->heads(0).spec().name(), "a");
+  EXPECT_TRUE(client_->DeleteHead("a").ok());
+  EXPECT_EQ(client_->DescribeHead("a").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(client_->ListHeads()->heads_size(), 1);
+}
+
+TEST_F(HeadsTest, KaimingUniformFromASeed) {
+  ASSERT_TRUE(client_->CreateHead(Request("default")).ok());
+  v1::CreateHeadRequest request = Request("seven");
+  request.mutable_kaiming_uniform()->set_seed(7);
+  ASSERT_TRUE(client_->CreateHead(request).ok());
+  request.mutable_spec()->set_name("seven-again");
+  ASSERT_TRUE(client_->CreateHead(request).ok());
+  const auto zero = *client_->Read("default", v1::PARAM_WEIGHT, v1::ROLE_VALUE);
+  const auto seven = *client_->Read("seven", v1::PARAM_WEIGHT, v1::ROLE_VALUE);
+  EXPECT_EQ(seven, *client_->Read("seven-again", v1::PARAM_WEIGHT, v1::ROLE_VALUE));
+  EXPECT_NE(seven, zero);
+  const float bound = 1.0f / std::sqrt(static_cast<float>(kHidden));
+  double sum = 0.0;
+  double squares = 0.0;
+  for (const float value : seven) {
+    EXPECT_LE(std::fabs(value), bound);
+    sum += value;
+    squares += double{value} * value;
+  }
+  const auto n = static_cast<double>(seven.size());
+  EXPECT_NEAR(sum / n, 0.0, 4 * bound / std::sqrt(3.0 * n));
+  EXPECT_NEAR(squares / n, bound * bound / 3.0, 0.15 * bound * bound / 3.0);
+  EXPECT_THAT(*client_->Read("seven", v1::PARAM_NORM_GAIN, v1::ROLE_VALUE), Each(1.0f));
+  EXPECT_THAT(*client_->Read("seven", v1::PARAM_NORM_SHIFT, v1::ROLE_VALUE), Each(0.0f));
+  EXPECT_THAT(*client_->Read("seven", v1::PARAM_CLASS_WEIGHTS, v1::ROLE_VALUE), Each(1.0f));
+}
+
+TEST_F(HeadsTest, TensorsInParts) {
+  ASSERT_TRUE(client_->CreateHead(Request("head")).ok());
+  std::vector<float> weight(kHidden * kClasses);
+  for (float& value : weight) value = kernels::testing::Uniform(rng_, -1.0f, 1.0f);
+  v1::OpenTensor open;
+  open.set_head("head");
+  open.set_param(v1::PARAM_WEIGHT);
+  ASSERT_TRUE(client_->WriteTensor(open, Bytes(weight), /*message_bytes=*/5 * kHidden * 4).ok());
+  EXPECT_EQ(*client_->Read("head", v1::PARAM_WEIGHT, v1::ROLE_VALUE), weight);
+
+  // Rows 10 to 12 in another dtype.
+  open.set_dtype(v1::DTYPE_BF16);
+  open.mutable_rows()->set_begin(10);
+  open.mutable_rows()->set_end(12);
+  const std::vector<float> ones(2 * kHidden, 1.0f);
+  const std::vector<uint8_t> encoded = kernels::testing::Encode(kernels::DType::kBFloat16, ones);
+  ASSERT_TRUE(client_->WriteTensor(open, Bytes(encoded)).ok());
+  v1::ReadTensorRequest read;
+  read.set_head("head");
+  read.set_param(v1::PARAM_WEIGHT);
+  read.set_dtype(v1::DTYPE_FP16);
+  read.mutable_rows()->set_begin(11);
+  read.mutable_rows()->set_end(13);
+  const auto bytes = client_->ReadTensor(read);
+  ASSERT_TRUE(bytes.ok()) << bytes.status();
+  std::vector<float> expected(weight.begin() + 11 * kHidden, weight.begin() + 13 * kHidden);
+  std::fill(expected.begin(), expected.begin() + kHidden, 1.0f);
+  EXPECT_EQ(*bytes, Bytes(kernels::testing::Encode(kernels::DType::kFloat16, expected)));
+}
+
+// A tensor of several messages, read and written.
+TEST_F(HeadsTest, LargeTensors) {
+  v1::CreateHeadRequest request = Request("large");
+  request.mutable_spec()->set_vocab_size(40'000);
+  request.mutable_spec()->set_hidden_size(101);
+  request.mutable_spec()->set_optimizer_state(v1::OPTIMIZER_STATE_NONE);
+  ASSERT_TRUE(client_->CreateHead(request).ok());
+  std::vector<float> weight(40'000 * 101);
+  for (float& value : weight) value = kernels::testing::Uniform(rng_, -1.0f, 1.0f);
+  v1::OpenTensor open;
+  open.set_head("large");
+  open.set_param(v1::PARAM_WEIGHT);
+  const absl::Status written = client_->WriteTensor(open, Bytes(weight), size_t{9'000} * 101 * 4);
+  ASSERT_TRUE(written.ok()) << written;
+  EXPECT_EQ(*client_->Read("large", v1::PARAM_WEIGHT, v1::ROLE_VALUE), weight);
+}
+
+// Save, go on, load: the head is as it was, and so are the steps that follow.
+TEST_F(HeadsTest, CheckpointRoundTrip) {
+  ASSERT_TRUE(client_->CreateHead(Request("head")).ok());
+  kernels::testing::Rng batches(1);
+  for (uint64_t step = 0; step < 3; ++step) {
+    ASSERT_TRUE(Train(*client_, "head", step, 1, batches).ok());
+    ASSERT_TRUE(Step(*client_, "head", step).ok());
+  }
+  const auto saved_values = ReadAll(*client_, "head");
+  const auto saved = client_->SaveCheckpoint("head", "");
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  EXPECT_EQ(saved->checkpoint(), "head/step-0000000003");
+  EXPECT_GT(saved->bytes(), kHidden * kClasses * 12);
+  EXPECT_EQ(client_->SaveCheckpoint("head", "").status().code(), absl::StatusCode::kAlreadyExists);
+
+  kernels::testing::Rng next_batches(2);
+  ASSERT_TRUE(Train(*client_, "head", 3, 1, next_batches).ok());
+  ASSERT_TRUE(Step(*client_, "head", 3).ok());
+  const auto later_values = ReadAll(*client_, "head");
+  EXPECT_NE(later_values, saved_values);
+
+  // Into the same head; gradients of the open step are discarded.
+  ASSERT_TRUE(Train(*client_, "head", 4, 1, batches).ok());
+  const auto loaded = client_->LoadCheckpoint(saved->checkpoint(), "");
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  EXPECT_EQ(loaded->state().step(), 3u);
+  EXPECT_EQ(loaded->step_rows(), 0u);
+  EXPECT_EQ(ReadAll(*client_, "head"), saved_values);
+  EXPECT_EQ(*client_->GradNorm("head"), 0.0);
+
+  // As a new head.
+  const auto copy = client_->LoadCheckpoint(saved->checkpoint(), "copy");
+  ASSERT_TRUE(copy.ok()) << copy.status();
+  EXPECT_EQ(ReadAll(*client_, "copy"), saved_values);
+  for (const char* head : {"head", "copy"}) {
+    kernels::testing::Rng same_batches(2);
+    ASSERT_TRUE(Train(*client_, head, 3, 1, same_batches).ok());
+    ASSERT_TRUE(Step(*client_, head, 3).ok());
+    EXPECT_EQ(ReadAll(*client_, head), later_values) << head;
+  }
+}
+
+TEST_F(HeadsTest, CheckpointOfAnotherShapeIsRefused) {
+  ASSERT_TRUE(client_->CreateHead(Request("head")).ok());
+  ASSERT_TRUE(client_->SaveCheckpoint("head", "first").ok());
+  v1::CreateHeadRequest other = Request("other");
+  other.mutable_spec()->set_vocab_size(kClasses + 1);
+  ASSERT_TRUE(client_->CreateHead(other).ok());
+  const auto before = ReadAll(*client_, "other");
+  EXPECT_EQ(client_->LoadCheckpoint("head/first", "other").status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(ReadAll(*client_, "other"), before);
+}
+
+TEST_F(HeadsTest, DamagedCheckpointIsRefused) {
+  ASSERT_TRUE(client_->CreateHead(Request("head")).ok());
+  ASSERT_TRUE(client_->SaveCheckpoint("head", "first").ok());
+  const auto before = ReadAll(*client_, "head");
+  for (const auto& entry :
+       std::filesystem::directory_iterator(server_.checkpoint_directory() + "/head/first")) {
+    if (entry.path().extension() != ".safetensors") continue;
+    std::string content = test::ReadWholeFile(entry.path());
+    content[content.size() - 5] ^= 1;
+    test::WriteWholeFile(entry.path(), content);
+  }
+  EXPECT_EQ(client_->LoadCheckpoint("head/first", "").status().code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(client_->LoadCheckpoint("head/first", "fresh").status().code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(ReadAll(*client_, "head"), before);
+  EXPECT_EQ(client_->DescribeHead("fresh").status().code(), absl::StatusCode::kNotFound);
+}
+
+class TensorFileTest : public HeadsTest {
+ protected:
+  // weight (BF16), bias (F32) and a table of the wrong shape, below the checkpoint directory.
+  TensorFileTest() {
+    std::filesystem::create_directories(server_.checkpoint_directory());
+    for (size_t i = 0; i < kHidden * kClasses; ++i) {
+      weight_.push_back(
+          kernels::testing::RoundTo(kernels::DType::kBFloat16, kernels::testing::Uniform(rng_, -1, 1)));
+    }
+    for (size_t i = 0; i < kClasses; ++i) bias_.push_back(static_cast<float>(i));
+    const std::vector<formats::SafetensorsSpec> specs = {
+        {.name = "lm_head.weight", .dtype = formats::DType::kBFloat16, .shape = {kClasses, kHidden}},
+        {.name = "lm_head.bias", .dtype = formats::DType::kFloat32, .shape = {kClasses}}};
+    auto writer = formats::CreateSafetensors(server_.checkpoint_directory() + "/model.safetensors", specs);
+    EXPECT_TRUE(writer.ok()) << writer.status();
+    EXPECT_TRUE((*writer)->Append(kernels::testing::Encode(kernels::DType::kBFloat16, weight_)).ok());
+    EXPECT_TRUE((*writer)->Append(kernels::testing::Encode(kernels::DType::kFloat32, bias_)).ok());
+    EXPECT_TRUE((*writer)->Finish().ok());
+
+    request_ = Request("head");
+    request_.mutable_spec()->set_norm(v1::NORM_NONE);
+    request_.mutable_spec()->set_class_weights(false);
+    request_.mutable_tensor_file()->set_path("model.safetensors");
+    request_.mutable_tensor_file()->set_weight("lm_head.weight");
+    request_.mutable_tensor_file()->set_bias("lm_head.bias");
+  }
+
+  void ExpectRefused(absl::StatusCode code, const std::string& field) {
+    const absl::Status status = client_->CreateHead(request_).status();
+    EXPECT_EQ(status.code(), code) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(field));
+    EXPECT_EQ(client_->ListHeads()->heads_size(), 0);
+  }
+
+  std::vector<float> weight_, bias_;
+  v1::CreateHeadRequest request_;
+};
+
+TEST_F(TensorFileTest, FillsAHead) {
+  const auto created = client_->CreateHead(request_);
+  ASSERT_TRUE(created.ok()) << created.status();
+  EXPECT_EQ(*client_->Read("head", v1::PARAM_WEIGHT, v1::ROLE_VALUE), weight_);
+  EXPECT_EQ(*client_->Read("head", v1::PARAM_BIAS, v1::ROLE_VALUE), bias_);
+}
+
+TEST_F(TensorFileTest, Refusals) {
+  request_.mutable_tensor_file()->set_bias("");
+  ExpectRefused(absl::StatusCode::kInvalidArgument, "tensor_file.bias");
+  request_.mutable_tensor_file()->set_bias("nobody");
+  ExpectRefused(absl::StatusCode::kNotFound, "tensor_file.bias");
+  request_.mutable_tensor_file()->set_bias("lm_head.weight");
+  ExpectRefused(absl::StatusCode::kInvalidArgument, "[57, 13]");
+  request_.mutable_tensor_file()->set_bias("lm_head.bias");
+  request_.mutable_tensor_file()->set_norm_gain("gain");
+  ExpectRefused(absl::StatusCode::kInvalidArgument, "tensor_file.norm_gain");
+}
+
+TEST_F(HeadsTest, MemoryThatDoesNotFit) {
+  ServerOptions options = SmallServer();
+  options.memory_limit_bytes = 8 << 20;
+  TestServer small(options);
+  const auto client = small.Connect();
+  v1::CreateHeadRequest request = Request("big");
+  request.mutable_spec()->set_vocab_size(100'000);
+  const absl::Status status = client->CreateHead(request).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_EQ(client->ListHeads()->heads_size(), 0);
+  EXPECT_EQ(client->GetServer()->memory().weights(), 0u);
+  EXPECT_TRUE(client->CreateHead(Request("small")).ok());
+}
+
+TEST_F(HeadsTest, FrozenHeadsTakeNoGradients) {
+  v1::CreateHeadRequest request = Request("frozen");
+  request.mutable_spec()->set_frozen(true);
+  const auto created = client_->CreateHead(request);
+  ASSERT_TRUE(created.ok()) << created.status();
+  EXPECT_EQ(created->memory().gradients(), 0u);
+  EXPECT_EQ(Train(*client_, "frozen", 0, 1, rng_).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(Step(*client_, "frozen", 0).status().code(), absl::StatusCode::kFailedPrecondition);
+}
+
+}  // namespace
+}  // namespace lossd::rpc::testing
