@@ -34,7 +34,7 @@ ABSL_FLAG(int64_t, hidden, 256, "size of the hidden layer");
 ABSL_FLAG(int64_t, hidden_state, 128, "size of the hidden state sent to the head");
 ABSL_FLAG(int64_t, microbatches, 4, "microbatches a step");
 ABSL_FLAG(int64_t, microbatch_rows, 256, "tokens a microbatch");
-ABSL_FLAG(absl::Duration, time, absl::Seconds(120), "how long to train");
+ABSL_FLAG(absl::Duration, time, absl::Seconds(90), "how long to train");
 ABSL_FLAG(int64_t, steps, 0, "train this many steps instead");
 ABSL_FLAG(float, learning_rate, 4e-3f, "peak learning rate of stage one (Adam)");
 ABSL_FLAG(double, head_learning_rate, 8e-3, "peak learning rate of the head (AdamW, on the server)");

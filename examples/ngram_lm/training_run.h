@@ -16,12 +16,12 @@
 namespace lossd::ngram_lm {
 
 struct RunOptions {
-  int64_t steps = 0;                         // 0: as many as fit into `time`
-  absl::Duration time = absl::Seconds(120);  // without `steps`
-  float learning_rate = 4e-3f;               // of stage one, at its peak
-  double head_learning_rate = 8e-3;          // of the head, at its peak
-  int evaluations = 8;                       // looks at held-out text on the way
-  int64_t evaluation_tokens = 8192;          // for each of them
+  int64_t steps = 0;                        // 0: as many as fit into `time`
+  absl::Duration time = absl::Seconds(90);  // without `steps`
+  float learning_rate = 4e-3f;              // of stage one, at its peak
+  double head_learning_rate = 8e-3;         // of the head, at its peak
+  int evaluations = 8;                      // looks at held-out text on the way
+  int64_t evaluation_tokens = 8192;         // for each of them
 };
 
 struct RunResult {
