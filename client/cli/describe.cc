@@ -22,6 +22,7 @@ std::string MemoryText(const v1::MemoryUsage& memory) {
   add("optimizer", memory.optimizer());
   add("workspace", memory.workspace());
   add("staging", memory.staging());
+  add("retained", memory.retained());
   const std::string total = HumanBytes(static_cast<double>(TotalBytes(memory)));
   return parts.empty() ? total : absl::StrCat(total, " (", parts, ")");
 }
@@ -48,13 +49,15 @@ std::string YesNo(bool value) { return value ? "yes" : "no"; }
 }  // namespace
 
 uint64_t TotalBytes(const v1::MemoryUsage& memory) {
-  return memory.weights() + memory.gradients() + memory.optimizer() + memory.workspace() + memory.staging();
+  return memory.weights() + memory.gradients() + memory.optimizer() + memory.workspace() + memory.staging() +
+         memory.retained();
 }
 
 Json ToJson(const v1::MemoryUsage& memory) {
   return {{"weights", memory.weights()},     {"gradients", memory.gradients()},
           {"optimizer", memory.optimizer()}, {"workspace", memory.workspace()},
-          {"staging", memory.staging()},     {"total", TotalBytes(memory)}};
+          {"staging", memory.staging()},     {"retained", memory.retained()},
+          {"total", TotalBytes(memory)}};
 }
 
 Json ToJson(const v1::HeadState& state) {
@@ -78,6 +81,7 @@ Json ToJson(const v1::HeadDescription& head) {
   json["step"] = head.state().step();
   json["step_microbatches"] = head.step_microbatches();
   json["step_rows"] = head.step_rows();
+  json["retained_microbatches"] = head.retained_microbatches();
   json["total_rows"] = head.total_rows();
   json["open_streams"] = head.open_streams();
   json["queued_slices"] = head.queued_slices();
@@ -149,6 +153,8 @@ std::string HeadText(const v1::HeadDescription& head) {
   fields.Add("frozen", YesNo(spec.frozen()));
   fields.Add("open step", absl::StrCat(HumanCount(head.state().step()), " (", HumanCount(head.step_rows()),
                                        " rows of ", HumanCount(head.step_microbatches()), " microbatches)"));
+  if (head.retained_microbatches() > 0)
+    fields.Add("retained", absl::StrCat(head.retained_microbatches(), " microbatches"));
   fields.Add("rows computed", HumanCount(head.total_rows()));
   fields.Add("streams", absl::StrCat(HumanCount(head.open_streams()), " open, ",
                                      HumanCount(head.queued_slices()), " slices queued"));

@@ -40,8 +40,8 @@ const std::map<std::string, v1::Role>& Roles() {
 }
 
 const std::map<std::string, v1::Reduction>& Reductions() {
-  static const auto* words =
-      new std::map<std::string, v1::Reduction>{{"sum", v1::REDUCTION_SUM}, {"mean", v1::REDUCTION_MEAN}};
+  static const auto* words = new std::map<std::string, v1::Reduction>{
+      {"sum", v1::REDUCTION_SUM}, {"none", v1::REDUCTION_NONE}, {"mean", v1::REDUCTION_MEAN}};
   return *words;
 }
 

@@ -108,10 +108,38 @@ absl::StatusOr<LossResult> Client::ComputeLoss(const Microbatch& microbatch, con
 
 PendingLoss Client::ComputeLossAsync(const Microbatch& microbatch, const LossOutputs& outputs,
                                      const ComputeOptions& options, LossCallback callback) {
-  auto call =
-      std::make_shared<internal::LossCall>(core_.get(), microbatch, outputs, options, std::move(callback));
+  auto call = std::make_shared<internal::LossCall>(
+      core_.get(), internal::LossWork::Forward(microbatch, outputs, options),
+      internal::CallOptions{options.streams, options.slice_bytes, options.timeout, options.max_attempts},
+      std::move(callback));
   call->Start();
   return PendingLoss(std::move(call));
+}
+
+absl::StatusOr<LossResult> Client::Backward(const RetainedGradients& gradients, void* grad_hidden,
+                                            const BackwardOptions& options) {
+  return BackwardAsync(gradients, grad_hidden, options).Wait();
+}
+
+PendingLoss Client::BackwardAsync(const RetainedGradients& gradients, void* grad_hidden,
+                                  const BackwardOptions& options, LossCallback callback) {
+  auto call = std::make_shared<internal::LossCall>(
+      core_.get(), internal::LossWork::Backward(gradients, grad_hidden, options),
+      internal::CallOptions{
+          .streams = options.streams, .timeout = options.timeout, .max_attempts = options.max_attempts},
+      std::move(callback));
+  call->Start();
+  return PendingLoss(std::move(call));
+}
+
+absl::StatusOr<bool> Client::ReleaseMicrobatch(absl::string_view head, uint64_t id, absl::Duration timeout) {
+  v1::ReleaseMicrobatchRequest request;
+  request.set_head(std::string(head));
+  request.set_microbatch_id(id);
+  auto result = Call(*core_, core_->connections().loss(), &v1::LossService::Stub::ReleaseMicrobatch, request,
+                     DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
+  if (!result.ok()) return result.status();
+  return result->released();
 }
 
 void Client::AcknowledgeRestart(absl::string_view head) { core_->book().ForgetAccumulation(head); }

@@ -115,6 +115,7 @@ struct ComputeOptions {
   v1::LossOptions loss;
 
   // Loss and gradient scale.
+  // With REDUCTION_NONE there are no gradients yet (see retain), and LossResult::loss is the sum.
   v1::Reduction reduction = v1::REDUCTION_MEAN;
   // REDUCTION_MEAN: what sums are divided by. Absent: the number of valid targets of the microbatch; with
   // loss.use_class_weights it must be given (the sum of u_y over valid rows).
@@ -123,6 +124,8 @@ struct ComputeOptions {
   std::optional<float> grad_output;
   // Add dL/dW, dL/db, ... to the head's accumulators. Computed at most once per row, whatever breaks.
   bool accumulate_gradients = false;
+  // REDUCTION_NONE: keep the hidden states on the server for Client::Backward, under Microbatch::id.
+  bool retain = false;
 
   // How rows travel.
   int streams = 0;                 // concurrent streams; 0: one per channel. Fewer if rows are few
@@ -130,6 +133,30 @@ struct ComputeOptions {
 
   absl::Duration timeout = absl::ZeroDuration();  // zero: ClientOptions::loss_timeout
   int max_attempts = 0;                           // zero: RetryOptions::max_attempts
+};
+
+// Upstream gradients of the rows of a microbatch that was computed with ComputeOptions::retain.
+struct RetainedGradients {
+  std::string head;
+  // The step the rows were retained in; it must still be open. Required with accumulate_gradients.
+  std::optional<uint64_t> step;
+  uint64_t id = 0;  // Microbatch::id
+
+  uint64_t hidden_size = 0;                 // D
+  v1::DType hidden_dtype = v1::DTYPE_BF16;  // as when the rows were retained
+  // [N], finite: the gradient of the objective with respect to each row's loss. Those of ignored rows do not
+  // matter. Copied.
+  absl::Span<const float> grad_loss;
+  // Each empty (0) or [N]: with respect to each row's log sum exp and entropy. Copied.
+  absl::Span<const float> grad_lse;
+  absl::Span<const float> grad_entropy;
+};
+
+struct BackwardOptions {
+  bool accumulate_gradients = false;  // as in ComputeOptions
+  int streams = 0;
+  absl::Duration timeout = absl::ZeroDuration();
+  int max_attempts = 0;
 };
 
 struct LossResult {
@@ -233,6 +260,18 @@ class Client {
   // through Wait like any other error.
   PendingLoss ComputeLossAsync(const Microbatch& microbatch, const LossOutputs& outputs,
                                const ComputeOptions& options = {}, LossCallback callback = nullptr);
+
+  // Deferred gradients, for objectives that need the row losses first: ComputeLoss with REDUCTION_NONE and
+  // `retain`, then Backward within the same step, then ReleaseMicrobatch. The server computes the logits
+  // again from the hidden states it kept. `grad_hidden` [N, D] of hidden_dtype gets dL/dx; null: not wanted.
+  // Repeated like ComputeLoss. NOT_FOUND if the rows are not retained (any more).
+  absl::StatusOr<LossResult> Backward(const RetainedGradients& gradients, void* grad_hidden,
+                                      const BackwardOptions& options = {});
+  PendingLoss BackwardAsync(const RetainedGradients& gradients, void* grad_hidden,
+                            const BackwardOptions& options = {}, LossCallback callback = nullptr);
+  // Lets go of a retained microbatch; false if there was nothing to release. Repeated on UNAVAILABLE.
+  absl::StatusOr<bool> ReleaseMicrobatch(absl::string_view head, uint64_t id,
+                                         absl::Duration timeout = absl::ZeroDuration());
 
   // The client remembers in which incarnation of the server it accumulated rows of a head's open step. If
   // that changes within the step, calls that accumulate or apply gradients of the step fail with ABORTED,

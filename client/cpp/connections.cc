@@ -95,6 +95,7 @@ absl::StatusOr<std::unique_ptr<Connections>> Connections::Open(const ClientOptio
 
 Connections::Connections(std::vector<std::shared_ptr<grpc::Channel>> channels)
     : channels_(std::move(channels)),
+      loss_(v1::LossService::NewStub(channels_[0])),
       heads_(v1::HeadService::NewStub(channels_[0])),
       server_(v1::ServerService::NewStub(channels_[0])),
       health_(grpc::health::v1::Health::NewStub(channels_[0])) {}

@@ -16,6 +16,7 @@
 #include "client/cpp/client.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "lossd/v1/head.grpc.pb.h"
+#include "lossd/v1/loss.grpc.pb.h"
 #include "lossd/v1/server.grpc.pb.h"
 
 namespace lossd::client::internal {
@@ -36,6 +37,7 @@ class Connections {
     return channels_[index % channels_.size()];
   }
 
+  v1::LossService::Stub* loss() const { return loss_.get(); }
   v1::HeadService::Stub* heads() const { return heads_.get(); }
   v1::ServerService::Stub* server() const { return server_.get(); }
   grpc::health::v1::Health::Stub* health() const { return health_.get(); }
@@ -44,6 +46,7 @@ class Connections {
   explicit Connections(std::vector<std::shared_ptr<grpc::Channel>> channels);
 
   const std::vector<std::shared_ptr<grpc::Channel>> channels_;
+  const std::unique_ptr<v1::LossService::Stub> loss_;
   const std::unique_ptr<v1::HeadService::Stub> heads_;
   const std::unique_ptr<v1::ServerService::Stub> server_;
   const std::unique_ptr<grpc::health::v1::Health::Stub> health_;

@@ -11,15 +11,8 @@
 namespace lossd::client::internal {
 namespace {
 
-// Room for the small fields of an opening message.
-constexpr int64_t kOpenOverhead = 64 << 10;
-
-// Rows whose targets and weights fit into one opening message; fixed for a client, so that a repeated
-// microbatch is split as before.
-uint64_t MaxRowsPerStream(int64_t max_message_bytes) {
-  const int64_t room = std::max<int64_t>(max_message_bytes - kOpenOverhead, 1024);
-  return static_cast<uint64_t>(room) / (sizeof(int32_t) + sizeof(float));
-}
+// Opening messages, with targets and weights of the range, are kept below what any gRPC peer takes.
+constexpr int64_t kMaxOpenBytes = 4 << 20;
 
 bool RefusedForLimits(const absl::Status& status) {
   return status.code() == absl::StatusCode::kInvalidArgument ||
@@ -42,17 +35,11 @@ struct LossCall::Describe {
   v1::HeadDescription response;
 };
 
-LossCall::LossCall(Core* core, const Microbatch& microbatch, const LossOutputs& outputs,
-                   const ComputeOptions& options, LossCallback callback)
+LossCall::LossCall(Core* core, std::unique_ptr<const LossWork> work, const CallOptions& options,
+                   LossCallback callback)
     : core_(core),
-      head_(microbatch.head),
-      microbatch_(microbatch),
-      targets_(microbatch.targets.begin(), microbatch.targets.end()),
-      row_weights_(microbatch.row_weights.begin(), microbatch.row_weights.end()),
-      outputs_(outputs),
+      work_(std::move(work)),
       options_(options),
-      ignore_index_(IgnoreIndex(options.loss)),
-      row_bytes_(microbatch.hidden_size * ElementSize(microbatch.hidden_dtype)),
       start_(absl::Now()),
       deadline_(start_ +
                 (options.timeout > absl::ZeroDuration() ? options.timeout : core->options().loss_timeout)),
@@ -90,17 +77,9 @@ bool LossCall::WaitFor(absl::Duration timeout) {
 }
 
 void LossCall::Begin() {
-  Microbatch microbatch = microbatch_;
-  microbatch.targets = targets_;
-  microbatch.row_weights = row_weights_;
-  absl::Status status = ValidateCall(microbatch, outputs_, options_);
-  if (!status.ok()) {
-    Fail(status);
-    return;
-  }
-  valid_rows_ = CountValid(targets_, ignore_index_);
-  std::optional<HeadFacts> facts = core_->book().Facts(head_);
-  if (facts.has_value() && facts->hidden_size == microbatch_.hidden_size) {
+  if (absl::Status status = work_->Validate(); !status.ok()) return Fail(status);
+  std::optional<HeadFacts> facts = core_->book().Facts(work_->head());
+  if (facts.has_value() && facts->hidden_size == work_->hidden_size()) {
     Launch(*facts);
   } else {
     StartDescribe();
@@ -109,7 +88,7 @@ void LossCall::Begin() {
 
 void LossCall::StartDescribe() {
   auto describe = std::make_shared<Describe>();
-  describe->request.set_head(head_);
+  describe->request.set_head(work_->head());
   SetDeadline(deadline_, &describe->context);
   describing_ = true;
   ++describe_attempts_;
@@ -138,9 +117,10 @@ void LossCall::FinishDescribe(const absl::Status& status) {
   }
   core_->book().Learn(describe->response);
   const uint64_t hidden_size = describe->response.spec().hidden_size();
-  if (hidden_size != microbatch_.hidden_size) {
-    return Fail(absl::InvalidArgumentError(absl::StrCat("microbatch.hidden_size is ", microbatch_.hidden_size,
-                                                        ", but head \"", head_, "\" has ", hidden_size)));
+  if (hidden_size != work_->hidden_size()) {
+    return Fail(
+        absl::InvalidArgumentError(absl::StrCat("microbatch.hidden_size is ", work_->hidden_size(),
+                                                ", but head \"", work_->head(), "\" has ", hidden_size)));
   }
   const HeadFacts facts{hidden_size, describe->response.slice_limits()};
   describing_ = false;
@@ -156,62 +136,24 @@ void LossCall::Launch(const HeadFacts& facts) {
   facts_ = facts;
   const int streams = options_.streams > 0 ? options_.streams : core_->options().channels;
   const std::vector<Rows> ranges =
-      SplitRanges(targets_, ignore_index_, streams, MaxRowsPerStream(core_->options().max_message_bytes));
+      work_->Split(streams, std::min(core_->options().max_message_bytes, kMaxOpenBytes));
   total_.streams = static_cast<int>(ranges.size());
   parts_.resize(ranges.size());
   for (size_t i = 0; i < ranges.size(); ++i) parts_[i].rows = ranges[i];
   for (size_t i = 0; i < ranges.size() && !finishing_; ++i) StartPart(i);
 }
 
-v1::OpenMicrobatch LossCall::MakeOpen(Rows rows) const {
-  v1::OpenMicrobatch open;
-  open.set_head(head_);
-  if (microbatch_.step.has_value()) open.set_step(*microbatch_.step);
-  open.set_microbatch_id(microbatch_.id);
-  open.set_microbatch_rows(targets_.size());
-  open.mutable_rows()->set_begin(rows.begin);
-  open.mutable_rows()->set_end(rows.end);
-  open.set_hidden_dtype(microbatch_.hidden_dtype);
-  *open.mutable_options() = options_.loss;
-  open.set_reduction(options_.reduction);
-  if (options_.reduction == v1::REDUCTION_MEAN) {
-    open.set_normalizer(options_.normalizer.value_or(static_cast<double>(valid_rows_)));
-  }
-  if (options_.grad_output.has_value()) open.set_grad_output(*options_.grad_output);
-  open.set_want_grad_hidden(outputs_.grad_hidden != nullptr);
-  open.set_accumulate_gradients(options_.accumulate_gradients);
-  open.set_want_row_loss(!outputs_.row_loss.empty());
-  open.set_want_row_lse(!outputs_.row_lse.empty());
-  open.set_want_row_entropy(!outputs_.row_entropy.empty());
-  open.set_want_row_logprob(!outputs_.row_logprob.empty());
-  open.set_want_row_argmax(!outputs_.row_argmax.empty());
-  open.mutable_targets()->Add(targets_.begin() + rows.begin, targets_.begin() + rows.end);
-  if (!row_weights_.empty()) {
-    open.mutable_row_weights()->Add(row_weights_.begin() + rows.begin, row_weights_.begin() + rows.end);
-  }
-  return open;
-}
-
 StreamJob LossCall::MakeJob(Rows rows, uint64_t slice_rows) const {
-  StreamJob job;
-  job.open = MakeOpen(rows);
-  job.slices = CutSlices(targets_, ignore_index_, rows, slice_rows);
-  job.hidden = static_cast<const char*>(microbatch_.hidden);
-  job.row_bytes = row_bytes_;
-  job.outputs = outputs_;
-  job.deadline = deadline_;
-  job.target = core_->options().target;
-  job.holds = holds_;
-  return job;
+  return {work_->Prepare(rows, slice_rows), deadline_, core_->options().target, holds_};
 }
 
 void LossCall::StartPart(size_t index) {
   Part& part = parts_[index];
-  const absl::StatusOr<uint64_t> slice_rows = MaxSliceRows(row_bytes_, options_.slice_bytes, facts_.limits);
+  const absl::StatusOr<uint64_t> slice_rows =
+      MaxSliceRows(work_->row_bytes(), options_.slice_bytes, facts_.limits);
   if (!slice_rows.ok()) return Fail(slice_rows.status());
   part.slice_rows = *slice_rows;
   StreamJob job = MakeJob(part.rows, *slice_rows);
-  FillUnsentRows(outputs_, row_bytes_, part.rows, job.slices);
   auto stream = std::make_shared<LossStream>(
       std::move(job), [self = shared_from_this()](const v1::HeadState& state) { return self->Accept(state); },
       [self = shared_from_this(), index](StreamEnd end) {
@@ -226,22 +168,22 @@ void LossCall::StartPart(size_t index) {
 
 absl::Status LossCall::Accept(const v1::HeadState& state) {
   if (state.incarnation() == 0) return absl::InternalError("server sent incarnation 0");
-  if (options_.accumulate_gradients) {
-    if (state.step() != *microbatch_.step) {
+  if (work_->accumulates()) {
+    if (state.step() != *work_->step()) {
       return absl::InternalError(
-          absl::StrCat("server sent step ", state.step(), " in answer to step ", *microbatch_.step));
+          absl::StrCat("server sent step ", state.step(), " in answer to step ", *work_->step()));
     }
-    absl::Status status = core_->book().NoteAccumulation(head_, state.step(), state.incarnation());
+    absl::Status status = core_->book().NoteAccumulation(work_->head(), state.step(), state.incarnation());
     if (!status.ok()) return status;
   }
   absl::MutexLock lock(&mu_);
   if (!state_.has_value()) state_ = state;
   if (state_->incarnation() != state.incarnation()) {
-    return RestartedError(head_, state_->incarnation(), state.incarnation(),
-                          options_.accumulate_gradients ? microbatch_.step : std::nullopt);
+    return RestartedError(work_->head(), state_->incarnation(), state.incarnation(),
+                          work_->accumulates() ? work_->step() : std::nullopt);
   }
   if (state_->step() != state.step()) {
-    return absl::AbortedError(absl::StrCat("head \"", head_, "\" moved from step ", state_->step(),
+    return absl::AbortedError(absl::StrCat("head \"", work_->head(), "\" moved from step ", state_->step(),
                                            " to step ", state.step(), " during the call"));
   }
   return absl::OkStatus();
@@ -250,14 +192,15 @@ absl::Status LossCall::Accept(const v1::HeadState& state) {
 absl::Status LossCall::Interpret(const absl::Status& status) const {
   const std::optional<v1::ErrorDetail> detail = ErrorDetailOf(status);
   if (!detail.has_value() || detail->incarnation() == 0) return status;
-  if (options_.accumulate_gradients) {
-    absl::Status restarted = core_->book().CheckIncarnation(head_, *microbatch_.step, detail->incarnation());
+  if (work_->accumulates()) {
+    absl::Status restarted =
+        core_->book().CheckIncarnation(work_->head(), *work_->step(), detail->incarnation());
     if (!restarted.ok()) return restarted;
   }
   absl::MutexLock lock(&mu_);
   if (!state_.has_value() || state_->incarnation() == detail->incarnation()) return status;
-  return RestartedError(head_, state_->incarnation(), detail->incarnation(),
-                        options_.accumulate_gradients ? microbatch_.step : std::nullopt);
+  return RestartedError(work_->head(), state_->incarnation(), detail->incarnation(),
+                        work_->accumulates() ? work_->step() : std::nullopt);
 }
 
 std::optional<absl::Time> LossCall::NextAttempt(const absl::Status& status, int attempts) const {
@@ -294,7 +237,7 @@ void LossCall::Relaunch(const HeadFacts& facts) {
 }
 
 uint64_t LossCall::SliceRows() const {
-  return MaxSliceRows(row_bytes_, options_.slice_bytes, facts_.limits).value_or(0);
+  return MaxSliceRows(work_->row_bytes(), options_.slice_bytes, facts_.limits).value_or(0);
 }
 
 void LossCall::FinishPart(size_t index, StreamEnd end) {
@@ -354,14 +297,7 @@ void LossCall::MaybeFinish() {
 
 absl::StatusOr<LossResult> LossCall::MakeResult() {
   if (!error_.ok()) return error_;
-  if (total_.valid_rows != valid_rows_) {
-    return absl::InternalError(absl::StrCat("server sent a count of ", total_.valid_rows, " valid rows; ",
-                                            valid_rows_, " were sent"));
-  }
-  if (options_.reduction == v1::REDUCTION_MEAN) {
-    total_.normalizer = options_.normalizer.value_or(static_cast<double>(valid_rows_));
-  }
-  total_.loss = valid_rows_ > 0 ? total_.loss_sum / total_.normalizer : 0.0;
+  if (absl::Status status = work_->Conclude(&total_); !status.ok()) return status;
   total_.wall_seconds = absl::ToDoubleSeconds(absl::Now() - start_);
   return total_;
 }

@@ -22,14 +22,23 @@
 #include "client/cpp/head_book.h"
 #include "client/cpp/loss_plan.h"
 #include "client/cpp/loss_stream.h"
+#include "client/cpp/loss_work.h"
 #include "client/cpp/payload_holds.h"
 
 namespace lossd::client::internal {
 
+// How a call travels. Zeros: the client's defaults.
+struct CallOptions {
+  int streams = 0;
+  uint64_t slice_bytes = 1;
+  absl::Duration timeout;
+  int max_attempts = 0;
+};
+
 class LossCall : public std::enable_shared_from_this<LossCall> {
  public:
-  LossCall(Core* core, const Microbatch& microbatch, const LossOutputs& outputs,
-           const ComputeOptions& options, LossCallback callback);
+  LossCall(Core* core, std::unique_ptr<const LossWork> work, const CallOptions& options,
+           LossCallback callback);
 
   void Start();
   void Cancel();
@@ -60,7 +69,6 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
 
   uint64_t SliceRows() const;
   StreamJob MakeJob(Rows rows, uint64_t slice_rows) const;
-  v1::OpenMicrobatch MakeOpen(Rows rows) const;
   void AddSummary(const v1::MicrobatchSummary& summary);
   // The error as the caller should see it: ABORTED if it comes from a restarted server.
   absl::Status Interpret(const absl::Status& status) const;
@@ -79,14 +87,8 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
 
   // Set at construction.
   Core* const core_;
-  const std::string head_;
-  const Microbatch microbatch_;  // targets and row weights refer to the copies below
-  const std::vector<int32_t> targets_;
-  const std::vector<float> row_weights_;
-  const LossOutputs outputs_;
-  const ComputeOptions options_;
-  const int32_t ignore_index_;
-  const uint64_t row_bytes_;
+  const std::unique_ptr<const LossWork> work_;
+  const CallOptions options_;
   const absl::Time start_;
   const absl::Time deadline_;
   const std::shared_ptr<PayloadHolds> holds_ = PayloadHolds::Create();
@@ -103,7 +105,6 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   bool finishing_ = false;  // only waits for what is under way
   bool finished_ = false;
   absl::Status error_;  // the first one
-  uint64_t valid_rows_ = 0;
   LossResult total_;
 
   mutable absl::Mutex mu_;

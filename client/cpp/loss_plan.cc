@@ -19,17 +19,26 @@ absl::Status Invalid(const Args&... args) {
   return absl::InvalidArgumentError(absl::StrCat(args...));
 }
 
+// What a forward and a backward pass have in common; `what` names the argument.
+absl::Status ValidateShape(absl::string_view what, const std::string& head, uint64_t rows,
+                           uint64_t hidden_size, v1::DType dtype) {
+  if (head.empty()) return Invalid(what, ".head is empty");
+  if (hidden_size == 0) return Invalid(what, ".hidden_size is 0");
+  if (ElementSize(dtype) == 0) {
+    return Invalid(what, ".hidden_dtype is ", static_cast<int>(dtype), ", not a dtype");
+  }
+  if (rows > kMaxRows) return Invalid(what, " has ", rows, " rows; the most is ", kMaxRows);
+  if (hidden_size > std::numeric_limits<int64_t>::max() / 4 / std::max<uint64_t>(rows, 1)) {
+    return Invalid(what, ".hidden_size is ", hidden_size, ": too large for ", rows, " rows");
+  }
+  return absl::OkStatus();
+}
+
 absl::Status ValidateMicrobatch(const Microbatch& microbatch, int32_t ignore_index) {
   const uint64_t rows = microbatch.targets.size();
-  if (microbatch.head.empty()) return Invalid("microbatch.head is empty");
-  if (microbatch.hidden_size == 0) return Invalid("microbatch.hidden_size is 0");
-  if (ElementSize(microbatch.hidden_dtype) == 0) {
-    return Invalid("microbatch.hidden_dtype is ", static_cast<int>(microbatch.hidden_dtype), ", not a dtype");
-  }
-  if (microbatch.hidden_size > std::numeric_limits<int64_t>::max() / 4 / std::max<uint64_t>(rows, 1)) {
-    return Invalid("microbatch.hidden_size is ", microbatch.hidden_size, ": too large for ", rows, " rows");
-  }
-  if (rows > kMaxRows) return Invalid("microbatch.targets has ", rows, " entries; the most is ", kMaxRows);
+  absl::Status status =
+      ValidateShape("microbatch", microbatch.head, rows, microbatch.hidden_size, microbatch.hidden_dtype);
+  if (!status.ok()) return status;
   if (!microbatch.row_weights.empty() && microbatch.row_weights.size() != rows) {
     return Invalid("microbatch.row_weights has ", microbatch.row_weights.size(), " entries for ", rows,
                    " rows");
@@ -54,11 +63,13 @@ absl::Status ValidateOutputs(const LossOutputs& outputs, uint64_t rows) {
 }
 
 absl::Status ValidateScale(const ComputeOptions& options) {
-  if (options.reduction != v1::REDUCTION_SUM && options.reduction != v1::REDUCTION_MEAN) {
-    return Invalid("options.reduction is ", static_cast<int>(options.reduction), ", neither sum nor mean");
+  if (options.reduction != v1::REDUCTION_SUM && options.reduction != v1::REDUCTION_MEAN &&
+      options.reduction != v1::REDUCTION_NONE) {
+    return Invalid("options.reduction is ", static_cast<int>(options.reduction),
+                   ", neither sum nor mean nor none");
   }
   if (options.normalizer.has_value()) {
-    if (options.reduction == v1::REDUCTION_SUM) return Invalid("options.normalizer is for the mean only");
+    if (options.reduction != v1::REDUCTION_MEAN) return Invalid("options.normalizer is for the mean only");
     if (!std::isfinite(*options.normalizer) || *options.normalizer < 0) {
       return Invalid("options.normalizer is ", *options.normalizer, "; it must be finite and not negative");
     }
@@ -69,6 +80,19 @@ absl::Status ValidateScale(const ComputeOptions& options) {
   }
   if (options.grad_output.has_value() && !std::isfinite(*options.grad_output)) {
     return Invalid("options.grad_output is ", *options.grad_output, "; it must be finite");
+  }
+  return absl::OkStatus();
+}
+
+// REDUCTION_NONE: gradients come later, and only then may rows be retained.
+absl::Status ValidateDeferral(const LossOutputs& outputs, const ComputeOptions& options) {
+  const bool none = options.reduction == v1::REDUCTION_NONE;
+  if (options.retain && !none) return Invalid("options.retain is true; it goes with REDUCTION_NONE only");
+  if (none && options.accumulate_gradients) {
+    return Invalid("options.accumulate_gradients is true; with REDUCTION_NONE gradients come by Backward");
+  }
+  if (none && outputs.grad_hidden != nullptr) {
+    return Invalid("outputs.grad_hidden is given; with REDUCTION_NONE gradients come by Backward");
   }
   return absl::OkStatus();
 }
@@ -119,10 +143,25 @@ absl::Status ValidateCall(const Microbatch& microbatch, const LossOutputs& outpu
   absl::Status status = ValidateMicrobatch(microbatch, IgnoreIndex(options.loss));
   status.Update(ValidateOutputs(outputs, microbatch.targets.size()));
   status.Update(ValidateScale(options));
+  status.Update(ValidateDeferral(outputs, options));
   status.Update(ValidateTransport(options));
   if (options.accumulate_gradients && !microbatch.step.has_value()) {
     status.Update(Invalid("microbatch.step is absent; accumulate_gradients needs it"));
   }
+  return status;
+}
+
+absl::Status ValidateBackward(const RetainedGradients& gradients) {
+  const uint64_t rows = gradients.grad_loss.size();
+  absl::Status status =
+      ValidateShape("gradients", gradients.head, rows, gradients.hidden_size, gradients.hidden_dtype);
+  if (rows == 0) status.Update(Invalid("gradients.grad_loss is empty"));
+  const auto check = [rows](const char* name, uint64_t size) {
+    if (size == 0 || size == rows) return absl::OkStatus();
+    return Invalid("gradients.", name, " has ", size, " entries for ", rows, " rows");
+  };
+  status.Update(check("grad_lse", gradients.grad_lse.size()));
+  status.Update(check("grad_entropy", gradients.grad_entropy.size()));
   return status;
 }
 

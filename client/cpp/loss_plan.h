@@ -34,6 +34,8 @@ int32_t IgnoreIndex(const v1::LossOptions& options);
 absl::Status ValidateCall(const Microbatch& microbatch, const LossOutputs& outputs,
                           const ComputeOptions& options);
 
+absl::Status ValidateBackward(const RetainedGradients& gradients);
+
 uint64_t CountValid(absl::Span<const int32_t> targets, int32_t ignore_index);
 
 // Splits [0, targets.size()) into at least one contiguous range: `streams` of them with about the same number

@@ -35,17 +35,16 @@ void CopyRows(const Field& field, uint64_t begin, absl::Span<T> out) {
 
 LossStream::LossStream(StreamJob job, AcceptFn accept, DoneFn done)
     : job_(std::move(job)),
+      work_(job_.work),
       accept_(std::move(accept)),
       done_(std::move(done)),
-      answered_(job_.slices.size(), false) {}
+      answers_(work_.server_cuts ? SliceBook::Within(work_.rows) : SliceBook::Exactly(work_.slices)) {}
 
 void LossStream::Start(const std::shared_ptr<grpc::Channel>& channel) {
   SetDeadline(job_.deadline, &context_);
   stub_ = std::make_unique<grpc::GenericStub>(channel);
   stub_->PrepareBidiStreamingCall(&context_, kMethod, {}, this);
-  v1::ComputeLossRequest request;
-  *request.mutable_open() = job_.open;
-  request_ = wire::Encode(request);
+  request_ = wire::Encode(work_.first);
   StartWrite(&request_);
   StartRead(&response_);
   StartCall();
@@ -57,17 +56,17 @@ void LossStream::OnWriteDone(bool ok) {
 }
 
 void LossStream::WriteNext() {
-  if (next_slice_ == job_.slices.size()) {
-    next_slice_ = job_.slices.size() + 1;
+  if (next_slice_ == work_.slices.size()) {
+    next_slice_ = work_.slices.size() + 1;
     StartWritesDone();
     return;
   }
-  const Rows rows = job_.slices[next_slice_++];
+  const Rows rows = work_.slices[next_slice_++];
   v1::ComputeLossRequest request;
   request.mutable_slice()->mutable_rows()->set_begin(rows.begin);
   request.mutable_slice()->mutable_rows()->set_end(rows.end);
-  const auto* data = reinterpret_cast<const uint8_t*>(job_.hidden) + rows.begin * job_.row_bytes;
-  const uint64_t bytes = rows.size() * job_.row_bytes;
+  const auto* data = reinterpret_cast<const uint8_t*>(work_.hidden) + rows.begin * work_.row_bytes;
+  const uint64_t bytes = rows.size() * work_.row_bytes;
   request_ = wire::Encode(request, absl::MakeConstSpan(data, bytes), job_.holds->Take());
   sent_bytes_ += bytes;
   StartWrite(&request_);
@@ -110,37 +109,24 @@ absl::Status LossStream::HandleAccepted(const v1::MicrobatchAccepted& accepted) 
 
 absl::Status LossStream::HandleSlice(const v1::SliceResult& result, const wire::PayloadView& payload) {
   if (!accepted_.has_value()) return ServerSent("a slice before `accepted`");
-  absl::StatusOr<size_t> index = FindUnanswered(result.rows());
-  if (!index.ok()) return index.status();
-  const Rows rows = job_.slices[*index];
-  absl::Status status = CheckSizes(result, payload.size(), rows.size());
+  absl::Status status = answers_.Take(result.rows());
+  if (!status.ok()) return status;
+  const Rows rows{result.rows().begin(), result.rows().end()};
+  status = CheckSizes(result, payload.size(), rows.size());
   if (!status.ok()) return status;
   Scatter(result, payload, rows);
-  answered_[*index] = true;
-  ++answers_;
   received_bytes_ += payload.size();
   return absl::OkStatus();
 }
 
-absl::StatusOr<size_t> LossStream::FindUnanswered(const v1::RowRange& rows) const {
-  const auto it = std::lower_bound(job_.slices.begin(), job_.slices.end(), rows.begin(),
-                                   [](const Rows& slice, uint64_t begin) { return slice.begin < begin; });
-  if (it == job_.slices.end() || it->begin != rows.begin() || it->end != rows.end()) {
-    return ServerSent("results of ", Text(rows), ", which are no slice of this call");
-  }
-  const size_t index = it - job_.slices.begin();
-  if (answered_[index]) return ServerSent("results of ", Text(rows), " twice");
-  return index;
-}
-
 absl::Status LossStream::CheckSizes(const v1::SliceResult& result, size_t payload_bytes,
                                     uint64_t rows) const {
-  const uint64_t expected = job_.outputs.grad_hidden != nullptr ? rows * job_.row_bytes : 0;
+  const uint64_t expected = work_.outputs.grad_hidden != nullptr ? rows * work_.row_bytes : 0;
   if (payload_bytes != expected) {
     return ServerSent(payload_bytes, " bytes of gradients for ", Text(result.rows()), "; ", expected,
                       " were expected");
   }
-  const LossOutputs& outputs = job_.outputs;
+  const LossOutputs& outputs = work_.outputs;
   absl::Status status = CheckCount("row_loss", result.row_loss_size(), !outputs.row_loss.empty(), rows);
   status.Update(CheckCount("row_lse", result.row_lse_size(), !outputs.row_lse.empty(), rows));
   status.Update(CheckCount("row_entropy", result.row_entropy_size(), !outputs.row_entropy.empty(), rows));
@@ -150,9 +136,9 @@ absl::Status LossStream::CheckSizes(const v1::SliceResult& result, size_t payloa
 }
 
 void LossStream::Scatter(const v1::SliceResult& result, const wire::PayloadView& payload, Rows rows) const {
-  const LossOutputs& outputs = job_.outputs;
+  const LossOutputs& outputs = work_.outputs;
   if (outputs.grad_hidden != nullptr) {
-    payload.CopyTo(static_cast<uint8_t*>(outputs.grad_hidden) + rows.begin * job_.row_bytes);
+    payload.CopyTo(static_cast<uint8_t*>(outputs.grad_hidden) + rows.begin * work_.row_bytes);
   }
   CopyRows(result.row_loss(), rows.begin, outputs.row_loss);
   CopyRows(result.row_lse(), rows.begin, outputs.row_lse);
@@ -163,8 +149,9 @@ void LossStream::Scatter(const v1::SliceResult& result, const wire::PayloadView&
 
 absl::Status LossStream::HandleSummary(const v1::MicrobatchSummary& summary) {
   if (!accepted_.has_value()) return ServerSent("the summary before `accepted`");
-  if (answers_ != job_.slices.size()) {
-    return ServerSent("the summary after ", answers_, " of ", job_.slices.size(), " slices");
+  if (!answers_.Complete() || answers_.answered_rows() < summary.valid_rows()) {
+    return ServerSent("the summary of ", summary.valid_rows(), " valid rows after results of ",
+                      answers_.answered_rows(), " rows");
   }
   if (summary.state().incarnation() != accepted_->state().incarnation()) {
     return ServerSent("another incarnation in the summary than in `accepted`");

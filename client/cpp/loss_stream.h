@@ -1,4 +1,4 @@
-// One ComputeLoss call: sends the slices of a range of rows and scatters the answers into the caller's
+// One ComputeLoss call: sends what its work says and scatters the answers into the caller's
 // memory.
 //
 // Threads: created and started on one thread; gRPC runs the reactions; Cancel is thread-safe. The object must
@@ -22,19 +22,16 @@
 #include "absl/time/time.h"
 #include "client/cpp/client.h"
 #include "client/cpp/loss_plan.h"
+#include "client/cpp/loss_work.h"
 #include "client/cpp/payload_holds.h"
+#include "client/cpp/slice_book.h"
 #include "lossd/v1/loss.pb.h"
 #include "proto/wire/payload_codec.h"
 
 namespace lossd::client::internal {
 
-// What one call sends, and where its results go.
 struct StreamJob {
-  v1::OpenMicrobatch open;
-  std::vector<Rows> slices;      // ascending, disjoint, inside open.rows
-  const char* hidden = nullptr;  // row 0 of the microbatch
-  uint64_t row_bytes = 0;        // of a row of hidden states
-  LossOutputs outputs;           // of the whole microbatch
+  StreamWork work;
   absl::Time deadline;
   std::string target;  // for messages
   std::shared_ptr<PayloadHolds> holds;
@@ -69,13 +66,12 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   absl::Status HandleAccepted(const v1::MicrobatchAccepted& accepted);
   absl::Status HandleSlice(const v1::SliceResult& result, const wire::PayloadView& payload);
   absl::Status HandleSummary(const v1::MicrobatchSummary& summary);
-  // The index of the slice with exactly these rows that has no answer yet.
-  absl::StatusOr<size_t> FindUnanswered(const v1::RowRange& rows) const;
   absl::Status CheckSizes(const v1::SliceResult& result, size_t payload_bytes, uint64_t rows) const;
   void Scatter(const v1::SliceResult& result, const wire::PayloadView& payload, Rows rows) const;
   absl::Status EndStatus(const grpc::Status& status);
 
   const StreamJob job_;
+  const StreamWork& work_;  // job_'s
   AcceptFn accept_;
   DoneFn done_;
   grpc::ClientContext context_;
@@ -89,8 +85,7 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   // Used by read reactions only.
   grpc::ByteBuffer response_;
   std::optional<v1::MicrobatchAccepted> accepted_;
-  std::vector<bool> answered_;  // per slice
-  size_t answers_ = 0;
+  SliceBook answers_;
   std::optional<v1::MicrobatchSummary> summary_;
   uint64_t received_bytes_ = 0;
   absl::Status error_;  // found by this side

@@ -32,6 +32,12 @@ struct Head {
   std::map<uint64_t, std::set<uint64_t>> ledger;  // microbatch id -> rows
   uint64_t total_rows = 0;
   v1::ApplyStepResponse last_step;
+  struct Retained {
+    v1::DType dtype = v1::DTYPE_FP32;
+    std::map<uint64_t, std::vector<float>> hidden;  // by row; valid rows only
+    std::map<uint64_t, int32_t> targets;            // by row; all rows
+  };
+  std::map<uint64_t, Retained> retained;  // by microbatch id
 };
 
 std::vector<float> ToFloats(const std::string& bytes, v1::DType dtype) {
@@ -169,6 +175,7 @@ class FakeServer::State::LossService : public v1::LossService::Service {
   grpc::Status ComputeLoss(grpc::ServerContext* context, Stream* stream) override {
     v1::ComputeLossRequest request;
     if (!stream->Read(&request)) return grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, "nothing opened");
+    if (request.has_backward()) return Backward(request.backward(), stream);
     const v1::OpenMicrobatch open = request.open();
     v1::ComputeLossResponse accepted;
     v1::MicrobatchSummary summary;
@@ -226,6 +233,14 @@ class FakeServer::State::LossService : public v1::LossService::Service {
         return state_->Error(grpc::StatusCode::INVALID_ARGUMENT,
                              absl::StrCat("open.targets[", i, "] is ", target),
                              absl::StrCat("open.targets[", i, "]"), absl::StrCat(target));
+      }
+    }
+    if (open.retain()) {
+      Head::Retained& retained = head->retained[open.microbatch_id()];
+      retained.dtype = open.hidden_dtype();
+      for (int i = 0; i < open.targets_size(); ++i) {
+        retained.targets[open.rows().begin() + i] =
+            IsValid(open, open.rows().begin() + i) ? open.targets(i) : -1;
       }
     }
     *accepted->mutable_state() = state_->StateOf(*head);
@@ -287,6 +302,9 @@ class FakeServer::State::LossService : public v1::LossService::Service {
       if (open.want_row_logprob()) result->add_row_logprob(valid ? -loss : 0);
       if (open.want_row_argmax()) result->add_row_argmax(argmax);
       if (!valid) continue;
+      if (open.retain()) {
+        head->retained[open.microbatch_id()].hidden[row].assign(x.begin() + first, x.begin() + first + d);
+      }
       --*rows_left;
       ++head->total_rows;
       summary->set_loss_sum(summary->loss_sum() + loss);
@@ -306,6 +324,77 @@ class FakeServer::State::LossService : public v1::LossService::Service {
     return grpc::Status::OK;
   }
 
+  // dL/dx = 2 x times the row's grad_loss, in slices of 7 rows, the last one first.
+  grpc::Status Backward(const v1::OpenBackward& open, Stream* stream) {
+    std::vector<v1::ComputeLossResponse> responses(1);
+    {
+      absl::MutexLock lock(&state_->mu);
+      ++state_->streams;
+      Head* head = state_->Find(open.head());
+      if (head == nullptr) return state_->NotFound(open.head());
+      const auto it = head->retained.find(open.microbatch_id());
+      if (it == head->retained.end() || it->second.targets.count(open.rows().end() - 1) == 0) {
+        return state_->Error(grpc::StatusCode::NOT_FOUND, "the rows are not retained",
+                             "backward.microbatch_id");
+      }
+      *responses[0].mutable_accepted()->mutable_state() = state_->StateOf(*head);
+      v1::MicrobatchSummary summary;
+      for (uint64_t end = open.rows().end(); end > open.rows().begin();
+           end -= std::min(end - open.rows().begin(), uint64_t{7})) {
+        const uint64_t begin = std::max(open.rows().begin(), end - std::min(end, uint64_t{7}));
+        responses.push_back(BackwardSlice(open, it->second, begin, end, head, &summary));
+      }
+      *summary.mutable_state() = state_->StateOf(*head);
+      *responses.emplace_back().mutable_summary() = summary;
+      if (state_->faults.fail_slice && state_->faults.fail_slice(++state_->slices) != 0) responses.resize(2);
+    }
+    for (const auto& response : responses) stream->Write(response);
+    const bool whole = responses.back().has_summary();
+    return whole ? grpc::Status::OK : grpc::Status(grpc::StatusCode::UNAVAILABLE, "socket closed");
+  }
+
+  v1::ComputeLossResponse BackwardSlice(const v1::OpenBackward& open, const Head::Retained& retained,
+                                        uint64_t begin, uint64_t end, Head* head,
+                                        v1::MicrobatchSummary* summary) {
+    v1::ComputeLossResponse response;
+    response.mutable_slice()->mutable_rows()->set_begin(begin);
+    response.mutable_slice()->mutable_rows()->set_end(end);
+    std::vector<float> dx;
+    for (uint64_t row = begin; row < end; ++row) {
+      const auto it = retained.hidden.find(row);
+      if (it == retained.hidden.end()) {
+        dx.insert(dx.end(), head->spec.hidden_size(), 0.0f);
+        continue;
+      }
+      const float gradient = open.grad_loss(static_cast<int>(row - open.rows().begin()));
+      double sum = 0;
+      for (float x : it->second) {
+        dx.push_back(2 * gradient * x);
+        sum += x;
+      }
+      summary->set_valid_rows(summary->valid_rows() + 1);
+      if (!open.accumulate_gradients()) continue;
+      const bool added = head->ledger[open.microbatch_id()].insert(row).second;
+      if (added) head->weight_gradient[retained.targets.at(row)] += gradient * sum;
+      summary->set_accumulated_rows(summary->accumulated_rows() + added);
+      summary->set_repeated_rows(summary->repeated_rows() + !added);
+    }
+    if (open.want_grad_hidden()) response.set_payload(ToBytes(dx, retained.dtype));
+    return response;
+  }
+
+ public:
+  grpc::Status ReleaseMicrobatch(grpc::ServerContext*, const v1::ReleaseMicrobatchRequest* request,
+                                 v1::ReleaseMicrobatchResponse* response) override {
+    absl::MutexLock lock(&state_->mu);
+    Head* head = state_->Find(request->head());
+    if (head == nullptr) return state_->NotFound(request->head());
+    response->set_released(head->retained.erase(request->microbatch_id()) > 0);
+    *response->mutable_state() = state_->StateOf(*head);
+    return grpc::Status::OK;
+  }
+
+ private:
   grpc::Status Summarize(Stream* stream, const v1::OpenMicrobatch& open,
                          const v1::MicrobatchSummary& summary) {
     std::vector<v1::ComputeLossResponse> responses;

@@ -300,7 +300,7 @@ TEST_F(FaultsTest, NonsenseFromTheServerIsAnError) {
                    }},
               absl::StatusCode::kInternal, "no slice of this call");
   ExpectError({.on_slice = [](v1::ComputeLossResponse*) { return false; }}, absl::StatusCode::kInternal,
-              "summary after 0 of");
+              "the summary of");
   ExpectError({.on_slice =
                    [](v1::ComputeLossResponse* response) {
                      response->clear_kind();
@@ -333,6 +333,24 @@ TEST_F(FaultsTest, DuplicateResultsAreAnError) {
   v1::ComputeLossResponse slice;  // the first one of the first stream
   slice.mutable_slice()->mutable_rows()->set_end(16);
   ExpectError({.extra = repeat(slice)}, absl::StatusCode::kInternal, "results of rows [0, 16)");
+}
+
+TEST_F(FaultsTest, CutBackwardIsSentAgain) {
+  ASSERT_TRUE(
+      client_->ComputeLoss(AsMicrobatch(), {}, {.reduction = v1::REDUCTION_NONE, .retain = true}).ok());
+  const uint64_t before = server_.slices_received();
+  server_.SetFaults(
+      {.fail_slice = [before](uint64_t n) { return n == before + 1 ? grpc::StatusCode::UNAVAILABLE : 0; }});
+  const std::vector<float> ones(kRows, 1.0f);
+  const RetainedGradients gradients{.head = "head",
+                                    .step = 0,
+                                    .id = 1,
+                                    .hidden_size = kD,
+                                    .hidden_dtype = v1::DTYPE_FP32,
+                                    .grad_loss = ones};
+  const auto result = client_->Backward(gradients, dx_.data(), {.accumulate_gradients = true});
+  ASSERT_NO_FATAL_FAILURE(ExpectComplete(result));
+  EXPECT_EQ(result->repeats, 1);
 }
 
 TEST_F(FaultsTest, RandomCutsNeverLoseOrRepeatARow) {

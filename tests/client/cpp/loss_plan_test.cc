@@ -157,6 +157,13 @@ TEST(LossPlanTest, WrongCallsAreNamed) {
   EXPECT_THAT(message(good, {}, {.reduction = v1::REDUCTION_SUM, .normalizer = 2.0}),
               testing::HasSubstr("normalizer"));
   EXPECT_THAT(message(good, {}, {.grad_output = INFINITY}), testing::HasSubstr("grad_output is inf"));
+  EXPECT_THAT(message(good, {}, {.retain = true}), testing::HasSubstr("options.retain"));
+  EXPECT_THAT(message(good, {}, {.reduction = v1::REDUCTION_NONE, .accumulate_gradients = true}),
+              testing::HasSubstr("accumulate_gradients"));
+  EXPECT_THAT(message(good, {.grad_hidden = loss.data()}, {.reduction = v1::REDUCTION_NONE}),
+              testing::HasSubstr("grad_hidden"));
+  const RetainedGradients gradients{.head = "h", .hidden_size = 3, .grad_loss = weights, .grad_lse = loss};
+  EXPECT_EQ(ValidateBackward(gradients).message(), "gradients.grad_lse has 5 entries for 3 rows");
   ComputeOptions weighted;
   weighted.loss.set_use_class_weights(true);
   EXPECT_THAT(message(good, {}, weighted), testing::HasSubstr("normalizer is absent"));

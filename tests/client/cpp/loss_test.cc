@@ -213,6 +213,49 @@ TEST_F(LossTest, SameMicrobatchTwiceAccumulatesOnce) {
   EXPECT_NEAR(server_.accumulated("head"), batch.GradientSum(), 1e-6);
 }
 
+TEST_F(LossTest, DeferredGradients) {
+  for (int streams : {1, 3}) {
+    Batch batch(random_, 500, kD);
+    const uint64_t id = 100 + streams;
+    Microbatch microbatch = batch.AsMicrobatch(id);
+    LossOutputs outputs = batch.Outputs();
+    outputs.grad_hidden = nullptr;
+    const auto forward = client_->ComputeLoss(
+        microbatch, outputs,
+        {.reduction = v1::REDUCTION_NONE, .retain = true, .streams = streams, .slice_bytes = 2000});
+    ASSERT_TRUE(forward.ok()) << forward.status();
+    EXPECT_NEAR(forward->loss, batch.LossSum(), 1e-6);
+
+    std::vector<float> gradients(batch.n);
+    double accumulated = server_.accumulated("head");
+    for (uint64_t row = 0; row < batch.n; ++row) {
+      gradients[row] = static_cast<float>(random_() % 5) / 4;
+      if (batch.Valid(row)) accumulated += gradients[row] * batch.Sum(row);
+    }
+    const RetainedGradients upstream{.head = "head",
+                                     .step = 0,
+                                     .id = id,
+                                     .hidden_size = kD,
+                                     .hidden_dtype = v1::DTYPE_FP32,
+                                     .grad_loss = gradients};
+    const auto backward =
+        client_->Backward(upstream, batch.dx.data(), {.accumulate_gradients = true, .streams = streams});
+    ASSERT_TRUE(backward.ok()) << backward.status();
+    EXPECT_EQ(backward->valid_rows, batch.ValidRows());
+    EXPECT_EQ(backward->accumulated_rows, batch.ValidRows());
+    EXPECT_EQ(backward->received_bytes, batch.n * kD * sizeof(float));
+    EXPECT_NEAR(server_.accumulated("head"), accumulated, 1e-6);
+    for (uint64_t i = 0; i < batch.dx.size(); ++i) {
+      ASSERT_EQ(batch.dx[i], batch.Valid(i / kD) ? 2 * gradients[i / kD] * batch.x[i] : 0.0f);
+    }
+    EXPECT_EQ(client_->Backward(upstream, nullptr, {.accumulate_gradients = true})->repeated_rows,
+              batch.ValidRows());
+    EXPECT_TRUE(client_->ReleaseMicrobatch("head", id).value());
+    EXPECT_FALSE(client_->ReleaseMicrobatch("head", id).value());
+    EXPECT_EQ(client_->Backward(upstream, batch.dx.data(), {}).status().code(), absl::StatusCode::kNotFound);
+  }
+}
+
 TEST_F(LossTest, ManyMicrobatchesAtOnceWithCallbacks) {
   std::vector<std::unique_ptr<Batch>> batches;
   std::vector<PendingLoss> pending;

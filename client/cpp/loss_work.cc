@@ -1,0 +1,182 @@
+#include "client/cpp/loss_work.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+
+namespace lossd::client::internal {
+namespace {
+
+constexpr uint64_t kOpenOverhead = 64 << 10;  // room for the small fields of an opening message
+
+uint64_t RowsPerStream(uint64_t max_open_bytes, uint64_t bytes_per_row) {
+  return (std::max(max_open_bytes, kOpenOverhead + 1024) - kOpenOverhead) / bytes_per_row;
+}
+
+class ForwardWork : public LossWork {
+ public:
+  ForwardWork(const Microbatch& microbatch, const LossOutputs& outputs, const ComputeOptions& options)
+      : LossWork(microbatch.head, microbatch.step, options.accumulate_gradients, microbatch.hidden_size,
+                 microbatch.hidden_dtype),
+        targets_(microbatch.targets.begin(), microbatch.targets.end()),
+        row_weights_(microbatch.row_weights.begin(), microbatch.row_weights.end()),
+        microbatch_(microbatch),
+        outputs_(outputs),
+        options_(options),
+        ignore_index_(IgnoreIndex(options.loss)),
+        valid_rows_(CountValid(targets_, ignore_index_)) {
+    microbatch_.targets = targets_;
+    microbatch_.row_weights = row_weights_;
+  }
+
+  absl::Status Validate() const override { return ValidateCall(microbatch_, outputs_, options_); }
+
+  std::vector<Rows> Split(int streams, uint64_t max_open_bytes) const override {
+    return SplitRanges(targets_, ignore_index_, streams,
+                       RowsPerStream(max_open_bytes, sizeof(int32_t) + sizeof(float)));
+  }
+
+  StreamWork Prepare(Rows rows, uint64_t slice_rows) const override {
+    StreamWork work;
+    *work.first.mutable_open() = MakeOpen(rows);
+    work.rows = rows;
+    work.slices = CutSlices(targets_, ignore_index_, rows, slice_rows);
+    work.hidden = static_cast<const char*>(microbatch_.hidden);
+    work.row_bytes = row_bytes();
+    work.outputs = outputs_;
+    FillUnsentRows(outputs_, row_bytes(), rows, work.slices);
+    return work;
+  }
+
+  absl::Status Conclude(LossResult* total) const override {
+    if (total->valid_rows != valid_rows_) {
+      return absl::InternalError(absl::StrCat("server sent a count of ", total->valid_rows, " valid rows; ",
+                                              valid_rows_, " were sent"));
+    }
+    if (options_.reduction == v1::REDUCTION_MEAN) total->normalizer = Normalizer();
+    total->loss = valid_rows_ > 0 ? total->loss_sum / total->normalizer : 0.0;
+    return absl::OkStatus();
+  }
+
+ private:
+  double Normalizer() const { return options_.normalizer.value_or(static_cast<double>(valid_rows_)); }
+
+  v1::OpenMicrobatch MakeOpen(Rows rows) const {
+    v1::OpenMicrobatch open;
+    open.set_head(head());
+    if (step().has_value()) open.set_step(*step());
+    open.set_microbatch_id(microbatch_.id);
+    open.set_microbatch_rows(targets_.size());
+    open.mutable_rows()->set_begin(rows.begin);
+    open.mutable_rows()->set_end(rows.end);
+    open.set_hidden_dtype(microbatch_.hidden_dtype);
+    *open.mutable_options() = options_.loss;
+    open.set_reduction(options_.reduction);
+    if (options_.reduction == v1::REDUCTION_MEAN) open.set_normalizer(Normalizer());
+    if (options_.grad_output.has_value()) open.set_grad_output(*options_.grad_output);
+    open.set_retain(options_.retain);
+    SetWanted(&open);
+    open.mutable_targets()->Add(targets_.begin() + rows.begin, targets_.begin() + rows.end);
+    if (!row_weights_.empty()) {
+      open.mutable_row_weights()->Add(row_weights_.begin() + rows.begin, row_weights_.begin() + rows.end);
+    }
+    return open;
+  }
+
+  void SetWanted(v1::OpenMicrobatch* open) const {
+    open->set_want_grad_hidden(outputs_.grad_hidden != nullptr);
+    open->set_accumulate_gradients(accumulates());
+    open->set_want_row_loss(!outputs_.row_loss.empty());
+    open->set_want_row_lse(!outputs_.row_lse.empty());
+    open->set_want_row_entropy(!outputs_.row_entropy.empty());
+    open->set_want_row_logprob(!outputs_.row_logprob.empty());
+    open->set_want_row_argmax(!outputs_.row_argmax.empty());
+  }
+
+  const std::vector<int32_t> targets_;
+  const std::vector<float> row_weights_;
+  Microbatch microbatch_;  // refers to the copies above
+  const LossOutputs outputs_;
+  const ComputeOptions options_;
+  const int32_t ignore_index_;
+  const uint64_t valid_rows_;
+};
+
+class BackwardWork : public LossWork {
+ public:
+  BackwardWork(const RetainedGradients& gradients, void* grad_hidden, const BackwardOptions& options)
+      : LossWork(gradients.head, gradients.step, options.accumulate_gradients, gradients.hidden_size,
+                 gradients.hidden_dtype),
+        grad_loss_(gradients.grad_loss.begin(), gradients.grad_loss.end()),
+        grad_lse_(gradients.grad_lse.begin(), gradients.grad_lse.end()),
+        grad_entropy_(gradients.grad_entropy.begin(), gradients.grad_entropy.end()),
+        gradients_(gradients) {
+    gradients_.grad_loss = grad_loss_;
+    gradients_.grad_lse = grad_lse_;
+    gradients_.grad_entropy = grad_entropy_;
+    outputs_.grad_hidden = grad_hidden;
+  }
+
+  absl::Status Validate() const override {
+    absl::Status status = ValidateBackward(gradients_);
+    if (accumulates() && !step().has_value()) {
+      status.Update(absl::InvalidArgumentError("gradients.step is absent; accumulate_gradients needs it"));
+    }
+    return status;
+  }
+
+  std::vector<Rows> Split(int streams, uint64_t max_open_bytes) const override {
+    // No row is known to be ignored.
+    return SplitRanges(std::vector<int32_t>(grad_loss_.size(), 0), /*ignore_index=*/-1, streams,
+                       RowsPerStream(max_open_bytes, 3 * sizeof(float)));
+  }
+
+  StreamWork Prepare(Rows rows, uint64_t) const override {
+    StreamWork work;
+    v1::OpenBackward* open = work.first.mutable_backward();
+    open->set_head(head());
+    if (step().has_value()) open->set_step(*step());
+    open->set_microbatch_id(gradients_.id);
+    open->mutable_rows()->set_begin(rows.begin);
+    open->mutable_rows()->set_end(rows.end);
+    open->set_want_grad_hidden(outputs_.grad_hidden != nullptr);
+    open->set_accumulate_gradients(accumulates());
+    const auto add = [rows](const std::vector<float>& values, auto* field) {
+      if (!values.empty()) field->Add(values.begin() + rows.begin, values.begin() + rows.end);
+    };
+    add(grad_loss_, open->mutable_grad_loss());
+    add(grad_lse_, open->mutable_grad_lse());
+    add(grad_entropy_, open->mutable_grad_entropy());
+    work.rows = rows;
+    work.server_cuts = true;
+    work.row_bytes = row_bytes();
+    work.outputs = outputs_;
+    FillUnsentRows(outputs_, row_bytes(), rows, {});
+    return work;
+  }
+
+  absl::Status Conclude(LossResult* total) const override {
+    total->loss = total->loss_sum;
+    return absl::OkStatus();
+  }
+
+ private:
+  const std::vector<float> grad_loss_, grad_lse_, grad_entropy_;
+  RetainedGradients gradients_;  // refers to the copies above
+  LossOutputs outputs_;
+};
+
+}  // namespace
+
+std::unique_ptr<LossWork> LossWork::Forward(const Microbatch& microbatch, const LossOutputs& outputs,
+                                            const ComputeOptions& options) {
+  return std::make_unique<ForwardWork>(microbatch, outputs, options);
+}
+
+std::unique_ptr<LossWork> LossWork::Backward(const RetainedGradients& gradients, void* grad_hidden,
+                                             const BackwardOptions& options) {
+  return std::make_unique<BackwardWork>(gradients, grad_hidden, options);
+}
+
+}  // namespace lossd::client::internal

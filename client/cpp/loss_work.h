@@ -1,0 +1,78 @@
+// What one loss call computes, apart from how it travels: the rows of a microbatch, or the gradients of rows
+// that the server retained.
+//
+// Thread-compatible; const methods may run concurrently.
+#ifndef LOSSD_CLIENT_CPP_LOSS_WORK_H_
+#define LOSSD_CLIENT_CPP_LOSS_WORK_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "client/cpp/client.h"
+#include "client/cpp/loss_plan.h"
+#include "lossd/v1/loss.pb.h"
+
+namespace lossd::client::internal {
+
+// What one stream sends, and where its results go.
+struct StreamWork {
+  v1::ComputeLossRequest first;  // opens the call
+  Rows rows;                     // the range it opens
+  bool server_cuts = false;      // no slices are sent; the server answers any it likes
+  std::vector<Rows> slices;      // else: to be sent; ascending, disjoint, inside `rows`
+  const char* hidden = nullptr;  // hidden states of row 0 of the microbatch
+  uint64_t row_bytes = 0;        // of a row of hidden states
+  LossOutputs outputs;           // of the whole microbatch
+};
+
+class LossWork {
+ public:
+  // Copies everything but the hidden states and the outputs.
+  static std::unique_ptr<LossWork> Forward(const Microbatch& microbatch, const LossOutputs& outputs,
+                                           const ComputeOptions& options);
+  static std::unique_ptr<LossWork> Backward(const RetainedGradients& gradients, void* grad_hidden,
+                                            const BackwardOptions& options);
+  virtual ~LossWork() = default;
+
+  const std::string& head() const { return head_; }
+  std::optional<uint64_t> step() const { return step_; }
+  bool accumulates() const { return accumulates_; }
+  uint64_t hidden_size() const { return hidden_size_; }
+  uint64_t row_bytes() const { return row_bytes_; }
+
+  // INVALID_ARGUMENT naming the field and its value.
+  virtual absl::Status Validate() const = 0;
+  // Splits the rows into ranges for about `streams` streams whose first messages have `max_open_bytes` at
+  // most.
+  virtual std::vector<Rows> Split(int streams, uint64_t max_open_bytes) const = 0;
+  // What the stream of a range sends, in slices of at most `slice_rows` rows. Writes the results of rows that
+  // nothing will be received for.
+  virtual StreamWork Prepare(Rows rows, uint64_t slice_rows) const = 0;
+  // Sets what follows from the sums over all streams: loss and normalizer. INTERNAL if the sums cannot be
+  // right.
+  virtual absl::Status Conclude(LossResult* total) const = 0;
+
+ protected:
+  LossWork(const std::string& head, std::optional<uint64_t> step, bool accumulates, uint64_t hidden_size,
+           v1::DType dtype)
+      : head_(head),
+        step_(step),
+        accumulates_(accumulates),
+        hidden_size_(hidden_size),
+        row_bytes_(hidden_size * ElementSize(dtype)) {}
+
+ private:
+  const std::string head_;
+  const std::optional<uint64_t> step_;
+  const bool accumulates_;
+  const uint64_t hidden_size_;
+  const uint64_t row_bytes_;
+};
+
+}  // namespace lossd::client::internal
+
+#endif  // LOSSD_CLIENT_CPP_LOSS_WORK_H_

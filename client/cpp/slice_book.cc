@@ -1,0 +1,60 @@
+#include "client/cpp/slice_book.h"
+
+#include <iterator>
+
+#include "absl/strings/str_cat.h"
+
+namespace lossd::client::internal {
+namespace {
+
+absl::Status ServerSent(Rows rows, absl::string_view what) {
+  return absl::InternalError(
+      absl::StrCat("server sent results of rows [", rows.begin, ", ", rows.end, ")", what));
+}
+
+}  // namespace
+
+SliceBook SliceBook::Exactly(const std::vector<Rows>& slices) {
+  SliceBook book;
+  for (const Rows& slice : slices) book.open_[slice.begin] = slice.end;
+  return book;
+}
+
+SliceBook SliceBook::Within(Rows range) {
+  SliceBook book;
+  book.exactly_ = false;
+  book.range_ = range;
+  return book;
+}
+
+absl::Status SliceBook::Take(const v1::RowRange& range) {
+  const Rows rows{range.begin(), range.end()};
+  absl::Status status = exactly_ ? TakeExactly(rows) : TakeWithin(rows);
+  if (!status.ok()) return status;
+  answered_[rows.begin] = rows.end;
+  answered_rows_ += rows.size();
+  return absl::OkStatus();
+}
+
+absl::Status SliceBook::TakeExactly(Rows rows) {
+  const auto done = answered_.find(rows.begin);
+  if (done != answered_.end() && done->second == rows.end) return ServerSent(rows, " twice");
+  const auto it = open_.find(rows.begin);
+  if (it == open_.end() || it->second != rows.end)
+    return ServerSent(rows, ", which are no slice of this call");
+  open_.erase(it);
+  return absl::OkStatus();
+}
+
+absl::Status SliceBook::TakeWithin(Rows rows) {
+  if (rows.begin >= rows.end || rows.begin < range_.begin || rows.end > range_.end) {
+    return ServerSent(rows, ", which are not in this call");
+  }
+  const auto next = answered_.lower_bound(rows.begin);
+  const bool overlaps_next = next != answered_.end() && next->first < rows.end;
+  const bool overlaps_previous = next != answered_.begin() && std::prev(next)->second > rows.begin;
+  if (overlaps_next || overlaps_previous) return ServerSent(rows, " twice");
+  return absl::OkStatus();
+}
+
+}  // namespace lossd::client::internal
