@@ -372,7 +372,7 @@ std::unique_ptr<HeadKernels> MakeHead(Backend& backend, const Problem& problem) 
   return *std::move(head);
 }
 
-ChunkRun Run(HeadKernels& head, const Problem& problem, const RunOptions& options) {
+ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& options) {
   ChunkRun run;
   ChunkBuffers buffers = MakeBuffers(problem, options, run);
   Chunk chunk;
@@ -489,7 +489,7 @@ void RunAndCompare(Backend& backend, const std::vector<Problem>& chunks, const R
   for (const Problem& problem : chunks) {
     SCOPED_TRACE(Describe(problem));
     const std::vector<reference::Result> want = ComputeReference(problem, &gradients);
-    const ChunkRun got = Run(*head, problem, options);
+    const ChunkRun got = RunChunk(*head, problem, options);
     ASSERT_TRUE(got.results.ok()) << got.results;
     ASSERT_TRUE(got.done.ok()) << got.done;
     for (size_t i = 0; i < want.size(); ++i) {

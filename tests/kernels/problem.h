@@ -110,7 +110,7 @@ struct RunOptions {
 
 // Submits the problem's slices as one chunk and waits until it is done. Checks that each callback ran once
 // and in order.
-ChunkRun Run(HeadKernels& head, const Problem& problem, const RunOptions& options = {});
+ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& options = {});
 
 // The whole gradient tensor of each parameter, read as fp32.
 std::vector<float> ReadAll(HeadKernels& head, TensorId id);

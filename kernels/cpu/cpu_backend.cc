@@ -1,0 +1,103 @@
+#include "kernels/cpu/cpu_backend.h"
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cpu/accounting.h"
+#include "kernels/cpu/arena.h"
+#include "kernels/cpu/cpu_head.h"
+#include "kernels/cpu/gemm.h"
+#include "kernels/cpu/head_buffers.h"
+#include "kernels/cpu/parallel_for.h"
+#include "kernels/cpu/row_loops.h"
+
+namespace lossd::kernels {
+namespace {
+
+constexpr int kMostThreads = 1024;
+
+class CpuStaging final : public StagingMemory {
+ public:
+  CpuStaging(AlignedBytes memory, int64_t bytes, MemoryAccounting::Reservation reservation)
+      : reservation_(std::move(reservation)), memory_(std::move(memory)), bytes_(bytes) {}
+
+  absl::Span<uint8_t> bytes() override { return {memory_.get(), static_cast<size_t>(bytes_)}; }
+
+ private:
+  const MemoryAccounting::Reservation reservation_;
+  const AlignedBytes memory_;
+  const int64_t bytes_;
+};
+
+class CpuBackend final : public Backend {
+ public:
+  explicit CpuBackend(const CpuBackendOptions& options, int threads)
+      : workspace_bytes_(options.workspace_bytes), accounting_(options.memory_limit_bytes), pool_(threads) {}
+
+  BackendInfo info() const override {
+    return {"cpu", absl::StrCat(pool_.threads(), pool_.threads() == 1 ? " thread" : " threads",
+                                ", OpenBLAS, ", SelectRowLoops().instruction_set)};
+  }
+  MemoryStats memory() const override { return accounting_.stats(); }
+  int max_chunks_in_flight() const override { return 1; }
+
+  absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const override {
+    absl::StatusOr<int64_t> chunk_rows = ChunkRows(config);
+    if (!chunk_rows.ok()) return chunk_rows.status();
+    return PlanBuffers(config, *chunk_rows);
+  }
+
+  absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
+    absl::StatusOr<int64_t> chunk_rows = ChunkRows(config);
+    if (!chunk_rows.ok()) return chunk_rows.status();
+    absl::StatusOr<MemoryAccounting::Reservation> reservation =
+        accounting_.Reserve("the head", PlanBuffers(config, *chunk_rows));
+    if (!reservation.ok()) return reservation.status();
+    return CpuHead::Create(config, *chunk_rows, &pool_, *std::move(reservation));
+  }
+
+  absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
+    if (bytes < 0) return absl::InvalidArgumentError(absl::StrCat("bytes must be >= 0, got ", bytes));
+    MemoryBytes plan;
+    plan[MemoryKind::kStaging] = bytes;
+    absl::StatusOr<MemoryAccounting::Reservation> reservation = accounting_.Reserve("staging memory", plan);
+    if (!reservation.ok()) return reservation.status();
+    absl::StatusOr<AlignedBytes> memory = AllocateAligned(bytes);
+    if (!memory.ok()) return memory.status();
+    return std::make_unique<CpuStaging>(*std::move(memory), bytes, *std::move(reservation));
+  }
+
+ private:
+  absl::StatusOr<int64_t> ChunkRows(const HeadConfig& config) const {
+    if (absl::Status status = Validate(config); !status.ok()) return status;
+    return ChunkRowsFor(config, workspace_bytes_);
+  }
+
+  const int64_t workspace_bytes_;
+  MemoryAccounting accounting_;
+  ThreadPool pool_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(const CpuBackendOptions& options) {
+  if (options.threads < 0 || options.threads > kMostThreads) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("threads must be in [0, ", kMostThreads, "], got ", options.threads));
+  }
+  if (options.workspace_bytes < 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("workspace_bytes must be >= 1, got ", options.workspace_bytes));
+  }
+  if (options.memory_limit_bytes < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("memory_limit_bytes must be >= 0, got ", options.memory_limit_bytes));
+  }
+  const int available = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  UseSingleThreadedBlas();
+  return std::make_unique<CpuBackend>(options, options.threads == 0 ? available : options.threads);
+}
+
+}  // namespace lossd::kernels

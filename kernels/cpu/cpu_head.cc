@@ -1,0 +1,348 @@
+#include "kernels/cpu/cpu_head.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "kernels/cpu/convert.h"
+#include "kernels/cpu/gemm.h"
+#include "kernels/cpu/optimizer.h"
+#include "kernels/cpu/row_loops.h"
+#include "kernels/cpu/row_loss.h"
+#include "kernels/validation.h"
+
+namespace lossd::kernels {
+namespace {
+
+constexpr Param kTrainedParams[] = {Param::kWeight, Param::kBias, Param::kNormGain, Param::kNormShift};
+
+// Logits of this many bytes are turned into gradients while they are still in a cache, at least
+// kLeastBlockRows at a time so that packing W for the product stays cheap.
+constexpr int64_t kBlockBytes = int64_t{8} << 20;
+constexpr int64_t kLeastBlockRows = 128;
+
+// Elements of a tensor that one thread handles at a time.
+constexpr int64_t kElementGrain = int64_t{1} << 15;
+
+size_t Bytes(int64_t elements, DType dtype) { return static_cast<size_t>(elements) * SizeOf(dtype); }
+
+const uint8_t* HiddenRow(const Slice& slice, int64_t row, int64_t d, DType dtype) {
+  return static_cast<const uint8_t*>(slice.hidden) + Bytes(row * d, dtype);
+}
+
+uint8_t* GradHiddenRow(const Slice& slice, int64_t row, int64_t d, DType dtype) {
+  return static_cast<uint8_t*>(slice.grad_hidden) + Bytes(row * d, dtype);
+}
+
+template <typename T>
+void Store(T* values, int64_t row, T value) {
+  if (values != nullptr) values[row] = value;
+}
+
+void StoreRow(const RowOutputs& out, int64_t row, const RowResult& result) {
+  Store(out.loss, row, static_cast<float>(result.loss));
+  Store(out.lse, row, static_cast<float>(result.lse));
+  Store(out.entropy, row, static_cast<float>(result.entropy));
+  Store(out.target_logprob, row, static_cast<float>(result.target_logprob));
+  Store(out.argmax, row, result.argmax);
+}
+
+void AddToSums(const Slice& slice, int64_t row, const RowResult& result, SliceSums& sums) {
+  sums.loss += result.loss;
+  sums.z_loss += result.z_loss;
+  if (slice.out.entropy != nullptr) sums.entropy += result.entropy;
+  sums.valid_rows += 1;
+  sums.correct_rows += result.argmax == slice.targets[row] ? 1 : 0;
+}
+
+double SumOfSquares(const float* values, int64_t n) {
+  double sum = 0.0;
+  for (int64_t i = 0; i < n; ++i) sum += double{values[i]} * double{values[i]};
+  return sum;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<CpuHead>> CpuHead::Create(const HeadConfig& config, int64_t chunk_rows,
+                                                         ThreadPool* pool,
+                                                         MemoryAccounting::Reservation reservation) {
+  absl::StatusOr<HeadArenas> arenas = AllocateArenas(reservation.bytes());
+  if (!arenas.ok()) return arenas.status();
+  const HeadBuffers buffers = LayOut(config, chunk_rows, *arenas);
+  for (Param param : {Param::kNormGain, Param::kClassWeights}) {
+    float* const values = buffers.tensor({param, Role::kValue});
+    if (values != nullptr) std::fill_n(values, ShapeOf(config, param).elements(), 1.0f);
+  }
+  return std::unique_ptr<CpuHead>(
+      new CpuHead(config, chunk_rows, pool, std::move(reservation), *std::move(arenas), buffers));
+}
+
+CpuHead::CpuHead(const HeadConfig& config, int64_t chunk_rows, ThreadPool* pool,
+                 MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers)
+    : config_(config),
+      chunk_rows_(chunk_rows),
+      pool_(pool),
+      reservation_(std::move(reservation)),
+      arenas_(std::move(arenas)),
+      buffers_(buffers) {}
+
+void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
+  if (absl::Status status = ValidateChunk(config_, chunk_rows_, *chunk); !status.ok()) {
+    callbacks.on_results(status);
+    callbacks.on_done(status);
+    return;
+  }
+  const RowOrder order = OrderRows(chunk->slices, chunk->accumulate_gradients, buffers_.sources);
+  Gather(*chunk, order);
+  ComputeRows(*chunk, order);
+  MarkFailedSlices(*chunk, order);
+  ComputeGradHidden(order);
+  ScatterResults(*chunk, order);
+  ScatterGradHidden(*chunk, order);
+  callbacks.on_results(absl::OkStatus());
+  AccumulateWeight(order);
+  callbacks.on_done(absl::OkStatus());
+}
+
+void CpuHead::Gather(const Chunk& chunk, const RowOrder& order) {
+  const int64_t d = config_.hidden_size;
+  const NormParams norm = norm_params();
+  pool_->ParallelFor(order.rows, std::max<int64_t>(1, kElementGrain / d), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const RowSource& source = buffers_.sources[i];
+      const Slice& slice = chunk.slices[static_cast<size_t>(source.slice)];
+      float* const hidden = buffers_.hidden + i * d;
+      float* const raw = has_norm() ? buffers_.unit + i * d : hidden;
+      ToFloat(chunk.hidden_dtype, HiddenRow(slice, source.row, d, chunk.hidden_dtype), d, raw);
+      if (has_norm()) buffers_.inverse_deviation[i] = NormForward(norm, raw, hidden);
+    }
+  });
+}
+
+// Logits [block, V] = t x W^T, then each row to its results and gradient, in place.
+void CpuHead::ComputeRows(const Chunk& chunk, const RowOrder& order) {
+  const int64_t d = config_.hidden_size;
+  const int64_t v = config_.vocab_size;
+  const RowLoss row_loss(SelectRowLoops(), ContextFor(chunk.options));
+  const int64_t block = std::max(kLeastBlockRows, kBlockBytes / (v * int64_t{sizeof(float)}));
+  for (int64_t first = 0; first < order.rows; first += block) {
+    const int64_t rows = std::min(block, order.rows - first);
+    Gemm(*pool_, rows, v, d, chunk.options.logit_scale, {buffers_.hidden + first * d, d},
+         {value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers_.logits + first * v, v);
+    pool_->ParallelFor(rows, std::max<int64_t>(1, 4096 / v), [&](int64_t begin, int64_t end) {
+      for (int64_t i = first + begin; i < first + end; ++i) {
+        const RowSource& source = buffers_.sources[i];
+        const Slice& slice = chunk.slices[static_cast<size_t>(source.slice)];
+        const RowRequest request = RequestFor(slice, source.row, i < order.with_gradient());
+        buffers_.results[i] = row_loss.Compute(request, buffers_.logits + i * v);
+      }
+    });
+  }
+}
+
+// Finds the slices with a row that is not finite and clears all their rows, so that they add exactly nothing
+// to any sum over rows (a factor 0 alone would not do: 0 * NaN is NaN).
+void CpuHead::MarkFailedSlices(const Chunk& chunk, const RowOrder& order) {
+  for (Slice& slice : chunk.slices) slice.first_nonfinite_row = -1;
+  bool failed = false;
+  for (int64_t i = 0; i < order.rows; ++i) {
+    if (buffers_.results[i].finite) continue;
+    failed = true;
+    const RowSource& source = buffers_.sources[i];
+    int64_t& first = chunk.slices[static_cast<size_t>(source.slice)].first_nonfinite_row;
+    first = first < 0 ? source.row : std::min(first, source.row);
+  }
+  if (!failed) return;
+  const int64_t d = config_.hidden_size;
+  const int64_t v = config_.vocab_size;
+  for (int64_t i = 0; i < order.with_gradient(); ++i) {
+    if (chunk.slices[static_cast<size_t>(buffers_.sources[i].slice)].first_nonfinite_row < 0) continue;
+    std::fill_n(buffers_.hidden + i * d, d, 0.0f);
+    std::fill_n(buffers_.logits + i * v, v, 0.0f);
+    if (!has_norm()) continue;
+    std::fill_n(buffers_.unit + i * d, d, 0.0f);
+    buffers_.inverse_deviation[i] = 0.0f;
+  }
+}
+
+// dy = ds W for the rows that want it and, with a norm, for those whose gain and shift gradients need it;
+// then through the norm.
+void CpuHead::ComputeGradHidden(const RowOrder& order) {
+  const int64_t d = config_.hidden_size;
+  const int64_t v = config_.vocab_size;
+  const int64_t begin = has_norm() ? 0 : order.hidden_begin;
+  const int64_t end = has_norm() ? order.with_gradient() : order.hidden_end;
+  if (begin >= end) return;
+  float* const grad = buffers_.grad_hidden;
+  Gemm(*pool_, end - begin, d, v, 1.0f, {buffers_.logits + begin * v, v}, {value(Param::kWeight), d}, 0.0f,
+       grad + begin * d, d);
+  if (!has_norm()) return;
+  if (order.accumulated > 0) {
+    AddColumnSums(*pool_, grad, buffers_.unit, order.accumulated, d, gradient(Param::kNormGain));
+    float* const shift = gradient(Param::kNormShift);
+    if (shift != nullptr) AddColumnSums(*pool_, grad, nullptr, order.accumulated, d, shift);
+  }
+  const NormParams norm = norm_params();
+  pool_->ParallelFor(order.hidden_end - order.hidden_begin, std::max<int64_t>(1, kElementGrain / d),
+                     [&](int64_t from, int64_t to) {
+                       for (int64_t i = order.hidden_begin + from; i < order.hidden_begin + to; ++i) {
+                         NormBackward(norm, buffers_.unit + i * d, buffers_.inverse_deviation[i],
+                                      grad + i * d);
+                       }
+                     });
+}
+
+void CpuHead::ScatterResults(const Chunk& chunk, const RowOrder& order) {
+  const RowResult ignored;
+  for (Slice& slice : chunk.slices) {
+    slice.sums = SliceSums();
+    for (int64_t row = 0; row < slice.rows; ++row) {
+      if (slice.targets[row] == kIgnoredTarget) StoreRow(slice.out, row, ignored);
+    }
+  }
+  for (int64_t i = 0; i < order.rows; ++i) {
+    const RowSource& source = buffers_.sources[i];
+    Slice& slice = chunk.slices[static_cast<size_t>(source.slice)];
+    StoreRow(slice.out, source.row, buffers_.results[i]);
+    AddToSums(slice, source.row, buffers_.results[i], slice.sums);
+  }
+}
+
+void CpuHead::ScatterGradHidden(const Chunk& chunk, const RowOrder& order) {
+  const int64_t d = config_.hidden_size;
+  const DType dtype = chunk.hidden_dtype;
+  for (const Slice& slice : chunk.slices) {
+    if (slice.grad_hidden == nullptr) continue;
+    for (int64_t row = 0; row < slice.rows; ++row) {
+      if (slice.targets[row] != kIgnoredTarget) continue;
+      std::fill_n(GradHiddenRow(slice, row, d, dtype), Bytes(d, dtype), uint8_t{0});
+    }
+  }
+  pool_->ParallelFor(order.hidden_end - order.hidden_begin, std::max<int64_t>(1, kElementGrain / d),
+                     [&](int64_t from, int64_t to) {
+                       for (int64_t i = order.hidden_begin + from; i < order.hidden_begin + to; ++i) {
+                         const RowSource& source = buffers_.sources[i];
+                         const Slice& slice = chunk.slices[static_cast<size_t>(source.slice)];
+                         FromFloat(dtype, buffers_.grad_hidden + i * d, d,
+                                   GradHiddenRow(slice, source.row, d, dtype));
+                       }
+                     });
+}
+
+// dW [V, D] += ds^T x and db [V] += column sums of ds, over the accumulated rows.
+void CpuHead::AccumulateWeight(const RowOrder& order) {
+  if (order.accumulated == 0) return;
+  const int64_t d = config_.hidden_size;
+  const int64_t v = config_.vocab_size;
+  Gemm(*pool_, v, d, order.accumulated, 1.0f, {buffers_.logits, v, /*transposed=*/true}, {buffers_.hidden, d},
+       1.0f, gradient(Param::kWeight), d);
+  float* const bias = gradient(Param::kBias);
+  if (bias != nullptr) AddColumnSums(*pool_, buffers_.logits, nullptr, order.accumulated, v, bias);
+}
+
+RowRequest CpuHead::RequestFor(const Slice& slice, int64_t row, bool want_gradient) const {
+  RowRequest request;
+  request.target = slice.targets[row];
+  if (slice.row_weights != nullptr) request.row_weight = slice.row_weights[row];
+  request.grad_loss = double{slice.grad_scale} * double{request.row_weight};
+  if (slice.grad_loss != nullptr) request.grad_loss *= double{slice.grad_loss[row]};
+  if (slice.grad_lse != nullptr) request.grad_lse = slice.grad_lse[row];
+  if (slice.grad_entropy != nullptr) request.grad_entropy = slice.grad_entropy[row];
+  request.want_gradient = want_gradient;
+  request.want_entropy = slice.out.entropy != nullptr;
+  return request;
+}
+
+RowLossContext CpuHead::ContextFor(const LossOptions& options) const {
+  RowLossContext context;
+  context.options = options;
+  context.vocab_size = config_.vocab_size;
+  context.bias = value(Param::kBias);
+  context.class_weight_sum = static_cast<double>(config_.vocab_size);
+  if (!options.use_class_weights) return context;
+  context.class_weights = value(Param::kClassWeights);
+  context.class_weight_sum = 0.0;
+  for (int64_t v = 0; v < config_.vocab_size; ++v)
+    context.class_weight_sum += double{context.class_weights[v]};
+  return context;
+}
+
+NormParams CpuHead::norm_params() const {
+  return {config_.norm, config_.norm_epsilon, config_.hidden_size, value(Param::kNormGain),
+          value(Param::kNormShift)};
+}
+
+absl::Status CpuHead::ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                                 absl::Span<uint8_t> out) {
+  absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, out.size());
+  if (!status.ok()) return status;
+  const int64_t cols = ShapeOf(config_, id.param).cols;
+  const float* const from = buffers_.tensor(id) + row_begin * cols;
+  pool_->ParallelFor(rows * cols, kElementGrain, [&](int64_t begin, int64_t end) {
+    FromFloat(dtype, from + begin, end - begin, out.data() + Bytes(begin, dtype));
+  });
+  return absl::OkStatus();
+}
+
+absl::Status CpuHead::WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                                  absl::Span<const uint8_t> in) {
+  absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size());
+  if (!status.ok()) return status;
+  const int64_t cols = ShapeOf(config_, id.param).cols;
+  float* const to = buffers_.tensor(id) + row_begin * cols;
+  pool_->ParallelFor(rows * cols, kElementGrain, [&](int64_t begin, int64_t end) {
+    ToFloat(dtype, in.data() + Bytes(begin, dtype), end - begin, to + begin);
+  });
+  return absl::OkStatus();
+}
+
+// Sums of fixed blocks, added in their order: the result does not depend on the number of threads.
+absl::StatusOr<double> CpuHead::GradNorm() {
+  if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
+  double total = 0.0;
+  std::vector<double> partial;
+  for (Param param : kTrainedParams) {
+    const float* const values = gradient(param);
+    if (values == nullptr) continue;
+    const int64_t n = ShapeOf(config_, param).elements();
+    partial.assign(static_cast<size_t>((n + kElementGrain - 1) / kElementGrain), 0.0);
+    pool_->ParallelFor(static_cast<int64_t>(partial.size()), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t from = i * kElementGrain;
+        partial[static_cast<size_t>(i)] = SumOfSquares(values + from, std::min(kElementGrain, n - from));
+      }
+    });
+    for (double sum : partial) total += sum;
+  }
+  return std::sqrt(total);
+}
+
+absl::Status CpuHead::ApplyStep(const OptimizerOptions& options, int64_t update) {
+  if (absl::Status status = ValidateStep(config_, options, update); !status.ok()) return status;
+  for (Param param : kTrainedParams) {
+    if (gradient(param) == nullptr) continue;
+    const auto at = [&](Role role, int64_t offset) {
+      float* const values = buffers_.tensor({param, role});
+      return values == nullptr ? nullptr : values + offset;
+    };
+    pool_->ParallelFor(ShapeOf(config_, param).elements(), kElementGrain, [&](int64_t begin, int64_t end) {
+      UpdateParams(options, update, param != Param::kWeight,
+                   {at(Role::kValue, begin), at(Role::kGradient, begin), at(Role::kMoment1, begin),
+                    at(Role::kMoment2, begin), end - begin});
+    });
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CpuHead::ZeroGradients() {
+  if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
+  for (Param param : kTrainedParams) {
+    float* const values = gradient(param);
+    if (values == nullptr) continue;
+    pool_->ParallelFor(ShapeOf(config_, param).elements(), kElementGrain,
+                       [&](int64_t begin, int64_t end) { std::fill(values + begin, values + end, 0.0f); });
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace lossd::kernels

@@ -1,0 +1,78 @@
+// One head on the CPU: HeadKernels with every product in fp32. Synchronous: Submit returns when the chunk is
+// done, and calls back on the calling thread.
+#ifndef LOSSD_KERNELS_CPU_CPU_HEAD_H_
+#define LOSSD_KERNELS_CPU_CPU_HEAD_H_
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/backend.h"
+#include "kernels/cpu/accounting.h"
+#include "kernels/cpu/head_buffers.h"
+#include "kernels/cpu/norm.h"
+#include "kernels/cpu/parallel_for.h"
+#include "kernels/cpu/row_order.h"
+
+namespace lossd::kernels {
+
+// Thread-safety as HeadKernels. Borrows the pool and the accounting behind the reservation.
+//
+// Memory on the path of a chunk is taken when the head is created; OpenBLAS keeps packing buffers of its own.
+// A row also counts as not finite if a factor of its gradient (row weight, grad_loss, ...) is not, or if a
+// logit before the softcap is not.
+class CpuHead final : public HeadKernels {
+ public:
+  // `config` is valid; `reservation` holds PlanBuffers(config, chunk_rows).
+  static absl::StatusOr<std::unique_ptr<CpuHead>> Create(const HeadConfig& config, int64_t chunk_rows,
+                                                         ThreadPool* pool,
+                                                         MemoryAccounting::Reservation reservation);
+
+  const HeadConfig& config() const override { return config_; }
+  DType compute_dtype() const override { return DType::kFloat32; }
+  int64_t chunk_rows() const override { return chunk_rows_; }
+  MemoryBytes memory() const override { return reservation_.bytes(); }
+
+  void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
+
+  absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                          absl::Span<uint8_t> out) override;
+  absl::Status WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                           absl::Span<const uint8_t> in) override;
+  absl::StatusOr<double> GradNorm() override;
+  absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) override;
+  absl::Status ZeroGradients() override;
+
+ private:
+  CpuHead(const HeadConfig& config, int64_t chunk_rows, ThreadPool* pool,
+          MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers);
+
+  // The steps of a chunk, in order.
+  void Gather(const Chunk& chunk, const RowOrder& order);
+  void ComputeRows(const Chunk& chunk, const RowOrder& order);
+  void MarkFailedSlices(const Chunk& chunk, const RowOrder& order);
+  void ComputeGradHidden(const RowOrder& order);
+  void ScatterResults(const Chunk& chunk, const RowOrder& order);
+  void ScatterGradHidden(const Chunk& chunk, const RowOrder& order);
+  void AccumulateWeight(const RowOrder& order);
+
+  RowRequest RequestFor(const Slice& slice, int64_t row, bool want_gradient) const;
+  RowLossContext ContextFor(const LossOptions& options) const;
+  NormParams norm_params() const;
+  bool has_norm() const { return config_.norm != Norm::kNone; }
+  float* value(Param param) const { return buffers_.tensor({param, Role::kValue}); }
+  float* gradient(Param param) const { return buffers_.tensor({param, Role::kGradient}); }
+
+  const HeadConfig config_;
+  const int64_t chunk_rows_;
+  ThreadPool* const pool_;
+  const MemoryAccounting::Reservation reservation_;
+  const HeadArenas arenas_;
+  const HeadBuffers buffers_;
+};
+
+}  // namespace lossd::kernels
+
+#endif  // LOSSD_KERNELS_CPU_CPU_HEAD_H_

@@ -1,0 +1,86 @@
+#include "kernels/cpu/head_buffers.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace lossd::kernels {
+namespace {
+
+constexpr int64_t kMostChunkRows = 4096;
+
+MemoryKind KindOf(Role role) {
+  switch (role) {
+    case Role::kValue:
+      return MemoryKind::kWeights;
+    case Role::kGradient:
+      return MemoryKind::kGradients;
+    default:
+      return MemoryKind::kOptimizer;
+  }
+}
+
+int64_t WorkspaceBytes(const HeadConfig& config, int64_t chunk_rows) {
+  return PlanBuffers(config, chunk_rows)[MemoryKind::kWorkspace];
+}
+
+}  // namespace
+
+HeadBuffers LayOut(const HeadConfig& config, int64_t chunk_rows, HeadArenas& arenas) {
+  HeadBuffers buffers;
+  for (Param param : kAllParams) {
+    for (Role role : {Role::kValue, Role::kGradient, Role::kMoment1, Role::kMoment2}) {
+      const TensorId id{param, role};
+      if (!HasTensor(config, id)) continue;
+      Arena& arena = arenas[static_cast<size_t>(KindOf(role))];
+      buffers.tensor(id) = arena.Take<float>(ShapeOf(config, param).elements());
+    }
+  }
+  Arena& workspace = arenas[static_cast<size_t>(MemoryKind::kWorkspace)];
+  const int64_t hidden_elements = chunk_rows * config.hidden_size;
+  buffers.hidden = workspace.Take<float>(hidden_elements);
+  if (config.norm != Norm::kNone) {
+    buffers.unit = workspace.Take<float>(hidden_elements);
+    buffers.inverse_deviation = workspace.Take<float>(chunk_rows);
+  }
+  buffers.grad_hidden = workspace.Take<float>(hidden_elements);
+  buffers.logits = workspace.Take<float>(chunk_rows * config.vocab_size);
+  buffers.sources = workspace.Take<RowSource>(chunk_rows);
+  buffers.results = workspace.Take<RowResult>(chunk_rows);
+  return buffers;
+}
+
+MemoryBytes PlanBuffers(const HeadConfig& config, int64_t chunk_rows) {
+  HeadArenas arenas;
+  LayOut(config, chunk_rows, arenas);
+  MemoryBytes bytes;
+  for (size_t i = 0; i < kMemoryKinds; ++i) bytes.by_kind[i] = arenas[i].used();
+  return bytes;
+}
+
+absl::StatusOr<HeadArenas> AllocateArenas(const MemoryBytes& plan) {
+  HeadArenas arenas;
+  for (size_t i = 0; i < kMemoryKinds; ++i) {
+    absl::StatusOr<Arena> arena = Arena::Allocate(plan.by_kind[i]);
+    if (!arena.ok()) return arena.status();
+    arenas[i] = *std::move(arena);
+  }
+  return arenas;
+}
+
+absl::StatusOr<int64_t> ChunkRowsFor(const HeadConfig& config, int64_t workspace_bytes) {
+  const int64_t least = WorkspaceBytes(config, 1);
+  if (least > workspace_bytes) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("one row of hidden_size ", config.hidden_size, " and vocab_size ", config.vocab_size,
+                     " needs ", least, " bytes of workspace, workspace_bytes is ", workspace_bytes));
+  }
+  int64_t fits = 1;
+  for (int64_t step = kMostChunkRows; step > 0; step /= 2) {
+    const int64_t rows = fits + step;
+    if (rows <= kMostChunkRows && WorkspaceBytes(config, rows) <= workspace_bytes) fits = rows;
+  }
+  return fits;
+}
+
+}  // namespace lossd::kernels

@@ -1,0 +1,5 @@
+#include "kernels/cpu/row_loops.h"
+
+#define LOSSD_ROW_LOOPS kRowLoopsBaseline
+#define LOSSD_INSTRUCTION_SET "baseline"
+#include "kernels/cpu/row_loops_body.inc"

@@ -1,0 +1,142 @@
+#include "kernels/cpu/row_loss.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace lossd::kernels {
+namespace {
+
+bool FiniteInFloat(double value) { return std::isfinite(static_cast<float>(value)); }
+
+}  // namespace
+
+// Sums over a row, and the coefficients of dz = p * slope - smoothing * u, without the logit scale.
+struct RowLoss::Sums {
+  float max = 0.0f;
+  float target_logit = 0.0f;
+  double target_exp = 0.0;  // exp(z_y - max)
+  double other_exp = 0.0;   // sum of exp(z_v - max) over v != y
+  double total = 0.0;
+  double log_total = 0.0;
+  double hard_slope = 0.0;  // g u_y (1 - alpha)
+  double soft_slope = 0.0;  // everything else that multiplies p
+  double smoothing = 0.0;   // g alpha / V
+};
+
+RowResult RowLoss::Compute(const RowRequest& request, float* logits) const {
+  RowResult row;
+  const bool finite_logits = Transform(logits);
+  const int64_t v_count = context_.vocab_size;
+  const float max = loops_.max(logits, v_count);
+  row.argmax = static_cast<int32_t>(loops_.find(logits, max, v_count));
+
+  const double u_y = ClassWeight(request.target);
+  const double alpha = double{context_.options.label_smoothing};
+  const double lambda = double{context_.options.z_loss};
+  const double share = alpha / static_cast<double>(v_count);
+  double centred = 0.0;
+  if (alpha > 0.0) centred = loops_.centred_sum(logits, context_.class_weights, max, v_count);
+  double moment = 0.0;
+  if (request.want_entropy || request.grad_entropy != 0.0f) moment = loops_.exp_moment(logits, max, v_count);
+  Sums sums = Summarise(request, max, logits);
+
+  const double nll = (double{max} - double{sums.target_logit}) + sums.log_total;
+  const double row_weight = double{request.row_weight};
+  row.lse = double{max} + sums.log_total;
+  row.z_loss = row_weight * lambda * row.lse * row.lse;
+  row.loss = row_weight * u_y * (1.0 - alpha) * nll + row.z_loss;
+  if (alpha > 0.0) row.loss += row_weight * share * (context_.class_weight_sum * sums.log_total - centred);
+  row.entropy = sums.log_total - moment / sums.total;
+  row.target_logprob = -nll;
+
+  sums.smoothing = request.grad_loss * share;
+  sums.hard_slope = request.grad_loss * u_y * (1.0 - alpha);
+  sums.soft_slope = request.grad_loss * 2.0 * lambda * row.lse + double{request.grad_lse};
+  if (alpha > 0.0) sums.soft_slope += sums.smoothing * context_.class_weight_sum;
+  const double scale = double{context_.options.logit_scale};
+  row.finite = finite_logits && FiniteInFloat(row.lse) && FiniteInFloat(row.loss) &&
+               FiniteInFloat(scale * sums.hard_slope) && FiniteInFloat(scale * sums.soft_slope) &&
+               FiniteInFloat(scale * double{request.grad_entropy});
+  if (request.want_gradient && row.finite) WriteGradient(request, row, sums, logits);
+  return row;
+}
+
+// Adds the bias and applies the softcap; false if a logit before the softcap is not finite (after it, an
+// infinite one would look healthy).
+bool RowLoss::Transform(float* logits) const {
+  const LossOptions& options = context_.options;
+  if (context_.bias != nullptr) {
+    loops_.add_scaled(logits, context_.bias, options.logit_scale, context_.vocab_size);
+  }
+  if (options.softcap == 0.0f) return true;
+  return loops_.softcap(logits, options.softcap, context_.vocab_size);
+}
+
+// The exponentials, the target's apart from the others.
+RowLoss::Sums RowLoss::Summarise(const RowRequest& request, float max, float* logits) const {
+  const int64_t target = request.target;
+  const int64_t after = context_.vocab_size - target - 1;
+  Sums sums;
+  sums.max = max;
+  sums.target_logit = logits[target];
+  sums.target_exp = std::exp(double{sums.target_logit} - double{sums.max});
+  if (KeepsLogits(request) || !request.want_gradient) {
+    sums.other_exp =
+        loops_.exp_sum(logits, sums.max, target) + loops_.exp_sum(logits + target + 1, sums.max, after);
+  } else {
+    sums.other_exp = loops_.exp_sum_in_place(logits, sums.max, target) +
+                     loops_.exp_sum_in_place(logits + target + 1, sums.max, after);
+  }
+  sums.total = sums.target_exp + sums.other_exp;
+  sums.log_total = std::log(sums.total);
+  return sums;
+}
+
+void RowLoss::WriteGradient(const RowRequest& request, const RowResult& row, const Sums& sums,
+                            float* logits) const {
+  const int64_t v_count = context_.vocab_size;
+  const bool no_gradient =
+      request.grad_loss == 0.0 && request.grad_lse == 0.0f && request.grad_entropy == 0.0f;
+  if (no_gradient) {
+    std::fill_n(logits, v_count, 0.0f);
+    return;
+  }
+  const double scale = double{context_.options.logit_scale};
+  const double softcap = double{context_.options.softcap};
+  const double entropy_term = double{request.grad_entropy} * (row.target_logprob + row.entropy);
+  double target_gradient = -sums.hard_slope * (sums.other_exp / sums.total) +
+                           (sums.soft_slope - entropy_term) * (sums.target_exp / sums.total) -
+                           sums.smoothing * ClassWeight(request.target);
+  const double slope = scale * (sums.hard_slope + sums.soft_slope);
+  if (KeepsLogits(request)) {
+    LogitGradientTerms terms;
+    terms.max = sums.max;
+    terms.inverse_total = static_cast<float>(1.0 / sums.total);
+    terms.log_total = static_cast<float>(sums.log_total);
+    terms.slope = static_cast<float>(slope);
+    terms.entropy_slope = static_cast<float>(scale * double{request.grad_entropy});
+    terms.entropy = static_cast<float>(row.entropy);
+    terms.smoothing = static_cast<float>(scale * sums.smoothing);
+    if (softcap > 0.0) {
+      const double capped = double{sums.target_logit} / softcap;
+      target_gradient *= 1.0 - capped * capped;
+      terms.inverse_softcap = static_cast<float>(1.0 / softcap);
+    }
+    loops_.gradient_from_logits(logits, context_.class_weights, terms, v_count);
+  } else {
+    loops_.gradient_from_exp(logits, context_.class_weights, static_cast<float>(slope / sums.total),
+                             static_cast<float>(scale * sums.smoothing), v_count);
+  }
+  logits[request.target] = static_cast<float>(scale * target_gradient);
+}
+
+// The gradient of a softcap or of the entropy needs z, not only exp(z - max).
+bool RowLoss::KeepsLogits(const RowRequest& request) const {
+  return context_.options.softcap > 0.0f || request.grad_entropy != 0.0f;
+}
+
+double RowLoss::ClassWeight(int32_t target) const {
+  return context_.class_weights == nullptr ? 1.0 : double{context_.class_weights[target]};
+}
+
+}  // namespace lossd::kernels

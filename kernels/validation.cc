@@ -1,0 +1,107 @@
+#include "kernels/validation.h"
+
+#include <cmath>
+
+#include "absl/strings/str_cat.h"
+
+namespace lossd::kernels {
+namespace {
+
+absl::Status ValidateTargets(const HeadConfig& config, size_t index, const Slice& slice) {
+  for (int64_t row = 0; row < slice.rows; ++row) {
+    const int32_t target = slice.targets[row];
+    if (target == kIgnoredTarget || (target >= 0 && target < config.vocab_size)) continue;
+    return absl::InvalidArgumentError(absl::StrCat("slices[", index, "].targets[", row, "] must be in [0, ",
+                                                   config.vocab_size, ") or ", kIgnoredTarget, ", got ",
+                                                   target));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ValidateSlice(const HeadConfig& config, size_t index, const Slice& slice) {
+  if (slice.rows > 0 && slice.hidden == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat("slices[", index, "].hidden must not be null"));
+  }
+  if (slice.rows > 0 && slice.targets == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat("slices[", index, "].targets must not be null"));
+  }
+  if (!std::isfinite(slice.grad_scale)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("slices[", index, "].grad_scale must be finite, got ", slice.grad_scale));
+  }
+  return ValidateTargets(config, index, slice);
+}
+
+absl::Status ValidateRowCount(int64_t chunk_rows, const Chunk& chunk) {
+  int64_t left = chunk_rows;
+  for (size_t i = 0; i < chunk.slices.size(); ++i) {
+    const int64_t rows = chunk.slices[i].rows;
+    if (rows < 0) {
+      return absl::InvalidArgumentError(absl::StrCat("slices[", i, "].rows must be >= 0, got ", rows));
+    }
+    if (rows > left) {
+      return absl::InvalidArgumentError(absl::StrCat("a chunk holds at most ", chunk_rows, " rows; slices[",
+                                                     i, "] brings ", rows, " with ", left, " left"));
+    }
+    left -= rows;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status ValidateChunk(const HeadConfig& config, int64_t chunk_rows, const Chunk& chunk) {
+  if (absl::Status status = Validate(chunk.options); !status.ok()) return status;
+  if (chunk.options.use_class_weights && !config.has_class_weights) {
+    return absl::InvalidArgumentError("use_class_weights must be false: the head has no class weights");
+  }
+  if (chunk.accumulate_gradients && !config.trainable) {
+    return absl::InvalidArgumentError("accumulate_gradients must be false: the head is not trainable");
+  }
+  if (chunk.hidden_dtype > DType::kBFloat16) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("hidden_dtype must be fp32, fp16 or bf16, got ", static_cast<int>(chunk.hidden_dtype)));
+  }
+  if (absl::Status status = ValidateRowCount(chunk_rows, chunk); !status.ok()) return status;
+  for (size_t i = 0; i < chunk.slices.size(); ++i) {
+    if (absl::Status status = ValidateSlice(config, i, chunk.slices[i]); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ValidateTensorAccess(const HeadConfig& config, TensorId id, int64_t row_begin, int64_t rows,
+                                  DType dtype, size_t bytes) {
+  if (!HasTensor(config, id)) {
+    return absl::NotFoundError(absl::StrCat("the head has no ", Name(id.role), " of ", Name(id.param)));
+  }
+  const TensorShape shape = ShapeOf(config, id.param);
+  if (row_begin < 0 || rows < 0 || row_begin > shape.rows || rows > shape.rows - row_begin) {
+    return absl::InvalidArgumentError(absl::StrCat("rows [", row_begin, ", ", row_begin, " + ", rows,
+                                                   ") must lie in [0, ", shape.rows, ") of ",
+                                                   Name(id.param)));
+  }
+  if (dtype > DType::kBFloat16) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("dtype must be fp32, fp16 or bf16, got ", static_cast<int>(dtype)));
+  }
+  const size_t want = static_cast<size_t>(rows * shape.cols) * SizeOf(dtype);
+  if (bytes != want) {
+    return absl::InvalidArgumentError(absl::StrCat(rows, " rows of ", Name(id.param), " in ", Name(dtype),
+                                                   " are ", want, " bytes, got ", bytes));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ValidateStep(const HeadConfig& config, const OptimizerOptions& options, int64_t update) {
+  if (absl::Status status = Validate(options); !status.ok()) return status;
+  if (update < 1) return absl::InvalidArgumentError(absl::StrCat("update must be >= 1, got ", update));
+  if (!config.trainable) return absl::FailedPreconditionError("the head is not trainable");
+  if (RequiredState(options) > config.optimizer_state) {
+    return absl::FailedPreconditionError(absl::StrCat("the step needs optimizer state ",
+                                                      Name(RequiredState(options)), ", the head reserved ",
+                                                      Name(config.optimizer_state)));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace lossd::kernels

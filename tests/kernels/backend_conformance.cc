@@ -1,0 +1,646 @@
+#include "tests/kernels/backend_conformance.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "kernels/reference/optimizer.h"
+#include "tests/kernels/tolerances.h"
+
+namespace lossd::kernels::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+absl::Span<const uint8_t> AsBytes(const std::vector<float>& values) {
+  return {reinterpret_cast<const uint8_t*>(values.data()), values.size() * sizeof(float)};
+}
+
+bool AllZero(const std::vector<float>& values) {
+  return std::all_of(values.begin(), values.end(), [](float v) { return v == 0.0f; });
+}
+
+bool AllFinite(const std::vector<float>& values) {
+  return std::all_of(values.begin(), values.end(), [](float v) { return std::isfinite(v); });
+}
+
+std::vector<std::vector<float>> AllGradients(HeadKernels& head) {
+  std::vector<std::vector<float>> gradients;
+  for (Param param : kAllParams) {
+    if (HasTensor(head.config(), {param, Role::kGradient})) gradients.push_back(ReadGradient(head, param));
+  }
+  return gradients;
+}
+
+void ExpectZeroGradients(HeadKernels& head) {
+  for (const std::vector<float>& gradient : AllGradients(head)) EXPECT_TRUE(AllZero(gradient));
+}
+
+double NormOf(absl::Span<const float> values) {
+  double sum = 0.0;
+  for (float v : values) sum += double{v} * double{v};
+  return std::sqrt(sum);
+}
+
+}  // namespace
+
+std::string ConformanceName(const ::testing::TestParamInfo<ConformanceCase>& info) {
+  return absl::StrCat(info.param.name, "_", Name(info.param.compute), "_", Name(info.param.hidden));
+}
+
+ProblemSpec BackendConformance::Plain(std::vector<int64_t> slice_rows, int64_t hidden_size,
+                                      int64_t vocab_size) const {
+  ProblemSpec spec;
+  spec.hidden_dtype = GetParam().hidden;
+  spec.config.hidden_size = hidden_size;
+  spec.config.vocab_size = vocab_size;
+  spec.config.compute_dtype = GetParam().compute;
+  spec.config.optimizer_state = OptimizerState::kNone;
+  spec.slice_rows = std::move(slice_rows);
+  return spec;
+}
+
+ProblemSpec BackendConformance::Random(int64_t rows, int64_t hidden_size, int64_t vocab_size) {
+  return RandomSpec(rows, hidden_size, vocab_size, GetParam().hidden, GetParam().compute, rng_);
+}
+
+Problem BackendConformance::WithLogits(const std::vector<float>& logits,
+                                       const std::vector<int32_t>& targets) {
+  constexpr int64_t kHidden = 24;
+  ProblemSpec spec =
+      Plain({static_cast<int64_t>(targets.size())}, kHidden, static_cast<int64_t>(logits.size()));
+  spec.logit_deviation = 0.25f;
+  Problem problem = MakeProblem(spec, rng_);
+  for (size_t v = 0; v < logits.size(); ++v) problem.weight[v * kHidden] = logits[v];
+  SliceData& slice = problem.slices.front();
+  slice.targets = targets;
+  for (size_t n = 0; n < targets.size(); ++n) {
+    float* const x = &slice.hidden[n * kHidden];
+    x[0] = 1.0f;
+    for (int64_t i = 1; i < kHidden; ++i) x[i] = RoundTo(problem.hidden_dtype, x[i] * 0.01f);
+  }
+  return problem;
+}
+
+TEST_P(BackendConformance, ShapesThatNoTileDivides) {
+  constexpr int64_t kShapes[][3] = {{1, 1, 1},       {3, 1, 7},      {8, 8, 8},     {1, 33, 65},
+                                    {252, 123, 507}, {188, 31, 123}, {80, 64, 125}, {257, 127, 513},
+                                    {5, 200, 1},     {130, 2, 1031}, {64, 256, 256}};
+  for (const auto& [rows, hidden, vocab] : kShapes) {
+    RunAndCompare(backend(), {MakeProblem(Plain({rows}, hidden, vocab), rng())});
+  }
+}
+
+TEST_P(BackendConformance, EachOptionAlone) {
+  const ProblemSpec plain = Plain({17, 20}, 37, 101);
+  std::vector<ProblemSpec> specs(14, plain);
+  specs[1].config.has_bias = true;
+  specs[2].config.norm = Norm::kLayerNorm;
+  specs[3].config.norm = Norm::kRmsNorm;
+  specs[4].options.logit_scale = 0.125f;
+  specs[5].options.softcap = 6.0f;
+  specs[6].options.label_smoothing = 0.1f;
+  specs[7].options.z_loss = 0.02f;
+  specs[8].config.has_class_weights = specs[8].options.use_class_weights = true;
+  specs[9].row_weights = true;
+  specs[10].grad_loss = true;
+  specs[11].grad_lse = true;
+  specs[12].grad_entropy = true;
+  specs[13].grad_scale = -0.37f;
+  for (const ProblemSpec& spec : specs) RunAndCompare(backend(), {MakeProblem(spec, rng())});
+}
+
+TEST_P(BackendConformance, RandomCombinationsOverSeveralChunks) {
+  constexpr int64_t kShapes[][3] = {{40, 24, 61}, {31, 47, 123}, {9, 129, 67}, {70, 16, 257}};
+  for (int repeat = 0; repeat < 6; ++repeat) {
+    for (const auto& [rows, hidden, vocab] : kShapes) {
+      const ProblemSpec spec = Random(rows, hidden, vocab);
+      std::vector<Problem> chunks = {MakeProblem(spec, rng())};
+      for (int64_t more = UniformInt(rng(), 0, 2); more > 0; --more) {
+        Problem next = chunks.front();
+        next.slices = {MakeSlice(spec, UniformInt(rng(), 1, rows), rng())};
+        next.slices.front().want_grad_hidden = Chance(rng(), 0.5);
+        chunks.push_back(std::move(next));
+      }
+      RunAndCompare(backend(), chunks);
+    }
+  }
+}
+
+TEST_P(BackendConformance, GradHiddenMayOverwriteHidden) {
+  RunAndCompare(backend(), {MakeProblem(Random(60, 33, 129), rng())}, {.grad_hidden_in_place = true});
+}
+
+TEST_P(BackendConformance, RowOutputsMayBeNull) {
+  RunAndCompare(backend(), {MakeProblem(Random(20, 24, 50), rng())}, {.want_row_outputs = false});
+}
+
+TEST_P(BackendConformance, SomeSlicesWantNoGradHidden) {
+  Problem problem = MakeProblem(Random(64, 40, 77), rng());
+  problem.slices = {MakeSlice(Plain({1}, 40, 77), 9, rng()), MakeSlice(Plain({1}, 40, 77), 5, rng()),
+                    MakeSlice(Plain({1}, 40, 77), 14, rng())};
+  problem.slices[1].want_grad_hidden = false;
+  RunAndCompare(backend(), {problem});
+}
+
+TEST_P(BackendConformance, FrozenInputStillTrainsTheHead) {
+  for (Norm norm : {Norm::kNone, Norm::kLayerNorm, Norm::kRmsNorm}) {
+    ProblemSpec spec = Plain({30}, 21, 90);
+    spec.config.norm = norm;
+    spec.config.has_bias = true;
+    Problem problem = MakeProblem(spec, rng());
+    problem.slices.front().want_grad_hidden = false;
+    RunAndCompare(backend(), {problem});
+  }
+}
+
+TEST_P(BackendConformance, WithoutAccumulationNoGradientMoves) {
+  for (Norm norm : {Norm::kNone, Norm::kLayerNorm}) {
+    ProblemSpec spec = Plain({30, 4}, 21, 90);
+    spec.config.norm = norm;
+    spec.config.has_bias = true;
+    Problem problem = MakeProblem(spec, rng());
+    problem.accumulate_gradients = false;
+    problem.slices.back().want_grad_hidden = false;  // loss only
+    const auto head = MakeHead(backend(), problem);
+    ASSERT_NE(head, nullptr);
+    const std::vector<reference::Result> want = ComputeReference(problem, nullptr);
+    const ChunkRun got = RunChunk(*head, problem);
+    ASSERT_TRUE(got.done.ok()) << got.done;
+    for (size_t i = 0; i < want.size(); ++i) {
+      ExpectSliceMatches(head->compute_dtype(), problem, problem.slices[i], want[i], got.slices[i]);
+    }
+    ExpectZeroGradients(*head);
+  }
+}
+
+TEST_P(BackendConformance, FrozenHeadHoldsNoGradients) {
+  ProblemSpec spec = Plain({30}, 21, 90);
+  spec.config.trainable = false;
+  Problem problem = MakeProblem(spec, rng());
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  EXPECT_EQ(head->memory()[MemoryKind::kGradients], 0);
+  EXPECT_EQ(head->memory()[MemoryKind::kOptimizer], 0);
+  EXPECT_EQ(RunChunk(*head, problem).results.code(), absl::StatusCode::kInvalidArgument);
+  problem.accumulate_gradients = false;
+  RunAndCompare(backend(), {problem});
+  EXPECT_EQ(head->ApplyStep({.kind = OptimizerOptions::Kind::kSgd}, 1).code(),
+            absl::StatusCode::kFailedPrecondition);
+  std::vector<uint8_t> bytes(90 * 21 * 4);
+  EXPECT_EQ(head->ReadTensor({Param::kWeight, Role::kGradient}, 0, 90, DType::kFloat32, absl::MakeSpan(bytes))
+                .code(),
+            absl::StatusCode::kNotFound);
+}
+
+TEST_P(BackendConformance, AllRowsIgnoredGiveExactZeros) {
+  ProblemSpec spec = Random(40, 24, 61);
+  spec.ignored = 1.0;
+  RunAndCompare(backend(), {MakeProblem(spec, rng())});
+}
+
+TEST_P(BackendConformance, EmptyChunksAndSlices) {
+  ProblemSpec spec = Plain({0, 5, 0, 3, 0}, 16, 33);
+  RunAndCompare(backend(), {MakeProblem(spec, rng())});
+  spec.slice_rows = {0};
+  RunAndCompare(backend(), {MakeProblem(spec, rng())});
+  spec.slice_rows = {};
+  RunAndCompare(backend(), {MakeProblem(spec, rng())});
+}
+
+TEST_P(BackendConformance, RowWeightZeroGivesExactZeros) {
+  ProblemSpec spec = Plain({12}, 19, 45);
+  spec.config.has_bias = true;
+  spec.config.norm = Norm::kLayerNorm;
+  spec.options = {.softcap = 10.0f, .label_smoothing = 0.1f, .z_loss = 0.01f};
+  spec.ignored = 0.0;
+  Problem problem = MakeProblem(spec, rng());
+  problem.slices.front().row_weights.assign(12, 0.0f);
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  const ChunkRun run = RunChunk(*head, problem);
+  ASSERT_TRUE(run.done.ok()) << run.done;
+  EXPECT_TRUE(AllZero(run.slices[0].grad_hidden));
+  EXPECT_TRUE(AllZero(run.slices[0].loss));
+  EXPECT_EQ(run.slices[0].sums.loss, 0.0);
+  EXPECT_EQ(run.slices[0].sums.valid_rows, 12);
+  EXPECT_GT(NormOf(run.slices[0].lse), 0.0);
+  ExpectZeroGradients(*head);
+}
+
+TEST_P(BackendConformance, OneSidedLogits) {
+  std::vector<float> one_high(125, -15.0f);
+  one_high[77] = 3.0f;
+  RunAndCompare(backend(), {WithLogits(one_high, {77, 0, 124})});
+  RunAndCompare(backend(), {WithLogits(std::vector<float>(125, -20.0f), {0, 60, 124})});
+  RunAndCompare(backend(), {WithLogits(std::vector<float>(33, -20.0f), {5})});
+}
+
+TEST_P(BackendConformance, CommonOffsetOfAThousand) {
+  std::vector<float> logits(65);
+  for (size_t v = 0; v < logits.size(); ++v) logits[v] = 1000.0f + static_cast<float>(8 * (v % 4));
+  RunAndCompare(backend(), {WithLogits(logits, {0, 1, 2, 3})});
+  for (float& z : logits) z -= 2000.0f;
+  RunAndCompare(backend(), {WithLogits(logits, {0, 1, 2, 3})});
+}
+
+// A target 89 nats and more below lse: its probability underflows, its loss does not.
+TEST_P(BackendConformance, TargetFarBelowTheRest) {
+  for (float gap : {80.0f, 88.0f, 89.0f, 96.0f, 104.0f, 120.0f, 200.0f}) {
+    std::vector<float> logits(130, 0.0f);
+    logits[129] = -gap;
+    logits[3] = 1.0f;
+    RunAndCompare(backend(), {WithLogits(logits, {129, 3})});
+  }
+}
+
+// p_y - 1 is 1e-2 ... 1e-7 here: formed by subtraction it would lose most of its digits.
+TEST_P(BackendConformance, ConfidentRowsKeepTheirGradient) {
+  for (float gap : {11.0f, 15.5f, 17.75f, 22.0f}) {
+    std::vector<float> logits(511, 0.0f);
+    logits[200] = gap;
+    Problem problem = WithLogits(logits, {200});
+    problem.slices.front().grad_scale = 1024.0f;  // keeps 16-bit gradients away from underflow
+    RunAndCompare(backend(), {problem});
+  }
+}
+
+TEST_P(BackendConformance, TargetsOnTileEdges) {
+  ProblemSpec spec = Plain({16}, 48, 513);
+  Problem problem = MakeProblem(spec, rng());
+  problem.slices.front().targets = {0,   1,   15,  16,  63,  64,  127, 128,
+                                    255, 256, 319, 383, 384, 511, 512, kIgnoredTarget};
+  RunAndCompare(backend(), {problem});
+}
+
+TEST_P(BackendConformance, ArgmaxIsTheSmallestOfTheLargest) {
+  std::vector<float> logits(70, -4.0f);
+  logits[11] = logits[40] = logits[69] = 2.0f;
+  Problem problem = WithLogits(logits, {11, 40});
+  for (size_t v = 0; v < logits.size(); ++v) {
+    for (size_t i = 1; i < 24; ++i) problem.weight[v * 24 + i] = 0.0f;  // exact ties
+  }
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  const ChunkRun run = RunChunk(*head, problem);
+  ASSERT_TRUE(run.done.ok()) << run.done;
+  EXPECT_EQ(run.slices[0].argmax, (std::vector<int32_t>{11, 11}));
+  EXPECT_EQ(run.slices[0].sums.correct_rows, 1);
+}
+
+// The slice with the bad row fails with its index; the others and the accumulators are as if it were absent.
+TEST_P(BackendConformance, NonFiniteRowFailsItsSliceAlone) {
+  struct Case {
+    float bad;
+    float softcap;
+    Norm norm;
+  };
+  const Case cases[] = {{kNan, 0.0f, Norm::kNone},       {kInf, 0.0f, Norm::kNone},
+                        {-kInf, 0.0f, Norm::kLayerNorm}, {kNan, 0.0f, Norm::kRmsNorm},
+                        {kInf, 20.0f, Norm::kNone},      {kNan, 20.0f, Norm::kLayerNorm}};
+  for (const Case& c : cases) {
+    ProblemSpec spec = Plain({10, 12, 7}, 29, 83);
+    spec.config.norm = c.norm;
+    spec.config.has_bias = true;
+    spec.options.softcap = c.softcap;
+    spec.ignored = 0.0;
+    Problem problem = MakeProblem(spec, rng());
+    Problem without = problem;
+    without.slices[1].targets.assign(12, kIgnoredTarget);
+    problem.slices[1].hidden[5 * 29 + 3] = c.bad;
+    problem.slices[1].hidden[9 * 29] = c.bad;
+    SCOPED_TRACE(Describe(problem));
+    const auto head = MakeHead(backend(), problem);
+    ASSERT_NE(head, nullptr);
+    const ChunkRun run = RunChunk(*head, problem);
+    ASSERT_TRUE(run.results.ok()) << run.results;
+    ASSERT_TRUE(run.done.ok()) << run.done;
+    EXPECT_EQ(run.slices[1].first_nonfinite_row, 5);
+    reference::ParamGradients gradients = reference::ZeroGradients(problem.config);
+    const auto want = ComputeReference(without, &gradients);
+    for (size_t i : {0, 2}) {
+      ExpectSliceMatches(head->compute_dtype(), without, without.slices[i], want[i], run.slices[i]);
+    }
+    ExpectGradientsMatch(*head, gradients, MaxAbsLogit(want));
+  }
+}
+
+TEST_P(BackendConformance, NonFiniteIgnoredRowIsNoFailure) {
+  ProblemSpec spec = Plain({6}, 12, 20);
+  spec.ignored = 0.0;
+  Problem problem = MakeProblem(spec, rng());
+  problem.slices[0].targets[2] = kIgnoredTarget;
+  Problem poisoned = problem;
+  std::fill_n(poisoned.slices[0].hidden.begin() + 2 * 12, 12, kNan);
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  reference::ParamGradients gradients = reference::ZeroGradients(problem.config);
+  const auto want = ComputeReference(problem, &gradients);
+  const ChunkRun run = RunChunk(*head, poisoned);
+  ASSERT_TRUE(run.done.ok()) << run.done;
+  ExpectSliceMatches(head->compute_dtype(), problem, problem.slices[0], want[0], run.slices[0]);
+  ExpectGradientsMatch(*head, gradients, MaxAbsLogit(want));
+}
+
+TEST_P(BackendConformance, NonFiniteUpstreamNeverReachesTheAccumulators) {
+  for (int which = 0; which < 4; ++which) {
+    ProblemSpec spec = Plain({6, 6}, 12, 20);
+    spec.ignored = 0.0;
+    Problem problem = MakeProblem(spec, rng());
+    SliceData& slice = problem.slices[1];
+    std::vector<float>* const fields[] = {&slice.row_weights, &slice.grad_loss, &slice.grad_lse,
+                                          &slice.grad_entropy};
+    fields[which]->assign(6, 1.0f);
+    (*fields[which])[4] = kNan;
+    const auto head = MakeHead(backend(), problem);
+    ASSERT_NE(head, nullptr);
+    const ChunkRun run = RunChunk(*head, problem);
+    EXPECT_EQ(run.slices[1].first_nonfinite_row, 4);
+    EXPECT_EQ(run.slices[0].first_nonfinite_row, -1);
+    for (const std::vector<float>& gradient : AllGradients(*head)) EXPECT_TRUE(AllFinite(gradient));
+  }
+}
+
+TEST_P(BackendConformance, BadChunksAreRefusedAndChangeNothing) {
+  ProblemSpec spec = Plain({4, 5}, 8, 30);
+  const Problem good = MakeProblem(spec, rng());
+  const auto head = MakeHead(backend(), good);
+  ASSERT_NE(head, nullptr);
+  struct Case {
+    std::function<void(Problem&)> change;
+    const char* message;
+  };
+  const int64_t too_many = head->chunk_rows() + 1;
+  const Case cases[] = {
+      {[](Problem& p) { p.slices[1].targets[3] = 30; },
+       "slices[1].targets[3] must be in [0, 30) or -1, got 30"},
+      {[](Problem& p) { p.slices[0].targets[0] = -2; }, "got -2"},
+      {[](Problem& p) { p.slices[0].targets[1] = std::numeric_limits<int32_t>::max(); }, "got 2147483647"},
+      {[](Problem& p) { p.options.label_smoothing = 1.5f; }, "label_smoothing must be in [0, 1], got 1.5"},
+      {[](Problem& p) { p.options.softcap = -1.0f; }, "softcap"},
+      {[](Problem& p) { p.options.logit_scale = kNan; }, "logit_scale"},
+      {[](Problem& p) { p.options.z_loss = -0.5f; }, "z_loss"},
+      {[](Problem& p) { p.options.use_class_weights = true; }, "use_class_weights"},
+      {[](Problem& p) { p.slices[1].grad_scale = kInf; }, "slices[1].grad_scale must be finite, got inf"},
+      {[&](Problem& p) {
+         p.slices[1].targets.assign(static_cast<size_t>(too_many), 0);
+         p.slices[1].hidden.assign(static_cast<size_t>(too_many * 8), 0.0f);
+       },
+       "a chunk holds at most"},
+  };
+  for (const Case& c : cases) {
+    Problem bad = good;
+    c.change(bad);
+    const ChunkRun run = RunChunk(*head, bad);
+    EXPECT_EQ(run.results.code(), absl::StatusCode::kInvalidArgument) << run.results;
+    EXPECT_EQ(run.done.code(), absl::StatusCode::kInvalidArgument) << run.done;
+    EXPECT_THAT(std::string(run.results.message()), HasSubstr(c.message));
+    ExpectZeroGradients(*head);
+  }
+  reference::ParamGradients gradients = reference::ZeroGradients(good.config);
+  const auto want = ComputeReference(good, &gradients);
+  ASSERT_TRUE(RunChunk(*head, good).done.ok());
+  ExpectGradientsMatch(*head, gradients, MaxAbsLogit(want));
+}
+
+TEST_P(BackendConformance, SameChunkSameBits) {
+  const Problem problem = MakeProblem(Random(70, 45, 210), rng());
+  std::vector<ChunkRun> runs;
+  std::vector<std::vector<std::vector<float>>> gradients;
+  for (int i = 0; i < 2; ++i) {
+    const auto head = MakeHead(backend(), problem);
+    ASSERT_NE(head, nullptr);
+    runs.push_back(RunChunk(*head, problem));
+    gradients.push_back(AllGradients(*head));
+  }
+  EXPECT_EQ(gradients[0], gradients[1]);
+  for (size_t i = 0; i < problem.slices.size(); ++i) {
+    EXPECT_EQ(runs[0].slices[i].loss, runs[1].slices[i].loss);
+    EXPECT_EQ(runs[0].slices[i].grad_hidden, runs[1].slices[i].grad_hidden);
+  }
+}
+
+TEST_P(BackendConformance, NewHeadIsZeroButForGainAndClassWeights) {
+  HeadConfig config = Plain({1}, 7, 9).config;
+  config.has_bias = config.has_class_weights = true;
+  config.norm = Norm::kLayerNorm;
+  config.optimizer_state = OptimizerState::kAdam;
+  auto head = backend().CreateHead(config);
+  ASSERT_TRUE(head.ok()) << head.status();
+  for (Param param : kAllParams) {
+    for (Role role : {Role::kValue, Role::kGradient, Role::kMoment1, Role::kMoment2}) {
+      if (!HasTensor(config, {param, role})) continue;
+      const bool one = role == Role::kValue && (param == Param::kNormGain || param == Param::kClassWeights);
+      const std::vector<float> values = ReadAll(**head, {param, role});
+      EXPECT_EQ(values, std::vector<float>(values.size(), one ? 1.0f : 0.0f)) << Name(param) << Name(role);
+    }
+  }
+}
+
+TEST_P(BackendConformance, TensorsRoundTripInRowRanges) {
+  HeadConfig config = Plain({1}, 13, 29).config;
+  config.optimizer_state = OptimizerState::kAdam;
+  auto head = backend().CreateHead(config);
+  ASSERT_TRUE(head.ok()) << head.status();
+  for (Role role : {Role::kValue, Role::kGradient, Role::kMoment1, Role::kMoment2}) {
+    const TensorId id{Param::kWeight, role};
+    std::vector<float> want(29 * 13);
+    for (float& v : want) v = Uniform(rng(), -3.0f, 3.0f);
+    for (int64_t row = 0; row < 29; row += 10) {
+      const int64_t rows = std::min<int64_t>(10, 29 - row);
+      const absl::Status status = (*head)->WriteTensor(
+          id, row, rows, DType::kFloat32,
+          AsBytes(want).subspan(static_cast<size_t>(row) * 52, static_cast<size_t>(rows) * 52));
+      ASSERT_TRUE(status.ok()) << status;
+    }
+    EXPECT_EQ(ReadAll(**head, id), want);
+    for (DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+      std::vector<uint8_t> bytes(7 * 13 * 2);
+      ASSERT_TRUE((*head)->ReadTensor(id, 4, 7, dtype, absl::MakeSpan(bytes)).ok());
+      EXPECT_EQ(bytes, Encode(dtype, absl::MakeConstSpan(want).subspan(4 * 13, 7 * 13)));
+    }
+  }
+  const std::vector<float> rows = {0.1f, 1e-7f, 65504.0f, -3.3f, 2.0f, 0.0f, -0.0f,
+                                   5.0f, 6.0f,  7.0f,     8.0f,  9.0f, 10.0f};
+  for (DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    const std::vector<uint8_t> bytes = Encode(dtype, rows);
+    ASSERT_TRUE((*head)->WriteTensor({Param::kWeight, Role::kValue}, 28, 1, dtype, bytes).ok());
+    const std::vector<float> all = ReadAll(**head, {Param::kWeight, Role::kValue});
+    EXPECT_EQ(std::vector<float>(all.end() - 13, all.end()), Decode(dtype, bytes));
+  }
+}
+
+TEST_P(BackendConformance, TensorAccessRefusesBadRanges) {
+  const HeadConfig config = Plain({1}, 4, 6).config;
+  auto head = backend().CreateHead(config);
+  ASSERT_TRUE(head.ok()) << head.status();
+  const TensorId weight{Param::kWeight, Role::kValue};
+  std::vector<uint8_t> bytes(6 * 4 * 4);
+  const auto read = [&](TensorId id, int64_t begin, int64_t rows, size_t size) {
+    return (*head)
+        ->ReadTensor(id, begin, rows, DType::kFloat32, absl::MakeSpan(bytes).subspan(0, size))
+        .code();
+  };
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+  EXPECT_EQ(read(weight, 0, 6, 96), absl::StatusCode::kOk);
+  EXPECT_EQ(read(weight, 6, 0, 0), absl::StatusCode::kOk);
+  EXPECT_EQ(read(weight, 0, 6, 92), kInvalid);
+  EXPECT_EQ(read(weight, 5, 2, 32), kInvalid);
+  EXPECT_EQ(read(weight, -1, 2, 32), kInvalid);
+  EXPECT_EQ(read(weight, 1, -1, 0), kInvalid);
+  EXPECT_EQ(read(weight, std::numeric_limits<int64_t>::max(), 1, 16), kInvalid);
+  EXPECT_EQ(read(weight, 1, std::numeric_limits<int64_t>::max(), 16), kInvalid);
+  EXPECT_EQ(read({Param::kBias, Role::kValue}, 0, 6, 24), absl::StatusCode::kNotFound);
+  EXPECT_EQ(
+      (*head)->WriteTensor(weight, 3, 4, DType::kFloat32, absl::MakeConstSpan(bytes).subspan(0, 64)).code(),
+      kInvalid);
+  EXPECT_TRUE(AllZero(ReadAll(**head, weight)));
+}
+
+TEST_P(BackendConformance, GradNormCoversEveryParameter) {
+  ProblemSpec spec = Plain({24}, 31, 57);
+  spec.config.has_bias = true;
+  spec.config.norm = Norm::kLayerNorm;
+  const Problem problem = MakeProblem(spec, rng());
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  EXPECT_EQ(*head->GradNorm(), 0.0);
+  ASSERT_TRUE(RunChunk(*head, problem).done.ok());
+  double squares = 0.0;
+  for (const std::vector<float>& gradient : AllGradients(*head)) squares += std::pow(NormOf(gradient), 2);
+  EXPECT_NEAR(*head->GradNorm(), std::sqrt(squares), 1e-9 * std::sqrt(squares));
+  ASSERT_TRUE(
+      head->WriteTensor({Param::kBias, Role::kGradient}, 5, 1, DType::kFloat32, AsBytes({kInf})).ok());
+  EXPECT_FALSE(std::isfinite(*head->GradNorm()));
+  ASSERT_TRUE(head->ZeroGradients().ok());
+  ExpectZeroGradients(*head);
+}
+
+TEST_P(BackendConformance, OptimizersFollowTheReferenceOverTenSteps) {
+  using Kind = OptimizerOptions::Kind;
+  const OptimizerOptions cases[] = {
+      {.learning_rate = 1e-2},
+      {.learning_rate = 1e-2, .weight_decay = 0.1, .grad_multiplier = 0.25, .beta1 = 0.8, .beta2 = 0.95},
+      {.learning_rate = 1e-2, .weight_decay = 0.1, .decay_vectors = true, .epsilon = 1e-4},
+      {.kind = Kind::kSgd, .learning_rate = 0.1},
+      {.kind = Kind::kSgd, .learning_rate = 0.1, .weight_decay = 0.02, .grad_multiplier = -0.5},
+      {.kind = Kind::kSgd, .learning_rate = 0.1, .weight_decay = 0.02, .momentum = 0.9, .dampening = 0.3},
+      {.kind = Kind::kSgd, .learning_rate = 0.1, .decay_vectors = true, .momentum = 0.9, .nesterov = true},
+  };
+  for (const OptimizerOptions& options : cases) {
+    ProblemSpec spec = Plain({1}, 11, 23);
+    spec.config.has_bias = true;
+    spec.config.norm = Norm::kLayerNorm;
+    spec.config.optimizer_state = OptimizerState::kAdam;
+    const Problem problem = MakeProblem(spec, rng());
+    const auto head = MakeHead(backend(), problem);
+    ASSERT_NE(head, nullptr);
+    for (Param param : {Param::kWeight, Param::kBias, Param::kNormGain, Param::kNormShift}) {
+      const std::vector<float>& start = problem.Values(param);
+      std::vector<double> values(start.begin(), start.end());
+      reference::OptimizerMoments moments;
+      ASSERT_TRUE(head->WriteTensor({param, Role::kValue}, 0, ShapeOf(spec.config, param).rows,
+                                    DType::kFloat32, AsBytes(start))
+                      .ok());
+      for (Role role : {Role::kMoment1, Role::kMoment2}) {
+        const std::vector<float> zeros(start.size(), 0.0f);
+        ASSERT_TRUE(head->WriteTensor({param, role}, 0, ShapeOf(spec.config, param).rows, DType::kFloat32,
+                                      AsBytes(zeros))
+                        .ok());
+      }
+      for (int64_t update = 1; update <= 10; ++update) {
+        std::vector<float> gradient(start.size());
+        for (float& g : gradient) g = Uniform(rng(), -1.0f, 1.0f);
+        ASSERT_TRUE(head->WriteTensor({param, Role::kGradient}, 0, ShapeOf(spec.config, param).rows,
+                                      DType::kFloat32, AsBytes(gradient))
+                        .ok());
+        ASSERT_TRUE(head->ApplyStep(options, update).ok());
+        reference::ApplyUpdate(options, update, param != Param::kWeight, {gradient.begin(), gradient.end()},
+                               values, moments);
+      }
+      const std::vector<float> got = ReadAll(*head, {param, Role::kValue});
+      for (size_t i = 0; i < got.size(); ++i) {
+        EXPECT_NEAR(got[i], values[i], 2e-6 * (1.0 + std::fabs(values[i]))) << Name(param) << " " << i;
+      }
+    }
+    ExpectZeroGradients(*head);
+  }
+}
+
+// The step changes what the next chunk is computed with.
+TEST_P(BackendConformance, StepRefreshesTheComputeWeights) {
+  ProblemSpec spec = Plain({20}, 17, 41);
+  spec.ignored = 0.0;
+  Problem problem = MakeProblem(spec, rng());
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  const double before = RunChunk(*head, problem).slices[0].sums.loss;
+  ASSERT_TRUE(head->ApplyStep({.kind = OptimizerOptions::Kind::kSgd, .learning_rate = 0.05}, 1).ok());
+  const double after = RunChunk(*head, problem).slices[0].sums.loss;
+  EXPECT_LT(after, before - 0.1);
+}
+
+TEST_P(BackendConformance, StepRefusesWhatTheHeadCannotDo) {
+  HeadConfig config = Plain({1}, 3, 4).config;
+  config.optimizer_state = OptimizerState::kMomentum;
+  auto head = backend().CreateHead(config);
+  ASSERT_TRUE(head.ok()) << head.status();
+  using Kind = OptimizerOptions::Kind;
+  EXPECT_EQ((*head)->ApplyStep({.kind = Kind::kAdamW}, 1).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ((*head)->ApplyStep({.kind = Kind::kSgd, .learning_rate = -1.0}, 1).code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ((*head)->ApplyStep({.kind = Kind::kSgd}, 0).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_TRUE((*head)->ApplyStep({.kind = Kind::kSgd, .momentum = 0.9}, 1).ok());
+}
+
+TEST_P(BackendConformance, PlanIsWhatAHeadHolds) {
+  for (int i = 0; i < 8; ++i) {
+    HeadConfig config = Random(1, UniformInt(rng(), 1, 90), UniformInt(rng(), 1, 300)).config;
+    config.optimizer_state = static_cast<OptimizerState>(UniformInt(rng(), 0, 2));
+    config.trainable = Chance(rng(), 0.7);
+    const MemoryBytes before = backend().memory().current;
+    const auto plan = backend().PlanHead(config);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    {
+      auto head = backend().CreateHead(config);
+      ASSERT_TRUE(head.ok()) << head.status();
+      EXPECT_GE((*head)->chunk_rows(), 1);
+      EXPECT_EQ((*head)->config(), config);
+      EXPECT_GE(plan->by_kind[0], config.vocab_size * config.hidden_size * 4);
+      for (size_t kind = 0; kind < kMemoryKinds; ++kind) {
+        EXPECT_EQ((*head)->memory().by_kind[kind], plan->by_kind[kind]);
+        EXPECT_EQ(backend().memory().current.by_kind[kind] - before.by_kind[kind], plan->by_kind[kind]);
+      }
+      EXPECT_GE(backend().memory().peak_total, backend().memory().current.Total());
+    }
+    EXPECT_EQ(backend().memory().current.by_kind, before.by_kind);
+  }
+}
+
+TEST_P(BackendConformance, RefusesBadHeads) {
+  HeadConfig config = Plain({1}, 0, 4).config;
+  EXPECT_EQ(backend().PlanHead(config).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(backend().CreateHead(config).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_P(BackendConformance, StagingIsCountedAndAligned) {
+  const int64_t before = backend().memory().current[MemoryKind::kStaging];
+  {
+    auto staging = backend().AllocateStaging(1001);
+    ASSERT_TRUE(staging.ok()) << staging.status();
+    EXPECT_EQ((*staging)->bytes().size(), 1001u);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>((*staging)->bytes().data()) % 64, 0u);
+    std::fill((*staging)->bytes().begin(), (*staging)->bytes().end(), uint8_t{7});
+    EXPECT_GE(backend().memory().current[MemoryKind::kStaging] - before, 1001);
+  }
+  EXPECT_EQ(backend().memory().current[MemoryKind::kStaging], before);
+  EXPECT_EQ(backend().AllocateStaging(-1).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+}  // namespace lossd::kernels::testing

@@ -1,0 +1,111 @@
+// What the CPU backend promises beyond the contract: options, limits, threads.
+#include "kernels/cpu/cpu_backend.h"
+
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/kernels/problem.h"
+
+namespace lossd::kernels::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+HeadConfig Config(int64_t hidden_size, int64_t vocab_size) {
+  HeadConfig config;
+  config.hidden_size = hidden_size;
+  config.vocab_size = vocab_size;
+  return config;
+}
+
+std::unique_ptr<Backend> MakeBackend(const CpuBackendOptions& options) {
+  auto backend = CreateCpuBackend(options);
+  EXPECT_TRUE(backend.ok()) << backend.status();
+  return *std::move(backend);
+}
+
+TEST(CpuBackendTest, RefusesOptionsOutOfRangeByName) {
+  const auto message = [](const CpuBackendOptions& options) {
+    const absl::Status status = CreateCpuBackend(options).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    return std::string(status.message());
+  };
+  EXPECT_THAT(message({.threads = -1}), HasSubstr("threads must be in [0, 1024], got -1"));
+  EXPECT_THAT(message({.workspace_bytes = 0}), HasSubstr("workspace_bytes must be >= 1, got 0"));
+  EXPECT_THAT(message({.memory_limit_bytes = -5}), HasSubstr("memory_limit_bytes must be >= 0, got -5"));
+}
+
+TEST(CpuBackendTest, InfoSaysWhatItRunsOn) {
+  const BackendInfo info = MakeBackend({.threads = 2})->info();
+  EXPECT_EQ(info.name, "cpu");
+  EXPECT_THAT(info.device, HasSubstr("2 threads, OpenBLAS"));
+}
+
+TEST(CpuBackendTest, WorkspaceBoundsTheChunkRows) {
+  for (int64_t workspace : {int64_t{3000}, int64_t{100} << 10, int64_t{1} << 20, int64_t{1} << 30}) {
+    const auto backend = MakeBackend({.threads = 1, .workspace_bytes = workspace});
+    auto head = backend->CreateHead(Config(16, 500));
+    ASSERT_TRUE(head.ok()) << head.status();
+    const int64_t held = (*head)->memory()[MemoryKind::kWorkspace];
+    const int64_t rows = (*head)->chunk_rows();
+    EXPECT_LE(held, workspace);
+    EXPECT_LE(rows, 4096);
+    const bool one_more_would_fit = held + held / rows + 256 <= workspace;
+    EXPECT_TRUE(!one_more_would_fit || rows == 4096) << rows << " rows in " << held << " of " << workspace;
+  }
+}
+
+TEST(CpuBackendTest, RefusesAHeadWhoseRowDoesNotFitTheWorkspace) {
+  const auto backend = MakeBackend({.threads = 1, .workspace_bytes = 1999});
+  const absl::Status status = backend->CreateHead(Config(16, 500)).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("bytes of workspace, workspace_bytes is 1999"));
+  EXPECT_EQ(backend->memory().current.Total(), 0);
+}
+
+TEST(CpuBackendTest, MemoryLimitRefusesWithThePlan) {
+  const auto unlimited = MakeBackend({.threads = 1, .workspace_bytes = 1 << 20});
+  const int64_t one = unlimited->PlanHead(Config(16, 500))->Total();
+  const auto backend =
+      MakeBackend({.threads = 1, .workspace_bytes = 1 << 20, .memory_limit_bytes = one + 1000});
+  auto first = backend->CreateHead(Config(16, 500));
+  ASSERT_TRUE(first.ok()) << first.status();
+  const absl::Status second = backend->CreateHead(Config(16, 500)).status();
+  EXPECT_EQ(second.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(second.message()), HasSubstr("weights 32000"));
+  EXPECT_THAT(std::string(second.message()),
+              HasSubstr(absl::StrCat(one, " of the limit of ", one + 1000, " bytes are in use")));
+  EXPECT_EQ(backend->AllocateStaging(1001).status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(backend->AllocateStaging(std::numeric_limits<int64_t>::max()).status().code(),
+            absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(backend->AllocateStaging(1000).ok());
+  EXPECT_EQ(backend->memory().current.Total(), one);
+  EXPECT_EQ(backend->memory().peak_total, one + 1000);
+  first->reset();
+  EXPECT_EQ(backend->memory().current.Total(), 0);
+  EXPECT_TRUE(backend->CreateHead(Config(16, 500)).ok());
+}
+
+TEST(CpuBackendTest, AnyNumberOfThreadsGivesTheSameResults) {
+  Rng rng = FreshRng();
+  for (int threads : {1, 2, 5}) {
+    const auto backend = MakeBackend({.threads = threads});
+    RunAndCompare(*backend,
+                  {MakeProblem(RandomSpec(150, 70, 900, DType::kBFloat16, DType::kFloat32, rng), rng)});
+  }
+}
+
+// More rows than one block of logits (8 MiB), so that a chunk takes several passes.
+TEST(CpuBackendTest, LargeVocabularies) {
+  Rng rng = FreshRng();
+  const auto backend = MakeBackend({.threads = 2});
+  ProblemSpec spec = RandomSpec(150, 3, 20011, DType::kFloat32, DType::kFloat32, rng);
+  RunAndCompare(*backend, {MakeProblem(spec, rng)});
+  spec = RandomSpec(3, 2, 1000003, DType::kFloat32, DType::kFloat32, rng);
+  RunAndCompare(*backend, {MakeProblem(spec, rng)});
+}
+
+}  // namespace
+}  // namespace lossd::kernels::testing
