@@ -3,9 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-
-#include "absl/strings/str_cat.h"
-#include "kernels/cuda/cuda_status.h"
+#include <limits>
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -13,24 +11,6 @@ namespace {
 // fp16 keeps 2^-24 ... 2^15; a unit this much smaller than the largest factor moves the gradients to the
 // middle of that range, with room above for the z-loss and entropy terms.
 constexpr double kHalfHeadroom = 64.0;
-
-absl::Status ValidateSlice(const LayoutHead& head, const Chunk& chunk, size_t index) {
-  const Slice& slice = chunk.slices[index];
-  const std::string field = absl::StrCat("slices[", index, "].");
-  if (slice.rows < 0)
-    return absl::InvalidArgumentError(absl::StrCat(field, "rows: ", slice.rows, " is negative"));
-  if (slice.rows == 0) return absl::OkStatus();
-  if (slice.hidden == nullptr) return absl::InvalidArgumentError(absl::StrCat(field, "hidden: missing"));
-  if (slice.targets == nullptr) return absl::InvalidArgumentError(absl::StrCat(field, "targets: missing"));
-  for (int64_t r = 0; r < slice.rows; ++r) {
-    const int32_t y = slice.targets[r];
-    if (y != kIgnoredTarget && (y < 0 || y >= head.config.vocab_size)) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(field, "targets[", r, "]: ", y, " is not in [0, ", head.config.vocab_size, ")"));
-    }
-  }
-  return absl::OkStatus();
-}
 
 float ValueOr(const float* values, int64_t row, float missing) {
   return values != nullptr ? values[row] : missing;
@@ -72,7 +52,10 @@ void FillRow(const Slice& slice, int64_t row, bool accumulate, float unit, const
   const double inverse = 1.0 / static_cast<double>(unit);
   inputs.target[compact] = slice.targets[row];
   inputs.accumulate[compact] = accumulate ? 1 : 0;
-  inputs.weight[compact] = ValueOr(slice.row_weights, row, 1.0f);
+  // A factor that is not finite makes the row's loss so, and with it the row fails.
+  const bool finite = std::isfinite(f.loss) && std::isfinite(f.lse) && std::isfinite(f.entropy);
+  inputs.weight[compact] =
+      finite ? ValueOr(slice.row_weights, row, 1.0f) : std::numeric_limits<float>::quiet_NaN();
   inputs.coef_loss[compact] = static_cast<float>(f.loss * inverse);
   inputs.coef_lse[compact] = static_cast<float>(f.lse * inverse);
   inputs.coef_entropy[compact] = static_cast<float>(f.entropy * inverse);
@@ -123,26 +106,6 @@ RowOutputBlock RowOutputBlock::Carve(Carver& carver, int64_t capacity) {
   block.argmax = carver.Take<int32_t>(capacity);
   block.first_bad = carver.Take<int32_t>(capacity);
   return block;
-}
-
-absl::Status ValidateChunk(const LayoutHead& head, const Chunk& chunk) {
-  LOSSD_RETURN_IF_ERROR(Validate(chunk.options));
-  if (chunk.accumulate_gradients && !head.config.trainable) {
-    return absl::InvalidArgumentError("accumulate_gradients: true, but the head is not trainable");
-  }
-  if (chunk.options.use_class_weights && !head.config.has_class_weights) {
-    return absl::InvalidArgumentError("options.use_class_weights: true, but the head has no class weights");
-  }
-  int64_t rows = 0;
-  for (size_t i = 0; i < chunk.slices.size(); ++i) {
-    LOSSD_RETURN_IF_ERROR(ValidateSlice(head, chunk, i));
-    rows += chunk.slices[i].rows;
-  }
-  if (rows > head.chunk_rows) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("slices: ", rows, " rows are more than a chunk holds (", head.chunk_rows, ")"));
-  }
-  return absl::OkStatus();
 }
 
 ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInputBlock& inputs) {

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "absl/status/status.h"
 #include "kernels/backend.h"
 #include "kernels/cuda/device_memory.h"
 
@@ -76,10 +75,8 @@ struct LayoutHead {
   float largest_class_weight = 1.0f;  // of those in use, by magnitude
 };
 
-// Checks a chunk against its head. INVALID_ARGUMENT naming the field and the value.
-absl::Status ValidateChunk(const LayoutHead& head, const Chunk& chunk);
-
-// Lays out a valid chunk and fills `inputs` (host memory of capacity >= head.chunk_rows).
+// Lays out a valid chunk (kernels/validation.h) and fills `inputs` (host memory of capacity >=
+// head.chunk_rows).
 ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInputBlock& inputs);
 
 // Hands the device's results to the slices: row outputs, sums, first_nonfinite_row; zeroes the hidden

@@ -66,7 +66,7 @@ class CudaBackend : public Backend {
   }
 
   absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
-    if (bytes < 0) return absl::InvalidArgumentError(absl::StrCat("bytes: ", bytes, " is negative"));
+    if (bytes < 0) return absl::InvalidArgumentError(absl::StrCat("bytes must be >= 0, got ", bytes));
     LOSSD_RETURN_IF_ERROR(device_->Enter());
     absl::StatusOr<PinnedBuffer> buffer = PinnedBuffer::Allocate(&device_->ledger(), bytes);
     if (!buffer.ok()) return buffer.status();

@@ -10,6 +10,7 @@
 #include "kernels/cuda/row_norm.h"
 #include "kernels/cuda/rows.h"
 #include "kernels/cuda/tensor_ops.h"
+#include "kernels/validation.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -201,7 +202,7 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   }
   const LayoutHead layout_head = {config_, config_.compute_dtype, sizes_.chunk_rows,
                                   chunk->options.use_class_weights ? largest_class_weight_ : 1.0f};
-  if (status.ok()) status = ValidateChunk(layout_head, *chunk);
+  if (status.ok()) status = ValidateChunk(config_, sizes_.chunk_rows, *chunk);
   if (status.ok()) {
     job->slot_index = next_slot_;
     job->slot = &slots_[next_slot_];
@@ -511,22 +512,7 @@ void CudaHead::Report(std::shared_ptr<Job> job, absl::Status status, ChunkCallba
 
 // ---- tensors ----
 
-absl::StatusOr<DeviceMatrix> CudaHead::FindTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
-                                                  size_t bytes) const {
-  if (!HasTensor(config_, id)) {
-    return absl::NotFoundError(
-        absl::StrCat("tensor: the head has no ", Name(id.role), " of ", Name(id.param)));
-  }
-  const TensorShape shape = ShapeOf(config_, id.param);
-  if (row_begin < 0 || rows < 0 || row_begin > shape.rows - rows) {
-    return absl::InvalidArgumentError(absl::StrCat("rows: [", row_begin, ", ", row_begin, " + ", rows,
-                                                   ") is not within [0, ", shape.rows, ")"));
-  }
-  if (bytes != static_cast<size_t>(rows * shape.cols) * SizeOf(dtype)) {
-    return absl::InvalidArgumentError(absl::StrCat("bytes: ", bytes, " given, ", rows, " x ", shape.cols, " ",
-                                                   Name(dtype), " need ",
-                                                   static_cast<size_t>(rows * shape.cols) * SizeOf(dtype)));
-  }
+DeviceMatrix CudaHead::FindTensor(TensorId id, int64_t row_begin) const {
   const ParamBlock* block = &values_.params;
   if (id.role == Role::kGradient) block = &gradients_;
   if (id.role == Role::kMoment1) block = &moments_[0];
@@ -544,7 +530,7 @@ absl::StatusOr<DeviceMatrix> CudaHead::FindTensor(TensorId id, int64_t row_begin
     case Param::kClassWeights:
       return DeviceMatrix{values_.class_weights + row_begin, DType::kFloat32, 1, 1};
   }
-  return absl::NotFoundError("tensor: unknown parameter");
+  return {};
 }
 
 // Copies `rows` rows of `matrix` to `out` or from `in`, whichever is not null, a piece at a time. Each
@@ -574,19 +560,18 @@ absl::Status CudaHead::CopyTensor(const DeviceMatrix& matrix, int64_t rows, DTyp
 absl::Status CudaHead::ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                                   absl::Span<uint8_t> out) {
   LOSSD_RETURN_IF_ERROR(device_->Enter());
-  const absl::StatusOr<DeviceMatrix> matrix = FindTensor(id, row_begin, rows, dtype, out.size());
-  if (!matrix.ok()) return matrix.status();
+  LOSSD_RETURN_IF_ERROR(ValidateTensorAccess(config_, id, row_begin, rows, dtype, out.size()));
   LOSSD_RETURN_IF_ERROR(device_->Synchronize());
-  return device_->Fail(CopyTensor(*matrix, rows, dtype, out.data(), nullptr));
+  return device_->Fail(CopyTensor(FindTensor(id, row_begin), rows, dtype, out.data(), nullptr));
 }
 
 absl::Status CudaHead::WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                                    absl::Span<const uint8_t> in) {
   LOSSD_RETURN_IF_ERROR(device_->Enter());
-  const absl::StatusOr<DeviceMatrix> matrix = FindTensor(id, row_begin, rows, dtype, in.size());
-  if (!matrix.ok()) return matrix.status();
+  LOSSD_RETURN_IF_ERROR(ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size()));
   LOSSD_RETURN_IF_ERROR(device_->Synchronize());
-  LOSSD_RETURN_IF_ERROR(device_->Fail(CopyTensor(*matrix, rows, dtype, nullptr, in.data())));
+  LOSSD_RETURN_IF_ERROR(
+      device_->Fail(CopyTensor(FindTensor(id, row_begin), rows, dtype, nullptr, in.data())));
   return device_->Fail(RefreshAfterWrite(id, row_begin, rows));
 }
 
@@ -622,7 +607,7 @@ absl::Status CudaHead::ReadClassWeights() {
 
 absl::StatusOr<double> CudaHead::GradNorm() {
   LOSSD_RETURN_IF_ERROR(device_->Enter());
-  if (!config_.trainable) return absl::FailedPreconditionError("GradNorm: the head is not trainable");
+  if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
   const cudaStream_t stream = device_->compute();
   double* result = workspace_.square_sums + kSquareSumPartials;
   double sum = 0.0;
@@ -639,14 +624,7 @@ absl::StatusOr<double> CudaHead::GradNorm() {
 
 absl::Status CudaHead::ApplyStep(const OptimizerOptions& options, int64_t update) {
   LOSSD_RETURN_IF_ERROR(device_->Enter());
-  LOSSD_RETURN_IF_ERROR(Validate(options));
-  if (update < 1) return absl::InvalidArgumentError(absl::StrCat("update: ", update, " is below 1"));
-  if (!config_.trainable) return absl::FailedPreconditionError("ApplyStep: the head is not trainable");
-  if (RequiredState(options) > config_.optimizer_state) {
-    return absl::FailedPreconditionError(absl::StrCat("optimizer_state: the head reserved ",
-                                                      Name(config_.optimizer_state), ", the options need ",
-                                                      Name(RequiredState(options))));
-  }
+  LOSSD_RETURN_IF_ERROR(ValidateStep(config_, options, update));
   OptimizerStepParams p;
   p.options = options;
   p.update = update;
@@ -667,7 +645,7 @@ absl::Status CudaHead::ApplyStep(const OptimizerOptions& options, int64_t update
 
 absl::Status CudaHead::ZeroGradients() {
   LOSSD_RETURN_IF_ERROR(device_->Enter());
-  if (!config_.trainable) return absl::FailedPreconditionError("ZeroGradients: the head is not trainable");
+  if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
   const cudaError_t error =
       cudaMemsetAsync(gradients_.first(), 0, static_cast<size_t>(gradients_.bytes), device_->compute());
   LOSSD_RETURN_IF_ERROR(device_->Fail(ToStatus(error, "cudaMemsetAsync")));

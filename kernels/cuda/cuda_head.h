@@ -69,9 +69,8 @@ class CudaHead : public HeadKernels {
   GemmShape HiddenGradientShape(int64_t rows) const;
   GemmShape WeightGradientShape(int64_t rows) const;
 
-  // A parameter's tensor as a matrix on the device; INVALID_ARGUMENT or NOT_FOUND if it cannot be had.
-  absl::StatusOr<DeviceMatrix> FindTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
-                                          size_t bytes) const;
+  // A tensor of this head from row `row_begin` on, as a matrix on the device.
+  DeviceMatrix FindTensor(TensorId id, int64_t row_begin) const;
   absl::Status CopyTensor(const DeviceMatrix& matrix, int64_t rows, DType dtype, uint8_t* out,
                           const uint8_t* in);
   absl::Status RefreshAfterWrite(TensorId id, int64_t row_begin, int64_t rows);

@@ -35,20 +35,20 @@ absl::StatusOr<int> CountDevices() {
 
 absl::Status ValidateOptions(const CudaBackendOptions& options, int device_count) {
   if (options.device < 0 || options.device >= device_count) {
-    return absl::InvalidArgumentError(absl::StrCat("device: ", options.device, " is not in [0, ",
-                                                   device_count, "): the number of GPUs is ", device_count));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "device must be in [0, ", device_count, ") (GPUs found: ", device_count, "), got ", options.device));
   }
   if (options.workspace_bytes < 0) {
     return absl::InvalidArgumentError(
-        absl::StrCat("workspace_bytes: ", options.workspace_bytes, " is negative"));
+        absl::StrCat("workspace_bytes must be >= 0, got ", options.workspace_bytes));
   }
   if (options.memory_limit_bytes < 0) {
     return absl::InvalidArgumentError(
-        absl::StrCat("memory_limit_bytes: ", options.memory_limit_bytes, " is negative"));
+        absl::StrCat("memory_limit_bytes must be >= 0, got ", options.memory_limit_bytes));
   }
   if (options.max_chunk_rows < 1) {
     return absl::InvalidArgumentError(
-        absl::StrCat("max_chunk_rows: ", options.max_chunk_rows, " is below 1"));
+        absl::StrCat("max_chunk_rows must be >= 1, got ", options.max_chunk_rows));
   }
   return absl::OkStatus();
 }
