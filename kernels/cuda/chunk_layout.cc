@@ -8,9 +8,10 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-// fp16 keeps 2^-24 ... 2^15; a unit this much smaller than the largest factor moves the gradients to the
-// middle of that range, with room above for the z-loss and entropy terms.
-constexpr double kHalfHeadroom = 64.0;
+// fp16 keeps 2^-24 ... 2^16; a unit this much smaller than the largest factor moves the gradients to the
+// upper end of that range, with some room for the z-loss and entropy terms.
+constexpr double kHalfHeadroom = 8192.0;
+constexpr double kLargeLse = 100.0;  // what the z-loss term is expected to stay below
 
 float ValueOr(const float* values, int64_t row, float missing) {
   return values != nullptr ? values[row] : missing;
@@ -35,8 +36,9 @@ float UnitFor(const LayoutHead& head, const Chunk& chunk) {
     for (int64_t r = 0; r < slice.rows; ++r) {
       if (slice.targets[r] == kIgnoredTarget) continue;
       const RowFactors f = FactorsOf(slice, r);
-      const double size = std::fabs(f.loss) * std::max(1.0, static_cast<double>(head.largest_class_weight)) +
-                          std::fabs(f.lse) + std::fabs(f.entropy);
+      const double slope = std::max(1.0, static_cast<double>(head.largest_class_weight)) +
+                           2.0 * static_cast<double>(chunk.options.z_loss) * kLargeLse;
+      const double size = std::fabs(f.loss) * slope + std::fabs(f.lse) + std::fabs(f.entropy);
       if (std::isfinite(size)) largest = std::max(largest, size);
     }
   }

@@ -15,10 +15,6 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-// How much smaller than dx the rows of the fp16 hidden gradient are kept while they wait for a
-// conversion; undoes the headroom that chunk_layout.cc gives the logit gradient.
-constexpr float kHalfHiddenGradientScale = 1.0f / 64.0f;
-
 absl::Status Copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
   return ToStatus(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, stream),
                   "cudaMemcpyAsync");
@@ -131,7 +127,7 @@ GemmShape CudaHead::LogitsShape(int64_t rows) const {
           .output = config_.compute_dtype};
 }
 
-GemmShape CudaHead::HiddenGradientShape(int64_t rows) const {
+GemmShape CudaHead::HiddenGradientShape(int64_t rows, DType output) const {
   return {.m = sizes_.padded_hidden,
           .n = rows,
           .k = sizes_.padded_vocab,
@@ -139,7 +135,7 @@ GemmShape CudaHead::HiddenGradientShape(int64_t rows) const {
           .ldb = sizes_.padded_vocab,
           .ldc = sizes_.padded_hidden,
           .input = config_.compute_dtype,
-          .output = config_.compute_dtype};
+          .output = output};
 }
 
 GemmShape CudaHead::WeightGradientShape(int64_t rows) const {
@@ -172,7 +168,7 @@ absl::Status CudaHead::Tune() {
                                    {.a = values_.compute_weight, .b = slot.hidden, .c = workspace_.logits},
                                    scratch, stream));
   LOSSD_RETURN_IF_ERROR(
-      gemms.Tune(HiddenGradientShape(rows),
+      gemms.Tune(HiddenGradientShape(rows, config_.compute_dtype),
                  {.a = values_.compute_weight, .b = workspace_.logits, .c = workspace_.hidden_gradient},
                  scratch, stream));
   if (config_.trainable) {
@@ -235,7 +231,8 @@ absl::Status CudaHead::PrepareGemms(const Job& job) {
   Gemms& gemms = device_->gemms();
   const int64_t rows = job.layout.padded_rows;
   LOSSD_RETURN_IF_ERROR(gemms.Prepare(LogitsShape(rows)));
-  if (job.hidden_gemm) LOSSD_RETURN_IF_ERROR(gemms.Prepare(HiddenGradientShape(rows)));
+  if (job.hidden_gemm)
+    LOSSD_RETURN_IF_ERROR(gemms.Prepare(HiddenGradientShape(rows, HiddenGradientType(job))));
   if (job.layout.accumulate) LOSSD_RETURN_IF_ERROR(gemms.Prepare(WeightGradientShape(rows)));
   return absl::OkStatus();
 }
@@ -352,6 +349,14 @@ absl::Status CudaHead::Forward(const Job& job) {
   p.z_loss = options.z_loss;
   p.want_entropy = layout.want_entropy;
   p.targets = in.target;
+  if (workspace_.target_dots != nullptr) {
+    LOSSD_RETURN_IF_CUDA_ERROR(
+        LaunchTargetDots({job.memory.hidden, values_.compute_weight, compute, sizes_.padded_hidden,
+                          layout.compact_rows, in.target, workspace_.target_dots},
+                         stream),
+        "target kernel");
+    p.target_dots = workspace_.target_dots;
+  }
   p.weights = in.weight;
   p.coef_loss = in.coef_loss;
   p.coef_lse = in.coef_lse;
@@ -373,19 +378,23 @@ absl::Status CudaHead::Forward(const Job& job) {
 
 float CudaHead::HiddenGradientScale(const Job& job) const {
   const float t = job.chunk->options.logit_scale;
-  if (job.direct) return t * job.layout.unit;
-  return config_.compute_dtype == DType::kFloat16 ? t * kHalfHiddenGradientScale : t;
+  return job.direct ? t * job.layout.unit : t;
+}
+
+DType CudaHead::HiddenGradientType(const Job& job) const {
+  return job.direct ? config_.compute_dtype : HiddenGradientDType(config_.compute_dtype);
 }
 
 absl::Status CudaHead::HiddenGradient(const Job& job) {
   const cudaStream_t stream = device_->compute();
   LOSSD_RETURN_IF_ERROR(Await(download_idle_, stream));
-  LOSSD_RETURN_IF_ERROR(device_->gemms().Run(HiddenGradientShape(job.layout.padded_rows),
-                                             {.a = values_.compute_weight,
-                                              .b = workspace_.logits,
-                                              .c = workspace_.hidden_gradient,
-                                              .alpha = HiddenGradientScale(job)},
-                                             device_->gemm_workspace(), stream));
+  LOSSD_RETURN_IF_ERROR(
+      device_->gemms().Run(HiddenGradientShape(job.layout.padded_rows, HiddenGradientType(job)),
+                           {.a = values_.compute_weight,
+                            .b = workspace_.logits,
+                            .c = workspace_.hidden_gradient,
+                            .alpha = HiddenGradientScale(job)},
+                           device_->gemm_workspace(), stream));
   if (config_.norm != Norm::kNone) LOSSD_RETURN_IF_ERROR(NormBackward(job));
   return Record(job.slot->hidden_gradient, stream);
 }
@@ -393,7 +402,7 @@ absl::Status CudaHead::HiddenGradient(const Job& job) {
 absl::Status CudaHead::NormBackward(const Job& job) {
   const cudaStream_t stream = device_->compute();
   const DeviceMatrix raw = {job.memory.raw, job.chunk->hidden_dtype, sizes_.hidden, sizes_.hidden};
-  const DeviceMatrix dy = {workspace_.hidden_gradient, config_.compute_dtype, sizes_.hidden,
+  const DeviceMatrix dy = {workspace_.hidden_gradient, HiddenGradientType(job), sizes_.hidden,
                            sizes_.padded_hidden};
   NormBackwardParams b;
   b.scale = job.layout.unit * job.chunk->options.logit_scale / HiddenGradientScale(job);
@@ -447,7 +456,7 @@ absl::Status CudaHead::DownloadSlice(const Job& job, const SliceLayout& place) {
     return Copy(to, gradient + place.compact_begin * row_bytes, rows * row_bytes, stream);
   }
   const float scale = job.layout.unit * job.chunk->options.logit_scale / HiddenGradientScale(job);
-  const DeviceMatrix source = {workspace_.hidden_gradient, config_.compute_dtype, sizes_.hidden,
+  const DeviceMatrix source = {workspace_.hidden_gradient, HiddenGradientType(job), sizes_.hidden,
                                sizes_.padded_hidden};
   const DeviceMatrix piece = {workspace_.download_piece, dtype, sizes_.hidden, sizes_.hidden};
   const int64_t piece_rows = sizes_.piece_bytes / row_bytes;

@@ -62,11 +62,13 @@ class CudaHead : public HeadKernels {
   absl::Status DownloadSlice(const Job& job, const SliceLayout& place);
   absl::Status WeightGradient(const Job& job);
   bool IsDirect(const Job& job, const SliceLayout& place) const;
+  // dx as the GEMM leaves it: its factor and dtype.
   float HiddenGradientScale(const Job& job) const;
+  DType HiddenGradientType(const Job& job) const;
   void Report(std::shared_ptr<Job> job, absl::Status status, ChunkCallbacks callbacks);
 
   GemmShape LogitsShape(int64_t rows) const;
-  GemmShape HiddenGradientShape(int64_t rows) const;
+  GemmShape HiddenGradientShape(int64_t rows, DType output) const;
   GemmShape WeightGradientShape(int64_t rows) const;
 
   // A tensor of this head from row `row_begin` on, as a matrix on the device.

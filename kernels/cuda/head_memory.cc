@@ -90,7 +90,9 @@ Workspace Workspace::Carve(const HeadConfig& config, const HeadSizes& sizes, int
   const int64_t hidden_bytes = rows * sizes.padded_hidden * sizes.element;
   const bool has_norm = config.norm != Norm::kNone;
   w.logits = carver.Take<uint8_t>(rows * sizes.padded_vocab * sizes.element);
-  w.hidden_gradient = carver.Take<uint8_t>(hidden_bytes);
+  w.hidden_gradient = carver.Take<uint8_t>(
+      rows * sizes.padded_hidden * static_cast<int64_t>(SizeOf(HiddenGradientDType(config.compute_dtype))));
+  if (config.compute_dtype != DType::kFloat32) w.target_dots = carver.Take<float>(rows);
   void* normed = has_norm ? carver.Take<uint8_t>(hidden_bytes) : nullptr;
   for (SlotMemory& slot : w.slots) {
     slot.hidden = has_norm ? normed : carver.Take<uint8_t>(hidden_bytes);

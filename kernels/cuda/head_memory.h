@@ -56,7 +56,8 @@ struct SlotMemory {
 
 struct Workspace {
   void* logits = nullptr;           // [chunk_rows, padded_vocab] compute dtype
-  void* hidden_gradient = nullptr;  // [chunk_rows, padded_hidden] compute dtype
+  void* hidden_gradient = nullptr;  // [chunk_rows, padded_hidden] HiddenGradientDType()
+  float* target_dots = nullptr;     // [chunk_rows]; 16-bit compute only
   SlotMemory slots[kChunkSlots];
   uint8_t* upload_piece = nullptr;    // [piece_bytes]
   uint8_t* download_piece = nullptr;  // [piece_bytes]
@@ -70,6 +71,11 @@ struct Workspace {
   static Workspace Carve(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors,
                          uint8_t* base);
 };
+
+// What dx is kept in until it has been converted for the client: fp16 has too narrow a range for that.
+constexpr DType HiddenGradientDType(DType compute) {
+  return compute == DType::kFloat16 ? DType::kFloat32 : compute;
+}
 
 // Bytes of the two blocks, on the device and pinned on the host.
 int64_t InputBlockBytes(int64_t chunk_rows);

@@ -1,14 +1,18 @@
-// The fused loss kernel. Per row, with a = z log2(e) in fp32 (z: logit after bias, scale and softcap):
+// The fused loss kernel. Per row, with z the logit after bias, scale and softcap in fp32, f = log2(e) and
+// d_v = z_v f - M (one fused multiply-add, so that common offsets of any size cancel exactly):
 //
-//   m = max a,  S = sum 2^(a - m),  lse = (m + log2 S) ln 2,  p_v = 2^(a_v - m - log2 S)
-//   nll = lse - z_y,  H = ln 2 (log2 S - sum 2^(a - m) (a - m) / S)
+//   M = f max z,  S = sum 2^d,  lse = (M + log2 S) ln 2,  p_v = 2^d_v / S
+//   nll = ln 2 (log2 S - d_y),  H = ln 2 (log2 S - sum 2^d d / S)
 //   loss = w [u_y (1 - alpha) nll + alpha / V (U nll - sum_v u_v (z_v - z_y)) + lambda lse^2]
 //   dL/dz_v = p_v (c A + c_lse - c_H (log p_v + H)) - c alpha / V u_v - [v = y] c u_y (1 - alpha)
 //     with A = u_y (1 - alpha) + alpha U / V + 2 lambda lse
 //
-// The target is kept out of m, S and so on until the row's sums are complete: with S' the sum of the
+// The target is kept out of M, S and so on until the row's sums are complete: with S' the sum of the
 // others, 1 - p_y = S' / S and, for a confident row, nll = log1p(S' / e_y) are exact to fp32, whatever
-// the storage type of the logits.
+// the storage type of the logits. Its own logit comes in fp32 (RowLossParams::target_dots).
+//
+// The plain case (no bias, softcap, class weights, smoothing, entropy; scale > 0) keeps z f implicit: z is
+// the stored dot product and f = scale log2(e).
 //
 // Plan: one thread block cluster (1, 2, 4 or 8 blocks) per row; each block holds its part of the row in
 // shared memory (cp.async), so a row is read once and written once. Rows that do not fit, and GPUs without
@@ -29,6 +33,7 @@ namespace {
 constexpr int kMaxThreads = 512;
 constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kMaxCluster = 8;
+constexpr int kDotWarps = 8;
 constexpr int kTargetBlockBytes = 64 << 10;
 // Vectors loaded ahead of their use, from shared memory and from global memory.
 constexpr int kSharedUnroll = 2;
@@ -52,35 +57,84 @@ __device__ __forceinline__ uint32_t ClusterSize() {
   return size;
 }
 
-__device__ __forceinline__ void ClusterArrive() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
-#endif
+__device__ __forceinline__ uint32_t SharedAddress(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-__device__ __forceinline__ void ClusterWait() {
+// A mailbox in the shared memory of each block of a cluster: every block puts its words into all of them,
+// and reads its own when all have come. One use a launch. Remote stores announce themselves to the
+// receiver's barrier, so no fence is needed, and a block may end when it has read its mailbox.
+template <int kWords>
+struct Mailbox {
+  static constexpr int kStride = (kWords + 3) / 4 * 4;
+  alignas(16) float words[kMaxCluster * kStride];
+  alignas(8) uint64_t barrier;
+
+  // All threads; the mailboxes of the cluster are usable after AwaitOpen().
+  __device__ __forceinline__ void Open(uint32_t cluster) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    if (threadIdx.x == 0) {
+      const uint32_t address = SharedAddress(&barrier);
+      asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(address) : "memory");
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address),
+                   "r"(cluster * kStride * 4u)
+                   : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
+  }
+  __device__ __forceinline__ void AwaitOpen() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+  }
+  // One thread a receiver: `own` (kStride words of ours) to the block `to`, as sender `rank`.
+  __device__ __forceinline__ void Send(const float* own, uint32_t rank, uint32_t to) {
+#if __CUDA_ARCH__ >= 900
+    uint32_t target, target_barrier;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                 : "=r"(target)
+                 : "r"(SharedAddress(words + rank * kStride)), "r"(to));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                 : "=r"(target_barrier)
+                 : "r"(SharedAddress(&barrier)), "r"(to));
+#pragma unroll
+    for (int i = 0; i < kStride; i += 4) {
+      asm volatile(
+          "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::
+              "r"(target + 4u * i),
+          "f"(own[i]), "f"(own[i + 1]), "f"(own[i + 2]), "f"(own[i + 3]), "r"(target_barrier)
+          : "memory");
+    }
+#endif
+  }
+  __device__ __forceinline__ void AwaitAll() {
+#if __CUDA_ARCH__ >= 900
+    const uint32_t address = SharedAddress(&barrier);
+    uint32_t complete = 0;
+    while (complete == 0) {
+      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+                   : "=r"(complete)
+                   : "r"(address)
+                   : "memory");
+    }
+#endif
+  }
+};
+
+__device__ __forceinline__ void CopyAsync16(uint32_t to_shared, const uint4* from_global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from_global) : "memory");
 }
 
-// A float of the shared memory of block `rank` of this cluster; `local` is its address in ours.
-__device__ __forceinline__ float LoadFromPeer(const float* local, uint32_t rank) {
-#if __CUDA_ARCH__ >= 900
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(local));
-  uint32_t remote;
-  float value;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(remote) : "memory");
-  return value;
-#else
-  return *local;
-#endif
-}
-
-__device__ __forceinline__ void CopyAsync16(uint4* to_shared, const uint4* from_global) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to_shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from_global) : "memory");
+__device__ __forceinline__ uint4 LoadShared16(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
 }
 
 __device__ __forceinline__ void CopyAsyncWaitAll() { asm volatile("cp.async.wait_all;" ::: "memory"); }
@@ -88,34 +142,41 @@ __device__ __forceinline__ void CopyAsyncWaitAll() { asm volatile("cp.async.wait
 // ---- running statistics of a part of a row, the target left out ----
 
 struct Stats {
-  float max;       // of a
-  float sum;       // of 2^(a - max)
-  float spread;    // of 2^(a - max) (a - max)
+  float max;       // of z
+  float sum;       // of 2^(z f - M), M = Reference(max, f)
+  float spread;    // of 2^(z f - M) (z f - M)
   float weighted;  // of u (z - z_y)
   int32_t arg;     // the smallest class that has max
 };
 constexpr int kStatsWords = 5;
+using StatsMailbox = Mailbox<kStatsWords>;
 
 __device__ __forceinline__ Stats NoStats() { return {NegativeInfinity(), 0.0f, 0.0f, 0.0f, INT32_MAX}; }
 
-// The statistics of `s` relative to the maximum `max` >= s.max; a maximum of -inf means that there is
+// What exponents are taken relative to when the largest z is `max`. A maximum of -inf means that there is
 // nothing yet (or only NaN, which stays in the sum).
-__device__ __forceinline__ void Rebase(Stats& s, float max) {
+__device__ __forceinline__ float Reference(float max, float f) {
+  return max == NegativeInfinity() ? 0.0f : max * f;
+}
+
+// Makes the sums of `s` relative to the larger maximum `max`.
+__device__ __forceinline__ void Rebase(Stats& s, float max, float f) {
   if (s.max == max) return;
-  const float shift = s.max - max;
+  const float shift = Reference(s.max, f) - Reference(max, f);
   const float factor = Exp2(shift);
-  s.spread = s.sum == 0.0f ? 0.0f : factor * (s.spread + s.sum * shift);
-  s.sum *= factor;
+  const bool empty = s.sum == 0.0f;
+  s.spread = empty ? 0.0f : factor * (s.spread + s.sum * shift);
+  s.sum = empty ? 0.0f : s.sum * factor;
   s.max = max;
 }
 
-__device__ __forceinline__ Stats Combine(Stats a, Stats b) {
+__device__ __forceinline__ Stats Combine(Stats a, Stats b, float f) {
   const bool b_larger = b.max > a.max;
   const bool tie = b.max == a.max;
   const int32_t arg = tie ? min(a.arg, b.arg) : (b_larger ? b.arg : a.arg);
   const float max = b_larger ? b.max : a.max;
-  Rebase(a, max);
-  Rebase(b, max);
+  Rebase(a, max, f);
+  Rebase(b, max, f);
   return {max, a.sum + b.sum, a.spread + b.spread, a.weighted + b.weighted, arg};
 }
 
@@ -137,47 +198,53 @@ __device__ __forceinline__ Stats Get(const float* words) {
   return {words[0], words[1], words[2], words[3], __float_as_int(words[4])};
 }
 
-__device__ __forceinline__ Stats GetFromPeer(const float* words, uint32_t rank) {
-  return {LoadFromPeer(words, rank), LoadFromPeer(words + 1, rank), LoadFromPeer(words + 2, rank),
-          LoadFromPeer(words + 3, rank), __float_as_int(LoadFromPeer(words + 4, rank))};
-}
-
-__device__ __forceinline__ Stats ReduceWarp(Stats s) {
+__device__ __forceinline__ Stats ReduceWarp(Stats s, float f) {
   for (int offset = 1; offset < 32; offset <<= 1) {
     // Combine in lane order, so that both partners compute the same bits.
     const Stats other = ShuffleXor(s, offset);
-    s = (threadIdx.x & offset) == 0 ? Combine(s, other) : Combine(other, s);
+    s = (threadIdx.x & offset) == 0 ? Combine(s, other, f) : Combine(other, s, f);
   }
   return s;
 }
 
-// Every thread of the cluster gets the row's statistics. The caller has to ClusterWait() before it ends.
-__device__ __forceinline__ Stats ReduceRow(Stats s, uint32_t cluster) {
+// Every thread of the cluster gets the row's statistics.
+__device__ __forceinline__ Stats ReduceRow(Stats s, float f, uint32_t cluster, uint32_t rank,
+                                           StatsMailbox& mailbox) {
   __shared__ float warp_words[kMaxWarps * kStatsWords];
-  __shared__ float block_words[kStatsWords];
-  s = ReduceWarp(s);
+  __shared__ float block_words[StatsMailbox::kStride];
+  s = ReduceWarp(s, f);
   const int warps = (blockDim.x + 31) >> 5;
   if ((threadIdx.x & 31) == 0) Put(s, warp_words + (threadIdx.x >> 5) * kStatsWords);
   __syncthreads();
   if (threadIdx.x < 32) {
     s = static_cast<int>(threadIdx.x) < warps ? Get(warp_words + threadIdx.x * kStatsWords) : NoStats();
-    s = ReduceWarp(s);
-    if (threadIdx.x == 0) Put(s, block_words);
+    s = ReduceWarp(s, f);
+    if (cluster == 1) {
+      if (threadIdx.x == 0) Put(s, block_words);
+    } else {
+      float words[StatsMailbox::kStride] = {};
+      Put(s, words);
+      mailbox.AwaitOpen();
+      if (threadIdx.x < cluster) mailbox.Send(words, rank, threadIdx.x);
+    }
+  } else if (cluster > 1) {
+    mailbox.AwaitOpen();
   }
-  __syncthreads();
-  if (cluster == 1) return Get(block_words);
-  ClusterArrive();
-  ClusterWait();
-  s = GetFromPeer(block_words, 0);
-  for (uint32_t rank = 1; rank < cluster; ++rank) s = Combine(s, GetFromPeer(block_words, rank));
-  ClusterArrive();
+  if (cluster == 1) {
+    __syncthreads();
+    return Get(block_words);
+  }
+  mailbox.AwaitAll();
+  s = Get(mailbox.words);
+  for (uint32_t from = 1; from < cluster; ++from)
+    s = Combine(s, Get(mailbox.words + from * StatsMailbox::kStride), f);
   return s;
 }
 
 // ---- logits ----
 
 struct Logit {
-  float a;      // z log2(e); -inf for padding
+  float z;
   float slope;  // dz/ds: 1 - (z/c)^2 with a softcap, else 1
 };
 
@@ -194,53 +261,46 @@ __device__ __forceinline__ float2 TanhAndSlope(float x) {
 
 template <typename T, bool kGeneral>
 struct LogitMap {
-  float factor;  // plain: scale * log2(e)
+  float f;  // z f is the logit in units of log 2
   float scale;
   float softcap;
   float inverse_cap;
   const float* bias;
 
   __device__ __forceinline__ explicit LogitMap(const RowLossParams& p)
-      : factor(p.scale * kLog2E),
+      : f(kGeneral ? kLog2E : p.scale * kLog2E),
         scale(p.scale),
         softcap(p.softcap),
         inverse_cap(p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f),
         bias(p.bias) {}
 
-  __device__ __forceinline__ Logit operator()(float dot, int64_t column) const {
-    if constexpr (!kGeneral) return {dot * factor, 1.0f};
+  __device__ __forceinline__ Logit operator()(float dot, int column) const {
+    if constexpr (!kGeneral) return {dot, 1.0f};
     const float s = scale * (dot + (bias != nullptr ? __ldg(bias + column) : 0.0f));
-    if (softcap == 0.0f) return {s * kLog2E, 1.0f};
+    if (softcap == 0.0f) return {s, 1.0f};
     const float2 t = TanhAndSlope<sizeof(T) == 4>(s * inverse_cap);
     // An infinite dot product must not hide behind the cap.
-    const float z = isinf(dot) ? NAN : softcap * t.x;
-    return {z * kLog2E, t.y};
+    return {isinf(dot) ? NAN : softcap * t.x, t.y};
   }
 };
 
-__device__ __forceinline__ float ClassWeight(const RowLossParams& p, int64_t column) {
+__device__ __forceinline__ float ClassWeight(const RowLossParams& p, int column) {
   return p.class_weights != nullptr ? __ldg(p.class_weights + column) : 1.0f;
-}
-
-template <typename T>
-__device__ __forceinline__ float LoadScalar(const T* from) {
-  if constexpr (sizeof(T) == 4) {
-    return *from;
-  } else {
-    return static_cast<float>(*from);
-  }
 }
 
 // What all threads know about the row before its sums.
 struct Target {
-  int64_t column;
+  int column;
   Logit logit;
+  float stored_z;  // as the other logits are stored, for comparisons with them
   float class_weight;
 };
 
 // What they know after.
 struct RowResult {
-  float lse2;  // log2 of the sum of exponentials
+  float reference;    // M
+  float inverse_sum;  // 1 / S
+  float log2_sum;
   float lse;
   float nll;
   float p_target;
@@ -253,22 +313,23 @@ struct RowResult {
 
 template <bool kGeneral>
 __device__ __forceinline__ RowResult Finish(const RowLossParams& p, int64_t row, const Target& target,
-                                            const Stats& others) {
+                                            const Stats& others, float f) {
   RowResult r;
-  const float a = target.logit.a;
-  const float max = fmaxf(others.max, a);
+  const float z = target.logit.z;
   Stats rest = others;
-  Rebase(rest, max);
-  const float e_target = Exp2(a - max);
+  Rebase(rest, fmaxf(others.max, z), f);
+  r.reference = Reference(rest.max, f);
+  const float d_target = fmaf(z, f, -r.reference);
+  const float e_target = Exp2(d_target);
   const float sum = rest.sum + e_target;
-  const float log2_sum = log2f(sum);
-  r.lse2 = max + log2_sum;
-  r.lse = r.lse2 * kLn2;
+  r.inverse_sum = 1.0f / sum;
+  r.log2_sum = log2f(sum);
+  r.lse = (r.reference + r.log2_sum) * kLn2;
   r.p_target = e_target / sum;
   r.p_others = rest.sum / sum;
-  r.nll = e_target > 0.5f * sum ? log1pf(rest.sum / e_target) : ((max - a) + log2_sum) * kLn2;
-  const float target_spread = e_target > 0.0f ? e_target * (a - max) : 0.0f;
-  r.entropy = kLn2 * (log2_sum - (rest.spread + target_spread) / sum);
+  r.nll = e_target > 0.5f * sum ? log1pf(rest.sum / e_target) : (r.log2_sum - d_target) * kLn2;
+  const float target_spread = e_target > 0.0f ? e_target * d_target : 0.0f;
+  r.entropy = kLn2 * (r.log2_sum - (rest.spread + target_spread) / sum);
   const float weight = p.weights[row];
   float hard = (1.0f - p.smoothing) * r.nll;
   if constexpr (kGeneral) {
@@ -279,8 +340,9 @@ __device__ __forceinline__ RowResult Finish(const RowLossParams& p, int64_t row,
   }
   r.z_loss_part = weight * p.z_loss * r.lse * r.lse;
   r.loss = weight * hard + r.z_loss_part;
-  r.argmax = static_cast<int32_t>(target.column);
-  if (others.max > a || (others.max == a && others.arg < r.argmax)) r.argmax = others.arg;
+  r.argmax = target.column;
+  const float stored = target.stored_z;
+  if (others.max > stored || (others.max == stored && others.arg < r.argmax)) r.argmax = others.arg;
   return r;
 }
 
@@ -293,12 +355,13 @@ __device__ __forceinline__ void WriteRow(const RowLossParams& p, int64_t row, co
   p.argmax[row] = r.argmax;
 }
 
-// dL/dz of a row over the gradient unit.
+// dL/dz of a row over the gradient unit, as factors of 2^d.
 struct GradientRule {
-  float softmax;  // factor of p_v
-  float entropy;  // c_H
+  float softmax;
+  float entropy;  // c_H / S
   float uniform;  // c alpha / V
-  float lse2;
+  float reference;
+  float log2_sum;
   float row_entropy;
   float target;  // dL/ds of the target itself
 };
@@ -311,14 +374,16 @@ __device__ __forceinline__ GradientRule MakeRule(const RowLossParams& p, int64_t
   const float hard = (kGeneral ? target.class_weight : 1.0f) * (1.0f - p.smoothing);
   const float share = p.smoothing / static_cast<float>(p.vocab);
   const float soft = c * (share * p.class_weight_sum + 2.0f * p.z_loss * r.lse) + p.coef_lse[row];
-  rule.softmax = c * hard + soft;
-  rule.entropy = kGeneral ? p.coef_entropy[row] : 0.0f;
+  const float entropy = kGeneral ? p.coef_entropy[row] : 0.0f;
+  rule.softmax = (c * hard + soft) * r.inverse_sum;
+  rule.entropy = entropy * r.inverse_sum;
   rule.uniform = c * share;
-  rule.lse2 = r.lse2;
+  rule.reference = r.reference;
+  rule.log2_sum = r.log2_sum;
   rule.row_entropy = r.entropy;
   float target_grad = -c * hard * r.p_others + r.p_target * soft;
   if constexpr (kGeneral) {
-    if (r.p_target > 0.0f) target_grad -= r.p_target * rule.entropy * (r.entropy - r.nll);
+    if (r.p_target > 0.0f) target_grad -= r.p_target * entropy * (r.entropy - r.nll);
     target_grad -= rule.uniform * target.class_weight;
   }
   rule.target = target_grad * target.logit.slope;
@@ -327,14 +392,18 @@ __device__ __forceinline__ GradientRule MakeRule(const RowLossParams& p, int64_t
 
 template <bool kGeneral>
 __device__ __forceinline__ float Gradient(const RowLossParams& p, const GradientRule& rule,
-                                          const Logit& logit, int64_t column) {
-  const float log2_p = logit.a - rule.lse2;
-  const float prob = Exp2(log2_p);
-  if constexpr (!kGeneral) return prob * rule.softmax;
-  float g = prob * rule.softmax;
-  if (rule.entropy != 0.0f && prob > 0.0f) g -= prob * rule.entropy * (log2_p * kLn2 + rule.row_entropy);
-  if (rule.uniform != 0.0f) g -= rule.uniform * ClassWeight(p, column);
-  return g * logit.slope;
+                                          const Logit& logit, float f, int column) {
+  const float d = fmaf(logit.z, f, -rule.reference);
+  const float e = Exp2(d);
+  float g = e * rule.softmax;
+  if constexpr (kGeneral) {
+    if (rule.entropy != 0.0f && e > 0.0f) {
+      g -= e * rule.entropy * ((d - rule.log2_sum) * kLn2 + rule.row_entropy);
+    }
+    if (rule.uniform != 0.0f) g -= rule.uniform * ClassWeight(p, column);
+    g *= logit.slope;
+  }
+  return g;
 }
 
 // ---- the kernel ----
@@ -343,22 +412,44 @@ __device__ __forceinline__ float Gradient(const RowLossParams& p, const Gradient
 template <typename T, bool kResident>
 struct RowPart {
   static constexpr int kUnroll = kResident ? kSharedUnroll : kGlobalUnroll;
-  uint4* global;  // the whole row
-  uint4* shared;
+  T* row;           // the whole row
+  uint32_t shared;  // address of the copy of vectors [begin, end)
   int begin;
   int end;
 
+  __device__ __forceinline__ uint4* global() const { return reinterpret_cast<uint4*>(row); }
   __device__ __forceinline__ void Fetch() const {
     if constexpr (kResident) {
-      for (int v = begin + threadIdx.x; v < end; v += blockDim.x)
-        CopyAsync16(shared + (v - begin), global + v);
+      const uint4* from = global() + begin;
+      for (int v = threadIdx.x; v < end - begin; v += blockDim.x) CopyAsync16(shared + 16u * v, from + v);
       CopyAsyncWaitAll();
     }
   }
   // Threads read only the vectors that they have fetched themselves.
   __device__ __forceinline__ uint4 Load(int v) const {
-    if constexpr (kResident) return shared[v - begin];
-    return __ldcg(global + v);
+    if constexpr (kResident) return LoadShared16(shared + 16u * (v - begin));
+    return __ldcg(global() + v);
+  }
+  // True for the thread that works on this column.
+  __device__ __forceinline__ bool Owns(int column) const {
+    const int v = column / Vec<T>::kSize;
+    return v >= begin && v < end &&
+           (v - begin) % static_cast<int>(blockDim.x) == static_cast<int>(threadIdx.x);
+  }
+  // Overwrites what the owner of `column` will load there.
+  __device__ __forceinline__ void Mask(int column, T value) const {
+    if (!Owns(column)) return;
+    if constexpr (kResident) {
+      const uint32_t address = shared + static_cast<uint32_t>(sizeof(T)) * (column - begin * Vec<T>::kSize);
+      if constexpr (sizeof(T) == 4) {
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+      } else {
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(*reinterpret_cast<const uint16_t*>(&value))
+                     : "memory");
+      }
+    } else {
+      row[column] = value;
+    }
   }
 };
 
@@ -367,41 +458,39 @@ template <typename Part, typename Body>
 __device__ __forceinline__ void ForEachVector(const Part& part, Body body) {
   constexpr int kUnroll = Part::kUnroll;
   const int step = static_cast<int>(blockDim.x);
-  for (int base = part.begin + static_cast<int>(threadIdx.x); base < part.end; base += kUnroll * step) {
+  int v = part.begin + static_cast<int>(threadIdx.x);
+  for (; v + (kUnroll - 1) * step < part.end; v += kUnroll * step) {
     uint4 raw[kUnroll];
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      if (base + i * step < part.end) raw[i] = part.Load(base + i * step);
-    }
+    for (int i = 0; i < kUnroll; ++i) raw[i] = part.Load(v + i * step);
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      if (base + i * step < part.end) body(raw[i], base + i * step);
-    }
+    for (int i = 0; i < kUnroll; ++i) body(raw[i], v + i * step);
   }
+  for (; v < part.end; v += step) body(part.Load(v), v);
 }
 
-// The `a` values of one vector: -inf in padding and at the target.
+// The logits of vector v of a row: -inf in padding and at the target (plain rows: see MaskRow).
 template <typename T, bool kGeneral>
-__device__ __forceinline__ void VectorLogits(const LogitMap<T, kGeneral>& map, const uint4& raw,
-                                             int64_t first, int64_t vocab, int64_t target,
-                                             Logit (&logits)[Vec<T>::kSize]) {
+__device__ __forceinline__ void VectorLogits(const LogitMap<T, kGeneral>& map, const uint4& raw, int v,
+                                             int vocab, int target, Logit (&logits)[Vec<T>::kSize]) {
   constexpr int kSize = Vec<T>::kSize;
   float dots[kSize];
   Vec<T>::Unpack(raw, dots);
-  const bool whole = first + kSize <= vocab;
-  const int target_index = static_cast<int>(min(max(target - first, int64_t{-1}), int64_t{kSize}));
+  const int first = v * kSize;
+  // Columns at or past `vocab` exist in the last vector only; their bias would be out of bounds.
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    if (whole || first + i < vocab) {
-      logits[i] = map(dots[i], first + i);
-    } else {
-      logits[i] = {NegativeInfinity(), 0.0f};
-    }
-  }
-  if (target_index >= 0 && target_index < kSize) {
+  for (int i = 0; i < kSize; ++i) logits[i] = map(dots[i], kGeneral ? min(first + i, vocab - 1) : 0);
+  if constexpr (!kGeneral) return;
+  if (target - first >= 0 && target - first < kSize) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      if (i == target_index) logits[i].a = NegativeInfinity();
+      if (first + i == target) logits[i].z = NegativeInfinity();
+    }
+  }
+  if (first + kSize > vocab) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (first + i >= vocab) logits[i].z = NegativeInfinity();
     }
   }
 }
@@ -410,42 +499,64 @@ template <typename T, bool kGeneral, bool kResident>
 __device__ __forceinline__ Stats RowStats(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
                                           const RowPart<T, kResident>& part, const Target& target) {
   constexpr int kSize = Vec<T>::kSize;
+  const int vocab = static_cast<int>(p.vocab);
   Stats s = NoStats();
   int best = -1;
+  float reference = 0.0f;
   const bool weigh = kGeneral && p.smoothing > 0.0f;
   ForEachVector(part, [&](const uint4& raw, int v) {
-    const int64_t first = static_cast<int64_t>(v) * kSize;
     Logit logits[kSize];
-    VectorLogits(map, raw, first, p.vocab, target.column, logits);
-    float max = logits[0].a;
+    VectorLogits(map, raw, v, vocab, target.column, logits);
+    float max = fmaxf(logits[0].z, logits[1].z);
 #pragma unroll
-    for (int i = 1; i < kSize; ++i) max = fmaxf(max, logits[i].a);
+    for (int i = 2; i < kSize; i += 2) max = fmaxf(max, fmaxf(logits[i].z, logits[i + 1].z));
     if (max > s.max) {
       best = v;
-      Rebase(s, max);
+      Rebase(s, max, map.f);
+      reference = Reference(max, map.f);
     }
-    const float base = s.max == NegativeInfinity() ? 0.0f : s.max;
+    float sums[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      const float e = Exp2(logits[i].a - base);
-      s.sum += e;
+      const float d = fmaf(logits[i].z, map.f, -reference);
+      const float e = Exp2(d);
+      sums[i & 1] += e;
       if constexpr (kGeneral) {
-        if (e > 0.0f) s.spread += e * (logits[i].a - base);
-        if (weigh && first + i < p.vocab && first + i != target.column) {
-          s.weighted += ClassWeight(p, first + i) * ((logits[i].a - target.logit.a) * kLn2);
+        if (e > 0.0f) s.spread += e * d;
+        const int column = v * kSize + i;
+        if (weigh && column < vocab && column != target.column) {
+          s.weighted += ClassWeight(p, column) * (logits[i].z - target.logit.z);
         }
       }
     }
+    s.sum += sums[0] + sums[1];
   });
   if (best >= 0) {
     Logit logits[kSize];
-    VectorLogits(map, part.Load(best), static_cast<int64_t>(best) * kSize, p.vocab, target.column, logits);
+    VectorLogits(map, part.Load(best), best, vocab, target.column, logits);
 #pragma unroll
     for (int i = kSize - 1; i >= 0; --i) {
-      if (logits[i].a == s.max) s.arg = best * kSize + i;
+      if (logits[i].z == s.max) s.arg = best * kSize + i;
     }
   }
   return s;
+}
+
+// fp16 has no room for what is far above the gradient unit.
+template <typename T>
+__device__ __forceinline__ float SaturateIf(float x) {
+  return std::is_same_v<T, __half> ? SaturateHalf(x) : x;
+}
+
+// Makes the target and the padding of a plain row -inf before it is read, so that the loops need no checks.
+template <typename T, bool kResident>
+__device__ __forceinline__ void MaskRow(const RowLossParams& p, const RowPart<T, kResident>& part,
+                                        int target) {
+  if constexpr (!kResident) __syncthreads();  // all threads have read the target's logit
+  const T none = static_cast<T>(NegativeInfinity());
+  part.Mask(target, none);
+  for (int column = static_cast<int>(p.vocab); column < static_cast<int>(p.ld); ++column)
+    part.Mask(column, none);
 }
 
 template <typename T, bool kGeneral, bool kResident>
@@ -453,34 +564,32 @@ __device__ __forceinline__ void WriteGradient(const RowLossParams& p, const Logi
                                               const RowPart<T, kResident>& part, const Target& target,
                                               const GradientRule& rule) {
   constexpr int kSize = Vec<T>::kSize;
+  const int vocab = static_cast<int>(p.vocab);
   ForEachVector(part, [&](const uint4& raw, int v) {
-    const int64_t first = static_cast<int64_t>(v) * kSize;
+    const int first = v * kSize;
     Logit logits[kSize];
-    VectorLogits(map, raw, first, p.vocab, target.column, logits);
+    VectorLogits(map, raw, v, vocab, target.column, logits);
     float g[kSize];
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      g[i] = Gradient<kGeneral>(p, rule, logits[i], first + i);
-      if (kGeneral && first + i >= p.vocab) g[i] = 0.0f;
-    }
-    if (target.column >= first && target.column < first + kSize) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        if (first + i == target.column) g[i] = rule.target;
-      }
+      g[i] = Gradient<kGeneral>(p, rule, logits[i], map.f, kGeneral ? min(first + i, vocab - 1) : 0);
+      if (kGeneral && first + i >= vocab) g[i] = 0.0f;
     }
     if constexpr (std::is_same_v<T, __half>) {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) g[i] = SaturateHalf(g[i]);
     }
-    part.global[v] = Vec<T>::Pack(g);
+    part.global()[v] = Vec<T>::Pack(g);
   });
+  if (part.Owns(target.column)) {
+    part.row[target.column] = static_cast<T>(SaturateIf<T>(rule.target));
+  }
 }
 
 template <typename Part>
 __device__ __forceinline__ void WriteZeros(const Part& part) {
   for (int v = part.begin + threadIdx.x; v < part.end; v += blockDim.x)
-    part.global[v] = make_uint4(0, 0, 0, 0);
+    part.global()[v] = make_uint4(0, 0, 0, 0);
 }
 
 template <typename T, bool kGeneral, bool kResident>
@@ -496,8 +605,8 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
   const int vectors = static_cast<int>(p.ld / kSize);
   const int per_block = (vectors + static_cast<int>(cluster) - 1) / static_cast<int>(cluster);
   RowPart<T, kResident> part;
-  part.global = reinterpret_cast<uint4*>(row_logits);
-  part.shared = shared_row;
+  part.row = row_logits;
+  part.shared = SharedAddress(shared_row);
   part.begin = min(static_cast<int>(rank) * per_block, vectors);
   part.end = min(part.begin + per_block, vectors);
   if (row >= p.rows) {  // a padding row; the whole cluster takes this way
@@ -505,16 +614,21 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
     return;
   }
 
+  __shared__ StatsMailbox mailbox;
+  if (cluster > 1) mailbox.Open(cluster);
   const LogitMap<T, kGeneral> map(p);
   Target target;
   target.column = p.targets[row];
-  const float target_dot = LoadScalar(row_logits + target.column);
+  const float stored_dot = static_cast<float>(row_logits[target.column]);
   part.Fetch();
-  target.logit = map(target_dot, target.column);
+  if constexpr (!kGeneral) MaskRow(p, part, target.column);
+  target.logit = map(p.target_dots != nullptr ? p.target_dots[row] : stored_dot, target.column);
+  target.stored_z = map(stored_dot, target.column).z;
   target.class_weight = kGeneral ? ClassWeight(p, target.column) : 1.0f;
 
-  const Stats others = ReduceRow(RowStats<T, kGeneral, kResident>(p, map, part, target), cluster);
-  const RowResult result = Finish<kGeneral>(p, row, target, others);
+  const Stats others =
+      ReduceRow(RowStats<T, kGeneral, kResident>(p, map, part, target), map.f, cluster, rank, mailbox);
+  const RowResult result = Finish<kGeneral>(p, row, target, others, map.f);
   if (rank == 0 && threadIdx.x == 0) WriteRow(p, row, result);
   if (p.write_gradient) {
     if (isfinite(result.lse) && isfinite(result.loss)) {
@@ -523,7 +637,26 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
       WriteZeros(part);
     }
   }
-  if (cluster > 1) ClusterWait();
+}
+
+// One warp a row.
+template <typename T>
+__global__ void TargetDotsKernel(const __grid_constant__ TargetDotParams p) {
+  const int64_t row = blockIdx.x * int64_t{kDotWarps} + (threadIdx.x >> 5);
+  if (row >= p.rows) return;
+  const auto* x = reinterpret_cast<const uint4*>(static_cast<const T*>(p.hidden) + row * p.ld);
+  const auto* w = reinterpret_cast<const uint4*>(static_cast<const T*>(p.weight) + p.targets[row] * p.ld);
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int64_t v = threadIdx.x & 31; v < p.ld / 8; v += 32) {
+    float a[8], b[8];
+    Vec<T>::Unpack(x[v], a);
+    Vec<T>::Unpack(w[v], b);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(a[i], b[i], sum);
+  }
+  for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  if ((threadIdx.x & 31) == 0) p.dots[row] = sum;
 }
 
 struct LaunchPlan {
@@ -575,7 +708,7 @@ cudaError_t Launch(const RowLossParams& p, const LaunchPlan& plan, cudaStream_t 
 template <typename T>
 cudaError_t LaunchTyped(const RowLossParams& p, const LaunchPlan& plan, cudaStream_t stream) {
   const bool general = p.bias != nullptr || p.class_weights != nullptr || p.softcap > 0.0f ||
-                       p.smoothing > 0.0f || p.want_entropy || p.any_coef_entropy;
+                       p.smoothing > 0.0f || p.want_entropy || p.any_coef_entropy || p.scale < 0.0f;
   if (general) {
     return plan.resident ? Launch<T, true, true>(p, plan, stream) : Launch<T, true, false>(p, plan, stream);
   }
@@ -583,6 +716,18 @@ cudaError_t LaunchTyped(const RowLossParams& p, const LaunchPlan& plan, cudaStre
 }
 
 }  // namespace
+
+cudaError_t LaunchTargetDots(const TargetDotParams& params, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>((params.rows + kDotWarps - 1) / kDotWarps);
+  if (params.dtype == DType::kBFloat16) {
+    TargetDotsKernel<__nv_bfloat16><<<blocks, kDotWarps * 32, 0, stream>>>(params);
+  } else if (params.dtype == DType::kFloat16) {
+    TargetDotsKernel<__half><<<blocks, kDotWarps * 32, 0, stream>>>(params);
+  } else {
+    return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
+}
 
 cudaError_t LaunchRowLoss(const RowLossParams& params, const DeviceLimits& limits, cudaStream_t stream) {
   if (params.rows == 0) return cudaSuccess;

@@ -42,6 +42,7 @@ struct RowLossParams {
 
   // [rows] each.
   const int32_t* targets = nullptr;
+  const float* target_dots = nullptr;   // W x at the target, in fp32; null: as stored in `logits`
   const float* weights = nullptr;       // row weight
   const float* coef_loss = nullptr;     // dL/d(loss) with weight and scale, over the gradient unit
   const float* coef_lse = nullptr;      // dL/dlse over the gradient unit
@@ -56,6 +57,19 @@ struct RowLossParams {
   float* target_logprob = nullptr;
   int32_t* argmax = nullptr;
 };
+
+// dots[r] = hidden[r] . weight[targets[r]] in fp32 for r in [0, rows); both matrices have `ld` columns, a
+// multiple of 8, and the same 16-bit dtype.
+struct TargetDotParams {
+  const void* hidden = nullptr;  // [rows, ld]
+  const void* weight = nullptr;  // [vocab, ld]
+  DType dtype = DType::kBFloat16;
+  int64_t ld = 0;
+  int64_t rows = 0;
+  const int32_t* targets = nullptr;  // [rows]
+  float* dots = nullptr;             // [rows]
+};
+cudaError_t LaunchTargetDots(const TargetDotParams& params, cudaStream_t stream);
 
 cudaError_t LaunchRowLoss(const RowLossParams& params, const DeviceLimits& limits, cudaStream_t stream);
 

@@ -1,10 +1,14 @@
-// LayerNorm and RMSNorm, one block per row, the row in registers.
+// LayerNorm and RMSNorm.
 //
-// A thread owns the columns 8 (t + i blockDim) ... + 7 of every row it sees, i < kVectors; rows longer than
-// 8 * kMaxThreads * 4 columns are re-read instead (kVectors = 0). Bytes: forward reads x and writes y;
-// backward reads x and dy and writes dx; gain and shift gradients are summed per block in registers over
-// the block's rows, written once per block, and added up in block order by a second kernel.
+// Rows of 16-bit elements with up to 16384 columns (a multiple of 8) stay in registers as they are stored: a
+// group of threads works on one row, thread t of it on the columns 8 (t + i * group) ... + 7, i < kVectors.
+// Other rows are read again for each pass (the "any" kernels).
+// Bytes: forward reads x and writes y; backward reads x and dy and writes dx. Gain and shift gradients
+// are summed in registers over the rows a group sees (one block a multiprocessor, so that few partial sums
+// are written), over the groups of a block in shared memory, and over blocks by a second kernel; each in a
+// fixed order.
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels/cuda/device_math.cuh"
 #include "kernels/cuda/row_norm.h"
@@ -13,7 +17,6 @@ namespace lossd::kernels::cuda {
 namespace {
 
 constexpr int kMaxThreads = 512;
-constexpr int kBlocksPerMultiprocessor = 2;  // of the backward kernel: more would write more partial sums
 
 __device__ __forceinline__ void* NormRow(const DeviceMatrix& m, int64_t row) {
   return static_cast<uint8_t*>(m.data) + row * m.ld * (m.dtype == DType::kFloat32 ? 4 : 2);
@@ -23,47 +26,15 @@ __device__ __forceinline__ bool NormAligned(const DeviceMatrix& m) {
   return m.ld % 8 == 0 && reinterpret_cast<uintptr_t>(m.data) % 16 == 0;
 }
 
-// Applies body(i, first column) to this thread's groups of eight columns below `cols`; i is 0 when the
-// groups are not held in registers.
-template <int kVectors, typename Body>
+// Applies body(first column) to this thread's groups of eight columns.
+template <typename Body>
 __device__ __forceinline__ void ForEachGroup(int64_t cols, Body body) {
-  const int64_t first = static_cast<int64_t>(threadIdx.x) * 8;
-  const int64_t step = static_cast<int64_t>(blockDim.x) * 8;
-  if constexpr (kVectors > 0) {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      if (first + i * step < cols) body(i, first + i * step);
-    }
-  } else {
-    for (int64_t c = first; c < cols; c += step) body(0, c);
-  }
+  for (int64_t c = static_cast<int64_t>(threadIdx.x) * 8; c < cols; c += static_cast<int64_t>(blockDim.x) * 8)
+    body(c);
 }
 
-// Eight columns of one row, kept from one pass over the row to the next or read again.
-template <int kVectors>
-struct RowCache {
-  static constexpr bool kHeld = kVectors > 0;
-  float held[kHeld ? kVectors : 1][8];
-
-  __device__ __forceinline__ void Fill(const void* row, const DeviceMatrix& m, bool aligned) {
-    if constexpr (kHeld) {
-      ForEachGroup<kVectors>(m.cols,
-                             [&](int i, int64_t c) { Load8(row, m.dtype, c, m.cols, aligned, held[i]); });
-    }
-  }
-  __device__ __forceinline__ void Get(int i, int64_t c, const void* row, const DeviceMatrix& m, bool aligned,
-                                      float (&x)[8]) const {
-    if constexpr (kHeld) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) x[j] = held[i][j];
-    } else {
-      Load8(row, m.dtype, c, m.cols, aligned, x);
-    }
-  }
-};
-
-template <int kVectors>
-__global__ __launch_bounds__(kMaxThreads) void NormForwardKernel(const __grid_constant__ NormParams p) {
+// Any dtype and number of columns; one block a row.
+__global__ __launch_bounds__(kMaxThreads) void NormForwardAnyKernel(const __grid_constant__ NormParams p) {
   __shared__ float scratch[33];
   const int64_t row = blockIdx.x;
   const int64_t cols = p.x.cols;
@@ -71,24 +42,21 @@ __global__ __launch_bounds__(kMaxThreads) void NormForwardKernel(const __grid_co
   const void* x_row = NormRow(p.x, p.source != nullptr ? p.source[row] : row);
   void* y_row = NormRow(p.y, row);
   const bool aligned = NormAligned(p.x);
-  RowCache<kVectors> cache;
-  cache.Fill(x_row, p.x, aligned);
-
   float mean = 0.0f;
   if (p.centred) {
     float sum = 0.0f;
-    ForEachGroup<kVectors>(cols, [&](int i, int64_t c) {
+    ForEachGroup(cols, [&](int64_t c) {
       float x[8];
-      cache.Get(i, c, x_row, p.x, aligned, x);
+      Load8(x_row, p.x.dtype, c, cols, aligned, x);
 #pragma unroll
       for (int j = 0; j < 8; ++j) sum += x[j];
     });
     mean = BlockSum(sum, scratch) * inverse_cols;
   }
   float squares = 0.0f;
-  ForEachGroup<kVectors>(cols, [&](int i, int64_t c) {
+  ForEachGroup(cols, [&](int64_t c) {
     float x[8];
-    cache.Get(i, c, x_row, p.x, aligned, x);
+    Load8(x_row, p.x.dtype, c, cols, aligned, x);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const float d = c + j < cols ? x[j] - mean : 0.0f;
@@ -100,9 +68,9 @@ __global__ __launch_bounds__(kMaxThreads) void NormForwardKernel(const __grid_co
     p.mean[row] = mean;
     p.inverse_deviation[row] = r;
   }
-  ForEachGroup<kVectors>(cols, [&](int i, int64_t c) {
+  ForEachGroup(cols, [&](int64_t c) {
     float x[8], gain[8], shift[8];
-    cache.Get(i, c, x_row, p.x, aligned, x);
+    Load8(x_row, p.x.dtype, c, cols, aligned, x);
     Load8(p.gain, DType::kFloat32, c, cols, true, gain);
     if (p.centred) Load8(p.shift, DType::kFloat32, c, cols, true, shift);
 #pragma unroll
@@ -114,75 +82,41 @@ __global__ __launch_bounds__(kMaxThreads) void NormForwardKernel(const __grid_co
   });
 }
 
-// Sums over this block's rows of one parameter gradient.
-template <int kVectors>
-struct ColumnSums {
-  static constexpr bool kHeld = kVectors > 0;
-  float held[kHeld ? kVectors : 1][8];
-  float* out;  // this block's [D] partial sums
+__device__ __forceinline__ void AddTo(float* sums, int64_t c, int64_t cols, const float (&x)[8]) {
+  for (int j = 0; j < 8 && c + j < cols; ++j) sums[c + j] += x[j];
+}
 
-  __device__ __forceinline__ explicit ColumnSums(float* to) : held{}, out(to) {}
-  __device__ __forceinline__ void Clear(int64_t cols) {
-    if constexpr (!kHeld) {
-      ForEachGroup<kVectors>(cols, [&](int, int64_t c) {
-        for (int j = 0; j < 8 && c + j < cols; ++j) out[c + j] = 0.0f;
-      });
-    }
-  }
-  __device__ __forceinline__ void Add(int i, int64_t c, int64_t cols, const float (&x)[8]) {
-    if constexpr (kHeld) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) held[i][j] += x[j];
-    } else {
-      for (int j = 0; j < 8 && c + j < cols; ++j) out[c + j] += x[j];
-    }
-  }
-  __device__ __forceinline__ void Write(int64_t cols) {
-    if constexpr (kHeld) {
-      ForEachGroup<kVectors>(cols, [&](int i, int64_t c) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          if (c + j < cols) out[c + j] = held[i][j];
-        }
-      });
-    }
-  }
-};
-
-// partials: [gridDim.x, D] of the gain's sums, then as many of the shift's.
-template <int kVectors>
-__global__ __launch_bounds__(kMaxThreads) void NormBackwardKernel(
+// partials: [gridDim.x, D] of the gain's sums, then as many of the shift's; likewise below.
+__global__ __launch_bounds__(kMaxThreads) void NormBackwardAnyKernel(
     const __grid_constant__ NormParams p, const __grid_constant__ NormBackwardParams b) {
   __shared__ float scratch[2][33];
   const int64_t cols = p.x.cols;
   const float inverse_cols = 1.0f / static_cast<float>(cols);
   const bool x_aligned = NormAligned(p.x);
   const bool y_aligned = NormAligned(p.y);
-  const bool sum_params = b.partials != nullptr;
-  float* partials = b.partials + blockIdx.x * cols;
-  ColumnSums<kVectors> gain_sums(partials);
-  ColumnSums<kVectors> shift_sums(partials + gridDim.x * cols);
-  if (sum_params) gain_sums.Clear(cols);
-  if (sum_params && p.centred) shift_sums.Clear(cols);
-
+  float* gain_sums = b.partials + blockIdx.x * cols;
+  float* shift_sums = gain_sums + gridDim.x * cols;
+  if (b.partials != nullptr) {
+    ForEachGroup(cols, [&](int64_t c) {
+      for (int j = 0; j < 8 && c + j < cols; ++j) {
+        gain_sums[c + j] = 0.0f;
+        shift_sums[c + j] = 0.0f;
+      }
+    });
+  }
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     const int64_t raw_row = p.source != nullptr ? p.source[row] : row;
     const void* x_row = NormRow(p.x, raw_row);
     const void* y_row = NormRow(p.y, row);
-    RowCache<kVectors> x_cache;
-    RowCache<kVectors> y_cache;
-    x_cache.Fill(x_row, p.x, x_aligned);
-    y_cache.Fill(y_row, p.y, y_aligned);
     const float mean = p.centred ? p.mean[row] : 0.0f;
     const float r = p.inverse_deviation[row];
-    const bool kept = sum_params && (b.keep == nullptr || b.keep[row] != 0);
-
+    const bool kept = b.partials != nullptr && (b.keep == nullptr || b.keep[row] != 0);
     float sum_g = 0.0f;       // of gain dy
     float sum_g_unit = 0.0f;  // of gain dy unit
-    ForEachGroup<kVectors>(cols, [&](int i, int64_t c) {
+    ForEachGroup(cols, [&](int64_t c) {
       float unit[8], dy[8], gain[8], product[8];
-      x_cache.Get(i, c, x_row, p.x, x_aligned, unit);
-      y_cache.Get(i, c, y_row, p.y, y_aligned, dy);
+      Load8(x_row, p.x.dtype, c, cols, x_aligned, unit);
+      Load8(y_row, p.y.dtype, c, cols, y_aligned, dy);
       Load8(p.gain, DType::kFloat32, c, cols, true, gain);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
@@ -193,18 +127,18 @@ __global__ __launch_bounds__(kMaxThreads) void NormBackwardKernel(
         sum_g_unit += gain[j] * product[j];
       }
       if (kept) {
-        gain_sums.Add(i, c, cols, product);
-        if (p.centred) shift_sums.Add(i, c, cols, dy);
+        AddTo(gain_sums, c, cols, product);
+        if (p.centred) AddTo(shift_sums, c, cols, dy);
       }
     });
     const float mean_g = p.centred ? BlockSum(sum_g, scratch[0]) * inverse_cols : 0.0f;
     const float mean_g_unit = BlockSum(sum_g_unit, scratch[1]) * inverse_cols;
     if (b.dx.data == nullptr) continue;
     void* dx_row = NormRow(b.dx, raw_row);
-    ForEachGroup<kVectors>(cols, [&](int i, int64_t c) {
+    ForEachGroup(cols, [&](int64_t c) {
       float x[8], dy[8], gain[8];
-      x_cache.Get(i, c, x_row, p.x, x_aligned, x);
-      y_cache.Get(i, c, y_row, p.y, y_aligned, dy);
+      Load8(x_row, p.x.dtype, c, cols, x_aligned, x);
+      Load8(y_row, p.y.dtype, c, cols, y_aligned, dy);
       Load8(p.gain, DType::kFloat32, c, cols, true, gain);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
@@ -213,77 +147,303 @@ __global__ __launch_bounds__(kMaxThreads) void NormBackwardKernel(
       Store8(dx_row, b.dx.dtype, c, cols, NormAligned(b.dx), x);
     });
   }
-  if (sum_params) gain_sums.Write(cols);
-  if (sum_params && p.centred) shift_sums.Write(cols);
 }
 
-int Threads(int64_t cols) {
+// ---- rows in registers ----
+
+// The threads that share a row: `size` of them, a multiple of 32; the block has several such groups.
+struct RowGroup {
+  int size;
+  int index;   // of the group in the block
+  int thread;  // in the group
+
+  __device__ __forceinline__ explicit RowGroup(int group_size)
+      : size(group_size),
+        index(static_cast<int>(threadIdx.x) / group_size),
+        thread(static_cast<int>(threadIdx.x) % group_size) {}
+  __device__ __forceinline__ void Sync() const {
+    if (size == 32) {
+      __syncwarp();
+    } else {
+      asm volatile("bar.sync %0, %1;" ::"r"(index + 1), "r"(size) : "memory");
+    }
+  }
+};
+
+// Sums of two values over a group, the same bits in all its threads. scratch: 2 * 32 floats a group, used
+// alternately (`phase`), so that one barrier is enough.
+__device__ __forceinline__ float2 GroupSum(const RowGroup& group, float2 value,
+                                           float2 (*scratch)[kMaxThreads / 32], int phase) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) {
+    value.x += __shfl_xor_sync(0xffffffffu, value.x, offset);
+    value.y += __shfl_xor_sync(0xffffffffu, value.y, offset);
+  }
+  if (group.size == 32) return value;
+  float2* own = scratch[phase] + group.index * (group.size / 32);
+  if ((group.thread & 31) == 0) own[group.thread / 32] = value;
+  group.Sync();
+  float2 total = make_float2(0.0f, 0.0f);
+  for (int i = 0; i < group.size / 32; ++i) {
+    total.x += own[i].x;
+    total.y += own[i].y;
+  }
+  return total;
+}
+
+// One thread's vectors of a row.
+template <typename T, int kVectors>
+struct HeldRow {
+  uint4 raw[kVectors];
+
+  __device__ __forceinline__ void Load(const DeviceMatrix& m, int64_t row, const RowGroup& group) {
+    const auto* from = reinterpret_cast<const uint4*>(static_cast<const T*>(m.data) + row * m.ld);
+    const int vectors = static_cast<int>(m.cols) / 8;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int v = group.thread + i * group.size;
+      raw[i] = v < vectors ? from[v] : make_uint4(0, 0, 0, 0);
+    }
+  }
+};
+
+__device__ __forceinline__ void LoadFloats8(const float* from, int v, float (&x)[8]) {
+  const auto* p = reinterpret_cast<const float4*>(from) + 2 * v;
+  const float4 low = __ldg(p);
+  const float4 high = __ldg(p + 1);
+  x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+  x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+}
+
+template <typename T, int kVectors>
+__global__ __launch_bounds__(kMaxThreads) void NormForwardKernel(const __grid_constant__ NormParams p) {
+  __shared__ float2 scratch[2][kMaxThreads / 32];
+  const RowGroup group(blockDim.x);
+  const int64_t row = blockIdx.x;
+  const int vectors = static_cast<int>(p.x.cols) / 8;
+  const float inverse_cols = 1.0f / static_cast<float>(p.x.cols);
+  HeldRow<T, kVectors> held;
+  held.Load(p.x, p.source != nullptr ? p.source[row] : row, group);
+  float mean = 0.0f;
+  if (p.centred) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float x[8];
+      Vec<T>::Unpack(held.raw[i], x);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sum += x[j];
+    }
+    mean = GroupSum(group, make_float2(sum, 0.0f), scratch, 0).x * inverse_cols;
+  }
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (group.thread + i * group.size >= vectors) continue;
+    float x[8];
+    Vec<T>::Unpack(held.raw[i], x);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) squares += (x[j] - mean) * (x[j] - mean);
+  }
+  const float r =
+      1.0f / sqrtf(GroupSum(group, make_float2(squares, 0.0f), scratch, 1).x * inverse_cols + p.epsilon);
+  if (threadIdx.x == 0) {
+    p.mean[row] = mean;
+    p.inverse_deviation[row] = r;
+  }
+  auto* to = reinterpret_cast<uint4*>(static_cast<T*>(p.y.data) + row * p.y.ld);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int v = group.thread + i * group.size;
+    if (v >= vectors) continue;
+    float x[8], gain[8], shift[8] = {};
+    Vec<T>::Unpack(held.raw[i], x);
+    LoadFloats8(p.gain, v, gain);
+    if (p.centred) LoadFloats8(p.shift, v, shift);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = (x[j] - mean) * r * gain[j] + shift[j];
+    to[v] = Vec<T>::Pack(x);
+  }
+}
+
+// Adds up the groups' column sums of a block in group order and writes them to out[0, cols).
+template <int kVectors>
+__device__ __forceinline__ void WriteBlockSums(const float (&sums)[kVectors][8], const RowGroup& group,
+                                               int vectors, float* shared, float* out) {
+  const int groups = static_cast<int>(blockDim.x) / group.size;
+  for (int turn = 0; turn < groups; ++turn) {
+    if (group.index == turn) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const int v = group.thread + i * group.size;
+        if (v >= vectors) continue;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          float* place = turn == groups - 1 ? out + 8 * v + j : shared + 8 * v + j;
+          *place = sums[i][j] + (turn == 0 ? 0.0f : shared[8 * v + j]);
+        }
+      }
+    }
+    __syncthreads();
+  }
+}
+
+template <typename T, int kVectors>
+__global__ __launch_bounds__(kMaxThreads,
+                             1) void NormBackwardKernel(const __grid_constant__ NormParams p,
+                                                        const __grid_constant__ NormBackwardParams b,
+                                                        int group_size) {
+  extern __shared__ float shared_sums[];  // [cols] if the block has several groups
+  __shared__ float2 scratch[2][kMaxThreads / 32];
+  const RowGroup group(group_size);
+  const int groups = static_cast<int>(blockDim.x) / group_size;
+  const int vectors = static_cast<int>(p.x.cols) / 8;
+  const float inverse_cols = 1.0f / static_cast<float>(p.x.cols);
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * groups;
+  float gain_sums[kVectors][8] = {};
+  float shift_sums[kVectors][8] = {};
+  int phase = 0;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * groups + group.index; row < p.rows; row += stride) {
+    const int64_t raw_row = p.source != nullptr ? p.source[row] : row;
+    HeldRow<T, kVectors> x_held, y_held;
+    x_held.Load(p.x, raw_row, group);
+    y_held.Load(p.y, row, group);
+    const float mean = p.centred ? p.mean[row] : 0.0f;
+    const float r = p.inverse_deviation[row];
+    const bool kept = b.partials != nullptr && (b.keep == nullptr || b.keep[row] != 0);
+    float2 sums = make_float2(0.0f, 0.0f);  // of gain dy, and of gain dy unit
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int v = group.thread + i * group.size;
+      if (v >= vectors) continue;
+      float unit[8], dy[8], gain[8];
+      Vec<T>::Unpack(x_held.raw[i], unit);
+      Vec<T>::Unpack(y_held.raw[i], dy);
+      LoadFloats8(p.gain, v, gain);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        unit[j] = (unit[j] - mean) * r;
+        dy[j] *= b.scale;
+        const float product = dy[j] * unit[j];
+        sums.x += gain[j] * dy[j];
+        sums.y += gain[j] * product;
+        if (kept) {
+          gain_sums[i][j] += product;
+          shift_sums[i][j] += dy[j];
+        }
+      }
+    }
+    sums = GroupSum(group, sums, scratch, phase);
+    phase ^= 1;
+    if (b.dx.data == nullptr) continue;
+    const float mean_g = p.centred ? sums.x * inverse_cols : 0.0f;
+    const float mean_g_unit = sums.y * inverse_cols;
+    auto* to = reinterpret_cast<uint4*>(static_cast<T*>(b.dx.data) + raw_row * b.dx.ld);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int v = group.thread + i * group.size;
+      if (v >= vectors) continue;
+      float x[8], dy[8], gain[8];
+      Vec<T>::Unpack(x_held.raw[i], x);
+      Vec<T>::Unpack(y_held.raw[i], dy);
+      LoadFloats8(p.gain, v, gain);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        x[j] = r * (gain[j] * dy[j] * b.scale - mean_g - (x[j] - mean) * r * mean_g_unit);
+      }
+      to[v] = Vec<T>::Pack(x);
+    }
+  }
+  if (b.partials == nullptr) return;
+  float* out = b.partials + blockIdx.x * p.x.cols;
+  WriteBlockSums(gain_sums, group, vectors, shared_sums, out);
+  if (p.centred) WriteBlockSums(shift_sums, group, vectors, shared_sums, out + gridDim.x * p.x.cols);
+}
+
+// ---- launches ----
+
+// How a row is spread over threads; vectors 0: use the kernels for any row.
+struct NormPlan {
+  int vectors = 0;
+  int group = kMaxThreads;
+};
+
+NormPlan PlanNorm(const NormParams& p, int most_vectors) {
+  const auto fits = [](const DeviceMatrix& m) {
+    return m.dtype != DType::kFloat32 && m.ld % 8 == 0 && reinterpret_cast<uintptr_t>(m.data) % 16 == 0;
+  };
+  const int64_t groups_of_8 = p.x.cols / 8;
+  NormPlan plan;
+  if (p.x.cols % 8 != 0 || p.x.dtype != p.y.dtype || !fits(p.x) || !fits(p.y) ||
+      groups_of_8 > 4 * kMaxThreads) {
+    return plan;
+  }
+  plan.vectors = groups_of_8 > int64_t{most_vectors} * kMaxThreads ? 4 : most_vectors;
+  plan.group = static_cast<int>((groups_of_8 + plan.vectors * 32 - 1) / (plan.vectors * 32) * 32);
+  return plan;
+}
+
+template <typename T>
+void ForwardHeld(const NormParams& p, const NormPlan& plan, cudaStream_t stream) {
+  NormForwardKernel<T, 4><<<static_cast<unsigned>(p.rows), plan.group, 0, stream>>>(p);
+}
+
+template <typename T>
+void BackwardHeld(const NormParams& p, const NormBackwardParams& b, const NormPlan& plan, unsigned blocks,
+                  cudaStream_t stream) {
+  const int groups = kMaxThreads / plan.group;
+  const size_t shared = groups > 1 ? static_cast<size_t>(p.x.cols) * sizeof(float) : 0;
+  if (plan.vectors == 2) {
+    NormBackwardKernel<T, 2><<<blocks, groups * plan.group, shared, stream>>>(p, b, plan.group);
+  } else {
+    NormBackwardKernel<T, 4><<<blocks, groups * plan.group, shared, stream>>>(p, b, plan.group);
+  }
+}
+
+int ThreadsForAny(int64_t cols) {
   return static_cast<int>(std::clamp<int64_t>((cols + 255) / 256 * 32, 32, kMaxThreads));
 }
-
-// Groups of eight columns a thread owns, 0 if too many for registers.
-int Vectors(int64_t cols) {
-  const int64_t groups = (cols + 7) / 8;
-  if (groups <= kMaxThreads) return 1;
-  if (groups <= 2 * kMaxThreads) return 2;
-  return groups <= 4 * kMaxThreads ? 4 : 0;
-}
-
-int64_t BackwardBlocks(int multiprocessors) { return int64_t{kBlocksPerMultiprocessor} * multiprocessors; }
 
 }  // namespace
 
 cudaError_t LaunchNormForward(const NormParams& params, cudaStream_t stream) {
   if (params.rows == 0) return cudaSuccess;
-  const auto blocks = static_cast<unsigned>(params.rows);
-  const int threads = Threads(params.x.cols);
-  switch (Vectors(params.x.cols)) {
-    case 1:
-      NormForwardKernel<1><<<blocks, threads, 0, stream>>>(params);
-      break;
-    case 2:
-      NormForwardKernel<2><<<blocks, threads, 0, stream>>>(params);
-      break;
-    case 4:
-      NormForwardKernel<4><<<blocks, threads, 0, stream>>>(params);
-      break;
-    default:
-      NormForwardKernel<0><<<blocks, threads, 0, stream>>>(params);
+  const NormPlan plan = PlanNorm(params, 4);
+  if (plan.vectors == 0) {
+    NormForwardAnyKernel<<<static_cast<unsigned>(params.rows), ThreadsForAny(params.x.cols), 0, stream>>>(
+        params);
+  } else if (params.x.dtype == DType::kBFloat16) {
+    ForwardHeld<__nv_bfloat16>(params, plan, stream);
+  } else {
+    ForwardHeld<__half>(params, plan, stream);
   }
   return cudaGetLastError();
 }
 
 int64_t NormPartialFloats(int64_t hidden_size, int multiprocessors) {
-  return 2 * BackwardBlocks(multiprocessors) * hidden_size;
+  return 2 * int64_t{multiprocessors} * hidden_size;
 }
 
 cudaError_t LaunchNormBackward(const NormParams& params, const NormBackwardParams& backward,
                                int multiprocessors, cudaStream_t stream) {
   if (params.rows == 0) return cudaSuccess;
-  const int64_t cols = params.x.cols;
-  const int64_t blocks = std::min(params.rows, BackwardBlocks(multiprocessors));
   NormBackwardParams b = backward;
   if (b.gain_gradient == nullptr) b.partials = nullptr;
-  const auto grid = static_cast<unsigned>(blocks);
-  const int threads = Threads(cols);
-  switch (Vectors(cols)) {
-    case 1:
-      NormBackwardKernel<1><<<grid, threads, 0, stream>>>(params, b);
-      break;
-    case 2:
-      NormBackwardKernel<2><<<grid, threads, 0, stream>>>(params, b);
-      break;
-    case 4:
-      NormBackwardKernel<4><<<grid, threads, 0, stream>>>(params, b);
-      break;
-    default:
-      NormBackwardKernel<0><<<grid, threads, 0, stream>>>(params, b);
+  const int64_t cols = params.x.cols;
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(params.rows, multiprocessors));
+  const NormPlan plan =
+      b.dx.data == nullptr || b.dx.dtype == params.x.dtype ? PlanNorm(params, 2) : NormPlan();
+  if (plan.vectors == 0) {
+    NormBackwardAnyKernel<<<blocks, ThreadsForAny(cols), 0, stream>>>(params, b);
+  } else if (params.x.dtype == DType::kBFloat16) {
+    BackwardHeld<__nv_bfloat16>(params, b, plan, blocks, stream);
+  } else {
+    BackwardHeld<__half>(params, b, plan, blocks, stream);
   }
-  cudaError_t error = cudaGetLastError();
+  const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess || b.partials == nullptr) return error;
-  error = LaunchAddPartials(b.partials, blocks, cols, 1.0f, b.gain_gradient, stream);
-  if (error != cudaSuccess || !params.centred) return error;
-  return LaunchAddPartials(b.partials + blocks * cols, blocks, cols, 1.0f, b.shift_gradient, stream);
+  return LaunchAddPartials(b.partials, blocks, cols, 1.0f, b.gain_gradient,
+                           params.centred ? b.shift_gradient : nullptr, stream);
 }
 
 }  // namespace lossd::kernels::cuda

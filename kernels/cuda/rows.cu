@@ -115,21 +115,22 @@ __global__ void ColumnSumKernel(DeviceMatrix matrix, const int32_t* keep, int64_
 }
 
 // A block owns kPartialColumns columns; its kPartialGroups groups of threads each sum every
-// kPartialGroups-th part, and the groups are added in order.
+// kPartialGroups-th part, and the groups are added in order. blockIdx.y: first or second.
 __global__ void AddPartialsKernel(const float* partials, int64_t parts, int64_t cols, float scale,
-                                  float* accumulator) {
+                                  float* first, float* second) {
   __shared__ float sums[kPartialGroups][kPartialColumns];
   const int64_t c = static_cast<int64_t>(blockIdx.x) * kPartialColumns + threadIdx.x;
+  const float* from = partials + blockIdx.y * parts * cols;
   float sum = 0.0f;
   if (c < cols) {
 #pragma unroll 4
-    for (int64_t i = threadIdx.y; i < parts; i += kPartialGroups) sum += partials[i * cols + c];
+    for (int64_t i = threadIdx.y; i < parts; i += kPartialGroups) sum += from[i * cols + c];
   }
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y != 0 || c >= cols) return;
   for (int i = 1; i < kPartialGroups; ++i) sum += sums[i][threadIdx.x];
-  accumulator[c] += scale * sum;
+  (blockIdx.y == 0 ? first : second)[c] += scale * sum;
 }
 
 unsigned RowBlocks(int64_t rows) { return static_cast<unsigned>(std::min(rows, kMaxBlocks)); }
@@ -183,14 +184,15 @@ cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, int
   const dim3 grid(static_cast<unsigned>(column_blocks), static_cast<unsigned>(splits));
   ColumnSumKernel<<<grid, kThreads, 0, stream>>>(matrix, keep, rows, rows_per_split, partials);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  return LaunchAddPartials(partials, splits, matrix.cols, scale, accumulator, stream);
+  return LaunchAddPartials(partials, splits, matrix.cols, scale, accumulator, nullptr, stream);
 }
 
-cudaError_t LaunchAddPartials(const float* partials, int64_t parts, int64_t cols, float scale,
-                              float* accumulator, cudaStream_t stream) {
+cudaError_t LaunchAddPartials(const float* partials, int64_t parts, int64_t cols, float scale, float* first,
+                              float* second, cudaStream_t stream) {
   const dim3 block(kPartialColumns, kPartialGroups);
-  const auto blocks = static_cast<unsigned>((cols + kPartialColumns - 1) / kPartialColumns);
-  AddPartialsKernel<<<blocks, block, 0, stream>>>(partials, parts, cols, scale, accumulator);
+  const dim3 grid(static_cast<unsigned>((cols + kPartialColumns - 1) / kPartialColumns),
+                  second != nullptr ? 2 : 1);
+  AddPartialsKernel<<<grid, block, 0, stream>>>(partials, parts, cols, scale, first, second);
   return cudaGetLastError();
 }
 

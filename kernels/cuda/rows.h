@@ -57,9 +57,10 @@ int64_t ColumnSumScratch(int64_t cols);
 cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, int64_t rows, float scale,
                             float* partials, float* accumulator, cudaStream_t stream);
 
-// accumulator[c] += sum over i < parts of partials[i * cols + c], in that order.
-cudaError_t LaunchAddPartials(const float* partials, int64_t parts, int64_t cols, float scale,
-                              float* accumulator, cudaStream_t stream);
+// first[c] += scale * sum over i < parts of partials[i * cols + c], in a fixed order; the same for
+// `second`, unless it is null, from partials + parts * cols on.
+cudaError_t LaunchAddPartials(const float* partials, int64_t parts, int64_t cols, float scale, float* first,
+                              float* second, cudaStream_t stream);
 
 }  // namespace lossd::kernels::cuda
 
