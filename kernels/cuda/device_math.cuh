@@ -29,13 +29,17 @@ __device__ __forceinline__ float SaturateHalf(float x) {
   return fminf(fmaxf(x, -kLargestHalf), kLargestHalf);
 }
 
-// One 16-byte vector of T and its elements in fp32.
+// One 16-byte vector of T: its elements in fp32, and the largest of them that is not NaN.
 template <typename T>
 struct Vec;
 
 template <>
 struct Vec<float> {
   static constexpr int kSize = 4;
+  __device__ __forceinline__ static float Max(const uint4& raw) {
+    return fmaxf(fmaxf(__uint_as_float(raw.x), __uint_as_float(raw.y)),
+                 fmaxf(__uint_as_float(raw.z), __uint_as_float(raw.w)));
+  }
   __device__ __forceinline__ static void Unpack(const uint4& raw, float (&x)[4]) {
     x[0] = __uint_as_float(raw.x);
     x[1] = __uint_as_float(raw.y);
@@ -51,6 +55,11 @@ struct Vec<float> {
 template <>
 struct Vec<__nv_bfloat16> {
   static constexpr int kSize = 8;
+  __device__ __forceinline__ static float Max(const uint4& raw) {
+    const auto pair = [](const uint32_t& word) { return *reinterpret_cast<const __nv_bfloat162*>(&word); };
+    const __nv_bfloat162 max = __hmax2(__hmax2(pair(raw.x), pair(raw.y)), __hmax2(pair(raw.z), pair(raw.w)));
+    return fmaxf(__low2float(max), __high2float(max));
+  }
   __device__ __forceinline__ static void Unpack(const uint4& raw, float (&x)[8]) {
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
@@ -73,6 +82,11 @@ struct Vec<__nv_bfloat16> {
 template <>
 struct Vec<__half> {
   static constexpr int kSize = 8;
+  __device__ __forceinline__ static float Max(const uint4& raw) {
+    const auto pair = [](const uint32_t& word) { return *reinterpret_cast<const __half2*>(&word); };
+    const __half2 max = __hmax2(__hmax2(pair(raw.x), pair(raw.y)), __hmax2(pair(raw.z), pair(raw.w)));
+    return fmaxf(__low2float(max), __high2float(max));
+  }
   __device__ __forceinline__ static void Unpack(const uint4& raw, float (&x)[8]) {
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll

@@ -170,22 +170,6 @@ __device__ __forceinline__ void Rebase(Stats& s, float max, float f) {
   s.max = max;
 }
 
-__device__ __forceinline__ Stats Combine(Stats a, Stats b, float f) {
-  const bool b_larger = b.max > a.max;
-  const bool tie = b.max == a.max;
-  const int32_t arg = tie ? min(a.arg, b.arg) : (b_larger ? b.arg : a.arg);
-  const float max = b_larger ? b.max : a.max;
-  Rebase(a, max, f);
-  Rebase(b, max, f);
-  return {max, a.sum + b.sum, a.spread + b.spread, a.weighted + b.weighted, arg};
-}
-
-__device__ __forceinline__ Stats ShuffleXor(const Stats& s, int offset) {
-  return {__shfl_xor_sync(0xffffffffu, s.max, offset), __shfl_xor_sync(0xffffffffu, s.sum, offset),
-          __shfl_xor_sync(0xffffffffu, s.spread, offset), __shfl_xor_sync(0xffffffffu, s.weighted, offset),
-          __shfl_xor_sync(0xffffffffu, s.arg, offset)};
-}
-
 __device__ __forceinline__ void Put(const Stats& s, float* words) {
   words[0] = s.max;
   words[1] = s.sum;
@@ -198,47 +182,46 @@ __device__ __forceinline__ Stats Get(const float* words) {
   return {words[0], words[1], words[2], words[3], __float_as_int(words[4])};
 }
 
+__device__ __forceinline__ float WarpSum(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+// The statistics of all lanes together, the same bits in every lane.
+template <bool kGeneral>
 __device__ __forceinline__ Stats ReduceWarp(Stats s, float f) {
-  for (int offset = 1; offset < 32; offset <<= 1) {
-    // Combine in lane order, so that both partners compute the same bits.
-    const Stats other = ShuffleXor(s, offset);
-    s = (threadIdx.x & offset) == 0 ? Combine(s, other, f) : Combine(other, s, f);
+  float max = s.max;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, offset));
+  const int32_t arg = s.max == max ? s.arg : INT32_MAX;
+  Rebase(s, max, f);
+  s.arg = __reduce_min_sync(0xffffffffu, arg);
+  s.sum = WarpSum(s.sum);
+  if constexpr (kGeneral) {
+    s.spread = WarpSum(s.spread);
+    s.weighted = WarpSum(s.weighted);
   }
   return s;
 }
 
-// Every thread of the cluster gets the row's statistics.
-__device__ __forceinline__ Stats ReduceRow(Stats s, float f, uint32_t cluster, uint32_t rank,
+// One warp per block: the statistics of the row from those of the block's warps and of the cluster's blocks.
+template <bool kGeneral>
+__device__ __forceinline__ Stats ReduceRow(const float* warp_words, float f, uint32_t cluster, uint32_t rank,
                                            StatsMailbox& mailbox) {
-  __shared__ float warp_words[kMaxWarps * kStatsWords];
-  __shared__ float block_words[StatsMailbox::kStride];
-  s = ReduceWarp(s, f);
-  const int warps = (blockDim.x + 31) >> 5;
-  if ((threadIdx.x & 31) == 0) Put(s, warp_words + (threadIdx.x >> 5) * kStatsWords);
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    s = static_cast<int>(threadIdx.x) < warps ? Get(warp_words + threadIdx.x * kStatsWords) : NoStats();
-    s = ReduceWarp(s, f);
-    if (cluster == 1) {
-      if (threadIdx.x == 0) Put(s, block_words);
-    } else {
-      float words[StatsMailbox::kStride] = {};
-      Put(s, words);
-      mailbox.AwaitOpen();
-      if (threadIdx.x < cluster) mailbox.Send(words, rank, threadIdx.x);
-    }
-  } else if (cluster > 1) {
-    mailbox.AwaitOpen();
-  }
-  if (cluster == 1) {
-    __syncthreads();
-    return Get(block_words);
-  }
+  const uint32_t lane = threadIdx.x;
+  const uint32_t warps = (blockDim.x + 31) >> 5;
+  Stats s = lane < warps ? Get(warp_words + lane * kStatsWords) : NoStats();
+  s = ReduceWarp<kGeneral>(s, f);
+  if (cluster == 1) return s;
+  float words[StatsMailbox::kStride] = {};
+  Put(s, words);
+  mailbox.AwaitOpen();
+  if (lane < cluster) mailbox.Send(words, rank, lane);
+  __syncwarp();
   mailbox.AwaitAll();
-  s = Get(mailbox.words);
-  for (uint32_t from = 1; from < cluster; ++from)
-    s = Combine(s, Get(mailbox.words + from * StatsMailbox::kStride), f);
-  return s;
+  s = lane < cluster ? Get(mailbox.words + lane * StatsMailbox::kStride) : NoStats();
+  return ReduceWarp<kGeneral>(s, f);
 }
 
 // ---- logits ----
@@ -364,6 +347,7 @@ struct GradientRule {
   float log2_sum;
   float row_entropy;
   float target;  // dL/ds of the target itself
+  bool valid;    // false: the loss is not finite and the gradient zero
 };
 
 template <bool kGeneral>
@@ -387,6 +371,7 @@ __device__ __forceinline__ GradientRule MakeRule(const RowLossParams& p, int64_t
     target_grad -= rule.uniform * target.class_weight;
   }
   rule.target = target_grad * target.logit.slope;
+  rule.valid = isfinite(r.lse) && isfinite(r.loss);
   return rule;
 }
 
@@ -495,9 +480,52 @@ __device__ __forceinline__ void VectorLogits(const LogitMap<T, kGeneral>& map, c
   }
 }
 
+// The smallest class of vector `best` of a row that has the logit `max`.
+template <typename T, bool kGeneral, bool kResident>
+__device__ __forceinline__ int32_t FindClass(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
+                                             const RowPart<T, kResident>& part, const Target& target,
+                                             int best, float max) {
+  constexpr int kSize = Vec<T>::kSize;
+  if (best < 0) return INT32_MAX;
+  Logit logits[kSize];
+  VectorLogits(map, part.Load(best), best, static_cast<int>(p.vocab), target.column, logits);
+  int32_t found = INT32_MAX;
+#pragma unroll
+  for (int i = kSize - 1; i >= 0; --i) {
+    if (logits[i].z == max) found = best * kSize + i;
+  }
+  return found;
+}
+
+// A plain row in shared memory: the maximum first, then the sum, both without branches.
+template <typename T>
+__device__ __forceinline__ Stats PlainStats(const RowLossParams& p, const LogitMap<T, false>& map,
+                                            const RowPart<T, true>& part, const Target& target) {
+  constexpr int kSize = Vec<T>::kSize;
+  Stats s = NoStats();
+  int best = -1;
+  ForEachVector(part, [&](const uint4& raw, int v) {
+    const float max = Vec<T>::Max(raw);
+    best = max > s.max ? v : best;
+    s.max = fmaxf(s.max, max);
+  });
+  const float reference = Reference(s.max, map.f);
+  float sums[2] = {0.0f, 0.0f};
+  ForEachVector(part, [&](const uint4& raw, int) {
+    float dots[kSize];
+    Vec<T>::Unpack(raw, dots);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) sums[i & 1] += Exp2(fmaf(dots[i], map.f, -reference));
+  });
+  s.sum = sums[0] + sums[1];
+  s.arg = FindClass(p, map, part, target, best, s.max);
+  return s;
+}
+
 template <typename T, bool kGeneral, bool kResident>
 __device__ __forceinline__ Stats RowStats(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
                                           const RowPart<T, kResident>& part, const Target& target) {
+  if constexpr (!kGeneral && kResident) return PlainStats(p, map, part, target);
   constexpr int kSize = Vec<T>::kSize;
   const int vocab = static_cast<int>(p.vocab);
   Stats s = NoStats();
@@ -531,14 +559,7 @@ __device__ __forceinline__ Stats RowStats(const RowLossParams& p, const LogitMap
     }
     s.sum += sums[0] + sums[1];
   });
-  if (best >= 0) {
-    Logit logits[kSize];
-    VectorLogits(map, part.Load(best), best, vocab, target.column, logits);
-#pragma unroll
-    for (int i = kSize - 1; i >= 0; --i) {
-      if (logits[i].z == s.max) s.arg = best * kSize + i;
-    }
-  }
+  s.arg = FindClass(p, map, part, target, best, s.max);
   return s;
 }
 
@@ -562,7 +583,7 @@ __device__ __forceinline__ void MaskRow(const RowLossParams& p, const RowPart<T,
 template <typename T, bool kGeneral, bool kResident>
 __device__ __forceinline__ void WriteGradient(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
                                               const RowPart<T, kResident>& part, const Target& target,
-                                              const GradientRule& rule) {
+                                              const GradientRule rule) {
   constexpr int kSize = Vec<T>::kSize;
   const int vocab = static_cast<int>(p.vocab);
   ForEachVector(part, [&](const uint4& raw, int v) {
@@ -615,6 +636,8 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
   }
 
   __shared__ StatsMailbox mailbox;
+  __shared__ float warp_words[kMaxWarps * kStatsWords];
+  __shared__ GradientRule shared_rule;
   if (cluster > 1) mailbox.Open(cluster);
   const LogitMap<T, kGeneral> map(p);
   Target target;
@@ -626,16 +649,23 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
   target.stored_z = map(stored_dot, target.column).z;
   target.class_weight = kGeneral ? ClassWeight(p, target.column) : 1.0f;
 
-  const Stats others =
-      ReduceRow(RowStats<T, kGeneral, kResident>(p, map, part, target), map.f, cluster, rank, mailbox);
-  const RowResult result = Finish<kGeneral>(p, row, target, others, map.f);
-  if (rank == 0 && threadIdx.x == 0) WriteRow(p, row, result);
-  if (p.write_gradient) {
-    if (isfinite(result.lse) && isfinite(result.loss)) {
-      WriteGradient(p, map, part, target, MakeRule<kGeneral>(p, row, target, result));
-    } else {
-      WriteZeros(part);
-    }
+  const Stats own = ReduceWarp<kGeneral>(RowStats<T, kGeneral, kResident>(p, map, part, target), map.f);
+  if ((threadIdx.x & 31) == 0) Put(own, warp_words + (threadIdx.x >> 5) * kStatsWords);
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const Stats others = ReduceRow<kGeneral>(warp_words, map.f, cluster, rank, mailbox);
+    const RowResult result = Finish<kGeneral>(p, row, target, others, map.f);
+    if (rank == 0 && threadIdx.x == 0) WriteRow(p, row, result);
+    if (threadIdx.x == 0) shared_rule = MakeRule<kGeneral>(p, row, target, result);
+  } else if (cluster > 1) {
+    mailbox.AwaitOpen();
+  }
+  if (!p.write_gradient) return;
+  __syncthreads();
+  if (shared_rule.valid) {
+    WriteGradient(p, map, part, target, shared_rule);
+  } else {
+    WriteZeros(part);
   }
 }
 

@@ -151,7 +151,8 @@ __global__ __launch_bounds__(kMaxThreads) void NormBackwardAnyKernel(
 
 // ---- rows in registers ----
 
-// The threads that share a row: `size` of them, a multiple of 32; the block has several such groups.
+// The threads that share a row: `size` of them, a multiple of 32; a block has one group (kAlone) or several.
+template <bool kAlone>
 struct RowGroup {
   int size;
   int index;   // of the group in the block
@@ -162,7 +163,9 @@ struct RowGroup {
         index(static_cast<int>(threadIdx.x) / group_size),
         thread(static_cast<int>(threadIdx.x) % group_size) {}
   __device__ __forceinline__ void Sync() const {
-    if (size == 32) {
+    if constexpr (kAlone) {
+      __syncthreads();
+    } else if (size == 32) {
       __syncwarp();
     } else {
       asm volatile("bar.sync %0, %1;" ::"r"(index + 1), "r"(size) : "memory");
@@ -172,7 +175,8 @@ struct RowGroup {
 
 // Sums of two values over a group, the same bits in all its threads. scratch: 2 * 32 floats a group, used
 // alternately (`phase`), so that one barrier is enough.
-__device__ __forceinline__ float2 GroupSum(const RowGroup& group, float2 value,
+template <bool kAlone>
+__device__ __forceinline__ float2 GroupSum(const RowGroup<kAlone>& group, float2 value,
                                            float2 (*scratch)[kMaxThreads / 32], int phase) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1) {
@@ -196,7 +200,8 @@ template <typename T, int kVectors>
 struct HeldRow {
   uint4 raw[kVectors];
 
-  __device__ __forceinline__ void Load(const DeviceMatrix& m, int64_t row, const RowGroup& group) {
+  template <bool kAlone>
+  __device__ __forceinline__ void Load(const DeviceMatrix& m, int64_t row, const RowGroup<kAlone>& group) {
     const auto* from = reinterpret_cast<const uint4*>(static_cast<const T*>(m.data) + row * m.ld);
     const int vectors = static_cast<int>(m.cols) / 8;
 #pragma unroll
@@ -218,7 +223,7 @@ __device__ __forceinline__ void LoadFloats8(const float* from, int v, float (&x)
 template <typename T, int kVectors>
 __global__ __launch_bounds__(kMaxThreads) void NormForwardKernel(const __grid_constant__ NormParams p) {
   __shared__ float2 scratch[2][kMaxThreads / 32];
-  const RowGroup group(blockDim.x);
+  const RowGroup<true> group(blockDim.x);
   const int64_t row = blockIdx.x;
   const int vectors = static_cast<int>(p.x.cols) / 8;
   const float inverse_cols = 1.0f / static_cast<float>(p.x.cols);
@@ -268,7 +273,7 @@ __global__ __launch_bounds__(kMaxThreads) void NormForwardKernel(const __grid_co
 
 // Adds up the groups' column sums of a block in group order and writes them to out[0, cols).
 template <int kVectors>
-__device__ __forceinline__ void WriteBlockSums(const float (&sums)[kVectors][8], const RowGroup& group,
+__device__ __forceinline__ void WriteBlockSums(const float (&sums)[kVectors][8], const RowGroup<false>& group,
                                                int vectors, float* shared, float* out) {
   const int groups = static_cast<int>(blockDim.x) / group.size;
   for (int turn = 0; turn < groups; ++turn) {
@@ -295,7 +300,7 @@ __global__ __launch_bounds__(kMaxThreads,
                                                         int group_size) {
   extern __shared__ float shared_sums[];  // [cols] if the block has several groups
   __shared__ float2 scratch[2][kMaxThreads / 32];
-  const RowGroup group(group_size);
+  const RowGroup<false> group(group_size);
   const int groups = static_cast<int>(blockDim.x) / group_size;
   const int vectors = static_cast<int>(p.x.cols) / 8;
   const float inverse_cols = 1.0f / static_cast<float>(p.x.cols);
