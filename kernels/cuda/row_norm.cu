@@ -17,6 +17,7 @@ namespace lossd::kernels::cuda {
 namespace {
 
 constexpr int kMaxThreads = 512;
+constexpr int kForwardThreadsPerSm = 1024;
 
 __device__ __forceinline__ void* NormRow(const DeviceMatrix& m, int64_t row) {
   return static_cast<uint8_t*>(m.data) + row * m.ld * (m.dtype == DType::kFloat32 ? 4 : 2);
@@ -220,72 +221,124 @@ __device__ __forceinline__ void LoadFloats8(const float* from, int v, float (&x)
   x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
+// A block works on every gridDim.x-th row; the next row is on its way while one is computed.
 template <typename T, int kVectors>
-__global__ __launch_bounds__(kMaxThreads) void NormForwardKernel(const __grid_constant__ NormParams p) {
+__global__ __launch_bounds__(kMaxThreads, 2) void NormForwardKernel(const __grid_constant__ NormParams p) {
   __shared__ float2 scratch[2][kMaxThreads / 32];
   const RowGroup<true> group(blockDim.x);
-  const int64_t row = blockIdx.x;
   const int vectors = static_cast<int>(p.x.cols) / 8;
   const float inverse_cols = 1.0f / static_cast<float>(p.x.cols);
+  const auto raw_row = [&](int64_t row) { return p.source != nullptr ? p.source[row] : row; };
   HeldRow<T, kVectors> held;
-  held.Load(p.x, p.source != nullptr ? p.source[row] : row, group);
-  float mean = 0.0f;
-  if (p.centred) {
-    float sum = 0.0f;
+  held.Load(p.x, raw_row(blockIdx.x), group);
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    HeldRow<T, kVectors> next = {};
+    if (row + gridDim.x < p.rows) next.Load(p.x, raw_row(row + gridDim.x), group);
+    float mean = 0.0f;
+    if (p.centred) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        float x[8];
+        Vec<T>::Unpack(held.raw[i], x);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum += x[j];
+      }
+      mean = GroupSum(group, make_float2(sum, 0.0f), scratch, 0).x * inverse_cols;
+    }
+    float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
+      if (group.thread + i * group.size >= vectors) continue;
       float x[8];
       Vec<T>::Unpack(held.raw[i], x);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) sum += x[j];
+      for (int j = 0; j < 8; ++j) squares += (x[j] - mean) * (x[j] - mean);
     }
-    mean = GroupSum(group, make_float2(sum, 0.0f), scratch, 0).x * inverse_cols;
-  }
-  float squares = 0.0f;
+    squares = GroupSum(group, make_float2(squares, 0.0f), scratch, 1).x;
+    const float r = 1.0f / sqrtf(squares * inverse_cols + p.epsilon);
+    if (threadIdx.x == 0) {
+      p.mean[row] = mean;
+      p.inverse_deviation[row] = r;
+    }
+    auto* to = reinterpret_cast<uint4*>(static_cast<T*>(p.y.data) + row * p.y.ld);
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    if (group.thread + i * group.size >= vectors) continue;
-    float x[8];
-    Vec<T>::Unpack(held.raw[i], x);
+    for (int i = 0; i < kVectors; ++i) {
+      const int v = group.thread + i * group.size;
+      if (v >= vectors) continue;
+      float x[8], gain[8], shift[8] = {};
+      Vec<T>::Unpack(held.raw[i], x);
+      LoadFloats8(p.gain, v, gain);
+      if (p.centred) LoadFloats8(p.shift, v, shift);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) squares += (x[j] - mean) * (x[j] - mean);
-  }
-  const float r =
-      1.0f / sqrtf(GroupSum(group, make_float2(squares, 0.0f), scratch, 1).x * inverse_cols + p.epsilon);
-  if (threadIdx.x == 0) {
-    p.mean[row] = mean;
-    p.inverse_deviation[row] = r;
-  }
-  auto* to = reinterpret_cast<uint4*>(static_cast<T*>(p.y.data) + row * p.y.ld);
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const int v = group.thread + i * group.size;
-    if (v >= vectors) continue;
-    float x[8], gain[8], shift[8] = {};
-    Vec<T>::Unpack(held.raw[i], x);
-    LoadFloats8(p.gain, v, gain);
-    if (p.centred) LoadFloats8(p.shift, v, shift);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) x[j] = (x[j] - mean) * r * gain[j] + shift[j];
-    to[v] = Vec<T>::Pack(x);
+      for (int j = 0; j < 8; ++j) x[j] = (x[j] - mean) * r * gain[j] + shift[j];
+      to[v] = Vec<T>::Pack(x);
+    }
+    held = next;
+    // RMSNorm has one reduction a row, whose scratch the next row uses again.
+    if (!p.centred) __syncthreads();
   }
 }
 
-// Adds up the groups' column sums of a block in group order and writes them to out[0, cols).
-template <int kVectors>
-__device__ __forceinline__ void WriteBlockSums(const float (&sums)[kVectors][8], const RowGroup<false>& group,
-                                               int vectors, float* shared, float* out) {
+// A group's sums over its rows of one parameter gradient, of the columns a thread owns: in registers, or
+// for long rows in shared memory ([vectors] low halves, then as many high halves).
+template <int kVectors, bool kShared>
+struct ColumnSums {
+  float held[kShared ? 1 : kVectors][8];
+  float4* shared;
+  int vectors;
+
+  __device__ __forceinline__ ColumnSums(float4* place, int count) : held{}, shared(place), vectors(count) {}
+  __device__ __forceinline__ void Clear(const RowGroup<false>& group) {
+    if constexpr (kShared) {
+      for (int v = group.thread; v < 2 * vectors; v += group.size)
+        shared[v] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  }
+  __device__ __forceinline__ void Add(int i, int v, const float (&x)[8]) {
+    if constexpr (kShared) {
+      float4 low = shared[v];
+      float4 high = shared[vectors + v];
+      low.x += x[0], low.y += x[1], low.z += x[2], low.w += x[3];
+      high.x += x[4], high.y += x[5], high.z += x[6], high.w += x[7];
+      shared[v] = low;
+      shared[vectors + v] = high;
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) held[i][j] += x[j];
+    }
+  }
+  __device__ __forceinline__ void Get(int i, int v, float (&x)[8]) const {
+    if constexpr (kShared) {
+      const float4 low = shared[v];
+      const float4 high = shared[vectors + v];
+      x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+      x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) x[j] = held[i][j];
+    }
+  }
+};
+
+// Adds up the groups' column sums of a block in group order and writes them to out[0, 8 * vectors).
+// `between`: shared memory for as many floats if there are several groups.
+template <int kVectors, bool kShared>
+__device__ __forceinline__ void WriteBlockSums(const ColumnSums<kVectors, kShared>& sums,
+                                               const RowGroup<false>& group, float* between, float* out) {
   const int groups = static_cast<int>(blockDim.x) / group.size;
   for (int turn = 0; turn < groups; ++turn) {
     if (group.index == turn) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         const int v = group.thread + i * group.size;
-        if (v >= vectors) continue;
+        if (v >= sums.vectors) continue;
+        float x[8];
+        sums.Get(i, v, x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          float* place = turn == groups - 1 ? out + 8 * v + j : shared + 8 * v + j;
-          *place = sums[i][j] + (turn == 0 ? 0.0f : shared[8 * v + j]);
+          float* place = (turn == groups - 1 ? out : between) + 8 * v + j;
+          *place = x[j] + (turn == 0 ? 0.0f : between[8 * v + j]);
         }
       }
     }
@@ -293,26 +346,40 @@ __device__ __forceinline__ void WriteBlockSums(const float (&sums)[kVectors][8],
   }
 }
 
-template <typename T, int kVectors>
+// kShared blocks have one group.
+template <typename T, int kVectors, bool kShared>
 __global__ __launch_bounds__(kMaxThreads,
                              1) void NormBackwardKernel(const __grid_constant__ NormParams p,
                                                         const __grid_constant__ NormBackwardParams b,
                                                         int group_size) {
-  extern __shared__ float shared_sums[];  // [cols] if the block has several groups
+  extern __shared__ float4 dynamic_shared[];
   __shared__ float2 scratch[2][kMaxThreads / 32];
   const RowGroup<false> group(group_size);
   const int groups = static_cast<int>(blockDim.x) / group_size;
   const int vectors = static_cast<int>(p.x.cols) / 8;
   const float inverse_cols = 1.0f / static_cast<float>(p.x.cols);
   const int64_t stride = static_cast<int64_t>(gridDim.x) * groups;
-  float gain_sums[kVectors][8] = {};
-  float shift_sums[kVectors][8] = {};
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * groups + group.index;
+  const auto raw_row = [&](int64_t row) { return p.source != nullptr ? p.source[row] : row; };
+  ColumnSums<kVectors, kShared> gain_sums(dynamic_shared, vectors);
+  ColumnSums<kVectors, kShared> shift_sums(dynamic_shared + 2 * vectors, vectors);
+  if (b.partials != nullptr) {
+    gain_sums.Clear(group);
+    shift_sums.Clear(group);
+    __syncthreads();
+  }
+  HeldRow<T, kVectors> x_held = {}, y_held = {};
+  if (first < p.rows) {
+    x_held.Load(p.x, raw_row(first), group);
+    y_held.Load(p.y, first, group);
+  }
   int phase = 0;
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * groups + group.index; row < p.rows; row += stride) {
-    const int64_t raw_row = p.source != nullptr ? p.source[row] : row;
-    HeldRow<T, kVectors> x_held, y_held;
-    x_held.Load(p.x, raw_row, group);
-    y_held.Load(p.y, row, group);
+  for (int64_t row = first; row < p.rows; row += stride) {
+    HeldRow<T, kVectors> x_next = {}, y_next = {};
+    if (row + stride < p.rows) {
+      x_next.Load(p.x, raw_row(row + stride), group);
+      y_next.Load(p.y, row + stride, group);
+    }
     const float mean = p.centred ? p.mean[row] : 0.0f;
     const float r = p.inverse_deviation[row];
     const bool kept = b.partials != nullptr && (b.keep == nullptr || b.keep[row] != 0);
@@ -321,48 +388,51 @@ __global__ __launch_bounds__(kMaxThreads,
     for (int i = 0; i < kVectors; ++i) {
       const int v = group.thread + i * group.size;
       if (v >= vectors) continue;
-      float unit[8], dy[8], gain[8];
-      Vec<T>::Unpack(x_held.raw[i], unit);
+      float product[8], dy[8], gain[8];
+      Vec<T>::Unpack(x_held.raw[i], product);
       Vec<T>::Unpack(y_held.raw[i], dy);
       LoadFloats8(p.gain, v, gain);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        unit[j] = (unit[j] - mean) * r;
         dy[j] *= b.scale;
-        const float product = dy[j] * unit[j];
+        product[j] = dy[j] * ((product[j] - mean) * r);
         sums.x += gain[j] * dy[j];
-        sums.y += gain[j] * product;
-        if (kept) {
-          gain_sums[i][j] += product;
-          shift_sums[i][j] += dy[j];
-        }
+        sums.y += gain[j] * product[j];
+      }
+      if (kept) {
+        gain_sums.Add(i, v, product);
+        if (p.centred) shift_sums.Add(i, v, dy);
       }
     }
     sums = GroupSum(group, sums, scratch, phase);
     phase ^= 1;
-    if (b.dx.data == nullptr) continue;
-    const float mean_g = p.centred ? sums.x * inverse_cols : 0.0f;
-    const float mean_g_unit = sums.y * inverse_cols;
-    auto* to = reinterpret_cast<uint4*>(static_cast<T*>(b.dx.data) + raw_row * b.dx.ld);
+    if (b.dx.data != nullptr) {
+      const float mean_g = p.centred ? sums.x * inverse_cols : 0.0f;
+      const float mean_g_unit = sums.y * inverse_cols;
+      auto* to = reinterpret_cast<uint4*>(static_cast<T*>(b.dx.data) + raw_row(row) * b.dx.ld);
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int v = group.thread + i * group.size;
-      if (v >= vectors) continue;
-      float x[8], dy[8], gain[8];
-      Vec<T>::Unpack(x_held.raw[i], x);
-      Vec<T>::Unpack(y_held.raw[i], dy);
-      LoadFloats8(p.gain, v, gain);
+      for (int i = 0; i < kVectors; ++i) {
+        const int v = group.thread + i * group.size;
+        if (v >= vectors) continue;
+        float x[8], dy[8], gain[8];
+        Vec<T>::Unpack(x_held.raw[i], x);
+        Vec<T>::Unpack(y_held.raw[i], dy);
+        LoadFloats8(p.gain, v, gain);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        x[j] = r * (gain[j] * dy[j] * b.scale - mean_g - (x[j] - mean) * r * mean_g_unit);
+        for (int j = 0; j < 8; ++j) {
+          x[j] = r * (gain[j] * dy[j] * b.scale - mean_g - (x[j] - mean) * r * mean_g_unit);
+        }
+        to[v] = Vec<T>::Pack(x);
       }
-      to[v] = Vec<T>::Pack(x);
     }
+    x_held = x_next;
+    y_held = y_next;
   }
   if (b.partials == nullptr) return;
+  auto* between = reinterpret_cast<float*>(dynamic_shared);
   float* out = b.partials + blockIdx.x * p.x.cols;
-  WriteBlockSums(gain_sums, group, vectors, shared_sums, out);
-  if (p.centred) WriteBlockSums(shift_sums, group, vectors, shared_sums, out + gridDim.x * p.x.cols);
+  WriteBlockSums(gain_sums, group, between, out);
+  if (p.centred) WriteBlockSums(shift_sums, group, between, out + gridDim.x * p.x.cols);
 }
 
 // ---- launches ----
@@ -389,20 +459,32 @@ NormPlan PlanNorm(const NormParams& p, int most_vectors) {
 }
 
 template <typename T>
-void ForwardHeld(const NormParams& p, const NormPlan& plan, cudaStream_t stream) {
-  NormForwardKernel<T, 4><<<static_cast<unsigned>(p.rows), plan.group, 0, stream>>>(p);
+void ForwardHeld(const NormParams& p, const NormPlan& plan, int multiprocessors, cudaStream_t stream) {
+  const int64_t resident = int64_t{multiprocessors} * std::min(kForwardThreadsPerSm / plan.group, 32);
+  NormForwardKernel<T, 4><<<static_cast<unsigned>(std::min(p.rows, resident)), plan.group, 0, stream>>>(p);
+}
+
+template <typename T, int kVectors, bool kShared>
+cudaError_t BackwardHeld(const NormParams& p, const NormBackwardParams& b, int group, unsigned blocks,
+                         cudaStream_t stream) {
+  const int groups = kShared ? 1 : kMaxThreads / group;
+  const auto row_bytes = static_cast<size_t>(p.x.cols) * sizeof(float);
+  const size_t shared = kShared ? 2 * row_bytes : (groups > 1 ? row_bytes : 0);
+  if (kShared) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(NormBackwardKernel<T, kVectors, kShared>,
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    if (error != cudaSuccess) return error;
+  }
+  NormBackwardKernel<T, kVectors, kShared><<<blocks, groups * group, shared, stream>>>(p, b, group);
+  return cudaGetLastError();
 }
 
 template <typename T>
-void BackwardHeld(const NormParams& p, const NormBackwardParams& b, const NormPlan& plan, unsigned blocks,
-                  cudaStream_t stream) {
-  const int groups = kMaxThreads / plan.group;
-  const size_t shared = groups > 1 ? static_cast<size_t>(p.x.cols) * sizeof(float) : 0;
-  if (plan.vectors == 2) {
-    NormBackwardKernel<T, 2><<<blocks, groups * plan.group, shared, stream>>>(p, b, plan.group);
-  } else {
-    NormBackwardKernel<T, 4><<<blocks, groups * plan.group, shared, stream>>>(p, b, plan.group);
-  }
+cudaError_t BackwardHeld(const NormParams& p, const NormBackwardParams& b, const NormPlan& plan,
+                         unsigned blocks, cudaStream_t stream) {
+  return plan.vectors == 2 ? BackwardHeld<T, 2, false>(p, b, plan.group, blocks, stream)
+                           : BackwardHeld<T, 4, true>(p, b, plan.group, blocks, stream);
 }
 
 int ThreadsForAny(int64_t cols) {
@@ -411,16 +493,16 @@ int ThreadsForAny(int64_t cols) {
 
 }  // namespace
 
-cudaError_t LaunchNormForward(const NormParams& params, cudaStream_t stream) {
+cudaError_t LaunchNormForward(const NormParams& params, int multiprocessors, cudaStream_t stream) {
   if (params.rows == 0) return cudaSuccess;
   const NormPlan plan = PlanNorm(params, 4);
   if (plan.vectors == 0) {
     NormForwardAnyKernel<<<static_cast<unsigned>(params.rows), ThreadsForAny(params.x.cols), 0, stream>>>(
         params);
   } else if (params.x.dtype == DType::kBFloat16) {
-    ForwardHeld<__nv_bfloat16>(params, plan, stream);
+    ForwardHeld<__nv_bfloat16>(params, plan, multiprocessors, stream);
   } else {
-    ForwardHeld<__half>(params, plan, stream);
+    ForwardHeld<__half>(params, plan, multiprocessors, stream);
   }
   return cudaGetLastError();
 }
@@ -438,14 +520,15 @@ cudaError_t LaunchNormBackward(const NormParams& params, const NormBackwardParam
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(params.rows, multiprocessors));
   const NormPlan plan =
       b.dx.data == nullptr || b.dx.dtype == params.x.dtype ? PlanNorm(params, 2) : NormPlan();
+  cudaError_t error = cudaSuccess;
   if (plan.vectors == 0) {
     NormBackwardAnyKernel<<<blocks, ThreadsForAny(cols), 0, stream>>>(params, b);
+    error = cudaGetLastError();
   } else if (params.x.dtype == DType::kBFloat16) {
-    BackwardHeld<__nv_bfloat16>(params, b, plan, blocks, stream);
+    error = BackwardHeld<__nv_bfloat16>(params, b, plan, blocks, stream);
   } else {
-    BackwardHeld<__half>(params, b, plan, blocks, stream);
+    error = BackwardHeld<__half>(params, b, plan, blocks, stream);
   }
-  const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess || b.partials == nullptr) return error;
   return LaunchAddPartials(b.partials, blocks, cols, 1.0f, b.gain_gradient,
                            params.centred ? b.shift_gradient : nullptr, stream);

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
@@ -106,6 +107,7 @@ TEST(CudaBackend, ChunksInFlightFinishInOrderAndMoreAreRefused) {
   absl::Mutex mutex;
   std::vector<std::string> events;
   absl::BlockingCounter done(count);
+  absl::Notification all_submitted;  // the first chunk is not finished before that
   for (size_t i = 0; i < chunks.size(); ++i) {
     slices[i].rows = rows;
     slices[i].hidden = hidden.data();
@@ -117,12 +119,16 @@ TEST(CudaBackend, ChunksInFlightFinishInOrderAndMoreAreRefused) {
       absl::MutexLock lock(&mutex);
       events.push_back(absl::StrCat(what, i, status.ok() ? "" : absl::StatusCodeToString(status.code())));
     };
-    head->Submit(&chunks[i], {[note](absl::Status s) { note("results", s); },
+    head->Submit(&chunks[i], {[note, &all_submitted](absl::Status s) {
+                                all_submitted.WaitForNotification();
+                                note("results", s);
+                              },
                               [note, &done](absl::Status s) {
                                 note("done", s);
                                 done.DecrementCount();
                               }});
   }
+  all_submitted.Notify();
   done.Wait();
   EXPECT_THAT(events, ElementsAre("results0", "done0", "results1", "done1", "results2FAILED_PRECONDITION",
                                   "done2FAILED_PRECONDITION"));
