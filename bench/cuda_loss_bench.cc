@@ -582,7 +582,7 @@ Json RunNorm(int64_t cols, bool centred, double copy_gbps, Timer& timer) {
     return p;
   };
   const Times forward = timer.MeasureEach(20, kNormLaunches, [&](int i) {
-    Check(cuda::LaunchNormForward(norm(buffers[static_cast<size_t>(i % sets)]), sms, timer.stream()),
+    Check(cuda::LaunchNormForward(norm(buffers[static_cast<size_t>(i % sets)]), timer.stream()),
           "LaunchNormForward");
   });
   const Times backward = timer.MeasureEach(20, kNormLaunches, [&](int i) {

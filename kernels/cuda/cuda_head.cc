@@ -321,7 +321,7 @@ absl::Status CudaHead::Forward(const Job& job) {
     LOSSD_RETURN_IF_CUDA_ERROR(
         LaunchNormForward(MakeNormParams(config_, sizes_, values_.params, workspace_, raw, y,
                                          job.slot->device_in, layout.compact_rows),
-                          device_->limits().multiprocessors, stream),
+                          stream),
         "norm forward kernel");
   }
   LOSSD_RETURN_IF_ERROR(

@@ -1,12 +1,11 @@
 // LayerNorm and RMSNorm.
 //
-// Rows of 16-bit elements with up to 16384 columns (a multiple of 8) stay in registers as they are stored: a
-// group of threads works on one row, thread t of it on the columns 8 (t + i * group) ... + 7, i < kVectors.
-// Other rows are read again for each pass (the "any" kernels).
-// Bytes: forward reads x and writes y; backward reads x and dy and writes dx. Gain and shift gradients
-// are summed in registers over the rows a group sees (one block a multiprocessor, so that few partial sums
-// are written), over the groups of a block in shared memory, and over blocks by a second kernel; each in a
-// fixed order.
+// Rows of 16-bit elements with up to kMostHeldColumns columns (a multiple of 8) stay in registers as they are
+// stored: a group of threads works on one row, thread t of it on the columns 8 (t + i * group) ... + 7, i <
+// kVectors. Other rows are read again for each pass (the "any" kernels). Bytes: forward reads x and writes y;
+// backward reads x and dy and writes dx. Gain and shift gradients are summed in shared memory over the rows
+// a group sees and over the groups of a block (one block a multiprocessor, so that few partial sums are
+// written), and over blocks by a second kernel; each in a fixed order.
 #include <algorithm>
 #include <type_traits>
 
@@ -17,7 +16,8 @@ namespace lossd::kernels::cuda {
 namespace {
 
 constexpr int kMaxThreads = 512;
-constexpr int kForwardThreadsPerSm = 1024;
+constexpr int kMaxBackwardThreads = 1024;
+constexpr int kMostHeldColumns = 16384;
 
 __device__ __forceinline__ void* NormRow(const DeviceMatrix& m, int64_t row) {
   return static_cast<uint8_t*>(m.data) + row * m.ld * (m.dtype == DType::kFloat32 ? 4 : 2);
@@ -83,7 +83,7 @@ __global__ __launch_bounds__(kMaxThreads) void NormForwardAnyKernel(const __grid
   });
 }
 
-__device__ __forceinline__ void AddTo(float* sums, int64_t c, int64_t cols, const float (&x)[8]) {
+__device__ __forceinline__ void AddEight(float* sums, int64_t c, int64_t cols, const float (&x)[8]) {
   for (int j = 0; j < 8 && c + j < cols; ++j) sums[c + j] += x[j];
 }
 
@@ -128,8 +128,8 @@ __global__ __launch_bounds__(kMaxThreads) void NormBackwardAnyKernel(
         sum_g_unit += gain[j] * product[j];
       }
       if (kept) {
-        AddTo(gain_sums, c, cols, product);
-        if (p.centred) AddTo(shift_sums, c, cols, dy);
+        AddEight(gain_sums, c, cols, product);
+        if (p.centred) AddEight(shift_sums, c, cols, dy);
       }
     });
     const float mean_g = p.centred ? BlockSum(sum_g, scratch[0]) * inverse_cols : 0.0f;
@@ -174,25 +174,31 @@ struct RowGroup {
   }
 };
 
-// Sums of two values over a group, the same bits in all its threads. scratch: 2 * 32 floats a group, used
-// alternately (`phase`), so that one barrier is enough.
-template <bool kAlone>
-__device__ __forceinline__ float2 GroupSum(const RowGroup<kAlone>& group, float2 value,
-                                           float2 (*scratch)[kMaxThreads / 32], int phase) {
+__device__ __forceinline__ float AddLanes(float a, int offset) {
+  return a + __shfl_xor_sync(0xffffffffu, a, offset);
+}
+__device__ __forceinline__ float2 AddLanes(float2 a, int offset) {
+  return make_float2(AddLanes(a.x, offset), AddLanes(a.y, offset));
+}
+__device__ __forceinline__ void AddTo(float& sum, float a) { sum += a; }
+__device__ __forceinline__ void AddTo(float2& sum, float2 a) {
+  sum.x += a.x;
+  sum.y += a.y;
+}
+
+// Sum of a float or float2 over a group, the same bits in all its threads. `scratch` is used alternately
+// (`phase`), so that one barrier is enough.
+template <typename Value, bool kAlone>
+__device__ __forceinline__ Value GroupSum(const RowGroup<kAlone>& group, Value value,
+                                          Value (*scratch)[kMaxBackwardThreads / 32], int phase) {
 #pragma unroll
-  for (int offset = 16; offset > 0; offset >>= 1) {
-    value.x += __shfl_xor_sync(0xffffffffu, value.x, offset);
-    value.y += __shfl_xor_sync(0xffffffffu, value.y, offset);
-  }
+  for (int offset = 16; offset > 0; offset >>= 1) value = AddLanes(value, offset);
   if (group.size == 32) return value;
-  float2* own = scratch[phase] + group.index * (group.size / 32);
+  Value* own = scratch[phase] + group.index * (group.size / 32);
   if ((group.thread & 31) == 0) own[group.thread / 32] = value;
   group.Sync();
-  float2 total = make_float2(0.0f, 0.0f);
-  for (int i = 0; i < group.size / 32; ++i) {
-    total.x += own[i].x;
-    total.y += own[i].y;
-  }
+  Value total = own[0];
+  for (int i = 1; i < group.size / 32; ++i) AddTo(total, own[i]);
   return total;
 }
 
@@ -221,139 +227,113 @@ __device__ __forceinline__ void LoadFloats8(const float* from, int v, float (&x)
   x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
-// A block works on every gridDim.x-th row; the next row is on its way while one is computed.
+// One block a row.
 template <typename T, int kVectors>
-__global__ __launch_bounds__(kMaxThreads, 2) void NormForwardKernel(const __grid_constant__ NormParams p) {
-  __shared__ float2 scratch[2][kMaxThreads / 32];
+__global__ __launch_bounds__(kMaxThreads) void NormForwardKernel(const __grid_constant__ NormParams p) {
+  __shared__ float scratch[2][kMaxBackwardThreads / 32];
   const RowGroup<true> group(blockDim.x);
+  const int64_t row = blockIdx.x;
   const int vectors = static_cast<int>(p.x.cols) / 8;
   const float inverse_cols = 1.0f / static_cast<float>(p.x.cols);
-  const auto raw_row = [&](int64_t row) { return p.source != nullptr ? p.source[row] : row; };
   HeldRow<T, kVectors> held;
-  held.Load(p.x, raw_row(blockIdx.x), group);
-  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
-    HeldRow<T, kVectors> next = {};
-    if (row + gridDim.x < p.rows) next.Load(p.x, raw_row(row + gridDim.x), group);
-    float mean = 0.0f;
-    if (p.centred) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        float x[8];
-        Vec<T>::Unpack(held.raw[i], x);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) sum += x[j];
-      }
-      mean = GroupSum(group, make_float2(sum, 0.0f), scratch, 0).x * inverse_cols;
-    }
-    float squares = 0.0f;
+  held.Load(p.x, p.source != nullptr ? p.source[row] : row, group);
+  float mean = 0.0f;
+  if (p.centred) {
+    float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      if (group.thread + i * group.size >= vectors) continue;
       float x[8];
       Vec<T>::Unpack(held.raw[i], x);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) squares += (x[j] - mean) * (x[j] - mean);
+      for (int j = 0; j < 8; ++j) sum += x[j];
     }
-    squares = GroupSum(group, make_float2(squares, 0.0f), scratch, 1).x;
-    const float r = 1.0f / sqrtf(squares * inverse_cols + p.epsilon);
-    if (threadIdx.x == 0) {
-      p.mean[row] = mean;
-      p.inverse_deviation[row] = r;
-    }
-    auto* to = reinterpret_cast<uint4*>(static_cast<T*>(p.y.data) + row * p.y.ld);
+    mean = GroupSum(group, sum, scratch, 0) * inverse_cols;
+  }
+  float squares = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int v = group.thread + i * group.size;
-      if (v >= vectors) continue;
-      float x[8], gain[8], shift[8] = {};
-      Vec<T>::Unpack(held.raw[i], x);
-      LoadFloats8(p.gain, v, gain);
-      if (p.centred) LoadFloats8(p.shift, v, shift);
+  for (int i = 0; i < kVectors; ++i) {
+    if (group.thread + i * group.size >= vectors) continue;
+    float x[8];
+    Vec<T>::Unpack(held.raw[i], x);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) x[j] = (x[j] - mean) * r * gain[j] + shift[j];
-      to[v] = Vec<T>::Pack(x);
-    }
-    held = next;
-    // RMSNorm has one reduction a row, whose scratch the next row uses again.
-    if (!p.centred) __syncthreads();
+    for (int j = 0; j < 8; ++j) squares += (x[j] - mean) * (x[j] - mean);
+  }
+  const float r = rsqrtf(GroupSum(group, squares, scratch, 1) * inverse_cols + p.epsilon);
+  if (threadIdx.x == 0) {
+    p.mean[row] = mean;
+    p.inverse_deviation[row] = r;
+  }
+  auto* to = reinterpret_cast<uint4*>(static_cast<T*>(p.y.data) + row * p.y.ld);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int v = group.thread + i * group.size;
+    if (v >= vectors) continue;
+    float x[8], gain[8], shift[8] = {};
+    Vec<T>::Unpack(held.raw[i], x);
+    LoadFloats8(p.gain, v, gain);
+    if (p.centred) LoadFloats8(p.shift, v, shift);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = (x[j] - mean) * r * gain[j] + shift[j];
+    to[v] = Vec<T>::Pack(x);
   }
 }
 
-// A group's sums over its rows of one parameter gradient, of the columns a thread owns: in registers, or
-// for long rows in shared memory ([vectors] low halves, then as many high halves).
-template <int kVectors, bool kShared>
+// A group's sums over its rows of one parameter gradient, in shared memory: [vectors] low halves, then as
+// many high halves. A thread touches its own columns only.
 struct ColumnSums {
-  float held[kShared ? 1 : kVectors][8];
   float4* shared;
   int vectors;
 
-  __device__ __forceinline__ ColumnSums(float4* place, int count) : held{}, shared(place), vectors(count) {}
-  __device__ __forceinline__ void Clear(const RowGroup<false>& group) {
-    if constexpr (kShared) {
-      for (int v = group.thread; v < 2 * vectors; v += group.size)
-        shared[v] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
+  __device__ __forceinline__ void Clear(int v) {
+    shared[v] = shared[vectors + v] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  __device__ __forceinline__ void Add(int i, int v, const float (&x)[8]) {
-    if constexpr (kShared) {
-      float4 low = shared[v];
-      float4 high = shared[vectors + v];
-      low.x += x[0], low.y += x[1], low.z += x[2], low.w += x[3];
-      high.x += x[4], high.y += x[5], high.z += x[6], high.w += x[7];
-      shared[v] = low;
-      shared[vectors + v] = high;
-    } else {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) held[i][j] += x[j];
-    }
-  }
-  __device__ __forceinline__ void Get(int i, int v, float (&x)[8]) const {
-    if constexpr (kShared) {
-      const float4 low = shared[v];
-      const float4 high = shared[vectors + v];
-      x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
-      x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
-    } else {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) x[j] = held[i][j];
-    }
+  __device__ __forceinline__ void Add(int v, const float (&x)[8]) {
+    float4 low = shared[v];
+    float4 high = shared[vectors + v];
+    low.x += x[0], low.y += x[1], low.z += x[2], low.w += x[3];
+    high.x += x[4], high.y += x[5], high.z += x[6], high.w += x[7];
+    shared[v] = low;
+    shared[vectors + v] = high;
   }
 };
 
-// Adds up the groups' column sums of a block in group order and writes them to out[0, 8 * vectors).
-// `between`: shared memory for as many floats if there are several groups.
-template <int kVectors, bool kShared>
-__device__ __forceinline__ void WriteBlockSums(const ColumnSums<kVectors, kShared>& sums,
-                                               const RowGroup<false>& group, float* between, float* out) {
-  const int groups = static_cast<int>(blockDim.x) / group.size;
-  for (int turn = 0; turn < groups; ++turn) {
-    if (group.index == turn) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        const int v = group.thread + i * group.size;
-        if (v >= sums.vectors) continue;
-        float x[8];
-        sums.Get(i, v, x);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          float* place = (turn == groups - 1 ? out : between) + 8 * v + j;
-          *place = x[j] + (turn == 0 ? 0.0f : between[8 * v + j]);
-        }
-      }
+// out[0, 8 * vectors) = factor * the sums of all groups, added in group order. sums: those of group 0; the
+// others follow at `stride`.
+__device__ __forceinline__ void WriteBlockSums(const float4* sums, int vectors, int groups, int stride,
+                                               float factor, float* out) {
+  for (int i = threadIdx.x; i < 2 * vectors; i += blockDim.x) {
+    float4 total = sums[i];
+    for (int g = 1; g < groups; ++g) {
+      const float4 next = sums[g * stride + i];
+      total.x += next.x, total.y += next.y, total.z += next.z, total.w += next.w;
     }
-    __syncthreads();
+    const int place = i < vectors ? 2 * i : 2 * (i - vectors) + 1;
+    reinterpret_cast<float4*>(out)[place] =
+        make_float4(factor * total.x, factor * total.y, factor * total.z, factor * total.w);
   }
 }
 
-// kShared blocks have one group.
-template <typename T, int kVectors, bool kShared>
-__global__ __launch_bounds__(kMaxThreads,
+// What a row needs besides its elements.
+struct RowScalars {
+  float mean;
+  float r;
+  bool kept;
+};
+
+__device__ __forceinline__ RowScalars LoadScalars(const NormParams& p, const NormBackwardParams& b,
+                                                  int64_t row) {
+  return {p.centred ? p.mean[row] : 0.0f, p.inverse_deviation[row],
+          b.partials != nullptr && (b.keep == nullptr || b.keep[row] != 0)};
+}
+
+// Groups take rows in turn; while one computes, others load.
+template <typename T, int kVectors>
+__global__ __launch_bounds__(kMaxBackwardThreads,
                              1) void NormBackwardKernel(const __grid_constant__ NormParams p,
                                                         const __grid_constant__ NormBackwardParams b,
                                                         int group_size) {
-  extern __shared__ float4 dynamic_shared[];
-  __shared__ float2 scratch[2][kMaxThreads / 32];
+  extern __shared__ float4 dynamic_shared[];  // per group: gain sums, shift sums
+  __shared__ float2 scratch[2][kMaxBackwardThreads / 32];
   const RowGroup<false> group(group_size);
   const int groups = static_cast<int>(blockDim.x) / group_size;
   const int vectors = static_cast<int>(p.x.cols) / 8;
@@ -361,29 +341,23 @@ __global__ __launch_bounds__(kMaxThreads,
   const int64_t stride = static_cast<int64_t>(gridDim.x) * groups;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * groups + group.index;
   const auto raw_row = [&](int64_t row) { return p.source != nullptr ? p.source[row] : row; };
-  ColumnSums<kVectors, kShared> gain_sums(dynamic_shared, vectors);
-  ColumnSums<kVectors, kShared> shift_sums(dynamic_shared + 2 * vectors, vectors);
+  ColumnSums gain_sums = {dynamic_shared + group.index * 4 * vectors, vectors};
+  ColumnSums shift_sums = {gain_sums.shared + 2 * vectors, vectors};
   if (b.partials != nullptr) {
-    gain_sums.Clear(group);
-    shift_sums.Clear(group);
-    __syncthreads();
-  }
-  HeldRow<T, kVectors> x_held = {}, y_held = {};
-  if (first < p.rows) {
-    x_held.Load(p.x, raw_row(first), group);
-    y_held.Load(p.y, first, group);
+    for (int v = group.thread; v < vectors; v += group.size) {
+      gain_sums.Clear(v);
+      shift_sums.Clear(v);
+    }
   }
   int phase = 0;
   for (int64_t row = first; row < p.rows; row += stride) {
-    HeldRow<T, kVectors> x_next = {}, y_next = {};
-    if (row + stride < p.rows) {
-      x_next.Load(p.x, raw_row(row + stride), group);
-      y_next.Load(p.y, row + stride, group);
-    }
-    const float mean = p.centred ? p.mean[row] : 0.0f;
-    const float r = p.inverse_deviation[row];
-    const bool kept = b.partials != nullptr && (b.keep == nullptr || b.keep[row] != 0);
-    float2 sums = make_float2(0.0f, 0.0f);  // of gain dy, and of gain dy unit
+    HeldRow<T, kVectors> x_held, y_held;
+    x_held.Load(p.x, raw_row(row), group);
+    y_held.Load(p.y, row, group);
+    const RowScalars scalars = LoadScalars(p, b, row);
+    const float r = scalars.r;
+    const float offset = -scalars.mean * r;  // unit = x r + offset
+    float2 sums = make_float2(0.0f, 0.0f);   // of gain dy, and of gain dy unit, without the scale
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int v = group.thread + i * group.size;
@@ -394,19 +368,20 @@ __global__ __launch_bounds__(kMaxThreads,
       LoadFloats8(p.gain, v, gain);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        dy[j] *= b.scale;
-        product[j] = dy[j] * ((product[j] - mean) * r);
-        sums.x += gain[j] * dy[j];
-        sums.y += gain[j] * product[j];
+        product[j] = dy[j] * fmaf(product[j], r, offset);
+        sums.x = fmaf(gain[j], dy[j], sums.x);
+        sums.y = fmaf(gain[j], product[j], sums.y);
       }
-      if (kept) {
-        gain_sums.Add(i, v, product);
-        if (p.centred) shift_sums.Add(i, v, dy);
+      if (scalars.kept) {
+        gain_sums.Add(v, product);
+        if (p.centred) shift_sums.Add(v, dy);
       }
     }
     sums = GroupSum(group, sums, scratch, phase);
     phase ^= 1;
     if (b.dx.data != nullptr) {
+      // dx = r scale (gain dy - mean(gain dy) - unit mean(gain dy unit))
+      const float factor = r * b.scale;
       const float mean_g = p.centred ? sums.x * inverse_cols : 0.0f;
       const float mean_g_unit = sums.y * inverse_cols;
       auto* to = reinterpret_cast<uint4*>(static_cast<T*>(b.dx.data) + raw_row(row) * b.dx.ld);
@@ -420,71 +395,62 @@ __global__ __launch_bounds__(kMaxThreads,
         LoadFloats8(p.gain, v, gain);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          x[j] = r * (gain[j] * dy[j] * b.scale - mean_g - (x[j] - mean) * r * mean_g_unit);
+          const float unit = fmaf(x[j], r, offset);
+          x[j] = factor * (fmaf(gain[j], dy[j], -mean_g) - unit * mean_g_unit);
         }
         to[v] = Vec<T>::Pack(x);
       }
     }
-    x_held = x_next;
-    y_held = y_next;
   }
   if (b.partials == nullptr) return;
-  auto* between = reinterpret_cast<float*>(dynamic_shared);
+  __syncthreads();
   float* out = b.partials + blockIdx.x * p.x.cols;
-  WriteBlockSums(gain_sums, group, between, out);
-  if (p.centred) WriteBlockSums(shift_sums, group, between, out + gridDim.x * p.x.cols);
+  WriteBlockSums(dynamic_shared, vectors, groups, 4 * vectors, b.scale, out);
+  if (p.centred) {
+    WriteBlockSums(dynamic_shared + 2 * vectors, vectors, groups, 4 * vectors, b.scale,
+                   out + gridDim.x * p.x.cols);
+  }
 }
 
 // ---- launches ----
 
-// How a row is spread over threads; vectors 0: use the kernels for any row.
-struct NormPlan {
-  int vectors = 0;
-  int group = kMaxThreads;
-};
-
-NormPlan PlanNorm(const NormParams& p, int most_vectors) {
+bool FitsRegisters(const NormParams& p) {
   const auto fits = [](const DeviceMatrix& m) {
     return m.dtype != DType::kFloat32 && m.ld % 8 == 0 && reinterpret_cast<uintptr_t>(m.data) % 16 == 0;
   };
-  const int64_t groups_of_8 = p.x.cols / 8;
-  NormPlan plan;
-  if (p.x.cols % 8 != 0 || p.x.dtype != p.y.dtype || !fits(p.x) || !fits(p.y) ||
-      groups_of_8 > 4 * kMaxThreads) {
-    return plan;
-  }
-  plan.vectors = groups_of_8 > int64_t{most_vectors} * kMaxThreads ? 4 : most_vectors;
-  plan.group = static_cast<int>((groups_of_8 + plan.vectors * 32 - 1) / (plan.vectors * 32) * 32);
-  return plan;
+  return p.x.cols % 8 == 0 && p.x.dtype == p.y.dtype && fits(p.x) && fits(p.y) &&
+         p.x.cols <= kMostHeldColumns;
+}
+
+// Threads for a row of which each holds `vectors` times eight columns.
+int GroupSize(int64_t cols, int vectors) {
+  const int64_t per_warp = int64_t{vectors} * 8 * 32;
+  return static_cast<int>((cols + per_warp - 1) / per_warp * 32);
 }
 
 template <typename T>
-void ForwardHeld(const NormParams& p, const NormPlan& plan, int multiprocessors, cudaStream_t stream) {
-  const int64_t resident = int64_t{multiprocessors} * std::min(kForwardThreadsPerSm / plan.group, 32);
-  NormForwardKernel<T, 4><<<static_cast<unsigned>(std::min(p.rows, resident)), plan.group, 0, stream>>>(p);
-}
-
-template <typename T, int kVectors, bool kShared>
-cudaError_t BackwardHeld(const NormParams& p, const NormBackwardParams& b, int group, unsigned blocks,
-                         cudaStream_t stream) {
-  const int groups = kShared ? 1 : kMaxThreads / group;
-  const auto row_bytes = static_cast<size_t>(p.x.cols) * sizeof(float);
-  const size_t shared = kShared ? 2 * row_bytes : (groups > 1 ? row_bytes : 0);
-  if (kShared) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(NormBackwardKernel<T, kVectors, kShared>,
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-    if (error != cudaSuccess) return error;
-  }
-  NormBackwardKernel<T, kVectors, kShared><<<blocks, groups * group, shared, stream>>>(p, b, group);
+cudaError_t ForwardHeld(const NormParams& p, cudaStream_t stream) {
+  constexpr int kVectors = kMostHeldColumns / 8 / kMaxThreads;
+  NormForwardKernel<T, kVectors>
+      <<<static_cast<unsigned>(p.rows), GroupSize(p.x.cols, kVectors), 0, stream>>>(p);
   return cudaGetLastError();
 }
 
 template <typename T>
-cudaError_t BackwardHeld(const NormParams& p, const NormBackwardParams& b, const NormPlan& plan,
-                         unsigned blocks, cudaStream_t stream) {
-  return plan.vectors == 2 ? BackwardHeld<T, 2, false>(p, b, plan.group, blocks, stream)
-                           : BackwardHeld<T, 4, true>(p, b, plan.group, blocks, stream);
+cudaError_t BackwardHeld(const NormParams& p, const NormBackwardParams& b, unsigned blocks,
+                         cudaStream_t stream) {
+  constexpr int kVectors = kMostHeldColumns / 8 / kMaxBackwardThreads;
+  int group = GroupSize(p.x.cols, kVectors);
+  // Groups of more than a warp have a hardware barrier each, of which there are 15 besides the block's own.
+  if (group > 32) group = std::max(group, kMaxBackwardThreads / 8);
+  const int groups = kMaxBackwardThreads / group;
+  const auto shared = static_cast<size_t>(groups) * static_cast<size_t>(p.x.cols) * 2 * sizeof(float);
+  const auto kernel = NormBackwardKernel<T, kVectors>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+  if (error != cudaSuccess) return error;
+  kernel<<<blocks, groups * group, shared, stream>>>(p, b, group);
+  return cudaGetLastError();
 }
 
 int ThreadsForAny(int64_t cols) {
@@ -493,17 +459,14 @@ int ThreadsForAny(int64_t cols) {
 
 }  // namespace
 
-cudaError_t LaunchNormForward(const NormParams& params, int multiprocessors, cudaStream_t stream) {
+cudaError_t LaunchNormForward(const NormParams& params, cudaStream_t stream) {
   if (params.rows == 0) return cudaSuccess;
-  const NormPlan plan = PlanNorm(params, 4);
-  if (plan.vectors == 0) {
-    NormForwardAnyKernel<<<static_cast<unsigned>(params.rows), ThreadsForAny(params.x.cols), 0, stream>>>(
-        params);
-  } else if (params.x.dtype == DType::kBFloat16) {
-    ForwardHeld<__nv_bfloat16>(params, plan, multiprocessors, stream);
-  } else {
-    ForwardHeld<__half>(params, plan, multiprocessors, stream);
+  if (FitsRegisters(params)) {
+    return params.x.dtype == DType::kBFloat16 ? ForwardHeld<__nv_bfloat16>(params, stream)
+                                              : ForwardHeld<__half>(params, stream);
   }
+  NormForwardAnyKernel<<<static_cast<unsigned>(params.rows), ThreadsForAny(params.x.cols), 0, stream>>>(
+      params);
   return cudaGetLastError();
 }
 
@@ -518,16 +481,14 @@ cudaError_t LaunchNormBackward(const NormParams& params, const NormBackwardParam
   if (b.gain_gradient == nullptr) b.partials = nullptr;
   const int64_t cols = params.x.cols;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(params.rows, multiprocessors));
-  const NormPlan plan =
-      b.dx.data == nullptr || b.dx.dtype == params.x.dtype ? PlanNorm(params, 2) : NormPlan();
   cudaError_t error = cudaSuccess;
-  if (plan.vectors == 0) {
+  if (!FitsRegisters(params) || (b.dx.data != nullptr && b.dx.dtype != params.x.dtype)) {
     NormBackwardAnyKernel<<<blocks, ThreadsForAny(cols), 0, stream>>>(params, b);
     error = cudaGetLastError();
   } else if (params.x.dtype == DType::kBFloat16) {
-    error = BackwardHeld<__nv_bfloat16>(params, b, plan, blocks, stream);
+    error = BackwardHeld<__nv_bfloat16>(params, b, blocks, stream);
   } else {
-    error = BackwardHeld<__half>(params, b, plan, blocks, stream);
+    error = BackwardHeld<__half>(params, b, blocks, stream);
   }
   if (error != cudaSuccess || b.partials == nullptr) return error;
   return LaunchAddPartials(b.partials, blocks, cols, 1.0f, b.gain_gradient,
