@@ -47,6 +47,7 @@ ABSL_FLAG(bool, autotune, false, "choose GEMM algorithms by timing, for the back
 ABSL_FLAG(bool, loss, true, "run the loss benchmark");
 ABSL_FLAG(bool, norm, true, "run the norm benchmark");
 ABSL_FLAG(bool, errors, true, "compare with double precision");
+ABSL_FLAG(std::string, compute, "bf16", "bf16 or fp32: what the head computes in (fp32: no floor, no parts)");
 ABSL_FLAG(bool, parts, true, "time the parts of a chunk one by one");
 
 namespace lossd::bench {
@@ -91,6 +92,8 @@ T Take(absl::StatusOr<T> value, const char* call) {
   Check(value.status(), call);
   return *std::move(value);
 }
+
+DType ComputeType() { return absl::GetFlag(FLAGS_compute) == "fp32" ? DType::kFloat32 : DType::kBFloat16; }
 
 struct Times {
   double median = 0.0, min = 0.0, max = 0.0;  // ms
@@ -306,11 +309,18 @@ class Microbatch {
   Microbatch(kernels::Backend& backend, kernels::HeadKernels& head, const DataShape& shape,
              const LossData& data, bool gradients)
       : head_(head), shape_(shape), data_(data), gradients_(gradients), lse_(shape.rows), loss_(shape.rows) {
-    const int64_t bytes = shape.rows * shape.hidden * 2;
-    hidden_ = Take(backend.AllocateStaging(bytes), "AllocateStaging");
-    gradient_ = Take(backend.AllocateStaging(bytes), "AllocateStaging");
-    Check(cudaMemcpy(hidden_->bytes().data(), data.hidden, static_cast<size_t>(bytes), cudaMemcpyDefault),
+    const int64_t elements = shape.rows * shape.hidden;
+    hidden_ = Take(backend.AllocateStaging(elements * element_), "AllocateStaging");
+    gradient_ = Take(backend.AllocateStaging(elements * element_), "AllocateStaging");
+    uint8_t* hidden = hidden_->bytes().data();
+    Check(cudaMemcpy(hidden, data.hidden, static_cast<size_t>(elements * 2), cudaMemcpyDefault),
           "cudaMemcpy");
+    for (int64_t i = elements - 1; element_ == 4 && i >= 0; --i) {  // widen in place, from the end
+      const uint16_t low = 0;
+      const uint16_t high = reinterpret_cast<const uint16_t*>(hidden)[i];
+      std::memcpy(hidden + 4 * i, &low, 2);
+      std::memcpy(hidden + 4 * i + 2, &high, 2);
+    }
     const int64_t chunks = (shape.rows + head.chunk_rows() - 1) / head.chunk_rows();
     chunk_rows_ = (shape.rows + chunks - 1) / chunks;
   }
@@ -354,12 +364,13 @@ class Microbatch {
     auto work = std::make_shared<Work>();
     kernels::Slice& slice = work->slice;
     slice.rows = std::min(chunk_rows_, shape_.rows - begin);
-    slice.hidden = hidden_->bytes().data() + begin * shape_.hidden * 2;
+    slice.hidden = hidden_->bytes().data() + begin * shape_.hidden * element_;
     slice.targets = data_.targets.data() + begin;
     slice.grad_scale = 1.0f / static_cast<float>(shape_.rows);
-    if (gradients_) slice.grad_hidden = gradient_->bytes().data() + begin * shape_.hidden * 2;
+    if (gradients_) slice.grad_hidden = gradient_->bytes().data() + begin * shape_.hidden * element_;
     slice.out.lse = lse_.data() + begin;
     slice.out.loss = loss_.data() + begin;
+    work->chunk.hidden_dtype = ComputeType();
     work->chunk.accumulate_gradients = gradients_;
     work->chunk.slices = absl::MakeSpan(&slice, 1);
     kernels::ChunkCallbacks callbacks;
@@ -377,6 +388,7 @@ class Microbatch {
   const DataShape shape_;
   const LossData& data_;
   const bool gradients_;
+  const int64_t element_ = static_cast<int64_t>(kernels::SizeOf(ComputeType()));
   std::vector<float> lse_, loss_;
   std::unique_ptr<kernels::StagingMemory> hidden_, gradient_;
   int64_t chunk_rows_ = 0;
@@ -469,7 +481,7 @@ Json RunBackend(const DataShape& shape, const LossData& data) {
                       "CreateCudaBackend");
   const kernels::HeadConfig config = {.hidden_size = shape.hidden,
                                       .vocab_size = shape.vocab,
-                                      .compute_dtype = DType::kBFloat16,
+                                      .compute_dtype = ComputeType(),
                                       .optimizer_state = kernels::OptimizerState::kNone};
   const int64_t free_before = FreeBytes();
   auto head = Take(backend->CreateHead(config), "CreateHead");
@@ -484,7 +496,9 @@ Json RunBackend(const DataShape& shape, const LossData& data) {
        static_cast<double>(backend->memory().current[kernels::MemoryKind::kWorkspace]) / (1 << 20)},
       {"memory_planned_bytes", planned},
       {"memory_taken_bytes", taken}};
-  if (absl::GetFlag(FLAGS_errors)) result["errors"] = Errors(*head, full, shape, data);
+  result["gradients_mib"] = static_cast<double>(head->memory()[kernels::MemoryKind::kGradients]) / (1 << 20);
+  if (absl::GetFlag(FLAGS_errors) && ComputeType() == DType::kBFloat16)
+    result["errors"] = Errors(*head, full, shape, data);
   const int iterations = absl::GetFlag(FLAGS_iterations);
   full.Run(kWarmUps, backend->max_chunks_in_flight());
   result["loss_and_gradients"] = ToJson(Summarise(full.Run(iterations + 1, backend->max_chunks_in_flight())));
@@ -500,6 +514,10 @@ Json RunShape(const NamedShape& named, const std::string& kind, Timer& timer) {
   LossData data =
       MakeData(kind == "flat" ? DataKind::kFlat : DataKind::kPeaked, shape, std::random_device{}());
   Json result = RunBackend(shape, data);
+  if (ComputeType() == DType::kFloat32) {
+    Free(data);
+    return result;
+  }
   Floor floor;
   {
     Bare bare(shape, data, shape.rows, timer);
@@ -665,6 +683,7 @@ int Main() {
                            {"hidden", shape.shape.hidden},
                            {"vocab", shape.shape.vocab}};
         result["data"] = kind;
+        result["compute"] = absl::GetFlag(FLAGS_compute);
         results["loss"].push_back(std::move(result));
       }
     }
