@@ -144,6 +144,7 @@ absl::Status WriteTensorCall::HandleMessage() {
   const absl::StatusOr<wire::PayloadView> payload = wire::Decode(received_, &request);
   received_.Clear();
   if (!payload.ok()) return payload.status();
+  absl::MutexLock lock(&mutex_);
   if (request.has_open() == opened_) {
     return FieldError("open", "be in the first message and in no other",
                       opened_ ? "a second one" : "nothing");
@@ -182,6 +183,7 @@ absl::Status WriteTensorCall::WritePayload(const wire::PayloadView& payload) {
 }
 
 absl::Status WriteTensorCall::Complete() {
+  absl::MutexLock lock(&mutex_);
   if (!opened_) return FieldError("open", "come before the half-close", "nothing");
   if (next_row_ != tensor_.rows.end) {
     return FieldError("payload", absl::StrCat("end with row ", tensor_.rows.end),

@@ -1,8 +1,8 @@
 // The streaming calls of HeadService: ReadTensor and WriteTensor. Messages hold at most 4 MiB of tensor (at
 // least one row) and one is in transit at a time, so a slow peer costs one message of memory.
 //
-// Each step of a call (device, then transport) starts when the one before has ended, so a call's state
-// needs no lock; steps that wait for the device run on the worker pool.
+// Each step of a call (device, then transport) starts when the one before has ended; steps that wait for the
+// device run on the worker pool.
 #ifndef LOSSD_SERVER_RPC_TENSOR_CALLS_H_
 #define LOSSD_SERVER_RPC_TENSOR_CALLS_H_
 
@@ -86,19 +86,21 @@ class WriteTensorCall final : public grpc::ServerReadReactor<grpc::ByteBuffer>, 
                   grpc::ByteBuffer* response)
       : environment_(environment), context_(context), response_(response) {}
 
-  absl::Status HandleMessage();
-  absl::Status Open(const v1::OpenTensor& open);
-  absl::Status WritePayload(const wire::PayloadView& payload);
-  absl::Status Complete();
+  absl::Status HandleMessage() ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::Status Open(const v1::OpenTensor& open) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status WritePayload(const wire::PayloadView& payload) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status Complete() ABSL_LOCKS_EXCLUDED(mutex_);
   void End(absl::Status status);
 
   TensorCallEnvironment* const environment_;
   grpc::CallbackServerContext* const context_;
   grpc::ByteBuffer* const response_;
   grpc::ByteBuffer received_;
-  bool opened_ = false;
-  TensorRows tensor_;
-  int64_t next_row_ = 0;
+
+  absl::Mutex mutex_;  // never waited for: steps follow each other, on different threads
+  bool opened_ ABSL_GUARDED_BY(mutex_) = false;
+  TensorRows tensor_ ABSL_GUARDED_BY(mutex_);
+  int64_t next_row_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace lossd::rpc

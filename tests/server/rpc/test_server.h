@@ -23,6 +23,7 @@ inline ServerOptions SmallServer() {
   options.threads = 1;
   options.slice_bytes = 64 << 10;
   options.staging_bytes = 1 << 20;
+  options.retained_bytes = 256 << 10;
   options.workspace_bytes = 1 << 20;
   return options;
 }
