@@ -38,8 +38,9 @@ grpc::ServerUnaryReactor* LossService::ReleaseMicrobatch(grpc::CallbackServerCon
   environment_.metrics->CountRequest(kMethod);
   grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
   const absl::StatusOr<engine::HeadSnapshot> head = environment_.engine->Describe(request->head());
-  absl::StatusOr<bool> released = head.status();
-  if (head.ok()) released = environment_.engine->Release(request->head(), request->microbatch_id());
+  const absl::StatusOr<bool> released =
+      head.ok() ? environment_.engine->Release(request->head(), request->microbatch_id())
+                : absl::StatusOr<bool>(head.status());
   const grpc::Status status = ToGrpc(released.status(), environment_.engine->incarnation());
   if (status.ok()) {
     *response->mutable_state() = ToProto(head->state);

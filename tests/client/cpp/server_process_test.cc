@@ -1,0 +1,296 @@
+// The client against the real server as a process of its own: results against the reference, cut connections,
+// a killed and a stopped server.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <random>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "client/cpp/client.h"
+#include "kernels/backend.h"
+#include "kernels/reference/reference.h"
+#include "tests/client/cut_proxy.h"
+#include "tests/support/child_process.h"
+#include "tests/support/temp_folder.h"
+
+namespace lossd::client {
+namespace {
+
+namespace reference = kernels::reference;
+
+constexpr uint64_t kD = 24;
+constexpr uint64_t kV = 101;
+
+// A lossd process with the CPU backend.
+class ServerProcess {
+ public:
+  explicit ServerProcess(const std::string& listen = "127.0.0.1:0") {
+    const std::string port_file = folder_.File("ports.json");
+    process_ = std::make_unique<test::ChildProcess>(std::vector<std::string>{
+        LOSSD_BINARY, absl::StrCat("--listen=", listen), "--http=", absl::StrCat("--port_file=", port_file),
+        absl::StrCat("--checkpoint_dir=", folder_.File("checkpoints")), "--log_level=off", "--threads=1",
+        "--backend=cpu", "--slice_bytes=64KiB", "--staging_bytes=4MiB", "--workspace_bytes=4MiB"});
+    for (int i = 0; i < 4000 && target_.empty(); ++i) {
+      std::ifstream file(port_file);
+      const auto json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+      if (json.is_object()) target_ = json["grpc"];
+      absl::SleepFor(absl::Milliseconds(5));
+    }
+    EXPECT_NE(target_, "") << "lossd did not start";
+  }
+
+  const std::string& target() const { return target_; }
+  void Signal(int number) { process_->Signal(number); }
+  void Kill() { process_ = nullptr; }
+
+ private:
+  test::TempFolder folder_;
+  std::unique_ptr<test::ChildProcess> process_;
+  std::string target_;
+};
+
+struct Batch {
+  Batch(std::mt19937& random, uint64_t rows) : hidden(rows * kD), targets(rows), dx(rows * kD) {
+    for (float& x : hidden) x = std::normal_distribution<float>()(random);
+    for (int32_t& y : targets) y = random() % 5 == 0 ? -100 : static_cast<int32_t>(random() % kV);
+  }
+  Microbatch AsMicrobatch(uint64_t id) const {
+    return {.head = "head",
+            .step = 0,
+            .id = id,
+            .hidden_size = kD,
+            .hidden_dtype = v1::DTYPE_FP32,
+            .hidden = hidden.data(),
+            .targets = targets};
+  }
+  reference::Rows AsRows(double scale) const {
+    reference::Rows rows;
+    rows.hidden.assign(hidden.begin(), hidden.end());
+    for (int32_t y : targets) rows.targets.push_back(y == -100 ? kernels::kIgnoredTarget : y);
+    rows.grad_scale = scale;
+    return rows;
+  }
+
+  std::vector<float> hidden;
+  std::vector<int32_t> targets;
+  std::vector<float> dx;
+};
+
+// |got - want| / |want|, in the 2-norm.
+double RelativeError(absl::Span<const float> got, absl::Span<const double> want) {
+  EXPECT_EQ(got.size(), want.size());
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    error += (got[i] - want[i]) * (got[i] - want[i]);
+    norm += want[i] * want[i];
+  }
+  return std::sqrt(error / norm);
+}
+
+class ServerProcessTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    client_ = Client::Connect({.target = server_.target()}).value();
+    CreateHead(*client_);
+  }
+
+  void CreateHead(Client& client) {
+    v1::CreateHeadRequest request;
+    request.mutable_spec()->set_name("head");
+    request.mutable_spec()->set_hidden_size(kD);
+    request.mutable_spec()->set_vocab_size(kV);
+    request.mutable_spec()->set_bias(true);
+    request.mutable_kaiming_uniform()->set_seed(seed_);
+    const auto created = client.CreateHead(request);
+    ASSERT_TRUE(created.ok()) << created.status();
+    head_.config.hidden_size = kD;
+    head_.config.vocab_size = kV;
+    head_.config.has_bias = true;
+    const auto weight = client.ReadTensor("head", v1::PARAM_WEIGHT),
+               bias = client.ReadTensor("head", v1::PARAM_BIAS);
+    ASSERT_TRUE(weight.ok() && bias.ok());
+    head_.weight.assign(weight->values.begin(), weight->values.end());
+    head_.bias.assign(bias->values.begin(), bias->values.end());
+  }
+
+  const unsigned seed_ = std::random_device()();
+  const testing::ScopedTrace trace_{__FILE__, __LINE__, testing::Message() << "seed " << seed_};
+  std::mt19937 random_{seed_};
+  ServerProcess server_;
+  std::unique_ptr<Client> client_;
+  reference::Head head_;
+};
+
+// fp32 arithmetic with sums of a few hundred terms: relative errors of a few 1e-7; 1e-5 leaves room.
+constexpr double kTolerance = 1e-5;
+
+TEST_F(ServerProcessTest, LossAndGradientsMatchTheReference) {
+  ComputeOptions options{.accumulate_gradients = true, .slice_bytes = 3000};
+  options.loss.set_label_smoothing(0.1f);
+  options.loss.set_z_loss(1e-3f);
+  options.loss.set_softcap(5);
+  options.loss.set_logit_scale(0.7f);
+  kernels::LossOptions reference_options;
+  reference_options.label_smoothing = 0.1f;
+  reference_options.z_loss = 1e-3f;
+  reference_options.softcap = 5;
+  reference_options.logit_scale = 0.7f;
+  reference::ParamGradients gradients = reference::ZeroGradients(head_.config);
+  uint64_t id = 0;
+  for (uint64_t rows : {1, 65, 500}) {
+    for (int streams : {1, 3}) {
+      Batch batch(random_, rows);
+      batch.targets[0] = 3;
+      std::vector<float> lse(rows), entropy(rows);
+      options.streams = streams;
+      const auto result = client_->ComputeLoss(batch.AsMicrobatch(id++),
+                                               {.grad_hidden = batch.dx.data(),
+                                                .row_lse = absl::MakeSpan(lse),
+                                                .row_entropy = absl::MakeSpan(entropy)},
+                                               options);
+      ASSERT_TRUE(result.ok()) << result.status();
+      const auto want = reference::Compute(
+          head_, reference_options, batch.AsRows(1.0 / static_cast<double>(result->valid_rows)), &gradients);
+      ASSERT_EQ(result->valid_rows, static_cast<uint64_t>(want.valid_rows));
+      EXPECT_NEAR(result->loss, want.loss_sum / static_cast<double>(want.valid_rows), 1e-5);
+      EXPECT_LT(RelativeError(lse, want.lse), kTolerance);
+      EXPECT_LT(RelativeError(entropy, want.entropy), kTolerance);
+      EXPECT_LT(RelativeError(batch.dx, want.grad_hidden.value), kTolerance);
+    }
+  }
+  EXPECT_LT(RelativeError(client_->ReadTensor("head", v1::PARAM_WEIGHT, v1::ROLE_GRADIENT)->values,
+                          gradients.weight.value),
+            kTolerance);
+  EXPECT_LT(RelativeError(client_->ReadTensor("head", v1::PARAM_BIAS, v1::ROLE_GRADIENT)->values,
+                          gradients.bias.value),
+            kTolerance);
+}
+
+TEST_F(ServerProcessTest, DeferredGradientsMatchTheReference) {
+  Batch batch(random_, 400);
+  std::vector<float> loss(400);
+  const auto forward =
+      client_->ComputeLoss(batch.AsMicrobatch(5), {.row_loss = absl::MakeSpan(loss)},
+                           {.reduction = v1::REDUCTION_NONE, .retain = true, .slice_bytes = 5000});
+  ASSERT_TRUE(forward.ok()) << forward.status();
+  std::vector<float> grad_loss(400), grad_lse(400), grad_entropy(400);
+  for (size_t i = 0; i < 400; ++i) {
+    grad_loss[i] = std::normal_distribution<float>()(random_);
+    grad_lse[i] = std::normal_distribution<float>()(random_);
+    grad_entropy[i] = std::normal_distribution<float>()(random_);
+  }
+  const auto backward = client_->Backward({.head = "head",
+                                           .step = 0,
+                                           .id = 5,
+                                           .hidden_size = kD,
+                                           .hidden_dtype = v1::DTYPE_FP32,
+                                           .grad_loss = grad_loss,
+                                           .grad_lse = grad_lse,
+                                           .grad_entropy = grad_entropy},
+                                          batch.dx.data(), {.accumulate_gradients = true});
+  ASSERT_TRUE(backward.ok()) << backward.status();
+  reference::Rows rows = batch.AsRows(1);
+  rows.grad_loss.assign(grad_loss.begin(), grad_loss.end());
+  rows.grad_lse.assign(grad_lse.begin(), grad_lse.end());
+  rows.grad_entropy.assign(grad_entropy.begin(), grad_entropy.end());
+  reference::ParamGradients gradients = reference::ZeroGradients(head_.config);
+  const auto want = reference::Compute(head_, {}, rows, &gradients);
+  EXPECT_LT(RelativeError(loss, want.loss), kTolerance);
+  EXPECT_LT(RelativeError(batch.dx, want.grad_hidden.value), kTolerance);
+  EXPECT_LT(RelativeError(client_->ReadTensor("head", v1::PARAM_WEIGHT, v1::ROLE_GRADIENT)->values,
+                          gradients.weight.value),
+            kTolerance);
+  EXPECT_TRUE(client_->ReleaseMicrobatch("head", 5).value());
+}
+
+TEST_F(ServerProcessTest, CutConnectionsNeitherLoseNorRepeatGradients) {
+  test::CutProxy proxy(server_.target(), /*mean_bytes=*/60000, seed_);
+  auto client = Client::Connect({.target = proxy.target(),
+                                 .channels = 3,
+                                 .retry = {.max_attempts = 200,
+                                           .initial_backoff = absl::Milliseconds(5),
+                                           .max_backoff = absl::Milliseconds(50)}});
+  ASSERT_TRUE(client.ok()) << client.status();
+  reference::ParamGradients gradients = reference::ZeroGradients(head_.config);
+  std::vector<std::unique_ptr<Batch>> batches;
+  std::vector<PendingLoss> pending;
+  for (uint64_t id = 0; id < 12; ++id) {
+    Batch& batch = *batches.emplace_back(std::make_unique<Batch>(random_, 300));
+    pending.push_back((*client)->ComputeLossAsync(
+        batch.AsMicrobatch(id), {.grad_hidden = batch.dx.data()},
+        {.reduction = v1::REDUCTION_SUM, .accumulate_gradients = true, .streams = 3, .slice_bytes = 2000}));
+  }
+  int repeats = 0;
+  uint64_t repeated_rows = 0;
+  for (size_t i = 0; i < pending.size(); ++i) {
+    const auto result = pending[i].Wait();
+    ASSERT_TRUE(result.ok()) << result.status();
+    repeats += result->repeats;
+    repeated_rows += result->repeated_rows;
+    const auto want = reference::Compute(head_, {}, batches[i]->AsRows(1), &gradients);
+    EXPECT_NEAR(result->loss, want.loss_sum, 1e-5 * want.loss_sum);
+    EXPECT_LT(RelativeError(batches[i]->dx, want.grad_hidden.value), kTolerance);
+  }
+  EXPECT_GT(proxy.cuts(), 0);
+  EXPECT_GT(repeats, 0);
+  std::cout << proxy.cuts() << " cuts, " << repeats << " streams repeated, " << repeated_rows << " rows\n";
+  EXPECT_LT(RelativeError(client_->ReadTensor("head", v1::PARAM_WEIGHT, v1::ROLE_GRADIENT)->values,
+                          gradients.weight.value),
+            kTolerance);
+}
+
+TEST_F(ServerProcessTest, KilledServerIsNoticedUntilTheHeadIsBack) {
+  Batch batch(random_, 300);
+  const ComputeOptions options{.accumulate_gradients = true, .max_attempts = 20};
+  ASSERT_TRUE(client_->ComputeLoss(batch.AsMicrobatch(1), {}, options).ok());
+  const std::string target = server_.target();
+  server_.Kill();
+  ServerProcess again(target);
+  ASSERT_EQ(again.target(), target);
+  EXPECT_EQ(client_->ComputeLoss(batch.AsMicrobatch(2), {}, options).status().code(),
+            absl::StatusCode::kAborted)
+      << "the new server has no such head";
+  CreateHead(*Client::Connect({.target = target}).value());
+  const auto status = client_->ComputeLoss(batch.AsMicrobatch(2), {}, options).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
+  EXPECT_THAT(std::string(status.message()), testing::HasSubstr("gradients of step 0 are lost"));
+  v1::ApplyStepRequest apply;
+  apply.set_head("head");
+  apply.mutable_optimizer()->mutable_adamw()->set_learning_rate(1e-3);
+  apply.add_expected_microbatches(1);
+  EXPECT_EQ(client_->ApplyStep(apply).status().code(), absl::StatusCode::kAborted);
+  client_->AcknowledgeRestart("head");
+  EXPECT_TRUE(client_->ZeroGradients("head", 0).ok());
+  EXPECT_TRUE(client_->ComputeLoss(batch.AsMicrobatch(1), {}, options).ok());
+  EXPECT_TRUE(client_->ApplyStep(apply).ok());
+}
+
+// A stopped process takes nothing from its sockets: the call has to end all the same, and to let go of the
+// caller's memory.
+TEST_F(ServerProcessTest, StoppedServerDoesNotHoldMemory) {
+  auto client = Client::Connect({.target = server_.target(), .dead_peer_timeout = absl::Seconds(2)}).value();
+  auto batch = std::make_unique<Batch>(random_, 400000);  // 38 MB: more than the sockets take
+  server_.Signal(SIGSTOP);
+  const absl::Time start = absl::Now();
+  const auto result = client->ComputeLoss(batch->AsMicrobatch(1), {.grad_hidden = batch->dx.data()},
+                                          {.accumulate_gradients = true, .timeout = absl::Seconds(1)});
+  const absl::Duration took = absl::Now() - start;
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kDeadlineExceeded) << result.status();
+  EXPECT_GE(took, absl::Seconds(1));
+  EXPECT_LT(took, absl::Seconds(20));
+  std::cout << "ended after " << took << "\n";
+  batch = nullptr;  // a sanitizer sees who still reads it
+  absl::SleepFor(absl::Milliseconds(200));
+  server_.Signal(SIGCONT);
+  Batch small(random_, 100);
+  const auto after =
+      client->ComputeLoss(small.AsMicrobatch(2), {}, {.accumulate_gradients = true, .max_attempts = 20});
+  EXPECT_TRUE(after.ok()) << after.status();
+}
+
+}  // namespace
+}  // namespace lossd::client
