@@ -342,6 +342,19 @@ struct BackwardRow {
   }
 };
 
+// Has x and dy of a row brought into L2, if there is such a row.
+template <typename T>
+__device__ __forceinline__ void PrefetchRow(const NormParams& p, int64_t row) {
+#if __CUDA_ARCH__ >= 900
+  if (row >= p.rows) return;
+  const auto bytes = static_cast<uint32_t>(p.x.cols * sizeof(T));
+  const T* x = static_cast<const T*>(p.x.data) + (p.source != nullptr ? p.source[row] : row) * p.x.ld;
+  const T* dy = static_cast<const T*>(p.y.data) + row * p.y.ld;
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(x)), "r"(bytes));
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(dy)), "r"(bytes));
+#endif
+}
+
 // Adds the row's part of vector i to the columns' sums and to gain dy, gain dy unit.
 template <typename T, int kVectors>
 __device__ __forceinline__ void AddRow(const BackwardRow<T, kVectors>& row, int i, const float (&gain)[8],
@@ -413,6 +426,10 @@ __global__ __launch_bounds__(kMaxThreads,
     BackwardRow<T, kVectors> a, c;
     a.Load(p, b, row, group);
     c.Load(p, b, row + step, group);
+    if (group.thread == 0) {
+      PrefetchRow<T>(p, row + kRowsAtOnce * step);
+      PrefetchRow<T>(p, row + (kRowsAtOnce + 1) * step);
+    }
     float4 sums = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
