@@ -431,7 +431,6 @@ Json Errors(kernels::HeadKernels& head, const Microbatch& batch, const DataShape
   std::mt19937_64 rng(std::random_device{}());
   ReferenceQuery query;
   query.scale = 1.0 / static_cast<double>(shape.rows);
-  query.lse = batch.lse();
   std::uniform_int_distribution<int32_t> any_row(0, static_cast<int32_t>(shape.rows - 1));
   std::uniform_int_distribution<int32_t> any_class(0, static_cast<int32_t>(shape.vocab - 1));
   for (int i = 0; i < kSampledRows; ++i) query.rows.push_back(any_row(rng));

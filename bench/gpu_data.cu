@@ -20,6 +20,7 @@ constexpr double kSlope = 1.92;
 constexpr double kPopularityOffset = 50.0;
 constexpr int kRowTile = 8;  // sampled rows a thread of the reference works on at once
 constexpr int kVocabSplits = 128;
+constexpr int64_t kRowsAtOnce = 1024;  // of the reference's log-sum-exp
 
 void Check(cudaError_t error, const char* call) {
   if (error == cudaSuccess) return;
@@ -181,7 +182,7 @@ LossData MakeFlat(const DataShape& shape, uint64_t seed) {
 
 // ---- reference ----
 
-// z[i, j] = x[rows[i]] . w[classes[j]] in double; a warp per class, null lists mean all.
+// z[i, j] = x[rows[i]] . w[classes[j]] in double; a warp per class and kRowTile rows, null lists mean all.
 __global__ void LogitsKernel(const __nv_bfloat16* x, const __nv_bfloat16* w, const int32_t* rows,
                              int64_t row_count, const int32_t* classes, int64_t class_count, int64_t hidden,
                              double* z) {
@@ -189,16 +190,45 @@ __global__ void LogitsKernel(const __nv_bfloat16* x, const __nv_bfloat16* w, con
   const int lane = threadIdx.x & 31;
   if (j >= class_count) return;
   const __nv_bfloat16* w_row = w + (classes != nullptr ? classes[j] : j) * hidden;
-  for (int64_t i = blockIdx.y; i < row_count; i += gridDim.y) {
-    const __nv_bfloat16* x_row = x + (rows != nullptr ? rows[i] : i) * hidden;
-    double sum = 0.0;
-    for (int64_t c = lane; c < hidden; c += 32) {
-      sum +=
-          static_cast<double>(__bfloat162float(x_row[c])) * static_cast<double>(__bfloat162float(w_row[c]));
+  for (int64_t first = blockIdx.y * kRowTile; first < row_count; first += gridDim.y * kRowTile) {
+    const __nv_bfloat16* x_rows[kRowTile];
+    for (int t = 0; t < kRowTile; ++t) {
+      const int64_t i = min(first + t, row_count - 1);
+      x_rows[t] = x + (rows != nullptr ? rows[i] : i) * hidden;
     }
-    for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    if (lane == 0) z[i * class_count + j] = sum;
+    double sums[kRowTile] = {};
+    for (int64_t c = lane; c < hidden; c += 32) {
+      const double value = __bfloat162float(w_row[c]);
+#pragma unroll
+      for (int t = 0; t < kRowTile; ++t)
+        sums[t] += static_cast<double>(__bfloat162float(x_rows[t][c])) * value;
+    }
+#pragma unroll
+    for (int t = 0; t < kRowTile; ++t) {
+      for (int offset = 16; offset > 0; offset >>= 1)
+        sums[t] += __shfl_xor_sync(0xffffffffu, sums[t], offset);
+      if (lane == 0 && first + t < row_count) z[(first + t) * class_count + j] = sums[t];
+    }
   }
+}
+
+// lse[i] of z[i, 0 ... count); a block per row.
+__global__ void LseKernel(const double* z, int64_t count, double* lse) {
+  __shared__ double shared[kThreads];
+  const double* row = z + blockIdx.x * count;
+  double top = row[0];
+  for (int64_t j = threadIdx.x; j < count; j += kThreads) top = max(top, row[j]);
+  shared[threadIdx.x] = top;
+  __syncthreads();
+  for (int i = 0; i < kThreads; ++i) top = max(top, shared[i]);
+  __syncthreads();
+  double sum = 0.0;
+  for (int64_t j = threadIdx.x; j < count; j += kThreads) sum += exp(row[j] - top);
+  shared[threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int i = 1; i < kThreads; ++i) sum += shared[i];
+  lse[blockIdx.x] = top + log(sum);
 }
 
 // out[i, c] += sum over a split of j of g[i, j] * m[index[j], c]; g is transposed if g_stride_i == 1.
@@ -244,6 +274,26 @@ double* Logits(const DataShape& shape, const LossData& data, const int32_t* rows
   return z;
 }
 
+// The log-sum-exp of all rows.
+std::vector<double> AllLse(const DataShape& shape, const LossData& data) {
+  std::vector<double> all;
+  for (int64_t begin = 0; begin < shape.rows; begin += kRowsAtOnce) {
+    const int64_t count = std::min(kRowsAtOnce, shape.rows - begin);
+    std::vector<int32_t> list(static_cast<size_t>(count));
+    std::iota(list.begin(), list.end(), static_cast<int32_t>(begin));
+    int32_t* rows = Upload(list);
+    double* z = Logits(shape, data, rows, count, nullptr, shape.vocab);
+    double* lse = Allocate<double>(count);
+    LseKernel<<<static_cast<unsigned>(count), kThreads>>>(z, shape.vocab, lse);
+    const std::vector<double> part = Download(lse, count);
+    all.insert(all.end(), part.begin(), part.end());
+    cudaFree(rows);
+    cudaFree(z);
+    cudaFree(lse);
+  }
+  return all;
+}
+
 void RowsReference(const DataShape& shape, const LossData& data, const ReferenceQuery& query,
                    ReferenceAnswer& answer) {
   const int64_t count = static_cast<int64_t>(query.rows.size());
@@ -273,6 +323,7 @@ void RowsReference(const DataShape& shape, const LossData& data, const Reference
 
 void ClassesReference(const DataShape& shape, const LossData& data, const ReferenceQuery& query,
                       ReferenceAnswer& answer) {
+  const std::vector<double> lse = AllLse(shape, data);
   const int64_t count = static_cast<int64_t>(query.classes.size());
   int32_t* classes = Upload(query.classes);
   double* z = Logits(shape, data, nullptr, shape.rows, classes, count);
@@ -280,7 +331,7 @@ void ClassesReference(const DataShape& shape, const LossData& data, const Refere
   for (int64_t r = 0; r < shape.rows; ++r) {
     for (int64_t j = 0; j < count; ++j) {
       double& value = g[static_cast<size_t>(r * count + j)];
-      const double log_p = value - static_cast<double>(query.lse[static_cast<size_t>(r)]);
+      const double log_p = value - lse[static_cast<size_t>(r)];
       const bool is_target = data.targets[static_cast<size_t>(r)] == query.classes[static_cast<size_t>(j)];
       value = query.scale * (is_target ? std::expm1(log_p) : std::exp(log_p));
     }

@@ -33,11 +33,10 @@ LossData MakeData(DataKind kind, const DataShape& shape, uint64_t seed);
 void Free(LossData& data);
 
 // What loss, hidden and weight gradients of a mean loss (scale per row) have to be, in double, for some rows
-// and classes. For the weight gradient the log-sum-exp of all rows is taken from `lse`.
+// and classes.
 struct ReferenceQuery {
   std::vector<int32_t> rows;
   std::vector<int32_t> classes;
-  std::vector<float> lse;  // [shape.rows]
   double scale = 1.0;
 };
 struct ReferenceAnswer {

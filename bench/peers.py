@@ -119,7 +119,7 @@ class Reference:
         p[torch.arange(SAMPLED_ROWS, device=DEVICE), targets[self.rows]] -= 1
         self.hidden_gradient = p @ wide / n
         p = (hidden.double() @ wide[self.classes].T - lse[:, None]).exp()
-        p -= targets[:, None] == self.classes[None, :]
+        p -= (targets[:, None] == self.classes[None, :]).double()
         self.weight_gradient = p.T @ hidden.double() / n
         self.loss = (lse - (hidden.double() * wide[targets]).sum(1)).mean()
 

@@ -16,7 +16,8 @@ namespace lossd::kernels::cuda {
 namespace {
 
 constexpr int kMaxThreads = 512;
-constexpr int kMaxBackwardThreads = 1024;
+constexpr int kRowsAtOnce =
+    2;  // of a group in the backward kernel: one barrier and one load of the gain for both
 constexpr int kMostHeldColumns = 16384;
 
 __device__ __forceinline__ void* NormRow(const DeviceMatrix& m, int64_t row) {
@@ -177,20 +178,23 @@ struct RowGroup {
 __device__ __forceinline__ float AddLanes(float a, int offset) {
   return a + __shfl_xor_sync(0xffffffffu, a, offset);
 }
-__device__ __forceinline__ float2 AddLanes(float2 a, int offset) {
-  return make_float2(AddLanes(a.x, offset), AddLanes(a.y, offset));
+__device__ __forceinline__ float4 AddLanes(float4 a, int offset) {
+  return make_float4(AddLanes(a.x, offset), AddLanes(a.y, offset), AddLanes(a.z, offset),
+                     AddLanes(a.w, offset));
 }
 __device__ __forceinline__ void AddTo(float& sum, float a) { sum += a; }
-__device__ __forceinline__ void AddTo(float2& sum, float2 a) {
+__device__ __forceinline__ void AddTo(float4& sum, float4 a) {
   sum.x += a.x;
   sum.y += a.y;
+  sum.z += a.z;
+  sum.w += a.w;
 }
 
-// Sum of a float or float2 over a group, the same bits in all its threads. `scratch` is used alternately
+// Sum of a float or float4 over a group, the same bits in all its threads. `scratch` is used alternately
 // (`phase`), so that one barrier is enough.
 template <typename Value, bool kAlone>
 __device__ __forceinline__ Value GroupSum(const RowGroup<kAlone>& group, Value value,
-                                          Value (*scratch)[kMaxBackwardThreads / 32], int phase) {
+                                          Value (*scratch)[kMaxThreads / 32], int phase) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1) value = AddLanes(value, offset);
   if (group.size == 32) return value;
@@ -214,23 +218,25 @@ struct HeldRow {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int v = group.thread + i * group.size;
-      raw[i] = v < vectors ? from[v] : make_uint4(0, 0, 0, 0);
+      raw[i] = v < vectors ? __ldcs(from + v) : make_uint4(0, 0, 0, 0);  // read once: spare L1
     }
   }
 };
 
-__device__ __forceinline__ void LoadFloats8(const float* from, int v, float (&x)[8]) {
-  const auto* p = reinterpret_cast<const float4*>(from) + 2 * v;
-  const float4 low = __ldg(p);
-  const float4 high = __ldg(p + 1);
+__device__ __forceinline__ void SplitEight(const float4& low, const float4& high, float (&x)[8]) {
   x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
   x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+}
+
+__device__ __forceinline__ void LoadFloats8(const float* from, int v, float (&x)[8]) {
+  const auto* p = reinterpret_cast<const float4*>(from) + 2 * v;
+  SplitEight(__ldg(p), __ldg(p + 1), x);
 }
 
 // One block a row.
 template <typename T, int kVectors>
 __global__ __launch_bounds__(kMaxThreads) void NormForwardKernel(const __grid_constant__ NormParams p) {
-  __shared__ float scratch[2][kMaxBackwardThreads / 32];
+  __shared__ float scratch[2][kMaxThreads / 32];
   const RowGroup<true> group(blockDim.x);
   const int64_t row = blockIdx.x;
   const int vectors = static_cast<int>(p.x.cols) / 8;
@@ -313,35 +319,96 @@ __device__ __forceinline__ void WriteBlockSums(const float4* sums, int vectors, 
   }
 }
 
-// What a row needs besides its elements.
-struct RowScalars {
-  float mean;
+// A row of the backward pass.
+template <typename T, int kVectors>
+struct BackwardRow {
+  HeldRow<T, kVectors> x, dy;
+  int64_t raw_row;
+  bool exists;
+  bool kept;  // goes into the parameter gradients
   float r;
-  bool kept;
+  float offset;  // unit = x r + offset
+
+  __device__ __forceinline__ void Load(const NormParams& p, const NormBackwardParams& b, int64_t row,
+                                       const RowGroup<false>& group) {
+    exists = row < p.rows;
+    const int64_t from = exists ? row : p.rows - 1;
+    raw_row = p.source != nullptr ? p.source[from] : from;
+    x.Load(p.x, raw_row, group);
+    dy.Load(p.y, from, group);
+    r = p.inverse_deviation[from];
+    offset = p.centred ? -p.mean[from] * r : 0.0f;
+    kept = exists && b.partials != nullptr && (b.keep == nullptr || b.keep[from] != 0);
+  }
 };
 
-__device__ __forceinline__ RowScalars LoadScalars(const NormParams& p, const NormBackwardParams& b,
-                                                  int64_t row) {
-  return {p.centred ? p.mean[row] : 0.0f, p.inverse_deviation[row],
-          b.partials != nullptr && (b.keep == nullptr || b.keep[row] != 0)};
+// Has x and dy of a row brought into L2, if there is such a row.
+template <typename T>
+__device__ __forceinline__ void PrefetchRow(const NormParams& p, int64_t row) {
+#if __CUDA_ARCH__ >= 900
+  if (row >= p.rows) return;
+  const auto bytes = static_cast<uint32_t>(p.x.cols * sizeof(T));
+  const T* x = static_cast<const T*>(p.x.data) + (p.source != nullptr ? p.source[row] : row) * p.x.ld;
+  const T* dy = static_cast<const T*>(p.y.data) + row * p.y.ld;
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(x)), "r"(bytes));
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(dy)), "r"(bytes));
+#endif
 }
 
-// Groups take rows in turn; while one computes, others load.
+// Adds the row's part of vector i to the columns' sums and to gain dy, gain dy unit.
 template <typename T, int kVectors>
-__global__ __launch_bounds__(kMaxBackwardThreads,
+__device__ __forceinline__ void AddRow(const BackwardRow<T, kVectors>& row, int i, const float (&gain)[8],
+                                       float (&gain_sum)[8], float (&shift_sum)[8], float& sum_g,
+                                       float& sum_g_unit) {
+  float unit[8], dy[8];
+  Vec<T>::Unpack(row.x.raw[i], unit);
+  Vec<T>::Unpack(row.dy.raw[i], dy);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float product = dy[j] * fmaf(unit[j], row.r, row.offset);
+    sum_g = fmaf(gain[j], dy[j], sum_g);
+    sum_g_unit = fmaf(gain[j], product, sum_g_unit);
+    if (row.kept) {
+      gain_sum[j] += product;
+      shift_sum[j] += dy[j];
+    }
+  }
+}
+
+// dx = r scale (gain dy - mean(gain dy) - unit mean(gain dy unit)) of vector i.
+template <typename T, int kVectors>
+__device__ __forceinline__ uint4 RowGradient(const BackwardRow<T, kVectors>& row, int i,
+                                             const float (&gain)[8], float scale, float mean_g,
+                                             float mean_g_unit) {
+  float x[8], dy[8];
+  Vec<T>::Unpack(row.x.raw[i], x);
+  Vec<T>::Unpack(row.dy.raw[i], dy);
+  const float factor = row.r * scale;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float unit = fmaf(x[j], row.r, row.offset);
+    x[j] = factor * fmaf(-unit, mean_g_unit, fmaf(gain[j], dy[j], -mean_g));
+  }
+  return Vec<T>::Pack(x);
+}
+
+// Groups take pairs of rows in turn; while one computes, others load.
+template <typename T, int kVectors>
+__global__ __launch_bounds__(kMaxThreads,
                              1) void NormBackwardKernel(const __grid_constant__ NormParams p,
                                                         const __grid_constant__ NormBackwardParams b,
                                                         int group_size) {
-  extern __shared__ float4 dynamic_shared[];  // per group: gain sums, shift sums
-  __shared__ float2 scratch[2][kMaxBackwardThreads / 32];
+  extern __shared__ float4 dynamic_shared[];  // the gain; then per group: gain sums, shift sums
+  __shared__ float4 scratch[2][kMaxThreads / 32];
   const RowGroup<false> group(group_size);
   const int groups = static_cast<int>(blockDim.x) / group_size;
   const int vectors = static_cast<int>(p.x.cols) / 8;
   const float inverse_cols = 1.0f / static_cast<float>(p.x.cols);
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * groups;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * groups;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * groups + group.index;
-  const auto raw_row = [&](int64_t row) { return p.source != nullptr ? p.source[row] : row; };
-  ColumnSums gain_sums = {dynamic_shared + group.index * 4 * vectors, vectors};
+  float4* gains = dynamic_shared;  // low halves of the eights, then high halves
+  float4* all_sums = dynamic_shared + 2 * vectors;
+  ColumnSums gain_sums = {all_sums + group.index * 4 * vectors, vectors};
   ColumnSums shift_sums = {gain_sums.shared + 2 * vectors, vectors};
   if (b.partials != nullptr) {
     for (int v = group.thread; v < vectors; v += group.size) {
@@ -349,66 +416,57 @@ __global__ __launch_bounds__(kMaxBackwardThreads,
       shift_sums.Clear(v);
     }
   }
+  for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
+    gains[v] = __ldg(reinterpret_cast<const float4*>(p.gain) + 2 * v);
+    gains[vectors + v] = __ldg(reinterpret_cast<const float4*>(p.gain) + 2 * v + 1);
+  }
+  __syncthreads();
   int phase = 0;
-  for (int64_t row = first; row < p.rows; row += stride) {
-    HeldRow<T, kVectors> x_held, y_held;
-    x_held.Load(p.x, raw_row(row), group);
-    y_held.Load(p.y, row, group);
-    const RowScalars scalars = LoadScalars(p, b, row);
-    const float r = scalars.r;
-    const float offset = -scalars.mean * r;  // unit = x r + offset
-    float2 sums = make_float2(0.0f, 0.0f);   // of gain dy, and of gain dy unit, without the scale
+  for (int64_t row = first; row < p.rows; row += kRowsAtOnce * step) {
+    BackwardRow<T, kVectors> a, c;
+    a.Load(p, b, row, group);
+    c.Load(p, b, row + step, group);
+    if (group.thread == 0) {
+      PrefetchRow<T>(p, row + kRowsAtOnce * step);
+      PrefetchRow<T>(p, row + (kRowsAtOnce + 1) * step);
+    }
+    float4 sums = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int v = group.thread + i * group.size;
       if (v >= vectors) continue;
-      float product[8], dy[8], gain[8];
-      Vec<T>::Unpack(x_held.raw[i], product);
-      Vec<T>::Unpack(y_held.raw[i], dy);
-      LoadFloats8(p.gain, v, gain);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        product[j] = dy[j] * fmaf(product[j], r, offset);
-        sums.x = fmaf(gain[j], dy[j], sums.x);
-        sums.y = fmaf(gain[j], product[j], sums.y);
-      }
-      if (scalars.kept) {
-        gain_sums.Add(v, product);
-        if (p.centred) shift_sums.Add(v, dy);
+      float gain[8], gain_sum[8] = {}, shift_sum[8] = {};
+      SplitEight(gains[v], gains[vectors + v], gain);
+      AddRow(a, i, gain, gain_sum, shift_sum, sums.x, sums.y);
+      AddRow(c, i, gain, gain_sum, shift_sum, sums.z, sums.w);
+      if (a.kept || c.kept) {
+        gain_sums.Add(v, gain_sum);
+        if (p.centred) shift_sums.Add(v, shift_sum);
       }
     }
     sums = GroupSum(group, sums, scratch, phase);
     phase ^= 1;
-    if (b.dx.data != nullptr) {
-      // dx = r scale (gain dy - mean(gain dy) - unit mean(gain dy unit))
-      const float factor = r * b.scale;
-      const float mean_g = p.centred ? sums.x * inverse_cols : 0.0f;
-      const float mean_g_unit = sums.y * inverse_cols;
-      auto* to = reinterpret_cast<uint4*>(static_cast<T*>(b.dx.data) + raw_row(row) * b.dx.ld);
+    if (b.dx.data == nullptr) continue;
+    const float to_mean_g = p.centred ? inverse_cols : 0.0f;
+    T* dx = static_cast<T*>(b.dx.data);
+    auto* a_to = reinterpret_cast<uint4*>(dx + a.raw_row * b.dx.ld);
+    auto* c_to = reinterpret_cast<uint4*>(dx + c.raw_row * b.dx.ld);
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        const int v = group.thread + i * group.size;
-        if (v >= vectors) continue;
-        float x[8], dy[8], gain[8];
-        Vec<T>::Unpack(x_held.raw[i], x);
-        Vec<T>::Unpack(y_held.raw[i], dy);
-        LoadFloats8(p.gain, v, gain);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const float unit = fmaf(x[j], r, offset);
-          x[j] = factor * (fmaf(gain[j], dy[j], -mean_g) - unit * mean_g_unit);
-        }
-        to[v] = Vec<T>::Pack(x);
-      }
+    for (int i = 0; i < kVectors; ++i) {
+      const int v = group.thread + i * group.size;
+      if (v >= vectors) continue;
+      float gain[8];
+      SplitEight(gains[v], gains[vectors + v], gain);
+      a_to[v] = RowGradient(a, i, gain, b.scale, sums.x * to_mean_g, sums.y * inverse_cols);
+      if (c.exists) c_to[v] = RowGradient(c, i, gain, b.scale, sums.z * to_mean_g, sums.w * inverse_cols);
     }
   }
   if (b.partials == nullptr) return;
   __syncthreads();
   float* out = b.partials + blockIdx.x * p.x.cols;
-  WriteBlockSums(dynamic_shared, vectors, groups, 4 * vectors, b.scale, out);
+  WriteBlockSums(all_sums, vectors, groups, 4 * vectors, b.scale, out);
   if (p.centred) {
-    WriteBlockSums(dynamic_shared + 2 * vectors, vectors, groups, 4 * vectors, b.scale,
-                   out + gridDim.x * p.x.cols);
+    WriteBlockSums(all_sums + 2 * vectors, vectors, groups, 4 * vectors, b.scale, out + gridDim.x * p.x.cols);
   }
 }
 
@@ -436,19 +494,19 @@ cudaError_t ForwardHeld(const NormParams& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+// cudaErrorInvalidValue if the device has too little shared memory for rows of this length.
 template <typename T>
 cudaError_t BackwardHeld(const NormParams& p, const NormBackwardParams& b, unsigned blocks,
                          cudaStream_t stream) {
-  constexpr int kVectors = kMostHeldColumns / 8 / kMaxBackwardThreads;
-  int group = GroupSize(p.x.cols, kVectors);
-  // Groups of more than a warp have a hardware barrier each, of which there are 15 besides the block's own.
-  if (group > 32) group = std::max(group, kMaxBackwardThreads / 8);
-  const int groups = kMaxBackwardThreads / group;
-  const auto shared = static_cast<size_t>(groups) * static_cast<size_t>(p.x.cols) * 2 * sizeof(float);
+  constexpr int kVectors = kMostHeldColumns / 8 / kMaxThreads;
+  // At most eight groups: groups of more than a warp have a hardware barrier each.
+  const int group = std::max(GroupSize(p.x.cols, kVectors), kMaxThreads / 8);
+  const int groups = kMaxThreads / group;
+  const auto shared = static_cast<size_t>(2 * groups + 1) * static_cast<size_t>(p.x.cols) * sizeof(float);
   const auto kernel = NormBackwardKernel<T, kVectors>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-  if (error != cudaSuccess) return error;
+  if (error != cudaSuccess) return cudaGetLastError();
   kernel<<<blocks, groups * group, shared, stream>>>(p, b, group);
   return cudaGetLastError();
 }
@@ -481,14 +539,14 @@ cudaError_t LaunchNormBackward(const NormParams& params, const NormBackwardParam
   if (b.gain_gradient == nullptr) b.partials = nullptr;
   const int64_t cols = params.x.cols;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(params.rows, multiprocessors));
-  cudaError_t error = cudaSuccess;
-  if (!FitsRegisters(params) || (b.dx.data != nullptr && b.dx.dtype != params.x.dtype)) {
+  cudaError_t error = cudaErrorInvalidValue;
+  if (FitsRegisters(params) && (b.dx.data == nullptr || b.dx.dtype == params.x.dtype)) {
+    error = params.x.dtype == DType::kBFloat16 ? BackwardHeld<__nv_bfloat16>(params, b, blocks, stream)
+                                               : BackwardHeld<__half>(params, b, blocks, stream);
+  }
+  if (error == cudaErrorInvalidValue) {
     NormBackwardAnyKernel<<<blocks, ThreadsForAny(cols), 0, stream>>>(params, b);
     error = cudaGetLastError();
-  } else if (params.x.dtype == DType::kBFloat16) {
-    error = BackwardHeld<__nv_bfloat16>(params, b, blocks, stream);
-  } else {
-    error = BackwardHeld<__half>(params, b, blocks, stream);
   }
   if (error != cudaSuccess || b.partials == nullptr) return error;
   return LaunchAddPartials(b.partials, blocks, cols, 1.0f, b.gain_gradient,

@@ -136,6 +136,26 @@ TEST(CudaBackend, ChunksInFlightFinishInOrderAndMoreAreRefused) {
   EXPECT_TRUE(head->GradNorm().ok());
 }
 
+// Rows held in registers by one warp up to a whole block, and rows too long for that.
+TEST(CudaBackend, NormsOfLongRows) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  Rng rng = FreshRng();
+  auto backend = CreateCudaBackend({.workspace_bytes = int64_t{128} << 20});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  constexpr int64_t kShapes[][2] = {{700, 256}, {300, 1024}, {9, 2056}, {5, 8200}, {2, 16384}, {2, 16392}};
+  for (Norm norm : {Norm::kLayerNorm, Norm::kRmsNorm}) {
+    for (const auto& [rows, hidden] : kShapes) {
+      ProblemSpec spec;
+      spec.config = {
+          .hidden_size = hidden, .vocab_size = 48, .norm = norm, .compute_dtype = DType::kBFloat16};
+      spec.hidden_dtype = DType::kBFloat16;
+      spec.slice_rows = {rows};
+      spec.accumulate_mask = true;
+      RunAndCompare(**backend, {MakeProblem(spec, rng)});
+    }
+  }
+}
+
 TEST(CudaBackend, SeveralHeadsShareTheDevice) {
   LOSSD_SKIP_WITHOUT_GPU();
   Rng rng = FreshRng();
