@@ -194,6 +194,7 @@ void ServerImpl::CreateServices() {
                                     engine_.get(), metrics_.get());
   HeadServiceOptions head_options;
   head_options.operations.checkpoint_directory = options_.checkpoint_directory;
+  head_options.operations.default_compute_dtype = backend_->info().default_compute_dtype;
   head_options.send_timeout = options_.send_timeout;
   head_service_ = HeadService::Create(head_options, engine_.get(), metrics_.get());
   server_service_ =
