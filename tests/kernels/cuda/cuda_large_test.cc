@@ -257,6 +257,7 @@ constexpr LargeCase kCases[] = {
     {1536, 2048, 2048, 2, DType::kBFloat16},  {1536, 2048, 2048, 4, DType::kBFloat16},
     {1536, 2048, 2048, 2, DType::kFloat32},   {1536, 2048, 2048, 4, DType::kFloat16},
     {129, 512, 32000, 1, DType::kBFloat16},   {129, 512, 32000, 1, DType::kFloat32},
+    {40, 64, 100000, 1, DType::kBFloat16},  // a row over a cluster of blocks
     {1024, 520, 2049, 1, DType::kBFloat16},   {1024, 520, 2049, 3, DType::kFloat32},
     {1024, 520, 2049, 1, DType::kFloat16},    {1937, 3584, 152064, 1, DType::kBFloat16},
     {2169, 896, 151936, 2, DType::kBFloat16}, {2169, 896, 151936, 1, DType::kFloat16},
