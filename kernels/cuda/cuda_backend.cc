@@ -80,7 +80,7 @@ class CudaBackend : public Backend {
     absl::StatusOr<DeviceBuffer> buffer =
         DeviceBuffer::Allocate(&device_->ledger(), MemoryKind::kRetained, bytes);
     if (!buffer.ok()) return buffer.status();
-    return std::make_unique<CudaRetained>(*std::move(buffer));
+    return std::make_unique<CudaRetained>(*std::move(buffer), bytes);
   }
 
  private:

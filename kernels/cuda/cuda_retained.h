@@ -12,13 +12,15 @@ namespace lossd::kernels::cuda {
 
 class CudaRetained final : public RetainedMemory {
  public:
-  explicit CudaRetained(DeviceBuffer buffer) : buffer_(std::move(buffer)) {}
+  // `bytes` of the buffer are used; it may be longer.
+  CudaRetained(DeviceBuffer buffer, int64_t bytes) : buffer_(std::move(buffer)), bytes_(bytes) {}
 
-  int64_t size() const override { return buffer_.bytes(); }
+  int64_t size() const override { return bytes_; }
   uint8_t* data() const { return buffer_.data(); }  // on the device
 
  private:
   const DeviceBuffer buffer_;
+  const int64_t bytes_;
 };
 
 }  // namespace lossd::kernels::cuda
