@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "absl/random/random.h"
@@ -17,6 +18,7 @@
 #include "server/metrics/metrics.h"
 #include "server/metrics/status_page.h"
 #include "server/rpc/addresses.h"
+#include "server/rpc/device_watch.h"
 #include "server/rpc/errors.h"
 #include "server/rpc/head_service.h"
 #include "server/rpc/loss_service.h"
@@ -100,6 +102,7 @@ class ServerImpl final : public Server {
   void CreateServices();
   absl::Status Listen();
   absl::Status StartHttp();
+  void OnDeviceLost(const absl::Status& status);
   void LogStart() const;
   metrics::HttpHandlers Handlers();
   void WaitForStaging();
@@ -114,6 +117,7 @@ class ServerImpl final : public Server {
   // In order of dependence: each uses those above it.
   std::unique_ptr<kernels::Backend> backend_;
   std::unique_ptr<metrics::Metrics> metrics_;
+  std::optional<DeviceWatch> device_watch_;
   std::unique_ptr<engine::Engine> engine_;
   std::unique_ptr<LossService> loss_service_;
   std::unique_ptr<HeadService> head_service_;
@@ -155,7 +159,9 @@ void ServerImpl::LogStart() const {
   log::Log(log::LogLevel::kInfo, "memory plan",
            {{"staging_bytes", backend_->memory().current[kernels::MemoryKind::kStaging]},
             {"slice_bytes", options_.slice_bytes},
-            {"workspace_bytes_per_head", options_.workspace_bytes},
+            {"retained_bytes", backend_->memory().current[kernels::MemoryKind::kRetained]},
+            {"workspace_bytes_per_head",
+             options_.workspace_bytes > 0 ? absl::StrCat(options_.workspace_bytes) : "default"},
             {"limit_bytes", options_.memory_limit_bytes}});
 }
 
@@ -172,6 +178,7 @@ absl::Status ServerImpl::CreateEngine() {
   const kernels::BackendInfo info = backend_->info();
   metrics_ = std::make_unique<metrics::Metrics>(metrics::BuildInfo{
       .version = options_.version, .backend = info.name, .device = info.device, .compiler = __VERSION__});
+  device_watch_.emplace(metrics_.get(), [this](const absl::Status& status) { OnDeviceLost(status); });
   engine::EngineOptions engine_options;
   engine_options.slice_bytes = options_.slice_bytes;
   engine_options.staging_bytes = options_.staging_bytes;
@@ -179,7 +186,7 @@ absl::Status ServerImpl::CreateEngine() {
   engine_options.max_streams = options_.max_streams;
   engine_options.max_heads = options_.max_heads;
   absl::StatusOr<std::unique_ptr<engine::Engine>> engine =
-      engine::Engine::Create(engine_options, backend_.get(), DrawIncarnation(), metrics_.get());
+      engine::Engine::Create(engine_options, backend_.get(), DrawIncarnation(), &*device_watch_);
   if (!engine.ok()) return engine.status();
   engine_ = *std::move(engine);
   metrics_->Attach(engine_.get(), backend_.get());
@@ -259,9 +266,16 @@ metrics::HttpHandlers ServerImpl::Handlers() {
                         .body = metrics_->RenderText()};
   };
   handlers["/healthz"] = [this] {
+    if (device_watch_->lost()) return HttpResponse{.status = 503, .body = "device lost\n"};
     return draining_ ? HttpResponse{.status = 503, .body = "draining\n"} : HttpResponse{.body = "ok\n"};
   };
   return handlers;
+}
+
+// What is on the device cannot be reached any more: have this server replaced.
+void ServerImpl::OnDeviceLost(const absl::Status& status) {
+  log::Log(log::LogLevel::kError, "the device is lost; restart the server", {{"error", status.message()}});
+  if (grpc_ != nullptr) grpc_->GetHealthCheckService()->SetServingStatus(false);
 }
 
 std::shared_ptr<grpc::Channel> ServerImpl::InProcessChannel() {

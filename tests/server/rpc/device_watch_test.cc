@@ -1,0 +1,45 @@
+#include "server/rpc/device_watch.h"
+
+#include <gtest/gtest.h>
+
+namespace lossd::rpc {
+namespace {
+
+class Counter final : public engine::EngineObserver {
+ public:
+  void OnChunk(absl::string_view, int64_t, int64_t rows, int64_t, double) override { this->rows += rows; }
+  void OnSlice(absl::string_view, double) override { ++slices; }
+  void OnStep(absl::string_view) override { ++steps; }
+  void OnDeviceError(const absl::Status&) override { ++errors; }
+  int64_t rows = 0;
+  int slices = 0;
+  int steps = 0;
+  int errors = 0;
+};
+
+TEST(DeviceWatchTest, PassesEventsOn) {
+  Counter counter;
+  DeviceWatch watch(&counter, [](const absl::Status&) { FAIL() << "nothing was lost"; });
+  watch.OnChunk("head", 1, 7, 7, 0.1);
+  watch.OnSlice("head", 0.1);
+  watch.OnStep("head");
+  watch.OnDeviceError(absl::InternalError("one chunk failed"));
+  EXPECT_EQ(counter.rows, 7);
+  EXPECT_EQ(counter.slices, 1);
+  EXPECT_EQ(counter.steps, 1);
+  EXPECT_EQ(counter.errors, 1);
+  EXPECT_FALSE(watch.lost());
+}
+
+TEST(DeviceWatchTest, ReportsALostDeviceOnce) {
+  Counter counter;
+  int lost = 0;
+  DeviceWatch watch(&counter, [&](const absl::Status&) { ++lost; });
+  for (int i = 0; i < 3; ++i) watch.OnDeviceError(absl::UnavailableError("the device fell off the bus"));
+  EXPECT_TRUE(watch.lost());
+  EXPECT_EQ(lost, 1);
+  EXPECT_EQ(counter.errors, 3);
+}
+
+}  // namespace
+}  // namespace lossd::rpc
