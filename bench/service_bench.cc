@@ -28,7 +28,7 @@
 #include "absl/time/time.h"
 #include "client/cpp/client.h"
 #include "kernels/backend.h"
-#include "kernels/cpu/cpu_backend.h"
+#include "kernels/create_backend.h"
 #include "nlohmann/json.hpp"
 #include "server/engine/engine.h"
 #include "server/rpc/server.h"
@@ -36,6 +36,7 @@
 ABSL_FLAG(int64_t, rows, 1024, "rows of a microbatch");
 ABSL_FLAG(int64_t, hidden_size, 512, "D");
 ABSL_FLAG(int64_t, vocab_size, 32000, "V");
+ABSL_FLAG(std::string, backend, "auto", "auto, cpu or cuda");
 ABSL_FLAG(int, threads, 0, "threads of the CPU backend; 0: all the process may use");
 ABSL_FLAG(int, in_flight, 4, "microbatches under way at once, for the engine and the client");
 ABSL_FLAG(std::vector<std::string>, channels, std::vector<std::string>({"1", "2", "4"}),
@@ -68,23 +69,28 @@ struct Shape {
   int64_t rows, hidden_size, vocab_size;
 };
 
-// Random bf16 hidden states and targets.
-struct Rows {
-  explicit Rows(const Shape& shape) {
+// Random bf16 hidden states and targets, in memory that the device copies fast.
+class Rows {
+ public:
+  Rows(const Shape& shape, kernels::Backend& backend)
+      : memory_(Must(backend.AllocateStaging(2 * shape.rows * shape.hidden_size))) {
     std::mt19937_64 rng(1);
     std::normal_distribution<float> normal;
-    hidden.resize(static_cast<size_t>(shape.rows * shape.hidden_size));
-    for (uint16_t& x : hidden) {
+    for (int64_t i = 0; i < shape.rows * shape.hidden_size; ++i) {
       const float value = normal(rng);
       uint32_t bits;
       std::memcpy(&bits, &value, sizeof(bits));
-      x = static_cast<uint16_t>(bits >> 16);
+      hidden()[i] = static_cast<uint16_t>(bits >> 16);
     }
     std::uniform_int_distribution<int32_t> target(0, static_cast<int32_t>(shape.vocab_size - 1));
-    for (int64_t i = 0; i < shape.rows; ++i) targets.push_back(target(rng));
+    for (int64_t i = 0; i < shape.rows; ++i) targets_.push_back(target(rng));
   }
-  std::vector<uint16_t> hidden;  // bf16 [rows, hidden_size]
-  std::vector<int32_t> targets;  // [rows]
+  uint16_t* hidden() const { return reinterpret_cast<uint16_t*>(memory_->bytes().data()); }  // bf16 [N, D]
+  const std::vector<int32_t>& targets() const { return targets_; }                           // [N]
+
+ private:
+  const std::unique_ptr<kernels::StagingMemory> memory_;
+  std::vector<int32_t> targets_;
 };
 
 struct Line {
@@ -112,31 +118,61 @@ Line Measure(std::string name, int64_t rows, double seconds, Fn once) {
   return {std::move(name), static_cast<double>(rows) / per_call, per_call};
 }
 
-kernels::CpuBackendOptions BackendOptions() { return {.threads = absl::GetFlag(FLAGS_threads)}; }
+std::unique_ptr<kernels::Backend> MakeBackend() {
+  return Must(kernels::CreateBackend(
+                  {.backend = absl::GetFlag(FLAGS_backend), .threads = absl::GetFlag(FLAGS_threads)}))
+      .backend;
+}
 
-// The kernels alone: chunks as large as the head allows, host memory reused.
-Line MeasureKernels(const Shape& shape, const Rows& rows, double seconds) {
-  auto backend = Must(kernels::CreateCpuBackend(BackendOptions()));
-  auto head = Must(backend->CreateHead({.hidden_size = shape.hidden_size, .vocab_size = shape.vocab_size}));
-  std::vector<uint16_t> grad(rows.hidden.size());
-  return Measure("kernels", shape.rows, seconds, [&] {
+kernels::HeadConfig ConfigFor(const Shape& shape, const kernels::Backend& backend) {
+  kernels::HeadConfig config{.hidden_size = shape.hidden_size, .vocab_size = shape.vocab_size};
+  if (backend.info().name != "cpu") config.compute_dtype = kernels::DType::kBFloat16;
+  return config;
+}
+
+// A chunk on its way through the kernels.
+struct Flight {
+  std::vector<kernels::Slice> slices;
+  kernels::Chunk chunk;
+  absl::Notification done;
+};
+
+// The kernels alone: chunks as large as the head allows, as many under way as the backend takes.
+Line MeasureKernels(const Shape& shape, double seconds) {
+  const auto backend = MakeBackend();
+  auto head = Must(backend->CreateHead(ConfigFor(shape, *backend)));
+  const Rows rows(shape, *backend);
+  const auto grad = Must(backend->AllocateStaging(2 * shape.rows * shape.hidden_size));
+  std::deque<std::unique_ptr<Flight>> under_way;
+  const auto submit = [&](int64_t begin) {
+    auto flight = std::make_unique<Flight>();
+    kernels::Slice slice;
+    slice.rows = std::min(head->chunk_rows(), shape.rows - begin);
+    slice.hidden = rows.hidden() + begin * shape.hidden_size;
+    slice.targets = rows.targets().data() + begin;
+    slice.grad_hidden = grad->bytes().data() + 2 * begin * shape.hidden_size;
+    flight->slices = {slice};
+    flight->chunk.slices = absl::MakeSpan(flight->slices);
+    head->Submit(&flight->chunk, {.on_results = [](absl::Status status) { Must(status); },
+                                  .on_done =
+                                      [done = &flight->done](absl::Status status) {
+                                        Must(status);
+                                        done->Notify();
+                                      }});
+    under_way.push_back(std::move(flight));
+  };
+  const auto wait_for_one = [&] {
+    under_way.front()->done.WaitForNotification();
+    under_way.pop_front();
+  };
+  Line line = Measure("kernels", shape.rows, seconds, [&] {
     for (int64_t begin = 0; begin < shape.rows; begin += head->chunk_rows()) {
-      std::vector<kernels::Slice> slices(1);
-      slices[0].rows = std::min(head->chunk_rows(), shape.rows - begin);
-      slices[0].hidden = rows.hidden.data() + begin * shape.hidden_size;
-      slices[0].targets = rows.targets.data() + begin;
-      slices[0].grad_hidden = grad.data() + begin * shape.hidden_size;
-      kernels::Chunk chunk{.slices = absl::MakeSpan(slices)};
-      absl::Notification done;
-      head->Submit(&chunk, {.on_results = [](absl::Status status) { Must(status); },
-                            .on_done =
-                                [&](absl::Status status) {
-                                  Must(status);
-                                  done.Notify();
-                                }});
-      done.WaitForNotification();
+      if (static_cast<int>(under_way.size()) >= backend->max_chunks_in_flight()) wait_for_one();
+      submit(begin);
     }
   });
+  while (!under_way.empty()) wait_for_one();
+  return line;
 }
 
 class Waiter : public engine::StreamObserver {
@@ -153,10 +189,11 @@ class Waiter : public engine::StreamObserver {
 };
 
 // The engine with slices copied into staging buffers, as the rpc layer does.
-Line MeasureEngine(const Shape& shape, const Rows& rows, double seconds) {
-  auto backend = Must(kernels::CreateCpuBackend(BackendOptions()));
+Line MeasureEngine(const Shape& shape, double seconds) {
+  const auto backend = MakeBackend();
+  const Rows rows(shape, *backend);
   auto engine = Must(engine::Engine::Create({}, backend.get(), 1, nullptr));
-  Must(engine->CreateHead(kHead, {.hidden_size = shape.hidden_size, .vocab_size = shape.vocab_size}, 0));
+  Must(engine->CreateHead(kHead, ConfigFor(shape, *backend), 0));
   Must(engine->PublishHead(kHead));
   const auto limits = Must(engine->Describe(kHead)).limits;
   const int64_t row_bytes = shape.hidden_size * 2;
@@ -171,7 +208,7 @@ Line MeasureEngine(const Shape& shape, const Rows& rows, double seconds) {
     spec.want_grad_hidden = true;
     spec.accumulate_gradients = true;
     spec.step = 0;
-    spec.targets = rows.targets;
+    spec.targets = rows.targets();
     auto waiter = std::make_shared<Waiter>();
     auto stream = Must(engine->Open(std::move(spec), waiter));
     stream->Start();
@@ -184,7 +221,7 @@ Line MeasureEngine(const Shape& shape, const Rows& rows, double seconds) {
         acquired.Notify();
       });
       acquired.WaitForNotification();
-      std::memcpy(buffer.data(), rows.hidden.data() + begin * shape.hidden_size,
+      std::memcpy(buffer.data(), rows.hidden() + begin * shape.hidden_size,
                   static_cast<size_t>(range.size() * row_bytes));
       stream->Submit(range, std::move(buffer), range.size() * row_bytes);
     }
@@ -205,9 +242,13 @@ Line MeasureEngine(const Shape& shape, const Rows& rows, double seconds) {
 }
 
 // A client of a server in this process, over TCP loopback.
-Line MeasureService(const Shape& shape, const Rows& rows, int channels, double seconds) {
-  auto server = Must(rpc::Server::Start(
-      {.listen = "127.0.0.1:0", .http = "", .backend = "cpu", .threads = absl::GetFlag(FLAGS_threads)}));
+Line MeasureService(const Shape& shape, int channels, double seconds) {
+  const auto cpu = Must(kernels::CreateBackend({.backend = "cpu"})).backend;
+  const Rows rows(shape, *cpu);  // a trainer's memory, as it comes
+  auto server = Must(rpc::Server::Start({.listen = "127.0.0.1:0",
+                                         .http = "",
+                                         .backend = absl::GetFlag(FLAGS_backend),
+                                         .threads = absl::GetFlag(FLAGS_threads)}));
   auto client = Must(client::Client::Connect({.target = server->grpc_address(), .channels = channels}));
   v1::CreateHeadRequest request;
   request.mutable_spec()->set_name(kHead);
@@ -215,7 +256,8 @@ Line MeasureService(const Shape& shape, const Rows& rows, int channels, double s
   request.mutable_spec()->set_vocab_size(static_cast<uint64_t>(shape.vocab_size));
   Must(client->CreateHead(request));
   const size_t in_flight = static_cast<size_t>(absl::GetFlag(FLAGS_in_flight));
-  std::vector<std::vector<uint16_t>> grads(in_flight, std::vector<uint16_t>(rows.hidden.size()));
+  std::vector<std::vector<uint16_t>> grads(
+      in_flight, std::vector<uint16_t>(static_cast<size_t>(shape.rows * shape.hidden_size)));
   uint64_t id = 0;
   const auto start_one = [&] {
     const client::Microbatch microbatch{.head = kHead,
@@ -223,8 +265,8 @@ Line MeasureService(const Shape& shape, const Rows& rows, int channels, double s
                                         .id = id,
                                         .hidden_size = static_cast<uint64_t>(shape.hidden_size),
                                         .hidden_dtype = v1::DTYPE_BF16,
-                                        .hidden = rows.hidden.data(),
-                                        .targets = rows.targets};
+                                        .hidden = rows.hidden(),
+                                        .targets = rows.targets()};
     client::ComputeOptions options;
     options.accumulate_gradients = true;
     return client->ComputeLossAsync(microbatch, {.grad_hidden = grads[id++ % in_flight].data()}, options);
@@ -269,11 +311,10 @@ void WriteJson(const std::string& path, const Shape& shape, const std::vector<Li
 void Run() {
   const Shape shape{absl::GetFlag(FLAGS_rows), absl::GetFlag(FLAGS_hidden_size),
                     absl::GetFlag(FLAGS_vocab_size)};
-  const Rows rows(shape);
   const double seconds = absl::GetFlag(FLAGS_seconds);
-  std::vector<Line> lines = {MeasureKernels(shape, rows, seconds), MeasureEngine(shape, rows, seconds)};
+  std::vector<Line> lines = {MeasureKernels(shape, seconds), MeasureEngine(shape, seconds)};
   for (const std::string& text : absl::GetFlag(FLAGS_channels)) {
-    lines.push_back(MeasureService(shape, rows, std::atoi(text.c_str()), seconds));
+    lines.push_back(MeasureService(shape, std::atoi(text.c_str()), seconds));
   }
   Print(shape, lines);
   if (const std::string path = absl::GetFlag(FLAGS_json); !path.empty()) WriteJson(path, shape, lines);

@@ -46,10 +46,13 @@ ABSL_FLAG(std::string, port_file, "",
           "Once serving, write the chosen addresses to this file as JSON: {\"grpc\": ..., \"http\": ...}");
 ABSL_FLAG(std::string, checkpoint_dir, ServerOptions().checkpoint_directory,
           "Directory of checkpoints and tensor files; clients name files below it only");
-ABSL_FLAG(std::string, backend, ServerOptions().backend, "What computes: auto or cpu");
+ABSL_FLAG(std::string, backend, ServerOptions().backend,
+          "What computes: cpu, cuda, or auto: a GPU if there is one");
+ABSL_FLAG(int, device, ServerOptions().device, "CUDA backend: index among the visible GPUs");
 ABSL_FLAG(int, threads, ServerOptions().threads, "Threads of the CPU backend; 0: all the process may use");
 ABSL_FLAG(ByteSize, workspace_bytes, ByteSize{ServerOptions().workspace_bytes},
-          "Workspace of each head; bounds the rows computed at once");
+          "Workspace of each head; bounds the rows computed at once. 0: 256MiB (CPU), or 2GiB and at most a "
+          "quarter of the free memory (CUDA)");
 ABSL_FLAG(ByteSize, memory_limit_bytes, ByteSize{ServerOptions().memory_limit_bytes},
           "Refuse heads that would take the planned memory beyond this; 0: no limit");
 ABSL_FLAG(ByteSize, slice_bytes, ByteSize{ServerOptions().slice_bytes},
@@ -103,6 +106,7 @@ ServerOptions OptionsFromFlags() {
   options.http = absl::GetFlag(FLAGS_http);
   options.allow_non_loopback = absl::GetFlag(FLAGS_allow_non_loopback);
   options.backend = absl::GetFlag(FLAGS_backend);
+  options.device = absl::GetFlag(FLAGS_device);
   options.threads = absl::GetFlag(FLAGS_threads);
   options.workspace_bytes = absl::GetFlag(FLAGS_workspace_bytes).bytes;
   options.memory_limit_bytes = absl::GetFlag(FLAGS_memory_limit_bytes).bytes;

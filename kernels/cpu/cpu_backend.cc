@@ -38,8 +38,10 @@ class CpuBackend final : public Backend {
       : workspace_bytes_(options.workspace_bytes), accounting_(options.memory_limit_bytes), pool_(threads) {}
 
   BackendInfo info() const override {
-    return {"cpu", absl::StrCat(pool_.threads(), pool_.threads() == 1 ? " thread" : " threads",
-                                ", OpenBLAS, ", SelectRowLoops().instruction_set)};
+    return {"cpu",
+            absl::StrCat(pool_.threads(), pool_.threads() == 1 ? " thread" : " threads", ", OpenBLAS, ",
+                         SelectRowLoops().instruction_set),
+            DType::kFloat32};
   }
   MemoryStats memory() const override { return accounting_.stats(); }
   int max_chunks_in_flight() const override { return 1; }

@@ -11,7 +11,7 @@
 #include "absl/random/random.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "kernels/cpu/cpu_backend.h"
+#include "kernels/create_backend.h"
 #include "server/log/log.h"
 #include "server/metrics/http_server.h"
 #include "server/metrics/metrics.h"
@@ -40,7 +40,7 @@ absl::Status CheckAtLeast(absl::string_view option, int64_t value, int64_t least
 
 absl::Status CheckOptions(const ServerOptions& options) {
   absl::Status status = CheckAtLeast("threads", options.threads, 0);
-  status.Update(CheckAtLeast("workspace_bytes", options.workspace_bytes, 1));
+  status.Update(CheckAtLeast("workspace_bytes", options.workspace_bytes, 0));
   status.Update(CheckAtLeast("memory_limit_bytes", options.memory_limit_bytes, 0));
   status.Update(CheckAtLeast("slice_bytes", options.slice_bytes, 64));
   status.Update(CheckAtLeast("staging_bytes", options.staging_bytes, 2 * options.slice_bytes));
@@ -74,15 +74,6 @@ absl::StatusOr<Address> BindableAddress(absl::string_view option, absl::string_v
       "be a loopback address, because connections are not encrypted and nobody is asked who they are "
       "(allow_non_loopback overrides this)",
       text);
-}
-
-absl::StatusOr<std::unique_ptr<kernels::Backend>> CreateBackend(const ServerOptions& options) {
-  if (options.backend != "auto" && options.backend != "cpu") {
-    return FieldError("backend", "be auto or cpu", options.backend);
-  }
-  return kernels::CreateCpuBackend({.threads = options.threads,
-                                    .workspace_bytes = options.workspace_bytes,
-                                    .memory_limit_bytes = options.memory_limit_bytes});
 }
 
 uint64_t DrawIncarnation() {
@@ -169,9 +160,15 @@ void ServerImpl::LogStart() const {
 }
 
 absl::Status ServerImpl::CreateEngine() {
-  absl::StatusOr<std::unique_ptr<kernels::Backend>> backend = CreateBackend(options_);
+  absl::StatusOr<kernels::CreatedBackend> backend =
+      kernels::CreateBackend({.backend = options_.backend,
+                              .device = options_.device,
+                              .threads = options_.threads,
+                              .workspace_bytes = options_.workspace_bytes,
+                              .memory_limit_bytes = options_.memory_limit_bytes});
   if (!backend.ok()) return backend.status();
-  backend_ = *std::move(backend);
+  if (!backend->note.empty()) log::Log(log::LogLevel::kInfo, "no GPU backend", {{"reason", backend->note}});
+  backend_ = std::move(backend->backend);
   const kernels::BackendInfo info = backend_->info();
   metrics_ = std::make_unique<metrics::Metrics>(metrics::BuildInfo{
       .version = options_.version, .backend = info.name, .device = info.device, .compiler = __VERSION__});
@@ -197,6 +194,7 @@ void ServerImpl::CreateServices() {
                                     engine_.get(), metrics_.get());
   HeadServiceOptions head_options;
   head_options.operations.checkpoint_directory = options_.checkpoint_directory;
+  head_options.operations.default_compute_dtype = backend_->info().default_compute_dtype;
   head_options.send_timeout = options_.send_timeout;
   head_service_ = HeadService::Create(head_options, engine_.get(), metrics_.get());
   server_service_ =

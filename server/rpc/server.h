@@ -27,10 +27,11 @@ struct ServerOptions {
   std::string version = "0.0.0";
 
   // Compute.
-  std::string backend = "auto";                  // "auto" or "cpu"
-  int threads = 0;                               // CPU backend; 0: all the process may use
-  int64_t workspace_bytes = int64_t{256} << 20;  // per head
-  int64_t memory_limit_bytes = 0;                // heads and staging; 0: none
+  std::string backend = "auto";    // "auto" (a GPU if there is one), "cpu" or "cuda"
+  int device = 0;                  // CUDA backend: index among the visible GPUs
+  int threads = 0;                 // CPU backend; 0: all the process may use
+  int64_t workspace_bytes = 0;     // per head; 0: 256 MiB (CPU), 2 GiB or less (CUDA)
+  int64_t memory_limit_bytes = 0;  // heads and staging; 0: none
 
   // Admission.
   int64_t slice_bytes = int64_t{4} << 20;       // largest slice payload

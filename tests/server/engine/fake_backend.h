@@ -225,7 +225,7 @@ class FakeStaging final : public kernels::StagingMemory {
 class FakeBackend final : public kernels::Backend {
  public:
   explicit FakeBackend(FakeDevice* device) : device_(device) {}
-  kernels::BackendInfo info() const override { return {"fake", "fake"}; }
+  kernels::BackendInfo info() const override { return {"fake", "fake", kernels::DType::kFloat32}; }
   kernels::MemoryStats memory() const override { return {}; }
   int max_chunks_in_flight() const override { return device_->chunks_in_flight; }
   absl::StatusOr<kernels::MemoryBytes> PlanHead(const kernels::HeadConfig&) const override {

@@ -1,0 +1,52 @@
+// Data and references for the GPU benchmarks, made on the GPU.
+//
+// Peaked data has the softmax of a trained model: for each row, k candidates whose popularity ranks are
+// spread logarithmically over the vocabulary get the logits z1 - s ln i (i = 1 ... k, in random order), the
+// hidden state is the sum of z_i times the candidates' unit-length weight rows, and the target is the i-th
+// candidate with probability proportional to i^-s. Flat data is normal noise, loss near ln V.
+// All pointers are device memory unless said otherwise; functions synchronise. Not thread-safe.
+#ifndef LOSSD_BENCH_GPU_DATA_H_
+#define LOSSD_BENCH_GPU_DATA_H_
+
+#include <cstdint>
+#include <vector>
+
+namespace lossd::bench {
+
+struct DataShape {
+  int64_t rows = 0;
+  int64_t hidden = 0;
+  int64_t vocab = 0;
+};
+
+// Hidden states [rows, hidden] and weight [vocab, hidden] in bf16 on the device, targets on the host.
+struct LossData {
+  void* hidden = nullptr;
+  void* weight = nullptr;
+  std::vector<int32_t> targets;
+};
+
+enum class DataKind { kPeaked, kFlat };
+
+// Allocates and fills; Free() releases. Aborts on a CUDA error.
+LossData MakeData(DataKind kind, const DataShape& shape, uint64_t seed);
+void Free(LossData& data);
+
+// What loss, hidden and weight gradients of a mean loss (scale per row) have to be, in double, for some rows
+// and classes.
+struct ReferenceQuery {
+  std::vector<int32_t> rows;
+  std::vector<int32_t> classes;
+  double scale = 1.0;
+};
+struct ReferenceAnswer {
+  std::vector<double> lse;              // [query.rows]
+  std::vector<double> loss;             // [query.rows]
+  std::vector<double> hidden_gradient;  // [query.rows, hidden]
+  std::vector<double> weight_gradient;  // [query.classes, hidden]
+};
+ReferenceAnswer ComputeReference(const DataShape& shape, const LossData& data, const ReferenceQuery& query);
+
+}  // namespace lossd::bench
+
+#endif  // LOSSD_BENCH_GPU_DATA_H_

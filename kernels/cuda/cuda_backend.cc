@@ -1,0 +1,119 @@
+#include "kernels/cuda/cuda_backend.h"
+
+#include <cuda_runtime_api.h>
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "kernels/cuda/cuda_head.h"
+#include "kernels/cuda/cuda_retained.h"
+#include "kernels/cuda/cuda_status.h"
+#include "kernels/cuda/device.h"
+#include "kernels/cuda/head_memory.h"
+
+namespace lossd::kernels {
+namespace cuda {
+namespace {
+
+class PinnedStaging : public StagingMemory {
+ public:
+  PinnedStaging(PinnedBuffer buffer, int64_t bytes) : buffer_(std::move(buffer)), bytes_(bytes) {}
+  absl::Span<uint8_t> bytes() override { return {buffer_.data(), static_cast<size_t>(bytes_)}; }
+
+ private:
+  PinnedBuffer buffer_;
+  const int64_t bytes_;
+};
+
+// "weights 4.2 GiB, gradients ..." for the error that refuses a head.
+std::string DescribePlan(const MemoryBytes& plan) {
+  std::string text;
+  for (size_t i = 0; i < kMemoryKinds; ++i) {
+    absl::StrAppend(&text, i == 0 ? "" : ", ", Name(static_cast<MemoryKind>(i)), " ", plan.by_kind[i]);
+  }
+  return text;
+}
+
+int64_t DeviceTotal(const MemoryBytes& plan) { return plan.Total() - plan[MemoryKind::kStaging]; }
+
+class CudaBackend : public Backend {
+ public:
+  explicit CudaBackend(std::unique_ptr<Device> device) : device_(std::move(device)) {}
+
+  BackendInfo info() const override { return {"cuda", device_->description(), DType::kBFloat16}; }
+  MemoryStats memory() const override { return device_->ledger().stats(); }
+  int max_chunks_in_flight() const override { return Device::kMaxChunksInFlight; }
+
+  absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const override {
+    LOSSD_RETURN_IF_ERROR(Validate(config));
+    const int sms = device_->limits().multiprocessors;
+    return PlanMemory(
+        config, SizesFor(config, device_->options().workspace_bytes, device_->options().max_chunk_rows, sms),
+        sms);
+  }
+
+  absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
+    const absl::StatusOr<MemoryBytes> plan = PlanHead(config);
+    if (!plan.ok()) return plan.status();
+    LOSSD_RETURN_IF_ERROR(device_->Enter());
+    LOSSD_RETURN_IF_ERROR(CheckFits(*plan));
+    absl::StatusOr<std::unique_ptr<HeadKernels>> head = CudaHead::Create(device_.get(), config);
+    if (absl::IsResourceExhausted(head.status())) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat(head.status().message(), "; the head's plan in bytes: ", DescribePlan(*plan)));
+    }
+    return head;
+  }
+
+  absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
+    if (bytes < 0) return absl::InvalidArgumentError(absl::StrCat("bytes must be >= 0, got ", bytes));
+    LOSSD_RETURN_IF_ERROR(device_->Enter());
+    absl::StatusOr<PinnedBuffer> buffer = PinnedBuffer::Allocate(&device_->ledger(), bytes);
+    if (!buffer.ok()) return buffer.status();
+    return std::make_unique<PinnedStaging>(*std::move(buffer), bytes);
+  }
+
+  absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) override {
+    if (bytes < 0) return absl::InvalidArgumentError(absl::StrCat("bytes must be >= 0, got ", bytes));
+    LOSSD_RETURN_IF_ERROR(device_->Enter());
+    absl::StatusOr<DeviceBuffer> buffer =
+        DeviceBuffer::Allocate(&device_->ledger(), MemoryKind::kRetained, bytes);
+    if (!buffer.ok()) return buffer.status();
+    return std::make_unique<CudaRetained>(*std::move(buffer));
+  }
+
+ private:
+  absl::Status CheckFits(const MemoryBytes& plan) const {
+    const int64_t needed = DeviceTotal(plan);
+    const int64_t limit = device_->options().memory_limit_bytes;
+    const int64_t used = device_->ledger().device_bytes();
+    if (limit > 0 && used + needed > limit) {
+      return absl::ResourceExhaustedError(absl::StrCat("the head needs ", needed, " bytes of device memory (",
+                                                       DescribePlan(plan), "), ", used, " of the limit of ",
+                                                       limit, " are in use"));
+    }
+    size_t free_bytes = 0;
+    size_t total_bytes = 0;
+    LOSSD_RETURN_IF_CUDA_ERROR(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+    if (needed > static_cast<int64_t>(free_bytes)) {
+      return absl::ResourceExhaustedError(absl::StrCat("the head needs ", needed, " bytes of device memory (",
+                                                       DescribePlan(plan), "), ", free_bytes, " of ",
+                                                       total_bytes, " are free"));
+    }
+    return absl::OkStatus();
+  }
+
+  std::unique_ptr<Device> device_;
+};
+
+}  // namespace
+}  // namespace cuda
+
+absl::StatusOr<std::unique_ptr<Backend>> CreateCudaBackend(const CudaBackendOptions& options) {
+  absl::StatusOr<std::unique_ptr<cuda::Device>> device = cuda::Device::Open(options);
+  if (!device.ok()) return device.status();
+  return std::make_unique<cuda::CudaBackend>(*std::move(device));
+}
+
+}  // namespace lossd::kernels

@@ -1,0 +1,37 @@
+// The CUDA backend: one GPU, cuBLASLt for the GEMMs, our own kernels between them
+// (docs/kernels/cuda-exact.md).
+//
+// The program needs neither the CUDA driver nor cuBLAS to start: both are looked up when a backend is
+// created. Compute capability 8.0 or later; tuned for 9.0.
+#ifndef LOSSD_KERNELS_CUDA_CUDA_BACKEND_H_
+#define LOSSD_KERNELS_CUDA_CUDA_BACKEND_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "kernels/backend.h"
+
+namespace lossd::kernels {
+
+struct CudaBackendOptions {
+  int device = 0;  // index among the visible GPUs
+  // Per head; bounds HeadKernels::chunk_rows() (never below 8 rows). 0: 2 GiB, or a quarter of the
+  // device memory that is free when the backend is created if that is less.
+  int64_t workspace_bytes = 0;
+  int64_t memory_limit_bytes = 0;  // refuse heads beyond it; 0: what the device has
+  int64_t max_chunk_rows = 16384;  // upper bound of chunk_rows(), whatever the workspace
+  // Time the candidate GEMM algorithms when a head is created instead of taking cuBLAS's first choice
+  // (a second or so for a large head). The choice, and with it the last bits of results, may then
+  // differ between runs of the program; ignored if `deterministic`.
+  bool autotune = false;
+  bool deterministic = true;
+};
+
+// INVALID_ARGUMENT naming the option if one is out of range (a wrong device index with the number of
+// GPUs), UNAVAILABLE if there is no usable GPU, driver or cuBLAS.
+absl::StatusOr<std::unique_ptr<Backend>> CreateCudaBackend(const CudaBackendOptions& options);
+
+}  // namespace lossd::kernels
+
+#endif  // LOSSD_KERNELS_CUDA_CUDA_BACKEND_H_

@@ -1,0 +1,100 @@
+// One head on a GPU: the HeadKernels of the CUDA backend (see kernels/backend.h for its contract).
+#ifndef LOSSD_KERNELS_CUDA_CUDA_HEAD_H_
+#define LOSSD_KERNELS_CUDA_CUDA_HEAD_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/backend.h"
+#include "kernels/cuda/device.h"
+#include "kernels/cuda/head_memory.h"
+#include "kernels/cuda/rows.h"
+
+namespace lossd::kernels::cuda {
+
+class CudaHead : public HeadKernels {
+ public:
+  // `config` is valid and its plan fits; `device` must outlive the head.
+  static absl::StatusOr<std::unique_ptr<HeadKernels>> Create(Device* device, const HeadConfig& config);
+  ~CudaHead() override;
+
+  const HeadConfig& config() const override { return config_; }
+  DType compute_dtype() const override { return config_.compute_dtype; }
+  int64_t chunk_rows() const override { return sizes_.chunk_rows; }
+  MemoryBytes memory() const override { return plan_; }
+
+  void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
+  absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                          absl::Span<uint8_t> out) override;
+  absl::Status WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                           absl::Span<const uint8_t> in) override;
+  absl::StatusOr<double> GradNorm() override;
+  absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) override;
+  absl::Status ZeroGradients() override;
+
+ private:
+  // What belongs to one chunk from Submit to its end.
+  struct Slot {
+    PinnedBuffer host_inputs;
+    PinnedBuffer host_outputs;
+    RowInputBlock host_in, device_in;
+    RowOutputBlock host_out, device_out;
+    Event uploaded, row_results, hidden_gradient, results, done;
+  };
+  // A chunk while it is being enqueued.
+  struct Job;
+
+  CudaHead(Device* device, const HeadConfig& config);
+  absl::Status Allocate();
+  absl::Status Tune();
+
+  // The phases of a chunk; each enqueues its work and returns.
+  absl::Status Enqueue(const Job& job);
+  absl::Status PrepareGemms(const Job& job);
+  absl::Status Upload(const Job& job);
+  absl::Status UploadSlice(const Job& job, const SliceLayout& place);
+  absl::Status Forward(const Job& job);
+  absl::Status HiddenGradient(const Job& job);
+  absl::Status NormBackward(const Job& job);
+  absl::Status Download(const Job& job);
+  absl::Status DownloadSlice(const Job& job, const SliceLayout& place);
+  absl::Status WeightGradient(const Job& job);
+  bool IsDirect(const Job& job, const SliceLayout& place) const;
+  // dx as the GEMM leaves it: its factor and dtype.
+  float HiddenGradientScale(const Job& job) const;
+  DType HiddenGradientType(const Job& job) const;
+  void Report(std::shared_ptr<Job> job, absl::Status status, ChunkCallbacks callbacks);
+
+  GemmShape LogitsShape(int64_t rows) const;
+  GemmShape HiddenGradientShape(int64_t rows, DType output) const;
+  GemmShape WeightGradientShape(int64_t rows) const;
+
+  // A tensor of this head from row `row_begin` on, as a matrix on the device.
+  DeviceMatrix FindTensor(TensorId id, int64_t row_begin) const;
+  absl::Status CopyTensor(const DeviceMatrix& matrix, int64_t rows, DType dtype, uint8_t* out,
+                          const uint8_t* in);
+  absl::Status RefreshAfterWrite(TensorId id, int64_t row_begin, int64_t rows);
+  absl::Status ReadClassWeights();
+
+  Device* const device_;
+  const HeadConfig config_;
+  HeadSizes sizes_;
+  MemoryBytes plan_;
+  DeviceBuffer value_buffer_, gradient_buffer_, optimizer_buffer_, workspace_buffer_;
+  ValueBuffer values_;
+  ParamBlock gradients_;
+  ParamBlock moments_[2];
+  Workspace workspace_;
+  Slot slots_[kChunkSlots];
+  int next_slot_ = 0;
+  Event download_idle_;  // the last download from workspace_.hidden_gradient
+  bool weight_gradient_is_zero_ = true;
+  float class_weight_sum_ = 0.0f;
+  float largest_class_weight_ = 1.0f;
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_CUDA_HEAD_H_

@@ -1,0 +1,143 @@
+#include "kernels/cuda/head_memory.h"
+
+#include <algorithm>
+
+#include "kernels/cuda/row_norm.h"
+#include "kernels/cuda/rows.h"
+#include "kernels/cuda/tensor_ops.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+constexpr int64_t kPad = 8;  // elements: 16 bytes of a 16-bit type
+constexpr int64_t kPieceBytes = int64_t{8} << 20;
+
+HeadSizes WithRows(HeadSizes sizes, int64_t rows) {
+  sizes.chunk_rows = PadRows(rows);
+  const int64_t row_bytes = sizes.hidden * static_cast<int64_t>(sizeof(float));
+  sizes.piece_bytes = std::max(std::min(kPieceBytes, sizes.chunk_rows * row_bytes), row_bytes);
+  return sizes;
+}
+
+int64_t WorkspaceBytes(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors) {
+  return Workspace::Carve(config, sizes, multiprocessors, nullptr).bytes;
+}
+
+}  // namespace
+
+HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t max_chunk_rows,
+                   int multiprocessors) {
+  HeadSizes sizes;
+  sizes.hidden = config.hidden_size;
+  sizes.vocab = config.vocab_size;
+  sizes.padded_hidden = RoundUp(sizes.hidden, kPad);
+  sizes.padded_vocab = RoundUp(sizes.vocab, kPad);
+  sizes.element = static_cast<int64_t>(SizeOf(config.compute_dtype));
+  // Bisection over chunk rows in units of 8; the workspace grows with them.
+  int64_t fits = 1;
+  int64_t fails = std::max<int64_t>(RoundUp(max_chunk_rows, kPad) / kPad, 1) + 1;
+  while (fails - fits > 1) {
+    const int64_t middle = fits + (fails - fits) / 2;
+    const bool ok =
+        WorkspaceBytes(config, WithRows(sizes, middle * kPad), multiprocessors) <= workspace_bytes;
+    (ok ? fits : fails) = middle;
+  }
+  return WithRows(sizes, fits * kPad);
+}
+
+ParamBlock ParamBlock::Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base) {
+  Carver carver(base);
+  ParamBlock block;
+  block.weight = carver.Take<float>(sizes.padded_vocab * sizes.padded_hidden);
+  if (config.has_bias) block.bias = carver.Take<float>(sizes.padded_vocab);
+  if (config.norm != Norm::kNone) block.norm_gain = carver.Take<float>(sizes.padded_hidden);
+  if (config.norm == Norm::kLayerNorm) block.norm_shift = carver.Take<float>(sizes.padded_hidden);
+  block.bytes = carver.used();
+  return block;
+}
+
+ValueBuffer ValueBuffer::Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base) {
+  ValueBuffer values;
+  values.params = ParamBlock::Carve(config, sizes, base);
+  Carver carver(base == nullptr ? nullptr : base + values.params.bytes);
+  if (config.has_class_weights) values.class_weights = carver.Take<float>(sizes.padded_vocab);
+  if (config.compute_dtype == DType::kFloat32) {
+    values.compute_weight = values.params.weight;
+  } else {
+    values.compute_weight = carver.Take<uint16_t>(sizes.padded_vocab * sizes.padded_hidden);
+  }
+  values.bytes = values.params.bytes + carver.used();
+  return values;
+}
+
+int64_t InputBlockBytes(int64_t chunk_rows) {
+  Carver carver(nullptr);
+  RowInputBlock::Carve(carver, chunk_rows);
+  return carver.used();
+}
+
+int64_t OutputBlockBytes(int64_t chunk_rows) {
+  Carver carver(nullptr);
+  RowOutputBlock::Carve(carver, chunk_rows);
+  return carver.used();
+}
+
+Workspace Workspace::Carve(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors,
+                           uint8_t* base) {
+  Carver carver(base);
+  Workspace w;
+  const int64_t rows = sizes.chunk_rows;
+  const int64_t hidden_bytes = rows * sizes.padded_hidden * sizes.element;
+  const bool has_norm = config.norm != Norm::kNone;
+  w.logits = carver.Take<uint8_t>(rows * sizes.padded_vocab * sizes.element);
+  w.hidden_gradient = carver.Take<uint8_t>(
+      rows * sizes.padded_hidden * static_cast<int64_t>(SizeOf(HiddenGradientDType(config.compute_dtype))));
+  if (config.compute_dtype != DType::kFloat32) w.target_dots = carver.Take<float>(rows);
+  void* normed = has_norm ? carver.Take<uint8_t>(hidden_bytes) : nullptr;
+  for (SlotMemory& slot : w.slots) {
+    slot.hidden = has_norm ? normed : carver.Take<uint8_t>(hidden_bytes);
+    if (has_norm) slot.raw = carver.Take<float>(rows * sizes.hidden);
+    slot.inputs = carver.Take<uint8_t>(InputBlockBytes(rows));
+    slot.outputs = carver.Take<uint8_t>(OutputBlockBytes(rows));
+  }
+  w.upload_piece = carver.Take<uint8_t>(sizes.piece_bytes);
+  w.download_piece = carver.Take<uint8_t>(sizes.piece_bytes);
+  w.keep = carver.Take<int32_t>(rows);
+  int64_t partials = config.has_bias && config.trainable ? ColumnSumScratch(sizes.padded_vocab) : 0;
+  if (has_norm) {
+    w.mean = carver.Take<float>(rows);
+    w.inverse_deviation = carver.Take<float>(rows);
+    if (config.trainable) partials = std::max(partials, NormPartialFloats(sizes.hidden, multiprocessors));
+  }
+  w.partials = carver.Take<float>(partials);
+  w.square_sums = carver.Take<double>(kSquareSumPartials + 1);
+  w.bytes = carver.used();
+  return w;
+}
+
+int MomentCount(const HeadConfig& config) {
+  if (!config.trainable) return 0;
+  switch (config.optimizer_state) {
+    case OptimizerState::kNone:
+      return 0;
+    case OptimizerState::kMomentum:
+      return 1;
+    case OptimizerState::kAdam:
+      return 2;
+  }
+  return 0;
+}
+
+MemoryBytes PlanMemory(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors) {
+  const int64_t block = ParamBlock::Carve(config, sizes, nullptr).bytes;
+  MemoryBytes plan;
+  plan[MemoryKind::kWeights] = RoundUp(ValueBuffer::Carve(config, sizes, nullptr).bytes, kDevicePage);
+  plan[MemoryKind::kGradients] = config.trainable ? RoundUp(block, kDevicePage) : 0;
+  plan[MemoryKind::kOptimizer] = RoundUp(MomentCount(config) * block, kDevicePage);
+  plan[MemoryKind::kWorkspace] = RoundUp(WorkspaceBytes(config, sizes, multiprocessors), kDevicePage);
+  plan[MemoryKind::kStaging] =
+      kChunkSlots * (InputBlockBytes(sizes.chunk_rows) + OutputBlockBytes(sizes.chunk_rows));
+  return plan;
+}
+
+}  // namespace lossd::kernels::cuda

@@ -1,0 +1,776 @@
+// The fused loss kernel. Per row, with z the logit after bias, scale and softcap in fp32, f = log2(e) and
+// d_v = z_v f - M (one fused multiply-add, so that common offsets of any size cancel exactly):
+//
+//   M = f max z,  S = sum 2^d,  lse = (M + log2 S) ln 2,  p_v = 2^d_v / S
+//   nll = ln 2 (log2 S - d_y),  H = ln 2 (log2 S - sum 2^d d / S)
+//   loss = w [u_y (1 - alpha) nll + alpha / V (U nll - sum_v u_v (z_v - z_y)) + lambda lse^2]
+//   dL/dz_v = p_v (c A + c_lse - c_H (log p_v + H)) - c alpha / V u_v - [v = y] c u_y (1 - alpha)
+//     with A = u_y (1 - alpha) + alpha U / V + 2 lambda lse
+//
+// The target is kept out of M, S and so on until the row's sums are complete: with S' the sum of the
+// others, 1 - p_y = S' / S and, for a confident row, nll = log1p(S' / e_y) are exact to fp32, whatever
+// the storage type of the logits. Its own logit comes in fp32 (RowLossParams::target_dots).
+//
+// The plain case (no bias, softcap, class weights, smoothing, entropy; scale > 0) keeps z f implicit: z is
+// the stored dot product and f = scale log2(e).
+//
+// Plan: one thread block cluster (1, 2, 4 or 8 blocks) per row; each block holds its part of the row in
+// shared memory (cp.async), so a row is read once and written once. Rows that do not fit, and GPUs without
+// clusters, read the row a second time (mostly from L2). The statistics of threads, warps and blocks
+// are combined in a fixed order.
+//
+// Bytes: rows * V * (2 or 4) read and, with the gradient, as many written. Operations: 2 exponentials
+// and about 20 others an element, which is below the time of the bytes as long as several blocks
+// share a multiprocessor: hence at most kTargetBlockBytes a block.
+#include <algorithm>
+
+#include "kernels/cuda/device_math.cuh"
+#include "kernels/cuda/row_loss.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+constexpr int kMaxThreads = 512;
+constexpr int kMaxWarps = kMaxThreads / 32;
+constexpr int kMaxCluster = 8;
+constexpr int kDotWarps = 8;
+constexpr int kTargetBlockBytes = 64 << 10;
+// Vectors loaded ahead of their use, from shared memory and from global memory.
+constexpr int kSharedUnroll = 2;
+constexpr int kGlobalUnroll = 4;
+
+// ---- thread block clusters ----
+
+__device__ __forceinline__ uint32_t ClusterRank() {
+  uint32_t rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+
+__device__ __forceinline__ uint32_t ClusterSize() {
+  uint32_t size = 1;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+#endif
+  return size;
+}
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+// A mailbox in the shared memory of each block of a cluster: every block puts its words into all of them,
+// and reads its own when all have come. One use a launch. Remote stores announce themselves to the
+// receiver's barrier, so no fence is needed, and a block may end when it has read its mailbox.
+template <int kWords>
+struct Mailbox {
+  static constexpr int kStride = (kWords + 3) / 4 * 4;
+  alignas(16) float words[kMaxCluster * kStride];
+  alignas(8) uint64_t barrier;
+
+  // All threads; the mailboxes of the cluster are usable after AwaitOpen().
+  __device__ __forceinline__ void Open(uint32_t cluster) {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) {
+      const uint32_t address = SharedAddress(&barrier);
+      asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(address) : "memory");
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address),
+                   "r"(cluster * kStride * 4u)
+                   : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+  }
+  __device__ __forceinline__ void AwaitOpen() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+  }
+  // One thread a receiver: `own` (kStride words of ours) to the block `to`, as sender `rank`.
+  __device__ __forceinline__ void Send(const float* own, uint32_t rank, uint32_t to) {
+#if __CUDA_ARCH__ >= 900
+    uint32_t target, target_barrier;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                 : "=r"(target)
+                 : "r"(SharedAddress(words + rank * kStride)), "r"(to));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                 : "=r"(target_barrier)
+                 : "r"(SharedAddress(&barrier)), "r"(to));
+#pragma unroll
+    for (int i = 0; i < kStride; i += 4) {
+      asm volatile(
+          "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::
+              "r"(target + 4u * i),
+          "f"(own[i]), "f"(own[i + 1]), "f"(own[i + 2]), "f"(own[i + 3]), "r"(target_barrier)
+          : "memory");
+    }
+#endif
+  }
+  __device__ __forceinline__ void AwaitAll() {
+#if __CUDA_ARCH__ >= 900
+    const uint32_t address = SharedAddress(&barrier);
+    uint32_t complete = 0;
+    while (complete == 0) {
+      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+                   : "=r"(complete)
+                   : "r"(address)
+                   : "memory");
+    }
+#endif
+  }
+};
+
+__device__ __forceinline__ void CopyAsync16(uint32_t to_shared, const uint4* from_global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from_global) : "memory");
+}
+
+__device__ __forceinline__ uint4 LoadShared16(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void CopyAsyncWaitAll() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// ---- running statistics of a part of a row, the target left out ----
+
+struct Stats {
+  float max;       // of z
+  float sum;       // of 2^(z f - M), M = Reference(max, f)
+  float spread;    // of 2^(z f - M) (z f - M)
+  float weighted;  // of u (z - z_y)
+  int32_t arg;     // the smallest class that has max
+};
+constexpr int kStatsWords = 5;
+using StatsMailbox = Mailbox<kStatsWords>;
+
+__device__ __forceinline__ Stats NoStats() { return {NegativeInfinity(), 0.0f, 0.0f, 0.0f, INT32_MAX}; }
+
+// What exponents are taken relative to when the largest z is `max`. A maximum of -inf means that there is
+// nothing yet (or only NaN, which stays in the sum).
+__device__ __forceinline__ float Reference(float max, float f) {
+  return max == NegativeInfinity() ? 0.0f : max * f;
+}
+
+// Makes the sums of `s` relative to the larger maximum `max`.
+__device__ __forceinline__ void Rebase(Stats& s, float max, float f) {
+  if (s.max == max) return;
+  const float shift = Reference(s.max, f) - Reference(max, f);
+  const float factor = Exp2(shift);
+  const bool empty = s.sum == 0.0f;
+  s.spread = empty ? 0.0f : factor * (s.spread + s.sum * shift);
+  s.sum = empty ? 0.0f : s.sum * factor;
+  s.max = max;
+}
+
+__device__ __forceinline__ void Put(const Stats& s, float* words) {
+  words[0] = s.max;
+  words[1] = s.sum;
+  words[2] = s.spread;
+  words[3] = s.weighted;
+  words[4] = __int_as_float(s.arg);
+}
+
+__device__ __forceinline__ Stats Get(const float* words) {
+  return {words[0], words[1], words[2], words[3], __float_as_int(words[4])};
+}
+
+__device__ __forceinline__ float WarpSum(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+// The statistics of all lanes together, the same bits in every lane.
+template <bool kGeneral>
+__device__ __forceinline__ Stats ReduceWarp(Stats s, float f) {
+  float max = s.max;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, offset));
+  const int32_t arg = s.max == max ? s.arg : INT32_MAX;
+  Rebase(s, max, f);
+  s.arg = __reduce_min_sync(0xffffffffu, arg);
+  s.sum = WarpSum(s.sum);
+  if constexpr (kGeneral) {
+    s.spread = WarpSum(s.spread);
+    s.weighted = WarpSum(s.weighted);
+  }
+  return s;
+}
+
+// One warp per block: the statistics of the row from those of the block's warps and of the cluster's blocks.
+template <bool kGeneral>
+__device__ __forceinline__ Stats ReduceRow(const float* warp_words, float f, uint32_t cluster, uint32_t rank,
+                                           StatsMailbox& mailbox) {
+  const uint32_t lane = threadIdx.x;
+  const uint32_t warps = (blockDim.x + 31) >> 5;
+  Stats s = lane < warps ? Get(warp_words + lane * kStatsWords) : NoStats();
+  s = ReduceWarp<kGeneral>(s, f);
+  if (cluster == 1) return s;
+  float words[StatsMailbox::kStride] = {};
+  Put(s, words);
+  mailbox.AwaitOpen();
+  if (lane < cluster) mailbox.Send(words, rank, lane);
+  __syncwarp();
+  mailbox.AwaitAll();
+  s = lane < cluster ? Get(mailbox.words + lane * StatsMailbox::kStride) : NoStats();
+  return ReduceWarp<kGeneral>(s, f);
+}
+
+// ---- logits ----
+
+struct Logit {
+  float z;
+  float slope;  // dz/ds: 1 - (z/c)^2 with a softcap, else 1
+};
+
+// tanh(x) and its derivative without cancellation.
+template <bool kPrecise>
+__device__ __forceinline__ float2 TanhAndSlope(float x) {
+  const float t = fabsf(x);
+  const float e = kPrecise ? expf(-2.0f * t) : Exp2(-2.0f * kLog2E * t);
+  const float denominator = 1.0f + e;
+  const float inverse = kPrecise ? 1.0f / denominator : __fdividef(1.0f, denominator);
+  const float value = kPrecise ? tanhf(t) : (1.0f - e) * inverse;
+  return make_float2(copysignf(value, x), 4.0f * e * inverse * inverse);
+}
+
+template <typename T, bool kGeneral>
+struct LogitMap {
+  float f;  // z f is the logit in units of log 2
+  float scale;
+  float softcap;
+  float inverse_cap;
+  const float* bias;
+
+  __device__ __forceinline__ explicit LogitMap(const RowLossParams& p)
+      : f(kGeneral ? kLog2E : p.scale * kLog2E),
+        scale(p.scale),
+        softcap(p.softcap),
+        inverse_cap(p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f),
+        bias(p.bias) {}
+
+  __device__ __forceinline__ Logit operator()(float dot, int column) const {
+    if constexpr (!kGeneral) return {dot, 1.0f};
+    const float s = scale * (dot + (bias != nullptr ? __ldg(bias + column) : 0.0f));
+    if (softcap == 0.0f) return {s, 1.0f};
+    const float2 t = TanhAndSlope<sizeof(T) == 4>(s * inverse_cap);
+    // An infinite dot product must not hide behind the cap.
+    return {isinf(dot) ? NAN : softcap * t.x, t.y};
+  }
+};
+
+__device__ __forceinline__ float ClassWeight(const RowLossParams& p, int column) {
+  return p.class_weights != nullptr ? __ldg(p.class_weights + column) : 1.0f;
+}
+
+// What all threads know about the row before its sums.
+struct Target {
+  int column;
+  Logit logit;
+  float stored_z;  // as the other logits are stored, for comparisons with them
+  float class_weight;
+};
+
+// What they know after.
+struct RowResult {
+  float reference;    // M
+  float inverse_sum;  // 1 / S
+  float log2_sum;
+  float lse;
+  float nll;
+  float p_target;
+  float p_others;  // 1 - p_target
+  float entropy;
+  float loss;
+  float z_loss_part;
+  int32_t argmax;
+};
+
+template <bool kGeneral>
+__device__ __forceinline__ RowResult Finish(const RowLossParams& p, int64_t row, const Target& target,
+                                            const Stats& others, float f) {
+  RowResult r;
+  const float z = target.logit.z;
+  Stats rest = others;
+  Rebase(rest, fmaxf(others.max, z), f);
+  r.reference = Reference(rest.max, f);
+  const float d_target = fmaf(z, f, -r.reference);
+  const float e_target = Exp2(d_target);
+  const float sum = rest.sum + e_target;
+  r.inverse_sum = 1.0f / sum;
+  r.log2_sum = log2f(sum);
+  r.lse = (r.reference + r.log2_sum) * kLn2;
+  r.p_target = e_target / sum;
+  r.p_others = rest.sum / sum;
+  r.nll = e_target > 0.5f * sum ? log1pf(rest.sum / e_target) : (r.log2_sum - d_target) * kLn2;
+  const float target_spread = e_target > 0.0f ? e_target * d_target : 0.0f;
+  r.entropy = kLn2 * (r.log2_sum - (rest.spread + target_spread) / sum);
+  const float weight = p.weights[row];
+  float hard = (1.0f - p.smoothing) * r.nll;
+  if constexpr (kGeneral) {
+    hard *= target.class_weight;
+    if (p.smoothing > 0.0f) {
+      hard += p.smoothing * ((p.class_weight_sum * r.nll - others.weighted) / static_cast<float>(p.vocab));
+    }
+  }
+  r.z_loss_part = weight * p.z_loss * r.lse * r.lse;
+  r.loss = weight * hard + r.z_loss_part;
+  r.argmax = target.column;
+  const float stored = target.stored_z;
+  if (others.max > stored || (others.max == stored && others.arg < r.argmax)) r.argmax = others.arg;
+  return r;
+}
+
+__device__ __forceinline__ void WriteRow(const RowLossParams& p, int64_t row, const RowResult& r) {
+  p.loss[row] = r.loss;
+  p.z_loss_part[row] = r.z_loss_part;
+  p.lse[row] = r.lse;
+  p.entropy[row] = r.entropy;
+  p.target_logprob[row] = -r.nll;
+  p.argmax[row] = r.argmax;
+}
+
+// dL/dz of a row over the gradient unit, as factors of 2^d.
+struct GradientRule {
+  float softmax;
+  float entropy;  // c_H / S
+  float uniform;  // c alpha / V
+  float reference;
+  float log2_sum;
+  float row_entropy;
+  float target;  // dL/ds of the target itself
+  bool valid;    // false: the loss is not finite and the gradient zero
+};
+
+template <bool kGeneral>
+__device__ __forceinline__ GradientRule MakeRule(const RowLossParams& p, int64_t row, const Target& target,
+                                                 const RowResult& r) {
+  GradientRule rule;
+  const float c = p.coef_loss[row];
+  const float hard = (kGeneral ? target.class_weight : 1.0f) * (1.0f - p.smoothing);
+  const float share = p.smoothing / static_cast<float>(p.vocab);
+  const float soft = c * (share * p.class_weight_sum + 2.0f * p.z_loss * r.lse) + p.coef_lse[row];
+  const float entropy = kGeneral ? p.coef_entropy[row] : 0.0f;
+  rule.softmax = (c * hard + soft) * r.inverse_sum;
+  rule.entropy = entropy * r.inverse_sum;
+  rule.uniform = c * share;
+  rule.reference = r.reference;
+  rule.log2_sum = r.log2_sum;
+  rule.row_entropy = r.entropy;
+  float target_grad = -c * hard * r.p_others + r.p_target * soft;
+  if constexpr (kGeneral) {
+    if (r.p_target > 0.0f) target_grad -= r.p_target * entropy * (r.entropy - r.nll);
+    target_grad -= rule.uniform * target.class_weight;
+  }
+  rule.target = target_grad * target.logit.slope;
+  rule.valid = isfinite(r.lse) && isfinite(r.loss);
+  return rule;
+}
+
+template <bool kGeneral>
+__device__ __forceinline__ float Gradient(const RowLossParams& p, const GradientRule& rule,
+                                          const Logit& logit, float f, int column) {
+  const float d = fmaf(logit.z, f, -rule.reference);
+  const float e = Exp2(d);
+  float g = e * rule.softmax;
+  if constexpr (kGeneral) {
+    if (rule.entropy != 0.0f && e > 0.0f) {
+      g -= e * rule.entropy * ((d - rule.log2_sum) * kLn2 + rule.row_entropy);
+    }
+    if (rule.uniform != 0.0f) g -= rule.uniform * ClassWeight(p, column);
+    g *= logit.slope;
+  }
+  return g;
+}
+
+// ---- the kernel ----
+
+// The part of a row that this block works on, in vectors of 16 bytes.
+template <typename T, bool kResident>
+struct RowPart {
+  static constexpr int kUnroll = kResident ? kSharedUnroll : kGlobalUnroll;
+  T* row;           // the whole row
+  uint32_t shared;  // address of the copy of vectors [begin, end)
+  int begin;
+  int end;
+
+  __device__ __forceinline__ uint4* global() const { return reinterpret_cast<uint4*>(row); }
+  __device__ __forceinline__ void Fetch() const {
+    if constexpr (kResident) {
+      const uint4* from = global() + begin;
+      for (int v = threadIdx.x; v < end - begin; v += blockDim.x) CopyAsync16(shared + 16u * v, from + v);
+      CopyAsyncWaitAll();
+    }
+  }
+  // Threads read only the vectors that they have fetched themselves.
+  __device__ __forceinline__ uint4 Load(int v) const {
+    if constexpr (kResident) return LoadShared16(shared + 16u * (v - begin));
+    return __ldcg(global() + v);
+  }
+  // True for the thread that works on this column.
+  __device__ __forceinline__ bool Owns(int column) const {
+    const int v = column / Vec<T>::kSize;
+    return v >= begin && v < end &&
+           (v - begin) % static_cast<int>(blockDim.x) == static_cast<int>(threadIdx.x);
+  }
+  // Overwrites what the owner of `column` will load there.
+  __device__ __forceinline__ void Mask(int column, T value) const {
+    if (!Owns(column)) return;
+    if constexpr (kResident) {
+      const uint32_t address = shared + static_cast<uint32_t>(sizeof(T)) * (column - begin * Vec<T>::kSize);
+      if constexpr (sizeof(T) == 4) {
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+      } else {
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(*reinterpret_cast<const uint16_t*>(&value))
+                     : "memory");
+      }
+    } else {
+      row[column] = value;
+    }
+  }
+};
+
+// Applies body(raw vector, index) to this thread's vectors, a few loads ahead.
+template <typename Part, typename Body>
+__device__ __forceinline__ void ForEachVector(const Part& part, Body body) {
+  constexpr int kUnroll = Part::kUnroll;
+  const int step = static_cast<int>(blockDim.x);
+  int v = part.begin + static_cast<int>(threadIdx.x);
+  for (; v + (kUnroll - 1) * step < part.end; v += kUnroll * step) {
+    uint4 raw[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) raw[i] = part.Load(v + i * step);
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) body(raw[i], v + i * step);
+  }
+  for (; v < part.end; v += step) body(part.Load(v), v);
+}
+
+// The logits of vector v of a row: -inf in padding and at the target (plain rows: see MaskRow).
+template <typename T, bool kGeneral>
+__device__ __forceinline__ void VectorLogits(const LogitMap<T, kGeneral>& map, const uint4& raw, int v,
+                                             int vocab, int target, Logit (&logits)[Vec<T>::kSize]) {
+  constexpr int kSize = Vec<T>::kSize;
+  float dots[kSize];
+  Vec<T>::Unpack(raw, dots);
+  const int first = v * kSize;
+  // Columns at or past `vocab` exist in the last vector only; their bias would be out of bounds.
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) logits[i] = map(dots[i], kGeneral ? min(first + i, vocab - 1) : 0);
+  if constexpr (!kGeneral) return;
+  if (target - first >= 0 && target - first < kSize) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (first + i == target) logits[i].z = NegativeInfinity();
+    }
+  }
+  if (first + kSize > vocab) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (first + i >= vocab) logits[i].z = NegativeInfinity();
+    }
+  }
+}
+
+// The smallest class of vector `best` of a row that has the logit `max`.
+template <typename T, bool kGeneral, bool kResident>
+__device__ __forceinline__ int32_t FindClass(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
+                                             const RowPart<T, kResident>& part, const Target& target,
+                                             int best, float max) {
+  constexpr int kSize = Vec<T>::kSize;
+  if (best < 0) return INT32_MAX;
+  Logit logits[kSize];
+  VectorLogits(map, part.Load(best), best, static_cast<int>(p.vocab), target.column, logits);
+  int32_t found = INT32_MAX;
+#pragma unroll
+  for (int i = kSize - 1; i >= 0; --i) {
+    if (logits[i].z == max) found = best * kSize + i;
+  }
+  return found;
+}
+
+// A plain row in shared memory: the maximum first, then the sum, both without branches.
+template <typename T>
+__device__ __forceinline__ Stats PlainStats(const RowLossParams& p, const LogitMap<T, false>& map,
+                                            const RowPart<T, true>& part, const Target& target) {
+  constexpr int kSize = Vec<T>::kSize;
+  Stats s = NoStats();
+  int best = -1;
+  ForEachVector(part, [&](const uint4& raw, int v) {
+    const float max = Vec<T>::Max(raw);
+    best = max > s.max ? v : best;
+    s.max = fmaxf(s.max, max);
+  });
+  const float reference = Reference(s.max, map.f);
+  float sums[2] = {0.0f, 0.0f};
+  ForEachVector(part, [&](const uint4& raw, int) {
+    float dots[kSize];
+    Vec<T>::Unpack(raw, dots);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) sums[i & 1] += Exp2(fmaf(dots[i], map.f, -reference));
+  });
+  s.sum = sums[0] + sums[1];
+  s.arg = FindClass(p, map, part, target, best, s.max);
+  return s;
+}
+
+template <typename T, bool kGeneral, bool kResident>
+__device__ __forceinline__ Stats RowStats(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
+                                          const RowPart<T, kResident>& part, const Target& target) {
+  if constexpr (!kGeneral && kResident) return PlainStats(p, map, part, target);
+  constexpr int kSize = Vec<T>::kSize;
+  const int vocab = static_cast<int>(p.vocab);
+  Stats s = NoStats();
+  int best = -1;
+  float reference = 0.0f;
+  const bool weigh = kGeneral && p.smoothing > 0.0f;
+  ForEachVector(part, [&](const uint4& raw, int v) {
+    Logit logits[kSize];
+    VectorLogits(map, raw, v, vocab, target.column, logits);
+    float max = fmaxf(logits[0].z, logits[1].z);
+#pragma unroll
+    for (int i = 2; i < kSize; i += 2) max = fmaxf(max, fmaxf(logits[i].z, logits[i + 1].z));
+    if (max > s.max) {
+      best = v;
+      Rebase(s, max, map.f);
+      reference = Reference(max, map.f);
+    }
+    float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const float d = fmaf(logits[i].z, map.f, -reference);
+      const float e = Exp2(d);
+      sums[i & 1] += e;
+      if constexpr (kGeneral) {
+        if (e > 0.0f) s.spread += e * d;
+        const int column = v * kSize + i;
+        if (weigh && column < vocab && column != target.column) {
+          s.weighted += ClassWeight(p, column) * (logits[i].z - target.logit.z);
+        }
+      }
+    }
+    s.sum += sums[0] + sums[1];
+  });
+  s.arg = FindClass(p, map, part, target, best, s.max);
+  return s;
+}
+
+// fp16 has no room for what is far above the gradient unit.
+template <typename T>
+__device__ __forceinline__ float SaturateIf(float x) {
+  return std::is_same_v<T, __half> ? SaturateHalf(x) : x;
+}
+
+// Makes the target and the padding of a plain row -inf before it is read, so that the loops need no checks.
+template <typename T, bool kResident>
+__device__ __forceinline__ void MaskRow(const RowLossParams& p, const RowPart<T, kResident>& part,
+                                        int target) {
+  if constexpr (!kResident) __syncthreads();  // all threads have read the target's logit
+  const T none = static_cast<T>(NegativeInfinity());
+  part.Mask(target, none);
+  for (int column = static_cast<int>(p.vocab); column < static_cast<int>(p.ld); ++column)
+    part.Mask(column, none);
+}
+
+template <typename T, bool kGeneral, bool kResident>
+__device__ __forceinline__ void WriteGradient(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
+                                              const RowPart<T, kResident>& part, const Target& target,
+                                              const GradientRule rule) {
+  constexpr int kSize = Vec<T>::kSize;
+  const int vocab = static_cast<int>(p.vocab);
+  ForEachVector(part, [&](const uint4& raw, int v) {
+    const int first = v * kSize;
+    Logit logits[kSize];
+    VectorLogits(map, raw, v, vocab, target.column, logits);
+    float g[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      g[i] = Gradient<kGeneral>(p, rule, logits[i], map.f, kGeneral ? min(first + i, vocab - 1) : 0);
+      if (kGeneral && first + i >= vocab) g[i] = 0.0f;
+    }
+    if constexpr (std::is_same_v<T, __half>) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) g[i] = SaturateHalf(g[i]);
+    }
+    part.global()[v] = Vec<T>::Pack(g);
+  });
+  if (part.Owns(target.column)) {
+    part.row[target.column] = static_cast<T>(SaturateIf<T>(rule.target));
+  }
+}
+
+template <typename Part>
+__device__ __forceinline__ void WriteZeros(const Part& part) {
+  for (int v = part.begin + threadIdx.x; v < part.end; v += blockDim.x)
+    part.global()[v] = make_uint4(0, 0, 0, 0);
+}
+
+template <typename T, bool kGeneral, bool kResident>
+__global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void RowLossKernel(
+    const __grid_constant__ RowLossParams p) {
+  extern __shared__ uint4 shared_row[];
+  constexpr int kSize = Vec<T>::kSize;
+  const uint32_t cluster = ClusterSize();
+  const uint32_t rank = ClusterRank();
+  const int64_t row = blockIdx.x / cluster;
+  T* row_logits = static_cast<T*>(p.logits) + row * p.ld;
+
+  const int vectors = static_cast<int>(p.ld / kSize);
+  const int per_block = (vectors + static_cast<int>(cluster) - 1) / static_cast<int>(cluster);
+  RowPart<T, kResident> part;
+  part.row = row_logits;
+  part.shared = SharedAddress(shared_row);
+  part.begin = min(static_cast<int>(rank) * per_block, vectors);
+  part.end = min(part.begin + per_block, vectors);
+  if (row >= p.rows) {  // a padding row; the whole cluster takes this way
+    WriteZeros(part);
+    return;
+  }
+
+  __shared__ StatsMailbox mailbox;
+  __shared__ float warp_words[kMaxWarps * kStatsWords];
+  __shared__ GradientRule shared_rule;
+  if (cluster > 1) mailbox.Open(cluster);
+  const LogitMap<T, kGeneral> map(p);
+  Target target;
+  target.column = p.targets[row];
+  const float stored_dot = static_cast<float>(row_logits[target.column]);
+  part.Fetch();
+  if constexpr (!kGeneral) MaskRow(p, part, target.column);
+  target.logit = map(p.target_dots != nullptr ? p.target_dots[row] : stored_dot, target.column);
+  target.stored_z = map(stored_dot, target.column).z;
+  target.class_weight = kGeneral ? ClassWeight(p, target.column) : 1.0f;
+
+  const Stats own = ReduceWarp<kGeneral>(RowStats<T, kGeneral, kResident>(p, map, part, target), map.f);
+  if ((threadIdx.x & 31) == 0) Put(own, warp_words + (threadIdx.x >> 5) * kStatsWords);
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const Stats others = ReduceRow<kGeneral>(warp_words, map.f, cluster, rank, mailbox);
+    const RowResult result = Finish<kGeneral>(p, row, target, others, map.f);
+    if (rank == 0 && threadIdx.x == 0) WriteRow(p, row, result);
+    if (threadIdx.x == 0) shared_rule = MakeRule<kGeneral>(p, row, target, result);
+  } else if (cluster > 1) {
+    mailbox.AwaitOpen();
+  }
+  if (!p.write_gradient) return;
+  __syncthreads();
+  if (shared_rule.valid) {
+    WriteGradient(p, map, part, target, shared_rule);
+  } else {
+    WriteZeros(part);
+  }
+}
+
+// One warp a row.
+template <typename T>
+__global__ void TargetDotsKernel(const __grid_constant__ TargetDotParams p) {
+  const int64_t row = blockIdx.x * int64_t{kDotWarps} + (threadIdx.x >> 5);
+  if (row >= p.rows) return;
+  const auto* x = reinterpret_cast<const uint4*>(static_cast<const T*>(p.hidden) + row * p.ld);
+  const auto* w = reinterpret_cast<const uint4*>(static_cast<const T*>(p.weight) + p.targets[row] * p.ld);
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int64_t v = threadIdx.x & 31; v < p.ld / 8; v += 32) {
+    float a[8], b[8];
+    Vec<T>::Unpack(x[v], a);
+    Vec<T>::Unpack(w[v], b);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(a[i], b[i], sum);
+  }
+  for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  if ((threadIdx.x & 31) == 0) p.dots[row] = sum;
+}
+
+struct LaunchPlan {
+  int cluster = 1;
+  bool resident = true;
+  int threads = kMaxThreads;
+  int shared_bytes = 0;
+};
+
+LaunchPlan Plan(const RowLossParams& p, const DeviceLimits& limits) {
+  LaunchPlan plan;
+  const int64_t row_bytes = p.ld * static_cast<int64_t>(SizeOf(p.dtype));
+  const int max_cluster = limits.has_clusters ? kMaxCluster : 1;
+  while (plan.cluster < max_cluster && row_bytes > int64_t{plan.cluster} * kTargetBlockBytes)
+    plan.cluster *= 2;
+  const int64_t vectors = row_bytes / 16;
+  const int64_t part_bytes = (vectors + plan.cluster - 1) / plan.cluster * 16;
+  // Two blocks a multiprocessor, or the loads of one row wait for the arithmetic of another.
+  const int64_t most = std::min(limits.shared_bytes_per_block, limits.shared_bytes_per_sm / 2 - (2 << 10));
+  plan.resident = part_bytes <= most;
+  if (!plan.resident) plan.cluster = 1;
+  plan.shared_bytes = plan.resident ? static_cast<int>(part_bytes) : 0;
+  const int64_t block_vectors = plan.resident ? part_bytes / 16 : vectors;
+  plan.threads = static_cast<int>(std::clamp<int64_t>((block_vectors + 31) / 32 * 32, 32, kMaxThreads));
+  return plan;
+}
+
+template <typename T, bool kGeneral, bool kResident>
+cudaError_t Launch(const RowLossParams& p, const LaunchPlan& plan, cudaStream_t stream) {
+  auto* kernel = RowLossKernel<T, kGeneral, kResident>;
+  if (plan.shared_bytes > 0) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(p.padded_rows * plan.cluster));
+  config.blockDim = dim3(static_cast<unsigned>(plan.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(plan.shared_bytes);
+  config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
+  config.attrs = &attribute;
+  config.numAttrs = plan.cluster > 1 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+template <typename T>
+cudaError_t LaunchTyped(const RowLossParams& p, const LaunchPlan& plan, cudaStream_t stream) {
+  const bool general = p.bias != nullptr || p.class_weights != nullptr || p.softcap > 0.0f ||
+                       p.smoothing > 0.0f || p.want_entropy || p.any_coef_entropy || p.scale < 0.0f;
+  if (general) {
+    return plan.resident ? Launch<T, true, true>(p, plan, stream) : Launch<T, true, false>(p, plan, stream);
+  }
+  return plan.resident ? Launch<T, false, true>(p, plan, stream) : Launch<T, false, false>(p, plan, stream);
+}
+
+}  // namespace
+
+cudaError_t LaunchTargetDots(const TargetDotParams& params, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>((params.rows + kDotWarps - 1) / kDotWarps);
+  if (params.dtype == DType::kBFloat16) {
+    TargetDotsKernel<__nv_bfloat16><<<blocks, kDotWarps * 32, 0, stream>>>(params);
+  } else if (params.dtype == DType::kFloat16) {
+    TargetDotsKernel<__half><<<blocks, kDotWarps * 32, 0, stream>>>(params);
+  } else {
+    return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchRowLoss(const RowLossParams& params, const DeviceLimits& limits, cudaStream_t stream) {
+  if (params.rows == 0) return cudaSuccess;
+  const LaunchPlan plan = Plan(params, limits);
+  switch (params.dtype) {
+    case DType::kFloat32:
+      return LaunchTyped<float>(params, plan, stream);
+    case DType::kFloat16:
+      return LaunchTyped<__half>(params, plan, stream);
+    case DType::kBFloat16:
+      return LaunchTyped<__nv_bfloat16>(params, plan, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace lossd::kernels::cuda

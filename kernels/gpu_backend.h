@@ -1,0 +1,18 @@
+// The GPU backend of this build: gpu_backend_cuda.cc or, without a CUDA compiler, gpu_backend_none.cc.
+#ifndef LOSSD_KERNELS_GPU_BACKEND_H_
+#define LOSSD_KERNELS_GPU_BACKEND_H_
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "kernels/backend.h"
+#include "kernels/create_backend.h"
+
+namespace lossd::kernels {
+
+// UNAVAILABLE if this build or this machine has no usable GPU.
+absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice& choice);
+
+}  // namespace lossd::kernels
+
+#endif  // LOSSD_KERNELS_GPU_BACKEND_H_

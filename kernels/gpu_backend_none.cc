@@ -1,0 +1,9 @@
+#include "kernels/gpu_backend.h"
+
+namespace lossd::kernels {
+
+absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice&) {
+  return absl::UnavailableError("this build has no CUDA backend");
+}
+
+}  // namespace lossd::kernels

@@ -1,0 +1,174 @@
+// What is particular to the CUDA backend: devices, memory, chunks in flight.
+#include "kernels/cuda/cuda_backend.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/blocking_counter.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/kernels/cuda/cuda_test_device.h"
+#include "tests/kernels/problem.h"
+
+namespace lossd::kernels::testing {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+HeadConfig LargeConfig() {
+  return {.hidden_size = 1024, .vocab_size = 50001, .has_bias = true, .compute_dtype = DType::kBFloat16};
+}
+
+TEST(CudaBackendWithoutGpu, IsUnavailableWithAReason) {
+  if (HaveGpu()) GTEST_SKIP() << "this machine has a GPU";
+  const auto backend = CreateCudaBackend({});
+  EXPECT_EQ(backend.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_FALSE(backend.status().message().empty());
+}
+
+TEST(CudaBackend, RefusesOptionsOutOfRange) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  int count = 0;
+  ASSERT_EQ(cudaGetDeviceCount(&count), cudaSuccess);
+  struct Case {
+    CudaBackendOptions options;
+    std::string message;
+  };
+  const Case cases[] = {
+      {{.device = count},
+       absl::StrCat("device must be in [0, ", count, ") (GPUs found: ", count, "), got ", count)},
+      {{.device = -1}, "got -1"},
+      {{.workspace_bytes = -5}, "workspace_bytes must be >= 0, got -5"},
+      {{.memory_limit_bytes = -6}, "memory_limit_bytes must be >= 0, got -6"},
+      {{.max_chunk_rows = 0}, "max_chunk_rows must be >= 1, got 0"},
+  };
+  for (const Case& c : cases) {
+    const auto backend = CreateCudaBackend(c.options);
+    EXPECT_EQ(backend.status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(backend.status().message()), HasSubstr(c.message));
+  }
+}
+
+TEST(CudaBackend, RefusesHeadsBeyondTheLimitWithThePlan) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  auto backend = CreateCudaBackend({.memory_limit_bytes = int64_t{256} << 20});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  const auto head = (*backend)->CreateHead(LargeConfig());
+  EXPECT_EQ(head.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(head.status().message()), HasSubstr("gradients"));
+  auto huge = LargeConfig();
+  huge.vocab_size = 500'000'000;
+  auto unlimited = CreateCudaBackend({});
+  ASSERT_TRUE(unlimited.ok()) << unlimited.status();
+  EXPECT_EQ((*unlimited)->CreateHead(huge).status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE((*unlimited)->CreateHead(LargeConfig()).ok());
+}
+
+TEST(CudaBackend, MemoryFiguresAreWhatTheDeviceLoses) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  auto backend = CreateCudaBackend({.workspace_bytes = int64_t{1} << 30});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  size_t before = 0, after = 0, total = 0;
+  ASSERT_EQ(cudaMemGetInfo(&before, &total), cudaSuccess);
+  const auto head = (*backend)->CreateHead(LargeConfig());
+  ASSERT_TRUE(head.ok()) << head.status();
+  ASSERT_EQ(cudaMemGetInfo(&after, &total), cudaSuccess);
+  const MemoryBytes held = (*head)->memory();
+  const auto planned = static_cast<double>(held.Total() - held[MemoryKind::kStaging]);
+  EXPECT_NEAR(static_cast<double>(before - after), planned, 0.01 * planned);
+  EXPECT_LE(held[MemoryKind::kWorkspace], int64_t{1} << 30);
+  EXPECT_EQ((*head)->chunk_rows() % 8, 0);
+}
+
+TEST(CudaBackend, ChunksInFlightFinishInOrderAndMoreAreRefused) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  Rng rng = FreshRng();
+  auto backend = CreateCudaBackend({.workspace_bytes = int64_t{256} << 20});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  ProblemSpec spec;
+  spec.config = {.hidden_size = 512, .vocab_size = 20000, .compute_dtype = DType::kBFloat16};
+  spec.hidden_dtype = DType::kBFloat16;
+  const Problem problem = MakeProblem(spec, rng);
+  const auto head = MakeHead(**backend, problem);
+  ASSERT_NE(head, nullptr);
+  const int64_t rows = std::min<int64_t>(head->chunk_rows(), 2048);
+  const int count = (*backend)->max_chunks_in_flight() + 1;
+  std::vector<uint8_t> hidden(static_cast<size_t>(rows * 512 * 2));
+  for (uint8_t& byte : hidden) byte = static_cast<uint8_t>(UniformInt(rng, 0, 63));
+  std::vector<std::vector<uint8_t>> gradients(static_cast<size_t>(count), hidden);
+  const std::vector<int32_t> targets(static_cast<size_t>(rows), 7);
+  std::vector<Slice> slices(static_cast<size_t>(count));
+  std::vector<Chunk> chunks(static_cast<size_t>(count));
+  absl::Mutex mutex;
+  std::vector<std::string> events;
+  absl::BlockingCounter done(count);
+  absl::Notification all_submitted;  // the first chunk is not finished before that
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    slices[i].rows = rows;
+    slices[i].hidden = hidden.data();
+    slices[i].grad_hidden = gradients[i].data();
+    slices[i].targets = targets.data();
+    chunks[i].hidden_dtype = DType::kBFloat16;
+    chunks[i].slices = absl::MakeSpan(&slices[i], 1);
+    const auto note = [&, i](const char* what, const absl::Status& status) {
+      absl::MutexLock lock(&mutex);
+      events.push_back(absl::StrCat(what, i, status.ok() ? "" : absl::StatusCodeToString(status.code())));
+    };
+    head->Submit(&chunks[i], {[note, &all_submitted](absl::Status s) {
+                                all_submitted.WaitForNotification();
+                                note("results", s);
+                              },
+                              [note, &done](absl::Status s) {
+                                note("done", s);
+                                done.DecrementCount();
+                              }});
+  }
+  all_submitted.Notify();
+  done.Wait();
+  EXPECT_THAT(events, ElementsAre("results0", "done0", "results1", "done1", "results2FAILED_PRECONDITION",
+                                  "done2FAILED_PRECONDITION"));
+  EXPECT_EQ(gradients[0], gradients[1]);
+  EXPECT_TRUE(head->GradNorm().ok());
+}
+
+// Rows held in registers by one warp up to a whole block, and rows too long for that.
+TEST(CudaBackend, NormsOfLongRows) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  Rng rng = FreshRng();
+  auto backend = CreateCudaBackend({.workspace_bytes = int64_t{128} << 20});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  constexpr int64_t kShapes[][2] = {{700, 256}, {300, 1024}, {9, 2056}, {5, 8200}, {2, 16384}, {2, 16392}};
+  for (Norm norm : {Norm::kLayerNorm, Norm::kRmsNorm}) {
+    for (const auto& [rows, hidden] : kShapes) {
+      ProblemSpec spec;
+      spec.config = {
+          .hidden_size = hidden, .vocab_size = 48, .norm = norm, .compute_dtype = DType::kBFloat16};
+      spec.hidden_dtype = DType::kBFloat16;
+      spec.slice_rows = {rows};
+      spec.accumulate_mask = true;
+      RunAndCompare(**backend, {MakeProblem(spec, rng)});
+    }
+  }
+}
+
+TEST(CudaBackend, SeveralHeadsShareTheDevice) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  Rng rng = FreshRng();
+  auto backend = CreateCudaBackend({.workspace_bytes = int64_t{32} << 20});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  for (int i = 0; i < 3; ++i) {
+    const Problem first = MakeProblem(RandomSpec(40, 24, 61, DType::kBFloat16, DType::kFloat32, rng), rng);
+    const auto other = MakeHead(**backend, first);
+    ASSERT_NE(other, nullptr);
+    RunAndCompare(**backend,
+                  {MakeProblem(RandomSpec(30, 40, 99, DType::kFloat32, DType::kBFloat16, rng), rng)});
+  }
+}
+
+}  // namespace
+}  // namespace lossd::kernels::testing

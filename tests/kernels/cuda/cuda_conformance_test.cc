@@ -1,0 +1,41 @@
+// The conformance suite on the CUDA backend.
+#include <memory>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/cuda/cuda_backend.h"
+#include "tests/kernels/backend_conformance.h"
+#include "tests/kernels/cuda/cuda_test_device.h"
+
+namespace lossd::kernels::testing {
+namespace {
+
+Backend& SharedBackend() {
+  static const std::unique_ptr<Backend> backend = [] {
+    auto created = CreateCudaBackend({.workspace_bytes = int64_t{64} << 20, .max_chunk_rows = 512});
+    EXPECT_TRUE(created.ok()) << created.status();
+    return *std::move(created);
+  }();
+  return *backend;
+}
+
+// Every compute dtype with every hidden dtype; none without a GPU.
+std::vector<ConformanceCase> Cases() {
+  std::vector<ConformanceCase> cases;
+  if (!HaveGpu()) return cases;
+  for (DType compute : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+    for (DType hidden : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+      cases.push_back({"Cuda", SharedBackend, compute, hidden});
+    }
+  }
+  return cases;
+}
+
+// Without a GPU there is no case at all.
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(BackendConformance);
+INSTANTIATE_TEST_SUITE_P(Cuda, BackendConformance, ::testing::ValuesIn(Cases()), ConformanceName);
+
+TEST(CudaConformance, HasAGpu) { LOSSD_SKIP_WITHOUT_GPU(); }
+
+}  // namespace
+}  // namespace lossd::kernels::testing

@@ -1,0 +1,21 @@
+// The GPU of the CUDA tests; without one they are skipped, visibly.
+#ifndef LOSSD_TESTS_KERNELS_CUDA_CUDA_TEST_DEVICE_H_
+#define LOSSD_TESTS_KERNELS_CUDA_CUDA_TEST_DEVICE_H_
+
+#include <cuda_runtime_api.h>
+
+#include "gtest/gtest.h"
+
+namespace lossd::kernels::testing {
+
+inline bool HaveGpu() {
+  int count = 0;
+  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
+}
+
+}  // namespace lossd::kernels::testing
+
+#define LOSSD_SKIP_WITHOUT_GPU() \
+  if (!::lossd::kernels::testing::HaveGpu()) GTEST_SKIP() << "no CUDA GPU on this machine"
+
+#endif  // LOSSD_TESTS_KERNELS_CUDA_CUDA_TEST_DEVICE_H_
