@@ -14,7 +14,7 @@ namespace {
 // Three significant digits below 1000.
 std::string ThreeDigits(double value) {
   const double size = std::fabs(value);
-  return absl::StrFormat(size >= 99.95 ? "%.0f" : size >= 9.995 ? "%.1f" : "%.2f", value);
+  return absl::StrFormat("%.*f", size >= 99.95 ? 0 : size >= 9.995 ? 1 : 2, value);
 }
 
 std::string Pad(absl::string_view text, size_t width, Align align) {

@@ -44,23 +44,29 @@ void LossStream::Start(const std::shared_ptr<grpc::Channel>& channel) {
   SetDeadline(job_.deadline, &context_);
   stub_ = std::make_unique<grpc::GenericStub>(channel);
   stub_->PrepareBidiStreamingCall(&context_, kMethod, {}, this);
-  request_ = wire::Encode(work_.first);
-  StartWrite(&request_);
-  StartRead(&response_);
+  {
+    absl::MutexLock write_lock(&write_mu_);
+    absl::MutexLock read_lock(&read_mu_);
+    request_ = wire::Encode(work_.first);
+    StartWrite(&request_);
+    StartRead(&response_);
+  }
   StartCall();
 }
 
 void LossStream::OnWriteDone(bool ok) {
+  absl::MutexLock lock(&write_mu_);
   request_.Clear();
-  if (ok) WriteNext();
+  if (!ok) return;
+  if (EncodeNext()) {
+    StartWrite(&request_);
+  } else {
+    StartWritesDone();
+  }
 }
 
-void LossStream::WriteNext() {
-  if (next_slice_ == work_.slices.size()) {
-    next_slice_ = work_.slices.size() + 1;
-    StartWritesDone();
-    return;
-  }
+bool LossStream::EncodeNext() {
+  if (next_slice_ == work_.slices.size()) return false;
   const Rows rows = work_.slices[next_slice_++];
   v1::ComputeLossRequest request;
   request.mutable_slice()->mutable_rows()->set_begin(rows.begin);
@@ -69,11 +75,12 @@ void LossStream::WriteNext() {
   const uint64_t bytes = rows.size() * work_.row_bytes;
   request_ = wire::Encode(request, absl::MakeConstSpan(data, bytes), job_.holds->Take());
   sent_bytes_ += bytes;
-  StartWrite(&request_);
+  return true;
 }
 
 void LossStream::OnReadDone(bool ok) {
   if (!ok) return;
+  absl::MutexLock lock(&read_mu_);
   error_ = HandleResponse();
   if (!error_.ok()) {
     context_.TryCancel();
@@ -168,12 +175,18 @@ absl::Status LossStream::EndStatus(const grpc::Status& status) {
 }
 
 void LossStream::OnDone(const grpc::Status& status) {
-  request_.Clear();
   StreamEnd end;
-  end.status = EndStatus(status);
-  if (summary_.has_value()) end.summary = *std::move(summary_);
-  end.sent_bytes = sent_bytes_;
-  end.received_bytes = received_bytes_;
+  {
+    absl::MutexLock lock(&read_mu_);
+    end.status = EndStatus(status);
+    if (summary_.has_value()) end.summary = *summary_;
+    end.received_bytes = received_bytes_;
+  }
+  {
+    absl::MutexLock lock(&write_mu_);
+    request_.Clear();
+    end.sent_bytes = sent_bytes_;
+  }
   DoneFn done = std::move(done_);
   done(std::move(end));  // may destroy this
 }

@@ -61,14 +61,16 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   void OnWriteDone(bool ok) override;
   void OnDone(const grpc::Status& status) override;
 
-  void WriteNext();
-  absl::Status HandleResponse();
-  absl::Status HandleAccepted(const v1::MicrobatchAccepted& accepted);
-  absl::Status HandleSlice(const v1::SliceResult& result, const wire::PayloadView& payload);
-  absl::Status HandleSummary(const v1::MicrobatchSummary& summary);
+  // Encodes the next slice; false if there is none.
+  bool EncodeNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
+  absl::Status HandleResponse() ABSL_EXCLUSIVE_LOCKS_REQUIRED(read_mu_);
+  absl::Status HandleAccepted(const v1::MicrobatchAccepted& accepted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(read_mu_);
+  absl::Status HandleSlice(const v1::SliceResult& result, const wire::PayloadView& payload)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(read_mu_);
+  absl::Status HandleSummary(const v1::MicrobatchSummary& summary) ABSL_EXCLUSIVE_LOCKS_REQUIRED(read_mu_);
   absl::Status CheckSizes(const v1::SliceResult& result, size_t payload_bytes, uint64_t rows) const;
   void Scatter(const v1::SliceResult& result, const wire::PayloadView& payload, Rows rows) const;
-  absl::Status EndStatus(const grpc::Status& status);
+  absl::Status EndStatus(const grpc::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(read_mu_);
 
   const StreamJob job_;
   const StreamWork& work_;  // job_'s
@@ -77,18 +79,19 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   grpc::ClientContext context_;
   std::unique_ptr<grpc::GenericStub> stub_;
 
-  // Used by write reactions only.
-  grpc::ByteBuffer request_;
-  size_t next_slice_ = 0;
-  uint64_t sent_bytes_ = 0;
+  // gRPC runs one reaction of a kind at a time; the locks are for the threads it takes for them.
+  absl::Mutex write_mu_;
+  grpc::ByteBuffer request_ ABSL_GUARDED_BY(write_mu_);
+  size_t next_slice_ ABSL_GUARDED_BY(write_mu_) = 0;
+  uint64_t sent_bytes_ ABSL_GUARDED_BY(write_mu_) = 0;
 
-  // Used by read reactions only.
-  grpc::ByteBuffer response_;
-  std::optional<v1::MicrobatchAccepted> accepted_;
-  SliceBook answers_;
-  std::optional<v1::MicrobatchSummary> summary_;
-  uint64_t received_bytes_ = 0;
-  absl::Status error_;  // found by this side
+  absl::Mutex read_mu_;
+  grpc::ByteBuffer response_ ABSL_GUARDED_BY(read_mu_);
+  std::optional<v1::MicrobatchAccepted> accepted_ ABSL_GUARDED_BY(read_mu_);
+  SliceBook answers_ ABSL_GUARDED_BY(read_mu_);
+  std::optional<v1::MicrobatchSummary> summary_ ABSL_GUARDED_BY(read_mu_);
+  uint64_t received_bytes_ ABSL_GUARDED_BY(read_mu_) = 0;
+  absl::Status error_ ABSL_GUARDED_BY(read_mu_);  // found by this side
 };
 
 }  // namespace lossd::client::internal

@@ -153,11 +153,10 @@ struct FakeServer::State {
   Faults faults ABSL_GUARDED_BY(mu);
   uint64_t incarnation ABSL_GUARDED_BY(mu) = 0;
   std::map<std::string, Head> heads ABSL_GUARDED_BY(mu);
-  uint64_t streams ABSL_GUARDED_BY(mu) = 0;
-  uint64_t open_streams ABSL_GUARDED_BY(mu) = 0;
-  uint64_t describes ABSL_GUARDED_BY(mu) = 0;
-  uint64_t slices ABSL_GUARDED_BY(mu) = 0;
-  uint64_t rows ABSL_GUARDED_BY(mu) = 0;
+  uint64_t streams_seen ABSL_GUARDED_BY(mu) = 0;
+  uint64_t describes_seen ABSL_GUARDED_BY(mu) = 0;
+  uint64_t slices_seen ABSL_GUARDED_BY(mu) = 0;
+  uint64_t rows_seen ABSL_GUARDED_BY(mu) = 0;
   int port = 0;
 
   std::unique_ptr<LossService> loss_service;
@@ -210,7 +209,7 @@ class FakeServer::State::LossService : public v1::LossService::Service {
  private:
   grpc::Status Open(const v1::OpenMicrobatch& open, v1::MicrobatchAccepted* accepted) {
     absl::MutexLock lock(&state_->mu);
-    ++state_->streams;
+    ++state_->streams_seen;
     if (state_->faults.refuse_streams > 0) {
       --state_->faults.refuse_streams;
       return state_->Error(grpc::StatusCode::UNAVAILABLE, "the server is draining");
@@ -256,9 +255,9 @@ class FakeServer::State::LossService : public v1::LossService::Service {
     const v1::RowRange& rows = request.slice().rows();
     Head* head = state_->Find(open.head());
     if (head == nullptr) return state_->NotFound(open.head());
-    ++state_->slices;
+    ++state_->slices_seen;
     if (state_->faults.fail_slice) {
-      const int code = state_->faults.fail_slice(state_->slices);
+      const int code = state_->faults.fail_slice(state_->slices_seen);
       if (code != 0 && state_->faults.restart_on_failure) state_->Restart();
       if (code == grpc::StatusCode::UNAVAILABLE)
         return grpc::Status(grpc::StatusCode::UNAVAILABLE, "socket closed");
@@ -278,7 +277,7 @@ class FakeServer::State::LossService : public v1::LossService::Service {
     if (request.payload().size() != count * row_bytes) {
       return state_->Error(grpc::StatusCode::INVALID_ARGUMENT, "payload has a wrong size", "payload");
     }
-    state_->rows += count;
+    state_->rows_seen += count;
     const std::vector<float> x = ToFloats(request.payload(), open.hidden_dtype());
     std::vector<float> dx(x.size(), 0.0f);
     v1::SliceResult* result = response->mutable_slice();
@@ -329,7 +328,7 @@ class FakeServer::State::LossService : public v1::LossService::Service {
     std::vector<v1::ComputeLossResponse> responses(1);
     {
       absl::MutexLock lock(&state_->mu);
-      ++state_->streams;
+      ++state_->streams_seen;
       Head* head = state_->Find(open.head());
       if (head == nullptr) return state_->NotFound(open.head());
       const auto it = head->retained.find(open.microbatch_id());
@@ -346,7 +345,8 @@ class FakeServer::State::LossService : public v1::LossService::Service {
       }
       *summary.mutable_state() = state_->StateOf(*head);
       *responses.emplace_back().mutable_summary() = summary;
-      if (state_->faults.fail_slice && state_->faults.fail_slice(++state_->slices) != 0) responses.resize(2);
+      if (state_->faults.fail_slice && state_->faults.fail_slice(++state_->slices_seen) != 0)
+        responses.resize(2);
     }
     for (const auto& response : responses) stream->Write(response);
     const bool whole = responses.back().has_summary();
@@ -449,7 +449,7 @@ class FakeServer::State::HeadService : public v1::HeadService::Service {
     if (state_->Refuse()) return state_->Error(grpc::StatusCode::UNAVAILABLE, "the server is draining");
     Head* head = state_->Find(request->head());
     if (head == nullptr) return state_->NotFound(request->head());
-    ++state_->describes;
+    ++state_->describes_seen;
     *response = state_->Describe(*head);
     return grpc::Status::OK;
   }
@@ -717,19 +717,19 @@ uint64_t FakeServer::incarnation() const {
 }
 uint64_t FakeServer::streams_opened() const {
   absl::MutexLock lock(&state_->mu);
-  return state_->streams;
+  return state_->streams_seen;
 }
 uint64_t FakeServer::describes() const {
   absl::MutexLock lock(&state_->mu);
-  return state_->describes;
+  return state_->describes_seen;
 }
 uint64_t FakeServer::slices_received() const {
   absl::MutexLock lock(&state_->mu);
-  return state_->slices;
+  return state_->slices_seen;
 }
 uint64_t FakeServer::rows_received() const {
   absl::MutexLock lock(&state_->mu);
-  return state_->rows;
+  return state_->rows_seen;
 }
 double FakeServer::accumulated(const std::string& head) const {
   absl::MutexLock lock(&state_->mu);
