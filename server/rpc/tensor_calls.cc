@@ -122,6 +122,8 @@ WriteTensorCall* WriteTensorCall::Start(TensorCallEnvironment* environment,
   if (!status.ok()) {
     call->End(std::move(status));
   } else {
+    // Its state was made on this thread; the first reaction, on another, takes the lock too.
+    { const absl::MutexLock lock(&call->mutex_); }
     call->StartRead(&call->received_);
   }
   return call;
