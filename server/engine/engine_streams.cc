@@ -35,8 +35,10 @@ absl::Status CheckBackward(const BackwardSpec& spec) {
     return InvalidField("backward.step", "is required with accumulate_gradients", "nothing");
   }
   const int64_t rows = spec.rows.size();
-  if (auto status = CheckGradients("backward.grad_loss", spec.grad_loss, rows, true); !status.ok()) return status;
-  if (auto status = CheckGradients("backward.grad_lse", spec.grad_lse, rows, false); !status.ok()) return status;
+  if (auto status = CheckGradients("backward.grad_loss", spec.grad_loss, rows, true); !status.ok())
+    return status;
+  if (auto status = CheckGradients("backward.grad_lse", spec.grad_lse, rows, false); !status.ok())
+    return status;
   return CheckGradients("backward.grad_entropy", spec.grad_entropy, rows, false);
 }
 
