@@ -20,7 +20,7 @@ absl::Status DeferredMicrobatches::CheckAdd(uint64_t id, const MicrobatchTerms& 
     return FieldError(absl::StatusCode::kAlreadyExists, "open.rows",
                       absl::StrCat("overlaps retained rows [", kept.begin, ", ", kept.end, ") of microbatch ",
                                    id, "; release it first"),
-                      absl::StrCat("[", rows.begin, ", ", rows.end, ")"));
+                      Text(rows));
   }
   return absl::OkStatus();
 }
@@ -47,8 +47,7 @@ absl::StatusOr<const DeferredMicrobatches::Microbatch*> DeferredMicrobatches::Fi
   }
   if (next < rows.end) {
     return FieldError(absl::StatusCode::kNotFound, "backward.rows",
-                      absl::StrCat("must be retained; row ", next, " is not"),
-                      absl::StrCat("[", rows.begin, ", ", rows.end, ")"));
+                      absl::StrCat("must be retained; row ", next, " is not"), Text(rows));
   }
   it->second.last_used = now;
   return &it->second;

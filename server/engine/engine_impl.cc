@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "server/engine/errors.h"
 
@@ -208,8 +207,7 @@ void EngineImpl::OnResults(Flight& flight, absl::Status status) {
       work.output.queue_seconds = work.queue_seconds;
       work.output.compute_seconds = flight.compute_seconds;
       if (stream.spec().want_grad_hidden) {
-        work.output.grad_bytes = work.rows.size() * stream.hidden_size() *
-                                 static_cast<int64_t>(kernels::SizeOf(stream.spec().hidden_dtype));
+        work.output.grad_bytes = stream.RowBytes(work.rows.size());
         work.output.grad_hidden = std::move(work.buffer);
       }
       notifier_.Post([stream = work.stream, output = std::move(work.output)]() mutable {

@@ -28,8 +28,7 @@ absl::Status CheckGradients(absl::string_view field, const std::vector<float>& v
 
 absl::Status CheckBackward(const BackwardSpec& spec) {
   if (spec.rows.begin < 0 || spec.rows.begin >= spec.rows.end) {
-    return InvalidField("backward.rows", "must be a non-empty range",
-                        absl::StrCat("[", spec.rows.begin, ", ", spec.rows.end, ")"));
+    return InvalidField("backward.rows", "must be a non-empty range", Text(spec.rows));
   }
   if (spec.accumulate_gradients && !spec.step.has_value()) {
     return InvalidField("backward.step", "is required with accumulate_gradients", "nothing");
@@ -61,8 +60,8 @@ StreamSpec BackwardStream(const BackwardSpec& spec, const DeferredMicrobatches::
     const int64_t end = std::min(part.retained.rows.end, spec.rows.end);
     if (begin >= end) continue;
     retained.push_back(part.retained);
-    const auto targets = part.targets.begin() - first;
-    stream.targets.insert(stream.targets.end(), targets + begin, targets + end);
+    const auto targets = part.targets.begin() + (begin - first);
+    stream.targets.insert(stream.targets.end(), targets, targets + (end - begin));
     // Parts with and without weights may stand side by side: no weight is 1.
     if (!part.row_weights.empty())
       stream.row_weights.resize(static_cast<size_t>(begin - spec.rows.begin), 1.0f);

@@ -10,6 +10,7 @@
 #include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "server/engine/stream.h"
 
 namespace lossd::engine {
 
@@ -17,6 +18,9 @@ namespace lossd::engine {
 inline constexpr char kFieldPayload[] = "lossd/field";
 inline constexpr char kValuePayload[] = "lossd/value";
 inline constexpr char kCurrentStepPayload[] = "lossd/current_step";
+
+// "[3, 7)".
+inline std::string Text(RowRange rows) { return absl::StrCat("[", rows.begin, ", ", rows.end, ")"); }
 
 // "<field> <problem>, got <value>", e.g. FieldError(kInvalidArgument, "slice.rows", "must ...", "[3, 3)").
 inline absl::Status FieldError(absl::StatusCode code, absl::string_view field, absl::string_view problem,

@@ -5,14 +5,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/backend.h"
+#include "server/engine/errors.h"
 
 namespace lossd::engine {
-namespace {
-
-std::string Text(RowRange rows) { return absl::StrCat("[", rows.begin, ", ", rows.end, ")"); }
-
-}  // namespace
-
 template <typename MicrobatchT, typename Fn>
 void Ledger::ForEachRow(MicrobatchT& microbatch, RowRange rows, Fn fn) {
   auto it = microbatch.segments.upper_bound(rows.begin);

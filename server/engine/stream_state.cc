@@ -14,8 +14,6 @@ namespace {
 
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 
-std::string Text(RowRange rows) { return absl::StrCat("[", rows.begin, ", ", rows.end, ")"); }
-
 bool Inside(RowRange inner, int64_t begin, int64_t end) {
   return inner.begin >= begin && inner.begin <= inner.end && inner.end <= end;
 }
