@@ -57,9 +57,9 @@ void GroupAssembly::TakeFailed(std::vector<std::unique_ptr<SliceWork>>& taken) {
 void GroupAssembly::Cover(RowRange rows, int delta) {
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     const size_t i = Index(row);
-    missing_ += needed_[i] && coverage_[i] == 0 ? 1 : 0;
-    coverage_[i] += delta;
     missing_ -= needed_[i] && coverage_[i] == 0 ? 1 : 0;
+    coverage_[i] += delta;
+    missing_ += needed_[i] && coverage_[i] == 0 ? 1 : 0;
   }
 }
 
