@@ -575,7 +575,7 @@ void SendMicrobatch(Engine& engine, const StreamSpec& spec, const std::vector<fl
   const int64_t grid = engine.Describe(spec.head)->limits.row_grid;
   std::vector<RowRange> ranges = {spec.rows};
   const int streams = 1 + static_cast<int>(rng() % static_cast<uint64_t>(habits.max_streams));
-  if (streams > 1)
+  if (streams > 1 && spec.rows.size() > 0)
     ranges = Cut(spec.rows, spec.rows.size() / streams + 1, std::numeric_limits<int64_t>::max(), rng);
   absl::Mutex mutex;
   std::vector<std::thread> threads;
