@@ -59,7 +59,7 @@ ABSL_FLAG(
     bool, deterministic, ServerOptions().deterministic,
     "Accumulate in the order of microbatch ids, which then have to be 0, 1, 2, ... in each step, so that "
     "the same microbatches give the same weights, bit for bit, whatever arrives first. Takes up to "
-    "staging_bytes more for each trainable head")
+    "staging_bytes more for each trainable head");
 ABSL_FLAG(ByteSize, slice_bytes, ByteSize{ServerOptions().slice_bytes},
           "Largest slice of hidden states a message may hold");
 ABSL_FLAG(ByteSize, staging_bytes, ByteSize{ServerOptions().staging_bytes},

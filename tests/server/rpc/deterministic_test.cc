@@ -131,36 +131,44 @@ v1::OpenMicrobatch OpenFor(uint64_t id, uint64_t rows) {
   return open;
 }
 
-// All calls share one connection, and those that wait hold more than its window: the one whose turn it is
-// must get through.
+// All calls share one connection, and those that wait have more to send than its windows hold: the one whose
+// turn it is must get through.
 TEST(DeterministicServiceTest, WaitingCallsLeaveTheConnectionToTheOneInTurn) {
   ServerOptions options = Deterministic();
   options.slice_bytes = 1 << 20;
-  options.staging_bytes = 4 << 20;
-  options.workspace_bytes = 64 << 20;
+  options.staging_bytes = 3 << 20;
   TestServer server(options);
-  const auto client = server.Connect();
-  ASSERT_TRUE(client->CreateHead(HeadRequest()).ok());
-  const uint64_t rows = client->DescribeHead("head")->slice_limits().row_grid();
-  const std::string payload(rows * kD * 4, '\0');
-  const size_t half = payload.size() / 2 / (kD * 4) * (kD * 4);
-  const int64_t middle = static_cast<int64_t>(half / (kD * 4));
-  ASSERT_LE(payload.size() - half, size_t{1} << 20);
-  constexpr uint64_t kCalls = 24;
-  std::vector<std::unique_ptr<LossStream>> calls(kCalls);
+  client::ClientOptions client_options;
+  client_options.target = server.target();
+  client_options.channels = 1;
+  auto client = client::Client::Connect(client_options);
+  ASSERT_TRUE(client.ok());
+  ASSERT_TRUE((*client)->CreateHead(HeadRequest()).ok());
+  constexpr uint64_t kRows = (6 << 20) / (kD * 4);
+  constexpr uint64_t kCalls = 16;
+  const std::vector<float> hidden(kRows * kD, 0.25f);
+  const std::vector<int32_t> targets(kRows, 1);
+  std::vector<client::PendingLoss> pending;
   for (uint64_t i = 0; i < kCalls; ++i) {
-    const uint64_t id = kCalls - 1 - i;
-    calls[id] = client->OpenLoss();
-    ASSERT_TRUE(calls[id]->SendOpen(OpenFor(id, rows)));
-    ASSERT_TRUE(calls[id]->SendSlice(0, middle, payload.substr(0, half)));
-    ASSERT_TRUE(calls[id]->ReadOne());  // accepted: the call is open
+    client::Microbatch microbatch;
+    microbatch.head = "head";
+    microbatch.step = 0;
+    microbatch.id = kCalls - 1 - i;
+    microbatch.hidden_size = kD;
+    microbatch.hidden_dtype = v1::DTYPE_FP32;
+    microbatch.hidden = hidden.data();
+    microbatch.targets = targets;
+    client::ComputeOptions compute;
+    compute.accumulate_gradients = true;
+    pending.push_back((*client)->ComputeLossAsync(microbatch, {}, compute));
+    if (i + 1 < kCalls) {
+      EXPECT_FALSE(pending.back().WaitFor(absl::Milliseconds(50)));
+    }
   }
-  for (uint64_t id = 0; id < kCalls; ++id) {
-    ASSERT_TRUE(calls[id]->SendSlice(middle, static_cast<int64_t>(rows), payload.substr(half)));
-    calls[id]->HalfClose();
-    const LossAnswers answers = calls[id]->Finish();
-    ASSERT_TRUE(answers.status.ok()) << answers.status;
-    EXPECT_EQ(answers.summary->accumulated_rows(), rows);
+  for (client::PendingLoss& loss : pending) {
+    const auto result = loss.Wait();
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(result->accumulated_rows, kRows);
   }
 }
 
