@@ -276,6 +276,7 @@ absl::StatusOr<ReceiveRowsCall::Extent> AddGradientCall::Open() {
 // A contribution that waits for its turn holds no worker; neither does it read on.
 absl::Status AddGradientCall::Await(std::function<void()> next) {
   const auto ready = [this, next] {
+    { const absl::MutexLock lock(&turn_mutex_); }  // Await has let go of the call
     absl::Status scheduled = RunOnWorker(next);
     if (!scheduled.ok()) End(std::move(scheduled));
   };

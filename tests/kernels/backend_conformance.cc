@@ -330,6 +330,7 @@ TEST_P(BackendConformance, TheCutIntoSlicesLeavesNoTrace) {
        {std::array<int64_t, 3>{75, 33, 129}, {200, 64, 257}, {7, 24, 40}}) {
     ProblemSpec spec = Random(rows, hidden, vocab);
     spec.accumulate_mask = false;
+    spec.slice_rows = {rows};
     const Problem whole = MakeProblem(spec, rng());
     const SliceData& all = whole.slices.front();
     const auto head = MakeHead(backend(), whole);
@@ -371,6 +372,7 @@ TEST_P(BackendConformance, ARowsResultsDependOnItsPlaceButNotOnTheOtherRows) {
        {std::array<int64_t, 3>{75, 33, 129}, {200, 64, 257}, {7, 24, 40}}) {
     ProblemSpec spec = Random(rows, hidden, vocab);
     spec.accumulate_mask = false;
+    spec.slice_rows = {rows};
     const Problem whole = MakeProblem(spec, rng());
     const auto head = MakeHead(backend(), whole);
     ASSERT_NE(head, nullptr);
