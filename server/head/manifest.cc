@@ -66,6 +66,8 @@ bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
   config.norm_epsilon = head.at("norm_epsilon").get<float>();
   config.trainable = head.at("trainable").get<bool>();
   subject->step = json.at("step").get<uint64_t>();
+  subject->updates = json.contains("updates") ? json.at("updates").get<uint64_t>() : subject->step;
+  if (subject->updates > subject->step) return false;
   return absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &subject->incarnation) &&
          FromName<kernels::Norm>(kNorms, head.at("norm").get<std::string>(), &config.norm) &&
          FromName<kernels::DType>(kDTypes, head.at("compute_dtype").get<std::string>(),
@@ -98,6 +100,7 @@ std::string EncodeManifest(const Manifest& manifest) {
                {"version", kVersion},
                {"head", EncodeSubject(subject)},
                {"step", subject.step},
+               {"updates", subject.updates},
                {"incarnation", absl::StrCat(absl::Hex(subject.incarnation, absl::kZeroPad16))},
                {"file", manifest.file},
                {"file_bytes", manifest.file_bytes},

@@ -17,16 +17,16 @@ namespace {
 using grpc::CallbackServerContext;
 using grpc::ServerUnaryReactor;
 
-// The two streaming methods on raw bytes, the others on messages; all with callbacks.
-using Base =
-    v1::HeadService::WithRawCallbackMethod_ReadTensor<v1::HeadService::WithRawCallbackMethod_WriteTensor<
+// The streaming methods on raw bytes, the others on messages; all with callbacks.
+using Base = v1::HeadService::WithRawCallbackMethod_ReadTensor<
+    v1::HeadService::WithRawCallbackMethod_WriteTensor<v1::HeadService::WithRawCallbackMethod_AddGradient<
         v1::HeadService::WithCallbackMethod_CreateHead<v1::HeadService::WithCallbackMethod_DescribeHead<
             v1::HeadService::WithCallbackMethod_ListHeads<v1::HeadService::WithCallbackMethod_DeleteHead<
                 v1::HeadService::WithCallbackMethod_GradNorm<v1::HeadService::WithCallbackMethod_ApplyStep<
                     v1::HeadService::WithCallbackMethod_ZeroGradients<
                         v1::HeadService::WithCallbackMethod_SaveCheckpoint<
                             v1::HeadService::WithCallbackMethod_LoadCheckpoint<
-                                v1::HeadService::Service>>>>>>>>>>>;
+                                v1::HeadService::Service>>>>>>>>>>>>;
 
 enum class Effect { kReads, kChanges };
 
@@ -98,6 +98,10 @@ class HeadServiceImpl final : public HeadService, public Base {
   grpc::ServerReadReactor<grpc::ByteBuffer>* WriteTensor(CallbackServerContext* context,
                                                          grpc::ByteBuffer* response) override {
     return WriteTensorCall::Start(&environment_, context, response);
+  }
+  grpc::ServerReadReactor<grpc::ByteBuffer>* AddGradient(CallbackServerContext* context,
+                                                         grpc::ByteBuffer* response) override {
+    return AddGradientCall::Start(&environment_, context, response);
   }
 
  private:

@@ -23,7 +23,7 @@ struct HeadServiceOptions {
   HeadOperationsOptions operations;
   int worker_threads = 8;
   int64_t max_waiting_calls = 256;  // for a worker
-  int64_t max_tensor_calls = 64;    // ReadTensor and WriteTensor, open
+  int64_t max_tensor_calls = 64;    // ReadTensor, WriteTensor and AddGradient, open
   absl::Duration send_timeout = absl::Seconds(60);
 };
 
