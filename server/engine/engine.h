@@ -31,6 +31,7 @@
 #include "kernels/backend.h"
 #include "server/engine/staging_pool.h"
 #include "server/engine/stream.h"
+#include "server/head/applied_step.h"
 #include "server/head/head.h"
 
 namespace lossd::engine {
@@ -72,6 +73,8 @@ struct HeadSnapshot {
   int64_t retained_microbatches = 0;
   int64_t step_rows = 0;   // valid rows accumulated in the open step
   int64_t total_rows = 0;  // computed since the head was added
+  // The step before the open one, if this engine applied it or ResetStep told how it was applied.
+  std::optional<head::AppliedStep> last_step;
 };
 
 struct EngineStats {
@@ -164,8 +167,10 @@ class Engine {
                                                std::vector<std::string>* missing) = 0;
   virtual absl::Status ZeroGradients(absl::string_view name, uint64_t step) = 0;
   // After a checkpoint was loaded: forgets the ledger, zeroes gradients, cancels accumulating streams and
-  // sets the open step.
-  virtual absl::Status ResetStep(absl::string_view name, uint64_t step) = 0;
+  // sets the open step. `last_step`: how the step before was applied; repeats of its ApplyStep are answered
+  // with that.
+  virtual absl::Status ResetStep(absl::string_view name, uint64_t step,
+                                 const std::optional<head::AppliedStep>& last_step) = 0;
 
   // ---- Rows ----
   // Validates the spec and registers it in the ledger; results flow after Start. Errors as in

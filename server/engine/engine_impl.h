@@ -50,7 +50,8 @@ class EngineImpl final : public Engine {
   absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request,
                                        std::vector<std::string>* missing) override;
   absl::Status ZeroGradients(absl::string_view name, uint64_t step) override;
-  absl::Status ResetStep(absl::string_view name, uint64_t step) override;
+  absl::Status ResetStep(absl::string_view name, uint64_t step,
+                         const std::optional<head::AppliedStep>& last_step) override;
 
   absl::StatusOr<std::unique_ptr<Stream>> Open(StreamSpec spec,
                                                std::shared_ptr<StreamObserver> observer) override;
@@ -85,9 +86,7 @@ class EngineImpl final : public Engine {
     std::vector<std::shared_ptr<StreamState>> streams;
     int64_t chunks_in_flight = 0;
     int64_t total_rows = 0;
-    // The last applied step and what it answered.
-    std::optional<StepRequest> last_request;
-    std::optional<StepResult> last_result;
+    std::optional<head::AppliedStep> last_step;  // step - 1
   };
   using EntryPtr = std::shared_ptr<Entry>;
 
@@ -118,6 +117,7 @@ class EngineImpl final : public Engine {
       ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status CheckStepComplete(const Entry& entry, const StepRequest& request,
                                  std::vector<std::string>* missing) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  StepResult ResultOf(const Entry& entry) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status StepFailed(Entry& entry, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mutex_);
   void EnterStep(Entry& entry, uint64_t step, const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
