@@ -104,6 +104,7 @@ struct StepResult {
   int64_t microbatches = 0;
   int64_t rows = 0;
   bool repeated = false;
+  uint64_t applied_incarnation = 0;  // of the engine that applied the step
 };
 
 // An open stream. Thread-safe; destroying it cancels what is not finished (OnFinished still comes). Must

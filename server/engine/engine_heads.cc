@@ -242,7 +242,8 @@ StepResult EngineImpl::ResultOf(const Entry& entry) const {
   return {.state = {.incarnation = incarnation_, .step = entry.step},
           .grad_norm = entry.last_step->grad_norm,
           .microbatches = entry.last_step->microbatches,
-          .rows = entry.last_step->rows};
+          .rows = entry.last_step->rows,
+          .applied_incarnation = entry.last_step->incarnation};
 }
 
 absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const StepRequest& request,
@@ -270,7 +271,8 @@ absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const S
     auto applied = head.kernels().ApplyStep(request.optimizer, static_cast<int64_t>(request.step) + 1);
     if (!applied.ok()) return StepFailed(entry, applied);
     absl::MutexLock lock(&mutex_);
-    const head::AppliedStep applied_step = {.optimizer = request.optimizer,
+    const head::AppliedStep applied_step = {.incarnation = incarnation_,
+                                            .optimizer = request.optimizer,
                                             .grad_norm = *norm,
                                             .microbatches = entry.ledger.microbatches(),
                                             .rows = entry.ledger.accumulated_rows()};

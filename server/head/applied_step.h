@@ -10,6 +10,7 @@
 namespace lossd::head {
 
 struct AppliedStep {
+  uint64_t incarnation = 0;  // of the server that applied it
   kernels::OptimizerOptions optimizer;
   double grad_norm = 0.0;  // may be infinite or NaN
   int64_t microbatches = 0;

@@ -91,11 +91,16 @@ bool DecodeNumber(const Json& json, double* value) {
   return true;
 }
 
+std::string EncodeIncarnation(uint64_t incarnation) {
+  return absl::StrCat(absl::Hex(incarnation, absl::kZeroPad16));
+}
+
 Json EncodeLastStep(const std::optional<AppliedStep>& step) {
   if (!step.has_value()) return Json();
   const kernels::OptimizerOptions& optimizer = step->optimizer;
   const bool adamw = optimizer.kind == kernels::OptimizerOptions::Kind::kAdamW;
-  return {{"optimizer",
+  return {{"incarnation", EncodeIncarnation(step->incarnation)},
+          {"optimizer",
            {{"kind", adamw ? kAdamW : kSgd},
             {"learning_rate", optimizer.learning_rate},
             {"weight_decay", optimizer.weight_decay},
@@ -134,6 +139,7 @@ bool DecodeLastStep(const Json& json, std::optional<AppliedStep>* step) {
   applied.microbatches = json.at("microbatches").get<int64_t>();
   applied.rows = json.at("rows").get<int64_t>();
   return (kind == kAdamW || kind == kSgd) && kernels::Validate(optimizer).ok() &&
+         absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &applied.incarnation) &&
          DecodeNumber(json.at("grad_norm"), &applied.grad_norm);
 }
 
@@ -170,7 +176,7 @@ std::string EncodeManifest(const Manifest& manifest) {
                {"version", kVersion},
                {"head", EncodeSubject(subject)},
                {"step", subject.step},
-               {"incarnation", absl::StrCat(absl::Hex(subject.incarnation, absl::kZeroPad16))},
+               {"incarnation", EncodeIncarnation(subject.incarnation)},
                {"last_step", EncodeLastStep(subject.last_step)},
                {"saved_at", absl::FormatTime(absl::RFC3339_sec, manifest.saved_at, absl::UTCTimeZone())},
                {"automatic", manifest.automatic},

@@ -192,6 +192,7 @@ absl::StatusOr<v1::ApplyStepResponse> HeadOperations::ApplyStep(const v1::ApplyS
   response.set_microbatches(static_cast<uint64_t>(result->microbatches));
   response.set_rows(static_cast<uint64_t>(result->rows));
   response.set_repeated_call(result->repeated);
+  response.set_applied_incarnation(result->applied_incarnation);
   log::Log(LogLevel::kDebug, "step applied",
            {{"head", request.head()},
             {"step", request.step()},

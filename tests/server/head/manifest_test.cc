@@ -26,6 +26,7 @@ Manifest SomeManifest(std::mt19937_64& random) {
                       .step = random(),
                       .incarnation = random()};
   AppliedStep& step = manifest.subject.last_step.emplace();
+  step.incarnation = random();
   step.optimizer = {.kind = kernels::OptimizerOptions::Kind::kSgd,
                     .learning_rate = number(),
                     .weight_decay = number(),
