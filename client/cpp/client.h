@@ -18,7 +18,8 @@
 //   INVALID_ARGUMENT   also: the client refused the arguments before anything was sent
 //   UNAVAILABLE        no connection, or it broke and repeating did not help; the message names the server
 //   DEADLINE_EXCEEDED  the call's timeout passed
-//   ABORTED            the server was restarted and gradients are lost; see Client::AcknowledgeRestart
+//   ABORTED            also: the server was restarted and gradients are lost (RestartOf() tells); see
+//                      Client::AcknowledgeRestart
 //   INTERNAL           also: the server sent something the protocol does not allow ("server sent ...")
 // ErrorDetailOf() gives the server's structured detail of an error.
 #ifndef LOSSD_CLIENT_CPP_CLIENT_H_
@@ -79,6 +80,11 @@ struct ClientOptions {
   absl::Duration dead_peer_timeout = absl::Seconds(30);
 
   RetryOptions retry;
+
+  // 0: the client takes the server as it finds it. Otherwise the incarnation that the caller knows from
+  // before (a script that calls one program after the other): Connect, and calls that accumulate or apply
+  // gradients, fail as after a restart if the server is another process by now.
+  uint64_t expected_incarnation = 0;
 };
 
 // The rows of one loss computation.
@@ -238,7 +244,7 @@ enum class Health { kServing, kNotServing, kUnknownService };
 class Client {
  public:
   // Connects. INVALID_ARGUMENT names a wrong option; UNAVAILABLE if there is no connection within
-  // connect_timeout.
+  // connect_timeout; ABORTED if the server is not options.expected_incarnation.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(const ClientOptions& options = {});
 
   // Cancels what is under way and waits for it.
@@ -281,8 +287,8 @@ class Client {
   void AcknowledgeRestart(absl::string_view head);
 
   // ---- Heads ----
-  // Calls that only read, and ApplyStep (the server applies a step once), are repeated on UNAVAILABLE within
-  // the timeout. The others never are. A zero timeout means the default of ClientOptions.
+  // Calls that only read, ApplyStep and AddGradient (the server does both once) are repeated on UNAVAILABLE
+  // within the timeout. The others never are. A zero timeout means the default of ClientOptions.
 
   absl::StatusOr<v1::HeadDescription> CreateHead(const v1::CreateHeadRequest& request,
                                                  absl::Duration timeout = absl::ZeroDuration());
@@ -305,6 +311,14 @@ class Client {
                                                       absl::Duration timeout = absl::ZeroDuration());
   // Replaces the rows `open` names by `payload`, of open.dtype. After an error some rows may be replaced.
   absl::StatusOr<v1::WriteTensorResponse> WriteTensor(const v1::OpenTensor& open,
+                                                      absl::Span<const char> payload,
+                                                      absl::Duration timeout = absl::ZeroDuration());
+
+  // Adds `payload`, of open.dtype, to the rows that `open` names of a parameter's gradient, exactly once
+  // whatever breaks: what another stage accumulated for a parameter it shares with the head.
+  // open.contribution_id is not the id of a microbatch of the step. ABORTED also if the server was restarted
+  // since gradients of the step were accumulated: those are gone.
+  absl::StatusOr<v1::AddGradientResponse> AddGradient(const v1::OpenGradient& open,
                                                       absl::Span<const char> payload,
                                                       absl::Duration timeout = absl::ZeroDuration());
 
@@ -349,6 +363,14 @@ class Client {
 
   const std::unique_ptr<internal::Core> core_;
 };
+
+// That the server is another process than it was, so gradients of the open step are gone.
+struct Restart {
+  uint64_t before = 0;  // incarnations
+  uint64_t now = 0;
+};
+// What an ABORTED error says about a restart; nullopt if it is about something else.
+std::optional<Restart> RestartOf(const absl::Status& status);
 
 // The server's structured detail of an error, if it sent one.
 std::optional<v1::ErrorDetail> ErrorDetailOf(const absl::Status& status);

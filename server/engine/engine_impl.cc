@@ -248,11 +248,7 @@ void EngineImpl::OnDone(std::shared_ptr<Flight> flight, absl::Status status) {
   const bool broken = flight->results_ok && !status.ok();
   if (broken) observer_->OnDeviceError(status);
   absl::MutexLock lock(&mutex_);
-  if (broken) {
-    entry.distrust = absl::InternalError(absl::StrCat(
-        "the device failed while accumulating; the gradients of head ", entry.name, " at step ", entry.step,
-        " are not to be trusted (zero the gradients and repeat the step): ", status.message()));
-  }
+  if (broken) DistrustGradients(entry, status);
   for (size_t i = 0; i < flight->works.size(); ++i) {
     SettleSlice(*flight, i, !broken);
     if (broken) FailStream(entry, *flight->works[i]->stream, entry.distrust);
@@ -262,6 +258,12 @@ void EngineImpl::OnDone(std::shared_ptr<Flight> flight, absl::Status status) {
   --chunks_in_flight_;
   notifier_.Post([works = std::move(flight->works)]() mutable { works.clear(); });
   work_.SignalAll();
+}
+
+void EngineImpl::DistrustGradients(Entry& entry, const absl::Status& status) {
+  entry.distrust = absl::InternalError(absl::StrCat(
+      "the device failed while accumulating; the gradients of head ", entry.name, " at step ", entry.step,
+      " are not to be trusted (zero the gradients and repeat the step): ", status.message()));
 }
 
 absl::Status EngineImpl::RunDeviceTask(absl::FunctionRef<void()> run) {

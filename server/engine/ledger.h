@@ -45,6 +45,8 @@ class Ledger {
   absl::Status Declare(uint64_t id, const MicrobatchTerms& terms, RowRange rows,
                        absl::Span<const int32_t> targets, absl::Span<const float> row_weights);
 
+  bool Contains(uint64_t id) const { return microbatches_.contains(id); }
+
   // The members below take rows that have been declared.
 
   // True if any of the rows is reserved.

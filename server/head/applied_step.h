@@ -15,6 +15,8 @@ struct AppliedStep {
   double grad_norm = 0.0;  // may be infinite or NaN
   int64_t microbatches = 0;
   int64_t rows = 0;
+  int64_t contributions = 0;
+  bool skipped = false;  // closed without an update
 
   friend bool operator==(const AppliedStep&, const AppliedStep&) = default;
 };

@@ -17,7 +17,7 @@ using Json = nlohmann::ordered_json;
 
 constexpr char kFormat[] = "lossd checkpoint";
 constexpr int kVersion = 2;
-constexpr int kOldestVersion = 1;  // knew neither last_step nor automatic nor saved_at
+constexpr int kOldestVersion = 1;  // knew no updates, last_step, saved_at and automatic
 constexpr int64_t kMaxManifestBytes = int64_t{1} << 20;
 constexpr char kChecksumKey[] = "checksum";
 
@@ -73,6 +73,7 @@ bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
   config.norm_epsilon = head.at("norm_epsilon").get<float>();
   config.trainable = head.at("trainable").get<bool>();
   subject->step = json.at("step").get<uint64_t>();
+  subject->updates = subject->step;  // unless the manifest says so itself
   return absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &subject->incarnation) &&
          FromName<kernels::Norm>(kNorms, head.at("norm").get<std::string>(), &config.norm) &&
          FromName<kernels::DType>(kDTypes, head.at("compute_dtype").get<std::string>(),
@@ -114,7 +115,9 @@ Json EncodeLastStep(const std::optional<AppliedStep>& step) {
             {"nesterov", optimizer.nesterov}}},
           {"grad_norm", EncodeNumber(step->grad_norm)},
           {"microbatches", step->microbatches},
-          {"rows", step->rows}};
+          {"contributions", step->contributions},
+          {"rows", step->rows},
+          {"skipped", step->skipped}};
 }
 
 // As DecodeSubject.
@@ -137,7 +140,9 @@ bool DecodeLastStep(const Json& json, std::optional<AppliedStep>* step) {
   optimizer.dampening = saved.at("dampening").get<double>();
   optimizer.nesterov = saved.at("nesterov").get<bool>();
   applied.microbatches = json.at("microbatches").get<int64_t>();
+  applied.contributions = json.at("contributions").get<int64_t>();
   applied.rows = json.at("rows").get<int64_t>();
+  applied.skipped = json.at("skipped").get<bool>();
   return (kind == kAdamW || kind == kSgd) && kernels::Validate(optimizer).ok() &&
          absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &applied.incarnation) &&
          DecodeNumber(json.at("grad_norm"), &applied.grad_norm);
@@ -146,10 +151,13 @@ bool DecodeLastStep(const Json& json, std::optional<AppliedStep>* step) {
 // As DecodeSubject; what version 2 added.
 bool DecodeRecord(const Json& json, Manifest* manifest) {
   std::string error;
+  CheckpointSubject& subject = manifest->subject;
+  subject.updates = json.at("updates").get<uint64_t>();
   manifest->automatic = json.at("automatic").get<bool>();
-  return absl::ParseTime(absl::RFC3339_full, json.at("saved_at").get<std::string>(), &manifest->saved_at,
+  return subject.updates <= subject.step &&
+         absl::ParseTime(absl::RFC3339_full, json.at("saved_at").get<std::string>(), &manifest->saved_at,
                          &error) &&
-         DecodeLastStep(json.at("last_step"), &manifest->subject.last_step);
+         DecodeLastStep(json.at("last_step"), &subject.last_step);
 }
 
 // As DecodeSubject.
@@ -176,6 +184,7 @@ std::string EncodeManifest(const Manifest& manifest) {
                {"version", kVersion},
                {"head", EncodeSubject(subject)},
                {"step", subject.step},
+               {"updates", subject.updates},
                {"incarnation", EncodeIncarnation(subject.incarnation)},
                {"last_step", EncodeLastStep(subject.last_step)},
                {"saved_at", absl::FormatTime(absl::RFC3339_sec, manifest.saved_at, absl::UTCTimeZone())},

@@ -20,7 +20,8 @@ namespace lossd::head {
 struct CheckpointSubject {
   std::string head;
   kernels::HeadConfig config;
-  uint64_t step = 0;         // optimizer steps applied
+  uint64_t step = 0;         // optimizer steps closed
+  uint64_t updates = 0;      // of them, those that updated the weights
   uint64_t incarnation = 0;  // of the server that saved it
   // Step `step` - 1, if the server knows how it was applied.
   std::optional<AppliedStep> last_step;

@@ -73,7 +73,13 @@ Metrics::Metrics(const BuildInfo& build)
                       .Add({}, RowBuckets())),
       chunks_(CounterFamily(registry_, "lossd_chunks_total", "Chunks computed.").Add({})),
       steps_(
-          CounterFamily(registry_, "lossd_steps_total", "Optimizer steps applied, over all heads.").Add({})),
+          CounterFamily(registry_, "lossd_steps_total", "Optimizer steps closed, over all heads.").Add({})),
+      skipped_steps_(CounterFamily(registry_, "lossd_skipped_steps_total",
+                                   "Of them, steps without an update because of a non-finite gradient.")
+                         .Add({})),
+      contribution_rows_(CounterFamily(registry_, "lossd_contribution_rows_total",
+                                       "Rows added to gradients by AddGradient, over all heads.")
+                             .Add({})),
       device_errors_(
           CounterFamily(registry_, "lossd_device_errors_total", "Operations that failed on the device.")
               .Add({})),
@@ -178,7 +184,14 @@ void Metrics::OnSlice(absl::string_view head, double queue_seconds) {
   ObservePhase(Phase::kQueue, queue_seconds);
 }
 
-void Metrics::OnStep(absl::string_view head) { steps_.Increment(); }
+void Metrics::OnContribution(absl::string_view head, int64_t added_rows) {
+  contribution_rows_.Increment(static_cast<double>(added_rows));
+}
+
+void Metrics::OnStep(absl::string_view head, bool skipped) {
+  steps_.Increment();
+  if (skipped) skipped_steps_.Increment();
+}
 
 void Metrics::OnDeviceError(const absl::Status& status) { device_errors_.Increment(); }
 

@@ -91,7 +91,8 @@ class Metrics final : public engine::EngineObserver {
   void OnChunk(absl::string_view head, int64_t slices, int64_t rows, int64_t valid_rows,
                double compute_seconds) override ABSL_LOCKS_EXCLUDED(rows_mutex_);
   void OnSlice(absl::string_view head, double queue_seconds) override;
-  void OnStep(absl::string_view head) override;
+  void OnContribution(absl::string_view head, int64_t added_rows) override;
+  void OnStep(absl::string_view head, bool skipped) override;
   void OnDeviceError(const absl::Status& status) override;
 
   std::vector<prometheus::MetricFamily> Collect() const ABSL_LOCKS_EXCLUDED(sources_mutex_, rows_mutex_);
@@ -124,6 +125,8 @@ class Metrics final : public engine::EngineObserver {
   prometheus::Histogram& chunk_rows_;
   prometheus::Counter& chunks_;
   prometheus::Counter& steps_;
+  prometheus::Counter& skipped_steps_;
+  prometheus::Counter& contribution_rows_;
   prometheus::Counter& device_errors_;
   prometheus::Family<prometheus::Counter>& payload_family_;
   prometheus::Counter& payload_in_;

@@ -101,9 +101,8 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
   const absl::Time begin = absl::Now();
   absl::Time read_end = begin;
   v1::SavePhase phase = v1::SAVE_PHASE_READING;
-  head::SaveOptions save{.slice_bytes = options_.transfer_bytes,
-                         .buffer_bytes = options_.buffer_bytes,
-                         .disk = options_.disk};
+  head::SaveOptions save{
+      .slice_bytes = options_.transfer_bytes, .buffer_bytes = options_.buffer_bytes, .disk = options_.disk};
   save.on_read = [&] {
     guard.Unlock();
     read_end = absl::Now();
@@ -119,6 +118,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
       {.head = head->name,
        .config = head->config,
        .step = head->state.step,
+       .updates = head->updates,
        .incarnation = head->state.incarnation,
        .last_step = head->last_step},
       [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<uint8_t> out) {

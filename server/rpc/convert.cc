@@ -320,6 +320,32 @@ absl::StatusOr<engine::BackwardSpec> ToBackwardSpec(const v1::OpenBackward& back
   return spec;
 }
 
+absl::StatusOr<engine::ContributionSpec> ToContributionSpec(const v1::OpenGradient& open) {
+  constexpr int64_t kAnyRow = std::numeric_limits<int64_t>::max();  // the engine knows the parameter's rows
+  engine::ContributionSpec spec;
+  spec.head = open.head();
+  spec.step = open.step();
+  spec.contribution_id = open.contribution_id();
+  const auto param = ToParam(open.param(), "open.param");
+  if (!param.ok()) return param.status();
+  spec.param = *param;
+  if (open.has_contribution_rows()) {
+    const auto rows = ToRowRange(open.contribution_rows(), "open.contribution_rows", kAnyRow);
+    if (!rows.ok()) return rows.status();
+    spec.contribution_rows = *rows;
+  }
+  if (open.has_rows()) {
+    const auto rows = ToRowRange(open.rows(), "open.rows", kAnyRow);
+    if (!rows.ok()) return rows.status();
+    spec.rows = *rows;
+  }
+  const auto dtype = ToDType(open.dtype(), "open.dtype", kernels::DType::kFloat32);
+  if (!dtype.ok()) return dtype.status();
+  spec.dtype = *dtype;
+  if (open.has_scale()) spec.scale = open.scale();
+  return spec;
+}
+
 v1::DType ToProto(kernels::DType dtype) {
   switch (dtype) {
     case kernels::DType::kFloat32:
@@ -394,6 +420,8 @@ v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
   message.set_step_rows(static_cast<uint64_t>(head.step_rows));
   message.set_retained_microbatches(static_cast<uint64_t>(head.retained_microbatches));
   message.set_total_rows(static_cast<uint64_t>(head.total_rows));
+  message.set_updates(head.updates);
+  message.set_step_contributions(static_cast<uint64_t>(head.step_contributions));
   return message;
 }
 

@@ -60,7 +60,7 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateH
     const absl::StatusOr<HeadSource> source =
         HeadSource::Open(options_.checkpoints.directory, request.tensor_file(), *config);
     if (!source.ok()) return source.status();
-    status = CreateFilled(name, *config, 0, [&]() -> absl::Status {
+    status = CreateFilled(name, *config, {}, [&]() -> absl::Status {
       for (const HeadSource::Tensor& tensor : source->tensors()) {
         absl::Status filled = FillTensor(WholeValue(name, *config, tensor.param, tensor.dtype),
                                          [&](engine::RowRange rows, absl::Span<uint8_t> out) {
@@ -71,9 +71,9 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateH
       return absl::OkStatus();
     });
   } else if (request.has_zeros()) {
-    status = CreateFilled(name, *config, 0, [] { return absl::OkStatus(); });
+    status = CreateFilled(name, *config, {}, [] { return absl::OkStatus(); });
   } else {
-    status = CreateFilled(name, *config, 0,
+    status = CreateFilled(name, *config, {},
                           [&] { return FillUniform(name, *config, request.kaiming_uniform().seed()); });
   }
   if (!status.ok()) return status;
@@ -83,8 +83,9 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateH
 }
 
 absl::Status HeadOperations::CreateFilled(const std::string& name, const kernels::HeadConfig& config,
-                                          uint64_t step, absl::FunctionRef<absl::Status()> fill) {
-  if (absl::Status status = engine_->CreateHead(name, config, step); !status.ok()) {
+                                          const head::Progress& progress,
+                                          absl::FunctionRef<absl::Status()> fill) {
+  if (absl::Status status = engine_->CreateHead(name, config, progress); !status.ok()) {
     return Located(std::move(status), "spec.");
   }
   absl::Status status = fill();
@@ -182,6 +183,7 @@ absl::StatusOr<v1::ApplyStepResponse> HeadOperations::ApplyStep(const v1::ApplyS
   step.expected_microbatches.assign(request.expected_microbatches().begin(),
                                     request.expected_microbatches().end());
   if (request.has_expected_rows()) step.expected_rows = static_cast<int64_t>(request.expected_rows());
+  step.skip_non_finite = request.skip_non_finite();
   const NamedLocks::Guard guard = locks_.Lock(request.head());
   std::vector<std::string> missing;
   const absl::StatusOr<engine::StepResult> result = engine_->ApplyStep(request.head(), step, &missing);
@@ -193,11 +195,14 @@ absl::StatusOr<v1::ApplyStepResponse> HeadOperations::ApplyStep(const v1::ApplyS
   response.set_rows(static_cast<uint64_t>(result->rows));
   response.set_repeated_call(result->repeated);
   response.set_applied_incarnation(result->applied_incarnation);
+  response.set_skipped(result->skipped);
+  response.set_contributions(static_cast<uint64_t>(result->contributions));
   log::Log(LogLevel::kDebug, "step applied",
            {{"head", request.head()},
             {"step", request.step()},
             {"grad_norm", result->grad_norm},
             {"rows", result->rows},
+            {"skipped", result->skipped},
             {"repeated", result->repeated}});
   return response;
 }
@@ -231,7 +236,8 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::Loa
     status = head::CheckLoadable(saved.config, existing->config);
     if (status.ok()) status = WriteLoaded(name, **reader);
   } else {
-    status = CreateFilled(name, saved.config, saved.step, [&] { return WriteLoaded(name, **reader); });
+    status = CreateFilled(name, saved.config, {saved.step, saved.updates},
+                          [&] { return WriteLoaded(name, **reader); });
   }
   if (!status.ok()) return status;
   absl::StatusOr<v1::HeadDescription> description = Description(name);
@@ -248,7 +254,8 @@ absl::Status HeadOperations::WriteLoaded(const std::string& head, const head::Ch
       },
       options_.transfer_bytes);
   if (!status.ok()) return status;
-  return engine_->ResetStep(head, reader.subject().step, reader.subject().last_step);
+  const head::CheckpointSubject& saved = reader.subject();
+  return engine_->ResetStep(head, {saved.step, saved.updates}, saved.last_step);
 }
 
 // ---- Tensors ----

@@ -19,8 +19,8 @@ using grpc::CallbackServerContext;
 using grpc::ServerUnaryReactor;
 
 // The methods that stream tensors on raw bytes, the others on messages; all with callbacks.
-using Base =
-    v1::HeadService::WithRawCallbackMethod_ReadTensor<v1::HeadService::WithRawCallbackMethod_WriteTensor<
+using Base = v1::HeadService::WithRawCallbackMethod_ReadTensor<
+    v1::HeadService::WithRawCallbackMethod_WriteTensor<v1::HeadService::WithRawCallbackMethod_AddGradient<
         v1::HeadService::WithCallbackMethod_CreateHead<v1::HeadService::WithCallbackMethod_DescribeHead<
             v1::HeadService::WithCallbackMethod_ListHeads<v1::HeadService::WithCallbackMethod_DeleteHead<
                 v1::HeadService::WithCallbackMethod_GradNorm<v1::HeadService::WithCallbackMethod_ApplyStep<
@@ -28,7 +28,7 @@ using Base =
                         v1::HeadService::WithCallbackMethod_SaveCheckpoint<
                             v1::HeadService::WithCallbackMethod_LoadCheckpoint<
                                 v1::HeadService::WithCallbackMethod_ListCheckpoints<
-                                    v1::HeadService::Service>>>>>>>>>>>>;
+                                    v1::HeadService::Service>>>>>>>>>>>>>;
 
 enum class Effect { kReads, kChanges };
 
@@ -49,7 +49,9 @@ class HeadServiceImpl final : public HeadService, public Base {
     save_environment_.checkpoints = &operations_.checkpoints();
     save_environment_.registry = &registry_;
     save_environment_.workers = &savers_;
-    save_environment_.ended = [this](absl::Status status) { return Ended("SaveCheckpoint", std::move(status)); };
+    save_environment_.ended = [this](absl::Status status) {
+      return Ended("SaveCheckpoint", std::move(status));
+    };
     save_environment_.count = [this](int change) { CountUnfinished(change); };
     operations_.checkpoints().RemoveLeftovers();
   }
@@ -115,6 +117,10 @@ class HeadServiceImpl final : public HeadService, public Base {
   grpc::ServerReadReactor<grpc::ByteBuffer>* WriteTensor(CallbackServerContext* context,
                                                          grpc::ByteBuffer* response) override {
     return WriteTensorCall::Start(&environment_, context, response);
+  }
+  grpc::ServerReadReactor<grpc::ByteBuffer>* AddGradient(CallbackServerContext* context,
+                                                         grpc::ByteBuffer* response) override {
+    return AddGradientCall::Start(&environment_, context, response);
   }
 
  private:

@@ -22,8 +22,8 @@ namespace lossd::rpc {
 struct HeadServiceOptions {
   HeadOperationsOptions operations;
   int worker_threads = 8;
-  int64_t max_waiting_calls = 256;  // for a worker
-  int64_t max_streaming_calls = 64;  // ReadTensor, WriteTensor and SaveCheckpoint, open
+  int64_t max_waiting_calls = 256;   // for a worker
+  int64_t max_streaming_calls = 64;  // ReadTensor, WriteTensor, AddGradient and SaveCheckpoint, open
   int64_t max_waiting_saves = 16;    // for the one that runs
   absl::Duration send_timeout = absl::Seconds(60);
 };

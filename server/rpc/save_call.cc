@@ -12,7 +12,7 @@ SaveCall* SaveCall::Start(SaveCallEnvironment* environment, grpc::CallbackServer
   const std::shared_ptr<SaveCall> call(new SaveCall(environment, context, *request));
   call->self_ = call;
   if (!environment->registry->Add(call.get())) {
-    call->End(absl::ResourceExhaustedError("too many open ReadTensor, WriteTensor and SaveCheckpoint calls"));
+    call->End(absl::ResourceExhaustedError("too many streaming calls of HeadService are open"));
     return call.get();
   }
   environment->count(1);

@@ -230,6 +230,33 @@ TEST_F(CheckpointTest, FailingSourceLeavesNothing) {
   EXPECT_THAT(FilesIn(root_ + "/lm"), IsEmpty());
 }
 
+TEST_F(CheckpointTest, CancelledSaveLeavesNothing) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject);
+  SaveOptions options;
+  options.slice_bytes = 50;
+  int asked = 0;
+  const int most = static_cast<int>(Below(20));
+  int read_ends = 0;
+  options.on_read = [&] { ++read_ends; };
+  options.cancelled = [&] { return asked++ >= most; };
+  EXPECT_EQ(Save(subject, head, "x", options).status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(read_ends, 1);
+  EXPECT_THAT(FilesIn(root_ + "/lm"), IsEmpty());
+}
+
+// Without a name the checkpoint is the server's.
+TEST_F(CheckpointTest, AutomaticNames) {
+  CheckpointSubject subject = SomeSubject();
+  subject.step = 12;
+  Head head = RandomHead(subject);
+  ASSERT_TRUE(Save(subject, head, "").ok());
+  EXPECT_EQ(Save(subject, head, "").status().code(), absl::StatusCode::kAlreadyExists);
+  subject.step = 12'345'678'901;
+  ASSERT_TRUE(Save(subject, head, "").ok());
+  EXPECT_THAT(FilesIn(root_ + "/lm"), ElementsAre("step-0000000012", "step-12345678901"));
+}
+
 TEST_F(CheckpointTest, FailingSinkIsReported) {
   const CheckpointSubject subject = SomeSubject();
   Head head = RandomHead(subject);

@@ -23,7 +23,7 @@ Manifest SomeManifest(std::mt19937_64& random) {
   Manifest manifest;
   manifest.subject = {.head = "lm",
                       .config = {.hidden_size = 5, .vocab_size = 7, .has_bias = true},
-                      .step = random(),
+                      .step = random() | 1,
                       .incarnation = random()};
   AppliedStep& step = manifest.subject.last_step.emplace();
   step.incarnation = random();
@@ -40,6 +40,9 @@ Manifest SomeManifest(std::mt19937_64& random) {
                     .nesterov = true};
   step.grad_norm = number() * 1e30;
   step.microbatches = 12;
+  step.contributions = 3;
+  step.skipped = true;
+  manifest.subject.updates = random() % manifest.subject.step;
   step.rows = int64_t{1} << 40;
   manifest.saved_at = absl::FromUnixSeconds(static_cast<int64_t>(random() % 4'000'000'000));
   manifest.automatic = true;
@@ -97,10 +100,11 @@ TEST_F(ManifestTest, VersionOneIsRead) {
   Manifest manifest = SomeManifest(random_);
   Json json = Json::parse(EncodeManifest(manifest));
   json["version"] = 1;
-  for (const char* field : {"last_step", "saved_at", "automatic"}) json.erase(field);
+  for (const char* field : {"updates", "last_step", "saved_at", "automatic"}) json.erase(field);
   const absl::StatusOr<Manifest> read = DecodeManifest(Sealed(json));
   ASSERT_TRUE(read.ok()) << read.status();
   manifest.subject.last_step.reset();
+  manifest.subject.updates = manifest.subject.step;
   EXPECT_EQ(read->subject, manifest.subject);
   EXPECT_EQ(read->saved_at, absl::UnixEpoch());
   EXPECT_FALSE(read->automatic);

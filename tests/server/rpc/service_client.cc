@@ -202,6 +202,8 @@ class TestClientImpl final : public TestClient {
   absl::StatusOr<std::string> ReadTensor(const v1::ReadTensorRequest& request) override;
   absl::Status WriteTensor(const v1::OpenTensor& open, absl::string_view payload,
                            size_t message_bytes) override;
+  absl::StatusOr<v1::AddGradientResponse> AddGradient(const v1::OpenGradient& open, absl::string_view payload,
+                                                      size_t message_bytes) override;
 
  private:
   template <typename Response, typename Request>
@@ -295,14 +297,11 @@ absl::StatusOr<std::string> TestClientImpl::ReadTensor(const v1::ReadTensorReque
   return bytes;
 }
 
-absl::Status TestClientImpl::WriteTensor(const v1::OpenTensor& open, absl::string_view payload,
-                                         size_t message_bytes) {
-  grpc::ClientContext context;
-  SetDeadline(&context, kTestDeadline);
-  v1::WriteTensorResponse response;
-  const std::unique_ptr<grpc::ClientWriter<v1::WriteTensorRequest>> writer =
-      heads_->WriteTensor(&context, &response);
-  v1::WriteTensorRequest request;
+// Sends `payload` in messages, the first of which has `open`.
+template <typename Request, typename Open>
+grpc::Status SendRows(grpc::ClientWriter<Request>* writer, const Open& open, absl::string_view payload,
+                      size_t message_bytes) {
+  Request request;
   *request.mutable_open() = open;
   do {
     request.set_payload(std::string(payload.substr(0, message_bytes)));
@@ -311,7 +310,28 @@ absl::Status TestClientImpl::WriteTensor(const v1::OpenTensor& open, absl::strin
     request.Clear();
   } while (!payload.empty());
   writer->WritesDone();
-  return wire::FromGrpcStatus(writer->Finish());
+  return writer->Finish();
+}
+
+absl::Status TestClientImpl::WriteTensor(const v1::OpenTensor& open, absl::string_view payload,
+                                         size_t message_bytes) {
+  grpc::ClientContext context;
+  SetDeadline(&context, kTestDeadline);
+  v1::WriteTensorResponse response;
+  const auto writer = heads_->WriteTensor(&context, &response);
+  return wire::FromGrpcStatus(SendRows(writer.get(), open, payload, message_bytes));
+}
+
+absl::StatusOr<v1::AddGradientResponse> TestClientImpl::AddGradient(const v1::OpenGradient& open,
+                                                                    absl::string_view payload,
+                                                                    size_t message_bytes) {
+  grpc::ClientContext context;
+  SetDeadline(&context, kTestDeadline);
+  v1::AddGradientResponse response;
+  const auto writer = heads_->AddGradient(&context, &response);
+  const grpc::Status status = SendRows(writer.get(), open, payload, message_bytes);
+  if (!status.ok()) return wire::FromGrpcStatus(status);
+  return response;
 }
 
 }  // namespace

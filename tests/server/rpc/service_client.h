@@ -99,6 +99,10 @@ class TestClient {
   virtual absl::Status WriteTensor(const v1::OpenTensor& open, absl::string_view payload,
                                    size_t message_bytes = size_t{1} << 20) = 0;
 
+  virtual absl::StatusOr<v1::AddGradientResponse> AddGradient(const v1::OpenGradient& open,
+                                                              absl::string_view payload,
+                                                              size_t message_bytes = size_t{1} << 20) = 0;
+
   // fp32 shorthands.
   absl::StatusOr<std::vector<float>> Read(const std::string& head, v1::Param param, v1::Role role);
   absl::Status Write(const std::string& head, v1::Param param, absl::Span<const float> values);
