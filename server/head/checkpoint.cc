@@ -62,42 +62,55 @@ int64_t Bytes(const kernels::TensorShape& shape) {
   return shape.elements() * static_cast<int64_t>(sizeof(float));
 }
 
-// The tensors of one checkpoint on their way from the source to the file: this thread reads, another writes.
-class TensorWriter {
+absl::Status WriteFile(Disk* disk, const std::string& path, const std::string& text) {
+  absl::StatusOr<std::unique_ptr<formats::OutputFile>> file = disk->CreateFile(path);
+  if (!file.ok()) return file.status();
+  absl::Status status = (*file)->Append(AsBytes(text));
+  if (status.ok()) status = (*file)->Sync();
+  if (status.ok()) status = (*file)->Close();
+  return status;
+}
+
+absl::StatusOr<int64_t> FileBytes(const std::string& path) {
+  struct stat status {};
+  if (stat(path.c_str(), &status) != 0) return FileError(path, "stat", errno);
+  return status.st_size;
+}
+
+// One save: the calling thread reads from the source, a thread of its own does all that concerns the disk.
+class Save {
  public:
-  TensorWriter(const kernels::HeadConfig& config, const SaveOptions& options)
-      : config_(config), options_(options), ids_(CheckpointTensors(config)), checksums_(ids_.size()) {
+  Save(const std::string& directory, const std::string& name, bool automatic,
+       const CheckpointSubject& subject, const SaveOptions& options)
+      : directory_(directory),
+        name_(name),
+        automatic_(automatic),
+        subject_(subject),
+        options_(options),
+        ids_(CheckpointTensors(subject.config)),
+        ahead_(BufferBytes(), BufferCount()) {
     for (const kernels::TensorId id : ids_) progress_.total_bytes += Bytes(ShapeOf(id));
   }
 
-  // Writes the file and returns its tensors' lines of the manifest.
-  absl::StatusOr<std::vector<ManifestTensor>> Write(const std::string& path, TensorSource source) {
-    absl::StatusOr<std::unique_ptr<formats::DataWriter>> writer = CreateFile(path);
-    if (!writer.ok()) {
-      options_.on_read();
-      return writer.status();
-    }
-    ReadAhead ahead(BufferBytes(), BufferCount());
-    std::thread disk_thread([&] { ServeDisk(ahead, **writer); });
-    absl::Status status = Read(ahead, source);
+  // Returns the bytes of the checkpoint.
+  absl::StatusOr<int64_t> Run(TensorSource source) {
+    absl::StatusOr<int64_t> bytes;
+    std::thread disk_thread([&] {
+      bytes = WriteCheckpoint();
+      ahead_.End(bytes.status());
+    });
+    absl::Status status = Read(source);
     options_.on_read();
-    ahead.Close(status);
-    status.Update(AwaitDisk(ahead));
+    ahead_.Close(status);
+    status.Update(AwaitDisk());
     disk_thread.join();
     if (!status.ok()) return status;
-    return Lines();
+    return bytes;
   }
 
  private:
-  kernels::TensorShape ShapeOf(kernels::TensorId id) const { return kernels::ShapeOf(config_, id.param); }
-
-  absl::StatusOr<std::unique_ptr<formats::DataWriter>> CreateFile(const std::string& path) {
-    std::vector<formats::SafetensorsSpec> specs;
-    for (const kernels::TensorId id : ids_) {
-      specs.push_back({TensorName(id), formats::DType::kFloat32, FileShape(config_, id.param)});
-    }
-    return formats::CreateSafetensors(
-        path, specs, {}, [this](const std::string& file) { return options_.disk->CreateFile(file); });
+  kernels::TensorShape ShapeOf(kernels::TensorId id) const {
+    return kernels::ShapeOf(subject_.config, id.param);
   }
 
   // Of a buffer that takes a slice of any tensor.
@@ -114,59 +127,44 @@ class TensorWriter {
     return std::max<int64_t>(2, options_.buffer_bytes / static_cast<int64_t>(BufferBytes()));
   }
 
-  // Moves everything from the source into `ahead`.
-  absl::Status Read(ReadAhead& ahead, TensorSource source) {
+  // ---- The calling thread ----
+
+  absl::Status Read(TensorSource source) {
     for (size_t tensor = 0; tensor < ids_.size(); ++tensor) {
       const kernels::TensorShape shape = ShapeOf(ids_[tensor]);
       const int64_t most_rows = SliceRows(shape, options_.slice_bytes);
       for (int64_t row = 0; row < shape.rows; row += most_rows) {
         const int64_t rows = std::min(most_rows, shape.rows - row);
-        absl::StatusOr<ReadAhead::Block> block = AwaitBlock(ahead);
+        absl::StatusOr<ReadAhead::Block> block = AwaitBlock();
         if (!block.ok()) return block.status();
         block->tensor = tensor;
         block->bytes = static_cast<size_t>(Bytes({rows, shape.cols}));
         if (absl::Status status = source(ids_[tensor], row, rows, block->span()); !status.ok()) return status;
         progress_.read_bytes += static_cast<int64_t>(block->bytes);
-        ahead.Put(*std::move(block));
+        ahead_.Put(*std::move(block));
         ReportIfDue();
       }
     }
     return absl::OkStatus();
   }
 
-  absl::StatusOr<ReadAhead::Block> AwaitBlock(ReadAhead& ahead) {
+  absl::StatusOr<ReadAhead::Block> AwaitBlock() {
     while (!options_.cancelled()) {
-      std::optional<ReadAhead::Block> block = ahead.Take(absl::Now() + kProgressInterval);
+      std::optional<ReadAhead::Block> block = ahead_.Take(absl::Now() + kProgressInterval);
       if (block.has_value()) return *std::move(block);
-      if (absl::Status status = ahead.result(); !status.ok()) return status;
+      if (absl::Status status = ahead_.result(); !status.ok()) return status;
       ReportIfDue();
     }
     return absl::CancelledError("the save was cancelled");
   }
 
   // Until everything is on the disk.
-  absl::Status AwaitDisk(ReadAhead& ahead) {
-    while (!ahead.WaitUntilEnded(absl::Now() + kProgressInterval)) {
-      if (options_.cancelled()) ahead.Close(absl::CancelledError("the save was cancelled"));
+  absl::Status AwaitDisk() {
+    while (!ahead_.WaitUntilEnded(absl::Now() + kProgressInterval)) {
+      if (options_.cancelled()) ahead_.Close(absl::CancelledError("the save was cancelled"));
       ReportIfDue();
     }
-    return ahead.result();
-  }
-
-  // On the disk's thread.
-  void ServeDisk(ReadAhead& ahead, formats::DataWriter& writer) {
-    absl::Status status;
-    while (status.ok()) {
-      std::optional<ReadAhead::Block> block = ahead.Next();
-      if (!block.has_value()) break;
-      checksums_[block->tensor].Update(block->span());
-      status = writer.Append(block->span());
-      written_bytes_ += static_cast<int64_t>(block->bytes);
-      ahead.GiveBack(*std::move(block));
-    }
-    status.Update(ahead.closed_with());
-    if (status.ok()) status = writer.Finish();
-    ahead.End(std::move(status));
+    return ahead_.result();
   }
 
   void ReportIfDue() {
@@ -176,56 +174,79 @@ class TensorWriter {
     options_.on_progress(progress_);
   }
 
-  std::vector<ManifestTensor> Lines() const {
+  // ---- The disk's thread ----
+
+  absl::StatusOr<int64_t> WriteCheckpoint() {
+    const absl::StatusOr<std::string> head_folder = HeadFolder(options_.disk, directory_, subject_.head);
+    if (!head_folder.ok()) return head_folder.status();
+    RemoveLeftovers(options_.disk, *head_folder);
+    absl::StatusOr<TemporaryFolder> folder = TemporaryFolder::Create(options_.disk, *head_folder, name_);
+    if (!folder.ok()) return folder.status();
+    const absl::StatusOr<int64_t> bytes = WriteFiles(*folder);
+    if (!bytes.ok()) return bytes;
+    absl::Status status = folder->Become(absl::StrCat(*head_folder, "/", name_));
+    if (status.ok()) status = options_.disk->SyncFolder(*head_folder);
+    if (!status.ok()) return status;
+    return bytes;
+  }
+
+  absl::StatusOr<int64_t> WriteFiles(const TemporaryFolder& folder) {
+    absl::StatusOr<std::vector<ManifestTensor>> tensors = WriteTensors(folder.File(kTensorFile));
+    if (!tensors.ok()) return tensors.status();
+    const absl::StatusOr<int64_t> file_bytes = FileBytes(folder.File(kTensorFile));
+    if (!file_bytes.ok()) return file_bytes.status();
+    const std::string manifest = EncodeManifest({.subject = subject_,
+                                                 .saved_at = absl::Now(),
+                                                 .automatic = automatic_,
+                                                 .file = kTensorFile,
+                                                 .file_bytes = *file_bytes,
+                                                 .tensors = *std::move(tensors)});
+    const absl::Status written = WriteFile(options_.disk, folder.File(kManifestFile), manifest);
+    if (!written.ok()) return written;
+    return *file_bytes + static_cast<int64_t>(manifest.size());
+  }
+
+  // Writes what the reading thread brings; returns the tensors' lines of the manifest.
+  absl::StatusOr<std::vector<ManifestTensor>> WriteTensors(const std::string& path) {
+    absl::StatusOr<std::unique_ptr<formats::DataWriter>> writer = CreateTensorFile(path);
+    if (!writer.ok()) return writer.status();
+    std::vector<Checksum> checksums(ids_.size());
+    while (std::optional<ReadAhead::Block> block = ahead_.Next()) {
+      checksums[block->tensor].Update(block->span());
+      if (absl::Status status = (*writer)->Append(block->span()); !status.ok()) return status;
+      written_bytes_ += static_cast<int64_t>(block->bytes);
+      ahead_.GiveBack(*std::move(block));
+    }
+    absl::Status status = ahead_.closed_with();
+    if (status.ok()) status = (*writer)->Finish();
+    if (!status.ok()) return status;
     std::vector<ManifestTensor> lines;
     for (size_t tensor = 0; tensor < ids_.size(); ++tensor) {
-      lines.push_back({TensorName(ids_[tensor]), Bytes(ShapeOf(ids_[tensor])), checksums_[tensor].Digest()});
+      lines.push_back({TensorName(ids_[tensor]), Bytes(ShapeOf(ids_[tensor])), checksums[tensor].Digest()});
     }
     return lines;
   }
 
-  const kernels::HeadConfig& config_;
+  absl::StatusOr<std::unique_ptr<formats::DataWriter>> CreateTensorFile(const std::string& path) const {
+    std::vector<formats::SafetensorsSpec> specs;
+    for (const kernels::TensorId id : ids_) {
+      specs.push_back({TensorName(id), formats::DType::kFloat32, FileShape(subject_.config, id.param)});
+    }
+    return formats::CreateSafetensors(
+        path, specs, {}, [this](const std::string& file) { return options_.disk->CreateFile(file); });
+  }
+
+  const std::string& directory_;
+  const std::string& name_;
+  const bool automatic_;
+  const CheckpointSubject& subject_;
   const SaveOptions& options_;
   const std::vector<kernels::TensorId> ids_;
+  ReadAhead ahead_;
   SaveProgress progress_;
   absl::Time next_report_ = absl::InfinitePast();
   std::atomic<int64_t> written_bytes_{0};
-  std::vector<Checksum> checksums_;  // the disk thread's, while there is one
 };
-
-absl::Status WriteFile(Disk* disk, const std::string& path, const std::string& text) {
-  absl::StatusOr<std::unique_ptr<formats::OutputFile>> file = disk->CreateFile(path);
-  if (!file.ok()) return file.status();
-  absl::Status status = (*file)->Append(AsBytes(text));
-  if (status.ok()) status = (*file)->Sync();
-  if (status.ok()) status = (*file)->Close();
-  return status;
-}
-
-absl::StatusOr<int64_t> FileBytes(const std::string& path) {
-  struct stat status {};
-  if (stat(path.c_str(), &status) != 0) return FileError(path, "stat", errno);
-  return status.st_size;
-}
-
-// Writes the files of a checkpoint into `folder` and returns their bytes.
-absl::StatusOr<int64_t> WriteFiles(const TemporaryFolder& folder, const CheckpointSubject& subject,
-                                   bool automatic, TensorSource source, const SaveOptions& options) {
-  TensorWriter writer(subject.config, options);
-  absl::StatusOr<std::vector<ManifestTensor>> tensors = writer.Write(folder.File(kTensorFile), source);
-  if (!tensors.ok()) return tensors.status();
-  const absl::StatusOr<int64_t> file_bytes = FileBytes(folder.File(kTensorFile));
-  if (!file_bytes.ok()) return file_bytes.status();
-  const std::string manifest = EncodeManifest({.subject = subject,
-                                               .saved_at = absl::Now(),
-                                               .automatic = automatic,
-                                               .file = kTensorFile,
-                                               .file_bytes = *file_bytes,
-                                               .tensors = *std::move(tensors)});
-  const absl::Status written = WriteFile(options.disk, folder.File(kManifestFile), manifest);
-  if (!written.ok()) return written;
-  return *file_bytes + static_cast<int64_t>(manifest.size());
-}
 
 absl::Status CheckFree(const std::string& path) {
   struct stat existing {};
@@ -280,18 +301,9 @@ absl::StatusOr<int64_t> SaveCheckpoint(const std::string& directory, absl::strin
   if (absl::Status status = ValidateName("head", subject.head); !status.ok()) return status;
   if (absl::Status status = ValidateName("name", full_name); !status.ok()) return status;
   if (absl::Status status = kernels::Validate(subject.config); !status.ok()) return status;
-  const absl::StatusOr<std::string> head_folder = HeadFolder(options.disk, directory, subject.head);
-  if (!head_folder.ok()) return head_folder.status();
-  RemoveLeftovers(options.disk, *head_folder);
-  const std::string target = absl::StrCat(*head_folder, "/", full_name);
-  if (absl::Status status = CheckFree(target); !status.ok()) return status;
-  absl::StatusOr<TemporaryFolder> folder = TemporaryFolder::Create(options.disk, *head_folder, full_name);
-  if (!folder.ok()) return folder.status();
-  absl::StatusOr<int64_t> bytes = WriteFiles(*folder, subject, automatic, source, options);
-  if (!bytes.ok()) return bytes;
-  if (absl::Status status = folder->Become(target); !status.ok()) return status;
-  if (absl::Status status = options.disk->SyncFolder(*head_folder); !status.ok()) return status;
-  return bytes;
+  const absl::Status free = CheckFree(absl::StrCat(directory, "/", subject.head, "/", full_name));
+  if (!free.ok()) return free;
+  return Save(directory, full_name, automatic, subject, options).Run(source);
 }
 
 absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(const std::string& directory,

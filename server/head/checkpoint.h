@@ -74,7 +74,8 @@ std::string AutomaticName(uint64_t step);
 // manifest says so. The directory must exist. On an error nothing is left behind but an empty <head> folder;
 // only if the very last fsync fails the checkpoint stays. Leftovers of earlier saves of the head are removed.
 //
-// The source is called by this thread, ahead of the disk, which another thread serves.
+// The source is called by this thread, ahead of the disk, which another thread serves: reading waits for the
+// disk only once the buffer is full.
 absl::StatusOr<int64_t> SaveCheckpoint(const std::string& directory, absl::string_view name,
                                        const CheckpointSubject& subject, TensorSource source,
                                        const SaveOptions& options = {});
