@@ -198,8 +198,8 @@ TEST_F(LossctlTest, ATrainingStep) {
 
 TEST_F(LossctlTest, ListsCheckpoints) {
   EXPECT_EQ(Run("checkpoints").out,
-            "CHECKPOINT            STEP      SIZE  SAVED                                    NAMED BY\n"
-            "head/step-0000000007     7  3.00 MiB  2023-11-14 22:13:20Z                     server\n"
+            "CHECKPOINT            STEP      SIZE  SAVED                                   NAMED BY\n"
+            "head/step-0000000007     7  3.00 MiB  2023-11-14 22:13:20Z                    server\n"
             "head/damaged                          the manifest's checksum does not match\n"
             "and 2 more\n");
   const auto list = Json("checkpoints head");
