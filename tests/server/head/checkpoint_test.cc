@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cmath>
 #include <functional>
+#include <iostream>
 #include <nlohmann/json.hpp>
 
 #include "server/head/checkpoint_store.h"
@@ -274,6 +275,8 @@ TEST_F(CheckpointTest, FlippedBitsAreFound) {
   ASSERT_TRUE(Save(subject, head, "x").ok());
   const auto tensors =
       formats::SafetensorsReader::Open(root_ + "/lm/x/tensors.safetensors").value()->tensors();
+  int flips = 0;
+  int harmless = 0;
   for (const char* file : {"manifest.json", "tensors.safetensors"}) {
     const std::string path = root_ + "/lm/x/" + file;
     const std::string whole = test::ReadWholeFile(path);
@@ -282,10 +285,12 @@ TEST_F(CheckpointTest, FlippedBitsAreFound) {
       const int bit = static_cast<int>(Below(8));
       damaged[at] = static_cast<char>(damaged[at] ^ (1 << bit));
       test::WriteWholeFile(path, damaged);
+      ++flips;
       Head untouched("lm", std::make_unique<MemoryKernels>(subject.config));
       int calls = 0;
       const absl::Status status = Load("lm/x", untouched, &calls);
       if (status.ok()) {
+        ++harmless;
         // Another spelling of the same JSON, e.g. 1E-06 for 1e-06.
         EXPECT_EQ(CheckpointReader::Open(root_, "lm/x").value()->subject(), subject) << file << " " << at;
         ExpectSameButGradients(untouched, head);
@@ -295,6 +300,8 @@ TEST_F(CheckpointTest, FlippedBitsAreFound) {
                   testing::AnyOf(absl::StatusCode::kDataLoss, absl::StatusCode::kFailedPrecondition))
           << status;
       EXPECT_EQ(calls, 0) << file << " byte " << at << " bit " << bit;
+      EXPECT_THAT(std::string(status.message()),
+                  HasSubstr(std::string(file) == "manifest.json" ? "manifest" : "tensor"));
       for (const formats::SafetensorsInfo& tensor : tensors) {
         const auto byte = static_cast<int64_t>(at);
         if (std::string(file) != "tensors.safetensors" || byte < tensor.begin ||
@@ -305,6 +312,7 @@ TEST_F(CheckpointTest, FlippedBitsAreFound) {
     }
     test::WriteWholeFile(path, whole);
   }
+  std::cout << flips << " bits flipped, " << harmless << " of them without a change of meaning" << std::endl;
   int calls = 0;
   EXPECT_TRUE(Load("lm/x", head, &calls).ok());
 }
