@@ -30,6 +30,8 @@ struct Head {
   std::map<v1::Param, std::vector<float>> values;
   std::vector<double> weight_gradient;            // [V], of the first column
   std::map<uint64_t, std::set<uint64_t>> ledger;  // microbatch id -> rows
+  std::map<uint64_t, std::set<uint64_t>> added;   // contribution id -> rows
+  uint64_t updates = 0;
   uint64_t total_rows = 0;
   v1::ApplyStepResponse last_step;
   struct Retained {
@@ -126,6 +128,8 @@ struct FakeServer::State {
     description.mutable_memory()->set_weights(parameters * 4);
     description.mutable_memory()->set_gradients(parameters * 4);
     description.set_step_microbatches(head.ledger.size());
+    description.set_step_contributions(head.added.size());
+    description.set_updates(head.updates);
     for (const auto& [id, seen] : head.ledger)
       description.set_step_rows(description.step_rows() + seen.size());
     description.set_total_rows(head.total_rows);
@@ -136,6 +140,7 @@ struct FakeServer::State {
     incarnation = absl::Uniform<uint64_t>(absl::IntervalClosed, random, 1, ~uint64_t{0});
     for (auto& [name, head] : heads) {
       head.ledger.clear();
+      head.added.clear();
       std::fill(head.weight_gradient.begin(), head.weight_gradient.end(), 0.0);
     }
   }
@@ -156,6 +161,7 @@ struct FakeServer::State {
   uint64_t streams_seen ABSL_GUARDED_BY(mu) = 0;
   uint64_t describes_seen ABSL_GUARDED_BY(mu) = 0;
   uint64_t slices_seen ABSL_GUARDED_BY(mu) = 0;
+  uint64_t additions_seen ABSL_GUARDED_BY(mu) = 0;
   uint64_t rows_seen ABSL_GUARDED_BY(mu) = 0;
   int port = 0;
 
@@ -535,6 +541,24 @@ class FakeServer::State::HeadService : public v1::HeadService::Service {
     return grpc::Status::OK;
   }
 
+  grpc::Status AddGradient(grpc::ServerContext*, grpc::ServerReader<v1::AddGradientRequest>* reader,
+                           v1::AddGradientResponse* response) override {
+    v1::AddGradientRequest request;
+    v1::OpenGradient open;
+    uint64_t row = 0;
+    while (reader->Read(&request)) {
+      if (request.has_open()) {
+        open = request.open();
+        row = open.rows().begin();
+      }
+      grpc::Status status = AddRows(open, request.payload(), &row, response);
+      if (!status.ok()) return status;
+    }
+    response->mutable_rows()->set_begin(open.rows().begin());
+    response->mutable_rows()->set_end(row);
+    return grpc::Status::OK;
+  }
+
   grpc::Status GradNorm(grpc::ServerContext*, const v1::GradNormRequest* request,
                         v1::GradNormResponse* response) override {
     absl::MutexLock lock(&state_->mu);
@@ -571,11 +595,19 @@ class FakeServer::State::HeadService : public v1::HeadService::Service {
     }
     response->set_grad_norm(Norm(*head));
     response->set_microbatches(head->ledger.size());
+    response->set_contributions(head->added.size());
     response->set_rows(rows);
+    response->set_skipped(!std::isfinite(Norm(*head)));
+    if (response->skipped() && !request->skip_non_finite()) {
+      return state_->Error(grpc::StatusCode::FAILED_PRECONDITION, "the norm is not finite",
+                           "skip_non_finite");
+    }
+    if (!response->skipped()) ++head->updates;
     ++head->step;
     *response->mutable_state() = state_->StateOf(*head);
     response->set_applied_incarnation(response->state().incarnation());
     head->ledger.clear();
+    head->added.clear();
     std::fill(head->weight_gradient.begin(), head->weight_gradient.end(), 0.0);
     head->last_step = *response;
     // The step was applied, but the answer is lost.
@@ -590,6 +622,7 @@ class FakeServer::State::HeadService : public v1::HeadService::Service {
     Head* head = state_->Find(request->head());
     if (head == nullptr) return state_->NotFound(request->head());
     head->ledger.clear();
+    head->added.clear();
     std::fill(head->weight_gradient.begin(), head->weight_gradient.end(), 0.0);
     *response->mutable_state() = state_->StateOf(*head);
     return grpc::Status::OK;
@@ -650,6 +683,33 @@ class FakeServer::State::HeadService : public v1::HeadService::Service {
   }
 
  private:
+  // Adds a message's rows, from `row` on, and moves `row` behind them. open.rows is set.
+  grpc::Status AddRows(const v1::OpenGradient& open, const std::string& payload, uint64_t* row,
+                       v1::AddGradientResponse* response) {
+    absl::MutexLock lock(&state_->mu);
+    ++state_->additions_seen;
+    const int code = state_->faults.fail_add ? state_->faults.fail_add(state_->additions_seen) : 0;
+    if (code != 0 && state_->faults.restart_on_failure) state_->Restart();
+    if (code != 0) return grpc::Status(static_cast<grpc::StatusCode>(code), "injected fault");
+    Head* head = state_->Find(open.head());
+    if (head == nullptr) return state_->NotFound(open.head());
+    if (open.step() != head->step) {
+      return state_->Error(grpc::StatusCode::FAILED_PRECONDITION, "the step is not open", "open.step");
+    }
+    const uint64_t d = head->spec.hidden_size();
+    const std::vector<float> values = ToFloats(payload, open.dtype());
+    for (size_t i = 0; i < values.size(); i += d, ++*row) {
+      if (head->added[open.contribution_id()].insert(*row).second) {
+        head->weight_gradient[*row] += (open.has_scale() ? open.scale() : 1.0f) * values[i];
+        response->set_added_rows(response->added_rows() + 1);
+      } else {
+        response->set_repeated_rows(response->repeated_rows() + 1);
+      }
+    }
+    *response->mutable_state() = state_->StateOf(*head);
+    return grpc::Status::OK;
+  }
+
   static double Norm(const Head& head) {
     double sum = 0;
     for (double g : head.weight_gradient) sum += g * g;
