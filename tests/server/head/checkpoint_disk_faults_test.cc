@@ -15,10 +15,10 @@ using testing::Each;
 using testing::HasSubstr;
 using testing::Not;
 
-class CheckpointFaultsTest : public CheckpointTest {
+class CheckpointDiskFaultsTest : public CheckpointTest {
  protected:
   // Two automatic checkpoints, of steps 1 and 2, and a head at step 3.
-  CheckpointFaultsTest() {
+  CheckpointDiskFaultsTest() {
     for (uint64_t step = 1; step <= 3; ++step) {
       subject_.step = step;
       heads_.emplace_back(new Head(RandomHead(subject_)));
@@ -104,13 +104,13 @@ class CheckpointFaultsTest : public CheckpointTest {
   std::vector<std::unique_ptr<Head>> heads_;
 };
 
-TEST_F(CheckpointFaultsTest, DiskFull) { TryAll(Fault::kError, ENOSPC); }
+TEST_F(CheckpointDiskFaultsTest, DiskFull) { TryAll(Fault::kError, ENOSPC); }
 
-TEST_F(CheckpointFaultsTest, DiskError) { TryAll(Fault::kError, EIO); }
+TEST_F(CheckpointDiskFaultsTest, DiskError) { TryAll(Fault::kError, EIO); }
 
-TEST_F(CheckpointFaultsTest, ProcessKilled) { TryAll(Fault::kKill, 0); }
+TEST_F(CheckpointDiskFaultsTest, ProcessKilled) { TryAll(Fault::kKill, 0); }
 
-TEST_F(CheckpointFaultsTest, PowerLost) {
+TEST_F(CheckpointDiskFaultsTest, PowerLost) {
   for (int round = 0; round < 5 && !HasFailure(); ++round) TryAll(Fault::kPowerLoss, 0);
 }
 
