@@ -20,6 +20,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/numbers.h"
+#include "absl/strings/str_replace.h"
 #include "absl/time/time.h"
 #include "client/cpp/client.h"
 #include "tests/faults/fault_proxy.h"
@@ -45,7 +46,7 @@ class FaultsTest : public testing::Test {
   void TearDown() override {
     for (const auto& [what, count] : tried_) {
       std::cout << "tried: " << count << " " << what << "\n";
-      RecordProperty(what, static_cast<int>(count));
+      RecordProperty(absl::StrReplaceAll(what, {{" ", "_"}}), static_cast<int>(count));
     }
   }
 

@@ -115,10 +115,10 @@ absl::Status SmallTrainer::Receive(uint64_t id, SentMicrobatch& sent) {
 
 void SmallTrainer::Repeat() { received_.assign(received_.size(), false); }
 
-v1::ApplyStepRequest SmallTrainer::StepRequest() const {
+v1::ApplyStepRequest SmallTrainer::StepRequest(uint64_t step) const {
   v1::ApplyStepRequest request;
   request.set_head(shape_.head);
-  request.set_step(step_);
+  request.set_step(step);
   request.mutable_optimizer()->mutable_adamw()->set_learning_rate(1e-2);
   request.mutable_optimizer()->mutable_adamw()->set_weight_decay(0.1);
   for (uint64_t id = 0; id < shape_.microbatches; ++id) request.add_expected_microbatches(id);

@@ -63,7 +63,9 @@ class SmallTrainer {
   // The server has lost the step: all its microbatches are to be sent again.
   void Repeat();
 
-  v1::ApplyStepRequest StepRequest() const;
+  // Of the step under way, or of an earlier one.
+  v1::ApplyStepRequest StepRequest(uint64_t step) const;
+  v1::ApplyStepRequest StepRequest() const { return StepRequest(step_); }
   // Moves the hidden states. To be called when all microbatches were received; then the step is the next one.
   void Advance();
 
