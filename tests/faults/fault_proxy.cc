@@ -122,7 +122,9 @@ void FaultProxy::ArmEach(std::function<Fault()> next) {
 }
 
 bool FaultProxy::fired() const {
+  const auto quiet = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !calling_; };
   absl::MutexLock lock(&mu_);
+  mu_.Await(absl::Condition(&quiet));
   return fired_;
 }
 
@@ -225,12 +227,17 @@ std::optional<FaultProxy::Happening> FaultProxy::Pass(Direction direction, size_
   if (next_ != nullptr) armed_ = next_();
   passed_ = 0;
   fired_ = true;
+  calling_ = happening.fault.call != nullptr;
   return happening;
 }
 
 bool FaultProxy::Act(Connection& connection, const Happening& happening) {
   const Fault& fault = happening.fault;
-  if (fault.call != nullptr) fault.call();
+  if (fault.call != nullptr) {
+    fault.call();
+    absl::MutexLock lock(&mu_);
+    calling_ = false;
+  }
   switch (fault.action) {
     case Fault::Action::kReset:
     case Fault::Action::kClose:

@@ -60,7 +60,7 @@ class FaultProxy {
   void Arm(Fault fault);
   // Arms next(), and again whenever that fault has happened.
   void ArmEach(std::function<Fault()> next);
-  // Whether the fault armed last has happened.
+  // Whether the fault armed last has happened. Waits for its call, if that is running.
   bool fired() const;
   // Everything that arrives is held for a random time up to this.
   void Delay(absl::Duration most);
@@ -103,6 +103,7 @@ class FaultProxy {
   std::optional<Fault> armed_ ABSL_GUARDED_BY(mu_);
   std::function<Fault()> next_ ABSL_GUARDED_BY(mu_);
   bool fired_ ABSL_GUARDED_BY(mu_) = false;
+  bool calling_ ABSL_GUARDED_BY(mu_) = false;
   int64_t heals_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t passed_ ABSL_GUARDED_BY(mu_) = 0;  // in the armed fault's direction and unit
   std::array<int64_t, 2> messages_ ABSL_GUARDED_BY(mu_) = {0, 0};

@@ -80,7 +80,7 @@ class SmallTrainer {
  private:
   std::vector<int32_t> Targets(uint64_t id) const;
 
-  const RunShape shape_;
+  RunShape shape_;
   uint64_t step_ = 0;
   std::vector<std::vector<float>> hidden_;
   std::vector<std::vector<float>> last_losses_;
@@ -109,7 +109,7 @@ std::string Difference(const RunImage& got, const RunImage& want);
 class UndisturbedRun {
  public:
   UndisturbedRun(const RunShape& shape, const std::string& lossd, const std::vector<std::string>& flags);
-  // The image after so many steps, which must not be fewer than in an earlier call.
+  // The image after so many steps. Those of the last steps asked for are kept.
   const RunImage& After(uint64_t steps);
 
  private:
@@ -117,7 +117,7 @@ class UndisturbedRun {
   ServerProcess server_;
   std::unique_ptr<client::Client> client_;
   SmallTrainer trainer_;
-  RunImage image_;
+  std::map<uint64_t, RunImage> images_;  // by steps
 };
 
 }  // namespace lossd::test
