@@ -19,35 +19,28 @@ constexpr int32_t kIgnored = -100;
 constexpr float kRate = 0.5f;  // of the hidden states
 
 bool SameBits(absl::Span<const float> a, absl::Span<const float> b) {
-  if (a.size() == b.size()) {
-    double e = 0, n = 0;
-    for (size_t i = 0; i < a.size(); ++i) {
-      e += (a[i] - b[i]) * (a[i] - b[i]);
-      n += b[i] * b[i];
+  return a.size() == b.size() &&
+         (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+}
+
+struct HeadTensor {
+  v1::Param param;
+  v1::Role role;
+};
+
+std::string Name(const HeadTensor& tensor) {
+  return absl::StrCat(v1::Param_Name(tensor.param), " ", v1::Role_Name(tensor.role));
+}
+
+std::vector<HeadTensor> HeadTensors() {
+  std::vector<HeadTensor> tensors;
+  for (const v1::Param param : {v1::PARAM_WEIGHT, v1::PARAM_BIAS, v1::PARAM_NORM_GAIN}) {
+    for (const v1::Role role : {v1::ROLE_VALUE, v1::ROLE_MOMENT1, v1::ROLE_MOMENT2}) {
+      tensors.push_back({param, role});
     }
-    if (e <= 1e-6 * n) return true;
-    return a.size() == b.size() &&
-           (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
   }
-
-  struct HeadTensor {
-    v1::Param param;
-    v1::Role role;
-  };
-
-  std::string Name(const HeadTensor& tensor) {
-    return absl::StrCat(v1::Param_Name(tensor.param), " ", v1::Role_Name(tensor.role));
-  }
-
-  std::vector<HeadTensor> HeadTensors() {
-    std::vector<HeadTensor> tensors;
-    for (const v1::Param param : {v1::PARAM_WEIGHT, v1::PARAM_BIAS, v1::PARAM_NORM_GAIN}) {
-      for (const v1::Role role : {v1::ROLE_VALUE, v1::ROLE_MOMENT1, v1::ROLE_MOMENT2}) {
-        tensors.push_back({param, role});
-      }
-    }
-    return tensors;
-  }
+  return tensors;
+}
 
 }  // namespace
 
