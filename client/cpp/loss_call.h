@@ -69,6 +69,8 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
 
   uint64_t SliceRows() const;
   StreamJob MakeJob(Rows rows, uint64_t slice_rows) const;
+  // The server process that has earlier rows of the step, or of this call; nullopt: none has.
+  std::optional<uint64_t> KnownIncarnation() const;
   void AddSummary(const v1::MicrobatchSummary& summary);
   // The error as the caller should see it: ABORTED if it comes from a restarted server.
   absl::Status Interpret(const absl::Status& status) const;

@@ -173,6 +173,10 @@ absl::StatusOr<v1::GradNormResponse> HeadOperations::GradNorm(const v1::GradNorm
 }
 
 absl::StatusOr<v1::ApplyStepResponse> HeadOperations::ApplyStep(const v1::ApplyStepRequest& request) {
+  if (request.has_incarnation()) {
+    const absl::Status meant = CheckIncarnation("incarnation", request.incarnation(), engine_->incarnation());
+    if (!meant.ok()) return meant;
+  }
   const absl::StatusOr<kernels::OptimizerOptions> optimizer =
       ToOptimizerOptions(request.optimizer(), "optimizer.");
   if (!optimizer.ok()) return optimizer.status();

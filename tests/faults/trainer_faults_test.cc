@@ -117,9 +117,11 @@ TEST_F(TrainerFaultsTest, AnotherMicrobatchUnderTheSameNameIsRefused) {
   for (int64_t i = 0; i < Scaled(5); ++i) {
     SmallTrainer other(RunShape{.seed = seed_ + 1});  // has other targets
     other.Decode(trainer_.Encode());
+    for (uint64_t id = 0; id < shape_.microbatches; ++id) {
+      const auto sent = trainer_.Send(AnyClient(), id, AnyTravel());
+      ASSERT_TRUE(trainer_.Receive(id, *sent).ok());
+    }
     const uint64_t id = AnyOrder()[0];
-    const auto sent = trainer_.Send(AnyClient(), id, AnyTravel());
-    ASSERT_TRUE(trainer_.Receive(id, *sent).ok());
     const absl::Status refused = other.Send(AnyClient(), id, AnyTravel())->pending.Wait().status();
     EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
     EXPECT_THAT(std::string(refused.message()), HasSubstr("opened before with another target"));
