@@ -137,6 +137,11 @@ class DamagedCheckpointTest : public CheckpointFaultsTest {
     return std::string(loaded.status().message());
   }
 
+  // Where the JSON text before `end` ends; blanks after it mean nothing.
+  static int64_t EndOfJson(const std::string& content, size_t end) {
+    return static_cast<int64_t>(content.rfind('}', end)) + 1;
+  }
+
   // The step goes on where it was.
   void ExpectNothingChanged() {
     Train();
@@ -162,8 +167,7 @@ TEST_F(DamagedCheckpointTest, WrongBitInATensorIsRefusedByName) {
 TEST_F(DamagedCheckpointTest, WrongBitInAHeaderIsRefused) {
   for (const std::string file : {kTensors, kManifest}) {
     const std::string good = ReadWholeFile(HeadFolder() + "/good" + file);
-    const auto header = static_cast<size_t>(file == kTensors ? tensors_->tensors()[0].begin : good.size());
-    const auto most = static_cast<int64_t>(good.rfind('}', header)) + 1;  // blanks after it mean nothing
+    const int64_t most = EndOfJson(good, file == kTensors ? tensors_->tensors()[0].begin : good.size());
     for (int64_t i = 0; i < Scaled(100); ++i) {
       std::string content = good;
       const int64_t at = Draw(most - 1), bit = Draw(7);
@@ -179,8 +183,9 @@ TEST_F(DamagedCheckpointTest, WrongBitInAHeaderIsRefused) {
 TEST_F(DamagedCheckpointTest, ShortFileIsRefused) {
   for (const std::string file : {kTensors, kManifest}) {
     const std::string good = ReadWholeFile(HeadFolder() + "/good" + file);
+    const int64_t most = file == kTensors ? good.size() : EndOfJson(good, good.size());
     for (int64_t i = 0; i < Scaled(30); ++i) {
-      const int64_t size = i == 0 ? 0 : Draw(static_cast<int64_t>(good.size()) - 1);
+      const int64_t size = i == 0 ? 0 : Draw(most - 1);
       RefusalOf(file, good.substr(0, static_cast<size_t>(size)));
       ASSERT_FALSE(HasFailure()) << file << ", " << size << " bytes";
       Count("files cut short");
