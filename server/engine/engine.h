@@ -8,10 +8,11 @@
 // and must not be called from a StreamObserver.
 //
 // Order. Work on one head takes effect in the order of submission: an operation on a head sees all
-// slices submitted before it, and heads take turns.
+// slices submitted before it, and heads take turns. On a deterministic engine rows are accumulated in an
+// order of their own (sequencer.h), and an operation sees all groups that were complete before it.
 //
 // Memory. Slices live in staging buffers acquired by the caller, so the queue is bounded by the pool;
-// operations on a head are bounded by max_queued_operations.
+// operations on a head are bounded by max_queued_operations, slices that wait for their turn by one a stream.
 #ifndef LOSSD_SERVER_ENGINE_ENGINE_H_
 #define LOSSD_SERVER_ENGINE_ENGINE_H_
 
@@ -43,6 +44,10 @@ struct EngineOptions {
   int64_t max_queued_operations = 64;          // waiting for the device, per head
   int64_t max_ledger_rows = int64_t{1} << 26;  // rows remembered per head and step (5 to 9 bytes each)
   int64_t retained_bytes = 0;                  // hidden states of deferred microbatches; 0: none are kept
+  // Weight gradients are sums in an order of their own (server/engine/sequencer.h), so that the same
+  // microbatches give the same bits whatever arrives first. Each trainable head takes up to staging_bytes
+  // besides the pool.
+  bool deterministic = false;
 };
 
 // Told about work as it happens, for metrics. Called on the engine's threads; must not block and must
@@ -70,6 +75,10 @@ struct HeadSnapshot {
   int64_t queued_slices = 0;
   int64_t step_microbatches = 0;
   int64_t retained_microbatches = 0;
+  // Deterministic mode: slices that wait for their turn outside the staging memory, and for what, e.g.
+  // "microbatch 3, rows [0, 128)"; empty if no slice waits.
+  int64_t waiting_slices = 0;
+  std::string waits_for;
   int64_t step_rows = 0;   // valid rows accumulated in the open step
   int64_t total_rows = 0;  // computed since the head was added
 };
@@ -77,6 +86,7 @@ struct HeadSnapshot {
 struct EngineStats {
   int64_t open_streams = 0;
   int64_t queued_slices = 0;
+  int64_t waiting_slices = 0;  // deterministic mode: for their turn
   int64_t queued_rows = 0;
   int64_t staging_buffers = 0;
   int64_t staging_buffers_free = 0;
@@ -114,7 +124,13 @@ class Stream {
 
   // Lets results flow; nothing reaches the observer before. Call once.
   virtual void Start() = 0;
-  // Hands over one slice: hidden states [rows, D] at the front of `buffer`, `bytes` long. A slice that
+  // Asks where to put the hidden states of the next slice, `bytes` of them (ignored for retained rows). One
+  // request at a time. Usually the answer is a free buffer of the staging pool; on a deterministic engine,
+  // for a stream that accumulates, it is room for just these rows, once it is their turn, and a slice that
+  // breaks a rule fails the stream.
+  virtual void RequestRoom(RowRange rows, int64_t bytes, RoomWaiter waiter) = 0;
+  // Hands over one slice: hidden states [rows, D] at the front of `buffer`, `bytes` long. `buffer` comes from
+  // RequestRoom for the same rows or, unless limits().row_grid is set, from the staging pool. A slice that
   // breaks a rule fails the stream through OnFinished.
   virtual void Submit(RowRange rows, StagingBuffer buffer, int64_t bytes) = 0;
   // Streams of OpenBackward: the slices to submit, and their submission. `buffer` receives dL/dx; it may be

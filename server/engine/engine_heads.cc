@@ -54,6 +54,10 @@ absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadC
     entry->chunk_rows = (*kernels)->chunk_rows();
     entry->memory = (*kernels)->memory();
     entry->step = step;
+    if (status = AllocateGroups(*entry); !status.ok()) {
+      entries_.erase(entry->name);
+      return;
+    }
     entry->head = std::make_unique<head::Head>(entry->name, *std::move(kernels));
   });
   return ran.ok() ? status : ran;
@@ -93,17 +97,20 @@ absl::Status EngineImpl::DeleteHead(absl::string_view name) {
 }
 
 HeadSnapshot EngineImpl::Snapshot(const Entry& entry) const {
+  const bool in_order = entry.sequencer != nullptr;
   return {.name = entry.name,
           .config = entry.config,
           .compute_dtype = entry.compute_dtype,
           .state = {.incarnation = incarnation_, .step = entry.step},
-          .limits = {.max_rows = entry.chunk_rows, .max_bytes = options_.slice_bytes},
+          .limits = LimitsFor(entry, entry.config.trainable),
           .chunk_rows = entry.chunk_rows,
           .memory = entry.memory,
           .open_streams = static_cast<int64_t>(entry.streams.size()),
-          .queued_slices = entry.queue.slices(),
+          .queued_slices = entry.queue.slices() + (in_order ? entry.sequencer->attached_slices() : 0),
           .step_microbatches = entry.ledger.microbatches(),
           .retained_microbatches = entry.deferred.size(),
+          .waiting_slices = in_order ? entry.sequencer->waiting_slices() : 0,
+          .waits_for = in_order ? entry.sequencer->WaitsFor() : "",
           .step_rows = entry.ledger.accumulated_rows(),
           .total_rows = entry.total_rows};
 }
@@ -134,6 +141,10 @@ EngineStats EngineImpl::stats() const {
   for (const auto& [name, entry] : entries_) {
     stats.queued_slices += entry->queue.slices();
     stats.queued_rows += entry->queue.rows();
+    if (entry->sequencer != nullptr) {
+      stats.queued_slices += entry->sequencer->attached_slices();
+      stats.waiting_slices += entry->sequencer->waiting_slices();
+    }
     stats.heads += entry->published ? 1 : 0;
     stats.ledger_rows += entry->ledger.declared_rows();
     stats.ledger_bytes += entry->ledger.bytes();
@@ -156,6 +167,7 @@ absl::Status EngineImpl::OnDevice(absl::string_view name,
       return absl::ResourceExhaustedError(absl::StrCat("head ", name, " has ", (*entry)->queue.operations(),
                                                        " operations waiting, the most allowed"));
     }
+    queued.arrival = ++(*entry)->arrivals;
     (*entry)->queue.Push(&queued);
     work_.Signal();
   }
@@ -203,6 +215,10 @@ absl::Status EngineImpl::CheckStepComplete(const Entry& entry, const StepRequest
     lines.push_back(absl::StrCat("rows: ", rows, " accumulated, ", *request.expected_rows, " expected"));
   }
   if (lines.empty()) return absl::OkStatus();
+  if (const std::string waits = entry.sequencer == nullptr ? "" : entry.sequencer->WaitsFor();
+      !waits.empty()) {
+    lines.push_back(absl::StrCat("in order: slices wait for ", waits));
+  }
   absl::Status status = absl::FailedPreconditionError(
       absl::StrCat("step ", entry.step, " is not complete: ", lines.front(),
                    lines.size() > 1 ? absl::StrCat(" (and ", lines.size() - 1, " more)") : ""));
@@ -213,13 +229,10 @@ absl::Status EngineImpl::CheckStepComplete(const Entry& entry, const StepRequest
 
 // Opens a step: forgets the ledger and ends the streams that accumulate for the old one.
 void EngineImpl::EnterStep(Entry& entry, uint64_t step, const absl::Status& why) {
-  const auto streams = entry.streams;
-  for (const auto& stream : streams) {
-    if (!stream->spec().accumulate_gradients) continue;
-    FailStream(entry, *stream, why);
-    FinishIfReady(entry, stream);
-  }
+  FailAccumulating(entry, why);
+  DropFailed(entry);
   entry.ledger.Clear();
+  if (entry.sequencer != nullptr) entry.sequencer->Clear();
   entry.deferred.Clear();  // their logits were those of the old weights
   entry.step = step;
   entry.distrust = absl::OkStatus();

@@ -80,7 +80,7 @@ class FaultsTest : public testing::Test {
     return testing::AssertionFailure() << "after step " << trainer_.step() << ": " << difference;
   }
 
-  static std::vector<std::string> ServerFlags() { return {}; }
+  static std::vector<std::string> ServerFlags() { return {"--deterministic"}; }
 
   const uint64_t seed_ = Environment("LOSSD_FAULT_SEED", std::random_device()());
   std::mt19937_64 random_{seed_};
