@@ -139,6 +139,7 @@ ServerOptions OptionsFromFlags() {
 // Before any thread starts: signals are then taken by sigwait alone.
 sigset_t BlockSignals() {
   signal(SIGPIPE, SIG_IGN);
+  signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error of the write, not the end of the server
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);

@@ -280,7 +280,10 @@ absl::StatusOr<v1::GradNormResponse> Client::GradNorm(absl::string_view head, st
 
 absl::StatusOr<v1::ApplyStepResponse> Client::ApplyStep(const v1::ApplyStepRequest& request,
                                                         absl::Duration timeout) {
-  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ApplyStep, request,
+  v1::ApplyStepRequest meant = request;
+  const std::optional<uint64_t> incarnation = core_->book().IncarnationOf(request.head(), request.step());
+  if (incarnation.has_value() && !request.has_incarnation()) meant.set_incarnation(*incarnation);
+  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ApplyStep, meant,
                      DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
   if (!result.ok()) return Interpret(*core_, result.status(), request.head(), request.step());
   absl::Status restarted =

@@ -79,6 +79,13 @@ absl::Status HeadBook::NoteAccumulation(absl::string_view head, uint64_t step, u
   return status;
 }
 
+std::optional<uint64_t> HeadBook::IncarnationOf(absl::string_view head, uint64_t step) const {
+  absl::ReaderMutexLock lock(&mu_);
+  auto it = accumulations_.find(head);
+  if (it == accumulations_.end() || it->second.step != step) return std::nullopt;
+  return it->second.incarnation;
+}
+
 absl::Status HeadBook::CheckIncarnation(absl::string_view head, uint64_t step, uint64_t incarnation) const {
   absl::ReaderMutexLock lock(&mu_);
   return Check(head, step, incarnation);

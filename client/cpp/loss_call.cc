@@ -144,7 +144,22 @@ void LossCall::Launch(const HeadFacts& facts) {
 }
 
 StreamJob LossCall::MakeJob(Rows rows, const SliceRule& rule) const {
-  return {work_->Prepare(rows, rule), deadline_, core_->options().target, holds_};
+  StreamJob job{work_->Prepare(rows, rule), deadline_, core_->options().target, holds_};
+  if (const std::optional<uint64_t> incarnation = KnownIncarnation(); incarnation.has_value()) {
+    if (job.work.first.has_open()) job.work.first.mutable_open()->set_incarnation(*incarnation);
+    if (job.work.first.has_backward()) job.work.first.mutable_backward()->set_incarnation(*incarnation);
+  }
+  return job;
+}
+
+std::optional<uint64_t> LossCall::KnownIncarnation() const {
+  if (work_->accumulates()) {
+    const auto accumulated = core_->book().IncarnationOf(work_->head(), *work_->step());
+    if (accumulated.has_value()) return accumulated;
+  }
+  absl::MutexLock lock(&mu_);
+  if (!state_.has_value()) return std::nullopt;
+  return state_->incarnation();
 }
 
 void LossCall::StartPart(size_t index) {

@@ -71,6 +71,8 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   // Whether the head's limits, as known now, ask for other slices than the part's last attempt sent.
   bool WouldCutOtherwise(const Part& part) const;
   StreamJob MakeJob(Rows rows, const SliceRule& rule) const;
+  // The server process that has earlier rows of the step, or of this call; nullopt: none has.
+  std::optional<uint64_t> KnownIncarnation() const;
   void AddSummary(const v1::MicrobatchSummary& summary);
   // The error as the caller should see it: ABORTED if it comes from a restarted server.
   absl::Status Interpret(const absl::Status& status) const;

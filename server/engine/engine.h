@@ -114,6 +114,7 @@ struct StepRequest {
   std::vector<uint64_t> expected_microbatches;  // or contributions
   std::optional<int64_t> expected_rows;
   bool skip_non_finite = false;
+  std::optional<uint64_t> incarnation;  // the engine that accumulated the step's rows
 };
 
 struct StepResult {

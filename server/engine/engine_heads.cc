@@ -17,6 +17,15 @@ absl::Status NormNotFinite(double norm) {
                     absl::StrCat("a norm of ", norm));
 }
 
+// A repeat may be of a step that was applied before a restart, by another process.
+absl::Status CheckIncarnation(const StepRequest& request, uint64_t own) {
+  if (request.incarnation.value_or(own) == own) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kFailedPrecondition, "incarnation",
+                    absl::StrCat("must be that of the server process that has the step's rows, ",
+                                 absl::Hex(own, absl::kZeroPad16)),
+                    absl::StrCat(absl::Hex(*request.incarnation, absl::kZeroPad16)));
+}
+
 }  // namespace
 
 // ---- Heads ----
@@ -241,6 +250,7 @@ std::vector<std::string> EngineImpl::MissingOf(const Entry& entry, absl::Span<co
 
 absl::Status EngineImpl::CheckStepComplete(const Entry& entry, const StepRequest& request,
                                            std::vector<std::string>* missing) {
+  if (auto meant = CheckIncarnation(request, incarnation_); !meant.ok()) return meant;
   if (request.step != entry.step) return StepNotOpen("step", request.step, entry.step);
   if (!entry.distrust.ok()) return entry.distrust;
   std::vector<std::string> lines = MissingOf(entry, request.expected_microbatches);
@@ -308,6 +318,8 @@ absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const S
     {
       absl::MutexLock lock(&mutex_);
       if (entry.last_step.has_value() && request.step + 1 == entry.step) {
+        auto meant = CheckIncarnation(request, entry.last_step->incarnation);
+        if (!meant.ok()) return meant;
         if (!(entry.last_step->optimizer == request.optimizer)) {
           return FieldError(absl::StatusCode::kFailedPrecondition, "optimizer",
                             "differs from what this step was applied with", "other settings");

@@ -71,6 +71,11 @@ absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t 
   if (stream() != nullptr) return FieldError("open", "be sent once, first", "a second one");
   if (payload_bytes > 0)
     return FieldError("payload", "be empty with open", absl::StrCat(payload_bytes, " bytes"));
+  if (open.has_incarnation()) {
+    const absl::Status meant =
+        CheckIncarnation("open.incarnation", open.incarnation(), environment_->engine->incarnation());
+    if (!meant.ok()) return meant;
+  }
   absl::StatusOr<engine::StreamSpec> spec = ToStreamSpec(open);
   if (!spec.ok()) return spec.status();
   absl::StatusOr<std::unique_ptr<engine::Stream>> opened =
@@ -87,6 +92,11 @@ absl::Status ComputeLossCall::HandleBackward(const v1::OpenBackward& backward, s
     return FieldError("backward", "be the first message", "one after open or backward");
   if (payload_bytes > 0) {
     return FieldError("payload", "be empty with backward", absl::StrCat(payload_bytes, " bytes"));
+  }
+  if (backward.has_incarnation()) {
+    const absl::Status meant =
+        CheckIncarnation("backward.incarnation", backward.incarnation(), environment_->engine->incarnation());
+    if (!meant.ok()) return meant;
   }
   absl::StatusOr<engine::BackwardSpec> spec = ToBackwardSpec(backward);
   if (!spec.ok()) return spec.status();

@@ -184,6 +184,7 @@ absl::StatusOr<v1::ApplyStepResponse> HeadOperations::ApplyStep(const v1::ApplyS
                                     request.expected_microbatches().end());
   if (request.has_expected_rows()) step.expected_rows = static_cast<int64_t>(request.expected_rows());
   step.skip_non_finite = request.skip_non_finite();
+  if (request.has_incarnation()) step.incarnation = request.incarnation();
   const NamedLocks::Guard guard = locks_.Lock(request.head());
   std::vector<std::string> missing;
   const absl::StatusOr<engine::StepResult> result = engine_->ApplyStep(request.head(), step, &missing);

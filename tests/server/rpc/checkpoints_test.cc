@@ -368,6 +368,12 @@ TEST_F(CheckpointsTest, ResumesBitForBit) {
   EXPECT_EQ(repeated->state().incarnation(), 8u);
   EXPECT_EQ(repeated->applied_incarnation(), 7u);
   EXPECT_EQ(server.Read("head"), at_save) << "applied twice";
+  // The same from a client that names the process that has its gradients.
+  v1::ApplyStepRequest named = Instance::StepRequest("head", 4);
+  named.set_incarnation(7);
+  EXPECT_TRUE(server.operations().ApplyStep(named).ok());
+  named.set_incarnation(8);
+  EXPECT_EQ(server.operations().ApplyStep(named).status().code(), absl::StatusCode::kFailedPrecondition);
   v1::ApplyStepRequest other = Instance::StepRequest("head", 4);
   other.mutable_optimizer()->mutable_adamw()->set_learning_rate(0.5);
   EXPECT_EQ(server.operations().ApplyStep(other).status().code(), absl::StatusCode::kFailedPrecondition);
