@@ -61,6 +61,11 @@ ABSL_FLAG(ByteSize, workspace_bytes, ByteSize{ServerOptions().workspace_bytes},
           "quarter of the free memory (CUDA)");
 ABSL_FLAG(ByteSize, memory_limit_bytes, ByteSize{ServerOptions().memory_limit_bytes},
           "Refuse heads that would take the planned memory beyond this; 0: no limit");
+ABSL_FLAG(
+    bool, deterministic, ServerOptions().deterministic,
+    "Accumulate in the order of microbatch ids, which then have to be 0, 1, 2, ... in each step, so that "
+    "the same microbatches give the same weights, bit for bit, whatever arrives first. Takes up to "
+    "staging_bytes more for each trainable head");
 ABSL_FLAG(ByteSize, slice_bytes, ByteSize{ServerOptions().slice_bytes},
           "Largest slice of hidden states a message may hold");
 ABSL_FLAG(ByteSize, staging_bytes, ByteSize{ServerOptions().staging_bytes},
@@ -116,6 +121,7 @@ ServerOptions OptionsFromFlags() {
   options.threads = absl::GetFlag(FLAGS_threads);
   options.workspace_bytes = absl::GetFlag(FLAGS_workspace_bytes).bytes;
   options.memory_limit_bytes = absl::GetFlag(FLAGS_memory_limit_bytes).bytes;
+  options.deterministic = absl::GetFlag(FLAGS_deterministic);
   options.slice_bytes = absl::GetFlag(FLAGS_slice_bytes).bytes;
   options.staging_bytes = absl::GetFlag(FLAGS_staging_bytes).bytes;
   options.retained_bytes = absl::GetFlag(FLAGS_retained_bytes).bytes;

@@ -8,10 +8,11 @@
 // and must not be called from a StreamObserver.
 //
 // Order. Work on one head takes effect in the order of submission: an operation on a head sees all
-// slices submitted before it, and heads take turns.
+// slices submitted before it, and heads take turns. On a deterministic engine rows are accumulated in an
+// order of their own (sequencer.h), and an operation sees all groups that were complete before it.
 //
 // Memory. Slices live in staging buffers acquired by the caller, so the queue is bounded by the pool;
-// operations on a head are bounded by max_queued_operations.
+// operations on a head are bounded by max_queued_operations, slices that wait for their turn by one a stream.
 #ifndef LOSSD_SERVER_ENGINE_ENGINE_H_
 #define LOSSD_SERVER_ENGINE_ENGINE_H_
 
@@ -48,6 +49,10 @@ struct EngineOptions {
   // (8).
   int64_t max_ledger_rows = int64_t{1} << 26;
   int64_t retained_bytes = 0;  // hidden states of deferred microbatches; 0: none are kept
+  // Weight gradients are sums in an order of their own (server/engine/sequencer.h), so that the same
+  // microbatches give the same bits whatever arrives first. Each trainable head takes up to staging_bytes
+  // besides the pool.
+  bool deterministic = false;
 };
 
 // Told about work as it happens, for metrics. Called on the engine's threads; must not block and must
@@ -78,6 +83,10 @@ struct HeadSnapshot {
   int64_t step_microbatches = 0;
   int64_t step_contributions = 0;
   int64_t retained_microbatches = 0;
+  // Deterministic mode: slices that wait for their turn outside the staging memory, and for what, e.g.
+  // "microbatch 3, rows [0, 128)"; empty if no slice waits.
+  int64_t waiting_slices = 0;
+  std::string waits_for;
   int64_t step_rows = 0;   // valid rows accumulated in the open step
   int64_t total_rows = 0;  // computed since the head was added
   // The step before the open one, if this engine applied it or ResetStep told how it was applied.
@@ -87,6 +96,7 @@ struct HeadSnapshot {
 struct EngineStats {
   int64_t open_streams = 0;
   int64_t queued_slices = 0;
+  int64_t waiting_slices = 0;  // deterministic mode: for their turn
   int64_t queued_rows = 0;
   int64_t staging_buffers = 0;
   int64_t staging_buffers_free = 0;
@@ -128,7 +138,13 @@ class Stream {
 
   // Lets results flow; nothing reaches the observer before. Call once.
   virtual void Start() = 0;
-  // Hands over one slice: hidden states [rows, D] at the front of `buffer`, `bytes` long. A slice that
+  // Asks where to put the hidden states of the next slice, `bytes` of them (ignored for retained rows). One
+  // request at a time. Usually the answer is a free buffer of the staging pool; on a deterministic engine,
+  // for a stream that accumulates, it is room for just these rows, once it is their turn, and a slice that
+  // breaks a rule fails the stream.
+  virtual void RequestRoom(RowRange rows, int64_t bytes, RoomWaiter waiter) = 0;
+  // Hands over one slice: hidden states [rows, D] at the front of `buffer`, `bytes` long. `buffer` comes from
+  // RequestRoom for the same rows or, unless limits().row_grid is set, from the staging pool. A slice that
   // breaks a rule fails the stream through OnFinished.
   virtual void Submit(RowRange rows, StagingBuffer buffer, int64_t bytes) = 0;
   // Streams of OpenBackward: the slices to submit, and their submission. `buffer` receives dL/dx; it may be
@@ -187,8 +203,15 @@ class Engine {
   // ---- Contributions ----
   // Validates the spec and enters it in the ledger. Errors as in lossd.v1.HeadService.AddGradient.
   virtual absl::StatusOr<Contribution> OpenContribution(const ContributionSpec& spec) = 0;
+  // When the contribution may be added: at once (0 is returned, and `ready` is not called), or, on a
+  // deterministic engine, when all before it in order of ids are accumulated. Then `ready` is called, once,
+  // on a thread of the engine's; also if it never may any more, which AddRows will explain. Returns a ticket.
+  virtual uint64_t AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready) = 0;
+  // True if `ready` will not be called any more because of this.
+  virtual bool ForgetTurn(const Contribution& contribution, uint64_t ticket) = 0;
   // Blocks. Adds a slice, `rows` within contribution.rows, `values` [rows.size(), cols] in its dtype; returns
-  // how many of the rows were added, the others having been added before. All or nothing.
+  // how many of the rows were added, the others having been added before. All or nothing. UNAVAILABLE if it
+  // is not its turn (any more, since an earlier microbatch failed).
   virtual absl::StatusOr<int64_t> AddRows(const Contribution& contribution, RowRange rows,
                                           absl::Span<const uint8_t> values) = 0;
 

@@ -60,8 +60,48 @@ absl::StatusOr<Contribution> EngineImpl::OpenContribution(const ContributionSpec
   contribution.rows = spec.rows.value_or(contribution.terms.rows);
   if (auto status = entry.contributions.Declare(contribution.id, contribution.terms); !status.ok())
     return status;
+  if (entry.sequencer != nullptr) {
+    entry.sequencer->OnContribution();  // it may have nothing to add
+    GrantRooms(entry);
+  }
   return contribution;
 }
+
+// ---- Turns (deterministic mode) ----
+
+// Also of contributions that are behind it: all their rows were added.
+bool EngineImpl::HasTurn(const Entry& entry, uint64_t contribution_id) {
+  return entry.sequencer == nullptr || contribution_id <= entry.sequencer->turn().microbatch_id;
+}
+
+uint64_t EngineImpl::AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready) {
+  absl::MutexLock lock(&mutex_);
+  auto entry = Find(contribution.head);
+  if (stopping_ || !entry.ok() || contribution.generation != (*entry)->generation) return 0;
+  if (HasTurn(**entry, contribution.id)) return 0;
+  (*entry)->turn_waiters.push_back(
+      {++last_turn_ticket_, contribution.id, contribution.generation, std::move(ready)});
+  return last_turn_ticket_;
+}
+
+bool EngineImpl::ForgetTurn(const Contribution& contribution, uint64_t ticket) {
+  absl::MutexLock lock(&mutex_);
+  const auto it = entries_.find(contribution.head);
+  if (it == entries_.end()) return false;
+  return std::erase_if(it->second->turn_waiters,
+                       [&](const TurnWaiter& waiter) { return waiter.ticket == ticket; }) > 0;
+}
+
+void EngineImpl::CallTurns(Entry& entry) {
+  const bool all = stopping_ || entry.deleting;
+  std::erase_if(entry.turn_waiters, [&](TurnWaiter& waiter) {
+    const bool call = all || waiter.generation != entry.generation || HasTurn(entry, waiter.contribution_id);
+    if (call) notifier_.Post(std::move(waiter.ready));
+    return call;
+  });
+}
+
+// ---- Rows ----
 
 // Whether the call may still add to the head's gradients.
 absl::Status EngineImpl::CheckContribution(const Entry& entry, const Contribution& contribution) const {
@@ -71,6 +111,12 @@ absl::Status EngineImpl::CheckContribution(const Entry& entry, const Contributio
   if (contribution.generation != entry.generation) {
     return absl::AbortedError(
         "the step's gradients were zeroed, or a checkpoint was loaded, during the call");
+  }
+  if (!HasTurn(entry, contribution.id)) {
+    return absl::UnavailableError(
+        absl::StrCat("contribution ", contribution.id,
+                     " lost its turn, because an earlier microbatch failed (send it "
+                     "again when that has been sent again)"));
   }
   return entry.distrust;
 }
@@ -107,13 +153,17 @@ absl::StatusOr<int64_t> EngineImpl::AddRows(const Contribution& contribution, Ro
       if (!done.ok()) {
         observer_->OnDeviceError(done);
         absl::MutexLock lock(&mutex_);
-        DistrustGradients(entry, done);
+        Distrust(entry, done);
         return entry.distrust;
       }
       added += run.size();
     }
     absl::MutexLock lock(&mutex_);
     entry.contributions.Commit(contribution.id, rows, checksums);
+    if (entry.sequencer != nullptr) {
+      entry.sequencer->OnContribution();
+      GrantRooms(entry);
+    }
     return absl::OkStatus();
   });
   if (!status.ok()) return status;

@@ -68,6 +68,10 @@ absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadC
     entry->step = progress.step;
     entry->updates = progress.updates;
     entry->generation = ++last_generation_;
+    if (status = AllocateGroups(*entry); !status.ok()) {
+      entries_.erase(entry->name);
+      return;
+    }
     entry->head = std::make_unique<head::Head>(entry->name, *std::move(kernels));
   });
   return ran.ok() ? status : ran;
@@ -91,6 +95,7 @@ absl::Status EngineImpl::DeleteHead(absl::string_view name) {
           absl::StrCat("head ", name, " has ", (*entry)->streams.size(), " open ComputeLoss calls"));
     }
     (*entry)->deleting = true;
+    CallTurns(**entry);
   }
   return RunDeviceTask([&] {
     std::unique_ptr<head::Head> head;  // freed outside the lock
@@ -107,19 +112,22 @@ absl::Status EngineImpl::DeleteHead(absl::string_view name) {
 }
 
 HeadSnapshot EngineImpl::Snapshot(const Entry& entry) const {
+  const bool in_order = entry.sequencer != nullptr;
   return {.name = entry.name,
           .config = entry.config,
           .compute_dtype = entry.compute_dtype,
           .state = {.incarnation = incarnation_, .step = entry.step},
-          .limits = {.max_rows = entry.chunk_rows, .max_bytes = options_.slice_bytes},
+          .limits = LimitsFor(entry, entry.config.trainable),
           .chunk_rows = entry.chunk_rows,
           .memory = entry.memory,
           .open_streams = static_cast<int64_t>(entry.streams.size()),
-          .queued_slices = entry.queue.slices(),
+          .queued_slices = entry.queue.slices() + (in_order ? entry.sequencer->attached_slices() : 0),
           .updates = entry.updates,
           .step_microbatches = entry.ledger.microbatches(),
           .step_contributions = entry.contributions.contributions(),
           .retained_microbatches = entry.deferred.size(),
+          .waiting_slices = in_order ? entry.sequencer->waiting_slices() : 0,
+          .waits_for = in_order ? entry.sequencer->WaitsFor() : "",
           .step_rows = entry.ledger.accumulated_rows(),
           .total_rows = entry.total_rows,
           .last_step = entry.last_step};
@@ -151,6 +159,10 @@ EngineStats EngineImpl::stats() const {
   for (const auto& [name, entry] : entries_) {
     stats.queued_slices += entry->queue.slices();
     stats.queued_rows += entry->queue.rows();
+    if (entry->sequencer != nullptr) {
+      stats.queued_slices += entry->sequencer->attached_slices();
+      stats.waiting_slices += entry->sequencer->waiting_slices();
+    }
     stats.heads += entry->published ? 1 : 0;
     stats.ledger_rows += entry->ledger.declared_rows() + entry->contributions.rows();
     stats.ledger_bytes += entry->ledger.bytes() + entry->contributions.bytes();
@@ -173,6 +185,7 @@ absl::Status EngineImpl::OnDevice(absl::string_view name,
       return absl::ResourceExhaustedError(absl::StrCat("head ", name, " has ", (*entry)->queue.operations(),
                                                        " operations waiting, the most allowed"));
     }
+    queued.arrival = ++(*entry)->arrivals;
     (*entry)->queue.Push(&queued);
     work_.Signal();
   }
@@ -236,6 +249,10 @@ absl::Status EngineImpl::CheckStepComplete(const Entry& entry, const StepRequest
     lines.push_back(absl::StrCat("rows: ", rows, " accumulated, ", *request.expected_rows, " expected"));
   }
   if (lines.empty()) return absl::OkStatus();
+  if (const std::string waits = entry.sequencer == nullptr ? "" : entry.sequencer->WaitsFor();
+      !waits.empty()) {
+    lines.push_back(absl::StrCat("in order: slices wait for ", waits));
+  }
   absl::Status status = absl::FailedPreconditionError(
       absl::StrCat("step ", entry.step, " is not complete: ", lines.front(),
                    lines.size() > 1 ? absl::StrCat(" (and ", lines.size() - 1, " more)") : ""));
@@ -246,15 +263,13 @@ absl::Status EngineImpl::CheckStepComplete(const Entry& entry, const StepRequest
 
 // Opens a step: forgets the ledger and ends the streams that accumulate for the old one.
 void EngineImpl::EnterStep(Entry& entry, uint64_t step, const absl::Status& why) {
-  const auto streams = entry.streams;
-  for (const auto& stream : streams) {
-    if (!stream->spec().accumulate_gradients) continue;
-    FailStream(entry, *stream, why);
-    FinishIfReady(entry, stream);
-  }
+  FailAccumulating(entry, why);
+  DropFailed(entry);
   entry.ledger.Clear();
   entry.contributions.Clear();
   entry.generation = ++last_generation_;
+  if (entry.sequencer != nullptr) entry.sequencer->Clear();
+  CallTurns(entry);
   entry.deferred.Clear();  // their logits were those of the old weights
   entry.step = step;
   entry.distrust = absl::OkStatus();

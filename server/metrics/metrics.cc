@@ -247,6 +247,8 @@ void Metrics::CollectEngine(std::vector<MetricFamily>* families) const {
   gauge("lossd_heads", "Heads on the server.", stats.heads);
   gauge("lossd_open_streams", "ComputeLoss calls that are open.", stats.open_streams);
   gauge("lossd_queued_slices", "Slices waiting for the device.", stats.queued_slices);
+  gauge("lossd_waiting_slices", "Deterministic mode: slices waiting for their turn to be received.",
+        stats.waiting_slices);
   gauge("lossd_queued_rows", "Rows waiting for the device.", stats.queued_rows);
   gauge("lossd_retained_microbatches", "Deferred microbatches whose hidden states are kept.",
         stats.retained_microbatches);

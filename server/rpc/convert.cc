@@ -376,6 +376,7 @@ v1::SliceLimits ToProto(const engine::SliceLimits& limits) {
   v1::SliceLimits message;
   message.set_max_rows(static_cast<uint64_t>(limits.max_rows));
   message.set_max_bytes(static_cast<uint64_t>(limits.max_bytes));
+  message.set_row_grid(static_cast<uint64_t>(limits.row_grid));
   return message;
 }
 
@@ -422,6 +423,8 @@ v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
   message.set_total_rows(static_cast<uint64_t>(head.total_rows));
   message.set_updates(head.updates);
   message.set_step_contributions(static_cast<uint64_t>(head.step_contributions));
+  message.set_waiting_slices(static_cast<uint64_t>(head.waiting_slices));
+  message.set_waits_for(head.waits_for);
   return message;
 }
 

@@ -157,6 +157,7 @@ void ServerImpl::LogStart() const {
             {"http", http_address()},
             {"backend", info.name},
             {"device", info.device},
+            {"deterministic", options_.deterministic},
             {"incarnation", absl::StrCat(absl::Hex(engine_->incarnation(), absl::kZeroPad16))}});
   log::Log(log::LogLevel::kInfo, "memory plan",
            {{"staging_bytes", backend_->memory().current[kernels::MemoryKind::kStaging]},
@@ -173,7 +174,8 @@ absl::Status ServerImpl::CreateEngine() {
                               .device = options_.device,
                               .threads = options_.threads,
                               .workspace_bytes = options_.workspace_bytes,
-                              .memory_limit_bytes = options_.memory_limit_bytes});
+                              .memory_limit_bytes = options_.memory_limit_bytes,
+                              .deterministic = options_.deterministic});
   if (!backend.ok()) return backend.status();
   if (!backend->note.empty()) log::Log(log::LogLevel::kInfo, "no GPU backend", {{"reason", backend->note}});
   backend_ = std::move(backend->backend);
@@ -185,6 +187,7 @@ absl::Status ServerImpl::CreateEngine() {
   engine_options.slice_bytes = options_.slice_bytes;
   engine_options.staging_bytes = options_.staging_bytes;
   engine_options.retained_bytes = options_.retained_bytes;
+  engine_options.deterministic = options_.deterministic;
   engine_options.max_streams = options_.max_streams;
   engine_options.max_heads = options_.max_heads;
   absl::StatusOr<std::unique_ptr<engine::Engine>> engine =

@@ -126,35 +126,57 @@ void ReceiveRowsCall::OnReadDone(bool ok) {
   if (!ok && context_->IsCancelled())
     return End(absl::CancelledError("the client cancelled the call or went away"));
   if (!ok) return End(Complete());
-  const bool scheduled = environment_->workers->Schedule([this] {
-    absl::Status status = HandleMessage();
-    if (!status.ok()) return End(std::move(status));
-    StartRead(&received_);
-  });
-  if (!scheduled) End(absl::ResourceExhaustedError("too many operations are waiting"));
+  absl::Status scheduled = RunOnWorker([this] { HandleMessage(); });
+  if (!scheduled.ok()) End(std::move(scheduled));
 }
 
-absl::Status ReceiveRowsCall::HandleMessage() {
-  absl::MutexLock lock(&mutex_);
+absl::Status ReceiveRowsCall::RunOnWorker(std::function<void()> step) {
+  if (environment_->workers->Schedule(std::move(step))) return absl::OkStatus();
+  return absl::ResourceExhaustedError("too many operations are waiting");
+}
+
+void ReceiveRowsCall::HandleMessage() {
   bool has_open = false;
-  const absl::StatusOr<wire::PayloadView> payload = Decode(received_, &has_open);
+  absl::Status status;
+  {
+    absl::MutexLock lock(&mutex_);
+    status = DecodeMessage(&has_open);
+  }
+  if (status.ok() && !has_open) return TakePayload();
+  if (status.ok()) status = Await([this] { TakePayload(); });
+  if (!status.ok()) End(std::move(status));
+}
+
+absl::Status ReceiveRowsCall::DecodeMessage(bool* has_open) {
+  absl::StatusOr<wire::PayloadView> payload = Decode(received_, has_open);
   received_.Clear();
   if (!payload.ok()) return payload.status();
-  if (has_open == opened_) {
+  payload_ = *std::move(payload);
+  if (*has_open == opened_) {
     return FieldError("open", "be in the first message and in no other",
                       opened_ ? "a second one" : "nothing");
   }
-  if (has_open) {
-    const absl::StatusOr<Extent> extent = Open();
-    if (!extent.ok()) return extent.status();
-    extent_ = *extent;
-    next_row_ = extent_.rows.begin;
-    opened_ = true;
-  }
-  return TakePayload(*payload);
+  if (opened_) return absl::OkStatus();
+  const absl::StatusOr<Extent> extent = Open();
+  if (!extent.ok()) return extent.status();
+  extent_ = *extent;
+  next_row_ = extent_.rows.begin;
+  opened_ = true;
+  return absl::OkStatus();
 }
 
-absl::Status ReceiveRowsCall::TakePayload(const wire::PayloadView& payload) {
+void ReceiveRowsCall::TakePayload() {
+  absl::Status status;
+  {
+    absl::MutexLock lock(&mutex_);
+    status = TakeRows();
+  }
+  if (!status.ok()) return End(std::move(status));
+  StartRead(&received_);
+}
+
+absl::Status ReceiveRowsCall::TakeRows() {
+  const wire::PayloadView payload = std::exchange(payload_, wire::PayloadView());
   const auto bytes = static_cast<int64_t>(payload.size());
   if (bytes % extent_.row_bytes != 0) {
     return FieldError("payload", absl::StrCat("have a multiple of ", extent_.row_bytes, " bytes, whole rows"),
@@ -249,6 +271,32 @@ absl::StatusOr<ReceiveRowsCall::Extent> AddGradientCall::Open() {
   if (!contribution.ok()) return Located(contribution.status(), "open.");
   contribution_ = *std::move(contribution);
   return Extent{contribution_.rows, contribution_.row_bytes()};
+}
+
+// A contribution that waits for its turn holds no worker; neither does it read on.
+absl::Status AddGradientCall::Await(std::function<void()> next) {
+  const auto ready = [this, next] {
+    { const absl::MutexLock lock(&turn_mutex_); }  // Await has let go of the call
+    absl::Status scheduled = RunOnWorker(next);
+    if (!scheduled.ok()) End(std::move(scheduled));
+  };
+  {
+    absl::MutexLock lock(&turn_mutex_);
+    if (cancelled_) return absl::CancelledError("the client cancelled the call or went away");
+    ticket_ = environment_->engine->AwaitTurn(contribution_, ready);
+    if (ticket_ != 0) return absl::OkStatus();
+  }
+  return RunOnWorker(next);
+}
+
+void AddGradientCall::OnCancel() {
+  bool waited = false;
+  {
+    absl::MutexLock lock(&turn_mutex_);
+    cancelled_ = true;
+    waited = ticket_ != 0 && environment_->engine->ForgetTurn(contribution_, ticket_);
+  }
+  if (waited) End(absl::CancelledError("the call ended before the contribution had its turn"));
 }
 
 absl::Status AddGradientCall::Take(engine::RowRange rows, absl::Span<const uint8_t> values) {

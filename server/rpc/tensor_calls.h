@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "absl/base/thread_annotations.h"
@@ -98,16 +99,23 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   // Takes the message without its payload; the first one has its `open`, the others have not.
   virtual absl::StatusOr<wire::PayloadView> Decode(const grpc::ByteBuffer& received, bool* has_open) = 0;
   virtual absl::StatusOr<Extent> Open() = 0;
+  // After Open: has `next` run on a worker as soon as rows may be taken. OK: `next` will run, or has.
+  virtual absl::Status Await(std::function<void()> next) { return RunOnWorker(std::move(next)); }
   virtual absl::Status Take(engine::RowRange rows, absl::Span<const uint8_t> values) = 0;
   virtual absl::StatusOr<grpc::ByteBuffer> Answer() = 0;
+
+  absl::Status RunOnWorker(std::function<void()> step);
+  void End(absl::Status status);
 
   TensorCallEnvironment* const environment_;
 
  private:
-  absl::Status HandleMessage() ABSL_LOCKS_EXCLUDED(mutex_);
-  absl::Status TakePayload(const wire::PayloadView& payload) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The steps of a message: decode it (and open the call), take its rows, read on.
+  void HandleMessage() ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::Status DecodeMessage(bool* has_open) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void TakePayload() ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::Status TakeRows() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status Complete() ABSL_LOCKS_EXCLUDED(mutex_);
-  void End(absl::Status status);
 
   grpc::CallbackServerContext* const context_;
   grpc::ByteBuffer* const response_;
@@ -118,6 +126,7 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   bool opened_ ABSL_GUARDED_BY(mutex_) = false;
   Extent extent_ ABSL_GUARDED_BY(mutex_);
   int64_t next_row_ ABSL_GUARDED_BY(mutex_) = 0;
+  wire::PayloadView payload_ ABSL_GUARDED_BY(mutex_);  // of the message at hand
 };
 
 class WriteTensorCall final : public ReceiveRowsCall {
@@ -141,16 +150,23 @@ class AddGradientCall final : public ReceiveRowsCall {
   static AddGradientCall* Start(TensorCallEnvironment* environment, grpc::CallbackServerContext* context,
                                 grpc::ByteBuffer* response);
 
+  void OnCancel() override ABSL_LOCKS_EXCLUDED(turn_mutex_);
+
  private:
   using ReceiveRowsCall::ReceiveRowsCall;
   absl::StatusOr<wire::PayloadView> Decode(const grpc::ByteBuffer& received, bool* has_open) override;
   absl::StatusOr<Extent> Open() override;
+  absl::Status Await(std::function<void()> next) override ABSL_LOCKS_EXCLUDED(turn_mutex_);
   absl::Status Take(engine::RowRange rows, absl::Span<const uint8_t> values) override;
   absl::StatusOr<grpc::ByteBuffer> Answer() override;
 
   v1::AddGradientRequest request_;
   engine::Contribution contribution_;
   int64_t added_rows_ = 0;
+
+  absl::Mutex turn_mutex_;
+  bool cancelled_ ABSL_GUARDED_BY(turn_mutex_) = false;
+  uint64_t ticket_ ABSL_GUARDED_BY(turn_mutex_) = 0;  // of the wait for the contribution's turn; 0: none
 };
 
 }  // namespace lossd::rpc

@@ -80,7 +80,9 @@ TEST_F(MetricsTest, CountsEvents) {
   metrics_.OnChunk("main", 2, 100, 90, 0.02);
   metrics_.OnChunk("main", 1, 10, 10, 0.3);
   metrics_.OnSlice("main", 0.001);
-  metrics_.OnStep("main", /*skipped=*/false);
+  metrics_.OnStep("main", false);
+  metrics_.OnStep("main", true);
+  metrics_.OnContribution("main", 7);
   metrics_.OnDeviceError(absl::InternalError("x"));
   metrics_.ObservePhase(Phase::kReceive, 0.0002);
   metrics_.ObserveMicrobatch(0.4);
@@ -114,8 +116,8 @@ TEST_F(MetricsTest, PullsFromEngineBackendAndProcess) {
   EXPECT_EQ(Sample(text, "lossd_memory_limit_bytes"), 0);
   EXPECT_EQ(Sample(text, "lossd_staging_buffers{state=\"free\"}"), 8);
   EXPECT_EQ(Sample(text, "lossd_staging_buffers{state=\"used\"}"), 0);
-  for (const char* name : {"lossd_open_streams", "lossd_queued_slices", "lossd_queued_rows", "lossd_heads",
-                           "lossd_ledger_rows", "lossd_ledger_bytes"}) {
+  for (const char* name : {"lossd_open_streams", "lossd_queued_slices", "lossd_waiting_slices",
+                           "lossd_queued_rows", "lossd_heads", "lossd_ledger_rows", "lossd_ledger_bytes"}) {
     EXPECT_EQ(Sample(text, name), 0) << name;
   }
   EXPECT_GT(Sample(text, "process_resident_memory_bytes"), 1e6);

@@ -4,8 +4,10 @@
 
 #include <cmath>
 #include <limits>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "proto/wire/status_details.h"
 #include "tests/kernels/problem.h"
 #include "tests/server/rpc/service_client.h"
@@ -24,6 +26,9 @@ constexpr uint64_t kClasses = 29;
 
 class AddGradientTest : public ::testing::Test {
  protected:
+  AddGradientTest() : AddGradientTest(SmallServer()) {}
+  explicit AddGradientTest(const ServerOptions& options) : server_(options) {}
+
   void SetUp() override {
     v1::CreateHeadRequest request;
     request.mutable_spec()->set_name("head");
@@ -224,6 +229,54 @@ TEST_F(AddGradientTest, SkippedStepsDoNotCountInTheBiasCorrection) {
   }
   train(2);
   EXPECT_EQ(*client_->Read("head", v1::PARAM_WEIGHT, v1::ROLE_VALUE), *want);
+}
+
+ServerOptions DeterministicServer() {
+  ServerOptions options = SmallServer();
+  options.deterministic = true;
+  return options;
+}
+
+class OrderedAddGradientTest : public AddGradientTest {
+ protected:
+  OrderedAddGradientTest() : AddGradientTest(DeterministicServer()) {}
+};
+
+// More calls wait than the service has workers, and the one they wait for comes last.
+TEST_F(OrderedAddGradientTest, WaitingContributionsHoldNoWorker) {
+  constexpr uint64_t kCalls = 20;
+  std::vector<std::thread> calls;
+  for (uint64_t id = 1; id < kCalls; ++id) {
+    calls.emplace_back([this, id] {
+      const auto added = client_->AddGradient(Open(id), Bytes(values_));
+      EXPECT_TRUE(added.ok()) << added.status();
+    });
+  }
+  while (client_->DescribeHead("head")->step_contributions() < kCalls - 1)
+    absl::SleepFor(absl::Milliseconds(2));
+  EXPECT_THAT(Gradient(), Each(0.0f));
+  ASSERT_TRUE(client_->AddGradient(Open(0), Bytes(values_)).ok());
+  for (std::thread& call : calls) call.join();
+  std::vector<float> want(values_.size());
+  for (uint64_t id = 0; id < kCalls; ++id) {
+    for (size_t i = 0; i < want.size(); ++i) want[i] += values_[i];
+  }
+  EXPECT_EQ(Gradient(), want);
+}
+
+TEST_F(OrderedAddGradientTest, AWaitingContributionEndsWithItsCall) {
+  const absl::Status late =
+      client_->AddGradient(Open(1), Bytes(values_), size_t{1} << 20, absl::Milliseconds(100)).status();
+  EXPECT_EQ(late.code(), absl::StatusCode::kDeadlineExceeded) << late;
+  std::thread zeroed([this] {
+    const absl::Status status = client_->AddGradient(Open(2), Bytes(values_)).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
+  });
+  while (client_->DescribeHead("head")->step_contributions() < 2) absl::SleepFor(absl::Milliseconds(2));
+  ASSERT_TRUE(client_->ZeroGradients("head", 0).ok());
+  zeroed.join();
+  ASSERT_TRUE(client_->AddGradient(Open(0), Bytes(values_)).ok());
+  ASSERT_TRUE(client_->AddGradient(Open(1), Bytes(values_)).ok());
 }
 
 }  // namespace

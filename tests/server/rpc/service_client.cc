@@ -203,7 +203,7 @@ class TestClientImpl final : public TestClient {
   absl::Status WriteTensor(const v1::OpenTensor& open, absl::string_view payload,
                            size_t message_bytes) override;
   absl::StatusOr<v1::AddGradientResponse> AddGradient(const v1::OpenGradient& open, absl::string_view payload,
-                                                      size_t message_bytes) override;
+                                                      size_t message_bytes, absl::Duration deadline) override;
 
  private:
   template <typename Response, typename Request>
@@ -324,9 +324,10 @@ absl::Status TestClientImpl::WriteTensor(const v1::OpenTensor& open, absl::strin
 
 absl::StatusOr<v1::AddGradientResponse> TestClientImpl::AddGradient(const v1::OpenGradient& open,
                                                                     absl::string_view payload,
-                                                                    size_t message_bytes) {
+                                                                    size_t message_bytes,
+                                                                    absl::Duration deadline) {
   grpc::ClientContext context;
-  SetDeadline(&context, kTestDeadline);
+  SetDeadline(&context, deadline);
   v1::AddGradientResponse response;
   const auto writer = heads_->AddGradient(&context, &response);
   const grpc::Status status = SendRows(writer.get(), open, payload, message_bytes);

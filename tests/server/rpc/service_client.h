@@ -101,7 +101,8 @@ class TestClient {
 
   virtual absl::StatusOr<v1::AddGradientResponse> AddGradient(const v1::OpenGradient& open,
                                                               absl::string_view payload,
-                                                              size_t message_bytes = size_t{1} << 20) = 0;
+                                                              size_t message_bytes = size_t{1} << 20,
+                                                              absl::Duration deadline = kTestDeadline) = 0;
 
   // fp32 shorthands.
   absl::StatusOr<std::vector<float>> Read(const std::string& head, v1::Param param, v1::Role role);
