@@ -284,7 +284,7 @@ absl::StatusOr<v1::ApplyStepResponse> Client::ApplyStep(const v1::ApplyStepReque
                      DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
   if (!result.ok()) return Interpret(*core_, result.status(), request.head(), request.step());
   absl::Status restarted =
-      core_->book().CheckIncarnation(request.head(), request.step(), result->state().incarnation());
+      core_->book().CheckIncarnation(request.head(), request.step(), result->applied_incarnation());
   if (!restarted.ok()) return restarted;
   core_->book().ForgetAccumulation(request.head());
   return result;
@@ -308,8 +308,33 @@ absl::StatusOr<v1::SaveCheckpointResponse> Client::SaveCheckpoint(absl::string_v
   v1::SaveCheckpointRequest request;
   request.set_head(std::string(head));
   request.set_name(std::string(name));
-  return Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::SaveCheckpoint, request,
-              DeadlineAfter(timeout, options().transfer_timeout), Repeat::kNever);
+  return SaveCheckpoint(request, nullptr, timeout);
+}
+
+absl::StatusOr<v1::SaveCheckpointResponse> Client::SaveCheckpoint(
+    const v1::SaveCheckpointRequest& request, const std::function<void(const v1::SaveProgress&)>& on_progress,
+    absl::Duration timeout) {
+  grpc::ClientContext context;
+  internal::SetDeadline(DeadlineAfter(timeout, options().transfer_timeout), &context);
+  const auto reader = core_->connections().heads()->SaveCheckpoint(&context, request);
+  std::optional<v1::SaveCheckpointResponse> saved;
+  v1::SaveCheckpointUpdate update;
+  while (reader->Read(&update)) {
+    if (update.has_progress() && on_progress != nullptr) on_progress(update.progress());
+    if (update.has_saved()) saved = std::move(*update.mutable_saved());
+  }
+  absl::Status status = internal::CallStatus(reader->Finish(), options().target);
+  if (!status.ok()) return status;
+  if (!saved.has_value()) return absl::InternalError("the server did not say what it saved");
+  return *std::move(saved);
+}
+
+absl::StatusOr<v1::ListCheckpointsResponse> Client::ListCheckpoints(absl::string_view head,
+                                                                    absl::Duration timeout) {
+  v1::ListCheckpointsRequest request;
+  request.set_head(std::string(head));
+  return Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ListCheckpoints, request,
+              DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
 }
 
 absl::StatusOr<v1::HeadDescription> Client::LoadCheckpoint(absl::string_view checkpoint,

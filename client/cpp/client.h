@@ -27,6 +27,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -324,8 +325,9 @@ class Client {
   absl::StatusOr<v1::GradNormResponse> GradNorm(absl::string_view head,
                                                 std::optional<uint64_t> step = std::nullopt,
                                                 absl::Duration timeout = absl::ZeroDuration());
-  // ABORTED also if the answer shows that the server was restarted since rows of this step were accumulated:
-  // then it applied a step without them (give expected_rows or expected_microbatches to have it refuse).
+  // ABORTED also if the answer shows that the server was restarted between the accumulation of rows of this
+  // step and its application: then it applied a step without them (give expected_rows or
+  // expected_microbatches to have it refuse).
   absl::StatusOr<v1::ApplyStepResponse> ApplyStep(const v1::ApplyStepRequest& request,
                                                   absl::Duration timeout = absl::ZeroDuration());
   absl::StatusOr<v1::HeadState> ZeroGradients(absl::string_view head, uint64_t step,
@@ -335,6 +337,15 @@ class Client {
   absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(absl::string_view head,
                                                             absl::string_view name = "",
                                                             absl::Duration timeout = absl::ZeroDuration());
+  // The same with all there is to say about a save. `on_progress` (may be null) is called on this thread, a
+  // few times a second. Unless request.cancel_with_call, the save goes on when this call ends early.
+  absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(
+      const v1::SaveCheckpointRequest& request,
+      const std::function<void(const v1::SaveProgress&)>& on_progress,
+      absl::Duration timeout = absl::ZeroDuration());
+  // Of `head`, or of all if it is empty; by head, then from the newest to the oldest.
+  absl::StatusOr<v1::ListCheckpointsResponse> ListCheckpoints(absl::string_view head = "",
+                                                              absl::Duration timeout = absl::ZeroDuration());
   // `checkpoint` is "<head>/<name>"; `head` may be empty: the checkpoint's own.
   absl::StatusOr<v1::HeadDescription> LoadCheckpoint(absl::string_view checkpoint,
                                                      absl::string_view head = "",

@@ -33,6 +33,7 @@
 #include "server/engine/contribution.h"
 #include "server/engine/staging_pool.h"
 #include "server/engine/stream.h"
+#include "server/head/applied_step.h"
 #include "server/head/head.h"
 #include "server/head/progress.h"
 
@@ -88,6 +89,8 @@ struct HeadSnapshot {
   std::string waits_for;
   int64_t step_rows = 0;   // valid rows accumulated in the open step
   int64_t total_rows = 0;  // computed since the head was added
+  // The step before the open one, if this engine applied it or ResetStep told how it was applied.
+  std::optional<head::AppliedStep> last_step;
 };
 
 struct EngineStats {
@@ -121,6 +124,7 @@ struct StepResult {
   int64_t contributions = 0;
   bool skipped = false;
   bool repeated = false;
+  uint64_t applied_incarnation = 0;  // of the engine that applied the step
 };
 
 // An open stream. Thread-safe; destroying it cancels what is not finished (OnFinished still comes). Must
@@ -191,8 +195,10 @@ class Engine {
                                                std::vector<std::string>* missing) = 0;
   virtual absl::Status ZeroGradients(absl::string_view name, uint64_t step) = 0;
   // After a checkpoint was loaded: forgets the ledger, zeroes gradients, cancels accumulating streams and
-  // sets the open step.
-  virtual absl::Status ResetStep(absl::string_view name, const head::Progress& progress) = 0;
+  // sets the open step. `last_step`: how the step before was applied; repeats of its ApplyStep are answered
+  // with that.
+  virtual absl::Status ResetStep(absl::string_view name, const head::Progress& progress,
+                                 const std::optional<head::AppliedStep>& last_step) = 0;
 
   // ---- Contributions ----
   // Validates the spec and enters it in the ledger. Errors as in lossd.v1.HeadService.AddGradient.

@@ -129,7 +129,8 @@ HeadSnapshot EngineImpl::Snapshot(const Entry& entry) const {
           .waiting_slices = in_order ? entry.sequencer->waiting_slices() : 0,
           .waits_for = in_order ? entry.sequencer->WaitsFor() : "",
           .step_rows = entry.ledger.accumulated_rows(),
-          .total_rows = entry.total_rows};
+          .total_rows = entry.total_rows,
+          .last_step = entry.last_step};
 }
 
 absl::StatusOr<HeadSnapshot> EngineImpl::Describe(absl::string_view name) const {
@@ -285,6 +286,17 @@ absl::Status EngineImpl::StepFailed(Entry& entry, const absl::Status& status) {
   return entry.distrust;
 }
 
+// What the last step answers.
+StepResult EngineImpl::ResultOf(const Entry& entry) const {
+  return {.state = {.incarnation = incarnation_, .step = entry.step},
+          .grad_norm = entry.last_step->grad_norm,
+          .microbatches = entry.last_step->microbatches,
+          .rows = entry.last_step->rows,
+          .contributions = entry.last_step->contributions,
+          .skipped = entry.last_step->skipped,
+          .applied_incarnation = entry.last_step->incarnation};
+}
+
 absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const StepRequest& request,
                                                  std::vector<std::string>* missing) {
   if (auto status = kernels::Validate(request.optimizer); !status.ok()) {
@@ -295,13 +307,12 @@ absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const S
     uint64_t updates = 0;
     {
       absl::MutexLock lock(&mutex_);
-      if (entry.last_result.has_value() && request.step == entry.last_request->step &&
-          request.step + 1 == entry.step) {
-        if (!(entry.last_request->optimizer == request.optimizer)) {
+      if (entry.last_step.has_value() && request.step + 1 == entry.step) {
+        if (!(entry.last_step->optimizer == request.optimizer)) {
           return FieldError(absl::StatusCode::kFailedPrecondition, "optimizer",
                             "differs from what this step was applied with", "other settings");
         }
-        result = *entry.last_result;
+        result = ResultOf(entry);
         result.repeated = true;
         return absl::OkStatus();
       }
@@ -319,16 +330,17 @@ absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const S
         skipped ? head.kernels().ZeroGradients() : head.kernels().ApplyStep(request.optimizer, update);
     if (!applied.ok()) return StepFailed(entry, applied);
     absl::MutexLock lock(&mutex_);
-    result = {.state = {.incarnation = incarnation_, .step = request.step + 1},
-              .grad_norm = *norm,
-              .microbatches = entry.ledger.microbatches(),
-              .rows = entry.ledger.accumulated_rows(),
-              .contributions = entry.contributions.contributions(),
-              .skipped = skipped};
+    const head::AppliedStep applied_step = {.incarnation = incarnation_,
+                                            .optimizer = request.optimizer,
+                                            .grad_norm = *norm,
+                                            .microbatches = entry.ledger.microbatches(),
+                                            .rows = entry.ledger.accumulated_rows(),
+                                            .contributions = entry.contributions.contributions(),
+                                            .skipped = skipped};
     EnterStep(entry, request.step + 1, StepNotOpen("open.step", request.step, request.step + 1));
     if (!skipped) ++entry.updates;
-    entry.last_request = request;
-    entry.last_result = result;
+    entry.last_step = applied_step;
+    result = ResultOf(entry);
     return absl::OkStatus();
   });
   if (!status.ok()) return status;
@@ -349,7 +361,8 @@ absl::Status EngineImpl::ZeroGradients(absl::string_view name, uint64_t step) {
   });
 }
 
-absl::Status EngineImpl::ResetStep(absl::string_view name, const head::Progress& progress) {
+absl::Status EngineImpl::ResetStep(absl::string_view name, const head::Progress& progress,
+                                   const std::optional<head::AppliedStep>& last_step) {
   return RunOnHead(name, [&](Entry& entry, head::Head& head) -> absl::Status {
     if (entry.config.trainable) {
       if (auto status = head.kernels().ZeroGradients(); !status.ok()) return status;
@@ -357,8 +370,7 @@ absl::Status EngineImpl::ResetStep(absl::string_view name, const head::Progress&
     absl::MutexLock lock(&mutex_);
     EnterStep(entry, progress.step, absl::AbortedError("a checkpoint was loaded"));
     entry.updates = progress.updates;
-    entry.last_request.reset();
-    entry.last_result.reset();
+    entry.last_step = last_step;
     return absl::OkStatus();
   });
 }

@@ -53,7 +53,8 @@ class EngineImpl final : public Engine {
   absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request,
                                        std::vector<std::string>* missing) override;
   absl::Status ZeroGradients(absl::string_view name, uint64_t step) override;
-  absl::Status ResetStep(absl::string_view name, const head::Progress& progress) override;
+  absl::Status ResetStep(absl::string_view name, const head::Progress& progress,
+                         const std::optional<head::AppliedStep>& last_step) override;
 
   absl::StatusOr<Contribution> OpenContribution(const ContributionSpec& spec) override;
   uint64_t AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready) override;
@@ -115,9 +116,7 @@ class EngineImpl final : public Engine {
     std::vector<std::shared_ptr<StreamState>> streams;
     int64_t chunks_in_flight = 0;
     int64_t total_rows = 0;
-    // The last applied step and what it answered.
-    std::optional<StepRequest> last_request;
-    std::optional<StepResult> last_result;
+    std::optional<head::AppliedStep> last_step;  // step - 1
   };
   using EntryPtr = std::shared_ptr<Entry>;
 
@@ -179,6 +178,7 @@ class EngineImpl final : public Engine {
       ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status CheckStepComplete(const Entry& entry, const StepRequest& request,
                                  std::vector<std::string>* missing) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  StepResult ResultOf(const Entry& entry) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::vector<std::string> MissingOf(const Entry& entry, absl::Span<const uint64_t> ids) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static bool HasTurn(const Entry& entry, uint64_t contribution_id);

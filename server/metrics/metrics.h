@@ -12,6 +12,7 @@
 
 #include <prometheus/counter.h>
 #include <prometheus/family.h>
+#include <prometheus/gauge.h>
 #include <prometheus/histogram.h>
 #include <prometheus/metric_family.h>
 #include <prometheus/registry.h>
@@ -77,6 +78,12 @@ class Metrics final : public engine::EngineObserver {
   void CountRequest(absl::string_view method);
   // `code` as the protocol spells it, e.g. "INVALID_ARGUMENT".
   void CountError(absl::string_view method, absl::string_view code);
+  // A checkpoint of the head was saved.
+  void OnSaved(absl::string_view head, uint64_t step, int64_t bytes, double seconds)
+      ABSL_LOCKS_EXCLUDED(rows_mutex_);
+  void OnSaveFailed(bool cancelled);
+  // What a save has read and not yet written.
+  void SetSaveBuffered(int64_t bytes) { save_buffered_.Set(static_cast<double>(bytes)); }
   // Ends the head's series.
   void ForgetHead(absl::string_view head) ABSL_LOCKS_EXCLUDED(rows_mutex_);
 
@@ -103,6 +110,12 @@ class Metrics final : public engine::EngineObserver {
   void CollectMemory(std::vector<prometheus::MetricFamily>* families) const
       ABSL_SHARED_LOCKS_REQUIRED(sources_mutex_);
   prometheus::MetricFamily RowsFamily() const ABSL_LOCKS_EXCLUDED(rows_mutex_);
+  void CollectSaves(std::vector<prometheus::MetricFamily>* families) const ABSL_LOCKS_EXCLUDED(rows_mutex_);
+
+  struct Save {
+    uint64_t step = 0;
+    double unix_seconds = 0.0;
+  };
 
   prometheus::Registry registry_;
   // Owned by registry_.
@@ -120,6 +133,13 @@ class Metrics final : public engine::EngineObserver {
   prometheus::Counter& payload_out_;
   prometheus::Family<prometheus::Counter>& requests_;
   prometheus::Family<prometheus::Counter>& errors_;
+  prometheus::Family<prometheus::Counter>& save_family_;
+  prometheus::Counter& saves_;
+  prometheus::Counter& failed_saves_;
+  prometheus::Counter& cancelled_saves_;
+  prometheus::Counter& saved_bytes_;
+  prometheus::Histogram& save_seconds_;
+  prometheus::Gauge& save_buffered_;
 
   // Held while the engine is asked; so the observer's members, which the engine calls, do without it.
   mutable absl::Mutex sources_mutex_;
@@ -130,6 +150,7 @@ class Metrics final : public engine::EngineObserver {
   mutable absl::Mutex rows_mutex_;
   std::map<std::string, int64_t, std::less<>> rows_by_head_ ABSL_GUARDED_BY(rows_mutex_);
   int64_t rows_of_gone_heads_ ABSL_GUARDED_BY(rows_mutex_) = 0;
+  std::map<std::string, Save, std::less<>> last_saves_ ABSL_GUARDED_BY(rows_mutex_);  // by head
 };
 
 // The value below which a share `quantile` of the observations lies, interpolated linearly inside the

@@ -392,19 +392,24 @@ v1::MemoryUsage ToProto(const kernels::MemoryBytes& memory) {
   return message;
 }
 
+v1::HeadSpec ToProto(const std::string& head, const kernels::HeadConfig& config) {
+  v1::HeadSpec spec;
+  spec.set_name(head);
+  spec.set_hidden_size(static_cast<uint64_t>(config.hidden_size));
+  spec.set_vocab_size(static_cast<uint64_t>(config.vocab_size));
+  spec.set_bias(config.has_bias);
+  spec.set_class_weights(config.has_class_weights);
+  spec.set_norm(ToProto(config.norm));
+  spec.set_norm_epsilon(config.norm_epsilon);
+  spec.set_compute_dtype(ToProto(config.compute_dtype));
+  spec.set_optimizer_state(ToProto(config.optimizer_state));
+  spec.set_frozen(!config.trainable);
+  return spec;
+}
+
 v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
   v1::HeadDescription message;
-  v1::HeadSpec& spec = *message.mutable_spec();
-  spec.set_name(head.name);
-  spec.set_hidden_size(static_cast<uint64_t>(head.config.hidden_size));
-  spec.set_vocab_size(static_cast<uint64_t>(head.config.vocab_size));
-  spec.set_bias(head.config.has_bias);
-  spec.set_class_weights(head.config.has_class_weights);
-  spec.set_norm(ToProto(head.config.norm));
-  spec.set_norm_epsilon(head.config.norm_epsilon);
-  spec.set_compute_dtype(ToProto(head.config.compute_dtype));
-  spec.set_optimizer_state(ToProto(head.config.optimizer_state));
-  spec.set_frozen(!head.config.trainable);
+  *message.mutable_spec() = ToProto(head.name, head.config);
   *message.mutable_state() = ToProto(head.state);
   message.set_compute_dtype(ToProto(head.compute_dtype));
   *message.mutable_slice_limits() = ToProto(head.limits);

@@ -47,6 +47,7 @@ absl::StatusOr<engine::BackwardSpec> ToBackwardSpec(const v1::OpenBackward& back
 absl::StatusOr<engine::ContributionSpec> ToContributionSpec(const v1::OpenGradient& open);
 
 v1::DType ToProto(kernels::DType dtype);
+v1::HeadSpec ToProto(const std::string& head, const kernels::HeadConfig& config);
 v1::HeadState ToProto(const engine::HeadState& state);
 v1::RowRange ToProto(const engine::RowRange& rows);
 v1::SliceLimits ToProto(const engine::SliceLimits& limits);

@@ -20,7 +20,7 @@ constexpr int64_t kMessageBytes = int64_t{4} << 20;
 absl::Status Admit(TensorCallEnvironment* environment, WatchedCall* call, absl::string_view method) {
   environment->metrics->CountRequest(method);
   if (!environment->registry->Add(call)) {
-    return absl::ResourceExhaustedError("too many open ReadTensor, WriteTensor and AddGradient calls");
+    return absl::ResourceExhaustedError("too many streaming calls of HeadService are open");
   }
   return absl::OkStatus();
 }

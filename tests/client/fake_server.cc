@@ -605,6 +605,7 @@ class FakeServer::State::HeadService : public v1::HeadService::Service {
     if (!response->skipped()) ++head->updates;
     ++head->step;
     *response->mutable_state() = state_->StateOf(*head);
+    response->set_applied_incarnation(response->state().incarnation());
     head->ledger.clear();
     head->added.clear();
     std::fill(head->weight_gradient.begin(), head->weight_gradient.end(), 0.0);
@@ -628,15 +629,43 @@ class FakeServer::State::HeadService : public v1::HeadService::Service {
   }
 
   grpc::Status SaveCheckpoint(grpc::ServerContext*, const v1::SaveCheckpointRequest* request,
-                              v1::SaveCheckpointResponse* response) override {
+                              grpc::ServerWriter<v1::SaveCheckpointUpdate>* writer) override {
     absl::MutexLock lock(&state_->mu);
     Head* head = state_->Find(request->head());
     if (head == nullptr) return state_->NotFound(request->head());
-    *response->mutable_state() = state_->StateOf(*head);
-    response->set_checkpoint(
-        absl::StrCat(request->head(), "/", request->name().empty() ? "step-0000000000" : request->name()));
-    response->set_bytes(head->values[v1::PARAM_WEIGHT].size() * 4);
-    response->set_seconds(0.25);
+    const uint64_t bytes = head->values[v1::PARAM_WEIGHT].size() * 4;
+    v1::SaveCheckpointUpdate update;
+    update.mutable_progress()->set_phase(v1::SAVE_PHASE_WRITING);
+    update.mutable_progress()->set_total_bytes(bytes);
+    update.mutable_progress()->set_read_bytes(bytes);
+    update.mutable_progress()->set_written_bytes(bytes / 2);
+    writer->Write(update);
+    v1::SaveCheckpointResponse& saved = *update.mutable_saved();
+    *saved.mutable_state() = state_->StateOf(*head);
+    const std::string name = request->name().empty() ? "step-0000000000" : request->name();
+    saved.set_checkpoint(absl::StrCat(request->head(), "/", name));
+    saved.set_bytes(bytes);
+    saved.set_seconds(0.25);
+    if (request->keep() == 1) saved.add_pruned(absl::StrCat(request->head(), "/old"));
+    writer->Write(update);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status ListCheckpoints(grpc::ServerContext*, const v1::ListCheckpointsRequest* request,
+                               v1::ListCheckpointsResponse* response) override {
+    v1::CheckpointInfo& whole = *response->add_checkpoints();
+    whole.set_checkpoint("head/step-0000000007");
+    whole.set_step(7);
+    whole.set_bytes(3 << 20);
+    whole.set_saved_unix_seconds(1'700'000'000);
+    whole.set_automatic(true);
+    whole.mutable_spec()->set_name("head");
+    whole.mutable_spec()->set_hidden_size(4);
+    whole.mutable_spec()->set_vocab_size(10);
+    v1::CheckpointInfo& damaged = *response->add_checkpoints();
+    damaged.set_checkpoint("head/damaged");
+    damaged.set_error("the manifest's checksum does not match");
+    response->set_left_out(2);
     return grpc::Status::OK;
   }
 

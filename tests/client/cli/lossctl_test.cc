@@ -65,12 +65,18 @@ TEST_F(LossctlTest, HelpIsNoError) {
   EXPECT_THAT(outcome.out, HasSubstr("Exit codes:"));
   for (const char* command :
        {"health", "server", "heads", "describe", "create", "delete", "loss", "grad-norm", "step", "zero-grad",
-        "save", "load", "read", "write", "add-grad", "bench", "watch", "metrics"}) {
+        "save", "load", "checkpoints", "read", "write", "add-grad", "bench", "watch", "metrics"}) {
     EXPECT_THAT(outcome.out, HasSubstr(absl::StrCat("  ", command, " ")));
     const Outcome help = Run(absl::StrCat(command, " --help"));
     EXPECT_EQ(help.exit_code, 0) << command;
     EXPECT_THAT(help.out, HasSubstr(absl::StrCat("Usage: lossctl ", command)));
   }
+}
+
+TEST_F(LossctlTest, VersionIsNoError) {
+  const Outcome outcome = Run("--version");
+  EXPECT_EQ(outcome.exit_code, 0);
+  EXPECT_THAT(outcome.out, testing::StartsWith("lossctl "));
 }
 
 TEST_F(LossctlTest, WrongCommandLinesExitWith2) {
@@ -192,7 +198,22 @@ TEST_F(LossctlTest, ATrainingStep) {
   EXPECT_EQ(Json("step head --lr 0.1 --sgd --momentum 0.9 --nesterov")["step"], 2);
   EXPECT_EQ(Run("zero-grad head").out, "discarded the gradients of step 2\n");
   EXPECT_EQ(Run("save head --name best").out, "saved head/best (step 2, 160 B) in 250 ms\n");
+  EXPECT_EQ(Run("save head --keep 1").out,
+            "saved head/step-0000000000 (step 2, 160 B) in 250 ms\nremoved head/old\n");
+  EXPECT_EQ(Json("save head --cancel-with-call")["pruned"].size(), 0u);
   EXPECT_EQ(Run("load head/best").out, "loaded head/best into head \"head\", step 2\n");
+}
+
+TEST_F(LossctlTest, ListsCheckpoints) {
+  EXPECT_EQ(Run("checkpoints").out,
+            "CHECKPOINT            STEP      SIZE  SAVED                                   NAMED BY\n"
+            "head/step-0000000007     7  3.00 MiB  2023-11-14 22:13:20Z                    server\n"
+            "head/damaged                          the manifest's checksum does not match\n"
+            "and 2 more\n");
+  const auto list = Json("checkpoints head");
+  EXPECT_EQ(list["left_out"], 2);
+  EXPECT_EQ(list["checkpoints"][0]["step"], 7);
+  EXPECT_EQ(list["checkpoints"][1]["error"], "the manifest's checksum does not match");
 }
 
 TEST_F(LossctlTest, TensorsGoThereAndBack) {

@@ -472,7 +472,7 @@ TEST_F(ContributionsTest, ASkippedStepNeedsWhatAnyStepNeeds) {
 }
 
 TEST_F(ContributionsTest, LoadedProgressCountsUpdates) {
-  ASSERT_TRUE(engine_->ResetStep("head", {.step = 7, .updates = 4}).ok());
+  ASSERT_TRUE(engine_->ResetStep("head", {.step = 7, .updates = 4}, std::nullopt).ok());
   ASSERT_TRUE(Apply({.step = 7}).ok());
   EXPECT_EQ(device_.last_update, 5);
 }

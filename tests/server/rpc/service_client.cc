@@ -158,7 +158,28 @@ class TestClientImpl final : public TestClient {
     v1::SaveCheckpointRequest request;
     request.set_head(head);
     request.set_name(name);
-    return Call<v1::SaveCheckpointResponse>(&v1::HeadService::Stub::SaveCheckpoint, request);
+    return SaveCheckpoint(request, [](const v1::SaveProgress&) { return true; });
+  }
+  absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(
+      const v1::SaveCheckpointRequest& request,
+      const std::function<bool(const v1::SaveProgress&)>& on_progress) override {
+    grpc::ClientContext context;
+    SetDeadline(&context, kTestDeadline);
+    const auto reader = heads_->SaveCheckpoint(&context, request);
+    v1::SaveCheckpointUpdate update;
+    v1::SaveCheckpointResponse saved;
+    while (reader->Read(&update)) {
+      if (update.has_saved()) saved = update.saved();
+      if (update.has_progress() && !on_progress(update.progress())) context.TryCancel();
+    }
+    const grpc::Status status = reader->Finish();
+    if (!status.ok()) return wire::FromGrpcStatus(status);
+    return saved;
+  }
+  absl::StatusOr<v1::ListCheckpointsResponse> ListCheckpoints(const std::string& head) override {
+    v1::ListCheckpointsRequest request;
+    request.set_head(head);
+    return Call<v1::ListCheckpointsResponse>(&v1::HeadService::Stub::ListCheckpoints, request);
   }
   absl::StatusOr<v1::HeadDescription> LoadCheckpoint(const std::string& checkpoint,
                                                      const std::string& head) override {

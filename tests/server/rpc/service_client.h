@@ -6,6 +6,7 @@
 #define LOSSD_TESTS_SERVER_RPC_SERVICE_CLIENT_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -79,6 +80,11 @@ class TestClient {
   virtual absl::Status ZeroGradients(const std::string& head, uint64_t step) = 0;
   virtual absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(const std::string& head,
                                                                     const std::string& name) = 0;
+  // Cancels the call once `on_progress` returns false.
+  virtual absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(
+      const v1::SaveCheckpointRequest& request,
+      const std::function<bool(const v1::SaveProgress&)>& on_progress) = 0;
+  virtual absl::StatusOr<v1::ListCheckpointsResponse> ListCheckpoints(const std::string& head) = 0;
   virtual absl::StatusOr<v1::HeadDescription> LoadCheckpoint(const std::string& checkpoint,
                                                              const std::string& head) = 0;
   virtual absl::StatusOr<v1::ServerDescription> GetServer() = 0;
