@@ -63,6 +63,11 @@ class EngineImpl final : public Engine {
  private:
   friend class StreamHandle;
 
+  // Bytes of a row in a group's area: of the widest dtype, so that groups have the same rows in all of them.
+  static int64_t AreaRowBytes(const kernels::HeadConfig& config) {
+    return config.hidden_size * static_cast<int64_t>(sizeof(float));
+  }
+
   // One head and everything that is going on with it. Entries live until their head is deleted; `head`
   // itself belongs to the device thread, the rest to mutex_.
   struct Entry : std::enable_shared_from_this<Entry> {
@@ -85,7 +90,7 @@ class EngineImpl final : public Engine {
     // Deterministic mode, unless frozen: the order of accumulation, and the areas it assigns.
     std::unique_ptr<Sequencer> sequencer;
     std::shared_ptr<kernels::StagingMemory> areas;
-    int64_t area_bytes = 0;
+    int64_t area_bytes() const { return sequencer->group_rows() * AreaRowBytes(config); }
     uint64_t arrivals = 0;        // slices in order and operations so far
     bool group_was_last = false;  // groups and other chunks take turns
     DeferredMicrobatches deferred;
@@ -129,7 +134,8 @@ class EngineImpl final : public Engine {
   absl::Status RunDeviceTask(absl::FunctionRef<void()> run) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // ---- Deterministic mode (engine_groups.cc) ----
-  absl::Status AllocateGroups(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Rows of the groups of a head; 0: it has none.
+  int64_t GroupRows(const kernels::HeadConfig& config, int64_t chunk_rows) const;
   void RequestRoom(const EntryPtr& entry, const std::shared_ptr<StreamState>& stream, RowRange rows,
                    int64_t bytes, RoomWaiter waiter) ABSL_LOCKS_EXCLUDED(mutex_);
   // Hands out rooms. That of `stream`, if there is one, goes to the caller, to be called without the lock.
@@ -187,6 +193,7 @@ class EngineImpl final : public Engine {
   std::string last_served_ ABSL_GUARDED_BY(mutex_);  // heads take turns
   std::deque<DeviceTask*> tasks_ ABSL_GUARDED_BY(mutex_);
   int64_t open_streams_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t rooms_lent_ ABSL_GUARDED_BY(mutex_) = 0;
   int chunks_in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   Notifier notifier_;  // its events take mutex_
