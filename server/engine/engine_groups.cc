@@ -134,6 +134,7 @@ absl::AnyInvocable<void()> EngineImpl::GrantRooms(Entry& entry, const StreamStat
       notifier_.Post(std::move(call));
     }
   }
+  CallTurns(entry);
   return own;
 }
 

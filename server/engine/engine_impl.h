@@ -17,6 +17,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
+#include "server/engine/contribution_ledger.h"
 #include "server/engine/deferred.h"
 #include "server/engine/engine.h"
 #include "server/engine/ledger.h"
@@ -39,7 +40,8 @@ class EngineImpl final : public Engine {
   uint64_t incarnation() const override { return incarnation_; }
   EngineStats stats() const override;
 
-  absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config, uint64_t step) override;
+  absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config,
+                          const head::Progress& progress) override;
   absl::Status PublishHead(absl::string_view name) override;
   absl::Status DeleteHead(absl::string_view name) override;
   absl::StatusOr<HeadSnapshot> Describe(absl::string_view name) const override;
@@ -51,7 +53,14 @@ class EngineImpl final : public Engine {
   absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request,
                                        std::vector<std::string>* missing) override;
   absl::Status ZeroGradients(absl::string_view name, uint64_t step) override;
-  absl::Status ResetStep(absl::string_view name, uint64_t step) override;
+  absl::Status ResetStep(absl::string_view name, const head::Progress& progress,
+                         const std::optional<head::AppliedStep>& last_step) override;
+
+  absl::StatusOr<Contribution> OpenContribution(const ContributionSpec& spec) override;
+  uint64_t AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready) override;
+  bool ForgetTurn(const Contribution& contribution, uint64_t ticket) override;
+  absl::StatusOr<int64_t> AddRows(const Contribution& contribution, RowRange rows,
+                                  absl::Span<const uint8_t> values) override;
 
   absl::StatusOr<std::unique_ptr<Stream>> Open(StreamSpec spec,
                                                std::shared_ptr<StreamObserver> observer) override;
@@ -68,11 +77,22 @@ class EngineImpl final : public Engine {
     return config.hidden_size * static_cast<int64_t>(sizeof(float));
   }
 
+  // A contribution that waits for its turn.
+  struct TurnWaiter {
+    uint64_t ticket = 0;
+    uint64_t contribution_id = 0;
+    uint64_t generation = 0;
+    absl::AnyInvocable<void()> ready;
+  };
+
   // One head and everything that is going on with it. Entries live until their head is deleted; `head`
   // itself belongs to the device thread, the rest to mutex_.
   struct Entry : std::enable_shared_from_this<Entry> {
     explicit Entry(std::string head_name, const kernels::HeadConfig& head_config, int64_t max_ledger_rows)
-        : name(std::move(head_name)), config(head_config), ledger(max_ledger_rows) {}
+        : name(std::move(head_name)),
+          config(head_config),
+          ledger(max_ledger_rows),
+          contributions(max_ledger_rows) {}
 
     const std::string name;
     const kernels::HeadConfig config;
@@ -83,12 +103,16 @@ class EngineImpl final : public Engine {
     bool published = false;
     bool deleting = false;
     uint64_t step = 0;
+    uint64_t updates = 0;     // head::Progress
+    uint64_t generation = 0;  // of the gradients: another number whenever they were zeroed, over all heads
     // Set when accumulators may be half-written; streams are refused until ResetStep or ZeroGradients.
     absl::Status distrust;
     WorkQueue queue;
     Ledger ledger;
+    ContributionLedger contributions;
     // Deterministic mode, unless frozen: the order of accumulation, and the areas it assigns.
     std::unique_ptr<Sequencer> sequencer;
+    std::vector<TurnWaiter> turn_waiters;
     std::shared_ptr<kernels::StagingMemory> areas;
     int64_t area_bytes() const { return sequencer->group_rows() * AreaRowBytes(config); }
     uint64_t arrivals = 0;        // slices in order and operations so far
@@ -97,9 +121,7 @@ class EngineImpl final : public Engine {
     std::vector<std::shared_ptr<StreamState>> streams;
     int64_t chunks_in_flight = 0;
     int64_t total_rows = 0;
-    // The last applied step and what it answered.
-    std::optional<StepRequest> last_request;
-    std::optional<StepResult> last_result;
+    std::optional<head::AppliedStep> last_step;  // step - 1
   };
   using EntryPtr = std::shared_ptr<Entry>;
 
@@ -162,6 +184,14 @@ class EngineImpl final : public Engine {
       ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status CheckStepComplete(const Entry& entry, const StepRequest& request,
                                  std::vector<std::string>* missing) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  StepResult ResultOf(const Entry& entry) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::vector<std::string> MissingOf(const Entry& entry, absl::Span<const uint64_t> ids) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static bool HasTurn(const Entry& entry, uint64_t contribution_id);
+  // Calls those whose turn it is, or whose gradients are gone.
+  void CallTurns(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckContribution(const Entry& entry, const Contribution& contribution) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status StepFailed(Entry& entry, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mutex_);
   void EnterStep(Entry& entry, uint64_t step, const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -192,6 +222,8 @@ class EngineImpl final : public Engine {
   std::map<std::string, EntryPtr, std::less<>> entries_ ABSL_GUARDED_BY(mutex_);
   std::string last_served_ ABSL_GUARDED_BY(mutex_);  // heads take turns
   std::deque<DeviceTask*> tasks_ ABSL_GUARDED_BY(mutex_);
+  uint64_t last_generation_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t last_turn_ticket_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t open_streams_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t rooms_lent_ ABSL_GUARDED_BY(mutex_) = 0;
   int chunks_in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
