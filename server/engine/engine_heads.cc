@@ -65,11 +65,21 @@ absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadC
   absl::Status status;
   absl::Status ran = RunDeviceTask([&] {
     auto kernels = backend_->CreateHead(config);
+    const int64_t group_rows = kernels.ok() ? GroupRows(config, (*kernels)->chunk_rows()) : 0;
+    absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> areas = nullptr;
+    if (group_rows > 0) {
+      areas = backend_->AllocateStaging(static_cast<int64_t>(Sequencer::kAreas) * group_rows *
+                                        AreaRowBytes(config));
+    }
     absl::MutexLock lock(&mutex_);
-    if (!kernels.ok()) {
-      status = kernels.status();
+    if (!kernels.ok() || !areas.ok()) {
+      status = kernels.ok() ? areas.status() : kernels.status();
       entries_.erase(entry->name);
       return;
+    }
+    if (group_rows > 0) {
+      entry->areas = *std::move(areas);
+      entry->sequencer = std::make_unique<Sequencer>(group_rows, &entry->ledger, &entry->contributions);
     }
     entry->compute_dtype = (*kernels)->compute_dtype();
     entry->chunk_rows = (*kernels)->chunk_rows();
@@ -77,10 +87,6 @@ absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadC
     entry->step = progress.step;
     entry->updates = progress.updates;
     entry->generation = ++last_generation_;
-    if (status = AllocateGroups(*entry); !status.ok()) {
-      entries_.erase(entry->name);
-      return;
-    }
     entry->head = std::make_unique<head::Head>(entry->name, *std::move(kernels));
   });
   return ran.ok() ? status : ran;
@@ -165,6 +171,7 @@ EngineStats EngineImpl::stats() const {
   stats.retained_bytes_used = retained_allocator_.used();
   absl::MutexLock lock(&mutex_);
   stats.open_streams = open_streams_;
+  stats.rooms_lent = rooms_lent_;
   for (const auto& [name, entry] : entries_) {
     stats.queued_slices += entry->queue.slices();
     stats.queued_rows += entry->queue.rows();

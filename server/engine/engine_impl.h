@@ -72,6 +72,11 @@ class EngineImpl final : public Engine {
  private:
   friend class StreamHandle;
 
+  // Bytes of a row in a group's area: of the widest dtype, so that groups have the same rows in all of them.
+  static int64_t AreaRowBytes(const kernels::HeadConfig& config) {
+    return config.hidden_size * static_cast<int64_t>(sizeof(float));
+  }
+
   // A contribution that waits for its turn.
   struct TurnWaiter {
     uint64_t ticket = 0;
@@ -109,7 +114,7 @@ class EngineImpl final : public Engine {
     std::unique_ptr<Sequencer> sequencer;
     std::vector<TurnWaiter> turn_waiters;
     std::shared_ptr<kernels::StagingMemory> areas;
-    int64_t area_bytes = 0;
+    int64_t area_bytes() const { return sequencer->group_rows() * AreaRowBytes(config); }
     uint64_t arrivals = 0;        // slices in order and operations so far
     bool group_was_last = false;  // groups and other chunks take turns
     DeferredMicrobatches deferred;
@@ -151,7 +156,8 @@ class EngineImpl final : public Engine {
   absl::Status RunDeviceTask(absl::FunctionRef<void()> run) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // ---- Deterministic mode (engine_groups.cc) ----
-  absl::Status AllocateGroups(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Rows of the groups of a head; 0: it has none.
+  int64_t GroupRows(const kernels::HeadConfig& config, int64_t chunk_rows) const;
   void RequestRoom(const EntryPtr& entry, const std::shared_ptr<StreamState>& stream, RowRange rows,
                    int64_t bytes, RoomWaiter waiter) ABSL_LOCKS_EXCLUDED(mutex_);
   // Hands out rooms. That of `stream`, if there is one, goes to the caller, to be called without the lock.
@@ -219,6 +225,7 @@ class EngineImpl final : public Engine {
   uint64_t last_generation_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t last_turn_ticket_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t open_streams_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t rooms_lent_ ABSL_GUARDED_BY(mutex_) = 0;
   int chunks_in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   Notifier notifier_;  // its events take mutex_
