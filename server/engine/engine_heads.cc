@@ -1,4 +1,5 @@
 // EngineImpl: heads and their steps.
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -195,7 +196,7 @@ absl::StatusOr<double> EngineImpl::GradNorm(absl::string_view name, std::optiona
     {
       absl::MutexLock lock(&mutex_);
       if (step.has_value() && *step != entry.step) return StepNotOpen("step", *step, entry.step);
-      if (!entry.distrust.ok()) return entry.distrust;
+      if (auto trusted = CheckTrusted(entry); !trusted.ok()) return trusted;
     }
     auto result = head.kernels().GradNorm();
     if (result.ok()) norm = *result;
@@ -205,11 +206,43 @@ absl::StatusOr<double> EngineImpl::GradNorm(absl::string_view name, std::optiona
   return norm;
 }
 
+absl::Status EngineImpl::CheckTrusted(const Entry& entry) {
+  return entry.weights_distrust.ok() ? entry.distrust : entry.weights_distrust;
+}
+
+// A repeat for a step that has been applied must mean the step that was applied.
+absl::Status EngineImpl::CheckRepeat(const Entry& entry, const StepRequest& request,
+                                     std::vector<std::string>* missing) {
+  if (!(entry.last_request->optimizer == request.optimizer)) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "optimizer",
+                      "differs from what this step was applied with", "other settings");
+  }
+  std::vector<std::string> lines;
+  for (const uint64_t id : request.expected_microbatches) {
+    if (!std::binary_search(entry.last_microbatches.begin(), entry.last_microbatches.end(), id))
+      lines.push_back(absl::StrCat("microbatch ", id, ": was not in it"));
+  }
+  const int64_t rows = entry.last_result->rows;
+  if (request.expected_rows.has_value() && *request.expected_rows != rows) {
+    lines.push_back(absl::StrCat("rows: ", rows, " were in it, ", *request.expected_rows, " expected"));
+  }
+  if (lines.empty()) return absl::OkStatus();
+  absl::Status status = absl::FailedPreconditionError(
+      absl::StrCat("step ", request.step, " has been applied as another one: ", lines.front()));
+  status.SetPayload(kCurrentStepPayload, absl::Cord(absl::StrCat(entry.step)));
+  if (missing != nullptr) *missing = std::move(lines);
+  return status;
+}
+
 absl::Status EngineImpl::CheckStepComplete(const Entry& entry, const StepRequest& request,
                                            std::vector<std::string>* missing) {
   if (request.step != entry.step) return StepNotOpen("step", request.step, entry.step);
-  if (!entry.distrust.ok()) return entry.distrust;
+  if (auto trusted = CheckTrusted(entry); !trusted.ok()) return trusted;
   std::vector<std::string> lines = entry.ledger.Missing(request.expected_microbatches);
+  if (!request.expected_microbatches.empty()) {
+    for (std::string& half : entry.ledger.Halves(request.expected_microbatches))
+      lines.push_back(std::move(half));
+  }
   const int64_t rows = entry.ledger.accumulated_rows();
   if (request.expected_rows.has_value() && *request.expected_rows != rows) {
     lines.push_back(absl::StrCat("rows: ", rows, " accumulated, ", *request.expected_rows, " expected"));
@@ -229,7 +262,8 @@ absl::Status EngineImpl::CheckStepComplete(const Entry& entry, const StepRequest
 
 // Opens a step: forgets the ledger and ends the streams that accumulate for the old one.
 void EngineImpl::EnterStep(Entry& entry, uint64_t step, const absl::Status& why) {
-  FailAccumulating(entry, why);
+  FailStreams(
+      entry, [](const StreamState& stream) { return stream.belongs_to_step(); }, why);
   DropFailed(entry);
   entry.ledger.Clear();
   if (entry.sequencer != nullptr) entry.sequencer->Clear();
@@ -243,9 +277,21 @@ absl::Status EngineImpl::StepFailed(Entry& entry, const absl::Status& status) {
   if (absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status)) return status;
   observer_->OnDeviceError(status);
   absl::MutexLock lock(&mutex_);
-  entry.distrust = absl::InternalError(
+  entry.weights_distrust = absl::InternalError(
       absl::StrCat("the device failed while applying step ", entry.step, " to head ", entry.name,
                    "; its weights are not to be trusted (load a checkpoint): ", status.message()));
+  return entry.weights_distrust;
+}
+
+// If it fails, some gradients are gone although the ledger knows them.
+absl::Status EngineImpl::ClearGradients(Entry& entry, head::Head& head) {
+  absl::Status status = head.kernels().ZeroGradients();
+  if (status.ok()) return status;
+  observer_->OnDeviceError(status);
+  absl::MutexLock lock(&mutex_);
+  entry.distrust = absl::InternalError(
+      absl::StrCat("the device failed while zeroing the gradients of head ", entry.name, " at step ",
+                   entry.step, "; they are not to be trusted (zero them again): ", status.message()));
   return entry.distrust;
 }
 
@@ -260,10 +306,7 @@ absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const S
       absl::MutexLock lock(&mutex_);
       if (entry.last_result.has_value() && request.step == entry.last_request->step &&
           request.step + 1 == entry.step) {
-        if (!(entry.last_request->optimizer == request.optimizer)) {
-          return FieldError(absl::StatusCode::kFailedPrecondition, "optimizer",
-                            "differs from what this step was applied with", "other settings");
-        }
+        if (auto same = CheckRepeat(entry, request, missing); !same.ok()) return same;
         result = *entry.last_result;
         result.repeated = true;
         return absl::OkStatus();
@@ -279,6 +322,7 @@ absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const S
               .grad_norm = *norm,
               .microbatches = entry.ledger.microbatches(),
               .rows = entry.ledger.accumulated_rows()};
+    entry.last_microbatches = entry.ledger.Ids();
     EnterStep(entry, request.step + 1, StepNotOpen("open.step", request.step, request.step + 1));
     entry.last_request = request;
     entry.last_result = result;
@@ -295,7 +339,7 @@ absl::Status EngineImpl::ZeroGradients(absl::string_view name, uint64_t step) {
       absl::MutexLock lock(&mutex_);
       if (step != entry.step) return StepNotOpen("step", step, entry.step);
     }
-    if (auto status = head.kernels().ZeroGradients(); !status.ok()) return status;
+    if (auto status = ClearGradients(entry, head); !status.ok()) return status;
     absl::MutexLock lock(&mutex_);
     EnterStep(entry, entry.step, absl::AbortedError("the step's gradients were zeroed"));
     return absl::OkStatus();
@@ -305,10 +349,11 @@ absl::Status EngineImpl::ZeroGradients(absl::string_view name, uint64_t step) {
 absl::Status EngineImpl::ResetStep(absl::string_view name, uint64_t step) {
   return RunOnHead(name, [&](Entry& entry, head::Head& head) -> absl::Status {
     if (entry.config.trainable) {
-      if (auto status = head.kernels().ZeroGradients(); !status.ok()) return status;
+      if (auto status = ClearGradients(entry, head); !status.ok()) return status;
     }
     absl::MutexLock lock(&mutex_);
     EnterStep(entry, step, absl::AbortedError("a checkpoint was loaded"));
+    entry.weights_distrust = absl::OkStatus();
     entry.last_request.reset();
     entry.last_result.reset();
     return absl::OkStatus();

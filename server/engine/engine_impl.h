@@ -80,6 +80,8 @@ class EngineImpl final : public Engine {
     uint64_t step = 0;
     // Set when accumulators may be half-written; streams are refused until ResetStep or ZeroGradients.
     absl::Status distrust;
+    // Set when weights may be half-updated; streams and steps are refused until ResetStep.
+    absl::Status weights_distrust;
     WorkQueue queue;
     Ledger ledger;
     // Deterministic mode, unless frozen: the order of accumulation, and the areas it assigns.
@@ -92,9 +94,10 @@ class EngineImpl final : public Engine {
     std::vector<std::shared_ptr<StreamState>> streams;
     int64_t chunks_in_flight = 0;
     int64_t total_rows = 0;
-    // The last applied step and what it answered.
+    // The last applied step, what it answered, and the microbatches that were in it, ascending.
     std::optional<StepRequest> last_request;
     std::optional<StepResult> last_result;
+    std::vector<uint64_t> last_microbatches;
   };
   using EntryPtr = std::shared_ptr<Entry>;
 
@@ -156,6 +159,10 @@ class EngineImpl final : public Engine {
       ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status CheckStepComplete(const Entry& entry, const StepRequest& request,
                                  std::vector<std::string>* missing) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static absl::Status CheckRepeat(const Entry& entry, const StepRequest& request,
+                                  std::vector<std::string>* missing);
+  static absl::Status CheckTrusted(const Entry& entry);
+  absl::Status ClearGradients(Entry& entry, head::Head& head) ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status StepFailed(Entry& entry, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mutex_);
   void EnterStep(Entry& entry, uint64_t step, const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -167,7 +174,8 @@ class EngineImpl final : public Engine {
   absl::Status ReserveRetained(Entry& entry, StreamState& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   void FailStream(Entry& entry, StreamState& stream, absl::Status why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void FailAccumulating(Entry& entry, const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void FailStreams(Entry& entry, absl::FunctionRef<bool(const StreamState&)> wanted, const absl::Status& why)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropFailed(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FinishIfReady(Entry& entry, const std::shared_ptr<StreamState>& stream)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -176,7 +176,7 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Admit(const EntryPtr& entry,
                                                           absl::Span<const float> ledger_weights) {
   const StreamSpec& spec = state->spec();
   if (spec.accumulate_gradients) {
-    if (!entry->distrust.ok()) return entry->distrust;
+    if (auto status = CheckTrusted(*entry); !status.ok()) return status;
     absl::Status declared =
         entry->ledger.Declare(spec.microbatch_id, state->terms(), spec.rows, spec.targets, ledger_weights);
     if (!declared.ok()) return declared;
@@ -282,10 +282,11 @@ void EngineImpl::FailStream(Entry& entry, StreamState& stream, absl::Status why)
   DropFailed(entry);
 }
 
-void EngineImpl::FailAccumulating(Entry& entry, const absl::Status& why) {
+void EngineImpl::FailStreams(Entry& entry, absl::FunctionRef<bool(const StreamState&)> wanted,
+                             const absl::Status& why) {
   const auto streams = entry.streams;
   for (const auto& stream : streams) {
-    if (!stream->spec().accumulate_gradients) continue;
+    if (!wanted(*stream)) continue;
     FailStream(entry, *stream, why);
     FinishIfReady(entry, stream);
   }

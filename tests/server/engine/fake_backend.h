@@ -36,6 +36,9 @@ class FakeDevice {
   // Called for every chunk (numbered from 0); not OK fails it at that point.
   std::function<absl::Status(int64_t)> fail_results = [](int64_t) { return absl::OkStatus(); };
   std::function<absl::Status(int64_t)> fail_done = [](int64_t) { return absl::OkStatus(); };
+  // Not OK fails every step, or every zeroing, when something may have been changed already.
+  absl::Status fail_step;
+  absl::Status fail_zero;
 
   // Blocks chunks from being computed until Open.
   void Close() {
@@ -127,11 +130,13 @@ class FakeHead final : public kernels::HeadKernels {
   }
   absl::StatusOr<double> GradNorm() override { return static_cast<double>(device_->accumulated().size()); }
   absl::Status ApplyStep(const kernels::OptimizerOptions&, int64_t) override {
+    if (!device_->fail_step.ok()) return device_->fail_step;
     ++device_->steps;
     device_->ClearAccumulated();
     return absl::OkStatus();
   }
   absl::Status ZeroGradients() override {
+    if (!device_->fail_zero.ok()) return device_->fail_zero;
     device_->ClearAccumulated();
     return absl::OkStatus();
   }
