@@ -43,6 +43,8 @@ class HeadBook {
   std::optional<uint64_t> IncarnationOf(absl::string_view head, uint64_t step) const;
   // ABORTED if gradients of `step` were accumulated in another incarnation than `incarnation`.
   absl::Status CheckIncarnation(absl::string_view head, uint64_t step, uint64_t incarnation) const;
+  // The step has been applied: its gradients are not outstanding any more, those of a later one are.
+  void CloseStep(absl::string_view head, uint64_t step);
   // No gradients of the head are outstanding any more.
   void ForgetAccumulation(absl::string_view head);
 
