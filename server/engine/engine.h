@@ -197,6 +197,9 @@ class Engine {
   virtual absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request,
                                                std::vector<std::string>* missing) = 0;
   virtual absl::Status ZeroGradients(absl::string_view name, uint64_t step) = 0;
+  // From now until ResetStep, streams and steps of the head are refused with `why` (not OK): its weights are
+  // being replaced, or that went wrong half-way.
+  virtual absl::Status DistrustWeights(absl::string_view name, const absl::Status& why) = 0;
   // After a checkpoint was loaded: forgets the ledger, zeroes gradients, cancels accumulating streams and
   // sets the open step. `last_step`: how the step before was applied; repeats of its ApplyStep are answered
   // with that.

@@ -352,7 +352,10 @@ void EngineImpl::OnGroupDone(std::shared_ptr<GroupFlight> flight, absl::Status s
   if (broken) Distrust(entry, status);
   SettleGroup(*flight, !broken);
   entry.sequencer->OnLeft(*flight->group);
-  if (broken) FailAccumulating(entry, entry.distrust);
+  if (broken) {
+    FailStreams(
+        entry, [](const StreamState& stream) { return stream.spec().accumulate_gradients; }, entry.distrust);
+  }
   GrantRooms(entry);
   LeaveDevice(entry, std::move(flight->group->mutable_slices()));
 }

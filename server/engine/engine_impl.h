@@ -53,6 +53,7 @@ class EngineImpl final : public Engine {
   absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request,
                                        std::vector<std::string>* missing) override;
   absl::Status ZeroGradients(absl::string_view name, uint64_t step) override;
+  absl::Status DistrustWeights(absl::string_view name, const absl::Status& why) override;
   absl::Status ResetStep(absl::string_view name, const head::Progress& progress,
                          const std::optional<head::AppliedStep>& last_step) override;
 
@@ -107,6 +108,8 @@ class EngineImpl final : public Engine {
     uint64_t generation = 0;  // of the gradients: another number whenever they were zeroed, over all heads
     // Set when accumulators may be half-written; streams are refused until ResetStep or ZeroGradients.
     absl::Status distrust;
+    // Set when weights may be half-updated; streams and steps are refused until ResetStep.
+    absl::Status weights_distrust;
     WorkQueue queue;
     Ledger ledger;
     ContributionLedger contributions;
@@ -122,6 +125,8 @@ class EngineImpl final : public Engine {
     int64_t chunks_in_flight = 0;
     int64_t total_rows = 0;
     std::optional<head::AppliedStep> last_step;  // step - 1
+    // The microbatches and contributions that were in it, ascending; nothing if another process applied it.
+    std::optional<std::vector<uint64_t>> last_ids;
   };
   using EntryPtr = std::shared_ptr<Entry>;
 
@@ -187,11 +192,18 @@ class EngineImpl final : public Engine {
   StepResult ResultOf(const Entry& entry) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::vector<std::string> MissingOf(const Entry& entry, absl::Span<const uint64_t> ids) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::vector<std::string> HalvesOf(const Entry& entry, absl::Span<const uint64_t> ids) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static std::vector<uint64_t> IdsOf(const Entry& entry);
   static bool HasTurn(const Entry& entry, uint64_t contribution_id);
   // Calls those whose turn it is, or whose gradients are gone.
   void CallTurns(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckContribution(const Entry& entry, const Contribution& contribution) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static absl::Status CheckRepeat(const Entry& entry, const StepRequest& request,
+                                  std::vector<std::string>* missing);
+  static absl::Status CheckTrusted(const Entry& entry);
+  absl::Status ClearGradients(Entry& entry, head::Head& head) ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status StepFailed(Entry& entry, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mutex_);
   void EnterStep(Entry& entry, uint64_t step, const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -203,7 +215,8 @@ class EngineImpl final : public Engine {
   absl::Status ReserveRetained(Entry& entry, StreamState& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   void FailStream(Entry& entry, StreamState& stream, absl::Status why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void FailAccumulating(Entry& entry, const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void FailStreams(Entry& entry, absl::FunctionRef<bool(const StreamState&)> wanted, const absl::Status& why)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropFailed(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FinishIfReady(Entry& entry, const std::shared_ptr<StreamState>& stream)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
