@@ -10,7 +10,7 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-constexpr int64_t kOneRowColumns = 8192;  // longer rows are worked on in pairs
+constexpr int64_t kPairColumns = 4096;  // rows of at least as many are worked on in pairs
 
 // Any dtype and number of columns; one block a row.
 __global__ __launch_bounds__(kNormThreads) void NormForwardAnyKernel(const __grid_constant__ NormParams p) {
@@ -166,7 +166,7 @@ template <typename T>
 cudaError_t LaunchHeld(const NormParams& p, cudaStream_t stream) {
   // Two fp32 rows do not fit into the registers.
   if constexpr (sizeof(T) == 2) {
-    if (p.x.cols > kOneRowColumns) return LaunchHeld<T, 2>(p, stream);
+    if (p.x.cols >= kPairColumns) return LaunchHeld<T, 2>(p, stream);
   }
   return LaunchHeld<T, 1>(p, stream);
 }
