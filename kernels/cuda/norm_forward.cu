@@ -1,8 +1,8 @@
 // LayerNorm and RMSNorm forward. Bytes: reads x, writes y, and gain and shift from L1 or L2.
 //
 // A block holds a row in registers, a long one together with the next: of long rows gain and shift, in fp32,
-// are twice what x and y are and would not stay in L1. Rows of more than kMostNormColumns columns or of a
-// number that 8 does not divide are read again for each pass (the "any" kernel).
+// are twice what x and y are and would not stay in L1 beside them. Rows of more than kMostNormColumns columns
+// or of a number that 8 does not divide are read again for each pass (the "any" kernel).
 #include <algorithm>
 
 #include "kernels/cuda/norm_rows.cuh"

@@ -233,6 +233,7 @@ TEST_F(Norm, TwoVectorsAThreadAndPairs) { CheckShape(151, 4096); }
 TEST_F(Norm, FourVectorsBecauseTwoLeaveThreadsIdle) { CheckShape(90, 5120); }
 TEST_F(Norm, LastOfTwoVectors) { CheckShape(140, 8192); }
 TEST_F(Norm, FirstOfFourVectors) { CheckShape(135, 8200); }
+TEST_F(Norm, LongestFp32InTheRing) { CheckShape(3, 11264); }
 TEST_F(Norm, LongRows) { CheckShape(3, 15872); }
 TEST_F(Norm, LongestInRegisters) { CheckShape(2, 16384); }
 TEST_F(Norm, LongerThanRegisters) { CheckShape(2, 16392); }
