@@ -32,8 +32,8 @@
 #include "bench/gpu_timer.h"
 #include "kernels/cuda/cuda_backend.h"
 #include "kernels/cuda/gemm.h"
+#include "kernels/cuda/norm.h"
 #include "kernels/cuda/row_loss.h"
-#include "kernels/cuda/row_norm.h"
 #include "nlohmann/json.hpp"
 
 ABSL_FLAG(std::string, out, "", "JSON file to write; empty: none");
@@ -494,10 +494,14 @@ Json RunNorm(int64_t cols, bool centred, double copy_gbps, Timer& timer) {
   }
   cudaDeviceProp properties = {};
   Check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
-  const int sms = properties.multiProcessorCount;
+  const cuda::DeviceLimits limits = {
+      .multiprocessors = properties.multiProcessorCount,
+      .shared_bytes_per_block = static_cast<int>(properties.sharedMemPerBlockOptin) - (2 << 10),
+      .shared_bytes_per_sm = static_cast<int>(properties.sharedMemPerMultiprocessor),
+      .has_clusters = properties.major >= 9};
   auto* params = DeviceAlloc<float>(4 * cols + 2 * kNormRows);
   Check(cudaMemcpy(params, noise.data(), static_cast<size_t>(cols) * 8, cudaMemcpyDefault), "cudaMemcpy");
-  auto* partials = DeviceAlloc<float>(cuda::NormPartialFloats(cols, sms));
+  auto* partials = DeviceAlloc<float>(cuda::NormPartialFloats(cols, limits.multiprocessors));
   const auto norm = [&](const NormBuffers& b) {
     cuda::NormParams p;
     p.centred = centred;
@@ -521,7 +525,7 @@ Json RunNorm(int64_t cols, bool centred, double copy_gbps, Timer& timer) {
     back.gain_gradient = params + 2 * cols;
     back.shift_gradient = params + 3 * cols;
     back.partials = partials;
-    Check(cuda::LaunchNormBackward(norm(b), back, sms, timer.stream()), "LaunchNormBackward");
+    Check(cuda::LaunchNormBackward(norm(b), back, limits, timer.stream()), "LaunchNormBackward");
   });
   for (const NormBuffers& b : buffers) {
     cudaFree(b.x);
@@ -579,7 +583,7 @@ int Main() {
   std::cout << properties.name << ", copy " << copy_gbps << " GB/s (read + write)" << std::endl;
   if (absl::GetFlag(FLAGS_norm)) {
     for (bool centred : {true, false}) {
-      for (int64_t cols : {1024, 4096, 8192, 15872}) {
+      for (int64_t cols : {1024, 2048, 4096, 5120, 8192, 12288, 15872}) {
         results["norm"].push_back(RunNorm(cols, centred, copy_gbps, timer));
       }
     }

@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/cuda_retained.h"
 #include "kernels/cuda/cuda_status.h"
-#include "kernels/cuda/row_norm.h"
+#include "kernels/cuda/norm.h"
 #include "kernels/cuda/rows.h"
 #include "kernels/cuda/tensor_ops.h"
 #include "kernels/validation.h"
@@ -423,7 +423,7 @@ absl::Status CudaHead::NormBackward(const Job& job) {
   LOSSD_RETURN_IF_CUDA_ERROR(
       LaunchNormBackward(MakeNormParams(config_, sizes_, values_.params, workspace_, raw, dy,
                                         job.slot->device_in, job.layout.compact_rows),
-                         b, device_->limits().multiprocessors, stream),
+                         b, device_->limits(), stream),
       "norm backward kernel");
   if (!job.layout.want_hidden_gradient || job.layout.compact_rows == job.layout.raw_rows)
     return absl::OkStatus();

@@ -29,6 +29,20 @@ __device__ __forceinline__ float SaturateHalf(float x) {
   return fminf(fmaxf(x, -kLargestHalf), kLargestHalf);
 }
 
+// A kernel launched to start early waits here until the one before it has ended and its writes are visible.
+__device__ __forceinline__ void AwaitKernelBefore() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the blocks of such a kernel start where there is room.
+__device__ __forceinline__ void LetNextKernelStart() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // One 16-byte vector of T: its elements in fp32, and the largest of them that is not NaN.
 template <typename T>
 struct Vec;

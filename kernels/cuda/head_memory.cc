@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/cuda/row_norm.h"
+#include "kernels/cuda/norm.h"
 #include "kernels/cuda/rows.h"
 #include "kernels/cuda/tensor_ops.h"
 

@@ -24,6 +24,7 @@
 // share a multiprocessor: hence at most kTargetBlockBytes a block.
 #include <algorithm>
 
+#include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/device_math.cuh"
 #include "kernels/cuda/row_loss.h"
 
@@ -57,13 +58,16 @@ __device__ __forceinline__ uint32_t ClusterSize() {
   return size;
 }
 
-__device__ __forceinline__ uint32_t SharedAddress(const void* shared) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-}
-
 // A mailbox in the shared memory of each block of a cluster: every block puts its words into all of them,
-// and reads its own when all have come. One use a launch. Remote stores announce themselves to the
-// receiver's barrier, so no fence is needed, and a block may end when it has read its mailbox.
+// and reads its own when all have come. One use a launch. Why that is ordered:
+// - a barrier's initialisation is released to the cluster before its block arrives at the cluster's barrier,
+// and
+//   every sender waits at that barrier first;
+// - bytes may come before the thread that opened the mailbox says how many to expect: the phase cannot end
+// before
+//   its own arrival, which says so in the same step;
+// - remote stores complete on the receiver's barrier, and the receiver acquires at the scope of the cluster.
+// A block may end when it has read its mailbox: by then nobody has anything left to send it.
 template <int kWords>
 struct Mailbox {
   static constexpr int kStride = (kWords + 3) / 4 * 4;
@@ -73,13 +77,16 @@ struct Mailbox {
   // All threads; the mailboxes of the cluster are usable after AwaitOpen().
   __device__ __forceinline__ void Open(uint32_t cluster) {
 #if __CUDA_ARCH__ >= 900
+    const uint32_t address = SharedAddress(&barrier);
     if (threadIdx.x == 0) {
-      const uint32_t address = SharedAddress(&barrier);
       asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(address) : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    if (threadIdx.x == 0) {
       asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address),
                    "r"(cluster * kStride * 4u)
                    : "memory");
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -115,18 +122,16 @@ struct Mailbox {
     const uint32_t address = SharedAddress(&barrier);
     uint32_t complete = 0;
     while (complete == 0) {
-      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
-                   : "=r"(complete)
-                   : "r"(address)
-                   : "memory");
+      asm volatile(
+          "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; "
+          "selp.u32 %0, 1, 0, p; }"
+          : "=r"(complete)
+          : "r"(address)
+          : "memory");
     }
 #endif
   }
 };
-
-__device__ __forceinline__ void CopyAsync16(uint32_t to_shared, const uint4* from_global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from_global) : "memory");
-}
 
 __device__ __forceinline__ uint4 LoadShared16(uint32_t address) {
   uint4 v;
@@ -136,8 +141,6 @@ __device__ __forceinline__ uint4 LoadShared16(uint32_t address) {
                : "memory");
   return v;
 }
-
-__device__ __forceinline__ void CopyAsyncWaitAll() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // ---- running statistics of a part of a row, the target left out ----
 
@@ -407,7 +410,7 @@ struct RowPart {
     if constexpr (kResident) {
       const uint4* from = global() + begin;
       for (int v = threadIdx.x; v < end - begin; v += blockDim.x) CopyAsync16(shared + 16u * v, from + v);
-      CopyAsyncWaitAll();
+      AwaitAllCopies();
     }
   }
   // Threads read only the vectors that they have fetched themselves.

@@ -8,17 +8,10 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/device_limits.h"
 #include "kernels/dtype.h"
 
 namespace lossd::kernels::cuda {
-
-// What the launch needs to know of the device.
-struct DeviceLimits {
-  int multiprocessors = 1;
-  int shared_bytes_per_block = 48 << 10;  // most dynamic shared memory a block may ask for
-  int shared_bytes_per_sm = 64 << 10;
-  bool has_clusters = false;  // compute capability 9.0 or later
-};
 
 struct RowLossParams {
   // [padded_rows, ld]: W x on entry; with write_gradient, dL/ds over (scale * gradient unit) on return,

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/device_math.cuh"
+#include "kernels/cuda/early_launch.h"
 #include "kernels/cuda/rows.h"
 
 namespace lossd::kernels::cuda {
@@ -13,6 +14,7 @@ constexpr int64_t kMaxBlocks = 1 << 20;
 constexpr int64_t kColumnSplits = 64;  // most row groups a column sum is divided into
 constexpr int kPartialColumns = 32;    // columns and groups of partials a block of AddPartials handles
 constexpr int kPartialGroups = 16;
+constexpr int kPartialLoads = 9;
 
 __device__ __forceinline__ void* RowOf(const DeviceMatrix& m, int64_t row) {
   const int64_t offset = row * m.ld * (m.dtype == DType::kFloat32 ? 4 : 2);
@@ -115,22 +117,32 @@ __global__ void ColumnSumKernel(DeviceMatrix matrix, const int32_t* keep, int64_
 }
 
 // A block owns kPartialColumns columns; its kPartialGroups groups of threads each sum every
-// kPartialGroups-th part, and the groups are added in order. blockIdx.y: first or second.
+// kPartialGroups-th part, with kPartialLoads loads under way, and the groups are added in order. blockIdx.y:
+// first or second.
 __global__ void AddPartialsKernel(const float* partials, int64_t parts, int64_t cols, float scale,
                                   float* first, float* second) {
   __shared__ float sums[kPartialGroups][kPartialColumns];
+  AwaitKernelBefore();
   const int64_t c = static_cast<int64_t>(blockIdx.x) * kPartialColumns + threadIdx.x;
-  const float* from = partials + blockIdx.y * parts * cols;
+  const float* from = partials + blockIdx.y * parts * cols + c;
+  float* to = (blockIdx.y == 0 ? first : second) + c;
+  const float before = threadIdx.y == 0 && c < cols ? *to : 0.0f;
   float sum = 0.0f;
-  if (c < cols) {
-#pragma unroll 4
-    for (int64_t i = threadIdx.y; i < parts; i += kPartialGroups) sum += from[i * cols + c];
+  for (int64_t i = threadIdx.y; i < parts; i += kPartialGroups * kPartialLoads) {
+    float loaded[kPartialLoads];
+#pragma unroll
+    for (int k = 0; k < kPartialLoads; ++k) {
+      const int64_t part = i + k * kPartialGroups;
+      loaded[k] = part < parts && c < cols ? from[part * cols] : 0.0f;
+    }
+#pragma unroll
+    for (int k = 0; k < kPartialLoads; ++k) sum += loaded[k];
   }
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y != 0 || c >= cols) return;
   for (int i = 1; i < kPartialGroups; ++i) sum += sums[i][threadIdx.x];
-  (blockIdx.y == 0 ? first : second)[c] += scale * sum;
+  *to = fmaf(scale, sum, before);
 }
 
 unsigned RowBlocks(int64_t rows) { return static_cast<unsigned>(std::min(rows, kMaxBlocks)); }
@@ -184,16 +196,15 @@ cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, int
   const dim3 grid(static_cast<unsigned>(column_blocks), static_cast<unsigned>(splits));
   ColumnSumKernel<<<grid, kThreads, 0, stream>>>(matrix, keep, rows, rows_per_split, partials);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  return LaunchAddPartials(partials, splits, matrix.cols, scale, accumulator, nullptr, stream);
+  return LaunchAddPartials(partials, splits, matrix.cols, scale, accumulator, nullptr, false, stream);
 }
 
 cudaError_t LaunchAddPartials(const float* partials, int64_t parts, int64_t cols, float scale, float* first,
-                              float* second, cudaStream_t stream) {
-  const dim3 block(kPartialColumns, kPartialGroups);
+                              float* second, bool start_early, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>((cols + kPartialColumns - 1) / kPartialColumns),
                   second != nullptr ? 2 : 1);
-  AddPartialsKernel<<<grid, block, 0, stream>>>(partials, parts, cols, scale, first, second);
-  return cudaGetLastError();
+  EarlyLaunch launch(grid, dim3(kPartialColumns, kPartialGroups), 0, start_early, stream);
+  return cudaLaunchKernelEx(launch.config(), AddPartialsKernel, partials, parts, cols, scale, first, second);
 }
 
 }  // namespace lossd::kernels::cuda

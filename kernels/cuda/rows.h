@@ -58,9 +58,10 @@ cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, int
                             float* partials, float* accumulator, cudaStream_t stream);
 
 // first[c] += scale * sum over i < parts of partials[i * cols + c], in a fixed order; the same for
-// `second`, unless it is null, from partials + parts * cols on.
+// `second`, unless it is null, from partials + parts * cols on. start_early: its blocks may take their places
+// while the kernel before it ends, for which they wait (compute capability 9.0 or later).
 cudaError_t LaunchAddPartials(const float* partials, int64_t parts, int64_t cols, float scale, float* first,
-                              float* second, cudaStream_t stream);
+                              float* second, bool start_early, cudaStream_t stream);
 
 }  // namespace lossd::kernels::cuda
 

@@ -3,13 +3,14 @@
 //   LayerNorm: y = (x - mean) r gain + shift, r = 1 / sqrt(var + eps);  RMSNorm: y = x r gain, r = 1 /
 //   sqrt(mean x^2 + eps)
 // Everything is computed in fp32. Enqueue on `stream`; device memory; thread-safe.
-#ifndef LOSSD_KERNELS_CUDA_ROW_NORM_H_
-#define LOSSD_KERNELS_CUDA_ROW_NORM_H_
+#ifndef LOSSD_KERNELS_CUDA_NORM_H_
+#define LOSSD_KERNELS_CUDA_NORM_H_
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
+#include "kernels/cuda/device_limits.h"
 #include "kernels/cuda/rows.h"
 
 namespace lossd::kernels::cuda {
@@ -42,8 +43,8 @@ struct NormBackwardParams {
 // How many floats LaunchNormBackward needs for its first stage.
 int64_t NormPartialFloats(int64_t hidden_size, int multiprocessors);
 cudaError_t LaunchNormBackward(const NormParams& params, const NormBackwardParams& backward,
-                               int multiprocessors, cudaStream_t stream);
+                               const DeviceLimits& limits, cudaStream_t stream);
 
 }  // namespace lossd::kernels::cuda
 
-#endif  // LOSSD_KERNELS_CUDA_ROW_NORM_H_
+#endif  // LOSSD_KERNELS_CUDA_NORM_H_

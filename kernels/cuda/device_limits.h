@@ -1,0 +1,18 @@
+// What kernel launches need to know of a device. Plain data.
+#ifndef LOSSD_KERNELS_CUDA_DEVICE_LIMITS_H_
+#define LOSSD_KERNELS_CUDA_DEVICE_LIMITS_H_
+
+namespace lossd::kernels::cuda {
+
+struct DeviceLimits {
+  int multiprocessors = 1;
+  int shared_bytes_per_block = 48 << 10;  // most dynamic shared memory a block may ask for
+  int shared_bytes_per_sm = 64 << 10;
+  // Compute capability 9.0 or later: thread block clusters, kernels that start before the one they wait for
+  // has ended.
+  bool has_clusters = false;
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_DEVICE_LIMITS_H_

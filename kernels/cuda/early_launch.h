@@ -1,0 +1,37 @@
+// A launch whose blocks may take their places while the kernel before it in the stream ends. The kernel waits
+// for that one itself (AwaitKernelBefore in device_math.cuh). Plain data.
+#ifndef LOSSD_KERNELS_CUDA_EARLY_LAUNCH_H_
+#define LOSSD_KERNELS_CUDA_EARLY_LAUNCH_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+namespace lossd::kernels::cuda {
+
+class EarlyLaunch {
+ public:
+  // possible: the device can (compute capability 9.0 or later); else an ordinary launch.
+  EarlyLaunch(dim3 grid, dim3 block, size_t shared_bytes, bool possible, cudaStream_t stream) {
+    attribute_.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute_.val.programmaticStreamSerializationAllowed = 1;
+    config_.gridDim = grid;
+    config_.blockDim = block;
+    config_.dynamicSmemBytes = shared_bytes;
+    config_.stream = stream;
+    config_.attrs = &attribute_;
+    config_.numAttrs = possible ? 1 : 0;
+  }
+  EarlyLaunch(const EarlyLaunch&) = delete;  // config_ points into it
+  EarlyLaunch& operator=(const EarlyLaunch&) = delete;
+
+  const cudaLaunchConfig_t* config() const { return &config_; }
+
+ private:
+  cudaLaunchAttribute attribute_ = {};
+  cudaLaunchConfig_t config_ = {};
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_EARLY_LAUNCH_H_
