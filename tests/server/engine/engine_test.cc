@@ -520,6 +520,7 @@ TEST_F(EngineTest, WeightsThatAreBeingReplacedServeNobody) {
   ASSERT_TRUE(engine_->DistrustWeights("head", absl::UnavailableError("replaced")).ok());
   StreamSpec loss_only = Whole(1, 2);
   loss_only.accumulate_gradients = false;
+  loss_only.step.reset();
   EXPECT_EQ(engine_->Open(loss_only, std::make_shared<Collector>()).status().message(), "replaced");
   EXPECT_EQ(engine_->Open(Whole(1, 2), std::make_shared<Collector>()).status().message(), "replaced");
   EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}, nullptr).status().message(), "replaced");
