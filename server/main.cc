@@ -46,6 +46,12 @@ ABSL_FLAG(std::string, port_file, "",
           "Once serving, write the chosen addresses to this file as JSON: {\"grpc\": ..., \"http\": ...}");
 ABSL_FLAG(std::string, checkpoint_dir, ServerOptions().checkpoint_directory,
           "Directory of checkpoints and tensor files; clients name files below it only");
+ABSL_FLAG(int64_t, keep_checkpoints, ServerOptions().keep_checkpoints,
+          "After a save that the server named (step-...), keep so many of those per head, the newest, and remove "
+          "older ones; checkpoints named by clients stay. 0: keep all. A save may ask for another number");
+ABSL_FLAG(ByteSize, checkpoint_buffer_bytes, ByteSize{ServerOptions().checkpoint_buffer_bytes},
+          "Memory a running save may take to read a head ahead of the disk, as far as it needs it. Steps wait "
+          "only for the part of a checkpoint that does not fit");
 ABSL_FLAG(std::string, backend, ServerOptions().backend,
           "What computes: cpu, cuda, or auto: a GPU if there is one");
 ABSL_FLAG(int, device, ServerOptions().device, "CUDA backend: index among the visible GPUs");
@@ -122,6 +128,8 @@ ServerOptions OptionsFromFlags() {
   options.max_streams = absl::GetFlag(FLAGS_max_streams);
   options.max_heads = absl::GetFlag(FLAGS_max_heads);
   options.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_dir);
+  options.keep_checkpoints = absl::GetFlag(FLAGS_keep_checkpoints);
+  options.checkpoint_buffer_bytes = absl::GetFlag(FLAGS_checkpoint_buffer_bytes).bytes;
   options.drain_timeout = absl::GetFlag(FLAGS_drain_timeout);
   options.retained_timeout = absl::GetFlag(FLAGS_retained_timeout);
   options.send_timeout = absl::GetFlag(FLAGS_send_timeout);

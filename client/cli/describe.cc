@@ -81,6 +81,8 @@ Json ToJson(const v1::HeadDescription& head) {
   json["step"] = head.state().step();
   json["step_microbatches"] = head.step_microbatches();
   json["step_rows"] = head.step_rows();
+  json["step_contributions"] = head.step_contributions();
+  json["updates"] = head.updates();
   json["retained_microbatches"] = head.retained_microbatches();
   json["total_rows"] = head.total_rows();
   json["open_streams"] = head.open_streams();
@@ -156,6 +158,10 @@ std::string HeadText(const v1::HeadDescription& head) {
   fields.Add("frozen", YesNo(spec.frozen()));
   fields.Add("open step", absl::StrCat(HumanCount(head.state().step()), " (", HumanCount(head.step_rows()),
                                        " rows of ", HumanCount(head.step_microbatches()), " microbatches)"));
+  if (head.step_contributions() > 0)
+    fields.Add("added to", absl::StrCat("by ", HumanCount(head.step_contributions()), " contributions"));
+  if (head.updates() != head.state().step())
+    fields.Add("updates", absl::StrCat(HumanCount(head.updates()), ", other steps were skipped"));
   if (head.retained_microbatches() > 0)
     fields.Add("retained", absl::StrCat(head.retained_microbatches(), " microbatches"));
   fields.Add("rows computed", HumanCount(head.total_rows()));

@@ -56,7 +56,7 @@ template <typename T>
 absl::Status ReadNumber(const formats::SafetensorsReader& file, const char* name, T* out) {
   const auto entry = file.metadata().find(name);
   if (entry != file.metadata().end() && absl::SimpleAtoi(entry->second, out)) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(file.path(), ": no number \"", name, "\" in the metadata"));
+  return absl::InvalidArgumentError(absl::StrCat("not a trainer's state: no number \"", name, "\""));
 }
 
 }  // namespace

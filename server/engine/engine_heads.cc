@@ -1,12 +1,24 @@
 // EngineImpl: heads and their steps.
 #include <algorithm>
+#include <cmath>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/validation.h"
 #include "server/engine/engine_impl.h"
 #include "server/engine/errors.h"
 
 namespace lossd::engine {
+namespace {
+
+absl::Status NormNotFinite(double norm) {
+  return FieldError(absl::StatusCode::kFailedPrecondition, "skip_non_finite",
+                    "must be set to close a step whose gradient norm is not finite (nothing changed)",
+                    absl::StrCat("a norm of ", norm));
+}
+
+}  // namespace
 
 // ---- Heads ----
 
@@ -22,7 +34,7 @@ absl::StatusOr<EngineImpl::EntryPtr> EngineImpl::Find(absl::string_view name) co
 }
 
 absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadConfig& config,
-                                    uint64_t step) {
+                                    const head::Progress& progress) {
   if (auto status = kernels::Validate(config); !status.ok()) return status;
   if (config.hidden_size > options_.slice_bytes / 4) {
     return InvalidField(
@@ -45,20 +57,28 @@ absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadC
   absl::Status status;
   absl::Status ran = RunDeviceTask([&] {
     auto kernels = backend_->CreateHead(config);
+    const int64_t group_rows = kernels.ok() ? GroupRows(config, (*kernels)->chunk_rows()) : 0;
+    absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> areas = nullptr;
+    if (group_rows > 0) {
+      areas = backend_->AllocateStaging(static_cast<int64_t>(Sequencer::kAreas) * group_rows *
+                                        AreaRowBytes(config));
+    }
     absl::MutexLock lock(&mutex_);
-    if (!kernels.ok()) {
-      status = kernels.status();
+    if (!kernels.ok() || !areas.ok()) {
+      status = kernels.ok() ? areas.status() : kernels.status();
       entries_.erase(entry->name);
       return;
+    }
+    if (group_rows > 0) {
+      entry->areas = *std::move(areas);
+      entry->sequencer = std::make_unique<Sequencer>(group_rows, &entry->ledger, &entry->contributions);
     }
     entry->compute_dtype = (*kernels)->compute_dtype();
     entry->chunk_rows = (*kernels)->chunk_rows();
     entry->memory = (*kernels)->memory();
-    entry->step = step;
-    if (status = AllocateGroups(*entry); !status.ok()) {
-      entries_.erase(entry->name);
-      return;
-    }
+    entry->step = progress.step;
+    entry->updates = progress.updates;
+    entry->generation = ++last_generation_;
     entry->head = std::make_unique<head::Head>(entry->name, *std::move(kernels));
   });
   return ran.ok() ? status : ran;
@@ -82,6 +102,7 @@ absl::Status EngineImpl::DeleteHead(absl::string_view name) {
           absl::StrCat("head ", name, " has ", (*entry)->streams.size(), " open ComputeLoss calls"));
     }
     (*entry)->deleting = true;
+    CallTurns(**entry);
   }
   return RunDeviceTask([&] {
     std::unique_ptr<head::Head> head;  // freed outside the lock
@@ -108,12 +129,15 @@ HeadSnapshot EngineImpl::Snapshot(const Entry& entry) const {
           .memory = entry.memory,
           .open_streams = static_cast<int64_t>(entry.streams.size()),
           .queued_slices = entry.queue.slices() + (in_order ? entry.sequencer->attached_slices() : 0),
+          .updates = entry.updates,
           .step_microbatches = entry.ledger.microbatches(),
+          .step_contributions = entry.contributions.contributions(),
           .retained_microbatches = entry.deferred.size(),
           .waiting_slices = in_order ? entry.sequencer->waiting_slices() : 0,
           .waits_for = in_order ? entry.sequencer->WaitsFor() : "",
           .step_rows = entry.ledger.accumulated_rows(),
-          .total_rows = entry.total_rows};
+          .total_rows = entry.total_rows,
+          .last_step = entry.last_step};
 }
 
 absl::StatusOr<HeadSnapshot> EngineImpl::Describe(absl::string_view name) const {
@@ -139,6 +163,7 @@ EngineStats EngineImpl::stats() const {
   stats.retained_bytes_used = retained_allocator_.used();
   absl::MutexLock lock(&mutex_);
   stats.open_streams = open_streams_;
+  stats.rooms_lent = rooms_lent_;
   for (const auto& [name, entry] : entries_) {
     stats.queued_slices += entry->queue.slices();
     stats.queued_rows += entry->queue.rows();
@@ -147,8 +172,8 @@ EngineStats EngineImpl::stats() const {
       stats.waiting_slices += entry->sequencer->waiting_slices();
     }
     stats.heads += entry->published ? 1 : 0;
-    stats.ledger_rows += entry->ledger.declared_rows();
-    stats.ledger_bytes += entry->ledger.bytes();
+    stats.ledger_rows += entry->ledger.declared_rows() + entry->contributions.rows();
+    stats.ledger_bytes += entry->ledger.bytes() + entry->contributions.bytes();
     stats.retained_microbatches += entry->deferred.size();
   }
   return stats;
@@ -206,6 +231,14 @@ absl::StatusOr<double> EngineImpl::GradNorm(absl::string_view name, std::optiona
   return norm;
 }
 
+std::vector<uint64_t> EngineImpl::IdsOf(const Entry& entry) {
+  std::vector<uint64_t> ids = entry.ledger.Ids();
+  const std::vector<uint64_t> contributions = entry.contributions.Ids();
+  ids.insert(ids.end(), contributions.begin(), contributions.end());
+  std::sort(ids.begin(), ids.end());
+  return ids;
+}
+
 absl::Status EngineImpl::CheckTrusted(const Entry& entry) {
   return entry.weights_distrust.ok() ? entry.distrust : entry.weights_distrust;
 }
@@ -213,16 +246,17 @@ absl::Status EngineImpl::CheckTrusted(const Entry& entry) {
 // A repeat for a step that has been applied must mean the step that was applied.
 absl::Status EngineImpl::CheckRepeat(const Entry& entry, const StepRequest& request,
                                      std::vector<std::string>* missing) {
-  if (!(entry.last_request->optimizer == request.optimizer)) {
+  if (!(entry.last_step->optimizer == request.optimizer)) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "optimizer",
                       "differs from what this step was applied with", "other settings");
   }
   std::vector<std::string> lines;
   for (const uint64_t id : request.expected_microbatches) {
-    if (!std::binary_search(entry.last_microbatches.begin(), entry.last_microbatches.end(), id))
+    if (!entry.last_ids.has_value()) break;  // applied by another process
+    if (!std::binary_search(entry.last_ids->begin(), entry.last_ids->end(), id))
       lines.push_back(absl::StrCat("microbatch ", id, ": was not in it"));
   }
-  const int64_t rows = entry.last_result->rows;
+  const int64_t rows = entry.last_step->rows;
   if (request.expected_rows.has_value() && *request.expected_rows != rows) {
     lines.push_back(absl::StrCat("rows: ", rows, " were in it, ", *request.expected_rows, " expected"));
   }
@@ -234,11 +268,27 @@ absl::Status EngineImpl::CheckRepeat(const Entry& entry, const StepRequest& requ
   return status;
 }
 
+// Of microbatches and contributions that are not complete, a line each.
+std::vector<std::string> EngineImpl::MissingOf(const Entry& entry, absl::Span<const uint64_t> ids) const {
+  std::vector<std::string> lines;
+  std::vector<uint64_t> microbatches;
+  for (uint64_t id : ids) {
+    if (!entry.contributions.Contains(id)) {
+      microbatches.push_back(id);
+    } else if (!entry.contributions.Complete(id)) {
+      lines.push_back(entry.contributions.DescribeMissing(id));
+    }
+  }
+  std::vector<std::string> others = entry.ledger.Missing(microbatches);
+  lines.insert(lines.end(), std::make_move_iterator(others.begin()), std::make_move_iterator(others.end()));
+  return lines;
+}
+
 absl::Status EngineImpl::CheckStepComplete(const Entry& entry, const StepRequest& request,
                                            std::vector<std::string>* missing) {
   if (request.step != entry.step) return StepNotOpen("step", request.step, entry.step);
   if (auto trusted = CheckTrusted(entry); !trusted.ok()) return trusted;
-  std::vector<std::string> lines = entry.ledger.Missing(request.expected_microbatches);
+  std::vector<std::string> lines = MissingOf(entry, request.expected_microbatches);
   if (!request.expected_microbatches.empty()) {
     for (std::string& half : entry.ledger.Halves(request.expected_microbatches))
       lines.push_back(std::move(half));
@@ -266,7 +316,10 @@ void EngineImpl::EnterStep(Entry& entry, uint64_t step, const absl::Status& why)
       entry, [](const StreamState& stream) { return stream.belongs_to_step(); }, why);
   DropFailed(entry);
   entry.ledger.Clear();
+  entry.contributions.Clear();
+  entry.generation = ++last_generation_;
   if (entry.sequencer != nullptr) entry.sequencer->Clear();
+  CallTurns(entry);
   entry.deferred.Clear();  // their logits were those of the old weights
   entry.step = step;
   entry.distrust = absl::OkStatus();
@@ -295,6 +348,17 @@ absl::Status EngineImpl::ClearGradients(Entry& entry, head::Head& head) {
   return entry.distrust;
 }
 
+// What the last step answers.
+StepResult EngineImpl::ResultOf(const Entry& entry) const {
+  return {.state = {.incarnation = incarnation_, .step = entry.step},
+          .grad_norm = entry.last_step->grad_norm,
+          .microbatches = entry.last_step->microbatches,
+          .rows = entry.last_step->rows,
+          .contributions = entry.last_step->contributions,
+          .skipped = entry.last_step->skipped,
+          .applied_incarnation = entry.last_step->incarnation};
+}
+
 absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const StepRequest& request,
                                                  std::vector<std::string>* missing) {
   if (auto status = kernels::Validate(request.optimizer); !status.ok()) {
@@ -302,34 +366,45 @@ absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const S
   }
   StepResult result;
   absl::Status status = RunOnHead(name, [&](Entry& entry, head::Head& head) -> absl::Status {
+    uint64_t updates = 0;
     {
       absl::MutexLock lock(&mutex_);
-      if (entry.last_result.has_value() && request.step == entry.last_request->step &&
-          request.step + 1 == entry.step) {
+      if (entry.last_step.has_value() && request.step + 1 == entry.step) {
         if (auto same = CheckRepeat(entry, request, missing); !same.ok()) return same;
-        result = *entry.last_result;
+        result = ResultOf(entry);
         result.repeated = true;
         return absl::OkStatus();
       }
       if (auto complete = CheckStepComplete(entry, request, missing); !complete.ok()) return complete;
+      updates = entry.updates;
     }
+    const auto update = static_cast<int64_t>(updates) + 1;
+    auto valid = kernels::ValidateStep(entry.config, request.optimizer, update);
+    if (!valid.ok()) return valid;
     auto norm = head.kernels().GradNorm();
     if (!norm.ok()) return norm.status();
-    auto applied = head.kernels().ApplyStep(request.optimizer, static_cast<int64_t>(request.step) + 1);
+    const bool skipped = !std::isfinite(*norm);
+    if (skipped && !request.skip_non_finite) return NormNotFinite(*norm);
+    auto applied =
+        skipped ? head.kernels().ZeroGradients() : head.kernels().ApplyStep(request.optimizer, update);
     if (!applied.ok()) return StepFailed(entry, applied);
     absl::MutexLock lock(&mutex_);
-    result = {.state = {.incarnation = incarnation_, .step = request.step + 1},
-              .grad_norm = *norm,
-              .microbatches = entry.ledger.microbatches(),
-              .rows = entry.ledger.accumulated_rows()};
-    entry.last_microbatches = entry.ledger.Ids();
+    const head::AppliedStep applied_step = {.incarnation = incarnation_,
+                                            .optimizer = request.optimizer,
+                                            .grad_norm = *norm,
+                                            .microbatches = entry.ledger.microbatches(),
+                                            .rows = entry.ledger.accumulated_rows(),
+                                            .contributions = entry.contributions.contributions(),
+                                            .skipped = skipped};
+    entry.last_ids = IdsOf(entry);
     EnterStep(entry, request.step + 1, StepNotOpen("open.step", request.step, request.step + 1));
-    entry.last_request = request;
-    entry.last_result = result;
+    if (!skipped) ++entry.updates;
+    entry.last_step = applied_step;
+    result = ResultOf(entry);
     return absl::OkStatus();
   });
   if (!status.ok()) return status;
-  if (!result.repeated) observer_->OnStep(name);
+  if (!result.repeated) observer_->OnStep(name, result.skipped);
   return result;
 }
 
@@ -346,16 +421,18 @@ absl::Status EngineImpl::ZeroGradients(absl::string_view name, uint64_t step) {
   });
 }
 
-absl::Status EngineImpl::ResetStep(absl::string_view name, uint64_t step) {
+absl::Status EngineImpl::ResetStep(absl::string_view name, const head::Progress& progress,
+                                   const std::optional<head::AppliedStep>& last_step) {
   return RunOnHead(name, [&](Entry& entry, head::Head& head) -> absl::Status {
     if (entry.config.trainable) {
       if (auto status = ClearGradients(entry, head); !status.ok()) return status;
     }
     absl::MutexLock lock(&mutex_);
-    EnterStep(entry, step, absl::AbortedError("a checkpoint was loaded"));
+    EnterStep(entry, progress.step, absl::AbortedError("a checkpoint was loaded"));
+    entry.updates = progress.updates;
+    entry.last_step = last_step;
+    entry.last_ids.reset();
     entry.weights_distrust = absl::OkStatus();
-    entry.last_request.reset();
-    entry.last_result.reset();
     return absl::OkStatus();
   });
 }

@@ -68,6 +68,7 @@ EngineImpl::~EngineImpl() {
         FailStream(*entry, *stream, absl::UnavailableError("the server is shutting down"));
         FinishIfReady(*entry, stream);
       }
+      CallTurns(*entry);
     }
     work_.SignalAll();
   }

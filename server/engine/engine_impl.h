@@ -17,6 +17,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
+#include "server/engine/contribution_ledger.h"
 #include "server/engine/deferred.h"
 #include "server/engine/engine.h"
 #include "server/engine/ledger.h"
@@ -39,7 +40,8 @@ class EngineImpl final : public Engine {
   uint64_t incarnation() const override { return incarnation_; }
   EngineStats stats() const override;
 
-  absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config, uint64_t step) override;
+  absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config,
+                          const head::Progress& progress) override;
   absl::Status PublishHead(absl::string_view name) override;
   absl::Status DeleteHead(absl::string_view name) override;
   absl::StatusOr<HeadSnapshot> Describe(absl::string_view name) const override;
@@ -51,7 +53,14 @@ class EngineImpl final : public Engine {
   absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request,
                                        std::vector<std::string>* missing) override;
   absl::Status ZeroGradients(absl::string_view name, uint64_t step) override;
-  absl::Status ResetStep(absl::string_view name, uint64_t step) override;
+  absl::Status ResetStep(absl::string_view name, const head::Progress& progress,
+                         const std::optional<head::AppliedStep>& last_step) override;
+
+  absl::StatusOr<Contribution> OpenContribution(const ContributionSpec& spec) override;
+  uint64_t AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready) override;
+  bool ForgetTurn(const Contribution& contribution, uint64_t ticket) override;
+  absl::StatusOr<int64_t> AddRows(const Contribution& contribution, RowRange rows,
+                                  absl::Span<const uint8_t> values) override;
 
   absl::StatusOr<std::unique_ptr<Stream>> Open(StreamSpec spec,
                                                std::shared_ptr<StreamObserver> observer) override;
@@ -63,11 +72,27 @@ class EngineImpl final : public Engine {
  private:
   friend class StreamHandle;
 
+  // Bytes of a row in a group's area: of the widest dtype, so that groups have the same rows in all of them.
+  static int64_t AreaRowBytes(const kernels::HeadConfig& config) {
+    return config.hidden_size * static_cast<int64_t>(sizeof(float));
+  }
+
+  // A contribution that waits for its turn.
+  struct TurnWaiter {
+    uint64_t ticket = 0;
+    uint64_t contribution_id = 0;
+    uint64_t generation = 0;
+    absl::AnyInvocable<void()> ready;
+  };
+
   // One head and everything that is going on with it. Entries live until their head is deleted; `head`
   // itself belongs to the device thread, the rest to mutex_.
   struct Entry : std::enable_shared_from_this<Entry> {
     explicit Entry(std::string head_name, const kernels::HeadConfig& head_config, int64_t max_ledger_rows)
-        : name(std::move(head_name)), config(head_config), ledger(max_ledger_rows) {}
+        : name(std::move(head_name)),
+          config(head_config),
+          ledger(max_ledger_rows),
+          contributions(max_ledger_rows) {}
 
     const std::string name;
     const kernels::HeadConfig config;
@@ -78,26 +103,29 @@ class EngineImpl final : public Engine {
     bool published = false;
     bool deleting = false;
     uint64_t step = 0;
+    uint64_t updates = 0;     // head::Progress
+    uint64_t generation = 0;  // of the gradients: another number whenever they were zeroed, over all heads
     // Set when accumulators may be half-written; streams are refused until ResetStep or ZeroGradients.
     absl::Status distrust;
     // Set when weights may be half-updated; streams and steps are refused until ResetStep.
     absl::Status weights_distrust;
     WorkQueue queue;
     Ledger ledger;
+    ContributionLedger contributions;
     // Deterministic mode, unless frozen: the order of accumulation, and the areas it assigns.
     std::unique_ptr<Sequencer> sequencer;
+    std::vector<TurnWaiter> turn_waiters;
     std::shared_ptr<kernels::StagingMemory> areas;
-    int64_t area_bytes = 0;
+    int64_t area_bytes() const { return sequencer->group_rows() * AreaRowBytes(config); }
     uint64_t arrivals = 0;        // slices in order and operations so far
     bool group_was_last = false;  // groups and other chunks take turns
     DeferredMicrobatches deferred;
     std::vector<std::shared_ptr<StreamState>> streams;
     int64_t chunks_in_flight = 0;
     int64_t total_rows = 0;
-    // The last applied step, what it answered, and the microbatches that were in it, ascending.
-    std::optional<StepRequest> last_request;
-    std::optional<StepResult> last_result;
-    std::vector<uint64_t> last_microbatches;
+    std::optional<head::AppliedStep> last_step;  // step - 1
+    // The microbatches and contributions that were in it, ascending; nullopt: another process applied it.
+    std::optional<std::vector<uint64_t>> last_ids;
   };
   using EntryPtr = std::shared_ptr<Entry>;
 
@@ -132,7 +160,8 @@ class EngineImpl final : public Engine {
   absl::Status RunDeviceTask(absl::FunctionRef<void()> run) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // ---- Deterministic mode (engine_groups.cc) ----
-  absl::Status AllocateGroups(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Rows of the groups of a head; 0: it has none.
+  int64_t GroupRows(const kernels::HeadConfig& config, int64_t chunk_rows) const;
   void RequestRoom(const EntryPtr& entry, const std::shared_ptr<StreamState>& stream, RowRange rows,
                    int64_t bytes, RoomWaiter waiter) ABSL_LOCKS_EXCLUDED(mutex_);
   // Hands out rooms. That of `stream`, if there is one, goes to the caller, to be called without the lock.
@@ -163,6 +192,15 @@ class EngineImpl final : public Engine {
                                   std::vector<std::string>* missing);
   static absl::Status CheckTrusted(const Entry& entry);
   absl::Status ClearGradients(Entry& entry, head::Head& head) ABSL_LOCKS_EXCLUDED(mutex_);
+  static std::vector<uint64_t> IdsOf(const Entry& entry);
+  StepResult ResultOf(const Entry& entry) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::vector<std::string> MissingOf(const Entry& entry, absl::Span<const uint64_t> ids) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static bool HasTurn(const Entry& entry, uint64_t contribution_id);
+  // Calls those whose turn it is, or whose gradients are gone.
+  void CallTurns(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckContribution(const Entry& entry, const Contribution& contribution) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status StepFailed(Entry& entry, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mutex_);
   void EnterStep(Entry& entry, uint64_t step, const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -194,7 +232,10 @@ class EngineImpl final : public Engine {
   std::map<std::string, EntryPtr, std::less<>> entries_ ABSL_GUARDED_BY(mutex_);
   std::string last_served_ ABSL_GUARDED_BY(mutex_);  // heads take turns
   std::deque<DeviceTask*> tasks_ ABSL_GUARDED_BY(mutex_);
+  uint64_t last_generation_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t last_turn_ticket_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t open_streams_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t rooms_lent_ ABSL_GUARDED_BY(mutex_) = 0;
   int chunks_in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   Notifier notifier_;  // its events take mutex_

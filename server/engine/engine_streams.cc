@@ -177,6 +177,10 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Admit(const EntryPtr& entry,
   const StreamSpec& spec = state->spec();
   if (spec.accumulate_gradients) {
     if (auto status = CheckTrusted(*entry); !status.ok()) return status;
+    if (entry->contributions.Contains(spec.microbatch_id)) {
+      return FieldError(absl::StatusCode::kFailedPrecondition, "open.microbatch_id",
+                        "names a contribution of this step", absl::StrCat(spec.microbatch_id));
+    }
     absl::Status declared =
         entry->ledger.Declare(spec.microbatch_id, state->terms(), spec.rows, spec.targets, ledger_weights);
     if (!declared.ok()) return declared;

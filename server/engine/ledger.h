@@ -49,6 +49,7 @@ class Ledger {
   absl::Status Declare(uint64_t id, const MicrobatchTerms& terms, RowRange rows,
                        absl::Span<const int32_t> targets, absl::Span<const float> row_weights);
 
+  bool Contains(uint64_t id) const { return microbatches_.contains(id); }
   // N of a microbatch; nothing if the id is not known.
   std::optional<int64_t> MicrobatchRows(uint64_t id) const;
   // How many of the rows, declared or not, are not settled.

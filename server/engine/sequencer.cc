@@ -8,7 +8,8 @@
 
 namespace lossd::engine {
 
-Sequencer::Sequencer(int64_t group_rows, const Ledger* ledger) : group_rows_(group_rows), ledger_(ledger) {}
+Sequencer::Sequencer(int64_t group_rows, const Ledger* ledger, const ContributionLedger* contributions)
+    : group_rows_(group_rows), ledger_(ledger), contributions_(contributions) {}
 
 RowRange Sequencer::RowsOf(GroupKey key) const {
   const int64_t begin = key.group * group_rows_;
@@ -95,8 +96,12 @@ Sequencer::Dropped Sequencer::TakeFailed() {
 // ---- Turns ----
 
 void Sequencer::Advance() {
-  while (const auto rows = ledger_->MicrobatchRows(turn_.microbatch_id)) {
-    if (turn_.group * group_rows_ >= *rows) {
+  while (true) {
+    const uint64_t id = turn_.microbatch_id;
+    const auto rows = ledger_->MicrobatchRows(id);
+    const bool added = contributions_->Contains(id) && contributions_->Complete(id);
+    if (!rows.has_value() && !added) return;
+    if (added || turn_.group * group_rows_ >= *rows) {
       turn_ = {turn_.microbatch_id + 1, 0};
     } else if (ledger_->CountUnsettled(turn_.microbatch_id, RowsOf(turn_)) == 0) {
       ++turn_.group;
@@ -164,6 +169,8 @@ void Sequencer::OnLeft(const GroupAssembly& group) {
 
 std::string Sequencer::WaitsFor() const {
   if (waiting_.empty() && attached_slices() == 0) return "";
+  if (contributions_->Contains(turn_.microbatch_id))
+    return contributions_->DescribeMissing(turn_.microbatch_id);
   const auto it = open_.find(turn_);
   RowRange missing = it != open_.end() ? it->second->FirstMissing() : RowsOf(turn_);
   if (missing.size() > 0) return absl::StrCat("microbatch ", turn_.microbatch_id, ", rows ", Text(missing));

@@ -8,6 +8,8 @@
 // been accumulated are *repeats*: they need no turn, and are computed again in their old places, with rows of
 // zeros in place of what was not sent again.
 //
+// A contribution (contribution.h) has its turn by its id like a microbatch, until all of its rows are added.
+//
 // Memory: a fixed number of areas, each with room for one group. One of them is always left to the group
 // whose turn it is, and all others come free without anybody sending anything, so nothing waits in a circle.
 //
@@ -26,6 +28,7 @@
 #include <string>
 #include <vector>
 
+#include "server/engine/contribution_ledger.h"
 #include "server/engine/group_assembly.h"
 #include "server/engine/ledger.h"
 #include "server/engine/slice_work.h"
@@ -54,8 +57,8 @@ class Sequencer {
     std::vector<RoomWaiter> waiters;
   };
 
-  // `ledger` outlives the sequencer.
-  Sequencer(int64_t group_rows, const Ledger* ledger);
+  // The ledgers outlive the sequencer.
+  Sequencer(int64_t group_rows, const Ledger* ledger, const ContributionLedger* contributions);
 
   int64_t group_rows() const { return group_rows_; }
   GroupKey turn() const { return turn_; }
@@ -74,6 +77,8 @@ class Sequencer {
   // ---- The ledger's news ----
   // Rows of a microbatch were declared.
   void OnDeclared(uint64_t microbatch_id);
+  // A contribution was declared, or rows of it were added.
+  void OnContribution() { Advance(); }
   // A new step: everything is forgotten. No group in turn may be on the device, and all streams have failed.
   void Clear();
 
@@ -124,6 +129,7 @@ class Sequencer {
 
   const int64_t group_rows_;
   const Ledger* const ledger_;
+  const ContributionLedger* const contributions_;
   GroupKey turn_;
   std::map<GroupKey, std::unique_ptr<GroupAssembly>> open_;
   std::map<GroupKey, bool> on_device_;  // in turn, not repeats; true: results are good

@@ -47,6 +47,8 @@ absl::Status CheckOptions(const ServerOptions& options) {
   status.Update(CheckAtLeast("slice_bytes", options.slice_bytes, 64));
   status.Update(CheckAtLeast("staging_bytes", options.staging_bytes, 2 * options.slice_bytes));
   status.Update(CheckAtLeast("retained_bytes", options.retained_bytes, 0));
+  status.Update(CheckAtLeast("checkpoint_buffer_bytes", options.checkpoint_buffer_bytes, 0));
+  status.Update(CheckAtLeast("keep_checkpoints", options.keep_checkpoints, 0));
   status.Update(CheckAtLeast("max_streams", options.max_streams, 1));
   status.Update(CheckAtLeast("max_heads", options.max_heads, 1));
   if (options.slice_bytes > 1024 * kMebibyte) {
@@ -203,7 +205,9 @@ void ServerImpl::CreateServices() {
                                                        .retained_timeout = options_.retained_timeout},
                                     engine_.get(), metrics_.get());
   HeadServiceOptions head_options;
-  head_options.operations.checkpoint_directory = options_.checkpoint_directory;
+  head_options.operations.checkpoints.directory = options_.checkpoint_directory;
+  head_options.operations.checkpoints.buffer_bytes = options_.checkpoint_buffer_bytes;
+  head_options.operations.checkpoints.keep = options_.keep_checkpoints;
   head_options.operations.default_compute_dtype = backend_->info().default_compute_dtype;
   head_options.send_timeout = options_.send_timeout;
   head_service_ = HeadService::Create(head_options, engine_.get(), metrics_.get());
@@ -299,6 +303,7 @@ bool ServerImpl::Drain(absl::Time deadline) {
     server_service_->Drain();
     clean = loss_service_->WaitUntilIdle(deadline);
     clean = head_service_->WaitUntilIdle(deadline) && clean;
+    head_service_->CancelSaves();
     // Calls that reach a server in shutdown end with CANCELLED; for a moment more they hear UNAVAILABLE and
     // clients have time to stop.
     constexpr absl::Duration kLastWords = absl::Milliseconds(200);
@@ -316,7 +321,11 @@ bool ServerImpl::Drain(absl::Time deadline) {
 // before the pool goes.
 void ServerImpl::WaitForStaging() {
   const absl::Time limit = absl::Now() + absl::Seconds(10);
-  while (engine_->staging().free_buffers() < engine_->staging().buffers()) {
+  const auto in_use = [this] {
+    return engine_->staging().free_buffers() < engine_->staging().buffers() ||
+           engine_->stats().rooms_lent > 0;
+  };
+  while (in_use()) {
     if (absl::Now() > limit) {
       log::Log(log::LogLevel::kError, "staging buffers are still in use; leaving their memory to the system");
       engine_.release();

@@ -47,7 +47,7 @@ class DeterministicTest : public ::testing::Test {
     ASSERT_TRUE(engine.ok()) << engine.status();
     engine_ = *std::move(engine);
     const kernels::HeadConfig config{.hidden_size = kHidden, .vocab_size = 10, .trainable = true};
-    ASSERT_TRUE(engine_->CreateHead("head", config, 0).ok());
+    ASSERT_TRUE(engine_->CreateHead("head", config, {}).ok());
     ASSERT_TRUE(engine_->PublishHead("head").ok());
   }
 
@@ -145,7 +145,7 @@ TEST_F(DeterministicTest, GroupsAreLimitedByTheStagingMemory) {
   auto engine = Engine::Create(options, &backend_, 42, nullptr);
   ASSERT_TRUE(engine.ok());
   const kernels::HeadConfig config{.hidden_size = kHidden, .vocab_size = 10, .trainable = true};
-  ASSERT_TRUE((*engine)->CreateHead("head", config, 0).ok());
+  ASSERT_TRUE((*engine)->CreateHead("head", config, {}).ok());
   EXPECT_EQ((*engine)->Describe("head")->limits.row_grid, 227);
 }
 
@@ -650,6 +650,8 @@ TEST_F(DeterministicTest, OneOrderUnderRandomArrivalsAndCancellations) {
   }
   EXPECT_EQ(engine_->stats().waiting_slices, 0);
   EXPECT_EQ(engine_->stats().queued_slices, 0);
+  for (int i = 0; i < 1000 && engine_->stats().rooms_lent > 0; ++i) absl::SleepFor(absl::Milliseconds(5));
+  EXPECT_EQ(engine_->stats().rooms_lent, 0);  // they come back on another thread
 }
 
 // ---- Bits, on the CPU backend ----
@@ -708,7 +710,7 @@ class BitsTest : public ::testing::TestWithParam<kernels::Norm> {
     EXPECT_TRUE(engine.ok()) << engine.status();
     const kernels::HeadConfig config{
         .hidden_size = kD, .vocab_size = kV, .has_bias = true, .norm = norm, .trainable = true};
-    EXPECT_TRUE((*engine)->CreateHead("head", config, 0).ok());
+    EXPECT_TRUE((*engine)->CreateHead("head", config, {}).ok());
     EXPECT_TRUE((*engine)->PublishHead("head").ok());
     EXPECT_EQ((*engine)->Describe("head")->limits.row_grid, 41);
     WriteWeights(**engine);
