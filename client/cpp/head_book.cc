@@ -82,8 +82,9 @@ absl::Status HeadBook::NoteAccumulation(absl::string_view head, uint64_t step, u
 std::optional<uint64_t> HeadBook::IncarnationOf(absl::string_view head, uint64_t step) const {
   absl::ReaderMutexLock lock(&mu_);
   auto it = accumulations_.find(head);
-  if (it == accumulations_.end() || it->second.step != step) return std::nullopt;
-  return it->second.incarnation;
+  if (it != accumulations_.end() && it->second.step == step) return it->second.incarnation;
+  if (expected_incarnation_ != 0 && !acknowledged_.contains(head)) return expected_incarnation_;
+  return std::nullopt;
 }
 
 absl::Status HeadBook::CheckIncarnation(absl::string_view head, uint64_t step, uint64_t incarnation) const {

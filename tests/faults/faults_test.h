@@ -3,7 +3,7 @@
 //
 // Environment:
 //   LOSSD_FAULT_SCALE   multiplies how much is tried (default 1; a soak takes 20 and more)
-//   LOSSD_FAULT_SEED    repeats a run; each test prints its seed
+//   LOSSD_TEST_SEED     the seed of all random choices, which each test prints
 #ifndef LOSSD_TESTS_FAULTS_FAULTS_TEST_H_
 #define LOSSD_TESTS_FAULTS_FAULTS_TEST_H_
 
@@ -38,7 +38,7 @@ inline uint64_t Environment(const char* name, uint64_t otherwise) {
 class FaultsTest : public testing::Test {
  protected:
   explicit FaultsTest(const RunShape& shape = {}) : shape_(WithSeed(shape)) {
-    std::cout << "seed " << seed_ << "\n";
+    std::cout << "LOSSD_TEST_SEED=" << seed_ << "\n";
     const auto created = direct_->CreateHead(HeadOf(shape_));
     EXPECT_TRUE(created.ok()) << created.status();
   }
@@ -82,7 +82,7 @@ class FaultsTest : public testing::Test {
 
   static std::vector<std::string> ServerFlags() { return {"--deterministic"}; }
 
-  const uint64_t seed_ = Environment("LOSSD_FAULT_SEED", std::random_device()());
+  const uint64_t seed_ = Environment("LOSSD_TEST_SEED", std::random_device()());
   std::mt19937_64 random_{seed_};
   const RunShape shape_;
   ServerProcess server_{LOSSD_BINARY, ServerFlags()};

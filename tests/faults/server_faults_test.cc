@@ -2,6 +2,7 @@
 // checkpoint with a trainer that went back to the same step.
 #include <gmock/gmock.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <thread>
 
@@ -159,9 +160,13 @@ class SavingFaultsTest : public ServerFaultsTest {
 };
 
 TEST_F(SavingFaultsTest, DiesWhileSaving) {
-  const absl::Time start = absl::Now();
-  ASSERT_TRUE(Save(*direct_).ok());
-  const absl::Duration saving = absl::Now() - start;
+  constexpr int kTimed = 3;
+  absl::Duration saving = absl::InfiniteDuration();
+  for (int i = 0; i < kTimed; ++i) {
+    const absl::Time start = absl::Now();
+    ASSERT_TRUE(Save(*direct_).ok());
+    saving = std::min(saving, absl::Now() - start);
+  }
   for (int64_t kill = 0; kill < Scaled(8); ++kill) {
     const absl::Status status = TrainStep(trainer_, *direct_);
     ASSERT_TRUE(status.ok()) << status;
@@ -173,7 +178,7 @@ TEST_F(SavingFaultsTest, DiesWhileSaving) {
     const absl::Status saved = Save(*direct_);
     killer.join();
     Count("kills while saving", saved.ok() ? 0 : 1);
-    const std::string name = absl::StrCat("save-", kill + 2);
+    const std::string name = absl::StrCat("save-", kill + kTimed + 1);
     const bool complete =
         std::filesystem::exists(absl::StrCat(server_.checkpoint_folder(), "/", shape_.head, "/", name));
     if (complete) {  // whether or not the answer came
