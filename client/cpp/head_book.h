@@ -49,7 +49,8 @@ class HeadBook {
   // Gradients of `step` are being accumulated in `incarnation`. ABORTED if earlier ones of the same step went
   // to another one, or if another one is expected; then nothing changes.
   absl::Status NoteAccumulation(absl::string_view head, uint64_t step, uint64_t incarnation);
-  // Where gradients of `step` were accumulated; nullopt: nowhere yet.
+  // Where further rows of `step` have to go, since earlier ones went there or since it is expected; nullopt:
+  // anywhere.
   std::optional<uint64_t> IncarnationOf(absl::string_view head, uint64_t step) const;
   // ABORTED if gradients of `step` were accumulated in another incarnation than `incarnation`, or if another
   // one is expected.

@@ -186,15 +186,6 @@ absl::StatusOr<v1::ApplyStepResponse> HeadOperations::ApplyStep(const v1::ApplyS
   step.skip_non_finite = request.skip_non_finite();
   if (request.has_incarnation()) step.incarnation = request.incarnation();
   const NamedLocks::Guard guard = locks_.Lock(request.head());
-  if (request.has_incarnation()) {
-    // A step that was applied before is answered all the same: a checkpoint carries the answer.
-    const absl::StatusOr<v1::HeadState> state = State(request.head());
-    if (state.ok() && state->step() == request.step()) {
-      const absl::Status meant =
-          CheckIncarnation("incarnation", request.incarnation(), engine_->incarnation());
-      if (!meant.ok()) return meant;
-    }
-  }
   std::vector<std::string> missing;
   const absl::StatusOr<engine::StepResult> result = engine_->ApplyStep(request.head(), step, &missing);
   if (!result.ok()) return WithMissing(result.status(), missing);
