@@ -52,7 +52,7 @@ __device__ __forceinline__ void ArriveExpecting(uint32_t barrier, uint32_t bytes
 __device__ __forceinline__ void ArriveAt(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];}" ::"r"(barrier),
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier),
       "r"(rank)
       : "memory");
 }
@@ -62,7 +62,7 @@ __device__ __forceinline__ void Wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{.reg .pred done;\n"
       "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra ready;\n"
       "bra again;\n"
       "ready:}" ::"r"(barrier),
