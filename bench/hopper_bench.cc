@@ -18,6 +18,7 @@
 #include "bench/gpu_data.h"
 #include "kernels/cuda/gemm.h"
 #include "kernels/cuda/hopper/logit_pass.h"
+#include "kernels/cuda/row_loss.h"
 
 ABSL_FLAG(std::vector<std::string>, shapes,
           std::vector<std::string>({"gemma2-2b", "llama3-8b", "phi3.5-mini", "mistral-nemo", "n4096"}), "");
@@ -90,9 +91,18 @@ void Run(const NamedShape& named, DataKind kind, cuda::Gemms& gemms, void* scrat
   auto* targets = Allocate<int32_t>(shape.rows);
   cudaMemcpy(targets, data.targets.data(), shape.rows * 4, cudaMemcpyDefault);
   auto* reference = Allocate<float>(shape.rows);
-  std::vector<float> reference_host(shape.rows, 12.0f);
-  cudaMemcpy(reference, reference_host.data(), shape.rows * 4, cudaMemcpyDefault);
+  auto* threshold = Allocate<float>(shape.rows);
+  Check(cuda::LaunchTargetDots(
+            {data.hidden, data.weight, DType::kBFloat16, shape.hidden, shape.rows, targets, threshold},
+            nullptr),
+        "target dots");
+  std::vector<float> host(shape.rows);
+  cudaMemcpy(host.data(), threshold, shape.rows * 4, cudaMemcpyDefault);
+  for (float& z : host) z = z * 1.4427f + 48.0f;
+  cudaMemcpy(reference, host.data(), shape.rows * 4, cudaMemcpyDefault);
   cuda::hopper::LogitPassParams p;
+  p.reference = reference;
+  p.threshold = threshold;
   p.hidden = data.hidden;
   p.weight = data.weight;
   p.inner = shape.hidden;
@@ -124,11 +134,11 @@ void Run(const NamedShape& named, DataKind kind, cuda::Gemms& gemms, void* scrat
     order.clusters = clusters;
     if (!absl::SimpleAtoi(parts[0], &order.group)) std::abort();
     if (!absl::SimpleAtoi(parts[1], &order.skew)) std::abort();
+    if (!absl::SimpleAtoi(parts[2], &order.flags)) std::abort();
     candidates.push_back({"stats " + variant,
                           [&, order] { Check(cuda::hopper::LaunchLogitPass(p, order, nullptr), "pass"); }});
     cuda::hopper::LogitPassParams storing = p;
     storing.exponentials = logits;
-    storing.reference = reference;
     candidates.push_back({"store " + variant, [order, storing] {
                             Check(cuda::hopper::LaunchLogitPass(storing, order, nullptr), "pass");
                           }});

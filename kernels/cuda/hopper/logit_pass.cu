@@ -13,6 +13,7 @@ constexpr int kStages = 4;
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
 constexpr int kInnerStep = 16;  // of one product instruction
+constexpr uint32_t kLeadBarrier = 3;
 
 constexpr int kHiddenBytes = kRowTile * kInnerTile * 2;
 constexpr int kWeightBytes = kVocabTile * kInnerTile * 2;
@@ -31,9 +32,11 @@ struct KernelParams {
   float scale, softcap;
   const int32_t* targets;
   const float* reference;
+  const float* threshold;
   const int32_t* redo;
   TilePartials partials;
   int skew;
+  int flags;
 };
 
 struct Maps {
@@ -93,7 +96,7 @@ struct Ring {
 
 // One thread: fetches this block's hidden states, and its share of the weights for the whole cluster.
 __device__ __forceinline__ void Produce(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank) {
-  const uint64_t keep = KeepInL2();
+  const uint64_t keep = (p.flags & 1) ? KeepInL2() : NormalInL2();
   ForEachTile(p, [&](const Tile& tile) {
     const int row = tile.panel * kClusterRows + static_cast<int>(rank) * kRowTile;
     const int part_rows = kVocabTile / kClusterBlocks;
@@ -111,9 +114,11 @@ __device__ __forceinline__ void Produce(const Maps& maps, const KernelParams& p,
 
 // One warpgroup: logits [kProductRows, kVocabTile] of its rows of a tile. Gives stages back to both blocks.
 template <typename T>
-__device__ __forceinline__ void Multiply(int inner_tiles, int consumer, Ring& ring, float (&logits)[128]) {
+__device__ __forceinline__ void Multiply(int inner_tiles, int lead, int consumer, Ring& ring,
+                                         float (&logits)[128]) {
   const uint32_t lane = threadIdx.x & 31;
   uint32_t last_empty = 0;
+  if (consumer == 1 && lead > 0) SyncNamed(kLeadBarrier, kConsumers * kWarpgroup);
   for (int k = 0; k < inner_tiles; ++k) {
     const uint64_t a = MatrixDescriptor(ring.Hidden() + consumer * (kHiddenBytes / kConsumers));
     const uint64_t b = MatrixDescriptor(ring.Weight());
@@ -124,6 +129,7 @@ __device__ __forceinline__ void Multiply(int inner_tiles, int consumer, Ring& ri
       Mma64x256x16<T>(logits, a + 2 * i, b + 2 * i, k > 0 || i > 0);
     }
     CommitProducts();
+    if (consumer == 0 && k + 1 == lead) ArriveNamed(kLeadBarrier, kConsumers * kWarpgroup);
     WaitProducts<1>();
     if (k > 0 && lane < kClusterBlocks) ArriveAt(last_empty, lane);
     last_empty = ring.Empty();
@@ -142,6 +148,7 @@ struct RowPair {
   int row[2];
   int target[2];       // column within the tile, if it is one
   float reference[2];  // in units of log 2
+  float threshold[2];
 };
 
 __device__ __forceinline__ RowPair LoadRows(const KernelParams& p, const Tile& tile, int first_row) {
@@ -152,6 +159,7 @@ __device__ __forceinline__ RowPair LoadRows(const KernelParams& p, const Tile& t
     const bool exists = r.row[h] < p.rows;
     r.target[h] = exists ? p.targets[r.row[h]] - tile.vocab_tile * kVocabTile : -1;
     r.reference[h] = exists && p.reference != nullptr ? p.reference[r.row[h]] : 0.0f;
+    r.threshold[h] = exists ? p.threshold[r.row[h]] : -NegativeInfinity();
   }
   return r;
 }
@@ -199,13 +207,11 @@ __device__ __forceinline__ int QuadMin(int x) {
   return min(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// The largest of the quad's logits in each half, and the first column that has it.
-__device__ __forceinline__ void FindMax(float (&logits)[128], float (&max)[2], int (&arg)[2]) {
-  float own[2] = {NegativeInfinity(), NegativeInfinity()};
-  ForEachElement(logits, [&](float z, int h, int) { own[h] = fmaxf(own[h], z); });
+// The largest of the quad's logits in each half, given each lane's own, and the first column that has it.
+__device__ __forceinline__ void FindMax(const float (&logits)[128], float (&max)[2], int (&arg)[2]) {
   int found[2] = {kVocabTile, kVocabTile};
 #pragma unroll
-  for (int h = 0; h < 2; ++h) max[h] = QuadMax(own[h]);
+  for (int h = 0; h < 2; ++h) max[h] = QuadMax(max[h]);
 #pragma unroll
   for (int i = 127; i >= 0; --i) {
     const int h = (i >> 1) & 1;
@@ -232,7 +238,8 @@ struct OutBoxes {
 // Sums of 2^(z f - reference) of the thread's columns; with kStore the exponentials also leave.
 template <bool kStore>
 __device__ __forceinline__ void Exponentials(const float (&logits)[128], float f, const float (&reference)[2],
-                                             const OutBoxes& out, int column, int row, float (&sum)[2]) {
+                                             const OutBoxes& out, int column, int row, float (&sum)[2],
+                                             float (&max)[2]) {
   const int lane = static_cast<int>(threadIdx.x & 31);
   const int warp_row = 16 * static_cast<int>((threadIdx.x >> 5) & 3);
   const int box_row = warp_row + (lane & 7) + 8 * ((lane >> 3) & 1);
@@ -251,6 +258,7 @@ __device__ __forceinline__ void Exponentials(const float (&logits)[128], float f
       for (int w = 0; w < 4; ++w) {
         const int h = w & 1;
         const int i = 4 * (box * (kBoxColumns / 8) + j + (w >> 1)) + 2 * h;
+        max[h] = fmaxf(max[h], fmaxf(logits[i], logits[i + 1]));
         const float e0 = Exp2(fmaf(logits[i], f, -reference[h]));
         const float e1 = Exp2(fmaf(logits[i + 1], f, -reference[h]));
         sums[h][0] += e0;
@@ -283,26 +291,25 @@ __device__ __forceinline__ void Consume(const Maps& maps, const KernelParams& p,
                         static_cast<uint32_t>(1 + consumer), threadIdx.x % kWarpgroup == 0};
   const float f = p.scale * kLog2E;
   float logits[128];
-  if (consumer == 1 && p.skew > 0) {
-    Wait(ring.Full(), 0);
-    const int64_t begin = clock64();
-    while (clock64() - begin < p.skew) {
-    }
-  }
   ForEachTile(p, [&](const Tile& tile) {
     const int first_row = tile.panel * kClusterRows + static_cast<int>(rank) * kRowTile;
     const RowPair rows = LoadRows(p, tile, first_row + row_in_tile);
-    Multiply<T>(p.inner_tiles, consumer, ring, logits);
-    Mask(p, tile, rows, logits);
-    float max[2], sum[2], reference[2];
-    int arg[2];
-    FindMax(logits, max, arg);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      reference[h] = kStore ? rows.reference[h] : (max[h] == NegativeInfinity() ? 0.0f : max[h] * f);
+    Multiply<T>(p.inner_tiles, p.skew, consumer, ring, logits);
+    if (p.flags & 2) {
+      if (logits[0] == 123.25f) p.partials.max[0] = logits[5];
+      return;
     }
-    Exponentials<kStore>(logits, f, reference, out, tile.vocab_tile * kVocabTile,
-                         first_row + consumer * kProductRows, sum);
+    Mask(p, tile, rows, logits);
+    float max[2] = {NegativeInfinity(), NegativeInfinity()}, sum[2];
+    int arg[2] = {0, 0};
+    Exponentials<kStore>(logits, f, rows.reference, out, tile.vocab_tile * kVocabTile,
+                         first_row + consumer * kProductRows, sum, max);
+    const bool contends = max[0] >= rows.threshold[0] || max[1] >= rows.threshold[1];
+    if (__any_sync(0xffffffffu, contends)) {
+      FindMax(logits, max, arg);
+    } else {
+      max[0] = max[1] = NegativeInfinity();
+    }
     if ((lane & 3) == 0) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -390,8 +397,10 @@ cudaError_t LaunchLogitPass(const LogitPassParams& params, const TileOrder& orde
   p.softcap = params.softcap;
   p.targets = params.targets;
   p.reference = params.reference;
+  p.threshold = params.threshold;
   p.redo = params.redo;
-  p.skew = order.skew;
+  p.skew = p.inner_tiles > kStages ? order.skew : 0;
+  p.flags = order.flags;
   p.partials = params.partials;
   if (params.dtype == DType::kBFloat16) {
     return store ? Launch<__nv_bfloat16, true>(maps, p, order.clusters, stream)

@@ -45,6 +45,7 @@ struct LogitPassParams {
   // target and in padding columns. Needs `reference`.
   void* exponentials = nullptr;
   const float* reference = nullptr;  // [rows], in units of log 2
+  const float* threshold = nullptr;  // [rows]
   // Null: all rows. Otherwise nothing happens if redo[0] is 0, and else to those kClusterRows rows whose
   // redo[1 + row / kClusterRows] is not 0.
   const int32_t* redo = nullptr;

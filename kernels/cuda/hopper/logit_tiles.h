@@ -21,6 +21,7 @@ struct TileOrder {
   int clusters = 1;  // of the grid, all running at once
   int group = 8;     // row panels whose hidden states are meant to stay in L2
   int skew = 0;      // cycles
+  int flags = 0;
 };
 
 }  // namespace lossd::kernels::cuda::hopper

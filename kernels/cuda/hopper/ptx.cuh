@@ -75,12 +75,23 @@ __device__ __forceinline__ void SyncNamed(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Counts for SyncNamed() of others without waiting.
+__device__ __forceinline__ void ArriveNamed(uint32_t id, uint32_t threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // ---- bulk tensor copies ----
 
 // An L2 policy that keeps what it is used for longer than the rest.
 __device__ __forceinline__ uint64_t KeepInL2() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ uint64_t NormalInL2() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
