@@ -13,8 +13,6 @@
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
-#include "absl/strings/numbers.h"
-#include "absl/strings/str_split.h"
 #include "bench/gpu_data.h"
 #include "kernels/cuda/gemm.h"
 #include "kernels/cuda/hopper/logit_pass.h"
@@ -23,8 +21,6 @@
 ABSL_FLAG(std::vector<std::string>, shapes,
           std::vector<std::string>({"gemma2-2b", "llama3-8b", "phi3.5-mini", "mistral-nemo", "n4096"}), "");
 ABSL_FLAG(std::vector<std::string>, data, std::vector<std::string>({"peaked"}), "peaked, flat");
-ABSL_FLAG(std::vector<std::string>, variants, std::vector<std::string>({"8:0", "16:0", "8:1500"}),
-          "group:skew of the logit pass");
 ABSL_FLAG(int, rounds, 5, "");
 
 namespace lossd::bench {
@@ -124,25 +120,14 @@ void Run(const NamedShape& named, DataKind kind, cuda::Gemms& gemms, void* scrat
          Check(gemms.Run(product, {.a = data.weight, .b = data.hidden, .c = logits}, scratch, nullptr),
                "product");
        }});
-  int clusters = 0;
-  cudaDeviceProp properties;
-  cudaGetDeviceProperties(&properties, 0);
-  clusters = properties.multiProcessorCount / 2;
-  for (const std::string& variant : absl::GetFlag(FLAGS_variants)) {
-    const std::vector<std::string> parts = absl::StrSplit(variant, ':');
-    cuda::hopper::TileOrder order;
-    order.clusters = clusters;
-    if (!absl::SimpleAtoi(parts[0], &order.group)) std::abort();
-    if (!absl::SimpleAtoi(parts[1], &order.skew)) std::abort();
-    if (!absl::SimpleAtoi(parts[2], &order.flags)) std::abort();
-    candidates.push_back({"stats " + variant,
-                          [&, order] { Check(cuda::hopper::LaunchLogitPass(p, order, nullptr), "pass"); }});
-    cuda::hopper::LogitPassParams storing = p;
-    storing.exponentials = logits;
-    candidates.push_back({"store " + variant, [order, storing] {
-                            Check(cuda::hopper::LaunchLogitPass(storing, order, nullptr), "pass");
-                          }});
-  }
+  const int clusters = cuda::hopper::LogitPassClusters();
+  candidates.push_back(
+      {"statistics", [&] { Check(cuda::hopper::LaunchLogitPass(p, clusters, nullptr), "pass"); }, {}});
+  cuda::hopper::LogitPassParams storing = p;
+  storing.exponentials = logits;
+  candidates.push_back({"exponentials",
+                        [&] { Check(cuda::hopper::LaunchLogitPass(storing, clusters, nullptr), "pass"); },
+                        {}});
   for (Candidate& c : candidates) c.run();
   Check(cudaDeviceSynchronize(), "synchronize");
   for (int round = 0; round < absl::GetFlag(FLAGS_rounds); ++round) {

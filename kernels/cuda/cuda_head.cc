@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/cuda_retained.h"
 #include "kernels/cuda/cuda_status.h"
+#include "kernels/cuda/hopper/fused_loss.h"
 #include "kernels/cuda/row_norm.h"
 #include "kernels/cuda/rows.h"
 #include "kernels/cuda/tensor_ops.h"
@@ -46,12 +47,13 @@ struct CudaHead::Job {
   SlotMemory memory;
   ChunkLayout layout;
   bool hidden_gemm = false;  // dx is wanted, or needed for the norm's parameters
-  bool direct = false;       // dx leaves the GEMM as the client gets it
+  bool direct = false;       // dx leaves the GEMM as the client gets it, but for row factors
+  bool fused = false;        // logits are left as exponentials that lack their row's factor
 };
 
 CudaHead::CudaHead(Device* device, const HeadConfig& config) : device_(device), config_(config) {
   sizes_ = SizesFor(config, device->options().workspace_bytes, device->options().max_chunk_rows,
-                    device->limits().multiprocessors);
+                    device->limits().multiprocessors, device->limits().fused_clusters > 0);
   plan_ = PlanMemory(config, sizes_, device->limits().multiprocessors);
   class_weight_sum_ = static_cast<float>(config.vocab_size);
 }
@@ -209,6 +211,7 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
     const bool norm_gradients = job->layout.accumulate && config_.norm != Norm::kNone;
     job->hidden_gemm = job->layout.want_hidden_gradient || norm_gradients;
     job->direct = chunk->hidden_dtype == config_.compute_dtype && config_.norm == Norm::kNone;
+    job->fused = WantsFusedLoss(*job);
     if (job->layout.compact_rows > 0) status = Enqueue(*job);
   }
   Report(std::move(job), std::move(status), std::move(callbacks));
@@ -231,7 +234,7 @@ absl::Status CudaHead::Enqueue(const Job& job) {
 absl::Status CudaHead::PrepareGemms(const Job& job) {
   Gemms& gemms = device_->gemms();
   const int64_t rows = job.layout.padded_rows;
-  LOSSD_RETURN_IF_ERROR(gemms.Prepare(LogitsShape(rows)));
+  if (!job.fused) LOSSD_RETURN_IF_ERROR(gemms.Prepare(LogitsShape(rows)));
   if (job.hidden_gemm)
     LOSSD_RETURN_IF_ERROR(gemms.Prepare(HiddenGradientShape(rows, HiddenGradientType(job))));
   if (job.layout.accumulate) LOSSD_RETURN_IF_ERROR(gemms.Prepare(WeightGradientShape(rows)));
@@ -331,17 +334,24 @@ absl::Status CudaHead::Forward(const Job& job) {
                           stream),
         "norm forward kernel");
   }
-  LOSSD_RETURN_IF_ERROR(
-      device_->gemms().Run(LogitsShape(layout.padded_rows),
-                           {.a = values_.compute_weight, .b = job.memory.hidden, .c = workspace_.logits},
-                           device_->gemm_workspace(), stream));
+  LOSSD_RETURN_IF_ERROR(RowLoss(job));
+  const RowInputBlock& in = job.slot->device_in;
+  const RowOutputBlock& out = job.slot->device_out;
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchGuard({layout.device_slices, in.slice_begin, in.accumulate, out.loss,
+                                          out.lse, out.first_bad, workspace_.keep},
+                                         stream),
+                             "guard kernel");
+  return Record(job.slot->row_results, stream);
+}
 
+RowLossParams CudaHead::MakeRowLossParams(const Job& job) const {
+  const ChunkLayout& layout = job.layout;
   const RowInputBlock& in = job.slot->device_in;
   const RowOutputBlock& out = job.slot->device_out;
   const LossOptions& options = job.chunk->options;
   RowLossParams p;
   p.logits = workspace_.logits;
-  p.dtype = compute;
+  p.dtype = config_.compute_dtype;
   p.ld = sizes_.padded_vocab;
   p.vocab = sizes_.vocab;
   p.rows = layout.compact_rows;
@@ -356,14 +366,7 @@ absl::Status CudaHead::Forward(const Job& job) {
   p.z_loss = options.z_loss;
   p.want_entropy = layout.want_entropy;
   p.targets = in.target;
-  if (workspace_.target_dots != nullptr) {
-    LOSSD_RETURN_IF_CUDA_ERROR(
-        LaunchTargetDots({job.memory.hidden, values_.compute_weight, compute, sizes_.padded_hidden,
-                          layout.compact_rows, in.target, workspace_.target_dots},
-                         stream),
-        "target kernel");
-    p.target_dots = workspace_.target_dots;
-  }
+  p.target_dots = workspace_.target_dots;
   p.weights = in.weight;
   p.coef_loss = in.coef_loss;
   p.coef_lse = in.coef_lse;
@@ -375,12 +378,38 @@ absl::Status CudaHead::Forward(const Job& job) {
   p.entropy = out.entropy;
   p.target_logprob = out.target_logprob;
   p.argmax = out.argmax;
-  LOSSD_RETURN_IF_CUDA_ERROR(LaunchRowLoss(p, device_->limits(), stream), "row loss kernel");
-  LOSSD_RETURN_IF_CUDA_ERROR(LaunchGuard({layout.device_slices, in.slice_begin, in.accumulate, out.loss,
-                                          out.lse, out.first_bad, workspace_.keep},
-                                         stream),
-                             "guard kernel");
-  return Record(job.slot->row_results, stream);
+  return p;
+}
+
+bool CudaHead::WantsFusedLoss(const Job& job) const {
+  const FusedLoss choice = device_->options().fused_loss;
+  if (!sizes_.fused || choice == FusedLoss::kNever) return false;
+  const RowLossParams p = MakeRowLossParams(job);
+  if (!hopper::WhyNotFused(p, device_->limits().fused_clusters).empty()) return false;
+  return choice == FusedLoss::kWherePossible || hopper::WhyNotFaster(p).empty();
+}
+
+absl::Status CudaHead::RowLoss(const Job& job) {
+  const cudaStream_t stream = device_->compute();
+  const RowLossParams p = MakeRowLossParams(job);
+  if (p.target_dots != nullptr) {
+    LOSSD_RETURN_IF_CUDA_ERROR(
+        LaunchTargetDots({job.memory.hidden, values_.compute_weight, config_.compute_dtype,
+                          sizes_.padded_hidden, p.rows, p.targets, workspace_.target_dots},
+                         stream),
+        "target kernel");
+  }
+  if (job.fused) {
+    return ToStatus(hopper::LaunchFusedLoss({p, job.memory.hidden, values_.compute_weight,
+                                             sizes_.padded_hidden, workspace_.fused},
+                                            device_->limits().fused_clusters, stream),
+                    "fused loss kernels");
+  }
+  LOSSD_RETURN_IF_ERROR(
+      device_->gemms().Run(LogitsShape(p.padded_rows),
+                           {.a = values_.compute_weight, .b = job.memory.hidden, .c = workspace_.logits},
+                           device_->gemm_workspace(), stream));
+  return ToStatus(LaunchRowLoss(p, device_->limits(), stream), "row loss kernel");
 }
 
 float CudaHead::HiddenGradientScale(const Job& job) const {
@@ -400,8 +429,15 @@ absl::Status CudaHead::HiddenGradient(const Job& job) {
                            {.a = values_.compute_weight,
                             .b = workspace_.logits,
                             .c = workspace_.hidden_gradient,
-                            .alpha = HiddenGradientScale(job)},
+                            .alpha = job.fused ? 1.0f : HiddenGradientScale(job)},
                            device_->gemm_workspace(), stream));
+  if (job.fused) {
+    const DeviceMatrix gradient = {workspace_.hidden_gradient, HiddenGradientType(job), sizes_.padded_hidden,
+                                   sizes_.padded_hidden};
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchScaleRows(gradient, workspace_.fused.factor, HiddenGradientScale(job),
+                                               nullptr, job.layout.compact_rows, stream),
+                               "scale kernel");
+  }
   if (config_.norm != Norm::kNone) LOSSD_RETURN_IF_ERROR(NormBackward(job));
   return Record(job.slot->hidden_gradient, stream);
 }
@@ -483,12 +519,15 @@ absl::Status CudaHead::WeightGradient(const Job& job) {
   const float scale = job.layout.unit * job.chunk->options.logit_scale;
   const DeviceMatrix hidden = {job.memory.hidden, config_.compute_dtype, sizes_.padded_hidden,
                                sizes_.padded_hidden};
-  LOSSD_RETURN_IF_CUDA_ERROR(LaunchZeroDroppedRows(hidden, workspace_.keep, job.layout.compact_rows, stream),
-                             "zero kernel");
+  const float* const factors = job.fused ? workspace_.fused.factor : nullptr;
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      job.fused ? LaunchScaleRows(hidden, factors, 1.0f, workspace_.keep, job.layout.compact_rows, stream)
+                : LaunchZeroDroppedRows(hidden, workspace_.keep, job.layout.compact_rows, stream),
+      "kernel over hidden states");
   if (gradients_.bias != nullptr) {
     const DeviceMatrix logits = {workspace_.logits, config_.compute_dtype, sizes_.vocab, sizes_.padded_vocab};
-    LOSSD_RETURN_IF_CUDA_ERROR(LaunchColumnSum(logits, workspace_.keep, job.layout.compact_rows, scale,
-                                               workspace_.partials, gradients_.bias, stream),
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchColumnSum(logits, workspace_.keep, factors, job.layout.compact_rows,
+                                               scale, workspace_.partials, gradients_.bias, stream),
                                "column sum kernel");
   }
   const float beta = weight_gradient_is_zero_ ? 0.0f : 1.0f;

@@ -56,6 +56,9 @@ class CudaHead : public HeadKernels {
   absl::Status Upload(const Job& job);
   absl::Status UploadSlice(const Job& job, const SliceLayout& place);
   absl::Status Forward(const Job& job);
+  RowLossParams MakeRowLossParams(const Job& job) const;
+  bool WantsFusedLoss(const Job& job) const;
+  absl::Status RowLoss(const Job& job);
   absl::Status HiddenGradient(const Job& job);
   absl::Status NormBackward(const Job& job);
   absl::Status Download(const Job& job);

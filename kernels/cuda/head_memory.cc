@@ -26,8 +26,9 @@ int64_t WorkspaceBytes(const HeadConfig& config, const HeadSizes& sizes, int mul
 }  // namespace
 
 HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t max_chunk_rows,
-                   int multiprocessors) {
+                   int multiprocessors, bool fused) {
   HeadSizes sizes;
+  sizes.fused = fused && config.compute_dtype != DType::kFloat32;
   sizes.hidden = config.hidden_size;
   sizes.vocab = config.vocab_size;
   sizes.padded_hidden = RoundUp(sizes.hidden, kPad);
@@ -103,6 +104,7 @@ Workspace Workspace::Carve(const HeadConfig& config, const HeadSizes& sizes, int
   w.upload_piece = carver.Take<uint8_t>(sizes.piece_bytes);
   w.download_piece = carver.Take<uint8_t>(sizes.piece_bytes);
   w.keep = carver.Take<int32_t>(rows);
+  if (sizes.fused) w.fused = hopper::FusedRows::Carve(carver, rows, sizes.vocab);
   int64_t partials = config.has_bias && config.trainable ? ColumnSumScratch(sizes.padded_vocab) : 0;
   if (has_norm) {
     w.mean = carver.Take<float>(rows);

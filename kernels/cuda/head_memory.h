@@ -10,6 +10,7 @@
 
 #include "kernels/cuda/chunk_layout.h"
 #include "kernels/cuda/device_memory.h"
+#include "kernels/cuda/hopper/fused_rows.h"
 #include "kernels/head_config.h"
 #include "kernels/memory.h"
 
@@ -26,12 +27,14 @@ struct HeadSizes {
   int64_t element = 2;        // bytes of the compute dtype
   int64_t chunk_rows = 0;     // a multiple of 8; a fixed point of PadRows
   int64_t piece_bytes = 0;    // of each buffer for rows and tensors on their way
+  bool fused = false;         // the loss of a chunk may be fused (hopper/fused_loss.h)
 };
 
 // The largest chunk that keeps the workspace within workspace_bytes, at least 8 rows and at most
-// max_chunk_rows rounded up.
+// max_chunk_rows rounded up. fused: the device can compute fused losses, if the compute dtype is a 16-bit
+// type.
 HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t max_chunk_rows,
-                   int multiprocessors);
+                   int multiprocessors, bool fused);
 
 // One role's tensors (value, gradient or a moment): all trained parameters one after the other.
 struct ParamBlock {
@@ -62,6 +65,7 @@ struct Workspace {
   uint8_t* upload_piece = nullptr;    // [piece_bytes]
   uint8_t* download_piece = nullptr;  // [piece_bytes]
   int32_t* keep = nullptr;            // [chunk_rows]
+  hopper::FusedRows fused;            // [chunk_rows]; HeadSizes::fused only
   float* mean = nullptr;              // [chunk_rows], norm heads only, likewise below
   float* inverse_deviation = nullptr;
   float* partials = nullptr;      // first stage of column sums

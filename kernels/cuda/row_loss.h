@@ -18,6 +18,7 @@ struct DeviceLimits {
   int shared_bytes_per_block = 48 << 10;  // most dynamic shared memory a block may ask for
   int shared_bytes_per_sm = 64 << 10;
   bool has_clusters = false;  // compute capability 9.0 or later
+  int fused_clusters = 0;     // of hopper/logit_pass.h that run at once; 0: it does not run here
 };
 
 struct RowLossParams {

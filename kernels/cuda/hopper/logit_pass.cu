@@ -1,7 +1,21 @@
+// The logit pass: Z = X W^T for X [rows, inner], W [vocab, inner], tile by tile, without Z in memory.
+//
+// Plan: a persistent grid of clusters of two blocks. A cluster takes tiles of 256 rows x 256 classes; each
+// block has 128 of the rows, fetches their hidden states and half of the weights, and gets the other half by
+// multicast. A producer thread fills a ring of four stages of 64 inner elements (TMA, mbarriers); two
+// consumer warpgroups multiply 64 x 256 each from shared memory (wgmma) and turn the sums, which stay in
+// registers, into statistics and exponentials while the producer fetches for the next tile.
+//
+// FLOP: 2 rows vocab inner. Bytes from L2 a block and stage: 16 + 16 KB for 4.2 MFLOP. Exponentials: rows *
+// vocab at 16 a clock and multiprocessor, 2048 clocks a tile beside 1024 inner / 64 of products.
+//
+// Exponents are relative to a reference that the caller knows beforehand, so that one pass over the sums is
+// enough and what is stored needs no correction by tile. See docs/kernels/hopper.md for what was tried.
 #include "kernels/cuda/device_math.cuh"
 #include "kernels/cuda/hopper/logit_pass.h"
 #include "kernels/cuda/hopper/ptx.cuh"
 #include "kernels/cuda/hopper/tensor_map.h"
+#include "kernels/cuda/row_loss_math.cuh"
 
 namespace lossd::kernels::cuda::hopper {
 namespace {
@@ -13,7 +27,6 @@ constexpr int kStages = 4;
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
 constexpr int kInnerStep = 16;  // of one product instruction
-constexpr uint32_t kLeadBarrier = 3;
 
 constexpr int kHiddenBytes = kRowTile * kInnerTile * 2;
 constexpr int kWeightBytes = kVocabTile * kInnerTile * 2;
@@ -25,18 +38,19 @@ constexpr int kBoxColumns = 64;
 constexpr int kBoxBytes = kProductRows * kBoxColumns * 2;
 constexpr int kOutBytes = kConsumers * 2 * kBoxBytes;
 
+// How dot products become logits; see LogitPassParams. kCapped: the general form with a softcap.
+enum class Form { kPlain, kGeneral, kCapped };
+
 struct KernelParams {
-  int rows, vocab, padded_vocab;
+  int rows, vocab, last_bias;
   int inner_tiles, vocab_tiles, panels, group;
+  float f, scale, softcap, inverse_cap;
   const float* bias;
-  float scale, softcap;
   const int32_t* targets;
   const float* reference;
   const float* threshold;
   const int32_t* redo;
   TilePartials partials;
-  int skew;
-  int flags;
 };
 
 struct Maps {
@@ -46,7 +60,7 @@ struct Maps {
 // ---- the work of a cluster ----
 
 struct Tile {
-  int panel;  // of kClusterRows rows
+  int panel;  // of kPanelRows rows
   int vocab_tile;
 };
 
@@ -96,15 +110,14 @@ struct Ring {
 
 // One thread: fetches this block's hidden states, and its share of the weights for the whole cluster.
 __device__ __forceinline__ void Produce(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank) {
-  const uint64_t keep = (p.flags & 1) ? KeepInL2() : NormalInL2();
   ForEachTile(p, [&](const Tile& tile) {
-    const int row = tile.panel * kClusterRows + static_cast<int>(rank) * kRowTile;
+    const int row = tile.panel * kPanelRows + static_cast<int>(rank) * kRowTile;
     const int part_rows = kVocabTile / kClusterBlocks;
     const int column = tile.vocab_tile * kVocabTile + static_cast<int>(rank) * part_rows;
     for (int k = 0; k < p.inner_tiles; ++k) {
       Wait(ring.Empty(), ring.parity ^ 1);
       ArriveExpecting(ring.Full(), kStageBytes);
-      CopyBoxIn(ring.Hidden(), maps.hidden, k * kInnerTile, row, ring.Full(), keep);
+      CopyBoxIn(ring.Hidden(), maps.hidden, k * kInnerTile, row, ring.Full());
       CopyBoxToBlocks(ring.Weight() + rank * kWeightPart, maps.weight, k * kInnerTile, column, ring.Full(),
                       (1 << kClusterBlocks) - 1);
       ring.Next();
@@ -114,11 +127,9 @@ __device__ __forceinline__ void Produce(const Maps& maps, const KernelParams& p,
 
 // One warpgroup: logits [kProductRows, kVocabTile] of its rows of a tile. Gives stages back to both blocks.
 template <typename T>
-__device__ __forceinline__ void Multiply(int inner_tiles, int lead, int consumer, Ring& ring,
-                                         float (&logits)[128]) {
+__device__ __forceinline__ void Multiply(int inner_tiles, int consumer, Ring& ring, float (&logits)[128]) {
   const uint32_t lane = threadIdx.x & 31;
   uint32_t last_empty = 0;
-  if (consumer == 1 && lead > 0) SyncNamed(kLeadBarrier, kConsumers * kWarpgroup);
   for (int k = 0; k < inner_tiles; ++k) {
     const uint64_t a = MatrixDescriptor(ring.Hidden() + consumer * (kHiddenBytes / kConsumers));
     const uint64_t b = MatrixDescriptor(ring.Weight());
@@ -129,7 +140,6 @@ __device__ __forceinline__ void Multiply(int inner_tiles, int lead, int consumer
       Mma64x256x16<T>(logits, a + 2 * i, b + 2 * i, k > 0 || i > 0);
     }
     CommitProducts();
-    if (consumer == 0 && k + 1 == lead) ArriveNamed(kLeadBarrier, kConsumers * kWarpgroup);
     WaitProducts<1>();
     if (k > 0 && lane < kClusterBlocks) ArriveAt(last_empty, lane);
     last_empty = ring.Empty();
@@ -139,9 +149,10 @@ __device__ __forceinline__ void Multiply(int inner_tiles, int lead, int consumer
   if (lane < kClusterBlocks) ArriveAt(last_empty, lane);
 }
 
-// ---- what becomes of the logits ----
+// ---- what becomes of the sums ----
 //
-// A thread holds two rows ("halves") of 64 columns each; its four lanes of a quad share them.
+// A thread holds 64 columns each of two rows ("halves"); the four lanes of a quad share the rows. Until the
+// exponentials are taken, the elements are logits before the softcap.
 
 // What a thread knows of its two rows before the tile is done.
 struct RowPair {
@@ -155,39 +166,68 @@ __device__ __forceinline__ RowPair LoadRows(const KernelParams& p, const Tile& t
   RowPair r;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    r.row[h] = first_row + 8 * h;
-    const bool exists = r.row[h] < p.rows;
-    r.target[h] = exists ? p.targets[r.row[h]] - tile.vocab_tile * kVocabTile : -1;
-    r.reference[h] = exists && p.reference != nullptr ? p.reference[r.row[h]] : 0.0f;
-    r.threshold[h] = exists ? p.threshold[r.row[h]] : -NegativeInfinity();
+    const int row = first_row + 8 * h;
+    const bool exists = row < p.rows;
+    r.row[h] = row;
+    r.target[h] = exists ? p.targets[row] - tile.vocab_tile * kVocabTile : -1;
+    r.reference[h] = exists ? p.reference[row] : 0.0f;
+    r.threshold[h] = exists ? p.threshold[row] : -NegativeInfinity();
   }
   return r;
 }
 
+// The first column within the tile that a lane holds; it holds the next, and both again every 8 columns.
+__device__ __forceinline__ int LaneColumn() { return 2 * static_cast<int>(threadIdx.x & 3); }
+
+// Applies body(element, half, column within the tile).
 template <typename Body>
 __device__ __forceinline__ void ForEachElement(float (&logits)[128], Body body) {
-  const int lane_column = 2 * static_cast<int>(threadIdx.x & 3);
+  const int lane_column = LaneColumn();
 #pragma unroll
   for (int i = 0; i < 128; ++i) body(logits[i], (i >> 1) & 1, 8 * (i >> 2) + lane_column + (i & 1));
 }
 
+__device__ __forceinline__ void ScaleAndShift(const KernelParams& p, const Tile& tile, float (&logits)[128]) {
+  const int first = tile.vocab_tile * kVocabTile + LaneColumn();
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    float2 bias = make_float2(0.0f, 0.0f);
+    if (p.bias != nullptr)
+      bias = __ldg(reinterpret_cast<const float2*>(p.bias + min(first + 8 * j, p.last_bias)));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      logits[4 * j + 2 * h] = p.scale * (logits[4 * j + 2 * h] + bias.x);
+      logits[4 * j + 2 * h + 1] = p.scale * (logits[4 * j + 2 * h + 1] + bias.y);
+    }
+  }
+}
+
+// The logit and its slope. Infinities stay: -inf is what is masked, and +inf must not hide behind the cap.
+template <Form kForm>
+__device__ __forceinline__ Logit ToLogit(const KernelParams& p, float s) {
+  if constexpr (kForm != Form::kCapped) return {s, 1.0f};
+  const float2 t = TanhAndSlope<false>(s * p.inverse_cap);
+  return {isinf(s) ? s : p.softcap * t.x, t.y};
+}
+
 // Takes the targets out of the logits, and makes the columns past the vocabulary -inf.
+template <Form kForm>
 __device__ __forceinline__ void Mask(const KernelParams& p, const Tile& tile, const RowPair& r,
                                      float (&logits)[128]) {
   const bool mine0 = static_cast<unsigned>(r.target[0]) < kVocabTile;
   const bool mine1 = static_cast<unsigned>(r.target[1]) < kVocabTile;
   if (__any_sync(0xffffffffu, mine0 || mine1)) {
-    ForEachElement(logits, [&](float& z, int h, int column) {
+    ForEachElement(logits, [&](float& s, int h, int column) {
       if (column == r.target[h]) {
-        p.partials.target[r.row[h]] = z;
-        z = NegativeInfinity();
+        p.partials.target[r.row[h]] = ToLogit<kForm>(p, s).z;
+        s = NegativeInfinity();
       }
     });
   }
   const int columns = p.vocab - tile.vocab_tile * kVocabTile;
   if (columns < kVocabTile) {
-    ForEachElement(logits, [&](float& z, int, int column) {
-      if (column >= columns) z = NegativeInfinity();
+    ForEachElement(logits, [&](float& s, int, int column) {
+      if (column >= columns) s = NegativeInfinity();
     });
   }
 }
@@ -207,7 +247,7 @@ __device__ __forceinline__ int QuadMin(int x) {
   return min(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// The largest of the quad's logits in each half, given each lane's own, and the first column that has it.
+// From each lane's largest of a half to the quad's, and the first column that has it.
 __device__ __forceinline__ void FindMax(const float (&logits)[128], float (&max)[2], int (&arg)[2]) {
   int found[2] = {kVocabTile, kVocabTile};
 #pragma unroll
@@ -217,9 +257,8 @@ __device__ __forceinline__ void FindMax(const float (&logits)[128], float (&max)
     const int h = (i >> 1) & 1;
     if (logits[i] == max[h]) found[h] = 8 * (i >> 2) + (i & 1);
   }
-  const int lane_column = 2 * static_cast<int>(threadIdx.x & 3);
 #pragma unroll
-  for (int h = 0; h < 2; ++h) arg[h] = QuadMin(found[h] + lane_column);
+  for (int h = 0; h < 2; ++h) arg[h] = QuadMin(found[h] + LaneColumn());
 }
 
 __device__ __forceinline__ uint32_t PackBf16(float low, float high) {
@@ -233,100 +272,128 @@ struct OutBoxes {
   uint32_t boxes;    // of this warpgroup, [2][kBoxBytes]
   uint32_t barrier;  // its named barrier
   bool leader;       // the one thread that starts its copies
+  int lane_row;      // of the box: whose address the lane gives to StoreMatrices
+
+  __device__ __forceinline__ OutBoxes(const CUtensorMap& out, uint32_t all_boxes, int consumer)
+      : map(&out),
+        boxes(all_boxes + consumer * 2 * kBoxBytes),
+        barrier(1 + consumer),
+        leader(threadIdx.x % kWarpgroup == 0),
+        lane_row(16 * static_cast<int>((threadIdx.x >> 5) & 3) + static_cast<int>(threadIdx.x & 15)) {}
+
+  // Waits until box `i` may be written again.
+  __device__ __forceinline__ void Open() const {
+    if (leader) WaitBoxesRead<1>();
+    SyncNamed(barrier, kWarpgroup);
+  }
+  // Two groups of 8 columns from `group` on, both halves of each.
+  __device__ __forceinline__ void Put(int i, int group, const uint32_t (&words)[4]) const {
+    const int mine = group + static_cast<int>((threadIdx.x >> 4) & 1);
+    StoreMatrices(boxes + i * kBoxBytes + lane_row * 128 + ((mine ^ (lane_row & 7)) << 4), words[0], words[1],
+                  words[2], words[3]);
+  }
+  __device__ __forceinline__ void Send(int i, int column, int row) const {
+    FenceAsyncProxy();
+    SyncNamed(barrier, kWarpgroup);
+    if (leader) CopyBoxOut(*map, column, row, boxes + i * kBoxBytes);
+  }
 };
 
-// Sums of 2^(z f - reference) of the thread's columns; with kStore the exponentials also leave.
-template <bool kStore>
-__device__ __forceinline__ void Exponentials(const float (&logits)[128], float f, const float (&reference)[2],
-                                             const OutBoxes& out, int column, int row, float (&sum)[2],
-                                             float (&max)[2]) {
-  const int lane = static_cast<int>(threadIdx.x & 31);
-  const int warp_row = 16 * static_cast<int>((threadIdx.x >> 5) & 3);
-  const int box_row = warp_row + (lane & 7) + 8 * ((lane >> 3) & 1);
-  float sums[2][2] = {};
+// Sums of a thread over its columns; max is of logits before the softcap.
+struct ThreadSums {
+  float sum[2] = {};
+  float spread[2] = {};
+  float max[2] = {NegativeInfinity(), NegativeInfinity()};
+};
+
+// Two neighbouring elements of a half: adds them to the sums and returns the exponentials as they are stored.
+template <Form kForm>
+__device__ __forceinline__ uint32_t TakePair(const KernelParams& p, float s0, float s1, float reference,
+                                             int h, ThreadSums& sums) {
+  sums.max[h] = fmaxf(sums.max[h], fmaxf(s0, s1));
+  const Logit z0 = ToLogit<kForm>(p, s0), z1 = ToLogit<kForm>(p, s1);
+  const float d0 = fmaf(z0.z, p.f, -reference), d1 = fmaf(z1.z, p.f, -reference);
+  const float e0 = Exp2(d0), e1 = Exp2(d1);
+  sums.sum[h] += e0 + e1;
+  if constexpr (kForm != Form::kPlain) {
+    constexpr float kNothing = -1000.0f;  // 2^d is 0 there, and 0 times -inf would not be
+    sums.spread[h] += e0 * fmaxf(d0, kNothing) + e1 * fmaxf(d1, kNothing);
+  }
+  if constexpr (kForm == Form::kCapped) return PackBf16(e0 * z0.slope, e1 * z1.slope);
+  return PackBf16(e0, e1);
+}
+
+template <Form kForm, bool kStore>
+__device__ __forceinline__ ThreadSums Exponentials(const KernelParams& p, const float (&logits)[128],
+                                                   const float (&reference)[2], const OutBoxes& out,
+                                                   int column, int row) {
+  constexpr int kGroups = kBoxColumns / 8;
+  ThreadSums sums;
 #pragma unroll
   for (int box = 0; box < kVocabTile / kBoxColumns; ++box) {
-    const uint32_t base = out.boxes + (box & 1) * kBoxBytes;
-    if constexpr (kStore) {
-      if (out.leader) WaitBoxesRead<1>();
-      SyncNamed(out.barrier, kWarpgroup);
-    }
+    if constexpr (kStore) out.Open();
 #pragma unroll
-    for (int j = 0; j < kBoxColumns / 8; j += 2) {
+    for (int group = 0; group < kGroups; group += 2) {
       uint32_t words[4];
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         const int h = w & 1;
-        const int i = 4 * (box * (kBoxColumns / 8) + j + (w >> 1)) + 2 * h;
-        max[h] = fmaxf(max[h], fmaxf(logits[i], logits[i + 1]));
-        const float e0 = Exp2(fmaf(logits[i], f, -reference[h]));
-        const float e1 = Exp2(fmaf(logits[i + 1], f, -reference[h]));
-        sums[h][0] += e0;
-        sums[h][1] += e1;
-        words[w] = PackBf16(e0, e1);
+        const int i = 4 * (box * kGroups + group + (w >> 1)) + 2 * h;
+        words[w] = TakePair<kForm>(p, logits[i], logits[i + 1], reference[h], h, sums);
       }
-      if constexpr (kStore) {
-        const int group = j + (lane >> 4);  // of 8 columns, swizzled by the row
-        StoreMatrices(base + box_row * 128 + ((group ^ (box_row & 7)) << 4), words[0], words[1], words[2],
-                      words[3]);
-      }
+      if constexpr (kStore) out.Put(box & 1, group, words);
     }
-    if constexpr (kStore) {
-      FenceAsyncProxy();
-      SyncNamed(out.barrier, kWarpgroup);
-      if (out.leader) CopyBoxOut(*out.map, column + box * kBoxColumns, row, base);
-    }
+    if constexpr (kStore) out.Send(box & 1, column + box * kBoxColumns, row);
   }
-#pragma unroll
-  for (int h = 0; h < 2; ++h) sum[h] = QuadSum(sums[h][0] + sums[h][1]);
+  return sums;
 }
 
-template <typename T, bool kStore>
+// What a quad found in its two rows of a tile, to memory.
+template <Form kForm>
+__device__ __forceinline__ void WritePartials(const KernelParams& p, const Tile& tile, const RowPair& rows,
+                                              const float (&logits)[128], ThreadSums sums) {
+  int arg[2] = {0, 0};
+  const bool contends = sums.max[0] >= rows.threshold[0] || sums.max[1] >= rows.threshold[1];
+  if (__any_sync(0xffffffffu, contends)) {
+    FindMax(logits, sums.max, arg);
+  } else {
+    sums.max[0] = sums.max[1] = NegativeInfinity();
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float sum = QuadSum(sums.sum[h]);
+    const float spread = kForm != Form::kPlain ? QuadSum(sums.spread[h]) : 0.0f;
+    if ((threadIdx.x & 3) != 0 || rows.row[h] >= p.rows) continue;
+    const int64_t at = tile.vocab_tile * p.partials.ld + rows.row[h];
+    p.partials.max[at] = ToLogit<kForm>(p, sums.max[h]).z;
+    p.partials.sum[at] = sum;
+    p.partials.arg[at] = static_cast<uint8_t>(arg[h]);
+    if (kForm != Form::kPlain && p.partials.spread != nullptr) p.partials.spread[at] = spread;
+  }
+}
+
+template <typename T, Form kForm, bool kStore>
 __device__ __forceinline__ void Consume(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank,
                                         int consumer, uint32_t boxes) {
   const int warp = static_cast<int>((threadIdx.x >> 5) & 3);
   const int lane = static_cast<int>(threadIdx.x & 31);
-  const int row_in_tile = consumer * kProductRows + warp * 16 + lane / 4;
-  const OutBoxes out = {&maps.exponentials, boxes + consumer * 2 * kBoxBytes,
-                        static_cast<uint32_t>(1 + consumer), threadIdx.x % kWarpgroup == 0};
-  const float f = p.scale * kLog2E;
+  const int product_row = static_cast<int>(rank) * kRowTile + consumer * kProductRows;
+  const OutBoxes out(maps.exponentials, boxes, consumer);
   float logits[128];
   ForEachTile(p, [&](const Tile& tile) {
-    const int first_row = tile.panel * kClusterRows + static_cast<int>(rank) * kRowTile;
-    const RowPair rows = LoadRows(p, tile, first_row + row_in_tile);
-    Multiply<T>(p.inner_tiles, p.skew, consumer, ring, logits);
-    if (p.flags & 2) {
-      if (logits[0] == 123.25f) p.partials.max[0] = logits[5];
-      return;
-    }
-    Mask(p, tile, rows, logits);
-    float max[2] = {NegativeInfinity(), NegativeInfinity()}, sum[2];
-    int arg[2] = {0, 0};
-    Exponentials<kStore>(logits, f, rows.reference, out, tile.vocab_tile * kVocabTile,
-                         first_row + consumer * kProductRows, sum, max);
-    const bool contends = max[0] >= rows.threshold[0] || max[1] >= rows.threshold[1];
-    if (__any_sync(0xffffffffu, contends)) {
-      FindMax(logits, max, arg);
-    } else {
-      max[0] = max[1] = NegativeInfinity();
-    }
-    if ((lane & 3) == 0) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (rows.row[h] >= p.rows) continue;
-        const int64_t at = tile.vocab_tile * p.partials.ld + rows.row[h];
-        p.partials.max[at] = max[h];
-        p.partials.sum[at] = sum[h];
-        p.partials.arg[at] = static_cast<uint8_t>(arg[h]);
-      }
-    }
+    const int first_row = tile.panel * kPanelRows + product_row;
+    const RowPair rows = LoadRows(p, tile, first_row + warp * 16 + lane / 4);
+    Multiply<T>(p.inner_tiles, consumer, ring, logits);
+    if constexpr (kForm != Form::kPlain) ScaleAndShift(p, tile, logits);
+    Mask<kForm>(p, tile, rows, logits);
+    const ThreadSums sums =
+        Exponentials<kForm, kStore>(p, logits, rows.reference, out, tile.vocab_tile * kVocabTile, first_row);
+    WritePartials<kForm>(p, tile, rows, logits, sums);
   });
-  if constexpr (kStore) {
-    if (out.leader) WaitBoxesRead<0>();
-  }
+  if (kStore && out.leader) WaitBoxesRead<0>();
 }
 
-template <typename T, bool kStore>
+template <typename T, Form kForm, bool kStore>
 __global__ __cluster_dims__(kClusterBlocks)
     __launch_bounds__(kThreads, 1) void LogitPassKernel(const __grid_constant__ Maps maps,
                                                         const __grid_constant__ KernelParams p) {
@@ -352,61 +419,100 @@ __global__ __cluster_dims__(kClusterBlocks)
     if (threadIdx.x == 0) Produce(maps, p, ring, rank);
   } else {
     RaiseRegisters<kConsumerRegisters>();
-    Consume<T, kStore>(maps, p, ring, rank, warpgroup - 1, boxes);
+    Consume<T, kForm, kStore>(maps, p, ring, rank, warpgroup - 1, boxes);
   }
   ClusterSync();  // the other block may still send to our shared memory
 }
 
+template <typename T, Form kForm, bool kStore>
+struct Kernel {
+  static constexpr auto kFunction = LogitPassKernel<T, kForm, kStore>;
+  static constexpr int kSharedBytes = kStages * kStageBytes + (kStore ? kOutBytes : 0) + 2 * kStages * 8;
+
+  static cudaError_t AllowSharedBytes() {
+    return cudaFuncSetAttribute(kFunction, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  }
+  static cudaError_t Launch(const Maps& maps, const KernelParams& p, int clusters, cudaStream_t stream) {
+    if (const cudaError_t error = AllowSharedBytes(); error != cudaSuccess) return error;
+    kFunction<<<clusters * kClusterBlocks, kThreads, kSharedBytes, stream>>>(maps, p);
+    return cudaGetLastError();
+  }
+};
+
 template <typename T, bool kStore>
-cudaError_t Launch(const Maps& maps, const KernelParams& p, int clusters, cudaStream_t stream) {
-  constexpr int kSharedBytes = kStages * kStageBytes + (kStore ? kOutBytes : 0) + 2 * kStages * 8;
-  auto* kernel = LogitPassKernel<T, kStore>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (error != cudaSuccess) return error;
-  kernel<<<clusters * kClusterBlocks, kThreads, kSharedBytes, stream>>>(maps, p);
-  return cudaGetLastError();
+cudaError_t LaunchForm(const Maps& maps, const KernelParams& p, bool general, int clusters,
+                       cudaStream_t stream) {
+  if (!general) return Kernel<T, Form::kPlain, kStore>::Launch(maps, p, clusters, stream);
+  if (p.softcap == 0.0f) return Kernel<T, Form::kGeneral, kStore>::Launch(maps, p, clusters, stream);
+  return Kernel<T, Form::kCapped, kStore>::Launch(maps, p, clusters, stream);
 }
 
-}  // namespace
-
-cudaError_t LaunchLogitPass(const LogitPassParams& params, const TileOrder& order, cudaStream_t stream) {
-  if (params.rows == 0) return cudaSuccess;
-  Maps maps = {};
+cudaError_t MakeMaps(const LogitPassParams& params, Maps& maps) {
   const BoxedMatrix hidden = {params.hidden, params.dtype, params.rows, params.inner, kRowTile};
   const BoxedMatrix weight = {params.weight, params.dtype, params.padded_vocab, params.inner,
                               kVocabTile / kClusterBlocks};
+  const BoxedMatrix out = {params.exponentials, DType::kBFloat16, params.rows, params.padded_vocab,
+                           kProductRows};
   if (const cudaError_t error = MakeTensorMap(hidden, maps.hidden); error != cudaSuccess) return error;
   if (const cudaError_t error = MakeTensorMap(weight, maps.weight); error != cudaSuccess) return error;
-  const bool store = params.exponentials != nullptr;
-  if (store) {
-    const BoxedMatrix out = {params.exponentials, DType::kBFloat16, params.rows, params.padded_vocab,
-                             kProductRows};
-    if (const cudaError_t error = MakeTensorMap(out, maps.exponentials); error != cudaSuccess) return error;
-  }
+  return params.exponentials == nullptr ? cudaSuccess : MakeTensorMap(out, maps.exponentials);
+}
+
+KernelParams MakeKernelParams(const LogitPassParams& params) {
   KernelParams p = {};
   p.rows = static_cast<int>(params.rows);
   p.vocab = static_cast<int>(params.vocab);
-  p.padded_vocab = static_cast<int>(params.padded_vocab);
-  p.inner_tiles = CeilDiv(params.inner, kInnerTile);
+  p.last_bias = static_cast<int>(params.padded_vocab) - 2;
+  p.inner_tiles = static_cast<int>(CeilDiv(params.inner, kInnerTile));
   p.vocab_tiles = static_cast<int>(VocabTiles(params.vocab));
-  p.panels = CeilDiv(params.rows, kClusterRows);
-  p.group = order.group;
-  p.bias = params.bias;
+  p.panels = static_cast<int>(Panels(params.rows));
+  p.group = static_cast<int>(PanelsPerGroup(p.panels, params.inner));
+  p.f = params.general ? kLog2E : params.scale * kLog2E;
   p.scale = params.scale;
   p.softcap = params.softcap;
+  p.inverse_cap = params.softcap > 0.0f ? 1.0f / params.softcap : 0.0f;
+  p.bias = params.bias;
   p.targets = params.targets;
   p.reference = params.reference;
   p.threshold = params.threshold;
   p.redo = params.redo;
-  p.skew = p.inner_tiles > kStages ? order.skew : 0;
-  p.flags = order.flags;
   p.partials = params.partials;
-  if (params.dtype == DType::kBFloat16) {
-    return store ? Launch<__nv_bfloat16, true>(maps, p, order.clusters, stream)
-                 : Launch<__nv_bfloat16, false>(maps, p, order.clusters, stream);
+  return p;
+}
+
+}  // namespace
+
+int LogitPassClusters() {
+  // The form with the most shared memory; one block a multiprocessor in any case.
+  using Largest = Kernel<__nv_bfloat16, Form::kPlain, true>;
+  if (Largest::AllowSharedBytes() != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
   }
-  return Launch<__half, false>(maps, p, order.clusters, stream);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(kClusterBlocks);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = Largest::kSharedBytes;
+  int clusters = 0;
+  if (cudaOccupancyMaxActiveClusters(&clusters, Largest::kFunction, &config) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return clusters;
+}
+
+cudaError_t LaunchLogitPass(const LogitPassParams& params, int clusters, cudaStream_t stream) {
+  if (params.rows == 0) return cudaSuccess;
+  Maps maps = {};
+  if (const cudaError_t error = MakeMaps(params, maps); error != cudaSuccess) return error;
+  const KernelParams p = MakeKernelParams(params);
+  const bool store = params.exponentials != nullptr;
+  if (params.dtype == DType::kBFloat16) {
+    return store ? LaunchForm<__nv_bfloat16, true>(maps, p, params.general, clusters, stream)
+                 : LaunchForm<__nv_bfloat16, false>(maps, p, params.general, clusters, stream);
+  }
+  if (params.dtype != DType::kFloat16 || store) return cudaErrorInvalidValue;
+  return LaunchForm<__half, false>(maps, p, params.general, clusters, stream);
 }
 
 }  // namespace lossd::kernels::cuda::hopper

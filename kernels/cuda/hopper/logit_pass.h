@@ -1,5 +1,5 @@
-// Launcher of the first product of a chunk on Hopper: logits = hidden weight^T, of which only per-row
-// statistics, and on request a 16-bit matrix of exponentials, reach device memory.
+// Launcher of the first product of a chunk on Hopper: dot products of hidden states and classes, of which
+// only statistics, and on request a matrix of exponentials, reach device memory.
 //
 // Enqueues on `stream`; all pointers are device memory. Stateless and thread-safe. Compute capability 9.0.
 #ifndef LOSSD_KERNELS_CUDA_HOPPER_LOGIT_PASS_H_
@@ -14,15 +14,15 @@
 
 namespace lossd::kernels::cuda::hopper {
 
-// What a tile of classes says of a row, the row's target left out; index tile * ld + row. With z the logit,
-// f = log2(e) and M = z's largest value in the tile times f, or the row's `reference` if there is one:
+// With z the logit, f the factor that makes it a power of two, d = z f - reference: what a tile of classes
+// says of a row, at [tile * ld + row], the row's target left out.
 struct TilePartials {
-  int64_t ld = 0;           // at least the rows, rounded up to kRowTile
-  float* max = nullptr;     // of z; -inf if the tile holds nothing but the target and padding
-  float* sum = nullptr;     // of 2^(z f - M)
-  float* spread = nullptr;  // of 2^(z f - M) (z f - M); may be null
+  int64_t ld = 0;           // at least the rows
+  float* max = nullptr;     // of z; or -inf if all are below the row's threshold
+  float* sum = nullptr;     // of 2^d
+  float* spread = nullptr;  // of 2^d d; general form only, and may be null
   uint8_t* arg = nullptr;   // the first column of the tile that has `max`
-  float* target = nullptr;  // [ld], by row alone: the target's logit, summed up as the others are
+  float* target = nullptr;  // [ld], by row: z of the target, summed up as the others are
 };
 
 struct LogitPassParams {
@@ -34,25 +34,30 @@ struct LogitPassParams {
   int64_t vocab = 0;
   int64_t padded_vocab = 0;  // a multiple of 8
 
-  const float* bias = nullptr;  // [padded_vocab] or null
+  // Plain form: z is the dot product, f = scale log2(e), scale > 0. General form: z = softcap tanh(s /
+  // softcap) or, without a softcap, s = scale (dot product + bias); f = log2(e).
+  bool general = false;
   float scale = 1.0f;
-  float softcap = 0.0f;  // 0: none
+  const float* bias = nullptr;  // [padded_vocab] or null
+  float softcap = 0.0f;         // 0: none
 
-  const int32_t* targets = nullptr;  // [rows]
-  TilePartials partials;
-
-  // [rows, padded_vocab] bf16 or null: out, 2^(z f - reference) times the slope of the softcap at z; 0 at the
-  // target and in padding columns. Needs `reference`.
-  void* exponentials = nullptr;
+  const int32_t* targets = nullptr;  // [rows]; -1: none
   const float* reference = nullptr;  // [rows], in units of log 2
-  const float* threshold = nullptr;  // [rows]
-  // Null: all rows. Otherwise nothing happens if redo[0] is 0, and else to those kClusterRows rows whose
-  // redo[1 + row / kClusterRows] is not 0.
+  const float* threshold = nullptr;  // [rows]; of z before the softcap
+  TilePartials partials;
+  // [rows, padded_vocab] bf16 or null, for bf16 operands only: out, 2^d times the slope of the softcap at z;
+  // 0 at the target and in padding columns.
+  void* exponentials = nullptr;
+  // Null: all rows. Otherwise nothing happens if redo[0] is 0, and else only to the panels of kPanelRows rows
+  // whose redo[1 + panel] is not 0.
   const int32_t* redo = nullptr;
 };
 
+// The clusters that the current device runs at once; 0 if it cannot run the pass.
+int LogitPassClusters();
+
 // cudaErrorNotSupported if the driver cannot describe the operands to the copy engine.
-cudaError_t LaunchLogitPass(const LogitPassParams& params, const TileOrder& order, cudaStream_t stream);
+cudaError_t LaunchLogitPass(const LogitPassParams& params, int clusters, cudaStream_t stream);
 
 }  // namespace lossd::kernels::cuda::hopper
 

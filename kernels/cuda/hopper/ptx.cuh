@@ -75,37 +75,15 @@ __device__ __forceinline__ void SyncNamed(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Counts for SyncNamed() of others without waiting.
-__device__ __forceinline__ void ArriveNamed(uint32_t id, uint32_t threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // ---- bulk tensor copies ----
 
-// An L2 policy that keeps what it is used for longer than the rest.
-__device__ __forceinline__ uint64_t KeepInL2() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ uint64_t NormalInL2() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ void PrefetchMap(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
-}
-
 // The box at column x, row y to shared memory; its bytes count at `barrier`.
-__device__ __forceinline__ void CopyBoxIn(uint32_t to, const CUtensorMap& map, int x, int y, uint32_t barrier,
-                                          uint64_t policy) {
+__device__ __forceinline__ void CopyBoxIn(uint32_t to, const CUtensorMap& map, int x, int y,
+                                          uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(reinterpret_cast<uint64_t>(&map)), "r"(x), "r"(y), "r"(barrier), "l"(policy)
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(x), "r"(y), "r"(barrier)
       : "memory");
 }
 

@@ -128,7 +128,7 @@ TEST(HeadMemory, TheWorkspaceIsUsedButNotExceeded) {
     for (Norm norm : {Norm::kNone, Norm::kLayerNorm}) {
       config.norm = norm;
       const int64_t budget = int64_t{2} << 30;
-      const HeadSizes sizes = SizesFor(config, budget, 16384, 132);
+      const HeadSizes sizes = SizesFor(config, budget, 16384, 132, true);
       EXPECT_EQ(PadRows(sizes.chunk_rows), sizes.chunk_rows);
       const MemoryBytes plan = PlanMemory(config, sizes, 132);
       EXPECT_LE(plan[MemoryKind::kWorkspace], budget);
@@ -138,7 +138,7 @@ TEST(HeadMemory, TheWorkspaceIsUsedButNotExceeded) {
     }
   }
   config.vocab_size = 1'000'000'000;
-  EXPECT_EQ(SizesFor(config, 1 << 20, 16384, 132).chunk_rows, 8);
+  EXPECT_EQ(SizesFor(config, 1 << 20, 16384, 132, true).chunk_rows, 8);
 }
 
 }  // namespace

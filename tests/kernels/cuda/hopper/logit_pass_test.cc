@@ -148,7 +148,7 @@ class LogitPassTest : public ::testing::TestWithParam<Case> {
     p.reference = reference.get();
     p.threshold = threshold.get();
     if (store) p.exponentials = out.get();
-    ASSERT_EQ(LaunchLogitPass(p, {.clusters = 3, .group = 2}, nullptr), cudaSuccess);
+    ASSERT_EQ(LaunchLogitPass(p, 3, nullptr), cudaSuccess);
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     const auto maxes = max.Read(), sums = sum.Read(), target_logits = target.Read();
     const auto args = arg.Read();
