@@ -49,6 +49,7 @@ ABSL_FLAG(bool, loss, true, "run the loss benchmark");
 ABSL_FLAG(bool, norm, true, "run the norm benchmark");
 ABSL_FLAG(bool, errors, true, "compare with double precision");
 ABSL_FLAG(std::string, compute, "bf16", "bf16 or fp32: what the head computes in (fp32: no floor, no parts)");
+ABSL_FLAG(bool, fused, true, "compute the loss in the epilogue of the first product where that is faster");
 ABSL_FLAG(bool, parts, true, "time the parts of a chunk one by one");
 
 namespace lossd::bench {
@@ -475,10 +476,13 @@ int64_t FreeBytes() {
 }
 
 Json RunBackend(const DataShape& shape, const LossData& data) {
-  auto backend = Take(kernels::CreateCudaBackend({.workspace_bytes = absl::GetFlag(FLAGS_workspace_mib) << 20,
-                                                  .autotune = absl::GetFlag(FLAGS_autotune),
-                                                  .deterministic = !absl::GetFlag(FLAGS_autotune)}),
-                      "CreateCudaBackend");
+  auto backend = Take(
+      kernels::CreateCudaBackend({.workspace_bytes = absl::GetFlag(FLAGS_workspace_mib) << 20,
+                                  .autotune = absl::GetFlag(FLAGS_autotune),
+                                  .deterministic = !absl::GetFlag(FLAGS_autotune),
+                                  .fused_loss = absl::GetFlag(FLAGS_fused) ? kernels::FusedLoss::kWhereFaster
+                                                                           : kernels::FusedLoss::kNever}),
+      "CreateCudaBackend");
   const kernels::HeadConfig config = {.hidden_size = shape.hidden,
                                       .vocab_size = shape.vocab,
                                       .compute_dtype = ComputeType(),

@@ -23,6 +23,23 @@ int64_t WorkspaceBytes(const HeadConfig& config, const HeadSizes& sizes, int mul
   return Workspace::Carve(config, sizes, multiprocessors, nullptr).bytes;
 }
 
+// The partials of a fused loss lie where dx will be: they are done with before it is written.
+void CarveHiddenGradient(const HeadConfig& config, const HeadSizes& sizes, Carver& carver, Workspace& w) {
+  const int64_t rows = sizes.chunk_rows;
+  int64_t bytes =
+      rows * sizes.padded_hidden * static_cast<int64_t>(SizeOf(HiddenGradientDType(config.compute_dtype)));
+  if (sizes.fused) {
+    w.fused = hopper::FusedRows::Carve(carver, rows);
+    Carver partials(nullptr);
+    hopper::TilePartials::Carve(partials, rows, sizes.vocab);
+    bytes = std::max(bytes, partials.used());
+  }
+  auto* memory = carver.Take<uint8_t>(bytes);
+  w.hidden_gradient = memory;
+  Carver partials(memory);
+  if (sizes.fused) w.fused.partials = hopper::TilePartials::Carve(partials, rows, sizes.vocab);
+}
+
 }  // namespace
 
 HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t max_chunk_rows,
@@ -91,8 +108,7 @@ Workspace Workspace::Carve(const HeadConfig& config, const HeadSizes& sizes, int
   const int64_t hidden_bytes = rows * sizes.padded_hidden * sizes.element;
   const bool has_norm = config.norm != Norm::kNone;
   w.logits = carver.Take<uint8_t>(rows * sizes.padded_vocab * sizes.element);
-  w.hidden_gradient = carver.Take<uint8_t>(
-      rows * sizes.padded_hidden * static_cast<int64_t>(SizeOf(HiddenGradientDType(config.compute_dtype))));
+  CarveHiddenGradient(config, sizes, carver, w);
   if (config.compute_dtype != DType::kFloat32) w.target_dots = carver.Take<float>(rows);
   void* normed = has_norm ? carver.Take<uint8_t>(hidden_bytes) : nullptr;
   for (SlotMemory& slot : w.slots) {
@@ -104,7 +120,6 @@ Workspace Workspace::Carve(const HeadConfig& config, const HeadSizes& sizes, int
   w.upload_piece = carver.Take<uint8_t>(sizes.piece_bytes);
   w.download_piece = carver.Take<uint8_t>(sizes.piece_bytes);
   w.keep = carver.Take<int32_t>(rows);
-  if (sizes.fused) w.fused = hopper::FusedRows::Carve(carver, rows, sizes.vocab);
   int64_t partials = config.has_bias && config.trainable ? ColumnSumScratch(sizes.padded_vocab) : 0;
   if (has_norm) {
     w.mean = carver.Take<float>(rows);

@@ -65,8 +65,8 @@ struct Workspace {
   uint8_t* upload_piece = nullptr;    // [piece_bytes]
   uint8_t* download_piece = nullptr;  // [piece_bytes]
   int32_t* keep = nullptr;            // [chunk_rows]
-  hopper::FusedRows fused;            // [chunk_rows]; HeadSizes::fused only
-  float* mean = nullptr;              // [chunk_rows], norm heads only, likewise below
+  hopper::FusedRows fused;  // [chunk_rows]; HeadSizes::fused only. Its partials share hidden_gradient
+  float* mean = nullptr;    // [chunk_rows], norm heads only, likewise below
   float* inverse_deviation = nullptr;
   float* partials = nullptr;      // first stage of column sums
   double* square_sums = nullptr;  // [kSquareSumPartials + 1]

@@ -171,15 +171,8 @@ unsigned Blocks(int64_t count, int64_t per_block) { return static_cast<unsigned>
 
 }  // namespace
 
-FusedRows FusedRows::Carve(Carver& carver, int64_t capacity, int64_t vocab) {
+FusedRows FusedRows::Carve(Carver& carver, int64_t capacity) {
   FusedRows w;
-  const int64_t tiles = VocabTiles(vocab);
-  w.partials.ld = capacity;
-  w.partials.max = carver.Take<float>(tiles * capacity);
-  w.partials.sum = carver.Take<float>(tiles * capacity);
-  w.partials.spread = carver.Take<float>(tiles * capacity);
-  w.partials.arg = carver.Take<uint8_t>(tiles * capacity);
-  w.partials.target = carver.Take<float>(capacity);
   w.reference = carver.Take<float>(capacity);
   w.threshold = carver.Take<float>(capacity);
   w.max = carver.Take<float>(capacity);

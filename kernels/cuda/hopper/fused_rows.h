@@ -17,7 +17,7 @@ namespace lossd::kernels::cuda::hopper {
 
 // Memory of a chunk between these kernels, `capacity` rows each.
 struct FusedRows {
-  TilePartials partials;
+  TilePartials partials;  // done with when the results are
   float* reference = nullptr;
   float* threshold = nullptr;
   // Of all tiles; d as in TilePartials.
@@ -29,7 +29,8 @@ struct FusedRows {
   float* factor = nullptr;
   int32_t* redo = nullptr;  // [1 + Panels(capacity)], see LogitPassParams
 
-  static FusedRows Carve(Carver& carver, int64_t capacity, int64_t vocab);
+  // All but the partials.
+  static FusedRows Carve(Carver& carver, int64_t capacity);
 };
 
 // reference, threshold (also of padding rows) and redo = 0, from loss.target_dots.

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/device_memory.h"
 #include "kernels/cuda/hopper/logit_tiles.h"
 #include "kernels/dtype.h"
 
@@ -23,6 +24,9 @@ struct TilePartials {
   float* spread = nullptr;  // of 2^d d; general form only, and may be null
   uint8_t* arg = nullptr;   // the first column of the tile that has `max`
   float* target = nullptr;  // [ld], by row: z of the target, summed up as the others are
+
+  // For `capacity` rows.
+  static TilePartials Carve(Carver& carver, int64_t capacity, int64_t vocab);
 };
 
 struct LogitPassParams {
