@@ -13,6 +13,7 @@
 // enough and what is stored needs no correction by tile. See docs/kernels/hopper.md for what was tried.
 #include "kernels/cuda/device_math.cuh"
 #include "kernels/cuda/hopper/logit_pass.h"
+#include "kernels/cuda/hopper/ordered.h"
 #include "kernels/cuda/hopper/ptx.cuh"
 #include "kernels/cuda/hopper/tensor_map.h"
 #include "kernels/cuda/row_loss_math.cuh"
@@ -48,7 +49,7 @@ struct KernelParams {
   const float* bias;
   const int32_t* targets;
   const float* reference;
-  const float* threshold;
+  int32_t* best;
   const int32_t* redo;
   TilePartials partials;
 };
@@ -154,27 +155,13 @@ __device__ __forceinline__ void Multiply(int inner_tiles, int consumer, Ring& ri
 // A thread holds 64 columns each of two rows ("halves"); the four lanes of a quad share the rows. Until the
 // exponentials are taken, the elements are logits before the softcap.
 
-// What a thread knows of its two rows before the tile is done.
+// Before the tile is done.
 struct RowPair {
   int row[2];
   int target[2];       // column within the tile, if it is one
   float reference[2];  // in units of log 2
-  float threshold[2];
+  float contends[2];   // sums of exponentials below it hide no logit that may be the row's largest
 };
-
-__device__ __forceinline__ RowPair LoadRows(const KernelParams& p, const Tile& tile, int first_row) {
-  RowPair r;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = first_row + 8 * h;
-    const bool exists = row < p.rows;
-    r.row[h] = row;
-    r.target[h] = exists ? p.targets[row] - tile.vocab_tile * kVocabTile : -1;
-    r.reference[h] = exists ? p.reference[row] : 0.0f;
-    r.threshold[h] = exists ? p.threshold[row] : -NegativeInfinity();
-  }
-  return r;
-}
 
 // The first column within the tile that a lane holds; it holds the next, and both again every 8 columns.
 __device__ __forceinline__ int LaneColumn() { return 2 * static_cast<int>(threadIdx.x & 3); }
@@ -208,6 +195,23 @@ __device__ __forceinline__ Logit ToLogit(const KernelParams& p, float s) {
   if constexpr (kForm != Form::kCapped) return {s, 1.0f};
   const float2 t = TanhAndSlope<false>(s * p.inverse_cap);
   return {isinf(s) ? s : p.softcap * t.x, t.y};
+}
+
+template <Form kForm>
+__device__ __forceinline__ RowPair LoadRows(const KernelParams& p, const Tile& tile, int first_row) {
+  constexpr float kMargin = 0.98f;  // for the rounding of exponentials
+  RowPair r;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = first_row + 8 * h;
+    const bool exists = row < p.rows;
+    r.row[h] = row;
+    r.target[h] = exists ? p.targets[row] - tile.vocab_tile * kVocabTile : -1;
+    r.reference[h] = exists ? p.reference[row] : 0.0f;
+    const float best = exists ? FromOrdered(__ldcg(p.best + row)) : -NegativeInfinity();
+    r.contends[h] = kMargin * Exp2(fmaf(ToLogit<kForm>(p, best).z, p.f, -r.reference[h]));
+  }
+  return r;
 }
 
 // Takes the targets out of the logits, and makes the columns past the vocabulary -inf.
@@ -247,9 +251,11 @@ __device__ __forceinline__ int QuadMin(int x) {
   return min(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// From each lane's largest of a half to the quad's, and the first column that has it.
+// The largest of the quad's logits in each half, and the first column that has it.
 __device__ __forceinline__ void FindMax(const float (&logits)[128], float (&max)[2], int (&arg)[2]) {
   int found[2] = {kVocabTile, kVocabTile};
+#pragma unroll
+  for (int i = 0; i < 128; ++i) max[(i >> 1) & 1] = fmaxf(max[(i >> 1) & 1], logits[i]);
 #pragma unroll
   for (int h = 0; h < 2; ++h) max[h] = QuadMax(max[h]);
 #pragma unroll
@@ -299,25 +305,24 @@ struct OutBoxes {
   }
 };
 
-// Sums of a thread over its columns; max is of logits before the softcap.
+// Sums of a thread over its columns.
 struct ThreadSums {
   float sum[2] = {};
   float spread[2] = {};
-  float max[2] = {NegativeInfinity(), NegativeInfinity()};
+  bool contends = false;  // one of its logits may be the largest of its row
 };
 
 // Two neighbouring elements of a half: adds them to the sums and returns the exponentials as they are stored.
 template <Form kForm>
 __device__ __forceinline__ uint32_t TakePair(const KernelParams& p, float s0, float s1, float reference,
-                                             int h, ThreadSums& sums) {
-  sums.max[h] = fmaxf(sums.max[h], fmaxf(s0, s1));
+                                             float& sum, float& spread) {
   const Logit z0 = ToLogit<kForm>(p, s0), z1 = ToLogit<kForm>(p, s1);
   const float d0 = fmaf(z0.z, p.f, -reference), d1 = fmaf(z1.z, p.f, -reference);
   const float e0 = Exp2(d0), e1 = Exp2(d1);
-  sums.sum[h] += e0 + e1;
+  sum += e0 + e1;
   if constexpr (kForm != Form::kPlain) {
     constexpr float kNothing = -1000.0f;  // 2^d is 0 there, and 0 times -inf would not be
-    sums.spread[h] += e0 * fmaxf(d0, kNothing) + e1 * fmaxf(d1, kNothing);
+    spread += e0 * fmaxf(d0, kNothing) + e1 * fmaxf(d1, kNothing);
   }
   if constexpr (kForm == Form::kCapped) return PackBf16(e0 * z0.slope, e1 * z1.slope);
   return PackBf16(e0, e1);
@@ -325,13 +330,14 @@ __device__ __forceinline__ uint32_t TakePair(const KernelParams& p, float s0, fl
 
 template <Form kForm, bool kStore>
 __device__ __forceinline__ ThreadSums Exponentials(const KernelParams& p, const float (&logits)[128],
-                                                   const float (&reference)[2], const OutBoxes& out,
-                                                   int column, int row) {
+                                                   const RowPair& rows, const OutBoxes& out, int column,
+                                                   int row) {
   constexpr int kGroups = kBoxColumns / 8;
   ThreadSums sums;
 #pragma unroll
   for (int box = 0; box < kVocabTile / kBoxColumns; ++box) {
     if constexpr (kStore) out.Open();
+    float part[2] = {};
 #pragma unroll
     for (int group = 0; group < kGroups; group += 2) {
       uint32_t words[4];
@@ -339,11 +345,16 @@ __device__ __forceinline__ ThreadSums Exponentials(const KernelParams& p, const 
       for (int w = 0; w < 4; ++w) {
         const int h = w & 1;
         const int i = 4 * (box * kGroups + group + (w >> 1)) + 2 * h;
-        words[w] = TakePair<kForm>(p, logits[i], logits[i + 1], reference[h], h, sums);
+        words[w] = TakePair<kForm>(p, logits[i], logits[i + 1], rows.reference[h], part[h], sums.spread[h]);
       }
       if constexpr (kStore) out.Put(box & 1, group, words);
     }
     if constexpr (kStore) out.Send(box & 1, column + box * kBoxColumns, row);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sums.contends |= part[h] >= rows.contends[h];
+      sums.sum[h] += part[h];
+    }
   }
   return sums;
 }
@@ -351,23 +362,21 @@ __device__ __forceinline__ ThreadSums Exponentials(const KernelParams& p, const 
 // What a quad found in its two rows of a tile, to memory.
 template <Form kForm>
 __device__ __forceinline__ void WritePartials(const KernelParams& p, const Tile& tile, const RowPair& rows,
-                                              const float (&logits)[128], ThreadSums sums) {
+                                              const float (&logits)[128], const ThreadSums& sums) {
+  float max[2] = {NegativeInfinity(), NegativeInfinity()};
   int arg[2] = {0, 0};
-  const bool contends = sums.max[0] >= rows.threshold[0] || sums.max[1] >= rows.threshold[1];
-  if (__any_sync(0xffffffffu, contends)) {
-    FindMax(logits, sums.max, arg);
-  } else {
-    sums.max[0] = sums.max[1] = NegativeInfinity();
-  }
+  if (__any_sync(0xffffffffu, sums.contends)) FindMax(logits, max, arg);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float sum = QuadSum(sums.sum[h]);
     const float spread = kForm != Form::kPlain ? QuadSum(sums.spread[h]) : 0.0f;
     if ((threadIdx.x & 3) != 0 || rows.row[h] >= p.rows) continue;
     const int64_t at = tile.vocab_tile * p.partials.ld + rows.row[h];
-    p.partials.max[at] = ToLogit<kForm>(p, sums.max[h]).z;
+    p.partials.max[at] = ToLogit<kForm>(p, max[h]).z;
     p.partials.sum[at] = sum;
     p.partials.arg[at] = static_cast<uint8_t>(arg[h]);
+    if (max[h] > FromOrdered(__ldcg(p.best + rows.row[h])))
+      atomicMax(p.best + rows.row[h], ToOrdered(max[h]));
     if (kForm != Form::kPlain && p.partials.spread != nullptr) p.partials.spread[at] = spread;
   }
 }
@@ -382,12 +391,12 @@ __device__ __forceinline__ void Consume(const Maps& maps, const KernelParams& p,
   float logits[128];
   ForEachTile(p, [&](const Tile& tile) {
     const int first_row = tile.panel * kPanelRows + product_row;
-    const RowPair rows = LoadRows(p, tile, first_row + warp * 16 + lane / 4);
+    const RowPair rows = LoadRows<kForm>(p, tile, first_row + warp * 16 + lane / 4);
     Multiply<T>(p.inner_tiles, consumer, ring, logits);
     if constexpr (kForm != Form::kPlain) ScaleAndShift(p, tile, logits);
     Mask<kForm>(p, tile, rows, logits);
     const ThreadSums sums =
-        Exponentials<kForm, kStore>(p, logits, rows.reference, out, tile.vocab_tile * kVocabTile, first_row);
+        Exponentials<kForm, kStore>(p, logits, rows, out, tile.vocab_tile * kVocabTile, first_row);
     WritePartials<kForm>(p, tile, rows, logits, sums);
   });
   if (kStore && out.leader) WaitBoxesRead<0>();
@@ -474,7 +483,7 @@ KernelParams MakeKernelParams(const LogitPassParams& params) {
   p.bias = params.bias;
   p.targets = params.targets;
   p.reference = params.reference;
-  p.threshold = params.threshold;
+  p.best = params.best;
   p.redo = params.redo;
   p.partials = params.partials;
   return p;
