@@ -107,8 +107,6 @@ absl::Status CudaHead::Allocate() {
     }
   }
   LOSSD_RETURN_IF_ERROR(Take(Event::Create(), download_idle_));
-  // The buffers were zeroed on the default stream, which ours do not wait for.
-  LOSSD_RETURN_IF_CUDA_ERROR(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   for (auto [values, count] :
        {std::pair{values_.params.norm_gain, sizes_.hidden}, std::pair{values_.class_weights, sizes_.vocab}}) {
     if (values != nullptr) {
