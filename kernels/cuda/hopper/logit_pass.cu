@@ -34,10 +34,11 @@ constexpr int kWeightBytes = kVocabTile * kInnerTile * 2;
 constexpr int kStageBytes = kHiddenBytes + kWeightBytes;
 constexpr int kWeightPart = kWeightBytes / kClusterBlocks;  // what one block of the cluster fetches for both
 
-// Exponentials on their way out: two boxes of 64 x 64 a consumer.
+// Exponentials on their way out: two boxes of 16 x 64 a warp.
+constexpr int kBoxRows = 16;
 constexpr int kBoxColumns = 64;
-constexpr int kBoxBytes = kProductRows * kBoxColumns * 2;
-constexpr int kOutBytes = kConsumers * 2 * kBoxBytes;
+constexpr int kBoxBytes = kBoxRows * kBoxColumns * 2;
+constexpr int kOutBytes = kConsumers * (kWarpgroup / 32) * 2 * kBoxBytes;
 
 // How dot products become logits; see LogitPassParams. kCapped: the general form with a softcap.
 enum class Form { kPlain, kGeneral, kCapped };
@@ -272,25 +273,23 @@ __device__ __forceinline__ uint32_t PackBf16(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Where exponentials are stored from: two boxes a warpgroup, used in turn.
+// Where a warp stores exponentials from: two boxes, used in turn.
 struct OutBoxes {
   const CUtensorMap* map;
-  uint32_t boxes;    // of this warpgroup, [2][kBoxBytes]
-  uint32_t barrier;  // its named barrier
-  bool leader;       // the one thread that starts its copies
-  int lane_row;      // of the box: whose address the lane gives to StoreMatrices
+  uint32_t boxes;  // of this warp, [2][kBoxBytes]
+  bool leader;     // the lane that starts the copies
+  int lane_row;    // of the box: whose address the lane gives to StoreMatrices
 
-  __device__ __forceinline__ OutBoxes(const CUtensorMap& out, uint32_t all_boxes, int consumer)
+  __device__ __forceinline__ OutBoxes(const CUtensorMap& out, uint32_t all_boxes, int consumer_warp)
       : map(&out),
-        boxes(all_boxes + consumer * 2 * kBoxBytes),
-        barrier(1 + consumer),
-        leader(threadIdx.x % kWarpgroup == 0),
-        lane_row(16 * static_cast<int>((threadIdx.x >> 5) & 3) + static_cast<int>(threadIdx.x & 15)) {}
+        boxes(all_boxes + consumer_warp * 2 * kBoxBytes),
+        leader(threadIdx.x % 32 == 0),
+        lane_row(static_cast<int>(threadIdx.x % 16)) {}
 
   // Waits until box `i` may be written again.
   __device__ __forceinline__ void Open() const {
     if (leader) WaitBoxesRead<1>();
-    SyncNamed(barrier, kWarpgroup);
+    __syncwarp();
   }
   // Two groups of 8 columns from `group` on, both halves of each.
   __device__ __forceinline__ void Put(int i, int group, const uint32_t (&words)[4]) const {
@@ -300,7 +299,7 @@ struct OutBoxes {
   }
   __device__ __forceinline__ void Send(int i, int column, int row) const {
     FenceAsyncProxy();
-    SyncNamed(barrier, kWarpgroup);
+    __syncwarp();
     if (leader) CopyBoxOut(*map, column, row, boxes + i * kBoxBytes);
   }
 };
@@ -384,14 +383,15 @@ __device__ __forceinline__ void WritePartials(const KernelParams& p, const Tile&
 template <typename T, Form kForm, bool kStore>
 __device__ __forceinline__ void Consume(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank,
                                         int consumer, uint32_t boxes) {
-  const int warp = static_cast<int>((threadIdx.x >> 5) & 3);
-  const int lane = static_cast<int>(threadIdx.x & 31);
-  const int product_row = static_cast<int>(rank) * kRowTile + consumer * kProductRows;
-  const OutBoxes out(maps.exponentials, boxes, consumer);
+  constexpr int kWarps = kWarpgroup / 32;
+  const int warp = static_cast<int>(threadIdx.x / 32) % kWarps;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int warp_row = static_cast<int>(rank) * kRowTile + consumer * kProductRows + warp * kBoxRows;
+  const OutBoxes out(maps.exponentials, boxes, consumer * kWarps + warp);
   float logits[128];
   ForEachTile(p, [&](const Tile& tile) {
-    const int first_row = tile.panel * kPanelRows + product_row;
-    const RowPair rows = LoadRows<kForm>(p, tile, first_row + warp * 16 + lane / 4);
+    const int first_row = tile.panel * kPanelRows + warp_row;
+    const RowPair rows = LoadRows<kForm>(p, tile, first_row + lane / 4);
     Multiply<T>(p.inner_tiles, consumer, ring, logits);
     if constexpr (kForm != Form::kPlain) ScaleAndShift(p, tile, logits);
     Mask<kForm>(p, tile, rows, logits);
@@ -460,8 +460,7 @@ cudaError_t MakeMaps(const LogitPassParams& params, Maps& maps) {
   const BoxedMatrix hidden = {params.hidden, params.dtype, params.rows, params.inner, kRowTile};
   const BoxedMatrix weight = {params.weight, params.dtype, params.padded_vocab, params.inner,
                               kVocabTile / kClusterBlocks};
-  const BoxedMatrix out = {params.exponentials, DType::kBFloat16, params.rows, params.padded_vocab,
-                           kProductRows};
+  const BoxedMatrix out = {params.exponentials, DType::kBFloat16, params.rows, params.padded_vocab, kBoxRows};
   if (const cudaError_t error = MakeTensorMap(hidden, maps.hidden); error != cudaSuccess) return error;
   if (const cudaError_t error = MakeTensorMap(weight, maps.weight); error != cudaSuccess) return error;
   return params.exponentials == nullptr ? cudaSuccess : MakeTensorMap(out, maps.exponentials);
