@@ -61,6 +61,8 @@ using kernels::DType;
 using Clock = std::chrono::steady_clock;
 
 constexpr int kWarmUps = 3;
+// Large products run into the card's power limit within a fraction of a second; then clocks are steady.
+constexpr double kWarmUpSeconds = 0.4;
 constexpr int kSampledRows = 32;
 constexpr int kSampledClasses = 64;
 constexpr int64_t kCopyBytes = int64_t{1} << 30;
@@ -108,6 +110,10 @@ Times Summarise(std::vector<double> times) {
 
 Json ToJson(const Times& t) { return {{"median_ms", t.median}, {"min_ms", t.min}, {"max_ms", t.max}}; }
 
+double SecondsSince(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
 // Device time of `work` on a stream of its own, by events.
 class Timer {
  public:
@@ -134,11 +140,12 @@ class Timer {
   }
 
   Times Measure(int iterations, const std::function<void(int)>& work) {
+    int count = 0;
+    const Clock::time_point begin = Clock::now();
+    while (count < kWarmUps || SecondsSince(begin) < kWarmUpSeconds) MeasureOnce([&] { work(count++); });
     std::vector<double> times;
-    for (int i = 0; i < kWarmUps + iterations; ++i) {
-      times.push_back(MeasureOnce([&] { work(i); }));
-    }
-    return Summarise({times.begin() + kWarmUps, times.end()});
+    for (int i = 0; i < iterations; ++i) times.push_back(MeasureOnce([&] { work(count++); }));
+    return Summarise(std::move(times));
   }
 
   // As Measure, for `launches` short pieces of work at once; the times are those of one.
@@ -332,6 +339,11 @@ class Microbatch {
   const std::vector<float>& loss() const { return loss_; }
   const uint8_t* gradient() const { return gradient_->bytes().data(); }
 
+  void WarmUp(int in_flight) {
+    const Clock::time_point begin = Clock::now();
+    while (SecondsSince(begin) < kWarmUpSeconds) Run(kWarmUps, in_flight);
+  }
+
   // Runs `count` microbatches back to back; the times between their ends, the first left out.
   std::vector<double> Run(int count, int in_flight) {
     std::vector<Clock::time_point> ends;
@@ -504,11 +516,11 @@ Json RunBackend(const DataShape& shape, const LossData& data) {
   if (absl::GetFlag(FLAGS_errors) && ComputeType() == DType::kBFloat16)
     result["errors"] = Errors(*head, full, shape, data);
   const int iterations = absl::GetFlag(FLAGS_iterations);
-  full.Run(kWarmUps, backend->max_chunks_in_flight());
+  full.WarmUp(backend->max_chunks_in_flight());
   result["loss_and_gradients"] = ToJson(Summarise(full.Run(iterations + 1, backend->max_chunks_in_flight())));
   result["loss_and_gradients_one_at_a_time"] = ToJson(Summarise(full.Run(iterations + 1, 1)));
   Microbatch forward(*backend, *head, shape, data, false);
-  forward.Run(kWarmUps, backend->max_chunks_in_flight());
+  forward.WarmUp(backend->max_chunks_in_flight());
   result["loss_only"] = ToJson(Summarise(forward.Run(iterations + 1, backend->max_chunks_in_flight())));
   return result;
 }

@@ -66,15 +66,22 @@ struct Tile {
   int vocab_tile;
 };
 
+// x / y for 0 <= x < 2^24, y > 0, in a fifth of the time of an integer division; tensor cores wait for it.
+__device__ __forceinline__ int Divide(int x, int y) {
+  const int quotient = static_cast<int>(__fdividef(static_cast<float>(x), static_cast<float>(y)));
+  const int rest = x - quotient * y;
+  return quotient + (rest >= y ? 1 : 0) - (rest < 0 ? 1 : 0);
+}
+
 // Within a group of panels, classes are the outer loop: clusters that run at the same time share hidden
 // states and weights, and the group's hidden states are used again for the next classes.
 __device__ __forceinline__ Tile TileAt(const KernelParams& p, int index) {
   const int group_tiles = p.group * p.vocab_tiles;
-  const int group = index / group_tiles;
+  const int group = Divide(index, group_tiles);
   const int first = group * p.group;
   const int size = min(p.group, p.panels - first);
   const int within = index - group * group_tiles;
-  const int vocab_tile = within / size;
+  const int vocab_tile = Divide(within, size);
   return {first + within - vocab_tile * size, vocab_tile};
 }
 
@@ -156,13 +163,31 @@ __device__ __forceinline__ void Multiply(int inner_tiles, int consumer, Ring& ri
 // A thread holds 64 columns each of two rows ("halves"); the four lanes of a quad share the rows. Until the
 // exponentials are taken, the elements are logits before the softcap.
 
-// Before the tile is done.
+// Loaded before the products of a tile and not touched until they are done, so that nothing waits for it.
 struct RowPair {
   int row[2];
-  int target[2];       // column within the tile, if it is one
+  int target[2];
   float reference[2];  // in units of log 2
-  float contends[2];   // sums of exponentials below it hide no logit that may be the row's largest
+  int best[2];         // as LogitPassParams::best
 };
+
+__device__ __forceinline__ RowPair LoadRows(const KernelParams& p, int first_row) {
+  RowPair r;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = first_row + 8 * h;
+    r.row[h] = row;
+    r.target[h] = -1;
+    r.reference[h] = 0.0f;
+    r.best[h] = ToOrdered(-NegativeInfinity());
+    if (row < p.rows) {
+      r.target[h] = p.targets[row];
+      r.reference[h] = p.reference[row];
+      r.best[h] = __ldcg(p.best + row);
+    }
+  }
+  return r;
+}
 
 // The first column within the tile that a lane holds; it holds the next, and both again every 8 columns.
 __device__ __forceinline__ int LaneColumn() { return 2 * static_cast<int>(threadIdx.x & 3); }
@@ -198,32 +223,25 @@ __device__ __forceinline__ Logit ToLogit(const KernelParams& p, float s) {
   return {isinf(s) ? s : p.softcap * t.x, t.y};
 }
 
+// Sums of exponentials of the half that are below this hide no logit that may be the row's largest.
 template <Form kForm>
-__device__ __forceinline__ RowPair LoadRows(const KernelParams& p, const Tile& tile, int first_row) {
+__device__ __forceinline__ float ContendingSum(const KernelParams& p, const RowPair& r, int h) {
   constexpr float kMargin = 0.98f;  // for the rounding of exponentials
-  RowPair r;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = first_row + 8 * h;
-    const bool exists = row < p.rows;
-    r.row[h] = row;
-    r.target[h] = exists ? p.targets[row] - tile.vocab_tile * kVocabTile : -1;
-    r.reference[h] = exists ? p.reference[row] : 0.0f;
-    const float best = exists ? FromOrdered(__ldcg(p.best + row)) : -NegativeInfinity();
-    r.contends[h] = kMargin * Exp2(fmaf(ToLogit<kForm>(p, best).z, p.f, -r.reference[h]));
-  }
-  return r;
+  const float best = ToLogit<kForm>(p, FromOrdered(r.best[h])).z;
+  return kMargin * Exp2(fmaf(best, p.f, -r.reference[h]));
 }
 
 // Takes the targets out of the logits, and makes the columns past the vocabulary -inf.
 template <Form kForm>
 __device__ __forceinline__ void Mask(const KernelParams& p, const Tile& tile, const RowPair& r,
                                      float (&logits)[128]) {
-  const bool mine0 = static_cast<unsigned>(r.target[0]) < kVocabTile;
-  const bool mine1 = static_cast<unsigned>(r.target[1]) < kVocabTile;
+  const int target[2] = {r.target[0] - tile.vocab_tile * kVocabTile,
+                         r.target[1] - tile.vocab_tile * kVocabTile};
+  const bool mine0 = static_cast<unsigned>(target[0]) < kVocabTile;
+  const bool mine1 = static_cast<unsigned>(target[1]) < kVocabTile;
   if (__any_sync(0xffffffffu, mine0 || mine1)) {
     ForEachElement(logits, [&](float& s, int h, int column) {
-      if (column == r.target[h]) {
+      if (column == target[h]) {
         p.partials.target[r.row[h]] = ToLogit<kForm>(p, s).z;
         s = NegativeInfinity();
       }
@@ -332,6 +350,7 @@ __device__ __forceinline__ ThreadSums Exponentials(const KernelParams& p, const 
                                                    const RowPair& rows, const OutBoxes& out, int column,
                                                    int row) {
   constexpr int kGroups = kBoxColumns / 8;
+  const float contending[2] = {ContendingSum<kForm>(p, rows, 0), ContendingSum<kForm>(p, rows, 1)};
   ThreadSums sums;
 #pragma unroll
   for (int box = 0; box < kVocabTile / kBoxColumns; ++box) {
@@ -351,7 +370,7 @@ __device__ __forceinline__ ThreadSums Exponentials(const KernelParams& p, const 
     if constexpr (kStore) out.Send(box & 1, column + box * kBoxColumns, row);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      sums.contends |= part[h] >= rows.contends[h];
+      sums.contends |= part[h] >= contending[h];
       sums.sum[h] += part[h];
     }
   }
@@ -374,8 +393,7 @@ __device__ __forceinline__ void WritePartials(const KernelParams& p, const Tile&
     p.partials.max[at] = ToLogit<kForm>(p, max[h]).z;
     p.partials.sum[at] = sum;
     p.partials.arg[at] = static_cast<uint8_t>(arg[h]);
-    if (max[h] > FromOrdered(__ldcg(p.best + rows.row[h])))
-      atomicMax(p.best + rows.row[h], ToOrdered(max[h]));
+    if (ToOrdered(max[h]) > rows.best[h]) atomicMax(p.best + rows.row[h], ToOrdered(max[h]));
     if (kForm != Form::kPlain && p.partials.spread != nullptr) p.partials.spread[at] = spread;
   }
 }
@@ -391,7 +409,7 @@ __device__ __forceinline__ void Consume(const Maps& maps, const KernelParams& p,
   float logits[128];
   ForEachTile(p, [&](const Tile& tile) {
     const int first_row = tile.panel * kPanelRows + warp_row;
-    const RowPair rows = LoadRows<kForm>(p, tile, first_row + lane / 4);
+    const RowPair rows = LoadRows(p, first_row + lane / 4);
     Multiply<T>(p.inner_tiles, consumer, ring, logits);
     if constexpr (kForm != Form::kPlain) ScaleAndShift(p, tile, logits);
     Mask<kForm>(p, tile, rows, logits);
@@ -522,7 +540,9 @@ int LogitPassClusters() {
 }
 
 cudaError_t LaunchLogitPass(const LogitPassParams& params, int clusters, cudaStream_t stream) {
+  constexpr int64_t kMostTiles = 1 << 24;  // what Divide() can do
   if (params.rows == 0) return cudaSuccess;
+  if (Panels(params.rows) * VocabTiles(params.vocab) > kMostTiles) return cudaErrorInvalidValue;
   Maps maps = {};
   if (const cudaError_t error = MakeMaps(params, maps); error != cudaSuccess) return error;
   const KernelParams p = MakeKernelParams(params);
