@@ -16,7 +16,6 @@
 #include "bench/gpu_data.h"
 #include "kernels/cuda/gemm.h"
 #include "kernels/cuda/hopper/logit_pass.h"
-#include "kernels/cuda/hopper/ordered.h"
 #include "kernels/cuda/row_loss.h"
 
 ABSL_FLAG(std::vector<std::string>, shapes,
@@ -88,23 +87,18 @@ void Run(const NamedShape& named, DataKind kind, cuda::Gemms& gemms, void* scrat
   auto* targets = Allocate<int32_t>(shape.rows);
   cudaMemcpy(targets, data.targets.data(), shape.rows * 4, cudaMemcpyDefault);
   auto* reference = Allocate<float>(shape.rows);
-  auto* best = Allocate<int32_t>(shape.rows);
-  auto* dots = Allocate<float>(shape.rows);
+  auto* threshold = Allocate<float>(shape.rows);
   Check(cuda::LaunchTargetDots(
-            {data.hidden, data.weight, DType::kBFloat16, shape.hidden, shape.rows, targets, dots}, nullptr),
+            {data.hidden, data.weight, DType::kBFloat16, shape.hidden, shape.rows, targets, threshold},
+            nullptr),
         "target dots");
   std::vector<float> host(shape.rows);
-  std::vector<int32_t> bests(shape.rows);
-  cudaMemcpy(host.data(), dots, shape.rows * 4, cudaMemcpyDefault);
-  for (int64_t r = 0; r < shape.rows; ++r) {
-    bests[r] = cuda::hopper::ToOrdered(host[r] - 0.1f);
-    host[r] = host[r] * 1.4427f + 48.0f;
-  }
+  cudaMemcpy(host.data(), threshold, shape.rows * 4, cudaMemcpyDefault);
+  for (float& z : host) z = z * 1.4427f + 48.0f;
   cudaMemcpy(reference, host.data(), shape.rows * 4, cudaMemcpyDefault);
-  const auto reset = [&] { cudaMemcpyAsync(best, bests.data(), shape.rows * 4, cudaMemcpyDefault, nullptr); };
   cuda::hopper::LogitPassParams p;
   p.reference = reference;
-  p.best = best;
+  p.threshold = threshold;
   p.hidden = data.hidden;
   p.weight = data.weight;
   p.inner = shape.hidden;
@@ -138,7 +132,6 @@ void Run(const NamedShape& named, DataKind kind, cuda::Gemms& gemms, void* scrat
   Check(cudaDeviceSynchronize(), "synchronize");
   for (int round = 0; round < absl::GetFlag(FLAGS_rounds); ++round) {
     for (Candidate& c : candidates) {
-      reset();
       c.times.push_back(Time(c.run));
     }
   }

@@ -23,7 +23,7 @@ LogitPassParams MakePassParams(const FusedLossParams& params) {
   p.softcap = loss.softcap;
   p.targets = loss.targets;
   p.reference = params.rows.reference;
-  p.best = params.rows.best;
+  p.threshold = params.rows.threshold;
   p.partials = params.rows.partials;
   if (!loss.want_entropy) p.partials.spread = nullptr;
   if (loss.write_gradient) p.exponentials = loss.logits;

@@ -13,7 +13,6 @@
 #include <cfloat>
 
 #include "kernels/cuda/hopper/fused_rows.h"
-#include "kernels/cuda/hopper/ordered.h"
 #include "kernels/cuda/row_loss_math.cuh"
 
 namespace lossd::kernels::cuda::hopper {
@@ -51,7 +50,7 @@ __global__ void PrepareRowsKernel(const __grid_constant__ RowLossParams p,
   if (row >= p.padded_rows) return;
   if (row >= p.rows) {
     w.reference[row] = kPaddingReference;
-    w.best[row] = ToOrdered(-NegativeInfinity());
+    w.threshold[row] = -NegativeInfinity();
     return;
   }
   const Target target = MakeTarget<kGeneral>(p, row);
@@ -59,7 +58,7 @@ __global__ void PrepareRowsKernel(const __grid_constant__ RowLossParams p,
   float s = p.target_dots[row];
   if constexpr (kGeneral) s = p.scale * (s + (p.bias != nullptr ? p.bias[target.column] : 0.0f));
   w.reference[row] = target.logit.z * f + kHeadroom;
-  w.best[row] = ToOrdered(s - fabsf(s) * kRelativeMargin - kMargin / f);
+  w.threshold[row] = s - fabsf(s) * kRelativeMargin - kMargin / f;
 }
 
 // ---- tiles of a row ----
@@ -175,7 +174,7 @@ unsigned Blocks(int64_t count, int64_t per_block) { return static_cast<unsigned>
 FusedRows FusedRows::Carve(Carver& carver, int64_t capacity) {
   FusedRows w;
   w.reference = carver.Take<float>(capacity);
-  w.best = carver.Take<int32_t>(capacity);
+  w.threshold = carver.Take<float>(capacity);
   w.max = carver.Take<float>(capacity);
   w.sum = carver.Take<float>(capacity);
   w.spread = carver.Take<float>(capacity);

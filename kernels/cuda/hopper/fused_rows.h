@@ -19,7 +19,7 @@ namespace lossd::kernels::cuda::hopper {
 struct FusedRows {
   TilePartials partials;  // done with when the results are
   float* reference = nullptr;
-  int32_t* best = nullptr;
+  float* threshold = nullptr;
   // Of all tiles; d as in TilePartials.
   float* max = nullptr;
   float* sum = nullptr;
@@ -33,7 +33,7 @@ struct FusedRows {
   static FusedRows Carve(Carver& carver, int64_t capacity);
 };
 
-// reference, best (also of padding rows) and redo = 0, from loss.target_dots.
+// reference, threshold (also of padding rows) and redo = 0, from loss.target_dots.
 cudaError_t LaunchPrepareRows(const RowLossParams& loss, const FusedRows& rows, cudaStream_t stream);
 
 // max, sum, spread, arg from the partials, and which panels have a row whose sum is too large for 16-bit

@@ -13,7 +13,6 @@
 // enough and what is stored needs no correction by tile. See docs/kernels/hopper.md for what was tried.
 #include "kernels/cuda/device_math.cuh"
 #include "kernels/cuda/hopper/logit_pass.h"
-#include "kernels/cuda/hopper/ordered.h"
 #include "kernels/cuda/hopper/ptx.cuh"
 #include "kernels/cuda/hopper/tensor_map.h"
 #include "kernels/cuda/row_loss_math.cuh"
@@ -34,11 +33,10 @@ constexpr int kWeightBytes = kVocabTile * kInnerTile * 2;
 constexpr int kStageBytes = kHiddenBytes + kWeightBytes;
 constexpr int kWeightPart = kWeightBytes / kClusterBlocks;  // what one block of the cluster fetches for both
 
-// Exponentials on their way out: two boxes of 16 x 64 a warp.
-constexpr int kBoxRows = 16;
+// Exponentials on their way out: two boxes of 64 x 64 a consumer.
 constexpr int kBoxColumns = 64;
-constexpr int kBoxBytes = kBoxRows * kBoxColumns * 2;
-constexpr int kOutBytes = kConsumers * (kWarpgroup / 32) * 2 * kBoxBytes;
+constexpr int kBoxBytes = kProductRows * kBoxColumns * 2;
+constexpr int kOutBytes = kConsumers * 2 * kBoxBytes;
 
 // How dot products become logits; see LogitPassParams. kCapped: the general form with a softcap.
 enum class Form { kPlain, kGeneral, kCapped };
@@ -50,7 +48,7 @@ struct KernelParams {
   const float* bias;
   const int32_t* targets;
   const float* reference;
-  int32_t* best;
+  const float* threshold;
   const int32_t* redo;
   TilePartials partials;
 };
@@ -66,22 +64,15 @@ struct Tile {
   int vocab_tile;
 };
 
-// x / y for 0 <= x < 2^24, y > 0, in a fifth of the time of an integer division; tensor cores wait for it.
-__device__ __forceinline__ int Divide(int x, int y) {
-  const int quotient = static_cast<int>(__fdividef(static_cast<float>(x), static_cast<float>(y)));
-  const int rest = x - quotient * y;
-  return quotient + (rest >= y ? 1 : 0) - (rest < 0 ? 1 : 0);
-}
-
 // Within a group of panels, classes are the outer loop: clusters that run at the same time share hidden
 // states and weights, and the group's hidden states are used again for the next classes.
 __device__ __forceinline__ Tile TileAt(const KernelParams& p, int index) {
   const int group_tiles = p.group * p.vocab_tiles;
-  const int group = Divide(index, group_tiles);
+  const int group = index / group_tiles;
   const int first = group * p.group;
   const int size = min(p.group, p.panels - first);
   const int within = index - group * group_tiles;
-  const int vocab_tile = Divide(within, size);
+  const int vocab_tile = within / size;
   return {first + within - vocab_tile * size, vocab_tile};
 }
 
@@ -163,28 +154,24 @@ __device__ __forceinline__ void Multiply(int inner_tiles, int consumer, Ring& ri
 // A thread holds 64 columns each of two rows ("halves"); the four lanes of a quad share the rows. Until the
 // exponentials are taken, the elements are logits before the softcap.
 
-// Loaded before the products of a tile and not touched until they are done, so that nothing waits for it.
+// What a thread knows of its two rows before the tile is done.
 struct RowPair {
   int row[2];
-  int target[2];
+  int target[2];       // column within the tile, if it is one
   float reference[2];  // in units of log 2
-  int best[2];         // as LogitPassParams::best
+  float threshold[2];
 };
 
-__device__ __forceinline__ RowPair LoadRows(const KernelParams& p, int first_row) {
+__device__ __forceinline__ RowPair LoadRows(const KernelParams& p, const Tile& tile, int first_row) {
   RowPair r;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = first_row + 8 * h;
+    const bool exists = row < p.rows;
     r.row[h] = row;
-    r.target[h] = -1;
-    r.reference[h] = 0.0f;
-    r.best[h] = ToOrdered(-NegativeInfinity());
-    if (row < p.rows) {
-      r.target[h] = p.targets[row];
-      r.reference[h] = p.reference[row];
-      r.best[h] = __ldcg(p.best + row);
-    }
+    r.target[h] = exists ? p.targets[row] - tile.vocab_tile * kVocabTile : -1;
+    r.reference[h] = exists ? p.reference[row] : 0.0f;
+    r.threshold[h] = exists ? p.threshold[row] : -NegativeInfinity();
   }
   return r;
 }
@@ -223,25 +210,15 @@ __device__ __forceinline__ Logit ToLogit(const KernelParams& p, float s) {
   return {isinf(s) ? s : p.softcap * t.x, t.y};
 }
 
-// Sums of exponentials of the half that are below this hide no logit that may be the row's largest.
-template <Form kForm>
-__device__ __forceinline__ float ContendingSum(const KernelParams& p, const RowPair& r, int h) {
-  constexpr float kMargin = 0.98f;  // for the rounding of exponentials
-  const float best = ToLogit<kForm>(p, FromOrdered(r.best[h])).z;
-  return kMargin * Exp2(fmaf(best, p.f, -r.reference[h]));
-}
-
 // Takes the targets out of the logits, and makes the columns past the vocabulary -inf.
 template <Form kForm>
 __device__ __forceinline__ void Mask(const KernelParams& p, const Tile& tile, const RowPair& r,
                                      float (&logits)[128]) {
-  const int target[2] = {r.target[0] - tile.vocab_tile * kVocabTile,
-                         r.target[1] - tile.vocab_tile * kVocabTile};
-  const bool mine0 = static_cast<unsigned>(target[0]) < kVocabTile;
-  const bool mine1 = static_cast<unsigned>(target[1]) < kVocabTile;
+  const bool mine0 = static_cast<unsigned>(r.target[0]) < kVocabTile;
+  const bool mine1 = static_cast<unsigned>(r.target[1]) < kVocabTile;
   if (__any_sync(0xffffffffu, mine0 || mine1)) {
     ForEachElement(logits, [&](float& s, int h, int column) {
-      if (column == target[h]) {
+      if (column == r.target[h]) {
         p.partials.target[r.row[h]] = ToLogit<kForm>(p, s).z;
         s = NegativeInfinity();
       }
@@ -270,11 +247,9 @@ __device__ __forceinline__ int QuadMin(int x) {
   return min(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// The largest of the quad's logits in each half, and the first column that has it.
+// From each lane's largest of a half to the quad's, and the first column that has it.
 __device__ __forceinline__ void FindMax(const float (&logits)[128], float (&max)[2], int (&arg)[2]) {
   int found[2] = {kVocabTile, kVocabTile};
-#pragma unroll
-  for (int i = 0; i < 128; ++i) max[(i >> 1) & 1] = fmaxf(max[(i >> 1) & 1], logits[i]);
 #pragma unroll
   for (int h = 0; h < 2; ++h) max[h] = QuadMax(max[h]);
 #pragma unroll
@@ -291,23 +266,25 @@ __device__ __forceinline__ uint32_t PackBf16(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Where a warp stores exponentials from: two boxes, used in turn.
+// Where exponentials are stored from: two boxes a warpgroup, used in turn.
 struct OutBoxes {
   const CUtensorMap* map;
-  uint32_t boxes;  // of this warp, [2][kBoxBytes]
-  bool leader;     // the lane that starts the copies
-  int lane_row;    // of the box: whose address the lane gives to StoreMatrices
+  uint32_t boxes;    // of this warpgroup, [2][kBoxBytes]
+  uint32_t barrier;  // its named barrier
+  bool leader;       // the one thread that starts its copies
+  int lane_row;      // of the box: whose address the lane gives to StoreMatrices
 
-  __device__ __forceinline__ OutBoxes(const CUtensorMap& out, uint32_t all_boxes, int consumer_warp)
+  __device__ __forceinline__ OutBoxes(const CUtensorMap& out, uint32_t all_boxes, int consumer)
       : map(&out),
-        boxes(all_boxes + consumer_warp * 2 * kBoxBytes),
-        leader(threadIdx.x % 32 == 0),
-        lane_row(static_cast<int>(threadIdx.x % 16)) {}
+        boxes(all_boxes + consumer * 2 * kBoxBytes),
+        barrier(1 + consumer),
+        leader(threadIdx.x % kWarpgroup == 0),
+        lane_row(16 * static_cast<int>((threadIdx.x >> 5) & 3) + static_cast<int>(threadIdx.x & 15)) {}
 
   // Waits until box `i` may be written again.
   __device__ __forceinline__ void Open() const {
     if (leader) WaitBoxesRead<1>();
-    __syncwarp();
+    SyncNamed(barrier, kWarpgroup);
   }
   // Two groups of 8 columns from `group` on, both halves of each.
   __device__ __forceinline__ void Put(int i, int group, const uint32_t (&words)[4]) const {
@@ -317,29 +294,30 @@ struct OutBoxes {
   }
   __device__ __forceinline__ void Send(int i, int column, int row) const {
     FenceAsyncProxy();
-    __syncwarp();
+    SyncNamed(barrier, kWarpgroup);
     if (leader) CopyBoxOut(*map, column, row, boxes + i * kBoxBytes);
   }
 };
 
-// Sums of a thread over its columns.
+// Sums of a thread over its columns; max is of logits before the softcap.
 struct ThreadSums {
   float sum[2] = {};
   float spread[2] = {};
-  bool contends = false;  // one of its logits may be the largest of its row
+  float max[2] = {NegativeInfinity(), NegativeInfinity()};
 };
 
 // Two neighbouring elements of a half: adds them to the sums and returns the exponentials as they are stored.
 template <Form kForm>
 __device__ __forceinline__ uint32_t TakePair(const KernelParams& p, float s0, float s1, float reference,
-                                             float& sum, float& spread) {
+                                             int h, ThreadSums& sums) {
+  sums.max[h] = fmaxf(sums.max[h], fmaxf(s0, s1));
   const Logit z0 = ToLogit<kForm>(p, s0), z1 = ToLogit<kForm>(p, s1);
   const float d0 = fmaf(z0.z, p.f, -reference), d1 = fmaf(z1.z, p.f, -reference);
   const float e0 = Exp2(d0), e1 = Exp2(d1);
-  sum += e0 + e1;
+  sums.sum[h] += e0 + e1;
   if constexpr (kForm != Form::kPlain) {
     constexpr float kNothing = -1000.0f;  // 2^d is 0 there, and 0 times -inf would not be
-    spread += e0 * fmaxf(d0, kNothing) + e1 * fmaxf(d1, kNothing);
+    sums.spread[h] += e0 * fmaxf(d0, kNothing) + e1 * fmaxf(d1, kNothing);
   }
   if constexpr (kForm == Form::kCapped) return PackBf16(e0 * z0.slope, e1 * z1.slope);
   return PackBf16(e0, e1);
@@ -347,15 +325,13 @@ __device__ __forceinline__ uint32_t TakePair(const KernelParams& p, float s0, fl
 
 template <Form kForm, bool kStore>
 __device__ __forceinline__ ThreadSums Exponentials(const KernelParams& p, const float (&logits)[128],
-                                                   const RowPair& rows, const OutBoxes& out, int column,
-                                                   int row) {
+                                                   const float (&reference)[2], const OutBoxes& out,
+                                                   int column, int row) {
   constexpr int kGroups = kBoxColumns / 8;
-  const float contending[2] = {ContendingSum<kForm>(p, rows, 0), ContendingSum<kForm>(p, rows, 1)};
   ThreadSums sums;
 #pragma unroll
   for (int box = 0; box < kVocabTile / kBoxColumns; ++box) {
     if constexpr (kStore) out.Open();
-    float part[2] = {};
 #pragma unroll
     for (int group = 0; group < kGroups; group += 2) {
       uint32_t words[4];
@@ -363,16 +339,11 @@ __device__ __forceinline__ ThreadSums Exponentials(const KernelParams& p, const 
       for (int w = 0; w < 4; ++w) {
         const int h = w & 1;
         const int i = 4 * (box * kGroups + group + (w >> 1)) + 2 * h;
-        words[w] = TakePair<kForm>(p, logits[i], logits[i + 1], rows.reference[h], part[h], sums.spread[h]);
+        words[w] = TakePair<kForm>(p, logits[i], logits[i + 1], reference[h], h, sums);
       }
       if constexpr (kStore) out.Put(box & 1, group, words);
     }
     if constexpr (kStore) out.Send(box & 1, column + box * kBoxColumns, row);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      sums.contends |= part[h] >= contending[h];
-      sums.sum[h] += part[h];
-    }
   }
   return sums;
 }
@@ -380,20 +351,23 @@ __device__ __forceinline__ ThreadSums Exponentials(const KernelParams& p, const 
 // What a quad found in its two rows of a tile, to memory.
 template <Form kForm>
 __device__ __forceinline__ void WritePartials(const KernelParams& p, const Tile& tile, const RowPair& rows,
-                                              const float (&logits)[128], const ThreadSums& sums) {
-  float max[2] = {NegativeInfinity(), NegativeInfinity()};
+                                              const float (&logits)[128], ThreadSums sums) {
   int arg[2] = {0, 0};
-  if (__any_sync(0xffffffffu, sums.contends)) FindMax(logits, max, arg);
+  const bool contends = sums.max[0] >= rows.threshold[0] || sums.max[1] >= rows.threshold[1];
+  if (__any_sync(0xffffffffu, contends)) {
+    FindMax(logits, sums.max, arg);
+  } else {
+    sums.max[0] = sums.max[1] = NegativeInfinity();
+  }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float sum = QuadSum(sums.sum[h]);
     const float spread = kForm != Form::kPlain ? QuadSum(sums.spread[h]) : 0.0f;
     if ((threadIdx.x & 3) != 0 || rows.row[h] >= p.rows) continue;
     const int64_t at = tile.vocab_tile * p.partials.ld + rows.row[h];
-    p.partials.max[at] = ToLogit<kForm>(p, max[h]).z;
+    p.partials.max[at] = ToLogit<kForm>(p, sums.max[h]).z;
     p.partials.sum[at] = sum;
     p.partials.arg[at] = static_cast<uint8_t>(arg[h]);
-    if (ToOrdered(max[h]) > rows.best[h]) atomicMax(p.best + rows.row[h], ToOrdered(max[h]));
     if (kForm != Form::kPlain && p.partials.spread != nullptr) p.partials.spread[at] = spread;
   }
 }
@@ -401,20 +375,19 @@ __device__ __forceinline__ void WritePartials(const KernelParams& p, const Tile&
 template <typename T, Form kForm, bool kStore>
 __device__ __forceinline__ void Consume(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank,
                                         int consumer, uint32_t boxes) {
-  constexpr int kWarps = kWarpgroup / 32;
-  const int warp = static_cast<int>(threadIdx.x / 32) % kWarps;
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const int warp_row = static_cast<int>(rank) * kRowTile + consumer * kProductRows + warp * kBoxRows;
-  const OutBoxes out(maps.exponentials, boxes, consumer * kWarps + warp);
+  const int warp = static_cast<int>((threadIdx.x >> 5) & 3);
+  const int lane = static_cast<int>(threadIdx.x & 31);
+  const int product_row = static_cast<int>(rank) * kRowTile + consumer * kProductRows;
+  const OutBoxes out(maps.exponentials, boxes, consumer);
   float logits[128];
   ForEachTile(p, [&](const Tile& tile) {
-    const int first_row = tile.panel * kPanelRows + warp_row;
-    const RowPair rows = LoadRows(p, first_row + lane / 4);
+    const int first_row = tile.panel * kPanelRows + product_row;
+    const RowPair rows = LoadRows(p, tile, first_row + warp * 16 + lane / 4);
     Multiply<T>(p.inner_tiles, consumer, ring, logits);
     if constexpr (kForm != Form::kPlain) ScaleAndShift(p, tile, logits);
     Mask<kForm>(p, tile, rows, logits);
     const ThreadSums sums =
-        Exponentials<kForm, kStore>(p, logits, rows, out, tile.vocab_tile * kVocabTile, first_row);
+        Exponentials<kForm, kStore>(p, logits, rows.reference, out, tile.vocab_tile * kVocabTile, first_row);
     WritePartials<kForm>(p, tile, rows, logits, sums);
   });
   if (kStore && out.leader) WaitBoxesRead<0>();
@@ -478,7 +451,8 @@ cudaError_t MakeMaps(const LogitPassParams& params, Maps& maps) {
   const BoxedMatrix hidden = {params.hidden, params.dtype, params.rows, params.inner, kRowTile};
   const BoxedMatrix weight = {params.weight, params.dtype, params.padded_vocab, params.inner,
                               kVocabTile / kClusterBlocks};
-  const BoxedMatrix out = {params.exponentials, DType::kBFloat16, params.rows, params.padded_vocab, kBoxRows};
+  const BoxedMatrix out = {params.exponentials, DType::kBFloat16, params.rows, params.padded_vocab,
+                           kProductRows};
   if (const cudaError_t error = MakeTensorMap(hidden, maps.hidden); error != cudaSuccess) return error;
   if (const cudaError_t error = MakeTensorMap(weight, maps.weight); error != cudaSuccess) return error;
   return params.exponentials == nullptr ? cudaSuccess : MakeTensorMap(out, maps.exponentials);
@@ -500,7 +474,7 @@ KernelParams MakeKernelParams(const LogitPassParams& params) {
   p.bias = params.bias;
   p.targets = params.targets;
   p.reference = params.reference;
-  p.best = params.best;
+  p.threshold = params.threshold;
   p.redo = params.redo;
   p.partials = params.partials;
   return p;
@@ -540,9 +514,7 @@ int LogitPassClusters() {
 }
 
 cudaError_t LaunchLogitPass(const LogitPassParams& params, int clusters, cudaStream_t stream) {
-  constexpr int64_t kMostTiles = 1 << 24;  // what Divide() can do
   if (params.rows == 0) return cudaSuccess;
-  if (Panels(params.rows) * VocabTiles(params.vocab) > kMostTiles) return cudaErrorInvalidValue;
   Maps maps = {};
   if (const cudaError_t error = MakeMaps(params, maps); error != cudaSuccess) return error;
   const KernelParams p = MakeKernelParams(params);

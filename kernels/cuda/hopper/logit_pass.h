@@ -19,7 +19,7 @@ namespace lossd::kernels::cuda::hopper {
 // says of a row, at [tile * ld + row], the row's target left out.
 struct TilePartials {
   int64_t ld = 0;           // at least the rows
-  float* max = nullptr;     // of z; may be -inf if none of them is the row's largest
+  float* max = nullptr;     // of z; or -inf if all are below the row's threshold
   float* sum = nullptr;     // of 2^d
   float* spread = nullptr;  // of 2^d d; general form only, and may be null
   uint8_t* arg = nullptr;   // the first column of the tile that has `max`
@@ -47,10 +47,7 @@ struct LogitPassParams {
 
   const int32_t* targets = nullptr;  // [rows]; -1: none
   const float* reference = nullptr;  // [rows], in units of log 2
-  // [rows], ToOrdered() of a logit before the softcap that the row's largest does not fall below; raised to
-  // the largest. What is in memory when a tile is done decides which maxima are written, but not the largest
-  // of them.
-  int32_t* best = nullptr;
+  const float* threshold = nullptr;  // [rows]; of z before the softcap
   TilePartials partials;
   // [rows, padded_vocab] bf16 or null, for bf16 operands only: out, 2^d times the slope of the softcap at z;
   // 0 at the target and in padding columns.

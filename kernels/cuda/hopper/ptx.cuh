@@ -70,6 +70,11 @@ __device__ __forceinline__ void Wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
+// Named barrier of the block: `threads` of them have to come. Barrier 0 is __syncthreads().
+__device__ __forceinline__ void SyncNamed(uint32_t id, uint32_t threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // ---- bulk tensor copies ----
 
 // The box at column x, row y to shared memory; its bytes count at `barrier`.

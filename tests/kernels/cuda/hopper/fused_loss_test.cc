@@ -1,12 +1,10 @@
 #include "kernels/cuda/hopper/fused_loss.h"
 
 #include <cstdint>
-#include <limits>
 #include <set>
 
 #include "gtest/gtest.h"
 #include "kernels/cuda/hopper/logit_tiles.h"
-#include "kernels/cuda/hopper/ordered.h"
 
 namespace lossd::kernels::cuda::hopper {
 namespace {
@@ -83,14 +81,6 @@ TEST(LogitTiles, GroupsAreOfAboutTheSameSize) {
     EXPECT_GE(group, 1);
     EXPECT_LE(group * kPanelRows * 3072 * 2, 20 << 20);
   }
-}
-
-TEST(Ordered, KeepsTheOrderOfFloats) {
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  const float values[] = {-kInfinity, -3e38f, -1.0f, -1e-38f, 0.0f, 1e-38f, 0.5f, 1000.0f, kInfinity};
-  for (size_t i = 0; i + 1 < std::size(values); ++i)
-    EXPECT_LT(ToOrdered(values[i]), ToOrdered(values[i + 1]));
-  for (float x : values) EXPECT_EQ(FromOrdered(ToOrdered(x)), x);
 }
 
 }  // namespace
