@@ -1,5 +1,5 @@
 // The CUDA backend: one GPU, cuBLASLt for the GEMMs, our own kernels between them
-// (docs/kernels/cuda-exact.md).
+// (docs/kernels/cuda-exact.md, docs/kernels/hopper.md).
 //
 // The program needs neither the CUDA driver nor cuBLAS to start: both are looked up when a backend is
 // created. Compute capability 8.0 or later; tuned for 9.0.
