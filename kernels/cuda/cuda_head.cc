@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/cuda/cuda_head_job.h"
 #include "kernels/cuda/cuda_retained.h"
 #include "kernels/cuda/cuda_status.h"
 #include "kernels/cuda/row_norm.h"
@@ -38,16 +39,6 @@ absl::Status Take(absl::StatusOr<T> from, T& to) {
 }
 
 }  // namespace
-
-struct CudaHead::Job {
-  Chunk* chunk = nullptr;
-  int slot_index = 0;
-  Slot* slot = nullptr;  // null: nothing to do on the device
-  SlotMemory memory;
-  ChunkLayout layout;
-  bool hidden_gemm = false;  // dx is wanted, or needed for the norm's parameters
-  bool direct = false;       // dx leaves the GEMM as the client gets it
-};
 
 CudaHead::CudaHead(Device* device, const HeadConfig& config) : device_(device), config_(config) {
   sizes_ = SizesFor(config, device->options().workspace_bytes, device->options().max_chunk_rows,
@@ -209,6 +200,7 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
     const bool norm_gradients = job->layout.accumulate && config_.norm != Norm::kNone;
     job->hidden_gemm = job->layout.want_hidden_gradient || norm_gradients;
     job->direct = chunk->hidden_dtype == config_.compute_dtype && config_.norm == Norm::kNone;
+    job->layout.filtered = WhyExact(*job).empty();
     if (job->layout.compact_rows > 0) status = Enqueue(*job);
   }
   Report(std::move(job), std::move(status), std::move(callbacks));
@@ -335,13 +327,38 @@ absl::Status CudaHead::Forward(const Job& job) {
       device_->gemms().Run(LogitsShape(layout.padded_rows),
                            {.a = values_.compute_weight, .b = job.memory.hidden, .c = workspace_.logits},
                            device_->gemm_workspace(), stream));
+  if (workspace_.target_dots != nullptr) {
+    LOSSD_RETURN_IF_CUDA_ERROR(
+        LaunchTargetDots({job.memory.hidden, values_.compute_weight, compute, sizes_.padded_hidden,
+                          layout.compact_rows, job.slot->device_in.target, workspace_.target_dots},
+                         stream),
+        "target kernel");
+  }
+  // Writing dx, the filter takes the place of the dx GEMM.
+  if (layout.filtered && job.hidden_gemm) LOSSD_RETURN_IF_ERROR(Await(download_idle_, stream));
+  const RowLossParams p = RowLoss(job);
+  if (layout.filtered) {
+    LOSSD_RETURN_IF_ERROR(FilteredForward(job, p));
+  } else {
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchRowLoss(p, device_->limits(), stream), "row loss kernel");
+  }
+  const RowInputBlock& in = job.slot->device_in;
+  const RowOutputBlock& out = job.slot->device_out;
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchGuard({layout.device_slices, in.slice_begin, in.accumulate, out.loss,
+                                          out.lse, out.first_bad, workspace_.keep},
+                                         stream),
+                             "guard kernel");
+  return Record(job.slot->row_results, stream);
+}
 
+RowLossParams CudaHead::RowLoss(const Job& job) const {
+  const ChunkLayout& layout = job.layout;
   const RowInputBlock& in = job.slot->device_in;
   const RowOutputBlock& out = job.slot->device_out;
   const LossOptions& options = job.chunk->options;
   RowLossParams p;
   p.logits = workspace_.logits;
-  p.dtype = compute;
+  p.dtype = config_.compute_dtype;
   p.ld = sizes_.padded_vocab;
   p.vocab = sizes_.vocab;
   p.rows = layout.compact_rows;
@@ -356,14 +373,7 @@ absl::Status CudaHead::Forward(const Job& job) {
   p.z_loss = options.z_loss;
   p.want_entropy = layout.want_entropy;
   p.targets = in.target;
-  if (workspace_.target_dots != nullptr) {
-    LOSSD_RETURN_IF_CUDA_ERROR(
-        LaunchTargetDots({job.memory.hidden, values_.compute_weight, compute, sizes_.padded_hidden,
-                          layout.compact_rows, in.target, workspace_.target_dots},
-                         stream),
-        "target kernel");
-    p.target_dots = workspace_.target_dots;
-  }
+  p.target_dots = workspace_.target_dots;
   p.weights = in.weight;
   p.coef_loss = in.coef_loss;
   p.coef_lse = in.coef_lse;
@@ -375,12 +385,7 @@ absl::Status CudaHead::Forward(const Job& job) {
   p.entropy = out.entropy;
   p.target_logprob = out.target_logprob;
   p.argmax = out.argmax;
-  LOSSD_RETURN_IF_CUDA_ERROR(LaunchRowLoss(p, device_->limits(), stream), "row loss kernel");
-  LOSSD_RETURN_IF_CUDA_ERROR(LaunchGuard({layout.device_slices, in.slice_begin, in.accumulate, out.loss,
-                                          out.lse, out.first_bad, workspace_.keep},
-                                         stream),
-                             "guard kernel");
-  return Record(job.slot->row_results, stream);
+  return p;
 }
 
 float CudaHead::HiddenGradientScale(const Job& job) const {
@@ -394,16 +399,21 @@ DType CudaHead::HiddenGradientType(const Job& job) const {
 
 absl::Status CudaHead::HiddenGradient(const Job& job) {
   const cudaStream_t stream = device_->compute();
-  LOSSD_RETURN_IF_ERROR(Await(download_idle_, stream));
-  LOSSD_RETURN_IF_ERROR(
-      device_->gemms().Run(HiddenGradientShape(job.layout.padded_rows, HiddenGradientType(job)),
-                           {.a = values_.compute_weight,
-                            .b = workspace_.logits,
-                            .c = workspace_.hidden_gradient,
-                            .alpha = HiddenGradientScale(job)},
-                           device_->gemm_workspace(), stream));
+  if (!job.layout.filtered) {
+    LOSSD_RETURN_IF_ERROR(Await(download_idle_, stream));
+    LOSSD_RETURN_IF_ERROR(HiddenGemm(job));
+  }
   if (config_.norm != Norm::kNone) LOSSD_RETURN_IF_ERROR(NormBackward(job));
   return Record(job.slot->hidden_gradient, stream);
+}
+
+absl::Status CudaHead::HiddenGemm(const Job& job) {
+  return device_->gemms().Run(HiddenGradientShape(job.layout.padded_rows, HiddenGradientType(job)),
+                              {.a = values_.compute_weight,
+                               .b = workspace_.logits,
+                               .c = workspace_.hidden_gradient,
+                               .alpha = HiddenGradientScale(job)},
+                              device_->gemm_workspace(), device_->compute());
 }
 
 absl::Status CudaHead::NormBackward(const Job& job) {
@@ -479,20 +489,26 @@ absl::Status CudaHead::DownloadSlice(const Job& job, const SliceLayout& place) {
 }
 
 absl::Status CudaHead::WeightGradient(const Job& job) {
-  const cudaStream_t stream = device_->compute();
-  const float scale = job.layout.unit * job.chunk->options.logit_scale;
   const DeviceMatrix hidden = {job.memory.hidden, config_.compute_dtype, sizes_.padded_hidden,
                                sizes_.padded_hidden};
-  LOSSD_RETURN_IF_CUDA_ERROR(LaunchZeroDroppedRows(hidden, workspace_.keep, job.layout.compact_rows, stream),
-                             "zero kernel");
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      LaunchZeroDroppedRows(hidden, workspace_.keep, job.layout.compact_rows, device_->compute()),
+      "zero kernel");
+  LOSSD_RETURN_IF_ERROR(job.layout.filtered ? FilteredWeightGradient(job) : WeightGemm(job));
+  weight_gradient_is_zero_ = false;
+  return absl::OkStatus();
+}
+
+absl::Status CudaHead::WeightGemm(const Job& job) {
+  const cudaStream_t stream = device_->compute();
+  const float scale = job.layout.unit * job.chunk->options.logit_scale;
   if (gradients_.bias != nullptr) {
     const DeviceMatrix logits = {workspace_.logits, config_.compute_dtype, sizes_.vocab, sizes_.padded_vocab};
-    LOSSD_RETURN_IF_CUDA_ERROR(LaunchColumnSum(logits, workspace_.keep, job.layout.compact_rows, scale,
-                                               workspace_.partials, gradients_.bias, stream),
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchColumnSum(logits, workspace_.keep, nullptr, job.layout.compact_rows,
+                                               scale, workspace_.partials, gradients_.bias, stream),
                                "column sum kernel");
   }
   const float beta = weight_gradient_is_zero_ ? 0.0f : 1.0f;
-  weight_gradient_is_zero_ = false;
   return device_->gemms().Run(
       WeightGradientShape(job.layout.padded_rows),
       {.a = job.memory.hidden, .b = workspace_.logits, .c = gradients_.weight, .alpha = scale, .beta = beta},

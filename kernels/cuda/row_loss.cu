@@ -19,13 +19,19 @@
 // clusters, read the row a second time (mostly from L2). The statistics of threads, warps and blocks
 // are combined in a fixed order.
 //
+// With a selection (RowLossParams::selection) nothing is written back; instead the classes that may reach
+// epsilon are listed, in an order that depends on the launch alone: each thread counts what it finds, a scan
+// over the block gives it its place, and the block takes a piece of the pool.
+//
 // Bytes: rows * V * (2 or 4) read and, with the gradient, as many written. Operations: 2 exponentials
 // and about 20 others an element, which is below the time of the bytes as long as several blocks
 // share a multiprocessor: hence at most kTargetBlockBytes a block.
 #include <algorithm>
+#include <cfloat>
 
 #include "kernels/cuda/device_math.cuh"
 #include "kernels/cuda/row_loss.h"
+#include "kernels/cuda/row_loss_math.cuh"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -139,36 +145,10 @@ __device__ __forceinline__ uint4 LoadShared16(uint32_t address) {
 
 __device__ __forceinline__ void CopyAsyncWaitAll() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// ---- running statistics of a part of a row, the target left out ----
+// ---- statistics on their way between warps and blocks ----
 
-struct Stats {
-  float max;       // of z
-  float sum;       // of 2^(z f - M), M = Reference(max, f)
-  float spread;    // of 2^(z f - M) (z f - M)
-  float weighted;  // of u (z - z_y)
-  int32_t arg;     // the smallest class that has max
-};
 constexpr int kStatsWords = 5;
 using StatsMailbox = Mailbox<kStatsWords>;
-
-__device__ __forceinline__ Stats NoStats() { return {NegativeInfinity(), 0.0f, 0.0f, 0.0f, INT32_MAX}; }
-
-// What exponents are taken relative to when the largest z is `max`. A maximum of -inf means that there is
-// nothing yet (or only NaN, which stays in the sum).
-__device__ __forceinline__ float Reference(float max, float f) {
-  return max == NegativeInfinity() ? 0.0f : max * f;
-}
-
-// Makes the sums of `s` relative to the larger maximum `max`.
-__device__ __forceinline__ void Rebase(Stats& s, float max, float f) {
-  if (s.max == max) return;
-  const float shift = Reference(s.max, f) - Reference(max, f);
-  const float factor = Exp2(shift);
-  const bool empty = s.sum == 0.0f;
-  s.spread = empty ? 0.0f : factor * (s.spread + s.sum * shift);
-  s.sum = empty ? 0.0f : s.sum * factor;
-  s.max = max;
-}
 
 __device__ __forceinline__ void Put(const Stats& s, float* words) {
   words[0] = s.max;
@@ -180,12 +160,6 @@ __device__ __forceinline__ void Put(const Stats& s, float* words) {
 
 __device__ __forceinline__ Stats Get(const float* words) {
   return {words[0], words[1], words[2], words[3], __float_as_int(words[4])};
-}
-
-__device__ __forceinline__ float WarpSum(float x) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(0xffffffffu, x, offset);
-  return x;
 }
 
 // The statistics of all lanes together, the same bits in every lane.
@@ -224,156 +198,19 @@ __device__ __forceinline__ Stats ReduceRow(const float* warp_words, float f, uin
   return ReduceWarp<kGeneral>(s, f);
 }
 
-// ---- logits ----
-
-struct Logit {
-  float z;
-  float slope;  // dz/ds: 1 - (z/c)^2 with a softcap, else 1
-};
-
-// tanh(x) and its derivative without cancellation.
-template <bool kPrecise>
-__device__ __forceinline__ float2 TanhAndSlope(float x) {
-  const float t = fabsf(x);
-  const float e = kPrecise ? expf(-2.0f * t) : Exp2(-2.0f * kLog2E * t);
-  const float denominator = 1.0f + e;
-  const float inverse = kPrecise ? 1.0f / denominator : __fdividef(1.0f, denominator);
-  const float value = kPrecise ? tanhf(t) : (1.0f - e) * inverse;
-  return make_float2(copysignf(value, x), 4.0f * e * inverse * inverse);
-}
-
-template <typename T, bool kGeneral>
-struct LogitMap {
-  float f;  // z f is the logit in units of log 2
-  float scale;
-  float softcap;
-  float inverse_cap;
-  const float* bias;
-
-  __device__ __forceinline__ explicit LogitMap(const RowLossParams& p)
-      : f(kGeneral ? kLog2E : p.scale * kLog2E),
-        scale(p.scale),
-        softcap(p.softcap),
-        inverse_cap(p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f),
-        bias(p.bias) {}
-
-  __device__ __forceinline__ Logit operator()(float dot, int column) const {
-    if constexpr (!kGeneral) return {dot, 1.0f};
-    const float s = scale * (dot + (bias != nullptr ? __ldg(bias + column) : 0.0f));
-    if (softcap == 0.0f) return {s, 1.0f};
-    const float2 t = TanhAndSlope<sizeof(T) == 4>(s * inverse_cap);
-    // An infinite dot product must not hide behind the cap.
-    return {isinf(dot) ? NAN : softcap * t.x, t.y};
-  }
-};
-
-__device__ __forceinline__ float ClassWeight(const RowLossParams& p, int column) {
-  return p.class_weights != nullptr ? __ldg(p.class_weights + column) : 1.0f;
-}
-
-// What all threads know about the row before its sums.
-struct Target {
-  int column;
-  Logit logit;
-  float stored_z;  // as the other logits are stored, for comparisons with them
-  float class_weight;
-};
-
-// What they know after.
-struct RowResult {
-  float reference;    // M
-  float inverse_sum;  // 1 / S
-  float log2_sum;
-  float lse;
-  float nll;
-  float p_target;
-  float p_others;  // 1 - p_target
-  float entropy;
-  float loss;
-  float z_loss_part;
-  int32_t argmax;
-};
-
 template <bool kGeneral>
 __device__ __forceinline__ RowResult Finish(const RowLossParams& p, int64_t row, const Target& target,
                                             const Stats& others, float f) {
-  RowResult r;
-  const float z = target.logit.z;
   Stats rest = others;
-  Rebase(rest, fmaxf(others.max, z), f);
-  r.reference = Reference(rest.max, f);
-  const float d_target = fmaf(z, f, -r.reference);
-  const float e_target = Exp2(d_target);
-  const float sum = rest.sum + e_target;
-  r.inverse_sum = 1.0f / sum;
-  r.log2_sum = log2f(sum);
-  r.lse = (r.reference + r.log2_sum) * kLn2;
-  r.p_target = e_target / sum;
-  r.p_others = rest.sum / sum;
-  r.nll = e_target > 0.5f * sum ? log1pf(rest.sum / e_target) : (r.log2_sum - d_target) * kLn2;
-  const float target_spread = e_target > 0.0f ? e_target * d_target : 0.0f;
-  r.entropy = kLn2 * (r.log2_sum - (rest.spread + target_spread) / sum);
-  const float weight = p.weights[row];
-  float hard = (1.0f - p.smoothing) * r.nll;
-  if constexpr (kGeneral) {
-    hard *= target.class_weight;
-    if (p.smoothing > 0.0f) {
-      hard += p.smoothing * ((p.class_weight_sum * r.nll - others.weighted) / static_cast<float>(p.vocab));
-    }
-  }
-  r.z_loss_part = weight * p.z_loss * r.lse * r.lse;
-  r.loss = weight * hard + r.z_loss_part;
+  Rebase(rest, fmaxf(others.max, target.logit.z), f);
+  RowResult r = FinishSums<kGeneral>(p, row, target, rest, f);
   r.argmax = target.column;
   const float stored = target.stored_z;
   if (others.max > stored || (others.max == stored && others.arg < r.argmax)) r.argmax = others.arg;
   return r;
 }
 
-__device__ __forceinline__ void WriteRow(const RowLossParams& p, int64_t row, const RowResult& r) {
-  p.loss[row] = r.loss;
-  p.z_loss_part[row] = r.z_loss_part;
-  p.lse[row] = r.lse;
-  p.entropy[row] = r.entropy;
-  p.target_logprob[row] = -r.nll;
-  p.argmax[row] = r.argmax;
-}
-
-// dL/dz of a row over the gradient unit, as factors of 2^d.
-struct GradientRule {
-  float softmax;
-  float entropy;  // c_H / S
-  float uniform;  // c alpha / V
-  float reference;
-  float log2_sum;
-  float row_entropy;
-  float target;  // dL/ds of the target itself
-  bool valid;    // false: the loss is not finite and the gradient zero
-};
-
-template <bool kGeneral>
-__device__ __forceinline__ GradientRule MakeRule(const RowLossParams& p, int64_t row, const Target& target,
-                                                 const RowResult& r) {
-  GradientRule rule;
-  const float c = p.coef_loss[row];
-  const float hard = (kGeneral ? target.class_weight : 1.0f) * (1.0f - p.smoothing);
-  const float share = p.smoothing / static_cast<float>(p.vocab);
-  const float soft = c * (share * p.class_weight_sum + 2.0f * p.z_loss * r.lse) + p.coef_lse[row];
-  const float entropy = kGeneral ? p.coef_entropy[row] : 0.0f;
-  rule.softmax = (c * hard + soft) * r.inverse_sum;
-  rule.entropy = entropy * r.inverse_sum;
-  rule.uniform = c * share;
-  rule.reference = r.reference;
-  rule.log2_sum = r.log2_sum;
-  rule.row_entropy = r.entropy;
-  float target_grad = -c * hard * r.p_others + r.p_target * soft;
-  if constexpr (kGeneral) {
-    if (r.p_target > 0.0f) target_grad -= r.p_target * entropy * (r.entropy - r.nll);
-    target_grad -= rule.uniform * target.class_weight;
-  }
-  rule.target = target_grad * target.logit.slope;
-  rule.valid = isfinite(r.lse) && isfinite(r.loss);
-  return rule;
-}
+// ---- gradient ----
 
 template <bool kGeneral>
 __device__ __forceinline__ float Gradient(const RowLossParams& p, const GradientRule& rule,
@@ -391,7 +228,7 @@ __device__ __forceinline__ float Gradient(const RowLossParams& p, const Gradient
   return g;
 }
 
-// ---- the kernel ----
+// ---- a row in shared memory ----
 
 // The part of a row that this block works on, in vectors of 16 bytes.
 template <typename T, bool kResident>
@@ -603,7 +440,8 @@ __device__ __forceinline__ void WriteGradient(const RowLossParams& p, const Logi
     part.global()[v] = Vec<T>::Pack(g);
   });
   if (part.Owns(target.column)) {
-    part.row[target.column] = static_cast<T>(SaturateIf<T>(rule.target));
+    const float uniform = rule.uniform * target.class_weight * target.logit.slope;
+    part.row[target.column] = static_cast<T>(SaturateIf<T>(rule.target - uniform));
   }
 }
 
@@ -612,6 +450,132 @@ __device__ __forceinline__ void WriteZeros(const Part& part) {
   for (int v = part.begin + threadIdx.x; v < part.end; v += blockDim.x)
     part.global()[v] = make_uint4(0, 0, 0, 0);
 }
+
+// ---- selection ----
+
+// How an element is recognised as a candidate: its logit, and with it z f - M, may be off by the rounding of
+// what is stored, and so may the threshold, which is relative to the row's sum.
+struct SelectionRule {
+  float threshold;  // of z
+  float reference;  // M
+  float kept;       // of 2^d: at or above it, probabilities as stored reach epsilon
+  float roundoff;   // of a stored dot product, relative
+};
+
+template <typename T>
+constexpr float kStorageRoundoff = std::is_same_v<T, float>    ? 0x1p-17f  // of the GEMM, generously
+                                   : std::is_same_v<T, __half> ? 0x1p-11f
+                                                               : 0x1p-8f;
+
+template <typename T>
+__device__ __forceinline__ SelectionRule MakeSelectionRule(const RowLossParams& p, const RowResult& r,
+                                                           float largest, float f) {
+  SelectionRule rule;
+  rule.reference = r.reference;
+  rule.kept = p.selection.epsilon / r.inverse_sum;
+  rule.roundoff = kStorageRoundoff<T>;
+  const float exact = (r.reference + r.log2_sum + log2f(p.selection.epsilon)) / f;
+  const float threshold = exact - rule.roundoff * (fabsf(exact) + fabsf(largest));
+  rule.threshold = threshold < -FLT_MAX ? -FLT_MAX : threshold;  // -inf marks what is no candidate
+  return rule;
+}
+
+// Applies body(column, z, 2^d, d) to this thread's candidates, always in the same order.
+template <typename T, bool kGeneral, typename Body>
+__device__ __forceinline__ void ForEachCandidate(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
+                                                 const RowPart<T, true>& part, const Target& target,
+                                                 const SelectionRule& rule, Body body) {
+  constexpr int kSize = Vec<T>::kSize;
+  ForEachVector(part, [&](const uint4& raw, int v) {
+    if constexpr (!kGeneral) {
+      if (!(Vec<T>::Max(raw) >= rule.threshold)) return;
+    }
+    Logit logits[kSize];
+    VectorLogits(map, raw, v, static_cast<int>(p.vocab), target.column, logits);
+    float dots[kSize];
+    Vec<T>::Unpack(raw, dots);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const float slack = kGeneral ? rule.roundoff * fabsf(map.scale * dots[i]) : 0.0f;
+      if (logits[i].z + slack >= rule.threshold) {
+        const float d = fmaf(logits[i].z, map.f, -rule.reference);
+        body(v * kSize + i, Exp2(d), d);
+      }
+    }
+  });
+}
+
+// What a thread or warp has found.
+struct Found {
+  int count;
+  float sum;
+  float spread;
+  float kept;
+};
+
+// All threads. Lists the candidates of this block's part of the row in the pool.
+template <typename T, bool kGeneral>
+__device__ __forceinline__ void SelectCandidates(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
+                                                 const RowPart<T, true>& part, const Target& target,
+                                                 const SelectionRule& rule, int64_t row, uint32_t rank) {
+  __shared__ Found warps[kMaxWarps];
+  __shared__ int shared_begin;
+  Found own = {};
+  ForEachCandidate(p, map, part, target, rule, [&](int, float e, float d) {
+    ++own.count;
+    own.sum += e;
+    if (kGeneral && e > 0.0f) own.spread += e * d;
+    if (e >= rule.kept) own.kept += e;
+  });
+  const int lane = threadIdx.x & 31;
+  int place = own.count;  // inclusive scan over the warp
+#pragma unroll
+  for (int offset = 1; offset < 32; offset <<= 1) {
+    const int below = __shfl_up_sync(0xffffffffu, place, offset);
+    if (lane >= offset) place += below;
+  }
+  const Found warp = {place, WarpSum(own.sum), WarpSum(own.spread), WarpSum(own.kept)};
+  if (lane == 31) warps[threadIdx.x >> 5] = warp;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    SelectedPart found;
+    for (unsigned w = 0; w < (blockDim.x + 31) >> 5; ++w) {
+      found.count += warps[w].count;
+      found.sum += warps[w].sum;
+      found.spread += warps[w].spread;
+      found.kept += warps[w].kept;
+    }
+    found.begin = found.count > 0 ? atomicAdd(p.selection.used, found.count) : 0;
+    p.selection.parts[row * p.selection.parts_per_row + rank] = found;
+    shared_begin = found.begin;
+  }
+  __syncthreads();
+  if (own.count == 0) return;
+  int at = shared_begin + place - own.count;
+  for (unsigned w = 0; w < threadIdx.x >> 5; ++w) at += warps[w].count;
+  ForEachCandidate(p, map, part, target, rule, [&](int column, float, float) {
+    if (at < p.selection.capacity) p.selection.pool[at] = column;
+    ++at;
+  });
+}
+
+__device__ __forceinline__ void WriteRowSums(const RowLossParams& p, int64_t row, const Target& target,
+                                             float target_dot, const Stats& others, const RowResult& result,
+                                             float f) {
+  RowSums sums;
+  Stats rest = others;
+  Rebase(rest, fmaxf(others.max, target.logit.z), f);
+  sums.max = rest.max;
+  sums.sum = rest.sum;
+  sums.spread = rest.spread;
+  sums.weighted = rest.weighted;
+  sums.target_dot = target_dot;
+  sums.total = 1.0f / result.inverse_sum;
+  sums.finite = isfinite(result.lse) && isfinite(result.loss) ? 1 : 0;
+  p.selection.sums[row] = sums;
+}
+
+// ---- the kernel ----
 
 template <typename T, bool kGeneral, bool kResident>
 __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void RowLossKernel(
@@ -638,6 +602,7 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
   __shared__ StatsMailbox mailbox;
   __shared__ float warp_words[kMaxWarps * kStatsWords];
   __shared__ GradientRule shared_rule;
+  __shared__ SelectionRule shared_selection;
   if (cluster > 1) mailbox.Open(cluster);
   const LogitMap<T, kGeneral> map(p);
   Target target;
@@ -645,7 +610,8 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
   const float stored_dot = static_cast<float>(row_logits[target.column]);
   part.Fetch();
   if constexpr (!kGeneral) MaskRow(p, part, target.column);
-  target.logit = map(p.target_dots != nullptr ? p.target_dots[row] : stored_dot, target.column);
+  const float target_dot = p.target_dots != nullptr ? p.target_dots[row] : stored_dot;
+  target.logit = map(target_dot, target.column);
   target.stored_z = map(stored_dot, target.column).z;
   target.class_weight = kGeneral ? ClassWeight(p, target.column) : 1.0f;
 
@@ -657,8 +623,19 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
     const RowResult result = Finish<kGeneral>(p, row, target, others, map.f);
     if (rank == 0 && threadIdx.x == 0) WriteRow(p, row, result);
     if (threadIdx.x == 0) shared_rule = MakeRule<kGeneral>(p, row, target, result);
+    if (threadIdx.x == 0 && p.selection.pool != nullptr) {
+      shared_selection = MakeSelectionRule<T>(p, result, others.max, map.f);
+      if (rank == 0) WriteRowSums(p, row, target, target_dot, others, result, map.f);
+    }
   } else if (cluster > 1) {
     mailbox.AwaitOpen();
+  }
+  if constexpr (kResident) {
+    if (p.selection.pool != nullptr) {
+      __syncthreads();
+      SelectCandidates(p, map, part, target, shared_selection, row, rank);
+      return;
+    }
   }
   if (!p.write_gradient) return;
   __syncthreads();
@@ -696,12 +673,17 @@ struct LaunchPlan {
   int shared_bytes = 0;
 };
 
-LaunchPlan Plan(const RowLossParams& p, const DeviceLimits& limits) {
+// Blocks that share a row, where there are clusters.
+int ClusterFor(int64_t row_bytes) {
+  int cluster = 1;
+  while (cluster < kMaxCluster && row_bytes > int64_t{cluster} * kTargetBlockBytes) cluster *= 2;
+  return cluster;
+}
+
+LaunchPlan Plan(int64_t ld, DType dtype, const DeviceLimits& limits) {
   LaunchPlan plan;
-  const int64_t row_bytes = p.ld * static_cast<int64_t>(SizeOf(p.dtype));
-  const int max_cluster = limits.has_clusters ? kMaxCluster : 1;
-  while (plan.cluster < max_cluster && row_bytes > int64_t{plan.cluster} * kTargetBlockBytes)
-    plan.cluster *= 2;
+  const int64_t row_bytes = ld * static_cast<int64_t>(SizeOf(dtype));
+  if (limits.has_clusters) plan.cluster = ClusterFor(row_bytes);
   const int64_t vectors = row_bytes / 16;
   const int64_t part_bytes = (vectors + plan.cluster - 1) / plan.cluster * 16;
   // Two blocks a multiprocessor, or the loads of one row wait for the arithmetic of another.
@@ -737,9 +719,7 @@ cudaError_t Launch(const RowLossParams& p, const LaunchPlan& plan, cudaStream_t 
 
 template <typename T>
 cudaError_t LaunchTyped(const RowLossParams& p, const LaunchPlan& plan, cudaStream_t stream) {
-  const bool general = p.bias != nullptr || p.class_weights != nullptr || p.softcap > 0.0f ||
-                       p.smoothing > 0.0f || p.want_entropy || p.any_coef_entropy || p.scale < 0.0f;
-  if (general) {
+  if (p.IsGeneral()) {
     return plan.resident ? Launch<T, true, true>(p, plan, stream) : Launch<T, true, false>(p, plan, stream);
   }
   return plan.resident ? Launch<T, false, true>(p, plan, stream) : Launch<T, false, false>(p, plan, stream);
@@ -759,9 +739,18 @@ cudaError_t LaunchTargetDots(const TargetDotParams& params, cudaStream_t stream)
   return cudaGetLastError();
 }
 
+int SelectionParts(int64_t ld, DType dtype, const DeviceLimits& limits) {
+  const LaunchPlan plan = Plan(ld, dtype, limits);
+  return plan.resident ? plan.cluster : 0;
+}
+
+int MaxSelectionParts(int64_t ld, DType dtype) {
+  return ClusterFor(ld * static_cast<int64_t>(SizeOf(dtype)));
+}
+
 cudaError_t LaunchRowLoss(const RowLossParams& params, const DeviceLimits& limits, cudaStream_t stream) {
   if (params.rows == 0) return cudaSuccess;
-  const LaunchPlan plan = Plan(params, limits);
+  const LaunchPlan plan = Plan(params.ld, params.dtype, limits);
   switch (params.dtype) {
     case DType::kFloat32:
       return LaunchTyped<float>(params, plan, stream);

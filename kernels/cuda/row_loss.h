@@ -18,6 +18,39 @@ struct DeviceLimits {
   int shared_bytes_per_block = 48 << 10;  // most dynamic shared memory a block may ask for
   int shared_bytes_per_sm = 64 << 10;
   bool has_clusters = false;  // compute capability 9.0 or later
+  bool has_branches = false;  // the driver runs DeviceBranch
+};
+
+// The candidates that one thread block found in its part of a row.
+struct SelectedPart {
+  int32_t begin = 0;  // in the pool
+  int32_t count = 0;
+  float sum = 0.0f;     // of 2^d over them, as stored
+  float spread = 0.0f;  // of 2^d d
+  float kept = 0.0f;    // the part of `sum` that, as stored, reaches epsilon
+};
+
+// What a row's results were made of; sums are over all classes but the target, relative to M = max f.
+struct RowSums {
+  float max = 0.0f;  // of all z
+  float sum = 0.0f;
+  float spread = 0.0f;
+  float weighted = 0.0f;
+  float target_dot = 0.0f;
+  float total = 0.0f;  // with the target
+  int32_t finite = 0;
+};
+
+// Lists the classes of each row whose probability may reach epsilon, rounding of the stored logits allowed
+// for. `used` may end above `capacity`; then the lists are incomplete.
+struct RowSelection {
+  float epsilon = 0.0f;
+  int32_t* pool = nullptr;  // [capacity] classes; null: no selection
+  int32_t capacity = 0;
+  int32_t* used = nullptr;        // [1], 0 on entry
+  SelectedPart* parts = nullptr;  // [rows, parts_per_row]
+  int32_t parts_per_row = 0;      // SelectionParts()
+  RowSums* sums = nullptr;        // [rows]
 };
 
 struct RowLossParams {
@@ -56,6 +89,14 @@ struct RowLossParams {
   float* entropy = nullptr;
   float* target_logprob = nullptr;
   int32_t* argmax = nullptr;
+
+  RowSelection selection;  // instead of write_gradient
+
+  // Whether the kernels need the general form of the formulas.
+  bool IsGeneral() const {
+    return bias != nullptr || class_weights != nullptr || softcap > 0.0f || smoothing > 0.0f ||
+           want_entropy || any_coef_entropy || scale < 0.0f;
+  }
 };
 
 // dots[r] = hidden[r] . weight[targets[r]] in fp32 for r in [0, rows); both matrices have `ld` columns, a
@@ -70,6 +111,12 @@ struct TargetDotParams {
   float* dots = nullptr;             // [rows]
 };
 cudaError_t LaunchTargetDots(const TargetDotParams& params, cudaStream_t stream);
+
+// The parts into which a selection divides a row of `ld` elements; 0 if rows are too long to be selected
+// from.
+int SelectionParts(int64_t ld, DType dtype, const DeviceLimits& limits);
+// The same, at most, on any device.
+int MaxSelectionParts(int64_t ld, DType dtype);
 
 cudaError_t LaunchRowLoss(const RowLossParams& params, const DeviceLimits& limits, cudaStream_t stream);
 

@@ -91,7 +91,7 @@ __global__ void GuardKernel(GuardParams p) {
 }
 
 // partials[split, c]: the sum over this split's rows; a thread owns eight columns.
-__global__ void ColumnSumKernel(DeviceMatrix matrix, const int32_t* keep, int64_t rows,
+__global__ void ColumnSumKernel(DeviceMatrix matrix, const int32_t* keep, const float* factors, int64_t rows,
                                 int64_t rows_per_split, float* partials) {
   const int64_t c = (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) * 8;
   if (c >= matrix.cols) return;
@@ -101,11 +101,12 @@ __global__ void ColumnSumKernel(DeviceMatrix matrix, const int32_t* keep, int64_
   float sum[8] = {};
 #pragma unroll 4
   for (int64_t r = begin; r < end; ++r) {
-    if (keep[r] == 0) continue;
+    if (keep != nullptr && keep[r] == 0) continue;
+    const float factor = factors != nullptr ? factors[r] : 1.0f;
     float x[8];
     Load8(RowOf(matrix, r), matrix.dtype, c, matrix.cols, aligned, x);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] += x[i];
+    for (int i = 0; i < 8; ++i) sum[i] = fmaf(factor, x[i], sum[i]);
   }
   float* out = partials + blockIdx.y * matrix.cols;
 #pragma unroll
@@ -173,8 +174,9 @@ cudaError_t LaunchZeroDroppedRows(const DeviceMatrix& matrix, const int32_t* kee
 
 int64_t ColumnSumScratch(int64_t cols) { return kColumnSplits * cols; }
 
-cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, int64_t rows, float scale,
-                            float* partials, float* accumulator, cudaStream_t stream) {
+cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, const float* factors,
+                            int64_t rows, float scale, float* partials, float* accumulator,
+                            cudaStream_t stream) {
   if (rows == 0) return cudaSuccess;
   const int64_t column_blocks = (matrix.cols + kThreads * 8 - 1) / (kThreads * 8);
   // Enough blocks to fill the device, but at least 16 rows each.
@@ -182,7 +184,7 @@ cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, int
   const int64_t rows_per_split = std::max<int64_t>((rows + wanted - 1) / wanted, 16);
   const int64_t splits = (rows + rows_per_split - 1) / rows_per_split;
   const dim3 grid(static_cast<unsigned>(column_blocks), static_cast<unsigned>(splits));
-  ColumnSumKernel<<<grid, kThreads, 0, stream>>>(matrix, keep, rows, rows_per_split, partials);
+  ColumnSumKernel<<<grid, kThreads, 0, stream>>>(matrix, keep, factors, rows, rows_per_split, partials);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   return LaunchAddPartials(partials, splits, matrix.cols, scale, accumulator, nullptr, stream);
 }
