@@ -11,6 +11,7 @@
 #include "kernels/backend.h"
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/device_branch.h"
+#include "kernels/cuda/filtered.h"
 #include "kernels/cuda/head_memory.h"
 #include "kernels/cuda/row_loss.h"
 #include "kernels/cuda/rows.h"
@@ -74,8 +75,8 @@ class CudaHead : public HeadKernels {
   DType HiddenGradientType(const Job& job) const;
   // Filtered chunks (cuda_head_filtered.cc). Why this one is computed exactly from the start, or "".
   absl::string_view WhyExact(const Job& job) const;
-  absl::Status FilteredForward(const Job& job, RowLossParams p);
-  absl::Status FilterRows(const Job& job, const RowLossParams& row);
+  absl::Status FilteredForward(const Job& job, const RowLossParams& row);
+  absl::Status FilterRows(const Job& job, const RowLossParams& row, const RowSelection& selection);
   absl::Status FilteredWeightGradient(const Job& job);
   absl::Status AddKept(const Job& job);
   absl::Status AddUniform(const Job& job);

@@ -25,24 +25,18 @@ absl::string_view CudaHead::WhyExact(const Job& job) const {
 }
 
 // Row results and, into the buffer of the hidden gradients, what the dx GEMM would leave there.
-absl::Status CudaHead::FilteredForward(const Job& job, RowLossParams p) {
+absl::Status CudaHead::FilteredForward(const Job& job, const RowLossParams& row) {
   const cudaStream_t stream = device_->compute();
   const FilterBuffers& filter = workspace_.filter;
   const LossOptions& options = job.chunk->options;
-  const RowLossParams exact = p;
-  p.write_gradient = false;
-  p.selection.epsilon = options.filter_epsilon;
-  p.selection.pool = filter.pool;
-  p.selection.capacity = static_cast<int32_t>(FilterShapeOf(config_, sizes_).capacity());
-  p.selection.used = &filter.counters->used;
-  p.selection.parts = filter.parts;
-  p.selection.parts_per_row = SelectionParts(p.ld, p.dtype, device_->limits());
-  p.selection.sums = filter.sums;
+  const RowSelection selection = {options.filter_epsilon, filter.pool,
+                                  static_cast<int32_t>(FilterShapeOf(config_, sizes_).capacity()),
+                                  &filter.counters->used, filter.rows};
   LOSSD_RETURN_IF_ERROR(Zero(filter.counters, sizeof(FilterCounters), stream));
-  LOSSD_RETURN_IF_CUDA_ERROR(LaunchRowLoss(p, device_->limits(), stream), "row loss kernel");
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchSelectRows(row, selection, stream), "selection kernel");
   const bool is_auto = options.algorithm == Algorithm::kAuto;
   LOSSD_RETURN_IF_CUDA_ERROR(
-      LaunchDecide({p.selection, p.rows, job.slot->device_in.with_gradient,
+      LaunchDecide({selection, row.rows, job.slot->device_in.with_gradient,
                     is_auto ? options.max_dropped_mass : 1.0f, &filter.counters->exact},
                    stream),
       "decision kernel");
@@ -50,19 +44,20 @@ absl::Status CudaHead::FilteredForward(const Job& job, RowLossParams p) {
       &filter.counters->exact, stream,
       [&]() -> absl::Status {
         LOSSD_RETURN_IF_ERROR(
-            Zero(job.slot->device_out.dropped_mass, p.rows * static_cast<int64_t>(sizeof(float)), stream));
-        LOSSD_RETURN_IF_CUDA_ERROR(LaunchRowLoss(exact, device_->limits(), stream), "row loss kernel");
+            Zero(job.slot->device_out.dropped_mass, row.rows * static_cast<int64_t>(sizeof(float)), stream));
+        LOSSD_RETURN_IF_CUDA_ERROR(LaunchRowLoss(row, device_->limits(), stream), "row loss kernel");
         return job.hidden_gemm ? HiddenGemm(job) : absl::OkStatus();
       },
-      [&] { return FilterRows(job, p); });
+      [&] { return FilterRows(job, row, selection); });
 }
 
-absl::Status CudaHead::FilterRows(const Job& job, const RowLossParams& row) {
+absl::Status CudaHead::FilterRows(const Job& job, const RowLossParams& row, const RowSelection& selection) {
   const cudaStream_t stream = device_->compute();
   const FilterBuffers& filter = workspace_.filter;
   const int64_t entries = FilterShapeOf(config_, sizes_).entries();
   FilterRowsParams p;
   p.row = row;
+  p.selection = selection;
   p.hidden = job.memory.hidden;
   p.weight = values_.compute_weight;
   p.ld = sizes_.padded_hidden;
@@ -105,14 +100,15 @@ absl::Status CudaHead::AddKept(const Job& job) {
   const int64_t entries = FilterShapeOf(config_, sizes_).entries();
   const LossOptions& options = job.chunk->options;
   const float scale = job.layout.unit * options.logit_scale;
-  LOSSD_RETURN_IF_CUDA_ERROR(
-      LaunchSortKept({filter.keys, filter.coefs, filter.sorted_keys, filter.sorted_coefs, entries,
-                      KeyBits(rows, sizes_.vocab), filter.sort_scratch},
-                     stream),
-      "sort kernels");
+  SortParams sort = {{filter.keys, filter.spare_keys},
+                     {filter.coefs, filter.spare_coefs},
+                     entries,
+                     KeyBits(rows, sizes_.vocab),
+                     filter.sort_scratch};
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchSortKept(sort, stream), "sort kernels");
   FilteredWeightParams p;
-  p.keys = filter.sorted_keys;
-  p.coefs = filter.sorted_coefs;
+  p.keys = sort.keys[0];
+  p.coefs = sort.coefs[0];
   p.count = entries;
   p.row_bits = RowBits(rows);
   p.keep = workspace_.keep;
@@ -123,7 +119,7 @@ absl::Status CudaHead::AddKept(const Job& job) {
   p.weight_gradient = gradients_.weight;
   p.bias_gradient = gradients_.bias;
   p.runs = filter.runs;
-  p.run_counts = filter.counters->runs;
+  p.counters = &filter.counters->runs;
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchFilteredWeight(p, device_->limits().multiprocessors, stream),
                              "filtered weight kernels");
   return options.label_smoothing > 0.0f ? AddUniform(job) : absl::OkStatus();

@@ -59,15 +59,25 @@ absl::Status AddChoice(cudaGraph_t graph, const int32_t* flag, cudaGraph_t (&bod
 absl::Status DeviceBranch::Enqueue(const int32_t* flag, cudaStream_t stream,
                                    absl::FunctionRef<absl::Status()> if_set,
                                    absl::FunctionRef<absl::Status()> if_not) {
-  Reset();
   GraphOwner owner;
   cudaGraph_t bodies[2] = {};
   LOSSD_RETURN_IF_CUDA_ERROR(cudaGraphCreate(&owner.graph, 0), "cudaGraphCreate");
   LOSSD_RETURN_IF_ERROR(AddChoice(owner.graph, flag, bodies));
   LOSSD_RETURN_IF_ERROR(Capture(bodies[0], stream, if_set));
   LOSSD_RETURN_IF_ERROR(Capture(bodies[1], stream, if_not));
-  LOSSD_RETURN_IF_CUDA_ERROR(cudaGraphInstantiate(&exec_, owner.graph, 0), "cudaGraphInstantiate");
+  if (!Update(owner.graph)) {
+    Reset();
+    LOSSD_RETURN_IF_CUDA_ERROR(cudaGraphInstantiate(&exec_, owner.graph, 0), "cudaGraphInstantiate");
+  }
   return ToStatus(cudaGraphLaunch(exec_, stream), "cudaGraphLaunch");
+}
+
+bool DeviceBranch::Update(cudaGraph_t graph) {
+  if (exec_ == nullptr) return false;
+  cudaGraphExecUpdateResultInfo info = {};
+  if (cudaGraphExecUpdate(exec_, graph, &info) == cudaSuccess) return true;
+  cudaGetLastError();  // it is no error that the two differ in more than parameters
+  return false;
 }
 
 void DeviceBranch::Reset() {

@@ -8,9 +8,6 @@ namespace lossd::kernels::cuda {
 
 absl::string_view WhyNotFilteredOnDevice(const FilterShape& shape, const DeviceLimits& limits) {
   if (!limits.has_branches) return "the driver is too old for branches on the device";
-  if (SelectionParts(shape.padded_vocab, shape.dtype, limits) == 0) {
-    return "a row of this vocabulary does not fit into the shared memory of a cluster";
-  }
   if (!CanFilterRows(shape.padded_hidden, shape.dtype)) return "the hidden size is too large for one block";
   return "";
 }
@@ -19,13 +16,12 @@ FilterBuffers FilterBuffers::Carve(const FilterShape& shape, Carver& own, Carver
   FilterBuffers b;
   const int64_t entries = shape.entries();
   b.pool = own.Take<int32_t>(shape.capacity());
-  b.parts = own.Take<SelectedPart>(shape.chunk_rows * MaxSelectionParts(shape.padded_vocab, shape.dtype));
-  b.sums = own.Take<RowSums>(shape.chunk_rows);
+  b.rows = own.Take<SelectedRow>(shape.chunk_rows);
   b.counters = own.Take<FilterCounters>(1);
   b.keys = logits.Take<uint64_t>(entries);
-  b.sorted_keys = logits.Take<uint64_t>(entries);
+  b.spare_keys = logits.Take<uint64_t>(entries);
   b.coefs = logits.Take<float>(entries);
-  b.sorted_coefs = logits.Take<float>(entries);
+  b.spare_coefs = logits.Take<float>(entries);
   b.runs = logits.Take<int32_t>(2 * entries);
   b.sort_scratch = logits.Take<uint8_t>(static_cast<int64_t>(SortScratchBytes(entries)));
   b.weight_sum = logits.Take<float>(shape.padded_hidden);

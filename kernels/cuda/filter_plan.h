@@ -34,23 +34,22 @@ absl::string_view WhyNotFilteredOnDevice(const FilterShape& shape, const DeviceL
 
 // Numbers that kernels hand to each other, zeroed before each chunk.
 struct FilterCounters {
-  int32_t used = 0;      // of the pool
-  int32_t exact = 0;     // the decision
-  int32_t kept = 0;      // entries
-  int32_t runs[2] = {};  // of entries of one class, short and long
+  int32_t used = 0;   // of the pool
+  int32_t exact = 0;  // the decision
+  int32_t kept = 0;   // entries
+  RunCounters runs;
 };
 
 struct FilterBuffers {
-  int32_t* pool = nullptr;        // [capacity]
-  SelectedPart* parts = nullptr;  // [chunk_rows, parts of a row]
-  RowSums* sums = nullptr;        // [chunk_rows]
+  int32_t* pool = nullptr;      // [capacity]
+  SelectedRow* rows = nullptr;  // [chunk_rows]
   FilterCounters* counters = nullptr;
 
   // In the memory of the logits, which nobody reads any more once a chunk is known to be filtered.
   uint64_t* keys = nullptr;  // [entries], likewise below
-  uint64_t* sorted_keys = nullptr;
+  uint64_t* spare_keys = nullptr;
   float* coefs = nullptr;
-  float* sorted_coefs = nullptr;
+  float* spare_coefs = nullptr;
   int32_t* runs = nullptr;  // [2 * entries]
   uint8_t* sort_scratch = nullptr;
   float* weight_sum = nullptr;  // [padded_hidden]

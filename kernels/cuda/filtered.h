@@ -22,10 +22,41 @@ inline constexpr int kMaxRowCandidates = 4096;
 // Whether rows of `ld` elements are short enough for LaunchFilterRows.
 bool CanFilterRows(int64_t ld, DType dtype);
 
+// ---- selection ----
+
+// A row and its candidates: the classes whose probability may reach epsilon, the target left out. The sums
+// are over classes other than the target, in units and relative to M as in row_loss.cu.
+struct SelectedRow {
+  int32_t begin;  // of its candidates in the pool
+  int32_t count;
+  int32_t finite;  // whether lse and loss are
+  float max;       // of z, the target's included: M = max f
+  float sum;       // of 2^d
+  float spread;    // of 2^d d
+  float weighted;  // of u (z - z_y)
+  float total;     // sum with the target
+  float target_dot;
+  float listed_sum;  // of 2^d over the candidates, as stored
+  float listed_spread;
+  float kept;  // the part of listed_sum that, as stored, reaches epsilon
+};
+
+struct RowSelection {
+  float epsilon = 0.0f;
+  int32_t* pool = nullptr;  // [capacity] classes
+  int32_t capacity = 0;
+  int32_t* used = nullptr;      // [1], 0 on entry; above `capacity` on return: lists are incomplete
+  SelectedRow* rows = nullptr;  // [rows]
+};
+
+// Row results and candidates from the logits in `row`, which are only read. A row that lists more than
+// kMaxRowCandidates leaves `used` above capacity.
+cudaError_t LaunchSelectRows(const RowLossParams& row, const RowSelection& selection, cudaStream_t stream);
+
 // ---- decision ----
 
-// *exact = 1 if the candidates overflowed the pool or a row has more than kMaxRowCandidates, or if the rows
-// with a gradient would drop more than max_dropped_mass on average (by the logits as stored); else 0.
+// *exact = 1 if the candidates overflowed the pool or if the rows with a gradient would drop more than
+// max_dropped_mass on average (by the logits as stored); else 0.
 struct DecideParams {
   RowSelection selection;
   int64_t rows = 0;
@@ -47,7 +78,8 @@ struct KeptList {
 
 // Row results from logits in fp32, the hidden gradient, the dropped mass, and the list of what is kept.
 struct FilterRowsParams {
-  RowLossParams row;                       // as for the row loss kernel that selected; logits are not read
+  RowLossParams row;  // as for the selection; logits are not read
+  RowSelection selection;
   const void* hidden = nullptr;            // [rows, ld] row.dtype
   const void* weight = nullptr;            // [vocab, ld]
   int64_t ld = 0;                          // a multiple of 8; CanFilterRows()
@@ -65,18 +97,24 @@ cudaError_t LaunchFilterRows(const FilterRowsParams& params, cudaStream_t stream
 // ---- weight gradient ----
 
 // Sorts `count` entries by key; those without an element have all bits set and stay behind. Only key_bits
-// bits are compared. `scratch` has SortScratchBytes(count) bytes.
+// bits are compared. Uses both pairs of arrays; on return [0] are the sorted ones. `scratch` has
+// SortScratchBytes(count) bytes.
 struct SortParams {
-  const uint64_t* keys = nullptr;  // [count]
-  const float* coefs = nullptr;
-  uint64_t* sorted_keys = nullptr;
-  float* sorted_coefs = nullptr;
+  uint64_t* keys[2] = {};  // [count] each; the entries are in [0]
+  float* coefs[2] = {};
   int64_t count = 0;
   int key_bits = 64;
   void* scratch = nullptr;
 };
 size_t SortScratchBytes(int64_t count);
-cudaError_t LaunchSortKept(const SortParams& params, cudaStream_t stream);
+cudaError_t LaunchSortKept(SortParams& params, cudaStream_t stream);
+
+// Runs of entries of one class, and how many of the short ones have been taken up.
+struct RunCounters {
+  int32_t short_runs = 0;
+  int32_t long_runs = 0;
+  unsigned long long next_item = 0;
+};
 
 // weight_gradient[v] += scale * sum of coef * hidden[row] over v's entries, rows in order, and likewise the
 // bias.
@@ -93,7 +131,7 @@ struct FilteredWeightParams {
   float* weight_gradient = nullptr;  // [vocab, ld]
   float* bias_gradient = nullptr;    // [vocab] or null
   int32_t* runs = nullptr;           // [2 * count]: where the entries of a class begin
-  int32_t* run_counts = nullptr;     // [2], 0 on entry
+  RunCounters* counters = nullptr;   // 0 on entry
 };
 cudaError_t LaunchFilteredWeight(const FilteredWeightParams& params, int multiprocessors,
                                  cudaStream_t stream);

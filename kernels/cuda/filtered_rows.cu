@@ -27,36 +27,21 @@ constexpr int kDecideThreads = 1024;
 
 // ---- decision ----
 
-__device__ __forceinline__ float PartsSum(const RowSelection& s, int64_t row, int& count) {
-  float kept = 0.0f;
-  count = 0;
-  for (int i = 0; i < s.parts_per_row; ++i) {
-    const SelectedPart part = s.parts[row * s.parts_per_row + i];
-    count += part.count;
-    kept += part.kept;
-  }
-  return kept;
-}
-
 __global__ void DecideKernel(const __grid_constant__ DecideParams p) {
   __shared__ float scratch[33];
   float dropped = 0.0f;
   float rows = 0.0f;
-  bool overflow = *p.selection.used > p.selection.capacity;
-  for (int64_t row = threadIdx.x; row < p.rows; row += kDecideThreads) {
-    const RowSums sums = p.selection.sums[row];
-    if (p.with_gradient[row] == 0 || sums.finite == 0) continue;
-    int count = 0;
-    const float kept = PartsSum(p.selection, row, count);
-    overflow |= count > kMaxRowCandidates;
-    dropped += fmaxf(sums.sum - kept, 0.0f) / sums.total;
+  const bool overflow = *p.selection.used > p.selection.capacity;
+  for (int64_t r = threadIdx.x; r < p.rows; r += kDecideThreads) {
+    const SelectedRow& row = p.selection.rows[r];
+    if (p.with_gradient[r] == 0 || row.finite == 0) continue;
+    dropped += fmaxf(row.sum - row.kept, 0.0f) / row.total;
     rows += 1.0f;
   }
-  const bool any_overflow = __syncthreads_or(overflow ? 1 : 0) != 0;
   dropped = BlockSum(dropped, scratch);
   __syncthreads();
   rows = BlockSum(rows, scratch);
-  if (threadIdx.x == 0) *p.exact = any_overflow || dropped > p.max_dropped_mass * rows ? 1 : 0;
+  if (threadIdx.x == 0) *p.exact = overflow || dropped > p.max_dropped_mass * rows ? 1 : 0;
 }
 
 // ---- rows ----
@@ -162,39 +147,23 @@ struct RowEnd {
 };
 
 template <typename T, bool kGeneral>
-__device__ __forceinline__ RowStart StartRow(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
+__device__ __forceinline__ RowStart StartRow(const FilterRowsParams& p, const LogitMap<T, kGeneral>& map,
                                              int64_t row) {
-  const RowSelection& selection = p.selection;
-  const RowSums sums = selection.sums[row];
+  const SelectedRow selected = p.selection.rows[row];
   RowStart start;
-  start.rest = {sums.max, sums.sum, sums.spread, sums.weighted, -1};
-  start.count = 0;
-  for (int i = 0; i < selection.parts_per_row; ++i) {
-    const SelectedPart part = selection.parts[row * selection.parts_per_row + i];
-    start.count += part.count;
-    start.rest.sum -= part.sum;
-    start.rest.spread -= part.spread;
-  }
-  start.rest.sum = fmaxf(start.rest.sum, 0.0f);
-  start.kept = selection.epsilon * sums.total;
-  start.reference = Reference(sums.max, map.f);
-  start.target.column = p.targets[row];
-  start.target.logit = map(sums.target_dot, start.target.column);
+  start.count = selected.count;
+  start.rest.max = selected.max;
+  start.rest.sum = fmaxf(selected.sum - selected.listed_sum, 0.0f);
+  start.rest.spread = selected.spread - selected.listed_spread;
+  start.rest.weighted = selected.weighted;
+  start.rest.arg = -1;
+  start.kept = p.selection.epsilon * selected.total;
+  start.reference = Reference(selected.max, map.f);
+  start.target.column = p.row.targets[row];
+  start.target.logit = map(selected.target_dot, start.target.column);
   start.target.stored_z = 0.0f;
-  start.target.class_weight = kGeneral ? ClassWeight(p, start.target.column) : 1.0f;
+  start.target.class_weight = kGeneral ? ClassWeight(p.row, start.target.column) : 1.0f;
   return start;
-}
-
-// Copies the row's candidates to shared memory.
-__device__ __forceinline__ void FetchClasses(const RowSelection& selection, int64_t row, int* classes) {
-  int done = 0;
-  for (int i = 0; i < selection.parts_per_row; ++i) {
-    const SelectedPart part = selection.parts[row * selection.parts_per_row + i];
-    for (int j = threadIdx.x; j < part.count; j += blockDim.x) {
-      classes[done + j] = selection.pool[part.begin + j];
-    }
-    done += part.count;
-  }
 }
 
 template <typename T, int kVectors>
@@ -268,7 +237,7 @@ __device__ __forceinline__ void FinishRow(const FilterRowsParams& p, int64_t row
   WriteRow(p.row, row, result);
   end.rule = MakeRule<kGeneral>(p.row, row, start.target, result);
   end.inverse_sum = result.inverse_sum;
-  end.kept = p.row.selection.epsilon / result.inverse_sum;
+  end.kept = p.selection.epsilon / result.inverse_sum;
 }
 
 __device__ __forceinline__ void AppendKept(const KeptList& kept, bool has, int column, int64_t row,
@@ -369,12 +338,13 @@ __global__ __launch_bounds__(kMaxThreads, kVectors == 1 ? 2 : 1) void FilterRows
     return;
   }
   const LogitMap<T, kGeneral> map(p.row);
-  const RowStart start = StartRow<T, kGeneral>(p.row, map, row);
+  const RowStart start = StartRow<T, kGeneral>(p, map, row);
   auto* exps = reinterpret_cast<float*>(classes + start.count);
   float* slopes = exps + start.count;
   Columns<T, kVectors> x;
   x.Load(static_cast<const T*>(p.hidden) + row * p.ld, vectors);
-  FetchClasses(p.row.selection, row, classes);
+  const int32_t* candidates = p.selection.pool + p.selection.rows[row].begin;
+  for (int i = threadIdx.x; i < start.count; i += blockDim.x) classes[i] = candidates[i];
   __syncthreads();
 
   for (int first = 0; first < start.count; first += kBatch) {

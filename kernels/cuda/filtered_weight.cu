@@ -18,7 +18,8 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kLongRun = 64;
 constexpr int kBlocksPerMultiprocessor = 5;
-constexpr int kAtOnce = 4;  // entries whose rows of x are loaded together
+constexpr int kAtOnce = 4;                      // entries whose rows of x are loaded together
+constexpr unsigned long long kItemsAtOnce = 4;  // short runs a warp takes
 constexpr uint64_t kNoEntry = ~uint64_t{0};
 
 // ---- runs ----
@@ -39,7 +40,7 @@ __global__ void FindRunsKernel(const __grid_constant__ FilteredWeightParams p) {
     const unsigned mask = __ballot_sync(0xffffffffu, mine);
     if (mask == 0) continue;
     int at = 0;
-    if (lane == 0) at = atomicAdd(p.run_counts + kind, __popc(mask));
+    if (lane == 0) at = atomicAdd(kind == 0 ? &p.counters->short_runs : &p.counters->long_runs, __popc(mask));
     at = __shfl_sync(0xffffffffu, at, 0) + __popc(mask & ((1u << lane) - 1));
     if (mine) p.runs[kind * p.count + at] = static_cast<int32_t>(i);
   }
@@ -118,70 +119,82 @@ __device__ __forceinline__ float SumLanes(float x) {
   return x;
 }
 
-// Short runs: a warp a (run, tile).
+// A warp a (run, tile).
 template <typename T>
-__global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ShortRunsKernel(
-    const __grid_constant__ FilteredWeightParams p) {
+__device__ __forceinline__ void AddShortRun(const FilteredWeightParams& p, int64_t begin, int64_t tile) {
   constexpr int kSize = Tile<T>::kSize;
-  const int64_t runs = p.run_counts[0];
-  const int64_t tiles = (p.ld + Tile<T>::kColumns - 1) / Tile<T>::kColumns;
   const int lane = threadIdx.x & 31;
-  const int64_t step = int64_t{gridDim.x} * kWarps;
-  for (int64_t item = blockIdx.x * int64_t{kWarps} + (threadIdx.x >> 5); item < runs * tiles; item += step) {
-    const int64_t tile = item / runs;
-    int64_t begin = p.runs[item - tile * runs];
-    const auto column = static_cast<int64_t>(p.keys[begin] >> p.row_bits);
-    const int64_t first = tile * Tile<T>::kColumns + lane * kSize;
-    float* to = p.weight_gradient + column * p.ld + first;
-    float old[kSize] = {};
-    if (first < p.ld) LoadFloats(to, old);  // early, to have it when the sum is there
-    float sums[kSize] = {};
-    float bias = 0.0f;
-    while (AddEntries<T>(p, begin, column, first, sums, bias)) begin += 32;
-    if (first < p.ld) StoreSum(to, old, p.scale, sums);
-    if (tile > 0 || p.bias_gradient == nullptr) continue;
-    bias = SumLanes(bias);
-    if (lane == 0) p.bias_gradient[column] += p.scale * bias;
+  const auto column = static_cast<int64_t>(p.keys[begin] >> p.row_bits);
+  const int64_t first = tile * Tile<T>::kColumns + lane * kSize;
+  float* to = p.weight_gradient + column * p.ld + first;
+  float old[kSize] = {};
+  if (first < p.ld) LoadFloats(to, old);  // early, to have it when the sum is there
+  float sums[kSize] = {};
+  float bias = 0.0f;
+  while (AddEntries<T>(p, begin, column, first, sums, bias)) begin += 32;
+  if (first < p.ld) StoreSum(to, old, p.scale, sums);
+  if (tile > 0 || p.bias_gradient == nullptr) return;
+  bias = SumLanes(bias);
+  if (lane == 0) p.bias_gradient[column] += p.scale * bias;
+}
+
+// A block a (run, tile); warp w takes the entries [32 w, 32 w + 32), then those 32 * kWarps further.
+template <typename T>
+__device__ __forceinline__ void AddLongRun(const FilteredWeightParams& p, int64_t begin, int64_t tile,
+                                           float (*partials)[Tile<T>::kColumns], float* biases) {
+  constexpr int kSize = Tile<T>::kSize;
+  const int lane = threadIdx.x & 31;
+  const int warp = threadIdx.x >> 5;
+  const auto column = static_cast<int64_t>(p.keys[begin] >> p.row_bits);
+  const int64_t first = tile * Tile<T>::kColumns + lane * kSize;
+  float sums[kSize] = {};
+  float bias = 0.0f;
+  begin += 32 * warp;
+  while (AddEntries<T>(p, begin, column, first, sums, bias)) begin += 32 * kWarps;
+  bias = SumLanes(bias);
+  __syncthreads();  // the partial sums before these have been read
+  if (lane == 0) biases[warp] = bias;
+#pragma unroll
+  for (int k = 0; k < kSize; ++k) partials[warp][lane * kSize + k] = sums[k];
+  __syncthreads();
+  for (int c = threadIdx.x; c < Tile<T>::kColumns; c += kThreads) {
+    const int64_t at = tile * Tile<T>::kColumns + c;
+    if (at >= p.ld) continue;
+    float sum = 0.0f;
+    for (int w = 0; w < kWarps; ++w) sum += partials[w][c];
+    p.weight_gradient[column * p.ld + at] += p.scale * sum;
+  }
+  if (threadIdx.x == 0 && tile == 0 && p.bias_gradient != nullptr) {
+    float sum = 0.0f;
+    for (int w = 0; w < kWarps; ++w) sum += biases[w];
+    p.bias_gradient[column] += p.scale * sum;
   }
 }
 
-// Long runs: a block a (run, tile); warp w takes the entries [32 w, 32 w + 32), 32 * kWarps apart.
+// Long runs first; then the warps take short ones as they come, so that nobody waits for the longest.
 template <typename T>
-__global__ __launch_bounds__(kThreads) void LongRunsKernel(const __grid_constant__ FilteredWeightParams p) {
-  constexpr int kSize = Tile<T>::kSize;
+__global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void AddRunsKernel(
+    const __grid_constant__ FilteredWeightParams p) {
   __shared__ float partials[kWarps][Tile<T>::kColumns];
   __shared__ float biases[kWarps];
-  const int64_t runs = p.run_counts[1];
   const int64_t tiles = (p.ld + Tile<T>::kColumns - 1) / Tile<T>::kColumns;
-  const int lane = threadIdx.x & 31;
-  const int warp = threadIdx.x >> 5;
-  for (int64_t item = blockIdx.x; item < runs * tiles; item += gridDim.x) {
-    const int64_t tile = item / runs;
-    int64_t begin = p.runs[p.count + item - tile * runs];
-    const auto column = static_cast<int64_t>(p.keys[begin] >> p.row_bits);
-    const int64_t first = tile * Tile<T>::kColumns + lane * kSize;
-    float sums[kSize] = {};
-    float bias = 0.0f;
-    begin += 32 * warp;
-    while (AddEntries<T>(p, begin, column, first, sums, bias)) begin += 32 * kWarps;
-    bias = SumLanes(bias);
-    if (lane == 0) biases[warp] = bias;
-#pragma unroll
-    for (int k = 0; k < kSize; ++k) partials[warp][lane * kSize + k] = sums[k];
-    __syncthreads();
-    for (int c = threadIdx.x; c < Tile<T>::kColumns; c += kThreads) {
-      const int64_t at = tile * Tile<T>::kColumns + c;
-      if (at >= p.ld) continue;
-      float sum = 0.0f;
-      for (int w = 0; w < kWarps; ++w) sum += partials[w][c];
-      p.weight_gradient[column * p.ld + at] += p.scale * sum;
+  const int64_t long_runs = p.counters->long_runs;
+  for (int64_t item = blockIdx.x; item < long_runs * tiles; item += gridDim.x) {
+    const int64_t tile = item / long_runs;
+    AddLongRun<T>(p, p.runs[p.count + item - tile * long_runs], tile, partials, biases);
+  }
+  const int64_t short_runs = p.counters->short_runs;
+  const int64_t items = short_runs * tiles;
+  while (true) {
+    unsigned long long item = 0;
+    if ((threadIdx.x & 31) == 0) item = atomicAdd(&p.counters->next_item, kItemsAtOnce);
+    item = __shfl_sync(0xffffffffu, item, 0);
+    if (static_cast<int64_t>(item) >= items) return;
+    const int64_t end = min(static_cast<int64_t>(item + kItemsAtOnce), items);
+    for (auto i = static_cast<int64_t>(item); i < end; ++i) {
+      const int64_t tile = i / short_runs;
+      AddShortRun<T>(p, p.runs[i - tile * short_runs], tile);
     }
-    if (threadIdx.x == 0 && tile == 0 && p.bias_gradient != nullptr) {
-      float sum = 0.0f;
-      for (int w = 0; w < kWarps; ++w) sum += biases[w];
-      p.bias_gradient[column] += p.scale * sum;
-    }
-    __syncthreads();
   }
 }
 
@@ -214,8 +227,7 @@ __global__ void UniformBiasKernel(const __grid_constant__ UniformWeightParams p)
 template <typename T>
 cudaError_t LaunchRuns(const FilteredWeightParams& p, int multiprocessors, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(multiprocessors * kBlocksPerMultiprocessor);
-  LongRunsKernel<T><<<blocks, kThreads, 0, stream>>>(p);
-  ShortRunsKernel<T><<<blocks, kThreads, 0, stream>>>(p);
+  AddRunsKernel<T><<<blocks, kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

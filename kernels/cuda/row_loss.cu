@@ -19,15 +19,10 @@
 // clusters, read the row a second time (mostly from L2). The statistics of threads, warps and blocks
 // are combined in a fixed order.
 //
-// With a selection (RowLossParams::selection) nothing is written back; instead the classes that may reach
-// epsilon are listed, in an order that depends on the launch alone: each thread counts what it finds, a scan
-// over the block gives it its place, and the block takes a piece of the pool.
-//
 // Bytes: rows * V * (2 or 4) read and, with the gradient, as many written. Operations: 2 exponentials
 // and about 20 others an element, which is below the time of the bytes as long as several blocks
 // share a multiprocessor: hence at most kTargetBlockBytes a block.
 #include <algorithm>
-#include <cfloat>
 
 #include "kernels/cuda/device_math.cuh"
 #include "kernels/cuda/row_loss.h"
@@ -196,18 +191,6 @@ __device__ __forceinline__ Stats ReduceRow(const float* warp_words, float f, uin
   mailbox.AwaitAll();
   s = lane < cluster ? Get(mailbox.words + lane * StatsMailbox::kStride) : NoStats();
   return ReduceWarp<kGeneral>(s, f);
-}
-
-template <bool kGeneral>
-__device__ __forceinline__ RowResult Finish(const RowLossParams& p, int64_t row, const Target& target,
-                                            const Stats& others, float f) {
-  Stats rest = others;
-  Rebase(rest, fmaxf(others.max, target.logit.z), f);
-  RowResult r = FinishSums<kGeneral>(p, row, target, rest, f);
-  r.argmax = target.column;
-  const float stored = target.stored_z;
-  if (others.max > stored || (others.max == stored && others.arg < r.argmax)) r.argmax = others.arg;
-  return r;
 }
 
 // ---- gradient ----
@@ -451,130 +434,6 @@ __device__ __forceinline__ void WriteZeros(const Part& part) {
     part.global()[v] = make_uint4(0, 0, 0, 0);
 }
 
-// ---- selection ----
-
-// How an element is recognised as a candidate: its logit, and with it z f - M, may be off by the rounding of
-// what is stored, and so may the threshold, which is relative to the row's sum.
-struct SelectionRule {
-  float threshold;  // of z
-  float reference;  // M
-  float kept;       // of 2^d: at or above it, probabilities as stored reach epsilon
-  float roundoff;   // of a stored dot product, relative
-};
-
-template <typename T>
-constexpr float kStorageRoundoff = std::is_same_v<T, float>    ? 0x1p-17f  // of the GEMM, generously
-                                   : std::is_same_v<T, __half> ? 0x1p-11f
-                                                               : 0x1p-8f;
-
-template <typename T>
-__device__ __forceinline__ SelectionRule MakeSelectionRule(const RowLossParams& p, const RowResult& r,
-                                                           float largest, float f) {
-  SelectionRule rule;
-  rule.reference = r.reference;
-  rule.kept = p.selection.epsilon / r.inverse_sum;
-  rule.roundoff = kStorageRoundoff<T>;
-  const float exact = (r.reference + r.log2_sum + log2f(p.selection.epsilon)) / f;
-  const float threshold = exact - rule.roundoff * (fabsf(exact) + fabsf(largest));
-  rule.threshold = threshold < -FLT_MAX ? -FLT_MAX : threshold;  // -inf marks what is no candidate
-  return rule;
-}
-
-// Applies body(column, z, 2^d, d) to this thread's candidates, always in the same order.
-template <typename T, bool kGeneral, typename Body>
-__device__ __forceinline__ void ForEachCandidate(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
-                                                 const RowPart<T, true>& part, const Target& target,
-                                                 const SelectionRule& rule, Body body) {
-  constexpr int kSize = Vec<T>::kSize;
-  ForEachVector(part, [&](const uint4& raw, int v) {
-    if constexpr (!kGeneral) {
-      if (!(Vec<T>::Max(raw) >= rule.threshold)) return;
-    }
-    Logit logits[kSize];
-    VectorLogits(map, raw, v, static_cast<int>(p.vocab), target.column, logits);
-    float dots[kSize];
-    Vec<T>::Unpack(raw, dots);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      const float slack = kGeneral ? rule.roundoff * fabsf(map.scale * dots[i]) : 0.0f;
-      if (logits[i].z + slack >= rule.threshold) {
-        const float d = fmaf(logits[i].z, map.f, -rule.reference);
-        body(v * kSize + i, Exp2(d), d);
-      }
-    }
-  });
-}
-
-// What a thread or warp has found.
-struct Found {
-  int count;
-  float sum;
-  float spread;
-  float kept;
-};
-
-// All threads. Lists the candidates of this block's part of the row in the pool.
-template <typename T, bool kGeneral>
-__device__ __forceinline__ void SelectCandidates(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
-                                                 const RowPart<T, true>& part, const Target& target,
-                                                 const SelectionRule& rule, int64_t row, uint32_t rank) {
-  __shared__ Found warps[kMaxWarps];
-  __shared__ int shared_begin;
-  Found own = {};
-  ForEachCandidate(p, map, part, target, rule, [&](int, float e, float d) {
-    ++own.count;
-    own.sum += e;
-    if (kGeneral && e > 0.0f) own.spread += e * d;
-    if (e >= rule.kept) own.kept += e;
-  });
-  const int lane = threadIdx.x & 31;
-  int place = own.count;  // inclusive scan over the warp
-#pragma unroll
-  for (int offset = 1; offset < 32; offset <<= 1) {
-    const int below = __shfl_up_sync(0xffffffffu, place, offset);
-    if (lane >= offset) place += below;
-  }
-  const Found warp = {place, WarpSum(own.sum), WarpSum(own.spread), WarpSum(own.kept)};
-  if (lane == 31) warps[threadIdx.x >> 5] = warp;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    SelectedPart found;
-    for (unsigned w = 0; w < (blockDim.x + 31) >> 5; ++w) {
-      found.count += warps[w].count;
-      found.sum += warps[w].sum;
-      found.spread += warps[w].spread;
-      found.kept += warps[w].kept;
-    }
-    found.begin = found.count > 0 ? atomicAdd(p.selection.used, found.count) : 0;
-    p.selection.parts[row * p.selection.parts_per_row + rank] = found;
-    shared_begin = found.begin;
-  }
-  __syncthreads();
-  if (own.count == 0) return;
-  int at = shared_begin + place - own.count;
-  for (unsigned w = 0; w < threadIdx.x >> 5; ++w) at += warps[w].count;
-  ForEachCandidate(p, map, part, target, rule, [&](int column, float, float) {
-    if (at < p.selection.capacity) p.selection.pool[at] = column;
-    ++at;
-  });
-}
-
-__device__ __forceinline__ void WriteRowSums(const RowLossParams& p, int64_t row, const Target& target,
-                                             float target_dot, const Stats& others, const RowResult& result,
-                                             float f) {
-  RowSums sums;
-  Stats rest = others;
-  Rebase(rest, fmaxf(others.max, target.logit.z), f);
-  sums.max = rest.max;
-  sums.sum = rest.sum;
-  sums.spread = rest.spread;
-  sums.weighted = rest.weighted;
-  sums.target_dot = target_dot;
-  sums.total = 1.0f / result.inverse_sum;
-  sums.finite = isfinite(result.lse) && isfinite(result.loss) ? 1 : 0;
-  p.selection.sums[row] = sums;
-}
-
 // ---- the kernel ----
 
 template <typename T, bool kGeneral, bool kResident>
@@ -602,7 +461,6 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
   __shared__ StatsMailbox mailbox;
   __shared__ float warp_words[kMaxWarps * kStatsWords];
   __shared__ GradientRule shared_rule;
-  __shared__ SelectionRule shared_selection;
   if (cluster > 1) mailbox.Open(cluster);
   const LogitMap<T, kGeneral> map(p);
   Target target;
@@ -610,8 +468,7 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
   const float stored_dot = static_cast<float>(row_logits[target.column]);
   part.Fetch();
   if constexpr (!kGeneral) MaskRow(p, part, target.column);
-  const float target_dot = p.target_dots != nullptr ? p.target_dots[row] : stored_dot;
-  target.logit = map(target_dot, target.column);
+  target.logit = map(p.target_dots != nullptr ? p.target_dots[row] : stored_dot, target.column);
   target.stored_z = map(stored_dot, target.column).z;
   target.class_weight = kGeneral ? ClassWeight(p, target.column) : 1.0f;
 
@@ -623,19 +480,8 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
     const RowResult result = Finish<kGeneral>(p, row, target, others, map.f);
     if (rank == 0 && threadIdx.x == 0) WriteRow(p, row, result);
     if (threadIdx.x == 0) shared_rule = MakeRule<kGeneral>(p, row, target, result);
-    if (threadIdx.x == 0 && p.selection.pool != nullptr) {
-      shared_selection = MakeSelectionRule<T>(p, result, others.max, map.f);
-      if (rank == 0) WriteRowSums(p, row, target, target_dot, others, result, map.f);
-    }
   } else if (cluster > 1) {
     mailbox.AwaitOpen();
-  }
-  if constexpr (kResident) {
-    if (p.selection.pool != nullptr) {
-      __syncthreads();
-      SelectCandidates(p, map, part, target, shared_selection, row, rank);
-      return;
-    }
   }
   if (!p.write_gradient) return;
   __syncthreads();
@@ -673,17 +519,12 @@ struct LaunchPlan {
   int shared_bytes = 0;
 };
 
-// Blocks that share a row, where there are clusters.
-int ClusterFor(int64_t row_bytes) {
-  int cluster = 1;
-  while (cluster < kMaxCluster && row_bytes > int64_t{cluster} * kTargetBlockBytes) cluster *= 2;
-  return cluster;
-}
-
-LaunchPlan Plan(int64_t ld, DType dtype, const DeviceLimits& limits) {
+LaunchPlan Plan(const RowLossParams& p, const DeviceLimits& limits) {
   LaunchPlan plan;
-  const int64_t row_bytes = ld * static_cast<int64_t>(SizeOf(dtype));
-  if (limits.has_clusters) plan.cluster = ClusterFor(row_bytes);
+  const int64_t row_bytes = p.ld * static_cast<int64_t>(SizeOf(p.dtype));
+  const int max_cluster = limits.has_clusters ? kMaxCluster : 1;
+  while (plan.cluster < max_cluster && row_bytes > int64_t{plan.cluster} * kTargetBlockBytes)
+    plan.cluster *= 2;
   const int64_t vectors = row_bytes / 16;
   const int64_t part_bytes = (vectors + plan.cluster - 1) / plan.cluster * 16;
   // Two blocks a multiprocessor, or the loads of one row wait for the arithmetic of another.
@@ -739,18 +580,9 @@ cudaError_t LaunchTargetDots(const TargetDotParams& params, cudaStream_t stream)
   return cudaGetLastError();
 }
 
-int SelectionParts(int64_t ld, DType dtype, const DeviceLimits& limits) {
-  const LaunchPlan plan = Plan(ld, dtype, limits);
-  return plan.resident ? plan.cluster : 0;
-}
-
-int MaxSelectionParts(int64_t ld, DType dtype) {
-  return ClusterFor(ld * static_cast<int64_t>(SizeOf(dtype)));
-}
-
 cudaError_t LaunchRowLoss(const RowLossParams& params, const DeviceLimits& limits, cudaStream_t stream) {
   if (params.rows == 0) return cudaSuccess;
-  const LaunchPlan plan = Plan(params.ld, params.dtype, limits);
+  const LaunchPlan plan = Plan(params, limits);
   switch (params.dtype) {
     case DType::kFloat32:
       return LaunchTyped<float>(params, plan, stream);

@@ -21,38 +21,6 @@ struct DeviceLimits {
   bool has_branches = false;  // the driver runs DeviceBranch
 };
 
-// The candidates that one thread block found in its part of a row.
-struct SelectedPart {
-  int32_t begin = 0;  // in the pool
-  int32_t count = 0;
-  float sum = 0.0f;     // of 2^d over them, as stored
-  float spread = 0.0f;  // of 2^d d
-  float kept = 0.0f;    // the part of `sum` that, as stored, reaches epsilon
-};
-
-// What a row's results were made of; sums are over all classes but the target, relative to M = max f.
-struct RowSums {
-  float max = 0.0f;  // of all z
-  float sum = 0.0f;
-  float spread = 0.0f;
-  float weighted = 0.0f;
-  float target_dot = 0.0f;
-  float total = 0.0f;  // with the target
-  int32_t finite = 0;
-};
-
-// Lists the classes of each row whose probability may reach epsilon, rounding of the stored logits allowed
-// for. `used` may end above `capacity`; then the lists are incomplete.
-struct RowSelection {
-  float epsilon = 0.0f;
-  int32_t* pool = nullptr;  // [capacity] classes; null: no selection
-  int32_t capacity = 0;
-  int32_t* used = nullptr;        // [1], 0 on entry
-  SelectedPart* parts = nullptr;  // [rows, parts_per_row]
-  int32_t parts_per_row = 0;      // SelectionParts()
-  RowSums* sums = nullptr;        // [rows]
-};
-
 struct RowLossParams {
   // [padded_rows, ld]: W x on entry; with write_gradient, dL/ds over (scale * gradient unit) on return,
   // 0 in padding rows and columns and in rows whose loss is not finite.
@@ -90,8 +58,6 @@ struct RowLossParams {
   float* target_logprob = nullptr;
   int32_t* argmax = nullptr;
 
-  RowSelection selection;  // instead of write_gradient
-
   // Whether the kernels need the general form of the formulas.
   bool IsGeneral() const {
     return bias != nullptr || class_weights != nullptr || softcap > 0.0f || smoothing > 0.0f ||
@@ -111,12 +77,6 @@ struct TargetDotParams {
   float* dots = nullptr;             // [rows]
 };
 cudaError_t LaunchTargetDots(const TargetDotParams& params, cudaStream_t stream);
-
-// The parts into which a selection divides a row of `ld` elements; 0 if rows are too long to be selected
-// from.
-int SelectionParts(int64_t ld, DType dtype, const DeviceLimits& limits);
-// The same, at most, on any device.
-int MaxSelectionParts(int64_t ld, DType dtype);
 
 cudaError_t LaunchRowLoss(const RowLossParams& params, const DeviceLimits& limits, cudaStream_t stream);
 
