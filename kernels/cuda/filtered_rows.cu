@@ -19,9 +19,7 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-constexpr int kMaxThreads = 512;
-constexpr int kMaxWarps = kMaxThreads / 32;
-constexpr int kMaxVectors = 4;    // of 16 bytes a thread
+constexpr int kMaxWarps = 16;
 constexpr int kBatchVectors = 8;  // of W a thread holds at once
 constexpr int kDecideThreads = 1024;
 
@@ -45,6 +43,23 @@ __global__ void DecideKernel(const __grid_constant__ DecideParams p) {
 }
 
 // ---- rows ----
+
+// How a row is divided: 16-byte vectors a thread holds, and with how many threads and blocks a
+// multiprocessor. The accumulators leave room for as many registers as that.
+template <int kVectors>
+struct Division;
+template <>
+struct Division<1> {
+  static constexpr int kThreads = 512, kBlocks = 2;
+};
+template <>
+struct Division<2> {
+  static constexpr int kThreads = 320, kBlocks = 3;
+};
+template <>
+struct Division<4> {
+  static constexpr int kThreads = 512, kBlocks = 1;
+};
 
 // The sums over a warp of kCount values at once; lane l gets that of value l / (32 / kCount).
 template <int kCount>
@@ -321,7 +336,7 @@ __device__ __forceinline__ void FinishGradient(const FilterRowsParams& p, const 
 }
 
 template <typename T, bool kGeneral, int kVectors>
-__global__ __launch_bounds__(kMaxThreads, kVectors == 1 ? 2 : 1) void FilterRowsKernel(
+__global__ __launch_bounds__(Division<kVectors>::kThreads, Division<kVectors>::kBlocks) void FilterRowsKernel(
     const __grid_constant__ FilterRowsParams p) {
   constexpr int kBatch = kBatchVectors / kVectors;
   extern __shared__ int classes[];  // [capacity], then exps and, if kGeneral, slopes
@@ -373,8 +388,8 @@ int Vectors(int64_t ld, DType dtype) {
 template <typename T, bool kGeneral, int kVectors>
 cudaError_t Launch(const FilterRowsParams& p, cudaStream_t stream) {
   auto* kernel = FilterRowsKernel<T, kGeneral, kVectors>;
-  const int per_thread = (Vectors(p.ld, p.row.dtype) + kVectors - 1) / kVectors;
-  const int threads = (per_thread + 31) / 32 * 32;
+  const int64_t per_thread = (Vectors(p.ld, p.row.dtype) + kVectors - 1) / kVectors;
+  const auto threads = static_cast<unsigned>((per_thread + 31) / 32 * 32);
   const auto most = static_cast<int>(std::min<int64_t>(kMaxRowCandidates, p.row.vocab));
   const int shared = most * (kGeneral ? 3 : 2) * static_cast<int>(sizeof(float));
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
@@ -385,10 +400,10 @@ cudaError_t Launch(const FilterRowsParams& p, cudaStream_t stream) {
 
 template <typename T, bool kGeneral>
 cudaError_t LaunchSized(const FilterRowsParams& p, cudaStream_t stream) {
-  const int vectors = Vectors(p.ld, p.row.dtype);
-  if (vectors <= kMaxThreads) return Launch<T, kGeneral, 1>(p, stream);
-  if (vectors <= 2 * kMaxThreads) return Launch<T, kGeneral, 2>(p, stream);
-  return Launch<T, kGeneral, kMaxVectors>(p, stream);
+  const int64_t vectors = Vectors(p.ld, p.row.dtype);
+  if (vectors <= Division<1>::kThreads) return Launch<T, kGeneral, 1>(p, stream);
+  if (vectors <= 2 * Division<2>::kThreads) return Launch<T, kGeneral, 2>(p, stream);
+  return Launch<T, kGeneral, 4>(p, stream);
 }
 
 template <typename T>
@@ -398,9 +413,7 @@ cudaError_t LaunchTyped(const FilterRowsParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-bool CanFilterRows(int64_t ld, DType dtype) {
-  return ld * static_cast<int64_t>(SizeOf(dtype)) <= int64_t{16} * kMaxVectors * kMaxThreads;
-}
+bool CanFilterRows(int64_t ld, DType dtype) { return Vectors(ld, dtype) <= 4 * Division<4>::kThreads; }
 
 cudaError_t LaunchDecide(const DecideParams& params, cudaStream_t stream) {
   DecideKernel<<<1, kDecideThreads, 0, stream>>>(params);

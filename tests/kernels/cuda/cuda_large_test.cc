@@ -288,8 +288,9 @@ constexpr LargeCase kCases[] = {
     {1024, 520, 2049, 3, DType::kFloat16, 0x1p-9f},
     {1937, 3584, 152064, 1, DType::kBFloat16, 0x1p-12f},
     {700, 5120, 100000, 2, DType::kBFloat16, 0x1p-12f},
-    {300, 8200, 40000, 1, DType::kBFloat16, 0x1p-12f},        // more than two vectors of D a thread
-    {300, 64, 500000, 1, DType::kBFloat16, 0x1p-12f, true},   // a row no cluster holds
+    {300, 8200, 40000, 1, DType::kBFloat16, 0x1p-12f},  // more than two vectors of D a thread
+    {300, 64, 500000, 1, DType::kBFloat16, 0x1p-12f},
+    {60, 16392, 3000, 1, DType::kBFloat16, 0x1p-12f, true},   // hidden states longer than a block holds
     {2100, 64, 256000, 1, DType::kBFloat16, 0x1p-18f, true},  // more candidates than there is room for
 };
 INSTANTIATE_TEST_SUITE_P(Shapes, CudaLarge, ::testing::ValuesIn(kCases));
