@@ -100,6 +100,14 @@ int64_t OutputBlockBytes(int64_t chunk_rows) {
   return carver.used();
 }
 
+FilterShape FilterShapeOf(const HeadConfig& config, const HeadSizes& sizes) {
+  return {.chunk_rows = sizes.chunk_rows,
+          .vocab = sizes.vocab,
+          .padded_vocab = sizes.padded_vocab,
+          .padded_hidden = sizes.padded_hidden,
+          .dtype = config.compute_dtype};
+}
+
 Workspace Workspace::Carve(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors,
                            uint8_t* base) {
   Carver carver(base);
@@ -107,7 +115,10 @@ Workspace Workspace::Carve(const HeadConfig& config, const HeadSizes& sizes, int
   const int64_t rows = sizes.chunk_rows;
   const int64_t hidden_bytes = rows * sizes.padded_hidden * sizes.element;
   const bool has_norm = config.norm != Norm::kNone;
-  w.logits = carver.Take<uint8_t>(rows * sizes.padded_vocab * sizes.element);
+  const FilterShape filter = FilterShapeOf(config, sizes);
+  const int64_t logits_bytes = rows * sizes.padded_vocab * sizes.element;
+  auto* logits = carver.Take<uint8_t>(std::max(logits_bytes, FilterBuffers::LogitsBytes(filter)));
+  w.logits = logits;
   CarveHiddenGradient(config, sizes, carver, w);
   if (config.compute_dtype != DType::kFloat32) w.target_dots = carver.Take<float>(rows);
   void* normed = has_norm ? carver.Take<uint8_t>(hidden_bytes) : nullptr;
@@ -128,6 +139,8 @@ Workspace Workspace::Carve(const HeadConfig& config, const HeadSizes& sizes, int
   }
   w.partials = carver.Take<float>(partials);
   w.square_sums = carver.Take<double>(kSquareSumPartials + 1);
+  Carver in_logits(logits);
+  w.filter = FilterBuffers::Carve(filter, carver, in_logits);
   w.bytes = carver.used();
   return w;
 }

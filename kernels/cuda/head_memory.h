@@ -10,6 +10,7 @@
 
 #include "kernels/cuda/chunk_layout.h"
 #include "kernels/cuda/device_memory.h"
+#include "kernels/cuda/filter_plan.h"
 #include "kernels/cuda/hopper/fused_rows.h"
 #include "kernels/head_config.h"
 #include "kernels/memory.h"
@@ -58,7 +59,7 @@ struct SlotMemory {
 };
 
 struct Workspace {
-  void* logits = nullptr;           // [chunk_rows, padded_vocab] compute dtype
+  void* logits = nullptr;           // [chunk_rows, padded_vocab] compute dtype; at least what `filter` takes
   void* hidden_gradient = nullptr;  // [chunk_rows, padded_hidden] HiddenGradientDType()
   float* target_dots = nullptr;     // [chunk_rows]; 16-bit compute only
   SlotMemory slots[kChunkSlots];
@@ -70,11 +71,14 @@ struct Workspace {
   float* inverse_deviation = nullptr;
   float* partials = nullptr;      // first stage of column sums
   double* square_sums = nullptr;  // [kSquareSumPartials + 1]
+  FilterBuffers filter;
   int64_t bytes = 0;
 
   static Workspace Carve(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors,
                          uint8_t* base);
 };
+
+FilterShape FilterShapeOf(const HeadConfig& config, const HeadSizes& sizes);
 
 // What dx is kept in until it has been converted for the client: fp16 has too narrow a range for that.
 constexpr DType HiddenGradientDType(DType compute) {

@@ -193,18 +193,6 @@ __device__ __forceinline__ Stats ReduceRow(const float* warp_words, float f, uin
   return ReduceWarp<kGeneral>(s, f);
 }
 
-template <bool kGeneral>
-__device__ __forceinline__ RowResult Finish(const RowLossParams& p, int64_t row, const Target& target,
-                                            const Stats& others, float f) {
-  Stats rest = others;
-  Rebase(rest, fmaxf(others.max, target.logit.z), f);
-  RowResult r = FinishSums<kGeneral>(p, row, target, rest, f);
-  r.argmax = target.column;
-  const float stored = target.stored_z;
-  if (others.max > stored || (others.max == stored && others.arg < r.argmax)) r.argmax = others.arg;
-  return r;
-}
-
 // ---- gradient ----
 
 template <bool kGeneral>
@@ -445,6 +433,8 @@ __device__ __forceinline__ void WriteZeros(const Part& part) {
   for (int v = part.begin + threadIdx.x; v < part.end; v += blockDim.x)
     part.global()[v] = make_uint4(0, 0, 0, 0);
 }
+
+// ---- the kernel ----
 
 template <typename T, bool kGeneral, bool kResident>
 __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void RowLossKernel(

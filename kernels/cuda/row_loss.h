@@ -19,6 +19,7 @@ struct DeviceLimits {
   int shared_bytes_per_sm = 64 << 10;
   bool has_clusters = false;  // compute capability 9.0 or later
   int fused_clusters = 0;     // of hopper/logit_pass.h that run at once; 0: it does not run here
+  bool has_branches = false;  // the driver runs DeviceBranch
 };
 
 struct RowLossParams {

@@ -147,6 +147,18 @@ __device__ __forceinline__ RowResult FinishSums(const RowLossParams& p, int64_t 
   return r;
 }
 
+template <bool kGeneral>
+__device__ __forceinline__ RowResult Finish(const RowLossParams& p, int64_t row, const Target& target,
+                                            const Stats& others, float f) {
+  Stats rest = others;
+  Rebase(rest, fmaxf(others.max, target.logit.z), f);
+  RowResult r = FinishSums<kGeneral>(p, row, target, rest, f);
+  r.argmax = target.column;
+  const float stored = target.stored_z;
+  if (others.max > stored || (others.max == stored && others.arg < r.argmax)) r.argmax = others.arg;
+  return r;
+}
+
 __device__ __forceinline__ void WriteRow(const RowLossParams& p, int64_t row, const RowResult& r) {
   p.loss[row] = r.loss;
   p.z_loss_part[row] = r.z_loss_part;

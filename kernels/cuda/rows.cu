@@ -9,6 +9,7 @@ namespace lossd::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kGuardThreads = 1024;  // often one block for all rows
 constexpr int64_t kMaxBlocks = 1 << 20;
 constexpr int64_t kColumnSplits = 64;  // most row groups a column sum is divided into
 constexpr int kPartialColumns = 32;    // columns and groups of partials a block of AddPartials handles
@@ -86,12 +87,12 @@ __global__ void ScaleRowsKernel(DeviceMatrix matrix, const float* factors, float
 }
 
 __global__ void GuardKernel(GuardParams p) {
-  __shared__ int32_t warp_first[kThreads / 32];
+  __shared__ int32_t warp_first[kGuardThreads / 32];
   const int64_t slice = blockIdx.x;
   const int32_t begin = p.slice_begin[slice];
   const int32_t end = p.slice_begin[slice + 1];
   int32_t first = INT32_MAX;
-  for (int32_t r = begin + static_cast<int32_t>(threadIdx.x); r < end; r += kThreads) {
+  for (int32_t r = begin + static_cast<int32_t>(threadIdx.x); r < end; r += kGuardThreads) {
     if (!isfinite(p.loss[r]) || !isfinite(p.lse[r])) first = min(first, r);
   }
   for (int offset = 16; offset > 0; offset >>= 1) {
@@ -99,10 +100,10 @@ __global__ void GuardKernel(GuardParams p) {
   }
   if ((threadIdx.x & 31) == 0) warp_first[threadIdx.x >> 5] = first;
   __syncthreads();
-  for (int i = 0; i < kThreads / 32; ++i) first = min(first, warp_first[i]);
+  for (int i = 0; i < kGuardThreads / 32; ++i) first = min(first, warp_first[i]);
   const bool good = first == INT32_MAX;
   if (threadIdx.x == 0) p.first_bad[slice] = good ? -1 : first;
-  for (int32_t r = begin + static_cast<int32_t>(threadIdx.x); r < end; r += kThreads) {
+  for (int32_t r = begin + static_cast<int32_t>(threadIdx.x); r < end; r += kGuardThreads) {
     p.keep[r] = good && p.accumulate[r] != 0 ? 1 : 0;
   }
 }
@@ -118,7 +119,7 @@ __global__ void ColumnSumKernel(DeviceMatrix matrix, const int32_t* keep, const 
   float sum[8] = {};
 #pragma unroll 4
   for (int64_t r = begin; r < end; ++r) {
-    if (keep[r] == 0) continue;
+    if (keep != nullptr && keep[r] == 0) continue;
     const float factor = factors != nullptr ? factors[r] : 1.0f;
     float x[8];
     Load8(RowOf(matrix, r), matrix.dtype, c, matrix.cols, aligned, x);
@@ -178,7 +179,7 @@ cudaError_t LaunchZeroUnmappedRows(const DeviceMatrix& rows, const int32_t* map,
 
 cudaError_t LaunchGuard(const GuardParams& params, cudaStream_t stream) {
   if (params.slices == 0) return cudaSuccess;
-  GuardKernel<<<static_cast<unsigned>(params.slices), kThreads, 0, stream>>>(params);
+  GuardKernel<<<static_cast<unsigned>(params.slices), kGuardThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

@@ -56,8 +56,7 @@ cudaError_t LaunchScaleRows(const DeviceMatrix& matrix, const float* factors, fl
                             const int32_t* keep, int64_t rows, cudaStream_t stream);
 
 // accumulator[c] += scale * sum over kept rows r of factors[r] * matrix[r, c], for c in [0, matrix.cols);
-// factors may be null (all 1).
-// partials: ColumnSumScratch(matrix.cols) floats.
+// keep and factors may be null: all rows, all 1. partials: ColumnSumScratch(matrix.cols) floats.
 int64_t ColumnSumScratch(int64_t cols);
 cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, const float* factors,
                             int64_t rows, float scale, float* partials, float* accumulator,

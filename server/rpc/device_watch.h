@@ -28,6 +28,7 @@ class DeviceWatch final : public engine::EngineObserver {
                double compute_seconds) override {
     next_->OnChunk(head, slices, rows, valid_rows, compute_seconds);
   }
+  void OnDroppedMass(absl::string_view head, double mass) override { next_->OnDroppedMass(head, mass); }
   void OnSlice(absl::string_view head, double queue_seconds) override { next_->OnSlice(head, queue_seconds); }
   void OnStep(absl::string_view head) override { next_->OnStep(head); }
   void OnDeviceError(const absl::Status& status) override {
