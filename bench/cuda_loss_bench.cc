@@ -1,6 +1,8 @@
-// Times the CUDA backend's exact loss with gradients on one GPU, beside the bare GEMM floor of the same run.
+// Times the CUDA backend's loss with gradients on one GPU, each algorithm beside the bare GEMM floor of the
+// same run.
 //
 //   cuda_loss_bench --out=results.json --commit=abc123 [--shapes=gemma2-2b,...] [--data=peaked,flat]
+//                   [--algorithms=exact,filtered,auto]
 //
 // "loss+grad" is the time from one finished microbatch to the next with microbatches submitted one after
 // the other (host copies both ways included, overlapped by the backend); the floor is the three bare
@@ -42,6 +44,7 @@ ABSL_FLAG(std::vector<std::string>, shapes,
           std::vector<std::string>({"gemma2-2b", "llama3-8b", "phi3.5-mini", "mistral-nemo", "n4096"}),
           "names of shapes to run, or NxDxV");
 ABSL_FLAG(std::vector<std::string>, data, std::vector<std::string>({"peaked"}), "peaked, flat");
+ABSL_FLAG(std::vector<std::string>, algorithms, std::vector<std::string>({"exact"}), "exact, filtered, auto");
 ABSL_FLAG(int64_t, workspace_mib, 2220,
           "workspace of the head, MiB; with the scratch memory of the GEMMs 2.2 GiB");
 ABSL_FLAG(int, iterations, 10, "timed microbatches");
@@ -50,6 +53,7 @@ ABSL_FLAG(bool, loss, true, "run the loss benchmark");
 ABSL_FLAG(bool, norm, true, "run the norm benchmark");
 ABSL_FLAG(bool, errors, true, "compare with double precision");
 ABSL_FLAG(std::string, compute, "bf16", "bf16 or fp32: what the head computes in (fp32: no floor, no parts)");
+ABSL_FLAG(bool, fused, true, "compute the loss in the epilogue of the first product where that is faster");
 ABSL_FLAG(bool, parts, true, "time the parts of a chunk one by one");
 
 namespace lossd::bench {
@@ -58,7 +62,6 @@ namespace {
 namespace cuda = ::lossd::kernels::cuda;
 using Json = nlohmann::json;
 using kernels::DType;
-using Clock = std::chrono::steady_clock;
 
 constexpr int kSampledRows = 32;
 constexpr int kSampledClasses = 64;
@@ -219,8 +222,14 @@ class Bare {
 class Microbatch {
  public:
   Microbatch(kernels::Backend& backend, kernels::HeadKernels& head, const DataShape& shape,
-             const LossData& data, bool gradients)
-      : head_(head), shape_(shape), data_(data), gradients_(gradients), lse_(shape.rows), loss_(shape.rows) {
+             const LossData& data, const kernels::LossOptions& options, bool gradients)
+      : head_(head),
+        shape_(shape),
+        data_(data),
+        options_(options),
+        gradients_(gradients),
+        lse_(shape.rows),
+        loss_(shape.rows) {
     const int64_t elements = shape.rows * shape.hidden;
     hidden_ = Take(backend.AllocateStaging(elements * element_), "AllocateStaging");
     gradient_ = Take(backend.AllocateStaging(elements * element_), "AllocateStaging");
@@ -241,6 +250,13 @@ class Microbatch {
   const std::vector<float>& lse() const { return lse_; }
   const std::vector<float>& loss() const { return loss_; }
   const uint8_t* gradient() const { return gradient_->bytes().data(); }
+  // Of the last microbatch, per row.
+  double dropped_mass() const { return dropped_mass_ / static_cast<double>(shape_.rows); }
+
+  void WarmUp(int in_flight) {
+    const Clock::time_point begin = Clock::now();
+    while (SecondsSince(begin) < kWarmUpSeconds) Run(kWarmUps, in_flight);
+  }
 
   // Runs `count` microbatches back to back; the times between their ends, the first left out.
   std::vector<double> Run(int count, int in_flight) {
@@ -282,14 +298,16 @@ class Microbatch {
     if (gradients_) slice.grad_hidden = gradient_->bytes().data() + begin * shape_.hidden * element_;
     slice.out.lse = lse_.data() + begin;
     slice.out.loss = loss_.data() + begin;
+    work->chunk.options = options_;
     work->chunk.hidden_dtype = ComputeType();
     work->chunk.accumulate_gradients = gradients_;
     work->chunk.slices = absl::MakeSpan(&slice, 1);
     kernels::ChunkCallbacks callbacks;
     callbacks.on_results = [](absl::Status status) { Check(status, "on_results"); };
-    callbacks.on_done = [this, work, ends](absl::Status status) {
+    callbacks.on_done = [this, work, ends, begin](absl::Status status) {
       Check(status, "on_done");
       absl::MutexLock lock(&mutex_);
+      dropped_mass_ = (begin == 0 ? 0.0 : dropped_mass_) + work->slice.sums.dropped_mass;
       if (ends != nullptr) ends->push_back(Clock::now());
       --unfinished_;
     };
@@ -299,6 +317,7 @@ class Microbatch {
   kernels::HeadKernels& head_;
   const DataShape shape_;
   const LossData& data_;
+  const kernels::LossOptions options_;
   const bool gradients_;
   const int64_t element_ = static_cast<int64_t>(kernels::SizeOf(ComputeType()));
   std::vector<float> lse_, loss_;
@@ -306,6 +325,7 @@ class Microbatch {
   int64_t chunk_rows_ = 0;
   absl::Mutex mutex_;
   int unfinished_ ABSL_GUARDED_BY(mutex_) = 0;
+  double dropped_mass_ = 0.0;  // written by the backend's thread, read when no chunk is under way
 };
 
 void WriteWeight(kernels::HeadKernels& head, const DataShape& shape, const LossData& data) {
@@ -385,11 +405,24 @@ int64_t FreeBytes() {
   return static_cast<int64_t>(free_bytes);
 }
 
-Json RunBackend(const DataShape& shape, const LossData& data) {
-  auto backend = Take(kernels::CreateCudaBackend({.workspace_bytes = absl::GetFlag(FLAGS_workspace_mib) << 20,
-                                                  .autotune = absl::GetFlag(FLAGS_autotune),
-                                                  .deterministic = !absl::GetFlag(FLAGS_autotune)}),
-                      "CreateCudaBackend");
+kernels::Algorithm FindAlgorithm(const std::string& name) {
+  for (const auto algorithm :
+       {kernels::Algorithm::kExact, kernels::Algorithm::kFiltered, kernels::Algorithm::kAuto}) {
+    if (kernels::Name(algorithm) == name) return algorithm;
+  }
+  std::cerr << "--algorithms: unknown algorithm " << name << std::endl;
+  std::exit(2);
+}
+
+Json RunBackend(const DataShape& shape, const LossData& data, const std::string& algorithm) {
+  const kernels::LossOptions options = {.algorithm = FindAlgorithm(algorithm)};
+  auto backend = Take(
+      kernels::CreateCudaBackend({.workspace_bytes = absl::GetFlag(FLAGS_workspace_mib) << 20,
+                                  .autotune = absl::GetFlag(FLAGS_autotune),
+                                  .deterministic = !absl::GetFlag(FLAGS_autotune),
+                                  .fused_loss = absl::GetFlag(FLAGS_fused) ? kernels::FusedLoss::kWhereFaster
+                                                                           : kernels::FusedLoss::kNever}),
+      "CreateCudaBackend");
   const kernels::HeadConfig config = {.hidden_size = shape.hidden,
                                       .vocab_size = shape.vocab,
                                       .compute_dtype = ComputeType(),
@@ -399,7 +432,7 @@ Json RunBackend(const DataShape& shape, const LossData& data) {
   const int64_t taken = free_before - FreeBytes();
   const int64_t planned = head->memory().Total() - head->memory()[kernels::MemoryKind::kStaging];
   WriteWeight(*head, shape, data);
-  Microbatch full(*backend, *head, shape, data, true);
+  Microbatch full(*backend, *head, shape, data, options, true);
   full.Run(1, 1);
   Json result = {
       {"chunk_rows", full.chunk_rows()},
@@ -410,66 +443,92 @@ Json RunBackend(const DataShape& shape, const LossData& data) {
   result["gradients_mib"] = static_cast<double>(head->memory()[kernels::MemoryKind::kGradients]) / (1 << 20);
   if (absl::GetFlag(FLAGS_errors) && ComputeType() == DType::kBFloat16)
     result["errors"] = Errors(*head, full, shape, data);
+  result["dropped_mass"] = full.dropped_mass();
   const int iterations = absl::GetFlag(FLAGS_iterations);
-  full.Run(kWarmUps, backend->max_chunks_in_flight());
+  full.WarmUp(backend->max_chunks_in_flight());
   result["loss_and_gradients"] = ToJson(Summarise(full.Run(iterations + 1, backend->max_chunks_in_flight())));
   result["loss_and_gradients_one_at_a_time"] = ToJson(Summarise(full.Run(iterations + 1, 1)));
-  Microbatch forward(*backend, *head, shape, data, false);
-  forward.Run(kWarmUps, backend->max_chunks_in_flight());
+  Microbatch forward(*backend, *head, shape, data, options, false);
+  forward.WarmUp(backend->max_chunks_in_flight());
   result["loss_only"] = ToJson(Summarise(forward.Run(iterations + 1, backend->max_chunks_in_flight())));
   return result;
 }
 
-Json RunShape(const NamedShape& named, const std::string& kind, Timer& timer) {
-  const DataShape& shape = named.shape;
-  LossData data =
-      MakeData(kind == "flat" ? DataKind::kFlat : DataKind::kPeaked, shape, std::random_device{}());
-  Json result = RunBackend(shape, data);
-  if (ComputeType() == DType::kFloat32) {
-    Free(data);
-    return result;
-  }
+Floor MeasureFloor(const DataShape& shape, const LossData& data, Timer& timer) {
   Floor floor;
-  {
-    Bare bare(shape, data, shape.rows, timer);
-    floor.logits = bare.Logits();
-    bare.RowLoss(true);  // the other two multiply real gradients
-    floor.hidden_gradient = bare.HiddenGradient();
-    floor.weight_gradient = bare.WeightGradient(DType::kBFloat16, 0.0f);
-  }
+  Bare bare(shape, data, shape.rows, timer);
+  floor.logits = bare.Logits();
+  bare.RowLoss(true);  // the other two multiply real gradients
+  floor.hidden_gradient = bare.HiddenGradient();
+  floor.weight_gradient = bare.WeightGradient(DType::kBFloat16, 0.0f);
+  return floor;
+}
+
+Json MeasureParts(const DataShape& shape, const LossData& data, int64_t rows, Timer& timer) {
+  Bare bare(shape, data, rows, timer);
+  Json parts;
+  parts["logits"] = ToJson(bare.Logits());
+  parts["row_loss_forward"] = ToJson(bare.RowLoss(false));
+  parts["row_loss"] = ToJson(bare.RowLoss(true));
+  parts["hidden_gradient"] = ToJson(bare.HiddenGradient());
+  parts["weight_gradient_first"] = ToJson(bare.WeightGradient(DType::kFloat32, 0.0f));
+  parts["weight_gradient_add"] = ToJson(bare.WeightGradient(DType::kFloat32, 1.0f));
+  const double bytes = 2.0 * static_cast<double>(rows) * static_cast<double>(shape.vocab) * 2.0;
+  parts["row_loss_gbps"] = bytes / parts["row_loss"]["median_ms"].get<double>() / 1e6;
+  return parts;
+}
+
+void AddFloor(const Floor& floor, Json& result) {
   result["floor"] = {{"logits", ToJson(floor.logits)},
                      {"hidden_gradient", ToJson(floor.hidden_gradient)},
                      {"weight_gradient", ToJson(floor.weight_gradient)},
                      {"total_ms", floor.total()}};
-  const double full = result["loss_and_gradients"]["median_ms"];
-  const double forward = result["loss_only"]["median_ms"];
-  result["ratio"] = full / floor.total();
-  result["forward_ratio"] = forward / floor.logits.median;
-  if (absl::GetFlag(FLAGS_parts)) {
-    const int64_t rows = result["chunk_rows"];
-    Bare bare(shape, data, rows, timer);
-    Json& parts = result["parts_of_a_chunk"];
-    parts["logits"] = ToJson(bare.Logits());
-    parts["row_loss_forward"] = ToJson(bare.RowLoss(false));
-    parts["row_loss"] = ToJson(bare.RowLoss(true));
-    parts["hidden_gradient"] = ToJson(bare.HiddenGradient());
-    parts["weight_gradient_first"] = ToJson(bare.WeightGradient(DType::kFloat32, 0.0f));
-    parts["weight_gradient_add"] = ToJson(bare.WeightGradient(DType::kFloat32, 1.0f));
-    const double bytes = 2.0 * static_cast<double>(rows) * static_cast<double>(shape.vocab) * 2.0;
-    parts["row_loss_gbps"] = bytes / parts["row_loss"]["median_ms"].get<double>() / 1e6;
+  result["ratio"] = result["loss_and_gradients"]["median_ms"].get<double>() / floor.total();
+  result["forward_ratio"] = result["loss_only"]["median_ms"].get<double>() / floor.logits.median;
+}
+
+void Print(const NamedShape& named, const std::string& kind, const std::string& algorithm, const Floor& floor,
+           const Json& result) {
+  std::cout << absl::StrFormat(
+                   "%-13s %-6s %-8s chunk %5d ws %6.0f MiB  floor %6.2f (%5.2f fwd)  loss+grad %6.2f [%.2f "
+                   "%.2f] x%.3f  loss %6.2f x%.3f",
+                   named.name, kind, algorithm, result["chunk_rows"].get<int64_t>(),
+                   result["workspace_mib"].get<double>(), floor.total(), floor.logits.median,
+                   result["loss_and_gradients"]["median_ms"].get<double>(),
+                   result["loss_and_gradients"]["min_ms"].get<double>(),
+                   result["loss_and_gradients"]["max_ms"].get<double>(), result["ratio"].get<double>(),
+                   result["loss_only"]["median_ms"].get<double>(), result["forward_ratio"].get<double>())
+            << std::endl;
+  std::cout << result.dump() << std::endl;
+}
+
+// One result for each algorithm, all with the same data and floor.
+std::vector<Json> RunShape(const NamedShape& named, const std::string& kind, Timer& timer) {
+  const DataShape& shape = named.shape;
+  LossData data =
+      MakeData(kind == "flat" ? DataKind::kFlat : DataKind::kPeaked, shape, std::random_device{}());
+  const std::vector<std::string> algorithms = absl::GetFlag(FLAGS_algorithms);
+  std::vector<Json> results;
+  for (const std::string& algorithm : algorithms) results.push_back(RunBackend(shape, data, algorithm));
+  if (ComputeType() == DType::kBFloat16) {
+    const Floor floor = MeasureFloor(shape, data, timer);
+    for (size_t i = 0; i < results.size(); ++i) {
+      AddFloor(floor, results[i]);
+      Print(named, kind, algorithms[i], floor, results[i]);
+    }
+    if (absl::GetFlag(FLAGS_parts)) {
+      results.front()["parts_of_a_chunk"] = MeasureParts(shape, data, results.front()["chunk_rows"], timer);
+    }
   }
   Free(data);
-  std::cout
-      << absl::StrFormat(
-             "%-13s %-6s chunk %5d ws %6.0f MiB  floor %6.2f (%5.2f fwd)  loss+grad %6.2f [%.2f %.2f] x%.3f  "
-             "loss %6.2f x%.3f",
-             named.name, kind, result["chunk_rows"].get<int64_t>(), result["workspace_mib"].get<double>(),
-             floor.total(), floor.logits.median, full, result["loss_and_gradients"]["min_ms"].get<double>(),
-             result["loss_and_gradients"]["max_ms"].get<double>(), full / floor.total(), forward,
-             forward / floor.logits.median)
-      << std::endl;
-  std::cout << result.dump() << std::endl;
-  return result;
+  for (size_t i = 0; i < results.size(); ++i) {
+    results[i]["algorithm"] = algorithms[i];
+    results[i]["shape"] = {
+        {"name", named.name}, {"rows", shape.rows}, {"hidden", shape.hidden}, {"vocab", shape.vocab}};
+    results[i]["data"] = kind;
+    results[i]["compute"] = absl::GetFlag(FLAGS_compute);
+  }
+  return results;
 }
 
 // ---- norm ----
@@ -591,15 +650,9 @@ int Main() {
   if (absl::GetFlag(FLAGS_loss)) {
     for (const std::string& name : absl::GetFlag(FLAGS_shapes)) {
       for (const std::string& kind : absl::GetFlag(FLAGS_data)) {
-        const NamedShape shape = FindShape(name);
-        Json result = RunShape(shape, kind, timer);
-        result["shape"] = {{"name", shape.name},
-                           {"rows", shape.shape.rows},
-                           {"hidden", shape.shape.hidden},
-                           {"vocab", shape.shape.vocab}};
-        result["data"] = kind;
-        result["compute"] = absl::GetFlag(FLAGS_compute);
-        results["loss"].push_back(std::move(result));
+        for (Json& result : RunShape(FindShape(name), kind, timer)) {
+          results["loss"].push_back(std::move(result));
+        }
       }
     }
   }

@@ -5,11 +5,13 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <iostream>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -17,6 +19,14 @@
 namespace lossd::bench {
 
 inline constexpr int kWarmUps = 3;
+// Large products run into the card's power limit within a fraction of a second; then clocks are steady.
+inline constexpr double kWarmUpSeconds = 0.4;
+
+using Clock = std::chrono::steady_clock;
+
+inline double SecondsSince(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
 
 inline void Check(cudaError_t error, const char* call) {
   if (error == cudaSuccess) return;
@@ -65,11 +75,12 @@ class Timer {
   }
 
   Times Measure(int iterations, const std::function<void(int)>& work) {
+    int count = 0;
+    const Clock::time_point begin = Clock::now();
+    while (count < kWarmUps || SecondsSince(begin) < kWarmUpSeconds) MeasureOnce([&] { work(count++); });
     std::vector<double> times;
-    for (int i = 0; i < kWarmUps + iterations; ++i) {
-      times.push_back(MeasureOnce([&] { work(i); }));
-    }
-    return Summarise({times.begin() + kWarmUps, times.end()});
+    for (int i = 0; i < iterations; ++i) times.push_back(MeasureOnce([&] { work(count++); }));
+    return Summarise(std::move(times));
   }
 
   // As Measure, for `launches` short pieces of work at once; the times are those of one.

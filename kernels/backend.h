@@ -44,7 +44,7 @@ struct SliceSums {
   double loss = 0.0;          // sum of row losses, z-loss included, row weights applied
   double z_loss = 0.0;        // the z-loss part alone, row weights applied
   double entropy = 0.0;       // nats; only if RowOutputs::entropy is wanted
-  double dropped_mass = 0.0;  // probability that a filtering algorithm left out of the gradients
+  double dropped_mass = 0.0;  // probability left out of filtered gradients, over the rows that have one
   int64_t valid_rows = 0;
   int64_t correct_rows = 0;  // argmax == target
 };

@@ -13,6 +13,18 @@ absl::Status OutOfRange(absl::string_view field, absl::string_view range, float 
 
 }  // namespace
 
+absl::string_view Name(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::kExact:
+      return "exact";
+    case Algorithm::kFiltered:
+      return "filtered";
+    case Algorithm::kAuto:
+      return "auto";
+  }
+  return "";
+}
+
 absl::Status Validate(const LossOptions& options) {
   if (!std::isfinite(options.logit_scale) || options.logit_scale == 0.0f) {
     return OutOfRange("logit_scale", "finite and not 0", options.logit_scale);
@@ -26,7 +38,22 @@ absl::Status Validate(const LossOptions& options) {
   if (!std::isfinite(options.z_loss) || options.z_loss < 0.0f) {
     return OutOfRange("z_loss", "finite and >= 0", options.z_loss);
   }
+  if (!(options.filter_epsilon >= 0.0f && options.filter_epsilon < 1.0f)) {
+    return OutOfRange("filter_epsilon", "in [0, 1)", options.filter_epsilon);
+  }
+  if (!(options.max_dropped_mass >= 0.0f && options.max_dropped_mass <= 1.0f)) {
+    return OutOfRange("max_dropped_mass", "in [0, 1]", options.max_dropped_mass);
+  }
   return absl::OkStatus();
+}
+
+absl::string_view WhyNotFiltered(const LossOptions& options, bool any_grad_entropy) {
+  if (options.algorithm == Algorithm::kExact) return "exact was asked for";
+  if (any_grad_entropy) return "the gradient of an entropy is not proportional to probabilities";
+  if (options.label_smoothing > 0.0f && options.softcap > 0.0f) {
+    return "label smoothing under a softcap has no closed form";
+  }
+  return "";
 }
 
 }  // namespace lossd::kernels

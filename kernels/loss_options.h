@@ -5,9 +5,21 @@
 #ifndef LOSSD_KERNELS_LOSS_OPTIONS_H_
 #define LOSSD_KERNELS_LOSS_OPTIONS_H_
 
+#include <cstdint>
+
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 
 namespace lossd::kernels {
+
+// How gradients are computed; losses and row results do not depend on it. See "Filtered gradients" in
+// docs/math.md.
+enum class Algorithm : uint8_t {
+  kExact,
+  kFiltered,  // probabilities below filter_epsilon add nothing, but for the target's own
+  kAuto,      // kFiltered for a chunk that leaves out little (max_dropped_mass), else kExact
+};
+absl::string_view Name(Algorithm algorithm);
 
 // Symbols as in docs/math.md: s = t (W x + b); z = c tanh(s / c) with a softcap c, else z = s;
 // lse = log sum_v exp z_v; u are the class weights (all 1 if unused). The loss of a row is
@@ -19,11 +31,19 @@ struct LossOptions {
   float z_loss = 0.0f;             // lambda: >= 0
   bool use_class_weights = false;  // u: take the head's class weights [V]
 
+  Algorithm algorithm = Algorithm::kExact;
+  float filter_epsilon = 0x1p-12f;  // kFiltered, kAuto: in [0, 1)
+  float max_dropped_mass = 0.05f;   // kAuto: mean over a chunk's valid rows; in [0, 1]
+
   friend bool operator==(const LossOptions&, const LossOptions&) = default;
 };
 
 // INVALID_ARGUMENT naming the field and its value if an option is outside its range.
 absl::Status Validate(const LossOptions& options);
+
+// Why a chunk is computed exactly although its options would let it be filtered, or "": gradients that are
+// not small where probabilities are. any_grad_entropy: some row has an upstream gradient of its entropy.
+absl::string_view WhyNotFiltered(const LossOptions& options, bool any_grad_entropy);
 
 }  // namespace lossd::kernels
 

@@ -133,6 +133,7 @@ void PrintResult(const Context& context, const Flags& flags, uint64_t rows,
                        {"z_loss_sum", result.z_loss_sum},
                        {"entropy_sum", result.entropy_sum},
                        {"normalizer", result.normalizer},
+                       {"dropped_mass", result.dropped_mass},
                        {"valid_rows", result.valid_rows},
                        {"correct_rows", result.correct_rows},
                        {"accumulated_rows", result.accumulated_rows},
@@ -156,6 +157,9 @@ void PrintResult(const Context& context, const Flags& flags, uint64_t rows,
   fields.Add("correct",
              absl::StrFormat("%s (%.2f %%)", HumanCount(result.correct_rows),
                              valid > 0 ? 100.0 * static_cast<double>(result.correct_rows) / valid : 0.0));
+  if (result.dropped_mass > 0) {
+    fields.Add("dropped mass", absl::StrFormat("%.4g per valid row", result.dropped_mass / valid));
+  }
   if (flags.accumulate) {
     fields.Add("accumulated",
                absl::StrCat(HumanCount(result.accumulated_rows), " rows into step ", HumanCount(result.step),

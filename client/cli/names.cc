@@ -39,6 +39,12 @@ const std::map<std::string, v1::Role>& Roles() {
   return *words;
 }
 
+const std::map<std::string, v1::Algorithm>& Algorithms() {
+  static const auto* words = new std::map<std::string, v1::Algorithm>{
+      {"exact", v1::ALGORITHM_EXACT}, {"filtered", v1::ALGORITHM_FILTERED}, {"auto", v1::ALGORITHM_AUTO}};
+  return *words;
+}
+
 const std::map<std::string, v1::Reduction>& Reductions() {
   static const auto* words = new std::map<std::string, v1::Reduction>{
       {"sum", v1::REDUCTION_SUM}, {"none", v1::REDUCTION_NONE}, {"mean", v1::REDUCTION_MEAN}};

@@ -86,6 +86,16 @@ void LossFlags::AddTo(CLI::App* command) {
   command->add_option("--logit-scale", logit_scale, "Multiplies the logits (1 / temperature) [1]")
       ->group(group);
   command->add_flag("--use-class-weights", use_class_weights, "Use the head's class weights")->group(group);
+  AddWord(command, "--algorithm", &algorithm, Algorithms(), "How gradients are computed [exact]")
+      ->group(group);
+  command
+      ->add_option("--filter-epsilon", filter_epsilon,
+                   "filtered, auto: smaller probabilities add nothing to the gradients [2^-12]")
+      ->group(group);
+  command
+      ->add_option("--max-dropped-mass", max_dropped_mass,
+                   "auto: the probability a row, on average, that may be left out [0.05]")
+      ->group(group);
   AddWord(command, "--reduction", &reduction, Reductions(), "[mean]")->group(group);
   command->add_option("--normalizer", normalizer, "Divides the sum for the mean [number of valid rows]")
       ->group(group);
@@ -105,6 +115,9 @@ client::ComputeOptions LossFlags::ToOptions() const {
   options.loss.set_softcap(softcap);
   if (logit_scale.has_value()) options.loss.set_logit_scale(*logit_scale);
   options.loss.set_use_class_weights(use_class_weights);
+  options.loss.set_algorithm(algorithm);
+  if (filter_epsilon.has_value()) options.loss.set_filter_epsilon(*filter_epsilon);
+  if (max_dropped_mass.has_value()) options.loss.set_max_dropped_mass(*max_dropped_mass);
   options.reduction = reduction;
   options.normalizer = normalizer;
   options.grad_output = grad_output;

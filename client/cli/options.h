@@ -73,6 +73,9 @@ struct LossFlags {
   float softcap = 0;
   std::optional<float> logit_scale;
   bool use_class_weights = false;
+  v1::Algorithm algorithm = v1::ALGORITHM_UNSPECIFIED;
+  std::optional<float> filter_epsilon;
+  std::optional<float> max_dropped_mass;
   v1::Reduction reduction = v1::REDUCTION_MEAN;
   std::optional<double> normalizer;
   std::optional<float> grad_output;

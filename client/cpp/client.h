@@ -172,6 +172,8 @@ struct LossResult {
   double z_loss_sum = 0;   // the z-loss part of loss_sum
   double entropy_sum = 0;  // nats; only with LossOutputs::row_entropy
   double normalizer = 1;   // as used; 1 for REDUCTION_SUM
+  // Probability that ALGORITHM_FILTERED or _AUTO left out of the gradients, summed over valid rows.
+  double dropped_mass = 0;
 
   uint64_t valid_rows = 0;
   uint64_t correct_rows = 0;      // largest logit is the target's

@@ -285,6 +285,7 @@ void LossCall::AddSummary(const v1::MicrobatchSummary& summary) {
   total_.loss_sum += summary.loss_sum();
   total_.z_loss_sum += summary.z_loss_sum();
   total_.entropy_sum += summary.entropy_sum();
+  total_.dropped_mass += summary.dropped_mass();
   total_.valid_rows += summary.valid_rows();
   total_.correct_rows += summary.correct_rows();
   total_.accumulated_rows += summary.accumulated_rows();

@@ -68,6 +68,28 @@ void AddToSums(const Slice& slice, int64_t row, const RowResult& result, SliceSu
   if (slice.out.entropy != nullptr) sums.entropy += result.entropy;
   sums.valid_rows += 1;
   sums.correct_rows += result.argmax == slice.targets[row] ? 1 : 0;
+  sums.dropped_mass += result.dropped_mass;
+}
+
+bool AnyGradEntropy(const Chunk& chunk) {
+  for (const Slice& slice : chunk.slices) {
+    for (int64_t row = 0; slice.grad_entropy != nullptr && row < slice.rows; ++row) {
+      if (slice.targets[row] != kIgnoredTarget && slice.grad_entropy[row] != 0.0f) return true;
+    }
+  }
+  return false;
+}
+
+// Over the rows with a gradient, those that are not finite left out.
+double MeanDroppedMass(absl::Span<const RowResult> results) {
+  double sum = 0.0;
+  int64_t rows = 0;
+  for (const RowResult& result : results) {
+    if (!result.finite) continue;
+    sum += result.dropped_mass;
+    ++rows;
+  }
+  return rows > 0 ? sum / static_cast<double>(rows) : 0.0;
 }
 
 double SumOfSquares(const float* values, int64_t n) {
@@ -109,7 +131,7 @@ void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   }
   const RowOrder order = OrderRows(chunk->slices, chunk->accumulate_gradients, buffers_.sources);
   Gather(*chunk, order);
-  ComputeRows(*chunk, order);
+  ComputeChunk(*chunk, order);
   MarkFailedSlices(*chunk, order);
   ComputeGradHidden(order);
   ScatterResults(*chunk, order);
@@ -135,15 +157,27 @@ void CpuHead::Gather(const Chunk& chunk, const RowOrder& order) {
   });
 }
 
+// With kAuto the rows are filtered first; if that leaves out too much, they are computed again.
+void CpuHead::ComputeChunk(const Chunk& chunk, const RowOrder& order) {
+  LossOptions options = chunk.options;
+  if (!WhyNotFiltered(options, AnyGradEntropy(chunk)).empty()) options.algorithm = Algorithm::kExact;
+  ComputeRows(chunk, options, order);
+  if (options.algorithm != Algorithm::kAuto) return;
+  const double dropped = MeanDroppedMass({buffers_.results, static_cast<size_t>(order.with_gradient())});
+  if (dropped <= double{options.max_dropped_mass}) return;
+  options.algorithm = Algorithm::kExact;
+  ComputeRows(chunk, options, order);
+}
+
 // Logits [block, V] = t x W^T, then each row to its results and gradient, in place.
-void CpuHead::ComputeRows(const Chunk& chunk, const RowOrder& order) {
+void CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order) {
   const int64_t d = config_.hidden_size;
   const int64_t v = config_.vocab_size;
-  const RowLoss row_loss(SelectRowLoops(), ContextFor(chunk.options));
+  const RowLoss row_loss(SelectRowLoops(), ContextFor(options));
   const int64_t block = std::max(kLeastBlockRows, kBlockBytes / (v * int64_t{sizeof(float)}));
   for (int64_t first = 0; first < order.rows; first += block) {
     const int64_t rows = std::min(block, order.rows - first);
-    Gemm(*pool_, rows, v, d, chunk.options.logit_scale, {buffers_.hidden + first * d, d},
+    Gemm(*pool_, rows, v, d, options.logit_scale, {buffers_.hidden + first * d, d},
          {value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers_.logits + first * v, v);
     pool_->ParallelFor(rows, std::max<int64_t>(1, 4096 / v), [&](int64_t begin, int64_t end) {
       for (int64_t i = first + begin; i < first + end; ++i) {

@@ -53,7 +53,8 @@ class CpuHead final : public HeadKernels {
 
   // The steps of a chunk, in order.
   void Gather(const Chunk& chunk, const RowOrder& order);
-  void ComputeRows(const Chunk& chunk, const RowOrder& order);
+  void ComputeChunk(const Chunk& chunk, const RowOrder& order);
+  void ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order);
   void MarkFailedSlices(const Chunk& chunk, const RowOrder& order);
   void ComputeGradHidden(const RowOrder& order);
   void ScatterResults(const Chunk& chunk, const RowOrder& order);

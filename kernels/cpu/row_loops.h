@@ -42,6 +42,10 @@ struct RowLoops {
   double (*exp_moment)(const float* z, float max, int64_t n);
   // sum u (z - max); u null: all 1.
   double (*centred_sum)(const float* z, const float* u, float max, int64_t n);
+  // e = 0 where e < threshold; the sum of what was there.
+  double (*drop_exp)(float* e, float threshold, int64_t n);
+  // The same for logits with exp(z - max) < threshold: they are moved down until their exponential is 0.
+  double (*drop_logits)(float* z, float max, float threshold, int64_t n);
   // e = slope * e - smoothing * u; u null: all 1.
   void (*gradient_from_exp)(float* e, const float* u, float slope, float smoothing, int64_t n);
   // z = ds; u null: all 1.

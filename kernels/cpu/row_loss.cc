@@ -57,7 +57,9 @@ RowResult RowLoss::Compute(const RowRequest& request, float* logits) const {
   row.finite = finite_logits && FiniteInFloat(row.lse) && FiniteInFloat(row.loss) &&
                FiniteInFloat(scale * sums.hard_slope) && FiniteInFloat(scale * sums.soft_slope) &&
                FiniteInFloat(scale * double{request.grad_entropy});
-  if (request.want_gradient && row.finite) WriteGradient(request, row, sums, logits);
+  if (!request.want_gradient || !row.finite) return row;
+  if (context_.options.algorithm != Algorithm::kExact) row.dropped_mass = Drop(request, sums, logits);
+  WriteGradient(request, row, sums, logits);
   return row;
 }
 
@@ -90,6 +92,22 @@ RowLoss::Sums RowLoss::Summarise(const RowRequest& request, float max, float* lo
   sums.total = sums.target_exp + sums.other_exp;
   sums.log_total = std::log(sums.total);
   return sums;
+}
+
+// Leaves probabilities below epsilon out of the gradient, the target's excepted; the sum of what is left out.
+double RowLoss::Drop(const RowRequest& request, const Sums& sums, float* logits) const {
+  const auto threshold = static_cast<float>(double{context_.options.filter_epsilon} * sums.total);
+  const int64_t target = request.target;
+  const int64_t after = context_.vocab_size - target - 1;
+  double dropped = 0.0;
+  if (KeepsLogits(request)) {
+    dropped = loops_.drop_logits(logits, sums.max, threshold, target) +
+              loops_.drop_logits(logits + target + 1, sums.max, threshold, after);
+  } else {
+    dropped =
+        loops_.drop_exp(logits, threshold, target) + loops_.drop_exp(logits + target + 1, threshold, after);
+  }
+  return dropped / sums.total;
 }
 
 void RowLoss::WriteGradient(const RowRequest& request, const RowResult& row, const Sums& sums,

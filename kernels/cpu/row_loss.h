@@ -16,7 +16,7 @@ namespace lossd::kernels {
 
 // What all rows of a chunk share. Pointers are borrowed.
 struct RowLossContext {
-  LossOptions options;
+  LossOptions options;  // gradients are filtered unless the algorithm is kExact
   int64_t vocab_size = 0;
   const float* bias = nullptr;           // [V] or null
   const float* class_weights = nullptr;  // [V] or null (all 1)
@@ -39,6 +39,7 @@ struct RowResult {
   double lse = 0.0;
   double entropy = 0.0;  // if wanted
   double target_logprob = 0.0;
+  double dropped_mass = 0.0;  // with a filtered gradient
   int32_t argmax = -1;
   // Whether lse, loss and everything that scales the gradient are finite in fp32, and the logits before a
   // softcap too. If false, the rest is unspecified.
@@ -59,6 +60,7 @@ class RowLoss {
 
   bool Transform(float* logits) const;
   Sums Summarise(const RowRequest& request, float max, float* logits) const;
+  double Drop(const RowRequest& request, const Sums& sums, float* logits) const;
   void WriteGradient(const RowRequest& request, const RowResult& row, const Sums& sums, float* logits) const;
   bool KeepsLogits(const RowRequest& request) const;
   double ClassWeight(int32_t target) const;

@@ -54,6 +54,7 @@ void FillRow(const Slice& slice, int64_t row, bool accumulate, float unit, const
   const double inverse = 1.0 / static_cast<double>(unit);
   inputs.target[compact] = slice.targets[row];
   inputs.accumulate[compact] = accumulate ? 1 : 0;
+  inputs.with_gradient[compact] = accumulate || slice.grad_hidden != nullptr ? 1 : 0;
   // A factor that is not finite makes the row's loss so, and with it the row fails.
   const bool finite = std::isfinite(f.loss) && std::isfinite(f.lse) && std::isfinite(f.entropy);
   inputs.weight[compact] =
@@ -73,8 +74,10 @@ void UnpackRow(const Slice& slice, int64_t row, int64_t compact, const RowOutput
   if (out.argmax != nullptr) out.argmax[row] = valid ? outputs.argmax[compact] : -1;
 }
 
-void AddToSums(Slice& slice, int64_t compact, const RowInputBlock& inputs, const RowOutputBlock& outputs) {
+void AddToSums(Slice& slice, int64_t compact, const ChunkLayout& layout, const RowInputBlock& inputs,
+               const RowOutputBlock& outputs) {
   SliceSums& sums = slice.sums;
+  if (layout.filtered) sums.dropped_mass += static_cast<double>(outputs.dropped_mass[compact]);
   sums.loss += static_cast<double>(outputs.loss[compact]);
   sums.z_loss += static_cast<double>(outputs.z_loss[compact]);
   if (slice.out.entropy != nullptr) sums.entropy += static_cast<double>(outputs.entropy[compact]);
@@ -90,6 +93,7 @@ RowInputBlock RowInputBlock::Carve(Carver& carver, int64_t capacity) {
   block.raw_of_compact = carver.Take<int32_t>(capacity);
   block.target = carver.Take<int32_t>(capacity);
   block.accumulate = carver.Take<int32_t>(capacity);
+  block.with_gradient = carver.Take<int32_t>(capacity);
   block.weight = carver.Take<float>(capacity);
   block.coef_loss = carver.Take<float>(capacity);
   block.coef_lse = carver.Take<float>(capacity);
@@ -106,6 +110,7 @@ RowOutputBlock RowOutputBlock::Carve(Carver& carver, int64_t capacity) {
   block.entropy = carver.Take<float>(capacity);
   block.target_logprob = carver.Take<float>(capacity);
   block.argmax = carver.Take<int32_t>(capacity);
+  block.dropped_mass = carver.Take<float>(capacity);
   block.first_bad = carver.Take<int32_t>(capacity);
   return block;
 }
@@ -154,7 +159,7 @@ void UnpackResults(const Chunk& chunk, const ChunkLayout& layout, int64_t hidden
     for (int64_t r = 0; r < slice.rows; ++r) {
       const int64_t compact = inputs.compact_of_raw[place.raw_begin + r];
       UnpackRow(slice, r, compact, outputs);
-      if (compact >= 0) AddToSums(slice, compact, inputs, outputs);
+      if (compact >= 0) AddToSums(slice, compact, layout, inputs, outputs);
     }
     if (place.device_index >= 0 && outputs.first_bad[place.device_index] >= 0) {
       const int64_t compact = outputs.first_bad[place.device_index];

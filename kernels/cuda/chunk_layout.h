@@ -21,6 +21,7 @@ struct RowInputBlock {
   int32_t* raw_of_compact = nullptr;  // [capacity]
   int32_t* target = nullptr;          // [capacity], compact, likewise below
   int32_t* accumulate = nullptr;
+  int32_t* with_gradient = nullptr;  // accumulated, or its hidden gradient is wanted
   float* weight = nullptr;
   float* coef_loss = nullptr;      // grad_scale * grad_loss * row weight / unit
   float* coef_lse = nullptr;       // grad_lse / unit
@@ -38,7 +39,8 @@ struct RowOutputBlock {
   float* entropy = nullptr;
   float* target_logprob = nullptr;
   int32_t* argmax = nullptr;
-  int32_t* first_bad = nullptr;  // [slices with rows]: compact row or -1
+  float* dropped_mass = nullptr;  // only of a chunk that may be filtered
+  int32_t* first_bad = nullptr;   // [slices with rows]: compact row or -1
 
   static RowOutputBlock Carve(Carver& carver, int64_t capacity);
 };
@@ -61,7 +63,8 @@ struct ChunkLayout {
   bool accumulate = false;  // some row reaches the accumulators
   bool want_entropy = false;
   bool any_coef_entropy = false;
-  float unit = 1.0f;  // power of two taken out of coef_*
+  float unit = 1.0f;      // power of two taken out of coef_*
+  bool filtered = false;  // set by the head: RowOutputBlock::dropped_mass is filled
 };
 
 // Rows rounded up to what the GEMMs like; few distinct values, so that few algorithms are chosen.

@@ -48,9 +48,10 @@ class CudaBackend : public Backend {
   absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const override {
     LOSSD_RETURN_IF_ERROR(Validate(config));
     const int sms = device_->limits().multiprocessors;
-    return PlanMemory(
-        config, SizesFor(config, device_->options().workspace_bytes, device_->options().max_chunk_rows, sms),
-        sms);
+    return PlanMemory(config,
+                      SizesFor(config, device_->options().workspace_bytes, device_->options().max_chunk_rows,
+                               sms, device_->limits().fused_clusters > 0),
+                      sms);
   }
 
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {

@@ -1,5 +1,5 @@
 // The CUDA backend: one GPU, cuBLASLt for the GEMMs, our own kernels between them
-// (docs/kernels/cuda-exact.md).
+// (docs/kernels/cuda-exact.md, docs/kernels/hopper.md).
 //
 // The program needs neither the CUDA driver nor cuBLAS to start: both are looked up when a backend is
 // created. Compute capability 8.0 or later; tuned for 9.0.
@@ -14,6 +14,13 @@
 
 namespace lossd::kernels {
 
+// When the loss is computed in the epilogue of the first product (docs/kernels/hopper.md).
+enum class FusedLoss {
+  kWhereFaster,
+  kWherePossible,  // whatever the size: for tests
+  kNever,
+};
+
 struct CudaBackendOptions {
   int device = 0;  // index among the visible GPUs
   // Per head; bounds HeadKernels::chunk_rows() (never below 8 rows). 0: 2 GiB, or a quarter of the
@@ -26,6 +33,7 @@ struct CudaBackendOptions {
   // differ between runs of the program; ignored if `deterministic`.
   bool autotune = false;
   bool deterministic = true;
+  FusedLoss fused_loss = FusedLoss::kWhereFaster;
 };
 
 // INVALID_ARGUMENT naming the option if one is out of range (a wrong device index with the number of

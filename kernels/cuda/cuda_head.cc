@@ -6,8 +6,10 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/cuda/cuda_head_job.h"
 #include "kernels/cuda/cuda_retained.h"
 #include "kernels/cuda/cuda_status.h"
+#include "kernels/cuda/hopper/fused_loss.h"
 #include "kernels/cuda/norm.h"
 #include "kernels/cuda/rows.h"
 #include "kernels/cuda/tensor_ops.h"
@@ -39,19 +41,9 @@ absl::Status Take(absl::StatusOr<T> from, T& to) {
 
 }  // namespace
 
-struct CudaHead::Job {
-  Chunk* chunk = nullptr;
-  int slot_index = 0;
-  Slot* slot = nullptr;  // null: nothing to do on the device
-  SlotMemory memory;
-  ChunkLayout layout;
-  bool hidden_gemm = false;  // dx is wanted, or needed for the norm's parameters
-  bool direct = false;       // dx leaves the GEMM as the client gets it
-};
-
 CudaHead::CudaHead(Device* device, const HeadConfig& config) : device_(device), config_(config) {
   sizes_ = SizesFor(config, device->options().workspace_bytes, device->options().max_chunk_rows,
-                    device->limits().multiprocessors);
+                    device->limits().multiprocessors, device->limits().fused_clusters > 0);
   plan_ = PlanMemory(config, sizes_, device->limits().multiprocessors);
   class_weight_sum_ = static_cast<float>(config.vocab_size);
 }
@@ -105,8 +97,6 @@ absl::Status CudaHead::Allocate() {
     }
   }
   LOSSD_RETURN_IF_ERROR(Take(Event::Create(), download_idle_));
-  // The buffers were zeroed on the default stream, which ours do not wait for.
-  LOSSD_RETURN_IF_CUDA_ERROR(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   for (auto [values, count] :
        {std::pair{values_.params.norm_gain, sizes_.hidden}, std::pair{values_.class_weights, sizes_.vocab}}) {
     if (values != nullptr) {
@@ -209,6 +199,8 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
     const bool norm_gradients = job->layout.accumulate && config_.norm != Norm::kNone;
     job->hidden_gemm = job->layout.want_hidden_gradient || norm_gradients;
     job->direct = chunk->hidden_dtype == config_.compute_dtype && config_.norm == Norm::kNone;
+    job->layout.filtered = WhyExact(*job).empty();
+    job->fused = WantsFusedLoss(*job);
     if (job->layout.compact_rows > 0) status = Enqueue(*job);
   }
   Report(std::move(job), std::move(status), std::move(callbacks));
@@ -231,7 +223,7 @@ absl::Status CudaHead::Enqueue(const Job& job) {
 absl::Status CudaHead::PrepareGemms(const Job& job) {
   Gemms& gemms = device_->gemms();
   const int64_t rows = job.layout.padded_rows;
-  LOSSD_RETURN_IF_ERROR(gemms.Prepare(LogitsShape(rows)));
+  if (!job.fused) LOSSD_RETURN_IF_ERROR(gemms.Prepare(LogitsShape(rows)));
   if (job.hidden_gemm)
     LOSSD_RETURN_IF_ERROR(gemms.Prepare(HiddenGradientShape(rows, HiddenGradientType(job))));
   if (job.layout.accumulate) LOSSD_RETURN_IF_ERROR(gemms.Prepare(WeightGradientShape(rows)));
@@ -331,17 +323,32 @@ absl::Status CudaHead::Forward(const Job& job) {
                           stream),
         "norm forward kernel");
   }
-  LOSSD_RETURN_IF_ERROR(
-      device_->gemms().Run(LogitsShape(layout.padded_rows),
-                           {.a = values_.compute_weight, .b = job.memory.hidden, .c = workspace_.logits},
-                           device_->gemm_workspace(), stream));
+  if (workspace_.target_dots != nullptr) {
+    LOSSD_RETURN_IF_CUDA_ERROR(
+        LaunchTargetDots({job.memory.hidden, values_.compute_weight, compute, sizes_.padded_hidden,
+                          layout.compact_rows, job.slot->device_in.target, workspace_.target_dots},
+                         stream),
+        "target kernel");
+  }
+  const RowLossParams p = RowLoss(job);
+  LOSSD_RETURN_IF_ERROR(job.fused ? FusedForward(job, p) : LogitsForward(job, p));
+  const RowInputBlock& in = job.slot->device_in;
+  const RowOutputBlock& out = job.slot->device_out;
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchGuard({layout.device_slices, in.slice_begin, in.accumulate, out.loss,
+                                          out.lse, out.first_bad, workspace_.keep},
+                                         stream),
+                             "guard kernel");
+  return Record(job.slot->row_results, stream);
+}
 
+RowLossParams CudaHead::RowLoss(const Job& job) const {
+  const ChunkLayout& layout = job.layout;
   const RowInputBlock& in = job.slot->device_in;
   const RowOutputBlock& out = job.slot->device_out;
   const LossOptions& options = job.chunk->options;
   RowLossParams p;
   p.logits = workspace_.logits;
-  p.dtype = compute;
+  p.dtype = config_.compute_dtype;
   p.ld = sizes_.padded_vocab;
   p.vocab = sizes_.vocab;
   p.rows = layout.compact_rows;
@@ -356,14 +363,7 @@ absl::Status CudaHead::Forward(const Job& job) {
   p.z_loss = options.z_loss;
   p.want_entropy = layout.want_entropy;
   p.targets = in.target;
-  if (workspace_.target_dots != nullptr) {
-    LOSSD_RETURN_IF_CUDA_ERROR(
-        LaunchTargetDots({job.memory.hidden, values_.compute_weight, compute, sizes_.padded_hidden,
-                          layout.compact_rows, in.target, workspace_.target_dots},
-                         stream),
-        "target kernel");
-    p.target_dots = workspace_.target_dots;
-  }
+  p.target_dots = workspace_.target_dots;
   p.weights = in.weight;
   p.coef_loss = in.coef_loss;
   p.coef_lse = in.coef_lse;
@@ -375,12 +375,36 @@ absl::Status CudaHead::Forward(const Job& job) {
   p.entropy = out.entropy;
   p.target_logprob = out.target_logprob;
   p.argmax = out.argmax;
-  LOSSD_RETURN_IF_CUDA_ERROR(LaunchRowLoss(p, device_->limits(), stream), "row loss kernel");
-  LOSSD_RETURN_IF_CUDA_ERROR(LaunchGuard({layout.device_slices, in.slice_begin, in.accumulate, out.loss,
-                                          out.lse, out.first_bad, workspace_.keep},
-                                         stream),
-                             "guard kernel");
-  return Record(job.slot->row_results, stream);
+  return p;
+}
+
+bool CudaHead::WantsFusedLoss(const Job& job) const {
+  const FusedLoss choice = device_->options().fused_loss;
+  if (!sizes_.fused || choice == FusedLoss::kNever || job.layout.filtered) return false;
+  const RowLossParams p = RowLoss(job);
+  if (!hopper::WhyNotFused(p, device_->limits().fused_clusters).empty()) return false;
+  return choice == FusedLoss::kWherePossible || hopper::WhyNotFaster(p).empty();
+}
+
+absl::Status CudaHead::FusedForward(const Job& job, const RowLossParams& row) {
+  const cudaStream_t stream = device_->compute();
+  LOSSD_RETURN_IF_ERROR(Await(download_idle_, stream));  // the partials lie where dx does
+  return ToStatus(hopper::LaunchFusedLoss({row, job.memory.hidden, values_.compute_weight,
+                                           sizes_.padded_hidden, workspace_.fused},
+                                          device_->limits().fused_clusters, stream),
+                  "fused loss kernels");
+}
+
+absl::Status CudaHead::LogitsForward(const Job& job, const RowLossParams& row) {
+  const cudaStream_t stream = device_->compute();
+  LOSSD_RETURN_IF_ERROR(
+      device_->gemms().Run(LogitsShape(row.padded_rows),
+                           {.a = values_.compute_weight, .b = job.memory.hidden, .c = workspace_.logits},
+                           device_->gemm_workspace(), stream));
+  if (!job.layout.filtered) return ToStatus(LaunchRowLoss(row, device_->limits(), stream), "row loss kernel");
+  // Writing dx, the filter takes the place of the dx GEMM.
+  if (job.hidden_gemm) LOSSD_RETURN_IF_ERROR(Await(download_idle_, stream));
+  return FilteredForward(job, row);
 }
 
 float CudaHead::HiddenGradientScale(const Job& job) const {
@@ -394,16 +418,28 @@ DType CudaHead::HiddenGradientType(const Job& job) const {
 
 absl::Status CudaHead::HiddenGradient(const Job& job) {
   const cudaStream_t stream = device_->compute();
-  LOSSD_RETURN_IF_ERROR(Await(download_idle_, stream));
-  LOSSD_RETURN_IF_ERROR(
-      device_->gemms().Run(HiddenGradientShape(job.layout.padded_rows, HiddenGradientType(job)),
-                           {.a = values_.compute_weight,
-                            .b = workspace_.logits,
-                            .c = workspace_.hidden_gradient,
-                            .alpha = HiddenGradientScale(job)},
-                           device_->gemm_workspace(), stream));
+  if (!job.layout.filtered) {
+    LOSSD_RETURN_IF_ERROR(Await(download_idle_, stream));
+    LOSSD_RETURN_IF_ERROR(HiddenGemm(job));
+  }
   if (config_.norm != Norm::kNone) LOSSD_RETURN_IF_ERROR(NormBackward(job));
   return Record(job.slot->hidden_gradient, stream);
+}
+
+absl::Status CudaHead::HiddenGemm(const Job& job) {
+  const DType dtype = HiddenGradientType(job);
+  LOSSD_RETURN_IF_ERROR(device_->gemms().Run(HiddenGradientShape(job.layout.padded_rows, dtype),
+                                             {.a = values_.compute_weight,
+                                              .b = workspace_.logits,
+                                              .c = workspace_.hidden_gradient,
+                                              .alpha = job.fused ? 1.0f : HiddenGradientScale(job)},
+                                             device_->gemm_workspace(), device_->compute()));
+  if (!job.fused) return absl::OkStatus();
+  const DeviceMatrix gradient = {workspace_.hidden_gradient, dtype, sizes_.padded_hidden,
+                                 sizes_.padded_hidden};
+  return ToStatus(LaunchScaleRows(gradient, workspace_.fused.factor, HiddenGradientScale(job), nullptr,
+                                  job.layout.compact_rows, device_->compute()),
+                  "scale kernel");
 }
 
 absl::Status CudaHead::NormBackward(const Job& job) {
@@ -479,20 +515,30 @@ absl::Status CudaHead::DownloadSlice(const Job& job, const SliceLayout& place) {
 }
 
 absl::Status CudaHead::WeightGradient(const Job& job) {
-  const cudaStream_t stream = device_->compute();
-  const float scale = job.layout.unit * job.chunk->options.logit_scale;
   const DeviceMatrix hidden = {job.memory.hidden, config_.compute_dtype, sizes_.padded_hidden,
                                sizes_.padded_hidden};
-  LOSSD_RETURN_IF_CUDA_ERROR(LaunchZeroDroppedRows(hidden, workspace_.keep, job.layout.compact_rows, stream),
-                             "zero kernel");
+  const int64_t rows = job.layout.compact_rows;
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      job.fused
+          ? LaunchScaleRows(hidden, workspace_.fused.factor, 1.0f, workspace_.keep, rows, device_->compute())
+          : LaunchZeroDroppedRows(hidden, workspace_.keep, rows, device_->compute()),
+      "kernel over hidden states");
+  LOSSD_RETURN_IF_ERROR(job.layout.filtered ? FilteredWeightGradient(job) : WeightGemm(job));
+  weight_gradient_is_zero_ = false;
+  return absl::OkStatus();
+}
+
+absl::Status CudaHead::WeightGemm(const Job& job) {
+  const cudaStream_t stream = device_->compute();
+  const float scale = job.layout.unit * job.chunk->options.logit_scale;
   if (gradients_.bias != nullptr) {
     const DeviceMatrix logits = {workspace_.logits, config_.compute_dtype, sizes_.vocab, sizes_.padded_vocab};
-    LOSSD_RETURN_IF_CUDA_ERROR(LaunchColumnSum(logits, workspace_.keep, job.layout.compact_rows, scale,
-                                               workspace_.partials, gradients_.bias, stream),
+    const float* factors = job.fused ? workspace_.fused.factor : nullptr;
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchColumnSum(logits, workspace_.keep, factors, job.layout.compact_rows,
+                                               scale, workspace_.partials, gradients_.bias, stream),
                                "column sum kernel");
   }
   const float beta = weight_gradient_is_zero_ ? 0.0f : 1.0f;
-  weight_gradient_is_zero_ = false;
   return device_->gemms().Run(
       WeightGradientShape(job.layout.padded_rows),
       {.a = job.memory.hidden, .b = workspace_.logits, .c = gradients_.weight, .alpha = scale, .beta = beta},

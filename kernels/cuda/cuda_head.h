@@ -8,9 +8,13 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "kernels/backend.h"
 #include "kernels/cuda/device.h"
+#include "kernels/cuda/device_branch.h"
+#include "kernels/cuda/filtered.h"
 #include "kernels/cuda/head_memory.h"
+#include "kernels/cuda/row_loss.h"
 #include "kernels/cuda/rows.h"
 
 namespace lossd::kernels::cuda {
@@ -45,6 +49,7 @@ class CudaHead : public HeadKernels {
     RowInputBlock host_in, device_in;
     RowOutputBlock host_out, device_out;
     Event uploaded, row_results, hidden_gradient, results, done;
+    DeviceBranch rows_branch, weight_branch;  // of a filtered chunk
   };
   // A chunk while it is being enqueued.
   struct Job;
@@ -59,15 +64,28 @@ class CudaHead : public HeadKernels {
   absl::Status Upload(const Job& job);
   absl::Status UploadSlice(const Job& job, const SliceLayout& place);
   absl::Status Forward(const Job& job);
+  RowLossParams RowLoss(const Job& job) const;
+  bool WantsFusedLoss(const Job& job) const;
+  absl::Status FusedForward(const Job& job, const RowLossParams& row);
+  absl::Status LogitsForward(const Job& job, const RowLossParams& row);
   absl::Status HiddenGradient(const Job& job);
+  absl::Status HiddenGemm(const Job& job);
   absl::Status NormBackward(const Job& job);
   absl::Status Download(const Job& job);
   absl::Status DownloadSlice(const Job& job, const SliceLayout& place);
   absl::Status WeightGradient(const Job& job);
+  absl::Status WeightGemm(const Job& job);
   bool IsDirect(const Job& job, const SliceLayout& place) const;
   // dx as the GEMM leaves it: its factor and dtype.
   float HiddenGradientScale(const Job& job) const;
   DType HiddenGradientType(const Job& job) const;
+  // Filtered chunks (cuda_head_filtered.cc). Why this one is computed exactly from the start, or "".
+  absl::string_view WhyExact(const Job& job) const;
+  absl::Status FilteredForward(const Job& job, const RowLossParams& row);
+  absl::Status FilterRows(const Job& job, const RowLossParams& row, const RowSelection& selection);
+  absl::Status FilteredWeightGradient(const Job& job);
+  absl::Status AddKept(const Job& job);
+  absl::Status AddUniform(const Job& job);
   void Report(std::shared_ptr<Job> job, absl::Status status, ChunkCallbacks callbacks);
 
   GemmShape LogitsShape(int64_t rows) const;

@@ -5,6 +5,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/cuda_status.h"
+#include "kernels/cuda/device_branch.h"
+#include "kernels/cuda/hopper/logit_pass.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -97,6 +99,10 @@ absl::Status Device::Start() {
   limits_.shared_bytes_per_block = static_cast<int>(properties.sharedMemPerBlockOptin) - (2 << 10);
   limits_.shared_bytes_per_sm = static_cast<int>(properties.sharedMemPerMultiprocessor);
   limits_.has_clusters = capability >= 90;
+  if (capability == 90) limits_.fused_clusters = hopper::LogitPassClusters();
+  int driver = 0;
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+  limits_.has_branches = driver >= kBranchDriverVersion;
   description_ = absl::StrCat("cuda:", options_.device, " ", properties.name);
   for (cudaStream_t* stream : {&compute_, &upload_, &download_}) {
     LOSSD_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking),

@@ -46,6 +46,8 @@ absl::StatusOr<DeviceBuffer> DeviceBuffer::Allocate(MemoryLedger* ledger, Memory
   buffer.bytes_ = rounded;
   ledger->Add(kind, rounded);
   LOSSD_RETURN_IF_CUDA_ERROR(cudaMemset(data, 0, static_cast<size_t>(rounded)), "cudaMemset");
+  // Our streams do not wait for the default stream, and cudaMemset returns before the memory is zero.
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
   return buffer;
 }
 

@@ -23,11 +23,29 @@ int64_t WorkspaceBytes(const HeadConfig& config, const HeadSizes& sizes, int mul
   return Workspace::Carve(config, sizes, multiprocessors, nullptr).bytes;
 }
 
+// The partials of a fused loss lie where dx will be: they are done with before it is written.
+void CarveHiddenGradient(const HeadConfig& config, const HeadSizes& sizes, Carver& carver, Workspace& w) {
+  const int64_t rows = sizes.chunk_rows;
+  int64_t bytes =
+      rows * sizes.padded_hidden * static_cast<int64_t>(SizeOf(HiddenGradientDType(config.compute_dtype)));
+  if (sizes.fused) {
+    w.fused = hopper::FusedRows::Carve(carver, rows);
+    Carver partials(nullptr);
+    hopper::TilePartials::Carve(partials, rows, sizes.vocab);
+    bytes = std::max(bytes, partials.used());
+  }
+  auto* memory = carver.Take<uint8_t>(bytes);
+  w.hidden_gradient = memory;
+  Carver partials(memory);
+  if (sizes.fused) w.fused.partials = hopper::TilePartials::Carve(partials, rows, sizes.vocab);
+}
+
 }  // namespace
 
 HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t max_chunk_rows,
-                   int multiprocessors) {
+                   int multiprocessors, bool fused) {
   HeadSizes sizes;
+  sizes.fused = fused && config.compute_dtype != DType::kFloat32;
   sizes.hidden = config.hidden_size;
   sizes.vocab = config.vocab_size;
   sizes.padded_hidden = RoundUp(sizes.hidden, kPad);
@@ -82,6 +100,14 @@ int64_t OutputBlockBytes(int64_t chunk_rows) {
   return carver.used();
 }
 
+FilterShape FilterShapeOf(const HeadConfig& config, const HeadSizes& sizes) {
+  return {.chunk_rows = sizes.chunk_rows,
+          .vocab = sizes.vocab,
+          .padded_vocab = sizes.padded_vocab,
+          .padded_hidden = sizes.padded_hidden,
+          .dtype = config.compute_dtype};
+}
+
 Workspace Workspace::Carve(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors,
                            uint8_t* base) {
   Carver carver(base);
@@ -89,9 +115,11 @@ Workspace Workspace::Carve(const HeadConfig& config, const HeadSizes& sizes, int
   const int64_t rows = sizes.chunk_rows;
   const int64_t hidden_bytes = rows * sizes.padded_hidden * sizes.element;
   const bool has_norm = config.norm != Norm::kNone;
-  w.logits = carver.Take<uint8_t>(rows * sizes.padded_vocab * sizes.element);
-  w.hidden_gradient = carver.Take<uint8_t>(
-      rows * sizes.padded_hidden * static_cast<int64_t>(SizeOf(HiddenGradientDType(config.compute_dtype))));
+  const FilterShape filter = FilterShapeOf(config, sizes);
+  const int64_t logits_bytes = rows * sizes.padded_vocab * sizes.element;
+  auto* logits = carver.Take<uint8_t>(std::max(logits_bytes, FilterBuffers::LogitsBytes(filter)));
+  w.logits = logits;
+  CarveHiddenGradient(config, sizes, carver, w);
   if (config.compute_dtype != DType::kFloat32) w.target_dots = carver.Take<float>(rows);
   void* normed = has_norm ? carver.Take<uint8_t>(hidden_bytes) : nullptr;
   for (SlotMemory& slot : w.slots) {
@@ -111,6 +139,8 @@ Workspace Workspace::Carve(const HeadConfig& config, const HeadSizes& sizes, int
   }
   w.partials = carver.Take<float>(partials);
   w.square_sums = carver.Take<double>(kSquareSumPartials + 1);
+  Carver in_logits(logits);
+  w.filter = FilterBuffers::Carve(filter, carver, in_logits);
   w.bytes = carver.used();
   return w;
 }

@@ -10,6 +10,8 @@
 
 #include "kernels/cuda/chunk_layout.h"
 #include "kernels/cuda/device_memory.h"
+#include "kernels/cuda/filter_plan.h"
+#include "kernels/cuda/hopper/fused_rows.h"
 #include "kernels/head_config.h"
 #include "kernels/memory.h"
 
@@ -26,12 +28,14 @@ struct HeadSizes {
   int64_t element = 2;        // bytes of the compute dtype
   int64_t chunk_rows = 0;     // a multiple of 8; a fixed point of PadRows
   int64_t piece_bytes = 0;    // of each buffer for rows and tensors on their way
+  bool fused = false;         // the loss of a chunk may be fused (hopper/fused_loss.h)
 };
 
 // The largest chunk that keeps the workspace within workspace_bytes, at least 8 rows and at most
-// max_chunk_rows rounded up.
+// max_chunk_rows rounded up. fused: the device can compute fused losses, if the compute dtype is a 16-bit
+// type.
 HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t max_chunk_rows,
-                   int multiprocessors);
+                   int multiprocessors, bool fused);
 
 // One role's tensors (value, gradient or a moment): all trained parameters one after the other.
 struct ParamBlock {
@@ -55,22 +59,26 @@ struct SlotMemory {
 };
 
 struct Workspace {
-  void* logits = nullptr;           // [chunk_rows, padded_vocab] compute dtype
+  void* logits = nullptr;           // [chunk_rows, padded_vocab] compute dtype; at least what `filter` takes
   void* hidden_gradient = nullptr;  // [chunk_rows, padded_hidden] HiddenGradientDType()
   float* target_dots = nullptr;     // [chunk_rows]; 16-bit compute only
   SlotMemory slots[kChunkSlots];
   uint8_t* upload_piece = nullptr;    // [piece_bytes]
   uint8_t* download_piece = nullptr;  // [piece_bytes]
   int32_t* keep = nullptr;            // [chunk_rows]
-  float* mean = nullptr;              // [chunk_rows], norm heads only, likewise below
+  hopper::FusedRows fused;  // [chunk_rows]; HeadSizes::fused only. Its partials share hidden_gradient
+  float* mean = nullptr;    // [chunk_rows], norm heads only, likewise below
   float* inverse_deviation = nullptr;
   float* partials = nullptr;      // first stage of column sums
   double* square_sums = nullptr;  // [kSquareSumPartials + 1]
+  FilterBuffers filter;
   int64_t bytes = 0;
 
   static Workspace Carve(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors,
                          uint8_t* base);
 };
+
+FilterShape FilterShapeOf(const HeadConfig& config, const HeadSizes& sizes);
 
 // What dx is kept in until it has been converted for the client: fp16 has too narrow a range for that.
 constexpr DType HiddenGradientDType(DType compute) {

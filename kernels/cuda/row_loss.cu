@@ -27,6 +27,7 @@
 #include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/device_math.cuh"
 #include "kernels/cuda/row_loss.h"
+#include "kernels/cuda/row_loss_math.cuh"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -142,36 +143,10 @@ __device__ __forceinline__ uint4 LoadShared16(uint32_t address) {
   return v;
 }
 
-// ---- running statistics of a part of a row, the target left out ----
+// ---- statistics on their way between warps and blocks ----
 
-struct Stats {
-  float max;       // of z
-  float sum;       // of 2^(z f - M), M = Reference(max, f)
-  float spread;    // of 2^(z f - M) (z f - M)
-  float weighted;  // of u (z - z_y)
-  int32_t arg;     // the smallest class that has max
-};
 constexpr int kStatsWords = 5;
 using StatsMailbox = Mailbox<kStatsWords>;
-
-__device__ __forceinline__ Stats NoStats() { return {NegativeInfinity(), 0.0f, 0.0f, 0.0f, INT32_MAX}; }
-
-// What exponents are taken relative to when the largest z is `max`. A maximum of -inf means that there is
-// nothing yet (or only NaN, which stays in the sum).
-__device__ __forceinline__ float Reference(float max, float f) {
-  return max == NegativeInfinity() ? 0.0f : max * f;
-}
-
-// Makes the sums of `s` relative to the larger maximum `max`.
-__device__ __forceinline__ void Rebase(Stats& s, float max, float f) {
-  if (s.max == max) return;
-  const float shift = Reference(s.max, f) - Reference(max, f);
-  const float factor = Exp2(shift);
-  const bool empty = s.sum == 0.0f;
-  s.spread = empty ? 0.0f : factor * (s.spread + s.sum * shift);
-  s.sum = empty ? 0.0f : s.sum * factor;
-  s.max = max;
-}
 
 __device__ __forceinline__ void Put(const Stats& s, float* words) {
   words[0] = s.max;
@@ -183,12 +158,6 @@ __device__ __forceinline__ void Put(const Stats& s, float* words) {
 
 __device__ __forceinline__ Stats Get(const float* words) {
   return {words[0], words[1], words[2], words[3], __float_as_int(words[4])};
-}
-
-__device__ __forceinline__ float WarpSum(float x) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(0xffffffffu, x, offset);
-  return x;
 }
 
 // The statistics of all lanes together, the same bits in every lane.
@@ -227,156 +196,7 @@ __device__ __forceinline__ Stats ReduceRow(const float* warp_words, float f, uin
   return ReduceWarp<kGeneral>(s, f);
 }
 
-// ---- logits ----
-
-struct Logit {
-  float z;
-  float slope;  // dz/ds: 1 - (z/c)^2 with a softcap, else 1
-};
-
-// tanh(x) and its derivative without cancellation.
-template <bool kPrecise>
-__device__ __forceinline__ float2 TanhAndSlope(float x) {
-  const float t = fabsf(x);
-  const float e = kPrecise ? expf(-2.0f * t) : Exp2(-2.0f * kLog2E * t);
-  const float denominator = 1.0f + e;
-  const float inverse = kPrecise ? 1.0f / denominator : __fdividef(1.0f, denominator);
-  const float value = kPrecise ? tanhf(t) : (1.0f - e) * inverse;
-  return make_float2(copysignf(value, x), 4.0f * e * inverse * inverse);
-}
-
-template <typename T, bool kGeneral>
-struct LogitMap {
-  float f;  // z f is the logit in units of log 2
-  float scale;
-  float softcap;
-  float inverse_cap;
-  const float* bias;
-
-  __device__ __forceinline__ explicit LogitMap(const RowLossParams& p)
-      : f(kGeneral ? kLog2E : p.scale * kLog2E),
-        scale(p.scale),
-        softcap(p.softcap),
-        inverse_cap(p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f),
-        bias(p.bias) {}
-
-  __device__ __forceinline__ Logit operator()(float dot, int column) const {
-    if constexpr (!kGeneral) return {dot, 1.0f};
-    const float s = scale * (dot + (bias != nullptr ? __ldg(bias + column) : 0.0f));
-    if (softcap == 0.0f) return {s, 1.0f};
-    const float2 t = TanhAndSlope<sizeof(T) == 4>(s * inverse_cap);
-    // An infinite dot product must not hide behind the cap.
-    return {isinf(dot) ? NAN : softcap * t.x, t.y};
-  }
-};
-
-__device__ __forceinline__ float ClassWeight(const RowLossParams& p, int column) {
-  return p.class_weights != nullptr ? __ldg(p.class_weights + column) : 1.0f;
-}
-
-// What all threads know about the row before its sums.
-struct Target {
-  int column;
-  Logit logit;
-  float stored_z;  // as the other logits are stored, for comparisons with them
-  float class_weight;
-};
-
-// What they know after.
-struct RowResult {
-  float reference;    // M
-  float inverse_sum;  // 1 / S
-  float log2_sum;
-  float lse;
-  float nll;
-  float p_target;
-  float p_others;  // 1 - p_target
-  float entropy;
-  float loss;
-  float z_loss_part;
-  int32_t argmax;
-};
-
-template <bool kGeneral>
-__device__ __forceinline__ RowResult Finish(const RowLossParams& p, int64_t row, const Target& target,
-                                            const Stats& others, float f) {
-  RowResult r;
-  const float z = target.logit.z;
-  Stats rest = others;
-  Rebase(rest, fmaxf(others.max, z), f);
-  r.reference = Reference(rest.max, f);
-  const float d_target = fmaf(z, f, -r.reference);
-  const float e_target = Exp2(d_target);
-  const float sum = rest.sum + e_target;
-  r.inverse_sum = 1.0f / sum;
-  r.log2_sum = log2f(sum);
-  r.lse = (r.reference + r.log2_sum) * kLn2;
-  r.p_target = e_target / sum;
-  r.p_others = rest.sum / sum;
-  r.nll = e_target > 0.5f * sum ? log1pf(rest.sum / e_target) : (r.log2_sum - d_target) * kLn2;
-  const float target_spread = e_target > 0.0f ? e_target * d_target : 0.0f;
-  r.entropy = kLn2 * (r.log2_sum - (rest.spread + target_spread) / sum);
-  const float weight = p.weights[row];
-  float hard = (1.0f - p.smoothing) * r.nll;
-  if constexpr (kGeneral) {
-    hard *= target.class_weight;
-    if (p.smoothing > 0.0f) {
-      hard += p.smoothing * ((p.class_weight_sum * r.nll - others.weighted) / static_cast<float>(p.vocab));
-    }
-  }
-  r.z_loss_part = weight * p.z_loss * r.lse * r.lse;
-  r.loss = weight * hard + r.z_loss_part;
-  r.argmax = target.column;
-  const float stored = target.stored_z;
-  if (others.max > stored || (others.max == stored && others.arg < r.argmax)) r.argmax = others.arg;
-  return r;
-}
-
-__device__ __forceinline__ void WriteRow(const RowLossParams& p, int64_t row, const RowResult& r) {
-  p.loss[row] = r.loss;
-  p.z_loss_part[row] = r.z_loss_part;
-  p.lse[row] = r.lse;
-  p.entropy[row] = r.entropy;
-  p.target_logprob[row] = -r.nll;
-  p.argmax[row] = r.argmax;
-}
-
-// dL/dz of a row over the gradient unit, as factors of 2^d.
-struct GradientRule {
-  float softmax;
-  float entropy;  // c_H / S
-  float uniform;  // c alpha / V
-  float reference;
-  float log2_sum;
-  float row_entropy;
-  float target;  // dL/ds of the target itself
-  bool valid;    // false: the loss is not finite and the gradient zero
-};
-
-template <bool kGeneral>
-__device__ __forceinline__ GradientRule MakeRule(const RowLossParams& p, int64_t row, const Target& target,
-                                                 const RowResult& r) {
-  GradientRule rule;
-  const float c = p.coef_loss[row];
-  const float hard = (kGeneral ? target.class_weight : 1.0f) * (1.0f - p.smoothing);
-  const float share = p.smoothing / static_cast<float>(p.vocab);
-  const float soft = c * (share * p.class_weight_sum + 2.0f * p.z_loss * r.lse) + p.coef_lse[row];
-  const float entropy = kGeneral ? p.coef_entropy[row] : 0.0f;
-  rule.softmax = (c * hard + soft) * r.inverse_sum;
-  rule.entropy = entropy * r.inverse_sum;
-  rule.uniform = c * share;
-  rule.reference = r.reference;
-  rule.log2_sum = r.log2_sum;
-  rule.row_entropy = r.entropy;
-  float target_grad = -c * hard * r.p_others + r.p_target * soft;
-  if constexpr (kGeneral) {
-    if (r.p_target > 0.0f) target_grad -= r.p_target * entropy * (r.entropy - r.nll);
-    target_grad -= rule.uniform * target.class_weight;
-  }
-  rule.target = target_grad * target.logit.slope;
-  rule.valid = isfinite(r.lse) && isfinite(r.loss);
-  return rule;
-}
+// ---- gradient ----
 
 template <bool kGeneral>
 __device__ __forceinline__ float Gradient(const RowLossParams& p, const GradientRule& rule,
@@ -394,7 +214,7 @@ __device__ __forceinline__ float Gradient(const RowLossParams& p, const Gradient
   return g;
 }
 
-// ---- the kernel ----
+// ---- a row in shared memory ----
 
 // The part of a row that this block works on, in vectors of 16 bytes.
 template <typename T, bool kResident>
@@ -606,7 +426,8 @@ __device__ __forceinline__ void WriteGradient(const RowLossParams& p, const Logi
     part.global()[v] = Vec<T>::Pack(g);
   });
   if (part.Owns(target.column)) {
-    part.row[target.column] = static_cast<T>(SaturateIf<T>(rule.target));
+    const float uniform = rule.uniform * target.class_weight * target.logit.slope;
+    part.row[target.column] = static_cast<T>(SaturateIf<T>(rule.target - uniform));
   }
 }
 
@@ -615,6 +436,8 @@ __device__ __forceinline__ void WriteZeros(const Part& part) {
   for (int v = part.begin + threadIdx.x; v < part.end; v += blockDim.x)
     part.global()[v] = make_uint4(0, 0, 0, 0);
 }
+
+// ---- the kernel ----
 
 template <typename T, bool kGeneral, bool kResident>
 __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void RowLossKernel(
@@ -740,9 +563,7 @@ cudaError_t Launch(const RowLossParams& p, const LaunchPlan& plan, cudaStream_t 
 
 template <typename T>
 cudaError_t LaunchTyped(const RowLossParams& p, const LaunchPlan& plan, cudaStream_t stream) {
-  const bool general = p.bias != nullptr || p.class_weights != nullptr || p.softcap > 0.0f ||
-                       p.smoothing > 0.0f || p.want_entropy || p.any_coef_entropy || p.scale < 0.0f;
-  if (general) {
+  if (p.IsGeneral()) {
     return plan.resident ? Launch<T, true, true>(p, plan, stream) : Launch<T, true, false>(p, plan, stream);
   }
   return plan.resident ? Launch<T, false, true>(p, plan, stream) : Launch<T, false, false>(p, plan, stream);

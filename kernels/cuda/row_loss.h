@@ -49,6 +49,12 @@ struct RowLossParams {
   float* entropy = nullptr;
   float* target_logprob = nullptr;
   int32_t* argmax = nullptr;
+
+  // Whether the kernels need the general form of the formulas.
+  bool IsGeneral() const {
+    return bias != nullptr || class_weights != nullptr || softcap > 0.0f || smoothing > 0.0f ||
+           want_entropy || any_coef_entropy || scale < 0.0f;
+  }
 };
 
 // dots[r] = hidden[r] . weight[targets[r]] in fp32 for r in [0, rows); both matrices have `ld` columns, a

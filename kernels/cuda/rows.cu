@@ -10,6 +10,7 @@ namespace lossd::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kGuardThreads = 1024;  // often one block for all rows
 constexpr int64_t kMaxBlocks = 1 << 20;
 constexpr int64_t kColumnSplits = 64;  // most row groups a column sum is divided into
 constexpr int kPartialColumns = 32;    // columns and groups of partials a block of AddPartials handles
@@ -70,13 +71,30 @@ __global__ void ZeroRowsKernel(DeviceMatrix matrix, const int32_t* flags, int32_
   }
 }
 
+__global__ void ScaleRowsKernel(DeviceMatrix matrix, const float* factors, float scale, const int32_t* keep,
+                                int64_t rows) {
+  const bool aligned = Aligned(matrix);
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const bool kept = keep == nullptr || keep[row] != 0;
+    const float factor = scale * factors[row];
+    void* data = RowOf(matrix, row);
+    for (int64_t c = threadIdx.x * 8; c < matrix.cols; c += kThreads * 8) {
+      float x[8];
+      Load8(data, matrix.dtype, c, matrix.cols, aligned, x);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = kept ? factor * x[i] : 0.0f;
+      Store8(data, matrix.dtype, c, matrix.cols, aligned, x);
+    }
+  }
+}
+
 __global__ void GuardKernel(GuardParams p) {
-  __shared__ int32_t warp_first[kThreads / 32];
+  __shared__ int32_t warp_first[kGuardThreads / 32];
   const int64_t slice = blockIdx.x;
   const int32_t begin = p.slice_begin[slice];
   const int32_t end = p.slice_begin[slice + 1];
   int32_t first = INT32_MAX;
-  for (int32_t r = begin + static_cast<int32_t>(threadIdx.x); r < end; r += kThreads) {
+  for (int32_t r = begin + static_cast<int32_t>(threadIdx.x); r < end; r += kGuardThreads) {
     if (!isfinite(p.loss[r]) || !isfinite(p.lse[r])) first = min(first, r);
   }
   for (int offset = 16; offset > 0; offset >>= 1) {
@@ -84,16 +102,16 @@ __global__ void GuardKernel(GuardParams p) {
   }
   if ((threadIdx.x & 31) == 0) warp_first[threadIdx.x >> 5] = first;
   __syncthreads();
-  for (int i = 0; i < kThreads / 32; ++i) first = min(first, warp_first[i]);
+  for (int i = 0; i < kGuardThreads / 32; ++i) first = min(first, warp_first[i]);
   const bool good = first == INT32_MAX;
   if (threadIdx.x == 0) p.first_bad[slice] = good ? -1 : first;
-  for (int32_t r = begin + static_cast<int32_t>(threadIdx.x); r < end; r += kThreads) {
+  for (int32_t r = begin + static_cast<int32_t>(threadIdx.x); r < end; r += kGuardThreads) {
     p.keep[r] = good && p.accumulate[r] != 0 ? 1 : 0;
   }
 }
 
 // partials[split, c]: the sum over this split's rows; a thread owns eight columns.
-__global__ void ColumnSumKernel(DeviceMatrix matrix, const int32_t* keep, int64_t rows,
+__global__ void ColumnSumKernel(DeviceMatrix matrix, const int32_t* keep, const float* factors, int64_t rows,
                                 int64_t rows_per_split, float* partials) {
   const int64_t c = (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) * 8;
   if (c >= matrix.cols) return;
@@ -103,11 +121,12 @@ __global__ void ColumnSumKernel(DeviceMatrix matrix, const int32_t* keep, int64_
   float sum[8] = {};
 #pragma unroll 4
   for (int64_t r = begin; r < end; ++r) {
-    if (keep[r] == 0) continue;
+    if (keep != nullptr && keep[r] == 0) continue;
+    const float factor = factors != nullptr ? factors[r] : 1.0f;
     float x[8];
     Load8(RowOf(matrix, r), matrix.dtype, c, matrix.cols, aligned, x);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] += x[i];
+    for (int i = 0; i < 8; ++i) sum[i] = fmaf(factor, x[i], sum[i]);
   }
   float* out = partials + blockIdx.y * matrix.cols;
 #pragma unroll
@@ -172,7 +191,7 @@ cudaError_t LaunchZeroUnmappedRows(const DeviceMatrix& rows, const int32_t* map,
 
 cudaError_t LaunchGuard(const GuardParams& params, cudaStream_t stream) {
   if (params.slices == 0) return cudaSuccess;
-  GuardKernel<<<static_cast<unsigned>(params.slices), kThreads, 0, stream>>>(params);
+  GuardKernel<<<static_cast<unsigned>(params.slices), kGuardThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
@@ -183,10 +202,18 @@ cudaError_t LaunchZeroDroppedRows(const DeviceMatrix& matrix, const int32_t* kee
   return cudaGetLastError();
 }
 
+cudaError_t LaunchScaleRows(const DeviceMatrix& matrix, const float* factors, float scale,
+                            const int32_t* keep, int64_t rows, cudaStream_t stream) {
+  if (rows == 0) return cudaSuccess;
+  ScaleRowsKernel<<<RowBlocks(rows), kThreads, 0, stream>>>(matrix, factors, scale, keep, rows);
+  return cudaGetLastError();
+}
+
 int64_t ColumnSumScratch(int64_t cols) { return kColumnSplits * cols; }
 
-cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, int64_t rows, float scale,
-                            float* partials, float* accumulator, cudaStream_t stream) {
+cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, const float* factors,
+                            int64_t rows, float scale, float* partials, float* accumulator,
+                            cudaStream_t stream) {
   if (rows == 0) return cudaSuccess;
   const int64_t column_blocks = (matrix.cols + kThreads * 8 - 1) / (kThreads * 8);
   // Enough blocks to fill the device, but at least 16 rows each.
@@ -194,7 +221,7 @@ cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, int
   const int64_t rows_per_split = std::max<int64_t>((rows + wanted - 1) / wanted, 16);
   const int64_t splits = (rows + rows_per_split - 1) / rows_per_split;
   const dim3 grid(static_cast<unsigned>(column_blocks), static_cast<unsigned>(splits));
-  ColumnSumKernel<<<grid, kThreads, 0, stream>>>(matrix, keep, rows, rows_per_split, partials);
+  ColumnSumKernel<<<grid, kThreads, 0, stream>>>(matrix, keep, factors, rows, rows_per_split, partials);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   return LaunchAddPartials(partials, splits, matrix.cols, scale, accumulator, nullptr, false, stream);
 }

@@ -51,11 +51,16 @@ cudaError_t LaunchGuard(const GuardParams& params, cudaStream_t stream);
 cudaError_t LaunchZeroDroppedRows(const DeviceMatrix& matrix, const int32_t* keep, int64_t rows,
                                   cudaStream_t stream);
 
-// accumulator[c] += scale * sum over kept rows r of matrix[r, c], for c in [0, matrix.cols).
-// partials: ColumnSumScratch(matrix.cols) floats.
+// matrix[r] *= scale * factors[r], or 0 where keep[r] == 0, for r in [0, rows). keep may be null (all rows).
+cudaError_t LaunchScaleRows(const DeviceMatrix& matrix, const float* factors, float scale,
+                            const int32_t* keep, int64_t rows, cudaStream_t stream);
+
+// accumulator[c] += scale * sum over kept rows r of factors[r] * matrix[r, c], for c in [0, matrix.cols);
+// keep and factors may be null: all rows, all 1. partials: ColumnSumScratch(matrix.cols) floats.
 int64_t ColumnSumScratch(int64_t cols);
-cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, int64_t rows, float scale,
-                            float* partials, float* accumulator, cudaStream_t stream);
+cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, const float* factors,
+                            int64_t rows, float scale, float* partials, float* accumulator,
+                            cudaStream_t stream);
 
 // first[c] += scale * sum over i < parts of partials[i * cols + c], in a fixed order; the same for
 // `second`, unless it is null, from partials + parts * cols on. start_early: its blocks may take their places

@@ -129,6 +129,19 @@ struct LogitGradient {
 // 1 - p_v without cancellation when p_v is close to 1.
 double OneMinusP(const Softmax& soft, size_t v) { return -std::expm1(soft.log_p[v]); }
 
+bool IsDropped(const LossOptions& options, const Softmax& soft, size_t v, size_t target) {
+  return options.algorithm != Algorithm::kExact && v != target &&
+         std::exp(soft.log_p[v]) < static_cast<double>(options.filter_epsilon);
+}
+
+double DroppedMass(const LossOptions& options, const Softmax& soft, size_t target) {
+  double mass = 0.0;
+  for (size_t v = 0; v < soft.log_p.size(); ++v) {
+    if (IsDropped(options, soft, v, target)) mass += std::exp(soft.log_p[v]);
+  }
+  return mass;
+}
+
 LogitGradient ComputeLogitGradient(const LossOptions& options, const ClassWeights& u, const Softmax& soft,
                                    size_t target, const Upstream& upstream) {
   const size_t v_count = soft.z.size();
@@ -138,7 +151,8 @@ LogitGradient ComputeLogitGradient(const LossOptions& options, const ClassWeight
   for (size_t v = 0; v < v_count; ++v) u_sum += u[v];
   LogitGradient gradient{std::vector<double>(v_count), std::vector<double>(v_count)};
   for (size_t v = 0; v < v_count; ++v) {
-    const double p = std::exp(soft.log_p[v]);
+    const bool dropped = IsDropped(options, soft, v, target);
+    const double p = dropped ? 0.0 : std::exp(soft.log_p[v]);
     const double hard = v == target ? -OneMinusP(soft, v) : p;
     const double share = alpha / static_cast<double>(v_count);
     const double terms[] = {
@@ -213,7 +227,7 @@ void AccumulateParams(const HeadConfig& config, const NormedRow& row, const Logi
 Result EmptyResult(size_t n, size_t d) {
   Result result;
   for (auto* values : {&result.loss, &result.z_loss, &result.lse, &result.entropy, &result.target_logprob,
-                       &result.max_abs_logit, &result.top_gap}) {
+                       &result.max_abs_logit, &result.top_gap, &result.dropped_mass}) {
     values->assign(n, 0.0);
   }
   result.argmax.assign(n, -1);
@@ -246,6 +260,7 @@ Result Compute(const Head& head, const LossOptions& options, const Rows& rows, P
     const NormedRow row = ApplyNorm(head, &rows.hidden[n * d]);
     const Softmax soft = ComputeSoftmax(head, options, row.y);
     RecordRow(options, u, soft, target, row_weight, n, result);
+    result.dropped_mass[n] = DroppedMass(options, soft, target);
 
     const Upstream upstream{rows.grad_scale * row_weight * At(rows.grad_loss, n, 1.0),
                             At(rows.grad_lse, n, 0.0), At(rows.grad_entropy, n, 0.0)};
@@ -266,6 +281,16 @@ Result Compute(const Head& head, const LossOptions& options, const Rows& rows, P
     }
   }
   return result;
+}
+
+std::vector<double> Probabilities(const Head& head, const LossOptions& options, const Rows& rows) {
+  const size_t d = static_cast<size_t>(head.config.hidden_size);
+  std::vector<double> probabilities;
+  for (size_t n = 0; n < rows.targets.size(); ++n) {
+    const Softmax soft = ComputeSoftmax(head, options, ApplyNorm(head, &rows.hidden[n * d]).y);
+    for (double log_p : soft.log_p) probabilities.push_back(std::exp(log_p));
+  }
+  return probabilities;
 }
 
 }  // namespace lossd::kernels::reference

@@ -64,6 +64,8 @@ struct Result {
   std::vector<double> max_abs_logit;
   std::vector<double> top_gap;
   Gradient grad_hidden;  // [N, D]
+  // [N]: the probability left out of the row's gradient; 0 unless filtered.
+  std::vector<double> dropped_mass;
 
   double loss_sum = 0.0;
   double z_loss_sum = 0.0;
@@ -74,8 +76,13 @@ struct Result {
 
 ParamGradients ZeroGradients(const HeadConfig& config);
 
-// Losses and gradients of `rows`; adds the parameter gradients to *gradients unless it is null.
+// Losses and gradients of `rows`; adds the parameter gradients to *gradients unless it is null. Filters
+// unless options.algorithm is kExact: what a chunk as a whole decides (kAuto, WhyNotFiltered) is the
+// caller's.
 Result Compute(const Head& head, const LossOptions& options, const Rows& rows, ParamGradients* gradients);
+
+// p [N, V] of the rows; of ignored rows too.
+std::vector<double> Probabilities(const Head& head, const LossOptions& options, const Rows& rows);
 
 }  // namespace lossd::kernels::reference
 

@@ -252,13 +252,16 @@ void EngineImpl::OnDone(std::shared_ptr<Flight> flight, absl::Status status) {
   Entry& entry = *flight->entry;
   int64_t rows = 0;
   int64_t valid_rows = 0;
+  double dropped_mass = 0.0;
   for (size_t i = 0; i < flight->works.size(); ++i) {
     rows += flight->works[i]->rows.size();
     valid_rows += flight->slices[i].sums.valid_rows;
+    dropped_mass += flight->slices[i].sums.dropped_mass;
     observer_->OnSlice(entry.name, flight->works[i]->queue_seconds);
   }
   observer_->OnChunk(entry.name, static_cast<int64_t>(flight->works.size()), rows, valid_rows,
                      flight->compute_seconds);
+  if (dropped_mass > 0.0) observer_->OnDroppedMass(entry.name, dropped_mass);
   const bool broken = flight->results_ok && !status.ok();
   if (broken) observer_->OnDeviceError(status);
   absl::MutexLock lock(&mutex_);

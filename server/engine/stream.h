@@ -115,6 +115,7 @@ struct StreamSummary {
   double loss_sum = 0.0;
   double z_loss_sum = 0.0;
   double entropy_sum = 0.0;
+  double dropped_mass = 0.0;
   int64_t valid_rows = 0;
   int64_t correct_rows = 0;
   int64_t accumulated_rows = 0;

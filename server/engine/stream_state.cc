@@ -270,6 +270,7 @@ void StreamState::FinishSlice(const kernels::SliceSums& sums, int64_t accumulate
   summary_.loss_sum += sums.loss;
   summary_.z_loss_sum += sums.z_loss;
   summary_.entropy_sum += sums.entropy;
+  summary_.dropped_mass += sums.dropped_mass;
   summary_.correct_rows += sums.correct_rows;
   summary_.accumulated_rows += accumulated;
   summary_.repeated_rows += repeated;

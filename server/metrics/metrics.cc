@@ -72,6 +72,10 @@ Metrics::Metrics(const BuildInfo& build)
       chunk_rows_(HistogramFamily(registry_, "lossd_chunk_rows", "Valid rows computed together in one chunk.")
                       .Add({}, RowBuckets())),
       chunks_(CounterFamily(registry_, "lossd_chunks_total", "Chunks computed.").Add({})),
+      dropped_mass_(CounterFamily(registry_, "lossd_dropped_probability_total",
+                                  "Probability left out of filtered gradients, summed over rows; divided by "
+                                  "lossd_chunk_rows_sum it is the mean per valid row.")
+                        .Add({})),
       steps_(
           CounterFamily(registry_, "lossd_steps_total", "Optimizer steps closed, over all heads.").Add({})),
       skipped_steps_(CounterFamily(registry_, "lossd_skipped_steps_total",
@@ -180,6 +184,8 @@ void Metrics::OnChunk(absl::string_view head, int64_t slices, int64_t rows, int6
     it->second += rows;
   }
 }
+
+void Metrics::OnDroppedMass(absl::string_view head, double mass) { dropped_mass_.Increment(mass); }
 
 void Metrics::OnSlice(absl::string_view head, double queue_seconds) {
   ObservePhase(Phase::kQueue, queue_seconds);

@@ -90,6 +90,7 @@ class Metrics final : public engine::EngineObserver {
   // engine::EngineObserver
   void OnChunk(absl::string_view head, int64_t slices, int64_t rows, int64_t valid_rows,
                double compute_seconds) override ABSL_LOCKS_EXCLUDED(rows_mutex_);
+  void OnDroppedMass(absl::string_view head, double mass) override;
   void OnSlice(absl::string_view head, double queue_seconds) override;
   void OnContribution(absl::string_view head, int64_t added_rows) override;
   void OnStep(absl::string_view head, bool skipped) override;
@@ -124,6 +125,7 @@ class Metrics final : public engine::EngineObserver {
   prometheus::Histogram& microbatch_seconds_;
   prometheus::Histogram& chunk_rows_;
   prometheus::Counter& chunks_;
+  prometheus::Counter& dropped_mass_;
   prometheus::Counter& steps_;
   prometheus::Counter& skipped_steps_;
   prometheus::Counter& contribution_rows_;

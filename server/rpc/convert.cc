@@ -120,8 +120,28 @@ absl::StatusOr<engine::Reduction> ToReduction(v1::Reduction reduction) {
   }
 }
 
+absl::StatusOr<kernels::Algorithm> ToAlgorithm(v1::Algorithm algorithm) {
+  switch (algorithm) {
+    case v1::ALGORITHM_UNSPECIFIED:
+    case v1::ALGORITHM_EXACT:
+      return kernels::Algorithm::kExact;
+    case v1::ALGORITHM_FILTERED:
+      return kernels::Algorithm::kFiltered;
+    case v1::ALGORITHM_AUTO:
+      return kernels::Algorithm::kAuto;
+    default:
+      return FieldError("open.options.algorithm", "be ALGORITHM_EXACT, ALGORITHM_FILTERED or ALGORITHM_AUTO",
+                        static_cast<int>(algorithm));
+  }
+}
+
 absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& options) {
+  const auto algorithm = ToAlgorithm(options.algorithm());
+  if (!algorithm.ok()) return algorithm.status();
   kernels::LossOptions result;
+  result.algorithm = *algorithm;
+  if (options.has_filter_epsilon()) result.filter_epsilon = options.filter_epsilon();
+  if (options.has_max_dropped_mass()) result.max_dropped_mass = options.max_dropped_mass();
   if (options.has_logit_scale()) result.logit_scale = options.logit_scale();
   result.softcap = options.softcap();
   result.label_smoothing = options.label_smoothing();
@@ -441,6 +461,7 @@ v1::MicrobatchSummary ToProto(const engine::StreamSummary& summary) {
   message.set_normalizer(summary.normalizer);
   message.set_queue_seconds(summary.queue_seconds);
   message.set_compute_seconds(summary.compute_seconds);
+  message.set_dropped_mass(summary.dropped_mass);
   return message;
 }
 

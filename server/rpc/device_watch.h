@@ -28,6 +28,7 @@ class DeviceWatch final : public engine::EngineObserver {
                double compute_seconds) override {
     next_->OnChunk(head, slices, rows, valid_rows, compute_seconds);
   }
+  void OnDroppedMass(absl::string_view head, double mass) override { next_->OnDroppedMass(head, mass); }
   void OnSlice(absl::string_view head, double queue_seconds) override { next_->OnSlice(head, queue_seconds); }
   void OnContribution(absl::string_view head, int64_t added_rows) override {
     next_->OnContribution(head, added_rows);

@@ -119,6 +119,90 @@ TEST_P(BackendConformance, EachOptionAlone) {
   for (const ProblemSpec& spec : specs) RunAndCompare(backend(), {MakeProblem(spec, rng())});
 }
 
+TEST_P(BackendConformance, FilteredWithEachOption) {
+  ProblemSpec plain = Plain({17, 20}, 37, 101);
+  plain.options.algorithm = Algorithm::kFiltered;
+  plain.options.filter_epsilon = 0.004f;
+  std::vector<ProblemSpec> specs(16, plain);
+  specs[1].config.has_bias = true;
+  specs[2].config.norm = Norm::kLayerNorm;
+  specs[3].config.norm = Norm::kRmsNorm;
+  specs[4].options.logit_scale = -0.5f;
+  specs[5].options.softcap = 6.0f;
+  specs[6].options.label_smoothing = 0.1f;
+  specs[7].options.z_loss = 0.02f;
+  specs[8].config.has_class_weights = specs[8].options.use_class_weights = true;
+  specs[8].options.label_smoothing = 0.2f;
+  specs[8].config.has_bias = true;
+  specs[9].row_weights = true;
+  specs[10].grad_loss = true;
+  specs[11].grad_lse = true;
+  specs[12].grad_entropy = true;  // exact, as is the next
+  specs[13].options.softcap = 6.0f;
+  specs[13].options.label_smoothing = 0.1f;
+  specs[14].accumulate_mask = true;
+  specs[15].grad_scale = -0.37f;
+  for (const ProblemSpec& spec : specs) RunAndCompare(backend(), {MakeProblem(spec, rng())});
+}
+
+TEST_P(BackendConformance, FilteredShapesThatNoTileDivides) {
+  constexpr int64_t kShapes[][3] = {{1, 1, 1},       {3, 1, 7},      {8, 8, 8},     {1, 33, 65},
+                                    {252, 123, 507}, {188, 31, 123}, {80, 64, 125}, {257, 127, 513},
+                                    {5, 200, 1},     {130, 2, 1031}, {64, 256, 256}};
+  for (const auto& [rows, hidden, vocab] : kShapes) {
+    for (float epsilon : {0.0f, 0.003f, 0.9f}) {
+      ProblemSpec spec = Plain({rows}, hidden, vocab);
+      spec.options.algorithm = Algorithm::kFiltered;
+      spec.options.filter_epsilon = epsilon;
+      RunAndCompare(backend(), {MakeProblem(spec, rng())});
+    }
+  }
+}
+
+// Epsilon 0 keeps every element: what an algorithm that keeps lists can hold, or more.
+TEST_P(BackendConformance, FilteredWithEveryClassKept) {
+  ProblemSpec spec = Plain({9}, 24, 9000);
+  spec.options.algorithm = Algorithm::kFiltered;
+  spec.options.filter_epsilon = 0.0f;
+  spec.logit_deviation = 1.0f;
+  RunAndCompare(backend(), {MakeProblem(spec, rng())});
+}
+
+TEST_P(BackendConformance, AutoFiltersWhileLittleIsDropped) {
+  ProblemSpec spec = Plain({40, 9}, 24, 300);
+  spec.options.algorithm = Algorithm::kAuto;
+  spec.options.filter_epsilon = 0.003f;
+  spec.options.max_dropped_mass = 1.0f;
+  Problem problem = WithClearEpsilon(MakeProblem(spec, rng()));
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  double dropped = 0.0;
+  int64_t rows = 0;
+  for (const SliceOutputs& slice : RunChunk(*head, problem).slices) {
+    dropped += slice.sums.dropped_mass;
+    rows += slice.sums.valid_rows;
+  }
+  const double mean = dropped / static_cast<double>(rows);
+  ASSERT_GT(mean, 0.0);
+  for (double share : {0.8, 1.25}) {
+    problem.options.max_dropped_mass = static_cast<float>(share * mean);
+    RunAndCompare(backend(), {problem});
+    const ChunkRun run = RunChunk(*head, problem);
+    EXPECT_EQ(run.slices[0].sums.dropped_mass > 0.0, share > 1.0);
+  }
+}
+
+TEST_P(BackendConformance, NothingIsDroppedFromALossAlone) {
+  ProblemSpec spec = Plain({12}, 24, 300);
+  spec.options.algorithm = Algorithm::kFiltered;
+  Problem problem = MakeProblem(spec, rng());
+  problem.accumulate_gradients = false;
+  problem.slices.front().want_grad_hidden = false;
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  EXPECT_EQ(RunChunk(*head, problem).slices[0].sums.dropped_mass, 0.0);
+}
+
 TEST_P(BackendConformance, RandomCombinationsOverSeveralChunks) {
   constexpr int64_t kShapes[][3] = {{40, 24, 61}, {31, 47, 123}, {9, 129, 67}, {70, 16, 257}};
   for (int repeat = 0; repeat < 6; ++repeat) {

@@ -23,6 +23,8 @@ TEST(LossOptionsTest, AcceptsTheEndsOfEachRange) {
   EXPECT_TRUE(Validate({}).ok());
   EXPECT_TRUE(Validate({.logit_scale = -0.5f}).ok());
   EXPECT_TRUE(Validate({.label_smoothing = 1.0f}).ok());
+  EXPECT_TRUE(Validate({.filter_epsilon = 0.0f, .max_dropped_mass = 0.0f}).ok());
+  EXPECT_TRUE(Validate({.filter_epsilon = 0.999f, .max_dropped_mass = 1.0f}).ok());
 }
 
 TEST(LossOptionsTest, RefusesValuesOutOfRangeByName) {
@@ -31,6 +33,9 @@ TEST(LossOptionsTest, RefusesValuesOutOfRangeByName) {
   ExpectRefused({.logit_scale = 0.0f}, "logit_scale must be finite and not 0, got 0");
   ExpectRefused({.softcap = -30.0f}, "softcap must be finite and >= 0 (0: none), got -30");
   ExpectRefused({.z_loss = -1.0f}, "z_loss must be finite and >= 0, got -1");
+  ExpectRefused({.filter_epsilon = 1.0f}, "filter_epsilon must be in [0, 1), got 1");
+  ExpectRefused({.filter_epsilon = -0.1f}, "filter_epsilon must be in [0, 1), got -0.1");
+  ExpectRefused({.max_dropped_mass = 1.5f}, "max_dropped_mass must be in [0, 1], got 1.5");
 }
 
 TEST(LossOptionsTest, RefusesValuesThatAreNotFinite) {
@@ -39,6 +44,20 @@ TEST(LossOptionsTest, RefusesValuesThatAreNotFinite) {
     ExpectRefused({.softcap = bad}, "softcap");
     ExpectRefused({.label_smoothing = bad}, "label_smoothing");
     ExpectRefused({.z_loss = bad}, "z_loss");
+    ExpectRefused({.filter_epsilon = bad}, "filter_epsilon");
+    ExpectRefused({.max_dropped_mass = bad}, "max_dropped_mass");
+  }
+}
+
+TEST(LossOptionsTest, SaysWhatCannotBeFiltered) {
+  EXPECT_THAT(WhyNotFiltered({}, false), HasSubstr("exact"));
+  for (Algorithm algorithm : {Algorithm::kFiltered, Algorithm::kAuto}) {
+    EXPECT_EQ(WhyNotFiltered({.algorithm = algorithm}, false), "");
+    EXPECT_EQ(WhyNotFiltered({.softcap = 30.0f, .z_loss = 1.0f, .algorithm = algorithm}, false), "");
+    EXPECT_EQ(WhyNotFiltered({.label_smoothing = 0.1f, .algorithm = algorithm}, false), "");
+    EXPECT_THAT(WhyNotFiltered({.algorithm = algorithm}, true), HasSubstr("entropy"));
+    EXPECT_THAT(WhyNotFiltered({.softcap = 30.0f, .label_smoothing = 0.1f, .algorithm = algorithm}, false),
+                HasSubstr("smoothing"));
   }
 }
 

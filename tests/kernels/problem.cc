@@ -167,6 +167,39 @@ void ExpectIgnoredRow(const SliceOutputs& got, size_t row, int64_t hidden_size) 
   EXPECT_TRUE(std::all_of(begin, begin + hidden_size, [](float g) { return g == 0.0f; })) << "row " << row;
 }
 
+bool HasGradient(const Problem& problem, const SliceData& slice, size_t row) {
+  const bool accumulated =
+      problem.accumulate_gradients && (slice.accumulate.empty() || slice.accumulate[row] != 0);
+  return slice.targets[row] != kIgnoredTarget && (slice.want_grad_hidden || accumulated);
+}
+
+// Of the rows with a gradient.
+double DroppedMass(const Problem& problem, const SliceData& slice, const reference::Result& want) {
+  double sum = 0.0;
+  for (size_t row = 0; row < want.dropped_mass.size(); ++row) {
+    if (HasGradient(problem, slice, row)) sum += want.dropped_mass[row];
+  }
+  return sum;
+}
+
+// Whatever an error of the logits could move over the threshold is allowed for.
+void ExpectDroppedMassMatches(DType compute, const Problem& problem, const SliceData& slice,
+                              const reference::Result& want, double got) {
+  const double dropped = DroppedMass(problem, slice, want);
+  double tolerance = 1e-6 * static_cast<double>(want.dropped_mass.size());
+  if (problem.options.algorithm != Algorithm::kExact) {
+    const auto p = reference::Probabilities(ReferenceHead(problem), problem.options, ReferenceRows(slice));
+    const auto vocab = static_cast<size_t>(problem.config.vocab_size);
+    for (size_t i = 0; i < p.size(); ++i) {
+      const double logit = 2.0 * LogitTolerance(compute, want, i / vocab);
+      const double epsilon = double{problem.options.filter_epsilon};
+      if (p[i] < epsilon) tolerance += p[i] * logit;
+      if (p[i] > epsilon * std::exp(-logit) && p[i] < epsilon * std::exp(logit)) tolerance += p[i];
+    }
+  }
+  EXPECT_NEAR(got, dropped, tolerance);
+}
+
 void ExpectSumsMatch(DType compute, const Problem& problem, const SliceData& slice,
                      const reference::Result& want, const SliceSums& got, bool with_entropy) {
   double loss_tolerance = 1e-12;
@@ -184,6 +217,7 @@ void ExpectSumsMatch(DType compute, const Problem& problem, const SliceData& sli
   if (with_entropy) {
     EXPECT_NEAR(got.entropy, want.entropy_sum, entropy_tolerance);
   }
+  ExpectDroppedMassMatches(compute, problem, slice, want, got.dropped_mass);
   EXPECT_EQ(got.valid_rows, want.valid_rows);
   EXPECT_NEAR(static_cast<double>(got.correct_rows), static_cast<double>(want.correct_rows),
               static_cast<double>(undecided));
@@ -202,6 +236,30 @@ void PlaceRetained(const Problem& problem, const RunOptions& options, Chunk& chu
     if (options.take_retained) chunk.slices[i].hidden = nullptr;
     offset += RetainedBytesOf(problem, problem.slices[i]);
   }
+}
+
+bool AnyGradEntropy(const Problem& problem) {
+  for (const SliceData& slice : problem.slices) {
+    for (size_t row = 0; row < slice.grad_entropy.size(); ++row) {
+      if (slice.targets[row] != kIgnoredTarget && slice.grad_entropy[row] != 0.0f) return true;
+    }
+  }
+  return false;
+}
+
+// What a backend decides for the chunk as a whole.
+bool IsFiltered(const Problem& problem) {
+  if (!WhyNotFiltered(problem.options, AnyGradEntropy(problem)).empty()) return false;
+  if (problem.options.algorithm == Algorithm::kFiltered) return true;
+  double dropped = 0.0;
+  int64_t rows = 0;
+  for (const SliceData& slice : problem.slices) {
+    const auto result =
+        reference::Compute(ReferenceHead(problem), problem.options, ReferenceRows(slice), nullptr);
+    dropped += DroppedMass(problem, slice, result);
+    for (size_t row = 0; row < slice.targets.size(); ++row) rows += HasGradient(problem, slice, row) ? 1 : 0;
+  }
+  return dropped <= double{problem.options.max_dropped_mass} * static_cast<double>(rows);
 }
 
 }  // namespace
@@ -336,6 +394,11 @@ ProblemSpec RandomSpec(int64_t rows, int64_t hidden_size, int64_t vocab_size, DT
   if (Chance(rng, 0.5)) spec.options.label_smoothing = Uniform(rng, 0.0f, 0.3f);
   if (Chance(rng, 0.5)) spec.options.z_loss = Uniform(rng, 0.0f, 1e-2f);
   spec.options.use_class_weights = spec.config.has_class_weights && Chance(rng, 0.7);
+  if (Chance(rng, 0.5)) {
+    spec.options.algorithm = Chance(rng, 0.5) ? Algorithm::kFiltered : Algorithm::kAuto;
+    spec.options.filter_epsilon = Chance(rng, 0.2) ? 0.0f : Uniform(rng, 1e-4f, 1e-2f);
+    spec.options.max_dropped_mass = Chance(rng, 0.5) ? 1.0f : 0.0f;
+  }
   spec.row_weights = Chance(rng, 0.5);
   spec.accumulate_mask = Chance(rng, 0.5);
   spec.grad_loss = Chance(rng, 0.5);
@@ -356,11 +419,13 @@ std::string Describe(const Problem& problem) {
   const LossOptions& options = problem.options;
   std::vector<int64_t> rows;
   for (const SliceData& slice : problem.slices) rows.push_back(slice.rows());
-  std::string text = absl::StrCat(
-      "slices [", absl::StrJoin(rows, " "), "] D ", config.hidden_size, " V ", config.vocab_size, " hidden ",
-      Name(problem.hidden_dtype), " compute ", Name(config.compute_dtype), " norm ", Name(config.norm),
-      " bias ", config.has_bias, " scale ", options.logit_scale, " softcap ", options.softcap, " smoothing ",
-      options.label_smoothing, " z_loss ", options.z_loss, " class weights ", options.use_class_weights);
+  std::string text =
+      absl::StrCat("slices [", absl::StrJoin(rows, " "), "] D ", config.hidden_size, " V ", config.vocab_size,
+                   " hidden ", Name(problem.hidden_dtype), " compute ", Name(config.compute_dtype), " norm ",
+                   Name(config.norm), " bias ", config.has_bias, " scale ", options.logit_scale, " softcap ",
+                   options.softcap, " smoothing ", options.label_smoothing, " z_loss ", options.z_loss,
+                   " class weights ", options.use_class_weights, " algorithm ", Name(options.algorithm),
+                   " epsilon ", options.filter_epsilon, " dropped at most ", options.max_dropped_mass);
   if (problem.slices.empty()) return text;
   const SliceData& first = problem.slices.front();
   absl::StrAppend(&text, " row weights ", !first.row_weights.empty(), " mask ", !first.accumulate.empty(),
@@ -459,12 +524,28 @@ reference::Rows ReferenceRows(const SliceData& slice) {
 std::vector<reference::Result> ComputeReference(const Problem& problem,
                                                 reference::ParamGradients* gradients) {
   const reference::Head head = ReferenceHead(problem);
+  LossOptions options = problem.options;
+  if (!IsFiltered(problem)) options.algorithm = Algorithm::kExact;
   std::vector<reference::Result> results;
   for (const SliceData& slice : problem.slices) {
-    results.push_back(reference::Compute(head, problem.options, ReferenceRows(slice),
+    results.push_back(reference::Compute(head, options, ReferenceRows(slice),
                                          problem.accumulate_gradients ? gradients : nullptr));
   }
   return results;
+}
+
+Problem WithClearEpsilon(Problem problem) {
+  if (problem.options.algorithm == Algorithm::kExact) return problem;
+  std::vector<double> p;
+  for (const SliceData& slice : problem.slices) {
+    const auto more = reference::Probabilities(ReferenceHead(problem), problem.options, ReferenceRows(slice));
+    p.insert(p.end(), more.begin(), more.end());
+  }
+  std::sort(p.begin(), p.end());
+  const auto above = std::lower_bound(p.begin(), p.end(), double{problem.options.filter_epsilon});
+  if (problem.options.filter_epsilon == 0.0f || above == p.begin() || above == p.end()) return problem;
+  problem.options.filter_epsilon = static_cast<float>(std::sqrt(*above * *(above - 1)));
+  return problem;
 }
 
 double MaxAbsLogit(absl::Span<const reference::Result> results) {
@@ -508,7 +589,8 @@ void RunAndCompare(Backend& backend, const std::vector<Problem>& chunks, const R
   ASSERT_NE(head, nullptr);
   reference::ParamGradients gradients = reference::ZeroGradients(chunks.front().config);
   double max_abs_logit = 0.0;
-  for (const Problem& problem : chunks) {
+  for (const Problem& chunk : chunks) {
+    const Problem problem = WithClearEpsilon(chunk);
     SCOPED_TRACE(Describe(problem));
     const std::vector<reference::Result> want = ComputeReference(problem, &gradients);
     const ChunkRun got = RunChunk(*head, problem, options);

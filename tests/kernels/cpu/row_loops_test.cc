@@ -113,6 +113,23 @@ TEST_P(RowLoopsTest, ElementwiseLoopsAtAnyLength) {
   }
 }
 
+TEST_P(RowLoopsTest, DropTakesWhatIsBelowTheThreshold) {
+  constexpr float kThreshold = 0.3f;
+  for (int64_t n : kLengths) {
+    const std::vector<float> z = Draw(rng_, n, -4.0f, 0.0f);
+    std::vector<float> e = z;
+    loops().exp_sum_in_place(e.data(), 0.0f, n);
+    std::vector<float> kept_e = e, kept_z = z;
+    double want = 0.0;
+    for (float value : e) want += value < kThreshold ? double{value} : 0.0;
+    EXPECT_NEAR(loops().drop_exp(kept_e.data(), kThreshold, n), want, 1e-6 * want);
+    EXPECT_NEAR(loops().drop_logits(kept_z.data(), 0.0f, kThreshold, n), want, 1e-6 * want);
+    loops().exp_sum_in_place(kept_z.data(), 0.0f, n);
+    for (size_t i = 0; i < e.size(); ++i) EXPECT_EQ(kept_e[i], e[i] < kThreshold ? 0.0f : e[i]);
+    EXPECT_EQ(kept_z, kept_e);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(All, RowLoopsTest, ::testing::ValuesIn(AvailableRowLoops()),
                          [](const auto& set) { return set.param->instruction_set; });
 

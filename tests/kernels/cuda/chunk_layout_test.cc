@@ -99,13 +99,14 @@ TEST(ChunkLayout, ResultsComeBackInRawOrder) {
   slice.out.argmax = argmax.data();
   Chunk chunk;
   chunk.slices = absl::MakeSpan(&slice, 1);
-  const ChunkLayout layout = LayOutChunk(Head(DType::kFloat32), chunk, blocks.inputs);
+  ChunkLayout layout = LayOutChunk(Head(DType::kFloat32), chunk, blocks.inputs);
   for (int r = 0; r < 2; ++r) {
     const auto value = static_cast<float>(r + 1);
     blocks.outputs.loss[r] = value;
     blocks.outputs.z_loss[r] = 0.25f;
     blocks.outputs.lse[r] = 10.0f * value;
     blocks.outputs.argmax[r] = 4;
+    blocks.outputs.dropped_mass[r] = 0.125f;
   }
   blocks.outputs.first_bad[0] = 1;
   UnpackResults(chunk, layout, 4, blocks.inputs, blocks.outputs);
@@ -117,6 +118,10 @@ TEST(ChunkLayout, ResultsComeBackInRawOrder) {
   EXPECT_EQ(slice.sums.z_loss, 0.5);
   EXPECT_EQ(slice.sums.valid_rows, 2);
   EXPECT_EQ(slice.sums.correct_rows, 1);
+  EXPECT_EQ(slice.sums.dropped_mass, 0.0);  // nobody filled it
+  layout.filtered = true;
+  UnpackResults(chunk, layout, 4, blocks.inputs, blocks.outputs);
+  EXPECT_EQ(slice.sums.dropped_mass, 0.25);
 }
 
 TEST(HeadMemory, TheWorkspaceIsUsedButNotExceeded) {
@@ -128,7 +133,7 @@ TEST(HeadMemory, TheWorkspaceIsUsedButNotExceeded) {
     for (Norm norm : {Norm::kNone, Norm::kLayerNorm}) {
       config.norm = norm;
       const int64_t budget = int64_t{2} << 30;
-      const HeadSizes sizes = SizesFor(config, budget, 16384, 132);
+      const HeadSizes sizes = SizesFor(config, budget, 16384, 132, true);
       EXPECT_EQ(PadRows(sizes.chunk_rows), sizes.chunk_rows);
       const MemoryBytes plan = PlanMemory(config, sizes, 132);
       EXPECT_LE(plan[MemoryKind::kWorkspace], budget);
@@ -138,7 +143,7 @@ TEST(HeadMemory, TheWorkspaceIsUsedButNotExceeded) {
     }
   }
   config.vocab_size = 1'000'000'000;
-  EXPECT_EQ(SizesFor(config, 1 << 20, 16384, 132).chunk_rows, 8);
+  EXPECT_EQ(SizesFor(config, 1 << 20, 16384, 132, true).chunk_rows, 8);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 """Compares the CUDA backend with PyTorch on a GPU: fp64 as the truth, the same dtype as the yardstick.
 
-    python3 compare_torch.py path/to/cuda_loss_probe [--out results.json]
+    python3 compare_torch.py path/to/cuda_loss_probe [--out results.json] [--fuse-always]
 
 For every case the relative error ||a - ref|| / ||ref|| of loss, lse, grad_hidden and the parameter
 gradients must be at most 1.5 times that of PyTorch in the same dtype on the same inputs, plus FLOOR.
@@ -32,6 +32,8 @@ OPTIONS = [
     {}, {"chunks": 2}, {"chunks": 4}, {"bias": True}, {"logit_scale": 1.5}, {"softcap": 20.0},
     {"label_smoothing": 0.1}, {"z_loss": 1e-4}, {"class_weights": True}, {"row_weights": True}, {"ignored": 0.2},
     {"norm": "layernorm"}, {"norm": "rmsnorm"},
+    {"bias": True, "softcap": 30.0, "z_loss": 1e-4, "ignored": 0.2, "row_weights": True, "class_weights": True,
+     "norm": "rmsnorm", "logit_scale": 0.7, "chunks": 2},
     {"bias": True, "softcap": 30.0, "label_smoothing": 0.1, "z_loss": 1e-4, "ignored": 0.2, "row_weights": True,
      "class_weights": True, "norm": "layernorm", "logit_scale": 0.7, "chunks": 2},
 ]
@@ -146,6 +148,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("probe")
     parser.add_argument("--out")
+    parser.add_argument("--fuse-always", action="store_true", help="the fused loss at every size")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     seed = int.from_bytes(os.urandom(4), "little")
@@ -156,11 +159,13 @@ def main():
         for compute in ("bf16", "fp16", "fp32"):
             worst = {}
             for index, shape in enumerate(SHAPES):
-                # Every option on one shape, the plain case and everything at once on all.
-                options = OPTIONS if shape == (252, 123, 507) else [OPTIONS[0], OPTIONS[-1]]
+                # Every option on one shape; the plain case and everything at once, with and without smoothing, on
+                # all.
+                options = OPTIONS if shape == (252, 123, 507) else [OPTIONS[0], *OPTIONS[-2:]]
                 for option in options:
                     case = {**DEFAULTS, **option, "rows": shape[0], "hidden": shape[1], "vocab": shape[2],
-                            "compute": compute, "grad_scale": 1.0 / shape[0]}
+                            "compute": compute, "grad_scale": 1.0 / shape[0],
+                            "fuse_always": args.fuse_always}
                     for row in run_case(case, args.probe, folder, generator):
                         results.append({**case, **row})
                         ratio = row["ours"] / max(row["torch"], 1e-12)

@@ -10,22 +10,36 @@
 namespace lossd::kernels::testing {
 namespace {
 
+std::unique_ptr<Backend> Create(FusedLoss fused_loss) {
+  auto created = CreateCudaBackend(
+      {.workspace_bytes = int64_t{64} << 20, .max_chunk_rows = 512, .fused_loss = fused_loss});
+  EXPECT_TRUE(created.ok()) << created.status();
+  return *std::move(created);
+}
+
 Backend& SharedBackend() {
-  static const std::unique_ptr<Backend> backend = [] {
-    auto created = CreateCudaBackend({.workspace_bytes = int64_t{64} << 20, .max_chunk_rows = 512});
-    EXPECT_TRUE(created.ok()) << created.status();
-    return *std::move(created);
-  }();
+  static const std::unique_ptr<Backend> backend = Create(FusedLoss::kNever);
   return *backend;
 }
 
-// Every compute dtype with every hidden dtype; none without a GPU.
+Backend& FusedBackend() {
+  static const std::unique_ptr<Backend> backend = Create(FusedLoss::kWherePossible);
+  return *backend;
+}
+
+// Every compute dtype with every hidden dtype, and the fused loss wherever it is possible; none without a
+// GPU.
 std::vector<ConformanceCase> Cases() {
   std::vector<ConformanceCase> cases;
   if (!HaveGpu()) return cases;
   for (DType compute : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
     for (DType hidden : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
       cases.push_back({"Cuda", SharedBackend, compute, hidden});
+    }
+  }
+  for (DType compute : {DType::kFloat16, DType::kBFloat16}) {
+    for (DType hidden : {DType::kFloat32, compute}) {
+      cases.push_back({"CudaFused", FusedBackend, compute, hidden});
     }
   }
   return cases;

@@ -27,11 +27,13 @@ struct LargeCase {
   int64_t rows, hidden, vocab;
   int chunks;
   DType compute;
+  float epsilon = -1.0f;    // >= 0: filtered
+  bool falls_back = false;  // to exact
 };
 
 void PrintTo(const LargeCase& c, std::ostream* out) {
   *out << "N " << c.rows << " D " << c.hidden << " V " << c.vocab << " chunks " << c.chunks << " "
-       << std::string(Name(c.compute));
+       << std::string(Name(c.compute)) << " epsilon " << c.epsilon;
 }
 
 // Runs body(begin, end) over [0, count) in several threads.
@@ -117,6 +119,13 @@ struct LargeRun {
   std::unique_ptr<HeadKernels> head;
 };
 
+// dloss/dz of a class; 0 where it is filtered.
+double Slope(const LargeCase& shape, double log_p, bool is_target) {
+  if (is_target) return std::expm1(log_p);
+  const double p = std::exp(log_p);
+  return !shape.falls_back && p < double{shape.epsilon} ? 0.0 : p;
+}
+
 class CudaLarge : public ::testing::TestWithParam<LargeCase> {
  protected:
   void SetUp() override { LOSSD_SKIP_WITHOUT_GPU(); }
@@ -146,6 +155,9 @@ class CudaLarge : public ::testing::TestWithParam<LargeCase> {
     slice.out.lse = run.lse.data() + begin;
     slice.out.loss = run.loss.data() + begin;
     Chunk chunk;
+    if (shape.epsilon >= 0.0f) {
+      chunk.options = {.algorithm = Algorithm::kFiltered, .filter_epsilon = shape.epsilon};
+    }
     chunk.hidden_dtype = shape.compute;
     chunk.slices = absl::MakeSpan(&slice, 1);
     absl::Notification done;
@@ -208,7 +220,7 @@ TEST_P(CudaLarge, MatchesDoublePrecisionWhereSampled) {
         << "row " << row;
     max_logit = std::max(max_logit, std::fabs(top));
     for (size_t v = 0; v < z.size(); ++v) {
-      z[v] = scale * (v == target ? std::expm1(z[v] - lse) : std::exp(z[v] - lse));
+      z[v] = scale * Slope(shape, z[v] - lse, v == target);
     }
     std::vector<double> gradient(static_cast<size_t>(shape.hidden));
     Parallel(shape.hidden, [&](int64_t begin, int64_t end) {
@@ -235,7 +247,7 @@ TEST_P(CudaLarge, MatchesDoublePrecisionWhereSampled) {
     for (int64_t r = 0; r < shape.rows; ++r) {
       const double log_p = problem.Logit(r, v) - double{run.lse[static_cast<size_t>(r)]};
       const bool is_target = problem.targets()[static_cast<size_t>(r)] == v;
-      const double g = scale * (is_target ? std::expm1(log_p) : std::exp(log_p));
+      const double g = scale * Slope(shape, log_p, is_target);
       for (int64_t c = 0; c < shape.hidden; ++c) {
         gradient[static_cast<size_t>(c)] += g * double{problem.hidden(r)[c]};
       }
@@ -253,16 +265,33 @@ TEST_P(CudaLarge, MatchesDoublePrecisionWhereSampled) {
 }
 
 constexpr LargeCase kCases[] = {
-    {8, 8, 8, 1, DType::kBFloat16},           {1536, 2048, 2048, 1, DType::kBFloat16},
-    {1536, 2048, 2048, 2, DType::kBFloat16},  {1536, 2048, 2048, 4, DType::kBFloat16},
-    {1536, 2048, 2048, 2, DType::kFloat32},   {1536, 2048, 2048, 4, DType::kFloat16},
-    {129, 512, 32000, 1, DType::kBFloat16},   {129, 512, 32000, 1, DType::kFloat32},
+    {8, 8, 8, 1, DType::kBFloat16},
+    {1536, 2048, 2048, 1, DType::kBFloat16},
+    {1536, 2048, 2048, 2, DType::kBFloat16},
+    {1536, 2048, 2048, 4, DType::kBFloat16},
+    {1536, 2048, 2048, 2, DType::kFloat32},
+    {1536, 2048, 2048, 4, DType::kFloat16},
+    {129, 512, 32000, 1, DType::kBFloat16},
+    {129, 512, 32000, 1, DType::kFloat32},
     {40, 64, 100000, 1, DType::kBFloat16},  // a row over a cluster of blocks
-    {1024, 520, 2049, 1, DType::kBFloat16},   {1024, 520, 2049, 3, DType::kFloat32},
-    {1024, 520, 2049, 1, DType::kFloat16},    {1937, 3584, 152064, 1, DType::kBFloat16},
-    {2169, 896, 151936, 2, DType::kBFloat16}, {2169, 896, 151936, 1, DType::kFloat16},
+    {1024, 520, 2049, 1, DType::kBFloat16},
+    {1024, 520, 2049, 3, DType::kFloat32},
+    {1024, 520, 2049, 1, DType::kFloat16},
+    {1937, 3584, 152064, 1, DType::kBFloat16},
+    {2169, 896, 151936, 2, DType::kBFloat16},
+    {2169, 896, 151936, 1, DType::kFloat16},
     {300, 64, 500000, 1, DType::kBFloat16},  // a row no cluster holds
-    {200, 64, 500000, 1, DType::kFloat32},    {8448, 64, 256000, 1, DType::kBFloat16},  // 2.16e9 logits
+    {200, 64, 500000, 1, DType::kFloat32},
+    {8448, 64, 256000, 1, DType::kBFloat16},  // 2.16e9 logits
+    {129, 512, 32000, 1, DType::kBFloat16, 0x1p-12f},
+    {129, 512, 32000, 1, DType::kFloat32, 0x1p-12f},
+    {1024, 520, 2049, 3, DType::kFloat16, 0x1p-9f},
+    {1937, 3584, 152064, 1, DType::kBFloat16, 0x1p-12f},
+    {700, 5120, 100000, 2, DType::kBFloat16, 0x1p-12f},
+    {300, 8200, 40000, 1, DType::kBFloat16, 0x1p-12f},  // more than two vectors of D a thread
+    {300, 64, 500000, 1, DType::kBFloat16, 0x1p-12f},
+    {60, 16392, 3000, 1, DType::kBFloat16, 0x1p-12f, true},   // hidden states longer than a block holds
+    {2100, 64, 256000, 1, DType::kBFloat16, 0x1p-18f, true},  // more candidates than there is room for
 };
 INSTANTIATE_TEST_SUITE_P(Shapes, CudaLarge, ::testing::ValuesIn(kCases));
 

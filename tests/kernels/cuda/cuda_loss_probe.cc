@@ -80,7 +80,9 @@ void Probe(const Files& files) {
   config.norm_epsilon = spec.at("norm_epsilon");
   config.compute_dtype = ParseDType(spec.at("compute"));
   config.optimizer_state = OptimizerState::kNone;
-  auto backend = CreateCudaBackend({});
+  const bool fuse = spec.at("fuse_always");
+  auto backend =
+      CreateCudaBackend({.fused_loss = fuse ? FusedLoss::kWherePossible : FusedLoss::kWhereFaster});
   Check(backend.status());
   auto head = (*backend)->CreateHead(config);
   Check(head.status());

@@ -79,6 +79,8 @@ TEST_F(MetricsTest, CountsSaves) {
 TEST_F(MetricsTest, CountsEvents) {
   metrics_.OnChunk("main", 2, 100, 90, 0.02);
   metrics_.OnChunk("main", 1, 10, 10, 0.3);
+  metrics_.OnDroppedMass("main", 1.25);
+  metrics_.OnDroppedMass("main", 0.5);
   metrics_.OnSlice("main", 0.001);
   metrics_.OnStep("main", /*skipped=*/false);
   metrics_.OnStep("main", /*skipped=*/true);
@@ -96,6 +98,7 @@ TEST_F(MetricsTest, CountsEvents) {
   EXPECT_EQ(Sample(text, "lossd_rows_total{head=\"main\"}"), 110);
   EXPECT_EQ(Sample(text, "lossd_chunks_total"), 2);
   EXPECT_EQ(Sample(text, "lossd_chunk_rows_sum"), 100);
+  EXPECT_EQ(Sample(text, "lossd_dropped_probability_total"), 1.75);
   EXPECT_EQ(Sample(text, "lossd_steps_total"), 2);
   EXPECT_EQ(Sample(text, "lossd_skipped_steps_total"), 1);
   EXPECT_EQ(Sample(text, "lossd_contribution_rows_total"), 7);

@@ -196,6 +196,13 @@ TEST_F(BadInputTest, Numbers) {
                 "open.options.label_smoothing", "1.5");
   ExpectInvalid(RunWith([](auto& open) { open.mutable_options()->set_softcap(-1.0f); }),
                 "open.options.softcap", "-1");
+  ExpectInvalid(RunWith([](auto& open) { open.mutable_options()->set_filter_epsilon(1.0f); }),
+                "open.options.filter_epsilon", "1");
+  ExpectInvalid(RunWith([](auto& open) { open.mutable_options()->set_max_dropped_mass(-0.5f); }),
+                "open.options.max_dropped_mass", "-0.5");
+  ExpectInvalid(
+      RunWith([](auto& open) { open.mutable_options()->set_algorithm(static_cast<v1::Algorithm>(17)); }),
+      "open.options.algorithm", "17");
   ExpectInvalid(RunWith([](auto& open) { open.set_normalizer(NAN); }), "open.normalizer", "nan");
   ExpectInvalid(RunWith([](auto& open) { open.set_grad_output(INFINITY); }), "open.grad_output", "inf");
   ExpectInvalid(RunWith([](auto& open) {

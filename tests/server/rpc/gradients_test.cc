@@ -41,6 +41,10 @@ v1::DType WireType(DType dtype) {
   return v1::DTYPE_UNSPECIFIED;
 }
 
+v1::Algorithm WireAlgorithm(kernels::Algorithm algorithm) {
+  return static_cast<v1::Algorithm>(static_cast<int>(algorithm) + 1);
+}
+
 v1::Param WireParam(Param param) { return static_cast<v1::Param>(static_cast<int>(param) + 1); }
 
 // A head with the problem's tensors.
@@ -80,6 +84,9 @@ v1::OpenMicrobatch OpenFor(const std::string& head, const Problem& problem, cons
   options.set_softcap(problem.options.softcap);
   options.set_logit_scale(problem.options.logit_scale);
   options.set_use_class_weights(problem.options.use_class_weights);
+  options.set_algorithm(WireAlgorithm(problem.options.algorithm));
+  options.set_filter_epsilon(problem.options.filter_epsilon);
+  options.set_max_dropped_mass(problem.options.max_dropped_mass);
   open.set_reduction(v1::REDUCTION_SUM);
   open.set_grad_output(data.grad_scale);
   open.set_want_grad_hidden(true);
@@ -166,6 +173,7 @@ kernels::testing::SliceOutputs Collect(const Problem& problem, const SliceData& 
     out.sums.loss += call.summary->loss_sum();
     out.sums.z_loss += call.summary->z_loss_sum();
     out.sums.entropy += call.summary->entropy_sum();
+    out.sums.dropped_mass += call.summary->dropped_mass();
     out.sums.valid_rows += static_cast<int64_t>(call.summary->valid_rows());
     out.sums.correct_rows += static_cast<int64_t>(call.summary->correct_rows());
     EXPECT_EQ(call.summary->accumulated_rows(), call.summary->valid_rows());
@@ -278,6 +286,12 @@ TEST_P(GradientsTest, EveryOptionAtOnce) {
                   .label_smoothing = 0.1f,
                   .z_loss = 1e-4f,
                   .use_class_weights = true};
+  RunAndCompare(kernels::testing::MakeProblem(spec, rng_), rng_);
+}
+
+TEST_P(GradientsTest, Filtered) {
+  ProblemSpec spec = SpecFor({23, 41}, 31, 123, GetParam());
+  spec.options = {.algorithm = kernels::Algorithm::kFiltered, .filter_epsilon = 0.02f};
   RunAndCompare(kernels::testing::MakeProblem(spec, rng_), rng_);
 }
 

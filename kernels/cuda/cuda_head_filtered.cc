@@ -1,0 +1,154 @@
+// The part of a head that Algorithm::kFiltered and kAuto add to a chunk: candidates instead of a gradient,
+// the decision on the device, and both ways to go on from it. docs/kernels/filtered.md has the whole picture.
+#include "absl/strings/string_view.h"
+#include "kernels/cuda/cuda_head.h"
+#include "kernels/cuda/cuda_head_job.h"
+#include "kernels/cuda/cuda_status.h"
+#include "kernels/cuda/filter_plan.h"
+#include "kernels/cuda/filtered.h"
+#include "kernels/cuda/rows.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+absl::Status Zero(void* data, int64_t bytes, cudaStream_t stream) {
+  return ToStatus(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream), "cudaMemsetAsync");
+}
+
+}  // namespace
+
+absl::string_view CudaHead::WhyExact(const Job& job) const {
+  const absl::string_view reason = WhyNotFiltered(job.chunk->options, job.layout.any_coef_entropy);
+  if (!reason.empty()) return reason;
+  if (!job.hidden_gemm && !job.layout.accumulate) return "no gradient is wanted";
+  return WhyNotFilteredOnDevice(FilterShapeOf(config_, sizes_), device_->limits());
+}
+
+// Row results and, into the buffer of the hidden gradients, what the dx GEMM would leave there.
+absl::Status CudaHead::FilteredForward(const Job& job, const RowLossParams& row) {
+  const cudaStream_t stream = device_->compute();
+  const FilterBuffers& filter = workspace_.filter;
+  const LossOptions& options = job.chunk->options;
+  const RowSelection selection = {options.filter_epsilon, filter.pool,
+                                  static_cast<int32_t>(FilterShapeOf(config_, sizes_).capacity()),
+                                  &filter.counters->used, filter.rows};
+  LOSSD_RETURN_IF_ERROR(Zero(filter.counters, sizeof(FilterCounters), stream));
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchSelectRows(row, selection, stream), "selection kernel");
+  const bool is_auto = options.algorithm == Algorithm::kAuto;
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      LaunchDecide({selection, row.rows, job.slot->device_in.with_gradient,
+                    is_auto ? options.max_dropped_mass : 1.0f, &filter.counters->exact},
+                   stream),
+      "decision kernel");
+  return job.slot->rows_branch.Enqueue(
+      &filter.counters->exact, stream,
+      [&]() -> absl::Status {
+        LOSSD_RETURN_IF_ERROR(
+            Zero(job.slot->device_out.dropped_mass, row.rows * static_cast<int64_t>(sizeof(float)), stream));
+        LOSSD_RETURN_IF_CUDA_ERROR(LaunchRowLoss(row, device_->limits(), stream), "row loss kernel");
+        return job.hidden_gemm ? HiddenGemm(job) : absl::OkStatus();
+      },
+      [&] { return FilterRows(job, row, selection); });
+}
+
+absl::Status CudaHead::FilterRows(const Job& job, const RowLossParams& row, const RowSelection& selection) {
+  const cudaStream_t stream = device_->compute();
+  const FilterBuffers& filter = workspace_.filter;
+  const int64_t entries = FilterShapeOf(config_, sizes_).entries();
+  FilterRowsParams p;
+  p.row = row;
+  p.selection = selection;
+  p.hidden = job.memory.hidden;
+  p.weight = values_.compute_weight;
+  p.ld = sizes_.padded_hidden;
+  if (job.hidden_gemm) {
+    p.hidden_gradient = workspace_.hidden_gradient;
+    p.gradient_dtype = HiddenGradientType(job);
+    p.gradient_scale = HiddenGradientScale(job);
+  }
+  p.with_gradient = job.slot->device_in.with_gradient;
+  p.accumulate = job.slot->device_in.accumulate;
+  p.dropped_mass = job.slot->device_out.dropped_mass;
+  if (job.layout.accumulate) {
+    p.kept = {filter.keys, filter.coefs, &filter.counters->kept, RowBits(row.rows)};
+    LOSSD_RETURN_IF_CUDA_ERROR(
+        cudaMemsetAsync(filter.keys, 0xff, static_cast<size_t>(entries) * sizeof(uint64_t), stream),
+        "cudaMemsetAsync");
+  }
+  if (row.smoothing > 0.0f && job.hidden_gemm) {
+    const int64_t ld = sizes_.padded_hidden;
+    const DeviceMatrix weight = {values_.compute_weight, config_.compute_dtype, ld, ld};
+    LOSSD_RETURN_IF_ERROR(Zero(filter.weight_sum, ld * static_cast<int64_t>(sizeof(float)), stream));
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchColumnSum(weight, nullptr, row.class_weights, sizes_.vocab, 1.0f,
+                                               filter.partials, filter.weight_sum, stream),
+                               "column sum kernel");
+    p.weight_sum = filter.weight_sum;
+  }
+  return ToStatus(LaunchFilterRows(p, stream), "filter kernel");
+}
+
+absl::Status CudaHead::FilteredWeightGradient(const Job& job) {
+  return job.slot->weight_branch.Enqueue(
+      &workspace_.filter.counters->exact, device_->compute(), [&] { return WeightGemm(job); },
+      [&] { return AddKept(job); });
+}
+
+absl::Status CudaHead::AddKept(const Job& job) {
+  const cudaStream_t stream = device_->compute();
+  const FilterBuffers& filter = workspace_.filter;
+  const int64_t rows = job.layout.compact_rows;
+  const int64_t entries = FilterShapeOf(config_, sizes_).entries();
+  const LossOptions& options = job.chunk->options;
+  const float scale = job.layout.unit * options.logit_scale;
+  SortParams sort = {{filter.keys, filter.spare_keys},
+                     {filter.coefs, filter.spare_coefs},
+                     entries,
+                     KeyBits(rows, sizes_.vocab),
+                     filter.sort_scratch};
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchSortKept(sort, stream), "sort kernels");
+  FilteredWeightParams p;
+  p.keys = sort.keys[0];
+  p.coefs = sort.coefs[0];
+  p.count = entries;
+  p.row_bits = RowBits(rows);
+  p.keep = workspace_.keep;
+  p.hidden = job.memory.hidden;
+  p.dtype = config_.compute_dtype;
+  p.ld = sizes_.padded_hidden;
+  p.scale = scale;
+  p.weight_gradient = gradients_.weight;
+  p.bias_gradient = gradients_.bias;
+  p.runs = filter.runs;
+  p.counters = &filter.counters->runs;
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchFilteredWeight(p, device_->limits().multiprocessors, stream),
+                             "filtered weight kernels");
+  return options.label_smoothing > 0.0f ? AddUniform(job) : absl::OkStatus();
+}
+
+absl::Status CudaHead::AddUniform(const Job& job) {
+  const cudaStream_t stream = device_->compute();
+  const FilterBuffers& filter = workspace_.filter;
+  const LossOptions& options = job.chunk->options;
+  const int64_t ld = sizes_.padded_hidden;
+  const float* coefs = job.slot->device_in.coef_loss;
+  const DeviceMatrix hidden = {job.memory.hidden, config_.compute_dtype, ld, ld};
+  LOSSD_RETURN_IF_ERROR(Zero(filter.hidden_sum, ld * static_cast<int64_t>(sizeof(float)), stream));
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchColumnSum(hidden, workspace_.keep, coefs, job.layout.compact_rows, 1.0f,
+                                             filter.partials, filter.hidden_sum, stream),
+                             "column sum kernel");
+  UniformWeightParams p;
+  p.hidden_sum = filter.hidden_sum;
+  p.coefs = coefs;
+  p.keep = workspace_.keep;
+  p.rows = job.layout.compact_rows;
+  p.class_weights = options.use_class_weights ? values_.class_weights : nullptr;
+  p.vocab = sizes_.vocab;
+  p.ld = ld;
+  p.scale =
+      -job.layout.unit * options.logit_scale * options.label_smoothing / static_cast<float>(sizes_.vocab);
+  p.weight_gradient = gradients_.weight;
+  p.bias_gradient = gradients_.bias;
+  return ToStatus(LaunchUniformWeight(p, stream), "uniform weight kernels");
+}
+
+}  // namespace lossd::kernels::cuda

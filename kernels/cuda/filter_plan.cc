@@ -1,0 +1,46 @@
+#include "kernels/cuda/filter_plan.h"
+
+#include <bit>
+
+#include "kernels/cuda/rows.h"
+
+namespace lossd::kernels::cuda {
+
+absl::string_view WhyNotFilteredOnDevice(const FilterShape& shape, const DeviceLimits& limits) {
+  if (!limits.has_branches) return "the driver is too old for branches on the device";
+  if (!CanFilterRows(shape.padded_hidden, shape.dtype)) return "the hidden size is too large for one block";
+  return "";
+}
+
+FilterBuffers FilterBuffers::Carve(const FilterShape& shape, Carver& own, Carver& logits) {
+  FilterBuffers b;
+  const int64_t entries = shape.entries();
+  b.pool = own.Take<int32_t>(shape.capacity());
+  b.rows = own.Take<SelectedRow>(shape.chunk_rows);
+  b.counters = own.Take<FilterCounters>(1);
+  b.keys = logits.Take<uint64_t>(entries);
+  b.spare_keys = logits.Take<uint64_t>(entries);
+  b.coefs = logits.Take<float>(entries);
+  b.spare_coefs = logits.Take<float>(entries);
+  b.runs = logits.Take<int32_t>(2 * entries);
+  b.sort_scratch = logits.Take<uint8_t>(static_cast<int64_t>(SortScratchBytes(entries)));
+  b.weight_sum = logits.Take<float>(shape.padded_hidden);
+  b.hidden_sum = logits.Take<float>(shape.padded_hidden);
+  b.partials = logits.Take<float>(ColumnSumScratch(shape.padded_hidden));
+  return b;
+}
+
+int64_t FilterBuffers::LogitsBytes(const FilterShape& shape) {
+  Carver own(nullptr), logits(nullptr);
+  Carve(shape, own, logits);
+  return logits.used();
+}
+
+int RowBits(int64_t rows) { return std::bit_width(static_cast<uint64_t>(rows - 1)); }
+
+// One class more than there are: an empty entry, all bits set, comes after every other.
+int KeyBits(int64_t rows, int64_t vocab) {
+  return RowBits(rows) + std::bit_width(static_cast<uint64_t>(vocab));
+}
+
+}  // namespace lossd::kernels::cuda

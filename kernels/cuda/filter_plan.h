@@ -1,0 +1,71 @@
+// When a chunk can be filtered on the GPU, and the memory that takes. Pure functions; thread-safe.
+#ifndef LOSSD_KERNELS_CUDA_FILTER_PLAN_H_
+#define LOSSD_KERNELS_CUDA_FILTER_PLAN_H_
+
+#include <cstdint>
+
+#include "absl/strings/string_view.h"
+#include "kernels/cuda/device_memory.h"
+#include "kernels/cuda/filtered.h"
+#include "kernels/cuda/row_loss.h"
+#include "kernels/dtype.h"
+#include "kernels/loss_options.h"
+
+namespace lossd::kernels::cuda {
+
+// Candidates that a chunk has room for, per row on average; more make the chunk exact.
+inline constexpr int64_t kPooledCandidates = 128;
+
+// What the plan needs to know of a head.
+struct FilterShape {
+  int64_t chunk_rows = 0;
+  int64_t vocab = 0;
+  int64_t padded_vocab = 0;
+  int64_t padded_hidden = 0;
+  DType dtype = DType::kBFloat16;
+
+  int64_t capacity() const { return chunk_rows * (vocab < kPooledCandidates ? vocab : kPooledCandidates); }
+  // Kept elements at most: the candidates and one target a row.
+  int64_t entries() const { return capacity() + chunk_rows; }
+};
+
+// Why this GPU computes a chunk of such a head exactly although its options ask for a filter, or "".
+absl::string_view WhyNotFilteredOnDevice(const FilterShape& shape, const DeviceLimits& limits);
+
+// Numbers that kernels hand to each other, zeroed before each chunk.
+struct FilterCounters {
+  int32_t used = 0;   // of the pool
+  int32_t exact = 0;  // the decision
+  int32_t kept = 0;   // entries
+  RunCounters runs;
+};
+
+struct FilterBuffers {
+  int32_t* pool = nullptr;      // [capacity]
+  SelectedRow* rows = nullptr;  // [chunk_rows]
+  FilterCounters* counters = nullptr;
+
+  // In the memory of the logits, which nobody reads any more once a chunk is known to be filtered.
+  uint64_t* keys = nullptr;  // [entries], likewise below
+  uint64_t* spare_keys = nullptr;
+  float* coefs = nullptr;
+  float* spare_coefs = nullptr;
+  int32_t* runs = nullptr;  // [2 * entries]
+  uint8_t* sort_scratch = nullptr;
+  float* weight_sum = nullptr;  // [padded_hidden]
+  float* hidden_sum = nullptr;  // [padded_hidden]
+  float* partials = nullptr;    // ColumnSumScratch(padded_hidden)
+
+  // Takes the first group from `own` and the second from `logits`.
+  static FilterBuffers Carve(const FilterShape& shape, Carver& own, Carver& logits);
+  // Bytes of the second group.
+  static int64_t LogitsBytes(const FilterShape& shape);
+};
+
+// Bits of a kept element's key: those of the row, and all that a sort has to look at.
+int RowBits(int64_t rows);
+int KeyBits(int64_t rows, int64_t vocab);
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_FILTER_PLAN_H_

@@ -1,0 +1,450 @@
+// The first pass over a row of the filtered algorithm, one block a row: maximum, sums and results as in
+// row_loss.cu, and the classes whose probability may reach epsilon.
+//
+// The row is read once and not kept, so a candidate has to be recognised before the sum is known. It is
+// recognised by what is known already: the warps publish their sums now and then, and a logit below epsilon
+// times the sum so far is no candidate. What passed is judged again at the end; the early bound therefore
+// changes what is looked at twice, never the result. After the first 16,384 elements of a flat row 3 % pass,
+// later ever fewer; a peaked row lists little more than its candidates.
+//
+// Sums are taken relative to a reference that the warp shares and moves only when exponents would grow large:
+// a maximum per thread would make the lanes diverge.
+//
+// The stored logit is rounded, and so are the threshold and everything it is made of; both roundings are
+// allowed for. Bytes: 2 V (4 V) a row, read. Order: all sums fixed; candidates are sorted by class.
+#include <algorithm>
+#include <cfloat>
+
+#include "kernels/cuda/filtered.h"
+#include "kernels/cuda/row_loss_math.cuh"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+constexpr int kUnroll = 4;         // vectors a thread loads at once
+constexpr float kHighest = 64.0f;  // how far, in powers of two, exponents may lie above the reference
+constexpr int kEagerRounds = 4;    // after which the bound is renewed every kLazyRounds rounds only
+constexpr int kLazyRounds = 4;
+constexpr float kNone = -FLT_MAX;  // a threshold that every finite logit passes; masked ones are -inf
+
+template <typename T>
+constexpr float kStorageRoundoff = std::is_same_v<T, float>    ? 0x1p-17f  // of the GEMM, generously
+                                   : std::is_same_v<T, __half> ? 0x1p-11f
+                                                               : 0x1p-8f;
+
+// Logits that passed, in shared memory: arrays of kMaxRowCandidates (or V) entries, one after the other.
+template <bool kGeneral>
+struct List {
+  int32_t* columns;
+  float* exponents;  // z f, not yet relative to M
+  int32_t* ranks;    // among the candidates
+  float* by_rank;    // exponents of the candidates, relative to M
+  float* slacks;     // of z: what its own rounding may amount to, beyond what the threshold allows for
+
+  static constexpr int kArrays = kGeneral ? 5 : 4;
+  __device__ __forceinline__ List(int32_t* memory, int most)
+      : columns(memory),
+        exponents(reinterpret_cast<float*>(memory + most)),
+        ranks(memory + 2 * most),
+        by_rank(reinterpret_cast<float*>(memory + 3 * most)),
+        slacks(reinterpret_cast<float*>(memory + 4 * most)) {}
+};
+constexpr int32_t kNoCandidate = INT32_MAX;  // in place of the column
+
+struct Shared {
+  float logs[kWarps];      // log2 of the warps' sums, as published
+  float words[kWarps][5];  // their statistics at the end
+  float scratch[33];
+  int listed;
+  int candidates;
+  int begin;
+  SelectedRow row;
+  float threshold;
+  float reference;
+};
+
+// The logits of vector v: -inf at the target and past the vocabulary.
+template <typename T, bool kGeneral>
+__device__ __forceinline__ void MaskedLogits(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
+                                             const uint4& raw, int v, int target, float (&z)[Vec<T>::kSize],
+                                             float (&slack)[Vec<T>::kSize]) {
+  constexpr int kSize = Vec<T>::kSize;
+  const int first = v * kSize;
+  const int vocab = static_cast<int>(p.vocab);
+  float dots[kSize];
+  Vec<T>::Unpack(raw, dots);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    z[i] = map(dots[i], kGeneral ? min(first + i, vocab - 1) : 0).z;
+    slack[i] = kGeneral ? kStorageRoundoff<T> * fabsf(map.scale * dots[i]) : 0.0f;
+  }
+  if (target >= first && target < first + kSize) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (first + i == target) z[i] = NegativeInfinity();
+    }
+  }
+  if (first + kSize > vocab) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (first + i >= vocab) z[i] = NegativeInfinity();
+    }
+  }
+}
+
+// Running statistics of a thread; sums are relative to `reference`, which the warp shares.
+struct Running {
+  float reference;
+  float max;
+  float sum;
+  float spread;
+  float weighted;
+  int best;  // the first vector that has max
+};
+
+// Moves the reference of the warp if a lane's exponents have grown out of hand, or if there was none yet.
+__device__ __forceinline__ void KeepInRange(Running& s, float highest, float f) {
+  const float top = highest * f;
+  if (!__any_sync(0xffffffffu, top > s.reference + kHighest)) return;
+  float reference = top > s.reference ? top : s.reference;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) {
+    reference = fmaxf(reference, __shfl_xor_sync(0xffffffffu, reference, offset));
+  }
+  const float shift = s.reference - reference;
+  const float factor = s.sum == 0.0f ? 0.0f : Exp2(shift);
+  s.spread = s.sum == 0.0f ? 0.0f : factor * (s.spread + s.sum * shift);
+  s.sum = s.sum == 0.0f ? 0.0f : s.sum * factor;
+  s.reference = reference;
+}
+
+template <typename T, bool kGeneral>
+__device__ __forceinline__ void AddVector(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
+                                          const Target& target, const float (&z)[Vec<T>::kSize], int v,
+                                          float max, Running& s) {
+  constexpr int kSize = Vec<T>::kSize;
+  s.best = max > s.max ? v : s.best;
+  s.max = fmaxf(s.max, max);
+  const float reference = s.reference == NegativeInfinity() ? 0.0f : s.reference;  // nothing yet but NaN
+  float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    const float d = fmaf(z[i], map.f, -reference);
+    const float e = Exp2(d);
+    sums[i & 1] += e;
+    if constexpr (kGeneral) {
+      if (e > 0.0f) s.spread += e * d;
+      const int column = v * kSize + i;
+      if (p.smoothing > 0.0f && column < p.vocab && column != target.column) {
+        s.weighted += ClassWeight(p, column) * (z[i] - target.logit.z);
+      }
+    }
+  }
+  s.sum += sums[0] + sums[1];
+}
+
+template <typename T>
+__device__ __forceinline__ float LargestOf(const float (&z)[Vec<T>::kSize]) {
+  float max = fmaxf(z[0], z[1]);
+#pragma unroll
+  for (int i = 2; i < Vec<T>::kSize; i += 2) max = fmaxf(max, fmaxf(z[i], z[i + 1]));
+  return max;
+}
+
+// log2 of the row's sum as far as the warps have published theirs; after publishing this one's.
+__device__ __forceinline__ float PublishSum(const Running& s, volatile float* logs, bool wait) {
+  const int lane = threadIdx.x & 31;
+  const float sum = WarpSum(s.sum);
+  if (lane == 0) logs[threadIdx.x >> 5] = sum > 0.0f ? s.reference + log2f(sum) : NegativeInfinity();
+  if (wait) {
+    __syncthreads();
+  } else {
+    __syncwarp();
+  }
+  const float own = lane < kWarps ? logs[lane] : NegativeInfinity();
+  float top = own;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
+  const float total = WarpSum(own == NegativeInfinity() ? 0.0f : Exp2(own - top));
+  return top + log2f(total);
+}
+
+// The smallest z that may reach epsilon of a sum with this logarithm. NaN stays NaN: nothing passes.
+template <typename T>
+__device__ __forceinline__ float Threshold(float log2_sum, float log2_epsilon, float f) {
+  const float exact = (log2_sum + log2_epsilon) / f;
+  const float allowed = kStorageRoundoff<T> * (fabsf(exact) + fabsf(log2_sum / f));
+  const float threshold = exact - allowed;
+  return threshold < kNone ? kNone : threshold;
+}
+
+template <bool kGeneral, int kSize>
+__device__ __forceinline__ void ListPassed(const float (&z)[kSize], const float (&slack)[kSize], int v,
+                                           float f, float threshold, const List<kGeneral>& list, int most,
+                                           int* listed) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    if (!(z[i] + slack[i] >= threshold)) continue;
+    const int at = atomicAdd(listed, 1);
+    if (at >= most) continue;
+    list.columns[at] = v * kSize + i;
+    list.exponents[at] = z[i] * f;
+    if (kGeneral) list.slacks[at] = slack[i];
+  }
+}
+
+// The statistics of the row, the same in all lanes of the calling warp.
+template <bool kGeneral>
+__device__ __forceinline__ Stats CombineWarps(const float (*words)[5], float f) {
+  const int lane = threadIdx.x & 31;
+  Stats s = NoStats();
+  if (lane < kWarps) {
+    const float* w = words[lane];
+    s = {w[0], w[1], w[2], w[3], __float_as_int(w[4])};
+  }
+  float max = s.max;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, offset));
+  s.arg = __reduce_min_sync(0xffffffffu, s.max == max ? s.arg : INT32_MAX);
+  Rebase(s, max, f);
+  s.sum = WarpSum(s.sum);
+  if constexpr (kGeneral) {
+    s.spread = WarpSum(s.spread);
+    s.weighted = WarpSum(s.weighted);
+  }
+  return s;
+}
+
+// The warp's statistics relative to its maximum, into `words`.
+template <typename T, bool kGeneral>
+__device__ __forceinline__ void PutWarp(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
+                                        const Target& target, const uint4* row, const Running& s,
+                                        float* words) {
+  constexpr int kSize = Vec<T>::kSize;
+  float max = s.max;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, offset));
+  int32_t arg = INT32_MAX;
+  if (s.max == max && s.best >= 0) {
+    float z[kSize], slack[kSize];
+    MaskedLogits(p, map, __ldg(row + s.best), s.best, target.column, z, slack);
+#pragma unroll
+    for (int i = kSize - 1; i >= 0; --i) {
+      if (z[i] == max) arg = s.best * kSize + i;
+    }
+  }
+  arg = __reduce_min_sync(0xffffffffu, arg);
+  const float shift = s.reference - Reference(max, map.f);
+  float sum = WarpSum(s.sum);
+  float spread = kGeneral ? WarpSum(s.spread) : 0.0f;
+  const float weighted = kGeneral ? WarpSum(s.weighted) : 0.0f;
+  if (sum != 0.0f) {
+    spread = Exp2(shift) * (spread + sum * shift);
+    sum *= Exp2(shift);
+  }
+  if ((threadIdx.x & 31) != 0) return;
+  words[0] = max;
+  words[1] = sum;
+  words[2] = spread;
+  words[3] = weighted;
+  words[4] = __int_as_float(arg);
+}
+
+// The scan over the row.
+template <typename T, bool kGeneral>
+__device__ __forceinline__ Running ScanRow(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
+                                           const Target& target, const uint4* row, int vectors,
+                                           float log2_epsilon, const List<kGeneral>& list, int most,
+                                           Shared& shared) {
+  constexpr int kSize = Vec<T>::kSize;
+  Running s = {NegativeInfinity(), NegativeInfinity(), 0.0f, 0.0f, 0.0f, -1};
+  float threshold = kNone;
+  const int rounds = (vectors + kThreads * kUnroll - 1) / (kThreads * kUnroll);
+  for (int round = 0; round < rounds; ++round) {
+    const int base = round * kThreads * kUnroll + static_cast<int>(threadIdx.x);
+    uint4 raw[kUnroll];
+    float maxima[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int v = base + u * kThreads;
+      raw[u] = v < vectors ? __ldcs(row + v) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int v = base + u * kThreads;
+      float z[kSize], slack[kSize];
+      MaskedLogits(p, map, raw[u], v, target.column, z, slack);  // past the row: past the vocabulary
+      maxima[u] = LargestOf<T>(z);
+      KeepInRange(s, maxima[u], map.f);
+      AddVector(p, map, target, z, v, maxima[u], s);
+    }
+    if (round < kEagerRounds || round % kLazyRounds == 0) {
+      threshold = Threshold<T>(PublishSum(s, shared.logs, round == 0), log2_epsilon, map.f);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (!kGeneral && !(maxima[u] >= threshold)) continue;
+      float z[kSize], slack[kSize];
+      const int v = base + u * kThreads;
+      MaskedLogits(p, map, raw[u], v, target.column, z, slack);
+      ListPassed<kGeneral>(z, slack, v, map.f, threshold, list, most, &shared.listed);
+    }
+  }
+  return s;
+}
+
+// Judges what passed again, now by the row's sum, and puts the candidates into the pool in the order of
+// classes.
+template <bool kGeneral>
+__device__ __forceinline__ void RankCandidates(const RowSelection& selection, const List<kGeneral>& list,
+                                               int listed, Shared& shared, float f) {
+  for (int i = threadIdx.x; i < listed; i += kThreads) {
+    const float slack = kGeneral ? list.slacks[i] * f : 0.0f;
+    if (list.exponents[i] + slack >= shared.threshold * f) {
+      atomicAdd(&shared.candidates, 1);
+    } else {
+      list.columns[i] = kNoCandidate;
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    shared.begin = shared.candidates > 0 ? atomicAdd(selection.used, shared.candidates) : 0;
+  }
+  for (int i = threadIdx.x; i < listed; i += kThreads) {
+    if (list.columns[i] == kNoCandidate) continue;
+    int rank = 0;
+    for (int j = 0; j < listed; ++j) rank += list.columns[j] < list.columns[i] ? 1 : 0;
+    list.ranks[i] = rank;
+    list.by_rank[rank] = list.exponents[i] - shared.reference;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < listed; i += kThreads) {
+    if (list.columns[i] == kNoCandidate) continue;
+    const int at = shared.begin + list.ranks[i];
+    if (at < selection.capacity) selection.pool[at] = list.columns[i];
+  }
+}
+
+template <bool kGeneral>
+__device__ __forceinline__ void SumCandidates(const RowSelection& selection, const float* by_rank,
+                                              Shared& shared) {
+  const float kept_from = selection.epsilon * shared.row.total;
+  float sum = 0.0f, spread = 0.0f, kept = 0.0f;
+  for (int i = threadIdx.x; i < shared.candidates; i += kThreads) {
+    const float e = Exp2(by_rank[i]);
+    sum += e;
+    if (kGeneral && e > 0.0f) spread += e * by_rank[i];
+    if (e >= kept_from) kept += e;
+  }
+  sum = BlockSum(sum, shared.scratch);
+  __syncthreads();
+  kept = BlockSum(kept, shared.scratch);
+  if constexpr (kGeneral) {
+    __syncthreads();
+    spread = BlockSum(spread, shared.scratch);
+  }
+  if (threadIdx.x != 0) return;
+  shared.row.begin = shared.begin;
+  shared.row.count = shared.candidates;
+  shared.row.listed_sum = sum;
+  shared.row.listed_spread = spread;
+  shared.row.kept = kept;
+}
+
+template <typename T, bool kGeneral>
+__global__ __launch_bounds__(kThreads, kGeneral ? 2 : 3) void SelectRowsKernel(
+    const __grid_constant__ RowLossParams p, const __grid_constant__ RowSelection selection) {
+  extern __shared__ int32_t list_memory[];
+  __shared__ Shared shared;
+  const int64_t row = blockIdx.x;
+  const T* logits = static_cast<const T*>(p.logits) + row * p.ld;
+  const auto* raw = reinterpret_cast<const uint4*>(logits);
+  const int most = static_cast<int>(min(int64_t{kMaxRowCandidates}, p.vocab));
+  const List<kGeneral> list(list_memory, most);
+  const LogitMap<T, kGeneral> map(p);
+  Target target;
+  target.column = p.targets[row];
+  const float stored_dot = static_cast<float>(logits[target.column]);
+  const float target_dot = p.target_dots != nullptr ? p.target_dots[row] : stored_dot;
+  target.logit = map(target_dot, target.column);
+  target.stored_z = map(stored_dot, target.column).z;
+  target.class_weight = kGeneral ? ClassWeight(p, target.column) : 1.0f;
+  if (threadIdx.x < kWarps) shared.logs[threadIdx.x] = NegativeInfinity();
+  if (threadIdx.x == 0) shared.listed = shared.candidates = 0;
+  __syncthreads();
+
+  const float log2_epsilon = log2f(selection.epsilon);
+  const Running running =
+      ScanRow(p, map, target, raw, static_cast<int>(p.ld / Vec<T>::kSize), log2_epsilon, list, most, shared);
+  PutWarp(p, map, target, raw, running, shared.words[threadIdx.x >> 5]);
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const Stats others = CombineWarps<kGeneral>(shared.words, map.f);
+    const RowResult result = Finish<kGeneral>(p, row, target, others, map.f);
+    Stats rest = others;
+    Rebase(rest, fmaxf(others.max, target.logit.z), map.f);
+    if (threadIdx.x == 0) {
+      WriteRow(p, row, result);
+      shared.row = {0,
+                    0,
+                    isfinite(result.lse) && isfinite(result.loss) ? 1 : 0,
+                    rest.max,
+                    rest.sum,
+                    rest.spread,
+                    rest.weighted,
+                    1.0f / result.inverse_sum,
+                    target_dot,
+                    0.0f,
+                    0.0f,
+                    0.0f};
+      shared.threshold = Threshold<T>(result.reference + result.log2_sum, log2_epsilon, map.f);
+      shared.reference = result.reference;
+    }
+  }
+  __syncthreads();
+  const int listed = shared.listed;
+  if (listed > most) {
+    if (threadIdx.x == 0) atomicMax(selection.used, selection.capacity + 1);
+  } else {
+    RankCandidates(selection, list, listed, shared, map.f);
+    __syncthreads();
+    SumCandidates<kGeneral>(selection, list.by_rank, shared);
+  }
+  if (threadIdx.x == 0) selection.rows[row] = shared.row;
+}
+
+template <typename T, bool kGeneral>
+cudaError_t Launch(const RowLossParams& p, const RowSelection& selection, cudaStream_t stream) {
+  auto* kernel = SelectRowsKernel<T, kGeneral>;
+  const auto most = std::min<int64_t>(kMaxRowCandidates, p.vocab);
+  const auto shared =
+      static_cast<int>(most * List<kGeneral>::kArrays * static_cast<int64_t>(sizeof(int32_t)));
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(p.rows), kThreads, static_cast<size_t>(shared), stream>>>(p, selection);
+  return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t LaunchTyped(const RowLossParams& p, const RowSelection& selection, cudaStream_t stream) {
+  return p.IsGeneral() ? Launch<T, true>(p, selection, stream) : Launch<T, false>(p, selection, stream);
+}
+
+}  // namespace
+
+cudaError_t LaunchSelectRows(const RowLossParams& row, const RowSelection& selection, cudaStream_t stream) {
+  if (row.rows == 0) return cudaSuccess;
+  switch (row.dtype) {
+    case DType::kFloat32:
+      return LaunchTyped<float>(row, selection, stream);
+    case DType::kFloat16:
+      return LaunchTyped<__half>(row, selection, stream);
+    case DType::kBFloat16:
+      return LaunchTyped<__nv_bfloat16>(row, selection, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace lossd::kernels::cuda

@@ -1,0 +1,530 @@
+// The logit pass: Z = X W^T for X [rows, inner], W [vocab, inner], tile by tile, without Z in memory.
+//
+// Plan: a persistent grid of clusters of two blocks. A cluster takes tiles of 256 rows x 256 classes; each
+// block has 128 of the rows, fetches their hidden states and half of the weights, and gets the other half by
+// multicast. A producer thread fills a ring of four stages of 64 inner elements (TMA, mbarriers); two
+// consumer warpgroups multiply 64 x 256 each from shared memory (wgmma) and turn the sums, which stay in
+// registers, into statistics and exponentials while the producer fetches for the next tile.
+//
+// FLOP: 2 rows vocab inner. Bytes from L2 a block and stage: 16 + 16 KB for 4.2 MFLOP. Exponentials: rows *
+// vocab at 16 a clock and multiprocessor, 2048 clocks a tile beside 1024 inner / 64 of products.
+//
+// Exponents are relative to a reference that the caller knows beforehand, so that one pass over the sums is
+// enough and what is stored needs no correction by tile. See docs/kernels/hopper.md for what was tried.
+#include "kernels/cuda/device_math.cuh"
+#include "kernels/cuda/hopper/logit_pass.h"
+#include "kernels/cuda/hopper/ptx.cuh"
+#include "kernels/cuda/hopper/tensor_map.h"
+#include "kernels/cuda/row_loss_math.cuh"
+
+namespace lossd::kernels::cuda::hopper {
+namespace {
+
+constexpr int kConsumers = 2;  // warpgroups, kProductRows rows of the tile each
+constexpr int kWarpgroup = 128;
+constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+constexpr int kStages = 4;
+constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 232;
+constexpr int kInnerStep = 16;  // of one product instruction
+
+constexpr int kHiddenBytes = kRowTile * kInnerTile * 2;
+constexpr int kWeightBytes = kVocabTile * kInnerTile * 2;
+constexpr int kStageBytes = kHiddenBytes + kWeightBytes;
+constexpr int kWeightPart = kWeightBytes / kClusterBlocks;  // what one block of the cluster fetches for both
+
+// Exponentials on their way out: two boxes of 64 x 64 a consumer.
+constexpr int kBoxColumns = 64;
+constexpr int kBoxBytes = kProductRows * kBoxColumns * 2;
+constexpr int kOutBytes = kConsumers * 2 * kBoxBytes;
+
+// How dot products become logits; see LogitPassParams. kCapped: the general form with a softcap.
+enum class Form { kPlain, kGeneral, kCapped };
+
+struct KernelParams {
+  int rows, vocab, last_bias;
+  int inner_tiles, vocab_tiles, panels, group;
+  float f, scale, softcap, inverse_cap;
+  const float* bias;
+  const int32_t* targets;
+  const float* reference;
+  const float* threshold;
+  const int32_t* redo;
+  TilePartials partials;
+};
+
+struct Maps {
+  CUtensorMap hidden, weight, exponentials;
+};
+
+// ---- the work of a cluster ----
+
+struct Tile {
+  int panel;  // of kPanelRows rows
+  int vocab_tile;
+};
+
+// Within a group of panels, classes are the outer loop: clusters that run at the same time share hidden
+// states and weights, and the group's hidden states are used again for the next classes.
+__device__ __forceinline__ Tile TileAt(const KernelParams& p, int index) {
+  const int group_tiles = p.group * p.vocab_tiles;
+  const int group = index / group_tiles;
+  const int first = group * p.group;
+  const int size = min(p.group, p.panels - first);
+  const int within = index - group * group_tiles;
+  const int vocab_tile = within / size;
+  return {first + within - vocab_tile * size, vocab_tile};
+}
+
+// Applies body(tile) to the tiles of this cluster.
+template <typename Body>
+__device__ __forceinline__ void ForEachTile(const KernelParams& p, Body body) {
+  const int tiles = p.panels * p.vocab_tiles;
+  const int clusters = static_cast<int>(gridDim.x) / kClusterBlocks;
+  for (int i = static_cast<int>(blockIdx.x) / kClusterBlocks; i < tiles; i += clusters) {
+    const Tile tile = TileAt(p, i);
+    if (p.redo != nullptr && p.redo[1 + tile.panel] == 0) continue;
+    body(tile);
+  }
+}
+
+// The ring of stages in shared memory, and where one of its users is.
+struct Ring {
+  uint32_t stages;  // [kStages][kStageBytes]
+  uint32_t full;    // [kStages] barriers of 8 bytes
+  uint32_t empty;
+  int index = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ uint32_t Hidden() const { return stages + index * kStageBytes; }
+  __device__ __forceinline__ uint32_t Weight() const { return Hidden() + kHiddenBytes; }
+  __device__ __forceinline__ uint32_t Full() const { return full + index * 8; }
+  __device__ __forceinline__ uint32_t Empty() const { return empty + index * 8; }
+  __device__ __forceinline__ void Next() {
+    if (++index == kStages) {
+      index = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// One thread: fetches this block's hidden states, and its share of the weights for the whole cluster.
+__device__ __forceinline__ void Produce(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank) {
+  ForEachTile(p, [&](const Tile& tile) {
+    const int row = tile.panel * kPanelRows + static_cast<int>(rank) * kRowTile;
+    const int part_rows = kVocabTile / kClusterBlocks;
+    const int column = tile.vocab_tile * kVocabTile + static_cast<int>(rank) * part_rows;
+    for (int k = 0; k < p.inner_tiles; ++k) {
+      Wait(ring.Empty(), ring.parity ^ 1);
+      ArriveExpecting(ring.Full(), kStageBytes);
+      CopyBoxIn(ring.Hidden(), maps.hidden, k * kInnerTile, row, ring.Full());
+      CopyBoxToBlocks(ring.Weight() + rank * kWeightPart, maps.weight, k * kInnerTile, column, ring.Full(),
+                      (1 << kClusterBlocks) - 1);
+      ring.Next();
+    }
+  });
+}
+
+// One warpgroup: logits [kProductRows, kVocabTile] of its rows of a tile. Gives stages back to both blocks.
+template <typename T>
+__device__ __forceinline__ void Multiply(int inner_tiles, int consumer, Ring& ring, float (&logits)[128]) {
+  const uint32_t lane = threadIdx.x & 31;
+  uint32_t last_empty = 0;
+  for (int k = 0; k < inner_tiles; ++k) {
+    const uint64_t a = MatrixDescriptor(ring.Hidden() + consumer * (kHiddenBytes / kConsumers));
+    const uint64_t b = MatrixDescriptor(ring.Weight());
+    Wait(ring.Full(), ring.parity);
+    BeginProducts();
+#pragma unroll
+    for (int i = 0; i < kInnerTile / kInnerStep; ++i) {
+      Mma64x256x16<T>(logits, a + 2 * i, b + 2 * i, k > 0 || i > 0);
+    }
+    CommitProducts();
+    WaitProducts<1>();
+    if (k > 0 && lane < kClusterBlocks) ArriveAt(last_empty, lane);
+    last_empty = ring.Empty();
+    ring.Next();
+  }
+  WaitProducts<0>();
+  if (lane < kClusterBlocks) ArriveAt(last_empty, lane);
+}
+
+// ---- what becomes of the sums ----
+//
+// A thread holds 64 columns each of two rows ("halves"); the four lanes of a quad share the rows. Until the
+// exponentials are taken, the elements are logits before the softcap.
+
+// What a thread knows of its two rows before the tile is done.
+struct RowPair {
+  int row[2];
+  int target[2];       // column within the tile, if it is one
+  float reference[2];  // in units of log 2
+  float threshold[2];
+};
+
+__device__ __forceinline__ RowPair LoadRows(const KernelParams& p, const Tile& tile, int first_row) {
+  RowPair r;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = first_row + 8 * h;
+    const bool exists = row < p.rows;
+    r.row[h] = row;
+    r.target[h] = exists ? p.targets[row] - tile.vocab_tile * kVocabTile : -1;
+    r.reference[h] = exists ? p.reference[row] : 0.0f;
+    r.threshold[h] = exists ? p.threshold[row] : -NegativeInfinity();
+  }
+  return r;
+}
+
+// The first column within the tile that a lane holds; it holds the next, and both again every 8 columns.
+__device__ __forceinline__ int LaneColumn() { return 2 * static_cast<int>(threadIdx.x & 3); }
+
+// Applies body(element, half, column within the tile).
+template <typename Body>
+__device__ __forceinline__ void ForEachElement(float (&logits)[128], Body body) {
+  const int lane_column = LaneColumn();
+#pragma unroll
+  for (int i = 0; i < 128; ++i) body(logits[i], (i >> 1) & 1, 8 * (i >> 2) + lane_column + (i & 1));
+}
+
+__device__ __forceinline__ void ScaleAndShift(const KernelParams& p, const Tile& tile, float (&logits)[128]) {
+  const int first = tile.vocab_tile * kVocabTile + LaneColumn();
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    float2 bias = make_float2(0.0f, 0.0f);
+    if (p.bias != nullptr)
+      bias = __ldg(reinterpret_cast<const float2*>(p.bias + min(first + 8 * j, p.last_bias)));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      logits[4 * j + 2 * h] = p.scale * (logits[4 * j + 2 * h] + bias.x);
+      logits[4 * j + 2 * h + 1] = p.scale * (logits[4 * j + 2 * h + 1] + bias.y);
+    }
+  }
+}
+
+// The logit and its slope. Infinities stay: -inf is what is masked, and +inf must not hide behind the cap.
+template <Form kForm>
+__device__ __forceinline__ Logit ToLogit(const KernelParams& p, float s) {
+  if constexpr (kForm != Form::kCapped) return {s, 1.0f};
+  const float2 t = TanhAndSlope<false>(s * p.inverse_cap);
+  return {isinf(s) ? s : p.softcap * t.x, t.y};
+}
+
+// Takes the targets out of the logits, and makes the columns past the vocabulary -inf.
+template <Form kForm>
+__device__ __forceinline__ void Mask(const KernelParams& p, const Tile& tile, const RowPair& r,
+                                     float (&logits)[128]) {
+  const bool mine0 = static_cast<unsigned>(r.target[0]) < kVocabTile;
+  const bool mine1 = static_cast<unsigned>(r.target[1]) < kVocabTile;
+  if (__any_sync(0xffffffffu, mine0 || mine1)) {
+    ForEachElement(logits, [&](float& s, int h, int column) {
+      if (column == r.target[h]) {
+        p.partials.target[r.row[h]] = ToLogit<kForm>(p, s).z;
+        s = NegativeInfinity();
+      }
+    });
+  }
+  const int columns = p.vocab - tile.vocab_tile * kVocabTile;
+  if (columns < kVocabTile) {
+    ForEachElement(logits, [&](float& s, int, int column) {
+      if (column >= columns) s = NegativeInfinity();
+    });
+  }
+}
+
+__device__ __forceinline__ float QuadMax(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ float QuadSum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+__device__ __forceinline__ int QuadMin(int x) {
+  x = min(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return min(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+// From each lane's largest of a half to the quad's, and the first column that has it.
+__device__ __forceinline__ void FindMax(const float (&logits)[128], float (&max)[2], int (&arg)[2]) {
+  int found[2] = {kVocabTile, kVocabTile};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) max[h] = QuadMax(max[h]);
+#pragma unroll
+  for (int i = 127; i >= 0; --i) {
+    const int h = (i >> 1) & 1;
+    if (logits[i] == max[h]) found[h] = 8 * (i >> 2) + (i & 1);
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) arg[h] = QuadMin(found[h] + LaneColumn());
+}
+
+__device__ __forceinline__ uint32_t PackBf16(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Where exponentials are stored from: two boxes a warpgroup, used in turn.
+struct OutBoxes {
+  const CUtensorMap* map;
+  uint32_t boxes;    // of this warpgroup, [2][kBoxBytes]
+  uint32_t barrier;  // its named barrier
+  bool leader;       // the one thread that starts its copies
+  int lane_row;      // of the box: whose address the lane gives to StoreMatrices
+
+  __device__ __forceinline__ OutBoxes(const CUtensorMap& out, uint32_t all_boxes, int consumer)
+      : map(&out),
+        boxes(all_boxes + consumer * 2 * kBoxBytes),
+        barrier(1 + consumer),
+        leader(threadIdx.x % kWarpgroup == 0),
+        lane_row(16 * static_cast<int>((threadIdx.x >> 5) & 3) + static_cast<int>(threadIdx.x & 15)) {}
+
+  // Waits until box `i` may be written again.
+  __device__ __forceinline__ void Open() const {
+    if (leader) WaitBoxesRead<1>();
+    SyncNamed(barrier, kWarpgroup);
+  }
+  // Two groups of 8 columns from `group` on, both halves of each.
+  __device__ __forceinline__ void Put(int i, int group, const uint32_t (&words)[4]) const {
+    const int mine = group + static_cast<int>((threadIdx.x >> 4) & 1);
+    StoreMatrices(boxes + i * kBoxBytes + lane_row * 128 + ((mine ^ (lane_row & 7)) << 4), words[0], words[1],
+                  words[2], words[3]);
+  }
+  __device__ __forceinline__ void Send(int i, int column, int row) const {
+    FenceAsyncProxy();
+    SyncNamed(barrier, kWarpgroup);
+    if (leader) CopyBoxOut(*map, column, row, boxes + i * kBoxBytes);
+  }
+};
+
+// Sums of a thread over its columns; max is of logits before the softcap.
+struct ThreadSums {
+  float sum[2] = {};
+  float spread[2] = {};
+  float max[2] = {NegativeInfinity(), NegativeInfinity()};
+};
+
+// Two neighbouring elements of a half: adds them to the sums and returns the exponentials as they are stored.
+template <Form kForm>
+__device__ __forceinline__ uint32_t TakePair(const KernelParams& p, float s0, float s1, float reference,
+                                             int h, ThreadSums& sums) {
+  sums.max[h] = fmaxf(sums.max[h], fmaxf(s0, s1));
+  const Logit z0 = ToLogit<kForm>(p, s0), z1 = ToLogit<kForm>(p, s1);
+  const float d0 = fmaf(z0.z, p.f, -reference), d1 = fmaf(z1.z, p.f, -reference);
+  const float e0 = Exp2(d0), e1 = Exp2(d1);
+  sums.sum[h] += e0 + e1;
+  if constexpr (kForm != Form::kPlain) {
+    constexpr float kNothing = -1000.0f;  // 2^d is 0 there, and 0 times -inf would not be
+    sums.spread[h] += e0 * fmaxf(d0, kNothing) + e1 * fmaxf(d1, kNothing);
+  }
+  if constexpr (kForm == Form::kCapped) return PackBf16(e0 * z0.slope, e1 * z1.slope);
+  return PackBf16(e0, e1);
+}
+
+template <Form kForm, bool kStore>
+__device__ __forceinline__ ThreadSums Exponentials(const KernelParams& p, const float (&logits)[128],
+                                                   const float (&reference)[2], const OutBoxes& out,
+                                                   int column, int row) {
+  constexpr int kGroups = kBoxColumns / 8;
+  ThreadSums sums;
+#pragma unroll
+  for (int box = 0; box < kVocabTile / kBoxColumns; ++box) {
+    if constexpr (kStore) out.Open();
+#pragma unroll
+    for (int group = 0; group < kGroups; group += 2) {
+      uint32_t words[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const int h = w & 1;
+        const int i = 4 * (box * kGroups + group + (w >> 1)) + 2 * h;
+        words[w] = TakePair<kForm>(p, logits[i], logits[i + 1], reference[h], h, sums);
+      }
+      if constexpr (kStore) out.Put(box & 1, group, words);
+    }
+    if constexpr (kStore) out.Send(box & 1, column + box * kBoxColumns, row);
+  }
+  return sums;
+}
+
+// What a quad found in its two rows of a tile, to memory.
+template <Form kForm>
+__device__ __forceinline__ void WritePartials(const KernelParams& p, const Tile& tile, const RowPair& rows,
+                                              const float (&logits)[128], ThreadSums sums) {
+  int arg[2] = {0, 0};
+  const bool contends = sums.max[0] >= rows.threshold[0] || sums.max[1] >= rows.threshold[1];
+  if (__any_sync(0xffffffffu, contends)) {
+    FindMax(logits, sums.max, arg);
+  } else {
+    sums.max[0] = sums.max[1] = NegativeInfinity();
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float sum = QuadSum(sums.sum[h]);
+    const float spread = kForm != Form::kPlain ? QuadSum(sums.spread[h]) : 0.0f;
+    if ((threadIdx.x & 3) != 0 || rows.row[h] >= p.rows) continue;
+    const int64_t at = tile.vocab_tile * p.partials.ld + rows.row[h];
+    p.partials.max[at] = ToLogit<kForm>(p, sums.max[h]).z;
+    p.partials.sum[at] = sum;
+    p.partials.arg[at] = static_cast<uint8_t>(arg[h]);
+    if (kForm != Form::kPlain && p.partials.spread != nullptr) p.partials.spread[at] = spread;
+  }
+}
+
+template <typename T, Form kForm, bool kStore>
+__device__ __forceinline__ void Consume(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank,
+                                        int consumer, uint32_t boxes) {
+  const int warp = static_cast<int>((threadIdx.x >> 5) & 3);
+  const int lane = static_cast<int>(threadIdx.x & 31);
+  const int product_row = static_cast<int>(rank) * kRowTile + consumer * kProductRows;
+  const OutBoxes out(maps.exponentials, boxes, consumer);
+  float logits[128];
+  ForEachTile(p, [&](const Tile& tile) {
+    const int first_row = tile.panel * kPanelRows + product_row;
+    const RowPair rows = LoadRows(p, tile, first_row + warp * 16 + lane / 4);
+    Multiply<T>(p.inner_tiles, consumer, ring, logits);
+    if constexpr (kForm != Form::kPlain) ScaleAndShift(p, tile, logits);
+    Mask<kForm>(p, tile, rows, logits);
+    const ThreadSums sums =
+        Exponentials<kForm, kStore>(p, logits, rows.reference, out, tile.vocab_tile * kVocabTile, first_row);
+    WritePartials<kForm>(p, tile, rows, logits, sums);
+  });
+  if (kStore && out.leader) WaitBoxesRead<0>();
+}
+
+template <typename T, Form kForm, bool kStore>
+__global__ __cluster_dims__(kClusterBlocks)
+    __launch_bounds__(kThreads, 1) void LogitPassKernel(const __grid_constant__ Maps maps,
+                                                        const __grid_constant__ KernelParams p) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  if (p.redo != nullptr && p.redo[0] == 0) return;
+  Ring ring;
+  ring.stages = SharedAddress(shared);
+  const uint32_t boxes = ring.stages + kStages * kStageBytes;
+  ring.full = boxes + (kStore ? kOutBytes : 0);
+  ring.empty = ring.full + kStages * 8;
+  const uint32_t rank = ClusterRank();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      InitBarrier(ring.full + 8 * i, 1);
+      InitBarrier(ring.empty + 8 * i, kClusterBlocks * kConsumers * (kWarpgroup / 32));
+    }
+    FenceBarrierInit();
+  }
+  ClusterSync();
+  const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
+  if (warpgroup == 0) {
+    LowerRegisters<kProducerRegisters>();
+    if (threadIdx.x == 0) Produce(maps, p, ring, rank);
+  } else {
+    RaiseRegisters<kConsumerRegisters>();
+    Consume<T, kForm, kStore>(maps, p, ring, rank, warpgroup - 1, boxes);
+  }
+  ClusterSync();  // the other block may still send to our shared memory
+}
+
+template <typename T, Form kForm, bool kStore>
+struct Kernel {
+  static constexpr auto kFunction = LogitPassKernel<T, kForm, kStore>;
+  static constexpr int kSharedBytes = kStages * kStageBytes + (kStore ? kOutBytes : 0) + 2 * kStages * 8;
+
+  static cudaError_t AllowSharedBytes() {
+    return cudaFuncSetAttribute(kFunction, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  }
+  static cudaError_t Launch(const Maps& maps, const KernelParams& p, int clusters, cudaStream_t stream) {
+    if (const cudaError_t error = AllowSharedBytes(); error != cudaSuccess) return error;
+    kFunction<<<clusters * kClusterBlocks, kThreads, kSharedBytes, stream>>>(maps, p);
+    return cudaGetLastError();
+  }
+};
+
+template <typename T, bool kStore>
+cudaError_t LaunchForm(const Maps& maps, const KernelParams& p, bool general, int clusters,
+                       cudaStream_t stream) {
+  if (!general) return Kernel<T, Form::kPlain, kStore>::Launch(maps, p, clusters, stream);
+  if (p.softcap == 0.0f) return Kernel<T, Form::kGeneral, kStore>::Launch(maps, p, clusters, stream);
+  return Kernel<T, Form::kCapped, kStore>::Launch(maps, p, clusters, stream);
+}
+
+cudaError_t MakeMaps(const LogitPassParams& params, Maps& maps) {
+  const BoxedMatrix hidden = {params.hidden, params.dtype, params.rows, params.inner, kRowTile};
+  const BoxedMatrix weight = {params.weight, params.dtype, params.padded_vocab, params.inner,
+                              kVocabTile / kClusterBlocks};
+  const BoxedMatrix out = {params.exponentials, DType::kBFloat16, params.rows, params.padded_vocab,
+                           kProductRows};
+  if (const cudaError_t error = MakeTensorMap(hidden, maps.hidden); error != cudaSuccess) return error;
+  if (const cudaError_t error = MakeTensorMap(weight, maps.weight); error != cudaSuccess) return error;
+  return params.exponentials == nullptr ? cudaSuccess : MakeTensorMap(out, maps.exponentials);
+}
+
+KernelParams MakeKernelParams(const LogitPassParams& params) {
+  KernelParams p = {};
+  p.rows = static_cast<int>(params.rows);
+  p.vocab = static_cast<int>(params.vocab);
+  p.last_bias = static_cast<int>(params.padded_vocab) - 2;
+  p.inner_tiles = static_cast<int>(CeilDiv(params.inner, kInnerTile));
+  p.vocab_tiles = static_cast<int>(VocabTiles(params.vocab));
+  p.panels = static_cast<int>(Panels(params.rows));
+  p.group = static_cast<int>(PanelsPerGroup(p.panels, params.inner));
+  p.f = params.general ? kLog2E : params.scale * kLog2E;
+  p.scale = params.scale;
+  p.softcap = params.softcap;
+  p.inverse_cap = params.softcap > 0.0f ? 1.0f / params.softcap : 0.0f;
+  p.bias = params.bias;
+  p.targets = params.targets;
+  p.reference = params.reference;
+  p.threshold = params.threshold;
+  p.redo = params.redo;
+  p.partials = params.partials;
+  return p;
+}
+
+}  // namespace
+
+TilePartials TilePartials::Carve(Carver& carver, int64_t capacity, int64_t vocab) {
+  const int64_t count = VocabTiles(vocab) * capacity;
+  TilePartials partials;
+  partials.ld = capacity;
+  partials.max = carver.Take<float>(count);
+  partials.sum = carver.Take<float>(count);
+  partials.spread = carver.Take<float>(count);
+  partials.arg = carver.Take<uint8_t>(count);
+  partials.target = carver.Take<float>(capacity);
+  return partials;
+}
+
+int LogitPassClusters() {
+  // The form with the most shared memory; one block a multiprocessor in any case.
+  using Largest = Kernel<__nv_bfloat16, Form::kPlain, true>;
+  if (Largest::AllowSharedBytes() != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(kClusterBlocks);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = Largest::kSharedBytes;
+  int clusters = 0;
+  if (cudaOccupancyMaxActiveClusters(&clusters, Largest::kFunction, &config) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return clusters;
+}
+
+cudaError_t LaunchLogitPass(const LogitPassParams& params, int clusters, cudaStream_t stream) {
+  if (params.rows == 0) return cudaSuccess;
+  Maps maps = {};
+  if (const cudaError_t error = MakeMaps(params, maps); error != cudaSuccess) return error;
+  const KernelParams p = MakeKernelParams(params);
+  const bool store = params.exponentials != nullptr;
+  if (params.dtype == DType::kBFloat16) {
+    return store ? LaunchForm<__nv_bfloat16, true>(maps, p, params.general, clusters, stream)
+                 : LaunchForm<__nv_bfloat16, false>(maps, p, params.general, clusters, stream);
+  }
+  if (params.dtype != DType::kFloat16 || store) return cudaErrorInvalidValue;
+  return LaunchForm<__half, false>(maps, p, params.general, clusters, stream);
+}
+
+}  // namespace lossd::kernels::cuda::hopper

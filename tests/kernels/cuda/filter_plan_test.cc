@@ -1,0 +1,68 @@
+#include "kernels/cuda/filter_plan.h"
+
+#include <cstdint>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "kernels/cuda/head_memory.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr FilterShape kShape = {
+    .chunk_rows = 4096, .vocab = 255'999, .padded_vocab = 256'000, .padded_hidden = 2304};
+
+TEST(FilterPlan, SaysWhatTheDeviceCannotDo) {
+  DeviceLimits limits;
+  EXPECT_THAT(WhyNotFilteredOnDevice(kShape, limits), HasSubstr("driver"));
+  limits.has_branches = true;
+  EXPECT_EQ(WhyNotFilteredOnDevice(kShape, limits), "");
+  FilterShape shape = kShape;
+  shape.padded_hidden = 16'384;
+  EXPECT_EQ(WhyNotFilteredOnDevice(shape, limits), "");
+  shape.dtype = DType::kFloat32;
+  EXPECT_THAT(WhyNotFilteredOnDevice(shape, limits), HasSubstr("hidden size"));
+  shape.dtype = DType::kBFloat16;
+  shape.padded_hidden += 8;
+  EXPECT_THAT(WhyNotFilteredOnDevice(shape, limits), HasSubstr("hidden size"));
+}
+
+TEST(FilterPlan, HasRoomForEveryClassOfASmallVocabulary) {
+  FilterShape shape = kShape;
+  EXPECT_EQ(shape.capacity(), 4096 * kPooledCandidates);
+  EXPECT_EQ(shape.entries(), 4096 * (kPooledCandidates + 1));
+  shape.vocab = 3;
+  EXPECT_EQ(shape.capacity(), 4096 * 3);
+}
+
+// Whatever order keys are compared in, an empty entry comes last and no two elements share a key.
+TEST(FilterPlan, KeysHoldEveryClassAndRow) {
+  for (int64_t rows : {1, 2, 3, 8, 128, 4095, 4096, 8192}) {
+    for (int64_t vocab : {1, 2, 7, 8, 256, 255'999, 262'144}) {
+      const int row_bits = RowBits(rows);
+      EXPECT_GE(int64_t{1} << row_bits, rows);
+      const uint64_t largest =
+          (static_cast<uint64_t>(vocab - 1) << row_bits) | static_cast<uint64_t>(rows - 1);
+      const uint64_t compared = (uint64_t{1} << KeyBits(rows, vocab)) - 1;
+      EXPECT_LT(largest, compared) << rows << " rows, " << vocab << " classes";
+    }
+  }
+}
+
+TEST(FilterPlan, ListsLieInTheMemoryOfTheLogits) {
+  for (int64_t vocab : {1, 500, 32'064, 256'000}) {
+    const HeadConfig config = {.hidden_size = 2304, .vocab_size = vocab, .compute_dtype = DType::kBFloat16};
+    const HeadSizes sizes = SizesFor(config, int64_t{1} << 30, 4096, 132, false);
+    auto* base = reinterpret_cast<uint8_t*>(uintptr_t{1} << 40);
+    const Workspace w = Workspace::Carve(config, sizes, 132, base);
+    const auto* logits_end = static_cast<const uint8_t*>(w.hidden_gradient);
+    EXPECT_EQ(static_cast<const void*>(w.filter.keys), w.logits);
+    EXPECT_LE(reinterpret_cast<const uint8_t*>(w.filter.partials), logits_end);
+    EXPECT_GT(reinterpret_cast<const uint8_t*>(w.filter.pool), logits_end);
+  }
+}
+
+}  // namespace
+}  // namespace lossd::kernels::cuda

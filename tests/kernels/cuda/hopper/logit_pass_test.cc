@@ -1,0 +1,240 @@
+#include "kernels/cuda/hopper/logit_pass.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <iostream>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "tests/kernels/cuda/cuda_test_device.h"
+
+namespace lossd::kernels::cuda::hopper {
+namespace {
+
+constexpr double kLog2EDouble = 1.4426950408889634;
+constexpr float kPoison = 12345.0f;
+
+template <typename T>
+class OnDevice {
+ public:
+  explicit OnDevice(const std::vector<T>& values) : count_(values.size()) {
+    EXPECT_EQ(cudaMalloc(reinterpret_cast<void**>(&data_), count_ * sizeof(T) + 16), cudaSuccess);
+    EXPECT_EQ(cudaMemcpy(data_, values.data(), count_ * sizeof(T), cudaMemcpyDefault), cudaSuccess);
+  }
+  ~OnDevice() { cudaFree(data_); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+  T* get() const { return data_; }
+  std::vector<T> Read() const {
+    std::vector<T> values(count_);
+    EXPECT_EQ(cudaMemcpy(values.data(), data_, count_ * sizeof(T), cudaMemcpyDefault), cudaSuccess);
+    return values;
+  }
+
+ private:
+  T* data_ = nullptr;
+  size_t count_;
+};
+
+struct Case {
+  int64_t rows, inner, vocab;
+  DType dtype;
+};
+
+uint16_t Encode(DType dtype, float x) {
+  if (dtype == DType::kBFloat16) return __nv_bfloat16_raw(__float2bfloat16_rn(x)).x;
+  return __half_raw(__float2half_rn(x)).x;
+}
+
+double Decode(DType dtype, uint16_t bits) {
+  if (dtype == DType::kBFloat16) {
+    const uint32_t word = uint32_t{bits} << 16;
+    float x;
+    std::memcpy(&x, &word, sizeof(x));
+    return static_cast<double>(x);
+  }
+  __half_raw raw;
+  raw.x = bits;
+  return static_cast<double>(__half2float(__half(raw)));
+}
+
+class LogitPassTest : public ::testing::TestWithParam<Case> {
+ protected:
+  void SetUp() override {
+    LOSSD_SKIP_WITHOUT_GPU();
+    cudaDeviceProp properties;
+    ASSERT_EQ(cudaGetDeviceProperties(&properties, 0), cudaSuccess);
+    if (properties.major != 9) GTEST_SKIP() << "not a Hopper GPU";
+    const uint32_t seed = std::random_device{}();
+    std::cout << "seed " << seed << std::endl;
+    random_.seed(seed);
+    const Case& c = GetParam();
+    padded_vocab_ = (c.vocab + 7) / 8 * 8;
+    padded_inner_ = (c.inner + 7) / 8 * 8;
+    tiles_ = VocabTiles(c.vocab);
+    ld_ = (c.rows + kRowTile - 1) / kRowTile * kRowTile;
+    hidden_ = Matrix(c.rows, 1.0f);
+    weight_ = Matrix(c.vocab, 3.0f / std::sqrt(static_cast<float>(c.inner)));
+    weight_.resize(padded_vocab_ * padded_inner_, 0);
+    for (int64_t r = 0; r < c.rows; ++r) {
+      const int64_t edges[] = {0, c.vocab - 1, std::min<int64_t>(c.vocab - 1, kVocabTile - 1),
+                               std::min<int64_t>(c.vocab - 1, kVocabTile)};
+      targets_.push_back(static_cast<int32_t>(r < 4 ? edges[r] : random_() % c.vocab));
+    }
+    logits_.resize(c.rows * c.vocab);
+    for (int64_t r = 0; r < c.rows; ++r) {
+      for (int64_t v = 0; v < c.vocab; ++v) {
+        double sum = 0.0;
+        for (int64_t k = 0; k < c.inner; ++k) {
+          sum += Decode(c.dtype, hidden_[r * padded_inner_ + k]) *
+                 Decode(c.dtype, weight_[v * padded_inner_ + k]);
+        }
+        logits_[r * c.vocab + v] = sum;
+      }
+    }
+  }
+
+  std::vector<uint16_t> Matrix(int64_t rows, float deviation) {
+    std::normal_distribution<float> normal(0.0f, deviation);
+    std::vector<uint16_t> values(rows * padded_inner_, 0);
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t k = 0; k < GetParam().inner; ++k) {
+        values[r * padded_inner_ + k] = Encode(GetParam().dtype, normal(random_));
+      }
+    }
+    return values;
+  }
+
+  // Runs the pass with or without stored exponentials and compares everything it writes.
+  void Run(bool store, float scale) {
+    const Case& c = GetParam();
+    const OnDevice<uint16_t> hidden(hidden_), weight(weight_);
+    const OnDevice<int32_t> targets(targets_);
+    const OnDevice<float> max(std::vector<float>(tiles_ * ld_, kPoison)),
+        sum(std::vector<float>(tiles_ * ld_, kPoison)), target(std::vector<float>(ld_, kPoison));
+    const OnDevice<uint8_t> arg(std::vector<uint8_t>(tiles_ * ld_, 77));
+    const OnDevice<uint16_t> out(std::vector<uint16_t>(c.rows * padded_vocab_ + 64, 0x7fc1));
+    std::vector<float> references(c.rows);
+    for (int64_t r = 0; r < c.rows; ++r) {
+      references[r] = static_cast<float>(scale * logits_[r * c.vocab + targets_[r]] * kLog2EDouble + 5.0);
+    }
+    // Every other row's maxima are wanted whatever they are; of the others only those above the target.
+    std::vector<float> thresholds(c.rows);
+    for (int64_t r = 0; r < c.rows; ++r) {
+      thresholds[r] = r % 2 == 0 ? -std::numeric_limits<float>::infinity()
+                                 : static_cast<float>(logits_[r * c.vocab + targets_[r]]);
+    }
+    const OnDevice<float> reference(references), threshold(thresholds);
+    LogitPassParams p;
+    p.hidden = hidden.get();
+    p.weight = weight.get();
+    p.dtype = c.dtype;
+    p.inner = padded_inner_;
+    p.rows = c.rows;
+    p.vocab = c.vocab;
+    p.padded_vocab = padded_vocab_;
+    p.scale = scale;
+    p.targets = targets.get();
+    p.partials = {ld_, max.get(), sum.get(), nullptr, arg.get(), target.get()};
+    p.reference = reference.get();
+    p.threshold = threshold.get();
+    if (store) p.exponentials = out.get();
+    ASSERT_EQ(LaunchLogitPass(p, 3, nullptr), cudaSuccess);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    const auto maxes = max.Read(), sums = sum.Read(), target_logits = target.Read();
+    const auto args = arg.Read();
+    const auto exponentials = out.Read();
+    for (int64_t r = 0; r < c.rows; ++r) {
+      ASSERT_NEAR(target_logits[r], logits_[r * c.vocab + targets_[r]], 1e-4) << "row " << r;
+      for (int64_t t = 0; t < tiles_; ++t) {
+        CheckTile(r, t, maxes[t * ld_ + r], sums[t * ld_ + r], args[t * ld_ + r], references[r],
+                  thresholds[r], scale);
+      }
+      if (store) CheckStored(r, exponentials, references[r], scale);
+    }
+    for (size_t i = c.rows * padded_vocab_; i < exponentials.size(); ++i) ASSERT_EQ(exponentials[i], 0x7fc1);
+  }
+
+  void CheckTile(int64_t r, int64_t t, float max, float sum, int arg, float reference, float threshold,
+                 float scale) {
+    const Case& c = GetParam();
+    const int64_t begin = t * kVocabTile, end = std::min(c.vocab, begin + kVocabTile);
+    double want_max = -std::numeric_limits<double>::infinity();
+    for (int64_t v = begin; v < end; ++v) {
+      if (v != targets_[r]) want_max = std::max(want_max, logits_[r * c.vocab + v]);
+    }
+    double want_sum = 0.0;
+    const double f = static_cast<double>(scale) * kLog2EDouble;
+    for (int64_t v = begin; v < end; ++v) {
+      if (v != targets_[r])
+        want_sum += std::exp2(logits_[r * c.vocab + v] * f - static_cast<double>(reference));
+    }
+    if (want_sum == 0.0) {
+      ASSERT_EQ(sum, 0.0f);
+    } else {
+      ASSERT_NEAR(sum / want_sum, 1.0, 3e-4) << "row " << r << " tile " << t;
+    }
+    constexpr float kNone = -std::numeric_limits<float>::infinity();
+    if (std::isinf(want_max) || (max == kNone && want_max < static_cast<double>(threshold) + 1e-4)) {
+      ASSERT_EQ(max, kNone);
+      return;
+    }
+    ASSERT_NEAR(max, want_max, 1e-4) << "row " << r << " tile " << t;
+    ASSERT_LT(begin + arg, end);
+    ASSERT_NEAR(logits_[r * c.vocab + begin + arg], want_max, 2e-4) << "row " << r << " tile " << t;
+  }
+
+  void CheckStored(int64_t r, const std::vector<uint16_t>& stored, float reference, float scale) {
+    const Case& c = GetParam();
+    for (int64_t v = 0; v < padded_vocab_; ++v) {
+      const double value = Decode(DType::kBFloat16, stored[r * padded_vocab_ + v]);
+      if (v >= c.vocab || v == targets_[r]) {
+        ASSERT_EQ(value, 0.0) << "row " << r << " class " << v;
+      } else {
+        const double want = std::exp2(logits_[r * c.vocab + v] * static_cast<double>(scale) * kLog2EDouble -
+                                      static_cast<double>(reference));
+        ASSERT_NEAR(value / want, 1.0, 0.0045) << "row " << r << " class " << v;
+      }
+    }
+  }
+
+  std::mt19937 random_;
+  int64_t padded_vocab_ = 0, padded_inner_ = 0, tiles_ = 0, ld_ = 0;
+  std::vector<uint16_t> hidden_, weight_;
+  std::vector<int32_t> targets_;
+  std::vector<double> logits_;
+};
+
+TEST_P(LogitPassTest, Statistics) { Run(false, 1.0f); }
+TEST_P(LogitPassTest, StatisticsScaled) { Run(false, 0.25f); }
+TEST_P(LogitPassTest, StoredExponentials) {
+  if (GetParam().dtype == DType::kFloat16) GTEST_SKIP() << "fp16 has too narrow a range";
+  Run(true, 1.5f);
+}
+
+std::string CaseName(const ::testing::TestParamInfo<Case>& test) {
+  const Case& c = test.param;
+  return std::to_string(c.rows) + "x" + std::to_string(c.inner) + "x" + std::to_string(c.vocab) +
+         (c.dtype == DType::kBFloat16 ? "bf16" : "fp16");
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, LogitPassTest,
+                         ::testing::Values(Case{1, 8, 8, DType::kBFloat16}, Case{3, 5, 1, DType::kBFloat16},
+                                           Case{257, 127, 513, DType::kBFloat16},
+                                           Case{130, 72, 300, DType::kFloat16},
+                                           Case{384, 200, 1000, DType::kBFloat16},
+                                           Case{64, 513, 257, DType::kFloat16},
+                                           Case{700, 328, 2049, DType::kBFloat16}),
+                         CaseName);
+
+}  // namespace
+}  // namespace lossd::kernels::cuda::hopper
