@@ -19,9 +19,10 @@
 #include "kernels/cuda/row_loss.h"
 
 ABSL_FLAG(std::vector<std::string>, shapes,
-          std::vector<std::string>({"gemma2-2b", "llama3-8b", "phi3.5-mini", "mistral-nemo", "n4096"}), "");
+          std::vector<std::string>({"gemma2-2b", "llama3-8b", "phi3.5-mini", "mistral-nemo", "n4096"}),
+          "names of shapes to run");
 ABSL_FLAG(std::vector<std::string>, data, std::vector<std::string>({"peaked"}), "peaked, flat");
-ABSL_FLAG(int, rounds, 5, "");
+ABSL_FLAG(int, rounds, 5, "timed rounds; a round runs every candidate once");
 
 namespace lossd::bench {
 namespace {

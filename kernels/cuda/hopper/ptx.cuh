@@ -163,7 +163,6 @@ __device__ __forceinline__ void WaitProducts() {
 // Lane l of warp w of the warpgroup holds of D [64, 256] the rows 16 w + l / 4 (elements 4 j, 4 j + 1 of d)
 // and 8 further (4 j + 2, 4 j + 3), columns 8 j + 2 (l % 4) and the next.
 inline constexpr int kProductRows = 64;
-inline constexpr int kProductColumns = 256;
 
 // d = (accumulate ? d : 0) + A B^T for A [64, 16], B [256, 16] in shared memory.
 template <typename T>
