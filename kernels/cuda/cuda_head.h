@@ -81,6 +81,7 @@ class CudaHead : public HeadKernels {
   DType HiddenGradientType(const Job& job) const;
   // Filtered chunks (cuda_head_filtered.cc). Why this one is computed exactly from the start, or "".
   absl::string_view WhyExact(const Job& job) const;
+  FilterShape FilterShapeOfChunk(const Job& job) const;
   absl::Status FilteredForward(const Job& job, const RowLossParams& row);
   absl::Status FilterRows(const Job& job, const RowLossParams& row, const RowSelection& selection);
   absl::Status FilteredWeightGradient(const Job& job);

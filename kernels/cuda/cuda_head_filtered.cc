@@ -24,13 +24,20 @@ absl::string_view CudaHead::WhyExact(const Job& job) const {
   return WhyNotFilteredOnDevice(FilterShapeOf(config_, sizes_), device_->limits());
 }
 
+// Room goes with the rows a chunk has, not with those it could have; so does the cost of sorting.
+FilterShape CudaHead::FilterShapeOfChunk(const Job& job) const {
+  FilterShape shape = FilterShapeOf(config_, sizes_);
+  shape.chunk_rows = job.layout.compact_rows;
+  return shape;
+}
+
 // Row results and, into the buffer of the hidden gradients, what the dx GEMM would leave there.
 absl::Status CudaHead::FilteredForward(const Job& job, const RowLossParams& row) {
   const cudaStream_t stream = device_->compute();
   const FilterBuffers& filter = workspace_.filter;
   const LossOptions& options = job.chunk->options;
   const RowSelection selection = {options.filter_epsilon, filter.pool,
-                                  static_cast<int32_t>(FilterShapeOf(config_, sizes_).capacity()),
+                                  static_cast<int32_t>(FilterShapeOfChunk(job).capacity()),
                                   &filter.counters->used, filter.rows};
   LOSSD_RETURN_IF_ERROR(Zero(filter.counters, sizeof(FilterCounters), stream));
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchSelectRows(row, selection, stream), "selection kernel");
@@ -54,7 +61,7 @@ absl::Status CudaHead::FilteredForward(const Job& job, const RowLossParams& row)
 absl::Status CudaHead::FilterRows(const Job& job, const RowLossParams& row, const RowSelection& selection) {
   const cudaStream_t stream = device_->compute();
   const FilterBuffers& filter = workspace_.filter;
-  const int64_t entries = FilterShapeOf(config_, sizes_).entries();
+  const int64_t entries = FilterShapeOfChunk(job).entries();
   FilterRowsParams p;
   p.row = row;
   p.selection = selection;
@@ -97,7 +104,7 @@ absl::Status CudaHead::AddKept(const Job& job) {
   const cudaStream_t stream = device_->compute();
   const FilterBuffers& filter = workspace_.filter;
   const int64_t rows = job.layout.compact_rows;
-  const int64_t entries = FilterShapeOf(config_, sizes_).entries();
+  const int64_t entries = FilterShapeOfChunk(job).entries();
   const LossOptions& options = job.chunk->options;
   const float scale = job.layout.unit * options.logit_scale;
   SortParams sort = {{filter.keys, filter.spare_keys},

@@ -16,9 +16,9 @@ namespace lossd::kernels::cuda {
 // Candidates that a chunk has room for, per row on average; more make the chunk exact.
 inline constexpr int64_t kPooledCandidates = 128;
 
-// What the plan needs to know of a head.
+// What the plan needs to know of a head, or of one chunk of it.
 struct FilterShape {
-  int64_t chunk_rows = 0;
+  int64_t chunk_rows = 0;  // of a chunk: those it has
   int64_t vocab = 0;
   int64_t padded_vocab = 0;
   int64_t padded_hidden = 0;
