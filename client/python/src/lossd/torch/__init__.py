@@ -1,0 +1,6 @@
+"""lossd for PyTorch: a loss head as a module, and the optimizer that steps it. Needs torch 1.13 or later."""
+
+from lossd.torch.head import LossExtras, LossHead, PendingHeadLoss
+from lossd.torch.optimizer import HeadOptimizer
+
+__all__ = ["HeadOptimizer", "LossExtras", "LossHead", "PendingHeadLoss"]
