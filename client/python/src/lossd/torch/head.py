@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from lossd.types import DType, LossResult, Reduction, RowOutput
 Extra = Literal["z_loss", "accuracy", "lse", "entropy", "logprob", "argmax"]
 EXTRAS: tuple[Extra, ...] = ("z_loss", "accuracy", "lse", "entropy", "logprob", "argmax")
 _ROW_EXTRAS: tuple[RowOutput, ...] = ("lse", "entropy", "logprob", "argmax")
+_DIFFERENTIABLE: tuple[RowOutput, ...] = ("loss", "lse", "entropy")
 
 
 @dataclass
@@ -33,7 +34,7 @@ class LossExtras:
     argmax: torch.Tensor | None = None  # int32; -1 for ignored rows
 
 
-LossOutput = torch.Tensor | tuple[torch.Tensor, LossExtras]
+LossOutput: TypeAlias = "torch.Tensor | tuple[torch.Tensor, LossExtras]"
 
 
 class LossHead(torch.nn.Module):
@@ -275,7 +276,7 @@ class _Job:
 
     def _deferred_loss(self, anchor: torch.Tensor, rows: dict[RowOutput, torch.Tensor]) -> torch.Tensor:
         """Replaces lse and entropy in `rows` by tensors that carry gradients."""
-        names: list[RowOutput] = [name for name in ("loss", "lse", "entropy") if name in rows]
+        names = [name for name in _DIFFERENTIABLE if name in rows]
         rows.update(zip(names, _Deferred.apply(anchor, self.hidden, self, names, [rows[name] for name in names])))
         if self.module.reduction == "none":
             return self._shaped(rows["loss"])
@@ -315,7 +316,10 @@ class _Job:
             steps.arrived(self.number, waits_for_backward=False)
 
     def _extras(self, result: LossResult, rows: dict[RowOutput, torch.Tensor]) -> LossExtras:
-        extras = LossExtras(**{name: self._shaped(rows[name]) for name in _ROW_EXTRAS if name in rows})
+        extras = LossExtras()
+        for name in _ROW_EXTRAS:
+            if name in rows:
+                setattr(extras, name, self._shaped(rows[name]))
         if "z_loss" in self.module.extras:
             extras.z_loss = self.scalar(result.z_loss_sum / self.normalizer if self.normalizer else 0.0)
         if "accuracy" in self.module.extras:
