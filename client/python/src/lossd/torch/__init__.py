@@ -2,5 +2,6 @@
 
 from lossd.torch.head import LossExtras, LossHead, PendingHeadLoss
 from lossd.torch.optimizer import HeadOptimizer
+from lossd.torch.pipelining import PipelineLoss
 
-__all__ = ["HeadOptimizer", "LossExtras", "LossHead", "PendingHeadLoss"]
+__all__ = ["HeadOptimizer", "LossExtras", "LossHead", "PendingHeadLoss", "PipelineLoss"]

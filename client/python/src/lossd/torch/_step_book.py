@@ -15,6 +15,7 @@ class StepBook:
             raise ValueError(f"rank is {rank}; it must be in [0, world_size) with world_size {world_size}")
         self._rank = rank
         self._world_size = world_size
+        self.group = 1  # a step has a multiple of so many microbatches
         self._lock = threading.Lock()
         self._begin(step)
 
@@ -82,6 +83,11 @@ class StepBook:
                 f"{what}: the loss of microbatch {waiting[0]} of step {self.step} had no backward(), but the server "
                 "accumulated its weight gradient in forward. Compute losses that are only looked at under "
                 "torch.no_grad(), call zero_grad() before forward, or discard the step with HeadOptimizer.discard()")
+
+        if len(self._accumulated) % self.group != 0:
+            raise RuntimeError(
+                f"{what}: step {self.step} has {len(self._accumulated)} microbatches, but they come in groups of "
+                f"{self.group}; discard the step with HeadOptimizer.discard()")
 
     def expected(self) -> list[int]:
         """Wire ids that the step needs, of all trainers; each has accumulated as many as this one."""

@@ -95,6 +95,7 @@ class LossHead(torch.nn.Module):
         self.shift = shift
         self.normalizer = normalizer
         self.grad_output = grad_output
+        self.grad_scale = 1.0  # multiplies the weights' gradient alone, when HeadOptimizer applies the step
         self.deferred = deferred or reduction == "none"
         self.extras = tuple(extras)
         for name in self.extras:

@@ -61,13 +61,13 @@ class HeadOptimizer(torch.optim.Optimizer):
         self._loaded_norm: float | None = None
 
     def load_grad_norm(self) -> float:
-        """Fetches the norm of the gradient accumulated in the open step and makes it the stand-in's gradient.
+        """Fetches the norm of the gradient of the open step, LossHead.grad_scale included, for the stand-in's gradient.
 
         Call it after the last backward, before anything that scales, clips or inspects gradients.
         """
         head = self.head
         head.steps.check_settled("load_grad_norm()")
-        self._loaded_norm = head.client.grad_norm(head.head_name, head.step)
+        self._loaded_norm = head.client.grad_norm(head.head_name, head.step) * head.grad_scale
         self.stand_in.grad = torch.full_like(self.stand_in, self._loaded_norm)
         return self._loaded_norm
 
@@ -108,7 +108,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         head.steps.check_settled("step()")
         expected = head.steps.expected() if expected_microbatches is None else expected_microbatches
         self.last = head.client.apply_step(
-            head.head_name, head.step, self._hyper_parameters(), grad_multiplier=self._multiplier(),
+            head.head_name, head.step, self._hyper_parameters(), grad_multiplier=head.grad_scale * self._multiplier(),
             decay_vectors=self.decay_vectors, expected_microbatches=expected)
         head.steps.advance(self.last.state.step)
         self.stand_in.grad = None
