@@ -31,6 +31,7 @@ int Main(int argc, char** argv) {
   app.require_subcommand(1);
   app.fallthrough();  // global options may follow the command
   app.set_help_all_flag("--help-all", "Print the help of every command and exit");
+  app.set_version_flag("--version", "lossctl " LOSSD_VERSION, "Print the version and exit");
   AddGlobalOptions(&app, &context);
   AddServerCommands(&app, &context);
   AddHeadCommands(&app, &context);

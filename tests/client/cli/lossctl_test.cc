@@ -71,6 +71,12 @@ TEST_F(LossctlTest, HelpIsNoError) {
   }
 }
 
+TEST_F(LossctlTest, VersionIsNoError) {
+  const Outcome outcome = Run("--version");
+  EXPECT_EQ(outcome.exit_code, 0);
+  EXPECT_THAT(outcome.out, testing::StartsWith("lossctl "));
+}
+
 TEST_F(LossctlTest, WrongCommandLinesExitWith2) {
   for (const char* arguments :
        {"", "nonsense", "describe", "heads --bogus", "create x --hidden 3", "loss head",

@@ -166,7 +166,7 @@ class EngineTest : public ::testing::Test {
     ASSERT_TRUE(stream.ok()) << stream.status();
     (*stream)->Start();
     for (RowRange rows : (*stream)->RetainedSlices()) (*stream)->SubmitRetained(rows, AcquireBuffer());
-    collector->Wait().ok();
+    ASSERT_TRUE(collector->Wait().ok());
   }
   StagingBuffer AcquireBuffer() {
     absl::Notification acquired;

@@ -38,7 +38,7 @@ TEST(LogTest, JsonIsOneObjectWithTypes) {
 }
 
 TEST(LogTest, JsonSurvivesInvalidUtf8) {
-  EXPECT_NO_THROW(nlohmann::json::parse(FormatJson("T", "INFO", "m", {{"bytes", "\xff\xfe"}})));
+  EXPECT_TRUE(nlohmann::json::accept(FormatJson("T", "INFO", "m", {{"bytes", "\xff\xfe"}})));
 }
 
 TEST(LogTest, WritesToStandardErrorFromTheLeastLevelOn) {
