@@ -32,12 +32,15 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def make_head(client: lossd.Client) -> Iterator[Callable[..., str]]:
-    """Creates a head with create_head's arguments and returns its name; heads go when the test ends."""
+    """Creates a head with create_head's arguments and returns its name; heads go when the test ends.
+
+    It computes in fp32 unless told otherwise, on a GPU too.
+    """
     names: list[str] = []
 
     def make(**spec: Any) -> str:
         name = f"head-{os.getpid()}-{next(_numbers)}"
-        client.create_head(name, **spec)
+        client.create_head(name, **{"compute_dtype": "fp32", **spec})
         names.append(name)
         return name
 

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch_reference as reference  # noqa: E402
 
 from lossd.torch import LossHead  # noqa: E402
+from lossd.torch._memory import DTYPES  # noqa: E402
 
 SHAPES = [  # N, D, V
     (1, 1, 1), (1, 7, 5), (9, 1, 11), (33, 5, 1), (8, 8, 8), (8, 8, 2048), (8, 2048, 8), (188, 31, 123), (80, 64, 125),
@@ -62,7 +63,7 @@ def check(client, head, hidden, targets, options):
 def test_shapes(client, make_head, seed, shape, dtype, options):
     n, d, v = shape
     torch.manual_seed(seed % 2**31)
-    head = make_head(hidden_size=d, vocab_size=v)
+    head = make_head(hidden_size=d, vocab_size=v, compute_dtype=DTYPES[dtype])
     targets = torch.randint(0, v, (n,))
     targets[torch.rand(n) < 0.2] = options.get("ignore_index", -100)
     check(client, head, torch.randn(n, d).to(dtype), targets, options)
@@ -72,7 +73,7 @@ def test_shapes(client, make_head, seed, shape, dtype, options):
 def test_targets_on_tile_edges(client, make_head, seed, dtype):
     torch.manual_seed(seed % 2**31)
     targets = torch.tensor([0, 79, 80, 127, 128, 159, 160, 239, 240, 255, 256, 319, 330] * 4)
-    head = make_head(hidden_size=40, vocab_size=331)
+    head = make_head(hidden_size=40, vocab_size=331, compute_dtype=DTYPES[dtype])
     check(client, head, torch.randn(len(targets), 40).to(dtype), targets, {})
 
 
@@ -94,6 +95,6 @@ def test_hard_logits(client, make_head, seed, dtype, logits):
         weight[:, 0] = {"one-sided": -15.0, "all at -20": -20.0, "offset by 1000": 1000.0}[logits]
         if logits == "one-sided":
             weight[3, 0] = 3.0
-    head = make_head(hidden_size=d, vocab_size=v)
+    head = make_head(hidden_size=d, vocab_size=v, compute_dtype=DTYPES[dtype])
     client.write_tensor(head, "weight", weight.numpy())
     check(client, head, hidden.to(dtype), targets, {})

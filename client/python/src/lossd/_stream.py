@@ -109,8 +109,8 @@ class LossStream:
         expected = len(rows) * row_bytes if out is not None else 0
         if payload.nbytes != expected:
             raise errors.server_sent(f"{payload.nbytes} bytes of gradients for {rows}; {expected} were expected")
-        if out is not None:
-            out[rows.begin * row_bytes:rows.end * row_bytes] = payload
+        if out is not None:  # NumPy copies without the interpreter's lock
+            np.frombuffer(out, np.uint8)[rows.begin * row_bytes:rows.end * row_bytes] = np.frombuffer(payload, np.uint8)
 
     def _scatter_rows(self, rows: Rows, name: RowOutput, values: Any) -> None:
         out = self._work.outputs.rows.get(name)
