@@ -26,7 +26,7 @@ class Tokenizer:
 
     @staticmethod
     def learn(text: str, vocab_size: int) -> Tokenizer:
-        """Merges the most frequent pair, again and again; among equals the one that came up first."""
+        """Merges the most frequent pair, again and again; among equals the one of smaller tokens."""
         words = [(list(word), count) for word, count in Counter(_WORD.findall(text.encode())).items()]
         counts: Counter[Pair] = Counter()
         places: defaultdict[Pair, set[int]] = defaultdict(set)
