@@ -12,7 +12,7 @@ NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 PRESET ?= $(if $(NVCC),release,cpu-only)
 
 .DEFAULT_GOAL := help
-.PHONY: help deps demo build test test-sanitizers bench bundle install format lint check-layers clean
+.PHONY: help deps demo demo-faults build test test-sanitizers bench bundle install format lint check-layers clean
 
 help: ## print this
 	@echo "lossd: the loss head of a language model as a server"
@@ -26,6 +26,9 @@ deps: ## install the distribution packages for everything below
 
 demo: ## train a small language model through a running server (about five minutes)
 	@scripts/demo $(ARGS)
+
+demo-faults: ## train twice, once with kill -9 of trainer and server in the middle, and compare every bit (two minutes)
+	@scripts/demo-faults $(ARGS)
 
 build: ## configure and compile everything
 	@scripts/install-deps build test

@@ -29,6 +29,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/synchronization/mutex.h"
 #include "bench/gpu_data.h"
+#include "bench/gpu_timer.h"
 #include "kernels/cuda/cuda_backend.h"
 #include "kernels/cuda/gemm.h"
 #include "kernels/cuda/row_loss.h"
@@ -59,10 +60,8 @@ using Json = nlohmann::json;
 using kernels::DType;
 using Clock = std::chrono::steady_clock;
 
-constexpr int kWarmUps = 3;
 constexpr int kSampledRows = 32;
 constexpr int kSampledClasses = 64;
-constexpr int64_t kCopyBytes = int64_t{1} << 30;
 constexpr int64_t kNormRows = 4096;
 constexpr int kNormLaunches = 16;  // timed together: one takes little longer than an event
 
@@ -76,18 +75,6 @@ const NamedShape kShapes[] = {{"gemma2-2b", {8192, 2304, 256000}},
                               {"mistral-nemo", {8192, 5120, 131072}},
                               {"n4096", {4096, 4096, 128256}}};
 
-void Check(cudaError_t error, const char* call) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "%s: %s\n", call, cudaGetErrorString(error));
-  std::abort();
-}
-
-void Check(const absl::Status& status, const char* call) {
-  if (status.ok()) return;
-  std::cerr << call << ": " << status << std::endl;
-  std::abort();
-}
-
 template <typename T>
 T Take(absl::StatusOr<T> value, const char* call) {
   Check(value.status(), call);
@@ -96,83 +83,7 @@ T Take(absl::StatusOr<T> value, const char* call) {
 
 DType ComputeType() { return absl::GetFlag(FLAGS_compute) == "fp32" ? DType::kFloat32 : DType::kBFloat16; }
 
-struct Times {
-  double median = 0.0, min = 0.0, max = 0.0;  // ms
-};
-
-Times Summarise(std::vector<double> times) {
-  std::sort(times.begin(), times.end());
-  return {times[times.size() / 2], times.front(), times.back()};
-}
-
 Json ToJson(const Times& t) { return {{"median_ms", t.median}, {"min_ms", t.min}, {"max_ms", t.max}}; }
-
-// Device time of `work` on a stream of its own, by events.
-class Timer {
- public:
-  Timer() {
-    Check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-    Check(cudaEventCreate(&begin_), "cudaEventCreate");
-    Check(cudaEventCreate(&end_), "cudaEventCreate");
-  }
-  ~Timer() {
-    cudaEventDestroy(begin_);
-    cudaEventDestroy(end_);
-    cudaStreamDestroy(stream_);
-  }
-  cudaStream_t stream() const { return stream_; }
-
-  double MeasureOnce(const std::function<void()>& work) {
-    Check(cudaEventRecord(begin_, stream_), "cudaEventRecord");
-    work();
-    Check(cudaEventRecord(end_, stream_), "cudaEventRecord");
-    Check(cudaEventSynchronize(end_), "cudaEventSynchronize");
-    float ms = 0.0f;
-    Check(cudaEventElapsedTime(&ms, begin_, end_), "cudaEventElapsedTime");
-    return static_cast<double>(ms);
-  }
-
-  Times Measure(int iterations, const std::function<void(int)>& work) {
-    std::vector<double> times;
-    for (int i = 0; i < kWarmUps + iterations; ++i) {
-      times.push_back(MeasureOnce([&] { work(i); }));
-    }
-    return Summarise({times.begin() + kWarmUps, times.end()});
-  }
-
-  // As Measure, for `launches` short pieces of work at once; the times are those of one.
-  Times MeasureEach(int iterations, int launches, const std::function<void(int)>& work) {
-    Times t = Measure(iterations, [&](int round) {
-      for (int i = 0; i < launches; ++i) work(round * launches + i);
-    });
-    for (double* value : {&t.median, &t.min, &t.max}) *value /= launches;
-    return t;
-  }
-
- private:
-  cudaStream_t stream_ = nullptr;
-  cudaEvent_t begin_ = nullptr;
-  cudaEvent_t end_ = nullptr;
-};
-
-template <typename T>
-T* DeviceAlloc(int64_t count) {
-  void* data = nullptr;
-  Check(cudaMalloc(&data, static_cast<size_t>(count) * sizeof(T)), "cudaMalloc");
-  return static_cast<T*>(data);
-}
-
-double CopyBandwidth(Timer& timer) {
-  auto* from = DeviceAlloc<uint8_t>(kCopyBytes);
-  auto* to = DeviceAlloc<uint8_t>(kCopyBytes);
-  Check(cudaMemset(from, 7, kCopyBytes), "cudaMemset");
-  const Times t = timer.Measure(10, [&](int) {
-    Check(cudaMemcpyAsync(to, from, kCopyBytes, cudaMemcpyDeviceToDevice, timer.stream()), "cudaMemcpyAsync");
-  });
-  cudaFree(from);
-  cudaFree(to);
-  return 2.0 * static_cast<double>(kCopyBytes) / t.median / 1e6;  // GB/s
-}
 
 // ---- bare products and parts of a chunk ----
 

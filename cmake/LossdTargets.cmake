@@ -14,7 +14,7 @@ set(LOSSD_LAYERS_metrics engine head kernels)
 set(LOSSD_LAYERS_rpc proto formats engine head kernels metrics)
 set(LOSSD_LAYERS_client proto)
 set(LOSSD_LAYERS_cli client proto formats)
-set(LOSSD_LAYERS_examples client proto)
+set(LOSSD_LAYERS_examples client proto formats)
 set(LOSSD_LAYERS_outside proto formats kernels head engine metrics rpc client cli examples)  # tests, bench
 
 function(_lossd_check_layer target layer)

@@ -130,12 +130,18 @@ class HeadKernels {
                                   absl::Span<uint8_t> out) = 0;
   virtual absl::Status WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                                    absl::Span<const uint8_t> in) = 0;
+  // Adds to rows of a gradient accumulator: gradient += scale * in, where `in` is as in WriteTensor. The
+  // product and the sum are each rounded to fp32, so all backends give the same bits. Values are not
+  // checked. NOT_FOUND if the head accumulates no gradient of `param`. After an error of the device some
+  // of the rows may have been added.
+  virtual absl::Status AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
+                                   absl::Span<const uint8_t> in) = 0;
 
   // The 2-norm over all accumulated gradients, computed in double; not finite if a gradient is not.
   virtual absl::StatusOr<double> GradNorm() = 0;
   // One update of every trained parameter, then zeroes the gradients. `update` is the 1-based count
-  // of updates including this one (bias correction). FAILED_PRECONDITION if the head is not
-  // trainable or reserved less optimizer state than `options` needs.
+  // of updates including this one (bias correction; steps that were skipped do not count).
+  // FAILED_PRECONDITION if the head is not trainable or reserved less optimizer state than `options` needs.
   virtual absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) = 0;
   virtual absl::Status ZeroGradients() = 0;
 };

@@ -8,6 +8,7 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice& c
   options.device = choice.device;
   options.workspace_bytes = choice.workspace_bytes;
   options.memory_limit_bytes = choice.memory_limit_bytes;
+  options.deterministic = choice.deterministic;
   return CreateCudaBackend(options);
 }
 

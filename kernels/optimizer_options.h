@@ -18,7 +18,8 @@ enum class OptimizerState : uint8_t {
 
 // The update is torch.optim.AdamW's (decoupled weight decay, bias correction) or torch.optim.SGD's
 // (L2 weight decay added to the gradient, momentum with optional dampening and Nesterov), on fp32
-// master weights. The gradient used is grad_multiplier times the accumulated one.
+// master weights. The gradient used is grad_multiplier times the accumulated one. Unlike in torch, AdamW with
+// epsilon 0 leaves a parameter alone that has not had a gradient (0 / 0 there).
 struct OptimizerOptions {
   enum class Kind : uint8_t { kSgd, kAdamW };
 

@@ -46,6 +46,12 @@ ABSL_FLAG(std::string, port_file, "",
           "Once serving, write the chosen addresses to this file as JSON: {\"grpc\": ..., \"http\": ...}");
 ABSL_FLAG(std::string, checkpoint_dir, ServerOptions().checkpoint_directory,
           "Directory of checkpoints and tensor files; clients name files below it only");
+ABSL_FLAG(int64_t, keep_checkpoints, ServerOptions().keep_checkpoints,
+          "After a save that the server named (step-...), keep so many of those per head, the newest, and remove "
+          "older ones; checkpoints named by clients stay. 0: keep all. A save may ask for another number");
+ABSL_FLAG(ByteSize, checkpoint_buffer_bytes, ByteSize{ServerOptions().checkpoint_buffer_bytes},
+          "Memory a running save may take to read a head ahead of the disk, as far as it needs it. Steps wait "
+          "only for the part of a checkpoint that does not fit");
 ABSL_FLAG(std::string, backend, ServerOptions().backend,
           "What computes: cpu, cuda, or auto: a GPU if there is one");
 ABSL_FLAG(int, device, ServerOptions().device, "CUDA backend: index among the visible GPUs");
@@ -55,6 +61,11 @@ ABSL_FLAG(ByteSize, workspace_bytes, ByteSize{ServerOptions().workspace_bytes},
           "quarter of the free memory (CUDA)");
 ABSL_FLAG(ByteSize, memory_limit_bytes, ByteSize{ServerOptions().memory_limit_bytes},
           "Refuse heads that would take the planned memory beyond this; 0: no limit");
+ABSL_FLAG(
+    bool, deterministic, ServerOptions().deterministic,
+    "Accumulate in the order of microbatch ids, which then have to be 0, 1, 2, ... in each step, so that "
+    "the same microbatches give the same weights, bit for bit, whatever arrives first. Takes up to "
+    "staging_bytes more for each trainable head");
 ABSL_FLAG(ByteSize, slice_bytes, ByteSize{ServerOptions().slice_bytes},
           "Largest slice of hidden states a message may hold");
 ABSL_FLAG(ByteSize, staging_bytes, ByteSize{ServerOptions().staging_bytes},
@@ -110,12 +121,15 @@ ServerOptions OptionsFromFlags() {
   options.threads = absl::GetFlag(FLAGS_threads);
   options.workspace_bytes = absl::GetFlag(FLAGS_workspace_bytes).bytes;
   options.memory_limit_bytes = absl::GetFlag(FLAGS_memory_limit_bytes).bytes;
+  options.deterministic = absl::GetFlag(FLAGS_deterministic);
   options.slice_bytes = absl::GetFlag(FLAGS_slice_bytes).bytes;
   options.staging_bytes = absl::GetFlag(FLAGS_staging_bytes).bytes;
   options.retained_bytes = absl::GetFlag(FLAGS_retained_bytes).bytes;
   options.max_streams = absl::GetFlag(FLAGS_max_streams);
   options.max_heads = absl::GetFlag(FLAGS_max_heads);
   options.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_dir);
+  options.keep_checkpoints = absl::GetFlag(FLAGS_keep_checkpoints);
+  options.checkpoint_buffer_bytes = absl::GetFlag(FLAGS_checkpoint_buffer_bytes).bytes;
   options.drain_timeout = absl::GetFlag(FLAGS_drain_timeout);
   options.retained_timeout = absl::GetFlag(FLAGS_retained_timeout);
   options.send_timeout = absl::GetFlag(FLAGS_send_timeout);
@@ -125,6 +139,7 @@ ServerOptions OptionsFromFlags() {
 // Before any thread starts: signals are then taken by sigwait alone.
 sigset_t BlockSignals() {
   signal(SIGPIPE, SIG_IGN);
+  signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error of the write, not the end of the server
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);

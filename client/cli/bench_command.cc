@@ -47,9 +47,10 @@ struct Flags {
 // Sends microbatches from `in_flight` threads, each waiting for its own, and adds up what they took.
 class Bench {
  public:
-  Bench(const Flags& flags, const HiddenRows& rows, uint64_t step, client::Client* client)
-      : flags_(flags), rows_(rows), step_(step), client_(client), first_id_(std::random_device()()) {
-    first_id_ <<= 32;  // away from the ids of other runs in the same step
+  Bench(const Flags& flags, const HiddenRows& rows, const v1::HeadDescription& head, client::Client* client)
+      : flags_(flags), rows_(rows), step_(head.state().step()), client_(client) {
+    // A deterministic server wants ids from 0; otherwise away from those of other runs in the same step.
+    if (head.slice_limits().row_grid() == 0) first_id_ = uint64_t{std::random_device()()} << 32;
   }
 
   absl::StatusOr<BenchTotals> Run() {
@@ -142,7 +143,7 @@ class Bench {
   const HiddenRows& rows_;
   const uint64_t step_;
   client::Client* const client_;
-  uint64_t first_id_;
+  uint64_t first_id_ = 0;
   Interrupt interrupt_;
   absl::Time start_;
   std::atomic<uint64_t> next_id_{0};
@@ -184,7 +185,7 @@ absl::Status RunBench(Context* context, const Flags& flags) {
       RandomRows(flags.rows, head->spec().hidden_size(), head->spec().vocab_size(), flags.dtype, flags.seed);
   if (!rows.ok()) return rows.status();
 
-  const absl::StatusOr<BenchTotals> totals = Bench(flags, *rows, head->state().step(), client->get()).Run();
+  const absl::StatusOr<BenchTotals> totals = Bench(flags, *rows, *head, client->get()).Run();
   if (flags.what == What::kAll) {
     const auto zeroed = (*client)->ZeroGradients(flags.head, head->state().step(), context->timeout());
     if (totals.ok() && !zeroed.ok()) return zeroed.status();

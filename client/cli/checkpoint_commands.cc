@@ -1,8 +1,13 @@
-// save, load
+// save, load, checkpoints
+#include <cstdio>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "client/cli/commands.h"
 #include "client/cli/describe.h"
 #include "client/cli/format.h"
@@ -11,22 +16,99 @@
 namespace lossd::cli {
 namespace {
 
-absl::Status RunSave(Context* context, const std::string& head, const std::string& name,
-                     client::Client& client) {
-  const absl::StatusOr<v1::SaveCheckpointResponse> saved =
-      client.SaveCheckpoint(head, name, context->timeout());
+struct SaveFlags {
+  std::string head;
+  std::string name;
+  std::optional<uint32_t> keep;
+  bool cancel_with_call = false;
+
+  v1::SaveCheckpointRequest ToRequest() const {
+    v1::SaveCheckpointRequest request;
+    request.set_head(head);
+    request.set_name(name);
+    if (keep.has_value()) request.set_keep(*keep);
+    request.set_cancel_with_call(cancel_with_call);
+    return request;
+  }
+};
+
+// One line on stderr that is written over.
+void ShowProgress(const v1::SaveProgress& progress) {
+  const auto bytes = [](uint64_t count) { return HumanBytes(static_cast<double>(count)); };
+  std::string text = "waiting for its turn";
+  if (progress.total_bytes() > 0) {
+    text = absl::StrCat("saving ", bytes(progress.written_bytes()), " of ", bytes(progress.total_bytes()),
+                        progress.phase() == v1::SAVE_PHASE_READING ? ", steps wait" : ", steps go on");
+  }
+  std::fprintf(stderr, "\r\033[K%s", text.c_str());
+}
+
+absl::Status RunSave(Context* context, const SaveFlags& flags, client::Client& client) {
+  const bool shows_progress = ShowsProgress();
+  const absl::StatusOr<v1::SaveCheckpointResponse> saved = client.SaveCheckpoint(
+      flags.ToRequest(),
+      [&](const v1::SaveProgress& progress) {
+        if (shows_progress) ShowProgress(progress);
+      },
+      context->timeout());
+  if (shows_progress) std::fputs("\r\033[K", stderr);
   if (!saved.ok()) return saved.status();
   if (context->json) {
-    context->PrintJson({{"checkpoint", saved->checkpoint()},
-                        {"incarnation", HumanIncarnation(saved->state().incarnation())},
-                        {"step", saved->state().step()},
-                        {"bytes", saved->bytes()},
-                        {"seconds", saved->seconds()}});
+    context->PrintJson(
+        {{"checkpoint", saved->checkpoint()},
+         {"incarnation", HumanIncarnation(saved->state().incarnation())},
+         {"step", saved->state().step()},
+         {"bytes", saved->bytes()},
+         {"seconds", saved->seconds()},
+         {"read_seconds", saved->read_seconds()},
+         {"pruned", std::vector<std::string>(saved->pruned().begin(), saved->pruned().end())}});
     return absl::OkStatus();
   }
   context->Print(absl::StrCat("saved ", saved->checkpoint(), " (step ", HumanCount(saved->state().step()),
                               ", ", HumanBytes(static_cast<double>(saved->bytes())), ") in ",
                               HumanSeconds(saved->seconds()), "\n"));
+  for (const std::string& pruned : saved->pruned()) context->Print(absl::StrCat("removed ", pruned, "\n"));
+  return absl::OkStatus();
+}
+
+// In UTC.
+std::string TimeText(int64_t unix_seconds) {
+  if (unix_seconds == 0) return "";
+  return absl::FormatTime("%Y-%m-%d %H:%M:%SZ", absl::FromUnixSeconds(unix_seconds), absl::UTCTimeZone());
+}
+
+nlohmann::ordered_json InfoJson(const v1::CheckpointInfo& info) {
+  if (!info.error().empty()) return {{"checkpoint", info.checkpoint()}, {"error", info.error()}};
+  return {{"checkpoint", info.checkpoint()},
+          {"step", info.step()},
+          {"hidden_size", info.spec().hidden_size()},
+          {"vocab_size", info.spec().vocab_size()},
+          {"bytes", info.bytes()},
+          {"saved_unix_seconds", info.saved_unix_seconds()},
+          {"automatic", info.automatic()},
+          {"incarnation", HumanIncarnation(info.incarnation())}};
+}
+
+absl::Status RunList(Context* context, const std::string& head, client::Client& client) {
+  const absl::StatusOr<v1::ListCheckpointsResponse> list = client.ListCheckpoints(head, context->timeout());
+  if (!list.ok()) return list.status();
+  if (context->json) {
+    nlohmann::ordered_json checkpoints = nlohmann::ordered_json::array();
+    for (const v1::CheckpointInfo& info : list->checkpoints()) checkpoints.push_back(InfoJson(info));
+    context->PrintJson({{"checkpoints", checkpoints}, {"left_out", list->left_out()}});
+    return absl::OkStatus();
+  }
+  Table table({{"CHECKPOINT"}, {"STEP", Align::kRight}, {"SIZE", Align::kRight}, {"SAVED"}, {"NAMED BY"}});
+  for (const v1::CheckpointInfo& info : list->checkpoints()) {
+    if (info.error().empty()) {
+      table.AddRow({info.checkpoint(), HumanCount(info.step()), HumanBytes(static_cast<double>(info.bytes())),
+                    TimeText(info.saved_unix_seconds()), info.automatic() ? "server" : "client"});
+    } else {
+      table.AddRow({info.checkpoint(), "", "", info.error(), ""});
+    }
+  }
+  context->Print(table.ToString());
+  if (list->left_out() > 0) context->Print(absl::StrCat("and ", HumanCount(list->left_out()), " more\n"));
   return absl::OkStatus();
 }
 
@@ -47,19 +129,28 @@ absl::Status RunLoad(Context* context, const std::string& checkpoint, const std:
 }  // namespace
 
 void AddCheckpointCommands(CLI::App* app, Context* context) {
+  auto flags = std::make_shared<SaveFlags>();
+  CLI::App* save = app->add_subcommand("save", "Write a checkpoint on the server");
+  AddHead(save, &flags->head);
+  save->add_option("--name", flags->name, "Name of the checkpoint [step-<number>]");
+  save->add_option("--keep", flags->keep,
+                   "Afterwards keep so many checkpoints that the server named, 0: all [the server's "
+                   "--keep_checkpoints]");
+  save->add_flag("--cancel-with-call", flags->cancel_with_call,
+                 "End the save when lossctl ends; else it goes on");
+  SetClientAction(save, context, [=](client::Client& client) { return RunSave(context, *flags, client); });
+
   auto head = std::make_shared<std::string>();
   auto name = std::make_shared<std::string>();
-  CLI::App* save = app->add_subcommand("save", "Write a checkpoint on the server");
-  AddHead(save, head.get());
-  save->add_option("--name", *name, "Name of the checkpoint [step-<number>]");
-  SetClientAction(save, context,
-                  [=](client::Client& client) { return RunSave(context, *head, *name, client); });
-
   CLI::App* load = app->add_subcommand("load", "Restore a head from a checkpoint");
   load->add_option("CHECKPOINT", *name, "As printed by save: <head>/<name>")->required()->type_name("");
   load->add_option("--head", *head, "The head to restore into or to make [the checkpoint's own]");
   SetClientAction(load, context,
                   [=](client::Client& client) { return RunLoad(context, *name, *head, client); });
+
+  CLI::App* list = app->add_subcommand("checkpoints", "List the checkpoints on the server");
+  list->add_option("HEAD", *head, "Of this head alone")->type_name("");
+  SetClientAction(list, context, [=](client::Client& client) { return RunList(context, *head, client); });
 }
 
 }  // namespace lossd::cli

@@ -12,7 +12,7 @@ namespace lossd::cli {
 void AddServerCommands(CLI::App* app, Context* context);      // health, server, metrics
 void AddHeadCommands(CLI::App* app, Context* context);        // heads, describe, create, delete
 void AddStepCommands(CLI::App* app, Context* context);        // grad-norm, step, zero-grad
-void AddCheckpointCommands(CLI::App* app, Context* context);  // save, load
+void AddCheckpointCommands(CLI::App* app, Context* context);  // save, load, checkpoints
 void AddTensorCommands(CLI::App* app, Context* context);      // read, write
 void AddLossCommand(CLI::App* app, Context* context);         // loss
 void AddBenchCommand(CLI::App* app, Context* context);        // bench

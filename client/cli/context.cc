@@ -15,6 +15,8 @@ absl::StatusOr<std::unique_ptr<client::Client>> Context::Connect(int channels) c
   options.channels = channels;
   options.connect_timeout = absl::Seconds(5);
   options.wait_for_server = false;
+  options.retry.max_attempts = attempts;
+  options.expected_incarnation = incarnation;
   if (timeout_seconds > 0) {
     options.connect_timeout = timeout();
     options.call_timeout = options.transfer_timeout = options.loss_timeout = timeout();

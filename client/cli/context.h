@@ -25,6 +25,8 @@ struct Context {
   std::string server = kDefaultServer;
   bool json = false;
   double timeout_seconds = 0;  // 0: each call's default
+  int attempts = client::RetryOptions().max_attempts;
+  uint64_t incarnation = 0;  // that the server must have; 0: any
 
   // The command chosen, set while the command line is parsed. Its status becomes the exit code.
   std::function<absl::Status()> action;

@@ -81,13 +81,18 @@ Json ToJson(const v1::HeadDescription& head) {
   json["step"] = head.state().step();
   json["step_microbatches"] = head.step_microbatches();
   json["step_rows"] = head.step_rows();
+  json["step_contributions"] = head.step_contributions();
+  json["updates"] = head.updates();
   json["retained_microbatches"] = head.retained_microbatches();
   json["total_rows"] = head.total_rows();
   json["open_streams"] = head.open_streams();
   json["queued_slices"] = head.queued_slices();
+  json["waiting_slices"] = head.waiting_slices();
+  json["waits_for"] = head.waits_for();
   json["chunk_rows"] = head.chunk_rows();
   json["slice_limits"] = {{"max_rows", head.slice_limits().max_rows()},
-                          {"max_bytes", head.slice_limits().max_bytes()}};
+                          {"max_bytes", head.slice_limits().max_bytes()},
+                          {"row_grid", head.slice_limits().row_grid()}};
   json["memory"] = ToJson(head.memory());
   return json;
 }
@@ -153,13 +158,24 @@ std::string HeadText(const v1::HeadDescription& head) {
   fields.Add("frozen", YesNo(spec.frozen()));
   fields.Add("open step", absl::StrCat(HumanCount(head.state().step()), " (", HumanCount(head.step_rows()),
                                        " rows of ", HumanCount(head.step_microbatches()), " microbatches)"));
+  if (head.step_contributions() > 0)
+    fields.Add("added to", absl::StrCat("by ", HumanCount(head.step_contributions()), " contributions"));
+  if (head.updates() != head.state().step())
+    fields.Add("updates", absl::StrCat(HumanCount(head.updates()), ", other steps were skipped"));
   if (head.retained_microbatches() > 0)
     fields.Add("retained", absl::StrCat(head.retained_microbatches(), " microbatches"));
   fields.Add("rows computed", HumanCount(head.total_rows()));
   fields.Add("streams", absl::StrCat(HumanCount(head.open_streams()), " open, ",
                                      HumanCount(head.queued_slices()), " slices queued"));
+  if (!head.waits_for().empty()) {
+    fields.Add("waiting", absl::StrCat(HumanCount(head.waiting_slices()), " slices, for ", head.waits_for()));
+  }
   fields.Add("slices", absl::StrCat("up to ", HumanCount(head.slice_limits().max_rows()), " rows, ",
                                     HumanBytes(static_cast<double>(head.slice_limits().max_bytes()))));
+  if (head.slice_limits().row_grid() > 0) {
+    fields.Add("order", absl::StrCat("deterministic, in groups of ",
+                                     HumanCount(head.slice_limits().row_grid()), " rows"));
+  }
   fields.Add("chunk", absl::StrCat("up to ", HumanCount(head.chunk_rows()), " rows"));
   fields.Add("memory", MemoryText(head.memory()));
   fields.Add("incarnation", HumanIncarnation(head.state().incarnation()));

@@ -24,7 +24,8 @@ std::string Advice(const absl::Status& status, const std::optional<v1::ErrorDeta
         return "`lossctl heads` lists the heads";
       return "";
     case absl::StatusCode::kAborted:
-      return "reload the head from a checkpoint, or repeat the step";
+      return client::RestartOf(status).has_value() ? ""
+                                                   : "reload the head from a checkpoint, or repeat the step";
     case absl::StatusCode::kDeadlineExceeded:
       return "give it more time with --timeout SECONDS";
     case absl::StatusCode::kUnimplemented:
@@ -39,6 +40,10 @@ nlohmann::ordered_json ErrorJson(const absl::Status& status, const std::optional
   error["code"] = absl::StatusCodeToString(status.code());
   error["message"] = std::string(status.message());
   error["exit_code"] = static_cast<int>(ExitCodeOf(status));
+  if (const auto restart = client::RestartOf(status); restart.has_value()) {
+    error["restarted"] = {{"incarnation_before", HumanIncarnation(restart->before)},
+                          {"incarnation", HumanIncarnation(restart->now)}};
+  }
   if (detail.has_value()) {
     if (!detail->field().empty()) error["field"] = detail->field();
     if (!detail->value().empty()) error["value"] = detail->value();
@@ -54,6 +59,7 @@ nlohmann::ordered_json ErrorJson(const absl::Status& status, const std::optional
 }  // namespace
 
 ExitCode ExitCodeOf(const absl::Status& status) {
+  if (client::RestartOf(status).has_value()) return kExitRestarted;
   switch (status.code()) {
     case absl::StatusCode::kOk:
       return kExitOk;

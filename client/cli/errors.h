@@ -14,6 +14,7 @@ enum ExitCode : int {
   kExitUsage = 2,        // the command line is wrong
   kExitUnreachable = 3,  // no server, or it stopped answering
   kExitRefused = 4,      // bad input, or the server is not in a state for it
+  kExitRestarted = 5,    // the server is another process than before; gradients of the open step are gone
 };
 
 ExitCode ExitCodeOf(const absl::Status& status);

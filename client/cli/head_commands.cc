@@ -108,15 +108,17 @@ void AddCreate(CLI::App* app, Context* context) {
   CLI::Option* zeros = create->add_flag("--zeros", flags->zeros, "All zero")->group(group);
   CLI::Option* from = create
                           ->add_option("--from", *flags->file.mutable_path(),
-                                       "safetensors file below the server's checkpoint directory")
-                          ->type_name("FILE")
+                                       "safetensors file, index (.json) or model folder below the server's "
+                                       "checkpoint directory")
+                          ->type_name("PATH")
                           ->group(group);
   seed->excludes(zeros)->excludes(from);
   zeros->excludes(from);
   const auto add_tensor = [&](const std::string& name, std::string* tensor, const std::string& description) {
     return create->add_option(name, *tensor, description)->type_name("TENSOR")->needs(from)->group(group);
   };
-  from->needs(add_tensor("--weight", flags->file.mutable_weight(), "Tensor [V, D] in the file"));
+  from->needs(add_tensor("--weight", flags->file.mutable_weight(),
+                         "Tensor [V, D], e.g. lm_head.weight; if tied, the embedding's name"));
   add_tensor("--bias-tensor", flags->file.mutable_bias(), "Tensor [V] in the file");
   add_tensor("--norm-gain-tensor", flags->file.mutable_norm_gain(), "Tensor [D] in the file");
   add_tensor("--norm-shift-tensor", flags->file.mutable_norm_shift(), "Tensor [D] in the file");

@@ -2,6 +2,7 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 
+#include "absl/strings/numbers.h"
 #include "client/cli/commands.h"
 #include "client/cli/context.h"
 #include "client/cli/errors.h"
@@ -11,7 +12,8 @@ namespace {
 
 constexpr char kFooter[] =
     "Exit codes: 0 done, 1 the operation failed, 2 wrong command line, 3 no server or no answer,\n"
-    "4 refused (bad input, or the server is not in a state for it).\n"
+    "4 refused (bad input, or the server is not in a state for it), 5 the server was restarted: gradients\n"
+    "of the open step are gone.\n"
     "`lossctl COMMAND --help` describes a command.";
 
 void AddGlobalOptions(CLI::App* app, Context* context) {
@@ -22,6 +24,15 @@ void AddGlobalOptions(CLI::App* app, Context* context) {
   app->add_option("--timeout", context->timeout_seconds, "Seconds for connecting and for each call")
       ->type_name("SECONDS")
       ->check(CLI::PositiveNumber);
+  app->add_option("--attempts", context->attempts,
+                  "Of a call whose connection breaks and that may be repeated [3]")
+      ->check(CLI::PositiveNumber);
+  const auto parse_incarnation = [context](const CLI::results_t& results) {
+    return absl::SimpleHexAtoi(results[0], &context->incarnation);
+  };
+  app->add_option("--incarnation", parse_incarnation,
+                  "Fail with exit code 5 if the server is another process than the one that printed this")
+      ->type_name("HEX");
 }
 
 int Main(int argc, char** argv) {

@@ -69,6 +69,14 @@ void SetClientAction(CLI::App* command, Context* context,
   });
 }
 
+absl::StatusOr<uint64_t> StepOf(Context* context, const std::string& head, std::optional<uint64_t> step,
+                                client::Client& client) {
+  if (step.has_value()) return *step;
+  const absl::StatusOr<v1::HeadDescription> description = client.DescribeHead(head, context->timeout());
+  if (!description.ok()) return description.status();
+  return description->state().step();
+}
+
 void LossFlags::AddTo(CLI::App* command) {
   const std::string group = "Loss";
   command->add_option("--ignore-index", ignore_index, "Target of rows to be left out [-100]")->group(group);

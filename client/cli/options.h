@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -59,6 +60,10 @@ CLI::Option* AddHead(CLI::App* command, std::string* head);
 // Runs `action` with a connected client when the command is chosen.
 void SetClientAction(CLI::App* command, Context* context,
                      std::function<absl::Status(client::Client&)> action);
+
+// The step given, else the head's open one.
+absl::StatusOr<uint64_t> StepOf(Context* context, const std::string& head, std::optional<uint64_t> step,
+                                client::Client& client);
 
 // The options that say which loss is computed.
 struct LossFlags {

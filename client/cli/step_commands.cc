@@ -28,15 +28,6 @@ absl::Status RunGradNorm(Context* context, const std::string& head, std::optiona
   return absl::OkStatus();
 }
 
-// The step given, else the open one.
-absl::StatusOr<uint64_t> StepOf(Context* context, const std::string& head, std::optional<uint64_t> step,
-                                client::Client& client) {
-  if (step.has_value()) return *step;
-  const absl::StatusOr<v1::HeadDescription> description = client.DescribeHead(head, context->timeout());
-  if (!description.ok()) return description.status();
-  return description->state().step();
-}
-
 struct StepFlags {
   std::string head;
   std::optional<uint64_t> step;
@@ -51,6 +42,7 @@ struct StepFlags {
   bool decay_vectors = false;
   std::optional<uint64_t> expected_rows;
   std::vector<uint64_t> expected_microbatches;
+  bool skip_non_finite = false;
 
   v1::ApplyStepRequest ToRequest(uint64_t open_step) const {
     v1::ApplyStepRequest request;
@@ -76,6 +68,7 @@ struct StepFlags {
     optimizer->set_decay_vectors(decay_vectors);
     if (expected_rows.has_value()) request.set_expected_rows(*expected_rows);
     request.mutable_expected_microbatches()->Add(expected_microbatches.begin(), expected_microbatches.end());
+    request.set_skip_non_finite(skip_non_finite);
     return request;
   }
 };
@@ -93,14 +86,20 @@ absl::Status RunStep(Context* context, const StepFlags& flags, client::Client& c
                         {"grad_norm", response->grad_norm()},
                         {"microbatches", response->microbatches()},
                         {"rows", response->rows()},
+                        {"contributions", response->contributions()},
+                        {"skipped", response->skipped()},
                         {"repeated_call", response->repeated_call()}});
     return absl::OkStatus();
   }
-  context->Print(
-      absl::StrFormat("%s step %s: gradient norm %.6g, %s rows of %s microbatches; step %s is open\n",
-                      response->repeated_call() ? "had already applied" : "applied", HumanCount(*step),
-                      response->grad_norm(), HumanCount(response->rows()),
-                      HumanCount(response->microbatches()), HumanCount(response->state().step())));
+  const std::string verb = absl::StrCat(response->repeated_call() ? "had already " : "",
+                                        response->skipped() ? "skipped" : "applied");
+  std::string rows = absl::StrCat(HumanCount(response->rows()), " rows of ",
+                                  HumanCount(response->microbatches()), " microbatches");
+  if (response->contributions() > 0)
+    absl::StrAppend(&rows, ", ", HumanCount(response->contributions()), " contributions");
+  context->Print(absl::StrFormat("%s step %s: gradient norm %.6g, %s; step %s is open\n", verb,
+                                 HumanCount(*step), response->grad_norm(), rows,
+                                 HumanCount(response->state().step())));
   return absl::OkStatus();
 }
 
@@ -136,11 +135,14 @@ void AddStep(CLI::App* app, Context* context) {
   step->add_option("--momentum", flags->momentum, "[0]")->group(sgd)->needs(use_sgd);
   step->add_option("--dampening", flags->dampening, "[0]")->group(sgd)->needs(use_sgd);
   step->add_flag("--nesterov", flags->nesterov, "Nesterov momentum")->group(sgd)->needs(use_sgd);
+  step->add_flag(
+      "--skip-non-finite", flags->skip_non_finite,
+      "Close the step without an update if the gradient norm is not finite, rather than refuse it");
   const std::string guard = "Refuse the step unless";
   step->add_option("--expect-rows", flags->expected_rows, "so many valid rows were accumulated")
       ->group(guard);
   step->add_option("--expect-microbatches", flags->expected_microbatches,
-                   "these were accumulated (ids, by comma)")
+                   "these and these contributions were accumulated (ids, by comma)")
       ->delimiter(',')
       ->group(guard);
   SetClientAction(step, context, [=](client::Client& client) { return RunStep(context, *flags, client); });

@@ -1,4 +1,4 @@
-// read, write
+// read, write, add-grad
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -24,7 +24,11 @@ struct TensorFlags {
   RowsOption rows;
   v1::DType dtype = v1::DTYPE_FP32;
   std::string out;   // read
-  std::string file;  // write
+  std::string file;  // write, add-grad
+  // add-grad
+  std::optional<uint64_t> step;
+  uint64_t id = 0;
+  std::optional<float> scale;
 };
 
 // The shape of the whole tensor, and which rows of it are meant.
@@ -146,30 +150,47 @@ absl::Status RunRead(Context* context, const TensorFlags& flags, client::Client&
   return absl::OkStatus();
 }
 
-absl::Status RunWrite(Context* context, const TensorFlags& flags, client::Client& client) {
+// The rows of a file, as they travel.
+struct Payload {
+  v1::DType dtype = v1::DTYPE_FP32;
+  std::vector<uint8_t> bytes;
+
+  absl::Span<const char> span() const { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
+};
+
+// The file has exactly the rows of `extent`.
+absl::StatusOr<Payload> LoadPayload(const TensorFlags& flags, const Extent& extent) {
   const absl::StatusOr<TensorData> tensor = LoadTensor(flags.file);
   if (!tensor.ok()) return tensor.status();
-  const absl::StatusOr<Extent> extent = ExtentOf(flags, client, context->timeout());
-  if (!extent.ok()) return extent.status();
-  if (tensor->shape != extent->Shape(flags.param)) {
+  if (tensor->shape != extent.Shape(flags.param)) {
     return absl::InvalidArgumentError(
         absl::StrCat(flags.file, " has the shape [", absl::StrJoin(tensor->shape, ", "),
-                     "], but the rows have [", absl::StrJoin(extent->Shape(flags.param), ", "), "]"));
+                     "], but the rows have [", absl::StrJoin(extent.Shape(flags.param), ", "), "]"));
   }
+  Payload payload;
   const v1::DType stored = WireDType(tensor->dtype);
+  if (stored != v1::DTYPE_UNSPECIFIED) payload.dtype = stored;
+  absl::StatusOr<std::vector<uint8_t>> bytes = ConvertTo(payload.dtype, *tensor);
+  if (!bytes.ok())
+    return absl::InvalidArgumentError(absl::StrCat(flags.file, ": ", bytes.status().message()));
+  payload.bytes = *std::move(bytes);
+  return payload;
+}
+
+absl::Status RunWrite(Context* context, const TensorFlags& flags, client::Client& client) {
+  const absl::StatusOr<Extent> extent = ExtentOf(flags, client, context->timeout());
+  if (!extent.ok()) return extent.status();
+  const absl::StatusOr<Payload> payload = LoadPayload(flags, *extent);
+  if (!payload.ok()) return payload.status();
   v1::OpenTensor open;
   open.set_head(flags.head);
   open.set_param(flags.param);
   open.set_role(flags.role);
   open.mutable_rows()->set_begin(extent->begin);
   open.mutable_rows()->set_end(extent->end);
-  open.set_dtype(stored == v1::DTYPE_UNSPECIFIED ? v1::DTYPE_FP32 : stored);
-  const absl::StatusOr<std::vector<uint8_t>> bytes = ConvertTo(open.dtype(), *tensor);
-  if (!bytes.ok())
-    return absl::InvalidArgumentError(absl::StrCat(flags.file, ": ", bytes.status().message()));
-  const absl::StatusOr<v1::WriteTensorResponse> written = client.WriteTensor(
-      open, absl::MakeConstSpan(reinterpret_cast<const char*>(bytes->data()), bytes->size()),
-      context->timeout());
+  open.set_dtype(payload->dtype);
+  const absl::StatusOr<v1::WriteTensorResponse> written =
+      client.WriteTensor(open, payload->span(), context->timeout());
   if (!written.ok()) return written.status();
   if (context->json) {
     nlohmann::ordered_json json = ToJson(written->state());
@@ -183,11 +204,54 @@ absl::Status RunWrite(Context* context, const TensorFlags& flags, client::Client
   return absl::OkStatus();
 }
 
+absl::Status RunAddGradient(Context* context, const TensorFlags& flags, client::Client& client) {
+  const absl::StatusOr<Extent> extent = ExtentOf(flags, client, context->timeout());
+  if (!extent.ok()) return extent.status();
+  const absl::StatusOr<Payload> payload = LoadPayload(flags, *extent);
+  if (!payload.ok()) return payload.status();
+  const absl::StatusOr<uint64_t> step = StepOf(context, flags.head, flags.step, client);
+  if (!step.ok()) return step.status();
+  v1::OpenGradient open;
+  open.set_head(flags.head);
+  open.set_step(*step);
+  open.set_contribution_id(flags.id);
+  open.set_param(flags.param);
+  open.mutable_rows()->set_begin(extent->begin);
+  open.mutable_rows()->set_end(extent->end);
+  open.set_dtype(payload->dtype);
+  if (flags.scale.has_value()) open.set_scale(*flags.scale);
+  const absl::StatusOr<v1::AddGradientResponse> added =
+      client.AddGradient(open, payload->span(), context->timeout());
+  if (!added.ok()) return added.status();
+  if (context->json) {
+    nlohmann::ordered_json json = ToJson(added->state());
+    json["rows"] = {{"begin", added->rows().begin()}, {"end", added->rows().end()}};
+    json["added_rows"] = added->added_rows();
+    json["repeated_rows"] = added->repeated_rows();
+    context->PrintJson(json);
+    return absl::OkStatus();
+  }
+  context->Print(absl::StrCat("added ", HumanCount(added->added_rows()), " rows to the gradient of ",
+                              flags.head, " ", NameOf(Params(), flags.param), " in step ",
+                              HumanCount(added->state().step()), ", ", HumanCount(added->repeated_rows()),
+                              " were there before\n"));
+  return absl::OkStatus();
+}
+
 void AddCommonOptions(CLI::App* command, TensorFlags* flags) {
   AddHead(command, &flags->head);
   AddWord(command, "PARAM", &flags->param, Params(), "Which parameter")->required();
-  AddWord(command, "--role", &flags->role, Roles(), "What is stored of it [value]");
   AddRows(command, &flags->rows);
+}
+
+void AddRole(CLI::App* command, TensorFlags* flags) {
+  AddWord(command, "--role", &flags->role, Roles(), "What is stored of it [value]");
+}
+
+void AddFile(CLI::App* command, TensorFlags* flags) {
+  command->add_option("FILE", flags->file, "FILE.npy, FILE.safetensors or FILE.safetensors:TENSOR")
+      ->required()
+      ->type_name("");
 }
 
 }  // namespace
@@ -196,16 +260,26 @@ void AddTensorCommands(CLI::App* app, Context* context) {
   auto flags = std::make_shared<TensorFlags>();
   CLI::App* read = app->add_subcommand("read", "Sum up a tensor, or write it to a file");
   AddCommonOptions(read, flags.get());
+  AddRole(read, flags.get());
   AddWord(read, "--dtype", &flags->dtype, DTypes(), "Element type to transfer [fp32]");
   read->add_option("--out", flags->out, "File to write: .npy or .safetensors")->type_name("FILE");
   SetClientAction(read, context, [=](client::Client& client) { return RunRead(context, *flags, client); });
 
   CLI::App* write = app->add_subcommand("write", "Replace a tensor's values by those of a file");
   AddCommonOptions(write, flags.get());
-  write->add_option("FILE", flags->file, "FILE.npy, FILE.safetensors or FILE.safetensors:TENSOR")
-      ->required()
-      ->type_name("");
+  AddRole(write, flags.get());
+  AddFile(write, flags.get());
   SetClientAction(write, context, [=](client::Client& client) { return RunWrite(context, *flags, client); });
+
+  CLI::App* add =
+      app->add_subcommand("add-grad", "Add a file's values to the gradient of the open step, once");
+  AddCommonOptions(add, flags.get());
+  AddFile(add, flags.get());
+  add->add_option("--id", flags->id, "Names the contribution; no microbatch of the step has it")->required();
+  add->add_option("--step", flags->step, "Must be open [whichever is]");
+  add->add_option("--scale", flags->scale, "Multiplies the values [1]");
+  SetClientAction(add, context,
+                  [=](client::Client& client) { return RunAddGradient(context, *flags, client); });
 }
 
 }  // namespace lossd::cli

@@ -36,8 +36,8 @@ absl::StatusOr<const formats::SafetensorsInfo*> Choose(const formats::Safetensor
   if (reader.tensors().size() == 1) return &reader.tensors()[0];
   const std::string names = absl::StrJoin(reader.tensors(), ", ",
                                           [](std::string* out, const auto& info) { out->append(info.name); });
-  return absl::InvalidArgumentError(absl::StrCat(reader.path(), " has ", reader.tensors().size(),
-                                                 " tensors (", names, "); name one: ", reader.path(),
+  return absl::InvalidArgumentError(absl::StrCat(reader.name(), " has ", reader.tensors().size(),
+                                                 " tensors (", names, "); name one: ", reader.name(),
                                                  ":NAME"));
 }
 

@@ -31,21 +31,31 @@ bool SleepBeforeRepeat(const RetryOptions& options, int attempt, absl::Time dead
   return true;
 }
 
+// Runs `attempt`, which returns a StatusOr, until it does not end with UNAVAILABLE, waiting in between.
+template <typename Attempt>
+auto Repeated(const Core& core, absl::Time deadline, Attempt attempt) -> decltype(attempt()) {
+  for (int number = 1;; ++number) {
+    auto result = attempt();
+    if (result.ok() || result.status().code() != absl::StatusCode::kUnavailable) return result;
+    if (!SleepBeforeRepeat(core.options().retry, number, deadline)) return result;
+  }
+}
+
 // One unary call, repeated if allowed.
 template <typename Stub, typename Request, typename Response>
 absl::StatusOr<Response> Call(const Core& core, Stub* stub,
                               grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*),
                               const Request& request, absl::Time deadline, Repeat repeat) {
-  for (int attempt = 1;; ++attempt) {
+  const auto attempt = [&]() -> absl::StatusOr<Response> {
     grpc::ClientContext context;
     internal::SetDeadline(deadline, &context);
     Response response;
     absl::Status status =
         internal::CallStatus((stub->*method)(&context, request, &response), core.options().target);
-    if (status.ok()) return response;
-    if (repeat == Repeat::kNever || status.code() != absl::StatusCode::kUnavailable) return status;
-    if (!SleepBeforeRepeat(core.options().retry, attempt, deadline)) return status;
-  }
+    if (!status.ok()) return status;
+    return response;
+  };
+  return repeat == Repeat::kNever ? attempt() : Repeated(core, deadline, attempt);
 }
 
 // ABORTED instead of `status` if it came from a server that lost gradients of the step.
@@ -96,7 +106,12 @@ Client::~Client() = default;
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const ClientOptions& options) {
   absl::StatusOr<std::unique_ptr<internal::Connections>> connections = internal::Connections::Open(options);
   if (!connections.ok()) return connections.status();
-  return std::unique_ptr<Client>(new Client(std::make_unique<Core>(options, *std::move(connections))));
+  std::unique_ptr<Client> client(new Client(std::make_unique<Core>(options, *std::move(connections))));
+  if (options.expected_incarnation == 0) return client;
+  const absl::StatusOr<v1::ServerDescription> server = client->GetServer();
+  if (!server.ok()) return server.status();
+  if (server->incarnation() == options.expected_incarnation) return client;
+  return internal::RestartedError(options.expected_incarnation, server->incarnation());
 }
 
 const ClientOptions& Client::options() const { return core_->options(); }
@@ -197,14 +212,15 @@ absl::StatusOr<Tensor> Client::ReadTensor(absl::string_view head, v1::Param para
   request.set_param(param);
   request.set_role(role);
   request.set_dtype(v1::DTYPE_FP32);
-  absl::StatusOr<TensorShape> read = internal::ReadTensor(*core_, request, AsBytes(&tensor.values), deadline);
+  absl::StatusOr<TensorShape> read = ReadTensor(request, AsBytes(&tensor.values), deadline - absl::Now());
   if (!read.ok()) return read.status();
   return tensor;
 }
 
 absl::StatusOr<TensorShape> Client::ReadTensor(const v1::ReadTensorRequest& request, absl::Span<char> out,
                                                absl::Duration timeout) {
-  return internal::ReadTensor(*core_, request, out, DeadlineAfter(timeout, options().transfer_timeout));
+  const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
+  return Repeated(*core_, deadline, [&] { return internal::ReadTensor(*core_, request, out, deadline); });
 }
 
 absl::StatusOr<v1::WriteTensorResponse> Client::WriteTensor(absl::string_view head, v1::Param param,
@@ -230,6 +246,23 @@ absl::StatusOr<v1::WriteTensorResponse> Client::WriteTensor(const v1::OpenTensor
   return internal::WriteTensor(*core_, open, *shape, payload, deadline);
 }
 
+absl::StatusOr<v1::AddGradientResponse> Client::AddGradient(const v1::OpenGradient& open,
+                                                            absl::Span<const char> payload,
+                                                            absl::Duration timeout) {
+  const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
+  absl::StatusOr<v1::HeadDescription> description = DescribeHead(open.head(), deadline - absl::Now());
+  if (!description.ok()) return Interpret(*core_, description.status(), open.head(), open.step());
+  absl::StatusOr<TensorShape> shape = internal::ParamShape(description->spec(), open.param());
+  if (!shape.ok()) return shape.status();
+  auto result = Repeated(*core_, deadline,
+                         [&] { return internal::AddGradient(*core_, open, *shape, payload, deadline); });
+  if (!result.ok()) return Interpret(*core_, result.status(), open.head(), open.step());
+  absl::Status restarted =
+      core_->book().NoteAccumulation(open.head(), open.step(), result->state().incarnation());
+  if (!restarted.ok()) return restarted;
+  return result;
+}
+
 absl::StatusOr<v1::GradNormResponse> Client::GradNorm(absl::string_view head, std::optional<uint64_t> step,
                                                       absl::Duration timeout) {
   v1::GradNormRequest request;
@@ -247,11 +280,14 @@ absl::StatusOr<v1::GradNormResponse> Client::GradNorm(absl::string_view head, st
 
 absl::StatusOr<v1::ApplyStepResponse> Client::ApplyStep(const v1::ApplyStepRequest& request,
                                                         absl::Duration timeout) {
-  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ApplyStep, request,
+  v1::ApplyStepRequest meant = request;
+  const std::optional<uint64_t> incarnation = core_->book().IncarnationOf(request.head(), request.step());
+  if (incarnation.has_value() && !request.has_incarnation()) meant.set_incarnation(*incarnation);
+  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ApplyStep, meant,
                      DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
   if (!result.ok()) return Interpret(*core_, result.status(), request.head(), request.step());
   absl::Status restarted =
-      core_->book().CheckIncarnation(request.head(), request.step(), result->state().incarnation());
+      core_->book().CheckIncarnation(request.head(), request.step(), result->applied_incarnation());
   if (!restarted.ok()) return restarted;
   core_->book().ForgetAccumulation(request.head());
   return result;
@@ -275,8 +311,33 @@ absl::StatusOr<v1::SaveCheckpointResponse> Client::SaveCheckpoint(absl::string_v
   v1::SaveCheckpointRequest request;
   request.set_head(std::string(head));
   request.set_name(std::string(name));
-  return Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::SaveCheckpoint, request,
-              DeadlineAfter(timeout, options().transfer_timeout), Repeat::kNever);
+  return SaveCheckpoint(request, nullptr, timeout);
+}
+
+absl::StatusOr<v1::SaveCheckpointResponse> Client::SaveCheckpoint(
+    const v1::SaveCheckpointRequest& request, const std::function<void(const v1::SaveProgress&)>& on_progress,
+    absl::Duration timeout) {
+  grpc::ClientContext context;
+  internal::SetDeadline(DeadlineAfter(timeout, options().transfer_timeout), &context);
+  const auto reader = core_->connections().heads()->SaveCheckpoint(&context, request);
+  std::optional<v1::SaveCheckpointResponse> saved;
+  v1::SaveCheckpointUpdate update;
+  while (reader->Read(&update)) {
+    if (update.has_progress() && on_progress != nullptr) on_progress(update.progress());
+    if (update.has_saved()) saved = std::move(*update.mutable_saved());
+  }
+  absl::Status status = internal::CallStatus(reader->Finish(), options().target);
+  if (!status.ok()) return status;
+  if (!saved.has_value()) return absl::InternalError("the server did not say what it saved");
+  return *std::move(saved);
+}
+
+absl::StatusOr<v1::ListCheckpointsResponse> Client::ListCheckpoints(absl::string_view head,
+                                                                    absl::Duration timeout) {
+  v1::ListCheckpointsRequest request;
+  request.set_head(std::string(head));
+  return Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ListCheckpoints, request,
+              DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
 }
 
 absl::StatusOr<v1::HeadDescription> Client::LoadCheckpoint(absl::string_view checkpoint,
@@ -308,6 +369,8 @@ absl::StatusOr<Health> Client::CheckHealth(absl::string_view service, absl::Dura
   return result->status() == grpc::health::v1::HealthCheckResponse::SERVING ? Health::kServing
                                                                             : Health::kNotServing;
 }
+
+std::optional<Restart> RestartOf(const absl::Status& status) { return internal::RestartIn(status); }
 
 std::optional<v1::ErrorDetail> ErrorDetailOf(const absl::Status& status) {
   return wire::GetErrorDetail(status);

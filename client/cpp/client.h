@@ -18,7 +18,8 @@
 //   INVALID_ARGUMENT   also: the client refused the arguments before anything was sent
 //   UNAVAILABLE        no connection, or it broke and repeating did not help; the message names the server
 //   DEADLINE_EXCEEDED  the call's timeout passed
-//   ABORTED            the server was restarted and gradients are lost; see Client::AcknowledgeRestart
+//   ABORTED            also: the server was restarted and gradients are lost (RestartOf() tells); see
+//                      Client::AcknowledgeRestart
 //   INTERNAL           also: the server sent something the protocol does not allow ("server sent ...")
 // ErrorDetailOf() gives the server's structured detail of an error.
 #ifndef LOSSD_CLIENT_CPP_CLIENT_H_
@@ -26,6 +27,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -78,6 +80,11 @@ struct ClientOptions {
   absl::Duration dead_peer_timeout = absl::Seconds(30);
 
   RetryOptions retry;
+
+  // 0: the client takes the server as it finds it. Otherwise the incarnation that the caller knows from
+  // before (a script that calls one program after the other): Connect, and calls that accumulate or apply
+  // gradients, fail as after a restart if the server is another process by now.
+  uint64_t expected_incarnation = 0;
 };
 
 // The rows of one loss computation.
@@ -237,7 +244,7 @@ enum class Health { kServing, kNotServing, kUnknownService };
 class Client {
  public:
   // Connects. INVALID_ARGUMENT names a wrong option; UNAVAILABLE if there is no connection within
-  // connect_timeout.
+  // connect_timeout; ABORTED if the server is not options.expected_incarnation.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(const ClientOptions& options = {});
 
   // Cancels what is under way and waits for it.
@@ -280,8 +287,8 @@ class Client {
   void AcknowledgeRestart(absl::string_view head);
 
   // ---- Heads ----
-  // Calls that only read, and ApplyStep (the server applies a step once), are repeated on UNAVAILABLE within
-  // the timeout. The others never are. A zero timeout means the default of ClientOptions.
+  // Calls that only read, ApplyStep and AddGradient (the server does both once) are repeated on UNAVAILABLE
+  // within the timeout. The others never are. A zero timeout means the default of ClientOptions.
 
   absl::StatusOr<v1::HeadDescription> CreateHead(const v1::CreateHeadRequest& request,
                                                  absl::Duration timeout = absl::ZeroDuration());
@@ -307,11 +314,20 @@ class Client {
                                                       absl::Span<const char> payload,
                                                       absl::Duration timeout = absl::ZeroDuration());
 
+  // Adds `payload`, of open.dtype, to the rows that `open` names of a parameter's gradient, exactly once
+  // whatever breaks: what another stage accumulated for a parameter it shares with the head.
+  // open.contribution_id is not the id of a microbatch of the step. ABORTED also if the server was restarted
+  // since gradients of the step were accumulated: those are gone.
+  absl::StatusOr<v1::AddGradientResponse> AddGradient(const v1::OpenGradient& open,
+                                                      absl::Span<const char> payload,
+                                                      absl::Duration timeout = absl::ZeroDuration());
+
   absl::StatusOr<v1::GradNormResponse> GradNorm(absl::string_view head,
                                                 std::optional<uint64_t> step = std::nullopt,
                                                 absl::Duration timeout = absl::ZeroDuration());
-  // ABORTED also if the answer shows that the server was restarted since rows of this step were accumulated:
-  // then it applied a step without them (give expected_rows or expected_microbatches to have it refuse).
+  // ABORTED also if the answer shows that the server was restarted between the accumulation of rows of this
+  // step and its application: then it applied a step without them (give expected_rows or
+  // expected_microbatches to have it refuse).
   absl::StatusOr<v1::ApplyStepResponse> ApplyStep(const v1::ApplyStepRequest& request,
                                                   absl::Duration timeout = absl::ZeroDuration());
   absl::StatusOr<v1::HeadState> ZeroGradients(absl::string_view head, uint64_t step,
@@ -321,6 +337,15 @@ class Client {
   absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(absl::string_view head,
                                                             absl::string_view name = "",
                                                             absl::Duration timeout = absl::ZeroDuration());
+  // The same with all there is to say about a save. `on_progress` (may be null) is called on this thread, a
+  // few times a second. Unless request.cancel_with_call, the save goes on when this call ends early.
+  absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(
+      const v1::SaveCheckpointRequest& request,
+      const std::function<void(const v1::SaveProgress&)>& on_progress,
+      absl::Duration timeout = absl::ZeroDuration());
+  // Of `head`, or of all if it is empty; by head, then from the newest to the oldest.
+  absl::StatusOr<v1::ListCheckpointsResponse> ListCheckpoints(absl::string_view head = "",
+                                                              absl::Duration timeout = absl::ZeroDuration());
   // `checkpoint` is "<head>/<name>"; `head` may be empty: the checkpoint's own.
   absl::StatusOr<v1::HeadDescription> LoadCheckpoint(absl::string_view checkpoint,
                                                      absl::string_view head = "",
@@ -338,6 +363,14 @@ class Client {
 
   const std::unique_ptr<internal::Core> core_;
 };
+
+// That the server is another process than it was, so gradients of the open step are gone.
+struct Restart {
+  uint64_t before = 0;  // incarnations
+  uint64_t now = 0;
+};
+// What an ABORTED error says about a restart; nullopt if it is about something else.
+std::optional<Restart> RestartOf(const absl::Status& status);
 
 // The server's structured detail of an error, if it sent one.
 std::optional<v1::ErrorDetail> ErrorDetailOf(const absl::Status& status);

@@ -21,7 +21,9 @@ class LossCall;
 class Core {
  public:
   Core(ClientOptions options, std::unique_ptr<Connections> connections)
-      : options_(std::move(options)), connections_(std::move(connections)) {}
+      : options_(std::move(options)),
+        connections_(std::move(connections)),
+        book_(options_.expected_incarnation) {}
   // Cancels the loss calls under way and waits for them.
   ~Core();
 

@@ -11,9 +11,11 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "client/cpp/client.h"
 #include "lossd/v1/head.pb.h"
 #include "lossd/v1/loss.pb.h"
 #include "lossd/v1/types.pb.h"
@@ -25,23 +27,34 @@ struct HeadFacts {
   v1::SliceLimits limits;
 };
 
-// ABORTED: the server was another process before, and what it had accumulated for `step` is gone.
+// ABORTED, with a Restart: the server was another process before, and what it had accumulated for `step` is
+// gone.
 absl::Status RestartedError(absl::string_view head, uint64_t before, uint64_t now,
                             std::optional<uint64_t> step);
+// The same where no head is known.
+absl::Status RestartedError(uint64_t before, uint64_t now);
+
+std::optional<Restart> RestartIn(const absl::Status& status);
 
 class HeadBook {
  public:
+  // `expected_incarnation`: ClientOptions's.
+  explicit HeadBook(uint64_t expected_incarnation) : expected_incarnation_(expected_incarnation) {}
+
   std::optional<HeadFacts> Facts(absl::string_view head) const;
   void Learn(const v1::HeadDescription& description);
   // The head's facts are to be learnt anew; what was accumulated stays remembered.
   void ForgetFacts(absl::string_view head);
 
   // Gradients of `step` are being accumulated in `incarnation`. ABORTED if earlier ones of the same step went
-  // to another one; then nothing changes.
+  // to another one, or if another one is expected; then nothing changes.
   absl::Status NoteAccumulation(absl::string_view head, uint64_t step, uint64_t incarnation);
-  // ABORTED if gradients of `step` were accumulated in another incarnation than `incarnation`.
+  // Where gradients of `step` were accumulated; nullopt: nowhere yet.
+  std::optional<uint64_t> IncarnationOf(absl::string_view head, uint64_t step) const;
+  // ABORTED if gradients of `step` were accumulated in another incarnation than `incarnation`, or if another
+  // one is expected.
   absl::Status CheckIncarnation(absl::string_view head, uint64_t step, uint64_t incarnation) const;
-  // No gradients of the head are outstanding any more.
+  // No gradients of the head are outstanding any more, whatever the incarnation.
   void ForgetAccumulation(absl::string_view head);
 
  private:
@@ -53,7 +66,9 @@ class HeadBook {
   absl::Status Check(absl::string_view head, uint64_t step, uint64_t incarnation) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
+  const uint64_t expected_incarnation_;
   mutable absl::Mutex mu_;
+  absl::flat_hash_set<std::string> acknowledged_ ABSL_GUARDED_BY(mu_);  // heads for which nothing is expected
   absl::flat_hash_map<std::string, HeadFacts> facts_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<std::string, Accumulation> accumulations_ ABSL_GUARDED_BY(mu_);
 };

@@ -143,17 +143,31 @@ void LossCall::Launch(const HeadFacts& facts) {
   for (size_t i = 0; i < ranges.size() && !finishing_; ++i) StartPart(i);
 }
 
-StreamJob LossCall::MakeJob(Rows rows, uint64_t slice_rows) const {
-  return {work_->Prepare(rows, slice_rows), deadline_, core_->options().target, holds_};
+StreamJob LossCall::MakeJob(Rows rows, const SliceRule& rule) const {
+  StreamJob job{work_->Prepare(rows, rule), deadline_, core_->options().target, holds_};
+  if (const std::optional<uint64_t> incarnation = KnownIncarnation(); incarnation.has_value()) {
+    if (job.work.first.has_open()) job.work.first.mutable_open()->set_incarnation(*incarnation);
+    if (job.work.first.has_backward()) job.work.first.mutable_backward()->set_incarnation(*incarnation);
+  }
+  return job;
+}
+
+std::optional<uint64_t> LossCall::KnownIncarnation() const {
+  if (work_->accumulates()) {
+    const auto accumulated = core_->book().IncarnationOf(work_->head(), *work_->step());
+    if (accumulated.has_value()) return accumulated;
+  }
+  absl::MutexLock lock(&mu_);
+  if (!state_.has_value()) return std::nullopt;
+  return state_->incarnation();
 }
 
 void LossCall::StartPart(size_t index) {
   Part& part = parts_[index];
-  const absl::StatusOr<uint64_t> slice_rows =
-      MaxSliceRows(work_->row_bytes(), options_.slice_bytes, facts_.limits);
-  if (!slice_rows.ok()) return Fail(slice_rows.status());
-  part.slice_rows = *slice_rows;
-  StreamJob job = MakeJob(part.rows, *slice_rows);
+  const absl::StatusOr<SliceRule> rule = Rule();
+  if (!rule.ok()) return Fail(rule.status());
+  part.rule = *rule;
+  StreamJob job = MakeJob(part.rows, *rule);
   auto stream = std::make_shared<LossStream>(
       std::move(job), [self = shared_from_this()](const v1::HeadState& state) { return self->Accept(state); },
       [self = shared_from_this(), index](StreamEnd end) {
@@ -214,7 +228,7 @@ std::optional<absl::Time> LossCall::NextAttempt(const absl::Status& status, int 
 
 bool LossCall::Relearn(Part& part, const absl::Status& status) {
   if (!RefusedForLimits(status)) return false;
-  if (facts_are_fresh_ && part.slice_rows <= SliceRows()) return false;
+  if (facts_are_fresh_ && !WouldCutOtherwise(part)) return false;
   part.refused = status;
   if (facts_are_fresh_) {
     Relaunch(facts_);
@@ -229,15 +243,20 @@ void LossCall::Relaunch(const HeadFacts& facts) {
   for (size_t i = 0; i < parts_.size() && !finishing_; ++i) {
     Part& part = parts_[i];
     if (part.refused.ok()) continue;
-    if (part.slice_rows <= SliceRows()) return Fail(Interpret(part.refused));
+    if (!WouldCutOtherwise(part)) return Fail(Interpret(part.refused));
     part.refused = absl::OkStatus();
     ++total_.repeats;
     StartPart(i);
   }
 }
 
-uint64_t LossCall::SliceRows() const {
-  return MaxSliceRows(work_->row_bytes(), options_.slice_bytes, facts_.limits).value_or(0);
+absl::StatusOr<SliceRule> LossCall::Rule() const {
+  return MakeSliceRule(work_->row_bytes(), options_.slice_bytes, facts_.limits);
+}
+
+bool LossCall::WouldCutOtherwise(const Part& part) const {
+  const absl::StatusOr<SliceRule> rule = Rule();
+  return !rule.ok() || rule->max_rows < part.rule.max_rows || rule->row_grid != part.rule.row_grid;
 }
 
 void LossCall::FinishPart(size_t index, StreamEnd end) {

@@ -52,7 +52,7 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
     Rows rows;
     int attempts = 0;
     bool done = false;
-    uint64_t slice_rows = 0;  // the most a slice of the last attempt had
+    SliceRule rule;  // of the last attempt
     absl::Status
         refused;  // why the server refused the last attempt, if the head's limits are being asked for
     std::shared_ptr<LossStream> stream;  // the attempt under way
@@ -67,8 +67,12 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   void FinishPart(size_t index, StreamEnd end);
   absl::Status Accept(const v1::HeadState& state);
 
-  uint64_t SliceRows() const;
-  StreamJob MakeJob(Rows rows, uint64_t slice_rows) const;
+  absl::StatusOr<SliceRule> Rule() const;
+  // Whether the head's limits, as known now, ask for other slices than the part's last attempt sent.
+  bool WouldCutOtherwise(const Part& part) const;
+  StreamJob MakeJob(Rows rows, const SliceRule& rule) const;
+  // The server process that has earlier rows of the step, or of this call; nullopt: none has.
+  std::optional<uint64_t> KnownIncarnation() const;
   void AddSummary(const v1::MicrobatchSummary& summary);
   // The error as the caller should see it: ABORTED if it comes from a restarted server.
   absl::Status Interpret(const absl::Status& status) const;

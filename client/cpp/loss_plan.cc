@@ -190,12 +190,13 @@ std::vector<Rows> SplitRanges(absl::Span<const int32_t> targets, int32_t ignore_
 }
 
 std::vector<Rows> CutSlices(absl::Span<const int32_t> targets, int32_t ignore_index, Rows range,
-                            uint64_t max_rows) {
-  const uint64_t longest_gap = std::max<uint64_t>(1, max_rows / 8);  // ignored rows sent along at most
+                            const SliceRule& rule) {
+  const uint64_t longest_gap = std::max<uint64_t>(1, rule.max_rows / 8);  // ignored rows sent along at most
   std::vector<Rows> slices;
   uint64_t row = NextValid(targets, ignore_index, range.begin, range.end);
   while (row < range.end) {
-    const uint64_t last = row + std::min(max_rows, range.end - row);
+    const uint64_t on_grid = rule.row_grid == 0 ? rule.max_rows : rule.row_grid - row % rule.row_grid;
+    const uint64_t last = row + std::min({rule.max_rows, on_grid, range.end - row});
     Rows slice{row, row + 1};
     for (uint64_t next = row + 1; next < last && next - slice.end <= longest_gap; ++next) {
       if (targets[next] != ignore_index) slice.end = next + 1;
@@ -206,8 +207,8 @@ std::vector<Rows> CutSlices(absl::Span<const int32_t> targets, int32_t ignore_in
   return slices;
 }
 
-absl::StatusOr<uint64_t> MaxSliceRows(uint64_t row_bytes, uint64_t slice_bytes,
-                                      const v1::SliceLimits& limits) {
+absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, uint64_t slice_bytes,
+                                        const v1::SliceLimits& limits) {
   uint64_t rows = std::max<uint64_t>(1, slice_bytes / row_bytes);
   if (limits.max_bytes() > 0) {
     if (row_bytes > limits.max_bytes()) {
@@ -217,7 +218,7 @@ absl::StatusOr<uint64_t> MaxSliceRows(uint64_t row_bytes, uint64_t slice_bytes,
     rows = std::min<uint64_t>(rows, limits.max_bytes() / row_bytes);
   }
   if (limits.max_rows() > 0) rows = std::min<uint64_t>(rows, limits.max_rows());
-  return rows;
+  return SliceRule{rows, limits.row_grid()};
 }
 
 void FillUnsentRows(const LossOutputs& outputs, uint64_t row_bytes, Rows range,

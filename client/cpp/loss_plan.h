@@ -43,15 +43,22 @@ uint64_t CountValid(absl::Span<const int32_t> targets, int32_t ignore_index);
 std::vector<Rows> SplitRanges(absl::Span<const int32_t> targets, int32_t ignore_index, int streams,
                               uint64_t max_rows);
 
-// Cuts the valid rows of `range` into slices of at most `max_rows` rows, in ascending order. Slices start and
-// end with a valid row; long runs of ignored rows are in none.
-std::vector<Rows> CutSlices(absl::Span<const int32_t> targets, int32_t ignore_index, Rows range,
-                            uint64_t max_rows);
+// How slices are cut.
+struct SliceRule {
+  uint64_t max_rows = 1;
+  uint64_t row_grid = 0;  // no slice has rows on both sides of a multiple of it; 0: no such rule
+  friend bool operator==(const SliceRule&, const SliceRule&) = default;
+};
 
-// Rows of a slice: as many as slice_bytes and the server's limits allow. INVALID_ARGUMENT if a single row
-// exceeds the server's limit.
-absl::StatusOr<uint64_t> MaxSliceRows(uint64_t row_bytes, uint64_t slice_bytes,
-                                      const v1::SliceLimits& limits);
+// Cuts the valid rows of `range` into slices, in ascending order. Slices start and end with a valid row; long
+// runs of ignored rows are in none.
+std::vector<Rows> CutSlices(absl::Span<const int32_t> targets, int32_t ignore_index, Rows range,
+                            const SliceRule& rule);
+
+// Slices as large as slice_bytes and the server's limits allow. INVALID_ARGUMENT if a single row exceeds the
+// server's limit.
+absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, uint64_t slice_bytes,
+                                        const v1::SliceLimits& limits);
 
 // Writes the results of ignored rows (zeros; argmax -1) to the rows of `range` that no slice covers.
 void FillUnsentRows(const LossOutputs& outputs, uint64_t row_bytes, Rows range,

@@ -37,11 +37,11 @@ class ForwardWork : public LossWork {
                        RowsPerStream(max_open_bytes, sizeof(int32_t) + sizeof(float)));
   }
 
-  StreamWork Prepare(Rows rows, uint64_t slice_rows) const override {
+  StreamWork Prepare(Rows rows, const SliceRule& rule) const override {
     StreamWork work;
     *work.first.mutable_open() = MakeOpen(rows);
     work.rows = rows;
-    work.slices = CutSlices(targets_, ignore_index_, rows, slice_rows);
+    work.slices = CutSlices(targets_, ignore_index_, rows, rule);
     work.hidden = static_cast<const char*>(microbatch_.hidden);
     work.row_bytes = row_bytes();
     work.outputs = outputs_;
@@ -132,7 +132,7 @@ class BackwardWork : public LossWork {
                        RowsPerStream(max_open_bytes, 3 * sizeof(float)));
   }
 
-  StreamWork Prepare(Rows rows, uint64_t) const override {
+  StreamWork Prepare(Rows rows, const SliceRule&) const override {
     StreamWork work;
     v1::OpenBackward* open = work.first.mutable_backward();
     open->set_head(head());

@@ -49,9 +49,9 @@ class LossWork {
   // Splits the rows into ranges for about `streams` streams whose first messages have `max_open_bytes` at
   // most.
   virtual std::vector<Rows> Split(int streams, uint64_t max_open_bytes) const = 0;
-  // What the stream of a range sends, in slices of at most `slice_rows` rows. Writes the results of rows that
-  // nothing will be received for.
-  virtual StreamWork Prepare(Rows rows, uint64_t slice_rows) const = 0;
+  // What the stream of a range sends, cut by `rule`. Writes the results of rows that nothing will be received
+  // for.
+  virtual StreamWork Prepare(Rows rows, const SliceRule& rule) const = 0;
   // Sets what follows from the sums over all streams: loss and normalizer. INTERNAL if the sums cannot be
   // right.
   virtual absl::Status Conclude(LossResult* total) const = 0;

@@ -14,6 +14,7 @@ namespace {
 
 constexpr char kReadMethod[] = "/lossd.v1.HeadService/ReadTensor";
 constexpr char kWriteMethod[] = "/lossd.v1.HeadService/WriteTensor";
+constexpr char kAddMethod[] = "/lossd.v1.HeadService/AddGradient";
 constexpr uint64_t kWriteBytes = 1 << 20;  // of payload per message
 
 template <typename... Args>
@@ -89,14 +90,15 @@ class Reader {
   uint64_t cols_ = 0;
 };
 
-// Sends the payload; returns early if the call ends.
-void WritePayload(const v1::OpenTensor& open, absl::Span<const char> payload, uint64_t row_bytes,
-                  PayloadHolds* holds, BlockingStream* stream) {
+// Sends the payload in messages of whole rows, the first of which has `open`; returns early if the call ends.
+template <typename Request, typename Open>
+void WritePayload(const Open& open, absl::Span<const char> payload, uint64_t row_bytes, PayloadHolds* holds,
+                  BlockingStream* stream) {
   const uint64_t chunk = std::max<uint64_t>(1, kWriteBytes / row_bytes) * row_bytes;
   const auto* bytes = reinterpret_cast<const uint8_t*>(payload.data());
   uint64_t sent = 0;
   do {
-    v1::WriteTensorRequest request;
+    Request request;
     if (sent == 0) *request.mutable_open() = open;
     const uint64_t size = std::min<uint64_t>(chunk, payload.size() - sent);
     if (!stream->Write(wire::Encode(request, absl::MakeConstSpan(bytes + sent, size), holds->Take()))) return;
@@ -106,9 +108,10 @@ void WritePayload(const v1::OpenTensor& open, absl::Span<const char> payload, ui
 }
 
 // The one answer of a call, then its status.
-absl::StatusOr<v1::WriteTensorResponse> ReadWriteResponse(BlockingStream* stream) {
+template <typename Response>
+absl::StatusOr<Response> ReadResponse(BlockingStream* stream) {
   grpc::ByteBuffer buffer;
-  std::optional<v1::WriteTensorResponse> response;
+  std::optional<Response> response;
   absl::Status unreadable;
   while (stream->Read(&buffer)) {
     response.emplace();
@@ -119,6 +122,34 @@ absl::StatusOr<v1::WriteTensorResponse> ReadWriteResponse(BlockingStream* stream
   if (!unreadable.ok()) return ServerSent("an unreadable message: ", unreadable.message());
   if (!response.has_value()) return ServerSent("no answer before it ended the call");
   return *std::move(response);
+}
+
+// The bytes of a row of `cols` elements, if the payload has exactly `rows` of them.
+absl::StatusOr<uint64_t> RowBytes(v1::DType dtype, uint64_t cols, uint64_t rows,
+                                  absl::Span<const char> payload) {
+  const uint64_t row_bytes = cols * WireElementSize(dtype);
+  if (WireElementSize(dtype) == 0) {
+    return absl::InvalidArgumentError(absl::StrCat("dtype is ", static_cast<int>(dtype), ", not a dtype"));
+  }
+  if (row_bytes == 0 || payload.size() % row_bytes != 0 || payload.size() / row_bytes != rows) {
+    return absl::InvalidArgumentError(absl::StrCat("payload has ", payload.size(), " bytes; ", rows,
+                                                   " rows of ", row_bytes, " bytes were expected"));
+  }
+  return row_bytes;
+}
+
+template <typename Request, typename Response, typename Open>
+absl::StatusOr<Response> SendRows(const Core& core, const char* method, const Open& open, uint64_t row_bytes,
+                                  absl::Span<const char> payload, absl::Time deadline) {
+  const auto holds = PayloadHolds::Create();
+  absl::StatusOr<Response> response = absl::UnknownError("");
+  {
+    BlockingStream stream(core.connections().channel(0), method, core.options().target, deadline);
+    WritePayload<Request>(open, payload, row_bytes, holds.get(), &stream);
+    response = ReadResponse<Response>(&stream);
+  }
+  holds->WaitUntilFree();
+  return response;
 }
 
 }  // namespace
@@ -164,26 +195,23 @@ absl::StatusOr<TensorShape> ReadTensor(const Core& core, const v1::ReadTensorReq
 absl::StatusOr<v1::WriteTensorResponse> WriteTensor(const Core& core, const v1::OpenTensor& open,
                                                     TensorShape shape, absl::Span<const char> payload,
                                                     absl::Time deadline) {
-  const uint64_t element_size = WireElementSize(open.dtype());
-  if (element_size == 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("dtype is ", static_cast<int>(open.dtype()), ", not a dtype"));
-  }
-  const uint64_t row_bytes = shape.cols * element_size;
   const uint64_t rows = open.has_rows() ? open.rows().end() - open.rows().begin() : shape.rows;
-  if (row_bytes == 0 || payload.size() % row_bytes != 0 || payload.size() / row_bytes != rows) {
-    return absl::InvalidArgumentError(absl::StrCat("payload has ", payload.size(), " bytes; ", rows,
-                                                   " rows of ", row_bytes, " bytes were expected"));
-  }
-  const auto holds = PayloadHolds::Create();
-  absl::StatusOr<v1::WriteTensorResponse> response = absl::UnknownError("");
-  {
-    BlockingStream stream(core.connections().channel(0), kWriteMethod, core.options().target, deadline);
-    WritePayload(open, payload, row_bytes, holds.get(), &stream);
-    response = ReadWriteResponse(&stream);
-  }
-  holds->WaitUntilFree();
-  return response;
+  const absl::StatusOr<uint64_t> row_bytes = RowBytes(open.dtype(), shape.cols, rows, payload);
+  if (!row_bytes.ok()) return row_bytes.status();
+  return SendRows<v1::WriteTensorRequest, v1::WriteTensorResponse>(core, kWriteMethod, open, *row_bytes,
+                                                                   payload, deadline);
+}
+
+absl::StatusOr<v1::AddGradientResponse> AddGradient(const Core& core, const v1::OpenGradient& open,
+                                                    TensorShape shape, absl::Span<const char> payload,
+                                                    absl::Time deadline) {
+  uint64_t rows = shape.rows;
+  if (open.has_contribution_rows()) rows = open.contribution_rows().end() - open.contribution_rows().begin();
+  if (open.has_rows()) rows = open.rows().end() - open.rows().begin();
+  const absl::StatusOr<uint64_t> row_bytes = RowBytes(open.dtype(), shape.cols, rows, payload);
+  if (!row_bytes.ok()) return row_bytes.status();
+  return SendRows<v1::AddGradientRequest, v1::AddGradientResponse>(core, kAddMethod, open, *row_bytes,
+                                                                   payload, deadline);
 }
 
 }  // namespace lossd::client::internal

@@ -1,6 +1,6 @@
-// Reads and writes a head's tensors in slices, between the wire and the caller's memory.
+// Reads, writes and adds to a head's tensors in slices, between the wire and the caller's memory.
 //
-// Functions block; they are thread-safe.
+// Functions block, and try once; they are thread-safe.
 #ifndef LOSSD_CLIENT_CPP_TENSOR_TRANSFER_H_
 #define LOSSD_CLIENT_CPP_TENSOR_TRANSFER_H_
 
@@ -20,6 +20,11 @@ absl::StatusOr<TensorShape> ReadTensor(const Core& core, const v1::ReadTensorReq
 
 // `shape` is the whole tensor's.
 absl::StatusOr<v1::WriteTensorResponse> WriteTensor(const Core& core, const v1::OpenTensor& open,
+                                                    TensorShape shape, absl::Span<const char> payload,
+                                                    absl::Time deadline);
+
+// The same for a gradient.
+absl::StatusOr<v1::AddGradientResponse> AddGradient(const Core& core, const v1::OpenGradient& open,
                                                     TensorShape shape, absl::Span<const char> payload,
                                                     absl::Time deadline);
 

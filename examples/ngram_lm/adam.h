@@ -4,6 +4,7 @@
 #define LOSSD_EXAMPLES_NGRAM_LM_ADAM_H_
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "absl/types/span.h"
@@ -18,16 +19,25 @@ class Adam {
     float epsilon = 1e-8f;
   };
 
+  // What it remembers between steps.
+  struct State {
+    int64_t steps = 0;
+    std::vector<float> moment1;  // [size]
+    std::vector<float> moment2;  // [size]
+  };
+
   Adam(size_t size, const Options& options);
+
+  const State& state() const { return state_; }
+  // Goes on from a state of an optimizer of the same size.
+  void Restore(State state) { state_ = std::move(state); }
 
   // One step: parameters [size] move against gradients [size].
   void Step(float learning_rate, absl::Span<const float> gradients, absl::Span<float> parameters);
 
  private:
   const Options options_;
-  int64_t steps_ = 0;
-  std::vector<float> moment1_;
-  std::vector<float> moment2_;
+  State state_;
 };
 
 }  // namespace lossd::ngram_lm

@@ -23,11 +23,19 @@ Shuffler::Shuffler(int64_t size, uint64_t seed) : random_(seed), order_(size) {
 std::vector<int64_t> Shuffler::Next(int64_t count) {
   std::vector<int64_t> positions;
   const auto size = static_cast<int64_t>(order_.size());
-  for (int64_t i = 0; i < count; ++i, ++taken_) {
-    if (taken_ % size == 0) std::shuffle(order_.begin(), order_.end(), random_);
-    positions.push_back(order_[taken_ % size]);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t index = taken_ % size;
+    Skip(1);
+    positions.push_back(order_[index]);
   }
   return positions;
+}
+
+void Shuffler::Skip(int64_t count) {
+  const auto size = static_cast<int64_t>(order_.size());
+  for (int64_t i = 0; i < count; ++i, ++taken_) {
+    if (taken_ % size == 0) std::shuffle(order_.begin(), order_.end(), random_);
+  }
 }
 
 double Shuffler::epochs() const { return static_cast<double>(taken_) / static_cast<double>(order_.size()); }

@@ -21,6 +21,8 @@ class Shuffler {
   // size >= 1.
   Shuffler(int64_t size, uint64_t seed);
   std::vector<int64_t> Next(int64_t count);
+  // As Next, for positions that nobody wants to know.
+  void Skip(int64_t count);
   double epochs() const;
 
  private:

@@ -3,9 +3,11 @@
 #include <cblas.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <cstdio>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,8 +21,10 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "examples/ngram_lm/corpus.h"
+#include "examples/ngram_lm/persistence.h"
 #include "examples/ngram_lm/remote_head.h"
 #include "examples/ngram_lm/tokenizer.h"
+#include "examples/ngram_lm/trainer_state.h"
 #include "examples/ngram_lm/training_run.h"
 
 ABSL_FLAG(std::string, server, "127.0.0.1:7070", "lossd to train with, host:port");
@@ -40,6 +44,14 @@ ABSL_FLAG(float, learning_rate, 4e-3f, "peak learning rate of stage one (Adam)")
 ABSL_FLAG(double, head_learning_rate, 8e-3, "peak learning rate of the head (AdamW, on the server)");
 ABSL_FLAG(uint64_t, seed, 1, "of the initial weights and the order of the text");
 ABSL_FLAG(int32_t, threads, 1, "threads of stage one's matrix products");
+ABSL_FLAG(
+    std::string, state_file, "",
+    "file with the trainer's state: written on the way, with a checkpoint of the head; if it is there at the "
+    "start, training goes on from it. Needs --steps");
+ABSL_FLAG(int64_t, save_every, 50, "steps from one state to the next");
+ABSL_FLAG(absl::Duration, server_patience, absl::Minutes(1),
+          "with --state_file: how long to wait for a server that is gone");
+ABSL_FLAG(std::string, loss_log, "", "file to append each step's number and loss to");
 ABSL_FLAG(double, margin, 0.5, "nats below the unigram entropy the held-out loss must end");
 
 namespace lossd::ngram_lm {
@@ -59,12 +71,15 @@ absl::Status CheckFlags() {
                                                     {"hidden_state", absl::GetFlag(FLAGS_hidden_state)},
                                                     {"microbatches", absl::GetFlag(FLAGS_microbatches)},
                                                     {"microbatch_rows", absl::GetFlag(FLAGS_microbatch_rows)},
+                                                    {"save_every", absl::GetFlag(FLAGS_save_every)},
                                                     {"threads", absl::GetFlag(FLAGS_threads)}};
   for (const auto& [name, value] : counts) {
     if (value < 1) return absl::InvalidArgumentError(absl::StrCat("--", name, ": ", value, " is below 1"));
   }
   const int64_t steps = absl::GetFlag(FLAGS_steps);
   if (steps < 0) return absl::InvalidArgumentError(absl::StrCat("--steps: ", steps, " is below 0"));
+  if (steps == 0 && !absl::GetFlag(FLAGS_state_file).empty())
+    return absl::InvalidArgumentError("--state_file: needs --steps");
   const absl::Duration time = absl::GetFlag(FLAGS_time);
   if (time <= absl::ZeroDuration() || time > absl::Hours(1000)) {
     return absl::InvalidArgumentError(
@@ -112,14 +127,41 @@ StageOneShape ShapeFromFlags(const Data& data) {
   return shape;
 }
 
-absl::StatusOr<std::unique_ptr<RemoteHead>> CreateHead(const Data& data) {
+// Restored from the state's checkpoint, or a new one.
+absl::StatusOr<std::unique_ptr<RemoteHead>> OpenHead(const Data& data,
+                                                     const std::optional<TrainerState>& state) {
   RemoteHead::Options options;
   options.target = absl::GetFlag(FLAGS_server);
   options.name = absl::GetFlag(FLAGS_head);
   options.hidden_size = absl::GetFlag(FLAGS_hidden_state);
   options.vocab_size = data.tokenizer.vocab_size();
   options.seed = absl::GetFlag(FLAGS_seed);
-  return RemoteHead::Create(options);
+  return state.has_value() ? RemoteHead::Restore(options, state->checkpoint) : RemoteHead::Create(options);
+}
+
+// What an earlier run of this training left, if there was one.
+absl::StatusOr<std::optional<TrainerState>> EarlierState() {
+  const std::string path = absl::GetFlag(FLAGS_state_file);
+  if (path.empty()) return std::nullopt;
+  absl::StatusOr<TrainerState> state = LoadState(path);
+  if (absl::IsNotFound(state.status())) return std::nullopt;
+  if (!state.ok()) return state.status();
+  return *std::move(state);
+}
+
+// Appends a line for each step to --loss_log.
+absl::StatusOr<StepObserver> LossLog() {
+  const std::string path = absl::GetFlag(FLAGS_loss_log);
+  if (path.empty()) return StepObserver();
+  std::shared_ptr<FILE> file(std::fopen(path.c_str(), "a"), [](FILE* f) {
+    if (f != nullptr) std::fclose(f);
+  });
+  if (file == nullptr) return absl::ErrnoToStatus(errno, absl::StrCat("--loss_log: cannot open ", path));
+  return [file](int64_t step, double loss) {
+    absl::FPrintF(file.get(), "%d %.17g\n", step, loss);
+    std::fflush(file.get());
+    return absl::OkStatus();
+  };
 }
 
 TrainerOptions TrainerOptionsFromFlags() {
@@ -137,6 +179,18 @@ RunOptions RunOptionsFromFlags() {
   options.learning_rate = absl::GetFlag(FLAGS_learning_rate);
   options.head_learning_rate = absl::GetFlag(FLAGS_head_learning_rate);
   return options;
+}
+
+absl::StatusOr<RunResult> Train(const Data& data, Trainer* trainer, RemoteHead* head) {
+  const absl::StatusOr<StepObserver> loss_log = LossLog();
+  if (!loss_log.ok()) return loss_log.status();
+  const RunOptions options = RunOptionsFromFlags();
+  PersistenceOptions persistence;
+  persistence.state_file = absl::GetFlag(FLAGS_state_file);
+  persistence.save_every = absl::GetFlag(FLAGS_save_every);
+  persistence.server_patience = absl::GetFlag(FLAGS_server_patience);
+  if (persistence.state_file.empty()) return RunTraining(options, data.held_out, trainer, stdout, *loss_log);
+  return RunPersistently(persistence, options, data.held_out, trainer, head, stdout, *loss_log);
 }
 
 // What the model says after a few words of held-out text.
@@ -193,14 +247,21 @@ absl::StatusOr<bool> Run() {
   const absl::StatusOr<Data> data = PrepareData();
   if (!data.ok()) return data.status();
   const double unigram = UnigramEntropy(data->train, data->held_out, data->tokenizer.vocab_size());
-  absl::StatusOr<std::unique_ptr<RemoteHead>> head = CreateHead(*data);
+  const absl::StatusOr<std::optional<TrainerState>> earlier = EarlierState();
+  if (!earlier.ok()) return earlier.status();
+  absl::StatusOr<std::unique_ptr<RemoteHead>> head = OpenHead(*data, *earlier);
   if (!head.ok()) return head.status();
   StageOne model(ShapeFromFlags(*data), absl::GetFlag(FLAGS_seed));
   absl::PrintF("model: %d parameters here, %d on the server (head %s, [%d, %d])\n", model.parameters().size(),
                (model.shape().output + 1) * data->tokenizer.vocab_size(), absl::GetFlag(FLAGS_head),
                data->tokenizer.vocab_size(), model.shape().output);
   Trainer trainer(TrainerOptionsFromFlags(), data->train, data->tokenizer.vocab_size(), &model, head->get());
-  absl::StatusOr<RunResult> run = RunTraining(RunOptionsFromFlags(), data->held_out, &trainer, stdout);
+  if (earlier->has_value()) {
+    const absl::Status restored = trainer.Restore(**earlier);
+    if (!restored.ok()) return restored;
+    absl::PrintF("going on from step %d and checkpoint %s\n", trainer.steps(), (*earlier)->checkpoint);
+  }
+  absl::StatusOr<RunResult> run = Train(*data, &trainer, head->get());
   if (!run.ok()) return run.status();
   const absl::StatusOr<double> held_out =
       trainer.Evaluate(data->held_out, static_cast<int64_t>(data->held_out.size()));

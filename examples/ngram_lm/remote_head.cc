@@ -2,11 +2,17 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+
 namespace lossd::ngram_lm {
 
+absl::StatusOr<std::unique_ptr<client::Client>> RemoteHead::Connect(const Options& options) {
+  return client::Client::Connect({.target = options.target});
+}
+
 absl::StatusOr<std::unique_ptr<RemoteHead>> RemoteHead::Create(const Options& options) {
-  absl::StatusOr<std::unique_ptr<client::Client>> client =
-      client::Client::Connect({.target = options.target});
+  absl::StatusOr<std::unique_ptr<client::Client>> client = Connect(options);
   if (!client.ok()) return client.status();
   v1::CreateHeadRequest request;
   v1::HeadSpec* spec = request.mutable_spec();
@@ -19,6 +25,54 @@ absl::StatusOr<std::unique_ptr<RemoteHead>> RemoteHead::Create(const Options& op
   absl::StatusOr<v1::HeadDescription> description = (*client)->CreateHead(request);
   if (!description.ok()) return description.status();
   return std::unique_ptr<RemoteHead>(new RemoteHead(options, *std::move(client), *std::move(description)));
+}
+
+absl::StatusOr<std::unique_ptr<RemoteHead>> RemoteHead::Restore(const Options& options,
+                                                                const std::string& checkpoint) {
+  absl::StatusOr<std::unique_ptr<client::Client>> client = Connect(options);
+  if (!client.ok()) return client.status();
+  std::unique_ptr<RemoteHead> head(new RemoteHead(options, *std::move(client), {}));
+  if (absl::Status status = head->Load(checkpoint); !status.ok()) return status;
+  return head;
+}
+
+absl::Status RemoteHead::Load(const std::string& checkpoint) {
+  absl::StatusOr<v1::HeadDescription> description = client_->LoadCheckpoint(checkpoint, options_.name);
+  if (!description.ok()) return description.status();
+  const v1::HeadSpec& spec = description->spec();
+  if (spec.hidden_size() != static_cast<uint64_t>(options_.hidden_size) ||
+      spec.vocab_size() != static_cast<uint64_t>(options_.vocab_size)) {
+    return absl::InvalidArgumentError(absl::StrCat("checkpoint ", checkpoint, " is of a head [",
+                                                   spec.vocab_size(), ", ", spec.hidden_size(), "], not [",
+                                                   options_.vocab_size, ", ", options_.hidden_size, "]"));
+  }
+  description_ = *std::move(description);
+  step_ = description_.state().step();
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::string> RemoteHead::Save() {
+  // The name that the server gives may be taken by a checkpoint of a history that ended: a step trained
+  // again.
+  constexpr int kMostNames = 100;
+  std::string name;
+  for (int i = 2; i <= kMostNames; ++i) {
+    const absl::StatusOr<v1::SaveCheckpointResponse> saved = client_->SaveCheckpoint(options_.name, name);
+    if (saved.ok()) return saved->checkpoint();
+    if (!absl::IsAlreadyExists(saved.status())) return saved.status();
+    name = absl::StrCat("step-", step_, "-", i);
+  }
+  return absl::ResourceExhaustedError(
+      absl::StrCat("there are ", kMostNames, " checkpoints of step ", step_, " already"));
+}
+
+absl::Status RemoteHead::GoBack(const std::string& checkpoint, absl::Duration patience) {
+  const absl::Time deadline = absl::Now() + patience;
+  while (true) {
+    absl::Status status = Load(checkpoint);
+    if (!absl::IsUnavailable(status) || absl::Now() >= deadline) return status;
+    absl::SleepFor(absl::Milliseconds(200));
+  }
 }
 
 RemoteHead::RemoteHead(const Options& options, std::unique_ptr<client::Client> client,

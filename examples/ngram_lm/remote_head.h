@@ -5,6 +5,9 @@
 #include <memory>
 #include <string>
 
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "client/cpp/client.h"
 #include "examples/ngram_lm/loss_head.h"
 
@@ -25,6 +28,14 @@ class RemoteHead : public LossHead {
   // Connects and creates the head, with a bias, Adam state and random weights. ALREADY_EXISTS if the server
   // has a head of that name.
   static absl::StatusOr<std::unique_ptr<RemoteHead>> Create(const Options& options);
+  // Connects and has the server load one of its checkpoints into the head, which need not be there.
+  static absl::StatusOr<std::unique_ptr<RemoteHead>> Restore(const Options& options,
+                                                             const std::string& checkpoint);
+
+  // Has the server save the head; the checkpoint's name.
+  absl::StatusOr<std::string> Save();
+  // Goes back to a checkpoint, also on a server that was started again. Waits up to `patience` for that.
+  absl::Status GoBack(const std::string& checkpoint, absl::Duration patience);
 
   uint64_t step() const override { return step_; }
   Ticket Start(const LossRequest& request) override;
@@ -39,9 +50,12 @@ class RemoteHead : public LossHead {
   RemoteHead(const Options& options, std::unique_ptr<client::Client> client,
              lossd::v1::HeadDescription description);
 
+  static absl::StatusOr<std::unique_ptr<client::Client>> Connect(const Options& options);
+  absl::Status Load(const std::string& checkpoint);
+
   const Options options_;
   const std::unique_ptr<client::Client> client_;
-  const lossd::v1::HeadDescription description_;
+  lossd::v1::HeadDescription description_;
   uint64_t step_;
 };
 

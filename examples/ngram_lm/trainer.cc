@@ -3,10 +3,19 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+
 namespace lossd::ngram_lm {
 namespace {
 
 constexpr int64_t kEvaluationRows = 1024;  // a microbatch
+
+template <typename T>
+absl::Status CheckSame(const char* what, T saved, T own) {
+  if (saved == own) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("the saved training has ", saved, " ", what, ", this one ", own));
+}
 
 }  // namespace
 
@@ -65,6 +74,32 @@ absl::StatusOr<double> Trainer::Step(float learning_rate, double head_learning_r
   if (!applied.ok()) return applied;
   adam_.Step(learning_rate, model_->gradients(), model_->parameters());
   return loss / static_cast<double>(tokens_per_step());
+}
+
+TrainerState Trainer::State() const {
+  TrainerState state;
+  state.seed = options_.seed;
+  state.tokens_per_step = tokens_per_step();
+  state.train_tokens = static_cast<int64_t>(train_.size());
+  state.parameters.assign(model_->parameters().begin(), model_->parameters().end());
+  state.adam = adam_.state();
+  return state;
+}
+
+absl::Status Trainer::Restore(const TrainerState& state) {
+  absl::Status same = CheckSame("as seed", state.seed, options_.seed);
+  same.Update(CheckSame("tokens a step", state.tokens_per_step, tokens_per_step()));
+  same.Update(CheckSame("tokens", state.train_tokens, static_cast<int64_t>(train_.size())));
+  for (const auto* values : {&state.parameters, &state.adam.moment1, &state.adam.moment2}) {
+    same.Update(CheckSame("parameters", values->size(), model_->parameters().size()));
+  }
+  if (!same.ok()) return same;
+  for (Slot& slot : slots_) slot.ticket = nullptr;
+  std::copy(state.parameters.begin(), state.parameters.end(), model_->parameters().begin());
+  adam_.Restore(state.adam);
+  order_ = Shuffler(state.train_tokens, options_.seed);
+  order_.Skip(steps() * tokens_per_step());
+  return absl::OkStatus();
 }
 
 absl::StatusOr<double> Trainer::Evaluate(absl::Span<const int32_t> tokens, int64_t max_tokens) {

@@ -13,6 +13,7 @@
 #include "examples/ngram_lm/batches.h"
 #include "examples/ngram_lm/loss_head.h"
 #include "examples/ngram_lm/model.h"
+#include "examples/ngram_lm/trainer_state.h"
 
 namespace lossd::ngram_lm {
 
@@ -33,7 +34,7 @@ class Trainer {
   ~Trainer();
 
   // One step of both stages; the mean loss (nats a token) before the update. After an error the trainer must
-  // not be used again.
+  // not be used again before Restore.
   absl::StatusOr<double> Step(float learning_rate, double head_learning_rate);
 
   // Mean loss over at most max_tokens evenly spaced tokens of `tokens`, which must not be empty.
@@ -42,6 +43,13 @@ class Trainer {
   // Appends `count` tokens, each the most likely one, to every sequence.
   absl::Status Continue(int64_t count, std::vector<std::vector<int32_t>>* sequences);
 
+  // What SaveState takes; its checkpoint is the caller's to name.
+  TrainerState State() const;
+  // Goes on from there. INVALID_ARGUMENT naming what differs if it is the state of another training; then
+  // nothing has changed. The head has to stand at the same step.
+  absl::Status Restore(const TrainerState& state);
+
+  int64_t steps() const { return adam_.state().steps; }
   int64_t tokens_per_step() const { return options_.microbatches * options_.microbatch_rows; }
   double epochs() const { return order_.epochs(); }
 

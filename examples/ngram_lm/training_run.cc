@@ -14,7 +14,8 @@ namespace {
 // How much of the training is over.
 class Clock {
  public:
-  explicit Clock(const RunOptions& options) : options_(options), start_(absl::Now()) {}
+  Clock(const RunOptions& options, int64_t first_step)
+      : options_(options), first_step_(first_step), start_(absl::Now()) {}
 
   absl::Duration Elapsed() const { return absl::Now() - start_; }
 
@@ -26,11 +27,13 @@ class Clock {
 
   absl::Duration Left(int64_t step) const {
     if (options_.steps == 0) return std::max(options_.time - Elapsed(), absl::ZeroDuration());
-    return step == 0 ? absl::ZeroDuration() : Elapsed() * (1 / Done(step) - 1);
+    if (step == first_step_) return absl::ZeroDuration();
+    return Elapsed() * (options_.steps - step) / (step - first_step_);
   }
 
  private:
   const RunOptions& options_;
+  const int64_t first_step_;
   const absl::Time start_;
 };
 
@@ -63,11 +66,12 @@ double RateMultiplier(double done) {
 }
 
 absl::StatusOr<RunResult> RunTraining(const RunOptions& options, absl::Span<const int32_t> held_out,
-                                      Trainer* trainer, FILE* out) {
+                                      Trainer* trainer, FILE* out, const StepObserver& on_step) {
   ProgressLine progress(out);
-  const Clock clock(options);
+  const Clock clock(options, trainer->steps());
   LossCurve curve;
   RunResult result;
+  result.steps = trainer->steps();
   double next_evaluation = 0;
   while (clock.Done(result.steps) < 1) {
     const double done = clock.Done(result.steps);
@@ -86,6 +90,9 @@ absl::StatusOr<RunResult> RunTraining(const RunOptions& options, absl::Span<cons
     ++result.steps;
     result.tokens += trainer->tokens_per_step();
     curve.Add(result.steps, *loss);
+    if (on_step != nullptr) {
+      if (absl::Status status = on_step(result.steps, *loss); !status.ok()) return status;
+    }
     const double tokens_per_second =
         static_cast<double>(result.tokens) / absl::ToDoubleSeconds(clock.Elapsed());
     progress.Update({result.steps, curve.mean(), tokens_per_second, clock.Left(result.steps)});

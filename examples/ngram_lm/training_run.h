@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <functional>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -16,7 +17,7 @@
 namespace lossd::ngram_lm {
 
 struct RunOptions {
-  int64_t steps = 0;                        // 0: as many as fit into `time`
+  int64_t steps = 0;                        // in all, restored ones included; 0: as many as fit into `time`
   absl::Duration time = absl::Seconds(90);  // without `steps`
   float learning_rate = 4e-3f;              // of stage one, at its peak
   double head_learning_rate = 8e-3;         // of the head, at its peak
@@ -27,8 +28,8 @@ struct RunOptions {
 struct RunResult {
   std::vector<Point> train;     // step, loss averaged over a few steps
   std::vector<Point> held_out;  // step, loss
-  int64_t steps = 0;
-  int64_t tokens = 0;  // trained on
+  int64_t steps = 0;            // in all
+  int64_t tokens = 0;           // trained on in this run
   absl::Duration elapsed;
 };
 
@@ -36,9 +37,13 @@ struct RunResult {
 // half a cosine down to 0.05.
 double RateMultiplier(double done);
 
-// Trains; progress goes to `out`. held_out must not be empty.
+// Told of each step's number, from 1, and its loss (nats a token, before the update). An error ends the
+// training.
+using StepObserver = std::function<absl::Status(int64_t step, double loss)>;
+
+// Trains from where the trainer stands; progress goes to `out`. held_out must not be empty.
 absl::StatusOr<RunResult> RunTraining(const RunOptions& options, absl::Span<const int32_t> held_out,
-                                      Trainer* trainer, FILE* out);
+                                      Trainer* trainer, FILE* out, const StepObserver& on_step = nullptr);
 
 }  // namespace lossd::ngram_lm
 

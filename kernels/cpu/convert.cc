@@ -1,5 +1,6 @@
 #include "kernels/cpu/convert.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 
@@ -87,6 +88,17 @@ void FromFloat(DType dtype, const float* from, int64_t n, void* to) {
     case DType::kBFloat16:
       Narrow<ToBFloat16>(from, n, to);
       return;
+  }
+}
+
+void AddScaled(DType dtype, const void* from, int64_t n, float scale, float* to) {
+  constexpr int64_t kBlock = 1024;  // stays in the first cache
+  float block[kBlock];
+  const auto* bytes = static_cast<const unsigned char*>(from);
+  for (int64_t i = 0; i < n; i += kBlock) {
+    const int64_t count = std::min(kBlock, n - i);
+    ToFloat(dtype, bytes + i * static_cast<int64_t>(SizeOf(dtype)), count, block);
+    for (int64_t j = 0; j < count; ++j) to[i + j] += scale * block[j];
   }
 }
 

@@ -16,6 +16,9 @@ void ToFloat(DType dtype, const void* from, int64_t n, float* to);
 // fp32 to `to` [n] in `dtype`, of any alignment.
 void FromFloat(DType dtype, const float* from, int64_t n, void* to);
 
+// to[i] += scale * from[i], the product and the sum each rounded to fp32; `from` [n] as in ToFloat.
+void AddScaled(DType dtype, const void* from, int64_t n, float scale, float* to);
+
 }  // namespace lossd::kernels
 
 #endif  // LOSSD_KERNELS_CPU_CONVERT_H_

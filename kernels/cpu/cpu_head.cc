@@ -312,6 +312,19 @@ absl::Status CpuHead::WriteTensor(TensorId id, int64_t row_begin, int64_t rows, 
   return absl::OkStatus();
 }
 
+absl::Status CpuHead::AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
+                                  absl::Span<const uint8_t> in) {
+  const TensorId id{param, Role::kGradient};
+  absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size());
+  if (!status.ok()) return status;
+  const int64_t cols = ShapeOf(config_, param).cols;
+  float* const to = buffers_.tensor(id) + row_begin * cols;
+  pool_->ParallelFor(rows * cols, kElementGrain, [&](int64_t begin, int64_t end) {
+    AddScaled(dtype, in.data() + Bytes(begin, dtype), end - begin, scale, to + begin);
+  });
+  return absl::OkStatus();
+}
+
 // Sums of fixed blocks, added in their order: the result does not depend on the number of threads.
 absl::StatusOr<double> CpuHead::GradNorm() {
   if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");

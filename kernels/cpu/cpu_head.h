@@ -41,6 +41,8 @@ class CpuHead final : public HeadKernels {
                           absl::Span<uint8_t> out) override;
   absl::Status WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                            absl::Span<const uint8_t> in) override;
+  absl::Status AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
+                           absl::Span<const uint8_t> in) override;
   absl::StatusOr<double> GradNorm() override;
   absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) override;
   absl::Status ZeroGradients() override;

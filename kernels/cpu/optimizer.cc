@@ -24,7 +24,9 @@ void UpdateAdamW(const OptimizerOptions& options, int64_t update, double decay, 
     const float v = beta2 * range.moment2[i] + rest2 * g * g;
     range.moment1[i] = m;
     range.moment2[i] = v;
-    range.value[i] = keep * range.value[i] - rate * m / (std::sqrt(v) * root + epsilon);
+    // A parameter without any gradient so far stays, even with epsilon 0.
+    const float step = m == 0.0f ? 0.0f : rate * m / (std::sqrt(v) * root + epsilon);
+    range.value[i] = keep * range.value[i] - step;
     range.gradient[i] = 0.0f;
   }
 }

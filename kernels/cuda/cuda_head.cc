@@ -549,26 +549,21 @@ DeviceMatrix CudaHead::FindTensor(TensorId id, int64_t row_begin) const {
   return {};
 }
 
-// Copies `rows` rows of `matrix` to `out` or from `in`, whichever is not null, a piece at a time. Each
-// piece ends before the next begins: host memory need not be pinned, and the piece is shared.
-absl::Status CudaHead::CopyTensor(const DeviceMatrix& matrix, int64_t rows, DType dtype, uint8_t* out,
-                                  const uint8_t* in) {
-  const cudaStream_t stream = device_->compute();
-  const int64_t row_bytes = matrix.cols * static_cast<int64_t>(SizeOf(dtype));
-  const DeviceMatrix piece = {workspace_.upload_piece, dtype, matrix.cols, matrix.cols};
+// Each piece ends before the next begins: host memory need not be pinned, and the buffer is shared.
+absl::Status CudaHead::ForEachPiece(const DeviceMatrix& tensor, int64_t rows, DType dtype,
+                                    absl::FunctionRef<absl::Status(const Piece&)> step) {
+  const int64_t row_bytes = tensor.cols * static_cast<int64_t>(SizeOf(dtype));
   const int64_t piece_rows = sizes_.piece_bytes / row_bytes;
-  for (int64_t r = 0; r < rows; r += piece_rows) {
-    const int64_t count = std::min(piece_rows, rows - r);
-    DeviceMatrix part = matrix;
-    part.data = static_cast<float*>(matrix.data) + r * matrix.ld;
-    if (in != nullptr) {
-      LOSSD_RETURN_IF_ERROR(Copy(piece.data, in + r * row_bytes, count * row_bytes, stream));
-      LOSSD_RETURN_IF_CUDA_ERROR(LaunchConvert(piece, part, count, stream), "convert kernel");
-    } else {
-      LOSSD_RETURN_IF_CUDA_ERROR(LaunchConvert(part, piece, count, stream), "convert kernel");
-      LOSSD_RETURN_IF_ERROR(Copy(out + r * row_bytes, piece.data, count * row_bytes, stream));
-    }
-    LOSSD_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  Piece piece;
+  piece.tensor = tensor;
+  piece.buffer = {workspace_.upload_piece, dtype, tensor.cols, tensor.cols};
+  for (int64_t row = 0; row < rows; row += piece_rows) {
+    piece.tensor.data = static_cast<float*>(tensor.data) + row * tensor.ld;
+    piece.rows = std::min(piece_rows, rows - row);
+    piece.offset = row * row_bytes;
+    piece.bytes = piece.rows * row_bytes;
+    LOSSD_RETURN_IF_ERROR(step(piece));
+    LOSSD_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(device_->compute()), "cudaStreamSynchronize");
   }
   return absl::OkStatus();
 }
@@ -578,7 +573,13 @@ absl::Status CudaHead::ReadTensor(TensorId id, int64_t row_begin, int64_t rows, 
   LOSSD_RETURN_IF_ERROR(device_->Enter());
   LOSSD_RETURN_IF_ERROR(ValidateTensorAccess(config_, id, row_begin, rows, dtype, out.size()));
   LOSSD_RETURN_IF_ERROR(device_->Synchronize());
-  return device_->Fail(CopyTensor(FindTensor(id, row_begin), rows, dtype, out.data(), nullptr));
+  const cudaStream_t stream = device_->compute();
+  const auto read = [&](const Piece& piece) {
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchConvert(piece.tensor, piece.buffer, piece.rows, stream),
+                               "convert kernel");
+    return Copy(out.data() + piece.offset, piece.buffer.data, piece.bytes, stream);
+  };
+  return device_->Fail(ForEachPiece(FindTensor(id, row_begin), rows, dtype, read));
 }
 
 absl::Status CudaHead::WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
@@ -586,9 +587,28 @@ absl::Status CudaHead::WriteTensor(TensorId id, int64_t row_begin, int64_t rows,
   LOSSD_RETURN_IF_ERROR(device_->Enter());
   LOSSD_RETURN_IF_ERROR(ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size()));
   LOSSD_RETURN_IF_ERROR(device_->Synchronize());
-  LOSSD_RETURN_IF_ERROR(
-      device_->Fail(CopyTensor(FindTensor(id, row_begin), rows, dtype, nullptr, in.data())));
+  const cudaStream_t stream = device_->compute();
+  const auto write = [&](const Piece& piece) {
+    LOSSD_RETURN_IF_ERROR(Copy(piece.buffer.data, in.data() + piece.offset, piece.bytes, stream));
+    return ToStatus(LaunchConvert(piece.buffer, piece.tensor, piece.rows, stream), "convert kernel");
+  };
+  LOSSD_RETURN_IF_ERROR(device_->Fail(ForEachPiece(FindTensor(id, row_begin), rows, dtype, write)));
   return device_->Fail(RefreshAfterWrite(id, row_begin, rows));
+}
+
+absl::Status CudaHead::AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
+                                   absl::Span<const uint8_t> in) {
+  const TensorId id{param, Role::kGradient};
+  LOSSD_RETURN_IF_ERROR(device_->Enter());
+  LOSSD_RETURN_IF_ERROR(ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size()));
+  LOSSD_RETURN_IF_ERROR(device_->Synchronize());
+  const cudaStream_t stream = device_->compute();
+  if (param == Param::kWeight) weight_gradient_is_zero_ = false;
+  const auto add = [&](const Piece& piece) {
+    LOSSD_RETURN_IF_ERROR(Copy(piece.buffer.data, in.data() + piece.offset, piece.bytes, stream));
+    return ToStatus(LaunchAddScaled(piece.buffer, piece.tensor, piece.rows, scale, stream), "add kernel");
+  };
+  return device_->Fail(ForEachPiece(FindTensor(id, row_begin), rows, dtype, add));
 }
 
 absl::Status CudaHead::RefreshAfterWrite(TensorId id, int64_t row_begin, int64_t rows) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
@@ -29,6 +30,8 @@ class CudaHead : public HeadKernels {
   absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                           absl::Span<uint8_t> out) override;
   absl::Status WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                           absl::Span<const uint8_t> in) override;
+  absl::Status AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
                            absl::Span<const uint8_t> in) override;
   absl::StatusOr<double> GradNorm() override;
   absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) override;
@@ -73,8 +76,16 @@ class CudaHead : public HeadKernels {
 
   // A tensor of this head from row `row_begin` on, as a matrix on the device.
   DeviceMatrix FindTensor(TensorId id, int64_t row_begin) const;
-  absl::Status CopyTensor(const DeviceMatrix& matrix, int64_t rows, DType dtype, uint8_t* out,
-                          const uint8_t* in);
+  // Rows of a tensor on their way between host and device.
+  struct Piece {
+    DeviceMatrix tensor;  // their place in the tensor
+    DeviceMatrix buffer;  // the upload piece, in the host's dtype
+    int64_t rows = 0;
+    int64_t offset = 0;  // in the host's memory, bytes
+    int64_t bytes = 0;
+  };
+  absl::Status ForEachPiece(const DeviceMatrix& tensor, int64_t rows, DType dtype,
+                            absl::FunctionRef<absl::Status(const Piece&)> step);
   absl::Status RefreshAfterWrite(TensorId id, int64_t row_begin, int64_t rows);
   absl::Status ReadClassWeights();
 

@@ -1,4 +1,4 @@
-// Launchers of the kernels over a head's parameters: conversion, optimizer step, gradient norm.
+// Launchers of the kernels over a head's parameters: conversion, addition, optimizer step, gradient norm.
 //
 // Enqueue on `stream`; device memory; thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_TENSOR_OPS_H_
@@ -17,6 +17,11 @@ namespace lossd::kernels::cuda {
 // to[r, c] = from[r, c] for c < from.cols, r < rows; other elements of `to` stay.
 cudaError_t LaunchConvert(const DeviceMatrix& from, const DeviceMatrix& to, int64_t rows,
                           cudaStream_t stream);
+
+// to[r, c] += scale * from[r, c] for c < from.cols, r < rows; `to` is fp32. The product and the sum are each
+// rounded to fp32.
+cudaError_t LaunchAddScaled(const DeviceMatrix& from, const DeviceMatrix& to, int64_t rows, float scale,
+                            cudaStream_t stream);
 
 // values[i] = value for i in [0, count).
 cudaError_t LaunchFill(float* values, int64_t count, float value, cudaStream_t stream);

@@ -12,7 +12,7 @@ void ApplyAdamW(const OptimizerOptions& options, int64_t update, double decay, d
   moment2 = options.beta2 * moment2 + (1.0 - options.beta2) * gradient * gradient;
   const double mean = moment1 / (1.0 - std::pow(options.beta1, static_cast<double>(update)));
   const double square = moment2 / (1.0 - std::pow(options.beta2, static_cast<double>(update)));
-  value -= options.learning_rate * mean / (std::sqrt(square) + options.epsilon);
+  if (moment1 != 0.0) value -= options.learning_rate * mean / (std::sqrt(square) + options.epsilon);
 }
 
 void ApplySgd(const OptimizerOptions& options, int64_t update, double decay, double gradient, double& value,

@@ -13,6 +13,8 @@
 namespace lossd::formats {
 namespace {
 
+constexpr int64_t kWritebackBytes = int64_t{8} << 20;  // pushed to the disk together
+
 class PosixOutputFile final : public OutputFile {
  public:
   PosixOutputFile(std::string path, int descriptor) : path_(std::move(path)), descriptor_(descriptor) {}
@@ -24,21 +26,35 @@ class PosixOutputFile final : public OutputFile {
     while (!bytes.empty()) {
       const ssize_t written = write(descriptor_, bytes.data(), bytes.size());
       if (written < 0 && errno == EINTR) continue;
-      if (written < 0) return FileError(path_, "write", errno);
+      if (written < 0) {
+        return FileError(path_, absl::StrCat("write ", bytes.size(), " bytes at ", size_), errno);
+      }
       bytes.remove_prefix(static_cast<size_t>(written));
+      size_ += written;
+    }
+    if (size_ - pushed_ >= kWritebackBytes) {
+      // A hint: where it does not work, Sync does it all.
+      (void)sync_file_range(descriptor_, pushed_, size_ - pushed_, SYNC_FILE_RANGE_WRITE);
+      pushed_ = size_;
     }
     return absl::OkStatus();
   }
 
-  absl::Status SyncAndClose() override {
-    if (fsync(descriptor_) != 0) return FileError(path_, "fsync", errno);
-    if (close(std::exchange(descriptor_, -1)) != 0) return FileError(path_, "close", errno);
-    return absl::OkStatus();
+  absl::Status Sync() override {
+    if (fsync(descriptor_) == 0) return absl::OkStatus();
+    return FileError(path_, absl::StrCat("fsync ", size_, " bytes"), errno);
+  }
+
+  absl::Status Close() override {
+    if (close(std::exchange(descriptor_, -1)) == 0) return absl::OkStatus();
+    return FileError(path_, "close", errno);
   }
 
  private:
   const std::string path_;
   int descriptor_;
+  int64_t size_ = 0;
+  int64_t pushed_ = 0;  // bytes whose way to the disk has started
 };
 
 }  // namespace
@@ -56,36 +72,37 @@ absl::Status FileError(absl::string_view path, absl::string_view action, int err
   }
 }
 
-InputFile::InputFile(std::string path, int descriptor, int64_t size)
-    : path_(std::move(path)), descriptor_(descriptor), size_(size) {}
+InputFile::InputFile(std::string name, int descriptor, int64_t size)
+    : name_(std::move(name)), descriptor_(descriptor), size_(size) {}
 
 InputFile::~InputFile() { close(descriptor_); }
 
-absl::StatusOr<std::unique_ptr<InputFile>> InputFile::Open(const std::string& path) {
+absl::StatusOr<std::unique_ptr<InputFile>> InputFile::Open(const std::string& path, std::string name) {
+  if (name.empty()) name = path;
   // O_NONBLOCK: opening a pipe must not wait for its writer.
   const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (descriptor < 0) return FileError(path, "open", errno);
+  if (descriptor < 0) return FileError(name, "open", errno);
   struct stat status {};
   if (fstat(descriptor, &status) != 0) {
     const int error_number = errno;
     close(descriptor);
-    return FileError(path, "stat", error_number);
+    return FileError(name, "stat", error_number);
   }
   if (!S_ISREG(status.st_mode)) {
     close(descriptor);
-    return absl::FailedPreconditionError(absl::StrCat(path, ": not a regular file"));
+    return absl::FailedPreconditionError(absl::StrCat(name, ": not a regular file"));
   }
-  return std::unique_ptr<InputFile>(new InputFile(path, descriptor, status.st_size));
+  return std::unique_ptr<InputFile>(new InputFile(std::move(name), descriptor, status.st_size));
 }
 
 absl::Status InputFile::ReadAt(int64_t offset, absl::Span<uint8_t> out) const {
   while (!out.empty()) {
     const ssize_t count = pread(descriptor_, out.data(), out.size(), offset);
     if (count < 0 && errno == EINTR) continue;
-    if (count < 0) return FileError(path_, "read", errno);
+    if (count < 0) return FileError(name_, "read", errno);
     if (count == 0) {
       return absl::DataLossError(
-          absl::StrCat(path_, ": ends at byte ", offset, ", ", out.size(), " bytes too early"));
+          absl::StrCat(name_, ": ends at byte ", offset, ", ", out.size(), " bytes too early"));
     }
     offset += count;
     out.remove_prefix(static_cast<size_t>(count));
@@ -130,7 +147,8 @@ absl::Status DataWriter::Finish() {
     return absl::FailedPreconditionError(
         absl::StrCat(path_, ": ", written_, " bytes written of the declared ", data_bytes_));
   }
-  status_ = file_->SyncAndClose();
+  status_ = file_->Sync();
+  if (status_.ok()) status_ = file_->Close();
   return status_;
 }
 

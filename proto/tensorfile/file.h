@@ -1,5 +1,6 @@
-// Files as the tensor formats use them. Errors name the file and the operating system's reason:
-// NOT_FOUND, ALREADY_EXISTS, PERMISSION_DENIED, RESOURCE_EXHAUSTED (disk full, quota), otherwise INTERNAL.
+// Files as the tensor formats use them. Errors name the file, what was being done (for writes with their
+// bytes) and the operating system's reason: NOT_FOUND, ALREADY_EXISTS, PERMISSION_DENIED, RESOURCE_EXHAUSTED
+// (disk full, quota), otherwise INTERNAL.
 #ifndef LOSSD_PROTO_TENSORFILE_FILE_H_
 #define LOSSD_PROTO_TENSORFILE_FILE_H_
 
@@ -21,21 +22,22 @@ absl::Status FileError(absl::string_view path, absl::string_view action, int err
 // A regular file open for reading. Thread-safe.
 class InputFile {
  public:
-  // FAILED_PRECONDITION if the path is no regular file.
-  static absl::StatusOr<std::unique_ptr<InputFile>> Open(const std::string& path);
+  // FAILED_PRECONDITION if the path is no regular file. `name` is what errors call the file, if that is to be
+  // something else than its path.
+  static absl::StatusOr<std::unique_ptr<InputFile>> Open(const std::string& path, std::string name = "");
   ~InputFile();
   InputFile(const InputFile&) = delete;
   InputFile& operator=(const InputFile&) = delete;
 
-  const std::string& path() const { return path_; }
-  int64_t size() const { return size_; }  // when opened
+  const std::string& name() const { return name_; }  // the path, or what Open was told
+  int64_t size() const { return size_; }             // when opened
   // Fills `out` with the bytes from `offset` on. DATA_LOSS if the file ends before.
   absl::Status ReadAt(int64_t offset, absl::Span<uint8_t> out) const;
 
  private:
-  InputFile(std::string path, int descriptor, int64_t size);
+  InputFile(std::string name, int descriptor, int64_t size);
 
-  const std::string path_;
+  const std::string name_;
   const int descriptor_;
   const int64_t size_;
 };
@@ -45,11 +47,14 @@ class OutputFile {
  public:
   virtual ~OutputFile() = default;
   virtual absl::Status Append(absl::Span<const uint8_t> bytes) = 0;
-  // Brings everything to the disk and closes the file.
-  virtual absl::Status SyncAndClose() = 0;
+  // Brings everything to the disk.
+  virtual absl::Status Sync() = 0;
+  // Last.
+  virtual absl::Status Close() = 0;
 };
 
-// Makes a file that did not exist. Replaceable, so that tests can have disks fail.
+// Makes a file that did not exist. What is appended starts on its way to the disk at once, so that Sync has
+// little left to wait for. Replaceable, so that tests can have disks fail.
 using OutputFileFactory = std::function<absl::StatusOr<std::unique_ptr<OutputFile>>(const std::string& path)>;
 absl::StatusOr<std::unique_ptr<OutputFile>> CreateOutputFile(const std::string& path);
 

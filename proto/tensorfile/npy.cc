@@ -138,18 +138,18 @@ absl::StatusOr<std::string> ReadHeaderText(const InputFile& file, int64_t* data_
   if (absl::Status status = file.ReadAt(0, read); !status.ok()) return status;
   const absl::string_view start_text(reinterpret_cast<const char*>(start), static_cast<size_t>(available));
   if (!absl::StartsWith(start_text, kMagic) || available < kPrefixBytes + 2)
-    return Invalid(file.path(), "no magic");
+    return Invalid(file.name(), "no magic");
   const int version = start[6];
   if ((version != 1 && version != 2) || start[7] != 0) {
-    return Invalid(file.path(), absl::StrCat("version ", version, ".", int{start[7]}));
+    return Invalid(file.name(), absl::StrCat("version ", version, ".", int{start[7]}));
   }
   const int length_bytes = version == 1 ? 2 : 4;
-  if (available < kPrefixBytes + length_bytes) return Invalid(file.path(), "truncated");
+  if (available < kPrefixBytes + length_bytes) return Invalid(file.name(), "truncated");
   int64_t length = 0;
   for (int i = length_bytes - 1; i >= 0; --i) length = length << 8 | start[kPrefixBytes + i];
   *data_begin = kPrefixBytes + length_bytes + length;
   if (length > kMaxHeaderBytes || *data_begin > file.size()) {
-    return Invalid(file.path(), absl::StrCat("header length ", length));
+    return Invalid(file.name(), absl::StrCat("header length ", length));
   }
   std::string text(static_cast<size_t>(length), '\0');
   const auto text_bytes = absl::MakeSpan(reinterpret_cast<uint8_t*>(text.data()), text.size());
@@ -190,11 +190,11 @@ absl::StatusOr<std::unique_ptr<NpyReader>> NpyReader::Open(const std::string& pa
 
 absl::Status NpyReader::Read(int64_t begin, int64_t count, absl::Span<uint8_t> out) const {
   if (begin < 0 || count < 0 || begin > elements_ || count > elements_ - begin) {
-    return absl::OutOfRangeError(absl::StrCat(file_->path(), ": ", count, " elements at ", begin,
+    return absl::OutOfRangeError(absl::StrCat(file_->name(), ": ", count, " elements at ", begin,
                                               " leave its ", elements_, " elements"));
   }
   if (static_cast<int64_t>(out.size()) != count * SizeOf(dtype_)) {
-    return absl::InvalidArgumentError(absl::StrCat(file_->path(), ": ", count, " elements take ",
+    return absl::InvalidArgumentError(absl::StrCat(file_->name(), ": ", count, " elements take ",
                                                    count * SizeOf(dtype_), " bytes, not ", out.size()));
   }
   return file_->ReadAt(data_begin_ + begin * SizeOf(dtype_), out);

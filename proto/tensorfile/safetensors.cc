@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "proto/tensorfile/strict_json.h"
 
 namespace lossd::formats {
 namespace {
@@ -82,45 +83,23 @@ std::optional<std::vector<int64_t>> AsSizes(const json& value) {
   return sizes;
 }
 
-// Parses a JSON text whose objects name nothing twice and that nests no deeper than a header does;
-// nullopt otherwise.
-std::optional<json> ParseStrictly(const std::string& text) {
-  constexpr int kMaxDepth = 2;
-  std::vector<std::set<std::string>> open_objects;
-  bool refused = false;
-  const json::parser_callback_t check = [&](int depth, json::parse_event_t event, json& parsed) {
-    if (event == json::parse_event_t::object_start) open_objects.emplace_back();
-    if (event == json::parse_event_t::object_end) open_objects.pop_back();
-    if (event == json::parse_event_t::key) {
-      refused |= !open_objects.back().insert(parsed.get<std::string>()).second;
-    }
-    const bool starts =
-        event == json::parse_event_t::object_start || event == json::parse_event_t::array_start;
-    refused |= starts && depth > kMaxDepth;
-    return !refused;
-  };
-  json parsed = json::parse(text, check, /*allow_exceptions=*/false);
-  if (parsed.is_discarded() || refused) return std::nullopt;
-  return parsed;
-}
-
 absl::StatusOr<json> ReadHeader(const InputFile& file, int64_t* data_begin) {
   uint8_t length_bytes[kLengthBytes];
-  if (file.size() < kLengthBytes) return FileInvalid(file.path(), "shorter than 8 bytes");
+  if (file.size() < kLengthBytes) return FileInvalid(file.name(), "shorter than 8 bytes");
   if (absl::Status status = file.ReadAt(0, absl::MakeSpan(length_bytes)); !status.ok()) return status;
   uint64_t length = 0;
   for (int i = kLengthBytes - 1; i >= 0; --i) length = length << 8 | length_bytes[i];
   if (length > static_cast<uint64_t>(kMaxSafetensorsHeaderBytes) ||
       static_cast<int64_t>(length) > file.size() - kLengthBytes) {
-    return FileInvalid(file.path(),
+    return FileInvalid(file.name(),
                        absl::StrCat("header length ", length, " in a file of ", file.size(), " bytes"));
   }
   std::string text(length, '\0');
   const auto text_bytes = absl::MakeSpan(reinterpret_cast<uint8_t*>(text.data()), text.size());
   if (absl::Status status = file.ReadAt(kLengthBytes, text_bytes); !status.ok()) return status;
-  if (text.empty() || text[0] != '{') return FileInvalid(file.path(), "the header does not start with '{'");
-  std::optional<json> header = ParseStrictly(text);
-  if (!header.has_value()) return FileInvalid(file.path(), "the header is no JSON object with unique keys");
+  if (text.empty() || text[0] != '{') return FileInvalid(file.name(), "the header does not start with '{'");
+  std::optional<json> header = ParseStrictJson(text, /*max_depth=*/2);
+  if (!header.has_value()) return FileInvalid(file.name(), "the header is no JSON object with unique keys");
   *data_begin = kLengthBytes + static_cast<int64_t>(length);
   return *std::move(header);
 }
@@ -218,22 +197,24 @@ absl::StatusOr<std::string> EncodeHeader(absl::string_view path, absl::Span<cons
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<SafetensorsReader>> SafetensorsReader::Open(const std::string& path) {
-  absl::StatusOr<std::unique_ptr<InputFile>> file = InputFile::Open(path);
+absl::StatusOr<std::unique_ptr<SafetensorsReader>> SafetensorsReader::Open(const std::string& path,
+                                                                           std::string name) {
+  absl::StatusOr<std::unique_ptr<InputFile>> file = InputFile::Open(path, std::move(name));
   if (!file.ok()) return file.status();
+  const std::string& file_name = (*file)->name();
   int64_t data_begin = 0;
   const absl::StatusOr<json> header = ReadHeader(**file, &data_begin);
   if (!header.ok()) return header.status();
   std::unique_ptr<SafetensorsReader> reader(new SafetensorsReader());
   const int64_t data_bytes = (*file)->size() - data_begin;
-  for (const auto& [name, entry] : header->items()) {
-    if (name == kMetadataKey) {
-      absl::StatusOr<std::map<std::string, std::string>> metadata = ParseMetadata(path, entry);
+  for (const auto& [key, entry] : header->items()) {
+    if (key == kMetadataKey) {
+      absl::StatusOr<std::map<std::string, std::string>> metadata = ParseMetadata(file_name, entry);
       if (!metadata.ok()) return metadata.status();
       reader->metadata_ = *std::move(metadata);
       continue;
     }
-    absl::StatusOr<SafetensorsInfo> tensor = ParseTensor(path, name, entry, data_begin, data_bytes);
+    absl::StatusOr<SafetensorsInfo> tensor = ParseTensor(file_name, key, entry, data_begin, data_bytes);
     if (!tensor.ok()) return tensor.status();
     reader->tensors_.push_back(*std::move(tensor));
   }
@@ -241,24 +222,24 @@ absl::StatusOr<std::unique_ptr<SafetensorsReader>> SafetensorsReader::Open(const
             [](const SafetensorsInfo& a, const SafetensorsInfo& b) {
               return std::pair(a.begin, a.bytes) < std::pair(b.begin, b.bytes);
             });
-  const absl::Status covered = CheckCoverage(path, reader->tensors_, data_begin, (*file)->size());
+  const absl::Status covered = CheckCoverage(file_name, reader->tensors_, data_begin, (*file)->size());
   if (!covered.ok()) return covered;
   reader->file_ = *std::move(file);
   return reader;
 }
 
-absl::StatusOr<const SafetensorsInfo*> SafetensorsReader::Find(absl::string_view name) const {
+absl::StatusOr<const SafetensorsInfo*> SafetensorsReader::Find(absl::string_view tensor_name) const {
   for (const SafetensorsInfo& tensor : tensors_) {
-    if (tensor.name == name) return &tensor;
+    if (tensor.name == tensor_name) return &tensor;
   }
-  return absl::NotFoundError(absl::StrCat(path(), ": no tensor '", name, "'"));
+  return absl::NotFoundError(absl::StrCat(name(), ": no tensor '", tensor_name, "'"));
 }
 
 absl::Status SafetensorsReader::ReadBytes(const SafetensorsInfo& tensor, int64_t offset,
                                           absl::Span<uint8_t> out) const {
   const auto count = static_cast<int64_t>(out.size());
   if (offset < 0 || offset > tensor.bytes || count > tensor.bytes - offset) {
-    return absl::OutOfRangeError(absl::StrCat(path(), ": tensor '", tensor.name, "': ", count, " bytes at ",
+    return absl::OutOfRangeError(absl::StrCat(name(), ": tensor '", tensor.name, "': ", count, " bytes at ",
                                               offset, " leave its ", tensor.bytes, " bytes"));
   }
   return file_->ReadAt(tensor.begin + offset, out);
@@ -267,16 +248,16 @@ absl::Status SafetensorsReader::ReadBytes(const SafetensorsInfo& tensor, int64_t
 absl::Status SafetensorsReader::ReadRows(const SafetensorsInfo& tensor, int64_t row_begin, int64_t rows,
                                          absl::Span<uint8_t> out) const {
   if (row_begin < 0 || rows < 0 || row_begin > tensor.rows() || rows > tensor.rows() - row_begin) {
-    return absl::OutOfRangeError(absl::StrCat(path(), ": tensor '", tensor.name, "': ", rows, " rows at ",
+    return absl::OutOfRangeError(absl::StrCat(name(), ": tensor '", tensor.name, "': ", rows, " rows at ",
                                               row_begin, " leave its ", tensor.rows(), " rows"));
   }
   if (tensor.dtype == DType::kOther) {
-    return absl::InvalidArgumentError(absl::StrCat(path(), ": tensor '", tensor.name, "': rows of ",
+    return absl::InvalidArgumentError(absl::StrCat(name(), ": tensor '", tensor.name, "': rows of ",
                                                    tensor.dtype_name, " have no known size"));
   }
   const int64_t row_bytes = tensor.rows() == 0 ? 0 : tensor.bytes / tensor.rows();
   if (static_cast<int64_t>(out.size()) != rows * row_bytes) {
-    return absl::InvalidArgumentError(absl::StrCat(path(), ": tensor '", tensor.name, "': ", rows,
+    return absl::InvalidArgumentError(absl::StrCat(name(), ": tensor '", tensor.name, "': ", rows,
                                                    " rows take ", rows * row_bytes, " bytes, not ",
                                                    out.size()));
   }

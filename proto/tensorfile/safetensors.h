@@ -44,14 +44,16 @@ struct SafetensorsInfo {
 class SafetensorsReader {
  public:
   // INVALID_ARGUMENT if the content is not a safetensors file; file.h's errors.
-  static absl::StatusOr<std::unique_ptr<SafetensorsReader>> Open(const std::string& path);
+  // `name`: as in InputFile::Open.
+  static absl::StatusOr<std::unique_ptr<SafetensorsReader>> Open(const std::string& path,
+                                                                 std::string name = "");
 
-  const std::string& path() const { return file_->path(); }
+  const std::string& name() const { return file_->name(); }
   // In the order of their data.
   const std::vector<SafetensorsInfo>& tensors() const { return tensors_; }
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   // NOT_FOUND if there is no such tensor. The result lives as long as the reader.
-  absl::StatusOr<const SafetensorsInfo*> Find(absl::string_view name) const;
+  absl::StatusOr<const SafetensorsInfo*> Find(absl::string_view tensor_name) const;
 
   // Reads a tensor's bytes [offset, offset + out.size()). OUT_OF_RANGE outside the tensor.
   absl::Status ReadBytes(const SafetensorsInfo& tensor, int64_t offset, absl::Span<uint8_t> out) const;

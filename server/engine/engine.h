@@ -8,10 +8,11 @@
 // and must not be called from a StreamObserver.
 //
 // Order. Work on one head takes effect in the order of submission: an operation on a head sees all
-// slices submitted before it, and heads take turns.
+// slices submitted before it, and heads take turns. On a deterministic engine rows are accumulated in an
+// order of their own (sequencer.h), and an operation sees all groups that were complete before it.
 //
 // Memory. Slices live in staging buffers acquired by the caller, so the queue is bounded by the pool;
-// operations on a head are bounded by max_queued_operations.
+// operations on a head are bounded by max_queued_operations, slices that wait for their turn by one a stream.
 #ifndef LOSSD_SERVER_ENGINE_ENGINE_H_
 #define LOSSD_SERVER_ENGINE_ENGINE_H_
 
@@ -29,9 +30,12 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
+#include "server/engine/contribution.h"
 #include "server/engine/staging_pool.h"
 #include "server/engine/stream.h"
+#include "server/head/applied_step.h"
 #include "server/head/head.h"
+#include "server/head/progress.h"
 
 namespace lossd::engine {
 
@@ -40,9 +44,15 @@ struct EngineOptions {
   int64_t staging_bytes = int64_t{256} << 20;  // whole pool; at least two buffers
   int64_t max_streams = 256;                   // open at once, over all heads
   int64_t max_heads = 64;
-  int64_t max_queued_operations = 64;          // waiting for the device, per head
-  int64_t max_ledger_rows = int64_t{1} << 26;  // rows remembered per head and step (5 to 9 bytes each)
-  int64_t retained_bytes = 0;                  // hidden states of deferred microbatches; 0: none are kept
+  int64_t max_queued_operations = 64;  // waiting for the device, per head
+  // Remembered per head and step: so many rows of microbatches (5 to 9 bytes each), so many of contributions
+  // (8).
+  int64_t max_ledger_rows = int64_t{1} << 26;
+  int64_t retained_bytes = 0;  // hidden states of deferred microbatches; 0: none are kept
+  // Weight gradients are sums in an order of their own (server/engine/sequencer.h), so that the same
+  // microbatches give the same bits whatever arrives first. Each trainable head takes up to staging_bytes
+  // besides the pool.
+  bool deterministic = false;
 };
 
 // Told about work as it happens, for metrics. Called on the engine's threads; must not block and must
@@ -53,7 +63,8 @@ class EngineObserver {
   virtual void OnChunk(absl::string_view head, int64_t slices, int64_t rows, int64_t valid_rows,
                        double compute_seconds) {}
   virtual void OnSlice(absl::string_view head, double queue_seconds) {}
-  virtual void OnStep(absl::string_view head) {}
+  virtual void OnContribution(absl::string_view head, int64_t added_rows) {}
+  virtual void OnStep(absl::string_view head, bool skipped) {}
   virtual void OnDeviceError(const absl::Status& status) {}
 };
 
@@ -68,15 +79,24 @@ struct HeadSnapshot {
   kernels::MemoryBytes memory;
   int64_t open_streams = 0;
   int64_t queued_slices = 0;
+  uint64_t updates = 0;  // head::Progress
   int64_t step_microbatches = 0;
+  int64_t step_contributions = 0;
   int64_t retained_microbatches = 0;
+  // Deterministic mode: slices that wait for their turn outside the staging memory, and for what, e.g.
+  // "microbatch 3, rows [0, 128)"; empty if no slice waits.
+  int64_t waiting_slices = 0;
+  std::string waits_for;
   int64_t step_rows = 0;   // valid rows accumulated in the open step
   int64_t total_rows = 0;  // computed since the head was added
+  // The step before the open one, if this engine applied it or ResetStep told how it was applied.
+  std::optional<head::AppliedStep> last_step;
 };
 
 struct EngineStats {
   int64_t open_streams = 0;
   int64_t queued_slices = 0;
+  int64_t waiting_slices = 0;  // deterministic mode: for their turn
   int64_t queued_rows = 0;
   int64_t staging_buffers = 0;
   int64_t staging_buffers_free = 0;
@@ -91,8 +111,10 @@ struct EngineStats {
 struct StepRequest {
   uint64_t step = 0;
   kernels::OptimizerOptions optimizer;
-  std::vector<uint64_t> expected_microbatches;
+  std::vector<uint64_t> expected_microbatches;  // or contributions
   std::optional<int64_t> expected_rows;
+  bool skip_non_finite = false;
+  std::optional<uint64_t> incarnation;  // the engine that accumulated the step's rows
 };
 
 struct StepResult {
@@ -100,7 +122,10 @@ struct StepResult {
   double grad_norm = 0.0;
   int64_t microbatches = 0;
   int64_t rows = 0;
+  int64_t contributions = 0;
+  bool skipped = false;
   bool repeated = false;
+  uint64_t applied_incarnation = 0;  // of the engine that applied the step
 };
 
 // An open stream. Thread-safe; destroying it cancels what is not finished (OnFinished still comes). Must
@@ -114,7 +139,13 @@ class Stream {
 
   // Lets results flow; nothing reaches the observer before. Call once.
   virtual void Start() = 0;
-  // Hands over one slice: hidden states [rows, D] at the front of `buffer`, `bytes` long. A slice that
+  // Asks where to put the hidden states of the next slice, `bytes` of them (ignored for retained rows). One
+  // request at a time. Usually the answer is a free buffer of the staging pool; on a deterministic engine,
+  // for a stream that accumulates, it is room for just these rows, once it is their turn, and a slice that
+  // breaks a rule fails the stream.
+  virtual void RequestRoom(RowRange rows, int64_t bytes, RoomWaiter waiter) = 0;
+  // Hands over one slice: hidden states [rows, D] at the front of `buffer`, `bytes` long. `buffer` comes from
+  // RequestRoom for the same rows or, unless limits().row_grid is set, from the staging pool. A slice that
   // breaks a rule fails the stream through OnFinished.
   virtual void Submit(RowRange rows, StagingBuffer buffer, int64_t bytes) = 0;
   // Streams of OpenBackward: the slices to submit, and their submission. `buffer` receives dL/dx; it may be
@@ -145,7 +176,7 @@ class Engine {
   // Blocks. Creates the head's tensors on the device (zero; norm gain and class weights one); it is not
   // visible to Open or List until Publish. ALREADY_EXISTS, RESOURCE_EXHAUSTED, INVALID_ARGUMENT.
   virtual absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config,
-                                  uint64_t step) = 0;
+                                  const head::Progress& progress) = 0;
   virtual absl::Status PublishHead(absl::string_view name) = 0;
   // Blocks. FAILED_PRECONDITION while streams are open on it.
   virtual absl::Status DeleteHead(absl::string_view name) = 0;
@@ -159,13 +190,31 @@ class Engine {
 
   // ---- Steps; all block ----
   virtual absl::StatusOr<double> GradNorm(absl::string_view name, std::optional<uint64_t> step) = 0;
-  // On missing rows: FAILED_PRECONDITION, and `missing` (may be null) lists them.
+  // On missing rows: FAILED_PRECONDITION, and `missing` (may be null) lists them. FAILED_PRECONDITION, too,
+  // if the gradient's norm is not finite, unless StepRequest::skip_non_finite.
   virtual absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request,
                                                std::vector<std::string>* missing) = 0;
   virtual absl::Status ZeroGradients(absl::string_view name, uint64_t step) = 0;
   // After a checkpoint was loaded: forgets the ledger, zeroes gradients, cancels accumulating streams and
-  // sets the open step.
-  virtual absl::Status ResetStep(absl::string_view name, uint64_t step) = 0;
+  // sets the open step. `last_step`: how the step before was applied; repeats of its ApplyStep are answered
+  // with that.
+  virtual absl::Status ResetStep(absl::string_view name, const head::Progress& progress,
+                                 const std::optional<head::AppliedStep>& last_step) = 0;
+
+  // ---- Contributions ----
+  // Validates the spec and enters it in the ledger. Errors as in lossd.v1.HeadService.AddGradient.
+  virtual absl::StatusOr<Contribution> OpenContribution(const ContributionSpec& spec) = 0;
+  // When the contribution may be added: at once (0 is returned, and `ready` is not called), or, on a
+  // deterministic engine, when all before it in order of ids are accumulated. Then `ready` is called, once,
+  // on a thread of the engine's; also if it never may any more, which AddRows will explain. Returns a ticket.
+  virtual uint64_t AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready) = 0;
+  // True if `ready` will not be called any more because of this.
+  virtual bool ForgetTurn(const Contribution& contribution, uint64_t ticket) = 0;
+  // Blocks. Adds a slice, `rows` within contribution.rows, `values` [rows.size(), cols] in its dtype; returns
+  // how many of the rows were added, the others having been added before. All or nothing. UNAVAILABLE if it
+  // is not its turn (any more, since an earlier microbatch failed).
+  virtual absl::StatusOr<int64_t> AddRows(const Contribution& contribution, RowRange rows,
+                                          absl::Span<const uint8_t> values) = 0;
 
   // ---- Rows ----
   // Validates the spec and registers it in the ledger; results flow after Start. Errors as in

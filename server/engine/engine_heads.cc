@@ -1,11 +1,32 @@
 // EngineImpl: heads and their steps.
+#include <cmath>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/validation.h"
 #include "server/engine/engine_impl.h"
 #include "server/engine/errors.h"
 
 namespace lossd::engine {
+namespace {
+
+absl::Status NormNotFinite(double norm) {
+  return FieldError(absl::StatusCode::kFailedPrecondition, "skip_non_finite",
+                    "must be set to close a step whose gradient norm is not finite (nothing changed)",
+                    absl::StrCat("a norm of ", norm));
+}
+
+// A repeat may be of a step that was applied before a restart, by another process.
+absl::Status CheckIncarnation(const StepRequest& request, uint64_t own) {
+  if (request.incarnation.value_or(own) == own) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kFailedPrecondition, "incarnation",
+                    absl::StrCat("must be that of the server process that has the step's rows, ",
+                                 absl::Hex(own, absl::kZeroPad16)),
+                    absl::StrCat(absl::Hex(*request.incarnation, absl::kZeroPad16)));
+}
+
+}  // namespace
 
 // ---- Heads ----
 
@@ -21,7 +42,7 @@ absl::StatusOr<EngineImpl::EntryPtr> EngineImpl::Find(absl::string_view name) co
 }
 
 absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadConfig& config,
-                                    uint64_t step) {
+                                    const head::Progress& progress) {
   if (auto status = kernels::Validate(config); !status.ok()) return status;
   if (config.hidden_size > options_.slice_bytes / 4) {
     return InvalidField(
@@ -53,7 +74,13 @@ absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadC
     entry->compute_dtype = (*kernels)->compute_dtype();
     entry->chunk_rows = (*kernels)->chunk_rows();
     entry->memory = (*kernels)->memory();
-    entry->step = step;
+    entry->step = progress.step;
+    entry->updates = progress.updates;
+    entry->generation = ++last_generation_;
+    if (status = AllocateGroups(*entry); !status.ok()) {
+      entries_.erase(entry->name);
+      return;
+    }
     entry->head = std::make_unique<head::Head>(entry->name, *std::move(kernels));
   });
   return ran.ok() ? status : ran;
@@ -77,6 +104,7 @@ absl::Status EngineImpl::DeleteHead(absl::string_view name) {
           absl::StrCat("head ", name, " has ", (*entry)->streams.size(), " open ComputeLoss calls"));
     }
     (*entry)->deleting = true;
+    CallTurns(**entry);
   }
   return RunDeviceTask([&] {
     std::unique_ptr<head::Head> head;  // freed outside the lock
@@ -93,19 +121,25 @@ absl::Status EngineImpl::DeleteHead(absl::string_view name) {
 }
 
 HeadSnapshot EngineImpl::Snapshot(const Entry& entry) const {
+  const bool in_order = entry.sequencer != nullptr;
   return {.name = entry.name,
           .config = entry.config,
           .compute_dtype = entry.compute_dtype,
           .state = {.incarnation = incarnation_, .step = entry.step},
-          .limits = {.max_rows = entry.chunk_rows, .max_bytes = options_.slice_bytes},
+          .limits = LimitsFor(entry, entry.config.trainable),
           .chunk_rows = entry.chunk_rows,
           .memory = entry.memory,
           .open_streams = static_cast<int64_t>(entry.streams.size()),
-          .queued_slices = entry.queue.slices(),
+          .queued_slices = entry.queue.slices() + (in_order ? entry.sequencer->attached_slices() : 0),
+          .updates = entry.updates,
           .step_microbatches = entry.ledger.microbatches(),
+          .step_contributions = entry.contributions.contributions(),
           .retained_microbatches = entry.deferred.size(),
+          .waiting_slices = in_order ? entry.sequencer->waiting_slices() : 0,
+          .waits_for = in_order ? entry.sequencer->WaitsFor() : "",
           .step_rows = entry.ledger.accumulated_rows(),
-          .total_rows = entry.total_rows};
+          .total_rows = entry.total_rows,
+          .last_step = entry.last_step};
 }
 
 absl::StatusOr<HeadSnapshot> EngineImpl::Describe(absl::string_view name) const {
@@ -134,9 +168,13 @@ EngineStats EngineImpl::stats() const {
   for (const auto& [name, entry] : entries_) {
     stats.queued_slices += entry->queue.slices();
     stats.queued_rows += entry->queue.rows();
+    if (entry->sequencer != nullptr) {
+      stats.queued_slices += entry->sequencer->attached_slices();
+      stats.waiting_slices += entry->sequencer->waiting_slices();
+    }
     stats.heads += entry->published ? 1 : 0;
-    stats.ledger_rows += entry->ledger.declared_rows();
-    stats.ledger_bytes += entry->ledger.bytes();
+    stats.ledger_rows += entry->ledger.declared_rows() + entry->contributions.rows();
+    stats.ledger_bytes += entry->ledger.bytes() + entry->contributions.bytes();
     stats.retained_microbatches += entry->deferred.size();
   }
   return stats;
@@ -156,6 +194,7 @@ absl::Status EngineImpl::OnDevice(absl::string_view name,
       return absl::ResourceExhaustedError(absl::StrCat("head ", name, " has ", (*entry)->queue.operations(),
                                                        " operations waiting, the most allowed"));
     }
+    queued.arrival = ++(*entry)->arrivals;
     (*entry)->queue.Push(&queued);
     work_.Signal();
   }
@@ -193,16 +232,37 @@ absl::StatusOr<double> EngineImpl::GradNorm(absl::string_view name, std::optiona
   return norm;
 }
 
+// Of microbatches and contributions that are not complete, a line each.
+std::vector<std::string> EngineImpl::MissingOf(const Entry& entry, absl::Span<const uint64_t> ids) const {
+  std::vector<std::string> lines;
+  std::vector<uint64_t> microbatches;
+  for (uint64_t id : ids) {
+    if (!entry.contributions.Contains(id)) {
+      microbatches.push_back(id);
+    } else if (!entry.contributions.Complete(id)) {
+      lines.push_back(entry.contributions.DescribeMissing(id));
+    }
+  }
+  std::vector<std::string> others = entry.ledger.Missing(microbatches);
+  lines.insert(lines.end(), std::make_move_iterator(others.begin()), std::make_move_iterator(others.end()));
+  return lines;
+}
+
 absl::Status EngineImpl::CheckStepComplete(const Entry& entry, const StepRequest& request,
                                            std::vector<std::string>* missing) {
+  if (auto meant = CheckIncarnation(request, incarnation_); !meant.ok()) return meant;
   if (request.step != entry.step) return StepNotOpen("step", request.step, entry.step);
   if (!entry.distrust.ok()) return entry.distrust;
-  std::vector<std::string> lines = entry.ledger.Missing(request.expected_microbatches);
+  std::vector<std::string> lines = MissingOf(entry, request.expected_microbatches);
   const int64_t rows = entry.ledger.accumulated_rows();
   if (request.expected_rows.has_value() && *request.expected_rows != rows) {
     lines.push_back(absl::StrCat("rows: ", rows, " accumulated, ", *request.expected_rows, " expected"));
   }
   if (lines.empty()) return absl::OkStatus();
+  if (const std::string waits = entry.sequencer == nullptr ? "" : entry.sequencer->WaitsFor();
+      !waits.empty()) {
+    lines.push_back(absl::StrCat("in order: slices wait for ", waits));
+  }
   absl::Status status = absl::FailedPreconditionError(
       absl::StrCat("step ", entry.step, " is not complete: ", lines.front(),
                    lines.size() > 1 ? absl::StrCat(" (and ", lines.size() - 1, " more)") : ""));
@@ -213,13 +273,13 @@ absl::Status EngineImpl::CheckStepComplete(const Entry& entry, const StepRequest
 
 // Opens a step: forgets the ledger and ends the streams that accumulate for the old one.
 void EngineImpl::EnterStep(Entry& entry, uint64_t step, const absl::Status& why) {
-  const auto streams = entry.streams;
-  for (const auto& stream : streams) {
-    if (!stream->spec().accumulate_gradients) continue;
-    FailStream(entry, *stream, why);
-    FinishIfReady(entry, stream);
-  }
+  FailAccumulating(entry, why);
+  DropFailed(entry);
   entry.ledger.Clear();
+  entry.contributions.Clear();
+  entry.generation = ++last_generation_;
+  if (entry.sequencer != nullptr) entry.sequencer->Clear();
+  CallTurns(entry);
   entry.deferred.Clear();  // their logits were those of the old weights
   entry.step = step;
   entry.distrust = absl::OkStatus();
@@ -236,6 +296,17 @@ absl::Status EngineImpl::StepFailed(Entry& entry, const absl::Status& status) {
   return entry.distrust;
 }
 
+// What the last step answers.
+StepResult EngineImpl::ResultOf(const Entry& entry) const {
+  return {.state = {.incarnation = incarnation_, .step = entry.step},
+          .grad_norm = entry.last_step->grad_norm,
+          .microbatches = entry.last_step->microbatches,
+          .rows = entry.last_step->rows,
+          .contributions = entry.last_step->contributions,
+          .skipped = entry.last_step->skipped,
+          .applied_incarnation = entry.last_step->incarnation};
+}
+
 absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const StepRequest& request,
                                                  std::vector<std::string>* missing) {
   if (auto status = kernels::Validate(request.optimizer); !status.ok()) {
@@ -243,36 +314,49 @@ absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const S
   }
   StepResult result;
   absl::Status status = RunOnHead(name, [&](Entry& entry, head::Head& head) -> absl::Status {
+    uint64_t updates = 0;
     {
       absl::MutexLock lock(&mutex_);
-      if (entry.last_result.has_value() && request.step == entry.last_request->step &&
-          request.step + 1 == entry.step) {
-        if (!(entry.last_request->optimizer == request.optimizer)) {
+      if (entry.last_step.has_value() && request.step + 1 == entry.step) {
+        auto meant = CheckIncarnation(request, entry.last_step->incarnation);
+        if (!meant.ok()) return meant;
+        if (!(entry.last_step->optimizer == request.optimizer)) {
           return FieldError(absl::StatusCode::kFailedPrecondition, "optimizer",
                             "differs from what this step was applied with", "other settings");
         }
-        result = *entry.last_result;
+        result = ResultOf(entry);
         result.repeated = true;
         return absl::OkStatus();
       }
       if (auto complete = CheckStepComplete(entry, request, missing); !complete.ok()) return complete;
+      updates = entry.updates;
     }
+    const auto update = static_cast<int64_t>(updates) + 1;
+    auto valid = kernels::ValidateStep(entry.config, request.optimizer, update);
+    if (!valid.ok()) return valid;
     auto norm = head.kernels().GradNorm();
     if (!norm.ok()) return norm.status();
-    auto applied = head.kernels().ApplyStep(request.optimizer, static_cast<int64_t>(request.step) + 1);
+    const bool skipped = !std::isfinite(*norm);
+    if (skipped && !request.skip_non_finite) return NormNotFinite(*norm);
+    auto applied =
+        skipped ? head.kernels().ZeroGradients() : head.kernels().ApplyStep(request.optimizer, update);
     if (!applied.ok()) return StepFailed(entry, applied);
     absl::MutexLock lock(&mutex_);
-    result = {.state = {.incarnation = incarnation_, .step = request.step + 1},
-              .grad_norm = *norm,
-              .microbatches = entry.ledger.microbatches(),
-              .rows = entry.ledger.accumulated_rows()};
+    const head::AppliedStep applied_step = {.incarnation = incarnation_,
+                                            .optimizer = request.optimizer,
+                                            .grad_norm = *norm,
+                                            .microbatches = entry.ledger.microbatches(),
+                                            .rows = entry.ledger.accumulated_rows(),
+                                            .contributions = entry.contributions.contributions(),
+                                            .skipped = skipped};
     EnterStep(entry, request.step + 1, StepNotOpen("open.step", request.step, request.step + 1));
-    entry.last_request = request;
-    entry.last_result = result;
+    if (!skipped) ++entry.updates;
+    entry.last_step = applied_step;
+    result = ResultOf(entry);
     return absl::OkStatus();
   });
   if (!status.ok()) return status;
-  if (!result.repeated) observer_->OnStep(name);
+  if (!result.repeated) observer_->OnStep(name, result.skipped);
   return result;
 }
 
@@ -289,15 +373,16 @@ absl::Status EngineImpl::ZeroGradients(absl::string_view name, uint64_t step) {
   });
 }
 
-absl::Status EngineImpl::ResetStep(absl::string_view name, uint64_t step) {
+absl::Status EngineImpl::ResetStep(absl::string_view name, const head::Progress& progress,
+                                   const std::optional<head::AppliedStep>& last_step) {
   return RunOnHead(name, [&](Entry& entry, head::Head& head) -> absl::Status {
     if (entry.config.trainable) {
       if (auto status = head.kernels().ZeroGradients(); !status.ok()) return status;
     }
     absl::MutexLock lock(&mutex_);
-    EnterStep(entry, step, absl::AbortedError("a checkpoint was loaded"));
-    entry.last_request.reset();
-    entry.last_result.reset();
+    EnterStep(entry, progress.step, absl::AbortedError("a checkpoint was loaded"));
+    entry.updates = progress.updates;
+    entry.last_step = last_step;
     return absl::OkStatus();
   });
 }

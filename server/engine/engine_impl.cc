@@ -68,6 +68,7 @@ EngineImpl::~EngineImpl() {
         FailStream(*entry, *stream, absl::UnavailableError("the server is shutting down"));
         FinishIfReady(*entry, stream);
       }
+      CallTurns(*entry);
     }
     work_.SignalAll();
   }
@@ -112,15 +113,23 @@ bool EngineImpl::RunNext() {
 }
 
 bool EngineImpl::RunNextOf(const EntryPtr& entry) {
-  if (entry->chunks_in_flight == 0) {
-    if (Operation* operation = entry->queue.TakeOperation()) {
-      RunOperation(*entry, operation);
+  if (const Operation* front = entry->queue.FrontOperation()) {
+    const bool after_a_group = entry->sequencer != nullptr && entry->sequencer->HasReady(front->arrival);
+    if (entry->chunks_in_flight == 0 && !after_a_group) {
+      RunOperation(*entry, entry->queue.TakeOperation());
       return true;
     }
+    if (!after_a_group) return false;
   }
   if (chunks_in_flight_ >= backend_->max_chunks_in_flight()) return false;
+  if (entry->group_was_last) return LaunchNextChunk(entry) || LaunchNextGroup(entry);
+  return LaunchNextGroup(entry) || LaunchNextChunk(entry);
+}
+
+bool EngineImpl::LaunchNextChunk(const EntryPtr& entry) {
   auto works = entry->queue.TakeChunk(entry->chunk_rows, entry->ledger);
   if (works.empty()) return false;
+  entry->group_was_last = false;
   LaunchChunk(entry, std::move(works));
   return true;
 }
@@ -174,14 +183,33 @@ void EngineImpl::LaunchChunk(const EntryPtr& entry, std::vector<std::unique_ptr<
   }
   flight->chunk.slices = absl::MakeSpan(flight->slices);
   flight->chunk.retained = retained_.get();
-  ++entry->chunks_in_flight;
+  Launch(*entry, &flight->chunk,
+         {.on_results = [this, flight](absl::Status s) { OnResults(*flight, std::move(s)); },
+          .on_done = [this, flight](absl::Status s) { OnDone(flight, std::move(s)); }});
+}
+
+void EngineImpl::Launch(Entry& entry, kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks) {
+  ++entry.chunks_in_flight;
   ++chunks_in_flight_;
-  kernels::HeadKernels& kernels = entry->head->kernels();
+  kernels::HeadKernels& kernels = entry.head->kernels();
   mutex_.Unlock();
-  kernels.Submit(&flight->chunk,
-                 {.on_results = [this, flight](absl::Status s) { OnResults(*flight, std::move(s)); },
-                  .on_done = [this, flight](absl::Status s) { OnDone(flight, std::move(s)); }});
+  kernels.Submit(chunk, std::move(callbacks));
   mutex_.Lock();
+}
+
+// Sends the results of a slice on their way.
+void EngineImpl::Deliver(SliceWork& work, double compute_seconds) {
+  StreamState& stream = *work.stream;
+  work.output.rows = work.rows;
+  work.output.queue_seconds = work.queue_seconds;
+  work.output.compute_seconds = compute_seconds;
+  if (stream.spec().want_grad_hidden) {
+    work.output.grad_bytes = stream.RowBytes(work.rows.size());
+    work.output.grad_hidden = std::move(work.buffer);
+  }
+  notifier_.Post([stream = work.stream, output = std::move(work.output)]() mutable {
+    stream->observer().OnSlice(std::move(output));
+  });
 }
 
 void EngineImpl::OnResults(Flight& flight, absl::Status status) {
@@ -193,26 +221,12 @@ void EngineImpl::OnResults(Flight& flight, absl::Status status) {
     SliceWork& work = *flight.works[i];
     StreamState& stream = *work.stream;
     if (!status.ok()) {
-      FailStream(*flight.entry, stream,
-                 absl::InternalError(absl::StrCat(
-                     "the device failed; nothing of this slice was accumulated: ", status.message())));
+      FailStream(*flight.entry, stream, DeviceFailed(status));
     } else if (flight.slices[i].first_nonfinite_row >= 0) {
       const int64_t row = work.rows.begin + flight.slices[i].first_nonfinite_row;
-      FailStream(*flight.entry, stream,
-                 FieldError(absl::StatusCode::kOutOfRange, absl::StrCat("row ", row),
-                            "must have a finite loss; nothing of its slice was accumulated",
-                            "a loss that is not finite"));
+      FailStream(*flight.entry, stream, RowNotFinite(row));
     } else if (!stream.failed()) {
-      work.output.rows = work.rows;
-      work.output.queue_seconds = work.queue_seconds;
-      work.output.compute_seconds = flight.compute_seconds;
-      if (stream.spec().want_grad_hidden) {
-        work.output.grad_bytes = stream.RowBytes(work.rows.size());
-        work.output.grad_hidden = std::move(work.buffer);
-      }
-      notifier_.Post([stream = work.stream, output = std::move(work.output)]() mutable {
-        stream->observer().OnSlice(std::move(output));
-      });
+      Deliver(work, flight.compute_seconds);
     }
   }
 }
@@ -248,19 +262,27 @@ void EngineImpl::OnDone(std::shared_ptr<Flight> flight, absl::Status status) {
   const bool broken = flight->results_ok && !status.ok();
   if (broken) observer_->OnDeviceError(status);
   absl::MutexLock lock(&mutex_);
-  if (broken) {
-    entry.distrust = absl::InternalError(absl::StrCat(
-        "the device failed while accumulating; the gradients of head ", entry.name, " at step ", entry.step,
-        " are not to be trusted (zero the gradients and repeat the step): ", status.message()));
-  }
+  if (broken) Distrust(entry, status);
   for (size_t i = 0; i < flight->works.size(); ++i) {
     SettleSlice(*flight, i, !broken);
     if (broken) FailStream(entry, *flight->works[i]->stream, entry.distrust);
   }
-  for (const auto& work : flight->works) FinishIfReady(entry, work->stream);
+  LeaveDevice(entry, std::move(flight->works));
+}
+
+// The accumulators may be half-written.
+void EngineImpl::Distrust(Entry& entry, const absl::Status& status) {
+  entry.distrust = absl::InternalError(absl::StrCat(
+      "the device failed while accumulating; the gradients of head ", entry.name, " at step ", entry.step,
+      " are not to be trusted (zero the gradients and repeat the step): ", status.message()));
+}
+
+// A chunk of these slices is over.
+void EngineImpl::LeaveDevice(Entry& entry, std::vector<std::unique_ptr<SliceWork>> works) {
+  for (const auto& work : works) FinishIfReady(entry, work->stream);
   --entry.chunks_in_flight;
   --chunks_in_flight_;
-  notifier_.Post([works = std::move(flight->works)]() mutable { works.clear(); });
+  notifier_.Post([works = std::move(works)]() mutable { works.clear(); });
   work_.SignalAll();
 }
 

@@ -17,11 +17,13 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
+#include "server/engine/contribution_ledger.h"
 #include "server/engine/deferred.h"
 #include "server/engine/engine.h"
 #include "server/engine/ledger.h"
 #include "server/engine/notifier.h"
 #include "server/engine/range_allocator.h"
+#include "server/engine/sequencer.h"
 #include "server/engine/stream_state.h"
 #include "server/engine/work_queue.h"
 
@@ -38,7 +40,8 @@ class EngineImpl final : public Engine {
   uint64_t incarnation() const override { return incarnation_; }
   EngineStats stats() const override;
 
-  absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config, uint64_t step) override;
+  absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config,
+                          const head::Progress& progress) override;
   absl::Status PublishHead(absl::string_view name) override;
   absl::Status DeleteHead(absl::string_view name) override;
   absl::StatusOr<HeadSnapshot> Describe(absl::string_view name) const override;
@@ -50,7 +53,14 @@ class EngineImpl final : public Engine {
   absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request,
                                        std::vector<std::string>* missing) override;
   absl::Status ZeroGradients(absl::string_view name, uint64_t step) override;
-  absl::Status ResetStep(absl::string_view name, uint64_t step) override;
+  absl::Status ResetStep(absl::string_view name, const head::Progress& progress,
+                         const std::optional<head::AppliedStep>& last_step) override;
+
+  absl::StatusOr<Contribution> OpenContribution(const ContributionSpec& spec) override;
+  uint64_t AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready) override;
+  bool ForgetTurn(const Contribution& contribution, uint64_t ticket) override;
+  absl::StatusOr<int64_t> AddRows(const Contribution& contribution, RowRange rows,
+                                  absl::Span<const uint8_t> values) override;
 
   absl::StatusOr<std::unique_ptr<Stream>> Open(StreamSpec spec,
                                                std::shared_ptr<StreamObserver> observer) override;
@@ -62,11 +72,22 @@ class EngineImpl final : public Engine {
  private:
   friend class StreamHandle;
 
+  // A contribution that waits for its turn.
+  struct TurnWaiter {
+    uint64_t ticket = 0;
+    uint64_t contribution_id = 0;
+    uint64_t generation = 0;
+    absl::AnyInvocable<void()> ready;
+  };
+
   // One head and everything that is going on with it. Entries live until their head is deleted; `head`
   // itself belongs to the device thread, the rest to mutex_.
-  struct Entry {
+  struct Entry : std::enable_shared_from_this<Entry> {
     explicit Entry(std::string head_name, const kernels::HeadConfig& head_config, int64_t max_ledger_rows)
-        : name(std::move(head_name)), config(head_config), ledger(max_ledger_rows) {}
+        : name(std::move(head_name)),
+          config(head_config),
+          ledger(max_ledger_rows),
+          contributions(max_ledger_rows) {}
 
     const std::string name;
     const kernels::HeadConfig config;
@@ -77,22 +98,32 @@ class EngineImpl final : public Engine {
     bool published = false;
     bool deleting = false;
     uint64_t step = 0;
+    uint64_t updates = 0;     // head::Progress
+    uint64_t generation = 0;  // of the gradients: another number whenever they were zeroed, over all heads
     // Set when accumulators may be half-written; streams are refused until ResetStep or ZeroGradients.
     absl::Status distrust;
     WorkQueue queue;
     Ledger ledger;
+    ContributionLedger contributions;
+    // Deterministic mode, unless frozen: the order of accumulation, and the areas it assigns.
+    std::unique_ptr<Sequencer> sequencer;
+    std::vector<TurnWaiter> turn_waiters;
+    std::shared_ptr<kernels::StagingMemory> areas;
+    int64_t area_bytes = 0;
+    uint64_t arrivals = 0;        // slices in order and operations so far
+    bool group_was_last = false;  // groups and other chunks take turns
     DeferredMicrobatches deferred;
     std::vector<std::shared_ptr<StreamState>> streams;
     int64_t chunks_in_flight = 0;
     int64_t total_rows = 0;
-    // The last applied step and what it answered.
-    std::optional<StepRequest> last_request;
-    std::optional<StepResult> last_result;
+    std::optional<head::AppliedStep> last_step;  // step - 1
   };
   using EntryPtr = std::shared_ptr<Entry>;
 
   // A chunk on the device.
   struct Flight;
+  // The same of a group, in deterministic mode.
+  struct GroupFlight;
 
   // Something to run on the device thread that is not bound to an existing head.
   struct DeviceTask {
@@ -104,12 +135,41 @@ class EngineImpl final : public Engine {
   bool RunNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool RunNextOf(const EntryPtr& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RunOperation(Entry& entry, Operation* operation) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool LaunchNextChunk(const EntryPtr& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void LaunchChunk(const EntryPtr& entry, std::vector<std::unique_ptr<SliceWork>> works)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OnResults(Flight& flight, absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
   void OnDone(std::shared_ptr<Flight> flight, absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
   void SettleSlice(Flight& flight, size_t index, bool accumulated) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What chunks of both kinds have in common.
+  void Launch(Entry& entry, kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Deliver(SliceWork& work, double compute_seconds) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Distrust(Entry& entry, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void LeaveDevice(Entry& entry, std::vector<std::unique_ptr<SliceWork>> works)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status RunDeviceTask(absl::FunctionRef<void()> run) ABSL_LOCKS_EXCLUDED(mutex_);
+
+  // ---- Deterministic mode (engine_groups.cc) ----
+  absl::Status AllocateGroups(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RequestRoom(const EntryPtr& entry, const std::shared_ptr<StreamState>& stream, RowRange rows,
+                   int64_t bytes, RoomWaiter waiter) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Hands out rooms. That of `stream`, if there is one, goes to the caller, to be called without the lock.
+  absl::AnyInvocable<void()> GrantRooms(Entry& entry, const StreamState* stream = nullptr)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void ReturnRoom(const std::weak_ptr<Entry>& entry, size_t area, uint64_t room) ABSL_LOCKS_EXCLUDED(mutex_);
+  void SubmitInOrder(Entry& entry, std::unique_ptr<SliceWork>& work) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool LaunchNextGroup(const EntryPtr& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void LaunchGroup(const EntryPtr& entry, std::unique_ptr<GroupAssembly> group)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  kernels::Slice MakeSlice(GroupFlight& flight, const GroupAssembly::Segment& segment) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static void FillGaps(GroupFlight& flight);
+  void DeliverFromGroup(GroupFlight& flight, SliceWork& work) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void OnGroupResults(GroupFlight& flight, absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnGroupDone(std::shared_ptr<GroupFlight> flight, absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
+  void SettleGroup(GroupFlight& flight, bool accumulated) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  SliceLimits LimitsFor(const Entry& entry, bool accumulates) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   absl::StatusOr<EntryPtr> Find(absl::string_view name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   HeadSnapshot Snapshot(const Entry& entry) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -118,6 +178,14 @@ class EngineImpl final : public Engine {
       ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status CheckStepComplete(const Entry& entry, const StepRequest& request,
                                  std::vector<std::string>* missing) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  StepResult ResultOf(const Entry& entry) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::vector<std::string> MissingOf(const Entry& entry, absl::Span<const uint64_t> ids) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static bool HasTurn(const Entry& entry, uint64_t contribution_id);
+  // Calls those whose turn it is, or whose gradients are gone.
+  void CallTurns(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckContribution(const Entry& entry, const Contribution& contribution) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status StepFailed(Entry& entry, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mutex_);
   void EnterStep(Entry& entry, uint64_t step, const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -129,6 +197,7 @@ class EngineImpl final : public Engine {
   absl::Status ReserveRetained(Entry& entry, StreamState& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   void FailStream(Entry& entry, StreamState& stream, absl::Status why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void FailAccumulating(Entry& entry, const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropFailed(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FinishIfReady(Entry& entry, const std::shared_ptr<StreamState>& stream)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -141,16 +210,18 @@ class EngineImpl final : public Engine {
   const std::unique_ptr<StagingPool> staging_;
   const std::unique_ptr<kernels::RetainedMemory> retained_;  // null: none
   RangeAllocator retained_allocator_;
-  Notifier notifier_;
 
   mutable absl::Mutex mutex_;
   absl::CondVar work_;  // something may be runnable, or a chunk finished
   std::map<std::string, EntryPtr, std::less<>> entries_ ABSL_GUARDED_BY(mutex_);
   std::string last_served_ ABSL_GUARDED_BY(mutex_);  // heads take turns
   std::deque<DeviceTask*> tasks_ ABSL_GUARDED_BY(mutex_);
+  uint64_t last_generation_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t last_turn_ticket_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t open_streams_ ABSL_GUARDED_BY(mutex_) = 0;
   int chunks_in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  Notifier notifier_;  // its events take mutex_
   std::thread device_thread_;
 };
 

@@ -81,7 +81,10 @@ class StreamHandle final : public Stream {
  public:
   StreamHandle(EngineImpl* engine, EngineImpl::EntryPtr entry, std::shared_ptr<StreamState> state)
       : engine_(engine), entry_(std::move(entry)), state_(std::move(state)) {}
-  ~StreamHandle() override { Cancel(absl::CancelledError("the stream was dropped")); }
+  ~StreamHandle() override {
+    if (ticket_ != 0) engine_->staging_->Forget(ticket_);
+    Cancel(absl::CancelledError("the stream was dropped"));
+  }
 
   HeadState state() const override { return state_->head_state(); }
   SliceLimits limits() const override { return state_->limits(); }
@@ -99,6 +102,15 @@ class StreamHandle final : public Stream {
     Submit(rows, std::move(buffer), state_->RowBytes(rows.size()));
   }
 
+  void RequestRoom(RowRange rows, int64_t bytes, RoomWaiter waiter) override {
+    if (state_->in_order()) {
+      if (state_->is_backward()) bytes = state_->RowBytes(rows.size());
+      engine_->RequestRoom(entry_, state_, rows, bytes, std::move(waiter));
+    } else {
+      ticket_ = engine_->staging_->Acquire(std::move(waiter));
+    }
+  }
+
   void Submit(RowRange rows, StagingBuffer buffer, int64_t bytes) override {
     auto work = std::make_unique<SliceWork>();  // outlives the lock if it is refused
     work->stream = state_;
@@ -112,7 +124,11 @@ class StreamHandle final : public Stream {
       engine_->FinishIfReady(*entry_, state_);
       return;
     }
-    entry_->queue.Push(std::move(work));
+    if (state_->in_order()) {
+      engine_->SubmitInOrder(*entry_, work);
+    } else {
+      entry_->queue.Push(std::move(work));
+    }
     engine_->work_.Signal();
   }
 
@@ -136,6 +152,7 @@ class StreamHandle final : public Stream {
   EngineImpl* const engine_;
   const EngineImpl::EntryPtr entry_;
   const std::shared_ptr<StreamState> state_;
+  uint64_t ticket_ = 0;  // of the last request for a staging buffer
 };
 
 // ---- Streams ----
@@ -160,9 +177,18 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Admit(const EntryPtr& entry,
   const StreamSpec& spec = state->spec();
   if (spec.accumulate_gradients) {
     if (!entry->distrust.ok()) return entry->distrust;
+    if (entry->contributions.Contains(spec.microbatch_id)) {
+      return FieldError(absl::StatusCode::kFailedPrecondition, "open.microbatch_id",
+                        "names a contribution of this step", absl::StrCat(spec.microbatch_id));
+    }
     absl::Status declared =
         entry->ledger.Declare(spec.microbatch_id, state->terms(), spec.rows, spec.targets, ledger_weights);
     if (!declared.ok()) return declared;
+    if (entry->sequencer != nullptr) {
+      entry->sequencer->OnDeclared(spec.microbatch_id);
+      GrantRooms(*entry);
+      work_.Signal();
+    }
   }
   entry->streams.push_back(state);
   ++open_streams_;
@@ -174,9 +200,10 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Open(StreamSpec spec,
   absl::MutexLock lock(&mutex_);
   auto entry = FindForStream(spec.head);
   if (!entry.ok()) return entry.status();
-  auto state = StreamState::Create(
-      std::move(spec), (*entry)->config, {.incarnation = incarnation_, .step = (*entry)->step},
-      {.max_rows = (*entry)->chunk_rows, .max_bytes = options_.slice_bytes}, std::move(observer));
+  const SliceLimits limits = LimitsFor(**entry, spec.accumulate_gradients);
+  auto state =
+      StreamState::Create(std::move(spec), (*entry)->config,
+                          {.incarnation = incarnation_, .step = (*entry)->step}, limits, std::move(observer));
   if (!state.ok()) return state.status();
   if ((*state)->spec().retain) {
     if (auto status = ReserveRetained(**entry, **state); !status.ok()) return status;
@@ -217,9 +244,10 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::OpenBackward(BackwardSpec sp
   if (!kept.ok()) return kept.status();
   std::vector<RetainedRows> retained;
   StreamSpec stream = BackwardStream(spec, **kept, retained);
-  auto state = StreamState::Create(
-      std::move(stream), (*entry)->config, {.incarnation = incarnation_, .step = (*entry)->step},
-      {.max_rows = (*entry)->chunk_rows, .max_bytes = options_.slice_bytes}, std::move(observer));
+  const SliceLimits limits = LimitsFor(**entry, spec.accumulate_gradients);
+  auto state =
+      StreamState::Create(std::move(stream), (*entry)->config,
+                          {.incarnation = incarnation_, .step = (*entry)->step}, limits, std::move(observer));
   if (!state.ok()) return state.status();
   std::vector<float> ledger_weights = spec.grad_loss;
   for (size_t i = 0; i < (*state)->spec().row_weights.size(); ++i)
@@ -249,15 +277,32 @@ int64_t EngineImpl::ExpireRetained(absl::Time limit) {
 // Fails a stream and drops its queued slices.
 void EngineImpl::FailStream(Entry& entry, StreamState& stream, absl::Status why) {
   if (stream.failed() || stream.finished()) return;
+  const bool gave_up = absl::IsDeadlineExceeded(why) || absl::IsCancelled(why);
+  if (gave_up && entry.sequencer != nullptr && entry.sequencer->IsWaiting(stream)) {
+    why = absl::Status(why.code(), absl::StrCat(why.message(), " while it waited for ",
+                                                entry.sequencer->WaitsFor(), " (deterministic mode)"));
+  }
   stream.Fail(std::move(why));
   DropFailed(entry);
 }
 
+void EngineImpl::FailAccumulating(Entry& entry, const absl::Status& why) {
+  const auto streams = entry.streams;
+  for (const auto& stream : streams) {
+    if (!stream->spec().accumulate_gradients) continue;
+    FailStream(entry, *stream, why);
+    FinishIfReady(entry, stream);
+  }
+}
+
 void EngineImpl::DropFailed(Entry& entry) {
-  auto dropped = entry.queue.TakeFailed();
-  if (dropped.empty()) return;
-  for (const auto& work : dropped) work->stream->AddOutstanding(-1);
-  notifier_.Post([works = std::move(dropped)]() mutable { works.clear(); });
+  Sequencer::Dropped dropped;
+  if (entry.sequencer != nullptr) dropped = entry.sequencer->TakeFailed();
+  for (auto& slice : entry.queue.TakeFailed()) dropped.slices.push_back(std::move(slice));
+  if (dropped.slices.empty() && dropped.waiters.empty()) return;
+  for (const auto& work : dropped.slices) work->stream->AddOutstanding(-1);
+  notifier_.Post([dropped = std::move(dropped)]() mutable { dropped = {}; });
+  if (entry.sequencer != nullptr) GrantRooms(entry);  // an area may have come free
 }
 
 void EngineImpl::FinishIfReady(Entry& entry, const std::shared_ptr<StreamState>& stream) {

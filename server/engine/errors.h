@@ -45,6 +45,19 @@ inline absl::Status StepNotOpen(absl::string_view field, uint64_t step, uint64_t
   return status;
 }
 
+// OUT_OF_RANGE: the loss of a row of a microbatch is not finite.
+inline absl::Status RowNotFinite(int64_t row) {
+  return FieldError(absl::StatusCode::kOutOfRange, absl::StrCat("row ", row),
+                    "must have a finite loss; nothing of its slice was accumulated",
+                    "a loss that is not finite");
+}
+
+// INTERNAL: a chunk got no results.
+inline absl::Status DeviceFailed(const absl::Status& status) {
+  return absl::InternalError(
+      absl::StrCat("the device failed; nothing of this slice was accumulated: ", status.message()));
+}
+
 }  // namespace lossd::engine
 
 #endif  // LOSSD_SERVER_ENGINE_ERRORS_H_

@@ -1,6 +1,8 @@
 #include "server/engine/ledger.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -8,25 +10,44 @@
 #include "server/engine/errors.h"
 
 namespace lossd::engine {
+namespace {
+
+// Finds nothing, and fast, in the usual case.
+template <typename T>
+bool SameBytes(const T* a, const T* b, size_t count) {
+  return std::memcmp(a, b, count * sizeof(T)) == 0;
+}
+
+}  // namespace
+
 template <typename MicrobatchT, typename Fn>
-void Ledger::ForEachRow(MicrobatchT& microbatch, RowRange rows, Fn fn) {
+void Ledger::ForEachRun(MicrobatchT& microbatch, RowRange rows, Fn fn) {
   auto it = microbatch.segments.upper_bound(rows.begin);
   if (it != microbatch.segments.begin()) --it;
   for (; it != microbatch.segments.end() && it->first < rows.end; ++it) {
     const int64_t segment_end = it->first + static_cast<int64_t>(it->second.targets.size());
     const int64_t begin = std::max(rows.begin, it->first);
     const int64_t end = std::min(rows.end, segment_end);
-    for (int64_t row = begin; row < end; ++row) fn(it->second, static_cast<size_t>(row - it->first), row);
+    if (begin < end)
+      fn(it->second, static_cast<size_t>(begin - it->first), static_cast<size_t>(end - begin), begin);
   }
 }
 
 absl::Status Ledger::CheckAgreement(uint64_t id, const Microbatch& known, RowRange rows,
                                     absl::Span<const int32_t> targets, absl::Span<const float> row_weights) {
   int64_t bad_row = -1;
-  ForEachRow(known, rows, [&](const Segment& segment, size_t i, int64_t row) {
-    const size_t j = static_cast<size_t>(row - rows.begin);
-    const float weight = row_weights.empty() ? 1.0f : row_weights[j];
-    if (bad_row < 0 && (segment.targets[i] != targets[j] || segment.weight(i) != weight)) bad_row = row;
+  ForEachRun(known, rows, [&](const Segment& segment, size_t first, size_t count, int64_t row) {
+    const size_t offset = static_cast<size_t>(row - rows.begin);
+    const bool unweighted = segment.row_weights.empty() && row_weights.empty();
+    const bool same_weights =
+        unweighted || (!segment.row_weights.empty() && !row_weights.empty() &&
+                       SameBytes(segment.row_weights.data() + first, row_weights.data() + offset, count));
+    if (same_weights && SameBytes(segment.targets.data() + first, targets.data() + offset, count)) return;
+    for (size_t i = 0; i < count && bad_row < 0; ++i) {
+      const float weight = row_weights.empty() ? 1.0f : row_weights[offset + i];
+      if (segment.targets[first + i] != targets[offset + i] || segment.weight(first + i) != weight)
+        bad_row = row + static_cast<int64_t>(i);
+    }
   });
   if (bad_row < 0) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat("open.microbatch_id ", id, ": row ", bad_row,
@@ -76,8 +97,8 @@ absl::Status Ledger::Declare(uint64_t id, const MicrobatchTerms& terms, RowRange
     if (!(it->second.terms == terms)) {
       return absl::FailedPreconditionError(absl::StrCat(
           "open.microbatch_id ", id,
-          " was opened before with other options (rows, loss options, dtype, reduction, normalizer "
-          "or grad_output)"));
+          " was opened before with other options (rows, loss options, dtype, reduction, normalizer or "
+          "grad_output; in deterministic mode also want_grad_hidden or want_row_entropy)"));
     }
     if (auto status = CheckAgreement(id, it->second, rows, targets, row_weights); !status.ok()) return status;
   }
@@ -97,43 +118,93 @@ absl::Status Ledger::Declare(uint64_t id, const MicrobatchTerms& terms, RowRange
   return absl::OkStatus();
 }
 
+std::optional<int64_t> Ledger::MicrobatchRows(uint64_t id) const {
+  const auto it = microbatches_.find(id);
+  if (it == microbatches_.end()) return std::nullopt;
+  return it->second.terms.microbatch_rows;
+}
+
+int64_t Ledger::CountUnsettled(uint64_t id, RowRange rows) const {
+  int64_t unsettled = rows.size();
+  const auto it = microbatches_.find(id);
+  if (it == microbatches_.end()) return unsettled;
+  ForEachRun(it->second, rows, [&](const Segment& segment, size_t first, size_t count, int64_t) {
+    const auto states = segment.states.begin() + static_cast<std::ptrdiff_t>(first);
+    unsettled -= std::count(states, states + static_cast<std::ptrdiff_t>(count), kSettled);
+  });
+  return unsettled;
+}
+
+void Ledger::MarkUnsettled(uint64_t id, RowRange rows, absl::Span<uint8_t> mask) const {
+  std::fill(mask.begin(), mask.end(), uint8_t{1});
+  const auto it = microbatches_.find(id);
+  if (it == microbatches_.end()) return;
+  ForEachRun(it->second, rows, [&](const Segment& segment, size_t first, size_t count, int64_t row) {
+    uint8_t* const out = mask.data() + (row - rows.begin);
+    for (size_t i = 0; i < count; ++i) out[i] = segment.states[first + i] != kSettled ? 1 : 0;
+  });
+}
+
+void Ledger::CopyContents(uint64_t id, RowRange rows, absl::Span<int32_t> targets,
+                          absl::Span<float> row_weights) const {
+  ForEachRun(microbatches_.at(id), rows,
+             [&](const Segment& segment, size_t first, size_t count, int64_t row) {
+               const size_t offset = static_cast<size_t>(row - rows.begin);
+               std::copy_n(segment.targets.data() + first, count, targets.data() + offset);
+               if (segment.row_weights.empty()) {
+                 std::fill_n(row_weights.data() + offset, count, 1.0f);
+               } else {
+                 std::copy_n(segment.row_weights.data() + first, count, row_weights.data() + offset);
+               }
+             });
+}
+
 bool Ledger::AnyReserved(uint64_t id, RowRange rows) const {
   bool any = false;
-  ForEachRow(microbatches_.at(id), rows,
-             [&](const Segment& segment, size_t i, int64_t) { any = any || segment.states[i] == kReserved; });
+  ForEachRun(microbatches_.at(id), rows, [&](const Segment& segment, size_t first, size_t count, int64_t) {
+    any = any || std::memchr(segment.states.data() + first, kReserved, count) != nullptr;
+  });
   return any;
 }
 
 int64_t Ledger::Reserve(uint64_t id, RowRange rows, absl::Span<uint8_t> mask) {
   int64_t repeats = 0;
-  ForEachRow(microbatches_.at(id), rows, [&](Segment& segment, size_t i, int64_t row) {
-    const bool valid = segment.targets[i] != kernels::kIgnoredTarget;
-    const bool pending = segment.states[i] == kPending;
-    mask[static_cast<size_t>(row - rows.begin)] = pending ? 1 : 0;
-    if (pending) segment.states[i] = kReserved;
-    if (valid && !pending) ++repeats;
+  ForEachRun(microbatches_.at(id), rows, [&](Segment& segment, size_t first, size_t count, int64_t row) {
+    uint8_t* const states = segment.states.data() + first;
+    const int32_t* const targets = segment.targets.data() + first;
+    uint8_t* const out = mask.data() + (row - rows.begin);
+    for (size_t i = 0; i < count; ++i) {
+      const bool pending = states[i] == kPending;
+      repeats += !pending && targets[i] != kernels::kIgnoredTarget ? 1 : 0;
+      out[i] = pending ? 1 : 0;
+      states[i] = pending ? static_cast<uint8_t>(kReserved) : states[i];
+    }
   });
   return repeats;
 }
 
+int64_t Ledger::ReplaceReserved(Microbatch& microbatch, RowRange rows, RowState state) {
+  int64_t replaced = 0;
+  ForEachRun(microbatch, rows, [&](Segment& segment, size_t first, size_t count, int64_t) {
+    uint8_t* const states = segment.states.data() + first;
+    for (size_t i = 0; i < count; ++i) {
+      const bool reserved = states[i] == kReserved;
+      replaced += reserved ? 1 : 0;
+      states[i] = reserved ? static_cast<uint8_t>(state) : states[i];
+    }
+  });
+  return replaced;
+}
+
 int64_t Ledger::Commit(uint64_t id, RowRange rows) {
   Microbatch& microbatch = microbatches_.at(id);
-  int64_t committed = 0;
-  ForEachRow(microbatch, rows, [&](Segment& segment, size_t i, int64_t) {
-    if (segment.states[i] != kReserved) return;
-    segment.states[i] = kSettled;
-    ++committed;
-  });
+  const int64_t committed = ReplaceReserved(microbatch, rows, kSettled);
   microbatch.settled_rows += committed;
   accumulated_rows_ += committed;
   return committed;
 }
 
-void Ledger::Release(uint64_t id, RowRange rows) {
-  ForEachRow(microbatches_.at(id), rows, [](Segment& segment, size_t i, int64_t) {
-    if (segment.states[i] == kReserved) segment.states[i] = kPending;
-  });
-}
+void Ledger::Release(uint64_t id, RowRange rows) { ReplaceReserved(microbatches_.at(id), rows, kPending); }
 
 std::string Ledger::DescribeMissing(uint64_t id, const Microbatch& microbatch) {
   constexpr int kMaxRanges = 8;

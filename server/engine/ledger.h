@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,9 @@ struct MicrobatchTerms {
   Reduction reduction = Reduction::kSum;
   double normalizer = 1.0;  // as resolved
   float grad_output = 1.0f;
+  // Set for streams in order only (sequencer.h), whose rows are computed with those of other streams.
+  bool want_grad_hidden = false;
+  bool want_row_entropy = false;
   friend bool operator==(const MicrobatchTerms&, const MicrobatchTerms&) = default;
 };
 
@@ -45,7 +49,19 @@ class Ledger {
   absl::Status Declare(uint64_t id, const MicrobatchTerms& terms, RowRange rows,
                        absl::Span<const int32_t> targets, absl::Span<const float> row_weights);
 
+  bool Contains(uint64_t id) const { return microbatches_.contains(id); }
+  // N of a microbatch; nothing if the id is not known.
+  std::optional<int64_t> MicrobatchRows(uint64_t id) const;
+  // How many of the rows, declared or not, are not settled.
+  int64_t CountUnsettled(uint64_t id, RowRange rows) const;
+  // mask[i] becomes 1 if row rows.begin + i, declared or not, is not settled, else 0.
+  void MarkUnsettled(uint64_t id, RowRange rows, absl::Span<uint8_t> mask) const;
+
   // The members below take rows that have been declared.
+
+  // Copies the targets and weights the rows were declared with; both spans are [rows.size()].
+  void CopyContents(uint64_t id, RowRange rows, absl::Span<int32_t> targets,
+                    absl::Span<float> row_weights) const;
 
   // True if any of the rows is reserved.
   bool AnyReserved(uint64_t id, RowRange rows) const;
@@ -87,14 +103,17 @@ class Ledger {
     int64_t settled_rows = 0;
   };
 
-  // Calls fn(segment, index in segment, row) for each declared row in `rows`.
+  // Calls fn(segment, first index in segment, number of rows, first row) for each run of declared rows in
+  // `rows`.
   template <typename MicrobatchT, typename Fn>
-  static void ForEachRow(MicrobatchT& microbatch, RowRange rows, Fn fn);
+  static void ForEachRun(MicrobatchT& microbatch, RowRange rows, Fn fn);
   static absl::Status CheckAgreement(uint64_t id, const Microbatch& known, RowRange rows,
                                      absl::Span<const int32_t> targets, absl::Span<const float> row_weights);
   static std::vector<RowRange> Undeclared(const Microbatch& microbatch, RowRange rows);
   void AddSegment(Microbatch& microbatch, RowRange piece, RowRange rows, absl::Span<const int32_t> targets,
                   absl::Span<const float> row_weights);
+  // Gives the reserved ones among the rows another state; returns how many.
+  static int64_t ReplaceReserved(Microbatch& microbatch, RowRange rows, RowState state);
   static std::string DescribeMissing(uint64_t id, const Microbatch& microbatch);
 
   const int64_t max_rows_;

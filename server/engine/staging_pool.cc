@@ -8,19 +8,20 @@
 namespace lossd::engine {
 
 StagingBuffer::StagingBuffer(StagingBuffer&& other) noexcept
-    : pool_(std::exchange(other.pool_, nullptr)), data_(std::exchange(other.data_, nullptr)) {}
+    : data_(std::exchange(other.data_, nullptr)), give_back_(std::move(other.give_back_)) {}
 
 StagingBuffer& StagingBuffer::operator=(StagingBuffer&& other) noexcept {
   if (this == &other) return *this;
   Release();
-  pool_ = std::exchange(other.pool_, nullptr);
   data_ = std::exchange(other.data_, nullptr);
+  give_back_ = std::move(other.give_back_);
   return *this;
 }
 
 void StagingBuffer::Release() {
-  if (data_ == nullptr) return;
-  std::exchange(pool_, nullptr)->GiveBack(std::exchange(data_, nullptr));
+  if (std::exchange(data_, nullptr) == nullptr) return;
+  GiveBack give_back = std::move(give_back_);
+  give_back();
 }
 
 absl::StatusOr<std::unique_ptr<StagingPool>> StagingPool::Create(kernels::Backend* backend,
@@ -53,7 +54,7 @@ uint64_t StagingPool::Acquire(Waiter waiter) {
       waiting_.push_back({++last_ticket_, std::move(waiter)});
       return last_ticket_;
     }
-    buffer = StagingBuffer(this, free_.back());
+    buffer = Lend(free_.back());
     free_.pop_back();
   }
   waiter(std::move(buffer));
@@ -76,6 +77,10 @@ int64_t StagingPool::free_buffers() const {
   return static_cast<int64_t>(free_.size());
 }
 
+StagingBuffer StagingPool::Lend(uint8_t* data) {
+  return StagingBuffer(data, [this, data] { GiveBack(data); });
+}
+
 void StagingPool::GiveBack(uint8_t* data) {
   Waiter next;
   {
@@ -87,7 +92,7 @@ void StagingPool::GiveBack(uint8_t* data) {
     next = std::move(waiting_.front().waiter);
     waiting_.pop_front();
   }
-  next(StagingBuffer(this, data));
+  next(Lend(data));
 }
 
 }  // namespace lossd::engine

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -20,12 +21,14 @@
 
 namespace lossd::engine {
 
-class StagingPool;
-
-// One buffer on loan; goes back to the pool when destroyed. Move-only, thread-compatible.
+// Host memory on loan; goes back to its owner when destroyed. Move-only, thread-compatible.
 class StagingBuffer {
  public:
+  using GiveBack = absl::AnyInvocable<void()>;
+
   StagingBuffer() = default;
+  // `give_back` runs once, on whatever thread lets go of the buffer; it must not block.
+  StagingBuffer(uint8_t* data, GiveBack give_back) : data_(data), give_back_(std::move(give_back)) {}
   StagingBuffer(StagingBuffer&& other) noexcept;
   StagingBuffer& operator=(StagingBuffer&& other) noexcept;
   ~StagingBuffer() { Release(); }
@@ -35,11 +38,8 @@ class StagingBuffer {
   void Release();
 
  private:
-  friend class StagingPool;
-  StagingBuffer(StagingPool* pool, uint8_t* data) : pool_(pool), data_(data) {}
-
-  StagingPool* pool_ = nullptr;
   uint8_t* data_ = nullptr;
+  GiveBack give_back_;
 };
 
 class StagingPool {
@@ -64,13 +64,13 @@ class StagingPool {
   int64_t free_buffers() const ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  friend class StagingBuffer;
   struct Waiting {
     uint64_t ticket;
     Waiter waiter;
   };
 
   StagingPool(std::unique_ptr<kernels::StagingMemory> memory, int64_t buffer_bytes, int64_t buffers);
+  StagingBuffer Lend(uint8_t* data);
   void GiveBack(uint8_t* data) ABSL_LOCKS_EXCLUDED(mutex_);
 
   const std::unique_ptr<kernels::StagingMemory> memory_;

@@ -77,12 +77,19 @@ struct BackwardSpec {
 struct SliceLimits {
   int64_t max_rows = 0;
   int64_t max_bytes = 0;
+  // Deterministic mode, streams that accumulate: slices come in ascending order, and none holds rows on both
+  // sides of a multiple of this. 0: no such rule.
+  int64_t row_grid = 0;
 };
 
 // Upstream gradients of the rows of a backward stream; see BackwardSpec.
 struct RowGradients {
   std::vector<float> loss, lse, entropy;
 };
+
+// Takes the place where the hidden states of a slice go. Called once, on the asking thread or on one of the
+// engine's; must not block. Destroyed without a call if the stream ends first.
+using RoomWaiter = StagingPool::Waiter;
 
 // Identifies the head's state in every answer.
 struct HeadState {

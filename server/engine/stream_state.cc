@@ -161,7 +161,9 @@ absl::Status StreamState::ResolveNormalizer() {
             .hidden_dtype = spec_.hidden_dtype,
             .reduction = spec_.reduction,
             .normalizer = normalizer,
-            .grad_output = spec_.grad_output};
+            .grad_output = spec_.grad_output,
+            .want_grad_hidden = in_order() && spec_.want_grad_hidden,
+            .want_row_entropy = in_order() && spec_.want_rows.entropy};
   return absl::OkStatus();
 }
 
@@ -200,14 +202,15 @@ std::vector<RowRange> StreamState::RetainedSlices() const {
   std::vector<RowRange> slices;
   for (const RetainedRows& piece : retained_) {
     const int64_t end = std::min(piece.rows.end, spec_.rows.end);
-    for (int64_t row = std::max(piece.rows.begin, spec_.rows.begin); row < end; row += most) {
-      slices.push_back({row, std::min(end, row + most)});
+    for (int64_t row = std::max(piece.rows.begin, spec_.rows.begin); row < end; row = slices.back().end) {
+      const int64_t grid_end = in_order() ? (row / limits_.row_grid + 1) * limits_.row_grid : end;
+      slices.push_back({row, std::min({end, row + most, grid_end})});
     }
   }
   return slices;
 }
 
-absl::Status StreamState::AddSlice(RowRange rows, int64_t bytes) {
+absl::Status StreamState::CheckSlice(RowRange rows, int64_t bytes) const {
   if (half_closed_) return InvalidField("slice.rows", "came after the half-close", Text(rows));
   if (rows.begin >= rows.end || !Inside(rows, spec_.rows.begin, spec_.rows.end)) {
     return InvalidField("slice.rows", absl::StrCat("must be a non-empty range in ", Text(spec_.rows)),
@@ -230,11 +233,34 @@ absl::Status StreamState::AddSlice(RowRange rows, int64_t bytes) {
                           Text(rows));
     }
   }
+  return in_order() ? CheckOrder(rows) : absl::OkStatus();
+}
+
+absl::Status StreamState::CheckOrder(RowRange rows) const {
+  if (rows.begin < sent_end_) {
+    return InvalidField(
+        "slice.rows",
+        absl::StrCat("must come in ascending order on a deterministic server, after row ", sent_end_ - 1),
+        Text(rows));
+  }
+  if (rows.begin / limits_.row_grid != (rows.end - 1) / limits_.row_grid) {
+    return InvalidField("slice.rows",
+                        absl::StrCat("must not hold rows on both sides of a multiple of ", limits_.row_grid,
+                                     " (SliceLimits.row_grid)"),
+                        Text(rows));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status StreamState::AddSlice(RowRange rows, int64_t bytes) {
+  if (absl::Status status = CheckSlice(rows, bytes); !status.ok()) return status;
+  const size_t first = static_cast<size_t>(rows.begin - spec_.rows.begin);
   for (size_t i = 0; i < static_cast<size_t>(rows.size()); ++i) {
     sent_[first + i] = 1;
     if (spec_.targets[first + i] != kernels::kIgnoredTarget) --unsent_valid_rows_;
   }
   unsent_rows_ -= rows.size();
+  sent_end_ = rows.end;
   ++outstanding_;
   return absl::OkStatus();
 }

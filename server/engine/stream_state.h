@@ -51,7 +51,8 @@ class StreamState {
   const float* grad_entropy(RowRange rows) const { return At(gradients_.entropy, rows); }
   // The place of some rows of one slice in retained memory, in bytes; -1: none.
   int64_t RetainedOffset(RowRange rows) const;
-  // The rows of this stream cut so that each slice obeys the limits and lies in one piece of retained memory.
+  // The rows of this stream, in ascending order, cut so that each slice obeys the limits and lies in one
+  // piece of retained memory.
   std::vector<RowRange> RetainedSlices() const;
   // What a stream that retained its rows leaves behind. Call once, at its end.
   DeferredMicrobatches::Part TakePart();
@@ -59,6 +60,11 @@ class StreamState {
   // Bytes of some rows' hidden states.
   int64_t RowBytes(int64_t rows) const;
 
+  // Deterministic mode: rows are computed group by group, in order (sequencer.h).
+  bool in_order() const { return limits_.row_grid > 0; }
+
+  // INVALID_ARGUMENT if AddSlice would not take this slice. `bytes` of its payload.
+  absl::Status CheckSlice(RowRange rows, int64_t bytes) const;
   // Checks a slice and marks its rows as sent. INVALID_ARGUMENT; then nothing has changed.
   absl::Status AddSlice(RowRange rows, int64_t bytes);
   // A slice of this stream left the device.
@@ -83,6 +89,7 @@ class StreamState {
   StreamState(StreamSpec spec, HeadState state, SliceLimits limits, std::shared_ptr<StreamObserver> observer);
   absl::Status MapTargets(int64_t vocab_size);
   absl::Status ResolveNormalizer();
+  absl::Status CheckOrder(RowRange rows) const;
   const float* At(const std::vector<float>& values, RowRange rows) const;
 
   StreamSpec spec_;
@@ -97,6 +104,7 @@ class StreamState {
   RowGradients gradients_;
 
   std::vector<uint8_t> sent_;  // per row of the range
+  int64_t sent_end_ = 0;       // end of the last slice
   int64_t unsent_rows_ = 0;
   int64_t unsent_valid_rows_ = 0;
   int64_t outstanding_ = 0;  // slices queued or on the device

@@ -63,12 +63,15 @@ std::vector<Operation*> WorkQueue::TakeOperations() {
   return taken;
 }
 
-Operation* WorkQueue::TakeOperation() {
+Operation* WorkQueue::FrontOperation() const {
   if (items_.empty()) return nullptr;
-  auto* front = std::get_if<Operation*>(&items_.front());
-  if (front == nullptr) return nullptr;
-  Operation* operation = *front;
-  items_.pop_front();
+  auto* const front = std::get_if<Operation*>(&items_.front());
+  return front == nullptr ? nullptr : *front;
+}
+
+Operation* WorkQueue::TakeOperation() {
+  Operation* const operation = FrontOperation();
+  if (operation != nullptr) items_.pop_front();
   return operation;
 }
 

@@ -12,28 +12,11 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/notification.h"
-#include "absl/time/time.h"
 #include "server/engine/ledger.h"
-#include "server/engine/staging_pool.h"
-#include "server/engine/stream.h"
-#include "server/engine/stream_state.h"
+#include "server/engine/slice_work.h"
 #include "server/head/head.h"
 
 namespace lossd::engine {
-
-// A slice on its way through the engine.
-struct SliceWork {
-  std::shared_ptr<StreamState> stream;
-  RowRange rows;
-  StagingBuffer buffer;
-  absl::Time submitted;
-  double queue_seconds = 0.0;
-  // Set when it joins a chunk that accumulates.
-  bool reserved = false;
-  int64_t repeated_rows = 0;
-  std::vector<uint8_t> accumulate;  // [rows], used if some rows are repeats
-  SliceOutput output;               // per-row results
-};
 
 // Something to run on the device thread while no chunk of the head is in flight. Owned by the thread
 // that waits for `done`.
@@ -41,6 +24,7 @@ struct Operation {
   absl::FunctionRef<absl::Status(head::Head&)> run;
   absl::Status result;
   absl::Notification done;
+  uint64_t arrival = 0;  // set when it is queued
 };
 
 class WorkQueue {
@@ -53,7 +37,9 @@ class WorkQueue {
   // Removes all operations.
   std::vector<Operation*> TakeOperations();
 
-  // The operation at the front, removed; null if a slice is there or nothing.
+  // The operation at the front; null if a slice is there or nothing.
+  Operation* FrontOperation() const;
+  // The same, removed.
   Operation* TakeOperation();
   // The slices of the next chunk, removed, with their rows reserved in the ledger: the front slice and
   // those behind it, up to the next operation, that share its options, dtype and kind, at most

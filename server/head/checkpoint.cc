@@ -1,24 +1,25 @@
 #include "server/head/checkpoint.h"
 
-#include <fcntl.h>
-#include <stdio.h>
-#include <sys/file.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
-#include <filesystem>
 #include <memory>
-#include <random>
+#include <optional>
+#include <thread>
 #include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "server/head/checksum.h"
 #include "server/head/head.h"
 #include "server/head/paths.h"
+#include "server/head/read_ahead.h"
+#include "server/head/temporary_folder.h"
 
 namespace lossd::head {
 namespace {
@@ -27,8 +28,7 @@ using formats::FileError;
 
 constexpr char kTensorFile[] = "tensors.safetensors";
 constexpr char kManifestFile[] = "manifest.json";
-constexpr char kTemporaryPrefix[] = ".tmp-";  // no name starts with a dot
-constexpr int64_t kMaxManifestBytes = int64_t{1} << 20;
+constexpr absl::Duration kProgressInterval = absl::Milliseconds(200);
 
 absl::Status DataLoss(absl::string_view checkpoint, absl::string_view what) {
   return absl::DataLossError(absl::StrCat("checkpoint ", checkpoint, ": ", what));
@@ -38,64 +38,11 @@ absl::Span<const uint8_t> AsBytes(const std::string& text) {
   return {reinterpret_cast<const uint8_t*>(text.data()), text.size()};
 }
 
-// Locks a folder until the descriptor is closed or the process ends; -1 with errno set if it is locked.
-int LockFolder(const std::string& path) {
-  const int descriptor = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
-  if (descriptor < 0 || flock(descriptor, LOCK_EX | LOCK_NB) == 0) return descriptor;
-  const int error_number = errno;
-  close(descriptor);
-  errno = error_number;
-  return -1;
-}
-
-// A folder that becomes a checkpoint or disappears. Locked while it is being written.
-class TemporaryFolder {
- public:
-  TemporaryFolder() = default;
-  ~TemporaryFolder() {
-    if (lock_ >= 0) close(lock_);
-    std::error_code ignored;
-    if (!path_.empty()) std::filesystem::remove_all(path_, ignored);
-  }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-
-  absl::Status Create(const std::string& parent, absl::string_view name) {
-    std::random_device random;
-    const std::string path =
-        absl::StrCat(parent, "/", kTemporaryPrefix, name, "-", absl::Hex(random(), absl::kZeroPad8));
-    if (mkdir(path.c_str(), 0755) != 0) return FileError(path, "create folder", errno);
-    path_ = path;
-    lock_ = LockFolder(path_);  // where locks are not to be had, leftovers stay until someone removes them
-    return absl::OkStatus();
-  }
-
-  std::string File(absl::string_view name) const { return absl::StrCat(path_, "/", name); }
-
-  // Renames it to `target`, which must not exist.
-  absl::Status Become(const std::string& target) {
-    if (absl::Status status = formats::SyncFolder(path_); !status.ok()) return status;
-    int result = renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target.c_str(), RENAME_NOREPLACE);
-    // File systems without RENAME_NOREPLACE: a plain rename replaces empty folders only.
-    if (result != 0 && (errno == EINVAL || errno == ENOSYS)) result = rename(path_.c_str(), target.c_str());
-    if (result != 0) return FileError(target, "rename to", errno == ENOTEMPTY ? EEXIST : errno);
-    path_.clear();
-    return absl::OkStatus();
-  }
-
- private:
-  std::string path_;  // empty: nothing to remove
-  int lock_ = -1;
-};
-
-// The folder of a head's checkpoints, made if need be.
-absl::StatusOr<std::string> HeadFolder(const std::string& directory, const std::string& head) {
-  const std::string path = absl::StrCat(directory, "/", head);
-  if (mkdir(path.c_str(), 0755) == 0) {
-    if (absl::Status status = formats::SyncFolder(directory); !status.ok()) return status;
-  } else if (errno != EEXIST) {
-    return FileError(path, "create folder", errno);
-  }
+// The folder of a head's checkpoints, made if need be, with its own name on the disk.
+absl::StatusOr<std::string> HeadFolder(Disk* disk, const std::string& directory, const std::string& head) {
+  absl::Status created = disk->CreateFolder(absl::StrCat(directory, "/", head));
+  if (!created.ok() && !absl::IsAlreadyExists(created)) return created;
+  if (absl::Status status = disk->SyncFolder(directory); !status.ok()) return status;
   return ResolveBelow(directory, head);
 }
 
@@ -105,55 +52,23 @@ std::vector<int64_t> FileShape(const kernels::HeadConfig& config, kernels::Param
   return {shape.rows};
 }
 
-// Calls `visit(row_begin, rows, bytes)` for consecutive rows of a tensor, `slice_bytes` at a time.
-absl::Status ForEachSlice(const kernels::TensorShape& shape, int64_t slice_bytes,
-                          absl::FunctionRef<absl::Status(int64_t, int64_t, absl::Span<uint8_t>)> visit) {
+// How many rows of a tensor are handled at once.
+int64_t SliceRows(const kernels::TensorShape& shape, int64_t slice_bytes) {
   const int64_t row_bytes = shape.cols * static_cast<int64_t>(sizeof(float));
-  const int64_t most_rows = std::min(std::max<int64_t>(slice_bytes / row_bytes, 1), shape.rows);
-  std::vector<uint8_t> buffer(static_cast<size_t>(most_rows * row_bytes));
-  for (int64_t row = 0; row < shape.rows; row += most_rows) {
-    const int64_t rows = std::min(most_rows, shape.rows - row);
-    const absl::Status status =
-        visit(row, rows, absl::MakeSpan(buffer).first(static_cast<size_t>(rows * row_bytes)));
-    if (!status.ok()) return status;
-  }
-  return absl::OkStatus();
+  return std::min(std::max<int64_t>(slice_bytes / row_bytes, 1), shape.rows);
 }
 
-// Writes all tensors to `path` and returns their lines of the manifest.
-absl::StatusOr<std::vector<ManifestTensor>> WriteTensors(const std::string& path,
-                                                         const kernels::HeadConfig& config,
-                                                         TensorSource source, const SaveOptions& options) {
-  const std::vector<kernels::TensorId> ids = CheckpointTensors(config);
-  std::vector<formats::SafetensorsSpec> specs;
-  for (const kernels::TensorId id : ids) {
-    specs.push_back({TensorName(id), formats::DType::kFloat32, FileShape(config, id.param)});
-  }
-  auto writer = formats::CreateSafetensors(path, specs, {}, options.create_file);
-  if (!writer.ok()) return writer.status();
-  std::vector<ManifestTensor> lines;
-  for (const kernels::TensorId id : ids) {
-    Checksum checksum;
-    const auto write_rows = [&](int64_t row, int64_t rows, absl::Span<uint8_t> bytes) {
-      if (absl::Status status = source(id, row, rows, bytes); !status.ok()) return status;
-      checksum.Update(bytes);
-      return (*writer)->Append(bytes);
-    };
-    const kernels::TensorShape shape = kernels::ShapeOf(config, id.param);
-    const absl::Status status = ForEachSlice(shape, options.slice_bytes, write_rows);
-    if (!status.ok()) return status;
-    const int64_t bytes = shape.elements() * static_cast<int64_t>(sizeof(float));
-    lines.push_back({TensorName(id), bytes, checksum.Digest()});
-  }
-  if (absl::Status status = (*writer)->Finish(); !status.ok()) return status;
-  return lines;
+int64_t Bytes(const kernels::TensorShape& shape) {
+  return shape.elements() * static_cast<int64_t>(sizeof(float));
 }
 
-absl::Status WriteFile(const std::string& path, const std::string& text, const SaveOptions& options) {
-  auto file = options.create_file(path);
+absl::Status WriteFile(Disk* disk, const std::string& path, const std::string& text) {
+  absl::StatusOr<std::unique_ptr<formats::OutputFile>> file = disk->CreateFile(path);
   if (!file.ok()) return file.status();
-  if (absl::Status status = (*file)->Append(AsBytes(text)); !status.ok()) return status;
-  return (*file)->SyncAndClose();
+  absl::Status status = (*file)->Append(AsBytes(text));
+  if (status.ok()) status = (*file)->Sync();
+  if (status.ok()) status = (*file)->Close();
+  return status;
 }
 
 absl::StatusOr<int64_t> FileBytes(const std::string& path) {
@@ -162,39 +77,181 @@ absl::StatusOr<int64_t> FileBytes(const std::string& path) {
   return status.st_size;
 }
 
-// Writes the files of a checkpoint into `folder` and returns their bytes.
-absl::StatusOr<int64_t> WriteFiles(const TemporaryFolder& folder, const CheckpointSubject& subject,
-                                   TensorSource source, const SaveOptions& options) {
-  auto tensors = WriteTensors(folder.File(kTensorFile), subject.config, source, options);
-  if (!tensors.ok()) return tensors.status();
-  const absl::StatusOr<int64_t> file_bytes = FileBytes(folder.File(kTensorFile));
-  if (!file_bytes.ok()) return file_bytes.status();
-  const std::string manifest = EncodeManifest({subject, kTensorFile, *file_bytes, *std::move(tensors)});
-  const absl::Status written = WriteFile(folder.File(kManifestFile), manifest, options);
-  if (!written.ok()) return written;
-  return *file_bytes + static_cast<int64_t>(manifest.size());
-}
+// One save: the calling thread reads from the source, a thread of its own does all that concerns the disk.
+class Save {
+ public:
+  Save(const std::string& directory, const std::string& name, bool automatic,
+       const CheckpointSubject& subject, const SaveOptions& options)
+      : directory_(directory),
+        name_(name),
+        automatic_(automatic),
+        subject_(subject),
+        options_(options),
+        ids_(CheckpointTensors(subject.config)),
+        ahead_(BufferBytes(), BufferCount()) {
+    for (const kernels::TensorId id : ids_) progress_.total_bytes += Bytes(ShapeOf(id));
+  }
 
-absl::StatusOr<Manifest> ReadManifest(const std::string& path, absl::string_view checkpoint) {
-  const auto file = formats::InputFile::Open(path);
-  if (!file.ok()) return file.status();
-  if ((*file)->size() > kMaxManifestBytes) return DataLoss(checkpoint, "the manifest is too long");
-  std::string text(static_cast<size_t>((*file)->size()), '\0');
-  const auto bytes = absl::MakeSpan(reinterpret_cast<uint8_t*>(text.data()), text.size());
-  if (absl::Status status = (*file)->ReadAt(0, bytes); !status.ok()) return status;
-  auto manifest = DecodeManifest(text);
-  if (manifest.ok()) return manifest;
-  return absl::Status(manifest.status().code(),
-                      absl::StrCat("checkpoint ", checkpoint, ": ", manifest.status().message()));
-}
+  // Returns the bytes of the checkpoint.
+  absl::StatusOr<int64_t> Run(TensorSource source) {
+    absl::StatusOr<int64_t> bytes;
+    std::thread disk_thread([&] {
+      bytes = WriteCheckpoint();
+      ahead_.End(bytes.status());
+    });
+    absl::Status status = Read(source);
+    options_.on_read();
+    ahead_.Close(status);
+    status.Update(AwaitDisk());
+    disk_thread.join();
+    if (!status.ok()) return status;
+    return bytes;
+  }
 
-// Removes a leftover folder unless some process is writing it.
-void RemoveLeftover(const std::string& path) {
-  const int lock = LockFolder(path);
-  if (lock < 0) return;
-  std::error_code ignored;
-  std::filesystem::remove_all(path, ignored);
-  close(lock);
+ private:
+  kernels::TensorShape ShapeOf(kernels::TensorId id) const {
+    return kernels::ShapeOf(subject_.config, id.param);
+  }
+
+  // Of a buffer that takes a slice of any tensor.
+  size_t BufferBytes() const {
+    int64_t most = 1;
+    for (const kernels::TensorId id : ids_) {
+      const kernels::TensorShape shape = ShapeOf(id);
+      most = std::max(most, Bytes({SliceRows(shape, options_.slice_bytes), shape.cols}));
+    }
+    return static_cast<size_t>(most);
+  }
+
+  int64_t BufferCount() const {
+    return std::max<int64_t>(2, options_.buffer_bytes / static_cast<int64_t>(BufferBytes()));
+  }
+
+  // ---- The calling thread ----
+
+  absl::Status Read(TensorSource source) {
+    for (size_t tensor = 0; tensor < ids_.size(); ++tensor) {
+      const kernels::TensorShape shape = ShapeOf(ids_[tensor]);
+      const int64_t most_rows = SliceRows(shape, options_.slice_bytes);
+      for (int64_t row = 0; row < shape.rows; row += most_rows) {
+        const int64_t rows = std::min(most_rows, shape.rows - row);
+        absl::StatusOr<ReadAhead::Block> block = AwaitBlock();
+        if (!block.ok()) return block.status();
+        block->tensor = tensor;
+        block->bytes = static_cast<size_t>(Bytes({rows, shape.cols}));
+        if (absl::Status status = source(ids_[tensor], row, rows, block->span()); !status.ok()) return status;
+        progress_.read_bytes += static_cast<int64_t>(block->bytes);
+        ahead_.Put(*std::move(block));
+        ReportIfDue();
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<ReadAhead::Block> AwaitBlock() {
+    while (!options_.cancelled()) {
+      std::optional<ReadAhead::Block> block = ahead_.Take(absl::Now() + kProgressInterval);
+      if (block.has_value()) return *std::move(block);
+      if (absl::Status status = ahead_.result(); !status.ok()) return status;
+      ReportIfDue();
+    }
+    return absl::CancelledError("the save was cancelled");
+  }
+
+  // Until everything is on the disk.
+  absl::Status AwaitDisk() {
+    while (!ahead_.WaitUntilEnded(absl::Now() + kProgressInterval)) {
+      if (options_.cancelled()) ahead_.Close(absl::CancelledError("the save was cancelled"));
+      ReportIfDue();
+    }
+    return ahead_.result();
+  }
+
+  void ReportIfDue() {
+    if (absl::Now() < next_report_) return;
+    next_report_ = absl::Now() + kProgressInterval;
+    progress_.written_bytes = written_bytes_;
+    options_.on_progress(progress_);
+  }
+
+  // ---- The disk's thread ----
+
+  absl::StatusOr<int64_t> WriteCheckpoint() {
+    const absl::StatusOr<std::string> head_folder = HeadFolder(options_.disk, directory_, subject_.head);
+    if (!head_folder.ok()) return head_folder.status();
+    RemoveLeftovers(options_.disk, *head_folder);
+    absl::StatusOr<TemporaryFolder> folder = TemporaryFolder::Create(options_.disk, *head_folder, name_);
+    if (!folder.ok()) return folder.status();
+    const absl::StatusOr<int64_t> bytes = WriteFiles(*folder);
+    if (!bytes.ok()) return bytes;
+    absl::Status status = folder->Become(absl::StrCat(*head_folder, "/", name_));
+    if (status.ok()) status = options_.disk->SyncFolder(*head_folder);
+    if (!status.ok()) return status;
+    return bytes;
+  }
+
+  absl::StatusOr<int64_t> WriteFiles(const TemporaryFolder& folder) {
+    absl::StatusOr<std::vector<ManifestTensor>> tensors = WriteTensors(folder.File(kTensorFile));
+    if (!tensors.ok()) return tensors.status();
+    const absl::StatusOr<int64_t> file_bytes = FileBytes(folder.File(kTensorFile));
+    if (!file_bytes.ok()) return file_bytes.status();
+    const std::string manifest = EncodeManifest({.subject = subject_,
+                                                 .saved_at = absl::Now(),
+                                                 .automatic = automatic_,
+                                                 .file = kTensorFile,
+                                                 .file_bytes = *file_bytes,
+                                                 .tensors = *std::move(tensors)});
+    const absl::Status written = WriteFile(options_.disk, folder.File(kManifestFile), manifest);
+    if (!written.ok()) return written;
+    return *file_bytes + static_cast<int64_t>(manifest.size());
+  }
+
+  // Writes what the reading thread brings; returns the tensors' lines of the manifest.
+  absl::StatusOr<std::vector<ManifestTensor>> WriteTensors(const std::string& path) {
+    absl::StatusOr<std::unique_ptr<formats::DataWriter>> writer = CreateTensorFile(path);
+    if (!writer.ok()) return writer.status();
+    std::vector<Checksum> checksums(ids_.size());
+    while (std::optional<ReadAhead::Block> block = ahead_.Next()) {
+      checksums[block->tensor].Update(block->span());
+      if (absl::Status status = (*writer)->Append(block->span()); !status.ok()) return status;
+      written_bytes_ += static_cast<int64_t>(block->bytes);
+      ahead_.GiveBack(*std::move(block));
+    }
+    absl::Status status = ahead_.closed_with();
+    if (status.ok()) status = (*writer)->Finish();
+    if (!status.ok()) return status;
+    std::vector<ManifestTensor> lines;
+    for (size_t tensor = 0; tensor < ids_.size(); ++tensor) {
+      lines.push_back({TensorName(ids_[tensor]), Bytes(ShapeOf(ids_[tensor])), checksums[tensor].Digest()});
+    }
+    return lines;
+  }
+
+  absl::StatusOr<std::unique_ptr<formats::DataWriter>> CreateTensorFile(const std::string& path) const {
+    std::vector<formats::SafetensorsSpec> specs;
+    for (const kernels::TensorId id : ids_) {
+      specs.push_back({TensorName(id), formats::DType::kFloat32, FileShape(subject_.config, id.param)});
+    }
+    return formats::CreateSafetensors(
+        path, specs, {}, [this](const std::string& file) { return options_.disk->CreateFile(file); });
+  }
+
+  const std::string& directory_;
+  const std::string& name_;
+  const bool automatic_;
+  const CheckpointSubject& subject_;
+  const SaveOptions& options_;
+  const std::vector<kernels::TensorId> ids_;
+  ReadAhead ahead_;
+  SaveProgress progress_;
+  absl::Time next_report_ = absl::InfinitePast();
+  std::atomic<int64_t> written_bytes_{0};
+};
+
+absl::Status CheckFree(const std::string& path) {
+  struct stat existing {};
+  if (lstat(path.c_str(), &existing) == 0) return FileError(path, "save", EEXIST);
+  return absl::OkStatus();
 }
 
 template <typename T>
@@ -234,41 +291,19 @@ absl::Status CheckLoadable(const kernels::HeadConfig& saved, const kernels::Head
   return absl::OkStatus();
 }
 
-absl::Status PrepareCheckpointDirectory(const std::string& directory) {
-  namespace fs = std::filesystem;
-  std::error_code error;
-  fs::create_directories(directory, error);
-  if (error) return FileError(directory, "create folder", error.value());
-  for (fs::directory_iterator head(directory, error), end; !error && head != end; head.increment(error)) {
-    if (!fs::is_directory(head->symlink_status())) continue;
-    std::vector<std::string> leftovers;
-    for (fs::directory_iterator entry(head->path(), error); !error && entry != end; entry.increment(error)) {
-      if (absl::StartsWith(entry->path().filename().string(), kTemporaryPrefix))
-        leftovers.push_back(entry->path());
-    }
-    for (const std::string& leftover : leftovers) RemoveLeftover(leftover);
-  }
-  return error ? FileError(directory, "list", error.value()) : absl::OkStatus();
-}
+std::string AutomaticName(uint64_t step) { return absl::StrFormat("step-%010d", step); }
 
 absl::StatusOr<int64_t> SaveCheckpoint(const std::string& directory, absl::string_view name,
                                        const CheckpointSubject& subject, TensorSource source,
                                        const SaveOptions& options) {
+  const bool automatic = name.empty();
+  const std::string full_name = automatic ? AutomaticName(subject.step) : std::string(name);
   if (absl::Status status = ValidateName("head", subject.head); !status.ok()) return status;
-  if (absl::Status status = ValidateName("name", name); !status.ok()) return status;
+  if (absl::Status status = ValidateName("name", full_name); !status.ok()) return status;
   if (absl::Status status = kernels::Validate(subject.config); !status.ok()) return status;
-  const absl::StatusOr<std::string> head_folder = HeadFolder(directory, subject.head);
-  if (!head_folder.ok()) return head_folder.status();
-  const std::string target = absl::StrCat(*head_folder, "/", name);
-  struct stat existing {};
-  if (lstat(target.c_str(), &existing) == 0) return FileError(target, "save", EEXIST);
-  TemporaryFolder folder;
-  if (absl::Status status = folder.Create(*head_folder, name); !status.ok()) return status;
-  absl::StatusOr<int64_t> bytes = WriteFiles(folder, subject, source, options);
-  if (!bytes.ok()) return bytes;
-  if (absl::Status status = folder.Become(target); !status.ok()) return status;
-  if (absl::Status status = formats::SyncFolder(*head_folder); !status.ok()) return status;
-  return bytes;
+  const absl::Status free = CheckFree(absl::StrCat(directory, "/", subject.head, "/", full_name));
+  if (!free.ok()) return free;
+  return Save(directory, full_name, automatic, subject, options).Run(source);
 }
 
 absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(const std::string& directory,
@@ -277,30 +312,31 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(const s
       absl::StrSplit(checkpoint, absl::MaxSplits('/', 1));
   if (absl::Status status = ValidateName("checkpoint's head", names.first); !status.ok()) return status;
   if (absl::Status status = ValidateName("checkpoint's name", names.second); !status.ok()) return status;
-  const auto manifest_path = ResolveBelow(directory, absl::StrCat(checkpoint, "/", kManifestFile));
-  if (!manifest_path.ok()) return manifest_path.status();
-  absl::StatusOr<Manifest> manifest = ReadManifest(*manifest_path, checkpoint);
+  const absl::StatusOr<std::string> folder = ResolveBelow(directory, checkpoint);
+  if (!folder.ok()) return folder.status();
+  absl::StatusOr<FolderLock> lock = FolderLock::Wait(*folder, FolderLock::Kind::kShared);
+  if (!lock.ok()) return lock.status();
+  absl::StatusOr<Manifest> manifest = ReadManifest(absl::StrCat(*folder, "/", kManifestFile), checkpoint);
   if (!manifest.ok()) return manifest.status();
-  const auto tensor_path = ResolveBelow(directory, absl::StrCat(checkpoint, "/", kTensorFile));
-  if (absl::IsNotFound(tensor_path.status())) return DataLoss(checkpoint, "the tensor file is missing");
-  if (!tensor_path.ok()) return tensor_path.status();
 
   std::unique_ptr<CheckpointReader> reader(new CheckpointReader());
   reader->name_ = std::string(checkpoint);
+  reader->lock_ = *std::move(lock);
   reader->subject_ = std::move(manifest->subject);
-  const absl::Status matched = reader->OpenTensors(*tensor_path, *manifest);
+  const absl::Status matched = reader->OpenTensors(absl::StrCat(*folder, "/", kTensorFile), *manifest);
   if (!matched.ok()) return matched;
   return reader;
 }
 
 absl::Status CheckpointReader::OpenTensors(const std::string& path, const Manifest& manifest) {
+  auto file = formats::SafetensorsReader::Open(path, kTensorFile);
+  if (absl::IsNotFound(file.status())) return DataLoss(name_, "the tensor file is missing");
   const absl::StatusOr<int64_t> file_bytes = FileBytes(path);
   if (!file_bytes.ok()) return file_bytes.status();
   if (*file_bytes != manifest.file_bytes) {
     return DataLoss(name_,
                     absl::StrCat("the tensor file has ", *file_bytes, " bytes, not ", manifest.file_bytes));
   }
-  auto file = formats::SafetensorsReader::Open(path);
   if (absl::IsInvalidArgument(file.status())) return DataLoss(name_, file.status().message());
   if (!file.ok()) return file.status();
   file_ = *std::move(file);
@@ -339,13 +375,16 @@ absl::Status CheckpointReader::Load(TensorSink sink, int64_t slice_bytes) const 
 
 absl::Status CheckpointReader::ReadTensor(const Tensor& tensor, int64_t slice_bytes, TensorSink sink) const {
   Checksum checksum;
-  const auto read_rows = [&](int64_t row, int64_t rows, absl::Span<uint8_t> bytes) {
+  const kernels::TensorShape shape = kernels::ShapeOf(subject_.config, tensor.id.param);
+  const int64_t most_rows = SliceRows(shape, slice_bytes);
+  std::vector<uint8_t> buffer(static_cast<size_t>(Bytes({most_rows, shape.cols})));
+  for (int64_t row = 0; row < shape.rows; row += most_rows) {
+    const int64_t rows = std::min(most_rows, shape.rows - row);
+    const auto bytes = absl::MakeSpan(buffer).first(static_cast<size_t>(Bytes({rows, shape.cols})));
     if (absl::Status status = file_->ReadRows(tensor.info, row, rows, bytes); !status.ok()) return status;
     checksum.Update(bytes);
-    return sink(tensor.id, row, rows, bytes);
-  };
-  const kernels::TensorShape shape = kernels::ShapeOf(subject_.config, tensor.id.param);
-  if (absl::Status status = ForEachSlice(shape, slice_bytes, read_rows); !status.ok()) return status;
+    if (absl::Status status = sink(tensor.id, row, rows, bytes); !status.ok()) return status;
+  }
   if (checksum.Digest() == tensor.checksum) return absl::OkStatus();
   return DataLoss(name_, absl::StrCat("the checksum of tensor ", tensor.info.name, " does not match"));
 }

@@ -1,21 +1,21 @@
-// Heads on disk: <directory>/<head>/<checkpoint name>/ with the tensors and a manifest of checksums.
+// A head on disk: <directory>/<head>/<checkpoint name>/ with the tensors and a manifest of checksums.
 // docs/checkpoint-format.md describes the files.
 //
 // A checkpoint is complete or not there: it is written under a temporary name, brought to the disk and
-// renamed. Nothing is ever overwritten. One server owns a directory; several may share it as long as
-// their heads' names differ.
+// renamed. Nothing is ever overwritten. checkpoint_store.h looks after all checkpoints of a directory.
 //
 // Tensors come and go in slices through callbacks, so that a caller can run each slice on the device's
-// thread while the disk works on this one. All functions are thread-safe; a CheckpointReader is
+// thread while the disk works on others. All functions are thread-safe; a CheckpointReader is
 // thread-compatible.
 //
 // Errors: INVALID_ARGUMENT (a bad name), ALREADY_EXISTS, NOT_FOUND, DATA_LOSS (a checkpoint that does not
-// hold what was saved; the tensor is named), RESOURCE_EXHAUSTED (disk full), otherwise INTERNAL; all with
-// the operating system's words.
+// hold what was saved; the tensor or file is named), RESOURCE_EXHAUSTED (disk full), CANCELLED, otherwise
+// INTERNAL; all with the operating system's words.
 #ifndef LOSSD_SERVER_HEAD_CHECKPOINT_H_
 #define LOSSD_SERVER_HEAD_CHECKPOINT_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,8 +26,9 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "kernels/head_config.h"
-#include "proto/tensorfile/file.h"
 #include "proto/tensorfile/safetensors.h"
+#include "server/head/disk.h"
+#include "server/head/folder_lock.h"
 #include "server/head/manifest.h"
 
 namespace lossd::head {
@@ -39,9 +40,24 @@ using TensorSource = absl::FunctionRef<absl::Status(kernels::TensorId id, int64_
 using TensorSink = absl::FunctionRef<absl::Status(kernels::TensorId id, int64_t row_begin, int64_t rows,
                                                   absl::Span<const uint8_t> in)>;
 
+struct SaveProgress {
+  int64_t total_bytes = 0;    // of all tensors
+  int64_t read_bytes = 0;     // from the source
+  int64_t written_bytes = 0;  // to the file; the rest of read_bytes is in the read-ahead buffer
+};
+
 struct SaveOptions {
   int64_t slice_bytes = int64_t{8} << 20;  // the most a callback handles at once; at least one row
-  formats::OutputFileFactory create_file = formats::CreateOutputFile;
+  // Memory for what was read and is not written yet, allocated as it is needed: the source is never further
+  // ahead of the disk than this. At least two slices, at most what the checkpoint takes.
+  int64_t buffer_bytes = int64_t{1} << 30;
+  Disk* disk = Disk::Real();
+  // All on the thread that saves. `on_read`: once, when the source will not be called any more.
+  // `on_progress`: now and then, a few times a second while the disk is slow. `cancelled`: true ends the save
+  // with CANCELLED.
+  std::function<void()> on_read = [] {};
+  std::function<void(const SaveProgress&)> on_progress = [](const SaveProgress&) {};
+  std::function<bool()> cancelled = [] { return false; };
 };
 
 // The tensors a checkpoint of such a head holds, in file order: values and moments, no gradients.
@@ -51,16 +67,20 @@ std::vector<kernels::TensorId> CheckpointTensors(const kernels::HeadConfig& conf
 // into one like `head`. Their compute dtypes may differ.
 absl::Status CheckLoadable(const kernels::HeadConfig& saved, const kernels::HeadConfig& head);
 
-// Makes the directory if need be and removes what interrupted saves left in it. For the server's start;
-// leaves alone what other processes are just writing.
-absl::Status PrepareCheckpointDirectory(const std::string& directory);
+// "step-" and the step with ten digits.
+std::string AutomaticName(uint64_t step);
 
-// Saves to <directory>/<subject.head>/<name> and returns its bytes. The directory must exist. On an error
-// nothing is left behind but an empty <head> folder; only if the very last fsync fails the checkpoint stays.
+// Saves to <directory>/<subject.head>/<name> and returns its bytes. An empty `name`: AutomaticName, and the
+// manifest says so. The directory must exist. On an error nothing is left behind but an empty <head> folder;
+// only if the very last fsync fails the checkpoint stays. Leftovers of earlier saves of the head are removed.
+//
+// The source is called by this thread, ahead of the disk, which another thread serves: reading waits for the
+// disk only once the buffer is full.
 absl::StatusOr<int64_t> SaveCheckpoint(const std::string& directory, absl::string_view name,
                                        const CheckpointSubject& subject, TensorSource source,
                                        const SaveOptions& options = {});
 
+// While there is one, the checkpoint is not pruned.
 class CheckpointReader {
  public:
   // Opens `checkpoint` ("<head>/<name>") and checks its manifest and that every tensor is there with the
@@ -88,6 +108,7 @@ class CheckpointReader {
   absl::Status ReadTensor(const Tensor& tensor, int64_t slice_bytes, TensorSink sink) const;
 
   std::string name_;  // "<head>/<name>"
+  FolderLock lock_;
   CheckpointSubject subject_;
   std::unique_ptr<formats::SafetensorsReader> file_;
   std::vector<Tensor> tensors_;

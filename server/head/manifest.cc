@@ -1,10 +1,13 @@
 #include "server/head/manifest.h"
 
+#include <cmath>
+#include <memory>
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
+#include "proto/tensorfile/file.h"
 #include "server/head/checksum.h"
 
 namespace lossd::head {
@@ -13,9 +16,13 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr char kFormat[] = "lossd checkpoint";
-constexpr int kVersion = 1;
+constexpr int kVersion = 2;
+constexpr int kOldestVersion = 1;  // knew no updates, last_step, saved_at and automatic
+constexpr int64_t kMaxManifestBytes = int64_t{1} << 20;
 constexpr char kChecksumKey[] = "checksum";
 
+constexpr char kAdamW[] = "adamw";
+constexpr char kSgd[] = "sgd";
 constexpr kernels::Norm kNorms[] = {kernels::Norm::kNone, kernels::Norm::kLayerNorm, kernels::Norm::kRmsNorm};
 constexpr kernels::OptimizerState kStates[] = {
     kernels::OptimizerState::kNone, kernels::OptimizerState::kMomentum, kernels::OptimizerState::kAdam};
@@ -66,6 +73,7 @@ bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
   config.norm_epsilon = head.at("norm_epsilon").get<float>();
   config.trainable = head.at("trainable").get<bool>();
   subject->step = json.at("step").get<uint64_t>();
+  subject->updates = subject->step;  // unless the manifest says so itself
   return absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &subject->incarnation) &&
          FromName<kernels::Norm>(kNorms, head.at("norm").get<std::string>(), &config.norm) &&
          FromName<kernels::DType>(kDTypes, head.at("compute_dtype").get<std::string>(),
@@ -73,6 +81,83 @@ bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
          FromName<kernels::OptimizerState>(kStates, head.at("optimizer_state").get<std::string>(),
                                            &config.optimizer_state) &&
          kernels::Validate(config).ok();
+}
+
+// JSON has no numbers for infinity and NaN.
+Json EncodeNumber(double value) { return std::isfinite(value) ? Json(value) : Json(absl::StrCat(value)); }
+
+bool DecodeNumber(const Json& json, double* value) {
+  if (json.is_string()) return absl::SimpleAtod(json.get<std::string>(), value) && !std::isfinite(*value);
+  *value = json.get<double>();
+  return true;
+}
+
+std::string EncodeIncarnation(uint64_t incarnation) {
+  return absl::StrCat(absl::Hex(incarnation, absl::kZeroPad16));
+}
+
+Json EncodeLastStep(const std::optional<AppliedStep>& step) {
+  if (!step.has_value()) return Json();
+  const kernels::OptimizerOptions& optimizer = step->optimizer;
+  const bool adamw = optimizer.kind == kernels::OptimizerOptions::Kind::kAdamW;
+  return {{"incarnation", EncodeIncarnation(step->incarnation)},
+          {"optimizer",
+           {{"kind", adamw ? kAdamW : kSgd},
+            {"learning_rate", optimizer.learning_rate},
+            {"weight_decay", optimizer.weight_decay},
+            {"decay_vectors", optimizer.decay_vectors},
+            {"grad_multiplier", optimizer.grad_multiplier},
+            {"beta1", optimizer.beta1},
+            {"beta2", optimizer.beta2},
+            {"epsilon", optimizer.epsilon},
+            {"momentum", optimizer.momentum},
+            {"dampening", optimizer.dampening},
+            {"nesterov", optimizer.nesterov}}},
+          {"grad_norm", EncodeNumber(step->grad_norm)},
+          {"microbatches", step->microbatches},
+          {"contributions", step->contributions},
+          {"rows", step->rows},
+          {"skipped", step->skipped}};
+}
+
+// As DecodeSubject.
+bool DecodeLastStep(const Json& json, std::optional<AppliedStep>* step) {
+  if (json.is_null()) return true;
+  AppliedStep& applied = step->emplace();
+  kernels::OptimizerOptions& optimizer = applied.optimizer;
+  const Json& saved = json.at("optimizer");
+  const std::string kind = saved.at("kind").get<std::string>();
+  optimizer.kind =
+      kind == kAdamW ? kernels::OptimizerOptions::Kind::kAdamW : kernels::OptimizerOptions::Kind::kSgd;
+  optimizer.learning_rate = saved.at("learning_rate").get<double>();
+  optimizer.weight_decay = saved.at("weight_decay").get<double>();
+  optimizer.decay_vectors = saved.at("decay_vectors").get<bool>();
+  optimizer.grad_multiplier = saved.at("grad_multiplier").get<double>();
+  optimizer.beta1 = saved.at("beta1").get<double>();
+  optimizer.beta2 = saved.at("beta2").get<double>();
+  optimizer.epsilon = saved.at("epsilon").get<double>();
+  optimizer.momentum = saved.at("momentum").get<double>();
+  optimizer.dampening = saved.at("dampening").get<double>();
+  optimizer.nesterov = saved.at("nesterov").get<bool>();
+  applied.microbatches = json.at("microbatches").get<int64_t>();
+  applied.contributions = json.at("contributions").get<int64_t>();
+  applied.rows = json.at("rows").get<int64_t>();
+  applied.skipped = json.at("skipped").get<bool>();
+  return (kind == kAdamW || kind == kSgd) && kernels::Validate(optimizer).ok() &&
+         absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &applied.incarnation) &&
+         DecodeNumber(json.at("grad_norm"), &applied.grad_norm);
+}
+
+// As DecodeSubject; what version 2 added.
+bool DecodeRecord(const Json& json, Manifest* manifest) {
+  std::string error;
+  CheckpointSubject& subject = manifest->subject;
+  subject.updates = json.at("updates").get<uint64_t>();
+  manifest->automatic = json.at("automatic").get<bool>();
+  return subject.updates <= subject.step &&
+         absl::ParseTime(absl::RFC3339_full, json.at("saved_at").get<std::string>(), &manifest->saved_at,
+                         &error) &&
+         DecodeLastStep(json.at("last_step"), &subject.last_step);
 }
 
 // As DecodeSubject.
@@ -83,7 +168,8 @@ bool DecodeContent(const Json& json, Manifest* manifest) {
     manifest->tensors.push_back({tensor.at("name").get<std::string>(), tensor.at("bytes").get<int64_t>(),
                                  tensor.at("xxh3_64").get<std::string>()});
   }
-  return DecodeSubject(json, &manifest->subject);
+  return DecodeSubject(json, &manifest->subject) &&
+         (json.at("version").get<int>() == kOldestVersion || DecodeRecord(json, manifest));
 }
 
 }  // namespace
@@ -98,7 +184,11 @@ std::string EncodeManifest(const Manifest& manifest) {
                {"version", kVersion},
                {"head", EncodeSubject(subject)},
                {"step", subject.step},
-               {"incarnation", absl::StrCat(absl::Hex(subject.incarnation, absl::kZeroPad16))},
+               {"updates", subject.updates},
+               {"incarnation", EncodeIncarnation(subject.incarnation)},
+               {"last_step", EncodeLastStep(subject.last_step)},
+               {"saved_at", absl::FormatTime(absl::RFC3339_sec, manifest.saved_at, absl::UTCTimeZone())},
+               {"automatic", manifest.automatic},
                {"file", manifest.file},
                {"file_bytes", manifest.file_bytes},
                {"tensors", std::move(tensors)}};
@@ -111,9 +201,11 @@ absl::StatusOr<Manifest> DecodeManifest(absl::string_view text) {
   if (!json.is_object() || json.value("format", Json()) != Json(kFormat)) {
     return absl::DataLossError("the manifest is no manifest of a checkpoint");
   }
-  if (json.value("version", Json()) != Json(kVersion)) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("the manifest has version ", json.value("version", Json()).dump(), ", not ", kVersion));
+  const Json version = json.value("version", Json());
+  if (version != Json(kOldestVersion) && version != Json(kVersion)) {
+    return absl::FailedPreconditionError(absl::StrCat("the manifest has version ", version.dump(),
+                                                      "; this server reads versions ", kOldestVersion, " to ",
+                                                      kVersion));
   }
   const Json checksum = json.value(kChecksumKey, Json());
   json.erase(kChecksumKey);
@@ -124,6 +216,25 @@ absl::StatusOr<Manifest> DecodeManifest(absl::string_view text) {
   } catch (const Json::exception& error) {
     return absl::DataLossError(absl::StrCat("the manifest is incomplete: ", error.what()));
   }
+  return manifest;
+}
+
+absl::StatusOr<Manifest> ReadManifest(const std::string& path, absl::string_view checkpoint) {
+  const auto failed = [&](absl::StatusCode code, absl::string_view what) {
+    return absl::Status(code, absl::StrCat("checkpoint ", checkpoint, ": ", what));
+  };
+  const auto file = formats::InputFile::Open(path, "the manifest");
+  if (!file.ok()) return failed(file.status().code(), file.status().message());
+  if ((*file)->size() > kMaxManifestBytes) {
+    return failed(absl::StatusCode::kDataLoss, "the manifest is too long");
+  }
+  std::string text(static_cast<size_t>((*file)->size()), '\0');
+  const auto bytes = absl::MakeSpan(reinterpret_cast<uint8_t*>(text.data()), text.size());
+  if (absl::Status status = (*file)->ReadAt(0, bytes); !status.ok()) {
+    return failed(status.code(), status.message());
+  }
+  absl::StatusOr<Manifest> manifest = DecodeManifest(text);
+  if (!manifest.ok()) return failed(manifest.status().code(), manifest.status().message());
   return manifest;
 }
 

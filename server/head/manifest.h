@@ -4,12 +4,15 @@
 #define LOSSD_SERVER_HEAD_MANIFEST_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "kernels/head_config.h"
+#include "server/head/applied_step.h"
 
 namespace lossd::head {
 
@@ -17,8 +20,11 @@ namespace lossd::head {
 struct CheckpointSubject {
   std::string head;
   kernels::HeadConfig config;
-  uint64_t step = 0;         // optimizer steps applied
+  uint64_t step = 0;         // optimizer steps closed
+  uint64_t updates = 0;      // of them, those that updated the weights
   uint64_t incarnation = 0;  // of the server that saved it
+  // Step `step` - 1, if the server knows how it was applied.
+  std::optional<AppliedStep> last_step;
 
   friend bool operator==(const CheckpointSubject&, const CheckpointSubject&) = default;
 };
@@ -31,7 +37,9 @@ struct ManifestTensor {
 
 struct Manifest {
   CheckpointSubject subject;
-  std::string file;  // of the tensors, in the manifest's folder
+  absl::Time saved_at = absl::UnixEpoch();  // to the second; the epoch if it is not known
+  bool automatic = false;                   // named by the server, which may remove it
+  std::string file;                         // of the tensors, in the manifest's folder
   int64_t file_bytes = 0;
   std::vector<ManifestTensor> tensors;
 };
@@ -39,9 +47,12 @@ struct Manifest {
 // Ends with a checksum of the rest.
 std::string EncodeManifest(const Manifest& manifest);
 
-// DATA_LOSS if the text is not what EncodeManifest wrote, FAILED_PRECONDITION if it has another format
-// version. The head's config is valid.
+// Reads this format version and the older ones. DATA_LOSS if the text is not what EncodeManifest wrote,
+// FAILED_PRECONDITION for a later version. The head's config and the optimizer's options are valid.
 absl::StatusOr<Manifest> DecodeManifest(absl::string_view text);
+
+// Decodes the manifest at `path`; errors are about "checkpoint <checkpoint>".
+absl::StatusOr<Manifest> ReadManifest(const std::string& path, absl::string_view checkpoint);
 
 }  // namespace lossd::head
 

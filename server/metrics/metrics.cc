@@ -8,6 +8,8 @@
 #include <sstream>
 #include <utility>
 
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "server/metrics/families.h"
 #include "server/metrics/process.h"
 
@@ -25,6 +27,10 @@ prometheus::Histogram::BucketBoundaries RowBuckets() {
   prometheus::Histogram::BucketBoundaries bounds;
   for (double rows = 1; rows <= 65536; rows *= 4) bounds.push_back(rows);
   return bounds;
+}
+
+prometheus::Histogram::BucketBoundaries SaveBuckets() {
+  return {0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0};
 }
 
 prometheus::Family<prometheus::Counter>& CounterFamily(prometheus::Registry& registry, const char* name,
@@ -67,7 +73,13 @@ Metrics::Metrics(const BuildInfo& build)
                       .Add({}, RowBuckets())),
       chunks_(CounterFamily(registry_, "lossd_chunks_total", "Chunks computed.").Add({})),
       steps_(
-          CounterFamily(registry_, "lossd_steps_total", "Optimizer steps applied, over all heads.").Add({})),
+          CounterFamily(registry_, "lossd_steps_total", "Optimizer steps closed, over all heads.").Add({})),
+      skipped_steps_(CounterFamily(registry_, "lossd_skipped_steps_total",
+                                   "Of them, steps without an update because of a non-finite gradient.")
+                         .Add({})),
+      contribution_rows_(CounterFamily(registry_, "lossd_contribution_rows_total",
+                                       "Rows added to gradients by AddGradient, over all heads.")
+                             .Add({})),
       device_errors_(
           CounterFamily(registry_, "lossd_device_errors_total", "Operations that failed on the device.")
               .Add({})),
@@ -77,7 +89,22 @@ Metrics::Metrics(const BuildInfo& build)
       payload_out_(payload_family_.Add({{"direction", "out"}})),
       requests_(CounterFamily(registry_, "lossd_requests_total", "Calls received, by method.")),
       errors_(
-          CounterFamily(registry_, "lossd_errors_total", "Calls ended with an error, by method and code.")) {
+          CounterFamily(registry_, "lossd_errors_total", "Calls ended with an error, by method and code.")),
+      save_family_(CounterFamily(registry_, "lossd_checkpoint_saves_total",
+                                 "Checkpoints that were to be saved, by result: ok, failed, cancelled.")),
+      saves_(save_family_.Add({{"result", "ok"}})),
+      failed_saves_(save_family_.Add({{"result", "failed"}})),
+      cancelled_saves_(save_family_.Add({{"result", "cancelled"}})),
+      saved_bytes_(CounterFamily(registry_, "lossd_checkpoint_saved_bytes_total", "Bytes of saved checkpoints.")
+                       .Add({})),
+      save_seconds_(HistogramFamily(registry_, "lossd_checkpoint_save_seconds",
+                                    "Time from the start of a save until it was on the disk.")
+                        .Add({}, SaveBuckets())),
+      save_buffered_(prometheus::BuildGauge()
+                         .Name("lossd_checkpoint_buffered_bytes")
+                         .Help("Bytes that the running save has read from the device and not yet written.")
+                         .Register(registry_)
+                         .Add({})) {
   for (size_t i = 0; i < kPhases; ++i) {
     phase_seconds_[i] =
         &phase_family_.Add({{"phase", std::string(Name(static_cast<Phase>(i)))}}, LatencyBuckets());
@@ -120,8 +147,19 @@ void Metrics::CountError(absl::string_view method, absl::string_view code) {
   errors_.Add({{"method", std::string(method)}, {"code", std::string(code)}}).Increment();
 }
 
+void Metrics::OnSaved(absl::string_view head, uint64_t step, int64_t bytes, double seconds) {
+  saves_.Increment();
+  saved_bytes_.Increment(static_cast<double>(bytes));
+  save_seconds_.Observe(seconds);
+  absl::MutexLock lock(&rows_mutex_);
+  last_saves_[std::string(head)] = {step, absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch())};
+}
+
+void Metrics::OnSaveFailed(bool cancelled) { (cancelled ? cancelled_saves_ : failed_saves_).Increment(); }
+
 void Metrics::ForgetHead(absl::string_view head) {
   absl::MutexLock lock(&rows_mutex_);
+  if (const auto save = last_saves_.find(head); save != last_saves_.end()) last_saves_.erase(save);
   const auto it = rows_by_head_.find(head);
   if (it == rows_by_head_.end()) return;
   rows_of_gone_heads_ += it->second;
@@ -146,13 +184,21 @@ void Metrics::OnSlice(absl::string_view head, double queue_seconds) {
   ObservePhase(Phase::kQueue, queue_seconds);
 }
 
-void Metrics::OnStep(absl::string_view head) { steps_.Increment(); }
+void Metrics::OnContribution(absl::string_view head, int64_t added_rows) {
+  contribution_rows_.Increment(static_cast<double>(added_rows));
+}
+
+void Metrics::OnStep(absl::string_view head, bool skipped) {
+  steps_.Increment();
+  if (skipped) skipped_steps_.Increment();
+}
 
 void Metrics::OnDeviceError(const absl::Status& status) { device_errors_.Increment(); }
 
 std::vector<MetricFamily> Metrics::Collect() const {
   std::vector<MetricFamily> families = registry_.Collect();
   families.push_back(RowsFamily());
+  CollectSaves(&families);
   {
     absl::ReaderMutexLock lock(&sources_mutex_);
     families.push_back(Gauge("lossd_draining", "1 while the server is draining, else 0.", draining_ ? 1 : 0));
@@ -179,6 +225,20 @@ MetricFamily Metrics::RowsFamily() const {
   return family;
 }
 
+void Metrics::CollectSaves(std::vector<MetricFamily>* families) const {
+  MetricFamily step = MakeFamily("lossd_checkpoint_last_step",
+                                 "Step of the head's last saved checkpoint, by head.", MetricType::Gauge);
+  MetricFamily time = MakeFamily("lossd_checkpoint_last_success_timestamp_seconds",
+                                 "When the head's last checkpoint was saved, by head.", MetricType::Gauge);
+  absl::ReaderMutexLock lock(&rows_mutex_);
+  for (const auto& [head, save] : last_saves_) {
+    AddSample(&step, {{"head", head}}, static_cast<double>(save.step));
+    AddSample(&time, {{"head", head}}, save.unix_seconds);
+  }
+  families->push_back(std::move(step));
+  families->push_back(std::move(time));
+}
+
 void Metrics::CollectEngine(std::vector<MetricFamily>* families) const {
   const engine::EngineStats stats = engine_->stats();
   const auto gauge = [&](const char* name, const char* help, int64_t value) {
@@ -187,6 +247,8 @@ void Metrics::CollectEngine(std::vector<MetricFamily>* families) const {
   gauge("lossd_heads", "Heads on the server.", stats.heads);
   gauge("lossd_open_streams", "ComputeLoss calls that are open.", stats.open_streams);
   gauge("lossd_queued_slices", "Slices waiting for the device.", stats.queued_slices);
+  gauge("lossd_waiting_slices", "Deterministic mode: slices waiting for their turn to be received.",
+        stats.waiting_slices);
   gauge("lossd_queued_rows", "Rows waiting for the device.", stats.queued_rows);
   gauge("lossd_retained_microbatches", "Deferred microbatches whose hidden states are kept.",
         stats.retained_microbatches);

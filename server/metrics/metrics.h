@@ -12,6 +12,7 @@
 
 #include <prometheus/counter.h>
 #include <prometheus/family.h>
+#include <prometheus/gauge.h>
 #include <prometheus/histogram.h>
 #include <prometheus/metric_family.h>
 #include <prometheus/registry.h>
@@ -77,6 +78,12 @@ class Metrics final : public engine::EngineObserver {
   void CountRequest(absl::string_view method);
   // `code` as the protocol spells it, e.g. "INVALID_ARGUMENT".
   void CountError(absl::string_view method, absl::string_view code);
+  // A checkpoint of the head was saved.
+  void OnSaved(absl::string_view head, uint64_t step, int64_t bytes, double seconds)
+      ABSL_LOCKS_EXCLUDED(rows_mutex_);
+  void OnSaveFailed(bool cancelled);
+  // What a save has read and not yet written.
+  void SetSaveBuffered(int64_t bytes) { save_buffered_.Set(static_cast<double>(bytes)); }
   // Ends the head's series.
   void ForgetHead(absl::string_view head) ABSL_LOCKS_EXCLUDED(rows_mutex_);
 
@@ -84,7 +91,8 @@ class Metrics final : public engine::EngineObserver {
   void OnChunk(absl::string_view head, int64_t slices, int64_t rows, int64_t valid_rows,
                double compute_seconds) override ABSL_LOCKS_EXCLUDED(rows_mutex_);
   void OnSlice(absl::string_view head, double queue_seconds) override;
-  void OnStep(absl::string_view head) override;
+  void OnContribution(absl::string_view head, int64_t added_rows) override;
+  void OnStep(absl::string_view head, bool skipped) override;
   void OnDeviceError(const absl::Status& status) override;
 
   std::vector<prometheus::MetricFamily> Collect() const ABSL_LOCKS_EXCLUDED(sources_mutex_, rows_mutex_);
@@ -102,6 +110,12 @@ class Metrics final : public engine::EngineObserver {
   void CollectMemory(std::vector<prometheus::MetricFamily>* families) const
       ABSL_SHARED_LOCKS_REQUIRED(sources_mutex_);
   prometheus::MetricFamily RowsFamily() const ABSL_LOCKS_EXCLUDED(rows_mutex_);
+  void CollectSaves(std::vector<prometheus::MetricFamily>* families) const ABSL_LOCKS_EXCLUDED(rows_mutex_);
+
+  struct Save {
+    uint64_t step = 0;
+    double unix_seconds = 0.0;
+  };
 
   prometheus::Registry registry_;
   // Owned by registry_.
@@ -111,12 +125,21 @@ class Metrics final : public engine::EngineObserver {
   prometheus::Histogram& chunk_rows_;
   prometheus::Counter& chunks_;
   prometheus::Counter& steps_;
+  prometheus::Counter& skipped_steps_;
+  prometheus::Counter& contribution_rows_;
   prometheus::Counter& device_errors_;
   prometheus::Family<prometheus::Counter>& payload_family_;
   prometheus::Counter& payload_in_;
   prometheus::Counter& payload_out_;
   prometheus::Family<prometheus::Counter>& requests_;
   prometheus::Family<prometheus::Counter>& errors_;
+  prometheus::Family<prometheus::Counter>& save_family_;
+  prometheus::Counter& saves_;
+  prometheus::Counter& failed_saves_;
+  prometheus::Counter& cancelled_saves_;
+  prometheus::Counter& saved_bytes_;
+  prometheus::Histogram& save_seconds_;
+  prometheus::Gauge& save_buffered_;
 
   // Held while the engine is asked; so the observer's members, which the engine calls, do without it.
   mutable absl::Mutex sources_mutex_;
@@ -127,6 +150,7 @@ class Metrics final : public engine::EngineObserver {
   mutable absl::Mutex rows_mutex_;
   std::map<std::string, int64_t, std::less<>> rows_by_head_ ABSL_GUARDED_BY(rows_mutex_);
   int64_t rows_of_gone_heads_ ABSL_GUARDED_BY(rows_mutex_) = 0;
+  std::map<std::string, Save, std::less<>> last_saves_ ABSL_GUARDED_BY(rows_mutex_);  // by head
 };
 
 // The value below which a share `quantile` of the observations lies, interpolated linearly inside the

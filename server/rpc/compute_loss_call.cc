@@ -71,6 +71,11 @@ absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t 
   if (stream() != nullptr) return FieldError("open", "be sent once, first", "a second one");
   if (payload_bytes > 0)
     return FieldError("payload", "be empty with open", absl::StrCat(payload_bytes, " bytes"));
+  if (open.has_incarnation()) {
+    const absl::Status meant =
+        CheckIncarnation("open.incarnation", open.incarnation(), environment_->engine->incarnation());
+    if (!meant.ok()) return meant;
+  }
   absl::StatusOr<engine::StreamSpec> spec = ToStreamSpec(open);
   if (!spec.ok()) return spec.status();
   absl::StatusOr<std::unique_ptr<engine::Stream>> opened =
@@ -88,20 +93,25 @@ absl::Status ComputeLossCall::HandleBackward(const v1::OpenBackward& backward, s
   if (payload_bytes > 0) {
     return FieldError("payload", "be empty with backward", absl::StrCat(payload_bytes, " bytes"));
   }
+  if (backward.has_incarnation()) {
+    const absl::Status meant =
+        CheckIncarnation("backward.incarnation", backward.incarnation(), environment_->engine->incarnation());
+    if (!meant.ok()) return meant;
+  }
   absl::StatusOr<engine::BackwardSpec> spec = ToBackwardSpec(backward);
   if (!spec.ok()) return spec.status();
   absl::StatusOr<std::unique_ptr<engine::Stream>> opened =
       environment_->engine->OpenBackward(*std::move(spec), shared_from_this());
   if (!opened.ok()) return opened.status();
-  bool request_buffer = false;
+  bool request_room = false;
   {
     absl::MutexLock lock(&mutex_);
     backward_ = true;
     const std::vector<engine::RowRange> slices = (*opened)->RetainedSlices();
     retained_slices_.assign(slices.begin(), slices.end());
-    request_buffer = Accept(*std::move(opened), now) && NextSlice();
+    request_room = Accept(*std::move(opened), now) && NextSlice();
   }
-  if (request_buffer) RequestBuffer();
+  if (request_room) RequestRoom();
   return absl::OkStatus();
 }
 
@@ -122,7 +132,7 @@ bool ComputeLossCall::Accept(std::unique_ptr<engine::Stream> stream, absl::Time 
 
 absl::Status ComputeLossCall::HandleSlice(const v1::SliceHeader& header, wire::PayloadView payload,
                                           absl::Time arrived) {
-  engine::Stream* const stream = this->stream();
+  const std::shared_ptr<engine::Stream> stream = this->stream();
   if (stream == nullptr) return FieldError("slice", "come after open", "a slice as the first message");
   const absl::StatusOr<engine::RowRange> rows =
       ToRowRange(header.rows(), "slice.rows", std::numeric_limits<int64_t>::max());
@@ -132,78 +142,76 @@ absl::Status ComputeLossCall::HandleSlice(const v1::SliceHeader& header, wire::P
     return FieldError("payload", absl::StrCat("have at most ", stream->limits().max_bytes, " bytes"), bytes);
   }
   arrival_ = Arrival{.rows = *rows, .payload = std::move(payload), .arrived = arrived};
-  RequestBuffer();
+  RequestRoom();
   return absl::OkStatus();
 }
 
 void ComputeLossCall::HandleEndOfReads() {
   if (context_->IsCancelled()) return OnCancel();
-  engine::Stream* const stream = this->stream();
+  const std::shared_ptr<engine::Stream> stream = this->stream();
   if (stream == nullptr) return Fail(FieldError("open", "come before the half-close", "nothing"));
   stream->HalfClose();
 }
 
-void ComputeLossCall::RequestBuffer() {
+void ComputeLossCall::RequestRoom() {
+  const std::shared_ptr<engine::Stream> stream = this->stream();
+  if (stream == nullptr) return;  // the call has ended
+  const int64_t bytes = arrival_->payload.has_value() ? static_cast<int64_t>(arrival_->payload->size()) : 0;
   {
     absl::MutexLock lock(&inbox_mutex_);
-    asking_for_buffer_ = true;
+    asking_for_room_ = true;
   }
-  const uint64_t ticket = environment_->engine->staging().Acquire(
-      [self = shared_from_this()](engine::StagingBuffer buffer) { self->OnBuffer(std::move(buffer)); });
-  engine::StagingBuffer buffer;
+  stream->RequestRoom(arrival_->rows, bytes, [self = shared_from_this()](engine::StagingBuffer room) {
+    self->OnRoom(std::move(room));
+  });
+  engine::StagingBuffer room;
   {
     absl::MutexLock lock(&inbox_mutex_);
-    asking_for_buffer_ = false;
-    buffer = std::move(granted_);
-    buffer_ticket_ = buffer ? 0 : ticket;
+    asking_for_room_ = false;
+    room = std::move(granted_);
   }
-  if (buffer) SubmitPending(std::move(buffer));
+  if (room) SubmitPending(std::move(room));
 }
 
-void ComputeLossCall::OnBuffer(engine::StagingBuffer buffer) {
+void ComputeLossCall::OnRoom(engine::StagingBuffer room) {
   {
     absl::MutexLock lock(&inbox_mutex_);
-    buffer_ticket_ = 0;
-    if (asking_for_buffer_) {
-      granted_ = std::move(buffer);
+    if (asking_for_room_) {
+      granted_ = std::move(room);
       return;
     }
   }
-  Post(BufferEvent{std::move(buffer)});
+  Post(RoomEvent{std::move(room)});
 }
 
-void ComputeLossCall::ForgetBuffer() {
-  uint64_t ticket = 0;
-  {
-    absl::MutexLock lock(&inbox_mutex_);
-    ticket = std::exchange(buffer_ticket_, 0);
-  }
-  if (ticket != 0) environment_->engine->staging().Forget(ticket);
-}
-
-void ComputeLossCall::SubmitPending(engine::StagingBuffer buffer) {
+void ComputeLossCall::SubmitPending(engine::StagingBuffer room) {
   const Arrival arrival = *std::exchange(arrival_, std::nullopt);
   int64_t bytes = 0;
   if (arrival.payload.has_value()) {
     bytes = static_cast<int64_t>(arrival.payload->size());
-    arrival.payload->CopyTo(buffer.data());
+    arrival.payload->CopyTo(room.data());
     environment_->metrics->AddPayloadIn(bytes);
     environment_->metrics->ObservePhase(metrics::Phase::kReceive,
                                         absl::ToDoubleSeconds(absl::Now() - arrival.arrived));
   }
-  bool request_buffer = false;
+  bool request_room = false;
   {
     absl::MutexLock lock(&mutex_);
-    if (stream_ == nullptr || finished_) return;  // the call ended while the slice waited for its buffer
+    if (stream_ == nullptr || finished_) return;  // the call ended while the slice waited for its room
     ++slices_in_flight_;
     if (arrival.payload.has_value()) {
-      stream_->Submit(arrival.rows, std::move(buffer), bytes);
+      stream_->Submit(arrival.rows, std::move(room), bytes);
     } else {
-      stream_->SubmitRetained(arrival.rows, std::move(buffer));
+      stream_->SubmitRetained(arrival.rows, std::move(room));
     }
-    request_buffer = NextSlice();
+    request_room = NextSlice();
   }
-  if (request_buffer) RequestBuffer();
+  if (request_room) RequestRoom();
+}
+
+bool ComputeLossCall::EnoughInFlight() const {
+  const bool in_order = stream_ != nullptr && stream_->limits().row_grid > 0;
+  return !in_order && slices_in_flight_ >= environment_->max_slices_in_flight;
 }
 
 bool ComputeLossCall::NextSlice() {
@@ -211,7 +219,7 @@ bool ComputeLossCall::NextSlice() {
     ReadNext();
     return false;
   }
-  read_withheld_ = slices_in_flight_ >= environment_->max_slices_in_flight;
+  read_withheld_ = EnoughInFlight();
   if (finished_ || read_withheld_ || retained_slices_.empty()) return false;
   arrival_ = Arrival{.rows = retained_slices_.front(), .arrived = absl::Now()};
   retained_slices_.pop_front();
@@ -220,7 +228,7 @@ bool ComputeLossCall::NextSlice() {
 
 void ComputeLossCall::ReadNext() {
   if (finished_) return;
-  read_withheld_ = slices_in_flight_ >= environment_->max_slices_in_flight;
+  read_withheld_ = EnoughInFlight();
   if (!read_withheld_) StartRead(&received_);
 }
 
@@ -312,16 +320,16 @@ void ComputeLossCall::Pump() {
 }
 
 void ComputeLossCall::OnWriteDone(bool ok) {
-  bool request_buffer = false;
+  bool request_room = false;
   {
     absl::MutexLock lock(&mutex_);
-    request_buffer = FinishWrite(ok);
+    request_room = FinishWrite(ok);
   }
-  if (request_buffer) RequestBuffer();
+  if (request_room) RequestRoom();
 }
 
 bool ComputeLossCall::FinishWrite(bool ok) {
-  bool request_buffer = false;
+  bool request_room = false;
   write_active_ = false;
   if (writing_.is_slice) {
     --slices_in_flight_;
@@ -334,10 +342,10 @@ bool ComputeLossCall::FinishWrite(bool ok) {
     broken_ = true;
     FailLocked(CancellationStatus());
   } else if (read_withheld_) {
-    request_buffer = NextSlice();
+    request_room = NextSlice();
   }
   Pump();
-  return request_buffer;
+  return request_room;
 }
 
 void ComputeLossCall::OnCancel() {
@@ -383,9 +391,9 @@ absl::Status ComputeLossCall::CancellationStatus() const {
   return absl::CancelledError("the client cancelled the call or went away");
 }
 
-engine::Stream* ComputeLossCall::stream() {
+std::shared_ptr<engine::Stream> ComputeLossCall::stream() {
   absl::MutexLock lock(&mutex_);
-  return stream_.get();
+  return stream_;
 }
 
 void ComputeLossCall::CancelIfStuck(absl::Time limit) {
@@ -398,8 +406,7 @@ void ComputeLossCall::CancelIfStuck(absl::Time limit) {
 
 void ComputeLossCall::OnDone() {
   environment_->registry->Remove(this);
-  ForgetBuffer();
-  std::unique_ptr<engine::Stream> stream;  // holds the observer, which is this: the circle is cut here
+  std::shared_ptr<engine::Stream> stream;  // holds the observer, which is this: the circle is cut here
   {
     absl::MutexLock lock(&mutex_);
     stream = std::move(stream_);

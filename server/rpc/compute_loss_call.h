@@ -4,11 +4,12 @@
 //
 // A call that opens with `backward` is the same without reading: its slices are rows that the engine holds.
 //
-// Reading. At most one message is in flight. A slice waits for a staging buffer after it has arrived, not
-// before: an idle call holds no buffer. No further message is read while one waits, or while
-// max_slices_in_flight slices of this call are with the engine or waiting to be sent, so one stuck client
-// can neither hold the pool nor pile up messages.
-// Writing. Exactly one write is in flight; the queue is bounded by max_slices_in_flight plus two. Gradients
+// Reading. At most one message is in flight. A slice waits for its room (a staging buffer, or on a
+// deterministic server its turn) after it has arrived, not before: an idle call holds no buffer. No further
+// message is read while one waits, or while max_slices_in_flight slices of this call are with the engine or
+// waiting to be sent, so one stuck client can neither hold the pool nor pile up messages. Slices in order
+// are bounded by the rows of a few groups instead: a group is not computed before all of it is here.
+// Writing. Exactly one write is in flight; the queue is bounded by the slices in flight plus two. Gradients
 // are sent from their staging buffer, which goes back to the pool when the transport drops its slice.
 // Ending. With an engine stream open, the call always finishes through the engine's OnFinished; every other
 // reason to end cancels the engine stream first.
@@ -17,7 +18,7 @@
 // operations are started (gRPC never runs a reaction from within them). The engine's callbacks only leave
 // their event in the inbox and schedule a turn.
 // Lifetime. Shared by gRPC (until OnDone), the engine (until OnFinished), scheduled turns and a waiting
-// buffer request.
+// request for room.
 #ifndef LOSSD_SERVER_RPC_COMPUTE_LOSS_CALL_H_
 #define LOSSD_SERVER_RPC_COMPUTE_LOSS_CALL_H_
 
@@ -77,7 +78,7 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   void CancelIfStuck(absl::Time limit) override;
 
  private:
-  // A slice that has arrived, or whose rows the engine holds (no payload), and waits for a staging buffer.
+  // A slice that has arrived, or whose rows the engine holds (no payload), and waits for room.
   struct Arrival {
     engine::RowRange rows;
     std::optional<wire::PayloadView> payload;
@@ -91,10 +92,10 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
     absl::Status status;
     engine::StreamSummary summary;
   };
-  struct BufferEvent {
-    engine::StagingBuffer buffer;
+  struct RoomEvent {
+    engine::StagingBuffer room;
   };
-  using Event = std::variant<SliceEvent, FinishedEvent, BufferEvent>;
+  using Event = std::variant<SliceEvent, FinishedEvent, RoomEvent>;
   struct Outgoing {
     grpc::ByteBuffer message;
     int64_t payload_bytes = 0;
@@ -114,13 +115,13 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   absl::Status HandleSlice(const v1::SliceHeader& header, wire::PayloadView payload, absl::Time arrived)
       ABSL_LOCKS_EXCLUDED(mutex_, inbox_mutex_);
   void HandleEndOfReads() ABSL_LOCKS_EXCLUDED(mutex_);
-  void RequestBuffer() ABSL_LOCKS_EXCLUDED(mutex_, inbox_mutex_);
-  void OnBuffer(engine::StagingBuffer buffer) ABSL_LOCKS_EXCLUDED(inbox_mutex_);
-  void ForgetBuffer() ABSL_LOCKS_EXCLUDED(inbox_mutex_);
-  void SubmitPending(engine::StagingBuffer buffer) ABSL_LOCKS_EXCLUDED(mutex_);
+  void RequestRoom() ABSL_LOCKS_EXCLUDED(mutex_, inbox_mutex_);
+  void OnRoom(engine::StagingBuffer room) ABSL_LOCKS_EXCLUDED(inbox_mutex_);
+  void SubmitPending(engine::StagingBuffer room) ABSL_LOCKS_EXCLUDED(mutex_);
   void ReadNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool EnoughInFlight() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Goes on to the next slice, unless there are enough in flight. True if that is one the engine holds: then
-  // the caller requests a buffer, without the lock.
+  // the caller requests room, without the lock.
   bool NextSlice() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // ---- Turns on the sender pool ----
@@ -128,7 +129,7 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   void TakeTurn() ABSL_LOCKS_EXCLUDED(mutex_, inbox_mutex_);
   void Handle(SliceEvent event) ABSL_LOCKS_EXCLUDED(mutex_);
   void Handle(FinishedEvent event) ABSL_LOCKS_EXCLUDED(mutex_);
-  void Handle(BufferEvent event) ABSL_LOCKS_EXCLUDED(mutex_) { SubmitPending(std::move(event.buffer)); }
+  void Handle(RoomEvent event) ABSL_LOCKS_EXCLUDED(mutex_) { SubmitPending(std::move(event.room)); }
 
   // ---- Writing and ending ----
   void Enqueue(Outgoing outgoing) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -140,7 +141,7 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   void FailLocked(absl::Status why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FinishLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CancellationStatus() const;
-  engine::Stream* stream() ABSL_LOCKS_EXCLUDED(mutex_);
+  std::shared_ptr<engine::Stream> stream() ABSL_LOCKS_EXCLUDED(mutex_);
 
   ComputeLossEnvironment* const environment_;
   grpc::CallbackServerContext* const context_;
@@ -153,12 +154,11 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   absl::Mutex inbox_mutex_;
   std::deque<Event> inbox_ ABSL_GUARDED_BY(inbox_mutex_);
   bool turn_scheduled_ ABSL_GUARDED_BY(inbox_mutex_) = false;
-  bool asking_for_buffer_ ABSL_GUARDED_BY(inbox_mutex_) = false;
+  bool asking_for_room_ ABSL_GUARDED_BY(inbox_mutex_) = false;
   engine::StagingBuffer granted_ ABSL_GUARDED_BY(inbox_mutex_);  // while asking
-  uint64_t buffer_ticket_ ABSL_GUARDED_BY(inbox_mutex_) = 0;
 
   absl::Mutex mutex_ ABSL_ACQUIRED_BEFORE(inbox_mutex_);
-  std::unique_ptr<engine::Stream> stream_ ABSL_GUARDED_BY(mutex_);  // set once, by open
+  std::shared_ptr<engine::Stream> stream_ ABSL_GUARDED_BY(mutex_);  // set once, by open
   std::deque<Outgoing> writes_ ABSL_GUARDED_BY(mutex_);
   Outgoing writing_ ABSL_GUARDED_BY(mutex_);
   bool write_active_ ABSL_GUARDED_BY(mutex_) = false;

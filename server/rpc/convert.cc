@@ -320,6 +320,32 @@ absl::StatusOr<engine::BackwardSpec> ToBackwardSpec(const v1::OpenBackward& back
   return spec;
 }
 
+absl::StatusOr<engine::ContributionSpec> ToContributionSpec(const v1::OpenGradient& open) {
+  constexpr int64_t kAnyRow = std::numeric_limits<int64_t>::max();  // the engine knows the parameter's rows
+  engine::ContributionSpec spec;
+  spec.head = open.head();
+  spec.step = open.step();
+  spec.contribution_id = open.contribution_id();
+  const auto param = ToParam(open.param(), "open.param");
+  if (!param.ok()) return param.status();
+  spec.param = *param;
+  if (open.has_contribution_rows()) {
+    const auto rows = ToRowRange(open.contribution_rows(), "open.contribution_rows", kAnyRow);
+    if (!rows.ok()) return rows.status();
+    spec.contribution_rows = *rows;
+  }
+  if (open.has_rows()) {
+    const auto rows = ToRowRange(open.rows(), "open.rows", kAnyRow);
+    if (!rows.ok()) return rows.status();
+    spec.rows = *rows;
+  }
+  const auto dtype = ToDType(open.dtype(), "open.dtype", kernels::DType::kFloat32);
+  if (!dtype.ok()) return dtype.status();
+  spec.dtype = *dtype;
+  if (open.has_scale()) spec.scale = open.scale();
+  return spec;
+}
+
 v1::DType ToProto(kernels::DType dtype) {
   switch (dtype) {
     case kernels::DType::kFloat32:
@@ -350,6 +376,7 @@ v1::SliceLimits ToProto(const engine::SliceLimits& limits) {
   v1::SliceLimits message;
   message.set_max_rows(static_cast<uint64_t>(limits.max_rows));
   message.set_max_bytes(static_cast<uint64_t>(limits.max_bytes));
+  message.set_row_grid(static_cast<uint64_t>(limits.row_grid));
   return message;
 }
 
@@ -365,19 +392,24 @@ v1::MemoryUsage ToProto(const kernels::MemoryBytes& memory) {
   return message;
 }
 
+v1::HeadSpec ToProto(const std::string& head, const kernels::HeadConfig& config) {
+  v1::HeadSpec spec;
+  spec.set_name(head);
+  spec.set_hidden_size(static_cast<uint64_t>(config.hidden_size));
+  spec.set_vocab_size(static_cast<uint64_t>(config.vocab_size));
+  spec.set_bias(config.has_bias);
+  spec.set_class_weights(config.has_class_weights);
+  spec.set_norm(ToProto(config.norm));
+  spec.set_norm_epsilon(config.norm_epsilon);
+  spec.set_compute_dtype(ToProto(config.compute_dtype));
+  spec.set_optimizer_state(ToProto(config.optimizer_state));
+  spec.set_frozen(!config.trainable);
+  return spec;
+}
+
 v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
   v1::HeadDescription message;
-  v1::HeadSpec& spec = *message.mutable_spec();
-  spec.set_name(head.name);
-  spec.set_hidden_size(static_cast<uint64_t>(head.config.hidden_size));
-  spec.set_vocab_size(static_cast<uint64_t>(head.config.vocab_size));
-  spec.set_bias(head.config.has_bias);
-  spec.set_class_weights(head.config.has_class_weights);
-  spec.set_norm(ToProto(head.config.norm));
-  spec.set_norm_epsilon(head.config.norm_epsilon);
-  spec.set_compute_dtype(ToProto(head.config.compute_dtype));
-  spec.set_optimizer_state(ToProto(head.config.optimizer_state));
-  spec.set_frozen(!head.config.trainable);
+  *message.mutable_spec() = ToProto(head.name, head.config);
   *message.mutable_state() = ToProto(head.state);
   message.set_compute_dtype(ToProto(head.compute_dtype));
   *message.mutable_slice_limits() = ToProto(head.limits);
@@ -389,6 +421,10 @@ v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
   message.set_step_rows(static_cast<uint64_t>(head.step_rows));
   message.set_retained_microbatches(static_cast<uint64_t>(head.retained_microbatches));
   message.set_total_rows(static_cast<uint64_t>(head.total_rows));
+  message.set_updates(head.updates);
+  message.set_step_contributions(static_cast<uint64_t>(head.step_contributions));
+  message.set_waiting_slices(static_cast<uint64_t>(head.waiting_slices));
+  message.set_waits_for(head.waits_for);
   return message;
 }
 

@@ -43,7 +43,11 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open);
 // Fields are named "backward.<field>".
 absl::StatusOr<engine::BackwardSpec> ToBackwardSpec(const v1::OpenBackward& backward);
 
+// Fields are named "open.<field>".
+absl::StatusOr<engine::ContributionSpec> ToContributionSpec(const v1::OpenGradient& open);
+
 v1::DType ToProto(kernels::DType dtype);
+v1::HeadSpec ToProto(const std::string& head, const kernels::HeadConfig& config);
 v1::HeadState ToProto(const engine::HeadState& state);
 v1::RowRange ToProto(const engine::RowRange& rows);
 v1::SliceLimits ToProto(const engine::SliceLimits& limits);

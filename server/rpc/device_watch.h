@@ -29,7 +29,10 @@ class DeviceWatch final : public engine::EngineObserver {
     next_->OnChunk(head, slices, rows, valid_rows, compute_seconds);
   }
   void OnSlice(absl::string_view head, double queue_seconds) override { next_->OnSlice(head, queue_seconds); }
-  void OnStep(absl::string_view head) override { next_->OnStep(head); }
+  void OnContribution(absl::string_view head, int64_t added_rows) override {
+    next_->OnContribution(head, added_rows);
+  }
+  void OnStep(absl::string_view head, bool skipped) override { next_->OnStep(head, skipped); }
   void OnDeviceError(const absl::Status& status) override {
     next_->OnDeviceError(status);
     if (absl::IsUnavailable(status) && !lost_.exchange(true)) on_lost_(status);

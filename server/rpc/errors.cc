@@ -47,6 +47,12 @@ absl::Status FieldError(absl::string_view field, absl::string_view rule, const a
   return WithField(absl::Status(code, absl::StrCat(field, kMust, rule, kGot, value)), field, value.Piece());
 }
 
+absl::Status CheckIncarnation(absl::string_view field, uint64_t meant, uint64_t own) {
+  if (meant == own) return absl::OkStatus();
+  return FieldError(field, absl::StrCat("be that of this server process, ", absl::Hex(own, absl::kZeroPad16)),
+                    absl::Hex(meant, absl::kZeroPad16), absl::StatusCode::kFailedPrecondition);
+}
+
 absl::Status Located(absl::Status status, absl::string_view prefix) {
   if (absl::IsNotFound(status) && PayloadText(status, engine::kFieldPayload) == "head") {
     return FieldError(absl::StrCat(prefix, "head"), "name a head of this server",

@@ -21,6 +21,9 @@ namespace lossd::rpc {
 absl::Status FieldError(absl::string_view field, absl::string_view rule, const absl::AlphaNum& value,
                         absl::StatusCode code = absl::StatusCode::kInvalidArgument);
 
+// FAILED_PRECONDITION if a request is meant for another server process than this one.
+absl::Status CheckIncarnation(absl::string_view field, uint64_t meant, uint64_t own);
+
 // For errors from below that name fields without their place in the request: kernels::Validate's "<field>
 // must ..., got <value>" becomes "<prefix><field> must ..., got <value>" and gets its detail; an unknown
 // head becomes an error of the field "<prefix>head". Others stay.

@@ -6,9 +6,6 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "server/head/head.h"
 #include "server/head/initializer.h"
 #include "server/log/log.h"
@@ -44,7 +41,10 @@ void LogHead(absl::string_view event, const v1::HeadDescription& head) {
 
 HeadOperations::HeadOperations(const HeadOperationsOptions& options, engine::Engine* engine,
                                metrics::Metrics* metrics)
-    : options_(options), engine_(engine), metrics_(metrics) {}
+    : options_(options),
+      engine_(engine),
+      metrics_(metrics),
+      checkpoints_(options.checkpoints, engine, metrics, &locks_) {}
 
 // ---- Creation ----
 
@@ -56,11 +56,11 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateH
   const NamedLocks::Guard guard = locks_.Lock(name);
   absl::Status status;
   if (request.has_tensor_file()) {
-    if (status = PrepareDirectory(); !status.ok()) return status;
+    if (status = checkpoints_.PrepareDirectory(); !status.ok()) return status;
     const absl::StatusOr<HeadSource> source =
-        HeadSource::Open(options_.checkpoint_directory, request.tensor_file(), *config);
+        HeadSource::Open(options_.checkpoints.directory, request.tensor_file(), *config);
     if (!source.ok()) return source.status();
-    status = CreateFilled(name, *config, 0, [&]() -> absl::Status {
+    status = CreateFilled(name, *config, {}, [&]() -> absl::Status {
       for (const HeadSource::Tensor& tensor : source->tensors()) {
         absl::Status filled = FillTensor(WholeValue(name, *config, tensor.param, tensor.dtype),
                                          [&](engine::RowRange rows, absl::Span<uint8_t> out) {
@@ -71,9 +71,9 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateH
       return absl::OkStatus();
     });
   } else if (request.has_zeros()) {
-    status = CreateFilled(name, *config, 0, [] { return absl::OkStatus(); });
+    status = CreateFilled(name, *config, {}, [] { return absl::OkStatus(); });
   } else {
-    status = CreateFilled(name, *config, 0,
+    status = CreateFilled(name, *config, {},
                           [&] { return FillUniform(name, *config, request.kaiming_uniform().seed()); });
   }
   if (!status.ok()) return status;
@@ -83,8 +83,9 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateH
 }
 
 absl::Status HeadOperations::CreateFilled(const std::string& name, const kernels::HeadConfig& config,
-                                          uint64_t step, absl::FunctionRef<absl::Status()> fill) {
-  if (absl::Status status = engine_->CreateHead(name, config, step); !status.ok()) {
+                                          const head::Progress& progress,
+                                          absl::FunctionRef<absl::Status()> fill) {
+  if (absl::Status status = engine_->CreateHead(name, config, progress); !status.ok()) {
     return Located(std::move(status), "spec.");
   }
   absl::Status status = fill();
@@ -182,6 +183,8 @@ absl::StatusOr<v1::ApplyStepResponse> HeadOperations::ApplyStep(const v1::ApplyS
   step.expected_microbatches.assign(request.expected_microbatches().begin(),
                                     request.expected_microbatches().end());
   if (request.has_expected_rows()) step.expected_rows = static_cast<int64_t>(request.expected_rows());
+  step.skip_non_finite = request.skip_non_finite();
+  if (request.has_incarnation()) step.incarnation = request.incarnation();
   const NamedLocks::Guard guard = locks_.Lock(request.head());
   std::vector<std::string> missing;
   const absl::StatusOr<engine::StepResult> result = engine_->ApplyStep(request.head(), step, &missing);
@@ -192,11 +195,15 @@ absl::StatusOr<v1::ApplyStepResponse> HeadOperations::ApplyStep(const v1::ApplyS
   response.set_microbatches(static_cast<uint64_t>(result->microbatches));
   response.set_rows(static_cast<uint64_t>(result->rows));
   response.set_repeated_call(result->repeated);
+  response.set_applied_incarnation(result->applied_incarnation);
+  response.set_skipped(result->skipped);
+  response.set_contributions(static_cast<uint64_t>(result->contributions));
   log::Log(LogLevel::kDebug, "step applied",
            {{"head", request.head()},
             {"step", request.step()},
             {"grad_norm", result->grad_norm},
             {"rows", result->rows},
+            {"skipped", result->skipped},
             {"repeated", result->repeated}});
   return response;
 }
@@ -215,53 +222,10 @@ absl::StatusOr<v1::ZeroGradientsResponse> HeadOperations::ZeroGradients(
 
 // ---- Checkpoints ----
 
-absl::Status HeadOperations::PrepareDirectory() {
-  absl::MutexLock lock(&directory_mutex_);
-  if (directory_ready_) return absl::OkStatus();
-  absl::Status status = head::PrepareCheckpointDirectory(options_.checkpoint_directory);
-  directory_ready_ = status.ok();
-  return status;
-}
-
-absl::StatusOr<v1::SaveCheckpointResponse> HeadOperations::SaveCheckpoint(
-    const v1::SaveCheckpointRequest& request) {
-  if (!request.name().empty()) {
-    if (absl::Status status = CheckName("name", request.name()); !status.ok()) return status;
-  }
-  if (absl::Status status = PrepareDirectory(); !status.ok()) return status;
-  const NamedLocks::Guard guard = locks_.Lock(request.head());
-  const absl::StatusOr<engine::HeadSnapshot> head = engine_->Describe(request.head());
-  if (!head.ok()) return head.status();
-  const std::string name =
-      request.name().empty() ? absl::StrFormat("step-%010d", head->state.step) : request.name();
-  const absl::Time begin = absl::Now();
-  const absl::StatusOr<int64_t> bytes = head::SaveCheckpoint(
-      options_.checkpoint_directory, name,
-      {.head = head->name,
-       .config = head->config,
-       .step = head->state.step,
-       .incarnation = head->state.incarnation},
-      [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<uint8_t> out) {
-        return engine_->OnDevice(head->name, [&](head::Head& on_device) {
-          return on_device.ReadRows(id, row_begin, rows, kernels::DType::kFloat32, out);
-        });
-      },
-      {.slice_bytes = options_.transfer_bytes});
-  if (!bytes.ok()) return bytes.status();
-  v1::SaveCheckpointResponse response;
-  *response.mutable_state() = ToProto(head->state);
-  response.set_checkpoint(absl::StrCat(head->name, "/", name));
-  response.set_bytes(static_cast<uint64_t>(*bytes));
-  response.set_seconds(absl::ToDoubleSeconds(absl::Now() - begin));
-  log::Log(LogLevel::kInfo, "checkpoint saved",
-           {{"checkpoint", response.checkpoint()}, {"bytes", *bytes}, {"seconds", response.seconds()}});
-  return response;
-}
-
 absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::LoadCheckpointRequest& request) {
-  if (absl::Status status = PrepareDirectory(); !status.ok()) return status;
+  if (absl::Status status = checkpoints_.PrepareDirectory(); !status.ok()) return status;
   const absl::StatusOr<std::unique_ptr<head::CheckpointReader>> reader =
-      head::CheckpointReader::Open(options_.checkpoint_directory, request.checkpoint());
+      head::CheckpointReader::Open(options_.checkpoints.directory, request.checkpoint());
   if (!reader.ok()) return reader.status();
   const head::CheckpointSubject& saved = (*reader)->subject();
   const std::string name = request.head().empty() ? saved.head : request.head();
@@ -272,9 +236,9 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::Loa
   if (existing.ok()) {
     status = head::CheckLoadable(saved.config, existing->config);
     if (status.ok()) status = WriteLoaded(name, **reader);
-    if (status.ok()) status = engine_->ResetStep(name, saved.step);
   } else {
-    status = CreateFilled(name, saved.config, saved.step, [&] { return WriteLoaded(name, **reader); });
+    status = CreateFilled(name, saved.config, {saved.step, saved.updates},
+                          [&] { return WriteLoaded(name, **reader); });
   }
   if (!status.ok()) return status;
   absl::StatusOr<v1::HeadDescription> description = Description(name);
@@ -283,13 +247,16 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::Loa
 }
 
 absl::Status HeadOperations::WriteLoaded(const std::string& head, const head::CheckpointReader& reader) {
-  return reader.Load(
+  absl::Status status = reader.Load(
       [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<const uint8_t> in) {
         return engine_->OnDevice(head, [&](head::Head& on_device) {
           return on_device.WriteRows(id, row_begin, rows, kernels::DType::kFloat32, in);
         });
       },
       options_.transfer_bytes);
+  if (!status.ok()) return status;
+  const head::CheckpointSubject& saved = reader.subject();
+  return engine_->ResetStep(head, {saved.step, saved.updates}, saved.last_step);
 }
 
 // ---- Tensors ----

@@ -2,8 +2,8 @@
 // known. Large tensors go to and from the device in slices of about 8 MiB, so that rows of other heads
 // and streams are computed in between.
 //
-// Thread-safe. Calls that change a head, or save it, take turns per head: a step waits for a running
-// save, and nobody sees a head half created.
+// Thread-safe. Calls that change a head take turns per head, and wait while a save reads its tensors
+// (checkpoints.h); nobody sees a head half created.
 #ifndef LOSSD_SERVER_RPC_HEAD_OPERATIONS_H_
 #define LOSSD_SERVER_RPC_HEAD_OPERATIONS_H_
 
@@ -11,12 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
 #include "kernels/dtype.h"
 #include "kernels/head_config.h"
@@ -24,12 +22,13 @@
 #include "server/engine/engine.h"
 #include "server/head/checkpoint.h"
 #include "server/metrics/metrics.h"
+#include "server/rpc/checkpoints.h"
 #include "server/rpc/named_locks.h"
 
 namespace lossd::rpc {
 
 struct HeadOperationsOptions {
-  std::string checkpoint_directory;  // made when it is first needed
+  CheckpointOptions checkpoints;
   kernels::DType default_compute_dtype = kernels::DType::kFloat32;
   int64_t transfer_bytes = int64_t{8} << 20;  // per operation on the device; at least one row
 };
@@ -56,8 +55,11 @@ class HeadOperations {
   absl::StatusOr<v1::GradNormResponse> GradNorm(const v1::GradNormRequest& request);
   absl::StatusOr<v1::ApplyStepResponse> ApplyStep(const v1::ApplyStepRequest& request);
   absl::StatusOr<v1::ZeroGradientsResponse> ZeroGradients(const v1::ZeroGradientsRequest& request);
-  absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(const v1::SaveCheckpointRequest& request);
   absl::StatusOr<v1::HeadDescription> LoadCheckpoint(const v1::LoadCheckpointRequest& request);
+  absl::StatusOr<v1::ListCheckpointsResponse> ListCheckpoints(const v1::ListCheckpointsRequest& request) {
+    return checkpoints_.List(request);
+  }
+  Checkpoints& checkpoints() { return checkpoints_; }
 
   // Which rows a ReadTensor or WriteTensor call is about. FAILED_PRECONDITION for writing gradients.
   absl::StatusOr<TensorRows> CheckRead(const v1::ReadTensorRequest& request);
@@ -72,8 +74,8 @@ class HeadOperations {
   using RowSource = absl::FunctionRef<absl::Status(engine::RowRange rows, absl::Span<uint8_t> out)>;
 
   // Makes a head, has `fill` fill it and publishes it; on failure nothing is left of it.
-  absl::Status CreateFilled(const std::string& name, const kernels::HeadConfig& config, uint64_t step,
-                            absl::FunctionRef<absl::Status()> fill);
+  absl::Status CreateFilled(const std::string& name, const kernels::HeadConfig& config,
+                            const head::Progress& progress, absl::FunctionRef<absl::Status()> fill);
   absl::Status FillUniform(const std::string& head, const kernels::HeadConfig& config, uint64_t seed);
   absl::Status FillTensor(const TensorRows& tensor, RowSource source);
   absl::Status WriteRowsOfLocked(const TensorRows& tensor, engine::RowRange rows,
@@ -83,15 +85,12 @@ class HeadOperations {
                                        v1::DType dtype);
   absl::StatusOr<v1::HeadDescription> Description(absl::string_view head);
   absl::Status WriteLoaded(const std::string& head, const head::CheckpointReader& reader);
-  absl::Status PrepareDirectory() ABSL_LOCKS_EXCLUDED(directory_mutex_);
 
   const HeadOperationsOptions options_;
   engine::Engine* const engine_;
   metrics::Metrics* const metrics_;
   NamedLocks locks_;
-
-  absl::Mutex directory_mutex_;
-  bool directory_ready_ ABSL_GUARDED_BY(directory_mutex_) = false;
+  Checkpoints checkpoints_;
 };
 
 }  // namespace lossd::rpc

@@ -8,6 +8,7 @@
 #include "server/log/log.h"
 #include "server/rpc/call_registry.h"
 #include "server/rpc/errors.h"
+#include "server/rpc/save_call.h"
 #include "server/rpc/tensor_calls.h"
 #include "server/rpc/worker_pool.h"
 
@@ -17,16 +18,17 @@ namespace {
 using grpc::CallbackServerContext;
 using grpc::ServerUnaryReactor;
 
-// The two streaming methods on raw bytes, the others on messages; all with callbacks.
-using Base =
-    v1::HeadService::WithRawCallbackMethod_ReadTensor<v1::HeadService::WithRawCallbackMethod_WriteTensor<
+// The methods that stream tensors on raw bytes, the others on messages; all with callbacks.
+using Base = v1::HeadService::WithRawCallbackMethod_ReadTensor<
+    v1::HeadService::WithRawCallbackMethod_WriteTensor<v1::HeadService::WithRawCallbackMethod_AddGradient<
         v1::HeadService::WithCallbackMethod_CreateHead<v1::HeadService::WithCallbackMethod_DescribeHead<
             v1::HeadService::WithCallbackMethod_ListHeads<v1::HeadService::WithCallbackMethod_DeleteHead<
                 v1::HeadService::WithCallbackMethod_GradNorm<v1::HeadService::WithCallbackMethod_ApplyStep<
                     v1::HeadService::WithCallbackMethod_ZeroGradients<
                         v1::HeadService::WithCallbackMethod_SaveCheckpoint<
                             v1::HeadService::WithCallbackMethod_LoadCheckpoint<
-                                v1::HeadService::Service>>>>>>>>>>>;
+                                v1::HeadService::WithCallbackMethod_ListCheckpoints<
+                                    v1::HeadService::Service>>>>>>>>>>>>>;
 
 enum class Effect { kReads, kChanges };
 
@@ -36,21 +38,31 @@ class HeadServiceImpl final : public HeadService, public Base {
       : engine_(engine),
         metrics_(metrics),
         operations_(options.operations, engine, metrics),
-        registry_(static_cast<size_t>(options.max_tensor_calls), options.send_timeout),
+        registry_(static_cast<size_t>(options.max_streaming_calls), options.send_timeout),
+        savers_(/*threads=*/1, static_cast<size_t>(options.max_waiting_saves)),
         workers_(options.worker_threads, static_cast<size_t>(options.max_waiting_calls)) {
     environment_.operations = &operations_;
     environment_.engine = engine;
     environment_.metrics = metrics;
     environment_.registry = &registry_;
     environment_.workers = &workers_;
+    save_environment_.checkpoints = &operations_.checkpoints();
+    save_environment_.registry = &registry_;
+    save_environment_.workers = &savers_;
+    save_environment_.ended = [this](absl::Status status) {
+      return Ended("SaveCheckpoint", std::move(status));
+    };
+    save_environment_.count = [this](int change) { CountUnfinished(change); };
+    operations_.checkpoints().RemoveLeftovers();
   }
 
   grpc::Service* service() override { return this; }
   void Drain() override { environment_.draining = true; }
+  void CancelSaves() override { operations_.checkpoints().CancelSaves(); }
   bool WaitUntilIdle(absl::Time deadline) override {
     const bool streams_done = registry_.WaitUntilEmpty(deadline);
     absl::MutexLock lock(&mutex_);
-    return mutex_.AwaitWithDeadline(absl::Condition(this, &HeadServiceImpl::NoUnaryCalls), deadline) &&
+    return mutex_.AwaitWithDeadline(absl::Condition(this, &HeadServiceImpl::NothingUnfinished), deadline) &&
            streams_done;
   }
 
@@ -82,9 +94,16 @@ class HeadServiceImpl final : public HeadService, public Base {
                                     v1::ZeroGradientsResponse* response) override {
     return Run("ZeroGradients", Effect::kChanges, context, request, response, &HeadOperations::ZeroGradients);
   }
-  ServerUnaryReactor* SaveCheckpoint(CallbackServerContext* context, const v1::SaveCheckpointRequest* request,
-                                     v1::SaveCheckpointResponse* response) override {
-    return Run("SaveCheckpoint", Effect::kReads, context, request, response, &HeadOperations::SaveCheckpoint);
+  grpc::ServerWriteReactor<v1::SaveCheckpointUpdate>* SaveCheckpoint(
+      CallbackServerContext* context, const v1::SaveCheckpointRequest* request) override {
+    metrics_->CountRequest("SaveCheckpoint");
+    return SaveCall::Start(&save_environment_, context, request);
+  }
+  ServerUnaryReactor* ListCheckpoints(CallbackServerContext* context,
+                                      const v1::ListCheckpointsRequest* request,
+                                      v1::ListCheckpointsResponse* response) override {
+    return Run("ListCheckpoints", Effect::kReads, context, request, response,
+               &HeadOperations::ListCheckpoints);
   }
   ServerUnaryReactor* LoadCheckpoint(CallbackServerContext* context, const v1::LoadCheckpointRequest* request,
                                      v1::HeadDescription* response) override {
@@ -98,6 +117,10 @@ class HeadServiceImpl final : public HeadService, public Base {
   grpc::ServerReadReactor<grpc::ByteBuffer>* WriteTensor(CallbackServerContext* context,
                                                          grpc::ByteBuffer* response) override {
     return WriteTensorCall::Start(&environment_, context, response);
+  }
+  grpc::ServerReadReactor<grpc::ByteBuffer>* AddGradient(CallbackServerContext* context,
+                                                         grpc::ByteBuffer* response) override {
+    return AddGradientCall::Start(&environment_, context, response);
   }
 
  private:
@@ -116,11 +139,11 @@ class HeadServiceImpl final : public HeadService, public Base {
       if (context->IsCancelled()) {
         return reactor->Finish(Ended(method, absl::CancelledError("the client no longer waits")));
       }
-      CountUnary(1);
+      CountUnfinished(1);
       absl::StatusOr<Response> result = (operations_.*operation)(*request);
       if (result.ok()) *response = *std::move(result);
       reactor->Finish(Ended(method, result.status()));
-      CountUnary(-1);
+      CountUnfinished(-1);
     });
     if (!scheduled) {
       reactor->Finish(Ended(method, absl::ResourceExhaustedError("too many operations are waiting")));
@@ -137,20 +160,22 @@ class HeadServiceImpl final : public HeadService, public Base {
     return result;
   }
 
-  void CountUnary(int change) ABSL_LOCKS_EXCLUDED(mutex_) {
+  void CountUnfinished(int change) ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
-    unary_calls_ += change;
+    unfinished_ += change;
   }
-  bool NoUnaryCalls() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return unary_calls_ == 0; }
+  bool NothingUnfinished() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return unfinished_ == 0; }
 
   engine::Engine* const engine_;
   metrics::Metrics* const metrics_;
   absl::Mutex mutex_;
-  int unary_calls_ ABSL_GUARDED_BY(mutex_) = 0;  // being worked on
+  int unfinished_ ABSL_GUARDED_BY(mutex_) = 0;  // calls being worked on, and saves
   HeadOperations operations_;
   TensorCallEnvironment environment_;
+  SaveCallEnvironment save_environment_;
   CallRegistry registry_;
-  WorkerPool workers_;  // first to go: its last tasks use the others
+  WorkerPool savers_;   // one thread: saves take turns, and never keep workers from other calls
+  WorkerPool workers_;  // both first to go: their last tasks use the others
 };
 
 }  // namespace

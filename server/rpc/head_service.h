@@ -22,8 +22,9 @@ namespace lossd::rpc {
 struct HeadServiceOptions {
   HeadOperationsOptions operations;
   int worker_threads = 8;
-  int64_t max_waiting_calls = 256;  // for a worker
-  int64_t max_tensor_calls = 64;    // ReadTensor and WriteTensor, open
+  int64_t max_waiting_calls = 256;   // for a worker
+  int64_t max_streaming_calls = 64;  // ReadTensor, WriteTensor, AddGradient and SaveCheckpoint, open
+  int64_t max_waiting_saves = 16;    // for the one that runs
   absl::Duration send_timeout = absl::Seconds(60);
 };
 
@@ -37,7 +38,10 @@ class HeadService {
   virtual grpc::Service* service() = 0;
   // From now on calls that change heads end with UNAVAILABLE; reading and saving still work.
   virtual void Drain() = 0;
-  // True if no streaming call is open and no other is being worked on, at the latest by `deadline`.
+  // Has the save that runs, and those that wait, end with CANCELLED soon; for when time is up.
+  virtual void CancelSaves() = 0;
+  // True if no streaming call is open, no other is being worked on and no save runs, at the latest by
+  // `deadline`.
   virtual bool WaitUntilIdle(absl::Time deadline) = 0;
 };
 

@@ -1,9 +1,13 @@
 #include "server/rpc/head_source.h"
 
+#include <filesystem>
+#include <optional>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "proto/tensorfile/safetensors_index.h"
 #include "server/head/paths.h"
 #include "server/rpc/errors.h"
 
@@ -18,11 +22,13 @@ struct Wanted {
   bool required;
 };
 
-absl::StatusOr<kernels::DType> ElementType(const formats::SafetensorsInfo& info, absl::string_view field) {
+absl::StatusOr<kernels::DType> ElementType(const formats::SafetensorsInfo& info, absl::string_view field,
+                                           absl::string_view file) {
   if (info.dtype_name == "F32") return kernels::DType::kFloat32;
   if (info.dtype_name == "F16") return kernels::DType::kFloat16;
   if (info.dtype_name == "BF16") return kernels::DType::kBFloat16;
-  return FieldError(field, "name a tensor of type F32, F16 or BF16", info.dtype_name);
+  return FieldError(field, "name a tensor of type F32, F16 or BF16",
+                    absl::StrCat("'", info.name, "' of type ", info.dtype_name, " in ", file));
 }
 
 std::vector<int64_t> WantedShape(const kernels::HeadConfig& config, kernels::Param param) {
@@ -35,19 +41,112 @@ std::string ShapeText(const std::vector<int64_t>& shape) {
   return absl::StrCat("[", absl::StrJoin(shape, ", "), "]");
 }
 
+constexpr char kPathField[] = "tensor_file.path";
+constexpr char kIndexName[] = "model.safetensors.index.json";
+constexpr char kFileName[] = "model.safetensors";
+
+absl::Status InField(absl::string_view field, const absl::Status& status) {
+  return absl::Status(status.code(), absl::StrCat(field, ": ", status.message()));
+}
+
+// "x" and "folder/x" alike, next to each other.
+std::string Beside(absl::string_view path, absl::string_view name) {
+  const size_t slash = path.rfind('/');
+  if (slash == absl::string_view::npos) return std::string(name);
+  return absl::StrCat(path.substr(0, slash + 1), name);
+}
+
+bool Exists(const std::string& directory, const std::string& relative) {
+  return head::ResolveBelow(directory, relative).ok();
+}
+
+// Finds the files that hold tensors, and opens each once. Paths are relative to `directory`.
+class Files {
+ public:
+  using Readers = std::map<std::string, std::unique_ptr<formats::SafetensorsReader>>;
+
+  Files(const std::string& directory, Readers* readers) : directory_(directory), readers_(readers) {}
+
+  // `path` is what the request says.
+  absl::Status Find(const std::string& path) {
+    const absl::StatusOr<std::string> real = head::ResolveBelow(directory_, path);
+    if (!real.ok()) return real.status();
+    std::error_code error;
+    path_ = path;
+    if (std::filesystem::is_directory(*real, error)) {
+      const std::string index = absl::StrCat(path, "/", kIndexName);
+      path_ = Exists(directory_, index) ? index : absl::StrCat(path, "/", kFileName);
+      if (!Exists(directory_, path_)) {
+        return absl::NotFoundError(
+            absl::StrCat(path, ": the folder has neither ", kIndexName, " nor ", kFileName));
+      }
+    }
+    return absl::EndsWith(path_, ".json") ? OpenIndex() : Reader(path_).status();
+  }
+
+  // The file with this tensor.
+  absl::StatusOr<const formats::SafetensorsReader*> With(const std::string& tensor) {
+    if (!index_.has_value()) return Reader(path_);
+    const absl::StatusOr<absl::string_view> shard = index_->ShardOf(tensor);
+    if (!shard.ok()) return shard.status();
+    absl::StatusOr<const formats::SafetensorsReader*> reader = Reader(Beside(path_, *shard));
+    if (reader.ok()) return reader;
+    return absl::Status(reader.status().code(), absl::StrCat(path_, ": the shard of tensor '", tensor,
+                                                             "': ", reader.status().message()));
+  }
+
+ private:
+  absl::Status OpenIndex() {
+    const absl::StatusOr<std::string> real = head::ResolveBelow(directory_, path_);
+    if (!real.ok()) return real.status();
+    absl::StatusOr<formats::SafetensorsIndex> index = formats::SafetensorsIndex::Open(*real, path_);
+    if (!index.ok()) return index.status();
+    index_ = *std::move(index);
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<const formats::SafetensorsReader*> Reader(const std::string& path) {
+    std::unique_ptr<formats::SafetensorsReader>& reader = (*readers_)[path];
+    if (reader != nullptr) return reader.get();
+    const absl::StatusOr<std::string> real = head::ResolveBelow(directory_, path);
+    if (!real.ok()) return real.status();
+    auto opened = formats::SafetensorsReader::Open(*real, path);
+    if (!opened.ok()) return opened.status();
+    reader = *std::move(opened);
+    return reader.get();
+  }
+
+  const std::string& directory_;
+  Readers* const readers_;
+  std::string path_;  // of the index or of the only file
+  std::optional<formats::SafetensorsIndex> index_;
+};
+
+// Checks one tensor against the head.
+absl::StatusOr<HeadSource::Tensor> Match(const Wanted& wanted, const kernels::HeadConfig& config,
+                                         Files& files) {
+  const auto file = files.With(wanted.name);
+  if (!file.ok()) return InField(wanted.field, file.status());
+  const auto info = (*file)->Find(wanted.name);
+  if (!info.ok()) return InField(wanted.field, info.status());
+  const std::vector<int64_t> shape = WantedShape(config, wanted.param);
+  if ((*info)->shape != shape) {
+    return FieldError(
+        wanted.field, absl::StrCat("name a tensor of shape ", ShapeText(shape)),
+        absl::StrCat("'", wanted.name, "' of shape ", ShapeText((*info)->shape), " in ", (*file)->name()));
+  }
+  const absl::StatusOr<kernels::DType> dtype = ElementType(**info, wanted.field, (*file)->name());
+  if (!dtype.ok()) return dtype.status();
+  return HeadSource::Tensor{wanted.param, *dtype, *file, *info};
+}
+
 }  // namespace
 
 absl::StatusOr<HeadSource> HeadSource::Open(const std::string& directory, const v1::TensorFile& file,
                                             const kernels::HeadConfig& config) {
-  const absl::StatusOr<std::string> path = head::ResolveBelow(directory, file.path());
-  if (!path.ok()) {
-    return absl::Status(path.status().code(), absl::StrCat("tensor_file.path: ", path.status().message()));
-  }
-  absl::StatusOr<std::unique_ptr<formats::SafetensorsReader>> reader =
-      formats::SafetensorsReader::Open(*path);
-  if (!reader.ok()) return FieldError("tensor_file.path", "be a readable safetensors file", file.path());
   HeadSource source;
-  source.reader_ = *std::move(reader);
+  Files files(directory, &source.files_);
+  if (absl::Status status = files.Find(file.path()); !status.ok()) return InField(kPathField, status);
   const Wanted all[] = {
       {kernels::Param::kWeight, "tensor_file.weight", file.weight(), true},
       {kernels::Param::kBias, "tensor_file.bias", file.bias(), true},
@@ -61,18 +160,9 @@ absl::StatusOr<HeadSource> HeadSource::Open(const std::string& directory, const 
     }
     if (!stored || (wanted.name.empty() && !wanted.required)) continue;
     if (wanted.name.empty()) return FieldError(wanted.field, "name a tensor for this head", "nothing");
-    const absl::StatusOr<const formats::SafetensorsInfo*> info = source.reader_->Find(wanted.name);
-    if (!info.ok()) {
-      return FieldError(wanted.field, "name a tensor in the file", wanted.name, absl::StatusCode::kNotFound);
-    }
-    const std::vector<int64_t> shape = WantedShape(config, wanted.param);
-    if ((*info)->shape != shape) {
-      return FieldError(wanted.field, absl::StrCat("name a tensor of shape ", ShapeText(shape)),
-                        ShapeText((*info)->shape));
-    }
-    const absl::StatusOr<kernels::DType> dtype = ElementType(**info, wanted.field);
-    if (!dtype.ok()) return dtype.status();
-    source.tensors_.push_back({wanted.param, *dtype, *info});
+    absl::StatusOr<Tensor> tensor = Match(wanted, config, files);
+    if (!tensor.ok()) return tensor.status();
+    source.tensors_.push_back(*tensor);
   }
   return source;
 }

@@ -1,9 +1,11 @@
-// The tensors of a new head from a safetensors file of any origin.
+// The tensors of a new head from a model of any origin: a safetensors file, or several with an index
+// (TensorFile in head.proto).
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_RPC_HEAD_SOURCE_H_
 #define LOSSD_SERVER_RPC_HEAD_SOURCE_H_
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,22 +26,24 @@ class HeadSource {
   struct Tensor {
     kernels::Param param = kernels::Param::kWeight;
     kernels::DType dtype = kernels::DType::kFloat32;  // in the file
+    const formats::SafetensorsReader* file = nullptr;
     const formats::SafetensorsInfo* info = nullptr;
   };
 
-  // Opens the file below `directory` and checks that it has every tensor such a head needs, in the right
-  // shape and a known element type. INVALID_ARGUMENT and NOT_FOUND name the field "tensor_file....".
+  // Opens the files below `directory` that are needed and checks that they have every tensor such a head
+  // needs, in the right shape and a known element type. Errors name the field "tensor_file....", the file as
+  // the client knows it, and the tensor: INVALID_ARGUMENT, NOT_FOUND, or what reading ended with.
   static absl::StatusOr<HeadSource> Open(const std::string& directory, const v1::TensorFile& file,
                                          const kernels::HeadConfig& config);
 
   const std::vector<Tensor>& tensors() const { return tensors_; }
   // Rows as stored; `out` has exactly their bytes.
   absl::Status ReadRows(const Tensor& tensor, engine::RowRange rows, absl::Span<uint8_t> out) const {
-    return reader_->ReadRows(*tensor.info, rows.begin, rows.size(), out);
+    return tensor.file->ReadRows(*tensor.info, rows.begin, rows.size(), out);
   }
 
  private:
-  std::unique_ptr<formats::SafetensorsReader> reader_;
+  std::map<std::string, std::unique_ptr<formats::SafetensorsReader>> files_;  // by path below the directory
   std::vector<Tensor> tensors_;
 };
 

@@ -17,19 +17,25 @@ namespace lossd::rpc {
 
 class NamedLocks {
  public:
-  // Holds the lock of one name until destroyed.
+  // Holds the lock of one name until destroyed or told to let go, on the thread that took it.
   class Guard {
    public:
     explicit Guard(std::shared_ptr<absl::Mutex> mutex) ABSL_NO_THREAD_SAFETY_ANALYSIS
         : mutex_(std::move(mutex)) {
       mutex_->Lock();
     }
-    ~Guard() ABSL_NO_THREAD_SAFETY_ANALYSIS { mutex_->Unlock(); }
+    ~Guard() { Unlock(); }
     Guard(const Guard&) = delete;
     Guard& operator=(const Guard&) = delete;
 
+    // Lets go early; later calls do nothing.
+    void Unlock() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+      if (mutex_ != nullptr) mutex_->Unlock();
+      mutex_ = nullptr;
+    }
+
    private:
-    const std::shared_ptr<absl::Mutex> mutex_;
+    std::shared_ptr<absl::Mutex> mutex_;  // null: not held any more
   };
 
   // Blocks until the lock of `name` is free.

@@ -47,6 +47,8 @@ absl::Status CheckOptions(const ServerOptions& options) {
   status.Update(CheckAtLeast("slice_bytes", options.slice_bytes, 64));
   status.Update(CheckAtLeast("staging_bytes", options.staging_bytes, 2 * options.slice_bytes));
   status.Update(CheckAtLeast("retained_bytes", options.retained_bytes, 0));
+  status.Update(CheckAtLeast("checkpoint_buffer_bytes", options.checkpoint_buffer_bytes, 0));
+  status.Update(CheckAtLeast("keep_checkpoints", options.keep_checkpoints, 0));
   status.Update(CheckAtLeast("max_streams", options.max_streams, 1));
   status.Update(CheckAtLeast("max_heads", options.max_heads, 1));
   if (options.slice_bytes > 1024 * kMebibyte) {
@@ -155,6 +157,7 @@ void ServerImpl::LogStart() const {
             {"http", http_address()},
             {"backend", info.name},
             {"device", info.device},
+            {"deterministic", options_.deterministic},
             {"incarnation", absl::StrCat(absl::Hex(engine_->incarnation(), absl::kZeroPad16))}});
   log::Log(log::LogLevel::kInfo, "memory plan",
            {{"staging_bytes", backend_->memory().current[kernels::MemoryKind::kStaging]},
@@ -171,7 +174,8 @@ absl::Status ServerImpl::CreateEngine() {
                               .device = options_.device,
                               .threads = options_.threads,
                               .workspace_bytes = options_.workspace_bytes,
-                              .memory_limit_bytes = options_.memory_limit_bytes});
+                              .memory_limit_bytes = options_.memory_limit_bytes,
+                              .deterministic = options_.deterministic});
   if (!backend.ok()) return backend.status();
   if (!backend->note.empty()) log::Log(log::LogLevel::kInfo, "no GPU backend", {{"reason", backend->note}});
   backend_ = std::move(backend->backend);
@@ -183,6 +187,7 @@ absl::Status ServerImpl::CreateEngine() {
   engine_options.slice_bytes = options_.slice_bytes;
   engine_options.staging_bytes = options_.staging_bytes;
   engine_options.retained_bytes = options_.retained_bytes;
+  engine_options.deterministic = options_.deterministic;
   engine_options.max_streams = options_.max_streams;
   engine_options.max_heads = options_.max_heads;
   absl::StatusOr<std::unique_ptr<engine::Engine>> engine =
@@ -200,7 +205,9 @@ void ServerImpl::CreateServices() {
                                                        .retained_timeout = options_.retained_timeout},
                                     engine_.get(), metrics_.get());
   HeadServiceOptions head_options;
-  head_options.operations.checkpoint_directory = options_.checkpoint_directory;
+  head_options.operations.checkpoints.directory = options_.checkpoint_directory;
+  head_options.operations.checkpoints.buffer_bytes = options_.checkpoint_buffer_bytes;
+  head_options.operations.checkpoints.keep = options_.keep_checkpoints;
   head_options.operations.default_compute_dtype = backend_->info().default_compute_dtype;
   head_options.send_timeout = options_.send_timeout;
   head_service_ = HeadService::Create(head_options, engine_.get(), metrics_.get());
@@ -296,6 +303,7 @@ bool ServerImpl::Drain(absl::Time deadline) {
     server_service_->Drain();
     clean = loss_service_->WaitUntilIdle(deadline);
     clean = head_service_->WaitUntilIdle(deadline) && clean;
+    head_service_->CancelSaves();
     // Calls that reach a server in shutdown end with CANCELLED; for a moment more they hear UNAVAILABLE and
     // clients have time to stop.
     constexpr absl::Duration kLastWords = absl::Milliseconds(200);

@@ -32,6 +32,8 @@ struct ServerOptions {
   int threads = 0;                 // CPU backend; 0: all the process may use
   int64_t workspace_bytes = 0;     // per head; 0: 256 MiB (CPU), 2 GiB or less (CUDA)
   int64_t memory_limit_bytes = 0;  // heads and staging; 0: none
+  // The same microbatches give the same weights, bit for bit, whatever arrives first (docs/exactly-once.md).
+  bool deterministic = false;
 
   // Admission.
   int64_t slice_bytes = int64_t{4} << 20;       // largest slice payload
@@ -41,6 +43,8 @@ struct ServerOptions {
   int64_t max_heads = 64;
 
   std::string checkpoint_directory = "./lossd-checkpoints";
+  int64_t checkpoint_buffer_bytes = int64_t{1} << 30;   // what a save may read ahead of the disk
+  int64_t keep_checkpoints = 0;                         // automatic ones, per head; 0: all
   absl::Duration drain_timeout = absl::Seconds(30);     // open calls may finish for so long
   absl::Duration retained_timeout = absl::Minutes(10);  // deferred microbatches not used for so long go
   absl::Duration send_timeout = absl::Seconds(60);      // a call whose answer is not taken for so long ends

@@ -14,14 +14,13 @@ namespace lossd::rpc {
 namespace {
 
 constexpr absl::string_view kRead = "ReadTensor";
-constexpr absl::string_view kWrite = "WriteTensor";
 constexpr int64_t kMessageBytes = int64_t{4} << 20;
 
 // What a call that was not admitted ends with, else OK.
 absl::Status Admit(TensorCallEnvironment* environment, WatchedCall* call, absl::string_view method) {
   environment->metrics->CountRequest(method);
   if (!environment->registry->Add(call)) {
-    return absl::ResourceExhaustedError("too many open ReadTensor and WriteTensor calls");
+    return absl::ResourceExhaustedError("too many streaming calls of HeadService are open");
   }
   return absl::OkStatus();
 }
@@ -112,99 +111,209 @@ void ReadTensorCall::OnDone() {
   delete this;
 }
 
-// ---- WriteTensor ----
+// ---- Calls that receive rows ----
 
-WriteTensorCall* WriteTensorCall::Start(TensorCallEnvironment* environment,
-                                        grpc::CallbackServerContext* context, grpc::ByteBuffer* response) {
-  auto* call = new WriteTensorCall(environment, context, response);
-  absl::Status status = Admit(environment, call, kWrite);
-  if (environment->draining) status.Update(absl::UnavailableError("the server is draining"));
-  if (!status.ok()) {
-    call->End(std::move(status));
-  } else {
-    // Its state was made on this thread; the first reaction, on another, takes the lock too.
-    { const absl::MutexLock lock(&call->mutex_); }
-    call->StartRead(&call->received_);
-  }
-  return call;
+void ReceiveRowsCall::Begin() {
+  absl::Status status = Admit(environment_, this, method_);
+  if (environment_->draining) status.Update(absl::UnavailableError("the server is draining"));
+  if (!status.ok()) return End(std::move(status));
+  // The call's state was made on this thread; the first reaction, on another, takes the lock too.
+  { const absl::MutexLock lock(&mutex_); }
+  StartRead(&received_);
 }
 
-void WriteTensorCall::OnReadDone(bool ok) {
+void ReceiveRowsCall::OnReadDone(bool ok) {
   if (!ok && context_->IsCancelled())
     return End(absl::CancelledError("the client cancelled the call or went away"));
   if (!ok) return End(Complete());
-  const bool scheduled = environment_->workers->Schedule([this] {
-    absl::Status status = HandleMessage();
-    if (!status.ok()) return End(std::move(status));
-    StartRead(&received_);
-  });
-  if (!scheduled) End(absl::ResourceExhaustedError("too many operations are waiting"));
+  absl::Status scheduled = RunOnWorker([this] { HandleMessage(); });
+  if (!scheduled.ok()) End(std::move(scheduled));
 }
 
-absl::Status WriteTensorCall::HandleMessage() {
-  v1::WriteTensorRequest request;
-  const absl::StatusOr<wire::PayloadView> payload = wire::Decode(received_, &request);
+absl::Status ReceiveRowsCall::RunOnWorker(std::function<void()> step) {
+  if (environment_->workers->Schedule(std::move(step))) return absl::OkStatus();
+  return absl::ResourceExhaustedError("too many operations are waiting");
+}
+
+void ReceiveRowsCall::HandleMessage() {
+  bool has_open = false;
+  absl::Status status;
+  {
+    absl::MutexLock lock(&mutex_);
+    status = DecodeMessage(&has_open);
+  }
+  if (status.ok() && !has_open) return TakePayload();
+  if (status.ok()) status = Await([this] { TakePayload(); });
+  if (!status.ok()) End(std::move(status));
+}
+
+absl::Status ReceiveRowsCall::DecodeMessage(bool* has_open) {
+  absl::StatusOr<wire::PayloadView> payload = Decode(received_, has_open);
   received_.Clear();
   if (!payload.ok()) return payload.status();
-  absl::MutexLock lock(&mutex_);
-  if (request.has_open() == opened_) {
+  payload_ = *std::move(payload);
+  if (*has_open == opened_) {
     return FieldError("open", "be in the first message and in no other",
                       opened_ ? "a second one" : "nothing");
   }
-  if (request.has_open()) {
-    if (absl::Status status = Open(request.open()); !status.ok()) return status;
-  }
-  return WritePayload(*payload);
-}
-
-absl::Status WriteTensorCall::Open(const v1::OpenTensor& open) {
-  absl::StatusOr<TensorRows> tensor = environment_->operations->CheckWrite(open);
-  if (!tensor.ok()) return tensor.status();
-  tensor_ = *std::move(tensor);
-  next_row_ = tensor_.rows.begin;
+  if (opened_) return absl::OkStatus();
+  const absl::StatusOr<Extent> extent = Open();
+  if (!extent.ok()) return extent.status();
+  extent_ = *extent;
+  next_row_ = extent_.rows.begin;
   opened_ = true;
   return absl::OkStatus();
 }
 
-absl::Status WriteTensorCall::WritePayload(const wire::PayloadView& payload) {
-  const auto bytes = static_cast<int64_t>(payload.size());
-  if (bytes % tensor_.row_bytes() != 0) {
-    return FieldError("payload",
-                      absl::StrCat("have a multiple of ", tensor_.row_bytes(), " bytes, whole rows"), bytes);
+void ReceiveRowsCall::TakePayload() {
+  absl::Status status;
+  {
+    absl::MutexLock lock(&mutex_);
+    status = TakeRows();
   }
-  const engine::RowRange rows{next_row_, next_row_ + bytes / tensor_.row_bytes()};
-  if (rows.end > tensor_.rows.end) {
-    return FieldError("payload", absl::StrCat("end with row ", tensor_.rows.end),
+  if (!status.ok()) return End(std::move(status));
+  StartRead(&received_);
+}
+
+absl::Status ReceiveRowsCall::TakeRows() {
+  const wire::PayloadView payload = std::exchange(payload_, wire::PayloadView());
+  const auto bytes = static_cast<int64_t>(payload.size());
+  if (bytes % extent_.row_bytes != 0) {
+    return FieldError("payload", absl::StrCat("have a multiple of ", extent_.row_bytes, " bytes, whole rows"),
+                      bytes);
+  }
+  const engine::RowRange rows{next_row_, next_row_ + bytes / extent_.row_bytes};
+  if (rows.end > extent_.rows.end) {
+    return FieldError("payload", absl::StrCat("end with row ", extent_.rows.end),
                       absl::StrCat("row ", rows.end));
   }
   if (rows.size() == 0) return absl::OkStatus();
   std::vector<uint8_t> values(payload.size());
   payload.CopyTo(values.data());
   next_row_ = rows.end;
+  return Take(rows, values);
+}
+
+absl::Status ReceiveRowsCall::Complete() {
+  absl::MutexLock lock(&mutex_);
+  if (!opened_) return FieldError("open", "come before the half-close", "nothing");
+  if (next_row_ != extent_.rows.end) {
+    return FieldError("payload", absl::StrCat("end with row ", extent_.rows.end),
+                      absl::StrCat("row ", next_row_));
+  }
+  absl::StatusOr<grpc::ByteBuffer> answer = Answer();
+  if (!answer.ok()) return answer.status();
+  *response_ = *std::move(answer);
+  return absl::OkStatus();
+}
+
+void ReceiveRowsCall::End(absl::Status status) { Finish(Ended(environment_, method_, std::move(status))); }
+
+void ReceiveRowsCall::OnDone() {
+  environment_->registry->Remove(this);
+  delete this;
+}
+
+// ---- WriteTensor ----
+
+WriteTensorCall* WriteTensorCall::Start(TensorCallEnvironment* environment,
+                                        grpc::CallbackServerContext* context, grpc::ByteBuffer* response) {
+  auto* call = new WriteTensorCall(environment, context, response, "WriteTensor");
+  call->Begin();
+  return call;
+}
+
+absl::StatusOr<wire::PayloadView> WriteTensorCall::Decode(const grpc::ByteBuffer& received, bool* has_open) {
+  absl::StatusOr<wire::PayloadView> payload = wire::Decode(received, &request_);
+  *has_open = request_.has_open();
+  return payload;
+}
+
+absl::StatusOr<ReceiveRowsCall::Extent> WriteTensorCall::Open() {
+  absl::StatusOr<TensorRows> tensor = environment_->operations->CheckWrite(request_.open());
+  if (!tensor.ok()) return tensor.status();
+  tensor_ = *std::move(tensor);
+  return Extent{tensor_.rows, tensor_.row_bytes()};
+}
+
+absl::Status WriteTensorCall::Take(engine::RowRange rows, absl::Span<const uint8_t> values) {
   return environment_->operations->WriteRows(tensor_, rows, values);
 }
 
-absl::Status WriteTensorCall::Complete() {
-  absl::MutexLock lock(&mutex_);
-  if (!opened_) return FieldError("open", "come before the half-close", "nothing");
-  if (next_row_ != tensor_.rows.end) {
-    return FieldError("payload", absl::StrCat("end with row ", tensor_.rows.end),
-                      absl::StrCat("row ", next_row_));
-  }
+absl::StatusOr<grpc::ByteBuffer> WriteTensorCall::Answer() {
   absl::StatusOr<v1::HeadState> state = environment_->operations->State(tensor_.head);
   if (!state.ok()) return state.status();
   v1::WriteTensorResponse response;
   *response.mutable_state() = *std::move(state);
   *response.mutable_rows() = ToProto(tensor_.rows);
-  *response_ = wire::Encode(response);
+  return wire::Encode(response);
+}
+
+// ---- AddGradient ----
+
+AddGradientCall* AddGradientCall::Start(TensorCallEnvironment* environment,
+                                        grpc::CallbackServerContext* context, grpc::ByteBuffer* response) {
+  auto* call = new AddGradientCall(environment, context, response, "AddGradient");
+  call->Begin();
+  return call;
+}
+
+absl::StatusOr<wire::PayloadView> AddGradientCall::Decode(const grpc::ByteBuffer& received, bool* has_open) {
+  absl::StatusOr<wire::PayloadView> payload = wire::Decode(received, &request_);
+  *has_open = request_.has_open();
+  return payload;
+}
+
+absl::StatusOr<ReceiveRowsCall::Extent> AddGradientCall::Open() {
+  const absl::StatusOr<engine::ContributionSpec> spec = ToContributionSpec(request_.open());
+  if (!spec.ok()) return spec.status();
+  absl::StatusOr<engine::Contribution> contribution = environment_->engine->OpenContribution(*spec);
+  if (!contribution.ok()) return Located(contribution.status(), "open.");
+  contribution_ = *std::move(contribution);
+  return Extent{contribution_.rows, contribution_.row_bytes()};
+}
+
+// A contribution that waits for its turn holds no worker; neither does it read on.
+absl::Status AddGradientCall::Await(std::function<void()> next) {
+  const auto ready = [this, next] {
+    { const absl::MutexLock lock(&turn_mutex_); }  // Await has let go of the call
+    absl::Status scheduled = RunOnWorker(next);
+    if (!scheduled.ok()) End(std::move(scheduled));
+  };
+  {
+    absl::MutexLock lock(&turn_mutex_);
+    if (cancelled_) return absl::CancelledError("the client cancelled the call or went away");
+    ticket_ = environment_->engine->AwaitTurn(contribution_, ready);
+    if (ticket_ != 0) return absl::OkStatus();
+  }
+  return RunOnWorker(next);
+}
+
+void AddGradientCall::OnCancel() {
+  bool waited = false;
+  {
+    absl::MutexLock lock(&turn_mutex_);
+    cancelled_ = true;
+    waited = ticket_ != 0 && environment_->engine->ForgetTurn(contribution_, ticket_);
+  }
+  if (waited) End(absl::CancelledError("the call ended before the contribution had its turn"));
+}
+
+absl::Status AddGradientCall::Take(engine::RowRange rows, absl::Span<const uint8_t> values) {
+  const absl::StatusOr<int64_t> added = environment_->engine->AddRows(contribution_, rows, values);
+  if (!added.ok()) return added.status();
+  added_rows_ += *added;
   return absl::OkStatus();
 }
 
-void WriteTensorCall::End(absl::Status status) { Finish(Ended(environment_, kWrite, std::move(status))); }
-
-void WriteTensorCall::OnDone() {
-  environment_->registry->Remove(this);
-  delete this;
+// The state it was opened in: by now a step may have closed that expected just these rows.
+absl::StatusOr<grpc::ByteBuffer> AddGradientCall::Answer() {
+  v1::AddGradientResponse response;
+  *response.mutable_state() = ToProto(contribution_.state);
+  *response.mutable_rows() = ToProto(contribution_.rows);
+  response.set_added_rows(static_cast<uint64_t>(added_rows_));
+  response.set_repeated_rows(static_cast<uint64_t>(contribution_.rows.size() - added_rows_));
+  return wire::Encode(response);
 }
 
 }  // namespace lossd::rpc

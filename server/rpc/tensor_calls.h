@@ -1,5 +1,5 @@
-// The streaming calls of HeadService: ReadTensor and WriteTensor. Messages hold at most 4 MiB of tensor (at
-// least one row) and one is in transit at a time, so a slow peer costs one message of memory.
+// The streaming calls of HeadService: ReadTensor, WriteTensor and AddGradient. Messages hold at most 4 MiB of
+// tensor (at least one row) and one is in transit at a time, so a slow peer costs one message of memory.
 //
 // Each step of a call (device, then transport) starts when the one before has ended; steps that wait for the
 // device run on the worker pool.
@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "absl/base/thread_annotations.h"
@@ -70,37 +71,102 @@ class ReadTensorCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, 
   absl::Time write_started_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
 };
 
+// A call that receives rows in slices, `open` first: what WriteTensor and AddGradient have in common.
 // Deletes itself in OnDone.
-class WriteTensorCall final : public grpc::ServerReadReactor<grpc::ByteBuffer>, public WatchedCall {
+class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public WatchedCall {
  public:
-  static WriteTensorCall* Start(TensorCallEnvironment* environment, grpc::CallbackServerContext* context,
-                                grpc::ByteBuffer* response);
-
   void OnReadDone(bool ok) override;
   void OnDone() override;
   // The client sends; it cannot be stuck taking answers.
   void CancelIfStuck(absl::Time) override {}
 
- private:
-  WriteTensorCall(TensorCallEnvironment* environment, grpc::CallbackServerContext* context,
-                  grpc::ByteBuffer* response)
-      : environment_(environment), context_(context), response_(response) {}
+ protected:
+  // The rows a call carries, and the bytes of one.
+  struct Extent {
+    engine::RowRange rows;
+    int64_t row_bytes = 1;
+  };
 
-  absl::Status HandleMessage() ABSL_LOCKS_EXCLUDED(mutex_);
-  absl::Status Open(const v1::OpenTensor& open) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status WritePayload(const wire::PayloadView& payload) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status Complete() ABSL_LOCKS_EXCLUDED(mutex_);
+  ReceiveRowsCall(TensorCallEnvironment* environment, grpc::CallbackServerContext* context,
+                  grpc::ByteBuffer* response, absl::string_view method)
+      : environment_(environment), context_(context), response_(response), method_(method) {}
+
+  // Starts reading, or ends the call if it is not admitted. Call once.
+  void Begin();
+
+  // The first steps of a call, then its slices in order, then its answer; one at a time, on workers or gRPC's
+  // threads.
+  // Takes the message without its payload; the first one has its `open`, the others have not.
+  virtual absl::StatusOr<wire::PayloadView> Decode(const grpc::ByteBuffer& received, bool* has_open) = 0;
+  virtual absl::StatusOr<Extent> Open() = 0;
+  // After Open: has `next` run on a worker as soon as rows may be taken. OK: `next` will run, or has.
+  virtual absl::Status Await(std::function<void()> next) { return RunOnWorker(std::move(next)); }
+  virtual absl::Status Take(engine::RowRange rows, absl::Span<const uint8_t> values) = 0;
+  virtual absl::StatusOr<grpc::ByteBuffer> Answer() = 0;
+
+  absl::Status RunOnWorker(std::function<void()> step);
   void End(absl::Status status);
 
   TensorCallEnvironment* const environment_;
+
+ private:
+  // The steps of a message: decode it (and open the call), take its rows, read on.
+  void HandleMessage() ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::Status DecodeMessage(bool* has_open) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void TakePayload() ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::Status TakeRows() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status Complete() ABSL_LOCKS_EXCLUDED(mutex_);
+
   grpc::CallbackServerContext* const context_;
   grpc::ByteBuffer* const response_;
+  const absl::string_view method_;
   grpc::ByteBuffer received_;
 
   absl::Mutex mutex_;  // never waited for: steps follow each other, on different threads
   bool opened_ ABSL_GUARDED_BY(mutex_) = false;
-  TensorRows tensor_ ABSL_GUARDED_BY(mutex_);
+  Extent extent_ ABSL_GUARDED_BY(mutex_);
   int64_t next_row_ ABSL_GUARDED_BY(mutex_) = 0;
+  wire::PayloadView payload_ ABSL_GUARDED_BY(mutex_);  // of the message at hand
+};
+
+class WriteTensorCall final : public ReceiveRowsCall {
+ public:
+  static WriteTensorCall* Start(TensorCallEnvironment* environment, grpc::CallbackServerContext* context,
+                                grpc::ByteBuffer* response);
+
+ private:
+  using ReceiveRowsCall::ReceiveRowsCall;
+  absl::StatusOr<wire::PayloadView> Decode(const grpc::ByteBuffer& received, bool* has_open) override;
+  absl::StatusOr<Extent> Open() override;
+  absl::Status Take(engine::RowRange rows, absl::Span<const uint8_t> values) override;
+  absl::StatusOr<grpc::ByteBuffer> Answer() override;
+
+  v1::WriteTensorRequest request_;
+  TensorRows tensor_;
+};
+
+class AddGradientCall final : public ReceiveRowsCall {
+ public:
+  static AddGradientCall* Start(TensorCallEnvironment* environment, grpc::CallbackServerContext* context,
+                                grpc::ByteBuffer* response);
+
+  void OnCancel() override ABSL_LOCKS_EXCLUDED(turn_mutex_);
+
+ private:
+  using ReceiveRowsCall::ReceiveRowsCall;
+  absl::StatusOr<wire::PayloadView> Decode(const grpc::ByteBuffer& received, bool* has_open) override;
+  absl::StatusOr<Extent> Open() override;
+  absl::Status Await(std::function<void()> next) override ABSL_LOCKS_EXCLUDED(turn_mutex_);
+  absl::Status Take(engine::RowRange rows, absl::Span<const uint8_t> values) override;
+  absl::StatusOr<grpc::ByteBuffer> Answer() override;
+
+  v1::AddGradientRequest request_;
+  engine::Contribution contribution_;
+  int64_t added_rows_ = 0;
+
+  absl::Mutex turn_mutex_;
+  bool cancelled_ ABSL_GUARDED_BY(turn_mutex_) = false;
+  uint64_t ticket_ ABSL_GUARDED_BY(turn_mutex_) = 0;  // of the wait for the contribution's turn; 0: none
 };
 
 }  // namespace lossd::rpc

@@ -30,6 +30,8 @@ struct Head {
   std::map<v1::Param, std::vector<float>> values;
   std::vector<double> weight_gradient;            // [V], of the first column
   std::map<uint64_t, std::set<uint64_t>> ledger;  // microbatch id -> rows
+  std::map<uint64_t, std::set<uint64_t>> added;   // contribution id -> rows
+  uint64_t updates = 0;
   uint64_t total_rows = 0;
   v1::ApplyStepResponse last_step;
   struct Retained {
@@ -126,6 +128,8 @@ struct FakeServer::State {
     description.mutable_memory()->set_weights(parameters * 4);
     description.mutable_memory()->set_gradients(parameters * 4);
     description.set_step_microbatches(head.ledger.size());
+    description.set_step_contributions(head.added.size());
+    description.set_updates(head.updates);
     for (const auto& [id, seen] : head.ledger)
       description.set_step_rows(description.step_rows() + seen.size());
     description.set_total_rows(head.total_rows);
@@ -136,6 +140,7 @@ struct FakeServer::State {
     incarnation = absl::Uniform<uint64_t>(absl::IntervalClosed, random, 1, ~uint64_t{0});
     for (auto& [name, head] : heads) {
       head.ledger.clear();
+      head.added.clear();
       std::fill(head.weight_gradient.begin(), head.weight_gradient.end(), 0.0);
     }
   }
@@ -156,6 +161,7 @@ struct FakeServer::State {
   uint64_t streams_seen ABSL_GUARDED_BY(mu) = 0;
   uint64_t describes_seen ABSL_GUARDED_BY(mu) = 0;
   uint64_t slices_seen ABSL_GUARDED_BY(mu) = 0;
+  uint64_t additions_seen ABSL_GUARDED_BY(mu) = 0;
   uint64_t rows_seen ABSL_GUARDED_BY(mu) = 0;
   int port = 0;
 
@@ -535,6 +541,24 @@ class FakeServer::State::HeadService : public v1::HeadService::Service {
     return grpc::Status::OK;
   }
 
+  grpc::Status AddGradient(grpc::ServerContext*, grpc::ServerReader<v1::AddGradientRequest>* reader,
+                           v1::AddGradientResponse* response) override {
+    v1::AddGradientRequest request;
+    v1::OpenGradient open;
+    uint64_t row = 0;
+    while (reader->Read(&request)) {
+      if (request.has_open()) {
+        open = request.open();
+        row = open.rows().begin();
+      }
+      grpc::Status status = AddRows(open, request.payload(), &row, response);
+      if (!status.ok()) return status;
+    }
+    response->mutable_rows()->set_begin(open.rows().begin());
+    response->mutable_rows()->set_end(row);
+    return grpc::Status::OK;
+  }
+
   grpc::Status GradNorm(grpc::ServerContext*, const v1::GradNormRequest* request,
                         v1::GradNormResponse* response) override {
     absl::MutexLock lock(&state_->mu);
@@ -571,10 +595,19 @@ class FakeServer::State::HeadService : public v1::HeadService::Service {
     }
     response->set_grad_norm(Norm(*head));
     response->set_microbatches(head->ledger.size());
+    response->set_contributions(head->added.size());
     response->set_rows(rows);
+    response->set_skipped(!std::isfinite(Norm(*head)));
+    if (response->skipped() && !request->skip_non_finite()) {
+      return state_->Error(grpc::StatusCode::FAILED_PRECONDITION, "the norm is not finite",
+                           "skip_non_finite");
+    }
+    if (!response->skipped()) ++head->updates;
     ++head->step;
     *response->mutable_state() = state_->StateOf(*head);
+    response->set_applied_incarnation(response->state().incarnation());
     head->ledger.clear();
+    head->added.clear();
     std::fill(head->weight_gradient.begin(), head->weight_gradient.end(), 0.0);
     head->last_step = *response;
     // The step was applied, but the answer is lost.
@@ -589,21 +622,50 @@ class FakeServer::State::HeadService : public v1::HeadService::Service {
     Head* head = state_->Find(request->head());
     if (head == nullptr) return state_->NotFound(request->head());
     head->ledger.clear();
+    head->added.clear();
     std::fill(head->weight_gradient.begin(), head->weight_gradient.end(), 0.0);
     *response->mutable_state() = state_->StateOf(*head);
     return grpc::Status::OK;
   }
 
   grpc::Status SaveCheckpoint(grpc::ServerContext*, const v1::SaveCheckpointRequest* request,
-                              v1::SaveCheckpointResponse* response) override {
+                              grpc::ServerWriter<v1::SaveCheckpointUpdate>* writer) override {
     absl::MutexLock lock(&state_->mu);
     Head* head = state_->Find(request->head());
     if (head == nullptr) return state_->NotFound(request->head());
-    *response->mutable_state() = state_->StateOf(*head);
-    response->set_checkpoint(
-        absl::StrCat(request->head(), "/", request->name().empty() ? "step-0000000000" : request->name()));
-    response->set_bytes(head->values[v1::PARAM_WEIGHT].size() * 4);
-    response->set_seconds(0.25);
+    const uint64_t bytes = head->values[v1::PARAM_WEIGHT].size() * 4;
+    v1::SaveCheckpointUpdate update;
+    update.mutable_progress()->set_phase(v1::SAVE_PHASE_WRITING);
+    update.mutable_progress()->set_total_bytes(bytes);
+    update.mutable_progress()->set_read_bytes(bytes);
+    update.mutable_progress()->set_written_bytes(bytes / 2);
+    writer->Write(update);
+    v1::SaveCheckpointResponse& saved = *update.mutable_saved();
+    *saved.mutable_state() = state_->StateOf(*head);
+    const std::string name = request->name().empty() ? "step-0000000000" : request->name();
+    saved.set_checkpoint(absl::StrCat(request->head(), "/", name));
+    saved.set_bytes(bytes);
+    saved.set_seconds(0.25);
+    if (request->keep() == 1) saved.add_pruned(absl::StrCat(request->head(), "/old"));
+    writer->Write(update);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status ListCheckpoints(grpc::ServerContext*, const v1::ListCheckpointsRequest* request,
+                               v1::ListCheckpointsResponse* response) override {
+    v1::CheckpointInfo& whole = *response->add_checkpoints();
+    whole.set_checkpoint("head/step-0000000007");
+    whole.set_step(7);
+    whole.set_bytes(3 << 20);
+    whole.set_saved_unix_seconds(1'700'000'000);
+    whole.set_automatic(true);
+    whole.mutable_spec()->set_name("head");
+    whole.mutable_spec()->set_hidden_size(4);
+    whole.mutable_spec()->set_vocab_size(10);
+    v1::CheckpointInfo& damaged = *response->add_checkpoints();
+    damaged.set_checkpoint("head/damaged");
+    damaged.set_error("the manifest's checksum does not match");
+    response->set_left_out(2);
     return grpc::Status::OK;
   }
 
@@ -621,6 +683,33 @@ class FakeServer::State::HeadService : public v1::HeadService::Service {
   }
 
  private:
+  // Adds a message's rows, from `row` on, and moves `row` behind them. open.rows is set.
+  grpc::Status AddRows(const v1::OpenGradient& open, const std::string& payload, uint64_t* row,
+                       v1::AddGradientResponse* response) {
+    absl::MutexLock lock(&state_->mu);
+    ++state_->additions_seen;
+    const int code = state_->faults.fail_add ? state_->faults.fail_add(state_->additions_seen) : 0;
+    if (code != 0 && state_->faults.restart_on_failure) state_->Restart();
+    if (code != 0) return grpc::Status(static_cast<grpc::StatusCode>(code), "injected fault");
+    Head* head = state_->Find(open.head());
+    if (head == nullptr) return state_->NotFound(open.head());
+    if (open.step() != head->step) {
+      return state_->Error(grpc::StatusCode::FAILED_PRECONDITION, "the step is not open", "open.step");
+    }
+    const uint64_t d = head->spec.hidden_size();
+    const std::vector<float> values = ToFloats(payload, open.dtype());
+    for (size_t i = 0; i < values.size(); i += d, ++*row) {
+      if (head->added[open.contribution_id()].insert(*row).second) {
+        head->weight_gradient[*row] += (open.has_scale() ? open.scale() : 1.0f) * values[i];
+        response->set_added_rows(response->added_rows() + 1);
+      } else {
+        response->set_repeated_rows(response->repeated_rows() + 1);
+      }
+    }
+    *response->mutable_state() = state_->StateOf(*head);
+    return grpc::Status::OK;
+  }
+
   static double Norm(const Head& head) {
     double sum = 0;
     for (double g : head.weight_gradient) sum += g * g;

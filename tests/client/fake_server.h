@@ -6,7 +6,8 @@
 //   loss    sum(x) + y / 4, times the row weight      dL/dx   2 x
 //   lse     loss + 1                                   entropy y / 8
 //   logprob -loss                                      argmax  y if the row's index is even, else y + 1
-// Accumulating adds g = sum(x) to element y of the weight's first column, and 1 to the bias of y.
+// Accumulating adds g = sum(x) to element y of the weight's first column, and 1 to the bias of y. AddGradient
+// keeps the first column too.
 //
 // Thread-safe. Hidden dtypes: fp32 and bf16.
 #ifndef LOSSD_TESTS_CLIENT_FAKE_SERVER_H_
@@ -31,7 +32,9 @@ struct Faults {
   // A status other than 0 ends the call instead of computing this slice (the argument counts the slices of
   // all calls from 1).
   std::function<int(uint64_t)> fail_slice;
-  // A failed slice restarts the server, as Restart().
+  // The same for messages of AddGradient calls, counted from 1.
+  std::function<int(uint64_t)> fail_add;
+  // A failed slice or message restarts the server, as Restart().
   bool restart_on_failure = false;
   std::function<void(v1::MicrobatchSummary*)> on_summary;
   // Before the summary: what else to send.

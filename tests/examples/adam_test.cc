@@ -55,5 +55,26 @@ TEST(AdamTest, FirstStepHasTheSizeOfTheLearningRate) {
   EXPECT_NEAR(parameters[1], 1.25, 1e-5);
 }
 
+TEST(AdamTest, GoesOnFromAState) {
+  std::mt19937_64 random(FreshSeed());
+  std::normal_distribution<float> normal;
+  constexpr size_t kSize = 5;
+  Adam adam(kSize, Adam::Options{});
+  std::vector<float> parameters(kSize), gradients(kSize);
+  const auto step = [&gradients](Adam& optimizer, std::vector<float>& values) {
+    optimizer.Step(0.1f, gradients, absl::MakeSpan(values));
+  };
+  for (float& g : gradients) g = normal(random);
+  for (int i = 0; i < 3; ++i) step(adam, parameters);
+  Adam other(kSize, Adam::Options{});
+  other.Restore(adam.state());
+  std::vector<float> other_parameters = parameters;
+  for (float& g : gradients) g = normal(random);
+  step(adam, parameters);
+  step(other, other_parameters);
+  EXPECT_EQ(parameters, other_parameters);
+  EXPECT_EQ(other.state().steps, 4);
+}
+
 }  // namespace
 }  // namespace lossd::ngram_lm

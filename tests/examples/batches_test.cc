@@ -34,6 +34,16 @@ TEST(ShufflerTest, EveryEpochHasEachPositionOnce) {
   EXPECT_EQ(shuffler.epochs(), 2);
 }
 
+TEST(ShufflerTest, SkippedPositionsAreTaken) {
+  const uint64_t seed = FreshSeed();
+  for (int64_t skipped : {0, 3, 13, 14, 40}) {
+    Shuffler one(13, seed), other(13, seed);
+    one.Next(skipped);
+    other.Skip(skipped);
+    EXPECT_EQ(one.Next(20), other.Next(20)) << skipped;
+  }
+}
+
 TEST(EvenlySpacedTest, CoversTheWholeRange) {
   EXPECT_THAT(EvenlySpaced(10, 3), ElementsAre(0, 3, 6));
   EXPECT_THAT(EvenlySpaced(3, 10), ElementsAre(0, 1, 2));

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -110,6 +111,32 @@ TEST_F(TrainerTest, ContinuesEverySequence) {
   EXPECT_EQ(sequences[1].size(), 7);
   EXPECT_EQ(sequences[1][2], 5);
   for (int32_t token : sequences[1]) EXPECT_LT(token, kVocab);
+}
+
+TEST_F(TrainerTest, GoesOnFromAStateAsIfNothingHadHappened) {
+  const TrainerOptions options{.microbatches = 2, .microbatch_rows = 16, .seed = 3};
+  Trainer trainer = MakeTrainer(options);
+  for (int i = 0; i < 5; ++i) ASSERT_TRUE(trainer.Step(1e-2f, 1e-2).ok());
+  const TrainerState state = trainer.State();
+  LocalHead other_head = head_;
+  StageOne other_model(kShape, 77);
+  Trainer other(options, train_, kVocab, &other_model, &other_head);
+  ASSERT_TRUE(other.Restore(state).ok());
+  EXPECT_EQ(other.steps(), 5);
+  for (int i = 0; i < 5; ++i) {
+    const auto loss = trainer.Step(1e-2f, 1e-2), other_loss = other.Step(1e-2f, 1e-2);
+    ASSERT_TRUE(loss.ok() && other_loss.ok());
+    EXPECT_EQ(*loss, *other_loss);
+  }
+  EXPECT_TRUE(
+      std::equal(model_.parameters().begin(), model_.parameters().end(), other_model.parameters().begin()));
+}
+
+TEST_F(TrainerTest, RefusesTheStateOfAnotherTraining) {
+  Trainer trainer = MakeTrainer({.microbatches = 2, .microbatch_rows = 16, .seed = 3});
+  Trainer other = MakeTrainer({.microbatches = 2, .microbatch_rows = 17, .seed = 3});
+  const absl::Status status = other.Restore(trainer.State());
+  EXPECT_EQ(status.message(), "the saved training has 32 tokens a step, this one 34");
 }
 
 TEST_F(TrainerTest, PassesTheHeadsErrorsOn) {

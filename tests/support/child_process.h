@@ -32,6 +32,7 @@ class ChildProcess {
   ChildProcess(const ChildProcess&) = delete;
   ChildProcess& operator=(const ChildProcess&) = delete;
 
+  pid_t pid() const { return pid_; }
   void Signal(int signal_number) const { kill(pid_, signal_number); }
 
   // Exit status, or minus the signal that ended it. To be called once.

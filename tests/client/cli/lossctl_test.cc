@@ -6,7 +6,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <nlohmann/json.hpp>
 #include <thread>
 
@@ -63,7 +65,7 @@ TEST_F(LossctlTest, HelpIsNoError) {
   EXPECT_THAT(outcome.out, HasSubstr("Exit codes:"));
   for (const char* command :
        {"health", "server", "heads", "describe", "create", "delete", "loss", "grad-norm", "step", "zero-grad",
-        "save", "load", "read", "write", "bench", "watch", "metrics"}) {
+        "save", "load", "checkpoints", "read", "write", "add-grad", "bench", "watch", "metrics"}) {
     EXPECT_THAT(outcome.out, HasSubstr(absl::StrCat("  ", command, " ")));
     const Outcome help = Run(absl::StrCat(command, " --help"));
     EXPECT_EQ(help.exit_code, 0) << command;
@@ -196,7 +198,22 @@ TEST_F(LossctlTest, ATrainingStep) {
   EXPECT_EQ(Json("step head --lr 0.1 --sgd --momentum 0.9 --nesterov")["step"], 2);
   EXPECT_EQ(Run("zero-grad head").out, "discarded the gradients of step 2\n");
   EXPECT_EQ(Run("save head --name best").out, "saved head/best (step 2, 160 B) in 250 ms\n");
+  EXPECT_EQ(Run("save head --keep 1").out,
+            "saved head/step-0000000000 (step 2, 160 B) in 250 ms\nremoved head/old\n");
+  EXPECT_EQ(Json("save head --cancel-with-call")["pruned"].size(), 0u);
   EXPECT_EQ(Run("load head/best").out, "loaded head/best into head \"head\", step 2\n");
+}
+
+TEST_F(LossctlTest, ListsCheckpoints) {
+  EXPECT_EQ(Run("checkpoints").out,
+            "CHECKPOINT            STEP      SIZE  SAVED                                   NAMED BY\n"
+            "head/step-0000000007     7  3.00 MiB  2023-11-14 22:13:20Z                    server\n"
+            "head/damaged                          the manifest's checksum does not match\n"
+            "and 2 more\n");
+  const auto list = Json("checkpoints head");
+  EXPECT_EQ(list["left_out"], 2);
+  EXPECT_EQ(list["checkpoints"][0]["step"], 7);
+  EXPECT_EQ(list["checkpoints"][1]["error"], "the manifest's checksum does not match");
 }
 
 TEST_F(LossctlTest, TensorsGoThereAndBack) {
@@ -274,6 +291,67 @@ TEST_F(LossctlTest, Metrics) {
   EXPECT_EQ(Run("metrics --filter '(' " + address).exit_code, 4);
   http.stop();
   thread.join();
+}
+
+TEST_F(LossctlTest, AddsAFileToTheGradientOnce) {
+  TensorData ones{formats::DType::kFloat32, {10, 4}, std::vector<uint8_t>(10 * 4 * 4)};
+  for (size_t i = 0; i < 40; ++i) {
+    const float value = 1.0f;
+    std::memcpy(&ones.bytes[4 * i], &value, 4);
+  }
+  ASSERT_TRUE(SaveTensors(folder_.File("ones.npy"), {{"ones", ones}}).ok());
+  EXPECT_THAT(Run("add-grad head weight ones.npy --id 3 --scale 0.5").out,
+              HasSubstr("added 10 rows to the gradient of head weight in step 0, 0 were there before"));
+  const nlohmann::json again = Json("add-grad head weight ones.npy --id 3 --scale 0.5");
+  EXPECT_EQ(again["added_rows"], 0);
+  EXPECT_EQ(again["repeated_rows"], 10);
+  EXPECT_EQ(server_.accumulated("head"), 5.0);
+  EXPECT_EQ(Json("describe head")["step_contributions"], 1);
+  EXPECT_EQ(Run("add-grad head weight ones.npy --rows 0:5 --id 4").exit_code, 4) << "a file of other rows";
+  EXPECT_THAT(Run("step head --lr 1 --expect-rows 0").out,
+              HasSubstr("0 rows of 0 microbatches, 1 contributions"));
+}
+
+TEST_F(LossctlTest, NonFiniteStepsAreSkippedOnRequest) {
+  TensorData huge{formats::DType::kFloat32, {10, 4}, std::vector<uint8_t>(10 * 4 * 4, 0)};
+  const float infinite = HUGE_VALF;
+  std::memcpy(huge.bytes.data(), &infinite, 4);
+  ASSERT_TRUE(SaveTensors(folder_.File("huge.npy"), {{"huge", huge}}).ok());
+  ASSERT_EQ(Run("add-grad head weight huge.npy --id 1").exit_code, 0);
+  EXPECT_EQ(Run("step head --lr 1").exit_code, 4);
+  EXPECT_THAT(Run("step head --lr 1 --skip-non-finite").out, StartsWith("skipped step 0: gradient norm inf"));
+  EXPECT_THAT(Run("step head --lr 1 --step 0 --skip-non-finite").out,
+              StartsWith("had already skipped step 0"));
+  EXPECT_EQ(Json("describe head")["updates"], 0);
+}
+
+TEST_F(LossctlTest, ARestartHasAnExitCodeOfItsOwn) {
+  const std::string incarnation = Json("server")["incarnation"];
+  const std::string known = absl::StrCat("--incarnation ", incarnation, " ");
+  EXPECT_EQ(Run(known + "loss head --random 20 --accumulate").exit_code, 0);
+  server_.Restart();
+  const Outcome outcome = Run(known + "step head --lr 1");
+  EXPECT_EQ(outcome.exit_code, 5) << outcome.err;
+  EXPECT_THAT(outcome.err, HasSubstr(absl::StrCat("server restarted (incarnation ", incarnation, " -> ")));
+  const Outcome json = Run(known + "--json step head --lr 1");
+  EXPECT_EQ(nlohmann::json::parse(json.err)["error"]["restarted"]["incarnation_before"], incarnation);
+  EXPECT_EQ(Run("describe head").exit_code, 0) << "nobody asked";
+  EXPECT_EQ(Run("--incarnation xyz describe head").exit_code, 2);
+}
+
+TEST_F(LossctlTest, ARestartWithinACommandIsReportedToo) {
+  server_.SetFaults({.fail_slice = [](uint64_t n) { return n == 2 ? 14 : 0; }, .restart_on_failure = true});
+  const Outcome outcome = Run("loss head --random 200 --accumulate --slice-bytes 256");
+  EXPECT_EQ(outcome.exit_code, 5) << outcome.err;
+  EXPECT_THAT(outcome.err, HasSubstr("gradients of step 0 are lost"));
+}
+
+TEST_F(LossctlTest, BrokenCallsAreSentAgain) {
+  server_.SetFaults({.fail_slice = [](uint64_t n) { return n <= 4 ? 14 : 0; }});
+  EXPECT_EQ(Run("--attempts 1 loss head --random 20 --accumulate").exit_code, 3);
+  const nlohmann::json result = Json("--attempts 10 loss head --random 20 --accumulate --microbatch-id 2");
+  EXPECT_EQ(result["accumulated_rows"], 20);
+  EXPECT_EQ(result["repeats"], 3);
 }
 
 }  // namespace

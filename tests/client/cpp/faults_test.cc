@@ -353,6 +353,76 @@ TEST_F(FaultsTest, CutBackwardIsSentAgain) {
   EXPECT_EQ(result->repeats, 1);
 }
 
+// A contribution to the weight's gradient: row v is {v + 1, 0, ...}; its sum is 55.
+struct Addition {
+  explicit Addition(uint64_t id) {
+    open.set_head("head");
+    open.set_contribution_id(id);
+    open.set_param(v1::PARAM_WEIGHT);
+    open.mutable_rows()->set_end(10);
+    open.set_dtype(v1::DTYPE_FP32);
+    for (size_t v = 0; v < 10; ++v) values[v * kD] = static_cast<float>(v + 1);
+  }
+  absl::StatusOr<v1::AddGradientResponse> Send(Client& client) const {
+    return client.AddGradient(open, {reinterpret_cast<const char*>(values.data()), values.size() * 4});
+  }
+
+  v1::OpenGradient open;
+  std::vector<float> values = std::vector<float>(10 * kD);
+};
+
+TEST_F(FaultsTest, CutContributionsAreSentAgainAndAddedOnce) {
+  server_.SetFaults({.fail_add = [](uint64_t n) { return n <= 2 ? grpc::StatusCode::UNAVAILABLE : 0; }});
+  const Addition addition(7);
+  const auto added = addition.Send(*client_);
+  ASSERT_TRUE(added.ok()) << added.status();
+  EXPECT_EQ(added->added_rows(), 10u);
+  const auto again = addition.Send(*client_);
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_EQ(again->repeated_rows(), 10u);
+  EXPECT_EQ(server_.accumulated("head"), 55.0);
+  server_.SetFaults({.fail_add = [](uint64_t) { return grpc::StatusCode::UNAVAILABLE; }});
+  EXPECT_EQ(Addition(8).Send(*client_).status().code(), absl::StatusCode::kUnavailable);
+  server_.SetFaults({.fail_add = [](uint64_t) { return grpc::StatusCode::OUT_OF_RANGE; }});
+  EXPECT_EQ(Addition(8).Send(*client_).status().code(), absl::StatusCode::kOutOfRange);
+}
+
+TEST_F(FaultsTest, ContributionsNoticeARestart) {
+  ASSERT_TRUE(Compute().ok());
+  server_.Restart();
+  const absl::Status status = Addition(7).Send(*client_).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
+  const auto restart = RestartOf(status);
+  ASSERT_TRUE(restart.has_value());
+  EXPECT_EQ(restart->now, server_.incarnation());
+  EXPECT_NE(restart->before, restart->now);
+  client_->AcknowledgeRestart("head");
+  EXPECT_TRUE(Addition(7).Send(*client_).ok());
+  server_.Restart();
+  EXPECT_EQ(Compute().status().code(), absl::StatusCode::kAborted) << "contributions count as gradients";
+}
+
+TEST_F(FaultsTest, AnExpectedIncarnationIsInsistedOn) {
+  const uint64_t before = server_.incarnation();
+  const auto connect = [&] {
+    return Client::Connect({.target = server_.target(), .expected_incarnation = before});
+  };
+  auto client = connect();
+  ASSERT_TRUE(client.ok()) << client.status();
+  server_.Restart();
+  const auto restart = RestartOf(connect().status());
+  ASSERT_TRUE(restart.has_value()) << connect().status();
+  EXPECT_EQ(restart->before, before);
+  EXPECT_EQ(restart->now, server_.incarnation());
+  for (const absl::Status& status : {(*client)->ComputeLoss(AsMicrobatch(), Outputs(), Options()).status(),
+                                     Addition(7).Send(**client).status()}) {
+    EXPECT_TRUE(RestartOf(status).has_value()) << status;
+  }
+  (*client)->AcknowledgeRestart("head");
+  EXPECT_TRUE((*client)->ComputeLoss(AsMicrobatch(), Outputs(), Options()).ok());
+  EXPECT_FALSE(RestartOf(absl::AbortedError("the step's gradients were zeroed")).has_value());
+}
+
 TEST_F(FaultsTest, RandomCutsNeverLoseOrRepeatARow) {
   const unsigned seed = std::random_device()();
   SCOPED_TRACE(testing::Message() << "seed " << seed);

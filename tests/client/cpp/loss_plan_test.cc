@@ -67,14 +67,17 @@ TEST(LossPlanTest, SlicesHoldEveryValidRowOnceAndStartAndEndWithOne) {
     Rows range;
     range.begin = random() % targets.size();
     range.end = range.begin + random() % (targets.size() - range.begin + 1);
-    const uint64_t max_rows = 1 + random() % 60;
+    const SliceRule rule{.max_rows = 1 + random() % 60, .row_grid = round % 2 == 0 ? 0 : 1 + random() % 100};
     std::vector<int> covered(targets.size(), 0);
     uint64_t previous_end = range.begin;
-    for (const Rows& slice : CutSlices(targets, kIgnore, range, max_rows)) {
+    for (const Rows& slice : CutSlices(targets, kIgnore, range, rule)) {
       ASSERT_GE(slice.begin, previous_end);
       ASSERT_LE(slice.end, range.end);
       ASSERT_GT(slice.size(), 0u);
-      ASSERT_LE(slice.size(), max_rows);
+      ASSERT_LE(slice.size(), rule.max_rows);
+      if (rule.row_grid > 0) {
+        ASSERT_EQ(slice.begin / rule.row_grid, (slice.end - 1) / rule.row_grid);
+      }
       ASSERT_NE(targets[slice.begin], kIgnore);
       ASSERT_NE(targets[slice.end - 1], kIgnore);
       previous_end = slice.end;
@@ -91,7 +94,7 @@ TEST(LossPlanTest, SlicesHoldEveryValidRowOnceAndStartAndEndWithOne) {
 TEST(LossPlanTest, LongIgnoredRunsAreNotSent) {
   std::vector<int32_t> targets(1000, kIgnore);
   targets[10] = targets[11] = targets[900] = 3;
-  EXPECT_THAT(CutSlices(targets, kIgnore, {0, 1000}, 1000),
+  EXPECT_THAT(CutSlices(targets, kIgnore, {0, 1000}, {.max_rows = 1000}),
               testing::ElementsAre(Rows{10, 12}, Rows{900, 901}));
 }
 
@@ -99,11 +102,14 @@ TEST(LossPlanTest, SliceRowsKeepToEveryLimit) {
   v1::SliceLimits limits;
   limits.set_max_rows(100);
   limits.set_max_bytes(5000);
-  EXPECT_EQ(MaxSliceRows(64, 1 << 20, limits).value(), 78u);
-  EXPECT_EQ(MaxSliceRows(8, 1 << 20, limits).value(), 100u);
-  EXPECT_EQ(MaxSliceRows(8, 80, limits).value(), 10u);
-  EXPECT_EQ(MaxSliceRows(4000, 80, limits).value(), 1u);
-  EXPECT_EQ(MaxSliceRows(5001, 1 << 20, limits).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(MakeSliceRule(64, 1 << 20, limits)->max_rows, 78u);
+  EXPECT_EQ(MakeSliceRule(8, 1 << 20, limits)->max_rows, 100u);
+  EXPECT_EQ(MakeSliceRule(8, 80, limits)->max_rows, 10u);
+  EXPECT_EQ(MakeSliceRule(4000, 80, limits)->max_rows, 1u);
+  EXPECT_EQ(MakeSliceRule(8, 80, limits)->row_grid, 0u);
+  limits.set_row_grid(7);
+  EXPECT_EQ(MakeSliceRule(8, 80, limits)->row_grid, 7u);
+  EXPECT_EQ(MakeSliceRule(5001, 1 << 20, limits).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
 TEST(LossPlanTest, UnsentRowsAreFilled) {

@@ -1,21 +1,18 @@
 // The client against the real server as a process of its own: results against the reference, cut connections,
 // a killed and a stopped server.
+#include "tests/support/server_process.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <fstream>
-#include <nlohmann/json.hpp>
 #include <random>
 
-#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/cpp/client.h"
 #include "kernels/backend.h"
 #include "kernels/reference/reference.h"
-#include "tests/client/cut_proxy.h"
-#include "tests/support/child_process.h"
-#include "tests/support/temp_folder.h"
+#include "tests/faults/fault_proxy.h"
 
 namespace lossd::client {
 namespace {
@@ -24,34 +21,6 @@ namespace reference = kernels::reference;
 
 constexpr uint64_t kD = 24;
 constexpr uint64_t kV = 101;
-
-// A lossd process with the CPU backend.
-class ServerProcess {
- public:
-  explicit ServerProcess(const std::string& listen = "127.0.0.1:0") {
-    const std::string port_file = folder_.File("ports.json");
-    process_ = std::make_unique<test::ChildProcess>(std::vector<std::string>{
-        LOSSD_BINARY, absl::StrCat("--listen=", listen), "--http=", absl::StrCat("--port_file=", port_file),
-        absl::StrCat("--checkpoint_dir=", folder_.File("checkpoints")), "--log_level=off", "--threads=1",
-        "--backend=cpu", "--slice_bytes=64KiB", "--staging_bytes=4MiB", "--workspace_bytes=4MiB"});
-    for (int i = 0; i < 4000 && target_.empty(); ++i) {
-      std::ifstream file(port_file);
-      const auto json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
-      if (json.is_object()) target_ = json["grpc"];
-      absl::SleepFor(absl::Milliseconds(5));
-    }
-    EXPECT_NE(target_, "") << "lossd did not start";
-  }
-
-  const std::string& target() const { return target_; }
-  void Signal(int number) { process_->Signal(number); }
-  void Kill() { process_ = nullptr; }
-
- private:
-  test::TempFolder folder_;
-  std::unique_ptr<test::ChildProcess> process_;
-  std::string target_;
-};
 
 struct Batch {
   Batch(std::mt19937& random, uint64_t rows) : hidden(rows * kD), targets(rows), dx(rows * kD) {
@@ -120,7 +89,7 @@ class ServerProcessTest : public testing::Test {
   const unsigned seed_ = std::random_device()();
   const testing::ScopedTrace trace_{__FILE__, __LINE__, testing::Message() << "seed " << seed_};
   std::mt19937 random_{seed_};
-  ServerProcess server_;
+  test::ServerProcess server_{LOSSD_BINARY};
   std::unique_ptr<Client> client_;
   reference::Head head_;
 };
@@ -208,7 +177,14 @@ TEST_F(ServerProcessTest, DeferredGradientsMatchTheReference) {
 }
 
 TEST_F(ServerProcessTest, CutConnectionsNeitherLoseNorRepeatGradients) {
-  test::CutProxy proxy(server_.target(), /*mean_bytes=*/60000, seed_);
+  test::FaultProxy proxy(server_.target(), seed_);
+  std::mt19937 bytes(seed_);
+  proxy.ArmEach([&bytes] {
+    return test::Fault{
+        .direction = bytes() % 2 == 0 ? test::Direction::kToServer : test::Direction::kToClient,
+        .unit = test::Fault::Unit::kBytes,
+        .after = static_cast<int64_t>(bytes() % 60000)};
+  });
   auto client = Client::Connect({.target = proxy.target(),
                                  .channels = 3,
                                  .retry = {.max_attempts = 200,
@@ -249,8 +225,8 @@ TEST_F(ServerProcessTest, KilledServerIsNoticedUntilTheHeadIsBack) {
   ASSERT_TRUE(client_->ComputeLoss(batch.AsMicrobatch(1), {}, options).ok());
   const std::string target = server_.target();
   server_.Kill();
-  ServerProcess again(target);
-  ASSERT_EQ(again.target(), target);
+  server_.Start(target);
+  ASSERT_EQ(server_.target(), target);
   EXPECT_EQ(client_->ComputeLoss(batch.AsMicrobatch(2), {}, options).status().code(),
             absl::StatusCode::kAborted)
       << "the new server has no such head";

@@ -12,6 +12,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -73,7 +74,11 @@ class FakeDevice {
     absl::MutexLock lock(&mutex_);
     return next_chunk_++;
   }
-  int steps = 0;
+  // A call of AddGradient that is to fail.
+  std::function<absl::Status()> fail_add = [] { return absl::OkStatus(); };
+  std::optional<double> grad_norm;  // instead of the number of values accumulated
+  int steps = 0;                    // applied
+  int64_t last_update = 0;          // of the last one
 
  private:
   absl::Mutex mutex_;
@@ -125,9 +130,22 @@ class FakeHead final : public kernels::HeadKernels {
                            absl::Span<const uint8_t>) override {
     return absl::UnimplementedError("fake");
   }
-  absl::StatusOr<double> GradNorm() override { return static_cast<double>(device_->accumulated().size()); }
-  absl::Status ApplyStep(const kernels::OptimizerOptions&, int64_t) override {
+  // Adds the values to the list, each times the scale; fp32 only. Fails as fail_add says.
+  absl::Status AddGradient(kernels::Param, int64_t, int64_t rows, kernels::DType, float scale,
+                           absl::Span<const uint8_t> in) override {
+    if (absl::Status status = device_->fail_add(); !status.ok()) return status;
+    std::vector<float> values(in.size() / sizeof(float));
+    std::memcpy(values.data(), in.data(), in.size());
+    for (float& value : values) value *= scale;
+    device_->Record({rows}, values);
+    return absl::OkStatus();
+  }
+  absl::StatusOr<double> GradNorm() override {
+    return device_->grad_norm.value_or(static_cast<double>(device_->accumulated().size()));
+  }
+  absl::Status ApplyStep(const kernels::OptimizerOptions&, int64_t update) override {
     ++device_->steps;
+    device_->last_update = update;
     device_->ClearAccumulated();
     return absl::OkStatus();
   }

@@ -1,9 +1,7 @@
 #include "server/engine/ledger.h"
 
 #include <cstdint>
-#include <map>
-#include <random>
-#include <set>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -82,6 +80,23 @@ TEST(LedgerTest, RefusesOtherContentsUnderTheSameId) {
   EXPECT_THAT(ledger.Missing({1}), ElementsAre("microbatch 1: rows [0, 8) of 8"));
 }
 
+TEST(LedgerTest, TellsWhatIsUnsettled) {
+  Ledger ledger(100);
+  EXPECT_EQ(ledger.MicrobatchRows(1), std::nullopt);
+  EXPECT_EQ(ledger.CountUnsettled(1, {3, 7}), 4);
+  ASSERT_TRUE(ledger.Declare(1, Terms(8), {2, 6}, std::vector<int32_t>{7, kIgnored, 5, 6}, {}).ok());
+  EXPECT_EQ(ledger.MicrobatchRows(1), 8);
+  std::vector<uint8_t> mask(6);
+  ledger.MarkUnsettled(1, {1, 7}, absl::MakeSpan(mask));
+  EXPECT_THAT(mask, ElementsAre(1, 1, 0, 1, 1, 1));
+  EXPECT_EQ(ledger.CountUnsettled(1, {1, 7}), 5);
+  std::vector<int32_t> targets(3);
+  std::vector<float> weights(3);
+  ledger.CopyContents(1, {3, 6}, absl::MakeSpan(targets), absl::MakeSpan(weights));
+  EXPECT_THAT(targets, ElementsAre(kIgnored, 5, 6));
+  EXPECT_THAT(weights, ElementsAre(1, 1, 1));
+}
+
 TEST(LedgerTest, BoundsItsRows) {
   Ledger ledger(10);
   ASSERT_TRUE(ledger.Declare(1, Terms(8), {0, 8}, Targets(8), {}).ok());
@@ -108,77 +123,6 @@ TEST(LedgerTest, ListsWhatIsMissing) {
   const auto lines = ledger.Missing(many, 20);
   ASSERT_EQ(lines.size(), 21u);
   EXPECT_EQ(lines.back(), "and 10 more microbatches");
-}
-
-// Random histories against a model that keeps one set of rows per microbatch.
-TEST(LedgerTest, AgreesWithAPlainModelOnRandomHistories) {
-  const uint64_t seed = std::random_device{}();
-  SCOPED_TRACE(seed);
-  std::mt19937_64 rng(seed);
-  const auto uniform = [&rng](int64_t low, int64_t high) {
-    return std::uniform_int_distribution<int64_t>(low, high)(rng);
-  };
-  for (int history = 0; history < 200; ++history) {
-    const int64_t rows = uniform(1, 40);
-    std::vector<int32_t> targets(static_cast<size_t>(rows));
-    for (int32_t& t : targets) t = uniform(0, 4) == 0 ? kIgnored : static_cast<int32_t>(uniform(0, 9));
-    Ledger ledger(1000);
-    std::set<int64_t> declared, reserved, settled;
-    for (int op = 0; op < 60; ++op) {
-      const int64_t begin = uniform(0, rows);
-      const RowRange range{begin, uniform(begin, rows)};
-      std::vector<int64_t> in_range;
-      bool all_declared = true;
-      bool any_reserved = false;
-      for (int64_t r = range.begin; r < range.end; ++r) {
-        in_range.push_back(r);
-        all_declared = all_declared && declared.contains(r);
-        any_reserved = any_reserved || reserved.contains(r);
-      }
-      const auto valid = [&](int64_t r) { return targets[static_cast<size_t>(r)] != kIgnored; };
-      if (declared.empty() || uniform(0, 3) == 0) {
-        const auto piece = absl::MakeConstSpan(targets).subspan(static_cast<size_t>(range.begin),
-                                                                static_cast<size_t>(range.size()));
-        ASSERT_TRUE(ledger.Declare(5, Terms(rows), range, piece, {}).ok());
-        declared.insert(in_range.begin(), in_range.end());
-        for (int64_t r : in_range) {
-          if (!valid(r)) settled.insert(r);
-        }
-      } else if (all_declared) {
-        ASSERT_EQ(ledger.AnyReserved(5, range), any_reserved);
-        if (any_reserved) {
-          const bool commit = uniform(0, 1) == 0;
-          int64_t expected = 0;
-          for (int64_t r : in_range) {
-            if (!reserved.erase(r)) continue;
-            ++expected;
-            if (commit) settled.insert(r);
-          }
-          if (commit) {
-            ASSERT_EQ(ledger.Commit(5, range), expected);
-          } else {
-            ledger.Release(5, range);
-          }
-        } else {
-          std::vector<uint8_t> mask(in_range.size(), 9);
-          int64_t repeats = 0;
-          std::vector<uint8_t> expected;
-          for (int64_t r : in_range) {
-            const bool fresh = !settled.contains(r);
-            expected.push_back(fresh ? 1 : 0);
-            repeats += valid(r) && !fresh ? 1 : 0;
-            if (fresh) reserved.insert(r);
-          }
-          ASSERT_EQ(ledger.Reserve(5, range, absl::MakeSpan(mask)), repeats);
-          ASSERT_EQ(mask, expected);
-        }
-      }
-      int64_t accumulated = 0;
-      for (int64_t r : settled) accumulated += valid(r) ? 1 : 0;
-      ASSERT_EQ(ledger.accumulated_rows(), accumulated);
-      ASSERT_EQ(ledger.Missing({5}).empty(), static_cast<int64_t>(settled.size()) == rows);
-    }
-  }
 }
 
 }  // namespace

@@ -52,6 +52,10 @@ class MemoryKernels final : public kernels::HeadKernels {
     return absl::OkStatus();
   }
 
+  absl::Status AddGradient(kernels::Param, int64_t, int64_t, kernels::DType, float,
+                           absl::Span<const uint8_t>) override {
+    return absl::UnimplementedError("computes nothing");
+  }
   absl::StatusOr<double> GradNorm() override { return absl::UnimplementedError("computes nothing"); }
   absl::Status ApplyStep(const kernels::OptimizerOptions&, int64_t) override {
     return absl::UnimplementedError("computes nothing");

@@ -4,12 +4,15 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
+#include <cmath>
 #include <thread>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "server/engine/engine.h"
 #include "tests/support/temp_folder.h"
@@ -50,11 +53,36 @@ class MetricsTest : public ::testing::Test {
   std::unique_ptr<engine::Engine> engine_;
 };
 
+TEST_F(MetricsTest, CountsSaves) {
+  metrics_.OnSaved("main", 7, 1000, 0.2);
+  metrics_.OnSaved("main", 9, 500, 2.0);
+  metrics_.OnSaved("other", 1, 1, 0.1);
+  metrics_.OnSaveFailed(/*cancelled=*/false);
+  metrics_.OnSaveFailed(/*cancelled=*/true);
+  metrics_.SetSaveBuffered(77);
+  std::string text = metrics_.RenderText();
+  EXPECT_EQ(Sample(text, "lossd_checkpoint_saves_total{result=\"ok\"}"), 3);
+  EXPECT_EQ(Sample(text, "lossd_checkpoint_saves_total{result=\"failed\"}"), 1);
+  EXPECT_EQ(Sample(text, "lossd_checkpoint_saves_total{result=\"cancelled\"}"), 1);
+  EXPECT_EQ(Sample(text, "lossd_checkpoint_saved_bytes_total"), 1501);
+  EXPECT_EQ(Sample(text, "lossd_checkpoint_save_seconds_count"), 3);
+  EXPECT_EQ(Sample(text, "lossd_checkpoint_buffered_bytes"), 77);
+  EXPECT_EQ(Sample(text, "lossd_checkpoint_last_step{head=\"main\"}"), 9);
+  const double now = absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch());
+  EXPECT_NEAR(Sample(text, "lossd_checkpoint_last_success_timestamp_seconds{head=\"main\"}"), now, 60);
+  metrics_.ForgetHead("main");
+  text = metrics_.RenderText();
+  EXPECT_TRUE(std::isnan(Sample(text, "lossd_checkpoint_last_step{head=\"main\"}")));
+  EXPECT_EQ(Sample(text, "lossd_checkpoint_last_step{head=\"other\"}"), 1);
+}
+
 TEST_F(MetricsTest, CountsEvents) {
   metrics_.OnChunk("main", 2, 100, 90, 0.02);
   metrics_.OnChunk("main", 1, 10, 10, 0.3);
   metrics_.OnSlice("main", 0.001);
-  metrics_.OnStep("main");
+  metrics_.OnStep("main", /*skipped=*/false);
+  metrics_.OnStep("main", /*skipped=*/true);
+  metrics_.OnContribution("main", 7);
   metrics_.OnDeviceError(absl::InternalError("x"));
   metrics_.ObservePhase(Phase::kReceive, 0.0002);
   metrics_.ObserveMicrobatch(0.4);
@@ -88,8 +116,8 @@ TEST_F(MetricsTest, PullsFromEngineBackendAndProcess) {
   EXPECT_EQ(Sample(text, "lossd_memory_limit_bytes"), 0);
   EXPECT_EQ(Sample(text, "lossd_staging_buffers{state=\"free\"}"), 8);
   EXPECT_EQ(Sample(text, "lossd_staging_buffers{state=\"used\"}"), 0);
-  for (const char* name : {"lossd_open_streams", "lossd_queued_slices", "lossd_queued_rows", "lossd_heads",
-                           "lossd_ledger_rows", "lossd_ledger_bytes"}) {
+  for (const char* name : {"lossd_open_streams", "lossd_queued_slices", "lossd_waiting_slices",
+                           "lossd_queued_rows", "lossd_heads", "lossd_ledger_rows", "lossd_ledger_bytes"}) {
     EXPECT_EQ(Sample(text, name), 0) << name;
   }
   EXPECT_GT(Sample(text, "process_resident_memory_bytes"), 1e6);

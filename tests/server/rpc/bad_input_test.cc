@@ -220,6 +220,30 @@ TEST_F(BadInputTest, StepThatIsNotOpen) {
   ExpectInvalid(RunWith([](auto& open) { open.clear_step(); }), "open.step", "nothing");
 }
 
+TEST_F(BadInputTest, IncarnationOfAnotherProcess) {
+  const uint64_t own = server_.server().incarnation();
+  EXPECT_TRUE(RunWith([own](auto& open) {
+                open.set_incarnation(own);
+                open.set_accumulate_gradients(false);
+              }).ok());
+  const uint64_t other = 0xabcdef;
+  ExpectError(RunWith([](auto& open) { open.set_incarnation(other); }), absl::StatusCode::kFailedPrecondition,
+              "open.incarnation", "0000000000abcdef");
+  const auto stream = client_->OpenLoss();
+  v1::ComputeLossRequest backward;
+  backward.mutable_backward()->set_incarnation(other);
+  stream->Send(backward);
+  ExpectError(stream->Finish().status, absl::StatusCode::kFailedPrecondition, "backward.incarnation",
+              "0000000000abcdef");
+  v1::ApplyStepRequest step;
+  step.set_head("head");
+  step.mutable_optimizer()->mutable_adamw()->set_learning_rate(0.1);
+  step.set_incarnation(other);
+  ExpectError(client_->ApplyStep(step).status(), absl::StatusCode::kFailedPrecondition, "incarnation",
+              "0000000000abcdef");
+  EXPECT_EQ(client_->DescribeHead("head")->state().step(), 0u);
+}
+
 TEST_F(BadInputTest, SameMicrobatchWithOtherContents) {
   const absl::Status status = RunWith([](auto& open) {
     open.set_microbatch_id(1);

@@ -11,7 +11,7 @@ class Counter final : public engine::EngineObserver {
     rows += chunk_rows;
   }
   void OnSlice(absl::string_view, double) override { ++slices; }
-  void OnStep(absl::string_view) override { ++steps; }
+  void OnStep(absl::string_view, bool) override { ++steps; }
   void OnDeviceError(const absl::Status&) override { ++errors; }
   int64_t rows = 0;
   int slices = 0;
@@ -25,7 +25,7 @@ TEST(DeviceWatchTest, PassesEventsOn) {
   DeviceWatch watch(&counter, [&](const absl::Status&) { ++lost; });
   watch.OnChunk("head", 1, 7, 7, 0.1);
   watch.OnSlice("head", 0.1);
-  watch.OnStep("head");
+  watch.OnStep("head", false);
   watch.OnDeviceError(absl::InternalError("one chunk failed"));
   EXPECT_EQ(counter.rows, 7);
   EXPECT_EQ(counter.slices, 1);

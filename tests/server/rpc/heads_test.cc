@@ -313,6 +313,172 @@ TEST_F(TensorFileTest, Refusals) {
   ExpectRefused(absl::StatusCode::kInvalidArgument, "tensor_file.norm_gain");
 }
 
+// A model of two shards and an index in a folder, as Hugging Face lays it out; embeddings tied.
+class ShardedModelTest : public TensorFileTest {
+ protected:
+  ShardedModelTest() {
+    std::filesystem::create_directories(Path(""));
+    WriteShard("model-00001-of-00002.safetensors", "model.embed_tokens.weight", kernels::DType::kFloat16,
+               {kClasses, kHidden}, weight_);
+    WriteShard("model-00002-of-00002.safetensors", "model.norm.weight", kernels::DType::kFloat32, {kHidden},
+               gain_);
+    WriteIndex(R"("model.embed_tokens.weight": "model-00001-of-00002.safetensors",
+                  "model.norm.weight": "model-00002-of-00002.safetensors")");
+    request_ = Request("head");
+    request_.mutable_spec()->set_norm(v1::NORM_RMSNORM);
+    request_.mutable_spec()->set_bias(false);
+    request_.mutable_spec()->set_class_weights(false);
+    request_.mutable_tensor_file()->set_path("model");
+    request_.mutable_tensor_file()->set_weight("model.embed_tokens.weight");
+    request_.mutable_tensor_file()->set_norm_gain("model.norm.weight");
+  }
+
+  std::string Path(const std::string& name) { return server_.checkpoint_directory() + "/model/" + name; }
+
+  void WriteShard(const std::string& file, const std::string& tensor, kernels::DType dtype,
+                  const std::vector<int64_t>& shape, const std::vector<float>& values) {
+    std::filesystem::remove(Path(file));
+    const formats::DType stored =
+        dtype == kernels::DType::kFloat16 ? formats::DType::kFloat16 : formats::DType::kFloat32;
+    auto writer =
+        formats::CreateSafetensors(Path(file), {{{.name = tensor, .dtype = stored, .shape = shape}}});
+    ASSERT_TRUE(writer.ok()) << writer.status();
+    ASSERT_TRUE((*writer)->Append(kernels::testing::Encode(dtype, values)).ok());
+    ASSERT_TRUE((*writer)->Finish().ok());
+  }
+  void WriteIndex(const std::string& weight_map) {
+    test::WriteWholeFile(Path("model.safetensors.index.json"),
+                         R"({"metadata": {"total_size": 1}, "weight_map": {)" + weight_map + "}}");
+  }
+  // The request fails with `code`, and the error says all of `what`, and nothing of the server's paths.
+  void ExpectError(absl::StatusCode code, const std::vector<std::string>& what) {
+    const absl::Status status = client_->CreateHead(request_).status();
+    EXPECT_EQ(status.code(), code) << status;
+    for (const std::string& part : what) EXPECT_THAT(std::string(status.message()), HasSubstr(part));
+    EXPECT_THAT(std::string(status.message()),
+                ::testing::Not(HasSubstr(std::filesystem::canonical(server_.checkpoint_directory()))));
+    EXPECT_EQ(client_->ListHeads()->heads_size(), 0);
+  }
+  void ExpectLoads() {
+    const auto created = client_->CreateHead(request_);
+    ASSERT_TRUE(created.ok()) << created.status();
+    std::vector<float> rounded;
+    for (const float value : weight_) {
+      rounded.push_back(kernels::testing::RoundTo(kernels::DType::kFloat16, value));
+    }
+    EXPECT_EQ(*client_->Read("head", v1::PARAM_WEIGHT, v1::ROLE_VALUE), rounded);
+    EXPECT_EQ(*client_->Read("head", v1::PARAM_NORM_GAIN, v1::ROLE_VALUE), gain_);
+    EXPECT_TRUE(client_->DeleteHead("head").ok());
+  }
+
+  const std::vector<float> gain_ = std::vector<float>(kHidden, 1.25f);
+};
+
+TEST_F(ShardedModelTest, FillsAHead) {
+  ExpectLoads();
+  request_.mutable_tensor_file()->set_path("model/model.safetensors.index.json");
+  ExpectLoads();
+  // A folder without an index.
+  std::filesystem::remove(Path("model.safetensors.index.json"));
+  request_.mutable_tensor_file()->set_path("model");
+  ExpectError(absl::StatusCode::kNotFound,
+              {"tensor_file.path: model: ", "model.safetensors.index.json", "model.safetensors"});
+  std::filesystem::copy_file(server_.checkpoint_directory() + "/model.safetensors",
+                             Path("model.safetensors"));
+  request_.mutable_tensor_file()->set_weight("lm_head.weight");
+  ExpectError(absl::StatusCode::kNotFound,
+              {"tensor_file.norm_gain", "model/model.safetensors", "'model.norm.weight'"});
+}
+
+TEST_F(ShardedModelTest, Refusals) {
+  request_.mutable_tensor_file()->set_weight("lm_head.weight");
+  ExpectError(absl::StatusCode::kNotFound,
+              {"tensor_file.weight", "model/model.safetensors.index.json", "'lm_head.weight'"});
+  request_.mutable_tensor_file()->set_weight("model.norm.weight");
+  ExpectError(
+      absl::StatusCode::kInvalidArgument,
+      {"tensor_file.weight", "[57, 13]", "'model.norm.weight' of shape [13]", "model-00002-of-00002"});
+  request_.mutable_tensor_file()->set_weight("model.embed_tokens.weight");
+
+  // What the index promises is not there.
+  WriteIndex(
+      R"("model.embed_tokens.weight": "nobody.safetensors", "model.norm.weight": "nobody.safetensors")");
+  ExpectError(absl::StatusCode::kNotFound, {"tensor_file.weight", "model.safetensors.index.json",
+                                            "'model.embed_tokens.weight'", "model/nobody.safetensors"});
+  WriteIndex(R"("model.embed_tokens.weight": "model-00002-of-00002.safetensors")");
+  ExpectError(absl::StatusCode::kNotFound,
+              {"tensor_file.weight", "model-00002-of-00002.safetensors", "'model.embed_tokens.weight'"});
+  test::WriteWholeFile(Path("bad.safetensors"), "nonsense");
+  WriteIndex(R"("model.embed_tokens.weight": "bad.safetensors")");
+  ExpectError(absl::StatusCode::kInvalidArgument, {"tensor_file.weight", "model/bad.safetensors"});
+
+  // Out of the folder, by name or by a link.
+  WriteIndex(R"("model.embed_tokens.weight": "../model.safetensors")");
+  ExpectError(absl::StatusCode::kInvalidArgument, {"tensor_file.path", "no file name"});
+  test::TempFolder outside;
+  std::filesystem::rename(Path("model-00001-of-00002.safetensors"), outside.File("x"));
+  std::filesystem::create_symlink(outside.File("x"), Path("link.safetensors"));
+  WriteIndex(R"("model.embed_tokens.weight": "link.safetensors")");
+  ExpectError(absl::StatusCode::kInvalidArgument,
+              {"tensor_file.weight", "model/link.safetensors", "outside"});
+
+  test::WriteWholeFile(Path("model.safetensors.index.json"), "{");
+  ExpectError(absl::StatusCode::kInvalidArgument, {"tensor_file.path", "model.safetensors.index.json"});
+  request_.mutable_tensor_file()->set_path("../checkpoints/model");
+  ExpectError(absl::StatusCode::kInvalidArgument, {"tensor_file.path", ".."});
+}
+
+TEST_F(ShardedModelTest, TypesThatAreNoWeights) {
+  std::filesystem::remove(Path("ints.safetensors"));
+  auto writer = formats::CreateSafetensors(Path("ints.safetensors"), {{{.name = "model.embed_tokens.weight",
+                                                                        .dtype = formats::DType::kInt8,
+                                                                        .shape = {kClasses, kHidden}}}});
+  ASSERT_TRUE((*writer)->Append(std::vector<uint8_t>(kClasses * kHidden)).ok());
+  ASSERT_TRUE((*writer)->Finish().ok());
+  WriteIndex(R"("model.embed_tokens.weight": "ints.safetensors")");
+  ExpectError(absl::StatusCode::kInvalidArgument,
+              {"tensor_file.weight", "F32, F16 or BF16", "'model.embed_tokens.weight' of type I8",
+               "model/ints.safetensors"});
+}
+
+// Progress comes, a call that ends early does not end its save unless it says so, and saves are listed.
+TEST_F(HeadsTest, SavesThroughTheService) {
+  v1::CreateHeadRequest large = Request("large");
+  large.mutable_spec()->set_vocab_size(200'000);
+  ASSERT_TRUE(client_->CreateHead(large).ok());
+  v1::SaveCheckpointRequest request;
+  request.set_head("large");
+  request.set_name("whole");
+  uint64_t total = 0;
+  const auto saved = client_->SaveCheckpoint(request, [&](const v1::SaveProgress& progress) {
+    EXPECT_LE(progress.written_bytes(), progress.read_bytes());
+    EXPECT_LE(progress.read_bytes(), progress.total_bytes());
+    total = std::max(total, progress.total_bytes());
+    return true;
+  });
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  EXPECT_EQ(total, 4 * (3 * (kHidden * 200'000 + 200'000 + 2 * kHidden) + 200'000));
+  EXPECT_GT(saved->bytes(), total);
+
+  request.set_name("left-alone");
+  EXPECT_EQ(client_->SaveCheckpoint(request, [](const v1::SaveProgress&) { return false; }).status().code(),
+            absl::StatusCode::kCancelled);
+  // Saves take turns: once this one is done, that one is.
+  ASSERT_TRUE(client_->SaveCheckpoint("large", "last").ok());
+  const auto list = client_->ListCheckpoints("large");
+  ASSERT_TRUE(list.ok()) << list.status();
+  EXPECT_EQ(list->checkpoints_size(), 3);
+  EXPECT_TRUE(client_->LoadCheckpoint("large/left-alone", "copy").ok());
+  EXPECT_EQ(client_->ListCheckpoints("no/name").status().code(), absl::StatusCode::kInvalidArgument);
+
+  request.set_name("cancelled");
+  request.set_cancel_with_call(true);
+  EXPECT_EQ(client_->SaveCheckpoint(request, [](const v1::SaveProgress&) { return false; }).status().code(),
+            absl::StatusCode::kCancelled);
+  ASSERT_TRUE(client_->SaveCheckpoint("large", "after").ok());
+  EXPECT_EQ(client_->ListCheckpoints("")->checkpoints_size(), 4);
+}
+
 TEST_F(HeadsTest, MemoryThatDoesNotFit) {
   ServerOptions options = SmallServer();
   options.memory_limit_bytes = 8 << 20;

@@ -28,6 +28,14 @@ TEST(NamedLocksTest, OneHolderPerName) {
   EXPECT_EQ(counters[1], 4000);
 }
 
+TEST(NamedLocksTest, LetsGoEarly) {
+  NamedLocks locks;
+  NamedLocks::Guard first = locks.Lock("a");
+  first.Unlock();
+  NamedLocks::Guard second = locks.Lock("a");
+  first.Unlock();
+}
+
 TEST(NamedLocksTest, OtherNamesDoNotWait) {
   NamedLocks locks;
   const NamedLocks::Guard guard = locks.Lock("a");

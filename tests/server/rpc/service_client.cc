@@ -158,7 +158,28 @@ class TestClientImpl final : public TestClient {
     v1::SaveCheckpointRequest request;
     request.set_head(head);
     request.set_name(name);
-    return Call<v1::SaveCheckpointResponse>(&v1::HeadService::Stub::SaveCheckpoint, request);
+    return SaveCheckpoint(request, [](const v1::SaveProgress&) { return true; });
+  }
+  absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(
+      const v1::SaveCheckpointRequest& request,
+      const std::function<bool(const v1::SaveProgress&)>& on_progress) override {
+    grpc::ClientContext context;
+    SetDeadline(&context, kTestDeadline);
+    const auto reader = heads_->SaveCheckpoint(&context, request);
+    v1::SaveCheckpointUpdate update;
+    v1::SaveCheckpointResponse saved;
+    while (reader->Read(&update)) {
+      if (update.has_saved()) saved = update.saved();
+      if (update.has_progress() && !on_progress(update.progress())) context.TryCancel();
+    }
+    const grpc::Status status = reader->Finish();
+    if (!status.ok()) return wire::FromGrpcStatus(status);
+    return saved;
+  }
+  absl::StatusOr<v1::ListCheckpointsResponse> ListCheckpoints(const std::string& head) override {
+    v1::ListCheckpointsRequest request;
+    request.set_head(head);
+    return Call<v1::ListCheckpointsResponse>(&v1::HeadService::Stub::ListCheckpoints, request);
   }
   absl::StatusOr<v1::HeadDescription> LoadCheckpoint(const std::string& checkpoint,
                                                      const std::string& head) override {
@@ -181,6 +202,8 @@ class TestClientImpl final : public TestClient {
   absl::StatusOr<std::string> ReadTensor(const v1::ReadTensorRequest& request) override;
   absl::Status WriteTensor(const v1::OpenTensor& open, absl::string_view payload,
                            size_t message_bytes) override;
+  absl::StatusOr<v1::AddGradientResponse> AddGradient(const v1::OpenGradient& open, absl::string_view payload,
+                                                      size_t message_bytes, absl::Duration deadline) override;
 
  private:
   template <typename Response, typename Request>
@@ -274,14 +297,11 @@ absl::StatusOr<std::string> TestClientImpl::ReadTensor(const v1::ReadTensorReque
   return bytes;
 }
 
-absl::Status TestClientImpl::WriteTensor(const v1::OpenTensor& open, absl::string_view payload,
-                                         size_t message_bytes) {
-  grpc::ClientContext context;
-  SetDeadline(&context, kTestDeadline);
-  v1::WriteTensorResponse response;
-  const std::unique_ptr<grpc::ClientWriter<v1::WriteTensorRequest>> writer =
-      heads_->WriteTensor(&context, &response);
-  v1::WriteTensorRequest request;
+// Sends `payload` in messages, the first of which has `open`.
+template <typename Request, typename Open>
+grpc::Status SendRows(grpc::ClientWriter<Request>* writer, const Open& open, absl::string_view payload,
+                      size_t message_bytes) {
+  Request request;
   *request.mutable_open() = open;
   do {
     request.set_payload(std::string(payload.substr(0, message_bytes)));
@@ -290,7 +310,29 @@ absl::Status TestClientImpl::WriteTensor(const v1::OpenTensor& open, absl::strin
     request.Clear();
   } while (!payload.empty());
   writer->WritesDone();
-  return wire::FromGrpcStatus(writer->Finish());
+  return writer->Finish();
+}
+
+absl::Status TestClientImpl::WriteTensor(const v1::OpenTensor& open, absl::string_view payload,
+                                         size_t message_bytes) {
+  grpc::ClientContext context;
+  SetDeadline(&context, kTestDeadline);
+  v1::WriteTensorResponse response;
+  const auto writer = heads_->WriteTensor(&context, &response);
+  return wire::FromGrpcStatus(SendRows(writer.get(), open, payload, message_bytes));
+}
+
+absl::StatusOr<v1::AddGradientResponse> TestClientImpl::AddGradient(const v1::OpenGradient& open,
+                                                                    absl::string_view payload,
+                                                                    size_t message_bytes,
+                                                                    absl::Duration deadline) {
+  grpc::ClientContext context;
+  SetDeadline(&context, deadline);
+  v1::AddGradientResponse response;
+  const auto writer = heads_->AddGradient(&context, &response);
+  const grpc::Status status = SendRows(writer.get(), open, payload, message_bytes);
+  if (!status.ok()) return wire::FromGrpcStatus(status);
+  return response;
 }
 
 }  // namespace

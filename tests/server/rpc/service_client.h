@@ -6,6 +6,7 @@
 #define LOSSD_TESTS_SERVER_RPC_SERVICE_CLIENT_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -79,6 +80,11 @@ class TestClient {
   virtual absl::Status ZeroGradients(const std::string& head, uint64_t step) = 0;
   virtual absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(const std::string& head,
                                                                     const std::string& name) = 0;
+  // Cancels the call once `on_progress` returns false.
+  virtual absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(
+      const v1::SaveCheckpointRequest& request,
+      const std::function<bool(const v1::SaveProgress&)>& on_progress) = 0;
+  virtual absl::StatusOr<v1::ListCheckpointsResponse> ListCheckpoints(const std::string& head) = 0;
   virtual absl::StatusOr<v1::HeadDescription> LoadCheckpoint(const std::string& checkpoint,
                                                              const std::string& head) = 0;
   virtual absl::StatusOr<v1::ServerDescription> GetServer() = 0;
@@ -92,6 +98,11 @@ class TestClient {
   // Sends the payload in messages of `message_bytes`.
   virtual absl::Status WriteTensor(const v1::OpenTensor& open, absl::string_view payload,
                                    size_t message_bytes = size_t{1} << 20) = 0;
+
+  virtual absl::StatusOr<v1::AddGradientResponse> AddGradient(const v1::OpenGradient& open,
+                                                              absl::string_view payload,
+                                                              size_t message_bytes = size_t{1} << 20,
+                                                              absl::Duration deadline = kTestDeadline) = 0;
 
   // fp32 shorthands.
   absl::StatusOr<std::vector<float>> Read(const std::string& head, v1::Param param, v1::Role role);

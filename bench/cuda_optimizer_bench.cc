@@ -1,0 +1,146 @@
+// Times what the CUDA backend does to a head's parameters between steps: the optimizer's pass, the gradient
+// norm and the addition of a gradient from outside, beside the copy bandwidth of the same run.
+//
+//   cuda_optimizer_bench --out=results.json --commit=abc123 [--parameters=525336576]
+//
+// Bytes are what each pass has to move, counted once: AdamW with a 16-bit copy of the weights reads gradient,
+// two moments and value (16 bytes a parameter) and writes them and the copy (18).
+#include <fstream>
+#include <iostream>
+#include <string>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/strings/str_format.h"
+#include "bench/gpu_timer.h"
+#include "kernels/cuda/tensor_ops.h"
+#include "nlohmann/json.hpp"
+
+ABSL_FLAG(std::string, out, "", "JSON file to write; empty: none");
+ABSL_FLAG(std::string, commit, "", "commit of the program, recorded in the results");
+ABSL_FLAG(int64_t, parameters, int64_t{128256} * 4096, "of the weight matrix; a multiple of 4");
+ABSL_FLAG(int, iterations, 20, "timed passes");
+
+namespace lossd::bench {
+namespace {
+
+namespace cuda = ::lossd::kernels::cuda;
+using Json = nlohmann::json;
+using kernels::DType;
+using kernels::OptimizerOptions;
+
+// A head's parameters, filled with numbers that no pass turns into special cases.
+class Parameters {
+ public:
+  explicit Parameters(int64_t count) : count_(count) {
+    for (float*& tensor : tensors_) tensor = DeviceAlloc<float>(count);
+    copy_ = DeviceAlloc<uint16_t>(count);
+    slice_ = DeviceAlloc<uint16_t>(count);
+    partials_ = DeviceAlloc<double>(cuda::kSquareSumPartials + 1);
+  }
+  ~Parameters() {
+    for (float* tensor : tensors_) cudaFree(tensor);
+    cudaFree(copy_);
+    cudaFree(slice_);
+    cudaFree(partials_);
+  }
+
+  // Every pass of an optimizer zeroes the gradients, so they are written anew before the next one.
+  void Fill(cudaStream_t stream) {
+    for (float* tensor : tensors_)
+      Check(cuda::LaunchFillPattern(tensor, DType::kFloat32, count_, stream), "LaunchFillPattern");
+    // A second moment is positive.
+    Check(cuda::LaunchFill(tensors_[3], count_, 0.5f, stream), "LaunchFill");
+    Check(cuda::LaunchFillPattern(slice_, DType::kBFloat16, count_, stream), "LaunchFillPattern");
+  }
+
+  void Step(const OptimizerOptions& options, DType compute, cudaStream_t stream) {
+    cuda::OptimizerStepParams p;
+    p.options = options;
+    p.update = 10;
+    p.count = p.matrix_count = count_;
+    p.values = tensors_[0];
+    p.gradients = tensors_[1];
+    p.moment1 = tensors_[2];
+    p.moment2 = tensors_[3];
+    if (compute != DType::kFloat32) p.compute_copy = copy_;
+    p.compute_dtype = compute;
+    Check(cuda::LaunchOptimizerStep(p, stream), "LaunchOptimizerStep");
+  }
+  void Norm(cudaStream_t stream) {
+    Check(cuda::LaunchSquareSum(tensors_[1], count_, partials_, partials_ + cuda::kSquareSumPartials, stream),
+          "LaunchSquareSum");
+  }
+  void Add(cudaStream_t stream) {
+    constexpr int64_t kCols = 4096;
+    const cuda::DeviceMatrix from = {slice_, DType::kBFloat16, kCols, kCols};
+    const cuda::DeviceMatrix to = {tensors_[1], DType::kFloat32, kCols, kCols};
+    Check(cuda::LaunchAddScaled(from, to, count_ / kCols, 0.5f, stream), "LaunchAddScaled");
+  }
+
+ private:
+  const int64_t count_;
+  float* tensors_[4];  // value, gradient, moments
+  uint16_t* copy_;
+  uint16_t* slice_;
+  double* partials_;
+};
+
+int Main() {
+  cudaDeviceProp properties = {};
+  Check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
+  Timer timer;
+  const cudaStream_t stream = timer.stream();
+  const double copy_gbps = CopyBandwidth(timer);
+  const int64_t count = absl::GetFlag(FLAGS_parameters);
+  Json results = {{"card", properties.name},
+                  {"commit", absl::GetFlag(FLAGS_commit)},
+                  {"parameters", count},
+                  {"copy_gbps", copy_gbps}};
+  std::cout << absl::StrFormat("%s, copy %.0f GB/s (read + write), %d parameters", properties.name, copy_gbps,
+                               count)
+            << std::endl;
+  Parameters parameters(count);
+  const auto run = [&](const std::string& name, int bytes_per_parameter, const std::function<void()>& pass) {
+    std::vector<double> times;
+    for (int i = 0; i < kWarmUps + absl::GetFlag(FLAGS_iterations); ++i) {
+      parameters.Fill(stream);
+      const double ms = timer.MeasureOnce(pass);
+      if (i >= kWarmUps) times.push_back(ms);
+    }
+    const Times t = Summarise(std::move(times));
+    const double gbps = static_cast<double>(count) * bytes_per_parameter / t.median / 1e6;
+    std::cout << absl::StrFormat("%-16s %7.3f ms (%.3f ... %.3f)  %5.0f GB/s, %.3f of copy", name, t.median,
+                                 t.min, t.max, gbps, gbps / copy_gbps)
+              << std::endl;
+    results["passes"].push_back({{"name", name},
+                                 {"bytes_per_parameter", bytes_per_parameter},
+                                 {"median_ms", t.median},
+                                 {"min_ms", t.min},
+                                 {"max_ms", t.max},
+                                 {"gbps", gbps},
+                                 {"of_copy", gbps / copy_gbps}});
+  };
+  using Kind = OptimizerOptions::Kind;
+  const OptimizerOptions adamw{.weight_decay = 0.1};
+  const OptimizerOptions sgd{.kind = Kind::kSgd, .weight_decay = 0.1};
+  const OptimizerOptions momentum{.kind = Kind::kSgd, .weight_decay = 0.1, .momentum = 0.9};
+  run("adamw bf16", 34, [&] { parameters.Step(adamw, DType::kBFloat16, stream); });
+  run("adamw fp16", 34, [&] { parameters.Step(adamw, DType::kFloat16, stream); });
+  run("adamw fp32", 32, [&] { parameters.Step(adamw, DType::kFloat32, stream); });
+  run("momentum bf16", 26, [&] { parameters.Step(momentum, DType::kBFloat16, stream); });
+  run("sgd bf16", 18, [&] { parameters.Step(sgd, DType::kBFloat16, stream); });
+  run("gradient norm", 4, [&] { parameters.Norm(stream); });
+  run("add bf16", 10, [&] { parameters.Add(stream); });
+  if (!absl::GetFlag(FLAGS_out).empty())
+    std::ofstream(absl::GetFlag(FLAGS_out)) << results.dump(1) << std::endl;
+  return 0;
+}
+
+}  // namespace
+}  // namespace lossd::bench
+
+int main(int argc, char** argv) {
+  absl::ParseCommandLine(argc, argv);
+  return lossd::bench::Main();
+}

@@ -1,0 +1,114 @@
+// Device times for the GPU benchmarks. Not thread-safe; aborts with a message on a CUDA error.
+#ifndef LOSSD_BENCH_GPU_TIMER_H_
+#define LOSSD_BENCH_GPU_TIMER_H_
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <iostream>
+#include <vector>
+
+#include "absl/status/status.h"
+
+namespace lossd::bench {
+
+inline constexpr int kWarmUps = 3;
+
+inline void Check(cudaError_t error, const char* call) {
+  if (error == cudaSuccess) return;
+  std::fprintf(stderr, "%s: %s\n", call, cudaGetErrorString(error));
+  std::abort();
+}
+
+inline void Check(const absl::Status& status, const char* call) {
+  if (status.ok()) return;
+  std::cerr << call << ": " << status << std::endl;
+  std::abort();
+}
+
+struct Times {
+  double median = 0.0, min = 0.0, max = 0.0;  // ms
+};
+
+inline Times Summarise(std::vector<double> times) {
+  std::sort(times.begin(), times.end());
+  return {times[times.size() / 2], times.front(), times.back()};
+}
+
+// Device time of `work` on a stream of its own, by events.
+class Timer {
+ public:
+  Timer() {
+    Check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    Check(cudaEventCreate(&begin_), "cudaEventCreate");
+    Check(cudaEventCreate(&end_), "cudaEventCreate");
+  }
+  ~Timer() {
+    cudaEventDestroy(begin_);
+    cudaEventDestroy(end_);
+    cudaStreamDestroy(stream_);
+  }
+  cudaStream_t stream() const { return stream_; }
+
+  double MeasureOnce(const std::function<void()>& work) {
+    Check(cudaEventRecord(begin_, stream_), "cudaEventRecord");
+    work();
+    Check(cudaEventRecord(end_, stream_), "cudaEventRecord");
+    Check(cudaEventSynchronize(end_), "cudaEventSynchronize");
+    float ms = 0.0f;
+    Check(cudaEventElapsedTime(&ms, begin_, end_), "cudaEventElapsedTime");
+    return static_cast<double>(ms);
+  }
+
+  Times Measure(int iterations, const std::function<void(int)>& work) {
+    std::vector<double> times;
+    for (int i = 0; i < kWarmUps + iterations; ++i) {
+      times.push_back(MeasureOnce([&] { work(i); }));
+    }
+    return Summarise({times.begin() + kWarmUps, times.end()});
+  }
+
+  // As Measure, for `launches` short pieces of work at once; the times are those of one.
+  Times MeasureEach(int iterations, int launches, const std::function<void(int)>& work) {
+    Times t = Measure(iterations, [&](int round) {
+      for (int i = 0; i < launches; ++i) work(round * launches + i);
+    });
+    for (double* value : {&t.median, &t.min, &t.max}) *value /= launches;
+    return t;
+  }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t begin_ = nullptr;
+  cudaEvent_t end_ = nullptr;
+};
+
+// cudaFree releases it.
+template <typename T>
+T* DeviceAlloc(int64_t count) {
+  void* data = nullptr;
+  Check(cudaMalloc(&data, static_cast<size_t>(count) * sizeof(T)), "cudaMalloc");
+  return static_cast<T*>(data);
+}
+
+// Of a device-to-device copy, counting what is read and what is written, GB/s.
+inline double CopyBandwidth(Timer& timer) {
+  constexpr int64_t kCopyBytes = int64_t{1} << 30;
+  auto* from = DeviceAlloc<uint8_t>(kCopyBytes);
+  auto* to = DeviceAlloc<uint8_t>(kCopyBytes);
+  Check(cudaMemset(from, 7, kCopyBytes), "cudaMemset");
+  const Times t = timer.Measure(10, [&](int) {
+    Check(cudaMemcpyAsync(to, from, kCopyBytes, cudaMemcpyDeviceToDevice, timer.stream()), "cudaMemcpyAsync");
+  });
+  cudaFree(from);
+  cudaFree(to);
+  return 2.0 * static_cast<double>(kCopyBytes) / t.median / 1e6;  // GB/s
+}
+
+}  // namespace lossd::bench
+
+#endif  // LOSSD_BENCH_GPU_TIMER_H_

@@ -1,0 +1,62 @@
+// A gradient that another stage accumulated for a parameter it shares with the head (tied embeddings): what a
+// caller hands to the engine to have it added, and what is known of its rows without a device.
+#ifndef LOSSD_SERVER_ENGINE_CONTRIBUTION_H_
+#define LOSSD_SERVER_ENGINE_CONTRIBUTION_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "kernels/dtype.h"
+#include "kernels/head_config.h"
+#include "server/engine/stream.h"
+
+namespace lossd::engine {
+
+// Opens (part of) a contribution. Field names equal those of lossd.v1.OpenGradient, and errors name them so.
+struct ContributionSpec {
+  std::string head;
+  uint64_t step = 0;
+  uint64_t contribution_id = 0;
+  kernels::Param param = kernels::Param::kWeight;
+  std::optional<RowRange> contribution_rows;  // absent: all rows of the parameter
+  std::optional<RowRange> rows;               // carried by this call; absent: contribution_rows
+  kernels::DType dtype = kernels::DType::kFloat32;
+  float scale = 1.0f;
+};
+
+// What all calls of one contribution must agree on.
+struct ContributionTerms {
+  kernels::Param param = kernels::Param::kWeight;
+  RowRange rows;  // of the whole contribution
+  kernels::DType dtype = kernels::DType::kFloat32;
+  float scale = 1.0f;
+  friend bool operator==(const ContributionTerms&, const ContributionTerms&) = default;
+};
+
+// An open call; Engine::AddRows takes its rows.
+struct Contribution {
+  std::string head;
+  HeadState state;  // when it was opened
+  uint64_t id = 0;
+  ContributionTerms terms;
+  RowRange rows;            // carried by this call
+  int64_t cols = 1;         // elements of a row
+  uint64_t generation = 0;  // of the head's gradients; a call does not outlive their being zeroed
+
+  int64_t row_bytes() const { return cols * static_cast<int64_t>(kernels::SizeOf(terms.dtype)); }
+};
+
+// OUT_OF_RANGE naming the row and column of the first element that is not finite. `values` are `rows` of the
+// contribution.
+absl::Status CheckFinite(const Contribution& contribution, RowRange rows, absl::Span<const uint8_t> values);
+
+// A 64-bit checksum of each row of `values`, whose rows have `row_bytes` > 0 bytes; never 0.
+std::vector<uint64_t> RowChecksums(absl::Span<const uint8_t> values, int64_t row_bytes);
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_SERVER_ENGINE_CONTRIBUTION_H_

@@ -1,0 +1,195 @@
+#include "server/engine/sequencer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/engine/errors.h"
+
+namespace lossd::engine {
+
+Sequencer::Sequencer(int64_t group_rows, const Ledger* ledger, const ContributionLedger* contributions)
+    : group_rows_(group_rows), ledger_(ledger), contributions_(contributions) {}
+
+RowRange Sequencer::RowsOf(GroupKey key) const {
+  const int64_t begin = key.group * group_rows_;
+  return {begin, std::min(begin + group_rows_, ledger_->MicrobatchRows(key.microbatch_id).value_or(begin))};
+}
+
+// ---- Slices ----
+
+void Sequencer::Request(std::shared_ptr<StreamState> stream, RowRange rows, RoomWaiter waiter) {
+  waiting_.push_back({std::move(stream), rows, std::move(waiter)});
+}
+
+std::vector<Sequencer::Grant> Sequencer::TakeGrants() {
+  std::vector<Grant> grants;
+  std::vector<Waiting> still_waiting;
+  for (Waiting& waiting : waiting_) {
+    GroupAssembly* const group = AssemblyFor(KeyOf(waiting.stream->spec().microbatch_id, waiting.rows));
+    if (group == nullptr || !group->IsFree(waiting.rows)) {
+      still_waiting.push_back(std::move(waiting));
+      continue;
+    }
+    group->Lend(++last_room_, waiting.stream.get(), waiting.rows);
+    ++areas_[group->area()].rooms;
+    grants.push_back({.stream = std::move(waiting.stream),
+                      .waiter = std::move(waiting.waiter),
+                      .area = group->area(),
+                      .first_row = waiting.rows.begin - group->rows().begin,
+                      .room = last_room_});
+  }
+  waiting_ = std::move(still_waiting);
+  return grants;
+}
+
+GroupAssembly* Sequencer::AssemblyFor(GroupKey key) {
+  if (key > turn_ || on_device_.contains(key)) return nullptr;
+  if (const auto it = open_.find(key); it != open_.end()) return it->second.get();
+  const bool repeat = key < turn_;
+  const auto free_areas =
+      std::count_if(std::begin(areas_), std::end(areas_), [](const Area& a) { return a.free(); });
+  const bool leave_one = repeat && !open_.contains(turn_);
+  if (free_areas < (leave_one ? 2 : 1)) return nullptr;
+  Area* const area =
+      std::find_if(std::begin(areas_), std::end(areas_), [](const Area& a) { return a.free(); });
+  area->taken = true;
+  auto group =
+      std::make_unique<GroupAssembly>(key, RowsOf(key), static_cast<size_t>(area - areas_), *ledger_);
+  return open_.emplace(key, std::move(group)).first->second.get();
+}
+
+bool Sequencer::Attach(std::unique_ptr<SliceWork>& slice, uint64_t arrival) {
+  const auto it = open_.find(KeyOf(slice->stream->spec().microbatch_id, slice->rows));
+  return it != open_.end() && it->second->Attach(slice, arrival);
+}
+
+void Sequencer::Return(size_t area, uint64_t room) {
+  --areas_[area].rooms;
+  for (auto& [key, group] : open_) {
+    if (group->area() == area) group->Return(room);
+  }
+  CloseIdle();
+}
+
+void Sequencer::CloseIdle() {
+  std::erase_if(open_, [this](const auto& entry) {
+    const GroupAssembly& group = *entry.second;
+    const bool idle = group.key() < turn_ && group.IsQuiet() && group.slices().empty();
+    if (idle) areas_[group.area()].taken = false;
+    return idle;
+  });
+}
+
+Sequencer::Dropped Sequencer::TakeFailed() {
+  Dropped dropped;
+  for (auto& [key, group] : open_) group->TakeFailed(dropped.slices);
+  std::erase_if(waiting_, [&dropped](Waiting& waiting) {
+    const bool over = waiting.stream->failed() || waiting.stream->finished();
+    if (over) dropped.waiters.push_back(std::move(waiting.waiter));
+    return over;
+  });
+  CloseIdle();
+  return dropped;
+}
+
+// ---- Turns ----
+
+void Sequencer::Advance() {
+  while (true) {
+    const uint64_t id = turn_.microbatch_id;
+    const auto rows = ledger_->MicrobatchRows(id);
+    const bool added = contributions_->Contains(id) && contributions_->Complete(id);
+    if (!rows.has_value() && !added) return;
+    if (added || turn_.group * group_rows_ >= *rows) {
+      turn_ = {turn_.microbatch_id + 1, 0};
+    } else if (ledger_->CountUnsettled(turn_.microbatch_id, RowsOf(turn_)) == 0) {
+      ++turn_.group;
+    } else {
+      return;
+    }
+  }
+}
+
+void Sequencer::OnDeclared(uint64_t microbatch_id) {
+  for (auto& [key, group] : open_) {
+    if (key.microbatch_id == microbatch_id) group->Refresh(*ledger_);
+  }
+  if (microbatch_id == turn_.microbatch_id) Advance();
+}
+
+void Sequencer::Clear() {
+  for (auto& [key, group] : open_) areas_[group->area()].taken = false;
+  open_.clear();
+  turn_ = {};
+}
+
+bool Sequencer::IsReady(const GroupAssembly& group) const {
+  if (group.slices().empty() || group.key() > turn_) return false;
+  if (group.key() < turn_) return group.IsQuiet();
+  const bool may_follow =
+      std::all_of(on_device_.begin(), on_device_.end(), [](const auto& entry) { return entry.second; });
+  return may_follow && group.IsComplete();
+}
+
+bool Sequencer::HasReady(uint64_t before) const {
+  return std::any_of(open_.begin(), open_.end(), [&](const auto& entry) {
+    return IsReady(*entry.second) && entry.second->last_arrival() < before;
+  });
+}
+
+std::unique_ptr<GroupAssembly> Sequencer::TakeReady() {
+  const auto it =
+      std::find_if(open_.begin(), open_.end(), [&](const auto& entry) { return IsReady(*entry.second); });
+  if (it == open_.end()) return nullptr;
+  std::unique_ptr<GroupAssembly> group = std::move(it->second);
+  open_.erase(it);
+  if (group->key() == turn_) {
+    on_device_.emplace(turn_, false);
+    ++turn_.group;
+    Advance();
+  }
+  return group;
+}
+
+void Sequencer::OnResultsGood(const GroupAssembly& group) {
+  if (const auto it = on_device_.find(group.key()); it != on_device_.end()) it->second = true;
+}
+
+void Sequencer::ReleaseArea(const GroupAssembly& group) { areas_[group.area()].taken = false; }
+
+void Sequencer::OnLeft(const GroupAssembly& group) {
+  if (on_device_.erase(group.key()) == 0) return;
+  if (ledger_->CountUnsettled(group.key().microbatch_id, group.rows()) > 0)
+    turn_ = std::min(turn_, group.key());
+  Advance();
+}
+
+// ---- For people ----
+
+std::string Sequencer::WaitsFor() const {
+  if (waiting_.empty() && attached_slices() == 0) return "";
+  if (contributions_->Contains(turn_.microbatch_id))
+    return contributions_->DescribeMissing(turn_.microbatch_id);
+  const auto it = open_.find(turn_);
+  RowRange missing = it != open_.end() ? it->second->FirstMissing() : RowsOf(turn_);
+  if (missing.size() > 0) return absl::StrCat("microbatch ", turn_.microbatch_id, ", rows ", Text(missing));
+  return absl::StrCat("microbatch ", turn_.microbatch_id);
+}
+
+bool Sequencer::IsWaiting(const StreamState& stream) const {
+  const auto of_stream = [&stream](const auto& item) { return item.stream.get() == &stream; };
+  if (std::any_of(waiting_.begin(), waiting_.end(), of_stream)) return true;
+  return std::any_of(open_.begin(), open_.end(), [&](const auto& entry) {
+    const auto& slices = entry.second->slices();
+    return std::any_of(slices.begin(), slices.end(), [&](const auto& slice) { return of_stream(*slice); });
+  });
+}
+
+int64_t Sequencer::attached_slices() const {
+  int64_t slices = 0;
+  for (const auto& [key, group] : open_) slices += static_cast<int64_t>(group->slices().size());
+  return slices;
+}
+
+}  // namespace lossd::engine

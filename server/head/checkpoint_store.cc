@@ -1,0 +1,123 @@
+#include "server/head/checkpoint_store.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "server/head/paths.h"
+#include "server/head/temporary_folder.h"
+
+namespace lossd::head {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr char kManifestFile[] = "manifest.json";
+
+// The names of folders in `path` that could be those of heads or checkpoints. Links are left out.
+absl::StatusOr<std::vector<std::string>> NamedFolders(const std::string& path) {
+  std::vector<std::string> names;
+  std::error_code error;
+  for (fs::directory_iterator entry(path, error), end; !error && entry != end; entry.increment(error)) {
+    std::error_code gone;  // meanwhile: no folder
+    const std::string name = entry->path().filename();
+    if (fs::is_directory(entry->symlink_status(gone)) && ValidateName("", name).ok()) names.push_back(name);
+  }
+  if (error == std::errc::no_such_file_or_directory) return names;
+  if (error) return formats::FileError(path, "list", error.value());
+  return names;
+}
+
+CheckpointInfo Describe(const std::string& folder, std::string name) {
+  CheckpointInfo info;
+  absl::StatusOr<Manifest> manifest = ReadManifest(absl::StrCat(folder, "/", kManifestFile), name);
+  info.name = std::move(name);
+  info.status = manifest.status();
+  if (!manifest.ok()) return info;
+  std::error_code gone;
+  const auto manifest_bytes = fs::file_size(absl::StrCat(folder, "/", kManifestFile), gone);
+  info.bytes = manifest->file_bytes + (gone ? 0 : static_cast<int64_t>(manifest_bytes));
+  info.subject = std::move(manifest->subject);
+  info.saved_at = manifest->saved_at;
+  info.automatic = manifest->automatic;
+  return info;
+}
+
+bool NewestFirst(const CheckpointInfo& a, const CheckpointInfo& b) {
+  const auto order = [](const CheckpointInfo& info) {
+    return std::tuple(!info.status.ok(), -absl::ToUnixSeconds(info.saved_at), ~info.subject.step,
+                      absl::string_view(info.name));
+  };
+  return order(a) < order(b);
+}
+
+absl::Status AppendHead(const std::string& directory, const std::string& head,
+                        std::vector<CheckpointInfo>* list) {
+  const std::string head_folder = absl::StrCat(directory, "/", head);
+  const absl::StatusOr<std::vector<std::string>> names = NamedFolders(head_folder);
+  if (!names.ok()) return names.status();
+  const auto begin = static_cast<std::ptrdiff_t>(list->size());
+  for (const std::string& name : *names) {
+    const std::string folder = absl::StrCat(head_folder, "/", name);
+    std::error_code error;
+    if (!fs::exists(absl::StrCat(folder, "/", kManifestFile), error)) continue;  // something else
+    list->push_back(Describe(folder, absl::StrCat(head, "/", name)));
+  }
+  std::sort(list->begin() + begin, list->end(), NewestFirst);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status PrepareCheckpointDirectory(const std::string& directory, Disk* disk) {
+  std::error_code error;
+  fs::create_directories(directory, error);
+  if (error) return formats::FileError(directory, "create folder", error.value());
+  const absl::StatusOr<std::vector<std::string>> heads = NamedFolders(directory);
+  if (!heads.ok()) return heads.status();
+  for (const std::string& head : *heads) RemoveLeftovers(disk, absl::StrCat(directory, "/", head));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(const std::string& directory,
+                                                            absl::string_view head) {
+  std::vector<std::string> heads = {std::string(head)};
+  if (head.empty()) {
+    absl::StatusOr<std::vector<std::string>> all = NamedFolders(directory);
+    if (!all.ok()) return all.status();
+    heads = *std::move(all);
+    std::sort(heads.begin(), heads.end());
+  } else if (absl::Status status = ValidateName("head", head); !status.ok()) {
+    return status;
+  }
+  std::vector<CheckpointInfo> list;
+  for (const std::string& name : heads) {
+    if (absl::Status status = AppendHead(directory, name, &list); !status.ok()) return status;
+  }
+  return list;
+}
+
+absl::StatusOr<std::vector<std::string>> PruneCheckpoints(const std::string& directory,
+                                                          absl::string_view saved, int64_t keep, Disk* disk) {
+  const std::string head(saved.substr(0, saved.find('/')));
+  const absl::StatusOr<std::vector<CheckpointInfo>> list = ListCheckpoints(directory, head);
+  if (!list.ok()) return list.status();
+  const std::string head_folder = absl::StrCat(directory, "/", head);
+  std::vector<std::string> removed;
+  int64_t kept = 1;  // `saved`
+  for (const CheckpointInfo& info : *list) {
+    if (!info.automatic || info.name == saved || ++kept <= keep) continue;
+    const absl::string_view name = absl::StripPrefix(info.name, absl::StrCat(head, "/"));
+    const absl::StatusOr<TemporaryFolder> goes = TemporaryFolder::Adopt(disk, head_folder, name);
+    if (absl::IsFailedPrecondition(goes.status())) continue;  // being read
+    if (!goes.ok()) return goes.status();
+    removed.push_back(info.name);
+  }
+  return removed;
+}
+
+}  // namespace lossd::head

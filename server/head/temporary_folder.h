@@ -1,0 +1,49 @@
+// A folder that becomes a checkpoint or disappears, and what interrupted work leaves of such folders. Their
+// names start with a dot, as no checkpoint's does, and they are locked while they are in use.
+//
+// Thread-compatible; the free functions are thread-safe.
+#ifndef LOSSD_SERVER_HEAD_TEMPORARY_FOLDER_H_
+#define LOSSD_SERVER_HEAD_TEMPORARY_FOLDER_H_
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "server/head/disk.h"
+#include "server/head/folder_lock.h"
+
+namespace lossd::head {
+
+class TemporaryFolder {
+ public:
+  // Makes an empty one in `parent` for a checkpoint that will be called `name`. `disk` outlives it.
+  static absl::StatusOr<TemporaryFolder> Create(Disk* disk, const std::string& parent,
+                                                absl::string_view name);
+  // Turns the folder `name` of `parent` into one, so that after a crash it is either there as it was or not
+  // at all. FAILED_PRECONDITION if it is locked: somebody reads it.
+  static absl::StatusOr<TemporaryFolder> Adopt(Disk* disk, const std::string& parent, absl::string_view name);
+
+  TemporaryFolder(TemporaryFolder&& other) noexcept;
+  TemporaryFolder& operator=(TemporaryFolder&&) = delete;
+  // Removes it, if it did not become something; errors are ignored: what is left is a leftover.
+  ~TemporaryFolder();
+
+  std::string File(absl::string_view name) const;
+  // Brings it to the disk and renames it to `target`. ALREADY_EXISTS if there is something.
+  absl::Status Become(const std::string& target);
+
+ private:
+  TemporaryFolder(Disk* disk, std::string path) : disk_(disk), path_(std::move(path)) {}
+
+  Disk* const disk_;
+  std::string path_;  // empty: nothing to remove
+  FolderLock lock_;
+};
+
+// Removes temporary folders in `parent` that nobody uses any more; what cannot be removed stays.
+void RemoveLeftovers(Disk* disk, const std::string& parent);
+
+}  // namespace lossd::head
+
+#endif  // LOSSD_SERVER_HEAD_TEMPORARY_FOLDER_H_

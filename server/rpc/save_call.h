@@ -1,0 +1,77 @@
+// The call HeadService.SaveCheckpoint: progress goes out while the save runs, on a worker that is for saves
+// alone, and the result last. The save outlives a client that goes away, unless it asked otherwise.
+//
+// Thread-safe.
+#ifndef LOSSD_SERVER_RPC_SAVE_CALL_H_
+#define LOSSD_SERVER_RPC_SAVE_CALL_H_
+
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/server_callback.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <optional>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "lossd/v1/head.pb.h"
+#include "server/rpc/call_registry.h"
+#include "server/rpc/checkpoints.h"
+#include "server/rpc/worker_pool.h"
+
+namespace lossd::rpc {
+
+// What all calls share; outlives them and the saves they start.
+struct SaveCallEnvironment {
+  Checkpoints* checkpoints = nullptr;
+  CallRegistry* registry = nullptr;
+  WorkerPool* workers = nullptr;
+  std::function<grpc::Status(absl::Status)> ended;  // what a call ends with; counts and logs errors
+  std::function<void(int change)> count;            // of saves waiting or running
+};
+
+// Lives until both gRPC and the save are done with it.
+class SaveCall final : public grpc::ServerWriteReactor<v1::SaveCheckpointUpdate>, public WatchedCall {
+ public:
+  static SaveCall* Start(SaveCallEnvironment* environment, grpc::CallbackServerContext* context,
+                         const v1::SaveCheckpointRequest* request);
+
+  void OnWriteDone(bool ok) override ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnCancel() override ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnDone() override;
+  void CancelIfStuck(absl::Time limit) override ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  SaveCall(SaveCallEnvironment* environment, grpc::CallbackServerContext* context,
+           const v1::SaveCheckpointRequest& request)
+      : environment_(environment), context_(context), request_(request) {}
+
+  void Run();
+  // Sends the update, or the latest of those that come while one is being sent.
+  void Post(v1::SaveCheckpointUpdate update) ABSL_LOCKS_EXCLUDED(mutex_);
+  // After what was posted the call ends.
+  void End(absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Starts what is next, unless a write is under way.
+  void Continue() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  SaveCallEnvironment* const environment_;
+  grpc::CallbackServerContext* const context_;  // until OnDone
+  const v1::SaveCheckpointRequest request_;
+  std::shared_ptr<SaveCall> self_;  // gRPC's share of it, until OnDone
+  std::atomic<bool> gone_{false};   // the client is
+
+  absl::Mutex mutex_;
+  v1::SaveCheckpointUpdate message_ ABSL_GUARDED_BY(mutex_);  // being sent
+  std::optional<v1::SaveCheckpointUpdate> next_ ABSL_GUARDED_BY(mutex_);
+  std::optional<grpc::Status> end_ ABSL_GUARDED_BY(mutex_);
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool finished_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Time write_started_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
+};
+
+}  // namespace lossd::rpc
+
+#endif  // LOSSD_SERVER_RPC_SAVE_CALL_H_

@@ -1,0 +1,133 @@
+// Runs the lossctl binary against the real server: models from files, checkpoints there and back.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "proto/tensorfile/safetensors.h"
+#include "tests/support/child_process.h"
+#include "tests/support/temp_folder.h"
+
+namespace lossd::cli {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr int64_t kD = 6;
+constexpr int64_t kV = 20;
+
+class LossctlServerTest : public testing::Test {
+ protected:
+  LossctlServerTest() {
+    std::filesystem::create_directories(Model(""));
+    for (int64_t i = 0; i < kV * kD; ++i) weight_.push_back(static_cast<float>(i) / 7);
+    Start();
+  }
+
+  void Start() {
+    server_ = nullptr;
+    std::filesystem::remove(folder_.File("ports.json"));
+    server_ = std::make_unique<test::ChildProcess>(std::vector<std::string>{
+        LOSSD_BINARY, "--listen=127.0.0.1:0", "--http=", "--port_file=" + folder_.File("ports.json"),
+        "--checkpoint_dir=" + folder_.File("checkpoints"), "--log_level=off", "--threads=1", "--backend=cpu",
+        "--slice_bytes=64KiB", "--staging_bytes=4MiB", "--workspace_bytes=4MiB", "--keep_checkpoints=2"});
+    target_.clear();
+    for (int i = 0; i < 4000 && target_.empty(); ++i) {
+      std::ifstream file(folder_.File("ports.json"));
+      const auto json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+      if (json.is_object()) target_ = json["grpc"];
+      absl::SleepFor(absl::Milliseconds(5));
+    }
+    ASSERT_NE(target_, "") << "lossd did not start";
+  }
+
+  std::string Model(const std::string& name) { return folder_.File("checkpoints/model/" + name); }
+
+  void WriteModel(const std::string& file, const std::string& tensor) {
+    auto writer = formats::CreateSafetensors(
+        Model(file), {{{.name = tensor, .dtype = formats::DType::kFloat32, .shape = {kV, kD}}}});
+    ASSERT_TRUE(writer.ok()) << writer.status();
+    const auto* bytes = reinterpret_cast<const uint8_t*>(weight_.data());
+    ASSERT_TRUE((*writer)->Append({bytes, weight_.size() * sizeof(float)}).ok());
+    ASSERT_TRUE((*writer)->Finish().ok());
+  }
+
+  // Runs `lossctl ARGUMENTS`; what it printed, on both streams.
+  std::string Run(const std::string& arguments, int exit_code = 0) {
+    const std::string out = folder_.File("out");
+    const std::string command = absl::StrCat("cd ", folder_.path(), " && LOSSD_SERVER=", target_,
+                                             " " LOSSCTL_PATH " ", arguments, " >", out, " 2>&1");
+    const int status = std::system(command.c_str());
+    const std::string text = test::ReadWholeFile(out);
+    EXPECT_EQ(WIFEXITED(status) ? WEXITSTATUS(status) : -1, exit_code) << arguments << ": " << text;
+    return text;
+  }
+
+  std::string ReadWeight(const std::string& head) {
+    std::filesystem::remove(folder_.File(head + ".safetensors"));
+    Run(absl::StrCat("read ", head, " weight --out ", head, ".safetensors"));
+    const auto reader = formats::SafetensorsReader::Open(folder_.File(head + ".safetensors"));
+    EXPECT_TRUE(reader.ok()) << reader.status();
+    std::string bytes(weight_.size() * sizeof(float), '\0');
+    const auto span = absl::MakeSpan(reinterpret_cast<uint8_t*>(bytes.data()), bytes.size());
+    EXPECT_TRUE((*reader)->ReadBytes((*reader)->tensors()[0], 0, span).ok());
+    return bytes;
+  }
+  std::string Weight() const {
+    return {reinterpret_cast<const char*>(weight_.data()), weight_.size() * sizeof(float)};
+  }
+
+  test::TempFolder folder_;
+  std::vector<float> weight_;
+  std::unique_ptr<test::ChildProcess> server_;
+  std::string target_;
+};
+
+TEST_F(LossctlServerTest, CreatesFromFiles) {
+  WriteModel("model.safetensors", "lm_head.weight");
+  Run("create single --hidden 6 --vocab 20 --from model/model.safetensors --weight lm_head.weight");
+  EXPECT_EQ(ReadWeight("single"), Weight());
+  Run("create folder --hidden 6 --vocab 20 --from model --weight lm_head.weight");
+  EXPECT_EQ(ReadWeight("folder"), Weight());
+  WriteModel("model-00001-of-00001.safetensors", "model.embed_tokens.weight");
+  test::WriteWholeFile(
+      Model("model.safetensors.index.json"),
+      R"({"weight_map": {"model.embed_tokens.weight": "model-00001-of-00001.safetensors"}})");
+  Run("create tied --hidden 6 --vocab 20 --from model --weight model.embed_tokens.weight");
+  EXPECT_EQ(ReadWeight("tied"), Weight());
+
+  EXPECT_THAT(
+      Run("create no --hidden 6 --vocab 20 --from model --weight lm_head.weight", 4),
+      HasSubstr("tensor_file.weight: model/model.safetensors.index.json: no tensor 'lm_head.weight'"));
+  EXPECT_THAT(Run("create no --hidden 6 --vocab 21 --from model --weight model.embed_tokens.weight", 4),
+              HasSubstr("of shape [20, 6]"));
+  EXPECT_THAT(Run("create no --hidden 6 --vocab 20 --from ../etc --weight x", 4), HasSubstr(".."));
+}
+
+TEST_F(LossctlServerTest, CheckpointsSurviveARestart) {
+  Run("create head --hidden 6 --vocab 20 --seed 3");
+  for (int step = 0; step < 4; ++step) {
+    Run(absl::StrCat("loss head --random 50 --accumulate --step ", step));
+    Run("step head --lr 0.1 --expect-rows 50");
+    Run("save head");
+  }
+  EXPECT_THAT(Run("save head", 4), HasSubstr("step-0000000004"));
+  Run("save head --name mine");
+  const std::string weight = ReadWeight("head");
+  const auto list = nlohmann::json::parse(Run("--json checkpoints"));
+  ASSERT_EQ(list["checkpoints"].size(), 3u) << list;
+  server_->Signal(SIGKILL);
+  Start();
+  EXPECT_EQ(Run("load head/step-0000000004"), "loaded head/step-0000000004 into head \"head\", step 4\n");
+  EXPECT_EQ(ReadWeight("head"), weight);
+  EXPECT_THAT(Run("checkpoints head"), HasSubstr("head/mine"));
+}
+
+}  // namespace
+}  // namespace lossd::cli

@@ -1,0 +1,116 @@
+// A TCP proxy on a loopback port that makes trouble where a test asks for it: connections that break at a
+// given byte or between two given messages, that stand still or are slow.
+//
+// Thread-safe.
+#ifndef LOSSD_TESTS_FAULTS_FAULT_PROXY_H_
+#define LOSSD_TESTS_FAULTS_FAULT_PROXY_H_
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <optional>
+#include <random>
+#include <string>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+
+namespace lossd::test {
+
+enum class Direction { kToServer = 0, kToClient = 1 };
+
+// What happens once, at one place of the traffic.
+struct Fault {
+  enum class Unit { kBytes, kMessages };
+  enum class Action {
+    kReset,  // the connection breaks with a TCP reset
+    kClose,  // the connection is closed in order, as by a process that ends
+    kHold,   // the connection stands still until Heal
+    kNone,   // traffic goes on
+  };
+
+  // The place: `after` bytes, or ends of gRPC messages or headers, have passed in this direction since the
+  // fault was armed, on all connections together. The connection that carries the last of them is the one
+  // affected; not a byte more passes before.
+  Direction direction = Direction::kToServer;
+  Unit unit = Unit::kMessages;
+  int64_t after = 0;
+  Action action = Action::kReset;
+  std::function<void()> call;  // if any: runs first, on the connection's thread
+};
+
+class FaultProxy {
+ public:
+  // Forwards to `target` ("127.0.0.1:port").
+  FaultProxy(const std::string& target, uint64_t seed);
+  ~FaultProxy();
+  FaultProxy(const FaultProxy&) = delete;
+  FaultProxy& operator=(const FaultProxy&) = delete;
+
+  std::string target() const;
+  // Where connections made from now on lead.
+  void SetServer(const std::string& target);
+
+  // Arms a fault in place of the one armed before.
+  void Arm(Fault fault);
+  // Arms next(), and again whenever that fault has happened.
+  void ArmEach(std::function<Fault()> next);
+  // Whether the fault armed last has happened. Waits for its call, if that is running.
+  bool fired() const;
+  // Everything that arrives is held for a random time up to this.
+  void Delay(absl::Duration most);
+  // Disarms, delays no more and lets held connections go on.
+  void Heal();
+
+  // Connections broken or closed by faults.
+  int64_t cuts() const { return cuts_; }
+  // Ends of messages and headers that have passed.
+  int64_t messages(Direction direction) const;
+
+ private:
+  struct Connection;
+  struct Happening;
+  struct Forwarder {
+    std::atomic<bool> done{false};
+    std::thread thread;
+  };
+
+  void Accept();
+  void Forward(int client);
+  bool Copy(Connection& connection, Direction direction);
+  // Counts what passes of `bytes` bytes with boundaries at `ends`. If the armed fault happens among them:
+  // that.
+  std::optional<Happening> Pass(Direction direction, size_t bytes, absl::Span<const size_t> ends);
+  // What a fault does to the connection; false if that ends it.
+  bool Act(Connection& connection, const Happening& happening);
+  int64_t heals() const;
+  absl::Duration DrawDelay();
+
+  uint16_t port_ = 0;
+  int listener_ = -1;
+  std::atomic<int> server_port_;
+  std::atomic<int64_t> cuts_{0};
+  std::atomic<bool> stopping_{false};
+
+  mutable absl::Mutex mu_;
+  std::mt19937_64 random_ ABSL_GUARDED_BY(mu_);
+  absl::Duration delay_ ABSL_GUARDED_BY(mu_);
+  std::optional<Fault> armed_ ABSL_GUARDED_BY(mu_);
+  std::function<Fault()> next_ ABSL_GUARDED_BY(mu_);
+  bool fired_ ABSL_GUARDED_BY(mu_) = false;
+  bool calling_ ABSL_GUARDED_BY(mu_) = false;
+  int64_t heals_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t passed_ ABSL_GUARDED_BY(mu_) = 0;  // in the armed fault's direction and unit
+  std::array<int64_t, 2> messages_ ABSL_GUARDED_BY(mu_) = {0, 0};
+  std::list<Forwarder> forwarders_;  // the acceptor's; after it, the destructor's
+  std::thread acceptor_;
+};
+
+}  // namespace lossd::test
+
+#endif  // LOSSD_TESTS_FAULTS_FAULT_PROXY_H_

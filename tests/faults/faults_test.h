@@ -1,0 +1,105 @@
+// What the tests of faults share: a small training run through a proxy, the same run undisturbed beside it,
+// and a count of the faults tried.
+//
+// Environment:
+//   LOSSD_FAULT_SCALE   multiplies how much is tried (default 1; a soak takes 20 and more)
+//   LOSSD_FAULT_SEED    repeats a run; each test prints its seed
+#ifndef LOSSD_TESTS_FAULTS_FAULTS_TEST_H_
+#define LOSSD_TESTS_FAULTS_FAULTS_TEST_H_
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_replace.h"
+#include "absl/time/time.h"
+#include "client/cpp/client.h"
+#include "tests/faults/fault_proxy.h"
+#include "tests/faults/small_run.h"
+#include "tests/support/server_process.h"
+
+namespace lossd::test {
+
+inline uint64_t Environment(const char* name, uint64_t otherwise) {
+  uint64_t value = 0;
+  const char* text = std::getenv(name);
+  return text != nullptr && absl::SimpleAtoi(text, &value) ? value : otherwise;
+}
+
+class FaultsTest : public testing::Test {
+ protected:
+  explicit FaultsTest(const RunShape& shape = {}) : shape_(WithSeed(shape)) {
+    std::cout << "seed " << seed_ << "\n";
+    const auto created = direct_->CreateHead(HeadOf(shape_));
+    EXPECT_TRUE(created.ok()) << created.status();
+  }
+
+  void TearDown() override {
+    for (const auto& [what, count] : tried_) {
+      std::cout << "tried: " << count << " " << what << "\n";
+      RecordProperty(absl::StrReplaceAll(what, {{" ", "_"}}), static_cast<int>(count));
+    }
+  }
+
+  static int64_t Scaled(int64_t count) {
+    return count * static_cast<int64_t>(Environment("LOSSD_FAULT_SCALE", 1));
+  }
+  // In [0, most].
+  int64_t Draw(int64_t most) { return std::uniform_int_distribution<int64_t>(0, most)(random_); }
+  void Count(const std::string& what, int64_t count = 1) { tried_[what] += count; }
+
+  Travel AnyTravel() {
+    return {.streams = static_cast<int>(1 + Draw(2)),
+            .slice_bytes = static_cast<uint64_t>(128 + Draw(20000))};
+  }
+
+  // A client of the proxy that does not give up soon.
+  std::unique_ptr<client::Client> Connect() {
+    return client::Client::Connect({.target = proxy_.target(),
+                                    .retry = {.max_attempts = 1000,
+                                              .initial_backoff = absl::Milliseconds(2),
+                                              .max_backoff = absl::Milliseconds(20)}})
+        .value();
+  }
+
+  // The run must be where it would be had nothing happened.
+  [[nodiscard]] testing::AssertionResult Undisturbed() {
+    const auto image = TakeImage(trainer_, *direct_, shape_);
+    if (!image.ok()) return testing::AssertionFailure() << image.status();
+    const std::string difference = Difference(*image, undisturbed_.After(trainer_.step()));
+    if (difference.empty()) return testing::AssertionSuccess();
+    return testing::AssertionFailure() << "after step " << trainer_.step() << ": " << difference;
+  }
+
+  static std::vector<std::string> ServerFlags() { return {"--deterministic"}; }
+
+  const uint64_t seed_ = Environment("LOSSD_FAULT_SEED", std::random_device()());
+  std::mt19937_64 random_{seed_};
+  const RunShape shape_;
+  ServerProcess server_{LOSSD_BINARY, ServerFlags()};
+  FaultProxy proxy_{server_.target(), seed_};
+  UndisturbedRun undisturbed_{shape_, LOSSD_BINARY, ServerFlags()};
+  std::unique_ptr<client::Client> direct_ = client::Client::Connect({.target = server_.target()}).value();
+  SmallTrainer trainer_{shape_};
+
+ private:
+  RunShape WithSeed(RunShape shape) const {
+    shape.seed = seed_;
+    return shape;
+  }
+
+  std::map<std::string, int64_t> tried_;
+};
+
+}  // namespace lossd::test
+
+#endif  // LOSSD_TESTS_FAULTS_FAULTS_TEST_H_

@@ -1,0 +1,84 @@
+// Connections that break, stand still or are slow, between two messages and between any two bytes: the client
+// repeats what broke, and training goes on as if nothing had happened.
+#include "absl/time/clock.h"
+#include "tests/faults/faults_test.h"
+
+namespace lossd::test {
+namespace {
+
+using client::Client;
+
+class NetworkFaultsTest : public FaultsTest {
+ protected:
+  Fault::Action AnyCut() { return Draw(1) == 0 ? Fault::Action::kReset : Fault::Action::kClose; }
+  Direction AnyDirection() { return Draw(1) == 0 ? Direction::kToServer : Direction::kToClient; }
+
+  const std::unique_ptr<Client> client_ = Connect();
+};
+
+TEST_F(NetworkFaultsTest, CutAtEveryMessageBoundary) {
+  for (int64_t round = 0; round < Scaled(1); ++round) {
+    for (const Direction direction : {Direction::kToServer, Direction::kToClient}) {
+      bool fired = true;
+      for (int64_t message = 0; fired; ++message) {
+        proxy_.Arm({.direction = direction, .after = message, .action = AnyCut()});
+        const absl::Status status = TrainStep(trainer_, *client_);
+        ASSERT_TRUE(status.ok()) << status;
+        ASSERT_TRUE(Undisturbed()) << "cut after message " << message;
+        fired = proxy_.fired();
+      }
+    }
+  }
+  EXPECT_GT(proxy_.cuts(), Scaled(40));
+  Count("cuts", proxy_.cuts());
+}
+
+TEST_F(NetworkFaultsTest, CutAtAnyByte) {
+  proxy_.ArmEach([this] {
+    return Fault{
+        .direction = AnyDirection(), .unit = Fault::Unit::kBytes, .after = Draw(30000), .action = AnyCut()};
+  });
+  for (int64_t i = 0; i < Scaled(25); ++i) {
+    const absl::Status status = TrainStep(trainer_, *client_, AnyTravel());
+    ASSERT_TRUE(status.ok()) << status;
+  }
+  EXPECT_TRUE(Undisturbed());
+  EXPECT_GT(proxy_.cuts(), Scaled(25));
+  Count("cuts", proxy_.cuts());
+}
+
+TEST_F(NetworkFaultsTest, SlowConnections) {
+  proxy_.Delay(absl::Milliseconds(4));
+  for (int64_t i = 0; i < Scaled(4); ++i) {
+    const absl::Status status = TrainStep(trainer_, *client_, AnyTravel());
+    ASSERT_TRUE(status.ok()) << status;
+    Count("slow steps");
+  }
+  EXPECT_TRUE(Undisturbed());
+}
+
+// The trainer's patience ends, and it says everything again; what stood still arrives after all, late and a
+// second time.
+TEST_F(NetworkFaultsTest, ConnectionsStandStillBeyondTheDeadline) {
+  const absl::Duration patience = absl::Milliseconds(150);
+  const auto client =
+      Client::Connect({.target = proxy_.target(), .call_timeout = patience, .loss_timeout = patience})
+          .value();
+  for (int64_t i = 0; i < Scaled(15); ++i) {
+    proxy_.Arm({.direction = AnyDirection(), .after = Draw(25), .action = Fault::Action::kHold});
+    absl::Status status = TrainStep(trainer_, *client, AnyTravel());
+    if (!status.ok()) {
+      ASSERT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+      Count("deadlines");
+    }
+    proxy_.Heal();
+    for (int attempt = 0; attempt < 20 && trainer_.step() == static_cast<uint64_t>(i); ++attempt) {
+      status = TrainStep(trainer_, *client, AnyTravel());
+    }
+    ASSERT_EQ(trainer_.step(), static_cast<uint64_t>(i) + 1) << status;
+    ASSERT_TRUE(Undisturbed());
+  }
+}
+
+}  // namespace
+}  // namespace lossd::test

@@ -1,0 +1,99 @@
+// Indexes of sharded models: what is written is found, and nothing malformed is taken.
+#include "proto/tensorfile/safetensors_index.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <random>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "tests/support/temp_folder.h"
+
+namespace lossd::formats {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+
+class SafetensorsIndexTest : public testing::Test {
+ protected:
+  absl::StatusOr<SafetensorsIndex> Open(absl::string_view text) {
+    test::WriteWholeFile(path_, text);
+    return SafetensorsIndex::Open(path_, "the index");
+  }
+  void ExpectRefused(absl::string_view text, const std::string& why) {
+    const absl::Status status = Open(text).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << text.substr(0, 100);
+    EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr("the index"), HasSubstr(why)));
+  }
+
+  test::TempFolder folder_;
+  const std::string path_ = folder_.File("model.safetensors.index.json");
+};
+
+TEST_F(SafetensorsIndexTest, FindsShards) {
+  const auto index = Open(R"({"metadata": {"total_size": 12, "x": {"y": [1]}},
+      "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}})");
+  ASSERT_TRUE(index.ok()) << index.status();
+  EXPECT_EQ(index->tensors(), 2);
+  EXPECT_EQ(*index->ShardOf("a"), "model-00001-of-00002.safetensors");
+  EXPECT_EQ(*index->ShardOf("b"), "model-00002-of-00002.safetensors");
+  const absl::Status missing = index->ShardOf("c").status();
+  EXPECT_EQ(missing.code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(std::string(missing.message()), AllOf(HasSubstr("the index"), HasSubstr("'c'")));
+}
+
+TEST_F(SafetensorsIndexTest, Refusals) {
+  for (const char* text :
+       {"", "[]", "{", "1", R"({"weight_map": {"a": "x", "a": "y"}})",
+        R"({"weight_map": {}, "weight_map": {}})", "{\"weight_map\": {\"\xff\": \"x\"}}"}) {
+    ExpectRefused(text, "unique keys");
+  }
+  for (const char* text : {"{}", R"({"weight_map": []})", R"({"weight_map": null})"}) {
+    ExpectRefused(text, "no weight_map");
+  }
+  for (const char* shard : {"\"\"", "\".\"", "\"..\"", "\"../x\"", "\"a/b\"", "\"/etc/passwd\"",
+                            "\"x\\u0000y\"", "3", "null", "{}", "[\"x\"]"}) {
+    ExpectRefused(absl::StrCat("{\"weight_map\": {\"fine\": \"x\", \"bad\": ", shard, "}}"), "'bad'");
+  }
+  ExpectRefused(absl::StrCat("{\"weight_map\": ", std::string(100'000, '[')), "unique keys");
+  ExpectRefused(
+      absl::StrCat("{\"metadata\": ", std::string(20, '['), std::string(20, ']'), ", \"weight_map\": {}}"),
+      "unique keys");
+}
+
+TEST_F(SafetensorsIndexTest, LongerThanAllowed) {
+  test::WriteWholeFile(path_, "{}");
+  ASSERT_EQ(truncate(path_.c_str(), kMaxSafetensorsIndexBytes + 1), 0);
+  const absl::Status status = SafetensorsIndex::Open(path_).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat(kMaxSafetensorsIndexBytes)));
+  EXPECT_EQ(SafetensorsIndex::Open(folder_.File("none")).status().code(), absl::StatusCode::kNotFound);
+}
+
+// Whatever a few bytes are changed to: an error, or names that stay in the folder.
+TEST_F(SafetensorsIndexTest, DamagedTexts) {
+  const uint32_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937 random(seed);
+  const std::string whole = R"({"weight_map": {"lm_head.weight": "a.safetensors", "b": "c.safetensors"}})";
+  for (int round = 0; round < 2000; ++round) {
+    std::string text = whole.substr(0, random() % 4 == 0 ? random() % whole.size() : whole.size());
+    for (size_t i = random() % 4; i > 0 && !text.empty(); --i) {
+      text[random() % text.size()] = static_cast<char>(random());
+    }
+    const auto index = Open(text);
+    if (!index.ok()) {
+      EXPECT_EQ(index.status().code(), absl::StatusCode::kInvalidArgument) << text;
+      continue;
+    }
+    const auto shard = index->ShardOf("lm_head.weight");
+    if (!shard.ok()) continue;
+    EXPECT_EQ(shard->find('/'), absl::string_view::npos) << text;
+  }
+}
+
+}  // namespace
+}  // namespace lossd::formats

@@ -1,0 +1,481 @@
+// Gradients from outside through the engine, and steps whose gradients are not finite.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "server/engine/engine.h"
+#include "server/engine/errors.h"
+#include "tests/server/engine/fake_backend.h"
+#include "tests/server/engine/room_client.h"
+
+namespace lossd::engine {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::UnorderedElementsAre;
+
+constexpr int64_t kHidden = 2;
+constexpr int64_t kVocab = 10;
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+class IgnoreResults : public StreamObserver {
+ public:
+  void OnSlice(SliceOutput) override {}
+  void OnFinished(absl::Status, const StreamSummary&) override {}
+};
+
+class ContributionsTest : public ::testing::Test {
+ protected:
+  ContributionsTest() {
+    EngineOptions options;
+    options.slice_bytes = 4096;
+    options.staging_bytes = 16 * 4096;
+    options.max_ledger_rows = 25;
+    engine_ = *Engine::Create(options, &backend_, 42, nullptr);
+    AddHead();
+  }
+  void AddHead() {
+    kernels::HeadConfig config{.hidden_size = kHidden, .vocab_size = kVocab};
+    config.has_class_weights = true;
+    ASSERT_TRUE(engine_->CreateHead("head", config, {}).ok());
+    ASSERT_TRUE(engine_->PublishHead("head").ok());
+  }
+  static ContributionSpec Spec(uint64_t id, uint64_t step = 0) {
+    return {.head = "head", .step = step, .contribution_id = id};
+  }
+  static StreamSpec Stream(uint64_t id) {
+    StreamSpec spec;
+    spec.head = "head";
+    spec.step = 0;
+    spec.microbatch_id = id;
+    spec.microbatch_rows = 1;
+    spec.rows = {0, 1};
+    spec.accumulate_gradients = true;
+    spec.targets = {1};
+    return spec;
+  }
+  // Row r of a contribution is {100 id + r, 0}.
+  static std::vector<float> Values(uint64_t id, RowRange rows) {
+    std::vector<float> values;
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+      values.push_back(static_cast<float>(100 * id + static_cast<uint64_t>(row)));
+      values.push_back(0.0f);
+    }
+    return values;
+  }
+  static absl::Span<const uint8_t> Bytes(const std::vector<float>& values) {
+    return {reinterpret_cast<const uint8_t*>(values.data()), values.size() * sizeof(float)};
+  }
+  absl::StatusOr<int64_t> Add(const Contribution& contribution, RowRange rows) {
+    const std::vector<float> values = Values(contribution.id, rows);
+    return engine_->AddRows(contribution, rows, Bytes(values));
+  }
+  absl::StatusOr<StepResult> Apply(StepRequest request) {
+    return engine_->ApplyStep("head", request, &missing_);
+  }
+  // What reached the device: the first elements of rows.
+  std::vector<float> Added() {
+    std::vector<float> rows;
+    const std::vector<float> all = device_.accumulated();
+    for (size_t i = 0; i < all.size(); i += kHidden) rows.push_back(all[i]);
+    return rows;
+  }
+
+  FakeDevice device_;
+  FakeBackend backend_{&device_};
+  std::unique_ptr<Engine> engine_;
+  std::vector<std::string> missing_;
+};
+
+TEST_F(ContributionsTest, RowsAreAddedOnceWhateverTheSlices) {
+  const auto first = engine_->OpenContribution(Spec(1));
+  ASSERT_TRUE(first.ok()) << first.status();
+  EXPECT_EQ(first->rows, RowRange({0, kVocab}));
+  EXPECT_EQ(first->cols, kHidden);
+  EXPECT_EQ(*Add(*first, {0, 4}), 4);
+  const auto again = engine_->OpenContribution(Spec(1));  // after a broken call
+  ASSERT_TRUE(again.ok());
+  EXPECT_EQ(*Add(*again, {0, 3}), 0);
+  EXPECT_EQ(*Add(*again, {3, 7}), 3);
+  EXPECT_EQ(*Add(*again, {7, 10}), 3);
+  EXPECT_EQ(*Add(*first, {4, 8}), 0) << "the call that seemed dead";
+  EXPECT_THAT(Added(), ElementsAre(100, 101, 102, 103, 104, 105, 106, 107, 108, 109));
+  EXPECT_EQ(engine_->Describe("head")->step_contributions, 1);
+  EXPECT_EQ(engine_->Describe("head")->step_microbatches, 0);
+}
+
+TEST_F(ContributionsTest, ScaleMultipliesAndRangesAreKept) {
+  ContributionSpec spec = Spec(1);
+  spec.scale = -0.5f;
+  spec.contribution_rows = RowRange{4, 8};
+  spec.rows = RowRange{5, 7};
+  const auto part = engine_->OpenContribution(spec);
+  ASSERT_TRUE(part.ok()) << part.status();
+  EXPECT_EQ(*Add(*part, {5, 7}), 2);
+  EXPECT_THAT(Added(), ElementsAre(-52.5f, -53.0f));
+  EXPECT_EQ(Add(*part, {4, 6}).status().code(), absl::StatusCode::kInvalidArgument) << "another call's row";
+  EXPECT_FALSE(Apply({.step = 0, .expected_microbatches = {1}}).ok());
+  EXPECT_THAT(missing_, ElementsAre("contribution 1: rows [4, 5), [7, 8) of [4, 8)"));
+}
+
+TEST_F(ContributionsTest, AStepExpectsContributionsAsMicrobatches) {
+  const auto contribution = engine_->OpenContribution(Spec(3));
+  ASSERT_TRUE(contribution.ok());
+  ASSERT_TRUE(Add(*contribution, {0, 6}).ok());
+  const absl::Status incomplete = Apply({.step = 0, .expected_microbatches = {3, 4}}).status();
+  EXPECT_EQ(incomplete.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(missing_, ElementsAre("contribution 3: rows [6, 10) of [0, 10)", "microbatch 4: never opened"));
+  ASSERT_TRUE(Add(*contribution, {6, 10}).ok());
+  const auto applied = Apply({.step = 0, .expected_microbatches = {3}, .expected_rows = 0});
+  ASSERT_TRUE(applied.ok()) << applied.status();
+  EXPECT_EQ(applied->contributions, 1);
+  EXPECT_EQ(applied->microbatches, 0);
+  EXPECT_EQ(Add(*contribution, {0, 1}).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(engine_->Describe("head")->step_contributions, 0);
+}
+
+TEST_F(ContributionsTest, OtherContentsUnderTheSameIdAreRefused) {
+  const auto contribution = engine_->OpenContribution(Spec(1));
+  ASSERT_TRUE(Add(*contribution, {0, 5}).ok());
+  ContributionSpec other = Spec(1);
+  other.scale = 2.0f;
+  EXPECT_EQ(engine_->OpenContribution(other).status().code(), absl::StatusCode::kFailedPrecondition);
+  std::vector<float> values = Values(1, {3, 8});
+  values[1 * kHidden + 1] = 0.25f;  // row 4
+  const absl::Status changed = engine_->AddRows(*contribution, {3, 8}, Bytes(values)).status();
+  EXPECT_EQ(changed.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(changed.message()), HasSubstr("payload row 4"));
+  EXPECT_EQ(Added().size(), 5u) << "not even the new rows of the slice";
+}
+
+TEST_F(ContributionsTest, AnIdNamesEitherAMicrobatchOrAContribution) {
+  ASSERT_TRUE(engine_->OpenContribution(Spec(1)).ok());
+  const auto observer = std::make_shared<IgnoreResults>();
+  const absl::Status taken = engine_->Open(Stream(1), observer).status();
+  EXPECT_EQ(taken.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(taken.message()), HasSubstr("names a contribution of this step"));
+  auto stream = engine_->Open(Stream(2), observer);
+  ASSERT_TRUE(stream.ok()) << stream.status();
+  const absl::Status used = engine_->OpenContribution(Spec(2)).status();
+  EXPECT_EQ(used.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(used.message()), HasSubstr("names a microbatch of this step"));
+  StreamSpec loss_only = Stream(1);
+  loss_only.accumulate_gradients = false;
+  EXPECT_TRUE(engine_->Open(loss_only, observer).ok()) << "its id means nothing";
+}
+
+TEST_F(ContributionsTest, BadSpecsAndValuesChangeNothing) {
+  const auto refused = [&](ContributionSpec spec) { return engine_->OpenContribution(spec).status(); };
+  ContributionSpec spec = Spec(1);
+  spec.head = "nobody";
+  EXPECT_EQ(refused(spec).code(), absl::StatusCode::kNotFound);
+  spec = Spec(1, 5);
+  const absl::Status future = refused(spec);
+  EXPECT_EQ(future.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(future.GetPayload(kCurrentStepPayload), absl::Cord("0"));
+  spec = Spec(1);
+  spec.param = kernels::Param::kBias;
+  EXPECT_EQ(refused(spec).code(), absl::StatusCode::kFailedPrecondition);
+  spec.param = kernels::Param::kClassWeights;
+  EXPECT_EQ(refused(spec).code(), absl::StatusCode::kFailedPrecondition);
+  spec = Spec(1);
+  spec.scale = kInf;
+  EXPECT_EQ(refused(spec).code(), absl::StatusCode::kInvalidArgument);
+  spec = Spec(1);
+  spec.contribution_rows = RowRange{0, 11};
+  EXPECT_EQ(refused(spec).code(), absl::StatusCode::kInvalidArgument);
+  spec.contribution_rows = RowRange{2, 8};
+  spec.rows = RowRange{1, 4};
+  EXPECT_EQ(refused(spec).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(engine_->Describe("head")->step_contributions, 0);
+
+  const auto contribution = engine_->OpenContribution(Spec(1));
+  std::vector<float> values = Values(1, {2, 6});
+  EXPECT_EQ(engine_->AddRows(*contribution, {2, 5}, Bytes(values)).status().code(),
+            absl::StatusCode::kInvalidArgument);
+  values[3 * kHidden + 1] = -kInf;
+  const absl::Status infinite = engine_->AddRows(*contribution, {2, 6}, Bytes(values)).status();
+  EXPECT_EQ(infinite.code(), absl::StatusCode::kOutOfRange);
+  EXPECT_THAT(std::string(infinite.message()), HasSubstr("payload row 5 column 1 must be finite"));
+  EXPECT_THAT(Added(), IsEmpty());
+  ASSERT_TRUE(engine_->OpenContribution(Spec(2)).ok());
+  EXPECT_EQ(refused(Spec(3)).code(), absl::StatusCode::kResourceExhausted) << "25 rows are remembered";
+}
+
+TEST_F(ContributionsTest, NonFiniteElementsOfEveryTypeAreFound) {
+  const uint16_t halves[] = {0x7c00, 0xfc00, 0x7e01, 0x7bff};
+  const uint16_t bfloats[] = {0x7f80, 0xff80, 0x7fc1, 0x7f7f};
+  for (const kernels::DType dtype : {kernels::DType::kFloat16, kernels::DType::kBFloat16}) {
+    ContributionSpec spec = Spec(dtype == kernels::DType::kFloat16 ? 1 : 2);
+    spec.dtype = dtype;
+    const auto contribution = engine_->OpenContribution(spec);
+    ASSERT_TRUE(contribution.ok());
+    for (int i = 0; i < 4; ++i) {
+      std::vector<uint8_t> bytes(kVocab * kHidden * 2);
+      std::memcpy(&bytes[14], dtype == kernels::DType::kFloat16 ? &halves[i] : &bfloats[i], 2);
+      const absl::Status status = CheckFinite(*contribution, {0, kVocab}, bytes);
+      EXPECT_EQ(status.ok(), i == 3) << "the largest finite number is one";
+      if (i == 3) continue;
+      EXPECT_THAT(std::string(status.message()), HasSubstr("row 3 column 1"));
+    }
+  }
+}
+
+TEST_F(ContributionsTest, ZeroedGradientsEndOpenCalls) {
+  const auto contribution = engine_->OpenContribution(Spec(1));
+  ASSERT_TRUE(Add(*contribution, {0, 5}).ok());
+  ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
+  EXPECT_EQ(Add(*contribution, {5, 10}).status().code(), absl::StatusCode::kAborted);
+  const auto next = engine_->OpenContribution(Spec(1));
+  ASSERT_TRUE(next.ok());
+  EXPECT_EQ(Add(*contribution, {5, 10}).status().code(), absl::StatusCode::kAborted)
+      << "though the id is back";
+  EXPECT_EQ(*Add(*next, {0, 10}), 10);
+  ASSERT_TRUE(engine_->DeleteHead("head").ok());
+  EXPECT_EQ(Add(*next, {0, 10}).status().code(), absl::StatusCode::kNotFound);
+  AddHead();
+  EXPECT_EQ(Add(*next, {0, 10}).status().code(), absl::StatusCode::kAborted) << "another head of that name";
+}
+
+TEST_F(ContributionsTest, AFailingDeviceIsNotTrusted) {
+  const auto contribution = engine_->OpenContribution(Spec(1));
+  device_.fail_add = [] { return absl::UnavailableError("gone"); };
+  EXPECT_EQ(Add(*contribution, {0, 5}).status().code(), absl::StatusCode::kInternal);
+  device_.fail_add = [] { return absl::OkStatus(); };
+  EXPECT_EQ(Add(*contribution, {0, 5}).status().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(Apply({.step = 0}).status().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(engine_->OpenContribution(Spec(2)).status().code(), absl::StatusCode::kInternal);
+  ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
+  EXPECT_TRUE(engine_->OpenContribution(Spec(1)).ok());
+}
+
+// Calls that break anywhere and are sent again: whatever happens, each row arrives once.
+TEST_F(ContributionsTest, RandomHistoriesAddEachRowOnce) {
+  const unsigned seed = std::random_device()();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937 random(seed);
+  for (uint64_t step = 0; step < 50; ++step) {
+    std::vector<float> expected;
+    for (uint64_t id : {1, 2}) {
+      for (bool done = false; !done;) {
+        const auto call = engine_->OpenContribution(Spec(id, step));
+        ASSERT_TRUE(call.ok()) << call.status();
+        int64_t row = 0;
+        while (row < kVocab && random() % 4 != 0) {  // else the call breaks here
+          const int64_t end = row + 1 + static_cast<int64_t>(random() % static_cast<uint64_t>(kVocab - row));
+          ASSERT_TRUE(Add(*call, {row, end}).ok());
+          row = end;
+        }
+        done = row == kVocab;
+      }
+      for (int64_t row = 0; row < kVocab; ++row) expected.push_back(Values(id, {row, row + 1})[0]);
+    }
+    ASSERT_THAT(Added(), ::testing::UnorderedElementsAreArray(expected));
+    ASSERT_TRUE(Apply({.step = step, .expected_microbatches = {1, 2}}).ok());
+  }
+}
+
+// ---- In order (deterministic mode) ----
+
+class OrderedContributionsTest : public ContributionsTest {
+ protected:
+  OrderedContributionsTest() {
+    EngineOptions options;
+    options.slice_bytes = 4096;
+    options.staging_bytes = 16 * 4096;
+    options.deterministic = true;
+    engine_ = *Engine::Create(options, &backend_, 42, nullptr);
+    AddHead();
+  }
+  // Notified when the contribution may be added.
+  struct Turn {
+    explicit Turn(Engine& engine, const Contribution& contribution)
+        : ticket(engine.AwaitTurn(contribution, [called = called] { called->Notify(); })) {
+      if (ticket == 0) called->Notify();
+    }
+    std::shared_ptr<absl::Notification> called = std::make_shared<absl::Notification>();
+    uint64_t ticket;
+  };
+  // Sends a microbatch of two rows, {100 id + row, 0}, and waits for its end.
+  void SendMicrobatch(uint64_t id) {
+    StreamSpec spec = Stream(id);
+    spec.hidden_dtype = kernels::DType::kFloat32;
+    spec.microbatch_rows = 2;
+    spec.rows = {0, 2};
+    spec.targets = {1, 1};
+    const auto collector = std::make_shared<RowCollector>(kHidden);
+    auto stream = engine_->Open(std::move(spec), collector);
+    ASSERT_TRUE(stream.ok()) << stream.status();
+    (*stream)->Start();
+    SendSlice(**stream, {0, 2}, Values(id, {0, 2}));
+    EXPECT_TRUE(collector->Wait().ok()) << collector->Wait();
+  }
+  void AddContribution(uint64_t id) {
+    const auto contribution = engine_->OpenContribution(Spec(id));
+    ASSERT_TRUE(contribution.ok()) << contribution.status();
+    const Turn turn(*engine_, *contribution);
+    turn.called->WaitForNotification();
+    for (int64_t row = 0; row < kVocab; row += 5) {
+      const auto added = Add(*contribution, {row, row + 5});
+      EXPECT_TRUE(added.ok()) << added.status();
+    }
+  }
+  // What the device saw of contributions: {100 id + row, 0} each, of microbatches: 100 id + row.
+  std::vector<float> InOrder(uint64_t ids) {
+    std::vector<float> order;
+    for (uint64_t id = 0; id < ids; ++id) {
+      if (id % 2 == 0) {
+        order.insert(order.end(), {static_cast<float>(100 * id), static_cast<float>(100 * id + 1)});
+      } else {
+        const std::vector<float> values = Values(id, {0, kVocab});
+        order.insert(order.end(), values.begin(), values.end());
+      }
+    }
+    return order;
+  }
+};
+
+TEST_F(OrderedContributionsTest, AContributionWaitsForWhatIsBeforeIt) {
+  const auto contribution = engine_->OpenContribution(Spec(1));
+  ASSERT_TRUE(contribution.ok());
+  const Turn turn(*engine_, *contribution);
+  EXPECT_NE(turn.ticket, 0u);
+  EXPECT_EQ(Add(*contribution, {0, 10}).status().code(), absl::StatusCode::kUnavailable) << "it did not wait";
+  std::thread later([this] { SendMicrobatch(2); });
+  EXPECT_FALSE(turn.called->WaitForNotificationWithTimeout(absl::Milliseconds(20)));
+  SendMicrobatch(0);
+  turn.called->WaitForNotification();
+  EXPECT_FALSE(engine_->ForgetTurn(*contribution, turn.ticket)) << "called already";
+  EXPECT_EQ(*Add(*contribution, {0, 4}), 4);
+  EXPECT_EQ(*Add(*contribution, {4, 10}), 6);
+  later.join();
+  EXPECT_EQ(device_.accumulated(), InOrder(3));
+  EXPECT_EQ(*Add(*contribution, {0, 10}), 0) << "repeats need no turn";
+  EXPECT_EQ(engine_->Describe("head")->waits_for, "");
+}
+
+TEST_F(OrderedContributionsTest, WaitsEndWithTheCallOrTheStep) {
+  const auto contribution = engine_->OpenContribution(Spec(1));
+  const Turn forgotten(*engine_, *contribution);
+  EXPECT_TRUE(engine_->ForgetTurn(*contribution, forgotten.ticket));
+  EXPECT_FALSE(engine_->ForgetTurn(*contribution, forgotten.ticket));
+  const Turn waiting(*engine_, *contribution);
+  ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
+  waiting.called->WaitForNotification();
+  EXPECT_EQ(Add(*contribution, {0, 10}).status().code(), absl::StatusCode::kAborted);
+  const auto again = engine_->OpenContribution(Spec(1));
+  const Turn deleted(*engine_, *again);
+  ASSERT_TRUE(engine_->DeleteHead("head").ok());
+  deleted.called->WaitForNotification();
+  EXPECT_EQ(Add(*again, {0, 10}).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_FALSE(forgotten.called->HasBeenNotified());
+}
+
+TEST_F(OrderedContributionsTest, AContributionOfNoRowsHasNoTurnToTake) {
+  ContributionSpec nothing = Spec(0);
+  nothing.contribution_rows = RowRange{3, 3};
+  ASSERT_TRUE(engine_->OpenContribution(nothing).ok());
+  AddContribution(1);
+  EXPECT_EQ(Added().size(), 10u);
+}
+
+TEST_F(OrderedContributionsTest, AnyOrderOfArrivalGivesTheSameSums) {
+  const unsigned seed = std::random_device()();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937 random(seed);
+  for (int round = 0; round < 20; ++round) {
+    std::vector<uint64_t> ids = {0, 1, 2, 3, 4};
+    std::shuffle(ids.begin(), ids.end(), random);
+    std::vector<std::thread> senders;
+    for (uint64_t id : ids) {
+      senders.emplace_back([this, id] {
+        if (id % 2 == 0) {
+          SendMicrobatch(id);
+        } else {
+          AddContribution(id);
+        }
+      });
+      if (random() % 2 == 0) absl::SleepFor(absl::Milliseconds(1));
+    }
+    for (std::thread& sender : senders) sender.join();
+    ASSERT_EQ(device_.accumulated(), InOrder(5));
+    ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
+  }
+}
+
+// ---- Steps whose gradients are not finite ----
+
+TEST_F(ContributionsTest, ANonFiniteNormIsRefusedAndChangesNothing) {
+  const auto contribution = engine_->OpenContribution(Spec(1));
+  ASSERT_TRUE(Add(*contribution, {0, 5}).ok());
+  for (const double norm : {std::numeric_limits<double>::infinity(), std::nan("")}) {
+    device_.grad_norm = norm;
+    const absl::Status refused = Apply({.step = 0}).status();
+    EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(std::string(refused.message()), HasSubstr("skip_non_finite must be set"));
+  }
+  EXPECT_EQ(engine_->Describe("head")->state.step, 0u);
+  EXPECT_EQ(Added().size(), 5u);
+  EXPECT_EQ(device_.steps, 0);
+  EXPECT_EQ(*Add(*contribution, {0, 10}), 5) << "the step is as open as before";
+  device_.grad_norm.reset();
+  EXPECT_TRUE(Apply({.step = 0}).ok());
+}
+
+TEST_F(ContributionsTest, SkippedStepsCloseWithoutAnUpdate) {
+  ASSERT_TRUE(Apply({.step = 0, .skip_non_finite = true}).ok());
+  EXPECT_EQ(device_.last_update, 1);
+  const auto contribution = engine_->OpenContribution(Spec(1, 1));
+  ASSERT_TRUE(Add(*contribution, {0, 10}).ok());
+  device_.grad_norm = std::numeric_limits<double>::infinity();
+  const StepRequest request{.step = 1, .expected_microbatches = {1}, .skip_non_finite = true};
+  const auto skipped = Apply(request);
+  ASSERT_TRUE(skipped.ok()) << skipped.status();
+  EXPECT_TRUE(skipped->skipped);
+  EXPECT_FALSE(skipped->repeated);
+  EXPECT_EQ(skipped->grad_norm, std::numeric_limits<double>::infinity());
+  EXPECT_EQ(skipped->state.step, 2u);
+  EXPECT_EQ(skipped->contributions, 1);
+  EXPECT_EQ(device_.steps, 1) << "no update";
+  EXPECT_THAT(Added(), IsEmpty());
+  EXPECT_EQ(engine_->Describe("head")->updates, 1u);
+
+  device_.grad_norm.reset();  // a repeat answers what happened, whatever is on the device now
+  const auto repeat = Apply(request);
+  ASSERT_TRUE(repeat.ok()) << repeat.status();
+  EXPECT_TRUE(repeat->skipped);
+  EXPECT_TRUE(repeat->repeated);
+  EXPECT_EQ(repeat->state.step, 2u);
+
+  ASSERT_TRUE(Apply({.step = 2, .skip_non_finite = true}).ok());
+  EXPECT_EQ(device_.last_update, 2) << "the skipped step does not count";
+  EXPECT_EQ(engine_->Describe("head")->updates, 2u);
+  EXPECT_EQ(engine_->Describe("head")->state.step, 3u);
+}
+
+TEST_F(ContributionsTest, ASkippedStepNeedsWhatAnyStepNeeds) {
+  device_.grad_norm = std::numeric_limits<double>::infinity();
+  EXPECT_FALSE(Apply({.step = 0, .expected_microbatches = {9}, .skip_non_finite = true}).ok());
+  EXPECT_THAT(missing_, ElementsAre("microbatch 9: never opened"));
+  EXPECT_FALSE(Apply({.step = 1, .skip_non_finite = true}).ok());
+  EXPECT_EQ(engine_->Describe("head")->state.step, 0u);
+}
+
+TEST_F(ContributionsTest, LoadedProgressCountsUpdates) {
+  ASSERT_TRUE(engine_->ResetStep("head", {.step = 7, .updates = 4}, std::nullopt).ok());
+  ASSERT_TRUE(Apply({.step = 7}).ok());
+  EXPECT_EQ(device_.last_update, 5);
+}
+
+}  // namespace
+}  // namespace lossd::engine

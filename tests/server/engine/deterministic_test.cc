@@ -1,0 +1,797 @@
+// The engine in deterministic mode: order, waiting, repeats and failures on a scripted device, and the bits
+// of weights and gradients on the CPU backend.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "kernels/cpu/cpu_backend.h"
+#include "server/engine/engine.h"
+#include "server/engine/errors.h"
+#include "tests/server/engine/fake_backend.h"
+#include "tests/server/engine/room_client.h"
+
+namespace lossd::engine {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::ElementsAreArray;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+constexpr int64_t kHidden = 3;
+constexpr int64_t kGroup = 16;  // rows; the fake's chunk
+
+// ---- On a scripted device ----
+
+class DeterministicTest : public ::testing::Test {
+ protected:
+  void Start(EngineOptions options = {}) {
+    options.deterministic = true;
+    options.slice_bytes = 4096;
+    options.staging_bytes = std::min<int64_t>(options.staging_bytes, 8 * 4096);
+    device_.chunk_rows = kGroup;
+    auto engine = Engine::Create(options, &backend_, 42, nullptr);
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    engine_ = *std::move(engine);
+    const kernels::HeadConfig config{.hidden_size = kHidden, .vocab_size = 10, .trainable = true};
+    ASSERT_TRUE(engine_->CreateHead("head", config, {}).ok());
+    ASSERT_TRUE(engine_->PublishHead("head").ok());
+  }
+
+  static StreamSpec Spec(uint64_t id, int64_t rows, RowRange range, uint64_t step = 0) {
+    StreamSpec spec;
+    spec.head = "head";
+    spec.step = step;
+    spec.microbatch_id = id;
+    spec.microbatch_rows = rows;
+    spec.rows = range;
+    spec.hidden_dtype = kernels::DType::kFloat32;
+    spec.want_grad_hidden = true;
+    spec.accumulate_gradients = true;
+    spec.want_rows.loss = true;
+    spec.targets.assign(static_cast<size_t>(range.size()), 1);
+    return spec;
+  }
+
+  // An open stream and what it reported.
+  struct Call {
+    std::shared_ptr<RowCollector> results = std::make_shared<RowCollector>(kHidden);
+    std::unique_ptr<Stream> stream;
+  };
+  Call Open(StreamSpec spec) {
+    Call call;
+    auto stream = engine_->Open(std::move(spec), call.results);
+    EXPECT_TRUE(stream.ok()) << stream.status();
+    if (!stream.ok()) return call;
+    (*stream)->Start();
+    call.stream = *std::move(stream);
+    return call;
+  }
+  Call Open(uint64_t id, int64_t rows, RowRange range) { return Open(Spec(id, rows, range)); }
+  Call Open(uint64_t id, int64_t rows) { return Open(id, rows, {0, rows}); }
+
+  // The first hidden value of a row names it: 1000 id + row.
+  static float RowName(uint64_t id, int64_t row) {
+    return static_cast<float>(1000 * id + static_cast<uint64_t>(row));
+  }
+  static std::vector<float> Names(uint64_t id, RowRange rows) {
+    std::vector<float> names;
+    for (int64_t row = rows.begin; row < rows.end; ++row) names.push_back(RowName(id, row));
+    return names;
+  }
+  static std::vector<float> Hidden(uint64_t id, RowRange rows) {
+    std::vector<float> hidden;
+    for (float name : Names(id, rows)) hidden.insert(hidden.end(), {name, 0.5f, 0.5f});
+    return hidden;
+  }
+  static bool Send(const Call& call, uint64_t id, RowRange rows) {
+    return SendSlice(*call.stream, rows, Hidden(id, rows));
+  }
+  // Asks for the room of a slice without waiting for it.
+  static Room Request(const Call& call, RowRange rows) {
+    Room room;
+    call.stream->RequestRoom(rows, rows.size() * kHidden * 4, room.Waiter());
+    return room;
+  }
+  static void Submit(const Call& call, uint64_t id, RowRange rows, StagingBuffer buffer) {
+    ASSERT_TRUE(static_cast<bool>(buffer));
+    const std::vector<float> hidden = Hidden(id, rows);
+    std::memcpy(buffer.data(), hidden.data(), hidden.size() * 4);
+    call.stream->Submit(rows, std::move(buffer), rows.size() * kHidden * 4);
+  }
+  // Sends and waits for the end.
+  void SendWhole(uint64_t id, int64_t rows) {
+    Call call = Open(id, rows);
+    for (int64_t row = 0; row < rows; row += kGroup)
+      ASSERT_TRUE(Send(call, id, {row, std::min(rows, row + kGroup)}));
+    ASSERT_TRUE(call.results->Wait().ok()) << call.results->Wait();
+  }
+  void Settle() {
+    ASSERT_TRUE(engine_->OnDevice("head", [](head::Head&) { return absl::OkStatus(); }).ok());
+  }
+
+  FakeDevice device_;
+  FakeBackend backend_{&device_};
+  std::unique_ptr<Engine> engine_;
+};
+
+TEST_F(DeterministicTest, TellsItsRules) {
+  Start();
+  EXPECT_EQ(engine_->Describe("head")->limits.row_grid, kGroup);
+  EXPECT_EQ(engine_->Describe("head")->limits.max_rows, kGroup);
+  EXPECT_EQ(Open(0, 4).stream->limits().row_grid, kGroup);
+  StreamSpec loss_only = Spec(9, 4, {0, 4});
+  loss_only.accumulate_gradients = false;
+  EXPECT_EQ(Open(loss_only).stream->limits().row_grid, 0);
+}
+
+TEST_F(DeterministicTest, GroupsAreLimitedByTheStagingMemory) {
+  // 8192 bytes in three areas of 12-byte rows are 227 rows; the fake's chunk has more.
+  device_.chunk_rows = 1000;
+  EngineOptions options{.slice_bytes = 4096, .staging_bytes = 8192, .deterministic = true};
+  auto engine = Engine::Create(options, &backend_, 42, nullptr);
+  ASSERT_TRUE(engine.ok());
+  const kernels::HeadConfig config{.hidden_size = kHidden, .vocab_size = 10, .trainable = true};
+  ASSERT_TRUE((*engine)->CreateHead("head", config, {}).ok());
+  EXPECT_EQ((*engine)->Describe("head")->limits.row_grid, 227);
+}
+
+TEST_F(DeterministicTest, MicrobatchesAccumulateInTheOrderOfTheirIds) {
+  Start();
+  Call second = Open(1, 20), third = Open(2, 3), first = Open(0, 5);
+  Room waits2 = Request(second, {0, 16});
+  Room waits3 = Request(third, {0, 3});
+  EXPECT_FALSE(waits2.granted());
+  EXPECT_EQ(engine_->stats().waiting_slices, 2);
+  EXPECT_EQ(engine_->Describe("head")->waits_for, "microbatch 0, rows [0, 5)");
+  ASSERT_TRUE(Send(first, 0, {0, 5}));
+  Submit(second, 1, {0, 16}, waits2.Wait());
+  EXPECT_TRUE(first.results->Wait().ok());
+  Settle();
+  EXPECT_FALSE(waits3.granted());
+  EXPECT_EQ(engine_->Describe("head")->waits_for, "microbatch 1, rows [16, 20)");
+  ASSERT_TRUE(Send(second, 1, {16, 20}));
+  Submit(third, 2, {0, 3}, waits3.Wait());
+  EXPECT_TRUE(second.results->Wait().ok());
+  EXPECT_TRUE(third.results->Wait().ok());
+  std::vector<float> expected = Names(0, {0, 5});
+  for (float name : Names(1, {0, 20})) expected.push_back(name);
+  for (float name : Names(2, {0, 3})) expected.push_back(name);
+  EXPECT_THAT(device_.accumulated(), ElementsAreArray(expected));
+  EXPECT_THAT(second.results->grads()[17], ElementsAre(RowName(1, 17), 0.5f, 0.5f));
+  EXPECT_EQ(second.results->summary().accumulated_rows, 20);
+  EXPECT_EQ(engine_->Describe("head")->waits_for, "");
+  auto applied = engine_->ApplyStep("head", {.step = 0, .expected_microbatches = {0, 1, 2}}, nullptr);
+  EXPECT_TRUE(applied.ok()) << applied.status();
+}
+
+TEST_F(DeterministicTest, AGroupIsOneChunkHoweverItArrives) {
+  Start();
+  Call left = Open(0, 16, {0, 9}), right = Open(0, 16, {9, 16});
+  ASSERT_TRUE(Send(right, 0, {9, 10}));
+  ASSERT_TRUE(Send(right, 0, {10, 16}));
+  ASSERT_TRUE(Send(left, 0, {0, 4}));
+  Settle();
+  EXPECT_THAT(device_.chunks(), IsEmpty());
+  ASSERT_TRUE(Send(left, 0, {4, 9}));
+  EXPECT_TRUE(left.results->Wait().ok());
+  EXPECT_TRUE(right.results->Wait().ok());
+  EXPECT_THAT(device_.chunks(), ElementsAre(ElementsAre(4, 5, 1, 6)));
+  EXPECT_THAT(device_.accumulated(), ElementsAreArray(Names(0, {0, 16})));
+  EXPECT_EQ(left.results->summary().loss_sum, 0 + 1 + 2 + 3 + 4 + 5 + 6 + 7 + 8);
+}
+
+TEST_F(DeterministicTest, IgnoredRowsNeedNotBeSent) {
+  Start();
+  StreamSpec spec = Spec(0, 40, {0, 40});
+  for (size_t i = 4; i < 36; ++i) spec.targets[i] = -100;  // all of the second group
+  Call call = Open(spec);
+  Call nothing = Open(Spec(1, 0, {0, 0}));
+  EXPECT_TRUE(nothing.results->Wait().ok());
+  Call next = Open(2, 1);
+  Room waits = Request(next, {0, 1});
+  ASSERT_TRUE(Send(call, 0, {0, 4}));
+  EXPECT_FALSE(waits.granted());
+  ASSERT_TRUE(Send(call, 0, {36, 40}));
+  call.stream->HalfClose();
+  EXPECT_TRUE(call.results->Wait().ok());
+  Submit(next, 2, {0, 1}, waits.Wait());
+  EXPECT_TRUE(next.results->Wait().ok());
+  EXPECT_THAT(device_.chunks(), ElementsAre(ElementsAre(4), ElementsAre(4), ElementsAre(1)));
+}
+
+TEST_F(DeterministicTest, ASlotInOrderOpensWithTheTargetsOfAllItsRows) {
+  Start();
+  // The other half of the group is all ignored, but nobody has said so yet.
+  Call call = Open(0, 16, {0, 8});
+  ASSERT_TRUE(Send(call, 0, {0, 8}));
+  Settle();
+  EXPECT_FALSE(call.results->finished());
+  StreamSpec ignored = Spec(0, 16, {8, 16});
+  ignored.targets.assign(8, -100);
+  Call other = Open(ignored);
+  EXPECT_TRUE(call.results->Wait().ok());
+}
+
+TEST_F(DeterministicTest, RepeatsKeepTheirPlacesAndNeedNoTurn) {
+  Start();
+  SendWhole(0, 20);
+  device_.Close();
+  Call again = Open(0, 20, {3, 20});
+  Call later = Open(2, 4);  // waits for microbatch 1
+  Room waits = Request(later, {0, 4});
+  ASSERT_TRUE(Send(again, 0, {3, 5}));
+  device_.Open();
+  ASSERT_TRUE(Send(again, 0, {5, 16}));
+  ASSERT_TRUE(Send(again, 0, {16, 20}));
+  ASSERT_TRUE(again.results->Wait().ok()) << again.results->Wait();
+  EXPECT_EQ(again.results->summary().repeated_rows, 17);
+  EXPECT_EQ(again.results->summary().accumulated_rows, 0);
+  EXPECT_THAT(again.results->grads()[4], ElementsAre(RowName(0, 4), 0.5f, 0.5f));
+  EXPECT_EQ(device_.accumulated().size(), 20u);
+  for (const auto& chunk : device_.chunks()) {
+    int64_t rows = 0;
+    for (int64_t slice : chunk) rows += slice;
+    EXPECT_TRUE(rows == 16 || rows == 4) << rows;  // always the whole group
+  }
+  EXPECT_FALSE(waits.granted());
+}
+
+TEST_F(DeterministicTest, RowsSentByTwoCallsAreComputedOnceForBoth) {
+  Start();
+  Call first = Open(0, 16, {0, 10}), second = Open(0, 16, {4, 16});
+  ASSERT_TRUE(Send(first, 0, {0, 10}));
+  ASSERT_TRUE(Send(second, 0, {4, 12}));
+  ASSERT_TRUE(Send(second, 0, {12, 16}));
+  EXPECT_TRUE(first.results->Wait().ok());
+  EXPECT_TRUE(second.results->Wait().ok());
+  EXPECT_THAT(device_.chunks(), ElementsAre(ElementsAre(4, 6, 2, 4)));
+  EXPECT_THAT(device_.accumulated(), ElementsAreArray(Names(0, {0, 16})));
+  EXPECT_EQ(first.results->summary().accumulated_rows, 10);
+  EXPECT_EQ(second.results->summary().accumulated_rows, 6);
+  EXPECT_EQ(second.results->summary().repeated_rows, 6);
+  EXPECT_EQ(second.results->summary().loss_sum, 4 + 5 + 6 + 7 + 8 + 9 + 10 + 11 + 12 + 13 + 14 + 15);
+  EXPECT_EQ(second.results->grads().size(), 12u);
+}
+
+TEST_F(DeterministicTest, RowsThatAreBeingCopiedAreLentOnce) {
+  Start();
+  Call first = Open(0, 8), second = Open(0, 8);
+  Room one = Request(first, {0, 8});
+  EXPECT_TRUE(one.granted());
+  Room two = Request(second, {2, 4});
+  EXPECT_FALSE(two.granted());
+  first.stream->Cancel(absl::CancelledError("cut"));
+  EXPECT_FALSE(two.granted());  // the room is still being written
+  one.Wait().Release();
+  Submit(second, 0, {2, 4}, two.Wait());
+  EXPECT_FALSE(first.results->Wait().ok());
+}
+
+// A trainer that goes away in any state leaves the order as it was, and what it held comes back.
+TEST_F(DeterministicTest, CallsMayEndInEveryState) {
+  Start();
+  {
+    Call waiting = Open(1, 4);
+    Room room = Request(waiting, {0, 4});
+    waiting.stream->Cancel(absl::DeadlineExceededError("too late"));
+    EXPECT_EQ(waiting.results->Wait().code(), absl::StatusCode::kDeadlineExceeded);
+    EXPECT_THAT(std::string(waiting.results->Wait().message()), HasSubstr("waited for microbatch 0"));
+    EXPECT_FALSE(static_cast<bool>(room.Wait()));
+  }
+  {
+    Call lent = Open(0, 4);
+    Room room = Request(lent, {0, 4});
+    StagingBuffer buffer = room.Wait();
+    lent.stream->Cancel(absl::CancelledError("cut"));
+    Submit(lent, 0, {0, 4}, std::move(buffer));
+    EXPECT_FALSE(lent.results->Wait().ok());
+  }
+  {
+    Call attached = Open(0, 4);
+    ASSERT_TRUE(Send(attached, 0, {0, 2}));
+    attached.stream.reset();
+    EXPECT_THAT(std::string(attached.results->Wait().message()),
+                HasSubstr("waited for microbatch 0, rows [2, 4)"));
+  }
+  {
+    device_.asynchronous = false;
+    device_.Close();
+    Call flying = Open(0, 4);
+    ASSERT_TRUE(Send(flying, 0, {0, 4}));
+    absl::SleepFor(absl::Milliseconds(20));
+    flying.stream->Cancel(absl::CancelledError("cut"));
+    device_.Open();
+    EXPECT_FALSE(flying.results->Wait().ok());
+  }
+  Settle();
+  EXPECT_THAT(device_.accumulated(), ElementsAreArray(Names(0, {0, 4})));  // it was on the device already
+  SendWhole(0, 4);
+  SendWhole(1, 4);
+  EXPECT_EQ(device_.accumulated().size(), 8u);
+  EXPECT_EQ(engine_->stats().waiting_slices, 0);
+}
+
+TEST_F(DeterministicTest, AGroupThatFailsKeepsItsTurn) {
+  device_.fail_results = [](int64_t chunk) {
+    return chunk == 0 ? absl::InternalError("boom") : absl::OkStatus();
+  };
+  Start();
+  Call next = Open(1, 4);
+  Room waits = Request(next, {0, 4});
+  Call call = Open(0, 4);
+  ASSERT_TRUE(Send(call, 0, {0, 4}));
+  EXPECT_EQ(call.results->Wait().code(), absl::StatusCode::kInternal);
+  StagingBuffer early = waits.Wait();  // its turn had come when the chunk was launched
+  ASSERT_TRUE(static_cast<bool>(early));
+  Submit(next, 1, {0, 4}, std::move(early));
+  Settle();
+  EXPECT_THAT(device_.accumulated(), IsEmpty());
+  EXPECT_FALSE(next.results->finished());
+  SendWhole(0, 4);
+  EXPECT_TRUE(next.results->Wait().ok());
+  std::vector<float> expected = Names(0, {0, 4});
+  for (float name : Names(1, {0, 4})) expected.push_back(name);
+  EXPECT_THAT(device_.accumulated(), ElementsAreArray(expected));
+}
+
+TEST_F(DeterministicTest, ARowThatIsNotFiniteHoldsTheStep) {
+  Start();
+  Call bad = Open(0, 16, {0, 8}), good = Open(0, 16, {8, 16}), next = Open(1, 4);
+  std::vector<float> poisoned = Hidden(0, {0, 8});
+  poisoned[3 * kHidden] = std::numeric_limits<float>::quiet_NaN();
+  ASSERT_TRUE(Send(good, 0, {8, 16}));
+  Room waits = Request(next, {0, 4});
+  ASSERT_TRUE(SendSlice(*bad.stream, {0, 8}, poisoned));
+  EXPECT_EQ(bad.results->Wait().code(), absl::StatusCode::kOutOfRange);
+  EXPECT_THAT(std::string(bad.results->Wait().message()), HasSubstr("row 3"));
+  EXPECT_TRUE(good.results->Wait().ok());
+  Submit(next, 1, {0, 4}, waits.Wait());
+  Settle();
+  EXPECT_FALSE(next.results->finished());
+  std::vector<std::string> missing;
+  EXPECT_FALSE(engine_->ApplyStep("head", {.step = 0, .expected_microbatches = {0, 1}}, &missing).ok());
+  EXPECT_THAT(missing, ElementsAre("microbatch 0: rows [0, 8) of 16", "microbatch 1: rows [0, 4) of 4",
+                                   "in order: slices wait for microbatch 0, rows [0, 16)"));
+  // Sent again with good values, the rows that are settled stay as they are.
+  Call again = Open(0, 16, {0, 8});
+  ASSERT_TRUE(Send(again, 0, {0, 8}));
+  EXPECT_TRUE(again.results->Wait().ok());
+  EXPECT_EQ(again.results->summary().accumulated_rows, 8);
+  EXPECT_TRUE(next.results->Wait().ok());
+  EXPECT_EQ(device_.accumulated().size(), 20u);
+
+  ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
+  SendWhole(0, 20);
+}
+
+TEST_F(DeterministicTest, ZeroingEndsThoseWhoWait) {
+  Start();
+  Call waiting = Open(3, 4), attached = Open(0, 8);
+  Room room = Request(waiting, {0, 4});
+  ASSERT_TRUE(Send(attached, 0, {0, 4}));
+  ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
+  EXPECT_EQ(waiting.results->Wait().code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(attached.results->Wait().code(), absl::StatusCode::kAborted);
+  EXPECT_FALSE(static_cast<bool>(room.Wait()));
+  SendWhole(0, 4);
+  EXPECT_THAT(device_.accumulated(), ElementsAreArray(Names(0, {0, 4})));
+}
+
+TEST_F(DeterministicTest, ADeviceThatMayHaveHalfAccumulatedEndsEveryCall) {
+  device_.fail_done = [](int64_t chunk) {
+    return chunk == 0 ? absl::InternalError("boom") : absl::OkStatus();
+  };
+  Start();
+  Call waiting = Open(3, 4), call = Open(0, 4);
+  Room room = Request(waiting, {0, 4});
+  ASSERT_TRUE(Send(call, 0, {0, 4}));
+  EXPECT_EQ(call.results->Wait().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(waiting.results->Wait().code(), absl::StatusCode::kInternal);
+  ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
+  SendWhole(0, 4);
+}
+
+TEST_F(DeterministicTest, SlicesThatBreakARuleAreRefused) {
+  Start();
+  const auto expect = [this](RowRange before, RowRange rows, const char* text) {
+    Call call = Open(0, 40);
+    if (before.size() > 0) {
+      EXPECT_TRUE(Send(call, 0, before));
+    }
+    EXPECT_FALSE(Send(call, 0, rows));
+    EXPECT_EQ(call.results->Wait().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(call.results->Wait().message()), HasSubstr(text));
+  };
+  expect({}, {8, 17}, "multiple of 16");
+  expect({4, 6}, {0, 2}, "ascending order");
+  expect({}, {0, 17}, "at most 16 rows");
+  expect({}, {5, 5}, "non-empty");
+  expect({0, 4}, {3, 5}, "repeats row 3");
+  Call bytes = Open(0, 40);
+  EXPECT_FALSE(SendSlice(*bytes.stream, {0, 2}, std::vector<float>(7)));
+  EXPECT_THAT(std::string(bytes.results->Wait().message()), HasSubstr("24 bytes"));
+  StreamSpec other = Spec(0, 40, {0, 40});
+  other.want_grad_hidden = false;
+  EXPECT_THAT(std::string(engine_->Open(other, std::make_shared<RowCollector>(kHidden)).status().message()),
+              HasSubstr("want_grad_hidden"));
+}
+
+TEST_F(DeterministicTest, OperationsSeeWhatWasCompleteBefore) {
+  device_.delay = absl::Milliseconds(5);
+  Start();
+  for (uint64_t id = 0; id < 5; ++id) {
+    Call call = Open(id, 4);
+    ASSERT_TRUE(Send(call, id, {0, 4}));
+    auto norm = engine_->GradNorm("head", std::nullopt);  // the fake's is the number of rows
+    ASSERT_TRUE(norm.ok());
+    EXPECT_EQ(*norm, 4.0 * static_cast<double>(id + 1));
+    ASSERT_TRUE(call.results->Wait().ok());
+  }
+}
+
+TEST_F(DeterministicTest, OtherStreamsComeBetween) {
+  Start();
+  Call call = Open(0, 8);
+  ASSERT_TRUE(Send(call, 0, {0, 4}));
+  StreamSpec spec = Spec(77, 4, {0, 4});
+  spec.accumulate_gradients = false;
+  Call loss_only = Open(spec);
+  ASSERT_TRUE(Send(loss_only, 77, {0, 4}));
+  ASSERT_TRUE(loss_only.results->Wait().ok());
+  EXPECT_FALSE(call.results->finished());
+  ASSERT_TRUE(Send(call, 0, {4, 8}));
+  ASSERT_TRUE(call.results->Wait().ok());
+}
+
+TEST_F(DeterministicTest, RetainedRowsTakeTheirTurn) {
+  Start({.retained_bytes = 4096});
+  for (uint64_t id : {1, 0}) {
+    StreamSpec spec = Spec(id, 20, {0, 20});
+    spec.reduction = Reduction::kNone;
+    spec.retain = true;
+    spec.want_grad_hidden = spec.accumulate_gradients = false;
+    Call call = Open(spec);
+    ASSERT_TRUE(Send(call, id, {0, 10}));
+    ASSERT_TRUE(Send(call, id, {10, 20}));
+    ASSERT_TRUE(call.results->Wait().ok()) << call.results->Wait();
+  }
+  const auto backward = [&](uint64_t id) {
+    BackwardSpec spec;
+    spec.head = "head";
+    spec.step = 0;
+    spec.microbatch_id = id;
+    spec.rows = {0, 20};
+    spec.want_grad_hidden = spec.accumulate_gradients = true;
+    spec.grad_loss.assign(20, 2.0f);
+    Call call;
+    auto stream = engine_->OpenBackward(spec, call.results);
+    EXPECT_TRUE(stream.ok()) << stream.status();
+    (*stream)->Start();
+    call.stream = *std::move(stream);
+    EXPECT_THAT(call.stream->RetainedSlices(), ElementsAre(RowRange{0, 16}, RowRange{16, 20}));
+    return call;
+  };
+  const auto submit = [](const Call& call, Room& room, RowRange rows) {
+    call.stream->SubmitRetained(rows, room.Wait());
+  };
+  Call second = backward(1);
+  Room waits = Request(second, {0, 16});
+  EXPECT_FALSE(waits.granted());
+  Call first = backward(0);
+  for (RowRange rows : first.stream->RetainedSlices()) {
+    Room room = Request(first, rows);
+    submit(first, room, rows);
+  }
+  ASSERT_TRUE(first.results->Wait().ok()) << first.results->Wait();
+  submit(second, waits, {0, 16});
+  Room last = Request(second, {16, 20});
+  submit(second, last, {16, 20});
+  ASSERT_TRUE(second.results->Wait().ok());
+  EXPECT_THAT(second.results->grads()[18], ElementsAre(2 * RowName(1, 18), 1.0f, 1.0f));
+  std::vector<float> expected = Names(0, {0, 20});
+  for (float name : Names(1, {0, 20})) expected.push_back(name);
+  EXPECT_THAT(device_.accumulated(), ElementsAreArray(expected));
+}
+
+TEST_F(DeterministicTest, StopsWithCallsInEveryState) {
+  device_.asynchronous = true;
+  device_.chunks_in_flight = 2;
+  device_.delay = absl::Milliseconds(2);
+  Start();
+  std::vector<Call> calls;
+  for (uint64_t id = 0; id < 6; ++id) calls.push_back(Open(id, 20));
+  ASSERT_TRUE(Send(calls[0], 0, {0, 16}));
+  std::vector<Room> rooms;
+  for (size_t id = 1; id < 6; ++id) rooms.push_back(Request(calls[id], {0, 16}));
+  ASSERT_TRUE(Send(calls[0], 0, {16, 18}));
+  for (Call& call : calls) call.stream.reset();
+  engine_.reset();
+  for (Call& call : calls) EXPECT_FALSE(call.results->Wait().ok());
+  for (Room& room : rooms) EXPECT_FALSE(static_cast<bool>(room.Wait()));
+}
+
+// A slice's gradients may be on their way when the head is deleted.
+TEST_F(DeterministicTest, RoomsOutliveTheirHead) {
+  Start();
+  class Keeper : public StreamObserver {
+   public:
+    void OnSlice(SliceOutput output) override { kept = std::move(output.grad_hidden); }
+    void OnFinished(absl::Status, const StreamSummary&) override { finished.Notify(); }
+    StagingBuffer kept;
+    absl::Notification finished;
+  };
+  auto keeper = std::make_shared<Keeper>();
+  auto stream = engine_->Open(Spec(0, 2, {0, 2}), keeper);
+  ASSERT_TRUE(stream.ok());
+  (*stream)->Start();
+  ASSERT_TRUE(SendSlice(**stream, {0, 2}, Hidden(0, {0, 2})));
+  keeper->finished.WaitForNotification();
+  stream->reset();
+  ASSERT_TRUE(engine_->DeleteHead("head").ok());
+  EXPECT_EQ(reinterpret_cast<const float*>(keeper->kept.data())[kHidden], RowName(0, 1));
+  keeper->kept.Release();
+}
+
+// ---- Random histories ----
+
+// How a trainer cuts and disturbs a microbatch.
+struct Habits {
+  uint64_t seed = 0;
+  int max_streams = 1;
+  int64_t max_slice = 16;
+  double give_up = 0.0;  // chance that an attempt is cut off half-way
+};
+
+// Rows [begin, end) cut into contiguous pieces at random, none across a multiple of `grid`.
+std::vector<RowRange> Cut(RowRange rows, int64_t max_rows, int64_t grid, std::mt19937_64& rng) {
+  std::vector<RowRange> pieces;
+  for (int64_t row = rows.begin; row < rows.end; row = pieces.back().end) {
+    const int64_t most = std::min({max_rows, rows.end - row, grid - row % grid});
+    pieces.push_back({row, row + 1 + static_cast<int64_t>(rng() % static_cast<uint64_t>(most))});
+  }
+  return pieces;
+}
+
+// Sends one microbatch over several streams at once, each again until it succeeds. `spec` is that of all
+// rows. Returns the results row by row.
+void SendMicrobatch(Engine& engine, const StreamSpec& spec, const std::vector<float>& hidden,
+                    int64_t hidden_size, const Habits& habits, std::map<int64_t, float>* losses,
+                    std::map<int64_t, std::vector<float>>* grads) {
+  std::mt19937_64 rng(habits.seed);
+  const int64_t grid = engine.Describe(spec.head)->limits.row_grid;
+  std::vector<RowRange> ranges = {spec.rows};
+  const int streams = 1 + static_cast<int>(rng() % static_cast<uint64_t>(habits.max_streams));
+  if (streams > 1 && spec.rows.size() > 0)
+    ranges = Cut(spec.rows, spec.rows.size() / streams + 1, std::numeric_limits<int64_t>::max(), rng);
+  absl::Mutex mutex;
+  std::vector<std::thread> threads;
+  for (RowRange range : ranges) {
+    threads.emplace_back([&, range, seed = rng()] {
+      std::mt19937_64 random(seed);
+      while (true) {
+        StreamSpec part = spec;
+        part.rows = range;
+        part.targets.assign(spec.targets.begin() + range.begin, spec.targets.begin() + range.end);
+        if (!spec.row_weights.empty())
+          part.row_weights.assign(spec.row_weights.begin() + range.begin,
+                                  spec.row_weights.begin() + range.end);
+        auto results = std::make_shared<RowCollector>(hidden_size);
+        auto stream = engine.Open(part, results);
+        ASSERT_TRUE(stream.ok()) << stream.status();
+        (*stream)->Start();
+        const auto slices = Cut(range, habits.max_slice, grid, random);
+        const bool give_up = std::uniform_real_distribution<>()(random) < habits.give_up;
+        const size_t count = give_up ? random() % (slices.size() + 1) : slices.size();
+        bool sent = true;
+        for (size_t i = 0; i < count && sent; ++i) {
+          const auto first = hidden.begin() + slices[i].begin * hidden_size;
+          sent = SendSlice(**stream, slices[i], {first, first + slices[i].size() * hidden_size});
+        }
+        if (give_up) (*stream)->Cancel(absl::CancelledError("cut"));
+        if (!results->Wait().ok()) continue;
+        absl::MutexLock lock(&mutex);
+        if (losses != nullptr) losses->merge(results->losses());
+        if (grads != nullptr) grads->merge(results->grads());
+        return;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Trainers with shuffled microbatches, streams that break and come again, tiny memory: the device sees
+// exactly one order.
+TEST_F(DeterministicTest, OneOrderUnderRandomArrivalsAndCancellations) {
+  device_.asynchronous = true;
+  device_.chunks_in_flight = 3;
+  Start();
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937_64 rng(seed);
+  for (uint64_t step = 0; step < 6; ++step) {
+    constexpr uint64_t kMicrobatches = 7;
+    std::vector<int64_t> rows;
+    std::vector<uint64_t> order;
+    for (uint64_t id = 0; id < kMicrobatches; ++id) {
+      rows.push_back(static_cast<int64_t>(rng() % 60));
+      order.push_back(id);
+    }
+    std::shuffle(order.begin(), order.end(), rng);
+    std::vector<std::thread> trainers;
+    for (uint64_t id : order) {
+      trainers.emplace_back([&, id, habits = Habits{rng(), 4, 1 + static_cast<int64_t>(rng() % 16), 0.4}] {
+        const RowRange all = {0, rows[id]};
+        SendMicrobatch(*engine_, Spec(id, rows[id], all, step), Hidden(id, all), kHidden, habits, nullptr,
+                       nullptr);
+      });
+    }
+    for (std::thread& trainer : trainers) trainer.join();
+    Settle();
+    std::vector<float> expected;
+    for (uint64_t id = 0; id < kMicrobatches; ++id) {
+      for (float name : Names(id, {0, rows[id]})) expected.push_back(name);
+    }
+    ASSERT_THAT(device_.accumulated(), ElementsAreArray(expected));
+    ASSERT_TRUE(engine_->ApplyStep("head", {.step = step, .expected_microbatches = order}, nullptr).ok());
+  }
+  EXPECT_EQ(engine_->stats().waiting_slices, 0);
+  EXPECT_EQ(engine_->stats().queued_slices, 0);
+}
+
+// ---- Bits, on the CPU backend ----
+
+struct Outcome {
+  std::vector<std::vector<uint8_t>> weights;  // after each step
+  std::vector<std::map<int64_t, std::vector<float>>> grads;
+  std::vector<std::map<int64_t, float>> losses;
+};
+
+class BitsTest : public ::testing::TestWithParam<kernels::Norm> {
+ protected:
+  static constexpr int64_t kD = 33, kV = 211;
+  static constexpr uint64_t kSteps = 3, kMicrobatches = 4;
+
+  struct Data {
+    StreamSpec spec;
+    std::vector<float> hidden;
+  };
+
+  // The microbatches of a run: the same for a seed.
+  static std::vector<Data> MakeData(uint64_t seed) {
+    std::mt19937_64 rng(seed);
+    std::normal_distribution<float> normal;
+    std::vector<Data> all;
+    for (uint64_t i = 0; i < kSteps * kMicrobatches; ++i) {
+      Data data;
+      StreamSpec& spec = data.spec;
+      spec.head = "head";
+      spec.step = i / kMicrobatches;
+      spec.microbatch_id = i % kMicrobatches;
+      spec.microbatch_rows = 1 + static_cast<int64_t>(rng() % 150);
+      spec.rows = {0, spec.microbatch_rows};
+      spec.hidden_dtype = kernels::DType::kFloat32;
+      spec.reduction = Reduction::kMean;
+      spec.normalizer = 100.0;
+      spec.want_grad_hidden = spec.accumulate_gradients = spec.want_rows.loss = true;
+      for (int64_t row = 0; row < spec.microbatch_rows; ++row) {
+        const bool ignored = rng() % 8 == 0;
+        spec.targets.push_back(ignored ? -100 : static_cast<int32_t>(rng() % static_cast<uint64_t>(kV)));
+        spec.row_weights.push_back(static_cast<float>(rng() % 3));
+        for (int64_t d = 0; d < kD; ++d) data.hidden.push_back(normal(rng));
+      }
+      all.push_back(std::move(data));
+    }
+    return all;
+  }
+
+  static Outcome Train(const std::vector<Data>& data, kernels::Norm norm, uint64_t seed, bool disturbed) {
+    Outcome run;
+    auto backend = kernels::CreateCpuBackend({.threads = 2, .workspace_bytes = 1 << 20});
+    EXPECT_TRUE(backend.ok());
+    // Groups of 41 rows.
+    EngineOptions options{.slice_bytes = 8192, .staging_bytes = 16384, .deterministic = true};
+    auto engine = Engine::Create(options, backend->get(), 42, nullptr);
+    EXPECT_TRUE(engine.ok()) << engine.status();
+    const kernels::HeadConfig config{
+        .hidden_size = kD, .vocab_size = kV, .has_bias = true, .norm = norm, .trainable = true};
+    EXPECT_TRUE((*engine)->CreateHead("head", config, {}).ok());
+    EXPECT_TRUE((*engine)->PublishHead("head").ok());
+    EXPECT_EQ((*engine)->Describe("head")->limits.row_grid, 41);
+    WriteWeights(**engine);
+    std::mt19937_64 rng(seed);
+    run.grads.resize(data.size());
+    run.losses.resize(data.size());
+    for (uint64_t step = 0; step < kSteps; ++step) {
+      std::vector<size_t> order;
+      for (size_t i = step * kMicrobatches; i < (step + 1) * kMicrobatches; ++i) order.push_back(i);
+      if (disturbed) std::shuffle(order.begin(), order.end(), rng);
+      std::vector<std::thread> trainers;
+      for (size_t i : order) {
+        Habits habits{rng(), 5, 1 + static_cast<int64_t>(rng() % 41), 0.3};
+        if (!disturbed) habits = {0, 1, 41, 0.0};
+        trainers.emplace_back([&, i, habits] {
+          SendMicrobatch(**engine, data[i].spec, data[i].hidden, kD, habits, &run.losses[i], &run.grads[i]);
+        });
+        if (!disturbed) {
+          trainers.back().join();
+          trainers.pop_back();
+        }
+      }
+      for (std::thread& trainer : trainers) trainer.join();
+      StepRequest request{.step = step, .expected_microbatches = {0, 1, 2, 3}};
+      request.optimizer.learning_rate = 0.05;
+      auto applied = (*engine)->ApplyStep("head", request, nullptr);
+      EXPECT_TRUE(applied.ok()) << applied.status();
+      run.weights.push_back(ReadWeights(**engine));
+    }
+    return run;
+  }
+
+  static void WriteWeights(Engine& engine) {
+    std::mt19937_64 rng(5);
+    std::normal_distribution<float> normal;
+    std::vector<float> values(static_cast<size_t>(kV * kD));
+    for (float& value : values) value = 0.3f * normal(rng);
+    EXPECT_TRUE(engine
+                    .OnDevice("head",
+                              [&](head::Head& head) {
+                                return head.kernels().WriteTensor(
+                                    {kernels::Param::kWeight, kernels::Role::kValue}, 0, kV,
+                                    kernels::DType::kFloat32,
+                                    {reinterpret_cast<const uint8_t*>(values.data()), values.size() * 4});
+                              })
+                    .ok());
+  }
+  static std::vector<uint8_t> ReadWeights(Engine& engine) {
+    std::vector<uint8_t> bytes(static_cast<size_t>(kV * kD) * 4);
+    EXPECT_TRUE(engine
+                    .OnDevice("head",
+                              [&](head::Head& head) {
+                                return head.kernels().ReadTensor(
+                                    {kernels::Param::kWeight, kernels::Role::kValue}, 0, kV,
+                                    kernels::DType::kFloat32, absl::MakeSpan(bytes));
+                              })
+                    .ok());
+    return bytes;
+  }
+};
+
+TEST_P(BitsTest, WeightsAndGradientsAreTheSameHoweverRowsArrive) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  const std::vector<Data> data = MakeData(seed);
+  const Outcome calm = Train(data, GetParam(), 0, /*disturbed=*/false);
+  for (uint64_t round = 0; round < 4; ++round) {
+    const Outcome other = Train(data, GetParam(), seed + round, /*disturbed=*/true);
+    for (uint64_t step = 0; step < kSteps; ++step) ASSERT_EQ(other.weights[step], calm.weights[step]) << step;
+    for (size_t i = 0; i < data.size(); ++i) {
+      const StreamSpec& spec = data[i].spec;
+      for (int64_t row = 0; row < spec.microbatch_rows; ++row) {
+        ASSERT_EQ(std::memcmp(other.grads[i].at(row).data(), calm.grads[i].at(row).data(), kD * 4), 0)
+            << "microbatch " << i << " row " << row;
+        ASSERT_EQ(other.losses[i].at(row), calm.losses[i].at(row)) << "microbatch " << i << " row " << row;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Norms, BitsTest,
+                         ::testing::Values(kernels::Norm::kNone, kernels::Norm::kLayerNorm,
+                                           kernels::Norm::kRmsNorm));
+
+}  // namespace
+}  // namespace lossd::engine

@@ -1,0 +1,219 @@
+#include "server/engine/sequencer.h"
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace lossd::engine {
+namespace {
+
+using ::testing::ElementsAre;
+
+constexpr int64_t kRows = 10;  // of a group
+
+// A ledger, its sequencer, and streams that act on them like the engine does.
+class SequencerTest : public ::testing::Test {
+ protected:
+  using StreamPtr = std::shared_ptr<StreamState>;
+
+  StreamPtr Open(uint64_t id, int64_t rows, RowRange range, int32_t target = 1) {
+    StreamSpec spec;
+    spec.step = 0;
+    spec.microbatch_id = id;
+    spec.microbatch_rows = rows;
+    spec.rows = range;
+    spec.accumulate_gradients = true;
+    spec.targets.assign(static_cast<size_t>(range.size()), target);
+    const SliceLimits limits{.max_rows = kRows, .max_bytes = 1 << 20, .row_grid = kRows};
+    auto stream = StreamState::Create(spec, {.hidden_size = 1, .vocab_size = 5, .trainable = true},
+                                      {.incarnation = 1, .step = 0}, limits, nullptr);
+    EXPECT_TRUE(stream.ok()) << stream.status();
+    EXPECT_TRUE(ledger_.Declare(id, (*stream)->terms(), range, (*stream)->spec().targets, {}).ok());
+    sequencer_.OnDeclared(id);
+    return *stream;
+  }
+  StreamPtr Open(uint64_t id, int64_t rows) { return Open(id, rows, {0, rows}); }
+
+  // Asks for room; returns the number of the room if it is granted now, else 0.
+  uint64_t Request(const StreamPtr& stream, RowRange rows) {
+    sequencer_.Request(stream, rows, [](StagingBuffer) {});
+    for (Sequencer::Grant& grant : sequencer_.TakeGrants()) granted_.push_back(std::move(grant));
+    if (granted_.empty() || granted_.back().stream != stream) return 0;
+    return granted_.back().room;
+  }
+  bool Attach(const StreamPtr& stream, RowRange rows) {
+    auto work = std::make_unique<SliceWork>();
+    work->stream = stream;
+    work->rows = rows;
+    return sequencer_.Attach(work, ++arrivals_);
+  }
+  bool Send(const StreamPtr& stream, RowRange rows) {
+    return Request(stream, rows) != 0 && Attach(stream, rows);
+  }
+  // All rooms lent so far come back.
+  void ReturnRooms() {
+    for (const Sequencer::Grant& grant : granted_) sequencer_.Return(grant.area, grant.room);
+    granted_.clear();
+  }
+  void Reserve(const GroupAssembly& group) {
+    std::vector<uint8_t> mask(static_cast<size_t>(group.rows().size()));
+    ledger_.Reserve(group.key().microbatch_id, group.rows(), absl::MakeSpan(mask));
+  }
+  void Finish(const GroupAssembly& group, bool good) {
+    if (good) sequencer_.OnResultsGood(group);
+    sequencer_.ReleaseArea(group);
+    if (good) ledger_.Commit(group.key().microbatch_id, group.rows());
+    if (!good) ledger_.Release(group.key().microbatch_id, group.rows());
+    sequencer_.OnLeft(group);
+    ReturnRooms();
+  }
+  void Compute() {
+    auto group = sequencer_.TakeReady();
+    ASSERT_NE(group, nullptr);
+    Reserve(*group);
+    Finish(*group, true);
+  }
+
+  Ledger ledger_{1000};
+  Sequencer sequencer_{kRows, &ledger_};
+  std::vector<Sequencer::Grant> granted_;
+  uint64_t arrivals_ = 0;
+};
+
+TEST_F(SequencerTest, OneGroupAfterTheOther) {
+  auto second = Open(1, 5);
+  EXPECT_EQ(Request(second, {0, 5}), 0u);
+  auto first = Open(0, 12);
+  EXPECT_TRUE(Send(first, {0, 6}));
+  EXPECT_EQ(sequencer_.WaitsFor(), "microbatch 0, rows [6, 10)");
+  EXPECT_FALSE(sequencer_.HasReady());
+  EXPECT_TRUE(Send(first, {6, 10}));
+  EXPECT_TRUE(sequencer_.HasReady());
+  EXPECT_FALSE(sequencer_.HasReady(/*before=*/2));
+  auto group = sequencer_.TakeReady();
+  ASSERT_NE(group, nullptr);
+  EXPECT_EQ(group->key(), (GroupKey{0, 0}));
+  Reserve(*group);
+  EXPECT_EQ(sequencer_.turn(), (GroupKey{0, 1}));  // assembles while the first is computed
+  EXPECT_TRUE(Send(first, {10, 12}));
+  EXPECT_EQ(sequencer_.TakeReady(), nullptr);  // but waits for its results
+  sequencer_.OnResultsGood(*group);
+  EXPECT_TRUE(sequencer_.HasReady());
+  Finish(*group, true);
+  Compute();
+  EXPECT_EQ(sequencer_.turn(), (GroupKey{1, 0}));
+  EXPECT_EQ(sequencer_.TakeGrants().size(), 1u);  // the one that waited from the start
+}
+
+TEST_F(SequencerTest, NothingToDoIsPassedOver) {
+  Open(0, 0);
+  Open(1, 25, {0, 12}, -100);
+  EXPECT_EQ(sequencer_.turn(), (GroupKey{1, 1}));
+  Open(1, 25, {12, 25}, -100);
+  EXPECT_EQ(sequencer_.turn(), (GroupKey{2, 0}));
+}
+
+TEST_F(SequencerTest, AFailedGroupKeepsItsTurn) {
+  auto first = Open(0, 5), second = Open(1, 5);
+  ASSERT_TRUE(Send(first, {0, 5}));
+  auto group = sequencer_.TakeReady();
+  Reserve(*group);
+  ASSERT_TRUE(Send(second, {0, 5}));
+  Finish(*group, false);
+  EXPECT_EQ(sequencer_.turn(), (GroupKey{0, 0}));
+  EXPECT_EQ(sequencer_.TakeReady(), nullptr);  // the second is whole but has to wait
+  auto again = Open(0, 5);
+  ASSERT_TRUE(Send(again, {0, 5}));
+  Compute();
+  Compute();
+  EXPECT_EQ(sequencer_.turn(), (GroupKey{2, 0}));
+}
+
+TEST_F(SequencerTest, RepeatsLeaveAnAreaToTheGroupInTurn) {
+  auto stream = Open(0, 30);
+  for (int64_t row = 0; row < 30; row += 10) {
+    ASSERT_TRUE(Send(stream, {row, row + 10}));
+    Compute();
+  }
+  auto a = Open(0, 30), b = Open(0, 30), c = Open(0, 30), next = Open(1, 10);
+  EXPECT_NE(Request(a, {0, 10}), 0u);
+  EXPECT_NE(Request(b, {10, 20}), 0u);
+  EXPECT_EQ(Request(c, {20, 30}), 0u);  // the last area is not for repeats
+  EXPECT_NE(Request(next, {0, 10}), 0u);
+  EXPECT_TRUE(Attach(a, {0, 10}));
+  Compute();
+  EXPECT_EQ(sequencer_.turn(), (GroupKey{1, 0}));  // a repeat has no turn
+  EXPECT_EQ(sequencer_.TakeGrants().size(), 1u);   // c, in the area of a; b's came back unused
+}
+
+TEST_F(SequencerTest, FailedStreamsLeaveNothing) {
+  auto attached = Open(0, 10, {0, 5}), stays = Open(0, 10, {5, 10}), waits = Open(1, 5);
+  ASSERT_TRUE(Send(attached, {0, 5}));
+  ASSERT_TRUE(Send(stays, {5, 10}));
+  EXPECT_EQ(Request(waits, {0, 5}), 0u);
+  EXPECT_TRUE(sequencer_.IsWaiting(*attached));
+  attached->Fail(absl::CancelledError("cut"));
+  waits->Fail(absl::CancelledError("cut"));
+  auto dropped = sequencer_.TakeFailed();
+  EXPECT_EQ(dropped.slices.size(), 1u);
+  EXPECT_EQ(dropped.waiters.size(), 1u);
+  EXPECT_FALSE(sequencer_.HasReady());
+  EXPECT_EQ(sequencer_.WaitsFor(), "microbatch 0, rows [0, 5)");
+  auto again = Open(0, 10, {0, 5});
+  ASSERT_TRUE(Send(again, {0, 5}));
+  EXPECT_TRUE(sequencer_.HasReady());
+}
+
+TEST_F(SequencerTest, SegmentsEndWhereSlicesDo) {
+  auto a = Open(0, 10), b = Open(0, 10);
+  ASSERT_TRUE(Send(a, {1, 4}));
+  ASSERT_TRUE(Send(b, {3, 6}));
+  GroupAssembly group({0, 0}, {0, 10}, 0, ledger_);
+  EXPECT_EQ(group.Segments().size(), 1u);  // a gap
+  for (auto [stream, rows] : {std::pair{a, RowRange{1, 4}}, std::pair{b, RowRange{3, 6}}}) {
+    auto work = std::make_unique<SliceWork>();
+    work->stream = stream;
+    work->rows = rows;
+    EXPECT_FALSE(group.Attach(work, 1));  // nothing was lent
+    group.Lend(7, stream.get(), rows);
+    EXPECT_FALSE(group.IsFree({3, 4}));
+    EXPECT_TRUE(group.Attach(work, 1));
+    EXPECT_TRUE(group.IsFree({3, 4}));
+  }
+  std::vector<RowRange> rows;
+  std::vector<size_t> slices;
+  for (const auto& segment : group.Segments()) {
+    rows.push_back(segment.rows);
+    slices.push_back(segment.slices.size());
+  }
+  EXPECT_THAT(rows,
+              ElementsAre(RowRange{0, 1}, RowRange{1, 3}, RowRange{3, 4}, RowRange{4, 6}, RowRange{6, 10}));
+  EXPECT_THAT(slices, ElementsAre(0, 1, 2, 1, 0));
+  EXPECT_EQ(group.FirstMissing(), (RowRange{0, 1}));
+  EXPECT_FALSE(group.IsComplete());
+}
+
+TEST_F(SequencerTest, ANewStepStartsOver) {
+  auto stream = Open(0, 20);
+  ASSERT_TRUE(Send(stream, {0, 10}));
+  Compute();
+  ASSERT_TRUE(Send(stream, {10, 15}));
+  stream->Fail(absl::AbortedError("zeroed"));
+  EXPECT_EQ(sequencer_.TakeFailed().slices.size(), 1u);
+  ledger_.Clear();
+  sequencer_.Clear();
+  EXPECT_EQ(sequencer_.turn(), (GroupKey{0, 0}));
+  EXPECT_EQ(sequencer_.WaitsFor(), "");
+  ReturnRooms();
+  auto again = Open(0, 10);
+  ASSERT_TRUE(Send(again, {0, 10}));
+  Compute();
+}
+
+}  // namespace
+}  // namespace lossd::engine

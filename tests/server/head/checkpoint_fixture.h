@@ -1,0 +1,109 @@
+// Heads in memory with random tensors, and a folder to save them in, for tests of checkpoints.
+#ifndef LOSSD_TESTS_SERVER_HEAD_CHECKPOINT_FIXTURE_H_
+#define LOSSD_TESTS_SERVER_HEAD_CHECKPOINT_FIXTURE_H_
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <filesystem>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "server/head/checkpoint.h"
+#include "server/head/head.h"
+#include "tests/server/head/memory_kernels.h"
+#include "tests/support/temp_folder.h"
+
+namespace lossd::head {
+
+namespace fs = std::filesystem;
+
+class CheckpointTest : public testing::Test {
+ protected:
+  CheckpointTest() { RecordProperty("seed", static_cast<int>(seed_)); }
+
+  uint64_t Below(uint64_t limit) { return random_() % limit; }
+
+  CheckpointSubject SomeSubject() {
+    const kernels::HeadConfig config{.hidden_size = 5,
+                                     .vocab_size = 7,
+                                     .has_bias = true,
+                                     .has_class_weights = true,
+                                     .norm = kernels::Norm::kLayerNorm,
+                                     .norm_epsilon = 1e-6f};
+    return {.head = "lm", .config = config, .step = random_(), .incarnation = random_()};
+  }
+
+  // A head whose every tensor is random bits.
+  Head RandomHead(const CheckpointSubject& subject) {
+    auto kernels = std::make_unique<MemoryKernels>(subject.config);
+    for (const auto& [id, values] : kernels->tensors()) {
+      for (float& value : kernels->tensor({id.first, id.second})) {
+        value = std::bit_cast<float>(static_cast<uint32_t>(random_()));
+      }
+    }
+    return Head(subject.head, std::move(kernels));
+  }
+
+  absl::StatusOr<int64_t> Save(const CheckpointSubject& subject, Head& head, absl::string_view name,
+                               const SaveOptions& options = {}) {
+    const auto source = [&](kernels::TensorId id, int64_t row, int64_t rows, absl::Span<uint8_t> out) {
+      EXPECT_TRUE(static_cast<int64_t>(out.size()) <= options.slice_bytes || rows == 1);
+      return head.ReadRows(id, row, rows, kernels::DType::kFloat32, out);
+    };
+    return SaveCheckpoint(root_, name, subject, source, options);
+  }
+
+  // Loads into `head`; counts the calls of the sink.
+  absl::Status Load(absl::string_view checkpoint, Head& head, int* calls, int64_t slice_bytes = 1 << 20) {
+    auto reader = CheckpointReader::Open(root_, checkpoint);
+    if (!reader.ok()) return reader.status();
+    const auto sink = [&](kernels::TensorId id, int64_t row, int64_t rows, absl::Span<const uint8_t> in) {
+      ++*calls;
+      EXPECT_TRUE(static_cast<int64_t>(in.size()) <= slice_bytes || rows == 1);
+      return head.WriteRows(id, row, rows, kernels::DType::kFloat32, in);
+    };
+    return (*reader)->Load(sink, slice_bytes);
+  }
+
+  std::vector<std::string> FilesIn(const std::string& path) {
+    std::vector<std::string> names;
+    if (!fs::exists(path)) return names;
+    for (const auto& entry : fs::directory_iterator(path)) names.push_back(entry.path().filename());
+    std::sort(names.begin(), names.end());
+    return names;
+  }
+
+  test::TempFolder folder_;
+  const std::string root_ = folder_.path();
+  const uint32_t seed_ = std::random_device{}();
+  testing::ScopedTrace trace_{__FILE__, __LINE__, "seed " + std::to_string(seed_)};
+  std::mt19937_64 random_{seed_};
+};
+
+// Bit patterns, since random floats hold NaNs.
+inline std::vector<uint32_t> Bits(const std::vector<float>& values) {
+  std::vector<uint32_t> bits;
+  for (const float value : values) bits.push_back(std::bit_cast<uint32_t>(value));
+  return bits;
+}
+
+inline void ExpectSameButGradients(Head& actual, Head& expected) {
+  auto& actual_kernels = static_cast<MemoryKernels&>(actual.kernels());
+  for (const auto& [id, values] : static_cast<MemoryKernels&>(expected.kernels()).tensors()) {
+    const kernels::TensorId tensor{id.first, id.second};
+    std::vector<uint32_t> wanted = Bits(values);
+    if (tensor.role == kernels::Role::kGradient) wanted.assign(wanted.size(), 0);
+    EXPECT_EQ(Bits(actual_kernels.tensor(tensor)), wanted) << TensorName(tensor);
+  }
+}
+
+}  // namespace lossd::head
+
+#endif  // LOSSD_TESTS_SERVER_HEAD_CHECKPOINT_FIXTURE_H_

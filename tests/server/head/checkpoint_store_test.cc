@@ -1,0 +1,147 @@
+// What is listed, what is pruned, what is cleaned up.
+#include "server/head/checkpoint_store.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include "absl/time/clock.h"
+#include "tests/server/head/checkpoint_fixture.h"
+
+namespace lossd::head {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+
+class CheckpointStoreTest : public CheckpointTest {
+ protected:
+  CheckpointStoreTest() {
+    subject_.config = {.hidden_size = 2, .vocab_size = 3};
+    subject_.step = 1;
+  }
+
+  void SaveStep(uint64_t step, absl::string_view name = "") {
+    subject_.step = step;
+    Head head = RandomHead(subject_);
+    const absl::Status status = Save(subject_, head, name).status();
+    ASSERT_TRUE(status.ok()) << status;
+  }
+
+  CheckpointSubject subject_ = SomeSubject();
+};
+
+TEST_F(CheckpointStoreTest, PreparingRemovesLeftoversOnly) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject);
+  ASSERT_TRUE(PrepareCheckpointDirectory(root_ + "/new/deep").ok());
+  ASSERT_TRUE(Save(subject, head, "x").ok());
+  fs::create_directory(root_ + "/lm/.tmp-y-1");
+  test::WriteWholeFile(root_ + "/lm/.tmp-y-1/tensors.safetensors", "half");
+  // What a save that is under way holds.
+  fs::create_directory(root_ + "/lm/.tmp-z-1");
+  const int lock = open((root_ + "/lm/.tmp-z-1").c_str(), O_RDONLY | O_DIRECTORY);
+  ASSERT_EQ(flock(lock, LOCK_EX), 0);
+  ASSERT_TRUE(PrepareCheckpointDirectory(root_).ok());
+  EXPECT_THAT(FilesIn(root_ + "/lm"), ElementsAre(".tmp-z-1", "x"));
+  close(lock);
+  ASSERT_TRUE(PrepareCheckpointDirectory(root_).ok());
+  EXPECT_THAT(FilesIn(root_ + "/lm"), ElementsAre("x"));
+  test::WriteWholeFile(root_ + "/file", "");
+  EXPECT_FALSE(PrepareCheckpointDirectory(root_ + "/file").ok());
+}
+
+TEST_F(CheckpointStoreTest, SavingRemovesLeftoversOfTheHead) {
+  fs::create_directories(root_ + "/lm/.tmp-y-1");
+  fs::create_directories(root_ + "/other/.tmp-y-1");
+  SaveStep(1, "x");
+  EXPECT_THAT(FilesIn(root_ + "/lm"), ElementsAre("x"));
+  EXPECT_THAT(FilesIn(root_ + "/other"), ElementsAre(".tmp-y-1"));
+}
+
+TEST_F(CheckpointStoreTest, ListsNewestFirst) {
+  EXPECT_THAT(*ListCheckpoints(root_, ""), IsEmpty());
+  EXPECT_THAT(*ListCheckpoints(root_ + "/none", ""), IsEmpty());
+  const absl::Time begin = absl::Now() - absl::Seconds(1);
+  SaveStep(5);
+  SaveStep(7, "best");
+  subject_.last_step = AppliedStep{.grad_norm = 2.5, .microbatches = 4, .rows = 99};
+  SaveStep(6);
+  subject_.head = "another";
+  SaveStep(1);
+  fs::create_directory(root_ + "/lm/no-checkpoint");
+  fs::create_directory(root_ + "/lm/damaged");
+  test::WriteWholeFile(root_ + "/lm/damaged/manifest.json", "{}");
+
+  const auto list = *ListCheckpoints(root_, "");
+  std::vector<std::string> names;
+  for (const CheckpointInfo& info : list) names.push_back(info.name);
+  EXPECT_EQ(names.front(), "another/step-0000000001");
+  EXPECT_EQ(names.back(), "lm/damaged");
+  EXPECT_EQ(list.back().status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(list.back().status.message()), HasSubstr("lm/damaged"));
+  EXPECT_EQ(names.size(), 5u);
+  for (const CheckpointInfo& info : list) {
+    if (!info.status.ok()) continue;
+    EXPECT_EQ(info.automatic, info.name != "lm/best") << info.name;
+    EXPECT_GE(info.saved_at, begin);
+    EXPECT_LE(info.saved_at, absl::Now());
+    const std::string folder = root_ + "/" + info.name;
+    EXPECT_EQ(info.bytes,
+              fs::file_size(folder + "/manifest.json") + fs::file_size(folder + "/tensors.safetensors"));
+    if (info.name != "lm/step-0000000006") continue;
+    EXPECT_EQ(info.subject.last_step, subject_.last_step);
+  }
+  EXPECT_EQ(ListCheckpoints(root_, "another")->size(), 1u);
+  EXPECT_EQ(ListCheckpoints(root_, "..").status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_F(CheckpointStoreTest, PrunesAutomaticOnesOnly) {
+  for (uint64_t step = 1; step <= 5; ++step) SaveStep(step);
+  SaveStep(2, "step-of-mine");
+  SaveStep(3, "step-0000000033");  // looks automatic
+  subject_.head = "other";
+  SaveStep(1);
+  EXPECT_THAT(*PruneCheckpoints(root_, "lm/step-0000000005", 3),
+              ElementsAre("lm/step-0000000002", "lm/step-0000000001"));
+  EXPECT_THAT(FilesIn(root_ + "/lm"), ElementsAre("step-0000000003", "step-0000000004", "step-0000000005",
+                                                  "step-0000000033", "step-of-mine"));
+  EXPECT_THAT(*PruneCheckpoints(root_, "lm/step-0000000005", 3), IsEmpty());
+  EXPECT_THAT(*PruneCheckpoints(root_, "lm/step-0000000005", 1),
+              ElementsAre("lm/step-0000000004", "lm/step-0000000003"));
+  EXPECT_THAT(FilesIn(root_ + "/other"), ElementsAre("step-0000000001"));
+}
+
+// After a return to an earlier step, what was saved just now is worth more than later steps of before.
+TEST_F(CheckpointStoreTest, NeverPrunesWhatWasJustSaved) {
+  SaveStep(10);
+  SaveStep(11);
+  SaveStep(4);
+  EXPECT_THAT(*PruneCheckpoints(root_, "lm/step-0000000004", 2), ElementsAre("lm/step-0000000010"));
+  EXPECT_THAT(*PruneCheckpoints(root_, "lm/step-0000000004", 1), ElementsAre("lm/step-0000000011"));
+  EXPECT_THAT(FilesIn(root_ + "/lm"), ElementsAre("step-0000000004"));
+}
+
+TEST_F(CheckpointStoreTest, NeverPrunesWhatIsBeingRead) {
+  for (uint64_t step = 1; step <= 3; ++step) SaveStep(step);
+  {
+    const auto reader = CheckpointReader::Open(root_, "lm/step-0000000001");
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_THAT(*PruneCheckpoints(root_, "lm/step-0000000003", 1), ElementsAre("lm/step-0000000002"));
+    Head loaded("lm", std::make_unique<MemoryKernels>(subject_.config));
+    int calls = 0;
+    EXPECT_TRUE(Load("lm/step-0000000001", loaded, &calls).ok());
+  }
+  EXPECT_THAT(*PruneCheckpoints(root_, "lm/step-0000000003", 1), ElementsAre("lm/step-0000000001"));
+}
+
+TEST_F(CheckpointStoreTest, DamagedOnesStay) {
+  for (uint64_t step = 1; step <= 3; ++step) SaveStep(step);
+  test::WriteWholeFile(root_ + "/lm/step-0000000001/manifest.json", "{");
+  EXPECT_THAT(*PruneCheckpoints(root_, "lm/step-0000000003", 1), ElementsAre("lm/step-0000000002"));
+  EXPECT_THAT(FilesIn(root_ + "/lm"), ElementsAre("step-0000000001", "step-0000000003"));
+}
+
+}  // namespace
+}  // namespace lossd::head

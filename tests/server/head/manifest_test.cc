@@ -1,0 +1,155 @@
+// What a manifest says is read back exactly, also from older versions.
+#include "server/head/manifest.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <random>
+
+#include "absl/strings/str_cat.h"
+#include "server/head/checksum.h"
+
+namespace lossd::head {
+namespace {
+
+using testing::HasSubstr;
+using Json = nlohmann::ordered_json;
+
+Manifest SomeManifest(std::mt19937_64& random) {
+  const auto number = [&] { return std::uniform_real_distribution<double>(0, 1)(random) / 3; };
+  Manifest manifest;
+  manifest.subject = {.head = "lm",
+                      .config = {.hidden_size = 5, .vocab_size = 7, .has_bias = true},
+                      .step = random() | 1,
+                      .incarnation = random()};
+  AppliedStep& step = manifest.subject.last_step.emplace();
+  step.incarnation = random();
+  step.optimizer = {.kind = kernels::OptimizerOptions::Kind::kSgd,
+                    .learning_rate = number(),
+                    .weight_decay = number(),
+                    .decay_vectors = true,
+                    .grad_multiplier = -number(),
+                    .beta1 = number(),
+                    .beta2 = number(),
+                    .epsilon = number() * 1e-8,
+                    .momentum = number(),
+                    .dampening = 0,
+                    .nesterov = true};
+  step.grad_norm = number() * 1e30;
+  step.microbatches = 12;
+  step.contributions = 3;
+  step.skipped = true;
+  manifest.subject.updates = random() % manifest.subject.step;
+  step.rows = int64_t{1} << 40;
+  manifest.saved_at = absl::FromUnixSeconds(static_cast<int64_t>(random() % 4'000'000'000));
+  manifest.automatic = true;
+  manifest.file = "tensors.safetensors";
+  manifest.file_bytes = 1234;
+  manifest.tensors = {{"weight", 140, "0123456789abcdef"}};
+  return manifest;
+}
+
+std::string Sealed(Json json) {
+  json.erase("checksum");
+  const std::string text = json.dump();
+  Checksum checksum;
+  checksum.Update(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(text.data()), text.size()));
+  json["checksum"] = checksum.Digest();
+  return json.dump(2);
+}
+
+class ManifestTest : public testing::Test {
+ protected:
+  const uint32_t seed_ = std::random_device{}();
+  testing::ScopedTrace trace_{__FILE__, __LINE__, "seed " + std::to_string(seed_)};
+  std::mt19937_64 random_{seed_};
+};
+
+TEST_F(ManifestTest, RoundTrip) {
+  for (int i = 0; i < 300; ++i) {
+    const Manifest manifest = SomeManifest(random_);
+    const absl::StatusOr<Manifest> read = DecodeManifest(EncodeManifest(manifest));
+    ASSERT_TRUE(read.ok()) << read.status();
+    EXPECT_EQ(read->subject, manifest.subject) << "every double to the last bit";
+    EXPECT_EQ(read->saved_at, manifest.saved_at);
+    EXPECT_EQ(read->automatic, manifest.automatic);
+  }
+}
+
+TEST_F(ManifestTest, NormsThatAreNoNumbers) {
+  Manifest manifest = SomeManifest(random_);
+  for (const double norm : {std::numeric_limits<double>::infinity(), std::nan("")}) {
+    manifest.subject.last_step->grad_norm = norm;
+    const absl::StatusOr<Manifest> read = DecodeManifest(EncodeManifest(manifest));
+    ASSERT_TRUE(read.ok()) << read.status();
+    EXPECT_EQ(std::isnan(norm), std::isnan(read->subject.last_step->grad_norm));
+    EXPECT_EQ(std::isinf(norm), std::isinf(read->subject.last_step->grad_norm));
+  }
+}
+
+TEST_F(ManifestTest, WithoutALastStep) {
+  Manifest manifest = SomeManifest(random_);
+  manifest.subject.last_step.reset();
+  EXPECT_EQ(DecodeManifest(EncodeManifest(manifest))->subject, manifest.subject);
+}
+
+TEST_F(ManifestTest, VersionOneIsRead) {
+  Manifest manifest = SomeManifest(random_);
+  Json json = Json::parse(EncodeManifest(manifest));
+  json["version"] = 1;
+  for (const char* field : {"updates", "last_step", "saved_at", "automatic"}) json.erase(field);
+  const absl::StatusOr<Manifest> read = DecodeManifest(Sealed(json));
+  ASSERT_TRUE(read.ok()) << read.status();
+  manifest.subject.last_step.reset();
+  manifest.subject.updates = manifest.subject.step;
+  EXPECT_EQ(read->subject, manifest.subject);
+  EXPECT_EQ(read->saved_at, absl::UnixEpoch());
+  EXPECT_FALSE(read->automatic);
+}
+
+TEST_F(ManifestTest, LaterVersionsAreRefused) {
+  Json json = Json::parse(EncodeManifest(SomeManifest(random_)));
+  for (const Json& version : {Json(0), Json(3), Json("2"), Json()}) {
+    json["version"] = version;
+    const absl::Status status = DecodeManifest(Sealed(json)).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(std::string(status.message()), HasSubstr("versions 1 to 2"));
+  }
+}
+
+// Sealed with a right checksum, and yet nothing that this program wrote.
+TEST_F(ManifestTest, BadValues) {
+  const Json whole = Json::parse(EncodeManifest(SomeManifest(random_)));
+  const auto refused = [](const Json& json, const std::string& what) {
+    EXPECT_EQ(DecodeManifest(Sealed(json)).status().code(), absl::StatusCode::kDataLoss) << what;
+  };
+  for (const auto& [field, value] : whole.items()) {
+    if (field == "checksum" || field == "version") continue;
+    Json json = whole;
+    json.erase(field);
+    refused(json, "without " + field);
+    json = whole;
+    json[field] = Json::array({-1});
+    refused(json, "array " + field);
+  }
+  for (const auto& [field, value] : whole["last_step"]["optimizer"].items()) {
+    Json json = whole;
+    json["last_step"]["optimizer"][field] = "what";
+    refused(json, field);
+  }
+  Json json = whole;
+  json["last_step"]["optimizer"]["learning_rate"] = -1.0;
+  refused(json, "learning rate");
+  json = whole;
+  json["last_step"]["grad_norm"] = "12";
+  refused(json, "norm");
+  json = whole;
+  json["saved_at"] = "yesterday";
+  refused(json, "time");
+}
+
+}  // namespace
+}  // namespace lossd::head

@@ -1,0 +1,77 @@
+// A lossd process with the CPU backend and little memory, killed when the object goes. Thread-compatible.
+#ifndef LOSSD_TESTS_SUPPORT_SERVER_PROCESS_H_
+#define LOSSD_TESTS_SUPPORT_SERVER_PROCESS_H_
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "tests/support/child_process.h"
+#include "tests/support/temp_folder.h"
+
+namespace lossd::test {
+
+class ServerProcess {
+ public:
+  // `program` is lossd; `flags` come after those set here.
+  explicit ServerProcess(std::string program, std::vector<std::string> flags = {})
+      : program_(std::move(program)), flags_(std::move(flags)) {
+    Start();
+  }
+
+  // host:port
+  const std::string& target() const { return target_; }
+  std::string checkpoint_folder() const { return folder_.File("checkpoints"); }
+  pid_t pid() const { return process_->pid(); }
+
+  void Signal(int number) { process_->Signal(number); }
+  // Ends it at once, as kill -9 does.
+  void Kill() { process_ = nullptr; }
+
+  // Starts it again after Kill, with the same checkpoint folder.
+  void Start(const std::string& listen = "127.0.0.1:0") {
+    const std::string port_file = folder_.File("ports.json");
+    std::filesystem::remove(port_file);
+    std::vector<std::string> command = {program_,
+                                        absl::StrCat("--listen=", listen),
+                                        "--http=",
+                                        absl::StrCat("--port_file=", port_file),
+                                        absl::StrCat("--checkpoint_dir=", checkpoint_folder()),
+                                        "--log_level=off",
+                                        "--threads=1",
+                                        "--backend=cpu",
+                                        "--slice_bytes=64KiB",
+                                        "--staging_bytes=4MiB",
+                                        "--workspace_bytes=4MiB"};
+    command.insert(command.end(), flags_.begin(), flags_.end());
+    process_ = std::make_unique<ChildProcess>(command);
+    target_.clear();
+    for (int i = 0; i < 4000 && target_.empty(); ++i) {
+      absl::SleepFor(absl::Milliseconds(5));
+      std::ifstream file(port_file);
+      const auto json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+      if (json.is_object()) target_ = json["grpc"];
+    }
+    EXPECT_NE(target_, "") << "lossd did not start";
+  }
+
+ private:
+  const std::string program_;
+  const std::vector<std::string> flags_;
+  TempFolder folder_;
+  std::unique_ptr<ChildProcess> process_;
+  std::string target_;
+};
+
+}  // namespace lossd::test
+
+#endif  // LOSSD_TESTS_SUPPORT_SERVER_PROCESS_H_
