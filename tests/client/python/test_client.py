@@ -200,6 +200,55 @@ def test_checkpoint_there_and_back(client, make_head, problem):
         client.load_checkpoint(f"{head}/nothing")
 
 
+def test_saves_say_how_far_they_are_and_are_listed(client, make_head):
+    head = make_head(hidden_size=512, vocab_size=4000)
+    seen = []
+    saved = client.save_checkpoint(head, "named", on_progress=seen.append)
+    for _ in range(3):
+        client.apply_step(head, client.describe_head(head).state.step, lossd.SGD(lr=0.1))
+        last = client.save_checkpoint(head, keep=2)
+    assert saved.checkpoint == f"{head}/named" and seen
+    listed = client.list_checkpoints(head)
+    assert [each.step for each in listed] == [3, 2, 0] and listed[0].checkpoint == last.checkpoint
+    assert [each.automatic for each in listed] == [True, True, False]
+
+
+def test_gradients_from_elsewhere_are_added_once(client, make_head, problem, rng):
+    head = make_head(hidden_size=D, vocab_size=V, bias=True)
+    client.compute_loss(head, *problem, step=0, id=1, accumulate=True)
+    before = client.read_tensor(head, "weight", "gradient")
+    share, part = (rng.standard_normal((rows, D)).astype(np.float32) for rows in (V, 7))
+    answer = client.add_gradient(head, "weight", share, step=0, id=2, scale=0.5)
+    assert (answer.added_rows, answer.repeated_rows) == (V, 0)
+    assert client.add_gradient(head, "weight", share, step=0, id=2, scale=0.5).repeated_rows == V
+    client.add_gradient(head, "weight", part, step=0, id=3, rows=(10, 17))
+    expected = before + 0.5 * share
+    expected[10:17] += part
+    np.testing.assert_allclose(client.read_tensor(head, "weight", "gradient"), expected, atol=1e-6)
+    with pytest.raises(lossd.FailedPrecondition):
+        client.add_gradient(head, "weight", 2 * share, step=0, id=2)
+    with pytest.raises(lossd.InvalidArgument, match="shape"):
+        client.add_gradient(head, "weight", part, step=0, id=4)
+    with pytest.raises(lossd.NonFinite):
+        client.add_gradient(head, "bias", np.full(V, np.nan, np.float32), step=0, id=5)
+    with pytest.raises(lossd.FailedPrecondition, match="6"):
+        client.apply_step(head, 0, lossd.SGD(lr=0.1), expected_microbatches=[1, 2, 3, 6])
+    answer = client.apply_step(head, 0, lossd.SGD(lr=0.1), expected_microbatches=[1, 2, 3])
+    assert (answer.microbatches, answer.contributions) == (1, 3)  # the refused one was opened
+
+
+def test_steps_that_are_not_finite(client, make_head, problem):
+    head = make_head(hidden_size=D, vocab_size=V)
+    hidden, targets = problem
+    client.compute_loss(head, 100 * hidden, targets, step=0, id=1, accumulate=True, reduction="sum", grad_output=3e38)
+    weight = client.read_tensor(head)
+    with pytest.raises(lossd.FailedPrecondition, match="finite"):
+        client.apply_step(head, 0, lossd.SGD(lr=0.1))
+    assert client.apply_step(head, 0, lossd.SGD(lr=0.1), skip_non_finite=True).skipped
+    np.testing.assert_array_equal(client.read_tensor(head), weight)
+    assert client.describe_head(head).updates == 0 and client.describe_head(head).state.step == 1
+
+
 def test_heads_are_listed_and_deleted(client):
     client.create_head("listed", hidden_size=4, vocab_size=7, norm="rmsnorm", norm_epsilon=1e-6, frozen=True)
     with pytest.raises(lossd.AlreadyExists):

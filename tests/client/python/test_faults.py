@@ -72,6 +72,29 @@ def test_a_restart_is_noticed(problem):
         server.stop()
 
 
+def test_a_deterministic_server_gives_the_same_bits(rng, seed):
+    hidden, targets = rng.standard_normal((5, 700, D)).astype(np.float32), rng.integers(-1, V, (5, 700))
+    targets[targets < 0] = -100
+    server = ServerProcess("--deterministic")
+    proxy = CutProxy(server.target, mean_bytes=600_000, seed=seed)
+    retry = lossd.RetryOptions(max_attempts=200, initial_backoff=0.01, max_backoff=0.05)
+    try:
+        gradients = []
+        with lossd.Client(server.target) as client, lossd.Client(proxy.target, retry=retry) as shaky:
+            for name, order in (("a", range(5)), ("b", [3, 1, 4, 0, 2])):
+                client.create_head(name, hidden_size=D, vocab_size=V)
+                assert client.describe_head(name).slice_limits.row_grid > 0
+                pending = [shaky.compute_loss_async(name, hidden[i], targets[i], step=0, id=i, accumulate=True,
+                                                    grad_hidden=True) for i in order]
+                for each in pending:
+                    each.wait()
+                gradients.append(client.read_tensor(name, "weight", "gradient"))
+        np.testing.assert_array_equal(*gradients)
+    finally:
+        proxy.close()
+        server.stop()
+
+
 def test_a_server_that_is_gone(problem):
     server = ServerProcess()
     with lossd.Client(server.target, retry=lossd.RetryOptions(max_attempts=2, initial_backoff=0.01)) as client:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lossd import errors
-from lossd._plan import MIN_ROWS_PER_STREAM, Rows, SliceBook, cut_slices, max_slice_rows, split_ranges, unsent
+from lossd._plan import MIN_ROWS_PER_STREAM, Rows, SliceBook, SliceRule, cut_slices, make_slice_rule, split_ranges, unsent
 from lossd.v1 import loss_pb2
 
 
@@ -25,13 +25,15 @@ def test_ranges_cover_all_rows_evenly(rng, rows, share, streams, max_rows):
 
 
 @pytest.mark.parametrize("share", [0, 0.02, 0.3, 0.9, 1])
-def test_slices_hold_every_valid_row_once(rng, share):
+@pytest.mark.parametrize("row_grid", [0, 1, 40, 1000])
+def test_slices_hold_every_valid_row_once(rng, share, row_grid):
     valid = rng.random(700) < share
     rows, max_rows = Rows(13, 650), int(rng.integers(1, 90))
-    slices = cut_slices(valid, rows, max_rows)
+    slices = cut_slices(valid, rows, SliceRule(max_rows, row_grid))
     covered = np.zeros(700, int)
     for piece in slices:
         assert 0 < len(piece) <= max_rows and valid[piece.begin] and valid[piece.end - 1]
+        assert row_grid == 0 or piece.begin // row_grid == (piece.end - 1) // row_grid
         inside = np.diff(np.flatnonzero(valid[piece.begin:piece.end]))
         assert inside.size == 0 or inside.max() <= max(1, max_rows // 8) + 1
         covered[piece.begin:piece.end] += 1
@@ -44,13 +46,13 @@ def test_slices_hold_every_valid_row_once(rng, share):
 
 
 def test_slice_size_obeys_every_limit():
-    limits = loss_pb2.SliceLimits(max_rows=50, max_bytes=1000)
-    assert max_slice_rows(10, 200, limits) == 20
-    assert max_slice_rows(10, 10**6, limits) == 50
-    assert max_slice_rows(100, 10**6, limits) == 10
-    assert max_slice_rows(900, 10, limits) == 1
+    limits = loss_pb2.SliceLimits(max_rows=50, max_bytes=1000, row_grid=7)
+    assert make_slice_rule(10, 200, limits) == SliceRule(20, 7)
+    assert make_slice_rule(10, 10**6, limits).max_rows == 50
+    assert make_slice_rule(100, 10**6, limits).max_rows == 10
+    assert make_slice_rule(900, 10, limits).max_rows == 1
     with pytest.raises(errors.InvalidArgument, match="1001 bytes.*1000"):
-        max_slice_rows(1001, 10, limits)
+        make_slice_rule(1001, 10, limits)
 
 
 def test_slice_book_takes_each_slice_once():

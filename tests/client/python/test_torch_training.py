@@ -11,7 +11,7 @@ from cut_proxy import CutProxy  # noqa: E402
 from server_process import ServerProcess  # noqa: E402
 
 import lossd  # noqa: E402
-from lossd.torch import HeadOptimizer, LossHead  # noqa: E402
+from lossd.torch import HeadOptimizer, LossHead, TiedEmbedding  # noqa: E402
 
 D, V, N = 16, 90, 64
 
@@ -145,6 +145,62 @@ def test_a_norm_that_is_not_finite_is_refused(client, make_head):
         optimizer.step()
     optimizer.zero_grad()
     assert client.grad_norm(head.head_name) == 0 and head.step == 0
+
+
+def test_a_step_that_is_not_finite_may_be_skipped(client, make_head):
+    head = LossHead(client, make_head(hidden_size=D, vocab_size=V), reduction="sum", grad_output=3e38)
+    optimizer = HeadOptimizer(head, lr=0.1, skip_non_finite=True)
+    ((_, targets),) = batches(1)
+    (head(100 * torch.randn(4, N, D, requires_grad=True), targets) * 3e38).backward()
+    optimizer.load_grad_norm()
+    optimizer.step()
+    assert optimizer.last.skipped and head.step == 1
+
+
+def test_tied_embeddings(client, make_head, trunks):
+    ours, theirs = trunks
+    name = make_head(hidden_size=D, vocab_size=V)
+    head = LossHead(client, name)
+    tied = TiedEmbedding(head, ours.embedding.weight)
+    tied.push()
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    optimizers = [torch.optim.AdamW(ours.layer.parameters(), **options), HeadOptimizer(head, **options)]
+    reference = torch.optim.AdamW(theirs.parameters(), **options)
+    for tokens, targets in batches(4):
+        head(ours(tokens), targets).backward()
+        tied.add_gradient()
+        assert ours.embedding.weight.grad is None
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        tied.pull()
+        reference.zero_grad()
+        logits = theirs(tokens) @ theirs.embedding.weight.T
+        torch.nn.functional.cross_entropy(logits.reshape(-1, V), targets.reshape(-1)).backward()
+        reference.step()
+    assert optimizers[1].last.contributions == 1
+    torch.testing.assert_close(ours.embedding.weight, theirs.embedding.weight, atol=1e-3, rtol=1e-2)
+    with pytest.raises(ValueError, match="weight has shape"):
+        TiedEmbedding(head, ours.layer.weight)
+
+
+def test_losses_that_are_looked_at_leave_no_gap():
+    """A deterministic server wants the microbatches of a step without one."""
+    server = ServerProcess("--deterministic")
+    try:
+        with lossd.Client(server.target) as client:
+            client.create_head("a", hidden_size=D, vocab_size=V)
+            head = LossHead(client, "a", timeout=60)
+            optimizer = HeadOptimizer(head, lr=0.1)
+            ((_, targets),) = batches(1)
+            for _ in range(2):
+                with torch.no_grad():
+                    head(torch.randn(4, N, D), targets)
+                head(torch.randn(4, N, D, requires_grad=True), targets).backward()
+            optimizer.step()
+            assert optimizer.last.microbatches == 2
+    finally:
+        server.stop()
 
 
 def test_losses_without_backward_are_not_applied(client, make_head):

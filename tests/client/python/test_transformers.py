@@ -100,13 +100,35 @@ def test_weights_come_back_trained(client, head_name, tokens, case):
         torch.testing.assert_close(back(input_ids=ids).logits, local(input_ids=ids).logits, atol=1e-4, rtol=1e-3)
 
 
-def test_tied_embeddings(client, head_name, tokens):
+@pytest.mark.parametrize("tied", ["part", "share"])
+def test_tied_embeddings(client, head_name, tokens, tied):
     model = make_model("GPT2")
-    with pytest.raises(ValueError, match="untie=True"):
+    with pytest.raises(ValueError, match='tied="part"'):
         RemoteHeadCausalLM(model, client, head_name)
-    expected = model(input_ids=tokens[0], labels=tokens[1]).loss
-    remote = RemoteHeadCausalLM(model, client, head_name, untie=True)
-    assert remote(tokens[0], labels=tokens[1]).item() == pytest.approx(expected.item(), rel=1e-5)
+    local = copy.deepcopy(model)
+    remote = RemoteHeadCausalLM(model, client, head_name, tied=tied)
+    reference = torch.optim.SGD(local.parameters(), lr=0.1)
+    embedding = model.get_input_embeddings().weight
+    optimizers = [
+        torch.optim.SGD([p for p in remote.parameters() if p is not embedding or tied == "part"], lr=0.1),
+        HeadOptimizer(remote.loss_head, lr=0.1, algorithm="sgd")]
+    for _ in range(2):
+        expected = local(input_ids=tokens[0], labels=tokens[1]).loss
+        loss = remote(tokens[0], labels=tokens[1])
+        if tied == "share":
+            assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        expected.backward()
+        loss.backward()
+        if remote.tied is not None:
+            remote.tied.add_gradient()
+        for each in (reference, *optimizers):
+            each.step()
+            each.zero_grad()
+        if remote.tied is not None:
+            remote.tied.pull()
+    back = remote.save_back()
+    same = back.get_output_embeddings().weight is back.get_input_embeddings().weight
+    assert same == (tied == "share")
 
 
 def test_logits_of_an_unknown_kind_are_noticed(client, head_name):

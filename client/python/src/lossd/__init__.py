@@ -10,6 +10,7 @@ from lossd.errors import (
     AlreadyExists,
     Cancelled,
     ClientClosed,
+    DataLoss,
     DeadlineExceeded,
     FailedPrecondition,
     ForkedClient,
@@ -25,7 +26,8 @@ from lossd.errors import (
 from lossd.types import SGD, AdamW, LossOptions, LossResult, RetryOptions
 
 __all__ = [
-    "SGD", "Aborted", "AdamW", "AlreadyExists", "Cancelled", "Client", "ClientClosed", "DeadlineExceeded",
-    "FailedPrecondition", "ForkedClient", "Internal", "InvalidArgument", "LossOptions", "LossResult", "LossdError",
-    "NonFinite", "NotFound", "PendingLoss", "ResourceExhausted", "Restarted", "RetryOptions", "Unavailable",
+    "SGD", "Aborted", "AdamW", "AlreadyExists", "Cancelled", "Client", "ClientClosed", "DataLoss",
+    "DeadlineExceeded", "FailedPrecondition", "ForkedClient", "Internal", "InvalidArgument", "LossOptions",
+    "LossResult", "LossdError", "NonFinite", "NotFound", "PendingLoss", "ResourceExhausted", "Restarted",
+    "RetryOptions", "Unavailable",
 ]

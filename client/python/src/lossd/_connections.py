@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -115,17 +115,36 @@ class Connections:
         self.check_usable()
         call = self._channels[0].unary_unary(
             method, request_serializer=type(request).SerializeToString, response_deserializer=answer.FromString)
-        attempt = 1
+
+        def attempt() -> M:
+            return self.run(lambda: call(request, timeout=deadline.left()))
+
+        return self.repeated(attempt, deadline) if repeat else attempt()
+
+    def updates(self, method: str, request: Message, answer: type[M], deadline: Deadline) -> Iterator[M]:
+        """One call that answers with a stream of messages; never repeated."""
+        self.check_usable()
+        call = self._channels[0].unary_stream(
+            method, request_serializer=type(request).SerializeToString, response_deserializer=answer.FromString)
+        stream = self.run(lambda: call(request, timeout=deadline.left()))
+        try:
+            while (update := self.run(lambda: next(stream, None))) is not None:
+                yield update
+        finally:
+            stream.cancel()
+
+    def repeated(self, attempt: Callable[[], T], deadline: Deadline) -> T:
+        """Runs `attempt` until it does not end with Unavailable, as the options say, waiting in between."""
+        number = 1
         while True:
             try:
-                response: M = self.run(lambda: call(request, timeout=deadline.left()))
-                return response
+                return attempt()
             except errors.Unavailable:
-                wait = deadline.backoff(self.options.retry, attempt)
-                if not repeat or wait is None:
+                wait = deadline.backoff(self.options.retry, number)
+                if wait is None:
                     raise
             time.sleep(wait)
-            attempt += 1
+            number += 1
 
     def stream(self, index: int, method: str) -> Any:
         """A method with streams of raw bytes in both directions, on the connection of that number (it wraps)."""

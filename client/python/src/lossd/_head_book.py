@@ -41,6 +41,12 @@ class HeadBook:
             self._check(head, step, incarnation)
             self._accumulations[head] = (step, incarnation)
 
+    def incarnation_of(self, head: str, step: int) -> int | None:
+        """Where gradients of `step` were accumulated; None: nowhere yet."""
+        with self._lock:
+            noted_step, incarnation = self._accumulations.get(head, (None, None))
+            return incarnation if noted_step == step else None
+
     def check_incarnation(self, head: str, step: int, incarnation: int) -> None:
         """Restarted if gradients of `step` were accumulated in another incarnation than this one."""
         with self._lock:

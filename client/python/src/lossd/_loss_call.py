@@ -17,7 +17,7 @@ from functools import partial
 from lossd import errors
 from lossd._connections import Connections, Deadline
 from lossd._head_book import HeadBook, HeadFacts
-from lossd._plan import Rows, max_slice_rows
+from lossd._plan import Rows, SliceRule, make_slice_rule
 from lossd._stream import LossStream
 from lossd._work import Work
 from lossd.types import LossResult
@@ -119,9 +119,9 @@ class LossCall:
         """One stream until it has succeeded or may not be repeated."""
         attempt = 1
         while not self._ended.is_set():
-            slice_rows = self._slice_rows()
+            rule = self._rule()
             try:
-                return self._run_stream(index, rows, slice_rows)
+                return self._run_stream(index, rows, rule)
             except errors.Unavailable as error:
                 self._interpret(error)
                 wait = self._deadline.backoff(self._core.connections.options.retry, attempt)
@@ -131,7 +131,7 @@ class LossCall:
                 attempt += 1
             except (errors.InvalidArgument, errors.ResourceExhausted) as error:
                 self._interpret(error)
-                if not self._may_cut_smaller(slice_rows):
+                if not self._may_cut_otherwise(rule):
                     raise
             except errors.LossdError as error:
                 self._interpret(error)
@@ -139,9 +139,9 @@ class LossCall:
             with self._lock:
                 self._total.repeats += 1
 
-    def _run_stream(self, index: int, rows: Rows, slice_rows: int) -> None:
-        stream = LossStream(
-            self._core.connections, index, self._work, self._work.plan(rows, slice_rows), self._accept)
+    def _run_stream(self, index: int, rows: Rows, rule: SliceRule) -> None:
+        plan = self._work.plan(rows, rule, self._known_incarnation())
+        stream = LossStream(self._core.connections, index, self._work, plan, self._accept)
         with self._lock:
             self._streams.add(stream)
         try:
@@ -158,20 +158,31 @@ class LossCall:
 
     # ---- what the server says ----
 
-    def _slice_rows(self) -> int:
+    def _known_incarnation(self) -> int | None:
+        """The server process that must answer: it has rows of the step, or has answered this call before."""
+        work = self._work
+        if work.accumulate and work.step is not None:
+            accumulated = self._core.book.incarnation_of(work.head, work.step)
+            if accumulated is not None:
+                return accumulated
+        with self._lock:
+            return self._state.incarnation if self._state is not None else None
+
+    def _rule(self) -> SliceRule:
         with self._lock:
             assert self._facts is not None
-            return max_slice_rows(self._work.row_bytes, self._options.slice_bytes, self._facts.limits)
+            return make_slice_rule(self._work.row_bytes, self._options.slice_bytes, self._facts.limits)
 
-    def _may_cut_smaller(self, slice_rows: int) -> bool:
-        """The server may have been restarted with smaller limits: learns them once; true if slices get smaller."""
+    def _may_cut_otherwise(self, rule: SliceRule) -> bool:
+        """The server may have been restarted with other limits: learns them once; true if they cut otherwise."""
         with self._lock:
             fresh = self._fresh
         if not fresh:
             facts = self._learn_facts()
             with self._lock:
                 self._facts, self._fresh = facts, True
-        return self._slice_rows() < slice_rows
+        now = self._rule()
+        return now.max_rows < rule.max_rows or now.row_grid != rule.row_grid
 
     def _accept(self, state: types_pb2.HeadState) -> None:
         if state.incarnation == 0:

@@ -48,19 +48,28 @@ def split_ranges(valid: NDArray[np.bool_], streams: int, max_rows: int) -> list[
     return ranges
 
 
-def cut_slices(valid: NDArray[np.bool_], rows: Rows, max_rows: int) -> list[Rows]:
-    """Cuts the valid rows of a range into slices of at most `max_rows` rows, ascending.
+@dataclass(frozen=True)
+class SliceRule:
+    """How rows may be cut."""
+
+    max_rows: int
+    row_grid: int = 0  # 0: no rule; else no slice has rows on both sides of a multiple of it
+
+
+def cut_slices(valid: NDArray[np.bool_], rows: Rows, rule: SliceRule) -> list[Rows]:
+    """Cuts the valid rows of a range into slices, ascending.
 
     Slices start and end with a valid row; long runs of ignored rows are in none.
     """
-    longest_gap = max(1, max_rows // 8)  # ignored rows sent along at most
+    longest_gap = max(1, rule.max_rows // 8)  # ignored rows sent along at most
     index = np.flatnonzero(valid[rows.begin:rows.end]) + rows.begin
     before_gap = np.flatnonzero(np.diff(index) > longest_gap + 1)  # positions whose successor is far away
     slices: list[Rows] = []
     first = 0
     while first < len(index):
         begin = int(index[first])
-        end = int(np.searchsorted(index, begin + max_rows))  # first position that does not fit
+        room = rule.max_rows if rule.row_grid == 0 else min(rule.max_rows, rule.row_grid - begin % rule.row_grid)
+        end = int(np.searchsorted(index, begin + room))  # first position that does not fit
         gap = int(np.searchsorted(before_gap, first))
         if gap < len(before_gap):
             end = min(end, int(before_gap[gap]) + 1)
@@ -69,8 +78,8 @@ def cut_slices(valid: NDArray[np.bool_], rows: Rows, max_rows: int) -> list[Rows
     return slices
 
 
-def max_slice_rows(row_bytes: int, slice_bytes: int, limits: loss_pb2.SliceLimits) -> int:
-    """Rows of a slice: as many as `slice_bytes` and the server's limits allow. Raises if one row is too large."""
+def make_slice_rule(row_bytes: int, slice_bytes: int, limits: loss_pb2.SliceLimits) -> SliceRule:
+    """Slices as large as `slice_bytes` and the server's limits allow. Raises if one row is too large."""
     rows = max(1, slice_bytes // row_bytes)
     if limits.max_bytes > 0:
         if row_bytes > limits.max_bytes:
@@ -79,7 +88,7 @@ def max_slice_rows(row_bytes: int, slice_bytes: int, limits: loss_pb2.SliceLimit
         rows = min(rows, limits.max_bytes // row_bytes)
     if limits.max_rows > 0:
         rows = min(rows, limits.max_rows)
-    return int(rows)
+    return SliceRule(int(rows), limits.row_grid)
 
 
 def unsent(rows: Rows, slices: list[Rows]) -> list[Rows]:

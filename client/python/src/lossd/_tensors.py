@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from lossd import _wire, errors
 from lossd._connections import Connections, Deadline
 from lossd.types import PARAMS
 from lossd.v1 import head_pb2
 
+M = TypeVar("M", bound=Message)
+
 _READ = "/lossd.v1.HeadService/ReadTensor"
 _WRITE = "/lossd.v1.HeadService/WriteTensor"
+_ADD = "/lossd.v1.HeadService/AddGradient"
 _WRITE_BYTES = 1 << 20  # of payload per message
 
 
@@ -53,16 +58,29 @@ def read_tensor(connections: Connections, request: head_pb2.ReadTensorRequest, r
 
 def write_tensor(connections: Connections, open_: head_pb2.OpenTensor, row_bytes: int, payload: memoryview,
                  deadline: Deadline) -> head_pb2.WriteTensorResponse:
-    """Sends whole rows."""
+    """Replaces whole rows."""
+    first = head_pb2.WriteTensorRequest(open=open_)
+    return _send_rows(connections, _WRITE, first, head_pb2.WriteTensorResponse, row_bytes, payload, deadline)
+
+
+def add_gradient(connections: Connections, open_: head_pb2.OpenGradient, row_bytes: int, payload: memoryview,
+                 deadline: Deadline) -> head_pb2.AddGradientResponse:
+    """Adds whole rows to a gradient."""
+    first = head_pb2.AddGradientRequest(open=open_)
+    return _send_rows(connections, _ADD, first, head_pb2.AddGradientResponse, row_bytes, payload, deadline)
+
+
+def _send_rows(connections: Connections, method: str, first: Message, answer: type[M], row_bytes: int,
+               payload: memoryview, deadline: Deadline) -> M:
+    """Sends the payload in messages of whole rows behind `first`'s fields; returns the one answer."""
     size = max(1, _WRITE_BYTES // row_bytes) * row_bytes
 
     def messages() -> Iterator[bytes]:
         for begin in range(0, max(payload.nbytes, 1), size):
-            request = head_pb2.WriteTensorRequest(open=open_ if begin == 0 else None)
-            yield _wire.encode(request, payload[begin:begin + size])
+            yield _wire.encode(first if begin == 0 else type(first)(), payload[begin:begin + size])
 
     def exchange() -> list[bytes]:
-        call: Any = connections.stream(0, _WRITE)(messages(), timeout=deadline.left())
+        call: Any = connections.stream(0, method)(messages(), timeout=deadline.left())
         try:
             return list(call)
         finally:
@@ -70,5 +88,5 @@ def write_tensor(connections: Connections, open_: head_pb2.OpenTensor, row_bytes
 
     answers = connections.run(exchange)
     if len(answers) != 1:
-        raise errors.server_sent(f"{len(answers)} answers to a written tensor")
-    return _wire.decode(head_pb2.WriteTensorResponse, answers[0])[0]
+        raise errors.server_sent(f"{len(answers)} answers to one tensor")
+    return _wire.decode(answer, answers[0])[0]

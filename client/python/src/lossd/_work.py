@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossd import _wire, errors
-from lossd._plan import Rows, cut_slices, split_ranges, unsent
+from lossd._plan import Rows, SliceRule, cut_slices, split_ranges, unsent
 from lossd.types import LossOptions, LossResult, Reduction, RowOutput
 from lossd.v1 import loss_pb2, types_pb2
 
@@ -74,8 +74,11 @@ class Work(ABC):
         """Ranges for about so many streams."""
 
     @abstractmethod
-    def plan(self, rows: Rows, slice_rows: int) -> StreamPlan:
-        """What the stream of a range sends. Writes the results of rows that nothing will be received for."""
+    def plan(self, rows: Rows, rule: SliceRule, incarnation: int | None) -> StreamPlan:
+        """What the stream of a range sends, to the server process of that incarnation (None: to any).
+
+        Writes the results of rows that nothing will be received for.
+        """
 
     @abstractmethod
     def conclude(self, total: LossResult) -> None:
@@ -134,19 +137,19 @@ class ForwardWork(Work):
     def split(self, streams: int) -> list[Rows]:
         return split_ranges(self._valid, streams, (_MAX_OPEN_BYTES - _OPEN_OVERHEAD) // 8)
 
-    def plan(self, rows: Rows, slice_rows: int) -> StreamPlan:
-        slices = cut_slices(self._valid, rows, slice_rows)
+    def plan(self, rows: Rows, rule: SliceRule, incarnation: int | None) -> StreamPlan:
+        slices = cut_slices(self._valid, rows, rule)
         for piece in unsent(rows, slices):
             self.outputs.fill_ignored(piece, self.row_bytes)
         arrays: dict[int, NDArray[Any]] = {18: self._targets[rows.begin:rows.end]}
         if self._row_weights is not None:
             arrays[19] = self._row_weights[rows.begin:rows.end]
-        return StreamPlan(_wire.encode_nested(1, self._open(rows), arrays), rows, slices)
+        return StreamPlan(_wire.encode_nested(1, self._open(rows, incarnation), arrays), rows, slices)
 
     def _normalizer(self) -> float:
         return float(self._valid_rows) if self._scale.normalizer is None else self._scale.normalizer
 
-    def _open(self, rows: Rows) -> loss_pb2.OpenMicrobatch:
+    def _open(self, rows: Rows, incarnation: int | None) -> loss_pb2.OpenMicrobatch:
         """All but targets and row weights."""
         mean = self._scale.reduction == "mean"
         want = self.outputs.rows
@@ -157,7 +160,8 @@ class ForwardWork(Work):
             normalizer=self._normalizer() if mean else None, grad_output=self._scale.grad_output,
             want_grad_hidden=self.outputs.grad_hidden is not None, accumulate_gradients=self.accumulate,
             want_row_loss="loss" in want, want_row_lse="lse" in want, want_row_entropy="entropy" in want,
-            want_row_logprob="logprob" in want, want_row_argmax="argmax" in want, retain=self._retain)
+            want_row_logprob="logprob" in want, want_row_argmax="argmax" in want, retain=self._retain,
+            incarnation=incarnation)
 
     def conclude(self, total: LossResult) -> None:
         if total.valid_rows != self._valid_rows:
@@ -187,12 +191,13 @@ class BackwardWork(Work):
         # No row is known to be ignored.
         return split_ranges(np.ones(self.rows, np.bool_), streams, (_MAX_OPEN_BYTES - _OPEN_OVERHEAD) // 12)
 
-    def plan(self, rows: Rows, slice_rows: int) -> StreamPlan:
+    def plan(self, rows: Rows, rule: SliceRule, incarnation: int | None) -> StreamPlan:
         self.outputs.fill_ignored(rows, self.row_bytes)
         open_ = loss_pb2.OpenBackward(
             head=self.head, step=self.step, microbatch_id=self.id,
             rows=types_pb2.RowRange(begin=rows.begin, end=rows.end),
-            want_grad_hidden=self.outputs.grad_hidden is not None, accumulate_gradients=self.accumulate)
+            want_grad_hidden=self.outputs.grad_hidden is not None, accumulate_gradients=self.accumulate,
+            incarnation=incarnation)
         arrays: dict[int, NDArray[Any]] = {
             number: values[rows.begin:rows.end] for number, values in self._gradients.items()}
         return StreamPlan(_wire.encode_nested(3, open_, arrays), rows, None)

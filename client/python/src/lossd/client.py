@@ -198,7 +198,7 @@ class Client:
         self._book.forget_accumulation(head)
 
     # ---- Heads ----
-    # Calls that only read, and apply_step (the server applies a step once), are repeated when the connection
+    # Calls that only read, apply_step and add_gradient (the server does both once) are repeated when the connection
     # breaks, within the timeout. The others never are.
 
     def create_head(self, name: str, *, hidden_size: int, vocab_size: int, bias: bool = False,
@@ -254,8 +254,10 @@ class Client:
             raise errors.InvalidArgument(f"rows is {rows}; {param} of head \"{head}\" has rows [0, {shape[0]})")
         request.rows.begin, request.rows.end = begin, end
         out = np.empty((end - begin, *shape[1:]), types.NUMPY_DTYPES[dtype])
-        _tensors.read_tensor(self._connections, request, out.itemsize * int(np.prod(shape[1:], dtype=int)), begin,
-                             _bytes_of(out), deadline)
+        row_bytes = out.itemsize * int(np.prod(shape[1:], dtype=int))
+        self._connections.repeated(
+            lambda: _tensors.read_tensor(self._connections, request, row_bytes, begin, _bytes_of(out), deadline),
+            deadline)
         return out
 
     def write_tensor(self, head: str, param: Param, values: NDArray[Any], *, dtype: DType | None = None,
@@ -276,6 +278,35 @@ class Client:
         row_bytes = data.itemsize * int(np.prod(shape[1:], dtype=int))
         return _tensors.write_tensor(self._connections, open_, row_bytes, _bytes_of(data), deadline).state
 
+    def add_gradient(self, head: str, param: Param, values: NDArray[Any], *, step: int, id: int, scale: float = 1.0,
+                     dtype: DType | None = None, rows: tuple[int, int] | None = None,
+                     timeout: float | None = None) -> head_pb2.AddGradientResponse:
+        """Adds `values` times `scale` to a parameter's gradient, or to rows [begin, end) of it, exactly once.
+
+        For what another stage accumulated for a parameter that it shares with the head (tied embeddings). `id` names
+        the contribution; it is not the id of a microbatch of the step, and apply_step may expect it like one.
+        """
+        deadline = Deadline(timeout or self._transfer_timeout)
+        number = types.enum_value("param", types.PARAMS, param)
+        kind, data = _as_array("values", values, dtype)
+        try:
+            shape = _tensors.tensor_shape(self._describe(head, deadline).spec, number)
+            begin, end = rows or (0, shape[0])
+            if data.shape != (end - begin, *shape[1:]):
+                raise errors.InvalidArgument(
+                    f"values has shape {data.shape}; {param} of head \"{head}\" takes {(end - begin, *shape[1:])}")
+            open_ = head_pb2.OpenGradient(head=head, step=step, contribution_id=id, param=number,
+                                          dtype=types.DTYPES[kind], scale=scale)
+            open_.contribution_rows.begin, open_.contribution_rows.end = begin, end
+            row_bytes = data.itemsize * int(np.prod(shape[1:], dtype=int))
+            answer = self._connections.repeated(
+                lambda: _tensors.add_gradient(self._connections, open_, row_bytes, _bytes_of(data), deadline), deadline)
+        except errors.LossdError as error:
+            self._interpret(error, head, step)
+            raise
+        self._book.note_accumulation(head, step, answer.state.incarnation)
+        return answer
+
     def grad_norm(self, head: str, step: int | None = None, timeout: float | None = None) -> float:
         """The 2-norm over all gradients accumulated in the open step."""
         try:
@@ -289,16 +320,18 @@ class Client:
 
     def apply_step(self, head: str, step: int, optimizer: types.AdamW | types.SGD, *, grad_multiplier: float = 1.0,
                    decay_vectors: bool = False, expected_microbatches: Sequence[int] = (),
-                   expected_rows: int | None = None, timeout: float | None = None) -> head_pb2.ApplyStepResponse:
+                   expected_rows: int | None = None, skip_non_finite: bool = False, timeout: float | None = None) -> head_pb2.ApplyStepResponse:
         """Applies one optimizer step to the accumulated gradients, zeroes them and opens the next step.
 
-        Applied once per step: a repeat gets the stored result. FailedPrecondition lists expected rows that are
-        missing; then nothing changed. Restarted also if the answer shows that the server was restarted since rows of
-        this step were accumulated.
+        Applied once per step: a repeat gets the stored result. FailedPrecondition lists expected rows (of microbatches
+        and contributions) that are missing, or says that the gradient's norm is not finite; then nothing changed. With
+        `skip_non_finite` such a step is closed without an update. Restarted also if the server that applied the step
+        does not have the rows that this client accumulated.
         """
         request = head_pb2.ApplyStepRequest(
             head=head, step=step, optimizer=optimizer.to_proto(), expected_microbatches=expected_microbatches,
-            expected_rows=expected_rows)
+            expected_rows=expected_rows, skip_non_finite=skip_non_finite,
+            incarnation=self._book.incarnation_of(head, step))
         request.optimizer.grad_multiplier = grad_multiplier
         request.optimizer.decay_vectors = decay_vectors
         try:
@@ -307,7 +340,7 @@ class Client:
         except errors.LossdError as error:
             self._interpret(error, head, step)
             raise
-        self._book.check_incarnation(head, step, answer.state.incarnation)
+        self._book.check_incarnation(head, step, answer.applied_incarnation)
         self._book.forget_accumulation(head)
         return answer
 
@@ -318,11 +351,35 @@ class Client:
         self._book.forget_accumulation(head)
         return answer.state
 
-    def save_checkpoint(self, head: str, name: str = "",
+    def save_checkpoint(self, head: str, name: str = "", *, keep: int | None = None, cancel_with_call: bool = False,
+                        on_progress: Callable[[head_pb2.SaveProgress], None] | None = None,
                         timeout: float | None = None) -> head_pb2.SaveCheckpointResponse:
-        """Writes the head to the server's checkpoint directory. An empty name: the server names it by step."""
-        return self._heads("SaveCheckpoint", head_pb2.SaveCheckpointRequest(head=head, name=name),
-                           head_pb2.SaveCheckpointResponse, timeout or self._transfer_timeout)
+        """Writes the head to the server's checkpoint directory; calls that change the head wait only at the beginning.
+
+        Args:
+          name: empty: the server names it by step, and it is automatic.
+          keep: after an automatic save, remove automatic checkpoints of the head but the newest so many. 0: none.
+            None: as the server was started.
+          cancel_with_call: the save ends when this call ends before it; else it goes on.
+          on_progress: called on this thread, a few times a second.
+        """
+        request = head_pb2.SaveCheckpointRequest(head=head, name=name, keep=keep, cancel_with_call=cancel_with_call)
+        saved = None
+        for update in self._connections.updates(_HEADS + "SaveCheckpoint", request, head_pb2.SaveCheckpointUpdate,
+                                                Deadline(timeout or self._transfer_timeout)):
+            if update.HasField("saved"):
+                saved = update.saved
+            elif on_progress is not None:
+                on_progress(update.progress)
+        if saved is None:
+            raise errors.server_sent("no word of what it saved")
+        return saved
+
+    def list_checkpoints(self, head: str = "", timeout: float | None = None) -> list[head_pb2.CheckpointInfo]:
+        """Of a head, or of all: by head, then from the newest to the oldest, at most 1,000."""
+        answer = self._heads("ListCheckpoints", head_pb2.ListCheckpointsRequest(head=head),
+                             head_pb2.ListCheckpointsResponse, timeout or self._call_timeout, repeat=True)
+        return list(answer.checkpoints)
 
     def load_checkpoint(self, checkpoint: str, head: str = "",
                         timeout: float | None = None) -> head_pb2.HeadDescription:

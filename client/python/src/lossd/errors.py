@@ -86,6 +86,10 @@ class Restarted(Aborted):
     """
 
 
+class DataLoss(LossdError, OSError):
+    """A checkpoint does not hold what was saved; the tensor or file is named."""
+
+
 class Internal(LossdError, RuntimeError):
     """A device or disk failed, or the server sent something that the protocol does not allow."""
 
@@ -109,6 +113,7 @@ _CLASSES: dict[grpc.StatusCode, type[LossdError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.ABORTED: Aborted,
+    grpc.StatusCode.DATA_LOSS: DataLoss,
 }
 _NAME_THE_SERVER = (Unavailable, DeadlineExceeded)
 

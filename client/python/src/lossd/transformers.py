@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 import lossd
-from lossd.torch import LossHead
+from lossd.torch import LossHead, TiedEmbedding
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
@@ -29,13 +29,16 @@ class RemoteHeadCausalLM(torch.nn.Module):
     `loss_head` is the LossHead: HeadOptimizer(remote.loss_head, ...) steps it.
     """
 
-    def __init__(self, model: Any, client: lossd.Client, name: str, *, move_norm: bool = False, untie: bool = False,
+    def __init__(self, model: Any, client: lossd.Client, name: str, *, move_norm: bool = False,
+                 tied: Literal["refuse", "part", "share"] = "refuse",
                  optimizer_state: lossd.types.OptimizerState = "adam", verify: bool = True, **options: Any) -> None:
         """
         Args:
           move_norm: the final norm goes to the server too.
-          untie: allow a model whose head shares its weights with the input embeddings. The two part: the head is
-            trained by the server, the embeddings by the trainer.
+          tied: what becomes of a head that shares its weights with the input embeddings. "part": each goes its own
+            way, the head trained by the server, the embeddings by the trainer. "share": they stay one matrix, which
+            the server trains; see `tied` of this object (lossd.torch.TiedEmbedding), and leave the embeddings out of
+            the trainer's optimizer.
           verify: compare the losses of a few random tokens before and after; ValueError if they differ, which says
             that the model makes its logits in a way that this class does not know.
           options: of LossHead.
@@ -44,9 +47,11 @@ class RemoteHeadCausalLM(torch.nn.Module):
         layer = model.get_output_embeddings()
         if layer is None:
             raise ValueError(f"{type(model).__name__} has no output embeddings")
-        if layer.weight is model.get_input_embeddings().weight:
-            if not untie:
-                raise ValueError("the head shares its weights with the input embeddings; untie=True trains them apart")
+        embedding = model.get_input_embeddings().weight
+        is_tied = layer.weight is embedding
+        if is_tied and tied not in ("part", "share"):
+            raise ValueError('the head shares its weights with the input embeddings; choose tied="part" or "share"')
+        if is_tied and tied == "part":
             model.config.tie_word_embeddings = False
         norm = _FinalNorm.find(model) if move_norm else None
         expected = _random_tokens_loss(lambda **inputs: model(**inputs).loss, model) if verify else 0.0
@@ -62,6 +67,7 @@ class RemoteHeadCausalLM(torch.nn.Module):
         if norm:
             norm.write(client, name)
         self.loss_head = LossHead(client, name, shift=True, **{**_head_options(model.config), **options})
+        self.tied = TiedEmbedding(self.loss_head, embedding) if is_tied and tied == "share" else None
         self.model = model
         self._norm = norm
         self._layer = (layer.bias is not None, layer.weight.dtype, layer.weight.device)
@@ -85,6 +91,9 @@ class RemoteHeadCausalLM(torch.nn.Module):
         _set(layer.weight, client.read_tensor(name, "weight"))
         if bias:
             _set(layer.bias, client.read_tensor(name, "bias"))
+        if self.tied is not None:
+            self.tied.pull()
+            layer.weight = self.tied.weight
         self.model.set_output_embeddings(layer)
         if self._norm:
             self._norm.read(client, name)

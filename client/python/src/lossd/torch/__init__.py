@@ -3,5 +3,6 @@
 from lossd.torch.head import LossExtras, LossHead, PendingHeadLoss
 from lossd.torch.optimizer import HeadOptimizer
 from lossd.torch.pipelining import PipelineLoss
+from lossd.torch.tied import TiedEmbedding
 
-__all__ = ["HeadOptimizer", "LossExtras", "LossHead", "PendingHeadLoss", "PipelineLoss"]
+__all__ = ["HeadOptimizer", "LossExtras", "LossHead", "PendingHeadLoss", "PipelineLoss", "TiedEmbedding"]

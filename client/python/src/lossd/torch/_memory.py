@@ -15,16 +15,25 @@ from numpy.typing import NDArray
 
 from lossd.types import DType
 
+Array = NDArray[Any]
+
 DTYPES: dict[torch.dtype, DType] = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def as_array(tensor: torch.Tensor) -> NDArray[Any]:
+def as_array(tensor: torch.Tensor) -> Array:
     """A contiguous CPU tensor's memory, of the dtype that lossd.Client takes; bf16 as uint16."""
     if tensor.dtype is torch.bfloat16:
-        bits: NDArray[Any] = tensor.view(torch.int16).numpy().view(np.uint16)
+        bits: Array = tensor.view(torch.int16).numpy().view(np.uint16)
         return bits
-    array: NDArray[Any] = tensor.numpy()
+    array: Array = tensor.numpy()
     return array
+
+
+def as_tensor(array: Array, dtype: torch.dtype) -> torch.Tensor:
+    """The reverse of as_array."""
+    if dtype is torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:

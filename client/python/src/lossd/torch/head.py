@@ -144,8 +144,8 @@ class LossHead(torch.nn.Module):
         labels = _labels(targets, self.shift, self.options.ignore_index)
         needs_hidden = torch.is_grad_enabled() and hidden.requires_grad
         needs_head = torch.is_grad_enabled() and self.train_head
-        job = _Job(self, wire, targets.shape, needs_hidden, needs_head, self.steps.number(microbatch),
-                   self.grad_output)
+        number = self.steps.number(microbatch) if needs_head else self.steps.number_apart()
+        job = _Job(self, wire, targets.shape, needs_hidden, needs_head, number, self.grad_output)
         weights = None if row_weights is None else row_weights.detach().reshape(-1).to("cpu", torch.float32).numpy()
         if self.reduction == "mean":
             job.normalizer = self._normalizer(labels, normalizer)

@@ -40,12 +40,14 @@ class HeadOptimizer(torch.optim.Optimizer):
     def __init__(self, head: LossHead, *, lr: float, algorithm: Literal["adamw", "sgd"] = "adamw",
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
                  momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False, decay_vectors: bool = False,
-                 device: torch.device | str | None = None) -> None:
+                 skip_non_finite: bool = False, device: torch.device | str | None = None) -> None:
         """
         Args:
           lr, betas, eps, weight_decay: as torch.optim.AdamW.
           lr, momentum, dampening, nesterov, weight_decay: as torch.optim.SGD, with algorithm="sgd".
           decay_vectors: weight decay for bias and norm parameters too.
+          skip_non_finite: a step whose gradient is not finite is closed without an update instead of refused;
+            `last.skipped` says so.
           device: of the stand-in; GradScaler wants the model's.
         """
         if algorithm not in ("adamw", "sgd"):
@@ -57,6 +59,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         self.head = head
         self.algorithm = algorithm
         self.decay_vectors = decay_vectors
+        self.skip_non_finite = skip_non_finite
         self.last: head_pb2.ApplyStepResponse | None = None  # what the server said of the last step
         self._loaded_norm: float | None = None
 
@@ -109,7 +112,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         expected = head.steps.expected() if expected_microbatches is None else expected_microbatches
         self.last = head.client.apply_step(
             head.head_name, head.step, self._hyper_parameters(), grad_multiplier=head.grad_scale * self._multiplier(),
-            decay_vectors=self.decay_vectors, expected_microbatches=expected)
+            decay_vectors=self.decay_vectors, expected_microbatches=expected, skip_non_finite=self.skip_non_finite)
         head.steps.advance(self.last.state.step)
         self.stand_in.grad = None
         self._loaded_norm = None
@@ -128,6 +131,8 @@ class HeadOptimizer(torch.optim.Optimizer):
         if self._loaded_norm is None or self._loaded_norm == 0.0 or self.stand_in.grad is None:
             return 1.0
         multiplier = float(self.stand_in.grad) / self._loaded_norm
+        if not math.isfinite(self._loaded_norm) and self.skip_non_finite:
+            return 1.0  # the server skips the step
         if not math.isfinite(multiplier):
             raise ArithmeticError(
                 f"the gradient norm of head {self.head.head_name!r} is {self._loaded_norm}, of the stand-in "
