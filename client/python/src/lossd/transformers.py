@@ -152,9 +152,9 @@ class _FinalNorm:
             _set(self.module.bias, client.read_tensor(head, "norm_shift"))
 
 
-def _head_options(config: Any) -> dict[str, float]:
+def _head_options(config: Any) -> dict[str, Any]:
     """What a configuration says about logits."""
-    options: dict[str, float] = {}
+    options: dict[str, Any] = {}
     if softcap := getattr(config, "final_logit_softcapping", None):
         options["softcap"] = float(softcap)
     if scale := getattr(config, "logit_scale", None):
