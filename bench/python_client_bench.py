@@ -2,9 +2,9 @@
 
     python3 bench/python_client_bench.py --lossctl build/release/bin/lossctl --channels 4 --in_flight 4
 
-Every microbatch asks for dL/dx and accumulates dL/dW, which is discarded at the end. The head is made for the purpose and
-deleted afterwards. With --torch hidden states are CUDA tensors that pass through lossd.torch.LossHead: copies to and from
-the device are in the time.
+Every microbatch asks for dL/dx and accumulates dL/dW, which is discarded at the end. The head is made for the purpose
+and deleted afterwards. With --torch hidden states are CUDA tensors that pass through lossd.torch.LossHead: copies to
+and from the device are in the time.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
         self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
         self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
-        self.register_buffer("future", torch.full((shape.context, shape.context), float("-inf")).triu(1), persistent=False)
+        future = torch.full((shape.context, shape.context), float("-inf")).triu(1)
+        self.register_buffer("future", future, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.out(self._attend(self.norm1(x)))

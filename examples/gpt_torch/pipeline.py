@@ -109,8 +109,8 @@ def run_stage(rank: int, port: int, arguments: argparse.Namespace, kind: str, re
             torch.cuda.synchronize()
         torch.distributed.barrier()
         seconds.append(time.monotonic() - begin)
-    results.put({"head": kind, "stage": rank, "losses": losses, "step_seconds": float(np.median(seconds[2:] or seconds)),
-                 "peak_bytes": peak_bytes(device)})
+    results.put({"head": kind, "stage": rank, "losses": losses, "peak_bytes": peak_bytes(device),
+                 "step_seconds": float(np.median(seconds[2:] or seconds))})
     if client is not None:
         client.close()
     torch.distributed.destroy_process_group()

@@ -3,10 +3,10 @@
     lossd &
     python3 policy.py
 
-The policy sees a number and writes a few; each is rewarded for being the one before plus three. Sampling needs the head's
-weights and reads them from the server once a round, as a separate sampler would. Training sends hidden states only: the
-server returns each token's log probability and entropy, the clipped objective is formed here, and backward() brings its
-gradients to the server, which computes the logits again (LossHead with reduction "none").
+The policy sees a number and writes a few; each is rewarded for being the one before plus three. Sampling needs the
+head's weights and reads them from the server once a round, as a separate sampler would. Training sends hidden states
+only: the server returns each token's log probability and entropy, the clipped objective is formed here, and backward()
+brings its gradients to the server, which computes the logits again (LossHead with reduction "none").
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Policy(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Embedding(vocab_size, hidden_size), nn.Linear(hidden_size, hidden_size), nn.Tanh())
+        self.layers = nn.Sequential(
+            nn.Embedding(vocab_size, hidden_size), nn.Linear(hidden_size, hidden_size), nn.Tanh())
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.layers(tokens)

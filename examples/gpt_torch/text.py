@@ -39,5 +39,6 @@ def load_tokens(folder: Path, text_path: str | None, vocab_size: int) -> NDArray
         text = load_text(text_path)
         print(f"learning {vocab_size} tokens from {len(text) / 1e6:.1f} MB of text", flush=True)
         folder.mkdir(parents=True, exist_ok=True)
-        np.save(cache, Tokenizer.learn(text, vocab_size).encode(text).astype(np.uint16 if vocab_size <= 2**16 else np.uint32))
+        tokens = Tokenizer.learn(text, vocab_size).encode(text)
+        np.save(cache, tokens.astype(np.uint16 if vocab_size <= 2**16 else np.uint32))
     return np.load(cache).astype(np.int64)

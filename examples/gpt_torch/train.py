@@ -3,8 +3,8 @@
     lossd &
     python3 train.py --steps=500 --figure=curves.svg
 
-Same seeds, same weights, same batches. Both clip the global gradient norm and follow the same learning-rate schedule. The
-tokens are learnt from the manual pages of Perl, or from --text.
+Same seeds, same weights, same batches. Both clip the global gradient norm and follow the same learning-rate schedule.
+The tokens are learnt from the manual pages of Perl, or from --text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds a source distribution and out of it a wheel, and installs that in a fresh virtual environment, offline, with the
-# distribution's packages for the rest.
+# Builds a source distribution and out of it a wheel, and installs that in a fresh virtual environment, offline, with
+# the distribution's packages for the rest.
 #
 #   prepare_venv.sh PYTHON SOURCE_DIR VENV
 #
@@ -23,7 +23,10 @@ rm -rf "$work/client/python/build" "$work/client/python/src/"*.egg-info
 
 "$python" -m venv --system-site-packages "$venv"
 cd "$work/client/python"
-"$venv/bin/python" -c 'import setuptools.build_meta as b; b.build_sdist("../../dist")' >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
+if ! "$venv/bin/python" -c 'import setuptools.build_meta as b; b.build_sdist("../../dist")' >"$work/log" 2>&1; then
+  cat "$work/log"
+  exit 1
+fi
 "$venv/bin/pip" install --no-build-isolation --no-deps --no-index "$work/dist/"*.tar.gz
 cd /
 "$venv/bin/python" -c 'import lossd, lossd.v1.loss_pb2; print("installed", lossd.__file__)'

@@ -1,4 +1,4 @@
-"""A lossd of its own for a test: starts the program that LOSSD_BINARY names on a free port of the loopback interface."""
+"""A lossd of its own for a test: starts the program that LOSSD_BINARY names on a free port of the loopback."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ def test_tokenizer_merges_the_most_frequent_pair(tokenizer_module):
 
 
 def test_local_and_remote_head_train_alike(server, tmp_path):
-    output = run("train.py", f"--server={server.target}", "--steps=12", "--batch=4", "--lr=1e-2", f"--folder={tmp_path}",
-                 "--device=cpu", *SMALL)
+    output = run("train.py", f"--server={server.target}", "--steps=12", "--batch=4", "--lr=1e-2",
+                 f"--folder={tmp_path}", "--device=cpu", *SMALL)
     rows = [list(map(float, line.split(","))) for line in (tmp_path / "curves.csv").read_text().splitlines()[1:]]
     assert len(rows) == 12 and rows[-1][1] < rows[0][1] - 0.3, output
     assert max(abs(local - remote) for _, local, remote in rows) < 1e-3, output

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from lossd import errors
-from lossd._plan import MIN_ROWS_PER_STREAM, Rows, SliceBook, SliceRule, cut_slices, make_slice_rule, split_ranges, unsent
+from lossd._plan import (
+    MIN_ROWS_PER_STREAM,
+    Rows,
+    SliceBook,
+    SliceRule,
+    cut_slices,
+    make_slice_rule,
+    split_ranges,
+    unsent,
+)
 from lossd.v1 import loss_pb2
 
 

@@ -33,7 +33,8 @@ def make_model(kind, **changes):
 
 CASES = {
     "llama": ("Llama", {}), "granite": ("Granite", {"logits_scaling": 3.0}), "cohere": ("Cohere", {"logit_scale": 0.4}),
-    "gemma2": ("Gemma2", {"final_logit_softcapping": 2.0, "head_dim": 8}), "gpt2": ("GPT2", {"tie_word_embeddings": False})}
+    "gemma2": ("Gemma2", {"final_logit_softcapping": 2.0, "head_dim": 8}),
+    "gpt2": ("GPT2", {"tie_word_embeddings": False})}
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -33,7 +34,8 @@ class ConnectionOptions:
     def __post_init__(self) -> None:
         _require("target", self.target, bool(self.target), "not empty")
         _require("channels", self.channels, 1 <= self.channels <= 64, "in [1, 64]")
-        _require("max_message_bytes", self.max_message_bytes, 1024 <= self.max_message_bytes < 2**31, "in [1 KiB, 2 GiB)")
+        size = self.max_message_bytes
+        _require("max_message_bytes", size, 1024 <= size < 2**31, "in [1 KiB, 2 GiB)")
         _require("connect_timeout", self.connect_timeout, self.connect_timeout > 0, "positive")
         _require("dead_peer_timeout", self.dead_peer_timeout, 0 < self.dead_peer_timeout <= 86400, "in (0, 86400] s")
         _require("retry.max_attempts", self.retry.max_attempts, self.retry.max_attempts >= 1, "at least 1")
@@ -166,8 +168,9 @@ class Connections:
         deadline = Deadline(self.options.connect_timeout)
         request = server_pb2.GetServerRequest().SerializeToString()
         for channel in self._channels:
-            call = channel.unary_unary("/lossd.v1.ServerService/GetServer")
+            call = partial(channel.unary_unary("/lossd.v1.ServerService/GetServer"), request,
+                           wait_for_ready=self.options.wait_for_server)
             try:
-                self.run(lambda: call(request, timeout=deadline.left(), wait_for_ready=self.options.wait_for_server))
+                self.run(partial(call, timeout=deadline.left()))
             except (errors.DeadlineExceeded, errors.Unavailable) as error:
                 raise errors.Unavailable(f"no server at {self.options.target}: {error.message}") from None

@@ -15,8 +15,10 @@ Errors are the classes of lossd.errors. Bad input raises before anything is sent
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
@@ -30,7 +32,18 @@ from lossd._connections import ConnectionOptions, Connections, Deadline
 from lossd._head_book import HeadBook
 from lossd._loss_call import CallOptions, Core, LossCall, PendingLoss
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
-from lossd.types import DType, LossOptions, LossResult, Norm, OptimizerState, Param, Reduction, RetryOptions, Role, RowOutput
+from lossd.types import (
+    DType,
+    LossOptions,
+    LossResult,
+    Norm,
+    OptimizerState,
+    Param,
+    Reduction,
+    RetryOptions,
+    Role,
+    RowOutput,
+)
 from lossd.v1 import head_pb2, loss_pb2, server_pb2, types_pb2
 
 M = TypeVar("M", bound=Message)
@@ -89,6 +102,10 @@ class Client:
     @property
     def target(self) -> str:
         return self._connections.options.target
+
+    def check_usable(self) -> None:
+        """ClientClosed or ForkedClient if no call can be made."""
+        self._connections.check_usable()
 
     def __enter__(self) -> Client:
         return self
@@ -254,7 +271,7 @@ class Client:
             raise errors.InvalidArgument(f"rows is {rows}; {param} of head \"{head}\" has rows [0, {shape[0]})")
         request.rows.begin, request.rows.end = begin, end
         out = np.empty((end - begin, *shape[1:]), types.NUMPY_DTYPES[dtype])
-        row_bytes = out.itemsize * int(np.prod(shape[1:], dtype=int))
+        row_bytes = out.itemsize * math.prod(shape[1:])
         self._connections.repeated(
             lambda: _tensors.read_tensor(self._connections, request, row_bytes, begin, _bytes_of(out), deadline),
             deadline)
@@ -267,15 +284,9 @@ class Client:
         deadline = Deadline(timeout or self._transfer_timeout)
         number = types.enum_value("param", types.PARAMS, param)
         kind, data = _as_array("values", values, dtype)
-        shape = _tensors.tensor_shape(self._describe(head, deadline).spec, number)
-        begin, end = rows or (0, shape[0])
-        if data.shape != (end - begin, *shape[1:]):
-            raise errors.InvalidArgument(
-                f"values has shape {data.shape}; {param} of head \"{head}\" takes {(end - begin, *shape[1:])}")
+        range_, row_bytes = self._rows_of(head, param, data, rows, deadline)
         open_ = head_pb2.OpenTensor(head=head, param=number, role=types.enum_value("role", types.ROLES, role),
-                                    dtype=types.DTYPES[kind])
-        open_.rows.begin, open_.rows.end = begin, end
-        row_bytes = data.itemsize * int(np.prod(shape[1:], dtype=int))
+                                    dtype=types.DTYPES[kind], rows=range_)
         return _tensors.write_tensor(self._connections, open_, row_bytes, _bytes_of(data), deadline).state
 
     def add_gradient(self, head: str, param: Param, values: NDArray[Any], *, step: int, id: int, scale: float = 1.0,
@@ -289,38 +300,27 @@ class Client:
         deadline = Deadline(timeout or self._transfer_timeout)
         number = types.enum_value("param", types.PARAMS, param)
         kind, data = _as_array("values", values, dtype)
-        try:
-            shape = _tensors.tensor_shape(self._describe(head, deadline).spec, number)
-            begin, end = rows or (0, shape[0])
-            if data.shape != (end - begin, *shape[1:]):
-                raise errors.InvalidArgument(
-                    f"values has shape {data.shape}; {param} of head \"{head}\" takes {(end - begin, *shape[1:])}")
+        with self._restarts_told(head, step):
+            range_, row_bytes = self._rows_of(head, param, data, rows, deadline)
             open_ = head_pb2.OpenGradient(head=head, step=step, contribution_id=id, param=number,
-                                          dtype=types.DTYPES[kind], scale=scale)
-            open_.contribution_rows.begin, open_.contribution_rows.end = begin, end
-            row_bytes = data.itemsize * int(np.prod(shape[1:], dtype=int))
+                                          dtype=types.DTYPES[kind], scale=scale, contribution_rows=range_)
             answer = self._connections.repeated(
                 lambda: _tensors.add_gradient(self._connections, open_, row_bytes, _bytes_of(data), deadline), deadline)
-        except errors.LossdError as error:
-            self._interpret(error, head, step)
-            raise
         self._book.note_accumulation(head, step, answer.state.incarnation)
         return answer
 
     def grad_norm(self, head: str, step: int | None = None, timeout: float | None = None) -> float:
         """The 2-norm over all gradients accumulated in the open step."""
-        try:
+        with self._restarts_told(head, step):
             answer = self._heads("GradNorm", head_pb2.GradNormRequest(head=head, step=step),
                                  head_pb2.GradNormResponse, timeout or self._call_timeout, repeat=True)
-        except errors.LossdError as error:
-            self._interpret(error, head, step)
-            raise
         self._book.check_incarnation(head, answer.state.step, answer.state.incarnation)
         return float(answer.grad_norm)
 
     def apply_step(self, head: str, step: int, optimizer: types.AdamW | types.SGD, *, grad_multiplier: float = 1.0,
                    decay_vectors: bool = False, expected_microbatches: Sequence[int] = (),
-                   expected_rows: int | None = None, skip_non_finite: bool = False, timeout: float | None = None) -> head_pb2.ApplyStepResponse:
+                   expected_rows: int | None = None, skip_non_finite: bool = False,
+                   timeout: float | None = None) -> head_pb2.ApplyStepResponse:
         """Applies one optimizer step to the accumulated gradients, zeroes them and opens the next step.
 
         Applied once per step: a repeat gets the stored result. FailedPrecondition lists expected rows (of microbatches
@@ -334,12 +334,9 @@ class Client:
             incarnation=self._book.incarnation_of(head, step))
         request.optimizer.grad_multiplier = grad_multiplier
         request.optimizer.decay_vectors = decay_vectors
-        try:
+        with self._restarts_told(head, step):
             answer = self._heads("ApplyStep", request, head_pb2.ApplyStepResponse, timeout or self._call_timeout,
                                  repeat=True)
-        except errors.LossdError as error:
-            self._interpret(error, head, step)
-            raise
         self._book.check_incarnation(head, step, answer.applied_incarnation)
         self._book.forget_accumulation(head)
         return answer
@@ -410,10 +407,27 @@ class Client:
         self._book.learn(description)
         return description
 
-    def _interpret(self, error: errors.LossdError, head: str, step: int | None) -> None:
-        """Raises Restarted if the error came from a server that lost gradients of the step."""
-        if error.incarnation and step is not None:
-            self._book.check_incarnation(head, step, error.incarnation)
+    @contextlib.contextmanager
+    def _restarts_told(self, head: str, step: int | None) -> Iterator[None]:
+        """Raises Restarted instead of an error that came from a server which lost gradients of the step."""
+        try:
+            yield
+        except errors.LossdError as error:
+            if error.incarnation and step is not None:
+                self._book.check_incarnation(head, step, error.incarnation)
+            raise
+
+    def _rows_of(self, head: str, param: Param, data: NDArray[Any], rows: tuple[int, int] | None,
+                 deadline: Deadline) -> tuple[types_pb2.RowRange, int]:
+        """The rows that `data` is for, and the bytes of one. InvalidArgument if its shape is not theirs."""
+        shape = _tensors.tensor_shape(self._describe(head, deadline).spec, types.PARAMS[param])
+        begin, end = rows or (0, shape[0])
+        if not 0 <= begin <= end <= shape[0]:
+            raise errors.InvalidArgument(f'rows is {rows}; {param} of head "{head}" has rows [0, {shape[0]})')
+        if data.shape != (end - begin, *shape[1:]):
+            raise errors.InvalidArgument(
+                f'values has shape {data.shape}; {param} of head "{head}" takes {(end - begin, *shape[1:])}')
+        return types_pb2.RowRange(begin=begin, end=end), data.itemsize * math.prod(shape[1:])
 
     def _start(self, work: Work, gradient: NDArray[Any] | None, streams: int | None, slice_bytes: int,
                timeout: float | None, ready: Callable[[], None] | None) -> PendingLoss:

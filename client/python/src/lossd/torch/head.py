@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -165,7 +165,7 @@ class LossHead(torch.nn.Module):
         return float(self._class_weights[labels[inside]].sum(dtype=np.float64))
 
     def _check(self, hidden: torch.Tensor, targets: torch.Tensor, row_weights: torch.Tensor | None) -> None:
-        self.client._connections.check_usable()
+        self.client.check_usable()
         if hidden.dtype not in _memory.DTYPES:
             raise TypeError(f"hidden is {hidden.dtype}; lossd takes float32, float16 and bfloat16: use hidden.float()")
         if hidden.dim() == 0 or hidden.shape[-1] != self.hidden_size:
@@ -299,7 +299,8 @@ class _Job:
             raise RuntimeError(
                 f"backward of a loss of step {self.step}, but step {steps.step} is open: the server let go of its "
                 "hidden states. Call backward() before the optimizer's step()")
-        values = {name: None if g is None else g.detach().to("cpu", torch.float32).numpy() for name, g in upstream.items()}
+        values = {name: None if gradient is None else gradient.detach().to("cpu", torch.float32).numpy()
+                  for name, gradient in upstream.items()}
         loss = values.get("loss")
         if self.needs_head:
             steps.sent(self.number)
@@ -418,9 +419,8 @@ def _labels(targets: torch.Tensor, shift: bool, ignore_index: int) -> NDArray[np
 
 def _autocast(hidden: torch.Tensor) -> torch.Tensor:
     """As a linear layer would take it."""
-    kind = hidden.device.type
-    find: Callable[[str], torch.dtype | None] = _autocast_dtype if hasattr(torch, "get_autocast_dtype") else _old_autocast_dtype
-    dtype = find(kind)
+    find = _autocast_dtype if hasattr(torch, "get_autocast_dtype") else _old_autocast_dtype
+    dtype = find(hidden.device.type)
     return hidden if dtype is None or hidden.dtype is dtype else hidden.to(dtype)
 
 

@@ -21,7 +21,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         loss.backward()
         optimizer.step()
 
-    Learning-rate schedulers work on it as on any optimizer: hyper-parameters are read from param_groups[0] at each step.
+    Learning-rate schedulers work on it as on any optimizer: each step reads the hyper-parameters from param_groups[0].
 
     Gradient clipping and GradScaler work through `stand_in`, a scalar parameter that stands for all of the server's:
     load_grad_norm() sets its gradient to the norm of the server's gradient, and whatever multiplies the stand-in's

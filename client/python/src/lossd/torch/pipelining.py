@@ -23,7 +23,7 @@ class PipelineLoss:
         if n_microbatches < 1:
             raise ValueError(f"n_microbatches is {n_microbatches}; it must be positive")
         if head.extras or head.reduction == "none":
-            raise ValueError("a schedule needs one number: make the LossHead without extras, with reduction mean or sum")
+            raise ValueError("a schedule needs one number: make the LossHead with reduction mean or sum and no extras")
         self.head = head
         head.steps.group = n_microbatches
         head.grad_scale = 1.0 / n_microbatches if scale_grads else 1.0

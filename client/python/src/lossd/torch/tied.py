@@ -11,9 +11,9 @@ from lossd.torch.head import LossHead
 class TiedEmbedding:
     """Keeps a trainer's embedding and the weight of a head the same matrix.
 
-    The server owns it and applies its steps; the embedding is a copy, which no optimizer of the trainer may have. Once a
-    step, after the last backward and before HeadOptimizer's load_grad_norm() or step(), the embedding's gradient joins
-    the head's; after the step the new weight comes back:
+    The server owns it and applies its steps; the embedding is a copy, which no optimizer of the trainer may have. Once
+    a step, after the last backward and before HeadOptimizer's load_grad_norm() or step(), the embedding's gradient
+    joins the head's; after the step the new weight comes back:
 
         loss.backward()
         tied.add_gradient()
