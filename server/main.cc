@@ -46,12 +46,14 @@ ABSL_FLAG(std::string, port_file, "",
           "Once serving, write the chosen addresses to this file as JSON: {\"grpc\": ..., \"http\": ...}");
 ABSL_FLAG(std::string, checkpoint_dir, ServerOptions().checkpoint_directory,
           "Directory of checkpoints and tensor files; clients name files below it only");
-ABSL_FLAG(int64_t, keep_checkpoints, ServerOptions().keep_checkpoints,
-          "After a save that the server named (step-...), keep so many of those per head, the newest, and remove "
-          "older ones; checkpoints named by clients stay. 0: keep all. A save may ask for another number");
-ABSL_FLAG(ByteSize, checkpoint_buffer_bytes, ByteSize{ServerOptions().checkpoint_buffer_bytes},
-          "Memory a running save may take to read a head ahead of the disk, as far as it needs it. Steps wait "
-          "only for the part of a checkpoint that does not fit");
+ABSL_FLAG(
+    int64_t, keep_checkpoints, ServerOptions().keep_checkpoints,
+    "After a save that the server named (step-...), keep so many of those per head, the newest, and remove "
+    "older ones; checkpoints named by clients stay. 0: keep all. A save may ask for another number");
+ABSL_FLAG(
+    ByteSize, checkpoint_buffer_bytes, ByteSize{ServerOptions().checkpoint_buffer_bytes},
+    "Memory a running save may take to read a head ahead of the disk, as far as it needs it. Steps wait "
+    "only for the part of a checkpoint that does not fit");
 ABSL_FLAG(std::string, backend, ServerOptions().backend,
           "What computes: cpu, cuda, or auto: a GPU if there is one");
 ABSL_FLAG(int, device, ServerOptions().device, "CUDA backend: index among the visible GPUs");

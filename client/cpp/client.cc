@@ -289,7 +289,7 @@ absl::StatusOr<v1::ApplyStepResponse> Client::ApplyStep(const v1::ApplyStepReque
   absl::Status restarted =
       core_->book().CheckIncarnation(request.head(), request.step(), result->applied_incarnation());
   if (!restarted.ok()) return restarted;
-  core_->book().ForgetAccumulation(request.head());
+  core_->book().CloseStep(request.head(), request.step());
   return result;
 }
 

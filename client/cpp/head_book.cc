@@ -91,6 +91,12 @@ absl::Status HeadBook::CheckIncarnation(absl::string_view head, uint64_t step, u
   return Check(head, step, incarnation);
 }
 
+void HeadBook::CloseStep(absl::string_view head, uint64_t step) {
+  absl::MutexLock lock(&mu_);
+  auto it = accumulations_.find(head);
+  if (it != accumulations_.end() && it->second.step <= step) accumulations_.erase(it);
+}
+
 void HeadBook::ForgetAccumulation(absl::string_view head) {
   absl::MutexLock lock(&mu_);
   accumulations_.erase(head);

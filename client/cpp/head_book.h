@@ -54,6 +54,8 @@ class HeadBook {
   // ABORTED if gradients of `step` were accumulated in another incarnation than `incarnation`, or if another
   // one is expected.
   absl::Status CheckIncarnation(absl::string_view head, uint64_t step, uint64_t incarnation) const;
+  // The step has been applied: its gradients are not outstanding any more, those of a later one are.
+  void CloseStep(absl::string_view head, uint64_t step);
   // No gradients of the head are outstanding any more, whatever the incarnation.
   void ForgetAccumulation(absl::string_view head);
 

@@ -1,5 +1,6 @@
 #include "server/engine/contribution_ledger.h"
 
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -73,6 +74,23 @@ std::string ContributionLedger::DescribeMissing(uint64_t id) const {
   if (missing.size() > kMaxRanges)
     absl::StrAppend(&text, " and ", missing.size() - kMaxRanges, " more ranges");
   return absl::StrCat(text, " of ", Text(entry.terms.rows));
+}
+
+std::vector<std::string> ContributionLedger::Halves(absl::Span<const uint64_t> ids, int max_lines) const {
+  const std::set<uint64_t> expected(ids.begin(), ids.end());
+  std::vector<std::string> lines;
+  for (const auto& [id, entry] : contributions_) {
+    if (static_cast<int>(lines.size()) >= max_lines) break;
+    if (entry.added_rows == 0 || Complete(id) || expected.contains(id)) continue;
+    lines.push_back(absl::StrCat(DescribeMissing(id), " (not expected, but begun)"));
+  }
+  return lines;
+}
+
+std::vector<uint64_t> ContributionLedger::Ids() const {
+  std::vector<uint64_t> ids;
+  for (const auto& [id, entry] : contributions_) ids.push_back(id);
+  return ids;
 }
 
 void ContributionLedger::Clear() {

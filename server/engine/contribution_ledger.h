@@ -41,6 +41,11 @@ class ContributionLedger {
   // E.g. "contribution 7: rows [128, 256) of [0, 1024)".
   std::string DescribeMissing(uint64_t id) const;
 
+  // A line for each contribution outside `ids` of which some rows were added and others not.
+  std::vector<std::string> Halves(absl::Span<const uint64_t> ids, int max_lines = 20) const;
+  // Ascending.
+  std::vector<uint64_t> Ids() const;
+
   // Forgets everything (a new step).
   void Clear();
 

@@ -100,6 +100,7 @@ struct EngineStats {
   int64_t queued_rows = 0;
   int64_t staging_buffers = 0;
   int64_t staging_buffers_free = 0;
+  int64_t rooms_lent = 0;  // deterministic mode: to slices that are received, computed or sent
   int64_t heads = 0;
   int64_t ledger_rows = 0;
   int64_t ledger_bytes = 0;
@@ -165,7 +166,8 @@ class Engine {
   static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options,
                                                         kernels::Backend* backend, uint64_t incarnation,
                                                         EngineObserver* observer);
-  // Cancels all streams, finishes what is on the device and joins the device thread.
+  // Cancels all streams, finishes what is on the device and joins the device thread. Staging buffers and
+  // rooms must have come back.
   virtual ~Engine() = default;
 
   virtual StagingPool& staging() = 0;
@@ -195,6 +197,9 @@ class Engine {
   virtual absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request,
                                                std::vector<std::string>* missing) = 0;
   virtual absl::Status ZeroGradients(absl::string_view name, uint64_t step) = 0;
+  // From now until ResetStep, streams and steps of the head are refused with `why` (not OK): its weights are
+  // being replaced, or that went wrong half-way.
+  virtual absl::Status DistrustWeights(absl::string_view name, const absl::Status& why) = 0;
   // After a checkpoint was loaded: forgets the ledger, zeroes gradients, cancels accumulating streams and
   // sets the open step. `last_step`: how the step before was applied; repeats of its ApplyStep are answered
   // with that.

@@ -42,7 +42,7 @@ absl::StatusOr<Contribution> EngineImpl::OpenContribution(const ContributionSpec
   if (!entry.published) return absl::UnavailableError(absl::StrCat("head ", spec.head, " is being created"));
   if (auto status = CheckSpec(spec, entry.config); !status.ok()) return status;
   if (spec.step != entry.step) return StepNotOpen("open.step", spec.step, entry.step);
-  if (!entry.distrust.ok()) return entry.distrust;
+  if (auto trusted = CheckTrusted(entry); !trusted.ok()) return trusted;
   if (entry.ledger.Contains(spec.contribution_id)) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "open.contribution_id",
                       "names a microbatch of this step", absl::StrCat(spec.contribution_id));
@@ -118,7 +118,7 @@ absl::Status EngineImpl::CheckContribution(const Entry& entry, const Contributio
                      " lost its turn, because an earlier microbatch failed (send it "
                      "again when that has been sent again)"));
   }
-  return entry.distrust;
+  return CheckTrusted(entry);
 }
 
 absl::StatusOr<int64_t> EngineImpl::AddRows(const Contribution& contribution, RowRange rows,

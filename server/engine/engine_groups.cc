@@ -81,18 +81,10 @@ struct EngineImpl::GroupFlight {
 
 // ---- Rooms ----
 
-// Sets up the order of accumulation and the memory of a new head.
-absl::Status EngineImpl::AllocateGroups(Entry& entry) {
-  if (!options_.deterministic || !entry.config.trainable) return absl::OkStatus();
-  const int64_t row_bytes = entry.config.hidden_size * static_cast<int64_t>(sizeof(float));
-  const auto areas = static_cast<int64_t>(Sequencer::kAreas);
-  const int64_t rows = std::clamp<int64_t>(options_.staging_bytes / areas / row_bytes, 1, entry.chunk_rows);
-  entry.area_bytes = rows * row_bytes;
-  auto memory = backend_->AllocateStaging(areas * entry.area_bytes);
-  if (!memory.ok()) return memory.status();
-  entry.areas = *std::move(memory);
-  entry.sequencer = std::make_unique<Sequencer>(rows, &entry.ledger, &entry.contributions);
-  return absl::OkStatus();
+int64_t EngineImpl::GroupRows(const kernels::HeadConfig& config, int64_t chunk_rows) const {
+  if (!options_.deterministic || !config.trainable) return 0;
+  const int64_t areas_rows = options_.staging_bytes / AreaRowBytes(config);
+  return std::clamp<int64_t>(areas_rows / static_cast<int64_t>(Sequencer::kAreas), 1, chunk_rows);
 }
 
 SliceLimits EngineImpl::LimitsFor(const Entry& entry, bool accumulates) const {
@@ -124,11 +116,15 @@ void EngineImpl::RequestRoom(const EntryPtr& entry, const std::shared_ptr<Stream
 absl::AnyInvocable<void()> EngineImpl::GrantRooms(Entry& entry, const StreamState* stream) {
   absl::AnyInvocable<void()> own;
   for (Sequencer::Grant& grant : entry.sequencer->TakeGrants()) {
-    uint8_t* const area = entry.areas->bytes().data() + static_cast<int64_t>(grant.area) * entry.area_bytes;
-    // The buffer may outlive the head, so it keeps the memory.
+    uint8_t* const area = entry.areas->bytes().data() + static_cast<int64_t>(grant.area) * entry.area_bytes();
+    // The buffer may outlive the head, so it keeps the memory; the engine waits for nothing but the return.
     StagingBuffer room(area + grant.stream->RowBytes(grant.first_row),
-                       [this, entry = entry.weak_from_this(), memory = entry.areas, area = grant.area,
-                        id = grant.room] { ReturnRoom(entry, area, id); });
+                       [this, entry = entry.weak_from_this(), memory = entry.areas, area_index = grant.area,
+                        id = grant.room]() mutable {
+                         memory.reset();
+                         ReturnRoom(entry, area_index, id);
+                       });
+    ++rooms_lent_;
     auto call = [waiter = std::move(grant.waiter), room = std::move(room)]() mutable {
       waiter(std::move(room));
     };
@@ -143,12 +139,14 @@ absl::AnyInvocable<void()> EngineImpl::GrantRooms(Entry& entry, const StreamStat
 }
 
 void EngineImpl::ReturnRoom(const std::weak_ptr<Entry>& entry, size_t area, uint64_t room) {
-  const EntryPtr locked = entry.lock();
-  if (locked == nullptr) return;
+  if (const EntryPtr locked = entry.lock()) {
+    absl::MutexLock lock(&mutex_);
+    locked->sequencer->Return(area, room);
+    GrantRooms(*locked);
+    work_.Signal();
+  }
   absl::MutexLock lock(&mutex_);
-  locked->sequencer->Return(area, room);
-  GrantRooms(*locked);
-  work_.Signal();
+  --rooms_lent_;  // last: then the engine may be destroyed
 }
 
 void EngineImpl::SubmitInOrder(Entry& entry, std::unique_ptr<SliceWork>& work) {
@@ -217,7 +215,7 @@ kernels::Slice EngineImpl::MakeSlice(GroupFlight& flight, const GroupAssembly::S
   StreamState& stream =
       segment.slices.empty() ? *flight.group->slices().front()->stream : *segment.slices.front()->stream;
   uint8_t* const hidden = flight.entry->areas->bytes().data() +
-                          static_cast<int64_t>(flight.group->area()) * flight.entry->area_bytes +
+                          static_cast<int64_t>(flight.group->area()) * flight.entry->area_bytes() +
                           stream.RowBytes(static_cast<int64_t>(index));
   kernels::Slice slice;
   slice.rows = rows.size();
@@ -249,7 +247,7 @@ kernels::Slice EngineImpl::MakeSlice(GroupFlight& flight, const GroupAssembly::S
 void EngineImpl::FillGaps(GroupFlight& flight) {
   const size_t row_bytes = static_cast<size_t>(flight.group->slices().front()->stream->RowBytes(1));
   uint8_t* const area = flight.entry->areas->bytes().data() +
-                        static_cast<int64_t>(flight.group->area()) * flight.entry->area_bytes;
+                        static_cast<int64_t>(flight.group->area()) * flight.entry->area_bytes();
   for (const GroupAssembly::Segment& segment : flight.segments) {
     if (!segment.slices.empty()) continue;
     std::memset(area + flight.Index(segment.rows.begin) * row_bytes, 0,
@@ -354,7 +352,10 @@ void EngineImpl::OnGroupDone(std::shared_ptr<GroupFlight> flight, absl::Status s
   if (broken) Distrust(entry, status);
   SettleGroup(*flight, !broken);
   entry.sequencer->OnLeft(*flight->group);
-  if (broken) FailAccumulating(entry, entry.distrust);
+  if (broken) {
+    FailStreams(
+        entry, [](const StreamState& stream) { return stream.spec().accumulate_gradients; }, entry.distrust);
+  }
   GrantRooms(entry);
   LeaveDevice(entry, std::move(flight->group->mutable_slices()));
 }

@@ -1,4 +1,5 @@
 // EngineImpl: heads and their steps.
+#include <algorithm>
 #include <cmath>
 #include <iterator>
 #include <utility>
@@ -65,11 +66,21 @@ absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadC
   absl::Status status;
   absl::Status ran = RunDeviceTask([&] {
     auto kernels = backend_->CreateHead(config);
+    const int64_t group_rows = kernels.ok() ? GroupRows(config, (*kernels)->chunk_rows()) : 0;
+    absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> areas = nullptr;
+    if (group_rows > 0) {
+      areas = backend_->AllocateStaging(static_cast<int64_t>(Sequencer::kAreas) * group_rows *
+                                        AreaRowBytes(config));
+    }
     absl::MutexLock lock(&mutex_);
-    if (!kernels.ok()) {
-      status = kernels.status();
+    if (!kernels.ok() || !areas.ok()) {
+      status = kernels.ok() ? areas.status() : kernels.status();
       entries_.erase(entry->name);
       return;
+    }
+    if (group_rows > 0) {
+      entry->areas = *std::move(areas);
+      entry->sequencer = std::make_unique<Sequencer>(group_rows, &entry->ledger, &entry->contributions);
     }
     entry->compute_dtype = (*kernels)->compute_dtype();
     entry->chunk_rows = (*kernels)->chunk_rows();
@@ -77,10 +88,6 @@ absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadC
     entry->step = progress.step;
     entry->updates = progress.updates;
     entry->generation = ++last_generation_;
-    if (status = AllocateGroups(*entry); !status.ok()) {
-      entries_.erase(entry->name);
-      return;
-    }
     entry->head = std::make_unique<head::Head>(entry->name, *std::move(kernels));
   });
   return ran.ok() ? status : ran;
@@ -165,6 +172,7 @@ EngineStats EngineImpl::stats() const {
   stats.retained_bytes_used = retained_allocator_.used();
   absl::MutexLock lock(&mutex_);
   stats.open_streams = open_streams_;
+  stats.rooms_lent = rooms_lent_;
   for (const auto& [name, entry] : entries_) {
     stats.queued_slices += entry->queue.slices();
     stats.queued_rows += entry->queue.rows();
@@ -222,7 +230,7 @@ absl::StatusOr<double> EngineImpl::GradNorm(absl::string_view name, std::optiona
     {
       absl::MutexLock lock(&mutex_);
       if (step.has_value() && *step != entry.step) return StepNotOpen("step", *step, entry.step);
-      if (!entry.distrust.ok()) return entry.distrust;
+      if (auto trusted = CheckTrusted(entry); !trusted.ok()) return trusted;
     }
     auto result = head.kernels().GradNorm();
     if (result.ok()) norm = *result;
@@ -248,12 +256,53 @@ std::vector<std::string> EngineImpl::MissingOf(const Entry& entry, absl::Span<co
   return lines;
 }
 
+// Of those begun and not complete although nobody expects them, a line each.
+std::vector<std::string> EngineImpl::HalvesOf(const Entry& entry, absl::Span<const uint64_t> ids) const {
+  std::vector<std::string> lines = entry.ledger.Halves(ids);
+  for (std::string& line : entry.contributions.Halves(ids)) lines.push_back(std::move(line));
+  return lines;
+}
+
+absl::Status EngineImpl::CheckTrusted(const Entry& entry) {
+  return entry.weights_distrust.ok() ? entry.distrust : entry.weights_distrust;
+}
+
+// A repeat for a step that has been applied must mean the step that was applied.
+absl::Status EngineImpl::CheckRepeat(const Entry& entry, const StepRequest& request,
+                                     std::vector<std::string>* missing) {
+  const head::AppliedStep& last = *entry.last_step;
+  if (auto meant = CheckIncarnation(request, last.incarnation); !meant.ok()) return meant;
+  if (!(last.optimizer == request.optimizer)) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "optimizer",
+                      "differs from what this step was applied with", "other settings");
+  }
+  std::vector<std::string> lines;
+  if (entry.last_ids.has_value()) {
+    for (const uint64_t id : request.expected_microbatches) {
+      if (!std::binary_search(entry.last_ids->begin(), entry.last_ids->end(), id))
+        lines.push_back(absl::StrCat("microbatch ", id, ": was not in it"));
+    }
+  }
+  if (request.expected_rows.has_value() && *request.expected_rows != last.rows) {
+    lines.push_back(absl::StrCat("rows: ", last.rows, " were in it, ", *request.expected_rows, " expected"));
+  }
+  if (lines.empty()) return absl::OkStatus();
+  absl::Status status = absl::FailedPreconditionError(
+      absl::StrCat("step ", request.step, " has been applied as another one: ", lines.front()));
+  status.SetPayload(kCurrentStepPayload, absl::Cord(absl::StrCat(entry.step)));
+  if (missing != nullptr) *missing = std::move(lines);
+  return status;
+}
+
 absl::Status EngineImpl::CheckStepComplete(const Entry& entry, const StepRequest& request,
                                            std::vector<std::string>* missing) {
   if (auto meant = CheckIncarnation(request, incarnation_); !meant.ok()) return meant;
   if (request.step != entry.step) return StepNotOpen("step", request.step, entry.step);
-  if (!entry.distrust.ok()) return entry.distrust;
+  if (auto trusted = CheckTrusted(entry); !trusted.ok()) return trusted;
   std::vector<std::string> lines = MissingOf(entry, request.expected_microbatches);
+  if (!request.expected_microbatches.empty()) {
+    for (std::string& half : HalvesOf(entry, request.expected_microbatches)) lines.push_back(std::move(half));
+  }
   const int64_t rows = entry.ledger.accumulated_rows();
   if (request.expected_rows.has_value() && *request.expected_rows != rows) {
     lines.push_back(absl::StrCat("rows: ", rows, " accumulated, ", *request.expected_rows, " expected"));
@@ -273,7 +322,8 @@ absl::Status EngineImpl::CheckStepComplete(const Entry& entry, const StepRequest
 
 // Opens a step: forgets the ledger and ends the streams that accumulate for the old one.
 void EngineImpl::EnterStep(Entry& entry, uint64_t step, const absl::Status& why) {
-  FailAccumulating(entry, why);
+  FailStreams(
+      entry, [](const StreamState& stream) { return stream.belongs_to_step(); }, why);
   DropFailed(entry);
   entry.ledger.Clear();
   entry.contributions.Clear();
@@ -290,10 +340,32 @@ absl::Status EngineImpl::StepFailed(Entry& entry, const absl::Status& status) {
   if (absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status)) return status;
   observer_->OnDeviceError(status);
   absl::MutexLock lock(&mutex_);
-  entry.distrust = absl::InternalError(
+  entry.weights_distrust = absl::InternalError(
       absl::StrCat("the device failed while applying step ", entry.step, " to head ", entry.name,
                    "; its weights are not to be trusted (load a checkpoint): ", status.message()));
+  return entry.weights_distrust;
+}
+
+// If it fails, some gradients are gone although the ledger knows them.
+absl::Status EngineImpl::ClearGradients(Entry& entry, head::Head& head) {
+  absl::Status status = head.kernels().ZeroGradients();
+  if (status.ok()) return status;
+  observer_->OnDeviceError(status);
+  absl::MutexLock lock(&mutex_);
+  entry.distrust = absl::InternalError(
+      absl::StrCat("the device failed while zeroing the gradients of head ", entry.name, " at step ",
+                   entry.step, "; they are not to be trusted (zero them again): ", status.message()));
   return entry.distrust;
+}
+
+// Of microbatches and contributions, ascending.
+std::vector<uint64_t> EngineImpl::IdsOf(const Entry& entry) {
+  const std::vector<uint64_t> microbatches = entry.ledger.Ids();
+  const std::vector<uint64_t> contributions = entry.contributions.Ids();
+  std::vector<uint64_t> ids;
+  std::merge(microbatches.begin(), microbatches.end(), contributions.begin(), contributions.end(),
+             std::back_inserter(ids));
+  return ids;
 }
 
 // What the last step answers.
@@ -318,12 +390,7 @@ absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const S
     {
       absl::MutexLock lock(&mutex_);
       if (entry.last_step.has_value() && request.step + 1 == entry.step) {
-        auto meant = CheckIncarnation(request, entry.last_step->incarnation);
-        if (!meant.ok()) return meant;
-        if (!(entry.last_step->optimizer == request.optimizer)) {
-          return FieldError(absl::StatusCode::kFailedPrecondition, "optimizer",
-                            "differs from what this step was applied with", "other settings");
-        }
+        if (auto same = CheckRepeat(entry, request, missing); !same.ok()) return same;
         result = ResultOf(entry);
         result.repeated = true;
         return absl::OkStatus();
@@ -338,9 +405,12 @@ absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const S
     if (!norm.ok()) return norm.status();
     const bool skipped = !std::isfinite(*norm);
     if (skipped && !request.skip_non_finite) return NormNotFinite(*norm);
-    auto applied =
-        skipped ? head.kernels().ZeroGradients() : head.kernels().ApplyStep(request.optimizer, update);
-    if (!applied.ok()) return StepFailed(entry, applied);
+    if (skipped) {
+      if (auto cleared = ClearGradients(entry, head); !cleared.ok()) return cleared;
+    } else {
+      auto applied = head.kernels().ApplyStep(request.optimizer, update);
+      if (!applied.ok()) return StepFailed(entry, applied);
+    }
     absl::MutexLock lock(&mutex_);
     const head::AppliedStep applied_step = {.incarnation = incarnation_,
                                             .optimizer = request.optimizer,
@@ -349,9 +419,11 @@ absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const S
                                             .rows = entry.ledger.accumulated_rows(),
                                             .contributions = entry.contributions.contributions(),
                                             .skipped = skipped};
+    std::vector<uint64_t> ids = IdsOf(entry);
     EnterStep(entry, request.step + 1, StepNotOpen("open.step", request.step, request.step + 1));
     if (!skipped) ++entry.updates;
     entry.last_step = applied_step;
+    entry.last_ids = std::move(ids);
     result = ResultOf(entry);
     return absl::OkStatus();
   });
@@ -366,9 +438,17 @@ absl::Status EngineImpl::ZeroGradients(absl::string_view name, uint64_t step) {
       absl::MutexLock lock(&mutex_);
       if (step != entry.step) return StepNotOpen("step", step, entry.step);
     }
-    if (auto status = head.kernels().ZeroGradients(); !status.ok()) return status;
+    if (auto status = ClearGradients(entry, head); !status.ok()) return status;
     absl::MutexLock lock(&mutex_);
     EnterStep(entry, entry.step, absl::AbortedError("the step's gradients were zeroed"));
+    return absl::OkStatus();
+  });
+}
+
+absl::Status EngineImpl::DistrustWeights(absl::string_view name, const absl::Status& why) {
+  return RunOnHead(name, [&](Entry& entry, head::Head&) -> absl::Status {
+    absl::MutexLock lock(&mutex_);
+    entry.weights_distrust = why;
     return absl::OkStatus();
   });
 }
@@ -377,12 +457,14 @@ absl::Status EngineImpl::ResetStep(absl::string_view name, const head::Progress&
                                    const std::optional<head::AppliedStep>& last_step) {
   return RunOnHead(name, [&](Entry& entry, head::Head& head) -> absl::Status {
     if (entry.config.trainable) {
-      if (auto status = head.kernels().ZeroGradients(); !status.ok()) return status;
+      if (auto status = ClearGradients(entry, head); !status.ok()) return status;
     }
     absl::MutexLock lock(&mutex_);
     EnterStep(entry, progress.step, absl::AbortedError("a checkpoint was loaded"));
     entry.updates = progress.updates;
+    entry.weights_distrust = absl::OkStatus();
     entry.last_step = last_step;
+    entry.last_ids.reset();
     return absl::OkStatus();
   });
 }

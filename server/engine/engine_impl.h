@@ -53,6 +53,7 @@ class EngineImpl final : public Engine {
   absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request,
                                        std::vector<std::string>* missing) override;
   absl::Status ZeroGradients(absl::string_view name, uint64_t step) override;
+  absl::Status DistrustWeights(absl::string_view name, const absl::Status& why) override;
   absl::Status ResetStep(absl::string_view name, const head::Progress& progress,
                          const std::optional<head::AppliedStep>& last_step) override;
 
@@ -71,6 +72,11 @@ class EngineImpl final : public Engine {
 
  private:
   friend class StreamHandle;
+
+  // Bytes of a row in a group's area: of the widest dtype, so that groups have the same rows in all of them.
+  static int64_t AreaRowBytes(const kernels::HeadConfig& config) {
+    return config.hidden_size * static_cast<int64_t>(sizeof(float));
+  }
 
   // A contribution that waits for its turn.
   struct TurnWaiter {
@@ -102,6 +108,8 @@ class EngineImpl final : public Engine {
     uint64_t generation = 0;  // of the gradients: another number whenever they were zeroed, over all heads
     // Set when accumulators may be half-written; streams are refused until ResetStep or ZeroGradients.
     absl::Status distrust;
+    // Set when weights may be half-updated; streams and steps are refused until ResetStep.
+    absl::Status weights_distrust;
     WorkQueue queue;
     Ledger ledger;
     ContributionLedger contributions;
@@ -109,7 +117,7 @@ class EngineImpl final : public Engine {
     std::unique_ptr<Sequencer> sequencer;
     std::vector<TurnWaiter> turn_waiters;
     std::shared_ptr<kernels::StagingMemory> areas;
-    int64_t area_bytes = 0;
+    int64_t area_bytes() const { return sequencer->group_rows() * AreaRowBytes(config); }
     uint64_t arrivals = 0;        // slices in order and operations so far
     bool group_was_last = false;  // groups and other chunks take turns
     DeferredMicrobatches deferred;
@@ -117,6 +125,8 @@ class EngineImpl final : public Engine {
     int64_t chunks_in_flight = 0;
     int64_t total_rows = 0;
     std::optional<head::AppliedStep> last_step;  // step - 1
+    // The microbatches and contributions that were in it, ascending; nothing if another process applied it.
+    std::optional<std::vector<uint64_t>> last_ids;
   };
   using EntryPtr = std::shared_ptr<Entry>;
 
@@ -151,7 +161,8 @@ class EngineImpl final : public Engine {
   absl::Status RunDeviceTask(absl::FunctionRef<void()> run) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // ---- Deterministic mode (engine_groups.cc) ----
-  absl::Status AllocateGroups(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Rows of the groups of a head; 0: it has none.
+  int64_t GroupRows(const kernels::HeadConfig& config, int64_t chunk_rows) const;
   void RequestRoom(const EntryPtr& entry, const std::shared_ptr<StreamState>& stream, RowRange rows,
                    int64_t bytes, RoomWaiter waiter) ABSL_LOCKS_EXCLUDED(mutex_);
   // Hands out rooms. That of `stream`, if there is one, goes to the caller, to be called without the lock.
@@ -181,11 +192,18 @@ class EngineImpl final : public Engine {
   StepResult ResultOf(const Entry& entry) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::vector<std::string> MissingOf(const Entry& entry, absl::Span<const uint64_t> ids) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::vector<std::string> HalvesOf(const Entry& entry, absl::Span<const uint64_t> ids) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static std::vector<uint64_t> IdsOf(const Entry& entry);
   static bool HasTurn(const Entry& entry, uint64_t contribution_id);
   // Calls those whose turn it is, or whose gradients are gone.
   void CallTurns(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckContribution(const Entry& entry, const Contribution& contribution) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static absl::Status CheckRepeat(const Entry& entry, const StepRequest& request,
+                                  std::vector<std::string>* missing);
+  static absl::Status CheckTrusted(const Entry& entry);
+  absl::Status ClearGradients(Entry& entry, head::Head& head) ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status StepFailed(Entry& entry, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mutex_);
   void EnterStep(Entry& entry, uint64_t step, const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -197,7 +215,8 @@ class EngineImpl final : public Engine {
   absl::Status ReserveRetained(Entry& entry, StreamState& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   void FailStream(Entry& entry, StreamState& stream, absl::Status why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void FailAccumulating(Entry& entry, const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void FailStreams(Entry& entry, absl::FunctionRef<bool(const StreamState&)> wanted, const absl::Status& why)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropFailed(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FinishIfReady(Entry& entry, const std::shared_ptr<StreamState>& stream)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -219,6 +238,7 @@ class EngineImpl final : public Engine {
   uint64_t last_generation_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t last_turn_ticket_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t open_streams_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t rooms_lent_ ABSL_GUARDED_BY(mutex_) = 0;
   int chunks_in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   Notifier notifier_;  // its events take mutex_

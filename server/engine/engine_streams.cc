@@ -175,8 +175,9 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Admit(const EntryPtr& entry,
                                                           std::shared_ptr<StreamState> state,
                                                           absl::Span<const float> ledger_weights) {
   const StreamSpec& spec = state->spec();
+  if (!entry->weights_distrust.ok()) return entry->weights_distrust;
   if (spec.accumulate_gradients) {
-    if (!entry->distrust.ok()) return entry->distrust;
+    if (auto status = CheckTrusted(*entry); !status.ok()) return status;
     if (entry->contributions.Contains(spec.microbatch_id)) {
       return FieldError(absl::StatusCode::kFailedPrecondition, "open.microbatch_id",
                         "names a contribution of this step", absl::StrCat(spec.microbatch_id));
@@ -286,10 +287,11 @@ void EngineImpl::FailStream(Entry& entry, StreamState& stream, absl::Status why)
   DropFailed(entry);
 }
 
-void EngineImpl::FailAccumulating(Entry& entry, const absl::Status& why) {
+void EngineImpl::FailStreams(Entry& entry, absl::FunctionRef<bool(const StreamState&)> wanted,
+                             const absl::Status& why) {
   const auto streams = entry.streams;
   for (const auto& stream : streams) {
-    if (!stream->spec().accumulate_gradients) continue;
+    if (!wanted(*stream)) continue;
     FailStream(entry, *stream, why);
     FinishIfReady(entry, stream);
   }

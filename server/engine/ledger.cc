@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -253,6 +254,33 @@ std::vector<std::string> Ledger::Missing(absl::Span<const uint64_t> ids, int max
   }
   if (more > 0) lines.push_back(absl::StrCat("and ", more, " more microbatches"));
   return lines;
+}
+
+bool Ledger::AnyAccumulated(const Microbatch& microbatch) {
+  for (const auto& [begin, segment] : microbatch.segments) {
+    for (size_t i = 0; i < segment.states.size(); ++i) {
+      if (segment.states[i] == kSettled && segment.targets[i] != kernels::kIgnoredTarget) return true;
+    }
+  }
+  return false;
+}
+
+std::vector<std::string> Ledger::Halves(absl::Span<const uint64_t> ids, int max_lines) const {
+  const std::set<uint64_t> expected(ids.begin(), ids.end());
+  std::vector<std::string> lines;
+  for (const auto& [id, microbatch] : microbatches_) {
+    if (static_cast<int>(lines.size()) >= max_lines) break;
+    const bool complete = microbatch.settled_rows == microbatch.terms.microbatch_rows;
+    if (complete || expected.contains(id) || !AnyAccumulated(microbatch)) continue;
+    lines.push_back(absl::StrCat(DescribeMissing(id, microbatch), " (not expected, but begun)"));
+  }
+  return lines;
+}
+
+std::vector<uint64_t> Ledger::Ids() const {
+  std::vector<uint64_t> ids;
+  for (const auto& [id, microbatch] : microbatches_) ids.push_back(id);
+  return ids;
 }
 
 void Ledger::Clear() {

@@ -79,6 +79,13 @@ class Ledger {
   // count.
   std::vector<std::string> Missing(absl::Span<const uint64_t> ids, int max_lines = 20) const;
 
+  // One line for each microbatch that is not among `ids` and of which some rows were accumulated and others
+  // not: to leave it so would count half of it. At most `max_lines`.
+  std::vector<std::string> Halves(absl::Span<const uint64_t> ids, int max_lines = 20) const;
+
+  // The microbatches declared, ascending.
+  std::vector<uint64_t> Ids() const;
+
   // Forgets everything (a new step). No row may be reserved.
   void Clear();
 
@@ -115,6 +122,7 @@ class Ledger {
   // Gives the reserved ones among the rows another state; returns how many.
   static int64_t ReplaceReserved(Microbatch& microbatch, RowRange rows, RowState state);
   static std::string DescribeMissing(uint64_t id, const Microbatch& microbatch);
+  static bool AnyAccumulated(const Microbatch& microbatch);
 
   const int64_t max_rows_;
   std::map<uint64_t, Microbatch> microbatches_;

@@ -57,6 +57,8 @@ class StreamState {
   // What a stream that retained its rows leaves behind. Call once, at its end.
   DeferredMicrobatches::Part TakePart();
   bool is_backward() const { return !gradients_.loss.empty(); }
+  // What comes of it is of no use after the open step: it accumulates, or retains rows or uses retained ones.
+  bool belongs_to_step() const { return spec_.accumulate_gradients || spec_.retain || is_backward(); }
   // Bytes of some rows' hidden states.
   int64_t RowBytes(int64_t rows) const;
 

@@ -95,8 +95,9 @@ Metrics::Metrics(const BuildInfo& build)
       saves_(save_family_.Add({{"result", "ok"}})),
       failed_saves_(save_family_.Add({{"result", "failed"}})),
       cancelled_saves_(save_family_.Add({{"result", "cancelled"}})),
-      saved_bytes_(CounterFamily(registry_, "lossd_checkpoint_saved_bytes_total", "Bytes of saved checkpoints.")
-                       .Add({})),
+      saved_bytes_(
+          CounterFamily(registry_, "lossd_checkpoint_saved_bytes_total", "Bytes of saved checkpoints.")
+              .Add({})),
       save_seconds_(HistogramFamily(registry_, "lossd_checkpoint_save_seconds",
                                     "Time from the start of a save until it was on the disk.")
                         .Add({}, SaveBuckets())),

@@ -75,6 +75,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::Save(const v1::SaveCheck
   absl::MutexLock turn(&save_mutex_);
   absl::StatusOr<v1::SaveCheckpointResponse> saved = SaveInTurn(request, callbacks);
   metrics_->SetSaveBuffered(0);
+  if (absl::IsNotFound(saved.status()) || absl::IsAlreadyExists(saved.status())) return saved;  // refused
   if (!saved.ok()) {
     metrics_->OnSaveFailed(absl::IsCancelled(saved.status()));
     log::Log(LogLevel::kError, "checkpoint not saved",

@@ -247,8 +247,16 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::Loa
 }
 
 absl::Status HeadOperations::WriteLoaded(const std::string& head, const head::CheckpointReader& reader) {
+  bool writing = false;
   absl::Status status = reader.Load(
       [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<const uint8_t> in) {
+        if (!std::exchange(writing, true)) {
+          absl::Status marked = engine_->DistrustWeights(
+              head, absl::UnavailableError(absl::StrCat(
+                        "the weights of head ", head,
+                        " are being replaced by a checkpoint's, or that failed half-way (load one again)")));
+          if (!marked.ok()) return marked;
+        }
         return engine_->OnDevice(head, [&](head::Head& on_device) {
           return on_device.WriteRows(id, row_begin, rows, kernels::DType::kFloat32, in);
         });

@@ -321,7 +321,11 @@ bool ServerImpl::Drain(absl::Time deadline) {
 // before the pool goes.
 void ServerImpl::WaitForStaging() {
   const absl::Time limit = absl::Now() + absl::Seconds(10);
-  while (engine_->staging().free_buffers() < engine_->staging().buffers()) {
+  const auto in_use = [this] {
+    return engine_->staging().free_buffers() < engine_->staging().buffers() ||
+           engine_->stats().rooms_lent > 0;
+  };
+  while (in_use()) {
     if (absl::Now() > limit) {
       log::Log(log::LogLevel::kError, "staging buffers are still in use; leaving their memory to the system");
       engine_.release();

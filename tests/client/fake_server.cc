@@ -222,6 +222,10 @@ class FakeServer::State::LossService : public v1::LossService::Service {
     }
     Head* head = state_->Find(open.head());
     if (head == nullptr) return state_->NotFound(open.head());
+    if (open.has_incarnation() && open.incarnation() != state_->incarnation) {
+      return state_->Error(grpc::StatusCode::FAILED_PRECONDITION, "meant for another process",
+                           "open.incarnation");
+    }
     if (open.accumulate_gradients() && open.step() != head->step) {
       return state_->Error(grpc::StatusCode::FAILED_PRECONDITION,
                            absl::StrCat("step ", open.step(), " is not open"), "open.step",
@@ -582,6 +586,9 @@ class FakeServer::State::HeadService : public v1::HeadService::Service {
     }
     uint64_t rows = 0;
     for (const auto& [id, accumulated] : head->ledger) rows += accumulated.size();
+    if (request->has_incarnation() && request->incarnation() != state_->incarnation) {
+      return state_->Error(grpc::StatusCode::FAILED_PRECONDITION, "meant for another process", "incarnation");
+    }
     if (request->step() != head->step) {
       return state_->Error(grpc::StatusCode::FAILED_PRECONDITION,
                            absl::StrCat("step ", head->step, " is open"), "step",

@@ -31,14 +31,14 @@ class ServerFaultsTest : public FaultsTest {
     return absl::OkStatus();
   }
 
-  // Starts the server again after its death, from the last checkpoint.
+  // Starts the server again after its death, from the last checkpoint; then others may reach it.
   void RestoreServer() {
     server_.Kill();
     server_.Start();
-    proxy_.SetServer(server_.target());
     direct_ = Client::Connect({.target = server_.target()}).value();
     const auto loaded = direct_->LoadCheckpoint(checkpoint_);
     ASSERT_TRUE(loaded.ok()) << loaded.status();
+    proxy_.SetServer(server_.target());
     Count("kills of the server");
   }
 

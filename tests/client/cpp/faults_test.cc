@@ -209,6 +209,24 @@ TEST_F(FaultsTest, RestartBetweenStepsLosesNothing) {
   EXPECT_TRUE(result.ok()) << result.status();
 }
 
+// Another thread may get the answer to its repeat when the next step has begun.
+TEST_F(FaultsTest, RepeatedStepDoesNotForgetTheNextOne) {
+  ASSERT_TRUE(Compute().ok());
+  v1::ApplyStepRequest apply;
+  apply.set_head("head");
+  ASSERT_TRUE(client_->ApplyStep(apply).ok());
+  Microbatch next = AsMicrobatch();
+  next.step = 1;
+  ASSERT_TRUE(client_->ComputeLoss(next, Outputs(), Options()).ok());
+  const auto repeat = client_->ApplyStep(apply);
+  ASSERT_TRUE(repeat.ok()) << repeat.status();
+  EXPECT_TRUE(repeat->repeated_call());
+  server_.Restart();
+  next.id = 2;
+  EXPECT_EQ(client_->ComputeLoss(next, Outputs(), Options()).status().code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(server_.accumulated("head"), 0) << "refused before anything was accumulated";
+}
+
 TEST_F(FaultsTest, StepAppliedWithoutLostRowsIsAnError) {
   ASSERT_TRUE(Compute().ok());
   server_.Restart();

@@ -460,6 +460,83 @@ TEST_F(EngineTest, StepsApplyOnceAndSeeEverythingBefore) {
   EXPECT_TRUE(collector->Wait().ok());
 }
 
+TEST_F(EngineTest, ARepeatedStepMustBeTheOneThatWasApplied) {
+  Start();
+  auto collector = std::make_shared<Collector>();
+  auto stream = Open(Whole(1, 4), collector);
+  Send(*stream, 1, {0, 4});
+  ASSERT_TRUE(collector->Wait().ok());
+  ASSERT_TRUE(engine_->ApplyStep("head", {.step = 0, .expected_microbatches = {1}}, nullptr).ok());
+  std::vector<std::string> missing;
+  const StepRequest other{.step = 0, .expected_microbatches = {1, 2}, .expected_rows = 5};
+  const absl::Status refused = engine_->ApplyStep("head", other, &missing).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
+  EXPECT_THAT(missing, ElementsAre("microbatch 2: was not in it", "rows: 4 were in it, 5 expected"));
+  const auto repeat = engine_->ApplyStep("head", {.step = 0, .expected_rows = 4}, nullptr);
+  ASSERT_TRUE(repeat.ok()) << repeat.status();
+  EXPECT_TRUE(repeat->repeated);
+  EXPECT_EQ(device_.steps, 1);
+}
+
+// A microbatch that a trainer has begun and given up for another one.
+TEST_F(EngineTest, AStepDoesNotCountHalfAMicrobatch) {
+  Start();
+  for (uint64_t id : {1, 2}) {
+    auto collector = std::make_shared<Collector>();
+    auto stream = Open(Whole(id, 4), collector);
+    Send(*stream, id, {0, id == 1 ? 2 : 4});
+    ASSERT_TRUE(engine_->GradNorm("head", 0).ok());  // it is computed
+    stream->Cancel(absl::CancelledError("given up"));
+    collector->Wait().ok();
+  }
+  std::vector<std::string> missing;
+  const StepRequest request{.step = 0, .expected_microbatches = {2}};
+  EXPECT_EQ(engine_->ApplyStep("head", request, &missing).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(missing, ElementsAre("microbatch 1: rows [2, 4) of 4 (not expected, but begun)"));
+  auto collector = std::make_shared<Collector>();
+  auto stream = Open(Whole(1, 4), collector);
+  Send(*stream, 1, {0, 4});
+  ASSERT_TRUE(collector->Wait().ok());
+  EXPECT_TRUE(engine_->ApplyStep("head", request, nullptr).ok()) << "whole, it is welcome";
+}
+
+TEST_F(EngineTest, AHalfAppliedStepIsNotTrustedUntilWeightsAreLoaded) {
+  Start();
+  device_.fail_step = absl::InternalError("boom");
+  EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}, nullptr).status().code(), absl::StatusCode::kInternal);
+  device_.fail_step = absl::OkStatus();
+  ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
+  EXPECT_EQ(engine_->Open(Whole(1, 2), std::make_shared<Collector>()).status().code(),
+            absl::StatusCode::kInternal);
+  EXPECT_EQ(engine_->GradNorm("head", 0).status().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}, nullptr).status().code(), absl::StatusCode::kInternal);
+  ASSERT_TRUE(engine_->ResetStep("head", {}, std::nullopt).ok());
+  EXPECT_TRUE(engine_->ApplyStep("head", {.step = 0}, nullptr).ok());
+}
+
+TEST_F(EngineTest, WeightsThatAreBeingReplacedServeNobody) {
+  Start();
+  ASSERT_TRUE(engine_->DistrustWeights("head", absl::UnavailableError("replaced")).ok());
+  StreamSpec loss_only = Whole(1, 2);
+  loss_only.accumulate_gradients = false;
+  EXPECT_EQ(engine_->Open(loss_only, std::make_shared<Collector>()).status().message(), "replaced");
+  EXPECT_EQ(engine_->Open(Whole(1, 2), std::make_shared<Collector>()).status().message(), "replaced");
+  EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}, nullptr).status().message(), "replaced");
+  ASSERT_TRUE(engine_->ResetStep("head", {.step = 3, .updates = 2}, std::nullopt).ok());
+  EXPECT_TRUE(engine_->Open(loss_only, std::make_shared<Collector>()).ok());
+}
+
+TEST_F(EngineTest, HalfZeroedGradientsAreNotTrusted) {
+  Start();
+  device_.fail_zero = absl::InternalError("boom");
+  EXPECT_EQ(engine_->ZeroGradients("head", 0).code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}, nullptr).status().code(), absl::StatusCode::kInternal);
+  device_.fail_zero = absl::OkStatus();
+  ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
+  EXPECT_TRUE(engine_->ApplyStep("head", {.step = 0}, nullptr).ok());
+}
+
 TEST_F(EngineTest, StreamsOfAClosedStepEnd) {
   Start();
   auto collector = std::make_shared<Collector>();
@@ -627,6 +704,32 @@ TEST_F(EngineTest, RetainedRowsEndWithTheirStep) {
   EXPECT_EQ(engine_->OpenBackward(spec, std::make_shared<Collector>()).status().code(),
             absl::StatusCode::kNotFound);
   EXPECT_EQ(engine_->stats().retained_bytes_used, 0);
+}
+
+// Its losses would come from two different weights, and its rows be kept for the wrong step.
+TEST_F(EngineTest, AForwardThatRetainsEndsWithItsStep) {
+  Start({.retained_bytes = 1024});
+  auto collector = std::make_shared<Collector>();
+  auto stream = Open(Retaining(1, 4, {0, 4}), collector);
+  Send(*stream, 1, {0, 2});
+  ASSERT_TRUE(engine_->ApplyStep("head", {.step = 0}, nullptr).ok());
+  Send(*stream, 1, {2, 4});
+  EXPECT_EQ(collector->Wait().code(), absl::StatusCode::kFailedPrecondition) << collector->Wait();
+  stream.reset();
+  EXPECT_EQ(engine_->Describe("head")->retained_microbatches, 0);
+}
+
+TEST_F(EngineTest, ABackwardEndsWithItsStepEvenIfItDoesNotAccumulate) {
+  Start({.retained_bytes = 1024});
+  ForwardRetained(1, 4, {0, 4});
+  BackwardSpec spec = Backward(1, {0, 4});
+  spec.accumulate_gradients = false;
+  auto collector = std::make_shared<Collector>();
+  auto stream = engine_->OpenBackward(spec, collector);
+  ASSERT_TRUE(stream.ok()) << stream.status();
+  (*stream)->Start();
+  ASSERT_TRUE(engine_->ApplyStep("head", {.step = 0}, nullptr).ok());
+  EXPECT_EQ(collector->Wait().code(), absl::StatusCode::kFailedPrecondition) << collector->Wait();
 }
 
 TEST_F(EngineTest, AFailedForwardRetainsNothing) {

@@ -37,6 +37,9 @@ class FakeDevice {
   // Called for every chunk (numbered from 0); not OK fails it at that point.
   std::function<absl::Status(int64_t)> fail_results = [](int64_t) { return absl::OkStatus(); };
   std::function<absl::Status(int64_t)> fail_done = [](int64_t) { return absl::OkStatus(); };
+  // Not OK fails every step, or every zeroing, when something may have been changed already.
+  absl::Status fail_step;
+  absl::Status fail_zero;
 
   // Blocks chunks from being computed until Open.
   void Close() {
@@ -144,12 +147,14 @@ class FakeHead final : public kernels::HeadKernels {
     return device_->grad_norm.value_or(static_cast<double>(device_->accumulated().size()));
   }
   absl::Status ApplyStep(const kernels::OptimizerOptions&, int64_t update) override {
+    if (!device_->fail_step.ok()) return device_->fail_step;
     ++device_->steps;
     device_->last_update = update;
     device_->ClearAccumulated();
     return absl::OkStatus();
   }
   absl::Status ZeroGradients() override {
+    if (!device_->fail_zero.ok()) return device_->fail_zero;
     device_->ClearAccumulated();
     return absl::OkStatus();
   }

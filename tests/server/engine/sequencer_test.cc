@@ -80,7 +80,8 @@ class SequencerTest : public ::testing::Test {
   }
 
   Ledger ledger_{1000};
-  Sequencer sequencer_{kRows, &ledger_};
+  ContributionLedger contributions_{1000};
+  Sequencer sequencer_{kRows, &ledger_, &contributions_};
   std::vector<Sequencer::Grant> granted_;
   uint64_t arrivals_ = 0;
 };
@@ -116,6 +117,23 @@ TEST_F(SequencerTest, NothingToDoIsPassedOver) {
   EXPECT_EQ(sequencer_.turn(), (GroupKey{1, 1}));
   Open(1, 25, {12, 25}, -100);
   EXPECT_EQ(sequencer_.turn(), (GroupKey{2, 0}));
+}
+
+TEST_F(SequencerTest, AContributionHasItsTurn) {
+  auto next = Open(1, 5);
+  const ContributionTerms terms{.rows = {0, 2}};
+  ASSERT_TRUE(contributions_.Declare(0, terms).ok());
+  sequencer_.OnContribution();
+  EXPECT_EQ(Request(next, {0, 5}), 0u);
+  const std::vector<uint64_t> checksums = {7, 8};
+  contributions_.Commit(0, {0, 1}, absl::MakeConstSpan(checksums).subspan(0, 1));
+  sequencer_.OnContribution();
+  EXPECT_EQ(sequencer_.turn(), (GroupKey{0, 0}));
+  EXPECT_EQ(sequencer_.WaitsFor(), "contribution 0: rows [1, 2) of [0, 2)");
+  contributions_.Commit(0, {1, 2}, absl::MakeConstSpan(checksums).subspan(1, 1));
+  sequencer_.OnContribution();
+  EXPECT_EQ(sequencer_.turn(), (GroupKey{1, 0}));
+  EXPECT_EQ(sequencer_.TakeGrants().size(), 1u);
 }
 
 TEST_F(SequencerTest, AFailedGroupKeepsItsTurn) {
@@ -213,6 +231,24 @@ TEST_F(SequencerTest, ANewStepStartsOver) {
   auto again = Open(0, 10);
   ASSERT_TRUE(Send(again, {0, 10}));
   Compute();
+}
+
+TEST_F(SequencerTest, AContributionHasItsTurnUntilItIsAdded) {
+  ASSERT_TRUE(contributions_.Declare(1, {.rows = {0, 3}}).ok());
+  sequencer_.OnContribution();
+  EXPECT_EQ(sequencer_.turn(), (GroupKey{0, 0})) << "microbatch 0 is before it";
+  ASSERT_TRUE(contributions_.Declare(0, {.rows = {0, 2}}).ok());
+  sequencer_.OnContribution();
+  EXPECT_EQ(sequencer_.turn(), (GroupKey{0, 0}));
+  contributions_.Commit(0, {0, 2}, {1, 1});
+  sequencer_.OnContribution();
+  EXPECT_EQ(sequencer_.turn(), (GroupKey{1, 0}));
+  contributions_.Commit(1, {1, 3}, {1, 1});
+  sequencer_.OnContribution();
+  EXPECT_EQ(sequencer_.turn(), (GroupKey{1, 0})) << "a row is missing";
+  contributions_.Commit(1, {0, 1}, {1});
+  sequencer_.OnContribution();
+  EXPECT_EQ(sequencer_.turn(), (GroupKey{2, 0}));
 }
 
 }  // namespace

@@ -64,6 +64,8 @@ class CheckpointDiskFaultsTest : public CheckpointTest {
     EXPECT_GE(latest, least_step);
   }
 
+  static constexpr int64_t kNever = 0;
+
   // Has the operations go wrong, one after the other.
   void TryAll(Fault fault, int error_number) {
     std::map<std::string, int> struck;
@@ -84,7 +86,8 @@ class CheckpointDiskFaultsTest : public CheckpointTest {
         EXPECT_EQ(saved.code(), absl::StatusCode::kResourceExhausted) << saved;
       }
       // The next attempt works: the step's checkpoint is there already, or is made now.
-      const absl::Status again = SaveAndPrune(Disk::Real());
+      FaultyDisk healthy(fault, kNever, 0, 0);
+      const absl::Status again = SaveAndPrune(&healthy);
       EXPECT_TRUE(again.ok() || absl::IsAlreadyExists(again)) << again;
       ExpectIntact(3);
       if (HasFailure()) break;

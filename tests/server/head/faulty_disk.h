@@ -33,14 +33,14 @@ enum class Fault {
 // Thread-safe.
 class FaultyDisk final : public Disk {
  public:
-  // Operation number `at`, counted from 1, goes wrong.
+  // Operation number `at`, counted from 1, goes wrong; 0: none.
   FaultyDisk(Fault fault, int64_t at, int error_number, uint32_t seed)
       : fault_(fault), at_(at), error_number_(error_number), random_(seed) {}
 
   // Whether operation `at` came.
   bool struck() const {
     absl::MutexLock lock(&mutex_);
-    return operations_ >= at_;
+    return at_ > 0 && operations_ >= at_;
   }
   // What the operation that went wrong was, e.g. "fsync".
   std::string victim() const {

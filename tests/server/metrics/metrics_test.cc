@@ -96,7 +96,9 @@ TEST_F(MetricsTest, CountsEvents) {
   EXPECT_EQ(Sample(text, "lossd_rows_total{head=\"main\"}"), 110);
   EXPECT_EQ(Sample(text, "lossd_chunks_total"), 2);
   EXPECT_EQ(Sample(text, "lossd_chunk_rows_sum"), 100);
-  EXPECT_EQ(Sample(text, "lossd_steps_total"), 1);
+  EXPECT_EQ(Sample(text, "lossd_steps_total"), 2);
+  EXPECT_EQ(Sample(text, "lossd_skipped_steps_total"), 1);
+  EXPECT_EQ(Sample(text, "lossd_contribution_rows_total"), 7);
   EXPECT_EQ(Sample(text, "lossd_device_errors_total"), 1);
   EXPECT_EQ(Sample(text, "lossd_payload_bytes_total{direction=\"in\"}"), 1000);
   EXPECT_EQ(Sample(text, "lossd_payload_bytes_total{direction=\"out\"}"), 300);

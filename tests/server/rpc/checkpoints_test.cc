@@ -434,6 +434,7 @@ TEST_F(CheckpointsTest, FullDisksAndCancelledSavesAreCounted) {
             absl::StatusCode::kCancelled);
   EXPECT_THAT(server.operations().ListCheckpoints({})->checkpoints(), IsEmpty());
   EXPECT_TRUE(server.Save().ok());
+  EXPECT_EQ(server.Save().status().code(), absl::StatusCode::kAlreadyExists) << "refused, not failed";
   const std::string metrics = server.metrics().RenderText();
   for (const char* line : {"lossd_checkpoint_saves_total{result=\"ok\"} 1\n",
                            "lossd_checkpoint_saves_total{result=\"failed\"} 1\n",

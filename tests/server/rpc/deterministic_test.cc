@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "client/cpp/client.h"
 #include "tests/server/rpc/service_client.h"
 #include "tests/server/rpc/test_server.h"
@@ -192,6 +193,21 @@ TEST(DeterministicServiceTest, SaysWhatIsWaitedForAndCleansUp) {
     const LossAnswers answers = call->Finish();
     EXPECT_TRUE(answers.status.ok()) << answers.status;
   }
+}
+
+TEST(DeterministicServiceTest, StopsWhileCallsWait) {
+  TestServer server(Deterministic());
+  const auto client = server.Connect();
+  ASSERT_TRUE(client->CreateHead(HeadRequest()).ok());
+  std::vector<std::unique_ptr<LossStream>> calls;
+  for (uint64_t id : {1, 0, 2}) {
+    calls.push_back(client->OpenLoss());
+    ASSERT_TRUE(calls.back()->SendOpen(OpenFor(id, 8)));
+    ASSERT_TRUE(calls.back()->SendSlice(0, 4, std::string(4 * kD * 4, '\0')));
+  }
+  while (client->DescribeHead("head")->waiting_slices() < 2) absl::SleepFor(absl::Milliseconds(5));
+  server.Stop();
+  for (auto& call : calls) EXPECT_FALSE(call->Finish().status.ok());
 }
 
 TEST(DeterministicServiceTest, DeferredGradientsTakeTheirTurn) {
