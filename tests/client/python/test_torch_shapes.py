@@ -1,7 +1,7 @@
 """Shapes and data that have caught other implementations, in every dtype.
 
 Criterion, element by element: our error against double precision is at most 1.5 times the largest error of torch on the
-same inputs in the same dtype, plus a floor.
+same inputs in the same dtype, plus a floor that grows with the loss, and for dL/dx with the weights it is a sum of.
 """
 
 import pytest
@@ -52,7 +52,7 @@ def check(client, head, hidden, targets, options):
         assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
 
     assert_close(loss.detach(), torchs.detach(), expected.detach(), 1.0 + float(expected))
-    assert_close(ours.grad, plain.grad, exact.grad, 1.0 / count)
+    assert_close(ours.grad, plain.grad, exact.grad, float(1 + weight.detach().abs().max()) / count)
     gradient = reference.gradients(client, head, ["weight"])["weight"]
     assert_close(gradient, weight.grad, p["weight"].grad, 1.0)
 
