@@ -1,0 +1,33 @@
+"""Client of lossd, a server that owns the loss head of a language model.
+
+lossd.Client speaks the protocol with NumPy arrays; lossd.torch (imported on its own) has the PyTorch module.
+"""
+
+from lossd._loss_call import PendingLoss
+from lossd.client import Client
+from lossd.errors import (
+    Aborted,
+    AlreadyExists,
+    Cancelled,
+    ClientClosed,
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    ForkedClient,
+    Internal,
+    InvalidArgument,
+    LossdError,
+    NonFinite,
+    NotFound,
+    ResourceExhausted,
+    Restarted,
+    Unavailable,
+)
+from lossd.types import SGD, AdamW, LossOptions, LossResult, RetryOptions
+
+__all__ = [
+    "SGD", "Aborted", "AdamW", "AlreadyExists", "Cancelled", "Client", "ClientClosed", "DataLoss",
+    "DeadlineExceeded", "FailedPrecondition", "ForkedClient", "Internal", "InvalidArgument", "LossOptions",
+    "LossResult", "LossdError", "NonFinite", "NotFound", "PendingLoss", "ResourceExhausted", "Restarted",
+    "RetryOptions", "Unavailable",
+]

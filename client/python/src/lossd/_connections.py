@@ -1,0 +1,176 @@
+"""The connections of one client, and when a call is repeated. Thread-safe after construction."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from lossd import errors
+from lossd.types import RetryOptions
+from lossd.v1 import server_pb2
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ConnectionOptions:
+    target: str
+    channels: int
+    connect_timeout: float
+    wait_for_server: bool
+    max_message_bytes: int
+    dead_peer_timeout: float
+    retry: RetryOptions
+
+    def __post_init__(self) -> None:
+        _require("target", self.target, bool(self.target), "not empty")
+        _require("channels", self.channels, 1 <= self.channels <= 64, "in [1, 64]")
+        size = self.max_message_bytes
+        _require("max_message_bytes", size, 1024 <= size < 2**31, "in [1 KiB, 2 GiB)")
+        _require("connect_timeout", self.connect_timeout, self.connect_timeout > 0, "positive")
+        _require("dead_peer_timeout", self.dead_peer_timeout, 0 < self.dead_peer_timeout <= 86400, "in (0, 86400] s")
+        _require("retry.max_attempts", self.retry.max_attempts, self.retry.max_attempts >= 1, "at least 1")
+
+
+def _require(name: str, value: object, holds: bool, rule: str) -> None:
+    if not holds:
+        raise errors.InvalidArgument(f"{name} is {value!r}; it must be {rule}")
+
+
+def _arguments(options: ConnectionOptions) -> list[tuple[str, int]]:
+    return [
+        ("grpc.use_local_subchannel_pool", 1),  # else channels share one connection
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.enable_retries", 0),  # repeating is decided here, where it is known to be safe
+        ("grpc.max_receive_message_length", options.max_message_bytes),
+        ("grpc.max_send_message_length", options.max_message_bytes),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        # Keepalive also sets TCP_USER_TIMEOUT, which ends a write to a peer that takes nothing any more. Pings are
+        # rarer than the five minutes that servers tolerate by default.
+        ("grpc.keepalive_time_ms", 10 * 60 * 1000),
+        ("grpc.keepalive_timeout_ms", int(options.dead_peer_timeout * 1000)),
+    ]
+
+
+class Deadline:
+    """A point in time that several attempts share."""
+
+    def __init__(self, timeout: float) -> None:
+        if not timeout > 0:
+            raise errors.InvalidArgument(f"timeout is {timeout}; it must be positive")
+        self._end = time.monotonic() + timeout
+
+    def left(self) -> float:
+        return max(self._end - time.monotonic(), 0.001)
+
+    def backoff(self, retry: RetryOptions, attempt: int) -> float | None:
+        """Seconds to wait after attempt number `attempt` (1, 2, ...); None if there shall be no other one."""
+        wait = min(retry.initial_backoff * 4.0 ** min(attempt - 1, 16), retry.max_backoff) * random.uniform(0.8, 1.2)
+        return wait if attempt < retry.max_attempts and wait < self.left() else None
+
+
+class Connections:
+    def __init__(self, options: ConnectionOptions) -> None:
+        """Opens all connections and waits until they stand; Unavailable after connect_timeout."""
+        self.options = options
+        self._pid = os.getpid()
+        self._closed = False
+        self._channels = [
+            grpc.insecure_channel(options.target, options=_arguments(options)) for _ in range(options.channels)]
+        try:
+            self._await_server()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the calls under way."""
+        self._closed = True
+        for channel in self._channels:
+            channel.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def check_usable(self) -> None:
+        if self._pid != os.getpid():
+            raise errors.ForkedClient(
+                f"this client was made in process {self._pid}, before a fork; make a lossd.Client in this process, "
+                "or start processes with multiprocessing's spawn")
+        if self._closed:
+            raise errors.ClientClosed("this client is closed; make a new lossd.Client")
+
+    def unary(self, method: str, request: Message, answer: type[M], deadline: Deadline, *, repeat: bool = False) -> M:
+        """One call, repeated on Unavailable if that is safe."""
+        self.check_usable()
+        call = self._channels[0].unary_unary(
+            method, request_serializer=type(request).SerializeToString, response_deserializer=answer.FromString)
+
+        def attempt() -> M:
+            return self.run(lambda: call(request, timeout=deadline.left()))
+
+        return self.repeated(attempt, deadline) if repeat else attempt()
+
+    def updates(self, method: str, request: Message, answer: type[M], deadline: Deadline) -> Iterator[M]:
+        """One call that answers with a stream of messages; never repeated."""
+        self.check_usable()
+        call = self._channels[0].unary_stream(
+            method, request_serializer=type(request).SerializeToString, response_deserializer=answer.FromString)
+        stream = self.run(lambda: call(request, timeout=deadline.left()))
+        try:
+            while (update := self.run(lambda: next(stream, None))) is not None:
+                yield update
+        finally:
+            stream.cancel()
+
+    def repeated(self, attempt: Callable[[], T], deadline: Deadline) -> T:
+        """Runs `attempt` until it does not end with Unavailable, as the options say, waiting in between."""
+        number = 1
+        while True:
+            try:
+                return attempt()
+            except errors.Unavailable:
+                wait = deadline.backoff(self.options.retry, number)
+                if wait is None:
+                    raise
+            time.sleep(wait)
+            number += 1
+
+    def stream(self, index: int, method: str) -> Any:
+        """A method with streams of raw bytes in both directions, on the connection of that number (it wraps)."""
+        self.check_usable()
+        return self._channels[index % len(self._channels)].stream_stream(method)
+
+    def run(self, rpc: Callable[[], T]) -> T:
+        """Runs a piece of a call and turns its errors into ours."""
+        try:
+            return rpc()
+        except grpc.RpcError as error:
+            raise errors.from_rpc(error, self.options.target) from None
+        except ValueError as error:  # gRPC's answer on a closed channel
+            if self._closed:
+                raise errors.ClientClosed("this client is closed; make a new lossd.Client") from error
+            raise
+
+    def _await_server(self) -> None:
+        deadline = Deadline(self.options.connect_timeout)
+        request = server_pb2.GetServerRequest().SerializeToString()
+        for channel in self._channels:
+            call = partial(channel.unary_unary("/lossd.v1.ServerService/GetServer"), request,
+                           wait_for_ready=self.options.wait_for_server)
+            try:
+                self.run(partial(call, timeout=deadline.left()))
+            except (errors.DeadlineExceeded, errors.Unavailable) as error:
+                raise errors.Unavailable(f"no server at {self.options.target}: {error.message}") from None

@@ -1,0 +1,125 @@
+"""How the rows of a microbatch are spread over streams and slices. Pure arithmetic, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lossd import errors
+from lossd.v1 import loss_pb2
+
+MIN_ROWS_PER_STREAM = 64  # fewest valid rows worth a stream of their own
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows [begin, end)."""
+
+    begin: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def __str__(self) -> str:
+        return f"rows [{self.begin}, {self.end})"
+
+
+def split_ranges(valid: NDArray[np.bool_], streams: int, max_rows: int) -> list[Rows]:
+    """Splits all rows into contiguous ranges, at least one.
+
+    `streams` of them with about the same number of valid rows each; fewer if there are few valid rows, more if one
+    would have over `max_rows` rows.
+    """
+    counts = np.cumsum(valid)
+    total = int(counts[-1]) if len(valid) else 0
+    wanted = min(max(total // MIN_ROWS_PER_STREAM, 1), max(1, streams))
+    cuts = [int(np.searchsorted(counts, total * i // wanted)) + 1 for i in range(1, wanted)]
+    ranges: list[Rows] = []
+    begin = 0
+    for end in [*cuts, len(valid)]:
+        while end - begin > max_rows:
+            ranges.append(Rows(begin, begin + max_rows))
+            begin += max_rows
+        if end > begin or not ranges:
+            ranges.append(Rows(begin, end))
+            begin = end
+    return ranges
+
+
+@dataclass(frozen=True)
+class SliceRule:
+    """How rows may be cut."""
+
+    max_rows: int
+    row_grid: int = 0  # 0: no rule; else no slice has rows on both sides of a multiple of it
+
+
+def cut_slices(valid: NDArray[np.bool_], rows: Rows, rule: SliceRule) -> list[Rows]:
+    """Cuts the valid rows of a range into slices, ascending.
+
+    Slices start and end with a valid row; long runs of ignored rows are in none.
+    """
+    longest_gap = max(1, rule.max_rows // 8)  # ignored rows sent along at most
+    index = np.flatnonzero(valid[rows.begin:rows.end]) + rows.begin
+    before_gap = np.flatnonzero(np.diff(index) > longest_gap + 1)  # positions whose successor is far away
+    slices: list[Rows] = []
+    first = 0
+    while first < len(index):
+        begin = int(index[first])
+        room = rule.max_rows if rule.row_grid == 0 else min(rule.max_rows, rule.row_grid - begin % rule.row_grid)
+        end = int(np.searchsorted(index, begin + room))  # first position that does not fit
+        gap = int(np.searchsorted(before_gap, first))
+        if gap < len(before_gap):
+            end = min(end, int(before_gap[gap]) + 1)
+        slices.append(Rows(begin, int(index[end - 1]) + 1))
+        first = end
+    return slices
+
+
+def make_slice_rule(row_bytes: int, slice_bytes: int, limits: loss_pb2.SliceLimits) -> SliceRule:
+    """Slices as large as `slice_bytes` and the server's limits allow. Raises if one row is too large."""
+    rows = max(1, slice_bytes // row_bytes)
+    if limits.max_bytes > 0:
+        if row_bytes > limits.max_bytes:
+            raise errors.InvalidArgument(
+                f"hidden: a row has {row_bytes} bytes, but the server takes slices of {limits.max_bytes} bytes at most")
+        rows = min(rows, limits.max_bytes // row_bytes)
+    if limits.max_rows > 0:
+        rows = min(rows, limits.max_rows)
+    return SliceRule(int(rows), limits.row_grid)
+
+
+def unsent(rows: Rows, slices: list[Rows]) -> list[Rows]:
+    """The parts of a range that no slice covers."""
+    edges = [rows.begin, *(edge for piece in slices for edge in (piece.begin, piece.end)), rows.end]
+    return [Rows(begin, end) for begin, end in zip(edges[::2], edges[1::2]) if end > begin]
+
+
+class SliceBook:
+    """Which rows of a call have been answered; finds answers that do not belong to it.
+
+    With `slices`, answers must be exactly these; without, the server cuts: any disjoint rows of the range.
+    """
+
+    def __init__(self, rows: Rows, slices: list[Rows] | None) -> None:
+        self._range = rows
+        self._open = None if slices is None else set(slices)
+        self._answered: list[Rows] = []
+        self.answered_rows = 0
+
+    def take(self, rows: Rows) -> None:
+        if rows.begin >= rows.end or rows.begin < self._range.begin or rows.end > self._range.end:
+            raise errors.server_sent(f"results of {rows}, which are not in this call")
+        if self._open is not None:
+            if rows not in self._open:
+                raise errors.server_sent(f"results of {rows}, which are no open slice of this call")
+            self._open.remove(rows)
+        elif any(rows.begin < other.end and other.begin < rows.end for other in self._answered):
+            raise errors.server_sent(f"results of {rows} twice")
+        self._answered.append(rows)
+        self.answered_rows += len(rows)
+
+    def complete(self) -> bool:
+        return not self._open

@@ -1,0 +1,206 @@
+"""What one loss call computes, apart from how it travels: the rows of a microbatch, or gradients of retained rows.
+
+Works are immutable; methods may run on several threads at once, each with rows of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lossd import _wire, errors
+from lossd._plan import Rows, SliceRule, cut_slices, split_ranges, unsent
+from lossd.types import LossOptions, LossResult, Reduction, RowOutput
+from lossd.v1 import loss_pb2, types_pb2
+
+_MAX_OPEN_BYTES = 4 << 20  # opening messages, with targets and weights, stay below what any gRPC peer takes
+_OPEN_OVERHEAD = 64 << 10  # room for their small fields
+_MAX_ROWS = 2**31 - 1
+
+_IGNORED: dict[RowOutput, int] = {"loss": 0, "lse": 0, "entropy": 0, "logprob": 0, "argmax": -1}
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where results go; written in place. Only what is there is computed and sent."""
+
+    grad_hidden: memoryview | None = None  # bytes of [N, D]
+    rows: dict[RowOutput, NDArray[Any]] = field(default_factory=dict)  # [N] each
+
+    def fill_ignored(self, rows: Rows, row_bytes: int) -> None:
+        if self.grad_hidden is not None:
+            np.frombuffer(self.grad_hidden, np.uint8)[rows.begin * row_bytes:rows.end * row_bytes] = 0
+        for name, array in self.rows.items():
+            array[rows.begin:rows.end] = _IGNORED[name]
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """What one stream sends."""
+
+    first: bytes  # opens the call
+    rows: Rows  # the range it opens
+    slices: list[Rows] | None  # to be sent; None: nothing is, the server cuts
+
+
+class Work(ABC):
+    def __init__(self, *, head: str, step: int | None, id: int, accumulate: bool, rows: int, hidden_size: int,
+                 element_size: int, outputs: Outputs) -> None:
+        if not head:
+            raise errors.InvalidArgument("head is empty")
+        if rows > _MAX_ROWS:
+            raise errors.InvalidArgument(f"the microbatch has {rows} rows; the most is {_MAX_ROWS}")
+        if hidden_size < 1:
+            raise errors.InvalidArgument("hidden: a row has no elements")
+        if accumulate and step is None:
+            raise errors.InvalidArgument("step is None; accumulate=True needs the step that the gradients belong to")
+        self.head = head
+        self.step = step
+        self.id = id
+        self.accumulate = accumulate
+        self.rows = rows
+        self.hidden_size = hidden_size
+        self.row_bytes = hidden_size * element_size
+        self.outputs = outputs
+        self.hidden: memoryview | None = None  # bytes of [N, D]; None: no slices are sent
+
+    @abstractmethod
+    def split(self, streams: int) -> list[Rows]:
+        """Ranges for about so many streams."""
+
+    @abstractmethod
+    def plan(self, rows: Rows, rule: SliceRule, incarnation: int | None) -> StreamPlan:
+        """What the stream of a range sends, to the server process of that incarnation (None: to any).
+
+        Writes the results of rows that nothing will be received for.
+        """
+
+    @abstractmethod
+    def conclude(self, total: LossResult) -> None:
+        """Sets what follows from the sums over all streams. Raises if the sums cannot be right."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    reduction: Reduction
+    normalizer: float | None  # mean only; None: the number of valid targets
+    grad_output: float
+
+    def check(self, use_class_weights: bool) -> None:
+        if not math.isfinite(self.grad_output):
+            raise errors.InvalidArgument(f"grad_output is {self.grad_output}; it must be finite")
+        if self.normalizer is None:
+            if self.reduction == "mean" and use_class_weights:
+                raise errors.InvalidArgument(
+                    "normalizer is None; with class weights a mean needs the sum of the weights of the targets")
+        elif self.reduction != "mean":
+            raise errors.InvalidArgument("normalizer is for reduction='mean' only")
+        elif not math.isfinite(self.normalizer) or self.normalizer < 0:
+            raise errors.InvalidArgument(f"normalizer is {self.normalizer}; it must be finite and not negative")
+
+
+class ForwardWork(Work):
+    def __init__(self, *, head: str, step: int | None, id: int, accumulate: bool, hidden: memoryview,
+                 hidden_dtype: types_pb2.DType, hidden_size: int, element_size: int, targets: NDArray[np.int32],
+                 row_weights: NDArray[np.float32] | None, options: LossOptions, scale: Scale,
+                 reduction: loss_pb2.Reduction, retain: bool, outputs: Outputs) -> None:
+        super().__init__(head=head, step=step, id=id, accumulate=accumulate, rows=len(targets),
+                         hidden_size=hidden_size, element_size=element_size, outputs=outputs)
+        self.hidden = hidden
+        self._dtype = hidden_dtype
+        self._targets = targets
+        self._row_weights = row_weights
+        self._options = options
+        self._scale = scale
+        self._reduction = reduction
+        self._retain = retain
+        self._valid = targets != options.ignore_index
+        self._valid_rows = int(np.count_nonzero(self._valid))
+        self._check()
+
+    def _check(self) -> None:
+        self._scale.check(self._options.use_class_weights)
+        if self._row_weights is not None and len(self._row_weights) != self.rows:
+            raise errors.InvalidArgument(
+                f"row_weights has {len(self._row_weights)} entries for {self.rows} rows")
+        deferred = self._scale.reduction == "none"
+        if self._retain and not deferred:
+            raise errors.InvalidArgument("retain=True goes with reduction='none' only")
+        if deferred and (self.accumulate or self.outputs.grad_hidden is not None):
+            raise errors.InvalidArgument("with reduction='none' gradients come by backward(), after retain=True")
+
+    def split(self, streams: int) -> list[Rows]:
+        return split_ranges(self._valid, streams, (_MAX_OPEN_BYTES - _OPEN_OVERHEAD) // 8)
+
+    def plan(self, rows: Rows, rule: SliceRule, incarnation: int | None) -> StreamPlan:
+        slices = cut_slices(self._valid, rows, rule)
+        for piece in unsent(rows, slices):
+            self.outputs.fill_ignored(piece, self.row_bytes)
+        arrays: dict[int, NDArray[Any]] = {18: self._targets[rows.begin:rows.end]}
+        if self._row_weights is not None:
+            arrays[19] = self._row_weights[rows.begin:rows.end]
+        return StreamPlan(_wire.encode_nested(1, self._open(rows, incarnation), arrays), rows, slices)
+
+    def _normalizer(self) -> float:
+        return float(self._valid_rows) if self._scale.normalizer is None else self._scale.normalizer
+
+    def _open(self, rows: Rows, incarnation: int | None) -> loss_pb2.OpenMicrobatch:
+        """All but targets and row weights."""
+        mean = self._scale.reduction == "mean"
+        want = self.outputs.rows
+        return loss_pb2.OpenMicrobatch(
+            head=self.head, step=self.step, microbatch_id=self.id, microbatch_rows=self.rows,
+            rows=types_pb2.RowRange(begin=rows.begin, end=rows.end), hidden_dtype=self._dtype,
+            options=self._options.to_proto(), reduction=self._reduction,
+            normalizer=self._normalizer() if mean else None, grad_output=self._scale.grad_output,
+            want_grad_hidden=self.outputs.grad_hidden is not None, accumulate_gradients=self.accumulate,
+            want_row_loss="loss" in want, want_row_lse="lse" in want, want_row_entropy="entropy" in want,
+            want_row_logprob="logprob" in want, want_row_argmax="argmax" in want, retain=self._retain,
+            incarnation=incarnation)
+
+    def conclude(self, total: LossResult) -> None:
+        if total.valid_rows != self._valid_rows:
+            raise errors.server_sent(f"a count of {total.valid_rows} valid rows; {self._valid_rows} were sent")
+        if self._scale.reduction == "mean":
+            total.normalizer = self._normalizer()
+        total.loss = total.loss_sum / total.normalizer if self._valid_rows else 0.0
+
+
+class BackwardWork(Work):
+    def __init__(self, *, head: str, step: int | None, id: int, accumulate: bool, hidden_size: int,
+                 element_size: int, grad_loss: NDArray[np.float32], grad_lse: NDArray[np.float32] | None,
+                 grad_entropy: NDArray[np.float32] | None, outputs: Outputs) -> None:
+        super().__init__(head=head, step=step, id=id, accumulate=accumulate, rows=len(grad_loss),
+                         hidden_size=hidden_size, element_size=element_size, outputs=outputs)
+        if self.rows == 0:
+            raise errors.InvalidArgument("grad_loss is empty")
+        self._gradients = {7: grad_loss}
+        for number, name, values in ((8, "grad_lse", grad_lse), (9, "grad_entropy", grad_entropy)):
+            if values is None:
+                continue
+            if len(values) != self.rows:
+                raise errors.InvalidArgument(f"{name} has {len(values)} entries for {self.rows} rows")
+            self._gradients[number] = values
+
+    def split(self, streams: int) -> list[Rows]:
+        # No row is known to be ignored.
+        return split_ranges(np.ones(self.rows, np.bool_), streams, (_MAX_OPEN_BYTES - _OPEN_OVERHEAD) // 12)
+
+    def plan(self, rows: Rows, rule: SliceRule, incarnation: int | None) -> StreamPlan:
+        self.outputs.fill_ignored(rows, self.row_bytes)
+        open_ = loss_pb2.OpenBackward(
+            head=self.head, step=self.step, microbatch_id=self.id,
+            rows=types_pb2.RowRange(begin=rows.begin, end=rows.end),
+            want_grad_hidden=self.outputs.grad_hidden is not None, accumulate_gradients=self.accumulate,
+            incarnation=incarnation)
+        arrays: dict[int, NDArray[Any]] = {
+            number: values[rows.begin:rows.end] for number, values in self._gradients.items()}
+        return StreamPlan(_wire.encode_nested(3, open_, arrays), rows, None)
+
+    def conclude(self, total: LossResult) -> None:
+        total.loss = total.loss_sum

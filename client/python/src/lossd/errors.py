@@ -1,0 +1,153 @@
+"""Exceptions of the client: one class per status code of the protocol, with the server's structured detail.
+
+Every exception is a LossdError. Where Python has a class for the same thing, ours derives from it too, so
+`except ValueError` and `except ConnectionError` work as expected.
+"""
+
+from __future__ import annotations
+
+import grpc
+
+from lossd.v1 import types_pb2
+
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+class LossdError(Exception):
+    """Base of all errors of this package.
+
+    Attributes:
+      message:       what was wrong, in words.
+      field:         path of the offending field, e.g. "open.targets[17]"; empty if there is none.
+      value:         the value found there, as text; may be empty.
+      incarnation:   of the server that answered; 0 if none did.
+      current_step:  the head's open step, where the server said so.
+      missing:       what ApplyStep misses, e.g. ("microbatch 7: rows [128, 256)",).
+    """
+
+    def __init__(self, message: str, detail: types_pb2.ErrorDetail | None = None) -> None:
+        super().__init__(message)
+        detail = detail or types_pb2.ErrorDetail()
+        self.message = message
+        self.field: str = detail.field
+        self.value: str = detail.value
+        self.incarnation: int = detail.incarnation
+        self.current_step: int | None = detail.current_step if detail.HasField("current_step") else None
+        self.missing: tuple[str, ...] = tuple(detail.missing)
+
+    def __str__(self) -> str:
+        return "; ".join((self.message, *(f"missing: {what}" for what in self.missing if what not in self.message)))
+
+
+class InvalidArgument(LossdError, ValueError):
+    """A field or a value breaks a rule; nothing changed."""
+
+
+class NonFinite(LossdError, ArithmeticError):
+    """A row's loss is not finite; nothing of its slice was accumulated. Skip the step or lower the loss scale."""
+
+
+class NotFound(LossdError, LookupError):
+    """No such head, tensor, checkpoint or retained row."""
+
+
+class AlreadyExists(LossdError):
+    """The name is taken."""
+
+
+class FailedPrecondition(LossdError):
+    """Wrong step, frozen head, same microbatch id with other contents, or rows missing (see `missing`)."""
+
+
+class ResourceExhausted(LossdError):
+    """Too many calls, too large a message, or no memory for it on the server."""
+
+
+class Unavailable(LossdError, ConnectionError):
+    """No connection, the server is draining, or the connection broke and repeating did not help."""
+
+
+class DeadlineExceeded(LossdError, TimeoutError):
+    """The call's timeout passed."""
+
+
+class Cancelled(LossdError):
+    """The caller cancelled the call, or closed the client under it."""
+
+
+class Aborted(LossdError):
+    """The step's gradients were zeroed, or a checkpoint was loaded, under an open call: start the step again."""
+
+
+class Restarted(Aborted):
+    """The server is another process than before: gradients of the open step are lost.
+
+    Restore the head from a checkpoint, or repeat the step after Client.acknowledge_restart().
+    """
+
+
+class DataLoss(LossdError, OSError):
+    """A checkpoint does not hold what was saved; the tensor or file is named."""
+
+
+class Internal(LossdError, RuntimeError):
+    """A device or disk failed, or the server sent something that the protocol does not allow."""
+
+
+class ClientClosed(LossdError):
+    """The client was closed."""
+
+
+class ForkedClient(LossdError, RuntimeError):
+    """The client was made before a fork; connections do not survive one. Connect in the child, or use spawn."""
+
+
+_CLASSES: dict[grpc.StatusCode, type[LossdError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
+    grpc.StatusCode.OUT_OF_RANGE: NonFinite,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
+    grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.ABORTED: Aborted,
+    grpc.StatusCode.DATA_LOSS: DataLoss,
+}
+_NAME_THE_SERVER = (Unavailable, DeadlineExceeded)
+
+
+def from_rpc(error: grpc.RpcError, target: str) -> LossdError:
+    """The exception for a call that gRPC ended with an error; `target` is named where the connection is at fault."""
+    code, message = error.code(), error.details() or ""
+    kind = _CLASSES.get(code, Internal)
+    if kind is Internal and code is not grpc.StatusCode.INTERNAL:
+        message = f"{code.name}: {message}"
+    if issubclass(kind, _NAME_THE_SERVER):
+        message = f"{message} (server {target})"
+    return kind(message, _detail(error))
+
+
+def _detail(error: grpc.RpcError) -> types_pb2.ErrorDetail | None:
+    for key, value in error.trailing_metadata() or ():
+        if key != _DETAILS_KEY:
+            continue
+        detail = types_pb2.ErrorDetail()
+        for packed in types_pb2.StatusDetails.FromString(value).details:
+            if packed.Unpack(detail):
+                return detail
+    return None
+
+
+def restarted(head: str, before: int, now: int, step: int | None) -> Restarted:
+    lost = "its weights may have changed" if step is None else f"gradients of step {step} are lost"
+    detail = types_pb2.ErrorDetail(incarnation=now)
+    return Restarted(
+        f"server restarted (incarnation {before:016x} -> {now:016x}); {lost}: "
+        f'restore head "{head}" or repeat the step', detail)
+
+
+def server_sent(what: str) -> Internal:
+    """What the protocol does not allow."""
+    return Internal(f"server sent {what}")

@@ -1,0 +1,126 @@
+"""Which microbatches of the open step a trainer has sent, and what has become of them. Thread-safe.
+
+Microbatches are numbered 0, 1, ... within a step and trainer; on the wire trainer `rank` of `world_size` uses the ids
+number * world_size + rank, so that trainers never take each other's.
+"""
+
+from __future__ import annotations
+
+import threading
+
+
+_APART = 1 << 40  # numbers of microbatches are below
+
+
+class StepBook:
+    def __init__(self, step: int, rank: int, world_size: int) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}; it must be in [0, world_size) with world_size {world_size}")
+        self._rank = rank
+        self._world_size = world_size
+        self.group = 1  # a step has a multiple of so many microbatches
+        self._lock = threading.Lock()
+        self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        self.step = step
+        self._next = 0
+        self._next_apart = 0
+        self._accumulated: set[int] = set()  # the server has, or may have, rows of these
+        self._failed: set[int] = set()  # of those: the call did not succeed
+        self._waiting: set[int] = set()  # of those: the loss had no backward() yet
+        self._contribution: int | None = None  # the number of a gradient from elsewhere that is being added
+        self._contributions: set[int] = set()  # numbers of those added
+
+    def advance(self, step: int) -> None:
+        """The step is over (applied or discarded) and `step` is open."""
+        with self._lock:
+            self._begin(step)
+
+    def number(self, wanted: int | None) -> int:
+        """The number of the microbatch that begins: the next one, or an earlier one that is sent again."""
+        with self._lock:
+            number = self._next if wanted is None else wanted
+            self._next = max(self._next, number + 1)
+            return number
+
+    def number_apart(self) -> int:
+        """A number for rows that are not accumulated, out of the way of those that are."""
+        with self._lock:
+            self._next_apart += 1
+            return _APART + self._next_apart
+
+    def wire_id(self, number: int) -> int:
+        return number * self._world_size + self._rank
+
+    def sent(self, number: int) -> None:
+        """Its gradients are being accumulated."""
+        with self._lock:
+            self._accumulated.add(number)
+            self._failed.add(number)
+
+    def unsent(self, number: int) -> None:
+        """Nothing of it was sent after all."""
+        with self._lock:
+            self._accumulated.discard(number)
+            self._failed.discard(number)
+
+    def arrived(self, number: int, waits_for_backward: bool) -> None:
+        """Its gradients are accumulated."""
+        with self._lock:
+            self._failed.discard(number)
+            if waits_for_backward:
+                self._waiting.add(number)
+
+    def had_backward(self, number: int) -> None:
+        with self._lock:
+            self._waiting.discard(number)
+
+    def contribution(self) -> int:
+        """The number of a gradient from elsewhere that is to be added; the same again until contributed()."""
+        with self._lock:
+            if self._contribution is None:
+                self._contribution = self._next
+                self._next += 1
+            return self._contribution
+
+    def contributed(self) -> None:
+        with self._lock:
+            if self._contribution is not None:
+                self._contributions.add(self._contribution)
+            self._contribution = None
+
+    @property
+    def empty(self) -> bool:
+        """Nothing of this step was accumulated by this trainer."""
+        with self._lock:
+            return not self._accumulated and not self._contributions and self._contribution is None
+
+    def check_settled(self, what: str) -> None:
+        """RuntimeError if a gradient would be applied, or lost, that the trainer does not know of."""
+        with self._lock:
+            failed, waiting = sorted(self._failed), sorted(self._waiting)
+            contribution = self._contribution
+        if contribution is not None:
+            raise RuntimeError(f"{what}: a gradient for step {self.step} failed to be added; add it again, or discard "
+                               "the step with HeadOptimizer.discard()")
+        if failed:
+            raise RuntimeError(
+                f"{what}: microbatch {failed[0]} of step {self.step} failed, or is not finished. Compute it again with "
+                f"head(..., microbatch={failed[0]}), or discard the step with HeadOptimizer.discard()")
+        if waiting:
+            raise RuntimeError(
+                f"{what}: the loss of microbatch {waiting[0]} of step {self.step} had no backward(), but the server "
+                "accumulated its weight gradient in forward. Compute losses that are only looked at under "
+                "torch.no_grad(), call zero_grad() before forward, or discard the step with HeadOptimizer.discard()")
+
+        if len(self._accumulated) % self.group != 0:
+            raise RuntimeError(
+                f"{what}: step {self.step} has {len(self._accumulated)} microbatches, but they come in groups of "
+                f"{self.group}; discard the step with HeadOptimizer.discard()")
+
+    def expected(self) -> list[int]:
+        """Wire ids that the step needs, of all trainers; each has accumulated as many as this one."""
+        with self._lock:
+            return [n * self._world_size + rank for n in sorted(self._accumulated | self._contributions)
+                    for rank in range(self._world_size)]

@@ -1,0 +1,65 @@
+"""An embedding that shares its weights with a head on a server."""
+
+from __future__ import annotations
+
+import torch
+
+from lossd.torch import _memory
+from lossd.torch.head import LossHead
+
+
+class TiedEmbedding:
+    """Keeps a trainer's embedding and the weight of a head the same matrix.
+
+    The server owns it and applies its steps; the embedding is a copy, which no optimizer of the trainer may have. Once
+    a step, after the last backward and before HeadOptimizer's load_grad_norm() or step(), the embedding's gradient
+    joins the head's; after the step the new weight comes back:
+
+        loss.backward()
+        tied.add_gradient()
+        head_optimizer.step()
+        tied.pull()
+
+    Both take as long as a matrix [V, D] takes to travel.
+    """
+
+    def __init__(self, head: LossHead, weight: torch.nn.Parameter) -> None:
+        """`weight` is the embedding's, [V, D]; push() or pull() makes the two equal at the beginning."""
+        if tuple(weight.shape) != (head.vocab_size, head.hidden_size):
+            raise ValueError(f"weight has shape {tuple(weight.shape)}; head {head.head_name!r} has "
+                             f"{(head.vocab_size, head.hidden_size)}")
+        self.head = head
+        self.weight = weight
+
+    def add_gradient(self) -> None:
+        """Adds the embedding's gradient to that of the head, exactly once, and sets it to None.
+
+        If that fails, the gradient stays and the call may be repeated.
+        """
+        if self.weight.grad is None:
+            return
+        head = self.head
+        number = head.steps.contribution()
+        host, ready = _memory.to_host(self.weight.grad.to_dense() if self.weight.grad.is_sparse else self.weight.grad)
+        if ready is not None:
+            ready()
+        head.client.add_gradient(head.head_name, "weight", _memory.as_array(host), step=head.step,
+                                 id=head.steps.wire_id(number), dtype=_memory.DTYPES[host.dtype])
+        head.steps.contributed()
+        self.weight.grad = None
+
+    def pull(self) -> None:
+        """Copies the head's weight into the embedding."""
+        self._copy(self.head.client.read_tensor(self.head.head_name, "weight", dtype=_memory.DTYPES[self.weight.dtype]))
+
+    def push(self) -> None:
+        """Copies the embedding into the head's weight."""
+        host, ready = _memory.to_host(self.weight)
+        if ready is not None:
+            ready()
+        self.head.client.write_tensor(self.head.head_name, "weight", _memory.as_array(host),
+                                      dtype=_memory.DTYPES[host.dtype])
+
+    @torch.no_grad()
+    def _copy(self, values: _memory.Array) -> None:
+        self.weight.copy_(_memory.as_tensor(values, self.weight.dtype))

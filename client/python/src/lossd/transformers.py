@@ -1,0 +1,184 @@
+"""Hugging Face transformers: the language-model head of a causal model on a lossd server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import lossd
+from lossd.torch import LossHead, TiedEmbedding
+
+_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+
+
+class RemoteHeadCausalLM(torch.nn.Module):
+    """A causal language model whose head, with its loss, is on a lossd server.
+
+        model = AutoModelForCausalLM.from_pretrained(...)
+        remote = RemoteHeadCausalLM(model, client, "lm")
+        loss = remote(input_ids, labels=labels, attention_mask=mask)
+
+    Takes the model over: the head's weights, and with move_norm the final norm's, go to the server as a new head, and
+    the model is left without them; save_back() brings them back. The options of the head that the configuration names
+    (final_logit_softcapping, logit_scale, logits_scaling) are kept. Labels are shifted as transformers does it.
+
+    `loss_head` is the LossHead: HeadOptimizer(remote.loss_head, ...) steps it.
+    """
+
+    def __init__(self, model: Any, client: lossd.Client, name: str, *, move_norm: bool = False,
+                 tied: Literal["refuse", "part", "share"] = "refuse",
+                 optimizer_state: lossd.types.OptimizerState = "adam", verify: bool = True, **options: Any) -> None:
+        """
+        Args:
+          move_norm: the final norm goes to the server too.
+          tied: what becomes of a head that shares its weights with the input embeddings. "part": each goes its own
+            way, the head trained by the server, the embeddings by the trainer. "share": they stay one matrix, which
+            the server trains; see `tied` of this object (lossd.torch.TiedEmbedding), and leave the embeddings out of
+            the trainer's optimizer.
+          verify: compare the losses of a few random tokens before and after; ValueError if they differ, which says
+            that the model makes its logits in a way that this class does not know.
+          options: of LossHead.
+        """
+        super().__init__()
+        layer = model.get_output_embeddings()
+        if layer is None:
+            raise ValueError(f"{type(model).__name__} has no output embeddings")
+        embedding = model.get_input_embeddings().weight
+        is_tied = layer.weight is embedding
+        if is_tied and tied not in ("part", "share"):
+            raise ValueError('the head shares its weights with the input embeddings; choose tied="part" or "share"')
+        if is_tied and tied == "part":
+            model.config.tie_word_embeddings = False
+        norm = _FinalNorm.find(model) if move_norm else None
+        expected = _random_tokens_loss(lambda **inputs: model(**inputs).loss, model) if verify else 0.0
+
+        vocab_size, hidden_size = layer.weight.shape
+        client.create_head(
+            name, hidden_size=hidden_size, vocab_size=vocab_size, bias=layer.bias is not None, zeros=True,
+            norm=norm.kind if norm else "none", norm_epsilon=norm.epsilon if norm else None,
+            optimizer_state=optimizer_state)
+        client.write_tensor(name, "weight", _values(layer.weight))
+        if layer.bias is not None:
+            client.write_tensor(name, "bias", _values(layer.bias))
+        if norm:
+            norm.write(client, name)
+        self.loss_head = LossHead(client, name, shift=True, **{**_head_options(model.config), **options})
+        self.tied = TiedEmbedding(self.loss_head, embedding) if is_tied and tied == "share" else None
+        self.model = model
+        self._norm = norm
+        self._layer = (layer.bias is not None, layer.weight.dtype, layer.weight.device)
+        model.set_output_embeddings(_NoHead())
+        if norm:
+            setattr(norm.owner, norm.name, torch.nn.Identity())
+        if verify:
+            self._verify(expected)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **inputs: Any) -> Any:
+        """The loss (or what the LossHead's extras make of it); `inputs` are those of the model without its head."""
+        hidden = self.model.base_model(input_ids=input_ids, **inputs).last_hidden_state
+        return self.loss_head(hidden, labels)
+
+    def save_back(self) -> Any:
+        """Brings the weights back from the server and returns the model as it was before, trained."""
+        client, name = self.loss_head.client, self.loss_head.head_name
+        bias, dtype, device = self._layer
+        layer = torch.nn.Linear(self.loss_head.hidden_size, self.loss_head.vocab_size, bias=bias, dtype=dtype,
+                                device=device)
+        _set(layer.weight, client.read_tensor(name, "weight"))
+        if bias:
+            _set(layer.bias, client.read_tensor(name, "bias"))
+        if self.tied is not None:
+            self.tied.pull()
+            layer.weight = self.tied.weight
+        self.model.set_output_embeddings(layer)
+        if self._norm:
+            self._norm.read(client, name)
+            setattr(self._norm.owner, self._norm.name, self._norm.module)
+        return self.model
+
+    def _verify(self, expected: float) -> None:
+        got = _random_tokens_loss(self, self.model)
+        if not np.isclose(got, expected, rtol=2e-2):
+            raise ValueError(
+                f"{type(self.model).__name__} gives a loss of {expected:.4f} for random tokens, its head on the server "
+                f"{got:.4f}: it makes its logits in a way that this class does not know")
+
+
+class _NoHead(torch.nn.Module):
+    """Stands where the head was."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the head of this model is on a lossd server: call the RemoteHeadCausalLM, or save_back()")
+
+
+@dataclass
+class _FinalNorm:
+    """The norm that a model applies to its last hidden states."""
+
+    owner: torch.nn.Module
+    name: str
+    module: torch.nn.Module
+    kind: lossd.types.Norm
+    epsilon: float
+    gain_offset: float  # Gemma's RMSNorm multiplies by 1 + weight
+
+    @staticmethod
+    def find(model: Any) -> _FinalNorm:
+        owner = model.base_model
+        for name in _NORM_NAMES:
+            module = getattr(owner, name, None)
+            if module is None:
+                continue
+            kind = type(module).__name__
+            if isinstance(module, torch.nn.LayerNorm) and module.elementwise_affine and module.bias is not None:
+                return _FinalNorm(owner, name, module, "layernorm", module.eps, 0.0)
+            if kind.endswith("RMSNorm"):
+                epsilon = getattr(module, "variance_epsilon", None) or module.eps
+                return _FinalNorm(owner, name, module, "rmsnorm", float(epsilon), float(kind.startswith("Gemma")))
+        raise ValueError(f"{type(owner).__name__} has no final norm that lossd knows; leave it with move_norm=False")
+
+    def write(self, client: lossd.Client, head: str) -> None:
+        client.write_tensor(head, "norm_gain", _values(self.module.weight) + np.float32(self.gain_offset))
+        if self.kind == "layernorm":
+            client.write_tensor(head, "norm_shift", _values(self.module.bias))
+
+    def read(self, client: lossd.Client, head: str) -> None:
+        _set(self.module.weight, client.read_tensor(head, "norm_gain") - np.float32(self.gain_offset))
+        if self.kind == "layernorm":
+            _set(self.module.bias, client.read_tensor(head, "norm_shift"))
+
+
+def _head_options(config: Any) -> dict[str, Any]:
+    """What a configuration says about logits."""
+    options: dict[str, Any] = {}
+    if softcap := getattr(config, "final_logit_softcapping", None):
+        options["softcap"] = float(softcap)
+    if scale := getattr(config, "logit_scale", None):
+        options["logit_scale"] = float(scale)
+    if divisor := getattr(config, "logits_scaling", None):
+        options["logit_scale"] = 1.0 / float(divisor)
+    return options
+
+
+def _values(parameter: Any) -> NDArray[np.float32]:
+    return parameter.detach().to("cpu", torch.float32).numpy()
+
+
+def _set(parameter: Any, values: NDArray[np.float32]) -> None:
+    parameter.data.copy_(torch.from_numpy(values))
+
+
+@torch.no_grad()
+def _random_tokens_loss(loss_of: Any, model: Any) -> float:
+    device = next(model.parameters()).device
+    tokens = torch.randint(0, model.config.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0)).to(device)
+    training = model.training
+    model.eval()
+    try:
+        return float(loss_of(input_ids=tokens, labels=tokens))
+    finally:
+        model.train(training)

@@ -1,0 +1,151 @@
+"""What the client takes and gives besides arrays: options, results, and the names of the protocol's enumerations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lossd import errors
+from lossd.v1 import head_pb2, loss_pb2, types_pb2
+
+DType = Literal["fp32", "fp16", "bf16"]
+Reduction = Literal["sum", "mean", "none"]
+Param = Literal["weight", "bias", "norm_gain", "norm_shift", "class_weights"]
+Role = Literal["value", "gradient", "moment1", "moment2"]
+Norm = Literal["none", "layernorm", "rmsnorm"]
+OptimizerState = Literal["none", "momentum", "adam"]
+# Results per row. Natural logarithms; 0 for ignored rows (argmax: -1).
+RowOutput = Literal["loss", "lse", "entropy", "logprob", "argmax"]
+ROW_OUTPUTS: tuple[RowOutput, ...] = ("loss", "lse", "entropy", "logprob", "argmax")
+
+DTYPES: Mapping[str, types_pb2.DType] = {
+    "fp32": types_pb2.DTYPE_FP32, "fp16": types_pb2.DTYPE_FP16, "bf16": types_pb2.DTYPE_BF16}
+REDUCTIONS: Mapping[str, loss_pb2.Reduction] = {
+    "sum": loss_pb2.REDUCTION_SUM, "mean": loss_pb2.REDUCTION_MEAN, "none": loss_pb2.REDUCTION_NONE}
+PARAMS: Mapping[str, head_pb2.Param] = {
+    "weight": head_pb2.PARAM_WEIGHT, "bias": head_pb2.PARAM_BIAS, "norm_gain": head_pb2.PARAM_NORM_GAIN,
+    "norm_shift": head_pb2.PARAM_NORM_SHIFT, "class_weights": head_pb2.PARAM_CLASS_WEIGHTS}
+ROLES: Mapping[str, head_pb2.Role] = {
+    "value": head_pb2.ROLE_VALUE, "gradient": head_pb2.ROLE_GRADIENT, "moment1": head_pb2.ROLE_MOMENT1,
+    "moment2": head_pb2.ROLE_MOMENT2}
+NORMS: Mapping[str, head_pb2.Norm] = {
+    "none": head_pb2.NORM_NONE, "layernorm": head_pb2.NORM_LAYERNORM, "rmsnorm": head_pb2.NORM_RMSNORM}
+OPTIMIZER_STATES: Mapping[str, head_pb2.OptimizerState] = {
+    "none": head_pb2.OPTIMIZER_STATE_NONE, "momentum": head_pb2.OPTIMIZER_STATE_MOMENTUM,
+    "adam": head_pb2.OPTIMIZER_STATE_ADAM}
+
+# How elements lie in NumPy's memory. NumPy has no bf16: its bits are uint16, the upper half of a float32.
+NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {
+    "fp32": np.dtype("<f4"), "fp16": np.dtype("<f2"), "bf16": np.dtype("<u2")}
+
+
+def enum_value(field_name: str, names: Mapping[str, Any], name: str) -> Any:
+    """The protocol's number of a name; InvalidArgument lists the names there are."""
+    if name in names:
+        return names[name]
+    raise errors.InvalidArgument(f"{field_name} is {name!r}; it must be one of {', '.join(names)}")
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The loss of a row; docs/math.md has the formulas."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0  # in [0, 1]
+    z_loss: float = 0.0  # weight of lse^2; >= 0
+    softcap: float = 0.0  # 0: none
+    logit_scale: float = 1.0  # 1 / temperature; finite and not 0
+    use_class_weights: bool = False  # the head must have them
+
+    def to_proto(self) -> loss_pb2.LossOptions:
+        return loss_pb2.LossOptions(
+            ignore_index=self.ignore_index, label_smoothing=self.label_smoothing, z_loss=self.z_loss,
+            softcap=self.softcap, logit_scale=self.logit_scale, use_class_weights=self.use_class_weights)
+
+
+@dataclass(frozen=True)
+class RetryOptions:
+    max_attempts: int = 3  # of one call (or one stream of a loss computation), the first included; at least 1
+    initial_backoff: float = 0.25  # seconds; grows fourfold with every attempt, with jitter
+    max_backoff: float = 5.0  # seconds
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """One step as torch.optim.AdamW takes it. The head needs optimizer_state="adam"."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def to_proto(self) -> head_pb2.Optimizer:
+        return head_pb2.Optimizer(adamw=head_pb2.AdamW(
+            learning_rate=self.lr, beta1=self.betas[0], beta2=self.betas[1], epsilon=self.eps,
+            weight_decay=self.weight_decay))
+
+
+@dataclass(frozen=True)
+class SGD:
+    """One step as torch.optim.SGD takes it. Momentum needs optimizer_state="momentum" or "adam"."""
+
+    lr: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+    def to_proto(self) -> head_pb2.Optimizer:
+        return head_pb2.Optimizer(sgd=head_pb2.Sgd(
+            learning_rate=self.lr, momentum=self.momentum, dampening=self.dampening, nesterov=self.nesterov,
+            weight_decay=self.weight_decay))
+
+
+@dataclass
+class LossResult:
+    """What a loss computation gave. Counts and sums are over valid rows (target not ignore_index)."""
+
+    loss: float = 0.0  # loss_sum / normalizer; 0 if no row is valid
+    loss_sum: float = 0.0  # z-loss included, row weights applied
+    z_loss_sum: float = 0.0  # the z-loss part of loss_sum
+    entropy_sum: float = 0.0  # nats; only if the entropy of rows was wanted
+    normalizer: float = 1.0  # as used; 1 unless the reduction is mean
+
+    valid_rows: int = 0
+    correct_rows: int = 0  # largest logit is the target's
+    accumulated_rows: int = 0  # added to the accumulators by this call
+    repeated_rows: int = 0  # added before already (a repeat after a broken call)
+
+    # [N, D] of the hidden states' dtype (bf16: uint16), if wanted; 0 for ignored rows.
+    grad_hidden: NDArray[Any] | None = None
+    # [N] each, those that were wanted: float32, argmax int32.
+    rows: dict[RowOutput, NDArray[Any]] = field(default_factory=dict)
+
+    incarnation: int = 0  # where the server stood
+    step: int = 0
+
+    queue_seconds: float = 0.0  # summed over slices: waiting for the device
+    compute_seconds: float = 0.0  # summed over slices: on the device
+    wall_seconds: float = 0.0
+    sent_bytes: int = 0  # payload only, repeats included
+    received_bytes: int = 0
+    streams: int = 0
+    repeats: int = 0  # streams that were sent again
+
+    def add(self, summary: loss_pb2.MicrobatchSummary) -> None:
+        """Adds the sums of one stream."""
+        self.loss_sum += summary.loss_sum
+        self.z_loss_sum += summary.z_loss_sum
+        self.entropy_sum += summary.entropy_sum
+        self.valid_rows += summary.valid_rows
+        self.correct_rows += summary.correct_rows
+        self.accumulated_rows += summary.accumulated_rows
+        self.repeated_rows += summary.repeated_rows
+        self.queue_seconds += summary.queue_seconds
+        self.compute_seconds += summary.compute_seconds
+        self.incarnation = summary.state.incarnation
+        self.step = summary.state.step

@@ -1,0 +1,1 @@
+"""Messages of the protocol, package lossd.v1; generated from proto/lossd/v1/*.proto, which are their manual."""

@@ -1,0 +1,153 @@
+"""Trains a small GPT twice, with a head of its own and with a head on a lossd server, and draws both loss curves.
+
+    lossd &
+    python3 train.py --steps=500 --figure=curves.svg
+
+Same seeds, same weights, same batches. Both clip the global gradient norm and follow the same learning-rate schedule.
+The tokens are learnt from the manual pages of Perl, or from --text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from model import LocalHead, Shape, head_weight, trunk
+from numpy.typing import NDArray
+from text import load_tokens
+
+import lossd
+from lossd.torch import HeadOptimizer, LossHead
+
+HEAD = "gpt"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server", default="127.0.0.1:7070")
+    parser.add_argument("--heads_to_run", nargs="+", choices=("local", "lossd"), default=["local", "lossd"])
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--batch", type=int, default=16, help="sequences a step")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--text", help="file to learn instead of the manual pages of Perl")
+    parser.add_argument("--folder", type=Path, default=Path("gpt_torch-data"), help="for tokens and the curves")
+    parser.add_argument("--figure", type=Path, help="draw the curves (needs matplotlib)")
+    Shape.add_arguments(parser)
+    return parser.parse_args()
+
+
+def batches(tokens: NDArray[np.int64], arguments: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Random stretches of the text, and the same one token on; the same ones for the same seed."""
+    rng = np.random.default_rng(arguments.seed)
+    for _ in range(arguments.steps):
+        begins = rng.integers(0, len(tokens) - arguments.context - 1, arguments.batch)
+        rows = torch.from_numpy(np.stack([tokens[b:b + arguments.context + 1] for b in begins]))
+        yield rows[:, :-1].to(arguments.device), rows[:, 1:]
+
+
+def schedule(steps: int) -> Callable[[int], float]:
+    """Warm-up, then half a cosine down to a tenth."""
+    warm_up = max(1, steps // 20)
+    return lambda step: min(1.0, (step + 1) / warm_up) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+
+def run(arguments: argparse.Namespace, tokens: NDArray[np.int64], client: lossd.Client | None) -> list[float]:
+    """Losses step by step; with a client the head is on its server."""
+    shape, device = Shape.from_arguments(arguments), torch.device(arguments.device)
+    model = trunk(shape, arguments.seed).to(device)
+    weight = head_weight(shape, arguments.seed)
+    settings = {"lr": arguments.lr, "betas": (0.9, 0.95), "weight_decay": 0.01}
+    parameters = list(model.parameters())
+    head: torch.nn.Module
+    head_optimizer: HeadOptimizer | None = None
+    if client is None:
+        head = LocalHead(weight).to(device)
+        parameters += head.parameters()
+        optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(parameters, **settings)]
+    else:
+        head = remote_head(client, weight, "bf16" if device.type == "cuda" else "fp32")
+        head_optimizer = HeadOptimizer(head, device=device, **settings)
+        optimizers = [torch.optim.AdamW(parameters, **settings), head_optimizer]
+        parameters.append(head_optimizer.stand_in)
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(each, schedule(arguments.steps)) for each in optimizers]
+
+    losses: list[float] = []
+    start = time.monotonic()
+    for step, (inputs, targets) in enumerate(batches(tokens, arguments)):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            hidden = model(inputs)
+            loss = head(hidden, targets if client else targets.to(device))
+        loss.backward()
+        if head_optimizer is not None:
+            head_optimizer.load_grad_norm()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for each in (*optimizers, *schedulers):
+            each.step()
+        losses.append(loss.item())
+        if step % 50 == 0 or step + 1 == arguments.steps:
+            print(f"  step {step:5}  loss {losses[-1]:.4f}  {time.monotonic() - start:.1f} s", flush=True)
+    return losses
+
+
+def remote_head(client: lossd.Client, weight: torch.Tensor, compute_dtype: lossd.types.DType) -> LossHead:
+    if HEAD in [head.spec.name for head in client.list_heads()]:
+        client.delete_head(HEAD)
+    client.create_head(HEAD, hidden_size=weight.shape[1], vocab_size=weight.shape[0], compute_dtype=compute_dtype,
+                       zeros=True)
+    client.write_tensor(HEAD, "weight", weight.numpy())
+    return LossHead(client, HEAD)
+
+
+def report(curves: dict[str, list[float]], folder: Path) -> None:
+    """Writes the curves as CSV and says how far they are apart."""
+    with open(folder / "curves.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", *curves])
+        writer.writerows([step, *values] for step, values in enumerate(zip(*curves.values())))
+    for name, values in curves.items():
+        print(f"{name:>6}: first loss {values[0]:.4f}, mean of the last 20 {np.mean(values[-20:]):.4f}")
+    if len(curves) == 2:
+        apart = np.abs(np.subtract(*curves.values()))
+        print(f"curves are apart by {apart.mean():.5f} in the mean, {apart.max():.5f} at most (nats a token)")
+
+
+def draw(curves: dict[str, list[float]], path: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(figsize=(7, 4), constrained_layout=True)
+    for (name, values), style in zip(curves.items(), ("-", "--")):
+        axes.plot(values, style, label=f"{name} head", linewidth=1.2)
+    axes.set(xlabel="step", ylabel="loss, nats a token")
+    axes.legend()
+    figure.savefig(path)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    tokens = load_tokens(arguments.folder, arguments.text, arguments.vocab_size)
+    curves: dict[str, list[float]] = {}
+    for kind in arguments.heads_to_run:
+        print(f"training with a {kind} head on {arguments.device}", flush=True)
+        if kind == "local":
+            curves[kind] = run(arguments, tokens, None)
+        else:
+            with lossd.Client(arguments.server) as client:
+                curves[kind] = run(arguments, tokens, client)
+    report(curves, arguments.folder)
+    if arguments.figure:
+        draw(curves, arguments.figure)
+
+
+if __name__ == "__main__":
+    main()

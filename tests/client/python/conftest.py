@@ -1,0 +1,61 @@
+"""What the tests share: a server process, a client, heads of their own, random numbers whose seed is printed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from server_process import ServerProcess
+
+import lossd
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ServerProcess]:
+    process = ServerProcess()
+    yield process
+    process.stop()
+
+
+@pytest.fixture(scope="session")
+def client(server: ServerProcess) -> Iterator[lossd.Client]:
+    with lossd.Client(server.target) as made:
+        yield made
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def make_head(client: lossd.Client) -> Iterator[Callable[..., str]]:
+    """Creates a head with create_head's arguments and returns its name; heads go when the test ends.
+
+    It computes in fp32 unless told otherwise, on a GPU too.
+    """
+    names: list[str] = []
+
+    def make(**spec: Any) -> str:
+        name = f"head-{os.getpid()}-{next(_numbers)}"
+        client.create_head(name, **{"compute_dtype": "fp32", **spec})
+        names.append(name)
+        return name
+
+    yield make
+    for name in names:
+        client.delete_head(name)
+
+
+@pytest.fixture
+def seed() -> int:
+    value = int(os.environ.get("LOSSD_TEST_SEED", np.random.SeedSequence().generate_state(1)[0]))
+    print(f"LOSSD_TEST_SEED={value}")
+    return value
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)

@@ -1,0 +1,52 @@
+"""A lossd of its own for a test: starts the program that LOSSD_BINARY names on a free port of the loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+
+class ServerProcess:
+    def __init__(self, *flags: str) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="lossd-test.")
+        self.folder = Path(self._folder.name)
+        self._flags = flags
+        self._process: subprocess.Popen[bytes] | None = None
+        self.target = "127.0.0.1:0"
+        self.start()
+
+    def start(self) -> None:
+        """Starts it, on the port it had before if it had one."""
+        ports = self.folder / "ports"
+        ports.unlink(missing_ok=True)
+        with open(self.folder / "log", "ab") as log:
+            self._process = subprocess.Popen(
+                [os.environ["LOSSD_BINARY"], f"--listen={self.target}", "--http=", f"--port_file={ports}",
+                 f"--checkpoint_dir={self.folder / 'checkpoints'}", "--threads=2", *self._flags],
+                stdout=log, stderr=subprocess.STDOUT)
+        for _ in range(200):
+            if ports.exists() and ports.read_text():
+                self.target = json.loads(ports.read_text())["grpc"]
+                return
+            if self._process.poll() is not None:
+                break
+            time.sleep(0.05)
+        raise RuntimeError("lossd did not come up:\n" + (self.folder / "log").read_text())
+
+    def kill(self) -> None:
+        """As a crash ends it."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._end(signal.SIGTERM)
+        self._folder.cleanup()
+
+    def _end(self, how: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(how)
+        self._process.wait(timeout=60)

@@ -1,0 +1,133 @@
+"""Exactly once through a network that cuts connections, and what a restarted server looks like."""
+
+import multiprocessing
+
+import numpy as np
+import pytest
+from cut_proxy import CutProxy
+from server_process import ServerProcess
+
+import lossd
+
+D, V, N = 64, 200, 3000
+
+
+@pytest.fixture
+def problem(rng):
+    targets = rng.integers(0, V, N)
+    targets[rng.random(N) < 0.1] = -100
+    return rng.standard_normal((N, D)).astype(np.float32), targets
+
+
+def test_every_row_counts_once_through_a_cut_network(server, client, make_head, problem, seed):
+    plain, cut = (make_head(hidden_size=D, vocab_size=V) for _ in range(2))
+    proxy = CutProxy(server.target, mean_bytes=700_000, seed=seed)
+    retry = lossd.RetryOptions(max_attempts=200, initial_backoff=0.01, max_backoff=0.05)
+    repeats = 0
+    with lossd.Client(proxy.target, channels=2, retry=retry) as shaky:
+        for id in range(4):
+            expected = client.compute_loss(plain, *problem, step=0, id=id, accumulate=True, grad_hidden=True)
+            result = shaky.compute_loss(cut, *problem, step=0, id=id, accumulate=True, grad_hidden=True,
+                                        slice_bytes=1 << 14)
+            assert result.accumulated_rows + result.repeated_rows == expected.valid_rows
+            np.testing.assert_allclose(result.grad_hidden, expected.grad_hidden, atol=1e-7)
+            repeats += result.repeats
+        shaky.apply_step(cut, 0, lossd.SGD(lr=1.0), expected_microbatches=range(4))
+    client.apply_step(plain, 0, lossd.SGD(lr=1.0), expected_microbatches=range(4))
+    proxy.close()
+    assert repeats > 0 and proxy.cuts > 0
+    np.testing.assert_allclose(client.read_tensor(cut), client.read_tensor(plain), atol=1e-6)
+
+
+def test_retries_end(server, client, make_head, problem, seed):
+    head = make_head(hidden_size=D, vocab_size=V)
+    proxy = CutProxy(server.target, mean_bytes=10_000, seed=seed)
+    retry = lossd.RetryOptions(max_attempts=3, initial_backoff=0.01)
+    with lossd.Client(proxy.target, retry=retry) as shaky:
+        with pytest.raises(lossd.Unavailable, match="tried 3 times"):
+            for id in range(20):
+                shaky.compute_loss(head, *problem, step=0, id=id, accumulate=True)
+    proxy.close()
+
+
+def test_a_restart_is_noticed(problem):
+    server = ServerProcess()
+    try:
+        with lossd.Client(server.target, retry=lossd.RetryOptions(max_attempts=30, initial_backoff=0.05)) as client:
+            client.create_head("a", hidden_size=D, vocab_size=V)
+            client.save_checkpoint("a", "start")
+            client.compute_loss("a", *problem, step=0, id=1, accumulate=True)
+            server.kill()
+            server.start()
+            with lossd.Client(server.target) as other:
+                other.load_checkpoint("a/start")
+            with pytest.raises(lossd.Restarted, match="gradients of step 0 are lost"):
+                client.compute_loss("a", *problem, step=0, id=2, accumulate=True)
+            with pytest.raises(lossd.Restarted):
+                client.apply_step("a", 0, lossd.SGD(lr=1.0), expected_microbatches=[1])
+            client.acknowledge_restart("a")
+            client.compute_loss("a", *problem, step=0, id=1, accumulate=True)
+            assert client.apply_step("a", 0, lossd.SGD(lr=1.0), expected_microbatches=[1]).state.step == 1
+    finally:
+        server.stop()
+
+
+def test_a_deterministic_server_gives_the_same_bits(rng, seed):
+    hidden, targets = rng.standard_normal((5, 700, D)).astype(np.float32), rng.integers(-1, V, (5, 700))
+    targets[targets < 0] = -100
+    server = ServerProcess("--deterministic")
+    proxy = CutProxy(server.target, mean_bytes=600_000, seed=seed)
+    retry = lossd.RetryOptions(max_attempts=200, initial_backoff=0.01, max_backoff=0.05)
+    try:
+        gradients = []
+        with lossd.Client(server.target) as client, lossd.Client(proxy.target, retry=retry) as shaky:
+            for name, order in (("a", range(5)), ("b", [3, 1, 4, 0, 2])):
+                client.create_head(name, hidden_size=D, vocab_size=V)
+                assert client.describe_head(name).slice_limits.row_grid > 0
+                pending = [shaky.compute_loss_async(name, hidden[i], targets[i], step=0, id=i, accumulate=True,
+                                                    grad_hidden=True) for i in order]
+                for each in pending:
+                    each.wait()
+                gradients.append(client.read_tensor(name, "weight", "gradient"))
+        np.testing.assert_array_equal(*gradients)
+    finally:
+        proxy.close()
+        server.stop()
+
+
+def test_a_server_that_is_gone(problem):
+    server = ServerProcess()
+    with lossd.Client(server.target, retry=lossd.RetryOptions(max_attempts=2, initial_backoff=0.01)) as client:
+        client.create_head("a", hidden_size=D, vocab_size=V)
+        server.stop()
+        with pytest.raises(lossd.Unavailable, match=server.target):
+            client.compute_loss("a", *problem)
+        with pytest.raises(lossd.Unavailable, match=server.target):
+            client.grad_norm("a")
+
+
+def _train(target, head, rank, ranks, seed):
+    rng = np.random.default_rng(seed)
+    with lossd.Client(target) as client:
+        for round_ in range(3):
+            hidden, targets = rng.standard_normal((300, D)).astype(np.float32), rng.integers(0, V, 300)
+            client.compute_loss(head, hidden, targets, step=0, id=round_ * ranks + rank, accumulate=True,
+                                reduction="sum", grad_hidden=True)
+
+
+def test_several_trainers_feed_one_step(server, client, make_head, seed):
+    head = make_head(hidden_size=D, vocab_size=V)
+    context = multiprocessing.get_context("spawn")
+    trainers = [context.Process(target=_train, args=(server.target, head, rank, 3, seed + rank)) for rank in range(3)]
+    for trainer in trainers:
+        trainer.start()
+    for trainer in trainers:
+        trainer.join(60)
+        assert trainer.exitcode == 0
+    alone = make_head(hidden_size=D, vocab_size=V)
+    for rank in range(3):
+        _train(server.target, alone, rank, 3, seed + rank)
+    np.testing.assert_allclose(client.read_tensor(head, "weight", "gradient"),
+                               client.read_tensor(alone, "weight", "gradient"), atol=1e-3)
+    answer = client.apply_step(head, 0, lossd.SGD(lr=1.0), expected_microbatches=range(9), expected_rows=2700)
+    assert answer.microbatches == 9

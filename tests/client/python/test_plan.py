@@ -1,0 +1,85 @@
+"""Splitting rows over streams and slices, against plain loops and stated rules."""
+
+import numpy as np
+import pytest
+
+from lossd import errors
+from lossd._plan import (
+    MIN_ROWS_PER_STREAM,
+    Rows,
+    SliceBook,
+    SliceRule,
+    cut_slices,
+    make_slice_rule,
+    split_ranges,
+    unsent,
+)
+from lossd.v1 import loss_pb2
+
+
+@pytest.mark.parametrize("rows, share, streams, max_rows", [
+    (0, 1, 4, 100), (1, 1, 4, 100), (1000, 1, 1, 10**6), (1000, 0.7, 4, 10**6), (1000, 0.05, 3, 10**6),
+    (1000, 0, 4, 10**6), (1000, 1, 2, 130), (64, 1, 4, 1)])
+def test_ranges_cover_all_rows_evenly(rng, rows, share, streams, max_rows):
+    valid = rng.random(rows) < share
+    ranges = split_ranges(valid, streams, max_rows)
+    assert [r.begin for r in ranges] == [0, *(r.end for r in ranges[:-1])]
+    assert ranges[-1].end == rows
+    assert all(len(r) <= max_rows for r in ranges)
+    if max_rows >= rows:
+        counts = [np.count_nonzero(valid[r.begin:r.end]) for r in ranges]
+        assert len(ranges) <= streams
+        assert len(ranges) == 1 or min(counts) >= MIN_ROWS_PER_STREAM - 1
+        assert max(counts) - min(counts) <= 1 or len(ranges) == 1
+
+
+@pytest.mark.parametrize("share", [0, 0.02, 0.3, 0.9, 1])
+@pytest.mark.parametrize("row_grid", [0, 1, 40, 1000])
+def test_slices_hold_every_valid_row_once(rng, share, row_grid):
+    valid = rng.random(700) < share
+    rows, max_rows = Rows(13, 650), int(rng.integers(1, 90))
+    slices = cut_slices(valid, rows, SliceRule(max_rows, row_grid))
+    covered = np.zeros(700, int)
+    for piece in slices:
+        assert 0 < len(piece) <= max_rows and valid[piece.begin] and valid[piece.end - 1]
+        assert row_grid == 0 or piece.begin // row_grid == (piece.end - 1) // row_grid
+        inside = np.diff(np.flatnonzero(valid[piece.begin:piece.end]))
+        assert inside.size == 0 or inside.max() <= max(1, max_rows // 8) + 1
+        covered[piece.begin:piece.end] += 1
+    assert covered.max(initial=0) <= 1
+    assert (covered[13:650][valid[13:650]] == 1).all() and not covered[:13].any() and not covered[650:].any()
+    for piece in unsent(rows, slices):
+        assert not covered[piece.begin:piece.end].any()
+        covered[piece.begin:piece.end] = 1
+    assert covered[13:650].all()
+
+
+def test_slice_size_obeys_every_limit():
+    limits = loss_pb2.SliceLimits(max_rows=50, max_bytes=1000, row_grid=7)
+    assert make_slice_rule(10, 200, limits) == SliceRule(20, 7)
+    assert make_slice_rule(10, 10**6, limits).max_rows == 50
+    assert make_slice_rule(100, 10**6, limits).max_rows == 10
+    assert make_slice_rule(900, 10, limits).max_rows == 1
+    with pytest.raises(errors.InvalidArgument, match="1001 bytes.*1000"):
+        make_slice_rule(1001, 10, limits)
+
+
+def test_slice_book_takes_each_slice_once():
+    book = SliceBook(Rows(0, 10), [Rows(0, 4), Rows(5, 10)])
+    book.take(Rows(5, 10))
+    for wrong in (Rows(5, 10), Rows(0, 3), Rows(4, 5), Rows(0, 11), Rows(3, 3)):
+        with pytest.raises(errors.Internal, match="server sent results"):
+            book.take(wrong)
+    assert not book.complete()
+    book.take(Rows(0, 4))
+    assert book.complete() and book.answered_rows == 9
+
+
+def test_slice_book_of_slices_that_the_server_cuts():
+    book = SliceBook(Rows(2, 10), None)
+    book.take(Rows(4, 6))
+    for wrong in (Rows(4, 6), Rows(5, 7), Rows(0, 3), Rows(9, 11)):
+        with pytest.raises(errors.Internal, match="server sent results"):
+            book.take(wrong)
+    book.take(Rows(6, 10))
+    assert book.answered_rows == 6

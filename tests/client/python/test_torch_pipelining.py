@@ -1,0 +1,113 @@
+"""PipelineLoss in the schedules of torch.distributed.pipelining, two stages in two processes, against one process."""
+
+import socket
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("torch.distributed.pipelining", reason="this torch has no pipelining")
+
+import lossd  # noqa: E402
+from lossd.torch import HeadOptimizer, LossHead, PipelineLoss  # noqa: E402
+
+D, V, N, MICROBATCHES, STEPS = 12, 50, 32, 4, 2
+
+
+def layers(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Tanh()), torch.nn.Linear(D, D)
+
+
+def data(seed):
+    generator = torch.Generator().manual_seed(seed + 1)
+    return (torch.randn(STEPS, N, D, generator=generator),
+            torch.randint(0, V, (STEPS, N), generator=generator))
+
+
+def run_stage(rank, port, target, name, schedule_name, scale_grads, seed, results):
+    from torch.distributed import pipelining
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    module = layers(seed)[rank]
+    inputs, targets = data(seed)
+    stage = pipelining.PipelineStage(module, rank, 2, torch.device("cpu"))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    with lossd.Client(target) as client:
+        head = LossHead(client, name, normalizer=None if scale_grads else N)
+        head_optimizer = HeadOptimizer(head, lr=0.5, algorithm="sgd")
+        loss_fn = PipelineLoss(head, n_microbatches=MICROBATCHES, scale_grads=scale_grads)
+        schedule = getattr(pipelining, schedule_name)(stage, MICROBATCHES, loss_fn=loss_fn, scale_grads=scale_grads)
+        losses = []
+        for step in range(STEPS):
+            of_step = []
+            optimizer.zero_grad()
+            if rank == 0:
+                schedule.step(inputs[step])
+            else:
+                schedule.step(target=targets[step], losses=of_step)
+                head_optimizer.step()
+            optimizer.step()
+            losses += (loss.item() for loss in of_step)
+    results.put((rank, losses, [p.detach().numpy() for p in module.parameters()]))
+    torch.distributed.destroy_process_group()
+
+
+def train_alone(client, name, seed):
+    first, second = layers(seed)
+    inputs, targets = data(seed)
+    head = torch.nn.Linear(D, V, bias=False)
+    head.weight.data.copy_(torch.from_numpy(client.read_tensor(name)))
+    modules = torch.nn.ModuleList([first, second, head])
+    optimizer = torch.optim.SGD(modules.parameters(), lr=0.5)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(head(second(first(inputs[step]))), targets[step])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [first, second, head]
+
+
+@pytest.mark.parametrize("schedule, scale_grads", [
+    ("ScheduleGPipe", True), ("Schedule1F1B", True), ("Schedule1F1B", False)])
+def test_schedules(server, client, make_head, seed, schedule, scale_grads):
+    name = make_head(hidden_size=D, vocab_size=V)
+    losses, modules = train_alone(client, name, seed)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    stages = [context.Process(target=run_stage,
+                              args=(rank, port, server.target, name, schedule, scale_grads, seed, results))
+              for rank in (0, 1)]
+    for stage in stages:
+        stage.start()
+    for stage in stages:
+        stage.join(200)
+        assert stage.exitcode == 0
+    by_rank = {rank: rest for rank, *rest in (results.get(), results.get())}
+    got = np.array(by_rank[1][0]).reshape(STEPS, MICROBATCHES)
+    np.testing.assert_allclose(got.mean(1) if scale_grads else got.sum(1), losses, rtol=1e-5)
+    for rank in (0, 1):
+        for ours, theirs in zip(by_rank[rank][1], modules[rank].parameters()):
+            np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=1e-5)
+    np.testing.assert_allclose(client.read_tensor(name), modules[2].weight.detach().numpy(), atol=1e-5)
+
+
+def test_bad_arguments(client, make_head):
+    name = make_head(hidden_size=D, vocab_size=V)
+    with pytest.raises(ValueError, match="n_microbatches is 0"):
+        PipelineLoss(LossHead(client, name), n_microbatches=0)
+    with pytest.raises(ValueError, match="one number"):
+        PipelineLoss(LossHead(client, name, reduction="none"), n_microbatches=2)
+
+
+def test_a_step_with_a_microbatch_too_many_is_refused(client, make_head):
+    head = LossHead(client, make_head(hidden_size=D, vocab_size=V))
+    optimizer, loss_fn = HeadOptimizer(head, lr=0.1), PipelineLoss(head, n_microbatches=2)
+    for _ in range(3):
+        loss_fn(torch.randn(N, D, requires_grad=True), torch.randint(0, V, (N,))).backward()
+    with pytest.raises(RuntimeError, match="3 microbatches.*groups of 2"):
+        optimizer.step()
