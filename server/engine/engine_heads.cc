@@ -146,6 +146,7 @@ HeadSnapshot EngineImpl::Snapshot(const Entry& entry) const {
           .waits_for = in_order ? entry.sequencer->WaitsFor() : "",
           .step_rows = entry.ledger.accumulated_rows(),
           .total_rows = entry.total_rows,
+          .weights_distrust = entry.weights_distrust,
           .last_step = entry.last_step};
 }
 

@@ -99,6 +99,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
   NamedLocks::Guard guard = head_locks_->Lock(request.head());
   const absl::StatusOr<engine::HeadSnapshot> head = engine_->Describe(request.head());
   if (!head.ok()) return head.status();
+  if (!head->weights_distrust.ok()) return head->weights_distrust;
   const absl::Time begin = absl::Now();
   absl::Time read_end = begin;
   v1::SavePhase phase = v1::SAVE_PHASE_READING;

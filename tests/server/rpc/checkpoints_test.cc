@@ -334,6 +334,22 @@ TEST_F(CheckpointsTest, EverySaveIsOfOneStepBoundary) {
   EXPECT_EQ(saves.size(), 18u);
 }
 
+// Weights that may be half-updated are not kept, or pruning would leave nothing but them.
+TEST_F(CheckpointsTest, WeightsNobodyTrustsAreNotSaved) {
+  Instance server(directory_, 7, &disk_, 1 << 20, /*keep=*/1);
+  server.CreateHead();
+  server.Train("head", 0, 2);
+  ASSERT_TRUE(server.Save().ok());
+  const Weights kept = server.Read("head");
+  ASSERT_TRUE(server.engine().DistrustWeights("head", absl::InternalError("half-updated")).ok());
+  EXPECT_EQ(server.Save().status().message(), "half-updated");
+  EXPECT_EQ(server.Save("named").status().message(), "half-updated");
+  ASSERT_TRUE(server.Load("head/step-0000000002", "").ok());
+  EXPECT_EQ(server.Read("head"), kept);
+  server.Train("head", 2, 3);
+  EXPECT_TRUE(server.Save().ok());
+}
+
 // Training that goes on from a checkpoint in another process ends with the same bits, and steps that were
 // applied before are not applied again.
 TEST_F(CheckpointsTest, ResumesBitForBit) {
