@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from filtered_softmax import epsilon_among, filtered
 
 import lossd
 
@@ -95,6 +96,54 @@ def test_row_weights_sum_and_grad_output(client, make_head, problem, rng):
     assert result.grad_hidden is out
     dz *= -2.5 * weights[:, None]
     np.testing.assert_allclose(out, dz @ client.read_tensor(head).astype(float), atol=2e-6)
+
+
+def test_filtered_gradients(client, make_head, problem):
+    """In forward and in backward() against the formula; small probabilities of targets among them."""
+    hidden, targets = problem
+    head = make_head(hidden_size=D, vocab_size=V)
+    smoothing, z_loss = 0.1, 1e-2
+    z = logits(client, head, hidden)
+    _, lse, exact = cross_entropy(z, targets)
+    valid = targets != -100
+    onehot = np.arange(V) == targets[:, None]
+    p = (exact + onehot) * valid[:, None]
+    epsilon = epsilon_among(p[valid])
+    q = filtered(p, targets, epsilon)
+    assert 0 < (p[onehot] < epsilon).sum() < valid.sum()
+    dz = (q - (1 - smoothing) * onehot - smoothing / V + 2 * z_loss * lse[:, None] * q) * valid[:, None]
+    options = lossd.LossOptions(
+        label_smoothing=smoothing, z_loss=z_loss, algorithm="filtered", filter_epsilon=epsilon)
+
+    forward = client.compute_loss(head, hidden, targets, reduction="sum", options=options, streams=3, slice_bytes=2048,
+                                  step=0, id=1, accumulate=True, grad_hidden=True)
+    plain = client.compute_loss(head, hidden, targets, reduction="sum",
+                                options=lossd.LossOptions(label_smoothing=smoothing, z_loss=z_loss))
+    assert forward.loss == pytest.approx(plain.loss, rel=1e-9) and plain.dropped_mass == 0
+    gradient = client.read_tensor(head, "weight", "gradient")
+    client.zero_gradients(head, 0)
+    client.compute_loss(head, hidden, targets, step=0, id=2, reduction="none", options=options, retain=True)
+    backward = client.backward(head, 2, np.ones(N), hidden_size=D, step=0, accumulate=True, grad_hidden=True)
+    for result, weight_gradient in ((forward, gradient), (backward, client.read_tensor(head, "weight", "gradient"))):
+        assert result.dropped_mass == pytest.approx((p - q).sum(), rel=1e-4)
+        np.testing.assert_allclose(result.grad_hidden, dz @ client.read_tensor(head).astype(float), atol=2e-6)
+        np.testing.assert_allclose(weight_gradient, dz.T @ hidden, atol=5e-5)
+
+
+def test_auto_is_exact_where_too_much_would_be_left_out(client, make_head, problem):
+    head = make_head(hidden_size=D, vocab_size=V)
+
+    def compute(algorithm, **limits):
+        options = lossd.LossOptions(algorithm=algorithm, filter_epsilon=2 / V, **limits)
+        return client.compute_loss(head, *problem, options=options, grad_hidden=True, streams=1)
+
+    exact, filtered_ = compute("exact"), compute("filtered")
+    strict, lax = compute("auto", max_dropped_mass=1e-9), compute("auto", max_dropped_mass=1.0)
+    assert exact.dropped_mass == strict.dropped_mass == 0 < filtered_.dropped_mass
+    assert lax.dropped_mass == pytest.approx(filtered_.dropped_mass)
+    np.testing.assert_allclose(strict.grad_hidden, exact.grad_hidden, rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(lax.grad_hidden, filtered_.grad_hidden, rtol=1e-5, atol=1e-9)
+    assert not np.allclose(exact.grad_hidden, filtered_.grad_hidden, rtol=1e-3, atol=0)
 
 
 def test_deferred_gradients(client, make_head, problem, rng):
@@ -283,8 +332,6 @@ def test_heads_are_listed_and_deleted(client):
     ({"streams": 0}, lossd.InvalidArgument, "streams is 0"),
     ({"slice_bytes": 0}, lossd.InvalidArgument, "slice_bytes is 0"),
     ({"timeout": 0.0}, lossd.InvalidArgument, "timeout is 0"),
-    ({"options": lossd.LossOptions(softcap=-1.0)}, lossd.InvalidArgument, "softcap"),
-    ({"options": lossd.LossOptions(label_smoothing=2.0)}, lossd.InvalidArgument, "label_smoothing"),
     ({"options": lossd.LossOptions(use_class_weights=True)}, lossd.InvalidArgument, "normalizer is None"),
     ({"step": 3, "accumulate": True}, lossd.FailedPrecondition, "step"),
     ({"head": "nobody"}, lossd.NotFound, "nobody"),
@@ -304,6 +351,16 @@ def test_non_finite_rows_accumulate_nothing(client, make_head, problem):
     hidden[3], targets[3] = np.inf, 5
     with pytest.raises(lossd.NonFinite, match="row"):
         client.compute_loss(head, hidden, targets, step=0, id=1, accumulate=True)
+
+
+@pytest.mark.parametrize("option, value", [
+    ("label_smoothing", 2.0), ("label_smoothing", -0.1), ("z_loss", -1.0), ("z_loss", float("inf")), ("softcap", -1.0),
+    ("softcap", float("nan")), ("logit_scale", 0.0), ("logit_scale", float("inf")), ("algorithm", "approximate"),
+    ("filter_epsilon", 1.0), ("filter_epsilon", -0.5), ("filter_epsilon", float("nan")), ("max_dropped_mass", 1.5),
+    ("max_dropped_mass", -0.5), ("max_dropped_mass", float("nan"))])
+def test_bad_loss_options(option, value):
+    with pytest.raises(lossd.InvalidArgument, match=f"{option} is {value!r}; it must be"):
+        lossd.LossOptions(**{option: value})
 
 
 @pytest.mark.parametrize("options, text", [

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch_reference as reference  # noqa: E402
+from filtered_softmax import epsilon_among, filtered  # noqa: E402
 
 import lossd  # noqa: E402
 from lossd.torch import LossHead  # noqa: E402
@@ -97,6 +98,54 @@ def test_every_option_against_double_precision(client, make_head, with_weights, 
     compare(extras.accuracy, (rows["argmax"] == targets.reshape(-1))[valid].double().mean(), 1e-6)
     assert (extras.argmax.reshape(-1) == rows["argmax"]).double().mean() > 0.99
     assert extras.lse is None
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_filtered_gradients(client, make_head, problem, deferred):
+    hidden, targets = problem
+    head = make_head(hidden_size=D, vocab_size=V)
+    p = reference.parameters(client, head)
+    exact = hidden.reshape(-1, D).double().requires_grad_()
+    z, flat = exact @ p["weight"].T, targets.reshape(-1)
+    valid = flat != -100
+    softmax = z.detach().softmax(-1).numpy()
+    epsilon = epsilon_among(softmax[valid])
+    q = filtered(softmax, flat.numpy(), epsilon)
+    lse = z.logsumexp(-1).detach() + (torch.from_numpy(q) * (z - z.detach())).sum(-1)  # its gradient is q
+    expected = (lse - z.gather(1, flat.clamp(min=0)[:, None])[:, 0])[valid].mean()
+    expected.backward()
+
+    module = LossHead(client, head, algorithm="filtered", filter_epsilon=epsilon, deferred=deferred,
+                      extras=("dropped_mass",))
+    ours = hidden.clone().requires_grad_()
+    loss, extras = module(ours, targets)
+    compare(loss, expected, 1e-5)
+    assert extras.dropped_mass.isnan() == deferred
+    loss.backward()
+    compare(extras.dropped_mass, torch.tensor((softmax - q)[valid].sum(-1).mean()), 1e-5)
+    compare(ours.grad.reshape(-1, D), exact.grad, 1e-7)
+    compare(reference.gradients(client, head, p)["weight"], p["weight"].grad, 5e-6)
+    with torch.no_grad():
+        assert module(hidden, targets)[1].dropped_mass == 0
+
+
+def test_auto_stays_within_its_limit(client, make_head, problem):
+    hidden, targets = problem
+    head = make_head(hidden_size=D, vocab_size=V)
+
+    def run(**options):
+        ours = hidden.clone().requires_grad_()
+        loss, extras = LossHead(client, head, extras=("dropped_mass",), streams=1, train_head=False, **options)(
+            ours, targets)
+        loss.backward()
+        return ours.grad, float(extras.dropped_mass)
+
+    plain, none = run()
+    strict, nothing = run(algorithm="auto", filter_epsilon=0.5, max_dropped_mass=1e-9)
+    torch.testing.assert_close(strict, plain)
+    assert none == nothing == 0
+    lax, dropped = run(algorithm="auto", filter_epsilon=0.5, max_dropped_mass=1.0)
+    assert 0 < dropped <= 1 and not torch.allclose(lax, plain)
 
 
 def test_deferred_gradients_of_lse_and_entropy(client, make_head, problem):
@@ -354,6 +403,8 @@ def test_bad_construction(client, make_head):
         LossHead(client, "nobody")
     with pytest.raises(ValueError, match="perplexity"):
         LossHead(client, head, extras=("perplexity",))
+    with pytest.raises(ValueError, match="filter_epsilon is 1.5"):
+        LossHead(client, head, algorithm="filtered", filter_epsilon=1.5)
     with pytest.raises(ValueError, match="rank is 2"):
         LossHead(client, head, rank=2, world_size=2)
 

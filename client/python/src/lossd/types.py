@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from lossd.v1 import head_pb2, loss_pb2, types_pb2
 
 DType = Literal["fp32", "fp16", "bf16"]
 Reduction = Literal["sum", "mean", "none"]
+Algorithm = Literal["exact", "filtered", "auto"]
 Param = Literal["weight", "bias", "norm_gain", "norm_shift", "class_weights"]
 Role = Literal["value", "gradient", "moment1", "moment2"]
 Norm = Literal["none", "layernorm", "rmsnorm"]
@@ -26,6 +28,8 @@ DTYPES: Mapping[str, types_pb2.DType] = {
     "fp32": types_pb2.DTYPE_FP32, "fp16": types_pb2.DTYPE_FP16, "bf16": types_pb2.DTYPE_BF16}
 REDUCTIONS: Mapping[str, loss_pb2.Reduction] = {
     "sum": loss_pb2.REDUCTION_SUM, "mean": loss_pb2.REDUCTION_MEAN, "none": loss_pb2.REDUCTION_NONE}
+ALGORITHMS: Mapping[str, loss_pb2.Algorithm] = {
+    "exact": loss_pb2.ALGORITHM_EXACT, "filtered": loss_pb2.ALGORITHM_FILTERED, "auto": loss_pb2.ALGORITHM_AUTO}
 PARAMS: Mapping[str, head_pb2.Param] = {
     "weight": head_pb2.PARAM_WEIGHT, "bias": head_pb2.PARAM_BIAS, "norm_gain": head_pb2.PARAM_NORM_GAIN,
     "norm_shift": head_pb2.PARAM_NORM_SHIFT, "class_weights": head_pb2.PARAM_CLASS_WEIGHTS}
@@ -52,19 +56,45 @@ def enum_value(field_name: str, names: Mapping[str, Any], name: str) -> Any:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The loss of a row; docs/math.md has the formulas."""
+    """The loss of a row and how its gradients are computed; docs/math.md has the formulas.
+
+    InvalidArgument, naming field and value, if an option is out of range.
+    """
 
     ignore_index: int = -100
     label_smoothing: float = 0.0  # in [0, 1]
     z_loss: float = 0.0  # weight of lse^2; >= 0
-    softcap: float = 0.0  # 0: none
+    softcap: float = 0.0  # 0: none; otherwise > 0
     logit_scale: float = 1.0  # 1 / temperature; finite and not 0
     use_class_weights: bool = False  # the head must have them
+    # Losses and results per row do not depend on what follows ("Filtered gradients" in docs/math.md).
+    algorithm: Algorithm = "exact"
+    filter_epsilon: float = 2.0**-12  # filtered, auto: smaller probabilities add nothing to gradients; in [0, 1)
+    # auto: the probability per valid row that may be left out, on average over rows computed together; with more of it
+    # they are computed exactly. In [0, 1].
+    max_dropped_mass: float = 0.05
+
+    def __post_init__(self) -> None:
+        _check("label_smoothing", self.label_smoothing, "in [0, 1]", 0 <= self.label_smoothing <= 1)
+        _check("z_loss", self.z_loss, "finite and not negative", 0 <= self.z_loss < math.inf)
+        _check("softcap", self.softcap, "finite and not negative", 0 <= self.softcap < math.inf)
+        _check("logit_scale", self.logit_scale, "finite and not 0",
+               math.isfinite(self.logit_scale) and self.logit_scale != 0)
+        enum_value("algorithm", ALGORITHMS, self.algorithm)
+        _check("filter_epsilon", self.filter_epsilon, "in [0, 1)", 0 <= self.filter_epsilon < 1)
+        _check("max_dropped_mass", self.max_dropped_mass, "in [0, 1]", 0 <= self.max_dropped_mass <= 1)
 
     def to_proto(self) -> loss_pb2.LossOptions:
         return loss_pb2.LossOptions(
             ignore_index=self.ignore_index, label_smoothing=self.label_smoothing, z_loss=self.z_loss,
-            softcap=self.softcap, logit_scale=self.logit_scale, use_class_weights=self.use_class_weights)
+            softcap=self.softcap, logit_scale=self.logit_scale, use_class_weights=self.use_class_weights,
+            algorithm=ALGORITHMS[self.algorithm], filter_epsilon=self.filter_epsilon,
+            max_dropped_mass=self.max_dropped_mass)
+
+
+def _check(field_name: str, value: float, rule: str, holds: bool) -> None:
+    if not holds:
+        raise errors.InvalidArgument(f"{field_name} is {value}; it must be {rule}")
 
 
 @dataclass(frozen=True)
@@ -113,6 +143,7 @@ class LossResult:
     loss_sum: float = 0.0  # z-loss included, row weights applied
     z_loss_sum: float = 0.0  # the z-loss part of loss_sum
     entropy_sum: float = 0.0  # nats; only if the entropy of rows was wanted
+    dropped_mass: float = 0.0  # probability that filtered gradients left out, summed over valid rows
     normalizer: float = 1.0  # as used; 1 unless the reduction is mean
 
     valid_rows: int = 0
@@ -141,6 +172,7 @@ class LossResult:
         self.loss_sum += summary.loss_sum
         self.z_loss_sum += summary.z_loss_sum
         self.entropy_sum += summary.entropy_sum
+        self.dropped_mass += summary.dropped_mass
         self.valid_rows += summary.valid_rows
         self.correct_rows += summary.correct_rows
         self.accumulated_rows += summary.accumulated_rows

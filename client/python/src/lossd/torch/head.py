@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 import lossd
 from lossd.torch import _memory
 from lossd.torch._step_book import StepBook
-from lossd.types import DType, LossResult, Reduction, RowOutput
+from lossd.types import Algorithm, DType, LossResult, Reduction, RowOutput
 
-Extra = Literal["z_loss", "accuracy", "lse", "entropy", "logprob", "argmax"]
-EXTRAS: tuple[Extra, ...] = ("z_loss", "accuracy", "lse", "entropy", "logprob", "argmax")
+Extra = Literal["z_loss", "accuracy", "dropped_mass", "lse", "entropy", "logprob", "argmax"]
+EXTRAS: tuple[Extra, ...] = ("z_loss", "accuracy", "dropped_mass", "lse", "entropy", "logprob", "argmax")
 _ROW_EXTRAS: tuple[RowOutput, ...] = ("lse", "entropy", "logprob", "argmax")
 _DIFFERENTIABLE: tuple[RowOutput, ...] = ("loss", "lse", "entropy")
 
@@ -28,6 +28,9 @@ class LossExtras:
 
     z_loss: torch.Tensor | None = None  # the z-loss part of the loss, scaled as the loss is
     accuracy: torch.Tensor | None = None  # share of valid rows whose largest logit is the target's
+    # Probability that filtered gradients left out, mean over valid rows; 0 if no gradient was computed. What computes
+    # gradients in backward (deferred, reduction none) fills it there; before that it is NaN.
+    dropped_mass: torch.Tensor | None = None
     lse: torch.Tensor | None = None  # log sum exp of the logits
     entropy: torch.Tensor | None = None  # of the softmax, nats
     logprob: torch.Tensor | None = None  # log p of the target
@@ -63,7 +66,8 @@ class LossHead(torch.nn.Module):
     def __init__(
             self, client: lossd.Client, head: str, *, reduction: Reduction = "mean", ignore_index: int = -100,
             label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0, logit_scale: float = 1.0,
-            class_weights: bool = False, shift: bool = False, normalizer: float | None = None,
+            class_weights: bool = False, algorithm: Algorithm = "exact", filter_epsilon: float = 2.0**-12,
+            max_dropped_mass: float = 0.05, shift: bool = False, normalizer: float | None = None,
             grad_output: float = 1.0, deferred: bool = False, train_head: bool = True, extras: Iterable[Extra] = (),
             rank: int = 0, world_size: int = 1, streams: int | None = None, slice_bytes: int = 1 << 20,
             timeout: float | None = None) -> None:
@@ -75,6 +79,11 @@ class LossHead(torch.nn.Module):
           softcap: logits become softcap * tanh(logits / softcap); 0: none.
           logit_scale: multiplies the logits before the softcap.
           class_weights: use the head's class weights (Client.write_tensor sets them).
+          algorithm: how gradients are computed: "exact"; "filtered": without probabilities below `filter_epsilon`,
+            save the target's; "auto": filtered where that leaves out at most `max_dropped_mass` per valid row, else
+            exact. The loss is the same.
+          filter_epsilon: in [0, 1).
+          max_dropped_mass: in [0, 1].
           shift: hidden states of position i predict targets of position i + 1 of the last dimension.
           normalizer: what a mean divides by. None: the number (with class weights: weight) of valid targets of the
             microbatch. For means over several microbatches or trainers give the number of the whole batch.
@@ -91,7 +100,8 @@ class LossHead(torch.nn.Module):
         self.reduction: Reduction = reduction
         self.options = lossd.LossOptions(
             ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
-            logit_scale=logit_scale, use_class_weights=class_weights)
+            logit_scale=logit_scale, use_class_weights=class_weights, algorithm=algorithm,
+            filter_epsilon=filter_epsilon, max_dropped_mass=max_dropped_mass)
         self.shift = shift
         self.normalizer = normalizer
         self.grad_output = grad_output
@@ -221,6 +231,7 @@ class _Job:
         self.row_losses = module.deferred
         self.pending: lossd.PendingLoss | None = None
         self._gradient: torch.Tensor | None = None  # in host memory
+        self._dropped_mass: torch.Tensor | None = None  # the caller's, if wanted
 
     @property
     def dtype(self) -> DType:
@@ -305,13 +316,15 @@ class _Job:
         if self.needs_head:
             steps.sent(self.number)
         if math.prod(self.shape) > 0:
-            module.client.backward(
+            result = module.client.backward(
                 module.head_name, self.wire_id, np.zeros(math.prod(self.shape), np.float32) if loss is None else loss,
                 grad_lse=values.get("lse"), grad_entropy=values.get("entropy"), hidden_size=module.hidden_size,
                 dtype=self.dtype, step=self.step, accumulate=self.needs_head,
                 grad_hidden=self._gradient_memory() if self.needs_hidden else False,
                 streams=module._transport["streams"], timeout=module._transport["timeout"])
             module.client.release_microbatch(module.head_name, self.wire_id)
+            if self._dropped_mass is not None:
+                self._dropped_mass.fill_(_per_valid_row(result, result.dropped_mass))
         elif self.needs_hidden:
             self._gradient_memory()
         if self.needs_head:
@@ -325,7 +338,11 @@ class _Job:
         if "z_loss" in self.module.extras:
             extras.z_loss = self.scalar(result.z_loss_sum / self.normalizer if self.normalizer else 0.0)
         if "accuracy" in self.module.extras:
-            extras.accuracy = self.scalar(result.correct_rows / result.valid_rows if result.valid_rows else 0.0)
+            extras.accuracy = self.scalar(_per_valid_row(result, result.correct_rows))
+        if "dropped_mass" in self.module.extras:
+            later = self.deferred and result.valid_rows > 0
+            self._dropped_mass = self.scalar(math.nan if later else _per_valid_row(result, result.dropped_mass))
+            extras.dropped_mass = self._dropped_mass
         return extras
 
     def scalar(self, value: float) -> torch.Tensor:
@@ -338,6 +355,10 @@ class _Job:
         """As the targets; with shift the last position, which predicts nothing, is cut off."""
         shaped = rows.reshape(self.shape)
         return shaped[..., :-1] if self.module.shift else shaped
+
+
+def _per_valid_row(result: LossResult, total: float) -> float:
+    return total / result.valid_rows if result.valid_rows else 0.0
 
 
 class _Direct(torch.autograd.Function):
