@@ -68,16 +68,6 @@ constexpr int kSampledClasses = 64;
 constexpr int64_t kNormRows = 4096;
 constexpr int kNormLaunches = 16;  // timed together: one takes little longer than an event
 
-struct NamedShape {
-  std::string name;
-  DataShape shape;
-};
-const NamedShape kShapes[] = {{"gemma2-2b", {8192, 2304, 256000}},
-                              {"llama3-8b", {8192, 4096, 128256}},
-                              {"phi3.5-mini", {8192, 3072, 32064}},
-                              {"mistral-nemo", {8192, 5120, 131072}},
-                              {"n4096", {4096, 4096, 128256}}};
-
 template <typename T>
 T Take(absl::StatusOr<T> value, const char* call) {
   Check(value.status(), call);

@@ -9,6 +9,7 @@
 #define LOSSD_BENCH_GPU_DATA_H_
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace lossd::bench {
@@ -18,6 +19,17 @@ struct DataShape {
   int64_t hidden = 0;
   int64_t vocab = 0;
 };
+
+// The shapes that results are given for.
+struct NamedShape {
+  std::string name;
+  DataShape shape;
+};
+inline const NamedShape kShapes[] = {{"gemma2-2b", {8192, 2304, 256000}},
+                                     {"llama3-8b", {8192, 4096, 128256}},
+                                     {"phi3.5-mini", {8192, 3072, 32064}},
+                                     {"mistral-nemo", {8192, 5120, 131072}},
+                                     {"n4096", {4096, 4096, 128256}}};
 
 // Hidden states [rows, hidden] and weight [vocab, hidden] in bf16 on the device, targets on the host.
 struct LossData {

@@ -14,6 +14,7 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "bench/gpu_data.h"
+#include "bench/gpu_timer.h"
 #include "kernels/cuda/gemm.h"
 #include "kernels/cuda/hopper/logit_pass.h"
 #include "kernels/cuda/row_loss.h"
@@ -29,27 +30,6 @@ namespace {
 
 namespace cuda = ::lossd::kernels::cuda;
 using kernels::DType;
-
-struct NamedShape {
-  std::string name;
-  DataShape shape;
-};
-const NamedShape kShapes[] = {{"gemma2-2b", {8192, 2304, 256000}},
-                              {"llama3-8b", {8192, 4096, 128256}},
-                              {"phi3.5-mini", {8192, 3072, 32064}},
-                              {"mistral-nemo", {8192, 5120, 131072}},
-                              {"n4096", {4096, 4096, 128256}}};
-
-void Check(cudaError_t error, const char* call) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "%s: %s\n", call, cudaGetErrorString(error));
-  std::abort();
-}
-void Check(const absl::Status& status, const char* call) {
-  if (status.ok()) return;
-  std::cerr << call << ": " << status << std::endl;
-  std::abort();
-}
 
 template <typename T>
 T* Allocate(int64_t count) {

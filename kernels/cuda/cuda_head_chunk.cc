@@ -16,11 +16,6 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-absl::Status Copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
-  return ToStatus(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, stream),
-                  "cudaMemcpyAsync");
-}
-
 absl::Status Record(const Event& event, cudaStream_t stream) {
   return ToStatus(cudaEventRecord(event.get(), stream), "cudaEventRecord");
 }

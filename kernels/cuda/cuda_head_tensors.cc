@@ -9,14 +9,6 @@
 #include "kernels/validation.h"
 
 namespace lossd::kernels::cuda {
-namespace {
-
-absl::Status Copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
-  return ToStatus(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, stream),
-                  "cudaMemcpyAsync");
-}
-
-}  // namespace
 
 DeviceMatrix CudaHead::FindTensor(TensorId id, int64_t row_begin) const {
   const ParamBlock* block = &values_.params;

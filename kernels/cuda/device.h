@@ -20,11 +20,18 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/cuda/cuda_backend.h"
+#include "kernels/cuda/cuda_status.h"
 #include "kernels/cuda/device_memory.h"
 #include "kernels/cuda/gemm.h"
 #include "kernels/cuda/row_loss.h"
 
 namespace lossd::kernels::cuda {
+
+// Enqueues a copy; each side is memory of the host or of the device.
+inline absl::Status Copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
+  return ToStatus(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, stream),
+                  "cudaMemcpyAsync");
+}
 
 // Owns an event without timing; waiting for it blocks instead of spinning.
 class Event {

@@ -22,6 +22,7 @@
 #include "server/engine/errors.h"
 #include "tests/server/engine/fake_backend.h"
 #include "tests/server/engine/room_client.h"
+#include "tests/server/engine/stream_specs.h"
 
 namespace lossd::engine {
 namespace {
@@ -49,21 +50,6 @@ class DeterministicTest : public ::testing::Test {
     const kernels::HeadConfig config{.hidden_size = kHidden, .vocab_size = 10, .trainable = true};
     ASSERT_TRUE(engine_->CreateHead("head", config, {}).ok());
     ASSERT_TRUE(engine_->PublishHead("head").ok());
-  }
-
-  static StreamSpec Spec(uint64_t id, int64_t rows, RowRange range, uint64_t step = 0) {
-    StreamSpec spec;
-    spec.head = "head";
-    spec.step = step;
-    spec.microbatch_id = id;
-    spec.microbatch_rows = rows;
-    spec.rows = range;
-    spec.hidden_dtype = kernels::DType::kFloat32;
-    spec.want_grad_hidden = true;
-    spec.accumulate_gradients = true;
-    spec.want_rows.loss = true;
-    spec.targets.assign(static_cast<size_t>(range.size()), 1);
-    return spec;
   }
 
   // An open stream and what it reported.

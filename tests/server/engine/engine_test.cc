@@ -19,6 +19,7 @@
 #include "gtest/gtest.h"
 #include "server/engine/errors.h"
 #include "tests/server/engine/fake_backend.h"
+#include "tests/server/engine/stream_specs.h"
 
 namespace lossd::engine {
 namespace {
@@ -88,21 +89,6 @@ class EngineTest : public ::testing::Test {
     ASSERT_TRUE(engine_->PublishHead(name).ok());
   }
 
-  // Rows [begin, end) of a microbatch of `rows` rows that accumulates for `step`.
-  static StreamSpec Spec(uint64_t id, int64_t rows, RowRange range, uint64_t step = 0) {
-    StreamSpec spec;
-    spec.head = "head";
-    spec.step = step;
-    spec.microbatch_id = id;
-    spec.microbatch_rows = rows;
-    spec.rows = range;
-    spec.hidden_dtype = kernels::DType::kFloat32;
-    spec.want_grad_hidden = true;
-    spec.accumulate_gradients = true;
-    spec.want_rows.loss = true;
-    spec.targets.assign(static_cast<size_t>(range.size()), 1);
-    return spec;
-  }
   static StreamSpec Whole(uint64_t id, int64_t rows, uint64_t step = 0) {
     return Spec(id, rows, {0, rows}, step);
   }
