@@ -168,6 +168,15 @@ TEST_P(BackendConformance, FilteredWithEveryClassKept) {
   RunAndCompare(backend(), {MakeProblem(spec, rng())});
 }
 
+// Few rows, and lists as long as those of a flat softmax are.
+TEST_P(BackendConformance, FilteredWithMostClassesKept) {
+  ProblemSpec spec = Plain({9, 2}, 24, 600);
+  spec.options.algorithm = Algorithm::kFiltered;
+  spec.options.filter_epsilon = 0.001f;
+  spec.logit_deviation = 0.7f;
+  RunAndCompare(backend(), {MakeProblem(spec, rng())});
+}
+
 TEST_P(BackendConformance, AutoFiltersWhileLittleIsDropped) {
   ProblemSpec spec = Plain({40, 9}, 24, 300);
   spec.options.algorithm = Algorithm::kAuto;
