@@ -1,9 +1,9 @@
-"""Times linear cross-entropy of PyTorch, Cut Cross-Entropy and Liger on one GPU, for comparison with
-cuda_loss_bench on the same shapes and the same kind of data.
+"""Times linear cross-entropy of PyTorch, Cut Cross-Entropy, Liger and QuACK and the norms of PyTorch and QuACK on
+one GPU, for comparison with cuda_loss_bench on the same shapes and the same kind of data.
 
     python3 peers.py --out peers.json                 # the shapes of cuda_loss_bench, with errors
     python3 peers.py --sweep --csv sweeps.csv         # time and memory over V, N and D, fp32 and bf16
-    python3 peers.py --norm                           # LayerNorm bandwidth
+    python3 peers.py --norm --shapes=                 # LayerNorm and RMSNorm bandwidth
 
 Peers are used when they can be imported. Times are medians in ms by CUDA events; memory is the peak above
 the inputs, gradients included; errors are ||a - ref|| / ||ref|| against fp64 over sampled rows and classes.
@@ -12,6 +12,7 @@ the inputs, gradients included; errors are ||a - ref|| / ||ref|| against fp64 ov
 import argparse
 import csv
 import gc
+import importlib.metadata
 import json
 import time
 
@@ -28,6 +29,7 @@ SHAPES = {
 }
 CANDIDATES, FIRST_LOGIT, SLOPE, OFFSET = 100, 17.0, 1.92, 50.0
 SAMPLED_ROWS, SAMPLED_CLASSES = 32, 64
+NORM_ROWS, NORM_COLUMNS = 4096, (1024, 2048, 4096, 5120, 8192, 12288, 15872)
 
 
 def peaked(n, d, v):
@@ -77,6 +79,13 @@ def methods(dynamic):
         found["liger"] = liger
     except ImportError as error:
         print("without liger_kernel:", error)
+    if not dynamic:  # compiles for each shape
+        try:
+            from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+            found["quack"] = chunked_linear_cross_entropy
+        except ImportError as error:
+            print("without quack:", error)
     return found
 
 
@@ -174,14 +183,15 @@ def run_method(function, data, iterations, reference=None):
     return result
 
 
-def compare_shapes(names, iterations):
+def compare_shapes(cases, iterations):
+    """cases: (name of a shape, "peaked" or "flat")."""
     results = []
-    for name in names:
-        data = peaked(*SHAPES[name])
+    for name, kind in cases:
+        data = (flat if kind == "flat" else peaked)(*SHAPES[name])
         reference = Reference(*data)
         bare = floor(data[0], data[1], iterations)
-        print(f"{name}: floor {bare['total_ms']:.2f} ms ({bare['logits']['median_ms']:.2f} forward)", flush=True)
-        entry = {"shape": name, "data": "peaked", "floor": bare, "methods": {}}
+        print(f"{name} {kind}: floor {bare['total_ms']:.2f} ms ({bare['logits']['median_ms']:.2f} forward)", flush=True)
+        entry = {"shape": name, "data": kind, "floor": bare, "methods": {}}
         for method, function in methods(dynamic=False).items():
             try:
                 result = run_method(function, data, iterations, reference)
@@ -236,26 +246,86 @@ def sweep(path, iterations, budget_seconds):
     print(f"sweep took {time.time() - begin:.0f} s")
 
 
-def layer_norms():
+def norms(gain, shift):
+    """The norms that can be had: {name: {method: (forward, backward)}}. forward(x) returns y and what
+    backward(dy, x, *those) needs; backward returns all gradients. Kernels alone, without autograd."""
+    aten, shape = torch.ops.aten, gain.shape
+    found = {
+        "layernorm": {"torch": (
+            lambda x: aten.native_layer_norm(x, shape, gain, shift, 1e-5),
+            lambda dy, x, mean, r: aten.native_layer_norm_backward(dy, x, shape, mean, r, gain, shift, [True] * 3))},
+        "rmsnorm": {"torch": (
+            lambda x: aten._fused_rms_norm(x, shape, gain, 1e-5),
+            lambda dy, x, r: aten._fused_rms_norm_backward(dy, x, shape, r, gain, [True] * 2))}}
+    try:
+        from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm_bwd, rmsnorm_fwd
+
+        wide_gain, wide_shift = gain.float(), shift.float()  # the only dtype of its LayerNorm
+        found["layernorm"]["quack"] = (
+            lambda x: layernorm_fwd(x, wide_gain, wide_shift, 1e-5, True, True),
+            lambda dy, x, r, mean: layernorm_bwd(x, wide_gain, dy, r, mean))
+        found["rmsnorm"]["quack"] = (
+            lambda x: (lambda out: (out[0], out[-1]))(rmsnorm_fwd(x, gain, eps=1e-5, store_rstd=True)),
+            lambda dy, x, r: rmsnorm_bwd(x, gain, dy, r)[:2])
+    except ImportError as error:
+        print("without quack:", error)
+    return found
+
+
+def captured_milliseconds(calls, launches=16):
+    """Device time of one of `calls`, called in turn within a CUDA graph, so that the host does not slow them down."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = [calls[i % len(calls)]() for i in range(launches)]  # outputs of their own, beyond L2
+    time = milliseconds(graph.replay, 10)["median_ms"] / launches
+    del kept
+    return time
+
+
+def compare_norms():
     results = []
-    for columns in (1024, 4096, 8192, 15872):
-        x = torch.randn(4096, columns, device=DEVICE, dtype=torch.float16, requires_grad=True)
-        gain = torch.rand(columns, device=DEVICE, dtype=torch.float16, requires_grad=True)
-        shift = torch.rand(columns, device=DEVICE, dtype=torch.float16, requires_grad=True)
-        dy = torch.randn_like(x)
-        with torch.no_grad():
-            forward = milliseconds(lambda: F.layer_norm(x, (columns,), gain, shift), 20)["median_ms"]
-        y = F.layer_norm(x, (columns,), gain, shift)
-        backward = milliseconds(lambda: torch.autograd.grad(y, (x, gain, shift), dy, retain_graph=True), 20)["median_ms"]
-        size = x.numel() * x.element_size() / 1e6
-        results.append({"columns": columns, "forward_gbps": 2 * size / forward, "backward_gbps": 3 * size / backward})
-        print("torch layernorm", results[-1], flush=True)
+    for columns in NORM_COLUMNS:
+        count = max(2, min(16, 2**29 // (NORM_ROWS * columns * 6)))  # beyond L2
+        gain, shift = (torch.rand(columns, device=DEVICE, dtype=torch.float16) for _ in range(2))
+        sets = [[torch.randn(NORM_ROWS, columns, device=DEVICE, dtype=torch.float16) for _ in range(2)]
+                for _ in range(count)]
+        size = NORM_ROWS * columns * 2 / 1e6
+        for norm, found in norms(gain, shift).items():
+            for method, (forward, backward) in found.items():
+                try:
+                    saved = [forward(x)[1:] for x, _ in sets]
+                    forward_ms = captured_milliseconds([lambda x=x: forward(x) for x, _ in sets])
+                    backward_ms = captured_milliseconds([lambda x=x, dy=dy, s=s: backward(dy, x, *s)
+                                                         for (x, dy), s in zip(sets, saved)])
+                except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+                    print(f"{norm} {method} failed at {columns}: {str(error)[:200]}", flush=True)
+                    continue
+                results.append({"norm": norm, "method": method, "rows": NORM_ROWS, "columns": columns,
+                                "forward_gbps": 2 * size / forward_ms, "backward_gbps": 3 * size / backward_ms})
+                print(f"{norm:9s} {method:6s} fp16 {NORM_ROWS} x {columns:5d}  forward {2 * size / forward_ms:5.0f} GB/s  "
+                      f"backward {3 * size / backward_ms:5.0f} GB/s", flush=True)
     return results
+
+
+def versions():
+    found = {}
+    for name in ("torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--data", default="peaked", help="peaked, flat or both, separated by commas")
     parser.add_argument("--iterations", type=int, default=7)
     parser.add_argument("--out")
     parser.add_argument("--sweep", action="store_true")
@@ -264,13 +334,14 @@ def main():
     parser.add_argument("--norm", action="store_true")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
-    result = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    result = {"card": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"), "versions": versions()}
     if args.norm:
-        result["layernorm"] = layer_norms()
+        result["norm"] = compare_norms()
     if args.sweep:
-        sweep(args.csv, 5, args.budget)
+        sweep(args.csv, args.iterations, args.budget)
     else:
-        result["loss"] = compare_shapes([name for name in args.shapes.split(",") if name], args.iterations)
+        result["loss"] = compare_shapes([(name, kind) for kind in args.data.split(",")
+                                         for name in args.shapes.split(",") if name], args.iterations)
     if args.out:
         with open(args.out, "w") as file:
             json.dump(result, file, indent=1)
