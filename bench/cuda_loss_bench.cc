@@ -547,7 +547,8 @@ Json RunNorm(int64_t cols, bool centred, double copy_gbps, Timer& timer) {
       .multiprocessors = properties.multiProcessorCount,
       .shared_bytes_per_block = static_cast<int>(properties.sharedMemPerBlockOptin) - (2 << 10),
       .shared_bytes_per_sm = static_cast<int>(properties.sharedMemPerMultiprocessor),
-      .has_clusters = properties.major >= 9};
+      .has_clusters = properties.major >= 9,
+      .is_hopper = properties.major == 9 && properties.minor == 0};
   auto* params = DeviceAlloc<float>(4 * cols + 2 * kNormRows);
   Check(cudaMemcpy(params, noise.data(), static_cast<size_t>(cols) * 8, cudaMemcpyDefault), "cudaMemcpy");
   auto* partials = DeviceAlloc<float>(cuda::NormPartialFloats(cols, limits.multiprocessors));
@@ -564,7 +565,7 @@ Json RunNorm(int64_t cols, bool centred, double copy_gbps, Timer& timer) {
     return p;
   };
   const Times forward = timer.MeasureEach(20, kNormLaunches, [&](int i) {
-    Check(cuda::LaunchNormForward(norm(buffers[static_cast<size_t>(i % sets)]), timer.stream()),
+    Check(cuda::LaunchNormForward(norm(buffers[static_cast<size_t>(i % sets)]), limits, timer.stream()),
           "LaunchNormForward");
   });
   const Times backward = timer.MeasureEach(20, kNormLaunches, [&](int i) {

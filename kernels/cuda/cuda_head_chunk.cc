@@ -167,7 +167,7 @@ absl::Status CudaHead::Forward(const Job& job) {
     LOSSD_RETURN_IF_CUDA_ERROR(
         LaunchNormForward(MakeNormParams(config_, sizes_, values_.params, workspace_, raw, y,
                                          job.slot->device_in, layout.compact_rows),
-                          stream),
+                          device_->limits(), stream),
         "norm forward kernel");
   }
   if (workspace_.target_dots != nullptr) {

@@ -99,7 +99,8 @@ absl::Status Device::Start() {
   limits_.shared_bytes_per_block = static_cast<int>(properties.sharedMemPerBlockOptin) - (2 << 10);
   limits_.shared_bytes_per_sm = static_cast<int>(properties.sharedMemPerMultiprocessor);
   limits_.has_clusters = capability >= 90;
-  if (capability == 90) limits_.fused_clusters = hopper::LogitPassClusters();
+  limits_.is_hopper = capability == 90;
+  if (limits_.is_hopper) limits_.fused_clusters = hopper::LogitPassClusters();
   int driver = 0;
   LOSSD_RETURN_IF_CUDA_ERROR(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
   limits_.has_branches = driver >= kBranchDriverVersion;

@@ -28,7 +28,7 @@ struct NormParams {
   float* inverse_deviation = nullptr;  // [rows]: likewise r
 };
 
-cudaError_t LaunchNormForward(const NormParams& params, cudaStream_t stream);
+cudaError_t LaunchNormForward(const NormParams& params, const DeviceLimits& limits, cudaStream_t stream);
 
 struct NormBackwardParams {
   float scale = 1.0f;             // dL/dy is scale * y

@@ -13,7 +13,8 @@
 #include <algorithm>
 
 #include "kernels/cuda/early_launch.h"
-#include "kernels/cuda/norm_rows.cuh"
+#include "kernels/cuda/hopper/norm.h"
+#include "kernels/cuda/norm_backward_rows.cuh"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -99,14 +100,6 @@ struct Stage {
   static constexpr int kLength = kDy + DyPart::kLength;
 };
 
-struct RowFacts {
-  float inverse_deviation;
-  float mean;
-  int32_t keep;
-  int32_t raw_row;
-};
-static_assert(sizeof(RowFacts) == sizeof(uint4));
-
 // Where a lane copies its word of RowFacts from; null: the word keeps its first value.
 __device__ __forceinline__ const void* FactColumn(const NormParams& p, const NormBackwardParams& b,
                                                   int lane) {
@@ -185,136 +178,6 @@ struct StagedRow {
   }
 };
 
-// The gain of a thread's columns, in registers or, of many columns, in the block's shared memory: there
-// [vectors] low halves, then as many high halves.
-template <int kVectors>
-class Gain {
- public:
-  static constexpr bool kHeld = kVectors <= 2;
-
-  // shared: 2 * vectors places, usable after the next barrier of the block.
-  __device__ __forceinline__ Gain(const float* gain, float4* shared, int vectors,
-                                  const RowGroup<false>& group)
-      : shared_(shared), vectors_(vectors) {
-    if constexpr (kHeld) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        Load8(gain, DType::kFloat32, 8 * (group.thread + i * group.size), 8 * vectors, true, held_[i]);
-      }
-    } else {
-      const auto* from = reinterpret_cast<const float4*>(gain);
-      for (int i = threadIdx.x; i < 2 * vectors; i += blockDim.x) {
-        shared[(i & 1) * vectors + i / 2] = __ldg(from + i);
-      }
-    }
-  }
-  // Of the thread's vector i, which is the row's vector v.
-  __device__ __forceinline__ void Load(int i, int v, float (&gain)[8]) const {
-    if constexpr (kHeld) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) gain[j] = held_[i][j];
-    } else {
-      const float4 low = shared_[v], high = shared_[vectors_ + v];
-      gain[0] = low.x, gain[1] = low.y, gain[2] = low.z, gain[3] = low.w;
-      gain[4] = high.x, gain[5] = high.y, gain[6] = high.z, gain[7] = high.w;
-    }
-  }
-
- private:
-  float held_[kHeld ? kVectors : 1][8];
-  const float4* shared_;
-  int vectors_;
-};
-
-// One thread's sums over its rows, without the scale of dy.
-template <int kVectors>
-struct ColumnSums {
-  float gain[kVectors][8] = {};
-  float shift[kVectors][8] = {};
-
-  // to: four planes of [vectors], as WritePartials reads them.
-  __device__ __forceinline__ void Write(float4* to, int vectors, const RowGroup<false>& group) const {
-    const auto quad = [](const float* x) { return make_float4(x[0], x[1], x[2], x[3]); };
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int v = group.thread + i * group.size;
-      if (v >= vectors) continue;
-      to[v] = quad(gain[i]);
-      to[vectors + v] = quad(gain[i] + 4);
-      to[2 * vectors + v] = quad(shift[i]);
-      to[3 * vectors + v] = quad(shift[i] + 4);
-    }
-  }
-};
-
-// The row's sums of gain dy and gain dy unit over this thread's columns; adds the row to the column sums.
-template <typename X, typename Dy, int kVectors>
-__device__ __forceinline__ GroupValues<2> AddRow(const StagedRow<X, Dy, kVectors>& row,
-                                                 const RowGroup<false>& group, int vectors,
-                                                 const Gain<kVectors>& gains, ColumnSums<kVectors>& sums) {
-  GroupValues<2> total = {};
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const int v = group.thread + i * group.size;
-    if (v >= vectors) continue;
-    float x[8], dy[8], gain[8];
-    row.Load(i, x, dy);
-    gains.Load(i, v, gain);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float unit = fmaf(x[j], row.facts.inverse_deviation, row.offset);
-      const float g = gain[j] * dy[j];
-      total.at[0] += g;
-      total.at[1] = fmaf(g, unit, total.at[1]);
-      if (row.facts.keep != 0) {
-        sums.gain[i][j] = fmaf(dy[j], unit, sums.gain[i][j]);
-        sums.shift[i][j] += dy[j];
-      }
-    }
-  }
-  return total;
-}
-
-// dx = r scale (gain dy - mean(gain dy) - unit mean(gain dy unit)), written as gain (f dy) + (a x + b).
-template <typename X, typename Dy, int kVectors>
-__device__ __forceinline__ void WriteGradient(const StagedRow<X, Dy, kVectors>& row,
-                                              const RowGroup<false>& group, int vectors,
-                                              const Gain<kVectors>& gains, float scale, float mean_g,
-                                              float mean_g_unit, X* dx) {
-  const float f = row.facts.inverse_deviation * scale;
-  const float a = -f * row.facts.inverse_deviation * mean_g_unit;
-  const float b = -f * fmaf(row.offset, mean_g_unit, mean_g);
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const int v = group.thread + i * group.size;
-    if (v >= vectors) continue;
-    float x[8], dy[8], gain[8];
-    row.Load(i, x, dy);
-    gains.Load(i, v, gain);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) x[j] = fmaf(gain[j] * f, dy[j], fmaf(a, x[j], b));
-    StoreVector(dx, v, x);
-  }
-}
-
-// partials of this block = scale * the sums of its groups. sums: for each group the low and high halves of
-// the gain's vectors, then of the shift's, [groups][4][vectors].
-__device__ __forceinline__ void WritePartials(const float4* sums, int vectors, int groups, bool centred,
-                                              float scale, float* partials) {
-  for (int plane = 0; plane < (centred ? 4 : 2); ++plane) {
-    const int64_t out_row = int64_t{plane / 2} * gridDim.x + blockIdx.x;
-    float4* out = reinterpret_cast<float4*>(partials) + out_row * 2 * vectors + plane % 2;
-    for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
-      float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      for (int g = 0; g < groups; ++g) {
-        const float4 next = sums[(4 * g + plane) * vectors + v];
-        total.x += next.x, total.y += next.y, total.z += next.z, total.w += next.w;
-      }
-      out[2 * v] = make_float4(scale * total.x, scale * total.y, scale * total.z, scale * total.w);
-    }
-  }
-}
-
 template <typename X, typename Dy, int kVectors>
 __global__ __launch_bounds__(kNormThreads,
                              1) void NormBackwardKernel(const __grid_constant__ NormParams p,
@@ -362,11 +225,7 @@ __global__ __launch_bounds__(kNormThreads,
   }
   LetNextKernelStart();
   if (b.partials == nullptr) return;
-  __syncthreads();
-  auto* group_sums = reinterpret_cast<float4*>(shared);
-  sums.Write(group_sums + group.index * 4 * vectors, vectors, group);
-  __syncthreads();
-  WritePartials(group_sums, vectors, groups, p.centred, b.scale, b.partials);
+  WritePartials(sums, reinterpret_cast<float4*>(shared), vectors, group, p.centred, b.scale, b.partials);
 }
 
 // How a launch divides a block; groups == 0: rows of this kind do not fit.
@@ -458,7 +317,8 @@ cudaError_t LaunchNormBackward(const NormParams& params, const NormBackwardParam
   const int64_t cols = params.x.cols;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(params.rows, limits.multiprocessors));
   cudaError_t error = cudaSuccess;
-  if (!LaunchIfFits({params, b, limits, blocks, stream}, &error)) {
+  if (!hopper::LaunchNormBackwardIfFits(params, b, limits, stream, &error) &&
+      !LaunchIfFits({params, b, limits, blocks, stream}, &error)) {
     NormBackwardAnyKernel<<<blocks, NormThreadsForAny(cols), 0, stream>>>(params, b);
     error = cudaGetLastError();
   }

@@ -5,6 +5,8 @@
 // or of a number that 8 does not divide are read again for each pass (the "any" kernel).
 #include <algorithm>
 
+#include "kernels/cuda/early_launch.h"
+#include "kernels/cuda/hopper/norm.h"
 #include "kernels/cuda/norm_rows.cuh"
 
 namespace lossd::kernels::cuda {
@@ -89,6 +91,8 @@ __global__ __launch_bounds__(kNormThreads, 2) void NormForwardKernel(const __gri
   __shared__ Sums scratch[2 * kNormThreads / 32];
   const RowGroup<true> group(static_cast<int>(blockDim.x));
   GroupSum<true, kRows> group_sum(group, scratch);
+  AwaitKernelBefore();
+  LetNextKernelStart();
   const int64_t first = int64_t{blockIdx.x} * kRows;
   const int vectors = static_cast<int>(p.x.cols) / 8;
   const float inverse_cols = 1.0f / static_cast<float>(p.x.cols);
@@ -156,19 +160,20 @@ __global__ __launch_bounds__(kNormThreads, 2) void NormForwardKernel(const __gri
 }
 
 template <typename T, int kRows>
-cudaError_t LaunchHeld(const NormParams& p, cudaStream_t stream) {
+cudaError_t LaunchHeld(const NormParams& p, const DeviceLimits& limits, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>((p.rows + kRows - 1) / kRows);
-  NormForwardKernel<T, kRows><<<blocks, NormGroupSize(p.x.cols, kMostNormVectors), 0, stream>>>(p);
-  return cudaGetLastError();
+  const auto threads = static_cast<unsigned>(NormGroupSize(p.x.cols, kMostNormVectors));
+  EarlyLaunch launch(blocks, threads, 0, limits.has_clusters, stream);
+  return cudaLaunchKernelEx(launch.config(), NormForwardKernel<T, kRows>, p);
 }
 
 template <typename T>
-cudaError_t LaunchHeld(const NormParams& p, cudaStream_t stream) {
+cudaError_t LaunchHeld(const NormParams& p, const DeviceLimits& limits, cudaStream_t stream) {
   // Two fp32 rows do not fit into the registers.
   if constexpr (sizeof(T) == 2) {
-    if (p.x.cols >= kPairColumns) return LaunchHeld<T, 2>(p, stream);
+    if (p.x.cols >= kPairColumns) return LaunchHeld<T, 2>(p, limits, stream);
   }
-  return LaunchHeld<T, 1>(p, stream);
+  return LaunchHeld<T, 1>(p, limits, stream);
 }
 
 bool Held(const NormParams& p) {
@@ -178,8 +183,10 @@ bool Held(const NormParams& p) {
 
 }  // namespace
 
-cudaError_t LaunchNormForward(const NormParams& params, cudaStream_t stream) {
+cudaError_t LaunchNormForward(const NormParams& params, const DeviceLimits& limits, cudaStream_t stream) {
   if (params.rows == 0) return cudaSuccess;
+  cudaError_t error = cudaSuccess;
+  if (hopper::LaunchNormForwardIfFits(params, limits, stream, &error)) return error;
   if (!Held(params)) {
     NormForwardAnyKernel<<<static_cast<unsigned>(params.rows), NormThreadsForAny(params.x.cols), 0, stream>>>(
         params);
@@ -187,11 +194,11 @@ cudaError_t LaunchNormForward(const NormParams& params, cudaStream_t stream) {
   }
   switch (params.x.dtype) {
     case DType::kFloat32:
-      return LaunchHeld<float>(params, stream);
+      return LaunchHeld<float>(params, limits, stream);
     case DType::kFloat16:
-      return LaunchHeld<__half>(params, stream);
+      return LaunchHeld<__half>(params, limits, stream);
     case DType::kBFloat16:
-      return LaunchHeld<__nv_bfloat16>(params, stream);
+      return LaunchHeld<__nv_bfloat16>(params, limits, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -142,6 +142,7 @@ __global__ void AddPartialsKernel(const float* partials, int64_t parts, int64_t 
                                   float* first, float* second) {
   __shared__ float sums[kPartialGroups][kPartialColumns];
   AwaitKernelBefore();
+  LetNextKernelStart();
   const int64_t c = static_cast<int64_t>(blockIdx.x) * kPartialColumns + threadIdx.x;
   const float* from = partials + blockIdx.y * parts * cols + c;
   float* to = (blockIdx.y == 0 ? first : second) + c;

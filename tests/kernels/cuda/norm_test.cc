@@ -46,7 +46,8 @@ DeviceLimits Limits() {
   return {.multiprocessors = properties.multiProcessorCount,
           .shared_bytes_per_block = static_cast<int>(properties.sharedMemPerBlockOptin) - (2 << 10),
           .shared_bytes_per_sm = static_cast<int>(properties.sharedMemPerMultiprocessor),
-          .has_clusters = properties.major >= 9};
+          .has_clusters = properties.major >= 9,
+          .is_hopper = properties.major == 9 && properties.minor == 0};
 }
 
 // Device memory with the contents of a vector.
@@ -187,7 +188,7 @@ void CheckNorm(const NormCase& c, Rng& rng) {
   p.y = {y.get(), c.dy, c.cols, c.cols};
   p.mean = statistics.get();
   p.inverse_deviation = statistics.get() + c.rows;
-  ASSERT_EQ(cuda::LaunchNormForward(p, nullptr), cudaSuccess);
+  ASSERT_EQ(cuda::LaunchNormForward(p, limits, nullptr), cudaSuccess);
   EXPECT_LT(Error(Decode(c.dy, y.Read()), want.y), Tolerance(c.dy));
 
   p.y.data = dy.get();
