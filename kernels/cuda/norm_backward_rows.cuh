@@ -1,5 +1,5 @@
-// What the kernels of the norms' backward pass share: a row's part of the sums, its gradient, a block's sums over
-// its rows.
+// What the kernels of the norms' backward pass share: a row's part of the sums, its gradient, a block's sums
+// over its rows.
 //
 // A Row has `facts`, `offset` (unit = x r + offset) and Load(i, x, dy), which gives the thread's vector i.
 #ifndef LOSSD_KERNELS_CUDA_NORM_BACKWARD_ROWS_CUH_
@@ -64,8 +64,8 @@ struct ColumnSums {
   float gain[kVectors][8] = {};
   float shift[kVectors][8] = {};
 
-  // Calls visit(plane, the row's vector, four sums): planes 0 and 1 are the halves of the gain's vectors, 2 and 3
-  // those of the shift's.
+  // Calls visit(plane, the row's vector, four sums): planes 0 and 1 are the halves of the gain's vectors, 2
+  // and 3 those of the shift's.
   template <typename Visit>
   __device__ __forceinline__ void ForEach(int vectors, const RowGroup<false>& group, int planes,
                                           Visit visit) const {
@@ -131,8 +131,9 @@ __device__ __forceinline__ void WriteGradient(const Row& row, const RowGroup<fal
   }
 }
 
-// partials of this block = scale * the sums of its groups. shared: for each group, if there are several, the low
-// and high halves of the gain's vectors, then of the shift's, [groups][4][vectors]; nobody reads it any more.
+// partials of this block = scale * the sums of its groups. shared: for each group, if there are several, the
+// low and high halves of the gain's vectors, then of the shift's, [groups][4][vectors]; nobody reads it any
+// more.
 template <int kVectors>
 __device__ __forceinline__ void WritePartials(const ColumnSums<kVectors>& sums, float4* shared, int vectors,
                                               const RowGroup<false>& group, bool centred, float scale,
@@ -147,12 +148,14 @@ __device__ __forceinline__ void WritePartials(const ColumnSums<kVectors>& sums, 
     return make_float4(scale * x.x, scale * x.y, scale * x.z, scale * x.w);
   };
   if (groups == 1) {
-    sums.ForEach(vectors, group, planes, [&](int plane, int v, const float4& sum) { *place(plane, v) = scaled(sum); });
+    sums.ForEach(vectors, group, planes,
+                 [&](int plane, int v, const float4& sum) { *place(plane, v) = scaled(sum); });
     return;
   }
   float4* own = shared + group.index * 4 * vectors;
   __syncthreads();
-  sums.ForEach(vectors, group, planes, [&](int plane, int v, const float4& sum) { own[plane * vectors + v] = sum; });
+  sums.ForEach(vectors, group, planes,
+               [&](int plane, int v, const float4& sum) { own[plane * vectors + v] = sum; });
   __syncthreads();
   for (int plane = 0; plane < planes; ++plane) {
     for (int v = threadIdx.x; v < vectors; v += blockDim.x) {

@@ -14,7 +14,8 @@ namespace lossd::kernels::cuda::hopper {
 bool LaunchNormForwardIfFits(const NormParams& params, const DeviceLimits& limits, cudaStream_t stream,
                              cudaError_t* error);
 
-// The same for dx and, if backward.partials is not null, the partial sums of min(rows, multiprocessors) blocks.
+// The same for dx and, if backward.partials is not null, the partial sums of min(rows, multiprocessors)
+// blocks.
 bool LaunchNormBackwardIfFits(const NormParams& params, const NormBackwardParams& backward,
                               const DeviceLimits& limits, cudaStream_t stream, cudaError_t* error);
 

@@ -1,8 +1,8 @@
 // LayerNorm and RMSNorm backward for rows of 1024 to 12288 columns. Bytes: reads x and dy, writes dx.
 //
-// As ../norm_backward.cu, but one thread of a group copies whole rows into the group's ring, and a thread keeps what
-// it has of a row in registers between the two passes: the barrier of the row's sums also says that the row's place
-// in the ring is free.
+// As ../norm_backward.cu, but one thread of a group copies whole rows into the group's ring, and a thread
+// keeps what it has of a row in registers between the two passes: the barrier of the row's sums also says
+// that the row's place in the ring is free.
 #include "kernels/cuda/early_launch.h"
 #include "kernels/cuda/hopper/norm.h"
 #include "kernels/cuda/hopper/norm_ring.cuh"
@@ -54,9 +54,10 @@ __device__ __forceinline__ RowFacts LoadFacts(const NormParams& p, const NormBac
 }
 
 template <typename X, typename Dy, int kVectors, int kThreads>
-__global__ __launch_bounds__(kThreads, 1) void NormBackwardKernel(const __grid_constant__ NormParams p,
-                                                                  const __grid_constant__ NormBackwardParams b,
-                                                                  int group_size) {
+__global__ __launch_bounds__(kThreads,
+                             1) void NormBackwardKernel(const __grid_constant__ NormParams p,
+                                                        const __grid_constant__ NormBackwardParams b,
+                                                        int group_size) {
   // [groups][kStages] rows of x, then dy; at the end the groups' sums.
   extern __shared__ uint4 shared[];
   __shared__ uint64_t barriers[kMostGroups][kStages];
@@ -74,7 +75,8 @@ __global__ __launch_bounds__(kThreads, 1) void NormBackwardKernel(const __grid_c
   const auto copy = [&](uint32_t to, uint32_t barrier, int row, int raw_row) {
     const uint32_t x_bytes = 16u * static_cast<uint32_t>(x_units);
     CopyBytesIn(to, NormRow<X>(p.x, raw_row), x_bytes, barrier);
-    CopyBytesIn(to + x_bytes, NormRow<Dy>(p.y, row), 16u * static_cast<uint32_t>(row_units) - x_bytes, barrier);
+    CopyBytesIn(to + x_bytes, NormRow<Dy>(p.y, row), 16u * static_cast<uint32_t>(row_units) - x_bytes,
+                barrier);
   };
   const int first = static_cast<int>(blockIdx.x) + group_offset;
   RowRing<kStages, decltype(copy)> ring(p, shared + group.index * kStages * row_units, barriers[group.index],

@@ -1,9 +1,9 @@
 // LayerNorm and RMSNorm forward for 16-bit rows of 4096 to 12288 columns. Bytes: reads x, writes y.
 //
-// One thread of a group copies whole rows into the group's ring; gain and shift stay in registers. Mean and variance
-// come from one pair of sums, about a pivot p near the mean m: sums of x - p and of (x - p)^2. With p the mean of
-// eight columns, (m - p)^2 is at most D / 8 variances, so that the variance loses at most D / 8 roundings of fp32
-// (1e-4 of it at 12288 columns, in rows made for that; elsewhere about one).
+// One thread of a group copies whole rows into the group's ring; gain and shift stay in registers. Mean and
+// variance come from one pair of sums, about a pivot p near the mean m: sums of x - p and of (x - p)^2. With
+// p the mean of eight columns, (m - p)^2 is at most D / 8 variances, so that the variance loses at most D / 8
+// roundings of fp32 (1e-4 of it at 12288 columns, in rows made for that; elsewhere about one).
 #include "kernels/cuda/early_launch.h"
 #include "kernels/cuda/hopper/norm.h"
 #include "kernels/cuda/hopper/norm_ring.cuh"

@@ -1,5 +1,5 @@
-// What the norm kernels of Hopper share: the ring of rows a group works through, two sums over a group at once,
-// the division of a block into groups.
+// What the norm kernels of Hopper share: the ring of rows a group works through, two sums over a group at
+// once, the division of a block into groups.
 //
 // One block a multiprocessor; its groups (RowGroup) take rows in turn.
 #ifndef LOSSD_KERNELS_CUDA_HOPPER_NORM_RING_CUH_
@@ -18,8 +18,9 @@ inline constexpr int kMostWarps = 32;       // of a block
 inline constexpr int64_t kMostRows = int64_t{1} << 30;
 inline constexpr int64_t kFewestColumns = 1024;  // shorter rows leave too few threads a group
 
-// The rows first, first + step, ... of a group, kStages of them in shared memory or under way. `Copy` is called by
-// one thread: copy(to, barrier, row, raw_row) starts the copies of a row, row_units units of 16 bytes in all.
+// The rows first, first + step, ... of a group, kStages of them in shared memory or under way. `Copy` is
+// called by one thread: copy(to, barrier, row, raw_row) starts the copies of a row, row_units units of 16
+// bytes in all.
 template <int kStages, typename Copy>
 class RowRing {
  public:

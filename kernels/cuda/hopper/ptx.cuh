@@ -79,9 +79,10 @@ __device__ __forceinline__ void SyncNamed(uint32_t id, uint32_t threads) {
 
 // `bytes` consecutive bytes to shared memory, counted at `barrier`; all of them multiples of 16.
 __device__ __forceinline__ void CopyBytesIn(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
 }
 
 // ---- bulk tensor copies ----

@@ -1,5 +1,6 @@
 // The norm kernels against double precision, on rows that take each of their ways: several rows a warp's
-// ring, one row a block, two or four vectors a thread, rows read again for each pass.
+// ring, one row a block, two, three or four vectors a thread, rows read again for each pass. On Hopper each
+// case also runs as on other devices.
 #include "kernels/cuda/norm.h"
 
 #include <cuda_runtime_api.h>
@@ -33,11 +34,13 @@ struct NormCase {
   DType dy;  // also of y
   bool centred;
   bool sparse;  // compact rows are some of the raw ones, some are kept out of the parameter gradients
+  bool outliers = false;  // the first eight columns are far from the others
 };
 
 std::string Describe(const NormCase& c) {
   return std::to_string(c.rows) + " x " + std::to_string(c.cols) + ", x " + std::string(Name(c.x)) + ", dy " +
-         std::string(Name(c.dy)) + (c.centred ? ", centred" : "") + (c.sparse ? ", sparse" : "");
+         std::string(Name(c.dy)) + (c.centred ? ", centred" : "") + (c.sparse ? ", sparse" : "") +
+         (c.outliers ? ", outliers" : "");
 }
 
 DeviceLimits Limits() {
@@ -100,6 +103,9 @@ Inputs MakeInputs(const NormCase& c, Rng& rng) {
   for (int64_t r = 0; r < c.rows; ++r) in.keep.push_back(c.sparse && Chance(rng, 0.2) ? 0 : 1);
   const float offset = Uniform(rng, -3.0f, 3.0f);
   in.x = RandomValues(raw_rows * c.cols, offset - 2.0f, offset + 2.0f, c.x, rng);
+  for (size_t i = 0; c.outliers && i < in.x.size(); ++i) {
+    if (i % static_cast<size_t>(c.cols) < 8) in.x[i] = 1000.0f;
+  }
   in.dy = RandomValues(c.rows * c.cols, -2.0f, 2.0f, c.dy, rng);
   in.gain = RandomValues(c.cols, 0.5f, 1.5f, DType::kFloat32, rng);
   for (std::vector<float>* values : {&in.shift, &in.gain_gradient, &in.shift_gradient}) {
@@ -163,11 +169,10 @@ double Tolerance(DType stored) {
   return stored == DType::kFloat16 ? 5e-4 : 4e-3;
 }
 
-void CheckNorm(const NormCase& c, Rng& rng) {
-  SCOPED_TRACE(Describe(c));
+void CheckNorm(const NormCase& c, const DeviceLimits& limits, Rng& rng) {
+  SCOPED_TRACE(Describe(c) + (limits.is_hopper ? ", Hopper" : ""));
   const Inputs in = MakeInputs(c, rng);
   const Outputs want = Reference(c, in);
-  const DeviceLimits limits = Limits();
   const OnDevice<uint8_t> x(Encode(c.x, in.x)), dy(Encode(c.dy, in.dy));
   const OnDevice<uint8_t> y(Encode(c.dy, std::vector<float>(in.dy.size(), NAN)));
   const OnDevice<float> gain(in.gain), shift(in.shift), gain_gradient(in.gain_gradient),
@@ -207,6 +212,13 @@ void CheckNorm(const NormCase& c, Rng& rng) {
   EXPECT_LT(Error(shift_gradient.Read(), want.shift_gradient), 1e-5);
 }
 
+void CheckNorm(const NormCase& c, Rng& rng) {
+  DeviceLimits limits = Limits();
+  if (limits.is_hopper) CheckNorm(c, limits, rng);
+  limits.is_hopper = false;
+  CheckNorm(c, limits, rng);
+}
+
 // Every pair of dtypes; centred and sparse by turns.
 void CheckShape(int64_t rows, int64_t cols) {
   Rng rng = FreshRng();
@@ -231,13 +243,22 @@ TEST_F(Norm, OneRow) { CheckShape(1, 1024); }
 TEST_F(Norm, RowOfAWarp) { CheckShape(700, 264); }
 TEST_F(Norm, SeveralRowsABlockWithIdleGroups) { CheckShape(300, 1032); }
 TEST_F(Norm, TwoVectorsAThreadAndPairs) { CheckShape(151, 4096); }
+TEST_F(Norm, SeveralRounds) { CheckShape(700, 4096); }
 TEST_F(Norm, FourVectorsBecauseTwoLeaveThreadsIdle) { CheckShape(90, 5120); }
 TEST_F(Norm, LastOfTwoVectors) { CheckShape(140, 8192); }
 TEST_F(Norm, FirstOfFourVectors) { CheckShape(135, 8200); }
 TEST_F(Norm, LongestFp32InTheRing) { CheckShape(3, 11264); }
+TEST_F(Norm, LastOfThreeVectors) { CheckShape(134, 12288); }
 TEST_F(Norm, LongRows) { CheckShape(3, 15872); }
 TEST_F(Norm, LongestInRegisters) { CheckShape(2, 16384); }
 TEST_F(Norm, LongerThanRegisters) { CheckShape(2, 16392); }
+
+TEST_F(Norm, FirstColumnsFarFromTheOthers) {
+  Rng rng = FreshRng();
+  for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+    for (int64_t cols : {1024, 4096, 12288}) CheckNorm({5, cols, dtype, dtype, true, false, true}, rng);
+  }
+}
 
 TEST_F(Norm, RepeatsBitForBit) {
   Rng rng = FreshRng();
