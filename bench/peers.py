@@ -84,7 +84,7 @@ def methods(dynamic):
             from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
             found["quack"] = chunked_linear_cross_entropy
-        except ImportError as error:
+        except (ImportError, TypeError) as error:  # TypeError: a version of its compiler that it does not know
             print("without quack:", error)
     return found
 
@@ -183,8 +183,8 @@ def run_method(function, data, iterations, reference=None):
     return result
 
 
-def compare_shapes(cases, iterations):
-    """cases: (name of a shape, "peaked" or "flat")."""
+def compare_shapes(cases, iterations, done):
+    """cases: (name of a shape, "peaked" or "flat"); calls done(results so far) after each."""
     results = []
     for name, kind in cases:
         data = (flat if kind == "flat" else peaked)(*SHAPES[name])
@@ -195,7 +195,7 @@ def compare_shapes(cases, iterations):
         for method, function in methods(dynamic=False).items():
             try:
                 result = run_method(function, data, iterations, reference)
-            except (RuntimeError, ValueError, TypeError) as error:
+            except Exception as error:  # of whatever kind a peer raises
                 print(f"  {method} failed: {str(error)[:200]}", flush=True)
                 gc.collect()
                 torch.cuda.empty_cache()
@@ -206,8 +206,8 @@ def compare_shapes(cases, iterations):
                   f"x{full / bare['total_ms']:.3f}  peak {result['peak_mib']:7.0f} MiB  errors "
                   + " ".join(f"{key} {value:.1e}" for key, value in result["errors"].items()), flush=True)
         results.append(entry)
+        done(results)
         torch.compiler.reset()
-    return results
 
 
 def sweep_points():
@@ -335,16 +335,20 @@ def main():
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
     result = {"card": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"), "versions": versions()}
+
+    def save(**part):
+        result.update(part)
+        if args.out:
+            with open(args.out, "w") as file:
+                json.dump(result, file, indent=1)
+
     if args.norm:
-        result["norm"] = compare_norms()
+        save(norm=compare_norms())
     if args.sweep:
         sweep(args.csv, args.iterations, args.budget)
     else:
-        result["loss"] = compare_shapes([(name, kind) for kind in args.data.split(",")
-                                         for name in args.shapes.split(",") if name], args.iterations)
-    if args.out:
-        with open(args.out, "w") as file:
-            json.dump(result, file, indent=1)
+        cases = [(name, kind) for name in args.shapes.split(",") if name for kind in args.data.split(",")]
+        compare_shapes(cases, args.iterations, lambda results: save(loss=results))
 
 
 if __name__ == "__main__":
