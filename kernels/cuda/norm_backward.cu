@@ -13,7 +13,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/early_launch.h"
-#include "kernels/cuda/hopper/norm.h"
+#include "kernels/cuda/hopper/norm_backward.h"
 #include "kernels/cuda/norm_backward_rows.cuh"
 
 namespace lossd::kernels::cuda {

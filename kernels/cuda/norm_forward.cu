@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "kernels/cuda/early_launch.h"
-#include "kernels/cuda/hopper/norm.h"
 #include "kernels/cuda/norm_rows.cuh"
 
 namespace lossd::kernels::cuda {
@@ -185,8 +184,6 @@ bool Held(const NormParams& p) {
 
 cudaError_t LaunchNormForward(const NormParams& params, const DeviceLimits& limits, cudaStream_t stream) {
   if (params.rows == 0) return cudaSuccess;
-  cudaError_t error = cudaSuccess;
-  if (hopper::LaunchNormForwardIfFits(params, limits, stream, &error)) return error;
   if (!Held(params)) {
     NormForwardAnyKernel<<<static_cast<unsigned>(params.rows), NormThreadsForAny(params.x.cols), 0, stream>>>(
         params);

@@ -3,8 +3,10 @@
 // As ../norm_backward.cu, but one thread of a group copies whole rows into the group's ring, and a thread
 // keeps what it has of a row in registers between the two passes: the barrier of the row's sums also says
 // that the row's place in the ring is free.
+#include <algorithm>
+
 #include "kernels/cuda/early_launch.h"
-#include "kernels/cuda/hopper/norm.h"
+#include "kernels/cuda/hopper/norm_backward.h"
 #include "kernels/cuda/hopper/norm_ring.cuh"
 #include "kernels/cuda/norm_backward_rows.cuh"
 
@@ -12,6 +14,8 @@ namespace lossd::kernels::cuda::hopper {
 namespace {
 
 constexpr int kStages = 2;
+constexpr int64_t kMostRows = int64_t{1} << 30;
+constexpr int64_t kFewestColumns = 1024;  // shorter rows leave too few threads a group
 
 // One thread's vectors of a row, as they came.
 template <typename X, typename Dy, int kVectors>
@@ -119,16 +123,21 @@ struct Launch {
   template <typename X, typename Dy, int kVectors, int kThreads>
   bool IfFits(cudaError_t* error) const {
     const int64_t cols = p.x.cols;
+    if (cols > int64_t{kMostGroupWarps} * 32 * 8 * kVectors) return false;
     const int64_t ring_bytes = kStages * cols * static_cast<int64_t>(sizeof(X) + sizeof(Dy));
     const int64_t sum_bytes = 2 * cols * static_cast<int64_t>(sizeof(float));
-    const RingPlan plan = MakeRingPlan(cols, kVectors, kThreads, std::max(ring_bytes, sum_bytes), limits);
-    if (plan.groups == 0) return false;
+    const int64_t group_bytes = std::max(ring_bytes, sum_bytes);
+    const int group = NormGroupSize(cols, kVectors);
+    const auto groups = static_cast<int>(
+        std::min<int64_t>({kThreads / group, limits.shared_bytes_per_block / group_bytes, kMostGroups}));
+    if (groups == 0) return false;
     const auto kernel = NormBackwardKernel<X, Dy, kVectors, kThreads>;
-    *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
+    const auto shared_bytes = static_cast<int>(groups * group_bytes);
+    *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (*error != cudaSuccess) return true;
     const auto blocks = static_cast<unsigned>(std::min<int64_t>(p.rows, limits.multiprocessors));
-    EarlyLaunch launch(blocks, plan.threads(), plan.shared_bytes, true, stream);
-    *error = cudaLaunchKernelEx(launch.config(), kernel, p, b, plan.group);
+    EarlyLaunch launch(blocks, static_cast<unsigned>(group * groups), shared_bytes, true, stream);
+    *error = cudaLaunchKernelEx(launch.config(), kernel, p, b, group);
     return true;
   }
   // As many threads as registers suffice for.
@@ -148,7 +157,8 @@ bool LaunchNormBackwardIfFits(const NormParams& params, const NormBackwardParams
                               const DeviceLimits& limits, cudaStream_t stream, cudaError_t* error) {
   const DType x = params.x.dtype;
   const DeviceMatrix& dx = backward.dx;
-  if (!FitsRing(params, limits)) return false;
+  if (!limits.is_hopper || params.rows > kMostRows || params.x.cols < kFewestColumns) return false;
+  if (params.x.cols % 8 != 0 || !NormAligned(params.x) || !NormAligned(params.y)) return false;
   if (dx.data != nullptr && (!NormAligned(dx) || dx.dtype != x)) return false;
   const Launch launch{params, backward, limits, stream};
   switch (params.y.dtype) {

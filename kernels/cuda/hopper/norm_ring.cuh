@@ -1,11 +1,8 @@
-// What the norm kernels of Hopper share: the ring of rows a group works through, two sums over a group at
-// once, the division of a block into groups.
-//
-// One block a multiprocessor; its groups (RowGroup) take rows in turn.
+// A group's rows through shared memory by bulk copies, and two sums over a group at once.
 #ifndef LOSSD_KERNELS_CUDA_HOPPER_NORM_RING_CUH_
 #define LOSSD_KERNELS_CUDA_HOPPER_NORM_RING_CUH_
 
-#include <algorithm>
+#include <cstdint>
 
 #include "kernels/cuda/hopper/ptx.cuh"
 #include "kernels/cuda/norm_rows.cuh"
@@ -15,8 +12,6 @@ namespace lossd::kernels::cuda::hopper {
 inline constexpr int kMostGroups = 8;       // of a block: each has a barrier of its own
 inline constexpr int kMostGroupWarps = 16;  // of a group
 inline constexpr int kMostWarps = 32;       // of a block
-inline constexpr int64_t kMostRows = int64_t{1} << 30;
-inline constexpr int64_t kFewestColumns = 1024;  // shorter rows leave too few threads a group
 
 // The rows first, first + step, ... of a group, kStages of them in shared memory or under way. `Copy` is
 // called by one thread: copy(to, barrier, row, raw_row) starts the copies of a row, row_units units of 16
@@ -125,32 +120,6 @@ class PairSum {
   int first_;
   int phase_ = 0;
 };
-
-// How a launch divides a block; groups == 0: rows of this kind do not fit.
-struct RingPlan {
-  int group = 0;  // threads a row
-  int groups = 0;
-  int shared_bytes = 0;
-
-  int threads() const { return group * groups; }
-};
-
-// For `vectors` vectors a thread, at most `threads` threads and group_bytes of shared memory a group.
-inline RingPlan MakeRingPlan(int64_t cols, int vectors, int threads, int64_t group_bytes,
-                             const DeviceLimits& limits) {
-  RingPlan plan;
-  if (cols < kFewestColumns || cols > int64_t{kMostGroupWarps} * 32 * 8 * vectors) return plan;
-  plan.group = NormGroupSize(cols, vectors);
-  plan.groups = static_cast<int>(
-      std::min<int64_t>({threads / plan.group, limits.shared_bytes_per_block / group_bytes, kMostGroups}));
-  plan.shared_bytes = static_cast<int>(plan.groups * group_bytes);
-  return plan;
-}
-
-// Rows of whole vectors on 16-byte boundaries.
-inline bool FitsRing(const NormParams& p, const DeviceLimits& limits) {
-  return limits.is_hopper && p.rows <= kMostRows && p.x.cols % 8 == 0 && NormAligned(p.x) && NormAligned(p.y);
-}
 
 }  // namespace lossd::kernels::cuda::hopper
 

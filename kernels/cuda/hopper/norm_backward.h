@@ -1,0 +1,21 @@
+// The first stage of the norms' backward pass on Hopper: rows come through shared memory by bulk copies.
+//
+// See ../norm.h for what is computed. Enqueues on `stream`; device memory; thread-safe.
+#ifndef LOSSD_KERNELS_CUDA_HOPPER_NORM_BACKWARD_H_
+#define LOSSD_KERNELS_CUDA_HOPPER_NORM_BACKWARD_H_
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/cuda/device_limits.h"
+#include "kernels/cuda/norm.h"
+
+namespace lossd::kernels::cuda::hopper {
+
+// dx and, if backward.partials is not null, the partial sums of min(rows, multiprocessors) blocks. False:
+// this kernel is not for the device or for rows of this kind; otherwise *error is the launch's.
+bool LaunchNormBackwardIfFits(const NormParams& params, const NormBackwardParams& backward,
+                              const DeviceLimits& limits, cudaStream_t stream, cudaError_t* error);
+
+}  // namespace lossd::kernels::cuda::hopper
+
+#endif  // LOSSD_KERNELS_CUDA_HOPPER_NORM_BACKWARD_H_
