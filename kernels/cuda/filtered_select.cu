@@ -21,8 +21,21 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / 32;
+// A long row keeps 512 threads busy. In a short one most of the time goes into what comes before and after
+// the scan, so twice as many rows share a multiprocessor: blocks of half the size, with room for half as
+// much.
+template <int kThreads_, int kMost_>
+struct Block {
+  static constexpr int kThreads = kThreads_;
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kMost = kMost_;  // logits of a row that may pass
+  // Blocks of a multiprocessor.
+  static constexpr int kResident(bool general) { return (general ? 1024 : 1536) / kThreads; }
+};
+using LongRow = Block<512, kMaxRowCandidates>;
+using ShortRow = Block<256, kMaxRowCandidates / 2>;
+constexpr int64_t kShortVectors = 8192;
+
 constexpr int kUnroll = 4;         // vectors a thread loads at once
 constexpr float kHighest = 64.0f;  // how far, in powers of two, exponents may lie above the reference
 constexpr int kEagerRounds = 4;    // after which the bound is renewed every kLazyRounds rounds only
@@ -34,25 +47,26 @@ constexpr float kStorageRoundoff = std::is_same_v<T, float>    ? 0x1p-17f  // of
                                    : std::is_same_v<T, __half> ? 0x1p-11f
                                                                : 0x1p-8f;
 
-// Logits that passed, in shared memory: arrays of kMaxRowCandidates (or V) entries, one after the other.
+// Logits that passed, in shared memory: arrays of Block::kMost (or V) entries, one after the other.
 template <bool kGeneral>
 struct List {
   int32_t* columns;
   float* exponents;  // z f, not yet relative to M
-  int32_t* ranks;    // among the candidates
-  float* by_rank;    // exponents of the candidates, relative to M
-  float* slacks;     // of z: what its own rounding may amount to, beyond what the threshold allows for
+  // The candidates among them, in any order; then `exponents` takes these, in order and relative to M.
+  int32_t* candidate_columns;
+  float* candidate_exponents;
+  float* slacks;  // of z: what its own rounding may amount to, beyond what the threshold allows for
 
   static constexpr int kArrays = kGeneral ? 5 : 4;
   __device__ __forceinline__ List(int32_t* memory, int most)
       : columns(memory),
         exponents(reinterpret_cast<float*>(memory + most)),
-        ranks(memory + 2 * most),
-        by_rank(reinterpret_cast<float*>(memory + 3 * most)),
+        candidate_columns(memory + 2 * most),
+        candidate_exponents(reinterpret_cast<float*>(memory + 3 * most)),
         slacks(reinterpret_cast<float*>(memory + 4 * most)) {}
 };
-constexpr int32_t kNoCandidate = INT32_MAX;  // in place of the column
 
+template <int kWarps>
 struct Shared {
   float logs[kWarps];      // log2 of the warps' sums, as published
   float words[kWarps][5];  // their statistics at the end
@@ -154,6 +168,7 @@ __device__ __forceinline__ float LargestOf(const float (&z)[Vec<T>::kSize]) {
 }
 
 // log2 of the row's sum as far as the warps have published theirs; after publishing this one's.
+template <int kWarps>
 __device__ __forceinline__ float PublishSum(const Running& s, volatile float* logs, bool wait) {
   const int lane = threadIdx.x & 31;
   const float sum = WarpSum(s.sum);
@@ -196,8 +211,8 @@ __device__ __forceinline__ void ListPassed(const float (&z)[kSize], const float 
 }
 
 // The statistics of the row, the same in all lanes of the calling warp.
-template <bool kGeneral>
-__device__ __forceinline__ Stats CombineWarps(const float (*words)[5], float f) {
+template <bool kGeneral, int kWarps>
+__device__ __forceinline__ Stats CombineWarps(const float (&words)[kWarps][5], float f) {
   const int lane = threadIdx.x & 31;
   Stats s = NoStats();
   if (lane < kWarps) {
@@ -253,12 +268,13 @@ __device__ __forceinline__ void PutWarp(const RowLossParams& p, const LogitMap<T
 }
 
 // The scan over the row.
-template <typename T, bool kGeneral>
+template <typename T, bool kGeneral, int kWarps>
 __device__ __forceinline__ Running ScanRow(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
                                            const Target& target, const uint4* row, int vectors,
                                            float log2_epsilon, const List<kGeneral>& list, int most,
-                                           Shared& shared) {
+                                           Shared<kWarps>& shared) {
   constexpr int kSize = Vec<T>::kSize;
+  constexpr int kThreads = kWarps * 32;
   Running s = {NegativeInfinity(), NegativeInfinity(), 0.0f, 0.0f, 0.0f, -1};
   float threshold = kNone;
   const int rounds = (vectors + kThreads * kUnroll - 1) / (kThreads * kUnroll);
@@ -281,7 +297,7 @@ __device__ __forceinline__ Running ScanRow(const RowLossParams& p, const LogitMa
       AddVector(p, map, target, z, v, maxima[u], s);
     }
     if (round < kEagerRounds || round % kLazyRounds == 0) {
-      threshold = Threshold<T>(PublishSum(s, shared.logs, round == 0), log2_epsilon, map.f);
+      threshold = Threshold<T>(PublishSum<kWarps>(s, shared.logs, round == 0), log2_epsilon, map.f);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -297,45 +313,41 @@ __device__ __forceinline__ Running ScanRow(const RowLossParams& p, const LogitMa
 
 // Judges what passed again, now by the row's sum, and puts the candidates into the pool in the order of
 // classes.
-template <bool kGeneral>
+template <bool kGeneral, int kWarps>
 __device__ __forceinline__ void RankCandidates(const RowSelection& selection, const List<kGeneral>& list,
-                                               int listed, Shared& shared, float f) {
+                                               int listed, Shared<kWarps>& shared, float f) {
+  constexpr int kThreads = kWarps * 32;
   for (int i = threadIdx.x; i < listed; i += kThreads) {
     const float slack = kGeneral ? list.slacks[i] * f : 0.0f;
-    if (list.exponents[i] + slack >= shared.threshold * f) {
-      atomicAdd(&shared.candidates, 1);
-    } else {
-      list.columns[i] = kNoCandidate;
-    }
+    if (!(list.exponents[i] + slack >= shared.threshold * f)) continue;
+    const int at = atomicAdd(&shared.candidates, 1);
+    list.candidate_columns[at] = list.columns[i];
+    list.candidate_exponents[at] = list.exponents[i];
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    shared.begin = shared.candidates > 0 ? atomicAdd(selection.used, shared.candidates) : 0;
-  }
-  for (int i = threadIdx.x; i < listed; i += kThreads) {
-    if (list.columns[i] == kNoCandidate) continue;
+  const int candidates = shared.candidates;
+  if (threadIdx.x == 0) shared.begin = candidates > 0 ? atomicAdd(selection.used, candidates) : 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < candidates; i += kThreads) {
+    const int32_t column = list.candidate_columns[i];
     int rank = 0;
-    for (int j = 0; j < listed; ++j) rank += list.columns[j] < list.columns[i] ? 1 : 0;
-    list.ranks[i] = rank;
-    list.by_rank[rank] = list.exponents[i] - shared.reference;
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < listed; i += kThreads) {
-    if (list.columns[i] == kNoCandidate) continue;
-    const int at = shared.begin + list.ranks[i];
-    if (at < selection.capacity) selection.pool[at] = list.columns[i];
+    for (int j = 0; j < candidates; ++j) rank += list.candidate_columns[j] < column ? 1 : 0;
+    list.exponents[rank] = list.candidate_exponents[i] - shared.reference;
+    const int at = shared.begin + rank;
+    if (at < selection.capacity) selection.pool[at] = column;
   }
 }
 
-template <bool kGeneral>
-__device__ __forceinline__ void SumCandidates(const RowSelection& selection, const float* by_rank,
-                                              Shared& shared) {
+// `exponents` in the order of classes, relative to M.
+template <bool kGeneral, int kWarps>
+__device__ __forceinline__ void SumCandidates(const RowSelection& selection, const float* exponents,
+                                              Shared<kWarps>& shared) {
   const float kept_from = selection.epsilon * shared.row.total;
   float sum = 0.0f, spread = 0.0f, kept = 0.0f;
-  for (int i = threadIdx.x; i < shared.candidates; i += kThreads) {
-    const float e = Exp2(by_rank[i]);
+  for (int i = threadIdx.x; i < shared.candidates; i += kWarps * 32) {
+    const float e = Exp2(exponents[i]);
     sum += e;
-    if (kGeneral && e > 0.0f) spread += e * by_rank[i];
+    if (kGeneral && e > 0.0f) spread += e * exponents[i];
     if (e >= kept_from) kept += e;
   }
   sum = BlockSum(sum, shared.scratch);
@@ -353,15 +365,15 @@ __device__ __forceinline__ void SumCandidates(const RowSelection& selection, con
   shared.row.kept = kept;
 }
 
-template <typename T, bool kGeneral>
-__global__ __launch_bounds__(kThreads, kGeneral ? 2 : 3) void SelectRowsKernel(
+template <typename T, bool kGeneral, typename Block>
+__global__ __launch_bounds__(Block::kThreads, Block::kResident(kGeneral)) void SelectRowsKernel(
     const __grid_constant__ RowLossParams p, const __grid_constant__ RowSelection selection) {
   extern __shared__ int32_t list_memory[];
-  __shared__ Shared shared;
+  __shared__ Shared<Block::kWarps> shared;
   const int64_t row = blockIdx.x;
   const T* logits = static_cast<const T*>(p.logits) + row * p.ld;
   const auto* raw = reinterpret_cast<const uint4*>(logits);
-  const int most = static_cast<int>(min(int64_t{kMaxRowCandidates}, p.vocab));
+  const int most = static_cast<int>(min(int64_t{Block::kMost}, p.vocab));
   const List<kGeneral> list(list_memory, most);
   const LogitMap<T, kGeneral> map(p);
   Target target;
@@ -371,7 +383,7 @@ __global__ __launch_bounds__(kThreads, kGeneral ? 2 : 3) void SelectRowsKernel(
   target.logit = map(target_dot, target.column);
   target.stored_z = map(stored_dot, target.column).z;
   target.class_weight = kGeneral ? ClassWeight(p, target.column) : 1.0f;
-  if (threadIdx.x < kWarps) shared.logs[threadIdx.x] = NegativeInfinity();
+  if (threadIdx.x < Block::kWarps) shared.logs[threadIdx.x] = NegativeInfinity();
   if (threadIdx.x == 0) shared.listed = shared.candidates = 0;
   __syncthreads();
 
@@ -410,26 +422,34 @@ __global__ __launch_bounds__(kThreads, kGeneral ? 2 : 3) void SelectRowsKernel(
   } else {
     RankCandidates(selection, list, listed, shared, map.f);
     __syncthreads();
-    SumCandidates<kGeneral>(selection, list.by_rank, shared);
+    SumCandidates<kGeneral>(selection, list.exponents, shared);
   }
   if (threadIdx.x == 0) selection.rows[row] = shared.row;
 }
 
-template <typename T, bool kGeneral>
+template <typename T, bool kGeneral, typename Block>
 cudaError_t Launch(const RowLossParams& p, const RowSelection& selection, cudaStream_t stream) {
-  auto* kernel = SelectRowsKernel<T, kGeneral>;
-  const auto most = std::min<int64_t>(kMaxRowCandidates, p.vocab);
+  auto* kernel = SelectRowsKernel<T, kGeneral, Block>;
+  const auto most = std::min<int64_t>(Block::kMost, p.vocab);
   const auto shared =
       static_cast<int>(most * List<kGeneral>::kArrays * static_cast<int64_t>(sizeof(int32_t)));
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(p.rows), kThreads, static_cast<size_t>(shared), stream>>>(p, selection);
+  kernel<<<static_cast<unsigned>(p.rows), Block::kThreads, static_cast<size_t>(shared), stream>>>(p,
+                                                                                                  selection);
   return cudaGetLastError();
+}
+
+template <typename T, bool kGeneral>
+cudaError_t LaunchBlock(const RowLossParams& p, const RowSelection& selection, cudaStream_t stream) {
+  return p.ld / Vec<T>::kSize <= kShortVectors ? Launch<T, kGeneral, ShortRow>(p, selection, stream)
+                                               : Launch<T, kGeneral, LongRow>(p, selection, stream);
 }
 
 template <typename T>
 cudaError_t LaunchTyped(const RowLossParams& p, const RowSelection& selection, cudaStream_t stream) {
-  return p.IsGeneral() ? Launch<T, true>(p, selection, stream) : Launch<T, false>(p, selection, stream);
+  return p.IsGeneral() ? LaunchBlock<T, true>(p, selection, stream)
+                       : LaunchBlock<T, false>(p, selection, stream);
 }
 
 }  // namespace
