@@ -86,6 +86,9 @@ class CudaHead : public HeadKernels {
   absl::Status FilterRows(const Job& job, const RowLossParams& row, const RowSelection& selection);
   absl::Status FilteredWeightGradient(const Job& job);
   absl::Status AddKept(const Job& job);
+  // What `exact` enqueues if the chunk's decision is to be exact, else what `filtered` does.
+  absl::Status Branch(DeviceBranch& branch, absl::FunctionRef<absl::Status()> exact,
+                      absl::FunctionRef<absl::Status()> filtered);
   absl::Status AddUniform(const Job& job);
   void Report(std::shared_ptr<Job> job, absl::Status status, ChunkCallbacks callbacks);
 

@@ -31,6 +31,13 @@ FilterShape CudaHead::FilterShapeOfChunk(const Job& job) const {
   return shape;
 }
 
+absl::Status CudaHead::Branch(DeviceBranch& branch, absl::FunctionRef<absl::Status()> exact,
+                              absl::FunctionRef<absl::Status()> filtered) {
+  const int32_t* decision = &workspace_.filter.counters->exact;
+  return device_->options().host_branches ? BranchOnHost(decision, device_->compute(), exact, filtered)
+                                          : branch.Enqueue(decision, device_->compute(), exact, filtered);
+}
+
 // Row results and, into the buffer of the hidden gradients, what the dx GEMM would leave there.
 absl::Status CudaHead::FilteredForward(const Job& job, const RowLossParams& row) {
   const cudaStream_t stream = device_->compute();
@@ -47,8 +54,8 @@ absl::Status CudaHead::FilteredForward(const Job& job, const RowLossParams& row)
                     is_auto ? options.max_dropped_mass : 1.0f, &filter.counters->exact},
                    stream),
       "decision kernel");
-  return job.slot->rows_branch.Enqueue(
-      &filter.counters->exact, stream,
+  return Branch(
+      job.slot->rows_branch,
       [&]() -> absl::Status {
         LOSSD_RETURN_IF_ERROR(
             Zero(job.slot->device_out.dropped_mass, row.rows * static_cast<int64_t>(sizeof(float)), stream));
@@ -95,9 +102,8 @@ absl::Status CudaHead::FilterRows(const Job& job, const RowLossParams& row, cons
 }
 
 absl::Status CudaHead::FilteredWeightGradient(const Job& job) {
-  return job.slot->weight_branch.Enqueue(
-      &workspace_.filter.counters->exact, device_->compute(), [&] { return WeightGemm(job); },
-      [&] { return AddKept(job); });
+  return Branch(
+      job.slot->weight_branch, [&] { return WeightGemm(job); }, [&] { return AddKept(job); });
 }
 
 absl::Status CudaHead::AddKept(const Job& job) {
