@@ -1,6 +1,5 @@
 // The part of a head that Algorithm::kFiltered and kAuto add to a chunk: candidates instead of a gradient,
 // the decision on the device, and both ways to go on from it. docs/kernels/filtered.md has the whole picture.
-#include "absl/strings/string_view.h"
 #include "kernels/cuda/cuda_head.h"
 #include "kernels/cuda/cuda_head_job.h"
 #include "kernels/cuda/cuda_status.h"
@@ -16,13 +15,6 @@ absl::Status Zero(void* data, int64_t bytes, cudaStream_t stream) {
 }
 
 }  // namespace
-
-absl::string_view CudaHead::WhyExact(const Job& job) const {
-  const absl::string_view reason = WhyNotFiltered(job.chunk->options, job.layout.any_coef_entropy);
-  if (!reason.empty()) return reason;
-  if (!job.hidden_gemm && !job.layout.accumulate) return "no gradient is wanted";
-  return WhyNotFilteredOnDevice(FilterShapeOf(config_, sizes_), device_->limits());
-}
 
 // Room goes with the rows a chunk has, not with those it could have; so does the cost of sorting.
 FilterShape CudaHead::FilterShapeOfChunk(const Job& job) const {

@@ -1034,6 +1034,32 @@ TEST_P(BackendConformance, RefusesBadHeads) {
   EXPECT_EQ(backend().CreateHead(config).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
+TEST_P(BackendConformance, SaysWhatItChose) {
+  Problem problem = MakeProblem(Plain({12}, 24, 300), rng());
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  const std::vector<Choice> of_head = head->Describe();
+  EXPECT_FALSE(of_head.empty());
+  EXPECT_EQ(of_head.front().what, "chunk");
+  EXPECT_THAT(of_head.front().choice, HasSubstr(absl::StrCat(head->chunk_rows())));
+  for (const Choice& choice : of_head) {
+    EXPECT_NE(choice.what, "");
+    EXPECT_NE(choice.choice, "");
+    EXPECT_LE(choice.workspace_bytes, head->memory()[MemoryKind::kWorkspace]) << choice.what;
+  }
+  const std::vector<Choice> exact = RunChunk(*head, problem).choices;
+  ASSERT_FALSE(exact.empty());
+  EXPECT_EQ(exact.front().what, "gradients");
+  EXPECT_EQ(exact.front().choice, "exact");
+  EXPECT_EQ(RunChunk(*head, problem).choices, exact);
+  problem.options.algorithm = Algorithm::kFiltered;
+  const std::vector<Choice> filtered = RunChunk(*head, problem).choices;
+  ASSERT_FALSE(filtered.empty());
+  EXPECT_EQ(filtered.front().choice, "filtered");
+  problem.options.label_smoothing = -1.0f;
+  EXPECT_TRUE(RunChunk(*head, problem).choices.empty()) << "it was refused";
+}
+
 TEST_P(BackendConformance, StagingIsCountedAndAligned) {
   const int64_t before = backend().memory().current[MemoryKind::kStaging];
   {

@@ -1,6 +1,7 @@
 // What is particular to the CUDA backend: devices, memory, chunks in flight.
 #include "kernels/cuda/cuda_backend.h"
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -134,6 +135,26 @@ TEST(CudaBackend, ChunksInFlightFinishInOrderAndMoreAreRefused) {
                                   "done2FAILED_PRECONDITION"));
   EXPECT_EQ(gradients[0], gradients[1]);
   EXPECT_TRUE(head->GradNorm().ok());
+}
+
+TEST(CudaBackend, SaysWhichKernelsAHeadUses) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  for (FusedLoss fused_loss : {FusedLoss::kWhereFaster, FusedLoss::kNever}) {
+    auto backend = CreateCudaBackend({.workspace_bytes = int64_t{1} << 30, .fused_loss = fused_loss});
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    const auto head = (*backend)->CreateHead(LargeConfig());
+    ASSERT_TRUE(head.ok()) << head.status();
+    std::map<std::string, Choice> choices;
+    for (const Choice& choice : (*head)->Describe()) choices[choice.what] = choice;
+    EXPECT_EQ(choices["chunk"].workspace_bytes, (*head)->memory()[MemoryKind::kWorkspace]);
+    EXPECT_EQ(choices["gradients"].choice, "exact");
+    EXPECT_THAT(choices["weight gradient product"].choice, HasSubstr("cuBLASLt "));
+    EXPECT_GT(choices["filtered gradients"].workspace_bytes, 0);
+    if (fused_loss == FusedLoss::kNever) {
+      EXPECT_EQ(choices["loss"].reason, "switched off");
+      EXPECT_THAT(choices["row loss"].choice, HasSubstr("threads a row"));
+    }
+  }
 }
 
 // Rows held in registers by one warp up to a whole block, and rows too long for that.
