@@ -177,6 +177,23 @@ TEST(CudaBackend, NormsOfLongRows) {
   }
 }
 
+// The selection reads rows up to 65,536 16-bit logits in blocks of another size than longer ones.
+TEST(CudaBackend, FiltersShortAndLongRows) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  Rng rng = FreshRng();
+  auto backend = CreateCudaBackend({.workspace_bytes = int64_t{64} << 20});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  for (int64_t vocab : {8192, 32064, 65536, 65537, 100'001}) {
+    ProblemSpec spec;
+    spec.config = {.hidden_size = 16, .vocab_size = vocab, .compute_dtype = DType::kBFloat16};
+    spec.options.algorithm = Algorithm::kFiltered;
+    spec.hidden_dtype = DType::kBFloat16;
+    spec.slice_rows = {9, 4};
+    spec.logit_deviation = 8.0f;  // few enough candidates for the pool
+    RunAndCompare(**backend, {MakeProblem(spec, rng)});
+  }
+}
+
 TEST(CudaBackend, SeveralHeadsShareTheDevice) {
   LOSSD_SKIP_WITHOUT_GPU();
   Rng rng = FreshRng();
