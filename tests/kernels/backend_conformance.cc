@@ -177,6 +177,19 @@ TEST_P(BackendConformance, FilteredWithMostClassesKept) {
   RunAndCompare(backend(), {MakeProblem(spec, rng())});
 }
 
+// Before its last classes a row looks as if every class had to be kept.
+TEST_P(BackendConformance, FilteredRowsThatEndHigh) {
+  std::vector<float> logits(40'000, 0.0f);
+  std::fill(logits.end() - 8, logits.end(), 20.0f);
+  Problem problem = WithLogits(logits, {5, 39'999, 20'000, 39'993});
+  problem.options.algorithm = Algorithm::kFiltered;
+  problem.options.filter_epsilon = 0x1p-18f;
+  RunAndCompare(backend(), {problem});
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  EXPECT_GT(RunChunk(*head, problem).slices[0].sums.dropped_mass, 0.0) << "it was not filtered";
+}
+
 TEST_P(BackendConformance, AutoFiltersWhileLittleIsDropped) {
   ProblemSpec spec = Plain({40, 9}, 24, 300);
   spec.options.algorithm = Algorithm::kAuto;
