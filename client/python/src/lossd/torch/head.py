@@ -45,7 +45,7 @@ class LossHead(torch.nn.Module):
             class_weights: bool = False, algorithm: Algorithm = "exact", filter_epsilon: float = 2.0**-12,
             max_dropped_mass: float = 0.05, shift: bool = False, normalizer: float | None = None,
             grad_output: float = 1.0, deferred: bool = False, train_head: bool = True, extras: Iterable[Extra] = (),
-            rank: int = 0, world_size: int = 1, streams: int | None = None, slice_bytes: int = 1 << 20,
+            rank: int = 0, world_size: int = 1, streams: int | None = None, slice_bytes: int = 2 << 20,
             timeout: float | None = None) -> None:
         """
         Args:
