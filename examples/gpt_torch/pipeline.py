@@ -5,11 +5,11 @@
 
     lossd --device=2 &
     python3 pipeline.py --device=cuda --batch=128 --microbatches=16 --vocab_size=131072 --hidden_size=2048 --layers=8 \\
-        --heads=16 --context=512 --lr=2e-4 --channels=8
+        --heads=16 --context=512 --lr=2e-4 --channels=4
 
 Each stage is a process (torch.distributed: gloo on CPUs, nccl with --device=cuda, a GPU each). The schedule is 1F1B;
 with lossd also the one that leaves the server time (lossd.torch.schedules). Prints, and draws, each stage's step time
-and peak memory, and checks that the runs lose alike. Needs torch 2.4.
+and peak memory, and checks that the runs lose alike. Needs a torch whose schedules know return_outputs, as 2.11 does.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ def run_stage(rank: int, port: int, arguments: argparse.Namespace, kind: str, sc
         of_step: list[torch.Tensor] = []
         optimizer.zero_grad()
         if rank == 0:
-            schedule.step(inputs)
+            schedule.step(inputs, return_outputs=False)
         else:
-            schedule.step(target=targets if client else targets.to(device), losses=of_step)
+            schedule.step(target=targets if client else targets.to(device), losses=of_step, return_outputs=False)
             losses.append(float(np.mean([loss.item() for loss in of_step])))
         optimizer.step()
         if head_optimizer is not None:
@@ -130,8 +130,8 @@ def run_stage(rank: int, port: int, arguments: argparse.Namespace, kind: str, sc
             torch.cuda.synchronize()
         torch.distributed.barrier()
         seconds.append(time.monotonic() - begin)
-    results.put({"head": kind, "schedule": schedule_name, "stage": rank, "losses": losses, "peak_bytes": peak_bytes(device),
-                 "step_seconds": float(np.median(seconds[2:] or seconds))})
+    results.put({"head": kind, "schedule": schedule_name, "stage": rank, "losses": losses,
+                 "peak_bytes": peak_bytes(device), "step_seconds": float(np.median(seconds[2:] or seconds))})
     if client is not None:
         client.close()
     torch.distributed.destroy_process_group()
@@ -168,13 +168,15 @@ def draw(measured: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 3.8), constrained_layout=True)
-    names = [f"stage {m['stage']}\n{m['head']} head\n{m['schedule']}" for m in measured]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), constrained_layout=True)
+    names = [f"stage {m['stage']}\n{m['head']} head\n" + m["schedule"].replace(" ", "\n") for m in measured]
     colors = ["tab:blue" if m["head"] == "local" else "tab:orange" for m in measured]
     left.bar(names, [m["peak_bytes"] / 2**20 for m in measured], color=colors)
     left.set_ylabel("peak memory, MiB")
     right.bar(names, [m["step_seconds"] * 1e3 for m in measured], color=colors)
     right.set_ylabel("step time, ms")
+    for axes in (left, right):
+        axes.tick_params(axis="x", labelsize=8)
     figure.savefig(path)
 
 
@@ -183,8 +185,8 @@ def main() -> None:
     load_text_tokens(arguments)  # once, before the stages want them
     measured = [each for kind, schedule_name in RUNS for each in run(arguments, kind, schedule_name)]
     for each in measured:
-        print(f"{each['head']:>6} head, {each['schedule']:>15}, stage {each['stage']}: step {each['step_seconds'] * 1e3:8.1f} ms, "
-              f"peak memory {each['peak_bytes'] / 2**20:8.1f} MiB")
+        print(f"{each['head']:>6} head, {each['schedule']:>15}, stage {each['stage']}: "
+              f"step {each['step_seconds'] * 1e3:8.1f} ms, peak memory {each['peak_bytes'] / 2**20:8.1f} MiB")
     local, *remote = (each["losses"] for each in measured if each["losses"])
     print(f"losses are apart by {np.abs(np.subtract(local, remote)).max():.5f} at most, last {local[-1]:.4f}")
     (arguments.folder / "pipeline.json").write_text(json.dumps(measured, indent=1))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -125,11 +126,15 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(figsize=(7, 4), constrained_layout=True)
-    for (name, values), style in zip(curves.items(), ("-", "--")):
-        axes.plot(values, style, label=f"{name} head", linewidth=1.2)
-    axes.set(xlabel="step", ylabel="loss, nats a token")
-    axes.legend()
+    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, height_ratios=(2, 1),
+                                          constrained_layout=True)
+    first = next(iter(curves))
+    for (name, values), style in zip(curves.items(), itertools.cycle(("-", "--", "-.", ":"))):
+        above.plot(values, style, label=f"{name} head", linewidth=1.2)
+        below.plot(np.subtract(values, curves[first]), style, linewidth=0.8)
+    above.set(ylabel="loss, nats a token")
+    below.set(xlabel="step", ylabel=f"minus {first} head")
+    above.legend()
     figure.savefig(path)
 
 
