@@ -13,7 +13,7 @@ struct DeviceLimits {
   bool has_clusters = false;
   bool is_hopper = false;     // compute capability 9.0: kernels built for sm_90a run
   int fused_clusters = 0;     // of hopper/logit_pass.h that run at once; 0: it does not run here
-  bool has_branches = false;  // the driver runs DeviceBranch
+  bool has_branches = false;  // the driver runs DeviceBranch, or the host branches
 };
 
 }  // namespace lossd::kernels::cuda
