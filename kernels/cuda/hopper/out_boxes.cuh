@@ -1,0 +1,54 @@
+// How the tile of a consumer warpgroup leaves its registers for device memory: through boxes in shared memory
+// that the copy engine stores while the next ones are filled.
+//
+// What a thread holds of its warpgroup's kProductRows x kColumnTile is said at Mma64x256x16.
+#ifndef LOSSD_KERNELS_CUDA_HOPPER_OUT_BOXES_CUH_
+#define LOSSD_KERNELS_CUDA_HOPPER_OUT_BOXES_CUH_
+
+#include "kernels/cuda/hopper/main_loop.cuh"
+
+namespace lossd::kernels::cuda::hopper {
+
+// A box is kProductRows rows of 128 bytes, with the 128-byte swizzle; two a warpgroup, used in turn.
+inline constexpr int kBoxRowBytes = 128;
+inline constexpr int kBoxBytes = kProductRows * kBoxRowBytes;
+inline constexpr int kOutBytes = kConsumers * 2 * kBoxBytes;
+
+struct OutBoxes {
+  const CUtensorMap* map;
+  uint32_t boxes;    // of this warpgroup, [2][kBoxBytes]
+  uint32_t barrier;  // its named barrier
+  bool leader;       // the one thread that starts its copies
+
+  __device__ __forceinline__ OutBoxes(const CUtensorMap& out, uint32_t all_boxes, int consumer)
+      : map(&out),
+        boxes(all_boxes + consumer * 2 * kBoxBytes),
+        barrier(1 + consumer),
+        leader(threadIdx.x % kWarpgroup == 0) {}
+
+  // Waits until box `i` may be written again.
+  __device__ __forceinline__ void Open() const {
+    if (leader) WaitBoxesRead<1>();
+    SyncNamed(barrier, kWarpgroup);
+  }
+  // 16-bit elements, two a word: two groups of 8 columns from `group` on, both halves of each.
+  __device__ __forceinline__ void Put(int i, int group, const uint32_t (&words)[4]) const {
+    const int row = 16 * static_cast<int>((threadIdx.x >> 5) & 3) + static_cast<int>(threadIdx.x & 15);
+    const int mine = group + static_cast<int>((threadIdx.x >> 4) & 1);
+    StoreMatrices(boxes + i * kBoxBytes + row * kBoxRowBytes + ((mine ^ (row & 7)) << 4), words[0], words[1],
+                  words[2], words[3]);
+  }
+  __device__ __forceinline__ void Send(int i, int column, int row) const {
+    FenceAsyncProxy();
+    SyncNamed(barrier, kWarpgroup);
+    if (leader) CopyBoxOut(*map, column, row, boxes + i * kBoxBytes);
+  }
+  // Before the block ends.
+  __device__ __forceinline__ void Finish() const {
+    if (leader) WaitBoxesRead<0>();
+  }
+};
+
+}  // namespace lossd::kernels::cuda::hopper
+
+#endif  // LOSSD_KERNELS_CUDA_HOPPER_OUT_BOXES_CUH_
