@@ -38,10 +38,29 @@ struct OutBoxes {
     StoreMatrices(boxes + i * kBoxBytes + row * kBoxRowBytes + ((mine ^ (row & 7)) << 4), words[0], words[1],
                   words[2], words[3]);
   }
-  __device__ __forceinline__ void Send(int i, int column, int row) const {
+  // fp32 elements of half `h`, this lane's pair of the group of 8 columns `group` (0 or 1) and of the one two
+  // further. Odd rows take the two the other way round, so that the rows of a half-warp lie in different
+  // banks.
+  __device__ __forceinline__ void PutFloats(int i, int group, int h, float2 near, float2 far) const {
+    const int lane = static_cast<int>(threadIdx.x & 31);
+    const int row = 16 * static_cast<int>((threadIdx.x >> 5) & 3) + 8 * h + lane / 4;
+    const bool odd = (row & 1) != 0;
+    const uint32_t line = boxes + i * kBoxBytes + row * kBoxRowBytes + (lane & 1) * 8;
+    const int chunk = 2 * group + ((lane & 3) >> 1);
+    const int first = odd ? chunk + 4 : chunk;
+    StorePair(line + ((first ^ (row & 7)) << 4), odd ? far : near);
+    StorePair(line + ((first ^ 4 ^ (row & 7)) << 4), odd ? near : far);
+  }
+  // add: to what is there, in fp32.
+  __device__ __forceinline__ void Send(int i, int column, int row, bool add = false) const {
     FenceAsyncProxy();
     SyncNamed(barrier, kWarpgroup);
-    if (leader) CopyBoxOut(*map, column, row, boxes + i * kBoxBytes);
+    if (!leader) return;
+    if (add) {
+      AddBoxOut(*map, column, row, boxes + i * kBoxBytes);
+    } else {
+      CopyBoxOut(*map, column, row, boxes + i * kBoxBytes);
+    }
   }
   // Before the block ends.
   __device__ __forceinline__ void Finish() const {

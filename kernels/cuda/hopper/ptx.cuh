@@ -108,6 +108,15 @@ __device__ __forceinline__ void CopyBoxOut(const CUtensorMap& map, int x, int y,
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
+// The same, added to what is there, once for each element.
+__device__ __forceinline__ void AddBoxOut(const CUtensorMap& map, int x, int y, uint32_t from) {
+  asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
+                   reinterpret_cast<uint64_t>(&map)),
+               "r"(x), "r"(y), "r"(from)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
 // Waits until at most kPending of this thread's bulk groups still read shared memory.
 template <int kPending>
 __device__ __forceinline__ void WaitBoxesRead() {
@@ -137,6 +146,10 @@ __device__ __forceinline__ void StoreMatrices(uint32_t row_address, uint32_t m0,
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(m0),
                "r"(m1), "r"(m2), "r"(m3)
                : "memory");
+}
+
+__device__ __forceinline__ void StorePair(uint32_t address, float2 pair) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(pair.x), "f"(pair.y) : "memory");
 }
 
 // ---- warpgroup matrix products ----
