@@ -12,9 +12,10 @@ struct CudaHead::Job {
   Slot* slot = nullptr;  // null: nothing to do on the device
   SlotMemory memory;
   ChunkLayout layout;
-  bool hidden_gemm = false;  // dx is wanted, or needed for the norm's parameters
-  bool direct = false;       // dx leaves the GEMM as the client gets it, but for row factors
-  bool fused = false;        // logits are left as exponentials that lack their row's factor
+  bool hidden_gemm = false;   // dx is wanted, or needed for the norm's parameters
+  bool direct = false;        // dx leaves the GEMM as the client gets it, but for row factors
+  bool fused = false;         // logits are left as exponentials that lack their row's factor
+  bool own_products = false;  // dx and dW by hopper/product.h instead of cuBLASLt
 };
 
 }  // namespace lossd::kernels::cuda

@@ -1,7 +1,7 @@
 // C = A B with row factors, for the hidden gradient (A = E [rows, vocab]) and the weight gradient (A = E^T),
 // B = W or x with its inner dimension slow: all three operands lie as the chunk has them.
 //
-// Plan: the main loop of main_loop.cuh over tiles of 256 x 256 a cluster, in the order of product_tiles.h. An
+// Plan: the main loop of main_loop.cuh over tiles of 256 x 256 a cluster, in the order of product_plan.h. An
 // output tile goes through boxes in shared memory; the copy engine stores it or, for a weight gradient that
 // is not zero, has L2 add it, so that C is never read by a multiprocessor and the next tile's products begin
 // at once. Each element of C is stored or added to once: results do not depend on who is first.

@@ -10,7 +10,7 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/hopper/product_tiles.h"
+#include "kernels/cuda/hopper/product_plan.h"
 #include "kernels/dtype.h"
 
 namespace lossd::kernels::cuda::hopper {

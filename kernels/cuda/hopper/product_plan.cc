@@ -1,0 +1,63 @@
+#include "kernels/cuda/hopper/product_plan.h"
+
+#include <algorithm>
+
+namespace lossd::kernels::cuda::hopper {
+namespace {
+
+// The cost of a tile in stages of the main loop, and what its partial sums add to it.
+constexpr int64_t kTileStages = 4;
+constexpr int64_t kSegmentStages = 8;
+constexpr int64_t kMostSegments = 12;
+
+constexpr int64_t kFewestRows = 512;
+
+}  // namespace
+
+int64_t ColumnsPerGroup(int64_t column_tiles, int64_t inner) {
+  constexpr int64_t kGroupBytes = 20 << 20;
+  constexpr int64_t kMost = 10, kFewest = 4;
+  const int64_t fit = kGroupBytes / (kColumnTile * inner * 2);
+  const int64_t most = fit >= kFewest ? std::min(fit, kMost) : kMost;
+  return CeilDiv(column_tiles, CeilDiv(column_tiles, most));
+}
+
+int64_t StagesFor(int64_t tiles, int64_t segments, int64_t inner_tiles, int64_t clusters) {
+  const int64_t stages = CeilDiv(inner_tiles, segments) + kTileStages + (segments > 1 ? kSegmentStages : 0);
+  return CeilDiv(tiles * segments, clusters) * stages;
+}
+
+ProductPlan PlanProduct(int64_t rows, int64_t columns, int64_t inner, int clusters) {
+  ProductPlan plan;
+  plan.clusters = clusters;
+  plan.panels = static_cast<int>(Panels(rows));
+  plan.column_tiles = static_cast<int>(CeilDiv(columns, kColumnTile));
+  plan.inner_tiles = static_cast<int>(CeilDiv(inner, kInnerTile));
+  plan.group = static_cast<int>(ColumnsPerGroup(plan.column_tiles, inner));
+  plan.whole = plan.panels * plan.column_tiles;
+  const int rest = plan.whole % clusters;
+  int64_t fewest = StagesFor(rest, 1, plan.inner_tiles, clusters);
+  const int64_t most_segments = rest > kMostPartials ? 1 : std::min<int64_t>(kMostSegments, plan.inner_tiles);
+  for (int64_t s = 2; s <= most_segments; ++s) {
+    const int64_t stages = StagesFor(rest, s, plan.inner_tiles, clusters);
+    if (stages >= fewest) continue;
+    fewest = stages;
+    plan.segments = static_cast<int>(s);
+  }
+  if (plan.segments > 1) {
+    plan.rest = rest;
+    plan.whole -= rest;
+  }
+  plan.units = plan.whole + plan.rest * plan.segments;
+  return plan;
+}
+
+absl::string_view WhyNoProducts(DType compute, int clusters) {
+  if (clusters == 0) return "not a Hopper GPU";
+  if (compute == DType::kFloat32) return "fp32 compute";
+  return "";
+}
+
+absl::string_view WhyNoFasterProducts(int64_t rows) { return rows < kFewestRows ? "few rows" : ""; }
+
+}  // namespace lossd::kernels::cuda::hopper
