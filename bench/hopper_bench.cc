@@ -28,7 +28,7 @@ ABSL_FLAG(std::vector<std::string>, shapes,
           "names of shapes to run");
 ABSL_FLAG(std::vector<std::string>, data, std::vector<std::string>({"peaked"}), "peaked, flat");
 ABSL_FLAG(int64_t, rows, 0, "rows instead of the shapes' own; 0: those");
-ABSL_FLAG(int, rounds, 7, "timed rounds; a round runs every candidate once");
+ABSL_FLAG(int, rounds, 5, "timed rounds; a round runs every candidate for a while");
 ABSL_FLAG(std::vector<std::string>, groups, std::vector<std::string>(),
           "groups of column tiles to try for the gradients beside the planned one");
 
@@ -72,15 +72,22 @@ struct Bench {
   uint8_t* scratch;        // [kGemmWorkspaceBytes]
 };
 
-// Prints the times of all candidates, and their ratios to the first one's.
+// Prints the times of all candidates, and their ratios to the first one's. A candidate runs long enough by
+// itself for the card's power limit to act on it and not on the one before.
 void Compare(const Bench& b, const std::vector<Candidate>& candidates) {
-  const Clock::time_point begin = Clock::now();
-  do {
-    for (const Candidate& c : candidates) b.timer.MeasureOnce(c.run);
-  } while (SecondsSince(begin) < kWarmUpSeconds);
+  constexpr double kSliceMs = 80.0;
   std::vector<std::vector<double>> times(candidates.size());
   for (int round = 0; round < absl::GetFlag(FLAGS_rounds); ++round) {
-    for (size_t i = 0; i < candidates.size(); ++i) times[i].push_back(b.timer.MeasureOnce(candidates[i].run));
+    for (size_t i = 0; i < candidates.size(); ++i) {
+      const auto run = [&](int count) {
+        return b.timer.MeasureOnce([&] {
+          for (int n = 0; n < count; ++n) candidates[i].run();
+        }) / count;
+      };
+      const int count = std::max(static_cast<int>(kSliceMs / run(1)), 1);
+      run(count);
+      times[i].push_back(run(count));
+    }
   }
   const double flop = 2.0 * static_cast<double>(b.shape.rows * b.shape.vocab * b.shape.hidden);
   const double base = Summarise(times[0]).median;
