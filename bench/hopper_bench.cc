@@ -1,7 +1,7 @@
 // Times the Hopper kernels one by one beside cuBLASLt's products of the same shapes, alternating in one
 // process.
 //
-//   hopper_bench [--shapes=gemma2-2b,...] [--data=peaked,flat] [--rows=0] [--rounds=7] [--groups=4,8,...]
+//   hopper_bench [--shapes=gemma2-2b,...] [--data=peaked,flat] [--rows=0] [--rounds=3] [--groups=4,8,...]
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -28,7 +28,7 @@ ABSL_FLAG(std::vector<std::string>, shapes,
           "names of shapes to run");
 ABSL_FLAG(std::vector<std::string>, data, std::vector<std::string>({"peaked"}), "peaked, flat");
 ABSL_FLAG(int64_t, rows, 0, "rows instead of the shapes' own; 0: those");
-ABSL_FLAG(int, rounds, 5, "timed rounds; a round runs every candidate for a while");
+ABSL_FLAG(int, rounds, 3, "timed rounds; a round runs every candidate for a while");
 ABSL_FLAG(std::vector<std::string>, groups, std::vector<std::string>(),
           "groups of column tiles to try for the gradients beside the planned one");
 
@@ -72,21 +72,22 @@ struct Bench {
   uint8_t* scratch;        // [kGemmWorkspaceBytes]
 };
 
-// Prints the times of all candidates, and their ratios to the first one's. A candidate runs long enough by
-// itself for the card's power limit to act on it and not on the one before.
+// Prints the times of all candidates, and their ratios to the first one's. The power limit acts on the mean
+// of some tenths of a second, so a candidate runs that long by itself before it is timed.
 void Compare(const Bench& b, const std::vector<Candidate>& candidates) {
-  constexpr double kSliceMs = 80.0;
+  constexpr double kSettleMs = 400.0, kTimedMs = 200.0;
   std::vector<std::vector<double>> times(candidates.size());
   for (int round = 0; round < absl::GetFlag(FLAGS_rounds); ++round) {
     for (size_t i = 0; i < candidates.size(); ++i) {
-      const auto run = [&](int count) {
+      // The mean of as many runs as take about `duration`.
+      const auto run = [&](double duration, double once) {
+        const int count = std::max(static_cast<int>(duration / once), 1);
         return b.timer.MeasureOnce([&] {
           for (int n = 0; n < count; ++n) candidates[i].run();
         }) / count;
       };
-      const int count = std::max(static_cast<int>(kSliceMs / run(1)), 1);
-      run(count);
-      times[i].push_back(run(count));
+      const double settled = run(kSettleMs, run(0.0, 1.0));
+      times[i].push_back(run(kTimedMs, settled));
     }
   }
   const double flop = 2.0 * static_cast<double>(b.shape.rows * b.shape.vocab * b.shape.hidden);

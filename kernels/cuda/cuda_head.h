@@ -75,8 +75,8 @@ class CudaHead : public HeadKernels {
   absl::Status WeightGradient(const Job& job);
   bool IsDirect(const Job& job, const SliceLayout& place) const;
   // The products after the loss (cuda_head_products.cc).
-  bool WantsOwnProducts(const Job& job) const;
-  absl::Status PrepareProducts(const Job& job);
+  void ChooseProducts(Job& job) const;
+  absl::Status PrepareGemms(const Job& job);
   absl::Status HiddenProduct(const Job& job);
   absl::Status WeightProduct(const Job& job);
   // By our own kernel; fills in what is the same for both.

@@ -48,14 +48,16 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
     job->direct = chunk->hidden_dtype == config_.compute_dtype && config_.norm == Norm::kNone;
     job->layout.filtered = WhyExact(*job).empty();
     job->fused = WantsFusedLoss(*job);
-    job->own_products = WantsOwnProducts(*job);
-    if (job->layout.compact_rows > 0) status = Enqueue(*job);
+    if (job->layout.compact_rows > 0) {
+      ChooseProducts(*job);
+      status = Enqueue(*job);
+    }
   }
   Report(std::move(job), std::move(status), std::move(callbacks));
 }
 
 absl::Status CudaHead::Enqueue(const Job& job) {
-  LOSSD_RETURN_IF_ERROR(PrepareProducts(job));
+  LOSSD_RETURN_IF_ERROR(PrepareGemms(job));
   const auto phases = [&]() -> absl::Status {
     LOSSD_RETURN_IF_ERROR(Upload(job));
     LOSSD_RETURN_IF_ERROR(Forward(job));

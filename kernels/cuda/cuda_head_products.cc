@@ -12,22 +12,28 @@ namespace lossd::kernels::cuda {
 
 static_assert(hopper::kProductScratchBytes <= kGemmWorkspaceBytes);
 
-bool CudaHead::WantsOwnProducts(const Job& job) const {
+void CudaHead::ChooseProducts(Job& job) const {
   const FusedLoss choice = device_->options().fused_loss;
-  if (choice == FusedLoss::kNever) return false;
-  if (!hopper::WhyNoProducts(config_.compute_dtype, device_->limits().fused_clusters).empty()) return false;
-  return choice == FusedLoss::kWherePossible || hopper::WhyNoFasterProducts(job.layout.compact_rows).empty();
+  const int clusters = device_->limits().fused_clusters;
+  if (choice == FusedLoss::kNever || !hopper::WhyNoProducts(config_.compute_dtype, clusters).empty()) return;
+  const int64_t rows = job.layout.compact_rows;
+  const bool always = choice == FusedLoss::kWherePossible;
+  const hopper::ProductPlan plan =
+      hopper::PlanProduct(rows, sizes_.padded_hidden, sizes_.padded_vocab, clusters);
+  job.own_hidden_product = always || hopper::WhyNoFasterHiddenGradient(rows, plan).empty();
+  job.own_weight_product =
+      always || hopper::WhyNoFasterWeightGradient(rows, !weight_gradient_is_zero_).empty();
 }
 
-absl::Status CudaHead::PrepareProducts(const Job& job) {
+absl::Status CudaHead::PrepareGemms(const Job& job) {
   Gemms& gemms = device_->gemms();
   const int64_t rows = job.layout.padded_rows;
   if (!job.fused) LOSSD_RETURN_IF_ERROR(gemms.Prepare(LogitsShape(rows)));
-  if (job.own_products) return absl::OkStatus();
-  if (job.hidden_gemm)
+  if (job.hidden_gemm && !job.own_hidden_product) {
     LOSSD_RETURN_IF_ERROR(gemms.Prepare(HiddenGradientShape(rows, HiddenGradientType(job))));
-  if (job.layout.accumulate) LOSSD_RETURN_IF_ERROR(gemms.Prepare(WeightGradientShape(rows)));
-  return absl::OkStatus();
+  }
+  if (!job.layout.accumulate || job.own_weight_product) return absl::OkStatus();
+  return gemms.Prepare(WeightGradientShape(rows));
 }
 
 absl::Status CudaHead::Multiply(hopper::ProductParams product) {
@@ -51,7 +57,7 @@ DType CudaHead::HiddenGradientType(const Job& job) const {
 absl::Status CudaHead::HiddenProduct(const Job& job) {
   const DType dtype = HiddenGradientType(job);
   const float* factors = job.fused ? workspace_.fused.factor : nullptr;
-  if (job.own_products) {
+  if (job.own_hidden_product) {
     return Multiply({.a = workspace_.logits,
                      .b = values_.compute_weight,
                      .c = workspace_.hidden_gradient,
@@ -85,7 +91,7 @@ absl::Status CudaHead::WeightProduct(const Job& job) {
                                                scale, workspace_.partials, gradients_.bias, stream),
                                "column sum kernel");
   }
-  if (job.own_products) {
+  if (job.own_weight_product) {
     return Multiply({.transpose_a = true,
                      .a = workspace_.logits,
                      .b = job.memory.hidden,

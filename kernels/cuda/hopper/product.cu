@@ -41,10 +41,14 @@ struct Maps {
 struct Unit {
   int panel, column_tile;
   int first, stages;
+  bool backwards;  // taken from the last stage to the first
   int segment = 0, segments = 1;
   int partial = 0;  // which of plan.rest
+
+  __device__ __forceinline__ int Stage(int i) const { return backwards ? first + stages - 1 - i : first + i; }
 };
 
+// Every other unit of a cluster goes backwards: it begins with what the last one left in L2.
 __device__ __forceinline__ Unit UnitAt(const ProductPlan& plan, int index) {
   Unit unit;
   int tile = index;
@@ -56,6 +60,7 @@ __device__ __forceinline__ Unit UnitAt(const ProductPlan& plan, int index) {
   }
   unit.first = unit.segment * plan.inner_tiles / unit.segments;
   unit.stages = (unit.segment + 1) * plan.inner_tiles / unit.segments - unit.first;
+  unit.backwards = index / plan.clusters % 2 != 0;
   const int group_tiles = plan.group * plan.panels;
   const int group = tile / group_tiles;
   const int first_column = group * plan.group;
@@ -79,8 +84,8 @@ __device__ __forceinline__ void Produce(const Maps& maps, const KernelParams& p,
   ForEachUnit(p.plan, [&](const Unit& unit) {
     const int row = unit.panel * kPanelRows + static_cast<int>(rank) * kRowTile;
     const int column = unit.column_tile * kColumnTile + static_cast<int>(rank) * kPartColumns;
-    for (int k = unit.first; k < unit.first + unit.stages; ++k) {
-      Fetch<kMajorA, Major::kOuter>(maps.a, maps.b, row, column, k * kInnerTile, rank, ring);
+    for (int i = 0; i < unit.stages; ++i) {
+      Fetch<kMajorA, Major::kOuter>(maps.a, maps.b, row, column, unit.Stage(i) * kInnerTile, rank, ring);
     }
   });
 }

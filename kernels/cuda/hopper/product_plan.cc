@@ -10,16 +10,15 @@ constexpr int64_t kTileStages = 4;
 constexpr int64_t kSegmentStages = 8;
 constexpr int64_t kMostSegments = 12;
 
-constexpr int64_t kFewestRows = 512;
+// Beside cuBLASLt, each alone at the card's power limit: docs/kernels/hopper.md.
+constexpr int64_t kFewestRows = 1024;
+constexpr int64_t kMostRounds = 4;  // of the grid: with more, its last one matters little
 
 }  // namespace
 
-int64_t ColumnsPerGroup(int64_t column_tiles, int64_t inner) {
-  constexpr int64_t kGroupBytes = 20 << 20;
-  constexpr int64_t kMost = 10, kFewest = 4;
-  const int64_t fit = kGroupBytes / (kColumnTile * inner * 2);
-  const int64_t most = fit >= kFewest ? std::min(fit, kMost) : kMost;
-  return CeilDiv(column_tiles, CeilDiv(column_tiles, most));
+int64_t ColumnsPerGroup(int64_t column_tiles) {
+  constexpr int64_t kMost = 10;  // of 66 tiles at a time: then they are from at least six panels
+  return CeilDiv(column_tiles, CeilDiv(column_tiles, kMost));
 }
 
 int64_t StagesFor(int64_t tiles, int64_t segments, int64_t inner_tiles, int64_t clusters) {
@@ -33,7 +32,7 @@ ProductPlan PlanProduct(int64_t rows, int64_t columns, int64_t inner, int cluste
   plan.panels = static_cast<int>(Panels(rows));
   plan.column_tiles = static_cast<int>(CeilDiv(columns, kColumnTile));
   plan.inner_tiles = static_cast<int>(CeilDiv(inner, kInnerTile));
-  plan.group = static_cast<int>(ColumnsPerGroup(plan.column_tiles, inner));
+  plan.group = static_cast<int>(ColumnsPerGroup(plan.column_tiles));
   plan.whole = plan.panels * plan.column_tiles;
   const int rest = plan.whole % clusters;
   int64_t fewest = StagesFor(rest, 1, plan.inner_tiles, clusters);
@@ -58,6 +57,16 @@ absl::string_view WhyNoProducts(DType compute, int clusters) {
   return "";
 }
 
-absl::string_view WhyNoFasterProducts(int64_t rows) { return rows < kFewestRows ? "few rows" : ""; }
+absl::string_view WhyNoFasterHiddenGradient(int64_t rows, const ProductPlan& plan) {
+  if (rows < kFewestRows) return "few rows";
+  if (plan.panels * plan.column_tiles >= kMostRounds * plan.clusters) return "many tiles";
+  return "";
+}
+
+absl::string_view WhyNoFasterWeightGradient(int64_t rows, bool add) {
+  if (rows < kFewestRows) return "few rows";
+  if (!add) return "nothing to add to";
+  return "";
+}
 
 }  // namespace lossd::kernels::cuda::hopper

@@ -35,9 +35,8 @@ struct ProductPlan {
 inline constexpr int64_t kPartialBytes = int64_t{kPanelRows} * kColumnTile * 4;
 inline constexpr int kMostPartials = 126;
 
-// How many of `column_tiles` are worked on together, in groups of about the same size: few enough that a grid
-// spans several panels, and where B allows it few enough that a group of it stays in L2.
-int64_t ColumnsPerGroup(int64_t column_tiles, int64_t inner);
+// How many of `column_tiles` are worked on together, in groups of about the same size.
+int64_t ColumnsPerGroup(int64_t column_tiles);
 
 // Stages of the main loop until the last cluster is done with `tiles` tiles cut into `segments` each.
 int64_t StagesFor(int64_t tiles, int64_t segments, int64_t inner_tiles, int64_t clusters);
@@ -45,11 +44,13 @@ int64_t StagesFor(int64_t tiles, int64_t segments, int64_t inner_tiles, int64_t 
 // For C [rows, columns] with an inner dimension of `inner`, all above 0.
 ProductPlan PlanProduct(int64_t rows, int64_t columns, int64_t inner, int clusters);
 
-// Why the gradients of a chunk cannot be computed by the products of this folder, or "". clusters as
-// LogitPassClusters() says.
+// Why the gradients of a chunk cannot be products of this folder, or "". clusters as LogitPassClusters()
+// says.
 absl::string_view WhyNoProducts(DType compute, int clusters);
-// Why a chunk of `rows` whose gradients can be is better not, or "".
-absl::string_view WhyNoFasterProducts(int64_t rows);
+// Why such a product takes no less time than cuBLASLt's, or "": for the hidden gradient of `rows` rows, and
+// for their weight gradient. add: to one that is not zero.
+absl::string_view WhyNoFasterHiddenGradient(int64_t rows, const ProductPlan& plan);
+absl::string_view WhyNoFasterWeightGradient(int64_t rows, bool add);
 
 }  // namespace lossd::kernels::cuda::hopper
 

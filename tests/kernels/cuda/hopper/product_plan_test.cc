@@ -56,11 +56,11 @@ TEST(ProductPlanTest, SegmentsNeverCostMore) {
 }
 
 TEST(ProductPlanTest, GroupsAreOfAboutTheSameSize) {
-  EXPECT_EQ(ColumnsPerGroup(9, 256000), 9);
-  EXPECT_EQ(ColumnsPerGroup(16, 128256), 8);
-  EXPECT_EQ(ColumnsPerGroup(20, 131072), 10);
-  EXPECT_EQ(ColumnsPerGroup(20, 8192), 5);
-  EXPECT_EQ(ColumnsPerGroup(1, 8), 1);
+  EXPECT_EQ(ColumnsPerGroup(1), 1);
+  EXPECT_EQ(ColumnsPerGroup(9), 9);
+  EXPECT_EQ(ColumnsPerGroup(16), 8);
+  EXPECT_EQ(ColumnsPerGroup(20), 10);
+  EXPECT_EQ(ColumnsPerGroup(21), 7);
 }
 
 TEST(ProductPlanTest, SaysWhyNot) {
@@ -68,8 +68,19 @@ TEST(ProductPlanTest, SaysWhyNot) {
   EXPECT_EQ(WhyNoProducts(DType::kFloat16, kClusters), "");
   EXPECT_EQ(WhyNoProducts(DType::kFloat32, kClusters), "fp32 compute");
   EXPECT_EQ(WhyNoProducts(DType::kBFloat16, 0), "not a Hopper GPU");
-  EXPECT_EQ(WhyNoFasterProducts(8192), "");
-  EXPECT_EQ(WhyNoFasterProducts(128), "few rows");
+}
+
+TEST(ProductPlanTest, SaysWhereTheLibraryIsAsFast) {
+  const auto hidden = [](int64_t rows) {
+    return WhyNoFasterHiddenGradient(rows, PlanProduct(rows, 4096, 128256, kClusters));
+  };
+  EXPECT_EQ(hidden(512), "few rows");
+  EXPECT_EQ(hidden(1600), "");
+  EXPECT_EQ(hidden(4096), "");
+  EXPECT_EQ(hidden(8192), "many tiles");
+  EXPECT_EQ(WhyNoFasterWeightGradient(512, true), "few rows");
+  EXPECT_EQ(WhyNoFasterWeightGradient(8192, true), "");
+  EXPECT_EQ(WhyNoFasterWeightGradient(8192, false), "nothing to add to");
 }
 
 }  // namespace
