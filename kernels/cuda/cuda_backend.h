@@ -14,7 +14,8 @@
 
 namespace lossd::kernels {
 
-// When the loss is computed in the epilogue of the first product (docs/kernels/hopper.md).
+// When the loss is computed in the epilogue of the first product, and the gradients by products of our own
+// (docs/kernels/hopper.md).
 enum class FusedLoss {
   kWhereFaster,
   kWherePossible,  // whatever the size: for tests
@@ -34,6 +35,9 @@ struct CudaBackendOptions {
   bool autotune = false;
   bool deterministic = true;
   FusedLoss fused_loss = FusedLoss::kWhereFaster;
+  // Filtered chunks: the host waits for the device's decision and enqueues what it asks for, instead of a
+  // graph that holds both ways. Slower; for checkers that do not follow conditional graphs.
+  bool host_branches = false;
 };
 
 // INVALID_ARGUMENT naming the option if one is out of range (a wrong device index with the number of

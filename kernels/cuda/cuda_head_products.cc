@@ -12,19 +12,6 @@ namespace lossd::kernels::cuda {
 
 static_assert(hopper::kProductScratchBytes <= kGemmWorkspaceBytes);
 
-void CudaHead::ChooseProducts(Job& job) const {
-  const FusedLoss choice = device_->options().fused_loss;
-  const int clusters = device_->limits().fused_clusters;
-  if (choice == FusedLoss::kNever || !hopper::WhyNoProducts(config_.compute_dtype, clusters).empty()) return;
-  const int64_t rows = job.layout.compact_rows;
-  const bool always = choice == FusedLoss::kWherePossible;
-  const hopper::ProductPlan plan =
-      hopper::PlanProduct(rows, sizes_.padded_hidden, sizes_.padded_vocab, clusters);
-  job.own_hidden_product = always || hopper::WhyNoFasterHiddenGradient(rows, plan).empty();
-  job.own_weight_product =
-      always || hopper::WhyNoFasterWeightGradient(rows, !weight_gradient_is_zero_).empty();
-}
-
 absl::Status CudaHead::PrepareGemms(const Job& job) {
   Gemms& gemms = device_->gemms();
   const int64_t rows = job.layout.padded_rows;

@@ -2,6 +2,7 @@
 #ifndef LOSSD_KERNELS_CUDA_FILTER_PLAN_H_
 #define LOSSD_KERNELS_CUDA_FILTER_PLAN_H_
 
+#include <algorithm>
 #include <cstdint>
 
 #include "absl/strings/string_view.h"
@@ -13,8 +14,10 @@
 
 namespace lossd::kernels::cuda {
 
-// Candidates that a chunk has room for, per row on average; more make the chunk exact.
+// Candidates that a chunk has room for, per row on average, but kLeastPool if its rows are few; more make the
+// chunk exact.
 inline constexpr int64_t kPooledCandidates = 128;
+inline constexpr int64_t kLeastPool = int64_t{16} * kMaxRowCandidates;
 
 // What the plan needs to know of a head, or of one chunk of it.
 struct FilterShape {
@@ -24,7 +27,9 @@ struct FilterShape {
   int64_t padded_hidden = 0;
   DType dtype = DType::kBFloat16;
 
-  int64_t capacity() const { return chunk_rows * (vocab < kPooledCandidates ? vocab : kPooledCandidates); }
+  int64_t capacity() const {
+    return std::min(chunk_rows * vocab, std::max(chunk_rows * kPooledCandidates, kLeastPool));
+  }
   // Kept elements at most: the candidates and one target a row.
   int64_t entries() const { return capacity() + chunk_rows; }
 };

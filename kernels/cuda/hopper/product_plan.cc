@@ -57,9 +57,9 @@ absl::string_view WhyNoProducts(DType compute, int clusters) {
   return "";
 }
 
-absl::string_view WhyNoFasterHiddenGradient(int64_t rows, const ProductPlan& plan) {
+absl::string_view WhyNoFasterHiddenGradient(int64_t rows, int64_t hidden, int clusters) {
   if (rows < kFewestRows) return "few rows";
-  if (plan.panels * plan.column_tiles >= kMostRounds * plan.clusters) return "many tiles";
+  if (Panels(rows) * CeilDiv(hidden, kColumnTile) >= kMostRounds * clusters) return "many tiles";
   return "";
 }
 

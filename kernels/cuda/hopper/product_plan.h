@@ -49,7 +49,7 @@ ProductPlan PlanProduct(int64_t rows, int64_t columns, int64_t inner, int cluste
 absl::string_view WhyNoProducts(DType compute, int clusters);
 // Why such a product takes no less time than cuBLASLt's, or "": for the hidden gradient of `rows` rows, and
 // for their weight gradient. add: to one that is not zero.
-absl::string_view WhyNoFasterHiddenGradient(int64_t rows, const ProductPlan& plan);
+absl::string_view WhyNoFasterHiddenGradient(int64_t rows, int64_t hidden, int clusters);
 absl::string_view WhyNoFasterWeightGradient(int64_t rows, bool add);
 
 }  // namespace lossd::kernels::cuda::hopper

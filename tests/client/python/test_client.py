@@ -119,7 +119,7 @@ def test_filtered_gradients(client, make_head, problem):
                                   step=0, id=1, accumulate=True, grad_hidden=True)
     plain = client.compute_loss(head, hidden, targets, reduction="sum",
                                 options=lossd.LossOptions(label_smoothing=smoothing, z_loss=z_loss))
-    assert forward.loss == pytest.approx(plain.loss, rel=1e-9) and plain.dropped_mass == 0
+    assert forward.loss == pytest.approx(plain.loss, rel=1e-6) and plain.dropped_mass == 0
     gradient = client.read_tensor(head, "weight", "gradient")
     client.zero_gradients(head, 0)
     client.compute_loss(head, hidden, targets, step=0, id=2, reduction="none", options=options, retain=True)
@@ -176,7 +176,8 @@ def test_many_microbatches_at_once(client, make_head, problem):
     pending = [client.compute_loss_async(head, hidden, targets, step=0, id=i, accumulate=True, grad_hidden=True,
                                          reduction="sum") for i in range(20)]
     results = [each.wait() for each in pending]
-    assert len({r.loss for r in results}) == 1 and all(each.done() for each in pending)
+    assert all(each.done() for each in pending)  # rounding depends on which rows were computed together
+    assert [r.loss for r in results] == pytest.approx([results[0].loss] * len(results), rel=1e-6)
     _, _, dz = cross_entropy(logits(client, head, hidden), targets)
     np.testing.assert_allclose(client.read_tensor(head, "weight", "gradient"), 20 * dz.T @ hidden, atol=2e-3)
     answer = client.apply_step(head, 0, lossd.SGD(lr=0.1), expected_microbatches=range(20))

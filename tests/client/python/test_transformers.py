@@ -1,4 +1,4 @@
-"""RemoteHeadCausalLM with tiny random models, against transformers' own loss."""
+"""RemoteHeadCausalLM with tiny random models, against transformers' own loss; in fp32, on a GPU too."""
 
 import copy
 
@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from lossd import types  # noqa: E402
 from lossd.torch import HeadOptimizer  # noqa: E402
 from lossd.transformers import RemoteHeadCausalLM  # noqa: E402
 
@@ -65,7 +66,7 @@ def test_loss_and_gradients_are_those_of_the_model(client, head_name, tokens, ca
     local = copy.deepcopy(model)
     expected = local(input_ids=ids, labels=labels).loss
     expected.backward()
-    remote = RemoteHeadCausalLM(model, client, head_name, move_norm=move_norm)
+    remote = RemoteHeadCausalLM(model, client, head_name, move_norm=move_norm, compute_dtype="fp32")
     loss = remote(ids, labels=labels)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -85,7 +86,7 @@ def test_weights_come_back_trained(client, head_name, tokens, case):
     ids, labels = tokens
     model = make_model(kind, **changes)
     local = copy.deepcopy(model)
-    remote = RemoteHeadCausalLM(model, client, head_name, move_norm=True)
+    remote = RemoteHeadCausalLM(model, client, head_name, move_norm=True, compute_dtype="fp32")
     optimizers = [torch.optim.SGD(local.parameters(), lr=0.1),
                   torch.optim.SGD(remote.parameters(), lr=0.1),
                   HeadOptimizer(remote.loss_head, lr=0.1, algorithm="sgd")]
@@ -107,7 +108,7 @@ def test_tied_embeddings(client, head_name, tokens, tied):
     with pytest.raises(ValueError, match='tied="part"'):
         RemoteHeadCausalLM(model, client, head_name)
     local = copy.deepcopy(model)
-    remote = RemoteHeadCausalLM(model, client, head_name, tied=tied)
+    remote = RemoteHeadCausalLM(model, client, head_name, tied=tied, compute_dtype="fp32")
     reference = torch.optim.SGD(local.parameters(), lr=0.1)
     embedding = model.get_input_embeddings().weight
     optimizers = [
@@ -130,6 +131,12 @@ def test_tied_embeddings(client, head_name, tokens, tied):
     back = remote.save_back()
     same = back.get_output_embeddings().weight is back.get_input_embeddings().weight
     assert same == (tied == "share")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_compute_dtype_is_that_of_the_new_head(client, head_name, dtype):
+    RemoteHeadCausalLM(make_model("Llama"), client, head_name, compute_dtype=dtype)
+    assert client.describe_head(head_name).spec.compute_dtype == types.DTYPES[dtype]
 
 
 def test_logits_of_an_unknown_kind_are_noticed(client, head_name):

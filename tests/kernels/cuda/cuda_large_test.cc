@@ -169,6 +169,7 @@ class CudaLarge : public ::testing::TestWithParam<LargeCase> {
                               }});
     done.WaitForNotification();
     ASSERT_TRUE(status.ok()) << status;
+    EXPECT_EQ(slice.sums.dropped_mass > 0.0, shape.epsilon > 0.0f && !shape.falls_back);
     const std::vector<float> gradient = Decode(shape.compute, hidden);
     std::copy(gradient.begin(), gradient.end(), run.grad_hidden.begin() + begin * shape.hidden);
   }
@@ -286,9 +287,9 @@ constexpr LargeCase kCases[] = {
     {129, 512, 32000, 1, DType::kBFloat16, 0x1p-12f},
     {129, 512, 32000, 1, DType::kFloat32, 0x1p-12f},
     {1024, 520, 2049, 3, DType::kFloat16, 0x1p-9f},
-    {1937, 3584, 152064, 1, DType::kBFloat16, 0x1p-12f},
-    {700, 5120, 100000, 2, DType::kBFloat16, 0x1p-12f},
-    {300, 8200, 40000, 1, DType::kBFloat16, 0x1p-12f},  // more than two vectors of D a thread
+    {1937, 3584, 152064, 1, DType::kBFloat16, 0x1p-11f},
+    {700, 5120, 100000, 2, DType::kBFloat16, 0x1p-11f},
+    {300, 8200, 40000, 1, DType::kBFloat16, 0x1p-11f},  // more than two vectors of D a thread
     {300, 64, 500000, 1, DType::kBFloat16, 0x1p-12f},
     {60, 16392, 3000, 1, DType::kBFloat16, 0x1p-12f, true},   // hidden states longer than a block holds
     {2100, 64, 256000, 1, DType::kBFloat16, 0x1p-18f, true},  // more candidates than there is room for

@@ -37,6 +37,31 @@ TEST(FilterPlan, HasRoomForEveryClassOfASmallVocabulary) {
   EXPECT_EQ(shape.capacity(), 4096 * 3);
 }
 
+TEST(FilterPlan, HasRoomForFlatRowsIfTheyAreFew) {
+  FilterShape shape = kShape;
+  shape.chunk_rows = 70;
+  shape.vocab = 257;
+  EXPECT_EQ(shape.capacity(), 70 * 257);
+  shape.vocab = 256'000;
+  for (shape.chunk_rows = 1; shape.chunk_rows <= 16; ++shape.chunk_rows) {
+    EXPECT_GE(shape.capacity(), shape.chunk_rows * kMaxRowCandidates);
+  }
+}
+
+// A chunk's lists lie in the memory of the largest chunk's.
+TEST(FilterPlan, MoreRowsHaveMoreRoom) {
+  for (int64_t vocab : {1, 127, 300, 256'000}) {
+    FilterShape less = kShape;
+    less.vocab = vocab;
+    for (less.chunk_rows = 1; less.chunk_rows <= 4096; ++less.chunk_rows) {
+      FilterShape more = less;
+      ++more.chunk_rows;
+      ASSERT_LE(less.capacity(), more.capacity()) << less.chunk_rows << " rows, " << vocab << " classes";
+      ASSERT_LE(FilterBuffers::LogitsBytes(less), FilterBuffers::LogitsBytes(more));
+    }
+  }
+}
+
 // Whatever order keys are compared in, an empty entry comes last and no two elements share a key.
 TEST(FilterPlan, KeysHoldEveryClassAndRow) {
   for (int64_t rows : {1, 2, 3, 8, 128, 4095, 4096, 8192}) {

@@ -75,10 +75,10 @@ class Collector : public StreamObserver {
 
 class EngineTest : public ::testing::Test {
  protected:
-  void Start(EngineOptions options = {}) {
+  void Start(EngineOptions options = {}, EngineObserver* observer = nullptr) {
     options.slice_bytes = std::min<int64_t>(options.slice_bytes, 4096);
     options.staging_bytes = std::min<int64_t>(options.staging_bytes, 64 * 4096);
-    auto engine = Engine::Create(options, &backend_, 42, nullptr);
+    auto engine = Engine::Create(options, &backend_, 42, observer);
     ASSERT_TRUE(engine.ok()) << engine.status();
     engine_ = *std::move(engine);
     AddHead("head");
@@ -196,6 +196,33 @@ TEST_F(EngineTest, ComputesAndAccumulatesAMicrobatch) {
   for (size_t i = 0; i < collector->grads().size(); ++i) {
     EXPECT_FLOAT_EQ(collector->grads()[i], RowName(1, static_cast<int64_t>(i)) / 5.0f);
   }
+}
+
+TEST_F(EngineTest, TellsWhenChunksAreComputedOtherwise) {
+  struct Observer : EngineObserver {
+    void OnChoices(absl::string_view head, absl::Span<const kernels::Choice> choices) override {
+      EXPECT_EQ(head, "head");
+      seen.push_back(choices.front().choice);
+    }
+    std::vector<std::string> seen;  // read when no chunk is under way
+  } observer;
+  Start({}, &observer);
+  EXPECT_THAT(engine_->Describe("head")->choices,
+              ElementsAre(kernels::Choice{.what = "head", .choice = "fake"}));
+  EXPECT_THAT(engine_->Describe("head")->last_chunk_choices, IsEmpty());
+  using kernels::Algorithm;
+  uint64_t id = 0;
+  for (Algorithm algorithm : {Algorithm::kAuto, Algorithm::kAuto, Algorithm::kExact, Algorithm::kAuto}) {
+    StreamSpec spec = Whole(++id, 2);
+    spec.options.algorithm = algorithm;
+    auto collector = std::make_shared<Collector>();
+    auto stream = Open(spec, collector);
+    Send(*stream, id, {0, 2});
+    ASSERT_TRUE(collector->Wait().ok());
+    EXPECT_EQ(engine_->Describe("head")->last_chunk_choices.front().choice, Name(algorithm));
+  }
+  EXPECT_THAT(observer.seen, ElementsAre("auto", "exact", "auto"));
+  engine_ = nullptr;  // before the observer
 }
 
 TEST_F(EngineTest, EmptyAndAllIgnoredMicrobatchesFinish) {

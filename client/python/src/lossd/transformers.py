@@ -31,6 +31,7 @@ class RemoteHeadCausalLM(torch.nn.Module):
 
     def __init__(self, model: Any, client: lossd.Client, name: str, *, move_norm: bool = False,
                  tied: Literal["refuse", "part", "share"] = "refuse",
+                 compute_dtype: lossd.types.DType | None = None,
                  optimizer_state: lossd.types.OptimizerState = "adam", verify: bool = True, **options: Any) -> None:
         """
         Args:
@@ -39,6 +40,7 @@ class RemoteHeadCausalLM(torch.nn.Module):
             way, the head trained by the server, the embeddings by the trainer. "share": they stay one matrix, which
             the server trains; see `tied` of this object (lossd.torch.TiedEmbedding), and leave the embeddings out of
             the trainer's optimizer.
+          compute_dtype: of the head's matrix products; the server's choice (bf16 on a GPU) if None.
           verify: compare the losses of a few random tokens before and after; ValueError if they differ, which says
             that the model makes its logits in a way that this class does not know.
           options: of LossHead.
@@ -60,7 +62,7 @@ class RemoteHeadCausalLM(torch.nn.Module):
         client.create_head(
             name, hidden_size=hidden_size, vocab_size=vocab_size, bias=layer.bias is not None, zeros=True,
             norm=norm.kind if norm else "none", norm_epsilon=norm.epsilon if norm else None,
-            optimizer_state=optimizer_state)
+            compute_dtype=compute_dtype, optimizer_state=optimizer_state)
         client.write_tensor(name, "weight", _values(layer.weight))
         if layer.bias is not None:
             client.write_tensor(name, "bias", _values(layer.bias))

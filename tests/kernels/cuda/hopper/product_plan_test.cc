@@ -71,9 +71,7 @@ TEST(ProductPlanTest, SaysWhyNot) {
 }
 
 TEST(ProductPlanTest, SaysWhereTheLibraryIsAsFast) {
-  const auto hidden = [](int64_t rows) {
-    return WhyNoFasterHiddenGradient(rows, PlanProduct(rows, 4096, 128256, kClusters));
-  };
+  const auto hidden = [](int64_t rows) { return WhyNoFasterHiddenGradient(rows, 4096, kClusters); };
   EXPECT_EQ(hidden(512), "few rows");
   EXPECT_EQ(hidden(1600), "");
   EXPECT_EQ(hidden(4096), "");
