@@ -700,6 +700,10 @@ class FakeServer::State::HeadService : public v1::HeadService::Service {
     if (code != 0) return grpc::Status(static_cast<grpc::StatusCode>(code), "injected fault");
     Head* head = state_->Find(open.head());
     if (head == nullptr) return state_->NotFound(open.head());
+    if (open.has_incarnation() && open.incarnation() != state_->incarnation) {
+      return state_->Error(grpc::StatusCode::FAILED_PRECONDITION, "meant for another process",
+                           "open.incarnation");
+    }
     if (open.step() != head->step) {
       return state_->Error(grpc::StatusCode::FAILED_PRECONDITION, "the step is not open", "open.step");
     }
