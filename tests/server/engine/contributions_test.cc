@@ -14,7 +14,7 @@
 #include "server/engine/engine.h"
 #include "server/engine/errors.h"
 #include "tests/server/engine/fake_backend.h"
-#include "tests/server/engine/room_client.h"
+#include "tests/server/engine/row_collector.h"
 
 namespace lossd::engine {
 namespace {
@@ -27,12 +27,6 @@ using ::testing::UnorderedElementsAre;
 constexpr int64_t kHidden = 2;
 constexpr int64_t kVocab = 10;
 constexpr float kInf = std::numeric_limits<float>::infinity();
-
-class IgnoreResults : public StreamObserver {
- public:
-  void OnSlice(SliceOutput) override {}
-  void OnFinished(absl::Status, const StreamSummary&) override {}
-};
 
 class ContributionsTest : public ::testing::Test {
  protected:
@@ -160,18 +154,17 @@ TEST_F(ContributionsTest, OtherContentsUnderTheSameIdAreRefused) {
 
 TEST_F(ContributionsTest, AnIdNamesEitherAMicrobatchOrAContribution) {
   ASSERT_TRUE(engine_->OpenContribution(Spec(1)).ok());
-  const auto observer = std::make_shared<IgnoreResults>();
-  const absl::Status taken = engine_->Open(Stream(1), observer).status();
+  const absl::Status taken = engine_->Open(Stream(1), std::make_shared<RowCollector>()).status();
   EXPECT_EQ(taken.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(taken.message()), HasSubstr("names a contribution of this step"));
-  auto stream = engine_->Open(Stream(2), observer);
+  auto stream = engine_->Open(Stream(2), std::make_shared<RowCollector>());
   ASSERT_TRUE(stream.ok()) << stream.status();
   const absl::Status used = engine_->OpenContribution(Spec(2)).status();
   EXPECT_EQ(used.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(used.message()), HasSubstr("names a microbatch of this step"));
   StreamSpec loss_only = Stream(1);
   loss_only.accumulate_gradients = false;
-  EXPECT_TRUE(engine_->Open(loss_only, observer).ok()) << "its id means nothing";
+  EXPECT_TRUE(engine_->Open(loss_only, std::make_shared<RowCollector>()).ok()) << "its id means nothing";
 }
 
 TEST_F(ContributionsTest, BadSpecsAndValuesChangeNothing) {
