@@ -51,7 +51,7 @@ absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadC
         absl::StrCat("must let one fp32 row fit into a slice of ", options_.slice_bytes, " bytes"),
         absl::StrCat(config.hidden_size));
   }
-  EntryPtr entry = std::make_shared<Entry>(std::string(name), config, options_.max_ledger_rows);
+  EntryPtr entry = std::make_shared<Entry>(std::string(name), config, options_);
   {
     absl::MutexLock lock(&mutex_);
     if (stopping_) return absl::UnavailableError("the server is shutting down");
@@ -281,7 +281,7 @@ absl::Status EngineImpl::CheckRepeat(const Entry& entry, const StepRequest& requ
   if (entry.last_ids.has_value()) {
     for (const uint64_t id : request.expected_microbatches) {
       if (!std::binary_search(entry.last_ids->begin(), entry.last_ids->end(), id))
-        lines.push_back(absl::StrCat("microbatch ", id, ": was not in it"));
+        lines.push_back(absl::StrCat("microbatch ", id, ": was not whole in it"));
     }
   }
   if (request.expected_rows.has_value() && *request.expected_rows != last.rows) {
@@ -360,9 +360,9 @@ absl::Status EngineImpl::ClearGradients(Entry& entry, head::Head& head) {
 }
 
 // Of microbatches and contributions, ascending.
-std::vector<uint64_t> EngineImpl::IdsOf(const Entry& entry) {
-  const std::vector<uint64_t> microbatches = entry.ledger.Ids();
-  const std::vector<uint64_t> contributions = entry.contributions.Ids();
+std::vector<uint64_t> EngineImpl::CompleteIdsOf(const Entry& entry) {
+  const std::vector<uint64_t> microbatches = entry.ledger.CompleteIds();
+  const std::vector<uint64_t> contributions = entry.contributions.CompleteIds();
   std::vector<uint64_t> ids;
   std::merge(microbatches.begin(), microbatches.end(), contributions.begin(), contributions.end(),
              std::back_inserter(ids));
@@ -416,11 +416,11 @@ absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const S
     const head::AppliedStep applied_step = {.incarnation = incarnation_,
                                             .optimizer = request.optimizer,
                                             .grad_norm = *norm,
-                                            .microbatches = entry.ledger.microbatches(),
+                                            .microbatches = entry.ledger.begun_microbatches(),
                                             .rows = entry.ledger.accumulated_rows(),
-                                            .contributions = entry.contributions.contributions(),
+                                            .contributions = entry.contributions.begun_contributions(),
                                             .skipped = skipped};
-    std::vector<uint64_t> ids = IdsOf(entry);
+    std::vector<uint64_t> ids = CompleteIdsOf(entry);
     EnterStep(entry, request.step + 1, StepNotOpen("open.step", request.step, request.step + 1));
     if (!skipped) ++entry.updates;
     entry.last_step = applied_step;

@@ -169,11 +169,9 @@ absl::StatusOr<EngineImpl::EntryPtr> EngineImpl::FindForStream(absl::string_view
   return found;
 }
 
-// Enters a checked stream into the ledger and the head. `ledger_weights` is what, besides the target, a row
-// must have in common with the same row sent again.
+// Enters a checked stream into the ledger and the head.
 absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Admit(const EntryPtr& entry,
-                                                          std::shared_ptr<StreamState> state,
-                                                          absl::Span<const float> ledger_weights) {
+                                                          std::shared_ptr<StreamState> state) {
   const StreamSpec& spec = state->spec();
   if (!entry->weights_distrust.ok()) return entry->weights_distrust;
   if (spec.accumulate_gradients) {
@@ -183,7 +181,7 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Admit(const EntryPtr& entry,
                         "names a contribution of this step", absl::StrCat(spec.microbatch_id));
     }
     absl::Status declared =
-        entry->ledger.Declare(spec.microbatch_id, state->terms(), spec.rows, spec.targets, ledger_weights);
+        entry->ledger.Declare(spec.microbatch_id, state->terms(), spec.rows, state->contents());
     if (!declared.ok()) return declared;
     if (entry->sequencer != nullptr) {
       entry->sequencer->OnDeclared(spec.microbatch_id);
@@ -209,7 +207,7 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Open(StreamSpec spec,
   if ((*state)->spec().retain) {
     if (auto status = ReserveRetained(**entry, **state); !status.ok()) return status;
   }
-  return Admit(*entry, *state, (*state)->spec().row_weights);
+  return Admit(*entry, *std::move(state));
 }
 
 // ---- Deferred microbatches ----
@@ -250,13 +248,10 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::OpenBackward(BackwardSpec sp
       StreamState::Create(std::move(stream), (*entry)->config,
                           {.incarnation = incarnation_, .step = (*entry)->step}, limits, std::move(observer));
   if (!state.ok()) return state.status();
-  std::vector<float> ledger_weights = spec.grad_loss;
-  for (size_t i = 0; i < (*state)->spec().row_weights.size(); ++i)
-    ledger_weights[i] *= (*state)->spec().row_weights[i];
   (*state)->SetRetained(std::move(retained), {.loss = std::move(spec.grad_loss),
                                               .lse = std::move(spec.grad_lse),
                                               .entropy = std::move(spec.grad_entropy)});
-  return Admit(*entry, *std::move(state), ledger_weights);
+  return Admit(*entry, *std::move(state));
 }
 
 absl::StatusOr<bool> EngineImpl::Release(absl::string_view name, uint64_t microbatch_id) {

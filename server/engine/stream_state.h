@@ -45,6 +45,14 @@ class StreamState {
     return spec_.targets.data() + (rows.begin - spec_.rows.begin);
   }
   const float* row_weights(RowRange rows) const;
+  // All the ledger knows of the rows: sent again, they must have the same. SetRetained comes before.
+  RowContents contents() const {
+    return {.targets = spec_.targets,
+            .row_weights = spec_.row_weights,
+            .grad_loss = gradients_.loss,
+            .grad_lse = gradients_.lse,
+            .grad_entropy = gradients_.entropy};
+  }
 
   const float* grad_loss(RowRange rows) const { return At(gradients_.loss, rows); }
   const float* grad_lse(RowRange rows) const { return At(gradients_.lse, rows); }

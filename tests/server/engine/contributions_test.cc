@@ -14,6 +14,7 @@
 #include "server/engine/engine.h"
 #include "server/engine/errors.h"
 #include "tests/server/engine/fake_backend.h"
+#include "tests/server/engine/room_client.h"
 #include "tests/server/engine/row_collector.h"
 
 namespace lossd::engine {
@@ -136,6 +137,20 @@ TEST_F(ContributionsTest, AStepExpectsContributionsAsMicrobatches) {
   EXPECT_EQ(applied->microbatches, 0);
   EXPECT_EQ(Add(*contribution, {0, 1}).status().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(engine_->Describe("head")->step_contributions, 0);
+}
+
+TEST_F(ContributionsTest, RefusedContributionsAreNotCounted) {
+  const auto refused = engine_->OpenContribution(Spec(3));
+  ASSERT_TRUE(refused.ok());
+  const std::vector<float> bad(2, kInf);
+  EXPECT_EQ(engine_->AddRows(*refused, {0, 1}, Bytes(bad)).status().code(), absl::StatusCode::kOutOfRange);
+  ASSERT_TRUE(Add(*engine_->OpenContribution(Spec(4)), {0, 10}).ok());
+  EXPECT_EQ(engine_->Describe("head")->step_contributions, 2);  // seen
+  const auto applied = Apply({.step = 0});
+  ASSERT_TRUE(applied.ok()) << applied.status();
+  EXPECT_EQ(applied->contributions, 1);
+  EXPECT_FALSE(Apply({.step = 0, .expected_microbatches = {3, 4}}).ok());
+  EXPECT_THAT(missing_, ElementsAre("microbatch 3: was not whole in it"));
 }
 
 TEST_F(ContributionsTest, OtherContentsUnderTheSameIdAreRefused) {
@@ -306,7 +321,7 @@ class OrderedContributionsTest : public ContributionsTest {
     spec.microbatch_rows = 2;
     spec.rows = {0, 2};
     spec.targets = {1, 1};
-    const auto collector = std::make_shared<RowCollector>(kHidden);
+    const auto collector = std::make_shared<RowCollector>();
     auto stream = engine_->Open(std::move(spec), collector);
     ASSERT_TRUE(stream.ok()) << stream.status();
     (*stream)->Start();

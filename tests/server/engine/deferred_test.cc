@@ -83,9 +83,34 @@ TEST_F(DeferredTest, RetainedRowsComeBackWithTheirOwnGradients) {
   RunBackward(spec, again);
   ASSERT_TRUE(again->Wait().ok());
   EXPECT_EQ(again->summary().repeated_rows, 7);
-  spec.grad_loss[0] = 5.0f;
-  EXPECT_EQ(engine_->OpenBackward(spec, std::make_shared<RowCollector>()).status().code(),
-            absl::StatusCode::kFailedPrecondition);  // other gradients under the same id
+}
+
+TEST_F(DeferredTest, OtherGradientsUnderTheSameIdAreRefused) {
+  Start({.retained_bytes = 4096});
+  ForwardRetained(1, 4, {0, 4});
+  BackwardSpec spec = Backward(1, {0, 4});
+  spec.grad_lse = {0.0f, 0.5f, -1.0f, 0.0f};
+  spec.grad_entropy = {1.0f, 0.0f, 2.0f, 0.0f};
+  RunBackward(spec, std::make_shared<RowCollector>());
+  const auto expect_refused = [&](auto change) {
+    BackwardSpec other = spec;
+    change(other);
+    const absl::Status status = engine_->OpenBackward(other, std::make_shared<RowCollector>()).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("row 2"));
+  };
+  expect_refused([](BackwardSpec& s) { s.grad_loss[2] = 5.0f; });
+  expect_refused([](BackwardSpec& s) { s.grad_lse[2] = -2.0f; });
+  expect_refused([](BackwardSpec& s) { s.grad_entropy[2] = 0.0f; });
+  auto again = std::make_shared<RowCollector>();
+  RunBackward(spec, again);
+  EXPECT_EQ(again->summary().repeated_rows, 4);
+}
+
+TEST_F(DeferredTest, NoRowsLeaveNothingBehind) {
+  Start({.retained_bytes = 1024});
+  ForwardRetained(1, 0, {0, 0});
+  EXPECT_EQ(engine_->Describe("head")->retained_microbatches, 0);
 }
 
 TEST_F(DeferredTest, RetainedRowsAreBoundedReleasedAndExpired) {

@@ -399,6 +399,49 @@ TEST_F(DeterministicTest, RetainedRowsTakeTheirTurn) {
   EXPECT_THAT(device_.accumulated(), ElementsAreArray(expected));
 }
 
+// The largest factor of a group's gradients may decide about the bits of them all.
+TEST_F(DeterministicTest, RowsThatAreNotSentAgainKeepTheirGradients) {
+  Start({.retained_bytes = 4096});
+  StreamSpec forward = Spec(0, 8, {0, 8});
+  forward.reduction = Reduction::kNone;
+  forward.retain = true;
+  forward.want_grad_hidden = forward.accumulate_gradients = false;
+  Call kept = Open(forward);
+  ASSERT_TRUE(Send(kept, 0, {0, 8}));
+  ASSERT_TRUE(kept.results->Wait().ok());
+  std::vector<float> lse, entropy;
+  device_.inspect = [&](const kernels::Slice& slice) {
+    ASSERT_TRUE(slice.grad_loss != nullptr && slice.grad_lse != nullptr && slice.grad_entropy != nullptr);
+    lse.insert(lse.end(), slice.grad_lse, slice.grad_lse + slice.rows);
+    entropy.insert(entropy.end(), slice.grad_entropy, slice.grad_entropy + slice.rows);
+  };
+  const auto run = [&](RowRange rows) {
+    BackwardSpec spec{
+        .head = "head", .step = 0, .microbatch_id = 0, .rows = rows, .accumulate_gradients = true};
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+      spec.grad_loss.push_back(1.0f);
+      spec.grad_lse.push_back(static_cast<float>(row));
+      spec.grad_entropy.push_back(static_cast<float>(10 * row));
+    }
+    Call call;
+    auto stream = engine_->OpenBackward(spec, call.results);
+    ASSERT_TRUE(stream.ok()) << stream.status();
+    (*stream)->Start();
+    call.stream = *std::move(stream);
+    Room room = Request(call, rows);
+    call.stream->SubmitRetained(rows, room.Wait());
+    ASSERT_TRUE(call.results->Wait().ok()) << call.results->Wait();
+  };
+  run({0, 8});
+  for (RowRange rows : {RowRange{0, 8}, {3, 5}}) {
+    lse.clear();
+    entropy.clear();
+    run(rows);
+    EXPECT_THAT(lse, ElementsAre(0, 1, 2, 3, 4, 5, 6, 7));
+    EXPECT_THAT(entropy, ElementsAre(0, 10, 20, 30, 40, 50, 60, 70));
+  }
+}
+
 TEST_F(DeterministicTest, StopsWithCallsInEveryState) {
   device_.asynchronous = true;
   device_.chunks_in_flight = 2;

@@ -272,6 +272,17 @@ TEST_F(EngineTest, LimitsAreEnforced) {
   EXPECT_EQ(engine_->CreateHead("head", config, {}).code(), absl::StatusCode::kAlreadyExists);
 }
 
+TEST_F(EngineTest, MicrobatchesOfAStepAreBoundedEvenWithoutRows) {
+  Start({.max_step_microbatches = 2});
+  for (uint64_t id : {1, 2}) EXPECT_NE(Open(Whole(id, 0), std::make_shared<RowCollector>()), nullptr);
+  const absl::Status full = engine_->Open(Whole(3, 0), std::make_shared<RowCollector>()).status();
+  EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(full.GetPayload(kFieldPayload), absl::Cord("open.microbatch_id"));
+  EXPECT_NE(Open(Whole(2, 0), std::make_shared<RowCollector>()), nullptr) << "it is known";
+  ASSERT_TRUE(engine_->ApplyStep("head", {.step = 0}, nullptr).ok());
+  EXPECT_NE(Open(Whole(3, 0, 1), std::make_shared<RowCollector>()), nullptr);
+}
+
 TEST_F(EngineTest, HeadsComeAndGo) {
   Start();
   EXPECT_EQ(engine_->CreateHead("big", {.hidden_size = 1 << 20, .vocab_size = 2}, {}).code(),

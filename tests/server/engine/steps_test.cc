@@ -1,4 +1,5 @@
 // Steps through the engine: applied once, whole, and never on numbers that nobody can vouch for.
+#include <cmath>
 #include <memory>
 #include <string>
 #include <vector>
@@ -64,11 +65,33 @@ TEST_F(StepsTest, ARepeatedStepMustBeTheOneThatWasApplied) {
   const StepRequest other{.step = 0, .expected_microbatches = {1, 2}, .expected_rows = 5};
   const absl::Status refused = engine_->ApplyStep("head", other, &missing).status();
   EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
-  EXPECT_THAT(missing, ElementsAre("microbatch 2: was not in it", "rows: 4 were in it, 5 expected"));
+  EXPECT_THAT(missing, ElementsAre("microbatch 2: was not whole in it", "rows: 4 were in it, 5 expected"));
   const auto repeat = engine_->ApplyStep("head", {.step = 0, .expected_rows = 4}, nullptr);
   ASSERT_TRUE(repeat.ok()) << repeat.status();
   EXPECT_TRUE(repeat->repeated);
   EXPECT_EQ(device_.steps, 1);
+}
+
+// What a step applied says is what is in the sum.
+TEST_F(StepsTest, RefusedMicrobatchesAreNotCounted) {
+  Start();
+  for (uint64_t id : {1, 2, 3}) {
+    auto collector = std::make_shared<RowCollector>();
+    auto stream = Open(Whole(id, 4), collector);
+    if (id == 2) Send(*stream, id, {0, 4}, 0, NAN);
+    if (id == 3) Send(*stream, id, {0, 2});
+    if (id == 1) Send(*stream, id, {0, 4});
+    ASSERT_TRUE(engine_->GradNorm("head", 0).ok());  // it is computed
+  }
+  const auto applied = engine_->ApplyStep("head", {.step = 0}, nullptr);
+  ASSERT_TRUE(applied.ok()) << applied.status();
+  EXPECT_EQ(applied->microbatches, 2);  // all of 1, half of 3
+  EXPECT_EQ(applied->rows, 6);
+  std::vector<std::string> missing;
+  EXPECT_EQ(
+      engine_->ApplyStep("head", {.step = 0, .expected_microbatches = {1, 2, 3}}, &missing).status().code(),
+      absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(missing, ElementsAre("microbatch 2: was not whole in it", "microbatch 3: was not whole in it"));
 }
 
 // A microbatch that a trainer has begun and given up for another one.
