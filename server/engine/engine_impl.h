@@ -240,6 +240,8 @@ class EngineImpl final : public Engine {
   int64_t open_streams_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t rooms_lent_ ABSL_GUARDED_BY(mutex_) = 0;
   int chunks_in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
+  // Of those, the ones that accumulate, are no groups and have no results yet (chunk_policy.h).
+  int chunks_without_results_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   Notifier notifier_;  // its events take mutex_
   std::thread device_thread_;

@@ -102,6 +102,51 @@ TEST_F(EngineTest, FillsChunksFromSeveralStreams) {
   EXPECT_EQ(device_.accumulated().size(), 36u);
 }
 
+// A chunk on the device does not have its results yet: what comes meanwhile makes one chunk, not several.
+TEST_F(EngineTest, ChunksFillWhileTheDeviceComputes) {
+  device_.asynchronous = true;
+  device_.chunks_in_flight = 2;
+  Start();
+  AddHead("other");
+  device_.Close();
+  auto collector = std::make_shared<RowCollector>();
+  auto stream = Open(Whole(1, 16), collector);
+  Send(*stream, 1, {0, 4});
+  while (engine_->stats().queued_slices != 0) absl::SleepFor(absl::Milliseconds(1));  // it went at once
+  for (int64_t row = 4; row < 16; row += 4) {
+    Send(*stream, 1, {row, row + 4});
+    for (int turn = 0; turn < 2; ++turn) {  // heads take turns: this one had its own in between
+      ASSERT_TRUE(engine_->OnDevice("other", [](head::Head&) { return absl::OkStatus(); }).ok());
+    }
+    EXPECT_EQ(engine_->stats().queued_slices, row / 4);
+  }
+  device_.Open();
+  ASSERT_TRUE(collector->Wait().ok()) << collector->Wait();
+  EXPECT_THAT(device_.chunks(), ElementsAre(ElementsAre(4), ElementsAre(4, 4, 4)));
+}
+
+TEST_F(EngineTest, FullChunksAndThoseThatDoNotAccumulateGoAtOnce) {
+  device_.asynchronous = true;
+  device_.chunks_in_flight = 3;
+  Start();
+  device_.Close();
+  std::vector<std::unique_ptr<Stream>> streams;
+  std::vector<std::shared_ptr<RowCollector>> collectors;
+  const auto send = [&](const StreamSpec& spec) {
+    collectors.push_back(std::make_shared<RowCollector>());
+    streams.push_back(Open(spec, collectors.back()));
+    Send(*streams.back(), spec.microbatch_id, spec.rows);
+    while (engine_->stats().queued_slices != 0) absl::SleepFor(absl::Milliseconds(1));
+  };
+  send(Whole(1, 4));
+  send(Whole(2, 16));
+  StreamSpec loss_only = Whole(3, 4);
+  loss_only.accumulate_gradients = false;
+  send(loss_only);
+  device_.Open();
+  for (auto& collector : collectors) EXPECT_TRUE(collector->Wait().ok());
+}
+
 TEST_F(EngineTest, ResentRowsAreNotAccumulatedAgain) {
   Start();
   auto first = std::make_shared<RowCollector>();
