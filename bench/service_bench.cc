@@ -195,7 +195,7 @@ Line MeasureEngine(const Shape& shape, double seconds) {
   const auto backend = MakeBackend();
   const Rows rows(shape, *backend);
   auto engine = Must(engine::Engine::Create({}, backend.get(), 1, nullptr));
-  Must(engine->CreateHead(kHead, ConfigFor(shape, *backend), {}));
+  Must(engine->CreateHead(kHead, ConfigFor(shape, *backend)));
   Must(engine->PublishHead(kHead));
   const auto limits = Must(engine->Describe(kHead)).limits;
   const int64_t row_bytes = shape.hidden_size * 2;

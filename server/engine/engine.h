@@ -180,10 +180,9 @@ class Engine {
   virtual EngineStats stats() const = 0;
 
   // ---- Heads ----
-  // Blocks. Creates the head's tensors on the device (zero; norm gain and class weights one); it is not
-  // visible to Open or List until Publish. ALREADY_EXISTS, RESOURCE_EXHAUSTED, INVALID_ARGUMENT.
-  virtual absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config,
-                                  const head::Progress& progress) = 0;
+  // Blocks. Creates the head's tensors on the device (zero; norm gain and class weights one), at step 0; it
+  // is not visible to Open or List until Publish. ALREADY_EXISTS, RESOURCE_EXHAUSTED, INVALID_ARGUMENT.
+  virtual absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config) = 0;
   virtual absl::Status PublishHead(absl::string_view name) = 0;
   // Blocks. FAILED_PRECONDITION while streams are open on it.
   virtual absl::Status DeleteHead(absl::string_view name) = 0;

@@ -42,8 +42,7 @@ absl::StatusOr<EngineImpl::EntryPtr> EngineImpl::Find(absl::string_view name) co
   return it->second;
 }
 
-absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadConfig& config,
-                                    const head::Progress& progress) {
+absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadConfig& config) {
   if (auto status = kernels::Validate(config); !status.ok()) return status;
   if (config.hidden_size > options_.slice_bytes / 4) {
     return InvalidField(
@@ -85,8 +84,6 @@ absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadC
     entry->compute_dtype = (*kernels)->compute_dtype();
     entry->chunk_rows = (*kernels)->chunk_rows();
     entry->memory = (*kernels)->memory();
-    entry->step = progress.step;
-    entry->updates = progress.updates;
     entry->generation = ++last_generation_;
     entry->head = std::make_unique<head::Head>(entry->name, *std::move(kernels));
   });

@@ -40,8 +40,7 @@ class EngineImpl final : public Engine {
   uint64_t incarnation() const override { return incarnation_; }
   EngineStats stats() const override;
 
-  absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config,
-                          const head::Progress& progress) override;
+  absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config) override;
   absl::Status PublishHead(absl::string_view name) override;
   absl::Status DeleteHead(absl::string_view name) override;
   absl::StatusOr<HeadSnapshot> Describe(absl::string_view name) const override;

@@ -1,6 +1,5 @@
 // EngineImpl: streams, from Open to their end.
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -11,21 +10,6 @@
 namespace lossd::engine {
 namespace {
 
-absl::Status CheckGradients(absl::string_view field, const std::vector<float>& values, int64_t rows,
-                            bool required) {
-  if (values.empty() && !required) return absl::OkStatus();
-  if (static_cast<int64_t>(values.size()) != rows) {
-    return InvalidField(field, absl::StrCat("must have one entry for each of the ", rows, " rows"),
-                        absl::StrCat(values.size()));
-  }
-  for (size_t i = 0; i < values.size(); ++i) {
-    if (!std::isfinite(values[i])) {
-      return InvalidField(absl::StrCat(field, "[", i, "]"), "must be finite", absl::StrCat(values[i]));
-    }
-  }
-  return absl::OkStatus();
-}
-
 absl::Status CheckBackward(const BackwardSpec& spec) {
   if (spec.rows.begin < 0 || spec.rows.begin >= spec.rows.end) {
     return InvalidField("backward.rows", "must be a non-empty range", Text(spec.rows));
@@ -34,11 +18,10 @@ absl::Status CheckBackward(const BackwardSpec& spec) {
     return InvalidField("backward.step", "is required with accumulate_gradients", "nothing");
   }
   const int64_t rows = spec.rows.size();
-  if (auto status = CheckGradients("backward.grad_loss", spec.grad_loss, rows, true); !status.ok())
-    return status;
-  if (auto status = CheckGradients("backward.grad_lse", spec.grad_lse, rows, false); !status.ok())
-    return status;
-  return CheckGradients("backward.grad_entropy", spec.grad_entropy, rows, false);
+  absl::Status status = CheckRowValues("backward.grad_loss", spec.grad_loss, rows, /*optional=*/false);
+  status.Update(CheckRowValues("backward.grad_lse", spec.grad_lse, rows, /*optional=*/true));
+  status.Update(CheckRowValues("backward.grad_entropy", spec.grad_entropy, rows, /*optional=*/true));
+  return status;
 }
 
 // The stream that computes retained rows, and where they are.

@@ -10,13 +10,19 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "kernels/backend.h"
 #include "server/engine/deferred.h"
 #include "server/engine/ledger.h"
 #include "server/engine/stream.h"
 
 namespace lossd::engine {
+
+// INVALID_ARGUMENT unless `values` are finite, one for each of the rows, or absent where they are optional.
+absl::Status CheckRowValues(absl::string_view field, absl::Span<const float> values, int64_t rows,
+                            bool optional);
 
 class StreamState {
  public:

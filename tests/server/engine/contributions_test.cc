@@ -42,7 +42,7 @@ class ContributionsTest : public ::testing::Test {
   void AddHead() {
     kernels::HeadConfig config{.hidden_size = kHidden, .vocab_size = kVocab};
     config.has_class_weights = true;
-    ASSERT_TRUE(engine_->CreateHead("head", config, {}).ok());
+    ASSERT_TRUE(engine_->CreateHead("head", config).ok());
     ASSERT_TRUE(engine_->PublishHead("head").ok());
   }
   static ContributionSpec Spec(uint64_t id, uint64_t step = 0) {

@@ -32,7 +32,7 @@ class DeterministicTest : public ::testing::Test {
     ASSERT_TRUE(engine.ok()) << engine.status();
     engine_ = *std::move(engine);
     const kernels::HeadConfig config{.hidden_size = kHidden, .vocab_size = 10, .trainable = true};
-    ASSERT_TRUE(engine_->CreateHead("head", config, {}).ok());
+    ASSERT_TRUE(engine_->CreateHead("head", config).ok());
     ASSERT_TRUE(engine_->PublishHead("head").ok());
   }
 

@@ -184,7 +184,7 @@ class BitsTest : public ::testing::TestWithParam<kernels::Norm> {
     EXPECT_TRUE(engine.ok()) << engine.status();
     const kernels::HeadConfig config{
         .hidden_size = kD, .vocab_size = kV, .has_bias = true, .norm = norm, .trainable = true};
-    EXPECT_TRUE((*engine)->CreateHead("head", config, {}).ok());
+    EXPECT_TRUE((*engine)->CreateHead("head", config).ok());
     EXPECT_TRUE((*engine)->PublishHead("head").ok());
     EXPECT_EQ((*engine)->Describe("head")->limits.row_grid, 41);
     WriteWeights(**engine);

@@ -37,7 +37,7 @@ TEST_F(DeterministicTest, GroupsAreLimitedByTheStagingMemory) {
   auto engine = Engine::Create(options, &backend_, 42, nullptr);
   ASSERT_TRUE(engine.ok());
   const kernels::HeadConfig config{.hidden_size = kHidden, .vocab_size = 10, .trainable = true};
-  ASSERT_TRUE((*engine)->CreateHead("head", config, {}).ok());
+  ASSERT_TRUE((*engine)->CreateHead("head", config).ok());
   EXPECT_EQ((*engine)->Describe("head")->limits.row_grid, 227);
 }
 

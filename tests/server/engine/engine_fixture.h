@@ -33,7 +33,7 @@ class EngineTest : public ::testing::Test {
   }
   void AddHead(const std::string& name, bool trainable = true) {
     const kernels::HeadConfig config{.hidden_size = kHidden, .vocab_size = 10, .trainable = trainable};
-    ASSERT_TRUE(engine_->CreateHead(name, config, {}).ok());
+    ASSERT_TRUE(engine_->CreateHead(name, config).ok());
     ASSERT_TRUE(engine_->PublishHead(name).ok());
   }
 

@@ -313,8 +313,8 @@ TEST_F(EngineTest, LimitsAreEnforced) {
             absl::StatusCode::kResourceExhausted);  // streams
   AddHead("second");
   const kernels::HeadConfig config{.hidden_size = kHidden, .vocab_size = 10};
-  EXPECT_EQ(engine_->CreateHead("third", config, {}).code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(engine_->CreateHead("head", config, {}).code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(engine_->CreateHead("third", config).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(engine_->CreateHead("head", config).code(), absl::StatusCode::kAlreadyExists);
 }
 
 TEST_F(EngineTest, MicrobatchesOfAStepAreBoundedEvenWithoutRows) {
@@ -330,12 +330,12 @@ TEST_F(EngineTest, MicrobatchesOfAStepAreBoundedEvenWithoutRows) {
 
 TEST_F(EngineTest, HeadsComeAndGo) {
   Start();
-  EXPECT_EQ(engine_->CreateHead("big", {.hidden_size = 1 << 20, .vocab_size = 2}, {}).code(),
+  EXPECT_EQ(engine_->CreateHead("big", {.hidden_size = 1 << 20, .vocab_size = 2}).code(),
             absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(engine_->CreateHead("big", {.hidden_size = 1, .vocab_size = 2'000'000}, {}).code(),
+  EXPECT_EQ(engine_->CreateHead("big", {.hidden_size = 1, .vocab_size = 2'000'000}).code(),
             absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(engine_->List().size(), 1u);
-  ASSERT_TRUE(engine_->CreateHead("half", {.hidden_size = 1, .vocab_size = 2}, {}).ok());
+  ASSERT_TRUE(engine_->CreateHead("half", {.hidden_size = 1, .vocab_size = 2}).ok());
   EXPECT_EQ(engine_->List().size(), 1u);  // not published
   EXPECT_TRUE(engine_->DeleteHead("half").ok());
   EXPECT_EQ(engine_->DeleteHead("half").code(), absl::StatusCode::kNotFound);
