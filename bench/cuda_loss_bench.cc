@@ -78,6 +78,17 @@ DType ComputeType() { return absl::GetFlag(FLAGS_compute) == "fp32" ? DType::kFl
 
 Json ToJson(const Times& t) { return {{"median_ms", t.median}, {"min_ms", t.min}, {"max_ms", t.max}}; }
 
+Json ToJson(const std::vector<kernels::Choice>& choices) {
+  Json list = Json::array();
+  for (const kernels::Choice& choice : choices) {
+    list.push_back({{"what", choice.what},
+                    {"choice", choice.choice},
+                    {"reason", choice.reason},
+                    {"workspace_bytes", choice.workspace_bytes}});
+  }
+  return list;
+}
+
 // ---- bare products and parts of a chunk ----
 
 struct Floor {
@@ -429,7 +440,8 @@ Json RunBackend(const DataShape& shape, const LossData& data, const std::string&
       {"workspace_mib",
        static_cast<double>(backend->memory().current[kernels::MemoryKind::kWorkspace]) / (1 << 20)},
       {"memory_planned_bytes", planned},
-      {"memory_taken_bytes", taken}};
+      {"memory_taken_bytes", taken},
+      {"choices", ToJson(head->Describe())}};
   result["gradients_mib"] = static_cast<double>(head->memory()[kernels::MemoryKind::kGradients]) / (1 << 20);
   if (absl::GetFlag(FLAGS_errors) && ComputeType() == DType::kBFloat16)
     result["errors"] = Errors(*head, full, shape, data);
@@ -468,6 +480,15 @@ Json MeasureParts(const DataShape& shape, const LossData& data, int64_t rows, Ti
   return parts;
 }
 
+// Of the three products, whether they are computed or not; of the first one for the loss alone.
+Json Teraflops(const DataShape& shape, const Floor& floor, const Json& result) {
+  const double product = 2e-9 * static_cast<double>(shape.rows) * static_cast<double>(shape.hidden) *
+                         static_cast<double>(shape.vocab);  // over ms
+  return {{"floor", 3.0 * product / floor.total()},
+          {"loss_and_gradients", 3.0 * product / result["loss_and_gradients"]["median_ms"].get<double>()},
+          {"loss_only", product / result["loss_only"]["median_ms"].get<double>()}};
+}
+
 void AddFloor(const Floor& floor, Json& result) {
   result["floor"] = {{"logits", ToJson(floor.logits)},
                      {"hidden_gradient", ToJson(floor.hidden_gradient)},
@@ -504,6 +525,7 @@ std::vector<Json> RunShape(const NamedShape& named, const std::string& kind, Tim
     const Floor floor = MeasureFloor(shape, data, timer);
     for (size_t i = 0; i < results.size(); ++i) {
       AddFloor(floor, results[i]);
+      results[i]["teraflops"] = Teraflops(shape, floor, results[i]);
       Print(named, kind, algorithms[i], floor, results[i]);
     }
     if (absl::GetFlag(FLAGS_parts)) {

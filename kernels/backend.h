@@ -13,11 +13,13 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "kernels/choice.h"
 #include "kernels/dtype.h"
 #include "kernels/head_config.h"
 #include "kernels/loss_options.h"
@@ -91,6 +93,9 @@ struct Chunk {
   bool accumulate_gradients = true;    // false: frozen head, or loss only
   RetainedMemory* retained = nullptr;  // for slices with a retained_offset; of the same backend
   absl::Span<Slice> slices;            // together at most HeadKernels::chunk_rows() rows
+
+  // Set by Submit unless it refuses the chunk: how it is computed, as far as that depends on the chunk.
+  std::vector<Choice> choices;
 };
 
 // Each is called exactly once per chunk, on_results first; on the driving thread or on one of the
@@ -116,6 +121,9 @@ class HeadKernels {
   virtual int64_t chunk_rows() const = 0;
   // Bytes this head holds, by kind. Thread-safe.
   virtual MemoryBytes memory() const = 0;
+  // How a full chunk with gradients and default options is computed, and what was chosen when the head was
+  // made.
+  virtual std::vector<Choice> Describe() const = 0;
 
   // Computes a chunk: row results, grad_hidden where wanted, and (accumulate_gradients) adds the
   // weight gradients to the accumulators. At most Backend::max_chunks_in_flight() chunks may be

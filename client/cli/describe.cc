@@ -44,6 +44,30 @@ double AsWritten(float value) {
   return result;
 }
 
+Json ToJson(const google::protobuf::RepeatedPtrField<v1::Choice>& choices) {
+  Json list = Json::array();
+  for (const v1::Choice& choice : choices) {
+    list.push_back({{"what", choice.what()},
+                    {"choice", choice.choice()},
+                    {"reason", choice.reason()},
+                    {"workspace_bytes", choice.workspace_bytes()}});
+  }
+  return list;
+}
+
+// Empty if there are none.
+std::string ChoicesTable(const std::string& title,
+                         const google::protobuf::RepeatedPtrField<v1::Choice>& choices) {
+  if (choices.empty()) return "";
+  Table table({{title}, {"CHOICE"}, {"BECAUSE"}, {"WORKSPACE", Align::kRight}});
+  for (const v1::Choice& choice : choices) {
+    table.AddRow(
+        {choice.what(), choice.choice(), choice.reason(),
+         choice.workspace_bytes() > 0 ? HumanBytes(static_cast<double>(choice.workspace_bytes())) : ""});
+  }
+  return absl::StrCat("\n", table.ToString());
+}
+
 std::string YesNo(bool value) { return value ? "yes" : "no"; }
 
 }  // namespace
@@ -94,6 +118,8 @@ Json ToJson(const v1::HeadDescription& head) {
                           {"max_bytes", head.slice_limits().max_bytes()},
                           {"row_grid", head.slice_limits().row_grid()}};
   json["memory"] = ToJson(head.memory());
+  json["choices"] = ToJson(head.choices());
+  json["last_chunk_choices"] = ToJson(head.last_chunk_choices());
   return json;
 }
 
@@ -179,7 +205,8 @@ std::string HeadText(const v1::HeadDescription& head) {
   fields.Add("chunk", absl::StrCat("up to ", HumanCount(head.chunk_rows()), " rows"));
   fields.Add("memory", MemoryText(head.memory()));
   fields.Add("incarnation", HumanIncarnation(head.state().incarnation()));
-  return fields.ToString();
+  return absl::StrCat(fields.ToString(), ChoicesTable("FULL CHUNKS", head.choices()),
+                      ChoicesTable("LAST CHUNK", head.last_chunk_choices()));
 }
 
 std::string ServerText(const v1::ServerDescription& server, const std::string& address) {

@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/cpu_retained.h"
 #include "kernels/cpu/gemm.h"
@@ -92,6 +94,10 @@ double MeanDroppedMass(absl::Span<const RowResult> results) {
   return rows > 0 ? sum / static_cast<double>(rows) : 0.0;
 }
 
+Choice GradientChoice(Algorithm algorithm, absl::string_view reason) {
+  return {.what = "gradients", .choice = std::string(Name(algorithm)), .reason = std::string(reason)};
+}
+
 double SumOfSquares(const float* values, int64_t n) {
   double sum = 0.0;
   for (int64_t i = 0; i < n; ++i) sum += double{values[i]} * double{values[i]};
@@ -123,6 +129,18 @@ CpuHead::CpuHead(const HeadConfig& config, int64_t chunk_rows, ThreadPool* pool,
       arenas_(std::move(arenas)),
       buffers_(buffers) {}
 
+std::vector<Choice> CpuHead::Describe() const {
+  return {{.what = "chunk",
+           .choice = absl::StrCat("up to ", chunk_rows_, " rows"),
+           .reason = chunk_rows_ == kMostChunkRows ? "more are no faster" : "the workspace holds no more",
+           .workspace_bytes = memory()[MemoryKind::kWorkspace]},
+          {.what = "products", .choice = absl::StrCat("fp32, OpenBLAS, ", pool_->threads(), " threads")},
+          {.what = "row loops",
+           .choice = std::string(SelectRowLoops().instruction_set),
+           .reason = "the widest that this processor has"},
+          GradientChoice(Algorithm::kExact, WhyNotFiltered(LossOptions(), false))};
+}
+
 void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   if (absl::Status status = ValidateChunk(config_, chunk_rows_, *chunk); !status.ok()) {
     callbacks.on_results(status);
@@ -131,7 +149,7 @@ void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   }
   const RowOrder order = OrderRows(chunk->slices, chunk->accumulate_gradients, buffers_.sources);
   Gather(*chunk, order);
-  ComputeChunk(*chunk, order);
+  chunk->choices = {ComputeChunk(*chunk, order)};
   MarkFailedSlices(*chunk, order);
   ComputeGradHidden(order);
   ScatterResults(*chunk, order);
@@ -157,16 +175,22 @@ void CpuHead::Gather(const Chunk& chunk, const RowOrder& order) {
   });
 }
 
-// With kAuto the rows are filtered first; if that leaves out too much, they are computed again.
-void CpuHead::ComputeChunk(const Chunk& chunk, const RowOrder& order) {
+// With kAuto the rows are filtered first; if that leaves out too much, they are computed again. Returns how
+// the gradients were computed.
+Choice CpuHead::ComputeChunk(const Chunk& chunk, const RowOrder& order) {
   LossOptions options = chunk.options;
-  if (!WhyNotFiltered(options, AnyGradEntropy(chunk)).empty()) options.algorithm = Algorithm::kExact;
+  absl::string_view why_exact = WhyNotFiltered(options, AnyGradEntropy(chunk));
+  if (why_exact.empty() && order.with_gradient() == 0) why_exact = "no gradient is wanted";
+  if (!why_exact.empty()) options.algorithm = Algorithm::kExact;
   ComputeRows(chunk, options, order);
-  if (options.algorithm != Algorithm::kAuto) return;
+  if (options.algorithm != Algorithm::kAuto) return GradientChoice(options.algorithm, why_exact);
   const double dropped = MeanDroppedMass({buffers_.results, static_cast<size_t>(order.with_gradient())});
-  if (dropped <= double{options.max_dropped_mass}) return;
+  if (dropped <= double{options.max_dropped_mass}) {
+    return GradientChoice(Algorithm::kFiltered, "max_dropped_mass allows it");
+  }
   options.algorithm = Algorithm::kExact;
   ComputeRows(chunk, options, order);
+  return GradientChoice(options.algorithm, "more than max_dropped_mass would be dropped");
 }
 
 // Logits [block, V] = t x W^T, then each row to its results and gradient, in place.

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -34,6 +35,7 @@ class CpuHead final : public HeadKernels {
   DType compute_dtype() const override { return DType::kFloat32; }
   int64_t chunk_rows() const override { return chunk_rows_; }
   MemoryBytes memory() const override { return reservation_.bytes(); }
+  std::vector<Choice> Describe() const override;
 
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
 
@@ -53,7 +55,7 @@ class CpuHead final : public HeadKernels {
 
   // The steps of a chunk, in order.
   void Gather(const Chunk& chunk, const RowOrder& order);
-  void ComputeChunk(const Chunk& chunk, const RowOrder& order);
+  Choice ComputeChunk(const Chunk& chunk, const RowOrder& order);
   void ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order);
   void MarkFailedSlices(const Chunk& chunk, const RowOrder& order);
   void ComputeGradHidden(const RowOrder& order);

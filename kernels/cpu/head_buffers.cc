@@ -7,8 +7,6 @@
 namespace lossd::kernels {
 namespace {
 
-constexpr int64_t kMostChunkRows = 4096;
-
 MemoryKind KindOf(Role role) {
   switch (role) {
     case Role::kValue:

@@ -13,6 +13,8 @@
 
 namespace lossd::kernels {
 
+inline constexpr int64_t kMostChunkRows = 4096;
+
 // Where a gathered row came from.
 struct RowSource {
   int64_t slice;
@@ -50,8 +52,8 @@ MemoryBytes PlanBuffers(const HeadConfig& config, int64_t chunk_rows);
 // Zeroed arenas for such a plan.
 absl::StatusOr<HeadArenas> AllocateArenas(const MemoryBytes& plan);
 
-// The most rows a chunk may have so that the workspace stays within `workspace_bytes`, at most 4096.
-// RESOURCE_EXHAUSTED naming the bytes if one row does not fit.
+// The most rows a chunk may have so that the workspace stays within `workspace_bytes`, at most
+// kMostChunkRows. RESOURCE_EXHAUSTED naming the bytes if one row does not fit.
 absl::StatusOr<int64_t> ChunkRowsFor(const HeadConfig& config, int64_t workspace_bytes);
 
 }  // namespace lossd::kernels

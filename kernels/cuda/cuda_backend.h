@@ -34,6 +34,9 @@ struct CudaBackendOptions {
   bool autotune = false;
   bool deterministic = true;
   FusedLoss fused_loss = FusedLoss::kWhereFaster;
+  // Filtered chunks: the host waits for the device's decision and enqueues what it asks for, instead of a
+  // graph that holds both ways. Slower; for checkers that do not follow conditional graphs.
+  bool host_branches = false;
 };
 
 // INVALID_ARGUMENT naming the option if one is out of range (a wrong device index with the number of

@@ -32,6 +32,7 @@ absl::StatusOr<std::unique_ptr<HeadKernels>> CudaHead::Create(Device* device, co
   std::unique_ptr<CudaHead> head(new CudaHead(device, config));
   LOSSD_RETURN_IF_ERROR(head->Allocate());
   if (device->options().autotune && !device->options().deterministic) LOSSD_RETURN_IF_ERROR(head->Tune());
+  LOSSD_RETURN_IF_ERROR(head->MakeChoices());
   return std::unique_ptr<HeadKernels>(std::move(head));
 }
 

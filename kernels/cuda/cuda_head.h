@@ -4,12 +4,14 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "kernels/backend.h"
+#include "kernels/cuda/chunk_plan.h"
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/device_branch.h"
 #include "kernels/cuda/filtered.h"
@@ -29,6 +31,7 @@ class CudaHead : public HeadKernels {
   DType compute_dtype() const override { return config_.compute_dtype; }
   int64_t chunk_rows() const override { return sizes_.chunk_rows; }
   MemoryBytes memory() const override { return plan_; }
+  std::vector<Choice> Describe() const override { return choices_; }
 
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
   absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
@@ -57,6 +60,10 @@ class CudaHead : public HeadKernels {
   CudaHead(Device* device, const HeadConfig& config);
   absl::Status Allocate();
   absl::Status Tune();
+  // Fills choices_ (cuda_head_describe.cc); chooses the algorithms of a full chunk's products.
+  absl::Status MakeChoices();
+  RowLossParams FullChunk() const;
+  absl::Status AddProduct(absl::string_view what, const GemmShape& shape);
 
   // The phases of a chunk; each enqueues its work and returns.
   absl::Status Enqueue(const Job& job);
@@ -65,7 +72,7 @@ class CudaHead : public HeadKernels {
   absl::Status UploadSlice(const Job& job, const SliceLayout& place);
   absl::Status Forward(const Job& job);
   RowLossParams RowLoss(const Job& job) const;
-  bool WantsFusedLoss(const Job& job) const;
+  ChunkPlan Plan(const Job& job) const;
   absl::Status FusedForward(const Job& job, const RowLossParams& row);
   absl::Status LogitsForward(const Job& job, const RowLossParams& row);
   absl::Status HiddenGradient(const Job& job);
@@ -79,13 +86,15 @@ class CudaHead : public HeadKernels {
   // dx as the GEMM leaves it: its factor and dtype.
   float HiddenGradientScale(const Job& job) const;
   DType HiddenGradientType(const Job& job) const;
-  // Filtered chunks (cuda_head_filtered.cc). Why this one is computed exactly from the start, or "".
-  absl::string_view WhyExact(const Job& job) const;
+  // Filtered chunks (cuda_head_filtered.cc).
   FilterShape FilterShapeOfChunk(const Job& job) const;
   absl::Status FilteredForward(const Job& job, const RowLossParams& row);
   absl::Status FilterRows(const Job& job, const RowLossParams& row, const RowSelection& selection);
   absl::Status FilteredWeightGradient(const Job& job);
   absl::Status AddKept(const Job& job);
+  // What `exact` enqueues if the chunk's decision is to be exact, else what `filtered` does.
+  absl::Status Branch(DeviceBranch& branch, absl::FunctionRef<absl::Status()> exact,
+                      absl::FunctionRef<absl::Status()> filtered);
   absl::Status AddUniform(const Job& job);
   void Report(std::shared_ptr<Job> job, absl::Status status, ChunkCallbacks callbacks);
 
@@ -112,6 +121,7 @@ class CudaHead : public HeadKernels {
   const HeadConfig config_;
   HeadSizes sizes_;
   MemoryBytes plan_;
+  std::vector<Choice> choices_;
   DeviceBuffer value_buffer_, gradient_buffer_, optimizer_buffer_, workspace_buffer_;
   ValueBuffer values_;
   ParamBlock gradients_;

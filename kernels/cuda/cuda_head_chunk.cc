@@ -46,8 +46,10 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
     const bool norm_gradients = job->layout.accumulate && config_.norm != Norm::kNone;
     job->hidden_gemm = job->layout.want_hidden_gradient || norm_gradients;
     job->direct = chunk->hidden_dtype == config_.compute_dtype && config_.norm == Norm::kNone;
-    job->layout.filtered = WhyExact(*job).empty();
-    job->fused = WantsFusedLoss(*job);
+    const ChunkPlan plan = Plan(*job);
+    job->layout.filtered = plan.filtered();
+    job->fused = plan.fused();
+    chunk->choices = cuda::Describe(plan);
     if (job->layout.compact_rows > 0) status = Enqueue(*job);
   }
   Report(std::move(job), std::move(status), std::move(callbacks));
@@ -225,12 +227,9 @@ RowLossParams CudaHead::RowLoss(const Job& job) const {
   return p;
 }
 
-bool CudaHead::WantsFusedLoss(const Job& job) const {
-  const FusedLoss choice = device_->options().fused_loss;
-  if (!sizes_.fused || choice == FusedLoss::kNever || job.layout.filtered) return false;
-  const RowLossParams p = RowLoss(job);
-  if (!hopper::WhyNotFused(p, device_->limits().fused_clusters).empty()) return false;
-  return choice == FusedLoss::kWherePossible || hopper::WhyNotFaster(p).empty();
+ChunkPlan CudaHead::Plan(const Job& job) const {
+  return PlanChunk(job.chunk->options, RowLoss(job), FilterShapeOf(config_, sizes_), device_->limits(),
+                   device_->options().fused_loss);
 }
 
 absl::Status CudaHead::FusedForward(const Job& job, const RowLossParams& row) {

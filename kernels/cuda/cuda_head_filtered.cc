@@ -1,6 +1,5 @@
 // The part of a head that Algorithm::kFiltered and kAuto add to a chunk: candidates instead of a gradient,
 // the decision on the device, and both ways to go on from it. docs/kernels/filtered.md has the whole picture.
-#include "absl/strings/string_view.h"
 #include "kernels/cuda/cuda_head.h"
 #include "kernels/cuda/cuda_head_job.h"
 #include "kernels/cuda/cuda_status.h"
@@ -17,18 +16,18 @@ absl::Status Zero(void* data, int64_t bytes, cudaStream_t stream) {
 
 }  // namespace
 
-absl::string_view CudaHead::WhyExact(const Job& job) const {
-  const absl::string_view reason = WhyNotFiltered(job.chunk->options, job.layout.any_coef_entropy);
-  if (!reason.empty()) return reason;
-  if (!job.hidden_gemm && !job.layout.accumulate) return "no gradient is wanted";
-  return WhyNotFilteredOnDevice(FilterShapeOf(config_, sizes_), device_->limits());
-}
-
 // Room goes with the rows a chunk has, not with those it could have; so does the cost of sorting.
 FilterShape CudaHead::FilterShapeOfChunk(const Job& job) const {
   FilterShape shape = FilterShapeOf(config_, sizes_);
   shape.chunk_rows = job.layout.compact_rows;
   return shape;
+}
+
+absl::Status CudaHead::Branch(DeviceBranch& branch, absl::FunctionRef<absl::Status()> exact,
+                              absl::FunctionRef<absl::Status()> filtered) {
+  const int32_t* decision = &workspace_.filter.counters->exact;
+  return device_->options().host_branches ? BranchOnHost(decision, device_->compute(), exact, filtered)
+                                          : branch.Enqueue(decision, device_->compute(), exact, filtered);
 }
 
 // Row results and, into the buffer of the hidden gradients, what the dx GEMM would leave there.
@@ -47,8 +46,8 @@ absl::Status CudaHead::FilteredForward(const Job& job, const RowLossParams& row)
                     is_auto ? options.max_dropped_mass : 1.0f, &filter.counters->exact},
                    stream),
       "decision kernel");
-  return job.slot->rows_branch.Enqueue(
-      &filter.counters->exact, stream,
+  return Branch(
+      job.slot->rows_branch,
       [&]() -> absl::Status {
         LOSSD_RETURN_IF_ERROR(
             Zero(job.slot->device_out.dropped_mass, row.rows * static_cast<int64_t>(sizeof(float)), stream));
@@ -95,9 +94,8 @@ absl::Status CudaHead::FilterRows(const Job& job, const RowLossParams& row, cons
 }
 
 absl::Status CudaHead::FilteredWeightGradient(const Job& job) {
-  return job.slot->weight_branch.Enqueue(
-      &workspace_.filter.counters->exact, device_->compute(), [&] { return WeightGemm(job); },
-      [&] { return AddKept(job); });
+  return Branch(
+      job.slot->weight_branch, [&] { return WeightGemm(job); }, [&] { return AddKept(job); });
 }
 
 absl::Status CudaHead::AddKept(const Job& job) {

@@ -102,7 +102,7 @@ absl::Status Device::Start() {
   if (capability == 90) limits_.fused_clusters = hopper::LogitPassClusters();
   int driver = 0;
   LOSSD_RETURN_IF_CUDA_ERROR(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
-  limits_.has_branches = driver >= kBranchDriverVersion;
+  limits_.has_branches = options_.host_branches || driver >= kBranchDriverVersion;
   description_ = absl::StrCat("cuda:", options_.device, " ", properties.name);
   for (cudaStream_t* stream : {&compute_, &upload_, &download_}) {
     LOSSD_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking),

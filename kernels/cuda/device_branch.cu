@@ -85,4 +85,13 @@ void DeviceBranch::Reset() {
   exec_ = nullptr;
 }
 
+absl::Status BranchOnHost(const int32_t* flag, cudaStream_t stream, absl::FunctionRef<absl::Status()> if_set,
+                          absl::FunctionRef<absl::Status()> if_not) {
+  int32_t value = 0;
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(&value, flag, sizeof(value), cudaMemcpyDeviceToHost, stream),
+                             "cudaMemcpyAsync");
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  return value != 0 ? if_set() : if_not();
+}
+
 }  // namespace lossd::kernels::cuda

@@ -1,5 +1,6 @@
-// A choice between two pieces of work that the device makes when it gets there, without the host: a graph
-// with a conditional node, built from what the two functions enqueue and launched into the stream.
+// A choice between two pieces of work by a number that the device computes: made by the device when it gets
+// there, without the host (a graph with a conditional node, built from what the two functions enqueue and
+// launched into the stream), or by the host, which waits for the number.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_BRANCH_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_BRANCH_H_
 
@@ -38,6 +39,11 @@ class DeviceBranch {
 
   cudaGraphExec_t exec_ = nullptr;
 };
+
+// As DeviceBranch::Enqueue, but waits until the stream has got there, and calls the one function that is
+// chosen. For tools that cannot follow conditional graphs.
+absl::Status BranchOnHost(const int32_t* flag, cudaStream_t stream, absl::FunctionRef<absl::Status()> if_set,
+                          absl::FunctionRef<absl::Status()> if_not);
 
 }  // namespace lossd::kernels::cuda
 

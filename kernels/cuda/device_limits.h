@@ -12,7 +12,7 @@ struct DeviceLimits {
   // has ended.
   bool has_clusters = false;
   int fused_clusters = 0;     // of hopper/logit_pass.h that run at once; 0: it does not run here
-  bool has_branches = false;  // the driver runs DeviceBranch
+  bool has_branches = false;  // the driver runs DeviceBranch, or the host branches
 };
 
 }  // namespace lossd::kernels::cuda

@@ -50,7 +50,7 @@ struct RowSelection {
 };
 
 // Row results and candidates from the logits in `row`, which are only read. A row that lists more than
-// kMaxRowCandidates leaves `used` above capacity.
+// kMaxRowCandidates, or half as many if it has at most 128 KiB of logits, leaves `used` above capacity.
 cudaError_t LaunchSelectRows(const RowLossParams& row, const RowSelection& selection, cudaStream_t stream);
 
 // ---- decision ----

@@ -3,9 +3,11 @@
 //
 // The row is read once and not kept, so a candidate has to be recognised before the sum is known. It is
 // recognised by what is known already: the warps publish their sums now and then, and a logit below epsilon
-// times the sum so far is no candidate. What passed is judged again at the end; the early bound therefore
-// changes what is looked at twice, never the result. After the first 16,384 elements of a flat row 3 % pass,
-// later ever fewer; a peaked row lists little more than its candidates.
+// times the sum so far is no candidate. Vectors with a logit that passed are looked at again at the end. The
+// early bound depends on which warp was first, so it is kept below the final one: it changes what is looked
+// at again, never what is found. After the first 16,384 elements of a flat row 3 % pass (11 % after 8,192),
+// later ever fewer; in a peaked row little more passes than its candidates. If the list of vectors overflows,
+// the whole row is looked at again.
 //
 // Sums are taken relative to a reference that the warp shares and moves only when exponents would grow large:
 // a maximum per thread would make the lanes diverge.
@@ -21,12 +23,28 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / 32;
+// A long row keeps 512 threads busy. In a short one much of the time goes into what comes before and after
+// the scan, so twice as many rows share a multiprocessor: blocks of half the size, with room for half as many
+// candidates.
+template <int kThreads_, int kMost_>
+struct Block {
+  static constexpr int kThreads = kThreads_;
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kMost = kMost_;  // candidates of a row
+  // Blocks of a multiprocessor.
+  static constexpr int kResident(bool general) { return (general ? 1024 : 1536) / kThreads; }
+};
+using LongRow = Block<512, kMaxRowCandidates>;
+using ShortRow = Block<256, kMaxRowCandidates / 2>;
+constexpr int64_t kShortVectors = 8192;
+constexpr int kListedVectors = 4096;
+
 constexpr int kUnroll = 4;         // vectors a thread loads at once
 constexpr float kHighest = 64.0f;  // how far, in powers of two, exponents may lie above the reference
 constexpr int kEagerRounds = 4;    // after which the bound is renewed every kLazyRounds rounds only
 constexpr int kLazyRounds = 4;
+constexpr float kBelow =
+    0x1p-14f;  // of the early bound: more than log2 of a sum depends on the order of terms
 constexpr float kNone = -FLT_MAX;  // a threshold that every finite logit passes; masked ones are -inf
 
 template <typename T>
@@ -34,31 +52,32 @@ constexpr float kStorageRoundoff = std::is_same_v<T, float>    ? 0x1p-17f  // of
                                    : std::is_same_v<T, __half> ? 0x1p-11f
                                                                : 0x1p-8f;
 
-// Logits that passed, in shared memory: arrays of kMaxRowCandidates (or V) entries, one after the other.
-template <bool kGeneral>
+// In shared memory.
 struct List {
+  int32_t* vectors;  // [kListedVectors] that have a logit that passed, in any order
+  // [most] the candidates, in any order: z f, not yet relative to M.
   int32_t* columns;
-  float* exponents;  // z f, not yet relative to M
-  int32_t* ranks;    // among the candidates
-  float* by_rank;    // exponents of the candidates, relative to M
-  float* slacks;     // of z: what its own rounding may amount to, beyond what the threshold allows for
+  float* exponents;
+  float* sorted;  // [most] exponents in the order of columns, relative to M; in the memory of `vectors`
 
-  static constexpr int kArrays = kGeneral ? 5 : 4;
   __device__ __forceinline__ List(int32_t* memory, int most)
-      : columns(memory),
-        exponents(reinterpret_cast<float*>(memory + most)),
-        ranks(memory + 2 * most),
-        by_rank(reinterpret_cast<float*>(memory + 3 * most)),
-        slacks(reinterpret_cast<float*>(memory + 4 * most)) {}
+      : vectors(memory),
+        columns(memory + kListedVectors),
+        exponents(reinterpret_cast<float*>(columns + most)),
+        sorted(reinterpret_cast<float*>(memory)) {}
+  static int64_t Bytes(int64_t most) {
+    return (kListedVectors + 2 * most) * static_cast<int64_t>(sizeof(int32_t));
+  }
 };
-constexpr int32_t kNoCandidate = INT32_MAX;  // in place of the column
+static_assert(kMaxRowCandidates <= kListedVectors);
 
+template <int kWarps>
 struct Shared {
   float logs[kWarps];      // log2 of the warps' sums, as published
   float words[kWarps][5];  // their statistics at the end
   float scratch[33];
-  int listed;
-  int candidates;
+  int listed;      // vectors that passed
+  int candidates;  // may be more than there is room for, both
   int begin;
   SelectedRow row;
   float threshold;
@@ -154,16 +173,20 @@ __device__ __forceinline__ float LargestOf(const float (&z)[Vec<T>::kSize]) {
 }
 
 // log2 of the row's sum as far as the warps have published theirs; after publishing this one's.
-__device__ __forceinline__ float PublishSum(const Running& s, volatile float* logs, bool wait) {
+template <int kWarps>
+__device__ __forceinline__ float PublishSum(const Running& s, float* logs, bool wait) {
   const int lane = threadIdx.x & 31;
   const float sum = WarpSum(s.sum);
-  if (lane == 0) logs[threadIdx.x >> 5] = sum > 0.0f ? s.reference + log2f(sum) : NegativeInfinity();
+  if (lane == 0)
+    atomicExch(logs + (threadIdx.x >> 5), sum > 0.0f ? s.reference + log2f(sum) : NegativeInfinity());
   if (wait) {
     __syncthreads();
   } else {
     __syncwarp();
   }
-  const float own = lane < kWarps ? logs[lane] : NegativeInfinity();
+  // An atomic read: other warps may be publishing.
+  const float own =
+      lane < kWarps ? __int_as_float(atomicOr(reinterpret_cast<int*>(logs + lane), 0)) : NegativeInfinity();
   float top = own;
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
@@ -180,24 +203,9 @@ __device__ __forceinline__ float Threshold(float log2_sum, float log2_epsilon, f
   return threshold < kNone ? kNone : threshold;
 }
 
-template <bool kGeneral, int kSize>
-__device__ __forceinline__ void ListPassed(const float (&z)[kSize], const float (&slack)[kSize], int v,
-                                           float f, float threshold, const List<kGeneral>& list, int most,
-                                           int* listed) {
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    if (!(z[i] + slack[i] >= threshold)) continue;
-    const int at = atomicAdd(listed, 1);
-    if (at >= most) continue;
-    list.columns[at] = v * kSize + i;
-    list.exponents[at] = z[i] * f;
-    if (kGeneral) list.slacks[at] = slack[i];
-  }
-}
-
 // The statistics of the row, the same in all lanes of the calling warp.
-template <bool kGeneral>
-__device__ __forceinline__ Stats CombineWarps(const float (*words)[5], float f) {
+template <bool kGeneral, int kWarps>
+__device__ __forceinline__ Stats CombineWarps(const float (&words)[kWarps][5], float f) {
   const int lane = threadIdx.x & 31;
   Stats s = NoStats();
   if (lane < kWarps) {
@@ -253,19 +261,20 @@ __device__ __forceinline__ void PutWarp(const RowLossParams& p, const LogitMap<T
 }
 
 // The scan over the row.
-template <typename T, bool kGeneral>
+template <typename T, bool kGeneral, int kWarps>
 __device__ __forceinline__ Running ScanRow(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
-                                           const Target& target, const uint4* row, int vectors,
-                                           float log2_epsilon, const List<kGeneral>& list, int most,
-                                           Shared& shared) {
+                                           const Target& target, const uint4* row, float log2_epsilon,
+                                           const List& list, Shared<kWarps>& shared) {
   constexpr int kSize = Vec<T>::kSize;
+  constexpr int kThreads = kWarps * 32;
+  const int vectors = static_cast<int>(p.ld / kSize);
   Running s = {NegativeInfinity(), NegativeInfinity(), 0.0f, 0.0f, 0.0f, -1};
   float threshold = kNone;
   const int rounds = (vectors + kThreads * kUnroll - 1) / (kThreads * kUnroll);
   for (int round = 0; round < rounds; ++round) {
     const int base = round * kThreads * kUnroll + static_cast<int>(threadIdx.x);
     uint4 raw[kUnroll];
-    float maxima[kUnroll];
+    float tops[kUnroll];  // the largest z of a vector, if all rounding was downwards
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int v = base + u * kThreads;
@@ -276,66 +285,78 @@ __device__ __forceinline__ Running ScanRow(const RowLossParams& p, const LogitMa
       const int v = base + u * kThreads;
       float z[kSize], slack[kSize];
       MaskedLogits(p, map, raw[u], v, target.column, z, slack);  // past the row: past the vocabulary
-      maxima[u] = LargestOf<T>(z);
-      KeepInRange(s, maxima[u], map.f);
-      AddVector(p, map, target, z, v, maxima[u], s);
+      const float max = LargestOf<T>(z);
+      KeepInRange(s, max, map.f);
+      AddVector(p, map, target, z, v, max, s);
+      if constexpr (kGeneral) {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) z[i] += slack[i];
+      }
+      tops[u] = kGeneral ? LargestOf<T>(z) : max;
     }
     if (round < kEagerRounds || round % kLazyRounds == 0) {
-      threshold = Threshold<T>(PublishSum(s, shared.logs, round == 0), log2_epsilon, map.f);
+      const float sum = PublishSum<kWarps>(s, shared.logs, round == 0);
+      threshold = Threshold<T>(sum - kBelow * (1.0f + fabsf(sum)), log2_epsilon, map.f);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      if (!kGeneral && !(maxima[u] >= threshold)) continue;
-      float z[kSize], slack[kSize];
-      const int v = base + u * kThreads;
-      MaskedLogits(p, map, raw[u], v, target.column, z, slack);
-      ListPassed<kGeneral>(z, slack, v, map.f, threshold, list, most, &shared.listed);
+      if (!(tops[u] >= threshold)) continue;
+      const int at = atomicAdd(&shared.listed, 1);
+      if (at < kListedVectors) list.vectors[at] = base + u * kThreads;
     }
   }
   return s;
 }
 
-// Judges what passed again, now by the row's sum, and puts the candidates into the pool in the order of
-// classes.
-template <bool kGeneral>
-__device__ __forceinline__ void RankCandidates(const RowSelection& selection, const List<kGeneral>& list,
-                                               int listed, Shared& shared, float f) {
-  for (int i = threadIdx.x; i < listed; i += kThreads) {
-    const float slack = kGeneral ? list.slacks[i] * f : 0.0f;
-    if (list.exponents[i] + slack >= shared.threshold * f) {
-      atomicAdd(&shared.candidates, 1);
-    } else {
-      list.columns[i] = kNoCandidate;
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    shared.begin = shared.candidates > 0 ? atomicAdd(selection.used, shared.candidates) : 0;
-  }
-  for (int i = threadIdx.x; i < listed; i += kThreads) {
-    if (list.columns[i] == kNoCandidate) continue;
-    int rank = 0;
-    for (int j = 0; j < listed; ++j) rank += list.columns[j] < list.columns[i] ? 1 : 0;
-    list.ranks[i] = rank;
-    list.by_rank[rank] = list.exponents[i] - shared.reference;
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < listed; i += kThreads) {
-    if (list.columns[i] == kNoCandidate) continue;
-    const int at = shared.begin + list.ranks[i];
-    if (at < selection.capacity) selection.pool[at] = list.columns[i];
+// Judges the logits of the listed vectors, or of the whole row if these are not all, by the row's sum.
+template <typename T, bool kGeneral, int kWarps>
+__device__ __forceinline__ void FindCandidates(const RowLossParams& p, const LogitMap<T, kGeneral>& map,
+                                               const Target& target, const T* logits, const List& list,
+                                               int most, Shared<kWarps>& shared) {
+  constexpr int kSize = Vec<T>::kSize;
+  const bool whole = shared.listed > kListedVectors;
+  const int vocab = static_cast<int>(p.vocab);
+  const int count = whole ? vocab : shared.listed * kSize;
+  for (int i = threadIdx.x; i < count; i += kWarps * 32) {
+    const int column = whole ? i : list.vectors[i / kSize] * kSize + i % kSize;
+    if (column >= vocab || column == target.column) continue;
+    const float dot = static_cast<float>(logits[column]);
+    const float z = map(dot, column).z;
+    const float slack = kGeneral ? kStorageRoundoff<T> * fabsf(map.scale * dot) : 0.0f;
+    if (!(z + slack >= shared.threshold)) continue;
+    const int at = atomicAdd(&shared.candidates, 1);
+    if (at >= most) continue;
+    list.columns[at] = column;
+    list.exponents[at] = z * map.f;
   }
 }
 
-template <bool kGeneral>
-__device__ __forceinline__ void SumCandidates(const RowSelection& selection, const float* by_rank,
-                                              Shared& shared) {
+// Puts the candidates into the pool in the order of classes.
+template <int kWarps>
+__device__ __forceinline__ void RankCandidates(const RowSelection& selection, const List& list,
+                                               Shared<kWarps>& shared) {
+  const int candidates = shared.candidates;
+  if (threadIdx.x == 0) shared.begin = candidates > 0 ? atomicAdd(selection.used, candidates) : 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < candidates; i += kWarps * 32) {
+    const int32_t column = list.columns[i];
+    int rank = 0;
+    for (int j = 0; j < candidates; ++j) rank += list.columns[j] < column ? 1 : 0;
+    list.sorted[rank] = list.exponents[i] - shared.reference;
+    const int at = shared.begin + rank;
+    if (at < selection.capacity) selection.pool[at] = column;
+  }
+}
+
+template <bool kGeneral, int kWarps>
+__device__ __forceinline__ void SumCandidates(const RowSelection& selection, const float* sorted,
+                                              Shared<kWarps>& shared) {
   const float kept_from = selection.epsilon * shared.row.total;
   float sum = 0.0f, spread = 0.0f, kept = 0.0f;
-  for (int i = threadIdx.x; i < shared.candidates; i += kThreads) {
-    const float e = Exp2(by_rank[i]);
+  for (int i = threadIdx.x; i < shared.candidates; i += kWarps * 32) {
+    const float e = Exp2(sorted[i]);
     sum += e;
-    if (kGeneral && e > 0.0f) spread += e * by_rank[i];
+    if (kGeneral && e > 0.0f) spread += e * sorted[i];
     if (e >= kept_from) kept += e;
   }
   sum = BlockSum(sum, shared.scratch);
@@ -353,16 +374,16 @@ __device__ __forceinline__ void SumCandidates(const RowSelection& selection, con
   shared.row.kept = kept;
 }
 
-template <typename T, bool kGeneral>
-__global__ __launch_bounds__(kThreads, kGeneral ? 2 : 3) void SelectRowsKernel(
+template <typename T, bool kGeneral, typename Block>
+__global__ __launch_bounds__(Block::kThreads, Block::kResident(kGeneral)) void SelectRowsKernel(
     const __grid_constant__ RowLossParams p, const __grid_constant__ RowSelection selection) {
   extern __shared__ int32_t list_memory[];
-  __shared__ Shared shared;
+  __shared__ Shared<Block::kWarps> shared;
   const int64_t row = blockIdx.x;
   const T* logits = static_cast<const T*>(p.logits) + row * p.ld;
   const auto* raw = reinterpret_cast<const uint4*>(logits);
-  const int most = static_cast<int>(min(int64_t{kMaxRowCandidates}, p.vocab));
-  const List<kGeneral> list(list_memory, most);
+  const int most = static_cast<int>(min(int64_t{Block::kMost}, p.vocab));
+  const List list(list_memory, most);
   const LogitMap<T, kGeneral> map(p);
   Target target;
   target.column = p.targets[row];
@@ -371,13 +392,12 @@ __global__ __launch_bounds__(kThreads, kGeneral ? 2 : 3) void SelectRowsKernel(
   target.logit = map(target_dot, target.column);
   target.stored_z = map(stored_dot, target.column).z;
   target.class_weight = kGeneral ? ClassWeight(p, target.column) : 1.0f;
-  if (threadIdx.x < kWarps) shared.logs[threadIdx.x] = NegativeInfinity();
+  if (threadIdx.x < Block::kWarps) shared.logs[threadIdx.x] = NegativeInfinity();
   if (threadIdx.x == 0) shared.listed = shared.candidates = 0;
   __syncthreads();
 
   const float log2_epsilon = log2f(selection.epsilon);
-  const Running running =
-      ScanRow(p, map, target, raw, static_cast<int>(p.ld / Vec<T>::kSize), log2_epsilon, list, most, shared);
+  const Running running = ScanRow(p, map, target, raw, log2_epsilon, list, shared);
   PutWarp(p, map, target, raw, running, shared.words[threadIdx.x >> 5]);
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -404,32 +424,39 @@ __global__ __launch_bounds__(kThreads, kGeneral ? 2 : 3) void SelectRowsKernel(
     }
   }
   __syncthreads();
-  const int listed = shared.listed;
-  if (listed > most) {
+  FindCandidates(p, map, target, logits, list, most, shared);
+  __syncthreads();
+  if (shared.candidates > most) {
     if (threadIdx.x == 0) atomicMax(selection.used, selection.capacity + 1);
   } else {
-    RankCandidates(selection, list, listed, shared, map.f);
+    RankCandidates(selection, list, shared);
     __syncthreads();
-    SumCandidates<kGeneral>(selection, list.by_rank, shared);
+    SumCandidates<kGeneral>(selection, list.sorted, shared);
   }
   if (threadIdx.x == 0) selection.rows[row] = shared.row;
 }
 
-template <typename T, bool kGeneral>
+template <typename T, bool kGeneral, typename Block>
 cudaError_t Launch(const RowLossParams& p, const RowSelection& selection, cudaStream_t stream) {
-  auto* kernel = SelectRowsKernel<T, kGeneral>;
-  const auto most = std::min<int64_t>(kMaxRowCandidates, p.vocab);
-  const auto shared =
-      static_cast<int>(most * List<kGeneral>::kArrays * static_cast<int64_t>(sizeof(int32_t)));
+  auto* kernel = SelectRowsKernel<T, kGeneral, Block>;
+  const auto shared = static_cast<int>(List::Bytes(std::min<int64_t>(Block::kMost, p.vocab)));
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(p.rows), kThreads, static_cast<size_t>(shared), stream>>>(p, selection);
+  kernel<<<static_cast<unsigned>(p.rows), Block::kThreads, static_cast<size_t>(shared), stream>>>(p,
+                                                                                                  selection);
   return cudaGetLastError();
+}
+
+template <typename T, bool kGeneral>
+cudaError_t LaunchBlock(const RowLossParams& p, const RowSelection& selection, cudaStream_t stream) {
+  return p.ld / Vec<T>::kSize <= kShortVectors ? Launch<T, kGeneral, ShortRow>(p, selection, stream)
+                                               : Launch<T, kGeneral, LongRow>(p, selection, stream);
 }
 
 template <typename T>
 cudaError_t LaunchTyped(const RowLossParams& p, const RowSelection& selection, cudaStream_t stream) {
-  return p.IsGeneral() ? Launch<T, true>(p, selection, stream) : Launch<T, false>(p, selection, stream);
+  return p.IsGeneral() ? LaunchBlock<T, true>(p, selection, stream)
+                       : LaunchBlock<T, false>(p, selection, stream);
 }
 
 }  // namespace

@@ -50,6 +50,7 @@ struct Gemms::Library {
   decltype(&cublasLtMatmulPreferenceDestroy) preference_destroy = nullptr;
   decltype(&cublasLtMatmulPreferenceSetAttribute) preference_set = nullptr;
   decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic = nullptr;
+  decltype(&cublasLtMatmulAlgoConfigGetAttribute) config_get = nullptr;
 
   ~Library() {
     if (file != nullptr) dlclose(file);
@@ -73,7 +74,8 @@ struct Gemms::Library {
                           Find("cublasLtMatmulPreferenceCreate", preference_create) &&
                           Find("cublasLtMatmulPreferenceDestroy", preference_destroy) &&
                           Find("cublasLtMatmulPreferenceSetAttribute", preference_set) &&
-                          Find("cublasLtMatmulAlgoGetHeuristic", heuristic);
+                          Find("cublasLtMatmulAlgoGetHeuristic", heuristic) &&
+                          Find("cublasLtMatmulAlgoConfigGetAttribute", config_get);
     return complete ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("cuBLASLt lacks ", dlerror()));
   }
 
@@ -153,6 +155,7 @@ struct Gemms::Plan {
   cublasLtMatrixLayout_t c = nullptr;
   std::vector<cublasLtMatmulHeuristicResult_t> candidates;
   size_t chosen = 0;
+  bool timed = false;  // the choice is the fastest, not the first
 };
 
 Gemms::Gemms() : library_(std::make_unique<Library>()) {}
@@ -197,6 +200,23 @@ absl::Status Gemms::Run(const GemmShape& shape, const GemmOperands& operands, vo
                             "cublasLtMatmul");
 }
 
+Choice Gemms::Describe(const GemmShape& shape) const {
+  const Plan& plan = *plans_.at(shape);
+  const cublasLtMatmulHeuristicResult_t& chosen = plan.candidates[plan.chosen];
+  const auto attribute = [&](cublasLtMatmulAlgoConfigAttributes_t name) {
+    int32_t value = -1;
+    size_t written = 0;
+    library_->config_get(&chosen.algo, name, &value, sizeof(value), &written);
+    return value;
+  };
+  return {.choice = absl::StrCat("cuBLASLt ", attribute(CUBLASLT_ALGO_CONFIG_ID), ", tile ",
+                                 attribute(CUBLASLT_ALGO_CONFIG_TILE_ID), ", stages ",
+                                 attribute(CUBLASLT_ALGO_CONFIG_STAGES_ID), ", split ",
+                                 attribute(CUBLASLT_ALGO_CONFIG_SPLITK_NUM)),
+          .reason =
+              absl::StrCat(plan.timed ? "the fastest of " : "its first choice of ", plan.candidates.size())};
+}
+
 absl::StatusOr<double> Gemms::Time(const GemmShape& shape, const GemmOperands& operands, void* workspace,
                                    cudaStream_t stream) {
   cudaEvent_t begin = nullptr;
@@ -233,6 +253,7 @@ absl::Status Gemms::Tune(const GemmShape& shape, const GemmOperands& operands, v
     }
   }
   plan.chosen = best;
+  plan.timed = true;
   return absl::OkStatus();
 }
 

@@ -15,6 +15,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/choice.h"
 #include "kernels/dtype.h"
 
 namespace lossd::kernels::cuda {
@@ -58,6 +59,8 @@ class Gemms {
   // Enqueues one product. `workspace` is [kGemmWorkspaceBytes] on the device.
   absl::Status Run(const GemmShape& shape, const GemmOperands& operands, void* workspace,
                    cudaStream_t stream);
+  // The algorithm chosen for `shape`, which must have been prepared; without `what`.
+  Choice Describe(const GemmShape& shape) const;
   // Times the candidates for `shape` on these operands (C is overwritten) and keeps the fastest.
   absl::Status Tune(const GemmShape& shape, const GemmOperands& operands, void* workspace,
                     cudaStream_t stream);

@@ -24,6 +24,7 @@
 // share a multiprocessor: hence at most kTargetBlockBytes a block.
 #include <algorithm>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/device_math.cuh"
 #include "kernels/cuda/row_loss.h"
@@ -581,6 +582,12 @@ cudaError_t LaunchTargetDots(const TargetDotParams& params, cudaStream_t stream)
     return cudaErrorInvalidValue;
   }
   return cudaGetLastError();
+}
+
+std::string DescribeRowLoss(const RowLossParams& params, const DeviceLimits& limits) {
+  const LaunchPlan plan = Plan(params, limits);
+  return absl::StrCat(plan.cluster, plan.cluster == 1 ? " block of " : " blocks of ", plan.threads,
+                      " threads a row, ", plan.resident ? "read once" : "too long to be kept");
 }
 
 cudaError_t LaunchRowLoss(const RowLossParams& params, const DeviceLimits& limits, cudaStream_t stream) {

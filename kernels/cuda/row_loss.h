@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <string>
 
 #include "kernels/cuda/device_limits.h"
 #include "kernels/dtype.h"
@@ -70,6 +71,8 @@ struct TargetDotParams {
 };
 cudaError_t LaunchTargetDots(const TargetDotParams& params, cudaStream_t stream);
 
+// How LaunchRowLoss() would go about it, for people.
+std::string DescribeRowLoss(const RowLossParams& params, const DeviceLimits& limits);
 cudaError_t LaunchRowLoss(const RowLossParams& params, const DeviceLimits& limits, cudaStream_t stream);
 
 }  // namespace lossd::kernels::cuda

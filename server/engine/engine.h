@@ -69,6 +69,8 @@ class EngineObserver {
   virtual void OnSlice(absl::string_view head, double queue_seconds) {}
   virtual void OnContribution(absl::string_view head, int64_t added_rows) {}
   virtual void OnStep(absl::string_view head, bool skipped) {}
+  // A chunk was computed in another way than the one before it on this head.
+  virtual void OnChoices(absl::string_view head, absl::Span<const kernels::Choice> choices) {}
   virtual void OnDeviceError(const absl::Status& status) {}
 };
 
@@ -81,6 +83,8 @@ struct HeadSnapshot {
   SliceLimits limits;  // a slice obeys both
   int64_t chunk_rows = 0;
   kernels::MemoryBytes memory;
+  std::vector<kernels::Choice> choices;             // HeadKernels::Describe
+  std::vector<kernels::Choice> last_chunk_choices;  // Chunk::choices; empty before the first chunk
   int64_t open_streams = 0;
   int64_t queued_slices = 0;
   uint64_t updates = 0;  // head::Progress

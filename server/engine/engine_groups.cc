@@ -345,6 +345,7 @@ void EngineImpl::OnGroupDone(std::shared_ptr<GroupFlight> flight, absl::Status s
   for (const auto& work : flight->group->slices()) observer_->OnSlice(entry.name, work->queue_seconds);
   observer_->OnChunk(entry.name, static_cast<int64_t>(flight->group->slices().size()), rows, valid_rows,
                      flight->compute_seconds);
+  NoteChoices(entry, flight->chunk);
   const bool broken = flight->results_ok && !status.ok();
   if (broken) observer_->OnDeviceError(status);
   absl::MutexLock lock(&mutex_);

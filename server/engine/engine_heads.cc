@@ -84,6 +84,7 @@ absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadC
     entry->compute_dtype = (*kernels)->compute_dtype();
     entry->chunk_rows = (*kernels)->chunk_rows();
     entry->memory = (*kernels)->memory();
+    entry->choices = (*kernels)->Describe();
     entry->generation = ++last_generation_;
     entry->head = std::make_unique<head::Head>(entry->name, *std::move(kernels));
   });
@@ -133,6 +134,8 @@ HeadSnapshot EngineImpl::Snapshot(const Entry& entry) const {
           .limits = LimitsFor(entry, entry.config.trainable),
           .chunk_rows = entry.chunk_rows,
           .memory = entry.memory,
+          .choices = entry.choices,
+          .last_chunk_choices = entry.last_chunk_choices,
           .open_streams = static_cast<int64_t>(entry.streams.size()),
           .queued_slices = entry.queue.slices() + (in_order ? entry.sequencer->attached_slices() : 0),
           .updates = entry.updates,

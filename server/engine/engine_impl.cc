@@ -268,6 +268,7 @@ void EngineImpl::OnDone(std::shared_ptr<Flight> flight, absl::Status status) {
   observer_->OnChunk(entry.name, static_cast<int64_t>(flight->works.size()), rows, valid_rows,
                      flight->compute_seconds);
   if (dropped_mass > 0.0) observer_->OnDroppedMass(entry.name, dropped_mass);
+  NoteChoices(entry, flight->chunk);
   const bool broken = flight->results_ok && !status.ok();
   if (broken) observer_->OnDeviceError(status);
   absl::MutexLock lock(&mutex_);
@@ -277,6 +278,17 @@ void EngineImpl::OnDone(std::shared_ptr<Flight> flight, absl::Status status) {
     if (broken) FailStream(entry, *flight->works[i]->stream, entry.distrust);
   }
   LeaveDevice(entry, std::move(flight->works));
+}
+
+// Tells the observer if this chunk was computed in another way than the last one.
+void EngineImpl::NoteChoices(Entry& entry, const kernels::Chunk& chunk) {
+  if (chunk.choices.empty()) return;  // it was refused
+  {
+    absl::MutexLock lock(&mutex_);
+    if (entry.last_chunk_choices == chunk.choices) return;
+    entry.last_chunk_choices = chunk.choices;
+  }
+  observer_->OnChoices(entry.name, chunk.choices);
 }
 
 // The accumulators may be half-written.

@@ -100,6 +100,8 @@ class EngineImpl final : public Engine {
     kernels::DType compute_dtype = kernels::DType::kFloat32;
     int64_t chunk_rows = 1;
     kernels::MemoryBytes memory;
+    std::vector<kernels::Choice> choices;
+    std::vector<kernels::Choice> last_chunk_choices;
     bool published = false;
     bool deleting = false;
     uint64_t step = 0;
@@ -212,6 +214,8 @@ class EngineImpl final : public Engine {
   absl::StatusOr<std::unique_ptr<Stream>> Admit(const EntryPtr& entry, std::shared_ptr<StreamState> state)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status ReserveRetained(Entry& entry, StreamState& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  void NoteChoices(Entry& entry, const kernels::Chunk& chunk) ABSL_LOCKS_EXCLUDED(mutex_);
 
   void FailStream(Entry& entry, StreamState& stream, absl::Status why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FailStreams(Entry& entry, absl::FunctionRef<bool(const StreamState&)> wanted, const absl::Status& why)

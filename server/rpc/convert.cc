@@ -427,6 +427,15 @@ v1::HeadSpec ToProto(const std::string& head, const kernels::HeadConfig& config)
   return spec;
 }
 
+v1::Choice ToProto(const kernels::Choice& choice) {
+  v1::Choice message;
+  message.set_what(choice.what);
+  message.set_choice(choice.choice);
+  message.set_reason(choice.reason);
+  message.set_workspace_bytes(static_cast<uint64_t>(choice.workspace_bytes));
+  return message;
+}
+
 v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
   v1::HeadDescription message;
   *message.mutable_spec() = ToProto(head.name, head.config);
@@ -445,6 +454,10 @@ v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
   message.set_step_contributions(static_cast<uint64_t>(head.step_contributions));
   message.set_waiting_slices(static_cast<uint64_t>(head.waiting_slices));
   message.set_waits_for(head.waits_for);
+  for (const kernels::Choice& choice : head.choices) *message.add_choices() = ToProto(choice);
+  for (const kernels::Choice& choice : head.last_chunk_choices) {
+    *message.add_last_chunk_choices() = ToProto(choice);
+  }
   return message;
 }
 

@@ -52,6 +52,7 @@ v1::HeadState ToProto(const engine::HeadState& state);
 v1::RowRange ToProto(const engine::RowRange& rows);
 v1::SliceLimits ToProto(const engine::SliceLimits& limits);
 v1::MemoryUsage ToProto(const kernels::MemoryBytes& memory);
+v1::Choice ToProto(const kernels::Choice& choice);
 v1::HeadDescription ToProto(const engine::HeadSnapshot& head);
 v1::MicrobatchSummary ToProto(const engine::StreamSummary& summary);
 // Everything but the gradient, which is the payload.

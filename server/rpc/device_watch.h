@@ -1,5 +1,5 @@
-// Passes the engine's events on and notices when the device is lost: a backend whose device is gone answers
-// UNAVAILABLE from then on.
+// Passes the engine's events on, logs how chunks are computed, and notices when the device is lost: a backend
+// whose device is gone answers UNAVAILABLE from then on.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_RPC_DEVICE_WATCH_H_
@@ -12,7 +12,9 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "server/engine/engine.h"
+#include "server/rpc/choice_log.h"
 
 namespace lossd::rpc {
 
@@ -34,6 +36,10 @@ class DeviceWatch final : public engine::EngineObserver {
     next_->OnContribution(head, added_rows);
   }
   void OnStep(absl::string_view head, bool skipped) override { next_->OnStep(head, skipped); }
+  void OnChoices(absl::string_view head, absl::Span<const kernels::Choice> choices) override {
+    LogChoices("chunk computed otherwise than the last", head, choices);
+    next_->OnChoices(head, choices);
+  }
   void OnDeviceError(const absl::Status& status) override {
     next_->OnDeviceError(status);
     if (absl::IsUnavailable(status) && !lost_.exchange(true)) on_lost_(status);

@@ -9,6 +9,7 @@
 #include "server/head/head.h"
 #include "server/head/initializer.h"
 #include "server/log/log.h"
+#include "server/rpc/choice_log.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/errors.h"
 #include "server/rpc/head_source.h"
@@ -89,8 +90,13 @@ absl::Status HeadOperations::CreateFilled(const std::string& name, const kernels
   }
   absl::Status status = fill();
   if (status.ok()) status = engine_->PublishHead(name);
-  if (!status.ok()) engine_->DeleteHead(name).IgnoreError();  // the first error counts
-  return status;
+  if (!status.ok()) {
+    engine_->DeleteHead(name).IgnoreError();  // the first error counts
+    return status;
+  }
+  const absl::StatusOr<engine::HeadSnapshot> head = engine_->Describe(name);
+  if (head.ok()) LogChoices("head computes", name, head->choices);
+  return absl::OkStatus();
 }
 
 absl::Status HeadOperations::FillUniform(const std::string& head, const kernels::HeadConfig& config,

@@ -177,6 +177,19 @@ TEST_P(BackendConformance, FilteredWithMostClassesKept) {
   RunAndCompare(backend(), {MakeProblem(spec, rng())});
 }
 
+// Before its last classes a row looks as if every class had to be kept.
+TEST_P(BackendConformance, FilteredRowsThatEndHigh) {
+  std::vector<float> logits(40'000, 0.0f);
+  std::fill(logits.end() - 8, logits.end(), 20.0f);
+  Problem problem = WithLogits(logits, {5, 39'999, 20'000, 39'993});
+  problem.options.algorithm = Algorithm::kFiltered;
+  problem.options.filter_epsilon = 0x1p-18f;
+  RunAndCompare(backend(), {problem});
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  EXPECT_GT(RunChunk(*head, problem).slices[0].sums.dropped_mass, 0.0) << "it was not filtered";
+}
+
 TEST_P(BackendConformance, AutoFiltersWhileLittleIsDropped) {
   ProblemSpec spec = Plain({40, 9}, 24, 300);
   spec.options.algorithm = Algorithm::kAuto;
@@ -1032,6 +1045,32 @@ TEST_P(BackendConformance, RefusesBadHeads) {
   HeadConfig config = Plain({1}, 0, 4).config;
   EXPECT_EQ(backend().PlanHead(config).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(backend().CreateHead(config).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_P(BackendConformance, SaysWhatItChose) {
+  Problem problem = MakeProblem(Plain({12}, 24, 300), rng());
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  const std::vector<Choice> of_head = head->Describe();
+  EXPECT_FALSE(of_head.empty());
+  EXPECT_EQ(of_head.front().what, "chunk");
+  EXPECT_THAT(of_head.front().choice, HasSubstr(absl::StrCat(head->chunk_rows())));
+  for (const Choice& choice : of_head) {
+    EXPECT_NE(choice.what, "");
+    EXPECT_NE(choice.choice, "");
+    EXPECT_LE(choice.workspace_bytes, head->memory()[MemoryKind::kWorkspace]) << choice.what;
+  }
+  const std::vector<Choice> exact = RunChunk(*head, problem).choices;
+  ASSERT_FALSE(exact.empty());
+  EXPECT_EQ(exact.front().what, "gradients");
+  EXPECT_EQ(exact.front().choice, "exact");
+  EXPECT_EQ(RunChunk(*head, problem).choices, exact);
+  problem.options.algorithm = Algorithm::kFiltered;
+  const std::vector<Choice> filtered = RunChunk(*head, problem).choices;
+  ASSERT_FALSE(filtered.empty());
+  EXPECT_EQ(filtered.front().choice, "filtered");
+  problem.options.label_smoothing = -1.0f;
+  EXPECT_TRUE(RunChunk(*head, problem).choices.empty()) << "it was refused";
 }
 
 TEST_P(BackendConformance, StagingIsCountedAndAligned) {

@@ -101,6 +101,7 @@ struct ChunkRun {
   absl::Status results;  // what on_results said
   absl::Status done;     // what on_done said
   std::vector<SliceOutputs> slices;
+  std::vector<Choice> choices;
 };
 
 struct RunOptions {

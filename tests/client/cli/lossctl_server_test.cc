@@ -17,7 +17,10 @@
 namespace lossd::cli {
 namespace {
 
+using testing::AllOf;
+using testing::ContainsRegex;
 using testing::HasSubstr;
+using testing::Not;
 
 constexpr int64_t kD = 6;
 constexpr int64_t kV = 20;
@@ -108,6 +111,18 @@ TEST_F(LossctlServerTest, CreatesFromFiles) {
   EXPECT_THAT(Run("create no --hidden 6 --vocab 21 --from model --weight model.embed_tokens.weight", 4),
               HasSubstr("of shape [20, 6]"));
   EXPECT_THAT(Run("create no --hidden 6 --vocab 20 --from ../etc --weight x", 4), HasSubstr(".."));
+}
+
+TEST_F(LossctlServerTest, DescribeSaysWhatWasChosen) {
+  Run("create head --hidden 6 --vocab 20");
+  EXPECT_THAT(Run("describe head"),
+              AllOf(HasSubstr("\nFULL CHUNKS "), HasSubstr("\nproducts "), Not(HasSubstr("LAST CHUNK"))));
+  Run("loss head --random 50 --algorithm filtered --accumulate --step 0");
+  EXPECT_THAT(Run("describe head"), ContainsRegex("\nLAST CHUNK .*\ngradients +filtered"));
+  const auto json = nlohmann::json::parse(Run("--json describe head"));
+  EXPECT_EQ(json["choices"][0]["what"], "chunk");
+  EXPECT_EQ(json["choices"][0]["workspace_bytes"], json["memory"]["workspace"]);
+  EXPECT_EQ(json["last_chunk_choices"][0]["choice"], "filtered");
 }
 
 TEST_F(LossctlServerTest, CheckpointsSurviveARestart) {

@@ -1,6 +1,7 @@
 // What is particular to the CUDA backend: devices, memory, chunks in flight.
 #include "kernels/cuda/cuda_backend.h"
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -136,6 +137,26 @@ TEST(CudaBackend, ChunksInFlightFinishInOrderAndMoreAreRefused) {
   EXPECT_TRUE(head->GradNorm().ok());
 }
 
+TEST(CudaBackend, SaysWhichKernelsAHeadUses) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  for (FusedLoss fused_loss : {FusedLoss::kWhereFaster, FusedLoss::kNever}) {
+    auto backend = CreateCudaBackend({.workspace_bytes = int64_t{1} << 30, .fused_loss = fused_loss});
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    const auto head = (*backend)->CreateHead(LargeConfig());
+    ASSERT_TRUE(head.ok()) << head.status();
+    std::map<std::string, Choice> choices;
+    for (const Choice& choice : (*head)->Describe()) choices[choice.what] = choice;
+    EXPECT_EQ(choices["chunk"].workspace_bytes, (*head)->memory()[MemoryKind::kWorkspace]);
+    EXPECT_EQ(choices["gradients"].choice, "exact");
+    EXPECT_THAT(choices["weight gradient product"].choice, HasSubstr("cuBLASLt "));
+    EXPECT_GT(choices["filtered gradients"].workspace_bytes, 0);
+    if (fused_loss == FusedLoss::kNever) {
+      EXPECT_EQ(choices["loss"].reason, "switched off");
+      EXPECT_THAT(choices["row loss"].choice, HasSubstr("threads a row"));
+    }
+  }
+}
+
 // Rows held in registers by one warp up to a whole block, and rows too long for that.
 TEST(CudaBackend, NormsOfLongRows) {
   LOSSD_SKIP_WITHOUT_GPU();
@@ -153,6 +174,23 @@ TEST(CudaBackend, NormsOfLongRows) {
       spec.accumulate_mask = true;
       RunAndCompare(**backend, {MakeProblem(spec, rng)});
     }
+  }
+}
+
+// The selection reads rows up to 65,536 16-bit logits in blocks of another size than longer ones.
+TEST(CudaBackend, FiltersShortAndLongRows) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  Rng rng = FreshRng();
+  auto backend = CreateCudaBackend({.workspace_bytes = int64_t{64} << 20});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  for (int64_t vocab : {8192, 32064, 65536, 65537, 100'001}) {
+    ProblemSpec spec;
+    spec.config = {.hidden_size = 16, .vocab_size = vocab, .compute_dtype = DType::kBFloat16};
+    spec.options.algorithm = Algorithm::kFiltered;
+    spec.hidden_dtype = DType::kBFloat16;
+    spec.slice_rows = {9, 4};
+    spec.logit_deviation = 8.0f;  // few enough candidates for the pool
+    RunAndCompare(**backend, {MakeProblem(spec, rng)});
   }
 }
 

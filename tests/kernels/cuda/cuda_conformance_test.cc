@@ -10,9 +10,11 @@
 namespace lossd::kernels::testing {
 namespace {
 
-std::unique_ptr<Backend> Create(FusedLoss fused_loss) {
-  auto created = CreateCudaBackend(
-      {.workspace_bytes = int64_t{64} << 20, .max_chunk_rows = 512, .fused_loss = fused_loss});
+std::unique_ptr<Backend> Create(FusedLoss fused_loss, bool host_branches = false) {
+  auto created = CreateCudaBackend({.workspace_bytes = int64_t{64} << 20,
+                                    .max_chunk_rows = 512,
+                                    .fused_loss = fused_loss,
+                                    .host_branches = host_branches});
   EXPECT_TRUE(created.ok()) << created.status();
   return *std::move(created);
 }
@@ -27,8 +29,13 @@ Backend& FusedBackend() {
   return *backend;
 }
 
-// Every compute dtype with every hidden dtype, and the fused loss wherever it is possible; none without a
-// GPU.
+Backend& HostBranchBackend() {
+  static const std::unique_ptr<Backend> backend = Create(FusedLoss::kNever, true);
+  return *backend;
+}
+
+// Every compute dtype with every hidden dtype, the fused loss wherever it is possible, and, for checkers of
+// the filtered kernels, branches on the host; none without a GPU.
 std::vector<ConformanceCase> Cases() {
   std::vector<ConformanceCase> cases;
   if (!HaveGpu()) return cases;
@@ -41,6 +48,9 @@ std::vector<ConformanceCase> Cases() {
     for (DType hidden : {DType::kFloat32, compute}) {
       cases.push_back({"CudaFused", FusedBackend, compute, hidden});
     }
+  }
+  for (DType compute : {DType::kFloat32, DType::kBFloat16}) {
+    cases.push_back({"CudaHostBranch", HostBranchBackend, compute, DType::kFloat32});
   }
   return cases;
 }

@@ -23,10 +23,10 @@ class EngineTest : public ::testing::Test {
  protected:
   static constexpr int64_t kHidden = 3;
 
-  void Start(EngineOptions options = {}) {
+  void Start(EngineOptions options = {}, EngineObserver* observer = nullptr) {
     options.slice_bytes = std::min<int64_t>(options.slice_bytes, 4096);
     options.staging_bytes = std::min<int64_t>(options.staging_bytes, 64 * 4096);
-    auto engine = Engine::Create(options, &backend_, 42, nullptr);
+    auto engine = Engine::Create(options, &backend_, 42, observer);
     ASSERT_TRUE(engine.ok()) << engine.status();
     engine_ = *std::move(engine);
     AddHead("head");

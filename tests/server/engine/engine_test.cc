@@ -45,6 +45,33 @@ TEST_F(EngineTest, ComputesAndAccumulatesAMicrobatch) {
   for (const auto& [row, grad] : collector->grads()) EXPECT_FLOAT_EQ(grad[0], RowName(1, row) / 5.0f);
 }
 
+TEST_F(EngineTest, TellsWhenChunksAreComputedOtherwise) {
+  struct Observer : EngineObserver {
+    void OnChoices(absl::string_view head, absl::Span<const kernels::Choice> choices) override {
+      EXPECT_EQ(head, "head");
+      seen.push_back(choices.front().choice);
+    }
+    std::vector<std::string> seen;  // read when no chunk is under way
+  } observer;
+  Start({}, &observer);
+  EXPECT_THAT(engine_->Describe("head")->choices,
+              ElementsAre(kernels::Choice{.what = "head", .choice = "fake"}));
+  EXPECT_THAT(engine_->Describe("head")->last_chunk_choices, IsEmpty());
+  using kernels::Algorithm;
+  uint64_t id = 0;
+  for (Algorithm algorithm : {Algorithm::kAuto, Algorithm::kAuto, Algorithm::kExact, Algorithm::kAuto}) {
+    StreamSpec spec = Whole(++id, 2);
+    spec.options.algorithm = algorithm;
+    auto collector = std::make_shared<RowCollector>();
+    auto stream = Open(spec, collector);
+    Send(*stream, id, {0, 2});
+    ASSERT_TRUE(collector->Wait().ok());
+    EXPECT_EQ(engine_->Describe("head")->last_chunk_choices.front().choice, Name(algorithm));
+  }
+  EXPECT_THAT(observer.seen, ElementsAre("auto", "exact", "auto"));
+  engine_ = nullptr;  // before the observer
+}
+
 TEST_F(EngineTest, EmptyAndAllIgnoredMicrobatchesFinish) {
   Start();
   auto empty = std::make_shared<RowCollector>();

@@ -122,6 +122,7 @@ class FakeHead final : public kernels::HeadKernels {
   kernels::DType compute_dtype() const override { return kernels::DType::kFloat32; }
   int64_t chunk_rows() const override { return device_->chunk_rows; }
   kernels::MemoryBytes memory() const override { return {}; }
+  std::vector<kernels::Choice> Describe() const override { return {{.what = "head", .choice = "fake"}}; }
 
   void Submit(kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks) override {
     if (!device_->asynchronous) return Compute(*chunk, callbacks);
@@ -165,6 +166,7 @@ class FakeHead final : public kernels::HeadKernels {
  private:
   void Compute(kernels::Chunk& chunk, kernels::ChunkCallbacks& callbacks) {
     device_->WaitUntilOpen();
+    chunk.choices = {{.what = "gradients", .choice = std::string(Name(chunk.options.algorithm))}};
     if (device_->delay > absl::ZeroDuration()) absl::SleepFor(device_->delay);
     const int64_t number = device_->NextChunk();
     if (absl::Status status = device_->fail_results(number); !status.ok()) {

@@ -33,6 +33,7 @@ class MemoryKernels final : public kernels::HeadKernels {
   kernels::DType compute_dtype() const override { return kernels::DType::kFloat32; }
   int64_t chunk_rows() const override { return 1; }
   kernels::MemoryBytes memory() const override { return {}; }
+  std::vector<kernels::Choice> Describe() const override { return {}; }
   void Submit(kernels::Chunk*, kernels::ChunkCallbacks callbacks) override {
     callbacks.on_results(absl::UnimplementedError("computes nothing"));
     callbacks.on_done(absl::OkStatus());

@@ -12,11 +12,15 @@ class Counter final : public engine::EngineObserver {
   }
   void OnSlice(absl::string_view, double) override { ++slices; }
   void OnStep(absl::string_view, bool) override { ++steps; }
+  void OnChoices(absl::string_view, absl::Span<const kernels::Choice> choices) override {
+    last_choice = choices.back().choice;
+  }
   void OnDeviceError(const absl::Status&) override { ++errors; }
   int64_t rows = 0;
   int slices = 0;
   int steps = 0;
   int errors = 0;
+  std::string last_choice;
 };
 
 TEST(DeviceWatchTest, PassesEventsOn) {
@@ -26,11 +30,14 @@ TEST(DeviceWatchTest, PassesEventsOn) {
   watch.OnChunk("head", 1, 7, 7, 0.1);
   watch.OnSlice("head", 0.1);
   watch.OnStep("head", false);
+  const kernels::Choice choice = {.what = "loss", .choice = "fused"};
+  watch.OnChoices("head", absl::MakeConstSpan(&choice, 1));
   watch.OnDeviceError(absl::InternalError("one chunk failed"));
   EXPECT_EQ(counter.rows, 7);
   EXPECT_EQ(counter.slices, 1);
   EXPECT_EQ(counter.steps, 1);
   EXPECT_EQ(counter.errors, 1);
+  EXPECT_EQ(counter.last_choice, "fused");
   EXPECT_FALSE(watch.lost());
   EXPECT_EQ(lost, 0);
 }

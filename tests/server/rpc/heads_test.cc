@@ -102,6 +102,10 @@ TEST_F(HeadsTest, DescribesWhatWasCreated) {
   EXPECT_GE(created->memory().weights(), kHidden * kClasses * 4);
   EXPECT_GE(created->memory().optimizer(), kHidden * kClasses * 8);
   EXPECT_GT(created->chunk_rows(), 0u);
+  ASSERT_GT(created->choices_size(), 0);
+  EXPECT_EQ(created->choices(0).what(), "chunk");
+  EXPECT_EQ(created->choices(0).workspace_bytes(), created->memory().workspace());
+  EXPECT_EQ(created->last_chunk_choices_size(), 0) << "there was none yet";
   ASSERT_TRUE(client_->CreateHead(Request("b")).ok());
   const auto heads = client_->ListHeads();
   ASSERT_EQ(heads->heads_size(), 2);

@@ -1,0 +1,125 @@
+"""Turns the results of cuda_loss_bench and peers.py into the Markdown tables of a results page.
+
+    cuda_loss_bench --data=peaked,flat --algorithms=exact,filtered,auto --norm=false --parts=false --out=loss.json
+    python3 peers.py --out peers.json
+    python3 report.py loss.json --peers peers.json > report.md
+
+Several results may be given; of those for the same shape, data and algorithm the last one counts. Ratios are to
+the bare products that the same run measured: all three, or the first one for the loss alone. TFLOP/s count all
+three products, whether an algorithm computes them or not.
+"""
+
+import argparse
+import json
+
+ALGORITHMS = ("exact", "filtered", "cut", "auto")  # columns, if they were run
+PEERS = ("torch", "torch.compile", "cce", "cce_exact", "liger")
+ERRORS = ("hidden_gradient", "weight_gradient", "lse", "loss")
+
+
+def table(header, rows):
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def timed(milliseconds, floor):
+    return f"{milliseconds:.2f} ({milliseconds / floor:.3f})"
+
+
+def teraflops(shape, products, milliseconds):
+    return products * 2e-9 * shape["rows"] * shape["hidden"] * shape["vocab"] / milliseconds
+
+
+def median(result, key):
+    return result[key]["median_ms"]
+
+
+def read_results(paths):
+    """{(shape, data): {algorithm: result}} in the order of the files, and a line about each file."""
+    found, sources = {}, []
+    for path in paths:
+        with open(path) as file:
+            content = json.load(file)
+        sources.append(f"{path}: {content['card']}, {content['date']}, commit {content.get('commit') or 'unknown'}")
+        for result in content["loss"]:
+            key = result["shape"]["name"], result["data"]
+            found.setdefault(key, {})[result.get("algorithm", "exact")] = result
+    return found, sources
+
+
+def title(result):
+    shape = result["shape"]
+    return f"{shape['name']} ({shape['rows']}, {shape['hidden']}, {shape['vocab']})"
+
+
+def time_table(results):
+    """A line for each shape and data; the floor is that of each algorithm's own run."""
+    ran = [name for name in ALGORITHMS if any(name in algorithms for algorithms in results.values())]
+    rows = []
+    for (_, data), algorithms in results.items():
+        first = next(iter(algorithms.values()))
+        floor = first["floor"]
+        line = [title(first), data,
+                f"{floor['total_ms']:.2f} ({teraflops(first['shape'], 3, floor['total_ms']):.0f})"]
+        for name in ran:
+            result = algorithms.get(name)
+            line.append(timed(median(result, "loss_and_gradients"), result["floor"]["total_ms"]) if result else "-")
+        exact = algorithms.get("exact", first)
+        line.append(timed(median(exact, "loss_only"), median(exact["floor"], "logits")))
+        line.append(f"{teraflops(exact['shape'], 3, median(exact, 'loss_and_gradients')):.0f}")
+        line.append(f"{max(result['workspace_mib'] for result in algorithms.values()):.0f}")
+        rows.append(line)
+    return table(["shape (N, D, V)", "data", "floor ms (TFLOP/s)", *ran, "loss alone", "TFLOP/s of exact",
+                  "workspace MiB"], rows)
+
+
+def error_table(results):
+    rows = []
+    for (_, data), algorithms in results.items():
+        for name in ALGORITHMS:
+            result = algorithms.get(name, {})
+            if "errors" not in result:
+                continue
+            errors = [f"{result['errors'][key]:.1e}" for key in ERRORS]
+            rows.append([title(result), data, name, *errors, f"{result.get('dropped_mass', 0.0):.4f}"])
+    return table(["shape (N, D, V)", "data", "algorithm", "dx", "dW", "lse", "loss", "dropped mass a row"], rows)
+
+
+def peer_table(peers):
+    """Ratios are to the floor of the peers' own run."""
+    ran = [name for name in PEERS if any(name in entry["methods"] for entry in peers)]
+    rows = []
+    for entry in peers:
+        line = [entry["shape"], entry["data"], f"{entry['floor']['total_ms']:.2f}"]
+        for name in ran:
+            method = entry["methods"].get(name)
+            line.append(f"{timed(median(method, 'loss_and_gradients'), entry['floor']['total_ms'])}, "
+                        f"{method['peak_mib']:.0f} MiB" if method else "-")
+        rows.append(line)
+    return table(["shape", "data", "floor ms", *ran], rows)
+
+
+def report(paths, peers_path=None):
+    results, sources = read_results(paths)
+    parts = ["Medians in ms, in parentheses the ratio to the floor of the same run. " + "; ".join(sources) + ".",
+             time_table(results)]
+    if any("errors" in result for algorithms in results.values() for result in algorithms.values()):
+        parts += ["Errors ||a - ref|| / ||ref|| against fp64, over sampled rows and classes:", error_table(results)]
+    if peers_path is not None:
+        with open(peers_path) as file:
+            peers = json.load(file)
+        parts += [f"Peers ({peers['card']}, {peers['date']}, torch {peers['torch']}), with the floor of their own run; "
+                  "memory is the peak above the inputs:", peer_table(peers["loss"])]
+    return "\n\n".join(parts) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", help="JSON files of cuda_loss_bench")
+    parser.add_argument("--peers", help="JSON file of peers.py")
+    args = parser.parse_args()
+    print(report(args.results, args.peers), end="")
+
+
+if __name__ == "__main__":
+    main()

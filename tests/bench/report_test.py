@@ -1,0 +1,80 @@
+"""bench/report.py on results it has to cope with: several files, missing algorithms, the files in bench/results."""
+
+import json
+import pathlib
+import sys
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+
+import report  # noqa: E402
+
+
+def times(milliseconds):
+    return {"median_ms": milliseconds, "min_ms": milliseconds, "max_ms": milliseconds}
+
+
+def result(algorithm, milliseconds, floor_ms=10.0, data="peaked"):
+    return {"algorithm": algorithm, "data": data, "shape": {"name": "small", "rows": 1000, "hidden": 1000, "vocab": 1000},
+            "floor": {"total_ms": floor_ms, "logits": times(floor_ms / 4)}, "loss_and_gradients": times(milliseconds),
+            "loss_only": times(3.0), "workspace_mib": 100.0 if algorithm == "exact" else 120.4, "dropped_mass": 0.01,
+            "errors": {"hidden_gradient": 1e-3, "weight_gradient": 2e-3, "lse": 3e-6, "loss": 4e-6}}
+
+
+def cells(text, first):
+    """The cells of the lines that begin with this one."""
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| " + first)]
+
+
+class Report(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+
+    def write(self, name, *results):
+        path = str(pathlib.Path(self.folder.name) / name)
+        with open(path, "w") as file:
+            json.dump({"card": "a card", "date": "today", "commit": "abc", "loss": results}, file)
+        return path
+
+    def test_ratios_are_to_the_floor_of_the_same_run(self):
+        one = self.write("one.json", result("exact", 11.0))
+        other = self.write("other.json", result("cut", 8.0, floor_ms=16.0))
+        text = report.report([one, other])
+        self.assertEqual(cells(text, "shape")[0],
+                         ["shape (N, D, V)", "data", "floor ms (TFLOP/s)", "exact", "cut", "loss alone",
+                          "TFLOP/s of exact", "workspace MiB"])
+        self.assertEqual(cells(text, "small")[0],
+                         ["small (1000, 1000, 1000)", "peaked", "10.00 (1)", "11.00 (1.100)", "8.00 (0.500)",
+                          "3.00 (1.200)", "1", "120"])
+
+    def test_what_was_not_run_is_a_dash(self):
+        text = report.report([self.write("one.json", result("exact", 11.0), result("auto", 9.0, data="flat"))])
+        peaked, flat = cells(text, "small")[:2]
+        self.assertEqual(peaked[3:5], ["11.00 (1.100)", "-"])
+        self.assertEqual(flat[3:5], ["-", "9.00 (0.900)"])
+
+    def test_the_last_result_counts(self):
+        paths = [self.write("one.json", result("exact", 11.0)), self.write("two.json", result("exact", 12.0))]
+        self.assertEqual(cells(report.report(paths), "small")[0][3], "12.00 (1.200)")
+
+    def test_errors_have_a_line_for_each_algorithm(self):
+        text = report.report([self.write("one.json", result("exact", 11.0), result("filtered", 4.0))])
+        self.assertEqual([line[2:] for line in cells(text, "small")[1:]],
+                         [[name, "1.0e-03", "2.0e-03", "3.0e-06", "4.0e-06", "0.0100"] for name in ("exact", "filtered")])
+
+    def test_recorded_results(self):
+        for folder in sorted((ROOT / "bench" / "results").glob("h200-*")):
+            losses = [str(path) for path in sorted(folder.glob("cuda_loss_bench*.json"))]
+            peers = folder / "peers.json"
+            text = report.report(losses, str(peers) if peers.exists() else None)
+            for shape in ("gemma2-2b", "llama3-8b", "phi3.5-mini", "mistral-nemo", "n4096"):
+                self.assertTrue(cells(text, shape), f"{folder}: {shape}")
+            for line in text.splitlines():
+                self.assertNotIn("nan", line)
+
+
+if __name__ == "__main__":
+    unittest.main()

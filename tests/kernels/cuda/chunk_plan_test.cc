@@ -1,0 +1,94 @@
+#include "kernels/cuda/chunk_plan.h"
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::Field;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+
+constexpr DeviceLimits kHopper = {.has_clusters = true, .fused_clusters = 66, .has_branches = true};
+
+// A chunk of 8192 rows of (4096, 128256) in bf16, and what is done with it.
+struct Case {
+  LossOptions options;
+  RowLossParams loss;
+  FilterShape filter = {.chunk_rows = 8192, .vocab = 128256, .padded_vocab = 128256, .padded_hidden = 4096};
+  DeviceLimits limits = kHopper;
+  FusedLoss fused_loss = FusedLoss::kWhereFaster;
+
+  Case() {
+    loss.dtype = DType::kBFloat16;
+    loss.ld = loss.vocab = 128256;
+    loss.rows = loss.padded_rows = 8192;
+    loss.write_gradient = true;
+  }
+  ChunkPlan Plan() const { return PlanChunk(options, loss, filter, limits, fused_loss); }
+};
+
+TEST(ChunkPlan, ExactLossesOfLargeChunksAreFused) {
+  const ChunkPlan plan = Case().Plan();
+  EXPECT_EQ(plan.algorithm, Algorithm::kExact);
+  EXPECT_EQ(plan.why_exact, "exact was asked for");
+  EXPECT_TRUE(plan.fused());
+}
+
+TEST(ChunkPlan, FilteredChunksNeedTheirLogits) {
+  Case c;
+  for (Algorithm algorithm : {Algorithm::kFiltered, Algorithm::kAuto}) {
+    c.options.algorithm = algorithm;
+    const ChunkPlan plan = c.Plan();
+    EXPECT_EQ(plan.algorithm, algorithm);
+    EXPECT_EQ(plan.why_exact, "");
+    EXPECT_THAT(plan.why_not_fused, HasSubstr("logits"));
+  }
+}
+
+TEST(ChunkPlan, WhatCannotBeFilteredMayBeFused) {
+  Case c;
+  c.options.algorithm = Algorithm::kAuto;
+  c.loss.write_gradient = false;
+  EXPECT_EQ(c.Plan().why_exact, "no gradient is wanted");
+  EXPECT_TRUE(c.Plan().fused());
+  c.loss.write_gradient = true;
+  c.limits.has_branches = false;
+  EXPECT_THAT(c.Plan().why_exact, HasSubstr("driver"));
+  EXPECT_TRUE(c.Plan().fused());
+  c.limits.has_branches = true;
+  c.loss.any_coef_entropy = true;
+  EXPECT_THAT(c.Plan().why_exact, HasSubstr("entropy"));
+  EXPECT_THAT(c.Plan().why_not_fused, HasSubstr("entropy"));
+}
+
+TEST(ChunkPlan, TheOptionOfTheBackendDecidesWhereSizeWould) {
+  Case c;
+  c.fused_loss = FusedLoss::kNever;
+  EXPECT_EQ(c.Plan().why_not_fused, "switched off");
+  c.fused_loss = FusedLoss::kWherePossible;
+  c.loss.rows = c.loss.padded_rows = 8;
+  EXPECT_TRUE(c.Plan().fused());
+  c.fused_loss = FusedLoss::kWhereFaster;
+  EXPECT_EQ(c.Plan().why_not_fused, "few rows");
+  c.limits.fused_clusters = 0;
+  c.fused_loss = FusedLoss::kWherePossible;
+  EXPECT_THAT(c.Plan().why_not_fused, HasSubstr("Hopper"));
+}
+
+TEST(ChunkPlan, DescribesWhatItChose) {
+  Case c;
+  EXPECT_THAT(Describe(c.Plan()),
+              ElementsAre(Choice{.what = "gradients", .choice = "exact", .reason = "exact was asked for"},
+                          Choice{.what = "loss", .choice = "in the logits product"}));
+  c.options.algorithm = Algorithm::kAuto;
+  EXPECT_THAT(Describe(c.Plan()), ElementsAre(Field(&Choice::choice, "auto"),
+                                              Field(&Choice::choice, "after the logits product")));
+  for (const Choice& choice : Describe(c.Plan())) EXPECT_THAT(choice.reason, Not(IsEmpty()));
+}
+
+}  // namespace
+}  // namespace lossd::kernels::cuda
