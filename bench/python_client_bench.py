@@ -32,7 +32,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--channels", type=int, default=4)
     parser.add_argument("--streams", type=int, default=0, help="per microbatch; 0: one per channel")
     parser.add_argument("--in_flight", type=int, default=2, help="microbatches under way at once")
-    parser.add_argument("--slice_bytes", type=int, default=1 << 20)
+    parser.add_argument("--slice_bytes", type=int, default=2 << 20)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--lossctl", help="path of lossctl, to compare with")
     parser.add_argument("--torch", action="store_true", help="also through LossHead with CUDA tensors")

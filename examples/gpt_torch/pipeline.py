@@ -3,8 +3,13 @@
     lossd &
     python3 pipeline.py --steps=20 --figure=stages.svg
 
-Each stage is a process (torch.distributed: gloo on CPUs, nccl with --device=cuda, a GPU each); the schedule is 1F1B.
-Prints, and draws, each stage's step time and peak memory, and checks that both runs lose alike. Needs torch 2.4.
+    lossd --device=2 &
+    python3 pipeline.py --device=cuda --batch=128 --microbatches=16 --vocab_size=131072 --hidden_size=2048 --layers=8 \\
+        --heads=16 --context=512 --lr=2e-4 --channels=4
+
+Each stage is a process (torch.distributed: gloo on CPUs, nccl with --device=cuda, a GPU each). The schedule is 1F1B;
+with lossd also the one that leaves the server time (lossd.torch.schedules). Prints, and draws, each stage's step time
+and peak memory, and checks that the runs lose alike. Needs a torch whose schedules know return_outputs, as 2.11 does.
 """
 
 from __future__ import annotations
@@ -21,15 +26,18 @@ import numpy as np
 import torch
 import torch.distributed
 from model import LocalHead, Shape, head_weight, stages
+from numpy.typing import NDArray
+from remote import add_loss_arguments, loss_options, remote_head
 from text import load_tokens
 from torch import nn
 from torch.nn import functional
-from train import batches, remote_head
+from train import batches
 
 import lossd
 from lossd.torch import HeadOptimizer, PipelineLoss
 
 STAGES = 2
+RUNS = (("local", "1F1B"), ("lossd", "1F1B"), ("lossd", "overlapped 1F1B"))  # head, schedule
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -43,31 +51,44 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--text", help="file to learn instead of the manual pages of Perl")
+    parser.add_argument("--text_tokens", type=int, default=16384,
+                        help="tokens to learn from the text; the model's vocabulary may have more that it never uses")
     parser.add_argument("--folder", type=Path, default=Path("gpt_torch-data"), help="for tokens and numbers")
     parser.add_argument("--figure", type=Path, help="draw the numbers (needs matplotlib)")
+    add_loss_arguments(parser)
     Shape.add_arguments(parser)
     return parser.parse_args()
 
 
-class LastStage(nn.Module):
-    """The last stage's blocks and a head of its own: hidden states in, logits out."""
+class Stage(nn.Module):
+    """Blocks, and in the last stage perhaps a head of its own: hidden states in, hidden states or logits out.
 
-    def __init__(self, blocks: nn.Module, weight: torch.Tensor) -> None:
+    On GPUs in mixed precision: parameters are float32, what travels between stages is bf16.
+    """
+
+    def __init__(self, blocks: nn.Module, weight: torch.Tensor | None = None) -> None:
         super().__init__()
         self.blocks = blocks
-        self.head = LocalHead(weight)
+        self.head = None if weight is None else LocalHead(weight)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = self.blocks(hidden)
-        return functional.linear(hidden, self.head.weight.to(hidden.dtype))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kind = "cuda" if x.is_cuda else "cpu"
+        with torch.autocast(kind, torch.bfloat16, enabled=x.is_cuda):
+            x = self.blocks(x)
+            if self.head is not None:
+                return functional.linear(x, self.head.weight)
+        return x.bfloat16() if x.is_cuda else x
 
 
 def local_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def run_stage(rank: int, port: int, arguments: argparse.Namespace, kind: str, results: Any) -> None:
+def run_stage(rank: int, port: int, arguments: argparse.Namespace, kind: str, schedule_name: str,
+              results: Any) -> None:
     from torch.distributed import pipelining
+
+    from lossd.torch.schedules import Overlapped1F1B
     device = torch.device(arguments.device, rank) if arguments.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -75,32 +96,32 @@ def run_stage(rank: int, port: int, arguments: argparse.Namespace, kind: str, re
         "nccl" if device.type == "cuda" else "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=STAGES)
     arguments.device = device
     shape = Shape.from_arguments(arguments)
-    module: nn.Module = stages(shape, STAGES, arguments.seed)[rank]
+    blocks = stages(shape, STAGES, arguments.seed)[rank]
     last, settings = rank == STAGES - 1, {"lr": arguments.lr, "weight_decay": 0.01}
     head_optimizer, client, loss_fn = None, None, local_loss
-    if last and kind == "local":
-        module = LastStage(module, head_weight(shape, arguments.seed))
-    elif last:
+    weight = head_weight(shape, arguments.seed) if last else None
+    module = Stage(blocks, weight if kind == "local" else None).to(device)
+    if last and kind == "lossd":
         client = lossd.Client(arguments.server, channels=arguments.channels)
-        weight = head_weight(shape, arguments.seed)
-        head = remote_head(client, weight, "bf16" if device.type == "cuda" else "fp32")
+        head = remote_head(client, "gpt-pipeline", weight, "bf16" if device.type == "cuda" else "fp32",
+                           **loss_options(arguments))
         head_optimizer = HeadOptimizer(head, **settings)
         loss_fn = PipelineLoss(head, n_microbatches=arguments.microbatches)
-    module.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     stage = pipelining.PipelineStage(module, rank, STAGES, device)
-    schedule = pipelining.Schedule1F1B(stage, arguments.microbatches, loss_fn=loss_fn)
+    make_schedule = pipelining.Schedule1F1B if schedule_name == "1F1B" else Overlapped1F1B
+    schedule = make_schedule(stage, arguments.microbatches, loss_fn=loss_fn)
     optimizer = torch.optim.AdamW(module.parameters(), **settings)
 
-    tokens = load_tokens(arguments.folder, arguments.text, arguments.vocab_size)
+    tokens = load_text_tokens(arguments)
     losses, seconds = [], []
     for inputs, targets in batches(tokens, arguments):
         begin = time.monotonic()
         of_step: list[torch.Tensor] = []
         optimizer.zero_grad()
         if rank == 0:
-            schedule.step(inputs)
+            schedule.step(inputs, return_outputs=False)
         else:
-            schedule.step(target=targets if client else targets.to(device), losses=of_step)
+            schedule.step(target=targets if client else targets.to(device), losses=of_step, return_outputs=False)
             losses.append(float(np.mean([loss.item() for loss in of_step])))
         optimizer.step()
         if head_optimizer is not None:
@@ -109,8 +130,8 @@ def run_stage(rank: int, port: int, arguments: argparse.Namespace, kind: str, re
             torch.cuda.synchronize()
         torch.distributed.barrier()
         seconds.append(time.monotonic() - begin)
-    results.put({"head": kind, "stage": rank, "losses": losses, "peak_bytes": peak_bytes(device),
-                 "step_seconds": float(np.median(seconds[2:] or seconds))})
+    results.put({"head": kind, "schedule": schedule_name, "stage": rank, "losses": losses,
+                 "peak_bytes": peak_bytes(device), "step_seconds": float(np.median(seconds[2:] or seconds))})
     if client is not None:
         client.close()
     torch.distributed.destroy_process_group()
@@ -122,13 +143,17 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def run(arguments: argparse.Namespace, kind: str) -> list[dict[str, Any]]:
+def load_text_tokens(arguments: argparse.Namespace) -> NDArray[np.int64]:
+    return load_tokens(arguments.folder, arguments.text, min(arguments.text_tokens, arguments.vocab_size))
+
+
+def run(arguments: argparse.Namespace, kind: str, schedule_name: str) -> list[dict[str, Any]]:
     """One run in processes of its own; what each stage measured."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    processes = [context.Process(target=run_stage, args=(rank, port, arguments, kind, results))
+    processes = [context.Process(target=run_stage, args=(rank, port, arguments, kind, schedule_name, results))
                  for rank in range(STAGES)]
     for process in processes:
         process.start()
@@ -143,24 +168,26 @@ def draw(measured: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.5), constrained_layout=True)
-    names = [f"stage {m['stage']}\n{m['head']} head" for m in measured]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), constrained_layout=True)
+    names = [f"stage {m['stage']}\n{m['head']} head\n" + m["schedule"].replace(" ", "\n") for m in measured]
     colors = ["tab:blue" if m["head"] == "local" else "tab:orange" for m in measured]
     left.bar(names, [m["peak_bytes"] / 2**20 for m in measured], color=colors)
     left.set_ylabel("peak memory, MiB")
     right.bar(names, [m["step_seconds"] * 1e3 for m in measured], color=colors)
     right.set_ylabel("step time, ms")
+    for axes in (left, right):
+        axes.tick_params(axis="x", labelsize=8)
     figure.savefig(path)
 
 
 def main() -> None:
     arguments = parse_arguments()
-    load_tokens(arguments.folder, arguments.text, arguments.vocab_size)  # once, before the stages want them
-    measured = [each for kind in ("local", "lossd") for each in run(arguments, kind)]
+    load_text_tokens(arguments)  # once, before the stages want them
+    measured = [each for kind, schedule_name in RUNS for each in run(arguments, kind, schedule_name)]
     for each in measured:
-        print(f"{each['head']:>6} head, stage {each['stage']}: step {each['step_seconds'] * 1e3:8.1f} ms, "
-              f"peak memory {each['peak_bytes'] / 2**20:8.1f} MiB")
-    local, remote = (each["losses"] for each in measured if each["losses"])
+        print(f"{each['head']:>6} head, {each['schedule']:>15}, stage {each['stage']}: "
+              f"step {each['step_seconds'] * 1e3:8.1f} ms, peak memory {each['peak_bytes'] / 2**20:8.1f} MiB")
+    local, *remote = (each["losses"] for each in measured if each["losses"])
     print(f"losses are apart by {np.abs(np.subtract(local, remote)).max():.5f} at most, last {local[-1]:.4f}")
     (arguments.folder / "pipeline.json").write_text(json.dumps(measured, indent=1))
     if arguments.figure:

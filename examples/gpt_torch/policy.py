@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 
 import torch
+from remote import add_loss_arguments, loss_options
 from torch import nn
 
 import lossd
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--hidden_size", type=int, default=64)
     parser.add_argument("--group", type=int, default=16, help="answers to the same prompt")
     parser.add_argument("--seed", type=int, default=1)
+    add_loss_arguments(parser)
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
     vocab_size = arguments.vocab_size
@@ -69,7 +71,7 @@ def main() -> None:
             client.delete_head(HEAD)
         client.create_head(HEAD, hidden_size=arguments.hidden_size, vocab_size=vocab_size, seed=arguments.seed)
         policy = Policy(vocab_size, arguments.hidden_size)
-        head = LossHead(client, HEAD, reduction="none", extras=("entropy",))
+        head = LossHead(client, HEAD, reduction="none", extras=("entropy",), **loss_options(arguments))
         optimizers = [torch.optim.AdamW(policy.parameters(), lr=3e-3), HeadOptimizer(head, lr=3e-3)]
         for round_ in range(arguments.rounds):
             weight = torch.from_numpy(client.read_tensor(HEAD))

@@ -2,6 +2,7 @@
 
     lossd &
     python3 train.py --steps=500 --figure=curves.svg
+    python3 train.py --heads_to_run lossd --algorithm=filtered
 
 Same seeds, same weights, same batches. Both clip the global gradient norm and follow the same learning-rate schedule.
 The tokens are learnt from the manual pages of Perl, or from --text.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -20,12 +22,11 @@ import numpy as np
 import torch
 from model import LocalHead, Shape, head_weight, trunk
 from numpy.typing import NDArray
+from remote import add_loss_arguments, loss_options, remote_head
 from text import load_tokens
 
 import lossd
-from lossd.torch import HeadOptimizer, LossHead
-
-HEAD = "gpt"
+from lossd.torch import HeadOptimizer
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -40,6 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text", help="file to learn instead of the manual pages of Perl")
     parser.add_argument("--folder", type=Path, default=Path("gpt_torch-data"), help="for tokens and the curves")
     parser.add_argument("--figure", type=Path, help="draw the curves (needs matplotlib)")
+    add_loss_arguments(parser)
     Shape.add_arguments(parser)
     return parser.parse_args()
 
@@ -50,7 +52,7 @@ def batches(tokens: NDArray[np.int64], arguments: argparse.Namespace) -> Iterato
     for _ in range(arguments.steps):
         begins = rng.integers(0, len(tokens) - arguments.context - 1, arguments.batch)
         rows = torch.from_numpy(np.stack([tokens[b:b + arguments.context + 1] for b in begins]))
-        yield rows[:, :-1].to(arguments.device), rows[:, 1:]
+        yield rows[:, :-1].contiguous().to(arguments.device), rows[:, 1:]
 
 
 def schedule(steps: int) -> Callable[[int], float]:
@@ -73,20 +75,26 @@ def run(arguments: argparse.Namespace, tokens: NDArray[np.int64], client: lossd.
         parameters += head.parameters()
         optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(parameters, **settings)]
     else:
-        head = remote_head(client, weight, "bf16" if device.type == "cuda" else "fp32")
+        head = remote_head(client, f"gpt-{arguments.algorithm}", weight, "bf16" if device.type == "cuda" else "fp32",
+                           extras=("dropped_mass",), **loss_options(arguments))
         head_optimizer = HeadOptimizer(head, device=device, **settings)
         optimizers = [torch.optim.AdamW(parameters, **settings), head_optimizer]
         parameters.append(head_optimizer.stand_in)
     schedulers = [torch.optim.lr_scheduler.LambdaLR(each, schedule(arguments.steps)) for each in optimizers]
 
     losses: list[float] = []
+    dropped = 0.0  # probability that gradients left out, a row
     start = time.monotonic()
     for step, (inputs, targets) in enumerate(batches(tokens, arguments)):
         for optimizer in optimizers:
             optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             hidden = model(inputs)
-            loss = head(hidden, targets if client else targets.to(device))
+            if client is None:
+                loss = head(hidden, targets.to(device))
+            else:
+                loss, extras = head(hidden, targets)
+                dropped += extras.dropped_mass.item()
         loss.backward()
         if head_optimizer is not None:
             head_optimizer.load_grad_norm()
@@ -96,16 +104,9 @@ def run(arguments: argparse.Namespace, tokens: NDArray[np.int64], client: lossd.
         losses.append(loss.item())
         if step % 50 == 0 or step + 1 == arguments.steps:
             print(f"  step {step:5}  loss {losses[-1]:.4f}  {time.monotonic() - start:.1f} s", flush=True)
+    if client is not None and arguments.algorithm != "exact":
+        print(f"  gradients left out {dropped / arguments.steps:.4f} of a row's probability in the mean")
     return losses
-
-
-def remote_head(client: lossd.Client, weight: torch.Tensor, compute_dtype: lossd.types.DType) -> LossHead:
-    if HEAD in [head.spec.name for head in client.list_heads()]:
-        client.delete_head(HEAD)
-    client.create_head(HEAD, hidden_size=weight.shape[1], vocab_size=weight.shape[0], compute_dtype=compute_dtype,
-                       zeros=True)
-    client.write_tensor(HEAD, "weight", weight.numpy())
-    return LossHead(client, HEAD)
 
 
 def report(curves: dict[str, list[float]], folder: Path) -> None:
@@ -125,11 +126,15 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(figsize=(7, 4), constrained_layout=True)
-    for (name, values), style in zip(curves.items(), ("-", "--")):
-        axes.plot(values, style, label=f"{name} head", linewidth=1.2)
-    axes.set(xlabel="step", ylabel="loss, nats a token")
-    axes.legend()
+    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, height_ratios=(2, 1),
+                                          constrained_layout=True)
+    first = next(iter(curves))
+    for (name, values), style in zip(curves.items(), itertools.cycle(("-", "--", "-.", ":"))):
+        above.plot(values, style, label=f"{name} head", linewidth=1.2)
+        below.plot(np.subtract(values, curves[first]), style, linewidth=0.8)
+    above.set(ylabel="loss, nats a token")
+    below.set(xlabel="step", ylabel=f"minus {first} head")
+    above.legend()
     figure.savefig(path)
 
 

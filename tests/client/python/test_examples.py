@@ -50,12 +50,18 @@ def test_local_and_remote_head_train_alike(server, tmp_path):
     assert max(abs(local - remote) for _, local, remote in rows) < 1e-3, output
 
 
+def test_algorithms_are_passed_on(server, tmp_path):
+    output = run("train.py", f"--server={server.target}", "--heads_to_run", "lossd", "--steps=2", "--batch=4",
+                 "--algorithm=filtered", "--filter_epsilon=0.5", f"--folder={tmp_path}", "--device=cpu", *SMALL)
+    assert float(output.split("left out ")[1].split()[0]) > 0.9, output
+
+
 def test_two_stages(server, tmp_path):
     pytest.importorskip("torch.distributed.pipelining", reason="this torch has no pipelining")
     output = run("pipeline.py", f"--server={server.target}", "--steps=3", "--batch=4", "--microbatches=2",
                  f"--folder={tmp_path}", *SMALL)
     apart = float(output.split("apart by ")[1].split()[0])
-    assert apart < 1e-3 and output.count("peak memory") == 4
+    assert apart < 1e-3 and output.count("peak memory") == 6
 
 
 def test_policy_learns(server):

@@ -65,9 +65,59 @@ def test_a_restart_is_noticed(problem):
                 client.compute_loss("a", *problem, step=0, id=2, accumulate=True)
             with pytest.raises(lossd.Restarted):
                 client.apply_step("a", 0, lossd.SGD(lr=1.0), expected_microbatches=[1])
+            with pytest.raises(lossd.Restarted):
+                client.add_gradient("a", "weight", np.ones((V, D), np.float32), step=0, id=3)
+            assert client.describe_head("a").step_contributions == 0
             client.acknowledge_restart("a")
             client.compute_loss("a", *problem, step=0, id=1, accumulate=True)
             assert client.apply_step("a", 0, lossd.SGD(lr=1.0), expected_microbatches=[1]).state.step == 1
+    finally:
+        server.stop()
+
+
+def test_another_server_than_the_expected_one(problem):
+    server = ServerProcess()
+    retry = lossd.RetryOptions(max_attempts=30, initial_backoff=0.05)
+    try:
+        with lossd.Client(server.target) as client:
+            before = client.get_server().incarnation
+            client.create_head("a", hidden_size=D, vocab_size=V)
+            client.save_checkpoint("a", "start")
+        with lossd.Client(server.target, retry=retry, expected_incarnation=before) as client:
+            server.kill()
+            server.start()
+            with lossd.Client(server.target) as other:
+                other.load_checkpoint("a/start")
+            with pytest.raises(lossd.Restarted, match=f"{before:016x} -> .*gradients of step 0 are lost"):
+                client.compute_loss("a", *problem, step=0, id=1, accumulate=True)
+            with pytest.raises(lossd.Restarted):
+                client.apply_step("a", 0, lossd.SGD(lr=1.0))
+            client.compute_loss("a", *problem)
+            client.acknowledge_restart("a")
+            client.compute_loss("a", *problem, step=0, id=1, accumulate=True)
+        with pytest.raises(lossd.Restarted, match=f"incarnation {before:016x} -> "):
+            lossd.Client(server.target, expected_incarnation=before)
+    finally:
+        server.stop()
+
+
+def test_a_repeated_step_does_not_forget_the_next_one(problem):
+    server = ServerProcess()
+    retry = lossd.RetryOptions(max_attempts=30, initial_backoff=0.05)
+    try:
+        with lossd.Client(server.target, retry=retry) as client:
+            client.create_head("a", hidden_size=D, vocab_size=V)
+            for step in (0, 1):
+                client.compute_loss("a", *problem, step=step, id=1, accumulate=True)
+                client.apply_step("a", 0, lossd.SGD(lr=1.0), expected_microbatches=[1])
+                if step == 0:
+                    client.save_checkpoint("a", "one")
+            server.kill()
+            server.start()
+            with lossd.Client(server.target) as other:
+                other.load_checkpoint("a/one")
+            with pytest.raises(lossd.Restarted, match="gradients of step 1 are lost"):
+                client.compute_loss("a", *problem, step=1, id=2, accumulate=True)
     finally:
         server.stop()
 

@@ -421,9 +421,10 @@ def test_closed_client(server, make_head, problem):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("targets_on_cpu", [False, True])
-def test_cuda_tensors(client, make_head, problem, targets_on_cpu):
+@pytest.mark.parametrize("deferred", [False, True])
+def test_cuda_tensors(client, make_head, problem, targets_on_cpu, deferred):
     hidden, targets = problem
-    module = LossHead(client, make_head(hidden_size=D, vocab_size=V))
+    module = LossHead(client, make_head(hidden_size=D, vocab_size=V), deferred=deferred)
     ours = hidden.clone().requires_grad_()
     module(ours, targets).backward()
     theirs = hidden.cuda().requires_grad_()

@@ -25,6 +25,13 @@ def data(seed):
             torch.randint(0, V, (STEPS, N), generator=generator))
 
 
+def schedule_class(name):
+    from torch.distributed import pipelining
+
+    from lossd.torch import schedules
+    return getattr(schedules if name == "Overlapped1F1B" else pipelining, name)
+
+
 def run_stage(rank, port, target, name, schedule_name, scale_grads, seed, results):
     from torch.distributed import pipelining
     torch.set_num_threads(1)
@@ -37,10 +44,13 @@ def run_stage(rank, port, target, name, schedule_name, scale_grads, seed, result
         head = LossHead(client, name, normalizer=None if scale_grads else N)
         head_optimizer = HeadOptimizer(head, lr=0.5, algorithm="sgd")
         loss_fn = PipelineLoss(head, n_microbatches=MICROBATCHES, scale_grads=scale_grads)
-        schedule = getattr(pipelining, schedule_name)(stage, MICROBATCHES, loss_fn=loss_fn, scale_grads=scale_grads)
-        losses = []
+        schedule = schedule_class(schedule_name)(stage, MICROBATCHES, loss_fn=loss_fn, scale_grads=scale_grads)
+        losses, order = [], []  # of forward and backward passes
+        module.register_forward_hook(lambda *_: order.append("F"))
+        next(module.parameters()).register_hook(lambda _: order.append("B"))
         for step in range(STEPS):
             of_step = []
+            order.clear()
             optimizer.zero_grad()
             if rank == 0:
                 schedule.step(inputs[step])
@@ -49,7 +59,7 @@ def run_stage(rank, port, target, name, schedule_name, scale_grads, seed, result
                 head_optimizer.step()
             optimizer.step()
             losses += (loss.item() for loss in of_step)
-    results.put((rank, losses, [p.detach().numpy() for p in module.parameters()]))
+    results.put((rank, losses, [p.detach().numpy() for p in module.parameters()], "".join(order)))
     torch.distributed.destroy_process_group()
 
 
@@ -70,9 +80,10 @@ def train_alone(client, name, seed):
     return losses, [first, second, head]
 
 
-@pytest.mark.parametrize("schedule, scale_grads", [
-    ("ScheduleGPipe", True), ("Schedule1F1B", True), ("Schedule1F1B", False)])
-def test_schedules(server, client, make_head, seed, schedule, scale_grads):
+@pytest.mark.parametrize("schedule, scale_grads, order", [
+    ("ScheduleGPipe", True, "FFFFBBBB"), ("Schedule1F1B", True, "FBFBFBFB"), ("Schedule1F1B", False, "FBFBFBFB"),
+    ("Overlapped1F1B", True, "FFBFBFBB")])
+def test_schedules(server, client, make_head, seed, schedule, scale_grads, order):
     name = make_head(hidden_size=D, vocab_size=V)
     losses, modules = train_alone(client, name, seed)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -90,6 +101,7 @@ def test_schedules(server, client, make_head, seed, schedule, scale_grads):
     by_rank = {rank: rest for rank, *rest in (results.get(), results.get())}
     got = np.array(by_rank[1][0]).reshape(STEPS, MICROBATCHES)
     np.testing.assert_allclose(got.mean(1) if scale_grads else got.sum(1), losses, rtol=1e-5)
+    assert by_rank[1][2] == order
     for rank in (0, 1):
         for ours, theirs in zip(by_rank[rank][1], modules[rank].parameters()):
             np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=1e-5)

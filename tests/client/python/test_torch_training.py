@@ -117,8 +117,10 @@ def test_loss_scaling(client, make_head, trunks):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_torch_grad_scaler(client, make_head, trunks):
-    head = LossHead(client, make_head(hidden_size=D, vocab_size=V))
-    optimizer = HeadOptimizer(head, lr=0.5, device="cuda")
+    name = make_head(hidden_size=D, vocab_size=V)
+    head = LossHead(client, name)
+    layer = local_head(client, name)
+    optimizer = HeadOptimizer(head, lr=0.5, algorithm="sgd", device="cuda")
     scaler = torch.cuda.amp.GradScaler(init_scale=512.0)
     trunk = trunks[0].cuda()
     trunk_optimizer = torch.optim.AdamW(trunk.parameters())
@@ -132,6 +134,9 @@ def test_torch_grad_scaler(client, make_head, trunks):
         scaler.step(each)
     scaler.update()
     assert head.step == 1
+    local_loss(layer, trunks[1](tokens), targets).backward()
+    expected = layer.weight - 0.5 * layer.weight.grad
+    np.testing.assert_allclose(client.read_tensor(name), expected.detach().numpy(), atol=1e-3)  # hidden in fp16
 
 
 def test_a_norm_that_is_not_finite_is_refused(client, make_head):

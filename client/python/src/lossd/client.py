@@ -27,7 +27,7 @@ import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import ArrayLike, NDArray
 
-from lossd import _tensors, errors, types
+from lossd import _arrays, _tensors, _wire, errors, types
 from lossd._connections import ConnectionOptions, Connections, Deadline
 from lossd._head_book import HeadBook
 from lossd._loss_call import CallOptions, Core, LossCall, PendingLoss
@@ -51,6 +51,7 @@ M = TypeVar("M", bound=Message)
 _HEADS = "/lossd.v1.HeadService/"
 _LOSSES = "/lossd.v1.LossService/"
 _STREAM_THREADS = 8  # a connection's share of the threads that streams run on
+_SLICE_BYTES = 2 << 20  # larger messages cost less in the interpreter, smaller ones overlap better
 _DEFAULT_OPTIONS = LossOptions()
 
 
@@ -58,8 +59,8 @@ class Client:
     def __init__(self, target: str = "127.0.0.1:7070", *, channels: int = 2, connect_timeout: float = 10.0,
                  wait_for_server: bool = True, max_message_bytes: int = 64 << 20, call_timeout: float = 60.0,
                  transfer_timeout: float = 1800.0, loss_timeout: float = 600.0, dead_peer_timeout: float = 30.0,
-                 retry: RetryOptions = RetryOptions(), max_pending: int = 64) -> None:
-        """Connects, or raises Unavailable after `connect_timeout`.
+                 retry: RetryOptions = RetryOptions(), expected_incarnation: int = 0, max_pending: int = 64) -> None:
+        """Connects, or raises Unavailable after `connect_timeout`; Restarted if another server is expected.
 
         Args:
           target: host:port, or any gRPC target name.
@@ -71,20 +72,26 @@ class Client:
           loss_timeout: for a loss computation, attempts and waits together.
           dead_peer_timeout: a connection whose peer takes no data for so long is given up.
           retry: how calls that may be repeated are repeated when a connection breaks.
+          expected_incarnation: of the server, as results and descriptions name it, if the caller knows it from before:
+            connecting, and calls that accumulate or apply gradients, fail as after a restart if it is another process
+            by now. 0: the server is taken as it is found.
           max_pending: loss computations under way; starting another one waits until one has ended.
         """
+        _wire.keep_freed_memory()
         self._call_timeout = call_timeout
         self._transfer_timeout = transfer_timeout
         self._loss_timeout = loss_timeout
         self._channels = channels
         self._connections = Connections(ConnectionOptions(
             target, channels, connect_timeout, wait_for_server, max_message_bytes, dead_peer_timeout, retry))
-        self._book = HeadBook()
+        self._book = HeadBook(expected_incarnation)
         self._pool = ThreadPoolExecutor(channels * _STREAM_THREADS, thread_name_prefix="lossd")
         self._core = Core(self._connections, self._book, self._pool, self._describe)
         self._pending_slots = threading.BoundedSemaphore(max_pending)
         self._lock = threading.Lock()
         self._pending: set[LossCall] = set()  # guarded by _lock
+        if expected_incarnation:
+            self._insist_on(expected_incarnation)
 
     def close(self) -> None:
         """Cancels what is under way, waits for it, and closes the connections. May be repeated."""
@@ -126,7 +133,7 @@ class Client:
             options: LossOptions = _DEFAULT_OPTIONS, reduction: Reduction = "mean",
             normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
             retain: bool = False, grad_hidden: bool | NDArray[Any] = False, rows: Iterable[RowOutput] = (),
-            streams: int | None = None, slice_bytes: int = 1 << 20, timeout: float | None = None,
+            streams: int | None = None, slice_bytes: int = _SLICE_BYTES, timeout: float | None = None,
             ready: Callable[[], None] | None = None) -> PendingLoss:
         """Starts a loss computation.
 
@@ -154,19 +161,19 @@ class Client:
           ready: blocks until `hidden` may be read; runs on a thread of the client.
         """
         self._connections.check_usable()
-        kind, data = _as_matrix("hidden", hidden, dtype)
-        classes = _as_targets(targets)
+        kind, data = _arrays.as_matrix("hidden", hidden, dtype)
+        classes = _arrays.as_targets(targets)
         if len(classes) != len(data):
             raise errors.InvalidArgument(f"targets has {len(classes)} entries for {len(data)} rows of hidden")
-        gradient = _gradient_array(grad_hidden, data)
-        wanted = _row_arrays(rows, len(classes))
+        gradient = _arrays.gradient_array(grad_hidden, data)
+        wanted = _arrays.row_arrays(rows, len(classes))
         work = ForwardWork(
-            head=head, step=step, id=id, accumulate=accumulate, hidden=_bytes_of(data),
+            head=head, step=step, id=id, accumulate=accumulate, hidden=_arrays.bytes_of(data),
             hidden_dtype=types.DTYPES[kind], hidden_size=data.shape[1], element_size=data.itemsize, targets=classes,
-            row_weights=_as_floats("row_weights", row_weights), options=options,
+            row_weights=_arrays.as_floats("row_weights", row_weights), options=options,
             scale=Scale(reduction, normalizer, grad_output),
             reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), retain=retain,
-            outputs=Outputs(None if gradient is None else _bytes_of(gradient), wanted))
+            outputs=Outputs(None if gradient is None else _arrays.bytes_of(gradient), wanted))
         return self._start(work, gradient, streams, slice_bytes, timeout, ready)
 
     def backward(self, head: str, id: int, grad_loss: ArrayLike, **options: Any) -> LossResult:
@@ -189,17 +196,18 @@ class Client:
           grad_lse, grad_entropy: [N], with respect to each row's log sum exp and entropy. None: 0.
         """
         self._connections.check_usable()
-        upstream = _as_floats("grad_loss", grad_loss)
+        upstream = _arrays.as_floats("grad_loss", grad_loss)
         assert upstream is not None
         types.enum_value("dtype", types.DTYPES, dtype)
         shape = np.broadcast_to(np.zeros((), types.NUMPY_DTYPES[dtype]), (len(upstream), hidden_size))
-        gradient = _gradient_array(grad_hidden, shape)
+        gradient = _arrays.gradient_array(grad_hidden, shape)
         work = BackwardWork(
             head=head, step=step, id=id, accumulate=accumulate, hidden_size=hidden_size,
             element_size=types.NUMPY_DTYPES[dtype].itemsize, grad_loss=upstream,
-            grad_lse=_as_floats("grad_lse", grad_lse), grad_entropy=_as_floats("grad_entropy", grad_entropy),
-            outputs=Outputs(None if gradient is None else _bytes_of(gradient)))
-        return self._start(work, gradient, streams, 1 << 20, timeout, None)
+            grad_lse=_arrays.as_floats("grad_lse", grad_lse),
+            grad_entropy=_arrays.as_floats("grad_entropy", grad_entropy),
+            outputs=Outputs(None if gradient is None else _arrays.bytes_of(gradient)))
+        return self._start(work, gradient, streams, _SLICE_BYTES, timeout, None)
 
     def release_microbatch(self, head: str, id: int, timeout: float | None = None) -> bool:
         """Lets go of retained rows. False if there were none."""
@@ -273,7 +281,7 @@ class Client:
         out = np.empty((end - begin, *shape[1:]), types.NUMPY_DTYPES[dtype])
         row_bytes = out.itemsize * math.prod(shape[1:])
         self._connections.repeated(
-            lambda: _tensors.read_tensor(self._connections, request, row_bytes, begin, _bytes_of(out), deadline),
+            lambda: _tensors.read_tensor(self._connections, request, row_bytes, begin, _arrays.bytes_of(out), deadline),
             deadline)
         return out
 
@@ -283,11 +291,11 @@ class Client:
         """Replaces a tensor, or rows [begin, end) of it. After an error some rows may be replaced."""
         deadline = Deadline(timeout or self._transfer_timeout)
         number = types.enum_value("param", types.PARAMS, param)
-        kind, data = _as_array("values", values, dtype)
+        kind, data = _arrays.as_array("values", values, dtype)
         range_, row_bytes = self._rows_of(head, param, data, rows, deadline)
         open_ = head_pb2.OpenTensor(head=head, param=number, role=types.enum_value("role", types.ROLES, role),
                                     dtype=types.DTYPES[kind], rows=range_)
-        return _tensors.write_tensor(self._connections, open_, row_bytes, _bytes_of(data), deadline).state
+        return _tensors.write_tensor(self._connections, open_, row_bytes, _arrays.bytes_of(data), deadline).state
 
     def add_gradient(self, head: str, param: Param, values: NDArray[Any], *, step: int, id: int, scale: float = 1.0,
                      dtype: DType | None = None, rows: tuple[int, int] | None = None,
@@ -299,13 +307,15 @@ class Client:
         """
         deadline = Deadline(timeout or self._transfer_timeout)
         number = types.enum_value("param", types.PARAMS, param)
-        kind, data = _as_array("values", values, dtype)
+        kind, data = _arrays.as_array("values", values, dtype)
         with self._restarts_told(head, step):
             range_, row_bytes = self._rows_of(head, param, data, rows, deadline)
             open_ = head_pb2.OpenGradient(head=head, step=step, contribution_id=id, param=number,
-                                          dtype=types.DTYPES[kind], scale=scale, contribution_rows=range_)
+                                          dtype=types.DTYPES[kind], scale=scale, contribution_rows=range_,
+                                          incarnation=self._book.incarnation_of(head, step))
+            payload = _arrays.bytes_of(data)
             answer = self._connections.repeated(
-                lambda: _tensors.add_gradient(self._connections, open_, row_bytes, _bytes_of(data), deadline), deadline)
+                lambda: _tensors.add_gradient(self._connections, open_, row_bytes, payload, deadline), deadline)
         self._book.note_accumulation(head, step, answer.state.incarnation)
         return answer
 
@@ -338,7 +348,7 @@ class Client:
             answer = self._heads("ApplyStep", request, head_pb2.ApplyStepResponse, timeout or self._call_timeout,
                                  repeat=True)
         self._book.check_incarnation(head, step, answer.applied_incarnation)
-        self._book.forget_accumulation(head)
+        self._book.close_step(head, step)
         return answer
 
     def zero_gradients(self, head: str, step: int, timeout: float | None = None) -> types_pb2.HeadState:
@@ -396,6 +406,16 @@ class Client:
                                        repeat=True)
 
     # ---- Parts ----
+
+    def _insist_on(self, incarnation: int) -> None:
+        """Closes the client and raises Restarted if the server is another process."""
+        try:
+            found = self.get_server().incarnation
+            if found != incarnation:
+                raise errors.restarted(None, incarnation, found, None)
+        except BaseException:
+            self.close()
+            raise
 
     def _heads(self, method: str, request: Message, answer: type[M], timeout: float, *, repeat: bool = False) -> M:
         return self._connections.unary(_HEADS + method, request, answer, Deadline(timeout), repeat=repeat)
@@ -467,72 +487,3 @@ def _wait(pending: PendingLoss) -> LossResult:
         except errors.LossdError:
             pass
         raise
-
-
-def _bytes_of(array: NDArray[Any]) -> memoryview:
-    """The memory of a C-contiguous array."""
-    return array.reshape(-1).view(np.uint8).data
-
-
-def _as_array(name: str, values: NDArray[Any], dtype: DType | None) -> tuple[DType, NDArray[Any]]:
-    array = np.asarray(values)
-    if array.dtype.name == "bfloat16":  # of ml_dtypes
-        array, dtype = array.view(np.uint16), dtype or "bf16"
-    natural: dict[str, DType] = {"float32": "fp32", "float16": "fp16"}
-    kind = dtype or natural.get(array.dtype.name)
-    if kind is None:
-        hint = '; pass dtype="bf16" if these are the bits of bf16' if array.dtype == np.uint16 else ""
-        raise errors.InvalidArgument(f"{name} has dtype {array.dtype}; it must be float32, float16 or bf16{hint}")
-    types.enum_value("dtype", types.DTYPES, kind)
-    if array.dtype != types.NUMPY_DTYPES[kind]:
-        raise errors.InvalidArgument(f"{name} has dtype {array.dtype}; {kind} lies in {types.NUMPY_DTYPES[kind].name}")
-    return kind, np.ascontiguousarray(array)
-
-
-def _as_matrix(name: str, values: NDArray[Any], dtype: DType | None) -> tuple[DType, NDArray[Any]]:
-    kind, array = _as_array(name, values, dtype)
-    if array.ndim != 2:
-        raise errors.InvalidArgument(f"{name} has shape {array.shape}; it must be [N, D]")
-    return kind, array
-
-
-def _as_targets(targets: ArrayLike) -> NDArray[np.int32]:
-    array = np.asarray(targets)
-    if array.size == 0:
-        return np.empty(0, np.int32)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise errors.InvalidArgument(
-            f"targets has shape {array.shape} and dtype {array.dtype}; it must be [N] of integers")
-    if array.dtype.itemsize > 4 and (int(array.min()) < -(2**31) or int(array.max()) >= 2**31):
-        worst = int(np.flatnonzero((array < -(2**31)) | (array >= 2**31))[0])
-        raise errors.InvalidArgument(f"targets[{worst}] is {int(array[worst])}: not a class")
-    return np.array(array, "<i4")
-
-
-def _as_floats(name: str, values: ArrayLike | None) -> NDArray[np.float32] | None:
-    if values is None:
-        return None
-    array = np.array(values, "<f4")
-    if array.ndim != 1:
-        raise errors.InvalidArgument(f"{name} has shape {array.shape}; it must be [N]")
-    return array
-
-
-def _gradient_array(wanted: bool | NDArray[Any], like: NDArray[Any]) -> NDArray[Any] | None:
-    if isinstance(wanted, bool):
-        return np.empty(like.shape, like.dtype) if wanted else None
-    if wanted.shape != like.shape or wanted.dtype != like.dtype:
-        raise errors.InvalidArgument(
-            f"grad_hidden has shape {wanted.shape} and dtype {wanted.dtype}; {like.shape} and {like.dtype} are needed")
-    if not wanted.flags.c_contiguous or not wanted.flags.writeable:
-        raise errors.InvalidArgument("grad_hidden must be C-contiguous and writeable")
-    return wanted
-
-
-def _row_arrays(names: Iterable[RowOutput], rows: int) -> dict[RowOutput, NDArray[Any]]:
-    arrays: dict[RowOutput, NDArray[Any]] = {}
-    for name in names:
-        if name not in types.ROW_OUTPUTS:
-            raise errors.InvalidArgument(f"rows names {name!r}; there are {', '.join(types.ROW_OUTPUTS)}")
-        arrays[name] = np.empty(rows, np.int32 if name == "argmax" else np.float32)
-    return arrays

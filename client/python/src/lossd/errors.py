@@ -140,12 +140,13 @@ def _detail(error: grpc.RpcError) -> types_pb2.ErrorDetail | None:
     return None
 
 
-def restarted(head: str, before: int, now: int, step: int | None) -> Restarted:
-    lost = "its weights may have changed" if step is None else f"gradients of step {step} are lost"
-    detail = types_pb2.ErrorDetail(incarnation=now)
-    return Restarted(
-        f"server restarted (incarnation {before:016x} -> {now:016x}); {lost}: "
-        f'restore head "{head}" or repeat the step', detail)
+def restarted(head: str | None, before: int, now: int, step: int | None) -> Restarted:
+    """`head` None: none is known."""
+    message = f"server restarted (incarnation {before:016x} -> {now:016x})"
+    if head is not None:
+        lost = "its weights may have changed" if step is None else f"gradients of step {step} are lost"
+        message += f'; {lost}: restore head "{head}" or repeat the step'
+    return Restarted(message, types_pb2.ErrorDetail(incarnation=now))
 
 
 def server_sent(what: str) -> Internal:

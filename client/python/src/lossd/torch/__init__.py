@@ -1,6 +1,7 @@
 """lossd for PyTorch: a loss head as a module, and the optimizer that steps it. Needs torch 1.13 or later."""
 
-from lossd.torch.head import LossExtras, LossHead, PendingHeadLoss
+from lossd.torch._job import LossExtras
+from lossd.torch.head import LossHead, PendingHeadLoss
 from lossd.torch.optimizer import HeadOptimizer
 from lossd.torch.pipelining import PipelineLoss
 from lossd.torch.tied import TiedEmbedding

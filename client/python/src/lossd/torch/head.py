@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,31 +11,9 @@ from numpy.typing import NDArray
 
 import lossd
 from lossd.torch import _memory
+from lossd.torch._job import EXTRAS, Extra, Job, LossOutput
 from lossd.torch._step_book import StepBook
-from lossd.types import Algorithm, DType, LossResult, Reduction, RowOutput
-
-Extra = Literal["z_loss", "accuracy", "dropped_mass", "lse", "entropy", "logprob", "argmax"]
-EXTRAS: tuple[Extra, ...] = ("z_loss", "accuracy", "dropped_mass", "lse", "entropy", "logprob", "argmax")
-_ROW_EXTRAS: tuple[RowOutput, ...] = ("lse", "entropy", "logprob", "argmax")
-_DIFFERENTIABLE: tuple[RowOutput, ...] = ("loss", "lse", "entropy")
-
-
-@dataclass
-class LossExtras:
-    """What was asked for besides the loss; the rest is None. Scalars, or tensors of the targets' shape."""
-
-    z_loss: torch.Tensor | None = None  # the z-loss part of the loss, scaled as the loss is
-    accuracy: torch.Tensor | None = None  # share of valid rows whose largest logit is the target's
-    # Probability that filtered gradients left out, mean over valid rows; 0 if no gradient was computed. What computes
-    # gradients in backward (deferred, reduction none) fills it there; before that it is NaN.
-    dropped_mass: torch.Tensor | None = None
-    lse: torch.Tensor | None = None  # log sum exp of the logits
-    entropy: torch.Tensor | None = None  # of the softmax, nats
-    logprob: torch.Tensor | None = None  # log p of the target
-    argmax: torch.Tensor | None = None  # int32; -1 for ignored rows
-
-
-LossOutput: TypeAlias = "torch.Tensor | tuple[torch.Tensor, LossExtras]"
+from lossd.types import Algorithm, Reduction
 
 
 class LossHead(torch.nn.Module):
@@ -69,7 +45,7 @@ class LossHead(torch.nn.Module):
             class_weights: bool = False, algorithm: Algorithm = "exact", filter_epsilon: float = 2.0**-12,
             max_dropped_mass: float = 0.05, shift: bool = False, normalizer: float | None = None,
             grad_output: float = 1.0, deferred: bool = False, train_head: bool = True, extras: Iterable[Extra] = (),
-            rank: int = 0, world_size: int = 1, streams: int | None = None, slice_bytes: int = 1 << 20,
+            rank: int = 0, world_size: int = 1, streams: int | None = None, slice_bytes: int = 2 << 20,
             timeout: float | None = None) -> None:
         """
         Args:
@@ -155,7 +131,7 @@ class LossHead(torch.nn.Module):
         needs_hidden = torch.is_grad_enabled() and hidden.requires_grad
         needs_head = torch.is_grad_enabled() and self.train_head
         number = self.steps.number(microbatch) if needs_head else self.steps.number_apart()
-        job = _Job(self, wire, targets.shape, needs_hidden, needs_head, number, self.grad_output)
+        job = Job(self, wire, targets.shape, needs_hidden, needs_head, number, self.grad_output)
         weights = None if row_weights is None else row_weights.detach().reshape(-1).to("cpu", torch.float32).numpy()
         if self.reduction == "mean":
             job.normalizer = self._normalizer(labels, normalizer)
@@ -198,7 +174,7 @@ class LossHead(torch.nn.Module):
 class PendingHeadLoss:
     """A loss that is being computed."""
 
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
         self._output: LossOutput | None = None
 
@@ -212,220 +188,17 @@ class PendingHeadLoss:
             self._output = self._job.output()
         return self._output
 
+    def lazy(self) -> torch.Tensor:
+        """The loss at once, as a tensor whose value is NaN until its backward, which waits for the server.
 
-class _Job:
-    """One microbatch from start() to the end of backward."""
-
-    def __init__(self, module: LossHead, hidden: torch.Tensor, shape: torch.Size, needs_hidden: bool,
-                 needs_head: bool, number: int, grad_output: float) -> None:
-        self.module = module
-        self.hidden = hidden  # as it travels; part of the graph
-        self.shape = shape  # of the targets
-        self.needs_hidden = needs_hidden
-        self.needs_head = needs_head
-        self.number = number
-        self.step = module.steps.step
-        self.grad_output = grad_output
-        self.normalizer = 1.0
-        self.deferred = module.deferred and (needs_hidden or needs_head)
-        self.row_losses = module.deferred
-        self.pending: lossd.PendingLoss | None = None
-        self._gradient: torch.Tensor | None = None  # in host memory
-        self._dropped_mass: torch.Tensor | None = None  # the caller's, if wanted
-
-    @property
-    def dtype(self) -> DType:
-        return _memory.DTYPES[self.hidden.dtype]
-
-    @property
-    def wire_id(self) -> int:
-        return self.module.steps.wire_id(self.number)
-
-    def start(self, labels: NDArray[np.int32], row_weights: NDArray[np.float32] | None) -> None:
-        module = self.module
-        host, ready = _memory.to_host(self.hidden.detach().reshape(-1, module.hidden_size))
-        accumulates = self.needs_head and not self.row_losses
-        gradient: bool | NDArray[Any] = False
-        if self.needs_hidden and not self.row_losses:
-            gradient = self._gradient_memory()
-        rows: list[RowOutput] = [name for name in _ROW_EXTRAS if name in module.extras]
-        if self.row_losses:
-            rows.insert(0, "loss")
-        if accumulates:
-            module.steps.sent(self.number)
-        try:
-            self.pending = module.client.compute_loss_async(
-                module.head_name, _memory.as_array(host), labels, dtype=self.dtype, options=module.options,
-                step=self.step if accumulates or self.deferred else None, id=self.wire_id, row_weights=row_weights,
-                reduction="none" if self.row_losses else module.reduction,
-                normalizer=self.normalizer if module.reduction == "mean" and not self.row_losses else None,
-                grad_output=1.0 if self.row_losses else self.grad_output, accumulate=accumulates,
-                retain=self.deferred, grad_hidden=gradient, rows=rows, ready=ready, **module._transport)
-        except BaseException:
-            module.steps.unsent(self.number)
-            raise
-
-    def _gradient_memory(self) -> NDArray[Any]:
-        shape = torch.Size((math.prod(self.shape), self.module.hidden_size))
-        self._gradient = _memory.empty_host(shape, self.hidden.dtype, self.hidden.device)
-        return _memory.as_array(self._gradient)
-
-    def output(self) -> LossOutput:
-        assert self.pending is not None
-        result = self.pending.wait()
-        if self.needs_head and not self.row_losses:
-            self.module.steps.arrived(self.number, waits_for_backward=True)
-        rows = {name: self._tensor(values) for name, values in result.rows.items()}
-        anchor = torch.zeros((), requires_grad=self.needs_head)
-        with torch.set_grad_enabled(self.needs_hidden or self.needs_head):
-            if self.row_losses:
-                loss = self._deferred_loss(anchor, rows)
-            else:
-                loss = _Direct.apply(anchor, self.hidden, self, result.loss)
-        if not self.module.extras:
-            return loss
-        return loss, self._extras(result, rows)
-
-    def _deferred_loss(self, anchor: torch.Tensor, rows: dict[RowOutput, torch.Tensor]) -> torch.Tensor:
-        """Replaces lse and entropy in `rows` by tensors that carry gradients."""
-        names = [name for name in _DIFFERENTIABLE if name in rows]
-        rows.update(zip(names, _Deferred.apply(anchor, self.hidden, self, names, [rows[name] for name in names])))
-        if self.module.reduction == "none":
-            return self._shaped(rows["loss"])
-        total = rows["loss"].sum()
-        return total / self.normalizer if self.normalizer else total
-
-    def gradient(self) -> torch.Tensor | None:
-        """What backward hands to the hidden states."""
-        if self._gradient is None:
-            return None
-        gradient = _memory.to_device(self._gradient, self.hidden.device).reshape(self.hidden.shape)
-        self._gradient = None
-        return gradient
-
-    def run_backward(self, upstream: dict[RowOutput, torch.Tensor | None]) -> None:
-        """Deferred mode: the rows' upstream gradients have come."""
-        module, steps = self.module, self.module.steps
-        if steps.step != self.step:
-            raise RuntimeError(
-                f"backward of a loss of step {self.step}, but step {steps.step} is open: the server let go of its "
-                "hidden states. Call backward() before the optimizer's step()")
-        values = {name: None if gradient is None else gradient.detach().to("cpu", torch.float32).numpy()
-                  for name, gradient in upstream.items()}
-        loss = values.get("loss")
-        if self.needs_head:
-            steps.sent(self.number)
-        if math.prod(self.shape) > 0:
-            result = module.client.backward(
-                module.head_name, self.wire_id, np.zeros(math.prod(self.shape), np.float32) if loss is None else loss,
-                grad_lse=values.get("lse"), grad_entropy=values.get("entropy"), hidden_size=module.hidden_size,
-                dtype=self.dtype, step=self.step, accumulate=self.needs_head,
-                grad_hidden=self._gradient_memory() if self.needs_hidden else False,
-                streams=module._transport["streams"], timeout=module._transport["timeout"])
-            module.client.release_microbatch(module.head_name, self.wire_id)
-            if self._dropped_mass is not None:
-                self._dropped_mass.fill_(_per_valid_row(result, result.dropped_mass))
-        elif self.needs_hidden:
-            self._gradient_memory()
-        if self.needs_head:
-            steps.arrived(self.number, waits_for_backward=False)
-
-    def _extras(self, result: LossResult, rows: dict[RowOutput, torch.Tensor]) -> LossExtras:
-        extras = LossExtras()
-        for name in _ROW_EXTRAS:
-            if name in rows:
-                setattr(extras, name, self._shaped(rows[name]))
-        if "z_loss" in self.module.extras:
-            extras.z_loss = self.scalar(result.z_loss_sum / self.normalizer if self.normalizer else 0.0)
-        if "accuracy" in self.module.extras:
-            extras.accuracy = self.scalar(_per_valid_row(result, result.correct_rows))
-        if "dropped_mass" in self.module.extras:
-            later = self.deferred and result.valid_rows > 0
-            self._dropped_mass = self.scalar(math.nan if later else _per_valid_row(result, result.dropped_mass))
-            extras.dropped_mass = self._dropped_mass
-        return extras
-
-    def scalar(self, value: float) -> torch.Tensor:
-        return torch.tensor(value, dtype=torch.float32, device=self.hidden.device)
-
-    def _tensor(self, values: NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.hidden.device)
-
-    def _shaped(self, rows: torch.Tensor) -> torch.Tensor:
-        """As the targets; with shift the last position, which predicts nothing, is cut off."""
-        shaped = rows.reshape(self.shape)
-        return shaped[..., :-1] if self.module.shift else shaped
-
-
-def _per_valid_row(result: LossResult, total: float) -> float:
-    return total / result.valid_rows if result.valid_rows else 0.0
-
-
-class _Direct(torch.autograd.Function):
-    """Gradients that are known already."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, job: _Job, loss: float) -> torch.Tensor:
-        ctx.job = job
-        return job.scalar(loss)
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job: _Job | None = ctx.job
-        if job is None:
-            raise RuntimeError(_SECOND_BACKWARD)
-        got = float(grad_loss)
-        if not math.isclose(got, job.grad_output, rel_tol=1e-6):
-            raise RuntimeError(
-                f"the gradient of this loss is {got}, but {job.grad_output} was announced and the gradients are "
-                f"computed already. Set head.grad_output = {got} before forward, or make the head with deferred=True")
-        ctx.job = None
-        job.module.steps.had_backward(job.number)
-        return torch.zeros(()), _once_differentiable(job.gradient()), None, None
-
-
-class _Deferred(torch.autograd.Function):
-    """Gradients that the server computes when the upstream gradients of the rows are known."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, job: _Job, names: list[RowOutput],
-                rows: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        ctx.job, ctx.names = job, names
-        ctx.set_materialize_grads(False)
-        return tuple(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        job: _Job | None = ctx.job
-        if job is None:
-            raise RuntimeError(_SECOND_BACKWARD)
-        ctx.job = None
-        job.run_backward(dict(zip(ctx.names, upstream)))
-        return torch.zeros(()), _once_differentiable(job.gradient()), None, None, None
-
-
-_SECOND_BACKWARD = (
-    "backward ran twice on one loss; the server accumulated its weight gradient once. Compute the loss again, or add "
-    "losses up before backward()")
-
-
-class _NotTwice(torch.autograd.Function):
-    """Passes a gradient on and raises if somebody differentiates it."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        raise RuntimeError("lossd has no second derivatives: the gradient of its loss cannot be differentiated")
-
-
-def _once_differentiable(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if gradient is None or not torch.is_grad_enabled():  # enabled with create_graph=True only
-        return gradient
-    marked: torch.Tensor = _NotTwice.apply(torch.zeros((), requires_grad=True), gradient)
-    return marked
+        For trainers that do other work between a loss and its backward, as pipeline schedules do. Without gradients
+        there is no backward to wait in: then this is wait(). RuntimeError with extras and in deferred mode, whose
+        results are needed before.
+        """
+        if self._output is None:
+            self._output = self._job.lazy_output()
+        assert isinstance(self._output, torch.Tensor)
+        return self._output
 
 
 def _labels(targets: torch.Tensor, shift: bool, ignore_index: int) -> NDArray[np.int32]:

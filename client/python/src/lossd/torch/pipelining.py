@@ -17,6 +17,9 @@ class PipelineLoss:
     A schedule divides the gradients of its stages by the number of microbatches after a step (scale_grads=True, its
     default), which is right for losses that are means. The head's gradient is not among them; this divides it, when
     HeadOptimizer applies the step. Give the schedule's own arguments.
+
+    The server's work on a microbatch goes on behind whatever the schedule lets the stage do before that microbatch's
+    backward (PendingHeadLoss.lazy); lossd.torch.schedules has a 1F1B that lets it do a forward.
     """
 
     def __init__(self, head: LossHead, *, n_microbatches: int, scale_grads: bool = True) -> None:
@@ -31,7 +34,10 @@ class PipelineLoss:
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if _is_probe():
             return output.float().sum() * 0.0
-        loss = self.head(output, target)
+        pending = self.head.start(output, target)
+        if not self.head.deferred:
+            return pending.lazy()
+        loss = pending.wait()
         assert isinstance(loss, torch.Tensor)
         return loss
 

@@ -1,0 +1,37 @@
+"""The head of the examples on a lossd server."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+import lossd
+from lossd.torch import LossHead
+
+
+def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = lossd.LossOptions()
+    parser.add_argument("--algorithm", choices=tuple(lossd.types.ALGORITHMS), default=defaults.algorithm,
+                        help="how lossd computes gradients")
+    parser.add_argument("--filter_epsilon", type=float, default=defaults.filter_epsilon,
+                        help="filtered, auto: probabilities below it add nothing to gradients")
+    parser.add_argument("--max_dropped_mass", type=float, default=defaults.max_dropped_mass,
+                        help="auto: the probability a row that may be left out on average")
+
+
+def loss_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments above as LossHead takes them."""
+    return {name: getattr(arguments, name) for name in ("algorithm", "filter_epsilon", "max_dropped_mass")}
+
+
+def remote_head(client: lossd.Client, name: str, weight: torch.Tensor, compute_dtype: lossd.types.DType,
+                **options: Any) -> LossHead:
+    """A new head of that name, in place of an older one, with `weight` [V, D]; `options` are LossHead's."""
+    if name in [head.spec.name for head in client.list_heads()]:
+        client.delete_head(name)
+    client.create_head(name, hidden_size=weight.shape[1], vocab_size=weight.shape[0], compute_dtype=compute_dtype,
+                       zeros=True)
+    client.write_tensor(name, "weight", weight.numpy())
+    return LossHead(client, name, **options)
