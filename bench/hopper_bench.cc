@@ -1,93 +1,142 @@
-// Times the Hopper kernels one by one beside cuBLASLt's product of the same shape, in one process.
+// Times the Hopper kernels one by one beside cuBLASLt's products of the same shapes, alternating in one
+// process.
 //
-//   hopper_bench [--shapes=gemma2-2b,...] [--data=peaked,flat]
+//   hopper_bench [--shapes=gemma2-2b,...] [--data=peaked,flat] [--rows=0] [--rounds=3] [--groups=4,8,...]
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <functional>
-#include <iostream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "bench/gpu_data.h"
 #include "bench/gpu_timer.h"
 #include "kernels/cuda/gemm.h"
 #include "kernels/cuda/hopper/logit_pass.h"
+#include "kernels/cuda/hopper/product.h"
 #include "kernels/cuda/row_loss.h"
 
 ABSL_FLAG(std::vector<std::string>, shapes,
           std::vector<std::string>({"gemma2-2b", "llama3-8b", "phi3.5-mini", "mistral-nemo", "n4096"}),
           "names of shapes to run");
 ABSL_FLAG(std::vector<std::string>, data, std::vector<std::string>({"peaked"}), "peaked, flat");
-ABSL_FLAG(int, rounds, 5, "timed rounds; a round runs every candidate once");
+ABSL_FLAG(int64_t, rows, 0, "rows instead of the shapes' own; 0: those");
+ABSL_FLAG(int, rounds, 3, "timed rounds; a round runs every candidate for a while");
+ABSL_FLAG(std::vector<std::string>, groups, std::vector<std::string>(),
+          "groups of column tiles to try for the gradients beside the planned one");
 
 namespace lossd::bench {
 namespace {
 
 namespace cuda = ::lossd::kernels::cuda;
+namespace hopper = ::lossd::kernels::cuda::hopper;
 using kernels::DType;
 
+// Device memory that lives as long as the object.
 template <typename T>
-T* Allocate(int64_t count) {
-  void* data = nullptr;
-  Check(cudaMalloc(&data, static_cast<size_t>(count) * sizeof(T)), "cudaMalloc");
-  Check(cudaMemset(data, 0, static_cast<size_t>(count) * sizeof(T)), "cudaMemset");
-  return static_cast<T*>(data);
-}
+class Buffer {
+ public:
+  explicit Buffer(int64_t count) : data_(DeviceAlloc<T>(count)) {
+    Check(cudaMemset(data_, 0, static_cast<size_t>(count) * sizeof(T)), "cudaMemset");
+  }
+  ~Buffer() { cudaFree(data_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  T* get() const { return data_; }
+
+ private:
+  T* data_;
+};
 
 struct Candidate {
   std::string name;
   std::function<void()> run;
-  std::vector<double> times;
 };
 
-double Time(const std::function<void()>& run) {
-  static cudaEvent_t begin = nullptr, end = nullptr;
-  if (begin == nullptr) {
-    cudaEventCreate(&begin);
-    cudaEventCreate(&end);
+// What the candidates of one shape work on.
+struct Bench {
+  std::string name;  // of shape and data
+  DataShape shape;
+  LossData data;
+  cuda::Gemms& gemms;
+  Timer& timer;
+  int clusters;
+  uint16_t* exponentials;  // [rows, vocab]
+  uint8_t* scratch;        // [kGemmWorkspaceBytes]
+};
+
+// Prints the times of all candidates, and their ratios to the first one's. The power limit acts on the mean
+// of some tenths of a second, so a candidate runs that long by itself before it is timed.
+void Compare(const Bench& b, const std::vector<Candidate>& candidates) {
+  constexpr double kSettleMs = 400.0, kTimedMs = 200.0;
+  std::vector<std::vector<double>> times(candidates.size());
+  for (int round = 0; round < absl::GetFlag(FLAGS_rounds); ++round) {
+    for (size_t i = 0; i < candidates.size(); ++i) {
+      // The mean of as many runs as take about `duration`.
+      const auto run = [&](double duration, double once) {
+        const int count = std::max(static_cast<int>(duration / once), 1);
+        return b.timer.MeasureOnce([&] {
+          for (int n = 0; n < count; ++n) candidates[i].run();
+        }) / count;
+      };
+      const double settled = run(kSettleMs, run(0.0, 1.0));
+      times[i].push_back(run(kTimedMs, settled));
+    }
   }
-  Check(cudaEventRecord(begin), "record");
-  run();
-  Check(cudaEventRecord(end), "record");
-  Check(cudaEventSynchronize(end), "synchronize");
-  float ms = 0.0f;
-  cudaEventElapsedTime(&ms, begin, end);
-  return ms;
+  const double flop = 2.0 * static_cast<double>(b.shape.rows * b.shape.vocab * b.shape.hidden);
+  const double base = Summarise(times[0]).median;
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    const Times t = Summarise(times[i]);
+    std::printf("%-20s %-22s %8.3f ms (%8.3f %8.3f) %6.1f TFLOP/s  %.3f\n", b.name.c_str(),
+                candidates[i].name.c_str(), t.median, t.min, t.max, flop / t.median * 1e-9, t.median / base);
+  }
+  std::fflush(stdout);
 }
 
-void Run(const NamedShape& named, DataKind kind, cuda::Gemms& gemms, void* scratch) {
-  const DataShape& shape = named.shape;
-  LossData data = MakeData(kind, shape, 1234);
-  const int64_t tiles = cuda::hopper::VocabTiles(shape.vocab);
-  auto* logits = Allocate<uint16_t>(shape.rows * shape.vocab);
-  auto* targets = Allocate<int32_t>(shape.rows);
-  cudaMemcpy(targets, data.targets.data(), shape.rows * 4, cudaMemcpyDefault);
-  auto* reference = Allocate<float>(shape.rows);
-  auto* threshold = Allocate<float>(shape.rows);
-  Check(cuda::LaunchTargetDots(
-            {data.hidden, data.weight, DType::kBFloat16, shape.hidden, shape.rows, targets, threshold},
-            nullptr),
+Candidate Library(const Bench& b, std::string name, const cuda::GemmShape& shape,
+                  const cuda::GemmOperands& operands) {
+  return {std::move(name), [&b, shape, operands] {
+            Check(b.gemms.Run(shape, operands, b.scratch, b.timer.stream()), "cublasLtMatmul");
+          }};
+}
+
+void CompareLogits(const Bench& b) {
+  const DataShape& shape = b.shape;
+  const int64_t tiles = hopper::VocabTiles(shape.vocab);
+  const Buffer<int32_t> targets(shape.rows);
+  const Buffer<float> reference(shape.rows), threshold(shape.rows), max(tiles * shape.rows),
+      sum(tiles * shape.rows), target(shape.rows);
+  const Buffer<uint8_t> arg(tiles * shape.rows);
+  const size_t row_bytes = static_cast<size_t>(shape.rows) * sizeof(float);
+  Check(cudaMemcpy(targets.get(), b.data.targets.data(), row_bytes, cudaMemcpyDefault), "cudaMemcpy");
+  Check(cuda::LaunchTargetDots({b.data.hidden, b.data.weight, DType::kBFloat16, shape.hidden, shape.rows,
+                                targets.get(), threshold.get()},
+                               b.timer.stream()),
         "target dots");
-  std::vector<float> host(shape.rows);
-  cudaMemcpy(host.data(), threshold, shape.rows * 4, cudaMemcpyDefault);
-  for (float& z : host) z = z * 1.4427f + 48.0f;
-  cudaMemcpy(reference, host.data(), shape.rows * 4, cudaMemcpyDefault);
-  cuda::hopper::LogitPassParams p;
-  p.reference = reference;
-  p.threshold = threshold;
-  p.hidden = data.hidden;
-  p.weight = data.weight;
-  p.inner = shape.hidden;
-  p.rows = shape.rows;
-  p.vocab = p.padded_vocab = shape.vocab;
-  p.targets = targets;
-  p.partials = {shape.rows, Allocate<float>(tiles * shape.rows),   Allocate<float>(tiles * shape.rows),
-                nullptr,    Allocate<uint8_t>(tiles * shape.rows), Allocate<float>(shape.rows)};
+  Check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  std::vector<float> references(static_cast<size_t>(shape.rows));
+  Check(cudaMemcpy(references.data(), threshold.get(), row_bytes, cudaMemcpyDefault), "cudaMemcpy");
+  for (float& z : references) z = z * 1.4427f + 48.0f;
+  Check(cudaMemcpy(reference.get(), references.data(), row_bytes, cudaMemcpyDefault), "cudaMemcpy");
+  hopper::LogitPassParams statistics;
+  statistics.hidden = b.data.hidden;
+  statistics.weight = b.data.weight;
+  statistics.inner = shape.hidden;
+  statistics.rows = shape.rows;
+  statistics.vocab = statistics.padded_vocab = shape.vocab;
+  statistics.targets = targets.get();
+  statistics.reference = reference.get();
+  statistics.threshold = threshold.get();
+  statistics.partials = {shape.rows, max.get(), sum.get(), nullptr, arg.get(), target.get()};
+  hopper::LogitPassParams storing = statistics;
+  storing.exponentials = b.exponentials;
   const cuda::GemmShape product = {.transpose_a = true,
                                    .m = shape.vocab,
                                    .n = shape.rows,
@@ -95,55 +144,120 @@ void Run(const NamedShape& named, DataKind kind, cuda::Gemms& gemms, void* scrat
                                    .lda = shape.hidden,
                                    .ldb = shape.hidden,
                                    .ldc = shape.vocab};
-  std::vector<Candidate> candidates;
-  candidates.push_back(
-      {"cublas", [&] {
-         Check(gemms.Run(product, {.a = data.weight, .b = data.hidden, .c = logits}, scratch, nullptr),
-               "product");
-       }});
-  const int clusters = cuda::hopper::LogitPassClusters();
-  candidates.push_back(
-      {"statistics", [&] { Check(cuda::hopper::LaunchLogitPass(p, clusters, nullptr), "pass"); }, {}});
-  cuda::hopper::LogitPassParams storing = p;
-  storing.exponentials = logits;
-  candidates.push_back({"exponentials",
-                        [&] { Check(cuda::hopper::LaunchLogitPass(storing, clusters, nullptr), "pass"); },
-                        {}});
-  for (Candidate& c : candidates) c.run();
-  Check(cudaDeviceSynchronize(), "synchronize");
-  for (int round = 0; round < absl::GetFlag(FLAGS_rounds); ++round) {
-    for (Candidate& c : candidates) {
-      c.times.push_back(Time(c.run));
-    }
+  const auto pass = [&b](const hopper::LogitPassParams& p) {
+    return [&b, p] { Check(hopper::LaunchLogitPass(p, b.clusters, b.timer.stream()), "logit pass"); };
+  };
+  Compare(b, {Library(b, "logits: cublas", product,
+                      {.a = b.data.weight, .b = b.data.hidden, .c = b.exponentials}),
+              {"logits: statistics", pass(statistics)},
+              {"logits: exponentials", pass(storing)}});
+}
+
+// Ours as planned, without segments, and with other groups.
+void AddProducts(const Bench& b, const std::string& name, const hopper::ProductParams& p,
+                 std::vector<Candidate>& candidates) {
+  const auto add = [&](const std::string& variant, const hopper::ProductPlan& plan) {
+    candidates.push_back({absl::StrCat(name, variant), [&b, p, plan] {
+                            Check(hopper::LaunchProduct(p, plan, b.timer.stream()), "product");
+                          }});
+  };
+  const hopper::ProductPlan plan = hopper::PlanProduct(p.rows, p.columns, p.inner, b.clusters);
+  add("", plan);
+  if (plan.rest > 0) {
+    hopper::ProductPlan whole = plan;
+    whole.whole += whole.rest;
+    whole.rest = 0;
+    whole.units = whole.whole;
+    add(" whole", whole);
   }
-  const double flop = 2.0 * shape.rows * shape.vocab * shape.hidden;
-  double base = 0.0;
-  for (Candidate& c : candidates) {
-    std::sort(c.times.begin(), c.times.end());
-    const double median = c.times[c.times.size() / 2];
-    if (base == 0.0) base = median;
-    std::printf("%-13s %-7s %-16s %8.3f ms (%8.3f %8.3f) %6.1f TFLOP/s  %.3f of cublas\n", named.name.c_str(),
-                kind == DataKind::kPeaked ? "peaked" : "flat", c.name.c_str(), median, c.times.front(),
-                c.times.back(), flop / median * 1e-9, median / base);
+  for (const std::string& text : absl::GetFlag(FLAGS_groups)) {
+    hopper::ProductPlan grouped = plan;
+    if (!absl::SimpleAtoi(text, &grouped.group) || grouped.group < 1) continue;
+    add(absl::StrCat(" group ", grouped.group), grouped);
   }
-  std::fflush(stdout);
-  for (void* q : {static_cast<void*>(logits), static_cast<void*>(targets), static_cast<void*>(reference),
-                  static_cast<void*>(p.partials.max), static_cast<void*>(p.partials.sum),
-                  static_cast<void*>(p.partials.arg), static_cast<void*>(p.partials.target)}) {
-    cudaFree(q);
-  }
-  Free(data);
+}
+
+void CompareHiddenGradients(const Bench& b) {
+  const DataShape& shape = b.shape;
+  const Buffer<uint16_t> gradient(shape.rows * shape.hidden);
+  const Buffer<float> factors(shape.rows);
+  const cuda::GemmShape product = {.m = shape.hidden,
+                                   .n = shape.rows,
+                                   .k = shape.vocab,
+                                   .lda = shape.hidden,
+                                   .ldb = shape.vocab,
+                                   .ldc = shape.hidden};
+  hopper::ProductParams p;
+  p.a = b.exponentials;
+  p.b = b.data.weight;
+  p.c = gradient.get();
+  p.rows = shape.rows;
+  p.columns = shape.hidden;
+  p.inner = shape.vocab;
+  p.factors = factors.get();
+  p.scratch = b.scratch;
+  std::vector<Candidate> candidates = {
+      Library(b, "dx: cublas", product, {.a = b.data.weight, .b = b.exponentials, .c = gradient.get()})};
+  AddProducts(b, "dx: ours", p, candidates);
+  Compare(b, candidates);
+}
+
+void CompareWeightGradients(const Bench& b) {
+  const DataShape& shape = b.shape;
+  const Buffer<float> gradient(shape.vocab * shape.hidden);
+  cuda::GemmShape product = {.transpose_b = true,
+                             .m = shape.hidden,
+                             .n = shape.vocab,
+                             .k = shape.rows,
+                             .lda = shape.hidden,
+                             .ldb = shape.vocab,
+                             .ldc = shape.hidden};
+  cuda::GemmOperands operands = {.a = b.data.hidden, .b = b.exponentials, .c = gradient.get()};
+  hopper::ProductParams p;
+  p.transpose_a = true;
+  p.a = b.exponentials;
+  p.b = b.data.hidden;
+  p.c = gradient.get();
+  p.output = DType::kFloat32;
+  p.rows = shape.vocab;
+  p.columns = shape.hidden;
+  p.inner = shape.rows;
+  p.scratch = b.scratch;
+  std::vector<Candidate> candidates = {Library(b, "dW: cublas bf16", product, operands)};
+  product.output = DType::kFloat32;
+  candidates.push_back(Library(b, "dW: cublas", product, operands));
+  operands.beta = 1.0f;
+  candidates.push_back(Library(b, "dW: cublas add", product, operands));
+  AddProducts(b, "dW: ours", p, candidates);
+  p.add = true;
+  AddProducts(b, "dW: ours add", p, candidates);
+  Compare(b, candidates);
 }
 
 void Main() {
   auto gemms = cuda::Gemms::Create();
   Check(gemms.status(), "cuBLASLt");
-  auto* scratch = Allocate<uint8_t>(cuda::kGemmWorkspaceBytes);
-  for (const NamedShape& named : kShapes) {
+  const Buffer<uint8_t> scratch(cuda::kGemmWorkspaceBytes);
+  Timer timer;
+  const int clusters = hopper::LogitPassClusters();
+  for (NamedShape named : kShapes) {
     const auto& names = absl::GetFlag(FLAGS_shapes);
     if (std::find(names.begin(), names.end(), named.name) == names.end()) continue;
+    if (const int64_t rows = absl::GetFlag(FLAGS_rows); rows > 0) named.shape.rows = rows;
     for (const std::string& data : absl::GetFlag(FLAGS_data)) {
-      Run(named, data == "flat" ? DataKind::kFlat : DataKind::kPeaked, **gemms, scratch);
+      const Buffer<uint16_t> exponentials(named.shape.rows * named.shape.vocab);
+      Bench b = {absl::StrCat(named.name, " ", data),
+                 named.shape,
+                 MakeData(data == "flat" ? DataKind::kFlat : DataKind::kPeaked, named.shape, 1234),
+                 **gemms,
+                 timer,
+                 clusters,
+                 exponentials.get(),
+                 scratch.get()};
+      CompareLogits(b);  // leaves exponentials for the others
+      CompareHiddenGradients(b);
+      CompareWeightGradients(b);
+      Free(b.data);
     }
   }
 }

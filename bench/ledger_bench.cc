@@ -33,7 +33,7 @@ void RunMicrobatch(Ledger& ledger, uint64_t id, const std::vector<int32_t>& targ
   for (int64_t i = 0; i < streams; ++i) {
     const RowRange part{rows * i / streams, rows * (i + 1) / streams};
     const auto piece = all.subspan(static_cast<size_t>(part.begin), static_cast<size_t>(part.size()));
-    if (!ledger.Declare(id, terms, part, piece, {}).ok()) std::abort();
+    if (!ledger.Declare(id, terms, part, {piece}).ok()) std::abort();
     for (int64_t row = part.begin; row < part.end; row += slice_rows) {
       const RowRange slice{row, std::min(part.end, row + slice_rows)};
       std::vector<uint8_t> mask(static_cast<size_t>(slice.size()));
@@ -47,7 +47,7 @@ void RunMicrobatch(Ledger& ledger, uint64_t id, const std::vector<int32_t>& targ
 // A step of 16 new microbatches; the time is one microbatch's.
 void BM_NewMicrobatch(benchmark::State& state) {
   const std::vector<int32_t> targets = RandomTargets(state.range(0));
-  Ledger ledger(int64_t{1} << 26);
+  Ledger ledger(int64_t{1} << 26, int64_t{1} << 18);
   uint64_t id = 0;
   for (auto _ : state) {
     if (id == 16) {
@@ -62,7 +62,7 @@ void BM_NewMicrobatch(benchmark::State& state) {
 // The same microbatch sent again.
 void BM_RepeatedMicrobatch(benchmark::State& state) {
   const std::vector<int32_t> targets = RandomTargets(state.range(0));
-  Ledger ledger(int64_t{1} << 26);
+  Ledger ledger(int64_t{1} << 26, int64_t{1} << 18);
   for (auto _ : state) RunMicrobatch(ledger, 0, targets, state.range(1), state.range(2));
   state.SetItemsProcessed(state.iterations() * state.range(0));
 }

@@ -41,6 +41,8 @@ ABSL_FLAG(int, threads, 0, "threads of the CPU backend; 0: all the process may u
 ABSL_FLAG(int, in_flight, 4, "microbatches under way at once, for the engine and the client");
 ABSL_FLAG(std::vector<std::string>, channels, std::vector<std::string>({"1", "2", "4"}),
           "connections to try");
+ABSL_FLAG(int64_t, slice_bytes, lossd::client::ComputeOptions().slice_bytes,
+          "hidden states per message of the client");
 ABSL_FLAG(double, seconds, 5.0, "measured time of each line, after a second of warm-up");
 ABSL_FLAG(std::string, json, "", "also write the results to this file");
 
@@ -193,7 +195,7 @@ Line MeasureEngine(const Shape& shape, double seconds) {
   const auto backend = MakeBackend();
   const Rows rows(shape, *backend);
   auto engine = Must(engine::Engine::Create({}, backend.get(), 1, nullptr));
-  Must(engine->CreateHead(kHead, ConfigFor(shape, *backend), {}));
+  Must(engine->CreateHead(kHead, ConfigFor(shape, *backend)));
   Must(engine->PublishHead(kHead));
   const auto limits = Must(engine->Describe(kHead)).limits;
   const int64_t row_bytes = shape.hidden_size * 2;
@@ -269,6 +271,7 @@ Line MeasureService(const Shape& shape, int channels, double seconds) {
                                         .targets = rows.targets()};
     client::ComputeOptions options;
     options.accumulate_gradients = true;
+    options.slice_bytes = static_cast<uint64_t>(absl::GetFlag(FLAGS_slice_bytes));
     return client->ComputeLossAsync(microbatch, {.grad_hidden = grads[id++ % in_flight].data()}, options);
   };
   std::deque<client::PendingLoss> under_way;

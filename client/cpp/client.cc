@@ -254,8 +254,13 @@ absl::StatusOr<v1::AddGradientResponse> Client::AddGradient(const v1::OpenGradie
   if (!description.ok()) return Interpret(*core_, description.status(), open.head(), open.step());
   absl::StatusOr<TensorShape> shape = internal::ParamShape(description->spec(), open.param());
   if (!shape.ok()) return shape.status();
-  auto result = Repeated(*core_, deadline,
-                         [&] { return internal::AddGradient(*core_, open, *shape, payload, deadline); });
+  const auto attempt = [&] {
+    v1::OpenGradient meant = open;
+    const std::optional<uint64_t> incarnation = core_->book().IncarnationOf(open.head(), open.step());
+    if (incarnation.has_value() && !open.has_incarnation()) meant.set_incarnation(*incarnation);
+    return internal::AddGradient(*core_, meant, *shape, payload, deadline);
+  };
+  auto result = Repeated(*core_, deadline, attempt);
   if (!result.ok()) return Interpret(*core_, result.status(), open.head(), open.step());
   absl::Status restarted =
       core_->book().NoteAccumulation(open.head(), open.step(), result->state().incarnation());

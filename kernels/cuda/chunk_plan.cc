@@ -3,6 +3,7 @@
 #include <string>
 
 #include "kernels/cuda/hopper/fused_loss.h"
+#include "kernels/cuda/hopper/product_plan.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -23,6 +24,16 @@ absl::string_view WhyNotFused(const RowLossParams& loss, bool filtered, int clus
   return hopper::WhyNotFaster(loss);
 }
 
+// no_faster: why a product of our own would be no faster, or "".
+absl::string_view WhyLibrary(const RowLossParams& loss, int clusters, FusedLoss choice,
+                             absl::string_view no_faster) {
+  if (!loss.write_gradient) return "no gradient is wanted";
+  if (choice == FusedLoss::kNever) return "switched off";
+  const absl::string_view reason = hopper::WhyNoProducts(loss.dtype, clusters);
+  if (!reason.empty() || choice == FusedLoss::kWherePossible) return reason;
+  return no_faster;
+}
+
 // What the device has yet to say.
 absl::string_view WhatDecides(Algorithm algorithm) {
   switch (algorithm) {
@@ -39,11 +50,17 @@ absl::string_view WhatDecides(Algorithm algorithm) {
 }  // namespace
 
 ChunkPlan PlanChunk(const LossOptions& options, const RowLossParams& loss, const FilterShape& filter,
-                    const DeviceLimits& limits, FusedLoss fused_loss) {
+                    const DeviceLimits& limits, FusedLoss fused_loss, bool add) {
   ChunkPlan plan;
   plan.why_exact = WhyExact(options, loss, filter, limits);
   if (plan.why_exact.empty()) plan.algorithm = options.algorithm;
   plan.why_not_fused = WhyNotFused(loss, plan.filtered(), limits.fused_clusters, fused_loss);
+  const int clusters = limits.fused_clusters;
+  plan.why_library_hidden_product =
+      WhyLibrary(loss, clusters, fused_loss,
+                 hopper::WhyNoFasterHiddenGradient(loss.rows, filter.padded_hidden, clusters));
+  plan.why_library_weight_product =
+      WhyLibrary(loss, clusters, fused_loss, hopper::WhyNoFasterWeightGradient(loss.rows, add));
   return plan;
 }
 
@@ -53,7 +70,13 @@ std::vector<Choice> Describe(const ChunkPlan& plan) {
            .reason = std::string(plan.filtered() ? WhatDecides(plan.algorithm) : plan.why_exact)},
           {.what = "loss",
            .choice = plan.fused() ? "in the logits product" : "after the logits product",
-           .reason = std::string(plan.why_not_fused)}};
+           .reason = std::string(plan.why_not_fused)},
+          {.what = "hidden gradient",
+           .choice = plan.own_hidden_product() ? "own product" : "library product",
+           .reason = std::string(plan.why_library_hidden_product)},
+          {.what = "weight gradient",
+           .choice = plan.own_weight_product() ? "own product" : "library product",
+           .reason = std::string(plan.why_library_weight_product)}};
 }
 
 }  // namespace lossd::kernels::cuda

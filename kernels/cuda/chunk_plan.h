@@ -19,14 +19,19 @@ struct ChunkPlan {
   Algorithm algorithm = Algorithm::kExact;
   absl::string_view why_exact;      // "" unless the algorithm is kExact
   absl::string_view why_not_fused;  // "": the loss is computed in the epilogue of the logits product
+  // "": products of our own (hopper/product.h) instead of cuBLASLt's.
+  absl::string_view why_library_hidden_product;
+  absl::string_view why_library_weight_product;
 
   bool filtered() const { return algorithm != Algorithm::kExact; }
   bool fused() const { return why_not_fused.empty(); }
+  bool own_hidden_product() const { return why_library_hidden_product.empty(); }
+  bool own_weight_product() const { return why_library_weight_product.empty(); }
 };
 
-// `loss` as the row loss kernel would get it; `filter` of the head.
+// `loss` as the row loss kernel would get it; `filter` of the head; add: its weight gradient is not zero.
 ChunkPlan PlanChunk(const LossOptions& options, const RowLossParams& loss, const FilterShape& filter,
-                    const DeviceLimits& limits, FusedLoss fused_loss);
+                    const DeviceLimits& limits, FusedLoss fused_loss, bool add);
 
 std::vector<Choice> Describe(const ChunkPlan& plan);
 

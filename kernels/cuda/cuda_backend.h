@@ -14,7 +14,8 @@
 
 namespace lossd::kernels {
 
-// When the loss is computed in the epilogue of the first product (docs/kernels/hopper.md).
+// When the loss is computed in the epilogue of the first product, and the gradients by products of our own
+// (docs/kernels/hopper.md).
 enum class FusedLoss {
   kWhereFaster,
   kWherePossible,  // whatever the size: for tests

@@ -16,6 +16,7 @@
 #include "kernels/cuda/device_branch.h"
 #include "kernels/cuda/filtered.h"
 #include "kernels/cuda/head_memory.h"
+#include "kernels/cuda/hopper/product.h"
 #include "kernels/cuda/row_loss.h"
 #include "kernels/cuda/rows.h"
 
@@ -67,7 +68,6 @@ class CudaHead : public HeadKernels {
 
   // The phases of a chunk; each enqueues its work and returns.
   absl::Status Enqueue(const Job& job);
-  absl::Status PrepareGemms(const Job& job);
   absl::Status Upload(const Job& job);
   absl::Status UploadSlice(const Job& job, const SliceLayout& place);
   absl::Status Forward(const Job& job);
@@ -76,14 +76,18 @@ class CudaHead : public HeadKernels {
   absl::Status FusedForward(const Job& job, const RowLossParams& row);
   absl::Status LogitsForward(const Job& job, const RowLossParams& row);
   absl::Status HiddenGradient(const Job& job);
-  absl::Status HiddenGemm(const Job& job);
   absl::Status NormBackward(const Job& job);
   absl::Status Download(const Job& job);
   absl::Status DownloadSlice(const Job& job, const SliceLayout& place);
   absl::Status WeightGradient(const Job& job);
-  absl::Status WeightGemm(const Job& job);
   bool IsDirect(const Job& job, const SliceLayout& place) const;
-  // dx as the GEMM leaves it: its factor and dtype.
+  // The products after the loss (cuda_head_products.cc).
+  absl::Status PrepareGemms(const Job& job);
+  absl::Status HiddenProduct(const Job& job);
+  absl::Status WeightProduct(const Job& job);
+  // By our own kernel; fills in what is the same for both.
+  absl::Status Multiply(hopper::ProductParams product);
+  // dx as its product leaves it: its factor and dtype.
   float HiddenGradientScale(const Job& job) const;
   DType HiddenGradientType(const Job& job) const;
   // Filtered chunks (cuda_head_filtered.cc).

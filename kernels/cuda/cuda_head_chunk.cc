@@ -49,6 +49,8 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
     const ChunkPlan plan = Plan(*job);
     job->layout.filtered = plan.filtered();
     job->fused = plan.fused();
+    job->own_hidden_product = plan.own_hidden_product();
+    job->own_weight_product = plan.own_weight_product();
     chunk->choices = cuda::Describe(plan);
     if (job->layout.compact_rows > 0) status = Enqueue(*job);
   }
@@ -67,16 +69,6 @@ absl::Status CudaHead::Enqueue(const Job& job) {
   };
   absl::Status status = phases();
   return status.ok() ? status : device_->Fail(std::move(status));
-}
-
-absl::Status CudaHead::PrepareGemms(const Job& job) {
-  Gemms& gemms = device_->gemms();
-  const int64_t rows = job.layout.padded_rows;
-  if (!job.fused) LOSSD_RETURN_IF_ERROR(gemms.Prepare(LogitsShape(rows)));
-  if (job.hidden_gemm)
-    LOSSD_RETURN_IF_ERROR(gemms.Prepare(HiddenGradientShape(rows, HiddenGradientType(job))));
-  if (job.layout.accumulate) LOSSD_RETURN_IF_ERROR(gemms.Prepare(WeightGradientShape(rows)));
-  return absl::OkStatus();
 }
 
 bool CudaHead::IsDirect(const Job& job, const SliceLayout& place) const {
@@ -229,7 +221,7 @@ RowLossParams CudaHead::RowLoss(const Job& job) const {
 
 ChunkPlan CudaHead::Plan(const Job& job) const {
   return PlanChunk(job.chunk->options, RowLoss(job), FilterShapeOf(config_, sizes_), device_->limits(),
-                   device_->options().fused_loss);
+                   device_->options().fused_loss, !weight_gradient_is_zero_);
 }
 
 absl::Status CudaHead::FusedForward(const Job& job, const RowLossParams& row) {
@@ -253,39 +245,14 @@ absl::Status CudaHead::LogitsForward(const Job& job, const RowLossParams& row) {
   return FilteredForward(job, row);
 }
 
-float CudaHead::HiddenGradientScale(const Job& job) const {
-  const float t = job.chunk->options.logit_scale;
-  return job.direct ? t * job.layout.unit : t;
-}
-
-DType CudaHead::HiddenGradientType(const Job& job) const {
-  return job.direct ? config_.compute_dtype : HiddenGradientDType(config_.compute_dtype);
-}
-
 absl::Status CudaHead::HiddenGradient(const Job& job) {
   const cudaStream_t stream = device_->compute();
   if (!job.layout.filtered) {
     LOSSD_RETURN_IF_ERROR(Await(download_idle_, stream));
-    LOSSD_RETURN_IF_ERROR(HiddenGemm(job));
+    LOSSD_RETURN_IF_ERROR(HiddenProduct(job));
   }
   if (config_.norm != Norm::kNone) LOSSD_RETURN_IF_ERROR(NormBackward(job));
   return Record(job.slot->hidden_gradient, stream);
-}
-
-absl::Status CudaHead::HiddenGemm(const Job& job) {
-  const DType dtype = HiddenGradientType(job);
-  LOSSD_RETURN_IF_ERROR(device_->gemms().Run(HiddenGradientShape(job.layout.padded_rows, dtype),
-                                             {.a = values_.compute_weight,
-                                              .b = workspace_.logits,
-                                              .c = workspace_.hidden_gradient,
-                                              .alpha = job.fused ? 1.0f : HiddenGradientScale(job)},
-                                             device_->gemm_workspace(), device_->compute()));
-  if (!job.fused) return absl::OkStatus();
-  const DeviceMatrix gradient = {workspace_.hidden_gradient, dtype, sizes_.padded_hidden,
-                                 sizes_.padded_hidden};
-  return ToStatus(LaunchScaleRows(gradient, workspace_.fused.factor, HiddenGradientScale(job), nullptr,
-                                  job.layout.compact_rows, device_->compute()),
-                  "scale kernel");
 }
 
 absl::Status CudaHead::NormBackward(const Job& job) {
@@ -369,26 +336,9 @@ absl::Status CudaHead::WeightGradient(const Job& job) {
           ? LaunchScaleRows(hidden, workspace_.fused.factor, 1.0f, workspace_.keep, rows, device_->compute())
           : LaunchZeroDroppedRows(hidden, workspace_.keep, rows, device_->compute()),
       "kernel over hidden states");
-  LOSSD_RETURN_IF_ERROR(job.layout.filtered ? FilteredWeightGradient(job) : WeightGemm(job));
+  LOSSD_RETURN_IF_ERROR(job.layout.filtered ? FilteredWeightGradient(job) : WeightProduct(job));
   weight_gradient_is_zero_ = false;
   return absl::OkStatus();
-}
-
-absl::Status CudaHead::WeightGemm(const Job& job) {
-  const cudaStream_t stream = device_->compute();
-  const float scale = job.layout.unit * job.chunk->options.logit_scale;
-  if (gradients_.bias != nullptr) {
-    const DeviceMatrix logits = {workspace_.logits, config_.compute_dtype, sizes_.vocab, sizes_.padded_vocab};
-    const float* factors = job.fused ? workspace_.fused.factor : nullptr;
-    LOSSD_RETURN_IF_CUDA_ERROR(LaunchColumnSum(logits, workspace_.keep, factors, job.layout.compact_rows,
-                                               scale, workspace_.partials, gradients_.bias, stream),
-                               "column sum kernel");
-  }
-  const float beta = weight_gradient_is_zero_ ? 0.0f : 1.0f;
-  return device_->gemms().Run(
-      WeightGradientShape(job.layout.padded_rows),
-      {.a = job.memory.hidden, .b = workspace_.logits, .c = gradients_.weight, .alpha = scale, .beta = beta},
-      device_->gemm_workspace(), stream);
 }
 
 void CudaHead::Report(std::shared_ptr<Job> job, absl::Status status, ChunkCallbacks callbacks) {

@@ -47,7 +47,7 @@ absl::Status CudaHead::MakeChoices() {
   const DeviceLimits& limits = device_->limits();
   const RowLossParams loss = FullChunk();
   const FilterShape filter = FilterShapeOf(config_, sizes_);
-  const ChunkPlan plan = PlanChunk({}, loss, filter, limits, device_->options().fused_loss);
+  const ChunkPlan plan = PlanChunk({}, loss, filter, limits, device_->options().fused_loss, false);
   choices_ = {ChunkChoice(sizes_, device_->options().max_chunk_rows, plan_[MemoryKind::kWorkspace])};
   for (Choice& choice : cuda::Describe(plan)) choices_.push_back(std::move(choice));
   if (plan.fused()) {
@@ -57,9 +57,11 @@ absl::Status CudaHead::MakeChoices() {
     LOSSD_RETURN_IF_ERROR(AddProduct("logits product", LogitsShape(sizes_.chunk_rows)));
     choices_.push_back({.what = "row loss", .choice = DescribeRowLoss(loss, limits)});
   }
-  LOSSD_RETURN_IF_ERROR(
-      AddProduct("hidden gradient product", HiddenGradientShape(sizes_.chunk_rows, config_.compute_dtype)));
-  if (config_.trainable) {
+  if (!plan.own_hidden_product()) {
+    LOSSD_RETURN_IF_ERROR(
+        AddProduct("hidden gradient product", HiddenGradientShape(sizes_.chunk_rows, config_.compute_dtype)));
+  }
+  if (config_.trainable && !plan.own_weight_product()) {
     LOSSD_RETURN_IF_ERROR(AddProduct("weight gradient product", WeightGradientShape(sizes_.chunk_rows)));
   }
   choices_.push_back(FilterChoice(filter, limits));

@@ -52,7 +52,7 @@ absl::Status CudaHead::FilteredForward(const Job& job, const RowLossParams& row)
         LOSSD_RETURN_IF_ERROR(
             Zero(job.slot->device_out.dropped_mass, row.rows * static_cast<int64_t>(sizeof(float)), stream));
         LOSSD_RETURN_IF_CUDA_ERROR(LaunchRowLoss(row, device_->limits(), stream), "row loss kernel");
-        return job.hidden_gemm ? HiddenGemm(job) : absl::OkStatus();
+        return job.hidden_gemm ? HiddenProduct(job) : absl::OkStatus();
       },
       [&] { return FilterRows(job, row, selection); });
 }
@@ -95,7 +95,7 @@ absl::Status CudaHead::FilterRows(const Job& job, const RowLossParams& row, cons
 
 absl::Status CudaHead::FilteredWeightGradient(const Job& job) {
   return Branch(
-      job.slot->weight_branch, [&] { return WeightGemm(job); }, [&] { return AddKept(job); });
+      job.slot->weight_branch, [&] { return WeightProduct(job); }, [&] { return AddKept(job); });
 }
 
 absl::Status CudaHead::AddKept(const Job& job) {

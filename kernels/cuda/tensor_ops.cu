@@ -16,45 +16,58 @@ unsigned Blocks(int64_t items) {
   return static_cast<unsigned>(std::clamp<int64_t>((items + kThreads - 1) / kThreads, 1, kMaxBlocks));
 }
 
-// One work item is eight columns of one row.
-__global__ void ConvertKernel(DeviceMatrix from, DeviceMatrix to, int64_t rows) {
-  const int64_t groups = (from.cols + 7) / 8;
-  const int64_t from_bytes = from.dtype == DType::kFloat32 ? 4 : 2;
-  const int64_t to_bytes = to.dtype == DType::kFloat32 ? 4 : 2;
-  const bool from_aligned = from.ld % 8 == 0 && reinterpret_cast<uintptr_t>(from.data) % 16 == 0;
-  const bool to_aligned = to.ld % 8 == 0 && reinterpret_cast<uintptr_t>(to.data) % 16 == 0;
+// A matrix as Load8 and Store8 take it.
+struct MatrixRows {
+  __device__ explicit MatrixRows(const DeviceMatrix& m)
+      : matrix(m),
+        row_bytes(m.ld * (m.dtype == DType::kFloat32 ? 4 : 2)),
+        aligned(m.ld % 8 == 0 && reinterpret_cast<uintptr_t>(m.data) % 16 == 0) {}
+  __device__ uint8_t* Row(int64_t row) const { return static_cast<uint8_t*>(matrix.data) + row * row_bytes; }
+  __device__ void Load(int64_t row, int64_t c, int64_t cols, float (&x)[8]) const {
+    Load8(Row(row), matrix.dtype, c, cols, aligned, x);
+  }
+  __device__ void Store(int64_t row, int64_t c, int64_t cols, const float (&x)[8]) const {
+    Store8(Row(row), matrix.dtype, c, cols, aligned, x);
+  }
+
+  const DeviceMatrix matrix;
+  const int64_t row_bytes;
+  const bool aligned;
+};
+
+// Calls fn(row, c) for the work items of this thread: eight columns from c on of one row.
+template <typename Fn>
+__device__ void ForEachGroup(int64_t rows, int64_t cols, Fn fn) {
+  const int64_t groups = (cols + 7) / 8;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t item = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; item < rows * groups;
        item += step) {
     const int64_t row = item / groups;
-    const int64_t c = (item - row * groups) * 8;
-    float x[8];
-    Load8(static_cast<const uint8_t*>(from.data) + row * from.ld * from_bytes, from.dtype, c, from.cols,
-          from_aligned, x);
-    Store8(static_cast<uint8_t*>(to.data) + row * to.ld * to_bytes, to.dtype, c, from.cols, to_aligned, x);
+    fn(row, (item - row * groups) * 8);
   }
 }
 
-// to += scale * from; work items as above.
+__global__ void ConvertKernel(DeviceMatrix from, DeviceMatrix to, int64_t rows) {
+  const MatrixRows in(from), out(to);
+  ForEachGroup(rows, from.cols, [&](int64_t row, int64_t c) {
+    float x[8];
+    in.Load(row, c, from.cols, x);
+    out.Store(row, c, from.cols, x);
+  });
+}
+
+// to += scale * from; `to` is fp32.
 __global__ void AddScaledKernel(DeviceMatrix from, DeviceMatrix to, int64_t rows, float scale) {
-  const int64_t groups = (from.cols + 7) / 8;
-  const int64_t from_bytes = from.dtype == DType::kFloat32 ? 4 : 2;
-  const bool from_aligned = from.ld % 8 == 0 && reinterpret_cast<uintptr_t>(from.data) % 16 == 0;
-  const bool to_aligned = to.ld % 8 == 0 && reinterpret_cast<uintptr_t>(to.data) % 16 == 0;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t item = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; item < rows * groups;
-       item += step) {
-    const int64_t row = item / groups;
-    const int64_t c = (item - row * groups) * 8;
-    float* const sums = static_cast<float*>(to.data) + row * to.ld;
+  to.dtype = DType::kFloat32;  // for the compiler
+  const MatrixRows in(from), sums(to);
+  ForEachGroup(rows, from.cols, [&](int64_t row, int64_t c) {
     float x[8], sum[8];
-    Load8(static_cast<const uint8_t*>(from.data) + row * from.ld * from_bytes, from.dtype, c, from.cols,
-          from_aligned, x);
-    Load8(sums, DType::kFloat32, c, from.cols, to_aligned, sum);
+    in.Load(row, c, from.cols, x);
+    sums.Load(row, c, from.cols, sum);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(scale, x[i]));
-    Store8(sums, DType::kFloat32, c, from.cols, to_aligned, sum);
-  }
+    sums.Store(row, c, from.cols, sum);
+  });
 }
 
 __global__ void FillKernel(float* values, int64_t count, float value) {

@@ -1,5 +1,6 @@
 #include "server/engine/contribution_ledger.h"
 
+#include <algorithm>
 #include <set>
 #include <utility>
 
@@ -18,6 +19,12 @@ absl::Status ContributionLedger::Declare(uint64_t id, const ContributionTerms& t
     return absl::ResourceExhaustedError(absl::StrCat(
         "the step's ledger holds ", rows_, " rows of contributions; ", terms.rows.size(),
         " more would exceed its limit of ", max_rows_, " (apply the step or zero its gradients)"));
+  }
+  if (contributions() >= max_contributions_) {
+    return FieldError(absl::StatusCode::kResourceExhausted, "open.contribution_id",
+                      absl::StrCat("must be one of the ", max_contributions_,
+                                   " that the step has, as many as it may (apply it or zero its gradients)"),
+                      absl::StrCat(id));
   }
   Entry entry{.terms = terms, .checksums = std::vector<uint64_t>(static_cast<size_t>(terms.rows.size()))};
   contributions_.emplace(id, std::move(entry));
@@ -52,10 +59,7 @@ void ContributionLedger::Commit(uint64_t id, RowRange rows, absl::Span<const uin
   }
 }
 
-bool ContributionLedger::Complete(uint64_t id) const {
-  const Entry& entry = contributions_.at(id);
-  return entry.added_rows == entry.terms.rows.size();
-}
+bool ContributionLedger::Complete(uint64_t id) const { return contributions_.at(id).complete(); }
 
 std::string ContributionLedger::DescribeMissing(uint64_t id) const {
   constexpr size_t kMaxRanges = 8;
@@ -81,16 +85,24 @@ std::vector<std::string> ContributionLedger::Halves(absl::Span<const uint64_t> i
   std::vector<std::string> lines;
   for (const auto& [id, entry] : contributions_) {
     if (static_cast<int>(lines.size()) >= max_lines) break;
-    if (entry.added_rows == 0 || Complete(id) || expected.contains(id)) continue;
+    if (entry.added_rows == 0 || entry.complete() || expected.contains(id)) continue;
     lines.push_back(absl::StrCat(DescribeMissing(id), " (not expected, but begun)"));
   }
   return lines;
 }
 
-std::vector<uint64_t> ContributionLedger::Ids() const {
+std::vector<uint64_t> ContributionLedger::CompleteIds() const {
   std::vector<uint64_t> ids;
-  for (const auto& [id, entry] : contributions_) ids.push_back(id);
+  for (const auto& [id, entry] : contributions_) {
+    if (entry.complete()) ids.push_back(id);
+  }
   return ids;
+}
+
+int64_t ContributionLedger::begun_contributions() const {
+  return std::count_if(contributions_.begin(), contributions_.end(), [](const auto& contribution) {
+    return contribution.second.added_rows > 0 || contribution.second.complete();
+  });
 }
 
 void ContributionLedger::Clear() {

@@ -2,7 +2,8 @@
 // twice. The counterpart of Ledger for gradients that come from outside; a row is known by a checksum of its
 // values.
 //
-// Memory: 8 bytes for each row of each contribution, at most max_rows rows.
+// Memory: 8 bytes for each row of each contribution, at most max_rows rows of
+// max_contributions contributions.
 // Thread-compatible: guarded by the engine's lock.
 #ifndef LOSSD_SERVER_ENGINE_CONTRIBUTION_LEDGER_H_
 #define LOSSD_SERVER_ENGINE_CONTRIBUTION_LEDGER_H_
@@ -22,10 +23,11 @@ namespace lossd::engine {
 
 class ContributionLedger {
  public:
-  explicit ContributionLedger(int64_t max_rows) : max_rows_(max_rows) {}
+  ContributionLedger(int64_t max_rows, int64_t max_contributions)
+      : max_rows_(max_rows), max_contributions_(max_contributions) {}
 
   // FAILED_PRECONDITION if the id is known with other terms; RESOURCE_EXHAUSTED if the ledger would exceed
-  // max_rows; then nothing has changed.
+  // its limits; then nothing has changed.
   absl::Status Declare(uint64_t id, const ContributionTerms& terms);
   bool Contains(uint64_t id) const { return contributions_.contains(id); }
 
@@ -43,13 +45,15 @@ class ContributionLedger {
 
   // A line for each contribution outside `ids` of which some rows were added and others not.
   std::vector<std::string> Halves(absl::Span<const uint64_t> ids, int max_lines = 20) const;
-  // Ascending.
-  std::vector<uint64_t> Ids() const;
+  // Those that were added in full, ascending.
+  std::vector<uint64_t> CompleteIds() const;
 
   // Forgets everything (a new step).
   void Clear();
 
   int64_t contributions() const { return static_cast<int64_t>(contributions_.size()); }
+  // Of those, the ones that are part of the sum: rows were added, or there are none to add.
+  int64_t begun_contributions() const;
   int64_t rows() const { return rows_; }
   int64_t bytes() const { return rows_ * static_cast<int64_t>(sizeof(uint64_t)); }
 
@@ -58,9 +62,11 @@ class ContributionLedger {
     ContributionTerms terms;
     std::vector<uint64_t> checksums;  // [terms.rows.size()]; 0: not added yet
     int64_t added_rows = 0;
+    bool complete() const { return added_rows == terms.rows.size(); }
   };
 
   const int64_t max_rows_;
+  const int64_t max_contributions_;
   std::map<uint64_t, Entry> contributions_;
   int64_t rows_ = 0;
 };

@@ -26,10 +26,10 @@ absl::Status DeferredMicrobatches::CheckAdd(uint64_t id, const MicrobatchTerms& 
 }
 
 void DeferredMicrobatches::Add(uint64_t id, const MicrobatchTerms& terms, Part part, absl::Time now) {
+  if (part.retained.rows.size() == 0) return;
   Microbatch& microbatch = microbatches_[id];
   microbatch.terms = terms;
   microbatch.last_used = now;
-  if (part.retained.rows.size() == 0) return;
   microbatch.parts.insert_or_assign(part.retained.rows.begin, std::move(part));
 }
 

@@ -42,7 +42,7 @@ class DeferredMicrobatches {
   // FAILED_PRECONDITION if the id is kept with other terms, ALREADY_EXISTS if it has rows that overlap
   // `rows` other than exactly those.
   absl::Status CheckAdd(uint64_t id, const MicrobatchTerms& terms, RowRange rows) const;
-  // Keeps a part that CheckAdd allowed; replaces one with the same rows.
+  // Keeps a part that CheckAdd allowed, unless it has no rows; replaces one with the same rows.
   void Add(uint64_t id, const MicrobatchTerms& terms, Part part, absl::Time now);
 
   // A microbatch whose parts cover `rows`, marked as used. NOT_FOUND names the first row that is not there.

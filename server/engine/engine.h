@@ -45,9 +45,11 @@ struct EngineOptions {
   int64_t max_streams = 256;                   // open at once, over all heads
   int64_t max_heads = 64;
   int64_t max_queued_operations = 64;  // waiting for the device, per head
-  // Remembered per head and step: so many rows of microbatches (5 to 9 bytes each), so many of contributions
+  // Remembered per head and step: so many rows of microbatches (5 to 21 bytes each), so many of contributions
   // (8).
   int64_t max_ledger_rows = int64_t{1} << 26;
+  // Likewise microbatches, and contributions: some hundred bytes each even without rows.
+  int64_t max_step_microbatches = int64_t{1} << 18;
   int64_t retained_bytes = 0;  // hidden states of deferred microbatches; 0: none are kept
   // Weight gradients are sums in an order of their own (server/engine/sequencer.h), so that the same
   // microbatches give the same bits whatever arrives first. Each trainable head takes up to staging_bytes
@@ -128,7 +130,7 @@ struct StepRequest {
 struct StepResult {
   HeadState state;  // the step now open
   double grad_norm = 0.0;
-  int64_t microbatches = 0;
+  int64_t microbatches = 0;  // that are part of the sum, likewise contributions
   int64_t rows = 0;
   int64_t contributions = 0;
   bool skipped = false;
@@ -182,10 +184,9 @@ class Engine {
   virtual EngineStats stats() const = 0;
 
   // ---- Heads ----
-  // Blocks. Creates the head's tensors on the device (zero; norm gain and class weights one); it is not
-  // visible to Open or List until Publish. ALREADY_EXISTS, RESOURCE_EXHAUSTED, INVALID_ARGUMENT.
-  virtual absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config,
-                                  const head::Progress& progress) = 0;
+  // Blocks. Creates the head's tensors on the device (zero; norm gain and class weights one), at step 0; it
+  // is not visible to Open or List until Publish. ALREADY_EXISTS, RESOURCE_EXHAUSTED, INVALID_ARGUMENT.
+  virtual absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config) = 0;
   virtual absl::Status PublishHead(absl::string_view name) = 0;
   // Blocks. FAILED_PRECONDITION while streams are open on it.
   virtual absl::Status DeleteHead(absl::string_view name) = 0;

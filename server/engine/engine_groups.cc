@@ -63,8 +63,7 @@ struct EngineImpl::GroupFlight {
   std::vector<GroupAssembly::Segment> segments;
   std::vector<kernels::Slice> slices;  // parallel to segments
   std::vector<uint8_t> accumulate;     // [group rows]
-  std::vector<int32_t> targets;        // [group rows], as declared, likewise the weights
-  std::vector<float> row_weights;
+  RowValues declared;                  // [group rows]
   RowResults results;
   kernels::Chunk chunk;
   absl::Time started;
@@ -74,7 +73,7 @@ struct EngineImpl::GroupFlight {
   size_t Index(int64_t row) const { return static_cast<size_t>(row - group->rows().begin); }
   bool IsGood(size_t i) const { return results_ok && slices[i].first_nonfinite_row < 0; }
   bool HasTargets(RowRange rows) const {
-    const auto first = targets.begin() + static_cast<std::ptrdiff_t>(Index(rows.begin));
+    const auto first = declared.targets.begin() + static_cast<std::ptrdiff_t>(Index(rows.begin));
     return std::any_of(first, first + rows.size(), [](int32_t t) { return t != kernels::kIgnoredTarget; });
   }
 };
@@ -177,12 +176,9 @@ void EngineImpl::LaunchGroup(const EntryPtr& entry, std::unique_ptr<GroupAssembl
   flight->entry = entry;
   flight->started = absl::Now();
   const auto rows = static_cast<size_t>(group->rows().size());
-  flight->targets.resize(rows);
-  flight->row_weights.resize(rows);
   flight->accumulate.resize(rows);
   const uint64_t id = group->key().microbatch_id;
-  entry->ledger.CopyContents(id, group->rows(), absl::MakeSpan(flight->targets),
-                             absl::MakeSpan(flight->row_weights));
+  flight->declared = entry->ledger.Contents(id, group->rows());
   entry->ledger.Reserve(id, group->rows(), absl::MakeSpan(flight->accumulate));
   flight->results = MakeResults(*group);
   flight->segments = group->Segments();
@@ -229,8 +225,11 @@ kernels::Slice EngineImpl::MakeSlice(GroupFlight& flight, const GroupAssembly::S
                .argmax = At(flight.results.argmax, index)};
   if (segment.slices.empty()) {
     slice.hidden = hidden;
-    slice.targets = flight.targets.data() + index;
-    slice.row_weights = flight.row_weights.data() + index;
+    slice.targets = At(flight.declared.targets, index);
+    slice.row_weights = At(flight.declared.row_weights, index);
+    slice.grad_loss = At(flight.declared.grad_loss, index);
+    slice.grad_lse = At(flight.declared.grad_lse, index);
+    slice.grad_entropy = At(flight.declared.grad_entropy, index);
     return slice;
   }
   slice.hidden = stream.is_backward() ? nullptr : hidden;

@@ -42,8 +42,7 @@ absl::StatusOr<EngineImpl::EntryPtr> EngineImpl::Find(absl::string_view name) co
   return it->second;
 }
 
-absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadConfig& config,
-                                    const head::Progress& progress) {
+absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadConfig& config) {
   if (auto status = kernels::Validate(config); !status.ok()) return status;
   if (config.hidden_size > options_.slice_bytes / 4) {
     return InvalidField(
@@ -51,7 +50,7 @@ absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadC
         absl::StrCat("must let one fp32 row fit into a slice of ", options_.slice_bytes, " bytes"),
         absl::StrCat(config.hidden_size));
   }
-  EntryPtr entry = std::make_shared<Entry>(std::string(name), config, options_.max_ledger_rows);
+  EntryPtr entry = std::make_shared<Entry>(std::string(name), config, options_);
   {
     absl::MutexLock lock(&mutex_);
     if (stopping_) return absl::UnavailableError("the server is shutting down");
@@ -86,8 +85,6 @@ absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadC
     entry->chunk_rows = (*kernels)->chunk_rows();
     entry->memory = (*kernels)->memory();
     entry->choices = (*kernels)->Describe();
-    entry->step = progress.step;
-    entry->updates = progress.updates;
     entry->generation = ++last_generation_;
     entry->head = std::make_unique<head::Head>(entry->name, *std::move(kernels));
   });
@@ -284,7 +281,7 @@ absl::Status EngineImpl::CheckRepeat(const Entry& entry, const StepRequest& requ
   if (entry.last_ids.has_value()) {
     for (const uint64_t id : request.expected_microbatches) {
       if (!std::binary_search(entry.last_ids->begin(), entry.last_ids->end(), id))
-        lines.push_back(absl::StrCat("microbatch ", id, ": was not in it"));
+        lines.push_back(absl::StrCat("microbatch ", id, ": was not whole in it"));
     }
   }
   if (request.expected_rows.has_value() && *request.expected_rows != last.rows) {
@@ -363,9 +360,9 @@ absl::Status EngineImpl::ClearGradients(Entry& entry, head::Head& head) {
 }
 
 // Of microbatches and contributions, ascending.
-std::vector<uint64_t> EngineImpl::IdsOf(const Entry& entry) {
-  const std::vector<uint64_t> microbatches = entry.ledger.Ids();
-  const std::vector<uint64_t> contributions = entry.contributions.Ids();
+std::vector<uint64_t> EngineImpl::CompleteIdsOf(const Entry& entry) {
+  const std::vector<uint64_t> microbatches = entry.ledger.CompleteIds();
+  const std::vector<uint64_t> contributions = entry.contributions.CompleteIds();
   std::vector<uint64_t> ids;
   std::merge(microbatches.begin(), microbatches.end(), contributions.begin(), contributions.end(),
              std::back_inserter(ids));
@@ -419,11 +416,11 @@ absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const S
     const head::AppliedStep applied_step = {.incarnation = incarnation_,
                                             .optimizer = request.optimizer,
                                             .grad_norm = *norm,
-                                            .microbatches = entry.ledger.microbatches(),
+                                            .microbatches = entry.ledger.begun_microbatches(),
                                             .rows = entry.ledger.accumulated_rows(),
-                                            .contributions = entry.contributions.contributions(),
+                                            .contributions = entry.contributions.begun_contributions(),
                                             .skipped = skipped};
-    std::vector<uint64_t> ids = IdsOf(entry);
+    std::vector<uint64_t> ids = CompleteIdsOf(entry);
     EnterStep(entry, request.step + 1, StepNotOpen("open.step", request.step, request.step + 1));
     if (!skipped) ++entry.updates;
     entry.last_step = applied_step;

@@ -127,6 +127,7 @@ bool EngineImpl::RunNextOf(const EntryPtr& entry) {
 }
 
 bool EngineImpl::LaunchNextChunk(const EntryPtr& entry) {
+  if (WaitsForRows(entry->queue.Next(entry->chunk_rows), chunks_without_results_)) return false;
   auto works = entry->queue.TakeChunk(entry->chunk_rows, entry->ledger);
   if (works.empty()) return false;
   entry->group_was_last = false;
@@ -183,6 +184,7 @@ void EngineImpl::LaunchChunk(const EntryPtr& entry, std::vector<std::unique_ptr<
   }
   flight->chunk.slices = absl::MakeSpan(flight->slices);
   flight->chunk.retained = retained_.get();
+  if (first.accumulate_gradients) ++chunks_without_results_;
   Launch(*entry, &flight->chunk,
          {.on_results = [this, flight](absl::Status s) { OnResults(*flight, std::move(s)); },
           .on_done = [this, flight](absl::Status s) { OnDone(flight, std::move(s)); }});
@@ -217,6 +219,10 @@ void EngineImpl::OnResults(Flight& flight, absl::Status status) {
   flight.results_ok = status.ok();
   if (!status.ok()) observer_->OnDeviceError(status);
   absl::MutexLock lock(&mutex_);
+  if (flight.chunk.accumulate_gradients) {
+    --chunks_without_results_;
+    work_.Signal();  // the next chunk need not wait any more
+  }
   for (size_t i = 0; i < flight.works.size(); ++i) {
     SliceWork& work = *flight.works[i];
     StreamState& stream = *work.stream;

@@ -40,8 +40,7 @@ class EngineImpl final : public Engine {
   uint64_t incarnation() const override { return incarnation_; }
   EngineStats stats() const override;
 
-  absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config,
-                          const head::Progress& progress) override;
+  absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config) override;
   absl::Status PublishHead(absl::string_view name) override;
   absl::Status DeleteHead(absl::string_view name) override;
   absl::StatusOr<HeadSnapshot> Describe(absl::string_view name) const override;
@@ -89,11 +88,11 @@ class EngineImpl final : public Engine {
   // One head and everything that is going on with it. Entries live until their head is deleted; `head`
   // itself belongs to the device thread, the rest to mutex_.
   struct Entry : std::enable_shared_from_this<Entry> {
-    explicit Entry(std::string head_name, const kernels::HeadConfig& head_config, int64_t max_ledger_rows)
+    Entry(std::string head_name, const kernels::HeadConfig& head_config, const EngineOptions& options)
         : name(std::move(head_name)),
           config(head_config),
-          ledger(max_ledger_rows),
-          contributions(max_ledger_rows) {}
+          ledger(options.max_ledger_rows, options.max_step_microbatches),
+          contributions(options.max_ledger_rows, options.max_step_microbatches) {}
 
     const std::string name;
     const kernels::HeadConfig config;
@@ -127,7 +126,8 @@ class EngineImpl final : public Engine {
     int64_t chunks_in_flight = 0;
     int64_t total_rows = 0;
     std::optional<head::AppliedStep> last_step;  // step - 1
-    // The microbatches and contributions that were in it, ascending; nothing if another process applied it.
+    // The microbatches and contributions that were whole in it, ascending; nothing if another process applied
+    // it.
     std::optional<std::vector<uint64_t>> last_ids;
   };
   using EntryPtr = std::shared_ptr<Entry>;
@@ -196,7 +196,7 @@ class EngineImpl final : public Engine {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::vector<std::string> HalvesOf(const Entry& entry, absl::Span<const uint64_t> ids) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  static std::vector<uint64_t> IdsOf(const Entry& entry);
+  static std::vector<uint64_t> CompleteIdsOf(const Entry& entry);
   static bool HasTurn(const Entry& entry, uint64_t contribution_id);
   // Calls those whose turn it is, or whose gradients are gone.
   void CallTurns(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -211,8 +211,7 @@ class EngineImpl final : public Engine {
 
   // Shared ends of Open and OpenBackward.
   absl::StatusOr<EntryPtr> FindForStream(absl::string_view name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::StatusOr<std::unique_ptr<Stream>> Admit(const EntryPtr& entry, std::shared_ptr<StreamState> state,
-                                                absl::Span<const float> ledger_weights)
+  absl::StatusOr<std::unique_ptr<Stream>> Admit(const EntryPtr& entry, std::shared_ptr<StreamState> state)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status ReserveRetained(Entry& entry, StreamState& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -244,6 +243,8 @@ class EngineImpl final : public Engine {
   int64_t open_streams_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t rooms_lent_ ABSL_GUARDED_BY(mutex_) = 0;
   int chunks_in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
+  // Of those, the ones that accumulate, are no groups and have no results yet (chunk_policy.h).
+  int chunks_without_results_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   Notifier notifier_;  // its events take mutex_
   std::thread device_thread_;

@@ -1,6 +1,5 @@
 // EngineImpl: streams, from Open to their end.
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -11,21 +10,6 @@
 namespace lossd::engine {
 namespace {
 
-absl::Status CheckGradients(absl::string_view field, const std::vector<float>& values, int64_t rows,
-                            bool required) {
-  if (values.empty() && !required) return absl::OkStatus();
-  if (static_cast<int64_t>(values.size()) != rows) {
-    return InvalidField(field, absl::StrCat("must have one entry for each of the ", rows, " rows"),
-                        absl::StrCat(values.size()));
-  }
-  for (size_t i = 0; i < values.size(); ++i) {
-    if (!std::isfinite(values[i])) {
-      return InvalidField(absl::StrCat(field, "[", i, "]"), "must be finite", absl::StrCat(values[i]));
-    }
-  }
-  return absl::OkStatus();
-}
-
 absl::Status CheckBackward(const BackwardSpec& spec) {
   if (spec.rows.begin < 0 || spec.rows.begin >= spec.rows.end) {
     return InvalidField("backward.rows", "must be a non-empty range", Text(spec.rows));
@@ -34,11 +18,10 @@ absl::Status CheckBackward(const BackwardSpec& spec) {
     return InvalidField("backward.step", "is required with accumulate_gradients", "nothing");
   }
   const int64_t rows = spec.rows.size();
-  if (auto status = CheckGradients("backward.grad_loss", spec.grad_loss, rows, true); !status.ok())
-    return status;
-  if (auto status = CheckGradients("backward.grad_lse", spec.grad_lse, rows, false); !status.ok())
-    return status;
-  return CheckGradients("backward.grad_entropy", spec.grad_entropy, rows, false);
+  absl::Status status = CheckRowValues("backward.grad_loss", spec.grad_loss, rows, /*optional=*/false);
+  status.Update(CheckRowValues("backward.grad_lse", spec.grad_lse, rows, /*optional=*/true));
+  status.Update(CheckRowValues("backward.grad_entropy", spec.grad_entropy, rows, /*optional=*/true));
+  return status;
 }
 
 // The stream that computes retained rows, and where they are.
@@ -169,11 +152,9 @@ absl::StatusOr<EngineImpl::EntryPtr> EngineImpl::FindForStream(absl::string_view
   return found;
 }
 
-// Enters a checked stream into the ledger and the head. `ledger_weights` is what, besides the target, a row
-// must have in common with the same row sent again.
+// Enters a checked stream into the ledger and the head.
 absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Admit(const EntryPtr& entry,
-                                                          std::shared_ptr<StreamState> state,
-                                                          absl::Span<const float> ledger_weights) {
+                                                          std::shared_ptr<StreamState> state) {
   const StreamSpec& spec = state->spec();
   if (!entry->weights_distrust.ok()) return entry->weights_distrust;
   if (spec.accumulate_gradients) {
@@ -183,7 +164,7 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Admit(const EntryPtr& entry,
                         "names a contribution of this step", absl::StrCat(spec.microbatch_id));
     }
     absl::Status declared =
-        entry->ledger.Declare(spec.microbatch_id, state->terms(), spec.rows, spec.targets, ledger_weights);
+        entry->ledger.Declare(spec.microbatch_id, state->terms(), spec.rows, state->contents());
     if (!declared.ok()) return declared;
     if (entry->sequencer != nullptr) {
       entry->sequencer->OnDeclared(spec.microbatch_id);
@@ -209,7 +190,7 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Open(StreamSpec spec,
   if ((*state)->spec().retain) {
     if (auto status = ReserveRetained(**entry, **state); !status.ok()) return status;
   }
-  return Admit(*entry, *state, (*state)->spec().row_weights);
+  return Admit(*entry, *std::move(state));
 }
 
 // ---- Deferred microbatches ----
@@ -250,13 +231,10 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::OpenBackward(BackwardSpec sp
       StreamState::Create(std::move(stream), (*entry)->config,
                           {.incarnation = incarnation_, .step = (*entry)->step}, limits, std::move(observer));
   if (!state.ok()) return state.status();
-  std::vector<float> ledger_weights = spec.grad_loss;
-  for (size_t i = 0; i < (*state)->spec().row_weights.size(); ++i)
-    ledger_weights[i] *= (*state)->spec().row_weights[i];
   (*state)->SetRetained(std::move(retained), {.loss = std::move(spec.grad_loss),
                                               .lse = std::move(spec.grad_lse),
                                               .entropy = std::move(spec.grad_entropy)});
-  return Admit(*entry, *std::move(state), ledger_weights);
+  return Admit(*entry, *std::move(state));
 }
 
 absl::StatusOr<bool> EngineImpl::Release(absl::string_view name, uint64_t microbatch_id) {

@@ -34,25 +34,42 @@ void Ledger::ForEachRun(MicrobatchT& microbatch, RowRange rows, Fn fn) {
   }
 }
 
+std::array<absl::Span<const float>, Ledger::kFloats> Ledger::FloatsOf(const RowContents& contents) {
+  return {contents.row_weights, contents.grad_loss, contents.grad_lse, contents.grad_entropy};
+}
+
 absl::Status Ledger::CheckAgreement(uint64_t id, const Microbatch& known, RowRange rows,
-                                    absl::Span<const int32_t> targets, absl::Span<const float> row_weights) {
+                                    const RowContents& contents) {
+  const auto floats = FloatsOf(contents);
   int64_t bad_row = -1;
   ForEachRun(known, rows, [&](const Segment& segment, size_t first, size_t count, int64_t row) {
     const size_t offset = static_cast<size_t>(row - rows.begin);
-    const bool unweighted = segment.row_weights.empty() && row_weights.empty();
-    const bool same_weights =
-        unweighted || (!segment.row_weights.empty() && !row_weights.empty() &&
-                       SameBytes(segment.row_weights.data() + first, row_weights.data() + offset, count));
-    if (same_weights && SameBytes(segment.targets.data() + first, targets.data() + offset, count)) return;
-    for (size_t i = 0; i < count && bad_row < 0; ++i) {
-      const float weight = row_weights.empty() ? 1.0f : row_weights[offset + i];
-      if (segment.targets[first + i] != targets[offset + i] || segment.weight(first + i) != weight)
-        bad_row = row + static_cast<int64_t>(i);
+    // Index in the run of the first row that differs, else count.
+    const auto note = [&](auto differs) {
+      size_t i = 0;
+      while (i < count && !differs(i)) ++i;
+      const int64_t differing = row + static_cast<int64_t>(i);
+      if (i < count && (bad_row < 0 || differing < bad_row)) bad_row = differing;
+    };
+    if (!SameBytes(segment.targets.data() + first, contents.targets.data() + offset, count)) {
+      note([&](size_t i) { return segment.targets[first + i] != contents.targets[offset + i]; });
+    }
+    for (size_t kind = 0; kind < kFloats; ++kind) {
+      const std::vector<float>& kept = segment.floats[kind];
+      const absl::Span<const float> given = floats[kind];
+      if (kept.empty() && given.empty()) continue;
+      if (!kept.empty() && !given.empty() && SameBytes(kept.data() + first, given.data() + offset, count))
+        continue;
+      note([&](size_t i) {
+        return (kept.empty() ? kIfAbsent[kind] : kept[first + i]) !=
+               (given.empty() ? kIfAbsent[kind] : given[offset + i]);
+      });
     }
   });
   if (bad_row < 0) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat("open.microbatch_id ", id, ": row ", bad_row,
-                                                    " was opened before with another target or weight"));
+  return absl::FailedPreconditionError(
+      absl::StrCat("open.microbatch_id ", id, ": row ", bad_row,
+                   " was opened before with another target, weight or upstream gradient"));
 }
 
 std::vector<RowRange> Ledger::Undeclared(const Microbatch& microbatch, RowRange rows) {
@@ -69,16 +86,19 @@ std::vector<RowRange> Ledger::Undeclared(const Microbatch& microbatch, RowRange 
   return gaps;
 }
 
-void Ledger::AddSegment(Microbatch& microbatch, RowRange piece, RowRange rows,
-                        absl::Span<const int32_t> targets, absl::Span<const float> row_weights) {
+void Ledger::AddSegment(Microbatch& microbatch, RowRange piece, RowRange rows, const RowContents& contents) {
+  const auto floats = FloatsOf(contents);
   const size_t offset = static_cast<size_t>(piece.begin - rows.begin);
   const size_t size = static_cast<size_t>(piece.size());
-  const auto piece_targets = targets.subspan(offset, size);
+  const auto targets = contents.targets.subspan(offset, size);
   Segment segment;
-  segment.targets.assign(piece_targets.begin(), piece_targets.end());
-  if (!row_weights.empty()) {
-    const auto piece_weights = row_weights.subspan(offset, size);
-    segment.row_weights.assign(piece_weights.begin(), piece_weights.end());
+  segment.targets.assign(targets.begin(), targets.end());
+  int64_t row_bytes = sizeof(int32_t) + sizeof(uint8_t);
+  for (size_t kind = 0; kind < kFloats; ++kind) {
+    if (floats[kind].empty()) continue;
+    const auto values = floats[kind].subspan(offset, size);
+    segment.floats[kind].assign(values.begin(), values.end());
+    row_bytes += sizeof(float);
   }
   segment.states.resize(size, kPending);
   for (size_t i = 0; i < size; ++i) {
@@ -87,34 +107,45 @@ void Ledger::AddSegment(Microbatch& microbatch, RowRange piece, RowRange rows,
     ++microbatch.settled_rows;
   }
   declared_rows_ += piece.size();
-  bytes_ += piece.size() * (row_weights.empty() ? 5 : 9);
+  bytes_ += piece.size() * row_bytes;
   microbatch.segments.emplace(piece.begin, std::move(segment));
 }
 
+absl::Status Ledger::CheckRoom(uint64_t id, bool is_new, int64_t rows) const {
+  if (declared_rows_ + rows > max_rows_) {
+    return absl::ResourceExhaustedError(absl::StrCat("the step's ledger holds ", declared_rows_, " rows; ",
+                                                     rows, " more would exceed its limit of ", max_rows_,
+                                                     " (apply the step or zero its gradients)"));
+  }
+  if (is_new && microbatches() >= max_microbatches_) {
+    return FieldError(absl::StatusCode::kResourceExhausted, "open.microbatch_id",
+                      absl::StrCat("must be one of the ", max_microbatches_,
+                                   " that the step has, as many as it may (apply it or zero its gradients)"),
+                      absl::StrCat(id));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Ledger::Declare(uint64_t id, const MicrobatchTerms& terms, RowRange rows,
-                             absl::Span<const int32_t> targets, absl::Span<const float> row_weights) {
+                             const RowContents& contents) {
   auto it = microbatches_.find(id);
-  if (it != microbatches_.end()) {
+  const bool is_new = it == microbatches_.end();
+  if (!is_new) {
     if (!(it->second.terms == terms)) {
       return absl::FailedPreconditionError(absl::StrCat(
           "open.microbatch_id ", id,
           " was opened before with other options (rows, loss options, dtype, reduction, normalizer or "
           "grad_output; in deterministic mode also want_grad_hidden or want_row_entropy)"));
     }
-    if (auto status = CheckAgreement(id, it->second, rows, targets, row_weights); !status.ok()) return status;
+    if (auto status = CheckAgreement(id, it->second, rows, contents); !status.ok()) return status;
   }
-  const std::vector<RowRange> pieces =
-      it == microbatches_.end() ? std::vector<RowRange>{rows} : Undeclared(it->second, rows);
+  const std::vector<RowRange> pieces = is_new ? std::vector<RowRange>{rows} : Undeclared(it->second, rows);
   int64_t added = 0;
   for (RowRange piece : pieces) added += piece.size();
-  if (declared_rows_ + added > max_rows_) {
-    return absl::ResourceExhaustedError(absl::StrCat("the step's ledger holds ", declared_rows_, " rows; ",
-                                                     added, " more would exceed its limit of ", max_rows_,
-                                                     " (apply the step or zero its gradients)"));
-  }
-  if (it == microbatches_.end()) it = microbatches_.emplace(id, Microbatch{.terms = terms}).first;
+  if (auto status = CheckRoom(id, is_new, added); !status.ok()) return status;
+  if (is_new) it = microbatches_.emplace(id, Microbatch{.terms = terms}).first;
   for (RowRange piece : pieces) {
-    if (piece.size() > 0) AddSegment(it->second, piece, rows, targets, row_weights);
+    if (piece.size() > 0) AddSegment(it->second, piece, rows, contents);
   }
   return absl::OkStatus();
 }
@@ -146,18 +177,22 @@ void Ledger::MarkUnsettled(uint64_t id, RowRange rows, absl::Span<uint8_t> mask)
   });
 }
 
-void Ledger::CopyContents(uint64_t id, RowRange rows, absl::Span<int32_t> targets,
-                          absl::Span<float> row_weights) const {
+RowValues Ledger::Contents(uint64_t id, RowRange rows) const {
+  const auto size = static_cast<size_t>(rows.size());
+  RowValues values{.targets = std::vector<int32_t>(size, kernels::kIgnoredTarget)};
+  const std::array<std::vector<float>*, kFloats> floats = {&values.row_weights, &values.grad_loss,
+                                                           &values.grad_lse, &values.grad_entropy};
   ForEachRun(microbatches_.at(id), rows,
              [&](const Segment& segment, size_t first, size_t count, int64_t row) {
                const size_t offset = static_cast<size_t>(row - rows.begin);
-               std::copy_n(segment.targets.data() + first, count, targets.data() + offset);
-               if (segment.row_weights.empty()) {
-                 std::fill_n(row_weights.data() + offset, count, 1.0f);
-               } else {
-                 std::copy_n(segment.row_weights.data() + first, count, row_weights.data() + offset);
+               std::copy_n(segment.targets.data() + first, count, values.targets.data() + offset);
+               for (size_t kind = 0; kind < kFloats; ++kind) {
+                 if (segment.floats[kind].empty()) continue;
+                 floats[kind]->resize(size, kIfAbsent[kind]);
+                 std::copy_n(segment.floats[kind].data() + first, count, floats[kind]->data() + offset);
                }
              });
+  return values;
 }
 
 bool Ledger::AnyReserved(uint64_t id, RowRange rows) const {
@@ -201,6 +236,7 @@ int64_t Ledger::Commit(uint64_t id, RowRange rows) {
   Microbatch& microbatch = microbatches_.at(id);
   const int64_t committed = ReplaceReserved(microbatch, rows, kSettled);
   microbatch.settled_rows += committed;
+  microbatch.accumulated_rows += committed;
   accumulated_rows_ += committed;
   return committed;
 }
@@ -242,9 +278,7 @@ std::vector<std::string> Ledger::Missing(absl::Span<const uint64_t> ids, int max
   int64_t more = 0;
   for (uint64_t id : ids) {
     const auto it = microbatches_.find(id);
-    const bool complete =
-        it != microbatches_.end() && it->second.settled_rows == it->second.terms.microbatch_rows;
-    if (complete) continue;
+    if (it != microbatches_.end() && it->second.complete()) continue;
     if (static_cast<int>(lines.size()) >= max_lines) {
       ++more;
     } else {
@@ -256,31 +290,29 @@ std::vector<std::string> Ledger::Missing(absl::Span<const uint64_t> ids, int max
   return lines;
 }
 
-bool Ledger::AnyAccumulated(const Microbatch& microbatch) {
-  for (const auto& [begin, segment] : microbatch.segments) {
-    for (size_t i = 0; i < segment.states.size(); ++i) {
-      if (segment.states[i] == kSettled && segment.targets[i] != kernels::kIgnoredTarget) return true;
-    }
-  }
-  return false;
-}
-
 std::vector<std::string> Ledger::Halves(absl::Span<const uint64_t> ids, int max_lines) const {
   const std::set<uint64_t> expected(ids.begin(), ids.end());
   std::vector<std::string> lines;
   for (const auto& [id, microbatch] : microbatches_) {
     if (static_cast<int>(lines.size()) >= max_lines) break;
-    const bool complete = microbatch.settled_rows == microbatch.terms.microbatch_rows;
-    if (complete || expected.contains(id) || !AnyAccumulated(microbatch)) continue;
+    if (microbatch.complete() || expected.contains(id) || microbatch.accumulated_rows == 0) continue;
     lines.push_back(absl::StrCat(DescribeMissing(id, microbatch), " (not expected, but begun)"));
   }
   return lines;
 }
 
-std::vector<uint64_t> Ledger::Ids() const {
+std::vector<uint64_t> Ledger::CompleteIds() const {
   std::vector<uint64_t> ids;
-  for (const auto& [id, microbatch] : microbatches_) ids.push_back(id);
+  for (const auto& [id, microbatch] : microbatches_) {
+    if (microbatch.complete()) ids.push_back(id);
+  }
   return ids;
+}
+
+int64_t Ledger::begun_microbatches() const {
+  return std::count_if(microbatches_.begin(), microbatches_.end(), [](const auto& entry) {
+    return entry.second.accumulated_rows > 0 || entry.second.complete();
+  });
 }
 
 void Ledger::Clear() {

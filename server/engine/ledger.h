@@ -1,15 +1,18 @@
 // What has been accumulated in the open step of one head, row by row, so that nothing is counted twice.
 //
 // A microbatch is declared piece by piece (each stream declares its row range with its targets and row
-// weights); pieces may overlap if they agree. A declared row is pending, reserved (in a chunk that is
-// being computed) or settled (accumulated, or ignored and so nothing to accumulate). Rows are kept
-// themselves, not hashes: the same id with other contents is always noticed.
+// weights, or a backward with its gradients too); pieces may overlap if they agree. A declared row is
+// pending, reserved (in a chunk that is being computed) or settled (accumulated, or ignored and so nothing
+// to accumulate). Rows are kept themselves, not hashes: the same id with other contents is always noticed.
 //
-// Memory: 5 bytes per declared row, 9 with row weights, at most max_rows rows.
+// Memory: 5 bytes per declared row and 4 for each kind of float that RowContents gives; at most max_rows rows
+// of max_microbatches microbatches.
 // Thread-compatible: guarded by the engine's lock.
 #ifndef LOSSD_SERVER_ENGINE_LEDGER_H_
 #define LOSSD_SERVER_ENGINE_LEDGER_H_
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -38,16 +41,30 @@ struct MicrobatchTerms {
   friend bool operator==(const MicrobatchTerms&, const MicrobatchTerms&) = default;
 };
 
+// What is known of some rows besides their hidden states, each [rows].
+struct RowContents {
+  absl::Span<const int32_t> targets;     // classes or kernels::kIgnoredTarget
+  absl::Span<const float> row_weights;   // may be empty: 1
+  absl::Span<const float> grad_loss;     // may be empty: 1
+  absl::Span<const float> grad_lse;      // may be empty: 0
+  absl::Span<const float> grad_entropy;  // may be empty: 0
+};
+
+// The same, with memory of its own.
+struct RowValues {
+  std::vector<int32_t> targets;
+  std::vector<float> row_weights, grad_loss, grad_lse, grad_entropy;
+};
+
 class Ledger {
  public:
-  explicit Ledger(int64_t max_rows) : max_rows_(max_rows) {}
+  Ledger(int64_t max_rows, int64_t max_microbatches)
+      : max_rows_(max_rows), max_microbatches_(max_microbatches) {}
 
-  // Declares rows of a microbatch. `targets` [rows.size()] are classes or kernels::kIgnoredTarget;
-  // `row_weights` is empty or [rows.size()]. Ignored rows settle at once.
-  // FAILED_PRECONDITION if the id is known with other terms, targets or weights; RESOURCE_EXHAUSTED if
-  // the ledger would exceed max_rows; then nothing has changed.
-  absl::Status Declare(uint64_t id, const MicrobatchTerms& terms, RowRange rows,
-                       absl::Span<const int32_t> targets, absl::Span<const float> row_weights);
+  // Declares rows of a microbatch. Ignored rows settle at once.
+  // FAILED_PRECONDITION if the id is known with other terms or contents; RESOURCE_EXHAUSTED if the ledger
+  // would exceed its limits; then nothing has changed.
+  absl::Status Declare(uint64_t id, const MicrobatchTerms& terms, RowRange rows, const RowContents& contents);
 
   bool Contains(uint64_t id) const { return microbatches_.contains(id); }
   // N of a microbatch; nothing if the id is not known.
@@ -59,9 +76,9 @@ class Ledger {
 
   // The members below take rows that have been declared.
 
-  // Copies the targets and weights the rows were declared with; both spans are [rows.size()].
-  void CopyContents(uint64_t id, RowRange rows, absl::Span<int32_t> targets,
-                    absl::Span<float> row_weights) const;
+  // What the rows were declared with; kernels::kIgnoredTarget for those that were not. Floats that none of
+  // the rows has are empty.
+  RowValues Contents(uint64_t id, RowRange rows) const;
 
   // True if any of the rows is reserved.
   bool AnyReserved(uint64_t id, RowRange rows) const;
@@ -83,13 +100,15 @@ class Ledger {
   // not: to leave it so would count half of it. At most `max_lines`.
   std::vector<std::string> Halves(absl::Span<const uint64_t> ids, int max_lines = 20) const;
 
-  // The microbatches declared, ascending.
-  std::vector<uint64_t> Ids() const;
+  // The microbatches that are settled in full, ascending.
+  std::vector<uint64_t> CompleteIds() const;
 
   // Forgets everything (a new step). No row may be reserved.
   void Clear();
 
   int64_t microbatches() const { return static_cast<int64_t>(microbatches_.size()); }
+  // Of those, the ones that are part of the sum: rows were accumulated, or none has to be.
+  int64_t begun_microbatches() const;
   int64_t accumulated_rows() const { return accumulated_rows_; }  // valid rows settled
   int64_t declared_rows() const { return declared_rows_; }
   int64_t bytes() const { return bytes_; }
@@ -97,34 +116,41 @@ class Ledger {
  private:
   enum RowState : uint8_t { kPending, kReserved, kSettled };
 
+  // The kinds of floats in RowContents, in its order.
+  static constexpr size_t kFloats = 4;
+  static constexpr std::array<float, kFloats> kIfAbsent = {1.0f, 1.0f, 0.0f, 0.0f};
+
   // A contiguous run of declared rows.
   struct Segment {
     std::vector<int32_t> targets;
-    std::vector<float> row_weights;  // empty: all 1
+    std::array<std::vector<float>, kFloats> floats;  // each may be empty
     std::vector<uint8_t> states;
-    float weight(size_t i) const { return row_weights.empty() ? 1.0f : row_weights[i]; }
   };
   struct Microbatch {
     MicrobatchTerms terms;
     std::map<int64_t, Segment> segments;  // by first row; disjoint
     int64_t settled_rows = 0;
+    int64_t accumulated_rows = 0;  // of the settled ones, those with a target
+    bool complete() const { return settled_rows == terms.microbatch_rows; }
   };
 
   // Calls fn(segment, first index in segment, number of rows, first row) for each run of declared rows in
   // `rows`.
   template <typename MicrobatchT, typename Fn>
   static void ForEachRun(MicrobatchT& microbatch, RowRange rows, Fn fn);
+  static std::array<absl::Span<const float>, kFloats> FloatsOf(const RowContents& contents);
   static absl::Status CheckAgreement(uint64_t id, const Microbatch& known, RowRange rows,
-                                     absl::Span<const int32_t> targets, absl::Span<const float> row_weights);
+                                     const RowContents& contents);
   static std::vector<RowRange> Undeclared(const Microbatch& microbatch, RowRange rows);
-  void AddSegment(Microbatch& microbatch, RowRange piece, RowRange rows, absl::Span<const int32_t> targets,
-                  absl::Span<const float> row_weights);
+  // RESOURCE_EXHAUSTED if so many rows more, of a microbatch that is new or not, are too many.
+  absl::Status CheckRoom(uint64_t id, bool is_new, int64_t rows) const;
+  void AddSegment(Microbatch& microbatch, RowRange piece, RowRange rows, const RowContents& contents);
   // Gives the reserved ones among the rows another state; returns how many.
   static int64_t ReplaceReserved(Microbatch& microbatch, RowRange rows, RowState state);
   static std::string DescribeMissing(uint64_t id, const Microbatch& microbatch);
-  static bool AnyAccumulated(const Microbatch& microbatch);
 
   const int64_t max_rows_;
+  const int64_t max_microbatches_;
   std::map<uint64_t, Microbatch> microbatches_;
   int64_t accumulated_rows_ = 0;
   int64_t declared_rows_ = 0;

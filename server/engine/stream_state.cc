@@ -32,21 +32,10 @@ absl::Status CheckRanges(const StreamSpec& spec) {
     return InvalidField("open.targets", absl::StrCat("must have one entry for each of the ", rows, " rows"),
                         absl::StrCat(spec.targets.size()));
   }
-  if (!spec.row_weights.empty() && static_cast<int64_t>(spec.row_weights.size()) != rows) {
-    return InvalidField("open.row_weights",
-                        absl::StrCat("must be empty or have one entry for each of the ", rows, " rows"),
-                        absl::StrCat(spec.row_weights.size()));
-  }
-  return absl::OkStatus();
+  return CheckRowValues("open.row_weights", spec.row_weights, rows, /*optional=*/true);
 }
 
 absl::Status CheckNumbers(const StreamSpec& spec) {
-  for (size_t i = 0; i < spec.row_weights.size(); ++i) {
-    if (!std::isfinite(spec.row_weights[i])) {
-      return InvalidField(absl::StrCat("open.row_weights[", i, "]"), "must be finite",
-                          absl::StrCat(spec.row_weights[i]));
-    }
-  }
   if (spec.reduction == Reduction::kNone && (spec.want_grad_hidden || spec.accumulate_gradients)) {
     return InvalidField(
         "open.reduction",
@@ -88,6 +77,23 @@ absl::Status CheckHead(const StreamSpec& spec, const kernels::HeadConfig& config
 }
 
 }  // namespace
+
+absl::Status CheckRowValues(absl::string_view field, absl::Span<const float> values, int64_t rows,
+                            bool optional) {
+  if (values.empty() && optional) return absl::OkStatus();
+  if (static_cast<int64_t>(values.size()) != rows) {
+    return InvalidField(field,
+                        absl::StrCat(optional ? "must be empty or have" : "must have",
+                                     " one entry for each of the ", rows, " rows"),
+                        absl::StrCat(values.size()));
+  }
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (!std::isfinite(values[i])) {
+      return InvalidField(absl::StrCat(field, "[", i, "]"), "must be finite", absl::StrCat(values[i]));
+    }
+  }
+  return absl::OkStatus();
+}
 
 StreamState::StreamState(StreamSpec spec, HeadState state, SliceLimits limits,
                          std::shared_ptr<StreamObserver> observer)

@@ -10,13 +10,19 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "kernels/backend.h"
 #include "server/engine/deferred.h"
 #include "server/engine/ledger.h"
 #include "server/engine/stream.h"
 
 namespace lossd::engine {
+
+// INVALID_ARGUMENT unless `values` are finite, one for each of the rows, or absent where they are optional.
+absl::Status CheckRowValues(absl::string_view field, absl::Span<const float> values, int64_t rows,
+                            bool optional);
 
 class StreamState {
  public:
@@ -45,6 +51,14 @@ class StreamState {
     return spec_.targets.data() + (rows.begin - spec_.rows.begin);
   }
   const float* row_weights(RowRange rows) const;
+  // All the ledger knows of the rows: sent again, they must have the same. SetRetained comes before.
+  RowContents contents() const {
+    return {.targets = spec_.targets,
+            .row_weights = spec_.row_weights,
+            .grad_loss = gradients_.loss,
+            .grad_lse = gradients_.lse,
+            .grad_entropy = gradients_.entropy};
+  }
 
   const float* grad_loss(RowRange rows) const { return At(gradients_.loss, rows); }
   const float* grad_lse(RowRange rows) const { return At(gradients_.lse, rows); }

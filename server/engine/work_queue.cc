@@ -1,5 +1,6 @@
 #include "server/engine/work_queue.h"
 
+#include <cstddef>
 #include <utility>
 
 namespace lossd::engine {
@@ -75,30 +76,48 @@ Operation* WorkQueue::TakeOperation() {
   return operation;
 }
 
+template <typename Fn>
+bool WorkQueue::ForEachOfNext(int64_t chunk_rows, Fn fn) const {
+  const StreamSpec* first = nullptr;
+  int64_t rows = 0;
+  for (size_t i = 0; i < items_.size() && rows < chunk_rows; ++i) {
+    const auto* slice = std::get_if<std::unique_ptr<SliceWork>>(&items_[i]);
+    if (slice == nullptr) return true;
+    const StreamSpec& spec = (*slice)->stream->spec();
+    if (first == nullptr) first = &spec;
+    if (!Compatible(*first, spec)) continue;
+    const int64_t more = (*slice)->rows.size();
+    if (rows + more > chunk_rows || !fn(i)) return true;
+    rows += more;
+  }
+  return rows >= chunk_rows;
+}
+
+NextChunk WorkQueue::Next(int64_t chunk_rows) const {
+  NextChunk next;
+  next.closed = ForEachOfNext(chunk_rows, [&](size_t i) {
+    const SliceWork& slice = *std::get<std::unique_ptr<SliceWork>>(items_[i]);
+    next.rows += slice.rows.size();
+    next.accumulates = slice.stream->spec().accumulate_gradients;
+    return true;
+  });
+  return next;
+}
+
 std::vector<std::unique_ptr<SliceWork>> WorkQueue::TakeChunk(int64_t chunk_rows, Ledger& ledger) {
   std::vector<std::unique_ptr<SliceWork>> chunk;
-  int64_t rows = 0;
-  std::deque<Item> skipped;
-  while (!items_.empty()) {
-    auto* front = std::get_if<std::unique_ptr<SliceWork>>(&items_.front());
-    if (front == nullptr) break;
-    SliceWork& slice = **front;
-    if (!chunk.empty() && !Compatible(chunk.front()->stream->spec(), slice.stream->spec())) {
-      skipped.push_back(std::move(items_.front()));
-      items_.pop_front();
-      continue;
-    }
-    if (rows + slice.rows.size() > chunk_rows || !TryReserve(slice, ledger)) break;
-    rows += slice.rows.size();
-    chunk.push_back(std::move(*front));
-    items_.pop_front();
-  }
-  while (!skipped.empty()) {
-    items_.push_front(std::move(skipped.back()));
-    skipped.pop_back();
-  }
-  slices_ -= static_cast<int64_t>(chunk.size());
-  rows_ -= rows;
+  ForEachOfNext(chunk_rows, [&](size_t i) {
+    auto& slice = std::get<std::unique_ptr<SliceWork>>(items_[i]);
+    if (!TryReserve(*slice, ledger)) return false;
+    --slices_;
+    rows_ -= slice->rows.size();
+    chunk.push_back(std::move(slice));
+    return true;
+  });
+  std::erase_if(items_, [](const Item& item) {
+    const auto* slice = std::get_if<std::unique_ptr<SliceWork>>(&item);
+    return slice != nullptr && *slice == nullptr;
+  });
   return chunk;
 }
 

@@ -12,6 +12,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/notification.h"
+#include "server/engine/chunk_policy.h"
 #include "server/engine/ledger.h"
 #include "server/engine/slice_work.h"
 #include "server/head/head.h"
@@ -41,10 +42,11 @@ class WorkQueue {
   Operation* FrontOperation() const;
   // The same, removed.
   Operation* TakeOperation();
-  // The slices of the next chunk, removed, with their rows reserved in the ledger: the front slice and
-  // those behind it, up to the next operation, that share its options, dtype and kind, at most
-  // `chunk_rows` rows in all. Empty if an operation is at the front, or if the front slice has rows that
-  // another chunk is computing right now.
+  // The next chunk: the front slice and those behind it, up to the next operation, that share its options,
+  // dtype and kind, at most `chunk_rows` rows in all.
+  NextChunk Next(int64_t chunk_rows) const;
+  // Its slices, removed, with their rows reserved in the ledger; only those before the first one with rows
+  // that another chunk is computing right now.
   std::vector<std::unique_ptr<SliceWork>> TakeChunk(int64_t chunk_rows, Ledger& ledger);
 
   bool empty() const { return items_.empty(); }
@@ -54,6 +56,11 @@ class WorkQueue {
 
  private:
   using Item = std::variant<std::unique_ptr<SliceWork>, Operation*>;
+
+  // Calls fn(position) for the slices of the next chunk while it returns true; returns whether no further
+  // slice can join them.
+  template <typename Fn>
+  bool ForEachOfNext(int64_t chunk_rows, Fn fn) const;
 
   std::deque<Item> items_;
   int64_t slices_ = 0;

@@ -61,7 +61,7 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateH
     const absl::StatusOr<HeadSource> source =
         HeadSource::Open(options_.checkpoints.directory, request.tensor_file(), *config);
     if (!source.ok()) return source.status();
-    status = CreateFilled(name, *config, {}, [&]() -> absl::Status {
+    status = CreateFilled(name, *config, [&]() -> absl::Status {
       for (const HeadSource::Tensor& tensor : source->tensors()) {
         absl::Status filled = FillTensor(WholeValue(name, *config, tensor.param, tensor.dtype),
                                          [&](engine::RowRange rows, absl::Span<uint8_t> out) {
@@ -72,9 +72,9 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateH
       return absl::OkStatus();
     });
   } else if (request.has_zeros()) {
-    status = CreateFilled(name, *config, {}, [] { return absl::OkStatus(); });
+    status = CreateFilled(name, *config, [] { return absl::OkStatus(); });
   } else {
-    status = CreateFilled(name, *config, {},
+    status = CreateFilled(name, *config,
                           [&] { return FillUniform(name, *config, request.kaiming_uniform().seed()); });
   }
   if (!status.ok()) return status;
@@ -84,9 +84,8 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateH
 }
 
 absl::Status HeadOperations::CreateFilled(const std::string& name, const kernels::HeadConfig& config,
-                                          const head::Progress& progress,
                                           absl::FunctionRef<absl::Status()> fill) {
-  if (absl::Status status = engine_->CreateHead(name, config, progress); !status.ok()) {
+  if (absl::Status status = engine_->CreateHead(name, config); !status.ok()) {
     return Located(std::move(status), "spec.");
   }
   absl::Status status = fill();
@@ -243,8 +242,7 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::Loa
     status = head::CheckLoadable(saved.config, existing->config);
     if (status.ok()) status = WriteLoaded(name, **reader);
   } else {
-    status = CreateFilled(name, saved.config, {saved.step, saved.updates},
-                          [&] { return WriteLoaded(name, **reader); });
+    status = CreateFilled(name, saved.config, [&] { return WriteLoaded(name, **reader); });
   }
   if (!status.ok()) return status;
   absl::StatusOr<v1::HeadDescription> description = Description(name);

@@ -75,7 +75,7 @@ class HeadOperations {
 
   // Makes a head, has `fill` fill it and publishes it; on failure nothing is left of it.
   absl::Status CreateFilled(const std::string& name, const kernels::HeadConfig& config,
-                            const head::Progress& progress, absl::FunctionRef<absl::Status()> fill);
+                            absl::FunctionRef<absl::Status()> fill);
   absl::Status FillUniform(const std::string& head, const kernels::HeadConfig& config, uint64_t seed);
   absl::Status FillTensor(const TensorRows& tensor, RowSource source);
   absl::Status WriteRowsOfLocked(const TensorRows& tensor, engine::RowRange rows,

@@ -265,6 +265,11 @@ absl::StatusOr<wire::PayloadView> AddGradientCall::Decode(const grpc::ByteBuffer
 }
 
 absl::StatusOr<ReceiveRowsCall::Extent> AddGradientCall::Open() {
+  if (request_.open().has_incarnation()) {
+    const absl::Status meant = CheckIncarnation("open.incarnation", request_.open().incarnation(),
+                                                environment_->engine->incarnation());
+    if (!meant.ok()) return meant;
+  }
   const absl::StatusOr<engine::ContributionSpec> spec = ToContributionSpec(request_.open());
   if (!spec.ok()) return spec.status();
   absl::StatusOr<engine::Contribution> contribution = environment_->engine->OpenContribution(*spec);

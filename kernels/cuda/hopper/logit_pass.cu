@@ -13,30 +13,13 @@
 // enough and what is stored needs no correction by tile. See docs/kernels/hopper.md for what was tried.
 #include "kernels/cuda/device_math.cuh"
 #include "kernels/cuda/hopper/logit_pass.h"
-#include "kernels/cuda/hopper/ptx.cuh"
+#include "kernels/cuda/hopper/main_loop.cuh"
+#include "kernels/cuda/hopper/out_boxes.cuh"
 #include "kernels/cuda/hopper/tensor_map.h"
 #include "kernels/cuda/row_loss_math.cuh"
 
 namespace lossd::kernels::cuda::hopper {
 namespace {
-
-constexpr int kConsumers = 2;  // warpgroups, kProductRows rows of the tile each
-constexpr int kWarpgroup = 128;
-constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
-constexpr int kStages = 4;
-constexpr int kProducerRegisters = 40;
-constexpr int kConsumerRegisters = 232;
-constexpr int kInnerStep = 16;  // of one product instruction
-
-constexpr int kHiddenBytes = kRowTile * kInnerTile * 2;
-constexpr int kWeightBytes = kVocabTile * kInnerTile * 2;
-constexpr int kStageBytes = kHiddenBytes + kWeightBytes;
-constexpr int kWeightPart = kWeightBytes / kClusterBlocks;  // what one block of the cluster fetches for both
-
-// Exponentials on their way out: two boxes of 64 x 64 a consumer.
-constexpr int kBoxColumns = 64;
-constexpr int kBoxBytes = kProductRows * kBoxColumns * 2;
-constexpr int kOutBytes = kConsumers * 2 * kBoxBytes;
 
 // How dot products become logits; see LogitPassParams. kCapped: the general form with a softcap.
 enum class Form { kPlain, kGeneral, kCapped };
@@ -88,65 +71,15 @@ __device__ __forceinline__ void ForEachTile(const KernelParams& p, Body body) {
   }
 }
 
-// The ring of stages in shared memory, and where one of its users is.
-struct Ring {
-  uint32_t stages;  // [kStages][kStageBytes]
-  uint32_t full;    // [kStages] barriers of 8 bytes
-  uint32_t empty;
-  int index = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ uint32_t Hidden() const { return stages + index * kStageBytes; }
-  __device__ __forceinline__ uint32_t Weight() const { return Hidden() + kHiddenBytes; }
-  __device__ __forceinline__ uint32_t Full() const { return full + index * 8; }
-  __device__ __forceinline__ uint32_t Empty() const { return empty + index * 8; }
-  __device__ __forceinline__ void Next() {
-    if (++index == kStages) {
-      index = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // One thread: fetches this block's hidden states, and its share of the weights for the whole cluster.
 __device__ __forceinline__ void Produce(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank) {
   ForEachTile(p, [&](const Tile& tile) {
     const int row = tile.panel * kPanelRows + static_cast<int>(rank) * kRowTile;
-    const int part_rows = kVocabTile / kClusterBlocks;
-    const int column = tile.vocab_tile * kVocabTile + static_cast<int>(rank) * part_rows;
+    const int column = tile.vocab_tile * kVocabTile + static_cast<int>(rank) * kPartColumns;
     for (int k = 0; k < p.inner_tiles; ++k) {
-      Wait(ring.Empty(), ring.parity ^ 1);
-      ArriveExpecting(ring.Full(), kStageBytes);
-      CopyBoxIn(ring.Hidden(), maps.hidden, k * kInnerTile, row, ring.Full());
-      CopyBoxToBlocks(ring.Weight() + rank * kWeightPart, maps.weight, k * kInnerTile, column, ring.Full(),
-                      (1 << kClusterBlocks) - 1);
-      ring.Next();
+      Fetch<Major::kInner, Major::kInner>(maps.hidden, maps.weight, row, column, k * kInnerTile, rank, ring);
     }
   });
-}
-
-// One warpgroup: logits [kProductRows, kVocabTile] of its rows of a tile. Gives stages back to both blocks.
-template <typename T>
-__device__ __forceinline__ void Multiply(int inner_tiles, int consumer, Ring& ring, float (&logits)[128]) {
-  const uint32_t lane = threadIdx.x & 31;
-  uint32_t last_empty = 0;
-  for (int k = 0; k < inner_tiles; ++k) {
-    const uint64_t a = MatrixDescriptor(ring.Hidden() + consumer * (kHiddenBytes / kConsumers));
-    const uint64_t b = MatrixDescriptor(ring.Weight());
-    Wait(ring.Full(), ring.parity);
-    BeginProducts();
-#pragma unroll
-    for (int i = 0; i < kInnerTile / kInnerStep; ++i) {
-      Mma64x256x16<T>(logits, a + 2 * i, b + 2 * i, k > 0 || i > 0);
-    }
-    CommitProducts();
-    WaitProducts<1>();
-    if (k > 0 && lane < kClusterBlocks) ArriveAt(last_empty, lane);
-    last_empty = ring.Empty();
-    ring.Next();
-  }
-  WaitProducts<0>();
-  if (lane < kClusterBlocks) ArriveAt(last_empty, lane);
 }
 
 // ---- what becomes of the sums ----
@@ -266,39 +199,6 @@ __device__ __forceinline__ uint32_t PackBf16(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Where exponentials are stored from: two boxes a warpgroup, used in turn.
-struct OutBoxes {
-  const CUtensorMap* map;
-  uint32_t boxes;    // of this warpgroup, [2][kBoxBytes]
-  uint32_t barrier;  // its named barrier
-  bool leader;       // the one thread that starts its copies
-  int lane_row;      // of the box: whose address the lane gives to StoreMatrices
-
-  __device__ __forceinline__ OutBoxes(const CUtensorMap& out, uint32_t all_boxes, int consumer)
-      : map(&out),
-        boxes(all_boxes + consumer * 2 * kBoxBytes),
-        barrier(1 + consumer),
-        leader(threadIdx.x % kWarpgroup == 0),
-        lane_row(16 * static_cast<int>((threadIdx.x >> 5) & 3) + static_cast<int>(threadIdx.x & 15)) {}
-
-  // Waits until box `i` may be written again.
-  __device__ __forceinline__ void Open() const {
-    if (leader) WaitBoxesRead<1>();
-    SyncNamed(barrier, kWarpgroup);
-  }
-  // Two groups of 8 columns from `group` on, both halves of each.
-  __device__ __forceinline__ void Put(int i, int group, const uint32_t (&words)[4]) const {
-    const int mine = group + static_cast<int>((threadIdx.x >> 4) & 1);
-    StoreMatrices(boxes + i * kBoxBytes + lane_row * 128 + ((mine ^ (lane_row & 7)) << 4), words[0], words[1],
-                  words[2], words[3]);
-  }
-  __device__ __forceinline__ void Send(int i, int column, int row) const {
-    FenceAsyncProxy();
-    SyncNamed(barrier, kWarpgroup);
-    if (leader) CopyBoxOut(*map, column, row, boxes + i * kBoxBytes);
-  }
-};
-
 // Sums of a thread over its columns; max is of logits before the softcap.
 struct ThreadSums {
   float sum[2] = {};
@@ -327,6 +227,7 @@ template <Form kForm, bool kStore>
 __device__ __forceinline__ ThreadSums Exponentials(const KernelParams& p, const float (&logits)[128],
                                                    const float (&reference)[2], const OutBoxes& out,
                                                    int column, int row) {
+  constexpr int kBoxColumns = kBoxRowBytes / 2;
   constexpr int kGroups = kBoxColumns / 8;
   ThreadSums sums;
 #pragma unroll
@@ -383,14 +284,14 @@ __device__ __forceinline__ void Consume(const Maps& maps, const KernelParams& p,
   ForEachTile(p, [&](const Tile& tile) {
     const int first_row = tile.panel * kPanelRows + product_row;
     const RowPair rows = LoadRows(p, tile, first_row + warp * 16 + lane / 4);
-    Multiply<T>(p.inner_tiles, consumer, ring, logits);
+    Multiply<T, Major::kInner, Major::kInner>(p.inner_tiles, consumer, ring, logits);
     if constexpr (kForm != Form::kPlain) ScaleAndShift(p, tile, logits);
     Mask<kForm>(p, tile, rows, logits);
     const ThreadSums sums =
         Exponentials<kForm, kStore>(p, logits, rows.reference, out, tile.vocab_tile * kVocabTile, first_row);
     WritePartials<kForm>(p, tile, rows, logits, sums);
   });
-  if (kStore && out.leader) WaitBoxesRead<0>();
+  if constexpr (kStore) out.Finish();
 }
 
 template <typename T, Form kForm, bool kStore>
@@ -399,20 +300,11 @@ __global__ __cluster_dims__(kClusterBlocks)
                                                         const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   if (p.redo != nullptr && p.redo[0] == 0) return;
-  Ring ring;
-  ring.stages = SharedAddress(shared);
-  const uint32_t boxes = ring.stages + kStages * kStageBytes;
-  ring.full = boxes + (kStore ? kOutBytes : 0);
-  ring.empty = ring.full + kStages * 8;
+  const uint32_t stages = SharedAddress(shared);
+  const uint32_t boxes = stages + kRingBytes;
+  const Ring ring(stages, boxes + (kStore ? kOutBytes : 0));
+  ring.Start();
   const uint32_t rank = ClusterRank();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      InitBarrier(ring.full + 8 * i, 1);
-      InitBarrier(ring.empty + 8 * i, kClusterBlocks * kConsumers * (kWarpgroup / 32));
-    }
-    FenceBarrierInit();
-  }
-  ClusterSync();
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
   if (warpgroup == 0) {
     LowerRegisters<kProducerRegisters>();
@@ -427,7 +319,7 @@ __global__ __cluster_dims__(kClusterBlocks)
 template <typename T, Form kForm, bool kStore>
 struct Kernel {
   static constexpr auto kFunction = LogitPassKernel<T, kForm, kStore>;
-  static constexpr int kSharedBytes = kStages * kStageBytes + (kStore ? kOutBytes : 0) + 2 * kStages * 8;
+  static constexpr int kSharedBytes = kRingBytes + (kStore ? kOutBytes : 0) + kRingBarrierBytes;
 
   static cudaError_t AllowSharedBytes() {
     return cudaFuncSetAttribute(kFunction, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
@@ -449,8 +341,7 @@ cudaError_t LaunchForm(const Maps& maps, const KernelParams& p, bool general, in
 
 cudaError_t MakeMaps(const LogitPassParams& params, Maps& maps) {
   const BoxedMatrix hidden = {params.hidden, params.dtype, params.rows, params.inner, kRowTile};
-  const BoxedMatrix weight = {params.weight, params.dtype, params.padded_vocab, params.inner,
-                              kVocabTile / kClusterBlocks};
+  const BoxedMatrix weight = {params.weight, params.dtype, params.padded_vocab, params.inner, kPartColumns};
   const BoxedMatrix out = {params.exponentials, DType::kBFloat16, params.rows, params.padded_vocab,
                            kProductRows};
   if (const cudaError_t error = MakeTensorMap(hidden, maps.hidden); error != cudaSuccess) return error;

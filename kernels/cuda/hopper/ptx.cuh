@@ -12,6 +12,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace lossd::kernels::cuda::hopper {
 
@@ -117,6 +118,15 @@ __device__ __forceinline__ void CopyBoxOut(const CUtensorMap& map, int x, int y,
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
+// The same, added to what is there, once for each element.
+__device__ __forceinline__ void AddBoxOut(const CUtensorMap& map, int x, int y, uint32_t from) {
+  asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
+                   reinterpret_cast<uint64_t>(&map)),
+               "r"(x), "r"(y), "r"(from)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
 // Waits until at most kPending of this thread's bulk groups still read shared memory.
 template <int kPending>
 __device__ __forceinline__ void WaitBoxesRead() {
@@ -148,17 +158,30 @@ __device__ __forceinline__ void StoreMatrices(uint32_t row_address, uint32_t m0,
                : "memory");
 }
 
+__device__ __forceinline__ void StorePair(uint32_t address, float2 pair) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(pair.x), "f"(pair.y) : "memory");
+}
+
 // ---- warpgroup matrix products ----
 
-// A matrix in shared memory whose rows hold 64 16-bit elements of the inner dimension (128 bytes), stored by
-// a copy with the 128-byte swizzle; `address` is a multiple of 1024. 16 elements further along the inner
-// dimension is 2 more.
+// Which dimension of an operand is contiguous in memory: the inner one, or its rows (A) or columns (B).
+enum class Major { kInner, kOuter };
+
+// An operand in shared memory, stored with the 128-byte swizzle by copies of boxes of 64 elements (128 bytes)
+// of the contiguous dimension; `address` is a multiple of 1024. kInner: one line of 128 bytes for each row of
+// A or column of B. kOuter: slabs of 64 rows of A or columns of B, in each 64 lines, one for each inner
+// element.
+template <Major kMajor>
 __device__ __forceinline__ uint64_t MatrixDescriptor(uint32_t address) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kRowGroupStride = uint64_t{1024 >> 4} << 32;  // 8 rows
-  constexpr uint64_t kUnusedStride = uint64_t{1} << 16;
-  return kSwizzle128 | kRowGroupStride | kUnusedStride | ((address & 0x3ffff) >> 4);
+  constexpr uint64_t kLineGroupStride = uint64_t{1024 >> 4} << 32;  // 8 lines
+  constexpr uint64_t kSlabStride = uint64_t{kMajor == Major::kOuter ? 8192 >> 4 : 1} << 16;
+  return kSwizzle128 | kLineGroupStride | kSlabStride | ((address & 0x3ffff) >> 4);
 }
+
+// What 16 elements further along the inner dimension adds to a descriptor.
+template <Major kMajor>
+inline constexpr uint64_t kDescriptorStep = kMajor == Major::kOuter ? 16 * 128 >> 4 : 16 * 2 >> 4;
 
 // Registers of the accumulators are ours again only after the products have been waited for.
 __device__ __forceinline__ void BeginProducts() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -174,11 +197,8 @@ __device__ __forceinline__ void WaitProducts() {
 // and 8 further (4 j + 2, 4 j + 3), columns 8 j + 2 (l % 4) and the next.
 inline constexpr int kProductRows = 64;
 
-// d = (accumulate ? d : 0) + A B^T for A [64, 16], B [256, 16] in shared memory.
-template <typename T>
-__device__ __forceinline__ void Mma64x256x16(float (&d)[128], uint64_t a, uint64_t b, bool accumulate);
-
-// Its text and operands, which only the types of A and B tell apart; PTX wants every register by its name.
+// The text and operands of the product, which only the types of A and B tell apart; PTX wants every register
+// by its name.
 #define LOSSD_WGMMA(types)                                                                                \
   asm volatile(                                                                                           \
       "{.reg .pred p; setp.ne.b32 p, %130, 0;"                                                            \
@@ -192,7 +212,7 @@ __device__ __forceinline__ void Mma64x256x16(float (&d)[128], uint64_t a, uint64
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                  \
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "      \
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"    \
-      "}, %128, %129, p, 1, 1, 0, 0;}"                                                                    \
+      "}, %128, %129, p, 1, 1, %131, %132;}"                                                              \
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),   \
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),          \
         "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),        \
@@ -212,18 +232,17 @@ __device__ __forceinline__ void Mma64x256x16(float (&d)[128], uint64_t a, uint64
         "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), \
         "+f"(d[127])                                                                                      \
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kMajorA == Major::kOuter),                 \
+        "n"(kMajorB == Major::kOuter))
 
-template <>
-__device__ __forceinline__ void Mma64x256x16<__nv_bfloat16>(float (&d)[128], uint64_t a, uint64_t b,
-                                                            bool accumulate) {
-  LOSSD_WGMMA("bf16.bf16");
-}
-
-template <>
-__device__ __forceinline__ void Mma64x256x16<__half>(float (&d)[128], uint64_t a, uint64_t b,
-                                                     bool accumulate) {
-  LOSSD_WGMMA("f16.f16");
+// d = (accumulate ? d : 0) + A B for A [64, 16], B [16, 256] of T in shared memory.
+template <typename T, Major kMajorA, Major kMajorB>
+__device__ __forceinline__ void Mma64x256x16(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    LOSSD_WGMMA("bf16.bf16");
+  } else {
+    LOSSD_WGMMA("f16.f16");
+  }
 }
 
 #undef LOSSD_WGMMA

@@ -5,7 +5,7 @@ namespace {
 
 using EncodeFunction = decltype(&cuTensorMapEncodeTiled);
 
-constexpr int kBoxColumns = 64;
+constexpr int64_t kBoxRowBytes = 128;
 constexpr unsigned kDriverVersion = 12000;  // the first that knows tensor maps
 
 EncodeFunction FindEncode() {
@@ -17,20 +17,33 @@ EncodeFunction FindEncode() {
   return reinterpret_cast<EncodeFunction>(function);
 }
 
+CUtensorMapDataType TypeOf(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case DType::kFloat16:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case DType::kBFloat16:
+      break;
+  }
+  return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
+
 }  // namespace
 
 cudaError_t MakeTensorMap(const BoxedMatrix& matrix, CUtensorMap& map) {
   static const EncodeFunction encode = FindEncode();
   if (encode == nullptr) return cudaErrorNotSupported;
+  const auto element = static_cast<int64_t>(SizeOf(matrix.dtype));
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(matrix.cols), static_cast<cuuint64_t>(matrix.rows)};
-  const cuuint64_t row_bytes[1] = {static_cast<cuuint64_t>(matrix.cols * 2)};
-  const cuuint32_t box[2] = {kBoxColumns, static_cast<cuuint32_t>(matrix.box_rows)};
+  const cuuint64_t row_bytes[1] = {static_cast<cuuint64_t>(matrix.cols * element)};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(kBoxRowBytes / element),
+                             static_cast<cuuint32_t>(matrix.box_rows)};
   const cuuint32_t steps[2] = {1, 1};
-  const CUtensorMapDataType type =
-      matrix.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const CUresult result = encode(&map, type, 2, const_cast<void*>(matrix.data), sizes, row_bytes, box, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(&map, TypeOf(matrix.dtype), 2, const_cast<void*>(matrix.data), sizes, row_bytes, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -13,16 +13,16 @@
 
 namespace lossd::kernels::cuda::hopper {
 
-// A row-major matrix of a 16-bit type on the device, 16-byte aligned, and the boxes it is copied in.
+// A row-major matrix on the device, 16-byte aligned, and the boxes it is copied in.
 struct BoxedMatrix {
   const void* data = nullptr;
   DType dtype = DType::kBFloat16;
   int64_t rows = 0;
-  int64_t cols = 0;  // also the elements between rows; a multiple of 8
+  int64_t cols = 0;  // also the elements between rows; a multiple of 16 bytes
   int box_rows = 0;  // at most 256
 };
 
-// Boxes are 64 columns wide (128 bytes) and lie in shared memory with the 128-byte swizzle; what lies outside
+// Boxes are 128 bytes wide and lie in shared memory with the 128-byte swizzle; what lies outside
 // the matrix is read as zero and not written. cudaErrorNotSupported if the driver has no such function.
 cudaError_t MakeTensorMap(const BoxedMatrix& matrix, CUtensorMap& map);
 

@@ -414,6 +414,7 @@ TEST_F(FaultsTest, ContributionsNoticeARestart) {
   ASSERT_TRUE(restart.has_value());
   EXPECT_EQ(restart->now, server_.incarnation());
   EXPECT_NE(restart->before, restart->now);
+  EXPECT_EQ(server_.accumulated("head"), 0.0) << "left behind in the new process";
   client_->AcknowledgeRestart("head");
   EXPECT_TRUE(Addition(7).Send(*client_).ok());
   server_.Restart();

@@ -65,6 +65,9 @@ def test_a_restart_is_noticed(problem):
                 client.compute_loss("a", *problem, step=0, id=2, accumulate=True)
             with pytest.raises(lossd.Restarted):
                 client.apply_step("a", 0, lossd.SGD(lr=1.0), expected_microbatches=[1])
+            with pytest.raises(lossd.Restarted):
+                client.add_gradient("a", "weight", np.ones((V, D), np.float32), step=0, id=3)
+            assert client.describe_head("a").step_contributions == 0
             client.acknowledge_restart("a")
             client.compute_loss("a", *problem, step=0, id=1, accumulate=True)
             assert client.apply_step("a", 0, lossd.SGD(lr=1.0), expected_microbatches=[1]).state.step == 1

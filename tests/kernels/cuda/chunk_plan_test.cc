@@ -6,6 +6,7 @@
 namespace lossd::kernels::cuda {
 namespace {
 
+using ::testing::_;
 using ::testing::ElementsAre;
 using ::testing::Field;
 using ::testing::HasSubstr;
@@ -21,6 +22,7 @@ struct Case {
   FilterShape filter = {.chunk_rows = 8192, .vocab = 128256, .padded_vocab = 128256, .padded_hidden = 4096};
   DeviceLimits limits = kHopper;
   FusedLoss fused_loss = FusedLoss::kWhereFaster;
+  bool add = false;
 
   Case() {
     loss.dtype = DType::kBFloat16;
@@ -28,7 +30,7 @@ struct Case {
     loss.rows = loss.padded_rows = 8192;
     loss.write_gradient = true;
   }
-  ChunkPlan Plan() const { return PlanChunk(options, loss, filter, limits, fused_loss); }
+  ChunkPlan Plan() const { return PlanChunk(options, loss, filter, limits, fused_loss, add); }
 };
 
 TEST(ChunkPlan, ExactLossesOfLargeChunksAreFused) {
@@ -79,14 +81,41 @@ TEST(ChunkPlan, TheOptionOfTheBackendDecidesWhereSizeWould) {
   EXPECT_THAT(c.Plan().why_not_fused, HasSubstr("Hopper"));
 }
 
+TEST(ChunkPlan, GradientsAreOwnProductsWhereTheyAreFaster) {
+  Case c;
+  EXPECT_FALSE(c.Plan().own_hidden_product());
+  EXPECT_FALSE(c.Plan().own_weight_product());
+  c.add = true;
+  EXPECT_TRUE(c.Plan().own_weight_product());
+  c.loss.rows = c.loss.padded_rows = 2048;
+  EXPECT_TRUE(c.Plan().own_hidden_product());
+  c.limits.fused_clusters = 0;
+  EXPECT_THAT(c.Plan().why_library_hidden_product, HasSubstr("Hopper"));
+}
+
+TEST(ChunkPlan, TheOptionOfTheBackendHoldsForProductsToo) {
+  Case c;
+  c.add = true;
+  c.fused_loss = FusedLoss::kNever;
+  EXPECT_EQ(c.Plan().why_library_weight_product, "switched off");
+  c.fused_loss = FusedLoss::kWherePossible;
+  c.add = false;
+  EXPECT_TRUE(c.Plan().own_hidden_product());
+  EXPECT_TRUE(c.Plan().own_weight_product());
+  c.loss.write_gradient = false;
+  EXPECT_EQ(c.Plan().why_library_hidden_product, "no gradient is wanted");
+}
+
 TEST(ChunkPlan, DescribesWhatItChose) {
   Case c;
   EXPECT_THAT(Describe(c.Plan()),
               ElementsAre(Choice{.what = "gradients", .choice = "exact", .reason = "exact was asked for"},
-                          Choice{.what = "loss", .choice = "in the logits product"}));
+                          Choice{.what = "loss", .choice = "in the logits product"},
+                          Choice{"hidden gradient", "library product", "many tiles"},
+                          Choice{"weight gradient", "library product", "nothing to add to"}));
   c.options.algorithm = Algorithm::kAuto;
   EXPECT_THAT(Describe(c.Plan()), ElementsAre(Field(&Choice::choice, "auto"),
-                                              Field(&Choice::choice, "after the logits product")));
+                                              Field(&Choice::choice, "after the logits product"), _, _));
   for (const Choice& choice : Describe(c.Plan())) EXPECT_THAT(choice.reason, Not(IsEmpty()));
 }
 

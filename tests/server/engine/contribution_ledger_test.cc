@@ -5,6 +5,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "server/engine/errors.h"
 
 namespace lossd::engine {
 namespace {
@@ -16,7 +17,7 @@ using ::testing::IsEmpty;
 ContributionTerms Terms(RowRange rows) { return {.rows = rows}; }
 
 TEST(ContributionLedgerTest, KnowsWhatWasAddedAndWhatIsMissing) {
-  ContributionLedger ledger(100);
+  ContributionLedger ledger(100, 4);
   EXPECT_FALSE(ledger.Contains(7));
   ASSERT_TRUE(ledger.Declare(7, Terms({10, 20})).ok());
   EXPECT_TRUE(ledger.Contains(7));
@@ -36,7 +37,7 @@ TEST(ContributionLedgerTest, KnowsWhatWasAddedAndWhatIsMissing) {
 }
 
 TEST(ContributionLedgerTest, RefusesOtherContentsUnderTheSameId) {
-  ContributionLedger ledger(100);
+  ContributionLedger ledger(100, 4);
   ASSERT_TRUE(ledger.Declare(1, Terms({0, 4})).ok());
   EXPECT_TRUE(ledger.Declare(1, Terms({0, 4})).ok());
   ContributionTerms other[4] = {Terms({0, 5}), Terms({0, 4}), Terms({0, 4}), Terms({0, 4})};
@@ -53,13 +54,29 @@ TEST(ContributionLedgerTest, RefusesOtherContentsUnderTheSameId) {
 }
 
 TEST(ContributionLedgerTest, IsBounded) {
-  ContributionLedger ledger(10);
+  ContributionLedger ledger(10, 4);
   ASSERT_TRUE(ledger.Declare(1, Terms({0, 6})).ok());
   EXPECT_EQ(ledger.Declare(2, Terms({0, 5})).code(), absl::StatusCode::kResourceExhausted);
   EXPECT_FALSE(ledger.Contains(2));
   EXPECT_TRUE(ledger.Declare(3, Terms({0, 4})).ok());
   EXPECT_TRUE(ledger.Declare(4, Terms({3, 3})).ok());
   EXPECT_TRUE(ledger.Complete(4)) << "nothing to add";
+  ASSERT_TRUE(ledger.Declare(5, Terms({3, 3})).ok());
+  const absl::Status full = ledger.Declare(6, Terms({3, 3}));
+  EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(full.GetPayload(kFieldPayload), absl::Cord("open.contribution_id"));
+  EXPECT_EQ(full.GetPayload(kValuePayload), absl::Cord("6"));
+  EXPECT_TRUE(ledger.Declare(5, Terms({3, 3})).ok());
+}
+
+TEST(ContributionLedgerTest, CountsWhatIsPartOfTheSum) {
+  ContributionLedger ledger(100, 4);
+  for (uint64_t id : {1, 2, 3}) ASSERT_TRUE(ledger.Declare(id, Terms({0, 2})).ok());
+  ASSERT_TRUE(ledger.Declare(4, Terms({7, 7})).ok());  // nothing to add
+  ledger.Commit(2, {0, 1}, {5});
+  ledger.Commit(3, {0, 2}, {5, 6});
+  EXPECT_EQ(ledger.begun_contributions(), 3);
+  EXPECT_THAT(ledger.CompleteIds(), ElementsAre(3, 4));
 }
 
 // Random slices of random contents against a map of rows.
@@ -71,7 +88,7 @@ TEST(ContributionLedgerTest, AgreesWithAPlainModel) {
     return static_cast<int64_t>(random() % static_cast<uint64_t>(n));
   };
   constexpr int64_t kRows = 24;
-  ContributionLedger ledger(3 * kRows);
+  ContributionLedger ledger(3 * kRows, 4);
   std::map<std::pair<uint64_t, int64_t>, uint64_t> added;  // (id, row) -> checksum
   for (uint64_t id = 0; id < 3; ++id) ASSERT_TRUE(ledger.Declare(id, Terms({5, 5 + kRows})).ok());
   for (int i = 0; i < 2000; ++i) {

@@ -15,6 +15,7 @@
 #include "server/engine/errors.h"
 #include "tests/server/engine/fake_backend.h"
 #include "tests/server/engine/room_client.h"
+#include "tests/server/engine/row_collector.h"
 
 namespace lossd::engine {
 namespace {
@@ -27,12 +28,6 @@ using ::testing::UnorderedElementsAre;
 constexpr int64_t kHidden = 2;
 constexpr int64_t kVocab = 10;
 constexpr float kInf = std::numeric_limits<float>::infinity();
-
-class IgnoreResults : public StreamObserver {
- public:
-  void OnSlice(SliceOutput) override {}
-  void OnFinished(absl::Status, const StreamSummary&) override {}
-};
 
 class ContributionsTest : public ::testing::Test {
  protected:
@@ -47,7 +42,7 @@ class ContributionsTest : public ::testing::Test {
   void AddHead() {
     kernels::HeadConfig config{.hidden_size = kHidden, .vocab_size = kVocab};
     config.has_class_weights = true;
-    ASSERT_TRUE(engine_->CreateHead("head", config, {}).ok());
+    ASSERT_TRUE(engine_->CreateHead("head", config).ok());
     ASSERT_TRUE(engine_->PublishHead("head").ok());
   }
   static ContributionSpec Spec(uint64_t id, uint64_t step = 0) {
@@ -144,6 +139,20 @@ TEST_F(ContributionsTest, AStepExpectsContributionsAsMicrobatches) {
   EXPECT_EQ(engine_->Describe("head")->step_contributions, 0);
 }
 
+TEST_F(ContributionsTest, RefusedContributionsAreNotCounted) {
+  const auto refused = engine_->OpenContribution(Spec(3));
+  ASSERT_TRUE(refused.ok());
+  const std::vector<float> bad(2, kInf);
+  EXPECT_EQ(engine_->AddRows(*refused, {0, 1}, Bytes(bad)).status().code(), absl::StatusCode::kOutOfRange);
+  ASSERT_TRUE(Add(*engine_->OpenContribution(Spec(4)), {0, 10}).ok());
+  EXPECT_EQ(engine_->Describe("head")->step_contributions, 2);  // seen
+  const auto applied = Apply({.step = 0});
+  ASSERT_TRUE(applied.ok()) << applied.status();
+  EXPECT_EQ(applied->contributions, 1);
+  EXPECT_FALSE(Apply({.step = 0, .expected_microbatches = {3, 4}}).ok());
+  EXPECT_THAT(missing_, ElementsAre("microbatch 3: was not whole in it"));
+}
+
 TEST_F(ContributionsTest, OtherContentsUnderTheSameIdAreRefused) {
   const auto contribution = engine_->OpenContribution(Spec(1));
   ASSERT_TRUE(Add(*contribution, {0, 5}).ok());
@@ -160,18 +169,17 @@ TEST_F(ContributionsTest, OtherContentsUnderTheSameIdAreRefused) {
 
 TEST_F(ContributionsTest, AnIdNamesEitherAMicrobatchOrAContribution) {
   ASSERT_TRUE(engine_->OpenContribution(Spec(1)).ok());
-  const auto observer = std::make_shared<IgnoreResults>();
-  const absl::Status taken = engine_->Open(Stream(1), observer).status();
+  const absl::Status taken = engine_->Open(Stream(1), std::make_shared<RowCollector>()).status();
   EXPECT_EQ(taken.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(taken.message()), HasSubstr("names a contribution of this step"));
-  auto stream = engine_->Open(Stream(2), observer);
+  auto stream = engine_->Open(Stream(2), std::make_shared<RowCollector>());
   ASSERT_TRUE(stream.ok()) << stream.status();
   const absl::Status used = engine_->OpenContribution(Spec(2)).status();
   EXPECT_EQ(used.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(used.message()), HasSubstr("names a microbatch of this step"));
   StreamSpec loss_only = Stream(1);
   loss_only.accumulate_gradients = false;
-  EXPECT_TRUE(engine_->Open(loss_only, observer).ok()) << "its id means nothing";
+  EXPECT_TRUE(engine_->Open(loss_only, std::make_shared<RowCollector>()).ok()) << "its id means nothing";
 }
 
 TEST_F(ContributionsTest, BadSpecsAndValuesChangeNothing) {
@@ -313,7 +321,7 @@ class OrderedContributionsTest : public ContributionsTest {
     spec.microbatch_rows = 2;
     spec.rows = {0, 2};
     spec.targets = {1, 1};
-    const auto collector = std::make_shared<RowCollector>(kHidden);
+    const auto collector = std::make_shared<RowCollector>();
     auto stream = engine_->Open(std::move(spec), collector);
     ASSERT_TRUE(stream.ok()) << stream.status();
     (*stream)->Start();

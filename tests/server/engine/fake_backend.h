@@ -41,6 +41,9 @@ class FakeDevice {
   absl::Status fail_step;
   absl::Status fail_zero;
 
+  // Shown every slice before it is computed.
+  std::function<void(const kernels::Slice&)> inspect = [](const kernels::Slice&) {};
+
   // Blocks chunks from being computed until Open.
   void Close() {
     absl::MutexLock lock(&mutex_);
@@ -175,6 +178,7 @@ class FakeHead final : public kernels::HeadKernels {
     std::vector<int64_t> rows;
     for (kernels::Slice& slice : chunk.slices) {
       rows.push_back(slice.rows);
+      device_->inspect(slice);
       const std::vector<float> added = ComputeSlice(chunk, slice);
       if (slice.first_nonfinite_row < 0) accumulated.insert(accumulated.end(), added.begin(), added.end());
     }

@@ -17,6 +17,7 @@ namespace {
 
 constexpr int32_t kIgnored = kernels::kIgnoredTarget;
 constexpr int64_t kMaxRows = 60;
+constexpr int64_t kMaxMicrobatches = 3;
 
 enum class Act { kDeclare, kReserve, kCommit, kRelease, kClear };
 
@@ -27,10 +28,18 @@ struct Event {
   MicrobatchTerms terms;
   std::vector<int32_t> targets;
   std::vector<float> weights;  // empty: all 1
+  std::vector<float> lse;      // empty: all 0
 
   int32_t target(int64_t row) const { return targets[static_cast<size_t>(row - rows.begin)]; }
   float weight(int64_t row) const {
     return weights.empty() ? 1.0f : weights[static_cast<size_t>(row - rows.begin)];
+  }
+  float grad_lse(int64_t row) const {
+    return lse.empty() ? 0.0f : lse[static_cast<size_t>(row - rows.begin)];
+  }
+  bool SameRow(const Event& other, int64_t row) const {
+    return target(row) == other.target(row) && weight(row) == other.weight(row) &&
+           grad_lse(row) == other.grad_lse(row);
   }
 };
 
@@ -138,24 +147,34 @@ class LedgerHistoryTest : public ::testing::Test {
     return id == 2 ? static_cast<float>((static_cast<uint64_t>(row) * 5) % 3) : 1.0f;
   }
 
+  static float GradLse(uint64_t id, int64_t row) {
+    return id == 3 ? static_cast<float>((static_cast<uint64_t>(row) * 7) % 4) : 0.0f;
+  }
+
   void TryDeclare() {
     Event event{.act = Act::kDeclare, .id = static_cast<uint64_t>(Uniform(0, 3))};
     event.terms.microbatch_rows = 8 + 6 * static_cast<int64_t>(event.id);
     event.rows.begin = Uniform(0, event.terms.microbatch_rows);
     event.rows.end = Uniform(event.rows.begin, event.terms.microbatch_rows);
     const bool weighted = event.id == 2 || Uniform(0, 3) == 0;
+    const bool with_lse = event.id == 3 || Uniform(0, 3) == 0;
     for (int64_t row = event.rows.begin; row < event.rows.end; ++row) {
       event.targets.push_back(Target(event.id, row));
       if (weighted) event.weights.push_back(Weight(event.id, row));
+      if (with_lse) event.lse.push_back(GradLse(event.id, row));
     }
     const bool lie = Uniform(0, 5) == 0;
     if (lie && Uniform(0, 3) == 0) event.terms.grad_output = 2.0f;
     if (lie && event.rows.size() > 0) {
       const auto i = static_cast<size_t>(Uniform(0, event.rows.size() - 1));
-      event.targets[i] = event.targets[i] == 9 ? kIgnored : 9;
-      if (weighted && Uniform(0, 1) == 0) event.weights[i] += 1.0f;
+      const int64_t kind = Uniform(0, 2);
+      if (kind == 0) event.targets[i] = event.targets[i] == 9 ? kIgnored : 9;
+      if (kind == 1 && weighted) event.weights[i] += 1.0f;
+      if (kind == 2 && with_lse) event.lse[i] += 1.0f;
     }
-    const absl::Status got = ledger_.Declare(event.id, event.terms, event.rows, event.targets, event.weights);
+    const absl::Status got =
+        ledger_.Declare(event.id, event.terms, event.rows,
+                        {.targets = event.targets, .row_weights = event.weights, .grad_lse = event.lse});
     ASSERT_EQ(got.code(), ExpectedOfDeclare(event)) << got;
     if (got.ok()) model_.Happened(event);
   }
@@ -166,11 +185,15 @@ class LedgerHistoryTest : public ::testing::Test {
     for (int64_t row = event.rows.begin; row < event.rows.end; ++row) {
       const Event* known = model_.Declaration(event.id, row);
       added += known == nullptr ? 1 : 0;
-      if (known != nullptr &&
-          (known->target(row) != event.target(row) || known->weight(row) != event.weight(row)))
-        return absl::StatusCode::kFailedPrecondition;
+      if (known != nullptr && !known->SameRow(event, row)) return absl::StatusCode::kFailedPrecondition;
     }
-    return DeclaredRows() + added > kMaxRows ? absl::StatusCode::kResourceExhausted : absl::StatusCode::kOk;
+    const bool too_many = !terms.has_value() && Known() >= kMaxMicrobatches;
+    return too_many || DeclaredRows() + added > kMaxRows ? absl::StatusCode::kResourceExhausted
+                                                         : absl::StatusCode::kOk;
+  }
+  int64_t Known() const {
+    return std::count_if(kIds.begin(), kIds.end(),
+                         [&](uint64_t id) { return model_.TermsOf(id).has_value(); });
   }
   int64_t DeclaredRows() const {
     return model_.Count(kIds,
@@ -232,6 +255,18 @@ class LedgerHistoryTest : public ::testing::Test {
       return model_.StateOf(id, row) == State::kSettled && !model_.IsIgnored(id, row);
     }));
     ASSERT_EQ(ledger_.Missing(kIds), model_.Missing(kIds));
+    std::vector<uint64_t> complete;
+    int64_t begun = 0;
+    for (uint64_t id : kIds) {
+      const bool whole = model_.TermsOf(id).has_value() && model_.Missing({id}).empty();
+      const int64_t accumulated = model_.Count({id}, [&](uint64_t, int64_t row) {
+        return model_.StateOf(id, row) == State::kSettled && !model_.IsIgnored(id, row);
+      });
+      if (whole) complete.push_back(id);
+      begun += whole || accumulated > 0 ? 1 : 0;
+    }
+    ASSERT_EQ(ledger_.CompleteIds(), complete);
+    ASSERT_EQ(ledger_.begun_microbatches(), begun);
     for (uint64_t id : kIds) {
       const auto terms = model_.TermsOf(id);
       ASSERT_EQ(ledger_.MicrobatchRows(id).has_value(), terms.has_value());
@@ -247,7 +282,7 @@ class LedgerHistoryTest : public ::testing::Test {
 
   const std::vector<uint64_t> kIds = {0, 1, 2, 3};
   std::mt19937_64 rng_;
-  Ledger ledger_{kMaxRows};
+  Ledger ledger_{kMaxRows, kMaxMicrobatches};
   Model model_;
 };
 

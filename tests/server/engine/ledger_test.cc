@@ -3,11 +3,13 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/backend.h"
+#include "server/engine/errors.h"
 
 namespace lossd::engine {
 namespace {
@@ -23,8 +25,8 @@ MicrobatchTerms Terms(int64_t rows) { return {.microbatch_rows = rows}; }
 std::vector<int32_t> Targets(size_t rows, int32_t value = 1) { return std::vector<int32_t>(rows, value); }
 
 TEST(LedgerTest, SettlesRowsOnce) {
-  Ledger ledger(100);
-  ASSERT_TRUE(ledger.Declare(7, Terms(4), {0, 4}, Targets(4), {}).ok());
+  Ledger ledger(100, 10);
+  ASSERT_TRUE(ledger.Declare(7, Terms(4), {0, 4}, {Targets(4)}).ok());
   std::vector<uint8_t> mask(4);
   EXPECT_EQ(ledger.Reserve(7, {0, 4}, absl::MakeSpan(mask)), 0);
   EXPECT_THAT(mask, ElementsAre(1, 1, 1, 1));
@@ -39,8 +41,8 @@ TEST(LedgerTest, SettlesRowsOnce) {
 }
 
 TEST(LedgerTest, ReleasedRowsArePendingAgain) {
-  Ledger ledger(100);
-  ASSERT_TRUE(ledger.Declare(1, Terms(3), {0, 3}, Targets(3), {}).ok());
+  Ledger ledger(100, 10);
+  ASSERT_TRUE(ledger.Declare(1, Terms(3), {0, 3}, {Targets(3)}).ok());
   std::vector<uint8_t> mask(3);
   ledger.Reserve(1, {0, 3}, absl::MakeSpan(mask));
   ledger.Release(1, {0, 3});
@@ -50,69 +52,132 @@ TEST(LedgerTest, ReleasedRowsArePendingAgain) {
 }
 
 TEST(LedgerTest, IgnoredRowsSettleWithoutWork) {
-  Ledger ledger(100);
-  ASSERT_TRUE(ledger.Declare(1, Terms(3), {0, 3}, std::vector<int32_t>{kIgnored, 5, kIgnored}, {}).ok());
+  Ledger ledger(100, 10);
+  ASSERT_TRUE(ledger.Declare(1, Terms(3), {0, 3}, {std::vector<int32_t>{kIgnored, 5, kIgnored}}).ok());
   std::vector<uint8_t> mask(3);
   EXPECT_EQ(ledger.Reserve(1, {0, 3}, absl::MakeSpan(mask)), 0);
   EXPECT_THAT(mask, ElementsAre(0, 1, 0));
   EXPECT_EQ(ledger.Commit(1, {0, 3}), 1);
   EXPECT_THAT(ledger.Missing({1}), IsEmpty());
-  ASSERT_TRUE(ledger.Declare(2, Terms(2), {0, 2}, Targets(2, kIgnored), {}).ok());
+  ASSERT_TRUE(ledger.Declare(2, Terms(2), {0, 2}, {Targets(2, kIgnored)}).ok());
   EXPECT_THAT(ledger.Missing({2}), IsEmpty());
   EXPECT_EQ(ledger.accumulated_rows(), 1);
 }
 
 TEST(LedgerTest, RefusesOtherContentsUnderTheSameId) {
-  Ledger ledger(100);
-  ASSERT_TRUE(ledger.Declare(1, Terms(8), {0, 4}, Targets(4), {}).ok());
-  EXPECT_TRUE(ledger.Declare(1, Terms(8), {2, 6}, Targets(4), {}).ok());
-  const absl::Status other_target = ledger.Declare(1, Terms(8), {5, 8}, std::vector<int32_t>{2, 1, 1}, {});
+  Ledger ledger(100, 10);
+  ASSERT_TRUE(ledger.Declare(1, Terms(8), {0, 4}, {Targets(4)}).ok());
+  EXPECT_TRUE(ledger.Declare(1, Terms(8), {2, 6}, {Targets(4)}).ok());
+  const absl::Status other_target = ledger.Declare(1, Terms(8), {5, 8}, {std::vector<int32_t>{2, 1, 1}});
   EXPECT_EQ(other_target.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(other_target.message()), HasSubstr("row 5"));
   const std::vector<float> weights = {1.0f, 2.0f};
-  EXPECT_EQ(ledger.Declare(1, Terms(8), {0, 2}, Targets(2), weights).code(),
+  EXPECT_EQ(ledger.Declare(1, Terms(8), {0, 2}, {Targets(2), weights}).code(),
             absl::StatusCode::kFailedPrecondition);
   MicrobatchTerms other_terms = Terms(8);
   other_terms.grad_output = 2.0f;
-  EXPECT_EQ(ledger.Declare(1, other_terms, {6, 8}, Targets(2), {}).code(),
+  EXPECT_EQ(ledger.Declare(1, other_terms, {6, 8}, {Targets(2)}).code(),
             absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(ledger.declared_rows(), 6);  // the refused ones left nothing behind
   EXPECT_THAT(ledger.Missing({1}), ElementsAre("microbatch 1: rows [0, 8) of 8"));
 }
 
 TEST(LedgerTest, TellsWhatIsUnsettled) {
-  Ledger ledger(100);
+  Ledger ledger(100, 10);
   EXPECT_EQ(ledger.MicrobatchRows(1), std::nullopt);
   EXPECT_EQ(ledger.CountUnsettled(1, {3, 7}), 4);
-  ASSERT_TRUE(ledger.Declare(1, Terms(8), {2, 6}, std::vector<int32_t>{7, kIgnored, 5, 6}, {}).ok());
+  ASSERT_TRUE(ledger.Declare(1, Terms(8), {2, 6}, {std::vector<int32_t>{7, kIgnored, 5, 6}}).ok());
   EXPECT_EQ(ledger.MicrobatchRows(1), 8);
   std::vector<uint8_t> mask(6);
   ledger.MarkUnsettled(1, {1, 7}, absl::MakeSpan(mask));
   EXPECT_THAT(mask, ElementsAre(1, 1, 0, 1, 1, 1));
   EXPECT_EQ(ledger.CountUnsettled(1, {1, 7}), 5);
-  std::vector<int32_t> targets(3);
-  std::vector<float> weights(3);
-  ledger.CopyContents(1, {3, 6}, absl::MakeSpan(targets), absl::MakeSpan(weights));
-  EXPECT_THAT(targets, ElementsAre(kIgnored, 5, 6));
-  EXPECT_THAT(weights, ElementsAre(1, 1, 1));
+}
+
+TEST(LedgerTest, TellsWhatRowsWereDeclaredWith) {
+  Ledger ledger(100, 10);
+  const std::vector<float> lse = {0.5f, -2.0f};
+  ASSERT_TRUE(ledger.Declare(1, Terms(8), {2, 4}, {Targets(2, 7)}).ok());
+  ASSERT_TRUE(ledger.Declare(1, Terms(8), {4, 6}, {.targets = Targets(2, 9), .grad_lse = lse}).ok());
+  const RowValues values = ledger.Contents(1, {3, 7});
+  EXPECT_THAT(values.targets, ElementsAre(7, 9, 9, kIgnored));
+  EXPECT_THAT(values.grad_lse, ElementsAre(0.0f, 0.5f, -2.0f, 0.0f));
+  EXPECT_THAT(values.row_weights, IsEmpty());
+  EXPECT_THAT(values.grad_loss, IsEmpty());
+  EXPECT_EQ(ledger.bytes(), 4 * 5 + 2 * 4);
+}
+
+TEST(LedgerTest, RefusesOtherGradientsUnderTheSameId) {
+  using Floats = absl::Span<const float> RowContents::*;
+  for (const auto& [floats, if_absent] : {std::pair<Floats, float>(&RowContents::row_weights, 1.0f),
+                                          {&RowContents::grad_loss, 1.0f},
+                                          {&RowContents::grad_lse, 0.0f},
+                                          {&RowContents::grad_entropy, 0.0f}}) {
+    Ledger ledger(100, 10);
+    const std::vector<int32_t> targets = Targets(3);
+    const std::vector<float> values = {if_absent, 0.25f, if_absent};
+    RowContents contents{targets};
+    contents.*floats = values;
+    ASSERT_TRUE(ledger.Declare(1, Terms(3), {0, 3}, contents).ok());
+    EXPECT_TRUE(ledger.Declare(1, Terms(3), {0, 3}, contents).ok());
+    std::vector<float> other = values;
+    other[2] += 1.0f;
+    contents.*floats = other;
+    const absl::Status refused = ledger.Declare(1, Terms(3), {0, 3}, contents);
+    EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(std::string(refused.message()), HasSubstr("row 2"));
+    EXPECT_TRUE(ledger.Declare(1, Terms(3), {0, 1}, {Targets(1)}).ok()) << "absent is " << if_absent;
+    EXPECT_FALSE(ledger.Declare(1, Terms(3), {1, 2}, {Targets(1)}).ok());
+  }
 }
 
 TEST(LedgerTest, BoundsItsRows) {
-  Ledger ledger(10);
-  ASSERT_TRUE(ledger.Declare(1, Terms(8), {0, 8}, Targets(8), {}).ok());
-  const absl::Status status = ledger.Declare(2, Terms(3), {0, 3}, Targets(3), {});
+  Ledger ledger(10, 10);
+  ASSERT_TRUE(ledger.Declare(1, Terms(8), {0, 8}, {Targets(8)}).ok());
+  const absl::Status status = ledger.Declare(2, Terms(3), {0, 3}, {Targets(3)});
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(ledger.microbatches(), 1);
-  EXPECT_TRUE(ledger.Declare(1, Terms(8), {0, 8}, Targets(8), {}).ok());  // a repeat needs no room
-  EXPECT_TRUE(ledger.Declare(2, Terms(2), {0, 2}, Targets(2), {}).ok());
+  EXPECT_TRUE(ledger.Declare(1, Terms(8), {0, 8}, {Targets(8)}).ok());  // a repeat needs no room
+  EXPECT_TRUE(ledger.Declare(2, Terms(2), {0, 2}, {Targets(2)}).ok());
   ledger.Clear();
   EXPECT_EQ(ledger.bytes(), 0);
-  EXPECT_TRUE(ledger.Declare(3, Terms(10), {0, 10}, Targets(10), {}).ok());
+  EXPECT_TRUE(ledger.Declare(3, Terms(10), {0, 10}, {Targets(10)}).ok());
+}
+
+TEST(LedgerTest, BoundsItsMicrobatches) {
+  Ledger ledger(10, 2);
+  ASSERT_TRUE(ledger.Declare(1, Terms(0), {0, 0}, {}).ok());
+  ASSERT_TRUE(ledger.Declare(2, Terms(0), {0, 0}, {}).ok());
+  const absl::Status refused = ledger.Declare(37, Terms(0), {0, 0}, {});
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(refused.GetPayload(kFieldPayload), absl::Cord("open.microbatch_id"));
+  EXPECT_EQ(refused.GetPayload(kValuePayload), absl::Cord("37"));
+  EXPECT_EQ(ledger.microbatches(), 2);
+  EXPECT_TRUE(ledger.Declare(2, Terms(0), {0, 0}, {}).ok());  // a repeat needs no room
+  ledger.Clear();
+  EXPECT_TRUE(ledger.Declare(37, Terms(0), {0, 0}, {}).ok());
+}
+
+TEST(LedgerTest, CountsWhatIsPartOfTheSum) {
+  Ledger ledger(100, 10);
+  ASSERT_TRUE(ledger.Declare(1, Terms(0), {0, 0}, {}).ok());                      // nothing to accumulate
+  ASSERT_TRUE(ledger.Declare(2, Terms(2), {0, 2}, {Targets(2, kIgnored)}).ok());  // likewise
+  for (uint64_t id : {3, 4, 5}) ASSERT_TRUE(ledger.Declare(id, Terms(2), {0, 2}, {Targets(2)}).ok());
+  std::vector<uint8_t> mask(2);
+  ledger.Reserve(3, {0, 2}, absl::MakeSpan(mask));
+  ledger.Commit(3, {0, 2});
+  ledger.Reserve(4, {0, 1}, absl::MakeSpan(mask).first(1));
+  ledger.Commit(4, {0, 1});
+  ledger.Reserve(5, {0, 2}, absl::MakeSpan(mask));
+  ledger.Release(5, {0, 2});
+  EXPECT_EQ(ledger.microbatches(), 5);
+  EXPECT_EQ(ledger.begun_microbatches(), 4);
+  EXPECT_THAT(ledger.CompleteIds(), ElementsAre(1, 2, 3));
 }
 
 TEST(LedgerTest, ListsWhatIsMissing) {
-  Ledger ledger(1000);
-  ASSERT_TRUE(ledger.Declare(1, Terms(10), {2, 6}, Targets(4), {}).ok());
+  Ledger ledger(1000, 10);
+  ASSERT_TRUE(ledger.Declare(1, Terms(10), {2, 6}, {Targets(4)}).ok());
   std::vector<uint8_t> mask(2);
   ledger.Reserve(1, {3, 5}, absl::MakeSpan(mask));
   ledger.Commit(1, {3, 5});

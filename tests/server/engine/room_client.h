@@ -4,17 +4,12 @@
 
 #include <cstdint>
 #include <cstring>
-#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/synchronization/notification.h"
-#include "absl/time/time.h"
-#include "gtest/gtest.h"
 #include "server/engine/engine.h"
 
 namespace lossd::engine {
@@ -72,54 +67,6 @@ inline bool SendSlice(Stream& stream, RowRange rows, const std::vector<float>& h
   stream.Submit(rows, std::move(buffer), bytes);
   return true;
 }
-
-// Collects the results of a stream row by row.
-class RowCollector : public StreamObserver {
- public:
-  explicit RowCollector(int64_t hidden_size) : hidden_size_(static_cast<size_t>(hidden_size)) {}
-
-  void OnSlice(SliceOutput output) override {
-    absl::MutexLock lock(&mutex_);
-    EXPECT_FALSE(finished_.HasBeenNotified()) << "a slice after the end";
-    for (int64_t i = 0; i < output.rows.size(); ++i) {
-      const int64_t row = output.rows.begin + i;
-      EXPECT_FALSE(losses_.contains(row)) << "row " << row << " twice";
-      losses_[row] = output.loss.empty() ? 0.0f : output.loss[static_cast<size_t>(i)];
-      if (!output.grad_hidden) continue;
-      const auto* grad =
-          reinterpret_cast<const float*>(output.grad_hidden.data()) + static_cast<size_t>(i) * hidden_size_;
-      grads_[row].assign(grad, grad + hidden_size_);
-    }
-  }
-  void OnFinished(absl::Status status, const StreamSummary& summary) override {
-    status_ = std::move(status);
-    summary_ = summary;
-    finished_.Notify();  // aborts if called twice
-  }
-  const absl::Status& Wait() {
-    finished_.WaitForNotification();
-    return status_;
-  }
-  bool finished() const { return finished_.HasBeenNotified(); }
-  const StreamSummary& summary() const { return summary_; }
-  std::map<int64_t, float> losses() {
-    absl::MutexLock lock(&mutex_);
-    return losses_;
-  }
-  std::map<int64_t, std::vector<float>> grads() {
-    absl::MutexLock lock(&mutex_);
-    return grads_;
-  }
-
- private:
-  const size_t hidden_size_;
-  absl::Mutex mutex_;
-  std::map<int64_t, float> losses_ ABSL_GUARDED_BY(mutex_);
-  std::map<int64_t, std::vector<float>> grads_ ABSL_GUARDED_BY(mutex_);
-  absl::Status status_;
-  StreamSummary summary_;
-  absl::Notification finished_;
-};
 
 }  // namespace lossd::engine
 

@@ -33,7 +33,7 @@ class SequencerTest : public ::testing::Test {
     auto stream = StreamState::Create(spec, {.hidden_size = 1, .vocab_size = 5, .trainable = true},
                                       {.incarnation = 1, .step = 0}, limits, nullptr);
     EXPECT_TRUE(stream.ok()) << stream.status();
-    EXPECT_TRUE(ledger_.Declare(id, (*stream)->terms(), range, (*stream)->spec().targets, {}).ok());
+    EXPECT_TRUE(ledger_.Declare(id, (*stream)->terms(), range, (*stream)->contents()).ok());
     sequencer_.OnDeclared(id);
     return *stream;
   }
@@ -79,8 +79,8 @@ class SequencerTest : public ::testing::Test {
     Finish(*group, true);
   }
 
-  Ledger ledger_{1000};
-  ContributionLedger contributions_{1000};
+  Ledger ledger_{1000, 1000};
+  ContributionLedger contributions_{1000, 1000};
   Sequencer sequencer_{kRows, &ledger_, &contributions_};
   std::vector<Sequencer::Grant> granted_;
   uint64_t arrivals_ = 0;

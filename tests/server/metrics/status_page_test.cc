@@ -33,7 +33,7 @@ TEST(StatusPageTest, ShowsHeadsMemoryAndThroughput) {
   const auto backend = *kernels::CreateCpuBackend({.threads = 1});
   const auto engine =
       *engine::Engine::Create({.slice_bytes = 1024, .staging_bytes = 8192}, backend.get(), 42, &metrics);
-  ASSERT_TRUE(engine->CreateHead("<b>main</b>", {.hidden_size = 8, .vocab_size = 1234567}, {}).ok());
+  ASSERT_TRUE(engine->CreateHead("<b>main</b>", {.hidden_size = 8, .vocab_size = 1234567}).ok());
   ASSERT_TRUE(engine->PublishHead("<b>main</b>").ok());
   StatusPage page({.version = "9.9 <x>", .grpc_address = "127.0.0.1:1", .started = absl::Now()}, engine.get(),
                   backend.get(), &metrics);

@@ -249,6 +249,12 @@ TEST_F(BadInputTest, IncarnationOfAnotherProcess) {
   ExpectError(client_->ApplyStep(step).status(), absl::StatusCode::kFailedPrecondition, "incarnation",
               "0000000000abcdef");
   EXPECT_EQ(client_->DescribeHead("head")->state().step(), 0u);
+  v1::OpenGradient gradient;
+  gradient.set_head("head");
+  gradient.set_param(v1::PARAM_WEIGHT);
+  gradient.set_incarnation(other);
+  ExpectError(client_->AddGradient(gradient, "").status(), absl::StatusCode::kFailedPrecondition,
+              "open.incarnation", "0000000000abcdef");
 }
 
 TEST_F(BadInputTest, SameMicrobatchWithOtherContents) {

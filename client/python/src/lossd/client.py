@@ -311,7 +311,8 @@ class Client:
         with self._restarts_told(head, step):
             range_, row_bytes = self._rows_of(head, param, data, rows, deadline)
             open_ = head_pb2.OpenGradient(head=head, step=step, contribution_id=id, param=number,
-                                          dtype=types.DTYPES[kind], scale=scale, contribution_rows=range_)
+                                          dtype=types.DTYPES[kind], scale=scale, contribution_rows=range_,
+                                          incarnation=self._book.incarnation_of(head, step))
             payload = _arrays.bytes_of(data)
             answer = self._connections.repeated(
                 lambda: _tensors.add_gradient(self._connections, open_, row_bytes, payload, deadline), deadline)

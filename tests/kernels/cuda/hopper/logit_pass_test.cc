@@ -1,13 +1,10 @@
 #include "kernels/cuda/hopper/logit_pass.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <iostream>
 #include <limits>
 #include <random>
@@ -16,6 +13,7 @@
 
 #include "gtest/gtest.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
+#include "tests/kernels/cuda/hopper/device_values.h"
 
 namespace lossd::kernels::cuda::hopper {
 namespace {
@@ -23,49 +21,10 @@ namespace {
 constexpr double kLog2EDouble = 1.4426950408889634;
 constexpr float kPoison = 12345.0f;
 
-template <typename T>
-class OnDevice {
- public:
-  explicit OnDevice(const std::vector<T>& values) : count_(values.size()) {
-    EXPECT_EQ(cudaMalloc(reinterpret_cast<void**>(&data_), count_ * sizeof(T) + 16), cudaSuccess);
-    EXPECT_EQ(cudaMemcpy(data_, values.data(), count_ * sizeof(T), cudaMemcpyDefault), cudaSuccess);
-  }
-  ~OnDevice() { cudaFree(data_); }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-  T* get() const { return data_; }
-  std::vector<T> Read() const {
-    std::vector<T> values(count_);
-    EXPECT_EQ(cudaMemcpy(values.data(), data_, count_ * sizeof(T), cudaMemcpyDefault), cudaSuccess);
-    return values;
-  }
-
- private:
-  T* data_ = nullptr;
-  size_t count_;
-};
-
 struct Case {
   int64_t rows, inner, vocab;
   DType dtype;
 };
-
-uint16_t Encode(DType dtype, float x) {
-  if (dtype == DType::kBFloat16) return __nv_bfloat16_raw(__float2bfloat16_rn(x)).x;
-  return __half_raw(__float2half_rn(x)).x;
-}
-
-double Decode(DType dtype, uint16_t bits) {
-  if (dtype == DType::kBFloat16) {
-    const uint32_t word = uint32_t{bits} << 16;
-    float x;
-    std::memcpy(&x, &word, sizeof(x));
-    return static_cast<double>(x);
-  }
-  __half_raw raw;
-  raw.x = bits;
-  return static_cast<double>(__half2float(__half(raw)));
-}
 
 class LogitPassTest : public ::testing::TestWithParam<Case> {
  protected:

@@ -1,0 +1,72 @@
+#include "kernels/cuda/hopper/product_plan.h"
+
+#include <algorithm>
+
+namespace lossd::kernels::cuda::hopper {
+namespace {
+
+// The cost of a tile in stages of the main loop, and what its partial sums add to it.
+constexpr int64_t kTileStages = 4;
+constexpr int64_t kSegmentStages = 8;
+constexpr int64_t kMostSegments = 12;
+
+// Beside cuBLASLt, each alone at the card's power limit: docs/kernels/hopper.md.
+constexpr int64_t kFewestRows = 1024;
+constexpr int64_t kMostRounds = 4;  // of the grid: with more, its last one matters little
+
+}  // namespace
+
+int64_t ColumnsPerGroup(int64_t column_tiles) {
+  constexpr int64_t kMost = 10;  // of 66 tiles at a time: then they are from at least six panels
+  return CeilDiv(column_tiles, CeilDiv(column_tiles, kMost));
+}
+
+int64_t StagesFor(int64_t tiles, int64_t segments, int64_t inner_tiles, int64_t clusters) {
+  const int64_t stages = CeilDiv(inner_tiles, segments) + kTileStages + (segments > 1 ? kSegmentStages : 0);
+  return CeilDiv(tiles * segments, clusters) * stages;
+}
+
+ProductPlan PlanProduct(int64_t rows, int64_t columns, int64_t inner, int clusters) {
+  ProductPlan plan;
+  plan.clusters = clusters;
+  plan.panels = static_cast<int>(Panels(rows));
+  plan.column_tiles = static_cast<int>(CeilDiv(columns, kColumnTile));
+  plan.inner_tiles = static_cast<int>(CeilDiv(inner, kInnerTile));
+  plan.group = static_cast<int>(ColumnsPerGroup(plan.column_tiles));
+  plan.whole = plan.panels * plan.column_tiles;
+  const int rest = plan.whole % clusters;
+  int64_t fewest = StagesFor(rest, 1, plan.inner_tiles, clusters);
+  const int64_t most_segments = rest > kMostPartials ? 1 : std::min<int64_t>(kMostSegments, plan.inner_tiles);
+  for (int64_t s = 2; s <= most_segments; ++s) {
+    const int64_t stages = StagesFor(rest, s, plan.inner_tiles, clusters);
+    if (stages >= fewest) continue;
+    fewest = stages;
+    plan.segments = static_cast<int>(s);
+  }
+  if (plan.segments > 1) {
+    plan.rest = rest;
+    plan.whole -= rest;
+  }
+  plan.units = plan.whole + plan.rest * plan.segments;
+  return plan;
+}
+
+absl::string_view WhyNoProducts(DType compute, int clusters) {
+  if (clusters == 0) return "not a Hopper GPU";
+  if (compute == DType::kFloat32) return "fp32 compute";
+  return "";
+}
+
+absl::string_view WhyNoFasterHiddenGradient(int64_t rows, int64_t hidden, int clusters) {
+  if (rows < kFewestRows) return "few rows";
+  if (Panels(rows) * CeilDiv(hidden, kColumnTile) >= kMostRounds * clusters) return "many tiles";
+  return "";
+}
+
+absl::string_view WhyNoFasterWeightGradient(int64_t rows, bool add) {
+  if (rows < kFewestRows) return "few rows";
+  if (!add) return "nothing to add to";
+  return "";
+}
+
+}  // namespace lossd::kernels::cuda::hopper

@@ -1,0 +1,57 @@
+// The order in which a persistent grid of clusters takes the work of a product. Pure functions.
+//
+// Every cluster works on whole tiles as long as there are enough for all. What is left is cut along the inner
+// dimension into segments, so that it takes all clusters too; the segments of a tile are added up in order.
+//
+// | choice | why not another |
+// | groups of columns, columns innermost | the grid works on about 8 x 8 tiles, which takes fewest bytes |
+// | segments for the last tiles only | partial sums are 256 KB a tile; whole tiles share what is in L2 |
+#ifndef LOSSD_KERNELS_CUDA_HOPPER_PRODUCT_PLAN_H_
+#define LOSSD_KERNELS_CUDA_HOPPER_PRODUCT_PLAN_H_
+
+#include <cstdint>
+
+#include "absl/strings/string_view.h"
+#include "kernels/cuda/hopper/tiles.h"
+#include "kernels/dtype.h"
+
+namespace lossd::kernels::cuda::hopper {
+
+struct ProductPlan {
+  int clusters = 0;
+  int panels = 0;
+  int column_tiles = 0;
+  int inner_tiles = 0;
+  int group = 1;     // column tiles that are worked on together
+  int whole = 0;     // tiles computed in one go
+  int rest = 0;      // tiles after them, computed in segments
+  int segments = 1;  // of each of the rest
+  // whole + rest * segments, in the order in which they are begun: whole tiles, first segments of the rest,
+  // second ones and so on.
+  int units = 0;
+};
+
+// A tile's partial sums while its segments are computed.
+inline constexpr int64_t kPartialBytes = int64_t{kPanelRows} * kColumnTile * 4;
+inline constexpr int kMostPartials = 126;
+
+// How many of `column_tiles` are worked on together, in groups of about the same size.
+int64_t ColumnsPerGroup(int64_t column_tiles);
+
+// Stages of the main loop until the last cluster is done with `tiles` tiles cut into `segments` each.
+int64_t StagesFor(int64_t tiles, int64_t segments, int64_t inner_tiles, int64_t clusters);
+
+// For C [rows, columns] with an inner dimension of `inner`, all above 0.
+ProductPlan PlanProduct(int64_t rows, int64_t columns, int64_t inner, int clusters);
+
+// Why the gradients of a chunk cannot be products of this folder, or "". clusters as LogitPassClusters()
+// says.
+absl::string_view WhyNoProducts(DType compute, int clusters);
+// Why such a product takes no less time than cuBLASLt's, or "": for the hidden gradient of `rows` rows, and
+// for their weight gradient. add: to one that is not zero.
+absl::string_view WhyNoFasterHiddenGradient(int64_t rows, int64_t hidden, int clusters);
+absl::string_view WhyNoFasterWeightGradient(int64_t rows, bool add);
+
+}  // namespace lossd::kernels::cuda::hopper
+
+#endif  // LOSSD_KERNELS_CUDA_HOPPER_PRODUCT_PLAN_H_

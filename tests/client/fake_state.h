@@ -1,0 +1,133 @@
+// What the fake server remembers, and what its services have in common.
+#ifndef LOSSD_TESTS_CLIENT_FAKE_STATE_H_
+#define LOSSD_TESTS_CLIENT_FAKE_STATE_H_
+
+#include <grpcpp/grpcpp.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/random/random.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "lossd/v1/head.pb.h"
+#include "proto/wire/status_details.h"
+#include "tests/client/fake_server.h"
+
+namespace lossd::fake {
+
+struct Head {
+  v1::HeadSpec spec;
+  uint64_t step = 0;
+  std::map<v1::Param, std::vector<float>> values;
+  std::vector<double> weight_gradient;            // [V], of the first column
+  std::map<uint64_t, std::set<uint64_t>> ledger;  // microbatch id -> rows
+  std::map<uint64_t, std::set<uint64_t>> added;   // contribution id -> rows
+  uint64_t updates = 0;
+  uint64_t total_rows = 0;
+  v1::ApplyStepResponse last_step;
+  struct Retained {
+    v1::DType dtype = v1::DTYPE_FP32;
+    std::map<uint64_t, std::vector<float>> hidden;  // by row; valid rows only
+    std::map<uint64_t, int32_t> targets;            // by row; all rows
+  };
+  std::map<uint64_t, Retained> retained;  // by microbatch id
+};
+
+// Shared by the services, and outlives them.
+struct FakeState {
+  explicit FakeState(const FakeServer::Options& o) : options(o) {}
+
+  grpc::Status Error(grpc::StatusCode code, const std::string& message, const std::string& field = "",
+                     const std::string& value = "") ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    v1::ErrorDetail detail;
+    detail.set_field(field);
+    detail.set_value(value);
+    detail.set_incarnation(incarnation);
+    return wire::MakeGrpcStatus(code, message, detail);
+  }
+  grpc::Status NotFound(const std::string& head) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    return Error(grpc::StatusCode::NOT_FOUND, absl::StrCat("no head \"", head, "\""), "head", head);
+  }
+  Head* Find(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    auto it = heads.find(name);
+    return it == heads.end() ? nullptr : &it->second;
+  }
+  // Counts a unary call; true if it is to be refused.
+  bool Refuse() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    if (faults.refuse_calls == 0) return false;
+    --faults.refuse_calls;
+    return true;
+  }
+  v1::HeadState StateOf(const Head& head) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    v1::HeadState state;
+    state.set_incarnation(incarnation);
+    state.set_step(head.step);
+    return state;
+  }
+  v1::SliceLimits Limits() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    v1::SliceLimits limits;
+    limits.set_max_rows(faults.sudden_max_rows > 0 ? faults.sudden_max_rows : options.max_slice_rows);
+    limits.set_max_bytes(options.max_slice_bytes);
+    return limits;
+  }
+  v1::HeadDescription Describe(const Head& head) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    v1::HeadDescription description;
+    *description.mutable_spec() = head.spec;
+    *description.mutable_state() = StateOf(head);
+    description.set_compute_dtype(v1::DTYPE_FP32);
+    *description.mutable_slice_limits() = Limits();
+    description.set_chunk_rows(options.max_slice_rows);
+    const uint64_t parameters = head.spec.hidden_size() * head.spec.vocab_size();
+    description.mutable_memory()->set_weights(parameters * 4);
+    description.mutable_memory()->set_gradients(parameters * 4);
+    description.set_step_microbatches(head.ledger.size());
+    description.set_step_contributions(head.added.size());
+    description.set_updates(head.updates);
+    for (const auto& [id, seen] : head.ledger)
+      description.set_step_rows(description.step_rows() + seen.size());
+    description.set_total_rows(head.total_rows);
+    return description;
+  }
+  void Restart() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    absl::BitGen random;
+    incarnation = absl::Uniform<uint64_t>(absl::IntervalClosed, random, 1, ~uint64_t{0});
+    for (auto& [name, head] : heads) {
+      head.ledger.clear();
+      head.added.clear();
+      std::fill(head.weight_gradient.begin(), head.weight_gradient.end(), 0.0);
+    }
+  }
+  Head MakeHead(const v1::HeadSpec& spec) {
+    Head head;
+    head.spec = spec;
+    head.values[v1::PARAM_WEIGHT].resize(spec.vocab_size() * spec.hidden_size());
+    if (spec.bias()) head.values[v1::PARAM_BIAS].resize(spec.vocab_size());
+    head.weight_gradient.resize(spec.vocab_size());
+    return head;
+  }
+
+  const FakeServer::Options options;
+  mutable absl::Mutex mu;
+  Faults faults ABSL_GUARDED_BY(mu);
+  uint64_t incarnation ABSL_GUARDED_BY(mu) = 0;
+  std::map<std::string, Head> heads ABSL_GUARDED_BY(mu);
+  uint64_t streams_seen ABSL_GUARDED_BY(mu) = 0;
+  uint64_t describes_seen ABSL_GUARDED_BY(mu) = 0;
+  uint64_t slices_seen ABSL_GUARDED_BY(mu) = 0;
+  uint64_t additions_seen ABSL_GUARDED_BY(mu) = 0;
+  uint64_t rows_seen ABSL_GUARDED_BY(mu) = 0;
+};
+
+// fp32 or bf16 bytes.
+std::vector<float> ToFloats(const std::string& bytes, v1::DType dtype);
+std::string ToBytes(const std::vector<float>& values, v1::DType dtype);
+
+}  // namespace lossd::fake
+
+#endif  // LOSSD_TESTS_CLIENT_FAKE_STATE_H_

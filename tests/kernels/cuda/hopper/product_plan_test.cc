@@ -1,0 +1,85 @@
+#include "kernels/cuda/hopper/product_plan.h"
+
+#include <cstdint>
+
+#include "gtest/gtest.h"
+
+namespace lossd::kernels::cuda::hopper {
+namespace {
+
+constexpr int kClusters = 66;
+
+TEST(ProductPlanTest, EveryTileIsPlannedOnce) {
+  for (int64_t rows : {1, 255, 256, 257, 3968, 8192, 128256}) {
+    for (int64_t columns : {8, 256, 264, 2304, 5120}) {
+      for (int64_t inner : {1, 64, 65, 1000, 8192, 256000}) {
+        for (int clusters : {1, 3, 66, 200}) {
+          const ProductPlan plan = PlanProduct(rows, columns, inner, clusters);
+          EXPECT_EQ(plan.whole + plan.rest, plan.panels * plan.column_tiles);
+          EXPECT_EQ(plan.units, plan.whole + plan.rest * plan.segments);
+          EXPECT_GE(plan.panels * kPanelRows, rows);
+          EXPECT_GE(plan.column_tiles * kColumnTile, columns);
+          EXPECT_GE(plan.inner_tiles * kInnerTile, inner);
+          EXPECT_LE(plan.segments, plan.inner_tiles);
+          EXPECT_LE(plan.rest, kMostPartials);
+          EXPECT_EQ(plan.whole % clusters == 0 || plan.rest == 0, true);
+          EXPECT_GE(plan.group, 1);
+        }
+      }
+    }
+  }
+}
+
+TEST(ProductPlanTest, TheRestIsCutWhereThatFillsTheGrid) {
+  // 32 x 9 tiles: four for every cluster, 24 are left.
+  const ProductPlan wide = PlanProduct(8192, 2304, 256000, kClusters);
+  EXPECT_EQ(wide.whole, 4 * kClusters);
+  EXPECT_EQ(wide.rest, 24);
+  EXPECT_EQ(wide.segments, 11);
+  // 4 x 9 tiles: fewer than clusters.
+  const ProductPlan few = PlanProduct(1000, 2304, 256000, kClusters);
+  EXPECT_EQ(few.whole, 0);
+  EXPECT_EQ(few.rest, 36);
+  EXPECT_GT(few.segments, 1);
+  // Too little to do in a tile for partial sums to pay.
+  EXPECT_EQ(PlanProduct(128256, 4096, 512, kClusters).rest, 0);
+}
+
+TEST(ProductPlanTest, SegmentsNeverCostMore) {
+  for (int64_t tiles = 6; tiles < kClusters; ++tiles) {
+    const ProductPlan plan = PlanProduct(tiles * kPanelRows, kColumnTile, 100000, kClusters);
+    const int64_t cut = StagesFor(tiles, plan.segments, plan.inner_tiles, kClusters);
+    EXPECT_LE(cut, StagesFor(tiles, 1, plan.inner_tiles, kClusters)) << tiles;
+    // At least three quarters of the grid work, partial sums and all.
+    EXPECT_GE(4 * tiles * plan.inner_tiles, 3 * cut * kClusters) << tiles;
+  }
+}
+
+TEST(ProductPlanTest, GroupsAreOfAboutTheSameSize) {
+  EXPECT_EQ(ColumnsPerGroup(1), 1);
+  EXPECT_EQ(ColumnsPerGroup(9), 9);
+  EXPECT_EQ(ColumnsPerGroup(16), 8);
+  EXPECT_EQ(ColumnsPerGroup(20), 10);
+  EXPECT_EQ(ColumnsPerGroup(21), 7);
+}
+
+TEST(ProductPlanTest, SaysWhyNot) {
+  EXPECT_EQ(WhyNoProducts(DType::kBFloat16, kClusters), "");
+  EXPECT_EQ(WhyNoProducts(DType::kFloat16, kClusters), "");
+  EXPECT_EQ(WhyNoProducts(DType::kFloat32, kClusters), "fp32 compute");
+  EXPECT_EQ(WhyNoProducts(DType::kBFloat16, 0), "not a Hopper GPU");
+}
+
+TEST(ProductPlanTest, SaysWhereTheLibraryIsAsFast) {
+  const auto hidden = [](int64_t rows) { return WhyNoFasterHiddenGradient(rows, 4096, kClusters); };
+  EXPECT_EQ(hidden(512), "few rows");
+  EXPECT_EQ(hidden(1600), "");
+  EXPECT_EQ(hidden(4096), "");
+  EXPECT_EQ(hidden(8192), "many tiles");
+  EXPECT_EQ(WhyNoFasterWeightGradient(512, true), "few rows");
+  EXPECT_EQ(WhyNoFasterWeightGradient(8192, true), "");
+  EXPECT_EQ(WhyNoFasterWeightGradient(8192, false), "nothing to add to");
+}
+
+}  // namespace
+}  // namespace lossd::kernels::cuda::hopper

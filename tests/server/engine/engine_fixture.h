@@ -1,0 +1,82 @@
+// An engine on the fake backend with one head, and streams to it.
+#ifndef LOSSD_TESTS_SERVER_ENGINE_ENGINE_FIXTURE_H_
+#define LOSSD_TESTS_SERVER_ENGINE_ENGINE_FIXTURE_H_
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/synchronization/notification.h"
+#include "gtest/gtest.h"
+#include "server/engine/engine.h"
+#include "tests/server/engine/fake_backend.h"
+#include "tests/server/engine/row_collector.h"
+#include "tests/server/engine/stream_specs.h"
+
+namespace lossd::engine {
+
+class EngineTest : public ::testing::Test {
+ protected:
+  static constexpr int64_t kHidden = 3;
+
+  void Start(EngineOptions options = {}, EngineObserver* observer = nullptr) {
+    options.slice_bytes = std::min<int64_t>(options.slice_bytes, 4096);
+    options.staging_bytes = std::min<int64_t>(options.staging_bytes, 64 * 4096);
+    auto engine = Engine::Create(options, &backend_, 42, observer);
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    engine_ = *std::move(engine);
+    AddHead("head");
+  }
+  void AddHead(const std::string& name, bool trainable = true) {
+    const kernels::HeadConfig config{.hidden_size = kHidden, .vocab_size = 10, .trainable = trainable};
+    ASSERT_TRUE(engine_->CreateHead(name, config).ok());
+    ASSERT_TRUE(engine_->PublishHead(name).ok());
+  }
+
+  static StreamSpec Whole(uint64_t id, int64_t rows, uint64_t step = 0) {
+    return Spec(id, rows, {0, rows}, step);
+  }
+
+  std::unique_ptr<Stream> Open(StreamSpec spec, const std::shared_ptr<RowCollector>& collector) {
+    auto stream = engine_->Open(std::move(spec), collector);
+    EXPECT_TRUE(stream.ok()) << stream.status();
+    if (!stream.ok()) return nullptr;
+    (*stream)->Start();
+    return *std::move(stream);
+  }
+
+  void Send(Stream& stream, uint64_t id, RowRange rows, int64_t extra_bytes = 0,
+            float poison = std::numeric_limits<float>::infinity()) {
+    StagingBuffer buffer = AcquireBuffer();
+    auto* x = reinterpret_cast<float*>(buffer.data());
+    const int64_t space = engine_->staging().buffer_bytes() / static_cast<int64_t>(sizeof(float));
+    for (int64_t i = 0; i < rows.size() * kHidden && i < space; ++i) x[i] = 0.5f;
+    for (int64_t i = 0; i < rows.size() && i * kHidden < space; ++i)
+      x[i * kHidden] = RowName(id, rows.begin + i);
+    if (!std::isinf(poison)) x[0] = poison;
+    stream.Submit(rows, std::move(buffer), rows.size() * kHidden * 4 + extra_bytes);
+  }
+
+  StagingBuffer AcquireBuffer() {
+    absl::Notification acquired;
+    StagingBuffer buffer;
+    engine_->staging().Acquire([&](StagingBuffer b) {
+      buffer = std::move(b);
+      acquired.Notify();
+    });
+    acquired.WaitForNotification();
+    return buffer;
+  }
+
+  FakeDevice device_;
+  FakeBackend backend_{&device_};
+  std::unique_ptr<Engine> engine_;
+};
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_TESTS_SERVER_ENGINE_ENGINE_FIXTURE_H_

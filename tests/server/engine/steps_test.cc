@@ -1,0 +1,221 @@
+// Steps through the engine: applied once, whole, and never on numbers that nobody can vouch for.
+#include <cmath>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "server/engine/engine.h"
+#include "server/engine/errors.h"
+#include "tests/server/engine/engine_fixture.h"
+
+namespace lossd::engine {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+using StepsTest = EngineTest;
+
+TEST_F(StepsTest, StepsApplyOnceAndSeeEverythingBefore) {
+  Start();
+  auto collector = std::make_shared<RowCollector>();
+  auto stream = Open(Whole(1, 4), collector);
+  Send(*stream, 1, {0, 4});
+  std::vector<std::string> missing;
+  StepRequest request{.step = 0, .expected_microbatches = {1, 2}, .expected_rows = 5};
+  EXPECT_EQ(engine_->ApplyStep("head", request, &missing).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(missing, ElementsAre("microbatch 2: never opened", "rows: 4 accumulated, 5 expected"));
+  EXPECT_EQ(device_.steps, 0);
+
+  request = {.step = 0, .expected_microbatches = {1}, .expected_rows = 4};
+  auto result = engine_->ApplyStep("head", request, nullptr);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->state.step, 1u);
+  EXPECT_EQ(result->grad_norm, 4.0);
+  EXPECT_EQ(result->rows, 4);
+  EXPECT_FALSE(result->repeated);
+
+  auto repeat = engine_->ApplyStep("head", request, nullptr);
+  ASSERT_TRUE(repeat.ok());
+  EXPECT_TRUE(repeat->repeated);
+  EXPECT_EQ(repeat->grad_norm, 4.0);
+  EXPECT_EQ(device_.steps, 1);
+  request.optimizer.learning_rate = 0.5;
+  EXPECT_EQ(engine_->ApplyStep("head", request, nullptr).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(engine_->ApplyStep("head", {.step = 7}, nullptr).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(engine_->GradNorm("head", 0).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(engine_->GradNorm("head", 1).ok());
+  EXPECT_EQ(device_.steps, 1);
+  EXPECT_TRUE(collector->Wait().ok());
+}
+
+TEST_F(StepsTest, ARepeatedStepMustBeTheOneThatWasApplied) {
+  Start();
+  auto collector = std::make_shared<RowCollector>();
+  auto stream = Open(Whole(1, 4), collector);
+  Send(*stream, 1, {0, 4});
+  ASSERT_TRUE(collector->Wait().ok());
+  ASSERT_TRUE(engine_->ApplyStep("head", {.step = 0, .expected_microbatches = {1}}, nullptr).ok());
+  std::vector<std::string> missing;
+  const StepRequest other{.step = 0, .expected_microbatches = {1, 2}, .expected_rows = 5};
+  const absl::Status refused = engine_->ApplyStep("head", other, &missing).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
+  EXPECT_THAT(missing, ElementsAre("microbatch 2: was not whole in it", "rows: 4 were in it, 5 expected"));
+  const auto repeat = engine_->ApplyStep("head", {.step = 0, .expected_rows = 4}, nullptr);
+  ASSERT_TRUE(repeat.ok()) << repeat.status();
+  EXPECT_TRUE(repeat->repeated);
+  EXPECT_EQ(device_.steps, 1);
+}
+
+// What a step applied says is what is in the sum.
+TEST_F(StepsTest, RefusedMicrobatchesAreNotCounted) {
+  Start();
+  for (uint64_t id : {1, 2, 3}) {
+    auto collector = std::make_shared<RowCollector>();
+    auto stream = Open(Whole(id, 4), collector);
+    if (id == 2) Send(*stream, id, {0, 4}, 0, NAN);
+    if (id == 3) Send(*stream, id, {0, 2});
+    if (id == 1) Send(*stream, id, {0, 4});
+    ASSERT_TRUE(engine_->GradNorm("head", 0).ok());  // it is computed
+  }
+  const auto applied = engine_->ApplyStep("head", {.step = 0}, nullptr);
+  ASSERT_TRUE(applied.ok()) << applied.status();
+  EXPECT_EQ(applied->microbatches, 2);  // all of 1, half of 3
+  EXPECT_EQ(applied->rows, 6);
+  std::vector<std::string> missing;
+  EXPECT_EQ(
+      engine_->ApplyStep("head", {.step = 0, .expected_microbatches = {1, 2, 3}}, &missing).status().code(),
+      absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(missing, ElementsAre("microbatch 2: was not whole in it", "microbatch 3: was not whole in it"));
+}
+
+// A microbatch that a trainer has begun and given up for another one.
+TEST_F(StepsTest, AStepDoesNotCountHalfAMicrobatch) {
+  Start();
+  for (uint64_t id : {1, 2}) {
+    auto collector = std::make_shared<RowCollector>();
+    auto stream = Open(Whole(id, 4), collector);
+    Send(*stream, id, {0, id == 1 ? 2 : 4});
+    ASSERT_TRUE(engine_->GradNorm("head", 0).ok());  // it is computed
+    stream->Cancel(absl::CancelledError("given up"));
+    collector->Wait().ok();
+  }
+  std::vector<std::string> missing;
+  const StepRequest request{.step = 0, .expected_microbatches = {2}};
+  EXPECT_EQ(engine_->ApplyStep("head", request, &missing).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(missing, ElementsAre("microbatch 1: rows [2, 4) of 4 (not expected, but begun)"));
+  auto collector = std::make_shared<RowCollector>();
+  auto stream = Open(Whole(1, 4), collector);
+  Send(*stream, 1, {0, 4});
+  ASSERT_TRUE(collector->Wait().ok());
+  EXPECT_TRUE(engine_->ApplyStep("head", request, nullptr).ok()) << "whole, it is welcome";
+}
+
+TEST_F(StepsTest, AHalfAppliedStepIsNotTrustedUntilWeightsAreLoaded) {
+  Start();
+  device_.fail_step = absl::InternalError("boom");
+  EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}, nullptr).status().code(), absl::StatusCode::kInternal);
+  device_.fail_step = absl::OkStatus();
+  ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
+  EXPECT_EQ(engine_->Open(Whole(1, 2), std::make_shared<RowCollector>()).status().code(),
+            absl::StatusCode::kInternal);
+  EXPECT_EQ(engine_->GradNorm("head", 0).status().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}, nullptr).status().code(), absl::StatusCode::kInternal);
+  ASSERT_TRUE(engine_->ResetStep("head", {}, std::nullopt).ok());
+  EXPECT_TRUE(engine_->ApplyStep("head", {.step = 0}, nullptr).ok());
+}
+
+TEST_F(StepsTest, WeightsThatAreBeingReplacedServeNobody) {
+  Start();
+  ASSERT_TRUE(engine_->DistrustWeights("head", absl::UnavailableError("replaced")).ok());
+  StreamSpec loss_only = Whole(1, 2);
+  loss_only.accumulate_gradients = false;
+  loss_only.step.reset();
+  EXPECT_EQ(engine_->Open(loss_only, std::make_shared<RowCollector>()).status().message(), "replaced");
+  EXPECT_EQ(engine_->Open(Whole(1, 2), std::make_shared<RowCollector>()).status().message(), "replaced");
+  EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}, nullptr).status().message(), "replaced");
+  ASSERT_TRUE(engine_->ResetStep("head", {.step = 3, .updates = 2}, std::nullopt).ok());
+  EXPECT_TRUE(engine_->Open(loss_only, std::make_shared<RowCollector>()).ok());
+}
+
+TEST_F(StepsTest, HalfZeroedGradientsAreNotTrusted) {
+  Start();
+  device_.fail_zero = absl::InternalError("boom");
+  EXPECT_EQ(engine_->ZeroGradients("head", 0).code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}, nullptr).status().code(), absl::StatusCode::kInternal);
+  device_.fail_zero = absl::OkStatus();
+  ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
+  EXPECT_TRUE(engine_->ApplyStep("head", {.step = 0}, nullptr).ok());
+}
+
+TEST_F(StepsTest, StreamsOfAClosedStepEnd) {
+  Start();
+  auto collector = std::make_shared<RowCollector>();
+  auto stream = Open(Whole(1, 8), collector);
+  Send(*stream, 1, {0, 4});
+  ASSERT_TRUE(engine_->ApplyStep("head", {.step = 0}, nullptr).ok());
+  EXPECT_EQ(collector->Wait().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(collector->Wait().GetPayload(kCurrentStepPayload), absl::Cord("1"));
+  Send(*stream, 1, {4, 8});  // too late: dropped, and the buffer comes back
+  EXPECT_TRUE(engine_->OnDevice("head", [](head::Head&) { return absl::OkStatus(); }).ok());
+  EXPECT_THAT(device_.accumulated(), IsEmpty());
+  EXPECT_EQ(engine_->stats().staging_buffers_free, engine_->stats().staging_buffers);
+}
+
+TEST_F(StepsTest, ZeroGradientsForgetsTheStep) {
+  Start();
+  auto collector = std::make_shared<RowCollector>();
+  auto stream = Open(Whole(1, 2), collector);
+  Send(*stream, 1, {0, 2});
+  ASSERT_TRUE(collector->Wait().ok());
+  EXPECT_EQ(engine_->ZeroGradients("head", 3).code(), absl::StatusCode::kFailedPrecondition);
+  ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
+  auto again = std::make_shared<RowCollector>();
+  StreamSpec spec = Whole(1, 2);
+  spec.targets = {3, 4};  // other contents are fine now
+  auto second = Open(spec, again);
+  Send(*second, 1, {0, 2});
+  ASSERT_TRUE(again->Wait().ok());
+  EXPECT_EQ(again->summary().accumulated_rows, 2);
+}
+
+TEST_F(StepsTest, AFailedChunkAccumulatesNothing) {
+  Start();
+  device_.fail_results = [](int64_t chunk) {
+    return chunk == 0 ? absl::InternalError("boom") : absl::OkStatus();
+  };
+  auto collector = std::make_shared<RowCollector>();
+  auto stream = Open(Whole(1, 2), collector);
+  Send(*stream, 1, {0, 2});
+  EXPECT_EQ(collector->Wait().code(), absl::StatusCode::kInternal);
+  auto again = std::make_shared<RowCollector>();
+  auto second = Open(Whole(1, 2), again);
+  Send(*second, 1, {0, 2});
+  ASSERT_TRUE(again->Wait().ok());
+  EXPECT_EQ(again->summary().accumulated_rows, 2);
+}
+
+TEST_F(StepsTest, AHalfAccumulatedChunkIsNotTrusted) {
+  Start();
+  device_.fail_done = [](int64_t chunk) {
+    return chunk == 0 ? absl::InternalError("boom") : absl::OkStatus();
+  };
+  auto collector = std::make_shared<RowCollector>();
+  auto stream = Open(Whole(1, 2), collector);
+  Send(*stream, 1, {0, 2});
+  EXPECT_EQ(collector->Wait().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(engine_->Open(Whole(2, 2), std::make_shared<RowCollector>()).status().code(),
+            absl::StatusCode::kInternal);
+  EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}, nullptr).status().code(), absl::StatusCode::kInternal);
+  ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
+  EXPECT_TRUE(engine_->ApplyStep("head", {.step = 0}, nullptr).ok());
+}
+
+}  // namespace
+}  // namespace lossd::engine
