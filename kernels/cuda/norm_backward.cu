@@ -9,7 +9,8 @@
 // Short rows have two vectors a thread and the gain in registers; long rows, and rows that leave fewer
 // threads idle that way, four vectors and the gain in shared memory. Rows that do not fit kStages times into
 // shared memory, with a number of columns that 8 does not divide, or of a rare pair of dtypes are read again
-// for each pass (the "any" kernel). On Hopper most rows of 1024 to 12288 columns take hopper/norm_backward.cu.
+// for each pass (the "any" kernel). On Hopper most rows of 1024 to 12288 columns take
+// hopper/norm_backward.cu.
 #include <algorithm>
 
 #include "kernels/cuda/early_launch.h"
