@@ -10,6 +10,10 @@ __global__ void SetConditionKernel(const int32_t* flag, cudaGraphConditionalHand
   cudaGraphSetConditional(condition, *flag != 0 ? 1u : 0u);
 }
 
+// The last node of a body. A library's kernel may let its successor start before it has written its results;
+// an ordinary launch behind it does not, so the body is over when all of its work is.
+__global__ void EndBodyKernel() {}
+
 // Destroys a graph at the end of a scope; its executable form lives on.
 struct GraphOwner {
   cudaGraph_t graph = nullptr;
@@ -23,6 +27,10 @@ absl::Status Capture(cudaGraph_t graph, cudaStream_t stream, absl::FunctionRef<a
       cudaStreamBeginCaptureToGraph(stream, graph, nullptr, nullptr, 0, cudaStreamCaptureModeThreadLocal),
       "cudaStreamBeginCaptureToGraph");
   absl::Status status = work();
+  if (status.ok()) {
+    EndBodyKernel<<<1, 1, 0, stream>>>();
+    status = ToStatus(cudaGetLastError(), "end of a branch");
+  }
   cudaGraph_t captured = nullptr;
   absl::Status ended = ToStatus(cudaStreamEndCapture(stream, &captured), "cudaStreamEndCapture");
   return status.ok() ? ended : status;
