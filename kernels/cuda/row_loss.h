@@ -14,6 +14,18 @@
 
 namespace lossd::kernels::cuda {
 
+// dL/dz of a row over the gradient unit, as factors of 2^(z f - reference); see row_loss.cu.
+struct GradientRule {
+  float softmax;
+  float entropy;  // c_H / S
+  float uniform;  // c alpha / V
+  float reference;
+  float log2_sum;
+  float row_entropy;
+  float target;  // dL/ds of the target itself, but for the uniform part
+  bool valid;    // false: the loss is not finite and the gradient zero
+};
+
 struct RowLossParams {
   // [padded_rows, ld]: W x on entry; with write_gradient, dL/ds over (scale * gradient unit) on return,
   // 0 in padding rows and columns and in rows whose loss is not finite.

@@ -168,18 +168,6 @@ __device__ __forceinline__ void WriteRow(const RowLossParams& p, int64_t row, co
   p.argmax[row] = r.argmax;
 }
 
-// dL/dz of a row over the gradient unit, as factors of 2^d.
-struct GradientRule {
-  float softmax;
-  float entropy;  // c_H / S
-  float uniform;  // c alpha / V
-  float reference;
-  float log2_sum;
-  float row_entropy;
-  float target;  // dL/ds of the target itself, but for the uniform part
-  bool valid;    // false: the loss is not finite and the gradient zero
-};
-
 template <bool kGeneral>
 __device__ __forceinline__ GradientRule MakeRule(const RowLossParams& p, int64_t row, const Target& target,
                                                  const RowResult& r) {

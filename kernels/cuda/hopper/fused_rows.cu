@@ -129,7 +129,8 @@ __device__ __forceinline__ RowGradient MakeGradient(const GradientRule& rule, co
 
 // One lane: the results of a row, and what its gradient is made of.
 template <bool kGeneral>
-__device__ __forceinline__ RowGradient FinishRow(const RowLossParams& p, const FusedRows& w, int64_t row) {
+__device__ __forceinline__ RowGradient FinishRow(const RowLossParams& p, const FusedRows& w,
+                                                 GradientRule* rules, int64_t row) {
   const float f = LogitMap<__nv_bfloat16, kGeneral>(p).f;
   const Target target = MakeTarget<kGeneral>(p, row);
   Stats rest = NoStats();
@@ -143,18 +144,20 @@ __device__ __forceinline__ RowGradient FinishRow(const RowLossParams& p, const F
   const float same_way = w.partials.target[row];
   if (w.max[row] > same_way || (w.max[row] == same_way && w.arg[row] < r.argmax)) r.argmax = w.arg[row];
   WriteRow(p, row, r);
-  return MakeGradient(MakeRule<kGeneral>(p, row, target, r), r, rescale);
+  const GradientRule rule = MakeRule<kGeneral>(p, row, target, r);
+  if (rules != nullptr) rules[row] = rule;
+  return MakeGradient(rule, r, rescale);
 }
 
 // A warp a row.
 template <bool kGeneral>
 __global__ void FinishRowsKernel(const __grid_constant__ RowLossParams p,
-                                 const __grid_constant__ FusedRows w) {
+                                 const __grid_constant__ FusedRows w, GradientRule* rules) {
   const int64_t row = blockIdx.x * int64_t{kFinishWarps} + threadIdx.x / 32;
   const int lane = static_cast<int>(threadIdx.x & 31);
   if (row >= p.rows) return;
   RowGradient gradient = {};
-  if (lane == 0) gradient = FinishRow<kGeneral>(p, w, row);
+  if (lane == 0) gradient = FinishRow<kGeneral>(p, w, rules, row);
   if (!p.write_gradient) return;
   auto* exponentials = static_cast<__nv_bfloat16*>(p.logits) + row * p.ld;
   if (__shfl_sync(0xffffffffu, static_cast<int>(gradient.clear), 0) != 0) {
@@ -201,9 +204,10 @@ cudaError_t LaunchMergeTiles(const RowLossParams& loss, const FusedRows& rows, b
   return cudaGetLastError();
 }
 
-cudaError_t LaunchFinishRows(const RowLossParams& loss, const FusedRows& rows, cudaStream_t stream) {
+cudaError_t LaunchFinishRows(const RowLossParams& loss, const FusedRows& rows, GradientRule* rules,
+                             cudaStream_t stream) {
   auto* kernel = loss.IsGeneral() ? FinishRowsKernel<true> : FinishRowsKernel<false>;
-  kernel<<<Blocks(loss.rows, kFinishWarps), kFinishWarps * 32, 0, stream>>>(loss, rows);
+  kernel<<<Blocks(loss.rows, kFinishWarps), kFinishWarps * 32, 0, stream>>>(loss, rows, rules);
   return cudaGetLastError();
 }
 

@@ -43,8 +43,9 @@ cudaError_t LaunchMergeTiles(const RowLossParams& loss, const FusedRows& rows, b
                              cudaStream_t stream);
 
 // Row results; with loss.write_gradient, factor, the target's entry in loss.logits (the exponentials), and
-// zeros in the rows whose loss is not finite.
-cudaError_t LaunchFinishRows(const RowLossParams& loss, const FusedRows& rows, cudaStream_t stream);
+// zeros in the rows whose loss is not finite. rules: [rows], what their gradients are made of, or null.
+cudaError_t LaunchFinishRows(const RowLossParams& loss, const FusedRows& rows, GradientRule* rules,
+                             cudaStream_t stream);
 
 }  // namespace lossd::kernels::cuda::hopper
 

@@ -11,6 +11,8 @@
 //
 // Exponents are relative to a reference that the caller knows beforehand, so that one pass over the sums is
 // enough and what is stored needs no correction by tile. See docs/kernels/hopper.md for what was tried.
+#include <type_traits>
+
 #include "kernels/cuda/device_math.cuh"
 #include "kernels/cuda/hopper/logit_pass.h"
 #include "kernels/cuda/hopper/main_loop.cuh"
@@ -24,14 +26,18 @@ namespace {
 // How dot products become logits; see LogitPassParams. kCapped: the general form with a softcap.
 enum class Form { kPlain, kGeneral, kCapped };
 
+// What becomes of them.
+enum class Output { kStatistics, kExponentials /* and statistics */, kGradient };
+
 struct KernelParams {
-  int rows, vocab, last_bias;
+  int rows, vocab, last_bias, first_class;
   int inner_tiles, vocab_tiles, panels, group;
   float f, scale, softcap, inverse_cap;
   const float* bias;
   const int32_t* targets;
   const float* reference;
   const float* threshold;
+  const GradientRule* rules;
   const int32_t* redo;
   TilePartials partials;
 };
@@ -92,9 +98,12 @@ struct RowPair {
   int row[2];
   int target[2];       // column within the tile, if it is one
   float reference[2];  // in units of log 2
-  float threshold[2];
+  float threshold[2];  // of statistics
+  float factor[2];     // of a gradient: of the exponentials
+  float entry[2];      // of a gradient: the target's
 };
 
+template <Output kOutput>
 __device__ __forceinline__ RowPair LoadRows(const KernelParams& p, const Tile& tile, int first_row) {
   RowPair r;
 #pragma unroll
@@ -102,9 +111,15 @@ __device__ __forceinline__ RowPair LoadRows(const KernelParams& p, const Tile& t
     const int row = first_row + 8 * h;
     const bool exists = row < p.rows;
     r.row[h] = row;
-    r.target[h] = exists ? p.targets[row] - tile.vocab_tile * kVocabTile : -1;
-    r.reference[h] = exists ? p.reference[row] : 0.0f;
-    r.threshold[h] = exists ? p.threshold[row] : -NegativeInfinity();
+    r.target[h] = exists ? p.targets[row] - p.first_class - tile.vocab_tile * kVocabTile : -1;
+    if constexpr (kOutput == Output::kGradient) {
+      r.reference[h] = exists ? p.rules[row].reference : 0.0f;
+      r.factor[h] = exists ? p.rules[row].softmax : 0.0f;
+      r.entry[h] = exists ? p.rules[row].target : 0.0f;
+    } else {
+      r.reference[h] = exists ? p.reference[row] : 0.0f;
+      r.threshold[h] = exists ? p.threshold[row] : -NegativeInfinity();
+    }
   }
   return r;
 }
@@ -144,7 +159,7 @@ __device__ __forceinline__ Logit ToLogit(const KernelParams& p, float s) {
 }
 
 // Takes the targets out of the logits, and makes the columns past the vocabulary -inf.
-template <Form kForm>
+template <Form kForm, Output kOutput>
 __device__ __forceinline__ void Mask(const KernelParams& p, const Tile& tile, const RowPair& r,
                                      float (&logits)[128]) {
   const bool mine0 = static_cast<unsigned>(r.target[0]) < kVocabTile;
@@ -152,7 +167,7 @@ __device__ __forceinline__ void Mask(const KernelParams& p, const Tile& tile, co
   if (__any_sync(0xffffffffu, mine0 || mine1)) {
     ForEachElement(logits, [&](float& s, int h, int column) {
       if (column == r.target[h]) {
-        p.partials.target[r.row[h]] = ToLogit<kForm>(p, s).z;
+        if constexpr (kOutput != Output::kGradient) p.partials.target[r.row[h]] = ToLogit<kForm>(p, s).z;
         s = NegativeInfinity();
       }
     });
@@ -199,6 +214,42 @@ __device__ __forceinline__ uint32_t PackBf16(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// fp16 has no room for what is far above the gradient unit.
+template <typename T>
+__device__ __forceinline__ uint32_t PackGradients(float low, float high) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return PackBf16(low, high);
+  const __half2 pair = __floats2half2_rn(SaturateHalf(low), SaturateHalf(high));
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Columns of a box of 16-bit elements, and the groups of 8 among them.
+constexpr int kBoxColumns = kBoxRowBytes / 2;
+constexpr int kGroups = kBoxColumns / 8;
+
+// Turns pairs of neighbouring elements into words, word = body(s0, s1, half), and with kStore sends them out a
+// box at a time; before_send(box) may change a box whose words the warp has put.
+template <bool kStore, typename Body, typename BeforeSend>
+__device__ __forceinline__ void ForEachBox(const float (&logits)[128], const OutBoxes& out, int column, int row,
+                                           Body body, BeforeSend before_send) {
+#pragma unroll
+  for (int box = 0; box < kVocabTile / kBoxColumns; ++box) {
+    if constexpr (kStore) out.Open();
+#pragma unroll
+    for (int group = 0; group < kGroups; group += 2) {
+      uint32_t words[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const int h = w & 1;
+        const int i = 4 * (box * kGroups + group + (w >> 1)) + 2 * h;
+        words[w] = body(logits[i], logits[i + 1], h);
+      }
+      if constexpr (kStore) out.Put(box & 1, group, words);
+    }
+    before_send(box);
+    if constexpr (kStore) out.Send(box & 1, column + box * kBoxColumns, row);
+  }
+}
+
 // Sums of a thread over its columns; max is of logits before the softcap.
 struct ThreadSums {
   float sum[2] = {};
@@ -227,26 +278,46 @@ template <Form kForm, bool kStore>
 __device__ __forceinline__ ThreadSums Exponentials(const KernelParams& p, const float (&logits)[128],
                                                    const float (&reference)[2], const OutBoxes& out,
                                                    int column, int row) {
-  constexpr int kBoxColumns = kBoxRowBytes / 2;
-  constexpr int kGroups = kBoxColumns / 8;
   ThreadSums sums;
-#pragma unroll
-  for (int box = 0; box < kVocabTile / kBoxColumns; ++box) {
-    if constexpr (kStore) out.Open();
-#pragma unroll
-    for (int group = 0; group < kGroups; group += 2) {
-      uint32_t words[4];
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const int h = w & 1;
-        const int i = 4 * (box * kGroups + group + (w >> 1)) + 2 * h;
-        words[w] = TakePair<kForm>(p, logits[i], logits[i + 1], reference[h], h, sums);
-      }
-      if constexpr (kStore) out.Put(box & 1, group, words);
-    }
-    if constexpr (kStore) out.Send(box & 1, column + box * kBoxColumns, row);
-  }
+  ForEachBox<kStore>(
+      logits, out, column, row,
+      [&](float s0, float s1, int h) { return TakePair<kForm>(p, s0, s1, reference[h], h, sums); },
+      [](int) {});
   return sums;
+}
+
+// Writes the targets' entries over what the warp has put into a box.
+template <typename T>
+__device__ __forceinline__ void PutEntries(const RowPair& rows, const OutBoxes& out, int box) {
+  const int column0 = rows.target[0] - box * kBoxColumns;
+  const int column1 = rows.target[1] - box * kBoxColumns;
+  const bool mine0 = static_cast<unsigned>(column0) < kBoxColumns;
+  const bool mine1 = static_cast<unsigned>(column1) < kBoxColumns;
+  if (!__any_sync(0xffffffffu, mine0 || mine1)) return;
+  __syncwarp();
+  const int row = 16 * static_cast<int>((threadIdx.x >> 5) & 3) + static_cast<int>(threadIdx.x & 31) / 4;
+  if ((threadIdx.x & 3) != 0) return;
+  if (mine0) out.Replace(box & 1, row, column0, PackGradients<T>(rows.entry[0], 0.0f));
+  if (mine1) out.Replace(box & 1, row + 8, column1, PackGradients<T>(rows.entry[1], 0.0f));
+}
+
+// A row whose factor is 0 is 0 whatever its logits are.
+template <typename T, Form kForm>
+__device__ __forceinline__ void Gradients(const KernelParams& p, const float (&logits)[128],
+                                          const RowPair& rows, const OutBoxes& out, int column, int row) {
+  ForEachBox<true>(
+      logits, out, column, row,
+      [&](float s0, float s1, int h) -> uint32_t {
+        const Logit z0 = ToLogit<kForm>(p, s0), z1 = ToLogit<kForm>(p, s1);
+        float g0 = rows.factor[h] * Exp2(fmaf(z0.z, p.f, -rows.reference[h]));
+        float g1 = rows.factor[h] * Exp2(fmaf(z1.z, p.f, -rows.reference[h]));
+        if constexpr (kForm == Form::kCapped) {
+          g0 *= z0.slope;
+          g1 *= z1.slope;
+        }
+        return rows.factor[h] == 0.0f ? 0u : PackGradients<T>(g0, g1);
+      },
+      [&](int box) { PutEntries<T>(rows, out, box); });
 }
 
 // What a quad found in its two rows of a tile, to memory.
@@ -273,7 +344,7 @@ __device__ __forceinline__ void WritePartials(const KernelParams& p, const Tile&
   }
 }
 
-template <typename T, Form kForm, bool kStore>
+template <typename T, Form kForm, Output kOutput>
 __device__ __forceinline__ void Consume(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank,
                                         int consumer, uint32_t boxes) {
   const int warp = static_cast<int>((threadIdx.x >> 5) & 3);
@@ -283,18 +354,23 @@ __device__ __forceinline__ void Consume(const Maps& maps, const KernelParams& p,
   float logits[128];
   ForEachTile(p, [&](const Tile& tile) {
     const int first_row = tile.panel * kPanelRows + product_row;
-    const RowPair rows = LoadRows(p, tile, first_row + warp * 16 + lane / 4);
+    const RowPair rows = LoadRows<kOutput>(p, tile, first_row + warp * 16 + lane / 4);
     Multiply<T, Major::kInner, Major::kInner>(p.inner_tiles, consumer, ring, logits);
     if constexpr (kForm != Form::kPlain) ScaleAndShift(p, tile, logits);
-    Mask<kForm>(p, tile, rows, logits);
-    const ThreadSums sums =
-        Exponentials<kForm, kStore>(p, logits, rows.reference, out, tile.vocab_tile * kVocabTile, first_row);
-    WritePartials<kForm>(p, tile, rows, logits, sums);
+    Mask<kForm, kOutput>(p, tile, rows, logits);
+    const int column = tile.vocab_tile * kVocabTile;
+    if constexpr (kOutput == Output::kGradient) {
+      Gradients<T, kForm>(p, logits, rows, out, column, first_row);
+    } else {
+      const ThreadSums sums = Exponentials<kForm, kOutput == Output::kExponentials>(
+          p, logits, rows.reference, out, column, first_row);
+      WritePartials<kForm>(p, tile, rows, logits, sums);
+    }
   });
-  if constexpr (kStore) out.Finish();
+  if constexpr (kOutput != Output::kStatistics) out.Finish();
 }
 
-template <typename T, Form kForm, bool kStore>
+template <typename T, Form kForm, Output kOutput>
 __global__ __cluster_dims__(kClusterBlocks)
     __launch_bounds__(kThreads, 1) void LogitPassKernel(const __grid_constant__ Maps maps,
                                                         const __grid_constant__ KernelParams p) {
@@ -302,7 +378,7 @@ __global__ __cluster_dims__(kClusterBlocks)
   if (p.redo != nullptr && p.redo[0] == 0) return;
   const uint32_t stages = SharedAddress(shared);
   const uint32_t boxes = stages + kRingBytes;
-  const Ring ring(stages, boxes + (kStore ? kOutBytes : 0));
+  const Ring ring(stages, boxes + (kOutput != Output::kStatistics ? kOutBytes : 0));
   ring.Start();
   const uint32_t rank = ClusterRank();
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
@@ -311,15 +387,15 @@ __global__ __cluster_dims__(kClusterBlocks)
     if (threadIdx.x == 0) Produce(maps, p, ring, rank);
   } else {
     RaiseRegisters<kConsumerRegisters>();
-    Consume<T, kForm, kStore>(maps, p, ring, rank, warpgroup - 1, boxes);
+    Consume<T, kForm, kOutput>(maps, p, ring, rank, warpgroup - 1, boxes);
   }
   ClusterSync();  // the other block may still send to our shared memory
 }
 
-template <typename T, Form kForm, bool kStore>
+template <typename T, Form kForm, Output kOutput>
 struct Kernel {
-  static constexpr auto kFunction = LogitPassKernel<T, kForm, kStore>;
-  static constexpr int kSharedBytes = kRingBytes + (kStore ? kOutBytes : 0) + kRingBarrierBytes;
+  static constexpr auto kFunction = LogitPassKernel<T, kForm, kOutput>;
+  static constexpr int kSharedBytes = kRingBytes + (kOutput != Output::kStatistics ? kOutBytes : 0) + kRingBarrierBytes;
 
   static cudaError_t AllowSharedBytes() {
     return cudaFuncSetAttribute(kFunction, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
@@ -331,19 +407,19 @@ struct Kernel {
   }
 };
 
-template <typename T, bool kStore>
+template <typename T, Output kOutput>
 cudaError_t LaunchForm(const Maps& maps, const KernelParams& p, bool general, int clusters,
                        cudaStream_t stream) {
-  if (!general) return Kernel<T, Form::kPlain, kStore>::Launch(maps, p, clusters, stream);
-  if (p.softcap == 0.0f) return Kernel<T, Form::kGeneral, kStore>::Launch(maps, p, clusters, stream);
-  return Kernel<T, Form::kCapped, kStore>::Launch(maps, p, clusters, stream);
+  if (!general) return Kernel<T, Form::kPlain, kOutput>::Launch(maps, p, clusters, stream);
+  if (p.softcap == 0.0f) return Kernel<T, Form::kGeneral, kOutput>::Launch(maps, p, clusters, stream);
+  return Kernel<T, Form::kCapped, kOutput>::Launch(maps, p, clusters, stream);
 }
 
 cudaError_t MakeMaps(const LogitPassParams& params, Maps& maps) {
   const BoxedMatrix hidden = {params.hidden, params.dtype, params.rows, params.inner, kRowTile};
   const BoxedMatrix weight = {params.weight, params.dtype, params.padded_vocab, params.inner, kPartColumns};
-  const BoxedMatrix out = {params.exponentials, DType::kBFloat16, params.rows, params.padded_vocab,
-                           kProductRows};
+  const DType out_dtype = params.rules != nullptr ? params.dtype : DType::kBFloat16;
+  const BoxedMatrix out = {params.exponentials, out_dtype, params.rows, params.padded_vocab, kProductRows};
   if (const cudaError_t error = MakeTensorMap(hidden, maps.hidden); error != cudaSuccess) return error;
   if (const cudaError_t error = MakeTensorMap(weight, maps.weight); error != cudaSuccess) return error;
   return params.exponentials == nullptr ? cudaSuccess : MakeTensorMap(out, maps.exponentials);
@@ -354,6 +430,7 @@ KernelParams MakeKernelParams(const LogitPassParams& params) {
   p.rows = static_cast<int>(params.rows);
   p.vocab = static_cast<int>(params.vocab);
   p.last_bias = static_cast<int>(params.padded_vocab) - 2;
+  p.first_class = static_cast<int>(params.first_class);
   p.inner_tiles = static_cast<int>(CeilDiv(params.inner, kInnerTile));
   p.vocab_tiles = static_cast<int>(VocabTiles(params.vocab));
   p.panels = static_cast<int>(Panels(params.rows));
@@ -366,9 +443,22 @@ KernelParams MakeKernelParams(const LogitPassParams& params) {
   p.targets = params.targets;
   p.reference = params.reference;
   p.threshold = params.threshold;
+  p.rules = params.rules;
   p.redo = params.redo;
   p.partials = params.partials;
   return p;
+}
+
+template <typename T>
+cudaError_t LaunchTyped(const LogitPassParams& params, const Maps& maps, int clusters, cudaStream_t stream) {
+  const KernelParams p = MakeKernelParams(params);
+  const bool general = params.general;
+  if (params.exponentials == nullptr) {
+    return LaunchForm<T, Output::kStatistics>(maps, p, general, clusters, stream);
+  }
+  if (params.rules != nullptr) return LaunchForm<T, Output::kGradient>(maps, p, general, clusters, stream);
+  if constexpr (std::is_same_v<T, __half>) return cudaErrorInvalidValue;
+  return LaunchForm<__nv_bfloat16, Output::kExponentials>(maps, p, general, clusters, stream);
 }
 
 }  // namespace
@@ -387,7 +477,7 @@ TilePartials TilePartials::Carve(Carver& carver, int64_t capacity, int64_t vocab
 
 int LogitPassClusters() {
   // The form with the most shared memory; one block a multiprocessor in any case.
-  using Largest = Kernel<__nv_bfloat16, Form::kPlain, true>;
+  using Largest = Kernel<__nv_bfloat16, Form::kPlain, Output::kExponentials>;
   if (Largest::AllowSharedBytes() != cudaSuccess) {
     cudaGetLastError();
     return 0;
@@ -408,14 +498,9 @@ cudaError_t LaunchLogitPass(const LogitPassParams& params, int clusters, cudaStr
   if (params.rows == 0) return cudaSuccess;
   Maps maps = {};
   if (const cudaError_t error = MakeMaps(params, maps); error != cudaSuccess) return error;
-  const KernelParams p = MakeKernelParams(params);
-  const bool store = params.exponentials != nullptr;
-  if (params.dtype == DType::kBFloat16) {
-    return store ? LaunchForm<__nv_bfloat16, true>(maps, p, params.general, clusters, stream)
-                 : LaunchForm<__nv_bfloat16, false>(maps, p, params.general, clusters, stream);
-  }
-  if (params.dtype != DType::kFloat16 || store) return cudaErrorInvalidValue;
-  return LaunchForm<__half, false>(maps, p, params.general, clusters, stream);
+  if (params.dtype == DType::kBFloat16) return LaunchTyped<__nv_bfloat16>(params, maps, clusters, stream);
+  if (params.dtype == DType::kFloat16) return LaunchTyped<__half>(params, maps, clusters, stream);
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace lossd::kernels::cuda::hopper

@@ -11,6 +11,7 @@
 
 #include "kernels/cuda/device_memory.h"
 #include "kernels/cuda/hopper/logit_tiles.h"
+#include "kernels/cuda/row_loss.h"
 #include "kernels/dtype.h"
 
 namespace lossd::kernels::cuda::hopper {
@@ -46,12 +47,18 @@ struct LogitPassParams {
   float softcap = 0.0f;         // 0: none
 
   const int32_t* targets = nullptr;  // [rows]; -1: none
+  // A block of classes: what weight, bias and the columns of exponentials begin with; a multiple of 8.
+  int64_t first_class = 0;
   const float* reference = nullptr;  // [rows], in units of log 2
   const float* threshold = nullptr;  // [rows]; of z before the softcap
   TilePartials partials;
   // [rows, padded_vocab] bf16 or null, for bf16 operands only: out, 2^d times the slope of the softcap at z;
   // 0 at the target and in padding columns.
   void* exponentials = nullptr;
+  // [rows] or null. With rules, what is written to `exponentials`, then in dtype, is dL/ds over (scale *
+  // gradient unit), the target's entry too; reference, threshold and partials are not used. Of a rule softmax,
+  // reference and target count; a row with softmax 0 is 0 but for the target.
+  const GradientRule* rules = nullptr;
   // Null: all rows. Otherwise nothing happens if redo[0] is 0, and else only to the panels of kPanelRows rows
   // whose redo[1 + panel] is not 0.
   const int32_t* redo = nullptr;

@@ -38,6 +38,11 @@ struct OutBoxes {
     StoreMatrices(boxes + i * kBoxBytes + row * kBoxRowBytes + ((mine ^ (row & 7)) << 4), words[0], words[1],
                   words[2], words[3]);
   }
+  // Writes the low half of `word` over one 16-bit element, after the warp that Put() it has synchronised.
+  __device__ __forceinline__ void Replace(int i, int row, int column, uint32_t word) const {
+    const int group = (column >> 3) ^ (row & 7);
+    StoreHalf(boxes + i * kBoxBytes + row * kBoxRowBytes + (group << 4) + 2 * (column & 7), word);
+  }
   // fp32 elements of half `h`, this lane's pair of the group of 8 columns `group` (0 or 1) and of the one two
   // further. Odd rows take the two the other way round, so that the rows of a half-warp lie in different
   // banks.

@@ -162,6 +162,11 @@ __device__ __forceinline__ void StorePair(uint32_t address, float2 pair) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(pair.x), "f"(pair.y) : "memory");
 }
 
+// The low half of `word` to shared memory.
+__device__ __forceinline__ void StoreHalf(uint32_t address, uint32_t word) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(word)) : "memory");
+}
+
 // ---- warpgroup matrix products ----
 
 // Which dimension of an operand is contiguous in memory: the inner one, or its rows (A) or columns (B).
