@@ -54,6 +54,12 @@ absl::Status Validate(const HeadConfig& config) {
   if (config.optimizer_state > OptimizerState::kAdam) {
     return OutOfRange("optimizer_state", "none, momentum or adam", static_cast<int>(config.optimizer_state));
   }
+  if (config.algorithm > Algorithm::kCut) {
+    return OutOfRange("algorithm", "exact, filtered, auto or cut", static_cast<int>(config.algorithm));
+  }
+  if (config.workspace_bytes < 0) {
+    return OutOfRange("workspace_bytes", ">= 0 (0: the server's)", config.workspace_bytes);
+  }
   return absl::OkStatus();
 }
 

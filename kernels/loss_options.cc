@@ -21,8 +21,14 @@ absl::string_view Name(Algorithm algorithm) {
       return "filtered";
     case Algorithm::kAuto:
       return "auto";
+    case Algorithm::kCut:
+      return "cut";
   }
   return "";
+}
+
+float DefaultFilterEpsilon(Algorithm algorithm) {
+  return algorithm == Algorithm::kCut ? 0.0f : LossOptions().filter_epsilon;
 }
 
 absl::Status Validate(const LossOptions& options) {
@@ -48,7 +54,8 @@ absl::Status Validate(const LossOptions& options) {
 }
 
 absl::string_view WhyNotFiltered(const LossOptions& options, bool any_grad_entropy) {
-  if (options.algorithm == Algorithm::kExact) return "exact was asked for";
+  const bool cut_exactly = options.algorithm == Algorithm::kCut && options.filter_epsilon == 0.0f;
+  if (options.algorithm == Algorithm::kExact || cut_exactly) return "exact was asked for";
   if (any_grad_entropy) return "the gradient of an entropy is not proportional to probabilities";
   if (options.label_smoothing > 0.0f && options.softcap > 0.0f) {
     return "label smoothing under a softcap has no closed form";

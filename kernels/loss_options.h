@@ -18,8 +18,12 @@ enum class Algorithm : uint8_t {
   kExact,
   kFiltered,  // probabilities below filter_epsilon add nothing, but for the target's own
   kAuto,      // kFiltered for a chunk that leaves out little (max_dropped_mass), else kExact
+  kCut,       // kFiltered, or kExact with filter_epsilon 0, without memory for the logits of a chunk
 };
 absl::string_view Name(Algorithm algorithm);
+
+// What filter_epsilon is unless a request says so.
+float DefaultFilterEpsilon(Algorithm algorithm);
 
 // Symbols as in docs/math.md: s = t (W x + b); z = c tanh(s / c) with a softcap c, else z = s;
 // lse = log sum_v exp z_v; u are the class weights (all 1 if unused). The loss of a row is
@@ -32,7 +36,7 @@ struct LossOptions {
   bool use_class_weights = false;  // u: take the head's class weights [V]
 
   Algorithm algorithm = Algorithm::kExact;
-  float filter_epsilon = 0x1p-12f;  // kFiltered, kAuto: in [0, 1)
+  float filter_epsilon = 0x1p-12f;  // kFiltered, kAuto, kCut: in [0, 1)
   float max_dropped_mass = 0.05f;   // kAuto: mean over a chunk's valid rows; in [0, 1]
 
   friend bool operator==(const LossOptions&, const LossOptions&) = default;

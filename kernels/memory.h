@@ -14,15 +14,16 @@ enum class MemoryKind : uint8_t {
   kWeights,    // fp32 master weights, 16-bit compute copies, bias, norm, class weights
   kGradients,  // fp32 accumulators
   kOptimizer,  // momentum and Adam moments
-  kWorkspace,  // chunk logits, gathered rows, partial sums
+  kWorkspace,  // what is computed on the way: logits, sums, lists, rows being converted
+  kSlots,      // of chunks on a device of its own: hidden states, their gradients, per-row inputs and results
   kStaging,    // host buffers that slices are received into and sent from
   kRetained,   // hidden states of deferred microbatches, waiting for their backward pass
 };
-inline constexpr size_t kMemoryKinds = 6;
+inline constexpr size_t kMemoryKinds = 7;
 
 constexpr absl::string_view Name(MemoryKind kind) {
   constexpr absl::string_view kNames[kMemoryKinds] = {"weights",   "gradients", "optimizer",
-                                                      "workspace", "staging",   "retained"};
+                                                      "workspace", "slots",     "staging", "retained"};
   return kNames[static_cast<size_t>(kind)];
 }
 

@@ -133,6 +133,7 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
       inputs.raw_of_compact[compact] = static_cast<int32_t>(raw);
       FillRow(slice, r, accumulate, layout.unit, inputs, compact);
       layout.accumulate |= accumulate;
+      layout.accumulate_all &= accumulate;
       layout.any_coef_entropy |= inputs.coef_entropy[compact] != 0.0f;
     }
     layout.raw_rows += slice.rows;

@@ -60,7 +60,8 @@ struct ChunkLayout {
   int64_t padded_rows = 0;  // what the GEMMs see: PadRows(compact_rows)
   int64_t device_slices = 0;
   bool want_hidden_gradient = false;
-  bool accumulate = false;  // some row reaches the accumulators
+  bool accumulate = false;     // some row reaches the accumulators
+  bool accumulate_all = true;  // every one does
   bool want_entropy = false;
   bool any_coef_entropy = false;
   float unit = 1.0f;      // power of two taken out of coef_*

@@ -48,10 +48,11 @@ class CudaBackend : public Backend {
   absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const override {
     LOSSD_RETURN_IF_ERROR(Validate(config));
     const int sms = device_->limits().multiprocessors;
-    return PlanMemory(config,
-                      SizesFor(config, device_->options().workspace_bytes, device_->options().max_chunk_rows,
-                               sms, device_->limits().fused_clusters > 0),
-                      sms);
+    const HeadSizes sizes =
+        SizesFor(config, device_->options().workspace_bytes, device_->options().max_chunk_rows, sms,
+                 device_->limits().fused_clusters > 0);
+    LOSSD_RETURN_IF_ERROR(CheckWorkspace(config, sizes, sms));
+    return PlanMemory(config, sizes, sms);
   }
 
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {

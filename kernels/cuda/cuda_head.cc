@@ -31,7 +31,8 @@ CudaHead::~CudaHead() { cudaSetDevice(device_->options().device); }
 absl::StatusOr<std::unique_ptr<HeadKernels>> CudaHead::Create(Device* device, const HeadConfig& config) {
   std::unique_ptr<CudaHead> head(new CudaHead(device, config));
   LOSSD_RETURN_IF_ERROR(head->Allocate());
-  if (device->options().autotune && !device->options().deterministic) LOSSD_RETURN_IF_ERROR(head->Tune());
+  const bool tune = device->options().autotune && !device->options().deterministic && !head->IsCut();
+  if (tune) LOSSD_RETURN_IF_ERROR(head->Tune());
   LOSSD_RETURN_IF_ERROR(head->MakeChoices());
   return std::unique_ptr<HeadKernels>(std::move(head));
 }
@@ -41,7 +42,7 @@ absl::Status CudaHead::Allocate() {
   const int sms = device_->limits().multiprocessors;
   const int64_t block = ParamBlock::Carve(config_, sizes_, nullptr).bytes;
   const int64_t value_bytes = ValueBuffer::Carve(config_, sizes_, nullptr).bytes;
-  const int64_t workspace_bytes = Workspace::Carve(config_, sizes_, sms, nullptr).bytes;
+  const Workspace workspace = Workspace::Carve(config_, sizes_, sms, nullptr, nullptr);
   LOSSD_RETURN_IF_ERROR(
       Take(DeviceBuffer::Allocate(ledger, MemoryKind::kWeights, value_bytes), value_buffer_));
   LOSSD_RETURN_IF_ERROR(
@@ -51,9 +52,11 @@ absl::Status CudaHead::Allocate() {
       Take(DeviceBuffer::Allocate(ledger, MemoryKind::kOptimizer, MomentCount(config_) * block),
            optimizer_buffer_));
   LOSSD_RETURN_IF_ERROR(
-      Take(DeviceBuffer::Allocate(ledger, MemoryKind::kWorkspace, workspace_bytes), workspace_buffer_));
+      Take(DeviceBuffer::Allocate(ledger, MemoryKind::kWorkspace, workspace.bytes), workspace_buffer_));
+  LOSSD_RETURN_IF_ERROR(
+      Take(DeviceBuffer::Allocate(ledger, MemoryKind::kSlots, workspace.slot_bytes), slot_buffer_));
   values_ = ValueBuffer::Carve(config_, sizes_, value_buffer_.data());
-  workspace_ = Workspace::Carve(config_, sizes_, sms, workspace_buffer_.data());
+  workspace_ = Workspace::Carve(config_, sizes_, sms, workspace_buffer_.data(), slot_buffer_.data());
   if (config_.trainable) gradients_ = ParamBlock::Carve(config_, sizes_, gradient_buffer_.data());
   for (int i = 0; i < MomentCount(config_); ++i) {
     moments_[i] = ParamBlock::Carve(config_, sizes_, optimizer_buffer_.data() + i * block);
@@ -85,36 +88,36 @@ absl::Status CudaHead::Allocate() {
   return device_->Synchronize();
 }
 
-GemmShape CudaHead::LogitsShape(int64_t rows) const {
+GemmShape CudaHead::LogitsShape(int64_t rows, int64_t classes) const {
   return {.transpose_a = true,
-          .m = sizes_.padded_vocab,
+          .m = classes,
           .n = rows,
           .k = sizes_.padded_hidden,
           .lda = sizes_.padded_hidden,
           .ldb = sizes_.padded_hidden,
-          .ldc = sizes_.padded_vocab,
+          .ldc = classes,
           .input = config_.compute_dtype,
           .output = config_.compute_dtype};
 }
 
-GemmShape CudaHead::HiddenGradientShape(int64_t rows, DType output) const {
+GemmShape CudaHead::HiddenGradientShape(int64_t rows, int64_t classes, DType output) const {
   return {.m = sizes_.padded_hidden,
           .n = rows,
-          .k = sizes_.padded_vocab,
+          .k = classes,
           .lda = sizes_.padded_hidden,
-          .ldb = sizes_.padded_vocab,
+          .ldb = classes,
           .ldc = sizes_.padded_hidden,
           .input = config_.compute_dtype,
           .output = output};
 }
 
-GemmShape CudaHead::WeightGradientShape(int64_t rows) const {
+GemmShape CudaHead::WeightGradientShape(int64_t rows, int64_t classes) const {
   return {.transpose_b = true,
           .m = sizes_.padded_hidden,
-          .n = sizes_.padded_vocab,
+          .n = classes,
           .k = rows,
           .lda = sizes_.padded_hidden,
-          .ldb = sizes_.padded_vocab,
+          .ldb = classes,
           .ldc = sizes_.padded_hidden,
           .input = config_.compute_dtype,
           .output = DType::kFloat32};

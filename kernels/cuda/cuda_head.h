@@ -93,18 +93,45 @@ class CudaHead : public HeadKernels {
   // Filtered chunks (cuda_head_filtered.cc).
   FilterShape FilterShapeOfChunk(const Job& job) const;
   absl::Status FilteredForward(const Job& job, const RowLossParams& row);
-  absl::Status FilterRows(const Job& job, const RowLossParams& row, const RowSelection& selection);
+  RowSelection SelectionOf(const Job& job) const;
+  absl::Status PrepareFilter(const Job& job, const RowLossParams& row);
+  // `row`: rows of the chunk from `begin` on.
+  absl::Status FilterRows(const Job& job, const RowLossParams& row, int64_t begin);
   absl::Status FilteredWeightGradient(const Job& job);
   absl::Status AddKept(const Job& job);
   // What `exact` enqueues if the chunk's decision is to be exact, else what `filtered` does.
   absl::Status Branch(DeviceBranch& branch, absl::FunctionRef<absl::Status()> exact,
                       absl::FunctionRef<absl::Status()> filtered);
   absl::Status AddUniform(const Job& job);
+  // Algorithm::kCut (cuda_head_cut.cc).
+  bool IsCut() const { return config_.algorithm == Algorithm::kCut; }
+  void ChooseBlocks(Job& job) const;
+  absl::Status PrepareCutGemms(const Job& job);
+  absl::Status CutForward(const Job& job, const RowLossParams& row);
+  absl::Status CutStatistics(const Job& job, const RowLossParams& row);
+  absl::Status CutFilter(const Job& job, const RowLossParams& row);
+  absl::Status CutBackward(const Job& job);
+  absl::Status CutGradients(const Job& job);
+  absl::Status CutRowBlock(const Job& job, const RowLossParams& row, int64_t begin);
+  absl::Status BlockLogits(const Job& job, const ClassBlock& block, int64_t begin);
+  absl::Status BlockGradient(const Job& job, const ClassBlock& block, int64_t begin);
+  absl::Status BlockHiddenGradient(const Job& job, const ClassBlock& block, void* gradient);
+  absl::Status BlockWeightGradient(const Job& job, const ClassBlock& block, int64_t begin);
+  CutArena Arena(const Job& job) const;
+  uint8_t* HiddenRows(const Job& job, int64_t begin) const;
+  uint8_t* WeightRows(int64_t first_class) const;
+
   void Report(std::shared_ptr<Job> job, absl::Status status, ChunkCallbacks callbacks);
 
-  GemmShape LogitsShape(int64_t rows) const;
-  GemmShape HiddenGradientShape(int64_t rows, DType output) const;
-  GemmShape WeightGradientShape(int64_t rows) const;
+  // Of all classes, or of a block of them.
+  GemmShape LogitsShape(int64_t rows) const { return LogitsShape(rows, sizes_.padded_vocab); }
+  GemmShape LogitsShape(int64_t rows, int64_t classes) const;
+  GemmShape HiddenGradientShape(int64_t rows, DType output) const {
+    return HiddenGradientShape(rows, sizes_.padded_vocab, output);
+  }
+  GemmShape HiddenGradientShape(int64_t rows, int64_t classes, DType output) const;
+  GemmShape WeightGradientShape(int64_t rows) const { return WeightGradientShape(rows, sizes_.padded_vocab); }
+  GemmShape WeightGradientShape(int64_t rows, int64_t classes) const;
 
   // A tensor of this head from row `row_begin` on, as a matrix on the device.
   DeviceMatrix FindTensor(TensorId id, int64_t row_begin) const;
@@ -126,7 +153,7 @@ class CudaHead : public HeadKernels {
   HeadSizes sizes_;
   MemoryBytes plan_;
   std::vector<Choice> choices_;
-  DeviceBuffer value_buffer_, gradient_buffer_, optimizer_buffer_, workspace_buffer_;
+  DeviceBuffer value_buffer_, gradient_buffer_, optimizer_buffer_, workspace_buffer_, slot_buffer_;
   ValueBuffer values_;
   ParamBlock gradients_;
   ParamBlock moments_[2];

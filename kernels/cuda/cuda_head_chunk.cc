@@ -14,17 +14,6 @@
 #include "kernels/validation.h"
 
 namespace lossd::kernels::cuda {
-namespace {
-
-absl::Status Record(const Event& event, cudaStream_t stream) {
-  return ToStatus(cudaEventRecord(event.get(), stream), "cudaEventRecord");
-}
-
-absl::Status Await(const Event& event, cudaStream_t stream) {
-  return ToStatus(cudaStreamWaitEvent(stream, event.get(), 0), "cudaStreamWaitEvent");
-}
-
-}  // namespace
 
 void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   auto job = std::make_shared<Job>();
@@ -52,6 +41,7 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
     job->own_hidden_product = plan.own_hidden_product();
     job->own_weight_product = plan.own_weight_product();
     chunk->choices = cuda::Describe(plan);
+    if (IsCut()) ChooseBlocks(*job);
     if (job->layout.compact_rows > 0) status = Enqueue(*job);
   }
   Report(std::move(job), std::move(status), std::move(callbacks));
@@ -62,9 +52,10 @@ absl::Status CudaHead::Enqueue(const Job& job) {
   const auto phases = [&]() -> absl::Status {
     LOSSD_RETURN_IF_ERROR(Upload(job));
     LOSSD_RETURN_IF_ERROR(Forward(job));
+    if (IsCut()) LOSSD_RETURN_IF_ERROR(CutBackward(job));
     if (job.hidden_gemm) LOSSD_RETURN_IF_ERROR(HiddenGradient(job));
     LOSSD_RETURN_IF_ERROR(Download(job));
-    if (job.layout.accumulate) LOSSD_RETURN_IF_ERROR(WeightGradient(job));
+    if (job.layout.accumulate && !IsCut()) LOSSD_RETURN_IF_ERROR(WeightGradient(job));
     return Record(job.slot->done, device_->compute());
   };
   absl::Status status = phases();
@@ -172,7 +163,9 @@ absl::Status CudaHead::Forward(const Job& job) {
         "target kernel");
   }
   const RowLossParams p = RowLoss(job);
-  LOSSD_RETURN_IF_ERROR(job.fused ? FusedForward(job, p) : LogitsForward(job, p));
+  LOSSD_RETURN_IF_ERROR(IsCut()     ? CutForward(job, p)
+                        : job.fused ? FusedForward(job, p)
+                                    : LogitsForward(job, p));
   const RowInputBlock& in = job.slot->device_in;
   const RowOutputBlock& out = job.slot->device_out;
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchGuard({layout.device_slices, in.slice_begin, in.accumulate, out.loss,
@@ -247,7 +240,7 @@ absl::Status CudaHead::LogitsForward(const Job& job, const RowLossParams& row) {
 
 absl::Status CudaHead::HiddenGradient(const Job& job) {
   const cudaStream_t stream = device_->compute();
-  if (!job.layout.filtered) {
+  if (!job.layout.filtered && !IsCut()) {
     LOSSD_RETURN_IF_ERROR(Await(download_idle_, stream));
     LOSSD_RETURN_IF_ERROR(HiddenProduct(job));
   }

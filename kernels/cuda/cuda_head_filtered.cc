@@ -8,13 +8,6 @@
 #include "kernels/cuda/rows.h"
 
 namespace lossd::kernels::cuda {
-namespace {
-
-absl::Status Zero(void* data, int64_t bytes, cudaStream_t stream) {
-  return ToStatus(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream), "cudaMemsetAsync");
-}
-
-}  // namespace
 
 // Room goes with the rows a chunk has, not with those it could have; so does the cost of sorting.
 FilterShape CudaHead::FilterShapeOfChunk(const Job& job) const {
@@ -30,14 +23,18 @@ absl::Status CudaHead::Branch(DeviceBranch& branch, absl::FunctionRef<absl::Stat
                                           : branch.Enqueue(decision, device_->compute(), exact, filtered);
 }
 
+RowSelection CudaHead::SelectionOf(const Job& job) const {
+  const FilterBuffers& filter = workspace_.filter;
+  return {job.chunk->options.filter_epsilon, filter.pool,
+          static_cast<int32_t>(FilterShapeOfChunk(job).capacity()), &filter.counters->used, filter.rows};
+}
+
 // Row results and, into the buffer of the hidden gradients, what the dx GEMM would leave there.
 absl::Status CudaHead::FilteredForward(const Job& job, const RowLossParams& row) {
   const cudaStream_t stream = device_->compute();
   const FilterBuffers& filter = workspace_.filter;
   const LossOptions& options = job.chunk->options;
-  const RowSelection selection = {options.filter_epsilon, filter.pool,
-                                  static_cast<int32_t>(FilterShapeOfChunk(job).capacity()),
-                                  &filter.counters->used, filter.rows};
+  const RowSelection selection = SelectionOf(job);
   LOSSD_RETURN_IF_ERROR(Zero(filter.counters, sizeof(FilterCounters), stream));
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchSelectRows(row, selection, stream), "selection kernel");
   const bool is_auto = options.algorithm == Algorithm::kAuto;
@@ -54,43 +51,52 @@ absl::Status CudaHead::FilteredForward(const Job& job, const RowLossParams& row)
         LOSSD_RETURN_IF_CUDA_ERROR(LaunchRowLoss(row, device_->limits(), stream), "row loss kernel");
         return job.hidden_gemm ? HiddenProduct(job) : absl::OkStatus();
       },
-      [&] { return FilterRows(job, row, selection); });
+      [&]() -> absl::Status {
+        LOSSD_RETURN_IF_ERROR(PrepareFilter(job, row));
+        return FilterRows(job, row, 0);
+      });
 }
 
-absl::Status CudaHead::FilterRows(const Job& job, const RowLossParams& row, const RowSelection& selection) {
+// What the rows need or write together: an empty list of kept elements, the sum of the weights.
+absl::Status CudaHead::PrepareFilter(const Job& job, const RowLossParams& row) {
   const cudaStream_t stream = device_->compute();
   const FilterBuffers& filter = workspace_.filter;
-  const int64_t entries = FilterShapeOfChunk(job).entries();
+  if (job.layout.accumulate) {
+    const auto bytes = static_cast<size_t>(FilterShapeOfChunk(job).entries()) * sizeof(uint64_t);
+    LOSSD_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(filter.keys, 0xff, bytes, stream), "cudaMemsetAsync");
+  }
+  if (row.smoothing == 0.0f || !job.hidden_gemm) return absl::OkStatus();
+  const int64_t ld = sizes_.padded_hidden;
+  const DeviceMatrix weight = {values_.compute_weight, config_.compute_dtype, ld, ld};
+  LOSSD_RETURN_IF_ERROR(Zero(filter.weight_sum, ld * static_cast<int64_t>(sizeof(float)), stream));
+  return ToStatus(LaunchColumnSum(weight, nullptr, row.class_weights, sizes_.vocab, 1.0f, filter.partials,
+                                  filter.weight_sum, stream),
+                  "column sum kernel");
+}
+
+absl::Status CudaHead::FilterRows(const Job& job, const RowLossParams& row, int64_t begin) {
+  const FilterBuffers& filter = workspace_.filter;
   FilterRowsParams p;
   p.row = row;
-  p.selection = selection;
-  p.hidden = job.memory.hidden;
+  p.selection = SelectionOf(job);
+  p.selection.rows += begin;
+  p.hidden = HiddenRows(job, begin);
   p.weight = values_.compute_weight;
   p.ld = sizes_.padded_hidden;
   if (job.hidden_gemm) {
-    p.hidden_gradient = workspace_.hidden_gradient;
     p.gradient_dtype = HiddenGradientType(job);
+    p.hidden_gradient = static_cast<uint8_t*>(workspace_.hidden_gradient) +
+                        begin * p.ld * static_cast<int64_t>(SizeOf(p.gradient_dtype));
     p.gradient_scale = HiddenGradientScale(job);
+    if (row.smoothing > 0.0f) p.weight_sum = filter.weight_sum;
   }
-  p.with_gradient = job.slot->device_in.with_gradient;
-  p.accumulate = job.slot->device_in.accumulate;
-  p.dropped_mass = job.slot->device_out.dropped_mass;
+  p.with_gradient = job.slot->device_in.with_gradient + begin;
+  p.accumulate = job.slot->device_in.accumulate + begin;
+  p.dropped_mass = job.slot->device_out.dropped_mass + begin;
   if (job.layout.accumulate) {
-    p.kept = {filter.keys, filter.coefs, &filter.counters->kept, RowBits(row.rows)};
-    LOSSD_RETURN_IF_CUDA_ERROR(
-        cudaMemsetAsync(filter.keys, 0xff, static_cast<size_t>(entries) * sizeof(uint64_t), stream),
-        "cudaMemsetAsync");
+    p.kept = {filter.keys, filter.coefs, &filter.counters->kept, RowBits(job.layout.compact_rows), begin};
   }
-  if (row.smoothing > 0.0f && job.hidden_gemm) {
-    const int64_t ld = sizes_.padded_hidden;
-    const DeviceMatrix weight = {values_.compute_weight, config_.compute_dtype, ld, ld};
-    LOSSD_RETURN_IF_ERROR(Zero(filter.weight_sum, ld * static_cast<int64_t>(sizeof(float)), stream));
-    LOSSD_RETURN_IF_CUDA_ERROR(LaunchColumnSum(weight, nullptr, row.class_weights, sizes_.vocab, 1.0f,
-                                               filter.partials, filter.weight_sum, stream),
-                               "column sum kernel");
-    p.weight_sum = filter.weight_sum;
-  }
-  return ToStatus(LaunchFilterRows(p, stream), "filter kernel");
+  return ToStatus(LaunchFilterRows(p, device_->compute()), "filter kernel");
 }
 
 absl::Status CudaHead::FilteredWeightGradient(const Job& job) {

@@ -12,11 +12,15 @@ struct CudaHead::Job {
   Slot* slot = nullptr;  // null: nothing to do on the device
   SlotMemory memory;
   ChunkLayout layout;
-  bool hidden_gemm = false;         // dx is wanted, or needed for the norm's parameters
-  bool direct = false;              // dx leaves the GEMM as the client gets it, but for row factors
-  bool fused = false;               // logits are left as exponentials that lack their row's factor
+  bool hidden_gemm = false;  // dx is wanted, or needed for the norm's parameters
+  bool direct = false;       // dx leaves the GEMM as the client gets it, but for row factors
+  // The loss comes from the logit pass. Logits are left as exponentials that lack their row's factor, but for
+  // Algorithm::kCut.
+  bool fused = false;
   bool own_hidden_product = false;  // dx by hopper/product.h instead of cuBLASLt
   bool own_weight_product = false;  // dW likewise
+  CutBlocks blocks;                 // Algorithm::kCut, likewise below: of the exact gradients
+  int64_t filter_rows = 0;          // a block
 };
 
 }  // namespace lossd::kernels::cuda

@@ -33,6 +33,11 @@ inline absl::Status Copy(void* to, const void* from, int64_t bytes, cudaStream_t
                   "cudaMemcpyAsync");
 }
 
+// Enqueues zeros.
+inline absl::Status Zero(void* data, int64_t bytes, cudaStream_t stream) {
+  return ToStatus(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream), "cudaMemsetAsync");
+}
+
 // Owns an event without timing; waiting for it blocks instead of spinning.
 class Event {
  public:
@@ -49,6 +54,15 @@ class Event {
  private:
   cudaEvent_t event_ = nullptr;
 };
+
+inline absl::Status Record(const Event& event, cudaStream_t stream) {
+  return ToStatus(cudaEventRecord(event.get(), stream), "cudaEventRecord");
+}
+
+// What is enqueued on `stream` from now on waits for the event.
+inline absl::Status Await(const Event& event, cudaStream_t stream) {
+  return ToStatus(cudaStreamWaitEvent(stream, event.get(), 0), "cudaStreamWaitEvent");
+}
 
 class Device {
  public:

@@ -12,27 +12,27 @@ absl::string_view WhyNotFilteredOnDevice(const FilterShape& shape, const DeviceL
   return "";
 }
 
-FilterBuffers FilterBuffers::Carve(const FilterShape& shape, Carver& own, Carver& logits) {
+FilterBuffers FilterBuffers::Carve(const FilterShape& shape, Carver& own, Carver& lists, Carver& scratch) {
   FilterBuffers b;
   const int64_t entries = shape.entries();
   b.pool = own.Take<int32_t>(shape.capacity());
   b.rows = own.Take<SelectedRow>(shape.chunk_rows);
   b.counters = own.Take<FilterCounters>(1);
-  b.keys = logits.Take<uint64_t>(entries);
-  b.spare_keys = logits.Take<uint64_t>(entries);
-  b.coefs = logits.Take<float>(entries);
-  b.spare_coefs = logits.Take<float>(entries);
-  b.runs = logits.Take<int32_t>(2 * entries);
-  b.sort_scratch = logits.Take<uint8_t>(static_cast<int64_t>(SortScratchBytes(entries)));
-  b.weight_sum = logits.Take<float>(shape.padded_hidden);
-  b.hidden_sum = logits.Take<float>(shape.padded_hidden);
-  b.partials = logits.Take<float>(ColumnSumScratch(shape.padded_hidden));
+  b.keys = lists.Take<uint64_t>(entries);
+  b.coefs = lists.Take<float>(entries);
+  b.weight_sum = lists.Take<float>(shape.padded_hidden);
+  b.spare_keys = scratch.Take<uint64_t>(entries);
+  b.spare_coefs = scratch.Take<float>(entries);
+  b.runs = scratch.Take<int32_t>(2 * entries);
+  b.sort_scratch = scratch.Take<uint8_t>(static_cast<int64_t>(SortScratchBytes(entries)));
+  b.hidden_sum = scratch.Take<float>(shape.padded_hidden);
+  b.partials = scratch.Take<float>(ColumnSumScratch(shape.padded_hidden));
   return b;
 }
 
 int64_t FilterBuffers::LogitsBytes(const FilterShape& shape) {
   Carver own(nullptr), logits(nullptr);
-  Carve(shape, own, logits);
+  Carve(shape, own, logits, logits);
   return logits.used();
 }
 

@@ -50,20 +50,23 @@ struct FilterBuffers {
   SelectedRow* rows = nullptr;  // [chunk_rows]
   FilterCounters* counters = nullptr;
 
-  // In the memory of the logits, which nobody reads any more once a chunk is known to be filtered.
-  uint64_t* keys = nullptr;  // [entries], likewise below
-  uint64_t* spare_keys = nullptr;
-  float* coefs = nullptr;
+  // Written row by row. Here and below in the memory of the logits, which nobody reads any more once a chunk is
+  // known to be filtered; with Algorithm::kCut beside them, since the logits of other rows are still to come.
+  uint64_t* keys = nullptr;     // [entries]
+  float* coefs = nullptr;       // [entries]
+  float* weight_sum = nullptr;  // [padded_hidden]
+
+  // After the last row; but for partials, where weight_sum comes from.
+  uint64_t* spare_keys = nullptr;  // [entries], likewise below
   float* spare_coefs = nullptr;
   int32_t* runs = nullptr;  // [2 * entries]
   uint8_t* sort_scratch = nullptr;
-  float* weight_sum = nullptr;  // [padded_hidden]
   float* hidden_sum = nullptr;  // [padded_hidden]
   float* partials = nullptr;    // ColumnSumScratch(padded_hidden)
 
-  // Takes the first group from `own` and the second from `logits`.
-  static FilterBuffers Carve(const FilterShape& shape, Carver& own, Carver& logits);
-  // Bytes of the second group.
+  // Takes the three groups, one after the other, from these.
+  static FilterBuffers Carve(const FilterShape& shape, Carver& own, Carver& lists, Carver& scratch);
+  // Bytes of the second and third group.
   static int64_t LogitsBytes(const FilterShape& shape);
 };
 

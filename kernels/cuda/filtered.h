@@ -74,9 +74,11 @@ struct KeptList {
   float* coefs = nullptr;    // dL/ds of the element over (scale * gradient unit)
   int32_t* count = nullptr;  // [1], 0 on entry; at most the candidates and one target a row
   int row_bits = 0;
+  int64_t first_row = 0;  // what rows are counted from
 };
 
-// Row results from logits in fp32, the hidden gradient, the dropped mass, and the list of what is kept.
+// Row results from logits in fp32, the hidden gradient, the dropped mass, and the list of what is kept. Nothing
+// if the candidates overflowed the pool.
 struct FilterRowsParams {
   RowLossParams row;  // as for the selection; logits are not read
   RowSelection selection;

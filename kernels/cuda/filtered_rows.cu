@@ -265,7 +265,8 @@ __device__ __forceinline__ void AppendKept(const KeptList& kept, bool has, int c
   begin = __shfl_sync(0xffffffffu, begin, 0);
   if (!has) return;
   const int at = begin + __popc(mask & ((1u << lane) - 1));
-  kept.keys[at] = (static_cast<uint64_t>(column) << kept.row_bits) | static_cast<uint64_t>(row);
+  kept.keys[at] =
+      (static_cast<uint64_t>(column) << kept.row_bits) | static_cast<uint64_t>(kept.first_row + row);
   kept.coefs[at] = coef;
 }
 
@@ -346,6 +347,7 @@ __global__ __launch_bounds__(Division<kVectors>::kThreads, Division<kVectors>::k
   __shared__ RowEnd end;
   const int64_t row = blockIdx.x;
   const int vectors = static_cast<int>(p.ld / Vec<T>::kSize);
+  if (*p.selection.used > p.selection.capacity) return;
   Accumulator<T, kVectors> gradient;
   if (p.with_gradient[row] == 0) {
     if (threadIdx.x == 0) p.dropped_mass[row] = 0.0f;

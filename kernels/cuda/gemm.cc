@@ -127,11 +127,11 @@ struct Gemms::Plan {
 
   // The candidates that cuBLAS proposes, best first. Reductions across splits are done in fp32 and in
   // a fixed order.
-  absl::Status Propose(cublasLtHandle_t handle) {
+  absl::Status Propose(cublasLtHandle_t handle, bool scratch) {
     cublasLtMatmulPreference_t preference = nullptr;
     LOSSD_RETURN_IF_ERROR(
         library.ToStatus(library.preference_create(&preference), "cublasLtMatmulPreferenceCreate"));
-    const size_t workspace = static_cast<size_t>(kGemmWorkspaceBytes);
+    const size_t workspace = scratch ? static_cast<size_t>(kGemmWorkspaceBytes) : 0;
     const uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
     library.preference_set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
                            sizeof(workspace));
@@ -178,7 +178,7 @@ absl::StatusOr<Gemms::Plan*> Gemms::FindOrCreate(const GemmShape& shape) {
   if (slot != nullptr) return slot.get();
   auto plan = std::make_unique<Plan>(*library_);
   LOSSD_RETURN_IF_ERROR(plan->Describe(shape));
-  LOSSD_RETURN_IF_ERROR(plan->Propose(handle_));
+  LOSSD_RETURN_IF_ERROR(plan->Propose(handle_, shape.scratch));
   slot = std::move(plan);
   return slot.get();
 }

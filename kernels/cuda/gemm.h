@@ -36,6 +36,7 @@ struct GemmShape {
   int64_t ldc = 0;
   DType input = DType::kBFloat16;
   DType output = DType::kBFloat16;
+  bool scratch = true;  // whether scratch memory may be used
 
   friend auto operator<=>(const GemmShape&, const GemmShape&) = default;
 };

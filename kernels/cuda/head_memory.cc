@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/cuda/norm.h"
 #include "kernels/cuda/rows.h"
 #include "kernels/cuda/tensor_ops.h"
@@ -11,6 +12,7 @@ namespace {
 
 constexpr int64_t kPad = 8;  // elements: 16 bytes of a 16-bit type
 constexpr int64_t kPieceBytes = int64_t{8} << 20;
+constexpr int64_t kCutPieces = 32;  // of a head for Algorithm::kCut, a piece is this part of its limit at most
 
 HeadSizes WithRows(HeadSizes sizes, int64_t rows) {
   sizes.chunk_rows = PadRows(rows);
@@ -19,17 +21,13 @@ HeadSizes WithRows(HeadSizes sizes, int64_t rows) {
   return sizes;
 }
 
-int64_t WorkspaceBytes(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors) {
-  return Workspace::Carve(config, sizes, multiprocessors, nullptr).bytes;
-}
-
 // The partials of a fused loss lie where dx will be: they are done with before it is written.
 void CarveHiddenGradient(const HeadConfig& config, const HeadSizes& sizes, Carver& carver, Workspace& w) {
   const int64_t rows = sizes.chunk_rows;
+  const bool shared = sizes.fused && config.algorithm != Algorithm::kCut;
   int64_t bytes =
       rows * sizes.padded_hidden * static_cast<int64_t>(SizeOf(HiddenGradientDType(config.compute_dtype)));
-  if (sizes.fused) {
-    w.fused = hopper::FusedRows::Carve(carver, rows);
+  if (shared) {
     Carver partials(nullptr);
     hopper::TilePartials::Carve(partials, rows, sizes.vocab);
     bytes = std::max(bytes, partials.used());
@@ -37,7 +35,84 @@ void CarveHiddenGradient(const HeadConfig& config, const HeadSizes& sizes, Carve
   auto* memory = carver.Take<uint8_t>(bytes);
   w.hidden_gradient = memory;
   Carver partials(memory);
-  if (sizes.fused) w.fused.partials = hopper::TilePartials::Carve(partials, rows, sizes.vocab);
+  if (shared) w.fused.partials = hopper::TilePartials::Carve(partials, rows, sizes.vocab);
+}
+
+void CarveSlots(const HeadConfig& config, const HeadSizes& sizes, Carver& carver, Workspace& w) {
+  const int64_t rows = sizes.chunk_rows;
+  const int64_t hidden_bytes = rows * sizes.padded_hidden * sizes.element;
+  const bool has_norm = config.norm != Norm::kNone;
+  CarveHiddenGradient(config, sizes, carver, w);
+  void* normed = has_norm ? carver.Take<uint8_t>(hidden_bytes) : nullptr;
+  for (SlotMemory& slot : w.slots) {
+    slot.hidden = has_norm ? normed : carver.Take<uint8_t>(hidden_bytes);
+    if (has_norm) slot.raw = carver.Take<float>(rows * sizes.hidden);
+    slot.inputs = carver.Take<uint8_t>(InputBlockBytes(rows));
+    slot.outputs = carver.Take<uint8_t>(OutputBlockBytes(rows));
+  }
+  w.slot_bytes = carver.used();
+}
+
+// Where the logits of a chunk lie, or of its blocks, and what filtering takes.
+void CarveLogits(const HeadConfig& config, const HeadSizes& sizes, Carver& carver, Workspace& w) {
+  const int64_t rows = sizes.chunk_rows;
+  const FilterShape filter = FilterShapeOf(config, sizes);
+  if (config.algorithm == Algorithm::kCut) {
+    w.arena = carver.Take<uint8_t>(sizes.arena_bytes);
+    w.rules = carver.Take<GradientRule>(rows);
+    w.running = carver.Take<RunningRow>(rows);
+    Carver arena(w.arena);
+    w.filter = FilterBuffers::Carve(filter, carver, arena, arena);
+    return;
+  }
+  const int64_t bytes = rows * sizes.padded_vocab * sizes.element;
+  auto* logits = carver.Take<uint8_t>(std::max(bytes, FilterBuffers::LogitsBytes(filter)));
+  w.logits = logits;
+  Carver in_logits(logits);
+  w.filter = FilterBuffers::Carve(filter, carver, in_logits, in_logits);
+}
+
+int64_t WorkspaceLimit(const HeadConfig& config, int64_t workspace_bytes) {
+  if (config.workspace_bytes > 0) return config.workspace_bytes;
+  return config.algorithm == Algorithm::kCut ? std::min(workspace_bytes, kCutWorkspaceBytes) : workspace_bytes;
+}
+
+// What counts against the limit.
+int64_t LimitedBytes(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors) {
+  const Workspace w = Workspace::Carve(config, sizes, multiprocessors, nullptr, nullptr);
+  return config.algorithm == Algorithm::kCut ? w.bytes : w.bytes + w.slot_bytes;
+}
+
+// Bisection over chunk rows in units of 8; the workspace grows with them.
+HeadSizes WithLogits(const HeadConfig& config, const HeadSizes& sizes, int64_t limit, int64_t max_chunk_rows,
+                     int multiprocessors) {
+  int64_t fits = 1;
+  int64_t fails = std::max<int64_t>(RoundUp(max_chunk_rows, kPad) / kPad, 1) + 1;
+  while (fails - fits > 1) {
+    const int64_t middle = fits + (fails - fits) / 2;
+    const bool ok = LimitedBytes(config, WithRows(sizes, middle * kPad), multiprocessors) <= limit;
+    (ok ? fits : fails) = middle;
+  }
+  return WithRows(sizes, fits * kPad);
+}
+
+// The arena gets what the rest leaves of the limit; fewer rows leave more.
+HeadSizes WithArena(const HeadConfig& config, HeadSizes sizes, int64_t limit, int64_t max_chunk_rows,
+                    int multiprocessors) {
+  if (limit >= kDevicePage) limit -= limit % kDevicePage;  // what is allocated is whole pages
+  for (int64_t rows = std::min(max_chunk_rows, kCutChunkRows);; rows /= 2) {
+    sizes = WithRows(sizes, rows);
+    sizes.piece_bytes =
+        std::max(std::min(sizes.piece_bytes, limit / kCutPieces), sizes.hidden * int64_t{sizeof(float)});
+    sizes.arena_bytes = 0;
+    const int64_t room = limit - LimitedBytes(config, sizes, multiprocessors);
+    const CutShape shape = CutShapeOf(config, sizes, multiprocessors);
+    const FilterShape filter = FilterShapeOf(config, sizes);
+    const int64_t least = LeastCutArena(shape, filter);
+    if (room < least && rows > kPad) continue;
+    sizes.arena_bytes = std::clamp(room / 256 * 256, least, std::max(least, LargestCutArena(shape, filter)));
+    return sizes;
+  }
 }
 
 }  // namespace
@@ -51,16 +126,17 @@ HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t ma
   sizes.padded_hidden = RoundUp(sizes.hidden, kPad);
   sizes.padded_vocab = RoundUp(sizes.vocab, kPad);
   sizes.element = static_cast<int64_t>(SizeOf(config.compute_dtype));
-  // Bisection over chunk rows in units of 8; the workspace grows with them.
-  int64_t fits = 1;
-  int64_t fails = std::max<int64_t>(RoundUp(max_chunk_rows, kPad) / kPad, 1) + 1;
-  while (fails - fits > 1) {
-    const int64_t middle = fits + (fails - fits) / 2;
-    const bool ok =
-        WorkspaceBytes(config, WithRows(sizes, middle * kPad), multiprocessors) <= workspace_bytes;
-    (ok ? fits : fails) = middle;
-  }
-  return WithRows(sizes, fits * kPad);
+  const int64_t limit = WorkspaceLimit(config, workspace_bytes);
+  return config.algorithm == Algorithm::kCut
+             ? WithArena(config, sizes, limit, max_chunk_rows, multiprocessors)
+             : WithLogits(config, sizes, limit, max_chunk_rows, multiprocessors);
+}
+
+absl::Status CheckWorkspace(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors) {
+  const int64_t bytes = LimitedBytes(config, sizes, multiprocessors);
+  if (config.workspace_bytes == 0 || bytes <= config.workspace_bytes) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("workspace_bytes must be at least ", bytes,
+                                                 " for this head, got ", config.workspace_bytes));
 }
 
 ParamBlock ParamBlock::Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base) {
@@ -108,39 +184,42 @@ FilterShape FilterShapeOf(const HeadConfig& config, const HeadSizes& sizes) {
           .dtype = config.compute_dtype};
 }
 
+CutShape CutShapeOf(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors) {
+  return {.padded_hidden = sizes.padded_hidden,
+          .vocab = sizes.vocab,
+          .padded_vocab = sizes.padded_vocab,
+          .element = sizes.element,
+          .fused = sizes.fused,
+          .bias = config.has_bias && config.trainable,
+          .multiprocessors = multiprocessors};
+}
+
 Workspace Workspace::Carve(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors,
-                           uint8_t* base) {
-  Carver carver(base);
+                           uint8_t* base, uint8_t* slot_base) {
+  Carver carver(base), slots(slot_base);
   Workspace w;
   const int64_t rows = sizes.chunk_rows;
-  const int64_t hidden_bytes = rows * sizes.padded_hidden * sizes.element;
-  const bool has_norm = config.norm != Norm::kNone;
-  const FilterShape filter = FilterShapeOf(config, sizes);
-  const int64_t logits_bytes = rows * sizes.padded_vocab * sizes.element;
-  auto* logits = carver.Take<uint8_t>(std::max(logits_bytes, FilterBuffers::LogitsBytes(filter)));
-  w.logits = logits;
-  CarveHiddenGradient(config, sizes, carver, w);
-  if (config.compute_dtype != DType::kFloat32) w.target_dots = carver.Take<float>(rows);
-  void* normed = has_norm ? carver.Take<uint8_t>(hidden_bytes) : nullptr;
-  for (SlotMemory& slot : w.slots) {
-    slot.hidden = has_norm ? normed : carver.Take<uint8_t>(hidden_bytes);
-    if (has_norm) slot.raw = carver.Take<float>(rows * sizes.hidden);
-    slot.inputs = carver.Take<uint8_t>(InputBlockBytes(rows));
-    slot.outputs = carver.Take<uint8_t>(OutputBlockBytes(rows));
+  const bool cut = config.algorithm == Algorithm::kCut;
+  CarveSlots(config, sizes, slots, w);
+  CarveLogits(config, sizes, carver, w);
+  if (sizes.fused) {
+    const hopper::TilePartials partials = w.fused.partials;
+    w.fused = hopper::FusedRows::Carve(carver, rows);
+    w.fused.partials = partials;
   }
+  if (cut || config.compute_dtype != DType::kFloat32) w.target_dots = carver.Take<float>(rows);
   w.upload_piece = carver.Take<uint8_t>(sizes.piece_bytes);
   w.download_piece = carver.Take<uint8_t>(sizes.piece_bytes);
   w.keep = carver.Take<int32_t>(rows);
-  int64_t partials = config.has_bias && config.trainable ? ColumnSumScratch(sizes.padded_vocab) : 0;
-  if (has_norm) {
+  // With kCut the bias has its part in the arena.
+  int64_t partials = config.has_bias && config.trainable && !cut ? ColumnSumScratch(sizes.padded_vocab) : 0;
+  if (config.norm != Norm::kNone) {
     w.mean = carver.Take<float>(rows);
     w.inverse_deviation = carver.Take<float>(rows);
     if (config.trainable) partials = std::max(partials, NormPartialFloats(sizes.hidden, multiprocessors));
   }
   w.partials = carver.Take<float>(partials);
   w.square_sums = carver.Take<double>(kSquareSumPartials + 1);
-  Carver in_logits(logits);
-  w.filter = FilterBuffers::Carve(filter, carver, in_logits);
   w.bytes = carver.used();
   return w;
 }
@@ -164,7 +243,9 @@ MemoryBytes PlanMemory(const HeadConfig& config, const HeadSizes& sizes, int mul
   plan[MemoryKind::kWeights] = RoundUp(ValueBuffer::Carve(config, sizes, nullptr).bytes, kDevicePage);
   plan[MemoryKind::kGradients] = config.trainable ? RoundUp(block, kDevicePage) : 0;
   plan[MemoryKind::kOptimizer] = RoundUp(MomentCount(config) * block, kDevicePage);
-  plan[MemoryKind::kWorkspace] = RoundUp(WorkspaceBytes(config, sizes, multiprocessors), kDevicePage);
+  const Workspace workspace = Workspace::Carve(config, sizes, multiprocessors, nullptr, nullptr);
+  plan[MemoryKind::kWorkspace] = RoundUp(workspace.bytes, kDevicePage);
+  plan[MemoryKind::kSlots] = RoundUp(workspace.slot_bytes, kDevicePage);
   plan[MemoryKind::kStaging] =
       kChunkSlots * (InputBlockBytes(sizes.chunk_rows) + OutputBlockBytes(sizes.chunk_rows));
   return plan;

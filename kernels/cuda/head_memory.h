@@ -8,7 +8,10 @@
 
 #include <cstdint>
 
+#include "absl/status/status.h"
 #include "kernels/cuda/chunk_layout.h"
+#include "kernels/cuda/cut_plan.h"
+#include "kernels/cuda/cut_rows.h"
 #include "kernels/cuda/device_memory.h"
 #include "kernels/cuda/filter_plan.h"
 #include "kernels/cuda/hopper/fused_rows.h"
@@ -29,11 +32,14 @@ struct HeadSizes {
   int64_t chunk_rows = 0;     // a multiple of 8; a fixed point of PadRows
   int64_t piece_bytes = 0;    // of each buffer for rows and tensors on their way
   bool fused = false;         // the loss of a chunk may be fused (hopper/fused_loss.h)
+  int64_t arena_bytes = 0;    // of a head for Algorithm::kCut, for its blocks; 0: another head
 };
 
-// The largest chunk that keeps the workspace within workspace_bytes, at least 8 rows and at most
-// max_chunk_rows rounded up. fused: the device can compute fused losses, if the compute dtype is a 16-bit
-// type.
+// The largest chunk that keeps workspace and slots within workspace_bytes, at least 8 rows and at most
+// max_chunk_rows rounded up; config.workspace_bytes goes before workspace_bytes. For Algorithm::kCut at most
+// kCutChunkRows rows, and the blocks that keep the workspace alone within the limit, by default
+// kCutWorkspaceBytes if that is less. fused: the device can compute fused losses, if the compute dtype is a
+// 16-bit type.
 HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t max_chunk_rows,
                    int multiprocessors, bool fused);
 
@@ -58,27 +64,39 @@ struct SlotMemory {
   uint8_t* outputs = nullptr;  // RowOutputBlock
 };
 
+// What chunks need on the device: MemoryKind::kSlots (slots and hidden_gradient) and kWorkspace.
 struct Workspace {
-  void* logits = nullptr;           // [chunk_rows, padded_vocab] compute dtype; at least what `filter` takes
-  void* hidden_gradient = nullptr;  // [chunk_rows, padded_hidden] HiddenGradientDType()
-  float* target_dots = nullptr;     // [chunk_rows]; 16-bit compute only
   SlotMemory slots[kChunkSlots];
+  void* hidden_gradient = nullptr;  // [chunk_rows, padded_hidden] HiddenGradientDType()
+  void* logits = nullptr;           // [chunk_rows, padded_vocab] compute dtype; at least what `filter` takes
+  // Algorithm::kCut only, instead of logits.
+  uint8_t* arena = nullptr;        // [arena_bytes]: CutArena or CutFilterArena
+  GradientRule* rules = nullptr;   // [chunk_rows]
+  RunningRow* running = nullptr;   // [chunk_rows]
+  float* target_dots = nullptr;    // [chunk_rows]; 16-bit compute or kCut only
   uint8_t* upload_piece = nullptr;    // [piece_bytes]
   uint8_t* download_piece = nullptr;  // [piece_bytes]
   int32_t* keep = nullptr;            // [chunk_rows]
-  hopper::FusedRows fused;  // [chunk_rows]; HeadSizes::fused only. Its partials share hidden_gradient
+  // [chunk_rows]; HeadSizes::fused only. Its partials share hidden_gradient; with kCut they lie in the arena.
+  hopper::FusedRows fused;
   float* mean = nullptr;    // [chunk_rows], norm heads only, likewise below
   float* inverse_deviation = nullptr;
   float* partials = nullptr;      // first stage of column sums
   double* square_sums = nullptr;  // [kSquareSumPartials + 1]
   FilterBuffers filter;
   int64_t bytes = 0;
+  int64_t slot_bytes = 0;
 
-  static Workspace Carve(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors,
-                         uint8_t* base);
+  // `slot_base`: of slot_bytes, the other: of bytes.
+  static Workspace Carve(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors, uint8_t* base,
+                         uint8_t* slot_base);
 };
 
 FilterShape FilterShapeOf(const HeadConfig& config, const HeadSizes& sizes);
+CutShape CutShapeOf(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors);
+
+// INVALID_ARGUMENT if the head cannot do with config.workspace_bytes.
+absl::Status CheckWorkspace(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors);
 
 // What dx is kept in until it has been converted for the client: fp16 has too narrow a range for that.
 constexpr DType HiddenGradientDType(DType compute) {

@@ -47,6 +47,16 @@ absl::string_view WhyNotFaster(const RowLossParams& loss) {
   return "";
 }
 
+cudaError_t LaunchFusedGradient(const FusedGradientParams& params, int clusters, cudaStream_t stream) {
+  LogitPassParams pass = MakePassParams({params.loss, params.hidden, params.weight, params.inner});
+  pass.vocab = params.classes;
+  pass.first_class = params.first_class;
+  if (pass.bias != nullptr) pass.bias += params.first_class;
+  pass.exponentials = params.loss.logits;
+  pass.rules = params.rules;
+  return LaunchLogitPass(pass, clusters, stream);
+}
+
 cudaError_t LaunchFusedLoss(const FusedLossParams& params, int clusters, cudaStream_t stream) {
   LogitPassParams pass = MakePassParams(params);
   cudaError_t error = LaunchPrepareRows(params.loss, params.rows, stream);

@@ -1,0 +1,127 @@
+#include "kernels/cuda/cut_plan.h"
+
+#include <algorithm>
+
+#include "kernels/cuda/chunk_layout.h"
+#include "kernels/cuda/rows.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+constexpr int64_t kClassUnit = 256;
+constexpr int64_t kLeastRows = 8;
+
+// One H200, bf16. They rank blocks; that they are not those of another GPU costs little.
+constexpr double kTileSeconds = 11e-9;      // 128 x 256 of a product, one step of its inner dimension
+constexpr double kBytesPerSecond = 4e12;    // of device memory
+constexpr double kCachedPerSecond = 8e12;   // of what stays in L2
+constexpr double kLaunchSeconds = 10e-6;    // of the three products of a block
+
+constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t Waves(int64_t rows, int64_t cols, int multiprocessors) {
+  return CeilDiv(CeilDiv(rows, 128) * CeilDiv(cols, 256), multiprocessors);
+}
+
+int64_t ClassesOf(const CutShape& shape, int64_t blocks) {
+  return std::min(RoundUp(CeilDiv(shape.padded_vocab, blocks), kClassUnit), shape.padded_vocab);
+}
+
+bool Fits(const CutShape& shape, const CutBlocks& blocks, int64_t bytes) {
+  return CutArena::Carve(shape, blocks, nullptr).bytes <= bytes;
+}
+
+// Considers the blocks of `rows` rows that fit, from the fewest blocks of classes on.
+void Consider(const CutShape& shape, int64_t block_rows, int64_t rows, int64_t bytes, CutBlocks& best,
+              double& best_seconds) {
+  constexpr int kCandidates = 48;
+  const int64_t most = CeilDiv(shape.padded_vocab, kClassUnit);
+  int64_t fewest = 1;  // blocks of classes that fit, by bisection
+  for (int64_t fits = most; fewest < fits;) {
+    const int64_t middle = fewest + (fits - fewest) / 2;
+    const bool ok = Fits(shape, {block_rows, ClassesOf(shape, middle)}, bytes);
+    (ok ? fits : fewest) = ok ? middle : middle + 1;
+  }
+  for (int64_t n = fewest; n <= std::min(most, fewest + kCandidates); ++n) {
+    const CutBlocks blocks = {block_rows, ClassesOf(shape, n)};
+    const double seconds = PredictCutSeconds(shape, blocks, rows);
+    if (seconds >= best_seconds || !Fits(shape, blocks, bytes)) continue;
+    best = blocks;
+    best_seconds = seconds;
+  }
+}
+
+}  // namespace
+
+CutArena CutArena::Carve(const CutShape& shape, const CutBlocks& blocks, uint8_t* base) {
+  CutArena arena;
+  Carver carver(base);
+  arena.logits = carver.Take<uint8_t>(blocks.rows * blocks.classes * shape.element);
+  arena.hidden_gradient = carver.Take<float>(blocks.rows * shape.padded_hidden);
+  if (shape.bias) arena.partials = carver.Take<float>(ColumnSumScratch(blocks.classes));
+  Carver tiles(base);
+  if (shape.fused) arena.tiles = hopper::TilePartials::Carve(tiles, blocks.rows, shape.vocab);
+  arena.bytes = std::max(carver.used(), tiles.used());
+  return arena;
+}
+
+double PredictCutSeconds(const CutShape& shape, const CutBlocks& blocks, int64_t rows) {
+  const int sms = shape.multiprocessors;
+  const int64_t hidden = shape.padded_hidden;
+  const auto r = static_cast<double>(blocks.rows), c = static_cast<double>(blocks.classes);
+  const auto d = static_cast<double>(hidden);
+  const double steps = static_cast<double>(Waves(blocks.rows, blocks.classes, sms)) * d +
+                       static_cast<double>(Waves(blocks.rows, hidden, sms)) * c +
+                       static_cast<double>(Waves(blocks.classes, hidden, sms)) * r;
+  const double block = steps * kTileSeconds + 8.0 * c * d / kBytesPerSecond + 8.0 * r * d / kCachedPerSecond +
+                       kLaunchSeconds;
+  return block * static_cast<double>(CeilDiv(rows, blocks.rows) * CeilDiv(shape.padded_vocab, blocks.classes));
+}
+
+CutBlocks ChooseCutBlocks(const CutShape& shape, int64_t rows, int64_t arena_bytes) {
+  CutBlocks best = {std::min(rows, kLeastRows), std::min(shape.padded_vocab, kClassUnit)};
+  double seconds = 1e300;
+  int64_t last = 0;
+  for (int64_t n = 1; n <= rows / kLeastRows; ++n) {
+    const int64_t block_rows = PadRows(CeilDiv(rows, n));
+    if (block_rows != last) Consider(shape, block_rows, rows, arena_bytes, best, seconds);
+    last = block_rows;
+  }
+  return best;
+}
+
+CutFilterArena CutFilterArena::Carve(const FilterShape& chunk, int64_t rows, uint8_t* base) {
+  Carver own(nullptr), lists(nullptr), scratch(nullptr);
+  FilterBuffers::Carve(chunk, own, lists, scratch);
+  const int64_t logits_bytes = rows * chunk.padded_vocab * static_cast<int64_t>(SizeOf(chunk.dtype));
+  CutFilterArena arena;
+  arena.logits = base == nullptr ? nullptr : base + lists.used();
+  arena.bytes = lists.used() + RoundUp(std::max(logits_bytes, scratch.used()), 256);
+  return arena;
+}
+
+int64_t ChooseFilterRows(const FilterShape& chunk, int64_t rows, int64_t arena_bytes) {
+  int64_t fits = 1;  // in units of 8
+  int64_t fails = rows / kLeastRows + 1;
+  while (fails - fits > 1) {
+    const int64_t middle = fits + (fails - fits) / 2;
+    const bool ok = CutFilterArena::Carve(chunk, middle * kLeastRows, nullptr).bytes <= arena_bytes;
+    (ok ? fits : fails) = middle;
+  }
+  const int64_t blocks = CeilDiv(rows, fits * kLeastRows);
+  return RoundUp(CeilDiv(rows, blocks), kLeastRows);
+}
+
+int64_t LeastCutArena(const CutShape& shape, const FilterShape& chunk) {
+  const CutBlocks least = {kLeastRows, std::min(shape.padded_vocab, kClassUnit)};
+  return std::max(CutArena::Carve(shape, least, nullptr).bytes,
+                  CutFilterArena::Carve(chunk, kLeastRows, nullptr).bytes);
+}
+
+int64_t LargestCutArena(const CutShape& shape, const FilterShape& chunk) {
+  const CutBlocks all = {chunk.chunk_rows, shape.padded_vocab};
+  return std::max(CutArena::Carve(shape, all, nullptr).bytes,
+                  CutFilterArena::Carve(chunk, chunk.chunk_rows, nullptr).bytes);
+}
+
+}  // namespace lossd::kernels::cuda

@@ -1,0 +1,76 @@
+// How a chunk of a head that keeps no logits (Algorithm::kCut) is cut into blocks of rows and classes, so that
+// a block and what belongs to it fit an arena of a given size. docs/kernels/cut.md says what is in it.
+//
+// Pure functions; thread-safe.
+#ifndef LOSSD_KERNELS_CUDA_CUT_PLAN_H_
+#define LOSSD_KERNELS_CUDA_CUT_PLAN_H_
+
+#include <cstdint>
+
+#include "kernels/cuda/filter_plan.h"
+#include "kernels/cuda/hopper/logit_pass.h"
+
+namespace lossd::kernels::cuda {
+
+// Workspace of such a head unless it has a limit of its own or the server's is lower.
+inline constexpr int64_t kCutWorkspaceBytes = int64_t{64} << 20;
+// Rows of its chunks at most: more would only lengthen its slots.
+inline constexpr int64_t kCutChunkRows = 4096;
+
+// What the plan needs to know of a head.
+struct CutShape {
+  int64_t padded_hidden = 0;
+  int64_t vocab = 0;
+  int64_t padded_vocab = 0;
+  int64_t element = 2;  // bytes of the compute dtype
+  bool fused = false;   // statistics may come from the logit pass
+  bool bias = false;    // has a gradient
+  int multiprocessors = 1;
+};
+
+// Blocks of this size, the last ones smaller. rows: a fixed point of PadRows; classes: a multiple of 256, or
+// all padded_vocab.
+struct CutBlocks {
+  int64_t rows = 0;
+  int64_t classes = 0;
+};
+
+// What the gradient of a block needs: its logits, then their gradient, its part of dx in fp32, and the first
+// stage of the bias's column sums.
+struct CutArena {
+  void* logits = nullptr;            // [rows, classes] compute dtype
+  float* hidden_gradient = nullptr;  // [rows, padded_hidden]
+  float* partials = nullptr;         // ColumnSumScratch(classes); with bias only
+  // Of the statistics of a block of rows, before any gradient; null unless fused.
+  hopper::TilePartials tiles;
+  int64_t bytes = 0;
+
+  static CutArena Carve(const CutShape& shape, const CutBlocks& blocks, uint8_t* base);
+};
+
+// The blocks that `rows` rows, a fixed point of PadRows, are cut into: of those that fit the arena the
+// fastest by the numbers of docs/kernels/cut.md. The smallest there are if none fits.
+CutBlocks ChooseCutBlocks(const CutShape& shape, int64_t rows, int64_t arena_bytes);
+
+// Seconds that the gradients of `rows` rows take by those numbers, in blocks of this size.
+double PredictCutSeconds(const CutShape& shape, const CutBlocks& blocks, int64_t rows);
+
+// Where the logits of a block of rows lie when small probabilities are left out: behind the lists of the chunk
+// (the second group of FilterBuffers), and where its scratch (the third) will be.
+struct CutFilterArena {
+  void* logits = nullptr;  // [rows, padded_vocab]
+  int64_t bytes = 0;
+
+  static CutFilterArena Carve(const FilterShape& chunk, int64_t rows, uint8_t* base);
+};
+
+// Rows of a block whose logits fit the arena beside the lists of the chunk; at least 8.
+int64_t ChooseFilterRows(const FilterShape& chunk, int64_t rows, int64_t arena_bytes);
+
+// The arena of a head: at least this, or no block fits, and not more than that, or some of it is never used.
+int64_t LeastCutArena(const CutShape& shape, const FilterShape& chunk);
+int64_t LargestCutArena(const CutShape& shape, const FilterShape& chunk);
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_CUT_PLAN_H_

@@ -1,0 +1,183 @@
+// Rows whose logits come a block of classes at a time, one thread block a row. The formulas are those of
+// row_loss.cu in their general form, with bias, class weights and target counted from the first class of the
+// block; the statistics of the blocks are combined in the order of classes.
+//
+// Bytes: a block of logits read once for its statistics, read and written once for its gradient; as long as a
+// block stays in L2 it is bound by arithmetic.
+#include "kernels/cuda/cut_rows.h"
+#include "kernels/cuda/device_math.cuh"
+#include "kernels/cuda/row_loss_math.cuh"
+#include "kernels/cuda/row_part.cuh"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+
+// The parameters of a row loss over the classes of the block alone.
+RowLossParams WithinBlock(const ClassBlock& block) {
+  RowLossParams p = block.row;
+  p.vocab = block.classes;
+  if (p.bias != nullptr) p.bias += block.first_class;
+  if (p.class_weights != nullptr) p.class_weights += block.first_class;
+  return p;
+}
+
+// `column` may lie outside the block, on either side: bias and class weights go on there.
+template <typename T>
+__device__ __forceinline__ Target MakeTarget(const RowLossParams& p, const LogitMap<T, true>& map, int64_t row,
+                                             int column) {
+  Target target;
+  target.column = column;
+  target.logit = map(p.target_dots[row], column);
+  target.stored_z = target.logit.z;
+  target.class_weight = ClassWeight(p, column);
+  return target;
+}
+
+template <typename T>
+__device__ __forceinline__ RowPart<T, false> WholeBlock(const RowLossParams& p, int64_t row) {
+  return {static_cast<T*>(p.logits) + row * p.ld, 0, 0, static_cast<int>(p.ld / Vec<T>::kSize)};
+}
+
+__device__ __forceinline__ Stats ToStats(const RunningRow& r) {
+  return {r.max, r.sum, r.spread, r.weighted, r.arg};
+}
+
+// The statistics of the blocks before and of the next one.
+__device__ __forceinline__ Stats Join(Stats before, Stats next, float f) {
+  const float max = fmaxf(before.max, next.max);
+  const int32_t arg = before.max == max ? before.arg : next.arg;
+  Rebase(before, max, f);
+  Rebase(next, max, f);
+  return {max, before.sum + next.sum, before.spread + next.spread, before.weighted + next.weighted, arg};
+}
+
+template <typename T>
+__global__ __launch_bounds__(kThreads) void FoldBlockKernel(const __grid_constant__ RowLossParams p,
+                                                            int first_class, RunningRow* running) {
+  __shared__ float words[kWarps * kStatsWords];
+  const int64_t row = blockIdx.x;
+  const LogitMap<T, true> map(p);
+  const RowPart<T, false> part = WholeBlock<T>(p, row);
+  const Target target = MakeTarget<T>(p, map, row, p.targets[row] - first_class);
+  const Stats own = ReduceWarp<true>(RowStats<T, true, false>(p, map, part, target), map.f);
+  if ((threadIdx.x & 31) == 0) Put(own, words + (threadIdx.x >> 5) * kStatsWords);
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  Stats all = threadIdx.x < kWarps ? Get(words + threadIdx.x * kStatsWords) : NoStats();
+  all = ReduceWarp<true>(all, map.f);
+  if (threadIdx.x != 0) return;
+  if (all.arg != INT32_MAX) all.arg += first_class;
+  float stored_target = first_class > 0 ? running[row].stored_target : 0.0f;
+  if (target.column >= 0 && target.column < p.vocab) {
+    stored_target = map(static_cast<float>(part.row[target.column]), target.column).z;
+  }
+  if (first_class > 0) all = Join(ToStats(running[row]), all, map.f);
+  running[row] = {all.max, all.sum, all.spread, all.weighted, all.arg, stored_target};
+}
+
+__global__ void FinishRunningKernel(const __grid_constant__ RowLossParams p, const RunningRow* running,
+                                    GradientRule* rules) {
+  const int64_t row = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (row >= p.rows) return;
+  // Every number is fp32 by now; the type only says how precise a softcap's tanh is.
+  const LogitMap<float, true> map(p);
+  Target target = MakeTarget<float>(p, map, row, p.targets[row]);
+  target.stored_z = running[row].stored_target;
+  const RowResult result = Finish<true>(p, row, target, ToStats(running[row]), map.f);
+  WriteRow(p, row, result);
+  rules[row] = MakeRule<true>(p, row, target, result);
+}
+
+__global__ void SettleRulesKernel(const __grid_constant__ SettleParams p) {
+  const int64_t row = blockIdx.x;
+  const bool padding = row >= p.rows;
+  const bool dropped = !padding && p.accumulate[row] != 0 && p.keep[row] == 0;
+  if (!padding && !dropped && p.rules[row].valid) return;
+  __syncthreads();  // all have read the rule
+  if (threadIdx.x == 0) p.rules[row] = GradientRule{};
+  if (padding) return;
+  const float zeros[8] = {};
+  const int64_t first = row * p.hidden.ld;
+  for (int64_t c = threadIdx.x * 8; c < p.hidden.ld; c += kThreads * 8) {
+    Store8(p.hidden.data, p.hidden.dtype, first + c, first + p.hidden.ld, true, zeros);
+  }
+}
+
+template <typename T>
+__global__ __launch_bounds__(kThreads) void GradientBlockKernel(const __grid_constant__ RowLossParams p,
+                                                                int first_class, const GradientRule* rules) {
+  const int64_t row = blockIdx.x;
+  const RowPart<T, false> part = WholeBlock<T>(p, row);
+  const GradientRule rule = rules[row];
+  if (!rule.valid) {
+    WriteZeros(part);
+    return;
+  }
+  const LogitMap<T, true> map(p);
+  const Target target = MakeTarget<T>(p, map, row, p.targets[row] - first_class);
+  WriteGradient(p, map, part, target, rule);
+}
+
+template <typename T>
+cudaError_t LaunchFold(const RowLossParams& p, int64_t first_class, RunningRow* running, cudaStream_t stream) {
+  FoldBlockKernel<T><<<static_cast<unsigned>(p.rows), kThreads, 0, stream>>>(
+      p, static_cast<int>(first_class), running);
+  return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t LaunchGradient(const RowLossParams& p, int64_t first_class, const GradientRule* rules,
+                           cudaStream_t stream) {
+  GradientBlockKernel<T><<<static_cast<unsigned>(p.padded_rows), kThreads, 0, stream>>>(
+      p, static_cast<int>(first_class), rules);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t LaunchFoldBlock(const ClassBlock& block, RunningRow* running, cudaStream_t stream) {
+  const RowLossParams p = WithinBlock(block);
+  if (p.rows == 0) return cudaSuccess;
+  switch (p.dtype) {
+    case DType::kFloat32:
+      return LaunchFold<float>(p, block.first_class, running, stream);
+    case DType::kFloat16:
+      return LaunchFold<__half>(p, block.first_class, running, stream);
+    case DType::kBFloat16:
+      return LaunchFold<__nv_bfloat16>(p, block.first_class, running, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t LaunchFinishRunning(const RowLossParams& row, const RunningRow* running, GradientRule* rules,
+                                cudaStream_t stream) {
+  if (row.rows == 0) return cudaSuccess;
+  const auto blocks = static_cast<unsigned>((row.rows + kThreads - 1) / kThreads);
+  FinishRunningKernel<<<blocks, kThreads, 0, stream>>>(row, running, rules);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchSettleRules(const SettleParams& params, cudaStream_t stream) {
+  if (params.padded_rows == 0) return cudaSuccess;
+  SettleRulesKernel<<<static_cast<unsigned>(params.padded_rows), kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchGradientBlock(const ClassBlock& block, const GradientRule* rules, cudaStream_t stream) {
+  const RowLossParams p = WithinBlock(block);
+  if (p.padded_rows == 0) return cudaSuccess;
+  switch (p.dtype) {
+    case DType::kFloat32:
+      return LaunchGradient<float>(p, block.first_class, rules, stream);
+    case DType::kFloat16:
+      return LaunchGradient<__half>(p, block.first_class, rules, stream);
+    case DType::kBFloat16:
+      return LaunchGradient<__nv_bfloat16>(p, block.first_class, rules, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace lossd::kernels::cuda
