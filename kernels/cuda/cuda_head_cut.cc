@@ -75,6 +75,9 @@ void CudaHead::ChooseBlocks(Job& job) const {
   job.blocks = ChooseCutBlocks(shape, job.layout.padded_rows, sizes_.arena_bytes);
   job.filter_rows =
       ChooseFilterRows(FilterShapeOf(config_, sizes_), job.layout.padded_rows, sizes_.arena_bytes);
+  if (!device_->options().smallest_blocks) return;
+  job.blocks = SmallestCutBlocks(shape);
+  job.filter_rows = job.blocks.rows;
 }
 
 absl::Status CudaHead::PrepareCutGemms(const Job& job) {

@@ -78,8 +78,12 @@ double PredictCutSeconds(const CutShape& shape, const CutBlocks& blocks, int64_t
   return block * static_cast<double>(CeilDiv(rows, blocks.rows) * CeilDiv(shape.padded_vocab, blocks.classes));
 }
 
+CutBlocks SmallestCutBlocks(const CutShape& shape) {
+  return {kLeastRows, std::min(shape.padded_vocab, kClassUnit)};
+}
+
 CutBlocks ChooseCutBlocks(const CutShape& shape, int64_t rows, int64_t arena_bytes) {
-  CutBlocks best = {std::min(rows, kLeastRows), std::min(shape.padded_vocab, kClassUnit)};
+  CutBlocks best = SmallestCutBlocks(shape);
   double seconds = 1e300;
   int64_t last = 0;
   for (int64_t n = 1; n <= rows / kLeastRows; ++n) {
@@ -113,8 +117,7 @@ int64_t ChooseFilterRows(const FilterShape& chunk, int64_t rows, int64_t arena_b
 }
 
 int64_t LeastCutArena(const CutShape& shape, const FilterShape& chunk) {
-  const CutBlocks least = {kLeastRows, std::min(shape.padded_vocab, kClassUnit)};
-  return std::max(CutArena::Carve(shape, least, nullptr).bytes,
+  return std::max(CutArena::Carve(shape, SmallestCutBlocks(shape), nullptr).bytes,
                   CutFilterArena::Carve(chunk, kLeastRows, nullptr).bytes);
 }
 

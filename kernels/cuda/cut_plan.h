@@ -48,8 +48,11 @@ struct CutArena {
   static CutArena Carve(const CutShape& shape, const CutBlocks& blocks, uint8_t* base);
 };
 
+// The smallest there are.
+CutBlocks SmallestCutBlocks(const CutShape& shape);
+
 // The blocks that `rows` rows, a fixed point of PadRows, are cut into: of those that fit the arena the
-// fastest by the numbers of docs/kernels/cut.md. The smallest there are if none fits.
+// fastest by the numbers of docs/kernels/cut.md. The smallest if none fits.
 CutBlocks ChooseCutBlocks(const CutShape& shape, int64_t rows, int64_t arena_bytes);
 
 // Seconds that the gradients of `rows` rows take by those numbers, in blocks of this size.

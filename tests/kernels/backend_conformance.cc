@@ -65,12 +65,25 @@ ProblemSpec BackendConformance::Plain(std::vector<int64_t> slice_rows, int64_t h
   spec.config.vocab_size = vocab_size;
   spec.config.compute_dtype = GetParam().compute;
   spec.config.optimizer_state = OptimizerState::kNone;
+  spec.config.algorithm = GetParam().algorithm;
   spec.slice_rows = std::move(slice_rows);
   return spec;
 }
 
 ProblemSpec BackendConformance::Random(int64_t rows, int64_t hidden_size, int64_t vocab_size) {
-  return RandomSpec(rows, hidden_size, vocab_size, GetParam().hidden, GetParam().compute, rng_);
+  ProblemSpec spec = RandomSpec(rows, hidden_size, vocab_size, GetParam().hidden, GetParam().compute, rng_);
+  spec.config.algorithm = GetParam().algorithm;
+  return spec;
+}
+
+Problem BackendConformance::MakeProblem(ProblemSpec spec, Rng& rng) const {
+  if (is_cut()) {
+    const bool exact = spec.options.algorithm == Algorithm::kExact;
+    spec.options.algorithm = Algorithm::kCut;
+    // An epsilon of 0 would ask for the exact way; this keeps every element, too.
+    spec.options.filter_epsilon = exact ? 0.0f : std::max(spec.options.filter_epsilon, 1e-30f);
+  }
+  return testing::MakeProblem(spec, rng);
 }
 
 Problem BackendConformance::WithLogits(const std::vector<float>& logits,
@@ -191,6 +204,7 @@ TEST_P(BackendConformance, FilteredRowsThatEndHigh) {
 }
 
 TEST_P(BackendConformance, AutoFiltersWhileLittleIsDropped) {
+  if (is_cut()) GTEST_SKIP() << "a head for cut does not choose";
   ProblemSpec spec = Plain({40, 9}, 24, 300);
   spec.options.algorithm = Algorithm::kAuto;
   spec.options.filter_epsilon = 0.003f;
@@ -620,6 +634,61 @@ TEST_P(BackendConformance, BadChunksAreRefusedAndChangeNothing) {
   const auto want = ComputeReference(good, &gradients);
   ASSERT_TRUE(RunChunk(*head, good).done.ok());
   ExpectGradientsMatch(*head, gradients, MaxAbsLogit(want));
+}
+
+TEST_P(BackendConformance, CutIsExactOrFilteredWhateverTheHeadIsFor) {
+  for (const float epsilon : {0.0f, 0.003f}) {
+    ProblemSpec spec = Plain({40, 9}, 24, 300);
+    spec.options.algorithm = Algorithm::kCut;
+    spec.options.filter_epsilon = epsilon;
+    RunAndCompare(backend(), {testing::MakeProblem(spec, rng())});
+  }
+}
+
+TEST_P(BackendConformance, AHeadForCutComputesNothingElse) {
+  ProblemSpec spec = Plain({4}, 8, 30);
+  spec.config.algorithm = Algorithm::kCut;
+  spec.options.algorithm = Algorithm::kCut;
+  Problem problem = testing::MakeProblem(spec, rng());
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  for (const Algorithm other : {Algorithm::kExact, Algorithm::kFiltered, Algorithm::kAuto}) {
+    problem.options.algorithm = other;
+    const absl::Status refused = RunChunk(*head, problem).results;
+    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(refused.message()), HasSubstr("algorithm must be cut"));
+    EXPECT_THAT(std::string(refused.message()), HasSubstr(std::string(Name(other))));
+  }
+  ExpectZeroGradients(*head);
+}
+
+TEST_P(BackendConformance, AHeadKeepsToItsOwnWorkspaceLimit) {
+  HeadConfig config = Plain({1}, 24, 5000).config;
+  for (const int64_t limit : {int64_t{8} << 20, int64_t{64} << 20}) {
+    config.workspace_bytes = limit;
+    const auto plan = backend().PlanHead(config);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    constexpr int64_t kPages = int64_t{4} << 20;  // two buffers may be rounded up
+    EXPECT_LE((*plan)[MemoryKind::kWorkspace], is_cut() ? limit : limit + kPages);
+  }
+  config.workspace_bytes = 10;
+  EXPECT_FALSE(backend().PlanHead(config).ok());
+  EXPECT_FALSE(backend().CreateHead(config).ok());
+  config.workspace_bytes = -1;
+  EXPECT_EQ(backend().PlanHead(config).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+// Blocks of classes begin at multiples of 256.
+TEST_P(BackendConformance, TargetsOnTheEdgesOfBlocksOfClasses) {
+  for (const int64_t vocab : {769, 1027, 2048}) {
+    ProblemSpec spec = Plain({12}, 40, vocab);
+    spec.config.has_bias = true;
+    spec.options.label_smoothing = vocab == 1027 ? 0.1f : 0.0f;
+    Problem problem = MakeProblem(spec, rng());
+    const auto last = static_cast<int32_t>(vocab - 1);
+    problem.slices.front().targets = {0, 7, 8, 255, 256, 257, 511, 512, 767, 768, last, last - 1};
+    RunAndCompare(backend(), {problem});
+  }
 }
 
 TEST_P(BackendConformance, SameChunkSameBits) {

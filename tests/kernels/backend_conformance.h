@@ -21,6 +21,8 @@ struct ConformanceCase {
   std::function<Backend&()> backend;  // may be the same backend every time; it must allow 64 MiB heads
   DType compute = DType::kFloat32;    // HeadConfig::compute_dtype of all heads
   DType hidden = DType::kFloat32;     // Chunk::hidden_dtype of all chunks
+  // kExact: chunks choose. kCut: heads are for that, and chunks that would be filtered leave out as much.
+  Algorithm algorithm = Algorithm::kExact;
 };
 
 // "Cpu_fp32_bf16": backend, compute dtype, hidden dtype.
@@ -34,6 +36,9 @@ class BackendConformance : public ::testing::TestWithParam<ConformanceCase> {
   // A spec with no option set, in this case's dtypes.
   ProblemSpec Plain(std::vector<int64_t> slice_rows, int64_t hidden_size, int64_t vocab_size) const;
   ProblemSpec Random(int64_t rows, int64_t hidden_size, int64_t vocab_size);
+  // As testing::MakeProblem, with this case's algorithm.
+  Problem MakeProblem(ProblemSpec spec, Rng& rng) const;
+  bool is_cut() const { return GetParam().algorithm == Algorithm::kCut; }
   // One row a target: x = (1, noise), the first column of W holding `logits` (representable in 16 bits), so
   // that z is `logits` but for the noise.
   Problem WithLogits(const std::vector<float>& logits, const std::vector<int32_t>& targets);

@@ -250,7 +250,7 @@ bool AnyGradEntropy(const Problem& problem) {
 // What a backend decides for the chunk as a whole.
 bool IsFiltered(const Problem& problem) {
   if (!WhyNotFiltered(problem.options, AnyGradEntropy(problem)).empty()) return false;
-  if (problem.options.algorithm == Algorithm::kFiltered) return true;
+  if (problem.options.algorithm != Algorithm::kAuto) return true;
   double dropped = 0.0;
   int64_t rows = 0;
   for (const SliceData& slice : problem.slices) {

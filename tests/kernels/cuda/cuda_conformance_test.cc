@@ -10,11 +10,13 @@
 namespace lossd::kernels::testing {
 namespace {
 
-std::unique_ptr<Backend> Create(FusedLoss fused_loss, bool host_branches = false) {
+std::unique_ptr<Backend> Create(FusedLoss fused_loss, bool host_branches = false,
+                                bool smallest_blocks = false) {
   auto created = CreateCudaBackend({.workspace_bytes = int64_t{64} << 20,
                                     .max_chunk_rows = 512,
                                     .fused_loss = fused_loss,
-                                    .host_branches = host_branches});
+                                    .host_branches = host_branches,
+                                    .smallest_blocks = smallest_blocks});
   EXPECT_TRUE(created.ok()) << created.status();
   return *std::move(created);
 }
@@ -32,6 +34,36 @@ Backend& FusedBackend() {
 Backend& HostBranchBackend() {
   static const std::unique_ptr<Backend> backend = Create(FusedLoss::kNever, true);
   return *backend;
+}
+
+Backend& SmallBlockBackend() {
+  static const std::unique_ptr<Backend> backend = Create(FusedLoss::kNever, false, true);
+  return *backend;
+}
+
+Backend& FusedSmallBlockBackend() {
+  static const std::unique_ptr<Backend> backend = Create(FusedLoss::kWherePossible, false, true);
+  return *backend;
+}
+
+Backend& HostBranchSmallBlockBackend() {
+  static const std::unique_ptr<Backend> backend = Create(FusedLoss::kWherePossible, true, true);
+  return *backend;
+}
+
+// Heads for cut: with the blocks that a server would choose, and with several of everything.
+void AddCutCases(std::vector<ConformanceCase>& cases) {
+  for (DType compute : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+    cases.push_back({"CudaCut", SharedBackend, compute, DType::kFloat32, Algorithm::kCut});
+    cases.push_back({"CudaCutBlocks", SmallBlockBackend, compute, compute, Algorithm::kCut});
+    if (compute == DType::kFloat32) continue;
+    cases.push_back({"CudaCutFused", FusedBackend, compute, compute, Algorithm::kCut});
+    cases.push_back({"CudaCutFusedBlocks", FusedSmallBlockBackend, compute, compute, Algorithm::kCut});
+  }
+  cases.push_back({"CudaCutFusedBlocks", FusedSmallBlockBackend, DType::kBFloat16, DType::kFloat32,
+                   Algorithm::kCut});
+  cases.push_back({"CudaCutHostBranch", HostBranchSmallBlockBackend, DType::kBFloat16, DType::kBFloat16,
+                   Algorithm::kCut});
 }
 
 // Every compute dtype with every hidden dtype, the fused loss wherever it is possible, and, for checkers of
@@ -52,6 +84,7 @@ std::vector<ConformanceCase> Cases() {
   for (DType compute : {DType::kFloat32, DType::kBFloat16}) {
     cases.push_back({"CudaHostBranch", HostBranchBackend, compute, DType::kFloat32});
   }
+  AddCutCases(cases);
   return cases;
 }
 
