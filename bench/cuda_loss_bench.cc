@@ -44,7 +44,8 @@ ABSL_FLAG(std::vector<std::string>, shapes,
           std::vector<std::string>({"gemma2-2b", "llama3-8b", "phi3.5-mini", "mistral-nemo", "n4096"}),
           "names of shapes to run, or NxDxV");
 ABSL_FLAG(std::vector<std::string>, data, std::vector<std::string>({"peaked"}), "peaked, flat");
-ABSL_FLAG(std::vector<std::string>, algorithms, std::vector<std::string>({"exact"}), "exact, filtered, auto");
+ABSL_FLAG(std::vector<std::string>, algorithms, std::vector<std::string>({"exact"}),
+          "exact, filtered, auto, cut, cut-filtered (cut with the epsilon of filtered)");
 ABSL_FLAG(int64_t, workspace_mib, 2220,
           "workspace of the head, MiB; with the scratch memory of the GEMMs 2.2 GiB");
 ABSL_FLAG(int, iterations, 10, "timed microbatches");
@@ -406,17 +407,19 @@ int64_t FreeBytes() {
   return static_cast<int64_t>(free_bytes);
 }
 
-kernels::Algorithm FindAlgorithm(const std::string& name) {
-  for (const auto algorithm :
-       {kernels::Algorithm::kExact, kernels::Algorithm::kFiltered, kernels::Algorithm::kAuto}) {
-    if (kernels::Name(algorithm) == name) return algorithm;
+kernels::LossOptions FindOptions(const std::string& name) {
+  using kernels::Algorithm;
+  for (const auto algorithm : {Algorithm::kExact, Algorithm::kFiltered, Algorithm::kAuto, Algorithm::kCut}) {
+    if (kernels::Name(algorithm) != name) continue;
+    return {.algorithm = algorithm, .filter_epsilon = kernels::DefaultFilterEpsilon(algorithm)};
   }
+  if (name == "cut-filtered") return {.algorithm = Algorithm::kCut};
   std::cerr << "--algorithms: unknown algorithm " << name << std::endl;
   std::exit(2);
 }
 
 Json RunBackend(const DataShape& shape, const LossData& data, const std::string& algorithm) {
-  const kernels::LossOptions options = {.algorithm = FindAlgorithm(algorithm)};
+  const kernels::LossOptions options = FindOptions(algorithm);
   auto backend = Take(
       kernels::CreateCudaBackend({.workspace_bytes = absl::GetFlag(FLAGS_workspace_mib) << 20,
                                   .autotune = absl::GetFlag(FLAGS_autotune),
@@ -427,7 +430,8 @@ Json RunBackend(const DataShape& shape, const LossData& data, const std::string&
   const kernels::HeadConfig config = {.hidden_size = shape.hidden,
                                       .vocab_size = shape.vocab,
                                       .compute_dtype = ComputeType(),
-                                      .optimizer_state = kernels::OptimizerState::kNone};
+                                      .optimizer_state = kernels::OptimizerState::kNone,
+                                      .algorithm = options.algorithm};
   const int64_t free_before = FreeBytes();
   auto head = Take(backend->CreateHead(config), "CreateHead");
   const int64_t taken = free_before - FreeBytes();
@@ -435,14 +439,18 @@ Json RunBackend(const DataShape& shape, const LossData& data, const std::string&
   WriteWeight(*head, shape, data);
   Microbatch full(*backend, *head, shape, data, options, true);
   full.Run(1, 1);
+  const auto mib = [](int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
+  const kernels::MemoryBytes memory = head->memory(), all = backend->memory().current;
   Json result = {
       {"chunk_rows", full.chunk_rows()},
-      {"workspace_mib",
-       static_cast<double>(backend->memory().current[kernels::MemoryKind::kWorkspace]) / (1 << 20)},
+      {"workspace_mib", mib(all[kernels::MemoryKind::kWorkspace] + all[kernels::MemoryKind::kSlots])},
+      {"head_workspace_mib", mib(memory[kernels::MemoryKind::kWorkspace])},
+      {"slots_mib", mib(memory[kernels::MemoryKind::kSlots])},
+      {"gradients_mib", mib(memory[kernels::MemoryKind::kGradients])},
       {"memory_planned_bytes", planned},
       {"memory_taken_bytes", taken},
+      {"memory_taken_after_a_microbatch_bytes", free_before - FreeBytes()},
       {"choices", ToJson(head->Describe())}};
-  result["gradients_mib"] = static_cast<double>(head->memory()[kernels::MemoryKind::kGradients]) / (1 << 20);
   if (absl::GetFlag(FLAGS_errors) && ComputeType() == DType::kBFloat16)
     result["errors"] = Errors(*head, full, shape, data);
   result["dropped_mass"] = full.dropped_mass();
@@ -501,10 +509,10 @@ void AddFloor(const Floor& floor, Json& result) {
 void Print(const NamedShape& named, const std::string& kind, const std::string& algorithm, const Floor& floor,
            const Json& result) {
   std::cout << absl::StrFormat(
-                   "%-13s %-6s %-8s chunk %5d ws %6.0f MiB  floor %6.2f (%5.2f fwd)  loss+grad %6.2f [%.2f "
+                   "%-13s %-6s %-12s chunk %5d ws %6.0f slots %4.0f MiB  floor %6.2f (%5.2f fwd)  loss+grad %6.2f [%.2f "
                    "%.2f] x%.3f  loss %6.2f x%.3f",
                    named.name, kind, algorithm, result["chunk_rows"].get<int64_t>(),
-                   result["workspace_mib"].get<double>(), floor.total(), floor.logits.median,
+                   result["head_workspace_mib"].get<double>(), result["slots_mib"].get<double>(), floor.total(), floor.logits.median,
                    result["loss_and_gradients"]["median_ms"].get<double>(),
                    result["loss_and_gradients"]["min_ms"].get<double>(),
                    result["loss_and_gradients"]["max_ms"].get<double>(), result["ratio"].get<double>(),

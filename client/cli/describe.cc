@@ -21,6 +21,7 @@ std::string MemoryText(const v1::MemoryUsage& memory) {
   add("gradients", memory.gradients());
   add("optimizer", memory.optimizer());
   add("workspace", memory.workspace());
+  add("slots", memory.slots());
   add("staging", memory.staging());
   add("retained", memory.retained());
   const std::string total = HumanBytes(static_cast<double>(TotalBytes(memory)));
@@ -35,6 +36,10 @@ v1::OptimizerState OptimizerStateOf(const v1::HeadSpec& spec) {
 
 v1::Norm NormOf(const v1::HeadSpec& spec) {
   return spec.norm() == v1::NORM_UNSPECIFIED ? v1::NORM_NONE : spec.norm();
+}
+
+v1::Algorithm AlgorithmOf(const v1::HeadSpec& spec) {
+  return spec.algorithm() == v1::ALGORITHM_UNSPECIFIED ? v1::ALGORITHM_EXACT : spec.algorithm();
 }
 
 // 1e-5 rather than 9.999999747378752e-06.
@@ -73,15 +78,15 @@ std::string YesNo(bool value) { return value ? "yes" : "no"; }
 }  // namespace
 
 uint64_t TotalBytes(const v1::MemoryUsage& memory) {
-  return memory.weights() + memory.gradients() + memory.optimizer() + memory.workspace() + memory.staging() +
-         memory.retained();
+  return memory.weights() + memory.gradients() + memory.optimizer() + memory.workspace() + memory.slots() +
+         memory.staging() + memory.retained();
 }
 
 Json ToJson(const v1::MemoryUsage& memory) {
   return {{"weights", memory.weights()},     {"gradients", memory.gradients()},
           {"optimizer", memory.optimizer()}, {"workspace", memory.workspace()},
-          {"staging", memory.staging()},     {"retained", memory.retained()},
-          {"total", TotalBytes(memory)}};
+          {"slots", memory.slots()},         {"staging", memory.staging()},
+          {"retained", memory.retained()},   {"total", TotalBytes(memory)}};
 }
 
 Json ToJson(const v1::HeadState& state) {
@@ -101,6 +106,8 @@ Json ToJson(const v1::HeadDescription& head) {
   json["compute_dtype"] = NameOf(DTypes(), head.compute_dtype());
   json["optimizer_state"] = NameOf(OptimizerStates(), OptimizerStateOf(spec));
   json["frozen"] = spec.frozen();
+  json["algorithm"] = NameOf(Algorithms(), AlgorithmOf(spec));
+  json["workspace_bytes"] = spec.workspace_bytes();
   json["incarnation"] = HumanIncarnation(head.state().incarnation());
   json["step"] = head.state().step();
   json["step_microbatches"] = head.step_microbatches();
@@ -182,6 +189,9 @@ std::string HeadText(const v1::HeadDescription& head) {
   fields.Add("compute dtype", NameOf(DTypes(), head.compute_dtype()));
   fields.Add("optimizer state", NameOf(OptimizerStates(), OptimizerStateOf(spec)));
   fields.Add("frozen", YesNo(spec.frozen()));
+  fields.Add("algorithm", NameOf(Algorithms(), AlgorithmOf(spec)));
+  if (spec.workspace_bytes() > 0)
+    fields.Add("workspace limit", HumanBytes(static_cast<double>(spec.workspace_bytes())));
   fields.Add("open step", absl::StrCat(HumanCount(head.state().step()), " (", HumanCount(head.step_rows()),
                                        " rows of ", HumanCount(head.step_microbatches()), " microbatches)"));
   if (head.step_contributions() > 0)

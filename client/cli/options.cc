@@ -86,11 +86,11 @@ void LossFlags::AddTo(CLI::App* command) {
   command->add_option("--logit-scale", logit_scale, "Multiplies the logits (1 / temperature) [1]")
       ->group(group);
   command->add_flag("--use-class-weights", use_class_weights, "Use the head's class weights")->group(group);
-  AddWord(command, "--algorithm", &algorithm, Algorithms(), "How gradients are computed [exact]")
+  AddWord(command, "--algorithm", &algorithm, Algorithms(), "How gradients are computed [as the head says]")
       ->group(group);
   command
       ->add_option("--filter-epsilon", filter_epsilon,
-                   "filtered, auto: smaller probabilities add nothing to the gradients [2^-12]")
+                   "filtered, auto, cut: smaller probabilities add nothing to the gradients [2^-12; cut: 0]")
       ->group(group);
   command
       ->add_option("--max-dropped-mass", max_dropped_mass,

@@ -61,7 +61,20 @@ absl::Status CheckNumbers(const StreamSpec& spec) {
   return absl::OkStatus();
 }
 
+// Fills in what the spec leaves to the head.
+void ResolveOptions(const kernels::HeadConfig& config, StreamSpec& spec) {
+  kernels::LossOptions& options = spec.options;
+  if (spec.algorithm_of_head) options.algorithm = config.algorithm;
+  if (spec.epsilon_of_algorithm) options.filter_epsilon = kernels::DefaultFilterEpsilon(options.algorithm);
+}
+
 absl::Status CheckHead(const StreamSpec& spec, const kernels::HeadConfig& config) {
+  const kernels::Algorithm algorithm = spec.options.algorithm;
+  if (config.algorithm == kernels::Algorithm::kCut && algorithm != kernels::Algorithm::kCut) {
+    return InvalidField("open.options.algorithm",
+                        "must be cut or unspecified: the head was created for cut and has no memory for logits",
+                        kernels::Name(algorithm));
+  }
   if (spec.options.use_class_weights && !config.has_class_weights) {
     return InvalidField("open.options.use_class_weights", "needs a head with class weights", "true");
   }
@@ -103,6 +116,7 @@ absl::StatusOr<std::shared_ptr<StreamState>> StreamState::Create(StreamSpec spec
                                                                  const kernels::HeadConfig& config,
                                                                  HeadState state, SliceLimits limits,
                                                                  std::shared_ptr<StreamObserver> observer) {
+  ResolveOptions(config, spec);
   if (auto status = CheckRanges(spec); !status.ok()) return status;
   if (auto status = CheckNumbers(spec); !status.ok()) return status;
   if (auto status = CheckHead(spec, config); !status.ok()) return status;

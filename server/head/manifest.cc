@@ -26,6 +26,8 @@ constexpr char kSgd[] = "sgd";
 constexpr kernels::Norm kNorms[] = {kernels::Norm::kNone, kernels::Norm::kLayerNorm, kernels::Norm::kRmsNorm};
 constexpr kernels::OptimizerState kStates[] = {
     kernels::OptimizerState::kNone, kernels::OptimizerState::kMomentum, kernels::OptimizerState::kAdam};
+constexpr kernels::Algorithm kAlgorithms[] = {kernels::Algorithm::kExact, kernels::Algorithm::kFiltered,
+                                              kernels::Algorithm::kAuto, kernels::Algorithm::kCut};
 constexpr kernels::DType kDTypes[] = {kernels::DType::kFloat32, kernels::DType::kFloat16,
                                       kernels::DType::kBFloat16};
 
@@ -58,7 +60,9 @@ Json EncodeSubject(const CheckpointSubject& subject) {
           {"norm_epsilon", config.norm_epsilon},
           {"compute_dtype", std::string(Name(config.compute_dtype))},
           {"optimizer_state", std::string(Name(config.optimizer_state))},
-          {"trainable", config.trainable}};
+          {"trainable", config.trainable},
+          {"algorithm", std::string(Name(config.algorithm))},
+          {"workspace_bytes", config.workspace_bytes}};
 }
 
 // Throws Json::exception for a missing key or a value of another type; false for a value out of range.
@@ -72,6 +76,9 @@ bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
   config.has_class_weights = head.at("class_weights").get<bool>();
   config.norm_epsilon = head.at("norm_epsilon").get<float>();
   config.trainable = head.at("trainable").get<bool>();
+  // Not in manifests of earlier servers.
+  config.workspace_bytes = head.value("workspace_bytes", int64_t{0});
+  const std::string algorithm = head.value("algorithm", std::string(Name(config.algorithm)));
   subject->step = json.at("step").get<uint64_t>();
   subject->updates = subject->step;  // unless the manifest says so itself
   return absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &subject->incarnation) &&
@@ -80,6 +87,7 @@ bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
                                   &config.compute_dtype) &&
          FromName<kernels::OptimizerState>(kStates, head.at("optimizer_state").get<std::string>(),
                                            &config.optimizer_state) &&
+         FromName<kernels::Algorithm>(kAlgorithms, algorithm, &config.algorithm) &&
          kernels::Validate(config).ok();
 }
 

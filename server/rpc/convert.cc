@@ -120,7 +120,8 @@ absl::StatusOr<engine::Reduction> ToReduction(v1::Reduction reduction) {
   }
 }
 
-absl::StatusOr<kernels::Algorithm> ToAlgorithm(v1::Algorithm algorithm) {
+// Unspecified: exact.
+absl::StatusOr<kernels::Algorithm> ToAlgorithm(v1::Algorithm algorithm, absl::string_view field) {
   switch (algorithm) {
     case v1::ALGORITHM_UNSPECIFIED:
     case v1::ALGORITHM_EXACT:
@@ -129,14 +130,31 @@ absl::StatusOr<kernels::Algorithm> ToAlgorithm(v1::Algorithm algorithm) {
       return kernels::Algorithm::kFiltered;
     case v1::ALGORITHM_AUTO:
       return kernels::Algorithm::kAuto;
+    case v1::ALGORITHM_CUT:
+      return kernels::Algorithm::kCut;
     default:
-      return FieldError("open.options.algorithm", "be ALGORITHM_EXACT, ALGORITHM_FILTERED or ALGORITHM_AUTO",
-                        static_cast<int>(algorithm));
+      return FieldError(
+          field, "be ALGORITHM_EXACT, ALGORITHM_FILTERED, ALGORITHM_AUTO, ALGORITHM_CUT or unspecified",
+          static_cast<int>(algorithm));
   }
 }
 
+v1::Algorithm ToProto(kernels::Algorithm algorithm) {
+  switch (algorithm) {
+    case kernels::Algorithm::kExact:
+      return v1::ALGORITHM_EXACT;
+    case kernels::Algorithm::kFiltered:
+      return v1::ALGORITHM_FILTERED;
+    case kernels::Algorithm::kAuto:
+      return v1::ALGORITHM_AUTO;
+    case kernels::Algorithm::kCut:
+      return v1::ALGORITHM_CUT;
+  }
+  return v1::ALGORITHM_UNSPECIFIED;
+}
+
 absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& options) {
-  const auto algorithm = ToAlgorithm(options.algorithm());
+  const auto algorithm = ToAlgorithm(options.algorithm(), "open.options.algorithm");
   if (!algorithm.ok()) return algorithm.status();
   kernels::LossOptions result;
   result.algorithm = *algorithm;
@@ -246,6 +264,10 @@ absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl:
   if (!dtype.ok()) return dtype.status();
   const auto state = ToOptimizerState(spec.optimizer_state(), field("optimizer_state"));
   if (!state.ok()) return state.status();
+  const auto algorithm = ToAlgorithm(spec.algorithm(), field("algorithm"));
+  if (!algorithm.ok()) return algorithm.status();
+  const auto workspace_bytes = ToSize(spec.workspace_bytes(), field("workspace_bytes"));
+  if (!workspace_bytes.ok()) return workspace_bytes.status();
 
   kernels::HeadConfig config;
   config.hidden_size = *hidden_size;
@@ -257,6 +279,8 @@ absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl:
   config.compute_dtype = *dtype;
   config.optimizer_state = *state;
   config.trainable = !spec.frozen();
+  config.algorithm = *algorithm;
+  config.workspace_bytes = *workspace_bytes;
   if (absl::Status status = kernels::Validate(config); !status.ok()) {
     return Located(std::move(status), field_prefix);
   }
@@ -305,6 +329,8 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
   const auto options = ToLossOptions(open.options());
   if (!options.ok()) return options.status();
   spec.options = *options;
+  spec.algorithm_of_head = open.options().algorithm() == v1::ALGORITHM_UNSPECIFIED;
+  spec.epsilon_of_algorithm = !open.options().has_filter_epsilon();
   if (open.options().has_ignore_index()) spec.ignore_index = open.options().ignore_index();
   const auto reduction = ToReduction(open.reduction());
   if (!reduction.ok()) return reduction.status();
@@ -407,6 +433,7 @@ v1::MemoryUsage ToProto(const kernels::MemoryBytes& memory) {
   message.set_gradients(bytes(kernels::MemoryKind::kGradients));
   message.set_optimizer(bytes(kernels::MemoryKind::kOptimizer));
   message.set_workspace(bytes(kernels::MemoryKind::kWorkspace));
+  message.set_slots(bytes(kernels::MemoryKind::kSlots));
   message.set_staging(bytes(kernels::MemoryKind::kStaging));
   message.set_retained(bytes(kernels::MemoryKind::kRetained));
   return message;
@@ -424,6 +451,8 @@ v1::HeadSpec ToProto(const std::string& head, const kernels::HeadConfig& config)
   spec.set_compute_dtype(ToProto(config.compute_dtype));
   spec.set_optimizer_state(ToProto(config.optimizer_state));
   spec.set_frozen(!config.trainable);
+  spec.set_algorithm(ToProto(config.algorithm));
+  spec.set_workspace_bytes(static_cast<uint64_t>(config.workspace_bytes));
   return spec;
 }
 

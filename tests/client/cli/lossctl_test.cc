@@ -138,6 +138,12 @@ TEST_F(LossctlTest, HeadsComeAndGo) {
   EXPECT_EQ(created["norm"], "layernorm");
   EXPECT_EQ(created["optimizer_state"], "momentum");
   EXPECT_EQ(created["frozen"], true);
+  EXPECT_EQ(created["algorithm"], "exact");
+  const auto cut = Json("create cut --hidden 5 --vocab 6 --algorithm cut --workspace-bytes 64MiB");
+  EXPECT_EQ(cut["algorithm"], "cut");
+  EXPECT_EQ(cut["workspace_bytes"], 64 << 20);
+  EXPECT_THAT(Run("describe cut").out, HasSubstr("workspace limit  64 MiB"));
+  Run("delete cut");
   EXPECT_EQ(Json("heads").size(), 2u);
   EXPECT_EQ(Json("describe other")["vocab_size"], 6);
   EXPECT_EQ(Run("delete other").out, "deleted head \"other\"\n");

@@ -310,6 +310,51 @@ TEST_F(EngineTest, FrozenHeadsRefuseAccumulation) {
   EXPECT_THAT(device_.accumulated(), IsEmpty());
 }
 
+TEST_F(EngineTest, AHeadSaysWhatAStreamLeavesOpen) {
+  using kernels::Algorithm;
+  kernels::LossOptions seen;
+  device_.on_chunk = [&](const kernels::Chunk& chunk) { seen = chunk.options; };
+  Start();
+  uint64_t id = 0;
+  const auto options_of = [&](const std::string& head, const StreamSpec& like) {
+    StreamSpec spec = like;
+    spec.head = head;
+    spec.microbatch_id = ++id;
+    auto collector = std::make_shared<Collector>();
+    auto stream = Open(std::move(spec), collector);
+    if (stream == nullptr) return;
+    Send(*stream, id, {0, 2});
+    EXPECT_TRUE(collector->Wait().ok()) << collector->Wait();
+  };
+  for (const Algorithm algorithm :
+       {Algorithm::kExact, Algorithm::kFiltered, Algorithm::kAuto, Algorithm::kCut}) {
+    const std::string head(kernels::Name(algorithm));
+    ASSERT_TRUE(
+        engine_->CreateHead(head, {.hidden_size = kHidden, .vocab_size = 10, .algorithm = algorithm}, {}).ok());
+    ASSERT_TRUE(engine_->PublishHead(head).ok());
+    StreamSpec spec = Whole(1, 2);
+    spec.algorithm_of_head = spec.epsilon_of_algorithm = true;
+    options_of(head, spec);
+    EXPECT_EQ(seen.algorithm, algorithm);
+    EXPECT_EQ(seen.filter_epsilon, algorithm == Algorithm::kCut ? 0.0f : 0x1p-12f);
+    spec.epsilon_of_algorithm = false;
+    spec.options.filter_epsilon = 0.25f;
+    options_of(head, spec);
+    EXPECT_EQ(seen.filter_epsilon, 0.25f);
+    spec.algorithm_of_head = false;
+    spec.options.algorithm = Algorithm::kCut;
+    options_of(head, spec);
+    EXPECT_EQ(seen.algorithm, Algorithm::kCut);
+    EXPECT_EQ(seen.filter_epsilon, 0.25f);
+  }
+  StreamSpec spec = Whole(++id, 2);
+  spec.head = "cut";
+  const absl::Status refused = engine_->Open(spec, std::make_shared<Collector>()).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("open.options.algorithm"));
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("exact"));
+}
+
 TEST_F(EngineTest, ANonFiniteRowFailsItsSliceOnly) {
   Start();
   auto bad = std::make_shared<RowCollector>();

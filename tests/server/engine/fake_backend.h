@@ -82,6 +82,8 @@ class FakeDevice {
   }
   // A call of AddGradient that is to fail.
   std::function<absl::Status()> fail_add = [] { return absl::OkStatus(); };
+  // Shown every chunk before it is computed.
+  std::function<void(const kernels::Chunk&)> on_chunk = [](const kernels::Chunk&) {};
   std::optional<double> grad_norm;  // instead of the number of values accumulated
   int steps = 0;                    // applied
   int64_t last_update = 0;          // of the last one
@@ -169,6 +171,7 @@ class FakeHead final : public kernels::HeadKernels {
     chunk.choices = {{.what = "gradients", .choice = std::string(Name(chunk.options.algorithm))}};
     if (device_->delay > absl::ZeroDuration()) absl::SleepFor(device_->delay);
     const int64_t number = device_->NextChunk();
+    device_->on_chunk(chunk);
     if (absl::Status status = device_->fail_results(number); !status.ok()) {
       callbacks.on_results(status);
       callbacks.on_done(status);

@@ -22,7 +22,11 @@ Manifest SomeManifest(std::mt19937_64& random) {
   const auto number = [&] { return std::uniform_real_distribution<double>(0, 1)(random) / 3; };
   Manifest manifest;
   manifest.subject = {.head = "lm",
-                      .config = {.hidden_size = 5, .vocab_size = 7, .has_bias = true},
+                      .config = {.hidden_size = 5,
+                                 .vocab_size = 7,
+                                 .has_bias = true,
+                                 .algorithm = kernels::Algorithm::kCut,
+                                 .workspace_bytes = int64_t{1} << 40},
                       .step = random() | 1,
                       .incarnation = random()};
   AppliedStep& step = manifest.subject.last_step.emplace();
@@ -94,6 +98,18 @@ TEST_F(ManifestTest, WithoutALastStep) {
   Manifest manifest = SomeManifest(random_);
   manifest.subject.last_step.reset();
   EXPECT_EQ(DecodeManifest(EncodeManifest(manifest))->subject, manifest.subject);
+}
+
+TEST_F(ManifestTest, WithoutAlgorithmAndLimit) {
+  Manifest manifest = SomeManifest(random_);
+  Json json = Json::parse(EncodeManifest(manifest));
+  json["head"].erase("algorithm");
+  json["head"].erase("workspace_bytes");
+  const absl::StatusOr<Manifest> read = DecodeManifest(Sealed(json));
+  ASSERT_TRUE(read.ok()) << read.status();
+  manifest.subject.config.algorithm = kernels::Algorithm::kExact;
+  manifest.subject.config.workspace_bytes = 0;
+  EXPECT_EQ(read->subject, manifest.subject);
 }
 
 TEST_F(ManifestTest, VersionOneIsRead) {

@@ -56,6 +56,7 @@ TEST(ConvertTest, StreamSpecTakesEveryField) {
   EXPECT_EQ(spec->ignore_index, -7);
   EXPECT_EQ(spec->options,
             (kernels::LossOptions{0.5f, 3.0f, 0.1f, 0.2f, true, kernels::Algorithm::kAuto, 0.25f, 0.5f}));
+  EXPECT_FALSE(spec->algorithm_of_head || spec->epsilon_of_algorithm);
   EXPECT_EQ(spec->reduction, engine::Reduction::kMean);
   EXPECT_EQ(spec->normalizer, 8.0);
   EXPECT_EQ(spec->grad_output, 2.0f);
@@ -77,6 +78,7 @@ TEST(ConvertTest, AbsentFieldsHaveTheirDefaults) {
   EXPECT_EQ(spec->ignore_index, -100);
   EXPECT_EQ(spec->grad_output, 1.0f);
   EXPECT_EQ(spec->options, kernels::LossOptions());
+  EXPECT_TRUE(spec->algorithm_of_head && spec->epsilon_of_algorithm);
 }
 
 TEST(ConvertTest, HeadConfigThereAndBack) {

@@ -34,9 +34,9 @@ v1::CreateHeadRequest Request(const std::string& name) {
   return request;
 }
 
-// Accumulates the gradients of one microbatch of random rows; returns what its call ended with.
-absl::Status Train(TestClient& client, const std::string& head, uint64_t step, uint64_t id,
-                   kernels::testing::Rng& rng) {
+// Accumulates the gradients of one microbatch of random rows.
+LossAnswers Compute(TestClient& client, const std::string& head, uint64_t step, uint64_t id,
+                    kernels::testing::Rng& rng, const v1::LossOptions& options = {}) {
   constexpr int64_t kRows = 20;
   std::vector<float> hidden(kRows * kHidden);
   for (float& value : hidden) value = kernels::testing::Uniform(rng, -1.0f, 1.0f);
@@ -49,6 +49,7 @@ absl::Status Train(TestClient& client, const std::string& head, uint64_t step, u
   open.set_hidden_dtype(v1::DTYPE_FP32);
   open.set_reduction(v1::REDUCTION_MEAN);
   open.set_accumulate_gradients(true);
+  *open.mutable_options() = options;
   for (int64_t i = 0; i < kRows; ++i) {
     open.add_targets(static_cast<int32_t>(kernels::testing::UniformInt(rng, 0, kClasses - 1)));
   }
@@ -58,7 +59,12 @@ absl::Status Train(TestClient& client, const std::string& head, uint64_t step, u
   const LossAnswers answers = stream->Finish();
   // No gradient was asked for, so none is sent.
   for (const LossAnswers::Slice& slice : answers.slices) EXPECT_TRUE(slice.payload.empty());
-  return answers.status;
+  return answers;
+}
+
+absl::Status Train(TestClient& client, const std::string& head, uint64_t step, uint64_t id,
+                   kernels::testing::Rng& rng) {
+  return Compute(client, head, step, id, rng).status;
 }
 
 absl::StatusOr<v1::ApplyStepResponse> Step(TestClient& client, const std::string& head, uint64_t step) {
@@ -495,6 +501,83 @@ TEST_F(HeadsTest, MemoryThatDoesNotFit) {
   EXPECT_EQ(client->ListHeads()->heads_size(), 0);
   EXPECT_EQ(client->GetServer()->memory().weights(), 0u);
   EXPECT_TRUE(client->CreateHead(Request("small")).ok());
+}
+
+TEST_F(HeadsTest, SaysHowGradientsAreComputed) {
+  uint64_t id = 0;
+  const auto dropped = [&](const std::string& head, v1::Algorithm algorithm, std::optional<float> epsilon) {
+    v1::LossOptions options;
+    options.set_algorithm(algorithm);
+    if (epsilon.has_value()) options.set_filter_epsilon(*epsilon);
+    const LossAnswers answers = Compute(*client_, head, 0, ++id, rng_, options);
+    EXPECT_TRUE(answers.status.ok()) << answers.status;
+    return answers.summary.has_value() ? answers.summary->dropped_mass() : -1.0;
+  };
+  v1::CreateHeadRequest request = Request("filtered");
+  request.mutable_spec()->set_algorithm(v1::ALGORITHM_FILTERED);
+  ASSERT_TRUE(client_->CreateHead(request).ok());
+  EXPECT_GT(dropped("filtered", v1::ALGORITHM_UNSPECIFIED, 0.5f), 0.0);
+  EXPECT_EQ(dropped("filtered", v1::ALGORITHM_EXACT, 0.5f), 0.0);
+
+  request = Request("cut");
+  request.mutable_spec()->set_algorithm(v1::ALGORITHM_CUT);
+  const auto created = client_->CreateHead(request);
+  ASSERT_TRUE(created.ok()) << created.status();
+  EXPECT_EQ(created->spec().algorithm(), v1::ALGORITHM_CUT);
+  EXPECT_EQ(dropped("cut", v1::ALGORITHM_UNSPECIFIED, std::nullopt), 0.0);
+  EXPECT_EQ(dropped("cut", v1::ALGORITHM_CUT, std::nullopt), 0.0);
+  EXPECT_GT(dropped("cut", v1::ALGORITHM_UNSPECIFIED, 0.5f), 0.0);
+  v1::LossOptions exact;
+  exact.set_algorithm(v1::ALGORITHM_EXACT);
+  const absl::Status refused = Compute(*client_, "cut", 0, ++id, rng_, exact).status;
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("open.options.algorithm"));
+
+  ASSERT_TRUE(client_->CreateHead(Request("plain")).ok());
+  EXPECT_EQ(client_->DescribeHead("plain")->spec().algorithm(), v1::ALGORITHM_EXACT);
+  EXPECT_GT(dropped("plain", v1::ALGORITHM_CUT, 0.5f), 0.0);
+  request.mutable_spec()->set_name("bad");
+  request.mutable_spec()->set_algorithm(static_cast<v1::Algorithm>(17));
+  const absl::Status unknown = client_->CreateHead(request).status();
+  EXPECT_EQ(unknown.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(unknown.message()), HasSubstr("spec.algorithm"));
+}
+
+TEST_F(HeadsTest, HasItsOwnWorkspaceLimit) {
+  v1::CreateHeadRequest request = Request("default");
+  const auto usual = client_->CreateHead(request);
+  ASSERT_TRUE(usual.ok()) << usual.status();
+  EXPECT_EQ(usual->spec().workspace_bytes(), 0u);
+  request.mutable_spec()->set_name("small");
+  request.mutable_spec()->set_workspace_bytes(64 << 10);
+  const auto small = client_->CreateHead(request);
+  ASSERT_TRUE(small.ok()) << small.status();
+  EXPECT_LE(small->memory().workspace(), 64u << 10);
+  EXPECT_LT(small->chunk_rows(), usual->chunk_rows());
+  EXPECT_TRUE(Train(*client_, "small", 0, 1, rng_).ok());
+  request.mutable_spec()->set_name("tiny");
+  request.mutable_spec()->set_workspace_bytes(100);
+  EXPECT_EQ(client_->CreateHead(request).status().code(), absl::StatusCode::kResourceExhausted);
+  request.mutable_spec()->set_workspace_bytes(uint64_t{1} << 63);
+  EXPECT_EQ(client_->CreateHead(request).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_F(HeadsTest, CheckpointsKeepAlgorithmAndLimit) {
+  v1::CreateHeadRequest request = Request("cut");
+  request.mutable_spec()->set_algorithm(v1::ALGORITHM_CUT);
+  request.mutable_spec()->set_workspace_bytes(128 << 10);
+  ASSERT_TRUE(client_->CreateHead(request).ok());
+  ASSERT_TRUE(client_->SaveCheckpoint("cut", "one").ok());
+  const auto copy = client_->LoadCheckpoint("cut/one", "copy");
+  ASSERT_TRUE(copy.ok()) << copy.status();
+  EXPECT_EQ(copy->spec().algorithm(), v1::ALGORITHM_CUT);
+  EXPECT_EQ(copy->spec().workspace_bytes(), 128u << 10);
+  // A head that is there keeps its own.
+  ASSERT_TRUE(client_->CreateHead(Request("plain")).ok());
+  const auto plain = client_->LoadCheckpoint("cut/one", "plain");
+  ASSERT_TRUE(plain.ok()) << plain.status();
+  EXPECT_EQ(plain->spec().algorithm(), v1::ALGORITHM_EXACT);
+  EXPECT_EQ(plain->spec().workspace_bytes(), 0u);
 }
 
 TEST_F(HeadsTest, FrozenHeadsTakeNoGradients) {
