@@ -41,8 +41,10 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
     job->own_hidden_product = plan.own_hidden_product();
     job->own_weight_product = plan.own_weight_product();
     chunk->choices = cuda::Describe(plan);
-    if (IsCut()) ChooseBlocks(*job);
-    if (job->layout.compact_rows > 0) status = Enqueue(*job);
+    if (job->layout.compact_rows > 0) {
+      if (IsCut()) ChooseBlocks(*job);
+      status = Enqueue(*job);
+    }
   }
   Report(std::move(job), std::move(status), std::move(callbacks));
 }

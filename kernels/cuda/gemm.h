@@ -57,7 +57,7 @@ class Gemms {
 
   // Chooses the algorithm for `shape`, if that has not been done. INTERNAL if cuBLAS has none.
   absl::Status Prepare(const GemmShape& shape);
-  // Enqueues one product. `workspace` is [kGemmWorkspaceBytes] on the device.
+  // Enqueues one product. `workspace` is [kGemmWorkspaceBytes] on the device, or null without scratch.
   absl::Status Run(const GemmShape& shape, const GemmOperands& operands, void* workspace,
                    cudaStream_t stream);
   // The algorithm chosen for `shape`, which must have been prepared; without `what`.

@@ -142,7 +142,7 @@ TEST_F(LossctlTest, HeadsComeAndGo) {
   const auto cut = Json("create cut --hidden 5 --vocab 6 --algorithm cut --workspace-bytes 64MiB");
   EXPECT_EQ(cut["algorithm"], "cut");
   EXPECT_EQ(cut["workspace_bytes"], 64 << 20);
-  EXPECT_THAT(Run("describe cut").out, HasSubstr("workspace limit  64 MiB"));
+  EXPECT_THAT(Run("describe cut").out, HasSubstr("workspace limit  64.0 MiB"));
   Run("delete cut");
   EXPECT_EQ(Json("heads").size(), 2u);
   EXPECT_EQ(Json("describe other")["vocab_size"], 6);

@@ -93,6 +93,8 @@ TEST(ConvertTest, HeadConfigThereAndBack) {
   spec.set_compute_dtype(v1::DTYPE_BF16);
   spec.set_optimizer_state(v1::OPTIMIZER_STATE_MOMENTUM);
   spec.set_frozen(true);
+  spec.set_algorithm(v1::ALGORITHM_CUT);
+  spec.set_workspace_bytes(uint64_t{1} << 26);
   const auto config = ToHeadConfig(spec, "spec.", kernels::DType::kFloat32);
   ASSERT_TRUE(config.ok()) << config.status();
   engine::HeadSnapshot snapshot;
