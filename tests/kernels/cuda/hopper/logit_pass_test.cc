@@ -123,6 +123,59 @@ class LogitPassTest : public ::testing::TestWithParam<Case> {
     for (size_t i = c.rows * padded_vocab_; i < exponentials.size(); ++i) ASSERT_EQ(exponentials[i], 0x7fc1);
   }
 
+  // Runs the pass for a block of classes with rules of every kind and compares the gradient it writes.
+  void RunGradients(float scale) {
+    const Case& c = GetParam();
+    const int64_t first = c.vocab > kVocabTile ? kVocabTile - 8 : 0;
+    const int64_t classes = std::min<int64_t>(c.vocab - first, 2 * kVocabTile + 3);
+    const int64_t padded = (classes + 7) / 8 * 8;
+    std::vector<GradientRule> rules(c.rows, GradientRule{});
+    for (int64_t r = 0; r < c.rows; ++r) {
+      if (r % 5 == 4) continue;  // adds nothing
+      rules[r].softmax = (r % 2 == 0 ? 1.0f : -1.0f) * (0.25f + static_cast<float>(r % 3));
+      rules[r].reference =
+          static_cast<float>(static_cast<double>(scale) * logits_[r * c.vocab + targets_[r]] * kLog2EDouble + 5.0);
+      rules[r].target = -0.75f - static_cast<float>(r % 4);
+      rules[r].valid = true;
+    }
+    const OnDevice<uint16_t> hidden(hidden_), weight(weight_);
+    const OnDevice<int32_t> targets(targets_);
+    const OnDevice<GradientRule> device_rules(rules);
+    const OnDevice<uint16_t> out(std::vector<uint16_t>(c.rows * padded + 64, 0x7fc1));
+    LogitPassParams p;
+    p.hidden = hidden.get();
+    p.weight = weight.get() + first * padded_inner_;
+    p.dtype = c.dtype;
+    p.inner = padded_inner_;
+    p.rows = c.rows;
+    p.vocab = classes;
+    p.padded_vocab = padded;
+    p.scale = scale;
+    p.targets = targets.get();
+    p.first_class = first;
+    p.exponentials = out.get();
+    p.rules = device_rules.get();
+    ASSERT_EQ(LaunchLogitPass(p, 3, nullptr), cudaSuccess);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    const auto gradients = out.Read();
+    for (int64_t r = 0; r < c.rows; ++r) {
+      for (int64_t v = 0; v < padded; ++v) {
+        const double value = Decode(c.dtype, gradients[r * padded + v]);
+        double want = 0.0;
+        if (first + v == targets_[r]) {
+          want = static_cast<double>(rules[r].target);
+        } else if (v < classes) {
+          const double logit = logits_[r * c.vocab + first + v] * static_cast<double>(scale) * kLog2EDouble;
+          want = static_cast<double>(rules[r].softmax) *
+                 std::exp2(logit - static_cast<double>(rules[r].reference));
+        }
+        if (c.dtype == DType::kFloat16) want = std::clamp(want, -65504.0, 65504.0);
+        ASSERT_NEAR(value, want, 0.0045 * std::fabs(want) + 1e-7) << "row " << r << " class " << first + v;
+      }
+    }
+    for (size_t i = c.rows * padded; i < gradients.size(); ++i) ASSERT_EQ(gradients[i], 0x7fc1);
+  }
+
   void CheckTile(int64_t r, int64_t t, float max, float sum, int arg, float reference, float threshold,
                  float scale) {
     const Case& c = GetParam();
@@ -178,6 +231,11 @@ TEST_P(LogitPassTest, StatisticsScaled) { Run(false, 0.25f); }
 TEST_P(LogitPassTest, StoredExponentials) {
   if (GetParam().dtype == DType::kFloat16) GTEST_SKIP() << "fp16 has too narrow a range";
   Run(true, 1.5f);
+}
+
+TEST_P(LogitPassTest, GradientsOfABlockOfClasses) {
+  RunGradients(1.0f);
+  RunGradients(0.25f);
 }
 
 std::string CaseName(const ::testing::TestParamInfo<Case>& test) {
