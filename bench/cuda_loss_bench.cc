@@ -509,10 +509,12 @@ void AddFloor(const Floor& floor, Json& result) {
 void Print(const NamedShape& named, const std::string& kind, const std::string& algorithm, const Floor& floor,
            const Json& result) {
   std::cout << absl::StrFormat(
-                   "%-13s %-6s %-12s chunk %5d ws %6.0f slots %4.0f MiB  floor %6.2f (%5.2f fwd)  loss+grad %6.2f [%.2f "
+                   "%-13s %-6s %-12s chunk %5d ws %6.0f slots %4.0f MiB  floor %6.2f (%5.2f fwd)  loss+grad "
+                   "%6.2f [%.2f "
                    "%.2f] x%.3f  loss %6.2f x%.3f",
                    named.name, kind, algorithm, result["chunk_rows"].get<int64_t>(),
-                   result["head_workspace_mib"].get<double>(), result["slots_mib"].get<double>(), floor.total(), floor.logits.median,
+                   result["head_workspace_mib"].get<double>(), result["slots_mib"].get<double>(),
+                   floor.total(), floor.logits.median,
                    result["loss_and_gradients"]["median_ms"].get<double>(),
                    result["loss_and_gradients"]["min_ms"].get<double>(),
                    result["loss_and_gradients"]["max_ms"].get<double>(), result["ratio"].get<double>(),

@@ -31,10 +31,11 @@ struct HeadConfig {
   DType compute_dtype = DType::kFloat32;
   OptimizerState optimizer_state = OptimizerState::kAdam;
   bool trainable = true;  // false: no gradient and no optimizer memory; weight gradients are refused
-  // Of chunks that do not choose another. A head for kCut plans no memory for logits and computes nothing else.
+  // Of chunks that do not choose another. A head for kCut plans no memory for logits and computes nothing
+  // else.
   Algorithm algorithm = Algorithm::kExact;
-  // Most memory for what is computed of a chunk, MemoryKind::kWorkspace and, unless the head is for kCut, kSlots.
-  // 0: the backend's choice.
+  // Most memory for what is computed of a chunk, MemoryKind::kWorkspace and, unless the head is for kCut,
+  // kSlots. 0: the backend's choice.
   int64_t workspace_bytes = 0;
 
   friend bool operator==(const HeadConfig&, const HeadConfig&) = default;

@@ -22,8 +22,8 @@ enum class MemoryKind : uint8_t {
 inline constexpr size_t kMemoryKinds = 7;
 
 constexpr absl::string_view Name(MemoryKind kind) {
-  constexpr absl::string_view kNames[kMemoryKinds] = {"weights",   "gradients", "optimizer",
-                                                      "workspace", "slots",     "staging", "retained"};
+  constexpr absl::string_view kNames[kMemoryKinds] = {"weights", "gradients", "optimizer", "workspace",
+                                                      "slots",   "staging",   "retained"};
   return kNames[static_cast<size_t>(kind)];
 }
 

@@ -70,9 +70,9 @@ absl::Status ValidateRowCount(int64_t chunk_rows, const Chunk& chunk) {
 absl::Status ValidateChunk(const HeadConfig& config, int64_t chunk_rows, const Chunk& chunk) {
   if (absl::Status status = Validate(chunk.options); !status.ok()) return status;
   if (config.algorithm == Algorithm::kCut && chunk.options.algorithm != Algorithm::kCut) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("algorithm must be cut: the head was created for it and has no memory for the logits that ",
-                     "others keep, got ", Name(chunk.options.algorithm)));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "algorithm must be cut: the head was created for it and has no memory for the logits that ",
+        "others keep, got ", Name(chunk.options.algorithm)));
   }
   if (chunk.options.use_class_weights && !config.has_class_weights) {
     return absl::InvalidArgumentError("use_class_weights must be false: the head has no class weights");

@@ -105,8 +105,9 @@ void AddCreate(CLI::App* app, Context* context) {
           "Least precision of the matrix products [the backend's choice]");
   AddWord(create, "--optimizer-state", &flags->optimizer_state, OptimizerStates(), "Optimizer memory [adam]");
   create->add_flag("--frozen", flags->frozen, "No gradients of the head, no optimizer memory");
-  AddWord(create, "--algorithm", &flags->algorithm, Algorithms(),
-          "How gradients are computed unless a request says otherwise; cut: always, in little memory [exact]");
+  AddWord(
+      create, "--algorithm", &flags->algorithm, Algorithms(),
+      "How gradients are computed unless a request says otherwise; cut: always, in little memory [exact]");
   AddBytes(create, "--workspace-bytes", &flags->workspace_bytes,
            "Most workspace on the device [the server's --workspace_bytes; cut: at most 64MiB]");
 

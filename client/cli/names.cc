@@ -40,9 +40,10 @@ const std::map<std::string, v1::Role>& Roles() {
 }
 
 const std::map<std::string, v1::Algorithm>& Algorithms() {
-  static const auto* words = new std::map<std::string, v1::Algorithm>{
-      {"exact", v1::ALGORITHM_EXACT}, {"filtered", v1::ALGORITHM_FILTERED}, {"auto", v1::ALGORITHM_AUTO},
-      {"cut", v1::ALGORITHM_CUT}};
+  static const auto* words = new std::map<std::string, v1::Algorithm>{{"exact", v1::ALGORITHM_EXACT},
+                                                                      {"filtered", v1::ALGORITHM_FILTERED},
+                                                                      {"auto", v1::ALGORITHM_AUTO},
+                                                                      {"cut", v1::ALGORITHM_CUT}};
   return *words;
 }
 

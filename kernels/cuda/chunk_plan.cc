@@ -34,10 +34,17 @@ absl::string_view WhyLibrary(const RowLossParams& loss, int clusters, FusedLoss 
   return no_faster;
 }
 
+// kCut names what the head does without; the gradients are exact or filtered.
+Algorithm GradientsOf(const LossOptions& options, absl::string_view why_exact) {
+  if (!why_exact.empty()) return Algorithm::kExact;
+  return options.algorithm == Algorithm::kCut ? Algorithm::kFiltered : options.algorithm;
+}
+
 // What the device has yet to say.
 absl::string_view WhatDecides(Algorithm algorithm) {
   switch (algorithm) {
     case Algorithm::kExact:
+    case Algorithm::kCut:
       break;
     case Algorithm::kFiltered:
       return "exact if there are too many candidates";
@@ -53,7 +60,7 @@ ChunkPlan PlanChunk(const LossOptions& options, const RowLossParams& loss, const
                     const DeviceLimits& limits, FusedLoss fused_loss, bool add) {
   ChunkPlan plan;
   plan.why_exact = WhyExact(options, loss, filter, limits);
-  if (plan.why_exact.empty()) plan.algorithm = options.algorithm;
+  plan.algorithm = GradientsOf(options, plan.why_exact);
   plan.why_not_fused = WhyNotFused(loss, plan.filtered(), limits.fused_clusters, fused_loss);
   const int clusters = limits.fused_clusters;
   plan.why_library_hidden_product =
@@ -61,6 +68,18 @@ ChunkPlan PlanChunk(const LossOptions& options, const RowLossParams& loss, const
                  hopper::WhyNoFasterHiddenGradient(loss.rows, filter.padded_hidden, clusters));
   plan.why_library_weight_product =
       WhyLibrary(loss, clusters, fused_loss, hopper::WhyNoFasterWeightGradient(loss.rows, add));
+  return plan;
+}
+
+ChunkPlan PlanCutChunk(const LossOptions& options, const RowLossParams& loss, const FilterShape& filter,
+                       const DeviceLimits& limits, FusedLoss fused_loss) {
+  ChunkPlan plan;
+  plan.why_exact = WhyExact(options, loss, filter, limits);
+  plan.algorithm = GradientsOf(options, plan.why_exact);
+  RowLossParams statistics = loss;
+  statistics.write_gradient = false;
+  plan.why_not_fused = WhyNotFused(statistics, false, limits.fused_clusters, fused_loss);
+  plan.why_library_hidden_product = plan.why_library_weight_product = "block by block";
   return plan;
 }
 

@@ -33,6 +33,10 @@ struct ChunkPlan {
 ChunkPlan PlanChunk(const LossOptions& options, const RowLossParams& loss, const FilterShape& filter,
                     const DeviceLimits& limits, FusedLoss fused_loss, bool add);
 
+// Of a head for Algorithm::kCut. Products are cuBLASLt's; the pass that computes the loss writes no gradient.
+ChunkPlan PlanCutChunk(const LossOptions& options, const RowLossParams& loss, const FilterShape& filter,
+                       const DeviceLimits& limits, FusedLoss fused_loss);
+
 std::vector<Choice> Describe(const ChunkPlan& plan);
 
 }  // namespace lossd::kernels::cuda

@@ -97,7 +97,8 @@ GemmShape CudaHead::LogitsShape(int64_t rows, int64_t classes) const {
           .ldb = sizes_.padded_hidden,
           .ldc = classes,
           .input = config_.compute_dtype,
-          .output = config_.compute_dtype};
+          .output = config_.compute_dtype,
+          .scratch = !IsCut()};
 }
 
 GemmShape CudaHead::HiddenGradientShape(int64_t rows, int64_t classes, DType output) const {
@@ -108,7 +109,8 @@ GemmShape CudaHead::HiddenGradientShape(int64_t rows, int64_t classes, DType out
           .ldb = classes,
           .ldc = sizes_.padded_hidden,
           .input = config_.compute_dtype,
-          .output = output};
+          .output = output,
+          .scratch = !IsCut()};
 }
 
 GemmShape CudaHead::WeightGradientShape(int64_t rows, int64_t classes) const {
@@ -120,7 +122,8 @@ GemmShape CudaHead::WeightGradientShape(int64_t rows, int64_t classes) const {
           .ldb = classes,
           .ldc = sizes_.padded_hidden,
           .input = config_.compute_dtype,
-          .output = DType::kFloat32};
+          .output = DType::kFloat32,
+          .scratch = !IsCut()};
 }
 
 absl::Status CudaHead::Tune() {

@@ -72,7 +72,7 @@ class CudaHead : public HeadKernels {
   absl::Status UploadSlice(const Job& job, const SliceLayout& place);
   absl::Status Forward(const Job& job);
   RowLossParams RowLoss(const Job& job) const;
-  ChunkPlan Plan(const Job& job) const;
+  ChunkPlan Plan(const LossOptions& options, const RowLossParams& loss) const;
   absl::Status FusedForward(const Job& job, const RowLossParams& row);
   absl::Status LogitsForward(const Job& job, const RowLossParams& row);
   absl::Status HiddenGradient(const Job& job);
@@ -123,7 +123,7 @@ class CudaHead : public HeadKernels {
 
   void Report(std::shared_ptr<Job> job, absl::Status status, ChunkCallbacks callbacks);
 
-  // Of all classes, or of a block of them.
+  // Of all classes, or of a block of them. Without scratch for Algorithm::kCut.
   GemmShape LogitsShape(int64_t rows) const { return LogitsShape(rows, sizes_.padded_vocab); }
   GemmShape LogitsShape(int64_t rows, int64_t classes) const;
   GemmShape HiddenGradientShape(int64_t rows, DType output) const {

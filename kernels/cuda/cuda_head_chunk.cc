@@ -35,7 +35,7 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
     const bool norm_gradients = job->layout.accumulate && config_.norm != Norm::kNone;
     job->hidden_gemm = job->layout.want_hidden_gradient || norm_gradients;
     job->direct = chunk->hidden_dtype == config_.compute_dtype && config_.norm == Norm::kNone;
-    const ChunkPlan plan = Plan(*job);
+    const ChunkPlan plan = Plan(chunk->options, RowLoss(*job));
     job->layout.filtered = plan.filtered();
     job->fused = plan.fused();
     job->own_hidden_product = plan.own_hidden_product();
@@ -214,9 +214,11 @@ RowLossParams CudaHead::RowLoss(const Job& job) const {
   return p;
 }
 
-ChunkPlan CudaHead::Plan(const Job& job) const {
-  return PlanChunk(job.chunk->options, RowLoss(job), FilterShapeOf(config_, sizes_), device_->limits(),
-                   device_->options().fused_loss, !weight_gradient_is_zero_);
+ChunkPlan CudaHead::Plan(const LossOptions& options, const RowLossParams& loss) const {
+  const FilterShape filter = FilterShapeOf(config_, sizes_);
+  const FusedLoss fused_loss = device_->options().fused_loss;
+  if (IsCut()) return PlanCutChunk(options, loss, filter, device_->limits(), fused_loss);
+  return PlanChunk(options, loss, filter, device_->limits(), fused_loss, !weight_gradient_is_zero_);
 }
 
 absl::Status CudaHead::FusedForward(const Job& job, const RowLossParams& row) {

@@ -50,11 +50,6 @@ ClassBlock ClassesOf(const RowLossParams& rows, int64_t first_class, int64_t pad
   return block;
 }
 
-GemmShape WithoutScratch(GemmShape shape) {
-  shape.scratch = false;
-  return shape;
-}
-
 }  // namespace
 
 CutArena CudaHead::Arena(const Job& job) const {
@@ -83,15 +78,12 @@ void CudaHead::ChooseBlocks(Job& job) const {
 absl::Status CudaHead::PrepareCutGemms(const Job& job) {
   Gemms& gemms = device_->gemms();
   const int64_t rows = job.layout.padded_rows;
-  const auto prepare_rows = [&](int64_t, int64_t count) {
-    return gemms.Prepare(WithoutScratch(LogitsShape(count)));
-  };
+  const auto prepare_rows = [&](int64_t, int64_t count) { return gemms.Prepare(LogitsShape(count)); };
   if (job.layout.filtered) LOSSD_RETURN_IF_ERROR(ForEachBlock(rows, job.filter_rows, rows, prepare_rows));
   const auto prepare = [&](int64_t count, int64_t classes) -> absl::Status {
-    if (!job.fused) LOSSD_RETURN_IF_ERROR(gemms.Prepare(WithoutScratch(LogitsShape(count, classes))));
-    LOSSD_RETURN_IF_ERROR(
-        gemms.Prepare(WithoutScratch(HiddenGradientShape(count, classes, DType::kFloat32))));
-    return gemms.Prepare(WithoutScratch(WeightGradientShape(count, classes)));
+    if (!job.fused) LOSSD_RETURN_IF_ERROR(gemms.Prepare(LogitsShape(count, classes)));
+    LOSSD_RETURN_IF_ERROR(gemms.Prepare(HiddenGradientShape(count, classes, DType::kFloat32)));
+    return gemms.Prepare(WeightGradientShape(count, classes));
   };
   const int64_t vocab = sizes_.padded_vocab;
   return ForEachBlock(rows, job.blocks.rows, rows, [&](int64_t, int64_t count) {
@@ -117,31 +109,32 @@ absl::Status CudaHead::CutForward(const Job& job, const RowLossParams& row) {
 absl::Status CudaHead::CutStatistics(const Job& job, const RowLossParams& row) {
   const cudaStream_t stream = device_->compute();
   const CutArena arena = Arena(job);
-  return ForEachBlock(row.rows, job.blocks.rows, row.padded_rows, [&](int64_t begin, int64_t count) -> absl::Status {
-    const RowLossParams rows = RowsOf(row, begin, count);
-    if (job.fused) {
-      hopper::FusedRows memory = workspace_.fused;
-      memory.partials = arena.tiles;
-      return ToStatus(hopper::LaunchFusedLoss({rows, HiddenRows(job, begin), values_.compute_weight,
-                                               sizes_.padded_hidden, memory, workspace_.rules + begin},
-                                              device_->limits().fused_clusters, stream),
-                      "fused loss kernels");
-    }
-    const auto fold = [&](int64_t first, int64_t classes) -> absl::Status {
-      const ClassBlock block = ClassesOf(rows, first, classes, arena.logits);
-      LOSSD_RETURN_IF_ERROR(BlockLogits(job, block, begin));
-      return ToStatus(LaunchFoldBlock(block, workspace_.running, stream), "statistics kernel");
-    };
-    LOSSD_RETURN_IF_ERROR(ForEachBlock(row.vocab, job.blocks.classes, sizes_.padded_vocab, fold));
-    return ToStatus(LaunchFinishRunning(rows, workspace_.running, workspace_.rules + begin, stream),
-                    "row results kernel");
-  });
+  return ForEachBlock(
+      row.rows, job.blocks.rows, row.padded_rows, [&](int64_t begin, int64_t count) -> absl::Status {
+        const RowLossParams rows = RowsOf(row, begin, count);
+        if (job.fused) {
+          hopper::FusedRows memory = workspace_.fused;
+          memory.partials = arena.tiles;
+          return ToStatus(hopper::LaunchFusedLoss({rows, HiddenRows(job, begin), values_.compute_weight,
+                                                   sizes_.padded_hidden, memory, workspace_.rules + begin},
+                                                  device_->limits().fused_clusters, stream),
+                          "fused loss kernels");
+        }
+        const auto fold = [&](int64_t first, int64_t classes) -> absl::Status {
+          const ClassBlock block = ClassesOf(rows, first, classes, arena.logits);
+          LOSSD_RETURN_IF_ERROR(BlockLogits(job, block, begin));
+          return ToStatus(LaunchFoldBlock(block, workspace_.running, stream), "statistics kernel");
+        };
+        LOSSD_RETURN_IF_ERROR(ForEachBlock(row.vocab, job.blocks.classes, sizes_.padded_vocab, fold));
+        return ToStatus(LaunchFinishRunning(rows, workspace_.running, workspace_.rules + begin, stream),
+                        "row results kernel");
+      });
 }
 
 absl::Status CudaHead::BlockLogits(const Job& job, const ClassBlock& block, int64_t begin) {
   const RowLossParams& row = block.row;
   return device_->gemms().Run(
-      WithoutScratch(LogitsShape(row.padded_rows, row.ld)),
+      LogitsShape(row.padded_rows, row.ld),
       {.a = WeightRows(block.first_class), .b = HiddenRows(job, begin), .c = row.logits}, nullptr,
       device_->compute());
 }
@@ -166,10 +159,10 @@ absl::Status CudaHead::CutFilter(const Job& job, const RowLossParams& row) {
     return FilterRows(job, all.row, begin);
   };
   LOSSD_RETURN_IF_ERROR(ForEachBlock(row.rows, job.filter_rows, row.padded_rows, filter_block));
-  return ToStatus(LaunchDecide({selection, row.rows, job.slot->device_in.with_gradient, 1.0f,
-                                &filter.counters->exact},
-                               stream),
-                  "decision kernel");
+  return ToStatus(
+      LaunchDecide({selection, row.rows, job.slot->device_in.with_gradient, 1.0f, &filter.counters->exact},
+                   stream),
+      "decision kernel");
 }
 
 // dx into its buffer, as the GEMM of another head would leave it, and the weight gradients.
@@ -185,7 +178,8 @@ absl::Status CudaHead::CutBackward(const Job& job) {
     return AddKept(job);
   };
   if (job.layout.filtered) {
-    LOSSD_RETURN_IF_ERROR(Branch(job.slot->weight_branch, [&] { return CutGradients(job); }, add_kept));
+    LOSSD_RETURN_IF_ERROR(Branch(
+        job.slot->weight_branch, [&] { return CutGradients(job); }, add_kept));
   } else {
     if (job.hidden_gemm) LOSSD_RETURN_IF_ERROR(Await(download_idle_, device_->compute()));
     LOSSD_RETURN_IF_ERROR(CutGradients(job));
@@ -204,17 +198,17 @@ absl::Status CudaHead::CutGradients(const Job& job) {
                         device_->compute()),
       "kernel over hidden states");
   const RowLossParams row = RowLoss(job);
-  return ForEachBlock(
-      row.rows, job.blocks.rows, row.padded_rows,
-      [&](int64_t begin, int64_t count) { return CutRowBlock(job, RowsOf(row, begin, count), begin); });
+  return ForEachBlock(row.rows, job.blocks.rows, row.padded_rows, [&](int64_t begin, int64_t count) {
+    return CutRowBlock(job, RowsOf(row, begin, count), begin);
+  });
 }
 
 absl::Status CudaHead::CutRowBlock(const Job& job, const RowLossParams& row, int64_t begin) {
   const CutArena arena = Arena(job);
   const int64_t ld = sizes_.padded_hidden;
   const DType dtype = HiddenGradientType(job);
-  void* const slot = static_cast<uint8_t*>(workspace_.hidden_gradient) +
-                     begin * ld * static_cast<int64_t>(SizeOf(dtype));
+  void* const slot =
+      static_cast<uint8_t*>(workspace_.hidden_gradient) + begin * ld * static_cast<int64_t>(SizeOf(dtype));
   void* const sums = dtype == DType::kFloat32 ? slot : arena.hidden_gradient;
   const auto add_block = [&](int64_t first, int64_t classes) -> absl::Status {
     const ClassBlock block = ClassesOf(row, first, classes, arena.logits);
@@ -245,14 +239,13 @@ absl::Status CudaHead::BlockGradient(const Job& job, const ClassBlock& block, in
 }
 
 absl::Status CudaHead::BlockHiddenGradient(const Job& job, const ClassBlock& block, void* gradient) {
-  return device_->gemms().Run(
-      WithoutScratch(HiddenGradientShape(block.row.padded_rows, block.row.ld, DType::kFloat32)),
-      {.a = WeightRows(block.first_class),
-       .b = block.row.logits,
-       .c = gradient,
-       .alpha = HiddenGradientScale(job),
-       .beta = block.first_class == 0 ? 0.0f : 1.0f},
-      nullptr, device_->compute());
+  return device_->gemms().Run(HiddenGradientShape(block.row.padded_rows, block.row.ld, DType::kFloat32),
+                              {.a = WeightRows(block.first_class),
+                               .b = block.row.logits,
+                               .c = gradient,
+                               .alpha = HiddenGradientScale(job),
+                               .beta = block.first_class == 0 ? 0.0f : 1.0f},
+                              nullptr, device_->compute());
 }
 
 absl::Status CudaHead::BlockWeightGradient(const Job& job, const ClassBlock& block, int64_t begin) {
@@ -266,19 +259,17 @@ absl::Status CudaHead::BlockWeightGradient(const Job& job, const ClassBlock& blo
                                "kernel over a gradient");
   }
   if (gradients_.bias != nullptr) {
-    LOSSD_RETURN_IF_CUDA_ERROR(
-        LaunchColumnSum(gradient, keep, nullptr, row.rows, scale, Arena(job).partials,
-                        gradients_.bias + block.first_class, stream),
-        "column sum kernel");
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchColumnSum(gradient, keep, nullptr, row.rows, scale, Arena(job).partials,
+                                               gradients_.bias + block.first_class, stream),
+                               "column sum kernel");
   }
-  return device_->gemms().Run(
-      WithoutScratch(WeightGradientShape(row.padded_rows, row.ld)),
-      {.a = HiddenRows(job, begin),
-       .b = row.logits,
-       .c = gradients_.weight + block.first_class * sizes_.padded_hidden,
-       .alpha = scale,
-       .beta = weight_gradient_is_zero_ && begin == 0 ? 0.0f : 1.0f},
-      nullptr, stream);
+  return device_->gemms().Run(WeightGradientShape(row.padded_rows, row.ld),
+                              {.a = HiddenRows(job, begin),
+                               .b = row.logits,
+                               .c = gradients_.weight + block.first_class * sizes_.padded_hidden,
+                               .alpha = scale,
+                               .beta = weight_gradient_is_zero_ && begin == 0 ? 0.0f : 1.0f},
+                              nullptr, stream);
 }
 
 }  // namespace lossd::kernels::cuda

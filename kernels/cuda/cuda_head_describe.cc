@@ -1,5 +1,6 @@
-// What a head says of its choices: those of a full chunk with gradients and default options, and the memory
-// that goes with them.
+// What a head says of its choices: those of a full chunk with gradients and the options it has by itself, and
+// the memory that goes with them.
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -21,12 +22,19 @@ Choice ChunkChoice(const HeadSizes& sizes, int64_t most_rows, int64_t workspace_
 
 Choice FilterChoice(const FilterShape& shape, const DeviceLimits& limits) {
   Carver own(nullptr), logits(nullptr);
-  FilterBuffers::Carve(shape, own, logits);
+  FilterBuffers::Carve(shape, own, logits, logits);
   const absl::string_view reason = WhyNotFilteredOnDevice(shape, limits);
   return {.what = "filtered gradients",
           .choice = reason.empty() ? "where asked for" : "never",
           .reason = std::string(reason),
           .workspace_bytes = own.used()};
+}
+
+Choice BlockChoice(const CutBlocks& blocks, int64_t arena_bytes) {
+  return {.what = "blocks",
+          .choice = absl::StrCat(blocks.rows, " rows, ", blocks.classes, " classes"),
+          .reason = "the fastest that fit, by calculation",
+          .workspace_bytes = arena_bytes};
 }
 
 }  // namespace
@@ -47,22 +55,34 @@ absl::Status CudaHead::MakeChoices() {
   const DeviceLimits& limits = device_->limits();
   const RowLossParams loss = FullChunk();
   const FilterShape filter = FilterShapeOf(config_, sizes_);
-  const ChunkPlan plan = PlanChunk({}, loss, filter, limits, device_->options().fused_loss, false);
-  choices_ = {ChunkChoice(sizes_, device_->options().max_chunk_rows, plan_[MemoryKind::kWorkspace])};
+  const Algorithm algorithm = config_.algorithm;
+  const ChunkPlan plan =
+      Plan({.algorithm = algorithm, .filter_epsilon = DefaultFilterEpsilon(algorithm)}, loss);
+  const int64_t most_rows = device_->options().max_chunk_rows;
+  choices_ = {ChunkChoice(sizes_, IsCut() ? std::min(most_rows, kCutChunkRows) : most_rows,
+                          plan_[MemoryKind::kWorkspace])};
+  CutBlocks blocks = {sizes_.chunk_rows, sizes_.padded_vocab};
+  if (IsCut()) {
+    const CutShape shape = CutShapeOf(config_, sizes_, limits.multiprocessors);
+    blocks = ChooseCutBlocks(shape, sizes_.chunk_rows, sizes_.arena_bytes);
+    choices_.push_back(BlockChoice(blocks, sizes_.arena_bytes));
+  }
   for (Choice& choice : cuda::Describe(plan)) choices_.push_back(std::move(choice));
   if (plan.fused()) {
     choices_.push_back({.what = "logits product",
                         .choice = absl::StrCat("with the loss, ", limits.fused_clusters, " clusters")});
   } else {
-    LOSSD_RETURN_IF_ERROR(AddProduct("logits product", LogitsShape(sizes_.chunk_rows)));
-    choices_.push_back({.what = "row loss", .choice = DescribeRowLoss(loss, limits)});
+    LOSSD_RETURN_IF_ERROR(AddProduct("logits product", LogitsShape(blocks.rows, blocks.classes)));
+    if (!IsCut()) choices_.push_back({.what = "row loss", .choice = DescribeRowLoss(loss, limits)});
   }
   if (!plan.own_hidden_product()) {
+    const DType dtype = IsCut() ? DType::kFloat32 : config_.compute_dtype;
     LOSSD_RETURN_IF_ERROR(
-        AddProduct("hidden gradient product", HiddenGradientShape(sizes_.chunk_rows, config_.compute_dtype)));
+        AddProduct("hidden gradient product", HiddenGradientShape(blocks.rows, blocks.classes, dtype)));
   }
   if (config_.trainable && !plan.own_weight_product()) {
-    LOSSD_RETURN_IF_ERROR(AddProduct("weight gradient product", WeightGradientShape(sizes_.chunk_rows)));
+    LOSSD_RETURN_IF_ERROR(
+        AddProduct("weight gradient product", WeightGradientShape(blocks.rows, blocks.classes)));
   }
   choices_.push_back(FilterChoice(filter, limits));
   return absl::OkStatus();

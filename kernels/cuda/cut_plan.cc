@@ -12,10 +12,10 @@ constexpr int64_t kClassUnit = 256;
 constexpr int64_t kLeastRows = 8;
 
 // One H200, bf16. They rank blocks; that they are not those of another GPU costs little.
-constexpr double kTileSeconds = 11e-9;      // 128 x 256 of a product, one step of its inner dimension
-constexpr double kBytesPerSecond = 4e12;    // of device memory
-constexpr double kCachedPerSecond = 8e12;   // of what stays in L2
-constexpr double kLaunchSeconds = 10e-6;    // of the three products of a block
+constexpr double kTileSeconds = 11e-9;     // 128 x 256 of a product, one step of its inner dimension
+constexpr double kBytesPerSecond = 4e12;   // of device memory
+constexpr double kCachedPerSecond = 8e12;  // of what stays in L2
+constexpr double kLaunchSeconds = 10e-6;   // of the three products of a block
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -73,9 +73,10 @@ double PredictCutSeconds(const CutShape& shape, const CutBlocks& blocks, int64_t
   const double steps = static_cast<double>(Waves(blocks.rows, blocks.classes, sms)) * d +
                        static_cast<double>(Waves(blocks.rows, hidden, sms)) * c +
                        static_cast<double>(Waves(blocks.classes, hidden, sms)) * r;
-  const double block = steps * kTileSeconds + 8.0 * c * d / kBytesPerSecond + 8.0 * r * d / kCachedPerSecond +
-                       kLaunchSeconds;
-  return block * static_cast<double>(CeilDiv(rows, blocks.rows) * CeilDiv(shape.padded_vocab, blocks.classes));
+  const double block =
+      steps * kTileSeconds + 8.0 * c * d / kBytesPerSecond + 8.0 * r * d / kCachedPerSecond + kLaunchSeconds;
+  return block *
+         static_cast<double>(CeilDiv(rows, blocks.rows) * CeilDiv(shape.padded_vocab, blocks.classes));
 }
 
 CutBlocks SmallestCutBlocks(const CutShape& shape) {

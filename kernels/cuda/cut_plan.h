@@ -1,5 +1,5 @@
-// How a chunk of a head that keeps no logits (Algorithm::kCut) is cut into blocks of rows and classes, so that
-// a block and what belongs to it fit an arena of a given size. docs/kernels/cut.md says what is in it.
+// How a chunk of a head that keeps no logits (Algorithm::kCut) is cut into blocks of rows and classes, so
+// that a block and what belongs to it fit an arena of a given size. docs/kernels/cut.md says what is in it.
 //
 // Pure functions; thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_CUT_PLAN_H_
@@ -58,8 +58,8 @@ CutBlocks ChooseCutBlocks(const CutShape& shape, int64_t rows, int64_t arena_byt
 // Seconds that the gradients of `rows` rows take by those numbers, in blocks of this size.
 double PredictCutSeconds(const CutShape& shape, const CutBlocks& blocks, int64_t rows);
 
-// Where the logits of a block of rows lie when small probabilities are left out: behind the lists of the chunk
-// (the second group of FilterBuffers), and where its scratch (the third) will be.
+// Where the logits of a block of rows lie when small probabilities are left out: behind the lists of the
+// chunk (the second group of FilterBuffers), and where its scratch (the third) will be.
 struct CutFilterArena {
   void* logits = nullptr;  // [rows, padded_vocab]
   int64_t bytes = 0;
@@ -67,8 +67,8 @@ struct CutFilterArena {
   static CutFilterArena Carve(const FilterShape& chunk, int64_t rows, uint8_t* base);
 };
 
-// Rows of a block whose logits fit the arena beside the lists of the chunk, of blocks of about the same size; at
-// least 8. rows > 0.
+// Rows of a block whose logits fit the arena beside the lists of the chunk, of blocks of about the same size;
+// at least 8. rows > 0.
 int64_t ChooseFilterRows(const FilterShape& chunk, int64_t rows, int64_t arena_bytes);
 
 // The arena of a head: at least this, or no block fits, and not more than that, or some of it is never used.

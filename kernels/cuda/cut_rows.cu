@@ -26,8 +26,8 @@ RowLossParams WithinBlock(const ClassBlock& block) {
 
 // `column` may lie outside the block, on either side: bias and class weights go on there.
 template <typename T>
-__device__ __forceinline__ Target MakeTarget(const RowLossParams& p, const LogitMap<T, true>& map, int64_t row,
-                                             int column) {
+__device__ __forceinline__ Target MakeTarget(const RowLossParams& p, const LogitMap<T, true>& map,
+                                             int64_t row, int column) {
   Target target;
   target.column = column;
   target.logit = map(p.target_dots[row], column);
@@ -122,9 +122,10 @@ __global__ __launch_bounds__(kThreads) void GradientBlockKernel(const __grid_con
 }
 
 template <typename T>
-cudaError_t LaunchFold(const RowLossParams& p, int64_t first_class, RunningRow* running, cudaStream_t stream) {
-  FoldBlockKernel<T><<<static_cast<unsigned>(p.rows), kThreads, 0, stream>>>(
-      p, static_cast<int>(first_class), running);
+cudaError_t LaunchFold(const RowLossParams& p, int64_t first_class, RunningRow* running,
+                       cudaStream_t stream) {
+  FoldBlockKernel<T>
+      <<<static_cast<unsigned>(p.rows), kThreads, 0, stream>>>(p, static_cast<int>(first_class), running);
   return cudaGetLastError();
 }
 

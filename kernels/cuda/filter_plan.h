@@ -50,8 +50,9 @@ struct FilterBuffers {
   SelectedRow* rows = nullptr;  // [chunk_rows]
   FilterCounters* counters = nullptr;
 
-  // Written row by row. Here and below in the memory of the logits, which nobody reads any more once a chunk is
-  // known to be filtered; with Algorithm::kCut beside them, since the logits of other rows are still to come.
+  // Written row by row. Here and below in the memory of the logits, which nobody reads any more once a chunk
+  // is known to be filtered; with Algorithm::kCut beside them, since the logits of other rows are still to
+  // come.
   uint64_t* keys = nullptr;     // [entries]
   float* coefs = nullptr;       // [entries]
   float* weight_sum = nullptr;  // [padded_hidden]

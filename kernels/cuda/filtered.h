@@ -77,8 +77,8 @@ struct KeptList {
   int64_t first_row = 0;  // what rows are counted from
 };
 
-// Row results from logits in fp32, the hidden gradient, the dropped mass, and the list of what is kept. Nothing
-// if the candidates overflowed the pool.
+// Row results from logits in fp32, the hidden gradient, the dropped mass, and the list of what is kept.
+// Nothing if the candidates overflowed the pool.
 struct FilterRowsParams {
   RowLossParams row;  // as for the selection; logits are not read
   RowSelection selection;

@@ -194,11 +194,11 @@ absl::Status Gemms::Run(const GemmShape& shape, const GemmOperands& operands, vo
   if (!found.ok()) return found.status();
   const Plan& plan = **found;
   const auto workspace_bytes = static_cast<size_t>(shape.scratch ? kGemmWorkspaceBytes : 0);
-  return library_->ToStatus(library_->matmul(handle_, plan.desc, &operands.alpha, operands.a, plan.a,
-                                             operands.b, plan.b, &operands.beta, operands.c, plan.c,
-                                             operands.c, plan.c, &plan.candidates[plan.chosen].algo,
-                                             workspace, workspace_bytes, stream),
-                            "cublasLtMatmul");
+  return library_->ToStatus(
+      library_->matmul(handle_, plan.desc, &operands.alpha, operands.a, plan.a, operands.b, plan.b,
+                       &operands.beta, operands.c, plan.c, operands.c, plan.c,
+                       &plan.candidates[plan.chosen].algo, workspace, workspace_bytes, stream),
+      "cublasLtMatmul");
 }
 
 Choice Gemms::Describe(const GemmShape& shape) const {

@@ -12,7 +12,8 @@ namespace {
 
 constexpr int64_t kPad = 8;  // elements: 16 bytes of a 16-bit type
 constexpr int64_t kPieceBytes = int64_t{8} << 20;
-constexpr int64_t kCutPieces = 32;  // of a head for Algorithm::kCut, a piece is this part of its limit at most
+constexpr int64_t kCutPieces =
+    32;  // of a head for Algorithm::kCut, a piece is this part of its limit at most
 
 HeadSizes WithRows(HeadSizes sizes, int64_t rows) {
   sizes.chunk_rows = PadRows(rows);
@@ -74,7 +75,8 @@ void CarveLogits(const HeadConfig& config, const HeadSizes& sizes, Carver& carve
 
 int64_t WorkspaceLimit(const HeadConfig& config, int64_t workspace_bytes) {
   if (config.workspace_bytes > 0) return config.workspace_bytes;
-  return config.algorithm == Algorithm::kCut ? std::min(workspace_bytes, kCutWorkspaceBytes) : workspace_bytes;
+  return config.algorithm == Algorithm::kCut ? std::min(workspace_bytes, kCutWorkspaceBytes)
+                                             : workspace_bytes;
 }
 
 // What counts against the limit.

@@ -70,16 +70,16 @@ struct Workspace {
   void* hidden_gradient = nullptr;  // [chunk_rows, padded_hidden] HiddenGradientDType()
   void* logits = nullptr;           // [chunk_rows, padded_vocab] compute dtype; at least what `filter` takes
   // Algorithm::kCut only, instead of logits.
-  uint8_t* arena = nullptr;        // [arena_bytes]: CutArena or CutFilterArena
-  GradientRule* rules = nullptr;   // [chunk_rows]
-  RunningRow* running = nullptr;   // [chunk_rows]
-  float* target_dots = nullptr;    // [chunk_rows]; 16-bit compute or kCut only
+  uint8_t* arena = nullptr;           // [arena_bytes]: CutArena or CutFilterArena
+  GradientRule* rules = nullptr;      // [chunk_rows]
+  RunningRow* running = nullptr;      // [chunk_rows]
+  float* target_dots = nullptr;       // [chunk_rows]; 16-bit compute or kCut only
   uint8_t* upload_piece = nullptr;    // [piece_bytes]
   uint8_t* download_piece = nullptr;  // [piece_bytes]
   int32_t* keep = nullptr;            // [chunk_rows]
   // [chunk_rows]; HeadSizes::fused only. Its partials share hidden_gradient; with kCut they lie in the arena.
   hopper::FusedRows fused;
-  float* mean = nullptr;    // [chunk_rows], norm heads only, likewise below
+  float* mean = nullptr;  // [chunk_rows], norm heads only, likewise below
   float* inverse_deviation = nullptr;
   float* partials = nullptr;      // first stage of column sums
   double* square_sums = nullptr;  // [kSquareSumPartials + 1]

@@ -46,8 +46,8 @@ struct StreamSpec {
   RowRange rows;                // carried by this stream
   kernels::DType hidden_dtype = kernels::DType::kBFloat16;
   kernels::LossOptions options;
-  bool algorithm_of_head = false;       // options.algorithm is to be as the head's config says,
-  bool epsilon_of_algorithm = false;    // and options.filter_epsilon as that algorithm has it
+  bool algorithm_of_head = false;     // options.algorithm is to be as the head's config says,
+  bool epsilon_of_algorithm = false;  // and options.filter_epsilon as that algorithm has it
   int32_t ignore_index = -100;
   Reduction reduction = Reduction::kSum;
   std::optional<double> normalizer;  // kMean only; see the protocol for when it may be absent

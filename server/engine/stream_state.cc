@@ -71,9 +71,10 @@ void ResolveOptions(const kernels::HeadConfig& config, StreamSpec& spec) {
 absl::Status CheckHead(const StreamSpec& spec, const kernels::HeadConfig& config) {
   const kernels::Algorithm algorithm = spec.options.algorithm;
   if (config.algorithm == kernels::Algorithm::kCut && algorithm != kernels::Algorithm::kCut) {
-    return InvalidField("open.options.algorithm",
-                        "must be cut or unspecified: the head was created for cut and has no memory for logits",
-                        kernels::Name(algorithm));
+    return InvalidField(
+        "open.options.algorithm",
+        "must be cut or unspecified: the head was created for cut and has no memory for logits",
+        kernels::Name(algorithm));
   }
   if (spec.options.use_class_weights && !config.has_class_weights) {
     return InvalidField("open.options.use_class_weights", "needs a head with class weights", "true");

@@ -65,8 +65,7 @@ cudaError_t LaunchFusedLoss(const FusedLossParams& params, int clusters, cudaStr
   pass.redo = params.rows.redo;
   if (error == cudaSuccess) error = LaunchLogitPass(pass, clusters, stream);
   if (error == cudaSuccess) error = LaunchMergeTiles(params.loss, params.rows, true, stream);
-  return error == cudaSuccess ? LaunchFinishRows(params.loss, params.rows, params.rules, stream)
-                              : error;
+  return error == cudaSuccess ? LaunchFinishRows(params.loss, params.rows, params.rules, stream) : error;
 }
 
 }  // namespace lossd::kernels::cuda::hopper

@@ -38,12 +38,12 @@ cudaError_t LaunchFusedLoss(const FusedLossParams& params, int clusters, cudaStr
 
 // The gradient over a block of classes of rows whose rules are known.
 struct FusedGradientParams {
-  // As for LaunchFusedLoss(), but logits [padded_rows, ld] hold, on return, dL/ds over (scale * gradient unit)
-  // of the classes [first_class, first_class + classes), 0 in padding columns.
+  // As for LaunchFusedLoss(), but logits [padded_rows, ld] hold, on return, dL/ds over (scale * gradient
+  // unit) of the classes [first_class, first_class + classes), 0 in padding columns.
   RowLossParams loss;
-  const void* hidden = nullptr;  // [loss.padded_rows, inner], loss.dtype
-  const void* weight = nullptr;  // [ld, inner], from first_class on
-  int64_t inner = 0;             // a multiple of 8
+  const void* hidden = nullptr;         // [loss.padded_rows, inner], loss.dtype
+  const void* weight = nullptr;         // [ld, inner], from first_class on
+  int64_t inner = 0;                    // a multiple of 8
   const GradientRule* rules = nullptr;  // [loss.padded_rows]
   int64_t first_class = 0;
   int64_t classes = 0;

@@ -151,8 +151,8 @@ __device__ __forceinline__ RowGradient FinishRow(const RowLossParams& p, const F
 
 // A warp a row.
 template <bool kGeneral>
-__global__ void FinishRowsKernel(const __grid_constant__ RowLossParams p,
-                                 const __grid_constant__ FusedRows w, GradientRule* rules) {
+__global__ void FinishRowsKernel(const __grid_constant__ RowLossParams p, const __grid_constant__ FusedRows w,
+                                 GradientRule* rules) {
   const int64_t row = blockIdx.x * int64_t{kFinishWarps} + threadIdx.x / 32;
   const int lane = static_cast<int>(threadIdx.x & 31);
   if (row >= p.rows) return;

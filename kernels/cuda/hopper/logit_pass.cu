@@ -226,11 +226,11 @@ __device__ __forceinline__ uint32_t PackGradients(float low, float high) {
 constexpr int kBoxColumns = kBoxRowBytes / 2;
 constexpr int kGroups = kBoxColumns / 8;
 
-// Turns pairs of neighbouring elements into words, word = body(s0, s1, half), and with kStore sends them out a
-// box at a time; before_send(box) may change a box whose words the warp has put.
+// Turns pairs of neighbouring elements into words, word = body(s0, s1, half), and with kStore sends them out
+// a box at a time; before_send(box) may change a box whose words the warp has put.
 template <bool kStore, typename Body, typename BeforeSend>
-__device__ __forceinline__ void ForEachBox(const float (&logits)[128], const OutBoxes& out, int column, int row,
-                                           Body body, BeforeSend before_send) {
+__device__ __forceinline__ void ForEachBox(const float (&logits)[128], const OutBoxes& out, int column,
+                                           int row, Body body, BeforeSend before_send) {
 #pragma unroll
   for (int box = 0; box < kVocabTile / kBoxColumns; ++box) {
     if constexpr (kStore) out.Open();
@@ -362,8 +362,8 @@ __device__ __forceinline__ void Consume(const Maps& maps, const KernelParams& p,
     if constexpr (kOutput == Output::kGradient) {
       Gradients<T, kForm>(p, logits, rows, out, column, first_row);
     } else {
-      const ThreadSums sums = Exponentials<kForm, kOutput == Output::kExponentials>(
-          p, logits, rows.reference, out, column, first_row);
+      const ThreadSums sums = Exponentials<kForm, kOutput == Output::kExponentials>(p, logits, rows.reference,
+                                                                                    out, column, first_row);
       WritePartials<kForm>(p, tile, rows, logits, sums);
     }
   });
@@ -395,7 +395,8 @@ __global__ __cluster_dims__(kClusterBlocks)
 template <typename T, Form kForm, Output kOutput>
 struct Kernel {
   static constexpr auto kFunction = LogitPassKernel<T, kForm, kOutput>;
-  static constexpr int kSharedBytes = kRingBytes + (kOutput != Output::kStatistics ? kOutBytes : 0) + kRingBarrierBytes;
+  static constexpr int kSharedBytes =
+      kRingBytes + (kOutput != Output::kStatistics ? kOutBytes : 0) + kRingBarrierBytes;
 
   static cudaError_t AllowSharedBytes() {
     return cudaFuncSetAttribute(kFunction, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);

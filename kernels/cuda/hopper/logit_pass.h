@@ -56,8 +56,8 @@ struct LogitPassParams {
   // 0 at the target and in padding columns.
   void* exponentials = nullptr;
   // [rows] or null. With rules, what is written to `exponentials`, then in dtype, is dL/ds over (scale *
-  // gradient unit), the target's entry too; reference, threshold and partials are not used. Of a rule softmax,
-  // reference and target count; a row with softmax 0 is 0 but for the target.
+  // gradient unit), the target's entry too; reference, threshold and partials are not used. Of a rule
+  // softmax, reference and target count; a row with softmax 0 is 0 but for the target.
   const GradientRule* rules = nullptr;
   // Null: all rows. Otherwise nothing happens if redo[0] is 0, and else only to the panels of kPanelRows rows
   // whose redo[1 + panel] is not 0.

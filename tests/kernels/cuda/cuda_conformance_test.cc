@@ -60,8 +60,8 @@ void AddCutCases(std::vector<ConformanceCase>& cases) {
     cases.push_back({"CudaCutFused", FusedBackend, compute, compute, Algorithm::kCut});
     cases.push_back({"CudaCutFusedBlocks", FusedSmallBlockBackend, compute, compute, Algorithm::kCut});
   }
-  cases.push_back({"CudaCutFusedBlocks", FusedSmallBlockBackend, DType::kBFloat16, DType::kFloat32,
-                   Algorithm::kCut});
+  cases.push_back(
+      {"CudaCutFusedBlocks", FusedSmallBlockBackend, DType::kBFloat16, DType::kFloat32, Algorithm::kCut});
   cases.push_back({"CudaCutHostBranch", HostBranchSmallBlockBackend, DType::kBFloat16, DType::kBFloat16,
                    Algorithm::kCut});
 }

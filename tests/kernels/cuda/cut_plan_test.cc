@@ -20,8 +20,10 @@ constexpr int64_t kManyRows = 16384;
 struct Shape {
   int64_t vocab, hidden;
 };
-constexpr Shape kModels[] = {{256'000, 2304}, {128'256, 4096}, {32'064, 3072}, {131'072, 5120}, {152'064, 8192}};
-constexpr Shape kOdd[] = {{1, 1}, {7, 3}, {257, 127}, {1031, 2}, {255'999, 5119}, {1'000'003, 1000}, {300, 30'000}};
+constexpr Shape kModels[] = {
+    {256'000, 2304}, {128'256, 4096}, {32'064, 3072}, {131'072, 5120}, {152'064, 8192}};
+constexpr Shape kOdd[] = {{1, 1},       {7, 3}, {257, 127}, {1031, 2}, {255'999, 5119}, {1'000'003, 1000},
+                          {300, 30'000}};
 
 HeadConfig Cut(const Shape& shape, DType dtype) {
   return {.hidden_size = shape.hidden,
@@ -64,8 +66,8 @@ TEST(CutPlan, OddShapesStayWithinTheLimitAndTakeNoMoreThanTheyUse) {
       const HeadSizes sizes = SizesOf(config);
       const int64_t workspace = PlanMemory(config, sizes, kMultiprocessors)[MemoryKind::kWorkspace];
       EXPECT_LE(workspace, int64_t{64} << 20) << Describe(config);
-      EXPECT_LE(sizes.arena_bytes, LargestCutArena(CutShapeOf(config, sizes, kMultiprocessors),
-                                                   FilterShapeOf(config, sizes)));
+      EXPECT_LE(sizes.arena_bytes,
+                LargestCutArena(CutShapeOf(config, sizes, kMultiprocessors), FilterShapeOf(config, sizes)));
     }
   }
 }
@@ -111,7 +113,8 @@ TEST(CutPlan, BlocksFitTheArenaWhateverTheRows) {
 // What a block needs lies side by side; the statistics share the memory of what comes after them.
 TEST(CutPlan, NothingOfABlockOverlaps) {
   auto* const base = reinterpret_cast<uint8_t*>(uintptr_t{1} << 40);
-  const CutShape shape = {.padded_hidden = 2304, .vocab = 255'999, .padded_vocab = 256'000, .fused = true, .bias = true};
+  const CutShape shape = {
+      .padded_hidden = 2304, .vocab = 255'999, .padded_vocab = 256'000, .fused = true, .bias = true};
   const CutBlocks blocks = {1024, 4096};
   const CutArena arena = CutArena::Carve(shape, blocks, base);
   EXPECT_EQ(arena.logits, base);

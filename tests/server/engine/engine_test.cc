@@ -330,7 +330,8 @@ TEST_F(EngineTest, AHeadSaysWhatAStreamLeavesOpen) {
        {Algorithm::kExact, Algorithm::kFiltered, Algorithm::kAuto, Algorithm::kCut}) {
     const std::string head(kernels::Name(algorithm));
     ASSERT_TRUE(
-        engine_->CreateHead(head, {.hidden_size = kHidden, .vocab_size = 10, .algorithm = algorithm}, {}).ok());
+        engine_->CreateHead(head, {.hidden_size = kHidden, .vocab_size = 10, .algorithm = algorithm}, {})
+            .ok());
     ASSERT_TRUE(engine_->PublishHead(head).ok());
     StreamSpec spec = Whole(1, 2);
     spec.algorithm_of_head = spec.epsilon_of_algorithm = true;

@@ -133,8 +133,8 @@ class LogitPassTest : public ::testing::TestWithParam<Case> {
     for (int64_t r = 0; r < c.rows; ++r) {
       if (r % 5 == 4) continue;  // adds nothing
       rules[r].softmax = (r % 2 == 0 ? 1.0f : -1.0f) * (0.25f + static_cast<float>(r % 3));
-      rules[r].reference =
-          static_cast<float>(static_cast<double>(scale) * logits_[r * c.vocab + targets_[r]] * kLog2EDouble + 5.0);
+      rules[r].reference = static_cast<float>(
+          static_cast<double>(scale) * logits_[r * c.vocab + targets_[r]] * kLog2EDouble + 5.0);
       rules[r].target = -0.75f - static_cast<float>(r % 4);
       rules[r].valid = true;
     }
