@@ -13,6 +13,7 @@ namespace lossd::kernels::cuda {
 static_assert(hopper::kProductScratchBytes <= kGemmWorkspaceBytes);
 
 absl::Status CudaHead::PrepareGemms(const Job& job) {
+  if (IsCut()) return PrepareCutGemms(job);
   Gemms& gemms = device_->gemms();
   const int64_t rows = job.layout.padded_rows;
   if (!job.fused) LOSSD_RETURN_IF_ERROR(gemms.Prepare(LogitsShape(rows)));
