@@ -13,7 +13,7 @@ from lossd.torch import LossHead
 
 def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = lossd.LossOptions()
-    parser.add_argument("--algorithm", choices=tuple(lossd.types.ALGORITHMS), default=defaults.algorithm,
+    parser.add_argument("--algorithm", choices=tuple(lossd.types.ALGORITHMS), default="exact",
                         help="how lossd computes gradients")
     parser.add_argument("--filter_epsilon", type=float, default=defaults.filter_epsilon,
                         help="filtered, auto: probabilities below it add nothing to gradients")

@@ -15,7 +15,7 @@ from lossd.v1 import head_pb2, loss_pb2, types_pb2
 
 DType = Literal["fp32", "fp16", "bf16"]
 Reduction = Literal["sum", "mean", "none"]
-Algorithm = Literal["exact", "filtered", "auto"]
+Algorithm = Literal["exact", "filtered", "auto", "cut"]
 Param = Literal["weight", "bias", "norm_gain", "norm_shift", "class_weights"]
 Role = Literal["value", "gradient", "moment1", "moment2"]
 Norm = Literal["none", "layernorm", "rmsnorm"]
@@ -29,7 +29,8 @@ DTYPES: Mapping[str, types_pb2.DType] = {
 REDUCTIONS: Mapping[str, loss_pb2.Reduction] = {
     "sum": loss_pb2.REDUCTION_SUM, "mean": loss_pb2.REDUCTION_MEAN, "none": loss_pb2.REDUCTION_NONE}
 ALGORITHMS: Mapping[str, loss_pb2.Algorithm] = {
-    "exact": loss_pb2.ALGORITHM_EXACT, "filtered": loss_pb2.ALGORITHM_FILTERED, "auto": loss_pb2.ALGORITHM_AUTO}
+    "exact": loss_pb2.ALGORITHM_EXACT, "filtered": loss_pb2.ALGORITHM_FILTERED, "auto": loss_pb2.ALGORITHM_AUTO,
+    "cut": loss_pb2.ALGORITHM_CUT}
 PARAMS: Mapping[str, head_pb2.Param] = {
     "weight": head_pb2.PARAM_WEIGHT, "bias": head_pb2.PARAM_BIAS, "norm_gain": head_pb2.PARAM_NORM_GAIN,
     "norm_shift": head_pb2.PARAM_NORM_SHIFT, "class_weights": head_pb2.PARAM_CLASS_WEIGHTS}
@@ -68,8 +69,9 @@ class LossOptions:
     logit_scale: float = 1.0  # 1 / temperature; finite and not 0
     use_class_weights: bool = False  # the head must have them
     # Losses and results per row do not depend on what follows ("Filtered gradients" in docs/math.md).
-    algorithm: Algorithm = "exact"
-    filter_epsilon: float = 2.0**-12  # filtered, auto: smaller probabilities add nothing to gradients; in [0, 1)
+    algorithm: Algorithm | None = None  # None: as the head says, exact unless it was created for another
+    # filtered, auto, cut: smaller probabilities add nothing to gradients; in [0, 1). None: 2^-12, for cut 0.
+    filter_epsilon: float | None = None
     # auto: the probability per valid row that may be left out, on average over rows computed together; with more of it
     # they are computed exactly. In [0, 1].
     max_dropped_mass: float = 0.05
@@ -80,15 +82,18 @@ class LossOptions:
         _check("softcap", self.softcap, "finite and not negative", 0 <= self.softcap < math.inf)
         _check("logit_scale", self.logit_scale, "finite and not 0",
                math.isfinite(self.logit_scale) and self.logit_scale != 0)
-        enum_value("algorithm", ALGORITHMS, self.algorithm)
-        _check("filter_epsilon", self.filter_epsilon, "in [0, 1)", 0 <= self.filter_epsilon < 1)
+        if self.algorithm is not None:
+            enum_value("algorithm", ALGORITHMS, self.algorithm)
+        if self.filter_epsilon is not None:
+            _check("filter_epsilon", self.filter_epsilon, "in [0, 1)", 0 <= self.filter_epsilon < 1)
         _check("max_dropped_mass", self.max_dropped_mass, "in [0, 1]", 0 <= self.max_dropped_mass <= 1)
 
     def to_proto(self) -> loss_pb2.LossOptions:
         return loss_pb2.LossOptions(
             ignore_index=self.ignore_index, label_smoothing=self.label_smoothing, z_loss=self.z_loss,
             softcap=self.softcap, logit_scale=self.logit_scale, use_class_weights=self.use_class_weights,
-            algorithm=ALGORITHMS[self.algorithm], filter_epsilon=self.filter_epsilon,
+            algorithm=None if self.algorithm is None else ALGORITHMS[self.algorithm],
+            filter_epsilon=self.filter_epsilon,
             max_dropped_mass=self.max_dropped_mass)
 
 
