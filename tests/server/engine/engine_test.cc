@@ -320,7 +320,7 @@ TEST_F(EngineTest, AHeadSaysWhatAStreamLeavesOpen) {
     StreamSpec spec = like;
     spec.head = head;
     spec.microbatch_id = ++id;
-    auto collector = std::make_shared<Collector>();
+    auto collector = std::make_shared<RowCollector>();
     auto stream = Open(std::move(spec), collector);
     if (stream == nullptr) return;
     Send(*stream, id, {0, 2});
@@ -330,8 +330,7 @@ TEST_F(EngineTest, AHeadSaysWhatAStreamLeavesOpen) {
        {Algorithm::kExact, Algorithm::kFiltered, Algorithm::kAuto, Algorithm::kCut}) {
     const std::string head(kernels::Name(algorithm));
     ASSERT_TRUE(
-        engine_->CreateHead(head, {.hidden_size = kHidden, .vocab_size = 10, .algorithm = algorithm}, {})
-            .ok());
+        engine_->CreateHead(head, {.hidden_size = kHidden, .vocab_size = 10, .algorithm = algorithm}).ok());
     ASSERT_TRUE(engine_->PublishHead(head).ok());
     StreamSpec spec = Whole(1, 2);
     spec.algorithm_of_head = spec.epsilon_of_algorithm = true;
@@ -350,7 +349,7 @@ TEST_F(EngineTest, AHeadSaysWhatAStreamLeavesOpen) {
   }
   StreamSpec spec = Whole(++id, 2);
   spec.head = "cut";
-  const absl::Status refused = engine_->Open(spec, std::make_shared<Collector>()).status();
+  const absl::Status refused = engine_->Open(spec, std::make_shared<RowCollector>()).status();
   EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(refused.message()), HasSubstr("open.options.algorithm"));
   EXPECT_THAT(std::string(refused.message()), HasSubstr("exact"));
