@@ -99,6 +99,12 @@ def peer_table(peers):
     return table(["shape", "data", "floor ms", *ran], rows)
 
 
+def torch_versions(peers):
+    """Of one run as peers.py writes it, or of several that were put together under "runs"."""
+    runs = peers["runs"].values() if "runs" in peers else [peers]
+    return ", ".join(sorted({run["versions"]["torch"] for run in runs}))
+
+
 def report(paths, peers_path=None):
     results, sources = read_results(paths)
     parts = ["Medians in ms, in parentheses the ratio to the floor of the same run. " + "; ".join(sources) + ".",
@@ -108,8 +114,8 @@ def report(paths, peers_path=None):
     if peers_path is not None:
         with open(peers_path) as file:
             peers = json.load(file)
-        parts += [f"Peers ({peers['card']}, {peers['date']}, torch {peers['torch']}), with the floor of their own run; "
-                  "memory is the peak above the inputs:", peer_table(peers["loss"])]
+        parts += [f"Peers ({peers['card']}, {peers['date']}, torch {torch_versions(peers)}), with the floor of their own "
+                  "run; memory is the peak above the inputs:", peer_table(peers["loss"])]
     return "\n\n".join(parts) + "\n"
 
 

@@ -54,10 +54,12 @@ std::vector<size_t> MessageBoundaries::Take(absl::Span<const uint8_t> bytes) {
       }
       i += taken;
       payload_left_ -= static_cast<uint32_t>(taken);
-      boundary = boundary || (type_ == kHeaders && payload_left_ == 0);
       if (boundary) boundaries.push_back(i);
     }
-    if (header_bytes_ == kFrameHeaderBytes && payload_left_ == 0) header_bytes_ = 0;
+    if (header_bytes_ == kFrameHeaderBytes && payload_left_ == 0) {
+      if (type_ == kHeaders) boundaries.push_back(i);
+      header_bytes_ = 0;
+    }
   }
   return boundaries;
 }

@@ -41,6 +41,12 @@ TEST(MessageBoundariesTest, FindsTheEndsOfHeadersAndMessages) {
               ElementsAre(headers, headers + 9 + 8, headers + 9 + 8 + 305, bytes.size()));
 }
 
+TEST(MessageBoundariesTest, FramesMayBeEmpty) {
+  const std::string empty = Frame(kHeaders, 1, ""), data = Frame(kData, 1, "");
+  MessageBoundaries boundaries(/*from_client=*/false);
+  EXPECT_THAT(Take(boundaries, empty + data + empty), ElementsAre(empty.size(), 3 * empty.size()));
+}
+
 TEST(MessageBoundariesTest, MessagesOfSeveralStreamsInterleave) {
   const std::string one = Message(20), two = Message(10);
   const std::string begin = Frame(kData, 1, one.substr(0, 3)) + Frame(kData, 3, two.substr(0, 9));
