@@ -1,20 +1,16 @@
-// Gradients from outside through the engine, and steps whose gradients are not finite.
-#include <algorithm>
-#include <cmath>
+// Gradients from outside through the engine.
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <random>
-#include <thread>
+#include <string>
+#include <vector>
 
-#include "absl/strings/str_cat.h"
-#include "absl/synchronization/notification.h"
-#include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "server/engine/engine.h"
 #include "server/engine/errors.h"
-#include "tests/server/engine/fake_backend.h"
-#include "tests/server/engine/room_client.h"
+#include "tests/server/engine/contributions_fixture.h"
 #include "tests/server/engine/row_collector.h"
 
 namespace lossd::engine {
@@ -23,74 +19,8 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-using ::testing::UnorderedElementsAre;
 
-constexpr int64_t kHidden = 2;
-constexpr int64_t kVocab = 10;
 constexpr float kInf = std::numeric_limits<float>::infinity();
-
-class ContributionsTest : public ::testing::Test {
- protected:
-  ContributionsTest() {
-    EngineOptions options;
-    options.slice_bytes = 4096;
-    options.staging_bytes = 16 * 4096;
-    options.max_ledger_rows = 25;
-    engine_ = *Engine::Create(options, &backend_, 42, nullptr);
-    AddHead();
-  }
-  void AddHead() {
-    kernels::HeadConfig config{.hidden_size = kHidden, .vocab_size = kVocab};
-    config.has_class_weights = true;
-    ASSERT_TRUE(engine_->CreateHead("head", config).ok());
-    ASSERT_TRUE(engine_->PublishHead("head").ok());
-  }
-  static ContributionSpec Spec(uint64_t id, uint64_t step = 0) {
-    return {.head = "head", .step = step, .contribution_id = id};
-  }
-  static StreamSpec Stream(uint64_t id) {
-    StreamSpec spec;
-    spec.head = "head";
-    spec.step = 0;
-    spec.microbatch_id = id;
-    spec.microbatch_rows = 1;
-    spec.rows = {0, 1};
-    spec.accumulate_gradients = true;
-    spec.targets = {1};
-    return spec;
-  }
-  // Row r of a contribution is {100 id + r, 0}.
-  static std::vector<float> Values(uint64_t id, RowRange rows) {
-    std::vector<float> values;
-    for (int64_t row = rows.begin; row < rows.end; ++row) {
-      values.push_back(static_cast<float>(100 * id + static_cast<uint64_t>(row)));
-      values.push_back(0.0f);
-    }
-    return values;
-  }
-  static absl::Span<const uint8_t> Bytes(const std::vector<float>& values) {
-    return {reinterpret_cast<const uint8_t*>(values.data()), values.size() * sizeof(float)};
-  }
-  absl::StatusOr<int64_t> Add(const Contribution& contribution, RowRange rows) {
-    const std::vector<float> values = Values(contribution.id, rows);
-    return engine_->AddRows(contribution, rows, Bytes(values));
-  }
-  absl::StatusOr<StepResult> Apply(StepRequest request) {
-    return engine_->ApplyStep("head", request, &missing_);
-  }
-  // What reached the device: the first elements of rows.
-  std::vector<float> Added() {
-    std::vector<float> rows;
-    const std::vector<float> all = device_.accumulated();
-    for (size_t i = 0; i < all.size(); i += kHidden) rows.push_back(all[i]);
-    return rows;
-  }
-
-  FakeDevice device_;
-  FakeBackend backend_{&device_};
-  std::unique_ptr<Engine> engine_;
-  std::vector<std::string> missing_;
-};
 
 TEST_F(ContributionsTest, RowsAreAddedOnceWhateverTheSlices) {
   const auto first = engine_->OpenContribution(Spec(1));
@@ -291,198 +221,6 @@ TEST_F(ContributionsTest, RandomHistoriesAddEachRowOnce) {
     ASSERT_THAT(Added(), ::testing::UnorderedElementsAreArray(expected));
     ASSERT_TRUE(Apply({.step = step, .expected_microbatches = {1, 2}}).ok());
   }
-}
-
-// ---- In order (deterministic mode) ----
-
-class OrderedContributionsTest : public ContributionsTest {
- protected:
-  OrderedContributionsTest() {
-    EngineOptions options;
-    options.slice_bytes = 4096;
-    options.staging_bytes = 16 * 4096;
-    options.deterministic = true;
-    engine_ = *Engine::Create(options, &backend_, 42, nullptr);
-    AddHead();
-  }
-  // Notified when the contribution may be added.
-  struct Turn {
-    explicit Turn(Engine& engine, const Contribution& contribution)
-        : ticket(engine.AwaitTurn(contribution, [called = called] { called->Notify(); })) {
-      if (ticket == 0) called->Notify();
-    }
-    std::shared_ptr<absl::Notification> called = std::make_shared<absl::Notification>();
-    uint64_t ticket;
-  };
-  // Sends a microbatch of two rows, {100 id + row, 0}, and waits for its end.
-  void SendMicrobatch(uint64_t id) {
-    StreamSpec spec = Stream(id);
-    spec.hidden_dtype = kernels::DType::kFloat32;
-    spec.microbatch_rows = 2;
-    spec.rows = {0, 2};
-    spec.targets = {1, 1};
-    const auto collector = std::make_shared<RowCollector>();
-    auto stream = engine_->Open(std::move(spec), collector);
-    ASSERT_TRUE(stream.ok()) << stream.status();
-    (*stream)->Start();
-    SendSlice(**stream, {0, 2}, Values(id, {0, 2}));
-    EXPECT_TRUE(collector->Wait().ok()) << collector->Wait();
-  }
-  void AddContribution(uint64_t id) {
-    const auto contribution = engine_->OpenContribution(Spec(id));
-    ASSERT_TRUE(contribution.ok()) << contribution.status();
-    const Turn turn(*engine_, *contribution);
-    turn.called->WaitForNotification();
-    for (int64_t row = 0; row < kVocab; row += 5) {
-      const auto added = Add(*contribution, {row, row + 5});
-      EXPECT_TRUE(added.ok()) << added.status();
-    }
-  }
-  // What the device saw of contributions: {100 id + row, 0} each, of microbatches: 100 id + row.
-  std::vector<float> InOrder(uint64_t ids) {
-    std::vector<float> order;
-    for (uint64_t id = 0; id < ids; ++id) {
-      if (id % 2 == 0) {
-        order.insert(order.end(), {static_cast<float>(100 * id), static_cast<float>(100 * id + 1)});
-      } else {
-        const std::vector<float> values = Values(id, {0, kVocab});
-        order.insert(order.end(), values.begin(), values.end());
-      }
-    }
-    return order;
-  }
-};
-
-TEST_F(OrderedContributionsTest, AContributionWaitsForWhatIsBeforeIt) {
-  const auto contribution = engine_->OpenContribution(Spec(1));
-  ASSERT_TRUE(contribution.ok());
-  const Turn turn(*engine_, *contribution);
-  EXPECT_NE(turn.ticket, 0u);
-  EXPECT_EQ(Add(*contribution, {0, 10}).status().code(), absl::StatusCode::kUnavailable) << "it did not wait";
-  std::thread later([this] { SendMicrobatch(2); });
-  EXPECT_FALSE(turn.called->WaitForNotificationWithTimeout(absl::Milliseconds(20)));
-  SendMicrobatch(0);
-  turn.called->WaitForNotification();
-  EXPECT_FALSE(engine_->ForgetTurn(*contribution, turn.ticket)) << "called already";
-  EXPECT_EQ(*Add(*contribution, {0, 4}), 4);
-  EXPECT_EQ(*Add(*contribution, {4, 10}), 6);
-  later.join();
-  EXPECT_EQ(device_.accumulated(), InOrder(3));
-  EXPECT_EQ(*Add(*contribution, {0, 10}), 0) << "repeats need no turn";
-  EXPECT_EQ(engine_->Describe("head")->waits_for, "");
-}
-
-TEST_F(OrderedContributionsTest, WaitsEndWithTheCallOrTheStep) {
-  const auto contribution = engine_->OpenContribution(Spec(1));
-  const Turn forgotten(*engine_, *contribution);
-  EXPECT_TRUE(engine_->ForgetTurn(*contribution, forgotten.ticket));
-  EXPECT_FALSE(engine_->ForgetTurn(*contribution, forgotten.ticket));
-  const Turn waiting(*engine_, *contribution);
-  ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
-  waiting.called->WaitForNotification();
-  EXPECT_EQ(Add(*contribution, {0, 10}).status().code(), absl::StatusCode::kAborted);
-  const auto again = engine_->OpenContribution(Spec(1));
-  const Turn deleted(*engine_, *again);
-  ASSERT_TRUE(engine_->DeleteHead("head").ok());
-  deleted.called->WaitForNotification();
-  EXPECT_EQ(Add(*again, {0, 10}).status().code(), absl::StatusCode::kNotFound);
-  EXPECT_FALSE(forgotten.called->HasBeenNotified());
-}
-
-TEST_F(OrderedContributionsTest, AContributionOfNoRowsHasNoTurnToTake) {
-  ContributionSpec nothing = Spec(0);
-  nothing.contribution_rows = RowRange{3, 3};
-  ASSERT_TRUE(engine_->OpenContribution(nothing).ok());
-  AddContribution(1);
-  EXPECT_EQ(Added().size(), 10u);
-}
-
-TEST_F(OrderedContributionsTest, AnyOrderOfArrivalGivesTheSameSums) {
-  const unsigned seed = std::random_device()();
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
-  std::mt19937 random(seed);
-  for (int round = 0; round < 20; ++round) {
-    std::vector<uint64_t> ids = {0, 1, 2, 3, 4};
-    std::shuffle(ids.begin(), ids.end(), random);
-    std::vector<std::thread> senders;
-    for (uint64_t id : ids) {
-      senders.emplace_back([this, id] {
-        if (id % 2 == 0) {
-          SendMicrobatch(id);
-        } else {
-          AddContribution(id);
-        }
-      });
-      if (random() % 2 == 0) absl::SleepFor(absl::Milliseconds(1));
-    }
-    for (std::thread& sender : senders) sender.join();
-    ASSERT_EQ(device_.accumulated(), InOrder(5));
-    ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
-  }
-}
-
-// ---- Steps whose gradients are not finite ----
-
-TEST_F(ContributionsTest, ANonFiniteNormIsRefusedAndChangesNothing) {
-  const auto contribution = engine_->OpenContribution(Spec(1));
-  ASSERT_TRUE(Add(*contribution, {0, 5}).ok());
-  for (const double norm : {std::numeric_limits<double>::infinity(), std::nan("")}) {
-    device_.grad_norm = norm;
-    const absl::Status refused = Apply({.step = 0}).status();
-    EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
-    EXPECT_THAT(std::string(refused.message()), HasSubstr("skip_non_finite must be set"));
-  }
-  EXPECT_EQ(engine_->Describe("head")->state.step, 0u);
-  EXPECT_EQ(Added().size(), 5u);
-  EXPECT_EQ(device_.steps, 0);
-  EXPECT_EQ(*Add(*contribution, {0, 10}), 5) << "the step is as open as before";
-  device_.grad_norm.reset();
-  EXPECT_TRUE(Apply({.step = 0}).ok());
-}
-
-TEST_F(ContributionsTest, SkippedStepsCloseWithoutAnUpdate) {
-  ASSERT_TRUE(Apply({.step = 0, .skip_non_finite = true}).ok());
-  EXPECT_EQ(device_.last_update, 1);
-  const auto contribution = engine_->OpenContribution(Spec(1, 1));
-  ASSERT_TRUE(Add(*contribution, {0, 10}).ok());
-  device_.grad_norm = std::numeric_limits<double>::infinity();
-  const StepRequest request{.step = 1, .expected_microbatches = {1}, .skip_non_finite = true};
-  const auto skipped = Apply(request);
-  ASSERT_TRUE(skipped.ok()) << skipped.status();
-  EXPECT_TRUE(skipped->skipped);
-  EXPECT_FALSE(skipped->repeated);
-  EXPECT_EQ(skipped->grad_norm, std::numeric_limits<double>::infinity());
-  EXPECT_EQ(skipped->state.step, 2u);
-  EXPECT_EQ(skipped->contributions, 1);
-  EXPECT_EQ(device_.steps, 1) << "no update";
-  EXPECT_THAT(Added(), IsEmpty());
-  EXPECT_EQ(engine_->Describe("head")->updates, 1u);
-
-  device_.grad_norm.reset();  // a repeat answers what happened, whatever is on the device now
-  const auto repeat = Apply(request);
-  ASSERT_TRUE(repeat.ok()) << repeat.status();
-  EXPECT_TRUE(repeat->skipped);
-  EXPECT_TRUE(repeat->repeated);
-  EXPECT_EQ(repeat->state.step, 2u);
-
-  ASSERT_TRUE(Apply({.step = 2, .skip_non_finite = true}).ok());
-  EXPECT_EQ(device_.last_update, 2) << "the skipped step does not count";
-  EXPECT_EQ(engine_->Describe("head")->updates, 2u);
-  EXPECT_EQ(engine_->Describe("head")->state.step, 3u);
-}
-
-TEST_F(ContributionsTest, ASkippedStepNeedsWhatAnyStepNeeds) {
-  device_.grad_norm = std::numeric_limits<double>::infinity();
-  EXPECT_FALSE(Apply({.step = 0, .expected_microbatches = {9}, .skip_non_finite = true}).ok());
-  EXPECT_THAT(missing_, ElementsAre("microbatch 9: never opened"));
-  EXPECT_FALSE(Apply({.step = 1, .skip_non_finite = true}).ok());
-  EXPECT_EQ(engine_->Describe("head")->state.step, 0u);
-}
-
-TEST_F(ContributionsTest, LoadedProgressCountsUpdates) {
-  ASSERT_TRUE(engine_->ResetStep("head", {.step = 7, .updates = 4}, std::nullopt).ok());
-  ASSERT_TRUE(Apply({.step = 7}).ok());
-  EXPECT_EQ(device_.last_update, 5);
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 // Steps through the engine: applied once, whole, and never on numbers that nobody can vouch for.
 #include <cmath>
+#include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,7 +16,10 @@ namespace lossd::engine {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
 
 using StepsTest = EngineTest;
 
@@ -215,6 +220,80 @@ TEST_F(StepsTest, AHalfAccumulatedChunkIsNotTrusted) {
   EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}, nullptr).status().code(), absl::StatusCode::kInternal);
   ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
   EXPECT_TRUE(engine_->ApplyStep("head", {.step = 0}, nullptr).ok());
+}
+
+// ---- Gradients that are not finite ----
+
+TEST_F(StepsTest, ANonFiniteNormIsRefusedAndChangesNothing) {
+  Start();
+  auto collector = std::make_shared<RowCollector>();
+  auto stream = Open(Whole(1, 8), collector);
+  Send(*stream, 1, {0, 5});
+  for (const double norm : {kInf, std::nan("")}) {
+    device_.grad_norm = norm;
+    const absl::Status refused = engine_->ApplyStep("head", {.step = 0}, nullptr).status();
+    EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(std::string(refused.message()), HasSubstr("skip_non_finite must be set"));
+  }
+  EXPECT_EQ(engine_->Describe("head")->state.step, 0u);
+  EXPECT_EQ(device_.accumulated().size(), 5u);
+  EXPECT_EQ(device_.steps, 0);
+  Send(*stream, 1, {5, 8});
+  EXPECT_TRUE(collector->Wait().ok()) << "the step is as open as before";
+  device_.grad_norm.reset();
+  EXPECT_TRUE(engine_->ApplyStep("head", {.step = 0, .expected_rows = 8}, nullptr).ok());
+}
+
+TEST_F(StepsTest, SkippedStepsCloseWithoutAnUpdate) {
+  Start();
+  ASSERT_TRUE(engine_->ApplyStep("head", {.step = 0, .skip_non_finite = true}, nullptr).ok());
+  EXPECT_EQ(device_.last_update, 1);
+  auto collector = std::make_shared<RowCollector>();
+  auto stream = Open(Whole(1, 4, 1), collector);
+  Send(*stream, 1, {0, 4});
+  ASSERT_TRUE(collector->Wait().ok());
+  device_.grad_norm = kInf;
+  const StepRequest request{.step = 1, .expected_microbatches = {1}, .skip_non_finite = true};
+  const auto skipped = engine_->ApplyStep("head", request, nullptr);
+  ASSERT_TRUE(skipped.ok()) << skipped.status();
+  EXPECT_TRUE(skipped->skipped);
+  EXPECT_FALSE(skipped->repeated);
+  EXPECT_EQ(skipped->grad_norm, kInf);
+  EXPECT_EQ(skipped->state.step, 2u);
+  EXPECT_EQ(skipped->microbatches, 1);
+  EXPECT_EQ(device_.steps, 1) << "no update";
+  EXPECT_THAT(device_.accumulated(), IsEmpty());
+  EXPECT_EQ(engine_->Describe("head")->updates, 1u);
+
+  device_.grad_norm.reset();  // a repeat answers what happened, whatever is on the device now
+  const auto repeat = engine_->ApplyStep("head", request, nullptr);
+  ASSERT_TRUE(repeat.ok()) << repeat.status();
+  EXPECT_TRUE(repeat->skipped);
+  EXPECT_TRUE(repeat->repeated);
+  EXPECT_EQ(repeat->state.step, 2u);
+
+  ASSERT_TRUE(engine_->ApplyStep("head", {.step = 2, .skip_non_finite = true}, nullptr).ok());
+  EXPECT_EQ(device_.last_update, 2) << "the skipped step does not count";
+  EXPECT_EQ(engine_->Describe("head")->updates, 2u);
+  EXPECT_EQ(engine_->Describe("head")->state.step, 3u);
+}
+
+TEST_F(StepsTest, ASkippedStepNeedsWhatAnyStepNeeds) {
+  Start();
+  device_.grad_norm = kInf;
+  std::vector<std::string> missing;
+  const StepRequest request{.step = 0, .expected_microbatches = {9}, .skip_non_finite = true};
+  EXPECT_FALSE(engine_->ApplyStep("head", request, &missing).ok());
+  EXPECT_THAT(missing, ElementsAre("microbatch 9: never opened"));
+  EXPECT_FALSE(engine_->ApplyStep("head", {.step = 1, .skip_non_finite = true}, nullptr).ok());
+  EXPECT_EQ(engine_->Describe("head")->state.step, 0u);
+}
+
+TEST_F(StepsTest, LoadedProgressCountsUpdates) {
+  Start();
+  ASSERT_TRUE(engine_->ResetStep("head", {.step = 7, .updates = 4}, std::nullopt).ok());
+  ASSERT_TRUE(engine_->ApplyStep("head", {.step = 7}, nullptr).ok());
+  EXPECT_EQ(device_.last_update, 5);
 }
 
 }  // namespace
