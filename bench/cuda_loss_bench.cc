@@ -530,6 +530,7 @@ std::vector<Json> RunShape(const NamedShape& named, const std::string& kind, Tim
       MakeData(kind == "flat" ? DataKind::kFlat : DataKind::kPeaked, shape, std::random_device{}());
   const std::vector<std::string> algorithms = absl::GetFlag(FLAGS_algorithms);
   std::vector<Json> results;
+  results.reserve(algorithms.size());
   for (const std::string& algorithm : algorithms) results.push_back(RunBackend(shape, data, algorithm));
   if (ComputeType() == DType::kBFloat16) {
     const Floor floor = MeasureFloor(shape, data, timer);

@@ -62,6 +62,7 @@ class Bench {
     start_ = absl::Now();
     started_ = 0;
     std::vector<std::thread> threads;
+    threads.reserve(static_cast<size_t>(flags_.in_flight));
     for (int i = 0; i < flags_.in_flight; ++i) threads.emplace_back([this] { Work(); });
     ShowProgress();
     for (std::thread& thread : threads) thread.join();

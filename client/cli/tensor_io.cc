@@ -176,6 +176,7 @@ absl::Status SaveTensors(const std::string& path, const std::vector<NamedTensor>
   if (!status.ok()) return status;
   if (absl::EndsWith(path, kNpy)) return SaveNpy(path, tensors[0].data);
   std::vector<formats::SafetensorsSpec> specs;
+  specs.reserve(tensors.size());
   for (const NamedTensor& tensor : tensors)
     specs.push_back({tensor.name, tensor.data.dtype, tensor.data.shape});
   absl::StatusOr<std::unique_ptr<formats::DataWriter>> writer = formats::CreateSafetensors(path, specs);

@@ -73,7 +73,7 @@ absl::Span<char> AsBytes(std::vector<T>* values) {
 
 }  // namespace
 
-PendingLoss& PendingLoss::operator=(PendingLoss&& other) {
+PendingLoss& PendingLoss::operator=(PendingLoss&& other) noexcept {
   if (this == &other) return *this;
   PendingLoss old = std::move(*this);
   call_ = std::move(other.call_);

@@ -204,8 +204,8 @@ class Core;
 class PendingLoss {
  public:
   PendingLoss() = default;
-  PendingLoss(PendingLoss&& other) = default;
-  PendingLoss& operator=(PendingLoss&& other);
+  PendingLoss(PendingLoss&& other) noexcept = default;
+  PendingLoss& operator=(PendingLoss&& other) noexcept;
   // Cancels and waits, so that the caller's buffers are free afterwards.
   ~PendingLoss();
 

@@ -171,8 +171,7 @@ void LossCall::StartPart(size_t index) {
   auto stream = std::make_shared<LossStream>(
       std::move(job), [self = shared_from_this()](const v1::HeadState& state) { return self->Accept(state); },
       [self = shared_from_this(), index](StreamEnd end) {
-        self->core_->executor().Post(
-            [self, index, end = std::move(end)]() mutable { self->FinishPart(index, std::move(end)); });
+        self->core_->executor().Post([self, index, end = std::move(end)] { self->FinishPart(index, end); });
       });
   ++part.attempts;
   ++under_way_;
@@ -259,7 +258,7 @@ bool LossCall::WouldCutOtherwise(const Part& part) const {
   return !rule.ok() || rule->max_rows < part.rule.max_rows || rule->row_grid != part.rule.row_grid;
 }
 
-void LossCall::FinishPart(size_t index, StreamEnd end) {
+void LossCall::FinishPart(size_t index, const StreamEnd& end) {
   --under_way_;
   Part& part = parts_[index];
   part.stream = nullptr;

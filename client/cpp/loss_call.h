@@ -64,7 +64,7 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   void FinishDescribe(const absl::Status& status);
   void Launch(const HeadFacts& facts);
   void StartPart(size_t index);
-  void FinishPart(size_t index, StreamEnd end);
+  void FinishPart(size_t index, const StreamEnd& end);
   absl::Status Accept(const v1::HeadState& state);
 
   absl::StatusOr<SliceRule> Rule() const;
