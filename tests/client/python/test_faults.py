@@ -50,6 +50,14 @@ def test_retries_end(server, client, make_head, problem, seed):
     proxy.close()
 
 
+def restart(server):
+    """Restores head "a" in the new process."""
+    server.kill()
+    server.start()
+    with lossd.Client(server.target) as client:
+        client.load_checkpoint("a/start")
+
+
 def test_a_restart_is_noticed(problem):
     server = ServerProcess()
     try:
@@ -57,10 +65,7 @@ def test_a_restart_is_noticed(problem):
             client.create_head("a", hidden_size=D, vocab_size=V)
             client.save_checkpoint("a", "start")
             client.compute_loss("a", *problem, step=0, id=1, accumulate=True)
-            server.kill()
-            server.start()
-            with lossd.Client(server.target) as other:
-                other.load_checkpoint("a/start")
+            restart(server)
             with pytest.raises(lossd.Restarted, match="gradients of step 0 are lost"):
                 client.compute_loss("a", *problem, step=0, id=2, accumulate=True)
             with pytest.raises(lossd.Restarted):
@@ -84,10 +89,7 @@ def test_another_server_than_the_expected_one(problem):
             client.create_head("a", hidden_size=D, vocab_size=V)
             client.save_checkpoint("a", "start")
         with lossd.Client(server.target, retry=retry, expected_incarnation=before) as client:
-            server.kill()
-            server.start()
-            with lossd.Client(server.target) as other:
-                other.load_checkpoint("a/start")
+            restart(server)
             with pytest.raises(lossd.Restarted, match=f"{before:016x} -> .*gradients of step 0 are lost"):
                 client.compute_loss("a", *problem, step=0, id=1, accumulate=True)
             with pytest.raises(lossd.Restarted):
