@@ -14,6 +14,7 @@
 
 #include "server/head/checkpoint_store.h"
 #include "tests/server/head/checkpoint_fixture.h"
+#include "tests/server/head/watched_disk.h"
 
 namespace lossd::head {
 namespace {
@@ -28,7 +29,7 @@ using testing::IsEmpty;
 
 // Fails like a full disk once `room` bytes are used up over all files; -1: never. `sync_fails`: writing
 // goes well, but not the fsync. `on_create`: called before a file is made.
-class SmallDisk final : public Disk {
+class SmallDisk final : public WatchedDisk {
  public:
   explicit SmallDisk(int64_t room, bool sync_fails = false) : room_(room), sync_fails_(sync_fails) {}
 
@@ -36,33 +37,19 @@ class SmallDisk final : public Disk {
 
   absl::StatusOr<std::unique_ptr<formats::OutputFile>> CreateFile(const std::string& path) override {
     on_create();
-    auto file = Disk::CreateFile(path);
-    if (!file.ok()) return file.status();
-    return std::make_unique<File>(this, path, *std::move(file));
+    return WatchedDisk::CreateFile(path);
   }
 
  private:
-  class File final : public formats::OutputFile {
-   public:
-    File(SmallDisk* disk, std::string path, std::unique_ptr<formats::OutputFile> file)
-        : disk_(disk), path_(std::move(path)), file_(std::move(file)) {}
-    absl::Status Append(absl::Span<const uint8_t> bytes) override {
-      if (disk_->room_ >= 0 && static_cast<int64_t>(bytes.size()) > disk_->room_) {
-        return formats::FileError(path_, "write", ENOSPC);
-      }
-      if (disk_->room_ >= 0) disk_->room_ -= static_cast<int64_t>(bytes.size());
-      return file_->Append(bytes);
-    }
-    absl::Status Sync() override {
-      return disk_->sync_fails_ ? formats::FileError(path_, "fsync", EIO) : file_->Sync();
-    }
-    absl::Status Close() override { return file_->Close(); }
-
-   private:
-    SmallDisk* const disk_;
-    const std::string path_;
-    const std::unique_ptr<formats::OutputFile> file_;
-  };
+  absl::Status BeforeWrite(const std::string& path, absl::Span<const uint8_t> bytes) override {
+    const auto size = static_cast<int64_t>(bytes.size());
+    if (room_ >= 0 && size > room_) return formats::FileError(path, "write", ENOSPC);
+    if (room_ >= 0) room_ -= size;
+    return absl::OkStatus();
+  }
+  absl::Status BeforeSync(const std::string& path) override {
+    return sync_fails_ ? formats::FileError(path, "fsync", EIO) : absl::OkStatus();
+  }
 
   int64_t room_;
   const bool sync_fails_;

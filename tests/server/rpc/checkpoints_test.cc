@@ -18,6 +18,7 @@
 #include "server/log/log.h"
 #include "server/rpc/head_operations.h"
 #include "tests/kernels/problem.h"
+#include "tests/server/head/watched_disk.h"
 #include "tests/support/temp_folder.h"
 
 namespace lossd::rpc {
@@ -31,40 +32,21 @@ constexpr int64_t kHidden = 24;
 constexpr int64_t kClasses = 300;
 constexpr int64_t kRows = 16;
 
-// Writes when it may: each write takes `delay`, and none begins while the gate is closed.
-class SlowDisk final : public head::Disk {
+// Writes when it may: each write takes `delay_us` longer, and none begins while the gate is closed.
+class SlowDisk final : public head::WatchedDisk {
  public:
   void CloseGate() { SetOpen(false); }
   void OpenGate() { SetOpen(true); }
   std::atomic<int64_t> delay_us{0};
   std::atomic<bool> full{false};
 
-  absl::StatusOr<std::unique_ptr<formats::OutputFile>> CreateFile(const std::string& path) override {
-    auto file = Disk::CreateFile(path);
-    if (!file.ok()) return file.status();
-    return std::make_unique<File>(this, path, *std::move(file));
-  }
-
  private:
-  class File final : public formats::OutputFile {
-   public:
-    File(SlowDisk* disk, std::string path, std::unique_ptr<formats::OutputFile> file)
-        : disk_(disk), path_(std::move(path)), file_(std::move(file)) {}
-    absl::Status Append(absl::Span<const uint8_t> bytes) override {
-      disk_->AwaitGate();
-      absl::SleepFor(absl::Microseconds(disk_->delay_us.load()));
-      if (disk_->full) return formats::FileError(path_, absl::StrCat("write ", bytes.size()), ENOSPC);
-      return file_->Append(bytes);
-    }
-    absl::Status Sync() override { return file_->Sync(); }
-    absl::Status Close() override { return file_->Close(); }
-
-   private:
-    SlowDisk* const disk_;
-    const std::string path_;
-    const std::unique_ptr<formats::OutputFile> file_;
-  };
-
+  absl::Status BeforeWrite(const std::string& path, absl::Span<const uint8_t> bytes) override {
+    AwaitGate();
+    absl::SleepFor(absl::Microseconds(delay_us.load()));
+    if (full) return formats::FileError(path, absl::StrCat("write ", bytes.size()), ENOSPC);
+    return absl::OkStatus();
+  }
   void SetOpen(bool open) {
     absl::MutexLock lock(&mutex_);
     open_ = open;
