@@ -334,7 +334,7 @@ void EngineImpl::SettleGroup(GroupFlight& flight, bool accumulated) {
   }
 }
 
-void EngineImpl::OnGroupDone(std::shared_ptr<GroupFlight> flight, absl::Status status) {
+void EngineImpl::OnGroupDone(const std::shared_ptr<GroupFlight>& flight, absl::Status status) {
   Entry& entry = *flight->entry;
   int64_t rows = 0;
   int64_t valid_rows = 0;

@@ -254,7 +254,7 @@ void EngineImpl::SettleSlice(Flight& flight, size_t index, bool accumulated) {
   stream.AddOutstanding(-1);
 }
 
-void EngineImpl::OnDone(std::shared_ptr<Flight> flight, absl::Status status) {
+void EngineImpl::OnDone(const std::shared_ptr<Flight>& flight, absl::Status status) {
   Entry& entry = *flight->entry;
   int64_t rows = 0;
   int64_t valid_rows = 0;

@@ -151,7 +151,7 @@ class EngineImpl final : public Engine {
   void LaunchChunk(const EntryPtr& entry, std::vector<std::unique_ptr<SliceWork>> works)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OnResults(Flight& flight, absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
-  void OnDone(std::shared_ptr<Flight> flight, absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnDone(const std::shared_ptr<Flight>& flight, absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
   void SettleSlice(Flight& flight, size_t index, bool accumulated) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // What chunks of both kinds have in common.
   void Launch(Entry& entry, kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks)
@@ -180,7 +180,8 @@ class EngineImpl final : public Engine {
   static void FillGaps(GroupFlight& flight);
   void DeliverFromGroup(GroupFlight& flight, SliceWork& work) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OnGroupResults(GroupFlight& flight, absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
-  void OnGroupDone(std::shared_ptr<GroupFlight> flight, absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnGroupDone(const std::shared_ptr<GroupFlight>& flight, absl::Status status)
+      ABSL_LOCKS_EXCLUDED(mutex_);
   void SettleGroup(GroupFlight& flight, bool accumulated) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   SliceLimits LimitsFor(const Entry& entry, bool accumulates) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
