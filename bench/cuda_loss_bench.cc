@@ -2,7 +2,7 @@
 // same run.
 //
 //   cuda_loss_bench --out=results.json --commit=abc123 [--shapes=gemma2-2b,...] [--data=peaked,flat]
-//                   [--algorithms=exact,filtered,auto]
+//                   [--algorithms=exact,filtered,auto,cut]
 //
 // "loss+grad" is the time from one finished microbatch to the next with microbatches submitted one after
 // the other (host copies both ways included, overlapped by the backend); the floor is the three bare
