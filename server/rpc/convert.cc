@@ -7,6 +7,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "server/rpc/enums.h"
 #include "server/rpc/errors.h"
 
 namespace lossd::rpc {
@@ -19,138 +20,6 @@ constexpr int64_t kMaxSize = std::numeric_limits<int64_t>::max();
 absl::StatusOr<int64_t> ToSize(uint64_t value, absl::string_view field) {
   if (value > static_cast<uint64_t>(kMaxSize)) return FieldError(field, "be below 2^63", value);
   return static_cast<int64_t>(value);
-}
-
-absl::StatusOr<kernels::Norm> ToNorm(v1::Norm norm, absl::string_view field) {
-  switch (norm) {
-    case v1::NORM_UNSPECIFIED:
-    case v1::NORM_NONE:
-      return kernels::Norm::kNone;
-    case v1::NORM_LAYERNORM:
-      return kernels::Norm::kLayerNorm;
-    case v1::NORM_RMSNORM:
-      return kernels::Norm::kRmsNorm;
-    default:
-      return FieldError(field, "be a known Norm", static_cast<int>(norm));
-  }
-}
-
-v1::Norm ToProto(kernels::Norm norm) {
-  switch (norm) {
-    case kernels::Norm::kNone:
-      return v1::NORM_NONE;
-    case kernels::Norm::kLayerNorm:
-      return v1::NORM_LAYERNORM;
-    case kernels::Norm::kRmsNorm:
-      return v1::NORM_RMSNORM;
-  }
-  return v1::NORM_UNSPECIFIED;
-}
-
-absl::StatusOr<kernels::OptimizerState> ToOptimizerState(v1::OptimizerState state, absl::string_view field) {
-  switch (state) {
-    case v1::OPTIMIZER_STATE_UNSPECIFIED:
-    case v1::OPTIMIZER_STATE_ADAM:
-      return kernels::OptimizerState::kAdam;
-    case v1::OPTIMIZER_STATE_MOMENTUM:
-      return kernels::OptimizerState::kMomentum;
-    case v1::OPTIMIZER_STATE_NONE:
-      return kernels::OptimizerState::kNone;
-    default:
-      return FieldError(field, "be a known OptimizerState", static_cast<int>(state));
-  }
-}
-
-v1::OptimizerState ToProto(kernels::OptimizerState state) {
-  switch (state) {
-    case kernels::OptimizerState::kNone:
-      return v1::OPTIMIZER_STATE_NONE;
-    case kernels::OptimizerState::kMomentum:
-      return v1::OPTIMIZER_STATE_MOMENTUM;
-    case kernels::OptimizerState::kAdam:
-      return v1::OPTIMIZER_STATE_ADAM;
-  }
-  return v1::OPTIMIZER_STATE_UNSPECIFIED;
-}
-
-absl::StatusOr<kernels::Param> ToParam(v1::Param param, absl::string_view field) {
-  switch (param) {
-    case v1::PARAM_WEIGHT:
-      return kernels::Param::kWeight;
-    case v1::PARAM_BIAS:
-      return kernels::Param::kBias;
-    case v1::PARAM_NORM_GAIN:
-      return kernels::Param::kNormGain;
-    case v1::PARAM_NORM_SHIFT:
-      return kernels::Param::kNormShift;
-    case v1::PARAM_CLASS_WEIGHTS:
-      return kernels::Param::kClassWeights;
-    default:
-      return FieldError(field, "be a known Param", static_cast<int>(param));
-  }
-}
-
-absl::StatusOr<kernels::Role> ToRole(v1::Role role, absl::string_view field) {
-  switch (role) {
-    case v1::ROLE_UNSPECIFIED:
-    case v1::ROLE_VALUE:
-      return kernels::Role::kValue;
-    case v1::ROLE_GRADIENT:
-      return kernels::Role::kGradient;
-    case v1::ROLE_MOMENT1:
-      return kernels::Role::kMoment1;
-    case v1::ROLE_MOMENT2:
-      return kernels::Role::kMoment2;
-    default:
-      return FieldError(field, "be a known Role", static_cast<int>(role));
-  }
-}
-
-absl::StatusOr<engine::Reduction> ToReduction(v1::Reduction reduction) {
-  switch (reduction) {
-    case v1::REDUCTION_SUM:
-      return engine::Reduction::kSum;
-    case v1::REDUCTION_MEAN:
-      return engine::Reduction::kMean;
-    case v1::REDUCTION_NONE:
-      return engine::Reduction::kNone;
-    default:
-      return FieldError("open.reduction", "be REDUCTION_SUM, REDUCTION_MEAN or REDUCTION_NONE",
-                        static_cast<int>(reduction));
-  }
-}
-
-// Unspecified: exact.
-absl::StatusOr<kernels::Algorithm> ToAlgorithm(v1::Algorithm algorithm, absl::string_view field) {
-  switch (algorithm) {
-    case v1::ALGORITHM_UNSPECIFIED:
-    case v1::ALGORITHM_EXACT:
-      return kernels::Algorithm::kExact;
-    case v1::ALGORITHM_FILTERED:
-      return kernels::Algorithm::kFiltered;
-    case v1::ALGORITHM_AUTO:
-      return kernels::Algorithm::kAuto;
-    case v1::ALGORITHM_CUT:
-      return kernels::Algorithm::kCut;
-    default:
-      return FieldError(
-          field, "be ALGORITHM_EXACT, ALGORITHM_FILTERED, ALGORITHM_AUTO, ALGORITHM_CUT or unspecified",
-          static_cast<int>(algorithm));
-  }
-}
-
-v1::Algorithm ToProto(kernels::Algorithm algorithm) {
-  switch (algorithm) {
-    case kernels::Algorithm::kExact:
-      return v1::ALGORITHM_EXACT;
-    case kernels::Algorithm::kFiltered:
-      return v1::ALGORITHM_FILTERED;
-    case kernels::Algorithm::kAuto:
-      return v1::ALGORITHM_AUTO;
-    case kernels::Algorithm::kCut:
-      return v1::ALGORITHM_CUT;
-  }
-  return v1::ALGORITHM_UNSPECIFIED;
 }
 
 absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& options) {
@@ -222,24 +91,6 @@ absl::StatusOr<engine::RowRange> ToRowRange(const v1::RowRange& range, absl::str
     return FieldError(absl::StrCat(field, ".end"), absl::StrCat("be at most ", limit), range.end());
   }
   return engine::RowRange{static_cast<int64_t>(range.begin()), static_cast<int64_t>(range.end())};
-}
-
-absl::StatusOr<kernels::DType> ToDType(v1::DType dtype, absl::string_view field) {
-  switch (dtype) {
-    case v1::DTYPE_FP32:
-      return kernels::DType::kFloat32;
-    case v1::DTYPE_FP16:
-      return kernels::DType::kFloat16;
-    case v1::DTYPE_BF16:
-      return kernels::DType::kBFloat16;
-    default:
-      return FieldError(field, "be DTYPE_FP32, DTYPE_FP16 or DTYPE_BF16", static_cast<int>(dtype));
-  }
-}
-
-absl::StatusOr<kernels::DType> ToDType(v1::DType dtype, absl::string_view field, kernels::DType fallback) {
-  if (dtype == v1::DTYPE_UNSPECIFIED) return fallback;
-  return ToDType(dtype, field);
 }
 
 absl::StatusOr<kernels::TensorId> ToTensorId(v1::Param param, v1::Role role, absl::string_view field_prefix) {
@@ -332,7 +183,7 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
   spec.algorithm_of_head = open.options().algorithm() == v1::ALGORITHM_UNSPECIFIED;
   spec.epsilon_of_algorithm = !open.options().has_filter_epsilon();
   if (open.options().has_ignore_index()) spec.ignore_index = open.options().ignore_index();
-  const auto reduction = ToReduction(open.reduction());
+  const auto reduction = ToReduction(open.reduction(), "open.reduction");
   if (!reduction.ok()) return reduction.status();
   spec.reduction = *reduction;
   if (open.has_normalizer()) spec.normalizer = open.normalizer();
@@ -390,18 +241,6 @@ absl::StatusOr<engine::ContributionSpec> ToContributionSpec(const v1::OpenGradie
   spec.dtype = *dtype;
   if (open.has_scale()) spec.scale = open.scale();
   return spec;
-}
-
-v1::DType ToProto(kernels::DType dtype) {
-  switch (dtype) {
-    case kernels::DType::kFloat32:
-      return v1::DTYPE_FP32;
-    case kernels::DType::kFloat16:
-      return v1::DTYPE_FP16;
-    case kernels::DType::kBFloat16:
-      return v1::DTYPE_BF16;
-  }
-  return v1::DTYPE_UNSPECIFIED;
 }
 
 v1::HeadState ToProto(const engine::HeadState& state) {

@@ -30,9 +30,6 @@ absl::Status CheckName(absl::string_view field, absl::string_view name);
 // `range` must have begin <= end <= limit.
 absl::StatusOr<engine::RowRange> ToRowRange(const v1::RowRange& range, absl::string_view field,
                                             int64_t limit);
-// An unspecified dtype is an error, or `fallback` if that is given.
-absl::StatusOr<kernels::DType> ToDType(v1::DType dtype, absl::string_view field);
-absl::StatusOr<kernels::DType> ToDType(v1::DType dtype, absl::string_view field, kernels::DType fallback);
 absl::StatusOr<kernels::TensorId> ToTensorId(v1::Param param, v1::Role role, absl::string_view field_prefix);
 absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl::string_view field_prefix,
                                                  kernels::DType default_compute_dtype);
@@ -46,7 +43,6 @@ absl::StatusOr<engine::BackwardSpec> ToBackwardSpec(const v1::OpenBackward& back
 // Fields are named "open.<field>".
 absl::StatusOr<engine::ContributionSpec> ToContributionSpec(const v1::OpenGradient& open);
 
-v1::DType ToProto(kernels::DType dtype);
 v1::HeadSpec ToProto(const std::string& head, const kernels::HeadConfig& config);
 v1::HeadState ToProto(const engine::HeadState& state);
 v1::RowRange ToProto(const engine::RowRange& rows);

@@ -11,6 +11,7 @@
 #include "server/log/log.h"
 #include "server/rpc/choice_log.h"
 #include "server/rpc/convert.h"
+#include "server/rpc/enums.h"
 #include "server/rpc/errors.h"
 #include "server/rpc/head_source.h"
 

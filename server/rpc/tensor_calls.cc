@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "server/rpc/convert.h"
+#include "server/rpc/enums.h"
 #include "server/rpc/errors.h"
 
 namespace lossd::rpc {
