@@ -11,16 +11,12 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
 #include <fstream>
-#include <functional>
 #include <iostream>
-#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -29,13 +25,12 @@
 #include "absl/flags/parse.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
-#include "absl/synchronization/mutex.h"
+#include "bench/bare_products.h"
 #include "bench/gpu_data.h"
+#include "bench/gpu_microbatch.h"
 #include "bench/gpu_timer.h"
+#include "bench/norm_times.h"
 #include "kernels/cuda/cuda_backend.h"
-#include "kernels/cuda/gemm.h"
-#include "kernels/cuda/norm.h"
-#include "kernels/cuda/row_loss.h"
 #include "nlohmann/json.hpp"
 
 ABSL_FLAG(std::string, out, "", "JSON file to write; empty: none");
@@ -60,20 +55,11 @@ ABSL_FLAG(bool, parts, true, "time the parts of a chunk one by one");
 namespace lossd::bench {
 namespace {
 
-namespace cuda = ::lossd::kernels::cuda;
 using Json = nlohmann::json;
 using kernels::DType;
 
 constexpr int kSampledRows = 32;
 constexpr int kSampledClasses = 64;
-constexpr int64_t kNormRows = 4096;
-constexpr int kNormLaunches = 16;  // timed together: one takes little longer than an event
-
-template <typename T>
-T Take(absl::StatusOr<T> value, const char* call) {
-  Check(value.status(), call);
-  return *std::move(value);
-}
 
 DType ComputeType() { return absl::GetFlag(FLAGS_compute) == "fp32" ? DType::kFloat32 : DType::kBFloat16; }
 
@@ -89,246 +75,6 @@ Json ToJson(const std::vector<kernels::Choice>& choices) {
   }
   return list;
 }
-
-// ---- bare products and parts of a chunk ----
-
-struct Floor {
-  Times logits, hidden_gradient, weight_gradient;
-  double total() const { return logits.median + hidden_gradient.median + weight_gradient.median; }
-};
-
-cuda::GemmShape LogitsGemm(const DataShape& s, int64_t rows) {
-  return {.transpose_a = true,
-          .m = s.vocab,
-          .n = rows,
-          .k = s.hidden,
-          .lda = s.hidden,
-          .ldb = s.hidden,
-          .ldc = s.vocab};
-}
-cuda::GemmShape HiddenGemm(const DataShape& s, int64_t rows) {
-  return {.m = s.hidden, .n = rows, .k = s.vocab, .lda = s.hidden, .ldb = s.vocab, .ldc = s.hidden};
-}
-cuda::GemmShape WeightGemm(const DataShape& s, int64_t rows, DType output) {
-  return {.transpose_b = true,
-          .m = s.hidden,
-          .n = s.vocab,
-          .k = rows,
-          .lda = s.hidden,
-          .ldb = s.vocab,
-          .ldc = s.hidden,
-          .input = DType::kBFloat16,
-          .output = output};
-}
-
-// Buffers for the products of `rows` rows at once.
-class Bare {
- public:
-  Bare(const DataShape& shape, const LossData& data, int64_t rows, Timer& timer)
-      : shape_(shape), data_(data), rows_(rows), timer_(timer), gemms_(Take(cuda::Gemms::Create(), "Gemms")) {
-    scratch_ = DeviceAlloc<uint8_t>(cuda::kGemmWorkspaceBytes);
-    logits_ = DeviceAlloc<uint16_t>(rows * shape.vocab);
-    dx_ = DeviceAlloc<uint16_t>(rows * shape.hidden);
-    dw_ = DeviceAlloc<float>(shape.vocab * shape.hidden);
-    targets_ = DeviceAlloc<int32_t>(rows);
-    Check(cudaMemcpy(targets_, data.targets.data(), static_cast<size_t>(rows) * 4, cudaMemcpyDefault),
-          "cudaMemcpy");
-    floats_ = DeviceAlloc<float>(10 * rows);
-    const std::vector<float> ones(static_cast<size_t>(2 * rows), 1.0f);
-    Check(cudaMemset(floats_, 0, static_cast<size_t>(40 * rows)), "cudaMemset");
-    Check(cudaMemcpy(floats_, ones.data(), ones.size() * 4, cudaMemcpyDefault), "cudaMemcpy");
-    int device = 0;
-    cudaDeviceProp properties = {};
-    Check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
-    limits_ = {properties.multiProcessorCount, static_cast<int>(properties.sharedMemPerBlockOptin) - 2048,
-               static_cast<int>(properties.sharedMemPerMultiprocessor), properties.major >= 9};
-  }
-  ~Bare() {
-    for (void* p : {static_cast<void*>(scratch_), static_cast<void*>(logits_), static_cast<void*>(dx_),
-                    static_cast<void*>(dw_), static_cast<void*>(targets_), static_cast<void*>(floats_)}) {
-      cudaFree(p);
-    }
-  }
-
-  Times Product(const cuda::GemmShape& shape, const cuda::GemmOperands& operands) {
-    if (absl::GetFlag(FLAGS_autotune))
-      Check(gemms_->Tune(shape, operands, scratch_, timer_.stream()), "Tune");
-    return timer_.Measure(absl::GetFlag(FLAGS_iterations), [&](int) {
-      Check(gemms_->Run(shape, operands, scratch_, timer_.stream()), "Run");
-    });
-  }
-
-  Times Logits() {
-    return Product(LogitsGemm(shape_, rows_), {.a = data_.weight, .b = data_.hidden, .c = logits_});
-  }
-  Times HiddenGradient() {
-    return Product(HiddenGemm(shape_, rows_), {.a = data_.weight, .b = logits_, .c = dx_});
-  }
-  Times WeightGradient(DType output, float beta) {
-    return Product(WeightGemm(shape_, rows_, output),
-                   {.a = data_.hidden, .b = logits_, .c = dw_, .beta = beta});
-  }
-  // Logits are made anew before each run, because the kernel works in place.
-  Times RowLoss(bool gradient) {
-    const cuda::RowLossParams p = RowParams(gradient);
-    std::vector<double> times;
-    for (int i = 0; i < kWarmUps + absl::GetFlag(FLAGS_iterations); ++i) {
-      Check(gemms_->Run(LogitsGemm(shape_, rows_), {.a = data_.weight, .b = data_.hidden, .c = logits_},
-                        scratch_, timer_.stream()),
-            "Run");
-      times.push_back(timer_.MeasureOnce(
-          [&] { Check(cuda::LaunchRowLoss(p, limits_, timer_.stream()), "LaunchRowLoss"); }));
-    }
-    return Summarise({times.begin() + kWarmUps, times.end()});
-  }
-
- private:
-  cuda::RowLossParams RowParams(bool gradient) const {
-    cuda::RowLossParams p;
-    p.logits = logits_;
-    p.ld = p.vocab = shape_.vocab;
-    p.rows = p.padded_rows = rows_;
-    p.write_gradient = gradient;
-    p.class_weight_sum = static_cast<float>(shape_.vocab);
-    p.targets = targets_;
-    p.weights = floats_;
-    p.coef_loss = floats_ + rows_;
-    p.coef_lse = floats_ + 2 * rows_;
-    p.coef_entropy = floats_ + 3 * rows_;
-    p.loss = floats_ + 4 * rows_;
-    p.z_loss_part = floats_ + 5 * rows_;
-    p.lse = floats_ + 6 * rows_;
-    p.entropy = floats_ + 7 * rows_;
-    p.target_logprob = floats_ + 8 * rows_;
-    p.argmax = reinterpret_cast<int32_t*>(floats_ + 9 * rows_);
-    return p;
-  }
-
-  const DataShape shape_;
-  const LossData& data_;
-  const int64_t rows_;
-  Timer& timer_;
-  std::unique_ptr<cuda::Gemms> gemms_;
-  cuda::DeviceLimits limits_;
-  uint8_t* scratch_ = nullptr;
-  uint16_t* logits_ = nullptr;
-  uint16_t* dx_ = nullptr;
-  float* dw_ = nullptr;
-  int32_t* targets_ = nullptr;
-  float* floats_ = nullptr;
-};
-
-// ---- the backend ----
-
-// One microbatch in pinned memory, submitted in equal chunks.
-class Microbatch {
- public:
-  Microbatch(kernels::Backend& backend, kernels::HeadKernels& head, const DataShape& shape,
-             const LossData& data, const kernels::LossOptions& options, bool gradients)
-      : head_(head),
-        shape_(shape),
-        data_(data),
-        options_(options),
-        gradients_(gradients),
-        lse_(shape.rows),
-        loss_(shape.rows) {
-    const int64_t elements = shape.rows * shape.hidden;
-    hidden_ = Take(backend.AllocateStaging(elements * element_), "AllocateStaging");
-    gradient_ = Take(backend.AllocateStaging(elements * element_), "AllocateStaging");
-    uint8_t* hidden = hidden_->bytes().data();
-    Check(cudaMemcpy(hidden, data.hidden, static_cast<size_t>(elements * 2), cudaMemcpyDefault),
-          "cudaMemcpy");
-    for (int64_t i = elements - 1; element_ == 4 && i >= 0; --i) {  // widen in place, from the end
-      const uint16_t low = 0;
-      const uint16_t high = reinterpret_cast<const uint16_t*>(hidden)[i];
-      std::memcpy(hidden + 4 * i, &low, 2);
-      std::memcpy(hidden + 4 * i + 2, &high, 2);
-    }
-    const int64_t chunks = (shape.rows + head.chunk_rows() - 1) / head.chunk_rows();
-    chunk_rows_ = (shape.rows + chunks - 1) / chunks;
-  }
-
-  int64_t chunk_rows() const { return chunk_rows_; }
-  const std::vector<float>& lse() const { return lse_; }
-  const std::vector<float>& loss() const { return loss_; }
-  const uint8_t* gradient() const { return gradient_->bytes().data(); }
-  // Of the last microbatch, per row.
-  double dropped_mass() const { return dropped_mass_ / static_cast<double>(shape_.rows); }
-
-  void WarmUp(int in_flight) {
-    const Clock::time_point begin = Clock::now();
-    while (SecondsSince(begin) < kWarmUpSeconds) Run(kWarmUps, in_flight);
-  }
-
-  // Runs `count` microbatches back to back; the times between their ends, the first left out.
-  std::vector<double> Run(int count, int in_flight) {
-    std::vector<Clock::time_point> ends;
-    for (int i = 0; i < count; ++i) {
-      for (int64_t begin = 0; begin < shape_.rows; begin += chunk_rows_) {
-        {
-          absl::MutexLock lock(&mutex_);
-          const auto has_room = [this, in_flight] { return unfinished_ < in_flight; };
-          mutex_.Await(absl::Condition(&has_room));
-          ++unfinished_;
-        }
-        Submit(begin, begin + chunk_rows_ >= shape_.rows ? &ends : nullptr);
-      }
-    }
-    absl::MutexLock lock(&mutex_);
-    const auto idle = [this] { return unfinished_ == 0; };
-    mutex_.Await(absl::Condition(&idle));
-    std::vector<double> times;
-    for (size_t i = 1; i < ends.size(); ++i) {
-      times.push_back(std::chrono::duration<double, std::milli>(ends[i] - ends[i - 1]).count());
-    }
-    return times;
-  }
-
- private:
-  struct Work {
-    kernels::Slice slice;
-    kernels::Chunk chunk;
-  };
-
-  void Submit(int64_t begin, std::vector<Clock::time_point>* ends) {
-    auto work = std::make_shared<Work>();
-    kernels::Slice& slice = work->slice;
-    slice.rows = std::min(chunk_rows_, shape_.rows - begin);
-    slice.hidden = hidden_->bytes().data() + begin * shape_.hidden * element_;
-    slice.targets = data_.targets.data() + begin;
-    slice.grad_scale = 1.0f / static_cast<float>(shape_.rows);
-    if (gradients_) slice.grad_hidden = gradient_->bytes().data() + begin * shape_.hidden * element_;
-    slice.out.lse = lse_.data() + begin;
-    slice.out.loss = loss_.data() + begin;
-    work->chunk.options = options_;
-    work->chunk.hidden_dtype = ComputeType();
-    work->chunk.accumulate_gradients = gradients_;
-    work->chunk.slices = absl::MakeSpan(&slice, 1);
-    kernels::ChunkCallbacks callbacks;
-    callbacks.on_results = [](absl::Status status) { Check(status, "on_results"); };
-    callbacks.on_done = [this, work, ends, begin](absl::Status status) {
-      Check(status, "on_done");
-      absl::MutexLock lock(&mutex_);
-      dropped_mass_ = (begin == 0 ? 0.0 : dropped_mass_) + work->slice.sums.dropped_mass;
-      if (ends != nullptr) ends->push_back(Clock::now());
-      --unfinished_;
-    };
-    head_.Submit(&work->chunk, std::move(callbacks));
-  }
-
-  kernels::HeadKernels& head_;
-  const DataShape shape_;
-  const LossData& data_;
-  const kernels::LossOptions options_;
-  const bool gradients_;
-  const int64_t element_ = static_cast<int64_t>(kernels::SizeOf(ComputeType()));
-  std::vector<float> lse_, loss_;
-  std::unique_ptr<kernels::StagingMemory> hidden_, gradient_;
-  int64_t chunk_rows_ = 0;
-  absl::Mutex mutex_;
-  int unfinished_ ABSL_GUARDED_BY(mutex_) = 0;
-  double dropped_mass_ = 0.0;  // written by the backend's thread, read when no chunk is under way
-};
 
 void WriteWeight(kernels::HeadKernels& head, const DataShape& shape, const LossData& data) {
   constexpr int64_t kRows = 8192;
@@ -437,7 +183,7 @@ Json RunBackend(const DataShape& shape, const LossData& data, const std::string&
   const int64_t taken = free_before - FreeBytes();
   const int64_t planned = head->memory().Total() - head->memory()[kernels::MemoryKind::kStaging];
   WriteWeight(*head, shape, data);
-  Microbatch full(*backend, *head, shape, data, options, true);
+  Microbatch full(*backend, *head, shape, data, ComputeType(), options, true);
   full.Run(1, 1);
   const auto mib = [](int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
   const kernels::MemoryBytes memory = head->memory(), all = backend->memory().current;
@@ -458,15 +204,25 @@ Json RunBackend(const DataShape& shape, const LossData& data, const std::string&
   full.WarmUp(backend->max_chunks_in_flight());
   result["loss_and_gradients"] = ToJson(Summarise(full.Run(iterations + 1, backend->max_chunks_in_flight())));
   result["loss_and_gradients_one_at_a_time"] = ToJson(Summarise(full.Run(iterations + 1, 1)));
-  Microbatch forward(*backend, *head, shape, data, options, false);
+  Microbatch forward(*backend, *head, shape, data, ComputeType(), options, false);
   forward.WarmUp(backend->max_chunks_in_flight());
   result["loss_only"] = ToJson(Summarise(forward.Run(iterations + 1, backend->max_chunks_in_flight())));
   return result;
 }
 
+struct Floor {
+  Times logits, hidden_gradient, weight_gradient;
+  double total() const { return logits.median + hidden_gradient.median + weight_gradient.median; }
+};
+
+BareProducts MakeBare(const DataShape& shape, const LossData& data, int64_t rows, Timer& timer) {
+  return BareProducts(shape, data, rows, absl::GetFlag(FLAGS_iterations), absl::GetFlag(FLAGS_autotune),
+                      timer);
+}
+
 Floor MeasureFloor(const DataShape& shape, const LossData& data, Timer& timer) {
   Floor floor;
-  Bare bare(shape, data, shape.rows, timer);
+  BareProducts bare = MakeBare(shape, data, shape.rows, timer);
   floor.logits = bare.Logits();
   bare.RowLoss(true);  // the other two multiply real gradients
   floor.hidden_gradient = bare.HiddenGradient();
@@ -475,7 +231,7 @@ Floor MeasureFloor(const DataShape& shape, const LossData& data, Timer& timer) {
 }
 
 Json MeasureParts(const DataShape& shape, const LossData& data, int64_t rows, Timer& timer) {
-  Bare bare(shape, data, rows, timer);
+  BareProducts bare = MakeBare(shape, data, rows, timer);
   Json parts;
   parts["logits"] = ToJson(bare.Logits());
   parts["row_loss_forward"] = ToJson(bare.RowLoss(false));
@@ -554,81 +310,19 @@ std::vector<Json> RunShape(const NamedShape& named, const std::string& kind, Tim
   return results;
 }
 
-// ---- norm ----
-
-struct NormBuffers {
-  void *x, *y, *dx;
-};
-
 Json RunNorm(int64_t cols, bool centred, double copy_gbps, Timer& timer) {
-  const int64_t elements = kNormRows * cols;
-  // Enough sets that none is still in L2 when its turn comes again.
-  const int sets = static_cast<int>(std::clamp<int64_t>((int64_t{512} << 20) / (elements * 6), 2, 16));
-  std::vector<NormBuffers> buffers;
-  std::vector<uint16_t> noise(static_cast<size_t>(elements));
-  std::mt19937 rng(std::random_device{}());
-  for (uint16_t& v : noise)
-    v = static_cast<uint16_t>(0x3000u + (rng() & 0x8bffu));  // fp16, magnitude 1/8 ... 1
-  for (int i = 0; i < sets; ++i) {
-    buffers.push_back(
-        {DeviceAlloc<uint16_t>(elements), DeviceAlloc<uint16_t>(elements), DeviceAlloc<uint16_t>(elements)});
-    Check(cudaMemcpy(buffers.back().x, noise.data(), noise.size() * 2, cudaMemcpyDefault), "cudaMemcpy");
-  }
-  cudaDeviceProp properties = {};
-  Check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
-  const cuda::DeviceLimits limits = {
-      .multiprocessors = properties.multiProcessorCount,
-      .shared_bytes_per_block = static_cast<int>(properties.sharedMemPerBlockOptin) - (2 << 10),
-      .shared_bytes_per_sm = static_cast<int>(properties.sharedMemPerMultiprocessor),
-      .has_clusters = properties.major >= 9,
-      .is_hopper = properties.major == 9 && properties.minor == 0};
-  auto* params = DeviceAlloc<float>(4 * cols + 2 * kNormRows);
-  Check(cudaMemcpy(params, noise.data(), static_cast<size_t>(cols) * 8, cudaMemcpyDefault), "cudaMemcpy");
-  auto* partials = DeviceAlloc<float>(cuda::NormPartialFloats(cols, limits.multiprocessors));
-  const auto norm = [&](const NormBuffers& b) {
-    cuda::NormParams p;
-    p.centred = centred;
-    p.gain = params;
-    p.shift = params + cols;
-    p.rows = kNormRows;
-    p.x = {b.x, DType::kFloat16, cols, cols};
-    p.y = {b.y, DType::kFloat16, cols, cols};
-    p.mean = params + 4 * cols;
-    p.inverse_deviation = params + 4 * cols + kNormRows;
-    return p;
-  };
-  const Times forward = timer.MeasureEach(20, kNormLaunches, [&](int i) {
-    Check(cuda::LaunchNormForward(norm(buffers[static_cast<size_t>(i % sets)]), limits, timer.stream()),
-          "LaunchNormForward");
-  });
-  const Times backward = timer.MeasureEach(20, kNormLaunches, [&](int i) {
-    const NormBuffers& b = buffers[static_cast<size_t>(i % sets)];
-    cuda::NormBackwardParams back;
-    back.dx = {b.dx, DType::kFloat16, cols, cols};
-    back.gain_gradient = params + 2 * cols;
-    back.shift_gradient = params + 3 * cols;
-    back.partials = partials;
-    Check(cuda::LaunchNormBackward(norm(b), back, limits, timer.stream()), "LaunchNormBackward");
-  });
-  for (const NormBuffers& b : buffers) {
-    cudaFree(b.x);
-    cudaFree(b.y);
-    cudaFree(b.dx);
-  }
-  cudaFree(params);
-  cudaFree(partials);
-  const double pass = static_cast<double>(elements) * 2.0 / 1e6;
-  const double f = 2.0 * pass / forward.median;
-  const double b = 3.0 * pass / backward.median;
+  const NormTimes times = TimeNorm(cols, centred, timer);
+  const std::string name = centred ? "layernorm" : "rmsnorm";
+  const double f = times.forward_gbps, b = times.backward_gbps;
   std::cout << absl::StrFormat(
-                   "%-9s fp16 %d x %5d  forward %5.0f GB/s (%.2f of copy)  backward %5.0f GB/s (%.2f)",
-                   centred ? "layernorm" : "rmsnorm", kNormRows, cols, f, f / copy_gbps, b, b / copy_gbps)
+                   "%-9s fp16 %d x %5d  forward %5.0f GB/s (%.2f of copy)  backward %5.0f GB/s (%.2f)", name,
+                   kNormRows, cols, f, f / copy_gbps, b, b / copy_gbps)
             << std::endl;
-  return {{"norm", centred ? "layernorm" : "rmsnorm"},
+  return {{"norm", name},
           {"columns", cols},
           {"rows", kNormRows},
-          {"forward", ToJson(forward)},
-          {"backward", ToJson(backward)},
+          {"forward", ToJson(times.forward)},
+          {"backward", ToJson(times.backward)},
           {"forward_gbps", f},
           {"backward_gbps", b},
           {"forward_of_copy", f / copy_gbps},

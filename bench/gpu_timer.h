@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
 namespace lossd::bench {
 
@@ -38,6 +39,12 @@ inline void Check(const absl::Status& status, const char* call) {
   if (status.ok()) return;
   std::cerr << call << ": " << status << std::endl;
   std::abort();
+}
+
+template <typename T>
+T Take(absl::StatusOr<T> value, const char* call) {
+  Check(value.status(), call);
+  return *std::move(value);
 }
 
 struct Times {

@@ -1,0 +1,136 @@
+// A microbatch in pinned memory that a backend computes again and again, in equal chunks.
+#ifndef LOSSD_BENCH_GPU_MICROBATCH_H_
+#define LOSSD_BENCH_GPU_MICROBATCH_H_
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/synchronization/mutex.h"
+#include "bench/gpu_data.h"
+#include "bench/gpu_timer.h"
+#include "kernels/backend.h"
+
+namespace lossd::bench {
+
+// Hidden states of `dtype`: fp32 or bf16. `head` and `data` outlive it.
+class Microbatch {
+ public:
+  Microbatch(kernels::Backend& backend, kernels::HeadKernels& head, const DataShape& shape,
+             const LossData& data, kernels::DType dtype, const kernels::LossOptions& options, bool gradients)
+      : head_(head),
+        shape_(shape),
+        data_(data),
+        dtype_(dtype),
+        options_(options),
+        gradients_(gradients),
+        lse_(shape.rows),
+        loss_(shape.rows) {
+    const int64_t elements = shape.rows * shape.hidden;
+    hidden_ = Take(backend.AllocateStaging(elements * element_), "AllocateStaging");
+    gradient_ = Take(backend.AllocateStaging(elements * element_), "AllocateStaging");
+    uint8_t* hidden = hidden_->bytes().data();
+    Check(cudaMemcpy(hidden, data.hidden, static_cast<size_t>(elements * 2), cudaMemcpyDefault),
+          "cudaMemcpy");
+    for (int64_t i = elements - 1; element_ == 4 && i >= 0; --i) {  // widen in place, from the end
+      const uint16_t low = 0;
+      const uint16_t high = reinterpret_cast<const uint16_t*>(hidden)[i];
+      std::memcpy(hidden + 4 * i, &low, 2);
+      std::memcpy(hidden + 4 * i + 2, &high, 2);
+    }
+    const int64_t chunks = (shape.rows + head.chunk_rows() - 1) / head.chunk_rows();
+    chunk_rows_ = (shape.rows + chunks - 1) / chunks;
+  }
+
+  int64_t chunk_rows() const { return chunk_rows_; }
+  const std::vector<float>& lse() const { return lse_; }
+  const std::vector<float>& loss() const { return loss_; }
+  const uint8_t* gradient() const { return gradient_->bytes().data(); }
+  // Of the last microbatch, per row.
+  double dropped_mass() const { return dropped_mass_ / static_cast<double>(shape_.rows); }
+
+  void WarmUp(int in_flight) {
+    const Clock::time_point begin = Clock::now();
+    while (SecondsSince(begin) < kWarmUpSeconds) Run(kWarmUps, in_flight);
+  }
+
+  // Runs `count` microbatches back to back; the times between their ends, the first left out.
+  std::vector<double> Run(int count, int in_flight) {
+    std::vector<Clock::time_point> ends;
+    for (int i = 0; i < count; ++i) {
+      for (int64_t begin = 0; begin < shape_.rows; begin += chunk_rows_) {
+        {
+          absl::MutexLock lock(&mutex_);
+          const auto has_room = [this, in_flight] { return unfinished_ < in_flight; };
+          mutex_.Await(absl::Condition(&has_room));
+          ++unfinished_;
+        }
+        Submit(begin, begin + chunk_rows_ >= shape_.rows ? &ends : nullptr);
+      }
+    }
+    absl::MutexLock lock(&mutex_);
+    const auto idle = [this] { return unfinished_ == 0; };
+    mutex_.Await(absl::Condition(&idle));
+    std::vector<double> times;
+    for (size_t i = 1; i < ends.size(); ++i) {
+      times.push_back(std::chrono::duration<double, std::milli>(ends[i] - ends[i - 1]).count());
+    }
+    return times;
+  }
+
+ private:
+  struct Work {
+    kernels::Slice slice;
+    kernels::Chunk chunk;
+  };
+
+  void Submit(int64_t begin, std::vector<Clock::time_point>* ends) {
+    auto work = std::make_shared<Work>();
+    kernels::Slice& slice = work->slice;
+    slice.rows = std::min(chunk_rows_, shape_.rows - begin);
+    slice.hidden = hidden_->bytes().data() + begin * shape_.hidden * element_;
+    slice.targets = data_.targets.data() + begin;
+    slice.grad_scale = 1.0f / static_cast<float>(shape_.rows);
+    if (gradients_) slice.grad_hidden = gradient_->bytes().data() + begin * shape_.hidden * element_;
+    slice.out.lse = lse_.data() + begin;
+    slice.out.loss = loss_.data() + begin;
+    work->chunk.options = options_;
+    work->chunk.hidden_dtype = dtype_;
+    work->chunk.accumulate_gradients = gradients_;
+    work->chunk.slices = absl::MakeSpan(&slice, 1);
+    kernels::ChunkCallbacks callbacks;
+    callbacks.on_results = [](absl::Status status) { Check(status, "on_results"); };
+    callbacks.on_done = [this, work, ends, begin](absl::Status status) {
+      Check(status, "on_done");
+      absl::MutexLock lock(&mutex_);
+      dropped_mass_ = (begin == 0 ? 0.0 : dropped_mass_) + work->slice.sums.dropped_mass;
+      if (ends != nullptr) ends->push_back(Clock::now());
+      --unfinished_;
+    };
+    head_.Submit(&work->chunk, std::move(callbacks));
+  }
+
+  kernels::HeadKernels& head_;
+  const DataShape shape_;
+  const LossData& data_;
+  const kernels::DType dtype_;
+  const kernels::LossOptions options_;
+  const bool gradients_;
+  const int64_t element_ = static_cast<int64_t>(kernels::SizeOf(dtype_));
+  std::vector<float> lse_, loss_;
+  std::unique_ptr<kernels::StagingMemory> hidden_, gradient_;
+  int64_t chunk_rows_ = 0;
+  absl::Mutex mutex_;
+  int unfinished_ ABSL_GUARDED_BY(mutex_) = 0;
+  double dropped_mass_ = 0.0;  // written by the backend's thread, read when no chunk is under way
+};
+
+}  // namespace lossd::bench
+
+#endif  // LOSSD_BENCH_GPU_MICROBATCH_H_
