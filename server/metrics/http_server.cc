@@ -122,7 +122,7 @@ class CivetHttpServer final : public HttpServer {
     if (inet_pton(AF_INET, std::string(host).c_str(), &to.sin_addr) != 1) return;
     const int descriptor = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (descriptor < 0) return;
-    connect(descriptor, reinterpret_cast<const sockaddr*>(&to), sizeof(to));
+    (void)connect(descriptor, reinterpret_cast<const sockaddr*>(&to), sizeof(to));
     close(descriptor);
   }
 

@@ -23,11 +23,7 @@ prometheus::Histogram::BucketBoundaries LatencyBuckets() {
   return {1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0};
 }
 
-prometheus::Histogram::BucketBoundaries RowBuckets() {
-  prometheus::Histogram::BucketBoundaries bounds;
-  for (double rows = 1; rows <= 65536; rows *= 4) bounds.push_back(rows);
-  return bounds;
-}
+prometheus::Histogram::BucketBoundaries RowBuckets() { return {1, 4, 16, 64, 256, 1024, 4096, 16384, 65536}; }
 
 prometheus::Histogram::BucketBoundaries SaveBuckets() {
   return {0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0};

@@ -141,8 +141,9 @@ class HeadServiceImpl final : public HeadService, public Base {
       }
       CountUnfinished(1);
       absl::StatusOr<Response> result = (operations_.*operation)(*request);
-      if (result.ok()) *response = *std::move(result);
-      reactor->Finish(Ended(method, result.status()));
+      const absl::Status status = result.status();
+      if (status.ok()) *response = *std::move(result);
+      reactor->Finish(Ended(method, status));
       CountUnfinished(-1);
     });
     if (!scheduled) {

@@ -328,9 +328,9 @@ void ServerImpl::WaitForStaging() {
   while (in_use()) {
     if (absl::Now() > limit) {
       log::Log(log::LogLevel::kError, "staging buffers are still in use; leaving their memory to the system");
-      engine_.release();
-      metrics_.release();
-      backend_.release();
+      (void)engine_.release();
+      (void)metrics_.release();
+      (void)backend_.release();
       return;
     }
     absl::SleepFor(absl::Milliseconds(1));
