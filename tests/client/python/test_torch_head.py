@@ -129,6 +129,19 @@ def test_filtered_gradients(client, make_head, problem, deferred):
         assert module(hidden, targets)[1].dropped_mass == 0
 
 
+def test_a_head_is_computed_as_it_was_created_for(client, make_head, problem):
+    hidden, targets = problem
+    gradients = []
+    for algorithm in (None, "cut"):
+        head = make_head(hidden_size=D, vocab_size=V, algorithm=algorithm, seed=3)
+        ours = hidden.clone().requires_grad_()
+        LossHead(client, head)(ours, targets).backward()
+        gradients.append(ours.grad)
+    torch.testing.assert_close(*gradients)
+    with pytest.raises(lossd.InvalidArgument, match="must be cut"):
+        LossHead(client, head, algorithm="exact")(hidden, targets)
+
+
 def test_auto_stays_within_its_limit(client, make_head, problem):
     hidden, targets = problem
     head = make_head(hidden_size=D, vocab_size=V)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lossd import _arrays, _tensors, errors, types
 from lossd._connections import Connections, Deadline
 from lossd._head_book import HeadBook
-from lossd.types import DType, Norm, OptimizerState, Param, Role
+from lossd.types import Algorithm, DType, Norm, OptimizerState, Param, Role
 from lossd.v1 import head_pb2, types_pb2
 
 M = TypeVar("M", bound=Message)
@@ -38,14 +38,22 @@ class HeadCalls:
     def create_head(self, name: str, *, hidden_size: int, vocab_size: int, bias: bool = False,
                     class_weights: bool = False, norm: Norm = "none", norm_epsilon: float | None = None,
                     compute_dtype: DType | None = None, optimizer_state: OptimizerState = "adam",
-                    frozen: bool = False, seed: int = 0, zeros: bool = False,
-                    tensor_file: head_pb2.TensorFile | None = None,
+                    frozen: bool = False, algorithm: Algorithm | None = None, workspace_bytes: int = 0,
+                    seed: int = 0, zeros: bool = False, tensor_file: head_pb2.TensorFile | None = None,
                     timeout: float | None = None) -> head_pb2.HeadDescription:
-        """Creates a head: weights as torch.nn.Linear draws them with `seed`, or zeros, or out of a file."""
+        """Creates a head: weights as torch.nn.Linear draws them with `seed`, or zeros, or out of a file.
+
+        Args:
+          algorithm: what LossOptions.algorithm is where it is None; "cut": always, in little memory. None: "exact".
+          workspace_bytes: the most that the head may take on the device. 0: as the server was started.
+        """
         spec = head_pb2.HeadSpec(
             name=name, hidden_size=hidden_size, vocab_size=vocab_size, bias=bias, class_weights=class_weights,
             norm=types.enum_value("norm", types.NORMS, norm), norm_epsilon=norm_epsilon, frozen=frozen,
-            optimizer_state=types.enum_value("optimizer_state", types.OPTIMIZER_STATES, optimizer_state))
+            optimizer_state=types.enum_value("optimizer_state", types.OPTIMIZER_STATES, optimizer_state),
+            workspace_bytes=workspace_bytes)
+        if algorithm is not None:
+            spec.algorithm = types.enum_value("algorithm", types.ALGORITHMS, algorithm)
         if compute_dtype is not None:
             spec.compute_dtype = types.enum_value("compute_dtype", types.DTYPES, compute_dtype)
         request = head_pb2.CreateHeadRequest(spec=spec)

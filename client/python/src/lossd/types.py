@@ -93,8 +93,7 @@ class LossOptions:
             ignore_index=self.ignore_index, label_smoothing=self.label_smoothing, z_loss=self.z_loss,
             softcap=self.softcap, logit_scale=self.logit_scale, use_class_weights=self.use_class_weights,
             algorithm=None if self.algorithm is None else ALGORITHMS[self.algorithm],
-            filter_epsilon=self.filter_epsilon,
-            max_dropped_mass=self.max_dropped_mass)
+            filter_epsilon=self.filter_epsilon, max_dropped_mass=self.max_dropped_mass)
 
 
 def _check(field_name: str, value: float, rule: str, holds: bool) -> None:

@@ -42,7 +42,7 @@ class LossHead(torch.nn.Module):
     def __init__(
             self, client: lossd.Client, head: str, *, reduction: Reduction = "mean", ignore_index: int = -100,
             label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0, logit_scale: float = 1.0,
-            class_weights: bool = False, algorithm: Algorithm = "exact", filter_epsilon: float = 2.0**-12,
+            class_weights: bool = False, algorithm: Algorithm | None = None, filter_epsilon: float | None = None,
             max_dropped_mass: float = 0.05, shift: bool = False, normalizer: float | None = None,
             grad_output: float = 1.0, deferred: bool = False, train_head: bool = True, extras: Iterable[Extra] = (),
             rank: int = 0, world_size: int = 1, streams: int | None = None, slice_bytes: int = 2 << 20,
@@ -57,8 +57,8 @@ class LossHead(torch.nn.Module):
           class_weights: use the head's class weights (Client.write_tensor sets them).
           algorithm: how gradients are computed: "exact"; "filtered": without probabilities below `filter_epsilon`,
             save the target's; "auto": filtered where that leaves out at most `max_dropped_mass` per valid row, else
-            exact. The loss is the same.
-          filter_epsilon: in [0, 1).
+            exact; None: as the head was created for. The loss is the same.
+          filter_epsilon: in [0, 1). None: 2^-12, for a head created for "cut" 0.
           max_dropped_mass: in [0, 1].
           shift: hidden states of position i predict targets of position i + 1 of the last dimension.
           normalizer: what a mean divides by. None: the number (with class weights: weight) of valid targets of the
