@@ -58,10 +58,11 @@ ABSL_FLAG(std::string, backend, ServerOptions().backend,
           "What computes: cpu, cuda, or auto: a GPU if there is one");
 ABSL_FLAG(int, device, ServerOptions().device, "CUDA backend: index among the visible GPUs");
 ABSL_FLAG(int, threads, ServerOptions().threads, "Threads of the CPU backend; 0: all the process may use");
-ABSL_FLAG(ByteSize, workspace_bytes, ByteSize{ServerOptions().workspace_bytes},
-          "Workspace of each head (on a GPU with its slots) that has no limit of its own; bounds the rows computed "
-          "at once. 0: 256MiB (CPU), or 2GiB and at most a quarter of the free memory (CUDA). Heads for cut take "
-          "at most 64MiB on a GPU");
+ABSL_FLAG(
+    ByteSize, workspace_bytes, ByteSize{ServerOptions().workspace_bytes},
+    "Workspace of each head (on a GPU with its slots) that has no limit of its own; bounds the rows computed "
+    "at once. 0: 256MiB (CPU), or 2GiB and at most a quarter of the free memory (CUDA). Heads for cut take "
+    "at most 64MiB on a GPU");
 ABSL_FLAG(ByteSize, memory_limit_bytes, ByteSize{ServerOptions().memory_limit_bytes},
           "Refuse heads that would take the planned memory beyond this; 0: no limit");
 ABSL_FLAG(
