@@ -283,27 +283,6 @@ struct Launch {
   }
 };
 
-// Which pairs of dtypes heads use: dy in the compute dtype, for fp16 also in fp32.
-bool LaunchIfFits(const Launch& launch, cudaError_t* error) {
-  const DType x = launch.p.x.dtype;
-  const DeviceMatrix& dx = launch.b.dx;
-  if (!NormAligned(launch.p.x) || !NormAligned(launch.p.y)) return false;
-  if (dx.data != nullptr && (!NormAligned(dx) || dx.dtype != x)) return false;
-  switch (launch.p.y.dtype) {
-    case DType::kFloat32:
-      if (x == DType::kFloat32) return launch.IfFits<float, float>(error);
-      return x == DType::kFloat16 ? launch.IfFits<__half, float>(error)
-                                  : launch.IfFits<__nv_bfloat16, float>(error);
-    case DType::kBFloat16:
-      if (x == DType::kFloat16) return false;
-      return x == DType::kFloat32 ? launch.IfFits<float, __nv_bfloat16>(error)
-                                  : launch.IfFits<__nv_bfloat16, __nv_bfloat16>(error);
-    case DType::kFloat16:
-      return x == DType::kFloat16 && launch.IfFits<__half, __half>(error);
-  }
-  return false;
-}
-
 }  // namespace
 
 int64_t NormPartialFloats(int64_t hidden_size, int multiprocessors) {
@@ -319,7 +298,7 @@ cudaError_t LaunchNormBackward(const NormParams& params, const NormBackwardParam
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(params.rows, limits.multiprocessors));
   cudaError_t error = cudaSuccess;
   if (!hopper::LaunchNormBackwardIfFits(params, b, limits, stream, &error) &&
-      !LaunchIfFits({params, b, limits, blocks, stream}, &error)) {
+      !LaunchIfPaired(Launch{params, b, limits, blocks, stream}, params, b, &error)) {
     NormBackwardAnyKernel<<<blocks, NormThreadsForAny(cols), 0, stream>>>(params, b);
     error = cudaGetLastError();
   }

@@ -169,6 +169,29 @@ __device__ __forceinline__ void WritePartials(const ColumnSums<kVectors>& sums, 
   }
 }
 
+// launch.IfFits<X, Dy>(error) for the dtypes of x and dy, if they are a pair that heads use (dy in the
+// compute dtype, for fp16 also in fp32) and all rows are aligned; false if not.
+template <typename Launch>
+bool LaunchIfPaired(const Launch& launch, const NormParams& p, const NormBackwardParams& b,
+                    cudaError_t* error) {
+  const DType x = p.x.dtype;
+  if (!NormAligned(p.x) || !NormAligned(p.y)) return false;
+  if (b.dx.data != nullptr && (!NormAligned(b.dx) || b.dx.dtype != x)) return false;
+  switch (p.y.dtype) {
+    case DType::kFloat32:
+      if (x == DType::kFloat32) return launch.template IfFits<float, float>(error);
+      return x == DType::kFloat16 ? launch.template IfFits<__half, float>(error)
+                                  : launch.template IfFits<__nv_bfloat16, float>(error);
+    case DType::kBFloat16:
+      if (x == DType::kFloat16) return false;
+      return x == DType::kFloat32 ? launch.template IfFits<float, __nv_bfloat16>(error)
+                                  : launch.template IfFits<__nv_bfloat16, __nv_bfloat16>(error);
+    case DType::kFloat16:
+      return x == DType::kFloat16 && launch.template IfFits<__half, __half>(error);
+  }
+  return false;
+}
+
 }  // namespace lossd::kernels::cuda
 
 #endif  // LOSSD_KERNELS_CUDA_NORM_BACKWARD_ROWS_CUH_

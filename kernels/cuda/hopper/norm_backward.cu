@@ -155,25 +155,9 @@ struct Launch {
 
 bool LaunchNormBackwardIfFits(const NormParams& params, const NormBackwardParams& backward,
                               const DeviceLimits& limits, cudaStream_t stream, cudaError_t* error) {
-  const DType x = params.x.dtype;
-  const DeviceMatrix& dx = backward.dx;
   if (!limits.is_hopper || params.rows > kMostRows || params.x.cols < kFewestColumns) return false;
-  if (params.x.cols % 8 != 0 || !NormAligned(params.x) || !NormAligned(params.y)) return false;
-  if (dx.data != nullptr && (!NormAligned(dx) || dx.dtype != x)) return false;
-  const Launch launch{params, backward, limits, stream};
-  switch (params.y.dtype) {
-    case DType::kFloat32:
-      if (x == DType::kFloat32) return launch.IfFits<float, float>(error);
-      return x == DType::kFloat16 ? launch.IfFits<__half, float>(error)
-                                  : launch.IfFits<__nv_bfloat16, float>(error);
-    case DType::kBFloat16:
-      if (x == DType::kFloat16) return false;
-      return x == DType::kFloat32 ? launch.IfFits<float, __nv_bfloat16>(error)
-                                  : launch.IfFits<__nv_bfloat16, __nv_bfloat16>(error);
-    case DType::kFloat16:
-      return x == DType::kFloat16 && launch.IfFits<__half, __half>(error);
-  }
-  return false;
+  if (params.x.cols % 8 != 0) return false;
+  return LaunchIfPaired(Launch{params, backward, limits, stream}, params, backward, error);
 }
 
 }  // namespace lossd::kernels::cuda::hopper
