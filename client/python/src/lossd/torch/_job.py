@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 
 import lossd
 from lossd.torch import _memory
-from lossd.types import DType, LossResult, RowOutput
-
-if TYPE_CHECKING:
-    from lossd.torch.head import LossHead
+from lossd.torch._step_book import StepBook
+from lossd.types import DType, LossResult, Reduction, RowOutput
 
 Extra = Literal["z_loss", "accuracy", "dropped_mass", "lse", "entropy", "logprob", "argmax"]
 EXTRAS: tuple[Extra, ...] = ("z_loss", "accuracy", "dropped_mass", "lse", "entropy", "logprob", "argmax")
@@ -41,10 +39,25 @@ class LossExtras:
 LossOutput: TypeAlias = "torch.Tensor | tuple[torch.Tensor, LossExtras]"
 
 
+class Module(Protocol):
+    """What a job takes from its LossHead."""
+
+    client: lossd.Client
+    head_name: str
+    hidden_size: int
+    reduction: Reduction
+    options: lossd.LossOptions
+    shift: bool
+    deferred: bool
+    extras: tuple[Extra, ...]
+    steps: StepBook
+    transport: dict[str, Any]  # arguments of Client.compute_loss_async
+
+
 class Job:
     """One microbatch from start() to the end of backward."""
 
-    def __init__(self, module: LossHead, hidden: torch.Tensor, shape: torch.Size, needs_hidden: bool,
+    def __init__(self, module: Module, hidden: torch.Tensor, shape: torch.Size, needs_hidden: bool,
                  needs_head: bool, number: int, grad_output: float) -> None:
         self.module = module
         self.hidden = hidden  # as it travels; part of the graph
@@ -89,7 +102,7 @@ class Job:
                 reduction="none" if self.row_losses else module.reduction,
                 normalizer=self.normalizer if module.reduction == "mean" and not self.row_losses else None,
                 grad_output=1.0 if self.row_losses else self.grad_output, accumulate=accumulates,
-                retain=self.deferred, grad_hidden=gradient, rows=rows, ready=ready, **module._transport)
+                retain=self.deferred, grad_hidden=gradient, rows=rows, ready=ready, **module.transport)
         except BaseException:
             module.steps.unsent(self.number)
             raise
@@ -175,7 +188,7 @@ class Job:
                 grad_lse=values.get("lse"), grad_entropy=values.get("entropy"), hidden_size=module.hidden_size,
                 dtype=self.dtype, step=self.step, accumulate=self.needs_head,
                 grad_hidden=self._gradient_memory() if self.needs_hidden else False,
-                streams=module._transport["streams"], timeout=module._transport["timeout"])
+                streams=module.transport["streams"], timeout=module.transport["timeout"])
             module.client.release_microbatch(module.head_name, self.wire_id)
             if self._dropped_mass is not None:
                 self._dropped_mass.fill_(_per_valid_row(result, result.dropped_mass))

@@ -92,7 +92,7 @@ class LossHead(torch.nn.Module):
         self.vocab_size: int = description.spec.vocab_size
         self.train_head = train_head and not description.spec.frozen
         self.steps = StepBook(description.state.step, rank, world_size)
-        self._transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
+        self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
         self._class_weights: NDArray[Any] | None = None
 
     def extra_repr(self) -> str:
