@@ -13,9 +13,19 @@ inline bool HaveGpu() {
   return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
 }
 
+// Compute capability 9.0, for which the kernels in kernels/cuda/hopper are built.
+inline bool HaveHopperGpu() {
+  cudaDeviceProp properties;
+  return HaveGpu() && cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major == 9;
+}
+
 }  // namespace lossd::kernels::testing
 
 #define LOSSD_SKIP_WITHOUT_GPU() \
   if (!::lossd::kernels::testing::HaveGpu()) GTEST_SKIP() << "no CUDA GPU on this machine"
+
+#define LOSSD_SKIP_WITHOUT_HOPPER_GPU() \
+  LOSSD_SKIP_WITHOUT_GPU();             \
+  if (!::lossd::kernels::testing::HaveHopperGpu()) GTEST_SKIP() << "not a Hopper GPU"
 
 #endif  // LOSSD_TESTS_KERNELS_CUDA_CUDA_TEST_DEVICE_H_

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <iostream>
 #include <limits>
 #include <random>
 #include <string>
@@ -14,6 +13,7 @@
 #include "gtest/gtest.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
 #include "tests/kernels/cuda/hopper/device_values.h"
+#include "tests/kernels/problem.h"
 
 namespace lossd::kernels::cuda::hopper {
 namespace {
@@ -29,13 +29,7 @@ struct Case {
 class LogitPassTest : public ::testing::TestWithParam<Case> {
  protected:
   void SetUp() override {
-    LOSSD_SKIP_WITHOUT_GPU();
-    cudaDeviceProp properties;
-    ASSERT_EQ(cudaGetDeviceProperties(&properties, 0), cudaSuccess);
-    if (properties.major != 9) GTEST_SKIP() << "not a Hopper GPU";
-    const uint32_t seed = std::random_device{}();
-    std::cout << "seed " << seed << std::endl;
-    random_.seed(seed);
+    LOSSD_SKIP_WITHOUT_HOPPER_GPU();
     const Case& c = GetParam();
     padded_vocab_ = (c.vocab + 7) / 8 * 8;
     padded_inner_ = (c.inner + 7) / 8 * 8;
@@ -219,7 +213,7 @@ class LogitPassTest : public ::testing::TestWithParam<Case> {
     }
   }
 
-  std::mt19937 random_;
+  kernels::testing::Rng random_ = kernels::testing::FreshRng();
   int64_t padded_vocab_ = 0, padded_inner_ = 0, tiles_ = 0, ld_ = 0;
   std::vector<uint16_t> hidden_, weight_;
   std::vector<int32_t> targets_;

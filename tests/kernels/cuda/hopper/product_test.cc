@@ -4,7 +4,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <iostream>
 #include <limits>
 #include <random>
 #include <string>
@@ -13,6 +12,7 @@
 #include "gtest/gtest.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
 #include "tests/kernels/cuda/hopper/device_values.h"
+#include "tests/kernels/problem.h"
 
 namespace lossd::kernels::cuda::hopper {
 namespace {
@@ -30,13 +30,7 @@ struct Case {
 class ProductTest : public ::testing::TestWithParam<Case> {
  protected:
   void SetUp() override {
-    LOSSD_SKIP_WITHOUT_GPU();
-    cudaDeviceProp properties;
-    ASSERT_EQ(cudaGetDeviceProperties(&properties, 0), cudaSuccess);
-    if (properties.major != 9) GTEST_SKIP() << "not a Hopper GPU";
-    const uint32_t seed = std::random_device{}();
-    std::cout << "seed " << seed << std::endl;
-    random_.seed(seed);
+    LOSSD_SKIP_WITHOUT_HOPPER_GPU();
     const Case& c = GetParam();
     a_ = Normal(c.rows * c.inner);
     b_ = Normal(c.inner * c.columns);
@@ -129,7 +123,7 @@ class ProductTest : public ::testing::TestWithParam<Case> {
     for (int64_t i = count; i < count + kGuard; ++i) ASSERT_EQ(got[i], static_cast<double>(kGuardValue));
   }
 
-  std::mt19937 random_;
+  kernels::testing::Rng random_ = kernels::testing::FreshRng();
   std::vector<uint16_t> a_, b_;
   std::vector<float> factors_, before_;
   std::vector<double> product_, size_;
