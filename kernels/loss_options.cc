@@ -63,4 +63,9 @@ absl::string_view WhyNotFiltered(const LossOptions& options, bool any_grad_entro
   return "";
 }
 
+Algorithm GradientsOf(const LossOptions& options, absl::string_view why_exact) {
+  if (!why_exact.empty()) return Algorithm::kExact;
+  return options.algorithm == Algorithm::kCut ? Algorithm::kFiltered : options.algorithm;
+}
+
 }  // namespace lossd::kernels

@@ -49,6 +49,10 @@ absl::Status Validate(const LossOptions& options);
 // not small where probabilities are. any_grad_entropy: some row has an upstream gradient of its entropy.
 absl::string_view WhyNotFiltered(const LossOptions& options, bool any_grad_entropy);
 
+// How a chunk's gradients are computed, which kCut leaves open: kExact if why_exact says so, else kFiltered
+// or kAuto.
+Algorithm GradientsOf(const LossOptions& options, absl::string_view why_exact);
+
 }  // namespace lossd::kernels
 
 #endif  // LOSSD_KERNELS_LOSS_OPTIONS_H_

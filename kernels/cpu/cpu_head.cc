@@ -181,9 +181,7 @@ Choice CpuHead::ComputeChunk(const Chunk& chunk, const RowOrder& order) {
   LossOptions options = chunk.options;
   absl::string_view why_exact = WhyNotFiltered(options, AnyGradEntropy(chunk));
   if (why_exact.empty() && order.with_gradient() == 0) why_exact = "no gradient is wanted";
-  if (!why_exact.empty()) options.algorithm = Algorithm::kExact;
-  // Cut names what the head does without; the gradients are exact or filtered.
-  if (options.algorithm == Algorithm::kCut) options.algorithm = Algorithm::kFiltered;
+  options.algorithm = GradientsOf(options, why_exact);
   ComputeRows(chunk, options, order);
   if (options.algorithm != Algorithm::kAuto) return GradientChoice(options.algorithm, why_exact);
   const double dropped = MeanDroppedMass({buffers_.results, static_cast<size_t>(order.with_gradient())});

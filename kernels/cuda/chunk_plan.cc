@@ -34,12 +34,6 @@ absl::string_view WhyLibrary(const RowLossParams& loss, int clusters, FusedLoss 
   return no_faster;
 }
 
-// kCut names what the head does without; the gradients are exact or filtered.
-Algorithm GradientsOf(const LossOptions& options, absl::string_view why_exact) {
-  if (!why_exact.empty()) return Algorithm::kExact;
-  return options.algorithm == Algorithm::kCut ? Algorithm::kFiltered : options.algorithm;
-}
-
 // What the device has yet to say.
 absl::string_view WhatDecides(Algorithm algorithm) {
   switch (algorithm) {

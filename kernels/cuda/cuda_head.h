@@ -93,7 +93,8 @@ class CudaHead : public HeadKernels {
   // Filtered chunks (cuda_head_filtered.cc).
   FilterShape FilterShapeOfChunk(const Job& job) const;
   absl::Status FilteredForward(const Job& job, const RowLossParams& row);
-  RowSelection SelectionOf(const Job& job) const;
+  // From compact row `begin` on.
+  RowSelection SelectionOf(const Job& job, int64_t begin) const;
   absl::Status PrepareFilter(const Job& job, const RowLossParams& row);
   // `row`: rows of the chunk from `begin` on.
   absl::Status FilterRows(const Job& job, const RowLossParams& row, int64_t begin);

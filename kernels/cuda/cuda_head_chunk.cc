@@ -35,12 +35,9 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
     const bool norm_gradients = job->layout.accumulate && config_.norm != Norm::kNone;
     job->hidden_gemm = job->layout.want_hidden_gradient || norm_gradients;
     job->direct = chunk->hidden_dtype == config_.compute_dtype && config_.norm == Norm::kNone;
-    const ChunkPlan plan = Plan(chunk->options, RowLoss(*job));
-    job->layout.filtered = plan.filtered();
-    job->fused = plan.fused();
-    job->own_hidden_product = plan.own_hidden_product();
-    job->own_weight_product = plan.own_weight_product();
-    chunk->choices = cuda::Describe(plan);
+    job->plan = Plan(chunk->options, RowLoss(*job));
+    job->layout.filtered = job->plan.filtered();
+    chunk->choices = cuda::Describe(job->plan);
     if (job->layout.compact_rows > 0) {
       if (IsCut()) ChooseBlocks(*job);
       status = Enqueue(*job);
@@ -165,9 +162,9 @@ absl::Status CudaHead::Forward(const Job& job) {
         "target kernel");
   }
   const RowLossParams p = RowLoss(job);
-  LOSSD_RETURN_IF_ERROR(IsCut()     ? CutForward(job, p)
-                        : job.fused ? FusedForward(job, p)
-                                    : LogitsForward(job, p));
+  LOSSD_RETURN_IF_ERROR(IsCut()            ? CutForward(job, p)
+                        : job.plan.fused() ? FusedForward(job, p)
+                                           : LogitsForward(job, p));
   const RowInputBlock& in = job.slot->device_in;
   const RowOutputBlock& out = job.slot->device_out;
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchGuard({layout.device_slices, in.slice_begin, in.accumulate, out.loss,
@@ -236,7 +233,7 @@ absl::Status CudaHead::LogitsForward(const Job& job, const RowLossParams& row) {
       device_->gemms().Run(LogitsShape(row.padded_rows),
                            {.a = values_.compute_weight, .b = job.memory.hidden, .c = workspace_.logits},
                            device_->gemm_workspace(), stream));
-  if (!job.layout.filtered) return ToStatus(LaunchRowLoss(row, device_->limits(), stream), "row loss kernel");
+  if (!job.plan.filtered()) return ToStatus(LaunchRowLoss(row, device_->limits(), stream), "row loss kernel");
   // Writing dx, the filter takes the place of the dx GEMM.
   if (job.hidden_gemm) LOSSD_RETURN_IF_ERROR(Await(download_idle_, stream));
   return FilteredForward(job, row);
@@ -244,7 +241,7 @@ absl::Status CudaHead::LogitsForward(const Job& job, const RowLossParams& row) {
 
 absl::Status CudaHead::HiddenGradient(const Job& job) {
   const cudaStream_t stream = device_->compute();
-  if (!job.layout.filtered && !IsCut()) {
+  if (!job.plan.filtered() && !IsCut()) {
     LOSSD_RETURN_IF_ERROR(Await(download_idle_, stream));
     LOSSD_RETURN_IF_ERROR(HiddenProduct(job));
   }
@@ -329,11 +326,11 @@ absl::Status CudaHead::WeightGradient(const Job& job) {
                                sizes_.padded_hidden};
   const int64_t rows = job.layout.compact_rows;
   LOSSD_RETURN_IF_CUDA_ERROR(
-      job.fused
+      job.plan.fused()
           ? LaunchScaleRows(hidden, workspace_.fused.factor, 1.0f, workspace_.keep, rows, device_->compute())
           : LaunchZeroDroppedRows(hidden, workspace_.keep, rows, device_->compute()),
       "kernel over hidden states");
-  LOSSD_RETURN_IF_ERROR(job.layout.filtered ? FilteredWeightGradient(job) : WeightProduct(job));
+  LOSSD_RETURN_IF_ERROR(job.plan.filtered() ? FilteredWeightGradient(job) : WeightProduct(job));
   weight_gradient_is_zero_ = false;
   return absl::OkStatus();
 }

@@ -79,9 +79,9 @@ absl::Status CudaHead::PrepareCutGemms(const Job& job) {
   Gemms& gemms = device_->gemms();
   const int64_t rows = job.layout.padded_rows;
   const auto prepare_rows = [&](int64_t, int64_t count) { return gemms.Prepare(LogitsShape(count)); };
-  if (job.layout.filtered) LOSSD_RETURN_IF_ERROR(ForEachBlock(rows, job.filter_rows, rows, prepare_rows));
+  if (job.plan.filtered()) LOSSD_RETURN_IF_ERROR(ForEachBlock(rows, job.filter_rows, rows, prepare_rows));
   const auto prepare = [&](int64_t count, int64_t classes) -> absl::Status {
-    if (!job.fused) LOSSD_RETURN_IF_ERROR(gemms.Prepare(LogitsShape(count, classes)));
+    if (!job.plan.fused()) LOSSD_RETURN_IF_ERROR(gemms.Prepare(LogitsShape(count, classes)));
     LOSSD_RETURN_IF_ERROR(gemms.Prepare(HiddenGradientShape(count, classes, DType::kFloat32)));
     return gemms.Prepare(WeightGradientShape(count, classes));
   };
@@ -93,7 +93,7 @@ absl::Status CudaHead::PrepareCutGemms(const Job& job) {
 }
 
 absl::Status CudaHead::CutForward(const Job& job, const RowLossParams& row) {
-  if (!job.layout.filtered) return CutStatistics(job, row);
+  if (!job.plan.filtered()) return CutStatistics(job, row);
   LOSSD_RETURN_IF_ERROR(CutFilter(job, row));
   const int64_t bytes = row.rows * static_cast<int64_t>(sizeof(float));
   return Branch(
@@ -112,7 +112,7 @@ absl::Status CudaHead::CutStatistics(const Job& job, const RowLossParams& row) {
   return ForEachBlock(
       row.rows, job.blocks.rows, row.padded_rows, [&](int64_t begin, int64_t count) -> absl::Status {
         const RowLossParams rows = RowsOf(row, begin, count);
-        if (job.fused) {
+        if (job.plan.fused()) {
           hopper::FusedRows memory = workspace_.fused;
           memory.partials = arena.tiles;
           return ToStatus(hopper::LaunchFusedLoss({rows, HiddenRows(job, begin), values_.compute_weight,
@@ -146,23 +146,21 @@ absl::Status CudaHead::CutFilter(const Job& job, const RowLossParams& row) {
   const FilterBuffers& filter = workspace_.filter;
   const CutFilterArena arena =
       CutFilterArena::Carve(FilterShapeOf(config_, sizes_), job.filter_rows, workspace_.arena);
-  const RowSelection selection = SelectionOf(job);
   LOSSD_RETURN_IF_ERROR(Zero(filter.counters, sizeof(FilterCounters), stream));
   LOSSD_RETURN_IF_ERROR(PrepareFilter(job, row));
   if (job.hidden_gemm) LOSSD_RETURN_IF_ERROR(Await(download_idle_, stream));
   const auto filter_block = [&](int64_t begin, int64_t count) -> absl::Status {
     const ClassBlock all = ClassesOf(RowsOf(row, begin, count), 0, sizes_.padded_vocab, arena.logits);
     LOSSD_RETURN_IF_ERROR(BlockLogits(job, all, begin));
-    RowSelection rows = selection;
-    rows.rows += begin;
-    LOSSD_RETURN_IF_CUDA_ERROR(LaunchSelectRows(all.row, rows, stream), "selection kernel");
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchSelectRows(all.row, SelectionOf(job, begin), stream),
+                               "selection kernel");
     return FilterRows(job, all.row, begin);
   };
   LOSSD_RETURN_IF_ERROR(ForEachBlock(row.rows, job.filter_rows, row.padded_rows, filter_block));
-  return ToStatus(
-      LaunchDecide({selection, row.rows, job.slot->device_in.with_gradient, 1.0f, &filter.counters->exact},
-                   stream),
-      "decision kernel");
+  return ToStatus(LaunchDecide({SelectionOf(job, 0), row.rows, job.slot->device_in.with_gradient, 1.0f,
+                                &filter.counters->exact},
+                               stream),
+                  "decision kernel");
 }
 
 // dx into its buffer, as the GEMM of another head would leave it, and the weight gradients.
@@ -177,7 +175,7 @@ absl::Status CudaHead::CutBackward(const Job& job) {
         "kernel over hidden states");
     return AddKept(job);
   };
-  if (job.layout.filtered) {
+  if (job.plan.filtered()) {
     LOSSD_RETURN_IF_ERROR(Branch(
         job.slot->weight_branch, [&] { return CutGradients(job); }, add_kept));
   } else {
@@ -227,7 +225,7 @@ absl::Status CudaHead::CutRowBlock(const Job& job, const RowLossParams& row, int
 absl::Status CudaHead::BlockGradient(const Job& job, const ClassBlock& block, int64_t begin) {
   const cudaStream_t stream = device_->compute();
   const GradientRule* const rules = workspace_.rules + begin;
-  if (job.fused) {
+  if (job.plan.fused()) {
     return ToStatus(
         hopper::LaunchFusedGradient({block.row, HiddenRows(job, begin), WeightRows(block.first_class),
                                      sizes_.padded_hidden, rules, block.first_class, block.classes},

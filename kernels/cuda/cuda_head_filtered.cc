@@ -23,10 +23,11 @@ absl::Status CudaHead::Branch(DeviceBranch& branch, absl::FunctionRef<absl::Stat
                                           : branch.Enqueue(decision, device_->compute(), exact, filtered);
 }
 
-RowSelection CudaHead::SelectionOf(const Job& job) const {
+RowSelection CudaHead::SelectionOf(const Job& job, int64_t begin) const {
   const FilterBuffers& filter = workspace_.filter;
   return {job.chunk->options.filter_epsilon, filter.pool,
-          static_cast<int32_t>(FilterShapeOfChunk(job).capacity()), &filter.counters->used, filter.rows};
+          static_cast<int32_t>(FilterShapeOfChunk(job).capacity()), &filter.counters->used,
+          filter.rows + begin};
 }
 
 // Row results and, into the buffer of the hidden gradients, what the dx GEMM would leave there.
@@ -34,7 +35,7 @@ absl::Status CudaHead::FilteredForward(const Job& job, const RowLossParams& row)
   const cudaStream_t stream = device_->compute();
   const FilterBuffers& filter = workspace_.filter;
   const LossOptions& options = job.chunk->options;
-  const RowSelection selection = SelectionOf(job);
+  const RowSelection selection = SelectionOf(job, 0);
   LOSSD_RETURN_IF_ERROR(Zero(filter.counters, sizeof(FilterCounters), stream));
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchSelectRows(row, selection, stream), "selection kernel");
   const bool is_auto = options.algorithm == Algorithm::kAuto;
@@ -78,8 +79,7 @@ absl::Status CudaHead::FilterRows(const Job& job, const RowLossParams& row, int6
   const FilterBuffers& filter = workspace_.filter;
   FilterRowsParams p;
   p.row = row;
-  p.selection = SelectionOf(job);
-  p.selection.rows += begin;
+  p.selection = SelectionOf(job, begin);
   p.hidden = HiddenRows(job, begin);
   p.weight = values_.compute_weight;
   p.ld = sizes_.padded_hidden;

@@ -2,6 +2,7 @@
 #ifndef LOSSD_KERNELS_CUDA_CUDA_HEAD_JOB_H_
 #define LOSSD_KERNELS_CUDA_CUDA_HEAD_JOB_H_
 
+#include "kernels/cuda/chunk_plan.h"
 #include "kernels/cuda/cuda_head.h"
 
 namespace lossd::kernels::cuda {
@@ -14,13 +15,11 @@ struct CudaHead::Job {
   ChunkLayout layout;
   bool hidden_gemm = false;  // dx is wanted, or needed for the norm's parameters
   bool direct = false;       // dx leaves the GEMM as the client gets it, but for row factors
-  // The loss comes from the logit pass. Logits are left as exponentials that lack their row's factor, but for
+  // If the loss is fused, logits are left as exponentials that lack their row's factor, but for
   // Algorithm::kCut.
-  bool fused = false;
-  bool own_hidden_product = false;  // dx by hopper/product.h instead of cuBLASLt
-  bool own_weight_product = false;  // dW likewise
-  CutBlocks blocks;                 // Algorithm::kCut, likewise below: of the exact gradients
-  int64_t filter_rows = 0;          // a block
+  ChunkPlan plan;
+  CutBlocks blocks;         // Algorithm::kCut, likewise below: of the exact gradients
+  int64_t filter_rows = 0;  // a block
 };
 
 }  // namespace lossd::kernels::cuda

@@ -16,11 +16,11 @@ absl::Status CudaHead::PrepareGemms(const Job& job) {
   if (IsCut()) return PrepareCutGemms(job);
   Gemms& gemms = device_->gemms();
   const int64_t rows = job.layout.padded_rows;
-  if (!job.fused) LOSSD_RETURN_IF_ERROR(gemms.Prepare(LogitsShape(rows)));
-  if (job.hidden_gemm && !job.own_hidden_product) {
+  if (!job.plan.fused()) LOSSD_RETURN_IF_ERROR(gemms.Prepare(LogitsShape(rows)));
+  if (job.hidden_gemm && !job.plan.own_hidden_product()) {
     LOSSD_RETURN_IF_ERROR(gemms.Prepare(HiddenGradientShape(rows, HiddenGradientType(job))));
   }
-  if (!job.layout.accumulate || job.own_weight_product) return absl::OkStatus();
+  if (!job.layout.accumulate || job.plan.own_weight_product()) return absl::OkStatus();
   return gemms.Prepare(WeightGradientShape(rows));
 }
 
@@ -44,8 +44,8 @@ DType CudaHead::HiddenGradientType(const Job& job) const {
 
 absl::Status CudaHead::HiddenProduct(const Job& job) {
   const DType dtype = HiddenGradientType(job);
-  const float* factors = job.fused ? workspace_.fused.factor : nullptr;
-  if (job.own_hidden_product) {
+  const float* factors = job.plan.fused() ? workspace_.fused.factor : nullptr;
+  if (job.plan.own_hidden_product()) {
     return Multiply({.a = workspace_.logits,
                      .b = values_.compute_weight,
                      .c = workspace_.hidden_gradient,
@@ -59,9 +59,9 @@ absl::Status CudaHead::HiddenProduct(const Job& job) {
                                              {.a = values_.compute_weight,
                                               .b = workspace_.logits,
                                               .c = workspace_.hidden_gradient,
-                                              .alpha = job.fused ? 1.0f : HiddenGradientScale(job)},
+                                              .alpha = job.plan.fused() ? 1.0f : HiddenGradientScale(job)},
                                              device_->gemm_workspace(), device_->compute()));
-  if (!job.fused) return absl::OkStatus();
+  if (!job.plan.fused()) return absl::OkStatus();
   const DeviceMatrix gradient = {workspace_.hidden_gradient, dtype, sizes_.padded_hidden,
                                  sizes_.padded_hidden};
   return ToStatus(LaunchScaleRows(gradient, factors, HiddenGradientScale(job), nullptr,
@@ -74,12 +74,12 @@ absl::Status CudaHead::WeightProduct(const Job& job) {
   const float scale = job.layout.unit * job.chunk->options.logit_scale;
   if (gradients_.bias != nullptr) {
     const DeviceMatrix logits = {workspace_.logits, config_.compute_dtype, sizes_.vocab, sizes_.padded_vocab};
-    const float* factors = job.fused ? workspace_.fused.factor : nullptr;
+    const float* factors = job.plan.fused() ? workspace_.fused.factor : nullptr;
     LOSSD_RETURN_IF_CUDA_ERROR(LaunchColumnSum(logits, workspace_.keep, factors, job.layout.compact_rows,
                                                scale, workspace_.partials, gradients_.bias, stream),
                                "column sum kernel");
   }
-  if (job.own_weight_product) {
+  if (job.plan.own_weight_product()) {
     return Multiply({.transpose_a = true,
                      .a = workspace_.logits,
                      .b = job.memory.hidden,

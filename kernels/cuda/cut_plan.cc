@@ -17,8 +17,6 @@ constexpr double kBytesPerSecond = 4e12;   // of device memory
 constexpr double kCachedPerSecond = 8e12;  // of what stays in L2
 constexpr double kLaunchSeconds = 10e-6;   // of the three products of a block
 
-constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t Waves(int64_t rows, int64_t cols, int multiprocessors) {
   return CeilDiv(CeilDiv(rows, 128) * CeilDiv(cols, 256), multiprocessors);
 }

@@ -21,6 +21,8 @@ inline constexpr int64_t kDevicePage = int64_t{2} << 20;
 
 // `bytes` rounded up to a multiple of `unit`.
 constexpr int64_t RoundUp(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
+// Pieces of b that a is cut into.
+constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 class MemoryLedger {
  public:

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/device_memory.h"
+
 namespace lossd::kernels::cuda::hopper {
 
 inline constexpr int kRowTile = 128;                          // rows a block
@@ -15,8 +17,6 @@ inline constexpr int kColumnTile = 256;                       // columns a block
 inline constexpr int kInnerTile = 64;                         // of the inner dimension, a stage of the ring
 inline constexpr int kClusterBlocks = 2;                      // side by side in rows
 inline constexpr int kPanelRows = kRowTile * kClusterBlocks;  // rows a cluster works on at a time
-
-constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int64_t Panels(int64_t rows) { return CeilDiv(rows, kPanelRows); }
 
