@@ -1,5 +1,9 @@
 #include <cuda_runtime.h>
 
+#include <array>
+#include <utility>
+#include <vector>
+
 #include "kernels/cuda/cuda_status.h"
 #include "kernels/cuda/device_branch.h"
 
@@ -9,10 +13,6 @@ namespace {
 __global__ void SetConditionKernel(const int32_t* flag, cudaGraphConditionalHandle condition) {
   cudaGraphSetConditional(condition, *flag != 0 ? 1u : 0u);
 }
-
-// The last node of a body. A library's kernel may let its successor start before it has written its results;
-// an ordinary launch behind it does not, so the body is over when all of its work is.
-__global__ void EndBodyKernel() {}
 
 // Destroys a graph at the end of a scope; its executable form lives on.
 struct GraphOwner {
@@ -26,13 +26,9 @@ absl::Status Capture(cudaGraph_t graph, cudaStream_t stream, absl::FunctionRef<a
   LOSSD_RETURN_IF_CUDA_ERROR(
       cudaStreamBeginCaptureToGraph(stream, graph, nullptr, nullptr, 0, cudaStreamCaptureModeThreadLocal),
       "cudaStreamBeginCaptureToGraph");
-  absl::Status status = work();
-  if (status.ok()) {
-    EndBodyKernel<<<1, 1, 0, stream>>>();
-    status = ToStatus(cudaGetLastError(), "end of a branch");
-  }
+  const absl::Status status = work();
   cudaGraph_t captured = nullptr;
-  absl::Status ended = ToStatus(cudaStreamEndCapture(stream, &captured), "cudaStreamEndCapture");
+  const absl::Status ended = ToStatus(cudaStreamEndCapture(stream, &captured), "cudaStreamEndCapture");
   return status.ok() ? ended : status;
 }
 
@@ -62,6 +58,27 @@ absl::Status AddChoice(cudaGraph_t graph, const int32_t* flag, cudaGraph_t (&bod
   return absl::OkStatus();
 }
 
+// Appends what cudaGraphExecUpdate does not carry over although it reports success: the cluster dimensions of
+// each kernel. A kernel that had a cluster and has none, or the reverse, would then not run at all, without
+// an error (seen with CUDA 13.0; cuBLASLt chooses clusters by the number of rows).
+absl::Status AppendClusters(cudaGraph_t body, std::vector<std::array<unsigned, 3>>& clusters) {
+  size_t count = 0;
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaGraphGetNodes(body, nullptr, &count), "cudaGraphGetNodes");
+  std::vector<cudaGraphNode_t> nodes(count);
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaGraphGetNodes(body, nodes.data(), &count), "cudaGraphGetNodes");
+  for (const cudaGraphNode_t node : nodes) {
+    cudaGraphNodeType type;
+    LOSSD_RETURN_IF_CUDA_ERROR(cudaGraphNodeGetType(node, &type), "cudaGraphNodeGetType");
+    if (type != cudaGraphNodeTypeKernel) continue;
+    cudaLaunchAttributeValue value = {};
+    LOSSD_RETURN_IF_CUDA_ERROR(
+        cudaGraphKernelNodeGetAttribute(node, cudaLaunchAttributeClusterDimension, &value),
+        "cudaGraphKernelNodeGetAttribute");
+    clusters.push_back({value.clusterDim.x, value.clusterDim.y, value.clusterDim.z});
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::Status DeviceBranch::Enqueue(const int32_t* flag, cudaStream_t stream,
@@ -73,9 +90,12 @@ absl::Status DeviceBranch::Enqueue(const int32_t* flag, cudaStream_t stream,
   LOSSD_RETURN_IF_ERROR(AddChoice(owner.graph, flag, bodies));
   LOSSD_RETURN_IF_ERROR(Capture(bodies[0], stream, if_set));
   LOSSD_RETURN_IF_ERROR(Capture(bodies[1], stream, if_not));
-  if (!Update(owner.graph)) {
+  std::vector<std::array<unsigned, 3>> clusters;
+  for (const cudaGraph_t body : bodies) LOSSD_RETURN_IF_ERROR(AppendClusters(body, clusters));
+  if (clusters != clusters_ || !Update(owner.graph)) {
     Reset();
     LOSSD_RETURN_IF_CUDA_ERROR(cudaGraphInstantiate(&exec_, owner.graph, 0), "cudaGraphInstantiate");
+    clusters_ = std::move(clusters);
   }
   return ToStatus(cudaGraphLaunch(exec_, stream), "cudaGraphLaunch");
 }

@@ -6,8 +6,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
-#include <utility>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
@@ -17,9 +18,10 @@ namespace lossd::kernels::cuda {
 // Conditional nodes with an else branch need this much of the driver.
 inline constexpr int kBranchDriverVersion = 12080;
 
-// Owns the executable graph of a branch. As long as the work differs in parameters only from that enqueued
-// before, the graph is updated (some 50 us of the host's time); else it is replaced, which waits for the
-// device. Destroy or enqueue again only when the device is through with it. Not thread-safe.
+// Owns the executable graph of a branch. As long as the work differs from that enqueued before in parameters
+// and kernels of the same cluster dimensions only, the graph is updated (some 50 us of the host's time); else
+// it is replaced, which waits for the device. Destroy or enqueue again only when the device is through with
+// it. Not thread-safe.
 class DeviceBranch {
  public:
   DeviceBranch() = default;
@@ -38,6 +40,7 @@ class DeviceBranch {
   void Reset();
 
   cudaGraphExec_t exec_ = nullptr;
+  std::vector<std::array<unsigned, 3>> clusters_;  // of the kernels of both bodies of exec_, in order
 };
 
 // As DeviceBranch::Enqueue, but waits until the stream has got there, and calls the one function that is

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <vector>
@@ -9,6 +10,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/cuda/cuda_status.h"
+#include "tests/kernels/cuda/cluster_write.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
 
 namespace lossd::kernels::cuda {
@@ -120,6 +122,29 @@ TEST_F(DeviceBranchTest, OtherOperationsReplaceTheGraph) {
   EXPECT_THAT(Bytes(), ElementsAre(1, 2, 2, 2, 0, 3, 3, 0));
   run(true, Write({0}, 5), Write({7}, 5));
   EXPECT_THAT(Bytes(), ElementsAre(5, 2, 2, 2, 0, 3, 3, 0));
+}
+
+// The same kernel in clusters of other sizes, and without: cuBLASLt does that when the number of rows
+// changes.
+TEST_F(DeviceBranchTest, OtherClustersReplaceTheGraph) {
+  int major = 0;
+  ASSERT_EQ(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), cudaSuccess);
+  if (major < 9) GTEST_SKIP() << "no clusters on this GPU";
+  DeviceBranch branch;
+  int value = 0;
+  for (unsigned blocks : {4u, 1u, 8u, 2u, 1u, 1u, 4u}) {
+    ++value;
+    ASSERT_EQ(cudaMemset(bytes_, 0, kBytes), cudaSuccess);
+    SetFlag(value % 2 == 0);
+    const auto write = [&] {
+      return ToStatus(LaunchClusterWrite(bytes_, static_cast<uint8_t>(value), blocks, stream_),
+                      "write kernel");
+    };
+    ASSERT_TRUE(branch.Enqueue(flag_, stream_, write, write).ok());
+    std::vector<int> expected(kBytes, 0);
+    std::fill_n(expected.begin(), blocks, value);
+    EXPECT_EQ(Bytes(), expected) << blocks << " blocks";
+  }
 }
 
 TEST_F(DeviceBranchTest, AnErrorOfEitherFunctionEnqueuesNothing) {

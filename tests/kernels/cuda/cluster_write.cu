@@ -1,0 +1,23 @@
+#include "tests/kernels/cuda/cluster_write.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+__global__ void WriteKernel(uint8_t* place, uint8_t value) { place[blockIdx.x] = value; }
+
+}  // namespace
+
+cudaError_t LaunchClusterWrite(uint8_t* place, uint8_t value, unsigned blocks, cudaStream_t stream) {
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {blocks, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(1);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = blocks > 1 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, WriteKernel, place, value);
+}
+
+}  // namespace lossd::kernels::cuda

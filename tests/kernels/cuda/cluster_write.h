@@ -1,0 +1,17 @@
+// A kernel for tests of what launches kernels.
+#ifndef LOSSD_TESTS_KERNELS_CUDA_CLUSTER_WRITE_H_
+#define LOSSD_TESTS_KERNELS_CUDA_CLUSTER_WRITE_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace lossd::kernels::cuda {
+
+// Writes `value` to place[0, blocks) (device memory), one block each, which are a cluster if there are
+// several. Several need compute capability 9.0.
+cudaError_t LaunchClusterWrite(uint8_t* place, uint8_t value, unsigned blocks, cudaStream_t stream);
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_TESTS_KERNELS_CUDA_CLUSTER_WRITE_H_
