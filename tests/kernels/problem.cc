@@ -75,7 +75,7 @@ void ExpectGradientNear(const char* what, const std::vector<float>& got, const r
   error = std::sqrt(error);
   const double norm = Norm2(want.value);
   const double limit = norm * (GradientTolerance(compute, max_abs_logit) + UnitRoundoff(output)) +
-                       Norm2(want.magnitude) * ToleranceFor(compute).magnitude +
+                       Norm2(want.magnitude) * MagnitudeTolerance(compute, max_abs_logit) +
                        UnderflowError(output) * std::sqrt(static_cast<double>(got.size()));
   EXPECT_LE(error, limit) << what << ": relative error " << error / norm << ", reference norm " << norm;
 }

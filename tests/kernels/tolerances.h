@@ -3,7 +3,9 @@
 // The error of a logit is proportional to the largest logit of its row; losses, lse and entropy inherit it
 // as an absolute error. The error of a gradient tensor is judged by its norm:
 //   |got - want| <= gradient * |want| + magnitude * |sum of |terms|| + rounding to the output dtype,
-// the second part being what remains where terms cancel (reference::Gradient).
+// the second part being what remains where terms cancel (reference::Gradient). Both grow with the logits:
+// what rounds a logit (to bf16, where a pass over stored logits forms the gradient) is proportional to it,
+// and is then the relative error of its p.
 #ifndef LOSSD_TESTS_KERNELS_TOLERANCES_H_
 #define LOSSD_TESTS_KERNELS_TOLERANCES_H_
 
@@ -15,8 +17,8 @@ namespace lossd::kernels::testing {
 
 struct Tolerance {
   double logit;      // absolute error of lse and -log p, per 1 + max |z|
-  double gradient;   // relative error in norm, for |z| up to about 16; grows in proportion beyond
-  double magnitude;  // error in norm relative to the norm of the absolute terms
+  double gradient;   // relative error in norm, for logits near 0; doubled at |z| = 16
+  double magnitude;  // error in norm relative to the norm of the absolute terms, likewise
 };
 
 // By what the GEMMs multiply (HeadKernels::compute_dtype()).
@@ -34,6 +36,10 @@ constexpr Tolerance ToleranceFor(DType compute) {
 
 constexpr double GradientTolerance(DType compute, double max_abs_logit) {
   return ToleranceFor(compute).gradient * (1.0 + max_abs_logit / 16.0);
+}
+
+constexpr double MagnitudeTolerance(DType compute, double max_abs_logit) {
+  return ToleranceFor(compute).magnitude * (1.0 + max_abs_logit / 16.0);
 }
 
 // Half a unit in the last place, relative.
