@@ -1,8 +1,11 @@
 """lossd.Client against a server process: numbers against NumPy in double precision, administration, bad input."""
 
+import gc
 import multiprocessing
 import os
 import threading
+import time
+import weakref
 
 import numpy as np
 import pytest
@@ -182,6 +185,38 @@ def test_many_microbatches_at_once(client, make_head, problem):
     np.testing.assert_allclose(client.read_tensor(head, "weight", "gradient"), 20 * dz.T @ hidden, atol=2e-3)
     answer = client.apply_step(head, 0, lossd.SGD(lr=0.1), expected_microbatches=range(20))
     assert (answer.microbatches, answer.state.step) == (20, 1)
+
+
+def test_rows_go_over_the_connections_that_are_idle(server, make_head, problem):
+    head = make_head(hidden_size=D, vocab_size=V)
+    with lossd.Client(server.target, channels=3) as client:
+        def streams(**options):
+            return client.compute_loss(head, *problem, **options).streams
+
+        assert streams() == 3
+        with client._connections.lend() as first:
+            assert streams() == 2
+            with client._connections.lend() as second, client._connections.lend() as third:
+                assert {first, second, third} == {0, 1, 2}
+                assert streams() == 1 and streams(streams=2) == 2
+        assert streams() == 3
+
+
+def test_memory_is_free_when_a_call_has_ended(client, make_head, problem):
+    """At once, not when the garbage collector comes: it is pinned memory, or as large as a microbatch."""
+    head = make_head(hidden_size=D, vocab_size=V)
+    hidden, gradient = problem[0].copy(), np.empty((N, D), np.float32)
+    arrays = [weakref.ref(hidden), weakref.ref(gradient)]
+    gc.disable()
+    try:
+        client.compute_loss(head, hidden, problem[1], grad_hidden=gradient)
+        del hidden, gradient
+        deadline = time.monotonic() + 20  # the thread that ended the call may still be on its way out
+        while any(array() is not None for array in arrays):
+            assert time.monotonic() < deadline, "somebody still has the arrays"
+            time.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 def test_step_says_what_is_missing(client, make_head, problem):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -88,6 +90,8 @@ class Connections:
         self._closed = False
         self._channels = [
             grpc.insecure_channel(options.target, options=_arguments(options)) for _ in range(options.channels)]
+        self._lock = threading.Lock()
+        self._lent = [0] * options.channels  # streams of each connection; guarded by _lock
         try:
             self._await_server()
         except BaseException:
@@ -149,9 +153,26 @@ class Connections:
             number += 1
 
     def stream(self, index: int, method: str) -> Any:
-        """A method with streams of raw bytes in both directions, on the connection of that number (it wraps)."""
+        """A method with streams of raw bytes in both directions, on the connection of that number."""
         self.check_usable()
-        return self._channels[index % len(self._channels)].stream_stream(method)
+        return self._channels[index].stream_stream(method)
+
+    def idle(self) -> int:
+        """How many connections are lent to nobody."""
+        with self._lock:
+            return self._lent.count(0)
+
+    @contextmanager
+    def lend(self) -> Iterator[int]:
+        """The number of the connection that is lent to the fewest."""
+        with self._lock:
+            index = self._lent.index(min(self._lent))
+            self._lent[index] += 1
+        try:
+            yield index
+        finally:
+            with self._lock:
+                self._lent[index] -= 1
 
     def run(self, rpc: Callable[[], T]) -> T:
         """Runs a piece of a call and turns its errors into ours."""

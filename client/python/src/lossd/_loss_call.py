@@ -26,7 +26,7 @@ from lossd.v1 import head_pb2, types_pb2
 
 @dataclass(frozen=True)
 class CallOptions:
-    streams: int  # about so many streams; fewer if rows are few
+    streams: int | None  # about so many streams; fewer if rows are few. None: one for each idle connection
     slice_bytes: int  # of hidden states per message; the server's limits bound it too
     timeout: float  # seconds, attempts and waits together
     ready: Callable[[], None] | None = None  # blocks until the hidden states may be read; runs on a client's thread
@@ -43,15 +43,17 @@ class Core:
 
 
 class LossCall:
-    def __init__(self, core: Core, work: Work, options: CallOptions) -> None:
+    def __init__(self, core: Core, work: Work, options: CallOptions, on_end: Callable[[LossCall], None]) -> None:
+        """`on_end` is called once, before the result is there."""
         if options.slice_bytes < 1:
             raise errors.InvalidArgument(f"slice_bytes is {options.slice_bytes}; it must be positive")
-        if not 1 <= options.streams <= 1024:
+        if options.streams is not None and not 1 <= options.streams <= 1024:
             raise errors.InvalidArgument(f"streams is {options.streams}; it must be in [1, 1024]")
         self.future: Future[LossResult] = Future()
         self._core = core
         self._work = work
         self._options = options
+        self._on_end = on_end
         self._deadline = Deadline(options.timeout)
         self._start = time.monotonic()
         self._ended = threading.Event()  # failed or cancelled: nothing new is begun
@@ -94,18 +96,18 @@ class LossCall:
             facts = self._learn_facts()
         with self._lock:
             self._facts = facts
-        ranges = self._work.split(self._options.streams)
+        ranges = self._work.split(self._options.streams or max(1, self._core.connections.idle()))
         with self._lock:
             self._total.streams = len(ranges)
             self._under_way += len(ranges) - 1
         for index, rows in enumerate(ranges[1:], 1):
             try:
-                self._core.pool.submit(self._task, partial(self._run_part, index, rows))
+                self._core.pool.submit(self._task, partial(self._run_part, rows))
             except RuntimeError as error:  # the pool was shut down: the client is being closed
                 with self._lock:
                     self._under_way -= len(ranges) - index
                 raise errors.ClientClosed("this client was closed during the call") from error
-        self._run_part(0, ranges[0])
+        self._run_part(ranges[0])
 
     def _learn_facts(self) -> HeadFacts:
         description = self._core.describe(self._work.head, self._deadline)
@@ -115,13 +117,14 @@ class LossCall:
                 f"{description.spec.hidden_size}")
         return self._core.book.learn(description)
 
-    def _run_part(self, index: int, rows: Rows) -> None:
+    def _run_part(self, rows: Rows) -> None:
         """One stream until it has succeeded or may not be repeated."""
         attempt = 1
         while not self._ended.is_set():
             rule = self._rule()
             try:
-                return self._run_stream(index, rows, rule)
+                with self._core.connections.lend() as channel:
+                    return self._run_stream(channel, rows, rule)
             except errors.Unavailable as error:
                 self._interpret(error)
                 wait = self._deadline.backoff(self._core.connections.options.retry, attempt)
@@ -139,9 +142,9 @@ class LossCall:
             with self._lock:
                 self._total.repeats += 1
 
-    def _run_stream(self, index: int, rows: Rows, rule: SliceRule) -> None:
+    def _run_stream(self, channel: int, rows: Rows, rule: SliceRule) -> None:
         plan = self._work.plan(rows, rule, self._known_incarnation())
-        stream = LossStream(self._core.connections, index, self._work, plan, self._accept)
+        stream = LossStream(self._core.connections, channel, self._work, plan, self._accept)
         with self._lock:
             self._streams.add(stream)
         try:
@@ -230,6 +233,7 @@ class LossCall:
             stream.cancel()
 
     def _finish(self) -> None:
+        self._on_end(self)
         total = self._total
         try:
             if self._error is not None:

@@ -65,7 +65,7 @@ def _join(head: bytes, payload: memoryview) -> bytes:
     """
     joined: bytes = _new_bytes(None, len(head) + payload.nbytes)
     address = _address_of(joined)
-    ctypes.memmove(address, head, len(head))
+    (ctypes.c_char * len(head)).from_address(address).raw = head  # too little to let go of the lock for
     ctypes.memmove(address + len(head), np.frombuffer(payload, np.uint8).ctypes.data, payload.nbytes)
     return joined
 

@@ -48,7 +48,8 @@ class Client(HeadCalls):
 
         Args:
           target: host:port, or any gRPC target name.
-          channels: connections to the server, in [1, 64]; a loss computation spreads its rows over them.
+          channels: connections to the server, in [1, 64]; a loss computation spreads its rows over those that no other
+            one uses.
           wait_for_server: False: give up when the server's address refuses the first attempt.
           max_message_bytes: of one message, sent or received.
           call_timeout: for descriptions, gradient norm, steps.
@@ -66,7 +67,6 @@ class Client(HeadCalls):
             target, channels, connect_timeout, wait_for_server, max_message_bytes, dead_peer_timeout, retry))
         super().__init__(connections, HeadBook(expected_incarnation), call_timeout, transfer_timeout)
         self._loss_timeout = loss_timeout
-        self._channels = channels
         self._pool = ThreadPoolExecutor(channels * _STREAM_THREADS, thread_name_prefix="lossd")
         self._core = Core(self._connections, self._book, self._pool, self._describe)
         self._pending_slots = threading.BoundedSemaphore(max_pending)
@@ -138,7 +138,7 @@ class Client(HeadCalls):
           retain: with reduction "none": keep the hidden states on the server for backward(), under `id`.
           grad_hidden: True: return dL/dx; or a C-contiguous array [N, D] of the same dtype to write it into.
           rows: results wanted for every row.
-          streams: concurrent streams. None: one per connection.
+          streams: concurrent streams. None: one for each connection that is idle, at least one.
           slice_bytes: of hidden states per message.
           ready: blocks until `hidden` may be read; runs on a thread of the client.
         """
@@ -224,10 +224,8 @@ class Client(HeadCalls):
     def _start(self, work: Work, gradient: NDArray[Any] | None, streams: int | None, slice_bytes: int,
                timeout: float | None, ready: Callable[[], None] | None) -> PendingLoss:
         call = LossCall(self._core, work, CallOptions(
-            self._channels if streams is None else streams, slice_bytes,
-            self._loss_timeout if timeout is None else timeout, ready))
+            streams, slice_bytes, self._loss_timeout if timeout is None else timeout, ready), self._forget)
         self._pending_slots.acquire()
-        call.future.add_done_callback(lambda _: self._forget(call))
         with self._lock:
             self._pending.add(call)
         try:

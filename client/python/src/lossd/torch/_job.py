@@ -213,7 +213,8 @@ class Job:
         return extras
 
     def scalar(self, value: float) -> torch.Tensor:
-        return torch.tensor(value, dtype=torch.float32, device=self.hidden.device)
+        # Unlike torch.tensor, full does not wait for the device.
+        return torch.full((), value, dtype=torch.float32, device=self.hidden.device)
 
     def _tensor(self, values: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values).to(self.hidden.device)
