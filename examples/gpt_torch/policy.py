@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--hidden_size", type=int, default=64)
     parser.add_argument("--group", type=int, default=16, help="answers to the same prompt")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add_loss_arguments(parser)
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
@@ -70,12 +71,13 @@ def main() -> None:
         if HEAD in [head.spec.name for head in client.list_heads()]:
             client.delete_head(HEAD)
         client.create_head(HEAD, hidden_size=arguments.hidden_size, vocab_size=vocab_size, seed=arguments.seed)
-        policy = Policy(vocab_size, arguments.hidden_size)
+        policy = Policy(vocab_size, arguments.hidden_size).to(arguments.device)
         head = LossHead(client, HEAD, reduction="none", extras=("entropy",), **loss_options(arguments))
-        optimizers = [torch.optim.AdamW(policy.parameters(), lr=3e-3), HeadOptimizer(head, lr=3e-3)]
+        optimizers = [torch.optim.AdamW(policy.parameters(), lr=3e-3),
+                      HeadOptimizer(head, lr=3e-3, device=arguments.device)]
         for round_ in range(arguments.rounds):
-            weight = torch.from_numpy(client.read_tensor(HEAD))
-            prompts = torch.arange(vocab_size).repeat_interleave(arguments.group)
+            weight = torch.from_numpy(client.read_tensor(HEAD)).to(arguments.device)
+            prompts = torch.arange(vocab_size, device=arguments.device).repeat_interleave(arguments.group)
             tokens = sample(policy, weight, prompts, length=4)
             advantage, reward = advantages(tokens, vocab_size, arguments.group)
             with torch.no_grad():
