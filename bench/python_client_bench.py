@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import subprocess
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden_size", type=int, default=4096)
     parser.add_argument("--vocab_size", type=int, default=128256)
     parser.add_argument("--channels", type=int, default=4)
-    parser.add_argument("--streams", type=int, default=0, help="per microbatch; 0: one per channel")
+    parser.add_argument("--streams", type=int, default=0, help="per microbatch; 0: as the clients choose")
     parser.add_argument("--in_flight", type=int, default=2, help="microbatches under way at once")
     parser.add_argument("--slice_bytes", type=int, default=2 << 20)
     parser.add_argument("--seconds", type=float, default=5.0)
@@ -50,16 +52,19 @@ def measure(start: Any, finish: Any, arguments: argparse.Namespace) -> dict[str,
         finish(pending)
         latencies.append(time.monotonic() - begin)
 
-    for i in range(2 * arguments.in_flight):  # warm up
-        finish(start(i))
-    begin, started = time.monotonic(), 2 * arguments.in_flight
-    while time.monotonic() - begin < arguments.seconds:
-        under_way.append((time.monotonic(), start(started)))
-        started += 1
-        if len(under_way) == arguments.in_flight:
+    def run(goes_on: Callable[[], bool]) -> None:
+        while goes_on():
+            under_way.append((time.monotonic(), start(next(numbers))))
+            if len(under_way) == arguments.in_flight:
+                end_one()
+        while under_way:
             end_one()
-    while under_way:
-        end_one()
+
+    numbers = itertools.count()
+    run(lambda: len(latencies) < 2 * arguments.in_flight)  # warms up
+    latencies.clear()
+    begin = time.monotonic()
+    run(lambda: time.monotonic() - begin < arguments.seconds)
     seconds = time.monotonic() - begin
     return {"rows_per_second": len(latencies) * arguments.rows / seconds,
             "latency_p50_ms": float(np.percentile(latencies, 50)) * 1e3,
