@@ -94,8 +94,12 @@ struct Chunk {
   RetainedMemory* retained = nullptr;  // for slices with a retained_offset; of the same backend
   absl::Span<Slice> slices;            // together at most HeadKernels::chunk_rows() rows
 
-  // Set by Submit unless it refuses the chunk: how it is computed, as far as that depends on the chunk.
+  // Set by the backend unless it refuses the chunk, and final when on_results runs: how it was computed, as
+  // far as that depends on the chunk, its gradients first.
   std::vector<Choice> choices;
+  // Likewise how its gradients were computed: kFiltered, or kExact, which is also said of a chunk that wants
+  // none and of one whose filter was given up.
+  Algorithm algorithm = Algorithm::kExact;
 };
 
 // Each is called exactly once per chunk, on_results first; on the driving thread or on one of the

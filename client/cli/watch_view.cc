@@ -13,6 +13,7 @@ namespace {
 
 constexpr char kMicrobatchSeconds[] = "lossd_microbatch_seconds";
 constexpr char kPayloadBytes[] = "lossd_payload_bytes_total";
+constexpr char kChunks[] = "lossd_chunks_total";
 
 std::map<std::string, uint64_t> RowsByHead(const WatchSample& sample) {
   std::map<std::string, uint64_t> rows;
@@ -20,15 +21,15 @@ std::map<std::string, uint64_t> RowsByHead(const WatchSample& sample) {
   return rows;
 }
 
-double PayloadBytes(const std::vector<MetricSample>& metrics, const std::string& direction) {
-  double bytes = 0;
+// The sum of the samples of this name with this label.
+double SumOf(const std::vector<MetricSample>& metrics, absl::string_view name, const std::string& label,
+             absl::string_view value) {
+  double sum = 0;
   for (const MetricSample& sample : metrics) {
-    const auto label = sample.labels.find("direction");
-    if (sample.name == kPayloadBytes && label != sample.labels.end() && label->second == direction) {
-      bytes += sample.value;
-    }
+    const auto found = sample.labels.find(label);
+    if (sample.name == name && found != sample.labels.end() && found->second == value) sum += sample.value;
   }
-  return bytes;
+  return sum;
 }
 
 uint64_t QueuedSlices(const WatchSample& sample) {
@@ -90,12 +91,26 @@ std::string WatchHistory::LatencyText() const {
 std::string WatchHistory::TransferText() const {
   if (!good_->metrics.has_value() || !previous_.has_value() || !previous_->metrics.has_value()) return "";
   const double seconds = absl::ToDoubleSeconds(good_->time - previous_->time);
-  const auto rate = [&](const std::string& direction) {
-    const double bytes =
-        PayloadBytes(*good_->metrics, direction) - PayloadBytes(*previous_->metrics, direction);
+  const auto rate = [&](absl::string_view direction) {
+    const double bytes = SumOf(*good_->metrics, kPayloadBytes, "direction", direction) -
+                         SumOf(*previous_->metrics, kPayloadBytes, "direction", direction);
     return absl::StrCat(HumanBytes(std::max(0.0, bytes / seconds)), "/s");
   };
   return absl::StrCat(rate("in"), " in, ", rate("out"), " out");
+}
+
+std::string WatchHistory::ChunksText() const {
+  if (!good_->metrics.has_value() || !previous_.has_value() || !previous_->metrics.has_value()) return "";
+  const auto count = [&](absl::string_view algorithm) {
+    return SumOf(*good_->metrics, kChunks, "algorithm", algorithm) -
+           SumOf(*previous_->metrics, kChunks, "algorithm", algorithm);
+  };
+  const auto percent = [](double part, double whole) {
+    return absl::StrFormat("%.0f %%", 100 * part / whole);
+  };
+  const double exact = count("exact"), filtered = count("filtered"), all = exact + filtered;
+  if (all <= 0) return "";
+  return absl::StrCat(percent(exact, all), " exact, ", percent(filtered, all), " filtered");
 }
 
 std::string WatchHistory::Render(const std::string& server, size_t width) const {
@@ -115,6 +130,7 @@ std::string WatchHistory::Render(const std::string& server, size_t width) const 
              }()));
   if (const std::string latency = LatencyText(); !latency.empty()) fields.Add("microbatch", latency);
   if (const std::string transfer = TransferText(); !transfer.empty()) fields.Add("payload", transfer);
+  if (const std::string chunks = ChunksText(); !chunks.empty()) fields.Add("chunks", chunks);
   fields.Add("streams", absl::StrCat(HumanCount(now.open_streams()), " of ", HumanCount(now.max_streams()),
                                      ", ", HumanCount(QueuedSlices(*good_)), " slices queued"));
   fields.Add("memory", MemoryOf(now));

@@ -13,6 +13,7 @@
 #include "kernels/cpu/optimizer.h"
 #include "kernels/cpu/row_loops.h"
 #include "kernels/cpu/row_loss.h"
+#include "kernels/decision.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels {
@@ -94,10 +95,6 @@ double MeanDroppedMass(absl::Span<const RowResult> results) {
   return rows > 0 ? sum / static_cast<double>(rows) : 0.0;
 }
 
-Choice GradientChoice(Algorithm algorithm, absl::string_view reason) {
-  return {.what = "gradients", .choice = std::string(Name(algorithm)), .reason = std::string(reason)};
-}
-
 double SumOfSquares(const float* values, int64_t n) {
   double sum = 0.0;
   for (int64_t i = 0; i < n; ++i) sum += double{values[i]} * double{values[i]};
@@ -138,7 +135,7 @@ std::vector<Choice> CpuHead::Describe() const {
           {.what = "row loops",
            .choice = std::string(SelectRowLoops().instruction_set),
            .reason = "the widest that this processor has"},
-          GradientChoice(Algorithm::kExact, WhyNotFiltered(LossOptions(), false))};
+          GradientsChoice(Algorithm::kExact, WhyNotFiltered(LossOptions(), false))};
 }
 
 void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
@@ -149,7 +146,7 @@ void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   }
   const RowOrder order = OrderRows(chunk->slices, chunk->accumulate_gradients, buffers_.sources);
   Gather(*chunk, order);
-  chunk->choices = {ComputeChunk(*chunk, order)};
+  ComputeChunk(*chunk, order);
   MarkFailedSlices(*chunk, order);
   ComputeGradHidden(order);
   ScatterResults(*chunk, order);
@@ -175,22 +172,26 @@ void CpuHead::Gather(const Chunk& chunk, const RowOrder& order) {
   });
 }
 
-// With kAuto the rows are filtered first; if that leaves out too much, they are computed again. Returns how
-// the gradients were computed.
-Choice CpuHead::ComputeChunk(const Chunk& chunk, const RowOrder& order) {
+// With kAuto the rows are filtered first; if that leaves out too much, they are computed again.
+void CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   LossOptions options = chunk.options;
   absl::string_view why_exact = WhyNotFiltered(options, AnyGradEntropy(chunk));
   if (why_exact.empty() && order.with_gradient() == 0) why_exact = "no gradient is wanted";
   options.algorithm = GradientsOf(options, why_exact);
   ComputeRows(chunk, options, order);
-  if (options.algorithm != Algorithm::kAuto) return GradientChoice(options.algorithm, why_exact);
-  const double dropped = MeanDroppedMass({buffers_.results, static_cast<size_t>(order.with_gradient())});
-  if (dropped <= double{options.max_dropped_mass}) {
-    return GradientChoice(Algorithm::kFiltered, "max_dropped_mass allows it");
+  if (!why_exact.empty()) {
+    chunk.choices = {GradientsChoice(Algorithm::kExact, why_exact)};
+    return;
   }
+  const double dropped = MeanDroppedMass({buffers_.results, static_cast<size_t>(order.with_gradient())});
+  const bool is_auto = options.algorithm == Algorithm::kAuto;
+  const Decision decision =
+      is_auto && dropped > double{options.max_dropped_mass} ? Decision::kTooMuchMass : Decision::kFiltered;
+  chunk.choices = {GradientsChoice(options.algorithm, decision)};
+  chunk.algorithm = AlgorithmOf(decision);
+  if (chunk.algorithm == Algorithm::kFiltered) return;
   options.algorithm = Algorithm::kExact;
   ComputeRows(chunk, options, order);
-  return GradientChoice(options.algorithm, "more than max_dropped_mass would be dropped");
 }
 
 // Logits [block, V] = t x W^T, then each row to its results and gradient, in place.

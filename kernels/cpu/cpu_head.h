@@ -55,7 +55,7 @@ class CpuHead final : public HeadKernels {
 
   // The steps of a chunk, in order.
   void Gather(const Chunk& chunk, const RowOrder& order);
-  Choice ComputeChunk(const Chunk& chunk, const RowOrder& order);
+  void ComputeChunk(Chunk& chunk, const RowOrder& order);
   void ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order);
   void MarkFailedSlices(const Chunk& chunk, const RowOrder& order);
   void ComputeGradHidden(const RowOrder& order);

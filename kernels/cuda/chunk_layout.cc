@@ -112,6 +112,7 @@ RowOutputBlock RowOutputBlock::Carve(Carver& carver, int64_t capacity) {
   block.argmax = carver.Take<int32_t>(capacity);
   block.dropped_mass = carver.Take<float>(capacity);
   block.first_bad = carver.Take<int32_t>(capacity);
+  block.decision = carver.Take<Decision>(1);
   return block;
 }
 
@@ -151,8 +152,12 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
   return layout;
 }
 
-void UnpackResults(const Chunk& chunk, const ChunkLayout& layout, int64_t hidden_size,
-                   const RowInputBlock& inputs, const RowOutputBlock& outputs) {
+void UnpackResults(Chunk& chunk, const ChunkLayout& layout, int64_t hidden_size, const RowInputBlock& inputs,
+                   const RowOutputBlock& outputs) {
+  if (layout.filtered) {
+    chunk.algorithm = AlgorithmOf(*outputs.decision);
+    chunk.choices.front() = GradientsChoice(chunk.options.algorithm, *outputs.decision);
+  }
   for (const SliceLayout& place : layout.slices) {
     Slice& slice = *place.slice;
     slice.sums = SliceSums();

@@ -12,6 +12,7 @@
 
 #include "kernels/backend.h"
 #include "kernels/cuda/device_memory.h"
+#include "kernels/decision.h"
 
 namespace lossd::kernels::cuda {
 
@@ -31,7 +32,7 @@ struct RowInputBlock {
   static RowInputBlock Carve(Carver& carver, int64_t capacity);
 };
 
-// Per-row results, compact order.
+// Per-row results, compact order, and what was decided for all rows.
 struct RowOutputBlock {
   float* loss = nullptr;
   float* z_loss = nullptr;
@@ -41,6 +42,7 @@ struct RowOutputBlock {
   int32_t* argmax = nullptr;
   float* dropped_mass = nullptr;  // only of a chunk that may be filtered
   int32_t* first_bad = nullptr;   // [slices with rows]: compact row or -1
+  Decision* decision = nullptr;   // [1]; likewise only of a chunk that may be filtered
 
   static RowOutputBlock Carve(Carver& carver, int64_t capacity);
 };
@@ -65,7 +67,7 @@ struct ChunkLayout {
   bool want_entropy = false;
   bool any_coef_entropy = false;
   float unit = 1.0f;      // power of two taken out of coef_*
-  bool filtered = false;  // set by the head: RowOutputBlock::dropped_mass is filled
+  bool filtered = false;  // set by the head: RowOutputBlock::dropped_mass and decision are filled
 };
 
 // Rows rounded up to what the GEMMs like; few distinct values, so that few algorithms are chosen.
@@ -83,10 +85,10 @@ struct LayoutHead {
 // head.chunk_rows).
 ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInputBlock& inputs);
 
-// Hands the device's results to the slices: row outputs, sums, first_nonfinite_row; zeroes the hidden
-// gradient of slices without any target.
-void UnpackResults(const Chunk& chunk, const ChunkLayout& layout, int64_t hidden_size,
-                   const RowInputBlock& inputs, const RowOutputBlock& outputs);
+// Hands the device's results to the chunk, the decision about its filter, and to the slices: row outputs,
+// sums, first_nonfinite_row; zeroes the hidden gradient of slices without any target.
+void UnpackResults(Chunk& chunk, const ChunkLayout& layout, int64_t hidden_size, const RowInputBlock& inputs,
+                   const RowOutputBlock& outputs);
 
 }  // namespace lossd::kernels::cuda
 

@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/hopper/fused_loss.h"
 #include "kernels/cuda/hopper/product_plan.h"
+#include "kernels/decision.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -78,9 +79,7 @@ ChunkPlan PlanCutChunk(const LossOptions& options, const RowLossParams& loss, co
 }
 
 std::vector<Choice> Describe(const ChunkPlan& plan) {
-  return {{.what = "gradients",
-           .choice = std::string(Name(plan.algorithm)),
-           .reason = std::string(plan.filtered() ? WhatDecides(plan.algorithm) : plan.why_exact)},
+  return {GradientsChoice(plan.algorithm, plan.filtered() ? WhatDecides(plan.algorithm) : plan.why_exact),
           {.what = "loss",
            .choice = plan.fused() ? "in the logits product" : "after the logits product",
            .reason = std::string(plan.why_not_fused)},

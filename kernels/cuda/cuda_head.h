@@ -101,7 +101,7 @@ class CudaHead : public HeadKernels {
   absl::Status FilteredWeightGradient(const Job& job);
   absl::Status AddKept(const Job& job);
   // What `exact` enqueues if the chunk's decision is to be exact, else what `filtered` does.
-  absl::Status Branch(DeviceBranch& branch, absl::FunctionRef<absl::Status()> exact,
+  absl::Status Branch(const Job& job, DeviceBranch& branch, absl::FunctionRef<absl::Status()> exact,
                       absl::FunctionRef<absl::Status()> filtered);
   absl::Status AddUniform(const Job& job);
   // Algorithm::kCut (cuda_head_cut.cc).

@@ -97,7 +97,7 @@ absl::Status CudaHead::CutForward(const Job& job, const RowLossParams& row) {
   LOSSD_RETURN_IF_ERROR(CutFilter(job, row));
   const int64_t bytes = row.rows * static_cast<int64_t>(sizeof(float));
   return Branch(
-      job.slot->rows_branch,
+      job, job.slot->rows_branch,
       [&]() -> absl::Status {
         LOSSD_RETURN_IF_ERROR(Zero(job.slot->device_out.dropped_mass, bytes, device_->compute()));
         return CutStatistics(job, row);
@@ -158,7 +158,7 @@ absl::Status CudaHead::CutFilter(const Job& job, const RowLossParams& row) {
   };
   LOSSD_RETURN_IF_ERROR(ForEachBlock(row.rows, job.filter_rows, row.padded_rows, filter_block));
   return ToStatus(LaunchDecide({SelectionOf(job, 0), row.rows, job.slot->device_in.with_gradient, 1.0f,
-                                &filter.counters->exact},
+                                job.slot->device_out.decision},
                                stream),
                   "decision kernel");
 }
@@ -177,7 +177,7 @@ absl::Status CudaHead::CutBackward(const Job& job) {
   };
   if (job.plan.filtered()) {
     LOSSD_RETURN_IF_ERROR(Branch(
-        job.slot->weight_branch, [&] { return CutGradients(job); }, add_kept));
+        job, job.slot->weight_branch, [&] { return CutGradients(job); }, add_kept));
   } else {
     if (job.hidden_gemm) LOSSD_RETURN_IF_ERROR(Await(download_idle_, device_->compute()));
     LOSSD_RETURN_IF_ERROR(CutGradients(job));

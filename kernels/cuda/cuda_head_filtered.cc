@@ -16,9 +16,10 @@ FilterShape CudaHead::FilterShapeOfChunk(const Job& job) const {
   return shape;
 }
 
-absl::Status CudaHead::Branch(DeviceBranch& branch, absl::FunctionRef<absl::Status()> exact,
+absl::Status CudaHead::Branch(const Job& job, DeviceBranch& branch, absl::FunctionRef<absl::Status()> exact,
                               absl::FunctionRef<absl::Status()> filtered) {
-  const int32_t* decision = &workspace_.filter.counters->exact;
+  static_assert(static_cast<int32_t>(Decision::kFiltered) == 0, "what is not 0 is exact");
+  const auto* decision = reinterpret_cast<const int32_t*>(job.slot->device_out.decision);
   return device_->options().host_branches ? BranchOnHost(decision, device_->compute(), exact, filtered)
                                           : branch.Enqueue(decision, device_->compute(), exact, filtered);
 }
@@ -41,11 +42,11 @@ absl::Status CudaHead::FilteredForward(const Job& job, const RowLossParams& row)
   const bool is_auto = options.algorithm == Algorithm::kAuto;
   LOSSD_RETURN_IF_CUDA_ERROR(
       LaunchDecide({selection, row.rows, job.slot->device_in.with_gradient,
-                    is_auto ? options.max_dropped_mass : 1.0f, &filter.counters->exact},
+                    is_auto ? options.max_dropped_mass : 1.0f, job.slot->device_out.decision},
                    stream),
       "decision kernel");
   return Branch(
-      job.slot->rows_branch,
+      job, job.slot->rows_branch,
       [&]() -> absl::Status {
         LOSSD_RETURN_IF_ERROR(
             Zero(job.slot->device_out.dropped_mass, row.rows * static_cast<int64_t>(sizeof(float)), stream));
@@ -101,7 +102,7 @@ absl::Status CudaHead::FilterRows(const Job& job, const RowLossParams& row, int6
 
 absl::Status CudaHead::FilteredWeightGradient(const Job& job) {
   return Branch(
-      job.slot->weight_branch, [&] { return WeightProduct(job); }, [&] { return AddKept(job); });
+      job, job.slot->weight_branch, [&] { return WeightProduct(job); }, [&] { return AddKept(job); });
 }
 
 absl::Status CudaHead::AddKept(const Job& job) {

@@ -39,9 +39,8 @@ absl::string_view WhyNotFilteredOnDevice(const FilterShape& shape, const DeviceL
 
 // Numbers that kernels hand to each other, zeroed before each chunk.
 struct FilterCounters {
-  int32_t used = 0;   // of the pool
-  int32_t exact = 0;  // the decision
-  int32_t kept = 0;   // entries
+  int32_t used = 0;  // of the pool
+  int32_t kept = 0;  // entries
   RunCounters runs;
 };
 

@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/row_loss.h"
+#include "kernels/decision.h"
 #include "kernels/dtype.h"
 
 namespace lossd::kernels::cuda {
@@ -55,14 +56,14 @@ cudaError_t LaunchSelectRows(const RowLossParams& row, const RowSelection& selec
 
 // ---- decision ----
 
-// *exact = 1 if the candidates overflowed the pool or if the rows with a gradient would drop more than
-// max_dropped_mass on average (by the logits as stored); else 0.
+// kTooManyCandidates if the candidates overflowed the pool, kTooMuchMass if the rows with a gradient would
+// drop more than max_dropped_mass on average (by the logits as stored), else kFiltered.
 struct DecideParams {
   RowSelection selection;
   int64_t rows = 0;
   const int32_t* with_gradient = nullptr;  // [rows]
   float max_dropped_mass = 1.0f;
-  int32_t* exact = nullptr;  // [1]
+  Decision* decision = nullptr;  // [1]
 };
 cudaError_t LaunchDecide(const DecideParams& params, cudaStream_t stream);
 

@@ -39,7 +39,10 @@ __global__ void DecideKernel(const __grid_constant__ DecideParams p) {
   dropped = BlockSum(dropped, scratch);
   __syncthreads();
   rows = BlockSum(rows, scratch);
-  if (threadIdx.x == 0) *p.exact = overflow || dropped > p.max_dropped_mass * rows ? 1 : 0;
+  if (threadIdx.x != 0) return;
+  *p.decision = overflow                              ? Decision::kTooManyCandidates
+                : dropped > p.max_dropped_mass * rows ? Decision::kTooMuchMass
+                                                      : Decision::kFiltered;
 }
 
 // ---- rows ----

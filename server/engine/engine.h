@@ -62,8 +62,9 @@ struct EngineOptions {
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
+  // algorithm: of its gradients, kExact or kFiltered (kernels::Chunk::algorithm).
   virtual void OnChunk(absl::string_view head, int64_t slices, int64_t rows, int64_t valid_rows,
-                       double compute_seconds) {}
+                       kernels::Algorithm algorithm, double compute_seconds) {}
   // Probability that a chunk left out of its gradients, summed over its valid rows; called if it is not 0.
   virtual void OnDroppedMass(absl::string_view head, double mass) {}
   virtual void OnSlice(absl::string_view head, double queue_seconds) {}

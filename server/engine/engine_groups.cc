@@ -344,7 +344,7 @@ void EngineImpl::OnGroupDone(const std::shared_ptr<GroupFlight>& flight, absl::S
   }
   for (const auto& work : flight->group->slices()) observer_->OnSlice(entry.name, work->queue_seconds);
   observer_->OnChunk(entry.name, static_cast<int64_t>(flight->group->slices().size()), rows, valid_rows,
-                     flight->compute_seconds);
+                     flight->chunk.algorithm, flight->compute_seconds);
   NoteChoices(entry, flight->chunk);
   const bool broken = flight->results_ok && !status.ok();
   if (broken) observer_->OnDeviceError(status);

@@ -266,7 +266,7 @@ void EngineImpl::OnDone(const std::shared_ptr<Flight>& flight, absl::Status stat
     observer_->OnSlice(entry.name, flight->works[i]->queue_seconds);
   }
   observer_->OnChunk(entry.name, static_cast<int64_t>(flight->works.size()), rows, valid_rows,
-                     flight->compute_seconds);
+                     flight->chunk.algorithm, flight->compute_seconds);
   if (dropped_mass > 0.0) observer_->OnDroppedMass(entry.name, dropped_mass);
   NoteChoices(entry, flight->chunk);
   const bool broken = flight->results_ok && !status.ok();

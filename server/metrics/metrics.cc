@@ -16,6 +16,7 @@
 namespace lossd::metrics {
 namespace {
 
+using kernels::Algorithm;
 using prometheus::MetricFamily;
 using prometheus::MetricType;
 
@@ -37,6 +38,10 @@ prometheus::Family<prometheus::Counter>& CounterFamily(prometheus::Registry& reg
 prometheus::Family<prometheus::Histogram>& HistogramFamily(prometheus::Registry& registry, const char* name,
                                                            const char* help) {
   return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
+}
+
+prometheus::Labels AlgorithmLabel(Algorithm algorithm) {
+  return {{"algorithm", std::string(kernels::Name(algorithm))}};
 }
 
 MetricFamily ByKind(std::string name, std::string help, const kernels::MemoryBytes& bytes) {
@@ -65,12 +70,19 @@ Metrics::Metrics(const BuildInfo& build)
           HistogramFamily(registry_, "lossd_microbatch_seconds",
                           "Time from the opening message of a ComputeLoss call to its summary.")
               .Add({}, LatencyBuckets())),
-      chunk_rows_(HistogramFamily(registry_, "lossd_chunk_rows", "Valid rows computed together in one chunk.")
-                      .Add({}, RowBuckets())),
-      chunks_(CounterFamily(registry_, "lossd_chunks_total", "Chunks computed.").Add({})),
+      chunk_rows_family_(HistogramFamily(registry_, "lossd_chunk_rows",
+                                         "Valid rows computed together in one chunk, by the algorithm of its "
+                                         "gradients: exact (also if it has "
+                                         "none, and if a filter was given up), filtered.")),
+      exact_chunk_rows_(chunk_rows_family_.Add(AlgorithmLabel(Algorithm::kExact), RowBuckets())),
+      filtered_chunk_rows_(chunk_rows_family_.Add(AlgorithmLabel(Algorithm::kFiltered), RowBuckets())),
+      chunk_family_(CounterFamily(registry_, "lossd_chunks_total",
+                                  "Chunks computed, by the algorithm of their gradients: exact, filtered.")),
+      exact_chunks_(chunk_family_.Add(AlgorithmLabel(Algorithm::kExact))),
+      filtered_chunks_(chunk_family_.Add(AlgorithmLabel(Algorithm::kFiltered))),
       dropped_mass_(CounterFamily(registry_, "lossd_dropped_probability_total",
                                   "Probability left out of filtered gradients, summed over rows; divided by "
-                                  "lossd_chunk_rows_sum it is the mean per valid row.")
+                                  "lossd_chunk_rows_sum of filtered chunks it is the mean per valid row.")
                         .Add({})),
       steps_(
           CounterFamily(registry_, "lossd_steps_total", "Optimizer steps closed, over all heads.").Add({})),
@@ -168,9 +180,10 @@ void Metrics::ForgetHead(absl::string_view head) {
 }
 
 void Metrics::OnChunk(absl::string_view head, int64_t slices, int64_t rows, int64_t valid_rows,
-                      double compute_seconds) {
-  chunks_.Increment();
-  chunk_rows_.Observe(static_cast<double>(valid_rows));
+                      Algorithm algorithm, double compute_seconds) {
+  const bool filtered = algorithm == Algorithm::kFiltered;
+  (filtered ? filtered_chunks_ : exact_chunks_).Increment();
+  (filtered ? filtered_chunk_rows_ : exact_chunk_rows_).Observe(static_cast<double>(valid_rows));
   for (int64_t i = 0; i < slices; ++i) ObservePhase(Phase::kCompute, compute_seconds);
   absl::MutexLock lock(&rows_mutex_);
   const auto it = rows_by_head_.find(head);

@@ -4,7 +4,7 @@
 // the process know anyway (memory, queues, streams) is pulled when metrics are collected.
 //
 // Label cardinality is bounded: `head` by the heads that exist (a head's series ends with it), `method`
-// and `code` by the protocol.
+// and `code` by the protocol, `algorithm` is exact or filtered.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_METRICS_METRICS_H_
@@ -89,7 +89,8 @@ class Metrics final : public engine::EngineObserver {
 
   // engine::EngineObserver
   void OnChunk(absl::string_view head, int64_t slices, int64_t rows, int64_t valid_rows,
-               double compute_seconds) override ABSL_LOCKS_EXCLUDED(rows_mutex_);
+               kernels::Algorithm algorithm, double compute_seconds) override
+      ABSL_LOCKS_EXCLUDED(rows_mutex_);
   void OnDroppedMass(absl::string_view head, double mass) override;
   void OnSlice(absl::string_view head, double queue_seconds) override;
   void OnContribution(absl::string_view head, int64_t added_rows) override;
@@ -123,8 +124,12 @@ class Metrics final : public engine::EngineObserver {
   prometheus::Family<prometheus::Histogram>& phase_family_;
   prometheus::Histogram* phase_seconds_[kPhases];
   prometheus::Histogram& microbatch_seconds_;
-  prometheus::Histogram& chunk_rows_;
-  prometheus::Counter& chunks_;
+  prometheus::Family<prometheus::Histogram>& chunk_rows_family_;
+  prometheus::Histogram& exact_chunk_rows_;
+  prometheus::Histogram& filtered_chunk_rows_;
+  prometheus::Family<prometheus::Counter>& chunk_family_;
+  prometheus::Counter& exact_chunks_;
+  prometheus::Counter& filtered_chunks_;
   prometheus::Counter& dropped_mass_;
   prometheus::Counter& steps_;
   prometheus::Counter& skipped_steps_;

@@ -27,8 +27,8 @@ class DeviceWatch final : public engine::EngineObserver {
   bool lost() const { return lost_; }
 
   void OnChunk(absl::string_view head, int64_t slices, int64_t rows, int64_t valid_rows,
-               double compute_seconds) override {
-    next_->OnChunk(head, slices, rows, valid_rows, compute_seconds);
+               kernels::Algorithm algorithm, double compute_seconds) override {
+    next_->OnChunk(head, slices, rows, valid_rows, algorithm, compute_seconds);
   }
   void OnDroppedMass(absl::string_view head, double mass) override { next_->OnDroppedMass(head, mass); }
   void OnSlice(absl::string_view head, double queue_seconds) override { next_->OnSlice(head, queue_seconds); }

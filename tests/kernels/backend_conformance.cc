@@ -45,6 +45,14 @@ void ExpectZeroGradients(HeadKernels& head) {
   for (const std::vector<float>& gradient : AllGradients(head)) EXPECT_TRUE(AllZero(gradient));
 }
 
+// What the chunk and its first choice say.
+void ExpectGradients(const ChunkRun& run, Algorithm algorithm) {
+  EXPECT_EQ(run.algorithm, algorithm);
+  ASSERT_FALSE(run.choices.empty());
+  EXPECT_EQ(run.choices.front().what, "gradients");
+  EXPECT_EQ(run.choices.front().choice, Name(algorithm));
+}
+
 double NormOf(absl::Span<const float> values) {
   double sum = 0.0;
   for (float v : values) sum += double{v} * double{v};
@@ -225,6 +233,8 @@ TEST_P(BackendConformance, AutoFiltersWhileLittleIsDropped) {
     RunAndCompare(backend(), {problem});
     const ChunkRun run = RunChunk(*head, problem);
     EXPECT_EQ(run.slices[0].sums.dropped_mass > 0.0, share > 1.0);
+    ExpectGradients(run, share > 1.0 ? Algorithm::kFiltered : Algorithm::kExact);
+    EXPECT_THAT(run.choices.front().reason, HasSubstr("max_dropped_mass"));
   }
 }
 
@@ -236,7 +246,9 @@ TEST_P(BackendConformance, NothingIsDroppedFromALossAlone) {
   problem.slices.front().want_grad_hidden = false;
   const auto head = MakeHead(backend(), problem);
   ASSERT_NE(head, nullptr);
-  EXPECT_EQ(RunChunk(*head, problem).slices[0].sums.dropped_mass, 0.0);
+  const ChunkRun run = RunChunk(*head, problem);
+  EXPECT_EQ(run.slices[0].sums.dropped_mass, 0.0);
+  ExpectGradients(run, Algorithm::kExact);
 }
 
 TEST_P(BackendConformance, RandomCombinationsOverSeveralChunks) {
@@ -1129,16 +1141,12 @@ TEST_P(BackendConformance, SaysWhatItChose) {
     EXPECT_NE(choice.choice, "");
     EXPECT_LE(choice.workspace_bytes, head->memory()[MemoryKind::kWorkspace]) << choice.what;
   }
-  const std::vector<Choice> exact = RunChunk(*head, problem).choices;
-  ASSERT_FALSE(exact.empty());
-  EXPECT_EQ(exact.front().what, "gradients");
-  EXPECT_EQ(exact.front().choice, "exact");
-  EXPECT_EQ(RunChunk(*head, problem).choices, exact);
+  const ChunkRun exact = RunChunk(*head, problem);
+  ExpectGradients(exact, Algorithm::kExact);
+  EXPECT_EQ(RunChunk(*head, problem).choices, exact.choices);
   if (!is_cut()) problem.options.algorithm = Algorithm::kFiltered;
   problem.options.filter_epsilon = 0x1p-12f;
-  const std::vector<Choice> filtered = RunChunk(*head, problem).choices;
-  ASSERT_FALSE(filtered.empty());
-  EXPECT_EQ(filtered.front().choice, "filtered");
+  ExpectGradients(RunChunk(*head, problem), Algorithm::kFiltered);
   problem.options.label_smoothing = -1.0f;
   EXPECT_TRUE(RunChunk(*head, problem).choices.empty()) << "it was refused";
 }

@@ -64,19 +64,23 @@ TEST(WatchViewTest, PictureShowsServerHeadsAndRates) {
   EXPECT_THAT(picture, Not(HasSubstr("microbatch"))) << "no metrics, no latency";
 }
 
-TEST(WatchViewTest, LatencyAndTransferComeFromMetrics) {
+TEST(WatchViewTest, LatencyTransferAndAlgorithmsComeFromMetrics) {
   WatchHistory history;
   WatchSample first = Sample(0, 0), second = Sample(2, 10);
   first.metrics = ParseMetrics(
       "lossd_microbatch_seconds_bucket{le=\"1\"} 100\n"
       "lossd_microbatch_seconds_bucket{le=\"2\"} 100\n"
       "lossd_microbatch_seconds_bucket{le=\"+Inf\"} 100\n"
+      "lossd_chunks_total{algorithm=\"exact\"} 9\n"
+      "lossd_chunks_total{algorithm=\"filtered\"} 1\n"
       "lossd_payload_bytes_total{direction=\"in\"} 0\n"
       "lossd_payload_bytes_total{direction=\"out\"} 5\n");
   second.metrics = ParseMetrics(
       "lossd_microbatch_seconds_bucket{le=\"1\"} 100\n"
       "lossd_microbatch_seconds_bucket{le=\"2\"} 110\n"
       "lossd_microbatch_seconds_bucket{le=\"+Inf\"} 110\n"
+      "lossd_chunks_total{algorithm=\"exact\"} 10\n"
+      "lossd_chunks_total{algorithm=\"filtered\"} 4\n"
       "lossd_payload_bytes_total{direction=\"in\"} 4096\n"
       "lossd_payload_bytes_total{direction=\"out\"} 5\n");
   history.Add(first);
@@ -84,6 +88,7 @@ TEST(WatchViewTest, LatencyAndTransferComeFromMetrics) {
   const std::string picture = history.Render("host:7070", 80);
   EXPECT_THAT(picture, HasSubstr("p50 1.50 s, p99 1.99 s"));
   EXPECT_THAT(picture, HasSubstr("2.00 KiB/s in, 0 B/s out"));
+  EXPECT_THAT(picture, HasSubstr("chunks      25 % exact, 75 % filtered\n"));
 }
 
 TEST(WatchViewTest, AnUnreachableServerIsShownWithWhatWasLastSeen) {

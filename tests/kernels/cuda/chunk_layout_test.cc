@@ -119,9 +119,43 @@ TEST(ChunkLayout, ResultsComeBackInRawOrder) {
   EXPECT_EQ(slice.sums.valid_rows, 2);
   EXPECT_EQ(slice.sums.correct_rows, 1);
   EXPECT_EQ(slice.sums.dropped_mass, 0.0);  // nobody filled it
+  EXPECT_EQ(chunk.algorithm, Algorithm::kExact);
+}
+
+TEST(ChunkLayout, ResultsOfAFilterSayWhatItDecided) {
+  Blocks blocks;
+  const std::vector<int32_t> targets = {4, 6};
+  Slice slice;
+  slice.rows = 2;
+  slice.targets = targets.data();
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(&slice, 1);
+  ChunkLayout layout = LayOutChunk(Head(DType::kFloat32), chunk, blocks.inputs);
   layout.filtered = true;
-  UnpackResults(chunk, layout, 4, blocks.inputs, blocks.outputs);
+  std::fill_n(blocks.outputs.dropped_mass, 2, 0.125f);
+  const auto unpack = [&](Algorithm asked, Decision decision) {
+    chunk.options.algorithm = asked;
+    chunk.choices = {{.what = "gradients", .choice = "not known yet"}, {.what = "loss"}};
+    *blocks.outputs.decision = decision;
+    UnpackResults(chunk, layout, 4, blocks.inputs, blocks.outputs);
+    EXPECT_EQ(chunk.choices[0].what, "gradients");
+    EXPECT_EQ(chunk.choices[0].choice, Name(chunk.algorithm));
+    EXPECT_EQ(chunk.choices[1].what, "loss");
+    return std::pair(chunk.algorithm, chunk.choices[0].reason);
+  };
+  using ::testing::HasSubstr;
+  using ::testing::Pair;
+  EXPECT_THAT(unpack(Algorithm::kAuto, Decision::kFiltered),
+              Pair(Algorithm::kFiltered, HasSubstr("max_dropped_mass")));
   EXPECT_EQ(slice.sums.dropped_mass, 0.25);
+  EXPECT_THAT(unpack(Algorithm::kAuto, Decision::kTooMuchMass),
+              Pair(Algorithm::kExact, HasSubstr("max_dropped_mass")));
+  EXPECT_THAT(unpack(Algorithm::kFiltered, Decision::kFiltered),
+              Pair(Algorithm::kFiltered, HasSubstr("asked for")));
+  for (const Algorithm asked : {Algorithm::kFiltered, Algorithm::kAuto, Algorithm::kCut}) {
+    EXPECT_THAT(unpack(asked, Decision::kTooManyCandidates),
+                Pair(Algorithm::kExact, HasSubstr("candidates")));
+  }
 }
 
 TEST(HeadMemory, TheWorkspaceIsUsedButNotExceeded) {

@@ -137,6 +137,28 @@ TEST(CudaBackend, ChunksInFlightFinishInOrderAndMoreAreRefused) {
   EXPECT_TRUE(head->GradNorm().ok());
 }
 
+TEST(CudaBackend, AFilterWithoutRoomIsGivenUpAndSaysSo) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  Rng rng = FreshRng();
+  auto backend = CreateCudaBackend({.workspace_bytes = int64_t{256} << 20});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  ProblemSpec spec;
+  spec.config = {.hidden_size = 24, .vocab_size = 9000, .compute_dtype = DType::kBFloat16};
+  spec.slice_rows = {9};
+  spec.options.filter_epsilon = 0.0f;  // every class, and a row lists 4096 at most
+  for (const Algorithm asked : {Algorithm::kFiltered, Algorithm::kAuto}) {
+    spec.options.algorithm = asked;
+    const Problem problem = MakeProblem(spec, rng);
+    const auto head = MakeHead(**backend, problem);
+    ASSERT_NE(head, nullptr);
+    const ChunkRun run = RunChunk(*head, problem);
+    EXPECT_EQ(run.algorithm, Algorithm::kExact);
+    ASSERT_FALSE(run.choices.empty());
+    EXPECT_EQ(run.choices.front(),
+              (Choice{.what = "gradients", .choice = "exact", .reason = "too many candidates"}));
+  }
+}
+
 TEST(CudaBackend, SaysWhichKernelsAHeadUses) {
   LOSSD_SKIP_WITHOUT_GPU();
   for (FusedLoss fused_loss : {FusedLoss::kWhereFaster, FusedLoss::kNever}) {

@@ -72,6 +72,29 @@ TEST_F(EngineTest, TellsWhenChunksAreComputedOtherwise) {
   engine_ = nullptr;  // before the observer
 }
 
+TEST_F(EngineTest, TellsHowTheGradientsOfChunksTurnedOut) {
+  using kernels::Algorithm;
+  struct Observer : EngineObserver {
+    void OnChunk(absl::string_view, int64_t, int64_t, int64_t, Algorithm algorithm, double) override {
+      seen.push_back(algorithm);
+    }
+    std::vector<Algorithm> seen;  // read when no chunk is under way
+  } observer;
+  Start({}, &observer);
+  uint64_t id = 0;
+  for (const Algorithm algorithm : {Algorithm::kFiltered, Algorithm::kExact}) {
+    device_.decide = [algorithm](const kernels::Chunk&) { return algorithm; };
+    StreamSpec spec = Whole(++id, 2);
+    spec.options.algorithm = Algorithm::kAuto;
+    auto collector = std::make_shared<RowCollector>();
+    auto stream = Open(spec, collector);
+    Send(*stream, id, {0, 2});
+    ASSERT_TRUE(collector->Wait().ok());
+  }
+  EXPECT_THAT(observer.seen, ElementsAre(Algorithm::kFiltered, Algorithm::kExact));
+  engine_ = nullptr;  // before the observer
+}
+
 TEST_F(EngineTest, EmptyAndAllIgnoredMicrobatchesFinish) {
   Start();
   auto empty = std::make_shared<RowCollector>();

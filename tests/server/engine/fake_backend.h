@@ -82,6 +82,10 @@ class FakeDevice {
   }
   // A call of AddGradient that is to fail.
   std::function<absl::Status()> fail_add = [] { return absl::OkStatus(); };
+  // The algorithm that a chunk's gradients turn out to have.
+  std::function<kernels::Algorithm(const kernels::Chunk&)> decide = [](const kernels::Chunk& chunk) {
+    return chunk.options.algorithm;
+  };
   // Shown every chunk before it is computed.
   std::function<void(const kernels::Chunk&)> on_chunk = [](const kernels::Chunk&) {};
   std::optional<double> grad_norm;  // instead of the number of values accumulated
@@ -168,7 +172,8 @@ class FakeHead final : public kernels::HeadKernels {
  private:
   void Compute(kernels::Chunk& chunk, kernels::ChunkCallbacks& callbacks) {
     device_->WaitUntilOpen();
-    chunk.choices = {{.what = "gradients", .choice = std::string(Name(chunk.options.algorithm))}};
+    chunk.algorithm = device_->decide(chunk);
+    chunk.choices = {{.what = "gradients", .choice = std::string(Name(chunk.algorithm))}};
     if (device_->delay > absl::ZeroDuration()) absl::SleepFor(device_->delay);
     const int64_t number = device_->NextChunk();
     device_->on_chunk(chunk);

@@ -20,6 +20,7 @@
 namespace lossd::metrics {
 namespace {
 
+using kernels::Algorithm;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -77,8 +78,9 @@ TEST_F(MetricsTest, CountsSaves) {
 }
 
 TEST_F(MetricsTest, CountsEvents) {
-  metrics_.OnChunk("main", 2, 100, 90, 0.02);
-  metrics_.OnChunk("main", 1, 10, 10, 0.3);
+  metrics_.OnChunk("main", 2, 100, 90, Algorithm::kExact, 0.02);
+  metrics_.OnChunk("main", 1, 10, 10, Algorithm::kFiltered, 0.3);
+  metrics_.OnChunk("main", 1, 7, 6, Algorithm::kFiltered, 0.3);
   metrics_.OnDroppedMass("main", 1.25);
   metrics_.OnDroppedMass("main", 0.5);
   metrics_.OnSlice("main", 0.001);
@@ -95,9 +97,11 @@ TEST_F(MetricsTest, CountsEvents) {
   metrics_.CountError("ComputeLoss", "INVALID_ARGUMENT");
   metrics_.SetDraining(true);
   const std::string text = metrics_.RenderText();
-  EXPECT_EQ(Sample(text, "lossd_rows_total{head=\"main\"}"), 110);
-  EXPECT_EQ(Sample(text, "lossd_chunks_total"), 2);
-  EXPECT_EQ(Sample(text, "lossd_chunk_rows_sum"), 100);
+  EXPECT_EQ(Sample(text, "lossd_rows_total{head=\"main\"}"), 117);
+  EXPECT_EQ(Sample(text, "lossd_chunks_total{algorithm=\"exact\"}"), 1);
+  EXPECT_EQ(Sample(text, "lossd_chunks_total{algorithm=\"filtered\"}"), 2);
+  EXPECT_EQ(Sample(text, "lossd_chunk_rows_sum{algorithm=\"exact\"}"), 90);
+  EXPECT_EQ(Sample(text, "lossd_chunk_rows_sum{algorithm=\"filtered\"}"), 16);
   EXPECT_EQ(Sample(text, "lossd_dropped_probability_total"), 1.75);
   EXPECT_EQ(Sample(text, "lossd_steps_total"), 2);
   EXPECT_EQ(Sample(text, "lossd_skipped_steps_total"), 1);
@@ -107,7 +111,7 @@ TEST_F(MetricsTest, CountsEvents) {
   EXPECT_EQ(Sample(text, "lossd_payload_bytes_total{direction=\"out\"}"), 300);
   EXPECT_EQ(Sample(text, "lossd_requests_total{method=\"ComputeLoss\"}"), 2);
   EXPECT_EQ(Sample(text, "lossd_errors_total{code=\"INVALID_ARGUMENT\",method=\"ComputeLoss\"}"), 1);
-  EXPECT_EQ(Sample(text, "lossd_phase_seconds_count{phase=\"compute\"}"), 3);
+  EXPECT_EQ(Sample(text, "lossd_phase_seconds_count{phase=\"compute\"}"), 4);
   EXPECT_EQ(Sample(text, "lossd_phase_seconds_bucket{phase=\"receive\",le=\"0.00025\"}"), 1);
   EXPECT_EQ(Sample(text, "lossd_phase_seconds_bucket{phase=\"receive\",le=\"0.0001\"}"), 0);
   EXPECT_EQ(Sample(text, "lossd_microbatch_seconds_count"), 1);
@@ -136,12 +140,12 @@ TEST_F(MetricsTest, WithoutSourcesTheRestRemains) {
   metrics_.Detach();
   const std::string text = metrics_.RenderText();
   EXPECT_THAT(text, Not(HasSubstr("lossd_memory_bytes")));
-  EXPECT_THAT(text, HasSubstr("lossd_chunks_total 0"));
+  EXPECT_THAT(text, HasSubstr("lossd_chunks_total{algorithm=\"exact\"} 0"));
 }
 
 TEST_F(MetricsTest, ForgottenHeadsLeaveNoSeriesButStayInTheTotal) {
-  metrics_.OnChunk("gone", 1, 5, 5, 0.1);
-  metrics_.OnChunk("here", 1, 7, 7, 0.1);
+  metrics_.OnChunk("gone", 1, 5, 5, Algorithm::kExact, 0.1);
+  metrics_.OnChunk("here", 1, 7, 7, Algorithm::kExact, 0.1);
   metrics_.ForgetHead("gone");
   const std::string text = metrics_.RenderText();
   EXPECT_THAT(text, Not(HasSubstr("\"gone\"")));
@@ -154,7 +158,7 @@ TEST_F(MetricsTest, SurvivesConcurrentUse) {
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([this, t] {
       for (int i = 0; i < 200; ++i) {
-        metrics_.OnChunk(absl::StrCat("head", t % 2), 1, 1, 1, 0.001);
+        metrics_.OnChunk(absl::StrCat("head", t % 2), 1, 1, 1, Algorithm::kExact, 0.001);
         if (i % 20 == 0) metrics_.RenderText();
       }
     });
@@ -167,7 +171,7 @@ TEST_F(MetricsTest, PromtoolAgrees) {
   if (std::system("command -v promtool > /dev/null 2>&1") != 0) {
     GTEST_SKIP() << "promtool is missing (Debian package prometheus)";
   }
-  metrics_.OnChunk("main", 1, 5, 5, 0.1);
+  metrics_.OnChunk("main", 1, 5, 5, Algorithm::kExact, 0.1);
   metrics_.CountRequest("ComputeLoss");
   metrics_.CountError("ComputeLoss", "NOT_FOUND");
   test::TempFolder folder;

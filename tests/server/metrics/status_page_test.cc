@@ -48,7 +48,7 @@ TEST(StatusPageTest, ShowsHeadsMemoryAndThroughput) {
   EXPECT_THAT(first, Not(HasSubstr("(draining)")));
   EXPECT_THAT(first, Not(HasSubstr("http://")));
   EXPECT_THAT(first, Not(HasSubstr("<script")));
-  metrics.OnChunk("<b>main</b>", 1, 1000, 1000, 0.01);
+  metrics.OnChunk("<b>main</b>", 1, 1000, 1000, kernels::Algorithm::kExact, 0.01);
   const std::string second = page.Render(true);
   EXPECT_THAT(second, HasSubstr("<b>1,000</b><span>rows computed"));
   EXPECT_THAT(second, HasSubstr("(draining)"));
