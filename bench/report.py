@@ -1,18 +1,21 @@
 """Turns the results of cuda_loss_bench and peers.py into the Markdown tables of a results page.
 
-    cuda_loss_bench --data=peaked,flat --algorithms=exact,filtered,auto --norm=false --parts=false --out=loss.json
+    cuda_loss_bench --data=peaked,flat --algorithms=exact,filtered,cut,cut-filtered,auto \\
+        --norm=false --parts=false --out=loss.json
     python3 peers.py --out peers.json
     python3 report.py loss.json --peers peers.json > report.md
 
-Several results may be given; of those for the same shape, data and algorithm the last one counts. Ratios are to
-the bare products that the same run measured: all three, or the first one for the loss alone. TFLOP/s count all
-three products, whether an algorithm computes them or not.
+The first table has a line for each shape and data and a column for the floor, each algorithm, the loss alone and
+each peer. Several results may be given; of those for the same shape, data and algorithm the last one counts. Ratios
+are to the bare products that the same run measured: all three, or the first one for the loss alone. TFLOP/s count
+all three products, whether an algorithm computes them or not.
 """
 
 import argparse
 import json
 
-ALGORITHMS = ("exact", "filtered", "cut", "auto")  # columns, if they were run
+# The order of columns, of those that were run; what is not named here comes last.
+ALGORITHMS = ("exact", "filtered", "cut", "cut-filtered", "auto")
 PEERS = ("torch", "torch.compile", "cce", "cce_exact", "liger")
 ERRORS = ("hidden_gradient", "weight_gradient", "lse", "loss")
 
@@ -28,6 +31,12 @@ def timed(milliseconds, floor):
 
 def teraflops(shape, products, milliseconds):
     return products * 2e-9 * shape["rows"] * shape["hidden"] * shape["vocab"] / milliseconds
+
+
+def columns(known, groups):
+    """The names that occur in any of the groups: the known ones, then the others."""
+    found = {name: None for group in groups for name in group}
+    return [name for name in known if name in found] + [name for name in found if name not in known]
 
 
 def median(result, key):
@@ -47,37 +56,48 @@ def read_results(paths):
     return found, sources
 
 
+def read_peers(path):
+    if path is None:
+        return None
+    with open(path) as file:
+        return json.load(file)
+
+
 def title(result):
     shape = result["shape"]
     return f"{shape['name']} ({shape['rows']}, {shape['hidden']}, {shape['vocab']})"
 
 
-def time_table(results):
-    """A line for each shape and data; the floor is that of each algorithm's own run."""
-    ran = [name for name in ALGORITHMS if any(name in algorithms for algorithms in results.values())]
+def time_table(results, peers=()):
+    """A line for each shape and data; the floor is that of each algorithm's or peer's own run."""
+    ran = columns(ALGORITHMS, results.values())
+    peers_ran = columns(PEERS, (entry["methods"] for entry in peers))
+    peer_of = {(entry["shape"], entry["data"]): entry for entry in peers}
     rows = []
-    for (_, data), algorithms in results.items():
+    for key, algorithms in results.items():
         first = next(iter(algorithms.values()))
         floor = first["floor"]
-        line = [title(first), data,
+        line = [title(first), first["data"],
                 f"{floor['total_ms']:.2f} ({teraflops(first['shape'], 3, floor['total_ms']):.0f})"]
         for name in ran:
             result = algorithms.get(name)
             line.append(timed(median(result, "loss_and_gradients"), result["floor"]["total_ms"]) if result else "-")
         exact = algorithms.get("exact", first)
         line.append(timed(median(exact, "loss_only"), median(exact["floor"], "logits")))
+        for name in peers_ran:
+            line.append(peer_time(peer_of.get(key), name))
         line.append(f"{teraflops(exact['shape'], 3, median(exact, 'loss_and_gradients')):.0f}")
         line.append(f"{max(result['workspace_mib'] for result in algorithms.values()):.0f}")
         rows.append(line)
-    return table(["shape (N, D, V)", "data", "floor ms (TFLOP/s)", *ran, "loss alone", "TFLOP/s of exact",
-                  "workspace MiB"], rows)
+    return table(["shape (N, D, V)", "data", "floor ms (TFLOP/s)", *ran, "loss alone", *peers_ran,
+                  "TFLOP/s of exact", "workspace MiB"], rows)
 
 
 def error_table(results):
     rows = []
     for (_, data), algorithms in results.items():
-        for name in ALGORITHMS:
-            result = algorithms.get(name, {})
+        for name in columns(ALGORITHMS, [algorithms]):
+            result = algorithms[name]
             if "errors" not in result:
                 continue
             errors = [f"{result['errors'][key]:.1e}" for key in ERRORS]
@@ -85,16 +105,20 @@ def error_table(results):
     return table(["shape (N, D, V)", "data", "algorithm", "dx", "dW", "lse", "loss", "dropped mass a row"], rows)
 
 
+def peer_time(entry, name):
+    method = entry["methods"].get(name) if entry else None
+    return timed(median(method, "loss_and_gradients"), entry["floor"]["total_ms"]) if method else "-"
+
+
 def peer_table(peers):
     """Ratios are to the floor of the peers' own run."""
-    ran = [name for name in PEERS if any(name in entry["methods"] for entry in peers)]
+    ran = columns(PEERS, (entry["methods"] for entry in peers))
     rows = []
     for entry in peers:
         line = [entry["shape"], entry["data"], f"{entry['floor']['total_ms']:.2f}"]
         for name in ran:
             method = entry["methods"].get(name)
-            line.append(f"{timed(median(method, 'loss_and_gradients'), entry['floor']['total_ms'])}, "
-                        f"{method['peak_mib']:.0f} MiB" if method else "-")
+            line.append(f"{peer_time(entry, name)}, {method['peak_mib']:.0f} MiB" if method else "-")
         rows.append(line)
     return table(["shape", "data", "floor ms", *ran], rows)
 
@@ -107,13 +131,12 @@ def torch_versions(peers):
 
 def report(paths, peers_path=None):
     results, sources = read_results(paths)
+    peers = read_peers(peers_path)
     parts = ["Medians in ms, in parentheses the ratio to the floor of the same run. " + "; ".join(sources) + ".",
-             time_table(results)]
+             time_table(results, peers["loss"] if peers else ())]
     if any("errors" in result for algorithms in results.values() for result in algorithms.values()):
         parts += ["Errors ||a - ref|| / ||ref|| against fp64, over sampled rows and classes:", error_table(results)]
-    if peers_path is not None:
-        with open(peers_path) as file:
-            peers = json.load(file)
+    if peers:
         parts += [f"Peers ({peers['card']}, {peers['date']}, torch {torch_versions(peers)}), with the floor of their own "
                   "run; memory is the peak above the inputs:", peer_table(peers["loss"])]
     return "\n\n".join(parts) + "\n"

@@ -23,6 +23,11 @@ def result(algorithm, milliseconds, floor_ms=10.0, data="peaked"):
             "errors": {"hidden_gradient": 1e-3, "weight_gradient": 2e-3, "lse": 3e-6, "loss": 4e-6}}
 
 
+def peer(milliseconds, floor_ms=10.0, data="peaked"):
+    return {"shape": "small", "data": data, "floor": {"total_ms": floor_ms},
+            "methods": {name: {"loss_and_gradients": times(ms), "peak_mib": 7.4} for name, ms in milliseconds.items()}}
+
+
 def cells(text, first):
     """The cells of the lines that begin with this one."""
     return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| " + first)]
@@ -49,6 +54,31 @@ class Report(unittest.TestCase):
         self.assertEqual(cells(text, "small")[0],
                          ["small (1000, 1000, 1000)", "peaked", "10.00 (1)", "11.00 (1.100)", "8.00 (0.500)",
                           "3.00 (1.200)", "1", "120"])
+
+    def test_every_algorithm_and_peer_has_a_column(self):
+        algorithms = ("new", "auto", "cut-filtered", "cut", "filtered", "exact")
+        path = self.write("one.json", *(result(name, 10.0 + i) for i, name in enumerate(algorithms)),
+                          *(result(name, 20.0 + i, data="flat") for i, name in enumerate(algorithms)))
+        peers = str(pathlib.Path(self.folder.name) / "peers.json")
+        with open(peers, "w") as file:
+            json.dump({"card": "a card", "date": "today", "versions": {"torch": "2"},
+                       "loss": [peer({"liger": 30.0, "another": 5.0, "torch": 15.0}),
+                                peer({"liger": 32.0}, 16.0, "flat")]}, file)
+        text = report.report([path], peers)
+        header, peer_header = cells(text, "shape")[0], cells(text, "shape")[-1]
+        self.assertEqual(header[3:13], ["exact", "filtered", "cut", "cut-filtered", "auto", "new", "loss alone",
+                                        "torch", "liger", "another"])
+        peaked, flat = cells(text, "small (")[:2]
+        self.assertEqual([line[1] for line in (peaked, flat)], ["peaked", "flat"])
+        self.assertEqual(peaked[3:9], ["15.00 (1.500)", "14.00 (1.400)", "13.00 (1.300)", "12.00 (1.200)",
+                                       "11.00 (1.100)", "10.00 (1.000)"])
+        self.assertEqual(peaked[9:13], ["3.00 (1.200)", "15.00 (1.500)", "30.00 (3.000)", "5.00 (0.500)"])
+        self.assertEqual(flat[6], "22.00 (2.200)")
+        self.assertEqual(flat[10:13], ["-", "32.00 (2.000)", "-"])
+        self.assertEqual(peer_header[3:], ["torch", "liger", "another"])
+        self.assertEqual(cells(text, "small |")[-1], ["small", "flat", "16.00", "-", "32.00 (2.000), 7 MiB", "-"])
+        errors = [line[2] for line in cells(text, "small (")[2:8]]
+        self.assertEqual(errors, ["exact", "filtered", "cut", "cut-filtered", "auto", "new"])
 
     def test_what_was_not_run_is_a_dash(self):
         text = report.report([self.write("one.json", result("exact", 11.0), result("auto", 9.0, data="flat"))])
