@@ -79,16 +79,25 @@ ChunkPlan PlanCutChunk(const LossOptions& options, const RowLossParams& loss, co
 }
 
 std::vector<Choice> Describe(const ChunkPlan& plan) {
-  return {GradientsChoice(plan.algorithm, plan.filtered() ? WhatDecides(plan.algorithm) : plan.why_exact),
-          {.what = "loss",
-           .choice = plan.fused() ? "in the logits product" : "after the logits product",
-           .reason = std::string(plan.why_not_fused)},
-          {.what = "hidden gradient",
-           .choice = plan.own_hidden_product() ? "own product" : "library product",
-           .reason = std::string(plan.why_library_hidden_product)},
-          {.what = "weight gradient",
-           .choice = plan.own_weight_product() ? "own product" : "library product",
-           .reason = std::string(plan.why_library_weight_product)}};
+  std::vector<Choice> choices = {
+      GradientsChoice(plan.algorithm, plan.filtered() ? WhatDecides(plan.algorithm) : plan.why_exact),
+      {.what = "loss",
+       .choice = plan.fused() ? "in the logits product" : "after the logits product",
+       .reason = std::string(plan.why_not_fused)},
+      {.what = "hidden gradient",
+       .choice = plan.own_hidden_product() ? "own product" : "library product",
+       .reason = std::string(plan.why_library_hidden_product)},
+      {.what = "weight gradient",
+       .choice = plan.own_weight_product() ? "own product" : "library product",
+       .reason = std::string(plan.why_library_weight_product)}};
+  const auto add_norm = [&choices](absl::string_view what, const NormPlan& norm) {
+    choices.push_back({.what = std::string(what),
+                       .choice = std::string(Name(norm.rows)),
+                       .reason = std::string(norm.reason)});
+  };
+  if (plan.norm.has_value()) add_norm("norm", *plan.norm);
+  if (plan.norm_gradient.has_value()) add_norm("norm gradient", *plan.norm_gradient);
+  return choices;
 }
 
 }  // namespace lossd::kernels::cuda

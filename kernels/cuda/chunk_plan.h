@@ -3,12 +3,14 @@
 #ifndef LOSSD_KERNELS_CUDA_CHUNK_PLAN_H_
 #define LOSSD_KERNELS_CUDA_CHUNK_PLAN_H_
 
+#include <optional>
 #include <vector>
 
 #include "absl/strings/string_view.h"
 #include "kernels/choice.h"
 #include "kernels/cuda/cuda_backend.h"
 #include "kernels/cuda/filter_plan.h"
+#include "kernels/cuda/norm.h"
 #include "kernels/cuda/row_loss.h"
 #include "kernels/loss_options.h"
 
@@ -22,6 +24,8 @@ struct ChunkPlan {
   // "": products of our own (hopper/product.h) instead of cuBLASLt's.
   absl::string_view why_library_hidden_product;
   absl::string_view why_library_weight_product;
+  std::optional<NormPlan> norm;           // none: the head has no norm
+  std::optional<NormPlan> norm_gradient;  // none: it has no norm, or none is wanted
 
   bool filtered() const { return algorithm != Algorithm::kExact; }
   bool fused() const { return why_not_fused.empty(); }
@@ -29,11 +33,13 @@ struct ChunkPlan {
   bool own_weight_product() const { return why_library_weight_product.empty(); }
 };
 
-// `loss` as the row loss kernel would get it; `filter` of the head; add: its weight gradient is not zero.
+// All but the norm. `loss` as the row loss kernel would get it; `filter` of the head; add: its weight
+// gradient is not zero.
 ChunkPlan PlanChunk(const LossOptions& options, const RowLossParams& loss, const FilterShape& filter,
                     const DeviceLimits& limits, FusedLoss fused_loss, bool add);
 
-// Of a head for Algorithm::kCut. Products are cuBLASLt's; the pass that computes the loss writes no gradient.
+// Likewise of a head for Algorithm::kCut. Products are cuBLASLt's; the pass that computes the loss writes no
+// gradient.
 ChunkPlan PlanCutChunk(const LossOptions& options, const RowLossParams& loss, const FilterShape& filter,
                        const DeviceLimits& limits, FusedLoss fused_loss);
 

@@ -262,6 +262,7 @@ struct Launch {
   const DeviceLimits& limits;
   unsigned blocks;
   cudaStream_t stream;
+  bool asks = false;  // whether it would fit; launches nothing
 
   template <typename X, typename Dy, int kVectors>
   cudaError_t Run(const Plan& plan) const {
@@ -278,6 +279,7 @@ struct Launch {
     const Plan two = MakePlan<X, Dy, 2>(p.x.cols, limits);
     const Plan four = MakePlan<X, Dy, 4>(p.x.cols, limits);
     if (two.groups == 0 && four.groups == 0) return false;
+    if (asks) return true;
     *error = two.threads() >= four.threads() ? Run<X, Dy, 2>(two) : Run<X, Dy, 4>(four);
     return true;
   }
@@ -289,6 +291,18 @@ int64_t NormPartialFloats(int64_t hidden_size, int multiprocessors) {
   return 2 * int64_t{multiprocessors} * hidden_size;
 }
 
+NormPlan PlanNormBackward(const NormParams& params, const NormBackwardParams& backward,
+                          const DeviceLimits& limits) {
+  const absl::string_view why_no_vectors = WhyNotInVectors(params, backward);
+  if (!why_no_vectors.empty()) return {NormRows::kNowhere, why_no_vectors};
+  const absl::string_view why_not_hopper = hopper::WhyNoNormBackward(params, backward, limits);
+  if (why_not_hopper.empty()) return {NormRows::kBulkCopies, ""};
+  cudaError_t error = cudaSuccess;
+  const Launch launch = {params, backward, limits, 0, nullptr, /*asks=*/true};
+  if (LaunchIfPaired(launch, params, backward, &error)) return {NormRows::kWarpCopies, why_not_hopper};
+  return {NormRows::kNowhere, "long rows"};
+}
+
 cudaError_t LaunchNormBackward(const NormParams& params, const NormBackwardParams& backward,
                                const DeviceLimits& limits, cudaStream_t stream) {
   if (params.rows == 0) return cudaSuccess;
@@ -297,10 +311,18 @@ cudaError_t LaunchNormBackward(const NormParams& params, const NormBackwardParam
   const int64_t cols = params.x.cols;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(params.rows, limits.multiprocessors));
   cudaError_t error = cudaSuccess;
-  if (!hopper::LaunchNormBackwardIfFits(params, b, limits, stream, &error) &&
-      !LaunchIfPaired(Launch{params, b, limits, blocks, stream}, params, b, &error)) {
-    NormBackwardAnyKernel<<<blocks, NormThreadsForAny(cols), 0, stream>>>(params, b);
-    error = cudaGetLastError();
+  switch (PlanNormBackward(params, b, limits).rows) {
+    case NormRows::kBulkCopies:
+      hopper::LaunchNormBackwardIfFits(params, b, limits, stream, &error);
+      break;
+    case NormRows::kWarpCopies:
+      LaunchIfPaired(Launch{params, b, limits, blocks, stream}, params, b, &error);
+      break;
+    case NormRows::kRegisters:
+    case NormRows::kNowhere:
+      NormBackwardAnyKernel<<<blocks, NormThreadsForAny(cols), 0, stream>>>(params, b);
+      error = cudaGetLastError();
+      break;
   }
   if (error != cudaSuccess || b.partials == nullptr) return error;
   return LaunchAddPartials(b.partials, blocks, cols, 1.0f, b.gain_gradient,

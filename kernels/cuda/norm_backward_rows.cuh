@@ -169,25 +169,36 @@ __device__ __forceinline__ void WritePartials(const ColumnSums<kVectors>& sums, 
   }
 }
 
+// Why rows cannot be taken as vectors of eight elements, or "".
+inline absl::string_view WhyNotInVectors(const NormParams& p, const NormBackwardParams& b) {
+  if (p.x.cols % 8 != 0) return "8 does not divide the columns";
+  if (!NormAligned(p.x) || !NormAligned(p.y)) return "rows that are not aligned";
+  if (b.dx.data != nullptr && (!NormAligned(b.dx) || b.dx.dtype != p.x.dtype)) {
+    return "rows that are not aligned";
+  }
+  const bool mixed = p.x.dtype != p.y.dtype;
+  const bool rare = mixed && (p.y.dtype == DType::kFloat16 ||
+                              (p.y.dtype == DType::kBFloat16 && p.x.dtype == DType::kFloat16));
+  return rare ? "a rare pair of dtypes" : "";
+}
+
 // launch.IfFits<X, Dy>(error) for the dtypes of x and dy, if they are a pair that heads use (dy in the
-// compute dtype, for fp16 also in fp32) and all rows are aligned; false if not.
+// compute dtype, for fp16 also in fp32) and rows are vectors; false if not.
 template <typename Launch>
 bool LaunchIfPaired(const Launch& launch, const NormParams& p, const NormBackwardParams& b,
                     cudaError_t* error) {
   const DType x = p.x.dtype;
-  if (!NormAligned(p.x) || !NormAligned(p.y)) return false;
-  if (b.dx.data != nullptr && (!NormAligned(b.dx) || b.dx.dtype != x)) return false;
+  if (!WhyNotInVectors(p, b).empty()) return false;
   switch (p.y.dtype) {
     case DType::kFloat32:
       if (x == DType::kFloat32) return launch.template IfFits<float, float>(error);
       return x == DType::kFloat16 ? launch.template IfFits<__half, float>(error)
                                   : launch.template IfFits<__nv_bfloat16, float>(error);
     case DType::kBFloat16:
-      if (x == DType::kFloat16) return false;
       return x == DType::kFloat32 ? launch.template IfFits<float, __nv_bfloat16>(error)
                                   : launch.template IfFits<__nv_bfloat16, __nv_bfloat16>(error);
     case DType::kFloat16:
-      return x == DType::kFloat16 && launch.template IfFits<__half, __half>(error);
+      return launch.template IfFits<__half, __half>(error);
   }
   return false;
 }

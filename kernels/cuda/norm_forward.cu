@@ -175,16 +175,36 @@ cudaError_t LaunchHeld(const NormParams& p, const DeviceLimits& limits, cudaStre
   return LaunchHeld<T, 1>(p, limits, stream);
 }
 
-bool Held(const NormParams& p) {
-  return p.x.cols % 8 == 0 && p.x.cols <= kMostNormColumns && p.y.ld == p.x.cols && NormAligned(p.x) &&
-         NormAligned(p.y);
+absl::string_view WhyNotHeld(const NormParams& p) {
+  if (p.x.cols % 8 != 0) return "8 does not divide the columns";
+  if (p.x.cols > kMostNormColumns) return "long rows";
+  return p.y.ld != p.x.cols || !NormAligned(p.x) || !NormAligned(p.y) ? "rows that are not aligned" : "";
 }
 
 }  // namespace
 
+absl::string_view Name(NormRows rows) {
+  switch (rows) {
+    case NormRows::kRegisters:
+      return "rows in registers";
+    case NormRows::kBulkCopies:
+      return "rows by bulk copies";
+    case NormRows::kWarpCopies:
+      return "rows by copies of warps";
+    case NormRows::kNowhere:
+      return "rows read again for each pass";
+  }
+  return "";
+}
+
+NormPlan PlanNormForward(const NormParams& params) {
+  const absl::string_view reason = WhyNotHeld(params);
+  return {reason.empty() ? NormRows::kRegisters : NormRows::kNowhere, reason};
+}
+
 cudaError_t LaunchNormForward(const NormParams& params, const DeviceLimits& limits, cudaStream_t stream) {
   if (params.rows == 0) return cudaSuccess;
-  if (!Held(params)) {
+  if (PlanNormForward(params).rows == NormRows::kNowhere) {
     NormForwardAnyKernel<<<static_cast<unsigned>(params.rows), NormThreadsForAny(params.x.cols), 0, stream>>>(
         params);
     return cudaGetLastError();

@@ -119,6 +119,7 @@ struct Launch {
   const NormBackwardParams& b;
   const DeviceLimits& limits;
   cudaStream_t stream;
+  bool asks = false;  // whether it would fit; launches nothing
 
   template <typename X, typename Dy, int kVectors, int kThreads>
   bool IfFits(cudaError_t* error) const {
@@ -131,6 +132,7 @@ struct Launch {
     const auto groups = static_cast<int>(
         std::min<int64_t>({kThreads / group, limits.shared_bytes_per_block / group_bytes, kMostGroups}));
     if (groups == 0) return false;
+    if (asks) return true;
     const auto kernel = NormBackwardKernel<X, Dy, kVectors, kThreads>;
     const auto shared_bytes = static_cast<int>(groups * group_bytes);
     *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
@@ -153,10 +155,19 @@ struct Launch {
 
 }  // namespace
 
+absl::string_view WhyNoNormBackward(const NormParams& params, const NormBackwardParams& backward,
+                                    const DeviceLimits& limits) {
+  if (!limits.is_hopper) return "not a Hopper GPU";
+  if (params.x.cols < kFewestColumns) return "short rows";
+  if (params.rows > kMostRows) return "many rows";
+  cudaError_t error = cudaSuccess;
+  const Launch launch = {params, backward, limits, nullptr, /*asks=*/true};
+  return LaunchIfPaired(launch, params, backward, &error) ? "" : "long rows";
+}
+
 bool LaunchNormBackwardIfFits(const NormParams& params, const NormBackwardParams& backward,
                               const DeviceLimits& limits, cudaStream_t stream, cudaError_t* error) {
-  if (!limits.is_hopper || params.rows > kMostRows || params.x.cols < kFewestColumns) return false;
-  if (params.x.cols % 8 != 0) return false;
+  if (!WhyNoNormBackward(params, backward, limits).empty()) return false;
   return LaunchIfPaired(Launch{params, backward, limits, stream}, params, backward, error);
 }
 

@@ -6,13 +6,17 @@
 
 #include <cuda_runtime_api.h>
 
+#include "absl/strings/string_view.h"
 #include "kernels/cuda/device_limits.h"
 #include "kernels/cuda/norm.h"
 
 namespace lossd::kernels::cuda::hopper {
 
-// dx and, if backward.partials is not null, the partial sums of min(rows, multiprocessors) blocks. False:
-// this kernel is not for the device or for rows of this kind; otherwise *error is the launch's.
+// Why this kernel is not for the device or for rows of this kind, or "". Launches nothing.
+absl::string_view WhyNoNormBackward(const NormParams& params, const NormBackwardParams& backward,
+                                    const DeviceLimits& limits);
+// dx and, if backward.partials is not null, the partial sums of min(rows, multiprocessors) blocks. False
+// if WhyNoNormBackward gives a reason; otherwise *error is the launch's.
 bool LaunchNormBackwardIfFits(const NormParams& params, const NormBackwardParams& backward,
                               const DeviceLimits& limits, cudaStream_t stream, cudaError_t* error);
 

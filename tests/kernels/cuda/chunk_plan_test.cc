@@ -119,5 +119,15 @@ TEST(ChunkPlan, DescribesWhatItChose) {
   for (const Choice& choice : Describe(c.Plan())) EXPECT_THAT(choice.reason, Not(IsEmpty()));
 }
 
+TEST(ChunkPlan, DescribesTheNormIfThereIsOne) {
+  ChunkPlan plan = Case().Plan();
+  plan.norm = NormPlan{NormRows::kRegisters, ""};
+  const Choice forward = {.what = "norm", .choice = "rows in registers"};
+  EXPECT_THAT(Describe(plan), ElementsAre(_, _, _, _, forward));
+  plan.norm_gradient = NormPlan{NormRows::kWarpCopies, "short rows"};
+  EXPECT_THAT(Describe(plan), ElementsAre(_, _, _, _, forward,
+                                          Choice{"norm gradient", "rows by copies of warps", "short rows"}));
+}
+
 }  // namespace
 }  // namespace lossd::kernels::cuda
