@@ -90,7 +90,8 @@ class RetainedMemory {
 struct Chunk {
   LossOptions options;
   DType hidden_dtype = DType::kBFloat16;
-  bool accumulate_gradients = true;    // false: frozen head, or loss only
+  bool accumulate_gradients = true;  // false: frozen head, or loss only
+  bool independent = false;          // what became of the chunks before it may not decide how it is computed
   RetainedMemory* retained = nullptr;  // for slices with a retained_offset; of the same backend
   absl::Span<Slice> slices;            // together at most HeadKernels::chunk_rows() rows
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -14,6 +15,7 @@
 #include "kernels/cuda/chunk_plan.h"
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/device_branch.h"
+#include "kernels/cuda/filter_trials.h"
 #include "kernels/cuda/filtered.h"
 #include "kernels/cuda/head_memory.h"
 #include "kernels/cuda/hopper/product.h"
@@ -54,6 +56,8 @@ class CudaHead : public HeadKernels {
     RowOutputBlock host_out, device_out;
     Event uploaded, row_results, hidden_gradient, results, done;
     DeviceBranch rows_branch, weight_branch;  // of a filtered chunk
+    // The options of its chunk if that says whether others should try the filter, in host_out.decision.
+    std::optional<LossOptions> trial;
   };
   // A chunk while it is being enqueued.
   struct Job;
@@ -72,7 +76,10 @@ class CudaHead : public HeadKernels {
   absl::Status UploadSlice(const Job& job, const SliceLayout& place);
   absl::Status Forward(const Job& job);
   RowLossParams RowLoss(const Job& job) const;
-  ChunkPlan Plan(const LossOptions& options, const RowLossParams& loss) const;
+  ChunkPlan Plan(const LossOptions& options, const RowLossParams& loss, DType hidden) const;
+  void PlanNorm(const RowLossParams& loss, DType hidden, ChunkPlan& plan) const;
+  // Notes what became of the slot's last chunk and plans this one.
+  ChunkPlan PlanJob(const Job& job);
   absl::Status FusedForward(const Job& job, const RowLossParams& row);
   absl::Status LogitsForward(const Job& job, const RowLossParams& row);
   absl::Status HiddenGradient(const Job& job);
@@ -163,6 +170,7 @@ class CudaHead : public HeadKernels {
   int next_slot_ = 0;
   Event download_idle_;  // the last download from workspace_.hidden_gradient
   bool weight_gradient_is_zero_ = true;
+  FilterTrials trials_;
   float class_weight_sum_ = 0.0f;
   float largest_class_weight_ = 1.0f;
 };

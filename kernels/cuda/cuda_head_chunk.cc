@@ -35,7 +35,7 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
     const bool norm_gradients = job->layout.accumulate && config_.norm != Norm::kNone;
     job->hidden_gemm = job->layout.want_hidden_gradient || norm_gradients;
     job->direct = chunk->hidden_dtype == config_.compute_dtype && config_.norm == Norm::kNone;
-    job->plan = Plan(chunk->options, RowLoss(*job));
+    job->plan = PlanJob(*job);
     job->layout.filtered = job->plan.filtered();
     chunk->choices = cuda::Describe(job->plan);
     if (job->layout.compact_rows > 0) {
@@ -211,11 +211,46 @@ RowLossParams CudaHead::RowLoss(const Job& job) const {
   return p;
 }
 
-ChunkPlan CudaHead::Plan(const LossOptions& options, const RowLossParams& loss) const {
+ChunkPlan CudaHead::Plan(const LossOptions& options, const RowLossParams& loss, DType hidden) const {
   const FilterShape filter = FilterShapeOf(config_, sizes_);
+  const DeviceLimits& limits = device_->limits();
   const FusedLoss fused_loss = device_->options().fused_loss;
-  if (IsCut()) return PlanCutChunk(options, loss, filter, device_->limits(), fused_loss);
-  return PlanChunk(options, loss, filter, device_->limits(), fused_loss, !weight_gradient_is_zero_);
+  ChunkPlan plan = IsCut() ? PlanCutChunk(options, loss, filter, limits, fused_loss)
+                           : PlanChunk(options, loss, filter, limits, fused_loss, !weight_gradient_is_zero_);
+  if (config_.norm != Norm::kNone) PlanNorm(loss, hidden, plan);
+  return plan;
+}
+
+// As the launches will, whose matrices all begin where vectors may.
+void CudaHead::PlanNorm(const RowLossParams& loss, DType hidden, ChunkPlan& plan) const {
+  NormParams p;
+  p.rows = loss.rows;
+  p.x = {nullptr, hidden, sizes_.hidden, sizes_.hidden};
+  p.y = {nullptr, config_.compute_dtype, sizes_.hidden, sizes_.padded_hidden};
+  plan.norm = PlanNormForward(p);
+  if (!loss.write_gradient) return;
+  p.y.dtype = HiddenGradientDType(config_.compute_dtype);
+  plan.norm_gradient = PlanNormBackward(p, {}, device_->limits());
+}
+
+ChunkPlan CudaHead::PlanJob(const Job& job) {
+  const LossOptions& options = job.chunk->options;
+  std::optional<LossOptions>& trial = job.slot->trial;
+  // The chunk that had the slot before has left the device.
+  if (trial.has_value()) trials_.Note(*trial, *job.slot->host_out.decision);
+  trial.reset();
+  const RowLossParams loss = RowLoss(job);
+  ChunkPlan plan = Plan(options, loss, job.chunk->hidden_dtype);
+  if (plan.algorithm != Algorithm::kAuto || job.chunk->independent) return plan;
+  if (trials_.Next(options)) {
+    trial = options;
+    return plan;
+  }
+  LossOptions exact = options;
+  exact.algorithm = Algorithm::kExact;
+  plan = Plan(exact, loss, job.chunk->hidden_dtype);
+  plan.why_exact = "so were the chunks before it";
+  return plan;
 }
 
 absl::Status CudaHead::FusedForward(const Job& job, const RowLossParams& row) {

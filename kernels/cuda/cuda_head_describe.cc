@@ -56,8 +56,8 @@ absl::Status CudaHead::MakeChoices() {
   const RowLossParams loss = FullChunk();
   const FilterShape filter = FilterShapeOf(config_, sizes_);
   const Algorithm algorithm = config_.algorithm;
-  const ChunkPlan plan =
-      Plan({.algorithm = algorithm, .filter_epsilon = DefaultFilterEpsilon(algorithm)}, loss);
+  const ChunkPlan plan = Plan({.algorithm = algorithm, .filter_epsilon = DefaultFilterEpsilon(algorithm)},
+                              loss, config_.compute_dtype);
   const int64_t most_rows = device_->options().max_chunk_rows;
   choices_ = {ChunkChoice(sizes_, IsCut() ? std::min(most_rows, kCutChunkRows) : most_rows,
                           plan_[MemoryKind::kWorkspace])};

@@ -196,6 +196,7 @@ void EngineImpl::LaunchGroup(const EntryPtr& entry, std::unique_ptr<GroupAssembl
   flight->chunk = {.options = first.options,
                    .hidden_dtype = first.hidden_dtype,
                    .accumulate_gradients = true,
+                   .independent = true,
                    .retained = retained_.get(),
                    .slices = absl::MakeSpan(flight->slices)};
   Launch(*entry, &flight->chunk,

@@ -154,6 +154,7 @@ void EngineImpl::LaunchChunk(const EntryPtr& entry, std::vector<std::unique_ptr<
   flight->chunk.options = first.options;
   flight->chunk.hidden_dtype = first.hidden_dtype;
   flight->chunk.accumulate_gradients = first.accumulate_gradients;
+  flight->chunk.independent = options_.deterministic;
   for (const auto& work : flight->works) {
     const StreamSpec& spec = work->stream->spec();
     const size_t rows = static_cast<size_t>(work->rows.size());

@@ -238,6 +238,31 @@ TEST_P(BackendConformance, AutoFiltersWhileLittleIsDropped) {
   }
 }
 
+// A backend may leave the filter out where it was long in vain, but for chunks that are to be independent,
+// and comes back to it.
+TEST_P(BackendConformance, AutoAfterManyFlatChunks) {
+  if (is_cut()) GTEST_SKIP() << "a head for cut does not choose";
+  constexpr int kMany = 60, kSoon = 40;
+  ProblemSpec spec = Plain({9, 3}, 24, 300);
+  spec.ignored = 0.0;
+  spec.options.algorithm = Algorithm::kAuto;
+  spec.options.filter_epsilon = 0.05f;
+  spec.logit_deviation = 0.1f;
+  const Problem flat = MakeProblem(spec, rng());
+  RunAndCompare(backend(), std::vector<Problem>(kMany, flat));
+  Problem peaked = flat;  // one class has nearly everything
+  for (SliceData& slice : peaked.slices) {
+    for (float& x : slice.hidden) x = RoundTo(peaked.hidden_dtype, 1000.0f * x);
+  }
+  const auto head = MakeHead(backend(), flat);
+  ASSERT_NE(head, nullptr);
+  for (int i = 0; i < kMany; ++i) ExpectGradients(RunChunk(*head, flat), Algorithm::kExact);
+  ExpectGradients(RunChunk(*head, peaked, {.independent = true}), Algorithm::kFiltered);
+  ExpectGradients(RunChunk(*head, flat, {.independent = true}), Algorithm::kExact);
+  for (int i = 0; i < kSoon; ++i) RunChunk(*head, peaked);
+  for (int i = 0; i < 3; ++i) ExpectGradients(RunChunk(*head, peaked), Algorithm::kFiltered);
+}
+
 TEST_P(BackendConformance, NothingIsDroppedFromALossAlone) {
   ProblemSpec spec = Plain({12}, 24, 300);
   spec.options.algorithm = Algorithm::kFiltered;

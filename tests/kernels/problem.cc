@@ -465,6 +465,7 @@ ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& o
   chunk.options = problem.options;
   chunk.hidden_dtype = problem.hidden_dtype;
   chunk.accumulate_gradients = problem.accumulate_gradients;
+  chunk.independent = options.independent;
   chunk.slices = absl::MakeSpan(buffers.slices);
   if (options.retained != nullptr) PlaceRetained(problem, options, chunk);
   absl::Notification have_results;

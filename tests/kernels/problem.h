@@ -111,6 +111,7 @@ struct RunOptions {
   // Keep the slices' hidden states here, one after the other; with take_retained, take them from here.
   RetainedMemory* retained = nullptr;
   bool take_retained = false;
+  bool independent = false;  // Chunk::independent
 };
 
 // Bytes of retained memory that a problem's slices take.

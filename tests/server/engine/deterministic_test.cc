@@ -30,6 +30,24 @@ TEST_F(DeterministicTest, TellsItsRules) {
   EXPECT_EQ(Open(loss_only).stream->limits().row_grid, 0);
 }
 
+TEST_F(DeterministicTest, ChunksAreIndependent) {
+  int chunks = 0;
+  device_.on_chunk = [&](const kernels::Chunk& chunk) {
+    ++chunks;
+    EXPECT_TRUE(chunk.independent);
+  };
+  Start();
+  Call accumulates = Open(0, 4);
+  ASSERT_TRUE(Send(accumulates, 0, {0, 4}));
+  EXPECT_TRUE(accumulates.results->Wait().ok());
+  StreamSpec loss_only = Spec(9, 4, {0, 4});
+  loss_only.accumulate_gradients = false;
+  Call other = Open(loss_only);
+  ASSERT_TRUE(Send(other, 9, {0, 4}));
+  EXPECT_TRUE(other.results->Wait().ok());
+  EXPECT_EQ(chunks, 2);
+}
+
 TEST_F(DeterministicTest, GroupsAreLimitedByTheStagingMemory) {
   // 8192 bytes in three areas of 12-byte rows are 227 rows; the fake's chunk has more.
   device_.chunk_rows = 1000;

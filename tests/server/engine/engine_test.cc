@@ -82,6 +82,7 @@ TEST_F(EngineTest, TellsHowTheGradientsOfChunksTurnedOut) {
   } observer;
   Start({}, &observer);
   uint64_t id = 0;
+  device_.on_chunk = [](const kernels::Chunk& chunk) { EXPECT_FALSE(chunk.independent); };
   for (const Algorithm algorithm : {Algorithm::kFiltered, Algorithm::kExact}) {
     device_.decide = [algorithm](const kernels::Chunk&) { return algorithm; };
     StreamSpec spec = Whole(++id, 2);

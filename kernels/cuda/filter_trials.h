@@ -1,0 +1,33 @@
+// Which chunks of Algorithm::kAuto try the filter: none but one in kFilterPatience once that many in a row
+// turned out exact. The others are exact from the start, which spares them the selection and lets their loss
+// be fused. docs/kernels/filtered.md has the arithmetic.
+//
+// What it says depends on nothing but the order of the calls. Thread-compatible.
+#ifndef LOSSD_KERNELS_CUDA_FILTER_TRIALS_H_
+#define LOSSD_KERNELS_CUDA_FILTER_TRIALS_H_
+
+#include "kernels/decision.h"
+#include "kernels/loss_options.h"
+
+namespace lossd::kernels::cuda {
+
+inline constexpr int kFilterPatience = 16;
+
+class FilterTrials {
+ public:
+  // Whether the next chunk, with these options, is to try. Other options than the last chunk's begin anew.
+  bool Next(const LossOptions& options);
+  // What became of a chunk that tried with these options, some chunks ago.
+  void Note(const LossOptions& options, Decision decision);
+
+ private:
+  bool Resting() const { return exact_in_a_row_ >= kFilterPatience; }
+
+  LossOptions options_;
+  int exact_in_a_row_ = 0;
+  int without_trial_ = 0;  // chunks since the last one that tried
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_FILTER_TRIALS_H_
