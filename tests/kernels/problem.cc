@@ -545,9 +545,15 @@ Problem WithClearEpsilon(Problem problem) {
     p.insert(p.end(), more.begin(), more.end());
   }
   std::sort(p.begin(), p.end());
-  const auto above = std::lower_bound(p.begin(), p.end(), double{problem.options.filter_epsilon});
-  if (problem.options.filter_epsilon == 0.0f || above == p.begin() || above == p.end()) return problem;
-  problem.options.filter_epsilon = static_cast<float>(std::sqrt(*above * *(above - 1)));
+  const double epsilon = double{problem.options.filter_epsilon};
+  if (epsilon == 0.0) return problem;
+  constexpr double kNear = 1.5;
+  double widest = 1.0;
+  for (size_t i = 1; i < p.size() && p[i - 1] <= kNear * epsilon; ++i) {
+    if (p[i] < epsilon / kNear || p[i] <= widest * p[i - 1]) continue;
+    widest = p[i] / p[i - 1];
+    problem.options.filter_epsilon = static_cast<float>(std::sqrt(p[i - 1] * p[i]));
+  }
   return problem;
 }
 
