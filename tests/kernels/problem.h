@@ -127,8 +127,8 @@ std::vector<float> ReadGradient(HeadKernels& head, Param param);
 
 reference::Head ReferenceHead(const Problem& problem);
 reference::Rows ReferenceRows(const SliceData& slice);
-// The problem with its epsilon, if it filters, in the widest gap between probabilities of its rows that there is
-// near it, so that rounding moves none of them over it.
+// The problem with its epsilon, if it filters, in the widest gap between probabilities of its rows that there
+// is near it, so that rounding moves none of them over it.
 Problem WithClearEpsilon(Problem problem);
 // Results of all slices in order; adds to *gradients unless null or the problem does not accumulate.
 std::vector<reference::Result> ComputeReference(const Problem& problem, reference::ParamGradients* gradients);

@@ -137,6 +137,25 @@ TEST(CudaBackend, ChunksInFlightFinishInOrderAndMoreAreRefused) {
   EXPECT_TRUE(head->GradNorm().ok());
 }
 
+TEST(CudaBackend, SaysWhichNormKernelsAHeadUses) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  auto backend = CreateCudaBackend({.workspace_bytes = int64_t{256} << 20});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  for (const Norm norm : {Norm::kNone, Norm::kLayerNorm, Norm::kRmsNorm}) {
+    HeadConfig config = LargeConfig();
+    config.norm = norm;
+    const auto head = (*backend)->CreateHead(config);
+    ASSERT_TRUE(head.ok()) << head.status();
+    std::map<std::string, Choice> choices;
+    for (const Choice& choice : (*head)->Describe()) choices[choice.what] = choice;
+    EXPECT_EQ(choices.contains("norm"), norm != Norm::kNone);
+    EXPECT_EQ(choices.contains("norm gradient"), norm != Norm::kNone);
+    if (norm == Norm::kNone) continue;
+    EXPECT_EQ(choices["norm"].choice, "rows in registers");
+    EXPECT_THAT(choices["norm gradient"].choice, HasSubstr("copies"));
+  }
+}
+
 TEST(CudaBackend, AFilterWithoutRoomIsGivenUpAndSaysSo) {
   LOSSD_SKIP_WITHOUT_GPU();
   Rng rng = FreshRng();
