@@ -360,7 +360,8 @@ int Main() {
   std::cout << properties.name << ", copy " << copy_gbps << " GB/s (read + write)" << std::endl;
   if (absl::GetFlag(FLAGS_norm)) {
     for (bool centred : {true, false}) {
-      for (int64_t cols : {1024, 2048, 4096, 5120, 8192, 12288, 15872}) {
+      for (int64_t cols :
+           {1024, 2048, 4096, 5120, 6144, 8192, 8200, 10240, 12288, 14336, 15872, 16384, 20480, 24584}) {
         results["norm"].push_back(RunNorm(cols, centred, copy_gbps, timer));
       }
     }

@@ -9,7 +9,7 @@
 // Short rows have two vectors a thread and the gain in registers; long rows, and rows that leave fewer
 // threads idle that way, four vectors and the gain in shared memory. Rows that do not fit kStages times into
 // shared memory, with a number of columns that 8 does not divide, or of a rare pair of dtypes are read again
-// for each pass (the "any" kernel). On Hopper most rows of 1024 to 12288 columns take
+// for each pass (the "any" kernel). On Hopper most rows of 1024 to 32768 columns take
 // hopper/norm_backward.cu.
 #include <algorithm>
 
@@ -226,7 +226,8 @@ __global__ __launch_bounds__(kNormThreads,
   }
   LetNextKernelStart();
   if (b.partials == nullptr) return;
-  WritePartials(sums, reinterpret_cast<float4*>(shared), vectors, group, p.centred, b.scale, b.partials);
+  const PartialRow to = {b.partials, static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x), vectors, 0};
+  WritePartials(sums, reinterpret_cast<float4*>(shared), vectors, group, p.centred, b.scale, to);
 }
 
 // How a launch divides a block; groups == 0: rows of this kind do not fit.
@@ -310,10 +311,11 @@ cudaError_t LaunchNormBackward(const NormParams& params, const NormBackwardParam
   if (b.gain_gradient == nullptr) b.partials = nullptr;
   const int64_t cols = params.x.cols;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(params.rows, limits.multiprocessors));
+  int64_t partial_rows = blocks;
   cudaError_t error = cudaSuccess;
   switch (PlanNormBackward(params, b, limits).rows) {
     case NormRows::kBulkCopies:
-      hopper::LaunchNormBackwardIfFits(params, b, limits, stream, &error);
+      hopper::LaunchNormBackwardIfFits(params, b, limits, stream, &partial_rows, &error);
       break;
     case NormRows::kWarpCopies:
       LaunchIfPaired(Launch{params, b, limits, blocks, stream}, params, b, &error);
@@ -325,7 +327,7 @@ cudaError_t LaunchNormBackward(const NormParams& params, const NormBackwardParam
       break;
   }
   if (error != cudaSuccess || b.partials == nullptr) return error;
-  return LaunchAddPartials(b.partials, blocks, cols, 1.0f, b.gain_gradient,
+  return LaunchAddPartials(b.partials, partial_rows, cols, 1.0f, b.gain_gradient,
                            params.centred ? b.shift_gradient : nullptr, limits.has_clusters, stream);
 }
 

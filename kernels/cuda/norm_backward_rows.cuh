@@ -9,7 +9,7 @@
 
 namespace lossd::kernels::cuda {
 
-struct RowFacts {
+struct alignas(16) RowFacts {
   float inverse_deviation;
   float mean;
   int32_t keep;
@@ -131,25 +131,37 @@ __device__ __forceinline__ void WriteGradient(const Row& row, const RowGroup<fal
   }
 }
 
-// partials of this block = scale * the sums of its groups. shared: for each group, if there are several, the
-// low and high halves of the gain's vectors, then of the shift's, [groups][4][vectors]; nobody reads it any
-// more.
+// Where the sums over a block's rows go: part of row `row` of the gain's matrix [rows, 8 * row_vectors] at
+// `partials`, likewise of the shift's, which follows it.
+struct PartialRow {
+  float* partials;
+  int rows;
+  int row;
+  int row_vectors;
+  int first_vector;  // of the part
+
+  // Of the part's vector v; planes as ColumnSums has them.
+  __device__ __forceinline__ float4* Place(int plane, int v) const {
+    const int64_t at = (int64_t{plane / 2} * rows + row) * row_vectors + first_vector + v;
+    return reinterpret_cast<float4*>(partials) + at * 2 + plane % 2;
+  }
+};
+
+// Writes scale * the sums of the block's groups, of `vectors` vectors. shared: for each group, if there are
+// several, the low and high halves of the gain's vectors, then of the shift's, [groups][4][vectors]; nobody
+// reads it any more.
 template <int kVectors>
 __device__ __forceinline__ void WritePartials(const ColumnSums<kVectors>& sums, float4* shared, int vectors,
                                               const RowGroup<false>& group, bool centred, float scale,
-                                              float* partials) {
+                                              const PartialRow& to) {
   const int groups = static_cast<int>(blockDim.x) / group.size;
   const int planes = centred ? 4 : 2;
-  const auto place = [&](int plane, int v) {
-    const int64_t row = int64_t{plane / 2} * gridDim.x + blockIdx.x;
-    return reinterpret_cast<float4*>(partials) + (row * vectors + v) * 2 + plane % 2;
-  };
   const auto scaled = [scale](const float4& x) {
     return make_float4(scale * x.x, scale * x.y, scale * x.z, scale * x.w);
   };
   if (groups == 1) {
     sums.ForEach(vectors, group, planes,
-                 [&](int plane, int v, const float4& sum) { *place(plane, v) = scaled(sum); });
+                 [&](int plane, int v, const float4& sum) { *to.Place(plane, v) = scaled(sum); });
     return;
   }
   float4* own = shared + group.index * 4 * vectors;
@@ -164,7 +176,7 @@ __device__ __forceinline__ void WritePartials(const ColumnSums<kVectors>& sums, 
         const float4 next = shared[(4 * g + plane) * vectors + v];
         total.x += next.x, total.y += next.y, total.z += next.z, total.w += next.w;
       }
-      *place(plane, v) = scaled(total);
+      *to.Place(plane, v) = scaled(total);
     }
   }
 }

@@ -15,10 +15,11 @@ namespace lossd::kernels::cuda::hopper {
 // Why this kernel is not for the device or for rows of this kind, or "". Launches nothing.
 absl::string_view WhyNoNormBackward(const NormParams& params, const NormBackwardParams& backward,
                                     const DeviceLimits& limits);
-// dx and, if backward.partials is not null, the partial sums of min(rows, multiprocessors) blocks. False
-// if WhyNoNormBackward gives a reason; otherwise *error is the launch's.
+// dx and, if backward.partials is not null, partial sums: *partial_rows rows of them for the gain, then as
+// many for the shift. False if WhyNoNormBackward gives a reason; otherwise *error is the launch's.
 bool LaunchNormBackwardIfFits(const NormParams& params, const NormBackwardParams& backward,
-                              const DeviceLimits& limits, cudaStream_t stream, cudaError_t* error);
+                              const DeviceLimits& limits, cudaStream_t stream, int64_t* partial_rows,
+                              cudaError_t* error);
 
 }  // namespace lossd::kernels::cuda::hopper
 

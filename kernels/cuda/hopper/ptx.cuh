@@ -71,6 +71,31 @@ __device__ __forceinline__ void Wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
+// The same; what other blocks of the cluster wrote before their part of the phase is visible after it.
+__device__ __forceinline__ void WaitForCluster(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{.reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra ready;\n"
+      "bra again;\n"
+      "ready:}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// `value` to the same place in block `rank` of the cluster; its four bytes count at the barrier at the same
+// place there.
+__device__ __forceinline__ void SendFloat(uint32_t to, float value, uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{.reg .b32 remote, remote_barrier; mapa.shared::cluster.u32 remote, %0, %3;"
+      "mapa.shared::cluster.u32 remote_barrier, %2, %3;"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [remote], %1, [remote_barrier];}" ::"r"(
+          to),
+      "f"(value), "r"(barrier), "r"(rank)
+      : "memory");
+}
+
 // Named barrier of the block: `threads` of them have to come. Barrier 0 is __syncthreads().
 __device__ __forceinline__ void SyncNamed(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -48,13 +48,14 @@ TEST(NormPlan, ForwardHoldsRowsInRegisters) {
 
 TEST(NormPlan, BackwardOnHopperCopiesWholeRows) {
   const DType half = DType::kBFloat16, full = DType::kFloat32;
-  for (const int64_t cols : {1024, 4096, 8192, 12288}) {
+  for (const int64_t cols : {1024, 4096, 8192, 12288, 15872, 24584, 32768}) {
     Expect(Backward(cols, half, half, kHopper), NormRows::kBulkCopies, "");
   }
-  for (const int64_t cols : {1024, 8192})
+  for (const int64_t cols : {1024, 8192, 16384}) {
     Expect(Backward(cols, full, half, kHopper), NormRows::kBulkCopies, "");
+    Expect(Backward(cols, full, full, kHopper), NormRows::kBulkCopies, "");
+  }
   Expect(Backward(1016, half, half, kHopper), NormRows::kWarpCopies, "short rows");
-  Expect(Backward(15872, half, half, kHopper), NormRows::kWarpCopies, "long rows");
 }
 
 TEST(NormPlan, BackwardElsewhereCopiesByWarps) {
@@ -69,8 +70,8 @@ TEST(NormPlan, BackwardReadsRowsAgainThatFitNowhere) {
   for (const DeviceLimits& limits : {kHopper, kAmpere}) {
     Expect(Backward(507, DType::kFloat16, DType::kFloat16, limits), NormRows::kNowhere,
            "8 does not divide the columns");
-    Expect(Backward(16392, DType::kFloat16, DType::kFloat16, limits), NormRows::kNowhere, "long rows");
-    Expect(Backward(16384, DType::kFloat32, DType::kFloat32, limits), NormRows::kNowhere, "long rows");
+    Expect(Backward(32776, DType::kFloat16, DType::kFloat16, limits), NormRows::kNowhere, "long rows");
+    Expect(Backward(16392, DType::kFloat32, DType::kFloat32, limits), NormRows::kNowhere, "long rows");
     Expect(Backward(4096, DType::kFloat16, DType::kBFloat16, limits), NormRows::kNowhere,
            "a rare pair of dtypes");
     Expect(Backward(4096, DType::kBFloat16, DType::kFloat16, limits), NormRows::kNowhere,
@@ -87,7 +88,7 @@ TEST(NormPlan, BackwardReadsRowsAgainThatFitNowhere) {
 
 // Whatever the shape there is a plan, and every plan but the first choice has a reason.
 TEST(NormPlan, EveryPlanHasItsReason) {
-  for (int64_t cols = 1; cols < 20'000; cols += cols < 64 ? 1 : 331) {
+  for (int64_t cols = 1; cols < 40'000; cols += cols < 64 ? 1 : 331) {
     for (const int64_t c : {cols, (cols + 7) / 8 * 8}) {
       for (const DType x : kDTypes) {
         for (const DType dy : kDTypes) {

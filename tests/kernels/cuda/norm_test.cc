@@ -1,6 +1,6 @@
 // The norm kernels against double precision, on rows that take each of their ways: several rows a warp's
-// ring, one row a block, two, three or four vectors a thread, rows read again for each pass. On Hopper each
-// case also runs as on other devices.
+// ring, one row a block, two, three or four vectors a thread, rows shared by two blocks, rows read again for
+// each pass. On Hopper each case also runs as on other devices.
 #include "kernels/cuda/norm.h"
 
 #include <cuda_runtime_api.h>
@@ -252,6 +252,9 @@ TEST_F(Norm, LastOfThreeVectors) { CheckShape(134, 12288); }
 TEST_F(Norm, LongRows) { CheckShape(3, 15872); }
 TEST_F(Norm, LongestInRegisters) { CheckShape(2, 16384); }
 TEST_F(Norm, LongerThanRegisters) { CheckShape(2, 16392); }
+TEST_F(Norm, LongRowsOfAClusterInUnequalHalves) { CheckShape(70, 20488); }
+TEST_F(Norm, LongestOfACluster) { CheckShape(3, 32768); }
+TEST_F(Norm, LongerThanACluster) { CheckShape(2, 32776); }
 
 TEST_F(Norm, FirstColumnsFarFromTheOthers) {
   Rng rng = FreshRng();
