@@ -47,6 +47,7 @@ __global__ void PrepareRowsKernel(const __grid_constant__ RowLossParams p,
                                   const __grid_constant__ FusedRows w, int panels) {
   const int64_t row = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (row <= panels) w.redo[row] = 0;
+  if (row < kMostClusters) w.taken[row] = 0;
   if (row >= p.padded_rows) return;
   if (row >= p.rows) {
     w.reference[row] = kPaddingReference;
@@ -184,6 +185,7 @@ FusedRows FusedRows::Carve(Carver& carver, int64_t capacity) {
   w.arg = carver.Take<int32_t>(capacity);
   w.factor = carver.Take<float>(capacity);
   w.redo = carver.Take<int32_t>(1 + Panels(capacity));
+  w.taken = carver.Take<uint32_t>(kMostClusters);
   return w;
 }
 

@@ -88,6 +88,7 @@ class ProductTest : public ::testing::TestWithParam<Case> {
     p.scale = scale;
     if (with_factors) p.factors = factors.get();
     p.scratch = scratch.get();
+    p.order = &order_;
     EXPECT_EQ(LaunchProduct(p, PlanProduct(c.rows, c.columns, c.inner, c.clusters), nullptr), cudaSuccess);
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     return out.Read();
@@ -124,6 +125,7 @@ class ProductTest : public ::testing::TestWithParam<Case> {
   }
 
   kernels::testing::Rng random_ = kernels::testing::FreshRng();
+  const ClusterOrder order_ = FindClusterOrder();
   std::vector<uint16_t> a_, b_;
   std::vector<float> factors_, before_;
   std::vector<double> product_, size_;
