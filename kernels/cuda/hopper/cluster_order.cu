@@ -1,16 +1,15 @@
-#include "kernels/cuda/hopper/cluster_order.h"
-
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <vector>
 
+#include "kernels/cuda/hopper/cluster_order.h"
 #include "kernels/cuda/hopper/ptx.cuh"
 
 namespace lossd::kernels::cuda::hopper {
 namespace {
 
-constexpr int kProbeBlocks = 16;           // of a cluster: nearly all multiprocessors of a group
+constexpr int kProbeBlocks = 16;  // of a cluster: nearly all multiprocessors of a group
 constexpr int kProbeThreads = 32;
 constexpr int kProbeBytes = 120 << 10;     // of shared memory: one block a multiprocessor
 constexpr int64_t kProbeCycles = 100'000;  // of a block, so that all of them run at once

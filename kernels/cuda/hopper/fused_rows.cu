@@ -28,6 +28,7 @@ constexpr float kRelativeMargin = 0x1p-10f;
 constexpr float kNegligible = 0x1p-20f;
 
 constexpr int kThreads = 256;
+static_assert(kMostClusters <= kThreads, "PrepareRowsKernel");
 constexpr int kMergeRows = 32;  // a block; divides kPanelRows
 constexpr int kMergeWarps = 8;
 constexpr int kFinishWarps = 4;  // rows a block

@@ -5,9 +5,8 @@
 #ifndef LOSSD_KERNELS_CUDA_HOPPER_PACE_CUH_
 #define LOSSD_KERNELS_CUDA_HOPPER_PACE_CUH_
 
-#include <cuda/atomic>
-
 #include <cstdint>
+#include <cuda/atomic>
 
 namespace lossd::kernels::cuda::hopper {
 

@@ -1,13 +1,13 @@
 // C = A B with row factors, for the hidden gradient (A = E [rows, vocab]) and the weight gradient (A = E^T),
 // B = W or x with its inner dimension slow: all three operands lie as the chunk has them.
 //
-// Plan: C^T = B^T A^T with the main loop of main_loop.cuh over tiles of 256 columns and 256 rows of C a cluster,
-// in the order of product_plan.h: that way round the tensor cores need less energy. Clusters of one group of
-// multiprocessors work side by side (cluster_position.cuh), and all of them in step (pace.cuh). An output
-// tile is transposed on its way through boxes in shared memory; the copy engine stores it or, for a weight
-// gradient that is not zero, has L2 add it, so that C is never read by a multiprocessor and the next tile's
-// products begin at once. Each element of C is stored or added to once: results do not depend on who is
-// first.
+// Plan: C^T = B^T A^T with the main loop of main_loop.cuh over tiles of 256 columns and 256 rows of C a
+// cluster, in the order of product_plan.h: that way round the tensor cores need less energy. Clusters of one
+// group of multiprocessors work side by side (cluster_position.cuh), and all of them in step (pace.cuh). An
+// output tile is transposed on its way through boxes in shared memory; the copy engine stores it or, for a
+// weight gradient that is not zero, has L2 add it, so that C is never read by a multiprocessor and the next
+// tile's products begin at once. Each element of C is stored or added to once: results do not depend on who
+// is first.
 //
 // FLOP: 2 rows columns inner. Bytes from L2 a block and stage: 16 + 16 KB for 4.2 MFLOP, as in the logit
 // pass.
@@ -27,12 +27,12 @@ constexpr int kTileParts = kClusterBlocks * kConsumers;  // of a tile's partial 
 constexpr int kPartVectors = kPartialBytes / kTileParts / sizeof(float4);
 
 // What the clusters of a launch tell each other: 0 when it starts.
-struct Shared {
+struct Signals {
   uint32_t added[kMostPartials][kTileParts];  // segments that the partial sums have
   uint32_t begun[kPaceWords];
   uint32_t taken[kMostClusters];
 };
-static_assert(kMostPartials * kPartialBytes + sizeof(Shared) <= kProductScratchBytes);
+static_assert(kMostPartials * kPartialBytes + sizeof(Signals) <= kProductScratchBytes);
 
 struct KernelParams {
   ProductPlan plan;
@@ -41,7 +41,7 @@ struct KernelParams {
   float scale;
   const float* factors;
   float4* partials;  // [plan.rest][kTileParts][kPartVectors], as the threads of a warpgroup hold them
-  Shared* shared;
+  Signals* signals;
   ClusterPositions positions;
 };
 
@@ -111,7 +111,7 @@ __device__ __forceinline__ void ForEachUnit(const ProductPlan& plan, int positio
 template <Major kMajorA>
 __device__ __forceinline__ void Produce(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank,
                                         int position) {
-  Pace pace(p.shared->begun, p.plan.clusters);
+  Pace pace(p.signals->begun, p.plan.clusters);
   ForEachUnit(p.plan, position, [&](const Unit& unit, bool together) {
     const int column = unit.panel * kPanelRows + static_cast<int>(rank) * kRowTile;
     const int row = unit.row_tile * kColumnTile + static_cast<int>(rank) * kPartColumns;
@@ -133,7 +133,7 @@ struct PartialSums {
   __device__ __forceinline__ PartialSums(const KernelParams& p, const Unit& unit, int part, uint32_t barrier)
       : vectors(p.partials + (static_cast<int64_t>(unit.partial) * kTileParts + part) * kPartVectors +
                 threadIdx.x % kWarpgroup),
-        added(&p.shared->added[unit.partial][part]),
+        added(&p.signals->added[unit.partial][part]),
         barrier(barrier) {}
 
   __device__ __forceinline__ ::cuda::atomic_ref<uint32_t, ::cuda::thread_scope_device> Added() const {
@@ -174,7 +174,8 @@ __device__ __forceinline__ float RowFactor(const KernelParams& p, int row) {
   return row < p.rows ? p.scale * p.factors[row] : 0.0f;
 }
 
-// Of a thread's sums, elements 4 j and 4 j + 2 are of row 8 j + LaneRow() of C's tile, the others of the next.
+// Of a thread's sums, elements 4 j and 4 j + 2 are of row 8 j + LaneRow() of C's tile, the others of the
+// next.
 __device__ __forceinline__ int LaneRow() { return 2 * static_cast<int>(threadIdx.x & 3); }
 
 __device__ __forceinline__ void MultiplyRows(const KernelParams& p, int first_row, float (&sums)[128]) {
@@ -213,7 +214,8 @@ __device__ __forceinline__ void FillBox(const OutBoxes& out, int i, int first_gr
     for (int group = 0; group < kBoxRows<Out> / 8; ++group) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        out.PutFloatTransposed(i, 8 * group + LaneRow() + (e & 1), e >> 1, sums[4 * (first_group + group) + e]);
+        out.PutFloatTransposed(i, 8 * group + LaneRow() + (e & 1), e >> 1,
+                               sums[4 * (first_group + group) + e]);
       }
     }
   } else {
@@ -338,9 +340,10 @@ cudaError_t LaunchProduct(const ProductParams& params, const ProductPlan& plan, 
   p.scale = params.scale;
   p.factors = params.factors;
   p.partials = static_cast<float4*>(params.scratch);
-  p.shared = reinterpret_cast<Shared*>(static_cast<uint8_t*>(params.scratch) + kMostPartials * kPartialBytes);
-  if (params.order != nullptr) p.positions = {*params.order, p.shared->taken};
-  const cudaError_t error = cudaMemsetAsync(p.shared, 0, sizeof(Shared), stream);
+  p.signals =
+      reinterpret_cast<Signals*>(static_cast<uint8_t*>(params.scratch) + kMostPartials * kPartialBytes);
+  if (params.order != nullptr) p.positions = {*params.order, p.signals->taken};
+  const cudaError_t error = cudaMemsetAsync(p.signals, 0, sizeof(Signals), stream);
   if (error != cudaSuccess) return error;
   if (params.input == DType::kBFloat16) return LaunchTyped<__nv_bfloat16>(params, maps, p, stream);
   if (params.input == DType::kFloat16) return LaunchTyped<__half>(params, maps, p, stream);

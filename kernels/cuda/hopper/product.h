@@ -30,8 +30,8 @@ struct ProductParams {
   int64_t columns = 0;  // a multiple of 8; so is what A's rows are long
   int64_t inner = 0;
   float scale = 1.0f;
-  const float* factors = nullptr;  // [rows] or null: all 1
-  void* scratch = nullptr;         // [kProductScratchBytes]
+  const float* factors = nullptr;       // [rows] or null: all 1
+  void* scratch = nullptr;              // [kProductScratchBytes]
   const ClusterOrder* order = nullptr;  // of the device; host memory, or null: clusters as they come
 };
 

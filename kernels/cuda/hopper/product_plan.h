@@ -4,7 +4,7 @@
 // dimension into segments, so that it takes all clusters too; the segments of a tile are added up in order.
 //
 // | choice | why not another |
-// | groups of row tiles, which are innermost | the grid works on about 8 x 8 tiles, which takes fewest bytes |
+// | groups of row tiles, rows innermost | the grid works on about 8 x 8 tiles, which takes fewest bytes |
 // | segments for the last tiles only | partial sums are 256 KB a tile; whole tiles share what is in L2 |
 #ifndef LOSSD_KERNELS_CUDA_HOPPER_PRODUCT_PLAN_H_
 #define LOSSD_KERNELS_CUDA_HOPPER_PRODUCT_PLAN_H_
