@@ -19,6 +19,7 @@
 #include "bench/gpu_data.h"
 #include "bench/gpu_timer.h"
 #include "kernels/cuda/gemm.h"
+#include "kernels/cuda/hopper/cluster_order.h"
 #include "kernels/cuda/hopper/logit_pass.h"
 #include "kernels/cuda/hopper/product.h"
 #include "kernels/cuda/row_loss.h"
@@ -30,7 +31,7 @@ ABSL_FLAG(std::vector<std::string>, data, std::vector<std::string>({"peaked"}), 
 ABSL_FLAG(int64_t, rows, 0, "rows instead of the shapes' own; 0: those");
 ABSL_FLAG(int, rounds, 3, "timed rounds; a round runs every candidate for a while");
 ABSL_FLAG(std::vector<std::string>, groups, std::vector<std::string>(),
-          "groups of column tiles to try for the gradients beside the planned one");
+          "groups of row tiles to try for the gradients beside the planned one");
 
 namespace lossd::bench {
 namespace {
@@ -68,6 +69,7 @@ struct Bench {
   cuda::Gemms& gemms;
   Timer& timer;
   int clusters;
+  hopper::ClusterOrder order;
   uint16_t* exponentials;  // [rows, vocab]
   uint8_t* scratch;        // [kGemmWorkspaceBytes]
 };
@@ -144,8 +146,15 @@ void CompareLogits(const Bench& b) {
                                    .lda = shape.hidden,
                                    .ldb = shape.hidden,
                                    .ldc = shape.vocab};
-  const auto pass = [&b](const hopper::LogitPassParams& p) {
-    return [&b, p] { Check(hopper::LaunchLogitPass(p, b.clusters, b.timer.stream()), "logit pass"); };
+  const Buffer<uint32_t> taken(hopper::kMostClusters);
+  const auto pass = [&](hopper::LogitPassParams p) {
+    p.order = &b.order;
+    p.taken = taken.get();
+    return [&b, p] {
+      Check(cudaMemsetAsync(p.taken, 0, hopper::kMostClusters * sizeof(uint32_t), b.timer.stream()),
+            "cudaMemsetAsync");
+      Check(hopper::LaunchLogitPass(p, b.clusters, b.timer.stream()), "logit pass");
+    };
   };
   Compare(b, {Library(b, "logits: cublas", product,
                       {.a = b.data.weight, .b = b.data.hidden, .c = b.exponentials}),
@@ -154,8 +163,9 @@ void CompareLogits(const Bench& b) {
 }
 
 // Ours as planned, without segments, and with other groups.
-void AddProducts(const Bench& b, const std::string& name, const hopper::ProductParams& p,
+void AddProducts(const Bench& b, const std::string& name, hopper::ProductParams p,
                  std::vector<Candidate>& candidates) {
+  p.order = &b.order;
   const auto add = [&](const std::string& variant, const hopper::ProductPlan& plan) {
     candidates.push_back({absl::StrCat(name, variant), [&b, p, plan] {
                             Check(hopper::LaunchProduct(p, plan, b.timer.stream()), "product");
@@ -252,6 +262,7 @@ void Main() {
                  **gemms,
                  timer,
                  clusters,
+                 hopper::FindClusterOrder(),
                  exponentials.get(),
                  scratch.get()};
       CompareLogits(b);  // leaves exponentials for the others

@@ -59,8 +59,7 @@ ChunkPlan PlanChunk(const LossOptions& options, const RowLossParams& loss, const
   plan.why_not_fused = WhyNotFused(loss, plan.filtered(), limits.fused_clusters, fused_loss);
   const int clusters = limits.fused_clusters;
   plan.why_library_hidden_product =
-      WhyLibrary(loss, clusters, fused_loss,
-                 hopper::WhyNoFasterHiddenGradient(loss.rows, filter.padded_hidden, clusters));
+      WhyLibrary(loss, clusters, fused_loss, hopper::WhyNoFasterHiddenGradient(loss.rows));
   plan.why_library_weight_product =
       WhyLibrary(loss, clusters, fused_loss, hopper::WhyNoFasterWeightGradient(loss.rows, add));
   return plan;

@@ -256,8 +256,12 @@ ChunkPlan CudaHead::PlanJob(const Job& job) {
 absl::Status CudaHead::FusedForward(const Job& job, const RowLossParams& row) {
   const cudaStream_t stream = device_->compute();
   LOSSD_RETURN_IF_ERROR(Await(download_idle_, stream));  // the partials lie where dx does
-  return ToStatus(hopper::LaunchFusedLoss({row, job.memory.hidden, values_.compute_weight,
-                                           sizes_.padded_hidden, workspace_.fused},
+  return ToStatus(hopper::LaunchFusedLoss({.loss = row,
+                                           .hidden = job.memory.hidden,
+                                           .weight = values_.compute_weight,
+                                           .inner = sizes_.padded_hidden,
+                                           .rows = workspace_.fused,
+                                           .order = &device_->limits().cluster_order},
                                           device_->limits().fused_clusters, stream),
                   "fused loss kernels");
 }

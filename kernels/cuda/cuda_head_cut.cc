@@ -115,8 +115,13 @@ absl::Status CudaHead::CutStatistics(const Job& job, const RowLossParams& row) {
         if (job.plan.fused()) {
           hopper::FusedRows memory = workspace_.fused;
           memory.partials = arena.tiles;
-          return ToStatus(hopper::LaunchFusedLoss({rows, HiddenRows(job, begin), values_.compute_weight,
-                                                   sizes_.padded_hidden, memory, workspace_.rules + begin},
+          return ToStatus(hopper::LaunchFusedLoss({.loss = rows,
+                                                   .hidden = HiddenRows(job, begin),
+                                                   .weight = values_.compute_weight,
+                                                   .inner = sizes_.padded_hidden,
+                                                   .rows = memory,
+                                                   .rules = workspace_.rules + begin,
+                                                   .order = &device_->limits().cluster_order},
                                                   device_->limits().fused_clusters, stream),
                           "fused loss kernels");
         }

@@ -28,6 +28,7 @@ absl::Status CudaHead::Multiply(hopper::ProductParams product) {
   product.input = config_.compute_dtype;
   product.columns = sizes_.padded_hidden;
   product.scratch = device_->gemm_workspace();
+  product.order = &device_->limits().cluster_order;
   const hopper::ProductPlan plan =
       hopper::PlanProduct(product.rows, product.columns, product.inner, device_->limits().fused_clusters);
   return ToStatus(hopper::LaunchProduct(product, plan, device_->compute()), "product kernel");

@@ -100,7 +100,10 @@ absl::Status Device::Start() {
   limits_.shared_bytes_per_sm = static_cast<int>(properties.sharedMemPerMultiprocessor);
   limits_.has_clusters = capability >= 90;
   limits_.is_hopper = capability == 90;
-  if (limits_.is_hopper) limits_.fused_clusters = hopper::LogitPassClusters();
+  if (limits_.is_hopper) {
+    limits_.fused_clusters = hopper::LogitPassClusters();
+    limits_.cluster_order = hopper::FindClusterOrder();
+  }
   int driver = 0;
   LOSSD_RETURN_IF_CUDA_ERROR(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
   limits_.has_branches = options_.host_branches || driver >= kBranchDriverVersion;

@@ -2,6 +2,8 @@
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_LIMITS_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_LIMITS_H_
 
+#include "kernels/cuda/hopper/cluster_order.h"
+
 namespace lossd::kernels::cuda {
 
 struct DeviceLimits {
@@ -11,9 +13,10 @@ struct DeviceLimits {
   // Compute capability 9.0 or later: thread block clusters, kernels that start before the one they wait for
   // has ended.
   bool has_clusters = false;
-  bool is_hopper = false;     // compute capability 9.0: kernels built for sm_90a run
-  int fused_clusters = 0;     // of hopper/logit_pass.h that run at once; 0: it does not run here
-  bool has_branches = false;  // the driver runs DeviceBranch, or the host branches
+  bool is_hopper = false;              // compute capability 9.0: kernels built for sm_90a run
+  int fused_clusters = 0;              // of hopper/logit_pass.h that run at once; 0: it does not run here
+  hopper::ClusterOrder cluster_order;  // of these
+  bool has_branches = false;           // the driver runs DeviceBranch, or the host branches
 };
 
 }  // namespace lossd::kernels::cuda

@@ -59,10 +59,13 @@ cudaError_t LaunchFusedGradient(const FusedGradientParams& params, int clusters,
 
 cudaError_t LaunchFusedLoss(const FusedLossParams& params, int clusters, cudaStream_t stream) {
   LogitPassParams pass = MakePassParams(params);
+  pass.order = params.order;
+  pass.taken = params.rows.taken;
   cudaError_t error = LaunchPrepareRows(params.loss, params.rows, stream);
   if (error == cudaSuccess) error = LaunchLogitPass(pass, clusters, stream);
   if (error == cudaSuccess) error = LaunchMergeTiles(params.loss, params.rows, false, stream);
   pass.redo = params.rows.redo;
+  pass.order = nullptr;
   if (error == cudaSuccess) error = LaunchLogitPass(pass, clusters, stream);
   if (error == cudaSuccess) error = LaunchMergeTiles(params.loss, params.rows, true, stream);
   return error == cudaSuccess ? LaunchFinishRows(params.loss, params.rows, params.rules, stream) : error;

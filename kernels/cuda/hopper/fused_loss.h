@@ -32,7 +32,8 @@ struct FusedLossParams {
   const void* weight = nullptr;  // [loss.ld, inner], loss.dtype
   int64_t inner = 0;             // a multiple of 8
   FusedRows rows;
-  GradientRule* rules = nullptr;  // [loss.rows], out, or null: for a logit pass that writes gradients
+  GradientRule* rules = nullptr;        // [loss.rows], out, or null: for a logit pass that writes gradients
+  const ClusterOrder* order = nullptr;  // of the device; host memory, or null
 };
 cudaError_t LaunchFusedLoss(const FusedLossParams& params, int clusters, cudaStream_t stream);
 

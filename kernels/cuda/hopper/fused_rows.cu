@@ -28,6 +28,7 @@ constexpr float kRelativeMargin = 0x1p-10f;
 constexpr float kNegligible = 0x1p-20f;
 
 constexpr int kThreads = 256;
+static_assert(kMostClusters <= kThreads, "PrepareRowsKernel");
 constexpr int kMergeRows = 32;  // a block; divides kPanelRows
 constexpr int kMergeWarps = 8;
 constexpr int kFinishWarps = 4;  // rows a block
@@ -47,6 +48,7 @@ __global__ void PrepareRowsKernel(const __grid_constant__ RowLossParams p,
                                   const __grid_constant__ FusedRows w, int panels) {
   const int64_t row = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (row <= panels) w.redo[row] = 0;
+  if (row < kMostClusters) w.taken[row] = 0;
   if (row >= p.padded_rows) return;
   if (row >= p.rows) {
     w.reference[row] = kPaddingReference;
@@ -184,6 +186,7 @@ FusedRows FusedRows::Carve(Carver& carver, int64_t capacity) {
   w.arg = carver.Take<int32_t>(capacity);
   w.factor = carver.Take<float>(capacity);
   w.redo = carver.Take<int32_t>(1 + Panels(capacity));
+  w.taken = carver.Take<uint32_t>(kMostClusters);
   return w;
 }
 

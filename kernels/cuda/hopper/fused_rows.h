@@ -27,13 +27,14 @@ struct FusedRows {
   int32_t* arg = nullptr;
   // dL/ds over (scale * gradient unit) is factor[r] times row r of the exponentials.
   float* factor = nullptr;
-  int32_t* redo = nullptr;  // [1 + Panels(capacity)], see LogitPassParams
+  int32_t* redo = nullptr;    // [1 + Panels(capacity)], see LogitPassParams
+  uint32_t* taken = nullptr;  // [kMostClusters], see there
 
   // All but the partials.
   static FusedRows Carve(Carver& carver, int64_t capacity);
 };
 
-// reference, threshold (also of padding rows) and redo = 0, from loss.target_dots.
+// reference, threshold (also of padding rows) redo = 0 and taken = 0, from loss.target_dots.
 cudaError_t LaunchPrepareRows(const RowLossParams& loss, const FusedRows& rows, cudaStream_t stream);
 
 // max, sum, spread, arg from the partials, and which panels have a row whose sum is too large for 16-bit

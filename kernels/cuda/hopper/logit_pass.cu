@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/device_math.cuh"
+#include "kernels/cuda/hopper/cluster_position.cuh"
 #include "kernels/cuda/hopper/logit_pass.h"
 #include "kernels/cuda/hopper/main_loop.cuh"
 #include "kernels/cuda/hopper/out_boxes.cuh"
@@ -40,6 +41,7 @@ struct KernelParams {
   const GradientRule* rules;
   const int32_t* redo;
   TilePartials partials;
+  ClusterPositions positions;
 };
 
 struct Maps {
@@ -65,12 +67,14 @@ __device__ __forceinline__ Tile TileAt(const KernelParams& p, int index) {
   return {first + within - vocab_tile * size, vocab_tile};
 }
 
-// Applies body(tile) to the tiles of this cluster.
+__device__ __forceinline__ int Clusters() { return static_cast<int>(gridDim.x) / kClusterBlocks; }
+
+// Applies body(tile) to the tiles of a cluster. Those of neighbours have the same classes: a group of
+// multiprocessors asks for their weights once.
 template <typename Body>
-__device__ __forceinline__ void ForEachTile(const KernelParams& p, Body body) {
+__device__ __forceinline__ void ForEachTile(const KernelParams& p, int position, Body body) {
   const int tiles = p.panels * p.vocab_tiles;
-  const int clusters = static_cast<int>(gridDim.x) / kClusterBlocks;
-  for (int i = static_cast<int>(blockIdx.x) / kClusterBlocks; i < tiles; i += clusters) {
+  for (int i = position; i < tiles; i += Clusters()) {
     const Tile tile = TileAt(p, i);
     if (p.redo != nullptr && p.redo[1 + tile.panel] == 0) continue;
     body(tile);
@@ -78,8 +82,9 @@ __device__ __forceinline__ void ForEachTile(const KernelParams& p, Body body) {
 }
 
 // One thread: fetches this block's hidden states, and its share of the weights for the whole cluster.
-__device__ __forceinline__ void Produce(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank) {
-  ForEachTile(p, [&](const Tile& tile) {
+__device__ __forceinline__ void Produce(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank,
+                                        int position) {
+  ForEachTile(p, position, [&](const Tile& tile) {
     const int row = tile.panel * kPanelRows + static_cast<int>(rank) * kRowTile;
     const int column = tile.vocab_tile * kVocabTile + static_cast<int>(rank) * kPartColumns;
     for (int k = 0; k < p.inner_tiles; ++k) {
@@ -346,13 +351,13 @@ __device__ __forceinline__ void WritePartials(const KernelParams& p, const Tile&
 
 template <typename T, Form kForm, Output kOutput>
 __device__ __forceinline__ void Consume(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank,
-                                        int consumer, uint32_t boxes) {
+                                        int position, int consumer, uint32_t boxes) {
   const int warp = static_cast<int>((threadIdx.x >> 5) & 3);
   const int lane = static_cast<int>(threadIdx.x & 31);
   const int product_row = static_cast<int>(rank) * kRowTile + consumer * kProductRows;
   const OutBoxes out(maps.exponentials, boxes, consumer);
   float logits[128];
-  ForEachTile(p, [&](const Tile& tile) {
+  ForEachTile(p, position, [&](const Tile& tile) {
     const int first_row = tile.panel * kPanelRows + product_row;
     const RowPair rows = LoadRows<kOutput>(p, tile, first_row + warp * 16 + lane / 4);
     Multiply<T, Major::kInner, Major::kInner>(p.inner_tiles, consumer, ring, logits);
@@ -378,16 +383,20 @@ __global__ __cluster_dims__(kClusterBlocks)
   if (p.redo != nullptr && p.redo[0] == 0) return;
   const uint32_t stages = SharedAddress(shared);
   const uint32_t boxes = stages + kRingBytes;
-  const Ring ring(stages, boxes + (kOutput != Output::kStatistics ? kOutBytes : 0));
-  ring.Start();
+  const uint32_t barriers = boxes + (kOutput != Output::kStatistics ? kOutBytes : 0);
+  const uint32_t position_word = barriers + kRingBarrierBytes;
+  const Ring ring(stages, barriers);
   const uint32_t rank = ClusterRank();
+  if (rank == 0 && threadIdx.x == 0) TakePosition(p.positions, Clusters(), position_word);
+  ring.Start();
+  const int position = Position(position_word);
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
   if (warpgroup == 0) {
     LowerRegisters<kProducerRegisters>();
-    if (threadIdx.x == 0) Produce(maps, p, ring, rank);
+    if (threadIdx.x == 0) Produce(maps, p, ring, rank, position);
   } else {
     RaiseRegisters<kConsumerRegisters>();
-    Consume<T, kForm, kOutput>(maps, p, ring, rank, warpgroup - 1, boxes);
+    Consume<T, kForm, kOutput>(maps, p, ring, rank, position, warpgroup - 1, boxes);
   }
   ClusterSync();  // the other block may still send to our shared memory
 }
@@ -396,7 +405,7 @@ template <typename T, Form kForm, Output kOutput>
 struct Kernel {
   static constexpr auto kFunction = LogitPassKernel<T, kForm, kOutput>;
   static constexpr int kSharedBytes =
-      kRingBytes + (kOutput != Output::kStatistics ? kOutBytes : 0) + kRingBarrierBytes;
+      kRingBytes + (kOutput != Output::kStatistics ? kOutBytes : 0) + kRingBarrierBytes + kPositionBytes;
 
   static cudaError_t AllowSharedBytes() {
     return cudaFuncSetAttribute(kFunction, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
@@ -447,6 +456,7 @@ KernelParams MakeKernelParams(const LogitPassParams& params) {
   p.rules = params.rules;
   p.redo = params.redo;
   p.partials = params.partials;
+  if (params.order != nullptr) p.positions = {*params.order, params.taken};
   return p;
 }
 

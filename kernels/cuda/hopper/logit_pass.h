@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/device_memory.h"
+#include "kernels/cuda/hopper/cluster_order.h"
 #include "kernels/cuda/hopper/logit_tiles.h"
 #include "kernels/cuda/row_loss.h"
 #include "kernels/dtype.h"
@@ -62,6 +63,9 @@ struct LogitPassParams {
   // Null: all rows. Otherwise nothing happens if redo[0] is 0, and else only to the panels of kPanelRows rows
   // whose redo[1 + panel] is not 0.
   const int32_t* redo = nullptr;
+  // Of the device, in host memory, with `taken` [kMostClusters], 0 on entry; or null: clusters as they come.
+  const ClusterOrder* order = nullptr;
+  uint32_t* taken = nullptr;
 };
 
 // The clusters that the current device runs at once; 0 if it cannot run the pass.

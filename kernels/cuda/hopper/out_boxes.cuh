@@ -26,9 +26,10 @@ struct OutBoxes {
         barrier(1 + consumer),
         leader(threadIdx.x % kWarpgroup == 0) {}
 
-  // Waits until box `i` may be written again.
+  // Waits until the box that was not sent last may be written again; kCopies: that a box is sent in.
+  template <int kCopies = 1>
   __device__ __forceinline__ void Open() const {
-    if (leader) WaitBoxesRead<1>();
+    if (leader) WaitBoxesRead<kCopies>();
     SyncNamed(barrier, kWarpgroup);
   }
   // 16-bit elements, two a word: two groups of 8 columns from `group` on, both halves of each.
@@ -43,28 +44,43 @@ struct OutBoxes {
     const int group = (column >> 3) ^ (row & 7);
     StoreHalf(boxes + i * kBoxBytes + row * kBoxRowBytes + (group << 4) + 2 * (column & 7), word);
   }
-  // fp32 elements of half `h`, this lane's pair of the group of 8 columns `group` (0 or 1) and of the one two
-  // further. Odd rows take the two the other way round, so that the rows of a half-warp lie in different
-  // banks.
-  __device__ __forceinline__ void PutFloats(int i, int group, int h, float2 near, float2 far) const {
+  // The same to a box that has the tile transposed: its rows are the tile's columns, 8 a group, and their
+  // 128 bytes the warpgroup's rows.
+  __device__ __forceinline__ void PutTransposed(int i, int group, const uint32_t (&words)[4]) const {
     const int lane = static_cast<int>(threadIdx.x & 31);
-    const int row = 16 * static_cast<int>((threadIdx.x >> 5) & 3) + 8 * h + lane / 4;
-    const bool odd = (row & 1) != 0;
-    const uint32_t line = boxes + i * kBoxBytes + row * kBoxRowBytes + (lane & 1) * 8;
-    const int chunk = 2 * group + ((lane & 3) >> 1);
-    const int first = odd ? chunk + 4 : chunk;
-    StorePair(line + ((first ^ (row & 7)) << 4), odd ? far : near);
-    StorePair(line + ((first ^ 4 ^ (row & 7)) << 4), odd ? near : far);
+    const int row = 8 * (group + (lane >> 4)) + (lane & 7);
+    const int chunk = 2 * static_cast<int>((threadIdx.x >> 5) & 3) + ((lane >> 3) & 1);
+    StoreMatricesTransposed(boxes + i * kBoxBytes + row * kBoxRowBytes + ((chunk ^ (row & 7)) << 4), words[0],
+                            words[1], words[2], words[3]);
   }
-  // add: to what is there, in fp32.
-  __device__ __forceinline__ void Send(int i, int column, int row, bool add = false) const {
+  // fp32 elements, of half `h`, to a pair of boxes of half as many rows, one for the warpgroup's first 32
+  // rows and one for the others. `row` of these boxes: 8 times a group and the lane's column in it.
+  __device__ __forceinline__ void PutFloatTransposed(int i, int row, int h, float value) const {
+    const int column =
+        16 * static_cast<int>((threadIdx.x >> 5) & 3) + 8 * h + static_cast<int>(threadIdx.x & 31) / 4;
+    const int chunk = (column % 32) / 4;
+    StoreFloat(boxes + i * kBoxBytes + column / 32 * (kBoxBytes / 2) + row * kBoxRowBytes +
+                   ((chunk ^ (row & 7)) << 4) + column % 4 * 4,
+               value);
+  }
+  __device__ __forceinline__ void Send(int i, int column, int row) const {
+    FenceAsyncProxy();
+    SyncNamed(barrier, kWarpgroup);
+    if (leader) CopyBoxOut(*map, column, row, boxes + i * kBoxBytes);
+  }
+  // A pair of fp32 boxes. add: to what is there.
+  __device__ __forceinline__ void SendPair(int i, int column, int row, bool add) const {
     FenceAsyncProxy();
     SyncNamed(barrier, kWarpgroup);
     if (!leader) return;
-    if (add) {
-      AddBoxOut(*map, column, row, boxes + i * kBoxBytes);
-    } else {
-      CopyBoxOut(*map, column, row, boxes + i * kBoxBytes);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t box = boxes + i * kBoxBytes + half * (kBoxBytes / 2);
+      if (add) {
+        AddBoxOut(*map, column + 32 * half, row, box);
+      } else {
+        CopyBoxOut(*map, column + 32 * half, row, box);
+      }
     }
   }
   // Before the block ends.

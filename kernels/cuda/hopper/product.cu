@@ -1,17 +1,22 @@
 // C = A B with row factors, for the hidden gradient (A = E [rows, vocab]) and the weight gradient (A = E^T),
 // B = W or x with its inner dimension slow: all three operands lie as the chunk has them.
 //
-// Plan: the main loop of main_loop.cuh over tiles of 256 x 256 a cluster, in the order of product_plan.h. An
-// output tile goes through boxes in shared memory; the copy engine stores it or, for a weight gradient that
-// is not zero, has L2 add it, so that C is never read by a multiprocessor and the next tile's products begin
-// at once. Each element of C is stored or added to once: results do not depend on who is first.
+// Plan: C^T = B^T A^T with the main loop of main_loop.cuh over tiles of 256 columns and 256 rows of C a
+// cluster, in the order of product_plan.h: that way round the tensor cores need less energy. Clusters of one
+// group of multiprocessors work side by side (cluster_position.cuh), and all of them in step (pace.cuh). An
+// output tile is transposed on its way through boxes in shared memory; the copy engine stores it or, for a
+// weight gradient that is not zero, has L2 add it, so that C is never read by a multiprocessor and the next
+// tile's products begin at once. Each element of C is stored or added to once: results do not depend on who
+// is first.
 //
 // FLOP: 2 rows columns inner. Bytes from L2 a block and stage: 16 + 16 KB for 4.2 MFLOP, as in the logit
 // pass.
 #include <cuda/atomic>
 
+#include "kernels/cuda/hopper/cluster_position.cuh"
 #include "kernels/cuda/hopper/main_loop.cuh"
 #include "kernels/cuda/hopper/out_boxes.cuh"
+#include "kernels/cuda/hopper/pace.cuh"
 #include "kernels/cuda/hopper/product.h"
 #include "kernels/cuda/hopper/tensor_map.h"
 
@@ -21,6 +26,14 @@ namespace {
 constexpr int kTileParts = kClusterBlocks * kConsumers;  // of a tile's partial sums: a warpgroup each
 constexpr int kPartVectors = kPartialBytes / kTileParts / sizeof(float4);
 
+// What the clusters of a launch tell each other: 0 when it starts.
+struct Signals {
+  uint32_t added[kMostPartials][kTileParts];  // segments that the partial sums have
+  uint32_t begun[kPaceWords];
+  uint32_t taken[kMostClusters];
+};
+static_assert(kMostPartials * kPartialBytes + sizeof(Signals) <= kProductScratchBytes);
+
 struct KernelParams {
   ProductPlan plan;
   int rows;
@@ -28,7 +41,8 @@ struct KernelParams {
   float scale;
   const float* factors;
   float4* partials;  // [plan.rest][kTileParts][kPartVectors], as the threads of a warpgroup hold them
-  uint32_t* added;   // [plan.rest][kTileParts]: segments that partials has
+  Signals* signals;
+  ClusterPositions positions;
 };
 
 struct Maps {
@@ -39,7 +53,7 @@ struct Maps {
 
 // Stages [first, first + stages) of the inner dimension of a tile; all of them unless it is one of the rest.
 struct Unit {
-  int panel, column_tile;
+  int panel, row_tile;
   int first, stages;
   bool backwards;  // taken from the last stage to the first
   int segment = 0, segments = 1;
@@ -63,29 +77,47 @@ __device__ __forceinline__ Unit UnitAt(const ProductPlan& plan, int index) {
   unit.backwards = index / plan.clusters % 2 != 0;
   const int group_tiles = plan.group * plan.panels;
   const int group = tile / group_tiles;
-  const int first_column = group * plan.group;
-  const int size = min(plan.group, plan.column_tiles - first_column);
+  const int first_row = group * plan.group;
+  const int size = min(plan.group, plan.row_tiles - first_row);
   const int within = tile - group * group_tiles;
   unit.panel = within / size;
-  unit.column_tile = first_column + within - unit.panel * size;
+  unit.row_tile = first_row + within - unit.panel * size;
   return unit;
 }
 
-// Applies body(unit) to the units of this cluster.
+// Which of `clusters` units in a row is the one of `position`. In rows of `size`, consecutive positions get
+// blocks of two rows and half as many columns, and what is left at the end as it comes.
+__device__ __forceinline__ int UnitInRound(int position, int size, int clusters) {
+  const int band = position / (2 * size);
+  if ((band + 1) * 2 * size > clusters) return position;
+  const int left = (size + 1) / 2;  // columns of a band's first block
+  int within = position - band * 2 * size;
+  const bool second = within >= 2 * left;
+  if (second) within -= 2 * left;
+  const int columns = second ? size - left : left;
+  const int row = within / columns;
+  return (2 * band + row) * size + (second ? left : 0) + within - row * columns;
+}
+
+// Applies body(unit, together) to the units of a cluster; together: all clusters have one, of as many stages.
 template <typename Body>
-__device__ __forceinline__ void ForEachUnit(const ProductPlan& plan, Body body) {
-  for (int i = static_cast<int>(blockIdx.x) / kClusterBlocks; i < plan.units; i += plan.clusters) {
-    body(UnitAt(plan, i));
+__device__ __forceinline__ void ForEachUnit(const ProductPlan& plan, int position, Body body) {
+  const int together = plan.whole - plan.whole % plan.clusters;
+  for (int i = UnitInRound(position, plan.group, plan.clusters); i < plan.units; i += plan.clusters) {
+    body(UnitAt(plan, i), i < together);
   }
 }
 
 template <Major kMajorA>
-__device__ __forceinline__ void Produce(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank) {
-  ForEachUnit(p.plan, [&](const Unit& unit) {
-    const int row = unit.panel * kPanelRows + static_cast<int>(rank) * kRowTile;
-    const int column = unit.column_tile * kColumnTile + static_cast<int>(rank) * kPartColumns;
+__device__ __forceinline__ void Produce(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank,
+                                        int position) {
+  Pace pace(p.signals->begun, p.plan.clusters);
+  ForEachUnit(p.plan, position, [&](const Unit& unit, bool together) {
+    const int column = unit.panel * kPanelRows + static_cast<int>(rank) * kRowTile;
+    const int row = unit.row_tile * kColumnTile + static_cast<int>(rank) * kPartColumns;
     for (int i = 0; i < unit.stages; ++i) {
-      Fetch<kMajorA, Major::kOuter>(maps.a, maps.b, row, column, unit.Stage(i) * kInnerTile, rank, ring);
+      if (together && rank == 0) pace.Keep(i);
+      Fetch<Major::kOuter, kMajorA>(maps.b, maps.a, column, row, unit.Stage(i) * kInnerTile, rank, ring);
     }
   });
 }
@@ -101,7 +133,7 @@ struct PartialSums {
   __device__ __forceinline__ PartialSums(const KernelParams& p, const Unit& unit, int part, uint32_t barrier)
       : vectors(p.partials + (static_cast<int64_t>(unit.partial) * kTileParts + part) * kPartVectors +
                 threadIdx.x % kWarpgroup),
-        added(p.added + unit.partial * kTileParts + part),
+        added(&p.signals->added[unit.partial][part]),
         barrier(barrier) {}
 
   __device__ __forceinline__ ::cuda::atomic_ref<uint32_t, ::cuda::thread_scope_device> Added() const {
@@ -136,19 +168,26 @@ struct PartialSums {
   }
 };
 
-// Factors of the two rows ("halves") that a thread holds.
-struct RowFactors {
-  float half[2];
-};
+// What row `row` of the product is multiplied by.
+__device__ __forceinline__ float RowFactor(const KernelParams& p, int row) {
+  if (p.factors == nullptr) return p.scale;
+  return row < p.rows ? p.scale * p.factors[row] : 0.0f;
+}
 
-__device__ __forceinline__ RowFactors LoadFactors(const KernelParams& p, int first_row) {
-  RowFactors f;
+// Of a thread's sums, elements 4 j and 4 j + 2 are of row 8 j + LaneRow() of C's tile, the others of the
+// next.
+__device__ __forceinline__ int LaneRow() { return 2 * static_cast<int>(threadIdx.x & 3); }
+
+__device__ __forceinline__ void MultiplyRows(const KernelParams& p, int first_row, float (&sums)[128]) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = first_row + 8 * h;
-    f.half[h] = p.factors == nullptr ? 1.0f : row < p.rows ? p.factors[row] : 0.0f;
+  for (int j = 0; j < 32; ++j) {
+    const int row = first_row + 8 * j + LaneRow();
+    const float factor = RowFactor(p, row), next = RowFactor(p, row + 1);
+    sums[4 * j] *= factor;
+    sums[4 * j + 1] *= next;
+    sums[4 * j + 2] *= factor;
+    sums[4 * j + 3] *= next;
   }
-  return f;
 }
 
 template <typename T>
@@ -162,68 +201,70 @@ __device__ __forceinline__ uint32_t Pack(float low, float high) {
   }
 }
 
-// Box `i` of the two, with the columns from 8 `first_group` on of the tile.
+// Rows of C in a box.
+template <typename Out>
+inline constexpr int kBoxRows = sizeof(Out) == 4 ? kProductRows / 2 : kProductRows;
+
+// Box `i` of the two, with the rows from 8 `first_group` on of C's tile.
 template <typename Out>
 __device__ __forceinline__ void FillBox(const OutBoxes& out, int i, int first_group,
                                         const float (&sums)[128]) {
   if constexpr (sizeof(Out) == 4) {
 #pragma unroll
-    for (int group = 0; group < 2; ++group) {
-      const int element = 4 * (first_group + group);
+    for (int group = 0; group < kBoxRows<Out> / 8; ++group) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int near = element + 2 * h, far = near + 8;
-        out.PutFloats(i, group, h, make_float2(sums[near], sums[near + 1]),
-                      make_float2(sums[far], sums[far + 1]));
+      for (int e = 0; e < 4; ++e) {
+        out.PutFloatTransposed(i, 8 * group + LaneRow() + (e & 1), e >> 1,
+                               sums[4 * (first_group + group) + e]);
       }
     }
   } else {
 #pragma unroll
-    for (int group = 0; group < 8; group += 2) {
+    for (int group = 0; group < kBoxRows<Out> / 8; group += 2) {
       uint32_t words[4];
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         const int element = 4 * (first_group + group + (w >> 1)) + 2 * (w & 1);
         words[w] = Pack<Out>(sums[element], sums[element + 1]);
       }
-      out.Put(i, group, words);
+      out.PutTransposed(i, group, words);
     }
   }
 }
 
-// The tile of a warpgroup to C.
+// The tile of a warpgroup to C, where it begins at `column` and `row`.
 template <typename Out>
 __device__ __forceinline__ void Store(const OutBoxes& out, const float (&sums)[128], int column, int row,
                                       bool add) {
-  constexpr int kBoxColumns = kBoxRowBytes / static_cast<int>(sizeof(Out));
 #pragma unroll
-  for (int box = 0; box < kColumnTile / kBoxColumns; ++box) {
-    out.Open();
-    FillBox<Out>(out, box & 1, box * kBoxColumns / 8, sums);
-    out.Send(box & 1, column + box * kBoxColumns, row, add);
+  for (int box = 0; box < kColumnTile / kBoxRows<Out>; ++box) {
+    out.Open<sizeof(Out) == 4 ? 2 : 1>();
+    FillBox<Out>(out, box & 1, box * kBoxRows<Out> / 8, sums);
+    if constexpr (sizeof(Out) == 4) {
+      out.SendPair(box & 1, column, row + box * kBoxRows<Out>, add);
+    } else {
+      out.Send(box & 1, column, row + box * kBoxRows<Out>);
+    }
   }
 }
 
 template <typename T, typename Out, Major kMajorA>
 __device__ __forceinline__ void Consume(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank,
-                                        int consumer, uint32_t boxes) {
+                                        int position, int consumer, uint32_t boxes) {
   const int part = static_cast<int>(rank) * kConsumers + consumer;
-  const int lane_row = 16 * static_cast<int>((threadIdx.x >> 5) & 3) + static_cast<int>(threadIdx.x & 31) / 4;
   const OutBoxes out(maps.c, boxes, consumer);
   float sums[128];
-  ForEachUnit(p.plan, [&](const Unit& unit) {
-    const int row = unit.panel * kPanelRows + part * kProductRows;
-    const RowFactors factors = LoadFactors(p, row + lane_row);
-    Multiply<T, kMajorA, Major::kOuter>(unit.stages, consumer, ring, sums);
+  ForEachUnit(p.plan, position, [&](const Unit& unit, bool) {
+    Multiply<T, Major::kOuter, kMajorA>(unit.stages, consumer, ring, sums);
     const PartialSums partial(p, unit, part, out.barrier);
     if (unit.segment > 0) partial.AddTo(sums, unit.segment);
     if (unit.segment + 1 < unit.segments) {
       partial.Put(sums, unit.segment);
       return;
     }
-#pragma unroll
-    for (int i = 0; i < 128; ++i) sums[i] *= p.scale * factors.half[(i >> 1) & 1];
-    Store<Out>(out, sums, unit.column_tile * kColumnTile, row, p.add);
+    const int row = unit.row_tile * kColumnTile;
+    MultiplyRows(p, row, sums);
+    Store<Out>(out, sums, unit.panel * kPanelRows + part * kProductRows, row, p.add);
   });
   out.Finish();
 }
@@ -235,16 +276,19 @@ __global__ __cluster_dims__(kClusterBlocks)
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t stages = SharedAddress(shared);
   const uint32_t boxes = stages + kRingBytes;
+  const uint32_t position_word = boxes + kOutBytes + kRingBarrierBytes;
   const Ring ring(stages, boxes + kOutBytes);
-  ring.Start();
   const uint32_t rank = ClusterRank();
+  if (rank == 0 && threadIdx.x == 0) TakePosition(p.positions, p.plan.clusters, position_word);
+  ring.Start();
+  const int position = Position(position_word);
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
   if (warpgroup == 0) {
     LowerRegisters<kProducerRegisters>();
-    if (threadIdx.x == 0) Produce<kMajorA>(maps, p, ring, rank);
+    if (threadIdx.x == 0) Produce<kMajorA>(maps, p, ring, rank, position);
   } else {
     RaiseRegisters<kConsumerRegisters>();
-    Consume<T, Out, kMajorA>(maps, p, ring, rank, warpgroup - 1, boxes);
+    Consume<T, Out, kMajorA>(maps, p, ring, rank, position, warpgroup - 1, boxes);
   }
   ClusterSync();  // the other block may still send to our shared memory
 }
@@ -252,7 +296,7 @@ __global__ __cluster_dims__(kClusterBlocks)
 template <typename T, typename Out, Major kMajorA>
 cudaError_t Launch(const Maps& maps, const KernelParams& p, cudaStream_t stream) {
   constexpr auto kFunction = ProductKernel<T, Out, kMajorA>;
-  constexpr int kSharedBytes = kRingBytes + kOutBytes + kRingBarrierBytes;
+  constexpr int kSharedBytes = kRingBytes + kOutBytes + kRingBarrierBytes + kPositionBytes;
   const cudaError_t error =
       cudaFuncSetAttribute(kFunction, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
@@ -274,9 +318,10 @@ cudaError_t LaunchTyped(const ProductParams& params, const Maps& maps, const Ker
 cudaError_t MakeMaps(const ProductParams& params, Maps& maps) {
   const BoxedMatrix a = params.transpose_a
                             ? BoxedMatrix{params.a, params.input, params.inner, params.rows, kInnerTile}
-                            : BoxedMatrix{params.a, params.input, params.rows, params.inner, kRowTile};
+                            : BoxedMatrix{params.a, params.input, params.rows, params.inner, kPartColumns};
   const BoxedMatrix b = {params.b, params.input, params.inner, params.columns, kInnerTile};
-  const BoxedMatrix c = {params.c, params.output, params.rows, params.columns, kProductRows};
+  const int box_rows = params.output == DType::kFloat32 ? kBoxRows<float> : kBoxRows<__half>;
+  const BoxedMatrix c = {params.c, params.output, params.rows, params.columns, box_rows};
   if (const cudaError_t error = MakeTensorMap(a, maps.a); error != cudaSuccess) return error;
   if (const cudaError_t error = MakeTensorMap(b, maps.b); error != cudaSuccess) return error;
   return MakeTensorMap(c, maps.c);
@@ -295,12 +340,11 @@ cudaError_t LaunchProduct(const ProductParams& params, const ProductPlan& plan, 
   p.scale = params.scale;
   p.factors = params.factors;
   p.partials = static_cast<float4*>(params.scratch);
-  p.added = static_cast<uint32_t*>(params.scratch) + kMostPartials * kPartialBytes / sizeof(uint32_t);
-  if (plan.rest > 0) {
-    const cudaError_t error =
-        cudaMemsetAsync(p.added, 0, static_cast<size_t>(plan.rest) * kTileParts * sizeof(uint32_t), stream);
-    if (error != cudaSuccess) return error;
-  }
+  p.signals =
+      reinterpret_cast<Signals*>(static_cast<uint8_t*>(params.scratch) + kMostPartials * kPartialBytes);
+  if (params.order != nullptr) p.positions = {*params.order, p.signals->taken};
+  const cudaError_t error = cudaMemsetAsync(p.signals, 0, sizeof(Signals), stream);
+  if (error != cudaSuccess) return error;
   if (params.input == DType::kBFloat16) return LaunchTyped<__nv_bfloat16>(params, maps, p, stream);
   if (params.input == DType::kFloat16) return LaunchTyped<__half>(params, maps, p, stream);
   return cudaErrorInvalidValue;

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/hopper/cluster_order.h"
 #include "kernels/cuda/hopper/product_plan.h"
 #include "kernels/dtype.h"
 
@@ -29,8 +30,9 @@ struct ProductParams {
   int64_t columns = 0;  // a multiple of 8; so is what A's rows are long
   int64_t inner = 0;
   float scale = 1.0f;
-  const float* factors = nullptr;  // [rows] or null: all 1
-  void* scratch = nullptr;         // [kProductScratchBytes]
+  const float* factors = nullptr;       // [rows] or null: all 1
+  void* scratch = nullptr;              // [kProductScratchBytes]
+  const ClusterOrder* order = nullptr;  // of the device; host memory, or null: clusters as they come
 };
 
 inline constexpr int64_t kProductScratchBytes = kMostPartials * kPartialBytes + 4096;

@@ -12,13 +12,12 @@ constexpr int64_t kMostSegments = 12;
 
 // Beside cuBLASLt, each alone at the card's power limit: docs/kernels/hopper.md.
 constexpr int64_t kFewestRows = 1024;
-constexpr int64_t kMostRounds = 4;  // of the grid: with more, its last one matters little
 
 }  // namespace
 
-int64_t ColumnsPerGroup(int64_t column_tiles) {
+int64_t RowTilesPerGroup(int64_t row_tiles) {
   constexpr int64_t kMost = 10;  // of 66 tiles at a time: then they are from at least six panels
-  return CeilDiv(column_tiles, CeilDiv(column_tiles, kMost));
+  return CeilDiv(row_tiles, CeilDiv(row_tiles, kMost));
 }
 
 int64_t StagesFor(int64_t tiles, int64_t segments, int64_t inner_tiles, int64_t clusters) {
@@ -29,11 +28,11 @@ int64_t StagesFor(int64_t tiles, int64_t segments, int64_t inner_tiles, int64_t 
 ProductPlan PlanProduct(int64_t rows, int64_t columns, int64_t inner, int clusters) {
   ProductPlan plan;
   plan.clusters = clusters;
-  plan.panels = static_cast<int>(Panels(rows));
-  plan.column_tiles = static_cast<int>(CeilDiv(columns, kColumnTile));
+  plan.panels = static_cast<int>(Panels(columns));
+  plan.row_tiles = static_cast<int>(CeilDiv(rows, kColumnTile));
   plan.inner_tiles = static_cast<int>(CeilDiv(inner, kInnerTile));
-  plan.group = static_cast<int>(ColumnsPerGroup(plan.column_tiles));
-  plan.whole = plan.panels * plan.column_tiles;
+  plan.group = static_cast<int>(RowTilesPerGroup(plan.row_tiles));
+  plan.whole = plan.panels * plan.row_tiles;
   const int rest = plan.whole % clusters;
   int64_t fewest = StagesFor(rest, 1, plan.inner_tiles, clusters);
   const int64_t most_segments = rest > kMostPartials ? 1 : std::min<int64_t>(kMostSegments, plan.inner_tiles);
@@ -57,11 +56,7 @@ absl::string_view WhyNoProducts(DType compute, int clusters) {
   return "";
 }
 
-absl::string_view WhyNoFasterHiddenGradient(int64_t rows, int64_t hidden, int clusters) {
-  if (rows < kFewestRows) return "few rows";
-  if (Panels(rows) * CeilDiv(hidden, kColumnTile) >= kMostRounds * clusters) return "many tiles";
-  return "";
-}
+absl::string_view WhyNoFasterHiddenGradient(int64_t rows) { return rows < kFewestRows ? "few rows" : ""; }
 
 absl::string_view WhyNoFasterWeightGradient(int64_t rows, bool add) {
   if (rows < kFewestRows) return "few rows";

@@ -4,7 +4,7 @@
 // dimension into segments, so that it takes all clusters too; the segments of a tile are added up in order.
 //
 // | choice | why not another |
-// | groups of columns, columns innermost | the grid works on about 8 x 8 tiles, which takes fewest bytes |
+// | groups of row tiles, rows innermost | the grid works on about 8 x 8 tiles, which takes fewest bytes |
 // | segments for the last tiles only | partial sums are 256 KB a tile; whole tiles share what is in L2 |
 #ifndef LOSSD_KERNELS_CUDA_HOPPER_PRODUCT_PLAN_H_
 #define LOSSD_KERNELS_CUDA_HOPPER_PRODUCT_PLAN_H_
@@ -19,10 +19,10 @@ namespace lossd::kernels::cuda::hopper {
 
 struct ProductPlan {
   int clusters = 0;
-  int panels = 0;
-  int column_tiles = 0;
+  int panels = 0;     // of kPanelRows columns of C
+  int row_tiles = 0;  // of kColumnTile rows of C
   int inner_tiles = 0;
-  int group = 1;     // column tiles that are worked on together
+  int group = 1;     // row tiles that are worked on together
   int whole = 0;     // tiles computed in one go
   int rest = 0;      // tiles after them, computed in segments
   int segments = 1;  // of each of the rest
@@ -35,8 +35,8 @@ struct ProductPlan {
 inline constexpr int64_t kPartialBytes = int64_t{kPanelRows} * kColumnTile * 4;
 inline constexpr int kMostPartials = 126;
 
-// How many of `column_tiles` are worked on together, in groups of about the same size.
-int64_t ColumnsPerGroup(int64_t column_tiles);
+// How many of `row_tiles` are worked on together, in groups of about the same size.
+int64_t RowTilesPerGroup(int64_t row_tiles);
 
 // Stages of the main loop until the last cluster is done with `tiles` tiles cut into `segments` each.
 int64_t StagesFor(int64_t tiles, int64_t segments, int64_t inner_tiles, int64_t clusters);
@@ -49,7 +49,7 @@ ProductPlan PlanProduct(int64_t rows, int64_t columns, int64_t inner, int cluste
 absl::string_view WhyNoProducts(DType compute, int clusters);
 // Why such a product takes no less time than cuBLASLt's, or "": for the hidden gradient of `rows` rows, and
 // for their weight gradient. add: to one that is not zero.
-absl::string_view WhyNoFasterHiddenGradient(int64_t rows, int64_t hidden, int clusters);
+absl::string_view WhyNoFasterHiddenGradient(int64_t rows);
 absl::string_view WhyNoFasterWeightGradient(int64_t rows, bool add);
 
 }  // namespace lossd::kernels::cuda::hopper

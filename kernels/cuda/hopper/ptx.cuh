@@ -28,6 +28,12 @@ __device__ __forceinline__ uint32_t ClusterRank() {
   return rank;
 }
 
+__device__ __forceinline__ uint32_t Multiprocessor() {
+  uint32_t id;
+  asm("mov.u32 %0, %%smid;" : "=r"(id));
+  return id;
+}
+
 // All threads of all blocks of the cluster; orders what came before against what comes after.
 __device__ __forceinline__ void ClusterSync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
@@ -183,8 +189,32 @@ __device__ __forceinline__ void StoreMatrices(uint32_t row_address, uint32_t m0,
                : "memory");
 }
 
-__device__ __forceinline__ void StorePair(uint32_t address, float2 pair) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(pair.x), "f"(pair.y) : "memory");
+// The same, each matrix transposed.
+__device__ __forceinline__ void StoreMatricesTransposed(uint32_t row_address, uint32_t m0, uint32_t m1,
+                                                        uint32_t m2, uint32_t m3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
+               "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+               : "memory");
+}
+
+__device__ __forceinline__ void StoreFloat(uint32_t address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ void StoreWord(uint32_t address, uint32_t word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+
+// The word at the same place in block `rank` of the cluster.
+__device__ __forceinline__ uint32_t LoadWordOf(uint32_t address, uint32_t rank) {
+  uint32_t word;
+  asm volatile(
+      "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %1, %2;"
+      "ld.shared::cluster.u32 %0, [remote];}"
+      : "=r"(word)
+      : "r"(address), "r"(rank)
+      : "memory");
+  return word;
 }
 
 // The low half of `word` to shared memory.

@@ -83,12 +83,14 @@ TEST(ChunkPlan, TheOptionOfTheBackendDecidesWhereSizeWould) {
 
 TEST(ChunkPlan, GradientsAreOwnProductsWhereTheyAreFaster) {
   Case c;
-  EXPECT_FALSE(c.Plan().own_hidden_product());
+  EXPECT_TRUE(c.Plan().own_hidden_product());
   EXPECT_FALSE(c.Plan().own_weight_product());
   c.add = true;
   EXPECT_TRUE(c.Plan().own_weight_product());
+  c.loss.rows = c.loss.padded_rows = 768;
+  EXPECT_FALSE(c.Plan().own_hidden_product());
+  EXPECT_FALSE(c.Plan().own_weight_product());
   c.loss.rows = c.loss.padded_rows = 2048;
-  EXPECT_TRUE(c.Plan().own_hidden_product());
   c.limits.fused_clusters = 0;
   EXPECT_THAT(c.Plan().why_library_hidden_product, HasSubstr("Hopper"));
 }
@@ -111,12 +113,14 @@ TEST(ChunkPlan, DescribesWhatItChose) {
   EXPECT_THAT(Describe(c.Plan()),
               ElementsAre(Choice{.what = "gradients", .choice = "exact", .reason = "exact was asked for"},
                           Choice{.what = "loss", .choice = "in the logits product"},
-                          Choice{"hidden gradient", "library product", "many tiles"},
+                          Choice{.what = "hidden gradient", .choice = "own product"},
                           Choice{"weight gradient", "library product", "nothing to add to"}));
   c.options.algorithm = Algorithm::kAuto;
   EXPECT_THAT(Describe(c.Plan()), ElementsAre(Field(&Choice::choice, "auto"),
                                               Field(&Choice::choice, "after the logits product"), _, _));
-  for (const Choice& choice : Describe(c.Plan())) EXPECT_THAT(choice.reason, Not(IsEmpty()));
+  for (const Choice& choice : Describe(c.Plan())) {
+    EXPECT_EQ(choice.reason.empty(), choice.choice == "own product") << choice.what;
+  }
 }
 
 TEST(ChunkPlan, DescribesTheNormIfThereIsOne) {

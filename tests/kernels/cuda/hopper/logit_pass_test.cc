@@ -101,6 +101,10 @@ class LogitPassTest : public ::testing::TestWithParam<Case> {
     p.reference = reference.get();
     p.threshold = threshold.get();
     if (store) p.exponentials = out.get();
+    const ClusterOrder order = FindClusterOrder();
+    const OnDevice<uint32_t> taken(std::vector<uint32_t>(kMostClusters, 0));
+    p.order = &order;
+    p.taken = taken.get();
     ASSERT_EQ(LaunchLogitPass(p, 3, nullptr), cudaSuccess);
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     const auto maxes = max.Read(), sums = sum.Read(), target_logits = target.Read();

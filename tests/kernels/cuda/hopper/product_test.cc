@@ -88,6 +88,7 @@ class ProductTest : public ::testing::TestWithParam<Case> {
     p.scale = scale;
     if (with_factors) p.factors = factors.get();
     p.scratch = scratch.get();
+    p.order = &order_;
     EXPECT_EQ(LaunchProduct(p, PlanProduct(c.rows, c.columns, c.inner, c.clusters), nullptr), cudaSuccess);
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     return out.Read();
@@ -124,6 +125,7 @@ class ProductTest : public ::testing::TestWithParam<Case> {
   }
 
   kernels::testing::Rng random_ = kernels::testing::FreshRng();
+  const ClusterOrder order_ = FindClusterOrder();
   std::vector<uint16_t> a_, b_;
   std::vector<float> factors_, before_;
   std::vector<double> product_, size_;
@@ -143,7 +145,7 @@ std::string CaseName(const ::testing::TestParamInfo<Case>& test) {
 constexpr DType kF32 = DType::kFloat32, kF16 = DType::kFloat16, kBf16 = DType::kBFloat16;
 
 // The dimension that is not contiguous in any operand is odd; rows of the results in several panels, tiles
-// in several segments, and both.
+// in several segments, and both; more tiles than a whole grid takes at once.
 INSTANTIATE_TEST_SUITE_P(
     Shapes, ProductTest,
     ::testing::Values(Case{1, 8, 8, false, kBf16, kBf16, 3}, Case{8, 1, 8, true, kBf16, kF32, 3},
@@ -152,7 +154,8 @@ INSTANTIATE_TEST_SUITE_P(
                       Case{601, 2056, 264, false, kBf16, kBf16, 4},
                       Case{136, 4001, 264, true, kBf16, kF32, 7}, Case{1032, 333, 520, true, kBf16, kF32, 4},
                       Case{257, 520, 328, false, kF16, kF16, 3}, Case{601, 2056, 264, false, kF16, kF32, 4},
-                      Case{520, 2049, 328, true, kF16, kF32, 4}, Case{300, 264, 40, false, kBf16, kF32, 66}),
+                      Case{520, 2049, 328, true, kF16, kF32, 4}, Case{300, 264, 40, false, kBf16, kF32, 66},
+                      Case{4104, 24, 2056, true, kBf16, kF32, 66}),
     CaseName);
 
 TEST(Product, RefusesWhatItCannotStore) {
