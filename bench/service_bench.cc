@@ -218,7 +218,7 @@ Line MeasureEngine(const Shape& shape, double seconds) {
       const engine::RowRange range{begin, std::min(shape.rows, begin + slice_rows)};
       absl::Notification acquired;
       engine::StagingBuffer buffer;
-      engine->staging().Acquire([&](engine::StagingBuffer free) {
+      engine->staging().Acquire(range.size() * row_bytes, [&](engine::StagingBuffer free) {
         buffer = std::move(free);
         acquired.Notify();
       });

@@ -40,8 +40,8 @@
 namespace lossd::engine {
 
 struct EngineOptions {
-  int64_t slice_bytes = int64_t{4} << 20;      // staging buffer: the largest slice payload
-  int64_t staging_bytes = int64_t{256} << 20;  // whole pool; at least two buffers
+  int64_t slice_bytes = int64_t{4} << 20;      // the largest slice payload
+  int64_t staging_bytes = int64_t{256} << 20;  // all slices in transit; at least two of the largest
   int64_t max_streams = 256;                   // open at once, over all heads
   int64_t max_heads = 64;
   int64_t max_queued_operations = 64;  // waiting for the device, per head
@@ -108,9 +108,10 @@ struct EngineStats {
   int64_t queued_slices = 0;
   int64_t waiting_slices = 0;  // deterministic mode: for their turn
   int64_t queued_rows = 0;
-  int64_t staging_buffers = 0;
-  int64_t staging_buffers_free = 0;
-  int64_t rooms_lent = 0;  // deterministic mode: to slices that are received, computed or sent
+  int64_t staging_bytes = 0;
+  int64_t staging_used_bytes = 0;
+  int64_t staging_peak_bytes = 0;  // most that was used at once
+  int64_t rooms_lent = 0;          // deterministic mode: to slices that are received, computed or sent
   int64_t heads = 0;
   int64_t ledger_rows = 0;
   int64_t ledger_bytes = 0;
@@ -150,10 +151,10 @@ class Stream {
 
   // Lets results flow; nothing reaches the observer before. Call once.
   virtual void Start() = 0;
-  // Asks where to put the hidden states of the next slice, `bytes` of them (ignored for retained rows). One
-  // request at a time. Usually the answer is a free buffer of the staging pool; on a deterministic engine,
-  // for a stream that accumulates, it is room for just these rows, once it is their turn, and a slice that
-  // breaks a rule fails the stream.
+  // Asks where to put the hidden states of the next slice, `bytes` of them, at most limits().max_bytes
+  // (ignored for retained rows). One request at a time. Usually the answer is a buffer of the staging pool;
+  // on a deterministic engine, for a stream that accumulates, it is room for just these rows, once it is
+  // their turn, and a slice that breaks a rule fails the stream.
   virtual void RequestRoom(RowRange rows, int64_t bytes, RoomWaiter waiter) = 0;
   // Hands over one slice: hidden states [rows, D] at the front of `buffer`, `bytes` long. `buffer` comes from
   // RequestRoom for the same rows or, unless limits().row_grid is set, from the staging pool. A slice that

@@ -117,7 +117,8 @@ absl::AnyInvocable<void()> EngineImpl::GrantRooms(Entry& entry, const StreamStat
   for (Sequencer::Grant& grant : entry.sequencer->TakeGrants()) {
     uint8_t* const area = entry.areas->bytes().data() + static_cast<int64_t>(grant.area) * entry.area_bytes();
     // The buffer may outlive the head, so it keeps the memory; the engine waits for nothing but the return.
-    StagingBuffer room(area + grant.stream->RowBytes(grant.first_row),
+    StagingBuffer room(area + grant.stream->RowBytes(grant.rows.begin),
+                       grant.stream->RowBytes(grant.rows.size()),
                        [this, entry = entry.weak_from_this(), memory = entry.areas, area_index = grant.area,
                         id = grant.room]() mutable {
                          memory.reset();

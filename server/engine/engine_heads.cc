@@ -145,8 +145,9 @@ std::vector<HeadSnapshot> EngineImpl::List() const {
 
 EngineStats EngineImpl::stats() const {
   EngineStats stats;
-  stats.staging_buffers = staging_->buffers();
-  stats.staging_buffers_free = staging_->free_buffers();
+  stats.staging_bytes = staging_->bytes();
+  stats.staging_used_bytes = staging_->used_bytes();
+  stats.staging_peak_bytes = staging_->peak_bytes();
   stats.retained_bytes_used = retained_allocator_.used();
   absl::MutexLock lock(&mutex_);
   stats.open_streams = open_streams_;

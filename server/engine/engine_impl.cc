@@ -24,13 +24,12 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& opti
   if (incarnation == 0) return absl::InvalidArgumentError("incarnation must not be 0");
   if (options.slice_bytes <= 0)
     return InvalidField("slice_bytes", "must be positive", absl::StrCat(options.slice_bytes));
-  const int64_t buffers = options.staging_bytes / options.slice_bytes;
-  if (buffers < 2) {
+  if (options.staging_bytes / options.slice_bytes < 2) {
     return InvalidField("staging_bytes",
                         absl::StrCat("must hold at least two slices of ", options.slice_bytes, " bytes"),
                         absl::StrCat(options.staging_bytes));
   }
-  auto staging = StagingPool::Create(backend, options.slice_bytes, buffers);
+  auto staging = StagingPool::Create(backend, options.staging_bytes, options.slice_bytes);
   if (!staging.ok()) return staging.status();
   if (options.retained_bytes < 0) {
     return InvalidField("retained_bytes", "must not be negative", absl::StrCat(options.retained_bytes));

@@ -86,11 +86,11 @@ class StreamHandle final : public Stream {
   }
 
   void RequestRoom(RowRange rows, int64_t bytes, RoomWaiter waiter) override {
+    if (state_->is_backward()) bytes = state_->RowBytes(rows.size());
     if (state_->in_order()) {
-      if (state_->is_backward()) bytes = state_->RowBytes(rows.size());
       engine_->RequestRoom(entry_, state_, rows, bytes, std::move(waiter));
     } else {
-      ticket_ = engine_->staging_->Acquire(std::move(waiter));
+      ticket_ = engine_->staging_->Acquire(bytes, std::move(waiter));
     }
   }
 
@@ -98,6 +98,7 @@ class StreamHandle final : public Stream {
     auto work = std::make_unique<SliceWork>();  // outlives the lock if it is refused
     work->stream = state_;
     work->rows = rows;
+    work->output.room_bytes = buffer.bytes();
     work->buffer = std::move(buffer);
     work->submitted = absl::Now();
     absl::MutexLock lock(&engine_->mutex_);
@@ -135,7 +136,7 @@ class StreamHandle final : public Stream {
   EngineImpl* const engine_;
   const EngineImpl::EntryPtr entry_;
   const std::shared_ptr<StreamState> state_;
-  uint64_t ticket_ = 0;  // of the last request for a staging buffer
+  uint64_t ticket_ = 0;  // of the last request to the staging pool
 };
 
 // ---- Streams ----

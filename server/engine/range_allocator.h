@@ -1,5 +1,5 @@
-// Hands out ranges of one fixed piece of memory, first fit, by offset; it never touches the memory. For
-// blocks that are few and live long, such as the hidden states of deferred microbatches.
+// Hands out ranges of one fixed piece of memory, first fit, by offset; it never touches the memory. For some
+// thousand blocks: the free ranges are searched one after the other.
 //
 // Thread-safe. Must outlive its blocks.
 #ifndef LOSSD_SERVER_ENGINE_RANGE_ALLOCATOR_H_

@@ -33,10 +33,11 @@ std::vector<Sequencer::Grant> Sequencer::TakeGrants() {
     }
     group->Lend(++last_room_, waiting.stream.get(), waiting.rows);
     ++areas_[group->area()].rooms;
+    const int64_t first = group->rows().begin;
     grants.push_back({.stream = std::move(waiting.stream),
                       .waiter = std::move(waiting.waiter),
                       .area = group->area(),
-                      .first_row = waiting.rows.begin - group->rows().begin,
+                      .rows = {waiting.rows.begin - first, waiting.rows.end - first},
                       .room = last_room_});
   }
   waiting_ = std::move(still_waiting);

@@ -48,7 +48,7 @@ class Sequencer {
     std::shared_ptr<StreamState> stream;
     RoomWaiter waiter;
     size_t area = 0;
-    int64_t first_row = 0;  // of the slice, counted from the start of the area
+    RowRange rows;  // of the slice, counted from the start of the area
     uint64_t room = 0;
   };
   // What failed streams leave behind; to be destroyed without the lock.

@@ -6,56 +6,61 @@
 #include "absl/strings/str_cat.h"
 
 namespace lossd::engine {
+namespace {
+
+int64_t RoundUp(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+}  // namespace
 
 StagingBuffer::StagingBuffer(StagingBuffer&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), give_back_(std::move(other.give_back_)) {}
+    : data_(std::exchange(other.data_, nullptr)),
+      bytes_(std::exchange(other.bytes_, 0)),
+      give_back_(std::move(other.give_back_)) {}
 
 StagingBuffer& StagingBuffer::operator=(StagingBuffer&& other) noexcept {
   if (this == &other) return *this;
   Release();
   data_ = std::exchange(other.data_, nullptr);
+  bytes_ = std::exchange(other.bytes_, 0);
   give_back_ = std::move(other.give_back_);
   return *this;
 }
 
 void StagingBuffer::Release() {
   if (std::exchange(data_, nullptr) == nullptr) return;
+  bytes_ = 0;
   GiveBack give_back = std::move(give_back_);
   give_back();
 }
 
-absl::StatusOr<std::unique_ptr<StagingPool>> StagingPool::Create(kernels::Backend* backend,
-                                                                 int64_t buffer_bytes, int64_t buffers) {
-  if (buffer_bytes <= 0 || buffers <= 0) {
+absl::StatusOr<std::unique_ptr<StagingPool>> StagingPool::Create(kernels::Backend* backend, int64_t bytes,
+                                                                 int64_t max_buffer_bytes) {
+  if (max_buffer_bytes <= 0 || max_buffer_bytes > bytes) {
     return absl::InvalidArgumentError(
-        absl::StrCat("staging needs at least one buffer of one byte, got ", buffers, " of ", buffer_bytes));
+        absl::StrCat("staging needs room for one buffer of at least one byte, got ", bytes,
+                     " bytes for buffers of ", max_buffer_bytes));
   }
-  constexpr int64_t kAlignment = 64;
-  buffer_bytes = (buffer_bytes + kAlignment - 1) / kAlignment * kAlignment;
-  auto memory = backend->AllocateStaging(buffer_bytes * buffers);
+  constexpr int64_t kGrains = 64;  // of the largest buffer
+  const int64_t grain = RoundUp((max_buffer_bytes + kGrains - 1) / kGrains, RangeAllocator::kAlignment);
+  auto memory = backend->AllocateStaging(RoundUp(bytes, grain));
   if (!memory.ok()) return memory.status();
-  return std::unique_ptr<StagingPool>(new StagingPool(*std::move(memory), buffer_bytes, buffers));
+  return std::unique_ptr<StagingPool>(new StagingPool(*std::move(memory), grain));
 }
 
-StagingPool::StagingPool(std::unique_ptr<kernels::StagingMemory> memory, int64_t buffer_bytes,
-                         int64_t buffers)
-    : memory_(std::move(memory)), buffer_bytes_(buffer_bytes), buffers_(buffers) {
-  absl::MutexLock lock(&mutex_);
-  for (int64_t i = buffers - 1; i >= 0; --i) free_.push_back(memory_->bytes().data() + i * buffer_bytes);
-}
+StagingPool::StagingPool(std::unique_ptr<kernels::StagingMemory> memory, int64_t grain)
+    : memory_(std::move(memory)), grain_(grain), ranges_(static_cast<int64_t>(memory_->bytes().size())) {}
 
 StagingPool::~StagingPool() = default;
 
-uint64_t StagingPool::Acquire(Waiter waiter) {
+uint64_t StagingPool::Acquire(int64_t bytes, Waiter waiter) {
   StagingBuffer buffer;
   {
     absl::MutexLock lock(&mutex_);
-    if (free_.empty() || !waiting_.empty()) {
-      waiting_.push_back({++last_ticket_, std::move(waiter)});
+    if (waiting_.empty()) buffer = TryLend(bytes);
+    if (!buffer) {
+      waiting_.push_back({++last_ticket_, bytes, std::move(waiter)});
       return last_ticket_;
     }
-    buffer = Lend(free_.back());
-    free_.pop_back();
   }
   waiter(std::move(buffer));
   return 0;
@@ -63,36 +68,63 @@ uint64_t StagingPool::Acquire(Waiter waiter) {
 
 bool StagingPool::Forget(uint64_t ticket) {
   Waiter dropped;  // destroyed outside the lock
-  absl::MutexLock lock(&mutex_);
-  const auto it = std::find_if(waiting_.begin(), waiting_.end(),
-                               [ticket](const Waiting& w) { return w.ticket == ticket; });
-  if (it == waiting_.end()) return false;
-  dropped = std::move(it->waiter);
-  waiting_.erase(it);
+  std::vector<Served> served;
+  {
+    absl::MutexLock lock(&mutex_);
+    const auto it = std::find_if(waiting_.begin(), waiting_.end(),
+                                 [ticket](const Waiting& w) { return w.ticket == ticket; });
+    if (it == waiting_.end()) return false;
+    dropped = std::move(it->waiter);
+    waiting_.erase(it);
+    served = ServeWaiting();  // there may be room for those behind it
+  }
+  Call(std::move(served));
   return true;
 }
 
-int64_t StagingPool::free_buffers() const {
+int64_t StagingPool::used_bytes() const {
+  absl::MutexLock lock(&mutex_);  // whoever reads 0 may destroy the pool: GiveBack must be done with it
+  return ranges_.used();
+}
+
+int64_t StagingPool::peak_bytes() const {
   absl::MutexLock lock(&mutex_);
-  return static_cast<int64_t>(free_.size());
+  return peak_bytes_;
 }
 
-StagingBuffer StagingPool::Lend(uint8_t* data) {
-  return StagingBuffer(data, [this, data] { GiveBack(data); });
+StagingBuffer StagingPool::TryLend(int64_t bytes) {
+  Block block = ranges_.Allocate(RoundUp(std::max<int64_t>(bytes, 1), grain_));
+  if (block == nullptr) return {};
+  peak_bytes_ = std::max(peak_bytes_, ranges_.used());
+  uint8_t* const data = memory_->bytes().data() + block->offset();
+  const int64_t taken = block->bytes();
+  return StagingBuffer(data, taken,
+                       [this, block = std::move(block)]() mutable { GiveBack(std::move(block)); });
 }
 
-void StagingPool::GiveBack(uint8_t* data) {
-  Waiter next;
+void StagingPool::GiveBack(Block block) {
+  std::vector<Served> served;
   {
     absl::MutexLock lock(&mutex_);
-    if (waiting_.empty()) {
-      free_.push_back(data);
-      return;
-    }
-    next = std::move(waiting_.front().waiter);
+    block.reset();
+    served = ServeWaiting();
+  }
+  Call(std::move(served));
+}
+
+std::vector<StagingPool::Served> StagingPool::ServeWaiting() {
+  std::vector<Served> served;
+  while (!waiting_.empty()) {
+    StagingBuffer buffer = TryLend(waiting_.front().bytes);
+    if (!buffer) break;
+    served.push_back({std::move(waiting_.front().waiter), std::move(buffer)});
     waiting_.pop_front();
   }
-  next(Lend(data));
+  return served;
+}
+
+void StagingPool::Call(std::vector<Served> served) {
+  for (Served& one : served) one.waiter(std::move(one.buffer));
 }
 
 }  // namespace lossd::engine

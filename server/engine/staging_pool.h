@@ -1,6 +1,10 @@
-// A fixed number of equal host buffers that slices are received into, computed in place, and sent from.
-// All of it is allocated when the server starts (pinned, for a GPU), so the request path allocates no
-// tensor memory and a full pool is what slows senders down.
+// Host memory that slices are received into, computed in place, and sent from. It is one piece, allocated
+// when the server starts (pinned, for a GPU), so the request path allocates no tensor memory and a full pool
+// is what slows senders down.
+//
+// A buffer has the bytes that were asked for, rounded up to grain(), first fit. The grain is a 64th of the
+// largest buffer, which bounds how many buffers there can be. Nobody starves: while one waits, nobody is
+// served before it, so what is on loan comes back until the free bytes lie in one piece.
 //
 // Thread-safe. The pool must outlive its buffers.
 #ifndef LOSSD_SERVER_ENGINE_STAGING_POOL_H_
@@ -16,8 +20,8 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/types/span.h"
 #include "kernels/backend.h"
+#include "server/engine/range_allocator.h"
 
 namespace lossd::engine {
 
@@ -28,59 +32,74 @@ class StagingBuffer {
 
   StagingBuffer() = default;
   // `give_back` runs once, on whatever thread lets go of the buffer; it must not block.
-  StagingBuffer(uint8_t* data, GiveBack give_back) : data_(data), give_back_(std::move(give_back)) {}
+  StagingBuffer(uint8_t* data, int64_t bytes, GiveBack give_back)
+      : data_(data), bytes_(bytes), give_back_(std::move(give_back)) {}
   StagingBuffer(StagingBuffer&& other) noexcept;
   StagingBuffer& operator=(StagingBuffer&& other) noexcept;
   ~StagingBuffer() { Release(); }
 
   uint8_t* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
   explicit operator bool() const { return data_ != nullptr; }
   void Release();
 
  private:
   uint8_t* data_ = nullptr;
+  int64_t bytes_ = 0;
   GiveBack give_back_;
 };
 
 class StagingPool {
  public:
-  // Called once with a buffer, on the thread that gave it back; must not block.
+  // Called once with a buffer, on the thread that made room for it; must not block.
   using Waiter = absl::AnyInvocable<void(StagingBuffer)>;
 
-  // `buffer_bytes` is rounded up to 64. INVALID_ARGUMENT if either number is not positive, or the
-  // backend's error.
-  static absl::StatusOr<std::unique_ptr<StagingPool>> Create(kernels::Backend* backend, int64_t buffer_bytes,
-                                                             int64_t buffers);
+  // A pool of `bytes` for buffers of up to `max_buffer_bytes`. INVALID_ARGUMENT unless
+  // 0 < max_buffer_bytes <= bytes, or the backend's error.
+  static absl::StatusOr<std::unique_ptr<StagingPool>> Create(kernels::Backend* backend, int64_t bytes,
+                                                             int64_t max_buffer_bytes);
   ~StagingPool();
 
-  // Hands a buffer to `waiter`: at once, on this thread, if one is free and nobody waits; otherwise
-  // later, first come first served. Returns a ticket for Forget (0 if served at once).
-  uint64_t Acquire(Waiter waiter) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Hands a buffer of at least `bytes`, in [0, max_buffer_bytes], to `waiter`: at once, on this thread, if
+  // there is room and nobody waits; otherwise later, first come first served. Returns a ticket for Forget (0
+  // if served at once).
+  uint64_t Acquire(int64_t bytes, Waiter waiter) ABSL_LOCKS_EXCLUDED(mutex_);
   // Drops a waiter that was not served yet; false if it was (or is being) served.
   bool Forget(uint64_t ticket) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  int64_t buffer_bytes() const { return buffer_bytes_; }
-  int64_t buffers() const { return buffers_; }
-  int64_t free_buffers() const ABSL_LOCKS_EXCLUDED(mutex_);
+  int64_t bytes() const { return ranges_.size(); }
+  int64_t grain() const { return grain_; }
+  int64_t used_bytes() const ABSL_LOCKS_EXCLUDED(mutex_);
+  int64_t peak_bytes() const ABSL_LOCKS_EXCLUDED(mutex_);  // most that was used at once
 
  private:
+  using Block = std::shared_ptr<const RangeAllocator::Block>;
   struct Waiting {
     uint64_t ticket;
+    int64_t bytes;
     Waiter waiter;
   };
+  struct Served {
+    Waiter waiter;
+    StagingBuffer buffer;
+  };
 
-  StagingPool(std::unique_ptr<kernels::StagingMemory> memory, int64_t buffer_bytes, int64_t buffers);
-  StagingBuffer Lend(uint8_t* data);
-  void GiveBack(uint8_t* data) ABSL_LOCKS_EXCLUDED(mutex_);
+  StagingPool(std::unique_ptr<kernels::StagingMemory> memory, int64_t grain);
+  // Empty if there is no room.
+  StagingBuffer TryLend(int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void GiveBack(Block block) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Takes the first of those who wait, as many as there is room for.
+  std::vector<Served> ServeWaiting() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static void Call(std::vector<Served> served);
 
   const std::unique_ptr<kernels::StagingMemory> memory_;
-  const int64_t buffer_bytes_;
-  const int64_t buffers_;
+  const int64_t grain_;
+  RangeAllocator ranges_;
 
   mutable absl::Mutex mutex_;
-  std::vector<uint8_t*> free_ ABSL_GUARDED_BY(mutex_);
   std::deque<Waiting> waiting_ ABSL_GUARDED_BY(mutex_);
   uint64_t last_ticket_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t peak_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace lossd::engine

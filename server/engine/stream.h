@@ -104,6 +104,7 @@ struct SliceOutput {
   // dL/dx [rows, D] in hidden_dtype at the front of the buffer, if wanted; else an empty buffer.
   StagingBuffer grad_hidden;
   int64_t grad_bytes = 0;
+  int64_t room_bytes = 0;  // of the buffer that the slice was submitted in
   // [rows] if wanted, else empty.
   std::vector<float> loss, lse, entropy, logprob;
   std::vector<int32_t> argmax;

@@ -272,12 +272,10 @@ void Metrics::CollectEngine(std::vector<MetricFamily>* families) const {
         stats.retained_bytes_used);
   gauge("lossd_ledger_rows", "Rows remembered in open steps, over all heads.", stats.ledger_rows);
   gauge("lossd_ledger_bytes", "Memory of the record of rows in open steps.", stats.ledger_bytes);
-  MetricFamily staging = MakeFamily(
-      "lossd_staging_buffers", "Buffers that slices are received into and sent from.", MetricType::Gauge);
-  const int64_t used = stats.staging_buffers - stats.staging_buffers_free;
-  AddSample(&staging, {{"state", "free"}}, static_cast<double>(stats.staging_buffers_free));
-  AddSample(&staging, {{"state", "used"}}, static_cast<double>(used));
-  families->push_back(std::move(staging));
+  gauge("lossd_staging_bytes", "Memory that slices are received into and sent from.", stats.staging_bytes);
+  gauge("lossd_staging_used_bytes", "Part of the staging memory that is in use.", stats.staging_used_bytes);
+  gauge("lossd_staging_peak_bytes", "Most of the staging memory in use at once since the start.",
+        stats.staging_peak_bytes);
 }
 
 void Metrics::CollectMemory(std::vector<MetricFamily>* families) const {

@@ -136,7 +136,8 @@ std::string StatusPage::Summary(bool draining, const engine::EngineStats& stats)
       Fact("rows/s", absl::StrFormat("%.0f", rates.rows)),
       Fact("received", FormatBytes(rates.bytes_in) + "/s"), Fact("sent", FormatBytes(rates.bytes_out) + "/s"),
       Fact("open streams", Grouped(stats.open_streams)), Fact("queued slices", Grouped(stats.queued_slices)),
-      Fact("staging free", absl::StrCat(stats.staging_buffers_free, " of ", stats.staging_buffers)),
+      Fact("staging used",
+           absl::StrCat(FormatBytes(stats.staging_used_bytes), " of ", FormatBytes(stats.staging_bytes))),
       Fact("errors", Grouped(static_cast<int64_t>(totals.errors))), "</div>\n");
   const std::string window =
       rates.seconds > 0 ? absl::StrFormat("the last %.1f s", rates.seconds) : std::string("the next view on");

@@ -198,7 +198,7 @@ void ComputeLossCall::SubmitPending(engine::StagingBuffer room) {
   {
     absl::MutexLock lock(&mutex_);
     if (stream_ == nullptr || finished_) return;  // the call ended while the slice waited for its room
-    ++slices_in_flight_;
+    room_bytes_ += room.bytes();
     if (arrival.payload.has_value()) {
       stream_->Submit(arrival.rows, std::move(room), bytes);
     } else {
@@ -211,7 +211,7 @@ void ComputeLossCall::SubmitPending(engine::StagingBuffer room) {
 
 bool ComputeLossCall::EnoughInFlight() const {
   const bool in_order = stream_ != nullptr && stream_->limits().row_grid > 0;
-  return !in_order && slices_in_flight_ >= environment_->max_slices_in_flight;
+  return !in_order && room_bytes_ >= environment_->max_room_bytes;
 }
 
 bool ComputeLossCall::NextSlice() {
@@ -272,6 +272,7 @@ void ComputeLossCall::Handle(SliceEvent event) {
   *response.mutable_slice() = ToProto(event.output);
   Outgoing outgoing;
   outgoing.is_slice = true;
+  outgoing.room_bytes = event.output.room_bytes;
   outgoing.ready = event.ready;
   if (event.output.grad_hidden) {
     outgoing.payload_bytes = event.output.grad_bytes;
@@ -332,7 +333,7 @@ bool ComputeLossCall::FinishWrite(bool ok) {
   bool request_room = false;
   write_active_ = false;
   if (writing_.is_slice) {
-    --slices_in_flight_;
+    room_bytes_ -= writing_.room_bytes;
     environment_->metrics->AddPayloadOut(ok ? writing_.payload_bytes : 0);
     environment_->metrics->ObservePhase(metrics::Phase::kSend,
                                         absl::ToDoubleSeconds(absl::Now() - writing_.ready));

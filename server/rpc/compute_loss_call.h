@@ -6,9 +6,9 @@
 //
 // Reading. At most one message is in flight. A slice waits for its room (a staging buffer, or on a
 // deterministic server its turn) after it has arrived, not before: an idle call holds no buffer. No further
-// message is read while one waits, or while max_slices_in_flight slices of this call are with the engine or
-// waiting to be sent, so one stuck client can neither hold the pool nor pile up messages. Slices in order
-// are bounded by the rows of a few groups instead: a group is not computed before all of it is here.
+// message is read while one waits, or while slices of this call that are with the engine or waiting to be
+// sent take max_room_bytes, so one stuck client can neither hold the pool nor pile up messages. Slices in
+// order are bounded by the rows of a few groups instead: a group is not computed before all of it is here.
 // Writing. Exactly one write is in flight; the queue is bounded by the slices in flight plus two. Gradients
 // are sent from their staging buffer, which goes back to the pool when the transport drops its slice.
 // Ending. With an engine stream open, the call always finishes through the engine's OnFinished; every other
@@ -52,7 +52,7 @@ struct ComputeLossEnvironment {
   metrics::Metrics* metrics = nullptr;
   CallRegistry* registry = nullptr;
   WorkerPool* senders = nullptr;
-  int64_t max_slices_in_flight = 8;  // per call
+  int64_t max_room_bytes = int64_t{32} << 20;  // per call
   std::atomic<bool> draining{false};
 };
 
@@ -100,6 +100,7 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
     grpc::ByteBuffer message;
     int64_t payload_bytes = 0;
     bool is_slice = false;
+    int64_t room_bytes = 0;  // SliceOutput::room_bytes
     absl::Time ready;
   };
 
@@ -163,7 +164,7 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   Outgoing writing_ ABSL_GUARDED_BY(mutex_);
   bool write_active_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Time write_started_ ABSL_GUARDED_BY(mutex_);
-  int64_t slices_in_flight_ ABSL_GUARDED_BY(mutex_) = 0;  // submitted, result not yet written
+  int64_t room_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // of slices submitted, result not yet written
   bool read_withheld_ ABSL_GUARDED_BY(mutex_) = false;
   bool backward_ ABSL_GUARDED_BY(mutex_) = false;
   std::deque<engine::RowRange> retained_slices_ ABSL_GUARDED_BY(mutex_);  // backward: not submitted yet

@@ -23,7 +23,7 @@ LossService::LossService(const LossServiceOptions& options, engine::Engine* engi
   environment_.metrics = metrics;
   environment_.registry = &registry_;
   environment_.senders = &senders_;
-  environment_.max_slices_in_flight = std::max<int64_t>(1, options.max_slices_in_flight);
+  environment_.max_room_bytes = options.max_room_bytes;
 }
 
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* LossService::ComputeLoss(

@@ -201,6 +201,7 @@ absl::Status ServerImpl::CreateEngine() {
 void ServerImpl::CreateServices() {
   loss_service_ =
       std::make_unique<LossService>(LossServiceOptions{.max_streams = options_.max_streams,
+                                                       .max_room_bytes = 8 * options_.slice_bytes,
                                                        .send_timeout = options_.send_timeout,
                                                        .retained_timeout = options_.retained_timeout},
                                     engine_.get(), metrics_.get());
@@ -322,8 +323,7 @@ bool ServerImpl::Drain(absl::Time deadline) {
 void ServerImpl::WaitForStaging() {
   const absl::Time limit = absl::Now() + absl::Seconds(10);
   const auto in_use = [this] {
-    return engine_->staging().free_buffers() < engine_->staging().buffers() ||
-           engine_->stats().rooms_lent > 0;
+    return engine_->staging().used_bytes() > 0 || engine_->stats().rooms_lent > 0;
   };
   while (in_use()) {
     if (absl::Now() > limit) {

@@ -55,7 +55,8 @@ class DeferredTest : public EngineTest {
     auto stream = engine_->OpenBackward(spec, collector);
     ASSERT_TRUE(stream.ok()) << stream.status();
     (*stream)->Start();
-    for (RowRange rows : (*stream)->RetainedSlices()) (*stream)->SubmitRetained(rows, AcquireBuffer());
+    for (RowRange rows : (*stream)->RetainedSlices())
+      (*stream)->SubmitRetained(rows, AcquireBuffer(rows.size() * kHidden * 4));
     ASSERT_TRUE(collector->Wait().ok());
   }
 };

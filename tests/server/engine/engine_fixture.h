@@ -22,10 +22,11 @@ namespace lossd::engine {
 class EngineTest : public ::testing::Test {
  protected:
   static constexpr int64_t kHidden = 3;
+  static constexpr int64_t kSliceBytes = 4096;
 
   void Start(EngineOptions options = {}, EngineObserver* observer = nullptr) {
-    options.slice_bytes = std::min<int64_t>(options.slice_bytes, 4096);
-    options.staging_bytes = std::min<int64_t>(options.staging_bytes, 64 * 4096);
+    options.slice_bytes = std::min(options.slice_bytes, kSliceBytes);
+    options.staging_bytes = std::min(options.staging_bytes, 64 * kSliceBytes);
     auto engine = Engine::Create(options, &backend_, 42, observer);
     ASSERT_TRUE(engine.ok()) << engine.status();
     engine_ = *std::move(engine);
@@ -51,9 +52,9 @@ class EngineTest : public ::testing::Test {
 
   void Send(Stream& stream, uint64_t id, RowRange rows, int64_t extra_bytes = 0,
             float poison = std::numeric_limits<float>::infinity()) {
-    StagingBuffer buffer = AcquireBuffer();
+    StagingBuffer buffer = AcquireBuffer(rows.size() * kHidden * 4);
     auto* x = reinterpret_cast<float*>(buffer.data());
-    const int64_t space = engine_->staging().buffer_bytes() / static_cast<int64_t>(sizeof(float));
+    const int64_t space = buffer.bytes() / static_cast<int64_t>(sizeof(float));
     for (int64_t i = 0; i < rows.size() * kHidden && i < space; ++i) x[i] = 0.5f;
     for (int64_t i = 0; i < rows.size() && i * kHidden < space; ++i)
       x[i * kHidden] = RowName(id, rows.begin + i);
@@ -61,10 +62,11 @@ class EngineTest : public ::testing::Test {
     stream.Submit(rows, std::move(buffer), rows.size() * kHidden * 4 + extra_bytes);
   }
 
-  StagingBuffer AcquireBuffer() {
+  // At most as large as a slice may be.
+  StagingBuffer AcquireBuffer(int64_t bytes) {
     absl::Notification acquired;
     StagingBuffer buffer;
-    engine_->staging().Acquire([&](StagingBuffer b) {
+    engine_->staging().Acquire(std::clamp<int64_t>(bytes, 0, kSliceBytes), [&](StagingBuffer b) {
       buffer = std::move(b);
       acquired.Notify();
     });

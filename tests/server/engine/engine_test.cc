@@ -511,7 +511,7 @@ TEST_F(EngineTest, ExactlyOnceUnderRandomCancellations) {
         nullptr);
     ASSERT_TRUE(result.ok()) << result.status();
   }
-  EXPECT_EQ(engine_->stats().staging_buffers_free, engine_->stats().staging_buffers);
+  EXPECT_EQ(engine_->stats().staging_used_bytes, 0);
 }
 
 }  // namespace

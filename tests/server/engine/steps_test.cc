@@ -170,7 +170,7 @@ TEST_F(StepsTest, StreamsOfAClosedStepEnd) {
   Send(*stream, 1, {4, 8});  // too late: dropped, and the buffer comes back
   EXPECT_TRUE(engine_->OnDevice("head", [](head::Head&) { return absl::OkStatus(); }).ok());
   EXPECT_THAT(device_.accumulated(), IsEmpty());
-  EXPECT_EQ(engine_->stats().staging_buffers_free, engine_->stats().staging_buffers);
+  EXPECT_EQ(engine_->stats().staging_used_bytes, 0);
 }
 
 TEST_F(StepsTest, ZeroGradientsForgetsTheStep) {

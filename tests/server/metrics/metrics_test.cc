@@ -123,8 +123,9 @@ TEST_F(MetricsTest, PullsFromEngineBackendAndProcess) {
   EXPECT_EQ(Sample(text, "lossd_memory_bytes{kind=\"staging\"}"), 8192);
   EXPECT_EQ(Sample(text, "lossd_memory_peak_bytes{kind=\"staging\"}"), 8192);
   EXPECT_EQ(Sample(text, "lossd_memory_limit_bytes"), 0);
-  EXPECT_EQ(Sample(text, "lossd_staging_buffers{state=\"free\"}"), 8);
-  EXPECT_EQ(Sample(text, "lossd_staging_buffers{state=\"used\"}"), 0);
+  EXPECT_EQ(Sample(text, "lossd_staging_bytes"), 8192);
+  EXPECT_EQ(Sample(text, "lossd_staging_used_bytes"), 0);
+  EXPECT_EQ(Sample(text, "lossd_staging_peak_bytes"), 0);
   for (const char* name : {"lossd_open_streams", "lossd_queued_slices", "lossd_waiting_slices",
                            "lossd_queued_rows", "lossd_heads", "lossd_ledger_rows", "lossd_ledger_bytes"}) {
     EXPECT_EQ(Sample(text, name), 0) << name;

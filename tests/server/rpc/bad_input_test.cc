@@ -55,14 +55,13 @@ class BadInputTest : public ::testing::Test {
   void ExpectIdle() {
     const absl::Time limit = absl::Now() + absl::Seconds(10);
     engine::EngineStats stats = server_.server().stats();
-    while (absl::Now() < limit &&
-           (stats.open_streams > 0 || stats.staging_buffers_free < stats.staging_buffers)) {
+    while (absl::Now() < limit && (stats.open_streams > 0 || stats.staging_used_bytes > 0)) {
       absl::SleepFor(absl::Milliseconds(2));
       stats = server_.server().stats();
     }
     EXPECT_EQ(stats.open_streams, 0);
     EXPECT_EQ(stats.queued_slices, 0);
-    EXPECT_EQ(stats.staging_buffers_free, stats.staging_buffers);
+    EXPECT_EQ(stats.staging_used_bytes, 0);
   }
 
   std::string ReadGradients() {

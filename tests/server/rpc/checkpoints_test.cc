@@ -131,7 +131,7 @@ class Instance {
     auto stream = engine_->Open(spec, finish);
     if (!stream.ok()) return stream.status();
     (*stream)->Start();
-    engine_->staging().Acquire([&](engine::StagingBuffer buffer) {
+    engine_->staging().Acquire(kRows * kHidden * sizeof(float), [&](engine::StagingBuffer buffer) {
       std::vector<float> hidden(kRows * kHidden);
       for (float& value : hidden) value = kernels::testing::Uniform(rng, -1.0f, 1.0f);
       std::memcpy(buffer.data(), hidden.data(), hidden.size() * sizeof(float));

@@ -65,15 +65,14 @@ LossAnswers RunMicrobatch(TestClient& client, int64_t rows, uint64_t id, int64_t
   engine::EngineStats stats;
   do {
     stats = server.server().stats();
-    if (stats.open_streams == 0 && stats.queued_slices == 0 &&
-        stats.staging_buffers_free == stats.staging_buffers) {
+    if (stats.open_streams == 0 && stats.queued_slices == 0 && stats.staging_used_bytes == 0) {
       return ::testing::AssertionSuccess();
     }
     absl::SleepFor(absl::Milliseconds(5));
   } while (absl::Now() < limit);
   return ::testing::AssertionFailure()
          << stats.open_streams << " streams, " << stats.queued_slices << " slices, "
-         << stats.staging_buffers_free << " of " << stats.staging_buffers << " buffers free";
+         << stats.staging_used_bytes << " of " << stats.staging_bytes << " bytes in use";
 }
 
 // Two buffers, and sixteen calls that are open without sending anything: they must hold none.
