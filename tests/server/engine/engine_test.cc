@@ -153,6 +153,21 @@ TEST_F(EngineTest, FillsChunksFromSeveralStreams) {
   EXPECT_EQ(device_.accumulated().size(), 36u);
 }
 
+// The staging memory goes by bytes: slices smaller than the largest share its place.
+TEST_F(EngineTest, SmallSlicesShareTheStagingMemory) {
+  constexpr int64_t kRows = 24;
+  Start({.staging_bytes = 2 * kSliceBytes});
+  device_.Close();
+  auto collector = std::make_shared<RowCollector>();
+  auto stream = Open(Whole(1, kRows), collector);
+  for (int64_t row = 0; row < kRows; ++row)
+    Send(*stream, 1, {row, row + 1});  // with two places it would wait
+  EXPECT_EQ(engine_->stats().staging_used_bytes, kRows * engine_->staging().grain());
+  device_.Open();
+  EXPECT_TRUE(collector->Wait().ok());
+  EXPECT_EQ(engine_->stats().staging_peak_bytes, kRows * engine_->staging().grain());
+}
+
 // A chunk on the device does not have its results yet: what comes meanwhile makes one chunk, not several.
 TEST_F(EngineTest, ChunksFillWhileTheDeviceComputes) {
   device_.asynchronous = true;

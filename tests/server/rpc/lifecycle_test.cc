@@ -137,6 +137,7 @@ TEST(LifecycleTest, ClientThatTakesNoAnswers) {
   const LossAnswers answers = stuck->Finish();
   EXPECT_EQ(answers.status.code(), absl::StatusCode::kCancelled) << answers.status;
   EXPECT_TRUE(BecomesIdle(server));
+  EXPECT_LE(server.server().stats().staging_peak_bytes, 9 * options.slice_bytes);  // of 32
   EXPECT_TRUE(RunMicrobatch(*client, 10, 2).status.ok());
 }
 
