@@ -1,5 +1,7 @@
 #include "client/cpp/connections.h"
 
+#include <grpc/grpc.h>
+
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -62,6 +64,12 @@ absl::Status Validate(const ClientOptions& options) {
   return absl::OkStatus();
 }
 
+// gRPC would shut down with the last channel, and may wait for its poller for ten seconds then.
+void KeepGrpcRunning() {
+  static const bool initialized = (grpc_init(), true);
+  (void)initialized;
+}
+
 bool AwaitReady(grpc::Channel* channel, absl::Time deadline, bool wait_for_server) {
   while (true) {
     const grpc_connectivity_state state = channel->GetState(/*try_to_connect=*/true);
@@ -75,6 +83,7 @@ bool AwaitReady(grpc::Channel* channel, absl::Time deadline, bool wait_for_serve
 
 absl::StatusOr<std::unique_ptr<Connections>> Connections::Open(const ClientOptions& options) {
   if (absl::Status status = Validate(options); !status.ok()) return status;
+  KeepGrpcRunning();
   const auto credentials = options.credentials ? options.credentials : Credentials::Insecure();
   const auto* maker = dynamic_cast<const ChannelCredentials*>(credentials.get());
   if (maker == nullptr)
