@@ -23,8 +23,9 @@ struct Rows {
   friend bool operator==(const Rows&, const Rows&) = default;
 };
 
-// Fewest valid rows worth a stream of their own.
-inline constexpr uint64_t kMinRowsPerStream = 64;
+// Fewest valid rows worth a stream of their own. Fewer are sent sooner than the chunk is computed that they
+// may get to themselves: 128 rows of a head of 128,256 classes took 5.3 ms in two streams, 3.5 ms in one.
+inline constexpr uint64_t kMinRowsPerStream = 128;
 
 // The class that marks a row as ignored.
 int32_t IgnoreIndex(const v1::LossOptions& options);

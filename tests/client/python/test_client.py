@@ -13,7 +13,7 @@ from filtered_softmax import epsilon_among, filtered
 
 import lossd
 
-D, V, N = 24, 310, 500
+D, V, N = 24, 310, 800
 
 
 def logits(client, head, hidden):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from lossd import errors
 from lossd.v1 import loss_pb2
 
-MIN_ROWS_PER_STREAM = 64  # fewest valid rows worth a stream of their own
+MIN_ROWS_PER_STREAM = 128  # fewest valid rows worth a stream of their own, as in client/cpp/loss_plan.h
 
 @dataclass(frozen=True)
 class Rows:
