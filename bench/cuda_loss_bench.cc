@@ -14,8 +14,6 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
-#include <fstream>
 #include <iostream>
 #include <random>
 #include <string>
@@ -28,6 +26,7 @@
 #include "bench/bare_products.h"
 #include "bench/gpu_data.h"
 #include "bench/gpu_microbatch.h"
+#include "bench/gpu_results.h"
 #include "bench/gpu_timer.h"
 #include "bench/norm_times.h"
 #include "kernels/cuda/cuda_backend.h"
@@ -62,8 +61,6 @@ constexpr int kSampledRows = 32;
 constexpr int kSampledClasses = 64;
 
 DType ComputeType() { return absl::GetFlag(FLAGS_compute) == "fp32" ? DType::kFloat32 : DType::kBFloat16; }
-
-Json ToJson(const Times& t) { return {{"median_ms", t.median}, {"min_ms", t.min}, {"max_ms", t.max}}; }
 
 Json ToJson(const std::vector<kernels::Choice>& choices) {
   Json list = Json::array();
@@ -341,23 +338,10 @@ NamedShape FindShape(const std::string& name) {
   return {name, {std::atoll(parts[0].c_str()), std::atoll(parts[1].c_str()), std::atoll(parts[2].c_str())}};
 }
 
-std::string Today() {
-  const std::time_t now = std::time(nullptr);
-  char text[16] = {};
-  std::strftime(text, sizeof(text), "%Y-%m-%d", std::gmtime(&now));
-  return text;
-}
-
 int Main() {
-  cudaDeviceProp properties = {};
-  Check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
   Timer timer;
-  const double copy_gbps = CopyBandwidth(timer);
-  Json results = {{"card", properties.name},
-                  {"date", Today()},
-                  {"commit", absl::GetFlag(FLAGS_commit)},
-                  {"copy_gbps", copy_gbps}};
-  std::cout << properties.name << ", copy " << copy_gbps << " GB/s (read + write)" << std::endl;
+  Json results = StartResults(absl::GetFlag(FLAGS_commit), timer);
+  const double copy_gbps = results["copy_gbps"];
   if (absl::GetFlag(FLAGS_norm)) {
     for (bool centred : {true, false}) {
       for (int64_t cols :
@@ -375,8 +359,7 @@ int Main() {
       }
     }
   }
-  if (!absl::GetFlag(FLAGS_out).empty())
-    std::ofstream(absl::GetFlag(FLAGS_out)) << results.dump(1) << std::endl;
+  WriteResults(results, absl::GetFlag(FLAGS_out));
   return 0;
 }
 

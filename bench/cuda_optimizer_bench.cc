@@ -5,13 +5,16 @@
 //
 // Bytes are what each pass has to move, counted once: AdamW with a 16-bit copy of the weights reads gradient,
 // two moments and value (16 bytes a parameter) and writes them and the copy (18).
-#include <fstream>
+#include <functional>
 #include <iostream>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/strings/str_format.h"
+#include "bench/gpu_results.h"
 #include "bench/gpu_timer.h"
 #include "kernels/cuda/tensor_ops.h"
 #include "nlohmann/json.hpp"
@@ -87,19 +90,13 @@ class Parameters {
 };
 
 int Main() {
-  cudaDeviceProp properties = {};
-  Check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
   Timer timer;
   const cudaStream_t stream = timer.stream();
-  const double copy_gbps = CopyBandwidth(timer);
   const int64_t count = absl::GetFlag(FLAGS_parameters);
-  Json results = {{"card", properties.name},
-                  {"commit", absl::GetFlag(FLAGS_commit)},
-                  {"parameters", count},
-                  {"copy_gbps", copy_gbps}};
-  std::cout << absl::StrFormat("%s, copy %.0f GB/s (read + write), %d parameters", properties.name, copy_gbps,
-                               count)
-            << std::endl;
+  Json results = StartResults(absl::GetFlag(FLAGS_commit), timer);
+  const double copy_gbps = results["copy_gbps"];
+  results["parameters"] = count;
+  std::cout << count << " parameters" << std::endl;
   Parameters parameters(count);
   const auto run = [&](const std::string& name, int bytes_per_parameter, const std::function<void()>& pass) {
     std::vector<double> times;
@@ -113,13 +110,12 @@ int Main() {
     std::cout << absl::StrFormat("%-16s %7.3f ms (%.3f ... %.3f)  %5.0f GB/s, %.3f of copy", name, t.median,
                                  t.min, t.max, gbps, gbps / copy_gbps)
               << std::endl;
-    results["passes"].push_back({{"name", name},
-                                 {"bytes_per_parameter", bytes_per_parameter},
-                                 {"median_ms", t.median},
-                                 {"min_ms", t.min},
-                                 {"max_ms", t.max},
-                                 {"gbps", gbps},
-                                 {"of_copy", gbps / copy_gbps}});
+    Json result = ToJson(t);
+    result["name"] = name;
+    result["bytes_per_parameter"] = bytes_per_parameter;
+    result["gbps"] = gbps;
+    result["of_copy"] = gbps / copy_gbps;
+    results["passes"].push_back(std::move(result));
   };
   using Kind = OptimizerOptions::Kind;
   const OptimizerOptions adamw{.weight_decay = 0.1};
@@ -132,8 +128,7 @@ int Main() {
   run("sgd bf16", 18, [&] { parameters.Step(sgd, DType::kBFloat16, stream); });
   run("gradient norm", 4, [&] { parameters.Norm(stream); });
   run("add bf16", 10, [&] { parameters.Add(stream); });
-  if (!absl::GetFlag(FLAGS_out).empty())
-    std::ofstream(absl::GetFlag(FLAGS_out)) << results.dump(1) << std::endl;
+  WriteResults(results, absl::GetFlag(FLAGS_out));
   return 0;
 }
 

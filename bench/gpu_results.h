@@ -1,0 +1,23 @@
+// What the GPU benchmarks write: one JSON object that begins with the card, the date and the commit.
+#ifndef LOSSD_BENCH_GPU_RESULTS_H_
+#define LOSSD_BENCH_GPU_RESULTS_H_
+
+#include <string>
+
+#include "bench/gpu_timer.h"
+#include "nlohmann/json.hpp"
+
+namespace lossd::bench {
+
+// {"card", "date" (UTC), "commit", "copy_gbps" (measured now)}; prints the card and its bandwidth.
+nlohmann::json StartResults(const std::string& commit, Timer& timer);
+
+// {"median_ms", "min_ms", "max_ms"}
+nlohmann::json ToJson(const Times& t);
+
+// Ends the program with an error where the file cannot be written. An empty path: nothing.
+void WriteResults(const nlohmann::json& results, const std::string& path);
+
+}  // namespace lossd::bench
+
+#endif  // LOSSD_BENCH_GPU_RESULTS_H_
