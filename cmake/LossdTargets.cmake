@@ -2,6 +2,8 @@
 # ours only in the layers listed for its own; anything else stops the configure step.
 #
 #   lossd_library(NAME lossd_engine LAYER engine SOURCES ... DEPS lossd_head absl::status)
+#
+# OBJECT: programs get all of the library, not only what they name (tests that register themselves).
 
 include(LossdPrecompiled)
 
@@ -37,8 +39,12 @@ function(_lossd_check_layer target layer)
 endfunction()
 
 function(lossd_library)
-  cmake_parse_arguments(ARG "" "NAME;LAYER" "SOURCES;DEPS" ${ARGN})
-  add_library(${ARG_NAME} STATIC ${ARG_SOURCES})
+  cmake_parse_arguments(ARG "OBJECT" "NAME;LAYER" "SOURCES;DEPS" ${ARGN})
+  if(ARG_OBJECT)
+    add_library(${ARG_NAME} OBJECT ${ARG_SOURCES})
+  else()
+    add_library(${ARG_NAME} STATIC ${ARG_SOURCES})
+  endif()
   target_include_directories(${ARG_NAME} PUBLIC ${PROJECT_SOURCE_DIR})
   target_link_libraries(${ARG_NAME} PUBLIC ${ARG_DEPS} PRIVATE lossd_warnings)
   _lossd_check_layer(${ARG_NAME} ${ARG_LAYER} ${ARG_DEPS})

@@ -1,17 +1,23 @@
 // The tests that every backend must pass, written against the contract (kernels/backend.h) alone.
 //
-// A backend's test binary compiles backend_conformance.cc and instantiates the suite:
+// The losses and gradients are in backend_conformance.cc, the rest in conformance_*.cc. A backend's test
+// binary links lossd_backend_conformance and instantiates the suite:
 //
 //   INSTANTIATE_TEST_SUITE_P(Cpu, BackendConformance, ::testing::ValuesIn(cases), ConformanceName);
 #ifndef LOSSD_TESTS_KERNELS_BACKEND_CONFORMANCE_H_
 #define LOSSD_TESTS_KERNELS_BACKEND_CONFORMANCE_H_
 
+#include <cstdint>
 #include <functional>
+#include <limits>
+#include <ostream>
 #include <string>
 #include <vector>
 
+#include "absl/types/span.h"
 #include "gtest/gtest.h"
 #include "kernels/backend.h"
+#include "tests/kernels/chunk_run.h"
 #include "tests/kernels/problem.h"
 
 namespace lossd::kernels::testing {
@@ -27,6 +33,20 @@ struct ConformanceCase {
 
 // "Cpu_fp32_bf16": backend, compute dtype, hidden dtype.
 std::string ConformanceName(const ::testing::TestParamInfo<ConformanceCase>& info);
+// What a failure shows.
+void PrintTo(const ConformanceCase& c, std::ostream* out);
+
+inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+inline constexpr float kInf = std::numeric_limits<float>::infinity();
+
+absl::Span<const uint8_t> AsBytes(const std::vector<float>& values);
+bool AllZero(const std::vector<float>& values);
+double NormOf(absl::Span<const float> values);
+// Of all parameters that have one.
+std::vector<std::vector<float>> AllGradients(HeadKernels& head);
+void ExpectZeroGradients(HeadKernels& head);
+// What the chunk and its first choice say.
+void ExpectGradients(const ChunkRun& run, Algorithm algorithm);
 
 class BackendConformance : public ::testing::TestWithParam<ConformanceCase> {
  protected:

@@ -1,4 +1,5 @@
-// Random loss-head problems, run through any Backend and through the reference, and compared.
+// Random loss-head problems; chunk_run.h gives them to a backend, comparison.h holds the results against the
+// reference.
 //
 // A Problem is plain data: a head's tensors and the slices of one chunk. Values are rounded to the dtypes
 // in which a backend receives them, so that reference and backend start from the same numbers.
@@ -7,15 +8,14 @@
 #define LOSSD_TESTS_KERNELS_PROBLEM_H_
 
 #include <cstdint>
-#include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "absl/status/status.h"
 #include "absl/types/span.h"
-#include "kernels/backend.h"
-#include "kernels/reference/reference.h"
+#include "kernels/dtype.h"
+#include "kernels/head_config.h"
+#include "kernels/loss_options.h"
 
 namespace lossd::kernels::testing {
 
@@ -85,62 +85,6 @@ ProblemSpec RandomSpec(int64_t rows, int64_t hidden_size, int64_t vocab_size, DT
                        DType compute, Rng& rng);
 // One line for SCOPED_TRACE.
 std::string Describe(const Problem& problem);
-
-// A head with the problem's tensors written to it. Fails the test and returns null if that fails.
-std::unique_ptr<HeadKernels> MakeHead(Backend& backend, const Problem& problem);
-
-struct SliceOutputs {
-  std::vector<float> loss, lse, entropy, target_logprob;  // [rows]
-  std::vector<int32_t> argmax;                            // [rows]
-  std::vector<float> grad_hidden;                         // [rows, D], or empty
-  SliceSums sums;
-  int64_t first_nonfinite_row = -1;
-};
-
-struct ChunkRun {
-  absl::Status results;  // what on_results said
-  absl::Status done;     // what on_done said
-  std::vector<SliceOutputs> slices;
-  std::vector<Choice> choices;
-  Algorithm algorithm = Algorithm::kExact;
-};
-
-struct RunOptions {
-  bool grad_hidden_in_place = false;  // grad_hidden == hidden
-  bool want_row_outputs = true;
-  // Keep the slices' hidden states here, one after the other; with take_retained, take them from here.
-  RetainedMemory* retained = nullptr;
-  bool take_retained = false;
-  bool independent = false;  // Chunk::independent
-};
-
-// Bytes of retained memory that a problem's slices take.
-int64_t RetainedBytes(const Problem& problem);
-
-// Submits the problem's slices as one chunk and waits until it is done. Checks that each callback ran once
-// and in order.
-ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& options = {});
-
-// The whole gradient tensor of each parameter, read as fp32.
-std::vector<float> ReadAll(HeadKernels& head, TensorId id);
-std::vector<float> ReadGradient(HeadKernels& head, Param param);
-
-reference::Head ReferenceHead(const Problem& problem);
-reference::Rows ReferenceRows(const SliceData& slice);
-// The problem with its epsilon, if it filters, in the widest gap between probabilities of its rows that there
-// is near it, so that rounding moves none of them over it.
-Problem WithClearEpsilon(Problem problem);
-// Results of all slices in order; adds to *gradients unless null or the problem does not accumulate.
-std::vector<reference::Result> ComputeReference(const Problem& problem, reference::ParamGradients* gradients);
-
-// gtest expectations, with the tolerances of tolerances.h.
-void ExpectSliceMatches(DType compute, const Problem& problem, const SliceData& slice,
-                        const reference::Result& want, const SliceOutputs& got);
-void ExpectGradientsMatch(HeadKernels& head, const reference::ParamGradients& want, double max_abs_logit);
-double MaxAbsLogit(absl::Span<const reference::Result> results);
-
-// Runs `problems` (chunks for the same head: the tensors are the first one's) and compares everything.
-void RunAndCompare(Backend& backend, const std::vector<Problem>& chunks, const RunOptions& options = {});
 
 }  // namespace lossd::kernels::testing
 

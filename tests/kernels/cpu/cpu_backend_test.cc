@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/kernels/comparison.h"
 #include "tests/kernels/problem.h"
 
 namespace lossd::kernels::testing {

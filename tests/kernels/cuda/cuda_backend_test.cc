@@ -12,6 +12,7 @@
 #include "absl/synchronization/notification.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/kernels/comparison.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
 #include "tests/kernels/problem.h"
 

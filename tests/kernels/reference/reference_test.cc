@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "kernels/backend.h"
+#include "tests/kernels/comparison.h"
 #include "tests/kernels/problem.h"
 
 namespace lossd::kernels::testing {

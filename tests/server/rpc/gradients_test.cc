@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "tests/kernels/comparison.h"
 #include "tests/kernels/problem.h"
 #include "tests/kernels/tolerances.h"
 #include "tests/server/rpc/service_client.h"

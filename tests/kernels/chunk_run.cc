@@ -1,0 +1,152 @@
+#include "tests/kernels/chunk_run.h"
+
+#include <utility>
+
+#include "absl/synchronization/notification.h"
+#include "gtest/gtest.h"
+
+namespace lossd::kernels::testing {
+namespace {
+
+template <typename T>
+const T* DataOrNull(const std::vector<T>& values) {
+  return values.empty() ? nullptr : values.data();
+}
+
+// Output buffers of a chunk and the Slices that point into them.
+struct ChunkBuffers {
+  std::vector<std::vector<uint8_t>> hidden;
+  std::vector<std::vector<uint8_t>> grad_hidden;
+  std::vector<Slice> slices;
+};
+
+void PointOutputs(SliceOutputs& outputs, size_t rows, Slice& slice) {
+  constexpr float kUnset = -12345.0f;
+  for (auto* values : {&outputs.loss, &outputs.lse, &outputs.entropy, &outputs.target_logprob}) {
+    values->assign(rows, kUnset);
+  }
+  outputs.argmax.assign(rows, -7);
+  slice.out = {outputs.loss.data(), outputs.lse.data(), outputs.entropy.data(), outputs.target_logprob.data(),
+               outputs.argmax.data()};
+}
+
+ChunkBuffers MakeBuffers(const Problem& problem, const RunOptions& options, ChunkRun& run) {
+  ChunkBuffers buffers;
+  run.slices.resize(problem.slices.size());
+  buffers.grad_hidden.resize(problem.slices.size());
+  for (size_t i = 0; i < problem.slices.size(); ++i) {
+    const SliceData& data = problem.slices[i];
+    buffers.hidden.push_back(Encode(problem.hidden_dtype, data.hidden));
+    Slice slice;
+    slice.rows = data.rows();
+    slice.hidden = buffers.hidden.back().data();
+    slice.targets = data.targets.data();
+    slice.row_weights = DataOrNull(data.row_weights);
+    slice.accumulate = DataOrNull(data.accumulate);
+    slice.grad_scale = data.grad_scale;
+    slice.grad_loss = DataOrNull(data.grad_loss);
+    slice.grad_lse = DataOrNull(data.grad_lse);
+    slice.grad_entropy = DataOrNull(data.grad_entropy);
+    if (data.want_grad_hidden) {
+      buffers.grad_hidden[i].assign(buffers.hidden.back().size(), 0xCD);
+      slice.grad_hidden =
+          options.grad_hidden_in_place ? buffers.hidden.back().data() : buffers.grad_hidden[i].data();
+    }
+    if (options.want_row_outputs) PointOutputs(run.slices[i], static_cast<size_t>(data.rows()), slice);
+    buffers.slices.push_back(slice);
+  }
+  return buffers;
+}
+
+// Bytes of a slice's hidden states.
+int64_t RetainedBytesOf(const Problem& problem, const SliceData& slice) {
+  return slice.rows() * problem.config.hidden_size * static_cast<int64_t>(SizeOf(problem.hidden_dtype));
+}
+
+void PlaceRetained(const Problem& problem, const RunOptions& options, Chunk& chunk) {
+  chunk.retained = options.retained;
+  int64_t offset = 0;
+  for (size_t i = 0; i < chunk.slices.size(); ++i) {
+    chunk.slices[i].retained_offset = offset;
+    if (options.take_retained) chunk.slices[i].hidden = nullptr;
+    offset += RetainedBytesOf(problem, problem.slices[i]);
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<HeadKernels> MakeHead(Backend& backend, const Problem& problem) {
+  auto head = backend.CreateHead(problem.config);
+  if (!head.ok()) {
+    ADD_FAILURE() << head.status();
+    return nullptr;
+  }
+  for (Param param : kAllParams) {
+    const std::vector<float>& values = problem.Values(param);
+    if (!HasTensor(problem.config, {param, Role::kValue})) continue;
+    const auto* bytes = reinterpret_cast<const uint8_t*>(values.data());
+    const absl::Status written =
+        (*head)->WriteTensor({param, Role::kValue}, 0, ShapeOf(problem.config, param).rows, DType::kFloat32,
+                             absl::MakeConstSpan(bytes, values.size() * sizeof(float)));
+    EXPECT_TRUE(written.ok()) << written;
+  }
+  return *std::move(head);
+}
+
+int64_t RetainedBytes(const Problem& problem) {
+  int64_t bytes = 0;
+  for (const SliceData& slice : problem.slices) bytes += RetainedBytesOf(problem, slice);
+  return bytes;
+}
+
+ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& options) {
+  ChunkRun run;
+  ChunkBuffers buffers = MakeBuffers(problem, options, run);
+  Chunk chunk;
+  chunk.options = problem.options;
+  chunk.hidden_dtype = problem.hidden_dtype;
+  chunk.accumulate_gradients = problem.accumulate_gradients;
+  chunk.independent = options.independent;
+  chunk.slices = absl::MakeSpan(buffers.slices);
+  if (options.retained != nullptr) PlaceRetained(problem, options, chunk);
+  absl::Notification have_results;
+  absl::Notification done;
+  ChunkCallbacks callbacks;
+  callbacks.on_results = [&](absl::Status status) {
+    run.results = std::move(status);
+    EXPECT_FALSE(done.HasBeenNotified()) << "on_done ran before on_results";
+    have_results.Notify();
+  };
+  callbacks.on_done = [&](absl::Status status) {
+    EXPECT_TRUE(have_results.HasBeenNotified()) << "on_done ran before on_results";
+    run.done = std::move(status);
+    done.Notify();
+  };
+  head.Submit(&chunk, std::move(callbacks));
+  done.WaitForNotification();
+  run.choices = std::move(chunk.choices);
+  run.algorithm = chunk.algorithm;
+  for (size_t i = 0; i < run.slices.size(); ++i) {
+    const Slice& slice = buffers.slices[i];
+    run.slices[i].sums = slice.sums;
+    run.slices[i].first_nonfinite_row = slice.first_nonfinite_row;
+    if (slice.grad_hidden == nullptr) continue;
+    run.slices[i].grad_hidden = Decode(
+        problem.hidden_dtype, options.grad_hidden_in_place ? buffers.hidden[i] : buffers.grad_hidden[i]);
+  }
+  return run;
+}
+
+std::vector<float> ReadAll(HeadKernels& head, TensorId id) {
+  const TensorShape shape = ShapeOf(head.config(), id.param);
+  std::vector<uint8_t> bytes(static_cast<size_t>(shape.elements()) * sizeof(float));
+  const absl::Status status = head.ReadTensor(id, 0, shape.rows, DType::kFloat32, absl::MakeSpan(bytes));
+  EXPECT_TRUE(status.ok()) << status;
+  return Decode(DType::kFloat32, bytes);
+}
+
+std::vector<float> ReadGradient(HeadKernels& head, Param param) {
+  return ReadAll(head, {param, Role::kGradient});
+}
+
+}  // namespace lossd::kernels::testing

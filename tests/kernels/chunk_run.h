@@ -1,0 +1,57 @@
+// A problem's chunk run by a backend: its head, what comes back, and the tensors afterwards. What goes wrong
+// fails the running test. Not thread-safe.
+#ifndef LOSSD_TESTS_KERNELS_CHUNK_RUN_H_
+#define LOSSD_TESTS_KERNELS_CHUNK_RUN_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/backend.h"
+#include "tests/kernels/problem.h"
+
+namespace lossd::kernels::testing {
+
+// A head with the problem's tensors written to it. Fails the test and returns null if that fails.
+std::unique_ptr<HeadKernels> MakeHead(Backend& backend, const Problem& problem);
+
+struct SliceOutputs {
+  std::vector<float> loss, lse, entropy, target_logprob;  // [rows]
+  std::vector<int32_t> argmax;                            // [rows]
+  std::vector<float> grad_hidden;                         // [rows, D], or empty
+  SliceSums sums;
+  int64_t first_nonfinite_row = -1;
+};
+
+struct ChunkRun {
+  absl::Status results;  // what on_results said
+  absl::Status done;     // what on_done said
+  std::vector<SliceOutputs> slices;
+  std::vector<Choice> choices;
+  Algorithm algorithm = Algorithm::kExact;
+};
+
+struct RunOptions {
+  bool grad_hidden_in_place = false;  // grad_hidden == hidden
+  bool want_row_outputs = true;
+  // Keep the slices' hidden states here, one after the other; with take_retained, take them from here.
+  RetainedMemory* retained = nullptr;
+  bool take_retained = false;
+  bool independent = false;  // Chunk::independent
+};
+
+// Bytes of retained memory that a problem's slices take.
+int64_t RetainedBytes(const Problem& problem);
+
+// Submits the problem's slices as one chunk and waits until it is done. Checks that each callback ran once
+// and in order.
+ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& options = {});
+
+// The whole gradient tensor of each parameter, read as fp32.
+std::vector<float> ReadAll(HeadKernels& head, TensorId id);
+std::vector<float> ReadGradient(HeadKernels& head, Param param);
+
+}  // namespace lossd::kernels::testing
+
+#endif  // LOSSD_TESTS_KERNELS_CHUNK_RUN_H_

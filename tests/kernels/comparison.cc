@@ -1,0 +1,270 @@
+#include "tests/kernels/comparison.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "gtest/gtest.h"
+#include "tests/kernels/tolerances.h"
+
+namespace lossd::kernels::testing {
+namespace {
+
+std::vector<double> ToDouble(const std::vector<float>& values) { return {values.begin(), values.end()}; }
+
+double Norm2(const std::vector<double>& values) {
+  return std::sqrt(std::inner_product(values.begin(), values.end(), values.begin(), 0.0));
+}
+
+// See tolerances.h.
+void ExpectGradientNear(const char* what, const std::vector<float>& got, const reference::Gradient& want,
+                        DType compute, DType output, double max_abs_logit) {
+  ASSERT_EQ(got.size(), want.value.size()) << what;
+  double error = 0.0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    const double difference = static_cast<double>(got[i]) - want.value[i];
+    error += difference * difference;
+  }
+  error = std::sqrt(error);
+  const double norm = Norm2(want.value);
+  const double limit = norm * (GradientTolerance(compute, max_abs_logit) + UnitRoundoff(output)) +
+                       Norm2(want.magnitude) * MagnitudeTolerance(compute, max_abs_logit) +
+                       UnderflowError(output) * std::sqrt(static_cast<double>(got.size()));
+  EXPECT_LE(error, limit) << what << ": relative error " << error / norm << ", reference norm " << norm;
+}
+
+double LogitTolerance(DType compute, const reference::Result& want, size_t row) {
+  return ToleranceFor(compute).logit * (1.0 + want.max_abs_logit[row]);
+}
+
+// |dloss| for a unit error of a logit: class weights, and 2 lambda lse with a z-loss.
+double LossTolerance(DType compute, const Problem& problem, const SliceData& slice,
+                     const reference::Result& want, size_t row) {
+  double largest_weight = 1.0;
+  if (problem.options.use_class_weights) {
+    for (float u : problem.class_weights) largest_weight = std::max(largest_weight, std::fabs(double{u}));
+  }
+  const double slope = 2.0 * double{problem.options.z_loss} * std::fabs(want.lse[row]);
+  const double row_weight = slice.row_weights.empty() ? 1.0 : std::fabs(double{slice.row_weights[row]});
+  return row_weight * (largest_weight + slope) * LogitTolerance(compute, want, row) +
+         UnitRoundoff(DType::kFloat32) * std::fabs(want.loss[row]);
+}
+
+void ExpectRowMatches(DType compute, const Problem& problem, const SliceData& slice,
+                      const reference::Result& want, const SliceOutputs& got, size_t row) {
+  const double logit = LogitTolerance(compute, want, row);
+  const double log_v = std::log(static_cast<double>(problem.config.vocab_size));
+  EXPECT_NEAR(got.loss[row], want.loss[row], LossTolerance(compute, problem, slice, want, row))
+      << "row " << row;
+  EXPECT_NEAR(got.lse[row], want.lse[row], logit) << "row " << row;
+  EXPECT_NEAR(got.target_logprob[row], want.target_logprob[row], 2 * logit) << "row " << row;
+  EXPECT_NEAR(got.entropy[row], want.entropy[row], (1.0 + log_v) * logit) << "row " << row;
+  if (want.top_gap[row] > 2 * logit) {
+    EXPECT_EQ(got.argmax[row], want.argmax[row]) << "row " << row;
+  }
+}
+
+void ExpectIgnoredRow(const SliceOutputs& got, size_t row, int64_t hidden_size) {
+  EXPECT_EQ(got.loss[row], 0.0f) << "ignored row " << row;
+  EXPECT_EQ(got.lse[row], 0.0f) << "ignored row " << row;
+  EXPECT_EQ(got.entropy[row], 0.0f) << "ignored row " << row;
+  EXPECT_EQ(got.target_logprob[row], 0.0f) << "ignored row " << row;
+  EXPECT_EQ(got.argmax[row], -1) << "ignored row " << row;
+  if (got.grad_hidden.empty()) return;
+  const auto begin = got.grad_hidden.begin() + static_cast<int64_t>(row) * hidden_size;
+  EXPECT_TRUE(std::all_of(begin, begin + hidden_size, [](float g) { return g == 0.0f; })) << "row " << row;
+}
+
+bool HasGradient(const Problem& problem, const SliceData& slice, size_t row) {
+  const bool accumulated =
+      problem.accumulate_gradients && (slice.accumulate.empty() || slice.accumulate[row] != 0);
+  return slice.targets[row] != kIgnoredTarget && (slice.want_grad_hidden || accumulated);
+}
+
+// Of the rows with a gradient.
+double DroppedMass(const Problem& problem, const SliceData& slice, const reference::Result& want) {
+  double sum = 0.0;
+  for (size_t row = 0; row < want.dropped_mass.size(); ++row) {
+    if (HasGradient(problem, slice, row)) sum += want.dropped_mass[row];
+  }
+  return sum;
+}
+
+// Whatever an error of the logits could move over the threshold is allowed for.
+void ExpectDroppedMassMatches(DType compute, const Problem& problem, const SliceData& slice,
+                              const reference::Result& want, double got) {
+  const double dropped = DroppedMass(problem, slice, want);
+  double tolerance = 1e-6 * static_cast<double>(want.dropped_mass.size());
+  if (problem.options.algorithm != Algorithm::kExact) {
+    const auto p = reference::Probabilities(ReferenceHead(problem), problem.options, ReferenceRows(slice));
+    const auto vocab = static_cast<size_t>(problem.config.vocab_size);
+    for (size_t i = 0; i < p.size(); ++i) {
+      const double logit = 2.0 * LogitTolerance(compute, want, i / vocab);
+      const double epsilon = double{problem.options.filter_epsilon};
+      if (p[i] < epsilon) tolerance += p[i] * logit;
+      if (p[i] > epsilon * std::exp(-logit) && p[i] < epsilon * std::exp(logit)) tolerance += p[i];
+    }
+  }
+  EXPECT_NEAR(got, dropped, tolerance);
+}
+
+void ExpectSumsMatch(DType compute, const Problem& problem, const SliceData& slice,
+                     const reference::Result& want, const SliceSums& got, bool with_entropy) {
+  double loss_tolerance = 1e-12;
+  double entropy_tolerance = 1e-12;
+  int64_t undecided = 0;
+  for (size_t row = 0; row < want.loss.size(); ++row) {
+    if (slice.targets[row] == kIgnoredTarget) continue;
+    loss_tolerance += LossTolerance(compute, problem, slice, want, row);
+    entropy_tolerance +=
+        (1.0 + std::log(static_cast<double>(problem.config.vocab_size))) * LogitTolerance(compute, want, row);
+    if (want.top_gap[row] <= 2 * LogitTolerance(compute, want, row)) ++undecided;
+  }
+  EXPECT_NEAR(got.loss, want.loss_sum, loss_tolerance);
+  EXPECT_NEAR(got.z_loss, want.z_loss_sum, loss_tolerance);
+  if (with_entropy) {
+    EXPECT_NEAR(got.entropy, want.entropy_sum, entropy_tolerance);
+  }
+  ExpectDroppedMassMatches(compute, problem, slice, want, got.dropped_mass);
+  EXPECT_EQ(got.valid_rows, want.valid_rows);
+  EXPECT_NEAR(static_cast<double>(got.correct_rows), static_cast<double>(want.correct_rows),
+              static_cast<double>(undecided));
+}
+
+bool AnyGradEntropy(const Problem& problem) {
+  for (const SliceData& slice : problem.slices) {
+    for (size_t row = 0; row < slice.grad_entropy.size(); ++row) {
+      if (slice.targets[row] != kIgnoredTarget && slice.grad_entropy[row] != 0.0f) return true;
+    }
+  }
+  return false;
+}
+
+// What a backend decides for the chunk as a whole.
+bool IsFiltered(const Problem& problem) {
+  if (!WhyNotFiltered(problem.options, AnyGradEntropy(problem)).empty()) return false;
+  if (problem.options.algorithm != Algorithm::kAuto) return true;
+  double dropped = 0.0;
+  int64_t rows = 0;
+  for (const SliceData& slice : problem.slices) {
+    const auto result =
+        reference::Compute(ReferenceHead(problem), problem.options, ReferenceRows(slice), nullptr);
+    dropped += DroppedMass(problem, slice, result);
+    for (size_t row = 0; row < slice.targets.size(); ++row) rows += HasGradient(problem, slice, row) ? 1 : 0;
+  }
+  return dropped <= double{problem.options.max_dropped_mass} * static_cast<double>(rows);
+}
+
+}  // namespace
+
+reference::Head ReferenceHead(const Problem& problem) {
+  return {problem.config,
+          ToDouble(problem.weight),
+          ToDouble(problem.bias),
+          ToDouble(problem.norm_gain),
+          ToDouble(problem.norm_shift),
+          ToDouble(problem.class_weights)};
+}
+
+reference::Rows ReferenceRows(const SliceData& slice) {
+  return {ToDouble(slice.hidden),      slice.targets,
+          ToDouble(slice.row_weights), slice.accumulate,
+          double{slice.grad_scale},    ToDouble(slice.grad_loss),
+          ToDouble(slice.grad_lse),    ToDouble(slice.grad_entropy)};
+}
+
+std::vector<reference::Result> ComputeReference(const Problem& problem,
+                                                reference::ParamGradients* gradients) {
+  const reference::Head head = ReferenceHead(problem);
+  LossOptions options = problem.options;
+  if (!IsFiltered(problem)) options.algorithm = Algorithm::kExact;
+  std::vector<reference::Result> results;
+  for (const SliceData& slice : problem.slices) {
+    results.push_back(reference::Compute(head, options, ReferenceRows(slice),
+                                         problem.accumulate_gradients ? gradients : nullptr));
+  }
+  return results;
+}
+
+Problem WithClearEpsilon(Problem problem) {
+  if (problem.options.algorithm == Algorithm::kExact) return problem;
+  std::vector<double> p;
+  for (const SliceData& slice : problem.slices) {
+    const auto more = reference::Probabilities(ReferenceHead(problem), problem.options, ReferenceRows(slice));
+    p.insert(p.end(), more.begin(), more.end());
+  }
+  std::sort(p.begin(), p.end());
+  const double epsilon = double{problem.options.filter_epsilon};
+  if (epsilon == 0.0) return problem;
+  constexpr double kNear = 1.5;
+  double widest = 1.0;
+  for (size_t i = 1; i < p.size() && p[i - 1] <= kNear * epsilon; ++i) {
+    if (p[i] < epsilon / kNear || p[i] <= widest * p[i - 1]) continue;
+    widest = p[i] / p[i - 1];
+    problem.options.filter_epsilon = static_cast<float>(std::sqrt(p[i - 1] * p[i]));
+  }
+  return problem;
+}
+
+double MaxAbsLogit(absl::Span<const reference::Result> results) {
+  double largest = 0.0;
+  for (const reference::Result& result : results) {
+    for (double z : result.max_abs_logit) largest = std::max(largest, z);
+  }
+  return largest;
+}
+
+void ExpectSliceMatches(DType compute, const Problem& problem, const SliceData& slice,
+                        const reference::Result& want, const SliceOutputs& got) {
+  EXPECT_EQ(got.first_nonfinite_row, -1);
+  ExpectSumsMatch(compute, problem, slice, want, got.sums, !got.entropy.empty());
+  for (size_t row = 0; row < got.loss.size(); ++row) {
+    if (slice.targets[row] == kIgnoredTarget) {
+      ExpectIgnoredRow(got, row, problem.config.hidden_size);
+    } else {
+      ExpectRowMatches(compute, problem, slice, want, got, row);
+    }
+  }
+  if (!slice.want_grad_hidden) return;
+  ExpectGradientNear("grad_hidden", got.grad_hidden, want.grad_hidden, compute, problem.hidden_dtype,
+                     MaxAbsLogit({&want, 1}));
+}
+
+void ExpectGradientsMatch(HeadKernels& head, const reference::ParamGradients& want, double max_abs_logit) {
+  const std::pair<Param, const reference::Gradient*> params[] = {{Param::kWeight, &want.weight},
+                                                                 {Param::kBias, &want.bias},
+                                                                 {Param::kNormGain, &want.norm_gain},
+                                                                 {Param::kNormShift, &want.norm_shift}};
+  for (const auto& [param, gradient] : params) {
+    if (!HasTensor(head.config(), {param, Role::kGradient})) continue;
+    ExpectGradientNear(std::string(Name(param)).c_str(), ReadGradient(head, param), *gradient,
+                       head.compute_dtype(), DType::kFloat32, max_abs_logit);
+  }
+}
+
+void RunAndCompare(Backend& backend, const std::vector<Problem>& chunks, const RunOptions& options) {
+  const std::unique_ptr<HeadKernels> head = MakeHead(backend, chunks.front());
+  ASSERT_NE(head, nullptr);
+  reference::ParamGradients gradients = reference::ZeroGradients(chunks.front().config);
+  double max_abs_logit = 0.0;
+  for (const Problem& chunk : chunks) {
+    const Problem problem = WithClearEpsilon(chunk);
+    SCOPED_TRACE(Describe(problem));
+    const std::vector<reference::Result> want = ComputeReference(problem, &gradients);
+    const ChunkRun got = RunChunk(*head, problem, options);
+    ASSERT_TRUE(got.results.ok()) << got.results;
+    ASSERT_TRUE(got.done.ok()) << got.done;
+    for (size_t i = 0; i < want.size(); ++i) {
+      SCOPED_TRACE(absl::StrCat("slice ", i));
+      ExpectSliceMatches(head->compute_dtype(), problem, problem.slices[i], want[i], got.slices[i]);
+    }
+    max_abs_logit = std::max(max_abs_logit, MaxAbsLogit(want));
+  }
+  SCOPED_TRACE(Describe(chunks.front()));
+  if (head->config().trainable) ExpectGradientsMatch(*head, gradients, max_abs_logit);
+}
+
+}  // namespace lossd::kernels::testing

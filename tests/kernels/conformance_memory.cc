@@ -1,0 +1,121 @@
+// What heads and buffers take, and what a backend says that it chose.
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "tests/kernels/backend_conformance.h"
+#include "tests/kernels/chunk_run.h"
+
+namespace lossd::kernels::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+}  // namespace
+
+TEST_P(BackendConformance, PlanIsWhatAHeadHolds) {
+  for (int i = 0; i < 8; ++i) {
+    HeadConfig config = Random(1, UniformInt(rng(), 1, 90), UniformInt(rng(), 1, 300)).config;
+    config.optimizer_state = static_cast<OptimizerState>(UniformInt(rng(), 0, 2));
+    config.trainable = Chance(rng(), 0.7);
+    const MemoryBytes before = backend().memory().current;
+    const auto plan = backend().PlanHead(config);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    {
+      auto head = backend().CreateHead(config);
+      ASSERT_TRUE(head.ok()) << head.status();
+      EXPECT_GE((*head)->chunk_rows(), 1);
+      EXPECT_EQ((*head)->config(), config);
+      EXPECT_GE(plan->by_kind[0], config.vocab_size * config.hidden_size * 4);
+      for (size_t kind = 0; kind < kMemoryKinds; ++kind) {
+        EXPECT_EQ((*head)->memory().by_kind[kind], plan->by_kind[kind]);
+        EXPECT_EQ(backend().memory().current.by_kind[kind] - before.by_kind[kind], plan->by_kind[kind]);
+      }
+      EXPECT_GE(backend().memory().peak_total, backend().memory().current.Total());
+    }
+    EXPECT_EQ(backend().memory().current.by_kind, before.by_kind);
+  }
+}
+
+TEST_P(BackendConformance, RefusesBadHeads) {
+  HeadConfig config = Plain({1}, 0, 4).config;
+  EXPECT_EQ(backend().PlanHead(config).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(backend().CreateHead(config).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_P(BackendConformance, AHeadKeepsToItsOwnWorkspaceLimit) {
+  HeadConfig config = Plain({1}, 24, 5000).config;
+  for (const int64_t limit : {int64_t{8} << 20, int64_t{64} << 20}) {
+    config.workspace_bytes = limit;
+    const auto plan = backend().PlanHead(config);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    constexpr int64_t kPages = int64_t{4} << 20;  // two buffers may be rounded up
+    EXPECT_LE((*plan)[MemoryKind::kWorkspace], is_cut() ? limit : limit + kPages);
+  }
+  config.workspace_bytes = 10;
+  EXPECT_FALSE(backend().PlanHead(config).ok());
+  EXPECT_FALSE(backend().CreateHead(config).ok());
+  config.workspace_bytes = -1;
+  EXPECT_EQ(backend().PlanHead(config).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_P(BackendConformance, StagingIsCountedAndAligned) {
+  const int64_t before = backend().memory().current[MemoryKind::kStaging];
+  {
+    auto staging = backend().AllocateStaging(1001);
+    ASSERT_TRUE(staging.ok()) << staging.status();
+    EXPECT_EQ((*staging)->bytes().size(), 1001u);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>((*staging)->bytes().data()) % 64, 0u);
+    std::fill((*staging)->bytes().begin(), (*staging)->bytes().end(), uint8_t{7});
+    EXPECT_GE(backend().memory().current[MemoryKind::kStaging] - before, 1001);
+  }
+  EXPECT_EQ(backend().memory().current[MemoryKind::kStaging], before);
+  EXPECT_EQ(backend().AllocateStaging(-1).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_P(BackendConformance, RetainedMemoryIsCountedAndBounded) {
+  const int64_t before = backend().memory().current[MemoryKind::kRetained];
+  const Problem problem = MakeProblem(Plain({5}, 16, 9), rng());
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  {
+    auto retained = backend().AllocateRetained(RetainedBytes(problem) - 4);
+    ASSERT_TRUE(retained.ok()) << retained.status();
+    EXPECT_EQ((*retained)->size(), RetainedBytes(problem) - 4);
+    EXPECT_GE(backend().memory().current[MemoryKind::kRetained] - before, (*retained)->size());
+    EXPECT_EQ(RunChunk(*head, problem, {.retained = retained->get()}).results.code(),
+              absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(RunChunk(*head, problem, {.retained = retained->get(), .take_retained = true}).results.code(),
+              absl::StatusCode::kInvalidArgument);
+  }
+  EXPECT_EQ(backend().memory().current[MemoryKind::kRetained], before);
+  EXPECT_EQ(backend().AllocateRetained(-1).status().code(), absl::StatusCode::kInvalidArgument);
+  ExpectZeroGradients(*head);
+}
+
+TEST_P(BackendConformance, SaysWhatItChose) {
+  Problem problem = MakeProblem(Plain({12}, 24, 300), rng());
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  const std::vector<Choice> of_head = head->Describe();
+  EXPECT_FALSE(of_head.empty());
+  EXPECT_EQ(of_head.front().what, "chunk");
+  EXPECT_THAT(of_head.front().choice, HasSubstr(absl::StrCat(head->chunk_rows())));
+  for (const Choice& choice : of_head) {
+    EXPECT_NE(choice.what, "");
+    EXPECT_NE(choice.choice, "");
+    EXPECT_LE(choice.workspace_bytes, head->memory()[MemoryKind::kWorkspace]) << choice.what;
+  }
+  const ChunkRun exact = RunChunk(*head, problem);
+  ExpectGradients(exact, Algorithm::kExact);
+  EXPECT_EQ(RunChunk(*head, problem).choices, exact.choices);
+  if (!is_cut()) problem.options.algorithm = Algorithm::kFiltered;
+  problem.options.filter_epsilon = 0x1p-12f;
+  ExpectGradients(RunChunk(*head, problem), Algorithm::kFiltered);
+  problem.options.label_smoothing = -1.0f;
+  EXPECT_TRUE(RunChunk(*head, problem).choices.empty()) << "it was refused";
+}
+
+}  // namespace lossd::kernels::testing
