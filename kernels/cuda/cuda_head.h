@@ -129,7 +129,7 @@ class CudaHead : public HeadKernels {
   uint8_t* HiddenRows(const Job& job, int64_t begin) const;
   uint8_t* WeightRows(int64_t first_class) const;
 
-  void Report(std::shared_ptr<Job> job, absl::Status status, ChunkCallbacks callbacks);
+  void Report(const std::shared_ptr<Job>& job, absl::Status status, ChunkCallbacks callbacks);
 
   // Of all classes, or of a block of them. Without scratch for Algorithm::kCut.
   GemmShape LogitsShape(int64_t rows) const { return LogitsShape(rows, sizes_.padded_vocab); }

@@ -43,7 +43,7 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
       status = Enqueue(*job);
     }
   }
-  Report(std::move(job), std::move(status), std::move(callbacks));
+  Report(job, std::move(status), std::move(callbacks));
 }
 
 absl::Status CudaHead::Enqueue(const Job& job) {
@@ -374,7 +374,7 @@ absl::Status CudaHead::WeightGradient(const Job& job) {
   return absl::OkStatus();
 }
 
-void CudaHead::Report(std::shared_ptr<Job> job, absl::Status status, ChunkCallbacks callbacks) {
+void CudaHead::Report(const std::shared_ptr<Job>& job, absl::Status status, ChunkCallbacks callbacks) {
   const bool on_device = status.ok() && job->layout.compact_rows > 0;
   auto shared = std::make_shared<ChunkCallbacks>(std::move(callbacks));
   auto final_status = std::make_shared<absl::Status>(status);
