@@ -4,80 +4,14 @@
 #include <gtest/gtest.h>
 
 #include <random>
-#include <thread>
 
-#include "absl/strings/match.h"
 #include "absl/time/clock.h"
-#include "client/cpp/client.h"
-#include "tests/client/fake_server.h"
+#include "tests/client/cpp/faults_fixture.h"
 
 namespace lossd::client {
 namespace {
 
-using lossd::fake::Faults;
 using ::testing::HasSubstr;
-
-constexpr uint64_t kD = 8;
-constexpr uint64_t kRows = 400;
-
-class FaultsTest : public testing::Test {
- protected:
-  void SetUp() override {
-    server_.AddHead("head", kD, 10);
-    client_ = Connect();
-    for (size_t i = 0; i < x_.size(); ++i) x_[i] = static_cast<float>(i % 16) / 4;
-    for (size_t i = 0; i < targets_.size(); ++i) targets_[i] = static_cast<int32_t>(i % 10);
-  }
-  std::unique_ptr<Client> Connect() {
-    return Client::Connect({
-                               .target = server_.target(),
-                               .channels = 2,
-                               .retry = {.max_attempts = 3, .initial_backoff = absl::Milliseconds(20)},
-                           })
-        .value();
-  }
-  Microbatch AsMicrobatch(uint64_t id = 1) const {
-    return {.head = "head",
-            .step = 0,
-            .id = id,
-            .hidden_size = kD,
-            .hidden_dtype = v1::DTYPE_FP32,
-            .hidden = x_.data(),
-            .targets = targets_};
-  }
-  LossOutputs Outputs() { return {.grad_hidden = dx_.data(), .row_loss = absl::MakeSpan(loss_)}; }
-  // 400 rows of 32 bytes: two streams of 13 slices.
-  static ComputeOptions Options() { return {.accumulate_gradients = true, .slice_bytes = 512}; }
-  absl::StatusOr<LossResult> Compute() { return client_->ComputeLoss(AsMicrobatch(), Outputs(), Options()); }
-
-  double GradientSum() const {
-    double sum = 0;
-    for (float value : x_) sum += value;
-    return sum;
-  }
-  void ExpectComplete(const absl::StatusOr<LossResult>& result) {
-    ASSERT_TRUE(result.ok()) << result.status();
-    EXPECT_EQ(result->valid_rows, kRows);
-    EXPECT_EQ(result->accumulated_rows + result->repeated_rows, kRows);
-    for (size_t i = 0; i < x_.size(); ++i) ASSERT_EQ(dx_[i], 2 * x_[i]);
-    EXPECT_NEAR(server_.accumulated("head"), GradientSum(), 1e-6) << "every row once";
-  }
-  void ExpectError(Faults faults, absl::StatusCode code, const std::string& text) {
-    server_.SetFaults(std::move(faults));
-    const auto result = Compute();
-    EXPECT_EQ(result.status().code(), code) << result.status();
-    EXPECT_THAT(std::string(result.status().message()), HasSubstr(text));
-    server_.SetFaults({});
-    EXPECT_TRUE(Compute().ok()) << "the client is usable afterwards";
-  }
-
-  lossd::fake::FakeServer server_;
-  std::unique_ptr<Client> client_;
-  std::vector<float> x_ = std::vector<float>(kRows * kD);
-  std::vector<float> dx_ = std::vector<float>(kRows * kD);
-  std::vector<float> loss_ = std::vector<float>(kRows);
-  std::vector<int32_t> targets_ = std::vector<int32_t>(kRows);
-};
 
 TEST_F(FaultsTest, ErrorInTheMiddleComesWithItsDetail) {
   server_.SetFaults({.fail_slice = [](uint64_t n) { return n == 5 ? grpc::StatusCode::OUT_OF_RANGE : 0; }});
@@ -152,87 +86,6 @@ TEST_F(FaultsTest, EndlessUnavailabilityEndsAfterMaxAttempts) {
 TEST_F(FaultsTest, DrainingServerIsTriedAgain) {
   server_.SetFaults({.refuse_calls = 1, .refuse_streams = 2});
   ExpectComplete(Compute());
-}
-
-TEST_F(FaultsTest, RestartDuringTheCallAborts) {
-  Faults faults{.fail_slice = [](uint64_t n) { return n == 7 ? grpc::StatusCode::UNAVAILABLE : 0; },
-                .restart_on_failure = true};
-  server_.SetFaults(faults);
-  const uint64_t before = server_.incarnation();
-  const auto result = client_->ComputeLoss(AsMicrobatch(), Outputs(),
-                                           {.accumulate_gradients = true, .streams = 1, .slice_bytes = 512});
-  EXPECT_EQ(result.status().code(), absl::StatusCode::kAborted) << result.status();
-  EXPECT_THAT(std::string(result.status().message()), HasSubstr("server restarted (incarnation "));
-  EXPECT_THAT(std::string(result.status().message()), HasSubstr("gradients of step 0 are lost"));
-  EXPECT_NE(server_.incarnation(), before);
-}
-
-TEST_F(FaultsTest, RestartBetweenMicrobatchesAbortsUntilAcknowledged) {
-  ASSERT_TRUE(Compute().ok());
-  server_.Restart();
-  for (uint64_t id : {2, 3}) {
-    const auto result = client_->ComputeLoss(AsMicrobatch(id), Outputs(), Options());
-    EXPECT_EQ(result.status().code(), absl::StatusCode::kAborted) << result.status();
-  }
-  EXPECT_EQ(client_->GradNorm("head").status().code(), absl::StatusCode::kAborted);
-  EXPECT_TRUE(client_->ComputeLoss(AsMicrobatch(), Outputs(), {}).ok()) << "loss alone loses nothing";
-  client_->AcknowledgeRestart("head");
-  EXPECT_TRUE(Compute().ok());
-}
-
-TEST_F(FaultsTest, RestartIsSeenInErrorsToo) {
-  ASSERT_TRUE(Compute().ok());
-  ASSERT_TRUE(Connect()->DeleteHead("head").ok());
-  server_.Restart();
-  EXPECT_EQ(Compute().status().code(), absl::StatusCode::kAborted);
-  v1::ApplyStepRequest apply;
-  apply.set_head("head");
-  EXPECT_EQ(client_->ApplyStep(apply).status().code(), absl::StatusCode::kAborted);
-  v1::CreateHeadRequest create;
-  create.mutable_spec()->set_name("head");
-  create.mutable_spec()->set_hidden_size(kD);
-  create.mutable_spec()->set_vocab_size(10);
-  ASSERT_TRUE(client_->CreateHead(create).ok());
-  EXPECT_TRUE(Compute().ok()) << "creating the head acknowledges the restart";
-}
-
-TEST_F(FaultsTest, RestartBetweenStepsLosesNothing) {
-  ASSERT_TRUE(Compute().ok());
-  v1::ApplyStepRequest apply;
-  apply.set_head("head");
-  apply.set_expected_rows(kRows);
-  ASSERT_TRUE(client_->ApplyStep(apply).ok());
-  server_.Restart();
-  Microbatch next = AsMicrobatch();
-  next.step = 1;
-  const auto result = client_->ComputeLoss(next, Outputs(), Options());
-  EXPECT_TRUE(result.ok()) << result.status();
-}
-
-// Another thread may get the answer to its repeat when the next step has begun.
-TEST_F(FaultsTest, RepeatedStepDoesNotForgetTheNextOne) {
-  ASSERT_TRUE(Compute().ok());
-  v1::ApplyStepRequest apply;
-  apply.set_head("head");
-  ASSERT_TRUE(client_->ApplyStep(apply).ok());
-  Microbatch next = AsMicrobatch();
-  next.step = 1;
-  ASSERT_TRUE(client_->ComputeLoss(next, Outputs(), Options()).ok());
-  const auto repeat = client_->ApplyStep(apply);
-  ASSERT_TRUE(repeat.ok()) << repeat.status();
-  EXPECT_TRUE(repeat->repeated_call());
-  server_.Restart();
-  next.id = 2;
-  EXPECT_EQ(client_->ComputeLoss(next, Outputs(), Options()).status().code(), absl::StatusCode::kAborted);
-  EXPECT_EQ(server_.accumulated("head"), 0) << "refused before anything was accumulated";
-}
-
-TEST_F(FaultsTest, StepAppliedWithoutLostRowsIsAnError) {
-  ASSERT_TRUE(Compute().ok());
-  server_.Restart();
-  v1::ApplyStepRequest apply;
-  apply.set_head("head");
-  EXPECT_EQ(client_->ApplyStep(apply).status().code(), absl::StatusCode::kAborted);
 }
 
 TEST_F(FaultsTest, CancelEndsTheCall) {
@@ -371,24 +224,6 @@ TEST_F(FaultsTest, CutBackwardIsSentAgain) {
   EXPECT_EQ(result->repeats, 1);
 }
 
-// A contribution to the weight's gradient: row v is {v + 1, 0, ...}; its sum is 55.
-struct Addition {
-  explicit Addition(uint64_t id) {
-    open.set_head("head");
-    open.set_contribution_id(id);
-    open.set_param(v1::PARAM_WEIGHT);
-    open.mutable_rows()->set_end(10);
-    open.set_dtype(v1::DTYPE_FP32);
-    for (size_t v = 0; v < 10; ++v) values[v * kD] = static_cast<float>(v + 1);
-  }
-  absl::StatusOr<v1::AddGradientResponse> Send(Client& client) const {
-    return client.AddGradient(open, {reinterpret_cast<const char*>(values.data()), values.size() * 4});
-  }
-
-  v1::OpenGradient open;
-  std::vector<float> values = std::vector<float>(10 * kD);
-};
-
 TEST_F(FaultsTest, CutContributionsAreSentAgainAndAddedOnce) {
   server_.SetFaults({.fail_add = [](uint64_t n) { return n <= 2 ? grpc::StatusCode::UNAVAILABLE : 0; }});
   const Addition addition(7);
@@ -403,43 +238,6 @@ TEST_F(FaultsTest, CutContributionsAreSentAgainAndAddedOnce) {
   EXPECT_EQ(Addition(8).Send(*client_).status().code(), absl::StatusCode::kUnavailable);
   server_.SetFaults({.fail_add = [](uint64_t) { return grpc::StatusCode::OUT_OF_RANGE; }});
   EXPECT_EQ(Addition(8).Send(*client_).status().code(), absl::StatusCode::kOutOfRange);
-}
-
-TEST_F(FaultsTest, ContributionsNoticeARestart) {
-  ASSERT_TRUE(Compute().ok());
-  server_.Restart();
-  const absl::Status status = Addition(7).Send(*client_).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
-  const auto restart = RestartOf(status);
-  ASSERT_TRUE(restart.has_value());
-  EXPECT_EQ(restart->now, server_.incarnation());
-  EXPECT_NE(restart->before, restart->now);
-  EXPECT_EQ(server_.accumulated("head"), 0.0) << "left behind in the new process";
-  client_->AcknowledgeRestart("head");
-  EXPECT_TRUE(Addition(7).Send(*client_).ok());
-  server_.Restart();
-  EXPECT_EQ(Compute().status().code(), absl::StatusCode::kAborted) << "contributions count as gradients";
-}
-
-TEST_F(FaultsTest, AnExpectedIncarnationIsInsistedOn) {
-  const uint64_t before = server_.incarnation();
-  const auto connect = [&] {
-    return Client::Connect({.target = server_.target(), .expected_incarnation = before});
-  };
-  auto client = connect();
-  ASSERT_TRUE(client.ok()) << client.status();
-  server_.Restart();
-  const auto restart = RestartOf(connect().status());
-  ASSERT_TRUE(restart.has_value()) << connect().status();
-  EXPECT_EQ(restart->before, before);
-  EXPECT_EQ(restart->now, server_.incarnation());
-  for (const absl::Status& status : {(*client)->ComputeLoss(AsMicrobatch(), Outputs(), Options()).status(),
-                                     Addition(7).Send(**client).status()}) {
-    EXPECT_TRUE(RestartOf(status).has_value()) << status;
-  }
-  (*client)->AcknowledgeRestart("head");
-  EXPECT_TRUE((*client)->ComputeLoss(AsMicrobatch(), Outputs(), Options()).ok());
-  EXPECT_FALSE(RestartOf(absl::AbortedError("the step's gradients were zeroed")).has_value());
 }
 
 TEST_F(FaultsTest, RandomCutsNeverLoseOrRepeatARow) {
