@@ -100,65 +100,41 @@ Problem BackendConformance::WithLogits(const std::vector<float>& logits,
   return problem;
 }
 
+// rows, D, V
+constexpr int64_t kOddShapes[][3] = {{1, 1, 1},       {3, 1, 7},      {8, 8, 8},     {1, 33, 65},
+                                     {252, 123, 507}, {188, 31, 123}, {80, 64, 125}, {257, 127, 513},
+                                     {5, 200, 1},     {130, 2, 1031}, {64, 256, 256}};
+
 TEST_P(BackendConformance, ShapesThatNoTileDivides) {
-  constexpr int64_t kShapes[][3] = {{1, 1, 1},       {3, 1, 7},      {8, 8, 8},     {1, 33, 65},
-                                    {252, 123, 507}, {188, 31, 123}, {80, 64, 125}, {257, 127, 513},
-                                    {5, 200, 1},     {130, 2, 1031}, {64, 256, 256}};
-  for (const auto& [rows, hidden, vocab] : kShapes) {
+  for (const auto& [rows, hidden, vocab] : kOddShapes) {
     RunAndCompare(backend(), {MakeProblem(Plain({rows}, hidden, vocab), rng())});
   }
 }
 
 TEST_P(BackendConformance, EachOptionAlone) {
-  const ProblemSpec plain = Plain({17, 20}, 37, 101);
-  std::vector<ProblemSpec> specs(14, plain);
-  specs[1].config.has_bias = true;
-  specs[2].config.norm = Norm::kLayerNorm;
-  specs[3].config.norm = Norm::kRmsNorm;
-  specs[4].options.logit_scale = 0.125f;
-  specs[5].options.softcap = 6.0f;
-  specs[6].options.label_smoothing = 0.1f;
-  specs[7].options.z_loss = 0.02f;
-  specs[8].config.has_class_weights = specs[8].options.use_class_weights = true;
-  specs[9].row_weights = true;
-  specs[10].grad_loss = true;
-  specs[11].grad_lse = true;
-  specs[12].grad_entropy = true;
-  specs[13].grad_scale = -0.37f;
-  for (const ProblemSpec& spec : specs) RunAndCompare(backend(), {MakeProblem(spec, rng())});
+  for (const ProblemSpec& spec : EachOptionAlone(Plain({17, 20}, 37, 101))) {
+    RunAndCompare(backend(), {MakeProblem(spec, rng())});
+  }
 }
 
 TEST_P(BackendConformance, FilteredWithEachOption) {
   ProblemSpec plain = Plain({17, 20}, 37, 101);
   plain.options.algorithm = Algorithm::kFiltered;
   plain.options.filter_epsilon = 0.004f;
-  std::vector<ProblemSpec> specs(16, plain);
-  specs[1].config.has_bias = true;
-  specs[2].config.norm = Norm::kLayerNorm;
-  specs[3].config.norm = Norm::kRmsNorm;
-  specs[4].options.logit_scale = -0.5f;
-  specs[5].options.softcap = 6.0f;
-  specs[6].options.label_smoothing = 0.1f;
-  specs[7].options.z_loss = 0.02f;
-  specs[8].config.has_class_weights = specs[8].options.use_class_weights = true;
-  specs[8].options.label_smoothing = 0.2f;
-  specs[8].config.has_bias = true;
-  specs[9].row_weights = true;
-  specs[10].grad_loss = true;
-  specs[11].grad_lse = true;
-  specs[12].grad_entropy = true;  // exact, as is the next
-  specs[13].options.softcap = 6.0f;
-  specs[13].options.label_smoothing = 0.1f;
-  specs[14].accumulate_mask = true;
-  specs[15].grad_scale = -0.37f;
+  std::vector<ProblemSpec> specs = EachOptionAlone(plain);  // exact with a gradient for the entropy
+  specs.emplace_back(plain).options.logit_scale = -0.5f;
+  ProblemSpec& weighted = specs.emplace_back(plain);
+  weighted.config.has_class_weights = weighted.options.use_class_weights = true;
+  weighted.options.label_smoothing = 0.2f;
+  weighted.config.has_bias = true;
+  ProblemSpec& capped = specs.emplace_back(plain);  // exact, too
+  capped.options.softcap = 6.0f;
+  capped.options.label_smoothing = 0.1f;
   for (const ProblemSpec& spec : specs) RunAndCompare(backend(), {MakeProblem(spec, rng())});
 }
 
 TEST_P(BackendConformance, FilteredShapesThatNoTileDivides) {
-  constexpr int64_t kShapes[][3] = {{1, 1, 1},       {3, 1, 7},      {8, 8, 8},     {1, 33, 65},
-                                    {252, 123, 507}, {188, 31, 123}, {80, 64, 125}, {257, 127, 513},
-                                    {5, 200, 1},     {130, 2, 1031}, {64, 256, 256}};
-  for (const auto& [rows, hidden, vocab] : kShapes) {
+  for (const auto& [rows, hidden, vocab] : kOddShapes) {
     for (float epsilon : {0.0f, 0.003f, 0.9f}) {
       ProblemSpec spec = Plain({rows}, hidden, vocab);
       spec.options.algorithm = Algorithm::kFiltered;

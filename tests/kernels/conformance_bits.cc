@@ -1,7 +1,6 @@
 // What deterministic servers rest on: results depend on the rows of a chunk and their order alone, to the
 // bit.
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <vector>
 
@@ -10,6 +9,8 @@
 
 namespace lossd::kernels::testing {
 namespace {
+
+constexpr int64_t kShapes[][3] = {{75, 33, 129}, {200, 64, 257}, {7, 24, 40}};  // rows, D, V
 
 // Rows [begin, end) of a slice.
 SliceData RowsOf(const SliceData& slice, int64_t hidden_size, int64_t begin, int64_t end) {
@@ -57,8 +58,7 @@ TEST_P(BackendConformance, SameChunkSameBits) {
 }
 
 TEST_P(BackendConformance, TheCutIntoSlicesLeavesNoTrace) {
-  for (const auto& [rows, hidden, vocab] :
-       {std::array<int64_t, 3>{75, 33, 129}, {200, 64, 257}, {7, 24, 40}}) {
+  for (const auto& [rows, hidden, vocab] : kShapes) {
     ProblemSpec spec = Random(rows, hidden, vocab);
     spec.accumulate_mask = false;
     spec.slice_rows = {rows};
@@ -99,8 +99,7 @@ TEST_P(BackendConformance, TheCutIntoSlicesLeavesNoTrace) {
 }
 
 TEST_P(BackendConformance, ARowsResultsDependOnItsPlaceButNotOnTheOtherRows) {
-  for (const auto& [rows, hidden, vocab] :
-       {std::array<int64_t, 3>{75, 33, 129}, {200, 64, 257}, {7, 24, 40}}) {
+  for (const auto& [rows, hidden, vocab] : kShapes) {
     ProblemSpec spec = Random(rows, hidden, vocab);
     spec.accumulate_mask = false;
     spec.slice_rows = {rows};

@@ -8,12 +8,19 @@
 #include "tests/kernels/chunk_run.h"
 
 namespace lossd::kernels::testing {
+namespace {
 
-TEST_P(BackendConformance, NewHeadIsZeroButForGainAndClassWeights) {
-  HeadConfig config = Plain({1}, 7, 9).config;
+HeadConfig WithEveryTensor(HeadConfig config) {
   config.has_bias = config.has_class_weights = true;
   config.norm = Norm::kLayerNorm;
   config.optimizer_state = OptimizerState::kAdam;
+  return config;
+}
+
+}  // namespace
+
+TEST_P(BackendConformance, NewHeadIsZeroButForGainAndClassWeights) {
+  const HeadConfig config = WithEveryTensor(Plain({1}, 7, 9).config);
   auto head = backend().CreateHead(config);
   ASSERT_TRUE(head.ok()) << head.status();
   for (Param param : kAllParams) {
@@ -60,10 +67,7 @@ TEST_P(BackendConformance, TensorsRoundTripInRowRanges) {
 }
 
 TEST_P(BackendConformance, EveryTensorReadsInAnyRangeAndDType) {
-  HeadConfig config = Plain({1}, 37, 53).config;
-  config.has_bias = config.has_class_weights = true;
-  config.norm = Norm::kLayerNorm;
-  config.optimizer_state = OptimizerState::kAdam;
+  const HeadConfig config = WithEveryTensor(Plain({1}, 37, 53).config);
   auto head = backend().CreateHead(config);
   ASSERT_TRUE(head.ok()) << head.status();
   for (Param param : kAllParams) {

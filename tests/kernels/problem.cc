@@ -200,6 +200,25 @@ ProblemSpec RandomSpec(int64_t rows, int64_t hidden_size, int64_t vocab_size, DT
   return spec;
 }
 
+std::vector<ProblemSpec> EachOptionAlone(const ProblemSpec& plain) {
+  std::vector<ProblemSpec> specs(15, plain);
+  specs[1].config.has_bias = true;
+  specs[2].config.norm = Norm::kLayerNorm;
+  specs[3].config.norm = Norm::kRmsNorm;
+  specs[4].options.logit_scale = 0.125f;
+  specs[5].options.softcap = 6.0f;
+  specs[6].options.label_smoothing = 0.1f;
+  specs[7].options.z_loss = 0.02f;
+  specs[8].config.has_class_weights = specs[8].options.use_class_weights = true;
+  specs[9].row_weights = true;
+  specs[10].grad_loss = true;
+  specs[11].grad_lse = true;
+  specs[12].grad_entropy = true;
+  specs[13].grad_scale = -0.37f;
+  specs[14].accumulate_mask = true;
+  return specs;
+}
+
 std::string Describe(const Problem& problem) {
   const HeadConfig& config = problem.config;
   const LossOptions& options = problem.options;

@@ -65,21 +65,7 @@ TEST(ReferenceTest, GradientsAreDerivativesForEachOptionAlone) {
   plain.config.hidden_size = 5;
   plain.config.vocab_size = 7;
   plain.slice_rows = {4};
-  std::vector<ProblemSpec> specs(14, plain);
-  specs[1].config.has_bias = true;
-  specs[2].config.norm = Norm::kLayerNorm;
-  specs[3].config.norm = Norm::kRmsNorm;
-  specs[4].options.logit_scale = 0.6f;
-  specs[5].options.softcap = 4.0f;
-  specs[6].options.label_smoothing = 0.3f;
-  specs[7].options.z_loss = 0.1f;
-  specs[8].config.has_class_weights = specs[8].options.use_class_weights = true;
-  specs[9].row_weights = true;
-  specs[10].grad_loss = true;
-  specs[11].grad_lse = true;
-  specs[12].grad_entropy = true;
-  specs[13].grad_scale = -0.7f;
-  for (const ProblemSpec& spec : specs) CheckGradients(spec, rng);
+  for (const ProblemSpec& spec : EachOptionAlone(plain)) CheckGradients(spec, rng);
 }
 
 TEST(ReferenceTest, GradientsAreDerivativesForRandomCombinations) {
