@@ -108,7 +108,7 @@ TEST_F(StepsTest, AStepDoesNotCountHalfAMicrobatch) {
     Send(*stream, id, {0, id == 1 ? 2 : 4});
     ASSERT_TRUE(engine_->GradNorm("head", 0).ok());  // it is computed
     stream->Cancel(absl::CancelledError("given up"));
-    collector->Wait().ok();
+    collector->Wait().IgnoreError();  // it may have ended before
   }
   std::vector<std::string> missing;
   const StepRequest request{.step = 0, .expected_microbatches = {2}};

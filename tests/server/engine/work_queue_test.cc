@@ -66,7 +66,8 @@ TEST_F(WorkQueueTest, AChunkIsClosedWhenItIsFull) {
 }
 
 TEST_F(WorkQueueTest, AnOperationClosesTheChunkBeforeIt) {
-  Operation operation{.run = [](head::Head&) { return absl::OkStatus(); }};
+  const auto nothing = [](head::Head&) { return absl::OkStatus(); };
+  Operation operation{.run = nothing};
   Push(1, 6);
   queue_.Push(&operation);
   Push(2, 6);
