@@ -66,7 +66,7 @@ void ExpectGradient(TestClient& client, const std::string& head, Param param, co
   for (size_t i = 0; i < error.size(); ++i) error[i] = double{(*got)[i]} - want.value[i];
   const double limit =
       Norm(want.value) * kernels::testing::GradientTolerance(DType::kFloat32, max_abs_logit) +
-      Norm(want.magnitude) * kernels::testing::ToleranceFor(DType::kFloat32).magnitude;
+      Norm(want.magnitude) * kernels::testing::MagnitudeTolerance(DType::kFloat32, max_abs_logit);
   EXPECT_LE(Norm(error), limit + 1e-30) << kernels::Name(param) << ", norm " << Norm(want.value);
 }
 
