@@ -117,7 +117,7 @@ class TestClientImpl final : public TestClient {
         heads_(v1::HeadService::NewStub(channel_)),
         server_(v1::ServerService::NewStub(channel_)) {}
 
-  std::unique_ptr<LossStream> OpenLoss(absl::Duration deadline) override {
+  std::unique_ptr<LossStream> StartLoss(absl::Duration deadline) override {
     return std::make_unique<LossStreamImpl>(channel_, deadline);
   }
 
@@ -200,10 +200,11 @@ class TestClientImpl final : public TestClient {
   absl::StatusOr<std::string> Health(const std::string& service) override;
   absl::StatusOr<std::vector<std::string>> ReflectedServices() override;
   absl::StatusOr<std::string> ReadTensor(const v1::ReadTensorRequest& request) override;
-  absl::Status WriteTensor(const v1::OpenTensor& open, absl::string_view payload,
-                           size_t message_bytes) override;
-  absl::StatusOr<v1::AddGradientResponse> AddGradient(const v1::OpenGradient& open, absl::string_view payload,
-                                                      size_t message_bytes, absl::Duration deadline) override;
+  absl::Status SendTensor(const v1::OpenTensor& open, absl::string_view payload,
+                          size_t message_bytes) override;
+  absl::StatusOr<v1::AddGradientResponse> SendGradient(const v1::OpenGradient& open,
+                                                       absl::string_view payload, size_t message_bytes,
+                                                       absl::Duration deadline) override;
 
  private:
   template <typename Response, typename Request>
@@ -313,8 +314,8 @@ grpc::Status SendRows(grpc::ClientWriter<Request>* writer, const Open& open, abs
   return writer->Finish();
 }
 
-absl::Status TestClientImpl::WriteTensor(const v1::OpenTensor& open, absl::string_view payload,
-                                         size_t message_bytes) {
+absl::Status TestClientImpl::SendTensor(const v1::OpenTensor& open, absl::string_view payload,
+                                        size_t message_bytes) {
   grpc::ClientContext context;
   SetDeadline(&context, kTestDeadline);
   v1::WriteTensorResponse response;
@@ -322,10 +323,10 @@ absl::Status TestClientImpl::WriteTensor(const v1::OpenTensor& open, absl::strin
   return wire::FromGrpcStatus(SendRows(writer.get(), open, payload, message_bytes));
 }
 
-absl::StatusOr<v1::AddGradientResponse> TestClientImpl::AddGradient(const v1::OpenGradient& open,
-                                                                    absl::string_view payload,
-                                                                    size_t message_bytes,
-                                                                    absl::Duration deadline) {
+absl::StatusOr<v1::AddGradientResponse> TestClientImpl::SendGradient(const v1::OpenGradient& open,
+                                                                     absl::string_view payload,
+                                                                     size_t message_bytes,
+                                                                     absl::Duration deadline) {
   grpc::ClientContext context;
   SetDeadline(&context, deadline);
   v1::AddGradientResponse response;

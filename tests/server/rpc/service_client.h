@@ -69,7 +69,9 @@ class TestClient {
   static std::unique_ptr<TestClient> Over(std::shared_ptr<grpc::Channel> channel);
   virtual ~TestClient() = default;
 
-  virtual std::unique_ptr<LossStream> OpenLoss(absl::Duration deadline = kTestDeadline) = 0;
+  std::unique_ptr<LossStream> OpenLoss(absl::Duration deadline = kTestDeadline) {
+    return StartLoss(deadline);
+  }
 
   virtual absl::StatusOr<v1::HeadDescription> CreateHead(const v1::CreateHeadRequest& request) = 0;
   virtual absl::StatusOr<v1::HeadDescription> DescribeHead(const std::string& head) = 0;
@@ -95,18 +97,31 @@ class TestClient {
 
   // The tensor's bytes in request.dtype, put together from all slices.
   virtual absl::StatusOr<std::string> ReadTensor(const v1::ReadTensorRequest& request) = 0;
-  // Sends the payload in messages of `message_bytes`.
-  virtual absl::Status WriteTensor(const v1::OpenTensor& open, absl::string_view payload,
-                                   size_t message_bytes = size_t{1} << 20) = 0;
-
-  virtual absl::StatusOr<v1::AddGradientResponse> AddGradient(const v1::OpenGradient& open,
-                                                              absl::string_view payload,
-                                                              size_t message_bytes = size_t{1} << 20,
-                                                              absl::Duration deadline = kTestDeadline) = 0;
+  // Both send the payload in messages of `message_bytes`.
+  absl::Status WriteTensor(const v1::OpenTensor& open, absl::string_view payload,
+                           size_t message_bytes = kMessageBytes) {
+    return SendTensor(open, payload, message_bytes);
+  }
+  absl::StatusOr<v1::AddGradientResponse> AddGradient(const v1::OpenGradient& open, absl::string_view payload,
+                                                      size_t message_bytes = kMessageBytes,
+                                                      absl::Duration deadline = kTestDeadline) {
+    return SendGradient(open, payload, message_bytes, deadline);
+  }
 
   // fp32 shorthands.
   absl::StatusOr<std::vector<float>> Read(const std::string& head, v1::Param param, v1::Role role);
   absl::Status Write(const std::string& head, v1::Param param, absl::Span<const float> values);
+
+ private:
+  static constexpr size_t kMessageBytes = size_t{1} << 20;
+
+  virtual std::unique_ptr<LossStream> StartLoss(absl::Duration deadline) = 0;
+  virtual absl::Status SendTensor(const v1::OpenTensor& open, absl::string_view payload,
+                                  size_t message_bytes) = 0;
+  virtual absl::StatusOr<v1::AddGradientResponse> SendGradient(const v1::OpenGradient& open,
+                                                               absl::string_view payload,
+                                                               size_t message_bytes,
+                                                               absl::Duration deadline) = 0;
 };
 
 // The bytes of numbers.
