@@ -67,16 +67,14 @@ class Microbatch {
       for (int64_t begin = 0; begin < shape_.rows; begin += chunk_rows_) {
         {
           absl::MutexLock lock(&mutex_);
-          const auto has_room = [this, in_flight] { return unfinished_ < in_flight; };
-          mutex_.Await(absl::Condition(&has_room));
+          AwaitUnfinished(in_flight - 1);
           ++unfinished_;
         }
         Submit(begin, begin + chunk_rows_ >= shape_.rows ? &ends : nullptr);
       }
     }
     absl::MutexLock lock(&mutex_);
-    const auto idle = [this] { return unfinished_ == 0; };
-    mutex_.Await(absl::Condition(&idle));
+    AwaitUnfinished(0);
     std::vector<double> times;
     for (size_t i = 1; i < ends.size(); ++i) {
       times.push_back(std::chrono::duration<double, std::milli>(ends[i] - ends[i - 1]).count());
@@ -89,6 +87,12 @@ class Microbatch {
     kernels::Slice slice;
     kernels::Chunk chunk;
   };
+
+  // Waits until no more than `chunks` of them are unfinished.
+  void AwaitUnfinished(int chunks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const auto few = [this, chunks]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return unfinished_ <= chunks; };
+    mutex_.Await(absl::Condition(&few));
+  }
 
   void Submit(int64_t begin, std::vector<Clock::time_point>* ends) {
     auto work = std::make_shared<Work>();
