@@ -1,6 +1,6 @@
 // The tests that every backend must pass, written against the contract (kernels/backend.h) alone.
 //
-// The losses and gradients are in backend_conformance.cc, the rest in conformance_*.cc. A backend's test
+// Losses and exact gradients are in backend_conformance.cc, the rest in conformance_*.cc. A backend's test
 // binary links lossd_backend_conformance and instantiates the suite:
 //
 //   INSTANTIATE_TEST_SUITE_P(Cpu, BackendConformance, ::testing::ValuesIn(cases), ConformanceName);
@@ -38,6 +38,11 @@ void PrintTo(const ConformanceCase& c, std::ostream* out);
 
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 inline constexpr float kInf = std::numeric_limits<float>::infinity();
+
+// Shapes that no tile divides, and a few that some do: rows, D, V.
+inline constexpr int64_t kOddShapes[][3] = {{1, 1, 1},       {3, 1, 7},      {8, 8, 8},     {1, 33, 65},
+                                            {252, 123, 507}, {188, 31, 123}, {80, 64, 125}, {257, 127, 513},
+                                            {5, 200, 1},     {130, 2, 1031}, {64, 256, 256}};
 
 absl::Span<const uint8_t> AsBytes(const std::vector<float>& values);
 bool AllZero(const std::vector<float>& values);

@@ -1,0 +1,148 @@
+// Filtered gradients, whoever asks for them: `filtered`, `auto`, `cut`.
+#include <algorithm>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "tests/kernels/backend_conformance.h"
+#include "tests/kernels/comparison.h"
+
+namespace lossd::kernels::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+}  // namespace
+
+TEST_P(BackendConformance, FilteredWithEachOption) {
+  ProblemSpec plain = Plain({17, 20}, 37, 101);
+  plain.options.algorithm = Algorithm::kFiltered;
+  plain.options.filter_epsilon = 0.004f;
+  std::vector<ProblemSpec> specs = EachOptionAlone(plain);  // exact with a gradient for the entropy
+  specs.emplace_back(plain).options.logit_scale = -0.5f;
+  ProblemSpec& weighted = specs.emplace_back(plain);
+  weighted.config.has_class_weights = weighted.options.use_class_weights = true;
+  weighted.options.label_smoothing = 0.2f;
+  weighted.config.has_bias = true;
+  ProblemSpec& capped = specs.emplace_back(plain);  // exact, too
+  capped.options.softcap = 6.0f;
+  capped.options.label_smoothing = 0.1f;
+  for (const ProblemSpec& spec : specs) RunAndCompare(backend(), {MakeProblem(spec, rng())});
+}
+
+TEST_P(BackendConformance, FilteredShapesThatNoTileDivides) {
+  for (const auto& [rows, hidden, vocab] : kOddShapes) {
+    for (float epsilon : {0.0f, 0.003f, 0.9f}) {
+      ProblemSpec spec = Plain({rows}, hidden, vocab);
+      spec.options.algorithm = Algorithm::kFiltered;
+      spec.options.filter_epsilon = epsilon;
+      RunAndCompare(backend(), {MakeProblem(spec, rng())});
+    }
+  }
+}
+
+// Epsilon 0 keeps every element: what an algorithm that keeps lists can hold, or more.
+TEST_P(BackendConformance, FilteredWithEveryClassKept) {
+  ProblemSpec spec = Plain({9}, 24, 9000);
+  spec.options.algorithm = Algorithm::kFiltered;
+  spec.options.filter_epsilon = 0.0f;
+  spec.logit_deviation = 1.0f;
+  RunAndCompare(backend(), {MakeProblem(spec, rng())});
+}
+
+// Few rows, and lists as long as those of a flat softmax are.
+TEST_P(BackendConformance, FilteredWithMostClassesKept) {
+  ProblemSpec spec = Plain({9, 2}, 24, 600);
+  spec.options.algorithm = Algorithm::kFiltered;
+  spec.options.filter_epsilon = 0.001f;
+  spec.logit_deviation = 0.7f;
+  RunAndCompare(backend(), {MakeProblem(spec, rng())});
+}
+
+// Before its last classes a row looks as if every class had to be kept.
+TEST_P(BackendConformance, FilteredRowsThatEndHigh) {
+  std::vector<float> logits(40'000, 0.0f);
+  std::fill(logits.end() - 8, logits.end(), 20.0f);
+  Problem problem = WithLogits(logits, {5, 39'999, 20'000, 39'993});
+  if (!is_cut()) problem.options.algorithm = Algorithm::kFiltered;
+  problem.options.filter_epsilon = 0x1p-18f;
+  RunAndCompare(backend(), {problem});
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  EXPECT_GT(RunChunk(*head, problem).slices[0].sums.dropped_mass, 0.0) << "it was not filtered";
+}
+
+TEST_P(BackendConformance, AutoFiltersWhileLittleIsDropped) {
+  if (is_cut()) GTEST_SKIP() << "a head for cut does not choose";
+  ProblemSpec spec = Plain({40, 9}, 24, 300);
+  spec.options.algorithm = Algorithm::kAuto;
+  spec.options.filter_epsilon = 0.003f;
+  spec.options.max_dropped_mass = 1.0f;
+  Problem problem = WithClearEpsilon(MakeProblem(spec, rng()));
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  double dropped = 0.0;
+  int64_t rows = 0;
+  for (const SliceOutputs& slice : RunChunk(*head, problem).slices) {
+    dropped += slice.sums.dropped_mass;
+    rows += slice.sums.valid_rows;
+  }
+  const double mean = dropped / static_cast<double>(rows);
+  ASSERT_GT(mean, 0.0);
+  for (double share : {0.8, 1.25}) {
+    problem.options.max_dropped_mass = static_cast<float>(share * mean);
+    RunAndCompare(backend(), {problem});
+    const ChunkRun run = RunChunk(*head, problem);
+    EXPECT_EQ(run.slices[0].sums.dropped_mass > 0.0, share > 1.0);
+    ExpectGradients(run, share > 1.0 ? Algorithm::kFiltered : Algorithm::kExact);
+    EXPECT_THAT(run.choices.front().reason, HasSubstr("max_dropped_mass"));
+  }
+}
+
+// A backend may leave the filter out where it was long in vain, but for chunks that are to be independent,
+// and comes back to it.
+TEST_P(BackendConformance, AutoAfterManyFlatChunks) {
+  if (is_cut()) GTEST_SKIP() << "a head for cut does not choose";
+  constexpr int kMany = 60, kSoon = 40;
+  ProblemSpec spec = Plain({9, 3}, 24, 300);
+  spec.ignored = 0.0;
+  spec.options.algorithm = Algorithm::kAuto;
+  spec.options.filter_epsilon = 0.05f;
+  spec.logit_deviation = 0.1f;
+  const Problem flat = MakeProblem(spec, rng());
+  RunAndCompare(backend(), std::vector<Problem>(kMany, flat));
+  Problem peaked = flat;  // one class has nearly everything
+  for (SliceData& slice : peaked.slices) {
+    for (float& x : slice.hidden) x = RoundTo(peaked.hidden_dtype, 1000.0f * x);
+  }
+  const auto head = MakeHead(backend(), flat);
+  ASSERT_NE(head, nullptr);
+  for (int i = 0; i < kMany; ++i) ExpectGradients(RunChunk(*head, flat), Algorithm::kExact);
+  ExpectGradients(RunChunk(*head, peaked, {.independent = true}), Algorithm::kFiltered);
+  ExpectGradients(RunChunk(*head, flat, {.independent = true}), Algorithm::kExact);
+  for (int i = 0; i < kSoon; ++i) RunChunk(*head, peaked);
+  for (int i = 0; i < 3; ++i) ExpectGradients(RunChunk(*head, peaked), Algorithm::kFiltered);
+}
+
+TEST_P(BackendConformance, NothingIsDroppedFromALossAlone) {
+  ProblemSpec spec = Plain({12}, 24, 300);
+  spec.options.algorithm = Algorithm::kFiltered;
+  Problem problem = MakeProblem(spec, rng());
+  problem.accumulate_gradients = false;
+  problem.slices.front().want_grad_hidden = false;
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  const ChunkRun run = RunChunk(*head, problem);
+  EXPECT_EQ(run.slices[0].sums.dropped_mass, 0.0);
+  ExpectGradients(run, Algorithm::kExact);
+}
+
+TEST_P(BackendConformance, CutIsExactOrFilteredWhateverTheHeadIsFor) {
+  for (const float epsilon : {0.0f, 0.003f}) {
+    ProblemSpec spec = Plain({40, 9}, 24, 300);
+    spec.options.algorithm = Algorithm::kCut;
+    spec.options.filter_epsilon = epsilon;
+    RunAndCompare(backend(), {testing::MakeProblem(spec, rng())});
+  }
+}
+
+}  // namespace lossd::kernels::testing
