@@ -10,8 +10,6 @@ using ::testing::_;
 using ::testing::ElementsAre;
 using ::testing::Field;
 using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-using ::testing::Not;
 
 constexpr DeviceLimits kHopper = {.has_clusters = true, .fused_clusters = 66, .has_branches = true};
 

@@ -12,7 +12,6 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 
 ContributionTerms Terms(RowRange rows) { return {.rows = rows}; }
 
