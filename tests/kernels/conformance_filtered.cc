@@ -19,6 +19,7 @@ TEST_P(BackendConformance, FilteredWithEachOption) {
   plain.options.filter_epsilon = 0.004f;
   std::vector<ProblemSpec> specs = EachOptionAlone(plain);  // exact with a gradient for the entropy
   specs.emplace_back(plain).options.logit_scale = -0.5f;
+  specs.emplace_back(plain).accumulate_mask = true;
   ProblemSpec& weighted = specs.emplace_back(plain);
   weighted.config.has_class_weights = weighted.options.use_class_weights = true;
   weighted.options.label_smoothing = 0.2f;

@@ -201,7 +201,7 @@ ProblemSpec RandomSpec(int64_t rows, int64_t hidden_size, int64_t vocab_size, DT
 }
 
 std::vector<ProblemSpec> EachOptionAlone(const ProblemSpec& plain) {
-  std::vector<ProblemSpec> specs(15, plain);
+  std::vector<ProblemSpec> specs(14, plain);
   specs[1].config.has_bias = true;
   specs[2].config.norm = Norm::kLayerNorm;
   specs[3].config.norm = Norm::kRmsNorm;
@@ -215,7 +215,6 @@ std::vector<ProblemSpec> EachOptionAlone(const ProblemSpec& plain) {
   specs[11].grad_lse = true;
   specs[12].grad_entropy = true;
   specs[13].grad_scale = -0.37f;
-  specs[14].accumulate_mask = true;
   return specs;
 }
 

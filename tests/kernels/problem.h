@@ -83,7 +83,7 @@ SliceData MakeSlice(const ProblemSpec& spec, int64_t rows, Rng& rng);
 // A spec with every option drawn at random; the shape as given.
 ProblemSpec RandomSpec(int64_t rows, int64_t hidden_size, int64_t vocab_size, DType hidden_dtype,
                        DType compute, Rng& rng);
-// `plain`, then once for each option with that option set.
+// `plain`, then once for each option of losses and gradients with that option set.
 std::vector<ProblemSpec> EachOptionAlone(const ProblemSpec& plain);
 // One line for SCOPED_TRACE.
 std::string Describe(const Problem& problem);

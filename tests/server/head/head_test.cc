@@ -41,7 +41,7 @@ TEST(HeadTest, PassesRowsThrough) {
               ElementsAre(0, 0, 0, 1, 2, 3, 4, 5, 6, 0, 0, 0));
   uint8_t read[12];
   ASSERT_TRUE(head.ReadRows(kWeight, 2, 1, DType::kFloat32, absl::MakeSpan(read)).ok());
-  EXPECT_EQ(std::memcmp(read, rows + 3, 12), 0);
+  EXPECT_EQ(std::memcmp(read, bytes + 12, 12), 0);
 }
 
 TEST(HeadTest, ErrorsNameHeadAndTensor) {
