@@ -26,8 +26,8 @@ double Objective(const reference::Head& head, const LossOptions& options, const 
   return total;
 }
 
-// Compares `gradient` with central differences of the objective in every element of `values`, which must be
-// part of `head` or `rows`.
+// Compares `gradient` with central differences of fourth order of the objective in every element of `values`,
+// which must be part of `head` or `rows`.
 void ExpectFiniteDifferences(const char* what, std::vector<double>& values,
                              const reference::Gradient& gradient, const reference::Head& head,
                              const LossOptions& options, const reference::Rows& rows) {
@@ -35,13 +35,16 @@ void ExpectFiniteDifferences(const char* what, std::vector<double>& values,
   ASSERT_EQ(values.size(), gradient.value.size()) << what;
   for (size_t i = 0; i < values.size(); ++i) {
     const double kept = values[i];
-    values[i] = kept + kStep;
-    const double above = Objective(head, options, rows);
-    values[i] = kept - kStep;
-    const double below = Objective(head, options, rows);
-    values[i] = kept;
-    EXPECT_NEAR((above - below) / (2 * kStep), gradient.value[i], 1e-7 * (1.0 + gradient.magnitude[i]))
-        << what << " element " << i;
+    const auto difference = [&](double step) {
+      values[i] = kept + step;
+      const double above = Objective(head, options, rows);
+      values[i] = kept - step;
+      const double below = Objective(head, options, rows);
+      values[i] = kept;
+      return above - below;
+    };
+    const double slope = (8.0 * difference(kStep) - difference(2 * kStep)) / (12 * kStep);
+    EXPECT_NEAR(slope, gradient.value[i], 1e-7 * (1.0 + gradient.magnitude[i])) << what << " element " << i;
   }
 }
 
