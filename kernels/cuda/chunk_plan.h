@@ -9,8 +9,8 @@
 #include "absl/strings/string_view.h"
 #include "kernels/choice.h"
 #include "kernels/cuda/cuda_backend.h"
-#include "kernels/cuda/filter_plan.h"
-#include "kernels/cuda/norm.h"
+#include "kernels/cuda/filtered/filter_plan.h"
+#include "kernels/cuda/norm/norm.h"
 #include "kernels/cuda/row_loss.h"
 #include "kernels/loss_options.h"
 

@@ -8,7 +8,7 @@
 #include "kernels/cuda/cuda_retained.h"
 #include "kernels/cuda/cuda_status.h"
 #include "kernels/cuda/hopper/fused_loss.h"
-#include "kernels/cuda/norm.h"
+#include "kernels/cuda/norm/norm.h"
 #include "kernels/cuda/rows.h"
 #include "kernels/cuda/tensor_ops.h"
 #include "kernels/validation.h"

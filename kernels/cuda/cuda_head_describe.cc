@@ -8,7 +8,7 @@
 #include "kernels/cuda/chunk_plan.h"
 #include "kernels/cuda/cuda_head.h"
 #include "kernels/cuda/cuda_status.h"
-#include "kernels/cuda/filter_plan.h"
+#include "kernels/cuda/filtered/filter_plan.h"
 
 namespace lossd::kernels::cuda {
 namespace {

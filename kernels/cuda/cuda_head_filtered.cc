@@ -3,8 +3,8 @@
 #include "kernels/cuda/cuda_head.h"
 #include "kernels/cuda/cuda_head_job.h"
 #include "kernels/cuda/cuda_status.h"
-#include "kernels/cuda/filter_plan.h"
-#include "kernels/cuda/filtered.h"
+#include "kernels/cuda/filtered/filter_plan.h"
+#include "kernels/cuda/filtered/filtered.h"
 #include "kernels/cuda/rows.h"
 
 namespace lossd::kernels::cuda {

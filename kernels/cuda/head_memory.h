@@ -10,10 +10,10 @@
 
 #include "absl/status/status.h"
 #include "kernels/cuda/chunk_layout.h"
-#include "kernels/cuda/cut_plan.h"
-#include "kernels/cuda/cut_rows.h"
+#include "kernels/cuda/cut/cut_plan.h"
+#include "kernels/cuda/cut/cut_rows.h"
 #include "kernels/cuda/device_memory.h"
-#include "kernels/cuda/filter_plan.h"
+#include "kernels/cuda/filtered/filter_plan.h"
 #include "kernels/cuda/hopper/fused_rows.h"
 #include "kernels/head_config.h"
 #include "kernels/memory.h"

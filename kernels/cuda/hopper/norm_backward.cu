@@ -14,7 +14,7 @@
 #include "kernels/cuda/early_launch.h"
 #include "kernels/cuda/hopper/norm_backward.h"
 #include "kernels/cuda/hopper/norm_ring.cuh"
-#include "kernels/cuda/norm_backward_rows.cuh"
+#include "kernels/cuda/norm/norm_backward_rows.cuh"
 
 namespace lossd::kernels::cuda::hopper {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "absl/strings/string_view.h"
 #include "kernels/cuda/device_limits.h"
-#include "kernels/cuda/norm.h"
+#include "kernels/cuda/norm/norm.h"
 
 namespace lossd::kernels::cuda::hopper {
 

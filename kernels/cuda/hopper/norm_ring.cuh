@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/hopper/ptx.cuh"
-#include "kernels/cuda/norm_backward_rows.cuh"
+#include "kernels/cuda/norm/norm_backward_rows.cuh"
 
 namespace lossd::kernels::cuda::hopper {
 

@@ -1,4 +1,4 @@
-#include "kernels/cuda/cut_plan.h"
+#include "kernels/cuda/cut/cut_plan.h"
 
 #include <cstdint>
 #include <string>

@@ -1,4 +1,4 @@
-#include "kernels/cuda/filter_plan.h"
+#include "kernels/cuda/filtered/filter_plan.h"
 
 #include <cstdint>
 

@@ -2,7 +2,7 @@
 #include <cuda_runtime_api.h>
 
 #include "gtest/gtest.h"
-#include "kernels/cuda/norm.h"
+#include "kernels/cuda/norm/norm.h"
 
 namespace lossd::kernels::cuda {
 namespace {

@@ -1,7 +1,7 @@
 // The norm kernels against double precision, on rows that take each of their ways: several rows a warp's
 // ring, one row a block, two, three or four vectors a thread, rows shared by two blocks, rows read again for
 // each pass. On Hopper each case also runs as on other devices.
-#include "kernels/cuda/norm.h"
+#include "kernels/cuda/norm/norm.h"
 
 #include <cuda_runtime_api.h>
 

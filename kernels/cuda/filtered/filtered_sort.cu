@@ -2,7 +2,7 @@
 // CUB's radix sort; keys are unique, so the result does not depend on the order in which they were listed.
 #include <cub/device/device_radix_sort.cuh>
 
-#include "kernels/cuda/filtered.h"
+#include "kernels/cuda/filtered/filtered.h"
 
 namespace lossd::kernels::cuda {
 

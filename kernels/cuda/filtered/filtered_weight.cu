@@ -9,7 +9,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/device_math.cuh"
-#include "kernels/cuda/filtered.h"
+#include "kernels/cuda/filtered/filtered.h"
 
 namespace lossd::kernels::cuda {
 namespace {

@@ -15,7 +15,7 @@
 
 #include "kernels/cuda/early_launch.h"
 #include "kernels/cuda/hopper/norm_backward.h"
-#include "kernels/cuda/norm_backward_rows.cuh"
+#include "kernels/cuda/norm/norm_backward_rows.cuh"
 
 namespace lossd::kernels::cuda {
 namespace {

@@ -2,12 +2,12 @@
 // that a block and what belongs to it fit an arena of a given size. docs/kernels/cut.md says what is in it.
 //
 // Pure functions; thread-safe.
-#ifndef LOSSD_KERNELS_CUDA_CUT_PLAN_H_
-#define LOSSD_KERNELS_CUDA_CUT_PLAN_H_
+#ifndef LOSSD_KERNELS_CUDA_CUT_CUT_PLAN_H_
+#define LOSSD_KERNELS_CUDA_CUT_CUT_PLAN_H_
 
 #include <cstdint>
 
-#include "kernels/cuda/filter_plan.h"
+#include "kernels/cuda/filtered/filter_plan.h"
 #include "kernels/cuda/hopper/logit_pass.h"
 
 namespace lossd::kernels::cuda {
@@ -77,4 +77,4 @@ int64_t LargestCutArena(const CutShape& shape, const FilterShape& chunk);
 
 }  // namespace lossd::kernels::cuda
 
-#endif  // LOSSD_KERNELS_CUDA_CUT_PLAN_H_
+#endif  // LOSSD_KERNELS_CUDA_CUT_CUT_PLAN_H_

@@ -4,7 +4,7 @@
 //
 // Bytes: a block of logits read once for its statistics, read and written once for its gradient; as long as a
 // block stays in L2 it is bound by arithmetic.
-#include "kernels/cuda/cut_rows.h"
+#include "kernels/cuda/cut/cut_rows.h"
 #include "kernels/cuda/device_math.cuh"
 #include "kernels/cuda/row_loss_math.cuh"
 #include "kernels/cuda/row_part.cuh"

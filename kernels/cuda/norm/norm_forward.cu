@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/early_launch.h"
-#include "kernels/cuda/norm_rows.cuh"
+#include "kernels/cuda/norm/norm_rows.cuh"
 
 namespace lossd::kernels::cuda {
 namespace {

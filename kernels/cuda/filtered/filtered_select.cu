@@ -17,7 +17,7 @@
 #include <algorithm>
 #include <cfloat>
 
-#include "kernels/cuda/filtered.h"
+#include "kernels/cuda/filtered/filtered.h"
 #include "kernels/cuda/row_loss_math.cuh"
 
 namespace lossd::kernels::cuda {

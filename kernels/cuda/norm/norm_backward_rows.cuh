@@ -2,10 +2,10 @@
 // over its rows.
 //
 // A Row has `facts`, `offset` (unit = x r + offset) and Load(i, x, dy), which gives the thread's vector i.
-#ifndef LOSSD_KERNELS_CUDA_NORM_BACKWARD_ROWS_CUH_
-#define LOSSD_KERNELS_CUDA_NORM_BACKWARD_ROWS_CUH_
+#ifndef LOSSD_KERNELS_CUDA_NORM_NORM_BACKWARD_ROWS_CUH_
+#define LOSSD_KERNELS_CUDA_NORM_NORM_BACKWARD_ROWS_CUH_
 
-#include "kernels/cuda/norm_rows.cuh"
+#include "kernels/cuda/norm/norm_rows.cuh"
 
 namespace lossd::kernels::cuda {
 
@@ -217,4 +217,4 @@ bool LaunchIfPaired(const Launch& launch, const NormParams& p, const NormBackwar
 
 }  // namespace lossd::kernels::cuda
 
-#endif  // LOSSD_KERNELS_CUDA_NORM_BACKWARD_ROWS_CUH_
+#endif  // LOSSD_KERNELS_CUDA_NORM_NORM_BACKWARD_ROWS_CUH_

@@ -3,8 +3,8 @@
 // docs/kernels/filtered.md says why and what it costs.
 //
 // All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
-#ifndef LOSSD_KERNELS_CUDA_FILTERED_H_
-#define LOSSD_KERNELS_CUDA_FILTERED_H_
+#ifndef LOSSD_KERNELS_CUDA_FILTERED_FILTERED_H_
+#define LOSSD_KERNELS_CUDA_FILTERED_FILTERED_H_
 
 #include <cuda_runtime_api.h>
 
@@ -158,4 +158,4 @@ cudaError_t LaunchUniformWeight(const UniformWeightParams& params, cudaStream_t 
 
 }  // namespace lossd::kernels::cuda
 
-#endif  // LOSSD_KERNELS_CUDA_FILTERED_H_
+#endif  // LOSSD_KERNELS_CUDA_FILTERED_FILTERED_H_

@@ -13,7 +13,7 @@
 // FLOP: 4 D a candidate. All sums have a fixed order but for that of the kept list.
 #include <algorithm>
 
-#include "kernels/cuda/filtered.h"
+#include "kernels/cuda/filtered/filtered.h"
 #include "kernels/cuda/row_loss_math.cuh"
 
 namespace lossd::kernels::cuda {

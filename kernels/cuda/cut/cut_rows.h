@@ -3,8 +3,8 @@
 // docs/kernels/cut.md has the whole picture.
 //
 // All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
-#ifndef LOSSD_KERNELS_CUDA_CUT_ROWS_H_
-#define LOSSD_KERNELS_CUDA_CUT_ROWS_H_
+#ifndef LOSSD_KERNELS_CUDA_CUT_CUT_ROWS_H_
+#define LOSSD_KERNELS_CUDA_CUT_CUT_ROWS_H_
 
 #include <cuda_runtime_api.h>
 
@@ -59,4 +59,4 @@ cudaError_t LaunchGradientBlock(const ClassBlock& block, const GradientRule* rul
 
 }  // namespace lossd::kernels::cuda
 
-#endif  // LOSSD_KERNELS_CUDA_CUT_ROWS_H_
+#endif  // LOSSD_KERNELS_CUDA_CUT_CUT_ROWS_H_

@@ -1,13 +1,13 @@
 // When a chunk can be filtered on the GPU, and the memory that takes. Pure functions; thread-safe.
-#ifndef LOSSD_KERNELS_CUDA_FILTER_PLAN_H_
-#define LOSSD_KERNELS_CUDA_FILTER_PLAN_H_
+#ifndef LOSSD_KERNELS_CUDA_FILTERED_FILTER_PLAN_H_
+#define LOSSD_KERNELS_CUDA_FILTERED_FILTER_PLAN_H_
 
 #include <algorithm>
 #include <cstdint>
 
 #include "absl/strings/string_view.h"
 #include "kernels/cuda/device_memory.h"
-#include "kernels/cuda/filtered.h"
+#include "kernels/cuda/filtered/filtered.h"
 #include "kernels/cuda/row_loss.h"
 #include "kernels/dtype.h"
 #include "kernels/loss_options.h"
@@ -76,4 +76,4 @@ int KeyBits(int64_t rows, int64_t vocab);
 
 }  // namespace lossd::kernels::cuda
 
-#endif  // LOSSD_KERNELS_CUDA_FILTER_PLAN_H_
+#endif  // LOSSD_KERNELS_CUDA_FILTERED_FILTER_PLAN_H_

@@ -3,8 +3,8 @@
 // be fused. docs/kernels/filtered.md has the arithmetic.
 //
 // What it says depends on nothing but the order of the calls. Thread-compatible.
-#ifndef LOSSD_KERNELS_CUDA_FILTER_TRIALS_H_
-#define LOSSD_KERNELS_CUDA_FILTER_TRIALS_H_
+#ifndef LOSSD_KERNELS_CUDA_FILTERED_FILTER_TRIALS_H_
+#define LOSSD_KERNELS_CUDA_FILTERED_FILTER_TRIALS_H_
 
 #include "kernels/decision.h"
 #include "kernels/loss_options.h"
@@ -30,4 +30,4 @@ class FilterTrials {
 
 }  // namespace lossd::kernels::cuda
 
-#endif  // LOSSD_KERNELS_CUDA_FILTER_TRIALS_H_
+#endif  // LOSSD_KERNELS_CUDA_FILTERED_FILTER_TRIALS_H_

@@ -3,8 +3,8 @@
 //   LayerNorm: y = (x - mean) r gain + shift, r = 1 / sqrt(var + eps);  RMSNorm: y = x r gain, r = 1 /
 //   sqrt(mean x^2 + eps)
 // Everything is computed in fp32. Launchers enqueue on `stream`; device memory; thread-safe.
-#ifndef LOSSD_KERNELS_CUDA_NORM_H_
-#define LOSSD_KERNELS_CUDA_NORM_H_
+#ifndef LOSSD_KERNELS_CUDA_NORM_NORM_H_
+#define LOSSD_KERNELS_CUDA_NORM_NORM_H_
 
 #include <cuda_runtime_api.h>
 
@@ -67,4 +67,4 @@ cudaError_t LaunchNormBackward(const NormParams& params, const NormBackwardParam
 
 }  // namespace lossd::kernels::cuda
 
-#endif  // LOSSD_KERNELS_CUDA_NORM_H_
+#endif  // LOSSD_KERNELS_CUDA_NORM_NORM_H_

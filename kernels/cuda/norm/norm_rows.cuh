@@ -2,14 +2,14 @@
 // through shared memory.
 //
 // A group's thread t has the vectors (of eight columns) t, t + size, ... of a row, at most kVectors.
-#ifndef LOSSD_KERNELS_CUDA_NORM_ROWS_CUH_
-#define LOSSD_KERNELS_CUDA_NORM_ROWS_CUH_
+#ifndef LOSSD_KERNELS_CUDA_NORM_NORM_ROWS_CUH_
+#define LOSSD_KERNELS_CUDA_NORM_NORM_ROWS_CUH_
 
 #include <algorithm>
 
 #include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/device_math.cuh"
-#include "kernels/cuda/norm.h"
+#include "kernels/cuda/norm/norm.h"
 
 namespace lossd::kernels::cuda {
 
@@ -217,4 +217,4 @@ inline int NormThreadsForAny(int64_t cols) {
 
 }  // namespace lossd::kernels::cuda
 
-#endif  // LOSSD_KERNELS_CUDA_NORM_ROWS_CUH_
+#endif  // LOSSD_KERNELS_CUDA_NORM_NORM_ROWS_CUH_

@@ -1,4 +1,4 @@
-#include "kernels/cuda/filter_trials.h"
+#include "kernels/cuda/filtered/filter_trials.h"
 
 #include <algorithm>
 
