@@ -1,4 +1,4 @@
-// A microbatch in pinned memory that a backend computes again and again, in equal chunks.
+// A microbatch in pinned memory that a backend computes again and again, in chunks of about the same size.
 #ifndef LOSSD_BENCH_GPU_MICROBATCH_H_
 #define LOSSD_BENCH_GPU_MICROBATCH_H_
 
@@ -16,6 +16,7 @@
 #include "bench/gpu_data.h"
 #include "bench/gpu_timer.h"
 #include "kernels/backend.h"
+#include "kernels/cuda/hopper/tiles.h"
 
 namespace lossd::bench {
 
@@ -44,8 +45,9 @@ class Microbatch {
       std::memcpy(hidden + 4 * i, &low, 2);
       std::memcpy(hidden + 4 * i + 2, &high, 2);
     }
-    const int64_t chunks = (shape.rows + head.chunk_rows() - 1) / head.chunk_rows();
-    chunk_rows_ = (shape.rows + chunks - 1) / chunks;
+    const int64_t chunks = kernels::cuda::CeilDiv(shape.rows, head.chunk_rows());
+    const int64_t panels = kernels::cuda::hopper::Panels(kernels::cuda::CeilDiv(shape.rows, chunks));
+    chunk_rows_ = std::min(panels * kernels::cuda::hopper::kPanelRows, head.chunk_rows());
   }
 
   int64_t chunk_rows() const { return chunk_rows_; }

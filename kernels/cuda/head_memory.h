@@ -36,7 +36,8 @@ struct HeadSizes {
 };
 
 // The largest chunk that keeps workspace and slots within workspace_bytes, at least 8 rows and at most
-// max_chunk_rows rounded up; config.workspace_bytes goes before workspace_bytes. For Algorithm::kCut at most
+// max_chunk_rows rounded up; where losses are fused, a somewhat smaller one if that leaves less of the
+// kernels' tiles empty. config.workspace_bytes goes before workspace_bytes. For Algorithm::kCut at most
 // kCutChunkRows rows, and the blocks that keep the workspace alone within the limit, by default
 // kCutWorkspaceBytes if that is less. fused: the device can compute fused losses, if the compute dtype is a
 // 16-bit type.

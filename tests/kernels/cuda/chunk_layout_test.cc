@@ -181,5 +181,21 @@ TEST(HeadMemory, TheWorkspaceIsUsedButNotExceeded) {
   EXPECT_EQ(SizesFor(config, 1 << 20, 16384, 132, true).chunk_rows, 8);
 }
 
+TEST(HeadMemory, ChunksOfFusedLossesLeaveFewRowsOfPanelsEmpty) {
+  HeadConfig config;
+  config.compute_dtype = DType::kBFloat16;
+  for (auto [hidden, vocab] : {std::pair{4096, 128256}, {2304, 256000}, {5120, 131072}, {1000, 50001}}) {
+    config.hidden_size = hidden;
+    config.vocab_size = vocab;
+    for (int64_t mib = 300; mib < 2300; mib += 37) {
+      const int64_t most = SizesFor(config, mib << 20, 1 << 20, 132, false).chunk_rows;
+      const int64_t rows = SizesFor(config, mib << 20, 1 << 20, 132, true).chunk_rows;
+      const int64_t padded = hopper::Panels(rows) * hopper::kPanelRows;
+      EXPECT_LE(padded, std::max<int64_t>(rows + rows / 8, 1024)) << mib << " MiB";
+      EXPECT_GE(rows + hopper::kPanelRows, most / 10 * 9) << mib << " MiB";
+    }
+  }
+}
+
 }  // namespace
 }  // namespace lossd::kernels::cuda
