@@ -9,14 +9,21 @@
 #include "kernels/cuda/cuda_head.h"
 #include "kernels/cuda/cuda_status.h"
 #include "kernels/cuda/filtered/filter_plan.h"
+#include "kernels/cuda/hopper/tiles.h"
 
 namespace lossd::kernels::cuda {
 namespace {
 
+absl::string_view WhyNoMoreRows(const HeadSizes& sizes, int64_t most_rows) {
+  if (sizes.chunk_rows >= most_rows) return "more are not allowed";
+  const bool in_panels = sizes.fused && sizes.chunk_rows % hopper::kPanelRows == 0;
+  return in_panels ? "the workspace holds no more whole panels" : "the workspace holds no more";
+}
+
 Choice ChunkChoice(const HeadSizes& sizes, int64_t most_rows, int64_t workspace_bytes) {
   return {.what = "chunk",
           .choice = absl::StrCat("up to ", sizes.chunk_rows, " rows"),
-          .reason = sizes.chunk_rows >= most_rows ? "more are not allowed" : "the workspace holds no more",
+          .reason = std::string(WhyNoMoreRows(sizes, most_rows)),
           .workspace_bytes = workspace_bytes};
 }
 
