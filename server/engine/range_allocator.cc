@@ -5,7 +5,8 @@
 
 namespace lossd::engine {
 
-RangeAllocator::RangeAllocator(int64_t size) : size_(size / kAlignment * kAlignment) {
+RangeAllocator::RangeAllocator(int64_t size, int64_t alignment)
+    : alignment_(alignment), size_(size / alignment * alignment) {
   absl::MutexLock lock(&mutex_);
   if (size_ > 0) free_.emplace(0, size_);
 }
@@ -13,7 +14,7 @@ RangeAllocator::RangeAllocator(int64_t size) : size_(size / kAlignment * kAlignm
 std::shared_ptr<const RangeAllocator::Block> RangeAllocator::Allocate(int64_t bytes) {
   if (bytes > size_) return nullptr;
   // An empty block takes a place too, so that every block has an offset of its own.
-  const int64_t rounded = std::max<int64_t>(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
+  const int64_t rounded = std::max(alignment_, (bytes + alignment_ - 1) / alignment_ * alignment_);
   absl::MutexLock lock(&mutex_);
   const auto it =
       std::find_if(free_.begin(), free_.end(), [=](const auto& range) { return range.second >= rounded; });

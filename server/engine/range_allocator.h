@@ -23,8 +23,8 @@ class RangeAllocator {
     Block& operator=(const Block&) = delete;
     ~Block() { allocator_->Free(offset_, bytes_); }
 
-    int64_t offset() const { return offset_; }  // a multiple of kAlignment
-    int64_t bytes() const { return bytes_; }    // rounded up to kAlignment
+    int64_t offset() const { return offset_; }  // a multiple of the alignment
+    int64_t bytes() const { return bytes_; }    // rounded up to the alignment
 
    private:
     friend class RangeAllocator;
@@ -38,8 +38,8 @@ class RangeAllocator {
 
   static constexpr int64_t kAlignment = 256;
 
-  // `size` in bytes, >= 0; what does not fill a multiple of kAlignment is never used.
-  explicit RangeAllocator(int64_t size);
+  // `size` in bytes, >= 0; what does not fill a multiple of `alignment` is never used.
+  explicit RangeAllocator(int64_t size, int64_t alignment = kAlignment);
 
   // A block of at least `bytes` >= 0, or null if no free range is long enough.
   std::shared_ptr<const Block> Allocate(int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
@@ -50,6 +50,7 @@ class RangeAllocator {
  private:
   void Free(int64_t offset, int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
 
+  const int64_t alignment_;
   const int64_t size_;
   mutable absl::Mutex mutex_;
   std::map<int64_t, int64_t> free_ ABSL_GUARDED_BY(mutex_);  // offset to bytes; never adjacent

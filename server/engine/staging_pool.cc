@@ -48,7 +48,9 @@ absl::StatusOr<std::unique_ptr<StagingPool>> StagingPool::Create(kernels::Backen
 }
 
 StagingPool::StagingPool(std::unique_ptr<kernels::StagingMemory> memory, int64_t grain)
-    : memory_(std::move(memory)), grain_(grain), ranges_(static_cast<int64_t>(memory_->bytes().size())) {}
+    : memory_(std::move(memory)),
+      grain_(grain),
+      ranges_(static_cast<int64_t>(memory_->bytes().size()), grain) {}
 
 StagingPool::~StagingPool() = default;
 
@@ -93,7 +95,7 @@ int64_t StagingPool::peak_bytes() const {
 }
 
 StagingBuffer StagingPool::TryLend(int64_t bytes) {
-  Block block = ranges_.Allocate(RoundUp(std::max<int64_t>(bytes, 1), grain_));
+  Block block = ranges_.Allocate(bytes);
   if (block == nullptr) return {};
   peak_bytes_ = std::max(peak_bytes_, ranges_.used());
   uint8_t* const data = memory_->bytes().data() + block->offset();

@@ -34,7 +34,7 @@ struct FusedRows {
   static FusedRows Carve(Carver& carver, int64_t capacity);
 };
 
-// reference, threshold (also of padding rows) redo = 0 and taken = 0, from loss.target_dots.
+// reference, threshold (also of padding rows), redo = 0 and taken = 0, from loss.target_dots.
 cudaError_t LaunchPrepareRows(const RowLossParams& loss, const FusedRows& rows, cudaStream_t stream);
 
 // max, sum, spread, arg from the partials, and which panels have a row whose sum is too large for 16-bit
