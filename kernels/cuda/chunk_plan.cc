@@ -25,14 +25,12 @@ absl::string_view WhyNotFused(const RowLossParams& loss, bool filtered, int clus
   return hopper::WhyNotFaster(loss);
 }
 
-// no_faster: why a product of our own would be no faster, or "".
-absl::string_view WhyLibrary(const RowLossParams& loss, int clusters, FusedLoss choice,
-                             absl::string_view no_faster) {
+absl::string_view WhyLibrary(const RowLossParams& loss, int clusters, FusedLoss choice) {
   if (!loss.write_gradient) return "no gradient is wanted";
   if (choice == FusedLoss::kNever) return "switched off";
   const absl::string_view reason = hopper::WhyNoProducts(loss.dtype, clusters);
   if (!reason.empty() || choice == FusedLoss::kWherePossible) return reason;
-  return no_faster;
+  return hopper::WhyNoFasterProducts(loss.rows);
 }
 
 // What the device has yet to say.
@@ -52,16 +50,12 @@ absl::string_view WhatDecides(Algorithm algorithm) {
 }  // namespace
 
 ChunkPlan PlanChunk(const LossOptions& options, const RowLossParams& loss, const FilterShape& filter,
-                    const DeviceLimits& limits, FusedLoss fused_loss, bool add) {
+                    const DeviceLimits& limits, FusedLoss fused_loss) {
   ChunkPlan plan;
   plan.why_exact = WhyExact(options, loss, filter, limits);
   plan.algorithm = GradientsOf(options, plan.why_exact);
   plan.why_not_fused = WhyNotFused(loss, plan.filtered(), limits.fused_clusters, fused_loss);
-  const int clusters = limits.fused_clusters;
-  plan.why_library_hidden_product =
-      WhyLibrary(loss, clusters, fused_loss, hopper::WhyNoFasterHiddenGradient(loss.rows));
-  plan.why_library_weight_product =
-      WhyLibrary(loss, clusters, fused_loss, hopper::WhyNoFasterWeightGradient(loss.rows, add));
+  plan.why_library_products = WhyLibrary(loss, limits.fused_clusters, fused_loss);
   return plan;
 }
 
@@ -73,22 +67,20 @@ ChunkPlan PlanCutChunk(const LossOptions& options, const RowLossParams& loss, co
   RowLossParams statistics = loss;
   statistics.write_gradient = false;
   plan.why_not_fused = WhyNotFused(statistics, false, limits.fused_clusters, fused_loss);
-  plan.why_library_hidden_product = plan.why_library_weight_product = "block by block";
+  plan.why_library_products = "block by block";
   return plan;
 }
 
 std::vector<Choice> Describe(const ChunkPlan& plan) {
+  const std::string product = plan.own_products() ? "own product" : "library product";
+  const std::string why_product(plan.why_library_products);
   std::vector<Choice> choices = {
       GradientsChoice(plan.algorithm, plan.filtered() ? WhatDecides(plan.algorithm) : plan.why_exact),
       {.what = "loss",
        .choice = plan.fused() ? "in the logits product" : "after the logits product",
        .reason = std::string(plan.why_not_fused)},
-      {.what = "hidden gradient",
-       .choice = plan.own_hidden_product() ? "own product" : "library product",
-       .reason = std::string(plan.why_library_hidden_product)},
-      {.what = "weight gradient",
-       .choice = plan.own_weight_product() ? "own product" : "library product",
-       .reason = std::string(plan.why_library_weight_product)}};
+      {.what = "hidden gradient", .choice = product, .reason = why_product},
+      {.what = "weight gradient", .choice = product, .reason = why_product}};
   const auto add_norm = [&choices](absl::string_view what, const NormPlan& norm) {
     choices.push_back({.what = std::string(what),
                        .choice = std::string(Name(norm.rows)),

@@ -21,22 +21,19 @@ struct ChunkPlan {
   Algorithm algorithm = Algorithm::kExact;
   absl::string_view why_exact;      // "" unless the algorithm is kExact
   absl::string_view why_not_fused;  // "": the loss is computed in the epilogue of the logits product
-  // "": products of our own (hopper/product.h) instead of cuBLASLt's.
-  absl::string_view why_library_hidden_product;
-  absl::string_view why_library_weight_product;
+  // "": the gradients are products of our own (hopper/product.h) instead of cuBLASLt's.
+  absl::string_view why_library_products;
   std::optional<NormPlan> norm;           // none: the head has no norm
   std::optional<NormPlan> norm_gradient;  // none: it has no norm, or none is wanted
 
   bool filtered() const { return algorithm != Algorithm::kExact; }
   bool fused() const { return why_not_fused.empty(); }
-  bool own_hidden_product() const { return why_library_hidden_product.empty(); }
-  bool own_weight_product() const { return why_library_weight_product.empty(); }
+  bool own_products() const { return why_library_products.empty(); }
 };
 
-// All but the norm. `loss` as the row loss kernel would get it; `filter` of the head; add: its weight
-// gradient is not zero.
+// All but the norm. `loss` as the row loss kernel would get it; `filter` of the head.
 ChunkPlan PlanChunk(const LossOptions& options, const RowLossParams& loss, const FilterShape& filter,
-                    const DeviceLimits& limits, FusedLoss fused_loss, bool add);
+                    const DeviceLimits& limits, FusedLoss fused_loss);
 
 // Likewise of a head for Algorithm::kCut. Products are cuBLASLt's; the pass that computes the loss writes no
 // gradient.

@@ -216,7 +216,7 @@ ChunkPlan CudaHead::Plan(const LossOptions& options, const RowLossParams& loss, 
   const DeviceLimits& limits = device_->limits();
   const FusedLoss fused_loss = device_->options().fused_loss;
   ChunkPlan plan = IsCut() ? PlanCutChunk(options, loss, filter, limits, fused_loss)
-                           : PlanChunk(options, loss, filter, limits, fused_loss, !weight_gradient_is_zero_);
+                           : PlanChunk(options, loss, filter, limits, fused_loss);
   if (config_.norm != Norm::kNone) PlanNorm(loss, hidden, plan);
   return plan;
 }

@@ -82,12 +82,12 @@ absl::Status CudaHead::MakeChoices() {
     LOSSD_RETURN_IF_ERROR(AddProduct("logits product", LogitsShape(blocks.rows, blocks.classes)));
     if (!IsCut()) choices_.push_back({.what = "row loss", .choice = DescribeRowLoss(loss, limits)});
   }
-  if (!plan.own_hidden_product()) {
+  if (!plan.own_products()) {
     const DType dtype = IsCut() ? DType::kFloat32 : config_.compute_dtype;
     LOSSD_RETURN_IF_ERROR(
         AddProduct("hidden gradient product", HiddenGradientShape(blocks.rows, blocks.classes, dtype)));
   }
-  if (config_.trainable && !plan.own_weight_product()) {
+  if (config_.trainable && !plan.own_products()) {
     LOSSD_RETURN_IF_ERROR(
         AddProduct("weight gradient product", WeightGradientShape(blocks.rows, blocks.classes)));
   }

@@ -17,11 +17,11 @@ absl::Status CudaHead::PrepareGemms(const Job& job) {
   Gemms& gemms = device_->gemms();
   const int64_t rows = job.layout.padded_rows;
   if (!job.plan.fused()) LOSSD_RETURN_IF_ERROR(gemms.Prepare(LogitsShape(rows)));
-  if (job.hidden_gemm && !job.plan.own_hidden_product()) {
+  if (job.plan.own_products()) return absl::OkStatus();
+  if (job.hidden_gemm) {
     LOSSD_RETURN_IF_ERROR(gemms.Prepare(HiddenGradientShape(rows, HiddenGradientType(job))));
   }
-  if (!job.layout.accumulate || job.plan.own_weight_product()) return absl::OkStatus();
-  return gemms.Prepare(WeightGradientShape(rows));
+  return job.layout.accumulate ? gemms.Prepare(WeightGradientShape(rows)) : absl::OkStatus();
 }
 
 absl::Status CudaHead::Multiply(hopper::ProductParams product) {
@@ -46,7 +46,7 @@ DType CudaHead::HiddenGradientType(const Job& job) const {
 absl::Status CudaHead::HiddenProduct(const Job& job) {
   const DType dtype = HiddenGradientType(job);
   const float* factors = job.plan.fused() ? workspace_.fused.factor : nullptr;
-  if (job.plan.own_hidden_product()) {
+  if (job.plan.own_products()) {
     return Multiply({.a = workspace_.logits,
                      .b = values_.compute_weight,
                      .c = workspace_.hidden_gradient,
@@ -80,7 +80,7 @@ absl::Status CudaHead::WeightProduct(const Job& job) {
                                                scale, workspace_.partials, gradients_.bias, stream),
                                "column sum kernel");
   }
-  if (job.plan.own_weight_product()) {
+  if (job.plan.own_products()) {
     return Multiply({.transpose_a = true,
                      .a = workspace_.logits,
                      .b = job.memory.hidden,

@@ -11,7 +11,7 @@ constexpr int64_t kSegmentStages = 8;
 constexpr int64_t kMostSegments = 12;
 
 // Beside cuBLASLt, each alone at the card's power limit: docs/kernels/hopper.md.
-constexpr int64_t kFewestRows = 1024;
+constexpr int64_t kFewestRows = 768;
 
 }  // namespace
 
@@ -56,12 +56,6 @@ absl::string_view WhyNoProducts(DType compute, int clusters) {
   return "";
 }
 
-absl::string_view WhyNoFasterHiddenGradient(int64_t rows) { return rows < kFewestRows ? "few rows" : ""; }
-
-absl::string_view WhyNoFasterWeightGradient(int64_t rows, bool add) {
-  if (rows < kFewestRows) return "few rows";
-  if (!add) return "nothing to add to";
-  return "";
-}
+absl::string_view WhyNoFasterProducts(int64_t rows) { return rows < kFewestRows ? "few rows" : ""; }
 
 }  // namespace lossd::kernels::cuda::hopper

@@ -47,10 +47,8 @@ ProductPlan PlanProduct(int64_t rows, int64_t columns, int64_t inner, int cluste
 // Why the gradients of a chunk cannot be products of this folder, or "". clusters as LogitPassClusters()
 // says.
 absl::string_view WhyNoProducts(DType compute, int clusters);
-// Why such a product takes no less time than cuBLASLt's, or "": for the hidden gradient of `rows` rows, and
-// for their weight gradient. add: to one that is not zero.
-absl::string_view WhyNoFasterHiddenGradient(int64_t rows);
-absl::string_view WhyNoFasterWeightGradient(int64_t rows, bool add);
+// Why such products take no less time than cuBLASLt's for the gradients of `rows` rows, or "".
+absl::string_view WhyNoFasterProducts(int64_t rows);
 
 }  // namespace lossd::kernels::cuda::hopper
 

@@ -20,7 +20,6 @@ struct Case {
   FilterShape filter = {.chunk_rows = 8192, .vocab = 128256, .padded_vocab = 128256, .padded_hidden = 4096};
   DeviceLimits limits = kHopper;
   FusedLoss fused_loss = FusedLoss::kWhereFaster;
-  bool add = false;
 
   Case() {
     loss.dtype = DType::kBFloat16;
@@ -28,7 +27,7 @@ struct Case {
     loss.rows = loss.padded_rows = 8192;
     loss.write_gradient = true;
   }
-  ChunkPlan Plan() const { return PlanChunk(options, loss, filter, limits, fused_loss, add); }
+  ChunkPlan Plan() const { return PlanChunk(options, loss, filter, limits, fused_loss); }
 };
 
 TEST(ChunkPlan, ExactLossesOfLargeChunksAreFused) {
@@ -81,29 +80,22 @@ TEST(ChunkPlan, TheOptionOfTheBackendDecidesWhereSizeWould) {
 
 TEST(ChunkPlan, GradientsAreOwnProductsWhereTheyAreFaster) {
   Case c;
-  EXPECT_TRUE(c.Plan().own_hidden_product());
-  EXPECT_FALSE(c.Plan().own_weight_product());
-  c.add = true;
-  EXPECT_TRUE(c.Plan().own_weight_product());
-  c.loss.rows = c.loss.padded_rows = 768;
-  EXPECT_FALSE(c.Plan().own_hidden_product());
-  EXPECT_FALSE(c.Plan().own_weight_product());
+  EXPECT_TRUE(c.Plan().own_products());
+  c.loss.rows = c.loss.padded_rows = 760;
+  EXPECT_FALSE(c.Plan().own_products());
   c.loss.rows = c.loss.padded_rows = 2048;
   c.limits.fused_clusters = 0;
-  EXPECT_THAT(c.Plan().why_library_hidden_product, HasSubstr("Hopper"));
+  EXPECT_THAT(c.Plan().why_library_products, HasSubstr("Hopper"));
 }
 
 TEST(ChunkPlan, TheOptionOfTheBackendHoldsForProductsToo) {
   Case c;
-  c.add = true;
   c.fused_loss = FusedLoss::kNever;
-  EXPECT_EQ(c.Plan().why_library_weight_product, "switched off");
+  EXPECT_EQ(c.Plan().why_library_products, "switched off");
   c.fused_loss = FusedLoss::kWherePossible;
-  c.add = false;
-  EXPECT_TRUE(c.Plan().own_hidden_product());
-  EXPECT_TRUE(c.Plan().own_weight_product());
+  EXPECT_TRUE(c.Plan().own_products());
   c.loss.write_gradient = false;
-  EXPECT_EQ(c.Plan().why_library_hidden_product, "no gradient is wanted");
+  EXPECT_EQ(c.Plan().why_library_products, "no gradient is wanted");
 }
 
 TEST(ChunkPlan, DescribesWhatItChose) {
@@ -112,7 +104,7 @@ TEST(ChunkPlan, DescribesWhatItChose) {
               ElementsAre(Choice{.what = "gradients", .choice = "exact", .reason = "exact was asked for"},
                           Choice{.what = "loss", .choice = "in the logits product"},
                           Choice{.what = "hidden gradient", .choice = "own product"},
-                          Choice{"weight gradient", "library product", "nothing to add to"}));
+                          Choice{.what = "weight gradient", .choice = "own product"}));
   c.options.algorithm = Algorithm::kAuto;
   EXPECT_THAT(Describe(c.Plan()), ElementsAre(Field(&Choice::choice, "auto"),
                                               Field(&Choice::choice, "after the logits product"), _, _));

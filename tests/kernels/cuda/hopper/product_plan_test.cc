@@ -71,12 +71,9 @@ TEST(ProductPlanTest, SaysWhyNot) {
 }
 
 TEST(ProductPlanTest, SaysWhereTheLibraryIsAsFast) {
-  EXPECT_EQ(WhyNoFasterHiddenGradient(512), "few rows");
-  EXPECT_EQ(WhyNoFasterHiddenGradient(1600), "");
-  EXPECT_EQ(WhyNoFasterHiddenGradient(8192), "");
-  EXPECT_EQ(WhyNoFasterWeightGradient(512, true), "few rows");
-  EXPECT_EQ(WhyNoFasterWeightGradient(8192, true), "");
-  EXPECT_EQ(WhyNoFasterWeightGradient(8192, false), "nothing to add to");
+  EXPECT_EQ(WhyNoFasterProducts(512), "few rows");
+  EXPECT_EQ(WhyNoFasterProducts(768), "");
+  EXPECT_EQ(WhyNoFasterProducts(8192), "");
 }
 
 }  // namespace
