@@ -117,6 +117,8 @@ class CudaHead : public HeadKernels {
   absl::Status PrepareCutGemms(const Job& job);
   absl::Status CutForward(const Job& job, const RowLossParams& row);
   absl::Status CutStatistics(const Job& job, const RowLossParams& row);
+  absl::Status FusedStatistics(const Job& job, const RowLossParams& rows, int64_t begin,
+                               const hopper::FusedRows& memory);
   absl::Status CutFilter(const Job& job, const RowLossParams& row);
   absl::Status CutBackward(const Job& job);
   absl::Status CutGradients(const Job& job);

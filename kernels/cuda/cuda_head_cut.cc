@@ -1,8 +1,10 @@
 // A chunk of a head for Algorithm::kCut, block by block, so that the logits of no more than a block are in
 // memory: first the statistics of all rows, then, with lse known and the guard passed, each block's gradient.
-// Where small probabilities are left out, all classes of few rows at a time go through the filtered kernels.
-// docs/kernels/cut.md has the whole picture.
+// Where small probabilities are left out, the filtered kernels do the rest: what they start from is listed by
+// the logit pass, or else selected from all logits of few rows at a time. docs/kernels/cut.md has the whole
+// picture.
 #include <algorithm>
+#include <cmath>
 
 #include "absl/functional/function_ref.h"
 #include "kernels/cuda/cuda_head.h"
@@ -10,6 +12,7 @@
 #include "kernels/cuda/cuda_status.h"
 #include "kernels/cuda/cut/cut_plan.h"
 #include "kernels/cuda/cut/cut_rows.h"
+#include "kernels/cuda/hopper/fused_lists.h"
 #include "kernels/cuda/hopper/fused_loss.h"
 #include "kernels/cuda/rows.h"
 #include "kernels/cuda/tensor_ops.h"
@@ -50,6 +53,10 @@ ClassBlock ClassesOf(const RowLossParams& rows, int64_t first_class, int64_t pad
   return block;
 }
 
+Selection SelectionFor(const ChunkPlan& plan) {
+  return plan.fused() ? Selection::kInPass : Selection::kFromLogits;
+}
+
 }  // namespace
 
 CutArena CudaHead::Arena(const Job& job) const {
@@ -68,8 +75,8 @@ uint8_t* CudaHead::WeightRows(int64_t first_class) const {
 void CudaHead::ChooseBlocks(Job& job) const {
   const CutShape shape = CutShapeOf(config_, sizes_, device_->limits().multiprocessors);
   job.blocks = ChooseCutBlocks(shape, job.layout.padded_rows, sizes_.arena_bytes);
-  job.filter_rows =
-      ChooseFilterRows(FilterShapeOf(config_, sizes_), job.layout.padded_rows, sizes_.arena_bytes);
+  job.filter_rows = ChooseFilterRows(FilterShapeOf(config_, sizes_), SelectionFor(job.plan),
+                                     job.layout.padded_rows, sizes_.arena_bytes);
   if (!device_->options().smallest_blocks) return;
   job.blocks = SmallestCutBlocks(shape);
   job.filter_rows = job.blocks.rows;
@@ -79,7 +86,9 @@ absl::Status CudaHead::PrepareCutGemms(const Job& job) {
   Gemms& gemms = device_->gemms();
   const int64_t rows = job.layout.padded_rows;
   const auto prepare_rows = [&](int64_t, int64_t count) { return gemms.Prepare(LogitsShape(count)); };
-  if (job.plan.filtered()) LOSSD_RETURN_IF_ERROR(ForEachBlock(rows, job.filter_rows, rows, prepare_rows));
+  if (job.plan.filtered() && !job.plan.fused()) {
+    LOSSD_RETURN_IF_ERROR(ForEachBlock(rows, job.filter_rows, rows, prepare_rows));
+  }
   const auto prepare = [&](int64_t count, int64_t classes) -> absl::Status {
     if (!job.plan.fused()) LOSSD_RETURN_IF_ERROR(gemms.Prepare(LogitsShape(count, classes)));
     LOSSD_RETURN_IF_ERROR(gemms.Prepare(HiddenGradientShape(count, classes, DType::kFloat32)));
@@ -115,15 +124,7 @@ absl::Status CudaHead::CutStatistics(const Job& job, const RowLossParams& row) {
         if (job.plan.fused()) {
           hopper::FusedRows memory = workspace_.fused;
           memory.partials = arena.tiles;
-          return ToStatus(hopper::LaunchFusedLoss({.loss = rows,
-                                                   .hidden = HiddenRows(job, begin),
-                                                   .weight = values_.compute_weight,
-                                                   .inner = sizes_.padded_hidden,
-                                                   .rows = memory,
-                                                   .rules = workspace_.rules + begin,
-                                                   .order = &device_->limits().cluster_order},
-                                                  device_->limits().fused_clusters, stream),
-                          "fused loss kernels");
+          return FusedStatistics(job, rows, begin, memory);
         }
         const auto fold = [&](int64_t first, int64_t classes) -> absl::Status {
           const ClassBlock block = ClassesOf(rows, first, classes, arena.logits);
@@ -134,6 +135,19 @@ absl::Status CudaHead::CutStatistics(const Job& job, const RowLossParams& row) {
         return ToStatus(LaunchFinishRunning(rows, workspace_.running, workspace_.rules + begin, stream),
                         "row results kernel");
       });
+}
+
+absl::Status CudaHead::FusedStatistics(const Job& job, const RowLossParams& rows, int64_t begin,
+                                       const hopper::FusedRows& memory) {
+  return ToStatus(hopper::LaunchFusedLoss({.loss = rows,
+                                           .hidden = HiddenRows(job, begin),
+                                           .weight = values_.compute_weight,
+                                           .inner = sizes_.padded_hidden,
+                                           .rows = memory,
+                                           .rules = workspace_.rules + begin,
+                                           .order = &device_->limits().cluster_order},
+                                          device_->limits().fused_clusters, device_->compute()),
+                  "fused loss kernels");
 }
 
 absl::Status CudaHead::BlockLogits(const Job& job, const ClassBlock& block, int64_t begin) {
@@ -149,17 +163,29 @@ absl::Status CudaHead::BlockLogits(const Job& job, const ClassBlock& block, int6
 absl::Status CudaHead::CutFilter(const Job& job, const RowLossParams& row) {
   const cudaStream_t stream = device_->compute();
   const FilterBuffers& filter = workspace_.filter;
-  const CutFilterArena arena =
-      CutFilterArena::Carve(FilterShapeOf(config_, sizes_), job.filter_rows, workspace_.arena);
+  const CutFilterArena arena = CutFilterArena::Carve(FilterShapeOf(config_, sizes_), SelectionFor(job.plan),
+                                                     job.filter_rows, workspace_.arena);
   LOSSD_RETURN_IF_ERROR(Zero(filter.counters, sizeof(FilterCounters), stream));
   LOSSD_RETURN_IF_ERROR(PrepareFilter(job, row));
   if (job.hidden_gemm) LOSSD_RETURN_IF_ERROR(Await(download_idle_, stream));
-  const auto filter_block = [&](int64_t begin, int64_t count) -> absl::Status {
-    const ClassBlock all = ClassesOf(RowsOf(row, begin, count), 0, sizes_.padded_vocab, arena.logits);
+  const auto select_in_pass = [&](const RowLossParams& rows, int64_t begin) -> absl::Status {
+    hopper::FusedRows memory = workspace_.fused;
+    memory.partials = arena.tiles;
+    memory.lists = arena.lists;
+    memory.lists.log2_epsilon = std::log2(job.chunk->options.filter_epsilon);
+    LOSSD_RETURN_IF_ERROR(FusedStatistics(job, rows, begin, memory));
+    return ToStatus(hopper::LaunchSelectListed(rows, memory, SelectionOf(job, begin), stream),
+                    "selection kernel");
+  };
+  const auto select_from_logits = [&](const RowLossParams& rows, int64_t begin) -> absl::Status {
+    const ClassBlock all = ClassesOf(rows, 0, sizes_.padded_vocab, arena.logits);
     LOSSD_RETURN_IF_ERROR(BlockLogits(job, all, begin));
-    LOSSD_RETURN_IF_CUDA_ERROR(LaunchSelectRows(all.row, SelectionOf(job, begin), stream),
-                               "selection kernel");
-    return FilterRows(job, all.row, begin);
+    return ToStatus(LaunchSelectRows(all.row, SelectionOf(job, begin), stream), "selection kernel");
+  };
+  const auto filter_block = [&](int64_t begin, int64_t count) -> absl::Status {
+    const RowLossParams rows = RowsOf(row, begin, count);
+    LOSSD_RETURN_IF_ERROR(job.plan.fused() ? select_in_pass(rows, begin) : select_from_logits(rows, begin));
+    return FilterRows(job, rows, begin);
   };
   LOSSD_RETURN_IF_ERROR(ForEachBlock(row.rows, job.filter_rows, row.padded_rows, filter_block));
   return ToStatus(LaunchDecide({SelectionOf(job, 0), row.rows, job.slot->device_in.with_gradient, 1.0f,

@@ -44,6 +44,12 @@ Choice BlockChoice(const CutBlocks& blocks, int64_t arena_bytes) {
           .workspace_bytes = arena_bytes};
 }
 
+Choice CandidatesChoice(const ChunkPlan& plan) {
+  return {.what = "candidates with an epsilon",
+          .choice = plan.fused() ? "listed by the logits product" : "selected from the logits of a few rows",
+          .reason = std::string(plan.why_not_fused)};
+}
+
 }  // namespace
 
 // What the choice depends on.
@@ -91,6 +97,7 @@ absl::Status CudaHead::MakeChoices() {
     LOSSD_RETURN_IF_ERROR(
         AddProduct("weight gradient product", WeightGradientShape(blocks.rows, blocks.classes)));
   }
+  if (IsCut()) choices_.push_back(CandidatesChoice(plan));
   choices_.push_back(FilterChoice(filter, limits));
   return absl::OkStatus();
 }

@@ -29,6 +29,13 @@ bool Fits(const CutShape& shape, const CutBlocks& blocks, int64_t bytes) {
   return CutArena::Carve(shape, blocks, nullptr).bytes <= bytes;
 }
 
+// Of either selection.
+int64_t FilterBytes(const CutShape& shape, const FilterShape& chunk, int64_t rows) {
+  const int64_t bytes = CutFilterArena::Carve(chunk, Selection::kFromLogits, rows, nullptr).bytes;
+  if (!shape.fused) return bytes;
+  return std::max(bytes, CutFilterArena::Carve(chunk, Selection::kInPass, rows, nullptr).bytes);
+}
+
 // Considers the blocks of `rows` rows that fit, from the fewest blocks of classes on.
 void Consider(const CutShape& shape, int64_t block_rows, int64_t rows, int64_t bytes, CutBlocks& best,
               double& best_seconds) {
@@ -93,22 +100,29 @@ CutBlocks ChooseCutBlocks(const CutShape& shape, int64_t rows, int64_t arena_byt
   return best;
 }
 
-CutFilterArena CutFilterArena::Carve(const FilterShape& chunk, int64_t rows, uint8_t* base) {
+CutFilterArena CutFilterArena::Carve(const FilterShape& chunk, Selection selection, int64_t rows,
+                                     uint8_t* base) {
   Carver own(nullptr), lists(nullptr), scratch(nullptr);
   FilterBuffers::Carve(chunk, own, lists, scratch);
-  const int64_t logits_bytes = rows * chunk.padded_vocab * static_cast<int64_t>(SizeOf(chunk.dtype));
   CutFilterArena arena;
-  arena.logits = base == nullptr ? nullptr : base + lists.used();
-  arena.bytes = lists.used() + RoundUp(std::max(logits_bytes, scratch.used()), 256);
+  Carver block(base == nullptr ? nullptr : base + lists.used());
+  if (selection == Selection::kInPass) {
+    arena.tiles = hopper::TilePartials::Carve(block, rows, chunk.vocab);
+    arena.lists = hopper::CandidateLists::Carve(block, rows, chunk.vocab);
+  } else {
+    arena.logits = block.Take<uint8_t>(rows * chunk.padded_vocab * static_cast<int64_t>(SizeOf(chunk.dtype)));
+  }
+  arena.bytes = lists.used() + RoundUp(std::max(block.used(), scratch.used()), 256);
   return arena;
 }
 
-int64_t ChooseFilterRows(const FilterShape& chunk, int64_t rows, int64_t arena_bytes) {
+int64_t ChooseFilterRows(const FilterShape& chunk, Selection selection, int64_t rows, int64_t arena_bytes) {
   int64_t fits = 1;  // in units of 8
   int64_t fails = rows / kLeastRows + 1;
   while (fails - fits > 1) {
     const int64_t middle = fits + (fails - fits) / 2;
-    const bool ok = CutFilterArena::Carve(chunk, middle * kLeastRows, nullptr).bytes <= arena_bytes;
+    const bool ok =
+        CutFilterArena::Carve(chunk, selection, middle * kLeastRows, nullptr).bytes <= arena_bytes;
     (ok ? fits : fails) = middle;
   }
   const int64_t blocks = CeilDiv(rows, fits * kLeastRows);
@@ -117,13 +131,12 @@ int64_t ChooseFilterRows(const FilterShape& chunk, int64_t rows, int64_t arena_b
 
 int64_t LeastCutArena(const CutShape& shape, const FilterShape& chunk) {
   return std::max(CutArena::Carve(shape, SmallestCutBlocks(shape), nullptr).bytes,
-                  CutFilterArena::Carve(chunk, kLeastRows, nullptr).bytes);
+                  FilterBytes(shape, chunk, kLeastRows));
 }
 
 int64_t LargestCutArena(const CutShape& shape, const FilterShape& chunk) {
   const CutBlocks all = {chunk.chunk_rows, shape.padded_vocab};
-  return std::max(CutArena::Carve(shape, all, nullptr).bytes,
-                  CutFilterArena::Carve(chunk, chunk.chunk_rows, nullptr).bytes);
+  return std::max(CutArena::Carve(shape, all, nullptr).bytes, FilterBytes(shape, chunk, chunk.chunk_rows));
 }
 
 }  // namespace lossd::kernels::cuda

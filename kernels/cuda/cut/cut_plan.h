@@ -58,18 +58,27 @@ CutBlocks ChooseCutBlocks(const CutShape& shape, int64_t rows, int64_t arena_byt
 // Seconds that the gradients of `rows` rows take by those numbers, in blocks of this size.
 double PredictCutSeconds(const CutShape& shape, const CutBlocks& blocks, int64_t rows);
 
-// Where the logits of a block of rows lie when small probabilities are left out: behind the lists of the
-// chunk (the second group of FilterBuffers), and where its scratch (the third) will be.
-struct CutFilterArena {
-  void* logits = nullptr;  // [rows, padded_vocab]
-  int64_t bytes = 0;
-
-  static CutFilterArena Carve(const FilterShape& chunk, int64_t rows, uint8_t* base);
+// How the candidates of a block of rows are found when small probabilities are left out.
+enum class Selection {
+  kFromLogits,  // of all classes
+  kInPass,      // listed by the logit pass
 };
 
-// Rows of a block whose logits fit the arena beside the lists of the chunk, of blocks of about the same size;
-// at least 8. rows > 0.
-int64_t ChooseFilterRows(const FilterShape& chunk, int64_t rows, int64_t arena_bytes);
+// What that takes: behind the lists of the chunk (the second group of FilterBuffers), and where its scratch
+// (the third) will be.
+struct CutFilterArena {
+  void* logits = nullptr;        // [rows, padded_vocab], kFromLogits
+  hopper::TilePartials tiles;    // kInPass
+  hopper::CandidateLists lists;  // kInPass
+  int64_t bytes = 0;
+
+  static CutFilterArena Carve(const FilterShape& chunk, Selection selection, int64_t rows, uint8_t* base);
+};
+
+// Rows of a block that fits the arena beside the lists of the chunk, of blocks of about the same size; at
+// least
+// 8. rows > 0.
+int64_t ChooseFilterRows(const FilterShape& chunk, Selection selection, int64_t rows, int64_t arena_bytes);
 
 // The arena of a head: at least this, or no block fits, and not more than that, or some of it is never used.
 int64_t LeastCutArena(const CutShape& shape, const FilterShape& chunk);

@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cfloat>
 
+#include "kernels/cuda/filtered/candidates.cuh"
 #include "kernels/cuda/filtered/filtered.h"
 #include "kernels/cuda/row_loss_math.cuh"
 
@@ -45,26 +46,16 @@ constexpr int kEagerRounds = 4;    // after which the bound is renewed every kLa
 constexpr int kLazyRounds = 4;
 constexpr float kBelow =
     0x1p-14f;  // of the early bound: more than log2 of a sum depends on the order of terms
-constexpr float kNone = -FLT_MAX;  // a threshold that every finite logit passes; masked ones are -inf
-
-template <typename T>
-constexpr float kStorageRoundoff = std::is_same_v<T, float>    ? 0x1p-17f  // of the GEMM, generously
-                                   : std::is_same_v<T, __half> ? 0x1p-11f
-                                                               : 0x1p-8f;
 
 // In shared memory.
 struct List {
-  int32_t* vectors;  // [kListedVectors] that have a logit that passed, in any order
-  // [most] the candidates, in any order: z f, not yet relative to M.
-  int32_t* columns;
-  float* exponents;
-  float* sorted;  // [most] exponents in the order of columns, relative to M; in the memory of `vectors`
+  int32_t* vectors;             // [kListedVectors] that have a logit that passed, in any order
+  CandidateColumns candidates;  // [most]; sorted in the memory of `vectors`
 
   __device__ __forceinline__ List(int32_t* memory, int most)
       : vectors(memory),
-        columns(memory + kListedVectors),
-        exponents(reinterpret_cast<float*>(columns + most)),
-        sorted(reinterpret_cast<float*>(memory)) {}
+        candidates{memory + kListedVectors, reinterpret_cast<float*>(memory + kListedVectors + most),
+                   reinterpret_cast<float*>(memory)} {}
   static int64_t Bytes(int64_t most) {
     return (kListedVectors + 2 * most) * static_cast<int64_t>(sizeof(int32_t));
   }
@@ -75,13 +66,8 @@ template <int kWarps>
 struct Shared {
   float logs[kWarps];      // log2 of the warps' sums, as published
   float words[kWarps][5];  // their statistics at the end
-  float scratch[33];
-  int listed;      // vectors that passed
-  int candidates;  // may be more than there is room for, both
-  int begin;
-  SelectedRow row;
-  float threshold;
-  float reference;
+  int listed;              // vectors that passed; may be more than there is room for
+  RowCandidates row;
 };
 
 // The logits of vector v: -inf at the target and past the vocabulary.
@@ -192,15 +178,6 @@ __device__ __forceinline__ float PublishSum(const Running& s, float* logs, bool 
   for (int offset = 16; offset > 0; offset >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
   const float total = WarpSum(own == NegativeInfinity() ? 0.0f : Exp2(own - top));
   return top + log2f(total);
-}
-
-// The smallest z that may reach epsilon of a sum with this logarithm. NaN stays NaN: nothing passes.
-template <typename T>
-__device__ __forceinline__ float Threshold(float log2_sum, float log2_epsilon, float f) {
-  const float exact = (log2_sum + log2_epsilon) / f;
-  const float allowed = kStorageRoundoff<T> * (fabsf(exact) + fabsf(log2_sum / f));
-  const float threshold = exact - allowed;
-  return threshold < kNone ? kNone : threshold;
 }
 
 // The statistics of the row, the same in all lanes of the calling warp.
@@ -323,55 +300,8 @@ __device__ __forceinline__ void FindCandidates(const RowLossParams& p, const Log
     const float dot = static_cast<float>(logits[column]);
     const float z = map(dot, column).z;
     const float slack = kGeneral ? kStorageRoundoff<T> * fabsf(map.scale * dot) : 0.0f;
-    if (!(z + slack >= shared.threshold)) continue;
-    const int at = atomicAdd(&shared.candidates, 1);
-    if (at >= most) continue;
-    list.columns[at] = column;
-    list.exponents[at] = z * map.f;
+    if (z + slack >= shared.row.threshold) shared.row.Add(list.candidates, most, column, z * map.f);
   }
-}
-
-// Puts the candidates into the pool in the order of classes.
-template <int kWarps>
-__device__ __forceinline__ void RankCandidates(const RowSelection& selection, const List& list,
-                                               Shared<kWarps>& shared) {
-  const int candidates = shared.candidates;
-  if (threadIdx.x == 0) shared.begin = candidates > 0 ? atomicAdd(selection.used, candidates) : 0;
-  __syncthreads();
-  for (int i = threadIdx.x; i < candidates; i += kWarps * 32) {
-    const int32_t column = list.columns[i];
-    int rank = 0;
-    for (int j = 0; j < candidates; ++j) rank += list.columns[j] < column ? 1 : 0;
-    list.sorted[rank] = list.exponents[i] - shared.reference;
-    const int at = shared.begin + rank;
-    if (at < selection.capacity) selection.pool[at] = column;
-  }
-}
-
-template <bool kGeneral, int kWarps>
-__device__ __forceinline__ void SumCandidates(const RowSelection& selection, const float* sorted,
-                                              Shared<kWarps>& shared) {
-  const float kept_from = selection.epsilon * shared.row.total;
-  float sum = 0.0f, spread = 0.0f, kept = 0.0f;
-  for (int i = threadIdx.x; i < shared.candidates; i += kWarps * 32) {
-    const float e = Exp2(sorted[i]);
-    sum += e;
-    if (kGeneral && e > 0.0f) spread += e * sorted[i];
-    if (e >= kept_from) kept += e;
-  }
-  sum = BlockSum(sum, shared.scratch);
-  __syncthreads();
-  kept = BlockSum(kept, shared.scratch);
-  if constexpr (kGeneral) {
-    __syncthreads();
-    spread = BlockSum(spread, shared.scratch);
-  }
-  if (threadIdx.x != 0) return;
-  shared.row.begin = shared.begin;
-  shared.row.count = shared.candidates;
-  shared.row.listed_sum = sum;
-  shared.row.listed_spread = spread;
-  shared.row.kept = kept;
 }
 
 template <typename T, bool kGeneral, typename Block>
@@ -393,7 +323,7 @@ __global__ __launch_bounds__(Block::kThreads, Block::kResident(kGeneral)) void S
   target.stored_z = map(stored_dot, target.column).z;
   target.class_weight = kGeneral ? ClassWeight(p, target.column) : 1.0f;
   if (threadIdx.x < Block::kWarps) shared.logs[threadIdx.x] = NegativeInfinity();
-  if (threadIdx.x == 0) shared.listed = shared.candidates = 0;
+  if (threadIdx.x == 0) shared.listed = 0;
   __syncthreads();
 
   const float log2_epsilon = log2f(selection.epsilon);
@@ -407,33 +337,13 @@ __global__ __launch_bounds__(Block::kThreads, Block::kResident(kGeneral)) void S
     Rebase(rest, fmaxf(others.max, target.logit.z), map.f);
     if (threadIdx.x == 0) {
       WriteRow(p, row, result);
-      shared.row = {0,
-                    0,
-                    isfinite(result.lse) && isfinite(result.loss) ? 1 : 0,
-                    rest.max,
-                    rest.sum,
-                    rest.spread,
-                    rest.weighted,
-                    1.0f / result.inverse_sum,
-                    target_dot,
-                    0.0f,
-                    0.0f,
-                    0.0f};
-      shared.threshold = Threshold<T>(result.reference + result.log2_sum, log2_epsilon, map.f);
-      shared.reference = result.reference;
+      shared.row.template Start<T>(rest, result, target_dot, log2_epsilon, map.f);
     }
   }
   __syncthreads();
   FindCandidates(p, map, target, logits, list, most, shared);
   __syncthreads();
-  if (shared.candidates > most) {
-    if (threadIdx.x == 0) atomicMax(selection.used, selection.capacity + 1);
-  } else {
-    RankCandidates(selection, list, shared);
-    __syncthreads();
-    SumCandidates<kGeneral>(selection, list.sorted, shared);
-  }
-  if (threadIdx.x == 0) selection.rows[row] = shared.row;
+  SelectCandidates<kGeneral, Block::kThreads>(selection, row, list.candidates, most, shared.row);
 }
 
 template <typename T, bool kGeneral, typename Block>

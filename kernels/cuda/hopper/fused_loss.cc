@@ -1,5 +1,7 @@
 #include "kernels/cuda/hopper/fused_loss.h"
 
+#include "kernels/cuda/hopper/fused_lists.h"
+
 namespace lossd::kernels::cuda::hopper {
 namespace {
 
@@ -25,6 +27,7 @@ LogitPassParams MakePassParams(const FusedLossParams& params) {
   p.reference = params.rows.reference;
   p.threshold = params.rows.threshold;
   p.partials = params.rows.partials;
+  p.lists = params.rows.lists;
   if (!loss.want_entropy) p.partials.spread = nullptr;
   if (loss.write_gradient) p.exponentials = loss.logits;
   return p;
@@ -64,11 +67,19 @@ cudaError_t LaunchFusedLoss(const FusedLossParams& params, int clusters, cudaStr
   cudaError_t error = LaunchPrepareRows(params.loss, params.rows, stream);
   if (error == cudaSuccess) error = LaunchLogitPass(pass, clusters, stream);
   if (error == cudaSuccess) error = LaunchMergeTiles(params.loss, params.rows, false, stream);
-  pass.redo = params.rows.redo;
-  pass.order = nullptr;
-  if (error == cudaSuccess) error = LaunchLogitPass(pass, clusters, stream);
+  LogitPassParams again = pass;
+  again.redo = params.rows.redo;
+  again.order = nullptr;
+  again.lists = {};
+  if (error == cudaSuccess) error = LaunchLogitPass(again, clusters, stream);
   if (error == cudaSuccess) error = LaunchMergeTiles(params.loss, params.rows, true, stream);
-  return error == cudaSuccess ? LaunchFinishRows(params.loss, params.rows, params.rules, stream) : error;
+  if (error == cudaSuccess) error = LaunchFinishRows(params.loss, params.rows, params.rules, stream);
+  if (error != cudaSuccess || pass.lists.entries == nullptr) return error;
+  again.redo = nullptr;
+  again.lists = pass.lists;
+  again.relist = params.rows.redo;
+  error = LaunchPrepareRelist(params.loss, params.rows, stream);
+  return error == cudaSuccess ? LaunchLogitPass(again, clusters, stream) : error;
 }
 
 }  // namespace lossd::kernels::cuda::hopper

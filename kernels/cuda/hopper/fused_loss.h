@@ -31,7 +31,7 @@ struct FusedLossParams {
   const void* hidden = nullptr;  // [loss.padded_rows, inner], loss.dtype
   const void* weight = nullptr;  // [loss.ld, inner], loss.dtype
   int64_t inner = 0;             // a multiple of 8
-  FusedRows rows;
+  FusedRows rows;  // with lists only without write_gradient; complete on return, but for rows with too many
   GradientRule* rules = nullptr;        // [loss.rows], out, or null: for a logit pass that writes gradients
   const ClusterOrder* order = nullptr;  // of the device; host memory, or null
 };

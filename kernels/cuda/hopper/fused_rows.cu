@@ -12,14 +12,12 @@
 // done again with c = max z f (LaunchMergeTiles), in the same launches whether there are any or not.
 #include <cfloat>
 
-#include "kernels/cuda/hopper/fused_rows.h"
-#include "kernels/cuda/row_loss_math.cuh"
+#include "kernels/cuda/hopper/fused_row.cuh"
 
 namespace lossd::kernels::cuda::hopper {
 namespace {
 
 constexpr float kHeadroom = 48.0f;
-constexpr float kLargestSum = 0x1p60f;
 constexpr float kPaddingReference = 200.0f;  // 2^(0 - 200) is 0
 // How far below the target, in units of log 2 and relative, a tile's maximum may seem without being so.
 constexpr float kMargin = 0.25f;
@@ -34,22 +32,17 @@ constexpr int kMergeWarps = 8;
 constexpr int kFinishWarps = 4;  // rows a block
 
 template <bool kGeneral>
-__device__ __forceinline__ Target MakeTarget(const RowLossParams& p, int64_t row) {
-  const LogitMap<__nv_bfloat16, kGeneral> map(p);
-  Target target;
-  target.column = p.targets[row];
-  target.logit = map(p.target_dots[row], target.column);
-  target.class_weight = kGeneral ? ClassWeight(p, target.column) : 1.0f;
-  return target;
-}
-
-template <bool kGeneral>
 __global__ void PrepareRowsKernel(const __grid_constant__ RowLossParams p,
                                   const __grid_constant__ FusedRows w, int panels) {
   const int64_t row = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (row <= panels) w.redo[row] = 0;
   if (row < kMostClusters) w.taken[row] = 0;
   if (row >= p.padded_rows) return;
+  if (w.lists.entries != nullptr) {
+    w.lists.counts[row] = 0;
+    w.lists.known[row] =
+        row < p.rows ? Exp2(-kHeadroom) : -NegativeInfinity();  // the target's, or no candidates
+  }
   if (row >= p.rows) {
     w.reference[row] = kPaddingReference;
     w.threshold[row] = -NegativeInfinity();
@@ -133,22 +126,16 @@ __device__ __forceinline__ RowGradient MakeGradient(const GradientRule& rule, co
 template <bool kGeneral>
 __device__ __forceinline__ RowGradient FinishRow(const RowLossParams& p, const FusedRows& w,
                                                  GradientRule* rules, int64_t row) {
-  const float f = LogitMap<__nv_bfloat16, kGeneral>(p).f;
-  const Target target = MakeTarget<kGeneral>(p, row);
-  Stats rest = NoStats();
-  rest.max = fmaxf(w.max[row], target.logit.z);
-  const float shift = w.reference[row] - Reference(rest.max, f);
-  const float rescale = Exp2(shift);
-  rest.sum = w.sum[row] * rescale;
-  rest.spread = rescale * (w.spread[row] + w.sum[row] * shift);
-  RowResult r = FinishSums<kGeneral>(p, row, target, rest, f);
+  const FusedRow fused = LoadFusedRow<kGeneral>(p, w, row);
+  const Target& target = fused.target;
+  RowResult r = FinishSums<kGeneral>(p, row, target, fused.rest, fused.f);
   r.argmax = target.column;
   const float same_way = w.partials.target[row];
   if (w.max[row] > same_way || (w.max[row] == same_way && w.arg[row] < r.argmax)) r.argmax = w.arg[row];
   WriteRow(p, row, r);
   const GradientRule rule = MakeRule<kGeneral>(p, row, target, r);
   if (rules != nullptr) rules[row] = rule;
-  return MakeGradient(rule, r, rescale);
+  return MakeGradient(rule, r, fused.rescale);
 }
 
 // A warp a row.

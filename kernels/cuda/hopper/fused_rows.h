@@ -18,6 +18,7 @@ namespace lossd::kernels::cuda::hopper {
 // Memory of a chunk between these kernels, `capacity` rows each.
 struct FusedRows {
   TilePartials partials;  // done with when the results are
+  CandidateLists lists;   // entries null: none are wanted
   float* reference = nullptr;
   float* threshold = nullptr;
   // Of all tiles; d as in TilePartials.
@@ -30,11 +31,11 @@ struct FusedRows {
   int32_t* redo = nullptr;    // [1 + Panels(capacity)], see LogitPassParams
   uint32_t* taken = nullptr;  // [kMostClusters], see there
 
-  // All but the partials.
+  // All but partials and lists.
   static FusedRows Carve(Carver& carver, int64_t capacity);
 };
 
-// reference, threshold (also of padding rows), redo = 0 and taken = 0, from loss.target_dots.
+// reference, threshold (also of padding rows), redo = 0, taken = 0 and empty lists, from loss.target_dots.
 cudaError_t LaunchPrepareRows(const RowLossParams& loss, const FusedRows& rows, cudaStream_t stream);
 
 // max, sum, spread, arg from the partials, and which panels have a row whose sum is too large for 16-bit

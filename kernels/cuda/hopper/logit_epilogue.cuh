@@ -6,6 +6,7 @@
 #ifndef LOSSD_KERNELS_CUDA_HOPPER_LOGIT_EPILOGUE_CUH_
 #define LOSSD_KERNELS_CUDA_HOPPER_LOGIT_EPILOGUE_CUH_
 
+#include <cfloat>
 #include <cstdint>
 #include <type_traits>
 
@@ -21,7 +22,11 @@ namespace lossd::kernels::cuda::hopper {
 enum class Form { kPlain, kGeneral, kCapped };
 
 // What becomes of them.
-enum class Output { kStatistics, kExponentials /* and statistics */, kGradient };
+enum class Output { kStatistics, kCandidates /* and statistics */, kExponentials /* likewise */, kGradient };
+
+// Whether tiles of 16-bit elements leave through boxes.
+template <Output kOutput>
+inline constexpr bool kStores = kOutput == Output::kExponentials || kOutput == Output::kGradient;
 
 struct LogitKernelParams {
   int rows, vocab, last_bias, first_class;
@@ -34,6 +39,9 @@ struct LogitKernelParams {
   const GradientRule* rules;
   const int32_t* redo;
   TilePartials partials;
+  CandidateLists lists;
+  int first_listed;  // tile
+  const int32_t* relist;
   ClusterPositions positions;
 };
 
@@ -48,6 +56,7 @@ struct RowPair {
   int target[2];       // column within the tile, if it is one
   float reference[2];  // in units of log 2
   float threshold[2];  // of statistics
+  float known[2];      // of candidates: of the row's sum; infinite if none are to be listed
   float factor[2];     // of a gradient: of the exponentials
   float entry[2];      // of a gradient: the target's
 };
@@ -72,6 +81,15 @@ __device__ __forceinline__ RowPair LoadRows(const LogitKernelParams& p, const Lo
     }
   }
   return r;
+}
+
+// As late as it can be without anybody waiting: other clusters add to it.
+__device__ __forceinline__ void LoadKnown(const LogitKernelParams& p, const LogitTile& tile, RowPair& r) {
+  const bool lists = p.relist != nullptr || tile.vocab_tile >= p.first_listed;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    r.known[h] = lists && r.row[h] < p.rows ? __ldcg(p.lists.known + r.row[h]) : -NegativeInfinity();
+  }
 }
 
 // The first column within the tile that a lane holds; it holds the next, and both again every 8 columns.
@@ -201,18 +219,27 @@ __device__ __forceinline__ void ForEachBox(const float (&logits)[128], const Out
   }
 }
 
-// Sums of a thread over its columns; max is of logits before the softcap.
+// Sums of a thread over its columns; max is of logits before the softcap, box_max of those of a box.
 struct ThreadSums {
   float sum[2] = {};
   float spread[2] = {};
   float max[2] = {NegativeInfinity(), NegativeInfinity()};
+  float box_max[2] = {NegativeInfinity(), NegativeInfinity()};
+
+  __device__ __forceinline__ void EndBox() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      max[h] = fmaxf(max[h], box_max[h]);
+      box_max[h] = NegativeInfinity();
+    }
+  }
 };
 
 // Two neighbouring elements of a half: adds them to the sums and returns the exponentials as they are stored.
 template <Form kForm>
 __device__ __forceinline__ uint32_t TakePair(const LogitKernelParams& p, float s0, float s1, float reference,
                                              int h, ThreadSums& sums) {
-  sums.max[h] = fmaxf(sums.max[h], fmaxf(s0, s1));
+  sums.box_max[h] = fmaxf(sums.box_max[h], fmaxf(s0, s1));
   const Logit z0 = ToLogit<kForm>(p, s0), z1 = ToLogit<kForm>(p, s1);
   const float d0 = fmaf(z0.z, p.f, -reference), d1 = fmaf(z1.z, p.f, -reference);
   const float e0 = Exp2(d0), e1 = Exp2(d1);
@@ -225,15 +252,63 @@ __device__ __forceinline__ uint32_t TakePair(const LogitKernelParams& p, float s
   return PackBf16(e0, e1);
 }
 
-template <Form kForm, bool kStore>
+// What an exponent may be off, in units of log 2 and relative, by all roundings between here and the last
+// judgement.
+constexpr float kListMargin = 0.02f;
+constexpr float kRelativeListMargin = 0x1p-14f;
+
+// From which logit before the softcap on a class of the row may reach epsilon. NaN if `known` is infinite or
+// the row is not finite: nothing does.
+template <Form kForm>
+__device__ __forceinline__ float LeastCandidate(const LogitKernelParams& p, float known, float reference) {
+  const float log2_sum = log2f(known) + reference;
+  const float margin = kListMargin + kRelativeListMargin * fabsf(log2_sum);
+  float least = (log2_sum + p.lists.log2_epsilon - margin) / p.f;
+  if constexpr (kForm == Form::kCapped) {
+    const float t = least * p.inverse_cap;
+    least = t >= 1.0f ? -NegativeInfinity() : t <= -1.0f ? NegativeInfinity() : p.softcap * atanhf(t);
+  }
+  return least < -FLT_MAX ? -FLT_MAX : least;  // what is masked is below all
+}
+
+// Lists what a box has of candidates: what is not below `least`.
+template <Form kForm>
+__device__ __forceinline__ void ListBox(const LogitKernelParams& p, const float (&logits)[128],
+                                        const RowPair& rows, const float (&least)[2], int column, int box) {
+  constexpr int kElements = 4 * kGroups;
+#pragma unroll
+  for (int e = 0; e < kElements; ++e) {
+    const int i = kElements * box + e;
+    const int h = (i >> 1) & 1;
+    if (!(logits[i] >= least[h])) continue;
+    const int64_t row = rows.row[h];
+    const int at = atomicAdd(p.lists.counts + row, 1);
+    if (at >= p.lists.capacity) continue;
+    p.lists.entries[row * p.lists.capacity + at] = {column + 8 * (i >> 2) + LaneColumn() + (i & 1),
+                                                    ToLogit<kForm>(p, logits[i]).z};
+  }
+}
+
+template <Form kForm, Output kOutput>
 __device__ __forceinline__ ThreadSums Exponentials(const LogitKernelParams& p, const float (&logits)[128],
-                                                   const float (&reference)[2], const OutBoxes& out,
-                                                   int column, int row) {
+                                                   const RowPair& rows, const OutBoxes& out, int column,
+                                                   int row) {
   ThreadSums sums;
-  ForEachBox<kStore>(
+  float least[2];
+  if constexpr (kOutput == Output::kCandidates) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) least[h] = LeastCandidate<kForm>(p, rows.known[h], rows.reference[h]);
+  }
+  ForEachBox<kOutput == Output::kExponentials>(
       logits, out, column, row,
-      [&](float s0, float s1, int h) { return TakePair<kForm>(p, s0, s1, reference[h], h, sums); },
-      [](int) {});
+      [&](float s0, float s1, int h) { return TakePair<kForm>(p, s0, s1, rows.reference[h], h, sums); },
+      [&](int box) {
+        if constexpr (kOutput == Output::kCandidates) {
+          const bool some = sums.box_max[0] >= least[0] || sums.box_max[1] >= least[1];
+          if (some) ListBox<kForm>(p, logits, rows, least, column, box);
+        }
+        sums.EndBox();
+      });
   return sums;
 }
 
@@ -272,7 +347,7 @@ __device__ __forceinline__ void Gradients(const LogitKernelParams& p, const floa
 }
 
 // What a quad found in its two rows of a tile, to memory.
-template <Form kForm>
+template <Form kForm, Output kOutput>
 __device__ __forceinline__ void WritePartials(const LogitKernelParams& p, const LogitTile& tile,
                                               const RowPair& rows, const float (&logits)[128],
                                               ThreadSums sums) {
@@ -293,6 +368,9 @@ __device__ __forceinline__ void WritePartials(const LogitKernelParams& p, const 
     p.partials.sum[at] = sum;
     p.partials.arg[at] = static_cast<uint8_t>(arg[h]);
     if (kForm != Form::kPlain && p.partials.spread != nullptr) p.partials.spread[at] = spread;
+    if constexpr (kOutput == Output::kCandidates) {
+      if (sum <= kLargestSum) atomicAdd(p.lists.known + rows.row[h], sum);
+    }
   }
 }
 

@@ -48,6 +48,7 @@ __device__ __forceinline__ void ForEachTile(const LogitKernelParams& p, int posi
   for (int i = position; i < tiles; i += Clusters()) {
     const LogitTile tile = TileAt(p, i);
     if (p.redo != nullptr && p.redo[1 + tile.panel] == 0) continue;
+    if (p.relist != nullptr && tile.vocab_tile >= p.first_listed && p.relist[1 + tile.panel] == 0) continue;
     body(tile);
   }
 }
@@ -74,20 +75,23 @@ __device__ __forceinline__ void Consume(const Maps& maps, const LogitKernelParam
   float logits[128];
   ForEachTile(p, position, [&](const LogitTile& tile) {
     const int first_row = tile.panel * kPanelRows + product_row;
-    const RowPair rows = LoadRows<kOutput>(p, tile, first_row + warp * 16 + lane / 4);
-    Multiply<T, Major::kInner, Major::kInner>(p.inner_tiles, consumer, ring, logits);
+    RowPair rows = LoadRows<kOutput>(p, tile, first_row + warp * 16 + lane / 4);
+    Multiply<T, Major::kInner, Major::kInner>(p.inner_tiles, consumer, ring, logits, [&] {
+      if constexpr (kOutput == Output::kCandidates) LoadKnown(p, tile, rows);
+    });
     if constexpr (kForm != Form::kPlain) ScaleAndShift(p, tile, logits);
     Mask<kForm, kOutput>(p, tile, rows, logits);
     const int column = tile.vocab_tile * kVocabTile;
     if constexpr (kOutput == Output::kGradient) {
       Gradients<T, kForm>(p, logits, rows, out, column, first_row);
     } else {
-      const ThreadSums sums = Exponentials<kForm, kOutput == Output::kExponentials>(p, logits, rows.reference,
-                                                                                    out, column, first_row);
-      WritePartials<kForm>(p, tile, rows, logits, sums);
+      const ThreadSums sums = Exponentials<kForm, kOutput>(p, logits, rows, out, column, first_row);
+      if (kOutput != Output::kCandidates || p.relist == nullptr) {
+        WritePartials<kForm, kOutput>(p, tile, rows, logits, sums);
+      }
     }
   });
-  if constexpr (kOutput != Output::kStatistics) out.Finish();
+  if constexpr (kStores<kOutput>) out.Finish();
 }
 
 template <typename T, Form kForm, Output kOutput>
@@ -98,7 +102,7 @@ __global__ __cluster_dims__(kClusterBlocks)
   if (p.redo != nullptr && p.redo[0] == 0) return;
   const uint32_t stages = SharedAddress(shared);
   const uint32_t boxes = stages + kRingBytes;
-  const uint32_t barriers = boxes + (kOutput != Output::kStatistics ? kOutBytes : 0);
+  const uint32_t barriers = boxes + (kStores<kOutput> ? kOutBytes : 0);
   const uint32_t position_word = barriers + kRingBarrierBytes;
   const Ring ring(stages, barriers);
   const uint32_t rank = ClusterRank();
@@ -120,7 +124,7 @@ template <typename T, Form kForm, Output kOutput>
 struct Kernel {
   static constexpr auto kFunction = LogitPassKernel<T, kForm, kOutput>;
   static constexpr int kSharedBytes =
-      kRingBytes + (kOutput != Output::kStatistics ? kOutBytes : 0) + kRingBarrierBytes + kPositionBytes;
+      kRingBytes + (kStores<kOutput> ? kOutBytes : 0) + kRingBarrierBytes + kPositionBytes;
 
   static cudaError_t AllowSharedBytes() {
     return cudaFuncSetAttribute(kFunction, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
@@ -171,6 +175,9 @@ LogitKernelParams MakeKernelParams(const LogitPassParams& params) {
   p.rules = params.rules;
   p.redo = params.redo;
   p.partials = params.partials;
+  p.lists = params.lists;
+  p.first_listed = static_cast<int>(FirstListedTile(p.vocab_tiles));
+  p.relist = params.relist;
   if (params.order != nullptr) p.positions = {*params.order, params.taken};
   return p;
 }
@@ -180,7 +187,9 @@ cudaError_t LaunchTyped(const LogitPassParams& params, const Maps& maps, int clu
   const LogitKernelParams p = MakeKernelParams(params);
   const bool general = params.general;
   if (params.exponentials == nullptr) {
-    return LaunchForm<T, Output::kStatistics>(maps, p, general, clusters, stream);
+    return params.lists.entries == nullptr
+               ? LaunchForm<T, Output::kStatistics>(maps, p, general, clusters, stream)
+               : LaunchForm<T, Output::kCandidates>(maps, p, general, clusters, stream);
   }
   if (params.rules != nullptr) return LaunchForm<T, Output::kGradient>(maps, p, general, clusters, stream);
   if constexpr (std::is_same_v<T, __half>) return cudaErrorInvalidValue;

@@ -10,12 +10,16 @@
 #include <cstdint>
 
 #include "kernels/cuda/device_memory.h"
+#include "kernels/cuda/hopper/candidates.h"
 #include "kernels/cuda/hopper/cluster_order.h"
 #include "kernels/cuda/hopper/logit_tiles.h"
 #include "kernels/cuda/row_loss.h"
 #include "kernels/dtype.h"
 
 namespace lossd::kernels::cuda::hopper {
+
+// Sums of 2^d beyond this are not relied on: their rows are done again with another reference.
+inline constexpr float kLargestSum = 0x1p60f;
 
 // With z the logit, f the factor that makes it a power of two, d = z f - reference: what a tile of classes
 // says of a row, at [tile * ld + row], the row's target left out.
@@ -60,6 +64,11 @@ struct LogitPassParams {
   // gradient unit), the target's entry too; reference, threshold and partials are not used. Of a rule
   // softmax, reference and target count; a row with softmax 0 is 0 but for the target.
   const GradientRule* rules = nullptr;
+  // entries null: no lists. Otherwise, without exponentials, the classes of tiles from FirstListedTile() on
+  // are listed and `known` grows with each tile. relist: nothing else happens than that the tiles before it
+  // are listed, and in the panels of kPanelRows rows whose relist[1 + panel] is not 0 all tiles.
+  CandidateLists lists;
+  const int32_t* relist = nullptr;
   // Null: all rows. Otherwise nothing happens if redo[0] is 0, and else only to the panels of kPanelRows rows
   // whose redo[1 + panel] is not 0.
   const int32_t* redo = nullptr;

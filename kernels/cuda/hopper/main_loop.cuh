@@ -97,9 +97,10 @@ __device__ __forceinline__ void Fetch(const CUtensorMap& a, const CUtensorMap& b
 }
 
 // One consumer warpgroup: the sums of its rows over the next `stages` stages (at least one), which go back to
-// both blocks.
-template <typename T, Major kMajorA, Major kMajorB>
-__device__ __forceinline__ void Multiply(int stages, int consumer, Ring& ring, float (&sums)[128]) {
+// both blocks. before_last(): once, while the last but one is being multiplied, or the only one.
+template <typename T, Major kMajorA, Major kMajorB, typename BeforeLast>
+__device__ __forceinline__ void Multiply(int stages, int consumer, Ring& ring, float (&sums)[128],
+                                         BeforeLast before_last) {
   const uint32_t lane = threadIdx.x & 31;
   uint32_t last_empty = 0;
   for (int k = 0; k < stages; ++k) {
@@ -113,6 +114,7 @@ __device__ __forceinline__ void Multiply(int stages, int consumer, Ring& ring, f
                                         b + i * kDescriptorStep<kMajorB>, k > 0 || i > 0);
     }
     CommitProducts();
+    if (k == max(stages - 2, 0)) before_last();
     WaitProducts<1>();
     if (k > 0 && lane < kClusterBlocks) ArriveAt(last_empty, lane);
     last_empty = ring.Empty();
@@ -120,6 +122,10 @@ __device__ __forceinline__ void Multiply(int stages, int consumer, Ring& ring, f
   }
   WaitProducts<0>();
   if (lane < kClusterBlocks) ArriveAt(last_empty, lane);
+}
+template <typename T, Major kMajorA, Major kMajorB>
+__device__ __forceinline__ void Multiply(int stages, int consumer, Ring& ring, float (&sums)[128]) {
+  Multiply<T, kMajorA, kMajorB>(stages, consumer, ring, sums, [] {});
 }
 
 }  // namespace lossd::kernels::cuda::hopper

@@ -99,11 +99,14 @@ TEST(CutPlan, BlocksFitTheArenaWhateverTheRows) {
           EXPECT_TRUE(blocks.classes % 256 == 0 || blocks.classes == cut.padded_vocab);
           EXPECT_GE(blocks.classes, 1);
           const FilterShape filter = FilterShapeOf(config, sizes);
-          const int64_t filter_rows = ChooseFilterRows(filter, rows, sizes.arena_bytes);
-          EXPECT_GE(filter_rows, 8);
-          EXPECT_EQ(filter_rows % 8, 0);
-          EXPECT_LE(CutFilterArena::Carve(filter, filter_rows, nullptr).bytes, sizes.arena_bytes)
-              << Describe(config);
+          for (const Selection selection : {Selection::kFromLogits, Selection::kInPass}) {
+            if (selection == Selection::kInPass && !fused) continue;
+            const int64_t filter_rows = ChooseFilterRows(filter, selection, rows, sizes.arena_bytes);
+            EXPECT_GE(filter_rows, 8);
+            EXPECT_EQ(filter_rows % 8, 0);
+            EXPECT_LE(CutFilterArena::Carve(filter, selection, filter_rows, nullptr).bytes, sizes.arena_bytes)
+                << Describe(config);
+          }
         }
       }
     }
@@ -122,6 +125,35 @@ TEST(CutPlan, NothingOfABlockOverlaps) {
   EXPECT_GE(arena.partials, arena.hidden_gradient + 1024 * 2304);
   EXPECT_GE(base + arena.bytes, reinterpret_cast<uint8_t*>(arena.partials + ColumnSumScratch(4096)));
   EXPECT_GE(base + arena.bytes, reinterpret_cast<uint8_t*>(arena.tiles.target + 1024));
+}
+
+TEST(CutPlan, NothingOfASelectionInThePassOverlaps) {
+  auto* const base = reinterpret_cast<uint8_t*>(uintptr_t{1} << 40);
+  const FilterShape chunk = {
+      .chunk_rows = 4096, .vocab = 255'999, .padded_vocab = 256'000, .padded_hidden = 2304};
+  Carver own(nullptr), lists(nullptr), scratch(nullptr);
+  FilterBuffers::Carve(chunk, own, lists, scratch);
+  const CutFilterArena arena = CutFilterArena::Carve(chunk, Selection::kInPass, 1024, base);
+  EXPECT_EQ(arena.logits, nullptr);
+  EXPECT_GE(reinterpret_cast<uint8_t*>(arena.tiles.max), base + lists.used());
+  EXPECT_GE(reinterpret_cast<uint8_t*>(arena.lists.entries),
+            reinterpret_cast<uint8_t*>(arena.tiles.target + 1024));
+  EXPECT_GE(arena.lists.counts,
+            reinterpret_cast<int32_t*>(arena.lists.entries + 1024 * hopper::kListedCandidates));
+  EXPECT_GE(arena.lists.known, reinterpret_cast<float*>(arena.lists.counts + 1024));
+  EXPECT_GE(base + arena.bytes, reinterpret_cast<uint8_t*>(arena.lists.known + 1024));
+  EXPECT_GE(arena.bytes, lists.used() + scratch.used());
+}
+
+// In few blocks of rows, so that weights are read few times.
+TEST(CutPlan, TheFiveShapesListInFewBlocksOfRows) {
+  for (const Shape& shape : kModels) {
+    const HeadConfig config = Cut(shape, DType::kBFloat16);
+    const HeadSizes sizes = SizesOf(config);
+    EXPECT_GE(ChooseFilterRows(FilterShapeOf(config, sizes), Selection::kInPass, 4096, sizes.arena_bytes),
+              2048)
+        << Describe(config);
+  }
 }
 
 // Rows come before classes: dW is read and written once for each block of rows.

@@ -174,6 +174,94 @@ class LogitPassTest : public ::testing::TestWithParam<Case> {
     for (size_t i = c.rows * padded; i < gradients.size(); ++i) ASSERT_EQ(gradients[i], 0x7fc1);
   }
 
+  // Runs the pass with lists, and again for what it has left out, with sums known and the first panel to be
+  // listed anew; every class that reaches epsilon is then listed once, and in the first panel hardly another.
+  void RunLists(float scale, float epsilon, int32_t capacity) {
+    const Case& c = GetParam();
+    const double f = static_cast<double>(scale) * kLog2EDouble;
+    std::vector<float> references(c.rows), knowns(c.rows, 0x1p-5f), sums(c.rows);
+    for (int64_t r = 0; r < c.rows; ++r) {
+      references[r] = static_cast<float>(f * logits_[r * c.vocab + targets_[r]] + 5.0);
+      double sum = 0.0;
+      for (int64_t v = 0; v < c.vocab; ++v) {
+        sum += std::exp2(logits_[r * c.vocab + v] * f - static_cast<double>(references[r]));
+      }
+      sums[r] = static_cast<float>(sum);
+    }
+    const OnDevice<uint16_t> hidden(hidden_), weight(weight_);
+    const OnDevice<int32_t> targets(targets_);
+    const OnDevice<float> max(std::vector<float>(tiles_ * ld_, kPoison)),
+        sum(std::vector<float>(tiles_ * ld_, kPoison)), target(std::vector<float>(ld_, kPoison));
+    const OnDevice<uint8_t> arg(std::vector<uint8_t>(tiles_ * ld_, 77));
+    const OnDevice<float> reference(references),
+        threshold(std::vector<float>(c.rows, std::numeric_limits<float>::infinity()));
+    const OnDevice<float> known(knowns), total(sums);
+    const OnDevice<int32_t> counts(std::vector<int32_t>(c.rows, 0)), counts_again(counts.Read());
+    constexpr Candidate kNoEntry = {-7, kPoison};
+    const OnDevice<Candidate> entries(std::vector<Candidate>(c.rows * capacity + 1, kNoEntry)),
+        entries_again(entries.Read());
+    std::vector<int32_t> relists(1 + Panels(c.rows), 0);
+    relists[1] = 1;
+    const OnDevice<int32_t> relist(relists);
+    LogitPassParams p;
+    p.hidden = hidden.get();
+    p.weight = weight.get();
+    p.dtype = c.dtype;
+    p.inner = padded_inner_;
+    p.rows = c.rows;
+    p.vocab = c.vocab;
+    p.padded_vocab = padded_vocab_;
+    p.scale = scale;
+    p.targets = targets.get();
+    p.partials = {ld_, max.get(), sum.get(), nullptr, arg.get(), target.get()};
+    p.reference = reference.get();
+    p.threshold = threshold.get();
+    p.lists = {entries.get(), capacity, counts.get(), known.get(), std::log2(epsilon)};
+    ASSERT_EQ(LaunchLogitPass(p, 3, nullptr), cudaSuccess);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    const auto partial_sums = sum.Read(), known_sums = known.Read();
+    p.relist = relist.get();
+    p.lists.entries = entries_again.get();
+    p.lists.counts = counts_again.get();
+    p.lists.known = total.get();
+    ASSERT_EQ(LaunchLogitPass(p, 3, nullptr), cudaSuccess);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    EXPECT_EQ(sum.Read(), partial_sums) << "the second pass has no statistics";
+    EXPECT_EQ(total.Read(), sums);
+    const auto count = counts.Read(), count_again = counts_again.Read();
+    const auto entry = entries.Read(), entry_again = entries_again.Read();
+    EXPECT_EQ(entry.back().column, kNoEntry.column);
+    for (int64_t r = 0; r < c.rows; ++r) {
+      ASSERT_NEAR(known_sums[r] / sums[r], 1.0, 1e-3) << "row " << r;
+      std::vector<Candidate> found;
+      const auto take = [&](const std::vector<Candidate>& from, int32_t listed) {
+        for (int32_t i = 0; i < std::min(listed, capacity); ++i) found.push_back(from[r * capacity + i]);
+      };
+      if (r >= kPanelRows) take(entry, count[r]);  // of the first panel everything is in the second list
+      take(entry_again, count_again[r]);
+      const bool complete = count[r] <= capacity && count_again[r] <= capacity;
+      std::vector<int> times(c.vocab, 0);
+      for (const Candidate& candidate : found) {
+        ASSERT_GE(candidate.column, 0);
+        ASSERT_LT(candidate.column, c.vocab);
+        ++times[candidate.column];
+        ASSERT_NEAR(candidate.z, logits_[r * c.vocab + candidate.column], 1e-4);
+      }
+      for (int64_t v = 0; v < c.vocab; ++v) {
+        const double share = std::exp2(logits_[r * c.vocab + v] * f - static_cast<double>(references[r])) /
+                             static_cast<double>(sums[r]);
+        ASSERT_LE(times[v], v == targets_[r] ? 0 : 1) << "row " << r << " class " << v;
+        if (v == targets_[r] || !complete) continue;
+        if (share >= static_cast<double>(epsilon)) {
+          ASSERT_EQ(times[v], 1) << "row " << r << " class " << v;
+        }
+        if (r < kPanelRows && share < 0.97 * static_cast<double>(epsilon)) {
+          ASSERT_EQ(times[v], 0) << "row " << r << " class " << v;
+        }
+      }
+    }
+  }
+
   void CheckTile(int64_t r, int64_t t, float max, float sum, int arg, float reference, float threshold,
                  float scale) {
     const Case& c = GetParam();
@@ -234,6 +322,12 @@ TEST_P(LogitPassTest, StoredExponentials) {
 TEST_P(LogitPassTest, GradientsOfABlockOfClasses) {
   RunGradients(1.0f);
   RunGradients(0.25f);
+}
+
+TEST_P(LogitPassTest, ListsOfCandidates) {
+  RunLists(1.0f, 0x1p-7f, 1024);
+  RunLists(0.5f, 0x1p-12f, 4096);
+  RunLists(1.0f, 0x1p-12f, 3);  // too few
 }
 
 std::string CaseName(const ::testing::TestParamInfo<Case>& test) {
