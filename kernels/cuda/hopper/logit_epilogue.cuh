@@ -196,10 +196,10 @@ inline constexpr int kBoxColumns = kBoxRowBytes / 2;
 inline constexpr int kGroups = kBoxColumns / 8;
 
 // Turns pairs of neighbouring elements into words, word = body(s0, s1, half), and with kStore sends them out
-// a box at a time; before_send(box) may change a box whose words the warp has put.
-template <bool kStore, typename Body, typename BeforeSend>
+// a box at a time; end_box(box) comes between, when the warp has put the words of a box.
+template <bool kStore, typename Body, typename EndBox>
 __device__ __forceinline__ void ForEachBox(const float (&logits)[128], const OutBoxes& out, int column,
-                                           int row, Body body, BeforeSend before_send) {
+                                           int row, Body body, EndBox end_box) {
 #pragma unroll
   for (int box = 0; box < kVocabTile / kBoxColumns; ++box) {
     if constexpr (kStore) out.Open();
@@ -214,7 +214,7 @@ __device__ __forceinline__ void ForEachBox(const float (&logits)[128], const Out
       }
       if constexpr (kStore) out.Put(box & 1, group, words);
     }
-    before_send(box);
+    end_box(box);
     if constexpr (kStore) out.Send(box & 1, column + box * kBoxColumns, row);
   }
 }
