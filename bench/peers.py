@@ -83,7 +83,8 @@ def methods(dynamic):
         try:
             from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-            found["quack"] = chunked_linear_cross_entropy
+            found["quack"] = chunked_linear_cross_entropy  # times its kernels first, for a minute a shape
+            found["quack_untuned"] = lambda e, w, t: chunked_linear_cross_entropy(e, w, t, tuned=False)
         except (ImportError, TypeError) as error:  # TypeError: a version of its compiler that it does not know
             print("without quack:", error)
     return found
@@ -187,8 +188,9 @@ def run_method(function, data, iterations, reference=None):
     return result
 
 
-def compare_shapes(cases, iterations, done):
-    """cases: (name of a shape, "peaked" or "flat"); calls done(results so far) after each."""
+def compare_shapes(cases, iterations, wanted, done):
+    """cases: (name of a shape, "peaked" or "flat"); wanted: names of methods, empty: all; calls done(results so
+    far) after each case."""
     results = []
     for name, kind in cases:
         data = (flat if kind == "flat" else peaked)(*SHAPES[name])
@@ -197,6 +199,8 @@ def compare_shapes(cases, iterations, done):
         print(f"{name} {kind}: floor {bare['total_ms']:.2f} ms ({bare['logits']['median_ms']:.2f} forward)", flush=True)
         entry = {"shape": name, "data": kind, "floor": bare, "methods": {}}
         for method, function in methods(dynamic=False).items():
+            if wanted and method not in wanted:
+                continue
             try:
                 result = run_method(function, data, iterations, reference)
             except Exception as error:  # of whatever kind a peer raises
@@ -330,6 +334,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--data", default="peaked", help="peaked, flat or both, separated by commas")
+    parser.add_argument("--methods", default="", help="those to run on the shapes, separated by commas; empty: all")
     parser.add_argument("--iterations", type=int, default=7)
     parser.add_argument("--out")
     parser.add_argument("--sweep", action="store_true")
@@ -352,7 +357,8 @@ def main():
         sweep(args.csv, args.iterations, args.budget)
     else:
         cases = [(name, kind) for name in args.shapes.split(",") if name for kind in args.data.split(",")]
-        compare_shapes(cases, args.iterations, lambda results: save(loss=results))
+        wanted = [name for name in args.methods.split(",") if name]
+        compare_shapes(cases, args.iterations, wanted, lambda results: save(loss=results))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import json
 
 # The order of columns, of those that were run; what is not named here comes last.
 ALGORITHMS = ("exact", "filtered", "cut", "cut-filtered", "auto")
-PEERS = ("torch", "torch.compile", "cce", "cce_exact", "liger")
+PEERS = ("torch", "torch.compile", "cce", "cce_exact", "liger", "quack", "quack_untuned")
 ERRORS = ("hidden_gradient", "weight_gradient", "lse", "loss")
 
 
