@@ -97,8 +97,8 @@ class Report(unittest.TestCase):
 
     def test_recorded_results(self):
         for folder in sorted((ROOT / "bench" / "results").glob("h200-*")):
-            losses = [str(path) for path in sorted(folder.glob("cuda_loss_bench*.json"))]
-            peers = folder / "peers.json"
+            peers = folder / "report_peers.json"
+            losses = [str(path) for path in sorted(folder.glob("report_*.json")) if path != peers]
             text = report.report(losses, str(peers) if peers.exists() else None)
             for shape in ("gemma2-2b", "llama3-8b", "phi3.5-mini", "mistral-nemo", "n4096"):
                 self.assertTrue(cells(text, shape), f"{folder}: {shape}")
