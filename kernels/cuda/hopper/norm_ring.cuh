@@ -117,8 +117,8 @@ class PairSum {
       sums[i] = 0.0f;
     if constexpr (kBlocks > 1) {
       if (group.thread != 0) return;
-      // A loop, so that the other threads branch around it: racecheck takes an init that they are predicated
-      // off for a write of theirs to wherever.
+        // A loop, so that the other threads branch around it: racecheck takes an init that they are
+        // predicated off for a write of theirs to wherever.
 #pragma unroll 1
       for (int turn = 0; turn < 2; ++turn) InitBarrier(Barrier(turn), static_cast<uint32_t>(group.size / 32));
       FenceBarrierInit();
