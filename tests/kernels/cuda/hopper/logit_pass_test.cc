@@ -67,19 +67,61 @@ class LogitPassTest : public ::testing::TestWithParam<Case> {
     return values;
   }
 
+  // What every run reads, on the device.
+  struct Operands {
+    explicit Operands(const LogitPassTest& of)
+        : test(of), hidden(of.hidden_), weight(of.weight_), targets(of.targets_) {}
+    LogitPassParams Params(float scale) const {
+      LogitPassParams p;
+      p.hidden = hidden.get();
+      p.weight = weight.get();
+      p.dtype = GetParam().dtype;
+      p.inner = test.padded_inner_;
+      p.rows = GetParam().rows;
+      p.vocab = GetParam().vocab;
+      p.padded_vocab = test.padded_vocab_;
+      p.scale = scale;
+      p.targets = targets.get();
+      return p;
+    }
+
+    const LogitPassTest& test;
+    OnDevice<uint16_t> hidden, weight;
+    OnDevice<int32_t> targets;
+  };
+
+  // Poisoned statistics for a run to fill.
+  struct Statistics {
+    explicit Statistics(const LogitPassTest& of)
+        : ld(of.ld_),
+          max(std::vector<float>(of.tiles_ * ld, kPoison)),
+          sum(std::vector<float>(of.tiles_ * ld, kPoison)),
+          target(std::vector<float>(ld, kPoison)),
+          arg(std::vector<uint8_t>(of.tiles_ * ld, 77)) {}
+    TilePartials Partials() const { return {ld, max.get(), sum.get(), nullptr, arg.get(), target.get()}; }
+
+    int64_t ld;
+    OnDevice<float> max, sum, target;
+    OnDevice<uint8_t> arg;
+  };
+
+  // Of each row, 5 above its target's exponent.
+  std::vector<float> References(float scale) const {
+    const double f = static_cast<double>(scale) * kLog2EDouble;
+    std::vector<float> references;
+    for (int64_t r = 0; r < GetParam().rows; ++r) {
+      references.push_back(static_cast<float>(f * logits_[r * GetParam().vocab + targets_[r]] + 5.0));
+    }
+    return references;
+  }
+
   // Runs the pass with or without stored exponentials and compares everything it writes.
   void Run(bool store, float scale) {
     const Case& c = GetParam();
-    const OnDevice<uint16_t> hidden(hidden_), weight(weight_);
-    const OnDevice<int32_t> targets(targets_);
-    const OnDevice<float> max(std::vector<float>(tiles_ * ld_, kPoison)),
-        sum(std::vector<float>(tiles_ * ld_, kPoison)), target(std::vector<float>(ld_, kPoison));
-    const OnDevice<uint8_t> arg(std::vector<uint8_t>(tiles_ * ld_, 77));
+    const Operands operands(*this);
+    const Statistics statistics(*this);
     const OnDevice<uint16_t> out(std::vector<uint16_t>(c.rows * padded_vocab_ + 64, 0x7fc1));
-    std::vector<float> references(c.rows);
-    for (int64_t r = 0; r < c.rows; ++r) {
-      references[r] = static_cast<float>(scale * logits_[r * c.vocab + targets_[r]] * kLog2EDouble + 5.0);
-    }
+    const std::vector<float> references = References(scale);
     // Every other row's maxima are wanted whatever they are; of the others only those above the target.
     std::vector<float> thresholds(c.rows);
     for (int64_t r = 0; r < c.rows; ++r) {
@@ -87,17 +129,8 @@ class LogitPassTest : public ::testing::TestWithParam<Case> {
                                  : static_cast<float>(logits_[r * c.vocab + targets_[r]]);
     }
     const OnDevice<float> reference(references), threshold(thresholds);
-    LogitPassParams p;
-    p.hidden = hidden.get();
-    p.weight = weight.get();
-    p.dtype = c.dtype;
-    p.inner = padded_inner_;
-    p.rows = c.rows;
-    p.vocab = c.vocab;
-    p.padded_vocab = padded_vocab_;
-    p.scale = scale;
-    p.targets = targets.get();
-    p.partials = {ld_, max.get(), sum.get(), nullptr, arg.get(), target.get()};
+    LogitPassParams p = operands.Params(scale);
+    p.partials = statistics.Partials();
     p.reference = reference.get();
     p.threshold = threshold.get();
     if (store) p.exponentials = out.get();
@@ -107,8 +140,9 @@ class LogitPassTest : public ::testing::TestWithParam<Case> {
     p.taken = taken.get();
     ASSERT_EQ(LaunchLogitPass(p, 3, nullptr), cudaSuccess);
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    const auto maxes = max.Read(), sums = sum.Read(), target_logits = target.Read();
-    const auto args = arg.Read();
+    const auto maxes = statistics.max.Read(), sums = statistics.sum.Read();
+    const auto target_logits = statistics.target.Read();
+    const auto args = statistics.arg.Read();
     const auto exponentials = out.Read();
     for (int64_t r = 0; r < c.rows; ++r) {
       ASSERT_NEAR(target_logits[r], logits_[r * c.vocab + targets_[r]], 1e-4) << "row " << r;
@@ -127,29 +161,22 @@ class LogitPassTest : public ::testing::TestWithParam<Case> {
     const int64_t first = c.vocab > kVocabTile ? kVocabTile - 8 : 0;
     const int64_t classes = std::min<int64_t>(c.vocab - first, 2 * kVocabTile + 3);
     const int64_t padded = (classes + 7) / 8 * 8;
+    const std::vector<float> references = References(scale);
     std::vector<GradientRule> rules(c.rows, GradientRule{});
     for (int64_t r = 0; r < c.rows; ++r) {
       if (r % 5 == 4) continue;  // adds nothing
       rules[r].softmax = (r % 2 == 0 ? 1.0f : -1.0f) * (0.25f + static_cast<float>(r % 3));
-      rules[r].reference = static_cast<float>(
-          static_cast<double>(scale) * logits_[r * c.vocab + targets_[r]] * kLog2EDouble + 5.0);
+      rules[r].reference = references[r];
       rules[r].target = -0.75f - static_cast<float>(r % 4);
       rules[r].valid = true;
     }
-    const OnDevice<uint16_t> hidden(hidden_), weight(weight_);
-    const OnDevice<int32_t> targets(targets_);
+    const Operands operands(*this);
     const OnDevice<GradientRule> device_rules(rules);
     const OnDevice<uint16_t> out(std::vector<uint16_t>(c.rows * padded + 64, 0x7fc1));
-    LogitPassParams p;
-    p.hidden = hidden.get();
-    p.weight = weight.get() + first * padded_inner_;
-    p.dtype = c.dtype;
-    p.inner = padded_inner_;
-    p.rows = c.rows;
+    LogitPassParams p = operands.Params(scale);
+    p.weight = operands.weight.get() + first * padded_inner_;
     p.vocab = classes;
     p.padded_vocab = padded;
-    p.scale = scale;
-    p.targets = targets.get();
     p.first_class = first;
     p.exponentials = out.get();
     p.rules = device_rules.get();
@@ -179,20 +206,17 @@ class LogitPassTest : public ::testing::TestWithParam<Case> {
   void RunLists(float scale, float epsilon, int32_t capacity) {
     const Case& c = GetParam();
     const double f = static_cast<double>(scale) * kLog2EDouble;
-    std::vector<float> references(c.rows), knowns(c.rows, 0x1p-5f), sums(c.rows);
+    const std::vector<float> references = References(scale);
+    std::vector<float> knowns(c.rows, 0x1p-5f), sums(c.rows);
     for (int64_t r = 0; r < c.rows; ++r) {
-      references[r] = static_cast<float>(f * logits_[r * c.vocab + targets_[r]] + 5.0);
       double sum = 0.0;
       for (int64_t v = 0; v < c.vocab; ++v) {
         sum += std::exp2(logits_[r * c.vocab + v] * f - static_cast<double>(references[r]));
       }
       sums[r] = static_cast<float>(sum);
     }
-    const OnDevice<uint16_t> hidden(hidden_), weight(weight_);
-    const OnDevice<int32_t> targets(targets_);
-    const OnDevice<float> max(std::vector<float>(tiles_ * ld_, kPoison)),
-        sum(std::vector<float>(tiles_ * ld_, kPoison)), target(std::vector<float>(ld_, kPoison));
-    const OnDevice<uint8_t> arg(std::vector<uint8_t>(tiles_ * ld_, 77));
+    const Operands operands(*this);
+    const Statistics statistics(*this);
     const OnDevice<float> reference(references),
         threshold(std::vector<float>(c.rows, std::numeric_limits<float>::infinity()));
     const OnDevice<float> known(knowns), total(sums);
@@ -203,30 +227,21 @@ class LogitPassTest : public ::testing::TestWithParam<Case> {
     std::vector<int32_t> relists(1 + Panels(c.rows), 0);
     relists[1] = 1;
     const OnDevice<int32_t> relist(relists);
-    LogitPassParams p;
-    p.hidden = hidden.get();
-    p.weight = weight.get();
-    p.dtype = c.dtype;
-    p.inner = padded_inner_;
-    p.rows = c.rows;
-    p.vocab = c.vocab;
-    p.padded_vocab = padded_vocab_;
-    p.scale = scale;
-    p.targets = targets.get();
-    p.partials = {ld_, max.get(), sum.get(), nullptr, arg.get(), target.get()};
+    LogitPassParams p = operands.Params(scale);
+    p.partials = statistics.Partials();
     p.reference = reference.get();
     p.threshold = threshold.get();
     p.lists = {entries.get(), capacity, counts.get(), known.get(), std::log2(epsilon)};
     ASSERT_EQ(LaunchLogitPass(p, 3, nullptr), cudaSuccess);
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    const auto partial_sums = sum.Read(), known_sums = known.Read();
+    const auto partial_sums = statistics.sum.Read(), known_sums = known.Read();
     p.relist = relist.get();
     p.lists.entries = entries_again.get();
     p.lists.counts = counts_again.get();
     p.lists.known = total.get();
     ASSERT_EQ(LaunchLogitPass(p, 3, nullptr), cudaSuccess);
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    EXPECT_EQ(sum.Read(), partial_sums) << "the second pass has no statistics";
+    EXPECT_EQ(statistics.sum.Read(), partial_sums) << "the second pass has no statistics";
     EXPECT_EQ(total.Read(), sums);
     const auto count = counts.Read(), count_again = counts_again.Read();
     const auto entry = entries.Read(), entry_again = entries_again.Read();
