@@ -75,9 +75,8 @@ struct CutFilterArena {
   static CutFilterArena Carve(const FilterShape& chunk, Selection selection, int64_t rows, uint8_t* base);
 };
 
-// Rows of a block that fits the arena beside the lists of the chunk, of blocks of about the same size; at
-// least
-// 8. rows > 0.
+// Rows of a block that fits the arena beside the lists of the chunk, of blocks of about the same size and at
+// least 8 rows. rows > 0.
 int64_t ChooseFilterRows(const FilterShape& chunk, Selection selection, int64_t rows, int64_t arena_bytes);
 
 // The arena of a head: at least this, or no block fits, and not more than that, or some of it is never used.
