@@ -25,10 +25,10 @@ absl::string_view WhyNotFused(const RowLossParams& loss, bool filtered, int clus
   return hopper::WhyNotFaster(loss);
 }
 
-absl::string_view WhyLibrary(const RowLossParams& loss, int clusters, FusedLoss choice) {
+absl::string_view WhyLibrary(const RowLossParams& loss, const DeviceLimits& limits, FusedLoss choice) {
   if (!loss.write_gradient) return "no gradient is wanted";
   if (choice == FusedLoss::kNever) return "switched off";
-  const absl::string_view reason = hopper::WhyNoProducts(loss.dtype, clusters);
+  const absl::string_view reason = hopper::WhyNoProducts(loss.dtype, limits);
   if (!reason.empty() || choice == FusedLoss::kWherePossible) return reason;
   return hopper::WhyNoFasterProducts(loss.rows);
 }
@@ -55,7 +55,7 @@ ChunkPlan PlanChunk(const LossOptions& options, const RowLossParams& loss, const
   plan.why_exact = WhyExact(options, loss, filter, limits);
   plan.algorithm = GradientsOf(options, plan.why_exact);
   plan.why_not_fused = WhyNotFused(loss, plan.filtered(), limits.fused_clusters, fused_loss);
-  plan.why_library_products = WhyLibrary(loss, limits.fused_clusters, fused_loss);
+  plan.why_library_products = WhyLibrary(loss, limits, fused_loss);
   return plan;
 }
 

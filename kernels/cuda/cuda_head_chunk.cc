@@ -241,13 +241,17 @@ ChunkPlan CudaHead::PlanJob(const Job& job) {
   trial.reset();
   const RowLossParams loss = RowLoss(job);
   ChunkPlan plan = Plan(options, loss, job.chunk->hidden_dtype);
-  if (plan.algorithm != Algorithm::kAuto || job.chunk->independent) return plan;
+  if (!plan.filtered() || job.chunk->independent) return plan;
   if (trials_.Next(options)) {
     trial = options;
     return plan;
   }
   LossOptions exact = options;
-  exact.algorithm = Algorithm::kExact;
+  if (options.algorithm == Algorithm::kCut) {
+    exact.filter_epsilon = 0.0f;
+  } else {
+    exact.algorithm = Algorithm::kExact;
+  }
   plan = Plan(exact, loss, job.chunk->hidden_dtype);
   plan.why_exact = "so were the chunks before it";
   return plan;

@@ -100,6 +100,10 @@ absl::Status Device::Start() {
   limits_.shared_bytes_per_sm = static_cast<int>(properties.sharedMemPerMultiprocessor);
   limits_.has_clusters = capability >= 90;
   limits_.is_hopper = capability == 90;
+  int mps = 0;
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&mps, cudaDevAttrMpsEnabled, options_.device),
+                             "cudaDeviceGetAttribute");
+  limits_.shared_by_mps = mps != 0;
   if (limits_.is_hopper) {
     limits_.fused_clusters = hopper::LogitPassClusters();
     limits_.cluster_order = hopper::FindClusterOrder();

@@ -17,6 +17,7 @@ struct DeviceLimits {
   int fused_clusters = 0;              // of hopper/logit_pass.h that run at once; 0: it does not run here
   hopper::ClusterOrder cluster_order;  // of these
   bool has_branches = false;           // the driver runs DeviceBranch, or the host branches
+  bool shared_by_mps = false;          // kernels of other processes may run beside ours
 };
 
 }  // namespace lossd::kernels::cuda

@@ -50,6 +50,17 @@ TEST_P(BackendConformance, FilteredWithEveryClassKept) {
   RunAndCompare(backend(), {MakeProblem(spec, rng())});
 }
 
+// After enough of them a backend need not try any more.
+TEST_P(BackendConformance, FilteredManyTimesWithEveryClassKept) {
+  constexpr int kMany = 24;
+  ProblemSpec spec = Plain({5}, 24, 2500);
+  spec.ignored = 0.0;
+  spec.options.algorithm = Algorithm::kFiltered;
+  spec.options.filter_epsilon = 0.0f;
+  spec.logit_deviation = 1.0f;
+  RunAndCompare(backend(), std::vector<Problem>(kMany, MakeProblem(spec, rng())));
+}
+
 // Few rows, and lists as long as those of a flat softmax are.
 TEST_P(BackendConformance, FilteredWithMostClassesKept) {
   ProblemSpec spec = Plain({9, 2}, 24, 600);

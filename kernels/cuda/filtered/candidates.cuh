@@ -43,7 +43,7 @@ struct RowCandidates {
   float threshold;  // z of a candidate is not below it
   float reference;  // M
   SelectedRow selected;
-  float scratch[33];
+  alignas(16) float scratch[33];  // a vector of it holds nothing else
 
   // One thread. rest: of all classes but the target, rebased to the largest logit of the row.
   template <typename T>

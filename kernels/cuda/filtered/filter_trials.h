@@ -1,6 +1,7 @@
-// Which chunks of Algorithm::kAuto try the filter: none but one in kFilterPatience once that many in a row
-// turned out exact. The others are exact from the start, which spares them the selection and lets their loss
-// be fused. docs/kernels/filtered.md has the arithmetic.
+// Which chunks that may be filtered try it: none but one in kFilterPatience once that many in a row turned out
+// exact, be it for their candidates or for the mass that would be dropped. The others are exact from the
+// start, which spares them the selection and lets their loss be fused. docs/kernels/filtered.md has the
+// arithmetic.
 //
 // What it says depends on nothing but the order of the calls. Thread-compatible.
 #ifndef LOSSD_KERNELS_CUDA_FILTERED_FILTER_TRIALS_H_

@@ -50,9 +50,12 @@ ProductPlan PlanProduct(int64_t rows, int64_t columns, int64_t inner, int cluste
   return plan;
 }
 
-absl::string_view WhyNoProducts(DType compute, int clusters) {
-  if (clusters == 0) return "not a Hopper GPU";
+absl::string_view WhyNoProducts(DType compute, const DeviceLimits& limits) {
+  if (limits.fused_clusters == 0) return "not a Hopper GPU";
   if (compute == DType::kFloat32) return "fp32 compute";
+  // Clusters that share a tile wait for each other: with kernels of two processes on the device at once, some
+  // of each might run and wait for ever for those that have no place.
+  if (limits.shared_by_mps) return "MPS is enabled";
   return "";
 }
 

@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "absl/strings/string_view.h"
+#include "kernels/cuda/device_limits.h"
 #include "kernels/cuda/hopper/tiles.h"
 #include "kernels/dtype.h"
 
@@ -44,9 +45,8 @@ int64_t StagesFor(int64_t tiles, int64_t segments, int64_t inner_tiles, int64_t 
 // For C [rows, columns] with an inner dimension of `inner`, all above 0.
 ProductPlan PlanProduct(int64_t rows, int64_t columns, int64_t inner, int clusters);
 
-// Why the gradients of a chunk cannot be products of this folder, or "". clusters as LogitPassClusters()
-// says.
-absl::string_view WhyNoProducts(DType compute, int clusters);
+// Why the gradients of a chunk cannot be products of this folder, or "".
+absl::string_view WhyNoProducts(DType compute, const DeviceLimits& limits);
 // Why such products take no less time than cuBLASLt's for the gradients of `rows` rows, or "".
 absl::string_view WhyNoFasterProducts(int64_t rows);
 

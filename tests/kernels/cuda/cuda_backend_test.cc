@@ -203,6 +203,33 @@ TEST(CudaBackend, SaysWhichKernelsAHeadUses) {
   }
 }
 
+// Many chunks with more candidates than there is room for: most of the later ones do not look for any.
+TEST(CudaBackend, RestsFromFilteringInVain) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  Rng rng = FreshRng();
+  constexpr int kChunks = 60;
+  for (const Algorithm algorithm : {Algorithm::kFiltered, Algorithm::kCut}) {
+    auto backend = CreateCudaBackend({.workspace_bytes = int64_t{128} << 20});
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    ProblemSpec spec;
+    spec.config = {
+        .hidden_size = 24, .vocab_size = 9000, .compute_dtype = DType::kBFloat16, .algorithm = algorithm};
+    spec.hidden_dtype = DType::kBFloat16;
+    spec.slice_rows = {9};
+    spec.options.algorithm = algorithm;
+    spec.options.filter_epsilon = 1e-9f;
+    const Problem flat = MakeProblem(spec, rng);
+    const auto head = MakeHead(**backend, flat);
+    ASSERT_NE(head, nullptr);
+    std::map<std::string, int> reasons;
+    for (int i = 0; i < kChunks; ++i) ++reasons[RunChunk(*head, flat).choices.front().reason];
+    EXPECT_GE(reasons["too many candidates"], 16) << Name(algorithm);
+    EXPECT_GE(reasons["so were the chunks before it"], kChunks / 2) << Name(algorithm);
+    EXPECT_EQ(reasons.size(), 2u);
+    EXPECT_EQ(RunChunk(*head, flat, {.independent = true}).choices.front().reason, "too many candidates");
+  }
+}
+
 // Rows held in registers by one warp up to a whole block, and rows too long for that.
 TEST(CudaBackend, NormsOfLongRows) {
   LOSSD_SKIP_WITHOUT_GPU();

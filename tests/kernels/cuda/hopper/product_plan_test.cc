@@ -64,10 +64,13 @@ TEST(ProductPlanTest, GroupsAreOfAboutTheSameSize) {
 }
 
 TEST(ProductPlanTest, SaysWhyNot) {
-  EXPECT_EQ(WhyNoProducts(DType::kBFloat16, kClusters), "");
-  EXPECT_EQ(WhyNoProducts(DType::kFloat16, kClusters), "");
-  EXPECT_EQ(WhyNoProducts(DType::kFloat32, kClusters), "fp32 compute");
-  EXPECT_EQ(WhyNoProducts(DType::kBFloat16, 0), "not a Hopper GPU");
+  DeviceLimits limits = {.fused_clusters = kClusters};
+  EXPECT_EQ(WhyNoProducts(DType::kBFloat16, limits), "");
+  EXPECT_EQ(WhyNoProducts(DType::kFloat16, limits), "");
+  EXPECT_EQ(WhyNoProducts(DType::kFloat32, limits), "fp32 compute");
+  EXPECT_EQ(WhyNoProducts(DType::kBFloat16, {}), "not a Hopper GPU");
+  limits.shared_by_mps = true;
+  EXPECT_EQ(WhyNoProducts(DType::kBFloat16, limits), "MPS is enabled");
 }
 
 TEST(ProductPlanTest, SaysWhereTheLibraryIsAsFast) {
