@@ -12,13 +12,23 @@ constexpr int64_t kClassUnit = 256;
 constexpr int64_t kLeastRows = 8;
 
 // One H200, bf16. They rank blocks; that they are not those of another GPU costs little.
-constexpr double kTileSeconds = 11e-9;     // 128 x 256 of a product, one step of its inner dimension
+constexpr double kTileSeconds = 12.9e-9;   // 128 x 256 of a product, one step of its inner dimension
 constexpr double kBytesPerSecond = 4e12;   // of device memory
-constexpr double kCachedPerSecond = 8e12;  // of what stays in L2
+constexpr double kCachedPerSecond = 5e12;  // of what stays in L2 in part
 constexpr double kLaunchSeconds = 10e-6;   // of the three products of a block
 
-int64_t Waves(int64_t rows, int64_t cols, int multiprocessors) {
-  return CeilDiv(CeilDiv(rows, 128) * CeilDiv(cols, 256), multiprocessors);
+// Tiles a multiprocessor. A last round that leaves some idle costs what its tiles cost: the power limit lets
+// the others run faster meanwhile.
+double Rounds(int64_t rows, int64_t cols, int multiprocessors) {
+  const int64_t tiles = CeilDiv(rows, 128) * CeilDiv(cols, 256);
+  return std::max(1.0, static_cast<double>(tiles) / multiprocessors);
+}
+
+// Rows of a block if there are to be `blocks`; the logit pass works on whole panels.
+int64_t BlockRows(const CutShape& shape, int64_t rows, int64_t blocks) {
+  const int64_t padded = PadRows(CeilDiv(rows, blocks));
+  return shape.fused && padded > hopper::kPanelRows ? std::min(RoundUp(padded, hopper::kPanelRows), rows)
+                                                    : padded;
 }
 
 int64_t ClassesOf(const CutShape& shape, int64_t blocks) {
@@ -75,9 +85,8 @@ double PredictCutSeconds(const CutShape& shape, const CutBlocks& blocks, int64_t
   const int64_t hidden = shape.padded_hidden;
   const auto r = static_cast<double>(blocks.rows), c = static_cast<double>(blocks.classes);
   const auto d = static_cast<double>(hidden);
-  const double steps = static_cast<double>(Waves(blocks.rows, blocks.classes, sms)) * d +
-                       static_cast<double>(Waves(blocks.rows, hidden, sms)) * c +
-                       static_cast<double>(Waves(blocks.classes, hidden, sms)) * r;
+  const double steps = Rounds(blocks.rows, blocks.classes, sms) * d + Rounds(blocks.rows, hidden, sms) * c +
+                       Rounds(blocks.classes, hidden, sms) * r;
   const double block =
       steps * kTileSeconds + 8.0 * c * d / kBytesPerSecond + 8.0 * r * d / kCachedPerSecond + kLaunchSeconds;
   return block *
@@ -93,7 +102,7 @@ CutBlocks ChooseCutBlocks(const CutShape& shape, int64_t rows, int64_t arena_byt
   double seconds = 1e300;
   int64_t last = 0;
   for (int64_t n = 1; n <= rows / kLeastRows; ++n) {
-    const int64_t block_rows = PadRows(CeilDiv(rows, n));
+    const int64_t block_rows = BlockRows(shape, rows, n);
     if (block_rows != last) Consider(shape, block_rows, rows, arena_bytes, best, seconds);
     last = block_rows;
   }

@@ -4,10 +4,10 @@
 // keeps what it has of a row in registers between the two passes: the barrier of the row's sums also says
 // that the row's place in the ring is free.
 //
-// Two blocks of a cluster may share rows, each with half of the columns. Rows of up to 8192 columns do, so
-// that a block has several rows at work and computes on one while another waits for its sums; rows of more
-// than 12288 columns because one block has no room for them. Between those a block has a row to itself, three
-// vectors a thread: fewer instructions a column than with two.
+// Two blocks of a cluster may share rows, each with half of the columns. Rows of less than 10240 columns do,
+// so that a block has several rows at work and computes on one while another waits for its sums; rows of more
+// than 12288 columns because one block has no room for them. Between those a block has a row to itself. Up to
+// 8192 columns a thread has two vectors, then three: fewer instructions a column.
 #include <algorithm>
 #include <cstdint>
 
@@ -22,7 +22,8 @@ namespace {
 constexpr int64_t kMostRows = int64_t{1} << 30;
 constexpr int64_t kFewestColumns = 1024;        // shorter rows leave too few threads a group
 constexpr int64_t kFewestColumnsToPair = 2048;  // rows of as many are shared by the blocks of a cluster
-constexpr int64_t kMostColumnsToPair = 8192;    // and those of more only where they have to be
+constexpr int64_t kMostColumnsOfTwo = 8192;     // vectors a thread; then three
+constexpr int64_t kFewestColumnsAlone = 10240;  // rows of as many are shared only where they have to be
 
 // One thread's vectors of a row, as they came.
 template <typename X, typename Dy, int kVectors>
@@ -182,7 +183,8 @@ struct Launch {
     const int64_t cols = p.x.cols;
     if constexpr (sizeof(X) == 2 && sizeof(Dy) == 2) {
       if (cols < kFewestColumnsToPair) return IfFits<X, Dy, 1, 2, 640>(error);
-      if (cols <= kMostColumnsToPair) return IfFits<X, Dy, 2, 2, 640>(error);
+      if (cols <= kMostColumnsOfTwo) return IfFits<X, Dy, 2, 2, 640>(error);
+      if (cols < kFewestColumnsAlone) return IfFits<X, Dy, 2, 3, 512>(error);
       return IfFits<X, Dy, 1, 3, 512>(error) || IfFits<X, Dy, 2, 3, 512>(error) ||
              IfFits<X, Dy, 2, 4, 512>(error);
     } else {

@@ -156,14 +156,16 @@ TEST(CutPlan, TheFiveShapesListInFewBlocksOfRows) {
   }
 }
 
-// Rows come before classes: dW is read and written once for each block of rows.
-TEST(CutPlan, TheFiveShapesTakeFewBlocksOfRows) {
+// Rows come before classes: dW is read and written once for each block of rows. The logit pass works on
+// panels of 256 rows.
+TEST(CutPlan, TheFiveShapesTakeFewBlocksOfWholePanels) {
   for (const Shape& shape : kModels) {
     const HeadConfig config = Cut(shape, DType::kBFloat16);
     const HeadSizes sizes = SizesOf(config);
     const CutShape cut = CutShapeOf(config, sizes, kMultiprocessors);
     const CutBlocks blocks = ChooseCutBlocks(cut, 4096, sizes.arena_bytes);
     EXPECT_GE(blocks.rows, 1024) << Describe(config);
+    EXPECT_EQ(blocks.rows % 256, 0) << Describe(config);
     const double products = 6.0 * 4096 * static_cast<double>(shape.vocab * shape.hidden) / 790e12;
     EXPECT_LT(PredictCutSeconds(cut, blocks, 4096), 1.6 * products) << Describe(config);
   }
