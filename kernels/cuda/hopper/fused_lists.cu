@@ -17,11 +17,26 @@ __global__ void PrepareRelistKernel(const __grid_constant__ RowLossParams p,
   const bool exists = row < p.rows;
   const bool again = __syncthreads_or(exists && w.lists.counts[row] > w.lists.capacity) != 0;
   if (threadIdx.x == 0) w.redo[1 + blockIdx.x] = again ? 1 : 0;
+  if (row == 0) w.redo[0] = 0;
   if (!exists) return;
   if (again) w.lists.counts[row] = 0;
   const Target target = MakeTarget<kGeneral>(p, row);
   const float f = LogitMap<__nv_bfloat16, kGeneral>(p).f;
   w.lists.known[row] = w.sum[row] + Exp2(fmaf(target.logit.z, f, -w.reference[row]));
+}
+
+// Likewise.
+__global__ void PrepareLastRelistKernel(const __grid_constant__ FusedRows w, int64_t rows) {
+  const int64_t row = blockIdx.x * int64_t{kPanelRows} + threadIdx.x;
+  const bool exists = row < rows;
+  const bool done = w.redo[1 + blockIdx.x] != 0;
+  const bool incomplete = __syncthreads_or(exists && w.lists.counts[row] > w.lists.capacity) != 0;
+  const bool again = incomplete && !done;
+  if (threadIdx.x == 0) {
+    w.redo[1 + blockIdx.x] = again ? 1 : 0;
+    if (again) w.redo[0] = 1;
+  }
+  if (again && exists) w.lists.counts[row] = 0;
 }
 
 template <bool kGeneral>
@@ -61,6 +76,12 @@ __global__ __launch_bounds__(kSelectThreads) void SelectListedKernel(
 cudaError_t LaunchPrepareRelist(const RowLossParams& loss, const FusedRows& rows, cudaStream_t stream) {
   auto* kernel = loss.IsGeneral() ? PrepareRelistKernel<true> : PrepareRelistKernel<false>;
   kernel<<<static_cast<unsigned>(Panels(loss.padded_rows)), kPanelRows, 0, stream>>>(loss, rows);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchPrepareLastRelist(const RowLossParams& loss, const FusedRows& rows, cudaStream_t stream) {
+  PrepareLastRelistKernel<<<static_cast<unsigned>(Panels(loss.padded_rows)), kPanelRows, 0, stream>>>(
+      rows, loss.rows);
   return cudaGetLastError();
 }
 

@@ -79,6 +79,9 @@ cudaError_t LaunchFusedLoss(const FusedLossParams& params, int clusters, cudaStr
   again.lists = pass.lists;
   again.relist = params.rows.redo;
   error = LaunchPrepareRelist(params.loss, params.rows, stream);
+  if (error == cudaSuccess) error = LaunchLogitPass(again, clusters, stream);
+  again.redo = params.rows.redo;
+  if (error == cudaSuccess) error = LaunchPrepareLastRelist(params.loss, params.rows, stream);
   return error == cudaSuccess ? LaunchLogitPass(again, clusters, stream) : error;
 }
 

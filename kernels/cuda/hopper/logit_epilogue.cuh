@@ -262,7 +262,9 @@ constexpr float kRelativeListMargin = 0x1p-14f;
 template <Form kForm>
 __device__ __forceinline__ float LeastCandidate(const LogitKernelParams& p, float known, float reference) {
   const float log2_sum = log2f(known) + reference;
-  const float margin = kListMargin + kRelativeListMargin * fabsf(log2_sum);
+  // Twice as much as long as sums grow: what is listed then is all that would be listed in the end, and more.
+  const float own_margin = p.relist == nullptr ? 2.0f * kListMargin : kListMargin;
+  const float margin = own_margin + kRelativeListMargin * fabsf(log2_sum);
   float least = (log2_sum + p.lists.log2_epsilon - margin) / p.f;
   if constexpr (kForm == Form::kCapped) {
     const float t = least * p.inverse_cap;

@@ -1,6 +1,7 @@
 // What is particular to the CUDA backend: devices, memory, chunks in flight.
 #include "kernels/cuda/cuda_backend.h"
 
+#include <cmath>
 #include <map>
 #include <memory>
 #include <string>
@@ -227,6 +228,39 @@ TEST(CudaBackend, RestsFromFilteringInVain) {
     EXPECT_GE(reasons["so were the chunks before it"], kChunks / 2) << Name(algorithm);
     EXPECT_EQ(reasons.size(), 2u);
     EXPECT_EQ(RunChunk(*head, flat, {.independent = true}).choices.front().reason, "too many candidates");
+  }
+}
+
+// Lists that are filled as the pass goes by about as long as there is room for: what is in them depends on
+// which tile was first, what comes out must not.
+TEST(CudaBackend, CutListsGiveTheSameBits) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  Rng rng = FreshRng();
+  auto backend = CreateCudaBackend({.workspace_bytes = int64_t{256} << 20});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  ProblemSpec spec;
+  spec.config = {.hidden_size = 64,
+                 .vocab_size = 128'256,
+                 .compute_dtype = DType::kBFloat16,
+                 .algorithm = Algorithm::kCut};
+  spec.hidden_dtype = DType::kBFloat16;
+  spec.slice_rows = {1024};
+  spec.ignored = 0.0;
+  spec.logit_deviation = 1.0f;
+  spec.options.algorithm = Algorithm::kCut;
+  Problem flat = MakeProblem(spec, rng);
+  const auto head = MakeHead(**backend, flat);
+  ASSERT_NE(head, nullptr);
+  for (const float exponent : {-12.0f, -11.8f, -11.65f, -11.5f}) {
+    flat.options.filter_epsilon = std::exp2(exponent);
+    const ChunkRun first = RunChunk(*head, flat, {.independent = true});
+    EXPECT_EQ(first.algorithm, Algorithm::kFiltered);
+    for (int i = 0; i < 12; ++i) {
+      const ChunkRun again = RunChunk(*head, flat, {.independent = true});
+      ASSERT_EQ(again.choices.front(), first.choices.front()) << "epsilon 2^" << exponent;
+      ASSERT_EQ(again.slices[0].grad_hidden, first.slices[0].grad_hidden) << "epsilon 2^" << exponent;
+      ASSERT_EQ(again.slices[0].sums.dropped_mass, first.slices[0].sums.dropped_mass);
+    }
   }
 }
 
