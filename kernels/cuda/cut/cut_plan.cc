@@ -17,11 +17,10 @@ constexpr double kBytesPerSecond = 4e12;   // of device memory
 constexpr double kCachedPerSecond = 5e12;  // of what stays in L2 in part
 constexpr double kLaunchSeconds = 10e-6;   // of the three products of a block
 
-// Tiles a multiprocessor. A last round that leaves some idle costs what its tiles cost: the power limit lets
-// the others run faster meanwhile.
+// Tiles a multiprocessor. Where some are idle the power limit lets the others run faster, until half are.
 double Rounds(int64_t rows, int64_t cols, int multiprocessors) {
   const int64_t tiles = CeilDiv(rows, 128) * CeilDiv(cols, 256);
-  return std::max(1.0, static_cast<double>(tiles) / multiprocessors);
+  return std::max(0.5, static_cast<double>(tiles) / multiprocessors);
 }
 
 // Rows of a block if there are to be `blocks`; the logit pass works on whole panels.
@@ -82,15 +81,16 @@ CutArena CutArena::Carve(const CutShape& shape, const CutBlocks& blocks, uint8_t
 
 double PredictCutSeconds(const CutShape& shape, const CutBlocks& blocks, int64_t rows) {
   const int sms = shape.multiprocessors;
-  const int64_t hidden = shape.padded_hidden;
+  const int64_t hidden = shape.padded_hidden, vocab = shape.padded_vocab;
   const auto r = static_cast<double>(blocks.rows), c = static_cast<double>(blocks.classes);
-  const auto d = static_cast<double>(hidden);
+  const auto n = static_cast<double>(rows), v = static_cast<double>(vocab), d = static_cast<double>(hidden);
+  const auto row_blocks = static_cast<double>(CeilDiv(rows, blocks.rows));
+  const auto class_blocks = static_cast<double>(CeilDiv(vocab, blocks.classes));
   const double steps = Rounds(blocks.rows, blocks.classes, sms) * d + Rounds(blocks.rows, hidden, sms) * c +
                        Rounds(blocks.classes, hidden, sms) * r;
-  const double block =
-      steps * kTileSeconds + 8.0 * c * d / kBytesPerSecond + 8.0 * r * d / kCachedPerSecond + kLaunchSeconds;
-  return block *
-         static_cast<double>(CeilDiv(rows, blocks.rows) * CeilDiv(shape.padded_vocab, blocks.classes));
+  return n / r * v / c * steps * kTileSeconds  // the last blocks are smaller
+         + row_blocks * 8.0 * v * d / kBytesPerSecond + class_blocks * 8.0 * n * d / kCachedPerSecond +
+         row_blocks * class_blocks * kLaunchSeconds;
 }
 
 CutBlocks SmallestCutBlocks(const CutShape& shape) {
