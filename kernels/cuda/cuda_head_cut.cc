@@ -75,11 +75,11 @@ uint8_t* CudaHead::WeightRows(int64_t first_class) const {
 void CudaHead::ChooseBlocks(Job& job) const {
   const CutShape shape = CutShapeOf(config_, sizes_, device_->limits().multiprocessors);
   job.blocks = ChooseCutBlocks(shape, job.layout.padded_rows, sizes_.arena_bytes);
-  job.filter_rows = ChooseFilterRows(FilterShapeOf(config_, sizes_), SelectionFor(job.plan),
-                                     job.layout.padded_rows, sizes_.arena_bytes);
+  job.filter_block = ChooseFilterBlock(FilterShapeOf(config_, sizes_), SelectionFor(job.plan),
+                                       job.layout.padded_rows, sizes_.arena_bytes);
   if (!device_->options().smallest_blocks) return;
   job.blocks = SmallestCutBlocks(shape);
-  job.filter_rows = job.blocks.rows;
+  job.filter_block = {job.blocks.rows};
 }
 
 absl::Status CudaHead::PrepareCutGemms(const Job& job) {
@@ -87,7 +87,7 @@ absl::Status CudaHead::PrepareCutGemms(const Job& job) {
   const int64_t rows = job.layout.padded_rows;
   const auto prepare_rows = [&](int64_t, int64_t count) { return gemms.Prepare(LogitsShape(count)); };
   if (job.plan.filtered() && !job.plan.fused()) {
-    LOSSD_RETURN_IF_ERROR(ForEachBlock(rows, job.filter_rows, rows, prepare_rows));
+    LOSSD_RETURN_IF_ERROR(ForEachBlock(rows, job.filter_block.rows, rows, prepare_rows));
   }
   const auto prepare = [&](int64_t count, int64_t classes) -> absl::Status {
     if (!job.plan.fused()) LOSSD_RETURN_IF_ERROR(gemms.Prepare(LogitsShape(count, classes)));
@@ -164,7 +164,7 @@ absl::Status CudaHead::CutFilter(const Job& job, const RowLossParams& row) {
   const cudaStream_t stream = device_->compute();
   const FilterBuffers& filter = workspace_.filter;
   const CutFilterArena arena = CutFilterArena::Carve(FilterShapeOf(config_, sizes_), SelectionFor(job.plan),
-                                                     job.filter_rows, workspace_.arena);
+                                                     job.filter_block, workspace_.arena);
   LOSSD_RETURN_IF_ERROR(Zero(filter.counters, sizeof(FilterCounters), stream));
   LOSSD_RETURN_IF_ERROR(PrepareFilter(job, row));
   if (job.hidden_gemm) LOSSD_RETURN_IF_ERROR(Await(download_idle_, stream));
@@ -187,7 +187,7 @@ absl::Status CudaHead::CutFilter(const Job& job, const RowLossParams& row) {
     LOSSD_RETURN_IF_ERROR(job.plan.fused() ? select_in_pass(rows, begin) : select_from_logits(rows, begin));
     return FilterRows(job, rows, begin);
   };
-  LOSSD_RETURN_IF_ERROR(ForEachBlock(row.rows, job.filter_rows, row.padded_rows, filter_block));
+  LOSSD_RETURN_IF_ERROR(ForEachBlock(row.rows, job.filter_block.rows, row.padded_rows, filter_block));
   return ToStatus(LaunchDecide({SelectionOf(job, 0), row.rows, job.slot->device_in.with_gradient, 1.0f,
                                 job.slot->device_out.decision},
                                stream),

@@ -18,8 +18,8 @@ struct CudaHead::Job {
   // If the loss is fused, logits are left as exponentials that lack their row's factor, but for
   // Algorithm::kCut.
   ChunkPlan plan;
-  CutBlocks blocks;         // Algorithm::kCut, likewise below: of the exact gradients
-  int64_t filter_rows = 0;  // a block
+  CutBlocks blocks;  // Algorithm::kCut, likewise below: of the exact gradients
+  FilterBlock filter_block;
 };
 
 }  // namespace lossd::kernels::cuda

@@ -39,10 +39,10 @@ bool Fits(const CutShape& shape, const CutBlocks& blocks, int64_t bytes) {
 }
 
 // Of either selection.
-int64_t FilterBytes(const CutShape& shape, const FilterShape& chunk, int64_t rows) {
-  const int64_t bytes = CutFilterArena::Carve(chunk, Selection::kFromLogits, rows, nullptr).bytes;
+int64_t FilterBytes(const CutShape& shape, const FilterShape& chunk, const FilterBlock& block) {
+  const int64_t bytes = CutFilterArena::Carve(chunk, Selection::kFromLogits, block, nullptr).bytes;
   if (!shape.fused) return bytes;
-  return std::max(bytes, CutFilterArena::Carve(chunk, Selection::kInPass, rows, nullptr).bytes);
+  return std::max(bytes, CutFilterArena::Carve(chunk, Selection::kInPass, block, nullptr).bytes);
 }
 
 // Considers the blocks of `rows` rows that fit, from the fewest blocks of classes on.
@@ -109,43 +109,51 @@ CutBlocks ChooseCutBlocks(const CutShape& shape, int64_t rows, int64_t arena_byt
   return best;
 }
 
-CutFilterArena CutFilterArena::Carve(const FilterShape& chunk, Selection selection, int64_t rows,
+CutFilterArena CutFilterArena::Carve(const FilterShape& chunk, Selection selection, const FilterBlock& block,
                                      uint8_t* base) {
   Carver own(nullptr), lists(nullptr), scratch(nullptr);
   FilterBuffers::Carve(chunk, own, lists, scratch);
   CutFilterArena arena;
-  Carver block(base == nullptr ? nullptr : base + lists.used());
+  Carver carver(base == nullptr ? nullptr : base + lists.used());
   if (selection == Selection::kInPass) {
-    arena.tiles = hopper::TilePartials::Carve(block, rows, chunk.vocab);
-    arena.lists = hopper::CandidateLists::Carve(block, rows, chunk.vocab);
+    arena.tiles = hopper::TilePartials::Carve(carver, block.rows, chunk.vocab);
+    arena.lists = hopper::CandidateLists::Carve(carver, block.rows, chunk.vocab, block.listed);
   } else {
-    arena.logits = block.Take<uint8_t>(rows * chunk.padded_vocab * static_cast<int64_t>(SizeOf(chunk.dtype)));
+    arena.logits =
+        carver.Take<uint8_t>(block.rows * chunk.padded_vocab * static_cast<int64_t>(SizeOf(chunk.dtype)));
   }
-  arena.bytes = lists.used() + RoundUp(std::max(block.used(), scratch.used()), 256);
+  arena.bytes = lists.used() + RoundUp(std::max(carver.used(), scratch.used()), 256);
   return arena;
 }
 
-int64_t ChooseFilterRows(const FilterShape& chunk, Selection selection, int64_t rows, int64_t arena_bytes) {
-  int64_t fits = 1;  // in units of 8
+FilterBlock ChooseFilterBlock(const FilterShape& chunk, Selection selection, int64_t rows,
+                              int64_t arena_bytes) {
+  const auto fits = [&](const FilterBlock& block) {
+    return CutFilterArena::Carve(chunk, selection, block, nullptr).bytes <= arena_bytes;
+  };
+  int64_t most = 1;  // in units of 8
   int64_t fails = rows / kLeastRows + 1;
-  while (fails - fits > 1) {
-    const int64_t middle = fits + (fails - fits) / 2;
-    const bool ok =
-        CutFilterArena::Carve(chunk, selection, middle * kLeastRows, nullptr).bytes <= arena_bytes;
-    (ok ? fits : fails) = middle;
+  while (fails - most > 1) {
+    const int64_t middle = most + (fails - most) / 2;
+    (fits({middle * kLeastRows}) ? most : fails) = middle;
   }
-  const int64_t blocks = CeilDiv(rows, fits * kLeastRows);
-  return RoundUp(CeilDiv(rows, blocks), kLeastRows);
+  const int64_t block_rows = CeilDiv(rows, CeilDiv(rows, most * kLeastRows));
+  const int64_t in_panels = std::min(RoundUp(block_rows, hopper::kPanelRows), rows);
+  FilterBlock block = {RoundUp(block_rows, kLeastRows)};
+  if (selection == Selection::kInPass && fits({in_panels})) block.rows = in_panels;
+  const FilterBlock roomy = {block.rows, hopper::kMostListed};
+  return fits(roomy) ? roomy : block;
 }
 
 int64_t LeastCutArena(const CutShape& shape, const FilterShape& chunk) {
   return std::max(CutArena::Carve(shape, SmallestCutBlocks(shape), nullptr).bytes,
-                  FilterBytes(shape, chunk, kLeastRows));
+                  FilterBytes(shape, chunk, {kLeastRows}));
 }
 
 int64_t LargestCutArena(const CutShape& shape, const FilterShape& chunk) {
   const CutBlocks all = {chunk.chunk_rows, shape.padded_vocab};
-  return std::max(CutArena::Carve(shape, all, nullptr).bytes, FilterBytes(shape, chunk, chunk.chunk_rows));
+  return std::max(CutArena::Carve(shape, all, nullptr).bytes,
+                  FilterBytes(shape, chunk, {chunk.chunk_rows, hopper::kMostListed}));
 }
 
 }  // namespace lossd::kernels::cuda

@@ -64,6 +64,12 @@ enum class Selection {
   kInPass,      // listed by the logit pass
 };
 
+// A block of rows whose candidates are found together.
+struct FilterBlock {
+  int64_t rows = 0;
+  int64_t listed = hopper::kLeastListed;  // kInPass: candidates that a row has room for
+};
+
 // What that takes: behind the lists of the chunk (the second group of FilterBuffers), and where its scratch
 // (the third) will be.
 struct CutFilterArena {
@@ -72,12 +78,15 @@ struct CutFilterArena {
   hopper::CandidateLists lists;  // kInPass
   int64_t bytes = 0;
 
-  static CutFilterArena Carve(const FilterShape& chunk, Selection selection, int64_t rows, uint8_t* base);
+  static CutFilterArena Carve(const FilterShape& chunk, Selection selection, const FilterBlock& block,
+                              uint8_t* base);
 };
 
-// Rows of a block that fits the arena beside the lists of the chunk, of blocks of about the same size and at
-// least 8 rows. rows > 0.
-int64_t ChooseFilterRows(const FilterShape& chunk, Selection selection, int64_t rows, int64_t arena_bytes);
+// A block that fits the arena beside the lists of the chunk, of blocks of about the same size and at least 8
+// rows: the most rows with the least room for candidates, in whole panels if these fit too, then more room if
+// there is. rows > 0, a multiple of 8.
+FilterBlock ChooseFilterBlock(const FilterShape& chunk, Selection selection, int64_t rows,
+                              int64_t arena_bytes);
 
 // The arena of a head: at least this, or no block fits, and not more than that, or some of it is never used.
 int64_t LeastCutArena(const CutShape& shape, const FilterShape& chunk);

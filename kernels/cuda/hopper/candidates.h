@@ -11,8 +11,9 @@
 
 namespace lossd::kernels::cuda::hopper {
 
-// Most of a row; 1 / epsilon of the default is four times as many.
-inline constexpr int64_t kListedCandidates = 1024;
+// Room for the candidates of a row; 1 / epsilon of the default is four times the least.
+inline constexpr int64_t kLeastListed = 1024;
+inline constexpr int64_t kMostListed = 2048;
 
 struct Candidate {
   int32_t column;
@@ -29,10 +30,10 @@ struct CandidateLists {
   float* known = nullptr;  // [rows], of the sum of 2^d over all classes, the target included: at most that
   float log2_epsilon = 0.0f;
 
-  // For `rows` rows; without log2_epsilon.
-  static CandidateLists Carve(Carver& carver, int64_t rows, int64_t vocab) {
+  // For `rows` rows with room for `listed` candidates each, at most kMostListed; without log2_epsilon.
+  static CandidateLists Carve(Carver& carver, int64_t rows, int64_t vocab, int64_t listed) {
     CandidateLists lists;
-    lists.capacity = static_cast<int32_t>(std::min(vocab, kListedCandidates));
+    lists.capacity = static_cast<int32_t>(std::min(vocab, listed));
     lists.entries = carver.Take<Candidate>(rows * lists.capacity);
     lists.counts = carver.Take<int32_t>(rows);
     lists.known = carver.Take<float>(rows);

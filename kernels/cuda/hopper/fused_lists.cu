@@ -43,9 +43,9 @@ template <bool kGeneral>
 __global__ __launch_bounds__(kSelectThreads) void SelectListedKernel(
     const __grid_constant__ RowLossParams p, const __grid_constant__ FusedRows w,
     const __grid_constant__ RowSelection selection) {
-  __shared__ int32_t columns[kListedCandidates];
-  __shared__ float exponents[kListedCandidates];
-  __shared__ float sorted[kListedCandidates];
+  __shared__ int32_t columns[kMostListed];
+  __shared__ float exponents[kMostListed];
+  __shared__ float sorted[kMostListed];
   __shared__ RowCandidates shared;
   const int64_t row = blockIdx.x;
   const CandidateColumns list = {columns, exponents, sorted};

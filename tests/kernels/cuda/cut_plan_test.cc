@@ -101,10 +101,10 @@ TEST(CutPlan, BlocksFitTheArenaWhateverTheRows) {
           const FilterShape filter = FilterShapeOf(config, sizes);
           for (const Selection selection : {Selection::kFromLogits, Selection::kInPass}) {
             if (selection == Selection::kInPass && !fused) continue;
-            const int64_t filter_rows = ChooseFilterRows(filter, selection, rows, sizes.arena_bytes);
-            EXPECT_GE(filter_rows, 8);
-            EXPECT_EQ(filter_rows % 8, 0);
-            EXPECT_LE(CutFilterArena::Carve(filter, selection, filter_rows, nullptr).bytes, sizes.arena_bytes)
+            const FilterBlock block = ChooseFilterBlock(filter, selection, rows, sizes.arena_bytes);
+            EXPECT_GE(block.rows, 8);
+            EXPECT_EQ(block.rows % 8, 0);
+            EXPECT_LE(CutFilterArena::Carve(filter, selection, block, nullptr).bytes, sizes.arena_bytes)
                 << Describe(config);
           }
         }
@@ -133,26 +133,31 @@ TEST(CutPlan, NothingOfASelectionInThePassOverlaps) {
       .chunk_rows = 4096, .vocab = 255'999, .padded_vocab = 256'000, .padded_hidden = 2304};
   Carver own(nullptr), lists(nullptr), scratch(nullptr);
   FilterBuffers::Carve(chunk, own, lists, scratch);
-  const CutFilterArena arena = CutFilterArena::Carve(chunk, Selection::kInPass, 1024, base);
+  const CutFilterArena arena =
+      CutFilterArena::Carve(chunk, Selection::kInPass, {1024, hopper::kMostListed}, base);
   EXPECT_EQ(arena.logits, nullptr);
   EXPECT_GE(reinterpret_cast<uint8_t*>(arena.tiles.max), base + lists.used());
   EXPECT_GE(reinterpret_cast<uint8_t*>(arena.lists.entries),
             reinterpret_cast<uint8_t*>(arena.tiles.target + 1024));
-  EXPECT_GE(arena.lists.counts,
-            reinterpret_cast<int32_t*>(arena.lists.entries + 1024 * hopper::kListedCandidates));
+  EXPECT_GE(arena.lists.counts, reinterpret_cast<int32_t*>(arena.lists.entries + 1024 * hopper::kMostListed));
   EXPECT_GE(arena.lists.known, reinterpret_cast<float*>(arena.lists.counts + 1024));
   EXPECT_GE(base + arena.bytes, reinterpret_cast<uint8_t*>(arena.lists.known + 1024));
   EXPECT_GE(arena.bytes, lists.used() + scratch.used());
 }
 
-// In few blocks of rows, so that weights are read few times.
+// In few blocks of whole panels, so that weights are read few times; with more room for candidates where the
+// statistics of the tiles leave it.
 TEST(CutPlan, TheFiveShapesListInFewBlocksOfRows) {
   for (const Shape& shape : kModels) {
     const HeadConfig config = Cut(shape, DType::kBFloat16);
     const HeadSizes sizes = SizesOf(config);
-    EXPECT_GE(ChooseFilterRows(FilterShapeOf(config, sizes), Selection::kInPass, 4096, sizes.arena_bytes),
-              2048)
-        << Describe(config);
+    const FilterBlock block =
+        ChooseFilterBlock(FilterShapeOf(config, sizes), Selection::kInPass, 4096, sizes.arena_bytes);
+    EXPECT_GE(block.rows, 2048) << Describe(config);
+    EXPECT_EQ(block.rows % 256, 0) << Describe(config);
+    if (shape.vocab > 100'000 && shape.vocab < 200'000) {
+      EXPECT_EQ(block.listed, hopper::kMostListed) << Describe(config);
+    }
   }
 }
 

@@ -38,7 +38,7 @@ class Lists {
     Carver carver(memory_.get());
     rows_ = FusedRows::Carve(carver, kRows);
     rows_.partials = TilePartials::Carve(carver, kRows, kVocab);
-    rows_.lists = CandidateLists::Carve(carver, kRows, kVocab);
+    rows_.lists = CandidateLists::Carve(carver, kRows, kVocab, kLeastListed);
     rows_.lists.capacity = capacity;
     rows_.lists.log2_epsilon = std::log2(kEpsilon);
     EXPECT_LE(carver.used(), int64_t{8} << 20);
