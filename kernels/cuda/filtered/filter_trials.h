@@ -1,5 +1,5 @@
-// Which chunks that may be filtered try it: none but one in kFilterPatience once that many in a row turned out
-// exact, be it for their candidates or for the mass that would be dropped. The others are exact from the
+// Which chunks that may be filtered try it: none but one in kFilterPatience once that many in a row turned
+// out exact, be it for their candidates or for the mass that would be dropped. The others are exact from the
 // start, which spares them the selection and lets their loss be fused. docs/kernels/filtered.md has the
 // arithmetic.
 //

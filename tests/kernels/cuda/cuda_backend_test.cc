@@ -251,7 +251,7 @@ TEST(CudaBackend, CutListsGiveTheSameBits) {
   Problem flat = MakeProblem(spec, rng);
   const auto head = MakeHead(**backend, flat);
   ASSERT_NE(head, nullptr);
-  for (const float exponent : {-12.0f, -11.8f, -11.65f, -11.5f}) {
+  for (const float exponent : {-12.7f, -12.5f, -12.3f, -12.2f, -12.1f}) {
     flat.options.filter_epsilon = std::exp2(exponent);
     const ChunkRun first = RunChunk(*head, flat, {.independent = true});
     EXPECT_EQ(first.algorithm, Algorithm::kFiltered);
