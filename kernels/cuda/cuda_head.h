@@ -113,6 +113,8 @@ class CudaHead : public HeadKernels {
   absl::Status AddUniform(const Job& job);
   // Algorithm::kCut (cuda_head_cut.cc).
   bool IsCut() const { return config_.algorithm == Algorithm::kCut; }
+  // Of `rows` padded rows, where the plan is to filter.
+  FilterBlock PlanFilterBlock(const ChunkPlan& plan, int64_t rows) const;
   void ChooseBlocks(Job& job) const;
   absl::Status PrepareCutGemms(const Job& job);
   absl::Status CutForward(const Job& job, const RowLossParams& row);

@@ -72,11 +72,14 @@ uint8_t* CudaHead::WeightRows(int64_t first_class) const {
   return static_cast<uint8_t*>(values_.compute_weight) + first_class * sizes_.padded_hidden * sizes_.element;
 }
 
+FilterBlock CudaHead::PlanFilterBlock(const ChunkPlan& plan, int64_t rows) const {
+  return ChooseFilterBlock(FilterShapeOf(config_, sizes_), SelectionFor(plan), rows, sizes_.arena_bytes);
+}
+
 void CudaHead::ChooseBlocks(Job& job) const {
   const CutShape shape = CutShapeOf(config_, sizes_, device_->limits().multiprocessors);
   job.blocks = ChooseCutBlocks(shape, job.layout.padded_rows, sizes_.arena_bytes);
-  job.filter_block = ChooseFilterBlock(FilterShapeOf(config_, sizes_), SelectionFor(job.plan),
-                                       job.layout.padded_rows, sizes_.arena_bytes);
+  job.filter_block = PlanFilterBlock(job.plan, job.layout.padded_rows);
   if (!device_->options().smallest_blocks) return;
   job.blocks = SmallestCutBlocks(shape);
   job.filter_block = {job.blocks.rows};

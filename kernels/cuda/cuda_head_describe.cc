@@ -44,9 +44,11 @@ Choice BlockChoice(const CutBlocks& blocks, int64_t arena_bytes) {
           .workspace_bytes = arena_bytes};
 }
 
-Choice CandidatesChoice(const ChunkPlan& plan) {
+Choice CandidatesChoice(const ChunkPlan& plan, const FilterBlock& block) {
+  const std::string listed =
+      absl::StrCat("listed by the logits product, ", block.rows, " rows, up to ", block.listed, " of each");
   return {.what = "candidates with an epsilon",
-          .choice = plan.fused() ? "listed by the logits product" : "selected from the logits of a few rows",
+          .choice = plan.fused() ? listed : absl::StrCat("selected from the logits of ", block.rows, " rows"),
           .reason = std::string(plan.why_not_fused)};
 }
 
@@ -97,7 +99,7 @@ absl::Status CudaHead::MakeChoices() {
     LOSSD_RETURN_IF_ERROR(
         AddProduct("weight gradient product", WeightGradientShape(blocks.rows, blocks.classes)));
   }
-  if (IsCut()) choices_.push_back(CandidatesChoice(plan));
+  if (IsCut()) choices_.push_back(CandidatesChoice(plan, PlanFilterBlock(plan, sizes_.chunk_rows)));
   choices_.push_back(FilterChoice(filter, limits));
   return absl::OkStatus();
 }
