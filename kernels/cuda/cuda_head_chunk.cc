@@ -247,11 +247,7 @@ ChunkPlan CudaHead::PlanJob(const Job& job) {
     return plan;
   }
   LossOptions exact = options;
-  if (options.algorithm == Algorithm::kCut) {
-    exact.filter_epsilon = 0.0f;
-  } else {
-    exact.algorithm = Algorithm::kExact;
-  }
+  exact.algorithm = Algorithm::kExact;
   plan = Plan(exact, loss, job.chunk->hidden_dtype);
   plan.why_exact = "so were the chunks before it";
   return plan;

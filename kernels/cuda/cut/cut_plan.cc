@@ -23,11 +23,15 @@ double Rounds(int64_t rows, int64_t cols, int multiprocessors) {
   return std::max(0.5, static_cast<double>(tiles) / multiprocessors);
 }
 
-// Rows of a block if there are to be `blocks`; the logit pass works on whole panels.
+// A block of at least `block_rows` of `rows` rows in whole panels, which is what the logit pass works on.
+int64_t InPanels(int64_t block_rows, int64_t rows) {
+  return std::min(RoundUp(block_rows, hopper::kPanelRows), rows);
+}
+
+// Rows of a block if there are to be `blocks`.
 int64_t BlockRows(const CutShape& shape, int64_t rows, int64_t blocks) {
   const int64_t padded = PadRows(CeilDiv(rows, blocks));
-  return shape.fused && padded > hopper::kPanelRows ? std::min(RoundUp(padded, hopper::kPanelRows), rows)
-                                                    : padded;
+  return shape.fused && padded > hopper::kPanelRows ? InPanels(padded, rows) : padded;
 }
 
 int64_t ClassesOf(const CutShape& shape, int64_t blocks) {
@@ -138,7 +142,7 @@ FilterBlock ChooseFilterBlock(const FilterShape& chunk, Selection selection, int
     (fits({middle * kLeastRows}) ? most : fails) = middle;
   }
   const int64_t block_rows = CeilDiv(rows, CeilDiv(rows, most * kLeastRows));
-  const int64_t in_panels = std::min(RoundUp(block_rows, hopper::kPanelRows), rows);
+  const int64_t in_panels = InPanels(block_rows, rows);
   FilterBlock block = {RoundUp(block_rows, kLeastRows)};
   if (selection == Selection::kInPass && fits({in_panels})) block.rows = in_panels;
   const FilterBlock roomy = {block.rows, hopper::kMostListed};

@@ -9,34 +9,33 @@ namespace {
 
 constexpr int kSelectThreads = 128;
 
-// A block a panel, a thread a row.
+// Of a block that has the panel, a thread a row: empties the lists if one of them is incomplete and they are
+// not `done`, which redo then tells and all threads get to know.
+__device__ __forceinline__ bool Reopen(const FusedRows& w, int64_t row, bool exists, bool done) {
+  const bool incomplete = __syncthreads_or(exists && w.lists.counts[row] > w.lists.capacity) != 0;
+  const bool again = incomplete && !done;
+  if (threadIdx.x == 0) w.redo[1 + blockIdx.x] = again ? 1 : 0;
+  if (again && exists) w.lists.counts[row] = 0;
+  return again;
+}
+
 template <bool kGeneral>
 __global__ void PrepareRelistKernel(const __grid_constant__ RowLossParams p,
                                     const __grid_constant__ FusedRows w) {
   const int64_t row = blockIdx.x * int64_t{kPanelRows} + threadIdx.x;
   const bool exists = row < p.rows;
-  const bool again = __syncthreads_or(exists && w.lists.counts[row] > w.lists.capacity) != 0;
-  if (threadIdx.x == 0) w.redo[1 + blockIdx.x] = again ? 1 : 0;
+  Reopen(w, row, exists, false);
   if (row == 0) w.redo[0] = 0;
   if (!exists) return;
-  if (again) w.lists.counts[row] = 0;
   const Target target = MakeTarget<kGeneral>(p, row);
   const float f = LogitMap<__nv_bfloat16, kGeneral>(p).f;
   w.lists.known[row] = w.sum[row] + Exp2(fmaf(target.logit.z, f, -w.reference[row]));
 }
 
-// Likewise.
 __global__ void PrepareLastRelistKernel(const __grid_constant__ FusedRows w, int64_t rows) {
   const int64_t row = blockIdx.x * int64_t{kPanelRows} + threadIdx.x;
-  const bool exists = row < rows;
-  const bool done = w.redo[1 + blockIdx.x] != 0;
-  const bool incomplete = __syncthreads_or(exists && w.lists.counts[row] > w.lists.capacity) != 0;
-  const bool again = incomplete && !done;
-  if (threadIdx.x == 0) {
-    w.redo[1 + blockIdx.x] = again ? 1 : 0;
-    if (again) w.redo[0] = 1;
-  }
-  if (again && exists) w.lists.counts[row] = 0;
+  const bool again = Reopen(w, row, row < rows, w.redo[1 + blockIdx.x] != 0);
+  if (again && threadIdx.x == 0) w.redo[0] = 1;
 }
 
 template <bool kGeneral>

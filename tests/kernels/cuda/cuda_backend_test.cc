@@ -204,6 +204,20 @@ TEST(CudaBackend, SaysWhichKernelsAHeadUses) {
   }
 }
 
+// Of a head in bf16 for `algorithm`; every row has a target.
+ProblemSpec SpecFor(Algorithm algorithm, int64_t rows, int64_t hidden_size, int64_t vocab_size) {
+  ProblemSpec spec;
+  spec.config = {.hidden_size = hidden_size,
+                 .vocab_size = vocab_size,
+                 .compute_dtype = DType::kBFloat16,
+                 .algorithm = algorithm == Algorithm::kCut ? Algorithm::kCut : Algorithm::kExact};
+  spec.hidden_dtype = DType::kBFloat16;
+  spec.slice_rows = {rows};
+  spec.ignored = 0.0;
+  spec.options = {.algorithm = algorithm, .filter_epsilon = DefaultFilterEpsilon(algorithm)};
+  return spec;
+}
+
 // Many chunks with more candidates than there is room for: most of the later ones do not look for any.
 TEST(CudaBackend, RestsFromFilteringInVain) {
   LOSSD_SKIP_WITHOUT_GPU();
@@ -212,12 +226,7 @@ TEST(CudaBackend, RestsFromFilteringInVain) {
   for (const Algorithm algorithm : {Algorithm::kFiltered, Algorithm::kCut}) {
     auto backend = CreateCudaBackend({.workspace_bytes = int64_t{128} << 20});
     ASSERT_TRUE(backend.ok()) << backend.status();
-    ProblemSpec spec;
-    spec.config = {
-        .hidden_size = 24, .vocab_size = 9000, .compute_dtype = DType::kBFloat16, .algorithm = algorithm};
-    spec.hidden_dtype = DType::kBFloat16;
-    spec.slice_rows = {9};
-    spec.options.algorithm = algorithm;
+    ProblemSpec spec = SpecFor(algorithm, 9, 24, 9000);
     spec.options.filter_epsilon = 1e-9f;
     const Problem flat = MakeProblem(spec, rng);
     const auto head = MakeHead(**backend, flat);
@@ -253,18 +262,6 @@ void ExpectSameBits(HeadKernels& head, const Problem& problem, int repeats) {
   }
 }
 
-ProblemSpec ManyRows(int64_t hidden_size, int64_t vocab_size, Algorithm head) {
-  ProblemSpec spec;
-  spec.config = {.hidden_size = hidden_size,
-                 .vocab_size = vocab_size,
-                 .compute_dtype = DType::kBFloat16,
-                 .algorithm = head};
-  spec.hidden_dtype = DType::kBFloat16;
-  spec.slice_rows = {1024};
-  spec.ignored = 0.0;
-  return spec;
-}
-
 TEST(CudaBackend, LargeChunksGiveTheSameBits) {
   LOSSD_SKIP_WITHOUT_GPU();
   Rng rng = FreshRng();
@@ -272,9 +269,7 @@ TEST(CudaBackend, LargeChunksGiveTheSameBits) {
   ASSERT_TRUE(backend.ok()) << backend.status();
   for (const Algorithm algorithm :
        {Algorithm::kExact, Algorithm::kFiltered, Algorithm::kAuto, Algorithm::kCut}) {
-    ProblemSpec spec =
-        ManyRows(520, 30'001, algorithm == Algorithm::kCut ? Algorithm::kCut : Algorithm::kExact);
-    spec.options = {.algorithm = algorithm, .filter_epsilon = DefaultFilterEpsilon(algorithm)};
+    ProblemSpec spec = SpecFor(algorithm, 1024, 520, 30'001);
     for (const float deviation : {1.0f, 4.0f}) {
       spec.logit_deviation = deviation;
       const Problem problem = MakeProblem(spec, rng);
@@ -292,9 +287,8 @@ TEST(CudaBackend, CutListsGiveTheSameBits) {
   Rng rng = FreshRng();
   auto backend = CreateCudaBackend({.workspace_bytes = int64_t{256} << 20});
   ASSERT_TRUE(backend.ok()) << backend.status();
-  ProblemSpec spec = ManyRows(64, 128'256, Algorithm::kCut);
+  ProblemSpec spec = SpecFor(Algorithm::kCut, 1024, 64, 128'256);
   spec.logit_deviation = 1.0f;
-  spec.options.algorithm = Algorithm::kCut;
   Problem flat = MakeProblem(spec, rng);
   const auto head = MakeHead(**backend, flat);
   ASSERT_NE(head, nullptr);

@@ -25,8 +25,7 @@ constexpr float kEpsilon = 0x1p-10f;
 class Lists {
  public:
   Lists(const std::vector<float>& logits, int32_t target, int32_t capacity)
-      : capacity_(capacity),
-        hidden_(Hidden()),
+      : hidden_(Hidden()),
         weight_(Weight(logits)),
         targets_(std::vector<int32_t>(kRows, target)),
         target_dots_(std::vector<float>(
@@ -38,8 +37,7 @@ class Lists {
     Carver carver(memory_.get());
     rows_ = FusedRows::Carve(carver, kRows);
     rows_.partials = TilePartials::Carve(carver, kRows, kVocab);
-    rows_.lists = CandidateLists::Carve(carver, kRows, kVocab, kLeastListed);
-    rows_.lists.capacity = capacity;
+    rows_.lists = CandidateLists::Carve(carver, kRows, kVocab, capacity);
     rows_.lists.log2_epsilon = std::log2(kEpsilon);
     EXPECT_LE(carver.used(), int64_t{8} << 20);
   }
@@ -66,7 +64,8 @@ class Lists {
   std::vector<int32_t> Counts() const { return Read(rows_.lists.counts, kRows); }
   std::set<int32_t> Columns(int64_t row, int32_t count) const {
     std::set<int32_t> columns;
-    for (const Candidate& c : Read(rows_.lists.entries + row * capacity_, count)) columns.insert(c.column);
+    for (const Candidate& c : Read(rows_.lists.entries + row * rows_.lists.capacity, count))
+      columns.insert(c.column);
     return columns;
   }
 
@@ -89,7 +88,6 @@ class Lists {
     return weight;
   }
 
-  int32_t capacity_;
   OnDevice<uint16_t> hidden_, weight_;
   OnDevice<int32_t> targets_;
   OnDevice<float> target_dots_, ones_, outputs_;
