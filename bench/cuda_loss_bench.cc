@@ -58,7 +58,7 @@ using Json = nlohmann::json;
 using kernels::DType;
 
 constexpr int kSampledRows = 32;
-constexpr int kSampledClasses = 64;
+constexpr int kSampledClasses = 1024;
 
 DType ComputeType() { return absl::GetFlag(FLAGS_compute) == "fp32" ? DType::kFloat32 : DType::kBFloat16; }
 
