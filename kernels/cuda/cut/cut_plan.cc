@@ -1,8 +1,10 @@
 #include "kernels/cuda/cut/cut_plan.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "kernels/cuda/chunk_layout.h"
+#include "kernels/cuda/hopper/tiles.h"
 #include "kernels/cuda/rows.h"
 
 namespace lossd::kernels::cuda {
@@ -12,15 +14,32 @@ constexpr int64_t kClassUnit = 256;
 constexpr int64_t kLeastRows = 8;
 
 // One H200, bf16. They rank blocks; that they are not those of another GPU costs little.
-constexpr double kTileSeconds = 12.9e-9;   // 128 x 256 of a product, one step of its inner dimension
-constexpr double kBytesPerSecond = 4e12;   // of device memory
-constexpr double kCachedPerSecond = 5e12;  // of what stays in L2 in part
-constexpr double kLaunchSeconds = 10e-6;   // of the three products of a block
+constexpr double kTileSeconds = 12.2e-9;    // 128 x 256 of a product, one step of its inner dimension
+constexpr double kIdleShare = 2.0 / 3.0;    // of its time that an idle cluster of the logit pass costs
+constexpr double kBytesPerSecond = 3.9e12;  // of device memory
+constexpr double kBlockSeconds = 30e-6;     // three launches, and dx in fp32 read and written in L2
 
 // Tiles a multiprocessor. Where some are idle the power limit lets the others run faster, until half are.
 double Rounds(int64_t rows, int64_t cols, int multiprocessors) {
   const int64_t tiles = CeilDiv(rows, 128) * CeilDiv(cols, 256);
   return std::max(0.5, static_cast<double>(tiles) / multiprocessors);
+}
+
+// Of the logit pass, whose clusters work on whole panels: what its last round leaves idle is mostly lost.
+double PassRounds(int64_t rows, int64_t classes, int multiprocessors) {
+  const int64_t tiles = hopper::Panels(rows) * CeilDiv(classes, hopper::kColumnTile);
+  const double rounds = static_cast<double>(tiles) / std::max(multiprocessors / hopper::kClusterBlocks, 1);
+  return rounds + kIdleShare * (std::ceil(rounds) - rounds);
+}
+
+// A block's gradient and its three products.
+double BlockSeconds(const CutShape& shape, int64_t rows, int64_t classes) {
+  const int sms = shape.multiprocessors;
+  const auto d = static_cast<double>(shape.padded_hidden);
+  const double logits = shape.fused ? PassRounds(rows, classes, sms) : Rounds(rows, classes, sms);
+  const double steps = logits * d + Rounds(rows, shape.padded_hidden, sms) * static_cast<double>(classes) +
+                       Rounds(classes, shape.padded_hidden, sms) * static_cast<double>(rows);
+  return steps * kTileSeconds + kBlockSeconds;
 }
 
 // A block of at least `block_rows` of `rows` rows in whole panels, which is what the logit pass works on.
@@ -84,17 +103,17 @@ CutArena CutArena::Carve(const CutShape& shape, const CutBlocks& blocks, uint8_t
 }
 
 double PredictCutSeconds(const CutShape& shape, const CutBlocks& blocks, int64_t rows) {
-  const int sms = shape.multiprocessors;
-  const int64_t hidden = shape.padded_hidden, vocab = shape.padded_vocab;
-  const auto r = static_cast<double>(blocks.rows), c = static_cast<double>(blocks.classes);
-  const auto n = static_cast<double>(rows), v = static_cast<double>(vocab), d = static_cast<double>(hidden);
-  const auto row_blocks = static_cast<double>(CeilDiv(rows, blocks.rows));
-  const auto class_blocks = static_cast<double>(CeilDiv(vocab, blocks.classes));
-  const double steps = Rounds(blocks.rows, blocks.classes, sms) * d + Rounds(blocks.rows, hidden, sms) * c +
-                       Rounds(blocks.classes, hidden, sms) * r;
-  return n / r * v / c * steps * kTileSeconds  // the last blocks are smaller
-         + row_blocks * 8.0 * v * d / kBytesPerSecond + class_blocks * 8.0 * n * d / kCachedPerSecond +
-         row_blocks * class_blocks * kLaunchSeconds;
+  const double dw_bytes = 8.0 * static_cast<double>(shape.padded_vocab * shape.padded_hidden);
+  // All blocks of classes, the last one smaller.
+  const auto block_of_rows = [&](int64_t block_rows) {
+    const auto full = static_cast<double>(shape.padded_vocab / blocks.classes);
+    const int64_t rest = shape.padded_vocab % blocks.classes;
+    return full * BlockSeconds(shape, block_rows, blocks.classes) +
+           (rest > 0 ? BlockSeconds(shape, block_rows, rest) : 0) + dw_bytes / kBytesPerSecond;
+  };
+  const int64_t rest = rows % blocks.rows;
+  return static_cast<double>(rows / blocks.rows) * block_of_rows(blocks.rows) +
+         (rest > 0 ? block_of_rows(rest) : 0);
 }
 
 CutBlocks SmallestCutBlocks(const CutShape& shape) {

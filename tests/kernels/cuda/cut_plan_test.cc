@@ -162,8 +162,8 @@ TEST(CutPlan, TheFiveShapesListInFewBlocksOfRows) {
 }
 
 // Rows come before classes: dW is read and written once for each block of rows. The logit pass works on
-// panels of 256 rows.
-TEST(CutPlan, TheFiveShapesTakeFewBlocksOfWholePanels) {
+// panels of 256 rows, in rounds of 66 clusters with a tile of 256 classes each.
+TEST(CutPlan, TheFiveShapesTakeFewBlocksThatFillTheLogitPass) {
   for (const Shape& shape : kModels) {
     const HeadConfig config = Cut(shape, DType::kBFloat16);
     const HeadSizes sizes = SizesOf(config);
@@ -171,6 +171,9 @@ TEST(CutPlan, TheFiveShapesTakeFewBlocksOfWholePanels) {
     const CutBlocks blocks = ChooseCutBlocks(cut, 4096, sizes.arena_bytes);
     EXPECT_GE(blocks.rows, 1024) << Describe(config);
     EXPECT_EQ(blocks.rows % 256, 0) << Describe(config);
+    const int64_t tiles = blocks.rows / 256 * ((blocks.classes + 255) / 256);
+    EXPECT_GE(static_cast<double>(tiles), 0.9 * static_cast<double>((tiles + 65) / 66 * 66))
+        << Describe(config) << " " << blocks.rows << " x " << blocks.classes;
     const double products = 6.0 * 4096 * static_cast<double>(shape.vocab * shape.hidden) / 790e12;
     EXPECT_LT(PredictCutSeconds(cut, blocks, 4096), 1.6 * products) << Describe(config);
   }
