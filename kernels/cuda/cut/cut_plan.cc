@@ -104,16 +104,16 @@ CutArena CutArena::Carve(const CutShape& shape, const CutBlocks& blocks, uint8_t
 
 double PredictCutSeconds(const CutShape& shape, const CutBlocks& blocks, int64_t rows) {
   const double dw_bytes = 8.0 * static_cast<double>(shape.padded_vocab * shape.padded_hidden);
-  // All blocks of classes, the last one smaller.
-  const auto block_of_rows = [&](int64_t block_rows) {
-    const auto full = static_cast<double>(shape.padded_vocab / blocks.classes);
-    const int64_t rest = shape.padded_vocab % blocks.classes;
-    return full * BlockSeconds(shape, block_rows, blocks.classes) +
-           (rest > 0 ? BlockSeconds(shape, block_rows, rest) : 0) + dw_bytes / kBytesPerSecond;
+  // `total` in pieces of `size`, the last one smaller.
+  const auto sum = [](int64_t total, int64_t size, const auto& seconds_of) {
+    const int64_t whole = total / size, rest = total % size;
+    return static_cast<double>(whole) * seconds_of(size) + (rest > 0 ? seconds_of(rest) : 0.0);
   };
-  const int64_t rest = rows % blocks.rows;
-  return static_cast<double>(rows / blocks.rows) * block_of_rows(blocks.rows) +
-         (rest > 0 ? block_of_rows(rest) : 0);
+  return sum(rows, blocks.rows, [&](int64_t block_rows) {
+    return dw_bytes / kBytesPerSecond + sum(shape.padded_vocab, blocks.classes, [&](int64_t classes) {
+             return BlockSeconds(shape, block_rows, classes);
+           });
+  });
 }
 
 CutBlocks SmallestCutBlocks(const CutShape& shape) {
