@@ -2,8 +2,8 @@
 #
 #   docker build -t lossd .                                             CPU
 #   docker build -t lossd:cuda \
-#     --build-arg BUILD_BASE=nvidia/cuda:12.8.1-devel-ubuntu24.04 \
-#     --build-arg RUNTIME_BASE=nvidia/cuda:12.8.1-runtime-ubuntu24.04 .  GPU
+#     --build-arg BUILD_BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 \
+#     --build-arg RUNTIME_BASE=nvidia/cuda:13.0.1-runtime-ubuntu24.04 .  GPU
 #   docker run --rm -p 127.0.0.1:7070:7070 -p 127.0.0.1:7071:7071 -v lossd:/var/lib/lossd lossd
 #
 # The build takes CUDA if its compiler is in the image. Libraries travel with the programs (scripts/bundle), so the
