@@ -65,7 +65,7 @@ install: ## install server and CLI below PREFIX
 format: ## format the C++ files
 	@scripts/lint --fix-format
 
-lint: ## check format, the dependency rule, and clang-tidy (ARGS="FILE..." for some files only)
+lint: ## check format, the dependency rule, the documentation, and clang-tidy (ARGS="FILE..." for some files only)
 	@scripts/install-deps build test dev
 	@scripts/lint $(ARGS)
 

@@ -15,6 +15,8 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
+#include "absl/flags/usage_config.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_replace.h"
@@ -282,6 +284,12 @@ absl::StatusOr<bool> Run() {
 }  // namespace lossd::ngram_lm
 
 int main(int argc, char** argv) {
+  absl::FlagsUsageConfig config;
+  config.contains_help_flags = [](absl::string_view file) {
+    return absl::StrContains(file, "examples/ngram_lm/");
+  };
+  config.contains_helpshort_flags = config.contains_help_flags;
+  absl::SetFlagsUsageConfig(config);
   absl::SetProgramUsageMessage("Trains a small language model whose classifier lives in a lossd server.");
   absl::ParseCommandLine(argc, argv);
   openblas_set_num_threads(absl::GetFlag(FLAGS_threads));

@@ -18,6 +18,9 @@ fail() {
   exit 1
 }
 
+"$trainer" --help >"$work/help.log" 2>&1
+grep -q -- --microbatch_rows "$work/help.log" || fail "--help does not list the flags"
+
 "$lossd" --listen=127.0.0.1:0 --http= --port_file="$work/ports" --checkpoint_dir="$work" --threads=1 \
   >"$work/server.log" 2>&1 &
 server=$!

@@ -1,0 +1,3 @@
+ABSL_FLAG(std::string, listen, "", "");
+ABSL_FLAG(
+    bool, forgotten, false, "");

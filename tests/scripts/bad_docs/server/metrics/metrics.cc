@@ -1,0 +1,1 @@
+const char* kNames[] = {"lossd_heads", "lossd_forgotten"};
