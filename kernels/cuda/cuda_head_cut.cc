@@ -191,8 +191,10 @@ absl::Status CudaHead::CutFilter(const Job& job, const RowLossParams& row) {
     return FilterRows(job, rows, begin);
   };
   LOSSD_RETURN_IF_ERROR(ForEachBlock(row.rows, job.filter_block.rows, row.padded_rows, filter_block));
-  return ToStatus(LaunchDecide({SelectionOf(job, 0), row.rows, job.slot->device_in.with_gradient, 1.0f,
-                                job.slot->device_out.decision},
+  return ToStatus(LaunchDecide({.selection = SelectionOf(job, 0),
+                                .rows = row.rows,
+                                .with_gradient = job.slot->device_in.with_gradient,
+                                .decision = job.slot->device_out.decision},
                                stream),
                   "decision kernel");
 }

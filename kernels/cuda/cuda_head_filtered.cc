@@ -39,12 +39,14 @@ absl::Status CudaHead::FilteredForward(const Job& job, const RowLossParams& row)
   const RowSelection selection = SelectionOf(job, 0);
   LOSSD_RETURN_IF_ERROR(Zero(filter.counters, sizeof(FilterCounters), stream));
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchSelectRows(row, selection, stream), "selection kernel");
-  const bool is_auto = options.algorithm == Algorithm::kAuto;
-  LOSSD_RETURN_IF_CUDA_ERROR(
-      LaunchDecide({selection, row.rows, job.slot->device_in.with_gradient,
-                    is_auto ? options.max_dropped_mass : 1.0f, job.slot->device_out.decision},
-                   stream),
-      "decision kernel");
+  DecideParams decide = {.selection = selection,
+                         .rows = row.rows,
+                         .with_gradient = job.slot->device_in.with_gradient,
+                         .decision = job.slot->device_out.decision};
+  if (options.algorithm == Algorithm::kAuto && options.max_dropped_mass < 1.0f) {
+    decide.max_dropped_mass = options.max_dropped_mass;
+  }
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchDecide(decide, stream), "decision kernel");
   return Branch(
       job, job.slot->rows_branch,
       [&]() -> absl::Status {

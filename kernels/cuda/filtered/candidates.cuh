@@ -20,7 +20,9 @@ constexpr float kStorageRoundoff = std::is_same_v<T, float>    ? 0x1p-17f  // of
 // A threshold that every finite logit passes; masked ones are -inf.
 constexpr float kNone = -FLT_MAX;
 
-// The smallest z that may reach epsilon of a sum with this logarithm. NaN stays NaN: nothing passes.
+// The smallest z that may reach epsilon of a sum with this logarithm, if it was rounded when stored, and so
+// were those that the sum was formed of. What a bias has cancelled of them is not seen here. NaN stays NaN:
+// nothing passes.
 template <typename T>
 __device__ __forceinline__ float Threshold(float log2_sum, float log2_epsilon, float f) {
   const float exact = (log2_sum + log2_epsilon) / f;

@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "kernels/cuda/row_loss.h"
 #include "kernels/decision.h"
@@ -62,7 +63,8 @@ struct DecideParams {
   RowSelection selection;
   int64_t rows = 0;
   const int32_t* with_gradient = nullptr;  // [rows]
-  float max_dropped_mass = 1.0f;
+  // Mean of the rows with a gradient. No limit is infinite: what rounding makes of all of a row may exceed 1.
+  float max_dropped_mass = std::numeric_limits<float>::infinity();
   Decision* decision = nullptr;  // [1]
 };
 cudaError_t LaunchDecide(const DecideParams& params, cudaStream_t stream);

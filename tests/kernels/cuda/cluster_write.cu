@@ -5,6 +5,10 @@ namespace {
 
 __global__ void WriteKernel(uint8_t* place, uint8_t value) { place[blockIdx.x] = value; }
 
+__global__ void __cluster_dims__(2) PairWriteKernel(uint8_t* place, uint8_t value) {
+  place[blockIdx.x] = value;
+}
+
 }  // namespace
 
 cudaError_t LaunchClusterWrite(uint8_t* place, uint8_t value, unsigned blocks, cudaStream_t stream) {
@@ -18,6 +22,11 @@ cudaError_t LaunchClusterWrite(uint8_t* place, uint8_t value, unsigned blocks, c
   config.attrs = &cluster;
   config.numAttrs = blocks > 1 ? 1 : 0;
   return cudaLaunchKernelEx(&config, WriteKernel, place, value);
+}
+
+cudaError_t LaunchPairWrite(uint8_t* place, uint8_t value, cudaStream_t stream) {
+  PairWriteKernel<<<2, 1, 0, stream>>>(place, value);
+  return cudaGetLastError();
 }
 
 }  // namespace lossd::kernels::cuda

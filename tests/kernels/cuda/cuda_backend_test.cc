@@ -1,6 +1,7 @@
 // What is particular to the CUDA backend: devices, memory, chunks in flight.
 #include "kernels/cuda/cuda_backend.h"
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <memory>
@@ -216,6 +217,35 @@ ProblemSpec SpecFor(Algorithm algorithm, int64_t rows, int64_t hidden_size, int6
   spec.ignored = 0.0;
   spec.options = {.algorithm = algorithm, .filter_epsilon = DefaultFilterEpsilon(algorithm)};
   return spec;
+}
+
+// Whoever asks for `filtered` gets it, also where everything is dropped and the target's share of a row is
+// lost in the rounding of its sum: for 13,000 classes the share that is dropped rounds to more than 1.
+TEST(CudaBackend, FilteredThoughEverythingIsDropped) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  Rng rng = FreshRng();
+  auto backend = CreateCudaBackend({});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  for (const Algorithm algorithm : {Algorithm::kFiltered, Algorithm::kAuto, Algorithm::kCut}) {
+    for (const int64_t rows : {3, 600}) {  // few and many: candidates of stored logits, and of the logit pass
+      ProblemSpec spec = SpecFor(algorithm, rows, 24, 13'000);
+      spec.options.filter_epsilon = 0x1p-12f;
+      spec.options.max_dropped_mass = 1.0f;
+      Problem problem = MakeProblem(spec, rng);
+      std::fill(problem.weight.begin(), problem.weight.end(), 0.0f);
+      problem.weight[0] = -10.0f;  // z of class 0, all others have 0
+      SliceData& slice = problem.slices.front();
+      for (size_t n = 0; n < slice.targets.size(); ++n) {
+        slice.hidden[n * 24] = 1.0f;
+        slice.targets[n] = 0;
+      }
+      const auto head = MakeHead(**backend, problem);
+      ASSERT_NE(head, nullptr);
+      const ChunkRun run = RunChunk(*head, problem);
+      EXPECT_EQ(run.algorithm, Algorithm::kFiltered)
+          << Name(algorithm) << " " << rows << " rows: " << run.choices.front().reason;
+    }
+  }
 }
 
 // Many chunks with more candidates than there is room for: most of the later ones do not look for any.

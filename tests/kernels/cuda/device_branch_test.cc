@@ -147,6 +147,29 @@ TEST_F(DeviceBranchTest, OtherClustersReplaceTheGraph) {
   }
 }
 
+// Clusters that a kernel was compiled for, after a kernel without and before.
+TEST_F(DeviceBranchTest, KernelsOfCompiledClustersReplaceTheGraph) {
+  int major = 0;
+  ASSERT_EQ(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), cudaSuccess);
+  if (major < 9) GTEST_SKIP() << "no clusters on this GPU";
+  DeviceBranch branch;
+  int value = 0;
+  for (unsigned blocks : {2u, 1u, 2u, 2u, 4u, 2u, 1u, 1u}) {  // two: compiled so
+    ++value;
+    ASSERT_EQ(cudaMemset(bytes_, 0, kBytes), cudaSuccess);
+    SetFlag(value % 2 == 0);
+    const auto write = [&] {
+      return ToStatus(blocks == 2 ? LaunchPairWrite(bytes_, static_cast<uint8_t>(value), stream_)
+                                  : LaunchClusterWrite(bytes_, static_cast<uint8_t>(value), blocks, stream_),
+                      "write kernel");
+    };
+    ASSERT_TRUE(branch.Enqueue(flag_, stream_, write, write).ok());
+    std::vector<int> expected(kBytes, 0);
+    std::fill_n(expected.begin(), blocks, value);
+    EXPECT_EQ(Bytes(), expected) << blocks << " blocks";
+  }
+}
+
 TEST_F(DeviceBranchTest, AnErrorOfEitherFunctionEnqueuesNothing) {
   DeviceBranch branch;
   const auto fail = [] { return absl::InternalError("no"); };
