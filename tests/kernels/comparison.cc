@@ -200,14 +200,17 @@ Problem WithClearEpsilon(Problem problem) {
     p.insert(p.end(), more.begin(), more.end());
   }
   std::sort(p.begin(), p.end());
-  const double epsilon = double{problem.options.filter_epsilon};
-  if (epsilon == 0.0) return problem;
-  constexpr double kNear = 1.5;
+  if (problem.options.filter_epsilon == 0.0f) return problem;
+  // The widest gap in epsilon's bin, which is its neighbours' too: doing it again changes nothing.
+  constexpr double kWidth = 2.25;
+  const auto bin = [](float epsilon) { return std::floor(std::log(double{epsilon}) / std::log(kWidth)); };
+  const double here = bin(problem.options.filter_epsilon);
   double widest = 1.0;
-  for (size_t i = 1; i < p.size() && p[i - 1] <= kNear * epsilon; ++i) {
-    if (p[i] < epsilon / kNear || p[i] <= widest * p[i - 1]) continue;
+  for (size_t i = 1; i < p.size(); ++i) {
+    const auto middle = static_cast<float>(std::sqrt(p[i - 1] * p[i]));
+    if (p[i] <= widest * p[i - 1] || bin(middle) != here) continue;
     widest = p[i] / p[i - 1];
-    problem.options.filter_epsilon = static_cast<float>(std::sqrt(p[i - 1] * p[i]));
+    problem.options.filter_epsilon = middle;
   }
   return problem;
 }

@@ -16,7 +16,7 @@ namespace lossd::kernels::testing {
 reference::Head ReferenceHead(const Problem& problem);
 reference::Rows ReferenceRows(const SliceData& slice);
 // The problem with its epsilon, if it filters, in the widest gap between probabilities of its rows that there
-// is near it, so that rounding moves none of them over it.
+// is near it, so that rounding moves none of them over it. Of a problem that this returned: the same.
 Problem WithClearEpsilon(Problem problem);
 // Results of all slices in order; adds to *gradients unless null or the problem does not accumulate.
 std::vector<reference::Result> ComputeReference(const Problem& problem, reference::ParamGradients* gradients);
