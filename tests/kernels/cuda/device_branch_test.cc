@@ -7,6 +7,7 @@
 #include <initializer_list>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/cuda/cuda_status.h"
@@ -124,50 +125,46 @@ TEST_F(DeviceBranchTest, OtherOperationsReplaceTheGraph) {
   EXPECT_THAT(Bytes(), ElementsAre(5, 2, 2, 2, 0, 3, 3, 0));
 }
 
+// Kernels of other clusters, one after the other in the same branch: each writes `value` to so many bytes.
+class DeviceBranchClusters : public DeviceBranchTest {
+ protected:
+  using LaunchWrite = absl::FunctionRef<cudaError_t(uint8_t value, unsigned blocks)>;
+
+  void ExpectReplaced(std::initializer_list<unsigned> all_blocks, LaunchWrite launch) {
+    int major = 0;
+    ASSERT_EQ(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), cudaSuccess);
+    if (major < 9) GTEST_SKIP() << "no clusters on this GPU";
+    DeviceBranch branch;
+    int value = 0;
+    for (unsigned blocks : all_blocks) {
+      ++value;
+      ASSERT_EQ(cudaMemset(bytes_, 0, kBytes), cudaSuccess);
+      SetFlag(value % 2 == 0);
+      const auto write = [&] {
+        return ToStatus(launch(static_cast<uint8_t>(value), blocks), "write kernel");
+      };
+      ASSERT_TRUE(branch.Enqueue(flag_, stream_, write, write).ok());
+      std::vector<int> expected(kBytes, 0);
+      std::fill_n(expected.begin(), blocks, value);
+      EXPECT_EQ(Bytes(), expected) << blocks << " blocks";
+    }
+  }
+};
+
 // The same kernel in clusters of other sizes, and without: cuBLASLt does that when the number of rows
 // changes.
-TEST_F(DeviceBranchTest, OtherClustersReplaceTheGraph) {
-  int major = 0;
-  ASSERT_EQ(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), cudaSuccess);
-  if (major < 9) GTEST_SKIP() << "no clusters on this GPU";
-  DeviceBranch branch;
-  int value = 0;
-  for (unsigned blocks : {4u, 1u, 8u, 2u, 1u, 1u, 4u}) {
-    ++value;
-    ASSERT_EQ(cudaMemset(bytes_, 0, kBytes), cudaSuccess);
-    SetFlag(value % 2 == 0);
-    const auto write = [&] {
-      return ToStatus(LaunchClusterWrite(bytes_, static_cast<uint8_t>(value), blocks, stream_),
-                      "write kernel");
-    };
-    ASSERT_TRUE(branch.Enqueue(flag_, stream_, write, write).ok());
-    std::vector<int> expected(kBytes, 0);
-    std::fill_n(expected.begin(), blocks, value);
-    EXPECT_EQ(Bytes(), expected) << blocks << " blocks";
-  }
+TEST_F(DeviceBranchClusters, ChosenAtLaunch) {
+  ExpectReplaced({4u, 1u, 8u, 2u, 1u, 1u, 4u}, [&](uint8_t value, unsigned blocks) {
+    return LaunchClusterWrite(bytes_, value, blocks, stream_);
+  });
 }
 
-// Clusters that a kernel was compiled for, after a kernel without and before.
-TEST_F(DeviceBranchTest, KernelsOfCompiledClustersReplaceTheGraph) {
-  int major = 0;
-  ASSERT_EQ(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), cudaSuccess);
-  if (major < 9) GTEST_SKIP() << "no clusters on this GPU";
-  DeviceBranch branch;
-  int value = 0;
-  for (unsigned blocks : {2u, 1u, 2u, 2u, 4u, 2u, 1u, 1u}) {  // two: compiled so
-    ++value;
-    ASSERT_EQ(cudaMemset(bytes_, 0, kBytes), cudaSuccess);
-    SetFlag(value % 2 == 0);
-    const auto write = [&] {
-      return ToStatus(blocks == 2 ? LaunchPairWrite(bytes_, static_cast<uint8_t>(value), stream_)
-                                  : LaunchClusterWrite(bytes_, static_cast<uint8_t>(value), blocks, stream_),
-                      "write kernel");
-    };
-    ASSERT_TRUE(branch.Enqueue(flag_, stream_, write, write).ok());
-    std::vector<int> expected(kBytes, 0);
-    std::fill_n(expected.begin(), blocks, value);
-    EXPECT_EQ(Bytes(), expected) << blocks << " blocks";
-  }
+// Clusters that a kernel was compiled for, here two blocks, after a kernel without and before.
+TEST_F(DeviceBranchClusters, Compiled) {
+  ExpectReplaced({2u, 1u, 2u, 2u, 4u, 2u, 1u, 1u}, [&](uint8_t value, unsigned blocks) {
+    return blocks == 2 ? LaunchPairWrite(bytes_, value, stream_)
+                       : LaunchClusterWrite(bytes_, value, blocks, stream_);
+  });
 }
 
 TEST_F(DeviceBranchTest, AnErrorOfEitherFunctionEnqueuesNothing) {
