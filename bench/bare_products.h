@@ -10,8 +10,8 @@
 
 #include "bench/gpu_data.h"
 #include "bench/gpu_timer.h"
-#include "kernels/cuda/gemm.h"
-#include "kernels/cuda/row_loss.h"
+#include "kernels/cuda/device/gemm.h"
+#include "kernels/cuda/kernels/row_loss.h"
 
 namespace lossd::bench {
 
@@ -108,22 +108,19 @@ class BareProducts {
  private:
   kernels::cuda::RowLossParams RowParams(bool gradient) const {
     kernels::cuda::RowLossParams p;
-    p.logits = logits_;
-    p.ld = p.vocab = shape_.vocab;
-    p.rows = p.padded_rows = rows_;
+    p.logits = {logits_, kernels::DType::kBFloat16, shape_.vocab, shape_.vocab};
+    p.terms.vocab = shape_.vocab;
+    p.terms.class_weight_sum = static_cast<float>(shape_.vocab);
+    p.in = {.rows = rows_,
+            .padded_rows = rows_,
+            .targets = targets_,
+            .weights = floats_,
+            .coef_loss = floats_ + rows_,
+            .coef_lse = floats_ + 2 * rows_,
+            .coef_entropy = floats_ + 3 * rows_};
+    p.out = {floats_ + 4 * rows_, floats_ + 5 * rows_, floats_ + 6 * rows_,
+             floats_ + 7 * rows_, floats_ + 8 * rows_, reinterpret_cast<int32_t*>(floats_ + 9 * rows_)};
     p.write_gradient = gradient;
-    p.class_weight_sum = static_cast<float>(shape_.vocab);
-    p.targets = targets_;
-    p.weights = floats_;
-    p.coef_loss = floats_ + rows_;
-    p.coef_lse = floats_ + 2 * rows_;
-    p.coef_entropy = floats_ + 3 * rows_;
-    p.loss = floats_ + 4 * rows_;
-    p.z_loss_part = floats_ + 5 * rows_;
-    p.lse = floats_ + 6 * rows_;
-    p.entropy = floats_ + 7 * rows_;
-    p.target_logprob = floats_ + 8 * rows_;
-    p.argmax = reinterpret_cast<int32_t*>(floats_ + 9 * rows_);
     return p;
   }
 

@@ -1,8 +1,8 @@
-// Times the CUDA backend's loss with gradients on one GPU, each algorithm beside the bare GEMM floor of the
-// same run.
+// Times the CUDA backend's loss with gradients on one GPU, all kinds of gradients on heads that store their
+// logits or recompute them, beside the bare GEMM floor of the same run.
 //
 //   cuda_loss_bench --out=results.json --commit=abc123 [--shapes=gemma2-2b,...] [--data=peaked,flat]
-//                   [--algorithms=exact,filtered,auto,cut]
+//                   [--logits=stored,recomputed] [--gradients=exact,filtered,auto]
 //
 // "loss+grad" is the time from one finished microbatch to the next with microbatches submitted one after
 // the other (host copies both ways included, overlapped by the backend); the floor is the three bare
@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <iostream>
 #include <random>
 #include <string>
@@ -23,6 +24,7 @@
 #include "absl/flags/parse.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "bench/bare_products.h"
 #include "bench/gpu_data.h"
 #include "bench/gpu_microbatch.h"
@@ -38,8 +40,9 @@ ABSL_FLAG(std::vector<std::string>, shapes,
           std::vector<std::string>({"gemma2-2b", "llama3-8b", "phi3.5-mini", "mistral-nemo", "n4096"}),
           "names of shapes to run, or NxDxV");
 ABSL_FLAG(std::vector<std::string>, data, std::vector<std::string>({"peaked"}), "peaked, flat");
-ABSL_FLAG(std::vector<std::string>, algorithms, std::vector<std::string>({"exact"}),
-          "exact, filtered, auto, cut, cut-filtered (cut with the epsilon of filtered)");
+ABSL_FLAG(std::vector<std::string>, logits, std::vector<std::string>({"stored"}),
+          "stored, recomputed: heads to time, each with all --gradients");
+ABSL_FLAG(std::vector<std::string>, gradients, std::vector<std::string>({"exact"}), "exact, filtered, auto");
 ABSL_FLAG(int64_t, workspace_mib, 2220,
           "workspace of the head, MiB; with the scratch memory of the GEMMs 2.2 GiB");
 ABSL_FLAG(int, iterations, 10, "timed microbatches");
@@ -150,19 +153,39 @@ int64_t FreeBytes() {
   return static_cast<int64_t>(free_bytes);
 }
 
-kernels::LossOptions FindOptions(const std::string& name) {
-  using kernels::Algorithm;
-  for (const auto algorithm : {Algorithm::kExact, Algorithm::kFiltered, Algorithm::kAuto, Algorithm::kCut}) {
-    if (kernels::Name(algorithm) != name) continue;
-    return {.algorithm = algorithm, .filter_epsilon = kernels::DefaultFilterEpsilon(algorithm)};
+// How a chunk is computed.
+struct Way {
+  kernels::Logits logits = kernels::Logits::kStored;
+  kernels::Gradients gradients = kernels::Gradients::kExact;
+};
+
+// The value with this name; ends the program if there is none.
+template <typename Enum>
+Enum FromName(std::initializer_list<Enum> values, absl::string_view flag, const std::string& name) {
+  for (const Enum value : values) {
+    if (kernels::Name(value) == name) return value;
   }
-  if (name == "cut-filtered") return {.algorithm = Algorithm::kCut};
-  std::cerr << "--algorithms: unknown algorithm " << name << std::endl;
+  std::cerr << "--" << flag << ": unknown value " << name << std::endl;
   std::exit(2);
 }
 
-Json RunBackend(const DataShape& shape, const LossData& data, const std::string& algorithm) {
-  const kernels::LossOptions options = FindOptions(algorithm);
+// Each of --logits with each of --gradients.
+std::vector<Way> Ways() {
+  using kernels::Gradients;
+  using kernels::Logits;
+  std::vector<Way> ways;
+  for (const std::string& logits : absl::GetFlag(FLAGS_logits)) {
+    for (const std::string& gradients : absl::GetFlag(FLAGS_gradients)) {
+      ways.push_back(
+          {FromName({Logits::kStored, Logits::kRecomputed}, "logits", logits),
+           FromName({Gradients::kExact, Gradients::kFiltered, Gradients::kAuto}, "gradients", gradients)});
+    }
+  }
+  return ways;
+}
+
+Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
+  const kernels::LossOptions options = {.gradients = way.gradients};
   auto backend = Take(
       kernels::CreateCudaBackend({.workspace_bytes = absl::GetFlag(FLAGS_workspace_mib) << 20,
                                   .autotune = absl::GetFlag(FLAGS_autotune),
@@ -174,7 +197,8 @@ Json RunBackend(const DataShape& shape, const LossData& data, const std::string&
                                       .vocab_size = shape.vocab,
                                       .compute_dtype = ComputeType(),
                                       .optimizer_state = kernels::OptimizerState::kNone,
-                                      .algorithm = options.algorithm};
+                                      .logits = way.logits,
+                                      .gradients = way.gradients};
   const int64_t free_before = FreeBytes();
   auto head = Take(backend->CreateHead(config), "CreateHead");
   const int64_t taken = free_before - FreeBytes();
@@ -259,38 +283,39 @@ void AddFloor(const Floor& floor, Json& result) {
   result["forward_ratio"] = result["loss_only"]["median_ms"].get<double>() / floor.logits.median;
 }
 
-void Print(const NamedShape& named, const std::string& kind, const std::string& algorithm, const Floor& floor,
+void Print(const NamedShape& named, const std::string& kind, const Way& way, const Floor& floor,
            const Json& result) {
-  std::cout << absl::StrFormat(
-                   "%-13s %-6s %-12s chunk %5d ws %6.0f slots %4.0f MiB  floor %6.2f (%5.2f fwd)  loss+grad "
-                   "%6.2f [%.2f "
-                   "%.2f] x%.3f  loss %6.2f x%.3f",
-                   named.name, kind, algorithm, result["chunk_rows"].get<int64_t>(),
-                   result["head_workspace_mib"].get<double>(), result["slots_mib"].get<double>(),
-                   floor.total(), floor.logits.median,
-                   result["loss_and_gradients"]["median_ms"].get<double>(),
-                   result["loss_and_gradients"]["min_ms"].get<double>(),
-                   result["loss_and_gradients"]["max_ms"].get<double>(), result["ratio"].get<double>(),
-                   result["loss_only"]["median_ms"].get<double>(), result["forward_ratio"].get<double>())
-            << std::endl;
+  std::cout
+      << absl::StrFormat(
+             "%-13s %-6s %-10s %-8s chunk %5d ws %6.0f slots %4.0f MiB  floor %6.2f (%5.2f fwd)  loss+grad "
+             "%6.2f [%.2f "
+             "%.2f] x%.3f  loss %6.2f x%.3f",
+             named.name, kind, kernels::Name(way.logits), kernels::Name(way.gradients),
+             result["chunk_rows"].get<int64_t>(), result["head_workspace_mib"].get<double>(),
+             result["slots_mib"].get<double>(), floor.total(), floor.logits.median,
+             result["loss_and_gradients"]["median_ms"].get<double>(),
+             result["loss_and_gradients"]["min_ms"].get<double>(),
+             result["loss_and_gradients"]["max_ms"].get<double>(), result["ratio"].get<double>(),
+             result["loss_only"]["median_ms"].get<double>(), result["forward_ratio"].get<double>())
+      << std::endl;
   std::cout << result.dump() << std::endl;
 }
 
-// One result for each algorithm, all with the same data and floor.
+// One result for each way, all with the same data and floor.
 std::vector<Json> RunShape(const NamedShape& named, const std::string& kind, Timer& timer) {
   const DataShape& shape = named.shape;
   LossData data =
       MakeData(kind == "flat" ? DataKind::kFlat : DataKind::kPeaked, shape, std::random_device{}());
-  const std::vector<std::string> algorithms = absl::GetFlag(FLAGS_algorithms);
+  const std::vector<Way> ways = Ways();
   std::vector<Json> results;
-  results.reserve(algorithms.size());
-  for (const std::string& algorithm : algorithms) results.push_back(RunBackend(shape, data, algorithm));
+  results.reserve(ways.size());
+  for (const Way& way : ways) results.push_back(RunBackend(shape, data, way));
   if (ComputeType() == DType::kBFloat16) {
     const Floor floor = MeasureFloor(shape, data, timer);
     for (size_t i = 0; i < results.size(); ++i) {
       AddFloor(floor, results[i]);
       results[i]["teraflops"] = Teraflops(shape, floor, results[i]);
-      Print(named, kind, algorithms[i], floor, results[i]);
+      Print(named, kind, ways[i], floor, results[i]);
     }
     if (absl::GetFlag(FLAGS_parts)) {
       results.front()["parts_of_a_chunk"] = MeasureParts(shape, data, results.front()["chunk_rows"], timer);
@@ -298,7 +323,8 @@ std::vector<Json> RunShape(const NamedShape& named, const std::string& kind, Tim
   }
   Free(data);
   for (size_t i = 0; i < results.size(); ++i) {
-    results[i]["algorithm"] = algorithms[i];
+    results[i]["logits"] = std::string(kernels::Name(ways[i].logits));
+    results[i]["gradients"] = std::string(kernels::Name(ways[i].gradients));
     results[i]["shape"] = {
         {"name", named.name}, {"rows", shape.rows}, {"hidden", shape.hidden}, {"vocab", shape.vocab}};
     results[i]["data"] = kind;

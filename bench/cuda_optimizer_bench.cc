@@ -16,7 +16,7 @@
 #include "absl/strings/str_format.h"
 #include "bench/gpu_results.h"
 #include "bench/gpu_timer.h"
-#include "kernels/cuda/tensor_ops.h"
+#include "kernels/cuda/kernels/tensor_ops.h"
 #include "nlohmann/json.hpp"
 
 ABSL_FLAG(std::string, out, "", "JSON file to write; empty: none");

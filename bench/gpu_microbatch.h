@@ -16,7 +16,7 @@
 #include "bench/gpu_data.h"
 #include "bench/gpu_timer.h"
 #include "kernels/backend.h"
-#include "kernels/cuda/hopper/tiles.h"
+#include "kernels/cuda/kernels/hopper/tiles.h"
 
 namespace lossd::bench {
 

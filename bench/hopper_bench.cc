@@ -18,11 +18,11 @@
 #include "absl/strings/str_cat.h"
 #include "bench/gpu_data.h"
 #include "bench/gpu_timer.h"
-#include "kernels/cuda/gemm.h"
-#include "kernels/cuda/hopper/cluster_order.h"
-#include "kernels/cuda/hopper/logit_pass.h"
-#include "kernels/cuda/hopper/product.h"
-#include "kernels/cuda/row_loss.h"
+#include "kernels/cuda/device/gemm.h"
+#include "kernels/cuda/kernels/hopper/cluster_order.h"
+#include "kernels/cuda/kernels/hopper/gradient_gemm.h"
+#include "kernels/cuda/kernels/hopper/logit_pass.h"
+#include "kernels/cuda/kernels/row_loss.h"
 
 ABSL_FLAG(std::vector<std::string>, shapes,
           std::vector<std::string>({"gemma2-2b", "llama3-8b", "phi3.5-mini", "mistral-nemo", "n4096"}),
@@ -127,18 +127,19 @@ void CompareLogits(const Bench& b) {
   Check(cudaMemcpy(references.data(), threshold.get(), row_bytes, cudaMemcpyDefault), "cudaMemcpy");
   for (float& z : references) z = z * 1.4427f + 48.0f;
   Check(cudaMemcpy(reference.get(), references.data(), row_bytes, cudaMemcpyDefault), "cudaMemcpy");
-  hopper::LogitPassParams statistics;
-  statistics.hidden = b.data.hidden;
-  statistics.weight = b.data.weight;
-  statistics.inner = shape.hidden;
-  statistics.rows = shape.rows;
-  statistics.vocab = statistics.padded_vocab = shape.vocab;
-  statistics.targets = targets.get();
-  statistics.reference = reference.get();
-  statistics.threshold = threshold.get();
-  statistics.partials = {shape.rows, max.get(), sum.get(), nullptr, arg.get(), target.get()};
-  hopper::LogitPassParams storing = statistics;
-  storing.exponentials = b.exponentials;
+  const Buffer<uint32_t> claimed(hopper::kMostClusters);
+  const hopper::LogitOperands operands = {.hidden = b.data.hidden,
+                                          .weight = b.data.weight,
+                                          .inner = shape.hidden,
+                                          .rows = shape.rows,
+                                          .classes = shape.vocab,
+                                          .padded_classes = shape.vocab,
+                                          .targets = targets.get()};
+  const hopper::StatisticsPass statistics = {
+      {reference.get(), threshold.get()},
+      {shape.rows, max.get(), sum.get(), nullptr, arg.get(), target.get()},
+      hopper::AllPanels{&b.order, claimed.get()}};
+  const hopper::ExponentialsPass storing = {statistics, b.exponentials};
   const cuda::GemmShape product = {.transpose_a = true,
                                    .m = shape.vocab,
                                    .n = shape.rows,
@@ -146,42 +147,39 @@ void CompareLogits(const Bench& b) {
                                    .lda = shape.hidden,
                                    .ldb = shape.hidden,
                                    .ldc = shape.vocab};
-  const Buffer<uint32_t> taken(hopper::kMostClusters);
-  const auto pass = [&](hopper::LogitPassParams p) {
-    p.order = &b.order;
-    p.taken = taken.get();
-    return [&b, p] {
-      Check(cudaMemsetAsync(p.taken, 0, hopper::kMostClusters * sizeof(uint32_t), b.timer.stream()),
+  const auto run = [&](const auto& pass) {
+    return [&] {
+      Check(cudaMemsetAsync(claimed.get(), 0, hopper::kMostClusters * sizeof(uint32_t), b.timer.stream()),
             "cudaMemsetAsync");
-      Check(hopper::LaunchLogitPass(p, b.clusters, b.timer.stream()), "logit pass");
+      Check(hopper::LaunchLogitPass(operands, pass, b.clusters, b.timer.stream()), "logit pass");
     };
   };
   Compare(b, {Library(b, "logits: cublas", product,
                       {.a = b.data.weight, .b = b.data.hidden, .c = b.exponentials}),
-              {"logits: statistics", pass(statistics)},
-              {"logits: exponentials", pass(storing)}});
+              {"logits: statistics", run(statistics)},
+              {"logits: exponentials", run(storing)}});
 }
 
 // Ours as planned, without segments, and with other groups.
-void AddProducts(const Bench& b, const std::string& name, hopper::ProductParams p,
+void AddProducts(const Bench& b, const std::string& name, hopper::GradientGemmParams p,
                  std::vector<Candidate>& candidates) {
   p.order = &b.order;
-  const auto add = [&](const std::string& variant, const hopper::ProductPlan& plan) {
+  const auto add = [&](const std::string& variant, const hopper::GradientGemmPlan& plan) {
     candidates.push_back({absl::StrCat(name, variant), [&b, p, plan] {
-                            Check(hopper::LaunchProduct(p, plan, b.timer.stream()), "product");
+                            Check(hopper::LaunchGradientGemm(p, plan, b.timer.stream()), "product");
                           }});
   };
-  const hopper::ProductPlan plan = hopper::PlanProduct(p.rows, p.columns, p.inner, b.clusters);
+  const hopper::GradientGemmPlan plan = hopper::PlanGradientGemm(p.rows, p.columns, p.inner, b.clusters);
   add("", plan);
-  if (plan.rest > 0) {
-    hopper::ProductPlan whole = plan;
-    whole.whole += whole.rest;
-    whole.rest = 0;
+  if (plan.segmented > 0) {
+    hopper::GradientGemmPlan whole = plan;
+    whole.whole += whole.segmented;
+    whole.segmented = 0;
     whole.units = whole.whole;
     add(" whole", whole);
   }
   for (const std::string& text : absl::GetFlag(FLAGS_groups)) {
-    hopper::ProductPlan grouped = plan;
+    hopper::GradientGemmPlan grouped = plan;
     if (!absl::SimpleAtoi(text, &grouped.group) || grouped.group < 1) continue;
     add(absl::StrCat(" group ", grouped.group), grouped);
   }
@@ -197,7 +195,7 @@ void CompareHiddenGradients(const Bench& b) {
                                    .lda = shape.hidden,
                                    .ldb = shape.vocab,
                                    .ldc = shape.hidden};
-  hopper::ProductParams p;
+  hopper::GradientGemmParams p;
   p.a = b.exponentials;
   p.b = b.data.weight;
   p.c = gradient.get();
@@ -223,7 +221,7 @@ void CompareWeightGradients(const Bench& b) {
                              .ldb = shape.vocab,
                              .ldc = shape.hidden};
   cuda::GemmOperands operands = {.a = b.data.hidden, .b = b.exponentials, .c = gradient.get()};
-  hopper::ProductParams p;
+  hopper::GradientGemmParams p;
   p.transpose_a = true;
   p.a = b.exponentials;
   p.b = b.data.hidden;

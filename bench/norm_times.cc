@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "kernels/cuda/norm/norm.h"
+#include "kernels/cuda/kernels/norm/norm.h"
 
 namespace lossd::bench {
 namespace {

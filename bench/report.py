@@ -1,21 +1,23 @@
 """Turns the results of cuda_loss_bench and peers.py into the Markdown tables of a results page.
 
-    cuda_loss_bench --data=peaked,flat --algorithms=exact,filtered,cut,cut-filtered,auto \\
+    cuda_loss_bench --data=peaked,flat --logits=stored,recomputed --gradients=exact,filtered,auto \\
         --norm=false --parts=false --out=loss.json
     python3 peers.py --out peers.json
     python3 report.py loss.json --peers peers.json > report.md
 
-The first table has a line for each shape and data and a column for the floor, each algorithm, the loss alone and
-each peer. Several results may be given; of those for the same shape, data and algorithm the last one counts. Ratios
+The first table has a line for each shape and data and a column for the floor, each way to compute gradients, the loss alone
+and each peer. Several results may be given; of those for the same shape, data and way the last one counts. Ratios
 are to the bare products that the same run measured: all three, or the first one for the loss alone. TFLOP/s count
-all three products, whether an algorithm computes them or not.
+all three products, whether a way computes them or not.
 """
 
 import argparse
 import json
 
 # The order of columns, of those that were run; what is not named here comes last.
-ALGORITHMS = ("exact", "filtered", "cut", "cut-filtered", "auto")
+WAYS = ("exact", "filtered", "auto", "recomputed exact", "recomputed filtered", "recomputed auto")
+# What recorded results call some of them, under the key "algorithm".
+EARLIER_NAMES = {"cut": "recomputed exact", "cut-filtered": "recomputed filtered"}
 PEERS = ("torch", "torch.compile", "cce", "cce_exact", "liger", "quack", "quack_untuned")
 ERRORS = ("hidden_gradient", "weight_gradient", "lse", "loss")
 
@@ -43,8 +45,16 @@ def median(result, key):
     return result[key]["median_ms"]
 
 
+def way_of(result):
+    """How gradients were computed, and first that logits were not stored, if so."""
+    if "gradients" not in result:
+        name = result.get("algorithm", "exact")
+        return EARLIER_NAMES.get(name, name)
+    return result["gradients"] if result["logits"] == "stored" else f"{result['logits']} {result['gradients']}"
+
+
 def read_results(paths):
-    """{(shape, data): {algorithm: result}} in the order of the files, and a line about each file."""
+    """{(shape, data): {way: result}} in the order of the files, and a line about each file."""
     found, sources = {}, []
     for path in paths:
         with open(path) as file:
@@ -52,7 +62,7 @@ def read_results(paths):
         sources.append(f"{path}: {content['card']}, {content['date']}, commit {content.get('commit') or 'unknown'}")
         for result in content["loss"]:
             key = result["shape"]["name"], result["data"]
-            found.setdefault(key, {})[result.get("algorithm", "exact")] = result
+            found.setdefault(key, {})[way_of(result)] = result
     return found, sources
 
 
@@ -69,25 +79,25 @@ def title(result):
 
 
 def time_table(results, peers=()):
-    """A line for each shape and data; the floor is that of each algorithm's or peer's own run."""
-    ran = columns(ALGORITHMS, results.values())
+    """A line for each shape and data; the floor is that of each way's or peer's own run."""
+    ran = columns(WAYS, results.values())
     peers_ran = columns(PEERS, (entry["methods"] for entry in peers))
     peer_of = {(entry["shape"], entry["data"]): entry for entry in peers}
     rows = []
-    for key, algorithms in results.items():
-        first = next(iter(algorithms.values()))
+    for key, ways in results.items():
+        first = next(iter(ways.values()))
         floor = first["floor"]
         line = [title(first), first["data"],
                 f"{floor['total_ms']:.2f} ({teraflops(first['shape'], 3, floor['total_ms']):.0f})"]
         for name in ran:
-            result = algorithms.get(name)
+            result = ways.get(name)
             line.append(timed(median(result, "loss_and_gradients"), result["floor"]["total_ms"]) if result else "-")
-        exact = algorithms.get("exact", first)
+        exact = ways.get("exact", first)
         line.append(timed(median(exact, "loss_only"), median(exact["floor"], "logits")))
         for name in peers_ran:
             line.append(peer_time(peer_of.get(key), name))
         line.append(f"{teraflops(exact['shape'], 3, median(exact, 'loss_and_gradients')):.0f}")
-        line.append(f"{max(result['workspace_mib'] for result in algorithms.values()):.0f}")
+        line.append(f"{max(result['workspace_mib'] for result in ways.values()):.0f}")
         rows.append(line)
     return table(["shape (N, D, V)", "data", "floor ms (TFLOP/s)", *ran, "loss alone", *peers_ran,
                   "TFLOP/s of exact", "workspace MiB"], rows)
@@ -95,14 +105,14 @@ def time_table(results, peers=()):
 
 def error_table(results):
     rows = []
-    for (_, data), algorithms in results.items():
-        for name in columns(ALGORITHMS, [algorithms]):
-            result = algorithms[name]
+    for (_, data), ways in results.items():
+        for name in columns(WAYS, [ways]):
+            result = ways[name]
             if "errors" not in result:
                 continue
             errors = [f"{result['errors'][key]:.1e}" for key in ERRORS]
             rows.append([title(result), data, name, *errors, f"{result.get('dropped_mass', 0.0):.4f}"])
-    return table(["shape (N, D, V)", "data", "algorithm", "dx", "dW", "lse", "loss", "dropped mass a row"], rows)
+    return table(["shape (N, D, V)", "data", "gradients", "dx", "dW", "lse", "loss", "dropped mass a row"], rows)
 
 
 def peer_time(entry, name):
@@ -134,7 +144,7 @@ def report(paths, peers_path=None):
     peers = read_peers(peers_path)
     parts = ["Medians in ms, in parentheses the ratio to the floor of the same run. " + "; ".join(sources) + ".",
              time_table(results, peers["loss"] if peers else ())]
-    if any("errors" in result for algorithms in results.values() for result in algorithms.values()):
+    if any("errors" in result for ways in results.values() for result in ways.values()):
         parts += ["Errors ||a - ref|| / ||ref|| against fp64, over sampled rows and classes:", error_table(results)]
     if peers:
         parts += [f"Peers ({peers['card']}, {peers['date']}, torch {torch_versions(peers)}), with the floor of their own "

@@ -30,8 +30,8 @@
 #include "kernels/backend.h"
 #include "kernels/create_backend.h"
 #include "nlohmann/json.hpp"
+#include "server/app/server.h"
 #include "server/engine/engine.h"
-#include "server/rpc/server.h"
 
 ABSL_FLAG(int64_t, rows, 1024, "rows of a microbatch");
 ABSL_FLAG(int64_t, hidden_size, 512, "D");
@@ -179,6 +179,7 @@ Line MeasureKernels(const Shape& shape, double seconds) {
 
 class Waiter : public engine::StreamObserver {
  public:
+  void OnMemory(absl::AnyInvocable<void()> receive) override { receive(); }
   void OnSlice(engine::SliceOutput) override {}
   void OnFinished(absl::Status status, const engine::StreamSummary&) override {
     Must(status);
@@ -194,7 +195,7 @@ class Waiter : public engine::StreamObserver {
 Line MeasureEngine(const Shape& shape, double seconds) {
   const auto backend = MakeBackend();
   const Rows rows(shape, *backend);
-  auto engine = Must(engine::Engine::Create({}, backend.get(), 1, nullptr));
+  auto engine = Must(engine::Engine::Create({}, backend.get(), 1, {}));
   Must(engine->CreateHead(kHead, ConfigFor(shape, *backend)));
   Must(engine->PublishHead(kHead));
   const auto limits = Must(engine->Describe(kHead)).limits;
@@ -216,16 +217,16 @@ Line MeasureEngine(const Shape& shape, double seconds) {
     stream->Start();
     for (int64_t begin = 0; begin < shape.rows; begin += slice_rows) {
       const engine::RowRange range{begin, std::min(shape.rows, begin + slice_rows)};
-      absl::Notification acquired;
-      engine::StagingBuffer buffer;
-      engine->staging().Acquire(range.size() * row_bytes, [&](engine::StagingBuffer free) {
-        buffer = std::move(free);
-        acquired.Notify();
-      });
-      acquired.WaitForNotification();
-      std::memcpy(buffer.data(), rows.hidden() + begin * shape.hidden_size,
-                  static_cast<size_t>(range.size() * row_bytes));
-      stream->Submit(range, std::move(buffer), range.size() * row_bytes);
+      absl::Notification queued;
+      stream->Receive({.rows = range,
+                       .bytes = range.size() * row_bytes,
+                       .copy =
+                           [&](uint8_t* to) {
+                             std::memcpy(to, rows.hidden() + begin * shape.hidden_size,
+                                         static_cast<size_t>(range.size() * row_bytes));
+                           },
+                       .on_queued = [&](int64_t) { queued.Notify(); }});
+      queued.WaitForNotification();
     }
     return std::make_pair(std::move(stream), waiter);
   };
@@ -247,7 +248,7 @@ Line MeasureEngine(const Shape& shape, double seconds) {
 Line MeasureService(const Shape& shape, int channels, double seconds) {
   const auto cpu = Must(kernels::CreateBackend({.backend = "cpu"})).backend;
   const Rows rows(shape, *cpu);  // a trainer's memory, as it comes
-  auto server = Must(rpc::Server::Start({.listen = "127.0.0.1:0",
+  auto server = Must(app::Server::Start({.listen = "127.0.0.1:0",
                                          .http = "",
                                          .backend = absl::GetFlag(FLAGS_backend),
                                          .threads = absl::GetFlag(FLAGS_threads)}));
