@@ -1,0 +1,138 @@
+"""What clients did to one head, and what they were told: the events of a run, with times, as JSON lines.
+
+A history concerns one head. Its first line is a header (the head's name, V, the incarnation of the server at the
+beginning); every other line is one event: a call by one client. Times are nanoseconds since the recorder was made.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+import lossd
+
+# How a call ends without saying whether it took effect.
+UNANSWERED = frozenset({"CANCELLED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PENDING"})
+
+
+@dataclass
+class Event:
+    """One call. `end` and `outcome` are those the client saw; a call that has not ended is PENDING.
+
+    Calls that stream have parts in `args` and `result`, each with its own times:
+      ComputeLoss, Backward: result["accepted"] = {"time", "state"}, result["slices"] = [{"rows", "sent", "got", ...}]
+      WriteTensor, AddGradient: args["messages"] = [[begin, end, values]], result["sent"] = [time]
+      ReadTensor: result["slices"] = [{"rows", "values", "state", "got"}]
+      a trainer's ComputeLoss: result["resent"], a time before the attempt that succeeded, if that was not the first
+    `trainer` is true for calls of a lossd.Client, which remembers and repeats; others are single gRPC calls.
+    """
+
+    number: int
+    client: str
+    call: str
+    args: dict[str, Any]
+    start: float
+    end: float | None = None
+    outcome: str = "PENDING"
+    result: dict[str, Any] = field(default_factory=dict)
+    trainer: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome == "OK"
+
+    @property
+    def unanswered(self) -> bool:
+        return self.outcome in UNANSWERED
+
+    @property
+    def last(self) -> float:
+        """When the client had its answer; infinity if it had none."""
+        return float("inf") if self.end is None else self.end
+
+    def overlaps(self, other: Event) -> bool:
+        return self.start <= other.last and other.start <= self.last
+
+
+@dataclass
+class History:
+    head: str
+    vocab: int
+    incarnation: int
+    events: list[Event]
+
+    def of(self, events: list[Event]) -> History:
+        return replace(self, events=events)
+
+    def save(self, path: Path) -> None:
+        header = {"head": self.head, "vocab": self.vocab, "incarnation": self.incarnation}
+        lines = [json.dumps(header), *(json.dumps(asdict(event)) for event in self.events)]
+        path.write_text("\n".join(lines) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> History:
+        header, *lines = path.read_text().splitlines()
+        return cls(**json.loads(header), events=[Event(**json.loads(line)) for line in lines])
+
+
+def code_of(error: Exception) -> str | None:
+    """The status code that an error of gRPC or of the client stands for; None if it is neither's."""
+    if isinstance(error, grpc.RpcError):
+        return str(error.code().name)
+    kinds = {
+        lossd.InvalidArgument: "INVALID_ARGUMENT", lossd.NonFinite: "OUT_OF_RANGE", lossd.NotFound: "NOT_FOUND",
+        lossd.AlreadyExists: "ALREADY_EXISTS", lossd.FailedPrecondition: "FAILED_PRECONDITION",
+        lossd.ResourceExhausted: "RESOURCE_EXHAUSTED", lossd.Unavailable: "UNAVAILABLE",
+        lossd.DeadlineExceeded: "DEADLINE_EXCEEDED", lossd.Cancelled: "CANCELLED", lossd.Aborted: "ABORTED",
+        lossd.DataLoss: "DATA_LOSS", lossd.Internal: "INTERNAL"}
+    return next((code for kind, code in kinds.items() if isinstance(error, kind)), None)
+
+
+def _message(error: Exception) -> str:
+    return str((error.details() or "") if isinstance(error, grpc.RpcError) else error)
+
+
+class Recorder:
+    """Collects the events of one history. Thread-safe; an event belongs to the thread that made it until it ends."""
+
+    def __init__(self, head: str, vocab: int, incarnation: int) -> None:
+        self._zero = time.monotonic_ns()
+        self._lock = threading.Lock()
+        self._history = History(head, vocab, incarnation, [])
+
+    def now(self) -> int:
+        return self.at(time.monotonic_ns())
+
+    def at(self, monotonic_ns: int) -> int:
+        """A time of time.monotonic_ns() as one of the history."""
+        return monotonic_ns - self._zero
+
+    @contextmanager
+    def call(self, client: str, call: str, args: dict[str, Any], trainer: bool = False) -> Iterator[Event]:
+        """Records one call; errors of gRPC and of the client become its outcome and end here."""
+        with self._lock:
+            event = Event(len(self._history.events), client, call, args, self.now(), trainer=trainer)
+            self._history.events.append(event)
+        try:
+            yield event
+        except Exception as error:
+            code = code_of(error)
+            if code is None:
+                raise
+            event.result["message"] = _message(error)
+            event.outcome, event.end = code, self.now()
+        else:
+            event.outcome, event.end = "OK", self.now()
+
+    def history(self) -> History:
+        """All events so far; call it when every client has ended."""
+        with self._lock:
+            return self._history.of(list(self._history.events))

@@ -1,0 +1,266 @@
+"""Calls of lossd's protocol, one gRPC call each, recorded: with pauses between messages, slow reading, cancellations.
+
+A RawClient is one client of one head with a connection of its own. Its methods block, record one event, and return it;
+status codes are the event's outcome and raise nothing. The hidden states are all (1, 0, 0, ...), see encoding.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+from encoding import GRID, Values
+from history import Event, Recorder
+
+from lossd.v1 import head_pb2, loss_pb2, types_pb2
+
+_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0), ("grpc.enable_http_proxy", 0),
+            ("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20),
+            ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16),  # a slow reader slows the server
+            ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 200)]
+_ROLES = {"value": head_pb2.ROLE_VALUE, "gradient": head_pb2.ROLE_GRADIENT, "moment1": head_pb2.ROLE_MOMENT1}
+_STATE_FIELDS = ("incarnation", "step", "generation", "weights_version")
+
+Message = tuple[int, int, Sequence[int]]  # rows [begin, end) and their values
+Pause = Callable[[int], None]  # called before message number i is sent
+
+
+def state_of(state: types_pb2.HeadState) -> dict[str, int]:
+    """The fields of a HeadState that this protocol has."""
+    return {name: getattr(state, name) for name in _STATE_FIELDS if name in state.DESCRIPTOR.fields_by_name}
+
+
+def _no_pause(_: int) -> None:
+    pass
+
+
+class RawClient:
+    def __init__(self, name: str, target: str, recorder: Recorder, head: str, hidden_size: int = 4) -> None:
+        self.name = name
+        self._recorder = recorder
+        self._head = head
+        self._hidden_size = hidden_size
+        self._channel = grpc.insecure_channel(target, options=_OPTIONS)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    # ---- Microbatches ----
+
+    def compute_loss(self, id: int, slices: Sequence[tuple[int, int]], total: int, *, step: int | None = None,
+                     accumulate: bool = False, retain: bool = False, scale: float = 1.0, pause: Pause = _no_pause,
+                     on_slice: Pause = _no_pause, cancel_after: float | None = None, timeout: float = 30.0,
+                     generation: int | None = None) -> Event:
+        """Rows of all `slices` in one call; `total` is N. Rows that accumulate have weight 0: their gradient is 0.
+        `generation`: to be named, on a protocol that knows it."""
+        rows = (slices[0][0], slices[-1][1])
+        args: dict[str, Any] = {"id": id, "rows": rows, "total": total, "step": step, "accumulate": accumulate,
+                                "retain": retain, "scale": scale}
+        opened = loss_pb2.OpenMicrobatch(
+            head=self._head, step=step, microbatch_id=id, microbatch_rows=total,
+            rows=types_pb2.RowRange(begin=rows[0], end=rows[1]), hidden_dtype=types_pb2.DTYPE_FP32,
+            options=loss_pb2.LossOptions(logit_scale=scale),
+            reduction=loss_pb2.REDUCTION_NONE if retain else loss_pb2.REDUCTION_SUM, want_row_lse=True,
+            accumulate_gradients=accumulate, retain=retain, targets=[0] * (rows[1] - rows[0]),
+            row_weights=[0.0] * (rows[1] - rows[0]) if accumulate else [])
+        if generation is not None and "generation" in opened.DESCRIPTOR.fields_by_name:
+            opened.generation = args["generation"] = generation
+        sent: dict[int, int] = {}
+
+        def messages() -> Iterator[loss_pb2.ComputeLossRequest]:
+            yield loss_pb2.ComputeLossRequest(open=opened)
+            for number, (begin, end) in enumerate(slices):
+                pause(number)
+                sent[begin] = self._recorder.now()
+                hidden = np.zeros((end - begin, self._hidden_size), np.float32)
+                hidden[:, 0] = 1
+                yield loss_pb2.ComputeLossRequest(
+                    slice=loss_pb2.SliceHeader(rows=types_pb2.RowRange(begin=begin, end=end)), payload=hidden.tobytes())
+
+        with self._recorder.call(self.name, "ComputeLoss", args) as event:
+            self._exchange(event, messages(), sent, on_slice, cancel_after, timeout)
+        return event
+
+    def backward(self, id: int, rows: int, *, step: int | None = None, timeout: float = 30.0) -> Event:
+        """dx of rows [0, rows) of a retained microbatch, for dL/dlse = 1 and dL/dloss = 0; nothing accumulates."""
+        backward = loss_pb2.OpenBackward(
+            head=self._head, step=step, microbatch_id=id, rows=types_pb2.RowRange(begin=0, end=rows),
+            want_grad_hidden=True, grad_loss=[0.0] * rows, grad_lse=[1.0] * rows)
+        request = loss_pb2.ComputeLossRequest(backward=backward)
+        with self._recorder.call(self.name, "Backward", {"id": id, "step": step, "rows": (0, rows)}) as event:
+            self._exchange(event, iter([request]), {}, _no_pause, None, timeout)
+        return event
+
+    def _exchange(self, event: Event, messages: Iterator[loss_pb2.ComputeLossRequest], sent: dict[int, int],
+                  on_slice: Pause, cancel_after: float | None, timeout: float) -> None:
+        pieces = event.result["slices"] = []
+        call = self._call("stream_stream", "LossService/ComputeLoss", loss_pb2.ComputeLossResponse)(
+            messages, timeout=cancel_after or timeout)
+        for answer in call:
+            now = self._recorder.now()
+            kind = answer.WhichOneof("kind")
+            if kind == "accepted":
+                event.result["accepted"] = {"time": now, "state": state_of(answer.accepted.state)}
+            elif kind == "slice":
+                begin, end = answer.slice.rows.begin, answer.slice.rows.end
+                piece = {"rows": [begin, end], "sent": sent.get(begin, event.start), "got": now}
+                if event.call == "Backward":
+                    piece["dx"] = np.frombuffer(answer.payload, np.float32).reshape(
+                        end - begin, self._hidden_size)[:, 0].tolist()
+                else:
+                    piece["lse"] = list(answer.slice.row_lse)
+                pieces.append(piece)
+                on_slice(len(pieces) - 1)
+            else:
+                event.result["accumulated"] = answer.summary.accumulated_rows
+                event.result["repeated"] = answer.summary.repeated_rows
+
+    def release(self, id: int) -> Event:
+        return self._unary("ReleaseMicrobatch", {"id": id},
+                           loss_pb2.ReleaseMicrobatchRequest(head=self._head, microbatch_id=id),
+                           loss_pb2.ReleaseMicrobatchResponse, lambda answer: {"released": answer.released},
+                           service="LossService")
+
+    # ---- Tensors ----
+
+    def read(self, role: str = "value", *, on_slice: Pause = _no_pause, timeout: float = 30.0) -> Event:
+        """`on_slice` runs before the next message is taken: a slow reader waits there."""
+        request = head_pb2.ReadTensorRequest(head=self._head, param=head_pb2.PARAM_WEIGHT, role=_ROLES[role])
+        with self._recorder.call(self.name, "ReadTensor", {"role": role}) as event:
+            pieces = event.result["slices"] = []
+            for piece in self._call("unary_stream", "HeadService/ReadTensor", head_pb2.TensorSlice)(
+                    request, timeout=timeout):
+                got = self._recorder.now()
+                rows = [piece.rows.begin, piece.rows.end]
+                values = np.frombuffer(piece.payload, np.float32).reshape(rows[1] - rows[0], self._hidden_size)
+                if values[:, 1:].any():
+                    raise AssertionError("a column other than the first is not zero")
+                numbers = (values[:, 0].astype(np.float64) / GRID).tolist()
+                pieces.append({"rows": rows, "values": [int(n) if n == int(n) else n for n in numbers],
+                               "state": state_of(piece.state), "got": got})
+                on_slice(len(pieces) - 1)
+        return event
+
+    def write(self, messages: Sequence[Message], *, pause: Pause = _no_pause, timeout: float = 30.0) -> Event:
+        """A value of all rows, in one or several messages."""
+        opened = head_pb2.OpenTensor(head=self._head, param=head_pb2.PARAM_WEIGHT)
+        return self._send("WriteTensor", {}, messages, head_pb2.WriteTensorRequest, opened,
+                          head_pb2.WriteTensorResponse, pause, timeout)
+
+    def add_gradient(self, step: int, id: int, messages: Sequence[Message], *, pause: Pause = _no_pause,
+                     timeout: float = 30.0) -> Event:
+        opened = head_pb2.OpenGradient(head=self._head, step=step, contribution_id=id, param=head_pb2.PARAM_WEIGHT)
+        return self._send("AddGradient", {"id": id, "step": step}, messages, head_pb2.AddGradientRequest, opened,
+                          head_pb2.AddGradientResponse, pause, timeout)
+
+    def _send(self, method: str, args: dict[str, Any], messages: Sequence[Message], request: Any, opened: Any,
+              answer: Any, pause: Pause, timeout: float) -> Event:
+        sent: list[int] = []
+
+        def requests() -> Iterator[Any]:
+            for number, (begin, end, values) in enumerate(messages):
+                pause(number)
+                rows = np.zeros((end - begin, self._hidden_size), np.float32)
+                rows[:, 0] = np.array(values, np.float64) * GRID
+                sent.append(self._recorder.now())
+                yield request(open=opened if number == 0 else None, payload=rows.tobytes())
+
+        listed = [[begin, end, list(values)] for begin, end, values in messages]
+        with self._recorder.call(self.name, method, {**args, "messages": listed}) as event:
+            event.result["sent"] = sent
+            told = self._call("stream_unary", f"HeadService/{method}", answer)(requests(), timeout=timeout)
+            event.result["state"] = state_of(told.state)
+            if method == "AddGradient":
+                event.result["added"], event.result["repeated"] = told.added_rows, told.repeated_rows
+        return event
+
+    # ---- Steps, heads, checkpoints ----
+
+    def create(self, vocab: int) -> Event:
+        spec = head_pb2.HeadSpec(name=self._head, hidden_size=self._hidden_size, vocab_size=vocab,
+                                 compute_dtype=types_pb2.DTYPE_FP32,
+                                 optimizer_state=head_pb2.OPTIMIZER_STATE_MOMENTUM)
+        return self._unary("CreateHead", {"vocab": vocab},
+                           head_pb2.CreateHeadRequest(spec=spec, zeros=head_pb2.Zeros()), head_pb2.HeadDescription)
+
+    def delete(self) -> Event:
+        return self._unary("DeleteHead", {}, head_pb2.DeleteHeadRequest(head=self._head), head_pb2.DeleteHeadResponse)
+
+    def describe(self) -> Event:
+        return self._unary("DescribeHead", {}, head_pb2.DescribeHeadRequest(head=self._head),
+                           head_pb2.HeadDescription, lambda told: {"exists": True, "step_rows": told.step_rows})
+
+    def list_heads(self) -> Event:
+        with self._recorder.call(self.name, "ListHeads", {}) as event:
+            told = self._call("unary_unary", "HeadService/ListHeads", head_pb2.ListHeadsResponse)(
+                head_pb2.ListHeadsRequest(), timeout=30.0)
+            mine = [head for head in told.heads if head.spec.name == self._head]
+            event.result["exists"] = bool(mine)
+            if mine:
+                event.result.update(state=state_of(mine[0].state), step_rows=mine[0].step_rows)
+        return event
+
+    def apply_step(self, step: int, momentum: int = 0, expected: Sequence[int] | None = None) -> Event:
+        request = head_pb2.ApplyStepRequest(head=self._head, step=step, expected_microbatches=expected or ())
+        request.optimizer.sgd.learning_rate = 1.0
+        request.optimizer.sgd.momentum = momentum
+        return self._unary("ApplyStep", {"step": step, "momentum": momentum, "expected": expected}, request,
+                           head_pb2.ApplyStepResponse, step_result)
+
+    def zero_gradients(self, step: int) -> Event:
+        return self._unary("ZeroGradients", {"step": step}, head_pb2.ZeroGradientsRequest(head=self._head, step=step),
+                           head_pb2.ZeroGradientsResponse)
+
+    def grad_norm(self, step: int | None = None) -> Event:
+        return self._unary("GradNorm", {"step": step}, head_pb2.GradNormRequest(head=self._head, step=step),
+                           head_pb2.GradNormResponse, lambda told: {"norm": told.grad_norm})
+
+    def save(self, name: str) -> Event:
+        with self._recorder.call(self.name, "SaveCheckpoint", {"name": name}) as event:
+            for update in self._call("unary_stream", "HeadService/SaveCheckpoint", head_pb2.SaveCheckpointUpdate)(
+                    head_pb2.SaveCheckpointRequest(head=self._head, name=name), timeout=30.0):
+                if update.HasField("saved"):
+                    event.result["state"] = state_of(update.saved.state)
+        return event
+
+    def load(self, name: str) -> Event:
+        return self._unary("LoadCheckpoint", {"name": name},
+                           head_pb2.LoadCheckpointRequest(checkpoint=f"{self._head}/{name}"), head_pb2.HeadDescription)
+
+    def _unary(self, method: str, args: dict[str, Any], request: Any, answer: Any,
+               result: Callable[[Any], dict[str, Any]] = lambda told: {}, service: str = "HeadService") -> Event:
+        with self._recorder.call(self.name, method, args) as event:
+            told = self._call("unary_unary", f"{service}/{method}", answer)(request, timeout=30.0)
+            event.result.update(result(told))
+            if "state" in told.DESCRIPTOR.fields_by_name:
+                event.result["state"] = state_of(told.state)
+        return event
+
+    def _call(self, kind: str, method: str, answer: Any) -> Any:
+        return getattr(self._channel, kind)(
+            f"/lossd.v1.{method}", request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=answer.FromString)
+
+
+def step_result(told: head_pb2.ApplyStepResponse) -> dict[str, Any]:
+    return {"norm": told.grad_norm, "microbatches": told.microbatches, "rows": told.rows,
+            "contributions": told.contributions, "repeated": told.repeated_call}
+
+
+def whole(values: Values) -> list[Message]:
+    """All rows in one message."""
+    return [(0, len(values), values)]
+
+
+def halves(values: Values) -> list[Message]:
+    """Two messages of half of the rows."""
+    middle = len(values) // 2
+    return [(0, middle, values[:middle]), (middle, len(values), values[middle:])]
+
+
+def sleeper(*seconds: float) -> Pause:
+    """Sleeps so long before message (or after answer) 0, 1, ...; not at all after the last."""
+    return lambda number: time.sleep(seconds[number]) if number < len(seconds) else None
