@@ -100,7 +100,7 @@ struct Chunk {
   std::vector<Choice> choices;
   // Likewise how its gradients were computed: kFiltered, or kExact, which is also said of a chunk that wants
   // none and of one whose filter was given up.
-  Algorithm algorithm = Algorithm::kExact;
+  Gradients gradients = Gradients::kExact;
 };
 
 // Each is called exactly once per chunk, on_results first; on the driving thread or on one of the
@@ -126,8 +126,8 @@ class HeadKernels {
   virtual int64_t chunk_rows() const = 0;
   // Bytes this head holds, by kind. Thread-safe.
   virtual MemoryBytes memory() const = 0;
-  // How a full chunk with gradients and default options is computed, and what was chosen when the head was
-  // made.
+  // How a full chunk with gradients is computed whose options are the defaults, with the gradients that the
+  // head's config names; and what was chosen when the head was made.
   virtual std::vector<Choice> Describe() const = 0;
 
   // Computes a chunk: row results, grad_hidden where wanted, and (accumulate_gradients) adds the

@@ -2,8 +2,8 @@
 
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "kernels/cpu/cpu_backend.h"
+#include "kernels/errors/field_error.h"
 #include "kernels/gpu_backend.h"
 
 namespace lossd::kernels {
@@ -24,8 +24,7 @@ absl::StatusOr<CreatedBackend> CreateCpu(const BackendChoice& choice, std::strin
 absl::StatusOr<CreatedBackend> CreateBackend(const BackendChoice& choice) {
   if (choice.backend == "cpu") return CreateCpu(choice, "");
   if (choice.backend != "auto" && choice.backend != "cuda") {
-    return absl::InvalidArgumentError(
-        absl::StrCat("backend must be auto, cpu or cuda, got ", choice.backend));
+    return errors::FieldError("backend", "be auto, cpu or cuda", choice.backend);
   }
   absl::StatusOr<std::unique_ptr<Backend>> gpu = CreateGpuBackend(choice);
   if (gpu.ok()) return CreatedBackend{*std::move(gpu), ""};

@@ -5,10 +5,10 @@
 namespace lossd::kernels {
 namespace {
 
-absl::string_view Reason(Algorithm asked, Decision decision) {
+absl::string_view Reason(Gradients asked, Decision decision) {
   switch (decision) {
     case Decision::kFiltered:
-      return asked == Algorithm::kAuto ? "max_dropped_mass allows it" : "it was asked for";
+      return asked == Gradients::kAuto ? "max_dropped_mass allows it" : "it was asked for";
     case Decision::kTooManyCandidates:
       return "too many candidates";
     case Decision::kTooMuchMass:
@@ -19,16 +19,16 @@ absl::string_view Reason(Algorithm asked, Decision decision) {
 
 }  // namespace
 
-Algorithm AlgorithmOf(Decision decision) {
-  return decision == Decision::kFiltered ? Algorithm::kFiltered : Algorithm::kExact;
+Gradients GradientsOf(Decision decision) {
+  return decision == Decision::kFiltered ? Gradients::kFiltered : Gradients::kExact;
 }
 
-Choice GradientsChoice(Algorithm algorithm, absl::string_view reason) {
-  return {.what = "gradients", .choice = std::string(Name(algorithm)), .reason = std::string(reason)};
+Choice GradientsChoice(Gradients gradients, absl::string_view reason) {
+  return {.what = "gradients", .choice = std::string(Name(gradients)), .reason = std::string(reason)};
 }
 
-Choice GradientsChoice(Algorithm asked, Decision decision) {
-  return GradientsChoice(AlgorithmOf(decision), Reason(asked, decision));
+Choice GradientsChoice(Gradients asked, Decision decision) {
+  return GradientsChoice(GradientsOf(decision), Reason(asked, decision));
 }
 
 }  // namespace lossd::kernels

@@ -18,11 +18,11 @@ enum class Decision : int32_t {
   kTooMuchMass = 2,        // exact: kAuto, and more than max_dropped_mass would be dropped
 };
 
-Algorithm AlgorithmOf(Decision decision);
+Gradients GradientsOf(Decision decision);
 
 // How a chunk's gradients are computed, before the logits are known, and after.
-Choice GradientsChoice(Algorithm algorithm, absl::string_view reason);
-Choice GradientsChoice(Algorithm asked, Decision decision);
+Choice GradientsChoice(Gradients gradients, absl::string_view reason);
+Choice GradientsChoice(Gradients asked, Decision decision);
 
 }  // namespace lossd::kernels
 

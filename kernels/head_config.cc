@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::kernels {
 namespace {
@@ -13,7 +14,7 @@ constexpr int64_t kMaxHiddenSize = int64_t{1} << 24;
 
 template <typename T>
 absl::Status OutOfRange(absl::string_view field, absl::string_view range, T value) {
-  return absl::InvalidArgumentError(absl::StrCat(field, " must be ", range, ", got ", value));
+  return errors::FieldError(field, absl::StrCat("be ", range), value);
 }
 
 bool HasParam(const HeadConfig& config, Param param) {
@@ -54,8 +55,11 @@ absl::Status Validate(const HeadConfig& config) {
   if (config.optimizer_state > OptimizerState::kAdam) {
     return OutOfRange("optimizer_state", "none, momentum or adam", static_cast<int>(config.optimizer_state));
   }
-  if (config.algorithm > Algorithm::kCut) {
-    return OutOfRange("algorithm", "exact, filtered, auto or cut", static_cast<int>(config.algorithm));
+  if (config.logits > Logits::kRecomputed) {
+    return OutOfRange("logits", "stored or recomputed", static_cast<int>(config.logits));
+  }
+  if (config.gradients > Gradients::kAuto) {
+    return OutOfRange("gradients", "exact, filtered or auto", static_cast<int>(config.gradients));
   }
   if (config.workspace_bytes < 0) {
     return OutOfRange("workspace_bytes", ">= 0 (0: the server's)", config.workspace_bytes);
@@ -101,6 +105,16 @@ absl::string_view Name(Norm norm) {
       return "layernorm";
     case Norm::kRmsNorm:
       return "rmsnorm";
+  }
+  return "unknown";
+}
+
+absl::string_view Name(Logits logits) {
+  switch (logits) {
+    case Logits::kStored:
+      return "stored";
+    case Logits::kRecomputed:
+      return "recomputed";
   }
   return "unknown";
 }

@@ -19,6 +19,17 @@ enum class Norm : uint8_t {
   kRmsNorm,    // gain [D]
 };
 
+// What becomes of a chunk's logits between the loss and the gradients. The results are the same but for
+// rounding; memory and time differ.
+enum class Logits : uint8_t {
+  // The logits stay in device memory: rows of a chunk times V elements of the workspace.
+  kStored,
+  // Only a block of the logits is in memory at a time, and the gradients compute each block once more. The
+  // workspace is a few MiB whatever V is; exact gradients take one product more. A backend may store the
+  // logits all the same, and HeadKernels::Describe() then says so.
+  kRecomputed,
+};
+
 struct HeadConfig {
   int64_t hidden_size = 0;  // D in [1, 2^24]
   int64_t vocab_size = 0;   // V in [1, 2^31 - 1]
@@ -31,10 +42,9 @@ struct HeadConfig {
   DType compute_dtype = DType::kFloat32;
   OptimizerState optimizer_state = OptimizerState::kAdam;
   bool trainable = true;  // false: no gradient and no optimizer memory; weight gradients are refused
-  // Of chunks that do not choose another. A head for kCut plans no memory for logits and computes nothing
-  // else.
-  Algorithm algorithm = Algorithm::kExact;
-  // Most memory for what is computed of a chunk, MemoryKind::kWorkspace and, unless the head is for kCut,
+  Logits logits = Logits::kStored;          // of all chunks of the head
+  Gradients gradients = Gradients::kExact;  // of requests that do not say
+  // Most memory for what is computed of a chunk: MemoryKind::kWorkspace and, unless logits are recomputed,
   // kSlots. 0: the backend's choice.
   int64_t workspace_bytes = 0;
 
@@ -74,6 +84,7 @@ absl::string_view Name(Param param);
 // "value", "gradient", "moment1", "moment2".
 absl::string_view Name(Role role);
 absl::string_view Name(Norm norm);             // "none", "layernorm", "rmsnorm"
+absl::string_view Name(Logits logits);         // "stored", "recomputed"
 absl::string_view Name(OptimizerState state);  // "none", "momentum", "adam"
 
 // A tensor's shape as a matrix: vectors are [length, 1].

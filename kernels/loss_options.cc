@@ -3,32 +3,27 @@
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::kernels {
 namespace {
 
 absl::Status OutOfRange(absl::string_view field, absl::string_view range, float value) {
-  return absl::InvalidArgumentError(absl::StrCat(field, " must be ", range, ", got ", value));
+  return errors::FieldError(field, absl::StrCat("be ", range), value);
 }
 
 }  // namespace
 
-absl::string_view Name(Algorithm algorithm) {
-  switch (algorithm) {
-    case Algorithm::kExact:
+absl::string_view Name(Gradients gradients) {
+  switch (gradients) {
+    case Gradients::kExact:
       return "exact";
-    case Algorithm::kFiltered:
+    case Gradients::kFiltered:
       return "filtered";
-    case Algorithm::kAuto:
+    case Gradients::kAuto:
       return "auto";
-    case Algorithm::kCut:
-      return "cut";
   }
   return "";
-}
-
-float DefaultFilterEpsilon(Algorithm algorithm) {
-  return algorithm == Algorithm::kCut ? 0.0f : LossOptions().filter_epsilon;
 }
 
 absl::Status Validate(const LossOptions& options) {
@@ -44,6 +39,9 @@ absl::Status Validate(const LossOptions& options) {
   if (!std::isfinite(options.z_loss) || options.z_loss < 0.0f) {
     return OutOfRange("z_loss", "finite and >= 0", options.z_loss);
   }
+  if (options.gradients > Gradients::kAuto) {
+    return errors::FieldError("gradients", "be exact, filtered or auto", static_cast<int>(options.gradients));
+  }
   if (!(options.filter_epsilon >= 0.0f && options.filter_epsilon < 1.0f)) {
     return OutOfRange("filter_epsilon", "in [0, 1)", options.filter_epsilon);
   }
@@ -54,8 +52,7 @@ absl::Status Validate(const LossOptions& options) {
 }
 
 absl::string_view WhyNotFiltered(const LossOptions& options, bool any_grad_entropy) {
-  const bool cut_exactly = options.algorithm == Algorithm::kCut && options.filter_epsilon == 0.0f;
-  if (options.algorithm == Algorithm::kExact || cut_exactly) return "exact was asked for";
+  if (options.gradients == Gradients::kExact) return "exact was asked for";
   if (any_grad_entropy) return "the gradient of an entropy is not proportional to probabilities";
   if (options.label_smoothing > 0.0f && options.softcap > 0.0f) {
     return "label smoothing under a softcap has no closed form";
@@ -63,9 +60,8 @@ absl::string_view WhyNotFiltered(const LossOptions& options, bool any_grad_entro
   return "";
 }
 
-Algorithm GradientsOf(const LossOptions& options, absl::string_view why_exact) {
-  if (!why_exact.empty()) return Algorithm::kExact;
-  return options.algorithm == Algorithm::kCut ? Algorithm::kFiltered : options.algorithm;
+Gradients GradientsOf(const LossOptions& options, absl::string_view why_exact) {
+  return why_exact.empty() ? options.gradients : Gradients::kExact;
 }
 
 }  // namespace lossd::kernels

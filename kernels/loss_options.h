@@ -12,18 +12,15 @@
 
 namespace lossd::kernels {
 
-// How gradients are computed; losses and row results do not depend on it. See "Filtered gradients" in
-// docs/math.md.
-enum class Algorithm : uint8_t {
-  kExact,
-  kFiltered,  // probabilities below filter_epsilon add nothing, but for the target's own
-  kAuto,      // kFiltered for a chunk that leaves out little (max_dropped_mass), else kExact
-  kCut,       // kFiltered, or kExact with filter_epsilon 0, without memory for the logits of a chunk
+// How gradients are computed from the probabilities. Losses and row results do not depend on it. Whatever a
+// head does with its logits (HeadConfig::logits), its requests may ask for any of these. docs/math.md has the
+// formulas under "Filtered gradients".
+enum class Gradients : uint8_t {
+  kExact,     // every class contributes
+  kFiltered,  // classes whose probability is below filter_epsilon contribute nothing, except for the target
+  kAuto,      // a chunk is kFiltered if that drops at most max_dropped_mass, else kExact
 };
-absl::string_view Name(Algorithm algorithm);
-
-// What filter_epsilon is unless a request says so.
-float DefaultFilterEpsilon(Algorithm algorithm);
+absl::string_view Name(Gradients gradients);  // "exact", "filtered", "auto"
 
 // Symbols as in docs/math.md: s = t (W x + b); z = c tanh(s / c) with a softcap c, else z = s;
 // lse = log sum_v exp z_v; u are the class weights (all 1 if unused). The loss of a row is
@@ -35,9 +32,10 @@ struct LossOptions {
   float z_loss = 0.0f;             // lambda: >= 0
   bool use_class_weights = false;  // u: take the head's class weights [V]
 
-  Algorithm algorithm = Algorithm::kExact;
-  float filter_epsilon = 0x1p-12f;  // kFiltered, kAuto, kCut: in [0, 1)
-  float max_dropped_mass = 0.05f;   // kAuto: mean over a chunk's valid rows; in [0, 1]
+  Gradients gradients = Gradients::kExact;
+  // kFiltered and kAuto: a probability in [0, 1). With 0 every class is kept.
+  float filter_epsilon = 0x1p-12f;
+  float max_dropped_mass = 0.05f;  // kAuto: the mean over a chunk's valid rows; in [0, 1]
 
   friend bool operator==(const LossOptions&, const LossOptions&) = default;
 };
@@ -49,9 +47,9 @@ absl::Status Validate(const LossOptions& options);
 // not small where probabilities are. any_grad_entropy: some row has an upstream gradient of its entropy.
 absl::string_view WhyNotFiltered(const LossOptions& options, bool any_grad_entropy);
 
-// How a chunk's gradients are computed, which kCut leaves open: kExact if why_exact says so, else kFiltered
-// or kAuto.
-Algorithm GradientsOf(const LossOptions& options, absl::string_view why_exact);
+// How a chunk's gradients are computed as far as that is known before its logits are: kExact if why_exact
+// gives a reason, else what the options ask for.
+Gradients GradientsOf(const LossOptions& options, absl::string_view why_exact);
 
 }  // namespace lossd::kernels
 

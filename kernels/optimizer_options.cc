@@ -4,12 +4,13 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::kernels {
 namespace {
 
 absl::Status OutOfRange(absl::string_view field, absl::string_view range, double value) {
-  return absl::InvalidArgumentError(absl::StrCat(field, " must be ", range, ", got ", value));
+  return errors::FieldError(field, absl::StrCat("be ", range), value);
 }
 
 bool FiniteNonNegative(double value) { return std::isfinite(value) && value >= 0.0; }

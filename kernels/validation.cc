@@ -1,19 +1,23 @@
 #include "kernels/validation.h"
 
 #include <cmath>
+#include <string>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::kernels {
 namespace {
+
+// "slices[2].rows"
+std::string Of(size_t slice, absl::string_view field) { return absl::StrCat("slices[", slice, "].", field); }
 
 absl::Status ValidateTargets(const HeadConfig& config, size_t index, const Slice& slice) {
   for (int64_t row = 0; row < slice.rows; ++row) {
     const int32_t target = slice.targets[row];
     if (target == kIgnoredTarget || (target >= 0 && target < config.vocab_size)) continue;
-    return absl::InvalidArgumentError(absl::StrCat("slices[", index, "].targets[", row, "] must be in [0, ",
-                                                   config.vocab_size, ") or ", kIgnoredTarget, ", got ",
-                                                   target));
+    return errors::FieldError(absl::StrCat(Of(index, "targets"), "[", row, "]"),
+                              absl::StrCat("be in [0, ", config.vocab_size, ") or ", kIgnoredTarget), target);
   }
   return absl::OkStatus();
 }
@@ -27,24 +31,24 @@ absl::Status ValidateRetained(const HeadConfig& config, size_t index, const Slic
   if (offset >= 0 && offset % element == 0 && offset <= size && bytes <= size - offset) {
     return absl::OkStatus();
   }
-  return absl::InvalidArgumentError(absl::StrCat("slices[", index, "].retained_offset must be a multiple of ",
-                                                 element, " with ", bytes, " bytes behind it within the ",
-                                                 size, " retained, got ", offset));
+  return errors::FieldError(Of(index, "retained_offset"),
+                            absl::StrCat("be a multiple of ", element, " with ", bytes,
+                                         " bytes behind it within the ", size, " retained"),
+                            offset);
 }
 
 absl::Status ValidateSlice(const HeadConfig& config, size_t index, const Slice& slice, const Chunk& chunk) {
   if (slice.rows > 0 && slice.hidden == nullptr && slice.retained_offset == -1) {
-    return absl::InvalidArgumentError(absl::StrCat("slices[", index, "].hidden must not be null"));
+    return errors::FieldError(Of(index, "hidden"), "not be null", "null");
   }
   if (slice.retained_offset != -1) {
     if (absl::Status status = ValidateRetained(config, index, slice, chunk); !status.ok()) return status;
   }
   if (slice.rows > 0 && slice.targets == nullptr) {
-    return absl::InvalidArgumentError(absl::StrCat("slices[", index, "].targets must not be null"));
+    return errors::FieldError(Of(index, "targets"), "not be null", "null");
   }
   if (!std::isfinite(slice.grad_scale)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("slices[", index, "].grad_scale must be finite, got ", slice.grad_scale));
+    return errors::FieldError(Of(index, "grad_scale"), "be finite", slice.grad_scale);
   }
   return ValidateTargets(config, index, slice);
 }
@@ -54,11 +58,13 @@ absl::Status ValidateRowCount(int64_t chunk_rows, const Chunk& chunk) {
   for (size_t i = 0; i < chunk.slices.size(); ++i) {
     const int64_t rows = chunk.slices[i].rows;
     if (rows < 0) {
-      return absl::InvalidArgumentError(absl::StrCat("slices[", i, "].rows must be >= 0, got ", rows));
+      return errors::FieldError(Of(i, "rows"), "be >= 0", rows);
     }
     if (rows > left) {
-      return absl::InvalidArgumentError(absl::StrCat("a chunk holds at most ", chunk_rows, " rows; slices[",
-                                                     i, "] brings ", rows, " with ", left, " left"));
+      return errors::WithViolation(
+          absl::InvalidArgumentError(absl::StrCat("a chunk holds at most ", chunk_rows, " rows; slices[", i,
+                                                  "] brings ", rows, " with ", left, " left")),
+          {Of(i, "rows"), absl::StrCat("must be at most ", left), absl::StrCat(rows)});
     }
     left -= rows;
   }
@@ -69,20 +75,14 @@ absl::Status ValidateRowCount(int64_t chunk_rows, const Chunk& chunk) {
 
 absl::Status ValidateChunk(const HeadConfig& config, int64_t chunk_rows, const Chunk& chunk) {
   if (absl::Status status = Validate(chunk.options); !status.ok()) return status;
-  if (config.algorithm == Algorithm::kCut && chunk.options.algorithm != Algorithm::kCut) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "algorithm must be cut: the head was created for it and has no memory for the logits that ",
-        "others keep, got ", Name(chunk.options.algorithm)));
-  }
   if (chunk.options.use_class_weights && !config.has_class_weights) {
-    return absl::InvalidArgumentError("use_class_weights must be false: the head has no class weights");
+    return errors::FieldError("use_class_weights", "be false: the head has no class weights", "true");
   }
   if (chunk.accumulate_gradients && !config.trainable) {
-    return absl::InvalidArgumentError("accumulate_gradients must be false: the head is not trainable");
+    return errors::FieldError("accumulate_gradients", "be false: the head is not trainable", "true");
   }
   if (chunk.hidden_dtype > DType::kBFloat16) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("hidden_dtype must be fp32, fp16 or bf16, got ", static_cast<int>(chunk.hidden_dtype)));
+    return errors::FieldError("hidden_dtype", "be fp32, fp16 or bf16", static_cast<int>(chunk.hidden_dtype));
   }
   if (absl::Status status = ValidateRowCount(chunk_rows, chunk); !status.ok()) return status;
   for (size_t i = 0; i < chunk.slices.size(); ++i) {
@@ -98,25 +98,25 @@ absl::Status ValidateTensorAccess(const HeadConfig& config, TensorId id, int64_t
   }
   const TensorShape shape = ShapeOf(config, id.param);
   if (row_begin < 0 || rows < 0 || row_begin > shape.rows || rows > shape.rows - row_begin) {
-    return absl::InvalidArgumentError(absl::StrCat("rows [", row_begin, ", ", row_begin, " + ", rows,
-                                                   ") must lie in [0, ", shape.rows, ") of ",
-                                                   Name(id.param)));
+    return errors::FieldError("rows", absl::StrCat("lie in [0, ", shape.rows, ") of ", Name(id.param)),
+                              absl::StrCat("[", row_begin, ", ", row_begin, " + ", rows, ")"));
   }
   if (dtype > DType::kBFloat16) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("dtype must be fp32, fp16 or bf16, got ", static_cast<int>(dtype)));
+    return errors::FieldError("dtype", "be fp32, fp16 or bf16", static_cast<int>(dtype));
   }
   const size_t want = static_cast<size_t>(rows * shape.cols) * SizeOf(dtype);
   if (bytes != want) {
-    return absl::InvalidArgumentError(absl::StrCat(rows, " rows of ", Name(id.param), " in ", Name(dtype),
-                                                   " are ", want, " bytes, got ", bytes));
+    return errors::WithViolation(
+        absl::InvalidArgumentError(absl::StrCat(rows, " rows of ", Name(id.param), " in ", Name(dtype),
+                                                " are ", want, " bytes, got ", bytes)),
+        {"bytes", absl::StrCat("must be ", want), absl::StrCat(bytes)});
   }
   return absl::OkStatus();
 }
 
 absl::Status ValidateStep(const HeadConfig& config, const OptimizerOptions& options, int64_t update) {
   if (absl::Status status = Validate(options); !status.ok()) return status;
-  if (update < 1) return absl::InvalidArgumentError(absl::StrCat("update must be >= 1, got ", update));
+  if (update < 1) return errors::FieldError("update", "be >= 1", update);
   if (!config.trainable) return absl::FailedPreconditionError("the head is not trainable");
   if (RequiredState(options) > config.optimizer_state) {
     return absl::FailedPreconditionError(absl::StrCat("the step needs optimizer state ",

@@ -13,6 +13,7 @@
 #include "kernels/cpu/head_buffers.h"
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/row_loops.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::kernels {
 namespace {
@@ -71,7 +72,7 @@ class CpuBackend final : public Backend {
  private:
   template <typename Interface, typename Memory>
   absl::StatusOr<std::unique_ptr<Interface>> Allocate(MemoryKind kind, int64_t bytes) {
-    if (bytes < 0) return absl::InvalidArgumentError(absl::StrCat("bytes must be >= 0, got ", bytes));
+    if (bytes < 0) return errors::FieldError("bytes", "be >= 0", bytes);
     MemoryBytes plan;
     plan[kind] = bytes;
     auto reservation = accounting_.Reserve(absl::StrCat(Name(kind), " memory"), plan);
@@ -95,16 +96,13 @@ class CpuBackend final : public Backend {
 
 absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(const CpuBackendOptions& options) {
   if (options.threads < 0 || options.threads > kMostThreads) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("threads must be in [0, ", kMostThreads, "], got ", options.threads));
+    return errors::FieldError("threads", absl::StrCat("be in [0, ", kMostThreads, "]"), options.threads);
   }
   if (options.workspace_bytes < 1) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("workspace_bytes must be >= 1, got ", options.workspace_bytes));
+    return errors::FieldError("workspace_bytes", "be >= 1", options.workspace_bytes);
   }
   if (options.memory_limit_bytes < 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("memory_limit_bytes must be >= 0, got ", options.memory_limit_bytes));
+    return errors::FieldError("memory_limit_bytes", "be >= 0", options.memory_limit_bytes);
   }
   const int available = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
   UseSingleThreadedBlas();

@@ -127,15 +127,21 @@ CpuHead::CpuHead(const HeadConfig& config, int64_t chunk_rows, ThreadPool* pool,
       buffers_(buffers) {}
 
 std::vector<Choice> CpuHead::Describe() const {
-  return {{.what = "chunk",
-           .choice = absl::StrCat("up to ", chunk_rows_, " rows"),
-           .reason = chunk_rows_ == kMostChunkRows ? "more are no faster" : "the workspace holds no more",
-           .workspace_bytes = memory()[MemoryKind::kWorkspace]},
-          {.what = "products", .choice = absl::StrCat("fp32, OpenBLAS, ", pool_->threads(), " threads")},
-          {.what = "row loops",
-           .choice = std::string(SelectRowLoops().instruction_set),
-           .reason = "the widest that this processor has"},
-          GradientsChoice(Algorithm::kExact, WhyNotFiltered(LossOptions(), false))};
+  std::vector<Choice> choices = {
+      {.what = "chunk",
+       .choice = absl::StrCat("up to ", chunk_rows_, " rows"),
+       .reason = chunk_rows_ == kMostChunkRows ? "more are no faster" : "the workspace holds no more",
+       .workspace_bytes = memory()[MemoryKind::kWorkspace]},
+      {.what = "products", .choice = absl::StrCat("fp32, OpenBLAS, ", pool_->threads(), " threads")},
+      {.what = "row loops",
+       .choice = std::string(SelectRowLoops().instruction_set),
+       .reason = "the widest that this processor has"},
+      GradientsChoice(config_.gradients, WhyNotFiltered({.gradients = config_.gradients}, false))};
+  if (config_.logits == Logits::kRecomputed) {
+    choices.push_back(
+        {.what = "logits", .choice = "stored", .reason = "this backend does not recompute them"});
+  }
+  return choices;
 }
 
 void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
@@ -177,20 +183,20 @@ void CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   LossOptions options = chunk.options;
   absl::string_view why_exact = WhyNotFiltered(options, AnyGradEntropy(chunk));
   if (why_exact.empty() && order.with_gradient() == 0) why_exact = "no gradient is wanted";
-  options.algorithm = GradientsOf(options, why_exact);
+  options.gradients = GradientsOf(options, why_exact);
   ComputeRows(chunk, options, order);
   if (!why_exact.empty()) {
-    chunk.choices = {GradientsChoice(Algorithm::kExact, why_exact)};
+    chunk.choices = {GradientsChoice(Gradients::kExact, why_exact)};
     return;
   }
   const double dropped = MeanDroppedMass({buffers_.results, static_cast<size_t>(order.with_gradient())});
-  const bool is_auto = options.algorithm == Algorithm::kAuto;
+  const bool is_auto = options.gradients == Gradients::kAuto;
   const Decision decision =
       is_auto && dropped > double{options.max_dropped_mass} ? Decision::kTooMuchMass : Decision::kFiltered;
-  chunk.choices = {GradientsChoice(options.algorithm, decision)};
-  chunk.algorithm = AlgorithmOf(decision);
-  if (chunk.algorithm == Algorithm::kFiltered) return;
-  options.algorithm = Algorithm::kExact;
+  chunk.choices = {GradientsChoice(options.gradients, decision)};
+  chunk.gradients = GradientsOf(decision);
+  if (chunk.gradients == Gradients::kFiltered) return;
+  options.gradients = Gradients::kExact;
   ComputeRows(chunk, options, order);
 }
 

@@ -58,7 +58,7 @@ RowResult RowLoss::Compute(const RowRequest& request, float* logits) const {
                FiniteInFloat(scale * sums.hard_slope) && FiniteInFloat(scale * sums.soft_slope) &&
                FiniteInFloat(scale * double{request.grad_entropy});
   if (!request.want_gradient || !row.finite) return row;
-  if (context_.options.algorithm != Algorithm::kExact) row.dropped_mass = Drop(request, sums, logits);
+  if (context_.options.gradients != Gradients::kExact) row.dropped_mass = Drop(request, sums, logits);
   WriteGradient(request, row, sums, logits);
   return row;
 }

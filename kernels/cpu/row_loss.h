@@ -16,7 +16,7 @@ namespace lossd::kernels {
 
 // What all rows of a chunk share. Pointers are borrowed.
 struct RowLossContext {
-  LossOptions options;  // gradients are filtered unless the algorithm is kExact
+  LossOptions options;  // probabilities are filtered unless `gradients` is kExact
   int64_t vocab_size = 0;
   const float* bias = nullptr;           // [V] or null
   const float* class_weights = nullptr;  // [V] or null (all 1)

@@ -6,11 +6,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "kernels/cuda/cuda_head.h"
-#include "kernels/cuda/cuda_retained.h"
-#include "kernels/cuda/cuda_status.h"
-#include "kernels/cuda/device.h"
-#include "kernels/cuda/head_memory.h"
+#include "kernels/cuda/device/cuda_retained.h"
+#include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/device/device.h"
+#include "kernels/cuda/heads/cuda_head.h"
+#include "kernels/cuda/heads/head_memory.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::kernels {
 namespace cuda {
@@ -69,7 +70,7 @@ class CudaBackend : public Backend {
   }
 
   absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
-    if (bytes < 0) return absl::InvalidArgumentError(absl::StrCat("bytes must be >= 0, got ", bytes));
+    if (bytes < 0) return errors::FieldError("bytes", "be >= 0", bytes);
     LOSSD_RETURN_IF_ERROR(device_->Enter());
     absl::StatusOr<PinnedBuffer> buffer = PinnedBuffer::Allocate(&device_->ledger(), bytes);
     if (!buffer.ok()) return buffer.status();
@@ -77,7 +78,7 @@ class CudaBackend : public Backend {
   }
 
   absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) override {
-    if (bytes < 0) return absl::InvalidArgumentError(absl::StrCat("bytes must be >= 0, got ", bytes));
+    if (bytes < 0) return errors::FieldError("bytes", "be >= 0", bytes);
     LOSSD_RETURN_IF_ERROR(device_->Enter());
     absl::StatusOr<DeviceBuffer> buffer =
         DeviceBuffer::Allocate(&device_->ledger(), MemoryKind::kRetained, bytes);

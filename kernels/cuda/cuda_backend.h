@@ -38,7 +38,7 @@ struct CudaBackendOptions {
   // Filtered chunks: the host waits for the device's decision and enqueues what it asks for, instead of a
   // graph that holds both ways. Slower; for checkers that do not follow conditional graphs.
   bool host_branches = false;
-  // Algorithm::kCut: blocks of 8 rows and 256 classes, however many would fit: for tests.
+  // Logits::kRecomputed: blocks of 8 rows and 256 classes, however many would fit: for tests.
   bool smallest_blocks = false;
 };
 

@@ -130,7 +130,7 @@ struct LogitGradient {
 double OneMinusP(const Softmax& soft, size_t v) { return -std::expm1(soft.log_p[v]); }
 
 bool IsDropped(const LossOptions& options, const Softmax& soft, size_t v, size_t target) {
-  return options.algorithm != Algorithm::kExact && v != target &&
+  return options.gradients != Gradients::kExact && v != target &&
          std::exp(soft.log_p[v]) < static_cast<double>(options.filter_epsilon);
 }
 

@@ -77,7 +77,7 @@ struct Result {
 ParamGradients ZeroGradients(const HeadConfig& config);
 
 // Losses and gradients of `rows`; adds the parameter gradients to *gradients unless it is null. Filters
-// unless options.algorithm is kExact: what a chunk as a whole decides (kAuto, WhyNotFiltered) is the
+// unless options.gradients is kExact: what a chunk as a whole decides (kAuto, WhyNotFiltered) is the
 // caller's.
 Result Compute(const Head& head, const LossOptions& options, const Rows& rows, ParamGradients* gradients);
 

@@ -15,8 +15,8 @@ std::string ConformanceName(const ::testing::TestParamInfo<ConformanceCase>& inf
 }
 
 void PrintTo(const ConformanceCase& c, std::ostream* out) {
-  *out << c.name << ", compute " << Name(c.compute) << ", hidden " << Name(c.hidden)
-       << (c.algorithm == Algorithm::kCut ? ", heads for cut" : "");
+  *out << c.name << ", compute " << Name(c.compute) << ", hidden " << Name(c.hidden) << ", logits "
+       << Name(c.logits);
 }
 
 absl::Span<const uint8_t> AsBytes(const std::vector<float>& values) {
@@ -45,11 +45,11 @@ void ExpectZeroGradients(HeadKernels& head) {
   for (const std::vector<float>& gradient : AllGradients(head)) EXPECT_TRUE(AllZero(gradient));
 }
 
-void ExpectGradients(const ChunkRun& run, Algorithm algorithm) {
-  EXPECT_EQ(run.algorithm, algorithm);
+void ExpectGradients(const ChunkRun& run, Gradients gradients) {
+  EXPECT_EQ(run.gradients, gradients);
   ASSERT_FALSE(run.choices.empty());
   EXPECT_EQ(run.choices.front().what, "gradients");
-  EXPECT_EQ(run.choices.front().choice, Name(algorithm));
+  EXPECT_EQ(run.choices.front().choice, Name(gradients));
 }
 
 ProblemSpec BackendConformance::Plain(std::vector<int64_t> slice_rows, int64_t hidden_size,
@@ -60,25 +60,15 @@ ProblemSpec BackendConformance::Plain(std::vector<int64_t> slice_rows, int64_t h
   spec.config.vocab_size = vocab_size;
   spec.config.compute_dtype = GetParam().compute;
   spec.config.optimizer_state = OptimizerState::kNone;
-  spec.config.algorithm = GetParam().algorithm;
+  spec.config.logits = GetParam().logits;
   spec.slice_rows = std::move(slice_rows);
   return spec;
 }
 
 ProblemSpec BackendConformance::Random(int64_t rows, int64_t hidden_size, int64_t vocab_size) {
   ProblemSpec spec = RandomSpec(rows, hidden_size, vocab_size, GetParam().hidden, GetParam().compute, rng_);
-  spec.config.algorithm = GetParam().algorithm;
+  spec.config.logits = GetParam().logits;
   return spec;
-}
-
-Problem BackendConformance::MakeProblem(ProblemSpec spec, Rng& rng) const {
-  if (is_cut()) {
-    const bool exact = spec.options.algorithm == Algorithm::kExact;
-    spec.options.algorithm = Algorithm::kCut;
-    // An epsilon of 0 would ask for the exact way; this keeps every element, too.
-    spec.options.filter_epsilon = exact ? 0.0f : std::max(spec.options.filter_epsilon, 1e-30f);
-  }
-  return testing::MakeProblem(spec, rng);
 }
 
 Problem BackendConformance::WithLogits(const std::vector<float>& logits,

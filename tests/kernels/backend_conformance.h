@@ -27,8 +27,7 @@ struct ConformanceCase {
   std::function<Backend&()> backend;  // may be the same backend every time; it must allow 64 MiB heads
   DType compute = DType::kFloat32;    // HeadConfig::compute_dtype of all heads
   DType hidden = DType::kFloat32;     // Chunk::hidden_dtype of all chunks
-  // kExact: chunks choose. kCut: heads are for that, and chunks that would be filtered leave out as much.
-  Algorithm algorithm = Algorithm::kExact;
+  Logits logits = Logits::kStored;    // HeadConfig::logits of all heads; chunks ask for all gradients
 };
 
 // "Cpu_fp32_bf16": backend, compute dtype, hidden dtype.
@@ -51,19 +50,17 @@ double NormOf(absl::Span<const float> values);
 std::vector<std::vector<float>> AllGradients(HeadKernels& head);
 void ExpectZeroGradients(HeadKernels& head);
 // What the chunk and its first choice say.
-void ExpectGradients(const ChunkRun& run, Algorithm algorithm);
+void ExpectGradients(const ChunkRun& run, Gradients gradients);
 
 class BackendConformance : public ::testing::TestWithParam<ConformanceCase> {
  protected:
   Backend& backend() { return GetParam().backend(); }
   Rng& rng() { return rng_; }
 
-  // A spec with no option set, in this case's dtypes.
+  // A spec with no option set, in this case's dtypes and with its logits.
   ProblemSpec Plain(std::vector<int64_t> slice_rows, int64_t hidden_size, int64_t vocab_size) const;
   ProblemSpec Random(int64_t rows, int64_t hidden_size, int64_t vocab_size);
-  // As testing::MakeProblem, with this case's algorithm.
-  Problem MakeProblem(ProblemSpec spec, Rng& rng) const;
-  bool is_cut() const { return GetParam().algorithm == Algorithm::kCut; }
+  bool recomputes_logits() const { return GetParam().logits == Logits::kRecomputed; }
   // One row a target: x = (1, noise), the first column of W holding `logits` (representable in 16 bits), so
   // that z is `logits` but for the noise.
   Problem WithLogits(const std::vector<float>& logits, const std::vector<int32_t>& targets);

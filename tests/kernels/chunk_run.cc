@@ -125,7 +125,7 @@ ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& o
   head.Submit(&chunk, std::move(callbacks));
   done.WaitForNotification();
   run.choices = std::move(chunk.choices);
-  run.algorithm = chunk.algorithm;
+  run.gradients = chunk.gradients;
   for (size_t i = 0; i < run.slices.size(); ++i) {
     const Slice& slice = buffers.slices[i];
     run.slices[i].sums = slice.sums;

@@ -29,7 +29,7 @@ struct ChunkRun {
   absl::Status done;     // what on_done said
   std::vector<SliceOutputs> slices;
   std::vector<Choice> choices;
-  Algorithm algorithm = Algorithm::kExact;
+  Gradients gradients = Gradients::kExact;
 };
 
 struct RunOptions {

@@ -97,11 +97,11 @@ double DroppedMass(const Problem& problem, const SliceData& slice, const referen
 void ExpectDroppedMassMatches(DType compute, const Problem& problem, const SliceData& slice,
                               const reference::Result& want, double got) {
   const double dropped = DroppedMass(problem, slice, want);
-  // Heads for cut may sum up exponentials relative to a number 48 above the target's: their exponents are off
-  // by half a unit of numbers below 64, once in the sum and once in what is taken from it.
-  const double row_tolerance = problem.config.algorithm == Algorithm::kCut ? 0x1p-18 : 1e-6;
+  // Heads that recompute logits may sum up exponentials relative to a number 48 above the target's: their
+  // exponents are off by half a unit of numbers below 64, once in the sum and once in what is taken from it.
+  const double row_tolerance = problem.config.logits == Logits::kRecomputed ? 0x1p-18 : 1e-6;
   double tolerance = row_tolerance * static_cast<double>(want.dropped_mass.size());
-  if (problem.options.algorithm != Algorithm::kExact) {
+  if (problem.options.gradients != Gradients::kExact) {
     const auto p = reference::Probabilities(ReferenceHead(problem), problem.options, ReferenceRows(slice));
     const auto vocab = static_cast<size_t>(problem.config.vocab_size);
     for (size_t i = 0; i < p.size(); ++i) {
@@ -149,7 +149,7 @@ bool AnyGradEntropy(const Problem& problem) {
 // What a backend decides for the chunk as a whole.
 bool IsFiltered(const Problem& problem) {
   if (!WhyNotFiltered(problem.options, AnyGradEntropy(problem)).empty()) return false;
-  if (problem.options.algorithm != Algorithm::kAuto) return true;
+  if (problem.options.gradients != Gradients::kAuto) return true;
   double dropped = 0.0;
   int64_t rows = 0;
   for (const SliceData& slice : problem.slices) {
@@ -183,7 +183,7 @@ std::vector<reference::Result> ComputeReference(const Problem& problem,
                                                 reference::ParamGradients* gradients) {
   const reference::Head head = ReferenceHead(problem);
   LossOptions options = problem.options;
-  if (!IsFiltered(problem)) options.algorithm = Algorithm::kExact;
+  if (!IsFiltered(problem)) options.gradients = Gradients::kExact;
   std::vector<reference::Result> results;
   for (const SliceData& slice : problem.slices) {
     results.push_back(reference::Compute(head, options, ReferenceRows(slice),
@@ -193,7 +193,7 @@ std::vector<reference::Result> ComputeReference(const Problem& problem,
 }
 
 Problem WithClearEpsilon(Problem problem) {
-  if (problem.options.algorithm == Algorithm::kExact) return problem;
+  if (problem.options.gradients == Gradients::kExact) return problem;
   std::vector<double> p;
   for (const SliceData& slice : problem.slices) {
     const auto more = reference::Probabilities(ReferenceHead(problem), problem.options, ReferenceRows(slice));

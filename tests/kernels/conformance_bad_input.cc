@@ -113,6 +113,8 @@ TEST_P(BackendConformance, BadChunksAreRefusedAndChangeNothing) {
       {[](Problem& p) { p.options.softcap = -1.0f; }, "softcap"},
       {[](Problem& p) { p.options.logit_scale = kNan; }, "logit_scale"},
       {[](Problem& p) { p.options.z_loss = -0.5f; }, "z_loss"},
+      {[](Problem& p) { p.options.gradients = static_cast<Gradients>(3); },
+       "gradients must be exact, filtered or auto, got 3"},
       {[](Problem& p) { p.options.use_class_weights = true; }, "use_class_weights"},
       {[](Problem& p) { p.slices[1].grad_scale = kInf; }, "slices[1].grad_scale must be finite, got inf"},
       {[&](Problem& p) {
@@ -134,23 +136,6 @@ TEST_P(BackendConformance, BadChunksAreRefusedAndChangeNothing) {
   const auto want = ComputeReference(good, &gradients);
   ASSERT_TRUE(RunChunk(*head, good).done.ok());
   ExpectGradientsMatch(*head, gradients, MaxAbsLogit(want));
-}
-
-TEST_P(BackendConformance, AHeadForCutComputesNothingElse) {
-  ProblemSpec spec = Plain({4}, 8, 30);
-  spec.config.algorithm = Algorithm::kCut;
-  spec.options.algorithm = Algorithm::kCut;
-  Problem problem = testing::MakeProblem(spec, rng());
-  const auto head = MakeHead(backend(), problem);
-  ASSERT_NE(head, nullptr);
-  for (const Algorithm other : {Algorithm::kExact, Algorithm::kFiltered, Algorithm::kAuto}) {
-    problem.options.algorithm = other;
-    const absl::Status refused = RunChunk(*head, problem).results;
-    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
-    EXPECT_THAT(std::string(refused.message()), HasSubstr("algorithm must be cut"));
-    EXPECT_THAT(std::string(refused.message()), HasSubstr(std::string(Name(other))));
-  }
-  ExpectZeroGradients(*head);
 }
 
 }  // namespace lossd::kernels::testing

@@ -98,9 +98,11 @@ TEST_P(BackendConformance, TheCutIntoSlicesLeavesNoTrace) {
   }
 }
 
+// What `auto` decides depends on all rows of a chunk, so here it has only one thing to decide.
 TEST_P(BackendConformance, ARowsResultsDependOnItsPlaceButNotOnTheOtherRows) {
   for (const auto& [rows, hidden, vocab] : kShapes) {
     ProblemSpec spec = Random(rows, hidden, vocab);
+    spec.options.max_dropped_mass = 1.0f;
     spec.accumulate_mask = false;
     spec.slice_rows = {rows};
     const Problem whole = MakeProblem(spec, rng());

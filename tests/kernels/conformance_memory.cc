@@ -52,7 +52,7 @@ TEST_P(BackendConformance, AHeadKeepsToItsOwnWorkspaceLimit) {
     const auto plan = backend().PlanHead(config);
     ASSERT_TRUE(plan.ok()) << plan.status();
     constexpr int64_t kPages = int64_t{4} << 20;  // two buffers may be rounded up
-    EXPECT_LE((*plan)[MemoryKind::kWorkspace], is_cut() ? limit : limit + kPages);
+    EXPECT_LE((*plan)[MemoryKind::kWorkspace], recomputes_logits() ? limit : limit + kPages);
   }
   config.workspace_bytes = 10;
   EXPECT_FALSE(backend().PlanHead(config).ok());
@@ -109,11 +109,10 @@ TEST_P(BackendConformance, SaysWhatItChose) {
     EXPECT_LE(choice.workspace_bytes, head->memory()[MemoryKind::kWorkspace]) << choice.what;
   }
   const ChunkRun exact = RunChunk(*head, problem);
-  ExpectGradients(exact, Algorithm::kExact);
+  ExpectGradients(exact, Gradients::kExact);
   EXPECT_EQ(RunChunk(*head, problem).choices, exact.choices);
-  if (!is_cut()) problem.options.algorithm = Algorithm::kFiltered;
-  problem.options.filter_epsilon = 0x1p-12f;
-  ExpectGradients(RunChunk(*head, problem), Algorithm::kFiltered);
+  problem.options.gradients = Gradients::kFiltered;
+  ExpectGradients(RunChunk(*head, problem), Gradients::kFiltered);
   problem.options.label_smoothing = -1.0f;
   EXPECT_TRUE(RunChunk(*head, problem).choices.empty()) << "it was refused";
 }

@@ -6,19 +6,19 @@ namespace lossd::kernels {
 namespace {
 
 TEST(Decision, IsFilteredOrExactWithAReason) {
-  for (const Algorithm asked : {Algorithm::kFiltered, Algorithm::kAuto, Algorithm::kCut}) {
+  for (const Gradients asked : {Gradients::kFiltered, Gradients::kAuto}) {
     for (const Decision decision :
          {Decision::kFiltered, Decision::kTooManyCandidates, Decision::kTooMuchMass}) {
-      const Algorithm algorithm = AlgorithmOf(decision);
-      EXPECT_EQ(algorithm, decision == Decision::kFiltered ? Algorithm::kFiltered : Algorithm::kExact);
+      const Gradients gradients = GradientsOf(decision);
+      EXPECT_EQ(gradients, decision == Decision::kFiltered ? Gradients::kFiltered : Gradients::kExact);
       const Choice choice = GradientsChoice(asked, decision);
       EXPECT_EQ(choice.what, "gradients");
-      EXPECT_EQ(choice.choice, Name(algorithm));
+      EXPECT_EQ(choice.choice, Name(gradients));
       EXPECT_NE(choice.reason, "");
     }
   }
-  EXPECT_NE(GradientsChoice(Algorithm::kAuto, Decision::kFiltered).reason,
-            GradientsChoice(Algorithm::kFiltered, Decision::kFiltered).reason);
+  EXPECT_NE(GradientsChoice(Gradients::kAuto, Decision::kFiltered).reason,
+            GradientsChoice(Gradients::kFiltered, Decision::kFiltered).reason);
 }
 
 }  // namespace

@@ -2,8 +2,10 @@
 
 #include <limits>
 
+#include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::kernels {
 namespace {
@@ -35,6 +37,10 @@ TEST(HeadConfigTest, RefusesValuesOutOfRangeByName) {
        "norm must be none, layernorm or rmsnorm, got 9"},
       {[](HeadConfig& c) { c.compute_dtype = static_cast<DType>(7); }, "compute_dtype"},
       {[](HeadConfig& c) { c.optimizer_state = static_cast<OptimizerState>(5); }, "optimizer_state"},
+      {[](HeadConfig& c) { c.logits = static_cast<Logits>(2); },
+       "logits must be stored or recomputed, got 2"},
+      {[](HeadConfig& c) { c.gradients = static_cast<Gradients>(3); },
+       "gradients must be exact, filtered or auto, got 3"},
   };
   for (const Case& c : cases) {
     HeadConfig config = Valid();
@@ -42,6 +48,8 @@ TEST(HeadConfigTest, RefusesValuesOutOfRangeByName) {
     const absl::Status status = Validate(config);
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
     EXPECT_THAT(std::string(status.message()), HasSubstr(c.message));
+    const auto [field, rule, value] = errors::GetFieldViolation(status).value_or(errors::FieldViolation());
+    EXPECT_EQ(status.message(), absl::StrCat(field, " ", rule, ", got ", value));
   }
 }
 

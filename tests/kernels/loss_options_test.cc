@@ -2,8 +2,10 @@
 
 #include <limits>
 
+#include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::kernels {
 namespace {
@@ -17,6 +19,8 @@ void ExpectRefused(const LossOptions& options, const char* message) {
   const absl::Status status = Validate(options);
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(status.message()), HasSubstr(message));
+  const auto [field, rule, value] = errors::GetFieldViolation(status).value_or(errors::FieldViolation());
+  EXPECT_EQ(status.message(), absl::StrCat(field, " ", rule, ", got ", value));
 }
 
 TEST(LossOptionsTest, AcceptsTheEndsOfEachRange) {
@@ -51,12 +55,12 @@ TEST(LossOptionsTest, RefusesValuesThatAreNotFinite) {
 
 TEST(LossOptionsTest, SaysWhatCannotBeFiltered) {
   EXPECT_THAT(WhyNotFiltered({}, false), HasSubstr("exact"));
-  for (Algorithm algorithm : {Algorithm::kFiltered, Algorithm::kAuto}) {
-    EXPECT_EQ(WhyNotFiltered({.algorithm = algorithm}, false), "");
-    EXPECT_EQ(WhyNotFiltered({.softcap = 30.0f, .z_loss = 1.0f, .algorithm = algorithm}, false), "");
-    EXPECT_EQ(WhyNotFiltered({.label_smoothing = 0.1f, .algorithm = algorithm}, false), "");
-    EXPECT_THAT(WhyNotFiltered({.algorithm = algorithm}, true), HasSubstr("entropy"));
-    EXPECT_THAT(WhyNotFiltered({.softcap = 30.0f, .label_smoothing = 0.1f, .algorithm = algorithm}, false),
+  for (Gradients gradients : {Gradients::kFiltered, Gradients::kAuto}) {
+    EXPECT_EQ(WhyNotFiltered({.gradients = gradients}, false), "");
+    EXPECT_EQ(WhyNotFiltered({.softcap = 30.0f, .z_loss = 1.0f, .gradients = gradients}, false), "");
+    EXPECT_EQ(WhyNotFiltered({.label_smoothing = 0.1f, .gradients = gradients}, false), "");
+    EXPECT_THAT(WhyNotFiltered({.gradients = gradients}, true), HasSubstr("entropy"));
+    EXPECT_THAT(WhyNotFiltered({.softcap = 30.0f, .label_smoothing = 0.1f, .gradients = gradients}, false),
                 HasSubstr("smoothing"));
   }
 }

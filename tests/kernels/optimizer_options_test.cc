@@ -2,8 +2,10 @@
 
 #include <limits>
 
+#include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::kernels {
 namespace {
@@ -18,6 +20,8 @@ void ExpectRefused(const OptimizerOptions& options, const char* message) {
   const absl::Status status = Validate(options);
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(status.message()), HasSubstr(message));
+  const auto [field, rule, value] = errors::GetFieldViolation(status).value_or(errors::FieldViolation());
+  EXPECT_EQ(status.message(), absl::StrCat(field, " ", rule, ", got ", value));
 }
 
 TEST(OptimizerOptionsTest, RefusesValuesOutOfRangeByName) {

@@ -181,7 +181,7 @@ ProblemSpec RandomSpec(int64_t rows, int64_t hidden_size, int64_t vocab_size, DT
   if (Chance(rng, 0.5)) spec.options.z_loss = Uniform(rng, 0.0f, 1e-2f);
   spec.options.use_class_weights = spec.config.has_class_weights && Chance(rng, 0.7);
   if (Chance(rng, 0.5)) {
-    spec.options.algorithm = Chance(rng, 0.5) ? Algorithm::kFiltered : Algorithm::kAuto;
+    spec.options.gradients = Chance(rng, 0.5) ? Gradients::kFiltered : Gradients::kAuto;
     spec.options.filter_epsilon = Chance(rng, 0.2) ? 0.0f : Uniform(rng, 1e-4f, 1e-2f);
     spec.options.max_dropped_mass = Chance(rng, 0.5) ? 1.0f : 0.0f;
   }
@@ -223,13 +223,13 @@ std::string Describe(const Problem& problem) {
   const LossOptions& options = problem.options;
   std::vector<int64_t> rows;
   for (const SliceData& slice : problem.slices) rows.push_back(slice.rows());
-  std::string text =
-      absl::StrCat("slices [", absl::StrJoin(rows, " "), "] D ", config.hidden_size, " V ", config.vocab_size,
-                   " hidden ", Name(problem.hidden_dtype), " compute ", Name(config.compute_dtype), " norm ",
-                   Name(config.norm), " bias ", config.has_bias, " scale ", options.logit_scale, " softcap ",
-                   options.softcap, " smoothing ", options.label_smoothing, " z_loss ", options.z_loss,
-                   " class weights ", options.use_class_weights, " algorithm ", Name(options.algorithm),
-                   " epsilon ", options.filter_epsilon, " dropped at most ", options.max_dropped_mass);
+  std::string text = absl::StrCat(
+      "slices [", absl::StrJoin(rows, " "), "] D ", config.hidden_size, " V ", config.vocab_size, " hidden ",
+      Name(problem.hidden_dtype), " compute ", Name(config.compute_dtype), " logits ", Name(config.logits),
+      " norm ", Name(config.norm), " bias ", config.has_bias, " scale ", options.logit_scale, " softcap ",
+      options.softcap, " smoothing ", options.label_smoothing, " z_loss ", options.z_loss, " class weights ",
+      options.use_class_weights, " gradients ", Name(options.gradients), " epsilon ", options.filter_epsilon,
+      " dropped at most ", options.max_dropped_mass);
   if (problem.slices.empty()) return text;
   const SliceData& first = problem.slices.front();
   absl::StrAppend(&text, " row weights ", !first.row_weights.empty(), " mask ", !first.accumulate.empty(),

@@ -23,7 +23,7 @@ std::vector<ConformanceCase> Cases() {
   for (DType hidden : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
     cases.push_back({"Cpu", SharedBackend, DType::kFloat32, hidden});
   }
-  cases.push_back({"CpuCut", SharedBackend, DType::kFloat32, DType::kFloat32, Algorithm::kCut});
+  cases.push_back({"CpuRecomputed", SharedBackend, DType::kFloat32, DType::kFloat32, Logits::kRecomputed});
   return cases;
 }
 

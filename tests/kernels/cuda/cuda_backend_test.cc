@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -159,6 +160,12 @@ TEST(CudaBackend, SaysWhichNormKernelsAHeadUses) {
   }
 }
 
+// Every way to filtered gradients.
+constexpr std::pair<Logits, Gradients> kFiltering[] = {{Logits::kStored, Gradients::kFiltered},
+                                                       {Logits::kStored, Gradients::kAuto},
+                                                       {Logits::kRecomputed, Gradients::kFiltered},
+                                                       {Logits::kRecomputed, Gradients::kAuto}};
+
 TEST(CudaBackend, AFilterWithoutRoomIsGivenUpAndSaysSo) {
   LOSSD_SKIP_WITHOUT_GPU();
   Rng rng = FreshRng();
@@ -168,13 +175,14 @@ TEST(CudaBackend, AFilterWithoutRoomIsGivenUpAndSaysSo) {
   spec.config = {.hidden_size = 24, .vocab_size = 9000, .compute_dtype = DType::kBFloat16};
   spec.slice_rows = {9};
   spec.options.filter_epsilon = 0.0f;  // every class, and a row lists 4096 at most
-  for (const Algorithm asked : {Algorithm::kFiltered, Algorithm::kAuto}) {
-    spec.options.algorithm = asked;
+  for (const auto& [logits, gradients] : kFiltering) {
+    spec.config.logits = logits;
+    spec.options.gradients = gradients;
     const Problem problem = MakeProblem(spec, rng);
     const auto head = MakeHead(**backend, problem);
     ASSERT_NE(head, nullptr);
     const ChunkRun run = RunChunk(*head, problem);
-    EXPECT_EQ(run.algorithm, Algorithm::kExact);
+    EXPECT_EQ(run.gradients, Gradients::kExact);
     ASSERT_FALSE(run.choices.empty());
     EXPECT_EQ(run.choices.front(),
               (Choice{.what = "gradients", .choice = "exact", .reason = "too many candidates"}));
@@ -205,17 +213,18 @@ TEST(CudaBackend, SaysWhichKernelsAHeadUses) {
   }
 }
 
-// Of a head in bf16 for `algorithm`; every row has a target.
-ProblemSpec SpecFor(Algorithm algorithm, int64_t rows, int64_t hidden_size, int64_t vocab_size) {
+// Of a head in bf16; every row has a target.
+ProblemSpec SpecFor(Logits logits, Gradients gradients, int64_t rows, int64_t hidden_size,
+                    int64_t vocab_size) {
   ProblemSpec spec;
   spec.config = {.hidden_size = hidden_size,
                  .vocab_size = vocab_size,
                  .compute_dtype = DType::kBFloat16,
-                 .algorithm = algorithm == Algorithm::kCut ? Algorithm::kCut : Algorithm::kExact};
+                 .logits = logits};
   spec.hidden_dtype = DType::kBFloat16;
   spec.slice_rows = {rows};
   spec.ignored = 0.0;
-  spec.options = {.algorithm = algorithm, .filter_epsilon = DefaultFilterEpsilon(algorithm)};
+  spec.options = {.gradients = gradients};
   return spec;
 }
 
@@ -226,9 +235,9 @@ TEST(CudaBackend, FilteredThoughEverythingIsDropped) {
   Rng rng = FreshRng();
   auto backend = CreateCudaBackend({});
   ASSERT_TRUE(backend.ok()) << backend.status();
-  for (const Algorithm algorithm : {Algorithm::kFiltered, Algorithm::kAuto, Algorithm::kCut}) {
+  for (const auto& [logits, gradients] : kFiltering) {
     for (const int64_t rows : {3, 600}) {  // few and many: candidates of stored logits, and of the logit pass
-      ProblemSpec spec = SpecFor(algorithm, rows, 24, 13'000);
+      ProblemSpec spec = SpecFor(logits, gradients, rows, 24, 13'000);
       spec.options.filter_epsilon = 0x1p-12f;
       spec.options.max_dropped_mass = 1.0f;
       Problem problem = MakeProblem(spec, rng);
@@ -242,8 +251,8 @@ TEST(CudaBackend, FilteredThoughEverythingIsDropped) {
       const auto head = MakeHead(**backend, problem);
       ASSERT_NE(head, nullptr);
       const ChunkRun run = RunChunk(*head, problem);
-      EXPECT_EQ(run.algorithm, Algorithm::kFiltered)
-          << Name(algorithm) << " " << rows << " rows: " << run.choices.front().reason;
+      EXPECT_EQ(run.gradients, Gradients::kFiltered)
+          << Name(logits) << " " << Name(gradients) << " " << rows << " rows: " << run.choices.front().reason;
     }
   }
 }
@@ -253,18 +262,19 @@ TEST(CudaBackend, RestsFromFilteringInVain) {
   LOSSD_SKIP_WITHOUT_GPU();
   Rng rng = FreshRng();
   constexpr int kChunks = 60;
-  for (const Algorithm algorithm : {Algorithm::kFiltered, Algorithm::kCut}) {
+  for (const auto& [logits, gradients] : kFiltering) {
+    SCOPED_TRACE(absl::StrCat(Name(logits), " ", Name(gradients)));
     auto backend = CreateCudaBackend({.workspace_bytes = int64_t{128} << 20});
     ASSERT_TRUE(backend.ok()) << backend.status();
-    ProblemSpec spec = SpecFor(algorithm, 9, 24, 9000);
+    ProblemSpec spec = SpecFor(logits, gradients, 9, 24, 9000);
     spec.options.filter_epsilon = 1e-9f;
     const Problem flat = MakeProblem(spec, rng);
     const auto head = MakeHead(**backend, flat);
     ASSERT_NE(head, nullptr);
     std::map<std::string, int> reasons;
     for (int i = 0; i < kChunks; ++i) ++reasons[RunChunk(*head, flat).choices.front().reason];
-    EXPECT_GE(reasons["too many candidates"], 16) << Name(algorithm);
-    EXPECT_GE(reasons["so were the chunks before it"], kChunks / 2) << Name(algorithm);
+    EXPECT_GE(reasons["too many candidates"], 16);
+    EXPECT_GE(reasons["so were the chunks before it"], kChunks / 2);
     EXPECT_EQ(reasons.size(), 2u);
     EXPECT_EQ(RunChunk(*head, flat, {.independent = true}).choices.front().reason, "too many candidates");
   }
@@ -297,34 +307,35 @@ TEST(CudaBackend, LargeChunksGiveTheSameBits) {
   Rng rng = FreshRng();
   auto backend = CreateCudaBackend({.workspace_bytes = int64_t{256} << 20});
   ASSERT_TRUE(backend.ok()) << backend.status();
-  for (const Algorithm algorithm :
-       {Algorithm::kExact, Algorithm::kFiltered, Algorithm::kAuto, Algorithm::kCut}) {
-    ProblemSpec spec = SpecFor(algorithm, 1024, 520, 30'001);
-    for (const float deviation : {1.0f, 4.0f}) {
-      spec.logit_deviation = deviation;
-      const Problem problem = MakeProblem(spec, rng);
-      const auto head = MakeHead(**backend, problem);
-      ASSERT_NE(head, nullptr);
-      ExpectSameBits(*head, problem, 6);
+  for (const Logits logits : {Logits::kStored, Logits::kRecomputed}) {
+    for (const Gradients gradients : {Gradients::kExact, Gradients::kFiltered, Gradients::kAuto}) {
+      ProblemSpec spec = SpecFor(logits, gradients, 1024, 520, 30'001);
+      for (const float deviation : {1.0f, 4.0f}) {
+        spec.logit_deviation = deviation;
+        const Problem problem = MakeProblem(spec, rng);
+        const auto head = MakeHead(**backend, problem);
+        ASSERT_NE(head, nullptr);
+        ExpectSameBits(*head, problem, 6);
+      }
     }
   }
 }
 
 // Lists that are filled as the pass goes by about as long as there is room for: what is in them depends on
 // which tile was first, what comes out must not.
-TEST(CudaBackend, CutListsGiveTheSameBits) {
+TEST(CudaBackend, ListsOfThePassGiveTheSameBits) {
   LOSSD_SKIP_WITHOUT_GPU();
   Rng rng = FreshRng();
   auto backend = CreateCudaBackend({.workspace_bytes = int64_t{256} << 20});
   ASSERT_TRUE(backend.ok()) << backend.status();
-  ProblemSpec spec = SpecFor(Algorithm::kCut, 1024, 64, 128'256);
+  ProblemSpec spec = SpecFor(Logits::kRecomputed, Gradients::kFiltered, 1024, 64, 128'256);
   spec.logit_deviation = 1.0f;
   Problem flat = MakeProblem(spec, rng);
   const auto head = MakeHead(**backend, flat);
   ASSERT_NE(head, nullptr);
   for (const float exponent : {-12.7f, -12.5f, -12.3f, -12.2f, -12.1f}) {
     flat.options.filter_epsilon = std::exp2(exponent);
-    EXPECT_EQ(RunChunk(*head, flat, {.independent = true}).algorithm, Algorithm::kFiltered);
+    EXPECT_EQ(RunChunk(*head, flat, {.independent = true}).gradients, Gradients::kFiltered);
     ExpectSameBits(*head, flat, 12);
   }
 }
@@ -358,7 +369,7 @@ TEST(CudaBackend, FiltersShortAndLongRows) {
   for (int64_t vocab : {8192, 32064, 65536, 65537, 100'001}) {
     ProblemSpec spec;
     spec.config = {.hidden_size = 16, .vocab_size = vocab, .compute_dtype = DType::kBFloat16};
-    spec.options.algorithm = Algorithm::kFiltered;
+    spec.options.gradients = Gradients::kFiltered;
     spec.hidden_dtype = DType::kBFloat16;
     spec.slice_rows = {9, 4};
     spec.logit_deviation = 8.0f;  // few enough candidates for the pool

@@ -1,5 +1,6 @@
 // The conformance suite on the CUDA backend.
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -10,81 +11,68 @@
 namespace lossd::kernels::testing {
 namespace {
 
-std::unique_ptr<Backend> Create(FusedLoss fused_loss, bool host_branches = false,
-                                bool smallest_blocks = false) {
-  auto created = CreateCudaBackend({.workspace_bytes = int64_t{64} << 20,
-                                    .max_chunk_rows = 512,
-                                    .fused_loss = fused_loss,
-                                    .host_branches = host_branches,
-                                    .smallest_blocks = smallest_blocks});
-  EXPECT_TRUE(created.ok()) << created.status();
-  return *std::move(created);
-}
-
-Backend& SharedBackend() {
-  static const std::unique_ptr<Backend> backend = Create(FusedLoss::kNever);
+template <FusedLoss kFused, bool kHostBranches = false, bool kSmallestBlocks = false>
+Backend& BackendWith() {
+  static const std::unique_ptr<Backend> backend = [] {
+    auto created = CreateCudaBackend({.workspace_bytes = int64_t{64} << 20,
+                                      .max_chunk_rows = 512,
+                                      .fused_loss = kFused,
+                                      .host_branches = kHostBranches,
+                                      .smallest_blocks = kSmallestBlocks});
+    EXPECT_TRUE(created.ok()) << created.status();
+    return *std::move(created);
+  }();
   return *backend;
 }
 
-Backend& FusedBackend() {
-  static const std::unique_ptr<Backend> backend = Create(FusedLoss::kWherePossible);
-  return *backend;
+// Compute dtype and hidden dtype.
+using Dtypes = std::vector<std::pair<DType, DType>>;
+constexpr DType kF32 = DType::kFloat32, kF16 = DType::kFloat16, kBf16 = DType::kBFloat16;
+
+// A way of computing chunks, on a backend whose options make it take that way wherever it can, with every one
+// of these dtypes. A new way is a line in Ways().
+struct Way {
+  const char* name;
+  Backend& (*backend)();
+  Logits logits;
+  Dtypes dtypes;
+};
+
+// Fused losses are taken wherever they are possible. Heads that recompute logits have the blocks that a
+// server would choose, and in "Blocks" several of everything. Branches on the host are for checkers of the
+// filtered kernels.
+std::vector<Way> Ways() {
+  constexpr FusedLoss kNever = FusedLoss::kNever, kFused = FusedLoss::kWherePossible;
+  constexpr Logits kStored = Logits::kStored, kRecomputed = Logits::kRecomputed;
+  const Dtypes every = {{kF32, kF32},  {kF32, kF16},  {kF32, kBf16}, {kF16, kF32},  {kF16, kF16},
+                        {kF16, kBf16}, {kBf16, kF32}, {kBf16, kF16}, {kBf16, kBf16}};
+  const Dtypes equal = {{kF32, kF32}, {kF16, kF16}, {kBf16, kBf16}};
+  return {
+      {"Cuda", BackendWith<kNever>, kStored, every},
+      {"CudaFused",
+       BackendWith<kFused>,
+       kStored,
+       {{kF16, kF32}, {kF16, kF16}, {kBf16, kF32}, {kBf16, kBf16}}},
+      {"CudaHostBranch", BackendWith<kNever, true>, kStored, {{kF32, kF32}, {kBf16, kF32}}},
+      {"CudaRecomputed", BackendWith<kNever>, kRecomputed, {{kF32, kF32}, {kF16, kF32}, {kBf16, kF32}}},
+      {"CudaRecomputedBlocks", BackendWith<kNever, false, true>, kRecomputed, equal},
+      {"CudaRecomputedFused", BackendWith<kFused>, kRecomputed, {{kF16, kF16}, {kBf16, kBf16}}},
+      {"CudaRecomputedFusedBlocks",
+       BackendWith<kFused, false, true>,
+       kRecomputed,
+       {{kF16, kF16}, {kBf16, kBf16}, {kBf16, kF32}}},
+      {"CudaRecomputedHostBranch", BackendWith<kFused, true, true>, kRecomputed, {{kBf16, kBf16}}},
+  };
 }
 
-Backend& HostBranchBackend() {
-  static const std::unique_ptr<Backend> backend = Create(FusedLoss::kNever, true);
-  return *backend;
-}
-
-Backend& SmallBlockBackend() {
-  static const std::unique_ptr<Backend> backend = Create(FusedLoss::kNever, false, true);
-  return *backend;
-}
-
-Backend& FusedSmallBlockBackend() {
-  static const std::unique_ptr<Backend> backend = Create(FusedLoss::kWherePossible, false, true);
-  return *backend;
-}
-
-Backend& HostBranchSmallBlockBackend() {
-  static const std::unique_ptr<Backend> backend = Create(FusedLoss::kWherePossible, true, true);
-  return *backend;
-}
-
-// Heads for cut: with the blocks that a server would choose, and with several of everything.
-void AddCutCases(std::vector<ConformanceCase>& cases) {
-  for (DType compute : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
-    cases.push_back({"CudaCut", SharedBackend, compute, DType::kFloat32, Algorithm::kCut});
-    cases.push_back({"CudaCutBlocks", SmallBlockBackend, compute, compute, Algorithm::kCut});
-    if (compute == DType::kFloat32) continue;
-    cases.push_back({"CudaCutFused", FusedBackend, compute, compute, Algorithm::kCut});
-    cases.push_back({"CudaCutFusedBlocks", FusedSmallBlockBackend, compute, compute, Algorithm::kCut});
-  }
-  cases.push_back(
-      {"CudaCutFusedBlocks", FusedSmallBlockBackend, DType::kBFloat16, DType::kFloat32, Algorithm::kCut});
-  cases.push_back({"CudaCutHostBranch", HostBranchSmallBlockBackend, DType::kBFloat16, DType::kBFloat16,
-                   Algorithm::kCut});
-}
-
-// Every compute dtype with every hidden dtype, the fused loss wherever it is possible, and, for checkers of
-// the filtered kernels, branches on the host; none without a GPU.
 std::vector<ConformanceCase> Cases() {
   std::vector<ConformanceCase> cases;
   if (!HaveGpu()) return cases;
-  for (DType compute : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
-    for (DType hidden : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
-      cases.push_back({"Cuda", SharedBackend, compute, hidden});
+  for (const Way& way : Ways()) {
+    for (const auto& [compute, hidden] : way.dtypes) {
+      cases.push_back({way.name, way.backend, compute, hidden, way.logits});
     }
   }
-  for (DType compute : {DType::kFloat16, DType::kBFloat16}) {
-    for (DType hidden : {DType::kFloat32, compute}) {
-      cases.push_back({"CudaFused", FusedBackend, compute, hidden});
-    }
-  }
-  for (DType compute : {DType::kFloat32, DType::kBFloat16}) {
-    cases.push_back({"CudaHostBranch", HostBranchBackend, compute, DType::kFloat32});
-  }
-  AddCutCases(cases);
   return cases;
 }
 

@@ -29,12 +29,13 @@ struct LargeCase {
   DType compute;
   float epsilon = -1.0f;    // >= 0: filtered
   bool falls_back = false;  // to exact
-  bool cut = false;         // a head for cut
+  Logits logits = Logits::kStored;
 };
 
 void PrintTo(const LargeCase& c, std::ostream* out) {
   *out << "N " << c.rows << " D " << c.hidden << " V " << c.vocab << " chunks " << c.chunks << " "
-       << std::string(Name(c.compute)) << " epsilon " << c.epsilon << (c.cut ? " cut" : "");
+       << std::string(Name(c.compute)) << " epsilon " << c.epsilon << " logits "
+       << std::string(Name(c.logits));
 }
 
 // Runs body(begin, end) over [0, count) in several threads.
@@ -156,10 +157,8 @@ class CudaLarge : public ::testing::TestWithParam<LargeCase> {
     slice.out.lse = run.lse.data() + begin;
     slice.out.loss = run.loss.data() + begin;
     Chunk chunk;
-    if (shape.cut) {
-      chunk.options = {.algorithm = Algorithm::kCut, .filter_epsilon = std::max(shape.epsilon, 0.0f)};
-    } else if (shape.epsilon >= 0.0f) {
-      chunk.options = {.algorithm = Algorithm::kFiltered, .filter_epsilon = shape.epsilon};
+    if (shape.epsilon >= 0.0f) {
+      chunk.options = {.gradients = Gradients::kFiltered, .filter_epsilon = shape.epsilon};
     }
     chunk.hidden_dtype = shape.compute;
     chunk.slices = absl::MakeSpan(&slice, 1);
@@ -193,7 +192,7 @@ TEST_P(CudaLarge, MatchesDoublePrecisionWhereSampled) {
                                       .vocab_size = shape.vocab,
                                       .compute_dtype = shape.compute,
                                       .optimizer_state = OptimizerState::kNone,
-                                      .algorithm = shape.cut ? Algorithm::kCut : Algorithm::kExact});
+                                      .logits = shape.logits});
   ASSERT_TRUE(head.ok()) << head.status();
   run.head = *std::move(head);
   WriteWeight(*run.head, problem);
@@ -297,10 +296,12 @@ constexpr LargeCase kCases[] = {
     {300, 64, 500000, 1, DType::kBFloat16, 0x1p-12f},
     {60, 16392, 3000, 1, DType::kBFloat16, 0x1p-12f, true},   // hidden states longer than a block holds
     {2100, 64, 256000, 1, DType::kBFloat16, 0x1p-18f, true},  // more candidates than there is room for
-    {2169, 896, 151936, 2, DType::kBFloat16, -1.0f, false, true},
-    {1937, 3584, 152064, 1, DType::kBFloat16, 0x1p-11f, false, true},  // some 750 classes listed a row
-    {3000, 64, 151936, 1, DType::kFloat16, 0x1p-11f, false, true},
-    {2100, 64, 256000, 1, DType::kBFloat16, 0x1p-18f, true, true},  // lists too short, then the pool
+    {2169, 896, 151936, 2, DType::kBFloat16, -1.0f, false, Logits::kRecomputed},
+    {1937, 3584, 152064, 1, DType::kBFloat16, 0x1p-11f, false,
+     Logits::kRecomputed},  // some 750 classes listed a row
+    {3000, 64, 151936, 1, DType::kFloat16, 0x1p-11f, false, Logits::kRecomputed},
+    {2100, 64, 256000, 1, DType::kBFloat16, 0x1p-18f, true,
+     Logits::kRecomputed},  // lists too short, then the pool
 };
 INSTANTIATE_TEST_SUITE_P(Shapes, CudaLarge, ::testing::ValuesIn(kCases));
 

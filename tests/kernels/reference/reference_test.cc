@@ -79,7 +79,7 @@ TEST(ReferenceTest, GradientsAreDerivativesForRandomCombinations) {
     ProblemSpec spec = RandomSpec(4, hidden_size, vocab_size, DType::kFloat32, DType::kFloat32, rng);
     spec.slice_rows = {4};
     spec.accumulate_mask = false;
-    spec.options.algorithm = Algorithm::kExact;  // what is filtered is no derivative
+    spec.options.gradients = Gradients::kExact;  // what is filtered is no derivative
     CheckGradients(spec, rng);
   }
 }

@@ -1,0 +1,52 @@
+// CUDA and cuBLAS errors as absl::Status, with the name of the call.
+//
+// Stateless and thread-safe.
+#ifndef LOSSD_KERNELS_CUDA_DEVICE_CUDA_STATUS_H_
+#define LOSSD_KERNELS_CUDA_DEVICE_CUDA_STATUS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+
+namespace lossd::kernels::cuda {
+
+// OK; RESOURCE_EXHAUSTED for a failed allocation; UNAVAILABLE for everything else, because the
+// device's state is unknown afterwards.
+inline absl::Status ToStatus(cudaError_t error, absl::string_view call) {
+  if (error == cudaSuccess) return absl::OkStatus();
+  const std::string message =
+      absl::StrCat(call, " failed: ", cudaGetErrorName(error), ": ", cudaGetErrorString(error));
+  if (error == cudaErrorMemoryAllocation) return absl::ResourceExhaustedError(message);
+  return absl::UnavailableError(message);
+}
+
+// Moves the value of `from` to `to`, or returns its status.
+template <typename T>
+absl::Status Take(absl::StatusOr<T> from, T& to) {
+  if (!from.ok()) return from.status();
+  to = *std::move(from);
+  return absl::OkStatus();
+}
+
+}  // namespace lossd::kernels::cuda
+
+// Returns the Status of a failed CUDA runtime call from the enclosing function.
+#define LOSSD_RETURN_IF_CUDA_ERROR(call, name)                        \
+  do {                                                                \
+    if (cudaError_t lossd_error = (call); lossd_error != cudaSuccess) \
+      return ::lossd::kernels::cuda::ToStatus(lossd_error, name);     \
+  } while (false)
+
+// Returns a Status that is not OK from the enclosing function.
+#define LOSSD_RETURN_IF_ERROR(expression)                                                  \
+  do {                                                                                     \
+    if (absl::Status lossd_status = (expression); !lossd_status.ok()) return lossd_status; \
+  } while (false)
+
+#endif  // LOSSD_KERNELS_CUDA_DEVICE_CUDA_STATUS_H_

@@ -1,0 +1,198 @@
+#include "kernels/cuda/device/device.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/device/device_branch.h"
+#include "kernels/cuda/kernels/hopper/logit_pass.h"
+#include "kernels/errors/field_error.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+constexpr int64_t kDefaultWorkspace = int64_t{2} << 30;
+constexpr int kOldestCapability = 80;  // major * 10 + minor
+
+std::string VersionName(int version) { return absl::StrCat(version / 1000, ".", version % 1000 / 10); }
+
+// The number of GPUs, or why there is none to use.
+absl::StatusOr<int> CountDevices() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaErrorInsufficientDriver) {
+    int driver = 0;
+    cudaDriverGetVersion(&driver);
+    return absl::UnavailableError(
+        driver == 0 ? std::string("no NVIDIA driver is installed")
+                    : absl::StrCat("the NVIDIA driver is too old: it supports CUDA ", VersionName(driver),
+                                   ", this program needs ", VersionName(CUDART_VERSION)));
+  }
+  if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0)) {
+    return absl::UnavailableError("no CUDA GPU was found");
+  }
+  if (error != cudaSuccess) return ToStatus(error, "cudaGetDeviceCount");
+  return count;
+}
+
+absl::Status ValidateOptions(const CudaBackendOptions& options, int device_count) {
+  if (options.device < 0 || options.device >= device_count) {
+    return errors::FieldError("device",
+                              absl::StrCat("be in [0, ", device_count, ") (GPUs found: ", device_count, ")"),
+                              options.device);
+  }
+  if (options.workspace_bytes < 0) {
+    return errors::FieldError("workspace_bytes", "be >= 0", options.workspace_bytes);
+  }
+  if (options.memory_limit_bytes < 0) {
+    return errors::FieldError("memory_limit_bytes", "be >= 0", options.memory_limit_bytes);
+  }
+  if (options.max_chunk_rows < 1) {
+    return errors::FieldError("max_chunk_rows", "be >= 1", options.max_chunk_rows);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<Event> Event::Create() {
+  Event event;
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      cudaEventCreateWithFlags(&event.event_, cudaEventDisableTiming | cudaEventBlockingSync),
+      "cudaEventCreateWithFlags");
+  return event;
+}
+
+Event::~Event() {
+  if (event_ != nullptr) cudaEventDestroy(event_);
+}
+
+absl::StatusOr<std::unique_ptr<Device>> Device::Open(const CudaBackendOptions& options) {
+  const absl::StatusOr<int> count = CountDevices();
+  if (!count.ok()) return count.status();
+  LOSSD_RETURN_IF_ERROR(ValidateOptions(options, *count));
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(options.device), "cudaSetDevice");
+  size_t free_bytes = 0;
+  size_t total_bytes = 0;
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+  CudaBackendOptions resolved = options;
+  if (resolved.workspace_bytes == 0) {
+    resolved.workspace_bytes = std::min(kDefaultWorkspace, static_cast<int64_t>(free_bytes / 4));
+  }
+  std::unique_ptr<Device> device(new Device(resolved, options.memory_limit_bytes));
+  LOSSD_RETURN_IF_ERROR(device->Start());
+  return device;
+}
+
+absl::Status Device::Start() {
+  cudaDeviceProp properties = {};
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaGetDeviceProperties(&properties, options_.device),
+                             "cudaGetDeviceProperties");
+  const int capability = properties.major * 10 + properties.minor;
+  if (capability < kOldestCapability) {
+    return absl::UnavailableError(absl::StrCat("device: ", properties.name, " has compute capability ",
+                                               properties.major, ".", properties.minor, ", 8.0 is needed"));
+  }
+  limits_.multiprocessors = properties.multiProcessorCount;
+  limits_.shared_bytes_per_block = static_cast<int>(properties.sharedMemPerBlockOptin) - (2 << 10);
+  limits_.shared_bytes_per_sm = static_cast<int>(properties.sharedMemPerMultiprocessor);
+  limits_.has_clusters = capability >= 90;
+  limits_.is_hopper = capability == 90;
+  int mps = 0;
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&mps, cudaDevAttrMpsEnabled, options_.device),
+                             "cudaDeviceGetAttribute");
+  limits_.shared_by_mps = mps != 0;
+  if (limits_.is_hopper) {
+    limits_.fused_clusters = hopper::LogitPassClusters();
+    limits_.cluster_order = hopper::FindClusterOrder();
+  }
+  int driver = 0;
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+  limits_.has_branches = options_.host_branches || driver >= kBranchDriverVersion;
+  description_ = absl::StrCat("cuda:", options_.device, " ", properties.name);
+  for (cudaStream_t* stream : {&compute_, &upload_, &download_}) {
+    LOSSD_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking),
+                               "cudaStreamCreateWithFlags");
+  }
+  absl::StatusOr<std::unique_ptr<Gemms>> gemms = Gemms::Create();
+  if (!gemms.ok()) return gemms.status();
+  gemms_ = *std::move(gemms);
+  absl::StatusOr<DeviceBuffer> workspace =
+      DeviceBuffer::Allocate(&ledger_, MemoryKind::kWorkspace, kGemmWorkspaceBytes);
+  if (!workspace.ok()) return workspace.status();
+  gemm_workspace_ = *std::move(workspace);
+  completion_thread_ = std::thread([this] { CompletionLoop(); });
+  return absl::OkStatus();
+}
+
+Device::~Device() {
+  {
+    absl::MutexLock lock(&mutex_);
+    stopping_ = true;
+  }
+  if (completion_thread_.joinable()) completion_thread_.join();
+  cudaSetDevice(options_.device);
+  gemms_.reset();
+  for (cudaStream_t stream : {compute_, upload_, download_}) {
+    if (stream != nullptr) cudaStreamDestroy(stream);
+  }
+}
+
+absl::Status Device::Enter() const {
+  {
+    absl::MutexLock lock(&mutex_);
+    if (!failure_.ok()) return failure_;
+  }
+  return ToStatus(cudaSetDevice(options_.device), "cudaSetDevice");
+}
+
+absl::Status Device::Fail(absl::Status status) {
+  absl::MutexLock lock(&mutex_);
+  if (failure_.ok() && absl::IsUnavailable(status)) failure_ = status;
+  return status;
+}
+
+absl::Status Device::Synchronize() {
+  for (cudaStream_t stream : {upload_, compute_, download_}) {
+    if (const cudaError_t error = cudaStreamSynchronize(stream); error != cudaSuccess) {
+      return Fail(ToStatus(error, "cudaStreamSynchronize"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+void Device::Enqueue(Completion completion) {
+  absl::MutexLock lock(&mutex_);
+  ++in_flight_;
+  queue_.push_back(std::move(completion));
+}
+
+int Device::in_flight() const {
+  absl::MutexLock lock(&mutex_);
+  return in_flight_;
+}
+
+void Device::CompletionLoop() {
+  cudaSetDevice(options_.device);
+  for (;;) {
+    Completion next;
+    {
+      absl::MutexLock lock(&mutex_);
+      const auto ready = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return stopping_ || !queue_.empty(); };
+      mutex_.Await(absl::Condition(&ready));
+      if (queue_.empty()) return;
+      next = std::move(queue_.front());
+      queue_.pop_front();
+    }
+    next.results();
+    next.wait_done();
+    {
+      absl::MutexLock lock(&mutex_);
+      --in_flight_;
+    }
+    next.done();
+  }
+}
+
+}  // namespace lossd::kernels::cuda

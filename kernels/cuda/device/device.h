@@ -1,0 +1,130 @@
+// One GPU: its streams, memory ledger, GEMMs, the thread that reports finished chunks, and whether it still
+// works.
+//
+// Streams: `upload` and `download` copy and convert rows, `compute` does everything else, in submission
+// order. Thread-safe where said; the rest belongs to the backend's driving thread.
+#ifndef LOSSD_KERNELS_CUDA_DEVICE_DEVICE_H_
+#define LOSSD_KERNELS_CUDA_DEVICE_DEVICE_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "kernels/cuda/cuda_backend.h"
+#include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/device/device_limits.h"
+#include "kernels/cuda/device/device_memory.h"
+#include "kernels/cuda/device/gemm.h"
+
+namespace lossd::kernels::cuda {
+
+// Enqueues a copy; each side is memory of the host or of the device.
+inline absl::Status Copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
+  return ToStatus(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, stream),
+                  "cudaMemcpyAsync");
+}
+
+// Enqueues zeros.
+inline absl::Status Zero(void* data, int64_t bytes, cudaStream_t stream) {
+  return ToStatus(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream), "cudaMemsetAsync");
+}
+
+// Owns an event without timing; waiting for it blocks instead of spinning.
+class Event {
+ public:
+  Event() = default;
+  static absl::StatusOr<Event> Create();
+  Event(Event&& other) noexcept : event_(other.event_) { other.event_ = nullptr; }
+  Event& operator=(Event&& other) noexcept {
+    std::swap(event_, other.event_);
+    return *this;
+  }
+  ~Event();
+  cudaEvent_t get() const { return event_; }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+inline absl::Status Record(const Event& event, cudaStream_t stream) {
+  return ToStatus(cudaEventRecord(event.get(), stream), "cudaEventRecord");
+}
+
+// What is enqueued on `stream` from now on waits for the event.
+inline absl::Status Await(const Event& event, cudaStream_t stream) {
+  return ToStatus(cudaStreamWaitEvent(stream, event.get(), 0), "cudaStreamWaitEvent");
+}
+
+class Device {
+ public:
+  static constexpr int kMaxChunksInFlight = 2;
+
+  // As CreateCudaBackend.
+  static absl::StatusOr<std::unique_ptr<Device>> Open(const CudaBackendOptions& options);
+  ~Device();
+
+  const CudaBackendOptions& options() const { return options_; }   // thread-safe; workspace_bytes is set
+  const DeviceLimits& limits() const { return limits_; }           // thread-safe
+  const std::string& description() const { return description_; }  // thread-safe
+  MemoryLedger& ledger() { return ledger_; }                       // thread-safe
+  const MemoryLedger& ledger() const { return ledger_; }           // thread-safe
+  Gemms& gemms() { return *gemms_; }
+
+  cudaStream_t compute() const { return compute_; }
+  cudaStream_t upload() const { return upload_; }
+  cudaStream_t download() const { return download_; }
+  void* gemm_workspace() const { return gemm_workspace_.data(); }
+
+  // Makes this device current for the calling thread and says whether it is still usable. Thread-safe.
+  absl::Status Enter() const;
+  // Remembers a failure after which the device cannot be trusted (UNAVAILABLE); returns `status`.
+  // Thread-safe.
+  absl::Status Fail(absl::Status status);
+  // Waits until all streams are idle.
+  absl::Status Synchronize();
+
+  // What the completion thread does for one chunk: `results` waits for and reports the results, `done` the
+  // end of the chunk; between them and after, in_flight() counts the chunk until `done` has waited.
+  struct Completion {
+    absl::AnyInvocable<void()> results;
+    absl::AnyInvocable<void()> wait_done;
+    absl::AnyInvocable<void()> done;
+  };
+  void Enqueue(Completion completion);
+  int in_flight() const;  // thread-safe
+
+ private:
+  Device(const CudaBackendOptions& options, int64_t limit_bytes) : options_(options), ledger_(limit_bytes) {}
+  absl::Status Start();
+  void CompletionLoop();
+
+  CudaBackendOptions options_;
+  DeviceLimits limits_;
+  std::string description_;
+  MemoryLedger ledger_;
+  std::unique_ptr<Gemms> gemms_;
+  DeviceBuffer gemm_workspace_;
+  cudaStream_t compute_ = nullptr;
+  cudaStream_t upload_ = nullptr;
+  cudaStream_t download_ = nullptr;
+
+  mutable absl::Mutex mutex_;
+  absl::Status failure_ ABSL_GUARDED_BY(mutex_);
+  std::deque<Completion> queue_ ABSL_GUARDED_BY(mutex_);
+  int in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread completion_thread_;
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_DEVICE_DEVICE_H_

@@ -1,0 +1,97 @@
+#include "kernels/cuda/device/device_memory.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cuda/device/cuda_status.h"
+
+namespace lossd::kernels::cuda {
+
+void MemoryLedger::Add(MemoryKind kind, int64_t bytes) {
+  absl::MutexLock lock(&mutex_);
+  stats_.current[kind] += bytes;
+  stats_.peak[kind] = std::max(stats_.peak[kind], stats_.current[kind]);
+  stats_.peak_total = std::max(stats_.peak_total, stats_.current.Total());
+}
+
+void MemoryLedger::Remove(MemoryKind kind, int64_t bytes) {
+  absl::MutexLock lock(&mutex_);
+  stats_.current[kind] -= bytes;
+}
+
+MemoryStats MemoryLedger::stats() const {
+  absl::MutexLock lock(&mutex_);
+  return stats_;
+}
+
+int64_t MemoryLedger::device_bytes() const {
+  absl::MutexLock lock(&mutex_);
+  return stats_.current.Total() - stats_.current[MemoryKind::kStaging];
+}
+
+absl::StatusOr<DeviceBuffer> DeviceBuffer::Allocate(MemoryLedger* ledger, MemoryKind kind, int64_t bytes) {
+  DeviceBuffer buffer;
+  if (bytes == 0) return buffer;
+  const int64_t rounded = RoundUp(bytes, kDevicePage);
+  void* data = nullptr;
+  if (const cudaError_t error = cudaMalloc(&data, static_cast<size_t>(rounded)); error != cudaSuccess) {
+    cudaGetLastError();  // a failed allocation leaves the device usable; forget the error
+    return ToStatus(error, absl::StrCat("cudaMalloc of ", rounded, " bytes for ", Name(kind)));
+  }
+  buffer.ledger_ = ledger;
+  buffer.kind_ = kind;
+  buffer.data_ = static_cast<uint8_t*>(data);
+  buffer.bytes_ = rounded;
+  ledger->Add(kind, rounded);
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaMemset(data, 0, static_cast<size_t>(rounded)), "cudaMemset");
+  // Our streams do not wait for the default stream, and cudaMemset returns before the memory is zero.
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
+  return buffer;
+}
+
+DeviceBuffer& DeviceBuffer::operator=(DeviceBuffer&& other) noexcept {
+  std::swap(ledger_, other.ledger_);
+  std::swap(kind_, other.kind_);
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+DeviceBuffer::~DeviceBuffer() {
+  if (data_ == nullptr) return;
+  cudaFree(data_);
+  ledger_->Remove(kind_, bytes_);
+}
+
+absl::StatusOr<PinnedBuffer> PinnedBuffer::Allocate(MemoryLedger* ledger, int64_t bytes) {
+  PinnedBuffer buffer;
+  if (bytes == 0) return buffer;
+  void* data = nullptr;
+  if (const cudaError_t error = cudaHostAlloc(&data, static_cast<size_t>(bytes), cudaHostAllocPortable);
+      error != cudaSuccess) {
+    cudaGetLastError();
+    return ToStatus(error, absl::StrCat("cudaHostAlloc of ", bytes, " bytes"));
+  }
+  buffer.ledger_ = ledger;
+  buffer.data_ = static_cast<uint8_t*>(data);
+  buffer.bytes_ = bytes;
+  ledger->Add(MemoryKind::kStaging, bytes);
+  return buffer;
+}
+
+PinnedBuffer& PinnedBuffer::operator=(PinnedBuffer&& other) noexcept {
+  std::swap(ledger_, other.ledger_);
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+PinnedBuffer::~PinnedBuffer() {
+  if (data_ == nullptr) return;
+  cudaFreeHost(data_);
+  ledger_->Remove(MemoryKind::kStaging, bytes_);
+}
+
+}  // namespace lossd::kernels::cuda

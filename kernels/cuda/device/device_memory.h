@@ -1,0 +1,101 @@
+// Device and pinned host memory with accounting by kind.
+//
+// MemoryLedger is thread-safe; a DeviceBuffer and a PinnedBuffer are plain owners.
+#ifndef LOSSD_KERNELS_CUDA_DEVICE_DEVICE_MEMORY_H_
+#define LOSSD_KERNELS_CUDA_DEVICE_DEVICE_MEMORY_H_
+
+#include <cstdint>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "kernels/memory.h"
+
+namespace lossd::kernels::cuda {
+
+// The driver hands out device memory in blocks of this size; buffers are rounded up to it, so that
+// what is accounted is what the device has lost.
+inline constexpr int64_t kDevicePage = int64_t{2} << 20;
+
+// `bytes` rounded up to a multiple of `unit`.
+constexpr int64_t RoundUp(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
+// Parts of size b that a is divided into.
+constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+class MemoryLedger {
+ public:
+  // limit_bytes: what the device memory in use may reach.
+  explicit MemoryLedger(int64_t limit_bytes) { stats_.limit = limit_bytes; }
+
+  void Add(MemoryKind kind, int64_t bytes);
+  void Remove(MemoryKind kind, int64_t bytes);
+  MemoryStats stats() const;
+  // Bytes of device memory in use (everything but staging).
+  int64_t device_bytes() const;
+
+ private:
+  mutable absl::Mutex mutex_;
+  MemoryStats stats_ ABSL_GUARDED_BY(mutex_);
+};
+
+// Device memory, zeroed when allocated, freed when destroyed.
+class DeviceBuffer {
+ public:
+  DeviceBuffer() = default;
+  // `bytes` is rounded up to kDevicePage; 0 gives an empty buffer. RESOURCE_EXHAUSTED if the device
+  // has too little.
+  static absl::StatusOr<DeviceBuffer> Allocate(MemoryLedger* ledger, MemoryKind kind, int64_t bytes);
+  DeviceBuffer(DeviceBuffer&& other) noexcept { *this = std::move(other); }
+  DeviceBuffer& operator=(DeviceBuffer&& other) noexcept;
+  ~DeviceBuffer();
+
+  uint8_t* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  MemoryLedger* ledger_ = nullptr;
+  MemoryKind kind_ = MemoryKind::kWorkspace;
+  uint8_t* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+// Page-locked host memory, accounted as staging.
+class PinnedBuffer {
+ public:
+  PinnedBuffer() = default;
+  static absl::StatusOr<PinnedBuffer> Allocate(MemoryLedger* ledger, int64_t bytes);
+  PinnedBuffer(PinnedBuffer&& other) noexcept { *this = std::move(other); }
+  PinnedBuffer& operator=(PinnedBuffer&& other) noexcept;
+  ~PinnedBuffer();
+
+  uint8_t* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  MemoryLedger* ledger_ = nullptr;
+  uint8_t* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+// Hands out consecutive, 256-byte aligned pieces of one buffer.
+class Carver {
+ public:
+  explicit Carver(uint8_t* base) : base_(base) {}
+  template <typename T>
+  T* Take(int64_t count) {
+    T* piece = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
+    used_ += RoundUp(count * static_cast<int64_t>(sizeof(T)), 256);
+    return piece;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  uint8_t* base_;
+  int64_t used_ = 0;
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_DEVICE_DEVICE_MEMORY_H_

@@ -1,0 +1,261 @@
+#include "kernels/cuda/device/gemm.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cuda/device/cuda_status.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+constexpr int kCandidates = 12;
+constexpr int kTimedRuns = 2;
+
+cudaDataType_t ToCuda(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return CUDA_R_32F;
+    case DType::kFloat16:
+      return CUDA_R_16F;
+    case DType::kBFloat16:
+      return CUDA_R_16BF;
+  }
+  return CUDA_R_32F;
+}
+
+// Where cuBLASLt may lie, in order: the loader's search path, then the toolkit's usual place.
+constexpr const char* kLibraryNames[] = {"libcublasLt.so.13", "/usr/local/cuda/lib64/libcublasLt.so.13"};
+
+}  // namespace
+
+// The functions of cuBLASLt that we call.
+struct Gemms::Library {
+  void* file = nullptr;
+  decltype(&cublasLtCreate) create = nullptr;
+  decltype(&cublasLtDestroy) destroy = nullptr;
+  decltype(&cublasLtGetStatusString) status_string = nullptr;
+  decltype(&cublasLtMatmul) matmul = nullptr;
+  decltype(&cublasLtMatmulDescCreate) desc_create = nullptr;
+  decltype(&cublasLtMatmulDescDestroy) desc_destroy = nullptr;
+  decltype(&cublasLtMatmulDescSetAttribute) desc_set = nullptr;
+  decltype(&cublasLtMatrixLayoutCreate) layout_create = nullptr;
+  decltype(&cublasLtMatrixLayoutDestroy) layout_destroy = nullptr;
+  decltype(&cublasLtMatmulPreferenceCreate) preference_create = nullptr;
+  decltype(&cublasLtMatmulPreferenceDestroy) preference_destroy = nullptr;
+  decltype(&cublasLtMatmulPreferenceSetAttribute) preference_set = nullptr;
+  decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic = nullptr;
+  decltype(&cublasLtMatmulAlgoConfigGetAttribute) config_get = nullptr;
+
+  ~Library() {
+    if (file != nullptr) dlclose(file);
+  }
+
+  absl::Status Load() {
+    std::string reasons;
+    for (const char* name : kLibraryNames) {
+      file = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+      if (file != nullptr) break;
+      absl::StrAppend(&reasons, reasons.empty() ? "" : "; ", dlerror());
+    }
+    if (file == nullptr) return absl::UnavailableError(absl::StrCat("cuBLASLt cannot be loaded: ", reasons));
+    const bool complete = Find("cublasLtCreate", create) && Find("cublasLtDestroy", destroy) &&
+                          Find("cublasLtGetStatusString", status_string) && Find("cublasLtMatmul", matmul) &&
+                          Find("cublasLtMatmulDescCreate", desc_create) &&
+                          Find("cublasLtMatmulDescDestroy", desc_destroy) &&
+                          Find("cublasLtMatmulDescSetAttribute", desc_set) &&
+                          Find("cublasLtMatrixLayoutCreate", layout_create) &&
+                          Find("cublasLtMatrixLayoutDestroy", layout_destroy) &&
+                          Find("cublasLtMatmulPreferenceCreate", preference_create) &&
+                          Find("cublasLtMatmulPreferenceDestroy", preference_destroy) &&
+                          Find("cublasLtMatmulPreferenceSetAttribute", preference_set) &&
+                          Find("cublasLtMatmulAlgoGetHeuristic", heuristic) &&
+                          Find("cublasLtMatmulAlgoConfigGetAttribute", config_get);
+    return complete ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("cuBLASLt lacks ", dlerror()));
+  }
+
+  template <typename Function>
+  bool Find(const char* name, Function& function) {
+    function = reinterpret_cast<Function>(dlsym(file, name));
+    return function != nullptr;
+  }
+
+  absl::Status ToStatus(cublasStatus_t status, absl::string_view call) const {
+    if (status == CUBLAS_STATUS_SUCCESS) return absl::OkStatus();
+    return absl::UnavailableError(absl::StrCat(call, " failed: ", status_string(status)));
+  }
+};
+
+// One shape's descriptors and the algorithm chosen for it.
+struct Gemms::Plan {
+  explicit Plan(const Library& lib) : library(lib) {}
+  ~Plan() {
+    if (desc != nullptr) library.desc_destroy(desc);
+    for (cublasLtMatrixLayout_t layout : {a, b, c}) {
+      if (layout != nullptr) library.layout_destroy(layout);
+    }
+  }
+
+  absl::Status Describe(const GemmShape& shape) {
+    LOSSD_RETURN_IF_ERROR(library.ToStatus(library.desc_create(&desc, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+                                           "cublasLtMatmulDescCreate"));
+    const cublasOperation_t op_a = shape.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    const cublasOperation_t op_b = shape.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    LOSSD_RETURN_IF_ERROR(
+        library.ToStatus(library.desc_set(desc, CUBLASLT_MATMUL_DESC_TRANSA, &op_a, sizeof(op_a)),
+                         "cublasLtMatmulDescSetAttribute(TRANSA)"));
+    LOSSD_RETURN_IF_ERROR(
+        library.ToStatus(library.desc_set(desc, CUBLASLT_MATMUL_DESC_TRANSB, &op_b, sizeof(op_b)),
+                         "cublasLtMatmulDescSetAttribute(TRANSB)"));
+    LOSSD_RETURN_IF_ERROR(Layout(&a, shape.input, shape.transpose_a, shape.m, shape.k, shape.lda));
+    LOSSD_RETURN_IF_ERROR(Layout(&b, shape.input, shape.transpose_b, shape.k, shape.n, shape.ldb));
+    return Layout(&c, shape.output, false, shape.m, shape.n, shape.ldc);
+  }
+
+  absl::Status Layout(cublasLtMatrixLayout_t* layout, DType dtype, bool transposed, int64_t rows,
+                      int64_t cols, int64_t ld) {
+    if (transposed) std::swap(rows, cols);
+    return library.ToStatus(library.layout_create(layout, ToCuda(dtype), static_cast<uint64_t>(rows),
+                                                  static_cast<uint64_t>(cols), ld),
+                            "cublasLtMatrixLayoutCreate");
+  }
+
+  // The candidates that cuBLAS proposes, best first. Reductions across splits are done in fp32 and in
+  // a fixed order.
+  absl::Status Propose(cublasLtHandle_t handle, bool scratch) {
+    cublasLtMatmulPreference_t preference = nullptr;
+    LOSSD_RETURN_IF_ERROR(
+        library.ToStatus(library.preference_create(&preference), "cublasLtMatmulPreferenceCreate"));
+    const size_t workspace = scratch ? static_cast<size_t>(kGemmWorkspaceBytes) : 0;
+    const uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    library.preference_set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
+                           sizeof(workspace));
+    library.preference_set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reductions,
+                           sizeof(reductions));
+    candidates.resize(kCandidates);
+    int found = 0;
+    const cublasStatus_t status =
+        library.heuristic(handle, desc, a, b, c, c, preference, kCandidates, candidates.data(), &found);
+    library.preference_destroy(preference);
+    LOSSD_RETURN_IF_ERROR(library.ToStatus(status, "cublasLtMatmulAlgoGetHeuristic"));
+    candidates.resize(static_cast<size_t>(found));
+    return found > 0 ? absl::OkStatus()
+                     : absl::UnavailableError("cublasLtMatmulAlgoGetHeuristic found nothing");
+  }
+
+  const Library& library;
+  cublasLtMatmulDesc_t desc = nullptr;
+  cublasLtMatrixLayout_t a = nullptr;
+  cublasLtMatrixLayout_t b = nullptr;
+  cublasLtMatrixLayout_t c = nullptr;
+  std::vector<cublasLtMatmulHeuristicResult_t> candidates;
+  size_t chosen = 0;
+  bool timed = false;  // the choice is the fastest, not the first
+};
+
+Gemms::Gemms() : library_(std::make_unique<Library>()) {}
+
+Gemms::~Gemms() {
+  plans_.clear();
+  if (handle_ != nullptr) library_->destroy(handle_);
+}
+
+absl::StatusOr<std::unique_ptr<Gemms>> Gemms::Create() {
+  std::unique_ptr<Gemms> gemms(new Gemms);
+  LOSSD_RETURN_IF_ERROR(gemms->library_->Load());
+  LOSSD_RETURN_IF_ERROR(
+      gemms->library_->ToStatus(gemms->library_->create(&gemms->handle_), "cublasLtCreate"));
+  return gemms;
+}
+
+absl::StatusOr<Gemms::Plan*> Gemms::FindOrCreate(const GemmShape& shape) {
+  std::unique_ptr<Plan>& slot = plans_[shape];
+  if (slot != nullptr) return slot.get();
+  auto plan = std::make_unique<Plan>(*library_);
+  LOSSD_RETURN_IF_ERROR(plan->Describe(shape));
+  LOSSD_RETURN_IF_ERROR(plan->Propose(handle_, shape.scratch));
+  slot = std::move(plan);
+  return slot.get();
+}
+
+absl::Status Gemms::Prepare(const GemmShape& shape) {
+  const absl::Status status = FindOrCreate(shape).status();
+  return status.ok() ? status : absl::InternalError(status.message());
+}
+
+absl::Status Gemms::Run(const GemmShape& shape, const GemmOperands& operands, void* workspace,
+                        cudaStream_t stream) {
+  absl::StatusOr<Plan*> found = FindOrCreate(shape);
+  if (!found.ok()) return found.status();
+  const Plan& plan = **found;
+  const auto workspace_bytes = static_cast<size_t>(shape.scratch ? kGemmWorkspaceBytes : 0);
+  return library_->ToStatus(
+      library_->matmul(handle_, plan.desc, &operands.alpha, operands.a, plan.a, operands.b, plan.b,
+                       &operands.beta, operands.c, plan.c, operands.c, plan.c,
+                       &plan.candidates[plan.chosen].algo, workspace, workspace_bytes, stream),
+      "cublasLtMatmul");
+}
+
+Choice Gemms::Describe(const GemmShape& shape) const {
+  const Plan& plan = *plans_.at(shape);
+  const cublasLtMatmulHeuristicResult_t& chosen = plan.candidates[plan.chosen];
+  const auto attribute = [&](cublasLtMatmulAlgoConfigAttributes_t name) {
+    int32_t value = -1;
+    size_t written = 0;
+    library_->config_get(&chosen.algo, name, &value, sizeof(value), &written);
+    return value;
+  };
+  return {.choice = absl::StrCat("cuBLASLt ", attribute(CUBLASLT_ALGO_CONFIG_ID), ", tile ",
+                                 attribute(CUBLASLT_ALGO_CONFIG_TILE_ID), ", stages ",
+                                 attribute(CUBLASLT_ALGO_CONFIG_STAGES_ID), ", split ",
+                                 attribute(CUBLASLT_ALGO_CONFIG_SPLITK_NUM)),
+          .reason =
+              absl::StrCat(plan.timed ? "the fastest of " : "its first choice of ", plan.candidates.size())};
+}
+
+absl::StatusOr<double> Gemms::Time(const GemmShape& shape, const GemmOperands& operands, void* workspace,
+                                   cudaStream_t stream) {
+  cudaEvent_t begin = nullptr;
+  cudaEvent_t end = nullptr;
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaEventCreate(&begin), "cudaEventCreate");
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaEventCreate(&end), "cudaEventCreate");
+  absl::Status status = Run(shape, operands, workspace, stream);
+  cudaEventRecord(begin, stream);
+  for (int i = 0; i < kTimedRuns && status.ok(); ++i) status = Run(shape, operands, workspace, stream);
+  cudaEventRecord(end, stream);
+  float milliseconds = 0.0f;
+  if (status.ok()) status = ToStatus(cudaEventSynchronize(end), "cudaEventSynchronize");
+  if (status.ok()) status = ToStatus(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime");
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  if (!status.ok()) return status;
+  return static_cast<double>(milliseconds) / kTimedRuns;
+}
+
+absl::Status Gemms::Tune(const GemmShape& shape, const GemmOperands& operands, void* workspace,
+                         cudaStream_t stream) {
+  absl::StatusOr<Plan*> found = FindOrCreate(shape);
+  if (!found.ok()) return found.status();
+  Plan& plan = **found;
+  double best_time = std::numeric_limits<double>::infinity();
+  size_t best = 0;
+  for (size_t i = 0; i < plan.candidates.size(); ++i) {
+    plan.chosen = i;
+    absl::StatusOr<double> time = Time(shape, operands, workspace, stream);
+    if (!time.ok()) return time.status();
+    if (*time < best_time) {
+      best_time = *time;
+      best = i;
+    }
+  }
+  plan.chosen = best;
+  plan.timed = true;
+  return absl::OkStatus();
+}
+
+}  // namespace lossd::kernels::cuda

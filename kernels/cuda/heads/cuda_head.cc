@@ -1,0 +1,270 @@
+#include "kernels/cuda/heads/cuda_head.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/kernels/hopper/tiles.h"
+#include "kernels/cuda/kernels/row_loss.h"
+#include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/kernels/tensor_ops.h"
+#include "kernels/cuda/paths/recomputed_plan.h"
+#include "kernels/validation.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+HeadSizes SizesOn(const Device& device, const HeadConfig& config) {
+  return SizesFor(config, device.options().workspace_bytes, device.options().max_chunk_rows,
+                  device.limits().multiprocessors, device.limits().fused_clusters > 0);
+}
+
+absl::string_view WhyNoMoreRows(const HeadSizes& sizes, int64_t most_rows) {
+  if (sizes.chunk_rows >= most_rows) return "more are not allowed";
+  const bool in_panels = sizes.fused && sizes.chunk_rows % hopper::kPanelRows == 0;
+  return in_panels ? "the workspace holds no more whole panels" : "the workspace holds no more";
+}
+
+RowInputs InputsOf(const ChunkLayout& layout, const RowInputBlock& block, const float* target_dots) {
+  return {.rows = layout.compact_rows,
+          .padded_rows = layout.padded_rows,
+          .targets = block.target,
+          .target_dots = target_dots,
+          .weights = block.weight,
+          .coef_loss = block.coef_loss,
+          .coef_lse = block.coef_lse,
+          .coef_entropy = block.coef_entropy};
+}
+
+}  // namespace
+
+CudaHead::CudaHead(Device* device, const HeadConfig& config)
+    : device_(device),
+      config_(config),
+      sizes_(SizesOn(*device, config)),
+      plan_(PlanMemory(config, sizes_, device->limits().multiprocessors)),
+      tensors_(device, config, sizes_) {}
+
+CudaHead::~CudaHead() { cudaSetDevice(device_->options().device); }
+
+absl::StatusOr<std::unique_ptr<HeadKernels>> CudaHead::Create(Device* device, const HeadConfig& config) {
+  std::unique_ptr<CudaHead> head(new CudaHead(device, config));
+  LOSSD_RETURN_IF_ERROR(head->Allocate());
+  const bool stored = config.logits == Logits::kStored;  // blocks take the library's first choice
+  const bool tune = stored && device->options().autotune && !device->options().deterministic;
+  if (tune) LOSSD_RETURN_IF_ERROR(head->Tune());
+  LOSSD_RETURN_IF_ERROR(head->MakeChoices());
+  return std::unique_ptr<HeadKernels>(std::move(head));
+}
+
+absl::Status CudaHead::Allocate() {
+  MemoryLedger* ledger = &device_->ledger();
+  const int sms = device_->limits().multiprocessors;
+  const Workspace workspace = Workspace::Carve(config_, sizes_, sms, nullptr, nullptr);
+  LOSSD_RETURN_IF_ERROR(tensors_.Allocate());
+  LOSSD_RETURN_IF_ERROR(
+      Take(DeviceBuffer::Allocate(ledger, MemoryKind::kWorkspace, workspace.bytes), workspace_buffer_));
+  LOSSD_RETURN_IF_ERROR(
+      Take(DeviceBuffer::Allocate(ledger, MemoryKind::kSlots, workspace.slot_bytes), slot_buffer_));
+  workspace_ = Workspace::Carve(config_, sizes_, sms, workspace_buffer_.data(), slot_buffer_.data());
+  tensors_.Use({workspace_.upload_buffer, workspace_.square_sums});
+  LOSSD_RETURN_IF_ERROR(slots_.Allocate(ledger, sizes_, workspace_));
+  transfers_.emplace(device_, config_, sizes_, workspace_);
+  LOSSD_RETURN_IF_ERROR(transfers_->Start());
+  norm_.emplace(device_, config_, sizes_, workspace_, &tensors_);
+  planner_.emplace(*device_, config_, sizes_, &*norm_);
+  paths_.emplace(PathContext{.device = device_,
+                             .config = config_,
+                             .sizes = sizes_,
+                             .memory = workspace_.paths,
+                             .weight = tensors_.values().compute_weight,
+                             .accumulators = &tensors_.accumulators(),
+                             .keep = workspace_.keep,
+                             .download_idle = &transfers_->download_idle()});
+  return device_->Synchronize();
+}
+
+absl::Status CudaHead::Tune() {
+  const cudaStream_t stream = device_->compute();
+  void* const weight = tensors_.values().compute_weight;
+  void* const hidden = slots_.first().memory.hidden;
+  const int64_t weight_elements = sizes_.padded_vocab * sizes_.padded_hidden;
+  // Products of zeros run faster than others, so the operands are filled first and zeroed afterwards.
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchFillPattern(weight, config_.compute_dtype, weight_elements, stream),
+                             "pattern kernel");
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      LaunchFillPattern(hidden, config_.compute_dtype, sizes_.chunk_rows * sizes_.padded_hidden, stream),
+      "pattern kernel");
+  LOSSD_RETURN_IF_ERROR(paths_->Tune(hidden));
+  if (config_.trainable) {
+    LOSSD_RETURN_IF_ERROR(
+        Zero(tensors_.gradients().weight, weight_elements * static_cast<int64_t>(sizeof(float)), stream));
+  }
+  LOSSD_RETURN_IF_ERROR(Zero(weight, weight_elements * sizes_.element, stream));
+  return device_->Synchronize();
+}
+
+absl::Status CudaHead::MakeChoices() {
+  ChunkFacts full;
+  full.terms.vocab = sizes_.vocab;
+  full.terms.bias = tensors_.values().params.bias;
+  full.rows = full.padded_rows = sizes_.chunk_rows;
+  full.wants_gradient = true;
+  const ChunkPlan plan = planner_->Plan({.gradients = config_.gradients}, full, config_.compute_dtype);
+  absl::StatusOr<std::vector<Choice>> choices = paths_->Describe(plan);
+  if (!choices.ok()) return choices.status();
+  int64_t most_rows = device_->options().max_chunk_rows;
+  if (config_.logits == Logits::kRecomputed) most_rows = std::min(most_rows, kRecomputedChunkRows);
+  choices_ = *std::move(choices);
+  choices_.insert(choices_.begin(), {.what = "chunk",
+                                     .choice = absl::StrCat("up to ", sizes_.chunk_rows, " rows"),
+                                     .reason = std::string(WhyNoMoreRows(sizes_, most_rows)),
+                                     .workspace_bytes = plan_[MemoryKind::kWorkspace]});
+  return absl::OkStatus();
+}
+
+// ---- a chunk ----
+
+void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
+  auto pending = std::make_shared<Pending>();
+  pending->job.chunk = chunk;
+  absl::Status status = CheckChunk(*chunk);
+  if (status.ok()) {
+    Prepare(chunk, *pending);
+    if (pending->job.rows() > 0) status = Enqueue(*pending);
+  }
+  Report(pending, std::move(status), std::move(callbacks));
+}
+
+absl::Status CudaHead::CheckChunk(const Chunk& chunk) const {
+  LOSSD_RETURN_IF_ERROR(device_->Enter());
+  if (device_->in_flight() >= Device::kMaxChunksInFlight) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("Submit: ", Device::kMaxChunksInFlight, " chunks are already in flight"));
+  }
+  return ValidateChunk(config_, sizes_.chunk_rows, chunk);
+}
+
+LossTerms CudaHead::TermsOf(const Chunk& chunk, const ChunkLayout& layout) const {
+  const LossOptions& options = chunk.options;
+  const ValueBuffer& values = tensors_.values();
+  return {.vocab = sizes_.vocab,
+          .bias = values.params.bias,
+          .class_weights = options.use_class_weights ? values.class_weights : nullptr,
+          .class_weight_sum =
+              options.use_class_weights ? tensors_.class_weight_sum() : static_cast<float>(sizes_.vocab),
+          .scale = options.logit_scale,
+          .softcap = options.softcap,
+          .smoothing = options.label_smoothing,
+          .z_loss = options.z_loss,
+          .want_entropy = layout.want_entropy,
+          .any_coef_entropy = layout.any_coef_entropy};
+}
+
+void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
+  ChunkSlot& slot = slots_.Next();
+  ChunkJob& job = pending.job;
+  pending.slot = &slot;
+  const LayoutHead layout_head = {config_, config_.compute_dtype, sizes_.chunk_rows,
+                                  chunk->options.use_class_weights ? tensors_.largest_class_weight() : 1.0f};
+  job.layout = LayOutChunk(layout_head, *chunk, slot.host_in);
+  job.terms = TermsOf(*chunk, job.layout);
+  job.in = InputsOf(job.layout, slot.device_in, workspace_.paths.At<float>(Region::kTargetDots));
+  const RowOutputBlock& out = slot.device_out;
+  job.out = {out.loss, out.z_loss, out.lse, out.entropy, out.target_logprob, out.argmax};
+  job.accumulate = slot.device_in.accumulate;
+  job.with_gradient = slot.device_in.with_gradient;
+  job.dropped_mass = out.dropped_mass;
+  job.decision = out.decision;
+  job.hidden = slot.memory.hidden;
+  job.loss_branch = &slot.loss_branch;
+  job.weight_branch = &slot.weight_branch;
+
+  const float t = chunk->options.logit_scale;
+  job.wants_hidden_gradient = job.layout.want_hidden_gradient || (job.layout.accumulate && norm_->exists());
+  job.direct = chunk->hidden_dtype == config_.compute_dtype && !norm_->exists();
+  job.hidden_gradient_dtype = job.direct ? config_.compute_dtype : HiddenGradientDType(config_.compute_dtype);
+  job.hidden_gradient_scale = job.direct ? t * job.layout.unit : t;
+  job.weight_gradient_scale = job.layout.unit * t;
+
+  job.plan = planner_->Next(*chunk, {job.terms, job.rows(), job.padded_rows(), job.wants_gradient()}, slot);
+  job.layout.filtered = job.plan.filtered();
+  chunk->choices = cuda::Describe(job.plan);
+}
+
+absl::Status CudaHead::Enqueue(const Pending& pending) {
+  const ChunkJob& job = pending.job;
+  ChunkPath& path = paths_->For(job.plan);
+  LOSSD_RETURN_IF_ERROR(path.Prepare(job));
+  const auto phases = [&]() -> absl::Status {
+    LOSSD_RETURN_IF_ERROR(transfers_->Upload(job, *pending.slot));
+    LOSSD_RETURN_IF_ERROR(Loss(pending, path));
+    if (job.wants_hidden_gradient) LOSSD_RETURN_IF_ERROR(HiddenGradient(pending, path));
+    LOSSD_RETURN_IF_ERROR(transfers_->Download(job, *pending.slot));
+    if (job.layout.accumulate) LOSSD_RETURN_IF_ERROR(path.WeightGradient(job));
+    return Record(pending.slot->done, device_->compute());
+  };
+  absl::Status status = phases();
+  return status.ok() ? status : device_->Fail(std::move(status));
+}
+
+absl::Status CudaHead::Loss(const Pending& pending, ChunkPath& path) {
+  const ChunkJob& job = pending.job;
+  const ChunkSlot& slot = *pending.slot;
+  const cudaStream_t stream = device_->compute();
+  LOSSD_RETURN_IF_ERROR(Await(slot.uploaded, stream));
+  if (norm_->exists()) LOSSD_RETURN_IF_ERROR(norm_->Forward(job, slot));
+  if (auto* dots = workspace_.paths.At<float>(Region::kTargetDots); dots != nullptr) {
+    LOSSD_RETURN_IF_CUDA_ERROR(
+        LaunchTargetDots({job.hidden, tensors_.values().compute_weight, config_.compute_dtype,
+                          sizes_.padded_hidden, job.rows(), job.in.targets, dots},
+                         stream),
+        "target kernel");
+  }
+  LOSSD_RETURN_IF_ERROR(path.Loss(job));
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      LaunchGuard({job.layout.device_slices, slot.device_in.slice_begin, job.accumulate, job.out.loss,
+                   job.out.lse, slot.device_out.first_bad, workspace_.keep},
+                  stream),
+      "guard kernel");
+  return Record(slot.row_results, stream);
+}
+
+absl::Status CudaHead::HiddenGradient(const Pending& pending, ChunkPath& path) {
+  LOSSD_RETURN_IF_ERROR(path.HiddenGradient(pending.job));
+  if (norm_->exists()) LOSSD_RETURN_IF_ERROR(norm_->Backward(pending.job, *pending.slot));
+  return Record(pending.slot->hidden_gradient, device_->compute());
+}
+
+void CudaHead::Report(const std::shared_ptr<Pending>& pending, absl::Status status,
+                      ChunkCallbacks callbacks) {
+  const bool on_device = status.ok() && pending->job.rows() > 0;
+  auto shared = std::make_shared<ChunkCallbacks>(std::move(callbacks));
+  auto final_status = std::make_shared<absl::Status>(status);
+  Device* device = device_;
+  Device::Completion completion;
+  completion.results = [pending, on_device, shared, final_status, device, hidden = sizes_.hidden] {
+    if (on_device) {
+      *final_status =
+          device->Fail(ToStatus(cudaEventSynchronize(pending->slot->results.get()), "cudaEventSynchronize"));
+    } else if (!final_status->ok() && pending->slot != nullptr) {
+      cudaDeviceSynchronize();  // copies to the slices' memory may be under way
+    }
+    if (final_status->ok()) {
+      UnpackResults(*pending->job.chunk, pending->job.layout, hidden, pending->slot->host_in,
+                    pending->slot->host_out);
+    }
+    shared->on_results(*final_status);
+  };
+  completion.wait_done = [pending, on_device, final_status, device] {
+    if (!on_device || !final_status->ok()) return;
+    *final_status =
+        device->Fail(ToStatus(cudaEventSynchronize(pending->slot->done.get()), "cudaEventSynchronize"));
+  };
+  completion.done = [shared, final_status] { shared->on_done(*final_status); };
+  device_->Enqueue(std::move(completion));
+}
+
+}  // namespace lossd::kernels::cuda

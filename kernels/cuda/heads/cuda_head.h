@@ -1,0 +1,98 @@
+// One head on a GPU: the HeadKernels of the CUDA backend (see kernels/backend.h for its contract). It knows
+// the phases of a chunk; what it is made of has a class each: tensors, slots, transfers, the norm, the
+// planner, and the ways of computing a chunk (paths/).
+#ifndef LOSSD_KERNELS_CUDA_HEADS_CUDA_HEAD_H_
+#define LOSSD_KERNELS_CUDA_HEADS_CUDA_HEAD_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/backend.h"
+#include "kernels/cuda/device/device.h"
+#include "kernels/cuda/heads/chunk_planner.h"
+#include "kernels/cuda/heads/chunk_slots.h"
+#include "kernels/cuda/heads/head_memory.h"
+#include "kernels/cuda/heads/head_norm.h"
+#include "kernels/cuda/heads/head_tensors.h"
+#include "kernels/cuda/heads/row_transfers.h"
+#include "kernels/cuda/paths/head_paths.h"
+
+namespace lossd::kernels::cuda {
+
+class CudaHead : public HeadKernels {
+ public:
+  // `config` is valid and its plan fits; `device` must outlive the head.
+  static absl::StatusOr<std::unique_ptr<HeadKernels>> Create(Device* device, const HeadConfig& config);
+  ~CudaHead() override;
+
+  const HeadConfig& config() const override { return config_; }
+  DType compute_dtype() const override { return config_.compute_dtype; }
+  int64_t chunk_rows() const override { return sizes_.chunk_rows; }
+  MemoryBytes memory() const override { return plan_; }
+  std::vector<Choice> Describe() const override { return choices_; }
+
+  void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
+  absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                          absl::Span<uint8_t> out) override {
+    return tensors_.Read(id, row_begin, rows, dtype, out);
+  }
+  absl::Status WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                           absl::Span<const uint8_t> in) override {
+    return tensors_.Write(id, row_begin, rows, dtype, in);
+  }
+  absl::Status AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
+                           absl::Span<const uint8_t> in) override {
+    return tensors_.AddGradient(param, row_begin, rows, dtype, scale, in);
+  }
+  absl::StatusOr<double> GradNorm() override { return tensors_.GradNorm(); }
+  absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) override {
+    return tensors_.ApplyStep(options, update);
+  }
+  absl::Status ZeroGradients() override { return tensors_.ZeroGradients(); }
+
+ private:
+  // A chunk from Submit to its end.
+  struct Pending {
+    ChunkJob job;
+    ChunkSlot* slot = nullptr;  // null: nothing to do on the device
+  };
+
+  CudaHead(Device* device, const HeadConfig& config);
+  absl::Status Allocate();
+  absl::Status Tune();
+  // Fills choices_; chooses the algorithms of a full chunk's GEMMs.
+  absl::Status MakeChoices();
+
+  absl::Status CheckChunk(const Chunk& chunk) const;
+  // Lays the chunk out and plans it.
+  void Prepare(Chunk* chunk, Pending& pending);
+  LossTerms TermsOf(const Chunk& chunk, const ChunkLayout& layout) const;
+  // The phases of a chunk; each enqueues its work and returns.
+  absl::Status Enqueue(const Pending& pending);
+  absl::Status Loss(const Pending& pending, ChunkPath& path);
+  absl::Status HiddenGradient(const Pending& pending, ChunkPath& path);
+  void Report(const std::shared_ptr<Pending>& pending, absl::Status status, ChunkCallbacks callbacks);
+
+  Device* const device_;
+  const HeadConfig config_;
+  const HeadSizes sizes_;
+  const MemoryBytes plan_;
+  std::vector<Choice> choices_;
+  HeadTensors tensors_;
+  DeviceBuffer workspace_buffer_, slot_buffer_;
+  Workspace workspace_;
+  ChunkSlots slots_;
+  // Set by Allocate.
+  std::optional<RowTransfers> transfers_;
+  std::optional<HeadNorm> norm_;
+  std::optional<ChunkPlanner> planner_;
+  std::optional<HeadPaths> paths_;
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_HEADS_CUDA_HEAD_H_

@@ -1,0 +1,72 @@
+#include "kernels/cuda/heads/head_norm.h"
+
+#include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/kernels/rows.h"
+
+namespace lossd::kernels::cuda {
+
+// As the launches will plan, whose matrices all begin where vectors may.
+void HeadNorm::Plan(const ChunkFacts& chunk, DType hidden_dtype, ChunkPlan& plan) const {
+  if (!exists()) return;
+  NormParams p;
+  p.rows = chunk.rows;
+  p.x = {nullptr, hidden_dtype, sizes_.hidden, sizes_.hidden};
+  p.y = {nullptr, config_.compute_dtype, sizes_.hidden, sizes_.padded_hidden};
+  plan.norm = PlanNormForward(p);
+  if (!chunk.wants_gradient) return;
+  p.y.dtype = HiddenGradientDType(config_.compute_dtype);
+  plan.norm_gradient = PlanNormBackward(p, {}, device_->limits());
+}
+
+DeviceMatrix HeadNorm::RawRows(const ChunkJob& job, const ChunkSlot& slot) const {
+  return {slot.memory.raw, job.chunk->hidden_dtype, sizes_.hidden, sizes_.hidden};
+}
+
+NormParams HeadNorm::ParamsOf(const ChunkJob& job, const ChunkSlot& slot, const DeviceMatrix& y) const {
+  NormParams p;
+  p.centred = config_.norm == Norm::kLayerNorm;
+  p.epsilon = config_.norm_epsilon;
+  p.gain = tensors_->values().params.norm_gain;
+  p.shift = tensors_->values().params.norm_shift;
+  p.rows = job.rows();
+  p.source = slot.device_in.raw_of_compact;
+  p.x = RawRows(job, slot);
+  p.y = y;
+  p.mean = workspace_.mean;
+  p.inverse_deviation = workspace_.inverse_deviation;
+  return p;
+}
+
+absl::Status HeadNorm::Forward(const ChunkJob& job, const ChunkSlot& slot) const {
+  const cudaStream_t stream = device_->compute();
+  const int64_t row_bytes = sizes_.padded_hidden * sizes_.element;
+  auto* hidden = static_cast<uint8_t*>(slot.memory.hidden);
+  LOSSD_RETURN_IF_ERROR(
+      Zero(hidden + job.rows() * row_bytes, (job.padded_rows() - job.rows()) * row_bytes, stream));
+  const DeviceMatrix y = {hidden, config_.compute_dtype, sizes_.hidden, sizes_.padded_hidden};
+  return ToStatus(LaunchNormForward(ParamsOf(job, slot, y), device_->limits(), stream),
+                  "norm forward kernel");
+}
+
+absl::Status HeadNorm::Backward(const ChunkJob& job, const ChunkSlot& slot) const {
+  const cudaStream_t stream = device_->compute();
+  const DeviceMatrix raw = RawRows(job, slot);
+  const DeviceMatrix dy = {workspace_.paths[Region::kHiddenGradient], job.hidden_gradient_dtype,
+                           sizes_.hidden, sizes_.padded_hidden};
+  NormBackwardParams b;
+  b.scale = job.hidden_gradient_factor();
+  b.keep = workspace_.keep;
+  if (job.layout.want_hidden_gradient) b.dx = raw;  // in place; the download takes it from there
+  if (job.layout.accumulate) {
+    b.gain_gradient = tensors_->gradients().norm_gain;
+    b.shift_gradient = tensors_->gradients().norm_shift;
+    b.partials = workspace_.paths.At<float>(Region::kColumnSums);
+  }
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchNormBackward(ParamsOf(job, slot, dy), b, device_->limits(), stream),
+                             "norm backward kernel");
+  if (!job.layout.want_hidden_gradient || job.rows() == job.layout.raw_rows) return absl::OkStatus();
+  return ToStatus(LaunchZeroUnmappedRows(raw, slot.device_in.compact_of_raw, job.layout.raw_rows, stream),
+                  "zero kernel");
+}
+
+}  // namespace lossd::kernels::cuda

@@ -1,0 +1,92 @@
+// The tensors of one head on the device: values, gradients and moments, what may be read, written and added
+// to between chunks, and the optimizer's step. Everything but the accessors waits for the device. Driven by
+// the backend's thread; a chunk in flight may use the tensors.
+#ifndef LOSSD_KERNELS_CUDA_HEADS_HEAD_TENSORS_H_
+#define LOSSD_KERNELS_CUDA_HEADS_HEAD_TENSORS_H_
+
+#include <cstdint>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kernels/cuda/device/device.h"
+#include "kernels/cuda/heads/param_blocks.h"
+#include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/paths/chunk_path.h"
+#include "kernels/head_config.h"
+#include "kernels/optimizer_options.h"
+
+namespace lossd::kernels::cuda {
+
+class HeadTensors {
+ public:
+  // Device memory that these functions work in. Owned by the head.
+  struct Scratch {
+    uint8_t* transfer = nullptr;    // HeadSizes::transfer_bytes
+    double* square_sums = nullptr;  // [kSquareSumPartials + 1]
+  };
+
+  // `device` outlives it.
+  HeadTensors(Device* device, const HeadConfig& config, const HeadSizes& sizes)
+      : device_(device),
+        config_(config),
+        sizes_(sizes),
+        class_weight_sum_(static_cast<float>(config.vocab_size)) {}
+
+  // Zeros, but for norm gain and class weights, which are 1. Enqueued on the compute stream.
+  absl::Status Allocate();
+  // Before any function below.
+  void Use(const Scratch& scratch) { scratch_ = scratch; }
+
+  // As HeadKernels.
+  absl::Status Read(TensorId id, int64_t row_begin, int64_t rows, DType dtype, absl::Span<uint8_t> out);
+  absl::Status Write(TensorId id, int64_t row_begin, int64_t rows, DType dtype, absl::Span<const uint8_t> in);
+  absl::Status AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
+                           absl::Span<const uint8_t> in);
+  absl::StatusOr<double> GradNorm();
+  absl::Status ApplyStep(const OptimizerOptions& options, int64_t update);
+  absl::Status ZeroGradients();
+
+  const ValueBuffer& values() const { return values_; }
+  const ParamBlock& gradients() const { return gradients_; }
+  WeightAccumulators& accumulators() { return accumulators_; }
+  float class_weight_sum() const { return class_weight_sum_; }          // vocab_size without class weights
+  float largest_class_weight() const { return largest_class_weight_; }  // by magnitude; 1 without
+
+ private:
+  // Rows of a tensor on their way between host and device.
+  struct TransferBlock {
+    DeviceMatrix tensor;  // their place in the tensor
+    DeviceMatrix buffer;  // the transfer buffer, in the host's dtype
+    int64_t rows = 0;
+    int64_t offset = 0;  // in the host's memory, bytes
+    int64_t bytes = 0;
+  };
+
+  // A tensor from row `row_begin` on, as a matrix on the device.
+  DeviceMatrix Find(TensorId id, int64_t row_begin) const;
+  // Enters the device and checks an access to rows of a tensor; then waits for the chunks in flight.
+  absl::Status Begin(TensorId id, int64_t row_begin, int64_t rows, DType dtype, size_t bytes);
+  // Each block ends before the next begins: host memory need not be pinned, and the buffer is shared.
+  absl::Status ForEachBlock(const DeviceMatrix& tensor, int64_t rows, DType dtype,
+                            absl::FunctionRef<absl::Status(const TransferBlock&)> step);
+  absl::Status RefreshAfterWrite(TensorId id, int64_t row_begin, int64_t rows);
+  absl::Status ReadClassWeights();
+
+  Device* const device_;
+  const HeadConfig config_;
+  const HeadSizes sizes_;
+  DeviceBuffer value_buffer_, gradient_buffer_, optimizer_buffer_;
+  ValueBuffer values_;
+  ParamBlock gradients_;
+  ParamBlock moments_[2];
+  WeightAccumulators accumulators_;
+  Scratch scratch_;
+  float class_weight_sum_;
+  float largest_class_weight_ = 1.0f;
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_HEADS_HEAD_TENSORS_H_

@@ -1,0 +1,41 @@
+// The tensors of a head on the device and where they lie in their buffers: one function lays out a buffer for
+// counting (null base) and for use, so that a plan is what is allocated. Pure functions; thread-safe.
+#ifndef LOSSD_KERNELS_CUDA_HEADS_PARAM_BLOCKS_H_
+#define LOSSD_KERNELS_CUDA_HEADS_PARAM_BLOCKS_H_
+
+#include <cstdint>
+
+#include "kernels/cuda/paths/head_sizes.h"
+#include "kernels/head_config.h"
+
+namespace lossd::kernels::cuda {
+
+// One role's tensors (value, gradient or a moment): all trained parameters one after the other.
+struct ParamBlock {
+  float* weight = nullptr;      // [padded_vocab, padded_hidden]
+  float* bias = nullptr;        // [padded_vocab] or null, likewise below
+  float* norm_gain = nullptr;   // [padded_hidden]
+  float* norm_shift = nullptr;  // [padded_hidden]
+  int64_t bytes = 0;
+
+  static ParamBlock Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base);
+  float* first() const { return weight; }
+  int64_t floats() const { return bytes / static_cast<int64_t>(sizeof(float)); }
+};
+
+// Values, class weights and the 16-bit copy of the weight.
+struct ValueBuffer {
+  ParamBlock params;
+  float* class_weights = nullptr;  // [padded_vocab] or null
+  void* compute_weight = nullptr;  // [padded_vocab, padded_hidden] compute dtype; fp32: the weight itself
+  int64_t bytes = 0;
+
+  static ValueBuffer Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base);
+};
+
+// How many moments a head keeps of each parameter.
+int MomentCount(const HeadConfig& config);
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_HEADS_PARAM_BLOCKS_H_

@@ -1,0 +1,114 @@
+#include "kernels/cuda/heads/row_transfers.h"
+
+#include <algorithm>
+
+#include "kernels/cuda/device/cuda_retained.h"
+#include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/kernels/rows.h"
+
+namespace lossd::kernels::cuda {
+
+absl::Status RowTransfers::Start() { return Take(Event::Create(), download_idle_); }
+
+int64_t RowTransfers::RowBytes(const ChunkJob& job) const {
+  return sizes_.hidden * static_cast<int64_t>(SizeOf(job.chunk->hidden_dtype));
+}
+
+bool RowTransfers::IsDirect(const ChunkJob& job, const SliceLayout& place) const {
+  return job.direct && place.compact_rows == place.slice->rows && sizes_.hidden == sizes_.padded_hidden;
+}
+
+absl::Status RowTransfers::Upload(const ChunkJob& job, const ChunkSlot& slot) {
+  const cudaStream_t stream = device_->upload();
+  LOSSD_RETURN_IF_ERROR(Copy(slot.memory.inputs, slot.host_inputs.data(), slot.host_inputs.bytes(), stream));
+  for (const SliceLayout& place : job.layout.slices) {
+    if (place.compact_rows > 0) LOSSD_RETURN_IF_ERROR(UploadSlice(job, slot, place));
+  }
+  const int64_t padding = job.padded_rows() - job.rows();
+  if (padding > 0 && config_.norm == Norm::kNone) {
+    const int64_t row_bytes = sizes_.padded_hidden * sizes_.element;
+    uint8_t* tail = static_cast<uint8_t*>(slot.memory.hidden) + job.rows() * row_bytes;
+    LOSSD_RETURN_IF_ERROR(Zero(tail, padding * row_bytes, stream));
+  }
+  return Record(slot.uploaded, stream);
+}
+
+absl::Status RowTransfers::UploadSlice(const ChunkJob& job, const ChunkSlot& slot, const SliceLayout& place) {
+  const cudaStream_t stream = device_->upload();
+  const int64_t row_bytes = RowBytes(job);
+  const auto* from = static_cast<const uint8_t*>(place.slice->hidden);
+  const int64_t rows = place.slice->rows;
+  if (place.slice->retained_offset >= 0) {
+    uint8_t* const retained =
+        static_cast<CudaRetained*>(job.chunk->retained)->data() + place.slice->retained_offset;
+    if (from != nullptr) LOSSD_RETURN_IF_ERROR(Copy(retained, from, rows * row_bytes, stream));
+    from = retained;
+  }
+  if (config_.norm != Norm::kNone) {
+    return Copy(static_cast<uint8_t*>(slot.memory.raw) + place.raw_begin * row_bytes, from, rows * row_bytes,
+                stream);
+  }
+  auto* hidden = static_cast<uint8_t*>(slot.memory.hidden);
+  if (IsDirect(job, place)) {
+    return Copy(hidden + place.compact_begin * row_bytes, from, rows * row_bytes, stream);
+  }
+  const DeviceMatrix buffer = {workspace_.upload_buffer, job.chunk->hidden_dtype, sizes_.hidden,
+                               sizes_.hidden};
+  const DeviceMatrix target = {hidden, config_.compute_dtype, sizes_.hidden, sizes_.padded_hidden};
+  const int64_t block_rows = sizes_.transfer_bytes / row_bytes;
+  for (int64_t r = 0; r < rows; r += block_rows) {
+    const int64_t count = std::min(block_rows, rows - r);
+    LOSSD_RETURN_IF_ERROR(Copy(buffer.data, from + r * row_bytes, count * row_bytes, stream));
+    LOSSD_RETURN_IF_CUDA_ERROR(
+        LaunchGatherRows(buffer, target, slot.device_in.compact_of_raw + place.raw_begin + r, count, stream),
+        "gather kernel");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RowTransfers::Download(const ChunkJob& job, const ChunkSlot& slot) {
+  const cudaStream_t stream = device_->download();
+  LOSSD_RETURN_IF_ERROR(Await(slot.row_results, stream));
+  LOSSD_RETURN_IF_ERROR(
+      Copy(slot.host_outputs.data(), slot.memory.outputs, slot.host_outputs.bytes(), stream));
+  if (job.layout.want_hidden_gradient) {
+    LOSSD_RETURN_IF_ERROR(Await(slot.hidden_gradient, stream));
+    for (const SliceLayout& place : job.layout.slices) {
+      if (place.compact_rows == 0 || place.slice->grad_hidden == nullptr) continue;
+      LOSSD_RETURN_IF_ERROR(DownloadSlice(job, slot, place));
+    }
+    LOSSD_RETURN_IF_ERROR(Record(download_idle_, stream));
+  }
+  return Record(slot.results, stream);
+}
+
+absl::Status RowTransfers::DownloadSlice(const ChunkJob& job, const ChunkSlot& slot,
+                                         const SliceLayout& place) {
+  const cudaStream_t stream = device_->download();
+  const int64_t row_bytes = RowBytes(job);
+  auto* to = static_cast<uint8_t*>(place.slice->grad_hidden);
+  const int64_t rows = place.slice->rows;
+  if (config_.norm != Norm::kNone) {
+    return Copy(to, static_cast<const uint8_t*>(slot.memory.raw) + place.raw_begin * row_bytes,
+                rows * row_bytes, stream);
+  }
+  uint8_t* const gradient = workspace_.paths[Region::kHiddenGradient];
+  if (IsDirect(job, place)) {
+    return Copy(to, gradient + place.compact_begin * row_bytes, rows * row_bytes, stream);
+  }
+  const DeviceMatrix source = {gradient, job.hidden_gradient_dtype, sizes_.hidden, sizes_.padded_hidden};
+  const DeviceMatrix buffer = {workspace_.download_buffer, job.chunk->hidden_dtype, sizes_.hidden,
+                               sizes_.hidden};
+  const int64_t block_rows = sizes_.transfer_bytes / row_bytes;
+  for (int64_t r = 0; r < rows; r += block_rows) {
+    const int64_t count = std::min(block_rows, rows - r);
+    LOSSD_RETURN_IF_CUDA_ERROR(
+        LaunchScatterRows(source, buffer, slot.device_in.compact_of_raw + place.raw_begin + r, count,
+                          job.hidden_gradient_factor(), stream),
+        "scatter kernel");
+    LOSSD_RETURN_IF_ERROR(Copy(to + r * row_bytes, buffer.data, count * row_bytes, stream));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace lossd::kernels::cuda

@@ -1,0 +1,47 @@
+// The rows of chunks on their way between host and device, on the streams for that: hidden states and per-row
+// inputs up, results and hidden gradients down, converted and compacted where host and device differ. Driven
+// by the backend's thread.
+#ifndef LOSSD_KERNELS_CUDA_HEADS_ROW_TRANSFERS_H_
+#define LOSSD_KERNELS_CUDA_HEADS_ROW_TRANSFERS_H_
+
+#include "absl/status/status.h"
+#include "kernels/cuda/device/device.h"
+#include "kernels/cuda/heads/chunk_slots.h"
+#include "kernels/cuda/heads/head_memory.h"
+#include "kernels/cuda/paths/chunk_job.h"
+#include "kernels/head_config.h"
+
+namespace lossd::kernels::cuda {
+
+class RowTransfers {
+ public:
+  // `device` outlives it; `workspace` is of the head.
+  RowTransfers(Device* device, const HeadConfig& config, const HeadSizes& sizes, const Workspace& workspace)
+      : device_(device), config_(config), sizes_(sizes), workspace_(workspace) {}
+  absl::Status Start();  // before any function below
+
+  // Enqueues the upload of all slices, and records slot.uploaded.
+  absl::Status Upload(const ChunkJob& job, const ChunkSlot& slot);
+  // Enqueues the download of the row results after slot.row_results, and of hidden gradients after
+  // slot.hidden_gradient; records slot.results.
+  absl::Status Download(const ChunkJob& job, const ChunkSlot& slot);
+  // The last download from Region::kHiddenGradient.
+  const Event& download_idle() const { return download_idle_; }
+
+ private:
+  absl::Status UploadSlice(const ChunkJob& job, const ChunkSlot& slot, const SliceLayout& place);
+  absl::Status DownloadSlice(const ChunkJob& job, const ChunkSlot& slot, const SliceLayout& place);
+  // Whether a slice is copied as it is.
+  bool IsDirect(const ChunkJob& job, const SliceLayout& place) const;
+  int64_t RowBytes(const ChunkJob& job) const;  // of the host's rows
+
+  Device* const device_;
+  const HeadConfig config_;
+  const HeadSizes sizes_;
+  const Workspace workspace_;
+  Event download_idle_;
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_HEADS_ROW_TRANSFERS_H_

@@ -1,0 +1,210 @@
+// Small device functions shared by the kernels: 16-byte rows of any element type as fp32, fast base-2
+// exponentials, and reductions whose order never changes.
+#ifndef LOSSD_KERNELS_CUDA_KERNELS_DEVICE_MATH_CUH_
+#define LOSSD_KERNELS_CUDA_KERNELS_DEVICE_MATH_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "kernels/dtype.h"
+
+namespace lossd::kernels::cuda {
+
+inline constexpr float kLog2E = 1.44269504088896340736f;
+inline constexpr float kLn2 = 0.69314718055994530942f;
+inline constexpr float kLargestHalf = 65504.0f;
+
+__device__ __forceinline__ float NegativeInfinity() { return __int_as_float(0xff800000); }
+
+// 2^x, relative error about 2^-22; 2^-inf = 0.
+__device__ __forceinline__ float Exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float SaturateHalf(float x) {
+  return fminf(fmaxf(x, -kLargestHalf), kLargestHalf);
+}
+
+// A kernel launched to start early waits here until the one before it has ended and its writes are visible.
+__device__ __forceinline__ void AwaitKernelBefore() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the blocks of such a kernel start where there is room.
+__device__ __forceinline__ void LetNextKernelStart() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// One 16-byte vector of T: its elements in fp32, and the largest of them that is not NaN.
+template <typename T>
+struct Vec;
+
+template <>
+struct Vec<float> {
+  static constexpr int kSize = 4;
+  __device__ __forceinline__ static float Max(const uint4& raw) {
+    return fmaxf(fmaxf(__uint_as_float(raw.x), __uint_as_float(raw.y)),
+                 fmaxf(__uint_as_float(raw.z), __uint_as_float(raw.w)));
+  }
+  __device__ __forceinline__ static void Unpack(const uint4& raw, float (&x)[4]) {
+    x[0] = __uint_as_float(raw.x);
+    x[1] = __uint_as_float(raw.y);
+    x[2] = __uint_as_float(raw.z);
+    x[3] = __uint_as_float(raw.w);
+  }
+  __device__ __forceinline__ static uint4 Pack(const float (&x)[4]) {
+    return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                      __float_as_uint(x[3]));
+  }
+};
+
+template <>
+struct Vec<__nv_bfloat16> {
+  static constexpr int kSize = 8;
+  __device__ __forceinline__ static float Max(const uint4& raw) {
+    const auto pair = [](const uint32_t& word) { return *reinterpret_cast<const __nv_bfloat162*>(&word); };
+    const __nv_bfloat162 max = __hmax2(__hmax2(pair(raw.x), pair(raw.y)), __hmax2(pair(raw.z), pair(raw.w)));
+    return fmaxf(__low2float(max), __high2float(max));
+  }
+  __device__ __forceinline__ static void Unpack(const uint4& raw, float (&x)[8]) {
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[2 * i] = __uint_as_float(words[i] << 16);
+      x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    }
+  }
+  __device__ __forceinline__ static uint4 Pack(const float (&x)[8]) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+  }
+};
+
+template <>
+struct Vec<__half> {
+  static constexpr int kSize = 8;
+  __device__ __forceinline__ static float Max(const uint4& raw) {
+    const auto pair = [](const uint32_t& word) { return *reinterpret_cast<const __half2*>(&word); };
+    const __half2 max = __hmax2(__hmax2(pair(raw.x), pair(raw.y)), __hmax2(pair(raw.z), pair(raw.w)));
+    return fmaxf(__low2float(max), __high2float(max));
+  }
+  __device__ __forceinline__ static void Unpack(const uint4& raw, float (&x)[8]) {
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
+      x[2 * i] = pair.x;
+      x[2 * i + 1] = pair.y;
+    }
+  }
+  __device__ __forceinline__ static uint4 Pack(const float (&x)[8]) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+  }
+};
+
+// Element `index` of an array whose element type is known at run time only.
+__device__ __forceinline__ float LoadElement(const void* base, DType dtype, int64_t index) {
+  if (dtype == DType::kFloat32) return static_cast<const float*>(base)[index];
+  if (dtype == DType::kBFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[index]);
+  return __half2float(static_cast<const __half*>(base)[index]);
+}
+
+__device__ __forceinline__ void StoreElement(void* base, DType dtype, int64_t index, float value) {
+  if (dtype == DType::kFloat32) {
+    static_cast<float*>(base)[index] = value;
+  } else if (dtype == DType::kBFloat16) {
+    static_cast<__nv_bfloat16*>(base)[index] = __float2bfloat16_rn(value);
+  } else {
+    static_cast<__half*>(base)[index] = __float2half_rn(value);
+  }
+}
+
+// Eight consecutive elements from `index` on as fp32; those at or past `end` are 0. `aligned`: every
+// group of eight starts on a 16-byte boundary.
+__device__ __forceinline__ void Load8(const void* base, DType dtype, int64_t index, int64_t end, bool aligned,
+                                      float (&x)[8]) {
+  if (aligned && index + 8 <= end) {
+    if (dtype == DType::kFloat32) {
+      const uint4* p = reinterpret_cast<const uint4*>(static_cast<const float*>(base) + index);
+      float low[4], high[4];
+      Vec<float>::Unpack(p[0], low);
+      Vec<float>::Unpack(p[1], high);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        x[i] = low[i];
+        x[4 + i] = high[i];
+      }
+    } else {
+      const uint4 raw = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(base) + index);
+      if (dtype == DType::kBFloat16) {
+        Vec<__nv_bfloat16>::Unpack(raw, x);
+      } else {
+        Vec<__half>::Unpack(raw, x);
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = index + i < end ? LoadElement(base, dtype, index + i) : 0.0f;
+}
+
+// The counterpart of Load8; nothing at or past `end` is written.
+__device__ __forceinline__ void Store8(void* base, DType dtype, int64_t index, int64_t end, bool aligned,
+                                       const float (&x)[8]) {
+  if (aligned && index + 8 <= end) {
+    if (dtype == DType::kFloat32) {
+      uint4* p = reinterpret_cast<uint4*>(static_cast<float*>(base) + index);
+      const float low[4] = {x[0], x[1], x[2], x[3]};
+      const float high[4] = {x[4], x[5], x[6], x[7]};
+      p[0] = Vec<float>::Pack(low);
+      p[1] = Vec<float>::Pack(high);
+    } else {
+      uint4* p = reinterpret_cast<uint4*>(static_cast<uint16_t*>(base) + index);
+      *p = dtype == DType::kBFloat16 ? Vec<__nv_bfloat16>::Pack(x) : Vec<__half>::Pack(x);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (index + i < end) StoreElement(base, dtype, index + i, x[i]);
+  }
+}
+
+// Sum over the block, the same bits in every thread. `scratch`: 33 floats of shared memory; the
+// caller must not touch it before the next barrier.
+__device__ __forceinline__ float BlockSum(float value, float* scratch) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) value += __shfl_xor_sync(0xffffffffu, value, offset);
+  const int warp = threadIdx.x >> 5;
+  const int warps = (blockDim.x + 31) >> 5;
+  if (warps == 1) return value;
+  __syncthreads();
+  if ((threadIdx.x & 31) == 0) scratch[warp] = value;
+  __syncthreads();
+  float total = 0.0f;
+  for (int i = 0; i < warps; ++i) total += scratch[i];
+  return total;
+}
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_KERNELS_DEVICE_MATH_CUH_

@@ -1,0 +1,353 @@
+// A row of filtered gradients, one block a row. With e_v = 2^d_v and M, S as in row_loss.cu:
+//
+//   z_v = w_v . x in fp32 for every candidate v, e_v from it
+//   S = sum of e over the other classes, as stored, + sum of e_v over candidates + e_y
+//   kept: e_v >= epsilon S;  dx = A sum over kept of e_v slope_v w_v + target w_y - uniform sum u_v w_v
+//
+// Candidates come a batch at a time. Each thread holds its columns of x, and of the batch's rows of W from
+// the dot products on until they are added to dx, so that W is read once. S is known only after the last
+// batch; until then "kept" is judged by the sum of the stored logits, and the few candidates that change
+// sides are then added or taken away again.
+//
+// Bytes: candidates * D * 2 of W, of which popular classes come from L2; 2 D of x, 2 D of dx a row.
+// FLOP: 4 D a candidate. All sums have a fixed order but for that of the kept list.
+#include <algorithm>
+
+#include "kernels/cuda/kernels/filtered/filtered.h"
+#include "kernels/cuda/kernels/filtered/row_columns.cuh"
+#include "kernels/cuda/kernels/row_loss_math.cuh"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+constexpr int kMaxWarps = 16;
+constexpr int kBatchVectors = 8;  // of W a thread holds at once
+
+// How a row is divided: 16-byte vectors a thread holds, and with how many threads and blocks a
+// multiprocessor. The accumulators leave room for as many registers as that.
+template <int kVectors>
+struct Division;
+template <>
+struct Division<1> {
+  static constexpr int kThreads = 512, kBlocks = 2;
+};
+template <>
+struct Division<2> {
+  static constexpr int kThreads = 320, kBlocks = 3;
+};
+template <>
+struct Division<4> {
+  static constexpr int kThreads = 512, kBlocks = 1;
+};
+
+template <typename T, int kVectors>
+__device__ __forceinline__ void StoreGradient(const FilterRowsParams& p, int64_t row, int vectors,
+                                              const Accumulator<T, kVectors>& gradient) {
+  constexpr int kSize = Vec<T>::kSize;
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const int v = static_cast<int>(threadIdx.x + k * blockDim.x);
+    if (v >= vectors) continue;
+    float out[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) out[i] = p.gradient_scale * gradient.sums[k][i];
+    if (p.gradient_dtype == DType::kFloat32) {
+      auto* to = static_cast<float*>(p.hidden_gradient) + row * p.ld + v * kSize;
+#pragma unroll
+      for (int i = 0; i < kSize; i += 4) {
+        *reinterpret_cast<float4*>(to + i) = make_float4(out[i], out[i + 1], out[i + 2], out[i + 3]);
+      }
+    } else {
+      reinterpret_cast<uint4*>(static_cast<T*>(p.hidden_gradient) + row * p.ld)[v] = Vec<T>::Pack(out);
+    }
+  }
+}
+
+// What the block knows of its row before the candidates.
+struct RowStart {
+  int count;
+  Stats
+      unlisted;  // of the classes that are neither target nor candidates, relative to the maximum of the row
+  float kept;    // 2^d from here on is judged kept
+  float reference;  // M
+  Target target;
+};
+
+// What it knows after.
+struct RowEnd {
+  float kept;
+  float inverse_sum;
+  GradientRule rule;
+};
+
+template <typename T, bool kGeneral>
+__device__ __forceinline__ RowStart StartRow(const FilterRowsParams& p, const LogitMap<T, kGeneral>& map,
+                                             int64_t row) {
+  const SelectedRow selected = p.selection.rows[row];
+  RowStart start;
+  start.count = selected.count;
+  start.unlisted.max = selected.max;
+  start.unlisted.sum = fmaxf(selected.sum - selected.listed_sum, 0.0f);
+  start.unlisted.spread = selected.spread - selected.listed_spread;
+  start.unlisted.weighted = selected.weighted;
+  start.unlisted.arg = -1;
+  start.kept = p.selection.epsilon * selected.total;
+  start.reference = Reference(selected.max, map.f);
+  start.target.column = p.in.targets[row];
+  start.target.logit = map(selected.target_dot, start.target.column);
+  start.target.stored_z = 0.0f;
+  start.target.class_weight = kGeneral ? ClassWeight(p.terms, start.target.column) : 1.0f;
+  return start;
+}
+
+template <typename T, int kVectors>
+__device__ __forceinline__ void LoadWeight(const FilterRowsParams& p, int64_t column, int vectors,
+                                           Columns<T, kVectors>& columns) {
+  columns.Load(static_cast<const T*>(p.weight) + column * p.ld, vectors);
+}
+
+// One batch: dot products over the block, exponentials into `exps` (and slopes), what is kept into the
+// gradient.
+template <typename T, bool kGeneral, int kVectors, int kBatch>
+__device__ __forceinline__ void AddBatch(const FilterRowsParams& p, const LogitMap<T, kGeneral>& map,
+                                         const RowStart& start, const Columns<T, kVectors>& x, int vectors,
+                                         int first, const int* classes, float* exps, float* slopes,
+                                         float (*partials)[kBatch], float* factors,
+                                         Accumulator<T, kVectors>& gradient) {
+  constexpr int kLanes = 32 / kBatch;
+  Columns<T, kVectors> w[kBatch];
+  float dots[kBatch];
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) LoadWeight(p, classes[min(first + b, start.count - 1)], vectors, w[b]);
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) dots[b] = w[b].Dot(x);
+  const float sum = ReduceMany(dots);
+  const int lane = threadIdx.x & 31;
+  const int warp = threadIdx.x >> 5;
+  if (lane % kLanes == 0) partials[warp][lane / kLanes] = sum;
+  __syncthreads();
+  if (threadIdx.x < kBatch) {
+    const int b = static_cast<int>(threadIdx.x);
+    const int warps = static_cast<int>(blockDim.x >> 5);
+    float dot = 0.0f;
+    for (int i = 0; i < warps; ++i) dot += partials[i][b];
+    float factor = 0.0f;
+    if (first + b < start.count) {
+      const Logit logit = map(dot, classes[first + b]);
+      const float e = Exp2(fmaf(logit.z, map.f, -start.reference));
+      exps[first + b] = e;
+      if (kGeneral) slopes[first + b] = logit.slope;
+      factor = e >= start.kept ? e * logit.slope : 0.0f;
+    }
+    factors[b] = factor;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) gradient.Add(factors[b], w[b]);
+}
+
+// Sums over the candidates, and with them the results of the row.
+template <typename T, bool kGeneral>
+__device__ __forceinline__ void FinishRow(const FilterRowsParams& p, int64_t row, const RowStart& start,
+                                          const float* exps, float f, float* scratch, RowEnd& end) {
+  float sum = 0.0f;
+  float spread = 0.0f;
+  for (int i = threadIdx.x; i < start.count; i += blockDim.x) {
+    const float e = exps[i];
+    sum += e;
+    if (kGeneral && e > 0.0f) spread += e * log2f(e);
+  }
+  sum = BlockSum(sum, scratch);
+  if constexpr (kGeneral) {
+    __syncthreads();
+    spread = BlockSum(spread, scratch);
+  }
+  if (threadIdx.x != 0) return;
+  Stats all = start.unlisted;
+  all.sum += sum;
+  all.spread += spread;
+  RowResult result = FinishSums<kGeneral>(p.terms, p.in, row, start.target, all, f);
+  result.argmax = p.out.argmax[row];
+  WriteRow(p.out, row, result);
+  end.rule = MakeRule<kGeneral>(p.terms, p.in, row, start.target, result);
+  end.inverse_sum = result.inverse_sum;
+  end.kept = p.selection.epsilon / result.inverse_sum;
+}
+
+__device__ __forceinline__ void AppendKept(const KeptList& kept, bool has, int column, int64_t row,
+                                           float coef) {
+  const unsigned lane = threadIdx.x & 31;
+  const unsigned mask = __ballot_sync(0xffffffffu, has);
+  if (mask == 0) return;
+  int begin = 0;
+  if (lane == 0) begin = atomicAdd(kept.count, __popc(mask));
+  begin = __shfl_sync(0xffffffffu, begin, 0);
+  if (!has) return;
+  const int at = begin + __popc(mask & ((1u << lane) - 1));
+  kept.keys[at] =
+      (static_cast<uint64_t>(column) << kept.row_bits) | static_cast<uint64_t>(kept.first_row + row);
+  kept.coefs[at] = coef;
+}
+
+// Lists the kept elements and the target; the dropped mass of the row.
+template <bool kGeneral>
+__device__ __forceinline__ void ListKept(const FilterRowsParams& p, int64_t row, const RowStart& start,
+                                         const RowEnd& end, const int* classes, const float* exps,
+                                         const float* slopes, float* scratch) {
+  const bool list = p.kept.keys != nullptr && p.accumulate[row] != 0 && end.rule.valid;
+  float dropped = 0.0f;
+  const int rounded = (start.count + 31) / 32 * 32;
+  for (int i = threadIdx.x; i < rounded; i += blockDim.x) {
+    const float e = i < start.count ? exps[i] : 0.0f;
+    const bool is_kept = i < start.count && e >= end.kept;
+    if (!is_kept) dropped += e;
+    if (!list) continue;
+    const float slope = kGeneral && is_kept ? slopes[i] : 1.0f;
+    AppendKept(p.kept, is_kept, is_kept ? classes[i] : 0, row, e * slope * end.rule.softmax);
+  }
+  if (list && threadIdx.x < 32) {
+    AppendKept(p.kept, threadIdx.x == 0, start.target.column, row, end.rule.target);
+  }
+  dropped = BlockSum(dropped, scratch);
+  if (threadIdx.x == 0) {
+    p.dropped_mass[row] = end.rule.valid ? (start.unlisted.sum + dropped) * end.inverse_sum : 0.0f;
+  }
+}
+
+// Candidates that the final sum puts on the other side of epsilon than the one of the stored logits did.
+template <typename T, bool kGeneral, int kVectors>
+__device__ __forceinline__ void Reconsider(const FilterRowsParams& p, const RowStart& start,
+                                           const RowEnd& end, int vectors, const int* classes,
+                                           const float* exps, const float* slopes,
+                                           Accumulator<T, kVectors>& gradient) {
+  for (int i = 0; i < start.count; ++i) {
+    const float e = exps[i];
+    const bool was_kept = e >= start.kept;
+    if (was_kept == (e >= end.kept)) continue;
+    Columns<T, kVectors> w;
+    LoadWeight(p, classes[i], vectors, w);
+    const float factor = kGeneral ? e * slopes[i] : e;
+    gradient.Add(was_kept ? -factor : factor, w);
+  }
+}
+
+template <typename T, int kVectors>
+__device__ __forceinline__ void FinishGradient(const FilterRowsParams& p, const RowStart& start,
+                                               const GradientRule& rule, int vectors,
+                                               Accumulator<T, kVectors>& gradient) {
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+    for (int i = 0; i < Vec<T>::kSize; ++i) gradient.sums[k][i] *= rule.softmax;
+  }
+  Columns<T, kVectors> w;
+  LoadWeight(p, start.target.column, vectors, w);
+  gradient.Add(rule.target, w);
+  if (p.weight_sum == nullptr) return;
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const int v = static_cast<int>(threadIdx.x + k * blockDim.x);
+    if (v >= vectors) continue;
+#pragma unroll
+    for (int i = 0; i < Vec<T>::kSize; ++i) {
+      gradient.sums[k][i] -= rule.uniform * __ldg(p.weight_sum + v * Vec<T>::kSize + i);
+    }
+  }
+}
+
+template <typename T, bool kGeneral, int kVectors>
+__global__ __launch_bounds__(Division<kVectors>::kThreads, Division<kVectors>::kBlocks) void FilterRowsKernel(
+    const __grid_constant__ FilterRowsParams p) {
+  constexpr int kBatch = kBatchVectors / kVectors;
+  extern __shared__ int classes[];  // [capacity], then exps and, if kGeneral, slopes
+  __shared__ alignas(16) float partials[kMaxWarps][kBatch];
+  __shared__ float factors[kBatch];
+  __shared__ float scratch[33];
+  __shared__ RowEnd end;
+  const int64_t row = blockIdx.x;
+  const int vectors = static_cast<int>(p.ld / Vec<T>::kSize);
+  if (*p.selection.used > p.selection.capacity) return;
+  Accumulator<T, kVectors> gradient;
+  if (p.with_gradient[row] == 0) {
+    if (threadIdx.x == 0) p.dropped_mass[row] = 0.0f;
+    if (p.hidden_gradient != nullptr) StoreGradient(p, row, vectors, gradient);
+    return;
+  }
+  const LogitMap<T, kGeneral> map(p.terms);
+  const RowStart start = StartRow<T, kGeneral>(p, map, row);
+  auto* exps = reinterpret_cast<float*>(classes + start.count);
+  float* slopes = exps + start.count;
+  Columns<T, kVectors> x;
+  x.Load(static_cast<const T*>(p.hidden) + row * p.ld, vectors);
+  const int32_t* candidates = p.selection.pool + p.selection.rows[row].begin;
+  for (int i = threadIdx.x; i < start.count; i += blockDim.x) classes[i] = candidates[i];
+  __syncthreads();
+
+  for (int first = 0; first < start.count; first += kBatch) {
+    AddBatch<T, kGeneral, kVectors, kBatch>(p, map, start, x, vectors, first, classes, exps, slopes, partials,
+                                            factors, gradient);
+  }
+  FinishRow<T, kGeneral>(p, row, start, exps, map.f, scratch, end);
+  __syncthreads();
+  ListKept<kGeneral>(p, row, start, end, classes, exps, slopes, scratch);
+  if (p.hidden_gradient == nullptr) return;
+  if (end.rule.valid) {
+    Reconsider<T, kGeneral, kVectors>(p, start, end, vectors, classes, exps, slopes, gradient);
+    FinishGradient<T, kVectors>(p, start, end.rule, vectors, gradient);
+  } else {
+    gradient = {};
+  }
+  StoreGradient(p, row, vectors, gradient);
+}
+
+// ---- launch ----
+
+int Vectors(int64_t ld, DType dtype) {
+  return static_cast<int>(ld * static_cast<int64_t>(SizeOf(dtype)) / 16);
+}
+
+template <typename T, bool kGeneral, int kVectors>
+cudaError_t Launch(const FilterRowsParams& p, cudaStream_t stream) {
+  auto* kernel = FilterRowsKernel<T, kGeneral, kVectors>;
+  const int64_t per_thread = (Vectors(p.ld, p.dtype) + kVectors - 1) / kVectors;
+  const auto threads = static_cast<unsigned>((per_thread + 31) / 32 * 32);
+  const auto most = static_cast<int>(std::min<int64_t>(kMaxRowCandidates, p.terms.vocab));
+  const int shared = most * (kGeneral ? 3 : 2) * static_cast<int>(sizeof(float));
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(p.in.rows), threads, static_cast<size_t>(shared), stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <typename T, bool kGeneral>
+cudaError_t LaunchSized(const FilterRowsParams& p, cudaStream_t stream) {
+  const int64_t vectors = Vectors(p.ld, p.dtype);
+  if (vectors <= Division<1>::kThreads) return Launch<T, kGeneral, 1>(p, stream);
+  if (vectors <= 2 * Division<2>::kThreads) return Launch<T, kGeneral, 2>(p, stream);
+  return Launch<T, kGeneral, 4>(p, stream);
+}
+
+template <typename T>
+cudaError_t LaunchTyped(const FilterRowsParams& p, cudaStream_t stream) {
+  return p.terms.IsGeneral() ? LaunchSized<T, true>(p, stream) : LaunchSized<T, false>(p, stream);
+}
+
+}  // namespace
+
+bool CanFilterRows(int64_t ld, DType dtype) { return Vectors(ld, dtype) <= 4 * Division<4>::kThreads; }
+
+cudaError_t LaunchFilterRows(const FilterRowsParams& params, cudaStream_t stream) {
+  if (params.in.rows == 0) return cudaSuccess;
+  if (!CanFilterRows(params.ld, params.dtype)) return cudaErrorInvalidValue;
+  switch (params.dtype) {
+    case DType::kFloat32:
+      return LaunchTyped<float>(params, stream);
+    case DType::kFloat16:
+      return LaunchTyped<__half>(params, stream);
+    case DType::kBFloat16:
+      return LaunchTyped<__nv_bfloat16>(params, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace lossd::kernels::cuda

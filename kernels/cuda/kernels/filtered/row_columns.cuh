@@ -1,0 +1,72 @@
+// The columns of a matrix row that each thread of a block has, and sums over them.
+#ifndef LOSSD_KERNELS_CUDA_KERNELS_FILTERED_ROW_COLUMNS_CUH_
+#define LOSSD_KERNELS_CUDA_KERNELS_FILTERED_ROW_COLUMNS_CUH_
+
+#include "kernels/cuda/kernels/device_math.cuh"
+
+namespace lossd::kernels::cuda {
+
+// The sums over a warp of kCount values at once; lane l gets that of value l / (32 / kCount).
+template <int kCount>
+__device__ __forceinline__ float ReduceMany(float (&values)[kCount]) {
+  const int lane = threadIdx.x & 31;
+  int offset = 16;
+#pragma unroll
+  for (int half = kCount / 2; half > 0; half /= 2, offset /= 2) {
+    const bool high = (lane & offset) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float sent = high ? values[i] : values[i + half];
+      const float own = high ? values[i + half] : values[i];
+      values[i] = own + __shfl_xor_sync(0xffffffffu, sent, offset);
+    }
+  }
+  float sum = values[0];
+  for (; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  return sum;
+}
+
+// A thread's columns of a matrix row: vectors threadIdx.x, threadIdx.x + blockDim.x, ...
+template <typename T, int kVectors>
+struct Columns {
+  uint4 raw[kVectors];
+
+  __device__ __forceinline__ void Load(const T* row, int vectors) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int v = static_cast<int>(threadIdx.x + k * blockDim.x);
+      raw[k] = v < vectors ? __ldg(reinterpret_cast<const uint4*>(row) + v) : make_uint4(0, 0, 0, 0);
+    }
+  }
+  __device__ __forceinline__ float Dot(const Columns& other) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      float a[Vec<T>::kSize], b[Vec<T>::kSize];
+      Vec<T>::Unpack(raw[k], a);
+      Vec<T>::Unpack(other.raw[k], b);
+#pragma unroll
+      for (int i = 0; i < Vec<T>::kSize; ++i) sum = fmaf(a[i], b[i], sum);
+    }
+    return sum;
+  }
+};
+
+template <typename T, int kVectors>
+struct Accumulator {
+  float sums[kVectors][Vec<T>::kSize] = {};
+
+  __device__ __forceinline__ void Add(float factor, const Columns<T, kVectors>& columns) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      float x[Vec<T>::kSize];
+      Vec<T>::Unpack(columns.raw[k], x);
+#pragma unroll
+      for (int i = 0; i < Vec<T>::kSize; ++i) sums[k][i] = fmaf(factor, x[i], sums[k][i]);
+    }
+  }
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_KERNELS_FILTERED_ROW_COLUMNS_CUH_

@@ -1,0 +1,142 @@
+#include "kernels/cuda/kernels/hopper/fused_loss.h"
+
+#include "kernels/cuda/kernels/hopper/fused_lists.h"
+
+namespace lossd::kernels::cuda::hopper {
+namespace {
+
+// Below these the tiles are too few to fill the device, and cuBLAS splits the inner dimension.
+constexpr int64_t kFewestRows = 512;
+constexpr int64_t kFewestTiles = 512;
+
+LogitOperands MakeOperands(const FusedOperands& from, const LossTerms& terms, const RowInputs& in) {
+  return {.hidden = from.hidden,
+          .weight = from.weight,
+          .dtype = from.dtype,
+          .inner = from.inner,
+          .rows = in.padded_rows,
+          .classes = terms.vocab,
+          .padded_classes = from.padded_classes,
+          .form = {terms.IsGeneral(), terms.scale, terms.bias, terms.softcap},
+          .targets = in.targets};
+}
+
+TilePartials PartialsOf(const FusedLossParams& params) {
+  TilePartials partials = params.rows.partials;
+  if (!params.terms.want_entropy) partials.spread = nullptr;
+  return partials;
+}
+
+// The pass over all panels, or over those that were marked when it had gone over all.
+StatisticsPass Statistics(const FusedLossParams& params, bool marked) {
+  StatisticsPass pass = {{params.rows.reference, params.rows.threshold}, PartialsOf(params), {}};
+  if (marked) {
+    pass.panels = MarkedPanels{params.rows.marked_panels};
+  } else {
+    pass.panels = AllPanels{params.order, params.rows.claimed_positions};
+  }
+  return pass;
+}
+
+// Calls them in order until one fails.
+template <typename... Launches>
+cudaError_t InOrder(const Launches&... launches) {
+  cudaError_t error = cudaSuccess;
+  ((error = error == cudaSuccess ? launches() : error), ...);
+  return error;
+}
+
+// The sums of all rows: a pass over all panels, and one over those whose sums were too large for the
+// reference.
+template <typename All, typename Marked>
+cudaError_t SumRows(const FusedLossParams& params, const All& all, const Marked& marked, int clusters,
+                    cudaStream_t stream) {
+  const LogitOperands operands = MakeOperands(params.operands, params.terms, params.in);
+  const int64_t rows = params.in.rows;
+  return InOrder([&] { return LaunchLogitPass(operands, all, clusters, stream); },
+                 [&] { return LaunchMergeTiles(params.terms, rows, params.rows, stream); },
+                 [&] { return LaunchLogitPass(operands, marked, clusters, stream); },
+                 [&] { return LaunchMergeMarkedTiles(params.terms, rows, params.rows, stream); });
+}
+
+cudaError_t SumRows(const FusedLossParams& params, int clusters, cudaStream_t stream) {
+  return SumRows(params, Statistics(params, false), Statistics(params, true), clusters, stream);
+}
+
+// Lists what the pass that went by could not, now that the sums are complete.
+cudaError_t CompleteLists(const FusedLossParams& params, const CandidateLists& lists, int clusters,
+                          cudaStream_t stream) {
+  const LogitOperands operands = MakeOperands(params.operands, params.terms, params.in);
+  const FusedRows& rows = params.rows;
+  const CompleteSums sums = {rows.reference, rows.partials.target, lists};
+  const SecondListingPass second = {sums, rows.marked_panels};
+  const LastListingPass last = {sums, {rows.marked_panels}};
+  return InOrder([&] { return LaunchPrepareSecondListing(params.terms, params.in, rows, lists, stream); },
+                 [&] { return LaunchLogitPass(operands, second, clusters, stream); },
+                 [&] { return LaunchPrepareLastListing(params.in, rows, lists, stream); },
+                 [&] { return LaunchLogitPass(operands, last, clusters, stream); });
+}
+
+}  // namespace
+
+absl::string_view WhyNotFused(const LossTerms& terms, DType compute, bool exponentials, int clusters) {
+  if (clusters == 0) return "not a Hopper GPU";
+  if (compute == DType::kFloat32) return "fp32 compute";
+  if (compute == DType::kFloat16 && exponentials) return "fp16 has no room for exponentials";
+  if (terms.smoothing > 0.0f) return "label smoothing has a gradient everywhere";
+  if (terms.any_coef_entropy) return "the gradient of the entropy is no multiple of p";
+  return "";
+}
+
+absl::string_view WhyNotFaster(int64_t padded_rows, int64_t vocab) {
+  if (padded_rows < kFewestRows) return "few rows";
+  if (CeilDiv(padded_rows, kRowTile) * VocabTiles(vocab) < kFewestTiles) return "few tiles";
+  return "";
+}
+
+cudaError_t LaunchFusedResults(const FusedLossParams& params, int clusters, cudaStream_t stream) {
+  return InOrder([&] { return LaunchPrepareRows(params.terms, params.in, params.rows, stream); },
+                 [&] { return SumRows(params, clusters, stream); },
+                 [&] { return LaunchFinishRows(params.terms, params.in, params.out, params.rows, stream); });
+}
+
+cudaError_t LaunchFusedExponentials(const FusedLossParams& params, void* exponentials, int clusters,
+                                    cudaStream_t stream) {
+  const ExponentialsPass all = {Statistics(params, false), exponentials};
+  const ExponentialsPass marked = {Statistics(params, true), exponentials};
+  return InOrder([&] { return LaunchPrepareRows(params.terms, params.in, params.rows, stream); },
+                 [&] { return SumRows(params, all, marked, clusters, stream); },
+                 [&] {
+                   return LaunchFinishExponentials(params.terms, params.in, params.out, params.rows,
+                                                   exponentials, params.operands.padded_classes, stream);
+                 });
+}
+
+cudaError_t LaunchFusedRules(const FusedLossParams& params, GradientRule* rules, int clusters,
+                             cudaStream_t stream) {
+  return InOrder(
+      [&] { return LaunchPrepareRows(params.terms, params.in, params.rows, stream); },
+      [&] { return SumRows(params, clusters, stream); },
+      [&] { return LaunchFinishRules(params.terms, params.in, params.out, params.rows, rules, stream); });
+}
+
+cudaError_t LaunchFusedCandidates(const FusedLossParams& params, const CandidateLists& lists, int clusters,
+                                  cudaStream_t stream) {
+  const ListingPass listing = {{params.rows.reference, params.rows.threshold},
+                               PartialsOf(params),
+                               lists,
+                               {params.order, params.rows.claimed_positions}};
+  return InOrder([&] { return LaunchPrepareRows(params.terms, params.in, params.rows, lists, stream); },
+                 [&] { return SumRows(params, listing, Statistics(params, true), clusters, stream); },
+                 [&] { return LaunchFinishRows(params.terms, params.in, params.out, params.rows, stream); },
+                 [&] { return CompleteLists(params, lists, clusters, stream); });
+}
+
+cudaError_t LaunchFusedGradient(const FusedGradientParams& params, int clusters, cudaStream_t stream) {
+  LogitOperands operands = MakeOperands(params.operands, params.terms.From(params.first_class), params.in);
+  operands.classes = params.classes;
+  operands.first_class = params.first_class;
+  return LaunchLogitPass(operands, GradientPass{params.rules, params.gradient}, clusters, stream);
+}
+
+}  // namespace lossd::kernels::cuda::hopper

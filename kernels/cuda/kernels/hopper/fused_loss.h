@@ -1,0 +1,72 @@
+// The fused loss: the first product of a chunk with its loss in the epilogue, on Hopper
+// (docs/kernels/hopper.md).
+//
+// Enqueues on `stream`; all pointers are device memory. Stateless and thread-safe.
+#ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_LOSS_H_
+#define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_LOSS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "absl/strings/string_view.h"
+#include "kernels/cuda/kernels/hopper/fused_rows.h"
+#include "kernels/cuda/kernels/loss_rows.h"
+#include "kernels/dtype.h"
+
+namespace lossd::kernels::cuda::hopper {
+
+// Why a loss cannot be fused, or "". exponentials: it has to leave them for its gradients; clusters as
+// LogitPassClusters() says.
+absl::string_view WhyNotFused(const LossTerms& terms, DType compute, bool exponentials, int clusters);
+// Why a loss that can be fused is better not, or "".
+absl::string_view WhyNotFaster(int64_t padded_rows, int64_t vocab);
+
+// Hidden states and classes.
+struct FusedOperands {
+  const void* hidden = nullptr;  // [padded_rows, inner]
+  const void* weight = nullptr;  // [padded_classes, inner]
+  DType dtype = DType::kBFloat16;
+  int64_t inner = 0;           // a multiple of 8
+  int64_t padded_classes = 0;  // a multiple of 8
+};
+
+struct FusedLossParams {
+  FusedOperands operands;  // of all classes
+  LossTerms terms;
+  RowInputs in;  // with target_dots
+  RowResults out;
+  FusedRows rows;
+  const ClusterOrder* order = nullptr;  // of the device; host memory, or null
+};
+
+// Row results.
+cudaError_t LaunchFusedResults(const FusedLossParams& params, int clusters, cudaStream_t stream);
+// Row results, and exponentials [padded_rows, padded_classes] bf16: row r times rows.factor[r] is dL/ds over
+// (scale * gradient unit), 0 in padding columns and in rows whose loss is not finite.
+cudaError_t LaunchFusedExponentials(const FusedLossParams& params, void* exponentials, int clusters,
+                                    cudaStream_t stream);
+// Row results, and the rules of the rows, [rows], for LaunchFusedGradient().
+cudaError_t LaunchFusedRules(const FusedLossParams& params, GradientRule* rules, int clusters,
+                             cudaStream_t stream);
+// Row results, and lists of the candidates that are complete but for rows with too many.
+cudaError_t LaunchFusedCandidates(const FusedLossParams& params, const CandidateLists& lists, int clusters,
+                                  cudaStream_t stream);
+
+// The gradient over a block of classes of rows whose rules are known.
+struct FusedGradientParams {
+  FusedOperands operands;  // of the classes [first_class, first_class + classes)
+  LossTerms terms;         // of all classes
+  RowInputs in;
+  const GradientRule* rules = nullptr;  // [padded_rows]
+  int64_t first_class = 0;
+  int64_t classes = 0;
+  // [padded_rows, padded_classes] of the operands' dtype, out: dL/ds over (scale * gradient unit), 0 in
+  // padding columns.
+  void* gradient = nullptr;
+};
+cudaError_t LaunchFusedGradient(const FusedGradientParams& params, int clusters, cudaStream_t stream);
+
+}  // namespace lossd::kernels::cuda::hopper
+
+#endif  // LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_LOSS_H_

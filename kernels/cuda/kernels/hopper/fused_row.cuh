@@ -1,0 +1,47 @@
+// What is known of a row when its tiles are merged, as the kernels after the logit pass need it
+// (fused_rows.cu has the formulas).
+#ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_ROW_CUH_
+#define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_ROW_CUH_
+
+#include <cstdint>
+
+#include "kernels/cuda/kernels/hopper/fused_rows.h"
+#include "kernels/cuda/kernels/row_loss_math.cuh"
+
+namespace lossd::kernels::cuda::hopper {
+
+template <bool kGeneral>
+__device__ __forceinline__ Target MakeTarget(const LossTerms& terms, const RowInputs& in, int64_t row) {
+  const LogitMap<__nv_bfloat16, kGeneral> map(terms);
+  Target target;
+  target.column = in.targets[row];
+  target.logit = map(in.target_dots[row], target.column);
+  target.class_weight = kGeneral ? ClassWeight(terms, target.column) : 1.0f;
+  return target;
+}
+
+struct FusedRow {
+  float f;
+  Target target;
+  Stats others;   // of all classes but the target, rebased to the largest logit of the row; without arg
+  float rescale;  // 2^(c - M)
+};
+
+template <bool kGeneral>
+__device__ __forceinline__ FusedRow LoadFusedRow(const LossTerms& terms, const RowInputs& in,
+                                                 const FusedRows& w, int64_t row) {
+  FusedRow r;
+  r.f = LogitMap<__nv_bfloat16, kGeneral>(terms).f;
+  r.target = MakeTarget<kGeneral>(terms, in, row);
+  r.others = NoStats();
+  r.others.max = fmaxf(w.max[row], r.target.logit.z);
+  const float shift = w.reference[row] - Reference(r.others.max, r.f);
+  r.rescale = Exp2(shift);
+  r.others.sum = w.sum[row] * r.rescale;
+  r.others.spread = r.rescale * (w.spread[row] + w.sum[row] * shift);
+  return r;
+}
+
+}  // namespace lossd::kernels::cuda::hopper
+
+#endif  // LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_ROW_CUH_

@@ -1,0 +1,247 @@
+// The rows of a chunk before and after the logit pass. With c a row's reference, S' the sum over all classes
+// but the target as the pass left it, relative to c, and M the reference that row_loss_math.cuh wants:
+//
+//   S'_M = S' 2^(c - M),   ds_v = rule.softmax 2^(c - M) * stored_v,   stored_y = ds_y / (rule.softmax 2^(c -
+//   M))
+//
+// so that one factor a row is all that is left to do; it goes into x before the weight gradient and into dx
+// after its product. What 2^(c - M) rounds to is the same everywhere: p still sums to 1.
+//
+// The target's logit is known beforehand, and lse is not below it. So c = z_y f + 48 leaves stored
+// exponentials at most 2^-48 e_y too small, and sums up to 2^60, for losses below 75 nats. The panels of rows
+// beyond are computed again with c = max z f (LaunchMergeTiles), in the same launches whether there are any
+// or not.
+#include <cfloat>
+
+#include "kernels/cuda/kernels/hopper/fused_row.cuh"
+
+namespace lossd::kernels::cuda::hopper {
+namespace {
+
+constexpr float kHeadroom = 48.0f;
+constexpr float kPaddingReference = 200.0f;  // 2^(0 - 200) is 0
+// How far below the target, in units of log 2 and relative, a tile's maximum may seem without being so.
+constexpr float kMargin = 0.25f;
+constexpr float kRelativeMargin = 0x1p-10f;
+// A softmax factor this much smaller than the target's gradient is left out.
+constexpr float kNegligible = 0x1p-20f;
+
+constexpr int kThreads = 256;
+static_assert(kMostClusters <= kThreads, "PrepareRowsKernel");
+constexpr int kMergeRows = 32;  // a block; divides kPanelRows
+constexpr int kMergeWarps = 8;
+constexpr int kFinishWarps = 4;  // rows a block
+
+template <bool kGeneral>
+__global__ void PrepareRowsKernel(const __grid_constant__ LossTerms terms,
+                                  const __grid_constant__ RowInputs in, const __grid_constant__ FusedRows w,
+                                  const __grid_constant__ CandidateLists lists, int panels) {
+  const int64_t row = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (row <= panels) w.marked_panels[row] = 0;
+  if (row < kMostClusters) w.claimed_positions[row] = 0;
+  if (row >= in.padded_rows) return;
+  if (lists.entries != nullptr) {
+    lists.counts[row] = 0;
+    lists.sum_bound[row] =
+        row < in.rows ? Exp2(-kHeadroom) : -NegativeInfinity();  // the target's, or no candidates
+  }
+  if (row >= in.rows) {
+    w.reference[row] = kPaddingReference;
+    w.threshold[row] = -NegativeInfinity();
+    return;
+  }
+  const Target target = MakeTarget<kGeneral>(terms, in, row);
+  const float f = LogitMap<__nv_bfloat16, kGeneral>(terms).f;
+  float s = in.target_dots[row];
+  if constexpr (kGeneral) s = terms.scale * (s + (terms.bias != nullptr ? terms.bias[target.column] : 0.0f));
+  w.reference[row] = target.logit.z * f + kHeadroom;
+  w.threshold[row] = s - fabsf(s) * kRelativeMargin - kMargin / f;
+}
+
+// ---- tiles of a row ----
+
+struct Merged {
+  float sum, spread, max;
+  int tile;  // the first that has max
+};
+
+__device__ __forceinline__ void Add(Merged& into, const Merged& other) {
+  into.sum += other.sum;
+  into.spread += other.spread;
+  if (other.max > into.max || (other.max == into.max && other.tile < into.tile)) {
+    into.max = other.max;
+    into.tile = other.tile;
+  }
+}
+
+// A block has kMergeRows rows, a lane each; its warps take every kMergeWarps-th tile and are added in order.
+__global__ void MergeTilesKernel(const __grid_constant__ FusedRows w, int64_t rows, int tiles, float f,
+                                 bool with_spread, bool again) {
+  __shared__ Merged shared[kMergeWarps][kMergeRows];
+  const int64_t row = blockIdx.x * int64_t{kMergeRows} + threadIdx.x;
+  const int64_t panel = row / kPanelRows;
+  if (again && (w.marked_panels[0] == 0 || w.marked_panels[1 + panel] == 0)) return;
+  Merged own = {0.0f, 0.0f, NegativeInfinity(), tiles};
+  if (row < rows) {
+#pragma unroll 4
+    for (int tile = threadIdx.y; tile < tiles; tile += kMergeWarps) {
+      const int64_t at = tile * w.partials.ld + row;
+      Add(own, {w.partials.sum[at], with_spread ? w.partials.spread[at] : 0.0f, w.partials.max[at], tile});
+    }
+  }
+  shared[threadIdx.y][threadIdx.x] = own;
+  __syncthreads();
+  if (threadIdx.y != 0 || row >= rows) return;
+  for (int i = 1; i < kMergeWarps; ++i) Add(own, shared[i][threadIdx.x]);
+  w.sum[row] = own.sum;
+  w.spread[row] = own.spread;
+  w.max[row] = own.max;
+  w.arg[row] = own.max == NegativeInfinity()
+                   ? INT32_MAX
+                   : own.tile * kVocabTile + w.partials.arg[own.tile * w.partials.ld + row];
+  if (!again && own.sum > kLargestSum && fabsf(own.max) <= FLT_MAX) {
+    w.reference[row] = own.max * f;
+    w.marked_panels[1 + panel] = 1;
+    w.marked_panels[0] = 1;
+  }
+}
+
+// ---- results ----
+
+// What a row of stored exponentials becomes.
+struct RowGradient {
+  float factor;
+  float entry;  // at the target
+  bool clear;   // the other elements of the row are to be zero
+};
+
+__device__ __forceinline__ RowGradient MakeGradient(const GradientRule& rule, const RowResult& r,
+                                                    float rescale) {
+  if (!rule.valid) return {0.0f, 0.0f, true};
+  const float others = rule.softmax / r.inverse_sum;
+  if (!(fabsf(others) > kNegligible * fabsf(rule.target))) return {rule.target, 1.0f, true};
+  const float factor = rule.softmax * rescale;
+  return {factor, rule.target / factor, false};
+}
+
+// A purpose that has no rules or no exponentials leaves them null.
+struct FinishParams {
+  LossTerms terms;
+  RowInputs in;
+  RowResults out;
+  FusedRows rows;
+  GradientRule* rules = nullptr;          // [rows]
+  __nv_bfloat16* exponentials = nullptr;  // [padded_rows, ld]
+  int64_t ld = 0;
+};
+
+// One lane: the results of a row, and what its gradient is made of.
+template <bool kGeneral>
+__device__ __forceinline__ RowGradient FinishRow(const FinishParams& p, int64_t row) {
+  const FusedRows& w = p.rows;
+  const FusedRow fused = LoadFusedRow<kGeneral>(p.terms, p.in, w, row);
+  const Target& target = fused.target;
+  RowResult r = FinishSums<kGeneral>(p.terms, p.in, row, target, fused.others, fused.f);
+  r.argmax = target.column;
+  const float same_way = w.partials.target[row];
+  if (w.max[row] > same_way || (w.max[row] == same_way && w.arg[row] < r.argmax)) r.argmax = w.arg[row];
+  WriteRow(p.out, row, r);
+  const GradientRule rule = MakeRule<kGeneral>(p.terms, p.in, row, target, r);
+  if (p.rules != nullptr) p.rules[row] = rule;
+  return MakeGradient(rule, r, fused.rescale);
+}
+
+// A warp a row.
+template <bool kGeneral>
+__global__ void FinishRowsKernel(const __grid_constant__ FinishParams p) {
+  const int64_t row = blockIdx.x * int64_t{kFinishWarps} + threadIdx.x / 32;
+  const int lane = static_cast<int>(threadIdx.x & 31);
+  if (row >= p.in.rows) return;
+  RowGradient gradient = {};
+  if (lane == 0) gradient = FinishRow<kGeneral>(p, row);
+  if (p.exponentials == nullptr) return;
+  auto* exponentials = p.exponentials + row * p.ld;
+  if (__shfl_sync(0xffffffffu, static_cast<int>(gradient.clear), 0) != 0) {
+    auto* vectors = reinterpret_cast<uint4*>(exponentials);
+    for (int64_t v = lane; v < p.ld / 8; v += 32) vectors[v] = make_uint4(0, 0, 0, 0);
+    __syncwarp();
+  }
+  if (lane != 0) return;
+  exponentials[p.in.targets[row]] = __float2bfloat16_rn(gradient.entry);
+  p.rows.factor[row] = gradient.factor;
+}
+
+unsigned Blocks(int64_t count, int64_t per_block) { return static_cast<unsigned>(CeilDiv(count, per_block)); }
+
+// again: only the marked panels, nothing is marked.
+cudaError_t LaunchMerge(const LossTerms& terms, int64_t row_count, const FusedRows& rows, bool again,
+                        cudaStream_t stream) {
+  const bool general = terms.IsGeneral();
+  MergeTilesKernel<<<Blocks(row_count, kMergeRows), dim3(kMergeRows, kMergeWarps), 0, stream>>>(
+      rows, row_count, static_cast<int>(VocabTiles(terms.vocab)), general ? kLog2E : terms.scale * kLog2E,
+      general && terms.want_entropy, again);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchFinish(const FinishParams& params, cudaStream_t stream) {
+  auto* kernel = params.terms.IsGeneral() ? FinishRowsKernel<true> : FinishRowsKernel<false>;
+  kernel<<<Blocks(params.in.rows, kFinishWarps), kFinishWarps * 32, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+FusedRows FusedRows::Carve(Carver& carver, int64_t capacity) {
+  FusedRows w;
+  w.reference = carver.Take<float>(capacity);
+  w.threshold = carver.Take<float>(capacity);
+  w.max = carver.Take<float>(capacity);
+  w.sum = carver.Take<float>(capacity);
+  w.spread = carver.Take<float>(capacity);
+  w.arg = carver.Take<int32_t>(capacity);
+  w.factor = carver.Take<float>(capacity);
+  w.marked_panels = carver.Take<int32_t>(1 + Panels(capacity));
+  w.claimed_positions = carver.Take<uint32_t>(kMostClusters);
+  return w;
+}
+
+cudaError_t LaunchPrepareRows(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
+                              cudaStream_t stream) {
+  return LaunchPrepareRows(terms, in, rows, CandidateLists{}, stream);
+}
+
+cudaError_t LaunchPrepareRows(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
+                              const CandidateLists& lists, cudaStream_t stream) {
+  const auto panels = static_cast<int>(Panels(in.padded_rows));
+  auto* kernel = terms.IsGeneral() ? PrepareRowsKernel<true> : PrepareRowsKernel<false>;
+  kernel<<<Blocks(in.padded_rows + 1, kThreads), kThreads, 0, stream>>>(terms, in, rows, lists, panels);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchMergeTiles(const LossTerms& terms, int64_t row_count, const FusedRows& rows,
+                             cudaStream_t stream) {
+  return LaunchMerge(terms, row_count, rows, false, stream);
+}
+
+cudaError_t LaunchMergeMarkedTiles(const LossTerms& terms, int64_t row_count, const FusedRows& rows,
+                                   cudaStream_t stream) {
+  return LaunchMerge(terms, row_count, rows, true, stream);
+}
+
+cudaError_t LaunchFinishRows(const LossTerms& terms, const RowInputs& in, const RowResults& out,
+                             const FusedRows& rows, cudaStream_t stream) {
+  return LaunchFinish({terms, in, out, rows}, stream);
+}
+
+cudaError_t LaunchFinishRules(const LossTerms& terms, const RowInputs& in, const RowResults& out,
+                              const FusedRows& rows, GradientRule* rules, cudaStream_t stream) {
+  return LaunchFinish({terms, in, out, rows, rules}, stream);
+}
+
+cudaError_t LaunchFinishExponentials(const LossTerms& terms, const RowInputs& in, const RowResults& out,
+                                     const FusedRows& rows, void* exponentials, int64_t ld,
+                                     cudaStream_t stream) {
+  return LaunchFinish({terms, in, out, rows, nullptr, static_cast<__nv_bfloat16*>(exponentials), ld}, stream);
+}
+
+}  // namespace lossd::kernels::cuda::hopper

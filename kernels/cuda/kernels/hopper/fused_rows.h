@@ -1,0 +1,66 @@
+// Launchers of the kernels around the logit pass: what the pass has to know of a row beforehand, and from
+// what it leaves of a row to the row's results and the factors of its gradient.
+//
+// All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
+#ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_ROWS_H_
+#define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_ROWS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/cuda/device/device_memory.h"
+#include "kernels/cuda/kernels/hopper/logit_pass.h"
+#include "kernels/cuda/kernels/loss_rows.h"
+
+namespace lossd::kernels::cuda::hopper {
+
+// Memory of a chunk between these kernels, `capacity` rows each.
+struct FusedRows {
+  TilePartials partials;  // free once the results are there
+  float* reference = nullptr;
+  float* threshold = nullptr;
+  // Of all tiles; d as in TilePartials.
+  float* max = nullptr;
+  float* sum = nullptr;
+  float* spread = nullptr;
+  int32_t* arg = nullptr;
+  // dL/ds over (scale * gradient unit) is factor[r] times row r of the exponentials.
+  float* factor = nullptr;
+  int32_t* marked_panels = nullptr;       // [1 + Panels(capacity)], see MarkedPanels
+  uint32_t* claimed_positions = nullptr;  // [kMostClusters], see AllPanels
+
+  // All but partials.
+  static FusedRows Carve(Carver& carver, int64_t capacity);
+};
+
+// reference and threshold, also of padding rows, and zeros in marked_panels and claimed_positions. `in` has
+// target_dots, here and below. With lists: also empty lists and the first lower bounds of the sums.
+cudaError_t LaunchPrepareRows(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
+                              cudaStream_t stream);
+cudaError_t LaunchPrepareRows(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
+                              const CandidateLists& lists, cudaStream_t stream);
+
+// max, sum, spread and arg of all `rows` from the partials. Panels that have a row whose sum is too large for
+// 16-bit exponentials get a reference that is right for them, and a mark.
+cudaError_t LaunchMergeTiles(const LossTerms& terms, int64_t row_count, const FusedRows& rows,
+                             cudaStream_t stream);
+// The same for the marked panels, which have been computed again. It marks nothing.
+cudaError_t LaunchMergeMarkedTiles(const LossTerms& terms, int64_t row_count, const FusedRows& rows,
+                                   cudaStream_t stream);
+
+// Row results.
+cudaError_t LaunchFinishRows(const LossTerms& terms, const RowInputs& in, const RowResults& out,
+                             const FusedRows& rows, cudaStream_t stream);
+// Row results, and rules[r], what the gradient of each row is made of.
+cudaError_t LaunchFinishRules(const LossTerms& terms, const RowInputs& in, const RowResults& out,
+                              const FusedRows& rows, GradientRule* rules, cudaStream_t stream);
+// Row results, factors, the targets' entries in the exponentials [padded_rows, ld], and zeros in the rows
+// whose loss is not finite.
+cudaError_t LaunchFinishExponentials(const LossTerms& terms, const RowInputs& in, const RowResults& out,
+                                     const FusedRows& rows, void* exponentials, int64_t ld,
+                                     cudaStream_t stream);
+
+}  // namespace lossd::kernels::cuda::hopper
+
+#endif  // LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_ROWS_H_

@@ -1,0 +1,354 @@
+// C = A B with row factors, for the hidden gradient (A = E [rows, vocab]) and the weight gradient (A = E^T),
+// B = W or x with its inner dimension slow: all three operands lie as the chunk has them.
+//
+// Plan: C^T = B^T A^T with the main loop of main_loop.cuh over tiles of 256 columns and 256 rows of C a
+// cluster, in the order of product_plan.h: that way round the tensor cores need less energy. Clusters of one
+// group of multiprocessors work side by side (cluster_position.cuh), and all of them in step (pace.cuh). An
+// output tile is transposed on its way through boxes in shared memory; the copy engine stores it or, for a
+// weight gradient that is not zero, has L2 add it, so that C is never read by a multiprocessor and the next
+// tile's products begin at once. Each element of C is stored or added to once: results do not depend on who
+// is first.
+//
+// FLOP: 2 rows columns inner. Bytes from L2 a block and stage: 16 + 16 KB for 4.2 MFLOP, as in the logit
+// pass.
+#include <cuda/atomic>
+
+#include "kernels/cuda/kernels/hopper/cluster_position.cuh"
+#include "kernels/cuda/kernels/hopper/gradient_gemm.h"
+#include "kernels/cuda/kernels/hopper/main_loop.cuh"
+#include "kernels/cuda/kernels/hopper/out_boxes.cuh"
+#include "kernels/cuda/kernels/hopper/pace.cuh"
+#include "kernels/cuda/kernels/hopper/tensor_map.h"
+
+namespace lossd::kernels::cuda::hopper {
+namespace {
+
+constexpr int kTileParts = kClusterBlocks * kConsumers;  // of a tile's partial sums: a warpgroup each
+constexpr int kPartVectors = kPartialBytes / kTileParts / sizeof(float4);
+
+// What the clusters of a launch tell each other: 0 when it starts.
+struct Signals {
+  uint32_t added[kMostPartials][kTileParts];  // segments that the partial sums have
+  uint32_t begun[kPaceWords];
+  uint32_t claimed[kMostClusters];
+};
+static_assert(kMostPartials * kPartialBytes + sizeof(Signals) <= kGradientGemmScratchBytes);
+
+struct KernelParams {
+  GradientGemmPlan plan;
+  int rows;
+  bool add;
+  float scale;
+  const float* factors;
+  float4* partials;  // [plan.segmented][kTileParts][kPartVectors], as the threads of a warpgroup hold them
+  Signals* signals;
+  ClusterPositions positions;
+};
+
+struct Maps {
+  CUtensorMap a, b, c;
+};
+
+// ---- the work of a cluster ----
+
+// Stages [first, first + stages) of the inner dimension of a tile; all of them unless it is segmented.
+struct Unit {
+  int panel, row_tile;
+  int first, stages;
+  bool backwards;  // taken from the last stage to the first
+  int segment = 0, segments = 1;
+  int partial = 0;  // which of plan.segmented
+
+  __device__ __forceinline__ int Stage(int i) const { return backwards ? first + stages - 1 - i : first + i; }
+};
+
+// Every other unit of a cluster goes backwards: it begins with what the last one left in L2.
+__device__ __forceinline__ Unit UnitAt(const GradientGemmPlan& plan, int index) {
+  Unit unit;
+  int tile = index;
+  if (index >= plan.whole) {
+    unit.segments = plan.segments;
+    unit.segment = (index - plan.whole) / plan.segmented;
+    unit.partial = (index - plan.whole) - unit.segment * plan.segmented;
+    tile = plan.whole + unit.partial;
+  }
+  unit.first = unit.segment * plan.inner_tiles / unit.segments;
+  unit.stages = (unit.segment + 1) * plan.inner_tiles / unit.segments - unit.first;
+  unit.backwards = index / plan.clusters % 2 != 0;
+  const int group_tiles = plan.group * plan.panels;
+  const int group = tile / group_tiles;
+  const int first_row = group * plan.group;
+  const int size = min(plan.group, plan.row_tiles - first_row);
+  const int within = tile - group * group_tiles;
+  unit.panel = within / size;
+  unit.row_tile = first_row + within - unit.panel * size;
+  return unit;
+}
+
+// Which of `clusters` units in a row is the one of `position`. In rows of `size`, consecutive positions get
+// blocks of two rows and half as many columns, and what is left at the end as it comes.
+__device__ __forceinline__ int UnitInRound(int position, int size, int clusters) {
+  const int band = position / (2 * size);
+  if ((band + 1) * 2 * size > clusters) return position;
+  const int left = (size + 1) / 2;  // columns of a band's first block
+  int within = position - band * 2 * size;
+  const bool second = within >= 2 * left;
+  if (second) within -= 2 * left;
+  const int columns = second ? size - left : left;
+  const int row = within / columns;
+  return (2 * band + row) * size + (second ? left : 0) + within - row * columns;
+}
+
+// Applies body(unit, together) to the units of a cluster; together: all clusters have one, of as many stages.
+template <typename Body>
+__device__ __forceinline__ void ForEachUnit(const GradientGemmPlan& plan, int position, Body body) {
+  const int together = plan.whole - plan.whole % plan.clusters;
+  for (int i = UnitInRound(position, plan.group, plan.clusters); i < plan.units; i += plan.clusters) {
+    body(UnitAt(plan, i), i < together);
+  }
+}
+
+template <Major kMajorA>
+__device__ __forceinline__ void Produce(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank,
+                                        int position) {
+  Pace pace(p.signals->begun, p.plan.clusters);
+  ForEachUnit(p.plan, position, [&](const Unit& unit, bool together) {
+    const int column = unit.panel * kPanelRows + static_cast<int>(rank) * kRowTile;
+    const int row = unit.row_tile * kColumnTile + static_cast<int>(rank) * kPartColumns;
+    for (int i = 0; i < unit.stages; ++i) {
+      if (together && rank == 0) pace.Keep(i);
+      Fetch<Major::kOuter, kMajorA>(maps.b, maps.a, column, row, unit.Stage(i) * kInnerTile, rank, ring);
+    }
+  });
+}
+
+// ---- what becomes of the sums ----
+
+// The sums of a tile's earlier segments, of one warpgroup. They are added up in the order of the segments.
+struct PartialSums {
+  float4* vectors;  // this thread's, kWarpgroup apart
+  uint32_t* added;
+  uint32_t barrier;
+
+  __device__ __forceinline__ PartialSums(const KernelParams& p, const Unit& unit, int part, uint32_t barrier)
+      : vectors(p.partials + (static_cast<int64_t>(unit.partial) * kTileParts + part) * kPartVectors +
+                threadIdx.x % kWarpgroup),
+        added(&p.signals->added[unit.partial][part]),
+        barrier(barrier) {}
+
+  __device__ __forceinline__ ::cuda::atomic_ref<uint32_t, ::cuda::thread_scope_device> Added() const {
+    return ::cuda::atomic_ref<uint32_t, ::cuda::thread_scope_device>(*added);
+  }
+  // Adds those of all segments before `segment` to `sums`, once they are there.
+  __device__ __forceinline__ void AddTo(float (&sums)[128], int segment) const {
+    if (threadIdx.x % kWarpgroup == 0) {
+      while (Added().load(::cuda::memory_order_acquire) != static_cast<uint32_t>(segment)) {
+      }
+    }
+    SyncNamed(barrier, kWarpgroup);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const float4 before = __ldcg(vectors + i * kWarpgroup);
+      sums[4 * i] += before.x;
+      sums[4 * i + 1] += before.y;
+      sums[4 * i + 2] += before.z;
+      sums[4 * i + 3] += before.w;
+    }
+  }
+  __device__ __forceinline__ void Put(const float (&sums)[128], int segment) const {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      __stcg(vectors + i * kWarpgroup,
+             make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
+    }
+    SyncNamed(barrier, kWarpgroup);
+    if (threadIdx.x % kWarpgroup == 0) {
+      Added().store(static_cast<uint32_t>(segment) + 1, ::cuda::memory_order_release);
+    }
+  }
+};
+
+// What row `row` of the product is multiplied by.
+__device__ __forceinline__ float RowFactor(const KernelParams& p, int row) {
+  if (p.factors == nullptr) return p.scale;
+  return row < p.rows ? p.scale * p.factors[row] : 0.0f;
+}
+
+// Of a thread's sums, elements 4 j and 4 j + 2 are of row 8 j + LaneRow() of C's tile, the others of the
+// next.
+__device__ __forceinline__ int LaneRow() { return 2 * static_cast<int>(threadIdx.x & 3); }
+
+__device__ __forceinline__ void MultiplyRows(const KernelParams& p, int first_row, float (&sums)[128]) {
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    const int row = first_row + 8 * j + LaneRow();
+    const float factor = RowFactor(p, row), next = RowFactor(p, row + 1);
+    sums[4 * j] *= factor;
+    sums[4 * j + 1] *= next;
+    sums[4 * j + 2] *= factor;
+    sums[4 * j + 3] *= next;
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t Pack(float low, float high) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
+// Rows of C in a box.
+template <typename Out>
+inline constexpr int kBoxRows = sizeof(Out) == 4 ? kProductRows / 2 : kProductRows;
+
+// Box `i` of the two, with the rows from 8 `first_group` on of C's tile.
+template <typename Out>
+__device__ __forceinline__ void FillBox(const OutBoxes& out, int i, int first_group,
+                                        const float (&sums)[128]) {
+  if constexpr (sizeof(Out) == 4) {
+#pragma unroll
+    for (int group = 0; group < kBoxRows<Out> / 8; ++group) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        out.PutFloatTransposed(i, 8 * group + LaneRow() + (e & 1), e >> 1,
+                               sums[4 * (first_group + group) + e]);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int group = 0; group < kBoxRows<Out> / 8; group += 2) {
+      uint32_t words[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const int element = 4 * (first_group + group + (w >> 1)) + 2 * (w & 1);
+        words[w] = Pack<Out>(sums[element], sums[element + 1]);
+      }
+      out.PutTransposed(i, group, words);
+    }
+  }
+}
+
+// The tile of a warpgroup to C, where it begins at `column` and `row`.
+template <typename Out>
+__device__ __forceinline__ void Store(const OutBoxes& out, const float (&sums)[128], int column, int row,
+                                      bool add) {
+#pragma unroll
+  for (int box = 0; box < kColumnTile / kBoxRows<Out>; ++box) {
+    out.Open<sizeof(Out) == 4 ? 2 : 1>();
+    FillBox<Out>(out, box & 1, box * kBoxRows<Out> / 8, sums);
+    if constexpr (sizeof(Out) == 4) {
+      out.SendPair(box & 1, column, row + box * kBoxRows<Out>, add);
+    } else {
+      out.Send(box & 1, column, row + box * kBoxRows<Out>);
+    }
+  }
+}
+
+template <typename T, typename Out, Major kMajorA>
+__device__ __forceinline__ void Consume(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank,
+                                        int position, int consumer, uint32_t boxes) {
+  const int part = static_cast<int>(rank) * kConsumers + consumer;
+  const OutBoxes out(maps.c, boxes, consumer);
+  float sums[128];
+  ForEachUnit(p.plan, position, [&](const Unit& unit, bool) {
+    Multiply<T, Major::kOuter, kMajorA>(unit.stages, consumer, ring, sums);
+    const PartialSums partial(p, unit, part, out.barrier);
+    if (unit.segment > 0) partial.AddTo(sums, unit.segment);
+    if (unit.segment + 1 < unit.segments) {
+      partial.Put(sums, unit.segment);
+      return;
+    }
+    const int row = unit.row_tile * kColumnTile;
+    MultiplyRows(p, row, sums);
+    Store<Out>(out, sums, unit.panel * kPanelRows + part * kProductRows, row, p.add);
+  });
+  out.Finish();
+}
+
+template <typename T, typename Out, Major kMajorA>
+__global__ __cluster_dims__(kClusterBlocks)
+    __launch_bounds__(kThreads, 1) void GradientGemmKernel(const __grid_constant__ Maps maps,
+                                                           const __grid_constant__ KernelParams p) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t stages = SharedAddress(shared);
+  const uint32_t boxes = stages + kRingBytes;
+  const uint32_t position_word = boxes + kOutBytes + kRingBarrierBytes;
+  const Ring ring(stages, boxes + kOutBytes);
+  const uint32_t rank = ClusterRank();
+  if (rank == 0 && threadIdx.x == 0) TakePosition(p.positions, p.plan.clusters, position_word);
+  ring.Start();
+  const int position = Position(position_word);
+  const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
+  if (warpgroup == 0) {
+    LowerRegisters<kProducerRegisters>();
+    if (threadIdx.x == 0) Produce<kMajorA>(maps, p, ring, rank, position);
+  } else {
+    RaiseRegisters<kConsumerRegisters>();
+    Consume<T, Out, kMajorA>(maps, p, ring, rank, position, warpgroup - 1, boxes);
+  }
+  ClusterSync();  // the other block may still send to our shared memory
+}
+
+template <typename T, typename Out, Major kMajorA>
+cudaError_t Launch(const Maps& maps, const KernelParams& p, cudaStream_t stream) {
+  constexpr auto kFunction = GradientGemmKernel<T, Out, kMajorA>;
+  constexpr int kSharedBytes = kRingBytes + kOutBytes + kRingBarrierBytes + kPositionBytes;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kFunction, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (error != cudaSuccess) return error;
+  kFunction<<<p.plan.clusters * kClusterBlocks, kThreads, kSharedBytes, stream>>>(maps, p);
+  return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t LaunchTyped(const GradientGemmParams& params, const Maps& maps, const KernelParams& p,
+                        cudaStream_t stream) {
+  if (params.output == DType::kFloat32) {
+    return params.transpose_a ? Launch<T, float, Major::kOuter>(maps, p, stream)
+                              : Launch<T, float, Major::kInner>(maps, p, stream);
+  }
+  if (params.output != params.input || params.transpose_a || params.add) return cudaErrorInvalidValue;
+  return Launch<T, T, Major::kInner>(maps, p, stream);
+}
+
+cudaError_t MakeMaps(const GradientGemmParams& params, Maps& maps) {
+  const BoxedMatrix a = params.transpose_a
+                            ? BoxedMatrix{params.a, params.input, params.inner, params.rows, kInnerTile}
+                            : BoxedMatrix{params.a, params.input, params.rows, params.inner, kPartColumns};
+  const BoxedMatrix b = {params.b, params.input, params.inner, params.columns, kInnerTile};
+  const int box_rows = params.output == DType::kFloat32 ? kBoxRows<float> : kBoxRows<__half>;
+  const BoxedMatrix c = {params.c, params.output, params.rows, params.columns, box_rows};
+  if (const cudaError_t error = MakeTensorMap(a, maps.a); error != cudaSuccess) return error;
+  if (const cudaError_t error = MakeTensorMap(b, maps.b); error != cudaSuccess) return error;
+  return MakeTensorMap(c, maps.c);
+}
+
+}  // namespace
+
+cudaError_t LaunchGradientGemm(const GradientGemmParams& params, const GradientGemmPlan& plan,
+                               cudaStream_t stream) {
+  if (params.rows == 0) return cudaSuccess;
+  Maps maps = {};
+  if (const cudaError_t error = MakeMaps(params, maps); error != cudaSuccess) return error;
+  KernelParams p = {};
+  p.plan = plan;
+  p.rows = static_cast<int>(params.rows);
+  p.add = params.add;
+  p.scale = params.scale;
+  p.factors = params.factors;
+  p.partials = static_cast<float4*>(params.scratch);
+  p.signals =
+      reinterpret_cast<Signals*>(static_cast<uint8_t*>(params.scratch) + kMostPartials * kPartialBytes);
+  if (params.order != nullptr) p.positions = {*params.order, p.signals->claimed};
+  const cudaError_t error = cudaMemsetAsync(p.signals, 0, sizeof(Signals), stream);
+  if (error != cudaSuccess) return error;
+  if (params.input == DType::kBFloat16) return LaunchTyped<__nv_bfloat16>(params, maps, p, stream);
+  if (params.input == DType::kFloat16) return LaunchTyped<__half>(params, maps, p, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace lossd::kernels::cuda::hopper

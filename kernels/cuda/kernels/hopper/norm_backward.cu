@@ -1,0 +1,215 @@
+// LayerNorm and RMSNorm backward for rows of 1024 to 32768 columns. Bytes: reads x and dy, writes dx.
+//
+// As ../norm_backward.cu, but one thread of a group copies whole rows into the group's ring, and a thread
+// keeps what it has of a row in registers between the two passes: the barrier of the row's sums also says
+// that the row's place in the ring is free.
+//
+// Two blocks of a cluster may share rows, each with half of the columns. Rows of less than 10240 columns do,
+// so that a block has several rows at work and computes on one while another waits for its sums; rows of more
+// than 12288 columns because one block has no room for them. Between those a block has a row to itself. Up to
+// 8192 columns a thread has two vectors, then three: fewer instructions a column.
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/cuda/kernels/early_launch.h"
+#include "kernels/cuda/kernels/hopper/norm_backward.h"
+#include "kernels/cuda/kernels/hopper/norm_ring.cuh"
+#include "kernels/cuda/kernels/norm/norm_backward_rows.cuh"
+
+namespace lossd::kernels::cuda::hopper {
+namespace {
+
+constexpr int64_t kMostRows = int64_t{1} << 30;
+constexpr int64_t kFewestColumns = 1024;        // shorter rows leave too few threads a group
+constexpr int64_t kFewestColumnsToPair = 2048;  // rows of as many are shared by the blocks of a cluster
+constexpr int64_t kMostColumnsOfTwo = 8192;     // vectors a thread; then three
+constexpr int64_t kFewestColumnsAlone = 10240;  // rows of as many are shared only where they have to be
+
+// One thread's vectors of a row, as they came.
+template <typename X, typename Dy, int kVectors>
+struct HeldRow {
+  static constexpr int kXPieces = sizeof(X) / 2;  // of 16 bytes in a vector
+  static constexpr int kDyPieces = sizeof(Dy) / 2;
+  uint4 x[kVectors][kXPieces];
+  uint4 dy[kVectors][kDyPieces];
+  RowFacts facts;
+  float offset;
+
+  // from: x, then dy.
+  __device__ __forceinline__ HeldRow(const uint4* from, int vectors, const RowGroup<false>& group,
+                                     const RowFacts& row_facts)
+      : facts(row_facts), offset(-row_facts.mean * row_facts.inverse_deviation) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int v = min(group.thread + i * group.size, vectors - 1);
+#pragma unroll
+      for (int k = 0; k < kXPieces; ++k) x[i][k] = from[v * kXPieces + k];
+#pragma unroll
+      for (int k = 0; k < kDyPieces; ++k) dy[i][k] = from[(vectors * kXPieces) + v * kDyPieces + k];
+    }
+  }
+  __device__ __forceinline__ void Load(int i, float (&to_x)[8], float (&to_dy)[8]) const {
+    UnpackEight<X>(x[i], to_x);
+    UnpackEight<Dy>(dy[i], to_dy);
+  }
+};
+
+// How the work is divided.
+struct Plan {
+  int group = 0;     // threads that work on a row in a block
+  int groups = 0;    // of a block
+  int clusters = 0;  // of one block or two
+  int vectors = 0;   // of a row in a block; the second block of a cluster may have one less
+  int row_vectors = 0;
+  int rounds = 0;  // rows of a group, the last of which may be missing
+  float inverse_cols = 0.0f;
+  int shared_bytes = 0;
+};
+
+template <typename X, typename Dy, int kBlocks, int kVectors, int kThreads>
+__global__ __launch_bounds__(kThreads,
+                             1) void NormBackwardKernel(const __grid_constant__ NormParams p,
+                                                        const __grid_constant__ NormBackwardParams b,
+                                                        const __grid_constant__ Plan plan) {
+  // [groups][kStages] parts of rows of x, then dy, at the end the groups' sums; then the gain, unless it is
+  // in registers.
+  extern __shared__ uint4 shared[];
+  __shared__ typename PairSum<kBlocks>::Scratch scratch;
+  constexpr int kUnits = static_cast<int>((sizeof(X) + sizeof(Dy)) / 2);  // of a vector in the ring
+  const RowGroup<false> group(plan.group);
+  PairSum<kBlocks> pair_sum(group, scratch);
+  const int cluster = static_cast<int>(blockIdx.x) / kBlocks;
+  const int first_vector = kBlocks == 1 ? 0 : static_cast<int>(ClusterRank()) * plan.vectors;
+  const int vectors = kBlocks == 1 ? plan.vectors : min(plan.vectors, plan.row_vectors - first_vector);
+  const int step = plan.groups * plan.clusters;
+
+  const auto copy = [&](uint32_t to, uint32_t barrier, int row, int raw_row) {
+    const uint32_t x_bytes = 8u * sizeof(X) * static_cast<uint32_t>(vectors);
+    CopyBytesIn(to, NormRow<X>(p.x, raw_row) + 8 * first_vector, x_bytes, barrier);
+    CopyBytesIn(to + x_bytes, NormRow<Dy>(p.y, row) + 8 * first_vector,
+                8u * sizeof(Dy) * static_cast<uint32_t>(vectors), barrier);
+  };
+  using Ring = RowRing<decltype(copy)>;
+  __shared__ typename Ring::Places places[kMostGroups];
+  Ring ring(p, b, places[group.index], shared + group.index * kStages * kUnits * vectors, kUnits * vectors,
+            group.thread == 0, copy);
+  if constexpr (kBlocks == 1) {
+    __syncthreads();
+  } else {
+    ClusterSync();
+  }
+  AwaitKernelBefore();
+  int row = cluster + group.index * plan.clusters;
+  ring.Start(row, step);
+  const Gain<kVectors> gains(p.gain + 8 * first_vector,
+                             reinterpret_cast<float4*>(shared + plan.groups * kStages * kUnits * vectors),
+                             vectors, group);
+  if constexpr (!Gain<kVectors>::kHeld) __syncthreads();
+
+  ColumnSums<kVectors> sums;
+  // All groups take part in every round, with a row or without.
+  for (int turn = 0; turn < plan.rounds; ++turn, row += step) {
+    const bool has_row = row < p.rows;
+    const HeldRow<X, Dy, kVectors> held(ring.Await(turn, has_row), vectors, group, ring.Facts(turn));
+    GroupValues<2> own = {};
+    if (has_row) own = AddRow(held, group, vectors, gains, sums);
+    const float2 total = pair_sum(turn, own.at[0], own.at[1]);
+    ring.Replace(turn, row + kStages * step, step);
+    if (has_row && b.dx.data != nullptr) {
+      WriteGradient(held, group, vectors, gains, b.scale, p.centred ? total.x * plan.inverse_cols : 0.0f,
+                    total.y * plan.inverse_cols,
+                    NormRow<X>(b.dx, p.source != nullptr ? held.facts.raw_row : row) + 8 * first_vector);
+    }
+  }
+  LetNextKernelStart();
+  if (b.partials == nullptr) return;
+  const PartialRow to = {b.partials, plan.clusters, cluster, plan.row_vectors, first_vector};
+  WritePartials(sums, reinterpret_cast<float4*>(shared), vectors, group, p.centred, b.scale, to);
+}
+
+// groups == 0: such rows do not fit.
+template <typename X, typename Dy, int kBlocks, int kVectors, int kThreads>
+Plan MakePlan(const NormParams& p, const DeviceLimits& limits) {
+  Plan plan;
+  plan.row_vectors = static_cast<int>(p.x.cols / 8);
+  plan.vectors = (plan.row_vectors + kBlocks - 1) / kBlocks;
+  const int64_t cols = int64_t{plan.vectors} * 8;
+  plan.group = NormGroupSize(cols, kVectors);
+  if (plan.group > kMostGroupWarps * 32) return plan;
+  const int64_t gain_bytes = Gain<kVectors>::kHeld ? 0 : cols * static_cast<int64_t>(sizeof(float));
+  const int64_t ring_bytes = kStages * cols * static_cast<int64_t>(sizeof(X) + sizeof(Dy));
+  const int64_t sum_bytes = 2 * cols * static_cast<int64_t>(sizeof(float));
+  const int64_t group_bytes = std::max(ring_bytes, sum_bytes);
+  const int64_t groups_in_shared = (limits.shared_bytes_per_block - gain_bytes) / group_bytes;
+  plan.groups =
+      static_cast<int>(std::min<int64_t>({kThreads / plan.group, groups_in_shared, int64_t{kMostGroups}}));
+  if (plan.groups <= 0) return Plan{};
+  plan.clusters = static_cast<int>(std::min<int64_t>(p.rows, limits.multiprocessors / kBlocks));
+  const int rows_a_round = plan.groups * plan.clusters;
+  plan.rounds = (static_cast<int>(p.rows) + rows_a_round - 1) / rows_a_round;
+  plan.inverse_cols = 1.0f / static_cast<float>(p.x.cols);
+  plan.shared_bytes = static_cast<int>(gain_bytes + plan.groups * group_bytes);
+  return plan;
+}
+
+// A launch of the kernel.
+struct Launch {
+  const NormParams& p;
+  const NormBackwardParams& b;
+  const DeviceLimits& limits;
+  cudaStream_t stream;
+  int64_t* partial_rows;
+  bool asks = false;  // whether it would fit; launches nothing
+
+  template <typename X, typename Dy, int kBlocks, int kVectors, int kThreads>
+  bool IfFits(cudaError_t* error) const {
+    const Plan plan = MakePlan<X, Dy, kBlocks, kVectors, kThreads>(p, limits);
+    if (plan.groups == 0) return false;
+    if (asks) return true;
+    const auto kernel = NormBackwardKernel<X, Dy, kBlocks, kVectors, kThreads>;
+    *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
+    if (*error != cudaSuccess) return true;
+    *partial_rows = plan.clusters;
+    EarlyLaunch launch(static_cast<unsigned>(plan.clusters * kBlocks),
+                       static_cast<unsigned>(plan.group * plan.groups), plan.shared_bytes, true, stream);
+    if (kBlocks > 1) launch.SetCluster(kBlocks);
+    *error = cudaLaunchKernelEx(launch.config(), kernel, p, b, plan);
+    return true;
+  }
+  // As many threads as registers suffice for, and three vectors a thread rather than four: of four the gain
+  // lies in shared memory.
+  template <typename X, typename Dy>
+  bool IfFits(cudaError_t* error) const {
+    const int64_t cols = p.x.cols;
+    if constexpr (sizeof(X) == 2 && sizeof(Dy) == 2) {
+      if (cols < kFewestColumnsToPair) return IfFits<X, Dy, 1, 2, 640>(error);
+      if (cols <= kMostColumnsOfTwo) return IfFits<X, Dy, 2, 2, 640>(error);
+      if (cols < kFewestColumnsAlone) return IfFits<X, Dy, 2, 3, 512>(error);
+      return IfFits<X, Dy, 1, 3, 512>(error) || IfFits<X, Dy, 2, 3, 512>(error) ||
+             IfFits<X, Dy, 2, 4, 512>(error);
+    } else {
+      return cols < kFewestColumnsToPair ? IfFits<X, Dy, 1, 2, 512>(error) : IfFits<X, Dy, 2, 2, 512>(error);
+    }
+  }
+};
+
+}  // namespace
+
+absl::string_view WhyNoNormBackward(const NormParams& params, const NormBackwardParams& backward,
+                                    const DeviceLimits& limits) {
+  if (!limits.is_hopper) return "not a Hopper GPU";
+  if (params.x.cols < kFewestColumns) return "short rows";
+  if (params.rows > kMostRows) return "many rows";
+  cudaError_t error = cudaSuccess;
+  const Launch launch = {params, backward, limits, nullptr, nullptr, /*asks=*/true};
+  return LaunchIfPaired(launch, params, backward, &error) ? "" : "long rows";
+}
+
+bool LaunchNormBackwardIfFits(const NormParams& params, const NormBackwardParams& backward,
+                              const DeviceLimits& limits, cudaStream_t stream, int64_t* partial_rows,
+                              cudaError_t* error) {
+  if (!WhyNoNormBackward(params, backward, limits).empty()) return false;
+  return LaunchIfPaired(Launch{params, backward, limits, stream, partial_rows}, params, backward, error);
+}
+
+}  // namespace lossd::kernels::cuda::hopper

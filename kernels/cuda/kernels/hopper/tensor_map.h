@@ -1,0 +1,31 @@
+// Descriptions of matrices for the copy engine.
+//
+// Thread-safe. The driver is asked at run time, so that programs start without one.
+#ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_TENSOR_MAP_H_
+#define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_TENSOR_MAP_H_
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/dtype.h"
+
+namespace lossd::kernels::cuda::hopper {
+
+// A row-major matrix on the device, 16-byte aligned, and the boxes it is copied in.
+struct BoxedMatrix {
+  const void* data = nullptr;
+  DType dtype = DType::kBFloat16;
+  int64_t rows = 0;
+  int64_t cols = 0;  // also the elements between rows; a multiple of 16 bytes
+  int box_rows = 0;  // at most 256
+};
+
+// Boxes are 128 bytes wide and lie in shared memory with the 128-byte swizzle; what lies outside
+// the matrix is read as zero and not written. cudaErrorNotSupported if the driver has no such function.
+cudaError_t MakeTensorMap(const BoxedMatrix& matrix, CUtensorMap& map);
+
+}  // namespace lossd::kernels::cuda::hopper
+
+#endif  // LOSSD_KERNELS_CUDA_KERNELS_HOPPER_TENSOR_MAP_H_

@@ -1,0 +1,190 @@
+// Rows whose logits come a block of classes at a time, one thread block a row. The formulas are those of
+// row_loss.cu in their general form, with bias, class weights and target counted from the first class of the
+// block; the statistics of the blocks are combined in the order of classes.
+//
+// Bytes: a block of logits read once for its statistics, read and written once for its gradient; as long as a
+// block stays in L2 it is bound by arithmetic.
+#include "kernels/cuda/kernels/device_math.cuh"
+#include "kernels/cuda/kernels/recomputed/recomputed_rows.h"
+#include "kernels/cuda/kernels/row_loss_math.cuh"
+#include "kernels/cuda/kernels/row_part.cuh"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+
+// A block of classes of some rows; the terms count classes from the first of the block.
+struct BlockParams {
+  LogitMatrix logits;
+  LossTerms terms;
+  RowInputs in;
+};
+
+BlockParams Within(const ClassBlock& block, const LossTerms& terms, const RowInputs& in) {
+  return {block.logits, terms.From(block.first_class), in};
+}
+
+// `column` may lie outside the block, on either side: bias and class weights go on there.
+template <typename T>
+__device__ __forceinline__ Target MakeTarget(const LossTerms& terms, const RowInputs& in,
+                                             const LogitMap<T, true>& map, int64_t row, int column) {
+  Target target;
+  target.column = column;
+  target.logit = map(in.target_dots[row], column);
+  target.stored_z = target.logit.z;
+  target.class_weight = ClassWeight(terms, column);
+  return target;
+}
+
+template <typename T>
+__device__ __forceinline__ RowPart<T, false> WholeBlock(const LogitMatrix& logits, int64_t row) {
+  return {static_cast<T*>(logits.data) + row * logits.ld, 0, 0, static_cast<int>(logits.ld / Vec<T>::kSize)};
+}
+
+__device__ __forceinline__ Stats ToStats(const RunningRow& r) {
+  return {r.max, r.sum, r.spread, r.weighted, r.arg};
+}
+
+// The statistics of the blocks before and of the next one.
+__device__ __forceinline__ Stats Join(Stats before, Stats next, float f) {
+  const float max = fmaxf(before.max, next.max);
+  const int32_t arg = before.max == max ? before.arg : next.arg;
+  Rebase(before, max, f);
+  Rebase(next, max, f);
+  return {max, before.sum + next.sum, before.spread + next.spread, before.weighted + next.weighted, arg};
+}
+
+template <typename T>
+__global__ __launch_bounds__(kThreads) void FoldBlockKernel(const __grid_constant__ BlockParams p,
+                                                            int first_class, RunningRow* running) {
+  __shared__ float words[kWarps * kStatsWords];
+  const int64_t row = blockIdx.x;
+  const LogitMap<T, true> map(p.terms);
+  const RowPart<T, false> part = WholeBlock<T>(p.logits, row);
+  const Target target = MakeTarget<T>(p.terms, p.in, map, row, p.in.targets[row] - first_class);
+  const int classes = static_cast<int>(p.logits.classes);
+  const Stats own = ReduceWarp<true>(RowStats<T, true, false>(p.terms, map, part, classes, target), map.f);
+  if ((threadIdx.x & 31) == 0) Put(own, words + (threadIdx.x >> 5) * kStatsWords);
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  Stats all = threadIdx.x < kWarps ? Get(words + threadIdx.x * kStatsWords) : NoStats();
+  all = ReduceWarp<true>(all, map.f);
+  if (threadIdx.x != 0) return;
+  if (all.arg != INT32_MAX) all.arg += first_class;
+  float stored_target = first_class > 0 ? running[row].stored_target : 0.0f;
+  if (target.column >= 0 && target.column < p.logits.classes) {
+    stored_target = map(static_cast<float>(part.row[target.column]), target.column).z;
+  }
+  if (first_class > 0) all = Join(ToStats(running[row]), all, map.f);
+  running[row] = {all.max, all.sum, all.spread, all.weighted, all.arg, stored_target};
+}
+
+__global__ void FinishRunningKernel(const __grid_constant__ LossTerms terms,
+                                    const __grid_constant__ RowInputs in,
+                                    const __grid_constant__ RowResults out, const RunningRow* running,
+                                    GradientRule* rules) {
+  const int64_t row = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (row >= in.rows) return;
+  // Every number is fp32 by now; the type only says how precise a softcap's tanh is.
+  const LogitMap<float, true> map(terms);
+  Target target = MakeTarget<float>(terms, in, map, row, in.targets[row]);
+  target.stored_z = running[row].stored_target;
+  const RowResult result = Finish<true>(terms, in, row, target, ToStats(running[row]), map.f);
+  WriteRow(out, row, result);
+  rules[row] = MakeRule<true>(terms, in, row, target, result);
+}
+
+__global__ void SettleRulesKernel(const __grid_constant__ SettleParams p) {
+  const int64_t row = blockIdx.x;
+  const bool padding = row >= p.rows;
+  const bool dropped = !padding && p.accumulate[row] != 0 && p.keep[row] == 0;
+  if (!padding && !dropped && p.rules[row].valid) return;
+  __syncthreads();  // all have read the rule
+  if (threadIdx.x == 0) p.rules[row] = GradientRule{};
+  if (padding) return;
+  const float zeros[8] = {};
+  const int64_t first = row * p.hidden.ld;
+  for (int64_t c = threadIdx.x * 8; c < p.hidden.ld; c += kThreads * 8) {
+    Store8(p.hidden.data, p.hidden.dtype, first + c, first + p.hidden.ld, true, zeros);
+  }
+}
+
+template <typename T>
+__global__ __launch_bounds__(kThreads) void GradientBlockKernel(const __grid_constant__ BlockParams p,
+                                                                int first_class, const GradientRule* rules) {
+  const int64_t row = blockIdx.x;
+  const RowPart<T, false> part = WholeBlock<T>(p.logits, row);
+  const GradientRule rule = rules[row];
+  if (!rule.valid) {
+    WriteZeros(part);
+    return;
+  }
+  const LogitMap<T, true> map(p.terms);
+  const Target target = MakeTarget<T>(p.terms, p.in, map, row, p.in.targets[row] - first_class);
+  WriteGradient(p.terms, map, part, static_cast<int>(p.logits.classes), target, rule);
+}
+
+template <typename T>
+cudaError_t LaunchFold(const BlockParams& p, int64_t first_class, RunningRow* running, cudaStream_t stream) {
+  FoldBlockKernel<T>
+      <<<static_cast<unsigned>(p.in.rows), kThreads, 0, stream>>>(p, static_cast<int>(first_class), running);
+  return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t LaunchGradient(const BlockParams& p, int64_t first_class, const GradientRule* rules,
+                           cudaStream_t stream) {
+  GradientBlockKernel<T><<<static_cast<unsigned>(p.in.padded_rows), kThreads, 0, stream>>>(
+      p, static_cast<int>(first_class), rules);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t LaunchFoldBlock(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
+                            RunningRow* running, cudaStream_t stream) {
+  const BlockParams p = Within(block, terms, in);
+  if (in.rows == 0) return cudaSuccess;
+  switch (p.logits.dtype) {
+    case DType::kFloat32:
+      return LaunchFold<float>(p, block.first_class, running, stream);
+    case DType::kFloat16:
+      return LaunchFold<__half>(p, block.first_class, running, stream);
+    case DType::kBFloat16:
+      return LaunchFold<__nv_bfloat16>(p, block.first_class, running, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t LaunchFinishRunning(const LossTerms& terms, const RowInputs& in, const RowResults& out,
+                                const RunningRow* running, GradientRule* rules, cudaStream_t stream) {
+  if (in.rows == 0) return cudaSuccess;
+  const auto blocks = static_cast<unsigned>((in.rows + kThreads - 1) / kThreads);
+  FinishRunningKernel<<<blocks, kThreads, 0, stream>>>(terms, in, out, running, rules);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchSettleRules(const SettleParams& params, cudaStream_t stream) {
+  if (params.padded_rows == 0) return cudaSuccess;
+  SettleRulesKernel<<<static_cast<unsigned>(params.padded_rows), kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchGradientBlock(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
+                                const GradientRule* rules, cudaStream_t stream) {
+  const BlockParams p = Within(block, terms, in);
+  if (in.padded_rows == 0) return cudaSuccess;
+  switch (p.logits.dtype) {
+    case DType::kFloat32:
+      return LaunchGradient<float>(p, block.first_class, rules, stream);
+    case DType::kFloat16:
+      return LaunchGradient<__half>(p, block.first_class, rules, stream);
+    case DType::kBFloat16:
+      return LaunchGradient<__nv_bfloat16>(p, block.first_class, rules, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace lossd::kernels::cuda

@@ -1,0 +1,48 @@
+// Launchers of the row loss kernel, a chunk of logits in, row results and (in place) their gradient out, and
+// of the kernel that computes the targets' own logits.
+//
+// Both enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
+#ifndef LOSSD_KERNELS_CUDA_KERNELS_ROW_LOSS_H_
+#define LOSSD_KERNELS_CUDA_KERNELS_ROW_LOSS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "kernels/cuda/device/device_limits.h"
+#include "kernels/cuda/kernels/loss_rows.h"
+#include "kernels/dtype.h"
+
+namespace lossd::kernels::cuda {
+
+// dots[r] = hidden[r] . weight[targets[r]] in fp32 for r in [0, rows); both matrices have `ld` columns, a
+// multiple of 8, and the same dtype.
+struct TargetDotParams {
+  const void* hidden = nullptr;  // [rows, ld]
+  const void* weight = nullptr;  // [vocab, ld]
+  DType dtype = DType::kBFloat16;
+  int64_t ld = 0;
+  int64_t rows = 0;
+  const int32_t* targets = nullptr;  // [rows]
+  float* dots = nullptr;             // [rows]
+};
+cudaError_t LaunchTargetDots(const TargetDotParams& params, cudaStream_t stream);
+
+struct RowLossParams {
+  // Of the whole vocabulary. W x on entry; with write_gradient, dL/ds over (scale * gradient unit) on return,
+  // 0 in padding rows and columns and in rows whose loss is not finite.
+  LogitMatrix logits;
+  LossTerms terms;
+  RowInputs in;
+  RowResults out;
+  bool write_gradient = false;
+};
+cudaError_t LaunchRowLoss(const RowLossParams& params, const DeviceLimits& limits, cudaStream_t stream);
+
+// How LaunchRowLoss() goes about rows of `ld` elements, for people.
+std::string DescribeRowLoss(int64_t ld, DType dtype, const DeviceLimits& limits);
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_KERNELS_ROW_LOSS_H_

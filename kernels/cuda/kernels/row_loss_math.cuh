@@ -1,0 +1,201 @@
+// What the row kernels have in common: from a stored dot product to a logit, from the sums over a row to its
+// loss, and from there to the factors of its gradient. The formulas stand in row_loss.cu.
+//
+// kGeneral: any of bias, softcap, class weights, smoothing, entropy; else z f is kept implicit (row_loss.cu).
+#ifndef LOSSD_KERNELS_CUDA_KERNELS_ROW_LOSS_MATH_CUH_
+#define LOSSD_KERNELS_CUDA_KERNELS_ROW_LOSS_MATH_CUH_
+
+#include <cstdint>
+
+#include "kernels/cuda/kernels/device_math.cuh"
+#include "kernels/cuda/kernels/loss_rows.h"
+
+namespace lossd::kernels::cuda {
+
+// Running statistics of a part of a row, the target left out.
+struct Stats {
+  float max;       // of z
+  float sum;       // of 2^(z f - M), M = Reference(max, f)
+  float spread;    // of 2^(z f - M) (z f - M)
+  float weighted;  // of u (z - z_y)
+  int32_t arg;     // the smallest class that has max
+};
+
+__device__ __forceinline__ Stats NoStats() { return {NegativeInfinity(), 0.0f, 0.0f, 0.0f, INT32_MAX}; }
+
+// What exponents are taken relative to when the largest z is `max`. A maximum of -inf means that there is
+// nothing yet (or only NaN, which stays in the sum).
+__device__ __forceinline__ float Reference(float max, float f) {
+  return max == NegativeInfinity() ? 0.0f : max * f;
+}
+
+// Makes the sums of `s` relative to the larger maximum `max`.
+__device__ __forceinline__ void Rebase(Stats& s, float max, float f) {
+  if (s.max == max) return;
+  const float shift = Reference(s.max, f) - Reference(max, f);
+  const float factor = Exp2(shift);
+  const bool empty = s.sum == 0.0f;
+  s.spread = empty ? 0.0f : factor * (s.spread + s.sum * shift);
+  s.sum = empty ? 0.0f : s.sum * factor;
+  s.max = max;
+}
+
+__device__ __forceinline__ float WarpSum(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+struct Logit {
+  float z;
+  float slope;  // dz/ds: 1 - (z/c)^2 with a softcap, else 1
+};
+
+// tanh(x) and its derivative without cancellation: below 0.1 by the series of tanh, whose next term is 17/315
+// x^7.
+template <bool kPrecise>
+__device__ __forceinline__ float2 TanhAndSlope(float x) {
+  const float t = fabsf(x);
+  const float e = kPrecise ? expf(-2.0f * t) : Exp2(-2.0f * kLog2E * t);
+  const float denominator = 1.0f + e;
+  const float inverse = kPrecise ? 1.0f / denominator : __fdividef(1.0f, denominator);
+  const float square = t * t;
+  const float series = fmaf(t * square, fmaf(square, 2.0f / 15.0f, -1.0f / 3.0f), t);
+  const float value = kPrecise ? tanhf(t) : t < 0.1f ? series : (1.0f - e) * inverse;
+  return make_float2(copysignf(value, x), 4.0f * e * inverse * inverse);
+}
+
+template <typename T, bool kGeneral>
+struct LogitMap {
+  float f;  // z f is the logit in units of log 2
+  float scale;
+  float softcap;
+  float inverse_cap;
+  const float* bias;
+
+  __device__ __forceinline__ explicit LogitMap(const LossTerms& terms)
+      : f(kGeneral ? kLog2E : terms.scale * kLog2E),
+        scale(terms.scale),
+        softcap(terms.softcap),
+        inverse_cap(terms.softcap > 0.0f ? 1.0f / terms.softcap : 0.0f),
+        bias(terms.bias) {}
+
+  __device__ __forceinline__ Logit operator()(float dot, int column) const {
+    if constexpr (!kGeneral) return {dot, 1.0f};
+    const float s = scale * (dot + (bias != nullptr ? __ldg(bias + column) : 0.0f));
+    if (softcap == 0.0f) return {s, 1.0f};
+    const float2 t = TanhAndSlope<sizeof(T) == 4>(s * inverse_cap);
+    // An infinite dot product must not hide behind the cap.
+    return {isinf(dot) ? NAN : softcap * t.x, t.y};
+  }
+};
+
+__device__ __forceinline__ float ClassWeight(const LossTerms& terms, int column) {
+  return terms.class_weights != nullptr ? __ldg(terms.class_weights + column) : 1.0f;
+}
+
+// What all threads know about the row before its sums.
+struct Target {
+  int column;
+  Logit logit;
+  float stored_z;  // as the other logits are stored, for comparisons with them
+  float class_weight;
+};
+
+// What they know after.
+struct RowResult {
+  float reference;    // M
+  float inverse_sum;  // 1 / S
+  float log2_sum;
+  float lse;
+  float nll;
+  float p_target;
+  float p_others;  // 1 - p_target
+  float entropy;
+  float loss;
+  float z_loss_part;
+  int32_t argmax;
+};
+
+// From the statistics of all classes but the target, rebased to the largest logit of the whole row. argmax is
+// left to the caller.
+template <bool kGeneral>
+__device__ __forceinline__ RowResult FinishSums(const LossTerms& terms, const RowInputs& in, int64_t row,
+                                                const Target& target, const Stats& others, float f) {
+  RowResult r;
+  const float z = target.logit.z;
+  r.reference = Reference(others.max, f);
+  const float d_target = fmaf(z, f, -r.reference);
+  const float e_target = Exp2(d_target);
+  const float sum = others.sum + e_target;
+  r.inverse_sum = 1.0f / sum;
+  r.log2_sum = log2f(sum);
+  r.lse = (r.reference + r.log2_sum) * kLn2;
+  r.p_target = e_target / sum;
+  r.p_others = others.sum / sum;
+  r.nll = e_target > 0.5f * sum ? log1pf(others.sum / e_target) : (r.log2_sum - d_target) * kLn2;
+  const float target_spread = e_target > 0.0f ? e_target * d_target : 0.0f;
+  r.entropy = kLn2 * (r.log2_sum - (others.spread + target_spread) / sum);
+  const float weight = in.weights[row];
+  float hard = (1.0f - terms.smoothing) * r.nll;
+  if constexpr (kGeneral) {
+    hard *= target.class_weight;
+    if (terms.smoothing > 0.0f) {
+      hard += terms.smoothing *
+              ((terms.class_weight_sum * r.nll - others.weighted) / static_cast<float>(terms.vocab));
+    }
+  }
+  r.z_loss_part = weight * terms.z_loss * r.lse * r.lse;
+  r.loss = weight * hard + r.z_loss_part;
+  r.argmax = -1;
+  return r;
+}
+
+template <bool kGeneral>
+__device__ __forceinline__ RowResult Finish(const LossTerms& terms, const RowInputs& in, int64_t row,
+                                            const Target& target, const Stats& others, float f) {
+  Stats rebased = others;
+  Rebase(rebased, fmaxf(others.max, target.logit.z), f);
+  RowResult r = FinishSums<kGeneral>(terms, in, row, target, rebased, f);
+  r.argmax = target.column;
+  const float stored = target.stored_z;
+  if (others.max > stored || (others.max == stored && others.arg < r.argmax)) r.argmax = others.arg;
+  return r;
+}
+
+__device__ __forceinline__ void WriteRow(const RowResults& out, int64_t row, const RowResult& r) {
+  out.loss[row] = r.loss;
+  out.z_loss_part[row] = r.z_loss_part;
+  out.lse[row] = r.lse;
+  out.entropy[row] = r.entropy;
+  out.target_logprob[row] = -r.nll;
+  out.argmax[row] = r.argmax;
+}
+
+template <bool kGeneral>
+__device__ __forceinline__ GradientRule MakeRule(const LossTerms& terms, const RowInputs& in, int64_t row,
+                                                 const Target& target, const RowResult& r) {
+  GradientRule rule;
+  const float c = in.coef_loss[row];
+  const float hard = (kGeneral ? target.class_weight : 1.0f) * (1.0f - terms.smoothing);
+  const float share = terms.smoothing / static_cast<float>(terms.vocab);
+  const float soft = c * (share * terms.class_weight_sum + 2.0f * terms.z_loss * r.lse) + in.coef_lse[row];
+  const float entropy = kGeneral ? in.coef_entropy[row] : 0.0f;
+  rule.softmax = (c * hard + soft) * r.inverse_sum;
+  rule.entropy = entropy * r.inverse_sum;
+  rule.uniform = c * share;
+  rule.reference = r.reference;
+  rule.log2_sum = r.log2_sum;
+  rule.row_entropy = r.entropy;
+  float target_grad = -c * hard * r.p_others + r.p_target * soft;
+  if constexpr (kGeneral) {
+    if (r.p_target > 0.0f) target_grad -= r.p_target * entropy * (r.entropy - r.nll);
+  }
+  rule.target = target_grad * target.logit.slope;
+  rule.valid = isfinite(r.lse) && isfinite(r.loss);
+  return rule;
+}
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_KERNELS_ROW_LOSS_MATH_CUH_

@@ -1,0 +1,293 @@
+// A thread block's work on (a part of) a row of stored dot products: statistics from it, and its gradient
+// over it. Shared by the kernels that have the whole row (row_loss.cu) and a block of its classes
+// (recomputed_rows.cu). The formulas stand in row_loss.cu.
+#ifndef LOSSD_KERNELS_CUDA_KERNELS_ROW_PART_CUH_
+#define LOSSD_KERNELS_CUDA_KERNELS_ROW_PART_CUH_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/cuda/kernels/async_copy.cuh"
+#include "kernels/cuda/kernels/device_math.cuh"
+#include "kernels/cuda/kernels/row_loss_math.cuh"
+
+namespace lossd::kernels::cuda {
+
+// Vectors loaded ahead of their use, from shared memory and from global memory.
+inline constexpr int kSharedUnroll = 2;
+inline constexpr int kGlobalUnroll = 4;
+
+// ---- statistics on their way between warps and blocks ----
+
+inline constexpr int kStatsWords = 5;
+
+__device__ __forceinline__ void Put(const Stats& s, float* words) {
+  words[0] = s.max;
+  words[1] = s.sum;
+  words[2] = s.spread;
+  words[3] = s.weighted;
+  words[4] = __int_as_float(s.arg);
+}
+
+__device__ __forceinline__ Stats Get(const float* words) {
+  return {words[0], words[1], words[2], words[3], __float_as_int(words[4])};
+}
+
+// The statistics of all lanes together, the same bits in every lane.
+template <bool kGeneral>
+__device__ __forceinline__ Stats ReduceWarp(Stats s, float f) {
+  float max = s.max;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, offset));
+  const int32_t arg = s.max == max ? s.arg : INT32_MAX;
+  Rebase(s, max, f);
+  s.arg = __reduce_min_sync(0xffffffffu, arg);
+  s.sum = WarpSum(s.sum);
+  if constexpr (kGeneral) {
+    s.spread = WarpSum(s.spread);
+    s.weighted = WarpSum(s.weighted);
+  }
+  return s;
+}
+
+// ---- gradient ----
+
+template <bool kGeneral>
+__device__ __forceinline__ float Gradient(const LossTerms& terms, const GradientRule& rule,
+                                          const Logit& logit, float f, int column) {
+  const float d = fmaf(logit.z, f, -rule.reference);
+  const float e = Exp2(d);
+  float g = e * rule.softmax;
+  if constexpr (kGeneral) {
+    if (rule.entropy != 0.0f && e > 0.0f) {
+      g -= e * rule.entropy * ((d - rule.log2_sum) * kLn2 + rule.row_entropy);
+    }
+    if (rule.uniform != 0.0f) g -= rule.uniform * ClassWeight(terms, column);
+    g *= logit.slope;
+  }
+  return g;
+}
+
+__device__ __forceinline__ uint4 LoadShared16(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+// ---- a part of a row ----
+
+// The part of a row that this block works on, in vectors of 16 bytes.
+template <typename T, bool kResident>
+struct RowPart {
+  static constexpr int kUnroll = kResident ? kSharedUnroll : kGlobalUnroll;
+  T* row;           // the whole row
+  uint32_t shared;  // address of the copy of vectors [begin, end)
+  int begin;
+  int end;
+
+  __device__ __forceinline__ uint4* global() const { return reinterpret_cast<uint4*>(row); }
+  __device__ __forceinline__ void Fetch() const {
+    if constexpr (kResident) {
+      const uint4* from = global() + begin;
+      for (int v = threadIdx.x; v < end - begin; v += blockDim.x) CopyAsync16(shared + 16u * v, from + v);
+      AwaitAllCopies();
+    }
+  }
+  // Threads read only the vectors that they have fetched themselves.
+  __device__ __forceinline__ uint4 Load(int v) const {
+    if constexpr (kResident) return LoadShared16(shared + 16u * (v - begin));
+    return __ldcg(global() + v);
+  }
+  // True for the thread that works on this column.
+  __device__ __forceinline__ bool Owns(int column) const {
+    const int v = column / Vec<T>::kSize;
+    return column >= 0 && v >= begin && v < end &&
+           (v - begin) % static_cast<int>(blockDim.x) == static_cast<int>(threadIdx.x);
+  }
+  // Overwrites what the owner of `column` will load there.
+  __device__ __forceinline__ void Mask(int column, T value) const {
+    if (!Owns(column)) return;
+    if constexpr (kResident) {
+      const uint32_t address = shared + static_cast<uint32_t>(sizeof(T)) * (column - begin * Vec<T>::kSize);
+      if constexpr (sizeof(T) == 4) {
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+      } else {
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(*reinterpret_cast<const uint16_t*>(&value))
+                     : "memory");
+      }
+    } else {
+      row[column] = value;
+    }
+  }
+};
+
+// Applies body(raw vector, index) to this thread's vectors, a few loads ahead.
+template <typename Part, typename Body>
+__device__ __forceinline__ void ForEachVector(const Part& part, Body body) {
+  constexpr int kUnroll = Part::kUnroll;
+  const int step = static_cast<int>(blockDim.x);
+  int v = part.begin + static_cast<int>(threadIdx.x);
+  for (; v + (kUnroll - 1) * step < part.end; v += kUnroll * step) {
+    uint4 raw[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) raw[i] = part.Load(v + i * step);
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) body(raw[i], v + i * step);
+  }
+  for (; v < part.end; v += step) body(part.Load(v), v);
+}
+
+// The logits of vector v of a row: -inf in padding and at the target (plain rows: see MaskRow).
+template <typename T, bool kGeneral>
+__device__ __forceinline__ void VectorLogits(const LogitMap<T, kGeneral>& map, const uint4& raw, int v,
+                                             int classes, int target, Logit (&logits)[Vec<T>::kSize]) {
+  constexpr int kSize = Vec<T>::kSize;
+  float dots[kSize];
+  Vec<T>::Unpack(raw, dots);
+  const int first = v * kSize;
+  // Columns at or past `classes` exist in the last vector only; their bias would be out of bounds.
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) logits[i] = map(dots[i], kGeneral ? min(first + i, classes - 1) : 0);
+  if constexpr (!kGeneral) return;
+  if (target - first >= 0 && target - first < kSize) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (first + i == target) logits[i].z = NegativeInfinity();
+    }
+  }
+  if (first + kSize > classes) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (first + i >= classes) logits[i].z = NegativeInfinity();
+    }
+  }
+}
+
+// The smallest class of vector `best` of a row that has the logit `max`.
+template <typename T, bool kGeneral, bool kResident>
+__device__ __forceinline__ int32_t FindClass(const LogitMap<T, kGeneral>& map,
+                                             const RowPart<T, kResident>& part, int classes,
+                                             const Target& target, int best, float max) {
+  constexpr int kSize = Vec<T>::kSize;
+  if (best < 0) return INT32_MAX;
+  Logit logits[kSize];
+  VectorLogits(map, part.Load(best), best, classes, target.column, logits);
+  int32_t found = INT32_MAX;
+#pragma unroll
+  for (int i = kSize - 1; i >= 0; --i) {
+    if (logits[i].z == max) found = best * kSize + i;
+  }
+  return found;
+}
+
+// A plain row in shared memory: the maximum first, then the sum, both without branches.
+template <typename T>
+__device__ __forceinline__ Stats PlainStats(const LogitMap<T, false>& map, const RowPart<T, true>& part,
+                                            int classes, const Target& target) {
+  constexpr int kSize = Vec<T>::kSize;
+  Stats s = NoStats();
+  int best = -1;
+  ForEachVector(part, [&](const uint4& raw, int v) {
+    const float max = Vec<T>::Max(raw);
+    best = max > s.max ? v : best;
+    s.max = fmaxf(s.max, max);
+  });
+  const float reference = Reference(s.max, map.f);
+  float sums[2] = {0.0f, 0.0f};
+  ForEachVector(part, [&](const uint4& raw, int) {
+    float dots[kSize];
+    Vec<T>::Unpack(raw, dots);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) sums[i & 1] += Exp2(fmaf(dots[i], map.f, -reference));
+  });
+  s.sum = sums[0] + sums[1];
+  s.arg = FindClass(map, part, classes, target, best, s.max);
+  return s;
+}
+
+template <typename T, bool kGeneral, bool kResident>
+__device__ __forceinline__ Stats RowStats(const LossTerms& terms, const LogitMap<T, kGeneral>& map,
+                                          const RowPart<T, kResident>& part, int classes,
+                                          const Target& target) {
+  if constexpr (!kGeneral && kResident) return PlainStats(map, part, classes, target);
+  constexpr int kSize = Vec<T>::kSize;
+  Stats s = NoStats();
+  int best = -1;
+  float reference = 0.0f;
+  const bool weigh = kGeneral && terms.smoothing > 0.0f;
+  ForEachVector(part, [&](const uint4& raw, int v) {
+    Logit logits[kSize];
+    VectorLogits(map, raw, v, classes, target.column, logits);
+    float max = fmaxf(logits[0].z, logits[1].z);
+#pragma unroll
+    for (int i = 2; i < kSize; i += 2) max = fmaxf(max, fmaxf(logits[i].z, logits[i + 1].z));
+    if (max > s.max) {
+      best = v;
+      Rebase(s, max, map.f);
+      reference = Reference(max, map.f);
+    }
+    float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const float d = fmaf(logits[i].z, map.f, -reference);
+      const float e = Exp2(d);
+      sums[i & 1] += e;
+      if constexpr (kGeneral) {
+        if (e > 0.0f) s.spread += e * d;
+        const int column = v * kSize + i;
+        if (weigh && column < classes && column != target.column) {
+          s.weighted += ClassWeight(terms, column) * (logits[i].z - target.logit.z);
+        }
+      }
+    }
+    s.sum += sums[0] + sums[1];
+  });
+  s.arg = FindClass(map, part, classes, target, best, s.max);
+  return s;
+}
+
+// fp16 has no room for what is far above the gradient unit.
+template <typename T>
+__device__ __forceinline__ float SaturateIf(float x) {
+  return std::is_same_v<T, __half> ? SaturateHalf(x) : x;
+}
+
+template <typename T, bool kGeneral, bool kResident>
+__device__ __forceinline__ void WriteGradient(const LossTerms& terms, const LogitMap<T, kGeneral>& map,
+                                              const RowPart<T, kResident>& part, int classes,
+                                              const Target& target, const GradientRule rule) {
+  constexpr int kSize = Vec<T>::kSize;
+  ForEachVector(part, [&](const uint4& raw, int v) {
+    const int first = v * kSize;
+    Logit logits[kSize];
+    VectorLogits(map, raw, v, classes, target.column, logits);
+    float g[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      g[i] = Gradient<kGeneral>(terms, rule, logits[i], map.f, kGeneral ? min(first + i, classes - 1) : 0);
+      if (kGeneral && first + i >= classes) g[i] = 0.0f;
+    }
+    if constexpr (std::is_same_v<T, __half>) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) g[i] = SaturateHalf(g[i]);
+    }
+    part.global()[v] = Vec<T>::Pack(g);
+  });
+  if (part.Owns(target.column)) {
+    const float uniform = rule.uniform * target.class_weight * target.logit.slope;
+    part.row[target.column] = static_cast<T>(SaturateIf<T>(rule.target - uniform));
+  }
+}
+
+template <typename Part>
+__device__ __forceinline__ void WriteZeros(const Part& part) {
+  for (int v = part.begin + threadIdx.x; v < part.end; v += blockDim.x)
+    part.global()[v] = make_uint4(0, 0, 0, 0);
+}
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_KERNELS_ROW_PART_CUH_

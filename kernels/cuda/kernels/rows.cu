@@ -1,0 +1,238 @@
+// Kernels that move, mask and reduce rows. All are bound by memory: each element is read once and
+// written once, eight at a time. Nothing uses atomics; sums have a fixed order.
+#include <algorithm>
+
+#include "kernels/cuda/kernels/device_math.cuh"
+#include "kernels/cuda/kernels/early_launch.h"
+#include "kernels/cuda/kernels/rows.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kGuardThreads = 1024;  // often one block for all rows
+constexpr int64_t kMaxBlocks = 1 << 20;
+constexpr int64_t kColumnSplits = 64;  // most row groups a column sum is divided into
+constexpr int kPartialColumns = 32;    // columns and groups of partials a block of AddPartials handles
+constexpr int kPartialGroups = 16;
+constexpr int kPartialLoads = 9;
+
+__device__ __forceinline__ void* RowOf(const DeviceMatrix& m, int64_t row) {
+  const int64_t offset = row * m.ld * (m.dtype == DType::kFloat32 ? 4 : 2);
+  return static_cast<uint8_t*>(m.data) + offset;
+}
+
+// True if every eighth element of every row lies on a 16-byte boundary.
+__host__ __device__ __forceinline__ bool Aligned(const DeviceMatrix& m) {
+  return m.ld % 8 == 0 && reinterpret_cast<uintptr_t>(m.data) % 16 == 0;
+}
+
+__global__ void GatherRowsKernel(DeviceMatrix from, DeviceMatrix to, const int32_t* map, int64_t rows) {
+  const bool from_aligned = Aligned(from);
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const int32_t target = map[row];
+    if (target < 0) continue;
+    const void* source_row = RowOf(from, row);
+    void* target_row = RowOf(to, target);
+    for (int64_t c = threadIdx.x * 8; c < to.ld; c += kThreads * 8) {
+      float x[8];
+      Load8(source_row, from.dtype, c, from.cols, from_aligned, x);
+      Store8(target_row, to.dtype, c, to.ld, true, x);
+    }
+  }
+}
+
+__global__ void ScatterRowsKernel(DeviceMatrix from, DeviceMatrix to, const int32_t* map, int64_t rows,
+                                  float scale) {
+  const bool to_aligned = Aligned(to);
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const int32_t source = map[row];
+    void* target_row = RowOf(to, row);
+    for (int64_t c = threadIdx.x * 8; c < to.cols; c += kThreads * 8) {
+      float x[8] = {};
+      if (source >= 0) Load8(RowOf(from, source), from.dtype, c, from.ld, true, x);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] *= scale;
+      Store8(target_row, to.dtype, c, to.cols, to_aligned, x);
+    }
+  }
+}
+
+// Zeroes the rows r with flags[r] < limit.
+__global__ void ZeroRowsKernel(DeviceMatrix matrix, const int32_t* flags, int32_t limit, int64_t rows) {
+  const bool aligned = Aligned(matrix);
+  const float zeros[8] = {};
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    if (flags[row] >= limit) continue;
+    void* data = RowOf(matrix, row);
+    for (int64_t c = threadIdx.x * 8; c < matrix.cols; c += kThreads * 8) {
+      Store8(data, matrix.dtype, c, matrix.cols, aligned, zeros);
+    }
+  }
+}
+
+__global__ void ScaleRowsKernel(DeviceMatrix matrix, const float* factors, float scale, const int32_t* keep,
+                                int64_t rows) {
+  const bool aligned = Aligned(matrix);
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const bool kept = keep == nullptr || keep[row] != 0;
+    const float factor = scale * factors[row];
+    void* data = RowOf(matrix, row);
+    for (int64_t c = threadIdx.x * 8; c < matrix.cols; c += kThreads * 8) {
+      float x[8];
+      Load8(data, matrix.dtype, c, matrix.cols, aligned, x);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = kept ? factor * x[i] : 0.0f;
+      Store8(data, matrix.dtype, c, matrix.cols, aligned, x);
+    }
+  }
+}
+
+__global__ void GuardKernel(GuardParams p) {
+  __shared__ int32_t warp_first[kGuardThreads / 32];
+  const int64_t slice = blockIdx.x;
+  const int32_t begin = p.slice_begin[slice];
+  const int32_t end = p.slice_begin[slice + 1];
+  int32_t first = INT32_MAX;
+  for (int32_t r = begin + static_cast<int32_t>(threadIdx.x); r < end; r += kGuardThreads) {
+    if (!isfinite(p.loss[r]) || !isfinite(p.lse[r])) first = min(first, r);
+  }
+  for (int offset = 16; offset > 0; offset >>= 1) {
+    first = min(first, __shfl_xor_sync(0xffffffffu, first, offset));
+  }
+  if ((threadIdx.x & 31) == 0) warp_first[threadIdx.x >> 5] = first;
+  __syncthreads();
+  for (int i = 0; i < kGuardThreads / 32; ++i) first = min(first, warp_first[i]);
+  const bool good = first == INT32_MAX;
+  if (threadIdx.x == 0) p.first_bad[slice] = good ? -1 : first;
+  for (int32_t r = begin + static_cast<int32_t>(threadIdx.x); r < end; r += kGuardThreads) {
+    p.keep[r] = good && p.accumulate[r] != 0 ? 1 : 0;
+  }
+}
+
+// partials[split, c]: the sum over this split's rows; a thread owns eight columns.
+__global__ void ColumnSumKernel(DeviceMatrix matrix, const int32_t* keep, const float* factors, int64_t rows,
+                                int64_t rows_per_split, float* partials) {
+  const int64_t c = (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) * 8;
+  if (c >= matrix.cols) return;
+  const int64_t begin = blockIdx.y * rows_per_split;
+  const int64_t end = min(begin + rows_per_split, rows);
+  const bool aligned = Aligned(matrix);
+  float sum[8] = {};
+#pragma unroll 4
+  for (int64_t r = begin; r < end; ++r) {
+    if (keep != nullptr && keep[r] == 0) continue;
+    const float factor = factors != nullptr ? factors[r] : 1.0f;
+    float x[8];
+    Load8(RowOf(matrix, r), matrix.dtype, c, matrix.cols, aligned, x);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] = fmaf(factor, x[i], sum[i]);
+  }
+  float* out = partials + blockIdx.y * matrix.cols;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (c + i < matrix.cols) out[c + i] = sum[i];
+  }
+}
+
+// A block owns kPartialColumns columns; its kPartialGroups groups of threads each sum every
+// kPartialGroups-th part, with kPartialLoads loads under way, and the groups are added in order. blockIdx.y:
+// first or second.
+__global__ void AddPartialsKernel(const float* partials, int64_t parts, int64_t cols, float scale,
+                                  float* first, float* second) {
+  __shared__ float sums[kPartialGroups][kPartialColumns];
+  AwaitKernelBefore();
+  LetNextKernelStart();
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * kPartialColumns + threadIdx.x;
+  const float* from = partials + blockIdx.y * parts * cols + c;
+  float* to = (blockIdx.y == 0 ? first : second) + c;
+  const float before = threadIdx.y == 0 && c < cols ? *to : 0.0f;
+  float sum = 0.0f;
+  for (int64_t i = threadIdx.y; i < parts; i += kPartialGroups * kPartialLoads) {
+    float loaded[kPartialLoads];
+#pragma unroll
+    for (int k = 0; k < kPartialLoads; ++k) {
+      const int64_t part = i + k * kPartialGroups;
+      loaded[k] = part < parts && c < cols ? from[part * cols] : 0.0f;
+    }
+#pragma unroll
+    for (int k = 0; k < kPartialLoads; ++k) sum += loaded[k];
+  }
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || c >= cols) return;
+  for (int i = 1; i < kPartialGroups; ++i) sum += sums[i][threadIdx.x];
+  *to = fmaf(scale, sum, before);
+}
+
+unsigned RowBlocks(int64_t rows) { return static_cast<unsigned>(std::min(rows, kMaxBlocks)); }
+
+}  // namespace
+
+cudaError_t LaunchGatherRows(const DeviceMatrix& from, const DeviceMatrix& to, const int32_t* map,
+                             int64_t rows, cudaStream_t stream) {
+  if (rows == 0) return cudaSuccess;
+  GatherRowsKernel<<<RowBlocks(rows), kThreads, 0, stream>>>(from, to, map, rows);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchScatterRows(const DeviceMatrix& from, const DeviceMatrix& to, const int32_t* map,
+                              int64_t rows, float scale, cudaStream_t stream) {
+  if (rows == 0) return cudaSuccess;
+  ScatterRowsKernel<<<RowBlocks(rows), kThreads, 0, stream>>>(from, to, map, rows, scale);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchZeroUnmappedRows(const DeviceMatrix& rows, const int32_t* map, int64_t count,
+                                   cudaStream_t stream) {
+  if (count == 0) return cudaSuccess;
+  ZeroRowsKernel<<<RowBlocks(count), kThreads, 0, stream>>>(rows, map, 0, count);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchGuard(const GuardParams& params, cudaStream_t stream) {
+  if (params.slices == 0) return cudaSuccess;
+  GuardKernel<<<static_cast<unsigned>(params.slices), kGuardThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchZeroDroppedRows(const DeviceMatrix& matrix, const int32_t* keep, int64_t rows,
+                                  cudaStream_t stream) {
+  if (rows == 0) return cudaSuccess;
+  ZeroRowsKernel<<<RowBlocks(rows), kThreads, 0, stream>>>(matrix, keep, 1, rows);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchScaleRows(const DeviceMatrix& matrix, const float* factors, float scale,
+                            const int32_t* keep, int64_t rows, cudaStream_t stream) {
+  if (rows == 0) return cudaSuccess;
+  ScaleRowsKernel<<<RowBlocks(rows), kThreads, 0, stream>>>(matrix, factors, scale, keep, rows);
+  return cudaGetLastError();
+}
+
+int64_t ColumnSumScratch(int64_t cols) { return kColumnSplits * cols; }
+
+cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, const float* factors,
+                            int64_t rows, float scale, float* partials, float* accumulator,
+                            cudaStream_t stream) {
+  if (rows == 0) return cudaSuccess;
+  const int64_t column_blocks = (matrix.cols + kThreads * 8 - 1) / (kThreads * 8);
+  // Enough blocks to fill the device, but at least 16 rows each.
+  const int64_t wanted = std::clamp<int64_t>(1024 / column_blocks, 1, kColumnSplits);
+  const int64_t rows_per_split = std::max<int64_t>((rows + wanted - 1) / wanted, 16);
+  const int64_t splits = (rows + rows_per_split - 1) / rows_per_split;
+  const dim3 grid(static_cast<unsigned>(column_blocks), static_cast<unsigned>(splits));
+  ColumnSumKernel<<<grid, kThreads, 0, stream>>>(matrix, keep, factors, rows, rows_per_split, partials);
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  return LaunchAddPartials(partials, splits, matrix.cols, scale, accumulator, nullptr, false, stream);
+}
+
+cudaError_t LaunchAddPartials(const float* partials, int64_t parts, int64_t cols, float scale, float* first,
+                              float* second, bool start_early, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>((cols + kPartialColumns - 1) / kPartialColumns),
+                  second != nullptr ? 2 : 1);
+  EarlyLaunch launch(grid, dim3(kPartialColumns, kPartialGroups), 0, start_early, stream);
+  return cudaLaunchKernelEx(launch.config(), AddPartialsKernel, partials, parts, cols, scale, first, second);
+}
+
+}  // namespace lossd::kernels::cuda

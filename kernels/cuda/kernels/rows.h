@@ -1,0 +1,73 @@
+// Launchers of the kernels that move, mask and reduce the rows of a chunk.
+//
+// All enqueue on `stream`; all pointers are device memory unless said otherwise. Thread-safe.
+// "Raw" rows are the rows of all slices as the host has them; "compact" rows are those with a target.
+#ifndef LOSSD_KERNELS_CUDA_KERNELS_ROWS_H_
+#define LOSSD_KERNELS_CUDA_KERNELS_ROWS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/dtype.h"
+
+namespace lossd::kernels::cuda {
+
+// A matrix [rows, cols] whose rows are `ld` elements apart.
+struct DeviceMatrix {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t cols = 0;
+  int64_t ld = 0;
+};
+
+// to[map[i]] = from[i] for i in [0, rows) where map[i] >= 0, columns past from.cols up to to.ld zeroed.
+cudaError_t LaunchGatherRows(const DeviceMatrix& from, const DeviceMatrix& to, const int32_t* map,
+                             int64_t rows, cudaStream_t stream);
+
+// to[i] = scale * from[map[i]], or 0 where map[i] < 0, for i in [0, rows).
+cudaError_t LaunchScatterRows(const DeviceMatrix& from, const DeviceMatrix& to, const int32_t* map,
+                              int64_t rows, float scale, cudaStream_t stream);
+
+// rows[i] = 0 where map[i] < 0, for i in [0, count).
+cudaError_t LaunchZeroUnmappedRows(const DeviceMatrix& rows, const int32_t* map, int64_t count,
+                                   cudaStream_t stream);
+
+// Which compact rows may reach the accumulators: keep[r] = accumulate[r] and no row of r's slice has a
+// loss or lse that is not finite. first_bad[s]: the first such compact row of slice s, or -1. Slice s has
+// the compact rows [slice_begin[s], slice_begin[s + 1]).
+struct GuardParams {
+  int64_t slices = 0;
+  const int32_t* slice_begin = nullptr;  // [slices + 1]
+  const int32_t* accumulate = nullptr;   // [rows]
+  const float* loss = nullptr;           // [rows]
+  const float* lse = nullptr;            // [rows]
+  int32_t* first_bad = nullptr;          // [slices]
+  int32_t* keep = nullptr;               // [rows]
+};
+cudaError_t LaunchGuard(const GuardParams& params, cudaStream_t stream);
+
+// matrix[r] = 0 where keep[r] == 0, for r in [0, rows).
+cudaError_t LaunchZeroDroppedRows(const DeviceMatrix& matrix, const int32_t* keep, int64_t rows,
+                                  cudaStream_t stream);
+
+// matrix[r] *= scale * factors[r], or 0 where keep[r] == 0, for r in [0, rows). keep may be null (all rows).
+cudaError_t LaunchScaleRows(const DeviceMatrix& matrix, const float* factors, float scale,
+                            const int32_t* keep, int64_t rows, cudaStream_t stream);
+
+// accumulator[c] += scale * sum over kept rows r of factors[r] * matrix[r, c], for c in [0, matrix.cols);
+// keep and factors may be null: all rows, all 1. partials: ColumnSumScratch(matrix.cols) floats.
+int64_t ColumnSumScratch(int64_t cols);
+cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, const float* factors,
+                            int64_t rows, float scale, float* partials, float* accumulator,
+                            cudaStream_t stream);
+
+// first[c] += scale * sum over i < parts of partials[i * cols + c], in a fixed order; the same for
+// `second`, unless it is null, from partials + parts * cols on. start_early: its blocks may take their places
+// while the kernel before it ends, for which they wait (compute capability 9.0 or later).
+cudaError_t LaunchAddPartials(const float* partials, int64_t parts, int64_t cols, float scale, float* first,
+                              float* second, bool start_early, cudaStream_t stream);
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_KERNELS_ROWS_H_

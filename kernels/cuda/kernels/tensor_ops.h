@@ -1,0 +1,56 @@
+// Launchers of the kernels over a head's parameters: conversion, addition, optimizer step, gradient norm.
+//
+// Enqueue on `stream`; device memory; thread-safe.
+#ifndef LOSSD_KERNELS_CUDA_KERNELS_TENSOR_OPS_H_
+#define LOSSD_KERNELS_CUDA_KERNELS_TENSOR_OPS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/cuda/kernels/rows.h"
+#include "kernels/dtype.h"
+#include "kernels/optimizer_options.h"
+
+namespace lossd::kernels::cuda {
+
+// to[r, c] = from[r, c] for c < from.cols, r < rows; other elements of `to` stay.
+cudaError_t LaunchConvert(const DeviceMatrix& from, const DeviceMatrix& to, int64_t rows,
+                          cudaStream_t stream);
+
+// to[r, c] += scale * from[r, c] for c < from.cols, r < rows; `to` is fp32. The product and the sum are each
+// rounded to fp32.
+cudaError_t LaunchAddScaled(const DeviceMatrix& from, const DeviceMatrix& to, int64_t rows, float scale,
+                            cudaStream_t stream);
+
+// values[i] = value for i in [0, count).
+cudaError_t LaunchFill(float* values, int64_t count, float value, cudaStream_t stream);
+
+// values[i] = some fixed numbers in (-1, 1), for i in [0, count): operands to time products with.
+cudaError_t LaunchFillPattern(void* values, DType dtype, int64_t count, cudaStream_t stream);
+
+// One optimizer update of `count` (a multiple of 4) consecutive parameters; the first `matrix_count`
+// belong to the weight matrix, the rest to vectors. Zeroes the gradients.
+struct OptimizerStepParams {
+  OptimizerOptions options;
+  int64_t update = 1;  // 1-based
+  int64_t count = 0;
+  int64_t matrix_count = 0;
+  float* values = nullptr;
+  float* gradients = nullptr;
+  float* moment1 = nullptr;  // null if the options need none
+  float* moment2 = nullptr;
+  void* compute_copy = nullptr;  // [matrix_count] 16-bit copy of the matrix, or null
+  DType compute_dtype = DType::kFloat32;
+};
+cudaError_t LaunchOptimizerStep(const OptimizerStepParams& params, cudaStream_t stream);
+
+// *result (device) = sum of squares of values[0, count), in double, in a fixed order. partials:
+// kSquareSumPartials doubles.
+inline constexpr int kSquareSumPartials = 1024;
+cudaError_t LaunchSquareSum(const float* values, int64_t count, double* partials, double* result,
+                            cudaStream_t stream);
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_KERNELS_TENSOR_OPS_H_

@@ -1,0 +1,193 @@
+#include "kernels/cuda/paths/chunk_layout.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace lossd::kernels::cuda {
+namespace {
+
+// fp16 keeps 2^-24 ... 2^16; a unit this much smaller than the largest factor moves the gradients to the
+// upper end of that range, with some room for the z-loss and entropy terms.
+constexpr double kHalfHeadroom = 8192.0;
+constexpr double kLargeLse = 100.0;  // what the z-loss term is expected to stay below
+
+float ValueOr(const float* values, int64_t row, float missing) {
+  return values != nullptr ? values[row] : missing;
+}
+
+// The factors of a row's gradient, in double, before the unit is taken out.
+struct RowFactors {
+  double loss, lse, entropy;
+};
+
+RowFactors FactorsOf(const Slice& slice, int64_t row) {
+  return {static_cast<double>(slice.grad_scale) * static_cast<double>(ValueOr(slice.grad_loss, row, 1.0f)) *
+              static_cast<double>(ValueOr(slice.row_weights, row, 1.0f)),
+          static_cast<double>(ValueOr(slice.grad_lse, row, 0.0f)),
+          static_cast<double>(ValueOr(slice.grad_entropy, row, 0.0f))};
+}
+
+// The power of two that brings the largest factor of the chunk to about 1 (for fp16: kHalfHeadroom).
+float UnitFor(const LayoutHead& head, const Chunk& chunk) {
+  double largest = 0.0;
+  for (const Slice& slice : chunk.slices) {
+    for (int64_t r = 0; r < slice.rows; ++r) {
+      if (slice.targets[r] == kIgnoredTarget) continue;
+      const RowFactors f = FactorsOf(slice, r);
+      const double slope = std::max(1.0, static_cast<double>(head.largest_class_weight)) +
+                           2.0 * static_cast<double>(chunk.options.z_loss) * kLargeLse;
+      const double size = std::fabs(f.loss) * slope + std::fabs(f.lse) + std::fabs(f.entropy);
+      if (std::isfinite(size)) largest = std::max(largest, size);
+    }
+  }
+  if (largest == 0.0) return 1.0f;
+  if (head.compute_dtype == DType::kFloat16) largest /= kHalfHeadroom;
+  const int exponent = std::clamp(std::ilogb(largest), -120, 120);
+  return std::ldexp(1.0f, exponent);
+}
+
+void FillRow(const Slice& slice, int64_t row, bool accumulate, float unit, const RowInputBlock& inputs,
+             int64_t compact) {
+  const RowFactors f = FactorsOf(slice, row);
+  const double inverse = 1.0 / static_cast<double>(unit);
+  inputs.target[compact] = slice.targets[row];
+  inputs.accumulate[compact] = accumulate ? 1 : 0;
+  inputs.with_gradient[compact] = accumulate || slice.grad_hidden != nullptr ? 1 : 0;
+  // A factor that is not finite makes the row's loss so, and with it the row fails.
+  const bool finite = std::isfinite(f.loss) && std::isfinite(f.lse) && std::isfinite(f.entropy);
+  inputs.weight[compact] =
+      finite ? ValueOr(slice.row_weights, row, 1.0f) : std::numeric_limits<float>::quiet_NaN();
+  inputs.coef_loss[compact] = static_cast<float>(f.loss * inverse);
+  inputs.coef_lse[compact] = static_cast<float>(f.lse * inverse);
+  inputs.coef_entropy[compact] = static_cast<float>(f.entropy * inverse);
+}
+
+void UnpackRow(const Slice& slice, int64_t row, int64_t compact, const RowOutputBlock& outputs) {
+  const RowOutputs& out = slice.out;
+  const bool valid = compact >= 0;
+  if (out.loss != nullptr) out.loss[row] = valid ? outputs.loss[compact] : 0.0f;
+  if (out.lse != nullptr) out.lse[row] = valid ? outputs.lse[compact] : 0.0f;
+  if (out.entropy != nullptr) out.entropy[row] = valid ? outputs.entropy[compact] : 0.0f;
+  if (out.target_logprob != nullptr) out.target_logprob[row] = valid ? outputs.target_logprob[compact] : 0.0f;
+  if (out.argmax != nullptr) out.argmax[row] = valid ? outputs.argmax[compact] : -1;
+}
+
+void AddToSums(Slice& slice, int64_t compact, const ChunkLayout& layout, const RowInputBlock& inputs,
+               const RowOutputBlock& outputs) {
+  SliceSums& sums = slice.sums;
+  if (layout.filtered) sums.dropped_mass += static_cast<double>(outputs.dropped_mass[compact]);
+  sums.loss += static_cast<double>(outputs.loss[compact]);
+  sums.z_loss += static_cast<double>(outputs.z_loss[compact]);
+  if (slice.out.entropy != nullptr) sums.entropy += static_cast<double>(outputs.entropy[compact]);
+  ++sums.valid_rows;
+  if (outputs.argmax[compact] == inputs.target[compact]) ++sums.correct_rows;
+}
+
+}  // namespace
+
+RowInputBlock RowInputBlock::Carve(Carver& carver, int64_t capacity) {
+  RowInputBlock block;
+  block.compact_of_raw = carver.Take<int32_t>(capacity);
+  block.raw_of_compact = carver.Take<int32_t>(capacity);
+  block.target = carver.Take<int32_t>(capacity);
+  block.accumulate = carver.Take<int32_t>(capacity);
+  block.with_gradient = carver.Take<int32_t>(capacity);
+  block.weight = carver.Take<float>(capacity);
+  block.coef_loss = carver.Take<float>(capacity);
+  block.coef_lse = carver.Take<float>(capacity);
+  block.coef_entropy = carver.Take<float>(capacity);
+  block.slice_begin = carver.Take<int32_t>(capacity + 1);
+  return block;
+}
+
+RowOutputBlock RowOutputBlock::Carve(Carver& carver, int64_t capacity) {
+  RowOutputBlock block;
+  block.loss = carver.Take<float>(capacity);
+  block.z_loss = carver.Take<float>(capacity);
+  block.lse = carver.Take<float>(capacity);
+  block.entropy = carver.Take<float>(capacity);
+  block.target_logprob = carver.Take<float>(capacity);
+  block.argmax = carver.Take<int32_t>(capacity);
+  block.dropped_mass = carver.Take<float>(capacity);
+  block.first_bad = carver.Take<int32_t>(capacity);
+  block.decision = carver.Take<Decision>(1);
+  return block;
+}
+
+int64_t InputBlockBytes(int64_t capacity) {
+  Carver carver(nullptr);
+  RowInputBlock::Carve(carver, capacity);
+  return carver.used();
+}
+
+int64_t OutputBlockBytes(int64_t capacity) {
+  Carver carver(nullptr);
+  RowOutputBlock::Carve(carver, capacity);
+  return carver.used();
+}
+
+ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInputBlock& inputs) {
+  ChunkLayout layout;
+  layout.unit = UnitFor(head, chunk);
+  for (Slice& slice : chunk.slices) {
+    SliceLayout place{&slice, layout.raw_rows, layout.compact_rows, 0, -1};
+    for (int64_t r = 0; r < slice.rows; ++r) {
+      const int64_t raw = layout.raw_rows + r;
+      if (slice.targets[r] == kIgnoredTarget) {
+        inputs.compact_of_raw[raw] = -1;
+        continue;
+      }
+      const int64_t compact = layout.compact_rows++;
+      const bool accumulate =
+          chunk.accumulate_gradients && (slice.accumulate == nullptr || slice.accumulate[r] != 0);
+      inputs.compact_of_raw[raw] = static_cast<int32_t>(compact);
+      inputs.raw_of_compact[compact] = static_cast<int32_t>(raw);
+      FillRow(slice, r, accumulate, layout.unit, inputs, compact);
+      layout.accumulate |= accumulate;
+      layout.accumulate_all &= accumulate;
+      layout.any_coef_entropy |= inputs.coef_entropy[compact] != 0.0f;
+    }
+    layout.raw_rows += slice.rows;
+    place.compact_rows = layout.compact_rows - place.compact_begin;
+    if (place.compact_rows > 0) {
+      place.device_index = layout.device_slices;
+      inputs.slice_begin[layout.device_slices++] = static_cast<int32_t>(place.compact_begin);
+      layout.want_hidden_gradient |= slice.grad_hidden != nullptr;
+      layout.want_entropy |= slice.out.entropy != nullptr;
+    }
+    layout.slices.push_back(place);
+  }
+  inputs.slice_begin[layout.device_slices] = static_cast<int32_t>(layout.compact_rows);
+  layout.padded_rows = PadRows(layout.compact_rows);
+  return layout;
+}
+
+void UnpackResults(Chunk& chunk, const ChunkLayout& layout, int64_t hidden_size, const RowInputBlock& inputs,
+                   const RowOutputBlock& outputs) {
+  if (layout.filtered) {
+    chunk.gradients = GradientsOf(*outputs.decision);
+    chunk.choices.front() = GradientsChoice(chunk.options.gradients, *outputs.decision);
+  }
+  for (const SliceLayout& place : layout.slices) {
+    Slice& slice = *place.slice;
+    slice.sums = SliceSums();
+    slice.first_nonfinite_row = -1;
+    for (int64_t r = 0; r < slice.rows; ++r) {
+      const int64_t compact = inputs.compact_of_raw[place.raw_begin + r];
+      UnpackRow(slice, r, compact, outputs);
+      if (compact >= 0) AddToSums(slice, compact, layout, inputs, outputs);
+    }
+    if (place.device_index >= 0 && outputs.first_bad[place.device_index] >= 0) {
+      const int64_t compact = outputs.first_bad[place.device_index];
+      slice.first_nonfinite_row = inputs.raw_of_compact[compact] - place.raw_begin;
+    }
+    if (place.compact_rows == 0 && slice.grad_hidden != nullptr) {
+      std::memset(slice.grad_hidden, 0,
+                  static_cast<size_t>(slice.rows * hidden_size) * SizeOf(chunk.hidden_dtype));
+    }
+  }
+}
+
+}  // namespace lossd::kernels::cuda

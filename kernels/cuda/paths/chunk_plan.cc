@@ -1,0 +1,82 @@
+#include "kernels/cuda/paths/chunk_plan.h"
+
+#include <string>
+
+#include "kernels/cuda/kernels/hopper/fused_loss.h"
+#include "kernels/cuda/kernels/hopper/gradient_gemm_plan.h"
+#include "kernels/decision.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+absl::string_view WhyExact(const LossOptions& options, const ChunkFacts& chunk, const PlanLimits& limits) {
+  const absl::string_view reason = WhyNotFiltered(options, chunk.terms.any_coef_entropy);
+  if (!reason.empty()) return reason;
+  if (!chunk.wants_gradient) return "no gradient is wanted";
+  return WhyNotFilteredOnDevice(limits.filter, limits.device);
+}
+
+absl::string_view WhyNotFused(const ChunkFacts& chunk, bool filtered, const PlanLimits& limits) {
+  const bool stored = limits.logits == Logits::kStored;
+  if (filtered && stored) return "filtered gradients are selected from the logits";
+  if (limits.fused_loss == FusedLoss::kNever) return "switched off";
+  const absl::string_view reason = hopper::WhyNotFused(
+      chunk.terms, limits.filter.dtype, stored && chunk.wants_gradient, limits.device.fused_clusters);
+  if (!reason.empty() || limits.fused_loss == FusedLoss::kWherePossible) return reason;
+  return hopper::WhyNotFaster(chunk.padded_rows, chunk.terms.vocab);
+}
+
+absl::string_view WhyLibraryGemms(const ChunkFacts& chunk, const PlanLimits& limits) {
+  if (limits.logits == Logits::kRecomputed) return "block by block";
+  if (!chunk.wants_gradient) return "no gradient is wanted";
+  if (limits.fused_loss == FusedLoss::kNever) return "switched off";
+  const absl::string_view reason = hopper::WhyNoGradientGemms(limits.filter.dtype, limits.device);
+  if (!reason.empty() || limits.fused_loss == FusedLoss::kWherePossible) return reason;
+  return hopper::WhyNoFasterGradientGemms(chunk.rows);
+}
+
+// What the device has yet to say.
+absl::string_view WhatDecides(Gradients gradients) {
+  switch (gradients) {
+    case Gradients::kExact:
+      break;
+    case Gradients::kFiltered:
+      return "exact if there are too many candidates";
+    case Gradients::kAuto:
+      return "filtered or exact, by the mass that would be dropped";
+  }
+  return "";
+}
+
+}  // namespace
+
+ChunkPlan PlanChunk(const LossOptions& options, const ChunkFacts& chunk, const PlanLimits& limits) {
+  ChunkPlan plan;
+  plan.why_exact = WhyExact(options, chunk, limits);
+  plan.gradients = GradientsOf(options, plan.why_exact);
+  plan.why_not_fused = WhyNotFused(chunk, plan.filtered(), limits);
+  plan.why_library_gemms = WhyLibraryGemms(chunk, limits);
+  return plan;
+}
+
+std::vector<Choice> Describe(const ChunkPlan& plan) {
+  const std::string product = plan.own_gemms() ? "own product" : "library product";
+  const std::string why_product(plan.why_library_gemms);
+  std::vector<Choice> choices = {
+      GradientsChoice(plan.gradients, plan.filtered() ? WhatDecides(plan.gradients) : plan.why_exact),
+      {.what = "loss",
+       .choice = plan.fused() ? "in the logits product" : "after the logits product",
+       .reason = std::string(plan.why_not_fused)},
+      {.what = "hidden gradient", .choice = product, .reason = why_product},
+      {.what = "weight gradient", .choice = product, .reason = why_product}};
+  const auto add_norm = [&choices](absl::string_view what, const NormPlan& norm) {
+    choices.push_back({.what = std::string(what),
+                       .choice = std::string(Name(norm.rows)),
+                       .reason = std::string(norm.reason)});
+  };
+  if (plan.norm.has_value()) add_norm("norm", *plan.norm);
+  if (plan.norm_gradient.has_value()) add_norm("norm gradient", *plan.norm_gradient);
+  return choices;
+}
+
+}  // namespace lossd::kernels::cuda

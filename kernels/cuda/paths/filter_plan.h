@@ -1,0 +1,83 @@
+// When a chunk can be filtered on the GPU, and the memory that takes. Pure functions; thread-safe.
+#ifndef LOSSD_KERNELS_CUDA_PATHS_FILTER_PLAN_H_
+#define LOSSD_KERNELS_CUDA_PATHS_FILTER_PLAN_H_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "absl/strings/string_view.h"
+#include "kernels/cuda/device/device_limits.h"
+#include "kernels/cuda/device/device_memory.h"
+#include "kernels/cuda/kernels/filtered/filtered.h"
+#include "kernels/cuda/paths/head_sizes.h"
+#include "kernels/dtype.h"
+#include "kernels/head_config.h"
+#include "kernels/loss_options.h"
+
+namespace lossd::kernels::cuda {
+
+// Candidates that a chunk has room for, per row on average, but kLeastPool if its rows are few; more make the
+// chunk exact.
+inline constexpr int64_t kPooledCandidates = 128;
+inline constexpr int64_t kLeastPool = int64_t{16} * kMaxRowCandidates;
+
+// What the plan needs to know of a head, or of one chunk of it.
+struct FilterShape {
+  int64_t chunk_rows = 0;  // of a chunk: those it has
+  int64_t vocab = 0;
+  int64_t padded_vocab = 0;
+  int64_t padded_hidden = 0;
+  DType dtype = DType::kBFloat16;
+
+  int64_t capacity() const {
+    return std::min(chunk_rows * vocab, std::max(chunk_rows * kPooledCandidates, kLeastPool));
+  }
+  // Kept elements at most: the candidates and one target a row.
+  int64_t entries() const { return capacity() + chunk_rows; }
+};
+
+FilterShape FilterShapeOf(const HeadConfig& config, const HeadSizes& sizes);
+
+// Why this GPU computes a chunk of such a head exactly although its options ask for a filter, or "".
+absl::string_view WhyNotFilteredOnDevice(const FilterShape& shape, const DeviceLimits& limits);
+
+// Numbers that kernels hand to each other, zeroed before each chunk.
+struct FilterCounters {
+  int32_t used = 0;  // of the pool
+  int32_t kept = 0;  // entries
+  RunCounters runs;
+};
+
+struct FilterBuffers {
+  int32_t* pool = nullptr;      // [capacity]
+  SelectedRow* rows = nullptr;  // [chunk_rows]
+  FilterCounters* counters = nullptr;
+
+  // Written row by row. Where logits are stored this group and the next lie in their memory, because a chunk
+  // that is known to be filtered reads its logits no more; where they are recomputed they lie beside them,
+  // because the logits of other rows are still to come.
+  uint64_t* keys = nullptr;     // [entries]
+  float* coefs = nullptr;       // [entries]
+  float* weight_sum = nullptr;  // [padded_hidden]
+
+  // After the last row; but for partials, where weight_sum comes from.
+  uint64_t* spare_keys = nullptr;  // [entries], likewise below
+  float* spare_coefs = nullptr;
+  int32_t* runs = nullptr;  // [2 * entries]
+  uint8_t* sort_scratch = nullptr;
+  float* hidden_sum = nullptr;  // [padded_hidden]
+  float* partials = nullptr;    // ColumnSumScratch(padded_hidden)
+
+  // Takes the three groups, one after the other, from these.
+  static FilterBuffers Carve(const FilterShape& shape, Carver& own, Carver& lists, Carver& scratch);
+  // Bytes of the second and third group.
+  static int64_t LogitsBytes(const FilterShape& shape);
+};
+
+// Bits of a kept element's key: those of the row, and all that a sort has to look at.
+int RowBits(int64_t rows);
+int KeyBits(int64_t rows, int64_t vocab);
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_PATHS_FILTER_PLAN_H_

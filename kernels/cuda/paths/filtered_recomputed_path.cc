@@ -1,0 +1,134 @@
+#include "kernels/cuda/paths/filtered_recomputed_path.h"
+
+#include <cmath>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/kernels/hopper/fused_lists.h"
+#include "kernels/cuda/kernels/hopper/fused_loss.h"
+#include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/paths/path_choices.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+Selection SelectionFor(const ChunkPlan& plan) {
+  return plan.fused() ? Selection::kInPass : Selection::kFromLogits;
+}
+
+}  // namespace
+
+FilteredRecomputedPath::FilteredRecomputedPath(const PathContext& context)
+    : context_(context), exact_(context), filter_(context, buffers_) {
+  Carver own(context.memory[Region::kFilter]), arena(context.memory[Region::kLogits]);
+  buffers_ = FilterBuffers::Carve(FilterShapeOf(context.config, context.sizes), own, arena, arena);
+}
+
+void FilteredRecomputedPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
+  RecomputedPath::Claim(config, sizes, claims);
+  Carver own(nullptr), arena(nullptr);
+  FilterBuffers::Carve(FilterShapeOf(config, sizes), own, arena, arena);
+  claims.Claim(Region::kFilter, own.used());
+}
+
+FilterBlock FilteredRecomputedPath::ChooseBlock(const ChunkPlan& plan, int64_t padded_rows) const {
+  return ChooseFilterBlock(FilterShapeOf(context_.config, context_.sizes), SelectionFor(plan), padded_rows,
+                           context_.sizes.arena_bytes);
+}
+
+absl::Status FilteredRecomputedPath::Prepare(const ChunkJob& job) {
+  LOSSD_RETURN_IF_ERROR(exact_.Prepare(job));
+  block_ = ChooseBlock(job.plan, job.padded_rows());
+  if (context_.device->options().smallest_blocks) block_ = {kLeastBlockRows};
+  if (job.plan.fused()) return absl::OkStatus();
+  return ForEachRowBlock(job, block_.rows, [&](const RowBlock& rows) {
+    return context_.device->gemms().Prepare(exact_.LogitsGemm(rows.in.padded_rows));
+  });
+}
+
+// Row results, dx and the list of what is kept; all for nothing if the candidates overflow their pool or too
+// much mass would be dropped. The decision is taken after the last block, when the selection of all rows is
+// complete.
+absl::Status FilteredRecomputedPath::Loss(const ChunkJob& job) {
+  const cudaStream_t stream = context_.device->compute();
+  const FilterArena arena =
+      FilterArena::Carve(FilterShapeOf(context_.config, context_.sizes), SelectionFor(job.plan), block_,
+                         context_.memory[Region::kLogits]);
+  LOSSD_RETURN_IF_ERROR(filter_.Begin(job));
+  LOSSD_RETURN_IF_ERROR(filter_.PrepareRows(job));
+  if (job.wants_hidden_gradient) LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, stream));
+  const auto filter_block = [&](const RowBlock& rows) -> absl::Status {
+    LOSSD_RETURN_IF_ERROR(job.plan.fused() ? SelectInPass(job, rows, arena)
+                                           : SelectFromLogits(job, rows, arena));
+    return filter_.FilterRows(job, rows.in, rows.out, rows.begin);
+  };
+  LOSSD_RETURN_IF_ERROR(ForEachRowBlock(job, block_.rows, filter_block));
+  LOSSD_RETURN_IF_ERROR(filter_.Decide(job));
+  return filter_.Branch(
+      job, *job.loss_branch,
+      [&]() -> absl::Status {
+        LOSSD_RETURN_IF_ERROR(ZeroDroppedMass(job, stream));
+        return exact_.Statistics(job);
+      },
+      [] { return absl::OkStatus(); });
+}
+
+absl::Status FilteredRecomputedPath::SelectInPass(const ChunkJob& job, const RowBlock& rows,
+                                                  const FilterArena& arena) const {
+  const cudaStream_t stream = context_.device->compute();
+  const hopper::FusedLossParams p = exact_.FusedLoss(job, rows, arena.tiles);
+  hopper::CandidateLists lists = arena.lists;
+  lists.log2_epsilon = std::log2(job.options().filter_epsilon);
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      hopper::LaunchFusedCandidates(p, lists, context_.device->limits().fused_clusters, stream),
+      "fused loss kernels");
+  return ToStatus(hopper::LaunchSelectListed(job.terms, rows.in, p.rows, lists,
+                                             filter_.Selection(job, rows.begin), stream),
+                  "selection kernel");
+}
+
+absl::Status FilteredRecomputedPath::SelectFromLogits(const ChunkJob& job, const RowBlock& rows,
+                                                      const FilterArena& arena) const {
+  const LogitMatrix logits = {arena.logits, context_.config.compute_dtype, context_.sizes.padded_vocab,
+                              context_.sizes.vocab};
+  LOSSD_RETURN_IF_ERROR(exact_.BlockLogits(job, rows, logits));
+  return ToStatus(LaunchSelectRows({logits, job.terms, rows.in, rows.out, filter_.Selection(job, rows.begin)},
+                                   context_.device->compute()),
+                  "selection kernel");
+}
+
+absl::Status FilteredRecomputedPath::HiddenGradient(const ChunkJob& job) { return Gradients(job); }
+
+absl::Status FilteredRecomputedPath::WeightGradient(const ChunkJob& job) {
+  return job.wants_hidden_gradient ? absl::OkStatus() : Gradients(job);
+}
+
+absl::Status FilteredRecomputedPath::Gradients(const ChunkJob& job) const {
+  const auto add_kept = [&]() -> absl::Status {
+    if (!job.layout.accumulate) return absl::OkStatus();
+    const int64_t ld = context_.sizes.padded_hidden;
+    const DeviceMatrix hidden = {job.hidden, context_.config.compute_dtype, ld, ld};
+    LOSSD_RETURN_IF_CUDA_ERROR(
+        LaunchZeroDroppedRows(hidden, context_.keep, job.rows(), context_.device->compute()),
+        "kernel over hidden states");
+    return filter_.AddKept(job);
+  };
+  LOSSD_RETURN_IF_ERROR(filter_.Branch(
+      job, *job.weight_branch, [&] { return exact_.Gradients(job); }, add_kept));
+  if (job.layout.accumulate) context_.accumulators->weight_is_zero = false;
+  return absl::OkStatus();
+}
+
+std::vector<Choice> FilteredRecomputedPath::DescribeRoom(const ChunkPlan& plan) const {
+  const FilterBlock block = ChooseBlock(plan, context_.sizes.chunk_rows);
+  const std::string listed =
+      absl::StrCat("listed by the logits product, ", block.rows, " rows, up to ", block.listed, " of each");
+  return {
+      {.what = "candidates of filtered gradients",
+       .choice = plan.fused() ? listed : absl::StrCat("selected from the logits of ", block.rows, " rows"),
+       .reason = std::string(plan.why_not_fused)},
+      FilterChoice(context_)};
+}
+
+}  // namespace lossd::kernels::cuda

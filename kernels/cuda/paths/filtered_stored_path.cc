@@ -1,0 +1,62 @@
+#include "kernels/cuda/paths/filtered_stored_path.h"
+
+#include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/paths/path_choices.h"
+
+namespace lossd::kernels::cuda {
+
+FilteredStoredPath::FilteredStoredPath(const PathContext& context)
+    : context_(context), exact_(context), filter_(context, buffers_) {
+  Carver own(context.memory[Region::kFilter]), logits(context.memory[Region::kLogits]);
+  buffers_ = FilterBuffers::Carve(FilterShapeOf(context.config, context.sizes), own, logits, logits);
+}
+
+void FilteredStoredPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
+  StoredPath::Claim(config, sizes, claims);
+  Carver own(nullptr), logits(nullptr);
+  FilterBuffers::Carve(FilterShapeOf(config, sizes), own, logits, logits);
+  claims.Claim(Region::kFilter, own.used());
+  claims.Claim(Region::kLogits, logits.used());
+}
+
+// Row results and dx, either way.
+absl::Status FilteredStoredPath::Loss(const ChunkJob& job) {
+  const cudaStream_t stream = context_.device->compute();
+  LOSSD_RETURN_IF_ERROR(exact_.ComputeLogits(job));
+  if (job.wants_hidden_gradient) LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, stream));
+  LOSSD_RETURN_IF_ERROR(filter_.Begin(job));
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      LaunchSelectRows({exact_.logits(), job.terms, job.in, job.out, filter_.Selection(job, 0)}, stream),
+      "selection kernel");
+  LOSSD_RETURN_IF_ERROR(filter_.Decide(job));
+  return filter_.Branch(
+      job, *job.loss_branch,
+      [&]() -> absl::Status {
+        LOSSD_RETURN_IF_ERROR(ZeroDroppedMass(job, stream));
+        LOSSD_RETURN_IF_ERROR(exact_.RowLoss(job));
+        return job.wants_hidden_gradient ? exact_.HiddenGemm(job) : absl::OkStatus();
+      },
+      [&]() -> absl::Status {
+        LOSSD_RETURN_IF_ERROR(filter_.PrepareRows(job));
+        return filter_.FilterRows(job, job.in, job.out, 0);
+      });
+}
+
+absl::Status FilteredStoredPath::WeightGradient(const ChunkJob& job) {
+  const int64_t ld = context_.sizes.padded_hidden;
+  const DeviceMatrix hidden = {job.hidden, context_.config.compute_dtype, ld, ld};
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      LaunchZeroDroppedRows(hidden, context_.keep, job.rows(), context_.device->compute()),
+      "kernel over hidden states");
+  LOSSD_RETURN_IF_ERROR(filter_.Branch(
+      job, *job.weight_branch, [&] { return exact_.WeightGemm(job); }, [&] { return filter_.AddKept(job); }));
+  context_.accumulators->weight_is_zero = false;
+  return absl::OkStatus();
+}
+
+std::vector<Choice> FilteredStoredPath::DescribeRoom(const ChunkPlan& plan) const {
+  return {FilterChoice(context_)};
+}
+
+}  // namespace lossd::kernels::cuda

@@ -1,0 +1,37 @@
+// Filtered gradients of a chunk whose logits are stored (docs/kernels/filtered.md): candidates are selected
+// from the logits, and the device decides by them whether the chunk is filtered or goes on as StoredPath
+// would. The lists of a filtered chunk lie in the memory of its logits, which are not read any more.
+#ifndef LOSSD_KERNELS_CUDA_PATHS_FILTERED_STORED_PATH_H_
+#define LOSSD_KERNELS_CUDA_PATHS_FILTERED_STORED_PATH_H_
+
+#include "kernels/cuda/paths/candidate_filter.h"
+#include "kernels/cuda/paths/chunk_path.h"
+#include "kernels/cuda/paths/stored_path.h"
+
+namespace lossd::kernels::cuda {
+
+class FilteredStoredPath final : public ChunkPath {
+ public:
+  explicit FilteredStoredPath(const PathContext& context);
+  static bool Takes(const ChunkPlan& plan) { return plan.filtered(); }
+  static void Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims);
+
+  absl::Status Prepare(const ChunkJob& job) override { return exact_.Prepare(job); }
+  absl::Status Loss(const ChunkJob& job) override;
+  absl::Status HiddenGradient(const ChunkJob& job) override { return absl::OkStatus(); }  // Loss has done it
+  absl::Status WeightGradient(const ChunkJob& job) override;
+  absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override {
+    return exact_.Describe(plan);
+  }
+  std::vector<Choice> DescribeRoom(const ChunkPlan& plan) const override;
+
+ private:
+  const PathContext& context_;
+  StoredPath exact_;
+  FilterBuffers buffers_;
+  const CandidateFilter filter_;
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_PATHS_FILTERED_STORED_PATH_H_

@@ -1,0 +1,60 @@
+// The shapes of a head's GEMMs over `rows` padded rows and `classes` padded classes. Pure functions.
+#ifndef LOSSD_KERNELS_CUDA_PATHS_GEMM_SHAPES_H_
+#define LOSSD_KERNELS_CUDA_PATHS_GEMM_SHAPES_H_
+
+#include <cstdint>
+
+#include "kernels/cuda/device/gemm.h"
+#include "kernels/cuda/paths/head_sizes.h"
+#include "kernels/dtype.h"
+
+namespace lossd::kernels::cuda {
+
+struct GemmShapes {
+  int64_t padded_hidden = 0;
+  DType compute = DType::kBFloat16;
+  bool scratch = true;  // whether the GEMMs may use scratch memory
+
+  // Z = X W^T in the compute dtype.
+  GemmShape Logits(int64_t rows, int64_t classes) const {
+    return {.transpose_a = true,
+            .m = classes,
+            .n = rows,
+            .k = padded_hidden,
+            .lda = padded_hidden,
+            .ldb = padded_hidden,
+            .ldc = classes,
+            .input = compute,
+            .output = compute,
+            .scratch = scratch};
+  }
+  // dX = dZ W in `output`.
+  GemmShape HiddenGradient(int64_t rows, int64_t classes, DType output) const {
+    return {.m = padded_hidden,
+            .n = rows,
+            .k = classes,
+            .lda = padded_hidden,
+            .ldb = classes,
+            .ldc = padded_hidden,
+            .input = compute,
+            .output = output,
+            .scratch = scratch};
+  }
+  // dW = dZ^T X in fp32.
+  GemmShape WeightGradient(int64_t rows, int64_t classes) const {
+    return {.transpose_b = true,
+            .m = padded_hidden,
+            .n = classes,
+            .k = rows,
+            .lda = padded_hidden,
+            .ldb = classes,
+            .ldc = padded_hidden,
+            .input = compute,
+            .output = DType::kFloat32,
+            .scratch = scratch};
+  }
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_PATHS_GEMM_SHAPES_H_

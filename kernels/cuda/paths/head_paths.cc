@@ -1,0 +1,81 @@
+#include "kernels/cuda/paths/head_paths.h"
+
+#include <iterator>
+#include <utility>
+
+#include "absl/types/span.h"
+#include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/paths/filtered_recomputed_path.h"
+#include "kernels/cuda/paths/filtered_stored_path.h"
+#include "kernels/cuda/paths/fused_stored_path.h"
+#include "kernels/cuda/paths/recomputed_path.h"
+#include "kernels/cuda/paths/stored_path.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+// A way of computing chunks as the planner sees it.
+struct Way {
+  bool (*takes)(const ChunkPlan&);
+  void (*claim)(const HeadConfig&, const HeadSizes&, PathClaims&);
+  std::unique_ptr<ChunkPath> (*make)(const PathContext&);
+};
+
+template <typename Path>
+constexpr Way WayOf() {
+  return {&Path::Takes, &Path::Claim, [](const PathContext& context) -> std::unique_ptr<ChunkPath> {
+            return std::make_unique<Path>(context);
+          }};
+}
+
+// In the order in which they are asked: the first that takes a chunk computes it.
+constexpr Way kStored[] = {WayOf<FilteredStoredPath>(), WayOf<FusedStoredPath>(), WayOf<StoredPath>()};
+constexpr Way kRecomputed[] = {WayOf<FilteredRecomputedPath>(), WayOf<RecomputedPath>()};
+
+absl::Span<const Way> WaysOf(const HeadConfig& config) {
+  switch (config.logits) {
+    case Logits::kStored:
+      return kStored;
+    case Logits::kRecomputed:
+      return kRecomputed;
+  }
+  return {};
+}
+
+}  // namespace
+
+PathClaims ClaimsOf(const HeadConfig& config, const HeadSizes& sizes) {
+  PathClaims claims;
+  for (const Way& way : WaysOf(config)) way.claim(config, sizes, claims);
+  return claims;
+}
+
+HeadPaths::HeadPaths(const PathContext& context) : context_(context) {
+  for (const Way& way : WaysOf(context_.config)) paths_.push_back({way.takes, way.make(context_)});
+}
+
+// The last one takes what the others leave.
+ChunkPath& HeadPaths::For(const ChunkPlan& plan) {
+  for (const Entry& entry : paths_) {
+    if (entry.takes(plan)) return *entry.path;
+  }
+  return *paths_.back().path;
+}
+
+absl::StatusOr<std::vector<Choice>> HeadPaths::Describe(const ChunkPlan& plan) {
+  absl::StatusOr<std::vector<Choice>> choices = For(plan).Describe(plan);
+  if (!choices.ok()) return choices;
+  for (const Entry& entry : paths_) {
+    std::vector<Choice> room = entry.path->DescribeRoom(plan);
+    choices->insert(choices->end(), std::make_move_iterator(room.begin()),
+                    std::make_move_iterator(room.end()));
+  }
+  return choices;
+}
+
+absl::Status HeadPaths::Tune(const void* hidden) {
+  for (const Entry& entry : paths_) LOSSD_RETURN_IF_ERROR(entry.path->Tune(hidden));
+  return absl::OkStatus();
+}
+
+}  // namespace lossd::kernels::cuda

@@ -1,0 +1,48 @@
+// The ways of computing chunks that a head has, and which of them computes a chunk: the planner.
+//
+// A new way is a class derived from ChunkPath in a file of its own, with
+//   static bool Takes(const ChunkPlan&);                                          whether it computes such a
+//   chunk static void Claim(const HeadConfig&, const HeadSizes&, PathClaims&);          the memory that it
+//   needs explicit Path(const PathContext&);
+// and a line in one of the tables of head_paths.cc.
+#ifndef LOSSD_KERNELS_CUDA_PATHS_HEAD_PATHS_H_
+#define LOSSD_KERNELS_CUDA_PATHS_HEAD_PATHS_H_
+
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/cuda/paths/chunk_path.h"
+
+namespace lossd::kernels::cuda {
+
+// What all paths of such a head claim. Pure; thread-safe.
+PathClaims ClaimsOf(const HeadConfig& config, const HeadSizes& sizes);
+
+// Driven by the backend's thread.
+class HeadPaths {
+ public:
+  // Of a head with this config; the memory is as ClaimsOf() says.
+  explicit HeadPaths(const PathContext& context);
+  HeadPaths(const HeadPaths&) = delete;
+  HeadPaths& operator=(const HeadPaths&) = delete;
+
+  ChunkPath& For(const ChunkPlan& plan);
+  // How a full chunk with gradients is computed whose plan this is, and what the head keeps for others.
+  absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan);
+  // ChunkPath::Tune() of all paths.
+  absl::Status Tune(const void* hidden);
+
+ private:
+  struct Entry {
+    bool (*takes)(const ChunkPlan&);
+    std::unique_ptr<ChunkPath> path;
+  };
+  const PathContext context_;
+  std::vector<Entry> paths_;
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_PATHS_HEAD_PATHS_H_

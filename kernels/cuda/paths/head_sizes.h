@@ -1,0 +1,33 @@
+// The sizes of a head on the device that everything else follows from. Plain data.
+//
+// Matrices are padded to multiples of 8 rows and columns; the padding is zero and stays zero, so GEMMs may
+// run over it.
+#ifndef LOSSD_KERNELS_CUDA_PATHS_HEAD_SIZES_H_
+#define LOSSD_KERNELS_CUDA_PATHS_HEAD_SIZES_H_
+
+#include <cstdint>
+
+#include "kernels/dtype.h"
+
+namespace lossd::kernels::cuda {
+
+struct HeadSizes {
+  int64_t hidden = 0;          // D
+  int64_t vocab = 0;           // V
+  int64_t padded_hidden = 0;   // columns of weight, hidden rows and their gradients
+  int64_t padded_vocab = 0;    // rows of weight, columns of logits
+  int64_t element = 2;         // bytes of the compute dtype
+  int64_t chunk_rows = 0;      // a multiple of 8; a fixed point of PadRows
+  int64_t transfer_bytes = 0;  // of each buffer for rows and tensors on their way
+  bool fused = false;          // the loss of a chunk may be fused (hopper/fused_loss.h)
+  int64_t arena_bytes = 0;     // of a head that recomputes logits, for its blocks; 0: another head
+};
+
+// What dx is kept in until it has been converted for the client: fp16 has too narrow a range for that.
+constexpr DType HiddenGradientDType(DType compute) {
+  return compute == DType::kFloat16 ? DType::kFloat32 : compute;
+}
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_PATHS_HEAD_SIZES_H_

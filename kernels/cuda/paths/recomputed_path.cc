@@ -1,0 +1,277 @@
+#include "kernels/cuda/paths/recomputed_path.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/kernels/tensor_ops.h"
+#include "kernels/cuda/paths/path_choices.h"
+
+namespace lossd::kernels::cuda {
+
+absl::Status ForEachBlock(int64_t end, int64_t block, int64_t limit,
+                          absl::FunctionRef<absl::Status(int64_t, int64_t)> step) {
+  for (int64_t begin = 0; begin < end; begin += block) {
+    LOSSD_RETURN_IF_ERROR(step(begin, std::min(block, limit - begin)));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ForEachRowBlock(const ChunkJob& job, int64_t block_rows,
+                             absl::FunctionRef<absl::Status(const RowBlock&)> step) {
+  return ForEachBlock(job.rows(), block_rows, job.padded_rows(), [&](int64_t begin, int64_t count) {
+    return step({begin, job.in.Block(begin, count), job.out.From(begin)});
+  });
+}
+
+RecomputedPath::RecomputedPath(const PathContext& context)
+    : context_(context),
+      shapes_{context.sizes.padded_hidden, context.config.compute_dtype, /*scratch=*/false},
+      shape_(RecomputedShapeOf(context.config, context.sizes, context.device->limits().multiprocessors)) {
+  Carver rows(context.memory[Region::kFusedRows]);
+  fused_rows_ = hopper::FusedRows::Carve(rows, context.sizes.chunk_rows);
+}
+
+void RecomputedPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
+  const int64_t rows = sizes.chunk_rows;
+  claims.Claim(Region::kLogits, sizes.arena_bytes);
+  claims.Claim(Region::kRules, rows * static_cast<int64_t>(sizeof(GradientRule)));
+  claims.Claim(Region::kRunningRows, rows * static_cast<int64_t>(sizeof(RunningRow)));
+  claims.Claim(Region::kTargetDots, rows * static_cast<int64_t>(sizeof(float)));
+  if (!sizes.fused) return;
+  Carver fused(nullptr);
+  hopper::FusedRows::Carve(fused, rows);
+  claims.Claim(Region::kFusedRows, fused.used());
+}
+
+RecomputedBlocks RecomputedPath::ChooseBlocks(int64_t padded_rows) const {
+  return context_.device->options().smallest_blocks
+             ? SmallestRecomputedBlocks(shape_)
+             : ChooseRecomputedBlocks(shape_, padded_rows, context_.sizes.arena_bytes);
+}
+
+RecomputedArena RecomputedPath::Arena() const {
+  return RecomputedArena::Carve(shape_, blocks_, context_.memory[Region::kLogits]);
+}
+
+uint8_t* RecomputedPath::HiddenRows(const ChunkJob& job, const RowBlock& rows) const {
+  return static_cast<uint8_t*>(job.hidden) +
+         rows.begin * context_.sizes.padded_hidden * context_.sizes.element;
+}
+
+const uint8_t* RecomputedPath::WeightRows(int64_t first_class) const {
+  return static_cast<const uint8_t*>(context_.weight) +
+         first_class * context_.sizes.padded_hidden * context_.sizes.element;
+}
+
+ClassBlock RecomputedPath::ClassesOf(int64_t first_class, int64_t padded_classes, void* logits) const {
+  return {{logits, context_.config.compute_dtype, padded_classes,
+           std::min(padded_classes, context_.sizes.vocab - first_class)},
+          first_class};
+}
+
+absl::Status RecomputedPath::Prepare(const ChunkJob& job) {
+  blocks_ = ChooseBlocks(job.padded_rows());
+  Gemms& gemms = context_.device->gemms();
+  const auto prepare = [&](int64_t rows, int64_t classes) -> absl::Status {
+    if (!job.plan.fused()) LOSSD_RETURN_IF_ERROR(gemms.Prepare(shapes_.Logits(rows, classes)));
+    LOSSD_RETURN_IF_ERROR(gemms.Prepare(shapes_.HiddenGradient(rows, classes, DType::kFloat32)));
+    return gemms.Prepare(shapes_.WeightGradient(rows, classes));
+  };
+  const int64_t rows = job.padded_rows(), vocab = context_.sizes.padded_vocab;
+  return ForEachBlock(rows, blocks_.rows, rows, [&](int64_t, int64_t count) {
+    return ForEachBlock(vocab, blocks_.classes, vocab,
+                        [&](int64_t, int64_t classes) { return prepare(count, classes); });
+  });
+}
+
+// ---- the loss ----
+
+absl::Status RecomputedPath::Statistics(const ChunkJob& job) const {
+  return ForEachRowBlock(job, blocks_.rows,
+                         [&](const RowBlock& rows) { return RowBlockStatistics(job, rows); });
+}
+
+absl::Status RecomputedPath::RowBlockStatistics(const ChunkJob& job, const RowBlock& rows) const {
+  const cudaStream_t stream = context_.device->compute();
+  const RecomputedArena arena = Arena();
+  if (job.plan.fused()) {
+    return ToStatus(hopper::LaunchFusedRules(FusedLoss(job, rows, arena.tiles), Rules(rows),
+                                             context_.device->limits().fused_clusters, stream),
+                    "fused loss kernels");
+  }
+  auto* const running = context_.memory.At<RunningRow>(Region::kRunningRows);
+  const auto fold = [&](int64_t first, int64_t classes) -> absl::Status {
+    const ClassBlock block = ClassesOf(first, classes, arena.logits);
+    LOSSD_RETURN_IF_ERROR(ClassBlockLogits(job, rows, block));
+    return ToStatus(LaunchFoldBlock(block, job.terms, rows.in, running, stream), "statistics kernel");
+  };
+  LOSSD_RETURN_IF_ERROR(
+      ForEachBlock(context_.sizes.vocab, blocks_.classes, context_.sizes.padded_vocab, fold));
+  return ToStatus(LaunchFinishRunning(job.terms, rows.in, rows.out, running, Rules(rows), stream),
+                  "row results kernel");
+}
+
+hopper::FusedLossParams RecomputedPath::FusedLoss(const ChunkJob& job, const RowBlock& rows,
+                                                  const hopper::TilePartials& tiles) const {
+  hopper::FusedRows fused_rows = fused_rows_;
+  fused_rows.partials = tiles;
+  return {.operands = {HiddenRows(job, rows), context_.weight, context_.config.compute_dtype,
+                       context_.sizes.padded_hidden, context_.sizes.padded_vocab},
+          .terms = job.terms,
+          .in = rows.in,
+          .out = rows.out,
+          .rows = fused_rows,
+          .order = &context_.device->limits().cluster_order};
+}
+
+absl::Status RecomputedPath::BlockLogits(const ChunkJob& job, const RowBlock& rows,
+                                         const LogitMatrix& to) const {
+  return ClassBlockLogits(job, rows, {to, 0});
+}
+
+absl::Status RecomputedPath::ClassBlockLogits(const ChunkJob& job, const RowBlock& rows,
+                                              const ClassBlock& block) const {
+  return context_.device->gemms().Run(
+      shapes_.Logits(rows.in.padded_rows, block.logits.ld),
+      {.a = WeightRows(block.first_class), .b = HiddenRows(job, rows), .c = block.logits.data}, nullptr,
+      context_.device->compute());
+}
+
+// ---- the gradients ----
+
+absl::Status RecomputedPath::HiddenGradient(const ChunkJob& job) {
+  LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));
+  LOSSD_RETURN_IF_ERROR(Gradients(job));
+  if (job.layout.accumulate) context_.accumulators->weight_is_zero = false;
+  return absl::OkStatus();
+}
+
+absl::Status RecomputedPath::WeightGradient(const ChunkJob& job) {
+  if (job.wants_hidden_gradient) return absl::OkStatus();  // HiddenGradient has added it
+  LOSSD_RETURN_IF_ERROR(Gradients(job));
+  context_.accumulators->weight_is_zero = false;
+  return absl::OkStatus();
+}
+
+absl::Status RecomputedPath::Gradients(const ChunkJob& job) const {
+  const int64_t ld = context_.sizes.padded_hidden;
+  const SettleParams settle = {context_.memory.At<GradientRule>(Region::kRules),
+                               {job.hidden, context_.config.compute_dtype, ld, ld},
+                               job.rows(),
+                               job.padded_rows(),
+                               job.accumulate,
+                               context_.keep};
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchSettleRules(settle, context_.device->compute()),
+                             "kernel over hidden states");
+  return ForEachRowBlock(job, blocks_.rows,
+                         [&](const RowBlock& rows) { return RowBlockGradients(job, rows); });
+}
+
+// dx is summed up over the blocks of classes in fp32, in its place if it is fp32 anyway.
+absl::Status RecomputedPath::RowBlockGradients(const ChunkJob& job, const RowBlock& rows) const {
+  const RecomputedArena arena = Arena();
+  const int64_t ld = context_.sizes.padded_hidden;
+  const DType dtype = job.hidden_gradient_dtype;
+  void* const dx =
+      context_.memory[Region::kHiddenGradient] + rows.begin * ld * static_cast<int64_t>(SizeOf(dtype));
+  void* const sums = dtype == DType::kFloat32 ? dx : arena.hidden_gradient;
+  const auto add_block = [&](int64_t first, int64_t classes) -> absl::Status {
+    const ClassBlock block = ClassesOf(first, classes, arena.logits);
+    LOSSD_RETURN_IF_ERROR(ClassBlockGradient(job, rows, block));
+    if (job.wants_hidden_gradient) LOSSD_RETURN_IF_ERROR(AddHiddenGradient(job, rows, block, sums));
+    return job.layout.accumulate ? AddWeightGradient(job, rows, block) : absl::OkStatus();
+  };
+  LOSSD_RETURN_IF_ERROR(
+      ForEachBlock(context_.sizes.vocab, blocks_.classes, context_.sizes.padded_vocab, add_block));
+  if (!job.wants_hidden_gradient || sums == dx) return absl::OkStatus();
+  return ToStatus(LaunchConvert({sums, DType::kFloat32, ld, ld}, {dx, dtype, ld, ld}, rows.in.rows,
+                                context_.device->compute()),
+                  "convert kernel");
+}
+
+// ds of the block, over the gradient unit and the logit scale.
+absl::Status RecomputedPath::ClassBlockGradient(const ChunkJob& job, const RowBlock& rows,
+                                                const ClassBlock& block) const {
+  const cudaStream_t stream = context_.device->compute();
+  if (job.plan.fused()) {
+    const hopper::FusedGradientParams p = {
+        .operands = {HiddenRows(job, rows), WeightRows(block.first_class), block.logits.dtype,
+                     context_.sizes.padded_hidden, block.logits.ld},
+        .terms = job.terms,
+        .in = rows.in,
+        .rules = Rules(rows),
+        .first_class = block.first_class,
+        .classes = block.logits.classes,
+        .gradient = block.logits.data};
+    return ToStatus(hopper::LaunchFusedGradient(p, context_.device->limits().fused_clusters, stream),
+                    "logit pass");
+  }
+  LOSSD_RETURN_IF_ERROR(ClassBlockLogits(job, rows, block));
+  return ToStatus(LaunchGradientBlock(block, job.terms, rows.in, Rules(rows), stream), "gradient kernel");
+}
+
+absl::Status RecomputedPath::AddHiddenGradient(const ChunkJob& job, const RowBlock& rows,
+                                               const ClassBlock& block, void* sums) const {
+  return context_.device->gemms().Run(
+      shapes_.HiddenGradient(rows.in.padded_rows, block.logits.ld, DType::kFloat32),
+      {.a = WeightRows(block.first_class),
+       .b = block.logits.data,
+       .c = sums,
+       .alpha = job.hidden_gradient_scale,
+       .beta = block.first_class == 0 ? 0.0f : 1.0f},
+      nullptr, context_.device->compute());
+}
+
+absl::Status RecomputedPath::AddWeightGradient(const ChunkJob& job, const RowBlock& rows,
+                                               const ClassBlock& block) const {
+  const cudaStream_t stream = context_.device->compute();
+  const WeightAccumulators& to = *context_.accumulators;
+  const int32_t* const keep = context_.keep + rows.begin;
+  const DeviceMatrix gradient = {block.logits.data, block.logits.dtype, block.logits.classes,
+                                 block.logits.ld};
+  if (!job.layout.accumulate_all) {
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchZeroDroppedRows(gradient, keep, rows.in.rows, stream),
+                               "kernel over a gradient");
+  }
+  if (to.bias != nullptr) {
+    LOSSD_RETURN_IF_CUDA_ERROR(
+        LaunchColumnSum(gradient, keep, nullptr, rows.in.rows, job.weight_gradient_scale, Arena().partials,
+                        to.bias + block.first_class, stream),
+        "column sum kernel");
+  }
+  return context_.device->gemms().Run(shapes_.WeightGradient(rows.in.padded_rows, block.logits.ld),
+                                      {.a = HiddenRows(job, rows),
+                                       .b = block.logits.data,
+                                       .c = to.weight + block.first_class * context_.sizes.padded_hidden,
+                                       .alpha = job.weight_gradient_scale,
+                                       .beta = to.weight_is_zero && rows.begin == 0 ? 0.0f : 1.0f},
+                                      nullptr, stream);
+}
+
+absl::StatusOr<std::vector<Choice>> RecomputedPath::Describe(const ChunkPlan& plan) {
+  Gemms& gemms = context_.device->gemms();
+  const RecomputedBlocks blocks =
+      ChooseRecomputedBlocks(shape_, context_.sizes.chunk_rows, context_.sizes.arena_bytes);
+  std::vector<Choice> choices = cuda::Describe(plan);
+  choices.insert(choices.begin(), {.what = "blocks",
+                                   .choice = absl::StrCat(blocks.rows, " rows, ", blocks.classes, " classes"),
+                                   .reason = "the fastest that fit, by calculation",
+                                   .workspace_bytes = context_.sizes.arena_bytes});
+  if (plan.fused()) {
+    choices.push_back(FusedLogitsChoice(context_.device->limits()));
+  } else {
+    LOSSD_RETURN_IF_ERROR(
+        DescribeGemm(gemms, "logits product", shapes_.Logits(blocks.rows, blocks.classes), choices));
+  }
+  LOSSD_RETURN_IF_ERROR(DescribeGemm(gemms, "hidden gradient product",
+                                     shapes_.HiddenGradient(blocks.rows, blocks.classes, DType::kFloat32),
+                                     choices));
+  if (!context_.config.trainable) return choices;
+  LOSSD_RETURN_IF_ERROR(DescribeGemm(gemms, "weight gradient product",
+                                     shapes_.WeightGradient(blocks.rows, blocks.classes), choices));
+  return choices;
+}
+
+}  // namespace lossd::kernels::cuda

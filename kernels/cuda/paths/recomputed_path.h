@@ -1,0 +1,84 @@
+// Exact gradients of a chunk whose logits are recomputed, so that those of no more than a block of rows and
+// classes are in memory: first the statistics of all rows, then, with lse known and the guard passed, each
+// block's logits once more and their gradient. Both are fused into the logits product where the plan says so.
+// docs/kernels/recomputed.md has the whole picture.
+#ifndef LOSSD_KERNELS_CUDA_PATHS_RECOMPUTED_PATH_H_
+#define LOSSD_KERNELS_CUDA_PATHS_RECOMPUTED_PATH_H_
+
+#include <cstdint>
+
+#include "absl/functional/function_ref.h"
+#include "kernels/cuda/kernels/hopper/fused_loss.h"
+#include "kernels/cuda/kernels/recomputed/recomputed_rows.h"
+#include "kernels/cuda/paths/chunk_path.h"
+#include "kernels/cuda/paths/gemm_shapes.h"
+#include "kernels/cuda/paths/recomputed_plan.h"
+
+namespace lossd::kernels::cuda {
+
+// Some rows of a chunk, from compact row `begin` on.
+struct RowBlock {
+  int64_t begin = 0;
+  RowInputs in;
+  RowResults out;
+};
+
+class RecomputedPath final : public ChunkPath {
+ public:
+  explicit RecomputedPath(const PathContext& context);
+  static bool Takes(const ChunkPlan& plan) { return !plan.filtered(); }
+  static void Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims);
+
+  absl::Status Prepare(const ChunkJob& job) override;
+  absl::Status Loss(const ChunkJob& job) override { return Statistics(job); }
+  // Both gradients, block by block.
+  absl::Status HiddenGradient(const ChunkJob& job) override;
+  absl::Status WeightGradient(const ChunkJob& job) override;
+  absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override;
+
+  // The steps of these phases, for paths that put others between them. Row results and rules of all rows:
+  absl::Status Statistics(const ChunkJob& job) const;
+  // The gradients that job wants, from the rules and PathContext::keep.
+  absl::Status Gradients(const ChunkJob& job) const;
+  // Logits of all classes of a block of rows.
+  absl::Status BlockLogits(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& to) const;
+  // What a fused loss of a block of rows takes, with its partials in `tiles`.
+  hopper::FusedLossParams FusedLoss(const ChunkJob& job, const RowBlock& rows,
+                                    const hopper::TilePartials& tiles) const;
+  GemmShape LogitsGemm(int64_t rows) const { return shapes_.Logits(rows, context_.sizes.padded_vocab); }
+
+ private:
+  RecomputedBlocks ChooseBlocks(int64_t padded_rows) const;
+  RecomputedArena Arena() const;
+  absl::Status RowBlockStatistics(const ChunkJob& job, const RowBlock& rows) const;
+  absl::Status RowBlockGradients(const ChunkJob& job, const RowBlock& rows) const;
+  absl::Status ClassBlockLogits(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const;
+  absl::Status ClassBlockGradient(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const;
+  absl::Status AddHiddenGradient(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
+                                 void* sums) const;
+  absl::Status AddWeightGradient(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const;
+  ClassBlock ClassesOf(int64_t first_class, int64_t padded_classes, void* logits) const;
+  GradientRule* Rules(const RowBlock& rows) const {
+    return context_.memory.At<GradientRule>(Region::kRules) + rows.begin;
+  }
+  uint8_t* HiddenRows(const ChunkJob& job, const RowBlock& rows) const;
+  const uint8_t* WeightRows(int64_t first_class) const;
+
+  const PathContext& context_;
+  const GemmShapes shapes_;
+  const RecomputedShape shape_;
+  hopper::FusedRows fused_rows_;  // without partials
+  RecomputedBlocks blocks_;       // of the chunk that Prepare has begun
+};
+
+// Calls step(begin, size) for the blocks of [0, end); the last one ends at `limit`.
+absl::Status ForEachBlock(int64_t end, int64_t block, int64_t limit,
+                          absl::FunctionRef<absl::Status(int64_t, int64_t)> step);
+
+// Calls step(rows) for the compact rows of a chunk, so many padded rows at a time.
+absl::Status ForEachRowBlock(const ChunkJob& job, int64_t block_rows,
+                             absl::FunctionRef<absl::Status(const RowBlock&)> step);
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_PATHS_RECOMPUTED_PATH_H_

@@ -1,0 +1,95 @@
+#include "kernels/cuda/paths/stored_path.h"
+
+#include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/kernels/row_loss.h"
+#include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/paths/path_choices.h"
+
+namespace lossd::kernels::cuda {
+
+StoredPath::StoredPath(const PathContext& context)
+    : context_(context),
+      shapes_{context.sizes.padded_hidden, context.config.compute_dtype},
+      gradients_(context) {}
+
+void StoredPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
+  StoredGradients::Claim(config, sizes, claims);
+  if (config.compute_dtype != DType::kFloat32) {
+    claims.Claim(Region::kTargetDots, sizes.chunk_rows * static_cast<int64_t>(sizeof(float)));
+  }
+}
+
+absl::Status StoredPath::Prepare(const ChunkJob& job) {
+  LOSSD_RETURN_IF_ERROR(
+      context_.device->gemms().Prepare(shapes_.Logits(job.padded_rows(), context_.sizes.padded_vocab)));
+  return gradients_.GemmsOf(job.plan).Prepare(job);
+}
+
+LogitMatrix StoredPath::logits() const {
+  return {context_.memory[Region::kLogits], context_.config.compute_dtype, context_.sizes.padded_vocab,
+          context_.sizes.vocab};
+}
+
+absl::Status StoredPath::ComputeLogits(const ChunkJob& job) const {
+  Device& device = *context_.device;
+  return device.gemms().Run(shapes_.Logits(job.padded_rows(), context_.sizes.padded_vocab),
+                            {.a = context_.weight, .b = job.hidden, .c = context_.memory[Region::kLogits]},
+                            device.gemm_workspace(), device.compute());
+}
+
+absl::Status StoredPath::RowLoss(const ChunkJob& job) const {
+  const RowLossParams p = {logits(), job.terms, job.in, job.out, job.wants_gradient()};
+  return ToStatus(LaunchRowLoss(p, context_.device->limits(), context_.device->compute()), "row loss kernel");
+}
+
+absl::Status StoredPath::Loss(const ChunkJob& job) {
+  LOSSD_RETURN_IF_ERROR(ComputeLogits(job));
+  return RowLoss(job);
+}
+
+absl::Status StoredPath::HiddenGradient(const ChunkJob& job) {
+  LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));
+  return HiddenGemm(job);
+}
+
+absl::Status StoredPath::WeightGradient(const ChunkJob& job) {
+  const int64_t ld = context_.sizes.padded_hidden;
+  const DeviceMatrix hidden = {job.hidden, context_.config.compute_dtype, ld, ld};
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      LaunchZeroDroppedRows(hidden, context_.keep, job.rows(), context_.device->compute()),
+      "kernel over hidden states");
+  LOSSD_RETURN_IF_ERROR(WeightGemm(job));
+  context_.accumulators->weight_is_zero = false;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<Choice>> StoredPath::Describe(const ChunkPlan& plan) {
+  const HeadSizes& sizes = context_.sizes;
+  std::vector<Choice> choices = cuda::Describe(plan);
+  LOSSD_RETURN_IF_ERROR(DescribeGemm(context_.device->gemms(), "logits product",
+                                     shapes_.Logits(sizes.chunk_rows, sizes.padded_vocab), choices));
+  choices.push_back({.what = "row loss",
+                     .choice = DescribeRowLoss(sizes.padded_vocab, context_.config.compute_dtype,
+                                               context_.device->limits())});
+  LOSSD_RETURN_IF_ERROR(gradients_.GemmsOf(plan).Describe(choices));
+  return choices;
+}
+
+absl::Status StoredPath::Tune(const void* hidden) {
+  Device& device = *context_.device;
+  const HeadSizes& sizes = context_.sizes;
+  const int64_t rows = sizes.chunk_rows, vocab = sizes.padded_vocab;
+  void* const logits = context_.memory[Region::kLogits];
+  const auto tune = [&](const GemmShape& shape, const GemmOperands& operands) {
+    return device.gemms().Tune(shape, operands, device.gemm_workspace(), device.compute());
+  };
+  LOSSD_RETURN_IF_ERROR(tune(shapes_.Logits(rows, vocab), {.a = context_.weight, .b = hidden, .c = logits}));
+  LOSSD_RETURN_IF_ERROR(
+      tune(shapes_.HiddenGradient(rows, vocab, context_.config.compute_dtype),
+           {.a = context_.weight, .b = logits, .c = context_.memory[Region::kHiddenGradient]}));
+  if (!context_.config.trainable) return absl::OkStatus();
+  return tune(shapes_.WeightGradient(rows, vocab),
+              {.a = hidden, .b = logits, .c = context_.accumulators->weight, .alpha = 1e-3f, .beta = 1.0f});
+}
+
+}  // namespace lossd::kernels::cuda

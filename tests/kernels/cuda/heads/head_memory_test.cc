@@ -1,0 +1,115 @@
+#include "kernels/cuda/heads/head_memory.h"
+
+#include <cstdint>
+
+#include "gtest/gtest.h"
+#include "kernels/cuda/device/device_memory.h"
+#include "kernels/cuda/heads/param_blocks.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+constexpr int kMultiprocessors = 132;
+constexpr int64_t kServerLimit = int64_t{2} << 30;
+
+HeadConfig Config(int64_t vocab, int64_t hidden, DType compute, Norm norm, bool bias, bool trainable,
+                  Logits logits, int64_t workspace_bytes) {
+  return {.hidden_size = hidden,
+          .vocab_size = vocab,
+          .has_bias = bias,
+          .has_class_weights = bias,
+          .norm = norm,
+          .compute_dtype = compute,
+          .trainable = trainable,
+          .logits = logits,
+          .workspace_bytes = workspace_bytes};
+}
+
+HeadSizes SizesOf(const HeadConfig& config, bool fused) {
+  return SizesFor(config, kServerLimit, 16384, kMultiprocessors, fused);
+}
+
+// A head and what it is planned to have.
+struct Case {
+  HeadConfig config;
+  bool fused;
+  int64_t chunk_rows, arena_bytes, workspace, slots;
+};
+const Case kCases[] = {
+    {Config(256'000, 2'304, DType::kBFloat16, Norm::kNone, false, true, Logits::kStored, 0), true, 3'840, 0,
+     1'986'002'944, 85'983'232},
+    {Config(128'256, 4'096, DType::kBFloat16, Norm::kNone, false, true, Logits::kStored, 0), true, 7'424, 0,
+     1'927'282'688, 184'549'376},
+    {Config(128'256, 4'096, DType::kFloat16, Norm::kRmsNorm, true, true, Logits::kStored, 0), true, 6'656, 0,
+     1'761'607'680, 383'778'816},
+    {Config(152'064, 8'192, DType::kFloat32, Norm::kLayerNorm, true, true, Logits::kStored, 0), false, 2'816,
+     0, 1'772'093'440, 371'195'904},
+    {Config(257, 127, DType::kBFloat16, Norm::kNone, true, true, Logits::kStored, 0), false, 16'384, 0,
+     98'566'144, 16'777'216},
+    {Config(128'256, 4'096, DType::kBFloat16, Norm::kNone, false, false, Logits::kStored, 0), true, 7'424, 0,
+     1'927'282'688, 184'549'376},
+    {Config(131'072, 5'120, DType::kBFloat16, Norm::kNone, false, true, Logits::kStored, 8'388'608), true, 24,
+     0, 8'388'608, 2'097'152},
+    {Config(256'000, 2'304, DType::kBFloat16, Norm::kNone, false, true, Logits::kRecomputed, 0), true, 4'096,
+     60'234'496, 67'108'864, 58'720'256},
+    {Config(128'256, 4'096, DType::kBFloat16, Norm::kLayerNorm, true, true, Logits::kRecomputed, 0), true,
+     4'096, 55'876'352, 67'108'864, 203'423'744},
+    {Config(131'072, 5'120, DType::kFloat32, Norm::kNone, true, true, Logits::kRecomputed, 0), false, 4'096,
+     60'349'952, 67'108'864, 253'755'392},
+    {Config(152'064, 8'192, DType::kFloat16, Norm::kRmsNorm, true, true, Logits::kRecomputed, 314'572'800),
+     true, 4'096, 286'432'000, 314'572'800, 471'859'200},
+    {Config(7, 3, DType::kBFloat16, Norm::kNone, true, true, Logits::kRecomputed, 0), true, 4'096, 1'640'960,
+     4'194'304, 2'097'152},
+};
+
+// These numbers are what operators have seen their heads take: a change of them is a change for operators.
+TEST(HeadMemory, PlansTheseBytes) {
+  for (const Case& c : kCases) {
+    const HeadSizes sizes = SizesOf(c.config, c.fused);
+    const MemoryBytes plan = PlanMemory(c.config, sizes, kMultiprocessors);
+    EXPECT_EQ(sizes.chunk_rows, c.chunk_rows) << c.config.vocab_size;
+    EXPECT_EQ(sizes.arena_bytes, c.arena_bytes) << c.config.vocab_size;
+    EXPECT_EQ(plan[MemoryKind::kWorkspace], c.workspace) << c.config.vocab_size;
+    EXPECT_EQ(plan[MemoryKind::kSlots], c.slots) << c.config.vocab_size;
+  }
+}
+
+// What is laid out over real memory ends where the count of bytes does, and no part lies outside.
+TEST(HeadMemory, LiesWithinItsBytes) {
+  auto* const base = reinterpret_cast<uint8_t*>(uintptr_t{1} << 40);
+  auto* const slots = reinterpret_cast<uint8_t*>(uintptr_t{1} << 41);
+  for (const Case& c : kCases) {
+    const HeadSizes sizes = SizesOf(c.config, c.fused);
+    const Workspace counted = Workspace::Carve(c.config, sizes, kMultiprocessors, nullptr, nullptr);
+    const Workspace w = Workspace::Carve(c.config, sizes, kMultiprocessors, base, slots);
+    EXPECT_EQ(w.bytes, counted.bytes);
+    EXPECT_EQ(w.slot_bytes, counted.slot_bytes);
+    for (size_t i = 0; i < kRegions; ++i) {
+      const auto region = static_cast<Region>(i);
+      const bool in_slots = region == Region::kHiddenGradient;
+      const uint8_t* const from = in_slots ? slots : base;
+      if (w.paths[region] == nullptr) continue;
+      EXPECT_GE(w.paths[region], from);
+      EXPECT_LT(w.paths[region], from + (in_slots ? w.slot_bytes : w.bytes));
+    }
+    EXPECT_NE(w.paths[Region::kHiddenGradient], nullptr);
+    EXPECT_EQ(w.slots[0].hidden == w.slots[1].hidden, c.config.norm != Norm::kNone);
+    EXPECT_EQ(w.mean != nullptr, c.config.norm != Norm::kNone);
+  }
+}
+
+TEST(ParamBlocks, TheComputeWeightOfFp32IsTheWeight) {
+  auto* const base = reinterpret_cast<uint8_t*>(uintptr_t{1} << 40);
+  HeadConfig config = kCases[0].config;
+  HeadSizes sizes = SizesOf(config, true);
+  const ValueBuffer half = ValueBuffer::Carve(config, sizes, base);
+  EXPECT_NE(half.compute_weight, half.params.weight);
+  config.compute_dtype = DType::kFloat32;
+  sizes = SizesOf(config, true);
+  const ValueBuffer full = ValueBuffer::Carve(config, sizes, base);
+  EXPECT_EQ(full.compute_weight, full.params.weight);
+  EXPECT_LT(full.bytes, half.bytes);
+}
+
+}  // namespace
+}  // namespace lossd::kernels::cuda

@@ -1,0 +1,202 @@
+#include "kernels/cuda/paths/chunk_layout.h"
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "kernels/cuda/heads/head_memory.h"
+#include "kernels/cuda/kernels/hopper/tiles.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+using ::testing::ElementsAre;
+
+constexpr int64_t kCapacity = 64;
+
+// Host blocks of a chunk of up to kCapacity rows.
+struct Blocks {
+  std::vector<uint8_t> in = std::vector<uint8_t>(static_cast<size_t>(InputBlockBytes(kCapacity)) + 256);
+  std::vector<uint8_t> out = std::vector<uint8_t>(static_cast<size_t>(OutputBlockBytes(kCapacity)) + 256);
+  RowInputBlock inputs;
+  RowOutputBlock outputs;
+  Blocks() {
+    Carver in_carver(in.data()), out_carver(out.data());
+    inputs = RowInputBlock::Carve(in_carver, kCapacity);
+    outputs = RowOutputBlock::Carve(out_carver, kCapacity);
+  }
+};
+
+LayoutHead Head(DType compute) {
+  LayoutHead head;
+  head.config.hidden_size = 4;
+  head.config.vocab_size = 10;
+  head.compute_dtype = compute;
+  head.chunk_rows = kCapacity;
+  return head;
+}
+
+TEST(ChunkLayout, LeavesOutRowsWithoutTarget) {
+  Blocks blocks;
+  const std::vector<int32_t> first = {3, kIgnoredTarget, 5}, second = {kIgnoredTarget},
+                             third = {kIgnoredTarget, 9};
+  Slice slices[3];
+  for (auto& [slice, targets] :
+       {std::pair{&slices[0], &first}, {&slices[1], &second}, {&slices[2], &third}}) {
+    slice->rows = static_cast<int64_t>(targets->size());
+    slice->targets = targets->data();
+  }
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(slices);
+  const ChunkLayout layout = LayOutChunk(Head(DType::kBFloat16), chunk, blocks.inputs);
+  EXPECT_EQ(layout.raw_rows, 6);
+  EXPECT_EQ(layout.compact_rows, 3);
+  EXPECT_EQ(layout.padded_rows, 8);
+  EXPECT_EQ(layout.device_slices, 2);
+  const auto ints = [](const int32_t* p, size_t n) { return std::vector<int32_t>(p, p + n); };
+  EXPECT_THAT(ints(blocks.inputs.compact_of_raw, 6), ElementsAre(0, -1, 1, -1, -1, 2));
+  EXPECT_THAT(ints(blocks.inputs.raw_of_compact, 3), ElementsAre(0, 2, 5));
+  EXPECT_THAT(ints(blocks.inputs.target, 3), ElementsAre(3, 5, 9));
+  EXPECT_THAT(ints(blocks.inputs.slice_begin, 3), ElementsAre(0, 2, 3));
+}
+
+TEST(ChunkLayout, TakesAPowerOfTwoOutOfTheScale) {
+  for (DType compute : {DType::kFloat16, DType::kBFloat16, DType::kFloat32}) {
+    for (float scale : {1e-9f, 1.0f / 3000.0f, 1.0f, 5e8f, -2e-7f}) {
+      Blocks blocks;
+      const std::vector<int32_t> targets = {1, 2};
+      const std::vector<float> weights = {1.0f, 0.125f};
+      Slice slice;
+      slice.rows = 2;
+      slice.targets = targets.data();
+      slice.row_weights = weights.data();
+      slice.grad_scale = scale;
+      Chunk chunk;
+      chunk.slices = absl::MakeSpan(&slice, 1);
+      const ChunkLayout layout = LayOutChunk(Head(compute), chunk, blocks.inputs);
+      int exponent = 0;
+      EXPECT_EQ(std::frexp(layout.unit, &exponent), 0.5f);
+      for (int r = 0; r < 2; ++r) {
+        EXPECT_FLOAT_EQ(blocks.inputs.coef_loss[r] * layout.unit, scale * weights[static_cast<size_t>(r)]);
+      }
+      EXPECT_GE(std::fabs(blocks.inputs.coef_loss[0]), 1.0f);
+      EXPECT_LT(std::fabs(blocks.inputs.coef_loss[0]), compute == DType::kFloat16 ? 32768.0f : 2.0f);
+    }
+  }
+}
+
+TEST(ChunkLayout, ResultsComeBackInRawOrder) {
+  Blocks blocks;
+  const std::vector<int32_t> targets = {kIgnoredTarget, 4, 6};
+  std::vector<float> loss(3), lse(3);
+  std::vector<int32_t> argmax(3);
+  Slice slice;
+  slice.rows = 3;
+  slice.targets = targets.data();
+  slice.out.loss = loss.data();
+  slice.out.lse = lse.data();
+  slice.out.argmax = argmax.data();
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(&slice, 1);
+  ChunkLayout layout = LayOutChunk(Head(DType::kFloat32), chunk, blocks.inputs);
+  for (int r = 0; r < 2; ++r) {
+    const auto value = static_cast<float>(r + 1);
+    blocks.outputs.loss[r] = value;
+    blocks.outputs.z_loss[r] = 0.25f;
+    blocks.outputs.lse[r] = 10.0f * value;
+    blocks.outputs.argmax[r] = 4;
+    blocks.outputs.dropped_mass[r] = 0.125f;
+  }
+  blocks.outputs.first_bad[0] = 1;
+  UnpackResults(chunk, layout, 4, blocks.inputs, blocks.outputs);
+  EXPECT_THAT(loss, ElementsAre(0.0f, 1.0f, 2.0f));
+  EXPECT_THAT(lse, ElementsAre(0.0f, 10.0f, 20.0f));
+  EXPECT_THAT(argmax, ElementsAre(-1, 4, 4));
+  EXPECT_EQ(slice.first_nonfinite_row, 2);
+  EXPECT_EQ(slice.sums.loss, 3.0);
+  EXPECT_EQ(slice.sums.z_loss, 0.5);
+  EXPECT_EQ(slice.sums.valid_rows, 2);
+  EXPECT_EQ(slice.sums.correct_rows, 1);
+  EXPECT_EQ(slice.sums.dropped_mass, 0.0);  // no kernel has filled it
+  EXPECT_EQ(chunk.gradients, Gradients::kExact);
+}
+
+TEST(ChunkLayout, ResultsOfAFilterSayWhatItDecided) {
+  Blocks blocks;
+  const std::vector<int32_t> targets = {4, 6};
+  Slice slice;
+  slice.rows = 2;
+  slice.targets = targets.data();
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(&slice, 1);
+  ChunkLayout layout = LayOutChunk(Head(DType::kFloat32), chunk, blocks.inputs);
+  layout.filtered = true;
+  std::fill_n(blocks.outputs.dropped_mass, 2, 0.125f);
+  const auto unpack = [&](Gradients asked, Decision decision) {
+    chunk.options.gradients = asked;
+    chunk.choices = {{.what = "gradients", .choice = "not known yet"}, {.what = "loss"}};
+    *blocks.outputs.decision = decision;
+    UnpackResults(chunk, layout, 4, blocks.inputs, blocks.outputs);
+    EXPECT_EQ(chunk.choices[0].what, "gradients");
+    EXPECT_EQ(chunk.choices[0].choice, Name(chunk.gradients));
+    EXPECT_EQ(chunk.choices[1].what, "loss");
+    return std::pair(chunk.gradients, chunk.choices[0].reason);
+  };
+  using ::testing::HasSubstr;
+  using ::testing::Pair;
+  EXPECT_THAT(unpack(Gradients::kAuto, Decision::kFiltered),
+              Pair(Gradients::kFiltered, HasSubstr("max_dropped_mass")));
+  EXPECT_EQ(slice.sums.dropped_mass, 0.25);
+  EXPECT_THAT(unpack(Gradients::kAuto, Decision::kTooMuchMass),
+              Pair(Gradients::kExact, HasSubstr("max_dropped_mass")));
+  EXPECT_THAT(unpack(Gradients::kFiltered, Decision::kFiltered),
+              Pair(Gradients::kFiltered, HasSubstr("asked for")));
+  for (const Gradients asked : {Gradients::kFiltered, Gradients::kAuto}) {
+    EXPECT_THAT(unpack(asked, Decision::kTooManyCandidates),
+                Pair(Gradients::kExact, HasSubstr("candidates")));
+  }
+}
+
+TEST(HeadMemory, TheWorkspaceIsUsedButNotExceeded) {
+  HeadConfig config;
+  config.compute_dtype = DType::kBFloat16;
+  for (auto [hidden, vocab] : {std::pair{4096, 128256}, {2304, 256000}, {3072, 32064}, {123, 507}, {1, 1}}) {
+    config.hidden_size = hidden;
+    config.vocab_size = vocab;
+    for (Norm norm : {Norm::kNone, Norm::kLayerNorm}) {
+      config.norm = norm;
+      const int64_t budget = int64_t{2} << 30;
+      const HeadSizes sizes = SizesFor(config, budget, 16384, 132, true);
+      EXPECT_EQ(PadRows(sizes.chunk_rows), sizes.chunk_rows);
+      const MemoryBytes plan = PlanMemory(config, sizes, 132);
+      const int64_t planned = plan[MemoryKind::kWorkspace] + plan[MemoryKind::kSlots];
+      EXPECT_LE(planned, budget + 2 * kDevicePage);  // two buffers of whole pages
+      if (sizes.chunk_rows < 16384) {
+        EXPECT_GE(planned, budget / 10 * 9);
+      }
+    }
+  }
+  config.vocab_size = 1'000'000'000;
+  EXPECT_EQ(SizesFor(config, 1 << 20, 16384, 132, true).chunk_rows, 8);
+}
+
+TEST(HeadMemory, ChunksOfFusedLossesLeaveFewRowsOfPanelsEmpty) {
+  HeadConfig config;
+  config.compute_dtype = DType::kBFloat16;
+  for (auto [hidden, vocab] : {std::pair{4096, 128256}, {2304, 256000}, {5120, 131072}, {1000, 50001}}) {
+    config.hidden_size = hidden;
+    config.vocab_size = vocab;
+    for (int64_t mib = 300; mib < 2300; mib += 37) {
+      const int64_t most = SizesFor(config, mib << 20, 1 << 20, 132, false).chunk_rows;
+      const int64_t rows = SizesFor(config, mib << 20, 1 << 20, 132, true).chunk_rows;
+      const int64_t padded = hopper::Panels(rows) * hopper::kPanelRows;
+      EXPECT_LE(padded, std::max<int64_t>(rows + rows / 8, 1024)) << mib << " MiB";
+      EXPECT_GE(rows + hopper::kPanelRows, most / 10 * 9) << mib << " MiB";
+    }
+  }
+}
+
+}  // namespace
+}  // namespace lossd::kernels::cuda

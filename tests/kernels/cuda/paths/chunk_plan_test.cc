@@ -1,0 +1,137 @@
+#include "kernels/cuda/paths/chunk_plan.h"
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+using ::testing::_;
+using ::testing::ElementsAre;
+using ::testing::Field;
+using ::testing::HasSubstr;
+
+constexpr DeviceLimits kHopper = {.has_clusters = true, .fused_clusters = 66, .has_branches = true};
+
+// A chunk of 8192 rows of (4096, 128256) in bf16, and what is done with it.
+struct Case {
+  LossOptions options;
+  ChunkFacts chunk = {{.vocab = 128256}, 8192, 8192, true};
+  PlanLimits limits = {
+      .filter = {.chunk_rows = 8192, .vocab = 128256, .padded_vocab = 128256, .padded_hidden = 4096},
+      .device = kHopper};
+
+  ChunkPlan Plan() const { return PlanChunk(options, chunk, limits); }
+  void SetRows(int64_t rows) { chunk.rows = chunk.padded_rows = rows; }
+};
+
+TEST(ChunkPlan, ExactLossesOfLargeChunksAreFused) {
+  const ChunkPlan plan = Case().Plan();
+  EXPECT_EQ(plan.gradients, Gradients::kExact);
+  EXPECT_EQ(plan.why_exact, "exact was asked for");
+  EXPECT_TRUE(plan.fused());
+}
+
+TEST(ChunkPlan, FilteredChunksNeedTheirLogits) {
+  Case c;
+  for (Gradients gradients : {Gradients::kFiltered, Gradients::kAuto}) {
+    c.options.gradients = gradients;
+    const ChunkPlan plan = c.Plan();
+    EXPECT_EQ(plan.gradients, gradients);
+    EXPECT_EQ(plan.why_exact, "");
+    EXPECT_THAT(plan.why_not_fused, HasSubstr("logits"));
+  }
+}
+
+// Candidates are listed by the pass that computes the loss.
+TEST(ChunkPlan, FilteredChunksOfRecomputedLogitsAreFused) {
+  Case c;
+  c.limits.logits = Logits::kRecomputed;
+  for (Gradients gradients : {Gradients::kExact, Gradients::kFiltered, Gradients::kAuto}) {
+    c.options.gradients = gradients;
+    const ChunkPlan plan = c.Plan();
+    EXPECT_EQ(plan.gradients, gradients);
+    EXPECT_EQ(plan.filtered(), gradients != Gradients::kExact);
+    EXPECT_TRUE(plan.fused()) << plan.why_not_fused;
+    EXPECT_FALSE(plan.own_gemms());
+    EXPECT_EQ(Describe(plan).front().choice, Name(gradients));
+  }
+}
+
+TEST(ChunkPlan, WhatCannotBeFilteredMayBeFused) {
+  Case c;
+  c.options.gradients = Gradients::kAuto;
+  c.chunk.wants_gradient = false;
+  EXPECT_EQ(c.Plan().why_exact, "no gradient is wanted");
+  EXPECT_TRUE(c.Plan().fused());
+  c.chunk.wants_gradient = true;
+  c.limits.device.has_branches = false;
+  EXPECT_THAT(c.Plan().why_exact, HasSubstr("driver"));
+  EXPECT_TRUE(c.Plan().fused());
+  c.limits.device.has_branches = true;
+  c.chunk.terms.any_coef_entropy = true;
+  EXPECT_THAT(c.Plan().why_exact, HasSubstr("entropy"));
+  EXPECT_THAT(c.Plan().why_not_fused, HasSubstr("entropy"));
+}
+
+TEST(ChunkPlan, TheOptionOfTheBackendDecidesWhereSizeWould) {
+  Case c;
+  c.limits.fused_loss = FusedLoss::kNever;
+  EXPECT_EQ(c.Plan().why_not_fused, "switched off");
+  c.limits.fused_loss = FusedLoss::kWherePossible;
+  c.SetRows(8);
+  EXPECT_TRUE(c.Plan().fused());
+  c.limits.fused_loss = FusedLoss::kWhereFaster;
+  EXPECT_EQ(c.Plan().why_not_fused, "few rows");
+  c.limits.device.fused_clusters = 0;
+  c.limits.fused_loss = FusedLoss::kWherePossible;
+  EXPECT_THAT(c.Plan().why_not_fused, HasSubstr("Hopper"));
+}
+
+TEST(ChunkPlan, GradientsAreOwnProductsWhereTheyAreFaster) {
+  Case c;
+  EXPECT_TRUE(c.Plan().own_gemms());
+  c.SetRows(760);
+  EXPECT_FALSE(c.Plan().own_gemms());
+  c.SetRows(2048);
+  c.limits.device.fused_clusters = 0;
+  EXPECT_THAT(c.Plan().why_library_gemms, HasSubstr("Hopper"));
+}
+
+TEST(ChunkPlan, TheOptionOfTheBackendHoldsForProductsToo) {
+  Case c;
+  c.limits.fused_loss = FusedLoss::kNever;
+  EXPECT_EQ(c.Plan().why_library_gemms, "switched off");
+  c.limits.fused_loss = FusedLoss::kWherePossible;
+  EXPECT_TRUE(c.Plan().own_gemms());
+  c.chunk.wants_gradient = false;
+  EXPECT_EQ(c.Plan().why_library_gemms, "no gradient is wanted");
+}
+
+TEST(ChunkPlan, DescribesWhatItChose) {
+  Case c;
+  EXPECT_THAT(Describe(c.Plan()),
+              ElementsAre(Choice{.what = "gradients", .choice = "exact", .reason = "exact was asked for"},
+                          Choice{.what = "loss", .choice = "in the logits product"},
+                          Choice{.what = "hidden gradient", .choice = "own product"},
+                          Choice{.what = "weight gradient", .choice = "own product"}));
+  c.options.gradients = Gradients::kAuto;
+  EXPECT_THAT(Describe(c.Plan()), ElementsAre(Field(&Choice::choice, "auto"),
+                                              Field(&Choice::choice, "after the logits product"), _, _));
+  for (const Choice& choice : Describe(c.Plan())) {
+    EXPECT_EQ(choice.reason.empty(), choice.choice == "own product") << choice.what;
+  }
+}
+
+TEST(ChunkPlan, DescribesTheNormIfThereIsOne) {
+  ChunkPlan plan = Case().Plan();
+  plan.norm = NormPlan{NormRows::kRegisters, ""};
+  const Choice forward = {.what = "norm", .choice = "rows in registers"};
+  EXPECT_THAT(Describe(plan), ElementsAre(_, _, _, _, forward));
+  plan.norm_gradient = NormPlan{NormRows::kWarpCopies, "short rows"};
+  EXPECT_THAT(Describe(plan), ElementsAre(_, _, _, _, forward,
+                                          Choice{"norm gradient", "rows by copies of warps", "short rows"}));
+}
+
+}  // namespace
+}  // namespace lossd::kernels::cuda

@@ -1,0 +1,82 @@
+#include "kernels/cuda/paths/filter_backoff.h"
+
+#include <algorithm>
+#include <deque>
+#include <functional>
+#include <random>
+#include <vector>
+
+#include "gtest/gtest.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+constexpr Decision kExact = Decision::kTooMuchMass;
+constexpr int kLag = 2;  // chunks in flight
+
+// Which of `chunks` chunks try, if decide(i) is what chunk i turns out to be, known kLag chunks later.
+std::vector<bool> Replay(FilterBackoff& trials, int chunks, const std::function<Decision(int)>& decide,
+                         const LossOptions& options = {}) {
+  std::vector<bool> tried;
+  for (int i = 0; i < chunks; ++i) {
+    if (i >= kLag && tried[static_cast<size_t>(i - kLag)]) trials.Note(options, decide(i - kLag));
+    tried.push_back(trials.Next(options));
+  }
+  return tried;
+}
+
+int64_t Trials(const std::vector<bool>& tried) { return std::count(tried.begin(), tried.end(), true); }
+
+TEST(FilterBackoff, ChunksThatAreFilteredAllTry) {
+  FilterBackoff trials;
+  EXPECT_EQ(Trials(Replay(trials, 1000, [](int) { return Decision::kFiltered; })), 1000);
+}
+
+TEST(FilterBackoff, AfterMuchInVainOneInSixteenTries) {
+  for (const Decision decision : {Decision::kTooMuchMass, Decision::kTooManyCandidates}) {
+    FilterBackoff trials;
+    const std::vector<bool> tried = Replay(trials, 1000, [&](int) { return decision; });
+    const auto first_rest = std::find(tried.begin(), tried.end(), false) - tried.begin();
+    EXPECT_EQ(first_rest, kFilterPatience + kLag - 1);
+    for (auto i = static_cast<size_t>(first_rest); i + kFilterPatience <= tried.size(); ++i) {
+      EXPECT_EQ(std::count(tried.begin() + static_cast<int64_t>(i),
+                           tried.begin() + static_cast<int64_t>(i) + kFilterPatience, true),
+                1);
+    }
+  }
+}
+
+TEST(FilterBackoff, OneThatIsFilteredEndsTheRest) {
+  FilterBackoff trials;
+  constexpr int kTurn = 500;
+  const std::vector<bool> tried =
+      Replay(trials, 1000, [](int i) { return i < kTurn ? kExact : Decision::kFiltered; });
+  const auto again = std::find(tried.begin() + kTurn, tried.end(), true) - tried.begin();
+  EXPECT_LT(again, kTurn + kFilterPatience);
+  EXPECT_EQ(Trials({tried.begin() + again + kLag, tried.end()}), 1000 - again - kLag);
+}
+
+TEST(FilterBackoff, MixedDataTries) {
+  std::mt19937_64 rng(std::random_device{}());
+  std::vector<bool> exact(10'000);
+  for (size_t i = 0; i < exact.size(); ++i) exact[i] = std::bernoulli_distribution(0.5)(rng);
+  FilterBackoff trials;
+  const std::vector<bool> tried = Replay(
+      trials, 10'000, [&](int i) { return exact[static_cast<size_t>(i)] ? kExact : Decision::kFiltered; });
+  EXPECT_GT(Trials(tried), 9'800);  // sixteen in a row: every 131,072nd chunk begins that
+}
+
+TEST(FilterBackoff, OtherOptionsBeginAnew) {
+  FilterBackoff trials;
+  const auto always_exact = [](int) { return kExact; };
+  Replay(trials, 100, always_exact);
+  LossOptions other;
+  other.filter_epsilon = 0.25f;
+  EXPECT_EQ(Trials(Replay(trials, kFilterPatience, always_exact, other)), kFilterPatience);
+  trials.Note(LossOptions(), Decision::kFiltered);  // late, of the options before
+  Replay(trials, 2 * kLag, always_exact, other);
+  EXPECT_FALSE(trials.Next(other));
+}
+
+}  // namespace
+}  // namespace lossd::kernels::cuda
