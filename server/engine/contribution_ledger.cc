@@ -26,7 +26,7 @@ absl::Status ContributionLedger::Declare(uint64_t id, const ContributionTerms& t
                                    " that the step has, as many as it may (apply it or zero its gradients)"),
                       absl::StrCat(id));
   }
-  Entry entry{.terms = terms, .checksums = std::vector<uint64_t>(static_cast<size_t>(terms.rows.size()))};
+  Record entry{.terms = terms, .checksums = std::vector<uint64_t>(static_cast<size_t>(terms.rows.size()))};
   contributions_.emplace(id, std::move(entry));
   rows_ += terms.rows.size();
   return absl::OkStatus();
@@ -34,7 +34,7 @@ absl::Status ContributionLedger::Declare(uint64_t id, const ContributionTerms& t
 
 absl::StatusOr<std::vector<RowRange>> ContributionLedger::Pending(
     uint64_t id, RowRange rows, absl::Span<const uint64_t> checksums) const {
-  const Entry& entry = contributions_.at(id);
+  const Record& entry = contributions_.at(id);
   std::vector<RowRange> pending;
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     const uint64_t known = entry.checksums[static_cast<size_t>(row - entry.terms.rows.begin)];
@@ -51,7 +51,7 @@ absl::StatusOr<std::vector<RowRange>> ContributionLedger::Pending(
 }
 
 void ContributionLedger::Commit(uint64_t id, RowRange rows, absl::Span<const uint64_t> checksums) {
-  Entry& entry = contributions_.at(id);
+  Record& entry = contributions_.at(id);
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     uint64_t& known = entry.checksums[static_cast<size_t>(row - entry.terms.rows.begin)];
     if (known == 0) ++entry.added_rows;
@@ -63,7 +63,7 @@ bool ContributionLedger::Complete(uint64_t id) const { return contributions_.at(
 
 std::string ContributionLedger::DescribeMissing(uint64_t id) const {
   constexpr size_t kMaxRanges = 8;
-  const Entry& entry = contributions_.at(id);
+  const Record& entry = contributions_.at(id);
   std::vector<RowRange> missing;
   for (size_t i = 0; i < entry.checksums.size(); ++i) {
     if (entry.checksums[i] != 0) continue;
@@ -80,7 +80,7 @@ std::string ContributionLedger::DescribeMissing(uint64_t id) const {
   return absl::StrCat(text, " of ", Text(entry.terms.rows));
 }
 
-std::vector<std::string> ContributionLedger::Halves(absl::Span<const uint64_t> ids, int max_lines) const {
+std::vector<std::string> ContributionLedger::Incomplete(absl::Span<const uint64_t> ids, int max_lines) const {
   const std::set<uint64_t> expected(ids.begin(), ids.end());
   std::vector<std::string> lines;
   for (const auto& [id, entry] : contributions_) {

@@ -44,7 +44,7 @@ class ContributionLedger {
   std::string DescribeMissing(uint64_t id) const;
 
   // A line for each contribution outside `ids` of which some rows were added and others not.
-  std::vector<std::string> Halves(absl::Span<const uint64_t> ids, int max_lines = 20) const;
+  std::vector<std::string> Incomplete(absl::Span<const uint64_t> ids, int max_lines = 20) const;
   // Those that were added in full, ascending.
   std::vector<uint64_t> CompleteIds() const;
 
@@ -58,7 +58,7 @@ class ContributionLedger {
   int64_t bytes() const { return rows_ * static_cast<int64_t>(sizeof(uint64_t)); }
 
  private:
-  struct Entry {
+  struct Record {
     ContributionTerms terms;
     std::vector<uint64_t> checksums;  // [terms.rows.size()]; 0: not added yet
     int64_t added_rows = 0;
@@ -67,7 +67,7 @@ class ContributionLedger {
 
   const int64_t max_rows_;
   const int64_t max_contributions_;
-  std::map<uint64_t, Entry> contributions_;
+  std::map<uint64_t, Record> contributions_;
   int64_t rows_ = 0;
 };
 

@@ -1,62 +1,55 @@
-// Statuses that name the offending field and its value for programs as well as in the message. The rpc
-// layer turns the payloads into lossd.v1.ErrorDetail.
+// The engine's errors, and what they say to programs beside the field at fault
+// (kernels/errors/field_error.h): the step that is open, and what a step misses. server/messages turns all of
+// it into lossd.v1.ErrorDetail.
+//
+// Fields have the paths that they have in requests: "open.rows", "slice.rows", "backward.step". Those of
+// other requests have the bare name ("step", "head"), to which the caller adds the path if there is one.
+//
+// All functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_ENGINE_ERRORS_H_
 #define LOSSD_SERVER_ENGINE_ERRORS_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
-#include "absl/strings/cord.h"
-#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "server/engine/stream.h"
 
 namespace lossd::engine {
 
-// Payload type URLs; each payload is plain text.
-inline constexpr char kFieldPayload[] = "lossd/field";
-inline constexpr char kValuePayload[] = "lossd/value";
-inline constexpr char kCurrentStepPayload[] = "lossd/current_step";
-
 // "[3, 7)".
-inline std::string Text(RowRange rows) { return absl::StrCat("[", rows.begin, ", ", rows.end, ")"); }
+std::string Text(RowRange rows);
 
-// "<field> <problem>, got <value>", e.g. FieldError(kInvalidArgument, "slice.rows", "must ...", "[3, 3)").
-inline absl::Status FieldError(absl::StatusCode code, absl::string_view field, absl::string_view problem,
-                               absl::string_view value) {
-  absl::Status status(code, absl::StrCat(field, " ", problem, ", got ", value));
-  status.SetPayload(kFieldPayload, absl::Cord(field));
-  status.SetPayload(kValuePayload, absl::Cord(value));
-  return status;
-}
+// errors::FieldProblem by other names: "<field> <problem>, got <value>", e.g.
+// InvalidField("slice.rows", "must be a non-empty range", "[3, 3)").
+absl::Status FieldError(absl::StatusCode code, absl::string_view field, absl::string_view problem,
+                        absl::string_view value);
+absl::Status InvalidField(absl::string_view field, absl::string_view problem, absl::string_view value);
 
-inline absl::Status InvalidField(absl::string_view field, absl::string_view problem,
-                                 absl::string_view value) {
-  return FieldError(absl::StatusCode::kInvalidArgument, field, problem, value);
-}
+// NOT_FOUND for the field "head": there is no head of this name.
+absl::Status UnknownHead(absl::string_view name);
 
-// FAILED_PRECONDITION: `step` was named but `current` is open.
-inline absl::Status StepNotOpen(absl::string_view field, uint64_t step, uint64_t current) {
-  absl::Status status =
-      FieldError(absl::StatusCode::kFailedPrecondition, field,
-                 absl::StrCat("is not the open step, which is ", current), absl::StrCat(step));
-  status.SetPayload(kCurrentStepPayload, absl::Cord(absl::StrCat(current)));
-  return status;
-}
+// FAILED_PRECONDITION: `step` was named but `current` is open, which is attached as the current step.
+absl::Status StepNotOpen(absl::string_view field, uint64_t step, uint64_t current);
 
 // OUT_OF_RANGE: the loss of a row of a microbatch is not finite.
-inline absl::Status RowNotFinite(int64_t row) {
-  return FieldError(absl::StatusCode::kOutOfRange, absl::StrCat("row ", row),
-                    "must have a finite loss; nothing of its slice was accumulated",
-                    "a loss that is not finite");
-}
+absl::Status RowNotFinite(int64_t row);
 
 // INTERNAL: a chunk got no results.
-inline absl::Status DeviceFailed(const absl::Status& status) {
-  return absl::InternalError(
-      absl::StrCat("the device failed; nothing of this slice was accumulated: ", status.message()));
-}
+absl::Status DeviceFailed(const absl::Status& status);
+
+// `status` with the head's open step; an OK status stays OK.
+absl::Status WithCurrentStep(absl::Status status, uint64_t step);
+std::optional<uint64_t> GetCurrentStep(const absl::Status& status);
+
+// `status` with what a step misses, a line each, e.g. "microbatch 7: rows [128, 256) of 512"; an OK status
+// stays OK.
+absl::Status WithMissing(absl::Status status, const std::vector<std::string>& lines);
+// Empty if nothing was attached.
+std::vector<std::string> GetMissing(const absl::Status& status);
 
 }  // namespace lossd::engine
 

@@ -25,12 +25,12 @@ bool GroupAssembly::IsFree(RowRange rows) const {
   return std::none_of(lent_.begin(), lent_.end(), [rows](const Lent& l) { return Overlap(l.rows, rows); });
 }
 
-void GroupAssembly::Lend(uint64_t room, const StreamState* stream, RowRange rows) {
-  lent_.push_back({room, stream, rows});
+void GroupAssembly::Lend(uint64_t loan, const StreamState* stream, RowRange rows) {
+  lent_.push_back({loan, stream, rows});
 }
 
-bool GroupAssembly::Return(uint64_t room) {
-  return std::erase_if(lent_, [room](const Lent& l) { return l.room == room; }) > 0;
+bool GroupAssembly::Return(uint64_t loan) {
+  return std::erase_if(lent_, [loan](const Lent& l) { return l.loan == loan; }) > 0;
 }
 
 bool GroupAssembly::Attach(std::unique_ptr<SliceWork>& slice, uint64_t arrival) {

@@ -1,8 +1,9 @@
 // Deterministic mode: one group of rows while it comes together.
 //
-// A group is a fixed range of rows of one microbatch, computed as one chunk. It has a place in memory for all
-// of its rows; a slice is lent the room of its rows, is copied there, and is then part of the group. Slices
-// may overlap (the same rows sent by two calls): each row is computed once, for all of them.
+// A group is a fixed range of rows of one microbatch, computed as one chunk. It has an area of memory with a
+// place for each of its rows; a slice is lent the places of its rows, is copied there, and is then part of
+// the group. Slices may overlap (the same rows sent by two calls): each row is computed once, for all of
+// them.
 //
 // Plain state without locks; the engine's lock guards it. Not movable: areas and the engine refer to it.
 #ifndef LOSSD_SERVER_ENGINE_GROUP_ASSEMBLY_H_
@@ -11,6 +12,7 @@
 #include <compare>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "server/engine/ledger.h"
@@ -34,7 +36,7 @@ class GroupAssembly {
     std::vector<SliceWork*> slices;  // in order of arrival
   };
 
-  // `area` is the caller's name for the place in memory.
+  // `area` is the caller's name for the area.
   GroupAssembly(GroupKey key, RowRange rows, size_t area, const Ledger& ledger);
   GroupAssembly(const GroupAssembly&) = delete;
   GroupAssembly& operator=(const GroupAssembly&) = delete;
@@ -43,21 +45,22 @@ class GroupAssembly {
   RowRange rows() const { return rows_; }
   size_t area() const { return area_; }
 
-  // ---- Rooms ----
-  // True if nobody else is writing to these rows.
+  // ---- Places of rows ----
+  // True if none of these rows is lent.
   bool IsFree(RowRange rows) const;
-  // Lends the room of free rows to a stream; `room` names it.
-  void Lend(uint64_t room, const StreamState* stream, RowRange rows);
-  // A room came back. True if its slice was never attached.
-  bool Return(uint64_t room);
+  // Lends the places of free rows to a stream; `loan` names the loan.
+  void Lend(uint64_t loan, const StreamState* stream, RowRange rows);
+  // What was lent came back. True if its slice was never attached.
+  bool Return(uint64_t loan);
 
   // ---- Slices ----
-  // Adds a slice whose hidden states are in the room lent for it; false if there is no such room.
+  // Adds a slice whose hidden states are in the places lent for it; false if none were.
   bool Attach(std::unique_ptr<SliceWork>& slice, uint64_t arrival);
   // Removes the slices of failed streams.
   void TakeFailed(std::vector<std::unique_ptr<SliceWork>>& taken);
   const std::vector<std::unique_ptr<SliceWork>>& slices() const { return slices_; }
-  std::vector<std::unique_ptr<SliceWork>>& mutable_slices() { return slices_; }
+  // Removes all slices, in order of arrival.
+  std::vector<std::unique_ptr<SliceWork>> TakeSlices() { return std::exchange(slices_, {}); }
   // The number that came with the last slice.
   uint64_t last_arrival() const { return last_arrival_; }
   // All rows of the group, ascending, cut wherever a slice begins or ends.
@@ -66,7 +69,7 @@ class GroupAssembly {
   // ---- Completeness ----
   // The ledger has changed: rows were declared.
   void Refresh(const Ledger& ledger);
-  // True if every row that is not settled is here and nobody is writing.
+  // True if every row that is not settled is here and none is lent.
   bool IsComplete() const { return missing_ == 0 && lent_.empty(); }
   bool IsQuiet() const { return lent_.empty(); }
   // The first run of rows that have to come and have not; empty if there is none.
@@ -74,7 +77,7 @@ class GroupAssembly {
 
  private:
   struct Lent {
-    uint64_t room;
+    uint64_t loan;
     const StreamState* stream;
     RowRange rows;
   };

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/backend.h"
+#include "kernels/errors/field_error.h"
 #include "server/engine/errors.h"
 
 namespace lossd::engine {
@@ -17,6 +18,13 @@ namespace {
 template <typename T>
 bool SameBytes(const T* a, const T* b, size_t count) {
   return std::memcmp(a, b, count * sizeof(T)) == 0;
+}
+
+// "open.microbatch_id <id><how>"
+absl::Status OpenedOtherwise(uint64_t id, absl::string_view how) {
+  return errors::WithViolation(
+      absl::FailedPreconditionError(absl::StrCat("open.microbatch_id ", id, how)),
+      {"open.microbatch_id", "must be opened again as it was opened before", absl::StrCat(id)});
 }
 
 }  // namespace
@@ -67,9 +75,9 @@ absl::Status Ledger::CheckAgreement(uint64_t id, const Microbatch& known, RowRan
     }
   });
   if (bad_row < 0) return absl::OkStatus();
-  return absl::FailedPreconditionError(
-      absl::StrCat("open.microbatch_id ", id, ": row ", bad_row,
-                   " was opened before with another target, weight or upstream gradient"));
+  return OpenedOtherwise(
+      id,
+      absl::StrCat(": row ", bad_row, " was opened before with another target, weight or upstream gradient"));
 }
 
 std::vector<RowRange> Ledger::Undeclared(const Microbatch& microbatch, RowRange rows) {
@@ -111,7 +119,7 @@ void Ledger::AddSegment(Microbatch& microbatch, RowRange piece, RowRange rows, c
   microbatch.segments.emplace(piece.begin, std::move(segment));
 }
 
-absl::Status Ledger::CheckRoom(uint64_t id, bool is_new, int64_t rows) const {
+absl::Status Ledger::CheckLimits(uint64_t id, bool is_new, int64_t rows) const {
   if (declared_rows_ + rows > max_rows_) {
     return absl::ResourceExhaustedError(absl::StrCat("the step's ledger holds ", declared_rows_, " rows; ",
                                                      rows, " more would exceed its limit of ", max_rows_,
@@ -132,17 +140,17 @@ absl::Status Ledger::Declare(uint64_t id, const MicrobatchTerms& terms, RowRange
   const bool is_new = it == microbatches_.end();
   if (!is_new) {
     if (!(it->second.terms == terms)) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          "open.microbatch_id ", id,
+      return OpenedOtherwise(
+          id,
           " was opened before with other options (rows, loss options, dtype, reduction, normalizer or "
-          "grad_output; in deterministic mode also want_grad_hidden or want_row_entropy)"));
+          "grad_output; in deterministic mode also want_grad_hidden or want_row_entropy)");
     }
     if (auto status = CheckAgreement(id, it->second, rows, contents); !status.ok()) return status;
   }
   const std::vector<RowRange> pieces = is_new ? std::vector<RowRange>{rows} : Undeclared(it->second, rows);
   int64_t added = 0;
   for (RowRange piece : pieces) added += piece.size();
-  if (auto status = CheckRoom(id, is_new, added); !status.ok()) return status;
+  if (auto status = CheckLimits(id, is_new, added); !status.ok()) return status;
   if (is_new) it = microbatches_.emplace(id, Microbatch{.terms = terms}).first;
   for (RowRange piece : pieces) {
     if (piece.size() > 0) AddSegment(it->second, piece, rows, contents);
@@ -290,7 +298,7 @@ std::vector<std::string> Ledger::Missing(absl::Span<const uint64_t> ids, int max
   return lines;
 }
 
-std::vector<std::string> Ledger::Halves(absl::Span<const uint64_t> ids, int max_lines) const {
+std::vector<std::string> Ledger::Incomplete(absl::Span<const uint64_t> ids, int max_lines) const {
   const std::set<uint64_t> expected(ids.begin(), ids.end());
   std::vector<std::string> lines;
   for (const auto& [id, microbatch] : microbatches_) {

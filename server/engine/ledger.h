@@ -98,7 +98,7 @@ class Ledger {
 
   // One line for each microbatch that is not among `ids` and of which some rows were accumulated and others
   // not: to leave it so would count half of it. At most `max_lines`.
-  std::vector<std::string> Halves(absl::Span<const uint64_t> ids, int max_lines = 20) const;
+  std::vector<std::string> Incomplete(absl::Span<const uint64_t> ids, int max_lines = 20) const;
 
   // The microbatches that are settled in full, ascending.
   std::vector<uint64_t> CompleteIds() const;
@@ -143,7 +143,7 @@ class Ledger {
                                      const RowContents& contents);
   static std::vector<RowRange> Undeclared(const Microbatch& microbatch, RowRange rows);
   // RESOURCE_EXHAUSTED if so many rows more, of a microbatch that is new or not, are too many.
-  absl::Status CheckRoom(uint64_t id, bool is_new, int64_t rows) const;
+  absl::Status CheckLimits(uint64_t id, bool is_new, int64_t rows) const;
   void AddSegment(Microbatch& microbatch, RowRange piece, RowRange rows, const RowContents& contents);
   // Gives the reserved ones among the rows another state; returns how many.
   static int64_t ReplaceReserved(Microbatch& microbatch, RowRange rows, RowState state);

@@ -18,27 +18,25 @@ RowRange Sequencer::RowsOf(GroupKey key) const {
 
 // ---- Slices ----
 
-void Sequencer::Request(std::shared_ptr<StreamState> stream, RowRange rows, RoomWaiter waiter) {
-  waiting_.push_back({std::move(stream), rows, std::move(waiter)});
-}
+void Sequencer::Request(std::unique_ptr<SliceWork> slice) { waiting_.push_back(std::move(slice)); }
 
 std::vector<Sequencer::Grant> Sequencer::TakeGrants() {
   std::vector<Grant> grants;
-  std::vector<Waiting> still_waiting;
-  for (Waiting& waiting : waiting_) {
-    GroupAssembly* const group = AssemblyFor(KeyOf(waiting.stream->spec().microbatch_id, waiting.rows));
-    if (group == nullptr || !group->IsFree(waiting.rows)) {
-      still_waiting.push_back(std::move(waiting));
+  std::vector<std::unique_ptr<SliceWork>> still_waiting;
+  for (std::unique_ptr<SliceWork>& slice : waiting_) {
+    const RowRange rows = slice->rows;
+    GroupAssembly* const group = AssemblyFor(KeyOf(slice->stream->spec().microbatch_id, rows));
+    if (group == nullptr || !group->IsFree(rows)) {
+      still_waiting.push_back(std::move(slice));
       continue;
     }
-    group->Lend(++last_room_, waiting.stream.get(), waiting.rows);
-    ++areas_[group->area()].rooms;
+    group->Lend(++last_loan_, slice->stream.get(), rows);
+    ++areas_[group->area()].loans;
     const int64_t first = group->rows().begin;
-    grants.push_back({.stream = std::move(waiting.stream),
-                      .waiter = std::move(waiting.waiter),
+    grants.push_back({.slice = std::move(slice),
                       .area = group->area(),
-                      .rows = {waiting.rows.begin - first, waiting.rows.end - first},
-                      .room = last_room_});
+                      .rows = {rows.begin - first, rows.end - first},
+                      .loan = last_loan_});
   }
   waiting_ = std::move(still_waiting);
   return grants;
@@ -65,10 +63,10 @@ bool Sequencer::Attach(std::unique_ptr<SliceWork>& slice, uint64_t arrival) {
   return it != open_.end() && it->second->Attach(slice, arrival);
 }
 
-void Sequencer::Return(size_t area, uint64_t room) {
-  --areas_[area].rooms;
+void Sequencer::Return(size_t area, uint64_t loan) {
+  --areas_[area].loans;
   for (auto& [key, group] : open_) {
-    if (group->area() == area) group->Return(room);
+    if (group->area() == area) group->Return(loan);
   }
   CloseIdle();
 }
@@ -82,13 +80,13 @@ void Sequencer::CloseIdle() {
   });
 }
 
-Sequencer::Dropped Sequencer::TakeFailed() {
-  Dropped dropped;
-  for (auto& [key, group] : open_) group->TakeFailed(dropped.slices);
-  std::erase_if(waiting_, [&dropped](Waiting& waiting) {
-    const bool over = waiting.stream->failed() || waiting.stream->finished();
-    if (over) dropped.waiters.push_back(std::move(waiting.waiter));
-    return over;
+DroppedSlices Sequencer::TakeFailed() {
+  DroppedSlices dropped;
+  for (auto& [key, group] : open_) group->TakeFailed(dropped.queued);
+  std::erase_if(waiting_, [&dropped](std::unique_ptr<SliceWork>& slice) {
+    const bool failed = slice->stream->failed();
+    if (failed) dropped.waiting.push_back(std::move(slice));
+    return failed;
   });
   CloseIdle();
   return dropped;
@@ -179,11 +177,11 @@ std::string Sequencer::WaitsFor() const {
 }
 
 bool Sequencer::IsWaiting(const StreamState& stream) const {
-  const auto of_stream = [&stream](const auto& item) { return item.stream.get() == &stream; };
+  const auto of_stream = [&stream](const auto& slice) { return slice->stream.get() == &stream; };
   if (std::any_of(waiting_.begin(), waiting_.end(), of_stream)) return true;
   return std::any_of(open_.begin(), open_.end(), [&](const auto& entry) {
     const auto& slices = entry.second->slices();
-    return std::any_of(slices.begin(), slices.end(), [&](const auto& slice) { return of_stream(*slice); });
+    return std::any_of(slices.begin(), slices.end(), of_stream);
   });
 }
 

@@ -10,8 +10,9 @@
 //
 // A contribution (contribution.h) has its turn by its id like a microbatch, until all of its rows are added.
 //
-// Memory: a fixed number of areas, each with room for one group. One of them is always left to the group
-// whose turn it is, and all others come free without anybody sending anything, so nothing waits in a circle.
+// Memory: a fixed number of areas, each with places for the rows of one group. One of them is always left to
+// the group whose turn it is, and all others come free without anybody sending anything, so nothing waits in
+// a circle.
 //
 // Failure. A group that fails keeps its turn. If its results were not all good, what is settled of it stays.
 //
@@ -43,18 +44,12 @@ class Sequencer {
   // turn was taken back, keeps what it has.
   static constexpr size_t kAreas = 3;
 
-  // Room for the rows of a slice.
+  // A slice that may be received, and where.
   struct Grant {
-    std::shared_ptr<StreamState> stream;
-    RoomWaiter waiter;
+    std::unique_ptr<SliceWork> slice;
     size_t area = 0;
     RowRange rows;  // of the slice, counted from the start of the area
-    uint64_t room = 0;
-  };
-  // What failed streams leave behind; to be destroyed without the lock.
-  struct Dropped {
-    std::vector<std::unique_ptr<SliceWork>> slices;
-    std::vector<RoomWaiter> waiters;
+    uint64_t loan = 0;
   };
 
   // The ledgers outlive the sequencer.
@@ -64,15 +59,15 @@ class Sequencer {
   GroupKey turn() const { return turn_; }
 
   // ---- Slices ----
-  // Asks for room for a slice that the stream may send (StreamState::CheckSlice); granted by TakeGrants.
-  void Request(std::shared_ptr<StreamState> stream, RowRange rows, RoomWaiter waiter);
-  // Lends rooms to those whose turn it is, first come first served.
+  // Asks for the memory of a slice; granted by TakeGrants.
+  void Request(std::unique_ptr<SliceWork> slice);
+  // Lends memory to the slices whose turn it is, first come first served.
   std::vector<Grant> TakeGrants();
-  // A slice is in its room; false, and nothing done, if it was lent none.
+  // The rows of a slice are in the memory lent to it; false, and nothing done, if it was lent none.
   bool Attach(std::unique_ptr<SliceWork>& slice, uint64_t arrival);
-  // A room came back, used or not.
-  void Return(size_t area, uint64_t room);
-  Dropped TakeFailed();
+  // What was lent came back, used or not.
+  void Return(size_t area, uint64_t loan);
+  DroppedSlices TakeFailed();
 
   // ---- The ledger's news ----
   // Rows of a microbatch were declared.
@@ -97,21 +92,16 @@ class Sequencer {
   // ---- For people ----
   // What accumulation waits for, e.g. "microbatch 3, rows [0, 128)"; empty if no slice is waiting.
   std::string WaitsFor() const;
-  // True if the stream waits for room or for the rest of a group.
+  // True if the stream waits for memory or for the rest of a group.
   bool IsWaiting(const StreamState& stream) const;
   int64_t waiting_slices() const { return static_cast<int64_t>(waiting_.size()); }
   int64_t attached_slices() const;
 
  private:
-  struct Waiting {
-    std::shared_ptr<StreamState> stream;
-    RowRange rows;
-    RoomWaiter waiter;
-  };
   struct Area {
     bool taken = false;  // by a group that assembles or is on the device
-    int64_t rooms = 0;   // lent and not returned
-    bool free() const { return !taken && rooms == 0; }
+    int64_t loans = 0;   // that have not come back
+    bool free() const { return !taken && loans == 0; }
   };
 
   GroupKey KeyOf(uint64_t microbatch_id, RowRange rows) const {
@@ -134,8 +124,8 @@ class Sequencer {
   std::map<GroupKey, std::unique_ptr<GroupAssembly>> open_;
   std::map<GroupKey, bool> on_device_;  // in turn, not repeats; true: results are good
   Area areas_[kAreas];
-  std::vector<Waiting> waiting_;
-  uint64_t last_room_ = 0;
+  std::vector<std::unique_ptr<SliceWork>> waiting_;
+  uint64_t last_loan_ = 0;
 };
 
 }  // namespace lossd::engine

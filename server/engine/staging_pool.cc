@@ -37,7 +37,7 @@ absl::StatusOr<std::unique_ptr<StagingPool>> StagingPool::Create(kernels::Backen
                                                                  int64_t max_buffer_bytes) {
   if (max_buffer_bytes <= 0 || max_buffer_bytes > bytes) {
     return absl::InvalidArgumentError(
-        absl::StrCat("staging needs room for one buffer of at least one byte, got ", bytes,
+        absl::StrCat("staging needs bytes for one buffer of at least one byte, got ", bytes,
                      " bytes for buffers of ", max_buffer_bytes));
   }
   constexpr int64_t kGrains = 64;  // of the largest buffer
@@ -54,18 +54,13 @@ StagingPool::StagingPool(std::unique_ptr<kernels::StagingMemory> memory, int64_t
 
 StagingPool::~StagingPool() = default;
 
-uint64_t StagingPool::Acquire(int64_t bytes, Waiter waiter) {
-  StagingBuffer buffer;
-  {
-    absl::MutexLock lock(&mutex_);
-    if (waiting_.empty()) buffer = TryLend(bytes);
-    if (!buffer) {
-      waiting_.push_back({++last_ticket_, bytes, std::move(waiter)});
-      return last_ticket_;
-    }
+StagingPool::Acquired StagingPool::Acquire(int64_t bytes, Waiter waiter) {
+  absl::MutexLock lock(&mutex_);
+  if (waiting_.empty()) {
+    if (StagingBuffer buffer = TryLend(bytes)) return {.buffer = std::move(buffer)};
   }
-  waiter(std::move(buffer));
-  return 0;
+  waiting_.push_back({++last_ticket_, bytes, std::move(waiter)});
+  return {.ticket = last_ticket_};
 }
 
 bool StagingPool::Forget(uint64_t ticket) {
@@ -78,7 +73,7 @@ bool StagingPool::Forget(uint64_t ticket) {
     if (it == waiting_.end()) return false;
     dropped = std::move(it->waiter);
     waiting_.erase(it);
-    served = ServeWaiting();  // there may be room for those behind it
+    served = ServeWaiting();  // there may be memory for those behind it
   }
   Call(std::move(served));
   return true;

@@ -3,8 +3,8 @@
 // is what slows senders down.
 //
 // A buffer has the bytes that were asked for, rounded up to grain(), first fit. The grain is a 64th of the
-// largest buffer, which bounds how many buffers there can be. Nobody starves: while one waits, nobody is
-// served before it, so what is on loan comes back until the free bytes lie in one piece.
+// largest buffer, which bounds how many buffers there can be. No request starves: while one waits, no later
+// one is served before it, so what is on loan comes back until the free bytes lie in one piece.
 //
 // Thread-safe. The pool must outlive its buffers.
 #ifndef LOSSD_SERVER_ENGINE_STAGING_POOL_H_
@@ -51,7 +51,7 @@ class StagingBuffer {
 
 class StagingPool {
  public:
-  // Called once with a buffer, on the thread that made room for it; must not block.
+  // Called once with a buffer, on the thread that gave its memory back; must not block.
   using Waiter = absl::AnyInvocable<void(StagingBuffer)>;
 
   // A pool of `bytes` for buffers of up to `max_buffer_bytes`. INVALID_ARGUMENT unless
@@ -60,10 +60,14 @@ class StagingPool {
                                                              int64_t max_buffer_bytes);
   ~StagingPool();
 
-  // Hands a buffer of at least `bytes`, in [0, max_buffer_bytes], to `waiter`: at once, on this thread, if
-  // there is room and nobody waits; otherwise later, first come first served. Returns a ticket for Forget (0
-  // if served at once).
-  uint64_t Acquire(int64_t bytes, Waiter waiter) ABSL_LOCKS_EXCLUDED(mutex_);
+  // A buffer, or the promise of one.
+  struct Acquired {
+    StagingBuffer buffer;
+    uint64_t ticket = 0;  // for Forget; 0: the buffer is here
+  };
+  // A buffer of at least `bytes`, in [0, max_buffer_bytes], if there is memory for it and no other request
+  // waits. Otherwise `waiter`, which is not called in here, gets it later, first come first served.
+  Acquired Acquire(int64_t bytes, Waiter waiter) ABSL_LOCKS_EXCLUDED(mutex_);
   // Drops a waiter that was not served yet; false if it was (or is being) served.
   bool Forget(uint64_t ticket) ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -85,10 +89,10 @@ class StagingPool {
   };
 
   StagingPool(std::unique_ptr<kernels::StagingMemory> memory, int64_t grain);
-  // Empty if there is no room.
+  // Empty if there is no free range that is long enough.
   StagingBuffer TryLend(int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void GiveBack(Block block) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Takes the first of those who wait, as many as there is room for.
+  // Takes the first of the waiting requests, as many as there is memory for.
   std::vector<Served> ServeWaiting() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static void Call(std::vector<Served> served);
 

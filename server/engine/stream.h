@@ -1,6 +1,5 @@
-// What a caller hands to the engine to have rows computed, and what it gets back: one stream is one
-// contiguous row range of one microbatch. The rpc layer turns messages into these; tests drive them
-// directly.
+// A stream: one contiguous row range of one microbatch. What a caller hands to the engine to have its rows
+// computed, and what it gets back. The rpc layer turns messages into these; tests drive them directly.
 #ifndef LOSSD_SERVER_ENGINE_STREAM_H_
 #define LOSSD_SERVER_ENGINE_STREAM_H_
 
@@ -10,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
@@ -35,6 +35,15 @@ struct RowWants {
   bool entropy = false;
   bool logprob = false;
   bool argmax = false;
+
+  // From now on what `other` wants, too.
+  void Add(const RowWants& other) {
+    loss |= other.loss;
+    lse |= other.lse;
+    entropy |= other.entropy;
+    logprob |= other.logprob;
+    argmax |= other.argmax;
+  }
 };
 
 // Opens a stream. Field names equal those of lossd.v1.OpenMicrobatch, and errors name them so.
@@ -46,8 +55,7 @@ struct StreamSpec {
   RowRange rows;                // carried by this stream
   kernels::DType hidden_dtype = kernels::DType::kBFloat16;
   kernels::LossOptions options;
-  bool algorithm_of_head = false;     // options.algorithm is to be as the head's config says,
-  bool epsilon_of_algorithm = false;  // and options.filter_epsilon as that algorithm has it
+  bool gradients_of_head = false;  // options.gradients is to be as the head's config says
   int32_t ignore_index = -100;
   Reduction reduction = Reduction::kSum;
   std::optional<double> normalizer;  // kMean only; see the protocol for when it may be absent
@@ -82,6 +90,12 @@ struct SliceLimits {
   // Deterministic mode, streams that accumulate: slices come in ascending order, and none holds rows on both
   // sides of a multiple of this. 0: no such rule.
   int64_t row_grid = 0;
+
+  bool has_grid() const { return row_grid > 0; }
+  // The first multiple of the grid behind `row`; without a grid the largest number.
+  int64_t NextGridRow(int64_t row) const {
+    return has_grid() ? (row / row_grid + 1) * row_grid : std::numeric_limits<int64_t>::max();
+  }
 };
 
 // Upstream gradients of the rows of a backward stream; see BackwardSpec.
@@ -89,9 +103,19 @@ struct RowGradients {
   std::vector<float> loss, lse, entropy;
 };
 
-// Takes the place where the hidden states of a slice go. Called once, on the asking thread or on one of the
-// engine's; must not block. Destroyed without a call if the stream ends first.
-using RoomWaiter = StagingPool::Waiter;
+// A slice that a caller hands to Stream::Receive. Neither function is called with a lock of the engine's
+// held.
+struct IncomingSlice {
+  RowRange rows;
+  int64_t bytes = 0;  // of the hidden states
+  // Writes the hidden states, [rows, D] in the stream's dtype, to `to`, which has `bytes` bytes. Called once,
+  // unless the stream ends first: by Receive, or by what StreamObserver::OnMemory is given. Null for retained
+  // rows.
+  absl::AnyInvocable<void(uint8_t* to)> copy;
+  // The slice is queued, and the next one may be received. `staging_bytes` of its memory. Called after `copy`
+  // on the same thread; destroyed without a call if the stream ends first.
+  absl::AnyInvocable<void(int64_t staging_bytes)> on_queued;
+};
 
 // Identifies the head's state in every answer.
 struct HeadState {
@@ -104,11 +128,11 @@ struct SliceOutput {
   // dL/dx [rows, D] in hidden_dtype at the front of the buffer, if wanted; else an empty buffer.
   StagingBuffer grad_hidden;
   int64_t grad_bytes = 0;
-  int64_t room_bytes = 0;  // of the buffer that the slice was submitted in
+  int64_t staging_bytes = 0;  // as IncomingSlice::on_queued had it
   // [rows] if wanted, else empty.
   std::vector<float> loss, lse, entropy, logprob;
   std::vector<int32_t> argmax;
-  double queue_seconds = 0.0;    // from submission until its chunk was formed
+  double queue_seconds = 0.0;    // since it was queued until its chunk was formed
   double compute_seconds = 0.0;  // of its chunk, until results were ready
 };
 
@@ -128,16 +152,47 @@ struct StreamSummary {
   double compute_seconds = 0.0;
 };
 
-// Receives a stream's results. Called on the engine's threads, one call at a time per stream; must not
-// block and must not call back into the engine.
+// Receives what a stream has to tell. Called on the engine's threads and those that give memory back, OnSlice
+// and OnFinished one call at a time per stream; must not block and must not call back into the engine.
 class StreamObserver {
  public:
   virtual ~StreamObserver() = default;
+  // The memory that a slice has waited for is there. `receive` copies and queues the slice; it is to be run
+  // soon, on a thread that may spend the time of a copy, or destroyed, before the engine is.
+  virtual void OnMemory(absl::AnyInvocable<void()> receive) = 0;
   // The results of one slice, in order of completion.
   virtual void OnSlice(SliceOutput output) = 0;
   // The last call, exactly once: OK with the summary when every valid row of the range is computed and
   // accumulated, else why the stream ended. No memory of the stream is in use any more.
   virtual void OnFinished(absl::Status status, const StreamSummary& summary) = 0;
+};
+
+// An open stream. Thread-safe; destroying it cancels what is not finished (OnFinished still comes). Must
+// be destroyed before the engine.
+class Stream {
+ public:
+  virtual ~Stream() = default;
+  virtual HeadState state() const = 0;     // when it was opened
+  virtual SliceLimits limits() const = 0;  // for this stream's dtype
+  virtual int64_t hidden_size() const = 0;
+
+  // Lets results flow; nothing reaches the observer before. Call once.
+  virtual void Start() = 0;
+  // Takes one slice: checks it, finds memory for its rows, has them copied there and queues it. If there is
+  // memory now, all of that happens in this call; otherwise the slice waits, and goes on with
+  // StreamObserver::OnMemory. Memory is usually a buffer of the staging pool; on a deterministic engine, for
+  // a stream that accumulates, it is the rows' place in their group, once it is their turn. A slice that
+  // breaks a rule fails the stream through OnFinished. One slice at a time: the next one when
+  // IncomingSlice::on_queued has been called.
+  virtual void Receive(IncomingSlice slice) = 0;
+  // Streams of OpenBackward: the slices to be received, in order. Their hidden states are in retained memory,
+  // so only IncomingSlice::rows and on_queued are used.
+  virtual std::vector<RowRange> RetainedSlices() const = 0;
+  // No more slices will come; fails the stream if valid rows are missing.
+  virtual void HalfClose() = 0;
+  // Fails the stream with `why` (not OK): slices that wait or are queued are dropped, those on the device
+  // finish.
+  virtual void Cancel(absl::Status why) = 0;
 };
 
 }  // namespace lossd::engine

@@ -1,8 +1,10 @@
-// The bookkeeping of one open stream: which rows were sent, what is outstanding, the sums so far, and
-// when it is over. Plain state without locks or threads; the engine's lock guards it.
+// The bookkeeping of one open stream, beside what its rows are (stream_rows.h): which rows were sent, what is
+// outstanding, the sums so far, and when it is over.
+// Plain state without locks or threads; the engine's lock guards it.
 #ifndef LOSSD_SERVER_ENGINE_STREAM_STATE_H_
 #define LOSSD_SERVER_ENGINE_STREAM_STATE_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -10,79 +12,28 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/string_view.h"
-#include "absl/time/time.h"
-#include "absl/types/span.h"
 #include "kernels/backend.h"
-#include "server/engine/deferred.h"
-#include "server/engine/ledger.h"
 #include "server/engine/stream.h"
+#include "server/engine/stream_rows.h"
 
 namespace lossd::engine {
 
-// INVALID_ARGUMENT unless `values` are finite, one for each of the rows, or absent where they are optional.
-absl::Status CheckRowValues(absl::string_view field, absl::Span<const float> values, int64_t rows,
-                            bool optional);
-
-class StreamState {
+class StreamState : public StreamRows {
  public:
-  // Checks everything about the spec that does not depend on the ledger, maps ignored targets to
-  // kernels::kIgnoredTarget and resolves the normalizer. INVALID_ARGUMENT names the field of
-  // lossd.v1.OpenMicrobatch; FAILED_PRECONDITION for accumulation on a frozen head.
+  StreamState(StreamRows rows, std::shared_ptr<StreamObserver> observer);
+  // As StreamRows::Create.
   static absl::StatusOr<std::shared_ptr<StreamState>> Create(StreamSpec spec,
                                                              const kernels::HeadConfig& config,
                                                              HeadState state, SliceLimits limits,
                                                              std::shared_ptr<StreamObserver> observer);
 
-  // For a stream that retains its rows or computes retained ones: where they are. `gradients` goes with the
-  // latter. Call once, before the first slice.
-  void SetRetained(std::vector<RetainedRows> retained, RowGradients gradients);
-
-  const StreamSpec& spec() const { return spec_; }
-  const MicrobatchTerms& terms() const { return terms_; }
-  HeadState head_state() const { return head_state_; }
-  SliceLimits limits() const { return limits_; }
-  int64_t hidden_size() const { return hidden_size_; }
   StreamObserver& observer() { return *observer_; }
-  // g, the factor of every gradient: grad_output / normalizer.
-  float grad_scale() const { return grad_scale_; }
-  // Targets and weights of some rows of this stream.
-  const int32_t* targets(RowRange rows) const {
-    return spec_.targets.data() + (rows.begin - spec_.rows.begin);
-  }
-  const float* row_weights(RowRange rows) const;
-  // All the ledger knows of the rows: sent again, they must have the same. SetRetained comes before.
-  RowContents contents() const {
-    return {.targets = spec_.targets,
-            .row_weights = spec_.row_weights,
-            .grad_loss = gradients_.loss,
-            .grad_lse = gradients_.lse,
-            .grad_entropy = gradients_.entropy};
-  }
 
-  const float* grad_loss(RowRange rows) const { return At(gradients_.loss, rows); }
-  const float* grad_lse(RowRange rows) const { return At(gradients_.lse, rows); }
-  const float* grad_entropy(RowRange rows) const { return At(gradients_.entropy, rows); }
-  // The place of some rows of one slice in retained memory, in bytes; -1: none.
-  int64_t RetainedOffset(RowRange rows) const;
-  // The rows of this stream, in ascending order, cut so that each slice obeys the limits and lies in one
-  // piece of retained memory.
-  std::vector<RowRange> RetainedSlices() const;
-  // What a stream that retained its rows leaves behind. Call once, at its end.
-  DeferredMicrobatches::Part TakePart();
-  bool is_backward() const { return !gradients_.loss.empty(); }
-  // What comes of it is of no use after the open step: it accumulates, or retains rows or uses retained ones.
-  bool belongs_to_step() const { return spec_.accumulate_gradients || spec_.retain || is_backward(); }
-  // Bytes of some rows' hidden states.
-  int64_t RowBytes(int64_t rows) const;
-
-  // Deterministic mode: rows are computed group by group, in order (sequencer.h).
-  bool in_order() const { return limits_.row_grid > 0; }
-
-  // INVALID_ARGUMENT if AddSlice would not take this slice. `bytes` of its payload.
-  absl::Status CheckSlice(RowRange rows, int64_t bytes) const;
-  // Checks a slice and marks its rows as sent. INVALID_ARGUMENT; then nothing has changed.
+  // Checks a slice and marks its rows as sent. `bytes` of its payload. INVALID_ARGUMENT; then nothing has
+  // changed.
   absl::Status AddSlice(RowRange rows, int64_t bytes);
+  // A slice that was added has been received and queued.
+  void OnQueued();
   // A slice of this stream left the device.
   void FinishSlice(const kernels::SliceSums& sums, int64_t accumulated, int64_t repeated,
                    double queue_seconds, double compute_seconds);
@@ -93,37 +44,29 @@ class StreamState {
 
   void Start() { started_ = true; }
   void AddOutstanding(int64_t slices) { outstanding_ += slices; }
+  // The request to the staging pool of the last slice that had to wait there; 0: there was none.
+  void SetMemoryTicket(uint64_t ticket) { memory_ticket_ = ticket; }
+  uint64_t memory_ticket() const { return memory_ticket_; }
   bool failed() const { return !status_.ok(); }
   bool finished() const { return finished_; }
-  // True if OnFinished is due: started, nothing outstanding, and failed or complete.
+  // True if OnFinished is due: started, nothing outstanding, and failed or completely received.
   bool ReadyToFinish() const;
   void MarkFinished() { finished_ = true; }
   const absl::Status& status() const { return status_; }
   const StreamSummary& summary() const { return summary_; }
 
  private:
-  StreamState(StreamSpec spec, HeadState state, SliceLimits limits, std::shared_ptr<StreamObserver> observer);
-  absl::Status MapTargets(int64_t vocab_size);
-  absl::Status ResolveNormalizer();
-  absl::Status CheckOrder(RowRange rows) const;
-  const float* At(const std::vector<float>& values, RowRange rows) const;
+  absl::Status CheckNew(RowRange rows, int64_t bytes) const;
+  size_t Index(int64_t row) const { return static_cast<size_t>(row - spec().rows.begin); }
 
-  StreamSpec spec_;
-  MicrobatchTerms terms_;
-  const HeadState head_state_;
-  const SliceLimits limits_;
   const std::shared_ptr<StreamObserver> observer_;
-  int64_t hidden_size_ = 0;
-  float grad_scale_ = 1.0f;
-
-  std::vector<RetainedRows> retained_;  // by first row
-  RowGradients gradients_;
-
   std::vector<uint8_t> sent_;  // per row of the range
   int64_t sent_end_ = 0;       // end of the last slice
   int64_t unsent_rows_ = 0;
   int64_t unsent_valid_rows_ = 0;
+  int64_t receiving_ = 0;    // slices added and not yet queued
   int64_t outstanding_ = 0;  // slices queued or on the device
+  uint64_t memory_ticket_ = 0;
   bool started_ = false;
   bool half_closed_ = false;
   bool finished_ = false;

@@ -18,8 +18,7 @@ bool TryReserve(SliceWork& slice, Ledger& ledger) {
   if (!spec.accumulate_gradients) return true;
   if (ledger.AnyReserved(spec.microbatch_id, slice.rows)) return false;
   slice.accumulate.resize(static_cast<size_t>(slice.rows.size()));
-  slice.repeated_rows = ledger.Reserve(spec.microbatch_id, slice.rows, absl::MakeSpan(slice.accumulate));
-  slice.reserved = true;
+  slice.has_repeats = ledger.Reserve(spec.microbatch_id, slice.rows, absl::MakeSpan(slice.accumulate)) > 0;
   return true;
 }
 

@@ -15,6 +15,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/errors/field_error.h"
 #include "server/head/checksum.h"
 #include "server/head/head.h"
 #include "server/head/paths.h"
@@ -36,6 +37,12 @@ absl::Status DataLoss(absl::string_view checkpoint, absl::string_view what) {
 
 absl::Span<const uint8_t> AsBytes(const std::string& text) {
   return {reinterpret_cast<const uint8_t*>(text.data()), text.size()};
+}
+
+// `status`, an error, as one of the checkpoint that a request names.
+absl::Status OfCheckpoint(absl::Status status, absl::string_view checkpoint) {
+  return errors::WithViolation(
+      std::move(status), {"checkpoint", "must name a checkpoint of this server", std::string(checkpoint)});
 }
 
 // The folder of a head's checkpoints, made if need be, with its own name on the disk.
@@ -310,10 +317,11 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(const s
                                                                          absl::string_view checkpoint) {
   const std::pair<absl::string_view, absl::string_view> names =
       absl::StrSplit(checkpoint, absl::MaxSplits('/', 1));
-  if (absl::Status status = ValidateName("checkpoint's head", names.first); !status.ok()) return status;
-  if (absl::Status status = ValidateName("checkpoint's name", names.second); !status.ok()) return status;
+  absl::Status named = ValidateName("checkpoint's head", names.first);
+  named.Update(ValidateName("checkpoint's name", names.second));
+  if (!named.ok()) return OfCheckpoint(std::move(named), checkpoint);
   const absl::StatusOr<std::string> folder = ResolveBelow(directory, checkpoint);
-  if (!folder.ok()) return folder.status();
+  if (!folder.ok()) return OfCheckpoint(folder.status(), checkpoint);
   absl::StatusOr<FolderLock> lock = FolderLock::Wait(*folder, FolderLock::Kind::kShared);
   if (!lock.ok()) return lock.status();
   absl::StatusOr<Manifest> manifest = ReadManifest(absl::StrCat(*folder, "/", kManifestFile), checkpoint);

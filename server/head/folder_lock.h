@@ -15,7 +15,7 @@ class FolderLock {
  public:
   enum class Kind { kShared, kExclusive };
 
-  // Waits for nobody: FAILED_PRECONDITION if the folder is locked otherwise.
+  // Never waits: FAILED_PRECONDITION if the folder is locked otherwise.
   static absl::StatusOr<FolderLock> Try(const std::string& path, Kind kind);
   // Waits for a lock that is held otherwise. NOT_FOUND if the folder was removed or renamed meanwhile.
   static absl::StatusOr<FolderLock> Wait(const std::string& path, Kind kind);

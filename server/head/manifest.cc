@@ -16,8 +16,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr char kFormat[] = "lossd checkpoint";
-constexpr int kVersion = 2;
-constexpr int kOldestVersion = 1;  // knew no updates, last_step, saved_at and automatic
+constexpr int kVersion = 3;
 constexpr int64_t kMaxManifestBytes = int64_t{1} << 20;
 constexpr char kChecksumKey[] = "checksum";
 
@@ -26,8 +25,9 @@ constexpr char kSgd[] = "sgd";
 constexpr kernels::Norm kNorms[] = {kernels::Norm::kNone, kernels::Norm::kLayerNorm, kernels::Norm::kRmsNorm};
 constexpr kernels::OptimizerState kStates[] = {
     kernels::OptimizerState::kNone, kernels::OptimizerState::kMomentum, kernels::OptimizerState::kAdam};
-constexpr kernels::Algorithm kAlgorithms[] = {kernels::Algorithm::kExact, kernels::Algorithm::kFiltered,
-                                              kernels::Algorithm::kAuto, kernels::Algorithm::kCut};
+constexpr kernels::Logits kLogits[] = {kernels::Logits::kStored, kernels::Logits::kRecomputed};
+constexpr kernels::Gradients kGradients[] = {kernels::Gradients::kExact, kernels::Gradients::kFiltered,
+                                             kernels::Gradients::kAuto};
 constexpr kernels::DType kDTypes[] = {kernels::DType::kFloat32, kernels::DType::kFloat16,
                                       kernels::DType::kBFloat16};
 
@@ -61,7 +61,8 @@ Json EncodeSubject(const CheckpointSubject& subject) {
           {"compute_dtype", std::string(Name(config.compute_dtype))},
           {"optimizer_state", std::string(Name(config.optimizer_state))},
           {"trainable", config.trainable},
-          {"algorithm", std::string(Name(config.algorithm))},
+          {"logits", std::string(Name(config.logits))},
+          {"gradients", std::string(Name(config.gradients))},
           {"workspace_bytes", config.workspace_bytes}};
 }
 
@@ -76,18 +77,17 @@ bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
   config.has_class_weights = head.at("class_weights").get<bool>();
   config.norm_epsilon = head.at("norm_epsilon").get<float>();
   config.trainable = head.at("trainable").get<bool>();
-  // Not in manifests of earlier servers.
-  config.workspace_bytes = head.value("workspace_bytes", int64_t{0});
-  const std::string algorithm = head.value("algorithm", std::string(Name(config.algorithm)));
+  config.workspace_bytes = head.at("workspace_bytes").get<int64_t>();
   subject->step = json.at("step").get<uint64_t>();
-  subject->updates = subject->step;  // unless the manifest says so itself
   return absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &subject->incarnation) &&
          FromName<kernels::Norm>(kNorms, head.at("norm").get<std::string>(), &config.norm) &&
          FromName<kernels::DType>(kDTypes, head.at("compute_dtype").get<std::string>(),
                                   &config.compute_dtype) &&
          FromName<kernels::OptimizerState>(kStates, head.at("optimizer_state").get<std::string>(),
                                            &config.optimizer_state) &&
-         FromName<kernels::Algorithm>(kAlgorithms, algorithm, &config.algorithm) &&
+         FromName<kernels::Logits>(kLogits, head.at("logits").get<std::string>(), &config.logits) &&
+         FromName<kernels::Gradients>(kGradients, head.at("gradients").get<std::string>(),
+                                      &config.gradients) &&
          kernels::Validate(config).ok();
 }
 
@@ -156,7 +156,7 @@ bool DecodeLastStep(const Json& json, std::optional<AppliedStep>* step) {
          DecodeNumber(json.at("grad_norm"), &applied.grad_norm);
 }
 
-// As DecodeSubject; what version 2 added.
+// As DecodeSubject.
 bool DecodeRecord(const Json& json, Manifest* manifest) {
   std::string error;
   CheckpointSubject& subject = manifest->subject;
@@ -176,8 +176,7 @@ bool DecodeContent(const Json& json, Manifest* manifest) {
     manifest->tensors.push_back({tensor.at("name").get<std::string>(), tensor.at("bytes").get<int64_t>(),
                                  tensor.at("xxh3_64").get<std::string>()});
   }
-  return DecodeSubject(json, &manifest->subject) &&
-         (json.at("version").get<int>() == kOldestVersion || DecodeRecord(json, manifest));
+  return DecodeSubject(json, &manifest->subject) && DecodeRecord(json, manifest);
 }
 
 }  // namespace
@@ -210,10 +209,9 @@ absl::StatusOr<Manifest> DecodeManifest(absl::string_view text) {
     return absl::DataLossError("the manifest is no manifest of a checkpoint");
   }
   const Json version = json.value("version", Json());
-  if (version != Json(kOldestVersion) && version != Json(kVersion)) {
-    return absl::FailedPreconditionError(absl::StrCat("the manifest has version ", version.dump(),
-                                                      "; this server reads versions ", kOldestVersion, " to ",
-                                                      kVersion));
+  if (version != Json(kVersion)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("the manifest has version ", version.dump(), "; this server reads version ", kVersion));
   }
   const Json checksum = json.value(kChecksumKey, Json());
   json.erase(kChecksumKey);

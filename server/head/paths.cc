@@ -13,6 +13,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "kernels/errors/field_error.h"
 #include "proto/tensorfile/file.h"
 
 namespace lossd::head {
@@ -42,9 +43,12 @@ absl::Status ValidateName(absl::string_view what, absl::string_view name) {
       std::all_of(name.begin(), name.end(), IsNameCharacter)) {
     return absl::OkStatus();
   }
-  return absl::InvalidArgumentError(absl::StrCat(
-      what, " must be 1 to 64 characters out of A-Z a-z 0-9 . _ - and not start with a dot, got '",
-      absl::CHexEscape(name.substr(0, 2 * kMaxNameLength)), "'"));
+  constexpr absl::string_view kRule =
+      "must be 1 to 64 characters out of A-Z a-z 0-9 . _ - and not start with a dot";
+  return errors::WithViolation(
+      absl::InvalidArgumentError(absl::StrCat(what, " ", kRule, ", got '",
+                                              absl::CHexEscape(name.substr(0, 2 * kMaxNameLength)), "'")),
+      {std::string(what), std::string(kRule), std::string(name)});
 }
 
 absl::StatusOr<std::string> ResolveBelow(const std::string& directory, absl::string_view relative) {

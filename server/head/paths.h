@@ -17,7 +17,7 @@ absl::Status ValidateName(absl::string_view what, absl::string_view name);
 
 // The real path of `relative` below `directory`, without symbolic links. INVALID_ARGUMENT if it is empty
 // or absolute, holds "..", or leads outside through a symbolic link; NOT_FOUND if there is no such file.
-// Nobody but the operator may write links into the directory: one made after the check is followed.
+// Only the operator may write links into the directory: one made after the check is followed.
 absl::StatusOr<std::string> ResolveBelow(const std::string& directory, absl::string_view relative);
 
 }  // namespace lossd::head

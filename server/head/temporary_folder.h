@@ -41,7 +41,7 @@ class TemporaryFolder {
   FolderLock lock_;
 };
 
-// Removes temporary folders in `parent` that nobody uses any more; what cannot be removed stays.
+// Removes temporary folders in `parent` that no process uses any more; what cannot be removed stays.
 void RemoveLeftovers(Disk* disk, const std::string& parent);
 
 }  // namespace lossd::head

@@ -1,157 +1,156 @@
 #include "server/metrics/http_server.h"
 
-#include <CivetServer.h>
 #include <arpa/inet.h>
+#include <microhttpd.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <chrono>
-#include <thread>
+#include <cstring>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/numbers.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "server/metrics/http_connections.h"
+#include "server/metrics/http_listener.h"
 
 namespace lossd::metrics {
 namespace {
 
-absl::string_view Reason(int status) {
-  switch (status) {
-    case 200:
-      return "OK";
-    case 404:
-      return "Not Found";
-    case 405:
-      return "Method Not Allowed";
-    case 503:
-      return "Service Unavailable";
-    default:
-      return "Error";
+// Fields of every answer. The status page has no scripts and loads nothing; its styles are in it.
+constexpr std::pair<const char*, const char*> kFields[] = {
+    {MHD_HTTP_HEADER_CONNECTION, "close"},
+    {MHD_HTTP_HEADER_CACHE_CONTROL, "no-store"},
+    {"X-Content-Type-Options", "nosniff"},
+    {"X-Frame-Options", "DENY"},
+    {"Referrer-Policy", "no-referrer"},
+    {"Content-Security-Policy",
+     "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
+     "frame-ancestors 'none'"}};
+
+// The address without the port.
+std::string HostOf(const sockaddr* address) {
+  char text[INET6_ADDRSTRLEN] = "";
+  if (address->sa_family == AF_INET) {
+    inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(address)->sin_addr, text, sizeof(text));
+  } else if (address->sa_family == AF_INET6) {
+    inet_ntop(AF_INET6, &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr, text, sizeof(text));
   }
+  return text;
 }
 
-void Send(mg_connection* connection, const HttpResponse& response, bool with_body) {
-  const std::string head =
-      absl::StrCat("HTTP/1.1 ", response.status, " ", Reason(response.status),
-                   "\r\nContent-Type: ", response.content_type, "\r\nContent-Length: ", response.body.size(),
-                   "\r\nCache-Control: no-store", "\r\nX-Content-Type-Options: nosniff",
-                   "\r\nContent-Security-Policy: default-src 'none'; style-src 'unsafe-inline'",
-                   response.status == 405 ? "\r\nAllow: GET, HEAD" : "", "\r\nConnection: close\r\n\r\n");
-  mg_write(connection, head.data(), head.size());
-  if (with_body) mg_write(connection, response.body.data(), response.body.size());
+MHD_Result CollectHost(void* hosts, MHD_ValueKind, const char* name, const char* value) {
+  if (absl::EqualsIgnoreCase(name, MHD_HTTP_HEADER_HOST)) {
+    static_cast<std::vector<absl::string_view>*>(hosts)->emplace_back(value == nullptr ? "" : value);
+  }
+  return MHD_YES;
 }
 
-// Answers every path and method itself, so that the library's file serving is never reached.
-class Router final : public CivetHandler {
+// Leaves %-escapes as they are.
+size_t KeepEscapes(void*, MHD_Connection*, char* text) { return std::strlen(text); }
+
+MHD_Result Send(MHD_Connection* connection, const HttpResponse& response) {
+  MHD_Response* const answer = MHD_create_response_from_buffer(
+      response.body.size(), const_cast<char*>(response.body.data()), MHD_RESPMEM_MUST_COPY);
+  if (answer == nullptr) return MHD_NO;
+  MHD_add_response_header(answer, MHD_HTTP_HEADER_CONTENT_TYPE, response.content_type.c_str());
+  for (const auto& [name, value] : kFields) MHD_add_response_header(answer, name, value);
+  if (response.status == MHD_HTTP_METHOD_NOT_ALLOWED) {
+    MHD_add_response_header(answer, MHD_HTTP_HEADER_ALLOW, "GET, HEAD");
+  }
+  const MHD_Result queued = MHD_queue_response(connection, static_cast<unsigned>(response.status), answer);
+  MHD_destroy_response(answer);
+  return queued;
+}
+
+class MicroHttpServer final : public HttpServer {
  public:
-  explicit Router(HttpHandlers handlers) : handlers_(std::move(handlers)) {}
+  MicroHttpServer(const HttpListener& listener, HttpHandlers handlers)
+      : address_(listener.address),
+        audience_(listener.loopback ? HttpAudience::kLoopbackHosts : HttpAudience::kAnyHost),
+        handlers_(std::move(handlers)) {}
 
-  using CivetHandler::handleDelete;
-  using CivetHandler::handleGet;
-  using CivetHandler::handleHead;
-  using CivetHandler::handleOptions;
-  using CivetHandler::handlePatch;
-  using CivetHandler::handlePost;
-  using CivetHandler::handlePut;
+  ~MicroHttpServer() override {
+    if (daemon_ != nullptr) MHD_stop_daemon(daemon_);
+  }
 
-  bool handleGet(CivetServer*, mg_connection* connection) override { return Answer(connection, true); }
-  bool handleHead(CivetServer*, mg_connection* connection) override { return Answer(connection, false); }
-  bool handlePost(CivetServer*, mg_connection* connection) override { return Refuse(connection); }
-  bool handlePut(CivetServer*, mg_connection* connection) override { return Refuse(connection); }
-  bool handleDelete(CivetServer*, mg_connection* connection) override { return Refuse(connection); }
-  bool handleOptions(CivetServer*, mg_connection* connection) override { return Refuse(connection); }
-  bool handlePatch(CivetServer*, mg_connection* connection) override { return Refuse(connection); }
+  // With poll and not epoll: a connection whose request ends in the middle is closed at once, while the
+  // library's edge-triggered epoll may read the request, miss the end behind it and wait until the connection
+  // times out. Takes the listening socket over. False if the thread cannot be started; then the socket is
+  // still the caller's.
+  bool Run(int listening) {
+    daemon_ = MHD_start_daemon(MHD_USE_POLL_INTERNAL_THREAD | MHD_USE_ITC, 0, nullptr, nullptr, &OnRequest,
+                               this,                                                 //
+                               MHD_OPTION_LISTEN_SOCKET, listening,                  //
+                               MHD_OPTION_THREAD_STACK_SIZE, kStackBytes,            //
+                               MHD_OPTION_CONNECTION_MEMORY_LIMIT, kRequestBytes,    //
+                               MHD_OPTION_CONNECTION_LIMIT, kMostDescriptors,        //
+                               MHD_OPTION_CONNECTION_TIMEOUT, kIdleSeconds,          //
+                               MHD_OPTION_STRICT_FOR_CLIENT, 1,                      //
+                               MHD_OPTION_UNESCAPE_CALLBACK, &KeepEscapes, nullptr,  //
+                               MHD_OPTION_NOTIFY_CONNECTION, &OnConnection, this,    //
+                               MHD_OPTION_END);
+    return daemon_ != nullptr;
+  }
+
+  std::string address() const override { return address_; }
 
  private:
-  bool Answer(mg_connection* connection, bool with_body) {
-    const char* path = mg_get_request_info(connection)->local_uri;
-    const auto it = handlers_.find(path == nullptr ? "" : path);
-    const HttpResponse response =
-        it == handlers_.end() ? HttpResponse{.status = 404, .body = "not found\n"} : it->second();
-    Send(connection, response, with_body);
-    return true;
+  // Called when the header of a request is complete. The answer is queued at once, so that a body is not
+  // read.
+  static MHD_Result OnRequest(void* self, MHD_Connection* connection, const char* target, const char* method,
+                              const char* version, const char*, size_t*, void**) {
+    const auto* server = static_cast<const MicroHttpServer*>(self);
+    HttpRequest request = {.method = method, .target = target, .version = version};
+    MHD_get_connection_values(connection, MHD_HEADER_KIND, &CollectHost, &request.hosts);
+    return Send(connection, Route(request, server->handlers_, server->audience_));
   }
 
-  static bool Refuse(mg_connection* connection) {
-    Send(connection, {.status = 405, .body = "only GET and HEAD\n"}, true);
-    return true;
+  // Called on the server's thread when a connection opens or closes; `context` is the connection's own.
+  static void OnConnection(void* self, MHD_Connection* connection, void** context,
+                           MHD_ConnectionNotificationCode code) {
+    auto& connections = static_cast<MicroHttpServer*>(self)->connections_;
+    if (code == MHD_CONNECTION_NOTIFY_STARTED) {
+      *context = new HttpConnections::Handle(Enter(connections, connection));
+    } else {
+      const auto* handle = static_cast<HttpConnections::Handle*>(*context);
+      connections.Remove(*handle);
+      delete handle;
+    }
   }
 
+  static HttpConnections::Handle Enter(HttpConnections& connections, MHD_Connection* connection) {
+    const auto* descriptor = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+    const auto* address = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CLIENT_ADDRESS);
+    std::vector<int> drop;
+    const HttpConnections::Handle handle =
+        connections.Add(descriptor->connect_fd, HostOf(address->client_addr), absl::Now(), &drop);
+    // The library sees the end of such a connection, and closes it.
+    for (const int dropped : drop) shutdown(dropped, SHUT_RDWR);
+    return handle;
+  }
+
+  const std::string address_;
+  const HttpAudience audience_;
   const HttpHandlers handlers_;
-};
-
-class CivetHttpServer final : public HttpServer {
- public:
-  CivetHttpServer(absl::string_view host, const std::vector<std::string>& options, HttpHandlers handlers)
-      : router_(std::move(handlers)), server_(options), host_(host) {
-    server_.addHandler("/", router_);
-    port_ = Port();
-  }
-
-  // The library notices a request to stop when its poll returns: with a new connection, or after two
-  // seconds.
-  ~CivetHttpServer() override {
-    std::atomic<bool> closed{false};
-    std::thread waker([this, &closed] {
-      while (!closed) {
-        Knock();
-        std::this_thread::sleep_for(std::chrono::milliseconds(5));
-      }
-    });
-    server_.close();
-    closed = true;
-    waker.join();
-  }
-
-  std::string address() const override { return absl::StrCat(host_, ":", port_); }
-
- private:
-  int Port() {
-    const std::vector<int> ports = server_.getListeningPorts();
-    return ports.empty() ? 0 : ports.front();
-  }
-
-  // Connects to the server and hangs up; errors do not matter.
-  void Knock() const {
-    const absl::string_view host = host_ == "0.0.0.0" ? "127.0.0.1" : absl::string_view(host_);
-    sockaddr_in to = {};
-    to.sin_family = AF_INET;
-    to.sin_port = htons(static_cast<uint16_t>(port_));
-    if (inet_pton(AF_INET, std::string(host).c_str(), &to.sin_addr) != 1) return;
-    const int descriptor = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (descriptor < 0) return;
-    (void)connect(descriptor, reinterpret_cast<const sockaddr*>(&to), sizeof(to));
-    close(descriptor);
-  }
-
-  Router router_;  // outlives server_
-  CivetServer server_;
-  const std::string host_;
-  int port_ = 0;
+  HttpConnections connections_{HttpConnectionLimits{}};  // of the server's thread alone
+  MHD_Daemon* daemon_ = nullptr;
 };
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(absl::string_view address,
                                                               HttpHandlers handlers) {
-  const size_t colon = address.rfind(':');
-  int port = -1;
-  if (colon == absl::string_view::npos || colon == 0 || !absl::SimpleAtoi(address.substr(colon + 1), &port) ||
-      port < 0 || port > 65535 || address.find_first_of(", +rs") != absl::string_view::npos) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("http address must be <IP address>:<port>, got ", address));
+  absl::StatusOr<HttpListener> listener = ListenForHttp(address);
+  if (!listener.ok()) return listener.status();
+  auto server = std::make_unique<MicroHttpServer>(*listener, std::move(handlers));
+  if (!server->Run(listener->descriptor)) {
+    close(listener->descriptor);
+    return absl::UnavailableError(absl::StrCat("cannot start the thread for HTTP on ", address));
   }
-  const std::vector<std::string> options = {
-      "listening_ports", std::string(address), "num_threads", "4", "request_timeout_ms",
-      "10000",           "enable_keep_alive",  "no"};
-  try {
-    return std::unique_ptr<HttpServer>(
-        new CivetHttpServer(address.substr(0, colon), options, std::move(handlers)));
-  } catch (const CivetException& error) {
-    return absl::UnavailableError(absl::StrCat("cannot listen for HTTP on ", address, ": ", error.what()));
-  }
+  return server;
 }
 
 }  // namespace lossd::metrics

@@ -16,7 +16,7 @@
 namespace lossd::metrics {
 namespace {
 
-using kernels::Algorithm;
+using kernels::Gradients;
 using prometheus::MetricFamily;
 using prometheus::MetricType;
 
@@ -40,8 +40,8 @@ prometheus::Family<prometheus::Histogram>& HistogramFamily(prometheus::Registry&
   return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
 }
 
-prometheus::Labels AlgorithmLabel(Algorithm algorithm) {
-  return {{"algorithm", std::string(kernels::Name(algorithm))}};
+prometheus::Labels GradientsLabel(Gradients gradients) {
+  return {{"gradients", std::string(kernels::Name(gradients))}};
 }
 
 MetricFamily ByKind(std::string name, std::string help, const kernels::MemoryBytes& bytes) {
@@ -60,6 +60,41 @@ absl::string_view Name(Phase phase) {
   return kNames[static_cast<size_t>(phase)];
 }
 
+// One member for each series, with its name and help; the registry owns the series.
+struct Metrics::EngineSeries {
+  explicit EngineSeries(prometheus::Registry& registry_of_all) : registry(registry_of_all) {}
+
+  prometheus::Registry& registry;
+  prometheus::Family<prometheus::Histogram>& chunk_rows =
+      HistogramFamily(registry, "lossd_chunk_rows",
+                      "Valid rows computed together in one chunk, by how its gradients were computed: exact "
+                      "(also if it has none, and if a filter was given up), filtered.");
+  prometheus::Histogram& exact_chunk_rows = chunk_rows.Add(GradientsLabel(Gradients::kExact), RowBuckets());
+  prometheus::Histogram& filtered_chunk_rows =
+      chunk_rows.Add(GradientsLabel(Gradients::kFiltered), RowBuckets());
+  prometheus::Family<prometheus::Counter>& chunks = CounterFamily(
+      registry, "lossd_chunks_total", "Chunks computed, by how their gradients were: exact, filtered.");
+  prometheus::Counter& exact_chunks = chunks.Add(GradientsLabel(Gradients::kExact));
+  prometheus::Counter& filtered_chunks = chunks.Add(GradientsLabel(Gradients::kFiltered));
+  prometheus::Counter& dropped_mass =
+      CounterFamily(registry, "lossd_dropped_probability_total",
+                    "Probability left out of filtered gradients, summed over rows; divided by "
+                    "lossd_chunk_rows_sum of filtered chunks it is the mean per valid row.")
+          .Add({});
+  prometheus::Counter& steps =
+      CounterFamily(registry, "lossd_steps_total", "Optimizer steps closed, over all heads.").Add({});
+  prometheus::Counter& skipped_steps =
+      CounterFamily(registry, "lossd_skipped_steps_total",
+                    "Of them, steps without an update because of a non-finite gradient.")
+          .Add({});
+  prometheus::Counter& contribution_rows =
+      CounterFamily(registry, "lossd_contribution_rows_total",
+                    "Rows added to gradients by AddGradient, over all heads.")
+          .Add({});
+  prometheus::Counter& device_errors =
+      CounterFamily(registry, "lossd_device_errors_total", "Operations that failed on the device.").Add({});
+};
+
 Metrics::Metrics(const BuildInfo& build)
     : phase_family_(
           HistogramFamily(registry_, "lossd_phase_seconds",
@@ -70,31 +105,7 @@ Metrics::Metrics(const BuildInfo& build)
           HistogramFamily(registry_, "lossd_microbatch_seconds",
                           "Time from the opening message of a ComputeLoss call to its summary.")
               .Add({}, LatencyBuckets())),
-      chunk_rows_family_(HistogramFamily(registry_, "lossd_chunk_rows",
-                                         "Valid rows computed together in one chunk, by the algorithm of its "
-                                         "gradients: exact (also if it has "
-                                         "none, and if a filter was given up), filtered.")),
-      exact_chunk_rows_(chunk_rows_family_.Add(AlgorithmLabel(Algorithm::kExact), RowBuckets())),
-      filtered_chunk_rows_(chunk_rows_family_.Add(AlgorithmLabel(Algorithm::kFiltered), RowBuckets())),
-      chunk_family_(CounterFamily(registry_, "lossd_chunks_total",
-                                  "Chunks computed, by the algorithm of their gradients: exact, filtered.")),
-      exact_chunks_(chunk_family_.Add(AlgorithmLabel(Algorithm::kExact))),
-      filtered_chunks_(chunk_family_.Add(AlgorithmLabel(Algorithm::kFiltered))),
-      dropped_mass_(CounterFamily(registry_, "lossd_dropped_probability_total",
-                                  "Probability left out of filtered gradients, summed over rows; divided by "
-                                  "lossd_chunk_rows_sum of filtered chunks it is the mean per valid row.")
-                        .Add({})),
-      steps_(
-          CounterFamily(registry_, "lossd_steps_total", "Optimizer steps closed, over all heads.").Add({})),
-      skipped_steps_(CounterFamily(registry_, "lossd_skipped_steps_total",
-                                   "Of them, steps without an update because of a non-finite gradient.")
-                         .Add({})),
-      contribution_rows_(CounterFamily(registry_, "lossd_contribution_rows_total",
-                                       "Rows added to gradients by AddGradient, over all heads.")
-                             .Add({})),
-      device_errors_(
-          CounterFamily(registry_, "lossd_device_errors_total", "Operations that failed on the device.")
-              .Add({})),
+      events_(std::make_unique<EngineSeries>(registry_)),
       payload_family_(CounterFamily(registry_, "lossd_payload_bytes_total",
                                     "Tensor bytes of slices received (in) and sent (out).")),
       payload_in_(payload_family_.Add({{"direction", "in"}})),
@@ -179,37 +190,35 @@ void Metrics::ForgetHead(absl::string_view head) {
   rows_by_head_.erase(it);
 }
 
-void Metrics::OnChunk(absl::string_view head, int64_t slices, int64_t rows, int64_t valid_rows,
-                      Algorithm algorithm, double compute_seconds) {
-  const bool filtered = algorithm == Algorithm::kFiltered;
-  (filtered ? filtered_chunks_ : exact_chunks_).Increment();
-  (filtered ? filtered_chunk_rows_ : exact_chunk_rows_).Observe(static_cast<double>(valid_rows));
-  for (int64_t i = 0; i < slices; ++i) ObservePhase(Phase::kCompute, compute_seconds);
+void Metrics::OnChunk(const engine::ChunkReport& report) {
+  const bool filtered = report.gradients == Gradients::kFiltered;
+  (filtered ? events_->filtered_chunks : events_->exact_chunks).Increment();
+  (filtered ? events_->filtered_chunk_rows : events_->exact_chunk_rows)
+      .Observe(static_cast<double>(report.valid_rows));
+  events_->dropped_mass.Increment(report.dropped_mass);
+  for (const double seconds : report.queue_seconds) {
+    ObservePhase(Phase::kQueue, seconds);
+    ObservePhase(Phase::kCompute, report.compute_seconds);
+  }
   absl::MutexLock lock(&rows_mutex_);
-  const auto it = rows_by_head_.find(head);
+  const auto it = rows_by_head_.find(report.head);
   if (it == rows_by_head_.end()) {
-    rows_by_head_.emplace(std::string(head), rows);
+    rows_by_head_.emplace(std::string(report.head), report.rows);
   } else {
-    it->second += rows;
+    it->second += report.rows;
   }
 }
 
-void Metrics::OnDroppedMass(absl::string_view head, double mass) { dropped_mass_.Increment(mass); }
-
-void Metrics::OnSlice(absl::string_view head, double queue_seconds) {
-  ObservePhase(Phase::kQueue, queue_seconds);
+void Metrics::OnContribution(const engine::ContributionReport& report) {
+  events_->contribution_rows.Increment(static_cast<double>(report.added_rows));
 }
 
-void Metrics::OnContribution(absl::string_view head, int64_t added_rows) {
-  contribution_rows_.Increment(static_cast<double>(added_rows));
+void Metrics::OnStep(const engine::StepReport& report) {
+  events_->steps.Increment();
+  if (report.skipped) events_->skipped_steps.Increment();
 }
 
-void Metrics::OnStep(absl::string_view head, bool skipped) {
-  steps_.Increment();
-  if (skipped) skipped_steps_.Increment();
-}
-
-void Metrics::OnDeviceError(const absl::Status& status) { device_errors_.Increment(); }
+void Metrics::OnDeviceError(const absl::Status& status) { events_->device_errors.Increment(); }
 
 std::vector<MetricFamily> Metrics::Collect() const {
   std::vector<MetricFamily> families = registry_.Collect();
@@ -292,7 +301,7 @@ Totals Metrics::totals() const {
   Totals totals;
   totals.payload_bytes_in = payload_in_.Value();
   totals.payload_bytes_out = payload_out_.Value();
-  totals.steps = steps_.Value();
+  totals.steps = events_->steps.Value();
   for (const MetricFamily& family : errors_.Collect()) {
     for (const prometheus::ClientMetric& metric : family.metric) totals.errors += metric.counter.value;
   }

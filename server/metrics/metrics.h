@@ -4,7 +4,7 @@
 // the process know anyway (memory, queues, streams) is pulled when metrics are collected.
 //
 // Label cardinality is bounded: `head` by the heads that exist (a head's series ends with it), `method`
-// and `code` by the protocol, `algorithm` is exact or filtered.
+// and `code` by the protocol, `gradients` is exact or filtered.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_METRICS_METRICS_H_
@@ -19,6 +19,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -88,13 +89,9 @@ class Metrics final : public engine::EngineObserver {
   void ForgetHead(absl::string_view head) ABSL_LOCKS_EXCLUDED(rows_mutex_);
 
   // engine::EngineObserver
-  void OnChunk(absl::string_view head, int64_t slices, int64_t rows, int64_t valid_rows,
-               kernels::Algorithm algorithm, double compute_seconds) override
-      ABSL_LOCKS_EXCLUDED(rows_mutex_);
-  void OnDroppedMass(absl::string_view head, double mass) override;
-  void OnSlice(absl::string_view head, double queue_seconds) override;
-  void OnContribution(absl::string_view head, int64_t added_rows) override;
-  void OnStep(absl::string_view head, bool skipped) override;
+  void OnChunk(const engine::ChunkReport& report) override ABSL_LOCKS_EXCLUDED(rows_mutex_);
+  void OnContribution(const engine::ContributionReport& report) override;
+  void OnStep(const engine::StepReport& report) override;
   void OnDeviceError(const absl::Status& status) override;
 
   std::vector<prometheus::MetricFamily> Collect() const ABSL_LOCKS_EXCLUDED(sources_mutex_, rows_mutex_);
@@ -114,6 +111,9 @@ class Metrics final : public engine::EngineObserver {
   prometheus::MetricFamily RowsFamily() const ABSL_LOCKS_EXCLUDED(rows_mutex_);
   void CollectSaves(std::vector<prometheus::MetricFamily>* families) const ABSL_LOCKS_EXCLUDED(rows_mutex_);
 
+  // What reports of the engine add to; in metrics.cc.
+  struct EngineSeries;
+
   struct Save {
     uint64_t step = 0;
     double unix_seconds = 0.0;
@@ -124,17 +124,7 @@ class Metrics final : public engine::EngineObserver {
   prometheus::Family<prometheus::Histogram>& phase_family_;
   prometheus::Histogram* phase_seconds_[kPhases];
   prometheus::Histogram& microbatch_seconds_;
-  prometheus::Family<prometheus::Histogram>& chunk_rows_family_;
-  prometheus::Histogram& exact_chunk_rows_;
-  prometheus::Histogram& filtered_chunk_rows_;
-  prometheus::Family<prometheus::Counter>& chunk_family_;
-  prometheus::Counter& exact_chunks_;
-  prometheus::Counter& filtered_chunks_;
-  prometheus::Counter& dropped_mass_;
-  prometheus::Counter& steps_;
-  prometheus::Counter& skipped_steps_;
-  prometheus::Counter& contribution_rows_;
-  prometheus::Counter& device_errors_;
+  const std::unique_ptr<EngineSeries> events_;
   prometheus::Family<prometheus::Counter>& payload_family_;
   prometheus::Counter& payload_in_;
   prometheus::Counter& payload_out_;

@@ -8,9 +8,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "kernels/errors/field_error.h"
 #include "server/log/log.h"
-#include "server/rpc/convert.h"
-#include "server/rpc/errors.h"
+#include "server/messages/convert.h"
+#include "server/messages/errors.h"
+#include "server/rpc/status.h"
 
 namespace lossd::rpc {
 namespace {
@@ -63,24 +65,24 @@ absl::Status ComputeLossCall::HandleMessage() {
     case v1::ComputeLossRequest::KIND_NOT_SET:
       break;
   }
-  return FieldError("kind", "be open, slice or backward", "neither");
+  return errors::FieldError("kind", "be open, slice or backward", "neither");
 }
 
 absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t payload_bytes) {
   const absl::Time now = absl::Now();
-  if (stream() != nullptr) return FieldError("open", "be sent once, first", "a second one");
+  if (stream() != nullptr) return errors::FieldError("open", "be sent once, first", "a second one");
   if (payload_bytes > 0)
-    return FieldError("payload", "be empty with open", absl::StrCat(payload_bytes, " bytes"));
+    return errors::FieldError("payload", "be empty with open", absl::StrCat(payload_bytes, " bytes"));
   if (open.has_incarnation()) {
-    const absl::Status meant =
-        CheckIncarnation("open.incarnation", open.incarnation(), environment_->engine->incarnation());
+    const absl::Status meant = messages::CheckIncarnation("open.incarnation", open.incarnation(),
+                                                          environment_->engine->incarnation());
     if (!meant.ok()) return meant;
   }
-  absl::StatusOr<engine::StreamSpec> spec = ToStreamSpec(open);
+  absl::StatusOr<engine::StreamSpec> spec = messages::ToStreamSpec(open);
   if (!spec.ok()) return spec.status();
   absl::StatusOr<std::unique_ptr<engine::Stream>> opened =
       environment_->engine->Open(*std::move(spec), shared_from_this());
-  if (!opened.ok()) return Located(opened.status(), "open.");
+  if (!opened.ok()) return opened.status();
   absl::MutexLock lock(&mutex_);
   if (Accept(*std::move(opened), now)) ReadNext();
   return absl::OkStatus();
@@ -89,36 +91,36 @@ absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t 
 absl::Status ComputeLossCall::HandleBackward(const v1::OpenBackward& backward, size_t payload_bytes) {
   const absl::Time now = absl::Now();
   if (stream() != nullptr)
-    return FieldError("backward", "be the first message", "one after open or backward");
+    return errors::FieldError("backward", "be the first message", "one after open or backward");
   if (payload_bytes > 0) {
-    return FieldError("payload", "be empty with backward", absl::StrCat(payload_bytes, " bytes"));
+    return errors::FieldError("payload", "be empty with backward", absl::StrCat(payload_bytes, " bytes"));
   }
   if (backward.has_incarnation()) {
-    const absl::Status meant =
-        CheckIncarnation("backward.incarnation", backward.incarnation(), environment_->engine->incarnation());
+    const absl::Status meant = messages::CheckIncarnation("backward.incarnation", backward.incarnation(),
+                                                          environment_->engine->incarnation());
     if (!meant.ok()) return meant;
   }
-  absl::StatusOr<engine::BackwardSpec> spec = ToBackwardSpec(backward);
+  absl::StatusOr<engine::BackwardSpec> spec = messages::ToBackwardSpec(backward);
   if (!spec.ok()) return spec.status();
   absl::StatusOr<std::unique_ptr<engine::Stream>> opened =
       environment_->engine->OpenBackward(*std::move(spec), shared_from_this());
   if (!opened.ok()) return opened.status();
-  bool request_room = false;
+  std::optional<engine::RowRange> next;
   {
     absl::MutexLock lock(&mutex_);
     backward_ = true;
     const std::vector<engine::RowRange> slices = (*opened)->RetainedSlices();
     retained_slices_.assign(slices.begin(), slices.end());
-    request_room = Accept(*std::move(opened), now) && NextSlice();
+    if (Accept(*std::move(opened), now)) next = NextSlice();
   }
-  if (request_room) RequestRoom();
+  ReceiveRetained(next);
   return absl::OkStatus();
 }
 
 bool ComputeLossCall::Accept(std::unique_ptr<engine::Stream> stream, absl::Time now) {
   v1::ComputeLossResponse response;
-  *response.mutable_accepted()->mutable_state() = ToProto(stream->state());
-  *response.mutable_accepted()->mutable_limits() = ToProto(stream->limits());
+  *response.mutable_accepted()->mutable_state() = messages::ToProto(stream->state());
+  *response.mutable_accepted()->mutable_limits() = messages::ToProto(stream->limits());
   stream_ = std::move(stream);
   opened_ = now;
   if (broken_) {
@@ -133,97 +135,64 @@ bool ComputeLossCall::Accept(std::unique_ptr<engine::Stream> stream, absl::Time 
 absl::Status ComputeLossCall::HandleSlice(const v1::SliceHeader& header, wire::PayloadView payload,
                                           absl::Time arrived) {
   const std::shared_ptr<engine::Stream> stream = this->stream();
-  if (stream == nullptr) return FieldError("slice", "come after open", "a slice as the first message");
+  if (stream == nullptr)
+    return errors::FieldError("slice", "come after open", "a slice as the first message");
   const absl::StatusOr<engine::RowRange> rows =
-      ToRowRange(header.rows(), "slice.rows", std::numeric_limits<int64_t>::max());
+      messages::ToRowRange(header.rows(), "slice.rows", std::numeric_limits<int64_t>::max());
   if (!rows.ok()) return rows.status();
   const auto bytes = static_cast<int64_t>(payload.size());
-  if (bytes > stream->limits().max_bytes) {
-    return FieldError("payload", absl::StrCat("have at most ", stream->limits().max_bytes, " bytes"), bytes);
-  }
-  arrival_ = Arrival{.rows = *rows, .payload = std::move(payload), .arrived = arrived};
-  RequestRoom();
+  stream->Receive({.rows = *rows,
+                   .bytes = bytes,
+                   .copy =
+                       [payload = std::move(payload), arrived, metrics = environment_->metrics](uint8_t* to) {
+                         payload.CopyTo(to);
+                         metrics->AddPayloadIn(static_cast<int64_t>(payload.size()));
+                         metrics->ObservePhase(metrics::Phase::kReceive,
+                                               absl::ToDoubleSeconds(absl::Now() - arrived));
+                       },
+                   .on_queued = [self = shared_from_this()](int64_t used) { self->OnQueued(used); }});
   return absl::OkStatus();
 }
 
 void ComputeLossCall::HandleEndOfReads() {
   if (context_->IsCancelled()) return OnCancel();
   const std::shared_ptr<engine::Stream> stream = this->stream();
-  if (stream == nullptr) return Fail(FieldError("open", "come before the half-close", "nothing"));
+  if (stream == nullptr) return Fail(errors::FieldError("open", "come before the half-close", "nothing"));
   stream->HalfClose();
 }
 
-void ComputeLossCall::RequestRoom() {
+void ComputeLossCall::ReceiveRetained(std::optional<engine::RowRange> rows) {
   const std::shared_ptr<engine::Stream> stream = this->stream();
-  if (stream == nullptr) return;  // the call has ended
-  const int64_t bytes = arrival_->payload.has_value() ? static_cast<int64_t>(arrival_->payload->size()) : 0;
-  {
-    absl::MutexLock lock(&inbox_mutex_);
-    asking_for_room_ = true;
-  }
-  stream->RequestRoom(arrival_->rows, bytes, [self = shared_from_this()](engine::StagingBuffer room) {
-    self->OnRoom(std::move(room));
-  });
-  engine::StagingBuffer room;
-  {
-    absl::MutexLock lock(&inbox_mutex_);
-    asking_for_room_ = false;
-    room = std::move(granted_);
-  }
-  if (room) SubmitPending(std::move(room));
+  if (!rows.has_value() || stream == nullptr) return;  // no stream: the call has ended
+  stream->Receive(
+      {.rows = *rows, .on_queued = [self = shared_from_this()](int64_t used) { self->OnQueued(used); }});
 }
 
-void ComputeLossCall::OnRoom(engine::StagingBuffer room) {
-  {
-    absl::MutexLock lock(&inbox_mutex_);
-    if (asking_for_room_) {
-      granted_ = std::move(room);
-      return;
-    }
-  }
-  Post(RoomEvent{std::move(room)});
-}
-
-void ComputeLossCall::SubmitPending(engine::StagingBuffer room) {
-  const Arrival arrival = *std::exchange(arrival_, std::nullopt);
-  int64_t bytes = 0;
-  if (arrival.payload.has_value()) {
-    bytes = static_cast<int64_t>(arrival.payload->size());
-    arrival.payload->CopyTo(room.data());
-    environment_->metrics->AddPayloadIn(bytes);
-    environment_->metrics->ObservePhase(metrics::Phase::kReceive,
-                                        absl::ToDoubleSeconds(absl::Now() - arrival.arrived));
-  }
-  bool request_room = false;
+void ComputeLossCall::OnQueued(int64_t staging_bytes) {
+  std::optional<engine::RowRange> next;
   {
     absl::MutexLock lock(&mutex_);
-    if (stream_ == nullptr || finished_) return;  // the call ended while the slice waited for its room
-    room_bytes_ += room.bytes();
-    if (arrival.payload.has_value()) {
-      stream_->Submit(arrival.rows, std::move(room), bytes);
-    } else {
-      stream_->SubmitRetained(arrival.rows, std::move(room));
-    }
-    request_room = NextSlice();
+    staging_bytes_ += staging_bytes;
+    next = NextSlice();
   }
-  if (request_room) RequestRoom();
+  ReceiveRetained(next);
 }
 
 bool ComputeLossCall::EnoughInFlight() const {
-  const bool in_order = stream_ != nullptr && stream_->limits().row_grid > 0;
-  return !in_order && room_bytes_ >= environment_->max_room_bytes;
+  const bool in_order = stream_ != nullptr && stream_->limits().has_grid();
+  return !in_order && staging_bytes_ >= environment_->max_staging_bytes;
 }
 
-bool ComputeLossCall::NextSlice() {
+std::optional<engine::RowRange> ComputeLossCall::NextSlice() {
   if (!backward_) {
     ReadNext();
-    return false;
+    return std::nullopt;
   }
   read_withheld_ = EnoughInFlight();
-  if (finished_ || read_withheld_ || retained_slices_.empty()) return false;
-  arrival_ = Arrival{.rows = retained_slices_.front(), .arrived = absl::Now()};
+  if (finished_ || read_withheld_ || retained_slices_.empty()) return std::nullopt;
+  const engine::RowRange next = retained_slices_.front();
   retained_slices_.pop_front();
-  return true;
+  return next;
 }
 
 void ComputeLossCall::ReadNext() {
@@ -233,6 +202,10 @@ void ComputeLossCall::ReadNext() {
 }
 
 // ---- Turns ----
+
+void ComputeLossCall::OnMemory(absl::AnyInvocable<void()> receive) {
+  Post(MemoryEvent{.receive = std::move(receive)});
+}
 
 void ComputeLossCall::OnSlice(engine::SliceOutput output) {
   Post(SliceEvent{.output = std::move(output), .ready = absl::Now()});
@@ -269,10 +242,10 @@ void ComputeLossCall::TakeTurn() {
 
 void ComputeLossCall::Handle(SliceEvent event) {
   v1::ComputeLossResponse response;
-  *response.mutable_slice() = ToProto(event.output);
+  *response.mutable_slice() = messages::ToProto(event.output);
   Outgoing outgoing;
   outgoing.is_slice = true;
-  outgoing.room_bytes = event.output.room_bytes;
+  outgoing.staging_bytes = event.output.staging_bytes;
   outgoing.ready = event.ready;
   if (event.output.grad_hidden) {
     outgoing.payload_bytes = event.output.grad_bytes;
@@ -291,7 +264,7 @@ void ComputeLossCall::Handle(FinishedEvent event) {
   absl::MutexLock lock(&mutex_);
   if (event.status.ok()) {
     v1::ComputeLossResponse response;
-    *response.mutable_summary() = ToProto(event.summary);
+    *response.mutable_summary() = messages::ToProto(event.summary);
     environment_->metrics->ObserveMicrobatch(absl::ToDoubleSeconds(absl::Now() - opened_));
     writes_.push_back({.message = wire::Encode(response), .ready = absl::Now()});
   }
@@ -321,19 +294,19 @@ void ComputeLossCall::Pump() {
 }
 
 void ComputeLossCall::OnWriteDone(bool ok) {
-  bool request_room = false;
+  std::optional<engine::RowRange> next;
   {
     absl::MutexLock lock(&mutex_);
-    request_room = FinishWrite(ok);
+    next = FinishWrite(ok);
   }
-  if (request_room) RequestRoom();
+  ReceiveRetained(next);
 }
 
-bool ComputeLossCall::FinishWrite(bool ok) {
-  bool request_room = false;
+std::optional<engine::RowRange> ComputeLossCall::FinishWrite(bool ok) {
+  std::optional<engine::RowRange> next;
   write_active_ = false;
   if (writing_.is_slice) {
-    room_bytes_ -= writing_.room_bytes;
+    staging_bytes_ -= writing_.staging_bytes;
     environment_->metrics->AddPayloadOut(ok ? writing_.payload_bytes : 0);
     environment_->metrics->ObservePhase(metrics::Phase::kSend,
                                         absl::ToDoubleSeconds(absl::Now() - writing_.ready));
@@ -343,10 +316,10 @@ bool ComputeLossCall::FinishWrite(bool ok) {
     broken_ = true;
     FailLocked(CancellationStatus());
   } else if (read_withheld_) {
-    request_room = NextSlice();
+    next = NextSlice();
   }
   Pump();
-  return request_room;
+  return next;
 }
 
 void ComputeLossCall::OnCancel() {

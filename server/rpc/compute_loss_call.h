@@ -4,21 +4,21 @@
 //
 // A call that opens with `backward` is the same without reading: its slices are rows that the engine holds.
 //
-// Reading. At most one message is in flight. A slice waits for its room (a staging buffer, or on a
-// deterministic server its turn) after it has arrived, not before: an idle call holds no buffer. No further
-// message is read while one waits, or while slices of this call that are with the engine or waiting to be
-// sent take max_room_bytes, so one stuck client can neither hold the pool nor pile up messages. Slices in
-// order are bounded by the rows of a few groups instead: a group is not computed before all of it is here.
-// Writing. Exactly one write is in flight; the queue is bounded by the slices in flight plus two. Gradients
-// are sent from their staging buffer, which goes back to the pool when the transport drops its slice.
-// Ending. With an engine stream open, the call always finishes through the engine's OnFinished; every other
-// reason to end cancels the engine stream first.
+// Reading. At most one message is in flight. The engine takes a slice when it has memory for it (on a
+// deterministic server, when it is the slice's turn), which is after it has arrived, not before: an idle call
+// holds no memory. No further message is read while a slice waits, or while slices of this call that are with
+// the engine or waiting to be sent take max_staging_bytes, so one stuck client can neither hold the pool nor
+// pile up messages. Slices in order are bounded by the rows of a few groups instead: a group is not computed
+// before all of it is here. Writing. Exactly one write is in flight; the queue is bounded by the slices in
+// flight plus two. Gradients are sent from their staging buffer, which goes back to the pool when the
+// transport drops its slice. Ending. With an engine stream open, the call always finishes through the
+// engine's OnFinished; every other reason to end cancels the engine stream first.
 //
 // Threads. gRPC's reactions and the turns taken on the sender pool share mutex_, under which all gRPC
-// operations are started (gRPC never runs a reaction from within them). The engine's callbacks only leave
-// their event in the inbox and schedule a turn.
-// Lifetime. Shared by gRPC (until OnDone), the engine (until OnFinished), scheduled turns and a waiting
-// request for room.
+// operations are started (gRPC never runs a reaction from within them). The engine's callbacks as an observer
+// only leave their event in the inbox and schedule a turn. A slice is copied on the thread of the reaction
+// that received it, or in a turn if it had to wait for memory; never with mutex_ held. Lifetime. Shared by
+// gRPC (until OnDone), the engine (until OnFinished), scheduled turns and a slice that is being received.
 #ifndef LOSSD_SERVER_RPC_COMPUTE_LOSS_CALL_H_
 #define LOSSD_SERVER_RPC_COMPUTE_LOSS_CALL_H_
 
@@ -34,6 +34,7 @@
 #include <variant>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
@@ -52,7 +53,7 @@ struct ComputeLossEnvironment {
   metrics::Metrics* metrics = nullptr;
   CallRegistry* registry = nullptr;
   WorkerPool* senders = nullptr;
-  int64_t max_room_bytes = int64_t{32} << 20;  // per call
+  int64_t max_staging_bytes = int64_t{32} << 20;  // per call
   std::atomic<bool> draining{false};
 };
 
@@ -71,6 +72,7 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   void OnDone() override;
 
   // engine::StreamObserver
+  void OnMemory(absl::AnyInvocable<void()> receive) override;
   void OnSlice(engine::SliceOutput output) override;
   void OnFinished(absl::Status status, const engine::StreamSummary& summary) override;
 
@@ -78,11 +80,8 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   void CancelIfStuck(absl::Time limit) override;
 
  private:
-  // A slice that has arrived, or whose rows the engine holds (no payload), and waits for room.
-  struct Arrival {
-    engine::RowRange rows;
-    std::optional<wire::PayloadView> payload;
-    absl::Time arrived;
+  struct MemoryEvent {
+    absl::AnyInvocable<void()> receive;
   };
   struct SliceEvent {
     engine::SliceOutput output;
@@ -92,15 +91,12 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
     absl::Status status;
     engine::StreamSummary summary;
   };
-  struct RoomEvent {
-    engine::StagingBuffer room;
-  };
-  using Event = std::variant<SliceEvent, FinishedEvent, RoomEvent>;
+  using Event = std::variant<MemoryEvent, SliceEvent, FinishedEvent>;
   struct Outgoing {
     grpc::ByteBuffer message;
     int64_t payload_bytes = 0;
     bool is_slice = false;
-    int64_t room_bytes = 0;  // SliceOutput::room_bytes
+    int64_t staging_bytes = 0;  // SliceOutput::staging_bytes
     absl::Time ready;
   };
 
@@ -110,32 +106,33 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   absl::Status HandleMessage() ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status HandleOpen(const v1::OpenMicrobatch& open, size_t payload_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status HandleBackward(const v1::OpenBackward& backward, size_t payload_bytes)
-      ABSL_LOCKS_EXCLUDED(mutex_, inbox_mutex_);
+      ABSL_LOCKS_EXCLUDED(mutex_);
   // Takes over an engine stream and sends `accepted`; false if the call was cancelled meanwhile.
   bool Accept(std::unique_ptr<engine::Stream> stream, absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status HandleSlice(const v1::SliceHeader& header, wire::PayloadView payload, absl::Time arrived)
-      ABSL_LOCKS_EXCLUDED(mutex_, inbox_mutex_);
+      ABSL_LOCKS_EXCLUDED(mutex_);
   void HandleEndOfReads() ABSL_LOCKS_EXCLUDED(mutex_);
-  void RequestRoom() ABSL_LOCKS_EXCLUDED(mutex_, inbox_mutex_);
-  void OnRoom(engine::StagingBuffer room) ABSL_LOCKS_EXCLUDED(inbox_mutex_);
-  void SubmitPending(engine::StagingBuffer room) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Has the engine take rows that it holds; null: there is nothing to do.
+  void ReceiveRetained(std::optional<engine::RowRange> rows) ABSL_LOCKS_EXCLUDED(mutex_);
+  // The engine has queued a slice.
+  void OnQueued(int64_t staging_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   void ReadNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool EnoughInFlight() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Goes on to the next slice, unless there are enough in flight. True if that is one the engine holds: then
-  // the caller requests room, without the lock.
-  bool NextSlice() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Goes on to the next slice, unless there are enough in flight. If that is one the engine holds, returns it
+  // for ReceiveRetained, which is called without the lock.
+  std::optional<engine::RowRange> NextSlice() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // ---- Turns on the sender pool ----
   void Post(Event event) ABSL_LOCKS_EXCLUDED(inbox_mutex_);
   void TakeTurn() ABSL_LOCKS_EXCLUDED(mutex_, inbox_mutex_);
+  void Handle(MemoryEvent event) ABSL_LOCKS_EXCLUDED(mutex_) { event.receive(); }
   void Handle(SliceEvent event) ABSL_LOCKS_EXCLUDED(mutex_);
   void Handle(FinishedEvent event) ABSL_LOCKS_EXCLUDED(mutex_);
-  void Handle(RoomEvent event) ABSL_LOCKS_EXCLUDED(mutex_) { SubmitPending(std::move(event.room)); }
 
   // ---- Writing and ending ----
   void Enqueue(Outgoing outgoing) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Books a write that has ended; the result is NextSlice's.
-  bool FinishWrite(bool ok) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::optional<engine::RowRange> FinishWrite(bool ok) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Ends the call with `why` (not OK), through the engine if a stream is open.
   void Fail(absl::Status why) ABSL_LOCKS_EXCLUDED(mutex_);
@@ -148,15 +145,11 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   grpc::CallbackServerContext* const context_;
   std::shared_ptr<ComputeLossCall> self_;  // gRPC's share
 
-  // Used by whoever handles the message read last, one thread at a time.
-  grpc::ByteBuffer received_;
-  std::optional<Arrival> arrival_;
+  grpc::ByteBuffer received_;  // the message read last
 
   absl::Mutex inbox_mutex_;
   std::deque<Event> inbox_ ABSL_GUARDED_BY(inbox_mutex_);
   bool turn_scheduled_ ABSL_GUARDED_BY(inbox_mutex_) = false;
-  bool asking_for_room_ ABSL_GUARDED_BY(inbox_mutex_) = false;
-  engine::StagingBuffer granted_ ABSL_GUARDED_BY(inbox_mutex_);  // while asking
 
   absl::Mutex mutex_ ABSL_ACQUIRED_BEFORE(inbox_mutex_);
   std::shared_ptr<engine::Stream> stream_ ABSL_GUARDED_BY(mutex_);  // set once, by open
@@ -164,10 +157,10 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   Outgoing writing_ ABSL_GUARDED_BY(mutex_);
   bool write_active_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Time write_started_ ABSL_GUARDED_BY(mutex_);
-  int64_t room_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // of slices submitted, result not yet written
+  int64_t staging_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // of slices with the engine or not yet written
   bool read_withheld_ ABSL_GUARDED_BY(mutex_) = false;
   bool backward_ ABSL_GUARDED_BY(mutex_) = false;
-  std::deque<engine::RowRange> retained_slices_ ABSL_GUARDED_BY(mutex_);  // backward: not submitted yet
+  std::deque<engine::RowRange> retained_slices_ ABSL_GUARDED_BY(mutex_);  // backward: not received yet
   bool broken_ ABSL_GUARDED_BY(mutex_) = false;  // cancelled: nothing more can be sent
   std::optional<absl::Status> ending_ ABSL_GUARDED_BY(mutex_);
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;  // Finish was called: no gRPC operation may start

@@ -6,9 +6,10 @@
 
 #include "lossd/v1/head.grpc.pb.h"
 #include "server/log/log.h"
+#include "server/messages/errors.h"
 #include "server/rpc/call_registry.h"
-#include "server/rpc/errors.h"
 #include "server/rpc/save_call.h"
+#include "server/rpc/status.h"
 #include "server/rpc/tensor_calls.h"
 #include "server/rpc/worker_pool.h"
 
@@ -68,31 +69,35 @@ class HeadServiceImpl final : public HeadService, public Base {
 
   ServerUnaryReactor* CreateHead(CallbackServerContext* context, const v1::CreateHeadRequest* request,
                                  v1::HeadDescription* response) override {
-    return Run("CreateHead", Effect::kChanges, context, request, response, &HeadOperations::CreateHead);
+    return Run("CreateHead", Effect::kChanges, context, request, response,
+               &admin::HeadOperations::CreateHead);
   }
   ServerUnaryReactor* DescribeHead(CallbackServerContext* context, const v1::DescribeHeadRequest* request,
                                    v1::HeadDescription* response) override {
-    return Run("DescribeHead", Effect::kReads, context, request, response, &HeadOperations::DescribeHead);
+    return Run("DescribeHead", Effect::kReads, context, request, response,
+               &admin::HeadOperations::DescribeHead);
   }
   ServerUnaryReactor* ListHeads(CallbackServerContext* context, const v1::ListHeadsRequest* request,
                                 v1::ListHeadsResponse* response) override {
-    return Run("ListHeads", Effect::kReads, context, request, response, &HeadOperations::ListHeads);
+    return Run("ListHeads", Effect::kReads, context, request, response, &admin::HeadOperations::ListHeads);
   }
   ServerUnaryReactor* DeleteHead(CallbackServerContext* context, const v1::DeleteHeadRequest* request,
                                  v1::DeleteHeadResponse* response) override {
-    return Run("DeleteHead", Effect::kChanges, context, request, response, &HeadOperations::DeleteHead);
+    return Run("DeleteHead", Effect::kChanges, context, request, response,
+               &admin::HeadOperations::DeleteHead);
   }
   ServerUnaryReactor* GradNorm(CallbackServerContext* context, const v1::GradNormRequest* request,
                                v1::GradNormResponse* response) override {
-    return Run("GradNorm", Effect::kReads, context, request, response, &HeadOperations::GradNorm);
+    return Run("GradNorm", Effect::kReads, context, request, response, &admin::HeadOperations::GradNorm);
   }
   ServerUnaryReactor* ApplyStep(CallbackServerContext* context, const v1::ApplyStepRequest* request,
                                 v1::ApplyStepResponse* response) override {
-    return Run("ApplyStep", Effect::kChanges, context, request, response, &HeadOperations::ApplyStep);
+    return Run("ApplyStep", Effect::kChanges, context, request, response, &admin::HeadOperations::ApplyStep);
   }
   ServerUnaryReactor* ZeroGradients(CallbackServerContext* context, const v1::ZeroGradientsRequest* request,
                                     v1::ZeroGradientsResponse* response) override {
-    return Run("ZeroGradients", Effect::kChanges, context, request, response, &HeadOperations::ZeroGradients);
+    return Run("ZeroGradients", Effect::kChanges, context, request, response,
+               &admin::HeadOperations::ZeroGradients);
   }
   grpc::ServerWriteReactor<v1::SaveCheckpointUpdate>* SaveCheckpoint(
       CallbackServerContext* context, const v1::SaveCheckpointRequest* request) override {
@@ -103,12 +108,12 @@ class HeadServiceImpl final : public HeadService, public Base {
                                       const v1::ListCheckpointsRequest* request,
                                       v1::ListCheckpointsResponse* response) override {
     return Run("ListCheckpoints", Effect::kReads, context, request, response,
-               &HeadOperations::ListCheckpoints);
+               &admin::HeadOperations::ListCheckpoints);
   }
   ServerUnaryReactor* LoadCheckpoint(CallbackServerContext* context, const v1::LoadCheckpointRequest* request,
                                      v1::HeadDescription* response) override {
     return Run("LoadCheckpoint", Effect::kChanges, context, request, response,
-               &HeadOperations::LoadCheckpoint);
+               &admin::HeadOperations::LoadCheckpoint);
   }
   grpc::ServerWriteReactor<grpc::ByteBuffer>* ReadTensor(CallbackServerContext* context,
                                                          const grpc::ByteBuffer* request) override {
@@ -128,7 +133,7 @@ class HeadServiceImpl final : public HeadService, public Base {
   template <typename Request, typename Response>
   ServerUnaryReactor* Run(absl::string_view method, Effect effect, CallbackServerContext* context,
                           const Request* request, Response* response,
-                          absl::StatusOr<Response> (HeadOperations::*operation)(const Request&)) {
+                          absl::StatusOr<Response> (admin::HeadOperations::*operation)(const Request&)) {
     metrics_->CountRequest(method);
     ServerUnaryReactor* const reactor = context->DefaultReactor();
     if (environment_.draining && effect == Effect::kChanges) {
@@ -171,7 +176,7 @@ class HeadServiceImpl final : public HeadService, public Base {
   metrics::Metrics* const metrics_;
   absl::Mutex mutex_;
   int unfinished_ ABSL_GUARDED_BY(mutex_) = 0;  // calls being worked on, and saves
-  HeadOperations operations_;
+  admin::HeadOperations operations_;
   TensorCallEnvironment environment_;
   SaveCallEnvironment save_environment_;
   CallRegistry registry_;

@@ -1,5 +1,5 @@
-// lossd.v1.HeadService: HeadOperations behind gRPC. Methods run on a small pool of workers, because they
-// wait for the device or the disk; gRPC's own threads never do.
+// lossd.v1.HeadService: admin::HeadOperations behind gRPC. Methods run on a small pool of workers, because
+// they wait for the device or the disk; gRPC's own threads never do.
 //
 // Thread-safe. Must outlive the gRPC server it is registered with.
 #ifndef LOSSD_SERVER_RPC_HEAD_SERVICE_H_
@@ -9,9 +9,9 @@
 #include <memory>
 
 #include "absl/time/time.h"
+#include "server/admin/head_operations.h"
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
-#include "server/rpc/head_operations.h"
 
 namespace grpc {
 class Service;
@@ -20,7 +20,7 @@ class Service;
 namespace lossd::rpc {
 
 struct HeadServiceOptions {
-  HeadOperationsOptions operations;
+  admin::HeadOperationsOptions operations;
   int worker_threads = 8;
   int64_t max_waiting_calls = 256;   // for a worker
   int64_t max_streaming_calls = 64;  // ReadTensor, WriteTensor, AddGradient and SaveCheckpoint, open

@@ -4,8 +4,9 @@
 
 #include "absl/time/clock.h"
 #include "server/log/log.h"
-#include "server/rpc/convert.h"
-#include "server/rpc/errors.h"
+#include "server/messages/convert.h"
+#include "server/messages/errors.h"
+#include "server/rpc/status.h"
 
 namespace lossd::rpc {
 
@@ -23,7 +24,7 @@ LossService::LossService(const LossServiceOptions& options, engine::Engine* engi
   environment_.metrics = metrics;
   environment_.registry = &registry_;
   environment_.senders = &senders_;
-  environment_.max_room_bytes = options.max_room_bytes;
+  environment_.max_staging_bytes = options.max_staging_bytes;
 }
 
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* LossService::ComputeLoss(
@@ -43,7 +44,7 @@ grpc::ServerUnaryReactor* LossService::ReleaseMicrobatch(grpc::CallbackServerCon
                 : absl::StatusOr<bool>(head.status());
   const grpc::Status status = ToGrpc(released.status(), environment_.engine->incarnation());
   if (status.ok()) {
-    *response->mutable_state() = ToProto(head->state);
+    *response->mutable_state() = messages::ToProto(head->state);
     response->set_released(*released);
   } else {
     environment_.metrics->CountError(kMethod, CodeName(status));

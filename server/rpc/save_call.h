@@ -18,15 +18,15 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "lossd/v1/head.pb.h"
+#include "server/admin/checkpoints.h"
 #include "server/rpc/call_registry.h"
-#include "server/rpc/checkpoints.h"
 #include "server/rpc/worker_pool.h"
 
 namespace lossd::rpc {
 
 // What all calls share; outlives them and the saves they start.
 struct SaveCallEnvironment {
-  Checkpoints* checkpoints = nullptr;
+  admin::Checkpoints* checkpoints = nullptr;
   CallRegistry* registry = nullptr;
   WorkerPool* workers = nullptr;
   std::function<grpc::Status(absl::Status)> ended;  // what a call ends with; counts and logs errors

@@ -1,7 +1,7 @@
 #include "server/rpc/server_service.h"
 
 #include "absl/time/clock.h"
-#include "server/rpc/convert.h"
+#include "server/messages/convert.h"
 
 namespace lossd::rpc {
 
@@ -18,8 +18,8 @@ grpc::ServerUnaryReactor* ServerService::GetServer(grpc::CallbackServerContext* 
   response->set_device(info.device);
   response->set_uptime_seconds(absl::ToDoubleSeconds(absl::Now() - options_.started));
   response->set_draining(draining_);
-  *response->mutable_memory() = ToProto(memory.current);
-  *response->mutable_memory_peak() = ToProto(memory.peak);
+  *response->mutable_memory() = messages::ToProto(memory.current);
+  *response->mutable_memory_peak() = messages::ToProto(memory.peak);
   response->set_memory_limit(static_cast<uint64_t>(memory.limit));
   response->set_max_message_bytes(static_cast<uint64_t>(options_.max_message_bytes));
   response->set_max_streams(static_cast<uint64_t>(options_.max_streams));

@@ -7,9 +7,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "server/rpc/convert.h"
-#include "server/rpc/enums.h"
-#include "server/rpc/errors.h"
+#include "kernels/errors/field_error.h"
+#include "server/messages/convert.h"
+#include "server/messages/enums.h"
+#include "server/messages/errors.h"
+#include "server/rpc/status.h"
 
 namespace lossd::rpc {
 namespace {
@@ -58,7 +60,7 @@ void ReadTensorCall::Begin() {
   v1::ReadTensorRequest request;
   const absl::StatusOr<wire::PayloadView> decoded = wire::Decode(*request_, &request);
   if (!decoded.ok()) return End(decoded.status());
-  absl::StatusOr<TensorRows> tensor = environment_->operations->CheckRead(request);
+  absl::StatusOr<admin::TensorRows> tensor = environment_->operations->CheckRead(request);
   if (!tensor.ok()) return End(tensor.status());
   tensor_ = *std::move(tensor);
   next_row_ = tensor_.rows.begin;
@@ -77,10 +79,10 @@ void ReadTensorCall::ReadSlice() {
   if (!status.ok()) return End(std::move(status));
   v1::TensorSlice slice;
   *slice.mutable_state() = *std::move(state);
-  *slice.mutable_rows() = ToProto(rows);
+  *slice.mutable_rows() = messages::ToProto(rows);
   slice.set_tensor_rows(static_cast<uint64_t>(tensor_.shape.rows));
   slice.set_tensor_cols(static_cast<uint64_t>(tensor_.shape.cols));
-  slice.set_dtype(ToProto(tensor_.dtype));
+  slice.set_dtype(messages::ToProto(tensor_.dtype));
   next_row_ = rows.end;
   message_ = wire::Encode(slice, *bytes, [bytes] {});
   {
@@ -154,8 +156,8 @@ absl::Status ReceiveRowsCall::DecodeMessage(bool* has_open) {
   if (!payload.ok()) return payload.status();
   payload_ = *std::move(payload);
   if (*has_open == opened_) {
-    return FieldError("open", "be in the first message and in no other",
-                      opened_ ? "a second one" : "nothing");
+    return errors::FieldError("open", "be in the first message and in no other",
+                              opened_ ? "a second one" : "nothing");
   }
   if (opened_) return absl::OkStatus();
   const absl::StatusOr<Extent> extent = Open();
@@ -180,13 +182,13 @@ absl::Status ReceiveRowsCall::TakeRows() {
   const wire::PayloadView payload = std::exchange(payload_, wire::PayloadView());
   const auto bytes = static_cast<int64_t>(payload.size());
   if (bytes % extent_.row_bytes != 0) {
-    return FieldError("payload", absl::StrCat("have a multiple of ", extent_.row_bytes, " bytes, whole rows"),
-                      bytes);
+    return errors::FieldError(
+        "payload", absl::StrCat("have a multiple of ", extent_.row_bytes, " bytes, whole rows"), bytes);
   }
   const engine::RowRange rows{next_row_, next_row_ + bytes / extent_.row_bytes};
   if (rows.end > extent_.rows.end) {
-    return FieldError("payload", absl::StrCat("end with row ", extent_.rows.end),
-                      absl::StrCat("row ", rows.end));
+    return errors::FieldError("payload", absl::StrCat("end with row ", extent_.rows.end),
+                              absl::StrCat("row ", rows.end));
   }
   if (rows.size() == 0) return absl::OkStatus();
   std::vector<uint8_t> values(payload.size());
@@ -197,10 +199,10 @@ absl::Status ReceiveRowsCall::TakeRows() {
 
 absl::Status ReceiveRowsCall::Complete() {
   absl::MutexLock lock(&mutex_);
-  if (!opened_) return FieldError("open", "come before the half-close", "nothing");
+  if (!opened_) return errors::FieldError("open", "come before the half-close", "nothing");
   if (next_row_ != extent_.rows.end) {
-    return FieldError("payload", absl::StrCat("end with row ", extent_.rows.end),
-                      absl::StrCat("row ", next_row_));
+    return errors::FieldError("payload", absl::StrCat("end with row ", extent_.rows.end),
+                              absl::StrCat("row ", next_row_));
   }
   absl::StatusOr<grpc::ByteBuffer> answer = Answer();
   if (!answer.ok()) return answer.status();
@@ -231,7 +233,7 @@ absl::StatusOr<wire::PayloadView> WriteTensorCall::Decode(const grpc::ByteBuffer
 }
 
 absl::StatusOr<ReceiveRowsCall::Extent> WriteTensorCall::Open() {
-  absl::StatusOr<TensorRows> tensor = environment_->operations->CheckWrite(request_.open());
+  absl::StatusOr<admin::TensorRows> tensor = environment_->operations->CheckWrite(request_.open());
   if (!tensor.ok()) return tensor.status();
   tensor_ = *std::move(tensor);
   return Extent{tensor_.rows, tensor_.row_bytes()};
@@ -246,7 +248,7 @@ absl::StatusOr<grpc::ByteBuffer> WriteTensorCall::Answer() {
   if (!state.ok()) return state.status();
   v1::WriteTensorResponse response;
   *response.mutable_state() = *std::move(state);
-  *response.mutable_rows() = ToProto(tensor_.rows);
+  *response.mutable_rows() = messages::ToProto(tensor_.rows);
   return wire::Encode(response);
 }
 
@@ -267,14 +269,14 @@ absl::StatusOr<wire::PayloadView> AddGradientCall::Decode(const grpc::ByteBuffer
 
 absl::StatusOr<ReceiveRowsCall::Extent> AddGradientCall::Open() {
   if (request_.open().has_incarnation()) {
-    const absl::Status meant = CheckIncarnation("open.incarnation", request_.open().incarnation(),
-                                                environment_->engine->incarnation());
+    const absl::Status meant = messages::CheckIncarnation("open.incarnation", request_.open().incarnation(),
+                                                          environment_->engine->incarnation());
     if (!meant.ok()) return meant;
   }
-  const absl::StatusOr<engine::ContributionSpec> spec = ToContributionSpec(request_.open());
+  const absl::StatusOr<engine::ContributionSpec> spec = messages::ToContributionSpec(request_.open());
   if (!spec.ok()) return spec.status();
   absl::StatusOr<engine::Contribution> contribution = environment_->engine->OpenContribution(*spec);
-  if (!contribution.ok()) return Located(contribution.status(), "open.");
+  if (!contribution.ok()) return contribution.status();
   contribution_ = *std::move(contribution);
   return Extent{contribution_.rows, contribution_.row_bytes()};
 }
@@ -315,8 +317,8 @@ absl::Status AddGradientCall::Take(engine::RowRange rows, absl::Span<const uint8
 // The state it was opened in: by now a step may have closed that expected just these rows.
 absl::StatusOr<grpc::ByteBuffer> AddGradientCall::Answer() {
   v1::AddGradientResponse response;
-  *response.mutable_state() = ToProto(contribution_.state);
-  *response.mutable_rows() = ToProto(contribution_.rows);
+  *response.mutable_state() = messages::ToProto(contribution_.state);
+  *response.mutable_rows() = messages::ToProto(contribution_.rows);
   response.set_added_rows(static_cast<uint64_t>(added_rows_));
   response.set_repeated_rows(static_cast<uint64_t>(contribution_.rows.size() - added_rows_));
   return wire::Encode(response);

@@ -21,17 +21,17 @@
 #include "absl/time/time.h"
 #include "lossd/v1/head.pb.h"
 #include "proto/wire/payload_codec.h"
+#include "server/admin/head_operations.h"
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
 #include "server/rpc/call_registry.h"
-#include "server/rpc/head_operations.h"
 #include "server/rpc/worker_pool.h"
 
 namespace lossd::rpc {
 
 // What all calls share; outlives them.
 struct TensorCallEnvironment {
-  HeadOperations* operations = nullptr;
+  admin::HeadOperations* operations = nullptr;
   engine::Engine* engine = nullptr;
   metrics::Metrics* metrics = nullptr;
   CallRegistry* registry = nullptr;
@@ -62,7 +62,7 @@ class ReadTensorCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, 
   TensorCallEnvironment* const environment_;
   grpc::CallbackServerContext* const context_;
   const grpc::ByteBuffer* request_ = nullptr;  // gRPC's, until OnDone
-  TensorRows tensor_;
+  admin::TensorRows tensor_;
   int64_t next_row_ = 0;
   grpc::ByteBuffer message_;
   std::atomic<bool> cancelled_{false};
@@ -142,7 +142,7 @@ class WriteTensorCall final : public ReceiveRowsCall {
   absl::StatusOr<grpc::ByteBuffer> Answer() override;
 
   v1::WriteTensorRequest request_;
-  TensorRows tensor_;
+  admin::TensorRows tensor_;
 };
 
 class AddGradientCall final : public ReceiveRowsCall {

@@ -5,6 +5,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/errors/field_error.h"
 #include "server/engine/errors.h"
 
 namespace lossd::engine {
@@ -63,8 +64,9 @@ TEST(ContributionLedgerTest, IsBounded) {
   ASSERT_TRUE(ledger.Declare(5, Terms({3, 3})).ok());
   const absl::Status full = ledger.Declare(6, Terms({3, 3}));
   EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(full.GetPayload(kFieldPayload), absl::Cord("open.contribution_id"));
-  EXPECT_EQ(full.GetPayload(kValuePayload), absl::Cord("6"));
+  const auto full_field = errors::GetFieldViolation(full).value_or(errors::FieldViolation());
+  EXPECT_EQ(full_field.field, "open.contribution_id");
+  EXPECT_EQ(full_field.value, "6");
   EXPECT_TRUE(ledger.Declare(5, Terms({3, 3})).ok());
 }
 

@@ -26,7 +26,7 @@ class ContributionsTest : public ::testing::Test {
   void Start(EngineOptions options) {
     options.slice_bytes = 4096;
     options.staging_bytes = 16 * 4096;
-    engine_ = *Engine::Create(options, &backend_, 42, nullptr);
+    engine_ = *Engine::Create(options, &backend_, 42, {});
     AddHead();
   }
   void AddHead() {
@@ -65,9 +65,7 @@ class ContributionsTest : public ::testing::Test {
     const std::vector<float> values = Values(contribution.id, rows);
     return engine_->AddRows(contribution, rows, Bytes(values));
   }
-  absl::StatusOr<StepResult> Apply(StepRequest request) {
-    return engine_->ApplyStep("head", request, &missing_);
-  }
+  absl::StatusOr<StepResult> Apply(StepRequest request) { return engine_->ApplyStep("head", request); }
   // What reached the device: the first elements of rows.
   std::vector<float> Added() {
     std::vector<float> rows;
@@ -79,7 +77,6 @@ class ContributionsTest : public ::testing::Test {
   FakeDevice device_;
   FakeBackend backend_{&device_};
   std::unique_ptr<Engine> engine_;
-  std::vector<std::string> missing_;
 };
 
 }  // namespace lossd::engine

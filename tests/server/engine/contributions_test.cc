@@ -49,8 +49,9 @@ TEST_F(ContributionsTest, ScaleMultipliesAndRangesAreKept) {
   EXPECT_EQ(*Add(*part, {5, 7}), 2);
   EXPECT_THAT(Added(), ElementsAre(-52.5f, -53.0f));
   EXPECT_EQ(Add(*part, {4, 6}).status().code(), absl::StatusCode::kInvalidArgument) << "another call's row";
-  EXPECT_FALSE(Apply({.step = 0, .expected_microbatches = {1}}).ok());
-  EXPECT_THAT(missing_, ElementsAre("contribution 1: rows [4, 5), [7, 8) of [4, 8)"));
+  const auto applied = Apply({.step = 0, .expected_microbatches = {1}});
+  EXPECT_FALSE(applied.ok());
+  EXPECT_THAT(GetMissing(applied.status()), ElementsAre("contribution 1: rows [4, 5), [7, 8) of [4, 8)"));
 }
 
 TEST_F(ContributionsTest, AStepExpectsContributionsAsMicrobatches) {
@@ -59,7 +60,8 @@ TEST_F(ContributionsTest, AStepExpectsContributionsAsMicrobatches) {
   ASSERT_TRUE(Add(*contribution, {0, 6}).ok());
   const absl::Status incomplete = Apply({.step = 0, .expected_microbatches = {3, 4}}).status();
   EXPECT_EQ(incomplete.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(missing_, ElementsAre("contribution 3: rows [6, 10) of [0, 10)", "microbatch 4: never opened"));
+  EXPECT_THAT(GetMissing(incomplete),
+              ElementsAre("contribution 3: rows [6, 10) of [0, 10)", "microbatch 4: never opened"));
   ASSERT_TRUE(Add(*contribution, {6, 10}).ok());
   const auto applied = Apply({.step = 0, .expected_microbatches = {3}, .expected_rows = 0});
   ASSERT_TRUE(applied.ok()) << applied.status();
@@ -79,8 +81,8 @@ TEST_F(ContributionsTest, RefusedContributionsAreNotCounted) {
   const auto applied = Apply({.step = 0});
   ASSERT_TRUE(applied.ok()) << applied.status();
   EXPECT_EQ(applied->contributions, 1);
-  EXPECT_FALSE(Apply({.step = 0, .expected_microbatches = {3, 4}}).ok());
-  EXPECT_THAT(missing_, ElementsAre("microbatch 3: was not whole in it"));
+  const absl::Status refused_step = Apply({.step = 0, .expected_microbatches = {3, 4}}).status();
+  EXPECT_THAT(GetMissing(refused_step), ElementsAre("microbatch 3: was not whole in it"));
 }
 
 TEST_F(ContributionsTest, OtherContentsUnderTheSameIdAreRefused) {
@@ -115,12 +117,12 @@ TEST_F(ContributionsTest, AnIdNamesEitherAMicrobatchOrAContribution) {
 TEST_F(ContributionsTest, BadSpecsAndValuesChangeNothing) {
   const auto refused = [&](ContributionSpec spec) { return engine_->OpenContribution(spec).status(); };
   ContributionSpec spec = Spec(1);
-  spec.head = "nobody";
+  spec.head = "missing";
   EXPECT_EQ(refused(spec).code(), absl::StatusCode::kNotFound);
   spec = Spec(1, 5);
   const absl::Status future = refused(spec);
   EXPECT_EQ(future.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(future.GetPayload(kCurrentStepPayload), absl::Cord("0"));
+  EXPECT_EQ(GetCurrentStep(future), 0u);
   spec = Spec(1);
   spec.param = kernels::Param::kBias;
   EXPECT_EQ(refused(spec).code(), absl::StatusCode::kFailedPrecondition);

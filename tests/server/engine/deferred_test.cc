@@ -55,8 +55,7 @@ class DeferredTest : public EngineTest {
     auto stream = engine_->OpenBackward(spec, collector);
     ASSERT_TRUE(stream.ok()) << stream.status();
     (*stream)->Start();
-    for (RowRange rows : (*stream)->RetainedSlices())
-      (*stream)->SubmitRetained(rows, AcquireBuffer(rows.size() * kHidden * 4));
+    for (RowRange rows : (*stream)->RetainedSlices()) EXPECT_TRUE(SentSlice(**stream, rows).Wait());
     ASSERT_TRUE(collector->Wait().ok());
   }
 };
@@ -130,7 +129,7 @@ TEST_F(DeferredTest, RetainedRowsAreBoundedReleasedAndExpired) {
             absl::StatusCode::kNotFound);
   EXPECT_TRUE(*engine_->Release("head", 1));
   EXPECT_FALSE(*engine_->Release("head", 1));
-  EXPECT_EQ(engine_->Release("nobody", 1).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(engine_->Release("missing", 1).status().code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(engine_->stats().retained_bytes_used, 512);
   EXPECT_EQ(engine_->OpenBackward(Backward(1, {0, 1}), std::make_shared<RowCollector>()).status().code(),
             absl::StatusCode::kNotFound);
@@ -142,7 +141,7 @@ TEST_F(DeferredTest, RetainedRowsAreBoundedReleasedAndExpired) {
 TEST_F(DeferredTest, RetainedRowsEndWithTheirStep) {
   Start({.retained_bytes = 1024});
   ForwardRetained(1, 4, {0, 4});
-  ASSERT_TRUE(engine_->ApplyStep("head", {.step = 0}, nullptr).ok());
+  ASSERT_TRUE(engine_->ApplyStep("head", {.step = 0}).ok());
   BackwardSpec spec = Backward(1, {0, 4});
   EXPECT_EQ(engine_->OpenBackward(spec, std::make_shared<RowCollector>()).status().code(),
             absl::StatusCode::kFailedPrecondition);
@@ -158,7 +157,7 @@ TEST_F(DeferredTest, AForwardThatRetainsEndsWithItsStep) {
   auto collector = std::make_shared<RowCollector>();
   auto stream = Open(Retaining(1, 4, {0, 4}), collector);
   Send(*stream, 1, {0, 2});
-  ASSERT_TRUE(engine_->ApplyStep("head", {.step = 0}, nullptr).ok());
+  ASSERT_TRUE(engine_->ApplyStep("head", {.step = 0}).ok());
   Send(*stream, 1, {2, 4});
   EXPECT_EQ(collector->Wait().code(), absl::StatusCode::kFailedPrecondition) << collector->Wait();
   stream.reset();
@@ -174,7 +173,7 @@ TEST_F(DeferredTest, ABackwardEndsWithItsStepEvenIfItDoesNotAccumulate) {
   auto stream = engine_->OpenBackward(spec, collector);
   ASSERT_TRUE(stream.ok()) << stream.status();
   (*stream)->Start();
-  ASSERT_TRUE(engine_->ApplyStep("head", {.step = 0}, nullptr).ok());
+  ASSERT_TRUE(engine_->ApplyStep("head", {.step = 0}).ok());
   EXPECT_EQ(collector->Wait().code(), absl::StatusCode::kFailedPrecondition) << collector->Wait();
 }
 

@@ -13,8 +13,8 @@
 #include "gtest/gtest.h"
 #include "server/engine/engine.h"
 #include "tests/server/engine/contributions_fixture.h"
-#include "tests/server/engine/room_client.h"
 #include "tests/server/engine/row_collector.h"
+#include "tests/server/engine/sent_slice.h"
 
 namespace lossd::engine {
 namespace {

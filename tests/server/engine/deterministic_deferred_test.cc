@@ -40,12 +40,9 @@ class DeterministicDeferredTest : public DeterministicTest {
     return call;
   }
   using DeterministicTest::Open;
-  // Sends all of the call's slices, each once there is room.
+  // Sends all of the call's slices, one after the other.
   static void SendRetained(const Call& call) {
-    for (RowRange rows : call.stream->RetainedSlices()) {
-      Room room = Request(call, rows);
-      call.stream->SubmitRetained(rows, room.Wait());
-    }
+    for (RowRange rows : call.stream->RetainedSlices()) ASSERT_TRUE(SentSlice(*call.stream, rows).Wait());
   }
 };
 
@@ -54,14 +51,13 @@ TEST_F(DeterministicDeferredTest, RetainedRowsTakeTheirTurn) {
   for (uint64_t id : {1, 0}) Forward(id, 20);
   Call second = Open(Backward(1, {0, 20}));
   EXPECT_THAT(second.stream->RetainedSlices(), ElementsAre(RowRange{0, 16}, RowRange{16, 20}));
-  Room waits = Request(second, {0, 16});
-  EXPECT_FALSE(waits.granted());
+  const SentSlice waits(*second.stream, {0, 16});
+  EXPECT_FALSE(waits.queued());
   Call first = Open(Backward(0, {0, 20}));
   SendRetained(first);
   ASSERT_TRUE(first.results->Wait().ok()) << first.results->Wait();
-  second.stream->SubmitRetained({0, 16}, waits.Wait());
-  Room last = Request(second, {16, 20});
-  second.stream->SubmitRetained({16, 20}, last.Wait());
+  EXPECT_TRUE(waits.Wait());
+  EXPECT_TRUE(SentSlice(*second.stream, {16, 20}).Wait());
   ASSERT_TRUE(second.results->Wait().ok());
   EXPECT_THAT(second.results->grads()[18], ElementsAre(2 * RowName(1, 18), 1.0f, 1.0f));
   std::vector<float> expected = Names(0, {0, 20});

@@ -1,10 +1,9 @@
-// An engine in deterministic mode on a scripted device, and streams whose slices wait for room.
+// An engine in deterministic mode on a scripted device, and streams whose slices wait for their turn.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_DETERMINISTIC_FIXTURE_H_
 #define LOSSD_TESTS_SERVER_ENGINE_DETERMINISTIC_FIXTURE_H_
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -12,8 +11,8 @@
 #include "gtest/gtest.h"
 #include "server/engine/engine.h"
 #include "tests/server/engine/fake_backend.h"
-#include "tests/server/engine/room_client.h"
 #include "tests/server/engine/row_collector.h"
+#include "tests/server/engine/sent_slice.h"
 #include "tests/server/engine/stream_specs.h"
 
 namespace lossd::engine {
@@ -23,12 +22,12 @@ class DeterministicTest : public ::testing::Test {
   static constexpr int64_t kHidden = 3;
   static constexpr int64_t kGroup = 16;  // rows; the fake's chunk
 
-  void Start(EngineOptions options = {}) {
+  void Start(EngineOptions options = {}, std::vector<EngineObserver*> observers = {}) {
     options.deterministic = true;
     options.slice_bytes = 4096;
     options.staging_bytes = std::min<int64_t>(options.staging_bytes, 8 * 4096);
     device_.chunk_rows = kGroup;
-    auto engine = Engine::Create(options, &backend_, 42, nullptr);
+    auto engine = Engine::Create(options, &backend_, 42, std::move(observers));
     ASSERT_TRUE(engine.ok()) << engine.status();
     engine_ = *std::move(engine);
     const kernels::HeadConfig config{.hidden_size = kHidden, .vocab_size = 10, .trainable = true};
@@ -61,17 +60,9 @@ class DeterministicTest : public ::testing::Test {
   static bool Send(const Call& call, uint64_t id, RowRange rows) {
     return SendSlice(*call.stream, rows, Hidden(id, rows));
   }
-  // Asks for the room of a slice without waiting for it.
-  static Room Request(const Call& call, RowRange rows) {
-    Room room;
-    call.stream->RequestRoom(rows, rows.size() * kHidden * 4, room.Waiter());
-    return room;
-  }
-  static void Submit(const Call& call, uint64_t id, RowRange rows, StagingBuffer buffer) {
-    ASSERT_TRUE(static_cast<bool>(buffer));
-    const std::vector<float> hidden = Hidden(id, rows);
-    std::memcpy(buffer.data(), hidden.data(), hidden.size() * 4);
-    call.stream->Submit(rows, std::move(buffer), rows.size() * kHidden * 4);
+  // Hands over a slice without waiting for its turn.
+  static SentSlice Begin(const Call& call, uint64_t id, RowRange rows) {
+    return SentSlice(*call.stream, rows, Hidden(id, rows));
   }
   // Sends and waits for the end.
   void SendWhole(uint64_t id, int64_t rows) {

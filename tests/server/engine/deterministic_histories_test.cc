@@ -120,12 +120,13 @@ TEST_F(DeterministicTest, OneOrderUnderRandomArrivalsAndCancellations) {
       for (float name : Names(id, {0, rows[id]})) expected.push_back(name);
     }
     ASSERT_THAT(device_.accumulated(), ElementsAreArray(expected));
-    ASSERT_TRUE(engine_->ApplyStep("head", {.step = step, .expected_microbatches = order}, nullptr).ok());
+    ASSERT_TRUE(engine_->ApplyStep("head", {.step = step, .expected_microbatches = order}).ok());
   }
   EXPECT_EQ(engine_->stats().waiting_slices, 0);
   EXPECT_EQ(engine_->stats().queued_slices, 0);
-  for (int i = 0; i < 1000 && engine_->stats().rooms_lent > 0; ++i) absl::SleepFor(absl::Milliseconds(5));
-  EXPECT_EQ(engine_->stats().rooms_lent, 0);  // they come back on another thread
+  for (int i = 0; i < 1000 && engine_->stats().area_buffers_lent > 0; ++i)
+    absl::SleepFor(absl::Milliseconds(5));
+  EXPECT_EQ(engine_->stats().area_buffers_lent, 0);  // they come back on another thread
 }
 
 // ---- Bits, on the CPU backend ----
@@ -180,7 +181,7 @@ class BitsTest : public ::testing::TestWithParam<kernels::Norm> {
     EXPECT_TRUE(backend.ok());
     // Groups of 41 rows.
     EngineOptions options{.slice_bytes = 8192, .staging_bytes = 16384, .deterministic = true};
-    auto engine = Engine::Create(options, backend->get(), 42, nullptr);
+    auto engine = Engine::Create(options, backend->get(), 42, {});
     EXPECT_TRUE(engine.ok()) << engine.status();
     const kernels::HeadConfig config{
         .hidden_size = kD, .vocab_size = kV, .has_bias = true, .norm = norm, .trainable = true};
@@ -210,7 +211,7 @@ class BitsTest : public ::testing::TestWithParam<kernels::Norm> {
       for (std::thread& trainer : trainers) trainer.join();
       StepRequest request{.step = step, .expected_microbatches = {0, 1, 2, 3}};
       request.optimizer.learning_rate = 0.05;
-      auto applied = (*engine)->ApplyStep("head", request, nullptr);
+      auto applied = (*engine)->ApplyStep("head", request);
       EXPECT_TRUE(applied.ok()) << applied.status();
       run.weights.push_back(ReadWeights(**engine));
     }

@@ -1,15 +1,13 @@
-// The engine in deterministic mode: order, waiting, repeats and failures on a scripted device.
+// The engine in deterministic mode: order, waiting and repeats on a scripted device.
 #include <algorithm>
-#include <cmath>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "absl/synchronization/notification.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "server/engine/errors.h"
 #include "tests/server/engine/deterministic_fixture.h"
 
 namespace lossd::engine {
@@ -52,29 +50,32 @@ TEST_F(DeterministicTest, GroupsAreLimitedByTheStagingMemory) {
   // 8192 bytes in three areas of 12-byte rows are 227 rows; the fake's chunk has more.
   device_.chunk_rows = 1000;
   EngineOptions options{.slice_bytes = 4096, .staging_bytes = 8192, .deterministic = true};
-  auto engine = Engine::Create(options, &backend_, 42, nullptr);
+  auto engine = Engine::Create(options, &backend_, 42, {});
   ASSERT_TRUE(engine.ok());
   const kernels::HeadConfig config{.hidden_size = kHidden, .vocab_size = 10, .trainable = true};
   ASSERT_TRUE((*engine)->CreateHead("head", config).ok());
-  EXPECT_EQ((*engine)->Describe("head")->limits.row_grid, 227);
+  ASSERT_TRUE((*engine)->PublishHead("head").ok());
+  auto head = (*engine)->Describe("head");
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_EQ(head->limits.row_grid, 227);
 }
 
 TEST_F(DeterministicTest, MicrobatchesAccumulateInTheOrderOfTheirIds) {
   Start();
   Call second = Open(1, 20), third = Open(2, 3), first = Open(0, 5);
-  Room waits2 = Request(second, {0, 16});
-  Room waits3 = Request(third, {0, 3});
-  EXPECT_FALSE(waits2.granted());
+  const SentSlice waits2 = Begin(second, 1, {0, 16});
+  const SentSlice waits3 = Begin(third, 2, {0, 3});
+  EXPECT_FALSE(waits2.copied());
   EXPECT_EQ(engine_->stats().waiting_slices, 2);
   EXPECT_EQ(engine_->Describe("head")->waits_for, "microbatch 0, rows [0, 5)");
   ASSERT_TRUE(Send(first, 0, {0, 5}));
-  Submit(second, 1, {0, 16}, waits2.Wait());
+  EXPECT_TRUE(waits2.Wait());
   EXPECT_TRUE(first.results->Wait().ok());
   Settle();
-  EXPECT_FALSE(waits3.granted());
+  EXPECT_FALSE(waits3.copied());
   EXPECT_EQ(engine_->Describe("head")->waits_for, "microbatch 1, rows [16, 20)");
   ASSERT_TRUE(Send(second, 1, {16, 20}));
-  Submit(third, 2, {0, 3}, waits3.Wait());
+  EXPECT_TRUE(waits3.Wait());
   EXPECT_TRUE(second.results->Wait().ok());
   EXPECT_TRUE(third.results->Wait().ok());
   std::vector<float> expected = Names(0, {0, 5});
@@ -84,7 +85,7 @@ TEST_F(DeterministicTest, MicrobatchesAccumulateInTheOrderOfTheirIds) {
   EXPECT_THAT(second.results->grads()[17], ElementsAre(RowName(1, 17), 0.5f, 0.5f));
   EXPECT_EQ(second.results->summary().accumulated_rows, 20);
   EXPECT_EQ(engine_->Describe("head")->waits_for, "");
-  auto applied = engine_->ApplyStep("head", {.step = 0, .expected_microbatches = {0, 1, 2}}, nullptr);
+  auto applied = engine_->ApplyStep("head", {.step = 0, .expected_microbatches = {0, 1, 2}});
   EXPECT_TRUE(applied.ok()) << applied.status();
 }
 
@@ -112,20 +113,20 @@ TEST_F(DeterministicTest, IgnoredRowsNeedNotBeSent) {
   Call nothing = Open(Spec(1, 0, {0, 0}));
   EXPECT_TRUE(nothing.results->Wait().ok());
   Call next = Open(2, 1);
-  Room waits = Request(next, {0, 1});
+  const SentSlice waits = Begin(next, 2, {0, 1});
   ASSERT_TRUE(Send(call, 0, {0, 4}));
-  EXPECT_FALSE(waits.granted());
+  EXPECT_FALSE(waits.copied());
   ASSERT_TRUE(Send(call, 0, {36, 40}));
   call.stream->HalfClose();
   EXPECT_TRUE(call.results->Wait().ok());
-  Submit(next, 2, {0, 1}, waits.Wait());
+  EXPECT_TRUE(waits.Wait());
   EXPECT_TRUE(next.results->Wait().ok());
   EXPECT_THAT(device_.chunks(), ElementsAre(ElementsAre(4), ElementsAre(4), ElementsAre(1)));
 }
 
 TEST_F(DeterministicTest, ASlotInOrderOpensWithTheTargetsOfAllItsRows) {
   Start();
-  // The other half of the group is all ignored, but nobody has said so yet.
+  // The other half of the group is all ignored, but no stream has said so yet.
   Call call = Open(0, 16, {0, 8});
   ASSERT_TRUE(Send(call, 0, {0, 8}));
   Settle();
@@ -142,7 +143,7 @@ TEST_F(DeterministicTest, RepeatsKeepTheirPlacesAndNeedNoTurn) {
   device_.Close();
   Call again = Open(0, 20, {3, 20});
   Call later = Open(2, 4);  // waits for microbatch 1
-  Room waits = Request(later, {0, 4});
+  const SentSlice waits = Begin(later, 2, {0, 4});
   ASSERT_TRUE(Send(again, 0, {3, 5}));
   device_.Open();
   ASSERT_TRUE(Send(again, 0, {5, 16}));
@@ -157,7 +158,7 @@ TEST_F(DeterministicTest, RepeatsKeepTheirPlacesAndNeedNoTurn) {
     for (int64_t slice : chunk) rows += slice;
     EXPECT_TRUE(rows == 16 || rows == 4) << rows;  // always the whole group
   }
-  EXPECT_FALSE(waits.granted());
+  EXPECT_FALSE(waits.copied());
 }
 
 TEST_F(DeterministicTest, RowsSentByTwoCallsAreComputedOnceForBoth) {
@@ -180,139 +181,22 @@ TEST_F(DeterministicTest, RowsSentByTwoCallsAreComputedOnceForBoth) {
 TEST_F(DeterministicTest, RowsThatAreBeingCopiedAreLentOnce) {
   Start();
   Call first = Open(0, 8), second = Open(0, 8);
-  Room one = Request(first, {0, 8});
-  EXPECT_TRUE(one.granted());
-  Room two = Request(second, {2, 4});
-  EXPECT_FALSE(two.granted());
-  first.stream->Cancel(absl::CancelledError("cut"));
-  EXPECT_FALSE(two.granted());  // the room is still being written
-  one.Wait().Release();
-  Submit(second, 0, {2, 4}, two.Wait());
+  std::optional<SentSlice> two;
+  bool copied = false;
+  first.stream->Receive({.rows = {0, 8},
+                         .bytes = 8 * kHidden * 4,
+                         .copy =
+                             [&](uint8_t*) {
+                               copied = true;
+                               two.emplace(Begin(second, 0, {2, 4}));
+                               EXPECT_FALSE(two->copied());
+                               first.stream->Cancel(absl::CancelledError("cut"));
+                               EXPECT_FALSE(two->copied());  // their place is still being written
+                             },
+                         .on_queued = [](int64_t) { FAIL() << "its stream had ended"; }});
+  EXPECT_TRUE(copied);
+  EXPECT_TRUE(two->Wait());
   EXPECT_FALSE(first.results->Wait().ok());
-}
-
-// A trainer that goes away in any state leaves the order as it was, and what it held comes back.
-TEST_F(DeterministicTest, CallsMayEndInEveryState) {
-  Start();
-  {
-    Call waiting = Open(1, 4);
-    Room room = Request(waiting, {0, 4});
-    waiting.stream->Cancel(absl::DeadlineExceededError("too late"));
-    EXPECT_EQ(waiting.results->Wait().code(), absl::StatusCode::kDeadlineExceeded);
-    EXPECT_THAT(std::string(waiting.results->Wait().message()), HasSubstr("waited for microbatch 0"));
-    EXPECT_FALSE(static_cast<bool>(room.Wait()));
-  }
-  {
-    Call lent = Open(0, 4);
-    Room room = Request(lent, {0, 4});
-    StagingBuffer buffer = room.Wait();
-    lent.stream->Cancel(absl::CancelledError("cut"));
-    Submit(lent, 0, {0, 4}, std::move(buffer));
-    EXPECT_FALSE(lent.results->Wait().ok());
-  }
-  {
-    Call attached = Open(0, 4);
-    ASSERT_TRUE(Send(attached, 0, {0, 2}));
-    attached.stream.reset();
-    EXPECT_THAT(std::string(attached.results->Wait().message()),
-                HasSubstr("waited for microbatch 0, rows [2, 4)"));
-  }
-  {
-    device_.asynchronous = false;
-    device_.Close();
-    Call flying = Open(0, 4);
-    ASSERT_TRUE(Send(flying, 0, {0, 4}));
-    absl::SleepFor(absl::Milliseconds(20));
-    flying.stream->Cancel(absl::CancelledError("cut"));
-    device_.Open();
-    EXPECT_FALSE(flying.results->Wait().ok());
-  }
-  Settle();
-  EXPECT_THAT(device_.accumulated(), ElementsAreArray(Names(0, {0, 4})));  // it was on the device already
-  SendWhole(0, 4);
-  SendWhole(1, 4);
-  EXPECT_EQ(device_.accumulated().size(), 8u);
-  EXPECT_EQ(engine_->stats().waiting_slices, 0);
-}
-
-TEST_F(DeterministicTest, AGroupThatFailsKeepsItsTurn) {
-  device_.fail_results = [](int64_t chunk) {
-    return chunk == 0 ? absl::InternalError("boom") : absl::OkStatus();
-  };
-  Start();
-  Call next = Open(1, 4);
-  Room waits = Request(next, {0, 4});
-  Call call = Open(0, 4);
-  ASSERT_TRUE(Send(call, 0, {0, 4}));
-  EXPECT_EQ(call.results->Wait().code(), absl::StatusCode::kInternal);
-  StagingBuffer early = waits.Wait();  // its turn had come when the chunk was launched
-  ASSERT_TRUE(static_cast<bool>(early));
-  Submit(next, 1, {0, 4}, std::move(early));
-  Settle();
-  EXPECT_THAT(device_.accumulated(), IsEmpty());
-  EXPECT_FALSE(next.results->finished());
-  SendWhole(0, 4);
-  EXPECT_TRUE(next.results->Wait().ok());
-  std::vector<float> expected = Names(0, {0, 4});
-  for (float name : Names(1, {0, 4})) expected.push_back(name);
-  EXPECT_THAT(device_.accumulated(), ElementsAreArray(expected));
-}
-
-TEST_F(DeterministicTest, ARowThatIsNotFiniteHoldsTheStep) {
-  Start();
-  Call bad = Open(0, 16, {0, 8}), good = Open(0, 16, {8, 16}), next = Open(1, 4);
-  std::vector<float> poisoned = Hidden(0, {0, 8});
-  poisoned[3 * kHidden] = std::numeric_limits<float>::quiet_NaN();
-  ASSERT_TRUE(Send(good, 0, {8, 16}));
-  Room waits = Request(next, {0, 4});
-  ASSERT_TRUE(SendSlice(*bad.stream, {0, 8}, poisoned));
-  EXPECT_EQ(bad.results->Wait().code(), absl::StatusCode::kOutOfRange);
-  EXPECT_THAT(std::string(bad.results->Wait().message()), HasSubstr("row 3"));
-  EXPECT_TRUE(good.results->Wait().ok());
-  Submit(next, 1, {0, 4}, waits.Wait());
-  Settle();
-  EXPECT_FALSE(next.results->finished());
-  std::vector<std::string> missing;
-  EXPECT_FALSE(engine_->ApplyStep("head", {.step = 0, .expected_microbatches = {0, 1}}, &missing).ok());
-  EXPECT_THAT(missing, ElementsAre("microbatch 0: rows [0, 8) of 16", "microbatch 1: rows [0, 4) of 4",
-                                   "in order: slices wait for microbatch 0, rows [0, 16)"));
-  // Sent again with good values, the rows that are settled stay as they are.
-  Call again = Open(0, 16, {0, 8});
-  ASSERT_TRUE(Send(again, 0, {0, 8}));
-  EXPECT_TRUE(again.results->Wait().ok());
-  EXPECT_EQ(again.results->summary().accumulated_rows, 8);
-  EXPECT_TRUE(next.results->Wait().ok());
-  EXPECT_EQ(device_.accumulated().size(), 20u);
-
-  ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
-  SendWhole(0, 20);
-}
-
-TEST_F(DeterministicTest, ZeroingEndsThoseWhoWait) {
-  Start();
-  Call waiting = Open(3, 4), attached = Open(0, 8);
-  Room room = Request(waiting, {0, 4});
-  ASSERT_TRUE(Send(attached, 0, {0, 4}));
-  ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
-  EXPECT_EQ(waiting.results->Wait().code(), absl::StatusCode::kAborted);
-  EXPECT_EQ(attached.results->Wait().code(), absl::StatusCode::kAborted);
-  EXPECT_FALSE(static_cast<bool>(room.Wait()));
-  SendWhole(0, 4);
-  EXPECT_THAT(device_.accumulated(), ElementsAreArray(Names(0, {0, 4})));
-}
-
-TEST_F(DeterministicTest, ADeviceThatMayHaveHalfAccumulatedEndsEveryCall) {
-  device_.fail_done = [](int64_t chunk) {
-    return chunk == 0 ? absl::InternalError("boom") : absl::OkStatus();
-  };
-  Start();
-  Call waiting = Open(3, 4), call = Open(0, 4);
-  Room room = Request(waiting, {0, 4});
-  ASSERT_TRUE(Send(call, 0, {0, 4}));
-  EXPECT_EQ(call.results->Wait().code(), absl::StatusCode::kInternal);
-  EXPECT_EQ(waiting.results->Wait().code(), absl::StatusCode::kInternal);
-  ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
-  SendWhole(0, 4);
 }
 
 TEST_F(DeterministicTest, SlicesThatBreakARuleAreRefused) {
@@ -367,43 +251,26 @@ TEST_F(DeterministicTest, OtherStreamsComeBetween) {
   ASSERT_TRUE(call.results->Wait().ok());
 }
 
-TEST_F(DeterministicTest, StopsWithCallsInEveryState) {
-  device_.asynchronous = true;
-  device_.chunks_in_flight = 2;
-  device_.delay = absl::Milliseconds(2);
-  Start();
-  std::vector<Call> calls;
-  for (uint64_t id = 0; id < 6; ++id) calls.push_back(Open(id, 20));
-  ASSERT_TRUE(Send(calls[0], 0, {0, 16}));
-  std::vector<Room> rooms;
-  for (size_t id = 1; id < 6; ++id) rooms.push_back(Request(calls[id], {0, 16}));
-  ASSERT_TRUE(Send(calls[0], 0, {16, 18}));
-  for (Call& call : calls) call.stream.reset();
-  engine_.reset();
-  for (Call& call : calls) EXPECT_FALSE(call.results->Wait().ok());
-  for (Room& room : rooms) EXPECT_FALSE(static_cast<bool>(room.Wait()));
-}
-
-// A slice's gradients may be on their way when the head is deleted.
-TEST_F(DeterministicTest, RoomsOutliveTheirHead) {
-  Start();
-  class Keeper : public StreamObserver {
-   public:
-    void OnSlice(SliceOutput output) override { kept = std::move(output.grad_hidden); }
-    void OnFinished(absl::Status, const StreamSummary&) override { finished.Notify(); }
-    StagingBuffer kept;
-    absl::Notification finished;
-  };
-  auto keeper = std::make_shared<Keeper>();
-  auto stream = engine_->Open(Spec(0, 2, {0, 2}), keeper);
-  ASSERT_TRUE(stream.ok());
-  (*stream)->Start();
-  ASSERT_TRUE(SendSlice(**stream, {0, 2}, Hidden(0, {0, 2})));
-  keeper->finished.WaitForNotification();
-  stream->reset();
-  ASSERT_TRUE(engine_->DeleteHead("head").ok());
-  EXPECT_EQ(reinterpret_cast<const float*>(keeper->kept.data())[kHidden], RowName(0, 1));
-  keeper->kept.Release();
+TEST_F(DeterministicTest, TellsWhatFilteredGradientsLeaveOut) {
+  struct Observer : EngineObserver {
+    void OnChunk(const ChunkReport& report) override {
+      EXPECT_EQ(report.head, "head");
+      dropped += report.dropped_mass;
+    }
+    double dropped = 0.0;  // read when no chunk is under way
+  } observer;
+  device_.dropped_mass = 0.25;
+  Start({}, {&observer});
+  StreamSpec spec = Spec(0, 20, {0, 20});
+  spec.options.gradients = kernels::Gradients::kFiltered;
+  Call call = Open(spec);
+  ASSERT_TRUE(Send(call, 0, {0, 16}));
+  ASSERT_TRUE(Send(call, 0, {16, 20}));
+  ASSERT_TRUE(call.results->Wait().ok()) << call.results->Wait();
+  EXPECT_EQ(call.results->summary().dropped_mass, 5.0);
+  EXPECT_EQ(observer.dropped, 5.0);
+  call.stream.reset();
+  engine_ = nullptr;  // before the observer
 }
 
 }  // namespace

@@ -9,12 +9,13 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
-#include "absl/synchronization/notification.h"
 #include "gtest/gtest.h"
 #include "server/engine/engine.h"
 #include "tests/server/engine/fake_backend.h"
 #include "tests/server/engine/row_collector.h"
+#include "tests/server/engine/sent_slice.h"
 #include "tests/server/engine/stream_specs.h"
 
 namespace lossd::engine {
@@ -24,10 +25,10 @@ class EngineTest : public ::testing::Test {
   static constexpr int64_t kHidden = 3;
   static constexpr int64_t kSliceBytes = 4096;
 
-  void Start(EngineOptions options = {}, EngineObserver* observer = nullptr) {
+  void Start(EngineOptions options = {}, std::vector<EngineObserver*> observers = {}) {
     options.slice_bytes = std::min(options.slice_bytes, kSliceBytes);
     options.staging_bytes = std::min(options.staging_bytes, 64 * kSliceBytes);
-    auto engine = Engine::Create(options, &backend_, 42, observer);
+    auto engine = Engine::Create(options, &backend_, 42, std::move(observers));
     ASSERT_TRUE(engine.ok()) << engine.status();
     engine_ = *std::move(engine);
     AddHead("head");
@@ -50,28 +51,14 @@ class EngineTest : public ::testing::Test {
     return *std::move(stream);
   }
 
+  // Sends a slice and waits until it is queued or its stream has ended.
   void Send(Stream& stream, uint64_t id, RowRange rows, int64_t extra_bytes = 0,
             float poison = std::numeric_limits<float>::infinity()) {
-    StagingBuffer buffer = AcquireBuffer(rows.size() * kHidden * 4);
-    auto* x = reinterpret_cast<float*>(buffer.data());
-    const int64_t space = buffer.bytes() / static_cast<int64_t>(sizeof(float));
-    for (int64_t i = 0; i < rows.size() * kHidden && i < space; ++i) x[i] = 0.5f;
-    for (int64_t i = 0; i < rows.size() && i * kHidden < space; ++i)
-      x[i * kHidden] = RowName(id, rows.begin + i);
+    std::vector<float> x(static_cast<size_t>(std::max<int64_t>(0, rows.size() * kHidden)), 0.5f);
+    for (int64_t row = rows.begin; row < rows.end; ++row)
+      x[static_cast<size_t>((row - rows.begin) * kHidden)] = RowName(id, row);
     if (!std::isinf(poison)) x[0] = poison;
-    stream.Submit(rows, std::move(buffer), rows.size() * kHidden * 4 + extra_bytes);
-  }
-
-  // At most as large as a slice may be.
-  StagingBuffer AcquireBuffer(int64_t bytes) {
-    absl::Notification acquired;
-    StagingBuffer buffer;
-    engine_->staging().Acquire(std::clamp<int64_t>(bytes, 0, kSliceBytes), [&](StagingBuffer b) {
-      buffer = std::move(b);
-      acquired.Notify();
-    });
-    acquired.WaitForNotification();
-    return buffer;
+    SentSlice(stream, rows, std::move(x), extra_bytes).Wait();
   }
 
   FakeDevice device_;

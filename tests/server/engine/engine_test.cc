@@ -8,9 +8,11 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "server/engine/range_allocator.h"
 #include "tests/server/engine/engine_fixture.h"
 
 namespace lossd::engine {
@@ -45,52 +47,50 @@ TEST_F(EngineTest, ComputesAndAccumulatesAMicrobatch) {
 
 TEST_F(EngineTest, TellsWhenChunksAreComputedOtherwise) {
   struct Observer : EngineObserver {
-    void OnChoices(absl::string_view head, absl::Span<const kernels::Choice> choices) override {
-      EXPECT_EQ(head, "head");
-      seen.push_back(choices.front().choice);
+    void OnChoices(const ChoicesReport& report) override {
+      EXPECT_EQ(report.head, "head");
+      seen.push_back(report.choices.front().choice);
     }
     std::vector<std::string> seen;  // read when no chunk is under way
   } observer;
-  Start({}, &observer);
+  Start({}, {&observer});
   EXPECT_THAT(engine_->Describe("head")->choices,
               ElementsAre(kernels::Choice{.what = "head", .choice = "fake"}));
   EXPECT_THAT(engine_->Describe("head")->last_chunk_choices, IsEmpty());
-  using kernels::Algorithm;
+  using kernels::Gradients;
   uint64_t id = 0;
-  for (Algorithm algorithm : {Algorithm::kAuto, Algorithm::kAuto, Algorithm::kExact, Algorithm::kAuto}) {
+  for (Gradients gradients : {Gradients::kAuto, Gradients::kAuto, Gradients::kExact, Gradients::kAuto}) {
     StreamSpec spec = Whole(++id, 2);
-    spec.options.algorithm = algorithm;
+    spec.options.gradients = gradients;
     auto collector = std::make_shared<RowCollector>();
     auto stream = Open(spec, collector);
     Send(*stream, id, {0, 2});
     ASSERT_TRUE(collector->Wait().ok());
-    EXPECT_EQ(engine_->Describe("head")->last_chunk_choices.front().choice, Name(algorithm));
+    EXPECT_EQ(engine_->Describe("head")->last_chunk_choices.front().choice, Name(gradients));
   }
   EXPECT_THAT(observer.seen, ElementsAre("auto", "exact", "auto"));
   engine_ = nullptr;  // before the observer
 }
 
 TEST_F(EngineTest, TellsHowTheGradientsOfChunksTurnedOut) {
-  using kernels::Algorithm;
+  using kernels::Gradients;
   struct Observer : EngineObserver {
-    void OnChunk(absl::string_view, int64_t, int64_t, int64_t, Algorithm algorithm, double) override {
-      seen.push_back(algorithm);
-    }
-    std::vector<Algorithm> seen;  // read when no chunk is under way
+    void OnChunk(const ChunkReport& report) override { seen.push_back(report.gradients); }
+    std::vector<Gradients> seen;  // read when no chunk is under way
   } observer;
-  Start({}, &observer);
+  Start({}, {&observer});
   uint64_t id = 0;
   device_.on_chunk = [](const kernels::Chunk& chunk) { EXPECT_FALSE(chunk.independent); };
-  for (const Algorithm algorithm : {Algorithm::kFiltered, Algorithm::kExact}) {
-    device_.decide = [algorithm](const kernels::Chunk&) { return algorithm; };
+  for (const Gradients gradients : {Gradients::kFiltered, Gradients::kExact}) {
+    device_.decide = [gradients](const kernels::Chunk&) { return gradients; };
     StreamSpec spec = Whole(++id, 2);
-    spec.options.algorithm = Algorithm::kAuto;
+    spec.options.gradients = Gradients::kAuto;
     auto collector = std::make_shared<RowCollector>();
     auto stream = Open(spec, collector);
     Send(*stream, id, {0, 2});
     ASSERT_TRUE(collector->Wait().ok());
   }
-  EXPECT_THAT(observer.seen, ElementsAre(Algorithm::kFiltered, Algorithm::kExact));
+  EXPECT_THAT(observer.seen, ElementsAre(Gradients::kFiltered, Gradients::kExact));
   engine_ = nullptr;  // before the observer
 }
 
@@ -117,8 +117,7 @@ TEST_F(EngineTest, EmptyAndAllIgnoredMicrobatchesFinish) {
   EXPECT_EQ(sent->grads().size(), 3u);
   for (const auto& [row, grad] : sent->grads()) EXPECT_THAT(grad, Each(0.0f));
   EXPECT_THAT(device_.accumulated(), IsEmpty());
-  EXPECT_TRUE(
-      engine_->ApplyStep("head", {.expected_microbatches = {1, 2, 3}, .expected_rows = 0}, nullptr).ok());
+  EXPECT_TRUE(engine_->ApplyStep("head", {.expected_microbatches = {1, 2, 3}, .expected_rows = 0}).ok());
 }
 
 TEST_F(EngineTest, FillsChunksFromSeveralStreams) {
@@ -160,10 +159,10 @@ TEST_F(EngineTest, SmallSlicesShareTheStagingMemory) {
   auto stream = Open(Whole(1, kRows), collector);
   for (int64_t row = 0; row < kRows; ++row)
     Send(*stream, 1, {row, row + 1});  // with two places it would wait
-  EXPECT_EQ(engine_->stats().staging_used_bytes, kRows * engine_->staging().grain());
+  EXPECT_EQ(engine_->stats().staging_used_bytes, kRows * RangeAllocator::kAlignment);
   device_.Open();
   EXPECT_TRUE(collector->Wait().ok());
-  EXPECT_EQ(engine_->stats().staging_peak_bytes, kRows * engine_->staging().grain());
+  EXPECT_EQ(engine_->stats().staging_peak_bytes, kRows * RangeAllocator::kAlignment);
 }
 
 // A chunk on the device does not have its results yet: what comes meanwhile makes one chunk, not several.
@@ -252,7 +251,7 @@ TEST_F(EngineTest, TheSameRowsInFlightTwiceAreAccumulatedOnce) {
 }
 
 TEST_F(EngineTest, AHeadSaysWhatAStreamLeavesOpen) {
-  using kernels::Algorithm;
+  using kernels::Gradients;
   kernels::LossOptions seen;
   device_.on_chunk = [&](const kernels::Chunk& chunk) { seen = chunk.options; };
   Start();
@@ -267,33 +266,27 @@ TEST_F(EngineTest, AHeadSaysWhatAStreamLeavesOpen) {
     Send(*stream, id, {0, 2});
     EXPECT_TRUE(collector->Wait().ok()) << collector->Wait();
   };
-  for (const Algorithm algorithm :
-       {Algorithm::kExact, Algorithm::kFiltered, Algorithm::kAuto, Algorithm::kCut}) {
-    const std::string head(kernels::Name(algorithm));
-    ASSERT_TRUE(
-        engine_->CreateHead(head, {.hidden_size = kHidden, .vocab_size = 10, .algorithm = algorithm}).ok());
-    ASSERT_TRUE(engine_->PublishHead(head).ok());
-    StreamSpec spec = Whole(1, 2);
-    spec.algorithm_of_head = spec.epsilon_of_algorithm = true;
-    options_of(head, spec);
-    EXPECT_EQ(seen.algorithm, algorithm);
-    EXPECT_EQ(seen.filter_epsilon, algorithm == Algorithm::kCut ? 0.0f : 0x1p-12f);
-    spec.epsilon_of_algorithm = false;
-    spec.options.filter_epsilon = 0.25f;
-    options_of(head, spec);
-    EXPECT_EQ(seen.filter_epsilon, 0.25f);
-    spec.algorithm_of_head = false;
-    spec.options.algorithm = Algorithm::kCut;
-    options_of(head, spec);
-    EXPECT_EQ(seen.algorithm, Algorithm::kCut);
-    EXPECT_EQ(seen.filter_epsilon, 0.25f);
+  for (const kernels::Logits logits : {kernels::Logits::kStored, kernels::Logits::kRecomputed}) {
+    for (const Gradients of_head : {Gradients::kExact, Gradients::kFiltered, Gradients::kAuto}) {
+      const std::string head = absl::StrCat(kernels::Name(logits), "-", kernels::Name(of_head));
+      const kernels::HeadConfig config = {
+          .hidden_size = kHidden, .vocab_size = 10, .logits = logits, .gradients = of_head};
+      ASSERT_TRUE(engine_->CreateHead(head, config).ok());
+      ASSERT_TRUE(engine_->PublishHead(head).ok());
+      StreamSpec spec = Whole(1, 2);
+      spec.options.filter_epsilon = 0.25f;
+      spec.gradients_of_head = true;
+      options_of(head, spec);
+      EXPECT_EQ(seen.gradients, of_head);
+      EXPECT_EQ(seen.filter_epsilon, 0.25f);
+      spec.gradients_of_head = false;
+      for (const Gradients asked : {Gradients::kExact, Gradients::kFiltered, Gradients::kAuto}) {
+        spec.options.gradients = asked;
+        options_of(head, spec);
+        EXPECT_EQ(seen.gradients, asked) << head;
+      }
+    }
   }
-  StreamSpec spec = Whole(++id, 2);
-  spec.head = "cut";
-  const absl::Status refused = engine_->Open(spec, std::make_shared<RowCollector>()).status();
-  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(std::string(refused.message()), HasSubstr("open.options.algorithm"));
-  EXPECT_THAT(std::string(refused.message()), HasSubstr("exact"));
 }
 
 TEST_F(EngineTest, HeadsComeAndGo) {
@@ -305,6 +298,7 @@ TEST_F(EngineTest, HeadsComeAndGo) {
   EXPECT_EQ(engine_->List().size(), 1u);
   ASSERT_TRUE(engine_->CreateHead("half", {.hidden_size = 1, .vocab_size = 2}).ok());
   EXPECT_EQ(engine_->List().size(), 1u);  // not published
+  EXPECT_EQ(engine_->Describe("half").status().code(), absl::StatusCode::kUnavailable);
   EXPECT_TRUE(engine_->DeleteHead("half").ok());
   EXPECT_EQ(engine_->DeleteHead("half").code(), absl::StatusCode::kNotFound);
 
@@ -379,8 +373,7 @@ TEST_F(EngineTest, ExactlyOnceUnderRandomCancellations) {
     }
     ASSERT_THAT(device_.accumulated(), UnorderedElementsAreArray(expected));
     auto result = engine_->ApplyStep(
-        "head", {.step = step, .expected_microbatches = {0, 1, 2, 3}, .expected_rows = kThreads * kRows},
-        nullptr);
+        "head", {.step = step, .expected_microbatches = {0, 1, 2, 3}, .expected_rows = kThreads * kRows});
     ASSERT_TRUE(result.ok()) << result.status();
   }
   EXPECT_EQ(engine_->stats().staging_used_bytes, 0);

@@ -82,12 +82,13 @@ class FakeDevice {
   }
   // A call of AddGradient that is to fail.
   std::function<absl::Status()> fail_add = [] { return absl::OkStatus(); };
-  // The algorithm that a chunk's gradients turn out to have.
-  std::function<kernels::Algorithm(const kernels::Chunk&)> decide = [](const kernels::Chunk& chunk) {
-    return chunk.options.algorithm;
+  // How a chunk's gradients turn out to be computed.
+  std::function<kernels::Gradients(const kernels::Chunk&)> decide = [](const kernels::Chunk& chunk) {
+    return chunk.options.gradients;
   };
   // Shown every chunk before it is computed.
   std::function<void(const kernels::Chunk&)> on_chunk = [](const kernels::Chunk&) {};
+  double dropped_mass = 0.0;        // of each row whose gradients are filtered
   std::optional<double> grad_norm;  // instead of the number of values accumulated
   int steps = 0;                    // applied
   int64_t last_update = 0;          // of the last one
@@ -172,8 +173,8 @@ class FakeHead final : public kernels::HeadKernels {
  private:
   void Compute(kernels::Chunk& chunk, kernels::ChunkCallbacks& callbacks) {
     device_->WaitUntilOpen();
-    chunk.algorithm = device_->decide(chunk);
-    chunk.choices = {{.what = "gradients", .choice = std::string(Name(chunk.algorithm))}};
+    chunk.gradients = device_->decide(chunk);
+    chunk.choices = {{.what = "gradients", .choice = std::string(Name(chunk.gradients))}};
     if (device_->delay > absl::ZeroDuration()) absl::SleepFor(device_->delay);
     const int64_t number = device_->NextChunk();
     device_->on_chunk(chunk);
@@ -220,6 +221,7 @@ class FakeHead final : public kernels::HeadKernels {
       }
       if (!valid) continue;
       slice.sums.loss += loss;
+      if (chunk.gradients == kernels::Gradients::kFiltered) slice.sums.dropped_mass += device_->dropped_mass;
       ++slice.sums.valid_rows;
       const bool wanted = slice.accumulate == nullptr || slice.accumulate[i] != 0;
       if (chunk.accumulate_gradients && wanted) accumulated.push_back(id);

@@ -9,6 +9,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/backend.h"
+#include "kernels/errors/field_error.h"
 #include "server/engine/errors.h"
 
 namespace lossd::engine {
@@ -150,8 +151,9 @@ TEST(LedgerTest, BoundsItsMicrobatches) {
   ASSERT_TRUE(ledger.Declare(2, Terms(0), {0, 0}, {}).ok());
   const absl::Status refused = ledger.Declare(37, Terms(0), {0, 0}, {});
   EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(refused.GetPayload(kFieldPayload), absl::Cord("open.microbatch_id"));
-  EXPECT_EQ(refused.GetPayload(kValuePayload), absl::Cord("37"));
+  const auto refused_field = errors::GetFieldViolation(refused).value_or(errors::FieldViolation());
+  EXPECT_EQ(refused_field.field, "open.microbatch_id");
+  EXPECT_EQ(refused_field.value, "37");
   EXPECT_EQ(ledger.microbatches(), 2);
   EXPECT_TRUE(ledger.Declare(2, Terms(0), {0, 0}, {}).ok());  // a repeat needs no room
   ledger.Clear();

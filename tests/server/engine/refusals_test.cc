@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/errors/field_error.h"
 #include "server/engine/engine.h"
 #include "server/engine/errors.h"
 #include "tests/server/engine/engine_fixture.h"
@@ -40,7 +41,7 @@ TEST_F(RefusalsTest, BadSlicesFailTheirStreamAndNothingElse) {
     Send(*stream, id, bad.rows, bad.extra_bytes);
     EXPECT_EQ(collector->Wait().code(), absl::StatusCode::kInvalidArgument);
     EXPECT_THAT(std::string(collector->Wait().message()), HasSubstr(bad.message));
-    EXPECT_TRUE(collector->Wait().GetPayload(kFieldPayload).has_value());
+    EXPECT_TRUE(errors::GetFieldViolation(collector->Wait()).has_value());
   }
   auto repeated = std::make_shared<RowCollector>();
   auto stream = Open(Whole(100, 8), repeated);
@@ -74,7 +75,7 @@ TEST_F(RefusalsTest, BadSpecsAreRefusedAndChangeNothing) {
     EXPECT_THAT(std::string(status.message()), HasSubstr(text));
   };
   using enum absl::StatusCode;
-  expect("no head named 'x'", kNotFound, [](StreamSpec& s) { s.head = "x"; });
+  expect("open.head must name a head of this server, got x", kNotFound, [](StreamSpec& s) { s.head = "x"; });
   expect("open.targets[2]", kInvalidArgument, [](StreamSpec& s) { s.targets[2] = 10; });
   expect("open.targets[0]", kInvalidArgument, [](StreamSpec& s) { s.targets[0] = -1; });
   expect("open.targets", kInvalidArgument, [](StreamSpec& s) { s.targets.pop_back(); });
@@ -133,9 +134,9 @@ TEST_F(RefusalsTest, ANonFiniteRowFailsItsSliceOnly) {
   EXPECT_THAT(std::string(bad->Wait().message()), HasSubstr("row 2"));
   EXPECT_TRUE(good->Wait().ok());
   EXPECT_THAT(device_.accumulated(), UnorderedElementsAreArray(Names(2, {0, 4})));
-  std::vector<std::string> missing;
-  EXPECT_FALSE(engine_->ApplyStep("head", {.expected_microbatches = {1, 2}}, &missing).ok());
-  EXPECT_THAT(missing, ElementsAre("microbatch 1: rows [0, 4) of 4"));
+  const absl::Status missing = engine_->ApplyStep("head", {.expected_microbatches = {1, 2}}).status();
+  EXPECT_FALSE(missing.ok());
+  EXPECT_THAT(GetMissing(missing), ElementsAre("microbatch 1: rows [0, 4) of 4"));
 }
 
 TEST_F(RefusalsTest, LimitsAreEnforced) {
@@ -157,9 +158,9 @@ TEST_F(RefusalsTest, MicrobatchesOfAStepAreBoundedEvenWithoutRows) {
   for (uint64_t id : {1, 2}) EXPECT_NE(Open(Whole(id, 0), std::make_shared<RowCollector>()), nullptr);
   const absl::Status full = engine_->Open(Whole(3, 0), std::make_shared<RowCollector>()).status();
   EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(full.GetPayload(kFieldPayload), absl::Cord("open.microbatch_id"));
+  EXPECT_EQ(errors::GetFieldViolation(full).value_or(errors::FieldViolation()).field, "open.microbatch_id");
   EXPECT_NE(Open(Whole(2, 0), std::make_shared<RowCollector>()), nullptr) << "it is known";
-  ASSERT_TRUE(engine_->ApplyStep("head", {.step = 0}, nullptr).ok());
+  ASSERT_TRUE(engine_->ApplyStep("head", {.step = 0}).ok());
   EXPECT_NE(Open(Whole(3, 0, 1), std::make_shared<RowCollector>()), nullptr);
 }
 

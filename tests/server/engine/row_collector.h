@@ -19,6 +19,7 @@ namespace lossd::engine {
 // Thread-safe. Hidden states are fp32.
 class RowCollector : public StreamObserver {
  public:
+  void OnMemory(absl::AnyInvocable<void()> receive) override { receive(); }
   void OnSlice(SliceOutput output) override {
     absl::MutexLock lock(&mutex_);
     EXPECT_FALSE(finished_.HasBeenNotified()) << "a slice after the end";

@@ -39,12 +39,15 @@ class SequencerTest : public ::testing::Test {
   }
   StreamPtr Open(uint64_t id, int64_t rows) { return Open(id, rows, {0, rows}); }
 
-  // Asks for room; returns the number of the room if it is granted now, else 0.
+  // Asks for memory; returns the number of the loan if it is granted now, else 0.
   uint64_t Request(const StreamPtr& stream, RowRange rows) {
-    sequencer_.Request(stream, rows, [](StagingBuffer) {});
+    auto work = std::make_unique<SliceWork>();
+    work->stream = stream;
+    work->rows = rows;
+    sequencer_.Request(std::move(work));
     for (Sequencer::Grant& grant : sequencer_.TakeGrants()) granted_.push_back(std::move(grant));
-    if (granted_.empty() || granted_.back().stream != stream) return 0;
-    return granted_.back().room;
+    if (granted_.empty() || granted_.back().slice->stream != stream) return 0;
+    return granted_.back().loan;
   }
   bool Attach(const StreamPtr& stream, RowRange rows) {
     auto work = std::make_unique<SliceWork>();
@@ -55,9 +58,9 @@ class SequencerTest : public ::testing::Test {
   bool Send(const StreamPtr& stream, RowRange rows) {
     return Request(stream, rows) != 0 && Attach(stream, rows);
   }
-  // All rooms lent so far come back.
-  void ReturnRooms() {
-    for (const Sequencer::Grant& grant : granted_) sequencer_.Return(grant.area, grant.room);
+  // All that was lent so far comes back.
+  void ReturnLoans() {
+    for (const Sequencer::Grant& grant : granted_) sequencer_.Return(grant.area, grant.loan);
     granted_.clear();
   }
   void Reserve(const GroupAssembly& group) {
@@ -70,7 +73,7 @@ class SequencerTest : public ::testing::Test {
     if (good) ledger_.Commit(group.key().microbatch_id, group.rows());
     if (!good) ledger_.Release(group.key().microbatch_id, group.rows());
     sequencer_.OnLeft(group);
-    ReturnRooms();
+    ReturnLoans();
   }
   void Compute() {
     auto group = sequencer_.TakeReady();
@@ -178,8 +181,8 @@ TEST_F(SequencerTest, FailedStreamsLeaveNothing) {
   attached->Fail(absl::CancelledError("cut"));
   waits->Fail(absl::CancelledError("cut"));
   auto dropped = sequencer_.TakeFailed();
-  EXPECT_EQ(dropped.slices.size(), 1u);
-  EXPECT_EQ(dropped.waiters.size(), 1u);
+  EXPECT_EQ(dropped.queued.size(), 1u);
+  EXPECT_EQ(dropped.waiting.size(), 1u);
   EXPECT_FALSE(sequencer_.HasReady());
   EXPECT_EQ(sequencer_.WaitsFor(), "microbatch 0, rows [0, 5)");
   auto again = Open(0, 10, {0, 5});
@@ -222,12 +225,12 @@ TEST_F(SequencerTest, ANewStepStartsOver) {
   Compute();
   ASSERT_TRUE(Send(stream, {10, 15}));
   stream->Fail(absl::AbortedError("zeroed"));
-  EXPECT_EQ(sequencer_.TakeFailed().slices.size(), 1u);
+  EXPECT_EQ(sequencer_.TakeFailed().queued.size(), 1u);
   ledger_.Clear();
   sequencer_.Clear();
   EXPECT_EQ(sequencer_.turn(), (GroupKey{0, 0}));
   EXPECT_EQ(sequencer_.WaitsFor(), "");
-  ReturnRooms();
+  ReturnLoans();
   auto again = Open(0, 10);
   ASSERT_TRUE(Send(again, {0, 10}));
   Compute();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <iterator>
 #include <map>
 #include <random>
@@ -20,6 +21,14 @@ namespace {
 constexpr int64_t kGrain = RangeAllocator::kAlignment;
 constexpr int64_t kLargest = 64 * kGrain;
 
+// Hands a buffer to `waiter`, now or later; returns the ticket, 0 if it was now.
+uint64_t Acquire(StagingPool& pool, int64_t bytes, const std::function<void(StagingBuffer)>& waiter) {
+  StagingPool::Acquired acquired = pool.Acquire(bytes, waiter);
+  EXPECT_NE(static_cast<bool>(acquired.buffer), acquired.ticket != 0);
+  if (acquired.ticket == 0) waiter(std::move(acquired.buffer));
+  return acquired.ticket;
+}
+
 class StagingPoolTest : public ::testing::Test {
  protected:
   std::unique_ptr<StagingPool> Pool(int64_t bytes, int64_t max_buffer_bytes = kLargest) {
@@ -31,7 +40,7 @@ class StagingPoolTest : public ::testing::Test {
   // A buffer that is there at once, or an empty one.
   static StagingBuffer Take(StagingPool& pool, int64_t bytes) {
     StagingBuffer taken;
-    const uint64_t ticket = pool.Acquire(bytes, [&](StagingBuffer buffer) { taken = std::move(buffer); });
+    const uint64_t ticket = Acquire(pool, bytes, [&](StagingBuffer buffer) { taken = std::move(buffer); });
     if (ticket != 0) pool.Forget(ticket);
     return taken;
   }
@@ -39,7 +48,7 @@ class StagingPoolTest : public ::testing::Test {
   static StagingBuffer WaitFor(StagingPool& pool, int64_t bytes) {
     StagingBuffer taken;
     absl::Notification served;
-    pool.Acquire(bytes, [&](StagingBuffer buffer) {
+    Acquire(pool, bytes, [&](StagingBuffer buffer) {
       taken = std::move(buffer);
       served.Notify();
     });
@@ -92,11 +101,11 @@ TEST_F(StagingPoolTest, WaitersAreServedInOrder) {
   std::vector<int> order;
   std::vector<StagingBuffer> got;
   for (int i = 0; i < 3; ++i) {
-    EXPECT_NE(pool->Acquire(kLargest,
-                            [&, i](StagingBuffer buffer) {
-                              order.push_back(i);
-                              got.push_back(std::move(buffer));
-                            }),
+    EXPECT_NE(Acquire(*pool, kLargest,
+                      [&, i](StagingBuffer buffer) {
+                        order.push_back(i);
+                        got.push_back(std::move(buffer));
+                      }),
               0u);
   }
   held.Release();
@@ -112,7 +121,7 @@ TEST_F(StagingPoolTest, OneReturnServesSeveral) {
   StagingBuffer held = Take(*pool, kLargest);
   std::vector<StagingBuffer> got;
   for (int i = 0; i < 3; ++i) {
-    pool->Acquire(kLargest / 2, [&](StagingBuffer buffer) { got.push_back(std::move(buffer)); });
+    Acquire(*pool, kLargest / 2, [&](StagingBuffer buffer) { got.push_back(std::move(buffer)); });
   }
   held.Release();
   EXPECT_EQ(got.size(), 2u);
@@ -126,11 +135,11 @@ TEST_F(StagingPoolTest, LargeRequestsDoNotStarve) {
   std::vector<StagingBuffer> small;
   for (int i = 0; i < 64; ++i) small.push_back(Take(*pool, kGrain));
   StagingBuffer large;
-  EXPECT_NE(pool->Acquire(kLargest, [&](StagingBuffer buffer) { large = std::move(buffer); }), 0u);
+  EXPECT_NE(Acquire(*pool, kLargest, [&](StagingBuffer buffer) { large = std::move(buffer); }), 0u);
   std::vector<StagingBuffer> late;
   for (size_t i = 0; i < small.size(); i += 2) {
     small[i].Release();
-    EXPECT_NE(pool->Acquire(kGrain, [&](StagingBuffer buffer) { late.push_back(std::move(buffer)); }), 0u);
+    EXPECT_NE(Acquire(*pool, kGrain, [&](StagingBuffer buffer) { late.push_back(std::move(buffer)); }), 0u);
   }
   EXPECT_TRUE(late.empty());
   small.clear();
@@ -143,7 +152,7 @@ TEST_F(StagingPoolTest, LargeRequestsDoNotStarve) {
 TEST_F(StagingPoolTest, ForgottenWaitersAreNotServed) {
   auto pool = Pool(kLargest);
   StagingBuffer held = Take(*pool, kLargest);
-  const uint64_t ticket = pool->Acquire(kGrain, [](StagingBuffer) { FAIL() << "was forgotten"; });
+  const uint64_t ticket = Acquire(*pool, kGrain, [](StagingBuffer) { FAIL() << "was forgotten"; });
   EXPECT_TRUE(pool->Forget(ticket));
   EXPECT_FALSE(pool->Forget(ticket));
   held.Release();
@@ -153,9 +162,9 @@ TEST_F(StagingPoolTest, ForgottenWaitersAreNotServed) {
 TEST_F(StagingPoolTest, WhoIsForgottenLetsOthersPass) {
   auto pool = Pool(kLargest);
   StagingBuffer held = Take(*pool, kGrain);
-  const uint64_t large = pool->Acquire(kLargest, [](StagingBuffer) { FAIL() << "was forgotten"; });
+  const uint64_t large = Acquire(*pool, kLargest, [](StagingBuffer) { FAIL() << "was forgotten"; });
   StagingBuffer small;
-  EXPECT_NE(pool->Acquire(kGrain, [&](StagingBuffer buffer) { small = std::move(buffer); }), 0u);
+  EXPECT_NE(Acquire(*pool, kGrain, [&](StagingBuffer buffer) { small = std::move(buffer); }), 0u);
   EXPECT_FALSE(small);
   EXPECT_TRUE(pool->Forget(large));
   EXPECT_TRUE(small);
@@ -200,7 +209,7 @@ class History {
     const int64_t name = ++requests_;
     waiting_.push_back({name, bytes, 0});
     const uint64_t ticket =
-        pool_->Acquire(bytes, [this, name](StagingBuffer buffer) { Serve(name, std::move(buffer)); });
+        Acquire(*pool_, bytes, [this, name](StagingBuffer buffer) { Serve(name, std::move(buffer)); });
     if (ticket != 0) waiting_.back().ticket = ticket;
   }
 
@@ -259,7 +268,7 @@ class History {
   // The pool's first byte: where its first buffer is.
   static const uint8_t* FirstByte(StagingPool& pool) {
     const uint8_t* first = nullptr;
-    pool.Acquire(0, [&](StagingBuffer buffer) { first = buffer.data(); });
+    Acquire(pool, 0, [&](StagingBuffer buffer) { first = buffer.data(); });
     return first;
   }
 
@@ -296,7 +305,7 @@ TEST_F(StagingPoolTest, RandomHistories) {
   }
 }
 
-// Many small buffers beside few large ones: nobody sees another's bytes, and everybody finishes.
+// Many small buffers beside few large ones: no user sees another's bytes, and every user finishes.
 TEST_F(StagingPoolTest, ManyThreadsShareOnePool) {
   auto pool = Pool(kLargest + kLargest / 2);
   const uint64_t seed = std::random_device{}();
@@ -329,7 +338,7 @@ TEST_F(StagingPoolTest, ForgetWhileOthersReturn) {
       for (int i = 0; i < 500; ++i) {
         StagingBuffer mine;
         absl::Notification served;
-        const uint64_t ticket = pool->Acquire((i % 3 + 1) * kLargest / 3, [&](StagingBuffer buffer) {
+        const uint64_t ticket = Acquire(*pool, (i % 3 + 1) * kLargest / 3, [&](StagingBuffer buffer) {
           mine = std::move(buffer);
           served.Notify();
         });

@@ -12,6 +12,7 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "absl/strings/str_cat.h"
 #include "server/head/checkpoint_store.h"
 #include "tests/server/head/checkpoint_fixture.h"
 #include "tests/server/head/watched_disk.h"
@@ -98,11 +99,13 @@ TEST_F(CheckpointTest, ManifestSaysWhatItIs) {
   Head head = RandomHead(subject);
   ASSERT_TRUE(Save(subject, head, "first").ok());
   const auto manifest = nlohmann::json::parse(test::ReadWholeFile(root_ + "/lm/first/manifest.json"));
-  EXPECT_EQ(manifest["version"], 2);
+  EXPECT_EQ(manifest["version"], 3);
   EXPECT_EQ(manifest["automatic"], false);
   EXPECT_EQ(manifest["last_step"], nullptr);
   EXPECT_EQ(manifest["step"], subject.step);
   EXPECT_EQ(manifest["head"]["norm"], "layernorm");
+  EXPECT_EQ(manifest["head"]["logits"], "stored");
+  EXPECT_EQ(manifest["head"]["gradients"], "exact");
   EXPECT_EQ(manifest["tensors"].size(), 13u);
   EXPECT_EQ(manifest["tensors"][1]["name"], "weight.moment1");
   EXPECT_EQ(manifest["tensors"][1]["bytes"], 5 * 7 * 4);
@@ -367,11 +370,14 @@ TEST_F(CheckpointTest, AnotherFormatVersionIsRefused) {
   ASSERT_TRUE(Save(subject, head, "x").ok());
   const std::string path = root_ + "/lm/x/manifest.json";
   auto manifest = nlohmann::ordered_json::parse(test::ReadWholeFile(path));
-  manifest["version"] = 3;
-  test::WriteWholeFile(path, manifest.dump());
-  const absl::Status status = CheckpointReader::Open(root_, "lm/x").status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr("lm/x"), HasSubstr("version 3")));
+  for (const int version : {2, 4}) {
+    manifest["version"] = version;
+    test::WriteWholeFile(path, manifest.dump());
+    const absl::Status status = CheckpointReader::Open(root_, "lm/x").status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("lm/x"), HasSubstr(absl::StrCat("has version ", version))));
+  }
 }
 
 TEST_F(CheckpointTest, SavesLockTheirFolder) {

@@ -1,4 +1,4 @@
-// What a manifest says is read back exactly, also from older versions.
+// What a manifest says is read back exactly, and a manifest of another version is refused.
 #include "server/head/manifest.h"
 
 #include <gmock/gmock.h>
@@ -25,7 +25,8 @@ Manifest SomeManifest(std::mt19937_64& random) {
                       .config = {.hidden_size = 5,
                                  .vocab_size = 7,
                                  .has_bias = true,
-                                 .algorithm = kernels::Algorithm::kCut,
+                                 .logits = kernels::Logits::kRecomputed,
+                                 .gradients = kernels::Gradients::kAuto,
                                  .workspace_bytes = int64_t{1} << 40},
                       .step = random() | 1,
                       .incarnation = random()};
@@ -100,39 +101,15 @@ TEST_F(ManifestTest, WithoutALastStep) {
   EXPECT_EQ(DecodeManifest(EncodeManifest(manifest))->subject, manifest.subject);
 }
 
-TEST_F(ManifestTest, WithoutAlgorithmAndLimit) {
-  Manifest manifest = SomeManifest(random_);
-  Json json = Json::parse(EncodeManifest(manifest));
-  json["head"].erase("algorithm");
-  json["head"].erase("workspace_bytes");
-  const absl::StatusOr<Manifest> read = DecodeManifest(Sealed(json));
-  ASSERT_TRUE(read.ok()) << read.status();
-  manifest.subject.config.algorithm = kernels::Algorithm::kExact;
-  manifest.subject.config.workspace_bytes = 0;
-  EXPECT_EQ(read->subject, manifest.subject);
-}
-
-TEST_F(ManifestTest, VersionOneIsRead) {
-  Manifest manifest = SomeManifest(random_);
-  Json json = Json::parse(EncodeManifest(manifest));
-  json["version"] = 1;
-  for (const char* field : {"updates", "last_step", "saved_at", "automatic"}) json.erase(field);
-  const absl::StatusOr<Manifest> read = DecodeManifest(Sealed(json));
-  ASSERT_TRUE(read.ok()) << read.status();
-  manifest.subject.last_step.reset();
-  manifest.subject.updates = manifest.subject.step;
-  EXPECT_EQ(read->subject, manifest.subject);
-  EXPECT_EQ(read->saved_at, absl::UnixEpoch());
-  EXPECT_FALSE(read->automatic);
-}
-
-TEST_F(ManifestTest, LaterVersionsAreRefused) {
+// Versions 1 and 2 say "algorithm" where this one says "logits" and "gradients".
+TEST_F(ManifestTest, OtherVersionsAreRefused) {
   Json json = Json::parse(EncodeManifest(SomeManifest(random_)));
-  for (const Json& version : {Json(0), Json(3), Json("2"), Json()}) {
+  for (const Json& version : {Json(0), Json(1), Json(2), Json(4), Json("3"), Json()}) {
     json["version"] = version;
     const absl::Status status = DecodeManifest(Sealed(json)).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-    EXPECT_THAT(std::string(status.message()), HasSubstr("versions 1 to 2"));
+    EXPECT_THAT(std::string(status.message()), HasSubstr("has version " + version.dump()));
+    EXPECT_THAT(std::string(status.message()), HasSubstr("reads version 3"));
   }
 }
 
@@ -156,7 +133,18 @@ TEST_F(ManifestTest, BadValues) {
     json["last_step"]["optimizer"][field] = "what";
     refused(json, field);
   }
+  for (const auto& [field, value] : whole["head"].items()) {
+    Json json = whole;
+    json["head"].erase(field);
+    refused(json, "head without " + field);
+  }
   Json json = whole;
+  for (const char* field : {"logits", "gradients"}) {
+    json = whole;
+    json["head"][field] = "other";
+    refused(json, field);
+  }
+  json = whole;
   json["last_step"]["optimizer"]["learning_rate"] = -1.0;
   refused(json, "learning rate");
   json = whole;

@@ -20,7 +20,7 @@
 namespace lossd::metrics {
 namespace {
 
-using kernels::Algorithm;
+using kernels::Gradients;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -43,7 +43,7 @@ class MetricsTest : public ::testing::Test {
     engine::EngineOptions options;
     options.slice_bytes = 1024;
     options.staging_bytes = 8192;
-    engine_ = *engine::Engine::Create(options, backend_.get(), 42, &metrics_);
+    engine_ = *engine::Engine::Create(options, backend_.get(), 42, {&metrics_});
     metrics_.Attach(engine_.get(), backend_.get());
   }
   ~MetricsTest() override { metrics_.Detach(); }
@@ -78,15 +78,23 @@ TEST_F(MetricsTest, CountsSaves) {
 }
 
 TEST_F(MetricsTest, CountsEvents) {
-  metrics_.OnChunk("main", 2, 100, 90, Algorithm::kExact, 0.02);
-  metrics_.OnChunk("main", 1, 10, 10, Algorithm::kFiltered, 0.3);
-  metrics_.OnChunk("main", 1, 7, 6, Algorithm::kFiltered, 0.3);
-  metrics_.OnDroppedMass("main", 1.25);
-  metrics_.OnDroppedMass("main", 0.5);
-  metrics_.OnSlice("main", 0.001);
-  metrics_.OnStep("main", /*skipped=*/false);
-  metrics_.OnStep("main", /*skipped=*/true);
-  metrics_.OnContribution("main", 7);
+  metrics_.OnChunk({.head = "main",
+                    .rows = 100,
+                    .valid_rows = 90,
+                    .compute_seconds = 0.02,
+                    .queue_seconds = {0.001, 0.002}});
+  for (const auto& [rows, valid_rows, mass] : {std::tuple{10, 10, 1.25}, {7, 6, 0.5}}) {
+    metrics_.OnChunk({.head = "main",
+                      .rows = rows,
+                      .valid_rows = valid_rows,
+                      .gradients = Gradients::kFiltered,
+                      .dropped_mass = mass,
+                      .compute_seconds = 0.3,
+                      .queue_seconds = {0.003}});
+  }
+  metrics_.OnStep({.head = "main", .skipped = false});
+  metrics_.OnStep({.head = "main", .skipped = true});
+  metrics_.OnContribution({.head = "main", .added_rows = 7});
   metrics_.OnDeviceError(absl::InternalError("x"));
   metrics_.ObservePhase(Phase::kReceive, 0.0002);
   metrics_.ObserveMicrobatch(0.4);
@@ -98,10 +106,10 @@ TEST_F(MetricsTest, CountsEvents) {
   metrics_.SetDraining(true);
   const std::string text = metrics_.RenderText();
   EXPECT_EQ(Sample(text, "lossd_rows_total{head=\"main\"}"), 117);
-  EXPECT_EQ(Sample(text, "lossd_chunks_total{algorithm=\"exact\"}"), 1);
-  EXPECT_EQ(Sample(text, "lossd_chunks_total{algorithm=\"filtered\"}"), 2);
-  EXPECT_EQ(Sample(text, "lossd_chunk_rows_sum{algorithm=\"exact\"}"), 90);
-  EXPECT_EQ(Sample(text, "lossd_chunk_rows_sum{algorithm=\"filtered\"}"), 16);
+  EXPECT_EQ(Sample(text, "lossd_chunks_total{gradients=\"exact\"}"), 1);
+  EXPECT_EQ(Sample(text, "lossd_chunks_total{gradients=\"filtered\"}"), 2);
+  EXPECT_EQ(Sample(text, "lossd_chunk_rows_sum{gradients=\"exact\"}"), 90);
+  EXPECT_EQ(Sample(text, "lossd_chunk_rows_sum{gradients=\"filtered\"}"), 16);
   EXPECT_EQ(Sample(text, "lossd_dropped_probability_total"), 1.75);
   EXPECT_EQ(Sample(text, "lossd_steps_total"), 2);
   EXPECT_EQ(Sample(text, "lossd_skipped_steps_total"), 1);
@@ -112,6 +120,7 @@ TEST_F(MetricsTest, CountsEvents) {
   EXPECT_EQ(Sample(text, "lossd_requests_total{method=\"ComputeLoss\"}"), 2);
   EXPECT_EQ(Sample(text, "lossd_errors_total{code=\"INVALID_ARGUMENT\",method=\"ComputeLoss\"}"), 1);
   EXPECT_EQ(Sample(text, "lossd_phase_seconds_count{phase=\"compute\"}"), 4);
+  EXPECT_EQ(Sample(text, "lossd_phase_seconds_count{phase=\"queue\"}"), 4);
   EXPECT_EQ(Sample(text, "lossd_phase_seconds_bucket{phase=\"receive\",le=\"0.00025\"}"), 1);
   EXPECT_EQ(Sample(text, "lossd_phase_seconds_bucket{phase=\"receive\",le=\"0.0001\"}"), 0);
   EXPECT_EQ(Sample(text, "lossd_microbatch_seconds_count"), 1);
@@ -141,12 +150,12 @@ TEST_F(MetricsTest, WithoutSourcesTheRestRemains) {
   metrics_.Detach();
   const std::string text = metrics_.RenderText();
   EXPECT_THAT(text, Not(HasSubstr("lossd_memory_bytes")));
-  EXPECT_THAT(text, HasSubstr("lossd_chunks_total{algorithm=\"exact\"} 0"));
+  EXPECT_THAT(text, HasSubstr("lossd_chunks_total{gradients=\"exact\"} 0"));
 }
 
 TEST_F(MetricsTest, ForgottenHeadsLeaveNoSeriesButStayInTheTotal) {
-  metrics_.OnChunk("gone", 1, 5, 5, Algorithm::kExact, 0.1);
-  metrics_.OnChunk("here", 1, 7, 7, Algorithm::kExact, 0.1);
+  metrics_.OnChunk({.head = "gone", .rows = 5});
+  metrics_.OnChunk({.head = "here", .rows = 7});
   metrics_.ForgetHead("gone");
   const std::string text = metrics_.RenderText();
   EXPECT_THAT(text, Not(HasSubstr("\"gone\"")));
@@ -159,7 +168,7 @@ TEST_F(MetricsTest, SurvivesConcurrentUse) {
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([this, t] {
       for (int i = 0; i < 200; ++i) {
-        metrics_.OnChunk(absl::StrCat("head", t % 2), 1, 1, 1, Algorithm::kExact, 0.001);
+        metrics_.OnChunk({.head = t % 2 == 0 ? "head0" : "head1", .rows = 1});
         if (i % 20 == 0) metrics_.RenderText();
       }
     });
@@ -172,7 +181,8 @@ TEST_F(MetricsTest, PromtoolAgrees) {
   if (std::system("command -v promtool > /dev/null 2>&1") != 0) {
     GTEST_SKIP() << "promtool is missing (Debian package prometheus)";
   }
-  metrics_.OnChunk("main", 1, 5, 5, Algorithm::kExact, 0.1);
+  metrics_.OnChunk(
+      {.head = "main", .rows = 5, .valid_rows = 5, .compute_seconds = 0.1, .queue_seconds = {0.1}});
   metrics_.CountRequest("ComputeLoss");
   metrics_.CountError("ComputeLoss", "NOT_FOUND");
   test::TempFolder folder;

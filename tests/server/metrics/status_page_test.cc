@@ -32,7 +32,7 @@ TEST(StatusPageTest, ShowsHeadsMemoryAndThroughput) {
   Metrics metrics({.version = "9.9"});
   const auto backend = *kernels::CreateCpuBackend({.threads = 1});
   const auto engine =
-      *engine::Engine::Create({.slice_bytes = 1024, .staging_bytes = 8192}, backend.get(), 42, &metrics);
+      *engine::Engine::Create({.slice_bytes = 1024, .staging_bytes = 8192}, backend.get(), 42, {&metrics});
   ASSERT_TRUE(engine->CreateHead("<b>main</b>", {.hidden_size = 8, .vocab_size = 1234567}).ok());
   ASSERT_TRUE(engine->PublishHead("<b>main</b>").ok());
   StatusPage page({.version = "9.9 <x>", .grpc_address = "127.0.0.1:1", .started = absl::Now()}, engine.get(),
@@ -48,7 +48,7 @@ TEST(StatusPageTest, ShowsHeadsMemoryAndThroughput) {
   EXPECT_THAT(first, Not(HasSubstr("(draining)")));
   EXPECT_THAT(first, Not(HasSubstr("http://")));
   EXPECT_THAT(first, Not(HasSubstr("<script")));
-  metrics.OnChunk("<b>main</b>", 1, 1000, 1000, kernels::Algorithm::kExact, 0.01);
+  metrics.OnChunk({.head = "<b>main</b>", .rows = 1000});
   const std::string second = page.Render(true);
   EXPECT_THAT(second, HasSubstr("<b>1,000</b><span>rows computed"));
   EXPECT_THAT(second, HasSubstr("(draining)"));

@@ -1,0 +1,175 @@
+#include "server/admin/checkpoints.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "kernels/errors/text.h"
+#include "server/head/checkpoint_store.h"
+#include "server/log/log.h"
+#include "server/messages/convert.h"
+
+namespace lossd::admin {
+namespace {
+
+using log::LogLevel;
+
+constexpr size_t kMostListed = 1000;
+
+v1::SaveProgress ProgressMessage(const head::SaveProgress& progress, v1::SavePhase phase) {
+  v1::SaveProgress message;
+  message.set_phase(phase);
+  message.set_total_bytes(static_cast<uint64_t>(progress.total_bytes));
+  message.set_read_bytes(static_cast<uint64_t>(progress.read_bytes));
+  message.set_written_bytes(static_cast<uint64_t>(progress.written_bytes));
+  return message;
+}
+
+v1::CheckpointInfo CheckpointMessage(const head::CheckpointInfo& info) {
+  v1::CheckpointInfo message;
+  message.set_checkpoint(info.name);
+  if (!info.status.ok()) {
+    message.set_error(errors::ValidUtf8(info.status.message()));  // it may repeat bytes of a broken file
+    return message;
+  }
+  *message.mutable_spec() = messages::ToProto(info.subject.head, info.subject.config);
+  message.set_step(info.subject.step);
+  message.set_incarnation(info.subject.incarnation);
+  message.set_bytes(static_cast<uint64_t>(info.bytes));
+  message.set_saved_unix_seconds(absl::ToUnixSeconds(info.saved_at));
+  message.set_automatic(info.automatic);
+  return message;
+}
+
+}  // namespace
+
+Checkpoints::Checkpoints(const CheckpointOptions& options, engine::Engine* engine, metrics::Metrics* metrics,
+                         NamedLocks* head_locks)
+    : options_(options), engine_(engine), metrics_(metrics), head_locks_(head_locks) {}
+
+void Checkpoints::RemoveLeftovers() {
+  std::error_code error;
+  if (!std::filesystem::is_directory(options_.directory, error)) return;
+  if (absl::Status status = PrepareDirectory(); !status.ok()) {
+    log::Log(LogLevel::kWarning, "cannot clean the checkpoint directory", {{"error", status.message()}});
+  }
+}
+
+absl::Status Checkpoints::PrepareDirectory() {
+  absl::MutexLock lock(&directory_mutex_);
+  if (directory_ready_) return absl::OkStatus();
+  absl::Status status = head::PrepareCheckpointDirectory(options_.directory, options_.disk);
+  directory_ready_ = status.ok();
+  return status;
+}
+
+absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::Save(const v1::SaveCheckpointRequest& request,
+                                                             const SaveCallbacks& callbacks) {
+  if (!request.name().empty()) {
+    if (absl::Status status = messages::CheckName("name", request.name()); !status.ok()) return status;
+  }
+  if (absl::Status status = PrepareDirectory(); !status.ok()) return status;
+  absl::MutexLock turn(&save_mutex_);
+  absl::StatusOr<v1::SaveCheckpointResponse> saved = SaveInTurn(request, callbacks);
+  metrics_->SetSaveBuffered(0);
+  if (absl::IsNotFound(saved.status()) || absl::IsAlreadyExists(saved.status())) return saved;  // refused
+  if (!saved.ok()) {
+    metrics_->OnSaveFailed(absl::IsCancelled(saved.status()));
+    log::Log(LogLevel::kError, "checkpoint not saved",
+             {{"head", request.head()}, {"error", saved.status().message()}});
+    return saved;
+  }
+  metrics_->OnSaved(request.head(), saved->state().step(), static_cast<int64_t>(saved->bytes()),
+                    saved->seconds());
+  log::Log(LogLevel::kInfo, "checkpoint saved",
+           {{"checkpoint", saved->checkpoint()},
+            {"bytes", saved->bytes()},
+            {"seconds", saved->seconds()},
+            {"read_seconds", saved->read_seconds()}});
+  if (request.name().empty()) Prune(request, &*saved);
+  return saved;
+}
+
+absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::SaveCheckpointRequest& request,
+                                                                   const SaveCallbacks& callbacks) {
+  // Held while the tensors are read.
+  NamedLocks::Guard guard = head_locks_->Lock(request.head());
+  const absl::StatusOr<engine::HeadSnapshot> head = engine_->Describe(request.head());
+  if (!head.ok()) return head.status();
+  if (!head->weights_status.ok()) return head->weights_status;
+  const absl::Time begin = absl::Now();
+  absl::Time read_end = begin;
+  v1::SavePhase phase = v1::SAVE_PHASE_READING;
+  head::SaveOptions save{
+      .slice_bytes = options_.transfer_bytes, .buffer_bytes = options_.buffer_bytes, .disk = options_.disk};
+  save.on_read = [&] {
+    guard.Unlock();
+    read_end = absl::Now();
+    phase = v1::SAVE_PHASE_WRITING;
+  };
+  save.on_progress = [&](const head::SaveProgress& progress) {
+    metrics_->SetSaveBuffered(progress.read_bytes - progress.written_bytes);
+    callbacks.on_progress(ProgressMessage(progress, phase));
+  };
+  save.cancelled = [&] { return saves_cancelled_ || callbacks.cancelled(); };
+  const absl::StatusOr<int64_t> bytes = head::SaveCheckpoint(
+      options_.directory, request.name(),
+      {.head = head->name,
+       .config = head->config,
+       .step = head->state.step,
+       .updates = head->updates,
+       .incarnation = head->state.incarnation,
+       .last_step = head->last_step},
+      [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<uint8_t> out) {
+        return engine_->OnDevice(head->name, [&](head::Head& on_device) {
+          return on_device.ReadRows(id, row_begin, rows, kernels::DType::kFloat32, out);
+        });
+      },
+      save);
+  if (!bytes.ok()) return bytes.status();
+  v1::SaveCheckpointResponse response;
+  *response.mutable_state() = messages::ToProto(head->state);
+  const std::string name = request.name().empty() ? head::AutomaticName(head->state.step) : request.name();
+  response.set_checkpoint(absl::StrCat(head->name, "/", name));
+  response.set_bytes(static_cast<uint64_t>(*bytes));
+  response.set_seconds(absl::ToDoubleSeconds(absl::Now() - begin));
+  response.set_read_seconds(absl::ToDoubleSeconds(read_end - begin));
+  return response;
+}
+
+void Checkpoints::Prune(const v1::SaveCheckpointRequest& request, v1::SaveCheckpointResponse* response) {
+  const int64_t keep = request.has_keep() ? request.keep() : options_.keep;
+  if (keep == 0) return;
+  const absl::StatusOr<std::vector<std::string>> pruned =
+      head::PruneCheckpoints(options_.directory, response->checkpoint(), keep, options_.disk);
+  if (!pruned.ok()) {
+    log::Log(LogLevel::kWarning, "old checkpoints not removed",
+             {{"head", request.head()}, {"error", pruned.status().message()}});
+    return;
+  }
+  for (const std::string& checkpoint : *pruned) {
+    response->add_pruned(checkpoint);
+    log::Log(LogLevel::kInfo, "checkpoint removed", {{"checkpoint", checkpoint}, {"keep", keep}});
+  }
+}
+
+absl::StatusOr<v1::ListCheckpointsResponse> Checkpoints::List(
+    const v1::ListCheckpointsRequest& request) const {
+  if (!request.head().empty()) {
+    if (absl::Status status = messages::CheckName("head", request.head()); !status.ok()) return status;
+  }
+  const absl::StatusOr<std::vector<head::CheckpointInfo>> list =
+      head::ListCheckpoints(options_.directory, request.head());
+  if (!list.ok()) return list.status();
+  v1::ListCheckpointsResponse response;
+  const size_t listed = std::min(list->size(), kMostListed);
+  for (size_t i = 0; i < listed; ++i) *response.add_checkpoints() = CheckpointMessage((*list)[i]);
+  response.set_left_out(list->size() - listed);
+  return response;
+}
+
+}  // namespace lossd::admin

@@ -1,0 +1,82 @@
+// Saving, listing and pruning the checkpoints of heads, apart from gRPC.
+//
+// A save is of one step boundary: while the head's tensors are read into memory, calls that change the head
+// wait, streams of rows go on. After that the head is free, and the disk takes the time it needs.
+//
+// Thread-safe. Calls block. Saves take turns, which bounds their memory to one buffer.
+#ifndef LOSSD_SERVER_ADMIN_CHECKPOINTS_H_
+#define LOSSD_SERVER_ADMIN_CHECKPOINTS_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "lossd/v1/head.pb.h"
+#include "server/admin/named_locks.h"
+#include "server/engine/engine.h"
+#include "server/head/checkpoint.h"
+#include "server/head/disk.h"
+#include "server/metrics/metrics.h"
+
+namespace lossd::admin {
+
+struct CheckpointOptions {
+  std::string directory;                      // made when it is first needed
+  int64_t transfer_bytes = int64_t{8} << 20;  // per operation on the device; at least one row
+  int64_t buffer_bytes = int64_t{1} << 30;    // host memory for what is read ahead of the disk
+  int64_t keep = 0;                           // automatic checkpoints per head; 0: all
+  head::Disk* disk = head::Disk::Real();
+};
+
+class Checkpoints {
+ public:
+  // All pointers outlive this. `head_locks`: held, by name, by whoever changes a head.
+  Checkpoints(const CheckpointOptions& options, engine::Engine* engine, metrics::Metrics* metrics,
+              NamedLocks* head_locks);
+
+  const CheckpointOptions& options() const { return options_; }
+
+  // For the server's start: removes what interrupted saves left, if there is a directory.
+  void RemoveLeftovers();
+  // Makes the directory if need be.
+  absl::Status PrepareDirectory() ABSL_LOCKS_EXCLUDED(directory_mutex_);
+
+  // Both callbacks run on this thread; `cancelled` is asked a few times a second, true ends the save.
+  struct SaveCallbacks {
+    std::function<void(const v1::SaveProgress&)> on_progress = [](const v1::SaveProgress&) {};
+    std::function<bool()> cancelled = [] { return false; };
+  };
+  absl::StatusOr<v1::SaveCheckpointResponse> Save(const v1::SaveCheckpointRequest& request,
+                                                  const SaveCallbacks& callbacks)
+      ABSL_LOCKS_EXCLUDED(save_mutex_);
+  // Ends saves with CANCELLED, now and in the future.
+  void CancelSaves() { saves_cancelled_ = true; }
+
+  absl::StatusOr<v1::ListCheckpointsResponse> List(const v1::ListCheckpointsRequest& request) const;
+
+ private:
+  absl::StatusOr<v1::SaveCheckpointResponse> SaveInTurn(const v1::SaveCheckpointRequest& request,
+                                                        const SaveCallbacks& callbacks)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(save_mutex_);
+  // Removes what `request` lets go; a failure is logged.
+  void Prune(const v1::SaveCheckpointRequest& request, v1::SaveCheckpointResponse* response);
+
+  const CheckpointOptions options_;
+  engine::Engine* const engine_;
+  metrics::Metrics* const metrics_;
+  NamedLocks* const head_locks_;
+  std::atomic<bool> saves_cancelled_{false};
+
+  absl::Mutex save_mutex_;  // one save at a time
+  absl::Mutex directory_mutex_;
+  bool directory_ready_ ABSL_GUARDED_BY(directory_mutex_) = false;
+};
+
+}  // namespace lossd::admin
+
+#endif  // LOSSD_SERVER_ADMIN_CHECKPOINTS_H_

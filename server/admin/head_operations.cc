@@ -1,0 +1,337 @@
+#include "server/admin/head_operations.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
+#include "kernels/errors/field_error.h"
+#include "server/admin/choice_log.h"
+#include "server/admin/head_source.h"
+#include "server/head/head.h"
+#include "server/head/initializer.h"
+#include "server/log/log.h"
+#include "server/messages/convert.h"
+#include "server/messages/enums.h"
+
+namespace lossd::admin {
+namespace {
+
+using log::LogLevel;
+
+// The whole value of a parameter.
+TensorRows WholeValue(const std::string& head, const kernels::HeadConfig& config, kernels::Param param,
+                      kernels::DType dtype) {
+  const kernels::TensorShape shape = kernels::ShapeOf(config, param);
+  return {.head = head,
+          .id = {param, kernels::Role::kValue},
+          .shape = shape,
+          .rows = {0, shape.rows},
+          .dtype = dtype};
+}
+
+void LogHead(absl::string_view event, const v1::HeadDescription& head) {
+  log::Log(LogLevel::kInfo, event,
+           {{"head", head.spec().name()},
+            {"vocab_size", head.spec().vocab_size()},
+            {"hidden_size", head.spec().hidden_size()},
+            {"step", head.state().step()}});
+}
+
+}  // namespace
+
+HeadOperations::HeadOperations(const HeadOperationsOptions& options, engine::Engine* engine,
+                               metrics::Metrics* metrics)
+    : options_(options),
+      engine_(engine),
+      metrics_(metrics),
+      checkpoints_(options.checkpoints, engine, metrics, &locks_) {}
+
+// ---- Creation ----
+
+absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateHeadRequest& request) {
+  const absl::StatusOr<kernels::HeadConfig> config =
+      messages::ToHeadConfig(request.spec(), "spec.", options_.default_compute_dtype);
+  if (!config.ok()) return config.status();
+  const std::string& name = request.spec().name();
+  const NamedLocks::Guard guard = locks_.Lock(name);
+  absl::Status status;
+  if (request.has_tensor_file()) {
+    if (status = checkpoints_.PrepareDirectory(); !status.ok()) return status;
+    const absl::StatusOr<HeadSource> source =
+        HeadSource::Open(options_.checkpoints.directory, request.tensor_file(), *config);
+    if (!source.ok()) return source.status();
+    status = CreateFilled(name, *config, [&]() -> absl::Status {
+      for (const HeadSource::Tensor& tensor : source->tensors()) {
+        absl::Status filled = FillTensor(WholeValue(name, *config, tensor.param, tensor.dtype),
+                                         [&](engine::RowRange rows, absl::Span<uint8_t> out) {
+                                           return source->ReadRows(tensor, rows, out);
+                                         });
+        if (!filled.ok()) return filled;
+      }
+      return absl::OkStatus();
+    });
+  } else if (request.has_zeros()) {
+    status = CreateFilled(name, *config, [] { return absl::OkStatus(); });
+  } else {
+    status = CreateFilled(name, *config,
+                          [&] { return FillUniform(name, *config, request.kaiming_uniform().seed()); });
+  }
+  if (!status.ok()) return status;
+  absl::StatusOr<v1::HeadDescription> description = Description(name);
+  if (description.ok()) LogHead("head created", *description);
+  return description;
+}
+
+absl::Status HeadOperations::CreateFilled(const std::string& name, const kernels::HeadConfig& config,
+                                          absl::FunctionRef<absl::Status()> fill) {
+  if (absl::Status status = engine_->CreateHead(name, config); !status.ok()) {
+    return errors::Within("spec.", std::move(status));
+  }
+  absl::Status status = fill();
+  if (status.ok()) status = engine_->PublishHead(name);
+  if (!status.ok()) {
+    engine_->DeleteHead(name).IgnoreError();  // the first error counts
+    return status;
+  }
+  const absl::StatusOr<engine::HeadSnapshot> head = engine_->Describe(name);
+  if (head.ok()) LogChoices("head computes", name, head->choices);
+  return absl::OkStatus();
+}
+
+absl::Status HeadOperations::FillUniform(const std::string& head, const kernels::HeadConfig& config,
+                                         uint64_t seed) {
+  const float bound = head::KaimingBound(config.hidden_size);
+  for (const kernels::Param param : {kernels::Param::kWeight, kernels::Param::kBias}) {
+    if (!kernels::HasTensor(config, {param, kernels::Role::kValue})) continue;
+    const TensorRows tensor = WholeValue(head, config, param, kernels::DType::kFloat32);
+    absl::Status filled = FillTensor(tensor, [&](engine::RowRange rows, absl::Span<uint8_t> out) {
+      // The buffer comes from operator new: aligned for floats.
+      const absl::Span<float> values(reinterpret_cast<float*>(out.data()), out.size() / sizeof(float));
+      head::FillUniform(seed, param, rows.begin * tensor.shape.cols, bound, values);
+      return absl::OkStatus();
+    });
+    if (!filled.ok()) return filled;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status HeadOperations::FillTensor(const TensorRows& tensor, RowSource source) {
+  const int64_t rows_at_once = std::max<int64_t>(1, options_.transfer_bytes / tensor.row_bytes());
+  const int64_t most_rows = std::min(rows_at_once, tensor.rows.size());
+  std::vector<uint8_t> buffer(static_cast<size_t>(most_rows * tensor.row_bytes()));
+  for (int64_t begin = tensor.rows.begin; begin < tensor.rows.end; begin += rows_at_once) {
+    const engine::RowRange rows{begin, std::min(begin + rows_at_once, tensor.rows.end)};
+    const absl::Span<uint8_t> bytes =
+        absl::MakeSpan(buffer).first(static_cast<size_t>(rows.size() * tensor.row_bytes()));
+    if (absl::Status status = source(rows, bytes); !status.ok()) return status;
+    if (absl::Status status = WriteRowsOfLocked(tensor, rows, bytes); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+// ---- Description ----
+
+absl::StatusOr<v1::HeadDescription> HeadOperations::Description(absl::string_view head) {
+  const absl::StatusOr<engine::HeadSnapshot> snapshot = engine_->Describe(head);
+  if (!snapshot.ok()) return snapshot.status();
+  return messages::ToProto(*snapshot);
+}
+
+absl::StatusOr<v1::HeadState> HeadOperations::State(absl::string_view head) {
+  const absl::StatusOr<engine::HeadSnapshot> snapshot = engine_->Describe(head);
+  if (!snapshot.ok()) return snapshot.status();
+  return messages::ToProto(snapshot->state);
+}
+
+absl::StatusOr<v1::HeadDescription> HeadOperations::DescribeHead(const v1::DescribeHeadRequest& request) {
+  return Description(request.head());
+}
+
+absl::StatusOr<v1::ListHeadsResponse> HeadOperations::ListHeads(const v1::ListHeadsRequest& request) {
+  v1::ListHeadsResponse response;
+  for (const engine::HeadSnapshot& head : engine_->List()) *response.add_heads() = messages::ToProto(head);
+  return response;
+}
+
+absl::StatusOr<v1::DeleteHeadResponse> HeadOperations::DeleteHead(const v1::DeleteHeadRequest& request) {
+  const NamedLocks::Guard guard = locks_.Lock(request.head());
+  if (absl::Status status = engine_->DeleteHead(request.head()); !status.ok()) return status;
+  metrics_->ForgetHead(request.head());
+  log::Log(LogLevel::kInfo, "head deleted", {{"head", request.head()}});
+  return v1::DeleteHeadResponse();
+}
+
+// ---- Steps ----
+
+absl::StatusOr<v1::GradNormResponse> HeadOperations::GradNorm(const v1::GradNormRequest& request) {
+  const NamedLocks::Guard guard = locks_.Lock(request.head());
+  std::optional<uint64_t> step;
+  if (request.has_step()) step = request.step();
+  const absl::StatusOr<double> norm = engine_->GradNorm(request.head(), step);
+  if (!norm.ok()) return norm.status();
+  absl::StatusOr<v1::HeadState> state = State(request.head());
+  if (!state.ok()) return state.status();
+  v1::GradNormResponse response;
+  *response.mutable_state() = *std::move(state);
+  response.set_grad_norm(*norm);
+  return response;
+}
+
+absl::StatusOr<v1::ApplyStepResponse> HeadOperations::ApplyStep(const v1::ApplyStepRequest& request) {
+  const absl::StatusOr<kernels::OptimizerOptions> optimizer =
+      messages::ToOptimizerOptions(request.optimizer(), "optimizer.");
+  if (!optimizer.ok()) return optimizer.status();
+  engine::StepRequest step;
+  step.step = request.step();
+  step.optimizer = *optimizer;
+  step.expected_microbatches.assign(request.expected_microbatches().begin(),
+                                    request.expected_microbatches().end());
+  if (request.has_expected_rows()) step.expected_rows = static_cast<int64_t>(request.expected_rows());
+  step.skip_non_finite = request.skip_non_finite();
+  if (request.has_incarnation()) step.incarnation = request.incarnation();
+  const NamedLocks::Guard guard = locks_.Lock(request.head());
+  const absl::StatusOr<engine::StepResult> result = engine_->ApplyStep(request.head(), step);
+  if (!result.ok()) return result.status();
+  v1::ApplyStepResponse response;
+  *response.mutable_state() = messages::ToProto(result->state);
+  response.set_grad_norm(result->grad_norm);
+  response.set_microbatches(static_cast<uint64_t>(result->microbatches));
+  response.set_rows(static_cast<uint64_t>(result->rows));
+  response.set_repeated_call(result->repeated);
+  response.set_applied_incarnation(result->applied_incarnation);
+  response.set_skipped(result->skipped);
+  response.set_contributions(static_cast<uint64_t>(result->contributions));
+  log::Log(LogLevel::kDebug, "step applied",
+           {{"head", request.head()},
+            {"step", request.step()},
+            {"grad_norm", result->grad_norm},
+            {"rows", result->rows},
+            {"skipped", result->skipped},
+            {"repeated", result->repeated}});
+  return response;
+}
+
+absl::StatusOr<v1::ZeroGradientsResponse> HeadOperations::ZeroGradients(
+    const v1::ZeroGradientsRequest& request) {
+  const NamedLocks::Guard guard = locks_.Lock(request.head());
+  if (absl::Status status = engine_->ZeroGradients(request.head(), request.step()); !status.ok())
+    return status;
+  absl::StatusOr<v1::HeadState> state = State(request.head());
+  if (!state.ok()) return state.status();
+  v1::ZeroGradientsResponse response;
+  *response.mutable_state() = *std::move(state);
+  return response;
+}
+
+// ---- Checkpoints ----
+
+absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::LoadCheckpointRequest& request) {
+  if (absl::Status status = checkpoints_.PrepareDirectory(); !status.ok()) return status;
+  const absl::StatusOr<std::unique_ptr<head::CheckpointReader>> reader =
+      head::CheckpointReader::Open(options_.checkpoints.directory, request.checkpoint());
+  if (!reader.ok()) return reader.status();
+  const head::CheckpointSubject& saved = (*reader)->subject();
+  const std::string name = request.head().empty() ? saved.head : request.head();
+  if (absl::Status status = messages::CheckName("head", name); !status.ok()) return status;
+  const NamedLocks::Guard guard = locks_.Lock(name);
+  const absl::StatusOr<engine::HeadSnapshot> existing = engine_->Describe(name);
+  absl::Status status;
+  if (existing.ok()) {
+    status = head::CheckLoadable(saved.config, existing->config);
+    if (status.ok()) status = WriteLoaded(name, **reader);
+  } else {
+    status = CreateFilled(name, saved.config, [&] { return WriteLoaded(name, **reader); });
+  }
+  if (!status.ok()) return status;
+  absl::StatusOr<v1::HeadDescription> description = Description(name);
+  if (description.ok()) LogHead("checkpoint loaded", *description);
+  return description;
+}
+
+absl::Status HeadOperations::WriteLoaded(const std::string& head, const head::CheckpointReader& reader) {
+  bool writing = false;
+  absl::Status status = reader.Load(
+      [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<const uint8_t> in) {
+        if (!std::exchange(writing, true)) {
+          absl::Status marked = engine_->MarkWeightsInvalid(
+              head, absl::UnavailableError(absl::StrCat(
+                        "the weights of head ", head,
+                        " are being replaced by a checkpoint's, or that failed half-way (load one again)")));
+          if (!marked.ok()) return marked;
+        }
+        return engine_->OnDevice(head, [&](head::Head& on_device) {
+          return on_device.WriteRows(id, row_begin, rows, kernels::DType::kFloat32, in);
+        });
+      },
+      options_.transfer_bytes);
+  if (!status.ok()) return status;
+  const head::CheckpointSubject& saved = reader.subject();
+  return engine_->ResetStep(head, {saved.step, saved.updates}, saved.last_step);
+}
+
+// ---- Tensors ----
+
+absl::StatusOr<TensorRows> HeadOperations::CheckRows(const std::string& head, absl::string_view field_prefix,
+                                                     v1::Param param, v1::Role role, const v1::RowRange* rows,
+                                                     v1::DType dtype) {
+  const auto field = [&](absl::string_view name) { return absl::StrCat(field_prefix, name); };
+  const absl::StatusOr<kernels::TensorId> id = messages::ToTensorId(param, role, field_prefix);
+  if (!id.ok()) return id.status();
+  const absl::StatusOr<kernels::DType> type =
+      messages::ToDType(dtype, field("dtype"), kernels::DType::kFloat32);
+  if (!type.ok()) return type.status();
+  const absl::StatusOr<engine::HeadSnapshot> snapshot = engine_->Describe(head);
+  if (!snapshot.ok()) return errors::Within(field_prefix, snapshot.status());
+  if (!kernels::HasTensor(snapshot->config, *id)) {
+    return errors::FieldError(field("param"), absl::StrCat("be a tensor of head ", head),
+                              head::TensorName(*id), absl::StatusCode::kNotFound);
+  }
+  TensorRows tensor{
+      .head = head, .id = *id, .shape = kernels::ShapeOf(snapshot->config, id->param), .dtype = *type};
+  tensor.rows = {0, tensor.shape.rows};
+  if (rows != nullptr) {
+    const absl::StatusOr<engine::RowRange> range =
+        messages::ToRowRange(*rows, field("rows"), tensor.shape.rows);
+    if (!range.ok()) return range.status();
+    tensor.rows = *range;
+  }
+  return tensor;
+}
+
+absl::StatusOr<TensorRows> HeadOperations::CheckRead(const v1::ReadTensorRequest& request) {
+  return CheckRows(request.head(), "", request.param(), request.role(),
+                   request.has_rows() ? &request.rows() : nullptr, request.dtype());
+}
+
+absl::StatusOr<TensorRows> HeadOperations::CheckWrite(const v1::OpenTensor& open) {
+  if (open.role() == v1::ROLE_GRADIENT) {
+    return errors::FieldError("open.role", "not be ROLE_GRADIENT: gradients only accumulate", "ROLE_GRADIENT",
+                              absl::StatusCode::kFailedPrecondition);
+  }
+  return CheckRows(open.head(), "open.", open.param(), open.role(), open.has_rows() ? &open.rows() : nullptr,
+                   open.dtype());
+}
+
+absl::Status HeadOperations::ReadRows(const TensorRows& tensor, engine::RowRange rows,
+                                      absl::Span<uint8_t> out) {
+  return engine_->OnDevice(tensor.head, [&](head::Head& head) {
+    return head.ReadRows(tensor.id, rows.begin, rows.size(), tensor.dtype, out);
+  });
+}
+
+absl::Status HeadOperations::WriteRows(const TensorRows& tensor, engine::RowRange rows,
+                                       absl::Span<const uint8_t> in) {
+  const NamedLocks::Guard guard = locks_.Lock(tensor.head);
+  return WriteRowsOfLocked(tensor, rows, in);
+}
+
+absl::Status HeadOperations::WriteRowsOfLocked(const TensorRows& tensor, engine::RowRange rows,
+                                               absl::Span<const uint8_t> in) {
+  return engine_->OnDevice(tensor.head, [&](head::Head& head) {
+    return head.WriteRows(tensor.id, rows.begin, rows.size(), tensor.dtype, in);
+  });
+}
+
+}  // namespace lossd::admin

@@ -1,0 +1,98 @@
+// What HeadService's methods do, apart from gRPC: each takes a request and blocks until its answer is
+// known. Large tensors go to and from the device in slices of about 8 MiB, so that rows of other heads
+// and streams are computed in between.
+//
+// Thread-safe. Calls that change a head take turns per head, and wait while a save reads its tensors
+// (checkpoints.h); no call sees a head half created.
+#ifndef LOSSD_SERVER_ADMIN_HEAD_OPERATIONS_H_
+#define LOSSD_SERVER_ADMIN_HEAD_OPERATIONS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "kernels/dtype.h"
+#include "kernels/head_config.h"
+#include "lossd/v1/head.pb.h"
+#include "server/admin/checkpoints.h"
+#include "server/admin/named_locks.h"
+#include "server/engine/engine.h"
+#include "server/head/checkpoint.h"
+#include "server/metrics/metrics.h"
+
+namespace lossd::admin {
+
+struct HeadOperationsOptions {
+  CheckpointOptions checkpoints;
+  kernels::DType default_compute_dtype = kernels::DType::kFloat32;
+  int64_t transfer_bytes = int64_t{8} << 20;  // per operation on the device; at least one row
+};
+
+// Rows of one tensor, checked against its head.
+struct TensorRows {
+  std::string head;
+  kernels::TensorId id;
+  kernels::TensorShape shape;  // of the whole tensor
+  engine::RowRange rows;
+  kernels::DType dtype = kernels::DType::kFloat32;  // outside the device
+  int64_t row_bytes() const { return shape.cols * static_cast<int64_t>(kernels::SizeOf(dtype)); }
+};
+
+class HeadOperations {
+ public:
+  // `engine` and `metrics` outlive this.
+  HeadOperations(const HeadOperationsOptions& options, engine::Engine* engine, metrics::Metrics* metrics);
+
+  absl::StatusOr<v1::HeadDescription> CreateHead(const v1::CreateHeadRequest& request);
+  absl::StatusOr<v1::HeadDescription> DescribeHead(const v1::DescribeHeadRequest& request);
+  absl::StatusOr<v1::ListHeadsResponse> ListHeads(const v1::ListHeadsRequest& request);
+  absl::StatusOr<v1::DeleteHeadResponse> DeleteHead(const v1::DeleteHeadRequest& request);
+  absl::StatusOr<v1::GradNormResponse> GradNorm(const v1::GradNormRequest& request);
+  absl::StatusOr<v1::ApplyStepResponse> ApplyStep(const v1::ApplyStepRequest& request);
+  absl::StatusOr<v1::ZeroGradientsResponse> ZeroGradients(const v1::ZeroGradientsRequest& request);
+  absl::StatusOr<v1::HeadDescription> LoadCheckpoint(const v1::LoadCheckpointRequest& request);
+  absl::StatusOr<v1::ListCheckpointsResponse> ListCheckpoints(const v1::ListCheckpointsRequest& request) {
+    return checkpoints_.List(request);
+  }
+  Checkpoints& checkpoints() { return checkpoints_; }
+
+  // Which rows a ReadTensor or WriteTensor call is about. FAILED_PRECONDITION for writing gradients.
+  absl::StatusOr<TensorRows> CheckRead(const v1::ReadTensorRequest& request);
+  absl::StatusOr<TensorRows> CheckWrite(const v1::OpenTensor& open);
+  // Copies `rows` of the tensor; the span has exactly their bytes in tensor.dtype.
+  absl::Status ReadRows(const TensorRows& tensor, engine::RowRange rows, absl::Span<uint8_t> out);
+  absl::Status WriteRows(const TensorRows& tensor, engine::RowRange rows, absl::Span<const uint8_t> in);
+  absl::StatusOr<v1::HeadState> State(absl::string_view head);
+
+ private:
+  // Yields rows of a tensor in the given buffer, in the dtype it is written with.
+  using RowSource = absl::FunctionRef<absl::Status(engine::RowRange rows, absl::Span<uint8_t> out)>;
+
+  // Makes a head, has `fill` fill it and publishes it; on failure nothing is left of it.
+  absl::Status CreateFilled(const std::string& name, const kernels::HeadConfig& config,
+                            absl::FunctionRef<absl::Status()> fill);
+  absl::Status FillUniform(const std::string& head, const kernels::HeadConfig& config, uint64_t seed);
+  absl::Status FillTensor(const TensorRows& tensor, RowSource source);
+  absl::Status WriteRowsOfLocked(const TensorRows& tensor, engine::RowRange rows,
+                                 absl::Span<const uint8_t> in);
+  absl::StatusOr<TensorRows> CheckRows(const std::string& head, absl::string_view field_prefix,
+                                       v1::Param param, v1::Role role, const v1::RowRange* rows,
+                                       v1::DType dtype);
+  absl::StatusOr<v1::HeadDescription> Description(absl::string_view head);
+  absl::Status WriteLoaded(const std::string& head, const head::CheckpointReader& reader);
+
+  const HeadOperationsOptions options_;
+  engine::Engine* const engine_;
+  metrics::Metrics* const metrics_;
+  NamedLocks locks_;
+  Checkpoints checkpoints_;
+};
+
+}  // namespace lossd::admin
+
+#endif  // LOSSD_SERVER_ADMIN_HEAD_OPERATIONS_H_

@@ -1,0 +1,174 @@
+#include "server/admin/head_source.h"
+
+#include <filesystem>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "kernels/errors/field_error.h"
+#include "proto/tensorfile/safetensors_index.h"
+#include "server/head/paths.h"
+
+namespace lossd::admin {
+namespace {
+
+// Where a parameter's tensor name stands in the request.
+struct Wanted {
+  kernels::Param param;
+  absl::string_view field;
+  const std::string& name;
+  bool required;
+};
+
+absl::StatusOr<kernels::DType> ElementType(const formats::SafetensorsInfo& info, absl::string_view field,
+                                           absl::string_view file) {
+  if (info.dtype_name == "F32") return kernels::DType::kFloat32;
+  if (info.dtype_name == "F16") return kernels::DType::kFloat16;
+  if (info.dtype_name == "BF16") return kernels::DType::kBFloat16;
+  return errors::FieldError(field, "name a tensor of type F32, F16 or BF16",
+                            absl::StrCat("'", info.name, "' of type ", info.dtype_name, " in ", file));
+}
+
+std::vector<int64_t> WantedShape(const kernels::HeadConfig& config, kernels::Param param) {
+  const kernels::TensorShape shape = kernels::ShapeOf(config, param);
+  if (param == kernels::Param::kWeight) return {shape.rows, shape.cols};
+  return {shape.rows};
+}
+
+std::string ShapeText(const std::vector<int64_t>& shape) {
+  return absl::StrCat("[", absl::StrJoin(shape, ", "), "]");
+}
+
+constexpr char kPathField[] = "tensor_file.path";
+constexpr char kIndexName[] = "model.safetensors.index.json";
+constexpr char kFileName[] = "model.safetensors";
+
+// A file's error as one of the field that named the file or the tensor.
+absl::Status InField(absl::string_view field, const std::string& value, const absl::Status& status) {
+  return errors::WithViolation(absl::Status(status.code(), absl::StrCat(field, ": ", status.message())),
+                               {std::string(field), std::string(status.message()), value});
+}
+
+// "x" and "folder/x" alike, next to each other.
+std::string Beside(absl::string_view path, absl::string_view name) {
+  const size_t slash = path.rfind('/');
+  if (slash == absl::string_view::npos) return std::string(name);
+  return absl::StrCat(path.substr(0, slash + 1), name);
+}
+
+bool Exists(const std::string& directory, const std::string& relative) {
+  return head::ResolveBelow(directory, relative).ok();
+}
+
+// Finds the files that hold tensors, and opens each once. Paths are relative to `directory`.
+class Files {
+ public:
+  using Readers = std::map<std::string, std::unique_ptr<formats::SafetensorsReader>>;
+
+  Files(const std::string& directory, Readers* readers) : directory_(directory), readers_(readers) {}
+
+  // `path` is what the request says.
+  absl::Status Find(const std::string& path) {
+    const absl::StatusOr<std::string> real = head::ResolveBelow(directory_, path);
+    if (!real.ok()) return real.status();
+    std::error_code error;
+    path_ = path;
+    if (std::filesystem::is_directory(*real, error)) {
+      const std::string index = absl::StrCat(path, "/", kIndexName);
+      path_ = Exists(directory_, index) ? index : absl::StrCat(path, "/", kFileName);
+      if (!Exists(directory_, path_)) {
+        return absl::NotFoundError(
+            absl::StrCat(path, ": the folder has neither ", kIndexName, " nor ", kFileName));
+      }
+    }
+    return absl::EndsWith(path_, ".json") ? OpenIndex() : Reader(path_).status();
+  }
+
+  // The file with this tensor.
+  absl::StatusOr<const formats::SafetensorsReader*> With(const std::string& tensor) {
+    if (!index_.has_value()) return Reader(path_);
+    const absl::StatusOr<absl::string_view> shard = index_->ShardOf(tensor);
+    if (!shard.ok()) return shard.status();
+    absl::StatusOr<const formats::SafetensorsReader*> reader = Reader(Beside(path_, *shard));
+    if (reader.ok()) return reader;
+    return absl::Status(reader.status().code(), absl::StrCat(path_, ": the shard of tensor '", tensor,
+                                                             "': ", reader.status().message()));
+  }
+
+ private:
+  absl::Status OpenIndex() {
+    const absl::StatusOr<std::string> real = head::ResolveBelow(directory_, path_);
+    if (!real.ok()) return real.status();
+    absl::StatusOr<formats::SafetensorsIndex> index = formats::SafetensorsIndex::Open(*real, path_);
+    if (!index.ok()) return index.status();
+    index_ = *std::move(index);
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<const formats::SafetensorsReader*> Reader(const std::string& path) {
+    std::unique_ptr<formats::SafetensorsReader>& reader = (*readers_)[path];
+    if (reader != nullptr) return reader.get();
+    const absl::StatusOr<std::string> real = head::ResolveBelow(directory_, path);
+    if (!real.ok()) return real.status();
+    auto opened = formats::SafetensorsReader::Open(*real, path);
+    if (!opened.ok()) return opened.status();
+    reader = *std::move(opened);
+    return reader.get();
+  }
+
+  const std::string& directory_;
+  Readers* const readers_;
+  std::string path_;  // of the index or of the only file
+  std::optional<formats::SafetensorsIndex> index_;
+};
+
+// Checks one tensor against the head.
+absl::StatusOr<HeadSource::Tensor> Match(const Wanted& wanted, const kernels::HeadConfig& config,
+                                         Files& files) {
+  const auto file = files.With(wanted.name);
+  if (!file.ok()) return InField(wanted.field, wanted.name, file.status());
+  const auto info = (*file)->Find(wanted.name);
+  if (!info.ok()) return InField(wanted.field, wanted.name, info.status());
+  const std::vector<int64_t> shape = WantedShape(config, wanted.param);
+  if ((*info)->shape != shape) {
+    return errors::FieldError(
+        wanted.field, absl::StrCat("name a tensor of shape ", ShapeText(shape)),
+        absl::StrCat("'", wanted.name, "' of shape ", ShapeText((*info)->shape), " in ", (*file)->name()));
+  }
+  const absl::StatusOr<kernels::DType> dtype = ElementType(**info, wanted.field, (*file)->name());
+  if (!dtype.ok()) return dtype.status();
+  return HeadSource::Tensor{wanted.param, *dtype, *file, *info};
+}
+
+}  // namespace
+
+absl::StatusOr<HeadSource> HeadSource::Open(const std::string& directory, const v1::TensorFile& file,
+                                            const kernels::HeadConfig& config) {
+  HeadSource source;
+  Files files(directory, &source.files_);
+  if (absl::Status status = files.Find(file.path()); !status.ok())
+    return InField(kPathField, file.path(), status);
+  const Wanted all[] = {
+      {kernels::Param::kWeight, "tensor_file.weight", file.weight(), true},
+      {kernels::Param::kBias, "tensor_file.bias", file.bias(), true},
+      {kernels::Param::kNormGain, "tensor_file.norm_gain", file.norm_gain(), true},
+      {kernels::Param::kNormShift, "tensor_file.norm_shift", file.norm_shift(), true},
+      {kernels::Param::kClassWeights, "tensor_file.class_weights", file.class_weights(), false}};
+  for (const Wanted& wanted : all) {
+    const bool stored = kernels::HasTensor(config, {wanted.param, kernels::Role::kValue});
+    if (!stored && !wanted.name.empty()) {
+      return errors::FieldError(wanted.field, "be empty for a head without this tensor", wanted.name);
+    }
+    if (!stored || (wanted.name.empty() && !wanted.required)) continue;
+    if (wanted.name.empty())
+      return errors::FieldError(wanted.field, "name a tensor for this head", "nothing");
+    absl::StatusOr<Tensor> tensor = Match(wanted, config, files);
+    if (!tensor.ok()) return tensor.status();
+    source.tensors_.push_back(*tensor);
+  }
+  return source;
+}
+
+}  // namespace lossd::admin

@@ -1,0 +1,28 @@
+// "host:port" as flags take it.
+//
+// All functions are stateless and thread-safe.
+#ifndef LOSSD_SERVER_APP_ADDRESSES_H_
+#define LOSSD_SERVER_APP_ADDRESSES_H_
+
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace lossd::app {
+
+struct Address {
+  std::string host;  // as given; an IPv6 address with its brackets
+  int port = 0;
+  std::string text() const;
+};
+
+// INVALID_ARGUMENT naming `option` unless `text` is "host:port" with a port in [0, 65535].
+absl::StatusOr<Address> ParseAddress(absl::string_view option, absl::string_view text);
+
+// True for localhost, 127.0.0.0/8 and [::1].
+bool IsLoopback(const Address& address);
+
+}  // namespace lossd::app
+
+#endif  // LOSSD_SERVER_APP_ADDRESSES_H_

@@ -1,0 +1,28 @@
+// Numbers of bytes as people write them on a command line: "4096", "64KiB", "256MiB", "1.5GiB".
+//
+// Stateless and thread-safe.
+#ifndef LOSSD_SERVER_APP_BYTE_SIZE_H_
+#define LOSSD_SERVER_APP_BYTE_SIZE_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/strings/string_view.h"
+
+namespace lossd::app {
+
+struct ByteSize {
+  int64_t bytes = 0;
+  friend bool operator==(const ByteSize&, const ByteSize&) = default;
+};
+
+// For Abseil flags. A number, possibly with a fraction, and one of the units B, KiB, MiB, GiB, TiB (1024
+// each) or KB, MB, GB, TB (1000 each), in any case; without a unit: bytes. Refuses negative numbers and
+// those from 2^62 on.
+bool AbslParseFlag(absl::string_view text, ByteSize* size, std::string* error);
+// The largest unit that divides the size: "256MiB".
+std::string AbslUnparseFlag(const ByteSize& size);
+
+}  // namespace lossd::app
+
+#endif  // LOSSD_SERVER_APP_BYTE_SIZE_H_

@@ -1,0 +1,27 @@
+// What /livez and /readyz answer. An orchestrator restarts a server that is not live, and sends no work to
+// one that is not ready.
+//
+// All functions are stateless and thread-safe.
+#ifndef LOSSD_SERVER_APP_HEALTH_H_
+#define LOSSD_SERVER_APP_HEALTH_H_
+
+#include "absl/time/time.h"
+#include "server/metrics/http_router.h"
+
+namespace lossd::app {
+
+struct Health {
+  bool draining = false;
+  bool device_lost = false;
+  absl::Duration device_silence;  // engine::Engine::DeviceSilence
+};
+
+// 503 if the device is lost or has been silent for longer than `timeout`. A server that drains is live.
+metrics::HttpResponse Liveness(const Health& health, absl::Duration timeout);
+
+// 503 if the device is lost or the server drains.
+metrics::HttpResponse Readiness(const Health& health);
+
+}  // namespace lossd::app
+
+#endif  // LOSSD_SERVER_APP_HEALTH_H_

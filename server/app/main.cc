@@ -1,0 +1,230 @@
+// lossd: the server. Everything has a default; `lossd --help` lists the flags, `--flagfile=FILE` reads them
+// from a file, one a line.
+//
+// Exit status: 0 after a drain, 1 if the server could not start or was told to stop twice, 2 for a bad flag.
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/flags/usage.h"
+#include "absl/flags/usage_config.h"
+#include "absl/status/status.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "server/app/byte_size.h"
+#include "server/app/server.h"
+#include "server/log/log.h"
+
+using lossd::app::ByteSize;
+using lossd::app::Server;
+using lossd::app::ServerOptions;
+using lossd::log::Log;
+using lossd::log::LogFormat;
+using lossd::log::LogLevel;
+
+ABSL_FLAG(std::string, listen, ServerOptions().listen, "Address for gRPC, host:port; port 0: any free one");
+ABSL_FLAG(std::string, http, ServerOptions().http,
+          "Address for /metrics, /livez, /readyz and the status page; port 0: any free one; empty: none");
+ABSL_FLAG(
+    bool, allow_non_loopback, false,
+    "Allow addresses that other machines can reach. There is no encryption and no authentication: whoever "
+    "reaches the ports can read weights and change gradients");
+ABSL_FLAG(std::string, port_file, "",
+          "Once serving, write the chosen addresses to this file as JSON: {\"grpc\": ..., \"http\": ...}");
+ABSL_FLAG(std::string, checkpoint_dir, ServerOptions().checkpoint_directory,
+          "Directory of checkpoints and tensor files; clients name files below it only");
+ABSL_FLAG(
+    int64_t, keep_checkpoints, ServerOptions().keep_checkpoints,
+    "After a save that the server named (step-...), keep so many of those per head, the newest, and remove "
+    "older ones; checkpoints named by clients stay. 0: keep all. A save may ask for another number");
+ABSL_FLAG(
+    ByteSize, checkpoint_buffer_bytes, ByteSize{ServerOptions().checkpoint_buffer_bytes},
+    "Memory a running save may take to read a head ahead of the disk, as far as it needs it. Steps wait "
+    "only for the part of a checkpoint that does not fit");
+ABSL_FLAG(std::string, backend, ServerOptions().backend,
+          "What computes: cpu, cuda, or auto: a GPU if there is one");
+ABSL_FLAG(int, device, ServerOptions().device, "CUDA backend: index among the visible GPUs");
+ABSL_FLAG(int, threads, ServerOptions().threads, "Threads of the CPU backend; 0: all the process may use");
+ABSL_FLAG(
+    ByteSize, workspace_bytes, ByteSize{ServerOptions().workspace_bytes},
+    "Workspace of each head (on a GPU with its slots) that has no limit of its own; bounds the rows computed "
+    "at once. 0: 256MiB (CPU), or 2GiB and at most a quarter of the free memory (CUDA). Heads that recompute "
+    "their logits take at most 64MiB on a GPU");
+ABSL_FLAG(ByteSize, memory_limit_bytes, ByteSize{ServerOptions().memory_limit_bytes},
+          "Refuse heads that would take the planned memory beyond this; 0: no limit");
+ABSL_FLAG(
+    bool, deterministic, ServerOptions().deterministic,
+    "Accumulate in the order of microbatch ids, which then have to be 0, 1, 2, ... in each step, so that "
+    "the same microbatches give the same weights, bit for bit, whatever arrives first. Takes up to "
+    "staging_bytes more for each trainable head");
+ABSL_FLAG(ByteSize, slice_bytes, ByteSize{ServerOptions().slice_bytes},
+          "Largest slice of hidden states a message may hold");
+ABSL_FLAG(ByteSize, staging_bytes, ByteSize{ServerOptions().staging_bytes},
+          "Memory for slices that are being received, computed or sent");
+ABSL_FLAG(int64_t, max_streams, ServerOptions().max_streams, "Most ComputeLoss calls open at once");
+ABSL_FLAG(int64_t, max_heads, ServerOptions().max_heads, "Most heads");
+ABSL_FLAG(absl::Duration, drain_timeout, ServerOptions().drain_timeout,
+          "After SIGTERM or SIGINT, open calls may finish for so long");
+ABSL_FLAG(ByteSize, retained_bytes, ByteSize{ServerOptions().retained_bytes},
+          "Memory for hidden states of deferred microbatches (reduction none); 0: none are kept");
+ABSL_FLAG(absl::Duration, liveness_timeout, ServerOptions().liveness_timeout,
+          "/livez answers 503 when the device has had something to do and finished none of it for so long");
+ABSL_FLAG(absl::Duration, retained_timeout, ServerOptions().retained_timeout,
+          "Release a deferred microbatch that no call has used for so long");
+ABSL_FLAG(absl::Duration, send_timeout, ServerOptions().send_timeout,
+          "Cancel a call whose answers the client does not take for so long");
+ABSL_FLAG(LogLevel, log_level, LogLevel::kInfo, "Least level logged: debug, info, warning, error or off");
+ABSL_FLAG(LogFormat, log_format, LogFormat::kText, "Form of log lines: text or json");
+
+namespace {
+
+// Abseil ends the process with status 1 for a bad flag as for --help; here these are 2 and 0.
+bool g_parsing_flags = false;
+bool g_asked_for_help = false;
+
+void MapExitStatus(int status, void*) {
+  if (!g_parsing_flags || status != 1) return;
+  std::fflush(nullptr);
+  _exit(g_asked_for_help ? 0 : 2);
+}
+
+std::vector<char*> ParseFlags(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) g_asked_for_help = g_asked_for_help || absl::StrContains(argv[i], "-help");
+  g_parsing_flags = true;
+  on_exit(&MapExitStatus, nullptr);
+  absl::FlagsUsageConfig config;
+  config.version_string = [] { return std::string("lossd " LOSSD_VERSION "\n"); };
+  config.contains_help_flags = [](absl::string_view file) {
+    return absl::EndsWith(file, "server/app/main.cc");
+  };
+  config.contains_helpshort_flags = config.contains_help_flags;
+  absl::SetFlagsUsageConfig(config);
+  absl::SetProgramUsageMessage("a server that owns language models' loss heads; no flag is needed");
+  std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
+  g_parsing_flags = false;
+  return rest;
+}
+
+ServerOptions OptionsFromFlags() {
+  ServerOptions options;
+  options.version = LOSSD_VERSION;
+  options.listen = absl::GetFlag(FLAGS_listen);
+  options.http = absl::GetFlag(FLAGS_http);
+  options.allow_non_loopback = absl::GetFlag(FLAGS_allow_non_loopback);
+  options.backend = absl::GetFlag(FLAGS_backend);
+  options.device = absl::GetFlag(FLAGS_device);
+  options.threads = absl::GetFlag(FLAGS_threads);
+  options.workspace_bytes = absl::GetFlag(FLAGS_workspace_bytes).bytes;
+  options.memory_limit_bytes = absl::GetFlag(FLAGS_memory_limit_bytes).bytes;
+  options.deterministic = absl::GetFlag(FLAGS_deterministic);
+  options.slice_bytes = absl::GetFlag(FLAGS_slice_bytes).bytes;
+  options.staging_bytes = absl::GetFlag(FLAGS_staging_bytes).bytes;
+  options.retained_bytes = absl::GetFlag(FLAGS_retained_bytes).bytes;
+  options.max_streams = absl::GetFlag(FLAGS_max_streams);
+  options.max_heads = absl::GetFlag(FLAGS_max_heads);
+  options.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_dir);
+  options.keep_checkpoints = absl::GetFlag(FLAGS_keep_checkpoints);
+  options.checkpoint_buffer_bytes = absl::GetFlag(FLAGS_checkpoint_buffer_bytes).bytes;
+  options.drain_timeout = absl::GetFlag(FLAGS_drain_timeout);
+  options.liveness_timeout = absl::GetFlag(FLAGS_liveness_timeout);
+  options.retained_timeout = absl::GetFlag(FLAGS_retained_timeout);
+  options.send_timeout = absl::GetFlag(FLAGS_send_timeout);
+  return options;
+}
+
+// Before any thread starts: signals are then taken by sigwait alone.
+sigset_t BlockSignals() {
+  signal(SIGPIPE, SIG_IGN);
+  signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error of the write, not the end of the server
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  return signals;
+}
+
+int WaitForSignal(const sigset_t& signals) {
+  int signal_number = 0;
+  sigwait(&signals, &signal_number);
+  return signal_number;
+}
+
+// A reader sees the whole file or none.
+absl::Status WritePortFile(const std::string& path, const Server& server) {
+  const std::string temporary = absl::StrCat(path, ".", getpid(), ".tmp");
+  const nlohmann::json addresses = {{"grpc", server.grpc_address()}, {"http", server.http_address()}};
+  const std::string text = addresses.dump() + "\n";
+  FILE* const file = std::fopen(temporary.c_str(), "w");
+  if (file == nullptr)
+    return absl::ErrnoToStatus(errno, absl::StrCat("port_file: cannot create ", temporary));
+  const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
+  const bool closed = std::fclose(file) == 0;
+  if (written && closed && std::rename(temporary.c_str(), path.c_str()) == 0) return absl::OkStatus();
+  absl::Status status = absl::ErrnoToStatus(errno, absl::StrCat("port_file: cannot write ", path));
+  std::remove(temporary.c_str());
+  return status;
+}
+
+int Fail(const absl::Status& status) {
+  std::cerr << "lossd: " << status.message() << std::endl;
+  return absl::IsInvalidArgument(status) ? 2 : 1;
+}
+
+// Drains; a second signal ends the process at once.
+void DrainOnSignal(Server& server, const sigset_t& signals) {
+  const int signal_number = WaitForSignal(signals);
+  const absl::Duration timeout = absl::GetFlag(FLAGS_drain_timeout);
+  Log(LogLevel::kInfo, "draining",
+      {{"signal", strsignal(signal_number)},
+       {"timeout", absl::FormatDuration(timeout)},
+       {"open_streams", server.stats().open_streams}});
+  std::thread([signals] {
+    WaitForSignal(signals);
+    Log(LogLevel::kWarning, "second signal: leaving at once");
+    _exit(1);
+  }).detach();
+  const bool clean = server.Drain(absl::Now() + timeout);
+  Log(clean ? LogLevel::kInfo : LogLevel::kWarning,
+      clean ? "drained" : "drained; calls still open were cancelled");
+}
+
+int Run() {
+  const sigset_t signals = BlockSignals();
+  lossd::log::Configure(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
+  absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(OptionsFromFlags());
+  if (!server.ok()) return Fail(server.status());
+  const std::string port_file = absl::GetFlag(FLAGS_port_file);
+  if (!port_file.empty()) {
+    if (absl::Status status = WritePortFile(port_file, **server); !status.ok()) return Fail(status);
+  }
+  DrainOnSignal(**server, signals);
+  server->reset();
+  if (!port_file.empty()) std::remove(port_file.c_str());
+  Log(LogLevel::kInfo, "stopped");
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::vector<char*> rest = ParseFlags(argc, argv);
+  if (rest.size() > 1) {
+    std::cerr << "lossd: unexpected argument " << rest[1] << " (flags start with --)" << std::endl;
+    return 2;
+  }
+  return Run();
+}

@@ -1,0 +1,375 @@
+#include "server/app/server.h"
+
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/health_check_service_interface.h>
+
+#include <algorithm>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "absl/random/random.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "kernels/create_backend.h"
+#include "kernels/errors/field_error.h"
+#include "server/app/addresses.h"
+#include "server/app/device_watch.h"
+#include "server/app/health.h"
+#include "server/log/log.h"
+#include "server/metrics/http_server.h"
+#include "server/metrics/metrics.h"
+#include "server/metrics/status_page.h"
+#include "server/rpc/head_service.h"
+#include "server/rpc/loss_service.h"
+#include "server/rpc/server_service.h"
+
+namespace lossd::app {
+namespace {
+
+constexpr const char* kServices[] = {"lossd.v1.LossService", "lossd.v1.HeadService"};
+constexpr int64_t kMebibyte = int64_t{1} << 20;
+
+// A slice with its header, or an opening message with millions of targets.
+int64_t MaxMessageBytes(const ServerOptions& options) {
+  return std::max(options.slice_bytes, 16 * kMebibyte) + kMebibyte;
+}
+
+absl::Status CheckAtLeast(absl::string_view option, int64_t value, int64_t least) {
+  if (value >= least) return absl::OkStatus();
+  return errors::FieldError(option, absl::StrCat("be at least ", least), value);
+}
+
+absl::Status CheckOptions(const ServerOptions& options) {
+  absl::Status status = CheckAtLeast("threads", options.threads, 0);
+  status.Update(CheckAtLeast("workspace_bytes", options.workspace_bytes, 0));
+  status.Update(CheckAtLeast("memory_limit_bytes", options.memory_limit_bytes, 0));
+  status.Update(CheckAtLeast("slice_bytes", options.slice_bytes, 64));
+  status.Update(CheckAtLeast("staging_bytes", options.staging_bytes, 2 * options.slice_bytes));
+  status.Update(CheckAtLeast("retained_bytes", options.retained_bytes, 0));
+  status.Update(CheckAtLeast("checkpoint_buffer_bytes", options.checkpoint_buffer_bytes, 0));
+  status.Update(CheckAtLeast("keep_checkpoints", options.keep_checkpoints, 0));
+  status.Update(CheckAtLeast("max_streams", options.max_streams, 1));
+  status.Update(CheckAtLeast("max_heads", options.max_heads, 1));
+  if (options.slice_bytes > 1024 * kMebibyte) {
+    status.Update(errors::FieldError("slice_bytes", "be at most 1 GiB", options.slice_bytes));
+  }
+  if (options.send_timeout <= absl::ZeroDuration()) {
+    status.Update(
+        errors::FieldError("send_timeout", "be positive", absl::FormatDuration(options.send_timeout)));
+  }
+  if (options.retained_timeout <= absl::ZeroDuration()) {
+    status.Update(errors::FieldError("retained_timeout", "be positive",
+                                     absl::FormatDuration(options.retained_timeout)));
+  }
+  if (options.liveness_timeout < 2 * engine::kDeviceBeat) {
+    status.Update(errors::FieldError("liveness_timeout", "be at least 2s",
+                                     absl::FormatDuration(options.liveness_timeout)));
+  }
+  if (options.drain_timeout < absl::ZeroDuration()) {
+    status.Update(
+        errors::FieldError("drain_timeout", "not be negative", absl::FormatDuration(options.drain_timeout)));
+  }
+  return status;
+}
+
+// `option`'s address, if it may be bound.
+absl::StatusOr<Address> BindableAddress(absl::string_view option, absl::string_view text,
+                                        const ServerOptions& options) {
+  absl::StatusOr<Address> address = ParseAddress(option, text);
+  if (!address.ok() || options.allow_non_loopback || IsLoopback(*address)) return address;
+  return errors::FieldError(
+      option,
+      "be a loopback address, because connections are neither encrypted nor authenticated "
+      "(allow_non_loopback overrides this)",
+      text);
+}
+
+uint64_t DrawIncarnation() {
+  absl::BitGen generator;
+  return absl::Uniform<uint64_t>(absl::IntervalClosed, generator, 1, UINT64_MAX);
+}
+
+class ServerImpl final : public Server {
+ public:
+  explicit ServerImpl(const ServerOptions& options) : options_(options) {}
+  ~ServerImpl() override;
+
+  absl::Status Init();
+
+  std::string grpc_address() const override { return grpc_address_.text(); }
+  std::string http_address() const override { return http_ == nullptr ? "" : http_->address(); }
+  uint64_t incarnation() const override { return engine_->incarnation(); }
+  std::shared_ptr<grpc::Channel> InProcessChannel() override;
+  engine::EngineStats stats() const override { return engine_->stats(); }
+  bool Drain(absl::Time deadline) override;
+
+ private:
+  absl::Status CreateEngine();
+  void CreateServices();
+  absl::Status Listen();
+  absl::Status StartHttp();
+  void OnDeviceLost(const absl::Status& status);
+  void LogStart() const;
+  metrics::HttpHandlers Handlers();
+  Health health() const;
+  void WaitForStaging();
+
+  const ServerOptions options_;
+  const absl::Time started_ = absl::Now();
+  Address grpc_address_;
+  Address http_bind_;
+  std::atomic<bool> draining_{false};
+  std::once_flag drained_;
+
+  // In order of dependence: each uses those above it.
+  std::unique_ptr<kernels::Backend> backend_;
+  std::unique_ptr<metrics::Metrics> metrics_;
+  std::optional<DeviceWatch> device_watch_;
+  std::unique_ptr<engine::Engine> engine_;
+  std::unique_ptr<rpc::LossService> loss_service_;
+  std::unique_ptr<rpc::HeadService> head_service_;
+  std::unique_ptr<rpc::ServerService> server_service_;
+  std::unique_ptr<grpc::Server> grpc_;
+  std::unique_ptr<metrics::StatusPage> page_;
+  std::unique_ptr<metrics::HttpServer> http_;
+};
+
+absl::Status ServerImpl::Init() {
+  if (absl::Status status = CheckOptions(options_); !status.ok()) return status;
+  absl::StatusOr<Address> listen = BindableAddress("listen", options_.listen, options_);
+  if (!listen.ok()) return listen.status();
+  grpc_address_ = *std::move(listen);
+  if (!options_.http.empty()) {
+    absl::StatusOr<Address> http = BindableAddress("http", options_.http, options_);
+    if (!http.ok()) return http.status();
+    http_bind_ = *std::move(http);
+  }
+  if (absl::Status status = CreateEngine(); !status.ok()) return status;
+  CreateServices();
+  if (absl::Status status = Listen(); !status.ok()) return status;
+  if (!options_.http.empty()) {
+    if (absl::Status status = StartHttp(); !status.ok()) return status;
+  }
+  LogStart();
+  return absl::OkStatus();
+}
+
+void ServerImpl::LogStart() const {
+  const kernels::BackendInfo info = backend_->info();
+  log::Log(log::LogLevel::kInfo, "serving",
+           {{"version", options_.version},
+            {"grpc", grpc_address()},
+            {"http", http_address()},
+            {"backend", info.name},
+            {"device", info.device},
+            {"deterministic", options_.deterministic},
+            {"incarnation", absl::StrCat(absl::Hex(engine_->incarnation(), absl::kZeroPad16))}});
+  log::Log(log::LogLevel::kInfo, "memory plan",
+           {{"staging_bytes", backend_->memory().current[kernels::MemoryKind::kStaging]},
+            {"slice_bytes", options_.slice_bytes},
+            {"retained_bytes", backend_->memory().current[kernels::MemoryKind::kRetained]},
+            {"workspace_bytes_per_head",
+             options_.workspace_bytes > 0 ? absl::StrCat(options_.workspace_bytes) : "default"},
+            {"limit_bytes", options_.memory_limit_bytes}});
+}
+
+absl::Status ServerImpl::CreateEngine() {
+  absl::StatusOr<kernels::CreatedBackend> backend =
+      kernels::CreateBackend({.backend = options_.backend,
+                              .device = options_.device,
+                              .threads = options_.threads,
+                              .workspace_bytes = options_.workspace_bytes,
+                              .memory_limit_bytes = options_.memory_limit_bytes,
+                              .deterministic = options_.deterministic});
+  if (!backend.ok()) return backend.status();
+  if (!backend->note.empty()) log::Log(log::LogLevel::kInfo, "no GPU backend", {{"reason", backend->note}});
+  backend_ = std::move(backend->backend);
+  const kernels::BackendInfo info = backend_->info();
+  metrics_ = std::make_unique<metrics::Metrics>(metrics::BuildInfo{
+      .version = options_.version, .backend = info.name, .device = info.device, .compiler = __VERSION__});
+  device_watch_.emplace([this](const absl::Status& status) { OnDeviceLost(status); });
+  engine::EngineOptions engine_options;
+  engine_options.slice_bytes = options_.slice_bytes;
+  engine_options.staging_bytes = options_.staging_bytes;
+  engine_options.retained_bytes = options_.retained_bytes;
+  engine_options.deterministic = options_.deterministic;
+  engine_options.max_streams = options_.max_streams;
+  engine_options.max_heads = options_.max_heads;
+  absl::StatusOr<std::unique_ptr<engine::Engine>> engine = engine::Engine::Create(
+      engine_options, backend_.get(), DrawIncarnation(), {metrics_.get(), &*device_watch_});
+  if (!engine.ok()) return engine.status();
+  engine_ = *std::move(engine);
+  metrics_->Attach(engine_.get(), backend_.get());
+  return absl::OkStatus();
+}
+
+void ServerImpl::CreateServices() {
+  loss_service_ = std::make_unique<rpc::LossService>(
+      rpc::LossServiceOptions{.max_streams = options_.max_streams,
+                              .max_staging_bytes = 8 * options_.slice_bytes,
+                              .send_timeout = options_.send_timeout,
+                              .retained_timeout = options_.retained_timeout},
+      engine_.get(), metrics_.get());
+  rpc::HeadServiceOptions head_options;
+  head_options.operations.checkpoints.directory = options_.checkpoint_directory;
+  head_options.operations.checkpoints.buffer_bytes = options_.checkpoint_buffer_bytes;
+  head_options.operations.checkpoints.keep = options_.keep_checkpoints;
+  head_options.operations.default_compute_dtype = backend_->info().default_compute_dtype;
+  head_options.send_timeout = options_.send_timeout;
+  head_service_ = rpc::HeadService::Create(head_options, engine_.get(), metrics_.get());
+  server_service_ = std::make_unique<rpc::ServerService>(
+      rpc::ServerServiceOptions{.version = options_.version,
+                                .started = started_,
+                                .max_message_bytes = MaxMessageBytes(options_),
+                                .max_streams = options_.max_streams},
+      engine_.get(), backend_.get(), metrics_.get());
+}
+
+absl::Status ServerImpl::Listen() {
+  grpc::EnableDefaultHealthCheckService(true);
+  static std::once_flag reflection;
+  std::call_once(reflection, &grpc::reflection::InitProtoReflectionServerBuilderPlugin);
+  grpc::ServerBuilder builder;
+  int port = 0;
+  builder.AddListeningPort(grpc_address_.text(), grpc::InsecureServerCredentials(), &port);
+  builder.SetMaxReceiveMessageSize(static_cast<int>(MaxMessageBytes(options_)));
+  builder.SetMaxSendMessageSize(static_cast<int>(MaxMessageBytes(options_)));
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // a second server on the port is an error
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS,
+                             static_cast<int>(2 * options_.max_streams + 64));
+  // Peers that vanished without a word are noticed within a minute.
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);
+  builder.RegisterService(loss_service_.get());
+  builder.RegisterService(head_service_->service());
+  builder.RegisterService(server_service_.get());
+  grpc_ = builder.BuildAndStart();
+  if (grpc_ == nullptr || port == 0) {
+    return absl::UnavailableError(
+        absl::StrCat("listen: cannot listen on ", grpc_address_.text(), " (is the port taken?)"));
+  }
+  grpc_address_.port = port;
+  for (const char* service : kServices) grpc_->GetHealthCheckService()->SetServingStatus(service, true);
+  return absl::OkStatus();
+}
+
+absl::Status ServerImpl::StartHttp() {
+  page_ = std::make_unique<metrics::StatusPage>(
+      metrics::StatusPageOptions{
+          .version = options_.version, .grpc_address = grpc_address_.text(), .started = started_},
+      engine_.get(), backend_.get(), metrics_.get());
+  Address address = http_bind_;
+  if (address.host == "localhost") address.host = "127.0.0.1";  // HttpServer takes addresses only
+  absl::StatusOr<std::unique_ptr<metrics::HttpServer>> http =
+      metrics::HttpServer::Start(address.text(), Handlers());
+  if (!http.ok()) return http.status();
+  http_ = *std::move(http);
+  return absl::OkStatus();
+}
+
+metrics::HttpHandlers ServerImpl::Handlers() {
+  using metrics::HttpResponse;
+  metrics::HttpHandlers handlers;
+  handlers["/"] = [this] {
+    return HttpResponse{.content_type = "text/html; charset=utf-8", .body = page_->Render(draining_)};
+  };
+  handlers["/metrics"] = [this] {
+    return HttpResponse{.content_type = "text/plain; version=0.0.4; charset=utf-8",
+                        .body = metrics_->RenderText()};
+  };
+  handlers["/livez"] = [this] { return Liveness(health(), options_.liveness_timeout); };
+  handlers["/readyz"] = [this] { return Readiness(health()); };
+  handlers["/healthz"] = handlers["/readyz"];
+  return handlers;
+}
+
+// Takes no lock. If the engine hangs with its lock held, /livez therefore says so; unless a scrape waits for
+// that lock on the HTTP thread, and then a probe gets no answer, which counts as a failure too.
+Health ServerImpl::health() const {
+  return {.draining = draining_,
+          .device_lost = device_watch_->lost(),
+          .device_silence = engine_->DeviceSilence()};
+}
+
+// What is on the device cannot be reached any more: have this server replaced.
+void ServerImpl::OnDeviceLost(const absl::Status& status) {
+  log::Log(log::LogLevel::kError, "the device is lost; restart the server", {{"error", status.message()}});
+  if (grpc_ != nullptr) grpc_->GetHealthCheckService()->SetServingStatus(false);
+}
+
+std::shared_ptr<grpc::Channel> ServerImpl::InProcessChannel() {
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(-1);
+  arguments.SetMaxSendMessageSize(-1);
+  return grpc_->InProcessChannel(arguments);
+}
+
+bool ServerImpl::Drain(absl::Time deadline) {
+  bool clean = true;
+  std::call_once(drained_, [&] {
+    draining_ = true;
+    metrics_->SetDraining(true);
+    grpc_->GetHealthCheckService()->SetServingStatus(false);
+    loss_service_->Drain();
+    head_service_->Drain();
+    server_service_->Drain();
+    clean = loss_service_->WaitUntilIdle(deadline);
+    clean = head_service_->WaitUntilIdle(deadline) && clean;
+    head_service_->CancelSaves();
+    // Calls that reach a server in shutdown end with CANCELLED; for a moment more they hear UNAVAILABLE and
+    // clients have time to stop.
+    constexpr absl::Duration kLastWords = absl::Milliseconds(200);
+    absl::SleepFor(std::min(kLastWords, deadline - absl::Now()));
+    // What is left now are calls to be cancelled, and watchers of health or reflection that never end.
+    constexpr absl::Duration kGoodbye = absl::Milliseconds(500);
+    grpc_->Shutdown(absl::ToChronoTime(absl::Now() + kGoodbye));
+    loss_service_->WaitUntilIdle(absl::InfiniteFuture());
+    head_service_->WaitUntilIdle(absl::InfiniteFuture());
+  });
+  return clean;
+}
+
+// The transport may hold slices of staging buffers a little longer than the server; they must be back
+// before the pool goes.
+void ServerImpl::WaitForStaging() {
+  const absl::Time limit = absl::Now() + absl::Seconds(10);
+  const auto in_use = [this] {
+    const engine::EngineStats stats = engine_->stats();
+    return stats.staging_used_bytes > 0 || stats.area_buffers_lent > 0;
+  };
+  while (in_use()) {
+    if (absl::Now() > limit) {
+      log::Log(log::LogLevel::kError, "staging buffers are still in use; leaving their memory to the system");
+      (void)engine_.release();
+      (void)metrics_.release();
+      (void)backend_.release();
+      return;
+    }
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+}
+
+ServerImpl::~ServerImpl() {
+  if (grpc_ != nullptr) Drain(absl::Now());
+  http_.reset();
+  page_.reset();
+  grpc_.reset();
+  server_service_.reset();
+  head_service_.reset();
+  loss_service_.reset();
+  if (metrics_ != nullptr) metrics_->Detach();
+  if (engine_ != nullptr) WaitForStaging();
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options) {
+  auto server = std::make_unique<ServerImpl>(options);
+  if (absl::Status status = server->Init(); !status.ok()) return status;
+  return server;
+}
+
+}  // namespace lossd::app

@@ -1,0 +1,80 @@
+// A lossd server: backend, engine, services, metrics and HTTP, put together from one plain struct.
+//
+// Thread-safe. Destroying it stops it.
+#ifndef LOSSD_SERVER_APP_SERVER_H_
+#define LOSSD_SERVER_APP_SERVER_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "server/engine/engine.h"
+
+namespace grpc {
+class Channel;
+}  // namespace grpc
+
+namespace lossd::app {
+
+struct ServerOptions {
+  // Addresses "host:port"; port 0: any free one.
+  std::string listen = "127.0.0.1:7070";
+  std::string http = "127.0.0.1:7071";  // empty: no HTTP
+  bool allow_non_loopback = false;      // there is no TLS: others could read and write gradients
+  std::string version = "0.0.0";
+
+  // Compute.
+  std::string backend = "auto";    // "auto" (a GPU if there is one), "cpu" or "cuda"
+  int device = 0;                  // CUDA backend: index among the visible GPUs
+  int threads = 0;                 // CPU backend; 0: all the process may use
+  int64_t workspace_bytes = 0;     // per head; 0: 256 MiB (CPU), 2 GiB or less (CUDA)
+  int64_t memory_limit_bytes = 0;  // heads and staging; 0: none
+  // The same microbatches give the same weights, bit for bit, whatever arrives first (docs/exactly-once.md).
+  bool deterministic = false;
+
+  // Admission.
+  int64_t slice_bytes = int64_t{4} << 20;       // largest slice payload
+  int64_t staging_bytes = int64_t{256} << 20;   // all buffers for slices in transit
+  int64_t retained_bytes = int64_t{256} << 20;  // hidden states of deferred microbatches; 0: none
+  int64_t max_streams = 256;                    // open ComputeLoss calls
+  int64_t max_heads = 64;
+
+  std::string checkpoint_directory = "./lossd-checkpoints";
+  int64_t checkpoint_buffer_bytes = int64_t{1} << 30;   // what a save may read ahead of the disk
+  int64_t keep_checkpoints = 0;                         // automatic ones, per head; 0: all
+  absl::Duration drain_timeout = absl::Seconds(30);     // open calls may finish for so long
+  absl::Duration retained_timeout = absl::Minutes(10);  // deferred microbatches not used for so long go
+  // /livez reports a device without progress for so long. Longer than any one piece of work: the creation of
+  // a head, an optimizer step, a chunk; on a slow CPU those take minutes. At least two of
+  // engine::kDeviceBeat.
+  absl::Duration liveness_timeout = absl::Minutes(10);
+  absl::Duration send_timeout = absl::Seconds(60);  // a call whose answer is not taken for so long ends
+};
+
+class Server {
+ public:
+  // Checks the options, allocates staging memory, listens and serves. INVALID_ARGUMENT naming the option
+  // and its value, RESOURCE_EXHAUSTED or UNAVAILABLE.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options);
+  // Shuts down at once: calls still open are cancelled.
+  virtual ~Server() = default;
+
+  // "host:port" with the ports that were chosen; http_address is empty without HTTP.
+  virtual std::string grpc_address() const = 0;
+  virtual std::string http_address() const = 0;
+  virtual uint64_t incarnation() const = 0;
+  // A channel without a network.
+  virtual std::shared_ptr<grpc::Channel> InProcessChannel() = 0;
+  virtual engine::EngineStats stats() const = 0;
+
+  // Reports NOT_SERVING, refuses new calls, lets open ones finish until `deadline`, then cancels the rest
+  // and stops. True if none had to be cancelled. Later calls do nothing.
+  virtual bool Drain(absl::Time deadline) = 0;
+};
+
+}  // namespace lossd::app
+
+#endif  // LOSSD_SERVER_APP_SERVER_H_

@@ -1,0 +1,132 @@
+#include "server/engine/contribution_operations.h"
+
+#include <cmath>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "server/engine/errors.h"
+
+namespace lossd::engine {
+namespace {
+
+bool Inside(RowRange inner, RowRange outer) {
+  return inner.begin >= outer.begin && inner.begin <= inner.end && inner.end <= outer.end;
+}
+
+absl::Status CheckSpec(const ContributionSpec& spec, const kernels::HeadConfig& config) {
+  if (!kernels::HasTensor(config, {spec.param, kernels::Role::kGradient})) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "open.param",
+                      "must be a trained parameter of the head", kernels::Name(spec.param));
+  }
+  if (!std::isfinite(spec.scale))
+    return InvalidField("open.scale", "must be finite", absl::StrCat(spec.scale));
+  const RowRange all{0, kernels::ShapeOf(config, spec.param).rows};
+  const RowRange whole = spec.contribution_rows.value_or(all);
+  if (!Inside(whole, all)) {
+    return InvalidField("open.contribution_rows", absl::StrCat("must lie in ", Text(all)), Text(whole));
+  }
+  if (!Inside(spec.rows.value_or(whole), whole)) {
+    return InvalidField("open.rows", absl::StrCat("must lie in ", Text(whole)), Text(*spec.rows));
+  }
+  return absl::OkStatus();
+}
+
+// Whether the call may still add to the head's gradients.
+absl::Status CheckOpen(HeadSession& session, const Contribution& contribution) {
+  const OpenStep& step = session.step();
+  if (contribution.state.step != step.number()) {
+    return StepNotOpen("open.step", contribution.state.step, step.number());
+  }
+  if (contribution.generation != step.generation()) {
+    return absl::AbortedError(
+        "the step's gradients were zeroed, or a checkpoint was loaded, during the call");
+  }
+  if (!session.schedule().HasTurn(contribution.id)) {
+    return absl::UnavailableError(
+        absl::StrCat("contribution ", contribution.id,
+                     " lost its turn, because an earlier microbatch failed (send it "
+                     "again when that has been sent again)"));
+  }
+  return step.CheckValid();
+}
+
+// The runs of rows that have not been added.
+absl::StatusOr<std::vector<RowRange>> Pending(HeadSession& session, const Contribution& contribution,
+                                              const ContributionRows& rows) {
+  absl::MutexLock lock(&session.context().mutex);
+  if (auto open = CheckOpen(session, contribution); !open.ok()) return open;
+  return session.step().contributions().Pending(contribution.id, rows.rows, rows.checksums);
+}
+
+absl::Status AddOnDevice(HeadSession& session, const Contribution& contribution, RowRange run,
+                         absl::Span<const uint8_t> values) {
+  const absl::Status status =
+      session.head().kernels().AddGradient(contribution.terms.param, run.begin, run.size(),
+                                           contribution.terms.dtype, contribution.terms.scale, values);
+  if (status.ok()) return status;
+  session.context().observers.Tell(&EngineObserver::OnDeviceError, status);
+  absl::MutexLock lock(&session.context().mutex);
+  session.OnAccumulationFailed(status);
+  return session.step().gradients_status();
+}
+
+}  // namespace
+
+absl::StatusOr<Contribution> OpenContribution(HeadSession& session, const ContributionSpec& spec) {
+  OpenStep& step = session.step();
+  if (auto status = CheckSpec(spec, session.config()); !status.ok()) return status;
+  if (spec.step != step.number()) return StepNotOpen("open.step", spec.step, step.number());
+  if (!step.CheckValid().ok()) return step.CheckValid();
+  if (step.ledger().Contains(spec.contribution_id)) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "open.contribution_id",
+                      "names a microbatch of this step", absl::StrCat(spec.contribution_id));
+  }
+  const kernels::TensorShape shape = kernels::ShapeOf(session.config(), spec.param);
+  Contribution contribution{.head = session.name(),
+                            .state = step.state(),
+                            .id = spec.contribution_id,
+                            .terms = {.param = spec.param,
+                                      .rows = spec.contribution_rows.value_or(RowRange{0, shape.rows}),
+                                      .dtype = spec.dtype,
+                                      .scale = spec.scale},
+                            .cols = shape.cols,
+                            .generation = step.generation()};
+  contribution.rows = spec.rows.value_or(contribution.terms.rows);
+  if (auto status = step.contributions().Declare(contribution.id, contribution.terms); !status.ok())
+    return status;
+  session.schedule().OnContribution();
+  return contribution;
+}
+
+absl::Status CheckRows(const Contribution& contribution, RowRange rows, absl::Span<const uint8_t> values) {
+  const int64_t row_bytes = contribution.row_bytes();
+  if (!Inside(rows, contribution.rows)) {
+    return InvalidField("payload", absl::StrCat("must have rows in ", Text(contribution.rows)), Text(rows));
+  }
+  if (static_cast<int64_t>(values.size()) != rows.size() * row_bytes) {
+    return InvalidField("payload", absl::StrCat("must have ", rows.size() * row_bytes, " bytes"),
+                        absl::StrCat(values.size()));
+  }
+  return CheckFinite(contribution, rows, values);
+}
+
+absl::StatusOr<int64_t> AddRows(HeadSession& session, const Contribution& contribution,
+                                const ContributionRows& rows) {
+  const absl::StatusOr<std::vector<RowRange>> pending = Pending(session, contribution, rows);
+  if (!pending.ok()) return pending.status();
+  const int64_t row_bytes = contribution.row_bytes();
+  int64_t added = 0;
+  for (RowRange run : *pending) {
+    const auto values = rows.values.subspan(static_cast<size_t>((run.begin - rows.rows.begin) * row_bytes),
+                                            static_cast<size_t>(run.size() * row_bytes));
+    if (auto status = AddOnDevice(session, contribution, run, values); !status.ok()) return status;
+    added += run.size();
+  }
+  absl::MutexLock lock(&session.context().mutex);
+  session.step().contributions().Commit(contribution.id, rows.rows, rows.checksums);
+  session.schedule().OnContribution();
+  return added;
+}
+
+}  // namespace lossd::engine

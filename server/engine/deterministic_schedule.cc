@@ -1,0 +1,290 @@
+#include "server/engine/deterministic_schedule.h"
+
+#include <algorithm>
+#include <cassert>
+#include <cstring>
+#include <utility>
+
+#include "absl/types/span.h"
+
+namespace lossd::engine {
+namespace {
+
+template <typename T>
+const T* At(const std::vector<T>& values, size_t index) {
+  return values.empty() ? nullptr : values.data() + index;
+}
+
+bool HasTargets(absl::Span<const int32_t> targets) {
+  return std::any_of(targets.begin(), targets.end(), [](int32_t t) { return t != kernels::kIgnoredTarget; });
+}
+
+// A group of rows: a segment for each run of rows that the same slices hold. Rows that have their place in
+// the group but were not sent again are computed as zeros, unless none of them has a target.
+struct GroupChunk final : ChunkWork {
+  GroupChunk(DeterministicSchedule* schedule, std::unique_ptr<GroupAssembly> assembly, Ledger& ledger,
+             uint8_t* area);
+
+  void Prepare() override;
+  void OnResults(bool all_good) override { schedule_->OnResults(*group_, all_good); }
+  void OnLeft() override { schedule_->OnLeft(*group_); }
+  // All that comes after the group waits for it.
+  bool Affects(const StreamState& stream) const override { return stream.spec().accumulate_gradients; }
+
+ private:
+  void AddSegment(const GroupAssembly::Segment& piece, RowWants wants, uint8_t* area);
+  // Of rows that no slice holds. What is agreed on in the microbatch, any of its streams can say.
+  kernels::Slice GapInput(RowRange rows, size_t index, uint8_t* memory) const;
+
+  DeterministicSchedule* const schedule_;
+  const std::unique_ptr<GroupAssembly> group_;
+  RowValues declared_;               // [rows]
+  std::vector<uint8_t> accumulate_;  // [rows]
+  std::vector<absl::Span<uint8_t>> gaps_;
+};
+
+GroupChunk::GroupChunk(DeterministicSchedule* schedule, std::unique_ptr<GroupAssembly> assembly,
+                       Ledger& ledger, uint8_t* area)
+    : schedule_(schedule), group_(std::move(assembly)) {
+  const uint64_t id = group_->key().microbatch_id;
+  rows = static_cast<size_t>(group_->rows().size());
+  declared_ = ledger.Contents(id, group_->rows());
+  accumulate_.resize(rows);
+  ledger.Reserve(id, group_->rows(), absl::MakeSpan(accumulate_));
+  accumulates = true;
+  const std::vector<GroupAssembly::Segment> pieces = group_->Segments();
+  slices = group_->TakeSlices();
+  options = slices.front()->stream->spec().options;
+  hidden_dtype = slices.front()->stream->spec().hidden_dtype;
+  RowWants wants;
+  for (const auto& slice : slices) {
+    slice->index = static_cast<size_t>(slice->rows.begin - group_->rows().begin);
+    wants.Add(slice->stream->spec().want_rows);
+  }
+  for (const GroupAssembly::Segment& piece : pieces) AddSegment(piece, wants, area);
+}
+
+void GroupChunk::AddSegment(const GroupAssembly::Segment& piece, RowWants wants, uint8_t* area) {
+  const auto index = static_cast<size_t>(piece.rows.begin - group_->rows().begin);
+  const auto piece_rows = static_cast<size_t>(piece.rows.size());
+  const StreamState& stream = piece.slices.empty() ? *slices.front()->stream : *piece.slices.front()->stream;
+  uint8_t* const memory = area + stream.RowBytes(static_cast<int64_t>(index));
+  Segment segment{.microbatch_id = group_->key().microbatch_id,
+                  .rows = piece.rows,
+                  .index = index,
+                  .slices = piece.slices,
+                  .wants = wants};
+  if (piece.slices.empty()) {
+    if (!HasTargets(absl::MakeSpan(declared_.targets).subspan(index, piece_rows))) return;
+    gaps_.emplace_back(memory, static_cast<size_t>(stream.RowBytes(piece.rows.size())));
+    segment.input = GapInput(piece.rows, index, memory);
+  } else {
+    segment.input = InputOf(stream, piece.rows, memory);
+  }
+  segment.input.accumulate = accumulate_.data() + index;
+  segments.push_back(std::move(segment));
+}
+
+kernels::Slice GroupChunk::GapInput(RowRange gap, size_t index, uint8_t* memory) const {
+  const StreamState& stream = *slices.front()->stream;
+  kernels::Slice slice;
+  slice.rows = gap.size();
+  slice.hidden = memory;
+  slice.targets = At(declared_.targets, index);
+  slice.row_weights = At(declared_.row_weights, index);
+  slice.grad_scale = stream.grad_scale();
+  slice.grad_loss = At(declared_.grad_loss, index);
+  slice.grad_lse = At(declared_.grad_lse, index);
+  slice.grad_entropy = At(declared_.grad_entropy, index);
+  slice.grad_hidden = stream.spec().want_grad_hidden ? memory : nullptr;
+  return slice;
+}
+
+void GroupChunk::Prepare() {
+  for (absl::Span<uint8_t> gap : gaps_) std::memset(gap.data(), 0, gap.size());
+}
+
+}  // namespace
+
+absl::StatusOr<GroupAreas> GroupAreas::Allocate(kernels::Backend* backend, int64_t hidden_size,
+                                                int64_t chunk_rows, int64_t max_bytes) {
+  // Of the widest dtype, so that groups have the same rows in all of them.
+  const int64_t row_bytes = hidden_size * static_cast<int64_t>(sizeof(float));
+  constexpr auto kAreas = static_cast<int64_t>(Sequencer::kAreas);
+  const int64_t group_rows = std::clamp<int64_t>(max_bytes / row_bytes / kAreas, 1, chunk_rows);
+  auto memory = backend->AllocateStaging(kAreas * group_rows * row_bytes);
+  if (!memory.ok()) return memory.status();
+  return GroupAreas{
+      .memory = *std::move(memory), .group_rows = group_rows, .area_bytes = group_rows * row_bytes};
+}
+
+DeterministicSchedule::DeterministicSchedule(EngineContext* context, GroupAreas areas, SliceLimits limits,
+                                             std::shared_ptr<OpenStep> step, MemoryReady memory_ready)
+    : context_(context),
+      areas_(std::move(areas)),
+      limits_{.max_rows = areas_.group_rows, .max_bytes = limits.max_bytes, .row_grid = areas_.group_rows},
+      step_(std::move(step)),
+      memory_ready_(std::move(memory_ready)),
+      sequencer_(areas_.group_rows, &step_->ledger(), &step_->contributions()),
+      arrival_(limits, context->staging.get(), &step_->ledger(), memory_ready_) {}
+
+// ---- Memory ----
+
+bool DeterministicSchedule::FindMemory(std::unique_ptr<SliceWork>& slice) {
+  const SliceWork* const own = slice.get();
+  sequencer_.Request(std::move(slice));
+  return Advance(own, &slice);
+}
+
+bool DeterministicSchedule::Advance(const SliceWork* own, std::unique_ptr<SliceWork>* own_slice) {
+  bool own_granted = false;
+  for (Sequencer::Grant& grant : sequencer_.TakeGrants()) {
+    grant.slice->buffer = BufferFor(grant);
+    if (grant.slice.get() == own) {
+      *own_slice = std::move(grant.slice);
+      own_granted = true;
+    } else {
+      context_->notifier.Post(
+          [ready = memory_ready_, slice = std::move(grant.slice)]() mutable { ready(std::move(slice)); });
+    }
+  }
+  CallTurns(/*all=*/false);
+  return own_granted;
+}
+
+StagingBuffer DeterministicSchedule::BufferFor(const Sequencer::Grant& grant) {
+  context_->mutex.AssertHeld();
+  const StreamState& stream = *grant.slice->stream;
+  ++context_->area_buffers_lent;
+  // The buffer may outlive the head, so it keeps the memory; the engine waits for nothing but the return.
+  return StagingBuffer(areas_.At(grant.area) + stream.RowBytes(grant.rows.begin),
+                       stream.RowBytes(grant.rows.size()),
+                       [context = context_, self = weak_from_this(), memory = areas_.memory,
+                        area = grant.area, loan = grant.loan]() mutable {
+                         memory.reset();
+                         if (const auto schedule = self.lock()) {
+                           absl::MutexLock lock(&context->mutex);
+                           schedule->sequencer_.Return(area, loan);
+                           schedule->Advance();
+                           context->loop.Wake();
+                         }
+                         absl::MutexLock lock(&context->mutex);
+                         --context->area_buffers_lent;  // last: then the engine may be destroyed
+                       });
+}
+
+void DeterministicSchedule::Queue(std::unique_ptr<SliceWork> slice) {
+  const bool attached = sequencer_.Attach(slice, ++arrivals_);
+  assert(attached);  // its stream has not failed, so its group still has what was lent to it
+  (void)attached;
+  Advance();  // others may have waited for the same rows
+}
+
+DroppedSlices DeterministicSchedule::TakeFailed() {
+  DroppedSlices dropped = sequencer_.TakeFailed();
+  DroppedSlices others = arrival_.TakeFailed();
+  for (auto& slice : others.queued) dropped.queued.push_back(std::move(slice));
+  Advance();  // an area may have come free
+  return dropped;
+}
+
+// ---- The device ----
+
+void DeterministicSchedule::Push(Operation* operation) {
+  operation->arrival = ++arrivals_;
+  arrival_.Push(operation);
+}
+
+ScheduledWork DeterministicSchedule::TakeNext(const DeviceLoad& load, bool head_is_idle) {
+  const Operation* const operation = arrival_.FrontOperation();
+  if (operation != nullptr && !sequencer_.HasReady(operation->arrival))
+    return arrival_.TakeNext(load, head_is_idle);
+  if (!load.accepts_chunk()) return {};
+  // An operation has to wait for the groups, and chunks behind it for the operation.
+  const auto take_chunk = [&] {
+    return operation == nullptr ? arrival_.TakeNext(load, head_is_idle) : ScheduledWork();
+  };
+  const bool chunk_first = group_was_last_;
+  ScheduledWork next = chunk_first ? take_chunk() : TakeGroup();
+  if (!std::holds_alternative<std::monostate>(next)) {
+    group_was_last_ = !chunk_first;
+    return next;
+  }
+  next = chunk_first ? TakeGroup() : take_chunk();
+  if (!std::holds_alternative<std::monostate>(next)) group_was_last_ = chunk_first;
+  return next;
+}
+
+ScheduledWork DeterministicSchedule::TakeGroup() {
+  std::unique_ptr<GroupAssembly> group = sequencer_.TakeReady();
+  if (group == nullptr) return {};
+  uint8_t* const area = areas_.At(group->area());
+  auto chunk = std::make_unique<GroupChunk>(this, std::move(group), step_->ledger(), area);
+  Advance();  // the next group assembles while this one is computed
+  return chunk;
+}
+
+void DeterministicSchedule::OnResults(const GroupAssembly& group, bool all_good) {
+  if (all_good) sequencer_.OnResultsGood(group);
+  sequencer_.ReleaseArea(group);
+  Advance();
+}
+
+void DeterministicSchedule::OnLeft(const GroupAssembly& group) {
+  sequencer_.OnLeft(group);
+  Advance();
+}
+
+Backlog DeterministicSchedule::backlog() const {
+  Backlog backlog = arrival_.backlog();
+  backlog.queued_slices += sequencer_.attached_slices();
+  backlog.waiting_slices = sequencer_.waiting_slices();
+  backlog.waits_for = sequencer_.WaitsFor();
+  return backlog;
+}
+
+// ---- News of the open step ----
+
+void DeterministicSchedule::OnDeclared(uint64_t microbatch_id) {
+  sequencer_.OnDeclared(microbatch_id);
+  Advance();
+}
+
+void DeterministicSchedule::OnContribution() {
+  sequencer_.OnContribution();  // it may have nothing to add
+  Advance();
+}
+
+void DeterministicSchedule::OnRestart() {
+  sequencer_.Clear();
+  CallTurns(/*all=*/true);
+}
+
+// ---- Turns of contributions ----
+
+bool DeterministicSchedule::HasTurn(uint64_t contribution_id) const {
+  return contribution_id <= sequencer_.turn().microbatch_id;
+}
+
+bool DeterministicSchedule::AwaitTurn(uint64_t contribution_id, uint64_t ticket,
+                                      absl::AnyInvocable<void()> ready) {
+  if (HasTurn(contribution_id)) return false;
+  turn_waiters_.push_back({contribution_id, ticket, std::move(ready)});
+  return true;
+}
+
+bool DeterministicSchedule::ForgetTurn(uint64_t ticket) {
+  return std::erase_if(turn_waiters_, [ticket](const TurnWaiter& w) { return w.ticket == ticket; }) > 0;
+}
+
+void DeterministicSchedule::EndTurns() { CallTurns(/*all=*/true); }
+
+void DeterministicSchedule::CallTurns(bool all) {
+  std::erase_if(turn_waiters_, [&](TurnWaiter& waiter) {
+    const bool call = all || HasTurn(waiter.contribution_id);
+    if (call) context_->notifier.Post(std::move(waiter.ready));
+    return call;
+  });
+}
+
+}  // namespace lossd::engine

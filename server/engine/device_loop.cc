@@ -1,0 +1,125 @@
+#include "server/engine/device_loop.h"
+
+#include <pthread.h>
+
+#include <utility>
+
+#include "absl/synchronization/notification.h"
+#include "server/engine/engine_options.h"
+#include "server/engine/mutex_unlock.h"
+
+namespace lossd::engine {
+
+DeviceLoop::DeviceLoop(absl::Mutex* mutex, int max_chunks) : mutex_(mutex), load_{.max_chunks = max_chunks} {}
+
+DeviceLoop::~DeviceLoop() = default;
+
+void DeviceLoop::Start() {
+  thread_ = std::thread([this] { Loop(); });
+}
+
+void DeviceLoop::Join() { thread_.join(); }
+
+absl::Status DeviceLoop::Run(absl::FunctionRef<void()> task) {
+  absl::Notification done;
+  {
+    absl::MutexLock lock(mutex_);
+    if (stopping_) return absl::UnavailableError("the server is shutting down");
+    tasks_.emplace_back([&] {
+      task();
+      done.Notify();
+    });
+    wake_.Signal();
+  }
+  done.WaitForNotification();
+  return absl::OkStatus();
+}
+
+void DeviceLoop::Add(std::string name, std::shared_ptr<Source> source) {
+  mutex_->AssertHeld();
+  sources_.emplace(std::move(name), std::move(source));
+}
+
+void DeviceLoop::Remove(absl::string_view name) {
+  mutex_->AssertHeld();
+  if (const auto it = sources_.find(name); it != sources_.end()) sources_.erase(it);
+}
+
+void DeviceLoop::Wake() {
+  mutex_->AssertHeld();
+  wake_.Signal();
+}
+
+void DeviceLoop::Stop(Work last) {
+  mutex_->AssertHeld();
+  stopping_ = true;
+  last_ = std::move(last);
+  wake_.Signal();
+}
+
+bool DeviceLoop::stopping() const {
+  mutex_->AssertHeld();
+  return stopping_;
+}
+
+void DeviceLoop::OnLaunched(bool accumulates) {
+  mutex_->AssertHeld();
+  ++load_.chunks;
+  if (accumulates) ++load_.without_results;
+}
+
+void DeviceLoop::OnResults(bool accumulates) {
+  mutex_->AssertHeld();
+  if (accumulates) --load_.without_results;
+  wake_.Signal();  // a chunk that waits for this one's results may be formed
+}
+
+void DeviceLoop::OnLeft() {
+  mutex_->AssertHeld();
+  --load_.chunks;
+  heartbeat_.Beat();
+  wake_.Signal();
+}
+
+void DeviceLoop::Loop() {
+  pthread_setname_np(pthread_self(), "lossd-device");
+  absl::MutexLock lock(mutex_);
+  while (true) {
+    Work work = NextWork();
+    const bool found = static_cast<bool>(work);
+    if (found) {
+      MutexUnlock unlock(mutex_);
+      work();
+      work = nullptr;  // what it owns is destroyed without the lock
+    }
+    if (found || load_.chunks == 0) heartbeat_.Beat();  // a device that computes beats by finishing chunks
+    if (found) continue;
+    if (stopping_ && load_.chunks == 0) break;
+    wake_.WaitWithTimeout(mutex_, kDeviceBeat);
+  }
+  Work last = std::move(last_);
+  {
+    MutexUnlock unlock(mutex_);
+    last();
+  }
+  sources_.clear();
+}
+
+DeviceLoop::Work DeviceLoop::NextWork() {
+  if (!tasks_.empty()) {
+    Work task = std::move(tasks_.front());
+    tasks_.pop_front();
+    return task;
+  }
+  auto it = sources_.upper_bound(last_served_);
+  for (size_t i = 0; i < sources_.size(); ++i, ++it) {
+    if (it == sources_.end()) it = sources_.begin();
+    if (Work work = it->second->TakeWork(load_)) {
+      last_served_ = it->first;
+      return work;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace lossd::engine

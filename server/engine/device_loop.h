@@ -1,0 +1,96 @@
+// The device thread of an engine: the only thread that touches the backend and the heads. It runs tasks that
+// belong to no head in the order of their submission, before anything else, and otherwise asks the sources of
+// work, which are the heads, in turn. It knows neither slices nor operations: work is a closure.
+//
+// Threads. The loop shares the engine's lock with the sources. Members that say "locked" are called with the
+// lock held, all others without it. Tasks and work run without the lock.
+// Lifetime. The mutex outlives the loop. A started loop has to be stopped and joined before it is destroyed.
+#ifndef LOSSD_SERVER_ENGINE_DEVICE_LOOP_H_
+#define LOSSD_SERVER_ENGINE_DEVICE_LOOP_H_
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "server/engine/heartbeat.h"
+
+namespace lossd::engine {
+
+// What is under way on the device, over all heads.
+struct DeviceLoad {
+  int chunks = 0;           // launched, not yet done
+  int max_chunks = 1;       // that the backend takes
+  int without_results = 0;  // of `chunks`, those that accumulate and whose results are still to come
+  bool accepts_chunk() const { return chunks < max_chunks; }
+};
+
+class DeviceLoop {
+ public:
+  using Work = absl::AnyInvocable<void()>;
+
+  // Where work comes from. The sources take turns in the order of their names.
+  class Source {
+   public:
+    virtual ~Source() = default;
+    // The next thing to do, or null if nothing can be done now. Called locked, on the device thread.
+    virtual Work TakeWork(const DeviceLoad& load) = 0;
+  };
+
+  DeviceLoop(absl::Mutex* mutex, int max_chunks);
+  ~DeviceLoop();
+  DeviceLoop(const DeviceLoop&) = delete;
+  DeviceLoop& operator=(const DeviceLoop&) = delete;
+
+  void Start();
+  // Waits until the loop, which has been stopped, has nothing left to do.
+  void Join();
+  // How long ago the thread last came round to look for work, or a chunk left the device. While nothing is on
+  // the device and nothing runs, about kDeviceBeat at most. Never blocks.
+  absl::Duration Silence() const { return heartbeat_.Silence(); }
+  // Blocks until `task` has run on the device thread. UNAVAILABLE, without running it, if the loop was
+  // stopped.
+  absl::Status Run(absl::FunctionRef<void()> task) ABSL_LOCKS_EXCLUDED(mutex_);
+
+  // ---- Locked ----
+  void Add(std::string name, std::shared_ptr<Source> source);
+  void Remove(absl::string_view name);
+  // A source may have work now.
+  void Wake();
+  // From now on tasks are refused. The loop ends when no source has work and no chunk is on the device; then
+  // it runs `last` and lets go of the sources.
+  void Stop(Work last);
+  bool stopping() const;
+  // The life of a chunk; `accumulates` is the same in both calls.
+  void OnLaunched(bool accumulates);
+  void OnResults(bool accumulates);
+  void OnLeft();
+
+ private:
+  void Loop() ABSL_LOCKS_EXCLUDED(mutex_);
+  Work NextWork() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  absl::Mutex* const mutex_;
+  Heartbeat heartbeat_;
+  absl::CondVar wake_;
+  std::deque<Work> tasks_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, std::shared_ptr<Source>, std::less<>> sources_ ABSL_GUARDED_BY(mutex_);
+  std::string last_served_ ABSL_GUARDED_BY(mutex_);
+  DeviceLoad load_ ABSL_GUARDED_BY(mutex_);
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  Work last_ ABSL_GUARDED_BY(mutex_);
+  std::thread thread_;
+};
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_SERVER_ENGINE_DEVICE_LOOP_H_

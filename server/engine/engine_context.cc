@@ -1,0 +1,50 @@
+#include "server/engine/engine_context.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/engine/errors.h"
+
+namespace lossd::engine {
+
+absl::StatusOr<std::unique_ptr<EngineContext>> EngineContext::Create(const EngineOptions& options,
+                                                                     kernels::Backend* backend,
+                                                                     uint64_t incarnation,
+                                                                     std::vector<EngineObserver*> observers) {
+  if (incarnation == 0) return InvalidField("incarnation", "must not be 0", "0");
+  if (options.slice_bytes <= 0)
+    return InvalidField("slice_bytes", "must be positive", absl::StrCat(options.slice_bytes));
+  if (options.staging_bytes / options.slice_bytes < 2) {
+    return InvalidField("staging_bytes",
+                        absl::StrCat("must hold at least two slices of ", options.slice_bytes, " bytes"),
+                        absl::StrCat(options.staging_bytes));
+  }
+  auto staging = StagingPool::Create(backend, options.staging_bytes, options.slice_bytes);
+  if (!staging.ok()) return staging.status();
+  if (options.retained_bytes < 0) {
+    return InvalidField("retained_bytes", "must not be negative", absl::StrCat(options.retained_bytes));
+  }
+  std::unique_ptr<kernels::RetainedMemory> retained;
+  if (options.retained_bytes > 0) {
+    auto allocated = backend->AllocateRetained(options.retained_bytes);
+    if (!allocated.ok()) return allocated.status();
+    retained = *std::move(allocated);
+  }
+  return std::make_unique<EngineContext>(options, backend, incarnation, std::move(observers),
+                                         *std::move(staging), std::move(retained));
+}
+
+EngineContext::EngineContext(const EngineOptions& engine_options, kernels::Backend* engine_backend,
+                             uint64_t engine_incarnation, std::vector<EngineObserver*> engine_observers,
+                             std::unique_ptr<StagingPool> staging_pool,
+                             std::unique_ptr<kernels::RetainedMemory> retained_memory)
+    : options(engine_options),
+      backend(engine_backend),
+      incarnation(engine_incarnation),
+      observers(std::move(engine_observers)),
+      staging(std::move(staging_pool)),
+      retained(std::move(retained_memory)),
+      retained_ranges(retained == nullptr ? 0 : retained->size()),
+      loop(&mutex, backend->max_chunks_in_flight()) {}
+
+}  // namespace lossd::engine

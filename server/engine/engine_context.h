@@ -1,0 +1,58 @@
+// What all parts of one engine share: its options, its memory, its lock, its threads.
+//
+// The lock is a leaf with respect to everything outside the engine: neither an observer nor a caller's copy
+// function nor the backend is ever called with it held. Slices are destroyed, and their memory is given back,
+// without it.
+#ifndef LOSSD_SERVER_ENGINE_ENGINE_CONTEXT_H_
+#define LOSSD_SERVER_ENGINE_ENGINE_CONTEXT_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "kernels/backend.h"
+#include "server/engine/device_loop.h"
+#include "server/engine/engine_observer.h"
+#include "server/engine/engine_options.h"
+#include "server/engine/notifier.h"
+#include "server/engine/range_allocator.h"
+#include "server/engine/staging_pool.h"
+
+namespace lossd::engine {
+
+struct EngineContext {
+  // Checks the options and allocates staging and retained memory. INVALID_ARGUMENT, or the backend's error.
+  // `backend` and the observers outlive the context. The device loop is not started.
+  static absl::StatusOr<std::unique_ptr<EngineContext>> Create(const EngineOptions& options,
+                                                               kernels::Backend* backend,
+                                                               uint64_t incarnation,
+                                                               std::vector<EngineObserver*> observers);
+  EngineContext(const EngineOptions& options, kernels::Backend* backend, uint64_t incarnation,
+                std::vector<EngineObserver*> observers, std::unique_ptr<StagingPool> staging,
+                std::unique_ptr<kernels::RetainedMemory> retained);
+
+  const EngineOptions options;
+  kernels::Backend* const backend;
+  const uint64_t incarnation;
+  const EngineObservers observers;
+  const std::unique_ptr<StagingPool> staging;
+  const std::unique_ptr<kernels::RetainedMemory> retained;  // null: the engine keeps no rows
+  RangeAllocator retained_ranges;                           // of `retained`
+
+  absl::Mutex mutex;  // the engine's lock
+  // The last number given to the gradients of a head (OpenStep::generation); no two heads share one.
+  uint64_t last_generation ABSL_GUARDED_BY(mutex) = 0;
+  uint64_t last_turn_ticket ABSL_GUARDED_BY(mutex) = 0;
+  // Buffers in the areas of groups that slices hold while they are received, computed or sent.
+  int64_t area_buffers_lent ABSL_GUARDED_BY(mutex) = 0;
+
+  DeviceLoop loop;
+  Notifier notifier;  // goes first: its events use the rest
+};
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_SERVER_ENGINE_ENGINE_CONTEXT_H_

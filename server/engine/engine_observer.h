@@ -1,0 +1,83 @@
+// What an engine tells about work as it happens, for metrics and logs: one report for each kind of event.
+//
+// An engine has a list of observers, which are told one after the other, so no observer has to pass an event
+// on to another one. A new event is a report here and the place in the engine that fills it in.
+//
+// Threads. Reports come on the threads of the engine, of the backend and of the engine's callers, never under
+// a lock of the engine's. An observer must be thread-safe, must not block and must not call back into the
+// engine. Views in a report are valid during the call.
+#ifndef LOSSD_SERVER_ENGINE_ENGINE_OBSERVER_H_
+#define LOSSD_SERVER_ENGINE_ENGINE_OBSERVER_H_
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "kernels/backend.h"
+
+namespace lossd::engine {
+
+// A chunk has left the device, also if it failed there.
+struct ChunkReport {
+  absl::string_view head;
+  int64_t rows = 0;        // computed, those of zeros in deterministic mode included
+  int64_t valid_rows = 0;  // of them, those with a target
+  // How its gradients were computed: kExact or kFiltered (kernels::Chunk::gradients).
+  kernels::Gradients gradients = kernels::Gradients::kExact;
+  double dropped_mass = 0.0;     // probability left out of its gradients, summed over its valid rows
+  double compute_seconds = 0.0;  // from its forming until its results were ready
+  // Of each of its slices, from being queued until the chunk was formed.
+  std::vector<double> queue_seconds;
+};
+
+// A chunk was computed in another way than the one before it on its head.
+struct ChoicesReport {
+  absl::string_view head;
+  absl::Span<const kernels::Choice> choices;
+};
+
+// Rows of a contribution were handed in.
+struct ContributionReport {
+  absl::string_view head;
+  int64_t added_rows = 0;  // those that had not been added before
+};
+
+// A step was closed.
+struct StepReport {
+  absl::string_view head;
+  bool skipped = false;  // without an update, because its gradients were not finite
+};
+
+// Each member does nothing unless an observer overrides it.
+class EngineObserver {
+ public:
+  virtual ~EngineObserver() = default;
+  virtual void OnChunk(const ChunkReport& report) {}
+  virtual void OnChoices(const ChoicesReport& report) {}
+  virtual void OnContribution(const ContributionReport& report) {}
+  virtual void OnStep(const StepReport& report) {}
+  // An operation failed on the device.
+  virtual void OnDeviceError(const absl::Status& status) {}
+};
+
+// All observers of one engine, in the order in which they are told. Immutable.
+class EngineObservers {
+ public:
+  explicit EngineObservers(std::vector<EngineObserver*> observers) : observers_(std::move(observers)) {}
+
+  // E.g. Tell(&EngineObserver::OnStep, {.head = "head"}).
+  template <typename Report>
+  void Tell(void (EngineObserver::*event)(const Report&), const Report& report) const {
+    for (EngineObserver* observer : observers_) (observer->*event)(report);
+  }
+
+ private:
+  const std::vector<EngineObserver*> observers_;
+};
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_SERVER_ENGINE_ENGINE_OBSERVER_H_

@@ -1,0 +1,71 @@
+#include "server/engine/errors.h"
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "kernels/errors/field_error.h"
+#include "kernels/errors/payload.h"
+
+namespace lossd::engine {
+namespace {
+
+constexpr absl::string_view kCurrentStepPayload = "lossd/current-step";
+constexpr absl::string_view kMissingPayload = "lossd/missing";
+
+}  // namespace
+
+std::string Text(RowRange rows) { return absl::StrCat("[", rows.begin, ", ", rows.end, ")"); }
+
+absl::Status FieldError(absl::StatusCode code, absl::string_view field, absl::string_view problem,
+                        absl::string_view value) {
+  return errors::FieldProblem(field, problem, value, code);
+}
+
+absl::Status InvalidField(absl::string_view field, absl::string_view problem, absl::string_view value) {
+  return errors::FieldProblem(field, problem, value);
+}
+
+absl::Status UnknownHead(absl::string_view name) {
+  return errors::FieldError("head", "name a head of this server", name, absl::StatusCode::kNotFound);
+}
+
+absl::Status StepNotOpen(absl::string_view field, uint64_t step, uint64_t current) {
+  return WithCurrentStep(errors::FieldProblem(field, absl::StrCat("is not the open step, which is ", current),
+                                              step, absl::StatusCode::kFailedPrecondition),
+                         current);
+}
+
+absl::Status RowNotFinite(int64_t row) {
+  return FieldError(absl::StatusCode::kOutOfRange, absl::StrCat("row ", row),
+                    "must have a finite loss; nothing of its slice was accumulated",
+                    "a loss that is not finite");
+}
+
+absl::Status DeviceFailed(const absl::Status& status) {
+  return absl::InternalError(
+      absl::StrCat("the device failed; nothing of this slice was accumulated: ", status.message()));
+}
+
+absl::Status WithCurrentStep(absl::Status status, uint64_t step) {
+  const std::string text[] = {absl::StrCat(step)};
+  errors::SetTexts(kCurrentStepPayload, text, &status);
+  return status;
+}
+
+std::optional<uint64_t> GetCurrentStep(const absl::Status& status) {
+  const std::optional<std::vector<std::string>> texts = errors::GetTexts(kCurrentStepPayload, status);
+  uint64_t step = 0;
+  if (!texts.has_value() || texts->size() != 1 || !absl::SimpleAtoi(texts->front(), &step))
+    return std::nullopt;
+  return step;
+}
+
+absl::Status WithMissing(absl::Status status, const std::vector<std::string>& lines) {
+  errors::SetTexts(kMissingPayload, lines, &status);
+  return status;
+}
+
+std::vector<std::string> GetMissing(const absl::Status& status) {
+  return errors::GetTexts(kMissingPayload, status).value_or(std::vector<std::string>());
+}
+
+}  // namespace lossd::engine

@@ -1,0 +1,194 @@
+#include "server/engine/flight.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "server/engine/errors.h"
+#include "server/engine/head_session.h"
+
+namespace lossd::engine {
+namespace {
+
+template <typename T>
+T* At(std::vector<T>& values, bool wanted, size_t index) {
+  return wanted ? values.data() + index : nullptr;
+}
+
+// Copies the results of some rows if they are wanted.
+template <typename T>
+void CopyIf(bool wanted, const std::vector<T>& from, size_t index, size_t rows, std::vector<T>& to) {
+  const auto first = from.begin() + static_cast<std::ptrdiff_t>(index);
+  if (wanted) to.assign(first, first + static_cast<std::ptrdiff_t>(rows));
+}
+
+void Add(const kernels::SliceSums& from, kernels::SliceSums& to) {
+  to.loss += from.loss;
+  to.z_loss += from.z_loss;
+  to.entropy += from.entropy;
+  to.dropped_mass += from.dropped_mass;
+  to.valid_rows += from.valid_rows;
+  to.correct_rows += from.correct_rows;
+}
+
+}  // namespace
+
+Flight::Flight(std::shared_ptr<HeadSession> session, std::unique_ptr<ChunkWork> work)
+    : session_(std::move(session)), work_(std::move(work)), formed_(absl::Now()) {
+  for (const auto& slice : work_->slices)
+    slice->queue_seconds = absl::ToDoubleSeconds(formed_ - slice->queued);
+}
+
+// ---- To the device ----
+
+void Flight::Launch() {
+  work_->Prepare();
+  MakeChunk();
+  const auto self = shared_from_this();
+  session_->head().kernels().Submit(&chunk_,
+                                    {.on_results = [self](absl::Status status) { self->OnResults(status); },
+                                     .on_done = [self](absl::Status status) { self->OnDone(status); }});
+}
+
+void Flight::MakeChunk() {
+  RowWants wants;
+  for (const Segment& segment : work_->segments) wants.Add(segment.wants);
+  if (wants.loss) results_.loss.resize(work_->rows);
+  if (wants.lse) results_.lse.resize(work_->rows);
+  if (wants.entropy) results_.entropy.resize(work_->rows);
+  if (wants.logprob) results_.logprob.resize(work_->rows);
+  if (wants.argmax) results_.argmax.resize(work_->rows);
+  for (const Segment& segment : work_->segments) {
+    kernels::Slice slice = segment.input;
+    slice.out = {.loss = At(results_.loss, segment.wants.loss, segment.index),
+                 .lse = At(results_.lse, segment.wants.lse, segment.index),
+                 .entropy = At(results_.entropy, segment.wants.entropy, segment.index),
+                 .target_logprob = At(results_.logprob, segment.wants.logprob, segment.index),
+                 .argmax = At(results_.argmax, segment.wants.argmax, segment.index)};
+    slices_.push_back(slice);
+  }
+  const EngineContext& context = session_->context();
+  chunk_ = {.options = work_->options,
+            .hidden_dtype = work_->hidden_dtype,
+            .accumulate_gradients = work_->accumulates,
+            .independent = context.options.deterministic,
+            .retained = context.retained.get(),
+            .slices = absl::MakeSpan(slices_)};
+}
+
+// ---- Results ----
+
+void Flight::OnResults(const absl::Status& status) {
+  compute_seconds_ = absl::ToDoubleSeconds(absl::Now() - formed_);
+  results_ok_ = status.ok();
+  EngineContext& context = session_->context();
+  if (!status.ok()) context.observers.Tell(&EngineObserver::OnDeviceError, status);
+  TakeResults();
+  std::vector<StagingBuffer> unused;
+  absl::MutexLock lock(&context.mutex);
+  context.loop.OnResults(work_->accumulates);
+  bool all_good = true;
+  for (const auto& slice : work_->slices) {
+    if (!slice->is_good()) {
+      all_good = false;
+      session_->streams().Fail(*slice->stream,
+                               status.ok() ? RowNotFinite(slice->bad_row) : DeviceFailed(status));
+    } else if (!slice->stream->failed()) {
+      Deliver(*slice);
+    }
+    if (slice->buffer) unused.push_back(std::move(slice->buffer));
+  }
+  if (!unused.empty()) context.notifier.Post([unused = std::move(unused)]() mutable { unused.clear(); });
+  work_->OnResults(all_good);
+}
+
+void Flight::TakeResults() {
+  for (size_t i = 0; i < work_->segments.size(); ++i) {
+    const Segment& segment = work_->segments[i];
+    for (SliceWork* slice : segment.slices) {
+      Add(slices_[i].sums, slice->sums);
+      if (IsGood(i) || !slice->is_good()) continue;
+      slice->bad_row = segment.rows.begin + std::max<int64_t>(0, slices_[i].first_nonfinite_row);
+    }
+  }
+  for (const auto& slice : work_->slices) {
+    const RowWants& wants = slice->stream->spec().want_rows;
+    const auto rows = static_cast<size_t>(slice->rows.size());
+    SliceOutput& output = slice->output;
+    CopyIf(wants.loss, results_.loss, slice->index, rows, output.loss);
+    CopyIf(wants.lse, results_.lse, slice->index, rows, output.lse);
+    CopyIf(wants.entropy, results_.entropy, slice->index, rows, output.entropy);
+    CopyIf(wants.logprob, results_.logprob, slice->index, rows, output.logprob);
+    CopyIf(wants.argmax, results_.argmax, slice->index, rows, output.argmax);
+  }
+}
+
+void Flight::Deliver(SliceWork& slice) {
+  SliceOutput& output = slice.output;
+  output.rows = slice.rows;
+  output.staging_bytes = slice.buffer.bytes();
+  output.queue_seconds = slice.queue_seconds;
+  output.compute_seconds = compute_seconds_;
+  if (slice.stream->spec().want_grad_hidden) {
+    output.grad_bytes = slice.stream->RowBytes(slice.rows.size());
+    output.grad_hidden = std::move(slice.buffer);
+  }
+  session_->context().notifier.Post([stream = slice.stream, output = std::move(output)]() mutable {
+    stream->observer().OnSlice(std::move(output));
+  });
+}
+
+// ---- The end ----
+
+void Flight::OnDone(const absl::Status& status) {
+  EngineContext& context = session_->context();
+  context.observers.Tell(&EngineObserver::OnChunk, Report());
+  session_->NoteChoices(chunk_.choices);
+  const bool broken = results_ok_ && !status.ok();
+  if (broken) context.observers.Tell(&EngineObserver::OnDeviceError, status);
+  absl::MutexLock lock(&context.mutex);
+  if (broken) session_->OnAccumulationFailed(status);
+  Settle(/*accumulated=*/!broken);
+  work_->OnLeft();
+  if (broken) {
+    const absl::Status why = session_->step().gradients_status();
+    for (const auto& slice : work_->slices) session_->streams().Fail(*slice->stream, why);
+    session_->streams().FailIf([this](const StreamState& stream) { return work_->Affects(stream); }, why);
+  }
+  session_->OnChunkLeft(std::move(work_->slices));
+}
+
+void Flight::Settle(bool accumulated) {
+  Ledger& ledger = session_->step().ledger();
+  for (size_t i = 0; work_->accumulates && i < work_->segments.size(); ++i) {
+    const Segment& segment = work_->segments[i];
+    if (!IsGood(i) || !accumulated) {
+      ledger.Release(segment.microbatch_id, segment.rows);
+      continue;
+    }
+    int64_t committed = ledger.Commit(segment.microbatch_id, segment.rows);
+    for (SliceWork* slice : segment.slices) {
+      slice->accumulated_rows += committed;
+      slice->repeated_rows += slices_[i].sums.valid_rows - committed;
+      committed = 0;
+    }
+  }
+  for (const auto& slice : work_->slices) {
+    if (slice->is_good()) session_->FinishSlice(*slice, compute_seconds_);
+    slice->stream->AddOutstanding(-1);
+  }
+}
+
+ChunkReport Flight::Report() const {
+  ChunkReport report{
+      .head = session_->name(), .gradients = chunk_.gradients, .compute_seconds = compute_seconds_};
+  for (size_t i = 0; i < work_->segments.size(); ++i) {
+    report.rows += work_->segments[i].rows.size();
+    report.valid_rows += slices_[i].sums.valid_rows;
+    report.dropped_mass += slices_[i].sums.dropped_mass;
+  }
+  for (const auto& slice : work_->slices) report.queue_seconds.push_back(slice->queue_seconds);
+  return report;
+}
+
+}  // namespace lossd::engine

@@ -1,0 +1,70 @@
+// A chunk on the device: hands it to the backend, sends the results of its slices on their way when they are
+// there, and books its rows in the ledger when it is done. It treats all chunks alike; what is special about
+// one is in its ChunkWork.
+//
+// Exactly once: rows are committed when the weight gradient is in, and released if it is not to be had. If
+// the device fails in between, the head's gradients are marked invalid.
+//
+// Threads. Launch runs on the device thread, the rest on whatever thread the backend calls from. Shared by
+// the backend's two callbacks; keeps its session alive.
+#ifndef LOSSD_SERVER_ENGINE_FLIGHT_H_
+#define LOSSD_SERVER_ENGINE_FLIGHT_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "kernels/backend.h"
+#include "server/engine/chunk_work.h"
+#include "server/engine/engine_observer.h"
+
+namespace lossd::engine {
+
+class HeadSession;
+
+class Flight : public std::enable_shared_from_this<Flight> {
+ public:
+  // The chunk counts as formed now.
+  Flight(std::shared_ptr<HeadSession> session, std::unique_ptr<ChunkWork> work);
+
+  bool accumulates() const { return work_->accumulates; }
+  // Without the lock.
+  void Launch();
+
+ private:
+  // Results of all rows of the chunk; empty if no slice wants them.
+  struct RowResults {
+    std::vector<float> loss, lse, entropy, logprob;
+    std::vector<int32_t> argmax;
+  };
+
+  void MakeChunk();
+  // The two callbacks of the backend.
+  void OnResults(const absl::Status& status);
+  void OnDone(const absl::Status& status);
+
+  bool IsGood(size_t segment) const { return results_ok_ && slices_[segment].first_nonfinite_row < 0; }
+  // Gives every slice what was computed of its rows. Without the lock.
+  void TakeResults();
+  // Sends the results of a slice to its stream's observer.
+  void Deliver(SliceWork& slice);
+  // Books every segment and every slice. A row that several slices hold is accumulated for the first of them
+  // and a repeat for the others.
+  void Settle(bool accumulated);
+  ChunkReport Report() const;
+
+  const std::shared_ptr<HeadSession> session_;
+  const std::unique_ptr<ChunkWork> work_;
+  const absl::Time formed_;
+  std::vector<kernels::Slice> slices_;  // parallel to the segments
+  RowResults results_;
+  kernels::Chunk chunk_;
+  double compute_seconds_ = 0.0;
+  bool results_ok_ = false;
+};
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_SERVER_ENGINE_FLIGHT_H_

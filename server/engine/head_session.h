@@ -1,0 +1,118 @@
+// One head and everything that is going on with it: its open step, its streams, its deferred microbatches,
+// and the schedule of its work. A session lives from the creation of the head until the last of its slices is
+// gone; the head itself ends on the device thread.
+//
+// The parts have contracts of their own. What is here concerns several of them: admission of streams, the way
+// of a slice from its caller to the schedule, the way of a chunk to the device and back, and the beginning of
+// a step.
+//
+// Threads. Guarded by the engine's lock: members are called with it held unless they say otherwise.
+#ifndef LOSSD_SERVER_ENGINE_HEAD_SESSION_H_
+#define LOSSD_SERVER_ENGINE_HEAD_SESSION_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "server/engine/deferred.h"
+#include "server/engine/device_loop.h"
+#include "server/engine/engine_context.h"
+#include "server/engine/open_step.h"
+#include "server/engine/schedule.h"
+#include "server/engine/snapshots.h"
+#include "server/engine/stream_set.h"
+#include "server/engine/stream_state.h"
+#include "server/head/head.h"
+
+namespace lossd::engine {
+
+class HeadSession final : public DeviceLoop::Source, public std::enable_shared_from_this<HeadSession> {
+ public:
+  // On the device thread, without the lock. The context outlives the session. Allocates what the head's
+  // schedule needs besides the head.
+  static absl::StatusOr<std::shared_ptr<HeadSession>> Create(EngineContext* context, std::string name,
+                                                             std::unique_ptr<kernels::HeadKernels> kernels);
+
+  // ---- Parts; the first three are constant ----
+  const std::string& name() const { return name_; }
+  const kernels::HeadConfig& config() const { return config_; }
+  EngineContext& context() { return *context_; }
+  OpenStep& step() { return *step_; }
+  StreamSet& streams() { return *streams_; }
+  DeferredMicrobatches& deferred() { return deferred_; }
+  Schedule& schedule() { return *schedule_; }
+  // On the device thread only, without the lock.
+  head::Head& head() { return *head_; }
+  void DeleteHead() { head_.reset(); }
+
+  // ---- Streams ----
+  // As Engine::Open and Engine::OpenBackward, for this head.
+  absl::StatusOr<std::shared_ptr<StreamState>> Open(StreamSpec spec,
+                                                    std::shared_ptr<StreamObserver> observer);
+  absl::StatusOr<std::shared_ptr<StreamState>> OpenBackward(BackwardSpec spec,
+                                                            std::shared_ptr<StreamObserver> observer);
+  // Takes a slice of an open stream. True if `slice` has its memory now: then the caller calls CopyAndQueue.
+  // False if the slice waits for memory, or has been refused and is to be destroyed without the lock.
+  bool Receive(std::unique_ptr<SliceWork>& slice);
+  // Without the lock, where the time of a copy may be spent: has the rows copied and the slice queued.
+  void CopyAndQueue(std::unique_ptr<SliceWork> slice);
+
+  // ---- Versions ----
+  // Ends what belongs to the open step with `why`, and lets `enter` put another one in its place, whose
+  // gradients have the generation that it is given.
+  void EnterStep(const absl::Status& why, absl::FunctionRef<void(OpenStep&, uint64_t generation)> enter);
+  // The accumulators may be half-written.
+  void OnAccumulationFailed(const absl::Status& status);
+
+  // ---- The device ----
+  DeviceLoop::Work TakeWork(const DeviceLoad& load) override;
+  // All rows of a slice have been computed, and its numbers are final.
+  void FinishSlice(const SliceWork& slice, double compute_seconds);
+  // A chunk of these slices is over.
+  void OnChunkLeft(std::vector<std::unique_ptr<SliceWork>> slices);
+  // Tells the observers if a chunk was computed in another way than the last one. Without the lock.
+  void NoteChoices(const std::vector<kernels::Choice>& choices);
+
+  HeadSnapshot Snapshot();
+  // Adds the head's share.
+  void AddTo(EngineStats& stats);
+
+ private:
+  HeadSession(EngineContext* context, std::string name, std::unique_ptr<kernels::HeadKernels> kernels,
+              uint64_t generation);
+  absl::StatusOr<std::shared_ptr<Schedule>> MakeSchedule();
+
+  // Enters a checked stream into the ledger and the set.
+  absl::StatusOr<std::shared_ptr<StreamState>> Admit(std::shared_ptr<StreamState> stream);
+  absl::StatusOr<std::shared_ptr<StreamState>> MakeStream(StreamSpec spec,
+                                                          std::shared_ptr<StreamObserver> observer);
+  // Finds a place for the hidden states of a stream that retains them.
+  absl::Status ReserveRetained(StreamState& stream);
+  // Without the lock.
+  void OfferMemory(std::unique_ptr<SliceWork> slice);
+
+  EngineContext* const context_;
+  const std::string name_;
+  std::unique_ptr<head::Head> head_;
+  const kernels::HeadConfig config_;
+  const kernels::DType compute_dtype_;
+  const int64_t chunk_rows_;
+  const kernels::MemoryBytes memory_;
+  const std::vector<kernels::Choice> choices_;
+
+  const std::shared_ptr<OpenStep> step_;
+  DeferredMicrobatches deferred_;
+  std::shared_ptr<Schedule> schedule_;  // set once, by Create
+  std::unique_ptr<StreamSet> streams_;  // likewise
+  std::vector<kernels::Choice> last_chunk_choices_;
+  int64_t chunks_in_flight_ = 0;
+  int64_t total_rows_ = 0;
+};
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_SERVER_ENGINE_HEAD_SESSION_H_

@@ -1,0 +1,96 @@
+// What comes next to the device on one head, and where slices are received until then. Two schedules exist:
+// ArrivalSchedule computes what arrives first first; DeterministicSchedule accumulates in an order of its own
+// and contains an arrival schedule for everything else. The rest of the engine does not know which one a head
+// has.
+//
+// A slice goes through a schedule in three steps: FindMemory (its rows may now be copied), Queue (they have
+// been), and TakeNext, which makes it part of a chunk. A stream stays with the schedule that For gave it.
+//
+// Guarded by the engine's lock, which is held in all calls. Slices that a schedule gives back are to be
+// destroyed without it.
+#ifndef LOSSD_SERVER_ENGINE_SCHEDULE_H_
+#define LOSSD_SERVER_ENGINE_SCHEDULE_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/functional/any_invocable.h"
+#include "server/engine/chunk_work.h"
+#include "server/engine/device_loop.h"
+#include "server/engine/slice_work.h"
+#include "server/engine/stream.h"
+#include "server/engine/stream_state.h"
+#include "server/engine/work_queue.h"
+
+namespace lossd::engine {
+
+// Takes a slice whose memory has been found after a while. Called without the lock, on any thread.
+using MemoryReady = std::function<void(std::unique_ptr<SliceWork>)>;
+
+// A chunk, an operation, or nothing.
+using ScheduledWork = std::variant<std::monostate, std::unique_ptr<ChunkWork>, Operation*>;
+
+// What lies in a schedule.
+struct Backlog {
+  int64_t queued_slices = 0;
+  int64_t queued_rows = 0;     // of those that are computed by arrival
+  int64_t waiting_slices = 0;  // for their turn
+  std::string waits_for;       // e.g. "microbatch 3, rows [0, 128)"; empty if no slice waits for another
+};
+
+class Schedule {
+ public:
+  virtual ~Schedule() = default;
+
+  // The schedule of those streams of the head that accumulate, or do not; this one or a part of it.
+  virtual Schedule& For(bool accumulates) = 0;
+
+  // ---- Slices of this schedule's streams ----
+  virtual SliceLimits limits() const = 0;
+  // True if `slice` has its memory (SliceWork::buffer) now. False if it has been taken over: MemoryReady gets
+  // it when it has memory, unless its stream fails before.
+  virtual bool FindMemory(std::unique_ptr<SliceWork>& slice) = 0;
+  // Takes a slice whose rows are in its memory and whose stream has not failed.
+  virtual void Queue(std::unique_ptr<SliceWork> slice) = 0;
+
+  // ---- The whole head ----
+  // Removes the slices of failed streams.
+  virtual DroppedSlices TakeFailed() = 0;
+  // An operation runs when everything that was complete before it has left the device.
+  virtual void Push(Operation* operation) = 0;
+  virtual std::vector<Operation*> TakeOperations() = 0;
+  virtual int64_t operations() const = 0;
+  // The next thing to do, removed, with its rows reserved in the ledger. `head_is_idle`: no chunk of the head
+  // is on the device.
+  virtual ScheduledWork TakeNext(const DeviceLoad& load, bool head_is_idle) = 0;
+  virtual Backlog backlog() const = 0;
+  // True if the stream has a slice that waits for other slices.
+  virtual bool IsWaiting(const StreamState& stream) const = 0;
+
+  // ---- News of the open step ----
+  // Rows of a microbatch were declared in the ledger.
+  virtual void OnDeclared(uint64_t microbatch_id) = 0;
+  // A contribution was declared, or rows of it were added.
+  virtual void OnContribution() = 0;
+  // The gradients begin at zero: all streams that accumulate have failed, and the ledgers are empty.
+  virtual void OnRestart() = 0;
+
+  // ---- Turns of contributions ----
+  // True if rows of the contribution may be added: it is its turn, or that is over.
+  virtual bool HasTurn(uint64_t contribution_id) const = 0;
+  // False if it has its turn. Else `ready` is called without the lock, once, when it has, after OnRestart, or
+  // after EndTurns.
+  virtual bool AwaitTurn(uint64_t contribution_id, uint64_t ticket, absl::AnyInvocable<void()> ready) = 0;
+  // True if the `ready` of that ticket will not be called any more because of this.
+  virtual bool ForgetTurn(uint64_t ticket) = 0;
+  // No turn will come any more.
+  virtual void EndTurns() = 0;
+};
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_SERVER_ENGINE_SCHEDULE_H_

@@ -1,0 +1,63 @@
+// What an engine tells about itself and its heads at one moment. Plain data.
+#ifndef LOSSD_SERVER_ENGINE_SNAPSHOTS_H_
+#define LOSSD_SERVER_ENGINE_SNAPSHOTS_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/backend.h"
+#include "server/engine/stream.h"
+#include "server/head/applied_step.h"
+
+namespace lossd::engine {
+
+// A consistent view of one head.
+struct HeadSnapshot {
+  std::string name;
+  kernels::HeadConfig config;
+  kernels::DType compute_dtype = kernels::DType::kFloat32;
+  HeadState state;
+  SliceLimits limits;  // of its streams that accumulate; of all, if the head is frozen
+  int64_t chunk_rows = 0;
+  kernels::MemoryBytes memory;
+  std::vector<kernels::Choice> choices;             // HeadKernels::Describe
+  std::vector<kernels::Choice> last_chunk_choices;  // Chunk::choices; empty before the first chunk
+  int64_t open_streams = 0;
+  int64_t queued_slices = 0;
+  uint64_t updates = 0;  // head::Progress
+  int64_t step_microbatches = 0;
+  int64_t step_contributions = 0;
+  int64_t retained_microbatches = 0;
+  // Deterministic mode: slices that wait for their turn outside the staging memory, and for what, e.g.
+  // "microbatch 3, rows [0, 128)"; empty if no slice waits.
+  int64_t waiting_slices = 0;
+  std::string waits_for;
+  int64_t step_rows = 0;        // valid rows accumulated in the open step
+  int64_t total_rows = 0;       // computed since the head was added
+  absl::Status weights_status;  // OK, or why the weights may be neither used nor kept (MarkWeightsInvalid)
+  // The step before the open one, if this engine applied it or ResetStep told how it was applied.
+  std::optional<head::AppliedStep> last_step;
+};
+
+struct EngineStats {
+  int64_t open_streams = 0;
+  int64_t queued_slices = 0;
+  int64_t waiting_slices = 0;  // deterministic mode: for their turn
+  int64_t queued_rows = 0;
+  int64_t staging_bytes = 0;
+  int64_t staging_used_bytes = 0;
+  int64_t staging_peak_bytes = 0;  // most that was used at once
+  int64_t area_buffers_lent = 0;   // deterministic mode: to slices that are received, computed or sent
+  int64_t heads = 0;
+  int64_t ledger_rows = 0;
+  int64_t ledger_bytes = 0;
+  int64_t retained_microbatches = 0;
+  int64_t retained_bytes_used = 0;
+};
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_SERVER_ENGINE_SNAPSHOTS_H_

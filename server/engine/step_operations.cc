@@ -1,0 +1,119 @@
+#include "server/engine/step_operations.h"
+
+#include <cmath>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "kernels/validation.h"
+#include "server/engine/errors.h"
+
+namespace lossd::engine {
+namespace {
+
+absl::Status NormNotFinite(double norm) {
+  return FieldError(absl::StatusCode::kFailedPrecondition, "skip_non_finite",
+                    "must be set to close a step whose gradient norm is not finite (nothing changed)",
+                    absl::StrCat("a norm of ", norm));
+}
+
+// If it fails, some gradients are gone although the ledger knows them.
+absl::Status ClearGradients(HeadSession& session) {
+  absl::Status status = session.head().kernels().ZeroGradients();
+  if (status.ok()) return status;
+  session.context().observers.Tell(&EngineObserver::OnDeviceError, status);
+  absl::MutexLock lock(&session.context().mutex);
+  OpenStep& step = session.step();
+  step.MarkGradientsInvalid(absl::InternalError(
+      absl::StrCat("the device failed while zeroing the gradients of head ", session.name(), " at step ",
+                   step.number(), "; they are not to be trusted (zero them again): ", status.message())));
+  return step.gradients_status();
+}
+
+// A device that fails half-way through an update leaves weights that are neither the old nor the new ones.
+absl::Status UpdateFailed(HeadSession& session, const absl::Status& status) {
+  if (absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status)) return status;
+  session.context().observers.Tell(&EngineObserver::OnDeviceError, status);
+  absl::MutexLock lock(&session.context().mutex);
+  OpenStep& step = session.step();
+  step.MarkWeightsInvalid(absl::InternalError(
+      absl::StrCat("the device failed while applying step ", step.number(), " to head ", session.name(),
+                   "; its weights are not to be trusted (load a checkpoint): ", status.message())));
+  return step.weights_status();
+}
+
+// Updates the weights, or zeroes the gradients if `skip`.
+absl::Status Update(HeadSession& session, const kernels::OptimizerOptions& optimizer, int64_t update,
+                    bool skip) {
+  if (skip) return ClearGradients(session);
+  const absl::Status applied = session.head().kernels().ApplyStep(optimizer, update);
+  return applied.ok() ? applied : UpdateFailed(session, applied);
+}
+
+}  // namespace
+
+absl::StatusOr<double> GradNorm(HeadSession& session, std::optional<uint64_t> step) {
+  {
+    absl::MutexLock lock(&session.context().mutex);
+    const OpenStep& open = session.step();
+    if (step.has_value() && *step != open.number()) return StepNotOpen("step", *step, open.number());
+    if (!open.CheckValid().ok()) return open.CheckValid();
+  }
+  return session.head().kernels().GradNorm();
+}
+
+absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& request) {
+  absl::Mutex& mutex = session.context().mutex;
+  OpenStep& step = session.step();
+  int64_t update = 0;
+  {
+    absl::MutexLock lock(&mutex);
+    if (step.IsRepeat(request)) {
+      if (auto same = step.CheckRepeat(request); !same.ok()) return same;
+      StepResult result = step.LastResult();
+      result.repeated = true;
+      return result;
+    }
+    auto complete = step.CheckComplete(request, session.schedule().backlog().waits_for);
+    if (!complete.ok()) return complete;
+    update = static_cast<int64_t>(step.updates()) + 1;
+  }
+  auto valid = kernels::ValidateStep(session.config(), request.optimizer, update);
+  if (!valid.ok()) return valid;
+  const absl::StatusOr<double> norm = session.head().kernels().GradNorm();
+  if (!norm.ok()) return norm.status();
+  const bool skip = !std::isfinite(*norm);
+  if (skip && !request.skip_non_finite) return NormNotFinite(*norm);
+  if (auto updated = Update(session, request.optimizer, update, skip); !updated.ok()) return updated;
+  absl::MutexLock lock(&mutex);
+  session.EnterStep(
+      StepNotOpen("open.step", request.step, request.step + 1),
+      [&](OpenStep& open, uint64_t generation) { open.Close(request.optimizer, *norm, skip, generation); });
+  return step.LastResult();
+}
+
+absl::Status ZeroGradients(HeadSession& session, uint64_t step) {
+  {
+    absl::MutexLock lock(&session.context().mutex);
+    const uint64_t open = session.step().number();
+    if (step != open) return StepNotOpen("step", step, open);
+  }
+  if (auto status = ClearGradients(session); !status.ok()) return status;
+  absl::MutexLock lock(&session.context().mutex);
+  session.EnterStep(absl::AbortedError("the step's gradients were zeroed"),
+                    [](OpenStep& open, uint64_t generation) { open.Restart(generation); });
+  return absl::OkStatus();
+}
+
+absl::Status ResetStep(HeadSession& session, const head::Progress& progress,
+                       const std::optional<head::AppliedStep>& last_step) {
+  if (session.config().trainable) {
+    if (auto status = ClearGradients(session); !status.ok()) return status;
+  }
+  absl::MutexLock lock(&session.context().mutex);
+  session.EnterStep(absl::AbortedError("a checkpoint was loaded"), [&](OpenStep& open, uint64_t generation) {
+    open.Reset(progress, last_step, generation);
+  });
+  return absl::OkStatus();
+}
+
+}  // namespace lossd::engine

@@ -1,0 +1,29 @@
+// What is done to the open step of a head as a whole. Each function is the body of an operation: it runs on
+// the device thread, without the engine's lock, while no chunk of the head is in flight; it checks under the
+// lock, works on the device without it, and books under the lock. Only the device thread changes a step, so
+// what was checked holds.
+#ifndef LOSSD_SERVER_ENGINE_STEP_OPERATIONS_H_
+#define LOSSD_SERVER_ENGINE_STEP_OPERATIONS_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "server/engine/head_session.h"
+#include "server/engine/step_request.h"
+
+namespace lossd::engine {
+
+// Each as the member of Engine with its name; the optimizer's options have been validated.
+absl::StatusOr<double> GradNorm(HeadSession& session, std::optional<uint64_t> step);
+absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& request);
+absl::Status ZeroGradients(HeadSession& session, uint64_t step);
+absl::Status ResetStep(HeadSession& session, const head::Progress& progress,
+                       const std::optional<head::AppliedStep>& last_step);
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_SERVER_ENGINE_STEP_OPERATIONS_H_

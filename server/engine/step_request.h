@@ -1,0 +1,37 @@
+// Closing a step: what a caller asks for and what it is told. Plain data.
+#ifndef LOSSD_SERVER_ENGINE_STEP_REQUEST_H_
+#define LOSSD_SERVER_ENGINE_STEP_REQUEST_H_
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "kernels/optimizer_options.h"
+#include "server/engine/stream.h"
+
+namespace lossd::engine {
+
+// Which step to close and what must be in it; see lossd.v1.ApplyStepRequest.
+struct StepRequest {
+  uint64_t step = 0;
+  kernels::OptimizerOptions optimizer;
+  std::vector<uint64_t> expected_microbatches;  // or contributions
+  std::optional<int64_t> expected_rows;
+  bool skip_non_finite = false;
+  std::optional<uint64_t> incarnation;  // the engine that accumulated the step's rows
+};
+
+struct StepResult {
+  HeadState state;  // the step now open
+  double grad_norm = 0.0;
+  int64_t microbatches = 0;  // that are part of the sum, likewise contributions
+  int64_t rows = 0;
+  int64_t contributions = 0;
+  bool skipped = false;
+  bool repeated = false;
+  uint64_t applied_incarnation = 0;  // of the engine that applied the step
+};
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_SERVER_ENGINE_STEP_REQUEST_H_

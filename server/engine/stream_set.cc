@@ -1,0 +1,53 @@
+#include "server/engine/stream_set.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "kernels/errors/payload.h"
+
+namespace lossd::engine {
+
+void StreamSet::Fail(StreamState& stream, absl::Status why) {
+  if (stream.failed() || stream.finished()) return;
+  const bool gave_up = absl::IsDeadlineExceeded(why) || absl::IsCancelled(why);
+  if (gave_up && schedule_->IsWaiting(stream)) {
+    why = errors::WithMessage(why, absl::StrCat(why.message(), " while it waited for ",
+                                                schedule_->backlog().waits_for, " (deterministic mode)"));
+  }
+  stream.Fail(std::move(why));
+  DropFailed();
+}
+
+void StreamSet::FailIf(Predicate wanted, const absl::Status& why) {
+  const auto streams = streams_;
+  for (const auto& stream : streams) {
+    if (!wanted(*stream)) continue;
+    Fail(*stream, why);
+    FinishIfReady(stream);
+  }
+}
+
+void StreamSet::EndAll(const absl::Status& why) {
+  for (const auto& stream : streams_) stream->Start();
+  FailIf([](const StreamState&) { return true; }, why);
+}
+
+void StreamSet::DropFailed() {
+  DroppedSlices dropped = schedule_->TakeFailed();
+  if (dropped.queued.empty() && dropped.waiting.empty()) return;
+  for (const auto& slice : dropped.queued) slice->stream->AddOutstanding(-1);
+  notifier_->Post([dropped = std::move(dropped)]() mutable { dropped = {}; });
+}
+
+void StreamSet::FinishIfReady(const std::shared_ptr<StreamState>& stream) {
+  if (!stream->ReadyToFinish()) return;
+  stream->MarkFinished();
+  if (stream->status().ok() && stream->spec().retain) {
+    deferred_->Add(stream->spec().microbatch_id, stream->terms(), stream->TakePart(), absl::Now());
+  }
+  std::erase(streams_, stream);
+  notifier_->Post([stream] { stream->observer().OnFinished(stream->status(), stream->summary()); });
+}
+
+}  // namespace lossd::engine

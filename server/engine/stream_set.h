@@ -1,0 +1,52 @@
+// The open streams of one head: their failures and their ends.
+//
+// Guarded by the engine's lock, which is held in all calls; observers are called by the notifier, without it.
+#ifndef LOSSD_SERVER_ENGINE_STREAM_SET_H_
+#define LOSSD_SERVER_ENGINE_STREAM_SET_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "server/engine/deferred.h"
+#include "server/engine/notifier.h"
+#include "server/engine/schedule.h"
+#include "server/engine/stream_state.h"
+
+namespace lossd::engine {
+
+class StreamSet {
+ public:
+  using Predicate = absl::FunctionRef<bool(const StreamState&)>;
+
+  // All three outlive the set.
+  StreamSet(Schedule* schedule, DeferredMicrobatches* deferred, Notifier* notifier)
+      : schedule_(schedule), deferred_(deferred), notifier_(notifier) {}
+
+  void Add(std::shared_ptr<StreamState> stream) { streams_.push_back(std::move(stream)); }
+  int64_t size() const { return static_cast<int64_t>(streams_.size()); }
+
+  // Fails a stream with `why` (not OK) and drops its slices that are not on the device; nothing if it is
+  // over.
+  void Fail(StreamState& stream, absl::Status why);
+  // The same for every stream for which `wanted` is true; ends those that are ready to.
+  void FailIf(Predicate wanted, const absl::Status& why);
+  // Fails every stream, also those that have not been started.
+  void EndAll(const absl::Status& why);
+  // Ends the stream if all is done: keeps the rows that it retained, and tells its observer.
+  void FinishIfReady(const std::shared_ptr<StreamState>& stream);
+
+ private:
+  void DropFailed();
+
+  Schedule* const schedule_;
+  DeferredMicrobatches* const deferred_;
+  Notifier* const notifier_;
+  std::vector<std::shared_ptr<StreamState>> streams_;
+};
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_SERVER_ENGINE_STREAM_SET_H_

@@ -1,0 +1,366 @@
+#include "server/messages/convert.h"
+
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "kernels/errors/field_error.h"
+#include "server/messages/enums.h"
+
+namespace lossd::messages {
+namespace {
+
+using errors::FieldError;
+
+constexpr int64_t kMaxMicrobatchRows = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMaxSize = std::numeric_limits<int64_t>::max();
+
+// Unsigned on the wire, signed inside.
+absl::StatusOr<int64_t> ToSize(uint64_t value, absl::string_view field) {
+  if (value > static_cast<uint64_t>(kMaxSize)) return FieldError(field, "be below 2^63", value);
+  return static_cast<int64_t>(value);
+}
+
+absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& options) {
+  const auto gradients = ToGradients(options.gradients(), "open.options.gradients");
+  if (!gradients.ok()) return gradients.status();
+  kernels::LossOptions result;
+  result.gradients = *gradients;
+  if (options.has_filter_epsilon()) result.filter_epsilon = options.filter_epsilon();
+  if (options.has_max_dropped_mass()) result.max_dropped_mass = options.max_dropped_mass();
+  if (options.has_logit_scale()) result.logit_scale = options.logit_scale();
+  result.softcap = options.softcap();
+  result.label_smoothing = options.label_smoothing();
+  result.z_loss = options.z_loss();
+  result.use_class_weights = options.use_class_weights();
+  if (absl::Status status = kernels::Validate(result); !status.ok()) {
+    return errors::Within("open.options.", std::move(status));
+  }
+  return result;
+}
+
+// One per row, or none if `optional`.
+absl::Status CheckCount(absl::string_view field, int64_t count, int64_t rows, bool optional) {
+  if (count == rows || (optional && count == 0)) return absl::OkStatus();
+  return FieldError(absl::StrCat(field, ".size"),
+                    absl::StrCat(optional ? "be 0 or " : "be ", rows, ", the size of open.rows"), count);
+}
+
+kernels::OptimizerOptions FromAdamW(const v1::AdamW& adamw) {
+  kernels::OptimizerOptions options;
+  options.kind = kernels::OptimizerOptions::Kind::kAdamW;
+  options.learning_rate = adamw.learning_rate();
+  options.weight_decay = adamw.weight_decay();
+  if (adamw.has_beta1()) options.beta1 = adamw.beta1();
+  if (adamw.has_beta2()) options.beta2 = adamw.beta2();
+  if (adamw.has_epsilon()) options.epsilon = adamw.epsilon();
+  return options;
+}
+
+kernels::OptimizerOptions FromSgd(const v1::Sgd& sgd) {
+  kernels::OptimizerOptions options;
+  options.kind = kernels::OptimizerOptions::Kind::kSgd;
+  options.learning_rate = sgd.learning_rate();
+  options.weight_decay = sgd.weight_decay();
+  options.momentum = sgd.momentum();
+  options.dampening = sgd.dampening();
+  options.nesterov = sgd.nesterov();
+  return options;
+}
+
+bool IsNameCharacter(char c) { return absl::ascii_isalnum(c) || c == '.' || c == '_' || c == '-'; }
+
+}  // namespace
+
+absl::Status CheckName(absl::string_view field, absl::string_view name) {
+  bool valid = !name.empty() && name.size() <= 64 && name.front() != '.';
+  for (const char c : name) valid = valid && IsNameCharacter(c);
+  if (valid) return absl::OkStatus();
+  return FieldError(field, "be 1 to 64 characters out of A-Z a-z 0-9 . _ -, not starting with a dot", name);
+}
+
+absl::StatusOr<engine::RowRange> ToRowRange(const v1::RowRange& range, absl::string_view field,
+                                            int64_t limit) {
+  if (range.end() < range.begin()) {
+    return FieldError(absl::StrCat(field, ".end"),
+                      absl::StrCat("be at least ", field, ".begin, ", range.begin()), range.end());
+  }
+  if (range.end() > static_cast<uint64_t>(limit)) {
+    return FieldError(absl::StrCat(field, ".end"), absl::StrCat("be at most ", limit), range.end());
+  }
+  return engine::RowRange{static_cast<int64_t>(range.begin()), static_cast<int64_t>(range.end())};
+}
+
+absl::StatusOr<kernels::TensorId> ToTensorId(v1::Param param, v1::Role role, absl::string_view field_prefix) {
+  absl::StatusOr<kernels::Param> which = ToParam(param, absl::StrCat(field_prefix, "param"));
+  if (!which.ok()) return which.status();
+  absl::StatusOr<kernels::Role> what = ToRole(role, absl::StrCat(field_prefix, "role"));
+  if (!what.ok()) return what.status();
+  return kernels::TensorId{*which, *what};
+}
+
+absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl::string_view field_prefix,
+                                                 kernels::DType default_compute_dtype) {
+  const auto field = [&](absl::string_view name) { return absl::StrCat(field_prefix, name); };
+  if (absl::Status status = CheckName(field("name"), spec.name()); !status.ok()) return status;
+  const auto hidden_size = ToSize(spec.hidden_size(), field("hidden_size"));
+  if (!hidden_size.ok()) return hidden_size.status();
+  const auto vocab_size = ToSize(spec.vocab_size(), field("vocab_size"));
+  if (!vocab_size.ok()) return vocab_size.status();
+  const auto norm = ToNorm(spec.norm(), field("norm"));
+  if (!norm.ok()) return norm.status();
+  const auto dtype = ToDType(spec.compute_dtype(), field("compute_dtype"), default_compute_dtype);
+  if (!dtype.ok()) return dtype.status();
+  const auto state = ToOptimizerState(spec.optimizer_state(), field("optimizer_state"));
+  if (!state.ok()) return state.status();
+  const auto logits = ToLogits(spec.logits(), field("logits"));
+  if (!logits.ok()) return logits.status();
+  const auto gradients = ToGradients(spec.gradients(), field("gradients"));
+  if (!gradients.ok()) return gradients.status();
+  const auto workspace_bytes = ToSize(spec.workspace_bytes(), field("workspace_bytes"));
+  if (!workspace_bytes.ok()) return workspace_bytes.status();
+
+  kernels::HeadConfig config;
+  config.hidden_size = *hidden_size;
+  config.vocab_size = *vocab_size;
+  config.has_bias = spec.bias();
+  config.has_class_weights = spec.class_weights();
+  config.norm = *norm;
+  if (spec.has_norm_epsilon()) config.norm_epsilon = spec.norm_epsilon();
+  config.compute_dtype = *dtype;
+  config.optimizer_state = *state;
+  config.trainable = !spec.frozen();
+  config.logits = *logits;
+  config.gradients = *gradients;
+  config.workspace_bytes = *workspace_bytes;
+  if (absl::Status status = kernels::Validate(config); !status.ok()) {
+    return errors::Within(field_prefix, std::move(status));
+  }
+  return config;
+}
+
+absl::StatusOr<kernels::OptimizerOptions> ToOptimizerOptions(const v1::Optimizer& optimizer,
+                                                             absl::string_view field_prefix) {
+  kernels::OptimizerOptions options;
+  absl::string_view kind;
+  switch (optimizer.kind_case()) {
+    case v1::Optimizer::kAdamw:
+      options = FromAdamW(optimizer.adamw());
+      kind = "adamw.";
+      break;
+    case v1::Optimizer::kSgd:
+      options = FromSgd(optimizer.sgd());
+      kind = "sgd.";
+      break;
+    case v1::Optimizer::KIND_NOT_SET:
+      return FieldError(absl::StrCat(field_prefix, "kind"), "be adamw or sgd", "nothing");
+  }
+  if (optimizer.has_grad_multiplier()) options.grad_multiplier = optimizer.grad_multiplier();
+  options.decay_vectors = optimizer.decay_vectors();
+  absl::Status status = kernels::Validate(options);
+  if (status.ok()) return options;
+  const std::optional<errors::FieldViolation> violation = errors::GetFieldViolation(status);
+  const bool common = violation.has_value() && violation->field == "grad_multiplier";
+  return errors::Within(absl::StrCat(field_prefix, common ? "" : kind), std::move(status));
+}
+
+absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) {
+  engine::StreamSpec spec;
+  spec.head = open.head();
+  if (open.has_step()) spec.step = open.step();
+  spec.microbatch_id = open.microbatch_id();
+  if (open.microbatch_rows() > static_cast<uint64_t>(kMaxMicrobatchRows)) {
+    return FieldError("open.microbatch_rows", "be below 2^31", open.microbatch_rows());
+  }
+  spec.microbatch_rows = static_cast<int64_t>(open.microbatch_rows());
+  const auto rows = ToRowRange(open.rows(), "open.rows", spec.microbatch_rows);
+  if (!rows.ok()) return rows.status();
+  spec.rows = *rows;
+  const auto dtype = ToDType(open.hidden_dtype(), "open.hidden_dtype");
+  if (!dtype.ok()) return dtype.status();
+  spec.hidden_dtype = *dtype;
+  const auto options = ToLossOptions(open.options());
+  if (!options.ok()) return options.status();
+  spec.options = *options;
+  spec.gradients_of_head = open.options().gradients() == v1::GRADIENTS_UNSPECIFIED;
+  if (open.options().has_ignore_index()) spec.ignore_index = open.options().ignore_index();
+  const auto reduction = ToReduction(open.reduction(), "open.reduction");
+  if (!reduction.ok()) return reduction.status();
+  spec.reduction = *reduction;
+  if (open.has_normalizer()) spec.normalizer = open.normalizer();
+  if (open.has_grad_output()) spec.grad_output = open.grad_output();
+  spec.want_grad_hidden = open.want_grad_hidden();
+  spec.accumulate_gradients = open.accumulate_gradients();
+  spec.retain = open.retain();
+  spec.want_rows = {open.want_row_loss(), open.want_row_lse(), open.want_row_entropy(),
+                    open.want_row_logprob(), open.want_row_argmax()};
+  absl::Status counts = CheckCount("open.targets", open.targets_size(), spec.rows.size(), /*optional=*/false);
+  counts.Update(CheckCount("open.row_weights", open.row_weights_size(), spec.rows.size(), /*optional=*/true));
+  if (!counts.ok()) return counts;
+  spec.targets.assign(open.targets().begin(), open.targets().end());
+  spec.row_weights.assign(open.row_weights().begin(), open.row_weights().end());
+  return spec;
+}
+
+absl::StatusOr<engine::BackwardSpec> ToBackwardSpec(const v1::OpenBackward& backward) {
+  engine::BackwardSpec spec;
+  spec.head = backward.head();
+  if (backward.has_step()) spec.step = backward.step();
+  spec.microbatch_id = backward.microbatch_id();
+  const auto rows = ToRowRange(backward.rows(), "backward.rows", kMaxMicrobatchRows);
+  if (!rows.ok()) return rows.status();
+  spec.rows = *rows;
+  spec.want_grad_hidden = backward.want_grad_hidden();
+  spec.accumulate_gradients = backward.accumulate_gradients();
+  spec.grad_loss.assign(backward.grad_loss().begin(), backward.grad_loss().end());
+  spec.grad_lse.assign(backward.grad_lse().begin(), backward.grad_lse().end());
+  spec.grad_entropy.assign(backward.grad_entropy().begin(), backward.grad_entropy().end());
+  return spec;
+}
+
+absl::StatusOr<engine::ContributionSpec> ToContributionSpec(const v1::OpenGradient& open) {
+  constexpr int64_t kAnyRow = std::numeric_limits<int64_t>::max();  // the engine knows the parameter's rows
+  engine::ContributionSpec spec;
+  spec.head = open.head();
+  spec.step = open.step();
+  spec.contribution_id = open.contribution_id();
+  const auto param = ToParam(open.param(), "open.param");
+  if (!param.ok()) return param.status();
+  spec.param = *param;
+  if (open.has_contribution_rows()) {
+    const auto rows = ToRowRange(open.contribution_rows(), "open.contribution_rows", kAnyRow);
+    if (!rows.ok()) return rows.status();
+    spec.contribution_rows = *rows;
+  }
+  if (open.has_rows()) {
+    const auto rows = ToRowRange(open.rows(), "open.rows", kAnyRow);
+    if (!rows.ok()) return rows.status();
+    spec.rows = *rows;
+  }
+  const auto dtype = ToDType(open.dtype(), "open.dtype", kernels::DType::kFloat32);
+  if (!dtype.ok()) return dtype.status();
+  spec.dtype = *dtype;
+  if (open.has_scale()) spec.scale = open.scale();
+  return spec;
+}
+
+v1::HeadState ToProto(const engine::HeadState& state) {
+  v1::HeadState message;
+  message.set_incarnation(state.incarnation);
+  message.set_step(state.step);
+  return message;
+}
+
+v1::RowRange ToProto(const engine::RowRange& rows) {
+  v1::RowRange message;
+  message.set_begin(static_cast<uint64_t>(rows.begin));
+  message.set_end(static_cast<uint64_t>(rows.end));
+  return message;
+}
+
+v1::SliceLimits ToProto(const engine::SliceLimits& limits) {
+  v1::SliceLimits message;
+  message.set_max_rows(static_cast<uint64_t>(limits.max_rows));
+  message.set_max_bytes(static_cast<uint64_t>(limits.max_bytes));
+  message.set_row_grid(static_cast<uint64_t>(limits.row_grid));
+  return message;
+}
+
+v1::MemoryUsage ToProto(const kernels::MemoryBytes& memory) {
+  const auto bytes = [&](kernels::MemoryKind kind) { return static_cast<uint64_t>(memory[kind]); };
+  v1::MemoryUsage message;
+  message.set_weights(bytes(kernels::MemoryKind::kWeights));
+  message.set_gradients(bytes(kernels::MemoryKind::kGradients));
+  message.set_optimizer(bytes(kernels::MemoryKind::kOptimizer));
+  message.set_workspace(bytes(kernels::MemoryKind::kWorkspace));
+  message.set_slots(bytes(kernels::MemoryKind::kSlots));
+  message.set_staging(bytes(kernels::MemoryKind::kStaging));
+  message.set_retained(bytes(kernels::MemoryKind::kRetained));
+  return message;
+}
+
+v1::HeadSpec ToProto(const std::string& head, const kernels::HeadConfig& config) {
+  v1::HeadSpec spec;
+  spec.set_name(head);
+  spec.set_hidden_size(static_cast<uint64_t>(config.hidden_size));
+  spec.set_vocab_size(static_cast<uint64_t>(config.vocab_size));
+  spec.set_bias(config.has_bias);
+  spec.set_class_weights(config.has_class_weights);
+  spec.set_norm(ToProto(config.norm));
+  spec.set_norm_epsilon(config.norm_epsilon);
+  spec.set_compute_dtype(ToProto(config.compute_dtype));
+  spec.set_optimizer_state(ToProto(config.optimizer_state));
+  spec.set_frozen(!config.trainable);
+  spec.set_logits(ToProto(config.logits));
+  spec.set_gradients(ToProto(config.gradients));
+  spec.set_workspace_bytes(static_cast<uint64_t>(config.workspace_bytes));
+  return spec;
+}
+
+v1::Choice ToProto(const kernels::Choice& choice) {
+  v1::Choice message;
+  message.set_what(choice.what);
+  message.set_choice(choice.choice);
+  message.set_reason(choice.reason);
+  message.set_workspace_bytes(static_cast<uint64_t>(choice.workspace_bytes));
+  return message;
+}
+
+v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
+  v1::HeadDescription message;
+  *message.mutable_spec() = ToProto(head.name, head.config);
+  *message.mutable_state() = ToProto(head.state);
+  message.set_compute_dtype(ToProto(head.compute_dtype));
+  *message.mutable_slice_limits() = ToProto(head.limits);
+  message.set_chunk_rows(static_cast<uint64_t>(head.chunk_rows));
+  *message.mutable_memory() = ToProto(head.memory);
+  message.set_open_streams(static_cast<uint64_t>(head.open_streams));
+  message.set_queued_slices(static_cast<uint64_t>(head.queued_slices));
+  message.set_step_microbatches(static_cast<uint64_t>(head.step_microbatches));
+  message.set_step_rows(static_cast<uint64_t>(head.step_rows));
+  message.set_retained_microbatches(static_cast<uint64_t>(head.retained_microbatches));
+  message.set_total_rows(static_cast<uint64_t>(head.total_rows));
+  message.set_updates(head.updates);
+  message.set_step_contributions(static_cast<uint64_t>(head.step_contributions));
+  message.set_waiting_slices(static_cast<uint64_t>(head.waiting_slices));
+  message.set_waits_for(head.waits_for);
+  for (const kernels::Choice& choice : head.choices) *message.add_choices() = ToProto(choice);
+  for (const kernels::Choice& choice : head.last_chunk_choices) {
+    *message.add_last_chunk_choices() = ToProto(choice);
+  }
+  return message;
+}
+
+v1::MicrobatchSummary ToProto(const engine::StreamSummary& summary) {
+  v1::MicrobatchSummary message;
+  *message.mutable_state() = ToProto(summary.state);
+  message.set_loss_sum(summary.loss_sum);
+  message.set_z_loss_sum(summary.z_loss_sum);
+  message.set_entropy_sum(summary.entropy_sum);
+  message.set_valid_rows(static_cast<uint64_t>(summary.valid_rows));
+  message.set_correct_rows(static_cast<uint64_t>(summary.correct_rows));
+  message.set_accumulated_rows(static_cast<uint64_t>(summary.accumulated_rows));
+  message.set_repeated_rows(static_cast<uint64_t>(summary.repeated_rows));
+  message.set_normalizer(summary.normalizer);
+  message.set_queue_seconds(summary.queue_seconds);
+  message.set_compute_seconds(summary.compute_seconds);
+  message.set_dropped_mass(summary.dropped_mass);
+  return message;
+}
+
+v1::SliceResult ToProto(const engine::SliceOutput& output) {
+  v1::SliceResult message;
+  *message.mutable_rows() = ToProto(output.rows);
+  message.mutable_row_loss()->Add(output.loss.begin(), output.loss.end());
+  message.mutable_row_lse()->Add(output.lse.begin(), output.lse.end());
+  message.mutable_row_entropy()->Add(output.entropy.begin(), output.entropy.end());
+  message.mutable_row_logprob()->Add(output.logprob.begin(), output.logprob.end());
+  message.mutable_row_argmax()->Add(output.argmax.begin(), output.argmax.end());
+  return message;
+}
+
+}  // namespace lossd::messages

@@ -1,0 +1,59 @@
+// Messages of lossd.v1 to and from the structs of engine and kernels.
+//
+// What a message can get wrong by itself (unknown enum values, numbers out of a type's range, counts that
+// disagree, hyper-parameters out of range) is refused here with INVALID_ARGUMENT; the error's detail has
+// the field's path and value. What depends on a head or a step is the engine's to refuse.
+//
+// All functions are stateless and thread-safe.
+#ifndef LOSSD_SERVER_MESSAGES_CONVERT_H_
+#define LOSSD_SERVER_MESSAGES_CONVERT_H_
+
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "kernels/dtype.h"
+#include "kernels/head_config.h"
+#include "kernels/memory.h"
+#include "kernels/optimizer_options.h"
+#include "lossd/v1/head.pb.h"
+#include "lossd/v1/loss.pb.h"
+#include "lossd/v1/types.pb.h"
+#include "server/engine/engine.h"
+#include "server/engine/stream.h"
+
+namespace lossd::messages {
+
+// 1 to 64 characters out of A-Z a-z 0-9 . _ -, not starting with a dot: safe as a file name.
+absl::Status CheckName(absl::string_view field, absl::string_view name);
+
+// `range` must have begin <= end <= limit.
+absl::StatusOr<engine::RowRange> ToRowRange(const v1::RowRange& range, absl::string_view field,
+                                            int64_t limit);
+absl::StatusOr<kernels::TensorId> ToTensorId(v1::Param param, v1::Role role, absl::string_view field_prefix);
+absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl::string_view field_prefix,
+                                                 kernels::DType default_compute_dtype);
+absl::StatusOr<kernels::OptimizerOptions> ToOptimizerOptions(const v1::Optimizer& optimizer,
+                                                             absl::string_view field_prefix);
+// Fields are named "open.<field>".
+absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open);
+// Fields are named "backward.<field>".
+absl::StatusOr<engine::BackwardSpec> ToBackwardSpec(const v1::OpenBackward& backward);
+
+// Fields are named "open.<field>".
+absl::StatusOr<engine::ContributionSpec> ToContributionSpec(const v1::OpenGradient& open);
+
+v1::HeadSpec ToProto(const std::string& head, const kernels::HeadConfig& config);
+v1::HeadState ToProto(const engine::HeadState& state);
+v1::RowRange ToProto(const engine::RowRange& rows);
+v1::SliceLimits ToProto(const engine::SliceLimits& limits);
+v1::MemoryUsage ToProto(const kernels::MemoryBytes& memory);
+v1::Choice ToProto(const kernels::Choice& choice);
+v1::HeadDescription ToProto(const engine::HeadSnapshot& head);
+v1::MicrobatchSummary ToProto(const engine::StreamSummary& summary);
+// Everything but the gradient, which is the payload.
+v1::SliceResult ToProto(const engine::SliceOutput& output);
+
+}  // namespace lossd::messages
+
+#endif  // LOSSD_SERVER_MESSAGES_CONVERT_H_

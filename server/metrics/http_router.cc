@@ -1,0 +1,81 @@
+#include "server/metrics/http_router.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/strip.h"
+
+namespace lossd::metrics {
+namespace {
+
+struct Target {
+  std::optional<absl::string_view> host;  // of the absolute form
+  absl::string_view path;
+};
+
+Target ParseTarget(absl::string_view target) {
+  constexpr absl::string_view kScheme = "http://";
+  if (!absl::StartsWithIgnoreCase(target, kScheme)) return {.path = target};
+  target.remove_prefix(kScheme.size());
+  const size_t slash = std::min(target.find('/'), target.size());
+  const absl::string_view path = target.substr(slash);
+  return {.host = target.substr(0, slash), .path = path.empty() ? "/" : path};
+}
+
+bool IsPort(absl::string_view text) {
+  int port = 0;
+  return !text.empty() && std::all_of(text.begin(), text.end(), absl::ascii_isdigit) &&
+         absl::SimpleAtoi(text, &port) && port <= 65535;
+}
+
+bool IsLoopbackIpv4(absl::string_view host) {
+  in_addr address;
+  return inet_pton(AF_INET, std::string(host).c_str(), &address) == 1 && (ntohl(address.s_addr) >> 24) == 127;
+}
+
+bool IsLoopbackIpv6(absl::string_view host) {
+  in6_addr address;
+  return inet_pton(AF_INET6, std::string(host).c_str(), &address) == 1 && IN6_IS_ADDR_LOOPBACK(&address);
+}
+
+}  // namespace
+
+bool NamesLoopback(absl::string_view host) {
+  const size_t name_end = absl::StartsWith(host, "[") ? host.find(']') : 0;
+  if (name_end == absl::string_view::npos) return false;
+  const size_t colon = host.find(':', name_end);
+  if (colon != absl::string_view::npos) {
+    if (!IsPort(host.substr(colon + 1))) return false;
+    host = host.substr(0, colon);
+  }
+  if (absl::ConsumePrefix(&host, "[")) return absl::ConsumeSuffix(&host, "]") && IsLoopbackIpv6(host);
+  return absl::EqualsIgnoreCase(host, "localhost") || IsLoopbackIpv4(host);
+}
+
+HttpResponse Route(const HttpRequest& request, const HttpHandlers& handlers, HttpAudience audience) {
+  const size_t least_hosts = request.version == "HTTP/1.0" ? 0 : 1;
+  if (request.hosts.size() > 1 || request.hosts.size() < least_hosts) {
+    return {.status = 400, .body = "a request has exactly one Host\n"};
+  }
+  const Target target = ParseTarget(request.target);
+  std::optional<absl::string_view> host = target.host;
+  if (!host.has_value() && !request.hosts.empty()) host = request.hosts.front();
+  if (audience == HttpAudience::kLoopbackHosts && host.has_value() && !NamesLoopback(*host)) {
+    return {.status = 403,
+            .body = "this server listens on the loopback and answers for loopback hosts only\n"};
+  }
+  if (request.method != "GET" && request.method != "HEAD") {
+    return {.status = 405, .body = "only GET and HEAD\n"};
+  }
+  const auto handler = handlers.find(target.path);
+  if (handler == handlers.end()) return {.status = 404, .body = "not found\n"};
+  return handler->second();
+}
+
+}  // namespace lossd::metrics

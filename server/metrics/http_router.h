@@ -1,0 +1,58 @@
+// What the HTTP server answers to a request, apart from any network: GET and HEAD of fixed paths, and an
+// error for everything else.
+//
+// All functions are stateless and thread-safe.
+#ifndef LOSSD_SERVER_METRICS_HTTP_ROUTER_H_
+#define LOSSD_SERVER_METRICS_HTTP_ROUTER_H_
+
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+
+namespace lossd::metrics {
+
+struct HttpResponse {
+  int status = 200;
+  std::string content_type = "text/plain; charset=utf-8";
+  std::string body;
+};
+
+// By exact path, e.g. "/metrics".
+using HttpHandlers = std::map<std::string, std::function<HttpResponse()>, std::less<>>;
+
+// The parts of a request that decide about its answer. The views outlive the call they are passed to.
+struct HttpRequest {
+  absl::string_view method;
+  absl::string_view target;              // as sent, without the query: "/metrics" or "http://host/metrics"
+  absl::string_view version;             // "HTTP/1.1"
+  std::vector<absl::string_view> hosts;  // the values of all Host fields
+};
+
+// Whose requests are answered.
+enum class HttpAudience : uint8_t {
+  // Requests for a loopback host, or without any. A server that listens on the loopback only is reached by
+  // web pages
+  // too, if a name of theirs resolves to 127.0.0.1 (DNS rebinding). Such requests name that host, since
+  // browsers always
+  // name one.
+  kLoopbackHosts,
+  kAnyHost,
+};
+
+// Calls the handler of the path. Errors, the first that applies:
+//   400  several Host fields, or none in HTTP/1.1; HTTP/1.0 does not need one, and some health checkers send
+//   none. 403  the host is not of the audience. (Not 421, which invites the client to try again elsewhere.)
+//   405  the method is neither GET nor HEAD, whatever the path.
+//   404  the path has no handler. Paths are compared as sent: %-escapes are not decoded.
+// The host of a target in absolute form takes the place of the Host field, as RFC 9112 has it.
+HttpResponse Route(const HttpRequest& request, const HttpHandlers& handlers, HttpAudience audience);
+
+// True for "localhost", addresses in 127.0.0.0/8 and "[::1]", each with or without a port.
+bool NamesLoopback(absl::string_view host);
+
+}  // namespace lossd::metrics
+
+#endif  // LOSSD_SERVER_METRICS_HTTP_ROUTER_H_

@@ -1,0 +1,19 @@
+#include "server/rpc/status.h"
+
+#include <utility>
+
+#include "proto/wire/status_details.h"
+#include "server/messages/errors.h"
+
+namespace lossd::rpc {
+
+grpc::Status ToGrpc(absl::Status status, uint64_t incarnation) {
+  if (status.ok()) return grpc::Status::OK;
+  return wire::ToGrpcStatus(messages::WithDetail(std::move(status), incarnation));
+}
+
+std::string CodeName(const grpc::Status& status) {
+  return absl::StatusCodeToString(static_cast<absl::StatusCode>(status.error_code()));
+}
+
+}  // namespace lossd::rpc

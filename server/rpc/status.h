@@ -1,0 +1,25 @@
+// absl::Status, the one error type below this layer, as the status that a gRPC call ends with.
+//
+// All functions are thread-safe.
+#ifndef LOSSD_SERVER_RPC_STATUS_H_
+#define LOSSD_SERVER_RPC_STATUS_H_
+
+#include <grpcpp/support/status.h>
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+
+namespace lossd::rpc {
+
+// What a call ends with: the code, the message, and a lossd.v1.ErrorDetail with the field and value at fault,
+// the step that is open, and the server's incarnation.
+grpc::Status ToGrpc(absl::Status status, uint64_t incarnation);
+
+// "INVALID_ARGUMENT" and so on.
+std::string CodeName(const grpc::Status& status);
+
+}  // namespace lossd::rpc
+
+#endif  // LOSSD_SERVER_RPC_STATUS_H_

@@ -1,0 +1,39 @@
+#include "server/app/health.h"
+
+#include <gtest/gtest.h>
+
+namespace lossd::app {
+namespace {
+
+constexpr absl::Duration kTimeout = absl::Seconds(10);
+
+TEST(HealthTest, AServerThatWorks) {
+  EXPECT_EQ(Liveness({.device_silence = kTimeout}, kTimeout).status, 200);
+  EXPECT_EQ(Liveness({}, kTimeout).body, "ok\n");
+  EXPECT_EQ(Readiness({}).status, 200);
+  EXPECT_EQ(Readiness({}).body, "ok\n");
+}
+
+TEST(HealthTest, AServerThatDrainsIsLiveAndNotReady) {
+  EXPECT_EQ(Liveness({.draining = true}, kTimeout).status, 200);
+  EXPECT_EQ(Readiness({.draining = true}).status, 503);
+  EXPECT_EQ(Readiness({.draining = true}).body, "draining\n");
+}
+
+TEST(HealthTest, ALostDevice) {
+  const Health health = {.draining = true, .device_lost = true};
+  EXPECT_EQ(Liveness(health, kTimeout).status, 503);
+  EXPECT_EQ(Liveness(health, kTimeout).body, "device lost\n");
+  EXPECT_EQ(Readiness(health).status, 503);
+  EXPECT_EQ(Readiness(health).body, "device lost\n");
+}
+
+TEST(HealthTest, ASilentDevice) {
+  const Health health = {.device_silence = absl::Milliseconds(12'345)};
+  EXPECT_EQ(Liveness(health, kTimeout).status, 503);
+  EXPECT_EQ(Liveness(health, kTimeout).body, "no progress on the device for 12s\n");
+  EXPECT_EQ(Readiness(health).status, 200);
+}
+
+}  // namespace
+}  // namespace lossd::app

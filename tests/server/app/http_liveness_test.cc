@@ -1,0 +1,96 @@
+// /livez of the linked lossd program tells that the device thread hangs, and the server still answers
+// meanwhile.
+#include <gtest/gtest.h>
+#include <sys/ptrace.h>
+#include <sys/wait.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <string>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "tests/support/raw_http.h"
+#include "tests/support/server_process.h"
+#include "tests/support/temp_folder.h"
+
+namespace lossd {
+namespace {
+
+using test::HttpGet;
+using test::HttpStatus;
+
+// The thread of `process` with this name; -1 if there is none.
+pid_t FindThread(pid_t process, const std::string& name) {
+  for (const auto& entry : std::filesystem::directory_iterator(absl::StrCat("/proc/", process, "/task"))) {
+    if (test::ReadWholeFile(entry.path() / "comm") == name + "\n") return std::stoi(entry.path().filename());
+  }
+  return -1;
+}
+
+// Holds one thread of a child process still, as a debugger does.
+class FrozenThread {
+ public:
+  explicit FrozenThread(pid_t thread) : thread_(thread) {
+    frozen_ = ptrace(PTRACE_SEIZE, thread, nullptr, nullptr) == 0 &&
+              ptrace(PTRACE_INTERRUPT, thread, nullptr, nullptr) == 0 &&
+              waitpid(thread, nullptr, __WALL) == thread;
+    error_ = errno;
+  }
+  ~FrozenThread() {
+    if (frozen_) ptrace(PTRACE_DETACH, thread_, nullptr, nullptr);
+  }
+  FrozenThread(const FrozenThread&) = delete;
+  FrozenThread& operator=(const FrozenThread&) = delete;
+
+  bool frozen() const { return frozen_; }
+  int error() const { return error_; }
+
+ private:
+  const pid_t thread_;
+  bool frozen_ = false;
+  int error_ = 0;
+};
+
+bool BecomesStatus(const std::string& address, const char* path, int status) {
+  for (const absl::Time limit = absl::Now() + absl::Seconds(60); absl::Now() < limit;) {
+    if (HttpStatus(HttpGet(address, path)) == status) return true;
+    absl::SleepFor(absl::Milliseconds(50));
+  }
+  return false;
+}
+
+class HttpLivenessTest : public ::testing::Test {
+ protected:
+  // Several of the device thread's beats, so that a slow machine does not look like a hanging thread.
+  test::ServerProcess server_{LOSSD_BINARY, {"--http=127.0.0.1:0", "--liveness_timeout=8s"}};
+};
+
+TEST_F(HttpLivenessTest, AnIdleServerIsLive) {
+  const std::string& address = server_.http();
+  EXPECT_EQ(HttpStatus(HttpGet(address, "/livez")), 200);
+  absl::SleepFor(absl::Seconds(9));  // longer than the timeout: the thread beats with nothing to do
+  EXPECT_EQ(HttpStatus(HttpGet(address, "/livez")), 200);
+  EXPECT_TRUE(absl::EndsWith(HttpGet(address, "/livez"), "\r\n\r\nok\n"));
+}
+
+TEST_F(HttpLivenessTest, AHangingDeviceThreadIsNotLive) {
+  const std::string& address = server_.http();
+  const pid_t thread = FindThread(server_.pid(), "lossd-device");
+  ASSERT_GT(thread, 0);
+  {
+    const FrozenThread frozen(thread);
+    if (!frozen.frozen() && frozen.error() == EPERM) GTEST_SKIP() << "this machine does not allow ptrace";
+    ASSERT_TRUE(frozen.frozen()) << std::strerror(frozen.error());
+    EXPECT_TRUE(BecomesStatus(address, "/livez", 503));
+    EXPECT_NE(HttpGet(address, "/livez").find("no progress on the device for "), std::string::npos);
+    EXPECT_EQ(HttpStatus(HttpGet(address, "/readyz")), 200);
+  }
+  EXPECT_TRUE(BecomesStatus(address, "/livez", 200));
+}
+
+}  // namespace
+}  // namespace lossd

@@ -1,0 +1,145 @@
+// A head's session by hand: slices from their caller to the device and back, and versions.
+#include "server/engine/head_session.h"
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "server/engine/step_operations.h"
+#include "tests/server/engine/session_fixture.h"
+
+namespace lossd::engine {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::UnorderedElementsAreArray;
+
+using HeadSessionTest = SessionTest;
+
+TEST_F(HeadSessionTest, ASliceGoesToTheDeviceAndBack) {
+  Start();
+  EXPECT_FALSE(RunNext());
+  Call call = Open(Spec(1, 4, {0, 4}));
+  const SentSlice first = Send(call, {0, 3});
+  EXPECT_TRUE(first.queued()) << "there is memory, so all is done in the call";
+  EXPECT_EQ(Snapshot().queued_slices, 1);
+  EXPECT_FALSE(RunNext({.chunks = 1, .max_chunks = 1})) << "the device is full";
+  EXPECT_TRUE(RunNext());
+  EXPECT_TRUE(Send(call, {3, 4}).queued());
+  EXPECT_TRUE(RunNext());
+  ASSERT_TRUE(call.results->Wait().ok());
+  EXPECT_THAT(device_.accumulated(), UnorderedElementsAreArray(Names(1, {0, 4})));
+  EXPECT_EQ(Snapshot().total_rows, 4);
+  EXPECT_EQ(Snapshot().open_streams, 0);
+}
+
+TEST_F(HeadSessionTest, ASliceWaitsForMemoryAndItsStreamForIt) {
+  device_.chunk_rows = 1000;
+  Start();
+  Call large = Open(LossOnly(1, 600));
+  ASSERT_TRUE(Send(large, {0, 300}).queued());
+  ASSERT_TRUE(Send(large, {300, 600}).queued());
+  Call waiting = Open(LossOnly(2, 200));
+  const SentSlice slice = Send(waiting, {0, 200});
+  EXPECT_FALSE(slice.copied());
+  waiting.stream->HalfClose();
+  EXPECT_FALSE(waiting.results->finished()) << "a slice of it is still to come";
+  ASSERT_TRUE(RunNext());
+  EXPECT_TRUE(slice.Wait()) << "memory of the chunk came back";
+  ASSERT_TRUE(RunNext());
+  EXPECT_TRUE(waiting.results->Wait().ok()) << waiting.results->Wait();
+}
+
+TEST_F(HeadSessionTest, AStreamMayEndWhileItsSliceWaitsForMemory) {
+  device_.chunk_rows = 1000;
+  Start();
+  Call large = Open(LossOnly(1, 600));
+  ASSERT_TRUE(Send(large, {0, 300}).queued());
+  ASSERT_TRUE(Send(large, {300, 600}).queued());
+  Call waiting = Open(LossOnly(2, 200));
+  const SentSlice slice = Send(waiting, {0, 200});
+  waiting.stream->Cancel(absl::CancelledError("enough"));
+  EXPECT_EQ(waiting.results->Wait().code(), absl::StatusCode::kCancelled);
+  waiting.stream.reset();
+  EXPECT_FALSE(slice.Wait());
+  EXPECT_FALSE(slice.copied());
+  ASSERT_TRUE(RunNext());
+  ASSERT_TRUE(large.results->Wait().ok());
+  EXPECT_FALSE(RunNext());
+  EXPECT_EQ(context_->staging->used_bytes(), 0);
+}
+
+TEST_F(HeadSessionTest, ABadSliceIsRefusedBeforeItGetsMemory) {
+  Start();
+  Call call = Open(Spec(1, 400, {0, 400}));
+  bool copied = false;
+  call.stream->Receive({.rows = {0, 342},
+                        .bytes = 342 * kRowBytes,
+                        .copy = [&](uint8_t*) { copied = true; },
+                        .on_queued = [](int64_t) { FAIL() << "it was refused"; }});
+  EXPECT_THAT(std::string(call.results->Wait().message()), HasSubstr("payload must have at most 4096 bytes"));
+  EXPECT_FALSE(copied);
+  EXPECT_EQ(context_->staging->peak_bytes(), 0);
+}
+
+TEST_F(HeadSessionTest, AStepEndsWhatBelongsToItAndHasItsOwnGeneration) {
+  Start();
+  Call accumulates = Open(Spec(1, 4, {0, 4})), loss_only = Open(LossOnly(2, 4));
+  ASSERT_TRUE(Send(accumulates, {0, 2}).queued());
+  ASSERT_TRUE(Send(loss_only, {0, 4}).queued());
+  const uint64_t generation = session_->step().generation();
+  EXPECT_TRUE(ZeroGradients(*session_, 0).ok());
+  EXPECT_GT(session_->step().generation(), generation);
+  EXPECT_EQ(accumulates.results->Wait().code(), absl::StatusCode::kAborted);
+  EXPECT_FALSE(loss_only.results->finished());
+  EXPECT_TRUE(RunNext());
+  EXPECT_TRUE(loss_only.results->Wait().ok());
+  EXPECT_THAT(device_.chunks(), ElementsAre(ElementsAre(4)));
+
+  const auto applied = ApplyStep(*session_, {.step = 0});
+  ASSERT_TRUE(applied.ok()) << applied.status();
+  EXPECT_EQ(applied->state.step, 1u);
+  EXPECT_FALSE(applied->repeated);
+  EXPECT_TRUE(ApplyStep(*session_, {.step = 0})->repeated);
+  EXPECT_EQ(device_.steps, 1);
+  EXPECT_EQ(ZeroGradients(*session_, 0).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(ResetStep(*session_, {.step = 7, .updates = 5}, std::nullopt).ok());
+  EXPECT_EQ(Snapshot().state.step, 7u);
+  EXPECT_EQ(Snapshot().updates, 5u);
+}
+
+TEST_F(HeadSessionTest, AFailedUpdateMakesTheWeightsInvalidAndAFailedZeroingTheGradients) {
+  Start();
+  device_.fail_zero = absl::InternalError("boom");
+  EXPECT_THAT(std::string(ZeroGradients(*session_, 0).message()), HasSubstr("zero them again"));
+  EXPECT_EQ(OpenStatus(Spec(1, 4, {0, 4})).code(), absl::StatusCode::kInternal);
+  EXPECT_TRUE(OpenStatus(LossOnly(2, 4)).ok()) << "the weights are as they were";
+  device_.fail_zero = absl::OkStatus();
+  ASSERT_TRUE(ZeroGradients(*session_, 0).ok());
+  device_.fail_step = absl::InternalError("boom");
+  EXPECT_THAT(std::string(ApplyStep(*session_, {.step = 0}).status().message()),
+              HasSubstr("load a checkpoint"));
+  EXPECT_EQ(OpenStatus(LossOnly(3, 4)).code(), absl::StatusCode::kInternal);
+  EXPECT_FALSE(Snapshot().weights_status.ok());
+}
+
+TEST_F(HeadSessionTest, ItsPartOfTheStats) {
+  Start();
+  Call call = Open(Spec(1, 4, {0, 4}));
+  ASSERT_TRUE(Send(call, {0, 3}).queued());
+  EngineStats stats{.open_streams = 1, .queued_rows = 1, .ledger_rows = 1};
+  absl::MutexLock lock(&context_->mutex);
+  session_->AddTo(stats);
+  EXPECT_EQ(stats.open_streams, 2);
+  EXPECT_EQ(stats.queued_slices, 1);
+  EXPECT_EQ(stats.queued_rows, 4);
+  EXPECT_EQ(stats.ledger_rows, 5);
+}
+
+}  // namespace
+}  // namespace lossd::engine

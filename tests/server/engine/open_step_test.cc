@@ -1,0 +1,156 @@
+#include "server/engine/open_step.h"
+
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "kernels/errors/field_error.h"
+#include "server/engine/errors.h"
+
+namespace lossd::engine {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+class OpenStepTest : public ::testing::Test {
+ protected:
+  static constexpr uint64_t kIncarnation = 42;
+
+  // Declares a microbatch of so many rows, and accumulates the first `done` of them.
+  void Accumulate(uint64_t id, int64_t rows, int64_t done) {
+    const std::vector<int32_t> targets(static_cast<size_t>(rows), 1);
+    ASSERT_TRUE(step_.ledger().Declare(id, {.microbatch_rows = rows}, {0, rows}, {.targets = targets}).ok());
+    std::vector<uint8_t> mask(static_cast<size_t>(done));
+    step_.ledger().Reserve(id, {0, done}, absl::MakeSpan(mask));
+    step_.ledger().Commit(id, {0, done});
+  }
+  void Contribute(uint64_t id, int64_t rows, int64_t done) {
+    ASSERT_TRUE(step_.contributions().Declare(id, {.rows = {0, rows}}).ok());
+    const std::vector<uint64_t> checksums(static_cast<size_t>(done), 7);
+    step_.contributions().Commit(id, {0, done}, checksums);
+  }
+  absl::Status CheckComplete(const StepRequest& request, absl::string_view waits_for = "") {
+    const absl::Status status = step_.CheckComplete(request, waits_for);
+    missing_ = GetMissing(status);
+    return status;
+  }
+  absl::Status CheckRepeat(const StepRequest& request) {
+    const absl::Status status = step_.CheckRepeat(request);
+    missing_ = GetMissing(status);
+    return status;
+  }
+
+  static std::string FieldOf(const absl::Status& status) {
+    return errors::GetFieldViolation(status).value_or(errors::FieldViolation()).field;
+  }
+
+  OpenStep step_{kIncarnation, /*generation=*/5, /*max_rows=*/1000, /*max_microbatches=*/100};
+  std::vector<std::string> missing_;
+};
+
+TEST_F(OpenStepTest, BeginsWithNothing) {
+  EXPECT_EQ(step_.number(), 0u);
+  EXPECT_EQ(step_.updates(), 0u);
+  EXPECT_EQ(step_.generation(), 5u);
+  EXPECT_EQ(step_.state().incarnation, kIncarnation);
+  EXPECT_FALSE(step_.last_step().has_value());
+  EXPECT_FALSE(step_.IsRepeat({.step = 0}));
+  EXPECT_TRUE(CheckComplete({.step = 0}).ok());
+}
+
+TEST_F(OpenStepTest, KnowsWhatIsMissing) {
+  Accumulate(1, 4, 4);
+  Accumulate(2, 4, 3);
+  Accumulate(3, 4, 1);
+  Contribute(5, 4, 2);
+  EXPECT_TRUE(CheckComplete({.expected_microbatches = {}}).ok()) << "nothing was expected";
+  const absl::Status status =
+      CheckComplete({.expected_microbatches = {1, 2, 5, 9}, .expected_rows = 7}, "microbatch 2");
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(GetCurrentStep(status), 0u);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("(and 5 more)"));
+  EXPECT_THAT(missing_,
+              ElementsAre(HasSubstr("contribution 5: rows [2, 4)"), "microbatch 2: rows [3, 4) of 4",
+                          "microbatch 9: never opened", HasSubstr("microbatch 3"),
+                          "rows: 8 accumulated, 7 expected", "in order: slices wait for microbatch 2"));
+  EXPECT_TRUE(step_.CheckComplete({.expected_rows = 8}, "").ok());
+}
+
+TEST_F(OpenStepTest, RequestsForOtherStepsAndProcessesAreRefused) {
+  EXPECT_EQ(GetCurrentStep(CheckComplete({.step = 1})), 0u);
+  EXPECT_EQ(FieldOf(CheckComplete({.incarnation = 41})), "incarnation");
+  EXPECT_TRUE(CheckComplete({.incarnation = kIncarnation}).ok());
+}
+
+TEST_F(OpenStepTest, AClosedStepAnswersItsRepeats) {
+  Accumulate(1, 4, 4);
+  Accumulate(2, 4, 2);
+  Contribute(5, 3, 3);
+  const kernels::OptimizerOptions optimizer{.learning_rate = 0.5};
+  step_.Close(optimizer, 1.5, /*skipped=*/false, /*generation=*/9);
+  EXPECT_EQ(step_.number(), 1u);
+  EXPECT_EQ(step_.updates(), 1u);
+  EXPECT_EQ(step_.generation(), 9u);
+  EXPECT_EQ(step_.ledger().microbatches(), 0);
+  EXPECT_EQ(step_.contributions().contributions(), 0);
+  EXPECT_EQ(step_.LastResult().state.step, 1u);
+  EXPECT_EQ(step_.LastResult().grad_norm, 1.5);
+  EXPECT_EQ(step_.LastResult().microbatches, 2);
+  EXPECT_EQ(step_.LastResult().rows, 6);
+  EXPECT_EQ(step_.LastResult().contributions, 1);
+
+  StepRequest repeat{.step = 0, .optimizer = optimizer, .expected_microbatches = {1, 5}, .expected_rows = 6};
+  EXPECT_TRUE(step_.IsRepeat(repeat));
+  EXPECT_TRUE(CheckRepeat(repeat).ok()) << CheckRepeat(repeat);
+  EXPECT_FALSE(step_.IsRepeat({.step = 1}));
+  repeat.expected_microbatches = {1, 2};
+  repeat.expected_rows = 8;
+  EXPECT_EQ(CheckRepeat(repeat).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(missing_, ElementsAre("microbatch 2: was not whole in it", "rows: 6 were in it, 8 expected"));
+  repeat.optimizer.learning_rate = 0.25;
+  EXPECT_EQ(FieldOf(CheckRepeat(repeat)), "optimizer");
+}
+
+TEST_F(OpenStepTest, ASkippedStepIsNoUpdate) {
+  step_.Close({}, std::numeric_limits<double>::infinity(), /*skipped=*/true, 6);
+  EXPECT_EQ(step_.number(), 1u);
+  EXPECT_EQ(step_.updates(), 0u);
+  EXPECT_TRUE(step_.LastResult().skipped);
+}
+
+TEST_F(OpenStepTest, InvalidGradientsEndWithARestartAndInvalidWeightsWithAReset) {
+  step_.MarkGradientsInvalid(absl::InternalError("gradients"));
+  EXPECT_EQ(step_.CheckValid().message(), "gradients");
+  EXPECT_EQ(CheckComplete({}).message(), "gradients");
+  step_.MarkWeightsInvalid(absl::InternalError("weights"));
+  EXPECT_EQ(step_.CheckValid().message(), "weights");
+  step_.Restart(6);
+  EXPECT_TRUE(step_.gradients_status().ok());
+  EXPECT_EQ(step_.CheckValid().message(), "weights");
+  EXPECT_EQ(step_.number(), 0u);
+  EXPECT_EQ(step_.generation(), 6u);
+  step_.Reset({.step = 3, .updates = 2}, std::nullopt, 7);
+  EXPECT_TRUE(step_.CheckValid().ok());
+  EXPECT_EQ(step_.number(), 3u);
+  EXPECT_EQ(step_.updates(), 2u);
+  EXPECT_EQ(step_.generation(), 7u);
+  EXPECT_FALSE(step_.IsRepeat({.step = 2})) << "how step 2 was applied is not known";
+}
+
+TEST_F(OpenStepTest, ALoadedStepIsRepeatedWithoutItsMicrobatches) {
+  step_.Reset({.step = 3, .updates = 3}, head::AppliedStep{.incarnation = 7, .rows = 6}, 7);
+  EXPECT_TRUE(step_.IsRepeat({.step = 2}));
+  EXPECT_TRUE(
+      CheckRepeat({.step = 2, .expected_microbatches = {1, 2}, .expected_rows = 6, .incarnation = 7}).ok());
+  EXPECT_EQ(FieldOf(CheckRepeat({.step = 2, .incarnation = kIncarnation})), "incarnation");
+  EXPECT_EQ(step_.LastResult().applied_incarnation, 7u);
+}
+
+}  // namespace
+}  // namespace lossd::engine

@@ -1,0 +1,105 @@
+#include "server/metrics/http_router.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace lossd::metrics {
+namespace {
+
+using ::testing::HasSubstr;
+
+const HttpHandlers& Handlers() {
+  static const auto* handlers = new HttpHandlers{{"/", [] { return HttpResponse{.body = "page"}; }},
+                                                 {"/down", [] { return HttpResponse{.status = 503}; }}};
+  return *handlers;
+}
+
+HttpResponse RouteOnLoopback(const HttpRequest& request) {
+  return Route(request, Handlers(), HttpAudience::kLoopbackHosts);
+}
+
+HttpRequest Get(absl::string_view target) {
+  return {.method = "GET", .target = target, .version = "HTTP/1.1", .hosts = {"localhost"}};
+}
+
+TEST(HttpRouterTest, CallsTheHandlerOfThePath) {
+  EXPECT_EQ(RouteOnLoopback(Get("/")).body, "page");
+  EXPECT_EQ(RouteOnLoopback(Get("/down")).status, 503);
+  EXPECT_EQ(RouteOnLoopback(Get("http://localhost:80/down")).status, 503);
+  EXPECT_EQ(RouteOnLoopback(Get("HTTP://[::1]")).body, "page");
+}
+
+TEST(HttpRouterTest, PathsAreExact) {
+  for (const char* target :
+       {"", "*", "//", "/down/", "/Down", "/%64own", "down", "/down%00", "https://localhost/"}) {
+    EXPECT_EQ(RouteOnLoopback(Get(target)).status, 404) << target;
+  }
+}
+
+TEST(HttpRouterTest, OtherMethodsOnAnyPath) {
+  for (const char* method : {"POST", "OPTIONS", "CONNECT", "get", ""}) {
+    for (const char* target : {"/", "/missing", "*"}) {
+      HttpRequest request = Get(target);
+      request.method = method;
+      EXPECT_EQ(RouteOnLoopback(request).status, 405) << method << " " << target;
+    }
+  }
+  HttpRequest head = Get("/");
+  head.method = "HEAD";
+  EXPECT_EQ(RouteOnLoopback(head).status, 200);
+}
+
+TEST(HttpRouterTest, ExactlyOneHost) {
+  HttpRequest request = Get("/");
+  request.hosts = {"localhost", "localhost"};
+  EXPECT_EQ(RouteOnLoopback(request).status, 400);
+  request.hosts = {};
+  EXPECT_EQ(RouteOnLoopback(request).status, 400);
+  request.version = "HTTP/1.0";
+  EXPECT_EQ(RouteOnLoopback(request).status, 200);
+}
+
+TEST(HttpRouterTest, OtherHostsReachNoHandlerOnTheLoopback) {
+  HttpRequest request = Get("/");
+  request.hosts = {"example.com"};
+  EXPECT_EQ(RouteOnLoopback(request).status, 403);
+  EXPECT_THAT(RouteOnLoopback(request).body, HasSubstr("loopback"));
+  EXPECT_EQ(Route(request, Handlers(), HttpAudience::kAnyHost).status, 200);
+  request.target = "http://localhost/";  // the target's host counts
+  EXPECT_EQ(RouteOnLoopback(request).status, 200);
+  EXPECT_EQ(RouteOnLoopback(Get("http://example.com/")).status, 403);
+}
+
+TEST(HttpRouterTest, NamesOfTheLoopback) {
+  for (const char* host : {"localhost", "LOCALHOST", "localhost:1", "127.0.0.1", "127.255.255.254:65535",
+                           "[::1]", "[::1]:80", "[0:0:0:0:0:0:0:1]"}) {
+    EXPECT_TRUE(NamesLoopback(host)) << host;
+  }
+  for (const char* host : {"",
+                           ":",
+                           ":80",
+                           "localhost:",
+                           "localhost:65536",
+                           "localhost:-1",
+                           "localhost: 1",
+                           " localhost",
+                           "localhost.",
+                           "localhost.example",
+                           "128.0.0.1",
+                           "127.1",
+                           "127.0.0.1.1",
+                           "[127.0.0.1]",
+                           "::1",
+                           "[::1",
+                           "[::1]80",
+                           "[::2]",
+                           "[]",
+                           "[",
+                           "localhost:1:1",
+                           "a@localhost"}) {
+    EXPECT_FALSE(NamesLoopback(host)) << host;
+  }
+}
+
+}  // namespace
+}  // namespace lossd::metrics

@@ -1,0 +1,208 @@
+#include "tests/server/service/service_problem.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <utility>
+
+#include "absl/types/span.h"
+#include "gtest/gtest.h"
+#include "tests/kernels/tolerances.h"
+
+namespace lossd::app::testing {
+namespace {
+
+using kernels::DType;
+using kernels::Param;
+using kernels::Role;
+using kernels::testing::Problem;
+using kernels::testing::Rng;
+using kernels::testing::SliceData;
+namespace reference = kernels::reference;
+
+constexpr int32_t kIgnoreIndex = -100;
+
+v1::DType WireType(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return v1::DTYPE_FP32;
+    case DType::kFloat16:
+      return v1::DTYPE_FP16;
+    case DType::kBFloat16:
+      return v1::DTYPE_BF16;
+  }
+  return v1::DTYPE_UNSPECIFIED;
+}
+
+v1::Gradients WireGradients(kernels::Gradients gradients) {
+  return static_cast<v1::Gradients>(static_cast<int>(gradients) + 1);
+}
+
+v1::Param WireParam(Param param) { return static_cast<v1::Param>(static_cast<int>(param) + 1); }
+
+// Row ranges that cover [begin, end), in random order.
+std::vector<std::pair<int64_t, int64_t>> Cut(int64_t begin, int64_t end, Rng& rng) {
+  std::vector<std::pair<int64_t, int64_t>> pieces;
+  while (begin < end) {
+    const int64_t next = kernels::testing::UniformInt(rng, begin + 1, end);
+    pieces.emplace_back(begin, next);
+    begin = next;
+  }
+  std::shuffle(pieces.begin(), pieces.end(), rng);
+  return pieces;
+}
+
+double Norm(const std::vector<double>& values) {
+  return std::sqrt(std::inner_product(values.begin(), values.end(), values.begin(), 0.0));
+}
+
+// As tests/kernels/tolerances.h says, for fp32 accumulators.
+void ExpectGradient(TestClient& client, const std::string& head, Param param, const reference::Gradient& want,
+                    double max_abs_logit) {
+  const auto got = client.Read(head, WireParam(param), v1::ROLE_GRADIENT);
+  ASSERT_TRUE(got.ok()) << got.status();
+  ASSERT_EQ(got->size(), want.value.size());
+  std::vector<double> error(got->size());
+  for (size_t i = 0; i < error.size(); ++i) error[i] = double{(*got)[i]} - want.value[i];
+  const double limit =
+      Norm(want.value) * kernels::testing::GradientTolerance(DType::kFloat32, max_abs_logit) +
+      Norm(want.magnitude) * kernels::testing::MagnitudeTolerance(DType::kFloat32, max_abs_logit);
+  EXPECT_LE(Norm(error), limit + 1e-30) << kernels::Name(param) << ", norm " << Norm(want.value);
+}
+
+}  // namespace
+
+void CreateHead(TestClient& client, const std::string& name, const Problem& problem) {
+  v1::CreateHeadRequest request;
+  request.mutable_zeros();
+  v1::HeadSpec& spec = *request.mutable_spec();
+  spec.set_name(name);
+  spec.set_hidden_size(static_cast<uint64_t>(problem.config.hidden_size));
+  spec.set_vocab_size(static_cast<uint64_t>(problem.config.vocab_size));
+  spec.set_bias(problem.config.has_bias);
+  spec.set_class_weights(problem.config.has_class_weights);
+  spec.set_norm(static_cast<v1::Norm>(static_cast<int>(problem.config.norm) + 1));
+  spec.set_norm_epsilon(problem.config.norm_epsilon);
+  spec.set_compute_dtype(v1::DTYPE_FP32);
+  const auto created = client.CreateHead(request);
+  ASSERT_TRUE(created.ok()) << created.status();
+  for (const Param param : kernels::kAllParams) {
+    if (!kernels::HasTensor(problem.config, {param, Role::kValue})) continue;
+    const absl::Status written = client.Write(name, WireParam(param), problem.Values(param));
+    ASSERT_TRUE(written.ok()) << written;
+  }
+}
+
+v1::OpenMicrobatch OpenFor(const std::string& head, const Problem& problem, const SliceData& data,
+                           uint64_t id) {
+  v1::OpenMicrobatch open;
+  open.set_head(head);
+  open.set_step(0);
+  open.set_microbatch_id(id);
+  open.set_microbatch_rows(static_cast<uint64_t>(data.rows()));
+  open.mutable_rows()->set_end(static_cast<uint64_t>(data.rows()));
+  open.set_hidden_dtype(WireType(problem.hidden_dtype));
+  v1::LossOptions& options = *open.mutable_options();
+  options.set_label_smoothing(problem.options.label_smoothing);
+  options.set_z_loss(problem.options.z_loss);
+  options.set_softcap(problem.options.softcap);
+  options.set_logit_scale(problem.options.logit_scale);
+  options.set_use_class_weights(problem.options.use_class_weights);
+  options.set_gradients(WireGradients(problem.options.gradients));
+  options.set_filter_epsilon(problem.options.filter_epsilon);
+  options.set_max_dropped_mass(problem.options.max_dropped_mass);
+  open.set_reduction(v1::REDUCTION_SUM);
+  open.set_grad_output(data.grad_scale);
+  open.set_want_grad_hidden(true);
+  open.set_accumulate_gradients(true);
+  open.set_want_row_loss(true);
+  open.set_want_row_lse(true);
+  open.set_want_row_entropy(true);
+  open.set_want_row_logprob(true);
+  open.set_want_row_argmax(true);
+  for (const int32_t target : data.targets) {
+    open.add_targets(target == kernels::kIgnoredTarget ? kIgnoreIndex : target);
+  }
+  for (const float weight : data.row_weights) open.add_row_weights(weight);
+  return open;
+}
+
+LossAnswers Stream(TestClient& client, v1::OpenMicrobatch open, const Problem& problem, const SliceData& data,
+                   int64_t begin, int64_t end, Rng rng) {
+  open.mutable_rows()->set_begin(static_cast<uint64_t>(begin));
+  open.mutable_rows()->set_end(static_cast<uint64_t>(end));
+  const std::vector<int32_t> targets(open.targets().begin() + begin, open.targets().begin() + end);
+  open.mutable_targets()->Assign(targets.begin(), targets.end());
+  if (open.row_weights_size() > 0) {
+    const std::vector<float> weights(open.row_weights().begin() + begin, open.row_weights().begin() + end);
+    open.mutable_row_weights()->Assign(weights.begin(), weights.end());
+  }
+  const auto stream = client.OpenLoss();
+  stream->SendOpen(open);
+  const int64_t width = problem.config.hidden_size;
+  for (const auto& [from, to] : Cut(begin, end, rng)) {
+    const absl::Span<const float> rows =
+        absl::MakeConstSpan(data.hidden)
+            .subspan(static_cast<size_t>(from * width), static_cast<size_t>((to - from) * width));
+    stream->SendSlice(from, to, Bytes(kernels::testing::Encode(problem.hidden_dtype, rows)));
+  }
+  return stream->Finish();
+}
+
+kernels::testing::SliceOutputs Collect(const Problem& problem, const SliceData& data,
+                                       const std::vector<LossAnswers>& calls) {
+  const auto rows = static_cast<size_t>(data.rows());
+  const auto width = static_cast<size_t>(problem.config.hidden_size);
+  kernels::testing::SliceOutputs out;
+  for (auto* values : {&out.loss, &out.lse, &out.entropy, &out.target_logprob}) values->assign(rows, NAN);
+  out.argmax.assign(rows, -7);
+  out.grad_hidden.assign(rows * width, NAN);
+  size_t answered = 0;
+  for (const LossAnswers& call : calls) {
+    EXPECT_TRUE(call.status.ok()) << call.status;
+    EXPECT_TRUE(call.accepted.has_value() && call.summary.has_value());
+    if (!call.summary.has_value()) continue;
+    EXPECT_EQ(call.order.front(), "accepted");
+    EXPECT_EQ(call.order.back(), "summary");
+    for (const LossAnswers::Slice& slice : call.slices) {
+      const size_t begin = slice.result.rows().begin();
+      answered += slice.result.rows().end() - begin;
+      std::copy(slice.result.row_loss().begin(), slice.result.row_loss().end(), out.loss.begin() + begin);
+      std::copy(slice.result.row_lse().begin(), slice.result.row_lse().end(), out.lse.begin() + begin);
+      std::copy(slice.result.row_entropy().begin(), slice.result.row_entropy().end(),
+                out.entropy.begin() + begin);
+      std::copy(slice.result.row_logprob().begin(), slice.result.row_logprob().end(),
+                out.target_logprob.begin() + begin);
+      std::copy(slice.result.row_argmax().begin(), slice.result.row_argmax().end(),
+                out.argmax.begin() + begin);
+      const absl::Span<const uint8_t> bytes(reinterpret_cast<const uint8_t*>(slice.payload.data()),
+                                            slice.payload.size());
+      const std::vector<float> grad = kernels::testing::Decode(problem.hidden_dtype, bytes);
+      std::copy(grad.begin(), grad.end(), out.grad_hidden.begin() + begin * width);
+    }
+    out.sums.loss += call.summary->loss_sum();
+    out.sums.z_loss += call.summary->z_loss_sum();
+    out.sums.entropy += call.summary->entropy_sum();
+    out.sums.dropped_mass += call.summary->dropped_mass();
+    out.sums.valid_rows += static_cast<int64_t>(call.summary->valid_rows());
+    out.sums.correct_rows += static_cast<int64_t>(call.summary->correct_rows());
+    EXPECT_EQ(call.summary->accumulated_rows(), call.summary->valid_rows());
+    EXPECT_EQ(call.summary->repeated_rows(), 0u);
+  }
+  EXPECT_EQ(answered, rows);
+  return out;
+}
+
+void ExpectGradients(TestClient& client, const std::string& head, const kernels::HeadConfig& config,
+                     const reference::ParamGradients& want, double max_abs_logit) {
+  ExpectGradient(client, head, Param::kWeight, want.weight, max_abs_logit);
+  if (config.has_bias) ExpectGradient(client, head, Param::kBias, want.bias, max_abs_logit);
+  if (config.norm != kernels::Norm::kNone) {
+    ExpectGradient(client, head, Param::kNormGain, want.norm_gain, max_abs_logit);
+  }
+  if (config.norm == kernels::Norm::kLayerNorm) {
+    ExpectGradient(client, head, Param::kNormShift, want.norm_shift, max_abs_logit);
+  }
+}
+
+}  // namespace lossd::app::testing

@@ -1,0 +1,205 @@
+// Heads whose initial values come from files: one file, or a model of several with an index.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+
+#include "absl/strings/match.h"
+#include "proto/tensorfile/safetensors.h"
+#include "proto/wire/status_details.h"
+#include "tests/server/service/heads_fixture.h"
+
+namespace lossd::app::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+class TensorFileTest : public HeadsTest {
+ protected:
+  // weight (BF16), bias (F32) and a table of the wrong shape, below the checkpoint directory.
+  TensorFileTest() {
+    std::filesystem::create_directories(server_.checkpoint_directory());
+    for (size_t i = 0; i < kHidden * kClasses; ++i) {
+      weight_.push_back(
+          kernels::testing::RoundTo(kernels::DType::kBFloat16, kernels::testing::Uniform(rng_, -1, 1)));
+    }
+    for (size_t i = 0; i < kClasses; ++i) bias_.push_back(static_cast<float>(i));
+    const std::vector<formats::SafetensorsSpec> specs = {
+        {.name = "lm_head.weight", .dtype = formats::DType::kBFloat16, .shape = {kClasses, kHidden}},
+        {.name = "lm_head.bias", .dtype = formats::DType::kFloat32, .shape = {kClasses}}};
+    auto writer = formats::CreateSafetensors(server_.checkpoint_directory() + "/model.safetensors", specs);
+    EXPECT_TRUE(writer.ok()) << writer.status();
+    EXPECT_TRUE((*writer)->Append(kernels::testing::Encode(kernels::DType::kBFloat16, weight_)).ok());
+    EXPECT_TRUE((*writer)->Append(kernels::testing::Encode(kernels::DType::kFloat32, bias_)).ok());
+    EXPECT_TRUE((*writer)->Finish().ok());
+
+    request_ = Request("head");
+    request_.mutable_spec()->set_norm(v1::NORM_NONE);
+    request_.mutable_spec()->set_class_weights(false);
+    request_.mutable_tensor_file()->set_path("model.safetensors");
+    request_.mutable_tensor_file()->set_weight("lm_head.weight");
+    request_.mutable_tensor_file()->set_bias("lm_head.bias");
+  }
+
+  void ExpectRefused(absl::StatusCode code, const std::string& field) {
+    const absl::Status status = client_->CreateHead(request_).status();
+    EXPECT_EQ(status.code(), code) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(field));
+    const v1::ErrorDetail detail = wire::GetErrorDetail(status).value_or(v1::ErrorDetail());
+    EXPECT_TRUE(absl::StartsWith(detail.field(), "tensor_file.")) << detail.field();
+    EXPECT_EQ(client_->ListHeads()->heads_size(), 0);
+  }
+
+  std::vector<float> weight_, bias_;
+  v1::CreateHeadRequest request_;
+};
+
+TEST_F(TensorFileTest, FillsAHead) {
+  const auto created = client_->CreateHead(request_);
+  ASSERT_TRUE(created.ok()) << created.status();
+  EXPECT_EQ(*client_->Read("head", v1::PARAM_WEIGHT, v1::ROLE_VALUE), weight_);
+  EXPECT_EQ(*client_->Read("head", v1::PARAM_BIAS, v1::ROLE_VALUE), bias_);
+}
+
+TEST_F(TensorFileTest, Refusals) {
+  request_.mutable_tensor_file()->set_bias("");
+  ExpectRefused(absl::StatusCode::kInvalidArgument, "tensor_file.bias");
+  request_.mutable_tensor_file()->set_bias("missing");
+  ExpectRefused(absl::StatusCode::kNotFound, "tensor_file.bias");
+  request_.mutable_tensor_file()->set_bias("lm_head.weight");
+  ExpectRefused(absl::StatusCode::kInvalidArgument, "[57, 13]");
+  request_.mutable_tensor_file()->set_bias("lm_head.bias");
+  request_.mutable_tensor_file()->set_norm_gain("gain");
+  ExpectRefused(absl::StatusCode::kInvalidArgument, "tensor_file.norm_gain");
+}
+
+// A model of two shards and an index in a folder, as Hugging Face lays it out; embeddings tied.
+class ShardedModelTest : public TensorFileTest {
+ protected:
+  ShardedModelTest() {
+    std::filesystem::create_directories(Path(""));
+    WriteShard("model-00001-of-00002.safetensors", "model.embed_tokens.weight", kernels::DType::kFloat16,
+               {kClasses, kHidden}, weight_);
+    WriteShard("model-00002-of-00002.safetensors", "model.norm.weight", kernels::DType::kFloat32, {kHidden},
+               gain_);
+    WriteIndex(R"("model.embed_tokens.weight": "model-00001-of-00002.safetensors",
+                  "model.norm.weight": "model-00002-of-00002.safetensors")");
+    request_ = Request("head");
+    request_.mutable_spec()->set_norm(v1::NORM_RMSNORM);
+    request_.mutable_spec()->set_bias(false);
+    request_.mutable_spec()->set_class_weights(false);
+    request_.mutable_tensor_file()->set_path("model");
+    request_.mutable_tensor_file()->set_weight("model.embed_tokens.weight");
+    request_.mutable_tensor_file()->set_norm_gain("model.norm.weight");
+  }
+
+  std::string Path(const std::string& name) { return server_.checkpoint_directory() + "/model/" + name; }
+
+  void WriteShard(const std::string& file, const std::string& tensor, kernels::DType dtype,
+                  const std::vector<int64_t>& shape, const std::vector<float>& values) {
+    std::filesystem::remove(Path(file));
+    const formats::DType stored =
+        dtype == kernels::DType::kFloat16 ? formats::DType::kFloat16 : formats::DType::kFloat32;
+    auto writer =
+        formats::CreateSafetensors(Path(file), {{{.name = tensor, .dtype = stored, .shape = shape}}});
+    ASSERT_TRUE(writer.ok()) << writer.status();
+    ASSERT_TRUE((*writer)->Append(kernels::testing::Encode(dtype, values)).ok());
+    ASSERT_TRUE((*writer)->Finish().ok());
+  }
+  void WriteIndex(const std::string& weight_map) {
+    test::WriteWholeFile(Path("model.safetensors.index.json"),
+                         R"({"metadata": {"total_size": 1}, "weight_map": {)" + weight_map + "}}");
+  }
+  // The request fails with `code`, and the error says all of `what`, and nothing of the server's paths.
+  void ExpectError(absl::StatusCode code, const std::vector<std::string>& what) {
+    const absl::Status status = client_->CreateHead(request_).status();
+    EXPECT_EQ(status.code(), code) << status;
+    for (const std::string& part : what) EXPECT_THAT(std::string(status.message()), HasSubstr(part));
+    EXPECT_THAT(std::string(status.message()),
+                ::testing::Not(HasSubstr(std::filesystem::canonical(server_.checkpoint_directory()))));
+    EXPECT_EQ(client_->ListHeads()->heads_size(), 0);
+  }
+  void ExpectLoads() {
+    const auto created = client_->CreateHead(request_);
+    ASSERT_TRUE(created.ok()) << created.status();
+    std::vector<float> rounded;
+    for (const float value : weight_) {
+      rounded.push_back(kernels::testing::RoundTo(kernels::DType::kFloat16, value));
+    }
+    EXPECT_EQ(*client_->Read("head", v1::PARAM_WEIGHT, v1::ROLE_VALUE), rounded);
+    EXPECT_EQ(*client_->Read("head", v1::PARAM_NORM_GAIN, v1::ROLE_VALUE), gain_);
+    EXPECT_TRUE(client_->DeleteHead("head").ok());
+  }
+
+  const std::vector<float> gain_ = std::vector<float>(kHidden, 1.25f);
+};
+
+TEST_F(ShardedModelTest, FillsAHead) {
+  ExpectLoads();
+  request_.mutable_tensor_file()->set_path("model/model.safetensors.index.json");
+  ExpectLoads();
+  // A folder without an index.
+  std::filesystem::remove(Path("model.safetensors.index.json"));
+  request_.mutable_tensor_file()->set_path("model");
+  ExpectError(absl::StatusCode::kNotFound,
+              {"tensor_file.path: model: ", "model.safetensors.index.json", "model.safetensors"});
+  std::filesystem::copy_file(server_.checkpoint_directory() + "/model.safetensors",
+                             Path("model.safetensors"));
+  request_.mutable_tensor_file()->set_weight("lm_head.weight");
+  ExpectError(absl::StatusCode::kNotFound,
+              {"tensor_file.norm_gain", "model/model.safetensors", "'model.norm.weight'"});
+}
+
+TEST_F(ShardedModelTest, Refusals) {
+  request_.mutable_tensor_file()->set_weight("lm_head.weight");
+  ExpectError(absl::StatusCode::kNotFound,
+              {"tensor_file.weight", "model/model.safetensors.index.json", "'lm_head.weight'"});
+  request_.mutable_tensor_file()->set_weight("model.norm.weight");
+  ExpectError(
+      absl::StatusCode::kInvalidArgument,
+      {"tensor_file.weight", "[57, 13]", "'model.norm.weight' of shape [13]", "model-00002-of-00002"});
+  request_.mutable_tensor_file()->set_weight("model.embed_tokens.weight");
+
+  // What the index promises is not there.
+  WriteIndex(
+      R"("model.embed_tokens.weight": "missing.safetensors", "model.norm.weight": "missing.safetensors")");
+  ExpectError(absl::StatusCode::kNotFound, {"tensor_file.weight", "model.safetensors.index.json",
+                                            "'model.embed_tokens.weight'", "model/missing.safetensors"});
+  WriteIndex(R"("model.embed_tokens.weight": "model-00002-of-00002.safetensors")");
+  ExpectError(absl::StatusCode::kNotFound,
+              {"tensor_file.weight", "model-00002-of-00002.safetensors", "'model.embed_tokens.weight'"});
+  test::WriteWholeFile(Path("bad.safetensors"), "nonsense");
+  WriteIndex(R"("model.embed_tokens.weight": "bad.safetensors")");
+  ExpectError(absl::StatusCode::kInvalidArgument, {"tensor_file.weight", "model/bad.safetensors"});
+
+  // Out of the folder, by name or by a link.
+  WriteIndex(R"("model.embed_tokens.weight": "../model.safetensors")");
+  ExpectError(absl::StatusCode::kInvalidArgument, {"tensor_file.path", "no file name"});
+  test::TempFolder outside;
+  std::filesystem::rename(Path("model-00001-of-00002.safetensors"), outside.File("x"));
+  std::filesystem::create_symlink(outside.File("x"), Path("link.safetensors"));
+  WriteIndex(R"("model.embed_tokens.weight": "link.safetensors")");
+  ExpectError(absl::StatusCode::kInvalidArgument,
+              {"tensor_file.weight", "model/link.safetensors", "outside"});
+
+  test::WriteWholeFile(Path("model.safetensors.index.json"), "{");
+  ExpectError(absl::StatusCode::kInvalidArgument, {"tensor_file.path", "model.safetensors.index.json"});
+  request_.mutable_tensor_file()->set_path("../checkpoints/model");
+  ExpectError(absl::StatusCode::kInvalidArgument, {"tensor_file.path", ".."});
+}
+
+TEST_F(ShardedModelTest, TypesThatAreNoWeights) {
+  std::filesystem::remove(Path("ints.safetensors"));
+  auto writer = formats::CreateSafetensors(Path("ints.safetensors"), {{{.name = "model.embed_tokens.weight",
+                                                                        .dtype = formats::DType::kInt8,
+                                                                        .shape = {kClasses, kHidden}}}});
+  ASSERT_TRUE((*writer)->Append(std::vector<uint8_t>(kClasses * kHidden)).ok());
+  ASSERT_TRUE((*writer)->Finish().ok());
+  WriteIndex(R"("model.embed_tokens.weight": "ints.safetensors")");
+  ExpectError(absl::StatusCode::kInvalidArgument,
+              {"tensor_file.weight", "F32, F16 or BF16", "'model.embed_tokens.weight' of type I8",
+               "model/ints.safetensors"});
+}
+
+}  // namespace
+}  // namespace lossd::app::testing
