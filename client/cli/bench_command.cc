@@ -41,7 +41,7 @@ struct Flags {
   uint64_t warmup = 2;
   uint64_t seed = 0;
   bool force = false;
-  LossFlags loss;
+  client::ComputeOptions loss;
 };
 
 // Sends microbatches from `in_flight` threads, each waiting for its own, and adds up what they took.
@@ -88,7 +88,7 @@ class Bench {
     microbatch.targets = rows_.targets;
     client::LossOutputs outputs;
     if (flags_.what != What::kLoss) outputs.grad_hidden = dx.data();
-    client::ComputeOptions options = flags_.loss.ToOptions();
+    client::ComputeOptions options = flags_.loss;
     options.accumulate_gradients = flags_.what == What::kAll;
     return client_->ComputeLoss(microbatch, outputs, options);
   }
@@ -221,7 +221,7 @@ void AddBenchCommand(CLI::App* app, Context* context) {
   bench->add_option("--warmup", flags->warmup, "Microbatches before the clock starts [2]");
   bench->add_option("--seed", flags->seed, "Of the random rows [0]");
   bench->add_flag("--force", flags->force, "Even if the open step holds gradients");
-  flags->loss.AddTo(bench);
+  AddLossOptions(bench, &flags->loss);
   bench->callback([=] { context->action = [=] { return RunBench(context, *flags); }; });
 }
 

@@ -38,8 +38,12 @@ v1::Norm NormOf(const v1::HeadSpec& spec) {
   return spec.norm() == v1::NORM_UNSPECIFIED ? v1::NORM_NONE : spec.norm();
 }
 
-v1::Algorithm AlgorithmOf(const v1::HeadSpec& spec) {
-  return spec.algorithm() == v1::ALGORITHM_UNSPECIFIED ? v1::ALGORITHM_EXACT : spec.algorithm();
+v1::Logits LogitsOf(const v1::HeadSpec& spec) {
+  return spec.logits() == v1::LOGITS_UNSPECIFIED ? v1::LOGITS_STORED : spec.logits();
+}
+
+v1::Gradients GradientsOf(const v1::HeadSpec& spec) {
+  return spec.gradients() == v1::GRADIENTS_UNSPECIFIED ? v1::GRADIENTS_EXACT : spec.gradients();
 }
 
 // 1e-5 rather than 9.999999747378752e-06.
@@ -106,7 +110,8 @@ Json ToJson(const v1::HeadDescription& head) {
   json["compute_dtype"] = NameOf(DTypes(), head.compute_dtype());
   json["optimizer_state"] = NameOf(OptimizerStates(), OptimizerStateOf(spec));
   json["frozen"] = spec.frozen();
-  json["algorithm"] = NameOf(Algorithms(), AlgorithmOf(spec));
+  json["logits"] = NameOf(LogitsWords(), LogitsOf(spec));
+  json["gradients"] = NameOf(GradientsWords(), GradientsOf(spec));
   json["workspace_bytes"] = spec.workspace_bytes();
   json["incarnation"] = HumanIncarnation(head.state().incarnation());
   json["step"] = head.state().step();
@@ -189,7 +194,8 @@ std::string HeadText(const v1::HeadDescription& head) {
   fields.Add("compute dtype", NameOf(DTypes(), head.compute_dtype()));
   fields.Add("optimizer state", NameOf(OptimizerStates(), OptimizerStateOf(spec)));
   fields.Add("frozen", YesNo(spec.frozen()));
-  fields.Add("algorithm", NameOf(Algorithms(), AlgorithmOf(spec)));
+  fields.Add("logits", NameOf(LogitsWords(), LogitsOf(spec)));
+  fields.Add("gradients", NameOf(GradientsWords(), GradientsOf(spec)));
   if (spec.workspace_bytes() > 0)
     fields.Add("workspace limit", HumanBytes(static_cast<double>(spec.workspace_bytes())));
   fields.Add("open step", absl::StrCat(HumanCount(head.state().step()), " (", HumanCount(head.step_rows()),

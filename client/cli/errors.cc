@@ -6,6 +6,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "client/cli/format.h"
+#include "client/cli/http_fetch.h"
 #include "client/cpp/client.h"
 
 namespace lossd::cli {
@@ -14,10 +15,10 @@ namespace {
 std::string Advice(const absl::Status& status, const std::optional<v1::ErrorDetail>& detail) {
   switch (status.code()) {
     case absl::StatusCode::kUnavailable:
-      if (absl::StartsWith(status.message(), "no server at ")) {
+      if (detail.has_value() && detail->field() == client::kTargetField) {
         return "start one with `lossd`, or name another with --server HOST:PORT or LOSSD_SERVER";
       }
-      if (absl::StartsWith(status.message(), "nothing answers at ")) return "";  // HTTP; says all there is
+      if (detail.has_value() && detail->field() == kHttpField) return "";  // the message says all there is
       return "try again later; `lossctl health` says whether the server serves";
     case absl::StatusCode::kNotFound:
       if (detail.has_value() && absl::EndsWith(detail->field(), "head"))
@@ -51,7 +52,7 @@ nlohmann::ordered_json ErrorJson(const absl::Status& status, const std::optional
     if (detail->missing_size() > 0) {
       error["missing"] = std::vector<std::string>(detail->missing().begin(), detail->missing().end());
     }
-    error["incarnation"] = HumanIncarnation(detail->incarnation());
+    if (detail->incarnation() != 0) error["incarnation"] = HumanIncarnation(detail->incarnation());
   }
   return {{"error", error}};
 }

@@ -58,7 +58,8 @@ struct CreateFlags {
   v1::DType compute_dtype = v1::DTYPE_UNSPECIFIED;
   v1::OptimizerState optimizer_state = v1::OPTIMIZER_STATE_ADAM;
   bool frozen = false;
-  v1::Algorithm algorithm = v1::ALGORITHM_UNSPECIFIED;
+  v1::Logits logits = v1::LOGITS_UNSPECIFIED;
+  v1::Gradients gradients = v1::GRADIENTS_UNSPECIFIED;
   uint64_t workspace_bytes = 0;
 
   uint64_t seed = 0;
@@ -78,7 +79,8 @@ struct CreateFlags {
     spec->set_compute_dtype(compute_dtype);
     spec->set_optimizer_state(optimizer_state);
     spec->set_frozen(frozen);
-    spec->set_algorithm(algorithm);
+    spec->set_logits(logits);
+    spec->set_gradients(gradients);
     spec->set_workspace_bytes(workspace_bytes);
     if (zeros) {
       request.mutable_zeros();
@@ -105,11 +107,14 @@ void AddCreate(CLI::App* app, Context* context) {
           "Least precision of the matrix products [the backend's choice]");
   AddWord(create, "--optimizer-state", &flags->optimizer_state, OptimizerStates(), "Optimizer memory [adam]");
   create->add_flag("--frozen", flags->frozen, "No gradients of the head, no optimizer memory");
-  AddWord(
-      create, "--algorithm", &flags->algorithm, Algorithms(),
-      "How gradients are computed unless a request says otherwise; cut: always, in little memory [exact]");
+  AddWord(create, "--logits", &flags->logits, LogitsWords(),
+          "Whether logits stay in memory until the gradients are computed, or are computed again in little "
+          "memory "
+          "[stored]");
+  AddWord(create, "--gradients", &flags->gradients, GradientsWords(),
+          "How gradients are computed unless a request says otherwise [exact]");
   AddBytes(create, "--workspace-bytes", &flags->workspace_bytes,
-           "Most workspace on the device [the server's --workspace_bytes; cut: at most 64MiB]");
+           "Most workspace on the device [the server's --workspace_bytes; recomputed logits: at most 64MiB]");
 
   const std::string group = "Initial values (default: --seed 0)";
   CLI::Option* seed =

@@ -5,9 +5,13 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 
 namespace lossd::cli {
+
+// The field (kernels/errors/field_error.h) of HttpFetch's errors about the address.
+inline constexpr absl::string_view kHttpField = "--http";
 
 // The body of http://`address``path`; `address` is "host:port". UNAVAILABLE if there is no answer within
 // `timeout`, INTERNAL for another answer than 200. Thread-safe.

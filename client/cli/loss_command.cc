@@ -29,7 +29,7 @@ struct Flags {
   std::optional<uint64_t> step;
   uint64_t microbatch_id = 0;
   std::string grad_out, rows_out;
-  LossFlags loss;
+  client::ComputeOptions loss;
 };
 
 // Per-row results of a microbatch.
@@ -211,7 +211,7 @@ absl::Status RunLoss(Context* context, const Flags& flags, client::Client& clien
   outputs.row_logprob = absl::MakeSpan(results.logprob);
   outputs.row_argmax = absl::MakeSpan(results.argmax);
 
-  client::ComputeOptions options = flags.loss.ToOptions();
+  client::ComputeOptions options = flags.loss;
   options.accumulate_gradients = flags.accumulate;
   options.timeout = context->timeout();
   const absl::StatusOr<client::LossResult> result = client.ComputeLoss(microbatch, outputs, options);
@@ -258,7 +258,7 @@ void AddLossCommand(CLI::App* app, Context* context) {
   AddWord(loss, "--dtype", &flags->dtype, DTypes(), "Element type to transfer [the file's; random: bf16]")
       ->group(rows);
 
-  flags->loss.AddTo(loss);
+  AddLossOptions(loss, &flags->loss);
 
   const std::string training = "Training";
   loss->add_flag("--accumulate", flags->accumulate, "Add the gradients of the head to its accumulators")

@@ -39,11 +39,15 @@ const std::map<std::string, v1::Role>& Roles() {
   return *words;
 }
 
-const std::map<std::string, v1::Algorithm>& Algorithms() {
-  static const auto* words = new std::map<std::string, v1::Algorithm>{{"exact", v1::ALGORITHM_EXACT},
-                                                                      {"filtered", v1::ALGORITHM_FILTERED},
-                                                                      {"auto", v1::ALGORITHM_AUTO},
-                                                                      {"cut", v1::ALGORITHM_CUT}};
+const std::map<std::string, v1::Logits>& LogitsWords() {
+  static const auto* words = new std::map<std::string, v1::Logits>{{"stored", v1::LOGITS_STORED},
+                                                                   {"recomputed", v1::LOGITS_RECOMPUTED}};
+  return *words;
+}
+
+const std::map<std::string, v1::Gradients>& GradientsWords() {
+  static const auto* words = new std::map<std::string, v1::Gradients>{
+      {"exact", v1::GRADIENTS_EXACT}, {"filtered", v1::GRADIENTS_FILTERED}, {"auto", v1::GRADIENTS_AUTO}};
   return *words;
 }
 

@@ -33,6 +33,42 @@ bool ParseBound(absl::string_view text, std::optional<uint64_t>* bound) {
   return true;
 }
 
+constexpr char kLossGroup[] = "Loss";
+
+// An option that sets one field of the message.
+template <typename T>
+void AddField(CLI::App* command, v1::LossOptions* loss, const std::string& name,
+              void (v1::LossOptions::*set)(T), const std::string& description) {
+  command
+      ->add_option_function<T>(
+          name, [loss, set](const T& value) { (loss->*set)(value); }, description)
+      ->group(kLossGroup);
+}
+
+// A line for each field of the message; one that is not given is left unset.
+void AddLossFields(CLI::App* command, v1::LossOptions* loss) {
+  using Loss = v1::LossOptions;
+  AddField(command, loss, "--ignore-index", &Loss::set_ignore_index, "Target of rows to be left out [-100]");
+  AddField(command, loss, "--label-smoothing", &Loss::set_label_smoothing, "In [0, 1] [0]");
+  AddField(command, loss, "--z-loss", &Loss::set_z_loss, "Weight of the squared log-sum-exp [0]");
+  AddField(command, loss, "--softcap", &Loss::set_softcap, "Soft cap of the logits; 0: none [0]");
+  AddField(command, loss, "--logit-scale", &Loss::set_logit_scale,
+           "Multiplies the logits (1 / temperature) [1]");
+  command
+      ->add_flag_function(
+          "--use-class-weights", [loss](int64_t count) { loss->set_use_class_weights(count > 0); },
+          "Use the head's class weights")
+      ->group(kLossGroup);
+  AddWordFunction(
+      command, "--gradients", [loss](v1::Gradients gradients) { loss->set_gradients(gradients); },
+      GradientsWords(), "How gradients are computed [as the head says]")
+      ->group(kLossGroup);
+  AddField(command, loss, "--filter-epsilon", &Loss::set_filter_epsilon,
+           "filtered, auto: smaller probabilities add nothing to the gradients [2^-12]");
+  AddField(command, loss, "--max-dropped-mass", &Loss::set_max_dropped_mass,
+           "auto: the probability a row, on average, that may be left out [0.05]");
+}
+
 }  // namespace
 
 CLI::Option* AddBytes(CLI::App* command, const std::string& name, uint64_t* value,
@@ -77,53 +113,20 @@ absl::StatusOr<uint64_t> StepOf(Context* context, const std::string& head, std::
   return description->state().step();
 }
 
-void LossFlags::AddTo(CLI::App* command) {
-  const std::string group = "Loss";
-  command->add_option("--ignore-index", ignore_index, "Target of rows to be left out [-100]")->group(group);
-  command->add_option("--label-smoothing", label_smoothing, "In [0, 1] [0]")->group(group);
-  command->add_option("--z-loss", z_loss, "Weight of the squared log-sum-exp [0]")->group(group);
-  command->add_option("--softcap", softcap, "Soft cap of the logits; 0: none [0]")->group(group);
-  command->add_option("--logit-scale", logit_scale, "Multiplies the logits (1 / temperature) [1]")
-      ->group(group);
-  command->add_flag("--use-class-weights", use_class_weights, "Use the head's class weights")->group(group);
-  AddWord(command, "--algorithm", &algorithm, Algorithms(), "How gradients are computed [as the head says]")
-      ->group(group);
+void AddLossOptions(CLI::App* command, client::ComputeOptions* options) {
+  AddLossFields(command, &options->loss);
+  AddWord(command, "--reduction", &options->reduction, Reductions(), "[mean]")->group(kLossGroup);
   command
-      ->add_option("--filter-epsilon", filter_epsilon,
-                   "filtered, auto, cut: smaller probabilities add nothing to the gradients [2^-12; cut: 0]")
-      ->group(group);
+      ->add_option("--normalizer", options->normalizer, "Divides the sum for the mean [number of valid rows]")
+      ->group(kLossGroup);
+  command->add_option("--grad-output", options->grad_output, "Multiplies every gradient [1]")
+      ->group(kLossGroup);
   command
-      ->add_option("--max-dropped-mass", max_dropped_mass,
-                   "auto: the probability a row, on average, that may be left out [0.05]")
-      ->group(group);
-  AddWord(command, "--reduction", &reduction, Reductions(), "[mean]")->group(group);
-  command->add_option("--normalizer", normalizer, "Divides the sum for the mean [number of valid rows]")
-      ->group(group);
-  command->add_option("--grad-output", grad_output, "Multiplies every gradient [1]")->group(group);
-  command->add_option("--streams", streams, "Concurrent streams per microbatch; 0: one per channel [0]")
+      ->add_option("--streams", options->streams, "Concurrent streams per microbatch; 0: one per channel [0]")
       ->check(CLI::NonNegativeNumber)
       ->group("Transport");
-  AddBytes(command, "--slice-bytes", &slice_bytes, "Hidden states per message, at most [1MiB]")
+  AddBytes(command, "--slice-bytes", &options->slice_bytes, "Hidden states per message, at most [1MiB]")
       ->group("Transport");
-}
-
-client::ComputeOptions LossFlags::ToOptions() const {
-  client::ComputeOptions options;
-  if (ignore_index.has_value()) options.loss.set_ignore_index(*ignore_index);
-  options.loss.set_label_smoothing(label_smoothing);
-  options.loss.set_z_loss(z_loss);
-  options.loss.set_softcap(softcap);
-  if (logit_scale.has_value()) options.loss.set_logit_scale(*logit_scale);
-  options.loss.set_use_class_weights(use_class_weights);
-  options.loss.set_algorithm(algorithm);
-  if (filter_epsilon.has_value()) options.loss.set_filter_epsilon(*filter_epsilon);
-  if (max_dropped_mass.has_value()) options.loss.set_max_dropped_mass(*max_dropped_mass);
-  options.reduction = reduction;
-  options.normalizer = normalizer;
-  options.grad_output = grad_output;
-  options.streams = streams;
-  options.slice_bytes = slice_bytes;
-  return options;
 }
 
 }  // namespace lossd::cli

@@ -22,14 +22,14 @@
 
 namespace lossd::cli {
 
-// An option whose value is one of the words.
-template <typename E>
-CLI::Option* AddWord(CLI::App* command, const std::string& name, E* value,
-                     const std::map<std::string, E>& words, const std::string& description) {
-  const auto parse = [value, &words](const CLI::results_t& results) {
+// An option whose value is one of the words; `set` is called with what the word stands for.
+template <typename E, typename Set>
+CLI::Option* AddWordFunction(CLI::App* command, const std::string& name, Set set,
+                             const std::map<std::string, E>& words, const std::string& description) {
+  const auto parse = [set, &words](const CLI::results_t& results) {
     const auto it = words.find(results[0]);
     if (it == words.end()) return false;
-    *value = it->second;
+    set(it->second);
     return true;
   };
   std::string choices =
@@ -39,6 +39,14 @@ CLI::Option* AddWord(CLI::App* command, const std::string& name, E* value,
       ->check([choices, &words](const std::string& word) {
         return words.count(word) > 0 ? std::string() : absl::StrCat("\"", word, "\" is not one of ", choices);
       });
+}
+
+// The same, which sets `value`.
+template <typename E>
+CLI::Option* AddWord(CLI::App* command, const std::string& name, E* value,
+                     const std::map<std::string, E>& words, const std::string& description) {
+  return AddWordFunction(
+      command, name, [value](E word) { *value = word; }, words, description);
 }
 
 // A number of bytes: plain, or with KiB, MiB or GiB (K, M, G).
@@ -65,26 +73,8 @@ void SetClientAction(CLI::App* command, Context* context,
 absl::StatusOr<uint64_t> StepOf(Context* context, const std::string& head, std::optional<uint64_t> step,
                                 client::Client& client);
 
-// The options that say which loss is computed.
-struct LossFlags {
-  std::optional<int32_t> ignore_index;
-  float label_smoothing = 0;
-  float z_loss = 0;
-  float softcap = 0;
-  std::optional<float> logit_scale;
-  bool use_class_weights = false;
-  v1::Algorithm algorithm = v1::ALGORITHM_UNSPECIFIED;
-  std::optional<float> filter_epsilon;
-  std::optional<float> max_dropped_mass;
-  v1::Reduction reduction = v1::REDUCTION_MEAN;
-  std::optional<double> normalizer;
-  std::optional<float> grad_output;
-  int streams = 0;
-  uint64_t slice_bytes = client::ComputeOptions().slice_bytes;
-
-  void AddTo(CLI::App* command);
-  client::ComputeOptions ToOptions() const;
-};
+// The options that say which loss is computed and how its rows travel. `options` outlives the command.
+void AddLossOptions(CLI::App* command, client::ComputeOptions* options);
 
 }  // namespace lossd::cli
 

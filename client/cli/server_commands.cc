@@ -11,6 +11,7 @@
 #include "client/cli/http_fetch.h"
 #include "client/cli/metrics_text.h"
 #include "client/cli/options.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::cli {
 namespace {
@@ -66,7 +67,9 @@ absl::Status RunMetrics(Context* context, const std::string& http, const std::st
   try {
     pattern = std::regex(filter);
   } catch (const std::regex_error&) {
-    return absl::InvalidArgumentError(absl::StrCat("--filter: \"", filter, "\" is not a regular expression"));
+    return errors::WithViolation(
+        absl::InvalidArgumentError(absl::StrCat("--filter: \"", filter, "\" is not a regular expression")),
+        {"--filter", "must be a regular expression", filter});
   }
   const absl::Duration timeout = context->timeout_seconds > 0 ? context->timeout() : absl::Seconds(5);
   const absl::StatusOr<std::string> text = HttpFetch(context->HttpAddress(http), "/metrics", timeout);

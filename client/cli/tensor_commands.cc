@@ -13,6 +13,7 @@
 #include "client/cli/names.h"
 #include "client/cli/options.h"
 #include "client/cli/tensor_io.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::cli {
 namespace {
@@ -55,8 +56,10 @@ absl::StatusOr<Extent> ExtentOf(const TensorFlags& flags, client::Client& client
   Extent extent{flags.param == v1::PARAM_WEIGHT ? spec.hidden_size() : 1, flags.rows.begin.value_or(0),
                 flags.rows.end.value_or(rows)};
   if (extent.begin > extent.end || extent.end > rows) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--rows ", extent.begin, ":", extent.end, " is outside the tensor's ", rows, " rows"));
+    const std::string given = absl::StrCat(extent.begin, ":", extent.end);
+    const std::string problem = absl::StrCat("is outside the tensor's ", rows, " rows");
+    return errors::WithViolation(absl::InvalidArgumentError(absl::StrCat("--rows ", given, " ", problem)),
+                                 {"--rows", problem, given});
   }
   return extent;
 }

@@ -101,9 +101,9 @@ std::string WatchHistory::TransferText() const {
 
 std::string WatchHistory::ChunksText() const {
   if (!good_->metrics.has_value() || !previous_.has_value() || !previous_->metrics.has_value()) return "";
-  const auto count = [&](absl::string_view algorithm) {
-    return SumOf(*good_->metrics, kChunks, "algorithm", algorithm) -
-           SumOf(*previous_->metrics, kChunks, "algorithm", algorithm);
+  const auto count = [&](absl::string_view gradients) {
+    return SumOf(*good_->metrics, kChunks, "gradients", gradients) -
+           SumOf(*previous_->metrics, kChunks, "gradients", gradients);
   };
   const auto percent = [](double part, double whole) {
     return absl::StrFormat("%.0f %%", 100 * part / whole);

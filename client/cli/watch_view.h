@@ -48,7 +48,7 @@ class WatchHistory {
  private:
   std::string LatencyText() const;
   std::string TransferText() const;
-  std::string ChunksText() const;  // by algorithm, over the last interval
+  std::string ChunksText() const;  // by their gradients, over the last interval
 
   const size_t length_;
   std::optional<WatchSample> last_;      // the last one, whatever its status

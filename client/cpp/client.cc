@@ -4,11 +4,13 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "client/cpp/backoff.h"
 #include "client/cpp/connections.h"
 #include "client/cpp/core.h"
 #include "client/cpp/loss_call.h"
+#include "client/cpp/retry.h"
 #include "client/cpp/tensor_transfer.h"
+#include "kernels/errors/field_error.h"
+#include "kernels/errors/text.h"
 #include "proto/wire/status_details.h"
 
 namespace lossd::client {
@@ -22,22 +24,16 @@ absl::Time DeadlineAfter(absl::Duration timeout, absl::Duration fallback) {
   return absl::Now() + (timeout > absl::ZeroDuration() ? timeout : fallback);
 }
 
-// Whether to try again after attempt number `attempt`; sleeps if so.
-bool SleepBeforeRepeat(const RetryOptions& options, int attempt, absl::Time deadline) {
-  if (attempt >= options.max_attempts) return false;
-  const absl::Duration wait = internal::Backoff(options, attempt);
-  if (absl::Now() + wait >= deadline) return false;
-  absl::SleepFor(wait);
-  return true;
-}
-
 // Runs `attempt`, which returns a StatusOr, until it does not end with UNAVAILABLE, waiting in between.
 template <typename Attempt>
 auto Repeated(const Core& core, absl::Time deadline, Attempt attempt) -> decltype(attempt()) {
   for (int number = 1;; ++number) {
     auto result = attempt();
-    if (result.ok() || result.status().code() != absl::StatusCode::kUnavailable) return result;
-    if (!SleepBeforeRepeat(core.options().retry, number, deadline)) return result;
+    if (result.ok()) return result;
+    const auto wait = internal::WaitBeforeRepeat(core.options().retry, result.status(), number,
+                                                 deadline - absl::Now(), internal::Jitter());
+    if (!wait.has_value()) return internal::WithAttempts(result.status(), number);
+    absl::SleepFor(*wait);
   }
 }
 
@@ -62,7 +58,7 @@ absl::StatusOr<Response> Call(const Core& core, Stub* stub,
 absl::Status Interpret(const Core& core, const absl::Status& status, absl::string_view head, uint64_t step) {
   const std::optional<v1::ErrorDetail> detail = ErrorDetailOf(status);
   if (!detail.has_value() || detail->incarnation() == 0) return status;
-  absl::Status restarted = core.book().CheckIncarnation(head, step, detail->incarnation());
+  absl::Status restarted = core.head_cache().CheckIncarnation(head, step, detail->incarnation());
   return restarted.ok() ? status : restarted;
 }
 
@@ -157,7 +153,7 @@ absl::StatusOr<bool> Client::ReleaseMicrobatch(absl::string_view head, uint64_t 
   return result->released();
 }
 
-void Client::AcknowledgeRestart(absl::string_view head) { core_->book().ForgetAccumulation(head); }
+void Client::AcknowledgeRestart(absl::string_view head) { core_->head_cache().ForgetAccumulation(head); }
 
 absl::StatusOr<v1::HeadDescription> Client::CreateHead(const v1::CreateHeadRequest& request,
                                                        absl::Duration timeout) {
@@ -165,8 +161,8 @@ absl::StatusOr<v1::HeadDescription> Client::CreateHead(const v1::CreateHeadReque
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::CreateHead, request,
                      deadline, Repeat::kNever);
   if (result.ok()) {
-    core_->book().Learn(*result);
-    core_->book().ForgetAccumulation(request.spec().name());
+    core_->head_cache().Learn(*result);
+    core_->head_cache().ForgetAccumulation(request.spec().name());
   }
   return result;
 }
@@ -176,7 +172,7 @@ absl::StatusOr<v1::HeadDescription> Client::DescribeHead(absl::string_view head,
   request.set_head(std::string(head));
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::DescribeHead, request,
                      DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
-  if (result.ok()) core_->book().Learn(*result);
+  if (result.ok()) core_->head_cache().Learn(*result);
   return result;
 }
 
@@ -194,8 +190,8 @@ absl::Status Client::DeleteHead(absl::string_view head, absl::Duration timeout) 
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::DeleteHead, request,
                      DeadlineAfter(timeout, options().call_timeout), Repeat::kNever);
   if (!result.ok()) return result.status();
-  core_->book().ForgetFacts(head);
-  core_->book().ForgetAccumulation(head);
+  core_->head_cache().ForgetFacts(head);
+  core_->head_cache().ForgetAccumulation(head);
   return absl::OkStatus();
 }
 
@@ -256,14 +252,14 @@ absl::StatusOr<v1::AddGradientResponse> Client::AddGradient(const v1::OpenGradie
   if (!shape.ok()) return shape.status();
   const auto attempt = [&] {
     v1::OpenGradient meant = open;
-    const std::optional<uint64_t> incarnation = core_->book().IncarnationOf(open.head(), open.step());
+    const std::optional<uint64_t> incarnation = core_->head_cache().IncarnationOf(open.head(), open.step());
     if (incarnation.has_value() && !open.has_incarnation()) meant.set_incarnation(*incarnation);
     return internal::AddGradient(*core_, meant, *shape, payload, deadline);
   };
   auto result = Repeated(*core_, deadline, attempt);
   if (!result.ok()) return Interpret(*core_, result.status(), open.head(), open.step());
   absl::Status restarted =
-      core_->book().NoteAccumulation(open.head(), open.step(), result->state().incarnation());
+      core_->head_cache().NoteAccumulation(open.head(), open.step(), result->state().incarnation());
   if (!restarted.ok()) return restarted;
   return result;
 }
@@ -278,7 +274,7 @@ absl::StatusOr<v1::GradNormResponse> Client::GradNorm(absl::string_view head, st
   if (!result.ok())
     return step.has_value() ? Interpret(*core_, result.status(), head, *step) : result.status();
   absl::Status restarted =
-      core_->book().CheckIncarnation(head, result->state().step(), result->state().incarnation());
+      core_->head_cache().CheckIncarnation(head, result->state().step(), result->state().incarnation());
   if (!restarted.ok()) return restarted;
   return result;
 }
@@ -286,15 +282,16 @@ absl::StatusOr<v1::GradNormResponse> Client::GradNorm(absl::string_view head, st
 absl::StatusOr<v1::ApplyStepResponse> Client::ApplyStep(const v1::ApplyStepRequest& request,
                                                         absl::Duration timeout) {
   v1::ApplyStepRequest meant = request;
-  const std::optional<uint64_t> incarnation = core_->book().IncarnationOf(request.head(), request.step());
+  const std::optional<uint64_t> incarnation =
+      core_->head_cache().IncarnationOf(request.head(), request.step());
   if (incarnation.has_value() && !request.has_incarnation()) meant.set_incarnation(*incarnation);
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ApplyStep, meant,
                      DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
   if (!result.ok()) return Interpret(*core_, result.status(), request.head(), request.step());
   absl::Status restarted =
-      core_->book().CheckIncarnation(request.head(), request.step(), result->applied_incarnation());
+      core_->head_cache().CheckIncarnation(request.head(), request.step(), result->applied_incarnation());
   if (!restarted.ok()) return restarted;
-  core_->book().CloseStep(request.head(), request.step());
+  core_->head_cache().CloseStep(request.head(), request.step());
   return result;
 }
 
@@ -306,7 +303,7 @@ absl::StatusOr<v1::HeadState> Client::ZeroGradients(absl::string_view head, uint
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ZeroGradients, request,
                      DeadlineAfter(timeout, options().call_timeout), Repeat::kNever);
   if (!result.ok()) return result.status();
-  core_->book().ForgetAccumulation(head);
+  core_->head_cache().ForgetAccumulation(head);
   return result->state();
 }
 
@@ -353,8 +350,8 @@ absl::StatusOr<v1::HeadDescription> Client::LoadCheckpoint(absl::string_view che
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::LoadCheckpoint, request,
                      DeadlineAfter(timeout, options().transfer_timeout), Repeat::kNever);
   if (result.ok()) {
-    core_->book().Learn(*result);
-    core_->book().ForgetAccumulation(result->spec().name());
+    core_->head_cache().Learn(*result);
+    core_->head_cache().ForgetAccumulation(result->spec().name());
   }
   return result;
 }
@@ -378,7 +375,14 @@ absl::StatusOr<Health> Client::CheckHealth(absl::string_view service, absl::Dura
 std::optional<Restart> RestartOf(const absl::Status& status) { return internal::RestartIn(status); }
 
 std::optional<v1::ErrorDetail> ErrorDetailOf(const absl::Status& status) {
-  return wire::GetErrorDetail(status);
+  std::optional<v1::ErrorDetail> detail = wire::GetErrorDetail(status);
+  if (detail.has_value()) return detail;
+  const std::optional<errors::FieldViolation> violation = errors::GetFieldViolation(status);
+  if (!violation.has_value()) return std::nullopt;
+  detail.emplace();
+  detail->set_field(errors::ValidUtf8(violation->field));
+  detail->set_value(errors::ValidUtf8(violation->value));
+  return detail;
 }
 
 size_t ElementSize(v1::DType dtype) {

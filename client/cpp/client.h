@@ -21,7 +21,8 @@
 //   ABORTED            also: the server was restarted and gradients are lost (RestartOf() tells); see
 //                      Client::AcknowledgeRestart
 //   INTERNAL           also: the server sent something the protocol does not allow ("server sent ...")
-// ErrorDetailOf() gives the server's structured detail of an error.
+// ErrorDetailOf() gives the structured detail of an error: the server's, or the argument that the client
+// refused.
 #ifndef LOSSD_CLIENT_CPP_CLIENT_H_
 #define LOSSD_CLIENT_CPP_CLIENT_H_
 
@@ -172,7 +173,7 @@ struct LossResult {
   double z_loss_sum = 0;   // the z-loss part of loss_sum
   double entropy_sum = 0;  // nats; only with LossOutputs::row_entropy
   double normalizer = 1;   // as used; 1 for REDUCTION_SUM
-  // Probability that ALGORITHM_FILTERED or _AUTO left out of the gradients, summed over valid rows.
+  // Probability that GRADIENTS_FILTERED or GRADIENTS_AUTO left out of the gradients, summed over valid rows.
   double dropped_mass = 0;
 
   uint64_t valid_rows = 0;
@@ -374,7 +375,11 @@ struct Restart {
 // What an ABORTED error says about a restart; nullopt if it is about something else.
 std::optional<Restart> RestartOf(const absl::Status& status);
 
-// The server's structured detail of an error, if it sent one.
+// The field of the UNAVAILABLE error that says that there is no server at ClientOptions::target.
+inline constexpr absl::string_view kTargetField = "options.target";
+
+// The structured detail of an error: the server's, if it sent one; else field and value of what the client
+// itself refused, with incarnation 0.
 std::optional<v1::ErrorDetail> ErrorDetailOf(const absl::Status& status);
 
 // Bytes of one element; 0 for DTYPE_UNSPECIFIED and unknown values.

@@ -6,6 +6,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "client/cpp/argument_error.h"
+#include "kernels/errors/field_error.h"
+#include "kernels/errors/payload.h"
 #include "proto/wire/status_details.h"
 
 namespace lossd::client {
@@ -38,28 +41,30 @@ grpc::ChannelArguments Arguments(const ClientOptions& options) {
 }
 
 absl::Status Validate(const ClientOptions& options) {
-  if (options.target.empty()) return absl::InvalidArgumentError("options.target is empty");
+  if (options.target.empty()) return ArgumentError(kTargetField, "", "is empty");
   if (options.channels < 1 || options.channels > 64) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("options.channels is ", options.channels, "; it must be in [1, 64]"));
+    return ArgumentError("options.channels", options.channels,
+                         absl::StrCat("is ", options.channels, "; it must be in [1, 64]"));
   }
   if (options.max_message_bytes < 1024 || options.max_message_bytes > (int64_t{1} << 31) - 1) {
-    return absl::InvalidArgumentError(absl::StrCat("options.max_message_bytes is ", options.max_message_bytes,
-                                                   "; it must be in [1024, 2147483647]"));
+    return ArgumentError(
+        "options.max_message_bytes", options.max_message_bytes,
+        absl::StrCat("is ", options.max_message_bytes, "; it must be in [1024, 2147483647]"));
   }
   if (options.retry.max_attempts < 1) {
-    return absl::InvalidArgumentError(absl::StrCat("options.retry.max_attempts is ",
-                                                   options.retry.max_attempts, "; it must be at least 1"));
+    return ArgumentError("options.retry.max_attempts", options.retry.max_attempts,
+                         absl::StrCat("is ", options.retry.max_attempts, "; it must be at least 1"));
   }
   for (absl::Duration timeout : {options.connect_timeout, options.call_timeout, options.transfer_timeout,
                                  options.loss_timeout, options.dead_peer_timeout}) {
     if (timeout <= absl::ZeroDuration()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("options has a timeout of ", absl::FormatDuration(timeout), "; it must be positive"));
+      const std::string text = absl::FormatDuration(timeout);
+      return ArgumentError("options", text, absl::StrCat("has a timeout of ", text, "; it must be positive"));
     }
   }
   if (options.dead_peer_timeout > absl::Hours(24)) {
-    return absl::InvalidArgumentError("options.dead_peer_timeout is above 24 hours");
+    return ArgumentError("options.dead_peer_timeout", absl::FormatDuration(options.dead_peer_timeout),
+                         "is above 24 hours");
   }
   return absl::OkStatus();
 }
@@ -87,7 +92,7 @@ absl::StatusOr<std::unique_ptr<Connections>> Connections::Open(const ClientOptio
   const auto credentials = options.credentials ? options.credentials : Credentials::Insecure();
   const auto* maker = dynamic_cast<const ChannelCredentials*>(credentials.get());
   if (maker == nullptr)
-    return absl::InvalidArgumentError("options.credentials is not one of this library's kinds");
+    return ArgumentError("options.credentials", "another class", "is not one of this library's kinds");
 
   std::vector<std::shared_ptr<grpc::Channel>> channels;
   for (int i = 0; i < options.channels; ++i) {
@@ -97,7 +102,9 @@ absl::StatusOr<std::unique_ptr<Connections>> Connections::Open(const ClientOptio
   const absl::Time deadline = absl::Now() + options.connect_timeout;
   for (const auto& channel : channels) {
     if (AwaitReady(channel.get(), deadline, options.wait_for_server)) continue;
-    return absl::UnavailableError(absl::StrCat("no server at ", options.target));
+    return errors::WithViolation(
+        absl::UnavailableError(absl::StrCat("no server at ", options.target)),
+        {std::string(kTargetField), "must be the address of a server", options.target});
   }
   return std::unique_ptr<Connections>(new Connections(std::move(channels)));
 }
@@ -115,10 +122,7 @@ absl::Status CallStatus(const grpc::Status& status, const std::string& target) {
       result.code() != absl::StatusCode::kDeadlineExceeded) {
     return result;
   }
-  absl::Status named(result.code(), absl::StrCat(result.message(), " (server ", target, ")"));
-  result.ForEachPayload(
-      [&named](absl::string_view type, const absl::Cord& payload) { named.SetPayload(type, payload); });
-  return named;
+  return errors::WithMessage(result, absl::StrCat(result.message(), " (server ", target, ")"));
 }
 
 void SetDeadline(absl::Time deadline, grpc::ClientContext* context) {

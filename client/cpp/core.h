@@ -11,7 +11,7 @@
 #include "client/cpp/client.h"
 #include "client/cpp/connections.h"
 #include "client/cpp/executor.h"
-#include "client/cpp/head_book.h"
+#include "client/cpp/head_cache.h"
 
 namespace lossd::client::internal {
 
@@ -23,14 +23,14 @@ class Core {
   Core(ClientOptions options, std::unique_ptr<Connections> connections)
       : options_(std::move(options)),
         connections_(std::move(connections)),
-        book_(options_.expected_incarnation) {}
+        head_cache_(options_.expected_incarnation) {}
   // Cancels the loss calls under way and waits for them.
   ~Core();
 
   const ClientOptions& options() const { return options_; }
   const Connections& connections() const { return *connections_; }
-  HeadBook& book() { return book_; }
-  const HeadBook& book() const { return book_; }
+  HeadCache& head_cache() { return head_cache_; }
+  const HeadCache& head_cache() const { return head_cache_; }
   Executor& executor() { return executor_; }
 
   // Keeps a call alive while it runs.
@@ -40,7 +40,7 @@ class Core {
  private:
   const ClientOptions options_;
   const std::unique_ptr<Connections> connections_;
-  HeadBook book_;
+  HeadCache head_cache_;
 
   absl::Mutex mu_;
   absl::flat_hash_set<std::shared_ptr<LossCall>> calls_ ABSL_GUARDED_BY(mu_);

@@ -5,26 +5,16 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "client/cpp/backoff.h"
+#include "client/cpp/argument_error.h"
 #include "client/cpp/connections.h"
+#include "client/cpp/retry.h"
 
 namespace lossd::client::internal {
 namespace {
 
-// Opening messages, with targets and weights of the range, are kept below what any gRPC peer takes.
-constexpr int64_t kMaxOpenBytes = 4 << 20;
-
 bool RefusedForLimits(const absl::Status& status) {
   return status.code() == absl::StatusCode::kInvalidArgument ||
          status.code() == absl::StatusCode::kResourceExhausted;
-}
-
-absl::Status WithAttempts(const absl::Status& status, int attempts) {
-  if (attempts < 2 || status.code() != absl::StatusCode::kUnavailable) return status;
-  absl::Status result(status.code(), absl::StrCat(status.message(), "; tried ", attempts, " times"));
-  status.ForEachPayload(
-      [&result](absl::string_view type, const absl::Cord& payload) { result.SetPayload(type, payload); });
-  return result;
 }
 
 }  // namespace
@@ -43,6 +33,7 @@ LossCall::LossCall(Core* core, std::unique_ptr<const LossWork> work, const CallO
       start_(absl::Now()),
       deadline_(start_ +
                 (options.timeout > absl::ZeroDuration() ? options.timeout : core->options().loss_timeout)),
+      answers_(&core->head_cache(), work_->head(), work_->step(), work_->accumulates()),
       callback_(std::move(callback)) {}
 
 void LossCall::Start() {
@@ -78,7 +69,7 @@ bool LossCall::WaitFor(absl::Duration timeout) {
 
 void LossCall::Begin() {
   if (absl::Status status = work_->Validate(); !status.ok()) return Fail(status);
-  std::optional<HeadFacts> facts = core_->book().Facts(work_->head());
+  std::optional<HeadInfo> facts = core_->head_cache().Facts(work_->head());
   if (facts.has_value() && facts->hidden_size == work_->hidden_size()) {
     Launch(*facts);
   } else {
@@ -109,22 +100,22 @@ void LossCall::FinishDescribe(const absl::Status& status) {
   if (finishing_) return MaybeFinish();
   if (!status.ok()) {
     const std::optional<absl::Time> next = NextAttempt(status, describe_attempts_);
-    if (!next.has_value()) return Fail(WithAttempts(Interpret(status), describe_attempts_));
+    if (!next.has_value()) return Fail(WithAttempts(answers_.Interpret(status), describe_attempts_));
     core_->executor().PostAt(*next, [self = shared_from_this()] {
       if (!self->finishing_) self->StartDescribe();
     });
     return;
   }
-  core_->book().Learn(describe->response);
+  core_->head_cache().Learn(describe->response);
   const uint64_t hidden_size = describe->response.spec().hidden_size();
   if (hidden_size != work_->hidden_size()) {
-    return Fail(
-        absl::InvalidArgumentError(absl::StrCat("microbatch.hidden_size is ", work_->hidden_size(),
-                                                ", but head \"", work_->head(), "\" has ", hidden_size)));
+    return Fail(ArgumentError(
+        "microbatch.hidden_size", work_->hidden_size(),
+        absl::StrCat("is ", work_->hidden_size(), ", but head \"", work_->head(), "\" has ", hidden_size)));
   }
-  const HeadFacts facts{hidden_size, describe->response.slice_limits()};
+  const HeadInfo facts{hidden_size, describe->response.slice_limits()};
   describing_ = false;
-  facts_are_fresh_ = true;
+  facts_are_fresh_ = !parts_.empty();
   if (parts_.empty()) {
     Launch(facts);
   } else {
@@ -132,34 +123,14 @@ void LossCall::FinishDescribe(const absl::Status& status) {
   }
 }
 
-void LossCall::Launch(const HeadFacts& facts) {
+void LossCall::Launch(const HeadInfo& facts) {
   facts_ = facts;
   const int streams = options_.streams > 0 ? options_.streams : core_->options().channels;
-  const std::vector<Rows> ranges =
-      work_->Split(streams, std::min(core_->options().max_message_bytes, kMaxOpenBytes));
+  const std::vector<Rows> ranges = work_->Split(streams, core_->options().max_message_bytes);
   total_.streams = static_cast<int>(ranges.size());
   parts_.resize(ranges.size());
   for (size_t i = 0; i < ranges.size(); ++i) parts_[i].rows = ranges[i];
   for (size_t i = 0; i < ranges.size() && !finishing_; ++i) StartPart(i);
-}
-
-StreamJob LossCall::MakeJob(Rows rows, const SliceRule& rule) const {
-  StreamJob job{work_->Prepare(rows, rule), deadline_, core_->options().target, holds_};
-  if (const std::optional<uint64_t> incarnation = KnownIncarnation(); incarnation.has_value()) {
-    if (job.work.first.has_open()) job.work.first.mutable_open()->set_incarnation(*incarnation);
-    if (job.work.first.has_backward()) job.work.first.mutable_backward()->set_incarnation(*incarnation);
-  }
-  return job;
-}
-
-std::optional<uint64_t> LossCall::KnownIncarnation() const {
-  if (work_->accumulates()) {
-    const auto accumulated = core_->book().IncarnationOf(work_->head(), *work_->step());
-    if (accumulated.has_value()) return accumulated;
-  }
-  absl::MutexLock lock(&mu_);
-  if (!state_.has_value()) return std::nullopt;
-  return state_->incarnation();
 }
 
 void LossCall::StartPart(size_t index) {
@@ -167,9 +138,11 @@ void LossCall::StartPart(size_t index) {
   const absl::StatusOr<SliceRule> rule = Rule();
   if (!rule.ok()) return Fail(rule.status());
   part.rule = *rule;
-  StreamJob job = MakeJob(part.rows, *rule);
+  StreamJob job{work_->Prepare(part.rows, *rule, answers_.KnownIncarnation()), deadline_,
+                core_->options().target, holds_};
   auto stream = std::make_shared<LossStream>(
-      std::move(job), [self = shared_from_this()](const v1::HeadState& state) { return self->Accept(state); },
+      std::move(job),
+      [self = shared_from_this()](const v1::HeadState& state) { return self->answers_.Accept(state); },
       [self = shared_from_this(), index](StreamEnd end) {
         self->core_->executor().Post([self, index, end = std::move(end)] { self->FinishPart(index, end); });
       });
@@ -179,50 +152,13 @@ void LossCall::StartPart(size_t index) {
   stream->Start(core_->connections().channel(index));
 }
 
-absl::Status LossCall::Accept(const v1::HeadState& state) {
-  if (state.incarnation() == 0) return absl::InternalError("server sent incarnation 0");
-  if (work_->accumulates()) {
-    if (state.step() != *work_->step()) {
-      return absl::InternalError(
-          absl::StrCat("server sent step ", state.step(), " in answer to step ", *work_->step()));
-    }
-    absl::Status status = core_->book().NoteAccumulation(work_->head(), state.step(), state.incarnation());
-    if (!status.ok()) return status;
-  }
-  absl::MutexLock lock(&mu_);
-  if (!state_.has_value()) state_ = state;
-  if (state_->incarnation() != state.incarnation()) {
-    return RestartedError(work_->head(), state_->incarnation(), state.incarnation(),
-                          work_->accumulates() ? work_->step() : std::nullopt);
-  }
-  if (state_->step() != state.step()) {
-    return absl::AbortedError(absl::StrCat("head \"", work_->head(), "\" moved from step ", state_->step(),
-                                           " to step ", state.step(), " during the call"));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status LossCall::Interpret(const absl::Status& status) const {
-  const std::optional<v1::ErrorDetail> detail = ErrorDetailOf(status);
-  if (!detail.has_value() || detail->incarnation() == 0) return status;
-  if (work_->accumulates()) {
-    absl::Status restarted =
-        core_->book().CheckIncarnation(work_->head(), *work_->step(), detail->incarnation());
-    if (!restarted.ok()) return restarted;
-  }
-  absl::MutexLock lock(&mu_);
-  if (!state_.has_value() || state_->incarnation() == detail->incarnation()) return status;
-  return RestartedError(work_->head(), state_->incarnation(), detail->incarnation(),
-                        work_->accumulates() ? work_->step() : std::nullopt);
-}
-
 std::optional<absl::Time> LossCall::NextAttempt(const absl::Status& status, int attempts) const {
-  const RetryOptions& retry = core_->options().retry;
-  const int max_attempts = options_.max_attempts > 0 ? options_.max_attempts : retry.max_attempts;
-  if (status.code() != absl::StatusCode::kUnavailable || attempts >= max_attempts) return std::nullopt;
-  const absl::Time when = absl::Now() + Backoff(retry, attempts);
-  if (when >= deadline_) return std::nullopt;
-  return when;
+  RetryOptions retry = core_->options().retry;
+  if (options_.max_attempts > 0) retry.max_attempts = options_.max_attempts;
+  const absl::Time now = absl::Now();
+  const auto wait = WaitBeforeRepeat(retry, status, attempts, deadline_ - now, Jitter());
+  if (!wait.has_value()) return std::nullopt;
+  return now + *wait;
 }
 
 bool LossCall::Relearn(Part& part, const absl::Status& status) {
@@ -237,12 +173,12 @@ bool LossCall::Relearn(Part& part, const absl::Status& status) {
   return true;
 }
 
-void LossCall::Relaunch(const HeadFacts& facts) {
+void LossCall::Relaunch(const HeadInfo& facts) {
   facts_ = facts;
   for (size_t i = 0; i < parts_.size() && !finishing_; ++i) {
     Part& part = parts_[i];
     if (part.refused.ok()) continue;
-    if (!WouldCutOtherwise(part)) return Fail(Interpret(part.refused));
+    if (!WouldCutOtherwise(part)) return Fail(part.refused);
     part.refused = absl::OkStatus();
     ++total_.repeats;
     StartPart(i);
@@ -271,9 +207,10 @@ void LossCall::FinishPart(size_t index, const StreamEnd& end) {
   }
   if (finishing_) return MaybeFinish();
 
-  if (Relearn(part, end.status)) return;
-  const std::optional<absl::Time> next = NextAttempt(Interpret(end.status), part.attempts);
-  if (!next.has_value()) return Fail(WithAttempts(Interpret(end.status), part.attempts));
+  const absl::Status status = answers_.Interpret(end.status);
+  if (Relearn(part, status)) return;
+  const std::optional<absl::Time> next = NextAttempt(status, part.attempts);
+  if (!next.has_value()) return Fail(WithAttempts(status, part.attempts));
   ++total_.repeats;
   core_->executor().PostAt(*next, [self = shared_from_this(), index] {
     if (!self->finishing_) self->StartPart(index);

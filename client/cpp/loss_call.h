@@ -1,8 +1,8 @@
 // One loss computation: learns the head's limits, splits the rows over streams, repeats what broke and sums
 // up.
 //
-// Threads: Start, Cancel, Done, Wait and WaitFor are thread-safe. Everything else runs on the executor, but
-// for Accept, which gRPC's threads call. Core keeps the object alive until the call is done.
+// Threads: Start, Cancel, Done, Wait and WaitFor are thread-safe. Everything else runs on the executor. Core
+// keeps the object alive until the call is done.
 #ifndef LOSSD_CLIENT_CPP_LOSS_CALL_H_
 #define LOSSD_CLIENT_CPP_LOSS_CALL_H_
 
@@ -17,9 +17,10 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "client/cpp/answer_check.h"
 #include "client/cpp/client.h"
 #include "client/cpp/core.h"
-#include "client/cpp/head_book.h"
+#include "client/cpp/head_cache.h"
 #include "client/cpp/loss_plan.h"
 #include "client/cpp/loss_stream.h"
 #include "client/cpp/loss_work.h"
@@ -62,24 +63,18 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   void Begin();
   void StartDescribe();
   void FinishDescribe(const absl::Status& status);
-  void Launch(const HeadFacts& facts);
+  void Launch(const HeadInfo& facts);
   void StartPart(size_t index);
   void FinishPart(size_t index, const StreamEnd& end);
-  absl::Status Accept(const v1::HeadState& state);
 
   absl::StatusOr<SliceRule> Rule() const;
   // Whether the head's limits, as known now, ask for other slices than the part's last attempt sent.
   bool WouldCutOtherwise(const Part& part) const;
-  StreamJob MakeJob(Rows rows, const SliceRule& rule) const;
-  // The server process that has earlier rows of the step, or of this call; nullopt: none has.
-  std::optional<uint64_t> KnownIncarnation() const;
   void AddSummary(const v1::MicrobatchSummary& summary);
-  // The error as the caller should see it: ABORTED if it comes from a restarted server.
-  absl::Status Interpret(const absl::Status& status) const;
   // The stream was refused, maybe because the head's limits are not what they were: asks for them and tries
   // again if so. False if that would not help.
   bool Relearn(Part& part, const absl::Status& status);
-  void Relaunch(const HeadFacts& facts);
+  void Relaunch(const HeadInfo& facts);
   // Whether attempt number `attempts` may be followed by another one; if so, when.
   std::optional<absl::Time> NextAttempt(const absl::Status& status, int attempts) const;
   // Remembers the first error and cancels what is under way.
@@ -96,11 +91,12 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   const absl::Time start_;
   const absl::Time deadline_;
   const std::shared_ptr<PayloadHolds> holds_ = PayloadHolds::Create();
+  AnswerCheck answers_;  // gRPC's threads use it too
 
   // Used on the executor only.
   LossCallback callback_;
-  HeadFacts facts_;
-  bool facts_are_fresh_ = false;  // asked for by this call
+  HeadInfo facts_;
+  bool facts_are_fresh_ = false;  // asked for again by this call, since a stream was refused
   std::shared_ptr<Describe> describe_;
   bool describing_ = false;  // from the first attempt to the last one, waits included
   int describe_attempts_ = 0;
@@ -112,10 +108,9 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   LossResult total_;
 
   mutable absl::Mutex mu_;
-  std::optional<v1::HeadState> state_ ABSL_GUARDED_BY(mu_);  // where the first stream found the server
-  bool cancelled_ ABSL_GUARDED_BY(mu_) = false;              // by the caller
-  bool done_ ABSL_GUARDED_BY(mu_) = false;                   // result_ is final
-  bool called_back_ ABSL_GUARDED_BY(mu_) = false;            // nothing will happen any more
+  bool cancelled_ ABSL_GUARDED_BY(mu_) = false;    // by the caller
+  bool done_ ABSL_GUARDED_BY(mu_) = false;         // result_ is final
+  bool called_back_ ABSL_GUARDED_BY(mu_) = false;  // nothing will happen any more
   absl::StatusOr<LossResult> result_ ABSL_GUARDED_BY(mu_) = absl::UnknownError("not done");
 };
 

@@ -6,6 +6,8 @@
 #include <limits>
 
 #include "absl/strings/str_cat.h"
+#include "client/cpp/argument_error.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::client::internal {
 namespace {
@@ -14,22 +16,26 @@ constexpr uint64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int kMaxStreams = 1024;
 constexpr int32_t kDefaultIgnoreIndex = -100;
 
-template <typename... Args>
-absl::Status Invalid(const Args&... args) {
-  return absl::InvalidArgumentError(absl::StrCat(args...));
+absl::Status WrongCount(absl::string_view field, uint64_t entries, uint64_t rows) {
+  return ArgumentError(field, entries, absl::StrCat("has ", entries, " entries for ", rows, " rows"));
 }
 
 // What a forward and a backward pass have in common; `what` names the argument.
 absl::Status ValidateShape(absl::string_view what, const std::string& head, uint64_t rows,
                            uint64_t hidden_size, v1::DType dtype) {
-  if (head.empty()) return Invalid(what, ".head is empty");
-  if (hidden_size == 0) return Invalid(what, ".hidden_size is 0");
+  const auto field = [what](absl::string_view name) { return absl::StrCat(what, ".", name); };
+  if (head.empty()) return ArgumentError(field("head"), head, "is empty");
+  if (hidden_size == 0) return ArgumentError(field("hidden_size"), hidden_size, "is 0");
   if (ElementSize(dtype) == 0) {
-    return Invalid(what, ".hidden_dtype is ", static_cast<int>(dtype), ", not a dtype");
+    return ArgumentError(field("hidden_dtype"), static_cast<int>(dtype),
+                         absl::StrCat("is ", static_cast<int>(dtype), ", not a dtype"));
   }
-  if (rows > kMaxRows) return Invalid(what, " has ", rows, " rows; the most is ", kMaxRows);
+  if (rows > kMaxRows) {
+    return ArgumentError(what, rows, absl::StrCat("has ", rows, " rows; the most is ", kMaxRows));
+  }
   if (hidden_size > std::numeric_limits<int64_t>::max() / 4 / std::max<uint64_t>(rows, 1)) {
-    return Invalid(what, ".hidden_size is ", hidden_size, ": too large for ", rows, " rows");
+    return ArgumentError(field("hidden_size"), hidden_size,
+                         absl::StrCat("is ", hidden_size, ": too large for ", rows, " rows"));
   }
   return absl::OkStatus();
 }
@@ -40,11 +46,10 @@ absl::Status ValidateMicrobatch(const Microbatch& microbatch, int32_t ignore_ind
       ValidateShape("microbatch", microbatch.head, rows, microbatch.hidden_size, microbatch.hidden_dtype);
   if (!status.ok()) return status;
   if (!microbatch.row_weights.empty() && microbatch.row_weights.size() != rows) {
-    return Invalid("microbatch.row_weights has ", microbatch.row_weights.size(), " entries for ", rows,
-                   " rows");
+    return WrongCount("microbatch.row_weights", microbatch.row_weights.size(), rows);
   }
   if (microbatch.hidden == nullptr && CountValid(microbatch.targets, ignore_index) > 0) {
-    return Invalid("microbatch.hidden is null");
+    return ArgumentError("microbatch.hidden", "null", "is null");
   }
   return absl::OkStatus();
 }
@@ -52,7 +57,7 @@ absl::Status ValidateMicrobatch(const Microbatch& microbatch, int32_t ignore_ind
 absl::Status ValidateOutputs(const LossOutputs& outputs, uint64_t rows) {
   const auto check = [rows](const char* name, uint64_t size) {
     if (size == 0 || size == rows) return absl::OkStatus();
-    return Invalid("outputs.", name, " has ", size, " entries for ", rows, " rows");
+    return WrongCount(absl::StrCat("outputs.", name), size, rows);
   };
   absl::Status status = check("row_loss", outputs.row_loss.size());
   status.Update(check("row_lse", outputs.row_lse.size()));
@@ -65,21 +70,25 @@ absl::Status ValidateOutputs(const LossOutputs& outputs, uint64_t rows) {
 absl::Status ValidateScale(const ComputeOptions& options) {
   if (options.reduction != v1::REDUCTION_SUM && options.reduction != v1::REDUCTION_MEAN &&
       options.reduction != v1::REDUCTION_NONE) {
-    return Invalid("options.reduction is ", static_cast<int>(options.reduction),
-                   ", neither sum nor mean nor none");
+    return ArgumentError(
+        "options.reduction", static_cast<int>(options.reduction),
+        absl::StrCat("is ", static_cast<int>(options.reduction), ", neither sum nor mean nor none"));
   }
   if (options.normalizer.has_value()) {
-    if (options.reduction != v1::REDUCTION_MEAN) return Invalid("options.normalizer is for the mean only");
+    if (options.reduction != v1::REDUCTION_MEAN) {
+      return ArgumentError("options.normalizer", *options.normalizer, "is for the mean only");
+    }
     if (!std::isfinite(*options.normalizer) || *options.normalizer < 0) {
-      return Invalid("options.normalizer is ", *options.normalizer, "; it must be finite and not negative");
+      return ArgumentError("options.normalizer", *options.normalizer,
+                           absl::StrCat("is ", *options.normalizer, "; it must be finite and not negative"));
     }
   } else if (options.reduction == v1::REDUCTION_MEAN && options.loss.use_class_weights()) {
-    return Invalid(
-        "options.normalizer is absent; with class weights a mean needs the sum of the weights of the "
-        "targets");
+    return ArgumentError("options.normalizer", "nothing",
+                         "is absent; with class weights a mean needs the sum of the weights of the targets");
   }
   if (options.grad_output.has_value() && !std::isfinite(*options.grad_output)) {
-    return Invalid("options.grad_output is ", *options.grad_output, "; it must be finite");
+    return ArgumentError("options.grad_output", *options.grad_output,
+                         absl::StrCat("is ", *options.grad_output, "; it must be finite"));
   }
   return absl::OkStatus();
 }
@@ -87,24 +96,33 @@ absl::Status ValidateScale(const ComputeOptions& options) {
 // REDUCTION_NONE: gradients come later, and only then may rows be retained.
 absl::Status ValidateDeferral(const LossOutputs& outputs, const ComputeOptions& options) {
   const bool none = options.reduction == v1::REDUCTION_NONE;
-  if (options.retain && !none) return Invalid("options.retain is true; it goes with REDUCTION_NONE only");
+  if (options.retain && !none) {
+    return ArgumentError("options.retain", "true", "is true; it goes with REDUCTION_NONE only");
+  }
   if (none && options.accumulate_gradients) {
-    return Invalid("options.accumulate_gradients is true; with REDUCTION_NONE gradients come by Backward");
+    return ArgumentError("options.accumulate_gradients", "true",
+                         "is true; with REDUCTION_NONE gradients come by Backward");
   }
   if (none && outputs.grad_hidden != nullptr) {
-    return Invalid("outputs.grad_hidden is given; with REDUCTION_NONE gradients come by Backward");
+    return ArgumentError("outputs.grad_hidden", "a buffer",
+                         "is given; with REDUCTION_NONE gradients come by Backward");
   }
   return absl::OkStatus();
 }
 
 absl::Status ValidateTransport(const ComputeOptions& options) {
   if (options.streams < 0 || options.streams > kMaxStreams) {
-    return Invalid("options.streams is ", options.streams, "; it must be in [0, ", kMaxStreams, "]");
+    return ArgumentError("options.streams", options.streams,
+                         absl::StrCat("is ", options.streams, "; it must be in [0, ", kMaxStreams, "]"));
   }
-  if (options.slice_bytes == 0) return Invalid("options.slice_bytes is 0");
-  if (options.max_attempts < 0) return Invalid("options.max_attempts is ", options.max_attempts);
+  if (options.slice_bytes == 0) return ArgumentError("options.slice_bytes", 0, "is 0");
+  if (options.max_attempts < 0) {
+    return ArgumentError("options.max_attempts", options.max_attempts,
+                         absl::StrCat("is ", options.max_attempts));
+  }
   if (options.timeout < absl::ZeroDuration()) {
-    return Invalid("options.timeout is ", absl::FormatDuration(options.timeout));
+    const std::string timeout = absl::FormatDuration(options.timeout);
+    return ArgumentError("options.timeout", timeout, absl::StrCat("is ", timeout));
   }
   return absl::OkStatus();
 }
@@ -146,7 +164,7 @@ absl::Status ValidateCall(const Microbatch& microbatch, const LossOutputs& outpu
   status.Update(ValidateDeferral(outputs, options));
   status.Update(ValidateTransport(options));
   if (options.accumulate_gradients && !microbatch.step.has_value()) {
-    status.Update(Invalid("microbatch.step is absent; accumulate_gradients needs it"));
+    status.Update(ArgumentError("microbatch.step", "nothing", "is absent; accumulate_gradients needs it"));
   }
   return status;
 }
@@ -155,10 +173,10 @@ absl::Status ValidateBackward(const RetainedGradients& gradients) {
   const uint64_t rows = gradients.grad_loss.size();
   absl::Status status =
       ValidateShape("gradients", gradients.head, rows, gradients.hidden_size, gradients.hidden_dtype);
-  if (rows == 0) status.Update(Invalid("gradients.grad_loss is empty"));
+  if (rows == 0) status.Update(ArgumentError("gradients.grad_loss", "nothing", "is empty"));
   const auto check = [rows](const char* name, uint64_t size) {
     if (size == 0 || size == rows) return absl::OkStatus();
-    return Invalid("gradients.", name, " has ", size, " entries for ", rows, " rows");
+    return WrongCount(absl::StrCat("gradients.", name), size, rows);
   };
   status.Update(check("grad_lse", gradients.grad_lse.size()));
   status.Update(check("grad_entropy", gradients.grad_entropy.size()));
@@ -176,10 +194,11 @@ std::vector<Rows> SplitRanges(absl::Span<const int32_t> targets, int32_t ignore_
   std::vector<Rows> ranges;
   uint64_t begin = 0;
   uint64_t valid = 0;  // in [0, row]
+  uint64_t share = 1;  // of `wanted`: the one that is being filled
   for (uint64_t row = 0; row < targets.size(); ++row) {
     valid += targets[row] != ignore_index;
-    const uint64_t next_cut = total * (ranges.size() + 1) / wanted;
-    const bool enough = valid >= next_cut && ranges.size() + 1 < wanted;
+    const bool enough = share < wanted && valid >= total * share / wanted;
+    share += enough;
     if ((enough || row + 1 - begin == max_rows) && row + 1 < targets.size()) {
       ranges.push_back({begin, row + 1});
       begin = row + 1;
@@ -189,8 +208,8 @@ std::vector<Rows> SplitRanges(absl::Span<const int32_t> targets, int32_t ignore_
   return ranges;
 }
 
-std::vector<Rows> CutSlices(absl::Span<const int32_t> targets, int32_t ignore_index, Rows range,
-                            const SliceRule& rule) {
+std::vector<Rows> DivideIntoSlices(absl::Span<const int32_t> targets, int32_t ignore_index, Rows range,
+                                   const SliceRule& rule) {
   const uint64_t longest_gap = std::max<uint64_t>(1, rule.max_rows / 8);  // ignored rows sent along at most
   std::vector<Rows> slices;
   uint64_t row = NextValid(targets, ignore_index, range.begin, range.end);
@@ -212,8 +231,12 @@ absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, uint64_t slice_bytes
   uint64_t rows = std::max<uint64_t>(1, slice_bytes / row_bytes);
   if (limits.max_bytes() > 0) {
     if (row_bytes > limits.max_bytes()) {
-      return Invalid("microbatch.hidden_size: a row has ", row_bytes,
-                     " bytes, but the server takes slices of ", limits.max_bytes(), " bytes at most");
+      return errors::WithViolation(
+          absl::InvalidArgumentError(absl::StrCat("microbatch.hidden_size: a row has ", row_bytes,
+                                                  " bytes, but the server takes slices of ",
+                                                  limits.max_bytes(), " bytes at most")),
+          {"microbatch.hidden_size", "must let a row fit into a slice",
+           absl::StrCat("a row of ", row_bytes, " bytes")});
     }
     rows = std::min<uint64_t>(rows, limits.max_bytes() / row_bytes);
   }

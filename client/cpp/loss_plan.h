@@ -53,8 +53,8 @@ struct SliceRule {
 
 // Cuts the valid rows of `range` into slices, in ascending order. Slices start and end with a valid row; long
 // runs of ignored rows are in none.
-std::vector<Rows> CutSlices(absl::Span<const int32_t> targets, int32_t ignore_index, Rows range,
-                            const SliceRule& rule);
+std::vector<Rows> DivideIntoSlices(absl::Span<const int32_t> targets, int32_t ignore_index, Rows range,
+                                   const SliceRule& rule);
 
 // Slices as large as slice_bytes and the server's limits allow. INVALID_ARGUMENT if a single row exceeds the
 // server's limit.

@@ -1,44 +1,19 @@
 #include "client/cpp/loss_stream.h"
 
-#include <algorithm>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "client/cpp/connections.h"
+#include "proto/wire/payload_codec.h"
 
 namespace lossd::client::internal {
 namespace {
 
 constexpr char kMethod[] = "/lossd.v1.LossService/ComputeLoss";
 
-template <typename... Args>
-absl::Status ServerSent(const Args&... args) {
-  return absl::InternalError(absl::StrCat("server sent ", args...));
-}
-
-std::string Text(const v1::RowRange& rows) {
-  return absl::StrCat("rows [", rows.begin(), ", ", rows.end(), ")");
-}
-
-absl::Status CheckCount(absl::string_view name, int count, bool wanted, uint64_t rows) {
-  const uint64_t expected = wanted ? rows : 0;
-  if (static_cast<uint64_t>(count) == expected) return absl::OkStatus();
-  return ServerSent(count, " values of ", name, " for ", rows, " rows; ", expected, " were expected");
-}
-
-template <typename Field, typename T>
-void CopyRows(const Field& field, uint64_t begin, absl::Span<T> out) {
-  if (!out.empty()) std::copy(field.begin(), field.end(), out.begin() + begin);
-}
-
 }  // namespace
 
-LossStream::LossStream(StreamJob job, AcceptFn accept, DoneFn done)
-    : job_(std::move(job)),
-      work_(job_.work),
-      accept_(std::move(accept)),
-      done_(std::move(done)),
-      answers_(work_.server_cuts ? SliceBook::Within(work_.rows) : SliceBook::Exactly(work_.slices)) {}
+LossStream::LossStream(StreamJob job, StreamAnswers::AcceptFn accept, DoneFn done)
+    : job_(std::move(job)), work_(job_.work), done_(std::move(done)), answers_(work_, std::move(accept)) {}
 
 void LossStream::Start(const std::shared_ptr<grpc::Channel>& channel) {
   SetDeadline(job_.deadline, &context_);
@@ -68,20 +43,15 @@ void LossStream::OnWriteDone(bool ok) {
 bool LossStream::EncodeNext() {
   if (next_slice_ == work_.slices.size()) return false;
   const Rows rows = work_.slices[next_slice_++];
-  v1::ComputeLossRequest request;
-  request.mutable_slice()->mutable_rows()->set_begin(rows.begin);
-  request.mutable_slice()->mutable_rows()->set_end(rows.end);
-  const auto* data = reinterpret_cast<const uint8_t*>(work_.hidden) + rows.begin * work_.row_bytes;
-  const uint64_t bytes = rows.size() * work_.row_bytes;
-  request_ = wire::Encode(request, absl::MakeConstSpan(data, bytes), job_.holds->Take());
-  sent_bytes_ += bytes;
+  request_ = EncodeSlice(work_, rows, job_.holds->Take());
+  sent_bytes_ += rows.size() * work_.row_bytes;
   return true;
 }
 
 void LossStream::OnReadDone(bool ok) {
   if (!ok) return;
   absl::MutexLock lock(&read_mu_);
-  error_ = HandleResponse();
+  error_ = answers_.Handle(response_);
   if (!error_.ok()) {
     context_.TryCancel();
     return;
@@ -90,88 +60,10 @@ void LossStream::OnReadDone(bool ok) {
   StartRead(&response_);
 }
 
-absl::Status LossStream::HandleResponse() {
-  v1::ComputeLossResponse response;
-  absl::StatusOr<wire::PayloadView> payload = wire::Decode(response_, &response);
-  if (!payload.ok()) return ServerSent("an unreadable message: ", payload.status().message());
-  if (summary_.has_value()) return ServerSent("a message after the summary");
-  switch (response.kind_case()) {
-    case v1::ComputeLossResponse::kAccepted:
-      return HandleAccepted(response.accepted());
-    case v1::ComputeLossResponse::kSlice:
-      return HandleSlice(response.slice(), *payload);
-    case v1::ComputeLossResponse::kSummary:
-      return HandleSummary(response.summary());
-    case v1::ComputeLossResponse::KIND_NOT_SET:
-      break;
-  }
-  return ServerSent("a message of unknown kind");
-}
-
-absl::Status LossStream::HandleAccepted(const v1::MicrobatchAccepted& accepted) {
-  if (accepted_.has_value()) return ServerSent("`accepted` twice");
-  accepted_ = accepted;
-  return accept_(accepted.state());
-}
-
-absl::Status LossStream::HandleSlice(const v1::SliceResult& result, const wire::PayloadView& payload) {
-  if (!accepted_.has_value()) return ServerSent("a slice before `accepted`");
-  absl::Status status = answers_.Take(result.rows());
-  if (!status.ok()) return status;
-  const Rows rows{result.rows().begin(), result.rows().end()};
-  status = CheckSizes(result, payload.size(), rows.size());
-  if (!status.ok()) return status;
-  Scatter(result, payload, rows);
-  received_bytes_ += payload.size();
-  return absl::OkStatus();
-}
-
-absl::Status LossStream::CheckSizes(const v1::SliceResult& result, size_t payload_bytes,
-                                    uint64_t rows) const {
-  const uint64_t expected = work_.outputs.grad_hidden != nullptr ? rows * work_.row_bytes : 0;
-  if (payload_bytes != expected) {
-    return ServerSent(payload_bytes, " bytes of gradients for ", Text(result.rows()), "; ", expected,
-                      " were expected");
-  }
-  const LossOutputs& outputs = work_.outputs;
-  absl::Status status = CheckCount("row_loss", result.row_loss_size(), !outputs.row_loss.empty(), rows);
-  status.Update(CheckCount("row_lse", result.row_lse_size(), !outputs.row_lse.empty(), rows));
-  status.Update(CheckCount("row_entropy", result.row_entropy_size(), !outputs.row_entropy.empty(), rows));
-  status.Update(CheckCount("row_logprob", result.row_logprob_size(), !outputs.row_logprob.empty(), rows));
-  status.Update(CheckCount("row_argmax", result.row_argmax_size(), !outputs.row_argmax.empty(), rows));
-  return status;
-}
-
-void LossStream::Scatter(const v1::SliceResult& result, const wire::PayloadView& payload, Rows rows) const {
-  const LossOutputs& outputs = work_.outputs;
-  if (outputs.grad_hidden != nullptr) {
-    payload.CopyTo(static_cast<uint8_t*>(outputs.grad_hidden) + rows.begin * work_.row_bytes);
-  }
-  CopyRows(result.row_loss(), rows.begin, outputs.row_loss);
-  CopyRows(result.row_lse(), rows.begin, outputs.row_lse);
-  CopyRows(result.row_entropy(), rows.begin, outputs.row_entropy);
-  CopyRows(result.row_logprob(), rows.begin, outputs.row_logprob);
-  CopyRows(result.row_argmax(), rows.begin, outputs.row_argmax);
-}
-
-absl::Status LossStream::HandleSummary(const v1::MicrobatchSummary& summary) {
-  if (!accepted_.has_value()) return ServerSent("the summary before `accepted`");
-  if (!answers_.Complete() || answers_.answered_rows() < summary.valid_rows()) {
-    return ServerSent("the summary of ", summary.valid_rows(), " valid rows after results of ",
-                      answers_.answered_rows(), " rows");
-  }
-  if (summary.state().incarnation() != accepted_->state().incarnation()) {
-    return ServerSent("another incarnation in the summary than in `accepted`");
-  }
-  summary_ = summary;
-  return absl::OkStatus();
-}
-
 absl::Status LossStream::EndStatus(const grpc::Status& status) {
   if (!error_.ok()) return error_;
   if (!status.ok()) return CallStatus(status, job_.target);
-  if (!summary_.has_value()) return absl::InternalError("server sent no summary before it ended the call");
-  return absl::OkStatus();
+  return answers_.CheckEnd();
 }
 
 void LossStream::OnDone(const grpc::Status& status) {
@@ -179,8 +71,8 @@ void LossStream::OnDone(const grpc::Status& status) {
   {
     absl::MutexLock lock(&read_mu_);
     end.status = EndStatus(status);
-    if (summary_.has_value()) end.summary = *summary_;
-    end.received_bytes = received_bytes_;
+    if (answers_.summary().has_value()) end.summary = *answers_.summary();
+    end.received_bytes = answers_.received_bytes();
   }
   {
     absl::MutexLock lock(&write_mu_);

@@ -11,22 +11,17 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
-#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "client/cpp/client.h"
-#include "client/cpp/loss_plan.h"
 #include "client/cpp/loss_work.h"
 #include "client/cpp/payload_holds.h"
-#include "client/cpp/slice_book.h"
+#include "client/cpp/stream_messages.h"
 #include "lossd/v1/loss.pb.h"
-#include "proto/wire/payload_codec.h"
 
 namespace lossd::client::internal {
 
@@ -46,12 +41,10 @@ struct StreamEnd {
 
 class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
  public:
-  // Decides whether to go on from where the server stands; an error ends the call with it.
-  using AcceptFn = absl::AnyInvocable<absl::Status(const v1::HeadState&)>;
   // Runs once, on a gRPC thread; must not block.
   using DoneFn = absl::AnyInvocable<void(StreamEnd)>;
 
-  LossStream(StreamJob job, AcceptFn accept, DoneFn done);
+  LossStream(StreamJob job, StreamAnswers::AcceptFn accept, DoneFn done);
 
   void Start(const std::shared_ptr<grpc::Channel>& channel);
   void Cancel() { context_.TryCancel(); }
@@ -63,18 +56,10 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
 
   // Encodes the next slice; false if there is none.
   bool EncodeNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
-  absl::Status HandleResponse() ABSL_EXCLUSIVE_LOCKS_REQUIRED(read_mu_);
-  absl::Status HandleAccepted(const v1::MicrobatchAccepted& accepted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(read_mu_);
-  absl::Status HandleSlice(const v1::SliceResult& result, const wire::PayloadView& payload)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(read_mu_);
-  absl::Status HandleSummary(const v1::MicrobatchSummary& summary) ABSL_EXCLUSIVE_LOCKS_REQUIRED(read_mu_);
-  absl::Status CheckSizes(const v1::SliceResult& result, size_t payload_bytes, uint64_t rows) const;
-  void Scatter(const v1::SliceResult& result, const wire::PayloadView& payload, Rows rows) const;
   absl::Status EndStatus(const grpc::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(read_mu_);
 
   const StreamJob job_;
   const StreamWork& work_;  // job_'s
-  AcceptFn accept_;
   DoneFn done_;
   grpc::ClientContext context_;
   std::unique_ptr<grpc::GenericStub> stub_;
@@ -87,10 +72,7 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
 
   absl::Mutex read_mu_;
   grpc::ByteBuffer response_ ABSL_GUARDED_BY(read_mu_);
-  std::optional<v1::MicrobatchAccepted> accepted_ ABSL_GUARDED_BY(read_mu_);
-  SliceBook answers_ ABSL_GUARDED_BY(read_mu_);
-  std::optional<v1::MicrobatchSummary> summary_ ABSL_GUARDED_BY(read_mu_);
-  uint64_t received_bytes_ ABSL_GUARDED_BY(read_mu_) = 0;
+  StreamAnswers answers_ ABSL_GUARDED_BY(read_mu_);
   absl::Status error_ ABSL_GUARDED_BY(read_mu_);  // found by this side
 };
 

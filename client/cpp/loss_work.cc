@@ -4,14 +4,18 @@
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
+#include "client/cpp/argument_error.h"
 
 namespace lossd::client::internal {
 namespace {
 
+// Opening messages, with targets and weights of the range, are kept below what any gRPC peer takes.
+constexpr uint64_t kMaxOpenBytes = 4 << 20;
 constexpr uint64_t kOpenOverhead = 64 << 10;  // room for the small fields of an opening message
 
-uint64_t RowsPerStream(uint64_t max_open_bytes, uint64_t bytes_per_row) {
-  return (std::max(max_open_bytes, kOpenOverhead + 1024) - kOpenOverhead) / bytes_per_row;
+uint64_t RowsPerStream(uint64_t max_message_bytes, uint64_t bytes_per_row) {
+  const uint64_t open_bytes = std::clamp(max_message_bytes, kOpenOverhead + 1024, kMaxOpenBytes);
+  return (open_bytes - kOpenOverhead) / bytes_per_row;
 }
 
 class ForwardWork : public LossWork {
@@ -32,16 +36,17 @@ class ForwardWork : public LossWork {
 
   absl::Status Validate() const override { return ValidateCall(microbatch_, outputs_, options_); }
 
-  std::vector<Rows> Split(int streams, uint64_t max_open_bytes) const override {
+  std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const override {
     return SplitRanges(targets_, ignore_index_, streams,
-                       RowsPerStream(max_open_bytes, sizeof(int32_t) + sizeof(float)));
+                       RowsPerStream(max_message_bytes, sizeof(int32_t) + sizeof(float)));
   }
 
-  StreamWork Prepare(Rows rows, const SliceRule& rule) const override {
+  StreamWork Prepare(Rows rows, const SliceRule& rule, std::optional<uint64_t> incarnation) const override {
     StreamWork work;
     *work.first.mutable_open() = MakeOpen(rows);
+    if (incarnation.has_value()) work.first.mutable_open()->set_incarnation(*incarnation);
     work.rows = rows;
-    work.slices = CutSlices(targets_, ignore_index_, rows, rule);
+    work.slices = DivideIntoSlices(targets_, ignore_index_, rows, rule);
     work.hidden = static_cast<const char*>(microbatch_.hidden);
     work.row_bytes = row_bytes();
     work.outputs = outputs_;
@@ -121,18 +126,18 @@ class BackwardWork : public LossWork {
   absl::Status Validate() const override {
     absl::Status status = ValidateBackward(gradients_);
     if (accumulates() && !step().has_value()) {
-      status.Update(absl::InvalidArgumentError("gradients.step is absent; accumulate_gradients needs it"));
+      status.Update(ArgumentError("gradients.step", "nothing", "is absent; accumulate_gradients needs it"));
     }
     return status;
   }
 
-  std::vector<Rows> Split(int streams, uint64_t max_open_bytes) const override {
+  std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const override {
     // No row is known to be ignored.
     return SplitRanges(std::vector<int32_t>(grad_loss_.size(), 0), /*ignore_index=*/-1, streams,
-                       RowsPerStream(max_open_bytes, 3 * sizeof(float)));
+                       RowsPerStream(max_message_bytes, 3 * sizeof(float)));
   }
 
-  StreamWork Prepare(Rows rows, const SliceRule&) const override {
+  StreamWork Prepare(Rows rows, const SliceRule&, std::optional<uint64_t> incarnation) const override {
     StreamWork work;
     v1::OpenBackward* open = work.first.mutable_backward();
     open->set_head(head());
@@ -142,6 +147,7 @@ class BackwardWork : public LossWork {
     open->mutable_rows()->set_end(rows.end);
     open->set_want_grad_hidden(outputs_.grad_hidden != nullptr);
     open->set_accumulate_gradients(accumulates());
+    if (incarnation.has_value()) open->set_incarnation(*incarnation);
     const auto add = [rows](const std::vector<float>& values, auto* field) {
       if (!values.empty()) field->Add(values.begin() + rows.begin, values.begin() + rows.end);
     };

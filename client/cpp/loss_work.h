@@ -46,12 +46,12 @@ class LossWork {
 
   // INVALID_ARGUMENT naming the field and its value.
   virtual absl::Status Validate() const = 0;
-  // Splits the rows into ranges for about `streams` streams whose first messages have `max_open_bytes` at
-  // most.
-  virtual std::vector<Rows> Split(int streams, uint64_t max_open_bytes) const = 0;
-  // What the stream of a range sends, cut by `rule`. Writes the results of rows that nothing will be received
-  // for.
-  virtual StreamWork Prepare(Rows rows, const SliceRule& rule) const = 0;
+  // Splits the rows into ranges for about `streams` streams, whose first messages stay below
+  // `max_message_bytes` and below 4 MiB.
+  virtual std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const = 0;
+  // What the stream of a range sends, cut by `rule`, to the server process of that incarnation (nullopt: to
+  // any). Writes the results of rows that nothing will be received for.
+  virtual StreamWork Prepare(Rows rows, const SliceRule& rule, std::optional<uint64_t> incarnation) const = 0;
   // Sets what follows from the sums over all streams: loss and normalizer. INTERNAL if the sums cannot be
   // right.
   virtual absl::Status Conclude(LossResult* total) const = 0;

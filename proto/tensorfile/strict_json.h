@@ -1,4 +1,4 @@
-// JSON of files that nobody vouches for. Stateless and thread-safe.
+// JSON of files that are not trusted. Stateless and thread-safe.
 #ifndef LOSSD_PROTO_TENSORFILE_STRICT_JSON_H_
 #define LOSSD_PROTO_TENSORFILE_STRICT_JSON_H_
 

@@ -13,6 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "lossd/v1/head.pb.h"
 
 namespace lossd::wire {
 namespace {
@@ -20,6 +21,11 @@ namespace {
 using google::protobuf::MessageLite;
 using google::protobuf::internal::WireFormatLite;
 using google::protobuf::io::CodedOutputStream;
+
+static_assert(v1::ComputeLossResponse::kPayloadFieldNumber == kPayloadField);
+static_assert(v1::TensorSlice::kPayloadFieldNumber == kPayloadField);
+static_assert(v1::WriteTensorRequest::kPayloadFieldNumber == kPayloadField);
+static_assert(v1::AddGradientRequest::kPayloadFieldNumber == kPayloadField);
 
 constexpr uint32_t kPayloadTag =
     WireFormatLite::MakeTag(kPayloadField, WireFormatLite::WIRETYPE_LENGTH_DELIMITED);
@@ -35,7 +41,7 @@ grpc::Slice EncodeHeader(const MessageLite& header, size_t payload_size) {
     total += CodedOutputStream::VarintSize32(kPayloadTag) + CodedOutputStream::VarintSize64(payload_size);
   }
   grpc::Slice slice(total);
-  auto* out = const_cast<uint8_t*>(slice.begin());  // a fresh slice: nobody else sees it yet
+  auto* out = const_cast<uint8_t*>(slice.begin());  // a fresh slice, which no other code sees yet
   out = header.SerializeWithCachedSizesToArray(out);
   if (payload_size > 0) {
     out = CodedOutputStream::WriteVarint32ToArray(kPayloadTag, out);
@@ -115,7 +121,7 @@ struct Payloads {
 // Skips the value of a field with this tag; keeps count of open groups, whose payload-like fields are
 // not ours. False if the bytes end early or are no field.
 bool SkipValue(uint32_t tag, Cursor* cursor, int64_t* open_groups) {
-  switch (tag & 7u) {
+  switch (WireFormatLite::GetTagWireType(tag)) {
     case WireFormatLite::WIRETYPE_VARINT:
       return cursor->ReadVarint(kMaxVarintBytes).has_value();
     case WireFormatLite::WIRETYPE_FIXED64:
@@ -145,7 +151,7 @@ std::optional<Payloads> FindPayloads(Cursor* cursor) {
     const std::optional<uint64_t> wide_tag = cursor->ReadVarint(kMaxTagBytes);
     if (!wide_tag.has_value()) return std::nullopt;
     const auto tag = static_cast<uint32_t>(*wide_tag);
-    if ((tag >> 3) == 0) return std::nullopt;
+    if (WireFormatLite::GetTagFieldNumber(tag) == 0) return std::nullopt;
     if (tag != kPayloadTag || open_groups > 0) {
       if (!SkipValue(tag, cursor, &open_groups)) return std::nullopt;
       continue;

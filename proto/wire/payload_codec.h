@@ -20,11 +20,12 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "lossd/v1/loss.pb.h"
 
 namespace lossd::wire {
 
-// The field number of `payload` in every message that has one.
-inline constexpr int kPayloadField = 1000;
+// The field number of `payload`, the same in every message that has one.
+inline constexpr int kPayloadField = v1::ComputeLossRequest::kPayloadFieldNumber;
 
 // Encodes `header`, whose payload must be unset, followed by the payload field. The bytes equal
 // protobuf's own encoding of the message with the payload set (an empty payload is left out).

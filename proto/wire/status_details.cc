@@ -1,38 +1,49 @@
 #include "proto/wire/status_details.h"
 
+#include <google/protobuf/wire_format_lite.h>
+
 #include <string>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/field_error.h"
+#include "kernels/errors/text.h"
 
 namespace lossd::wire {
 namespace {
 
-constexpr absl::string_view kCut = "...";
-constexpr size_t kMaxFieldBytes = 300;  // of ErrorDetail.field and ErrorDetail.value
+using google::protobuf::internal::WireFormatLite;
 
-// At most `limit` bytes of `text`, not ending within a UTF-8 character; marked if cut.
-std::string Shortened(absl::string_view text, size_t limit) {
-  if (text.size() <= limit) return std::string(text);
-  size_t length = limit - kCut.size();
-  while (length > 0 && (static_cast<unsigned char>(text[length]) & 0xc0) == 0x80) --length;
-  return absl::StrCat(text.substr(0, length), kCut);
+// Valid UTF-8 in at most `limit` bytes.
+std::string Text(absl::string_view bytes, size_t limit) {
+  return errors::Shortened(errors::ValidUtf8(bytes), limit);
 }
 
-// `detail` in at most kMaxDetailBytes.
-v1::ErrorDetail Fitted(const v1::ErrorDetail& detail) {
+// `detail` with valid UTF-8 only: protobuf does not read a message with other bytes in a string.
+v1::ErrorDetail Readable(v1::ErrorDetail detail) {
+  detail.set_field(errors::ValidUtf8(detail.field()));
+  detail.set_value(errors::ValidUtf8(detail.value()));
+  for (std::string& entry : *detail.mutable_missing()) entry = errors::ValidUtf8(entry);
+  return detail;
+}
+
+// `detail`, readable, in at most kMaxDetailBytes.
+v1::ErrorDetail Fitted(const v1::ErrorDetail& given) {
+  const v1::ErrorDetail detail = Readable(given);
   v1::ErrorDetail fitted = detail;
-  fitted.set_field(Shortened(detail.field(), kMaxFieldBytes));
-  fitted.set_value(Shortened(detail.value(), kMaxFieldBytes));
+  fitted.set_field(errors::Shortened(detail.field(), errors::kMaxFieldBytes));
+  fitted.set_value(errors::Shortened(detail.value(), errors::kMaxValueBytes));
   if (fitted.ByteSizeLong() <= kMaxDetailBytes) return fitted;
   fitted.clear_missing();
   constexpr size_t kRoomForCount = 40;
+  const size_t tag_size =
+      WireFormatLite::TagSize(v1::ErrorDetail::kMissingFieldNumber, WireFormatLite::TYPE_STRING);
   int sent = 0;
   for (const std::string& entry : detail.missing()) {
-    constexpr size_t kEntryOverhead = 3;  // tag and length
-    if (fitted.ByteSizeLong() + entry.size() + kEntryOverhead + kRoomForCount > kMaxDetailBytes) break;
+    const size_t entry_size = tag_size + WireFormatLite::StringSize(entry);
+    if (fitted.ByteSizeLong() + entry_size + kRoomForCount > kMaxDetailBytes) break;
     fitted.add_missing(entry);
     ++sent;
   }
@@ -49,7 +60,7 @@ grpc::StatusCode GrpcCode(absl::StatusCode code) {
 }  // namespace
 
 grpc::Status MakeGrpcStatus(grpc::StatusCode code, absl::string_view message, const v1::ErrorDetail& detail) {
-  const std::string short_message = Shortened(message, kMaxMessageBytes);
+  const std::string short_message = Text(message, kMaxMessageBytes);
   v1::StatusDetails details;
   details.set_code(static_cast<int>(code));
   details.set_message(short_message);
@@ -64,13 +75,13 @@ std::optional<v1::ErrorDetail> GetErrorDetail(const grpc::Status& status) {
   if (status.error_details().empty() || !details.ParseFromString(status.error_details())) return std::nullopt;
   for (const google::protobuf::Any& any : details.details()) {
     v1::ErrorDetail detail;
-    if (any.type_url() == kErrorDetailType && detail.ParseFromString(any.value())) return detail;
+    if (any.UnpackTo(&detail)) return detail;
   }
   return std::nullopt;
 }
 
 void SetErrorDetail(const v1::ErrorDetail& detail, absl::Status* status) {
-  status->SetPayload(kErrorDetailType, absl::Cord(detail.SerializeAsString()));
+  status->SetPayload(kErrorDetailType, absl::Cord(Readable(detail).SerializeAsString()));
 }
 
 std::optional<v1::ErrorDetail> GetErrorDetail(const absl::Status& status) {
@@ -85,7 +96,7 @@ grpc::Status ToGrpcStatus(const absl::Status& status) {
   const grpc::StatusCode code = GrpcCode(status.code());
   const std::optional<v1::ErrorDetail> detail = GetErrorDetail(status);
   if (detail.has_value()) return MakeGrpcStatus(code, status.message(), *detail);
-  return grpc::Status(code, Shortened(status.message(), kMaxMessageBytes));
+  return grpc::Status(code, Text(status.message(), kMaxMessageBytes));
 }
 
 absl::Status FromGrpcStatus(const grpc::Status& status) {

@@ -5,7 +5,8 @@
 // in an absl::Status as the payload named kErrorDetailType. Codes of both kinds have the same numbers.
 //
 // Trailers are small (peers accept 8 KiB by default), so messages are cut to kMaxMessageBytes and of a
-// detail's `missing` only as many entries are sent as fit; the last one then counts the others.
+// detail's `missing` only as many entries are sent as fit; the last one then counts the others. A status may
+// hold any bytes; those that are not UTF-8 are replaced by U+FFFD, because protobuf would not read them.
 //
 // All functions are thread-safe.
 #ifndef LOSSD_PROTO_WIRE_STATUS_DETAILS_H_

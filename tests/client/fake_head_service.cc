@@ -39,6 +39,9 @@ class FakeHeadService final : public v1::HeadService::Service {
                             v1::HeadDescription* response) override {
     absl::MutexLock lock(&state_->mu);
     if (state_->Refuse()) return state_->Error(grpc::StatusCode::UNAVAILABLE, "the server is draining");
+    if (state_->faults.on_describe) {
+      if (grpc::Status status = state_->Apply(state_->faults.on_describe()); !status.ok()) return status;
+    }
     Head* head = state_->Find(request->head());
     if (head == nullptr) return state_->NotFound(request->head());
     ++state_->describes_seen;
@@ -276,6 +279,9 @@ class FakeHeadService final : public v1::HeadService::Service {
   grpc::Status AddRows(const v1::OpenGradient& open, const std::string& payload, uint64_t* row,
                        v1::AddGradientResponse* response) {
     absl::MutexLock lock(&state_->mu);
+    if (state_->faults.on_add) {
+      if (grpc::Status status = state_->Apply(state_->faults.on_add(open)); !status.ok()) return status;
+    }
     ++state_->additions_seen;
     const int code = state_->faults.fail_add ? state_->faults.fail_add(state_->additions_seen) : 0;
     if (code != 0 && state_->faults.restart_on_failure) state_->Restart();

@@ -29,6 +29,7 @@ class FakeLossService final : public v1::LossService::Service {
   grpc::Status ComputeLoss(grpc::ServerContext* context, Stream* stream) override {
     v1::ComputeLossRequest request;
     if (!stream->Read(&request)) return grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, "nothing opened");
+    if (grpc::Status status = Ask(request); !status.ok()) return status;
     if (request.has_backward()) return Backward(request.backward(), stream);
     const v1::OpenMicrobatch open = request.open();
     v1::ComputeLossResponse accepted;
@@ -39,6 +40,7 @@ class FakeLossService final : public v1::LossService::Service {
     for (uint64_t row = open.rows().begin(); row < open.rows().end(); ++row) rows_left += IsValid(open, row);
     summary.set_valid_rows(rows_left);
     while (stream->Read(&request)) {
+      if (grpc::Status status = Ask(request); !status.ok()) return status;
       v1::ComputeLossResponse response;
       grpc::Status status =
           Compute(open, request, accepted.accepted().limits(), &response, &summary, &rows_left);
@@ -62,6 +64,11 @@ class FakeLossService final : public v1::LossService::Service {
   }
 
  private:
+  grpc::Status Ask(const v1::ComputeLossRequest& request) {
+    absl::MutexLock lock(&state_->mu);
+    return state_->faults.on_request ? state_->Apply(state_->faults.on_request(request)) : grpc::Status::OK;
+  }
+
   grpc::Status Open(const v1::OpenMicrobatch& open, v1::MicrobatchAccepted* accepted) {
     absl::MutexLock lock(&state_->mu);
     ++state_->streams_seen;

@@ -19,9 +19,19 @@
 #include <string>
 #include <vector>
 
+#include "lossd/v1/head.pb.h"
 #include "lossd/v1/loss.pb.h"
 
 namespace lossd::fake {
+
+// What goes wrong with one message.
+struct Fault {
+  int code = 0;  // a gRPC status code other than 0 ends the call with it, before the message is used
+  bool detail =
+      true;  // the status has a detail, as the server's own errors have; false: a broken connection's
+  bool restart = false;   // first the server restarts, as Restart()
+  uint64_t max_rows = 0;  // not 0: replaces Options::max_slice_rows from now on
+};
 
 // What may go wrong, asked for each time it can. Called from the server's threads.
 struct Faults {
@@ -46,6 +56,11 @@ struct Faults {
   int refuse_streams = 0;
   // Replaces Options::max_slice_rows. 0: off.
   uint64_t sudden_max_rows = 0;
+  // Every message of ComputeLoss calls, every DescribeHead call, and every AddGradient call's messages with
+  // what the call opened.
+  std::function<Fault(const v1::ComputeLossRequest&)> on_request;
+  std::function<Fault()> on_describe;
+  std::function<Fault(const v1::OpenGradient&)> on_add;
 };
 
 class FakeServer {
@@ -53,7 +68,8 @@ class FakeServer {
   struct Options {
     uint64_t max_slice_rows = 1000;
     uint64_t max_slice_bytes = 1 << 20;
-    int port = 0;  // 0: any
+    int port = 0;                        // 0: any
+    bool numbered_incarnations = false;  // 1, 2, ... instead of random ones
   };
   FakeServer() : FakeServer(Options()) {}
   explicit FakeServer(Options options);

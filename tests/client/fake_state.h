@@ -54,6 +54,14 @@ struct FakeState {
   grpc::Status NotFound(const std::string& head) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     return Error(grpc::StatusCode::NOT_FOUND, absl::StrCat("no head \"", head, "\""), "head", head);
   }
+  // Does what a fault says; OK if the call goes on.
+  grpc::Status Apply(const Fault& fault) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    if (fault.restart) Restart();
+    if (fault.max_rows > 0) faults.sudden_max_rows = fault.max_rows;
+    const auto code = static_cast<grpc::StatusCode>(fault.code);
+    if (code == grpc::StatusCode::OK) return grpc::Status::OK;
+    return fault.detail ? Error(code, "injected fault") : grpc::Status(code, "socket closed");
+  }
   Head* Find(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     auto it = heads.find(name);
     return it == heads.end() ? nullptr : &it->second;
@@ -96,7 +104,9 @@ struct FakeState {
   }
   void Restart() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     absl::BitGen random;
-    incarnation = absl::Uniform<uint64_t>(absl::IntervalClosed, random, 1, ~uint64_t{0});
+    incarnation = options.numbered_incarnations
+                      ? incarnation + 1
+                      : absl::Uniform<uint64_t>(absl::IntervalClosed, random, 1, ~uint64_t{0});
     for (auto& [name, head] : heads) {
       head.ledger.clear();
       head.added.clear();

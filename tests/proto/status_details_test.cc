@@ -78,5 +78,24 @@ TEST(StatusDetailsTest, FitsIntoTrailers) {
   EXPECT_EQ(received.missing(whole), absl::StrCat("and ", 5000 - whole, " more"));
 }
 
+// Protobuf refuses to read a message whose strings are not UTF-8, so the detail would be lost.
+TEST(StatusDetailsTest, BytesThatAreNotUtf8DoNotCostTheDetail) {
+  v1::ErrorDetail detail = SomeDetail();
+  detail.set_field("open.\xff");
+  detail.set_value("caf\xc3");
+  detail.add_missing("\x80 rows");
+  absl::Status status = absl::InvalidArgumentError("no file caf\xc3");
+  SetErrorDetail(detail, &status);
+  const grpc::Status sent = ToGrpcStatus(status);
+  EXPECT_EQ(sent.error_message(), "no file caf\xef\xbf\xbd");
+  const std::optional<v1::ErrorDetail> received = GetErrorDetail(sent);
+  ASSERT_TRUE(received.has_value());
+  EXPECT_EQ(received->field(), "open.\xef\xbf\xbd");
+  EXPECT_EQ(received->value(), "caf\xef\xbf\xbd");
+  EXPECT_EQ(received->missing(1), "\xef\xbf\xbd rows");
+  v1::StatusDetails details;
+  EXPECT_TRUE(details.ParseFromString(sent.error_details()));
+}
+
 }  // namespace
 }  // namespace lossd::wire

@@ -35,6 +35,13 @@ class ChildProcess {
   pid_t pid() const { return pid_; }
   void Signal(int signal_number) const { kill(pid_, signal_number); }
 
+  // False once it has ended; Wait still tells how.
+  bool Running() const {
+    siginfo_t info = {};
+    return waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) == 0 &&
+           info.si_pid == 0;
+  }
+
   // Exit status, or minus the signal that ended it. To be called once.
   int Wait() {
     int status = 0;

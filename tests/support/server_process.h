@@ -30,10 +30,15 @@ class ServerProcess {
 
   // host:port
   const std::string& target() const { return target_; }
+  // host:port; empty unless `flags` ask for HTTP.
+  const std::string& http() const { return http_; }
   std::string checkpoint_folder() const { return folder_.File("checkpoints"); }
   pid_t pid() const { return process_->pid(); }
 
+  bool Running() const { return process_->Running(); }
   void Signal(int number) { process_->Signal(number); }
+  // Its exit status, minus the signal that ended it, or -1000 if it still runs after `limit`.
+  int WaitFor(absl::Duration limit) { return process_->WaitFor(limit); }
   // Ends it at once, as kill -9 does.
   void Kill() { process_ = nullptr; }
 
@@ -59,7 +64,9 @@ class ServerProcess {
       absl::SleepFor(absl::Milliseconds(5));
       std::ifstream file(port_file);
       const auto json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
-      if (json.is_object()) target_ = json["grpc"];
+      if (!json.is_object()) continue;
+      target_ = json["grpc"];
+      http_ = json["http"];
     }
     EXPECT_NE(target_, "") << "lossd did not start";
   }
@@ -70,6 +77,7 @@ class ServerProcess {
   TempFolder folder_;
   std::unique_ptr<ChildProcess> process_;
   std::string target_;
+  std::string http_;
 };
 
 }  // namespace lossd::test

@@ -117,7 +117,7 @@ TEST_F(LossctlServerTest, DescribeSaysWhatWasChosen) {
   Run("create head --hidden 6 --vocab 20");
   EXPECT_THAT(Run("describe head"),
               AllOf(HasSubstr("\nFULL CHUNKS "), HasSubstr("\nproducts "), Not(HasSubstr("LAST CHUNK"))));
-  Run("loss head --random 50 --algorithm filtered --accumulate --step 0");
+  Run("loss head --random 50 --gradients filtered --accumulate --step 0");
   EXPECT_THAT(Run("describe head"), ContainsRegex("\nLAST CHUNK .*\ngradients +filtered"));
   const auto json = nlohmann::json::parse(Run("--json describe head"));
   EXPECT_EQ(json["choices"][0]["what"], "chunk");

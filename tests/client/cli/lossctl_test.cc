@@ -22,6 +22,7 @@
 namespace lossd::cli {
 namespace {
 
+using testing::ContainsRegex;
 using testing::HasSubstr;
 using testing::StartsWith;
 
@@ -138,12 +139,20 @@ TEST_F(LossctlTest, HeadsComeAndGo) {
   EXPECT_EQ(created["norm"], "layernorm");
   EXPECT_EQ(created["optimizer_state"], "momentum");
   EXPECT_EQ(created["frozen"], true);
-  EXPECT_EQ(created["algorithm"], "exact");
-  const auto cut = Json("create cut --hidden 5 --vocab 6 --algorithm cut --workspace-bytes 64MiB");
-  EXPECT_EQ(cut["algorithm"], "cut");
-  EXPECT_EQ(cut["workspace_bytes"], 64 << 20);
-  EXPECT_THAT(Run("describe cut").out, HasSubstr("workspace limit  64.0 MiB"));
-  Run("delete cut");
+  EXPECT_EQ(created["logits"], "stored");
+  EXPECT_EQ(created["gradients"], "exact");
+  const auto small =
+      Json("create small --hidden 5 --vocab 6 --logits recomputed --gradients auto --workspace-bytes 64MiB");
+  EXPECT_EQ(small["logits"], "recomputed");
+  EXPECT_EQ(small["gradients"], "auto");
+  EXPECT_EQ(small["workspace_bytes"], 64 << 20);
+  const std::string described = Run("describe small").out;
+  EXPECT_THAT(described, ContainsRegex("\nlogits +recomputed\n"));
+  EXPECT_THAT(described, ContainsRegex("\ngradients +auto\n"));
+  EXPECT_THAT(described, HasSubstr("workspace limit  64.0 MiB"));
+  EXPECT_THAT(Run("create bad --hidden 5 --vocab 6 --logits kept").err, HasSubstr("--logits"));
+  EXPECT_THAT(Run("create bad --hidden 5 --vocab 6 --gradients rough").err, HasSubstr("--gradients"));
+  Run("delete small");
   EXPECT_EQ(Json("heads").size(), 2u);
   EXPECT_EQ(Json("describe other")["vocab_size"], 6);
   EXPECT_EQ(Run("delete other").out, "deleted head \"other\"\n");
@@ -343,7 +352,7 @@ TEST_F(LossctlTest, ARestartHasAnExitCodeOfItsOwn) {
   EXPECT_THAT(outcome.err, HasSubstr(absl::StrCat("server restarted (incarnation ", incarnation, " -> ")));
   const Outcome json = Run(known + "--json step head --lr 1");
   EXPECT_EQ(nlohmann::json::parse(json.err)["error"]["restarted"]["incarnation_before"], incarnation);
-  EXPECT_EQ(Run("describe head").exit_code, 0) << "nobody asked";
+  EXPECT_EQ(Run("describe head").exit_code, 0) << "no flag asked for it";
   EXPECT_EQ(Run("--incarnation xyz describe head").exit_code, 2);
 }
 

@@ -7,6 +7,9 @@
 #include "client/cli/bench_report.h"
 #include "client/cli/describe.h"
 #include "client/cli/errors.h"
+#include "client/cli/http_fetch.h"
+#include "client/cpp/client.h"
+#include "kernels/errors/field_error.h"
 #include "proto/wire/status_details.h"
 
 namespace lossd::cli {
@@ -109,10 +112,20 @@ TEST(ReportTest, ExitCodes) {
 }
 
 TEST(ReportTest, ErrorsSayWhatToDo) {
-  EXPECT_EQ(ErrorText(absl::UnavailableError("no server at 127.0.0.1:7070"), false),
+  const auto of_field = [](absl::string_view field, absl::string_view message) {
+    return errors::WithViolation(absl::UnavailableError(message), {std::string(field), "must be x", "y"});
+  };
+  EXPECT_EQ(ErrorText(of_field(client::kTargetField, "no server at 127.0.0.1:7070"), false),
             "lossctl: no server at 127.0.0.1:7070; start one with `lossd`, or name another with --server "
             "HOST:PORT or "
             "LOSSD_SERVER\n");
+  EXPECT_EQ(ErrorText(of_field(kHttpField, "nothing answers"), false), "lossctl: nothing answers\n");
+  EXPECT_THAT(ErrorText(absl::UnavailableError("no server at x"), false), HasSubstr("lossctl health"))
+      << "the message is for people only";
+  const auto refused = nlohmann::json::parse(ErrorText(errors::FieldError("--rows", "be x", 5), true));
+  EXPECT_EQ(refused["error"]["field"], "--rows");
+  EXPECT_EQ(refused["error"]["value"], "5");
+  EXPECT_FALSE(refused["error"].contains("incarnation")) << "no server said it";
   absl::Status status = absl::FailedPreconditionError("rows are missing");
   v1::ErrorDetail detail;
   detail.set_field("expected_microbatches[1]");

@@ -64,23 +64,23 @@ TEST(WatchViewTest, PictureShowsServerHeadsAndRates) {
   EXPECT_THAT(picture, Not(HasSubstr("microbatch"))) << "no metrics, no latency";
 }
 
-TEST(WatchViewTest, LatencyTransferAndAlgorithmsComeFromMetrics) {
+TEST(WatchViewTest, LatencyTransferAndGradientsComeFromMetrics) {
   WatchHistory history;
   WatchSample first = Sample(0, 0), second = Sample(2, 10);
   first.metrics = ParseMetrics(
       "lossd_microbatch_seconds_bucket{le=\"1\"} 100\n"
       "lossd_microbatch_seconds_bucket{le=\"2\"} 100\n"
       "lossd_microbatch_seconds_bucket{le=\"+Inf\"} 100\n"
-      "lossd_chunks_total{algorithm=\"exact\"} 9\n"
-      "lossd_chunks_total{algorithm=\"filtered\"} 1\n"
+      "lossd_chunks_total{gradients=\"exact\"} 9\n"
+      "lossd_chunks_total{gradients=\"filtered\"} 1\n"
       "lossd_payload_bytes_total{direction=\"in\"} 0\n"
       "lossd_payload_bytes_total{direction=\"out\"} 5\n");
   second.metrics = ParseMetrics(
       "lossd_microbatch_seconds_bucket{le=\"1\"} 100\n"
       "lossd_microbatch_seconds_bucket{le=\"2\"} 110\n"
       "lossd_microbatch_seconds_bucket{le=\"+Inf\"} 110\n"
-      "lossd_chunks_total{algorithm=\"exact\"} 10\n"
-      "lossd_chunks_total{algorithm=\"filtered\"} 4\n"
+      "lossd_chunks_total{gradients=\"exact\"} 10\n"
+      "lossd_chunks_total{gradients=\"filtered\"} 4\n"
       "lossd_payload_bytes_total{direction=\"in\"} 4096\n"
       "lossd_payload_bytes_total{direction=\"out\"} 5\n");
   history.Add(first);

@@ -70,7 +70,7 @@ TEST(LossPlanTest, SlicesHoldEveryValidRowOnceAndStartAndEndWithOne) {
     const SliceRule rule{.max_rows = 1 + random() % 60, .row_grid = round % 2 == 0 ? 0 : 1 + random() % 100};
     std::vector<int> covered(targets.size(), 0);
     uint64_t previous_end = range.begin;
-    for (const Rows& slice : CutSlices(targets, kIgnore, range, rule)) {
+    for (const Rows& slice : DivideIntoSlices(targets, kIgnore, range, rule)) {
       ASSERT_GE(slice.begin, previous_end);
       ASSERT_LE(slice.end, range.end);
       ASSERT_GT(slice.size(), 0u);
@@ -94,7 +94,7 @@ TEST(LossPlanTest, SlicesHoldEveryValidRowOnceAndStartAndEndWithOne) {
 TEST(LossPlanTest, LongIgnoredRunsAreNotSent) {
   std::vector<int32_t> targets(1000, kIgnore);
   targets[10] = targets[11] = targets[900] = 3;
-  EXPECT_THAT(CutSlices(targets, kIgnore, {0, 1000}, {.max_rows = 1000}),
+  EXPECT_THAT(DivideIntoSlices(targets, kIgnore, {0, 1000}, {.max_rows = 1000}),
               testing::ElementsAre(Rows{10, 12}, Rows{900, 901}));
 }
 

@@ -5,17 +5,26 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 
 
 class CutProxy:
-    def __init__(self, target: str, mean_bytes: int, seed: int) -> None:
-        """Each connection is cut after a random number of bytes, both directions together, of this mean; 0: never."""
+    def __init__(self, target: str, mean_bytes: int, seed: int, *, piece_bytes: int = 1 << 16,
+                 piece_seconds: float = 0.0) -> None:
+        """Each connection is cut after a random number of bytes, both directions together, of this mean; 0: never.
+
+        What clients send is passed on in pieces of at most `piece_bytes`, with a pause of `piece_seconds` before each.
+        """
         host, port = target.split(":")
         self._target = (host, int(port))
         self._mean_bytes = mean_bytes
+        self._piece_bytes = piece_bytes
+        self._piece_seconds = piece_seconds
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self.cuts = 0
+        self.cut_times: list[int] = []  # of time.monotonic_ns(), just before each cut
+        self.accept_times: list[int] = []  # and just before each connection to the server
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.target = "127.0.0.1:%d" % self._listener.getsockname()[1]
@@ -27,10 +36,20 @@ class CutProxy:
             for each in self._sockets:
                 _shut(each)
 
+    def cut_all(self) -> None:
+        """Cuts every connection there is."""
+        with self._lock:
+            open_now, self._sockets = self._sockets, []
+            self.cuts += len(open_now) // 2
+            self.cut_times += [time.monotonic_ns()] * (len(open_now) // 2)
+        for each in open_now:
+            _shut(each)
+
     def _accept(self) -> None:
         while True:
             try:
                 client, _ = self._listener.accept()
+                self.accept_times.append(time.monotonic_ns())
                 server = socket.create_connection(self._target)
             except OSError:
                 return
@@ -40,16 +59,22 @@ class CutProxy:
                 self._sockets += (client, server)
                 share = self._mean_bytes * self._random.uniform(0.1, 1.9) if self._mean_bytes else float("inf")
             budget = [share]
-            for source, sink in ((client, server), (server, client)):
-                threading.Thread(target=self._copy, args=(source, sink, budget), daemon=True).start()
+            ways = ((client, server, self._piece_bytes, self._piece_seconds), (server, client, 1 << 16, 0.0))
+            for source, sink, piece_bytes, piece_seconds in ways:
+                threading.Thread(target=self._copy, args=(source, sink, budget, piece_bytes, piece_seconds),
+                                 daemon=True).start()
 
-    def _copy(self, source: socket.socket, sink: socket.socket, budget: list[float]) -> None:
+    def _copy(self, source: socket.socket, sink: socket.socket, budget: list[float], piece_bytes: int,
+              piece_seconds: float) -> None:
         try:
-            while data := source.recv(1 << 16):
+            while data := source.recv(piece_bytes):
+                time.sleep(piece_seconds)
                 with self._lock:
                     before, budget[0] = budget[0], budget[0] - len(data)
                     cut = before > 0 >= budget[0]
                     self.cuts += cut
+                    if cut:
+                        self.cut_times.append(time.monotonic_ns())
                 if budget[0] <= 0:
                     break
                 sink.sendall(data)

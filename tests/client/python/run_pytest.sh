@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # Runs pytest in the environment that prepare_venv.sh made.
 #
-#   run_pytest.sh VENV LOSSD ARGUMENT...
+#   run_pytest.sh VENV LOSSD FAKE_SERVER ARGUMENT...
 #
 # Exit status 77, which means skipped, if there is no such environment or every test was skipped.
 set -u
-venv=$1 lossd=$2
-shift 2
+venv=$1 lossd=$2 fake_server=$3
+shift 3
 cd "$(dirname "$0")" || exit 1
 if [ ! -x "$venv/bin/python" ]; then
   echo "skipped: no Python environment with the client"
   exit 77
 fi
 status=0
-LOSSD_BINARY=$lossd "$venv/bin/python" -m pytest -q -ra -p no:cacheprovider "$@" || status=$?
+LOSSD_BINARY=$lossd LOSSD_FAKE_SERVER=$fake_server "$venv/bin/python" -m pytest -q -ra -p no:cacheprovider "$@" || status=$?
 if [ "$status" = 5 ]; then exit 77; fi  # nothing was collected: the modules were skipped
 exit "$status"

@@ -1,5 +1,6 @@
 """lossd.Client against a server process: numbers against NumPy in double precision, administration, bad input."""
 
+import dataclasses
 import gc
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import pytest
 from filtered_softmax import epsilon_among, filtered
 
 import lossd
+from lossd.v1 import loss_pb2
 
 D, V, N = 24, 310, 800
 
@@ -116,7 +118,7 @@ def test_filtered_gradients(client, make_head, problem):
     assert 0 < (p[onehot] < epsilon).sum() < valid.sum()
     dz = (q - (1 - smoothing) * onehot - smoothing / V + 2 * z_loss * lse[:, None] * q) * valid[:, None]
     options = lossd.LossOptions(
-        label_smoothing=smoothing, z_loss=z_loss, algorithm="filtered", filter_epsilon=epsilon)
+        label_smoothing=smoothing, z_loss=z_loss, gradients="filtered", filter_epsilon=epsilon)
 
     forward = client.compute_loss(head, hidden, targets, reduction="sum", options=options, streams=3, slice_bytes=2048,
                                   step=0, id=1, accumulate=True, grad_hidden=True)
@@ -133,11 +135,12 @@ def test_filtered_gradients(client, make_head, problem):
         np.testing.assert_allclose(weight_gradient, dz.T @ hidden, atol=5e-5)
 
 
-def test_auto_is_exact_where_too_much_would_be_left_out(client, make_head, problem):
-    head = make_head(hidden_size=D, vocab_size=V)
+@pytest.mark.parametrize("logits", ["stored", "recomputed"])
+def test_auto_is_exact_where_too_much_would_be_left_out(client, make_head, problem, logits):
+    head = make_head(hidden_size=D, vocab_size=V, logits=logits)
 
-    def compute(algorithm, **limits):
-        options = lossd.LossOptions(algorithm=algorithm, filter_epsilon=2 / V, **limits)
+    def compute(gradients, **limits):
+        options = lossd.LossOptions(gradients=gradients, filter_epsilon=2 / V, **limits)
         return client.compute_loss(head, *problem, options=options, grad_hidden=True, streams=1)
 
     exact, filtered_ = compute("exact"), compute("filtered")
@@ -370,7 +373,7 @@ def test_heads_are_listed_and_deleted(client):
     ({"timeout": 0.0}, lossd.InvalidArgument, "timeout is 0"),
     ({"options": lossd.LossOptions(use_class_weights=True)}, lossd.InvalidArgument, "normalizer is None"),
     ({"step": 3, "accumulate": True}, lossd.FailedPrecondition, "step"),
-    ({"head": "nobody"}, lossd.NotFound, "nobody"),
+    ({"head": "missing"}, lossd.NotFound, "missing"),
     ({"head": ""}, lossd.InvalidArgument, "head is empty"),
 ])
 def test_bad_input_is_named_and_changes_nothing(client, make_head, problem, change, error, text):
@@ -379,6 +382,14 @@ def test_bad_input_is_named_and_changes_nothing(client, make_head, problem, chan
         client.compute_loss(**arguments)
     for head in client.list_heads():
         assert head.step_microbatches == 0
+
+
+def test_bad_names_of_any_length_and_script_are_shown(client):
+    for length in range(30, 70):  # wherever the server cuts what it shows
+        with pytest.raises(lossd.InvalidArgument) as caught:
+            client.create_head(f"n{'é' * length}{'€' * 200}", hidden_size=D, vocab_size=V)
+        assert caught.value.field == "spec.name"
+        assert caught.value.value.startswith("n" + "é" * 30)
 
 
 def test_non_finite_rows_accumulate_nothing(client, make_head, problem):
@@ -391,12 +402,17 @@ def test_non_finite_rows_accumulate_nothing(client, make_head, problem):
 
 @pytest.mark.parametrize("option, value", [
     ("label_smoothing", 2.0), ("label_smoothing", -0.1), ("z_loss", -1.0), ("z_loss", float("inf")), ("softcap", -1.0),
-    ("softcap", float("nan")), ("logit_scale", 0.0), ("logit_scale", float("inf")), ("algorithm", "approximate"),
+    ("softcap", float("nan")), ("logit_scale", 0.0), ("logit_scale", float("inf")), ("gradients", "approximate"),
     ("filter_epsilon", 1.0), ("filter_epsilon", -0.5), ("filter_epsilon", float("nan")), ("max_dropped_mass", 1.5),
     ("max_dropped_mass", -0.5), ("max_dropped_mass", float("nan"))])
 def test_bad_loss_options(option, value):
     with pytest.raises(lossd.InvalidArgument, match=f"{option} is {value!r}; it must be"):
         lossd.LossOptions(**{option: value})
+
+
+def test_every_loss_option_of_the_protocol_is_there():
+    fields = {field.name for field in dataclasses.fields(lossd.LossOptions)}
+    assert fields == {field.name for field in loss_pb2.LossOptions.DESCRIPTOR.fields}
 
 
 @pytest.mark.parametrize("options, text", [

@@ -50,9 +50,9 @@ def test_local_and_remote_head_train_alike(server, tmp_path):
     assert max(abs(local - remote) for _, local, remote in rows) < 1e-3, output
 
 
-def test_algorithms_are_passed_on(server, tmp_path):
+def test_gradients_are_passed_on(server, tmp_path):
     output = run("train.py", f"--server={server.target}", "--heads_to_run", "lossd", "--steps=2", "--batch=4",
-                 "--algorithm=filtered", "--filter_epsilon=0.5", f"--folder={tmp_path}", "--device=cpu", *SMALL)
+                 "--gradients=filtered", "--filter_epsilon=0.5", f"--folder={tmp_path}", "--device=cpu", *SMALL)
     assert float(output.split("left out ")[1].split()[0]) > 0.9, output
 
 

@@ -8,6 +8,7 @@ from cut_proxy import CutProxy
 from server_process import ServerProcess
 
 import lossd
+from lossd import _tensors
 
 D, V, N = 64, 200, 3000
 
@@ -122,6 +123,24 @@ def test_a_repeated_step_does_not_forget_the_next_one(problem):
                 client.compute_loss("a", *problem, step=1, id=2, accumulate=True)
     finally:
         server.stop()
+
+
+def test_a_repeated_contribution_names_the_process_that_meanwhile_has_rows(client, make_head, monkeypatch):
+    head = make_head(hidden_size=D, vocab_size=V)
+    named = []
+
+    def break_once(connections, open_, *rest):
+        named.append(open_.incarnation if open_.HasField("incarnation") else None)
+        if len(named) == 1:  # another thread's rows are accumulated before the repeat
+            client.compute_loss(head, np.ones((3, D), np.float32), [1, 2, 3], step=0, id=1, accumulate=True)
+            raise lossd.Unavailable("socket closed")
+        return add_gradient(connections, open_, *rest)
+
+    add_gradient = _tensors.add_gradient
+    monkeypatch.setattr(_tensors, "add_gradient", break_once)
+    answer = client.add_gradient(head, "weight", np.ones((V, D), np.float32), step=0, id=2)
+    assert answer.added_rows == V
+    assert named == [None, answer.state.incarnation]
 
 
 def test_a_deterministic_server_gives_the_same_bits(rng, seed):

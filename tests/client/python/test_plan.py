@@ -7,9 +7,9 @@ from lossd import errors
 from lossd._plan import (
     MIN_ROWS_PER_STREAM,
     Rows,
-    SliceBook,
+    AnswerTracker,
     SliceRule,
-    cut_slices,
+    divide_into_slices,
     make_slice_rule,
     split_ranges,
     unsent,
@@ -38,7 +38,7 @@ def test_ranges_cover_all_rows_evenly(rng, rows, share, streams, max_rows):
 def test_slices_hold_every_valid_row_once(rng, share, row_grid):
     valid = rng.random(700) < share
     rows, max_rows = Rows(13, 650), int(rng.integers(1, 90))
-    slices = cut_slices(valid, rows, SliceRule(max_rows, row_grid))
+    slices = divide_into_slices(valid, rows, SliceRule(max_rows, row_grid))
     covered = np.zeros(700, int)
     for piece in slices:
         assert 0 < len(piece) <= max_rows and valid[piece.begin] and valid[piece.end - 1]
@@ -64,22 +64,22 @@ def test_slice_size_obeys_every_limit():
         make_slice_rule(1001, 10, limits)
 
 
-def test_slice_book_takes_each_slice_once():
-    book = SliceBook(Rows(0, 10), [Rows(0, 4), Rows(5, 10)])
-    book.take(Rows(5, 10))
+def test_answer_tracker_takes_each_slice_once():
+    tracker = AnswerTracker(Rows(0, 10), [Rows(0, 4), Rows(5, 10)])
+    tracker.take(Rows(5, 10))
     for wrong in (Rows(5, 10), Rows(0, 3), Rows(4, 5), Rows(0, 11), Rows(3, 3)):
         with pytest.raises(errors.Internal, match="server sent results"):
-            book.take(wrong)
-    assert not book.complete()
-    book.take(Rows(0, 4))
-    assert book.complete() and book.answered_rows == 9
+            tracker.take(wrong)
+    assert not tracker.complete()
+    tracker.take(Rows(0, 4))
+    assert tracker.complete() and tracker.answered_rows == 9
 
 
-def test_slice_book_of_slices_that_the_server_cuts():
-    book = SliceBook(Rows(2, 10), None)
-    book.take(Rows(4, 6))
+def test_answer_tracker_of_slices_that_the_server_cuts():
+    tracker = AnswerTracker(Rows(2, 10), None)
+    tracker.take(Rows(4, 6))
     for wrong in (Rows(4, 6), Rows(5, 7), Rows(0, 3), Rows(9, 11)):
         with pytest.raises(errors.Internal, match="server sent results"):
-            book.take(wrong)
-    book.take(Rows(6, 10))
-    assert book.answered_rows == 6
+            tracker.take(wrong)
+    tracker.take(Rows(6, 10))
+    assert tracker.answered_rows == 6

@@ -115,7 +115,7 @@ def test_filtered_gradients(client, make_head, problem, deferred):
     expected = (lse - z.gather(1, flat.clamp(min=0)[:, None])[:, 0])[valid].mean()
     expected.backward()
 
-    module = LossHead(client, head, algorithm="filtered", filter_epsilon=epsilon, deferred=deferred,
+    module = LossHead(client, head, gradients="filtered", filter_epsilon=epsilon, deferred=deferred,
                       extras=("dropped_mass",))
     ours = hidden.clone().requires_grad_()
     loss, extras = module(ours, targets)
@@ -129,17 +129,34 @@ def test_filtered_gradients(client, make_head, problem, deferred):
         assert module(hidden, targets)[1].dropped_mass == 0
 
 
-def test_a_head_is_computed_as_it_was_created_for(client, make_head, problem):
+@pytest.mark.parametrize("logits", ["stored", "recomputed"])
+def test_a_head_is_computed_as_it_was_created(client, make_head, problem, logits):
     hidden, targets = problem
-    gradients = []
-    for algorithm in (None, "cut"):
-        head = make_head(hidden_size=D, vocab_size=V, algorithm=algorithm, seed=3)
+
+    def run(head, **options):
         ours = hidden.clone().requires_grad_()
-        LossHead(client, head)(ours, targets).backward()
-        gradients.append(ours.grad)
-    torch.testing.assert_close(*gradients)
-    with pytest.raises(lossd.InvalidArgument, match="must be cut"):
-        LossHead(client, head, algorithm="exact")(hidden, targets)
+        loss, extras = LossHead(client, head, filter_epsilon=0.5, extras=("dropped_mass",), train_head=False,
+                                **options)(ours, targets)
+        loss.backward()
+        return ours.grad, float(extras.dropped_mass)
+
+    exact, filtered_ = (make_head(hidden_size=D, vocab_size=V, logits=logits, gradients=each, seed=3)
+                        for each in ("exact", "filtered"))
+    assert client.describe_head(filtered_).spec.gradients == lossd.types.GRADIENTS["filtered"]
+    assert client.describe_head(filtered_).spec.logits == lossd.types.LOGITS[logits]
+    plain, nothing = run(exact)
+    lax, dropped = run(filtered_)
+    assert nothing == 0 < dropped
+    for head in (exact, filtered_):  # requests that say are computed as they say
+        torch.testing.assert_close(run(head, gradients="exact"), (plain, nothing))
+        torch.testing.assert_close(run(head, gradients="filtered"), (lax, dropped))
+
+
+def test_bad_logits_and_gradients_of_a_head(client):
+    with pytest.raises(lossd.InvalidArgument, match="logits is 'kept'; it must be one of stored, recomputed"):
+        client.create_head("bad", hidden_size=D, vocab_size=V, logits="kept")
+    with pytest.raises(lossd.InvalidArgument, match="gradients is 'approximate'; it must be one of exact, filtered, auto"):
+        client.create_head("bad", hidden_size=D, vocab_size=V, gradients="approximate")
 
 
 def test_auto_stays_within_its_limit(client, make_head, problem):
@@ -154,10 +171,10 @@ def test_auto_stays_within_its_limit(client, make_head, problem):
         return ours.grad, float(extras.dropped_mass)
 
     plain, none = run()
-    strict, nothing = run(algorithm="auto", filter_epsilon=0.5, max_dropped_mass=1e-9)
+    strict, nothing = run(gradients="auto", filter_epsilon=0.5, max_dropped_mass=1e-9)
     torch.testing.assert_close(strict, plain)
     assert none == nothing == 0
-    lax, dropped = run(algorithm="auto", filter_epsilon=0.5, max_dropped_mass=1.0)
+    lax, dropped = run(gradients="auto", filter_epsilon=0.5, max_dropped_mass=1.0)
     assert 0 < dropped <= 1 and not torch.allclose(lax, plain)
 
 
@@ -413,13 +430,15 @@ def test_bad_input(client, make_head, problem, change, error, text):
 def test_bad_construction(client, make_head):
     head = make_head(hidden_size=D, vocab_size=V)
     with pytest.raises(lossd.NotFound):
-        LossHead(client, "nobody")
+        LossHead(client, "missing")
     with pytest.raises(ValueError, match="perplexity"):
         LossHead(client, head, extras=("perplexity",))
     with pytest.raises(ValueError, match="filter_epsilon is 1.5"):
-        LossHead(client, head, algorithm="filtered", filter_epsilon=1.5)
+        LossHead(client, head, gradients="filtered", filter_epsilon=1.5)
     with pytest.raises(ValueError, match="rank is 2"):
         LossHead(client, head, rank=2, world_size=2)
+    with pytest.raises(TypeError, match="label_smothing"):
+        LossHead(client, head, label_smothing=0.1)
 
 
 def test_closed_client(server, make_head, problem):

@@ -55,6 +55,13 @@ def head_name(client, seed):
         client.delete_head(name)
 
 
+def test_the_head_may_recompute_its_logits(client, head_name, tokens):
+    remote = RemoteHeadCausalLM(make_model("Llama"), client, head_name, compute_dtype="fp32", logits="recomputed",
+                                gradients="auto")  # compares losses with the model's
+    assert client.describe_head(head_name).spec.logits == types.LOGITS["recomputed"]
+    assert remote.loss_head.options.gradients == "auto"
+
+
 @pytest.mark.parametrize("move_norm", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_those_of_the_model(client, head_name, tokens, case, move_norm):

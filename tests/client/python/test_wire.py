@@ -1,5 +1,6 @@
 """Framing of tensors, against protobuf's own encoding."""
 
+import grpc
 import numpy as np
 import pytest
 
@@ -38,14 +39,48 @@ def test_packed_arrays_are_those_of_protobuf(rng):
     targets = rng.integers(-100, 1000, 77).astype(np.int32)
     weights = rng.random(77).astype(np.float32)
     open_ = loss_pb2.OpenMicrobatch(head="a", step=3)
-    encoded = _wire.encode_nested(1, open_, {18: targets, 19: weights})
-    message = loss_pb2.ComputeLossRequest.FromString(encoded)
-    assert list(message.open.targets) == targets.tolist()
-    assert np.array_equal(np.array(message.open.row_weights, np.float32), weights)
-    assert message.open.head == "a" and message.open.step == 3
+    last = loss_pb2.OpenMicrobatch(retain=True, incarnation=7)
+    encoded = _wire.encode_opening("open", open_, {"targets": targets, "row_weights": weights}, last)
+    whole = loss_pb2.OpenMicrobatch(head="a", step=3, targets=targets, row_weights=weights, retain=True, incarnation=7)
+    assert encoded == loss_pb2.ComputeLossRequest(open=whole).SerializeToString()
+
+
+def test_the_payload_has_one_number_everywhere():
+    messages = [kind for file in (loss_pb2, head_pb2) for kind in file.DESCRIPTOR.message_types_by_name.values()
+                if "payload" in kind.fields_by_name]
+    assert len(messages) == 5
+    assert {kind.fields_by_name["payload"].number for kind in messages} == {_wire._PAYLOAD_FIELD}
 
 
 @pytest.mark.parametrize("data", [b"\xc2\x3e\x05abc", b"\x12", b"\xff" * 12, b"\x13", b"\x12\x02\xff\xff"])
 def test_garbage_is_the_servers_fault(data):
     with pytest.raises(errors.Internal, match="unreadable message"):
         _wire.decode(head_pb2.TensorSlice, data)
+
+
+class EndedCall(grpc.RpcError):
+    """An error as gRPC raises it, with these bytes as its details."""
+
+    def __init__(self, details: bytes) -> None:
+        self._details = details
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.INVALID_ARGUMENT
+
+    def details(self) -> str:
+        return "spec.name must be short"
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        return (("grpc-status-details-bin", self._details),)
+
+
+@pytest.mark.parametrize("broken", ["a message", "a string"])
+def test_details_that_cannot_be_read_do_not_hide_the_error(broken):
+    details = types_pb2.StatusDetails(code=3)
+    details.details.add().Pack(types_pb2.ErrorDetail(field="spec.name", value="caf!"))
+    good = details.SerializeToString()
+    assert errors.from_rpc(EndedCall(good), "here").field == "spec.name"
+    bad = good[:-3] if broken == "a message" else good.replace(b"caf!", b"caf\xc3")
+    error = errors.from_rpc(EndedCall(bad), "here")
+    assert isinstance(error, errors.InvalidArgument)
+    assert error.message == "spec.name must be short" and error.field == ""

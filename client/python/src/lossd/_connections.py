@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from lossd import errors
+from lossd import _retry, errors
 from lossd.types import RetryOptions
 from lossd.v1 import server_pb2
 
@@ -76,10 +75,9 @@ class Deadline:
     def left(self) -> float:
         return max(self._end - time.monotonic(), 0.001)
 
-    def backoff(self, retry: RetryOptions, attempt: int) -> float | None:
-        """Seconds to wait after attempt number `attempt` (1, 2, ...); None if there shall be no other one."""
-        wait = min(retry.initial_backoff * 4.0 ** min(attempt - 1, 16), retry.max_backoff) * random.uniform(0.8, 1.2)
-        return wait if attempt < retry.max_attempts and wait < self.left() else None
+    def wait_before_repeat(self, retry: RetryOptions, error: errors.LossdError, attempt: int) -> float | None:
+        """Seconds to wait after attempt number `attempt`, which ended with `error`; None: it is not repeated."""
+        return _retry.wait_before_repeat(retry, error, attempt, self.left(), _retry.jitter())
 
 
 class Connections:
@@ -145,10 +143,10 @@ class Connections:
         while True:
             try:
                 return attempt()
-            except errors.Unavailable:
-                wait = deadline.backoff(self.options.retry, number)
+            except errors.LossdError as error:
+                wait = deadline.wait_before_repeat(self.options.retry, error, number)
                 if wait is None:
-                    raise
+                    raise _retry.with_attempts(error, number) from None
             time.sleep(wait)
             number += 1
 
@@ -158,7 +156,7 @@ class Connections:
         return self._channels[index].stream_stream(method)
 
     def idle(self) -> int:
-        """How many connections are lent to nobody."""
+        """How many connections no call has."""
         with self._lock:
             return self._lent.count(0)
 

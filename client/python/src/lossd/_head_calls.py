@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from lossd import _arrays, _tensors, errors, types
 from lossd._connections import Connections, Deadline
-from lossd._head_book import HeadBook
-from lossd.types import Algorithm, DType, Norm, OptimizerState, Param, Role
+from lossd._head_cache import HeadCache
+from lossd.types import DType, Gradients, Logits, Norm, OptimizerState, Param, Role
 from lossd.v1 import head_pb2, types_pb2
 
 M = TypeVar("M", bound=Message)
@@ -29,31 +29,33 @@ class HeadCalls:
     breaks, within the timeout. The others never are.
     """
 
-    def __init__(self, connections: Connections, book: HeadBook, call_timeout: float, transfer_timeout: float) -> None:
+    def __init__(self, connections: Connections, head_cache: HeadCache, call_timeout: float, transfer_timeout: float) -> None:
         self._connections = connections
-        self._book = book
+        self._head_cache = head_cache
         self._call_timeout = call_timeout
         self._transfer_timeout = transfer_timeout
 
     def create_head(self, name: str, *, hidden_size: int, vocab_size: int, bias: bool = False,
                     class_weights: bool = False, norm: Norm = "none", norm_epsilon: float | None = None,
                     compute_dtype: DType | None = None, optimizer_state: OptimizerState = "adam",
-                    frozen: bool = False, algorithm: Algorithm | None = None, workspace_bytes: int = 0,
-                    seed: int = 0, zeros: bool = False, tensor_file: head_pb2.TensorFile | None = None,
+                    frozen: bool = False, logits: Logits = "stored", gradients: Gradients = "exact",
+                    workspace_bytes: int = 0, seed: int = 0, zeros: bool = False,
+                    tensor_file: head_pb2.TensorFile | None = None,
                     timeout: float | None = None) -> head_pb2.HeadDescription:
         """Creates a head: weights as torch.nn.Linear draws them with `seed`, or zeros, or out of a file.
 
         Args:
-          algorithm: what LossOptions.algorithm is where it is None; "cut": always, in little memory. None: "exact".
+          logits: "stored": logits stay in memory until the gradients are computed. "recomputed": they are computed
+            again, a few at a time, in little memory; for heads that fill a GPU.
+          gradients: what LossOptions.gradients is where it is None.
           workspace_bytes: the most that the head may take on the device. 0: as the server was started.
         """
         spec = head_pb2.HeadSpec(
             name=name, hidden_size=hidden_size, vocab_size=vocab_size, bias=bias, class_weights=class_weights,
             norm=types.enum_value("norm", types.NORMS, norm), norm_epsilon=norm_epsilon, frozen=frozen,
             optimizer_state=types.enum_value("optimizer_state", types.OPTIMIZER_STATES, optimizer_state),
-            workspace_bytes=workspace_bytes)
-        if algorithm is not None:
-            spec.algorithm = types.enum_value("algorithm", types.ALGORITHMS, algorithm)
+            logits=types.enum_value("logits", types.LOGITS, logits),
+            gradients=types.enum_value("gradients", types.GRADIENTS, gradients), workspace_bytes=workspace_bytes)
         if compute_dtype is not None:
             spec.compute_dtype = types.enum_value("compute_dtype", types.DTYPES, compute_dtype)
         request = head_pb2.CreateHeadRequest(spec=spec)
@@ -64,8 +66,8 @@ class HeadCalls:
         else:
             request.kaiming_uniform.seed = seed
         description = self._heads("CreateHead", request, head_pb2.HeadDescription, timeout or self._transfer_timeout)
-        self._book.learn(description)
-        self._book.forget_accumulation(name)
+        self._head_cache.learn(description)
+        self._head_cache.forget_accumulation(name)
         return description
 
     def describe_head(self, head: str, timeout: float | None = None) -> head_pb2.HeadDescription:
@@ -79,8 +81,8 @@ class HeadCalls:
     def delete_head(self, head: str, timeout: float | None = None) -> None:
         self._heads("DeleteHead", head_pb2.DeleteHeadRequest(head=head), head_pb2.DeleteHeadResponse,
                     timeout or self._call_timeout)
-        self._book.forget_facts(head)
-        self._book.forget_accumulation(head)
+        self._head_cache.forget_facts(head)
+        self._head_cache.forget_accumulation(head)
 
     def read_tensor(self, head: str, param: Param = "weight", role: Role = "value", *, dtype: DType = "fp32",
                     rows: tuple[int, int] | None = None, timeout: float | None = None) -> NDArray[Any]:
@@ -124,13 +126,17 @@ class HeadCalls:
         kind, data = _arrays.as_array("values", values, dtype)
         with self._restarts_told(head, step):
             range_, row_bytes = self._rows_for(head, param, data, rows, deadline)
-            open_ = head_pb2.OpenGradient(head=head, step=step, contribution_id=id, param=number,
-                                          dtype=types.DTYPES[kind], scale=scale, contribution_rows=range_,
-                                          incarnation=self._book.incarnation_of(head, step))
             payload = _arrays.bytes_of(data)
-            answer = self._connections.repeated(
-                lambda: _tensors.add_gradient(self._connections, open_, row_bytes, payload, deadline), deadline)
-        self._book.note_accumulation(head, step, answer.state.incarnation)
+
+            def attempt() -> head_pb2.AddGradientResponse:
+                # What other threads have accumulated meanwhile counts, too.
+                open_ = head_pb2.OpenGradient(head=head, step=step, contribution_id=id, param=number,
+                                              dtype=types.DTYPES[kind], scale=scale, contribution_rows=range_,
+                                              incarnation=self._head_cache.incarnation_of(head, step))
+                return _tensors.add_gradient(self._connections, open_, row_bytes, payload, deadline)
+
+            answer = self._connections.repeated(attempt, deadline)
+        self._head_cache.note_accumulation(head, step, answer.state.incarnation)
         return answer
 
     def grad_norm(self, head: str, step: int | None = None, timeout: float | None = None) -> float:
@@ -138,7 +144,7 @@ class HeadCalls:
         with self._restarts_told(head, step):
             answer = self._heads("GradNorm", head_pb2.GradNormRequest(head=head, step=step),
                                  head_pb2.GradNormResponse, timeout or self._call_timeout, repeat=True)
-        self._book.check_incarnation(head, answer.state.step, answer.state.incarnation)
+        self._head_cache.check_incarnation(head, answer.state.step, answer.state.incarnation)
         return float(answer.grad_norm)
 
     def apply_step(self, head: str, step: int, optimizer: types.AdamW | types.SGD, *, grad_multiplier: float = 1.0,
@@ -155,21 +161,21 @@ class HeadCalls:
         request = head_pb2.ApplyStepRequest(
             head=head, step=step, optimizer=optimizer.to_proto(), expected_microbatches=expected_microbatches,
             expected_rows=expected_rows, skip_non_finite=skip_non_finite,
-            incarnation=self._book.incarnation_of(head, step))
+            incarnation=self._head_cache.incarnation_of(head, step))
         request.optimizer.grad_multiplier = grad_multiplier
         request.optimizer.decay_vectors = decay_vectors
         with self._restarts_told(head, step):
             answer = self._heads("ApplyStep", request, head_pb2.ApplyStepResponse, timeout or self._call_timeout,
                                  repeat=True)
-        self._book.check_incarnation(head, step, answer.applied_incarnation)
-        self._book.close_step(head, step)
+        self._head_cache.check_incarnation(head, step, answer.applied_incarnation)
+        self._head_cache.close_step(head, step)
         return answer
 
     def zero_gradients(self, head: str, step: int, timeout: float | None = None) -> types_pb2.HeadState:
         """Discards the gradients of the open step and forgets its microbatches; the step stays open."""
         answer = self._heads("ZeroGradients", head_pb2.ZeroGradientsRequest(head=head, step=step),
                              head_pb2.ZeroGradientsResponse, timeout or self._call_timeout)
-        self._book.forget_accumulation(head)
+        self._head_cache.forget_accumulation(head)
         return answer.state
 
     def save_checkpoint(self, head: str, name: str = "", *, keep: int | None = None, cancel_with_call: bool = False,
@@ -208,8 +214,8 @@ class HeadCalls:
         description = self._heads(
             "LoadCheckpoint", head_pb2.LoadCheckpointRequest(checkpoint=checkpoint, head=head),
             head_pb2.HeadDescription, timeout or self._transfer_timeout)
-        self._book.learn(description)
-        self._book.forget_accumulation(description.spec.name)
+        self._head_cache.learn(description)
+        self._head_cache.forget_accumulation(description.spec.name)
         return description
 
     def _heads(self, method: str, request: Message, answer: type[M], timeout: float, *, repeat: bool = False) -> M:
@@ -219,7 +225,7 @@ class HeadCalls:
         description = self._connections.unary(
             _HEADS + "DescribeHead", head_pb2.DescribeHeadRequest(head=head), head_pb2.HeadDescription, deadline,
             repeat=True)
-        self._book.learn(description)
+        self._head_cache.learn(description)
         return description
 
     @contextlib.contextmanager
@@ -229,7 +235,7 @@ class HeadCalls:
             yield
         except errors.LossdError as error:
             if error.incarnation and step is not None:
-                self._book.check_incarnation(head, step, error.incarnation)
+                self._head_cache.check_incarnation(head, step, error.incarnation)
             raise
 
     def _range_of(self, head: str, param: Param, rows: tuple[int, int] | None,

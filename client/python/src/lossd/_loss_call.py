@@ -14,14 +14,15 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import partial
 
-from lossd import errors
+from lossd import _retry, errors
+from lossd._answer_check import AnswerCheck
 from lossd._connections import Connections, Deadline
-from lossd._head_book import HeadBook, HeadFacts
+from lossd._head_cache import HeadCache, HeadInfo
 from lossd._plan import Rows, SliceRule, make_slice_rule
 from lossd._stream import LossStream
 from lossd._work import Work
 from lossd.types import LossResult
-from lossd.v1 import head_pb2, types_pb2
+from lossd.v1 import head_pb2
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Core:
     """What the parts of one client share."""
 
     connections: Connections
-    book: HeadBook
+    head_cache: HeadCache
     pool: ThreadPoolExecutor
     describe: Callable[[str, Deadline], head_pb2.HeadDescription]
 
@@ -56,14 +57,14 @@ class LossCall:
         self._on_end = on_end
         self._deadline = Deadline(options.timeout)
         self._start = time.monotonic()
+        self._check = AnswerCheck(core.head_cache, work.head, work.step, work.accumulate)
         self._ended = threading.Event()  # failed or cancelled: nothing new is begun
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._under_way = 1  # tasks; the first is _begin
         self._streams: set[LossStream] = set()
         self._error: BaseException | None = None
-        self._state: types_pb2.HeadState | None = None
-        self._facts: HeadFacts | None = None
+        self._facts: HeadInfo | None = None
         self._fresh = False  # _facts were learnt during this call
         self._total = LossResult()
 
@@ -91,12 +92,14 @@ class LossCall:
     def _begin(self) -> None:
         if self._options.ready is not None:
             self._options.ready()
-        facts = self._core.book.facts(self._work.head)
+        facts = self._core.head_cache.facts(self._work.head)
         if facts is None or facts.hidden_size != self._work.hidden_size:
             facts = self._learn_facts()
         with self._lock:
             self._facts = facts
-        ranges = self._work.split(self._options.streams or max(1, self._core.connections.idle()))
+        connections = self._core.connections
+        ranges = self._work.split(self._options.streams or max(1, connections.idle()),
+                                  connections.options.max_message_bytes)
         with self._lock:
             self._total.streams = len(ranges)
             self._under_way += len(ranges) - 1
@@ -109,13 +112,17 @@ class LossCall:
                 raise errors.ClientClosed("this client was closed during the call") from error
         self._run_part(ranges[0])
 
-    def _learn_facts(self) -> HeadFacts:
-        description = self._core.describe(self._work.head, self._deadline)
+    def _learn_facts(self) -> HeadInfo:
+        try:
+            description = self._core.describe(self._work.head, self._deadline)
+        except errors.LossdError as error:
+            self._check.interpret(error)
+            raise
         if description.spec.hidden_size != self._work.hidden_size:
             raise errors.InvalidArgument(
                 f'hidden: a row has {self._work.hidden_size} elements, but head "{self._work.head}" has '
                 f"{description.spec.hidden_size}")
-        return self._core.book.learn(description)
+        return self._core.head_cache.learn(description)
 
     def _run_part(self, rows: Rows) -> None:
         """One stream until it has succeeded or may not be repeated."""
@@ -126,25 +133,25 @@ class LossCall:
                 with self._core.connections.lend() as channel:
                     return self._run_stream(channel, rows, rule)
             except errors.Unavailable as error:
-                self._interpret(error)
-                wait = self._deadline.backoff(self._core.connections.options.retry, attempt)
+                self._check.interpret(error)
+                wait = self._deadline.wait_before_repeat(self._core.connections.options.retry, error, attempt)
                 if wait is None:
-                    raise _with_attempts(error, attempt) from None
+                    raise _retry.with_attempts(error, attempt) from None
                 self._ended.wait(wait)
-                attempt += 1
             except (errors.InvalidArgument, errors.ResourceExhausted) as error:
-                self._interpret(error)
+                self._check.interpret(error)
                 if not self._may_cut_otherwise(rule):
                     raise
             except errors.LossdError as error:
-                self._interpret(error)
+                self._check.interpret(error)
                 raise
+            attempt += 1
             with self._lock:
                 self._total.repeats += 1
 
     def _run_stream(self, channel: int, rows: Rows, rule: SliceRule) -> None:
-        plan = self._work.plan(rows, rule, self._known_incarnation())
-        stream = LossStream(self._core.connections, channel, self._work, plan, self._accept)
+        plan = self._work.plan(rows, rule, self._check.known_incarnation())
+        stream = LossStream(self._core.connections, channel, self._work, plan, self._check.accept)
         with self._lock:
             self._streams.add(stream)
         try:
@@ -161,16 +168,6 @@ class LossCall:
 
     # ---- what the server says ----
 
-    def _known_incarnation(self) -> int | None:
-        """The server process that must answer: it has rows of the step, or has answered this call before."""
-        work = self._work
-        if work.accumulate and work.step is not None:
-            accumulated = self._core.book.incarnation_of(work.head, work.step)
-            if accumulated is not None:
-                return accumulated
-        with self._lock:
-            return self._state.incarnation if self._state is not None else None
-
     def _rule(self) -> SliceRule:
         with self._lock:
             assert self._facts is not None
@@ -186,38 +183,6 @@ class LossCall:
                 self._facts, self._fresh = facts, True
         now = self._rule()
         return now.max_rows < rule.max_rows or now.row_grid != rule.row_grid
-
-    def _accept(self, state: types_pb2.HeadState) -> None:
-        if state.incarnation == 0:
-            raise errors.server_sent("incarnation 0")
-        work = self._work
-        if work.accumulate and work.step is not None:
-            if state.step != work.step:
-                raise errors.server_sent(f"step {state.step} in answer to step {work.step}")
-            self._core.book.note_accumulation(work.head, state.step, state.incarnation)
-        with self._lock:
-            if self._state is None:
-                self._state = state
-            before = self._state
-        if before.incarnation != state.incarnation:
-            raise errors.restarted(
-                work.head, before.incarnation, state.incarnation, work.step if work.accumulate else None)
-        if before.step != state.step:
-            raise errors.Aborted(
-                f'head "{work.head}" moved from step {before.step} to step {state.step} during the call')
-
-    def _interpret(self, error: errors.LossdError) -> None:
-        """Raises Restarted if the error came from another server process than before."""
-        if error.incarnation == 0:
-            return
-        work = self._work
-        if work.accumulate and work.step is not None:
-            self._core.book.check_incarnation(work.head, work.step, error.incarnation)
-        with self._lock:
-            before = self._state
-        if before is not None and before.incarnation != error.incarnation:
-            raise errors.restarted(
-                work.head, before.incarnation, error.incarnation, work.step if work.accumulate else None)
 
     # ---- the end ----
 
@@ -245,13 +210,6 @@ class LossCall:
         total.rows = self._work.outputs.rows
         total.wall_seconds = time.monotonic() - self._start
         self.future.set_result(total)
-
-
-def _with_attempts(error: errors.Unavailable, attempts: int) -> errors.Unavailable:
-    if attempts > 1:
-        error.message += f"; tried {attempts} times"
-        error.args = (error.message,)
-    return error
 
 
 class PendingLoss:

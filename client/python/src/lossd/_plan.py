@@ -56,7 +56,7 @@ class SliceRule:
     row_grid: int = 0  # 0: no rule; else no slice has rows on both sides of a multiple of it
 
 
-def cut_slices(valid: NDArray[np.bool_], rows: Rows, rule: SliceRule) -> list[Rows]:
+def divide_into_slices(valid: NDArray[np.bool_], rows: Rows, rule: SliceRule) -> list[Rows]:
     """Cuts the valid rows of a range into slices, ascending.
 
     Slices start and end with a valid row; long runs of ignored rows are in none.
@@ -97,7 +97,7 @@ def unsent(rows: Rows, slices: list[Rows]) -> list[Rows]:
     return [Rows(begin, end) for begin, end in zip(edges[::2], edges[1::2]) if end > begin]
 
 
-class SliceBook:
+class AnswerTracker:
     """Which rows of a call have been answered; finds answers that do not belong to it.
 
     With `slices`, answers must be exactly these; without, the server cuts: any disjoint rows of the range.
@@ -110,12 +110,14 @@ class SliceBook:
         self.answered_rows = 0
 
     def take(self, rows: Rows) -> None:
-        if rows.begin >= rows.end or rows.begin < self._range.begin or rows.end > self._range.end:
-            raise errors.server_sent(f"results of {rows}, which are not in this call")
         if self._open is not None:
             if rows not in self._open:
-                raise errors.server_sent(f"results of {rows}, which are no open slice of this call")
+                again = rows in self._answered
+                raise errors.server_sent(f"results of {rows}" + (
+                    " twice" if again else ", which are no slice of this call"))
             self._open.remove(rows)
+        elif rows.begin >= rows.end or rows.begin < self._range.begin or rows.end > self._range.end:
+            raise errors.server_sent(f"results of {rows}, which are not in this call")
         elif any(rows.begin < other.end and other.begin < rows.end for other in self._answered):
             raise errors.server_sent(f"results of {rows} twice")
         self._answered.append(rows)

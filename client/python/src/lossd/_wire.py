@@ -1,24 +1,46 @@
-"""Messages whose tensor is no part of them: framing of field 1000 without a copy through protobuf.
+"""Messages whose tensor is no part of them: framing of their payload without a copy through protobuf.
 
-A message that carries a tensor has it in `payload`, field 1000, last on the wire. Writing joins the small fields and
+A message that carries a tensor has it in the field `payload`, last on the wire. Writing joins the small fields and
 the tensor's memory once; reading returns a view of what gRPC delivered.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 from numpy.typing import NDArray
 
 from lossd import errors
+from lossd.v1 import loss_pb2
 
 M = TypeVar("M", bound=Message)
 
-_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
-_PAYLOAD_FIELD = 1000
+# Wire types.
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _GROUP_START, _GROUP_END, _FIXED32 = range(6)
+# Most bytes of a tag and of a length, and of any number.
+_TAG_BYTES, _NUMBER_BYTES = 5, 10
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _tag(kind: type[Message], field: str) -> bytes:
+    """Of a field with bytes, a message or packed numbers."""
+    return _varint(kind.DESCRIPTOR.fields_by_name[field].number << 3 | _LENGTH_DELIMITED)
+
+
+_PAYLOAD_FIELD = loss_pb2.ComputeLossRequest.DESCRIPTOR.fields_by_name["payload"].number
+_PAYLOAD_TAG = _tag(loss_pb2.ComputeLossRequest, "payload")
 
 _KEPT_BYTES = 31 << 20
 
@@ -32,22 +54,9 @@ def keep_freed_memory() -> None:
     """Lets messages reuse memory whose pages are there already; page faults cost more than the copies.
 
     glibc returns freed memory to the system when more is free than twice the largest block that it ever gave back by
-    itself, of up to 32 MiB: so it is shown one, which nobody touches. With other allocators this does nothing.
+    itself, of up to 32 MiB: so it is shown one, which no code touches. With other allocators this does nothing.
     """
     bytes(_KEPT_BYTES)
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def _head(field: int, size: int) -> bytes:
-    return _varint(field << 3 | _LENGTH_DELIMITED) + _varint(size)
 
 
 def encode(message: Message, payload: memoryview | None = None) -> bytes:
@@ -55,13 +64,13 @@ def encode(message: Message, payload: memoryview | None = None) -> bytes:
     fields = message.SerializeToString()
     if payload is None or payload.nbytes == 0:
         return fields
-    return _join(fields + _head(_PAYLOAD_FIELD, payload.nbytes), payload)
+    return _join(fields + _PAYLOAD_TAG + _varint(payload.nbytes), payload)
 
 
 def _join(head: bytes, payload: memoryview) -> bytes:
     """b"".join((head, payload)), but copies without the interpreter's lock, as memmove of ctypes does.
 
-    A bytes object made without contents may be filled as long as nobody else has seen it, says Python's C API.
+    A bytes object made without contents may be filled as long as no other code has seen it, says Python's C API.
     """
     joined: bytes = _new_bytes(None, len(head) + payload.nbytes)
     address = _address_of(joined)
@@ -70,28 +79,42 @@ def _join(head: bytes, payload: memoryview) -> bytes:
     return joined
 
 
-def encode_nested(field: int, message: Message, arrays: dict[int, NDArray[np.generic]]) -> bytes:
-    """A message whose only field is `message`, which gets packed arrays of four-byte elements beside its own fields."""
-    parts: list[bytes | memoryview] = [message.SerializeToString()]
-    for number, array in arrays.items():
+def encode_opening(kind: str, first: M, arrays: Mapping[str, NDArray[Any]], last: M) -> bytes:
+    """A ComputeLossRequest whose field `kind` has the fields of `first`, the arrays by name, and those of `last`.
+
+    They are in the order of their numbers, as protobuf writes them. Elements of arrays have four bytes each.
+    """
+    parts: list[bytes | memoryview] = [first.SerializeToString()]
+    for name, array in arrays.items():
         if array.size:
-            parts += (_head(number, array.nbytes), np.ascontiguousarray(array).view(np.uint8).data)
-    return b"".join((_head(field, sum(len(part) for part in parts)), *parts))
+            parts += (_tag(type(first), name) + _varint(array.nbytes), np.ascontiguousarray(array).view(np.uint8).data)
+    parts.append(last.SerializeToString())
+    size = sum(len(part) for part in parts)
+    return b"".join((_tag(loss_pb2.ComputeLossRequest, kind) + _varint(size), *parts))
 
 
 def decode(kind: type[M], data: bytes) -> tuple[M, memoryview]:
-    """The message's small fields, and a view of its tensor (empty if it has none). Fields may come in any order."""
+    """The message's small fields, and a view of its tensor (empty if it has none).
+
+    Fields may come in any order, and of several tensors the last one counts, as in protobuf; where the tensor is not
+    simply last, protobuf copies it.
+    """
     try:
-        begin, start, end = _find_payload(data)
-        view = memoryview(data)
-        if begin == end:
-            return kind.FromString(data), view[:0]
-        return kind.FromString(data[:begin] + data[end:]), view[start:end]
+        last = _find_last_payload(data)
+        if last is not None:
+            begin, start = last
+            return kind.FromString(data[:begin]), memoryview(data)[start:]
+        message = kind.FromString(data)
     except (DecodeError, IndexError) as error:
         raise errors.server_sent(f"an unreadable message: {error}") from None
+    payload = b""
+    if "payload" in kind.DESCRIPTOR.fields_by_name:
+        payload = message.payload  # type: ignore[attr-defined]
+        message.ClearField("payload")
+    return message, memoryview(payload)
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes, at: int, most: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         byte = data[at]
@@ -100,28 +123,44 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at
         shift += 7
-        if shift > 63:
-            raise DecodeError("a varint of more than ten bytes")
+        if shift == 7 * most:
+            raise DecodeError(f"a number of more than {most} bytes")
 
 
-def _find_payload(data: bytes) -> tuple[int, int, int]:
-    """Where the payload's field begins, its bytes start and end; three times len(data) if there is none."""
-    at = 0
-    while at < len(data):
+def _find_last_payload(data: bytes) -> tuple[int, int] | None:
+    """Where the payload's field begins and its bytes start, if it is there once and last; twice the end without one.
+
+    None if it lies otherwise. DecodeError or IndexError if the bytes are no sequence of fields.
+    """
+    at = groups = 0
+    end = len(data)
+    found: tuple[int, int] | None = (end, end)
+    while at < end:
         begin = at
-        tag, at = _read_varint(data, at)
+        tag = data[at]
+        at += 1
+        if tag >= 0x80:
+            tag, at = _read_varint(data, begin, _TAG_BYTES)
         kind = tag & 7
         if kind == _LENGTH_DELIMITED:
-            size, start = _read_varint(data, at)
+            size, start = _read_varint(data, at, _TAG_BYTES)
             at = start + size
-            if at > len(data):
+            if at > end:
                 raise DecodeError(f"field {tag >> 3} of {size} bytes goes beyond the message")
-            if tag >> 3 == _PAYLOAD_FIELD:
-                return begin, start, at
+            if tag >> 3 == _PAYLOAD_FIELD and groups == 0:
+                found = (begin, start) if at == end and found == (end, end) else None
         elif kind == _VARINT:
-            _, at = _read_varint(data, at)
-        elif kind in (_FIXED64, _FIXED32):
-            at += 8 if kind == _FIXED64 else 4
+            _, at = _read_varint(data, at, _NUMBER_BYTES)
+        elif kind == _FIXED64:
+            at += 8
+        elif kind == _FIXED32:
+            at += 4
+        elif kind == _GROUP_START:
+            groups += 1
+        elif kind == _GROUP_END:
+            groups -= 1
+            if groups < 0:
+                raise DecodeError(f"group {tag >> 3} ends and has not begun")
         else:
             raise DecodeError(f"field {tag >> 3} has wire type {kind}")
-    return len(data), len(data), len(data)
+    return found

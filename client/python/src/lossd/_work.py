@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossd import _wire, errors
-from lossd._plan import Rows, SliceRule, cut_slices, split_ranges, unsent
+from lossd._plan import Rows, SliceRule, divide_into_slices, split_ranges, unsent
 from lossd.types import LossOptions, LossResult, Reduction, RowOutput
 from lossd.v1 import loss_pb2, types_pb2
 
@@ -23,6 +23,11 @@ _OPEN_OVERHEAD = 64 << 10  # room for their small fields
 _MAX_ROWS = 2**31 - 1
 
 _IGNORED: dict[RowOutput, int] = {"loss": 0, "lse": 0, "entropy": 0, "logprob": 0, "argmax": -1}
+
+
+def _rows_per_stream(max_message_bytes: int, bytes_per_row: int) -> int:
+    open_bytes = min(max(max_message_bytes, _OPEN_OVERHEAD + 1024), _MAX_OPEN_BYTES)
+    return (open_bytes - _OPEN_OVERHEAD) // bytes_per_row
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,8 @@ class Work(ABC):
         self.hidden: memoryview | None = None  # bytes of [N, D]; None: no slices are sent
 
     @abstractmethod
-    def split(self, streams: int) -> list[Rows]:
-        """Ranges for about so many streams."""
+    def split(self, streams: int, max_message_bytes: int) -> list[Rows]:
+        """Ranges for about so many streams, whose first messages stay below `max_message_bytes` and below 4 MiB."""
 
     @abstractmethod
     def plan(self, rows: Rows, rule: SliceRule, incarnation: int | None) -> StreamPlan:
@@ -134,23 +139,24 @@ class ForwardWork(Work):
         if deferred and (self.accumulate or self.outputs.grad_hidden is not None):
             raise errors.InvalidArgument("with reduction='none' gradients come by backward(), after retain=True")
 
-    def split(self, streams: int) -> list[Rows]:
-        return split_ranges(self._valid, streams, (_MAX_OPEN_BYTES - _OPEN_OVERHEAD) // 8)
+    def split(self, streams: int, max_message_bytes: int) -> list[Rows]:
+        return split_ranges(self._valid, streams, _rows_per_stream(max_message_bytes, 8))  # target, row weight
 
     def plan(self, rows: Rows, rule: SliceRule, incarnation: int | None) -> StreamPlan:
-        slices = cut_slices(self._valid, rows, rule)
+        slices = divide_into_slices(self._valid, rows, rule)
         for piece in unsent(rows, slices):
             self.outputs.fill_ignored(piece, self.row_bytes)
-        arrays: dict[int, NDArray[Any]] = {18: self._targets[rows.begin:rows.end]}
+        arrays: dict[str, NDArray[Any]] = {"targets": self._targets[rows.begin:rows.end]}
         if self._row_weights is not None:
-            arrays[19] = self._row_weights[rows.begin:rows.end]
-        return StreamPlan(_wire.encode_nested(1, self._open(rows, incarnation), arrays), rows, slices)
+            arrays["row_weights"] = self._row_weights[rows.begin:rows.end]
+        last = loss_pb2.OpenMicrobatch(retain=self._retain, incarnation=incarnation)
+        return StreamPlan(_wire.encode_opening("open", self._open(rows), arrays, last), rows, slices)
 
     def _normalizer(self) -> float:
         return float(self._valid_rows) if self._scale.normalizer is None else self._scale.normalizer
 
-    def _open(self, rows: Rows, incarnation: int | None) -> loss_pb2.OpenMicrobatch:
-        """All but targets and row weights."""
+    def _open(self, rows: Rows) -> loss_pb2.OpenMicrobatch:
+        """The fields before the targets."""
         mean = self._scale.reduction == "mean"
         want = self.outputs.rows
         return loss_pb2.OpenMicrobatch(
@@ -160,8 +166,7 @@ class ForwardWork(Work):
             normalizer=self._normalizer() if mean else None, grad_output=self._scale.grad_output,
             want_grad_hidden=self.outputs.grad_hidden is not None, accumulate_gradients=self.accumulate,
             want_row_loss="loss" in want, want_row_lse="lse" in want, want_row_entropy="entropy" in want,
-            want_row_logprob="logprob" in want, want_row_argmax="argmax" in want, retain=self._retain,
-            incarnation=incarnation)
+            want_row_logprob="logprob" in want, want_row_argmax="argmax" in want)
 
     def conclude(self, total: LossResult) -> None:
         if total.valid_rows != self._valid_rows:
@@ -179,28 +184,27 @@ class BackwardWork(Work):
                          hidden_size=hidden_size, element_size=element_size, outputs=outputs)
         if self.rows == 0:
             raise errors.InvalidArgument("grad_loss is empty")
-        self._gradients = {7: grad_loss}
-        for number, name, values in ((8, "grad_lse", grad_lse), (9, "grad_entropy", grad_entropy)):
+        self._gradients = {"grad_loss": grad_loss}
+        for name, values in (("grad_lse", grad_lse), ("grad_entropy", grad_entropy)):
             if values is None:
                 continue
             if len(values) != self.rows:
                 raise errors.InvalidArgument(f"{name} has {len(values)} entries for {self.rows} rows")
-            self._gradients[number] = values
+            self._gradients[name] = values
 
-    def split(self, streams: int) -> list[Rows]:
+    def split(self, streams: int, max_message_bytes: int) -> list[Rows]:
         # No row is known to be ignored.
-        return split_ranges(np.ones(self.rows, np.bool_), streams, (_MAX_OPEN_BYTES - _OPEN_OVERHEAD) // 12)
+        return split_ranges(np.ones(self.rows, np.bool_), streams, _rows_per_stream(max_message_bytes, 12))
 
     def plan(self, rows: Rows, rule: SliceRule, incarnation: int | None) -> StreamPlan:
         self.outputs.fill_ignored(rows, self.row_bytes)
         open_ = loss_pb2.OpenBackward(
             head=self.head, step=self.step, microbatch_id=self.id,
             rows=types_pb2.RowRange(begin=rows.begin, end=rows.end),
-            want_grad_hidden=self.outputs.grad_hidden is not None, accumulate_gradients=self.accumulate,
-            incarnation=incarnation)
-        arrays: dict[int, NDArray[Any]] = {
-            number: values[rows.begin:rows.end] for number, values in self._gradients.items()}
-        return StreamPlan(_wire.encode_nested(3, open_, arrays), rows, None)
+            want_grad_hidden=self.outputs.grad_hidden is not None, accumulate_gradients=self.accumulate)
+        arrays = {name: values[rows.begin:rows.end] for name, values in self._gradients.items()}
+        last = loss_pb2.OpenBackward(incarnation=incarnation)
+        return StreamPlan(_wire.encode_opening("backward", open_, arrays, last), rows, None)
 
     def conclude(self, total: LossResult) -> None:
         total.loss = total.loss_sum

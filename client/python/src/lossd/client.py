@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from lossd import _arrays, _wire, errors, types
 from lossd._connections import ConnectionOptions, Connections, Deadline
-from lossd._head_book import HeadBook
+from lossd._head_cache import HeadCache
 from lossd._head_calls import HeadCalls
 from lossd._loss_call import CallOptions, Core, LossCall, PendingLoss
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
@@ -65,10 +65,10 @@ class Client(HeadCalls):
         _wire.keep_freed_memory()
         connections = Connections(ConnectionOptions(
             target, channels, connect_timeout, wait_for_server, max_message_bytes, dead_peer_timeout, retry))
-        super().__init__(connections, HeadBook(expected_incarnation), call_timeout, transfer_timeout)
+        super().__init__(connections, HeadCache(expected_incarnation), call_timeout, transfer_timeout)
         self._loss_timeout = loss_timeout
         self._pool = ThreadPoolExecutor(channels * _STREAM_THREADS, thread_name_prefix="lossd")
-        self._core = Core(self._connections, self._book, self._pool, self._describe)
+        self._core = Core(self._connections, self._head_cache, self._pool, self._describe)
         self._pending_slots = threading.BoundedSemaphore(max_pending)
         self._lock = threading.Lock()
         self._pending: set[LossCall] = set()  # guarded by _lock
@@ -189,7 +189,7 @@ class Client(HeadCalls):
             grad_lse=_arrays.as_floats("grad_lse", grad_lse),
             grad_entropy=_arrays.as_floats("grad_entropy", grad_entropy),
             outputs=Outputs(None if gradient is None else _arrays.bytes_of(gradient)))
-        return self._start(work, gradient, streams, _SLICE_BYTES, timeout, None)
+        return self._start(work, gradient, streams, 1, timeout, None)  # no slices are sent
 
     def release_microbatch(self, head: str, id: int, timeout: float | None = None) -> bool:
         """Lets go of retained rows. False if there were none."""
@@ -202,7 +202,7 @@ class Client(HeadCalls):
 
         Not needed after load_checkpoint, create_head, delete_head or zero_gradients of this client on the head.
         """
-        self._book.forget_accumulation(head)
+        self._head_cache.forget_accumulation(head)
 
     # ---- Server ----
 

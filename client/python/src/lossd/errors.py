@@ -7,6 +7,7 @@ Every exception is a LossdError. Where Python has a class for the same thing, ou
 from __future__ import annotations
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from lossd.v1 import types_pb2
 
@@ -130,22 +131,28 @@ def from_rpc(error: grpc.RpcError, target: str) -> LossdError:
 
 
 def _detail(error: grpc.RpcError) -> types_pb2.ErrorDetail | None:
+    """The detail that the server sent; None if there is none or it cannot be read."""
     for key, value in error.trailing_metadata() or ():
         if key != _DETAILS_KEY:
             continue
         detail = types_pb2.ErrorDetail()
-        for packed in types_pb2.StatusDetails.FromString(value).details:
-            if packed.Unpack(detail):
-                return detail
+        try:
+            for packed in types_pb2.StatusDetails.FromString(value).details:
+                if packed.Unpack(detail):
+                    return detail
+        except DecodeError:
+            return None
     return None
 
 
 def restarted(head: str | None, before: int, now: int, step: int | None) -> Restarted:
     """`head` None: none is known."""
-    message = f"server restarted (incarnation {before:016x} -> {now:016x})"
-    if head is not None:
+    if head is None:
+        consequence = "gradients of open steps are lost: restore the heads or repeat the steps"
+    else:
         lost = "its weights may have changed" if step is None else f"gradients of step {step} are lost"
-        message += f'; {lost}: restore head "{head}" or repeat the step'
+        consequence = f'{lost}: restore head "{head}" or repeat the step'
+    message = f"server restarted (incarnation {before:016x} -> {now:016x}); {consequence}"
     return Restarted(message, types_pb2.ErrorDetail(incarnation=now))
 
 

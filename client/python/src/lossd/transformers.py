@@ -32,7 +32,8 @@ class RemoteHeadCausalLM(torch.nn.Module):
     def __init__(self, model: Any, client: lossd.Client, name: str, *, move_norm: bool = False,
                  tied: Literal["refuse", "part", "share"] = "refuse",
                  compute_dtype: lossd.types.DType | None = None,
-                 optimizer_state: lossd.types.OptimizerState = "adam", verify: bool = True, **options: Any) -> None:
+                 optimizer_state: lossd.types.OptimizerState = "adam", logits: lossd.types.Logits = "stored",
+                 verify: bool = True, **options: Any) -> None:
         """
         Args:
           move_norm: the final norm goes to the server too.
@@ -41,6 +42,7 @@ class RemoteHeadCausalLM(torch.nn.Module):
             the server trains; see `tied` of this object (lossd.torch.TiedEmbedding), and leave the embeddings out of
             the trainer's optimizer.
           compute_dtype: of the head's matrix products; the server's choice (bf16 on a GPU) if None.
+          logits: as Client.create_head.
           verify: compare the losses of a few random tokens before and after; ValueError if they differ, which says
             that the model makes its logits in a way that this class does not know.
           options: of LossHead.
@@ -62,7 +64,7 @@ class RemoteHeadCausalLM(torch.nn.Module):
         client.create_head(
             name, hidden_size=hidden_size, vocab_size=vocab_size, bias=layer.bias is not None, zeros=True,
             norm=norm.kind if norm else "none", norm_epsilon=norm.epsilon if norm else None,
-            compute_dtype=compute_dtype, optimizer_state=optimizer_state)
+            compute_dtype=compute_dtype, optimizer_state=optimizer_state, logits=logits)
         client.write_tensor(name, "weight", _values(layer.weight))
         if layer.bias is not None:
             client.write_tensor(name, "bias", _values(layer.bias))

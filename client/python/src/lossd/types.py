@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +15,8 @@ from lossd.v1 import head_pb2, loss_pb2, types_pb2
 
 DType = Literal["fp32", "fp16", "bf16"]
 Reduction = Literal["sum", "mean", "none"]
-Algorithm = Literal["exact", "filtered", "auto", "cut"]
+Logits = Literal["stored", "recomputed"]
+Gradients = Literal["exact", "filtered", "auto"]
 Param = Literal["weight", "bias", "norm_gain", "norm_shift", "class_weights"]
 Role = Literal["value", "gradient", "moment1", "moment2"]
 Norm = Literal["none", "layernorm", "rmsnorm"]
@@ -28,9 +29,10 @@ DTYPES: Mapping[str, types_pb2.DType] = {
     "fp32": types_pb2.DTYPE_FP32, "fp16": types_pb2.DTYPE_FP16, "bf16": types_pb2.DTYPE_BF16}
 REDUCTIONS: Mapping[str, loss_pb2.Reduction] = {
     "sum": loss_pb2.REDUCTION_SUM, "mean": loss_pb2.REDUCTION_MEAN, "none": loss_pb2.REDUCTION_NONE}
-ALGORITHMS: Mapping[str, loss_pb2.Algorithm] = {
-    "exact": loss_pb2.ALGORITHM_EXACT, "filtered": loss_pb2.ALGORITHM_FILTERED, "auto": loss_pb2.ALGORITHM_AUTO,
-    "cut": loss_pb2.ALGORITHM_CUT}
+LOGITS: Mapping[str, head_pb2.Logits] = {
+    "stored": head_pb2.LOGITS_STORED, "recomputed": head_pb2.LOGITS_RECOMPUTED}
+GRADIENTS: Mapping[str, loss_pb2.Gradients] = {
+    "exact": loss_pb2.GRADIENTS_EXACT, "filtered": loss_pb2.GRADIENTS_FILTERED, "auto": loss_pb2.GRADIENTS_AUTO}
 PARAMS: Mapping[str, head_pb2.Param] = {
     "weight": head_pb2.PARAM_WEIGHT, "bias": head_pb2.PARAM_BIAS, "norm_gain": head_pb2.PARAM_NORM_GAIN,
     "norm_shift": head_pb2.PARAM_NORM_SHIFT, "class_weights": head_pb2.PARAM_CLASS_WEIGHTS}
@@ -64,13 +66,15 @@ class LossOptions:
 
     ignore_index: int = -100
     label_smoothing: float = 0.0  # in [0, 1]
-    z_loss: float = 0.0  # weight of lse^2; >= 0
-    softcap: float = 0.0  # 0: none; otherwise > 0
-    logit_scale: float = 1.0  # 1 / temperature; finite and not 0
+    z_loss: float = 0.0  # weight of lse^2, which is added to every row's loss; >= 0
+    softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none; otherwise > 0
+    logit_scale: float = 1.0  # multiplies the logits before the softcap (1 / temperature); finite and not 0
     use_class_weights: bool = False  # the head must have them
     # Losses and results per row do not depend on what follows ("Filtered gradients" in docs/math.md).
-    algorithm: Algorithm | None = None  # None: as the head says, exact unless it was created for another
-    # filtered, auto, cut: smaller probabilities add nothing to gradients; in [0, 1). None: 2^-12, for cut 0.
+    # "exact"; "filtered": without small probabilities, save the target's; "auto": filtered where that leaves out little.
+    # None: as the head was created with, which is exact unless it was said.
+    gradients: Gradients | None = None
+    # filtered, auto: smaller probabilities add nothing to gradients; in [0, 1). None: 2^-12.
     filter_epsilon: float | None = None
     # auto: the probability per valid row that may be left out, on average over rows computed together; with more of it
     # they are computed exactly. In [0, 1].
@@ -82,18 +86,18 @@ class LossOptions:
         _check("softcap", self.softcap, "finite and not negative", 0 <= self.softcap < math.inf)
         _check("logit_scale", self.logit_scale, "finite and not 0",
                math.isfinite(self.logit_scale) and self.logit_scale != 0)
-        if self.algorithm is not None:
-            enum_value("algorithm", ALGORITHMS, self.algorithm)
+        if self.gradients is not None:
+            enum_value("gradients", GRADIENTS, self.gradients)
         if self.filter_epsilon is not None:
             _check("filter_epsilon", self.filter_epsilon, "in [0, 1)", 0 <= self.filter_epsilon < 1)
         _check("max_dropped_mass", self.max_dropped_mass, "in [0, 1]", 0 <= self.max_dropped_mass <= 1)
 
     def to_proto(self) -> loss_pb2.LossOptions:
-        return loss_pb2.LossOptions(
-            ignore_index=self.ignore_index, label_smoothing=self.label_smoothing, z_loss=self.z_loss,
-            softcap=self.softcap, logit_scale=self.logit_scale, use_class_weights=self.use_class_weights,
-            algorithm=None if self.algorithm is None else ALGORITHMS[self.algorithm],
-            filter_epsilon=self.filter_epsilon, max_dropped_mass=self.max_dropped_mass)
+        """Each field under its own name; None is absent."""
+        values: dict[str, Any] = {option.name: getattr(self, option.name) for option in fields(self)}
+        if self.gradients is not None:
+            values["gradients"] = GRADIENTS[self.gradients]
+        return loss_pb2.LossOptions(**values)
 
 
 def _check(field_name: str, value: float, rule: str, holds: bool) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import lossd
 from lossd.torch import _memory
-from lossd.torch._step_book import StepBook
+from lossd.torch._step_tracker import StepTracker
 from lossd.types import DType, LossResult, Reduction, RowOutput
 
 Extra = Literal["z_loss", "accuracy", "dropped_mass", "lse", "entropy", "logprob", "argmax"]
@@ -50,7 +50,7 @@ class Module(Protocol):
     shift: bool
     deferred: bool
     extras: tuple[Extra, ...]
-    steps: StepBook
+    steps: StepTracker
     transport: dict[str, Any]  # arguments of Client.compute_loss_async
 
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 import lossd
 from lossd.torch import _memory
 from lossd.torch._job import EXTRAS, Extra, Job, LossOutput
-from lossd.torch._step_book import StepBook
-from lossd.types import Algorithm, Reduction
+from lossd.torch._step_tracker import StepTracker
+from lossd.types import Reduction
 
 
 class LossHead(torch.nn.Module):
@@ -40,26 +40,16 @@ class LossHead(torch.nn.Module):
     """
 
     def __init__(
-            self, client: lossd.Client, head: str, *, reduction: Reduction = "mean", ignore_index: int = -100,
-            label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0, logit_scale: float = 1.0,
-            class_weights: bool = False, algorithm: Algorithm | None = None, filter_epsilon: float | None = None,
-            max_dropped_mass: float = 0.05, shift: bool = False, normalizer: float | None = None,
-            grad_output: float = 1.0, deferred: bool = False, train_head: bool = True, extras: Iterable[Extra] = (),
-            rank: int = 0, world_size: int = 1, streams: int | None = None, slice_bytes: int = 2 << 20,
-            timeout: float | None = None) -> None:
+            self, client: lossd.Client, head: str, *, reduction: Reduction = "mean", class_weights: bool = False,
+            shift: bool = False, normalizer: float | None = None, grad_output: float = 1.0, deferred: bool = False,
+            train_head: bool = True, extras: Iterable[Extra] = (), rank: int = 0, world_size: int = 1,
+            streams: int | None = None, slice_bytes: int = 2 << 20, timeout: float | None = None,
+            **loss: Any) -> None:
         """
         Args:
           head: the head's name on the server.
-          reduction, ignore_index, label_smoothing: as torch.nn.functional.cross_entropy.
-          z_loss: weight of lse^2, added to every row's loss.
-          softcap: logits become softcap * tanh(logits / softcap); 0: none.
-          logit_scale: multiplies the logits before the softcap.
+          reduction: as torch.nn.functional.cross_entropy.
           class_weights: use the head's class weights (Client.write_tensor sets them).
-          algorithm: how gradients are computed: "exact"; "filtered": without probabilities below `filter_epsilon`,
-            save the target's; "auto": filtered where that leaves out at most `max_dropped_mass` per valid row, else
-            exact; None: as the head was created for. The loss is the same.
-          filter_epsilon: in [0, 1). None: 2^-12, for a head created for "cut" 0.
-          max_dropped_mass: in [0, 1].
           shift: hidden states of position i predict targets of position i + 1 of the last dimension.
           normalizer: what a mean divides by. None: the number (with class weights: weight) of valid targets of the
             microbatch. For means over several microbatches or trainers give the number of the whole batch.
@@ -69,15 +59,14 @@ class LossHead(torch.nn.Module):
           extras: what forward returns besides the loss; then it returns (loss, LossExtras).
           rank, world_size: of this trainer among those that feed the head; each counts its microbatches apart.
           streams, slice_bytes, timeout: as lossd.Client.compute_loss_async.
+          loss: the other fields of lossd.LossOptions, which describes them: ignore_index and label_smoothing as
+            torch.nn.functional.cross_entropy has them, z_loss, softcap, logit_scale, gradients and so on.
         """
         super().__init__()
         self.client = client
         self.head_name = head
         self.reduction: Reduction = reduction
-        self.options = lossd.LossOptions(
-            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
-            logit_scale=logit_scale, use_class_weights=class_weights, algorithm=algorithm,
-            filter_epsilon=filter_epsilon, max_dropped_mass=max_dropped_mass)
+        self.options = lossd.LossOptions(use_class_weights=class_weights, **loss)
         self.shift = shift
         self.normalizer = normalizer
         self.grad_output = grad_output
@@ -91,7 +80,7 @@ class LossHead(torch.nn.Module):
         self.hidden_size: int = description.spec.hidden_size
         self.vocab_size: int = description.spec.vocab_size
         self.train_head = train_head and not description.spec.frozen
-        self.steps = StepBook(description.state.step, rank, world_size)
+        self.steps = StepTracker(description.state.step, rank, world_size)
         self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
         self._class_weights: NDArray[Any] | None = None
 

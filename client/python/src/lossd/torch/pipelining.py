@@ -47,7 +47,7 @@ def _is_probe() -> bool:
 
     Before its first step a schedule whose stages were made without example arguments calls the loss once with memory
     that holds anything, to see the shape of the gradient. Those rows must not reach the server, and only the caller's
-    name tells them. Should the name change, the step has one microbatch too many and is refused (StepBook.group).
+    name tells them. Should the name change, the step has one microbatch too many and is refused (StepTracker.group).
     """
     frame = inspect.currentframe()
     while frame is not None:

@@ -10,26 +10,26 @@ from lossd.v1 import head_pb2, loss_pb2
 
 
 @dataclass(frozen=True)
-class HeadFacts:
+class HeadInfo:
     hidden_size: int  # D
     limits: loss_pb2.SliceLimits
 
 
-class HeadBook:
+class HeadCache:
     def __init__(self, expected_incarnation: int = 0) -> None:
         """`expected_incarnation`: the client's; 0: none."""
         self._expected = expected_incarnation
         self._lock = threading.Lock()
         self._acknowledged: set[str] = set()  # heads for which nothing is expected
-        self._facts: dict[str, HeadFacts] = {}
+        self._facts: dict[str, HeadInfo] = {}
         self._accumulations: dict[str, tuple[int, int]] = {}  # head -> step, incarnation
 
-    def facts(self, head: str) -> HeadFacts | None:
+    def facts(self, head: str) -> HeadInfo | None:
         with self._lock:
             return self._facts.get(head)
 
-    def learn(self, description: head_pb2.HeadDescription) -> HeadFacts:
-        facts = HeadFacts(description.spec.hidden_size, description.slice_limits)
+    def learn(self, description: head_pb2.HeadDescription) -> HeadInfo:
+        facts = HeadInfo(description.spec.hidden_size, description.slice_limits)
         with self._lock:
             self._facts[description.spec.name] = facts
         return facts

@@ -1,8 +1,8 @@
 // Which rows of a call have been answered; finds answers that do not belong to it.
 //
 // Thread-compatible. Errors are INTERNAL and say what the server sent.
-#ifndef LOSSD_CLIENT_CPP_SLICE_BOOK_H_
-#define LOSSD_CLIENT_CPP_SLICE_BOOK_H_
+#ifndef LOSSD_CLIENT_CPP_ANSWER_TRACKER_H_
+#define LOSSD_CLIENT_CPP_ANSWER_TRACKER_H_
 
 #include <cstdint>
 #include <map>
@@ -14,12 +14,12 @@
 
 namespace lossd::client::internal {
 
-class SliceBook {
+class AnswerTracker {
  public:
   // Expects one answer for each of the slices, which are disjoint.
-  static SliceBook Exactly(const std::vector<Rows>& slices);
+  static AnswerTracker Exactly(const std::vector<Rows>& slices);
   // Expects disjoint answers anywhere inside `range`: the server cuts it.
-  static SliceBook Within(Rows range);
+  static AnswerTracker Within(Rows range);
 
   // Notes an answer. An error if it is not expected (any more); then nothing changes.
   absl::Status Take(const v1::RowRange& rows);
@@ -41,4 +41,4 @@ class SliceBook {
 
 }  // namespace lossd::client::internal
 
-#endif  // LOSSD_CLIENT_CPP_SLICE_BOOK_H_
+#endif  // LOSSD_CLIENT_CPP_ANSWER_TRACKER_H_

@@ -1,4 +1,4 @@
-#include "client/cpp/head_book.h"
+#include "client/cpp/head_cache.h"
 
 #include <string>
 #include <vector>
@@ -47,24 +47,24 @@ std::optional<Restart> RestartIn(const absl::Status& status) {
   return restart;
 }
 
-std::optional<HeadFacts> HeadBook::Facts(absl::string_view head) const {
+std::optional<HeadInfo> HeadCache::Facts(absl::string_view head) const {
   absl::ReaderMutexLock lock(&mu_);
   auto it = facts_.find(head);
   if (it == facts_.end()) return std::nullopt;
   return it->second;
 }
 
-void HeadBook::Learn(const v1::HeadDescription& description) {
+void HeadCache::Learn(const v1::HeadDescription& description) {
   absl::MutexLock lock(&mu_);
   facts_[description.spec().name()] = {description.spec().hidden_size(), description.slice_limits()};
 }
 
-void HeadBook::ForgetFacts(absl::string_view head) {
+void HeadCache::ForgetFacts(absl::string_view head) {
   absl::MutexLock lock(&mu_);
   facts_.erase(head);
 }
 
-absl::Status HeadBook::Check(absl::string_view head, uint64_t step, uint64_t incarnation) const {
+absl::Status HeadCache::Check(absl::string_view head, uint64_t step, uint64_t incarnation) const {
   uint64_t before =
       expected_incarnation_ != 0 && !acknowledged_.contains(head) ? expected_incarnation_ : incarnation;
   auto it = accumulations_.find(head);
@@ -72,14 +72,14 @@ absl::Status HeadBook::Check(absl::string_view head, uint64_t step, uint64_t inc
   return before == incarnation ? absl::OkStatus() : RestartedError(head, before, incarnation, step);
 }
 
-absl::Status HeadBook::NoteAccumulation(absl::string_view head, uint64_t step, uint64_t incarnation) {
+absl::Status HeadCache::NoteAccumulation(absl::string_view head, uint64_t step, uint64_t incarnation) {
   absl::MutexLock lock(&mu_);
   absl::Status status = Check(head, step, incarnation);
   if (status.ok()) accumulations_[head] = {step, incarnation};
   return status;
 }
 
-std::optional<uint64_t> HeadBook::IncarnationOf(absl::string_view head, uint64_t step) const {
+std::optional<uint64_t> HeadCache::IncarnationOf(absl::string_view head, uint64_t step) const {
   absl::ReaderMutexLock lock(&mu_);
   auto it = accumulations_.find(head);
   if (it != accumulations_.end() && it->second.step == step) return it->second.incarnation;
@@ -87,18 +87,18 @@ std::optional<uint64_t> HeadBook::IncarnationOf(absl::string_view head, uint64_t
   return std::nullopt;
 }
 
-absl::Status HeadBook::CheckIncarnation(absl::string_view head, uint64_t step, uint64_t incarnation) const {
+absl::Status HeadCache::CheckIncarnation(absl::string_view head, uint64_t step, uint64_t incarnation) const {
   absl::ReaderMutexLock lock(&mu_);
   return Check(head, step, incarnation);
 }
 
-void HeadBook::CloseStep(absl::string_view head, uint64_t step) {
+void HeadCache::CloseStep(absl::string_view head, uint64_t step) {
   absl::MutexLock lock(&mu_);
   auto it = accumulations_.find(head);
   if (it != accumulations_.end() && it->second.step <= step) accumulations_.erase(it);
 }
 
-void HeadBook::ForgetAccumulation(absl::string_view head) {
+void HeadCache::ForgetAccumulation(absl::string_view head) {
   absl::MutexLock lock(&mu_);
   accumulations_.erase(head);
   if (expected_incarnation_ != 0) acknowledged_.insert(std::string(head));

@@ -2,8 +2,8 @@
 // server gradients were accumulated.
 //
 // Thread-safe. Bounded by the number of heads the client has used.
-#ifndef LOSSD_CLIENT_CPP_HEAD_BOOK_H_
-#define LOSSD_CLIENT_CPP_HEAD_BOOK_H_
+#ifndef LOSSD_CLIENT_CPP_HEAD_CACHE_H_
+#define LOSSD_CLIENT_CPP_HEAD_CACHE_H_
 
 #include <cstdint>
 #include <optional>
@@ -22,7 +22,7 @@
 
 namespace lossd::client::internal {
 
-struct HeadFacts {
+struct HeadInfo {
   uint64_t hidden_size = 0;  // D
   v1::SliceLimits limits;
 };
@@ -36,12 +36,12 @@ absl::Status RestartedError(uint64_t before, uint64_t now);
 
 std::optional<Restart> RestartIn(const absl::Status& status);
 
-class HeadBook {
+class HeadCache {
  public:
   // `expected_incarnation`: ClientOptions's.
-  explicit HeadBook(uint64_t expected_incarnation) : expected_incarnation_(expected_incarnation) {}
+  explicit HeadCache(uint64_t expected_incarnation) : expected_incarnation_(expected_incarnation) {}
 
-  std::optional<HeadFacts> Facts(absl::string_view head) const;
+  std::optional<HeadInfo> Facts(absl::string_view head) const;
   void Learn(const v1::HeadDescription& description);
   // The head's facts are to be learnt anew; what was accumulated stays remembered.
   void ForgetFacts(absl::string_view head);
@@ -72,10 +72,10 @@ class HeadBook {
   const uint64_t expected_incarnation_;
   mutable absl::Mutex mu_;
   absl::flat_hash_set<std::string> acknowledged_ ABSL_GUARDED_BY(mu_);  // heads for which nothing is expected
-  absl::flat_hash_map<std::string, HeadFacts> facts_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<std::string, HeadInfo> facts_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<std::string, Accumulation> accumulations_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace lossd::client::internal
 
-#endif  // LOSSD_CLIENT_CPP_HEAD_BOOK_H_
+#endif  // LOSSD_CLIENT_CPP_HEAD_CACHE_H_

@@ -12,7 +12,7 @@ import threading
 _APART = 1 << 40  # numbers of microbatches are below
 
 
-class StepBook:
+class StepTracker:
     def __init__(self, step: int, rank: int, world_size: int) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must be in [0, world_size) with world_size {world_size}")

@@ -1,4 +1,4 @@
-#include "client/cpp/slice_book.h"
+#include "client/cpp/answer_tracker.h"
 
 #include <iterator>
 
@@ -14,20 +14,20 @@ absl::Status ServerSent(Rows rows, absl::string_view what) {
 
 }  // namespace
 
-SliceBook SliceBook::Exactly(const std::vector<Rows>& slices) {
-  SliceBook book;
-  for (const Rows& slice : slices) book.open_[slice.begin] = slice.end;
-  return book;
+AnswerTracker AnswerTracker::Exactly(const std::vector<Rows>& slices) {
+  AnswerTracker tracker;
+  for (const Rows& slice : slices) tracker.open_[slice.begin] = slice.end;
+  return tracker;
 }
 
-SliceBook SliceBook::Within(Rows range) {
-  SliceBook book;
-  book.exactly_ = false;
-  book.range_ = range;
-  return book;
+AnswerTracker AnswerTracker::Within(Rows range) {
+  AnswerTracker tracker;
+  tracker.exactly_ = false;
+  tracker.range_ = range;
+  return tracker;
 }
 
-absl::Status SliceBook::Take(const v1::RowRange& range) {
+absl::Status AnswerTracker::Take(const v1::RowRange& range) {
   const Rows rows{range.begin(), range.end()};
   absl::Status status = exactly_ ? TakeExactly(rows) : TakeWithin(rows);
   if (!status.ok()) return status;
@@ -36,7 +36,7 @@ absl::Status SliceBook::Take(const v1::RowRange& range) {
   return absl::OkStatus();
 }
 
-absl::Status SliceBook::TakeExactly(Rows rows) {
+absl::Status AnswerTracker::TakeExactly(Rows rows) {
   const auto done = answered_.find(rows.begin);
   if (done != answered_.end() && done->second == rows.end) return ServerSent(rows, " twice");
   const auto it = open_.find(rows.begin);
@@ -46,7 +46,7 @@ absl::Status SliceBook::TakeExactly(Rows rows) {
   return absl::OkStatus();
 }
 
-absl::Status SliceBook::TakeWithin(Rows rows) {
+absl::Status AnswerTracker::TakeWithin(Rows rows) {
   if (rows.begin >= rows.end || rows.begin < range_.begin || rows.end > range_.end) {
     return ServerSent(rows, ", which are not in this call");
   }

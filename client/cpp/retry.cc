@@ -1,0 +1,31 @@
+#include "client/cpp/retry.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "absl/random/random.h"
+#include "absl/strings/str_cat.h"
+#include "kernels/errors/payload.h"
+
+namespace lossd::client::internal {
+
+double Jitter() {
+  thread_local absl::BitGen random;
+  return absl::Uniform(random, 0.8, 1.2);
+}
+
+std::optional<absl::Duration> WaitBeforeRepeat(const RetryOptions& options, const absl::Status& status,
+                                               int attempt, absl::Duration left, double jitter) {
+  if (status.code() != absl::StatusCode::kUnavailable || attempt >= options.max_attempts) return std::nullopt;
+  const double growth = std::pow(4.0, std::clamp(attempt - 1, 0, 16));
+  const absl::Duration wait = std::min(options.initial_backoff * growth, options.max_backoff) * jitter;
+  if (wait >= left) return std::nullopt;
+  return wait;
+}
+
+absl::Status WithAttempts(const absl::Status& status, int attempts) {
+  if (attempts < 2 || status.code() != absl::StatusCode::kUnavailable) return status;
+  return errors::WithMessage(status, absl::StrCat(status.message(), "; tried ", attempts, " times"));
+}
+
+}  // namespace lossd::client::internal

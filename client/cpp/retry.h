@@ -1,0 +1,32 @@
+// When a call is sent again, and after how long. Pure arithmetic but for Jitter: the caller brings the time
+// that is left and the random factor.
+//
+// Functions are stateless and thread-safe. client/python/src/lossd/_retry.py does the same;
+// tests/client/golden/waits.json holds both to it.
+#ifndef LOSSD_CLIENT_CPP_RETRY_H_
+#define LOSSD_CLIENT_CPP_RETRY_H_
+
+#include <optional>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "client/cpp/client.h"
+
+namespace lossd::client::internal {
+
+// A random factor in [0.8, 1.2], so that clients that failed together do not come back together.
+double Jitter();
+
+// The wait between attempt number `attempt` (1, 2, ...), which ended with `status`, and the next one:
+// initial_backoff, growing fourfold with every attempt up to max_backoff, times `jitter`. Nullopt if there is
+// no next attempt: the status is not UNAVAILABLE, max_attempts were made, or the wait would outlast `left`.
+std::optional<absl::Duration> WaitBeforeRepeat(const RetryOptions& options, const absl::Status& status,
+                                               int attempt, absl::Duration left, double jitter);
+
+// The status of a call after its last attempt: UNAVAILABLE says how often it was tried if that was more than
+// once. Payloads stay.
+absl::Status WithAttempts(const absl::Status& status, int attempts);
+
+}  // namespace lossd::client::internal
+
+#endif  // LOSSD_CLIENT_CPP_RETRY_H_

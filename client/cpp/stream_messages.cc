@@ -1,0 +1,133 @@
+#include "client/cpp/stream_messages.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace lossd::client::internal {
+namespace {
+
+template <typename... Args>
+absl::Status ServerSent(const Args&... args) {
+  return absl::InternalError(absl::StrCat("server sent ", args...));
+}
+
+std::string Text(const v1::RowRange& rows) {
+  return absl::StrCat("rows [", rows.begin(), ", ", rows.end(), ")");
+}
+
+absl::Status CheckCount(absl::string_view name, int count, bool wanted, const v1::RowRange& rows) {
+  const uint64_t expected = wanted ? rows.end() - rows.begin() : 0;
+  if (static_cast<uint64_t>(count) == expected) return absl::OkStatus();
+  return ServerSent(count, " values of ", name, " for ", Text(rows), "; ", expected, " were expected");
+}
+
+template <typename Field, typename T>
+void CopyRows(const Field& field, uint64_t begin, absl::Span<T> out) {
+  if (!out.empty()) std::copy(field.begin(), field.end(), out.begin() + begin);
+}
+
+}  // namespace
+
+grpc::ByteBuffer EncodeSlice(const StreamWork& work, Rows rows, absl::AnyInvocable<void()> release) {
+  v1::ComputeLossRequest request;
+  request.mutable_slice()->mutable_rows()->set_begin(rows.begin);
+  request.mutable_slice()->mutable_rows()->set_end(rows.end);
+  const auto* data = reinterpret_cast<const uint8_t*>(work.hidden) + rows.begin * work.row_bytes;
+  return wire::Encode(request, absl::MakeConstSpan(data, rows.size() * work.row_bytes), std::move(release));
+}
+
+StreamAnswers::StreamAnswers(const StreamWork& work, AcceptFn accept)
+    : work_(work),
+      accept_(std::move(accept)),
+      answers_(work.server_cuts ? AnswerTracker::Within(work.rows) : AnswerTracker::Exactly(work.slices)) {}
+
+absl::Status StreamAnswers::Handle(const grpc::ByteBuffer& message) {
+  v1::ComputeLossResponse response;
+  absl::StatusOr<wire::PayloadView> payload = wire::Decode(message, &response);
+  if (!payload.ok()) return ServerSent("an unreadable message: ", payload.status().message());
+  if (summary_.has_value()) return ServerSent("a message after the summary");
+  switch (response.kind_case()) {
+    case v1::ComputeLossResponse::kAccepted:
+      return HandleAccepted(response.accepted());
+    case v1::ComputeLossResponse::kSlice:
+      return HandleSlice(response.slice(), *payload);
+    case v1::ComputeLossResponse::kSummary:
+      return HandleSummary(response.summary());
+    case v1::ComputeLossResponse::KIND_NOT_SET:
+      break;
+  }
+  return ServerSent("a message of unknown kind");
+}
+
+absl::Status StreamAnswers::HandleAccepted(const v1::MicrobatchAccepted& accepted) {
+  if (accepted_.has_value()) return ServerSent("`accepted` twice");
+  accepted_ = accepted;
+  return accept_(accepted.state());
+}
+
+absl::Status StreamAnswers::HandleSlice(const v1::SliceResult& result, const wire::PayloadView& payload) {
+  if (!accepted_.has_value()) return ServerSent("a slice before `accepted`");
+  absl::Status status = answers_.Take(result.rows());
+  if (!status.ok()) return status;
+  const Rows rows{result.rows().begin(), result.rows().end()};
+  status = CheckSizes(result, payload.size(), rows.size());
+  if (!status.ok()) return status;
+  Scatter(result, payload, rows);
+  received_bytes_ += payload.size();
+  return absl::OkStatus();
+}
+
+absl::Status StreamAnswers::CheckSizes(const v1::SliceResult& result, size_t payload_bytes,
+                                       uint64_t rows) const {
+  const uint64_t expected = work_.outputs.grad_hidden != nullptr ? rows * work_.row_bytes : 0;
+  if (payload_bytes != expected) {
+    return ServerSent(payload_bytes, " bytes of gradients for ", Text(result.rows()), "; ", expected,
+                      " were expected");
+  }
+  const LossOutputs& outputs = work_.outputs;
+  absl::Status status =
+      CheckCount("row_loss", result.row_loss_size(), !outputs.row_loss.empty(), result.rows());
+  status.Update(CheckCount("row_lse", result.row_lse_size(), !outputs.row_lse.empty(), result.rows()));
+  status.Update(
+      CheckCount("row_entropy", result.row_entropy_size(), !outputs.row_entropy.empty(), result.rows()));
+  status.Update(
+      CheckCount("row_logprob", result.row_logprob_size(), !outputs.row_logprob.empty(), result.rows()));
+  status.Update(
+      CheckCount("row_argmax", result.row_argmax_size(), !outputs.row_argmax.empty(), result.rows()));
+  return status;
+}
+
+void StreamAnswers::Scatter(const v1::SliceResult& result, const wire::PayloadView& payload,
+                            Rows rows) const {
+  const LossOutputs& outputs = work_.outputs;
+  if (outputs.grad_hidden != nullptr) {
+    payload.CopyTo(static_cast<uint8_t*>(outputs.grad_hidden) + rows.begin * work_.row_bytes);
+  }
+  CopyRows(result.row_loss(), rows.begin, outputs.row_loss);
+  CopyRows(result.row_lse(), rows.begin, outputs.row_lse);
+  CopyRows(result.row_entropy(), rows.begin, outputs.row_entropy);
+  CopyRows(result.row_logprob(), rows.begin, outputs.row_logprob);
+  CopyRows(result.row_argmax(), rows.begin, outputs.row_argmax);
+}
+
+absl::Status StreamAnswers::HandleSummary(const v1::MicrobatchSummary& summary) {
+  if (!accepted_.has_value()) return ServerSent("the summary before `accepted`");
+  if (!answers_.Complete() || answers_.answered_rows() < summary.valid_rows()) {
+    return ServerSent("the summary of ", summary.valid_rows(), " valid rows after results of ",
+                      answers_.answered_rows(), " rows");
+  }
+  if (summary.state().incarnation() != accepted_->state().incarnation()) {
+    return ServerSent("another incarnation in the summary than in `accepted`");
+  }
+  summary_ = summary;
+  return absl::OkStatus();
+}
+
+absl::Status StreamAnswers::CheckEnd() const {
+  if (!summary_.has_value()) return ServerSent("no summary before it ended the call");
+  return absl::OkStatus();
+}
+
+}  // namespace lossd::client::internal

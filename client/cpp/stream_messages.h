@@ -1,0 +1,64 @@
+// The messages of one ComputeLoss call, apart from gRPC: the bytes of a slice, and what the server's answers
+// mean.
+//
+// client/python/src/lossd/_stream_messages.py does the same; tests/client/golden/wire.json and answers.json
+// hold both to it.
+#ifndef LOSSD_CLIENT_CPP_STREAM_MESSAGES_H_
+#define LOSSD_CLIENT_CPP_STREAM_MESSAGES_H_
+
+#include <grpcpp/support/byte_buffer.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "client/cpp/answer_tracker.h"
+#include "client/cpp/loss_plan.h"
+#include "client/cpp/loss_work.h"
+#include "lossd/v1/loss.pb.h"
+#include "proto/wire/payload_codec.h"
+
+namespace lossd::client::internal {
+
+// The message of one of the work's slices. References the hidden states; `release` runs once, on any thread,
+// when nothing refers to them any more.
+grpc::ByteBuffer EncodeSlice(const StreamWork& work, Rows rows, absl::AnyInvocable<void()> release);
+
+// Takes the answers of one call in their order, checks them and scatters results into the caller's memory.
+//
+// Thread-compatible. Errors are INTERNAL and say what the server sent; after one the outputs are unspecified.
+class StreamAnswers {
+ public:
+  // Decides whether to go on from where the server stands; an error ends the call with it.
+  using AcceptFn = absl::AnyInvocable<absl::Status(const v1::HeadState&)>;
+
+  // `work` must outlive this.
+  StreamAnswers(const StreamWork& work, AcceptFn accept);
+
+  absl::Status Handle(const grpc::ByteBuffer& message);
+  // Whether the server may end the call with OK now.
+  absl::Status CheckEnd() const;
+
+  // Nullopt before it has come.
+  const std::optional<v1::MicrobatchSummary>& summary() const { return summary_; }
+  uint64_t received_bytes() const { return received_bytes_; }  // of payload
+
+ private:
+  absl::Status HandleAccepted(const v1::MicrobatchAccepted& accepted);
+  absl::Status HandleSlice(const v1::SliceResult& result, const wire::PayloadView& payload);
+  absl::Status HandleSummary(const v1::MicrobatchSummary& summary);
+  absl::Status CheckSizes(const v1::SliceResult& result, size_t payload_bytes, uint64_t rows) const;
+  void Scatter(const v1::SliceResult& result, const wire::PayloadView& payload, Rows rows) const;
+
+  const StreamWork& work_;
+  AcceptFn accept_;
+  std::optional<v1::MicrobatchAccepted> accepted_;
+  AnswerTracker answers_;
+  std::optional<v1::MicrobatchSummary> summary_;
+  uint64_t received_bytes_ = 0;
+};
+
+}  // namespace lossd::client::internal
+
+#endif  // LOSSD_CLIENT_CPP_STREAM_MESSAGES_H_

@@ -1,0 +1,78 @@
+#include "client/cpp/tensor_messages.h"
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/argument_error.h"
+
+namespace lossd::client::internal {
+namespace {
+
+constexpr uint64_t kWriteBytes = 1 << 20;  // of payload per message
+
+template <typename... Args>
+absl::Status ServerSent(const Args&... args) {
+  return absl::InternalError(absl::StrCat("server sent ", args...));
+}
+
+}  // namespace
+
+size_t WireElementSize(v1::DType dtype) {
+  return ElementSize(dtype == v1::DTYPE_UNSPECIFIED ? v1::DTYPE_FP32 : dtype);
+}
+
+uint64_t TensorMessageBytes(uint64_t row_bytes) {
+  return std::max<uint64_t>(1, kWriteBytes / row_bytes) * row_bytes;
+}
+
+TensorReader::TensorReader(const v1::ReadTensorRequest& request, absl::Span<char> out)
+    : request_(request), element_size_(WireElementSize(request.dtype())), out_(out) {}
+
+absl::Status TensorReader::Handle(const grpc::ByteBuffer& message) {
+  v1::TensorSlice slice;
+  const absl::StatusOr<wire::PayloadView> payload = wire::Decode(message, &slice);
+  if (!payload.ok()) return ServerSent("an unreadable message: ", payload.status().message());
+  if (!begun_) {
+    if (absl::Status status = Begin(slice); !status.ok()) return status;
+  }
+  if (slice.rows().begin() != next_row_ || slice.rows().end() < next_row_ || slice.rows().end() > end_row_) {
+    return ServerSent("tensor rows [", slice.rows().begin(), ", ", slice.rows().end(), "); row ", next_row_,
+                      " was expected next, of rows up to ", end_row_);
+  }
+  const uint64_t bytes = (slice.rows().end() - next_row_) * cols_ * element_size_;
+  if (payload->size() != bytes)
+    return ServerSent(payload->size(), " bytes of tensor; ", bytes, " were expected");
+  payload->CopyTo(reinterpret_cast<uint8_t*>(out_.data()) + (next_row_ - first_row_) * cols_ * element_size_);
+  next_row_ = slice.rows().end();
+  return absl::OkStatus();
+}
+
+absl::StatusOr<TensorShape> TensorReader::End() const {
+  if (!begun_) {
+    if (out_.empty()) return TensorShape{};
+    return ServerSent("no tensor rows; ", out_.size(), " bytes were expected");
+  }
+  if (next_row_ != end_row_) {
+    return ServerSent("tensor rows up to ", next_row_, "; rows up to ", end_row_, " were expected");
+  }
+  return TensorShape{end_row_ - first_row_, cols_};
+}
+
+absl::Status TensorReader::Begin(const v1::TensorSlice& slice) {
+  first_row_ = request_.has_rows() ? request_.rows().begin() : 0;
+  end_row_ = request_.has_rows() ? request_.rows().end() : slice.tensor_rows();
+  next_row_ = first_row_;
+  cols_ = slice.tensor_cols();
+  const uint64_t rows = end_row_ - first_row_;
+  if (end_row_ < first_row_ || end_row_ > slice.tensor_rows() || cols_ == 0) {
+    return ServerSent("a tensor of ", slice.tensor_rows(), " x ", cols_, " for rows up to ", end_row_);
+  }
+  // Divides rather than multiplies: the numbers are the server's and may overflow.
+  if (out_.size() / element_size_ / cols_ != rows || out_.size() % (element_size_ * cols_) != 0) {
+    return ArgumentError("out", out_.size(),
+                         absl::StrCat("has ", out_.size(), " bytes; the rows have ", rows, " x ", cols_,
+                                      " elements of ", element_size_, " bytes"));
+  }
+  begun_ = true;
+  return absl::OkStatus();
+}
+
+}  // namespace lossd::client::internal

@@ -1,0 +1,86 @@
+// The messages of tensor transfers, apart from gRPC: rows on their way to the server, rows that come from it,
+// and its one answer.
+//
+// client/python/src/lossd/_tensor_messages.py does the same; tests/client/golden/wire.json and answers.json
+// hold both to it.
+#ifndef LOSSD_CLIENT_CPP_TENSOR_MESSAGES_H_
+#define LOSSD_CLIENT_CPP_TENSOR_MESSAGES_H_
+
+#include <grpcpp/support/byte_buffer.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "client/cpp/client.h"
+#include "lossd/v1/head.pb.h"
+#include "proto/wire/payload_codec.h"
+
+namespace lossd::client::internal {
+
+// Bytes of one element of a tensor on the wire; unspecified is fp32. 0 for unknown values.
+size_t WireElementSize(v1::DType dtype);
+
+// Bytes of whole rows of `row_bytes` that one message carries: about 1 MiB, at least one row.
+uint64_t TensorMessageBytes(uint64_t row_bytes);
+
+// The message that continues `payload`, whole rows, behind its first `sent` bytes; the first one, at 0, has
+// `open` and is sent even if the payload is empty. Request is WriteTensorRequest or AddGradientRequest.
+// References the payload; `release` runs once, on any thread, when nothing refers to it any more.
+template <typename Request, typename Open>
+grpc::ByteBuffer EncodeRows(const Open& open, absl::Span<const char> payload, uint64_t row_bytes,
+                            uint64_t sent, absl::AnyInvocable<void()> release) {
+  Request request;
+  if (sent == 0) *request.mutable_open() = open;
+  const uint64_t size = std::min<uint64_t>(TensorMessageBytes(row_bytes), payload.size() - sent);
+  const auto* bytes = reinterpret_cast<const uint8_t*>(payload.data()) + sent;
+  return wire::Encode(request, absl::MakeConstSpan(bytes, size), std::move(release));
+}
+
+// The one answer to a tensor that was sent. INTERNAL if there is another number of them.
+template <typename Response>
+absl::StatusOr<Response> OneAnswer(const std::vector<grpc::ByteBuffer>& answers) {
+  if (answers.size() != 1) {
+    return absl::InternalError(absl::StrCat("server sent ", answers.size(), " answers to one tensor"));
+  }
+  Response response;
+  const absl::StatusOr<wire::PayloadView> payload = wire::Decode(answers[0], &response);
+  if (payload.ok()) return response;
+  return absl::InternalError(absl::StrCat("server sent an unreadable message: ", payload.status().message()));
+}
+
+// Puts the slices of one ReadTensor call where they belong.
+//
+// Thread-compatible. Errors are INTERNAL and say what the server sent, but for INVALID_ARGUMENT if `out` has
+// not the size of the rows asked for. After an error the contents of `out` are unspecified.
+class TensorReader {
+ public:
+  // `request` and `out` must outlive this. request.dtype is one of the known ones.
+  TensorReader(const v1::ReadTensorRequest& request, absl::Span<char> out);
+
+  absl::Status Handle(const grpc::ByteBuffer& message);
+  // The shape read, once the server has ended the call with OK.
+  absl::StatusOr<TensorShape> End() const;
+
+ private:
+  absl::Status Begin(const v1::TensorSlice& slice);
+
+  const v1::ReadTensorRequest& request_;
+  const uint64_t element_size_;
+  const absl::Span<char> out_;
+  bool begun_ = false;
+  uint64_t first_row_ = 0;
+  uint64_t next_row_ = 0;
+  uint64_t end_row_ = 0;
+  uint64_t cols_ = 0;
+};
+
+}  // namespace lossd::client::internal
+
+#endif  // LOSSD_CLIENT_CPP_TENSOR_MESSAGES_H_

@@ -1,0 +1,38 @@
+"""When a call is sent again, and after how long. Stateless; only jitter() is not arithmetic.
+
+The caller brings the time that is left and the random factor. client/cpp/retry.h does the same;
+tests/client/golden/waits.json holds both to it.
+"""
+
+from __future__ import annotations
+
+import random
+
+from lossd import errors
+from lossd.types import RetryOptions
+
+
+def jitter() -> float:
+    """A random factor in [0.8, 1.2], so that clients that failed together do not come back together."""
+    return random.uniform(0.8, 1.2)
+
+
+def wait_before_repeat(retry: RetryOptions, error: errors.LossdError, attempt: int, left: float,
+                       factor: float) -> float | None:
+    """Seconds between attempt number `attempt` (1, 2, ...), which ended with `error`, and the next one.
+
+    None if there is no next one: the error is not Unavailable, max_attempts were made, or the wait would outlast
+    `left` seconds.
+    """
+    if not isinstance(error, errors.Unavailable) or attempt >= retry.max_attempts:
+        return None
+    wait = min(retry.initial_backoff * 4.0 ** min(attempt - 1, 16), retry.max_backoff) * factor
+    return wait if wait < left else None
+
+
+def with_attempts(error: errors.LossdError, attempts: int) -> errors.LossdError:
+    """The error of a call after its last attempt: Unavailable says how often it was tried if more than once."""
+    if attempts > 1 and isinstance(error, errors.Unavailable):
+        error.message += f"; tried {attempts} times"
+        error.args = (error.message,)
+    return error

@@ -1,0 +1,71 @@
+"""The messages of tensor transfers, apart from gRPC: rows on their way to the server, and rows that come from it.
+
+client/cpp/tensor_messages.h does the same; tests/client/golden/wire.json and tensor_answers.json hold both to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from lossd import _wire, errors
+from lossd.v1 import head_pb2
+
+M = TypeVar("M", bound=Message)
+
+_WRITE_BYTES = 1 << 20  # of payload per message
+
+
+def encode_rows(first: Message, row_bytes: int, payload: memoryview) -> Iterator[bytes]:
+    """The payload in messages of whole rows, about 1 MiB each, behind the fields of `first`."""
+    size = max(1, _WRITE_BYTES // row_bytes) * row_bytes
+    for begin in range(0, max(payload.nbytes, 1), size):
+        yield _wire.encode(first if begin == 0 else type(first)(), payload[begin:begin + size])
+
+
+def one_answer(kind: type[M], answers: Sequence[bytes]) -> M:
+    """The one answer to a tensor that was sent; Internal if there is another number of them."""
+    if len(answers) != 1:
+        raise errors.server_sent(f"{len(answers)} answers to one tensor")
+    return _wire.decode(kind, answers[0])[0]
+
+
+class TensorReader:
+    """Puts the slices of one ReadTensor call where they belong: `out`, bytes of rows from `first_row` on.
+
+    Used by one thread. Internal says what the server sent; then the contents of `out` are unspecified.
+    """
+
+    def __init__(self, first_row: int, row_bytes: int, out: memoryview) -> None:
+        self._first_row = self._next_row = first_row
+        self._end_row = first_row + out.nbytes // row_bytes
+        self._row_bytes = row_bytes
+        self._out = out
+        self._begun = False
+
+    def handle(self, data: bytes) -> None:
+        piece, payload = _wire.decode(head_pb2.TensorSlice, data)
+        begin, end = piece.rows.begin, piece.rows.end
+        if not self._begun and (self._end_row > piece.tensor_rows or piece.tensor_cols == 0):
+            raise errors.server_sent(
+                f"a tensor of {piece.tensor_rows} x {piece.tensor_cols} for rows up to {self._end_row}")
+        self._begun = True
+        if begin != self._next_row or not begin <= end <= self._end_row:
+            raise errors.server_sent(f"tensor rows [{begin}, {end}); row {self._next_row} was expected next, of rows "
+                                     f"up to {self._end_row}")
+        expected = (end - begin) * self._row_bytes
+        if payload.nbytes != expected:
+            raise errors.server_sent(f"{payload.nbytes} bytes of tensor; {expected} were expected")
+        at = (begin - self._first_row) * self._row_bytes
+        self._out[at:at + expected] = payload
+        self._next_row = end
+
+    def end(self) -> None:
+        """The server has ended the call with OK."""
+        if not self._begun and self._out.nbytes:
+            raise errors.server_sent(f"no tensor rows; {self._out.nbytes} bytes were expected")
+        if self._next_row != self._end_row:
+            raise errors.server_sent(
+                f"tensor rows up to {self._next_row}; rows up to {self._end_row} were expected")

@@ -1,0 +1,123 @@
+// Golden cases of what the client decides: which server process it takes answers from, and when it repeats a
+// call.
+#include <gtest/gtest.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+
+#include "client/cpp/answer_check.h"
+#include "client/cpp/head_cache.h"
+#include "client/cpp/retry.h"
+#include "proto/wire/status_details.h"
+#include "tests/client/cpp/golden.h"
+
+namespace lossd::client::golden {
+namespace {
+
+class Incarnations {
+ public:
+  explicit Incarnations(uint64_t expected) : head_cache_(expected) {}
+
+  void Do(const json& at) { CheckStatus(at, StatusOf(at)); }
+
+ private:
+  absl::Status StatusOf(const json& at) {
+    const std::string event = at.at("event");
+    if (event == "call") return Begin(at);
+    if (event == "accepted") return Accepted(at);
+    if (event == "error") return Error(at);
+    if (event == "names") return Names(at);
+    if (event == "acknowledged") return Acknowledged(at);
+    if (event == "connected") return Connected(at);
+    CheckMembers(at, {"event", "head", "step", "incarnation"}, {"fails"});
+    if (event == "contribution") return head_cache_.NoteAccumulation(Head(at), at["step"], at["incarnation"]);
+    if (event == "seen") return head_cache_.CheckIncarnation(Head(at), at["step"], at["incarnation"]);
+    if (event != "applied") throw std::invalid_argument("unknown event " + event);
+    absl::Status status = head_cache_.CheckIncarnation(Head(at), at["step"], at["incarnation"]);
+    if (status.ok()) head_cache_.CloseStep(Head(at), at["step"]);
+    return status;
+  }
+
+  static std::string Head(const json& at) { return at["head"]; }
+  internal::AnswerCheck& CallOf(const json& at) { return *calls_.at(at["call"]); }
+
+  absl::Status Begin(const json& at) {
+    CheckMembers(at, {"event", "call", "head", "step", "accumulate"});
+    std::optional<uint64_t> step;
+    if (!at["step"].is_null()) step = at["step"].get<uint64_t>();
+    calls_[at["call"]] =
+        std::make_unique<internal::AnswerCheck>(&head_cache_, Head(at), step, at["accumulate"]);
+    return absl::OkStatus();
+  }
+  absl::Status Accepted(const json& at) {
+    CheckMembers(at, {"event", "call", "incarnation", "step"}, {"fails"});
+    v1::HeadState state;
+    state.set_incarnation(at["incarnation"]);
+    state.set_step(at["step"]);
+    return CallOf(at).Accept(state);
+  }
+  absl::Status Error(const json& at) {
+    CheckMembers(at, {"event", "call", "code", "incarnation"}, {"fails"});
+    absl::Status status = ErrorNamed(at["code"], "what happened");
+    v1::ErrorDetail detail;
+    detail.set_incarnation(at["incarnation"]);
+    wire::SetErrorDetail(detail, &status);
+    return CallOf(at).Interpret(status);
+  }
+  absl::Status Names(const json& at) {
+    CheckMembers(at, {"event", "call", "incarnation"});
+    const std::optional<uint64_t> known = CallOf(at).KnownIncarnation();
+    EXPECT_EQ(known.has_value() ? json(*known) : json(nullptr), at["incarnation"]);
+    return absl::OkStatus();
+  }
+  absl::Status Acknowledged(const json& at) {
+    CheckMembers(at, {"event", "head"});
+    head_cache_.ForgetAccumulation(Head(at));
+    return absl::OkStatus();
+  }
+  static absl::Status Connected(const json& at) {
+    CheckMembers(at, {"event", "expected", "incarnation"}, {"fails"});
+    return internal::RestartedError(at["expected"], at["incarnation"]);
+  }
+
+  internal::HeadCache head_cache_;
+  std::map<std::string, std::unique_ptr<internal::AnswerCheck>> calls_;
+};
+
+}  // namespace
+
+void RunIncarnations(const json& c) {
+  CheckMembers(c, {"expected_incarnation", "events"});
+  Incarnations run(c["expected_incarnation"]);
+  for (const json& event : c["events"]) {
+    SCOPED_TRACE(event.dump());
+    run.Do(event);
+  }
+}
+
+void RunWaits(const json& c) {
+  CheckMembers(c, {"error", "attempt", "retry", "left", "wait"});
+  CheckMembers(c["retry"], {"max_attempts", "initial_backoff", "max_backoff"});
+  const RetryOptions retry{.max_attempts = c["retry"]["max_attempts"],
+                           .initial_backoff = absl::Seconds(c["retry"]["initial_backoff"].get<double>()),
+                           .max_backoff = absl::Seconds(c["retry"]["max_backoff"].get<double>())};
+  const absl::Status error = ErrorNamed(c["error"], "what happened");
+  const absl::Duration left = absl::Seconds(c["left"].get<double>());
+  const double factors[] = {0.8, 1.2};
+  for (int i = 0; i < 2; ++i) {
+    const auto wait = internal::WaitBeforeRepeat(retry, error, c["attempt"], left, factors[i]);
+    ASSERT_EQ(wait.has_value(), !c["wait"].is_null());
+    if (!wait.has_value()) continue;
+    const double expected = c["wait"][i];
+    EXPECT_NEAR(absl::ToDoubleSeconds(*wait), expected, 1e-6 * expected);
+  }
+  for (int i = 0; i < 100; ++i) {
+    const double jitter = internal::Jitter();
+    EXPECT_GE(jitter, 0.8);
+    EXPECT_LE(jitter, 1.2);
+  }
+}
+
+}  // namespace lossd::client::golden

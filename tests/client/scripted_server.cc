@@ -1,0 +1,132 @@
+#include "tests/client/scripted_server.h"
+
+#include <grpcpp/support/status.h>
+
+#include <algorithm>
+#include <iterator>
+#include <set>
+#include <stdexcept>
+
+namespace lossd::fake {
+namespace {
+
+using nlohmann::json;
+
+constexpr const char* kCodes[] = {
+    "OK",        "CANCELLED",      "UNKNOWN",           "INVALID_ARGUMENT",   "DEADLINE_EXCEEDED",
+    "NOT_FOUND", "ALREADY_EXISTS", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION",
+    "ABORTED",   "OUT_OF_RANGE",   "UNIMPLEMENTED",     "INTERNAL",           "UNAVAILABLE",
+    "DATA_LOSS", "UNAUTHENTICATED"};
+static_assert(std::size(kCodes) == grpc::StatusCode::UNAUTHENTICATED + 1);
+
+// The n-th fault of a list; an empty one behind its end.
+json FaultOf(const json& faults, const char* list, size_t n) {
+  const json& all = faults.at(list);
+  return n < all.size() ? all[n] : json::object();
+}
+
+Fault ToFault(const json& fault) {
+  return {.code = fault.contains("code") ? StatusCodeNamed(fault["code"]) : 0,
+          .detail = fault.value("detail", true),
+          .restart = fault.value("restart", false),
+          .max_rows = fault.value("max_rows", uint64_t{0})};
+}
+
+json Range(const v1::RowRange& rows) { return {rows.begin(), rows.end()}; }
+
+// What identifies an opened call: id, step and the process it is meant for.
+template <typename Open>
+json Identity(const Open& open, uint64_t id) {
+  return {{"id", id},
+          {"step", open.step()},
+          {"incarnation", open.has_incarnation() ? json(open.incarnation()) : json(nullptr)}};
+}
+
+void CheckMembers(const json& faults) {
+  const std::set<std::string> known{
+      "at_slice", "code", "detail", "restart", "max_rows", "accepted_step", "accepted_incarnation"};
+  for (const char* list : {"streams", "describes", "contributions"}) {
+    for (const json& fault : faults.at(list)) {
+      for (const auto& [name, value] : fault.items()) {
+        if (known.count(name) == 0) throw std::invalid_argument("a fault has a member " + name);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int StatusCodeNamed(const std::string& name) {
+  const auto* found = std::find(std::begin(kCodes), std::end(kCodes), name);
+  if (found == std::end(kCodes)) throw std::invalid_argument("there is no status code " + name);
+  return static_cast<int>(found - std::begin(kCodes));
+}
+
+ScriptedServer::ScriptedServer(const json& script) : faults_(script.at("faults")) {
+  CheckMembers(faults_);
+  const json& limits = script.at("limits");
+  server_ = std::make_unique<FakeServer>(FakeServer::Options{.max_slice_rows = limits.at("max_rows"),
+                                                             .max_slice_bytes = limits.at("max_bytes"),
+                                                             .numbered_incarnations = true});
+  server_->AddHead("head", /*hidden_size=*/8, /*vocab_size=*/10);
+  Faults faults;
+  faults.on_request = [this](const v1::ComputeLossRequest& request) { return OnRequest(request); };
+  faults.on_accepted = [this](v1::MicrobatchAccepted* accepted) { OnAccepted(accepted); };
+  faults.on_describe = [this] { return OnDescribe(); };
+  faults.on_add = [this](const v1::OpenGradient& open) { return OnAdd(open); };
+  server_->SetFaults(faults);
+}
+
+json ScriptedServer::Log() const {
+  absl::MutexLock lock(&mu_);
+  return log_;
+}
+
+Fault ScriptedServer::OnRequest(const v1::ComputeLossRequest& request) {
+  absl::MutexLock lock(&mu_);
+  if (request.has_slice()) {
+    ++slices_;
+    log_[open_entry_]["slices"].push_back(Range(request.slice().rows()));
+  } else {
+    ++streams_;
+    slices_ = 0;
+    open_entry_ = log_.size();
+    json entry;
+    if (request.has_open()) {
+      entry = Identity(request.open(), request.open().microbatch_id());
+      entry["open"] = Range(request.open().rows());
+      entry["slices"] = json::array();
+    } else {
+      entry = Identity(request.backward(), request.backward().microbatch_id());
+      entry["backward"] = Range(request.backward().rows());
+    }
+    log_.push_back(entry);
+  }
+  const json fault = FaultOf(faults_, "streams", streams_ - 1);
+  return fault.contains("at_slice") && fault["at_slice"] == slices_ ? ToFault(fault) : Fault{};
+}
+
+void ScriptedServer::OnAccepted(v1::MicrobatchAccepted* accepted) {
+  absl::MutexLock lock(&mu_);
+  const json fault = FaultOf(faults_, "streams", streams_ - 1);
+  if (fault.contains("accepted_step")) accepted->mutable_state()->set_step(fault["accepted_step"]);
+  if (fault.contains("accepted_incarnation")) {
+    accepted->mutable_state()->set_incarnation(fault["accepted_incarnation"]);
+  }
+}
+
+Fault ScriptedServer::OnDescribe() {
+  absl::MutexLock lock(&mu_);
+  log_.push_back({{"describe", "head"}});
+  return ToFault(FaultOf(faults_, "describes", describes_++));
+}
+
+Fault ScriptedServer::OnAdd(const v1::OpenGradient& open) {
+  absl::MutexLock lock(&mu_);
+  json entry = Identity(open, open.contribution_id());
+  entry["contribution"] = Range(open.has_rows() ? open.rows() : open.contribution_rows());
+  log_.push_back(entry);
+  return ToFault(FaultOf(faults_, "contributions", contributions_++));
+}
+
+}  // namespace lossd::fake
