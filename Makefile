@@ -12,7 +12,7 @@ NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 PRESET ?= $(if $(NVCC),release,cpu-only)
 
 .DEFAULT_GOAL := help
-.PHONY: help deps demo demo-faults build test test-sanitizers bench bundle install format lint check-layers clean
+.PHONY: help deps demo demo-faults build test test-sanitizers bench bundle install figures format lint check-layers clean
 
 help: ## print this
 	@echo "lossd: the loss head of a language model as a server"
@@ -49,6 +49,9 @@ test-sanitizers: ## run the tests under address, undefined-behaviour and thread 
 
 bench: build ## build, then run the benchmarks
 	@scripts/bench build/$(PRESET) $(ARGS)
+
+figures: ## draw the figures of docs/ from bench/results, with matplotlib from PyPI in a virtual environment
+	@scripts/figures
 
 bundle: ## pack server, CLI, tests and benchmarks with their libraries into dist/
 	@scripts/install-deps build test

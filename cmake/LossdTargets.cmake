@@ -7,21 +7,22 @@
 
 include(LossdPrecompiled)
 
-set(LOSSD_LAYERS_proto "")            # .proto files and the formats both sides speak
-set(LOSSD_LAYERS_kernels "")
-set(LOSSD_LAYERS_head kernels formats)
-set(LOSSD_LAYERS_formats "")          # tensor files: no protobuf, no gRPC
-set(LOSSD_LAYERS_engine head kernels)
-set(LOSSD_LAYERS_metrics engine head kernels)
-set(LOSSD_LAYERS_rpc proto formats engine head kernels metrics)
-set(LOSSD_LAYERS_client proto)
-set(LOSSD_LAYERS_cli client proto formats)
-set(LOSSD_LAYERS_examples client proto formats)
-set(LOSSD_LAYERS_outside proto formats kernels head engine metrics rpc client cli examples)  # tests, bench
+# Defines LOSSD_LAYERS_<layer>, what the layer may use, from the table in layers.txt.
+set(_lossd_layer_table ${CMAKE_CURRENT_LIST_DIR}/layers.txt)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${_lossd_layer_table})
+file(STRINGS ${_lossd_layer_table} _lossd_rows REGEX "^[^#]")
+set(LOSSD_LAYERS_outside "")  # tests and benchmarks use every layer
+foreach(_row IN LISTS _lossd_rows)
+  string(REGEX REPLACE " *\\| *" ";" _columns "${_row}")
+  list(GET _columns 0 _layer)
+  list(GET _columns 2 _uses)
+  separate_arguments(LOSSD_LAYERS_${_layer} UNIX_COMMAND "${_uses}")
+  list(APPEND LOSSD_LAYERS_outside ${_layer})
+endforeach()
 
 function(_lossd_check_layer target layer)
   if(NOT DEFINED LOSSD_LAYERS_${layer})
-    message(FATAL_ERROR "${target}: unknown layer '${layer}' (see cmake/LossdTargets.cmake)")
+    message(FATAL_ERROR "${target}: unknown layer '${layer}' (see cmake/layers.txt)")
   endif()
   foreach(dep IN LISTS ARGN)
     if(NOT dep MATCHES "^lossd_")

@@ -27,6 +27,7 @@ import torch
 import torch.distributed
 from model import LocalHead, Shape, head_weight, stages
 from numpy.typing import NDArray
+from plots import pipeline_stages
 from remote import add_loss_arguments, loss_options, remote_head
 from text import load_tokens
 from torch import nn
@@ -164,22 +165,6 @@ def run(arguments: argparse.Namespace, kind: str, schedule_name: str) -> list[di
     return sorted((results.get() for _ in processes), key=lambda each: each["stage"])
 
 
-def draw(measured: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), constrained_layout=True)
-    names = [f"stage {m['stage']}\n{m['head']} head\n" + m["schedule"].replace(" ", "\n") for m in measured]
-    colors = ["tab:blue" if m["head"] == "local" else "tab:orange" for m in measured]
-    left.bar(names, [m["peak_bytes"] / 2**20 for m in measured], color=colors)
-    left.set_ylabel("peak memory, MiB")
-    right.bar(names, [m["step_seconds"] * 1e3 for m in measured], color=colors)
-    right.set_ylabel("step time, ms")
-    for axes in (left, right):
-        axes.tick_params(axis="x", labelsize=8)
-    figure.savefig(path)
-
-
 def main() -> None:
     arguments = parse_arguments()
     load_text_tokens(arguments)  # once, before the stages want them
@@ -191,7 +176,7 @@ def main() -> None:
     print(f"losses are apart by {np.abs(np.subtract(local, remote)).max():.5f} at most, last {local[-1]:.4f}")
     (arguments.folder / "pipeline.json").write_text(json.dumps(measured, indent=1))
     if arguments.figure:
-        draw(measured, arguments.figure)
+        pipeline_stages(measured).savefig(arguments.figure)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from lossd.torch import LossHead
 
 def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = lossd.LossOptions()
-    parser.add_argument("--algorithm", choices=tuple(lossd.types.ALGORITHMS), default="exact",
+    parser.add_argument("--gradients", choices=tuple(lossd.types.GRADIENTS), default="exact",
                         help="how lossd computes gradients")
     parser.add_argument("--filter_epsilon", type=float, default=defaults.filter_epsilon,
                         help="filtered, auto: probabilities below it add nothing to gradients")
@@ -23,7 +23,7 @@ def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
 
 def loss_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The arguments above as LossHead takes them."""
-    return {name: getattr(arguments, name) for name in ("algorithm", "filter_epsilon", "max_dropped_mass")}
+    return {name: getattr(arguments, name) for name in ("gradients", "filter_epsilon", "max_dropped_mass")}
 
 
 def remote_head(client: lossd.Client, name: str, weight: torch.Tensor, compute_dtype: lossd.types.DType,

@@ -2,7 +2,7 @@
 
     lossd &
     python3 train.py --steps=500 --figure=curves.svg
-    python3 train.py --heads_to_run lossd --algorithm=filtered
+    python3 train.py --heads_to_run lossd --gradients=filtered
 
 Same seeds, same weights, same batches. Both clip the global gradient norm and follow the same learning-rate schedule.
 The tokens are learnt from the manual pages of Perl, or from --text.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from model import LocalHead, Shape, head_weight, trunk
 from numpy.typing import NDArray
+from plots import loss_curves
 from remote import add_loss_arguments, loss_options, remote_head
 from text import load_tokens
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace, tokens: NDArray[np.int64], client: lossd.
         parameters += head.parameters()
         optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(parameters, **settings)]
     else:
-        head = remote_head(client, f"gpt-{arguments.algorithm}", weight, "bf16" if device.type == "cuda" else "fp32",
+        head = remote_head(client, f"gpt-{arguments.gradients}", weight, "bf16" if device.type == "cuda" else "fp32",
                            extras=("dropped_mass",), **loss_options(arguments))
         head_optimizer = HeadOptimizer(head, device=device, **settings)
         optimizers = [torch.optim.AdamW(parameters, **settings), head_optimizer]
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace, tokens: NDArray[np.int64], client: lossd.
         losses.append(loss.item())
         if step % 50 == 0 or step + 1 == arguments.steps:
             print(f"  step {step:5}  loss {losses[-1]:.4f}  {time.monotonic() - start:.1f} s", flush=True)
-    if client is not None and arguments.algorithm != "exact":
+    if client is not None and arguments.gradients != "exact":
         print(f"  gradients left out {dropped / arguments.steps:.4f} of a row's probability in the mean")
     return losses
 
@@ -122,22 +122,6 @@ def report(curves: dict[str, list[float]], folder: Path) -> None:
         print(f"curves are apart by {apart.mean():.5f} in the mean, {apart.max():.5f} at most (nats a token)")
 
 
-def draw(curves: dict[str, list[float]], path: Path) -> None:
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, height_ratios=(2, 1),
-                                          constrained_layout=True)
-    first = next(iter(curves))
-    for (name, values), style in zip(curves.items(), itertools.cycle(("-", "--", "-.", ":"))):
-        above.plot(values, style, label=f"{name} head", linewidth=1.2)
-        below.plot(np.subtract(values, curves[first]), style, linewidth=0.8)
-    above.set(ylabel="loss, nats a token")
-    below.set(xlabel="step", ylabel=f"minus {first} head")
-    above.legend()
-    figure.savefig(path)
-
-
 def main() -> None:
     arguments = parse_arguments()
     tokens = load_tokens(arguments.folder, arguments.text, arguments.vocab_size)
@@ -151,7 +135,7 @@ def main() -> None:
                 curves[kind] = run(arguments, tokens, client)
     report(curves, arguments.folder)
     if arguments.figure:
-        draw(curves, arguments.figure)
+        loss_curves(curves).savefig(arguments.figure)
 
 
 if __name__ == "__main__":

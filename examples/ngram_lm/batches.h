@@ -21,7 +21,7 @@ class Shuffler {
   // size >= 1.
   Shuffler(int64_t size, uint64_t seed);
   std::vector<int64_t> Next(int64_t count);
-  // As Next, for positions that nobody wants to know.
+  // As Next, for positions that the caller does not want to know.
   void Skip(int64_t count);
   double epochs() const;
 

@@ -43,7 +43,7 @@ int NewSocket() {
   return descriptor;
 }
 
-// A socket that tries a port nobody listens on may be given that very port and reach itself.
+// A socket that tries a port that no process listens on may be given that very port and reach itself.
 bool ReachedItself(int socket) {
   sockaddr_in own = {}, peer = {};
   socklen_t size = sizeof(own);

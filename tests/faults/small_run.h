@@ -105,7 +105,7 @@ absl::StatusOr<RunImage> TakeImage(const SmallTrainer& trainer, client::Client& 
 // Empty if both are the same, bit for bit; else says where they differ first.
 std::string Difference(const RunImage& got, const RunImage& want);
 
-// The run as it should be, on a server of its own that nobody disturbs.
+// The run as it should be, on a server of its own without disturbances.
 class UndisturbedRun {
  public:
   UndisturbedRun(const RunShape& shape, const std::string& lossd, const std::vector<std::string>& flags);
