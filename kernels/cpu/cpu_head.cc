@@ -1,7 +1,6 @@
 #include "kernels/cpu/cpu_head.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -10,7 +9,6 @@
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/cpu_retained.h"
 #include "kernels/cpu/gemm.h"
-#include "kernels/cpu/optimizer.h"
 #include "kernels/cpu/row_loops.h"
 #include "kernels/cpu/row_loss.h"
 #include "kernels/decision.h"
@@ -19,14 +17,12 @@
 namespace lossd::kernels {
 namespace {
 
-constexpr Param kTrainedParams[] = {Param::kWeight, Param::kBias, Param::kNormGain, Param::kNormShift};
-
 // Logits of this many bytes are turned into gradients while they are still in a cache, at least
 // kLeastBlockRows at a time so that packing W for the product stays cheap.
 constexpr int64_t kBlockBytes = int64_t{8} << 20;
 constexpr int64_t kLeastBlockRows = 128;
 
-// Elements of a tensor that one thread handles at a time.
+// Elements of rows that one thread handles at a time.
 constexpr int64_t kElementGrain = int64_t{1} << 15;
 
 size_t Bytes(int64_t elements, DType dtype) { return static_cast<size_t>(elements) * SizeOf(dtype); }
@@ -95,12 +91,6 @@ double MeanDroppedMass(absl::Span<const RowResult> results) {
   return rows > 0 ? sum / static_cast<double>(rows) : 0.0;
 }
 
-double SumOfSquares(const float* values, int64_t n) {
-  double sum = 0.0;
-  for (int64_t i = 0; i < n; ++i) sum += double{values[i]} * double{values[i]};
-  return sum;
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<CpuHead>> CpuHead::Create(const HeadConfig& config, int64_t chunk_rows,
@@ -124,7 +114,8 @@ CpuHead::CpuHead(const HeadConfig& config, int64_t chunk_rows, ThreadPool* pool,
       pool_(pool),
       reservation_(std::move(reservation)),
       arenas_(std::move(arenas)),
-      buffers_(buffers) {}
+      buffers_(buffers),
+      params_(config_, pool, buffers) {}
 
 std::vector<Choice> CpuHead::Describe() const {
   std::vector<Choice> choices = {
@@ -351,92 +342,6 @@ RowLossContext CpuHead::ContextFor(const LossOptions& options) const {
 NormParams CpuHead::norm_params() const {
   return {config_.norm, config_.norm_epsilon, config_.hidden_size, value(Param::kNormGain),
           value(Param::kNormShift)};
-}
-
-absl::Status CpuHead::ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
-                                 absl::Span<uint8_t> out) {
-  absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, out.size());
-  if (!status.ok()) return status;
-  const int64_t cols = ShapeOf(config_, id.param).cols;
-  const float* const from = buffers_.tensor(id) + row_begin * cols;
-  pool_->ParallelFor(rows * cols, kElementGrain, [&](int64_t begin, int64_t end) {
-    FromFloat(dtype, from + begin, end - begin, out.data() + Bytes(begin, dtype));
-  });
-  return absl::OkStatus();
-}
-
-absl::Status CpuHead::WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
-                                  absl::Span<const uint8_t> in) {
-  absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size());
-  if (!status.ok()) return status;
-  const int64_t cols = ShapeOf(config_, id.param).cols;
-  float* const to = buffers_.tensor(id) + row_begin * cols;
-  pool_->ParallelFor(rows * cols, kElementGrain, [&](int64_t begin, int64_t end) {
-    ToFloat(dtype, in.data() + Bytes(begin, dtype), end - begin, to + begin);
-  });
-  return absl::OkStatus();
-}
-
-absl::Status CpuHead::AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
-                                  absl::Span<const uint8_t> in) {
-  const TensorId id{param, Role::kGradient};
-  absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size());
-  if (!status.ok()) return status;
-  const int64_t cols = ShapeOf(config_, param).cols;
-  float* const to = buffers_.tensor(id) + row_begin * cols;
-  pool_->ParallelFor(rows * cols, kElementGrain, [&](int64_t begin, int64_t end) {
-    AddScaled(dtype, in.data() + Bytes(begin, dtype), end - begin, scale, to + begin);
-  });
-  return absl::OkStatus();
-}
-
-// Sums of fixed blocks, added in their order: the result does not depend on the number of threads.
-absl::StatusOr<double> CpuHead::GradNorm() {
-  if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
-  double total = 0.0;
-  std::vector<double> partial;
-  for (Param param : kTrainedParams) {
-    const float* const values = gradient(param);
-    if (values == nullptr) continue;
-    const int64_t n = ShapeOf(config_, param).elements();
-    partial.assign(static_cast<size_t>((n + kElementGrain - 1) / kElementGrain), 0.0);
-    pool_->ParallelFor(static_cast<int64_t>(partial.size()), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t from = i * kElementGrain;
-        partial[static_cast<size_t>(i)] = SumOfSquares(values + from, std::min(kElementGrain, n - from));
-      }
-    });
-    for (double sum : partial) total += sum;
-  }
-  return std::sqrt(total);
-}
-
-absl::Status CpuHead::ApplyStep(const OptimizerOptions& options, int64_t update) {
-  if (absl::Status status = ValidateStep(config_, options, update); !status.ok()) return status;
-  for (Param param : kTrainedParams) {
-    if (gradient(param) == nullptr) continue;
-    const auto at = [&](Role role, int64_t offset) {
-      float* const values = buffers_.tensor({param, role});
-      return values == nullptr ? nullptr : values + offset;
-    };
-    pool_->ParallelFor(ShapeOf(config_, param).elements(), kElementGrain, [&](int64_t begin, int64_t end) {
-      UpdateParams(options, update, param != Param::kWeight,
-                   {at(Role::kValue, begin), at(Role::kGradient, begin), at(Role::kMoment1, begin),
-                    at(Role::kMoment2, begin), end - begin});
-    });
-  }
-  return absl::OkStatus();
-}
-
-absl::Status CpuHead::ZeroGradients() {
-  if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
-  for (Param param : kTrainedParams) {
-    float* const values = gradient(param);
-    if (values == nullptr) continue;
-    pool_->ParallelFor(ShapeOf(config_, param).elements(), kElementGrain,
-                       [&](int64_t begin, int64_t end) { std::fill(values + begin, values + end, 0.0f); });
-  }
-  return absl::OkStatus();
 }
 
 }  // namespace lossd::kernels

@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
 #include "kernels/cpu/accounting.h"
+#include "kernels/cpu/cpu_params.h"
 #include "kernels/cpu/head_buffers.h"
 #include "kernels/cpu/norm.h"
 #include "kernels/cpu/parallel_for.h"
@@ -40,14 +41,22 @@ class CpuHead final : public HeadKernels {
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
 
   absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
-                          absl::Span<uint8_t> out) override;
+                          absl::Span<uint8_t> out) override {
+    return params_.ReadTensor(id, row_begin, rows, dtype, out);
+  }
   absl::Status WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
-                           absl::Span<const uint8_t> in) override;
+                           absl::Span<const uint8_t> in) override {
+    return params_.WriteTensor(id, row_begin, rows, dtype, in);
+  }
   absl::Status AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
-                           absl::Span<const uint8_t> in) override;
-  absl::StatusOr<double> GradNorm() override;
-  absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) override;
-  absl::Status ZeroGradients() override;
+                           absl::Span<const uint8_t> in) override {
+    return params_.AddGradient(param, row_begin, rows, dtype, scale, in);
+  }
+  absl::StatusOr<double> GradNorm() override { return params_.GradNorm(); }
+  absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) override {
+    return params_.ApplyStep(options, update);
+  }
+  absl::Status ZeroGradients() override { return params_.ZeroGradients(); }
 
  private:
   CpuHead(const HeadConfig& config, int64_t chunk_rows, ThreadPool* pool,
@@ -76,6 +85,7 @@ class CpuHead final : public HeadKernels {
   const MemoryAccounting::Reservation reservation_;
   const HeadArenas arenas_;
   const HeadBuffers buffers_;
+  CpuParams params_;
 };
 
 }  // namespace lossd::kernels
