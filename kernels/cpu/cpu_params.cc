@@ -27,7 +27,7 @@ double SumOfSquares(const float* values, int64_t n) {
 }  // namespace
 
 absl::Status CpuParams::ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
-                                 absl::Span<uint8_t> out) {
+                                   absl::Span<uint8_t> out) {
   absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, out.size());
   if (!status.ok()) return status;
   const int64_t cols = ShapeOf(config_, id.param).cols;
@@ -39,7 +39,7 @@ absl::Status CpuParams::ReadTensor(TensorId id, int64_t row_begin, int64_t rows,
 }
 
 absl::Status CpuParams::WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
-                                  absl::Span<const uint8_t> in) {
+                                    absl::Span<const uint8_t> in) {
   absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size());
   if (!status.ok()) return status;
   const int64_t cols = ShapeOf(config_, id.param).cols;
@@ -51,7 +51,7 @@ absl::Status CpuParams::WriteTensor(TensorId id, int64_t row_begin, int64_t rows
 }
 
 absl::Status CpuParams::AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
-                                  absl::Span<const uint8_t> in) {
+                                    absl::Span<const uint8_t> in) {
   const TensorId id{param, Role::kGradient};
   absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size());
   if (!status.ok()) return status;
