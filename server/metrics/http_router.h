@@ -5,6 +5,7 @@
 #ifndef LOSSD_SERVER_METRICS_HTTP_ROUTER_H_
 #define LOSSD_SERVER_METRICS_HTTP_ROUTER_H_
 
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <string>
