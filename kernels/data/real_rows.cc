@@ -1,0 +1,151 @@
+#include "kernels/data/real_rows.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <random>
+#include <unordered_set>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/data/softmax_profile.h"
+
+namespace lossd::data {
+namespace {
+
+// How much of the logarithm of its popularity is in a class's own logit; the rest comes from how often it is
+// a candidate. Found by comparison: of a real model the 1,024 classes with the most probability below 2^-9 to
+// 2^-12 in each row hold 43 to 57 % of it.
+constexpr double kPopularityShare = 0.85;
+constexpr int64_t kLeastHiddenSize = 64;
+constexpr int64_t kLeastVocabSize = 1024;
+constexpr int kModels = 21;
+constexpr int64_t kClassSamples = 150;
+
+// Popularity ranks spread logarithmically, each with the ranks up to the next.
+ClassLogits Sample(const std::vector<double>& by_rank) {
+  ClassLogits sample;
+  const int64_t vocab = static_cast<int64_t>(by_rank.size());
+  const double ratio = std::log(static_cast<double>(vocab + 1));
+  int64_t begin = 0;
+  for (int64_t i = 1; i <= kClassSamples && begin < vocab; ++i) {
+    const double end = std::exp(ratio * static_cast<double>(i) / static_cast<double>(kClassSamples)) - 1.0;
+    const int64_t next = i == kClassSamples ? vocab : std::min(vocab, static_cast<int64_t>(end));
+    if (next <= begin) continue;
+    sample.values.push_back(by_rank[static_cast<size_t>((begin + next - 1) / 2)]);
+    sample.counts.push_back(static_cast<double>(next - begin));
+    begin = next;
+  }
+  return sample;
+}
+
+}  // namespace
+
+absl::StatusOr<RealRows> RealRows::Create(int64_t rows, int64_t hidden_size, int64_t vocab_size,
+                                          uint64_t seed) {
+  if (rows < 0 || hidden_size < kLeastHiddenSize || vocab_size < kLeastVocabSize) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("real data needs a hidden size of at least ", kLeastHiddenSize, " and ", kLeastVocabSize,
+                     " classes, got ", rows, " rows of ", hidden_size, " and ", vocab_size, " classes"));
+  }
+  return RealRows(rows, hidden_size, vocab_size, seed);
+}
+
+RealRows::RealRows(int64_t rows, int64_t hidden_size, int64_t vocab_size, uint64_t seed)
+    : hidden_size_(hidden_size), seed_(seed) {
+  const SoftmaxProfile& profile = RealProfile();
+  std::mt19937_64 random(seed);
+
+  const std::vector<double> popularity = Popularity(profile, vocab_size);
+  std::vector<double> own_logit;
+  for (double p : popularity) own_logit.push_back(kPopularityShare * std::log(p));
+  const double mean =
+      std::accumulate(own_logit.begin(), own_logit.end(), 0.0) / static_cast<double>(vocab_size);
+  for (double& logit : own_logit) logit -= mean;
+
+  class_of_.resize(static_cast<size_t>(vocab_size));
+  std::iota(class_of_.begin(), class_of_.end(), 0);
+  std::shuffle(class_of_.begin(), class_of_.end(), random);
+  class_logits_.resize(static_cast<size_t>(vocab_size));
+  double sum = 0.0, sum_own = 0.0;
+  for (size_t rank = 0; rank < class_of_.size(); ++rank) {
+    class_logits_[static_cast<size_t>(class_of_[rank])] = static_cast<float>(own_logit[rank]);
+    cumulative_.push_back(sum += popularity[rank]);
+    cumulative_own_.push_back(sum_own += std::exp(own_logit[rank]));
+  }
+
+  for (int64_t i = 0; i < rows; ++i) {
+    quantiles_.push_back((static_cast<double>(i) + 0.5) / static_cast<double>(rows));
+  }
+  std::shuffle(quantiles_.begin(), quantiles_.end(), random);
+
+  const ClassLogits sample = Sample(own_logit);
+  for (int i = 0; i < kModels; ++i) {
+    const double quantile = static_cast<double>(i) / (kModels - 1);
+    models_.push_back(FitLogits(LogProbabilities(profile, quantile), sample, hidden_size));
+  }
+}
+
+int64_t RealRows::most_candidates() const {
+  size_t most = 0;
+  for (const LogitModel& model : models_) most = std::max(most, model.candidates.size());
+  return static_cast<int64_t>(most) + 1;  // the target
+}
+
+const LogitModel& RealRows::ModelOf(int64_t row) const {
+  return models_[static_cast<size_t>(std::lround(quantiles_[static_cast<size_t>(row)] * (kModels - 1)))];
+}
+
+int32_t RealRows::DrawClass(const std::vector<double>& cumulative, double uniform) const {
+  const auto it = std::upper_bound(cumulative.begin(), cumulative.end(), uniform * cumulative.back());
+  const size_t rank = std::min(static_cast<size_t>(it - cumulative.begin()), cumulative.size() - 1);
+  return class_of_[rank];
+}
+
+// A target is drawn with its probability, which is exp(own logit + noise): the noise of those drawn has the
+// mean deviation^2 instead of 0.
+int32_t RealRows::AddTargetOfTail(const LogitModel& model, const std::unordered_set<int32_t>& candidates,
+                                  std::mt19937_64& random, Row& row) const {
+  std::uniform_real_distribution<double> uniform(0.0, 1.0);
+  std::normal_distribution<double> noise(model.deviation * model.deviation, model.deviation);
+  int32_t target = 0;
+  do {
+    target = DrawClass(cumulative_own_, uniform(random));
+  } while (candidates.contains(target));
+  row.classes.push_back(target);
+  row.logits.push_back(class_logits_[static_cast<size_t>(target)] + static_cast<float>(noise(random)));
+  return target;
+}
+
+RealRows::Row RealRows::row(int64_t index) const {
+  const LogitModel& model = ModelOf(index);
+  std::mt19937_64 random(seed_ ^ (0x9e3779b97f4a7c15u * (static_cast<uint64_t>(index) + 1)));
+  std::uniform_real_distribution<double> uniform(0.0, 1.0);
+  Row row;
+  std::unordered_set<int32_t> drawn;
+  while (row.classes.size() < model.candidates.size()) {
+    const int32_t candidate = DrawClass(cumulative_, uniform(random));
+    if (drawn.insert(candidate).second) row.classes.push_back(candidate);
+  }
+  double squares = 0.0;
+  double place = uniform(random);
+  row.target = -1;
+  for (size_t i = 0; i < row.classes.size(); ++i) {
+    const double logit = model.candidates[i];
+    row.logits.push_back(static_cast<float>(logit));
+    const double moved = logit - double{class_logits_[static_cast<size_t>(row.classes[i])]};
+    squares += moved * moved;
+    place -= std::exp(logit + model.shift);
+    if (place < 0.0 && row.target < 0) row.target = row.classes[i];
+  }
+  if (row.target < 0) {
+    row.target = AddTargetOfTail(model, drawn, random, row);
+    const double moved = double{row.logits.back()} - double{class_logits_[static_cast<size_t>(row.target)]};
+    squares += moved * moved;
+  }
+  const double dimensions = static_cast<double>(hidden_size_ - 1);
+  const double total = dimensions * model.deviation * model.deviation;
+  row.noise = static_cast<float>(std::sqrt(std::max(0.0, total - squares)));
+  return row;
+}
+
+}  // namespace lossd::data

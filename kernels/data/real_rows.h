@@ -1,0 +1,69 @@
+// Rows with the softmax of a trained language model, for any number of rows, dimensions and classes: which
+// classes get which logits. Data like a real model's are made of this on the CPU (real_data.h) and on a GPU.
+//
+// How to make hidden states x [N, D] and weights W [V, D] of it:
+//   W[v, 0] = class_logit(v) / kShared, and the rest of row v is normal noise of length 1;
+//   x[i, 0] = kShared, and the rest of row i is normal noise of length deviation(row) * sqrt(D - 1), moved
+//   within the span of its candidates' weight rows until x[i] . W[c] is the logit wanted of each candidate c.
+#ifndef LOSSD_KERNELS_DATA_REAL_ROWS_H_
+#define LOSSD_KERNELS_DATA_REAL_ROWS_H_
+
+#include <cstdint>
+#include <random>
+#include <unordered_set>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "kernels/data/logit_model.h"
+
+namespace lossd::data {
+
+// Immutable after construction, so thread-safe. The same seed gives the same rows.
+class RealRows {
+ public:
+  // The element that all hidden states share.
+  static constexpr double kShared = 8.0;
+
+  // INVALID_ARGUMENT unless rows >= 0, hidden_size >= 64 and vocab_size >= 1024: smaller ones have no room
+  // for such a softmax.
+  static absl::StatusOr<RealRows> Create(int64_t rows, int64_t hidden_size, int64_t vocab_size,
+                                         uint64_t seed);
+
+  struct Row {
+    std::vector<int32_t> classes;  // distinct candidates
+    std::vector<float> logits;     // wanted of them
+    float noise = 0.0f;            // length of the noise that is left beside what the candidates need
+    int32_t target = 0;
+  };
+  Row row(int64_t index) const;
+
+  int64_t rows() const { return static_cast<int64_t>(quantiles_.size()); }
+  int64_t hidden_size() const { return hidden_size_; }
+  int64_t vocab_size() const { return static_cast<int64_t>(class_logits_.size()); }
+  uint64_t seed() const { return seed_; }
+  // What every row's logit of a class has in common: popular classes have large ones. [V]
+  const std::vector<float>& class_logits() const { return class_logits_; }
+  // The most candidates that a row can have, its target among them.
+  int64_t most_candidates() const;
+
+ private:
+  RealRows(int64_t rows, int64_t hidden_size, int64_t vocab_size, uint64_t seed);
+  const LogitModel& ModelOf(int64_t row) const;
+  int32_t DrawClass(const std::vector<double>& cumulative, double uniform) const;
+  // Draws a target among the classes that are no candidates, and makes it one.
+  int32_t AddTargetOfTail(const LogitModel& model, const std::unordered_set<int32_t>& candidates,
+                          std::mt19937_64& random, Row& row) const;
+
+  int64_t hidden_size_;
+  uint64_t seed_;
+  std::vector<double> quantiles_;       // [N], of the rows' entropies
+  std::vector<float> class_logits_;     // [V]
+  std::vector<double> cumulative_;      // [V], of the popularity by popularity rank
+  std::vector<double> cumulative_own_;  // [V], likewise, of exp(class logit)
+  std::vector<int32_t> class_of_;       // [V], the class that has a popularity rank
+  std::vector<LogitModel> models_;      // of kModels quantiles, evenly spaced from 0 to 1
+};
+
+}  // namespace lossd::data
+
+#endif  // LOSSD_KERNELS_DATA_REAL_ROWS_H_
