@@ -1,7 +1,7 @@
 // Times the CUDA backend's loss with gradients on one GPU, all kinds of gradients on heads that store their
 // logits or recompute them, beside the bare GEMM floor of the same run.
 //
-//   cuda_loss_bench --out=results.json --commit=abc123 [--shapes=gemma2-2b,...] [--data=peaked,flat]
+//   cuda_loss_bench --out=results.json --commit=abc123 [--shapes=gemma2-2b,...] [--data=real,peaked,flat]
 //                   [--logits=stored,recomputed] [--gradients=exact,filtered,auto]
 //
 // "loss+grad" is the time from one finished microbatch to the next with microbatches submitted one after
@@ -39,7 +39,7 @@ ABSL_FLAG(std::string, commit, "", "commit of the program, recorded in the resul
 ABSL_FLAG(std::vector<std::string>, shapes,
           std::vector<std::string>({"gemma2-2b", "llama3-8b", "phi3.5-mini", "mistral-nemo", "n4096"}),
           "names of shapes to run, or NxDxV");
-ABSL_FLAG(std::vector<std::string>, data, std::vector<std::string>({"peaked"}), "peaked, flat");
+ABSL_FLAG(std::vector<std::string>, data, std::vector<std::string>({"real"}), "real, peaked, flat");
 ABSL_FLAG(std::vector<std::string>, logits, std::vector<std::string>({"stored"}),
           "stored, recomputed: heads to time, each with all --gradients");
 ABSL_FLAG(std::vector<std::string>, gradients, std::vector<std::string>({"exact"}), "exact, filtered, auto");
@@ -301,11 +301,24 @@ void Print(const NamedShape& named, const std::string& kind, const Way& way, con
   std::cout << result.dump() << std::endl;
 }
 
+// Prints how well the data have the profile that they were made after.
+Json ReachedProfile(const DataShape& shape, const LossData& data) {
+  const data::ProfileCheck check = CheckProfile(shape, data);
+  std::cout << check.Text() << std::flush;
+  Json reached = {{"loss", check.loss()}};
+  for (const data::ProfileCheck::Ratio& ratio : check.Ratios()) {
+    reached["ratios"].push_back(
+        {{"threshold", ratio.threshold}, {"candidates", ratio.candidates}, {"tail_mass", ratio.tail_mass}});
+  }
+  return reached;
+}
+
 // One result for each way, all with the same data and floor.
 std::vector<Json> RunShape(const NamedShape& named, const std::string& kind, Timer& timer) {
   const DataShape& shape = named.shape;
-  LossData data =
-      MakeData(kind == "flat" ? DataKind::kFlat : DataKind::kPeaked, shape, std::random_device{}());
+  LossData data = MakeData(ParseDataKind(kind), shape, std::random_device{}());
+  Json profile;
+  if (kind == "real") profile = ReachedProfile(shape, data);
   const std::vector<Way> ways = Ways();
   std::vector<Json> results;
   results.reserve(ways.size());
@@ -328,6 +341,7 @@ std::vector<Json> RunShape(const NamedShape& named, const std::string& kind, Tim
     results[i]["shape"] = {
         {"name", named.name}, {"rows", shape.rows}, {"hidden", shape.hidden}, {"vocab", shape.vocab}};
     results[i]["data"] = kind;
+    if (!profile.is_null()) results[i]["profile"] = profile;
     results[i]["compute"] = absl::GetFlag(FLAGS_compute);
   }
   return results;

@@ -1,6 +1,7 @@
 // Data and references for the GPU benchmarks, made on the GPU.
 //
-// Peaked data has the softmax of a trained model: for each row, k candidates whose popularity ranks are
+// Real data has the softmax measured of a trained model (kernels/data/real_rows.h). Peaked data has that of a
+// model on easy text, as far as one power law goes: for each row, k candidates whose popularity ranks are
 // spread logarithmically over the vocabulary get the logits z1 - s ln i (i = 1 ... k, in random order), the
 // hidden state is the sum of z_i times the candidates' unit-length weight rows, and the target is the i-th
 // candidate with probability proportional to i^-s. Flat data is normal noise, loss near ln V.
@@ -11,6 +12,8 @@
 #include <cstdint>
 #include <string>
 #include <vector>
+
+#include "kernels/data/profile_check.h"
 
 namespace lossd::bench {
 
@@ -38,11 +41,21 @@ struct LossData {
   std::vector<int32_t> targets;
 };
 
-enum class DataKind { kPeaked, kFlat };
+enum class DataKind { kReal, kPeaked, kFlat };
+
+// Of "real", "peaked" or "flat"; ends the program with status 2 on another name.
+DataKind ParseDataKind(const std::string& name);
 
 // Allocates and fills; Free() releases. Aborts on a CUDA error.
 LossData MakeData(DataKind kind, const DataShape& shape, uint64_t seed);
 void Free(LossData& data);
+
+// How the first 256 rows compare with the measured profile, in double precision from the 16-bit values.
+data::ProfileCheck CheckProfile(const DataShape& shape, const LossData& data);
+
+// Logits [rows, vocab] of some rows, in double, on the host.
+std::vector<double> ComputeLogits(const DataShape& shape, const LossData& data,
+                                  const std::vector<int32_t>& rows);
 
 // What loss, hidden and weight gradients of a mean loss (scale per row) have to be, in double, for some rows
 // and classes.

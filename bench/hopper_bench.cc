@@ -1,7 +1,8 @@
 // Times the Hopper kernels one by one beside cuBLASLt's products of the same shapes, alternating in one
 // process.
 //
-//   hopper_bench [--shapes=gemma2-2b,...] [--data=peaked,flat] [--rows=0] [--rounds=3] [--groups=4,8,...]
+//   hopper_bench [--shapes=gemma2-2b,...] [--data=real,peaked,flat] [--rows=0] [--rounds=3]
+//   [--groups=4,8,...]
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -27,7 +28,7 @@
 ABSL_FLAG(std::vector<std::string>, shapes,
           std::vector<std::string>({"gemma2-2b", "llama3-8b", "phi3.5-mini", "mistral-nemo", "n4096"}),
           "names of shapes to run");
-ABSL_FLAG(std::vector<std::string>, data, std::vector<std::string>({"peaked"}), "peaked, flat");
+ABSL_FLAG(std::vector<std::string>, data, std::vector<std::string>({"real"}), "real, peaked, flat");
 ABSL_FLAG(int64_t, rows, 0, "rows instead of the shapes' own; 0: those");
 ABSL_FLAG(int, rounds, 3, "timed rounds; a round runs every candidate for a while");
 ABSL_FLAG(std::vector<std::string>, groups, std::vector<std::string>(),
@@ -256,7 +257,7 @@ void Main() {
       const Buffer<uint16_t> exponentials(named.shape.rows * named.shape.vocab);
       Bench b = {absl::StrCat(named.name, " ", data),
                  named.shape,
-                 MakeData(data == "flat" ? DataKind::kFlat : DataKind::kPeaked, named.shape, 1234),
+                 MakeData(ParseDataKind(data), named.shape, 1234),
                  **gemms,
                  timer,
                  clusters,

@@ -1,0 +1,77 @@
+#include "bench/gpu_data.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+
+#include "absl/types/span.h"
+#include "bench/gpu_data_kinds.h"
+#include "kernels/data/real_rows.h"
+
+namespace lossd::bench {
+namespace {
+
+constexpr int64_t kProfileRows = 256;
+
+RealArrays DrawReal(const DataShape& shape, uint64_t seed) {
+  const auto rows = data::RealRows::Create(shape.rows, shape.hidden, shape.vocab, seed);
+  if (!rows.ok()) {
+    std::fprintf(stderr, "%s\n", rows.status().ToString().c_str());
+    std::exit(2);
+  }
+  RealArrays arrays;
+  arrays.most = rows->most_candidates();
+  arrays.hidden_first_element = static_cast<float>(data::RealRows::kShared);
+  for (float logit : rows->class_logits()) {
+    arrays.first_elements.push_back(logit / static_cast<float>(data::RealRows::kShared));
+  }
+  for (int64_t i = 0; i < shape.rows; ++i) {
+    data::RealRows::Row row = rows->row(i);
+    arrays.counts.push_back(static_cast<int32_t>(row.classes.size()));
+    row.classes.resize(static_cast<size_t>(arrays.most));
+    row.logits.resize(static_cast<size_t>(arrays.most));
+    arrays.classes.insert(arrays.classes.end(), row.classes.begin(), row.classes.end());
+    arrays.logits.insert(arrays.logits.end(), row.logits.begin(), row.logits.end());
+    arrays.noise.push_back(row.noise);
+    arrays.targets.push_back(row.target);
+  }
+  return arrays;
+}
+
+}  // namespace
+
+DataKind ParseDataKind(const std::string& name) {
+  if (name == "real") return DataKind::kReal;
+  if (name == "peaked") return DataKind::kPeaked;
+  if (name == "flat") return DataKind::kFlat;
+  std::fprintf(stderr, "--data: must be real, peaked or flat, got %s\n", name.c_str());
+  std::exit(2);
+}
+
+LossData MakeData(DataKind kind, const DataShape& shape, uint64_t seed) {
+  switch (kind) {
+    case DataKind::kReal:
+      return MakeReal(shape, DrawReal(shape, seed), seed);
+    case DataKind::kPeaked:
+      return MakePeaked(shape, seed);
+    case DataKind::kFlat:
+      break;
+  }
+  return MakeFlat(shape, seed);
+}
+
+data::ProfileCheck CheckProfile(const DataShape& shape, const LossData& data) {
+  data::ProfileCheck check(data::RealProfile());
+  std::vector<int32_t> rows(static_cast<size_t>(std::min(kProfileRows, shape.rows)));
+  std::iota(rows.begin(), rows.end(), 0);
+  const std::vector<double> logits = ComputeLogits(shape, data, rows);
+  const std::vector<float> narrow(logits.begin(), logits.end());
+  const size_t vocab = static_cast<size_t>(shape.vocab);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    check.Add(absl::MakeSpan(narrow).subspan(i * vocab, vocab), data.targets[i]);
+  }
+  return check;
+}
+
+}  // namespace lossd::bench
