@@ -7,36 +7,20 @@
 
 #include "absl/types/span.h"
 #include "bench/gpu_data_kinds.h"
-#include "kernels/data/real_rows.h"
+#include "kernels/data/real_arrays.h"
 
 namespace lossd::bench {
 namespace {
 
 constexpr int64_t kProfileRows = 256;
 
-RealArrays DrawReal(const DataShape& shape, uint64_t seed) {
+data::RealArrays DrawReal(const DataShape& shape, uint64_t seed) {
   const auto rows = data::RealRows::Create(shape.rows, shape.hidden, shape.vocab, seed);
   if (!rows.ok()) {
     std::fprintf(stderr, "%s\n", rows.status().ToString().c_str());
     std::exit(2);
   }
-  RealArrays arrays;
-  arrays.most = rows->most_candidates();
-  arrays.hidden_first_element = static_cast<float>(data::RealRows::kShared);
-  for (float logit : rows->class_logits()) {
-    arrays.first_elements.push_back(logit / static_cast<float>(data::RealRows::kShared));
-  }
-  for (int64_t i = 0; i < shape.rows; ++i) {
-    data::RealRows::Row row = rows->row(i);
-    arrays.counts.push_back(static_cast<int32_t>(row.classes.size()));
-    row.classes.resize(static_cast<size_t>(arrays.most));
-    row.logits.resize(static_cast<size_t>(arrays.most));
-    arrays.classes.insert(arrays.classes.end(), row.classes.begin(), row.classes.end());
-    arrays.logits.insert(arrays.logits.end(), row.logits.begin(), row.logits.end());
-    arrays.noise.push_back(row.noise);
-    arrays.targets.push_back(row.target);
-  }
-  return arrays;
+  return data::ToArrays(*rows);
 }
 
 }  // namespace

@@ -201,7 +201,7 @@ LossData MakeFlat(const DataShape& shape, uint64_t seed) {
   return data;
 }
 
-LossData MakeReal(const DataShape& shape, const RealArrays& arrays, uint64_t seed) {
+LossData MakeReal(const DataShape& shape, const data::RealArrays& arrays, uint64_t seed) {
   LossData data;
   data.targets = arrays.targets;
   float* weight = Allocate<float>(shape.vocab * shape.hidden);
@@ -219,8 +219,8 @@ LossData MakeReal(const DataShape& shape, const RealArrays& arrays, uint64_t see
                              static_cast<int>(shared_bytes)),
         "cudaFuncSetAttribute");
   RealRowsKernel<<<static_cast<unsigned>(shape.rows), kThreads, shared_bytes>>>(
-      weight, classes, logits, counts, noise, arrays.most, shape.hidden, arrays.hidden_first_element,
-      seed + 1, static_cast<__nv_bfloat16*>(data.hidden));
+      weight, classes, logits, counts, noise, arrays.most, shape.hidden,
+      static_cast<float>(data::RealRows::kShared), seed + 1, static_cast<__nv_bfloat16*>(data.hidden));
   RoundKernel<<<4096, kThreads>>>(weight, static_cast<__nv_bfloat16*>(data.weight),
                                   shape.vocab * shape.hidden);
   Check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");

@@ -14,12 +14,16 @@ import csv
 import gc
 import importlib.metadata
 import json
+import subprocess
+import tempfile
 import time
 
+import numpy
 import torch
 import torch.nn.functional as F
 
 DEVICE = "cuda"
+REAL_DATA = ""  # the program, from --real-data
 SHAPES = {
     "gemma2-2b": (8192, 2304, 256000),
     "llama3-8b": (8192, 4096, 128256),
@@ -47,6 +51,30 @@ def peaked(n, d, v):
         hidden += logits[i] * weight[classes[:, i]]
     drawn = torch.multinomial(place**-SLOPE, n, replacement=True)
     return hidden.bfloat16(), weight.bfloat16(), classes.gather(1, drawn[:, None])[:, 0]
+
+
+def real(n, d, v):
+    """As MakeData(kReal) of gpu_data.cu, of what the program real_data says (kernels/data/real_rows.h)."""
+    shared = 8.0
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([REAL_DATA, f"--rows={n}", f"--hidden={d}", f"--vocab={v}",
+                        f"--seed={torch.randint(2**31, ()).item()}", f"--out={folder}"], check=True)
+        arrays = {name: torch.from_numpy(numpy.load(f"{folder}/{name}.npy")).to(DEVICE)
+                  for name in ("classes", "logits", "counts", "noise", "targets", "first_elements")}
+    weight = torch.cat([arrays["first_elements"][:, None], F.normalize(torch.randn(v, d - 1, device=DEVICE))], 1)
+    hidden = torch.empty(n, d, device=DEVICE, dtype=torch.bfloat16)
+    places = torch.arange(arrays["classes"].shape[1], device=DEVICE)
+    for begin in range(0, n, 256):
+        rows = slice(begin, min(begin + 256, n))
+        used = (places < arrays["counts"][rows, None]).float()
+        candidates = weight[arrays["classes"][rows].long()] * used[:, :, None]
+        noise = F.normalize(torch.randn(used.shape[0], d - 1, device=DEVICE)) * arrays["noise"][rows, None]
+        x = torch.cat([torch.full_like(noise[:, :1], shared), noise], 1)
+        for _ in range(16):
+            missing = 0.9 * (arrays["logits"][rows] * used - torch.einsum("nkd,nd->nk", candidates, x))
+            x[:, 1:] += torch.einsum("nk,nkd->nd", missing, candidates[:, :, 1:])
+        hidden[rows] = x.bfloat16()
+    return hidden, weight.bfloat16(), arrays["targets"].long()
 
 
 def flat(n, d, v, dtype=torch.bfloat16):
@@ -189,11 +217,11 @@ def run_method(function, data, iterations, reference=None):
 
 
 def compare_shapes(cases, iterations, wanted, done):
-    """cases: (name of a shape, "peaked" or "flat"); wanted: names of methods, empty: all; calls done(results so
+    """cases: (name of a shape, kind of data); wanted: names of methods, empty: all; calls done(results so
     far) after each case."""
     results = []
     for name, kind in cases:
-        data = (flat if kind == "flat" else peaked)(*SHAPES[name])
+        data = {"real": real, "peaked": peaked, "flat": flat}[kind](*SHAPES[name])
         reference = Reference(*data)
         bare = floor(data[0], data[1], iterations)
         print(f"{name} {kind}: floor {bare['total_ms']:.2f} ms ({bare['logits']['median_ms']:.2f} forward)", flush=True)
@@ -333,7 +361,8 @@ def versions():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--data", default="peaked", help="peaked, flat or both, separated by commas")
+    parser.add_argument("--data", default="real", help="real, peaked, flat, separated by commas")
+    parser.add_argument("--real-data", default="bin/real_data", help="the program real_data, for real data")
     parser.add_argument("--methods", default="", help="those to run on the shapes, separated by commas; empty: all")
     parser.add_argument("--iterations", type=int, default=7)
     parser.add_argument("--out")
@@ -342,6 +371,8 @@ def main():
     parser.add_argument("--budget", type=float, default=480.0, help="seconds after which the sweep stops")
     parser.add_argument("--norm", action="store_true")
     args = parser.parse_args()
+    global REAL_DATA
+    REAL_DATA = args.real_data
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
     result = {"card": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"), "versions": versions()}
 
