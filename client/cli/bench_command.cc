@@ -17,6 +17,7 @@
 #include "client/cli/names.h"
 #include "client/cli/options.h"
 #include "client/cli/random_rows.h"
+#include "client/cli/real_rows.h"
 
 namespace lossd::cli {
 namespace {
@@ -29,8 +30,18 @@ const std::map<std::string, What>& Whats() {
   return *words;
 }
 
+enum class Data { kRandom, kReal };
+
+const std::map<std::string, Data>& DataKinds() {
+  static const auto* words =
+      new std::map<std::string, Data>{{"random", Data::kRandom}, {"real", Data::kReal}};
+  return *words;
+}
+
 struct Flags {
   std::string head;
+  Data data = Data::kRandom;
+  bool overwrite_weight = false;
   What what = What::kAll;
   uint64_t rows = 4096;
   v1::DType dtype = v1::DTYPE_BF16;
@@ -164,8 +175,27 @@ absl::Status CheckHead(const Flags& flags, const v1::HeadDescription& head) {
       " rows, which the benchmark would mix with its own and discard; use --what dx, or --force"));
 }
 
+// Real rows need the weight that belongs to them, which replaces the head's.
+absl::StatusOr<HiddenRows> MakeRows(const Flags& flags, const v1::HeadSpec& spec, client::Client& client) {
+  if (flags.data == Data::kRandom) {
+    return RandomRows(flags.rows, spec.hidden_size(), spec.vocab_size(), flags.dtype, flags.seed);
+  }
+  if (!flags.overwrite_weight) {
+    return absl::InvalidArgumentError(absl::StrCat("--data real replaces the weight of head \"", flags.head,
+                                                   "\"; say so with --overwrite-weight"));
+  }
+  if (absl::Status status = CheckTakesRealRows(spec); !status.ok()) return status;
+  const auto real =
+      data::RealRows::Create(static_cast<int64_t>(flags.rows), static_cast<int64_t>(spec.hidden_size()),
+                             static_cast<int64_t>(spec.vocab_size()), flags.seed);
+  if (!real.ok()) return real.status();
+  if (absl::Status status = WriteRealWeight(*real, flags.head, client); !status.ok()) return status;
+  return MakeRealRows(*real, flags.dtype);
+}
+
 BenchSetup SetupOf(const Flags& flags, const HiddenRows& rows) {
   return {flags.head,
+          NameOf(DataKinds(), flags.data),
           NameOf(Whats(), flags.what),
           NameOf(DTypes(), rows.dtype),
           rows.hidden_size,
@@ -182,8 +212,7 @@ absl::Status RunBench(Context* context, const Flags& flags) {
   const absl::StatusOr<v1::HeadDescription> head = (*client)->DescribeHead(flags.head, context->timeout());
   if (!head.ok()) return head.status();
   if (absl::Status status = CheckHead(flags, *head); !status.ok()) return status;
-  const absl::StatusOr<HiddenRows> rows =
-      RandomRows(flags.rows, head->spec().hidden_size(), head->spec().vocab_size(), flags.dtype, flags.seed);
+  const absl::StatusOr<HiddenRows> rows = MakeRows(flags, head->spec(), **client);
   if (!rows.ok()) return rows.status();
 
   const absl::StatusOr<BenchTotals> totals = Bench(flags, *rows, *head, client->get()).Run();
@@ -203,11 +232,15 @@ absl::Status RunBench(Context* context, const Flags& flags) {
 }  // namespace
 
 void AddBenchCommand(CLI::App* app, Context* context) {
-  CLI::App* bench = app->add_subcommand("bench", "Measure throughput and latency with random rows");
+  CLI::App* bench = app->add_subcommand("bench", "Measure throughput and latency with made-up rows");
   auto flags = std::make_shared<Flags>();
   AddHead(bench, &flags->head);
   AddWord(bench, "--what", &flags->what, Whats(),
           "loss only, with dL/dx, or all: also accumulate dL/dW, discarded afterwards [all]");
+  AddWord(bench, "--data", &flags->data, DataKinds(),
+          "Rows: random, or real, with the softmax of a trained model (needs --overwrite-weight) [random]");
+  bench->add_flag("--overwrite-weight", flags->overwrite_weight,
+                  "Replace the head's weight by the one that real rows need");
   bench->add_option("--rows", flags->rows, "Rows per microbatch [4096]")->check(CLI::PositiveNumber);
   AddWord(bench, "--dtype", &flags->dtype, DTypes(), "Element type to transfer [bf16]");
   bench->add_option("--in-flight", flags->in_flight, "Microbatches under way at once; 1: closed loop [1]")
@@ -219,7 +252,7 @@ void AddBenchCommand(CLI::App* app, Context* context) {
       ->check(CLI::PositiveNumber)
       ->excludes(seconds);
   bench->add_option("--warmup", flags->warmup, "Microbatches before the clock starts [2]");
-  bench->add_option("--seed", flags->seed, "Of the random rows [0]");
+  bench->add_option("--seed", flags->seed, "Of the rows [0]");
   bench->add_flag("--force", flags->force, "Even if the open step holds gradients");
   AddLossOptions(bench, &flags->loss);
   bench->callback([=] { context->action = [=] { return RunBench(context, *flags); }; });

@@ -43,6 +43,7 @@ double SampleQuantile(absl::Span<const double> sorted, double q) {
 nlohmann::ordered_json BenchJson(const BenchSetup& setup, const BenchTotals& totals) {
   const Summary summary(totals);
   return {{"head", setup.head},
+          {"data", setup.data},
           {"what", setup.what},
           {"dtype", setup.dtype},
           {"hidden_size", setup.hidden_size},
@@ -75,9 +76,10 @@ std::string BenchText(const BenchSetup& setup, const BenchTotals& totals) {
   fields.Add("computed", setup.what == "loss" ? "loss"
                          : setup.what == "dx" ? "loss and dL/dx"
                                               : "loss, dL/dx and dL/dW");
-  fields.Add("load", absl::StrCat(setup.in_flight, " x ", HumanCount(setup.rows), " rows in flight, ",
-                                  setup.streams, " streams over ", setup.channels, " channels, slices of ",
-                                  HumanBytes(static_cast<double>(setup.slice_bytes))));
+  fields.Add("load",
+             absl::StrCat(setup.in_flight, " x ", HumanCount(setup.rows), " ", setup.data,
+                          " rows in flight, ", setup.streams, " streams over ", setup.channels,
+                          " channels, slices of ", HumanBytes(static_cast<double>(setup.slice_bytes))));
   fields.Add("ran", absl::StrCat(HumanSeconds(totals.seconds), ", ", HumanCount(totals.latencies.size()),
                                  " microbatches",
                                  totals.repeats > 0 ? absl::StrCat(", ", totals.repeats, " repeats") : ""));

@@ -16,6 +16,7 @@ double SampleQuantile(absl::Span<const double> sorted, double q);
 
 struct BenchSetup {
   std::string head;
+  std::string data;  // "random" or "real"
   std::string what;  // "loss", "dx" or "all"
   std::string dtype;
   uint64_t hidden_size = 0;

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "kernels/data/real_data.h"
 #include "proto/tensorfile/safetensors.h"
 #include "tests/support/child_process.h"
 #include "tests/support/temp_folder.h"
@@ -142,6 +143,26 @@ TEST_F(LossctlServerTest, CheckpointsSurviveARestart) {
   EXPECT_EQ(Run("load head/step-0000000004"), "loaded head/step-0000000004 into head \"head\", step 4\n");
   EXPECT_EQ(ReadWeight("head"), weight);
   EXPECT_THAT(Run("checkpoints head"), HasSubstr("head/mine"));
+}
+
+TEST_F(LossctlServerTest, BenchOfRealRowsReplacesTheWeight) {
+  constexpr int64_t kHidden = 64, kVocab = 9000;  // more classes than are written at a time
+  Run("create real --hidden 64 --vocab 9000");
+  EXPECT_THAT(Run("bench real --data real --microbatches 2", 4), HasSubstr("--overwrite-weight"));
+  EXPECT_THAT(Run("bench real --data real --overwrite-weight --microbatches 2 --rows 300 --seed 5"),
+              HasSubstr("300 real rows"));
+  const auto rows = data::RealRows::Create(300, kHidden, kVocab, 5);
+  ASSERT_TRUE(rows.ok()) << rows.status();
+  weight_.resize(kVocab * kHidden);
+  data::FillWeight(*rows, 0, kVocab, weight_.data());
+  EXPECT_TRUE(ReadWeight("real") == Weight());
+
+  Run("create biased --hidden 64 --vocab 2000 --bias");
+  EXPECT_THAT(Run("bench biased --data real --overwrite-weight --microbatches 2", 4),
+              HasSubstr("norm and bias"));
+  Run("create small --hidden 16 --vocab 20");
+  EXPECT_THAT(Run("bench small --data real --overwrite-weight --microbatches 2", 4),
+              HasSubstr("hidden size"));
 }
 
 }  // namespace
