@@ -10,6 +10,7 @@
 #include "absl/time/time.h"
 #include "kernels/errors/text.h"
 #include "server/head/checkpoint_store.h"
+#include "server/head/folder_lock.h"
 #include "server/log/log.h"
 #include "server/messages/convert.h"
 
@@ -57,6 +58,10 @@ void Checkpoints::RemoveLeftovers() {
   if (absl::Status status = PrepareDirectory(); !status.ok()) {
     log::Log(LogLevel::kWarning, "cannot clean the checkpoint directory", {{"error", status.message()}});
   }
+  const auto lock = head::FolderLock::Try(options_.directory, head::FolderLock::Kind::kShared);
+  if (absl::IsUnimplemented(lock.status())) {
+    log::Log(LogLevel::kWarning, "checkpoints cannot be saved", {{"error", lock.status().message()}});
+  }
 }
 
 absl::Status Checkpoints::PrepareDirectory() {
@@ -76,9 +81,9 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::Save(const v1::SaveCheck
   absl::MutexLock turn(&save_mutex_);
   absl::StatusOr<v1::SaveCheckpointResponse> saved = SaveInTurn(request, callbacks);
   metrics_->SetSaveBuffered(0);
-  if (absl::IsNotFound(saved.status()) || absl::IsAlreadyExists(saved.status())) return saved;  // refused
+  if (absl::IsNotFound(saved.status())) return saved;  // there is no such head
   if (!saved.ok()) {
-    metrics_->OnSaveFailed(absl::IsCancelled(saved.status()));
+    metrics_->OnSaveFailed(saved.status());
     log::Log(LogLevel::kError, "checkpoint not saved",
              {{"head", request.head()}, {"error", saved.status().message()}});
     return saved;
@@ -104,8 +109,10 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
   const absl::Time begin = absl::Now();
   absl::Time read_end = begin;
   v1::SavePhase phase = v1::SAVE_PHASE_READING;
-  head::SaveOptions save{
-      .slice_bytes = options_.transfer_bytes, .buffer_bytes = options_.buffer_bytes, .disk = options_.disk};
+  head::SaveOptions save{.slice_bytes = options_.transfer_bytes,
+                         .buffer_bytes = options_.buffer_bytes,
+                         .limit_bytes = options_.limit_bytes,
+                         .disk = options_.disk};
   save.on_read = [&] {
     guard.Unlock();
     read_end = absl::Now();
@@ -116,7 +123,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
     callbacks.on_progress(ProgressMessage(progress, phase));
   };
   save.cancelled = [&] { return saves_cancelled_ || callbacks.cancelled(); };
-  const absl::StatusOr<int64_t> bytes = head::SaveCheckpoint(
+  const absl::StatusOr<head::SavedCheckpoint> saved = head::SaveCheckpoint(
       options_.directory, request.name(),
       {.head = head->name,
        .config = head->config,
@@ -130,12 +137,11 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
         });
       },
       save);
-  if (!bytes.ok()) return bytes.status();
+  if (!saved.ok()) return saved.status();
   v1::SaveCheckpointResponse response;
   *response.mutable_state() = messages::ToProto(head->state);
-  const std::string name = request.name().empty() ? head::AutomaticName(head->state.step) : request.name();
-  response.set_checkpoint(absl::StrCat(head->name, "/", name));
-  response.set_bytes(static_cast<uint64_t>(*bytes));
+  response.set_checkpoint(absl::StrCat(head->name, "/", saved->name));
+  response.set_bytes(static_cast<uint64_t>(saved->bytes));
   response.set_seconds(absl::ToDoubleSeconds(absl::Now() - begin));
   response.set_read_seconds(absl::ToDoubleSeconds(read_end - begin));
   return response;

@@ -50,6 +50,9 @@ ABSL_FLAG(
     int64_t, keep_checkpoints, ServerOptions().keep_checkpoints,
     "After a save that the server named (step-...), keep so many of those per head, the newest, and remove "
     "older ones; checkpoints named by clients stay. 0: keep all. A save may ask for another number");
+ABSL_FLAG(ByteSize, checkpoint_limit_bytes, ByteSize{ServerOptions().checkpoint_limit_bytes},
+          "What all files below --checkpoint_dir may take together. A save that would pass it is refused before "
+          "anything is written. 0: no limit");
 ABSL_FLAG(
     ByteSize, checkpoint_buffer_bytes, ByteSize{ServerOptions().checkpoint_buffer_bytes},
     "Memory a running save may take to read a head ahead of the disk, as far as it needs it. Steps wait "
@@ -137,6 +140,7 @@ ServerOptions OptionsFromFlags() {
   options.max_heads = absl::GetFlag(FLAGS_max_heads);
   options.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_dir);
   options.keep_checkpoints = absl::GetFlag(FLAGS_keep_checkpoints);
+  options.checkpoint_limit_bytes = absl::GetFlag(FLAGS_checkpoint_limit_bytes).bytes;
   options.checkpoint_buffer_bytes = absl::GetFlag(FLAGS_checkpoint_buffer_bytes).bytes;
   options.drain_timeout = absl::GetFlag(FLAGS_drain_timeout);
   options.liveness_timeout = absl::GetFlag(FLAGS_liveness_timeout);

@@ -50,6 +50,7 @@ absl::Status CheckOptions(const ServerOptions& options) {
   status.Update(CheckAtLeast("retained_bytes", options.retained_bytes, 0));
   status.Update(CheckAtLeast("checkpoint_buffer_bytes", options.checkpoint_buffer_bytes, 0));
   status.Update(CheckAtLeast("keep_checkpoints", options.keep_checkpoints, 0));
+  status.Update(CheckAtLeast("checkpoint_limit_bytes", options.checkpoint_limit_bytes, 0));
   status.Update(CheckAtLeast("max_streams", options.max_streams, 1));
   status.Update(CheckAtLeast("max_heads", options.max_heads, 1));
   if (options.slice_bytes > 1024 * kMebibyte) {
@@ -216,6 +217,7 @@ void ServerImpl::CreateServices() {
   head_options.operations.checkpoints.directory = options_.checkpoint_directory;
   head_options.operations.checkpoints.buffer_bytes = options_.checkpoint_buffer_bytes;
   head_options.operations.checkpoints.keep = options_.keep_checkpoints;
+  head_options.operations.checkpoints.limit_bytes = options_.checkpoint_limit_bytes;
   head_options.operations.default_compute_dtype = backend_->info().default_compute_dtype;
   head_options.send_timeout = options_.send_timeout;
   head_service_ = rpc::HeadService::Create(head_options, engine_.get(), metrics_.get());

@@ -45,6 +45,7 @@ struct ServerOptions {
   std::string checkpoint_directory = "./lossd-checkpoints";
   int64_t checkpoint_buffer_bytes = int64_t{1} << 30;   // what a save may read ahead of the disk
   int64_t keep_checkpoints = 0;                         // automatic ones, per head; 0: all
+  int64_t checkpoint_limit_bytes = 0;                   // all files below the directory; 0: no limit
   absl::Duration drain_timeout = absl::Seconds(30);     // open calls may finish for so long
   absl::Duration retained_timeout = absl::Minutes(10);  // deferred microbatches not used for so long go
   // /livez reports a device without progress for so long. Longer than any one piece of work: the creation of

@@ -50,7 +50,8 @@ struct Contribution {
   int64_t row_bytes() const { return cols * static_cast<int64_t>(kernels::SizeOf(terms.dtype)); }
 };
 
-// OUT_OF_RANGE naming the row and column of the first element that is not finite. `values` are `rows` of the
+// OUT_OF_RANGE naming the row and column of the first element that is not finite, or whose product with the
+// scale is not finite in fp32. `values` are `rows` of the
 // contribution.
 absl::Status CheckFinite(const Contribution& contribution, RowRange rows, absl::Span<const uint8_t> values);
 

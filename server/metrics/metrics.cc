@@ -114,10 +114,11 @@ Metrics::Metrics(const BuildInfo& build)
       errors_(
           CounterFamily(registry_, "lossd_errors_total", "Calls ended with an error, by method and code.")),
       save_family_(CounterFamily(registry_, "lossd_checkpoint_saves_total",
-                                 "Checkpoints that were to be saved, by result: ok, failed, cancelled.")),
+                                 "Checkpoints that were to be saved, by result: ok, failed, cancelled, exists.")),
       saves_(save_family_.Add({{"result", "ok"}})),
       failed_saves_(save_family_.Add({{"result", "failed"}})),
       cancelled_saves_(save_family_.Add({{"result", "cancelled"}})),
+      existing_saves_(save_family_.Add({{"result", "exists"}})),
       saved_bytes_(
           CounterFamily(registry_, "lossd_checkpoint_saved_bytes_total", "Bytes of saved checkpoints.")
               .Add({})),
@@ -179,7 +180,15 @@ void Metrics::OnSaved(absl::string_view head, uint64_t step, int64_t bytes, doub
   last_saves_[std::string(head)] = {step, absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch())};
 }
 
-void Metrics::OnSaveFailed(bool cancelled) { (cancelled ? cancelled_saves_ : failed_saves_).Increment(); }
+void Metrics::OnSaveFailed(const absl::Status& status) {
+  if (absl::IsCancelled(status)) {
+    cancelled_saves_.Increment();
+  } else if (absl::IsAlreadyExists(status)) {
+    existing_saves_.Increment();
+  } else {
+    failed_saves_.Increment();
+  }
+}
 
 void Metrics::ForgetHead(absl::string_view head) {
   absl::MutexLock lock(&rows_mutex_);

@@ -82,7 +82,8 @@ class Metrics final : public engine::EngineObserver {
   // A checkpoint of the head was saved.
   void OnSaved(absl::string_view head, uint64_t step, int64_t bytes, double seconds)
       ABSL_LOCKS_EXCLUDED(rows_mutex_);
-  void OnSaveFailed(bool cancelled);
+  // Counted as cancelled, as existing (the name is taken, or the same is saved already), or as failed.
+  void OnSaveFailed(const absl::Status& status);
   // What a save has read and not yet written.
   void SetSaveBuffered(int64_t bytes) { save_buffered_.Set(static_cast<double>(bytes)); }
   // Ends the head's series.
@@ -134,6 +135,7 @@ class Metrics final : public engine::EngineObserver {
   prometheus::Counter& saves_;
   prometheus::Counter& failed_saves_;
   prometheus::Counter& cancelled_saves_;
+  prometheus::Counter& existing_saves_;
   prometheus::Counter& saved_bytes_;
   prometheus::Histogram& save_seconds_;
   prometheus::Gauge& save_buffered_;

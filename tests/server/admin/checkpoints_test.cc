@@ -115,9 +115,9 @@ class Instance {
     ASSERT_TRUE(created.ok()) << created.status();
   }
 
-  // One microbatch of rows that depend on the step alone.
-  absl::Status Accumulate(const std::string& head, uint64_t step) {
-    kernels::testing::Rng rng(step + 1);
+  // One microbatch of rows that depend on the step and the history alone.
+  absl::Status Accumulate(const std::string& head, uint64_t step, uint64_t history = 0) {
+    kernels::testing::Rng rng(step + 1 + 1000 * history);
     engine::StreamSpec spec;
     spec.head = head;
     spec.step = step;
@@ -436,15 +436,48 @@ TEST_F(CheckpointsTest, FullDisksAndCancelledSavesAreCounted) {
             absl::StatusCode::kCancelled);
   EXPECT_THAT(server.operations().ListCheckpoints({})->checkpoints(), IsEmpty());
   EXPECT_TRUE(server.Save().ok());
-  EXPECT_EQ(server.Save().status().code(), absl::StatusCode::kAlreadyExists) << "refused, not failed";
+  EXPECT_EQ(server.Save().status().code(), absl::StatusCode::kAlreadyExists) << "the same again";
   const std::string metrics = server.metrics().RenderText();
   for (const char* line : {"lossd_checkpoint_saves_total{result=\"ok\"} 1\n",
                            "lossd_checkpoint_saves_total{result=\"failed\"} 1\n",
-                           "lossd_checkpoint_saves_total{result=\"cancelled\"} 1\n"}) {
+                           "lossd_checkpoint_saves_total{result=\"cancelled\"} 1\n",
+                           "lossd_checkpoint_saves_total{result=\"exists\"} 1\n"}) {
     EXPECT_THAT(metrics, HasSubstr(line));
   }
   server.operations().checkpoints().CancelSaves();
   EXPECT_EQ(server.Save("late").status().code(), absl::StatusCode::kCancelled);
+}
+
+// The head goes back to an earlier step and is trained to the same step in another way. Both checkpoints of
+// that step are there, each with the weights that it had.
+TEST_F(CheckpointsTest, AStepThatWasTrainedAgain) {
+  Instance server(directory_, 7, &disk_, 1 << 20);
+  server.CreateHead();
+  const auto train = [&](uint64_t step, uint64_t history) {
+    ASSERT_TRUE(server.Accumulate("head", step, history).ok());
+    ASSERT_TRUE(server.Apply("head", step).ok());
+  };
+  train(0, 1);
+  ASSERT_EQ(server.Save()->checkpoint(), "head/step-0000000001");
+  train(1, 1);
+  ASSERT_EQ(server.Save()->checkpoint(), "head/step-0000000002");
+  const Weights first = server.Read("head");
+  v1::LoadCheckpointRequest back;
+  back.set_checkpoint("head/step-0000000001");
+  ASSERT_TRUE(server.operations().LoadCheckpoint(back).ok());
+  EXPECT_EQ(server.Save().status().code(), absl::StatusCode::kAlreadyExists) << "what was loaded";
+  train(1, 2);
+  const Weights second = server.Read("head");
+  ASSERT_NE(first, second);
+  const auto saved = server.Save();
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  EXPECT_THAT(saved->checkpoint(), testing::MatchesRegex("head/step-0000000002-[0-9a-f]{16}"));
+  for (const auto& [checkpoint, weights] :
+       {std::pair(std::string("head/step-0000000002"), first), std::pair(saved->checkpoint(), second)}) {
+    back.set_checkpoint(checkpoint);
+    ASSERT_TRUE(server.operations().LoadCheckpoint(back).ok());
+    EXPECT_EQ(server.Read("head"), weights) << checkpoint;
+  }
 }
 
 TEST_F(CheckpointsTest, LeftoversGoAtTheStart) {
