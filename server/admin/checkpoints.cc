@@ -9,6 +9,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/errors/text.h"
+#include "kernels/host_memory.h"
 #include "server/head/checkpoint_store.h"
 #include "server/head/folder_lock.h"
 #include "server/log/log.h"
@@ -28,6 +29,13 @@ v1::SaveProgress ProgressMessage(const head::SaveProgress& progress, v1::SavePha
   message.set_read_bytes(static_cast<uint64_t>(progress.read_bytes));
   message.set_written_bytes(static_cast<uint64_t>(progress.written_bytes));
   return message;
+}
+
+// What a save may read ahead of the disk now.
+int64_t BufferBytes(const CheckpointOptions& options) {
+  const auto host = kernels::HostMemory().Available();
+  if (!host.has_value()) return options.buffer_bytes;
+  return std::clamp<int64_t>(host->bytes - options.memory_reserve_bytes, 0, options.buffer_bytes);
 }
 
 v1::CheckpointInfo CheckpointMessage(const head::CheckpointInfo& info) {
@@ -90,6 +98,8 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::Save(const v1::SaveCheck
   }
   metrics_->OnSaved(request.head(), saved->state().step(), static_cast<int64_t>(saved->bytes()),
                     saved->seconds());
+  // A head that was deleted while the disk was busy has no series; one that is deleted from now on forgets it.
+  if (absl::IsNotFound(engine_->Describe(request.head()).status())) metrics_->ForgetHead(request.head());
   log::Log(LogLevel::kInfo, "checkpoint saved",
            {{"checkpoint", saved->checkpoint()},
             {"bytes", saved->bytes()},
@@ -110,7 +120,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
   absl::Time read_end = begin;
   v1::SavePhase phase = v1::SAVE_PHASE_READING;
   head::SaveOptions save{.slice_bytes = options_.transfer_bytes,
-                         .buffer_bytes = options_.buffer_bytes,
+                         .buffer_bytes = BufferBytes(options_),
                          .limit_bytes = options_.limit_bytes,
                          .disk = options_.disk};
   save.on_read = [&] {

@@ -68,6 +68,10 @@ ABSL_FLAG(
     "their logits take at most 64MiB on a GPU");
 ABSL_FLAG(ByteSize, memory_limit_bytes, ByteSize{ServerOptions().memory_limit_bytes},
           "Refuse heads that would take the planned memory beyond this; 0: no limit");
+ABSL_FLAG(ByteSize, memory_reserve_bytes, ByteSize{ServerOptions().memory_reserve_bytes},
+          "Leave so much of the host's memory (of what is available, and within the limits of the control groups "
+          "and of the process) to others: a head on the CPU that would take it is refused, and the buffer of a "
+          "save gets smaller");
 ABSL_FLAG(
     bool, deterministic, ServerOptions().deterministic,
     "Accumulate in the order of microbatch ids, which then have to be 0, 1, 2, ... in each step, so that "
@@ -132,6 +136,7 @@ ServerOptions OptionsFromFlags() {
   options.threads = absl::GetFlag(FLAGS_threads);
   options.workspace_bytes = absl::GetFlag(FLAGS_workspace_bytes).bytes;
   options.memory_limit_bytes = absl::GetFlag(FLAGS_memory_limit_bytes).bytes;
+  options.memory_reserve_bytes = absl::GetFlag(FLAGS_memory_reserve_bytes).bytes;
   options.deterministic = absl::GetFlag(FLAGS_deterministic);
   options.slice_bytes = absl::GetFlag(FLAGS_slice_bytes).bytes;
   options.staging_bytes = absl::GetFlag(FLAGS_staging_bytes).bytes;

@@ -45,6 +45,7 @@ absl::Status CheckOptions(const ServerOptions& options) {
   absl::Status status = CheckAtLeast("threads", options.threads, 0);
   status.Update(CheckAtLeast("workspace_bytes", options.workspace_bytes, 0));
   status.Update(CheckAtLeast("memory_limit_bytes", options.memory_limit_bytes, 0));
+  status.Update(CheckAtLeast("memory_reserve_bytes", options.memory_reserve_bytes, 0));
   status.Update(CheckAtLeast("slice_bytes", options.slice_bytes, 64));
   status.Update(CheckAtLeast("staging_bytes", options.staging_bytes, 2 * options.slice_bytes));
   status.Update(CheckAtLeast("retained_bytes", options.retained_bytes, 0));
@@ -183,6 +184,7 @@ absl::Status ServerImpl::CreateEngine() {
                               .threads = options_.threads,
                               .workspace_bytes = options_.workspace_bytes,
                               .memory_limit_bytes = options_.memory_limit_bytes,
+                              .memory_reserve_bytes = options_.memory_reserve_bytes,
                               .deterministic = options_.deterministic});
   if (!backend.ok()) return backend.status();
   if (!backend->note.empty()) log::Log(log::LogLevel::kInfo, "no GPU backend", {{"reason", backend->note}});
@@ -216,6 +218,7 @@ void ServerImpl::CreateServices() {
   rpc::HeadServiceOptions head_options;
   head_options.operations.checkpoints.directory = options_.checkpoint_directory;
   head_options.operations.checkpoints.buffer_bytes = options_.checkpoint_buffer_bytes;
+  head_options.operations.checkpoints.memory_reserve_bytes = options_.memory_reserve_bytes;
   head_options.operations.checkpoints.keep = options_.keep_checkpoints;
   head_options.operations.checkpoints.limit_bytes = options_.checkpoint_limit_bytes;
   head_options.operations.default_compute_dtype = backend_->info().default_compute_dtype;

@@ -32,6 +32,8 @@ struct ServerOptions {
   int threads = 0;                 // CPU backend; 0: all the process may use
   int64_t workspace_bytes = 0;     // per head; 0: 256 MiB (CPU), 2 GiB or less (CUDA)
   int64_t memory_limit_bytes = 0;  // heads and staging; 0: none
+  // Of the host's memory so much is left to others, by heads on the CPU backend and by the buffers of saves.
+  int64_t memory_reserve_bytes = int64_t{256} << 20;
   // The same microbatches give the same weights, bit for bit, whatever arrives first (docs/exactly-once.md).
   bool deterministic = false;
 

@@ -480,6 +480,31 @@ TEST_F(CheckpointsTest, AStepThatWasTrainedAgain) {
   }
 }
 
+// A head that is deleted while its save waits for the disk leaves no series behind.
+TEST_F(CheckpointsTest, MetricsOfAHeadThatIsDeletedDuringItsSave) {
+  Instance server(directory_, 7, &disk_, 1 << 20);
+  server.CreateHead();
+  disk_.CloseGate();
+  absl::Status saved;
+  absl::Notification read;
+  std::thread saver([&] {
+    saved = server
+                .Save("", {.on_progress =
+                               [&](const v1::SaveProgress& progress) {
+                                 if (progress.phase() == v1::SAVE_PHASE_WRITING && !read.HasBeenNotified()) read.Notify();
+                               }})
+                .status();
+  });
+  read.WaitForNotification();
+  v1::DeleteHeadRequest request;
+  request.set_head("head");
+  EXPECT_TRUE(server.operations().DeleteHead(request).ok());
+  disk_.OpenGate();
+  saver.join();
+  EXPECT_TRUE(saved.ok()) << saved;
+  EXPECT_THAT(server.metrics().RenderText(), testing::Not(HasSubstr("head=\"head\"")));
+}
+
 TEST_F(CheckpointsTest, LeftoversGoAtTheStart) {
   Instance server(directory_, 7, &disk_, 1 << 20);
   server.operations().checkpoints().RemoveLeftovers();
