@@ -136,7 +136,7 @@ std::optional<Bound> OfHierarchy(const std::string& root, absl::string_view type
   absl::string_view path = group;
   if (mount->group != "/" && !absl::ConsumePrefix(&path, mount->group)) path = "";
   path = absl::StripSuffix(path, "/");
-  if (absl::StrContains(path, "..")) path = "";
+  if (!absl::StartsWith(path, "/") || absl::StrContains(path, "..")) path = "";
   return OfGroups(mount->point, std::string(path), names);
 }
 

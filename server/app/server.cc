@@ -16,6 +16,7 @@
 #include "kernels/errors/field_error.h"
 #include "server/app/addresses.h"
 #include "server/app/device_watch.h"
+#include "server/app/gpu_watch.h"
 #include "server/app/health.h"
 #include "server/log/log.h"
 #include "server/metrics/http_server.h"
@@ -130,6 +131,7 @@ class ServerImpl final : public Server {
   std::unique_ptr<metrics::Metrics> metrics_;
   std::optional<DeviceWatch> device_watch_;
   std::unique_ptr<engine::Engine> engine_;
+  std::unique_ptr<metrics::GpuMonitor> gpu_;
   std::unique_ptr<rpc::LossService> loss_service_;
   std::unique_ptr<rpc::HeadService> head_service_;
   std::unique_ptr<rpc::ServerService> server_service_;
@@ -205,6 +207,8 @@ absl::Status ServerImpl::CreateEngine() {
   if (!engine.ok()) return engine.status();
   engine_ = *std::move(engine);
   metrics_->Attach(engine_.get(), backend_.get());
+  gpu_ = WatchGpu(info, {metrics_.get(), &*device_watch_});
+  metrics_->AttachGpu(gpu_.get());
   return absl::OkStatus();
 }
 
@@ -301,8 +305,9 @@ Health ServerImpl::health() const {
 
 // What is on the device cannot be reached any more: have this server replaced.
 void ServerImpl::OnDeviceLost(const absl::Status& status) {
-  log::Log(log::LogLevel::kError, "the device is lost; restart the server", {{"error", status.message()}});
+  log::Log(log::LogLevel::kError, "the device is lost", {{"error", status.message()}});
   if (grpc_ != nullptr) grpc_->GetHealthCheckService()->SetServingStatus(false);
+  options_.on_device_lost();
 }
 
 std::shared_ptr<grpc::Channel> ServerImpl::InProcessChannel() {
@@ -365,7 +370,10 @@ ServerImpl::~ServerImpl() {
   server_service_.reset();
   head_service_.reset();
   loss_service_.reset();
-  if (metrics_ != nullptr) metrics_->Detach();
+  if (metrics_ != nullptr) {
+    metrics_->AttachGpu(nullptr);
+    metrics_->Detach();
+  }
   if (engine_ != nullptr) WaitForStaging();
 }
 

@@ -5,6 +5,7 @@
 #define LOSSD_SERVER_APP_SERVER_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -28,7 +29,7 @@ struct ServerOptions {
 
   // Compute.
   std::string backend = "auto";    // "auto" (a GPU if there is one), "cpu" or "cuda"
-  int device = 0;                  // CUDA backend: index among the visible GPUs
+  std::string device = "0";        // CUDA backend: index among the visible GPUs, or a UUID
   int threads = 0;                 // CPU backend; 0: all the process may use
   int64_t workspace_bytes = 0;     // per head; 0: 256 MiB (CPU), 2 GiB or less (CUDA)
   int64_t memory_limit_bytes = 0;  // heads and staging; 0: none
@@ -55,6 +56,8 @@ struct ServerOptions {
   // engine::kDeviceBeat.
   absl::Duration liveness_timeout = absl::Minutes(10);
   absl::Duration send_timeout = absl::Seconds(60);  // a call whose answer is not taken for so long ends
+  // Called once when the device is lost, on a thread of the engine's; must not call into the server.
+  std::function<void()> on_device_lost = [] {};
 };
 
 class Server {

@@ -85,6 +85,7 @@ absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadC
     absl::StatusOr<SessionPtr> session = nullptr;
     auto kernels = context_->backend->CreateHead(config);
     created = kernels.status();
+    if (absl::IsUnavailable(created)) context_->observers.Tell(&EngineObserver::OnDeviceError, created);
     if (created.ok()) {
       session = HeadSession::Create(context_.get(), std::string(name), *std::move(kernels));
       created = session.status();
@@ -172,7 +173,11 @@ absl::Status EngineImpl::RunOnHead(absl::string_view name,
 
 absl::Status EngineImpl::OnDevice(absl::string_view name,
                                   absl::FunctionRef<absl::Status(head::Head&)> operation) {
-  return RunOnHead(name, [&](HeadSession& session) { return operation(session.head()); });
+  return RunOnHead(name, [&](HeadSession& session) {
+    absl::Status status = operation(session.head());
+    if (absl::IsUnavailable(status)) context_->observers.Tell(&EngineObserver::OnDeviceError, status);
+    return status;
+  });
 }
 
 // ---- Steps ----
@@ -181,6 +186,9 @@ absl::StatusOr<double> EngineImpl::GradNorm(absl::string_view name, std::optiona
   absl::StatusOr<double> norm;
   absl::Status status = RunOnHead(name, [&](HeadSession& session) {
     norm = engine::GradNorm(session, step);
+    if (absl::IsUnavailable(norm.status())) {
+      context_->observers.Tell(&EngineObserver::OnDeviceError, norm.status());
+    }
     return norm.status();
   });
   if (!status.ok()) return status;

@@ -93,6 +93,11 @@ struct Metrics::EngineSeries {
           .Add({});
   prometheus::Counter& device_errors =
       CounterFamily(registry, "lossd_device_errors_total", "Operations that failed on the device.").Add({});
+  prometheus::Gauge& device_lost = prometheus::BuildGauge()
+                                       .Name("lossd_device_lost")
+                                       .Help("1 once the device is lost: every call that needs it fails, else 0.")
+                                       .Register(registry)
+                                       .Add({});
 };
 
 Metrics::Metrics(const BuildInfo& build)
@@ -154,6 +159,11 @@ void Metrics::Attach(const engine::Engine* engine, const kernels::Backend* backe
 }
 
 void Metrics::Detach() { Attach(nullptr, nullptr); }
+
+void Metrics::AttachGpu(const GpuMonitor* gpu) {
+  absl::MutexLock lock(&sources_mutex_);
+  gpu_ = gpu;
+}
 
 void Metrics::SetDraining(bool draining) {
   absl::MutexLock lock(&sources_mutex_);
@@ -227,7 +237,10 @@ void Metrics::OnStep(const engine::StepReport& report) {
   if (report.skipped) events_->skipped_steps.Increment();
 }
 
-void Metrics::OnDeviceError(const absl::Status& status) { events_->device_errors.Increment(); }
+void Metrics::OnDeviceError(const absl::Status& status) {
+  events_->device_errors.Increment();
+  if (absl::IsUnavailable(status)) events_->device_lost.Set(1);
+}
 
 std::vector<MetricFamily> Metrics::Collect() const {
   std::vector<MetricFamily> families = registry_.Collect();
@@ -238,6 +251,10 @@ std::vector<MetricFamily> Metrics::Collect() const {
     families.push_back(Gauge("lossd_draining", "1 while the server is draining, else 0.", draining_ ? 1 : 0));
     if (engine_ != nullptr) CollectEngine(&families);
     if (backend_ != nullptr) CollectMemory(&families);
+    if (gpu_ != nullptr) {
+      std::vector<MetricFamily> gpu = gpu_->Collect();
+      std::move(gpu.begin(), gpu.end(), std::back_inserter(families));
+    }
   }
   std::vector<MetricFamily> process = CollectProcess();
   families.insert(families.end(), std::make_move_iterator(process.begin()),
