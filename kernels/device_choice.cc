@@ -12,9 +12,11 @@
 namespace lossd::kernels {
 
 std::string GpuUuidText(absl::Span<const char> bytes) {
-  std::string text = absl::BytesToHexString(absl::string_view(bytes.data(), bytes.size()));
-  for (const size_t at : {20, 16, 12, 8}) text.insert(at, "-");
-  return absl::StrCat("GPU-", text);
+  const std::string hex = absl::BytesToHexString(absl::string_view(bytes.data(), bytes.size()));
+  const absl::string_view text = hex;
+  return absl::StrCat("GPU-", absl::StrJoin({text.substr(0, 8), text.substr(8, 4), text.substr(12, 4),
+                                             text.substr(16, 4), text.substr(20)},
+                                            "-"));
 }
 
 absl::StatusOr<int> FindGpu(absl::string_view device, absl::Span<const std::string> uuids) {
