@@ -35,10 +35,11 @@ absl::StatusOr<int> FindGpu(absl::string_view device, absl::Span<const std::stri
     ++matches;
   }
   if (matches == 1) return found;
-  return errors::FieldError("device",
-                            absl::StrCat("be the index of a GPU or the beginning of the UUID of one of these: ",
-                                         absl::StrJoin(uuids, ", ")),
-                            device);
+  return errors::FieldError(
+      "device",
+      absl::StrCat("be the index of a GPU or the beginning of the UUID of one of these: ",
+                   absl::StrJoin(uuids, ", ")),
+      device);
 }
 
 }  // namespace lossd::kernels

@@ -71,9 +71,8 @@ struct Hierarchy {
 };
 
 const Hierarchy& V1() {
-  static const auto* const names = new Hierarchy{{"memory.limit_in_bytes"},
-                                                 "memory.usage_in_bytes",
-                                                 {"total_inactive_file", "total_active_file"}};
+  static const auto* const names = new Hierarchy{
+      {"memory.limit_in_bytes"}, "memory.usage_in_bytes", {"total_inactive_file", "total_active_file"}};
   return *names;
 }
 
@@ -116,20 +115,24 @@ struct Mount {
   std::string group;
 };
 
-std::optional<Mount> FindMount(const std::string& root, absl::string_view type, absl::string_view controller) {
+std::optional<Mount> FindMount(const std::string& root, absl::string_view type,
+                               absl::string_view controller) {
   for (const std::string& line : Lines(root + "/proc/self/mountinfo")) {
-    const std::vector<absl::string_view> words = Words(line);  // id parent device group point options ... - type
+    const std::vector<absl::string_view> words =
+        Words(line);  // id parent device group point options ... - type
     const auto dash = std::find(words.begin(), words.end(), "-");
     if (words.size() < 6 || words.end() - dash < 4 || dash[1] != type) continue;
     const std::vector<absl::string_view> options = absl::StrSplit(dash[3], ',');
-    if (!controller.empty() && std::find(options.begin(), options.end(), controller) == options.end()) continue;
+    if (!controller.empty() && std::find(options.begin(), options.end(), controller) == options.end())
+      continue;
     return Mount{absl::StrCat(root, words[4]), std::string(words[3])};
   }
   return std::nullopt;
 }
 
-std::optional<Bound> OfHierarchy(const std::string& root, absl::string_view type, absl::string_view controller,
-                                 absl::string_view group, const Hierarchy& names) {
+std::optional<Bound> OfHierarchy(const std::string& root, absl::string_view type,
+                                 absl::string_view controller, absl::string_view group,
+                                 const Hierarchy& names) {
   const std::optional<Mount> mount = FindMount(root, type, controller);
   if (!mount.has_value()) return std::nullopt;
   // In a container the mount may begin at the container's group, and the path be that of the host.
@@ -145,7 +148,8 @@ std::optional<Bound> OfControlGroups(const std::string& root) {
   for (const std::string& line : Lines(root + "/proc/self/cgroup")) {  // number:controllers:path
     const std::vector<absl::string_view> parts = absl::StrSplit(line, absl::MaxSplits(':', 2));
     if (parts.size() != 3) continue;
-    if (parts[0] == "0" && parts[1].empty()) TakeLess(OfHierarchy(root, "cgroup2", "", parts[2], V2()), &least);
+    if (parts[0] == "0" && parts[1].empty())
+      TakeLess(OfHierarchy(root, "cgroup2", "", parts[2], V2()), &least);
     const std::vector<absl::string_view> controllers = absl::StrSplit(parts[1], ',');
     if (std::find(controllers.begin(), controllers.end(), "memory") == controllers.end()) continue;
     TakeLess(OfHierarchy(root, "cgroup", "memory", parts[2], V1()), &least);
@@ -155,7 +159,8 @@ std::optional<Bound> OfControlGroups(const std::string& root) {
 
 // ---- Limits of the process ----
 
-std::optional<Bound> OfProcessLimit(const std::string& root, absl::string_view limit, absl::string_view field) {
+std::optional<Bound> OfProcessLimit(const std::string& root, absl::string_view limit,
+                                    absl::string_view field) {
   const std::optional<int64_t> used = FigureKib(root + "/proc/self/status", absl::StrCat(field, ":"));
   if (!used.has_value()) return std::nullopt;
   for (const std::string& line : Lines(root + "/proc/self/limits")) {  // name, soft limit, hard limit, unit
@@ -164,9 +169,8 @@ std::optional<Bound> OfProcessLimit(const std::string& root, absl::string_view l
     const std::vector<absl::string_view> words = Words(rest);
     int64_t bytes = 0;
     if (words.empty() || !absl::SimpleAtoi(words[0], &bytes)) continue;  // unlimited
-    return Bound{bytes - *used,
-                 absl::StrCat("\"", limit, "\" of the process is ", GibText(bytes), " and ", GibText(*used),
-                              " are in use")};
+    return Bound{bytes - *used, absl::StrCat("\"", limit, "\" of the process is ", GibText(bytes), " and ",
+                                             GibText(*used), " are in use")};
   }
   return std::nullopt;
 }

@@ -70,12 +70,13 @@ absl::Status MemoryAccounting::CheckHost(absl::string_view what, const MemoryByt
   const std::optional<HostMemory::Bound> host = host_.Available();
   if (!host.has_value()) return absl::OkStatus();
   // What was promised before and is not written yet still looks available.
-  const int64_t promised = std::max({pending_bytes_, stats_.current.Total() - host_.ResidentBytes(), int64_t{0}});
+  const int64_t promised =
+      std::max({pending_bytes_, stats_.current.Total() - host_.ResidentBytes(), int64_t{0}});
   if (bytes.Total() <= host->bytes - promised - reserve_bytes_) return absl::OkStatus();
   return absl::ResourceExhaustedError(absl::StrCat(
-      what, " needs ", GibText(bytes.Total()), " (", bytes.Total(), " bytes: ", ByKind(bytes), "); ", host->what, ", ",
-      GibText(promised), " are promised and not yet in use, and memory_reserve_bytes keeps ", GibText(reserve_bytes_),
-      " free"));
+      what, " needs ", GibText(bytes.Total()), " (", bytes.Total(), " bytes: ", ByKind(bytes), "); ",
+      host->what, ", ", GibText(promised),
+      " are promised and not yet in use, and memory_reserve_bytes keeps ", GibText(reserve_bytes_), " free"));
 }
 
 MemoryStats MemoryAccounting::stats() const {

@@ -1,5 +1,5 @@
-// JSON of files that are not trusted and may be long: an object is handed out entry by entry while the file is
-// read, so that memory does not grow with the file. Stateless and thread-safe.
+// JSON of files that are not trusted and may be long: an object is handed out entry by entry while the file
+// is read, so that memory does not grow with the file. Stateless and thread-safe.
 #ifndef LOSSD_PROTO_TENSORFILE_JSON_ENTRIES_H_
 #define LOSSD_PROTO_TENSORFILE_JSON_ENTRIES_H_
 

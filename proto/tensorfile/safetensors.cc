@@ -18,7 +18,7 @@ using nlohmann::json;
 constexpr absl::string_view kMetadataKey = "__metadata__";
 constexpr int64_t kLengthBytes = 8;
 constexpr int64_t kMaxEntryValues = 10'000;  // names and values of the metadata; a tensor has fewer
-constexpr size_t kDataAlignment = 64;  // of the data in files written here
+constexpr size_t kDataAlignment = 64;        // of the data in files written here
 
 struct NamedDType {
   absl::string_view name;

@@ -54,8 +54,9 @@ absl::StatusOr<SafetensorsIndex> SafetensorsIndex::Read(const InputFile& file,
       return first ? absl::OkStatus() : rules.malformed;
     }
     if (!entry.value.is_string() || !IsFileName(entry.value.get_ref<const std::string&>())) {
-      return Invalid(file.name(), absl::StrCat("tensor '", absl::CHexEscape(entry.name.substr(0, kMostShown)),
-                                               "' is in ", Shortened(entry.value), ", which is no file name"));
+      return Invalid(file.name(),
+                     absl::StrCat("tensor '", absl::CHexEscape(entry.name.substr(0, kMostShown)), "' is in ",
+                                  Shortened(entry.value), ", which is no file name"));
     }
     ++index.tensors_;
     if (!wanted.contains(entry.name)) return absl::OkStatus();

@@ -19,7 +19,8 @@ struct JsonLimits {
 // True for JSON within the limits whose objects name nothing twice. Reads no further than to the first fault.
 bool IsStrictJson(absl::string_view text, const JsonLimits& limits);
 
-// The value of such a text, else nullopt. The depth of the result is bounded, so it may be copied and printed.
+// The value of such a text, else nullopt. The depth of the result is bounded, so it may be copied and
+// printed.
 template <typename Json = nlohmann::json>
 std::optional<Json> ParseStrictJson(absl::string_view text, const JsonLimits& limits) {
   if (!IsStrictJson(text, limits)) return std::nullopt;

@@ -98,7 +98,8 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::Save(const v1::SaveCheck
   }
   metrics_->OnSaved(request.head(), saved->state().step(), static_cast<int64_t>(saved->bytes()),
                     saved->seconds());
-  // A head that was deleted while the disk was busy has no series; one that is deleted from now on forgets it.
+  // A head that was deleted while the disk was busy has no series; one that is deleted from now on forgets
+  // it.
   if (absl::IsNotFound(engine_->Describe(request.head()).status())) metrics_->ForgetHead(request.head());
   log::Log(LogLevel::kInfo, "checkpoint saved",
            {{"checkpoint", saved->checkpoint()},

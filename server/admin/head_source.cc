@@ -150,7 +150,8 @@ absl::StatusOr<HeadSource::Tensor> Match(const Wanted& wanted, const kernels::He
 absl::StatusOr<HeadSource> HeadSource::Open(const std::string& directory, const v1::TensorFile& file,
                                             const kernels::HeadConfig& config) {
   HeadSource source;
-  Files files(directory, {file.weight(), file.bias(), file.norm_gain(), file.norm_shift(), file.class_weights()},
+  Files files(directory,
+              {file.weight(), file.bias(), file.norm_gain(), file.norm_shift(), file.class_weights()},
               &source.files_);
   if (absl::Status status = files.Find(file.path()); !status.ok())
     return InField(kPathField, file.path(), status);

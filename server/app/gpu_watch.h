@@ -11,8 +11,8 @@
 
 namespace lossd::app {
 
-// Null, after a line in the log, if the backend has no GPU or the GPU cannot be watched. The observers are told of its
-// loss as of a failed operation, and outlive the result.
+// Null, after a line in the log, if the backend has no GPU or the GPU cannot be watched. The observers are
+// told of its loss as of a failed operation, and outlive the result.
 std::unique_ptr<metrics::GpuMonitor> WatchGpu(const kernels::BackendInfo& backend,
                                               std::vector<engine::EngineObserver*> observers);
 

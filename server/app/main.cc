@@ -1,8 +1,8 @@
 // lossd: the server. Everything has a default; `lossd --help` lists the flags, `--flagfile=FILE` reads them
 // from a file, one a line.
 //
-// Exit status: 0 after a drain, 1 if the server could not start or was told to stop twice, 2 for a bad flag, 3 if
-// the device was lost.
+// Exit status: 0 after a drain, 1 if the server could not start or was told to stop twice, 2 for a bad flag,
+// 3 if the device was lost.
 #include <signal.h>
 #include <unistd.h>
 
@@ -52,20 +52,23 @@ ABSL_FLAG(
     int64_t, keep_checkpoints, ServerOptions().keep_checkpoints,
     "After a save that the server named (step-...), keep so many of those per head, the newest, and remove "
     "older ones; checkpoints named by clients stay. 0: keep all. A save may ask for another number");
-ABSL_FLAG(ByteSize, checkpoint_limit_bytes, ByteSize{ServerOptions().checkpoint_limit_bytes},
-          "What all files below --checkpoint_dir may take together. A save that would pass it is refused before "
-          "anything is written. 0: no limit");
+ABSL_FLAG(
+    ByteSize, checkpoint_limit_bytes, ByteSize{ServerOptions().checkpoint_limit_bytes},
+    "What all files below --checkpoint_dir may take together. A save that would pass it is refused before "
+    "anything is written. 0: no limit");
 ABSL_FLAG(
     ByteSize, checkpoint_buffer_bytes, ByteSize{ServerOptions().checkpoint_buffer_bytes},
     "Memory a running save may take to read a head ahead of the disk, as far as it needs it. Steps wait "
     "only for the part of a checkpoint that does not fit");
 ABSL_FLAG(std::string, backend, ServerOptions().backend,
           "What computes: cpu, cuda, or auto: a GPU if there is one");
-ABSL_FLAG(std::string, device, ServerOptions().device,
-          "CUDA backend: index among the visible GPUs, or the UUID of one as nvidia-smi -L prints it (GPU-...)");
-ABSL_FLAG(bool, exit_on_device_loss, true,
-          "When the device is lost, answer the calls that are open, as after SIGTERM, and end with status 3, so "
-          "that whatever supervises the server starts it again. False: go on without a device, and fail /livez");
+ABSL_FLAG(
+    std::string, device, ServerOptions().device,
+    "CUDA backend: index among the visible GPUs, or the UUID of one as nvidia-smi -L prints it (GPU-...)");
+ABSL_FLAG(
+    bool, exit_on_device_loss, true,
+    "When the device is lost, answer the calls that are open, as after SIGTERM, and end with status 3, so "
+    "that whatever supervises the server starts it again. False: go on without a device, and fail /livez");
 ABSL_FLAG(int, threads, ServerOptions().threads, "Threads of the CPU backend; 0: all the process may use");
 ABSL_FLAG(
     ByteSize, workspace_bytes, ByteSize{ServerOptions().workspace_bytes},
@@ -74,10 +77,11 @@ ABSL_FLAG(
     "their logits take at most 64MiB on a GPU");
 ABSL_FLAG(ByteSize, memory_limit_bytes, ByteSize{ServerOptions().memory_limit_bytes},
           "Refuse heads that would take the planned memory beyond this; 0: no limit");
-ABSL_FLAG(ByteSize, memory_reserve_bytes, ByteSize{ServerOptions().memory_reserve_bytes},
-          "Leave so much of the host's memory (of what is available, and within the limits of the control groups "
-          "and of the process) to others: a head on the CPU that would take it is refused, and the buffer of a "
-          "save gets smaller");
+ABSL_FLAG(
+    ByteSize, memory_reserve_bytes, ByteSize{ServerOptions().memory_reserve_bytes},
+    "Leave so much of the host's memory (of what is available, and within the limits of the control groups "
+    "and of the process) to others: a head on the CPU that would take it is refused, and the buffer of a "
+    "save gets smaller");
 ABSL_FLAG(
     bool, deterministic, ServerOptions().deterministic,
     "Accumulate in the order of microbatch ids, which then have to be 0, 1, 2, ... in each step, so that "
@@ -219,7 +223,8 @@ int Run() {
   signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error of the write, not the end of the server
   lossd::log::Configure(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
   ServerOptions options = OptionsFromFlags();
-  if (absl::GetFlag(FLAGS_exit_on_device_loss)) options.on_device_lost = [&events] { events.NotifyDeviceLost(); };
+  if (absl::GetFlag(FLAGS_exit_on_device_loss))
+    options.on_device_lost = [&events] { events.NotifyDeviceLost(); };
   absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(options);
   if (!server.ok()) return Fail(server.status());
   const std::string port_file = absl::GetFlag(FLAGS_port_file);

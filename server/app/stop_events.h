@@ -1,7 +1,7 @@
 // What ends the server: a signal, or the loss of the device.
 //
-// Thread-safe. One object per process, made before any other thread, since it blocks the signals for all threads
-// that start later.
+// Thread-safe. One object per process, made before any other thread, since it blocks the signals for all
+// threads that start later.
 #ifndef LOSSD_SERVER_APP_STOP_EVENTS_H_
 #define LOSSD_SERVER_APP_STOP_EVENTS_H_
 

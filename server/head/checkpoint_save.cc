@@ -259,7 +259,8 @@ absl::Status CheckFree(const std::string& path) {
 // What the tensors of a checkpoint take; its manifest and the header take a few KiB more.
 int64_t LeastBytes(const kernels::HeadConfig& config) {
   int64_t bytes = 0;
-  for (const kernels::TensorId id : CheckpointTensors(config)) bytes += Bytes(kernels::ShapeOf(config, id.param));
+  for (const kernels::TensorId id : CheckpointTensors(config))
+    bytes += Bytes(kernels::ShapeOf(config, id.param));
   return bytes;
 }
 

@@ -34,9 +34,10 @@ absl::StatusOr<FolderLock> FolderLock::Lock(const std::string& path, int operati
     if (errno == EWOULDBLOCK)
       return absl::FailedPreconditionError(absl::StrCat(path, ": is being written or read"));
     if (errno == EINTR) continue;
-    return absl::UnimplementedError(absl::StrCat(
-        path, ": the file system has no locks (flock: ", std::strerror(errno),
-        "), so another server could remove what this one saves; use a directory on a file system with locks"));
+    return absl::UnimplementedError(
+        absl::StrCat(path, ": the file system has no locks (flock: ", std::strerror(errno),
+                     "), so another server could remove what this one saves; use a directory on a file "
+                     "system with locks"));
   }
   return lock;
 }

@@ -22,7 +22,7 @@ using Json = nlohmann::ordered_json;
 constexpr char kFormat[] = "lossd checkpoint";
 constexpr int kVersion = 3;
 constexpr formats::JsonLimits kLimits;  // a manifest has about 3 KiB, 100 values, and a depth of 2
-constexpr size_t kMostShown = 40;  // characters of a value in an error message
+constexpr size_t kMostShown = 40;       // characters of a value in an error message
 constexpr char kChecksumKey[] = "checksum";
 
 constexpr char kAdamW[] = "adamw";
@@ -71,7 +71,8 @@ Json EncodeSubject(const CheckpointSubject& subject) {
           {"workspace_bytes", config.workspace_bytes}};
 }
 
-// Throws Json::exception for a missing key or a value of another type, a fraction included; false for a value out of range.
+// Throws Json::exception for a missing key or a value of another type, a fraction included; false for a value
+// out of range.
 bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
   const Json& head = json.at("head");
   kernels::HeadConfig& config = subject->config;
@@ -186,7 +187,8 @@ bool DecodeContent(const Json& json, Manifest* manifest) {
   manifest->file = json.at("file").get<std::string>();
   manifest->file_bytes = json.at("file_bytes").get_ref<const int64_t&>();
   for (const Json& tensor : json.at("tensors")) {
-    manifest->tensors.push_back({tensor.at("name").get<std::string>(), tensor.at("bytes").get_ref<const int64_t&>(),
+    manifest->tensors.push_back({tensor.at("name").get<std::string>(),
+                                 tensor.at("bytes").get_ref<const int64_t&>(),
                                  tensor.at("xxh3_64").get<std::string>()});
   }
   return DecodeSubject(json, &manifest->subject) && DecodeRecord(json, manifest);
@@ -220,9 +222,9 @@ absl::StatusOr<Manifest> DecodeManifest(absl::string_view text) {
   Json& json = *parsed;
   const Json version = json.value("version", Json());
   if (version != Json(kVersion)) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("the manifest has version ", version.dump().substr(0, kMostShown),
-                     "; this server reads version ", kVersion));
+    return absl::FailedPreconditionError(absl::StrCat("the manifest has version ",
+                                                      version.dump().substr(0, kMostShown),
+                                                      "; this server reads version ", kVersion));
   }
   const Json checksum = json.value(kChecksumKey, Json());
   json.erase(kChecksumKey);

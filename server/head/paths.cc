@@ -60,7 +60,8 @@ class Descriptor {
 };
 
 // Opens the file at `path`, which has no symbolic links, below the folder, part by part. `name`: in errors.
-absl::StatusOr<int> OpenWithoutLinks(const std::string& folder, absl::string_view path, absl::string_view name) {
+absl::StatusOr<int> OpenWithoutLinks(const std::string& folder, absl::string_view path,
+                                     absl::string_view name) {
   constexpr int kFolder = O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
   Descriptor at(open(folder.c_str(), kFolder));
   std::vector<std::string> parts = absl::StrSplit(path, '/');

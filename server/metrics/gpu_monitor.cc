@@ -21,8 +21,10 @@ struct Reason {
   unsigned long long bit;
   const char* name;
 };
-constexpr Reason kReasons[] = {{0x04, "software_power_cap"},        {0x08, "hardware_slowdown"},
-                               {0x20, "software_thermal_slowdown"}, {0x40, "hardware_thermal_slowdown"},
+constexpr Reason kReasons[] = {{0x04, "software_power_cap"},
+                               {0x08, "hardware_slowdown"},
+                               {0x20, "software_thermal_slowdown"},
+                               {0x40, "hardware_thermal_slowdown"},
                                {0x80, "hardware_power_brake"}};
 
 template <typename Value>
@@ -49,8 +51,8 @@ GpuMonitor::GpuMonitor(GpuMonitorOptions options, std::unique_ptr<Nvml> nvml)
 absl::Status GpuMonitor::Open() {
   const int found = nvml_->device_by_uuid(options_.uuid.c_str(), &device_);
   if (found != kNvmlSuccess) {
-    return absl::UnavailableError(
-        absl::StrCat(nvml_->ToStatus(found, "nvmlDeviceGetHandleByUUID").message(), " (", options_.uuid, ")"));
+    return absl::UnavailableError(absl::StrCat(nvml_->ToStatus(found, "nvmlDeviceGetHandleByUUID").message(),
+                                               " (", options_.uuid, ")"));
   }
   if (nvml_->event_set_create(&events_) != kNvmlSuccess) events_ = nullptr;
   if (events_ != nullptr && nvml_->register_events(device_, kNvmlEventXid, events_) != kNvmlSuccess) {
@@ -106,7 +108,8 @@ void GpuMonitor::AwaitEvent() {
 
 bool GpuMonitor::Succeeded(int result) {
   if (result == kNvmlGpuIsLost && !std::exchange(lost_, true)) {
-    options_.on_lost(absl::UnavailableError(absl::StrCat("NVML: ", nvml_->ToStatus(result, "a call").message())));
+    options_.on_lost(
+        absl::UnavailableError(absl::StrCat("NVML: ", nvml_->ToStatus(result, "a call").message())));
   }
   return result == kNvmlSuccess;
 }
@@ -118,7 +121,8 @@ void GpuMonitor::TakeSample() {
     if (!lost_ && Succeeded(call(&value))) place = value;
   };
   take(sample.milliwatts, [&](unsigned* value) { return nvml_->power_usage(device_, value); });
-  take(sample.celsius, [&](unsigned* value) { return nvml_->temperature(device_, kNvmlTemperatureGpu, value); });
+  take(sample.celsius,
+       [&](unsigned* value) { return nvml_->temperature(device_, kNvmlTemperatureGpu, value); });
   take(sample.utilization, [&](NvmlUtilization* value) { return nvml_->utilization(device_, value); });
   take(sample.memory, [&](NvmlMemory* value) { return nvml_->memory(device_, value); });
   const auto ecc = [&](int type) {
@@ -152,16 +156,16 @@ std::vector<MetricFamily> GpuMonitor::Collect() const {
                              static_cast<double>(sample_.memory->total)));
   }
   if (sample_.corrected.has_value() && sample_.uncorrected.has_value()) {
-    MetricFamily ecc = MakeFamily("lossd_gpu_ecc_errors_total",
-                                  "Memory errors since the driver was loaded: corrected, uncorrected.",
-                                  MetricType::Counter);
+    MetricFamily ecc =
+        MakeFamily("lossd_gpu_ecc_errors_total",
+                   "Memory errors since the driver was loaded: corrected, uncorrected.", MetricType::Counter);
     AddSample(&ecc, {{"kind", "corrected"}}, static_cast<double>(*sample_.corrected));
     AddSample(&ecc, {{"kind", "uncorrected"}}, static_cast<double>(*sample_.uncorrected));
     families.push_back(std::move(ecc));
   }
   if (sample_.throttled.has_value()) {
-    MetricFamily throttled = MakeFamily("lossd_gpu_throttled", "1 while the GPU is slowed down for the reason.",
-                                        MetricType::Gauge);
+    MetricFamily throttled = MakeFamily("lossd_gpu_throttled",
+                                        "1 while the GPU is slowed down for the reason.", MetricType::Gauge);
     for (const Reason& reason : kReasons) {
       AddSample(&throttled, {{"reason", reason.name}}, (*sample_.throttled & reason.bit) != 0 ? 1 : 0);
     }

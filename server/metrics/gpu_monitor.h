@@ -1,8 +1,8 @@
-// Watches one GPU through NVML: power, temperature, memory, utilisation, throttling, ECC errors as metrics, and
-// critical errors (Xid) as they happen. So the loss of an idle device is noticed too.
+// Watches one GPU through NVML: power, temperature, memory, utilisation, throttling, ECC errors as metrics,
+// and critical errors (Xid) as they happen. So the loss of an idle device is noticed too.
 //
-// A thread of its own asks NVML once a second and keeps the answers; a driver that hangs therefore holds up neither a
-// scrape nor a probe. Thread-safe.
+// A thread of its own asks NVML once a second and keeps the answers; a driver that hangs therefore holds up
+// neither a scrape nor a probe. Thread-safe.
 #ifndef LOSSD_SERVER_METRICS_GPU_MONITOR_H_
 #define LOSSD_SERVER_METRICS_GPU_MONITOR_H_
 

@@ -93,11 +93,12 @@ struct Metrics::EngineSeries {
           .Add({});
   prometheus::Counter& device_errors =
       CounterFamily(registry, "lossd_device_errors_total", "Operations that failed on the device.").Add({});
-  prometheus::Gauge& device_lost = prometheus::BuildGauge()
-                                       .Name("lossd_device_lost")
-                                       .Help("1 once the device is lost: every call that needs it fails, else 0.")
-                                       .Register(registry)
-                                       .Add({});
+  prometheus::Gauge& device_lost =
+      prometheus::BuildGauge()
+          .Name("lossd_device_lost")
+          .Help("1 once the device is lost: every call that needs it fails, else 0.")
+          .Register(registry)
+          .Add({});
 };
 
 Metrics::Metrics(const BuildInfo& build)
@@ -118,8 +119,9 @@ Metrics::Metrics(const BuildInfo& build)
       requests_(CounterFamily(registry_, "lossd_requests_total", "Calls received, by method.")),
       errors_(
           CounterFamily(registry_, "lossd_errors_total", "Calls ended with an error, by method and code.")),
-      save_family_(CounterFamily(registry_, "lossd_checkpoint_saves_total",
-                                 "Checkpoints that were to be saved, by result: ok, failed, cancelled, exists.")),
+      save_family_(
+          CounterFamily(registry_, "lossd_checkpoint_saves_total",
+                        "Checkpoints that were to be saved, by result: ok, failed, cancelled, exists.")),
       saves_(save_family_.Add({{"result", "ok"}})),
       failed_saves_(save_family_.Add({{"result", "failed"}})),
       cancelled_saves_(save_family_.Add({{"result", "cancelled"}})),

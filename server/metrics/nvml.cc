@@ -29,13 +29,15 @@ absl::Status Nvml::Find() {
                         FindIn(file_, "nvmlDeviceRegisterEvents", register_events) &&
                         FindIn(file_, "nvmlEventSetWait_v2", event_set_wait) &&
                         FindIn(file_, "nvmlEventSetFree", event_set_free);
-  return complete ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("NVML lacks a function: ", dlerror()));
+  return complete ? absl::OkStatus()
+                  : absl::UnavailableError(absl::StrCat("NVML lacks a function: ", dlerror()));
 }
 
 absl::StatusOr<std::unique_ptr<Nvml>> Nvml::Load(const std::string& library) {
   std::unique_ptr<Nvml> nvml(new Nvml());
   nvml->file_ = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (nvml->file_ == nullptr) return absl::UnavailableError(absl::StrCat("NVML cannot be loaded: ", dlerror()));
+  if (nvml->file_ == nullptr)
+    return absl::UnavailableError(absl::StrCat("NVML cannot be loaded: ", dlerror()));
   if (absl::Status status = nvml->Find(); !status.ok()) return status;
   const int result = nvml->init_();
   if (result != kNvmlSuccess) return absl::UnavailableError(nvml->ToStatus(result, "nvmlInit_v2").message());

@@ -1,6 +1,6 @@
-// The functions of NVIDIA's management library (NVML) that the server uses. The library comes with the driver and is
-// looked up when it is needed, so the program runs without it; what is declared here is the part of its interface
-// that we call.
+// The functions of NVIDIA's management library (NVML) that the server uses. The library comes with the driver
+// and is looked up when it is needed, so the program runs without it; what is declared here is the part of
+// its interface that we call.
 //
 // Thread-safe, as NVML is.
 #ifndef LOSSD_SERVER_METRICS_NVML_H_
@@ -23,9 +23,9 @@ inline constexpr int kNvmlTimeout = 10;
 inline constexpr int kNvmlGpuIsLost = 15;
 
 inline constexpr int kNvmlTemperatureGpu = 0;
-inline constexpr int kNvmlCorrected = 0;    // memory error types
+inline constexpr int kNvmlCorrected = 0;  // memory error types
 inline constexpr int kNvmlUncorrected = 1;
-inline constexpr int kNvmlVolatile = 0;     // counted since the driver was loaded
+inline constexpr int kNvmlVolatile = 0;  // counted since the driver was loaded
 inline constexpr unsigned long long kNvmlEventXid = 0x8;
 
 using NvmlDevice = void*;

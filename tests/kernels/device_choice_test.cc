@@ -11,8 +11,8 @@ namespace {
 using testing::HasSubstr;
 
 const std::vector<std::string>& Uuids() {
-  static const auto* const uuids =
-      new std::vector<std::string>{"GPU-01234567-89ab-cdef-0123-456789abcdef", "GPU-01239999-0000-0000-0000-000000000000"};
+  static const auto* const uuids = new std::vector<std::string>{"GPU-01234567-89ab-cdef-0123-456789abcdef",
+                                                                "GPU-01239999-0000-0000-0000-000000000000"};
   return *uuids;
 }
 

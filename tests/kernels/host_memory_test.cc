@@ -12,7 +12,8 @@ namespace {
 using testing::HasSubstr;
 
 constexpr int64_t kGib = int64_t{1} << 30;
-constexpr char kMountV2[] = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
+constexpr char kMountV2[] =
+    "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
 constexpr char kMountV1[] =
     "31 23 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
     "36 23 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n";
@@ -32,7 +33,8 @@ class HostMemoryTest : public testing::Test {
     const std::string folder = "/sys/fs/cgroup/memory" + path + "/memory.";
     host_.Write(folder + "limit_in_bytes", absl::StrCat(limit, "\n"));
     host_.Write(folder + "usage_in_bytes", absl::StrCat(usage, "\n"));
-    host_.Write(folder + "stat", absl::StrCat("cache 7\ntotal_inactive_file ", cache, "\ntotal_active_file 0\n"));
+    host_.Write(folder + "stat",
+                absl::StrCat("cache 7\ntotal_inactive_file ", cache, "\ntotal_active_file 0\n"));
   }
 
   const test::FakeHost host_;
@@ -102,7 +104,8 @@ TEST_F(HostMemoryTest, LimitsOfTheProcess) {
 TEST_F(HostMemoryTest, FilesThatMakeNoSense) {
   host_.Write("/proc/meminfo", std::string(100'000, 'x') + "\nMemAvailable:\nMemAvailable: -\n");
   host_.Write("/proc/self/cgroup", ":::\n0::\n0::relative\n0::/\n9:memory\n");
-  host_.Write("/proc/self/mountinfo", "a b\n- - -\n1 2 3 / /sys/fs/cgroup rw - cgroup2\n" + std::string(kMountV2));
+  host_.Write("/proc/self/mountinfo",
+              "a b\n- - -\n1 2 3 / /sys/fs/cgroup rw - cgroup2\n" + std::string(kMountV2));
   host_.SetGroup("", "many", 1, 1);
   EXPECT_FALSE(HostMemory(host_.root()).Available().has_value());
 }

@@ -84,7 +84,8 @@ TEST_F(SafetensorsIndexTest, LongIndexesTakeLittleMemory) {
   constexpr int64_t kMost = int64_t{16} << 20;
   std::vector<std::string> texts(5);
   texts[0] = "{\"weight_map\": {";
-  for (int i = 0; i < 1'500'000; ++i) absl::StrAppend(&texts[0], "\"", i, "\":\"model-00001-of-00002.safetensors\",");
+  for (int i = 0; i < 1'500'000; ++i)
+    absl::StrAppend(&texts[0], "\"", i, "\":\"model-00001-of-00002.safetensors\",");
   texts[0] += "\"a\": \"x\"}}";
   texts[1] = absl::StrCat("{\"metadata\": {\"x\": [", std::string(30 << 20, '1'));  // a long number
   texts[2] = absl::StrCat("{\"weight_map\": {\"", std::string(50 << 20, 'a'), "\": \"x\"}}");

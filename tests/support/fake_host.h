@@ -22,7 +22,8 @@ class FakeHost {
     WriteWholeFile(path, content);
   }
   void SetAvailable(int64_t bytes) const {
-    Write("/proc/meminfo", absl::StrCat("MemTotal:   1000000000 kB\nMemFree: 1 kB\nMemAvailable: ", bytes >> 10, " kB\n"));
+    Write("/proc/meminfo",
+          absl::StrCat("MemTotal:   1000000000 kB\nMemFree: 1 kB\nMemAvailable: ", bytes >> 10, " kB\n"));
   }
   void SetStatus(absl::string_view field, int64_t bytes) const {
     Write("/proc/self/status", absl::StrCat("Name:\tlossd\n", field, ":\t ", bytes >> 10, " kB\n"));

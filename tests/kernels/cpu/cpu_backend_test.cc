@@ -96,11 +96,10 @@ constexpr int64_t kMib = int64_t{1} << 20;
 TEST(CpuBackendTest, HeadsBeyondTheHostsMemoryAreRefusedBeforeTheyAreAllocated) {
   const test::FakeHost host;
   host.SetAvailable(100 * kMib);
-  const auto backend = MakeBackend({.threads = 1,
-                                    .workspace_bytes = kMib,
-                                    .memory_reserve_bytes = 40 * kMib,
-                                    .host_root = host.root()});
-  const absl::Status large = backend->CreateHead(Config(8192, 500'000)).status();  // does not fit any workspace
+  const auto backend = MakeBackend(
+      {.threads = 1, .workspace_bytes = kMib, .memory_reserve_bytes = 40 * kMib, .host_root = host.root()});
+  const absl::Status large =
+      backend->CreateHead(Config(8192, 500'000)).status();  // does not fit any workspace
   EXPECT_EQ(large.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(backend->AllocateStaging(61 * kMib).status().code(), absl::StatusCode::kResourceExhausted);
   const HeadConfig config = Config(64, 100'000);

@@ -1,6 +1,8 @@
-// Every call of CUDA and cuBLASLt that the backend makes fails once, alone and with all calls after it. Whatever
-// fails: the backend neither crashes nor hangs, an error is reported with the name of a call or the results are right,
-// and what was not reported as accumulated is not in the gradients.
+// Every call of CUDA and cuBLASLt that the backend makes fails once, alone and with all calls after it.
+// Whatever fails: the backend neither crashes nor hangs, an error is reported with the name of a call or the
+// results are right, and what was not reported as accumulated is not in the gradients.
+#include "tests/kernels/cuda/cuda_faults.h"
+
 #include <algorithm>
 #include <cmath>
 #include <iostream>
@@ -13,7 +15,6 @@
 #include "gtest/gtest.h"
 #include "kernels/cuda/cuda_backend.h"
 #include "tests/kernels/chunk_run.h"
-#include "tests/kernels/cuda/cuda_faults.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
 #include "tests/kernels/problem.h"
 
@@ -35,7 +36,8 @@ absl::StatusOr<std::vector<float>> Read(HeadKernels& head, TensorId id) {
   const TensorShape shape = ShapeOf(head.config(), id.param);
   std::vector<float> values(static_cast<size_t>(shape.elements()));
   const auto bytes = absl::MakeSpan(reinterpret_cast<uint8_t*>(values.data()), values.size() * sizeof(float));
-  if (absl::Status status = head.ReadTensor(id, 0, shape.rows, DType::kFloat32, bytes); !status.ok()) return status;
+  if (absl::Status status = head.ReadTensor(id, 0, shape.rows, DType::kFloat32, bytes); !status.ok())
+    return status;
   return values;
 }
 
@@ -48,7 +50,8 @@ absl::Status Write(HeadKernels& head, Param param, const std::vector<float>& val
 // One scenario from the creation of the backend to its end; stops at the first error.
 class Scenario {
  public:
-  Scenario(const CudaBackendOptions& options, const Problem& problem) : options_(options), problem_(problem) {}
+  Scenario(const CudaBackendOptions& options, const Problem& problem)
+      : options_(options), problem_(problem) {}
 
   Outcome Run() {
     Outcome outcome;
@@ -122,8 +125,8 @@ class Scenario {
   const Problem& problem_;
 };
 
-// |a - b| in the largest element, relative to the largest of b. A call whose failure only changes how something is
-// computed may change last bits.
+// |a - b| in the largest element, relative to the largest of b. A call whose failure only changes how
+// something is computed may change last bits.
 double Difference(const std::vector<float>& a, const std::vector<float>& b) {
   if (a.size() != b.size()) return INFINITY;
   double difference = 0.0;
@@ -209,16 +212,15 @@ TEST_P(CudaFaultsTest, TheDeviceIsLost) {
   TryAll(/*all_after=*/true);
 }
 
-INSTANTIATE_TEST_SUITE_P(Ways, CudaFaultsTest,
-                         ::testing::ValuesIn(std::vector<Case>{
-                             {.name = "Stored"},
-                             {.name = "Fused", .options = {.fused_loss = FusedLoss::kWherePossible}},
-                             {.name = "Filtered", .gradients = Gradients::kFiltered},
-                             {.name = "FilteredHostBranch",
-                              .options = {.host_branches = true},
-                              .gradients = Gradients::kFiltered},
-                             {.name = "Recomputed", .logits = Logits::kRecomputed}}),
-                         [](const auto& way) { return way.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    Ways, CudaFaultsTest,
+    ::testing::ValuesIn(std::vector<Case>{
+        {.name = "Stored"},
+        {.name = "Fused", .options = {.fused_loss = FusedLoss::kWherePossible}},
+        {.name = "Filtered", .gradients = Gradients::kFiltered},
+        {.name = "FilteredHostBranch", .options = {.host_branches = true}, .gradients = Gradients::kFiltered},
+        {.name = "Recomputed", .logits = Logits::kRecomputed}}),
+    [](const auto& way) { return way.param.name; });
 
 // On a machine without a GPU: the calls are wrapped, and an injected failure is what the backend reports.
 TEST(CudaFaults, TheFirstCallFails) {
@@ -227,7 +229,8 @@ TEST(CudaFaults, TheFirstCallFails) {
   EXPECT_EQ(CudaVictim(), "cudaGetDeviceCount");
   SetCudaFault({});
   EXPECT_EQ(backend.status().code(), absl::StatusCode::kUnavailable);
-  EXPECT_THAT(std::string(backend.status().message()), HasSubstr("cudaGetDeviceCount failed: cudaErrorUnknown"));
+  EXPECT_THAT(std::string(backend.status().message()),
+              HasSubstr("cudaGetDeviceCount failed: cudaErrorUnknown"));
 }
 
 }  // namespace

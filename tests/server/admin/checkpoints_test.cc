@@ -491,7 +491,8 @@ TEST_F(CheckpointsTest, MetricsOfAHeadThatIsDeletedDuringItsSave) {
     saved = server
                 .Save("", {.on_progress =
                                [&](const v1::SaveProgress& progress) {
-                                 if (progress.phase() == v1::SAVE_PHASE_WRITING && !read.HasBeenNotified()) read.Notify();
+                                 if (progress.phase() == v1::SAVE_PHASE_WRITING && !read.HasBeenNotified())
+                                   read.Notify();
                                }})
                 .status();
   });

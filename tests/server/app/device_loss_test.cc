@@ -1,5 +1,5 @@
-// The linked lossd program, with a device that can be lost: what calls hear, what the metrics and probes say, and how
-// the process ends.
+// The linked lossd program, with a device that can be lost: what calls hear, what the metrics and probes say,
+// and how the process ends.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>

@@ -71,7 +71,8 @@ class Group {
     for (const auto& line : absl::StrSplit(test::ReadWholeFile("/proc/self/cgroup"), '\n')) {
       const std::vector<std::string> parts = absl::StrSplit(line, absl::MaxSplits(':', 2));
       if (parts.size() != 3) continue;
-      if (parts[1] == "memory") Make("/sys/fs/cgroup/memory" + parts[2], "memory.limit_in_bytes", limit, member);
+      if (parts[1] == "memory")
+        Make("/sys/fs/cgroup/memory" + parts[2], "memory.limit_in_bytes", limit, member);
       if (parts[0] == "0" && !made_) Make("/sys/fs/cgroup" + parts[2], "memory.max", limit, member);
     }
   }

@@ -158,15 +158,21 @@ TEST_F(ContributionsTest, ProductsThatOverflow) {
     kernels::DType dtype;
     uint32_t fits;  // the largest element that fits, times the scale
     float scale;
-  } cases[] = {{kernels::DType::kFloat32, 0x7effffffu, 2.0f},   {kernels::DType::kFloat32, 0x7effffffu, -2.0f},
+  } cases[] = {{kernels::DType::kFloat32, 0x7effffffu, 2.0f},
+               {kernels::DType::kFloat32, 0x7effffffu, -2.0f},
                {kernels::DType::kFloat32, 0x3f800000u, 3.4028235e38f},
-               {kernels::DType::kFloat32, 0x7f7fffffu, 1.0f},   {kernels::DType::kFloat32, 0x7f7fffffu, 0.0f},
-               {kernels::DType::kBFloat16, 0x7effu, 2.0f},      {kernels::DType::kFloat16, 0x3c00u, 3.4028235e38f},
-               {kernels::DType::kFloat16, 0x7bffu, 5.1936e33f}, {kernels::DType::kFloat16, 0x7bffu, 1e30f}};
+               {kernels::DType::kFloat32, 0x7f7fffffu, 1.0f},
+               {kernels::DType::kFloat32, 0x7f7fffffu, 0.0f},
+               {kernels::DType::kBFloat16, 0x7effu, 2.0f},
+               {kernels::DType::kFloat16, 0x3c00u, 3.4028235e38f},
+               {kernels::DType::kFloat16, 0x7bffu, 5.1936e33f},
+               {kernels::DType::kFloat16, 0x7bffu, 1e30f}};
   for (const auto& [dtype, fits, scale] : cases) {
     const size_t size = kernels::SizeOf(dtype);
-    Contribution contribution{.terms = {.rows = {0, kVocab}, .dtype = dtype, .scale = scale}, .cols = kHidden};
-    for (const uint32_t bits : {fits, fits + 1, fits | 1u << (8 * size - 1), (fits + 1) | 1u << (8 * size - 1)}) {
+    Contribution contribution{.terms = {.rows = {0, kVocab}, .dtype = dtype, .scale = scale},
+                              .cols = kHidden};
+    for (const uint32_t bits :
+         {fits, fits + 1, fits | 1u << (8 * size - 1), (fits + 1) | 1u << (8 * size - 1)}) {
       std::vector<uint8_t> bytes(kVocab * kHidden * size);
       std::memcpy(&bytes[7 * size], &bits, size);
       const absl::Status status = CheckFinite(contribution, {0, kVocab}, bytes);

@@ -36,7 +36,8 @@ TEST_F(CheckpointDirectoryTest, FilesThatLeadOutside) {
       }
       return opened.code();
     };
-    for (const std::string& target : {outside.File(name), fs::relative(outside.File(name), root_ + "/lm/x").string()}) {
+    for (const std::string& target :
+         {outside.File(name), fs::relative(outside.File(name), root_ + "/lm/x").string()}) {
       fs::create_symlink(target, path);
       EXPECT_EQ(code(), absl::StatusCode::kInvalidArgument) << target;
       fs::remove(path);

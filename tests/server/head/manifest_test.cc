@@ -125,9 +125,11 @@ TEST_F(ManifestTest, HostileTexts) {
   for (const std::string& text :
        {deep, std::string(60'000, '['), objects, objects + "1" + std::string(60'000, '}'),
         absl::StrCat("{\"format\":\"lossd checkpoint\",\"version\":", deep, "}"),
-        absl::StrCat("{\"format\":", deep, "}"), absl::StrCat(whole.substr(0, whole.rfind('}')), ",\"x\":", deep, "}"),
-        absl::StrCat("{\"version\":3,", whole.substr(1)), absl::StrCat("{\"x\":", many, "],", whole.substr(1)),
-        std::string(2 << 20, ' ') + whole, std::string()}) {
+        absl::StrCat("{\"format\":", deep, "}"),
+        absl::StrCat(whole.substr(0, whole.rfind('}')), ",\"x\":", deep, "}"),
+        absl::StrCat("{\"version\":3,", whole.substr(1)),
+        absl::StrCat("{\"x\":", many, "],", whole.substr(1)), std::string(2 << 20, ' ') + whole,
+        std::string()}) {
     EXPECT_EQ(DecodeManifest(text).status().code(), absl::StatusCode::kDataLoss) << text.substr(0, 50);
   }
 }

@@ -2,7 +2,6 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -93,7 +92,8 @@ class OpenBelowTest : public ResolveBelowTest {
     const auto file = OpenBelow(root_, path);
     if (!file.ok()) return absl::StatusCodeToString(file.status().code());
     std::string text(static_cast<size_t>((*file)->size()), '?');
-    EXPECT_TRUE((*file)->ReadAt(0, absl::MakeSpan(reinterpret_cast<uint8_t*>(text.data()), text.size())).ok());
+    EXPECT_TRUE(
+        (*file)->ReadAt(0, absl::MakeSpan(reinterpret_cast<uint8_t*>(text.data()), text.size())).ok());
     return text;
   }
 };
@@ -103,8 +103,8 @@ TEST_F(OpenBelowTest, ReadsWhatIsInside) {
 }
 
 TEST_F(OpenBelowTest, RefusesWhatLeadsOutside) {
-  for (const char* path : {"outside", "models/escape/secret", "../root-sibling/secret", "/etc/passwd", "etc/passwd",
-                           "models/../models/a/w", ""}) {
+  for (const char* path : {"outside", "models/escape/secret", "../root-sibling/secret", "/etc/passwd",
+                           "etc/passwd", "models/../models/a/w", ""}) {
     EXPECT_EQ(Content(path), "INVALID_ARGUMENT") << path;
   }
 }
@@ -116,7 +116,8 @@ TEST_F(OpenBelowTest, RefusesWhatIsNoRegularFile) {
   fs::current_path(root_);  // the path of a socket is short
   std::strcpy(address.sun_path, "socket");
   ASSERT_EQ(bind(server, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
-  for (const char* path : {"pipe", "socket", "models"}) EXPECT_EQ(Content(path), "FAILED_PRECONDITION") << path;
+  for (const char* path : {"pipe", "socket", "models"})
+    EXPECT_EQ(Content(path), "FAILED_PRECONDITION") << path;
   close(server);
   EXPECT_EQ(OpenBelow("/dev", "null").status().code(), absl::StatusCode::kFailedPrecondition);
 }

@@ -79,7 +79,9 @@ void fake_nvml_event(unsigned long long xid) {
 
 int nvmlInit_v2() { return kSuccess; }
 int nvmlShutdown() { return kSuccess; }
-const char* nvmlErrorString(int result) { return result == 15 ? "GPU is lost" : result == 6 ? "Not Found" : "Other"; }
+const char* nvmlErrorString(int result) {
+  return result == 15 ? "GPU is lost" : result == 6 ? "Not Found" : "Other";
+}
 int nvmlDeviceGetHandleByUUID(const char* uuid, void** device) {
   if (std::strcmp(uuid, "GPU-01234567-89ab-cdef-0123-456789abcdef") != 0) return kNotFound;
   *device = &g_device;
@@ -100,7 +102,9 @@ int nvmlDeviceGetMemoryInfo(void*, Memory* value) {
 int nvmlDeviceGetTotalEccErrors(void*, int type, int, unsigned long long* value) {
   return Get(type == 0 ? "corrected" : "uncorrected", value);
 }
-int nvmlDeviceGetCurrentClocksThrottleReasons(void*, unsigned long long* value) { return Get("throttled", value); }
+int nvmlDeviceGetCurrentClocksThrottleReasons(void*, unsigned long long* value) {
+  return Get("throttled", value);
+}
 int nvmlEventSetCreate(void** events) {
   *events = &g_events;
   return kSuccess;

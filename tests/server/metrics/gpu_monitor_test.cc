@@ -56,7 +56,8 @@ class GpuMonitorTest : public ::testing::Test {
   }
   static void ExpectBecomes(const GpuMonitor& monitor, const std::string& line) {
     const absl::Time limit = absl::Now() + kLimit;
-    while (Text(monitor).find(line) == std::string::npos && absl::Now() < limit) absl::SleepFor(absl::Milliseconds(5));
+    while (Text(monitor).find(line) == std::string::npos && absl::Now() < limit)
+      absl::SleepFor(absl::Milliseconds(5));
     EXPECT_THAT(Text(monitor), HasSubstr(line));
   }
 
@@ -69,7 +70,8 @@ TEST_F(GpuMonitorTest, WithoutTheLibraryOrTheGpu) {
   EXPECT_EQ(Start(kUuid, "/none/libnvidia-ml.so.1").status().code(), absl::StatusCode::kUnavailable);
   const absl::Status other = Start("GPU-other").status();
   EXPECT_EQ(other.code(), absl::StatusCode::kUnavailable);
-  EXPECT_THAT(std::string(other.message()), HasSubstr("nvmlDeviceGetHandleByUUID failed: Not Found (GPU-other)"));
+  EXPECT_THAT(std::string(other.message()),
+              HasSubstr("nvmlDeviceGetHandleByUUID failed: Not Found (GPU-other)"));
 }
 
 TEST_F(GpuMonitorTest, Figures) {
@@ -88,13 +90,13 @@ TEST_F(GpuMonitorTest, Figures) {
   Set("corrected", 3);
   Set("uncorrected", 1);
   Set("throttled", 0x24);
-  for (const char* line :
-       {"\nlossd_gpu_utilization_ratio 0.87", "\nlossd_gpu_memory_utilization_ratio 0.4",
-        "\nlossd_gpu_memory_used_bytes 250\n", "\nlossd_gpu_memory_total_bytes 1000\n",
-        "lossd_gpu_ecc_errors_total{kind=\"corrected\"} 3\n", "lossd_gpu_ecc_errors_total{kind=\"uncorrected\"} 1\n",
-        "lossd_gpu_throttled{reason=\"software_power_cap\"} 1\n",
-        "lossd_gpu_throttled{reason=\"software_thermal_slowdown\"} 1\n",
-        "lossd_gpu_throttled{reason=\"hardware_slowdown\"} 0\n"}) {
+  for (const char* line : {"\nlossd_gpu_utilization_ratio 0.87", "\nlossd_gpu_memory_utilization_ratio 0.4",
+                           "\nlossd_gpu_memory_used_bytes 250\n", "\nlossd_gpu_memory_total_bytes 1000\n",
+                           "lossd_gpu_ecc_errors_total{kind=\"corrected\"} 3\n",
+                           "lossd_gpu_ecc_errors_total{kind=\"uncorrected\"} 1\n",
+                           "lossd_gpu_throttled{reason=\"software_power_cap\"} 1\n",
+                           "lossd_gpu_throttled{reason=\"software_thermal_slowdown\"} 1\n",
+                           "lossd_gpu_throttled{reason=\"hardware_slowdown\"} 0\n"}) {
     ExpectBecomes(**monitor, line);
   }
 }
