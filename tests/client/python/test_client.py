@@ -402,7 +402,8 @@ def test_non_finite_rows_accumulate_nothing(client, make_head, problem):
 
 @pytest.mark.parametrize("option, value", [
     ("label_smoothing", 2.0), ("label_smoothing", -0.1), ("z_loss", -1.0), ("z_loss", float("inf")), ("softcap", -1.0),
-    ("softcap", float("nan")), ("logit_scale", 0.0), ("logit_scale", float("inf")), ("gradients", "approximate"),
+    ("softcap", float("nan")), ("softcap", 1e-39), ("logit_scale", 0.0), ("logit_scale", float("inf")),
+    ("gradients", "approximate"),
     ("filter_epsilon", 1.0), ("filter_epsilon", -0.5), ("filter_epsilon", float("nan")), ("max_dropped_mass", 1.5),
     ("max_dropped_mass", -0.5), ("max_dropped_mass", float("nan"))])
 def test_bad_loss_options(option, value):
