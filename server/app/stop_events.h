@@ -1,9 +1,17 @@
 // What ends the server: a signal, or the loss of the device.
 //
-// Thread-safe. One object per process, made before any other thread, since it blocks the signals for all
-// threads that start later.
+// Signals are waited for with sigwait. Libraries may have made threads before main that do not block them; a
+// signal goes to such a thread, and ends the process, unless another thread waits for it in this way.
+//
+// Thread-safe, but for Wait, which belongs to the thread that made the object. One object per process, made
+// before any other thread of the program, since it blocks the signals for all threads that start later.
 #ifndef LOSSD_SERVER_APP_STOP_EVENTS_H_
 #define LOSSD_SERVER_APP_STOP_EVENTS_H_
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <atomic>
 
 namespace lossd::app {
 
@@ -14,11 +22,10 @@ class StopEvents {
   };
 
   StopEvents();
-  ~StopEvents();
   StopEvents(const StopEvents&) = delete;
   StopEvents& operator=(const StopEvents&) = delete;
 
-  // May be called on any thread; does not block.
+  // May be called on any thread; does not block. To be called once.
   void NotifyDeviceLost();
   // The next event. An event is handed out once.
   Event Wait();
@@ -26,8 +33,9 @@ class StopEvents {
   int WaitForSignal();
 
  private:
-  const int signals_;      // a signalfd
-  const int device_lost_;  // an eventfd
+  const pthread_t waiter_;
+  sigset_t signals_;
+  std::atomic<bool> device_lost_{false};
 };
 
 }  // namespace lossd::app
