@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from conftest import delete_when_idle
 from server_process import ServerProcess
 
 import lossd
@@ -26,7 +27,7 @@ def client(target):
     with lossd.Client(target) as made:
         made.create_head("a", hidden_size=D, vocab_size=V)
         yield made
-        made.delete_head("a")
+        delete_when_idle(made, "a")
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_a_wait_for_a_place_among_the_pending_ends(target):
         for each in pending:
             with pytest.raises(lossd.Cancelled):
                 each.wait()
-        client.delete_head("a")
+        delete_when_idle(client, "a")
 
 
 REFUSED_BY_THE_CLIENT = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 from lossd import errors
 from lossd.v1 import head_pb2, loss_pb2, types_pb2
@@ -30,7 +31,7 @@ class GradientsId:
         return GradientsId(state.incarnation, state.generation)
 
 
-def names(meant: GradientsId | None) -> dict[str, int | None]:
+def names(meant: GradientsId | None) -> dict[str, Any]:
     """The fields by which a call names the gradients that it is meant for; None: any."""
     return {} if meant is None else {"incarnation": meant.incarnation, "generation": meant.generation or None}
 

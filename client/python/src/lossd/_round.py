@@ -50,9 +50,8 @@ class Round:
         """
         try:
             self._parts.threads.run_all([partial(self._try_range, rows) for rows in self._ranges], lent)
-        except RuntimeError as error:
+        except RuntimeError:
             self._fail(errors.ClientClosed("this client was closed during the call"))
-            raise self._error from error
         if self._error is not None:
             raise self._error
 
