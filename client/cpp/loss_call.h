@@ -109,7 +109,7 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   std::shared_ptr<Describe> describe_;
   bool describing_ = false;  // from the first attempt to the last one, waits included
   int describe_attempts_ = 0;
-  int rounds_ = 1;  // how often all rows were begun
+  int rounds_ = 1;                        // how often all rows were begun
   std::optional<absl::Time> start_over_;  // a round has failed: when the next one begins
   std::vector<Part> parts_;
   int under_way_ = 0;       // streams and descriptions

@@ -20,8 +20,8 @@ double Jitter();
 // Whether a call that ended with an error may be sent again.
 enum class Repeat {
   kIfUnavailable,
-  // The call is restartable: nothing of it stays when it fails, so that it may begin again with what it finds.
-  // After ABORTED, too, but for RestartOf and IsStepDiscarded, which are for the trainer to deal with.
+  // The call is restartable: nothing of it stays when it fails, so that it may begin again with what it
+  // finds. After ABORTED, too, but for RestartOf and IsStepDiscarded, which are for the trainer to deal with.
   kIfUnavailableOrAborted,
 };
 

@@ -42,8 +42,7 @@ class FakeLossService final : public v1::LossService::Service {
     while (stream->Read(&request)) {
       if (grpc::Status status = Ask(request); !status.ok()) return status;
       v1::ComputeLossResponse response;
-      grpc::Status status =
-          Compute(open, request, accepted.accepted(), &response, &summary, &rows_left);
+      grpc::Status status = Compute(open, request, accepted.accepted(), &response, &summary, &rows_left);
       if (!status.ok()) return status;
       std::function<bool(v1::ComputeLossResponse*)> on_slice;
       double delay;

@@ -29,10 +29,10 @@ struct Fault {
   int code = 0;  // a gRPC status code other than 0 ends the call with it, before the message is used
   bool detail =
       true;  // the status has a detail, as the server's own errors have; false: a broken connection's
-  bool restart = false;   // first the server restarts, as Restart()
+  bool restart = false;      // first the server restarts, as Restart()
   bool discard = false;      // first somebody zeroes the gradients of every head
   bool new_weights = false;  // first somebody writes the weights of every head
-  uint64_t max_rows = 0;  // not 0: replaces Options::max_slice_rows from now on
+  uint64_t max_rows = 0;     // not 0: replaces Options::max_slice_rows from now on
 };
 
 // What may go wrong, asked for each time it can. Called from the server's threads.

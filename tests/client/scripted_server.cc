@@ -54,8 +54,9 @@ json Identity(const Open& open, uint64_t id) {
 
 void CheckMembers(const json& faults) {
   const std::set<std::string> lists{"streams", "describes", "contributions", "reads", "steps"};
-  const std::set<std::string> known{"at_slice", "code",          "detail",              "restart",  "discard",
-                                    "new_weights", "max_rows", "accepted_step", "accepted_incarnation"};
+  const std::set<std::string> known{"at_slice", "code",          "detail",
+                                    "restart",  "discard",       "new_weights",
+                                    "max_rows", "accepted_step", "accepted_incarnation"};
   for (const auto& [list, all] : faults.items()) {
     if (lists.count(list) == 0) throw std::invalid_argument("there are no faults of " + list);
     for (const json& fault : all) {

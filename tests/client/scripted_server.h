@@ -19,8 +19,8 @@ namespace lossd::fake {
 
 class ScriptedServer {
  public:
-  // `script`: the case's members "limits", "faults" and, if it has it, "versions". Throws nlohmann::json::exception, or
-  // std::invalid_argument naming what it does not know.
+  // `script`: the case's members "limits", "faults" and, if it has it, "versions". Throws
+  // nlohmann::json::exception, or std::invalid_argument naming what it does not know.
   explicit ScriptedServer(const nlohmann::json& script);
 
   std::string target() const { return server_->target(); }

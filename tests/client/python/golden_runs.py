@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import numpy as np
 from google.protobuf import json_format
+from golden_cases import CODES, Case, check_members, error_named, expect
 from scripted_server import ScriptedServer
 
 import lossd
@@ -17,45 +18,6 @@ from lossd._answer_check import AnswerCheck
 from lossd._head_cache import GradientsId, HeadCache, TrainerStep
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
 from lossd.v1 import head_pb2, loss_pb2, types_pb2
-
-Case = dict[str, Any]
-
-_CODES: dict[type[errors.LossdError], str] = {
-    errors.Restarted: "RESTARTED", errors.StepDiscarded: "DISCARDED",
-    **{kind: code.name for code, kind in errors._CLASSES.items()}, errors.Internal: "INTERNAL"}
-
-
-def error_named(code: str, message: str, detail: types_pb2.ErrorDetail | None = None) -> errors.LossdError:
-    kind = next(kind for kind, name in _CODES.items() if name == code)
-    return kind(message, detail)
-
-
-def check_members(case: Case, required: Iterable[str], optional: Iterable[str] = ()) -> None:
-    """Fails for a case with a member that is not looked at, or without one that is."""
-    members = set(case) - {"name"}
-    assert not members - set(required) - set(optional), f"unknown members {members - set(required) - set(optional)}"
-    assert not set(required) - members, f"missing members {set(required) - members}"
-
-
-def check_fails(expected: Case, error: errors.LossdError) -> None:
-    check_members(expected, ("error", "says"), ("at", "before", "now"))
-    assert _CODES[type(error)] == expected["error"], error
-    assert expected["says"] in str(error)
-    if "now" in expected:
-        assert error.incarnation == expected["now"]
-
-
-def expect(expected: Case, action: Callable[[], Any]) -> Any:
-    """Runs the action; the error must be `fails` if the case has it, else there must be none."""
-    if "fails" not in expected:
-        return action()
-    try:
-        action()
-    except errors.LossdError as error:
-        check_fails(expected["fails"], error)
-    else:
-        raise AssertionError(f"no error; expected {expected['fails']}")
-    return None
 
 
 def _payload(begin: int, end: int) -> bytes:
@@ -257,7 +219,7 @@ def run_statuses(case: Case) -> None:
     check_members(case, ("code", "message", "target", "gives"), ("details",))
     error = errors.from_rpc(_RpcError(case), case["target"])
     gives = case["gives"]
-    assert (_CODES[type(error)], error.message) == (gives["error"], gives["message"])
+    assert (CODES[type(error)], error.message) == (gives["error"], gives["message"])
     expected = json_format.ParseDict(gives["detail"] or {}, types_pb2.ErrorDetail())
     assert (error.field, error.value, error.incarnation) == (expected.field, expected.value, expected.incarnation)
     assert error.current_step == (expected.current_step if expected.HasField("current_step") else None)
