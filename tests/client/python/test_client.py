@@ -7,14 +7,16 @@ import os
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import numpy as np
 import pytest
 from filtered_softmax import epsilon_among, filtered
 
 import lossd
 from lossd._arrays import as_targets
-from lossd.v1 import loss_pb2
+from lossd.v1 import loss_pb2, server_pb2
 
 D, V, N = 24, 310, 800
 
@@ -492,6 +494,33 @@ def test_cancel_and_timeout_of_wait(client, make_head, problem):
     block.set()
     with pytest.raises(lossd.Cancelled):
         pending.wait()
+
+
+def test_cancelling_ends_the_question_for_limits(problem):
+    """A computation asks for its head first; a server that does not answer does not hold it up."""
+    asked, ended = threading.Event(), threading.Event()
+
+    def describe(request, context):
+        asked.set()
+        context.add_callback(ended.set)
+        ended.wait(120)
+
+    server = grpc.server(ThreadPoolExecutor(4))
+    server.add_generic_rpc_handlers((
+        grpc.method_handlers_generic_handler("lossd.v1.ServerService", {"GetServer": grpc.unary_unary_rpc_method_handler(
+            lambda request, context: server_pb2.ServerDescription(incarnation=1).SerializeToString())}),
+        grpc.method_handlers_generic_handler("lossd.v1.HeadService", {
+            "DescribeHead": grpc.unary_unary_rpc_method_handler(describe)})))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with lossd.Client(f"127.0.0.1:{port}") as client:
+        pending = client.compute_loss_async("a", *problem)
+        assert asked.wait(120)
+        pending.cancel()
+        with pytest.raises(lossd.Cancelled, match="by the caller"):
+            pending.wait()
+    assert ended.wait(120)
+    server.stop(None)
 
 
 def _in_a_forked_child(client, connection):
