@@ -149,7 +149,7 @@ TEST_F(StepsTest, WeightsThatAreBeingReplacedServeNobody) {
 TEST_F(StepsTest, HalfZeroedGradientsAreNotTrusted) {
   Start();
   device_.fail_zero = absl::InternalError("boom");
-  EXPECT_EQ(engine_->ZeroGradients("head", 0).code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(engine_->ZeroGradients("head", 0).status().code(), absl::StatusCode::kInternal);
   EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}).status().code(), absl::StatusCode::kInternal);
   device_.fail_zero = absl::OkStatus();
   ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
@@ -176,7 +176,7 @@ TEST_F(StepsTest, ZeroGradientsForgetsTheStep) {
   auto stream = Open(Whole(1, 2), collector);
   Send(*stream, 1, {0, 2});
   ASSERT_TRUE(collector->Wait().ok());
-  EXPECT_EQ(engine_->ZeroGradients("head", 3).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(engine_->ZeroGradients("head", 3).status().code(), absl::StatusCode::kFailedPrecondition);
   ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
   auto again = std::make_shared<RowCollector>();
   StreamSpec spec = Whole(1, 2);
