@@ -278,15 +278,13 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::Loa
 }
 
 absl::Status HeadOperations::WriteLoaded(const std::string& head, const head::CheckpointReader& reader) {
-  bool writing = false;
+  const head::CheckpointSubject& saved = reader.subject();
+  bool begun = false;
   absl::Status status = reader.Load(
       [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<const uint8_t> in) {
-        if (!std::exchange(writing, true)) {
-          absl::Status marked = engine_->MarkWeightsInvalid(
-              head, absl::UnavailableError(absl::StrCat(
-                        "the weights of head ", head,
-                        " are being replaced by a checkpoint's, or that failed half-way (load one again)")));
-          if (!marked.ok()) return marked;
+        if (!std::exchange(begun, true)) {
+          absl::Status begin = engine_->BeginLoad(head, {saved.step, saved.updates}, saved.last_step);
+          if (!begin.ok()) return begin;
         }
         return engine_->OnDevice(head, [&](head::Head& on_device) {
           return on_device.WriteRows(id, row_begin, rows, kernels::DType::kFloat32, in);
@@ -294,8 +292,7 @@ absl::Status HeadOperations::WriteLoaded(const std::string& head, const head::Ch
       },
       options_.transfer_bytes);
   if (!status.ok()) return status;
-  const head::CheckpointSubject& saved = reader.subject();
-  return engine_->ResetStep(head, {saved.step, saved.updates}, saved.last_step);
+  return engine_->EndLoad(head);
 }
 
 // ---- Tensors ----

@@ -92,15 +92,12 @@ class Engine {
   // the gradient's norm is not finite, unless StepRequest::skip_non_finite.
   virtual absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request) = 0;
   virtual absl::StatusOr<HeadState> ZeroGradients(absl::string_view name, uint64_t step) = 0;
-  // From now until ResetStep, streams, steps, saves and reads of the head are refused with `why` (not OK): its weights
-  // are being replaced (UNAVAILABLE), or that went wrong half-way. Those under way end, with ABORTED if `why` is
-  // UNAVAILABLE.
-  virtual absl::Status MarkWeightsInvalid(absl::string_view name, const absl::Status& why) = 0;
-  // After a checkpoint was loaded: forgets the ledger, zeroes gradients, ends streams and writes, and sets the open
-  // step. `last_step`: how the step before was applied; repeats of its ApplyStep are answered
-  // with that.
-  virtual absl::Status ResetStep(absl::string_view name, const head::Progress& progress,
+  // A checkpoint takes the place of the head's step, weights and gradients: what is under way on them ends with
+  // ABORTED. Until EndLoad, by when all tensors have been written (OnDevice), calls that need them are refused with
+  // UNAVAILABLE. `last_step`: how the step before was applied; repeats of its ApplyStep are answered with that.
+  virtual absl::Status BeginLoad(absl::string_view name, const head::Progress& progress,
                                  const std::optional<head::AppliedStep>& last_step) = 0;
+  virtual absl::Status EndLoad(absl::string_view name) = 0;
 
   // ---- Contributions ----
   // Validates the spec and enters it in the ledger. Errors as in lossd.v1.HeadService.AddGradient.

@@ -213,18 +213,14 @@ absl::StatusOr<HeadState> EngineImpl::ZeroGradients(absl::string_view name, uint
   return state;
 }
 
-absl::Status EngineImpl::MarkWeightsInvalid(absl::string_view name, const absl::Status& why) {
-  return RunOnHead(name, [&](HeadSession& session) {
-    absl::MutexLock lock(&context_->mutex);
-    session.MarkWeightsInvalid(why);
-    return absl::OkStatus();
-  });
-}
-
-absl::Status EngineImpl::ResetStep(absl::string_view name, const head::Progress& progress,
+absl::Status EngineImpl::BeginLoad(absl::string_view name, const head::Progress& progress,
                                    const std::optional<head::AppliedStep>& last_step) {
   return RunOnHead(name,
-                   [&](HeadSession& session) { return engine::ResetStep(session, progress, last_step); });
+                   [&](HeadSession& session) { return engine::BeginLoad(session, progress, last_step); });
+}
+
+absl::Status EngineImpl::EndLoad(absl::string_view name) {
+  return RunOnHead(name, [](HeadSession& session) { return engine::EndLoad(session); });
 }
 
 // ---- Contributions ----

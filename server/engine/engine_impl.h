@@ -41,8 +41,8 @@ class EngineImpl final : public Engine {
   absl::StatusOr<GradNormResult> GradNorm(absl::string_view name, std::optional<uint64_t> step) override;
   absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request) override;
   absl::StatusOr<HeadState> ZeroGradients(absl::string_view name, uint64_t step) override;
-  absl::Status MarkWeightsInvalid(absl::string_view name, const absl::Status& why) override;
-  absl::Status ResetStep(absl::string_view name, const head::Progress& progress,
+  absl::Status EndLoad(absl::string_view name) override;
+  absl::Status BeginLoad(absl::string_view name, const head::Progress& progress,
                          const std::optional<head::AppliedStep>& last_step) override;
 
   absl::StatusOr<Contribution> OpenContribution(const ContributionSpec& spec) override;

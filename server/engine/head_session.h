@@ -67,7 +67,7 @@ class HeadSession final : public DeviceLoop::Source, public std::enable_shared_f
   // After a change of versions: ends the streams, and releases the deferred microbatches, that are bound to what is
   // past (OpenStep::CheckBound).
   void EndStale();
-  // The weights may be half-written, or are about to be; see OpenStep.
+  // The weights may be half-written.
   void MarkWeightsInvalid(absl::Status why);
   // The accumulators may be half-written.
   void OnAccumulationFailed(const absl::Status& status);

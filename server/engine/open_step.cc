@@ -63,10 +63,8 @@ absl::Status OpenStep::CheckGeneration(absl::string_view field, std::optional<ui
 }
 
 absl::Status OpenStep::CheckBound(const Binding& binding) const {
-  if (absl::IsUnavailable(weights_status_))
-    return absl::AbortedError(absl::StrCat("the call has ended: ", weights_status_.message()));
-  if (!weights_status_.ok()) return weights_status_;
-  return WithCurrentStep(versions_.Check(binding), number());
+  absl::Status changed = versions_.Check(binding);
+  return changed.ok() ? weights_status_ : WithCurrentStep(std::move(changed), number());
 }
 
 // ---- Closing ----
@@ -184,14 +182,15 @@ void OpenStep::Close(const kernels::OptimizerOptions& optimizer, double grad_nor
   Enter(why);
 }
 
-void OpenStep::Reset(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step) {
+void OpenStep::BeginLoad(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step,
+                         absl::Status why) {
   constexpr absl::string_view kLoaded = "a checkpoint was loaded";
   versions_.EndWrites();
   versions_.NewWeights(kLoaded);
   versions_.SetStep(progress.step, kLoaded);
   Enter(kLoaded);
   updates_ = progress.updates;
-  weights_status_ = absl::OkStatus();
+  weights_status_ = std::move(why);
   last_step_ = last_step;
   last_ids_.reset();
 }

@@ -53,7 +53,7 @@ class OpenStep {
   // Not OK if the accumulators may be half-written, until the next generation.
   const absl::Status& gradients_status() const { return gradients_status_; }
   void MarkGradientsInvalid(absl::Status why);
-  // The weights may be half-written, until Reset. UNAVAILABLE: they are being replaced.
+  // The weights may be half-written, until a checkpoint has been loaded.
   void MarkWeightsInvalid(absl::Status why) { weights_status_ = std::move(why); }
 
   // ---- What a call may begin ----
@@ -64,11 +64,13 @@ class OpenStep {
   absl::Status CheckWeights() const;
   // To use values and moments as they are, in a step, a save or a read. UNAVAILABLE while one is being written.
   absl::Status CheckTensors() const;
+  // To read the accumulated gradients.
+  absl::Status CheckGradients() const { return weights_status_.ok() ? gradients_status_ : weights_status_; }
   // For the gradients that it names, if any: ABORTED if the head has others.
   absl::Status CheckGeneration(absl::string_view field, std::optional<uint64_t> named) const;
 
   // ---- What a call may go on with ----
-  // ABORTED if something that the call is bound to has changed or is being replaced.
+  // ABORTED if something that the call is bound to has changed; the error of the weights.
   absl::Status CheckBound(const Binding& binding) const;
 
   // ---- Closing ----
@@ -94,9 +96,12 @@ class OpenStep {
   void Close(const kernels::OptimizerOptions& optimizer, double grad_norm, bool skipped);
   // Gradients of the open step were zeroed: it begins again.
   void Restart() { Enter("the step's gradients were zeroed"); }
-  // Weights were loaded. `last_step`: how the step before was applied, as far as that is known.
-  void Reset(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step);
-  // After each of these: empties the ledgers.
+  // A checkpoint takes the place of all there is; its weights are there with EndLoad. `last_step`: how the step
+  // before was applied, as far as that is known. `why` CheckWeights says until then.
+  void BeginLoad(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step,
+                 absl::Status why);
+  void EndLoad() { weights_status_ = absl::OkStatus(); }
+  // After Close, Restart and BeginLoad: empties the ledgers.
   void ForgetRows();
 
  private:

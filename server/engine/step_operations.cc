@@ -114,13 +114,23 @@ absl::StatusOr<HeadState> ZeroGradients(HeadSession& session, uint64_t step) {
   return session.step().state();
 }
 
-absl::Status ResetStep(HeadSession& session, const head::Progress& progress,
+absl::Status BeginLoad(HeadSession& session, const head::Progress& progress,
                        const std::optional<head::AppliedStep>& last_step) {
   if (session.config().trainable) {
     if (auto status = ClearGradients(session); !status.ok()) return status;
   }
   absl::MutexLock lock(&session.context().mutex);
-  session.EnterStep([&](OpenStep& open) { open.Reset(progress, last_step); });
+  const absl::Status loading =
+      absl::UnavailableError(absl::StrCat("the weights of head ", session.name(),
+                                          " are being replaced by a checkpoint's, or that failed half-way (load "
+                                          "one again)"));
+  session.EnterStep([&](OpenStep& open) { open.BeginLoad(progress, last_step, loading); });
+  return absl::OkStatus();
+}
+
+absl::Status EndLoad(HeadSession& session) {
+  absl::MutexLock lock(&session.context().mutex);
+  session.step().EndLoad();
   return absl::OkStatus();
 }
 

@@ -21,8 +21,9 @@ namespace lossd::engine {
 absl::StatusOr<GradNormResult> GradNorm(HeadSession& session, std::optional<uint64_t> step);
 absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& request);
 absl::StatusOr<HeadState> ZeroGradients(HeadSession& session, uint64_t step);
-absl::Status ResetStep(HeadSession& session, const head::Progress& progress,
+absl::Status BeginLoad(HeadSession& session, const head::Progress& progress,
                        const std::optional<head::AppliedStep>& last_step);
+absl::Status EndLoad(HeadSession& session);
 
 }  // namespace lossd::engine
 

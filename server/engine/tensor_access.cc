@@ -30,7 +30,7 @@ absl::StatusOr<HeadState> TensorReader::Read(kernels::TensorId id, RowRange rows
       OpenStep& step = session_->step();
       if (!binding_.has_value()) {
         const bool gradient = id.role == kernels::Role::kGradient;
-        if (auto usable = gradient ? step.gradients_status() : step.CheckTensors(); !usable.ok()) return usable;
+        if (auto usable = gradient ? step.CheckGradients() : step.CheckTensors(); !usable.ok()) return usable;
         binding_ = BindingOf(id.role, step.versions());
       }
       if (auto same = step.CheckBound(*binding_); !same.ok()) return same;

@@ -117,7 +117,7 @@ class State(NamedTuple):
     def new_generation(self) -> State:
         state = self.new_gradients()
         return state._replace(
-            under=state._past("generation"), numbers=self._numbers_past("generation"), zeroed=True, ledger=(),
+            under=state._past("generation"), numbers=self._numbers_past("generation"), zeroed=True, ledger=(), retained=(),
             gradient=(0,) * len(self.values), notes=tuple((name, (step, PAST)) for name, (step, _) in self.notes))
 
     def closed(self) -> State:

@@ -45,6 +45,9 @@ MIXES: dict[str, Mix] = {
     "all": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 1}),
     "cuts": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 2}, trainers=2, mean_bytes=3000),
     "kills": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 1}, restarts=2, trainers=1, calls_each=10),
+    # The same without trainers, whose clients repeat calls by themselves: what the server alone answers for.
+    "calls": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 1}, clients=4, trainers=0),
+    "crashes": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 1}, restarts=2, trainers=0, calls_each=10),
     # What holds where streams do not yet end when what they are bound to changes: calls that change the weights never
     # meet streams, and only a trainer's own step ends its gradients.
     "administration": Mix({**_READS, **_CHANGES, "save": 2, "load": 2, "recreate": 1}, trainers=0, pieces=False),

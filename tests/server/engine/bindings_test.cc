@@ -130,11 +130,22 @@ TEST_F(BindingsTest, ZeroedGradientsEndWhatNeedsThem) {
 TEST_F(BindingsTest, ACheckpointEndsAllStreamsBeforeItReplacesTheFirstValue) {
   Retain(Retaining(9));
   const Call loss = HalfWay(LossOnly(1)), accumulates = HalfWay(Whole(2, 4));
-  ASSERT_TRUE(engine_->MarkWeightsInvalid("head", absl::UnavailableError("being replaced")).ok());
-  ExpectAborted(loss, "being replaced");
-  ExpectAborted(accumulates, "being replaced");
+  const auto contribution = engine_->OpenContribution({.head = "head", .contribution_id = 1});
+  ASSERT_TRUE(contribution.ok());
+  ASSERT_TRUE(engine_->BeginLoad("head", {.step = 4, .updates = 4}, std::nullopt).ok());
+  ExpectAborted(loss, "a checkpoint was loaded");
+  ExpectAborted(accumulates, "a checkpoint was loaded");
   EXPECT_EQ(engine_->Describe("head")->retained_microbatches, 0);
+  EXPECT_EQ(engine_->Describe("head")->step_microbatches, 0);
+  const std::vector<uint8_t> values(kVocab * kHidden * sizeof(float));
+  EXPECT_EQ(engine_->AddRows(*contribution, {0, 10}, values).status().code(), absl::StatusCode::kAborted);
   EXPECT_EQ(OpenStatus(LossOnly(3)).code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(engine_->OpenContribution({.head = "head", .step = 4, .contribution_id = 1}).status().code(),
+            absl::StatusCode::kUnavailable);
+  EXPECT_EQ(engine_->ApplyStep("head", {.step = 4}).status().code(), absl::StatusCode::kUnavailable);
+  ASSERT_TRUE(engine_->EndLoad("head").ok());
+  EXPECT_TRUE(OpenStatus(LossOnly(3)).ok());
+  EXPECT_TRUE(engine_->ApplyStep("head", {.step = 4}).ok());
 }
 
 TEST_F(BindingsTest, AnotherGenerationIsRefusedAndChangesNothing) {

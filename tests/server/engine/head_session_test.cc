@@ -108,7 +108,8 @@ TEST_F(HeadSessionTest, AStepEndsWhatBelongsToItAndHasItsOwnGeneration) {
   EXPECT_TRUE(ApplyStep(*session_, {.step = 0})->repeated);
   EXPECT_EQ(device_.steps, 1);
   EXPECT_EQ(ZeroGradients(*session_, 0).status().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_TRUE(ResetStep(*session_, {.step = 7, .updates = 5}, std::nullopt).ok());
+  EXPECT_TRUE(BeginLoad(*session_, {.step = 7, .updates = 5}, std::nullopt).ok());
+  EXPECT_TRUE(EndLoad(*session_).ok());
   EXPECT_EQ(Snapshot().state.step, 7u);
   EXPECT_EQ(Snapshot().updates, 5u);
 }

@@ -152,7 +152,11 @@ TEST_F(OpenStepTest, InvalidGradientsEndWithARestartAndInvalidWeightsWithAReset)
   EXPECT_GT(step_.state().generation, before.generation);
   EXPECT_EQ(step_.state().weights_version, before.weights_version);
   const HeadState restarted = step_.state();
-  step_.Reset({.step = 3, .updates = 2}, std::nullopt);
+  step_.BeginLoad({.step = 3, .updates = 2}, std::nullopt, absl::UnavailableError("loading"));
+  EXPECT_EQ(step_.CheckValid().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(step_.CheckWeights().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(step_.CheckGradients().code(), absl::StatusCode::kUnavailable);
+  step_.EndLoad();
   EXPECT_TRUE(step_.CheckValid().ok());
   EXPECT_EQ(step_.number(), 3u);
   EXPECT_EQ(step_.updates(), 2u);
@@ -162,7 +166,7 @@ TEST_F(OpenStepTest, InvalidGradientsEndWithARestartAndInvalidWeightsWithAReset)
 }
 
 TEST_F(OpenStepTest, ALoadedStepIsRepeatedWithoutItsMicrobatches) {
-  step_.Reset({.step = 3, .updates = 3}, head::AppliedStep{.incarnation = 7, .generation = 4, .rows = 6});
+  step_.BeginLoad({.step = 3, .updates = 3}, head::AppliedStep{.incarnation = 7, .generation = 4, .rows = 6}, {});
   EXPECT_TRUE(step_.IsRepeat({.step = 2}));
   EXPECT_TRUE(
       CheckRepeat({.step = 2, .expected_microbatches = {1, 2}, .expected_rows = 6, .incarnation = 7}).ok());
@@ -236,12 +240,24 @@ TEST_F(OpenStepTest, ACallEndsWhenWhatItIsBoundToChanges) {
   EXPECT_EQ(GetCurrentStep(step_.CheckBound(weights)), 2u);
 }
 
-TEST_F(OpenStepTest, WeightsThatAreReplacedEndEverything) {
-  step_.MarkWeightsInvalid(absl::UnavailableError("a checkpoint"));
-  EXPECT_EQ(step_.CheckBound({}).code(), absl::StatusCode::kAborted);
-  EXPECT_EQ(step_.CheckWeights().code(), absl::StatusCode::kUnavailable);
+TEST_F(OpenStepTest, ALoadEndsEverything) {
+  const HeadVersions& versions = step_.versions();
+  const Binding generation{.generation = versions.generation()}, weights{.weights = versions.weights()},
+      accumulation{.accumulation = versions.accumulation()};
+  const uint64_t write = step_.versions().BeginWrite(Written::kMoment);
+  step_.BeginLoad({.step = 3}, std::nullopt, absl::UnavailableError("loading"));
+  for (const Binding& binding : {generation, weights, accumulation})
+    EXPECT_EQ(step_.CheckBound(binding).code(), absl::StatusCode::kAborted);
+  EXPECT_FALSE(versions.IsWriting(write));
+  const HeadState loading = step_.state();
+  step_.EndLoad();
+  EXPECT_EQ(step_.state(), loading) << "it took effect when it began";
+}
+
+TEST_F(OpenStepTest, BrokenWeightsEndWhatUsesThem) {
   step_.MarkWeightsInvalid(absl::InternalError("broken"));
-  EXPECT_EQ(step_.CheckBound({}).code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(step_.CheckBound({.weights = step_.versions().weights()}).code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(step_.CheckTensors().code(), absl::StatusCode::kInternal);
 }
 
 }  // namespace
