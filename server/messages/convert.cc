@@ -50,6 +50,16 @@ absl::Status CheckCount(absl::string_view field, int64_t count, int64_t rows, bo
                     absl::StrCat(optional ? "be 0 or " : "be ", rows, ", the size of open.rows"), count);
 }
 
+// The generation that an opening message or a step names. Another process draws other numbers, so it goes with the
+// incarnation.
+template <typename Message>
+absl::StatusOr<std::optional<uint64_t>> ToGeneration(const Message& message, absl::string_view prefix) {
+  if (!message.has_generation()) return std::nullopt;
+  if (message.has_incarnation()) return message.generation();
+  return FieldError(absl::StrCat(prefix, "generation"), absl::StrCat("come with ", prefix, "incarnation"),
+                    message.generation());
+}
+
 kernels::OptimizerOptions FromAdamW(const v1::AdamW& adamw) {
   kernels::OptimizerOptions options;
   options.kind = kernels::OptimizerOptions::Kind::kAdamW;
@@ -168,10 +178,30 @@ absl::StatusOr<kernels::OptimizerOptions> ToOptimizerOptions(const v1::Optimizer
   return errors::Within(absl::StrCat(field_prefix, common ? "" : kind), std::move(status));
 }
 
+absl::StatusOr<engine::StepRequest> ToStepRequest(const v1::ApplyStepRequest& request) {
+  engine::StepRequest step;
+  const auto optimizer = ToOptimizerOptions(request.optimizer(), "optimizer.");
+  if (!optimizer.ok()) return optimizer.status();
+  const auto generation = ToGeneration(request, "");
+  if (!generation.ok()) return generation.status();
+  step.step = request.step();
+  step.optimizer = *optimizer;
+  step.expected_microbatches.assign(request.expected_microbatches().begin(),
+                                    request.expected_microbatches().end());
+  if (request.has_expected_rows()) step.expected_rows = static_cast<int64_t>(request.expected_rows());
+  step.skip_non_finite = request.skip_non_finite();
+  if (request.has_incarnation()) step.incarnation = request.incarnation();
+  step.generation = *generation;
+  return step;
+}
+
 absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) {
   engine::StreamSpec spec;
   spec.head = open.head();
   if (open.has_step()) spec.step = open.step();
+  const auto generation = ToGeneration(open, "open.");
+  if (!generation.ok()) return generation.status();
+  spec.generation = *generation;
   spec.microbatch_id = open.microbatch_id();
   if (open.microbatch_rows() > static_cast<uint64_t>(kMaxMicrobatchRows)) {
     return FieldError("open.microbatch_rows", "be below 2^31", open.microbatch_rows());
@@ -210,6 +240,9 @@ absl::StatusOr<engine::BackwardSpec> ToBackwardSpec(const v1::OpenBackward& back
   engine::BackwardSpec spec;
   spec.head = backward.head();
   if (backward.has_step()) spec.step = backward.step();
+  const auto generation = ToGeneration(backward, "backward.");
+  if (!generation.ok()) return generation.status();
+  spec.generation = *generation;
   spec.microbatch_id = backward.microbatch_id();
   const auto rows = ToRowRange(backward.rows(), "backward.rows", kMaxMicrobatchRows);
   if (!rows.ok()) return rows.status();
@@ -227,6 +260,9 @@ absl::StatusOr<engine::ContributionSpec> ToContributionSpec(const v1::OpenGradie
   engine::ContributionSpec spec;
   spec.head = open.head();
   spec.step = open.step();
+  const auto generation = ToGeneration(open, "open.");
+  if (!generation.ok()) return generation.status();
+  spec.generation = *generation;
   spec.contribution_id = open.contribution_id();
   const auto param = ToParam(open.param(), "open.param");
   if (!param.ok()) return param.status();
@@ -252,6 +288,8 @@ v1::HeadState ToProto(const engine::HeadState& state) {
   v1::HeadState message;
   message.set_incarnation(state.incarnation);
   message.set_step(state.step);
+  message.set_generation(state.generation);
+  message.set_weights_version(state.weights_version);
   return message;
 }
 

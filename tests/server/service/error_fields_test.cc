@@ -25,6 +25,7 @@ using ::testing::UnorderedElementsAreArray;
 
 constexpr auto kNotFound = absl::StatusCode::kNotFound;
 constexpr auto kFailedPrecondition = absl::StatusCode::kFailedPrecondition;
+constexpr auto kAborted = absl::StatusCode::kAborted;
 
 template <typename MessageT>
 struct Case {
@@ -92,6 +93,12 @@ class ErrorFieldsTest : public BadInputTest {
     stream->SendSlice(0, kRows, Payload(0, kRows));
     const absl::Status status = stream->Finish().status;
     EXPECT_TRUE(status.ok()) << status;
+  }
+
+  template <typename MessageT>
+  void NameGeneration(uint64_t generation, MessageT* message) {
+    message->set_incarnation(server_.server().incarnation());
+    message->set_generation(generation);
   }
 
   const uint64_t other_incarnation_ = 0xabcdef;
@@ -189,7 +196,9 @@ TEST_F(ErrorFieldsTest, OpenMicrobatch) {
         "open.row_weights[5]", "nan"},
        {[](Open& o) { o.set_retain(true); }, "open.retain", "true"},
        {[this](Open& o) { o.set_incarnation(other_incarnation_); }, "open.incarnation",
-        other_incarnation_text_, kFailedPrecondition}},
+        other_incarnation_text_, kFailedPrecondition},
+       {[](Open& o) { o.set_generation(77); }, "open.generation", "77"},
+       {[this](Open& o) { NameGeneration(77777, &o); }, "open.generation", "77777", kAborted}},
       {"want_grad_hidden", "want_row_loss", "want_row_lse", "want_row_entropy", "want_row_logprob",
        "want_row_argmax"},
       [&](const std::function<void(Open&)>& spoil) { return RunWith(spoil); });
@@ -239,7 +248,9 @@ TEST_F(ErrorFieldsTest, OpenBackward) {
                   {[](Backward& b) { b.add_grad_lse(1.0f); }, "backward.grad_lse", "1"},
                   {[](Backward& b) { b.add_grad_entropy(1.0f); }, "backward.grad_entropy", "1"},
                   {[this](Backward& b) { b.set_incarnation(other_incarnation_); }, "backward.incarnation",
-                   other_incarnation_text_, kFailedPrecondition}},
+                   other_incarnation_text_, kFailedPrecondition},
+                  {[](Backward& b) { b.set_generation(77); }, "backward.generation", "77"},
+                  {[this](Backward& b) { NameGeneration(77777, &b); }, "backward.generation", "77777", kAborted}},
                  {"want_grad_hidden"}, call);
 }
 
@@ -265,7 +276,9 @@ TEST_F(ErrorFieldsTest, OpenGradient) {
        {[](Open& o) { o.set_dtype(static_cast<v1::DType>(9)); }, "open.dtype", "9"},
        {[](Open& o) { o.set_scale(INFINITY); }, "open.scale", "inf"},
        {[this](Open& o) { o.set_incarnation(other_incarnation_); }, "open.incarnation",
-        other_incarnation_text_, kFailedPrecondition}},
+        other_incarnation_text_, kFailedPrecondition},
+       {[](Open& o) { o.set_generation(77); }, "open.generation", "77"},
+       {[this](Open& o) { NameGeneration(77777, &o); }, "open.generation", "77777", kAborted}},
       {}, call);
 }
 
@@ -345,6 +358,17 @@ TEST_F(ErrorFieldsTest, OtherCalls) {
   ExpectDetail(client_->LoadCheckpoint("../up", "").status(), absl::StatusCode::kInvalidArgument,
                "checkpoint", "../up");
   ExpectDetail(client_->LoadCheckpoint("head/none", "").status(), kNotFound, "checkpoint", "head/none");
+}
+
+TEST_F(ErrorFieldsTest, ApplyStepsGeneration) {
+  v1::ApplyStepRequest request;
+  request.set_head("head");
+  request.mutable_optimizer()->mutable_adamw()->set_learning_rate(0.1);
+  request.set_generation(77);
+  ExpectDetail(client_->ApplyStep(request).status(), absl::StatusCode::kInvalidArgument, "generation", "77");
+  NameGeneration(77777, &request);
+  ExpectDetail(client_->ApplyStep(request).status(), kAborted, "generation", "77777");
+  EXPECT_EQ(client_->DescribeHead("head")->state().step(), 0u);
 }
 
 TEST_F(ErrorFieldsTest, TensorFile) {
