@@ -253,8 +253,10 @@ class Finding:
 
 
 FINDINGS = [
-    Finding("a repeat inside the client slips behind ZeroGradients of another client", repeat_behind_zero),
-    Finding("a trainer goes on with its step after another client has loaded a checkpoint", load_under_trainer),
+    Finding("a repeat inside the client slips behind ZeroGradients of another client", repeat_behind_zero,
+            mended=True),
+    Finding("a trainer goes on with its step after another client has loaded a checkpoint", load_under_trainer,
+            mended=True),
     Finding("LoadCheckpoint under an open stream that does not accumulate: old, half-loaded and new weights in one "
             "answer", load_under_stream, 16, True, mended=True),
     Finding("a stream of step 0 that does not accumulate survives ApplyStep(0)", step_under_stream, mended=True),
