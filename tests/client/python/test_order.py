@@ -9,7 +9,7 @@ import lossd
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from lossd.torch import HeadOptimizer, LossHead  # noqa: E402
+from lossd.torch import HeadOptimizer, LossHead, TiedEmbedding  # noqa: E402
 
 D, V, N = 16, 40, 300
 TIMEOUT = 300  # seconds; a call that waits for an id which never comes ends with an error then
@@ -112,3 +112,20 @@ def test_after_a_failed_microbatch_the_next_one_does_not_wait_for_it(client, hea
     optimizer = HeadOptimizer(head, lr=0.1)
     optimizer.step()
     assert optimizer.last.microbatches == 2
+
+
+def test_after_a_failed_contribution_the_next_microbatch_does_not_wait_for_it(client, head):
+    hidden, targets = problem()
+    weight = torch.nn.Parameter(torch.zeros(V, D))
+    tied = TiedEmbedding(head, weight)
+    weight.grad = torch.full((V, D), float("nan"))
+    with pytest.raises(lossd.NonFinite):
+        tied.add_gradient()
+    with pytest.raises(RuntimeError, match="a gradient for step 0 failed to be added"):
+        head(hidden, targets)
+    weight.grad = torch.ones(V, D)
+    tied.add_gradient()
+    head(hidden, targets).backward()
+    optimizer = HeadOptimizer(head, lr=0.1)
+    optimizer.step()
+    assert (optimizer.last.contributions, optimizer.last.microbatches) == (1, 1)

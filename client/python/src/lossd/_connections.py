@@ -76,6 +76,9 @@ class Deadline:
     def left(self) -> float:
         return max(self._end - time.monotonic(), 0.001)
 
+    def passed(self) -> bool:
+        return time.monotonic() >= self._end
+
     def wait_before_repeat(self, retry: RetryOptions, error: errors.LossdError, attempt: int, *,
                            restartable: bool = False) -> float | None:
         """Seconds to wait after attempt number `attempt`, which ended with `error`; None: it is not repeated."""

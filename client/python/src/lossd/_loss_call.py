@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
 from lossd import _retry, errors
@@ -21,6 +20,8 @@ from lossd._stream_threads import StreamThreads
 from lossd._work import Work
 from lossd.types import LossResult
 from lossd.v1 import head_pb2
+
+SIGNAL_SECONDS = 0.5  # how late a blocking wait may notice an interrupt
 
 
 @dataclass(frozen=True)
@@ -147,17 +148,24 @@ class PendingLoss:
         computation before it is passed on, so that the memory is free; a second one is passed on at once.
         """
         try:
-            return self._result(self._call.future.result(timeout))
-        except FutureTimeout:
-            if self._call.future.done():
-                raise
-            raise TimeoutError(f"the loss is not there after {timeout} s") from None
-        except Exception:
-            raise
+            ended = self._await_end(timeout)
         except BaseException:
             self._call.cancel()
-            wait([self._call.future])
+            self._await_end(None)
             raise
+        if not ended:
+            raise TimeoutError(f"the loss is not there after {timeout} s")
+        return self._result(self._call.future.result())
+
+    def _await_end(self, timeout: float | None) -> bool:
+        """Waits in pieces: a signal that comes just before a wait, or on another thread, does not end it."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            wait([self._call.future], min(left, SIGNAL_SECONDS))
+        return True
 
     def cancel(self) -> None:
         """Asks for an early end with Cancelled; no effect when done. wait() says when it has ended."""

@@ -27,7 +27,7 @@ from lossd import _arrays, _wire, errors, types
 from lossd._connections import ConnectionOptions, Connections, Deadline
 from lossd._head_cache import HeadCache
 from lossd._head_calls import HeadCalls
-from lossd._loss_call import CallOptions, Core, LossCall, PendingLoss
+from lossd._loss_call import SIGNAL_SECONDS, CallOptions, Core, LossCall, PendingLoss
 from lossd._stream_threads import StreamThreads
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
 from lossd.types import DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
@@ -232,9 +232,10 @@ class Client(HeadCalls):
                timeout: float | None, ready: Callable[[], None] | None) -> PendingLoss:
         call = LossCall(self._core, work, CallOptions(
             streams, slice_bytes, self._loss_timeout if timeout is None else timeout, ready), self._forget)
-        if not self._pending_slots.acquire(timeout=call.deadline.left()):
-            raise errors.DeadlineExceeded(
-                f"max_pending is {self._max_pending}, and none of so many loss computations has ended in time")
+        while not self._pending_slots.acquire(timeout=min(call.deadline.left(), SIGNAL_SECONDS)):
+            if call.deadline.passed():
+                raise errors.DeadlineExceeded(
+                    f"max_pending is {self._max_pending}, and none of so many loss computations has ended in time")
         with self._lock:
             self._pending.add(call)
         try:

@@ -145,14 +145,16 @@ class StepTracker:
                 f"{self.group}; discard the step with HeadOptimizer.discard()")
 
     def check_order(self, number: int) -> None:
-        """RuntimeError if a microbatch before it has failed: a deterministic server would wait for that one."""
+        """RuntimeError if something before this microbatch has failed: a deterministic server would wait for it."""
         with self._lock:
-            first = min(self._gaps, default=number)
-        if first < number < _APART:
-            raise RuntimeError(
-                f"microbatch {first} of step {self.step} failed, and a deterministic server keeps later ones waiting for "
-                f"it. Compute it again with head(..., microbatch={first}), or discard the step with "
-                "HeadOptimizer.discard()")
+            failed, contribution = min(self._gaps, default=number), self._contribution
+        waits = f"and a deterministic server keeps microbatch {number} waiting for it"
+        if contribution is not None and contribution < number < _APART:
+            raise RuntimeError(f"a gradient for step {self.step} failed to be added, {waits}. Add it again, or discard the "
+                               "step with HeadOptimizer.discard()")
+        if failed < number < _APART:
+            raise RuntimeError(f"microbatch {failed} of step {self.step} failed, {waits}. Compute it again with "
+                               f"head(..., microbatch={failed}), or discard the step with HeadOptimizer.discard()")
 
     def expected(self) -> list[int]:
         """Wire ids that the step needs, of all trainers; each has accumulated as many as this one."""
