@@ -50,8 +50,8 @@ absl::Status CheckCount(absl::string_view field, int64_t count, int64_t rows, bo
                     absl::StrCat(optional ? "be 0 or " : "be ", rows, ", the size of open.rows"), count);
 }
 
-// The generation that an opening message or a step names. Another process draws other numbers, so it goes with the
-// incarnation.
+// The generation that an opening message or a step names. Another process draws other numbers, so it goes
+// with the incarnation.
 template <typename Message>
 absl::StatusOr<std::optional<uint64_t>> ToGeneration(const Message& message, absl::string_view prefix) {
   if (!message.has_generation()) return std::nullopt;
