@@ -40,7 +40,8 @@ struct TensorFields {
   v1::DType dtype = v1::DTYPE_UNSPECIFIED;
 };
 
-// Which rows the fields are about. `prefix` of their names in errors; `open` gives a reader or writer of the head.
+// Which rows the fields are about. `prefix` of their names in errors; `open` gives a reader or writer of the
+// head.
 template <typename Opened, typename Open>
 absl::StatusOr<Opened> OpenTensor(const TensorFields& fields, absl::string_view prefix, Open open) {
   const auto field = [&](absl::string_view name) { return absl::StrCat(prefix, name); };

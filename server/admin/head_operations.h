@@ -75,9 +75,10 @@ class HeadOperations {
   // Opens a ReadTensor or WriteTensor call. FAILED_PRECONDITION for writing gradients.
   absl::StatusOr<TensorRead> OpenRead(const v1::ReadTensorRequest& request);
   absl::StatusOr<TensorWrite> OpenWrite(const v1::OpenTensor& open);
-  // Copies the next `rows` of the tensor; the span has exactly their bytes in its dtype. The head's state at that
-  // moment; errors as engine::TensorReader and TensorWriter.
-  static absl::StatusOr<v1::HeadState> ReadRows(const TensorRead& read, engine::RowRange rows, absl::Span<uint8_t> out);
+  // Copies the next `rows` of the tensor; the span has exactly their bytes in its dtype. The head's state at
+  // that moment; errors as engine::TensorReader and TensorWriter.
+  static absl::StatusOr<v1::HeadState> ReadRows(const TensorRead& read, engine::RowRange rows,
+                                                absl::Span<uint8_t> out);
   absl::StatusOr<v1::HeadState> WriteRows(const TensorWrite& write, engine::RowRange rows,
                                           absl::Span<const uint8_t> in);
   absl::StatusOr<v1::HeadState> State(absl::string_view head);

@@ -107,7 +107,7 @@ absl::Status CheckRows(const Contribution& contribution, RowRange rows, absl::Sp
 }
 
 absl::StatusOr<AddedRows> AddRows(HeadSession& session, const Contribution& contribution,
-                                const ContributionRows& rows) {
+                                  const ContributionRows& rows) {
   const absl::StatusOr<std::vector<RowRange>> pending = Pending(session, contribution, rows);
   if (!pending.ok()) return pending.status();
   const int64_t row_bytes = contribution.row_bytes();

@@ -27,7 +27,7 @@ absl::Status CheckRows(const Contribution& contribution, RowRange rows, absl::Sp
 // The body of an operation (step_operations.h): adds those of the rows that had not been added before,
 // together with their entries in the ledger. The rest as Engine::AddRows.
 absl::StatusOr<AddedRows> AddRows(HeadSession& session, const Contribution& contribution,
-                                const ContributionRows& rows);
+                                  const ContributionRows& rows);
 
 }  // namespace lossd::engine
 

@@ -7,7 +7,8 @@
 
 namespace lossd::engine {
 
-absl::Status CheckRetained(uint64_t id, const RetainedTerms& kept, const RetainedTerms& other, absl::string_view how) {
+absl::Status CheckRetained(uint64_t id, const RetainedTerms& kept, const RetainedTerms& other,
+                           absl::string_view how) {
   if (!(kept.terms == other.terms)) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "open.microbatch_id",
                       absl::StrCat("is ", how, " with other options; release it first"), absl::StrCat(id));
@@ -15,10 +16,10 @@ absl::Status CheckRetained(uint64_t id, const RetainedTerms& kept, const Retaine
   const RowRange a = kept.rows;
   const RowRange b = other.rows;
   if (a == b || a.end <= b.begin || b.end <= a.begin) return absl::OkStatus();
-  return FieldError(
-      absl::StatusCode::kAlreadyExists, "open.rows",
-      absl::StrCat("overlaps rows ", Text(a), " of microbatch ", id, ", which are ", how, "; release it first"),
-      Text(b));
+  return FieldError(absl::StatusCode::kAlreadyExists, "open.rows",
+                    absl::StrCat("overlaps rows ", Text(a), " of microbatch ", id, ", which are ", how,
+                                 "; release it first"),
+                    Text(b));
 }
 
 absl::Status DeferredMicrobatches::CheckAdd(uint64_t id, const MicrobatchTerms& terms, RowRange rows) const {

@@ -34,9 +34,10 @@ struct RetainedTerms {
   const MicrobatchTerms& terms;
   RowRange rows;
 };
-// FAILED_PRECONDITION if the terms differ, ALREADY_EXISTS if the rows overlap without being the same. `how` the first
-// ones are kept, e.g. "retained".
-absl::Status CheckRetained(uint64_t id, const RetainedTerms& kept, const RetainedTerms& other, absl::string_view how);
+// FAILED_PRECONDITION if the terms differ, ALREADY_EXISTS if the rows overlap without being the same. `how`
+// the first ones are kept, e.g. "retained".
+absl::Status CheckRetained(uint64_t id, const RetainedTerms& kept, const RetainedTerms& other,
+                           absl::string_view how);
 
 class DeferredMicrobatches {
  public:
@@ -47,7 +48,7 @@ class DeferredMicrobatches {
   };
   struct Microbatch {
     MicrobatchTerms terms;
-    Binding binding;  // the versions that its losses were computed with
+    Binding binding;                // the versions that its losses were computed with
     std::map<int64_t, Part> parts;  // by first row
     absl::Time last_used;
   };

@@ -92,9 +92,10 @@ class Engine {
   // the gradient's norm is not finite, unless StepRequest::skip_non_finite.
   virtual absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request) = 0;
   virtual absl::StatusOr<HeadState> ZeroGradients(absl::string_view name, uint64_t step) = 0;
-  // A checkpoint takes the place of the head's step, weights and gradients: what is under way on them ends with
-  // ABORTED. Until EndLoad, by when all tensors have been written (OnDevice), calls that need them are refused with
-  // UNAVAILABLE. `last_step`: how the step before was applied; repeats of its ApplyStep are answered with that.
+  // A checkpoint takes the place of the head's step, weights and gradients: what is under way on them ends
+  // with ABORTED. Until EndLoad, by when all tensors have been written (OnDevice), calls that need them are
+  // refused with UNAVAILABLE. `last_step`: how the step before was applied; repeats of its ApplyStep are
+  // answered with that.
   virtual absl::Status BeginLoad(absl::string_view name, const head::Progress& progress,
                                  const std::optional<head::AppliedStep>& last_step) = 0;
   virtual absl::Status EndLoad(absl::string_view name) = 0;
@@ -110,10 +111,10 @@ class Engine {
   virtual bool ForgetTurn(const Contribution& contribution, uint64_t ticket) = 0;
   // Blocks. Adds a slice, `rows` within contribution.rows, `values` [rows.size(), cols] in its dtype; returns
   // how many of the rows were added, the others having been added before. All or nothing. ABORTED if the
-  // gradients are others than when it was opened, NOT_FOUND if the head was deleted, UNAVAILABLE if it is not its
-  // turn (any more, since an earlier microbatch failed).
+  // gradients are others than when it was opened, NOT_FOUND if the head was deleted, UNAVAILABLE if it is not
+  // its turn (any more, since an earlier microbatch failed).
   virtual absl::StatusOr<AddedRows> AddRows(const Contribution& contribution, RowRange rows,
-                                          absl::Span<const uint8_t> values) = 0;
+                                            absl::Span<const uint8_t> values) = 0;
 
   // ---- Rows ----
   // Validates the spec and registers it in the ledger; results flow after Start. Errors as in

@@ -43,7 +43,7 @@ struct EngineContext {
   const std::unique_ptr<kernels::RetainedMemory> retained;  // null: the engine keeps no rows
   RangeAllocator retained_ranges;                           // of `retained`
 
-  absl::Mutex mutex;  // the engine's lock
+  absl::Mutex mutex;                               // the engine's lock
   VersionCounter versions ABSL_GUARDED_BY(mutex);  // of all heads
   uint64_t last_turn_ticket ABSL_GUARDED_BY(mutex) = 0;
   // Buffers in the areas of groups that slices hold while they are received, computed or sent.

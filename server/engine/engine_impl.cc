@@ -257,7 +257,8 @@ absl::StatusOr<AddedRows> EngineImpl::AddRows(const Contribution& contribution, 
     return added.status();
   });
   if (!status.ok()) return status;
-  context_->observers.Tell(&EngineObserver::OnContribution, {.head = session.name(), .added_rows = added->rows});
+  context_->observers.Tell(&EngineObserver::OnContribution,
+                           {.head = session.name(), .added_rows = added->rows});
   return added;
 }
 

@@ -49,7 +49,7 @@ class EngineImpl final : public Engine {
   uint64_t AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready) override;
   bool ForgetTurn(const Contribution& contribution, uint64_t ticket) override;
   absl::StatusOr<AddedRows> AddRows(const Contribution& contribution, RowRange rows,
-                                  absl::Span<const uint8_t> values) override;
+                                    absl::Span<const uint8_t> values) override;
 
   absl::StatusOr<std::unique_ptr<Stream>> Open(StreamSpec spec,
                                                std::shared_ptr<StreamObserver> observer) override;

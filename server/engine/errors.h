@@ -35,7 +35,8 @@ absl::Status UnknownHead(absl::string_view name);
 // FAILED_PRECONDITION: `step` was named but `current` is open, which is attached as the current step.
 absl::Status StepNotOpen(absl::string_view field, uint64_t step, uint64_t current);
 
-// ABORTED: generation `named` was named but the head's gradients are those of `current`, or were in the step applied.
+// ABORTED: generation `named` was named but the head's gradients are those of `current`, or were in the step
+// applied.
 absl::Status OtherGeneration(absl::string_view field, uint64_t named, uint64_t current);
 
 // UNAVAILABLE.

@@ -64,8 +64,8 @@ class HeadSession final : public DeviceLoop::Source, public std::enable_shared_f
   // ---- Versions ----
   // Lets `enter` put another step in the place of the open one, and ends what was bound to that.
   void EnterStep(absl::FunctionRef<void(OpenStep&)> enter);
-  // After a change of versions: ends the streams, and releases the deferred microbatches, that are bound to what is
-  // past (OpenStep::CheckBound).
+  // After a change of versions: ends the streams, and releases the deferred microbatches, that are bound to
+  // what is past (OpenStep::CheckBound).
   void EndStale();
   // The weights may be half-written.
   void MarkWeightsInvalid(absl::Status why);
@@ -73,9 +73,9 @@ class HeadSession final : public DeviceLoop::Source, public std::enable_shared_f
   void OnAccumulationFailed(const absl::Status& status);
 
   // ---- The device ----
-  // Without the lock; blocks until `operation` has run on the device thread, after everything submitted to the head
-  // before. NOT_FOUND if the head is deleted, UNAVAILABLE, RESOURCE_EXHAUSTED (too many waiting), or what `operation`
-  // returns.
+  // Without the lock; blocks until `operation` has run on the device thread, after everything submitted to
+  // the head before. NOT_FOUND if the head is deleted, UNAVAILABLE, RESOURCE_EXHAUSTED (too many waiting), or
+  // what `operation` returns.
   absl::Status Run(absl::FunctionRef<absl::Status()> operation);
   // The head is being deleted: from now on Run refuses.
   void BeginDelete() { deleting_ = true; }

@@ -1,7 +1,7 @@
 // The open step of one head: its number, what has been accumulated in it, and whether the numbers on the
-// device are valid. The one place that knows the versions of a head (versions.h), and so what a call may begin,
-// go on with, or has to end for. It also decides whether a step may be closed, and recognises the repeat of a
-// request that closed the last one.
+// device are valid. The one place that knows the versions of a head (versions.h), and so what a call may
+// begin, go on with, or has to end for. It also decides whether a step may be closed, and recognises the
+// repeat of a request that closed the last one.
 //
 // A transition gives the numbers their new values. The rows of the step before stay in the ledgers until
 // ForgetRows, so that the calls that end with them can be ended first.
@@ -29,8 +29,8 @@ namespace lossd::engine {
 
 class OpenStep {
  public:
-  // Step 0 of a new head. `incarnation` of the engine; `counter` outlives this; the limits are those of the two
-  // ledgers.
+  // Step 0 of a new head. `incarnation` of the engine; `counter` outlives this; the limits are those of the
+  // two ledgers.
   OpenStep(uint64_t incarnation, VersionCounter* counter, int64_t max_rows, int64_t max_microbatches);
 
   uint64_t number() const { return versions_.step(); }
@@ -57,12 +57,13 @@ class OpenStep {
   void MarkWeightsInvalid(absl::Status why) { weights_status_ = std::move(why); }
 
   // ---- What a call may begin ----
-  // To accumulate or to apply: the error of the weights, else of the gradients. UNAVAILABLE while the step is being
-  // applied.
+  // To accumulate or to apply: the error of the weights, else of the gradients. UNAVAILABLE while the step is
+  // being applied.
   absl::Status CheckValid() const;
   // To compute with the weights. UNAVAILABLE while a value is being written.
   absl::Status CheckWeights() const;
-  // To use values and moments as they are, in a step, a save or a read. UNAVAILABLE while one is being written.
+  // To use values and moments as they are, in a step, a save or a read. UNAVAILABLE while one is being
+  // written.
   absl::Status CheckTensors() const;
   // To read the accumulated gradients.
   absl::Status CheckGradients() const { return weights_status_.ok() ? gradients_status_ : weights_status_; }
@@ -82,8 +83,8 @@ class OpenStep {
   // gradients than it names; GetMissing (errors.h) lists the differences.
   absl::Status CheckRepeat(const StepRequest& request) const;
   // FAILED_PRECONDITION unless the request is for the open step and all that it expects is there; GetMissing
-  // lists what is not. ABORTED if the head has other gradients than it names, UNAVAILABLE while a tensor is being
-  // written. `waits_for`: what slices of the head wait for, or empty.
+  // lists what is not. ABORTED if the head has other gradients than it names, UNAVAILABLE while a tensor is
+  // being written. `waits_for`: what slices of the head wait for, or empty.
   absl::Status CheckComplete(const StepRequest& request, absl::string_view waits_for) const;
   // The last step's answer. Only if there is a last step.
   StepResult LastResult() const;
@@ -96,8 +97,8 @@ class OpenStep {
   void Close(const kernels::OptimizerOptions& optimizer, double grad_norm, bool skipped);
   // Gradients of the open step were zeroed: it begins again.
   void Restart() { Enter("the step's gradients were zeroed"); }
-  // A checkpoint takes the place of all there is; its weights are there with EndLoad. `last_step`: how the step
-  // before was applied, as far as that is known. `why` CheckWeights says until then.
+  // A checkpoint takes the place of all there is; its weights are there with EndLoad. `last_step`: how the
+  // step before was applied, as far as that is known. `why` CheckWeights says until then.
   void BeginLoad(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step,
                  absl::Status why);
   void EndLoad() { weights_status_ = absl::OkStatus(); }

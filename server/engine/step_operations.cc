@@ -34,9 +34,9 @@ absl::Status UpdateFailed(HeadSession& session, const absl::Status& status) {
   if (absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status)) return status;
   session.context().observers.Tell(&EngineObserver::OnDeviceError, status);
   absl::MutexLock lock(&session.context().mutex);
-  absl::Status why = absl::InternalError(
-      absl::StrCat("the device failed while applying step ", session.step().number(), " to head ", session.name(),
-                   "; its weights are not to be trusted (load a checkpoint): ", status.message()));
+  absl::Status why = absl::InternalError(absl::StrCat(
+      "the device failed while applying step ", session.step().number(), " to head ", session.name(),
+      "; its weights are not to be trusted (load a checkpoint): ", status.message()));
   session.MarkWeightsInvalid(why);
   return why;
 }
@@ -120,10 +120,10 @@ absl::Status BeginLoad(HeadSession& session, const head::Progress& progress,
     if (auto status = ClearGradients(session); !status.ok()) return status;
   }
   absl::MutexLock lock(&session.context().mutex);
-  const absl::Status loading =
-      absl::UnavailableError(absl::StrCat("the weights of head ", session.name(),
-                                          " are being replaced by a checkpoint's, or that failed half-way (load "
-                                          "one again)"));
+  const absl::Status loading = absl::UnavailableError(
+      absl::StrCat("the weights of head ", session.name(),
+                   " are being replaced by a checkpoint's, or that failed half-way (load "
+                   "one again)"));
   session.EnterStep([&](OpenStep& open) { open.BeginLoad(progress, last_step, loading); });
   return absl::OkStatus();
 }

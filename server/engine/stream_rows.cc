@@ -182,7 +182,8 @@ const float* StreamRows::At(const std::vector<float>& values, RowRange rows) con
 
 Binding StreamRows::binding() const {
   Binding binding{.step = spec_.step, .weights = head_state_.weights_version};
-  if (spec_.accumulate_gradients || spec_.retain || is_backward()) binding.generation = head_state_.generation;
+  if (spec_.accumulate_gradients || spec_.retain || is_backward())
+    binding.generation = head_state_.generation;
   return binding;
 }
 

@@ -69,8 +69,8 @@ class StreamRows {
   // What a stream that retained its rows leaves behind. Call once, at its end.
   DeferredMicrobatches::Part TakePart();
   bool is_backward() const { return !gradients_.loss.empty(); }
-  // What it rests on from its opening to its end: one version of the weights; the step, if it names one; and the
-  // gradients, if it accumulates, retains rows or uses retained ones.
+  // What it rests on from its opening to its end: one version of the weights; the step, if it names one; and
+  // the gradients, if it accumulates, retains rows or uses retained ones.
   Binding binding() const;
   // Bytes of some rows' hidden states.
   int64_t RowBytes(int64_t rows) const;

@@ -36,7 +36,8 @@ void StreamSet::FailIf(Predicate wanted, const absl::Status& why) {
 absl::Status StreamSet::CheckRetaining(uint64_t id, const MicrobatchTerms& terms, RowRange rows) const {
   for (const auto& stream : streams_) {
     if (!stream->spec().retain || stream->failed() || stream->spec().microbatch_id != id) continue;
-    absl::Status agrees = CheckRetained(id, {stream->terms(), stream->spec().rows}, {terms, rows}, "being retained");
+    absl::Status agrees =
+        CheckRetained(id, {stream->terms(), stream->spec().rows}, {terms, rows}, "being retained");
     if (!agrees.ok()) return agrees;
   }
   return absl::OkStatus();

@@ -57,7 +57,8 @@ void TensorWriter::SetRows(kernels::TensorId id, RowRange rows) {
   rows_ = rows;
 }
 
-absl::StatusOr<HeadState> TensorWriter::Write(RowRange rows, kernels::DType dtype, absl::Span<const uint8_t> in) {
+absl::StatusOr<HeadState> TensorWriter::Write(RowRange rows, kernels::DType dtype,
+                                              absl::Span<const uint8_t> in) {
   absl::StatusOr<HeadState> state;
   const absl::Status status = session_->Run([&] {
     state = WriteOnDevice(rows, dtype, in);

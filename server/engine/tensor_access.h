@@ -1,8 +1,8 @@
-// Reading and writing the tensors of a head, some rows at a time, so that all rows of a call are of one version.
-// Engine::OpenReader and OpenWriter make these; docs/consistency.md says what may happen meanwhile.
+// Reading and writing the tensors of a head, some rows at a time, so that all rows of a call are of one
+// version. Engine::OpenReader and OpenWriter make these; docs/consistency.md says what may happen meanwhile.
 //
-// Thread-compatible. Read and Write block, as Engine::OnDevice. The objects must be destroyed before the engine; the
-// head may be deleted, and then they answer NOT_FOUND, also if another head gets its name.
+// Thread-compatible. Read and Write block, as Engine::OnDevice. The objects must be destroyed before the
+// engine; the head may be deleted, and then they answer NOT_FOUND, also if another head gets its name.
 #ifndef LOSSD_SERVER_ENGINE_TENSOR_ACCESS_H_
 #define LOSSD_SERVER_ENGINE_TENSOR_ACCESS_H_
 
@@ -27,19 +27,21 @@ class TensorReader {
   explicit TensorReader(std::shared_ptr<HeadSession> session) : session_(std::move(session)) {}
 
   const kernels::HeadConfig& config() const;
-  // Copies rows of a tensor, as head::Head::ReadRows, and returns the state of the head at that moment. All rows that
-  // a reader reads are of one version: of the weights for values and moments, of the accumulated gradients for
-  // gradients. ABORTED if it has changed since the first call, UNAVAILABLE if a first call finds values or moments
-  // being written.
-  absl::StatusOr<HeadState> Read(kernels::TensorId id, RowRange rows, kernels::DType dtype, absl::Span<uint8_t> out);
+  // Copies rows of a tensor, as head::Head::ReadRows, and returns the state of the head at that moment. All
+  // rows that a reader reads are of one version: of the weights for values and moments, of the accumulated
+  // gradients for gradients. ABORTED if it has changed since the first call, UNAVAILABLE if a first call
+  // finds values or moments being written.
+  absl::StatusOr<HeadState> Read(kernels::TensorId id, RowRange rows, kernels::DType dtype,
+                                 absl::Span<uint8_t> out);
 
  private:
   const std::shared_ptr<HeadSession> session_;
   std::optional<Binding> binding_;  // since the first call
 };
 
-// One write: rows of one tensor, from the first to the last. Between the two the tensor is of no version, and calls
-// that would see it are refused. A writer that is destroyed before its last row leaves the rows written so far.
+// One write: rows of one tensor, from the first to the last. Between the two the tensor is of no version, and
+// calls that would see it are refused. A writer that is destroyed before its last row leaves the rows written
+// so far.
 class TensorWriter {
  public:
   explicit TensorWriter(std::shared_ptr<HeadSession> session) : session_(std::move(session)) {}
@@ -50,8 +52,8 @@ class TensorWriter {
   const kernels::HeadConfig& config() const;
   // All rows that the write is going to replace. Call once, before Write.
   void SetRows(kernels::TensorId id, RowRange rows);
-  // Writes the next rows, as head::Head::WriteRows, and returns the state of the head at that moment. ABORTED if a
-  // checkpoint has been loaded since the first rows.
+  // Writes the next rows, as head::Head::WriteRows, and returns the state of the head at that moment. ABORTED
+  // if a checkpoint has been loaded since the first rows.
   absl::StatusOr<HeadState> Write(RowRange rows, kernels::DType dtype, absl::Span<const uint8_t> in);
 
  private:

@@ -1,8 +1,8 @@
-// The numbers that name the versions of one head, what a call under way is bound to, and which tensors are being
-// written. docs/consistency.md has the rules; a call that keeps a Binding and asks Check follows them.
+// The numbers that name the versions of one head, what a call under way is bound to, and which tensors are
+// being written. docs/consistency.md has the rules; a call that keeps a Binding and asks Check follows them.
 //
-// Numbers are drawn from a counter of the engine. So none is used twice within an incarnation, even if a head is
-// deleted and created again.
+// Numbers are drawn from a counter of the engine. So none is used twice within an incarnation, even if a head
+// is deleted and created again.
 //
 // Plain state; the engine's lock guards it.
 #ifndef LOSSD_SERVER_ENGINE_VERSIONS_H_
@@ -44,9 +44,9 @@ class HeadVersions {
   explicit HeadVersions(VersionCounter* counter);
 
   uint64_t step() const { return step_; }
-  uint64_t generation() const { return generation_; }      // of the gradients: since they were last zero
-  uint64_t weights() const { return weights_; }            // of the values of all parameters
-  uint64_t moments() const { return moments_; }            // of the optimizer's state, beside those of the weights
+  uint64_t generation() const { return generation_; }  // of the gradients: since they were last zero
+  uint64_t weights() const { return weights_; }        // of the values of all parameters
+  uint64_t moments() const { return moments_; }  // of the optimizer's state, beside those of the weights
   uint64_t accumulation() const { return accumulation_; }  // of the gradients' values
 
   // ABORTED, saying what has changed, if the head has another version than one of those in `binding`.

@@ -104,10 +104,9 @@ def _retained_otherwise(state: State, event: Event, has_rivals: bool) -> bool:
 
 def _aborted(state: State, event: Event, _: bool) -> bool:
     """The call names another generation. What a trainer's client names, or knows itself, is not recorded."""
-    if event.call == "ApplyStep" and state.last is not None and state.last.step == event.args["step"]:
-        named = event.args.get("generation")
-        if named is not None and named != state.last.generation:
-            return True
+    repeats = event.call == "ApplyStep" and state.last is not None and state.last.step == event.args["step"]
+    if repeats and "generation" in event.args:
+        return event.args["generation"] != state.last.generation
     return names_another(state, event) or (event.trainer and state.zeroed)
 
 

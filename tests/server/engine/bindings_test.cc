@@ -82,8 +82,8 @@ class BindingsTest : public EngineTest {
 
 TEST_F(BindingsTest, AStepEndsAllStreams) {
   Retain(Retaining(9));
-  const Call loss = HalfWay(LossOnly(1)), of_step = HalfWay(LossOfStep(2, 0)), accumulates = HalfWay(Whole(3, 4)),
-             retains = HalfWay(Retaining(4));
+  const Call loss = HalfWay(LossOnly(1)), of_step = HalfWay(LossOfStep(2, 0)),
+             accumulates = HalfWay(Whole(3, 4)), retains = HalfWay(Retaining(4));
   Call backward;
   auto opened = engine_->OpenBackward(Backward(9), backward.results);
   ASSERT_TRUE(opened.ok()) << opened.status();
@@ -100,7 +100,8 @@ TEST_F(BindingsTest, AStepEndsAllStreams) {
 
 TEST_F(BindingsTest, ASkippedStepLeavesTheWeights) {
   device_.grad_norm = std::numeric_limits<double>::infinity();
-  const Call loss = HalfWay(LossOnly(1)), of_step = HalfWay(LossOfStep(2, 0)), accumulates = HalfWay(Whole(3, 4));
+  const Call loss = HalfWay(LossOnly(1)), of_step = HalfWay(LossOfStep(2, 0)),
+             accumulates = HalfWay(Whole(3, 4));
   const HeadState before = State();
   const auto skipped = engine_->ApplyStep("head", {.step = 0, .skip_non_finite = true});
   ASSERT_TRUE(skipped.ok()) << skipped.status();
@@ -113,7 +114,8 @@ TEST_F(BindingsTest, ASkippedStepLeavesTheWeights) {
 }
 
 TEST_F(BindingsTest, ZeroedGradientsEndWhatNeedsThem) {
-  const Call loss = HalfWay(LossOnly(1)), of_step = HalfWay(LossOfStep(2, 0)), accumulates = HalfWay(Whole(3, 4));
+  const Call loss = HalfWay(LossOnly(1)), of_step = HalfWay(LossOfStep(2, 0)),
+             accumulates = HalfWay(Whole(3, 4));
   const HeadState before = State();
   const auto zeroed = engine_->ZeroGradients("head", 0);
   ASSERT_TRUE(zeroed.ok());
@@ -168,7 +170,8 @@ TEST_F(BindingsTest, AnotherGenerationIsRefusedAndChangesNothing) {
   expect_refused(OpenStatus(spec), "open.generation");
   BackwardSpec backward = Backward(9);
   backward.generation = old;
-  expect_refused(engine_->OpenBackward(backward, std::make_shared<RowCollector>()).status(), "backward.generation");
+  expect_refused(engine_->OpenBackward(backward, std::make_shared<RowCollector>()).status(),
+                 "backward.generation");
   expect_refused(
       engine_->OpenContribution({.head = "head", .generation = old, .contribution_id = 5}).status(),
       "open.generation");
@@ -209,7 +212,8 @@ TEST_F(BindingsTest, RowsOfAContributionAreAddedWithTheirLedgerEntriesOrNotAtAll
   // Rows 0, 1 and 4, 5 are two additions on the device; the second one fails.
   int additions = 0;
   device_.fail_add = [&] { return ++additions == 2 ? absl::InternalError("boom") : absl::OkStatus(); };
-  EXPECT_EQ(engine_->AddRows(*contribution, {0, 6}, rows({0, 6})).status().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(engine_->AddRows(*contribution, {0, 6}, rows({0, 6})).status().code(),
+            absl::StatusCode::kInternal);
   device_.fail_add = [] { return absl::OkStatus(); };
   EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}).status().code(), absl::StatusCode::kInternal)
       << "the gradients are not used any more";

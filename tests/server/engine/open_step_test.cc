@@ -166,7 +166,8 @@ TEST_F(OpenStepTest, InvalidGradientsEndWithARestartAndInvalidWeightsWithAReset)
 }
 
 TEST_F(OpenStepTest, ALoadedStepIsRepeatedWithoutItsMicrobatches) {
-  step_.BeginLoad({.step = 3, .updates = 3}, head::AppliedStep{.incarnation = 7, .generation = 4, .rows = 6}, {});
+  step_.BeginLoad({.step = 3, .updates = 3}, head::AppliedStep{.incarnation = 7, .generation = 4, .rows = 6},
+                  {});
   EXPECT_TRUE(step_.IsRepeat({.step = 2}));
   EXPECT_TRUE(
       CheckRepeat({.step = 2, .expected_microbatches = {1, 2}, .expected_rows = 6, .incarnation = 7}).ok());

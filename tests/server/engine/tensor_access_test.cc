@@ -38,7 +38,8 @@ class TensorAccessTest : public EngineTest {
     (*writer)->SetRows(id, {0, kVocab});
     return *std::move(writer);
   }
-  static absl::StatusOr<HeadState> Read(TensorReader& reader, kernels::TensorId id, RowRange rows = {0, kVocab}) {
+  static absl::StatusOr<HeadState> Read(TensorReader& reader, kernels::TensorId id,
+                                        RowRange rows = {0, kVocab}) {
     std::vector<uint8_t> out(static_cast<size_t>(rows.size() * kHidden) * sizeof(float));
     return reader.Read(id, rows, kernels::DType::kFloat32, absl::MakeSpan(out));
   }
@@ -185,9 +186,12 @@ TEST_F(TensorAccessTest, AWriteEndsWhatRestsOnTheWeights) {
   Send(*loss_stream, 1, {0, 2});
   Send(*accumulating, 2, {0, 2});
   Send(*other, 3, {0, 2});
-  const auto back = engine_->OpenBackward(
-      {.head = "head", .microbatch_id = 7, .rows = {0, 4}, .want_grad_hidden = true, .grad_loss = {1, 1, 1, 1}},
-      backward);
+  const auto back = engine_->OpenBackward({.head = "head",
+                                           .microbatch_id = 7,
+                                           .rows = {0, 4},
+                                           .want_grad_hidden = true,
+                                           .grad_loss = {1, 1, 1, 1}},
+                                          backward);
   ASSERT_TRUE(back.ok()) << back.status();
   (*back)->Start();
   const auto value = Reader();
@@ -200,11 +204,13 @@ TEST_F(TensorAccessTest, AWriteEndsWhatRestsOnTheWeights) {
   }
   EXPECT_EQ(Read(*value, kValue, {5, 10}).status().code(), absl::StatusCode::kAborted);
   EXPECT_EQ(engine_->Describe("head")->retained_microbatches, 0);
-  EXPECT_EQ(engine_->OpenBackward({.head = "head", .microbatch_id = 7, .rows = {0, 4}, .grad_loss = {1, 1, 1, 1}},
-                                  std::make_shared<RowCollector>())
-                .status()
-                .code(),
-            absl::StatusCode::kNotFound);
+  EXPECT_EQ(
+      engine_
+          ->OpenBackward({.head = "head", .microbatch_id = 7, .rows = {0, 4}, .grad_loss = {1, 1, 1, 1}},
+                         std::make_shared<RowCollector>())
+          .status()
+          .code(),
+      absl::StatusCode::kNotFound);
   EXPECT_EQ(engine_->Describe("head")->step_rows, 2) << "the generation is the same";
 }
 

@@ -223,35 +223,36 @@ TEST_F(ErrorFieldsTest, OpenBackward) {
     return stream->Finish().status;
   };
   using Backward = v1::OpenBackward;
-  Walk<Backward>("backward.",
-                 {{[](Backward& b) { b.set_head("missing"); }, "backward.head", "missing", kNotFound},
-                  {[](Backward& b) { b.set_step(5); }, "backward.step", "5", kFailedPrecondition},
-                  {[](Backward& b) {
-                     b.clear_step();
-                     b.set_accumulate_gradients(true);
-                   },
-                   "backward.step", "nothing"},
-                  {[](Backward& b) { b.set_microbatch_id(99); }, "backward.microbatch_id", "99", kNotFound},
-                  {[](Backward& b) {
-                     b.set_microbatch_id(7);
-                     b.mutable_rows()->set_end(0);
-                   },
-                   "backward.rows", "[0, 0)"},
-                  {[](Backward& b) { b.mutable_rows()->set_begin(20); }, "backward.rows.end", "12"},
-                  {[](Backward& b) {
-                     b.set_head("frozen");
-                     b.set_accumulate_gradients(true);
-                   },
-                   "backward.accumulate_gradients", "true", kFailedPrecondition},
-                  {[](Backward& b) { b.add_grad_loss(1.0f); }, "backward.grad_loss", "13"},
-                  {[](Backward& b) { b.set_grad_loss(4, NAN); }, "backward.grad_loss[4]", "nan"},
-                  {[](Backward& b) { b.add_grad_lse(1.0f); }, "backward.grad_lse", "1"},
-                  {[](Backward& b) { b.add_grad_entropy(1.0f); }, "backward.grad_entropy", "1"},
-                  {[this](Backward& b) { b.set_incarnation(other_incarnation_); }, "backward.incarnation",
-                   other_incarnation_text_, kFailedPrecondition},
-                  {[](Backward& b) { b.set_generation(77); }, "backward.generation", "77"},
-                  {[this](Backward& b) { NameGeneration(77777, &b); }, "backward.generation", "77777", kAborted}},
-                 {"want_grad_hidden"}, call);
+  Walk<Backward>(
+      "backward.",
+      {{[](Backward& b) { b.set_head("missing"); }, "backward.head", "missing", kNotFound},
+       {[](Backward& b) { b.set_step(5); }, "backward.step", "5", kFailedPrecondition},
+       {[](Backward& b) {
+          b.clear_step();
+          b.set_accumulate_gradients(true);
+        },
+        "backward.step", "nothing"},
+       {[](Backward& b) { b.set_microbatch_id(99); }, "backward.microbatch_id", "99", kNotFound},
+       {[](Backward& b) {
+          b.set_microbatch_id(7);
+          b.mutable_rows()->set_end(0);
+        },
+        "backward.rows", "[0, 0)"},
+       {[](Backward& b) { b.mutable_rows()->set_begin(20); }, "backward.rows.end", "12"},
+       {[](Backward& b) {
+          b.set_head("frozen");
+          b.set_accumulate_gradients(true);
+        },
+        "backward.accumulate_gradients", "true", kFailedPrecondition},
+       {[](Backward& b) { b.add_grad_loss(1.0f); }, "backward.grad_loss", "13"},
+       {[](Backward& b) { b.set_grad_loss(4, NAN); }, "backward.grad_loss[4]", "nan"},
+       {[](Backward& b) { b.add_grad_lse(1.0f); }, "backward.grad_lse", "1"},
+       {[](Backward& b) { b.add_grad_entropy(1.0f); }, "backward.grad_entropy", "1"},
+       {[this](Backward& b) { b.set_incarnation(other_incarnation_); }, "backward.incarnation",
+        other_incarnation_text_, kFailedPrecondition},
+       {[](Backward& b) { b.set_generation(77); }, "backward.generation", "77"},
+       {[this](Backward& b) { NameGeneration(77777, &b); }, "backward.generation", "77777", kAborted}},
+      {"want_grad_hidden"}, call);
 }
 
 TEST_F(ErrorFieldsTest, OpenGradient) {

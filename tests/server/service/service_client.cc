@@ -154,7 +154,9 @@ class TestClientImpl final : public TestClient {
     return std::make_unique<LossStreamImpl>(channel_, deadline);
   }
 
-  std::unique_ptr<WriteStream> OpenWrite() override { return std::make_unique<WriteStreamImpl>(heads_.get()); }
+  std::unique_ptr<WriteStream> OpenWrite() override {
+    return std::make_unique<WriteStreamImpl>(heads_.get());
+  }
 
   absl::StatusOr<v1::HeadDescription> CreateHead(const v1::CreateHeadRequest& request) override {
     return Call<v1::HeadDescription>(&v1::HeadService::Stub::CreateHead, request);

@@ -1,4 +1,5 @@
-// Versions of a head through the service: what answers say of them, and how calls end that meet a write or a change.
+// Versions of a head through the service: what answers say of them, and how calls end that meet a write or a
+// change.
 #include <gtest/gtest.h>
 
 #include <string>
