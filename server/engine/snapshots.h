@@ -40,7 +40,7 @@ struct HeadSnapshot {
   // OK, or why values and moments may be neither used nor kept: they may be half-written, or are being
   // written.
   absl::Status tensors_status;
-  // The step before the open one, if this engine applied it or ResetStep told how it was applied.
+  // The step before the open one, if this engine applied it or BeginLoad told how it was applied.
   std::optional<head::AppliedStep> last_step;
 };
 
