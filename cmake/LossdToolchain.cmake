@@ -45,6 +45,16 @@ if(LOSSD_SANITIZE)
   add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${LOSSD_SANITIZE}>"
                       "$<$<COMPILE_LANGUAGE:CXX>:-fno-omit-frame-pointer>")
   add_link_options(-fsanitize=${LOSSD_SANITIZE})
+  # A finding ends the program; without this, one of undefined behaviour is only printed.
+  add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-fno-sanitize-recover=all>")
+endif()
+
+# All code reports to the fuzzer which of its branches ran; only fuzzers link libFuzzer (tests/fuzz).
+if(LOSSD_FUZZ)
+  if(NOT CMAKE_CXX_COMPILER_ID MATCHES Clang)
+    message(FATAL_ERROR "LOSSD_FUZZ needs clang: cmake --preset fuzz")
+  endif()
+  add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=fuzzer-no-link>")
 endif()
 
 set(LOSSD_HAVE_CUDA OFF)

@@ -1,0 +1,303 @@
+#include "tests/fuzz/service_in_memory.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cpu/cpu_backend.h"
+#include "kernels/errors/field_error.h"
+#include "proto/wire/status_details.h"
+#include "server/head/checksum.h"
+#include "server/messages/convert.h"
+#include "server/messages/errors.h"
+#include "tests/fuzz/fuzz.h"
+#include "tests/fuzz/loss_streams.h"
+
+namespace lossd::fuzz {
+namespace {
+
+constexpr uint64_t kIncarnation = 42;
+constexpr int64_t kMemoryLimit = int64_t{1} << 20;
+constexpr int64_t kWorkspaceBytes = int64_t{64} << 10;
+constexpr int64_t kStagingBytes = int64_t{64} << 10;
+constexpr int64_t kSliceBytes = int64_t{4} << 10;
+constexpr int64_t kRetainedBytes = int64_t{16} << 10;
+constexpr int64_t kMostFilledBytes = int64_t{8} << 10;  // of rows whose values the input leaves out
+
+// What a request gives, or numbers near 1 for `bytes` bytes.
+std::string Values(const Payload& payload, int64_t bytes, kernels::DType dtype) {
+  if (!payload.bytes().empty() || bytes < 0 || bytes > kMostFilledBytes) return payload.bytes();
+  std::string values(static_cast<size_t>(bytes), '\0');
+  const size_t size = kernels::SizeOf(dtype);
+  for (size_t at = 0; at + size <= values.size(); at += size) {
+    const auto step = static_cast<uint32_t>((at / size + payload.seed()) % 7);
+    const uint32_t fp32 = 0x3f800000u + (step << 20) + ((payload.seed() & 1u) << 31);
+    const uint32_t bits = dtype == kernels::DType::kFloat32    ? fp32
+                          : dtype == kernels::DType::kBFloat16 ? fp32 >> 16
+                                                               : 0x3c00u + (step << 6);
+    std::memcpy(&values[at], &bits, size);
+  }
+  return values;
+}
+
+absl::Span<const uint8_t> AsBytes(const std::string& values) {
+  return {reinterpret_cast<const uint8_t*>(values.data()), values.size()};
+}
+
+std::string Digest(const std::string& bytes) {
+  head::Checksum checksum;
+  checksum.Update(AsBytes(bytes));
+  return checksum.Digest();
+}
+
+}  // namespace
+
+ServiceInMemory::ServiceInMemory(const std::string& folder) : metrics_({"0", "cpu", "cpu", "clang"}) {
+  auto backend = kernels::CreateCpuBackend(
+      {.threads = 1, .workspace_bytes = kWorkspaceBytes, .memory_limit_bytes = kMemoryLimit});
+  FUZZ_CHECK(backend.ok(), backend.status().ToString());
+  backend_ = *std::move(backend);
+  engine::EngineOptions options;
+  options.slice_bytes = kSliceBytes;
+  options.staging_bytes = kStagingBytes;
+  options.retained_bytes = kRetainedBytes;
+  options.max_heads = 4;
+  options.max_streams = 4;
+  options.max_ledger_rows = 4096;
+  options.max_step_microbatches = 16;
+  auto engine = engine::Engine::Create(options, backend_.get(), kIncarnation, {&metrics_});
+  FUZZ_CHECK(engine.ok(), engine.status().ToString());
+  engine_ = *std::move(engine);
+  admin::HeadOperationsOptions operations;
+  operations.checkpoints.directory = folder;
+  operations_ = std::make_unique<admin::HeadOperations>(operations, engine_.get(), &metrics_);
+}
+
+// ---- What is checked ----
+
+void ServiceInMemory::Run(const Call& call) {
+  const std::string before = Books();
+  bool opened = false;  // a stream of rows, whose end is not a refusal
+  absl::Status status;
+  if (call.has_compute_loss()) {
+    status = ComputeLoss(call.compute_loss(), &opened);
+  } else if (call.has_backward()) {
+    status = Backward(call.backward().open(), &opened);
+  } else {
+    status = RunUnary(call);
+  }
+  CheckIdle();
+  if (status.ok()) return;
+  CheckRefusal(status);
+  if (opened) return;
+  const std::string after = Books();
+  FUZZ_CHECK(before == after,
+             absl::StrCat("refused with ", status.ToString(), "\nbefore:\n", before, "after:\n", after));
+}
+
+std::string ServiceInMemory::Books() {
+  const engine::EngineStats stats = engine_->stats();
+  std::string books = absl::StrCat("ledger rows ", stats.ledger_rows, ", retained ", stats.retained_bytes_used,
+                                   " bytes, memory ", backend_->memory().current.Total(), "\n");
+  for (const engine::HeadSnapshot& snapshot : engine_->List()) {
+    v1::HeadDescription head = messages::ToProto(snapshot);
+    head.clear_last_chunk_choices();
+    absl::StrAppend(&books, head.ShortDebugString(), Tensors(head.spec()), "\n");
+  }
+  return books;
+}
+
+std::string ServiceInMemory::Tensors(const v1::HeadSpec& spec) {
+  std::string digests;
+  for (const v1::Param param : {v1::PARAM_WEIGHT, v1::PARAM_BIAS, v1::PARAM_NORM_GAIN, v1::PARAM_CLASS_WEIGHTS}) {
+    for (const v1::Role role : {v1::ROLE_VALUE, v1::ROLE_GRADIENT, v1::ROLE_MOMENT1}) {
+      v1::ReadTensorRequest request;
+      request.set_head(spec.name());
+      request.set_param(param);
+      request.set_role(role);
+      const absl::StatusOr<admin::TensorRows> tensor = operations_->CheckRead(request);
+      if (!tensor.ok()) continue;
+      std::string bytes(static_cast<size_t>(tensor->rows.size() * tensor->row_bytes()), '\0');
+      const absl::Status status = operations_->ReadRows(
+          *tensor, tensor->rows, absl::MakeSpan(reinterpret_cast<uint8_t*>(bytes.data()), bytes.size()));
+      FUZZ_CHECK(status.ok(), status.ToString());
+      absl::StrAppend(&digests, " ", Digest(bytes));
+    }
+  }
+  return digests;
+}
+
+int64_t ServiceInMemory::StepRows(const std::string& head) {
+  const absl::StatusOr<engine::HeadSnapshot> snapshot = engine_->Describe(head);
+  return snapshot.ok() ? snapshot->step_rows : -1;
+}
+
+void ServiceInMemory::CheckRefusal(const absl::Status& status) const {
+  constexpr absl::StatusCode kCodes[] = {
+      absl::StatusCode::kInvalidArgument,    absl::StatusCode::kNotFound,  absl::StatusCode::kAlreadyExists,
+      absl::StatusCode::kFailedPrecondition, absl::StatusCode::kAborted,   absl::StatusCode::kOutOfRange,
+      absl::StatusCode::kResourceExhausted,  absl::StatusCode::kUnavailable};
+  FUZZ_CHECK(std::find(std::begin(kCodes), std::end(kCodes), status.code()) != std::end(kCodes),
+             status.ToString());
+  FUZZ_CHECK(status.code() != absl::StatusCode::kInvalidArgument || errors::GetFieldViolation(status).has_value(),
+             absl::StrCat("names no field: ", status.ToString()));
+  const grpc::Status sent = wire::ToGrpcStatus(messages::WithDetail(status, kIncarnation));
+  FUZZ_CHECK(wire::GetErrorDetail(sent).has_value(), "the error's detail cannot be read");
+}
+
+void ServiceInMemory::CheckIdle() const {
+  const engine::EngineStats stats = engine_->stats();
+  FUZZ_CHECK(stats.open_streams == 0 && stats.queued_slices == 0 && stats.staging_used_bytes == 0,
+             absl::StrCat(stats.open_streams, " streams, ", stats.queued_slices, " slices, ",
+                          stats.staging_used_bytes, " bytes of staging are left"));
+  FUZZ_CHECK(backend_->memory().current.Total() <= kMemoryLimit, "more memory than the limit");
+}
+
+void ServiceInMemory::CheckSummary(const engine::StreamSummary& summary, const std::string& head,
+                                   int64_t rows_before, bool accumulates) {
+  const int64_t added = StepRows(head) - rows_before;
+  FUZZ_CHECK(added == summary.accumulated_rows,
+             absl::StrCat(summary.accumulated_rows, " rows acknowledged, ", added, " booked"));
+  const int64_t acknowledged = summary.accumulated_rows + summary.repeated_rows;
+  FUZZ_CHECK(acknowledged == (accumulates ? summary.valid_rows : 0),
+             absl::StrCat(acknowledged, " rows acknowledged of ", summary.valid_rows));
+}
+
+// ---- Calls ----
+
+absl::Status ServiceInMemory::RunUnary(const Call& call) {
+  switch (call.kind_case()) {
+    case Call::kCreateHead:
+      return operations_->CreateHead(call.create_head()).status();
+    case Call::kDeleteHead:
+      return operations_->DeleteHead(call.delete_head()).status();
+    case Call::kGradNorm:
+      return operations_->GradNorm(call.grad_norm()).status();
+    case Call::kApplyStep:
+      return operations_->ApplyStep(call.apply_step()).status();
+    case Call::kZeroGradients:
+      return operations_->ZeroGradients(call.zero_gradients()).status();
+    case Call::kLoadCheckpoint:
+      return operations_->LoadCheckpoint(call.load_checkpoint()).status();
+    case Call::kListCheckpoints:
+      return operations_->ListCheckpoints(call.list_checkpoints()).status();
+    case Call::kReadTensor:
+      return ReadTensor(call.read_tensor());
+    case Call::kWriteTensor:
+      return WriteTensor(call.write_tensor());
+    case Call::kAddGradient:
+      return AddGradient(call.add_gradient());
+    case Call::kReleaseMicrobatch:
+      return engine_->Release(call.release_microbatch().head(), call.release_microbatch().microbatch_id()).status();
+    default:
+      return absl::OkStatus();
+  }
+}
+
+absl::Status ServiceInMemory::ReadTensor(const v1::ReadTensorRequest& request) {
+  const absl::StatusOr<admin::TensorRows> tensor = operations_->CheckRead(request);
+  if (!tensor.ok()) return tensor.status();
+  std::vector<uint8_t> bytes(static_cast<size_t>(tensor->rows.size() * tensor->row_bytes()));
+  if (bytes.empty()) return absl::OkStatus();
+  return operations_->ReadRows(*tensor, tensor->rows, absl::MakeSpan(bytes));
+}
+
+absl::Status ServiceInMemory::WriteTensor(const fuzz::WriteTensor& write) {
+  const absl::StatusOr<admin::TensorRows> tensor = operations_->CheckWrite(write.open());
+  if (!tensor.ok()) return tensor.status();
+  const int64_t bytes = tensor->rows.size() * tensor->row_bytes();
+  const std::string values = Values(write.payload(), bytes, tensor->dtype);
+  if (values.empty() || static_cast<int64_t>(values.size()) != bytes) return absl::OkStatus();  // the call's to refuse
+  return operations_->WriteRows(*tensor, tensor->rows, AsBytes(values));
+}
+
+absl::Status ServiceInMemory::AddGradient(const fuzz::AddGradient& add) {
+  const v1::OpenGradient& open = add.open();
+  if (absl::Status meant = CheckIncarnation(open.has_incarnation(), "open.incarnation", open.incarnation()); !meant.ok())
+    return meant;
+  const absl::StatusOr<engine::ContributionSpec> spec = messages::ToContributionSpec(open);
+  if (!spec.ok()) return spec.status();
+  const absl::StatusOr<engine::Contribution> contribution = engine_->OpenContribution(*spec);
+  if (!contribution.ok()) return contribution.status();
+  const int64_t bytes = contribution->rows.size() * contribution->row_bytes();
+  const std::string values = Values(add.payload(), bytes, spec->dtype);
+  if (values.empty() || static_cast<int64_t>(values.size()) != bytes) return absl::OkStatus();  // the call's to refuse
+  const std::string before = Books();
+  const absl::StatusOr<int64_t> added = engine_->AddRows(*contribution, contribution->rows, AsBytes(values));
+  if (added.ok()) {
+    FUZZ_CHECK(*added >= 0 && *added <= contribution->rows.size(), absl::StrCat(*added, " rows added"));
+    return absl::OkStatus();
+  }
+  FUZZ_CHECK(before == Books(), absl::StrCat("all or nothing: ", added.status().ToString()));
+  CheckRefusal(added.status());
+  return absl::OkStatus();  // the contribution itself is entered
+}
+
+absl::Status ServiceInMemory::ComputeLoss(const fuzz::ComputeLoss& call, bool* opened) {
+  v1::OpenMicrobatch open = call.open();
+  const uint64_t rows = open.rows().end() - open.rows().begin();
+  constexpr uint64_t kMostFilledRows = 64;
+  if (open.targets_size() == 0 && rows <= kMostFilledRows) {
+    for (uint64_t i = 0; i < rows; ++i) open.add_targets(static_cast<int32_t>(i % 3));
+  }
+  if (absl::Status meant = CheckIncarnation(open.has_incarnation(), "open.incarnation", open.incarnation()); !meant.ok())
+    return meant;
+  absl::StatusOr<engine::StreamSpec> spec = messages::ToStreamSpec(open);
+  if (!spec.ok()) return spec.status();
+  const kernels::DType dtype = spec->hidden_dtype;
+  const int64_t rows_before = StepRows(open.head());
+  const auto results = std::make_shared<StreamResults>();
+  const auto stream = engine_->Open(*std::move(spec), results);
+  if (!stream.ok()) return stream.status();
+  *opened = true;
+  (*stream)->Start();
+  for (const Slice& slice : call.slices()) {
+    const auto range =
+        messages::ToRowRange(slice.rows(), "slice.rows", std::numeric_limits<int64_t>::max());
+    if (!range.ok()) {
+      (*stream)->Cancel(range.status());
+      break;
+    }
+    const int64_t row_bytes = (*stream)->hidden_size() * static_cast<int64_t>(kernels::SizeOf(dtype));
+    const int64_t bytes = range->size() > kMostFilledBytes ? -1 : range->size() * row_bytes;
+    SendSlice(**stream, *range, Values(slice.payload(), bytes, dtype));
+  }
+  (*stream)->HalfClose();
+  const absl::Status status = results->Wait();
+  if (!status.ok()) return status;
+  FUZZ_CHECK(results->rows() <= static_cast<int64_t>(rows), "more rows come back than were sent");
+  CheckSummary(results->summary(), open.head(), rows_before, open.accumulate_gradients());
+  return status;
+}
+
+absl::Status ServiceInMemory::Backward(const v1::OpenBackward& open, bool* opened) {
+  if (absl::Status meant = CheckIncarnation(open.has_incarnation(), "backward.incarnation", open.incarnation());
+      !meant.ok())
+    return meant;
+  absl::StatusOr<engine::BackwardSpec> spec = messages::ToBackwardSpec(open);
+  if (!spec.ok()) return spec.status();
+  const int64_t rows_before = StepRows(open.head());
+  const auto results = std::make_shared<StreamResults>();
+  const auto stream = engine_->OpenBackward(*std::move(spec), results);
+  if (!stream.ok()) return stream.status();
+  *opened = true;
+  (*stream)->Start();
+  for (const engine::RowRange& rows : (*stream)->RetainedSlices()) {
+    absl::Notification queued;
+    auto over = std::shared_ptr<void>(nullptr, [&](void*) { queued.Notify(); });
+    (*stream)->Receive({.rows = rows, .on_queued = [over = std::move(over)](int64_t) mutable { over.reset(); }});
+    queued.WaitForNotification();
+  }
+  const absl::Status status = results->Wait();
+  if (status.ok()) CheckSummary(results->summary(), open.head(), rows_before, open.accumulate_gradients());
+  return status;
+}
+
+absl::Status ServiceInMemory::CheckIncarnation(bool has, absl::string_view field, uint64_t meant) const {
+  return has ? messages::CheckIncarnation(field, meant, kIncarnation) : absl::OkStatus();
+}
+
+}  // namespace lossd::fuzz
