@@ -18,8 +18,9 @@ T* At(std::vector<T>& values, bool wanted, size_t index) {
 // Copies the results of some rows if they are wanted.
 template <typename T>
 void CopyIf(bool wanted, const std::vector<T>& from, size_t index, size_t rows, std::vector<T>& to) {
+  if (!wanted) return;  // then `from` is empty
   const auto first = from.begin() + static_cast<std::ptrdiff_t>(index);
-  if (wanted) to.assign(first, first + static_cast<std::ptrdiff_t>(rows));
+  to.assign(first, first + static_cast<std::ptrdiff_t>(rows));
 }
 
 void Add(const kernels::SliceSums& from, kernels::SliceSums& to) {

@@ -3,6 +3,7 @@
 //
 // Input: a Session (session.proto) as text.
 #include <google/protobuf/io/tokenizer.h>
+#include <google/protobuf/stubs/logging.h>
 #include <google/protobuf/text_format.h>
 #include <stdlib.h>
 
@@ -62,6 +63,7 @@ std::string MakeFolder() {
 }  // namespace lossd::fuzz
 
 extern "C" int LLVMFuzzerInitialize(int*, char***) {
+  google::protobuf::SetLogHandler(nullptr);
   lossd::log::Configure(lossd::log::LogLevel::kOff, lossd::log::LogFormat::kText);
   return 0;
 }

@@ -39,7 +39,7 @@ class ServiceInMemory {
   absl::Status CheckIncarnation(bool has, absl::string_view field, uint64_t meant) const;
   // Everything that a refused call must leave alone, as text: heads, steps, ledgers, memory, tensors.
   std::string Books();
-  std::string Tensors(const v1::HeadSpec& spec);
+  std::string Tensors(const std::string& name, const kernels::HeadConfig& config);
   int64_t StepRows(const std::string& head);
   void CheckRefusal(const absl::Status& status) const;
   void CheckSummary(const engine::StreamSummary& summary, const std::string& head, int64_t rows_before,
@@ -50,6 +50,7 @@ class ServiceInMemory {
   metrics::Metrics metrics_;
   std::unique_ptr<engine::Engine> engine_;
   std::unique_ptr<admin::HeadOperations> operations_;
+  std::string books_;  // after the last call
 };
 
 }  // namespace lossd::fuzz
