@@ -1,18 +1,19 @@
 # The front door. `make` lists what there is; the work is in scripts/ and CMake.
 #
 # Variables: PRESET (CMake preset: release, cpu-only, debug, asan-ubsan, tsan, clang), JOBS, PREFIX (install),
-# ARGS (passed to the demo trainer, the tests or the benchmarks).
+# FUZZ_SECONDS, ARGS (passed to the demo trainer, the tests, the fuzzers or the benchmarks).
 
 SHELL := /bin/bash
 JOBS ?= $(shell nproc)
 PREFIX ?= /usr/local
 ARGS ?=
+FUZZ_SECONDS ?= 300
 
 NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 PRESET ?= $(if $(NVCC),release,cpu-only)
 
 .DEFAULT_GOAL := help
-.PHONY: help deps demo demo-faults build test test-sanitizers bench bundle install figures format lint check-layers clean
+.PHONY: help deps demo demo-faults build test test-sanitized test-sanitizers fuzz bench bundle install figures format lint check-layers clean
 
 help: ## print this
 	@echo "lossd: the loss head of a language model as a server"
@@ -38,6 +39,18 @@ build: ## configure and compile everything
 test: build ## build, then run all tests; without a GPU, tests of the GPU are skipped
 	@scripts/install-deps demo
 	@ctest --preset $(PRESET) --output-on-failure -j $(JOBS) $(ARGS)
+
+test-sanitized: ## tests of engine, protocol, service and clients under address + undefined-behaviour sanitizers (clang)
+	@scripts/install-deps build test check
+	@cmake --preset fuzz
+	@cmake --build --preset fuzz -j $(JOBS) --target sanitized_tests
+	@ctest --preset fuzz -L sanitized -j $(JOBS) $(ARGS)
+
+fuzz: ## run the fuzzers for FUZZ_SECONDS each (ARGS="NAME..." for some of them)
+	@scripts/install-deps build test check
+	@cmake --preset fuzz
+	@cmake --build --preset fuzz -j $(JOBS) --target fuzzers
+	@scripts/fuzz --seconds $(FUZZ_SECONDS) $(ARGS)
 
 test-sanitizers: ## run the tests under address, undefined-behaviour and thread sanitizers
 	@scripts/install-deps build test demo

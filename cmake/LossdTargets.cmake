@@ -69,6 +69,10 @@ function(lossd_executable)
   _lossd_reuse_rpc_headers(${ARG_NAME} program ${ARG_DEPS})
 endfunction()
 
+# The tests that continuous integration also runs under sanitizers (.ci/run): those of folders that set
+# LOSSD_TESTS_SANITIZED. They have the label "sanitized".
+add_custom_target(sanitized_tests)
+
 # lossd_test(NAME ledger_test SOURCES ledger_test.cc DEPS lossd_engine [LABELS gpu] [TIMEOUT 300]):
 # one GoogleTest binary, one ctest entry.
 function(lossd_test)
@@ -78,6 +82,10 @@ function(lossd_test)
   endif()
   lossd_executable(NAME ${ARG_NAME} LAYER outside SOURCES ${ARG_SOURCES} DEPS ${ARG_DEPS} GTest::gmock GTest::gtest_main)
   add_test(NAME ${ARG_NAME} COMMAND ${ARG_NAME})
+  if(LOSSD_TESTS_SANITIZED)
+    list(APPEND ARG_LABELS sanitized)
+    add_dependencies(sanitized_tests ${ARG_NAME})
+  endif()
   set_tests_properties(${ARG_NAME} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
   if("gpu" IN_LIST ARG_LABELS)  # one at a time: some compare their figures with the device's free memory
     set_tests_properties(${ARG_NAME} PROPERTIES RESOURCE_LOCK gpu

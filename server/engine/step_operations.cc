@@ -16,6 +16,13 @@ absl::Status NormNotFinite(double norm) {
                     absl::StrCat("a norm of ", norm));
 }
 
+// A frozen head has no gradients. The device would refuse too, which must not pass for a failure of the
+// device.
+absl::Status CheckTrained(const HeadSession& session) {
+  if (session.config().trainable) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kFailedPrecondition, "head", "must not be frozen", session.name());
+}
+
 // If it fails, some gradients are gone although the ledger knows them.
 absl::Status ClearGradients(HeadSession& session) {
   absl::Status status = session.head().kernels().ZeroGradients();
@@ -52,6 +59,7 @@ absl::Status Update(HeadSession& session, const kernels::OptimizerOptions& optim
 }  // namespace
 
 absl::StatusOr<GradNormResult> GradNorm(HeadSession& session, std::optional<uint64_t> step) {
+  if (auto trained = CheckTrained(session); !trained.ok()) return trained;
   GradNormResult result;
   {
     absl::MutexLock lock(&session.context().mutex);
@@ -103,6 +111,7 @@ absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& re
 }
 
 absl::StatusOr<HeadState> ZeroGradients(HeadSession& session, uint64_t step) {
+  if (auto trained = CheckTrained(session); !trained.ok()) return trained;
   {
     absl::MutexLock lock(&session.context().mutex);
     const uint64_t open = session.step().number();

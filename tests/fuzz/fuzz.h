@@ -1,7 +1,8 @@
-// What the fuzzers share: a check that ends the program, and files in memory for code that opens files by path.
+// What the fuzzers share: a check that ends the program, and files in memory for code that opens files by
+// path.
 //
-// A fuzzer is a function LLVMFuzzerTestOneInput that libFuzzer calls with ever new bytes. It must not depend on
-// earlier inputs. CONTRIBUTING.md says how to add one, run it and reproduce a finding.
+// A fuzzer is a function LLVMFuzzerTestOneInput that libFuzzer calls with ever new bytes. It must not depend
+// on earlier inputs. CONTRIBUTING.md says how to add one, run it and reproduce a finding.
 #ifndef LOSSD_TESTS_FUZZ_FUZZ_H_
 #define LOSSD_TESTS_FUZZ_FUZZ_H_
 
@@ -23,8 +24,8 @@
 #include "proto/tensorfile/file.h"
 
 // Ends the program, which libFuzzer reports with the input, unless the property holds. `message`: a string.
-#define FUZZ_CHECK(property, message)                                                                      \
-  do {                                                                                                     \
+#define FUZZ_CHECK(property, message)                                                                     \
+  do {                                                                                                    \
     if (!(property)) ::lossd::fuzz::Fail(__FILE__, __LINE__, #property, ::absl::StrCat(message).c_str()); \
   } while (false)
 

@@ -1,4 +1,5 @@
-// How much memory a piece of code holds at most: a file of n bytes must not take a large multiple of n to read.
+// How much memory a piece of code holds at most: a file of n bytes must not take a large multiple of n to
+// read.
 #ifndef LOSSD_TESTS_FUZZ_HEAP_WATCH_H_
 #define LOSSD_TESTS_FUZZ_HEAP_WATCH_H_
 

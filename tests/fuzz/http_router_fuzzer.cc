@@ -1,24 +1,26 @@
-// HTTP requests as libmicrohttpd hands them over. A server on the loopback runs a handler for loopback hosts only,
-// which is what stops web pages that rebind their name (DNS rebinding), and only for GET and HEAD of its paths.
+// HTTP requests as libmicrohttpd hands them over. A server on the loopback runs a handler for loopback hosts
+// only, which is what stops web pages that rebind their name (DNS rebinding), and only for GET and HEAD of
+// its paths.
 //
 // Input: method, target, version and Host fields, separated by zero bytes.
-#include "server/metrics/http_router.h"
-
 #include <regex>
 #include <string>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_split.h"
+#include "server/metrics/http_router.h"
 #include "tests/fuzz/fuzz.h"
 
 namespace lossd::fuzz {
 namespace {
 
-// Written apart from the router, and wider in one thing only: it takes any text of digits and points after 127.
+// Written apart from the router, and wider in one thing only: it takes any text of digits and points after
+// 127.
 bool MayNameLoopback(const std::string& host) {
-  static const std::regex kLoopback(R"((localhost|127(\.\d{1,3}){3}|\[[0:]*:0*1\]|\[[0:.]*:0\.0\.0\.1\])(:\d+)?)",
-                                    std::regex::icase | std::regex::optimize);
+  static const std::regex kLoopback(
+      R"((localhost|127(\.\d{1,3}){3}|\[[0:]*:0*1\]|\[[0:.]*:0\.0\.0\.1\])(:\d+)?)",
+      std::regex::icase | std::regex::optimize);
   return host.size() < 200 && std::regex_match(host, kLoopback);
 }
 
@@ -41,7 +43,8 @@ void CheckRoute(const metrics::HttpRequest& request) {
       metrics::Route(request, handlers, metrics::HttpAudience::kLoopbackHosts);
   FUZZ_CHECK(ran.empty() == (response.status != 200), absl::StrCat(response.status, " but ran ", ran));
   const auto anywhere = metrics::Route(request, handlers, metrics::HttpAudience::kAnyHost);
-  FUZZ_CHECK(response.status == 403 || response.status == anywhere.status, "the audience changes more than 403");
+  FUZZ_CHECK(response.status == 403 || response.status == anywhere.status,
+             "the audience changes more than 403");
   if (response.status != 200) return;
   FUZZ_CHECK(request.method == "GET" || request.method == "HEAD", request.method);
   FUZZ_CHECK(request.hosts.size() <= 1, "several hosts");

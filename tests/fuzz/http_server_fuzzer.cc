@@ -1,7 +1,6 @@
-// Bytes on a connection to the HTTP port, through the kernel, libmicrohttpd and the server's own callbacks. The server
-// closes the connection, answers with a status that it or the library gives, and goes on answering others.
-#include "server/metrics/http_server.h"
-
+// Bytes on a connection to the HTTP port, through the kernel, libmicrohttpd and the server's own callbacks.
+// The server closes the connection, answers with a status that it or the library gives, and goes on answering
+// others.
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -9,6 +8,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "server/metrics/http_server.h"
 #include "tests/fuzz/fuzz.h"
 #include "tests/support/raw_http.h"
 

@@ -1,11 +1,10 @@
-// Manifests of checkpoints, as they lie on the disk and with a checksum that matches. What is taken is written and
-// read back as the same.
-#include "server/head/manifest.h"
-
+// Manifests of checkpoints, as they lie on the disk and with a checksum that matches. What is taken is
+// written and read back as the same.
 #include <nlohmann/json.hpp>
 #include <string>
 
 #include "server/head/checksum.h"
+#include "server/head/manifest.h"
 #include "tests/fuzz/fuzz.h"
 #include "tests/fuzz/heap_watch.h"
 

@@ -49,7 +49,8 @@ void MessageMutator::Mutate(Message* message) {
   chosen->GetReflection()->ListFields(*chosen, &set);
   const bool keep = !set.empty() && Below(3) != 0;
   MutateField(chosen, keep ? set[Below(set.size())]
-                           : descriptor->field(static_cast<int>(Below(static_cast<size_t>(descriptor->field_count())))));
+                           : descriptor->field(
+                                 static_cast<int>(Below(static_cast<size_t>(descriptor->field_count())))));
 }
 
 void MessageMutator::MutateField(Message* message, const Field* field) {
@@ -125,7 +126,8 @@ void MessageMutator::Set(Message* message, const Field* field, int index) {
     case FieldDescriptor::CPPTYPE_UINT64: {
       const uint64_t value =
           Whole(element ? r->GetRepeatedUInt64(*message, field, index) : r->GetUInt64(*message, field));
-      return element ? r->SetRepeatedUInt64(message, field, index, value) : r->SetUInt64(message, field, value);
+      return element ? r->SetRepeatedUInt64(message, field, index, value)
+                     : r->SetUInt64(message, field, value);
     }
     case FieldDescriptor::CPPTYPE_UINT32:
       return r->SetUInt32(message, field, static_cast<uint32_t>(Whole(r->GetUInt32(*message, field))));
@@ -154,9 +156,21 @@ void MessageMutator::Set(Message* message, const Field* field, int index) {
 }
 
 uint64_t MessageMutator::Whole(uint64_t old) {
-  constexpr uint64_t kEdges[] = {
-      0, 1, 2, 3, 16, 42, 255, 4096, 1u << 20, (uint64_t{1} << 31) - 1, uint64_t{1} << 31, uint64_t{1} << 32,
-      (uint64_t{1} << 63) - 1, uint64_t{1} << 63, std::numeric_limits<uint64_t>::max()};
+  constexpr uint64_t kEdges[] = {0,
+                                 1,
+                                 2,
+                                 3,
+                                 16,
+                                 42,
+                                 255,
+                                 4096,
+                                 1u << 20,
+                                 (uint64_t{1} << 31) - 1,
+                                 uint64_t{1} << 31,
+                                 uint64_t{1} << 32,
+                                 (uint64_t{1} << 63) - 1,
+                                 uint64_t{1} << 63,
+                                 std::numeric_limits<uint64_t>::max()};
   switch (Below(4)) {
     case 0:
       return kEdges[Below(std::size(kEdges))];
@@ -171,15 +185,40 @@ uint64_t MessageMutator::Whole(uint64_t old) {
 
 double MessageMutator::Real() {
   using Double = std::numeric_limits<double>;
-  constexpr double kEdges[] = {0.0,  -0.0, 1.0,  -1.0,  0.5, 1e-30, 1e-45, 1e30, 3.4e38, 1e300, Double::infinity(),
-                               -Double::infinity(), Double::quiet_NaN(), 2.0, 0.9};
+  constexpr double kEdges[] = {0.0,
+                               -0.0,
+                               1.0,
+                               -1.0,
+                               0.5,
+                               1e-30,
+                               1e-45,
+                               1e30,
+                               3.4e38,
+                               1e300,
+                               Double::infinity(),
+                               -Double::infinity(),
+                               Double::quiet_NaN(),
+                               2.0,
+                               0.9};
   return Below(3) == 0 ? static_cast<double>(Below(1000)) / 100 : kEdges[Below(std::size(kEdges))];
 }
 
 std::string MessageMutator::Text(const std::string& old) {
-  const std::string kTexts[] = {"",   "h",         "g",   "other",          ".",          "..",
-                                "a/b", "../h/saved", "h/saved", std::string(64, 'n'), std::string(65, 'n'),
-                                "model.safetensors", "weight", "bias", "\xc3\xa9"};
+  const std::string kTexts[] = {"",
+                                "h",
+                                "g",
+                                "other",
+                                ".",
+                                "..",
+                                "a/b",
+                                "../h/saved",
+                                "h/saved",
+                                std::string(64, 'n'),
+                                std::string(65, 'n'),
+                                "model.safetensors",
+                                "weight",
+                                "bias",
+                                "\xc3\xa9"};
   if (old.empty() || Below(3) != 0) return kTexts[Below(std::size(kTexts))];
   std::string text = old;
   text[Below(text.size())] = static_cast<char>(' ' + Below(95));

@@ -1,10 +1,9 @@
-// .npy files. One that is taken has as many elements as bytes follow its header, all can be read, and writing the
-// same array gives a file that reads the same.
-#include "proto/tensorfile/npy.h"
-
+// .npy files. One that is taken has as many elements as bytes follow its header, all can be read, and writing
+// the same array gives a file that reads the same.
 #include <string>
 #include <vector>
 
+#include "proto/tensorfile/npy.h"
 #include "tests/fuzz/fuzz.h"
 #include "tests/fuzz/heap_watch.h"
 

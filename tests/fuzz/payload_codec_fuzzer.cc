@@ -1,5 +1,5 @@
-// Messages with a payload, as they come from the network: the codec must read just what protobuf reads, however
-// the bytes are cut into slices, and what it writes must be what protobuf would write.
+// Messages with a payload, as they come from the network: the codec must read just what protobuf reads,
+// however the bytes are cut into slices, and what it writes must be what protobuf would write.
 //
 // Input: one byte for the kind of message, one for the length of slices, the message.
 #include <google/protobuf/message_lite.h>

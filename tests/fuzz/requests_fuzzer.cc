@@ -1,5 +1,5 @@
-// Sessions of calls: heads are made, trained, read, saved ones loaded, and every field of every request may be wrong.
-// service_in_memory.h says what is checked.
+// Sessions of calls: heads are made, trained, read, saved ones loaded, and every field of every request may
+// be wrong. service_in_memory.h says what is checked.
 //
 // Input: a Session (session.proto) as text.
 #include <google/protobuf/io/tokenizer.h>
@@ -47,7 +47,8 @@ std::string MakeFolder() {
   std::string folder = "/tmp/lossd_fuzz_XXXXXX";
   FUZZ_CHECK(mkdtemp(folder.data()) != nullptr, folder);
   Session session;
-  const std::string text = R"(calls { create_head { spec { name: "h" hidden_size: 2 vocab_size: 3 } zeros {} } })";
+  const std::string text =
+      R"(calls { create_head { spec { name: "h" hidden_size: 2 vocab_size: 3 } zeros {} } })";
   FUZZ_CHECK(Parse(reinterpret_cast<const uint8_t*>(text.data()), text.size(), &session), text);
   ServiceInMemory service(folder);
   service.Run(session.calls(0));
@@ -78,8 +79,8 @@ extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max
   return printed > 0 ? printed : size;
 }
 
-extern "C" size_t LLVMFuzzerCustomCrossOver(const uint8_t* data1, size_t size1, const uint8_t* data2, size_t size2,
-                                            uint8_t* out, size_t max_size, unsigned seed) {
+extern "C" size_t LLVMFuzzerCustomCrossOver(const uint8_t* data1, size_t size1, const uint8_t* data2,
+                                            size_t size2, uint8_t* out, size_t max_size, unsigned seed) {
   using namespace lossd::fuzz;
   Session first, second;
   if (!Parse(data1, size1, &first) || !Parse(data2, size2, &second)) return 0;

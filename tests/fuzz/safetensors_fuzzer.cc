@@ -1,10 +1,10 @@
-// safetensors files. In one that is taken, the tensors follow each other from the end of the header to the end of the
-// file, every byte and row can be read and none outside, and writing the same tensors gives a file that reads the same.
-#include "proto/tensorfile/safetensors.h"
-
+// safetensors files. In one that is taken, the tensors follow each other from the end of the header to the
+// end of the file, every byte and row can be read and none outside, and writing the same tensors gives a file
+// that reads the same.
 #include <string>
 #include <vector>
 
+#include "proto/tensorfile/safetensors.h"
 #include "tests/fuzz/fuzz.h"
 #include "tests/fuzz/heap_watch.h"
 
@@ -33,9 +33,11 @@ std::string ReadTensor(const SafetensorsReader& reader, const SafetensorsInfo& t
 
 void CheckRefusals(const SafetensorsReader& reader, const SafetensorsInfo& tensor) {
   uint8_t byte = 0;
-  FUZZ_CHECK(!reader.ReadBytes(tensor, tensor.bytes, absl::MakeSpan(&byte, 1)).ok(), "a byte behind the tensor");
+  FUZZ_CHECK(!reader.ReadBytes(tensor, tensor.bytes, absl::MakeSpan(&byte, 1)).ok(),
+             "a byte behind the tensor");
   FUZZ_CHECK(!reader.ReadBytes(tensor, -1, absl::MakeSpan(&byte, 1)).ok(), "a byte before the tensor");
-  FUZZ_CHECK(!reader.ReadRows(tensor, tensor.rows(), 1, absl::MakeSpan(&byte, 1)).ok(), "a row behind the tensor");
+  FUZZ_CHECK(!reader.ReadRows(tensor, tensor.rows(), 1, absl::MakeSpan(&byte, 1)).ok(),
+             "a row behind the tensor");
 }
 
 void CheckWritten(const SafetensorsReader& reader) {

@@ -1,9 +1,9 @@
-// Indices of safetensors files. One that is taken has what its weight_map says, and only names of files beside it.
-#include "proto/tensorfile/safetensors_index.h"
-
+// Indices of safetensors files. One that is taken has what its weight_map says, and only names of files
+// beside it.
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "proto/tensorfile/safetensors_index.h"
 #include "tests/fuzz/fuzz.h"
 #include "tests/fuzz/heap_watch.h"
 

@@ -94,12 +94,13 @@ void ServiceInMemory::Run(const Call& call) {
 std::string ServiceInMemory::Books() {
   const engine::EngineStats stats = engine_->stats();
   // Not the bytes that are retained: those of a microbatch that was released are freed a little later.
-  std::string books = absl::StrCat("ledger rows ", stats.ledger_rows, ", memory ",
-                                   backend_->memory().current.Total(), "\n");
+  std::string books =
+      absl::StrCat("ledger rows ", stats.ledger_rows, ", memory ", backend_->memory().current.Total(), "\n");
   for (const engine::HeadSnapshot& snapshot : engine_->List()) {
     v1::HeadDescription head = messages::ToProto(snapshot);
     head.clear_last_chunk_choices();
-    absl::StrAppend(&books, head.ShortDebugString(), " tensors ", Tensors(snapshot.name, snapshot.config), "\n");
+    absl::StrAppend(&books, head.ShortDebugString(), " tensors ", Tensors(snapshot.name, snapshot.config),
+                    "\n");
   }
   return books;
 }
@@ -109,7 +110,8 @@ std::string ServiceInMemory::Tensors(const std::string& name, const kernels::Hea
   using kernels::Role;
   head::Checksum checksum;
   const absl::Status read = engine_->OnDevice(name, [&](head::Head& head) {
-    for (const Param param : {Param::kWeight, Param::kBias, Param::kNormGain, Param::kNormShift, Param::kClassWeights}) {
+    for (const Param param :
+         {Param::kWeight, Param::kBias, Param::kNormGain, Param::kNormShift, Param::kClassWeights}) {
       for (const Role role : {Role::kValue, Role::kGradient, Role::kMoment1, Role::kMoment2}) {
         if (!kernels::HasTensor(config, {param, role})) continue;
         const kernels::TensorShape shape = kernels::ShapeOf(config, param);
@@ -133,13 +135,14 @@ int64_t ServiceInMemory::StepRows(const std::string& head) {
 
 void ServiceInMemory::CheckRefusal(const absl::Status& status) const {
   constexpr absl::StatusCode kCodes[] = {
-      absl::StatusCode::kInvalidArgument,    absl::StatusCode::kNotFound,  absl::StatusCode::kAlreadyExists,
-      absl::StatusCode::kFailedPrecondition, absl::StatusCode::kAborted,   absl::StatusCode::kOutOfRange,
+      absl::StatusCode::kInvalidArgument,    absl::StatusCode::kNotFound,   absl::StatusCode::kAlreadyExists,
+      absl::StatusCode::kFailedPrecondition, absl::StatusCode::kAborted,    absl::StatusCode::kOutOfRange,
       absl::StatusCode::kResourceExhausted,  absl::StatusCode::kUnavailable};
   FUZZ_CHECK(std::find(std::begin(kCodes), std::end(kCodes), status.code()) != std::end(kCodes),
              status.ToString());
-  FUZZ_CHECK(status.code() != absl::StatusCode::kInvalidArgument || errors::GetFieldViolation(status).has_value(),
-             absl::StrCat("names no field: ", status.ToString()));
+  FUZZ_CHECK(
+      status.code() != absl::StatusCode::kInvalidArgument || errors::GetFieldViolation(status).has_value(),
+      absl::StrCat("names no field: ", status.ToString()));
   const grpc::Status sent = wire::ToGrpcStatus(messages::WithDetail(status, kIncarnation));
   FUZZ_CHECK(wire::GetErrorDetail(sent).has_value(), "the error's detail cannot be read");
 }
@@ -187,7 +190,8 @@ absl::Status ServiceInMemory::RunUnary(const Call& call) {
     case Call::kAddGradient:
       return AddGradient(call.add_gradient());
     case Call::kReleaseMicrobatch:
-      return engine_->Release(call.release_microbatch().head(), call.release_microbatch().microbatch_id()).status();
+      return engine_->Release(call.release_microbatch().head(), call.release_microbatch().microbatch_id())
+          .status();
     default:
       return absl::OkStatus();
   }
@@ -206,13 +210,15 @@ absl::Status ServiceInMemory::WriteTensor(const fuzz::WriteTensor& write) {
   if (!tensor.ok()) return tensor.status();
   const int64_t bytes = tensor->rows.size() * tensor->row_bytes();
   const std::string values = Values(write.payload(), bytes, tensor->dtype);
-  if (values.empty() || static_cast<int64_t>(values.size()) != bytes) return absl::OkStatus();  // the call's to refuse
+  if (values.empty() || static_cast<int64_t>(values.size()) != bytes)
+    return absl::OkStatus();  // the call's to refuse
   return operations_->WriteRows(*tensor, tensor->rows, AsBytes(values));
 }
 
 absl::Status ServiceInMemory::AddGradient(const fuzz::AddGradient& add) {
   const v1::OpenGradient& open = add.open();
-  if (absl::Status meant = CheckIncarnation(open.has_incarnation(), "open.incarnation", open.incarnation()); !meant.ok())
+  if (absl::Status meant = CheckIncarnation(open.has_incarnation(), "open.incarnation", open.incarnation());
+      !meant.ok())
     return meant;
   const absl::StatusOr<engine::ContributionSpec> spec = messages::ToContributionSpec(open);
   if (!spec.ok()) return spec.status();
@@ -220,7 +226,8 @@ absl::Status ServiceInMemory::AddGradient(const fuzz::AddGradient& add) {
   if (!contribution.ok()) return contribution.status();
   const int64_t bytes = contribution->rows.size() * contribution->row_bytes();
   const std::string values = Values(add.payload(), bytes, spec->dtype);
-  if (values.empty() || static_cast<int64_t>(values.size()) != bytes) return absl::OkStatus();  // the call's to refuse
+  if (values.empty() || static_cast<int64_t>(values.size()) != bytes)
+    return absl::OkStatus();  // the call's to refuse
   const std::string before = Books();
   const absl::StatusOr<int64_t> added = engine_->AddRows(*contribution, contribution->rows, AsBytes(values));
   if (added.ok()) {
@@ -239,7 +246,8 @@ absl::Status ServiceInMemory::ComputeLoss(const fuzz::ComputeLoss& call, bool* o
   if (open.targets_size() == 0 && rows <= kMostFilledRows) {
     for (uint64_t i = 0; i < rows; ++i) open.add_targets(static_cast<int32_t>(i % 3));
   }
-  if (absl::Status meant = CheckIncarnation(open.has_incarnation(), "open.incarnation", open.incarnation()); !meant.ok())
+  if (absl::Status meant = CheckIncarnation(open.has_incarnation(), "open.incarnation", open.incarnation());
+      !meant.ok())
     return meant;
   absl::StatusOr<engine::StreamSpec> spec = messages::ToStreamSpec(open);
   if (!spec.ok()) return spec.status();
@@ -251,8 +259,7 @@ absl::Status ServiceInMemory::ComputeLoss(const fuzz::ComputeLoss& call, bool* o
   *opened = true;
   (*stream)->Start();
   for (const Slice& slice : call.slices()) {
-    const auto range =
-        messages::ToRowRange(slice.rows(), "slice.rows", std::numeric_limits<int64_t>::max());
+    const auto range = messages::ToRowRange(slice.rows(), "slice.rows", std::numeric_limits<int64_t>::max());
     if (!range.ok()) {
       (*stream)->Cancel(range.status());
       break;
@@ -270,7 +277,8 @@ absl::Status ServiceInMemory::ComputeLoss(const fuzz::ComputeLoss& call, bool* o
 }
 
 absl::Status ServiceInMemory::Backward(const v1::OpenBackward& open, bool* opened) {
-  if (absl::Status meant = CheckIncarnation(open.has_incarnation(), "backward.incarnation", open.incarnation());
+  if (absl::Status meant =
+          CheckIncarnation(open.has_incarnation(), "backward.incarnation", open.incarnation());
       !meant.ok())
     return meant;
   absl::StatusOr<engine::BackwardSpec> spec = messages::ToBackwardSpec(open);
@@ -284,7 +292,8 @@ absl::Status ServiceInMemory::Backward(const v1::OpenBackward& open, bool* opene
   for (const engine::RowRange& rows : (*stream)->RetainedSlices()) {
     absl::Notification queued;
     auto over = std::shared_ptr<void>(nullptr, [&](void*) { queued.Notify(); });
-    (*stream)->Receive({.rows = rows, .on_queued = [over = std::move(over)](int64_t) mutable { over.reset(); }});
+    (*stream)->Receive(
+        {.rows = rows, .on_queued = [over = std::move(over)](int64_t) mutable { over.reset(); }});
     queued.WaitForNotification();
   }
   const absl::Status status = results->Wait();

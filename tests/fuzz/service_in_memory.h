@@ -1,6 +1,6 @@
-// The server without its transport: calls go through the service's own conversion and checks into an engine with the
-// CPU backend and little memory. After each call the books must agree with its answer; a refused call has changed and
-// booked nothing.
+// The server without its transport: calls go through the service's own conversion and checks into an engine
+// with the CPU backend and little memory. After each call the books must agree with its answer; a refused
+// call has changed and booked nothing.
 #ifndef LOSSD_TESTS_FUZZ_SERVICE_IN_MEMORY_H_
 #define LOSSD_TESTS_FUZZ_SERVICE_IN_MEMORY_H_
 

@@ -1,5 +1,5 @@
-// Statuses from and to the network. Whatever bytes a peer or a request brings, what is sent is small, valid UTF-8
-// and readable, and says the same when it is passed on.
+// Statuses from and to the network. Whatever bytes a peer or a request brings, what is sent is small, valid
+// UTF-8 and readable, and says the same when it is passed on.
 //
 // Input: one byte for the code, one for the length of the message, the message, the details.
 #include <google/protobuf/stubs/logging.h>
@@ -53,7 +53,8 @@ void CheckMade(int code, absl::string_view message, absl::string_view bytes) {
     detail.Clear();
     detail.set_field(std::string(bytes));
     detail.set_value(std::string(bytes));
-    for (size_t i = 0; i < bytes.size(); i += 7 + bytes.size() / 64) detail.add_missing(std::string(bytes.substr(i, 90)));
+    for (size_t i = 0; i < bytes.size(); i += 7 + bytes.size() / 64)
+      detail.add_missing(std::string(bytes.substr(i, 90)));
     CheckSent(wire::MakeGrpcStatus(grpc::StatusCode::INTERNAL, message, detail));
   }
   CheckSent(wire::ToGrpcStatus(status));

@@ -159,6 +159,7 @@ class FakeHead final : public kernels::HeadKernels {
     return absl::OkStatus();
   }
   absl::StatusOr<double> GradNorm() override {
+    if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
     return device_->grad_norm.value_or(static_cast<double>(device_->accumulated().size()));
   }
   absl::Status ApplyStep(const kernels::OptimizerOptions&, int64_t update) override {
@@ -170,6 +171,7 @@ class FakeHead final : public kernels::HeadKernels {
     return absl::OkStatus();
   }
   absl::Status ZeroGradients() override {
+    if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
     if (!device_->fail_zero.ok()) return device_->fail_zero;
     device_->ClearAccumulated();
     return absl::OkStatus();

@@ -192,6 +192,26 @@ TEST_F(StepsTest, ZeroGradientsForgetsTheStep) {
   EXPECT_EQ(again->summary().accumulated_rows, 2);
 }
 
+// It has none, and goes on computing losses.
+TEST_F(StepsTest, ZeroGradientsOfAFrozenHeadIsRefusedAndChangesNothing) {
+  Start();
+  AddHead("frozen", /*trainable=*/false);
+  const absl::Status refused = engine_->ZeroGradients("frozen", 0);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
+  EXPECT_THAT(refused.message(), HasSubstr("frozen"));
+  const absl::StatusOr<double> norm = engine_->GradNorm("frozen", std::nullopt);
+  EXPECT_EQ(norm.status().code(), absl::StatusCode::kFailedPrecondition) << norm.status();
+
+  StreamSpec spec = Whole(1, 2);
+  spec.head = "frozen";
+  spec.accumulate_gradients = false;
+  auto collector = std::make_shared<RowCollector>();
+  auto stream = Open(spec, collector);
+  ASSERT_NE(stream, nullptr);
+  Send(*stream, 1, {0, 2});
+  EXPECT_TRUE(collector->Wait().ok()) << collector->Wait();
+}
+
 TEST_F(StepsTest, AFailedChunkAccumulatesNothing) {
   Start();
   device_.fail_results = [](int64_t chunk) {
