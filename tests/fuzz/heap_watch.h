@@ -30,7 +30,7 @@ class HeapWatch {
 
   // `per_byte` bytes for each byte of the input, and some for what does not depend on it.
   void Check(size_t input_bytes, int64_t per_byte) const {
-    constexpr int64_t kFixedBytes = int64_t{64} << 10;
+    constexpr int64_t kFixedBytes = int64_t{96} << 10;
     FUZZ_CHECK(peak_ <= kFixedBytes + per_byte * static_cast<int64_t>(input_bytes),
                absl::StrCat(input_bytes, " bytes of input took ", peak_, " bytes of memory"));
   }

@@ -7,6 +7,7 @@
 #include "server/head/manifest.h"
 #include "tests/fuzz/fuzz.h"
 #include "tests/fuzz/heap_watch.h"
+#include "tests/fuzz/nesting.h"
 
 namespace lossd::fuzz {
 namespace {
@@ -43,16 +44,8 @@ std::string Sealed(absl::string_view text) {
   return json.dump();
 }
 
-// Deeper than a manifest nests; what is deeper is for DecodeManifest alone.
-bool NestsDeep(absl::string_view text) {
-  int depth = 0;
-  for (const char c : text) {
-    if (c == '[' || c == '{') ++depth;
-    if (c == ']' || c == '}') --depth;
-    if (depth > 100) return true;
-  }
-  return false;
-}
+// Deeper than a manifest nests: the reader is to refuse it, however deep it is.
+constexpr int kDeep = 8;
 
 }  // namespace
 }  // namespace lossd::fuzz
@@ -60,7 +53,13 @@ bool NestsDeep(absl::string_view text) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const absl::string_view text = lossd::fuzz::AsText(data, size);
   lossd::fuzz::CheckTaken(text);
-  if (lossd::fuzz::NestsDeep(text)) return 0;
+  const lossd::fuzz::Nesting nesting = lossd::fuzz::DeepestArray(text);
+  if (nesting.depth > lossd::fuzz::kDeep) {
+    const absl::StatusOr<lossd::head::Manifest> deep =
+        lossd::head::DecodeManifest(lossd::fuzz::Deepened(text, nesting));
+    FUZZ_CHECK(!deep.ok(), "a manifest that nests deep is taken");
+    return 0;
+  }
   const std::string sealed = lossd::fuzz::Sealed(text);
   if (!sealed.empty()) lossd::fuzz::CheckTaken(sealed);
   return 0;

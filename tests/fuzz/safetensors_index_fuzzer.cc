@@ -6,12 +6,16 @@
 #include "proto/tensorfile/safetensors_index.h"
 #include "tests/fuzz/fuzz.h"
 #include "tests/fuzz/heap_watch.h"
+#include "tests/fuzz/nesting.h"
 
 namespace lossd::fuzz {
 namespace {
 
 // An index may have 64 MiB, and so much memory for each byte is what the server may need to read it.
 constexpr int64_t kMemoryPerByte = 16;
+
+// The reader takes less.
+constexpr int kDeep = 16;
 
 void CheckShards(const formats::SafetensorsIndex& index, const nlohmann::json& json) {
   const nlohmann::json& map = json.at("weight_map");
@@ -30,8 +34,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace lossd;
   static fuzz::MemoryFile file;
   const absl::string_view text = fuzz::AsText(data, size);
-  file.Write(text);
   const std::string path = file.path();
+  const fuzz::Nesting nesting = fuzz::DeepestArray(text);
+  if (nesting.depth > fuzz::kDeep) {
+    file.Write(fuzz::Deepened(text, nesting));
+    FUZZ_CHECK(!formats::SafetensorsIndex::Open(path).ok(), "an index that nests deep is taken");
+  }
+  file.Write(text);
   const fuzz::HeapWatch heap;
   const absl::StatusOr<formats::SafetensorsIndex> index = formats::SafetensorsIndex::Open(path);
   heap.Check(size, fuzz::kMemoryPerByte);
