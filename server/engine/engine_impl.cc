@@ -20,8 +20,9 @@ absl::Status ShuttingDown() { return absl::UnavailableError("the server is shutt
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options,
                                                        kernels::Backend* backend, uint64_t incarnation,
-                                                       std::vector<EngineObserver*> observers) {
-  auto context = EngineContext::Create(options, backend, incarnation, std::move(observers));
+                                                       std::vector<EngineObserver*> observers,
+                                                       Runtime* runtime) {
+  auto context = EngineContext::Create(options, backend, incarnation, std::move(observers), runtime);
   if (!context.ok()) return context.status();
   return std::make_unique<EngineImpl>(*std::move(context));
 }
@@ -167,7 +168,7 @@ absl::Status EngineImpl::RunOnHead(absl::string_view name,
     schedule.Push(&queued);
     context_->loop.Wake();
   }
-  queued.done.WaitForNotification();
+  context_->runtime->Wait(queued.done);
   return queued.result;
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/time/clock.h"
 #include "server/engine/errors.h"
 #include "server/engine/head_session.h"
 
@@ -34,7 +33,7 @@ void Add(const kernels::SliceSums& from, kernels::SliceSums& to) {
 }  // namespace
 
 Flight::Flight(std::shared_ptr<HeadSession> session, std::unique_ptr<ChunkWork> work)
-    : session_(std::move(session)), work_(std::move(work)), formed_(absl::Now()) {
+    : session_(std::move(session)), work_(std::move(work)), formed_(session_->context().runtime->Now()) {
   for (const auto& slice : work_->slices)
     slice->queue_seconds = absl::ToDoubleSeconds(formed_ - slice->queued);
 }
@@ -79,7 +78,7 @@ void Flight::MakeChunk() {
 // ---- Results ----
 
 void Flight::OnResults(const absl::Status& status) {
-  compute_seconds_ = absl::ToDoubleSeconds(absl::Now() - formed_);
+  compute_seconds_ = absl::ToDoubleSeconds(session_->context().runtime->Now() - formed_);
   results_ok_ = status.ok();
   EngineContext& context = session_->context();
   if (!status.ok()) context.observers.Tell(&EngineObserver::OnDeviceError, status);

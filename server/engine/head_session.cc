@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "server/engine/arrival_schedule.h"
 #include "server/engine/backward.h"
 #include "server/engine/deterministic_schedule.h"
@@ -26,8 +25,8 @@ absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
   absl::StatusOr<std::shared_ptr<Schedule>> schedule = session->MakeSchedule();
   if (!schedule.ok()) return schedule.status();
   session->schedule_ = *std::move(schedule);
-  session->streams_ =
-      std::make_unique<StreamSet>(session->schedule_.get(), &session->deferred_, &context->notifier);
+  session->streams_ = std::make_unique<StreamSet>(session->schedule_.get(), &session->deferred_,
+                                                  &context->notifier, context->runtime);
   return session;
 }
 
@@ -87,7 +86,7 @@ absl::StatusOr<std::shared_ptr<StreamState>> HeadSession::OpenBackward(
     return FieldError(absl::StatusCode::kFailedPrecondition, "backward.accumulate_gradients",
                       "needs a head that is not frozen", "true");
   }
-  auto kept = deferred_.Find(spec.microbatch_id, spec.rows, absl::Now());
+  auto kept = deferred_.Find(spec.microbatch_id, spec.rows, context_->runtime->Now());
   if (!kept.ok()) return kept.status();
   BackwardRows rows = RowsOf(spec, **kept);
   auto stream = MakeStream(std::move(rows.stream), std::move(observer));
@@ -164,7 +163,7 @@ void HeadSession::CopyAndQueue(std::unique_ptr<SliceWork> slice) {
     absl::MutexLock lock(&context_->mutex);
     if (!stream.failed()) {
       stream.OnQueued();
-      slice->queued = absl::Now();
+      slice->queued = context_->runtime->Now();
       schedule_->For(stream.spec().accumulate_gradients).Queue(std::move(slice));
       context_->loop.Wake();
     }

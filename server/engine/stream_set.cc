@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "kernels/errors/payload.h"
 
 namespace lossd::engine {
@@ -44,7 +43,7 @@ void StreamSet::FinishIfReady(const std::shared_ptr<StreamState>& stream) {
   if (!stream->ReadyToFinish()) return;
   stream->MarkFinished();
   if (stream->status().ok() && stream->spec().retain) {
-    deferred_->Add(stream->spec().microbatch_id, stream->terms(), stream->TakePart(), absl::Now());
+    deferred_->Add(stream->spec().microbatch_id, stream->terms(), stream->TakePart(), runtime_->Now());
   }
   std::erase(streams_, stream);
   notifier_->Post([stream] { stream->observer().OnFinished(stream->status(), stream->summary()); });
