@@ -43,6 +43,9 @@ std::string InUse(const World& world) {
       {"rows in ledgers", of_steps * stats.ledger_rows},
       {"bytes in ledgers", of_steps * stats.ledger_bytes}};
   std::string text;
+  for (const HeadSnapshot& head : world.engine->List()) {
+    if (!head.waits_for.empty()) absl::StrAppend(&text, "  ", head.name, " waits for ", head.waits_for, "\n");
+  }
   for (const auto& [what, count] : counts) {
     if (count != 0) absl::StrAppend(&text, "  ", count, " ", what, "\n");
   }

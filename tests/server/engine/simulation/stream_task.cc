@@ -227,7 +227,10 @@ void StreamTask::SendSlice(RowRange rows) {
   for (int64_t row = rows.begin; row < rows.end; ++row) facts_.sent.insert(row);
   last_ = std::make_shared<SentSlice>();
   IncomingSlice slice{.rows = rows};
-  slice.on_queued = [token = Token(&world_, last_)](int64_t) { token.slice().queued = true; };
+  slice.on_queued = [this, self = shared_from_this(), rows, token = Token(&world_, last_)](int64_t) {
+    world_.Note(Who(), ": ", Text(rows), " is queued");
+    token.slice().queued = true;
+  };
   if (!facts_.backward) {
     std::vector<float> hidden = Hidden(rows);
     slice.bytes = static_cast<int64_t>(hidden.size() * sizeof(float));

@@ -30,6 +30,8 @@ class Step : public std::enable_shared_from_this<Step> {
   void Work(Part& part);
   absl::Status Attempt(Part& part, int64_t* opened);
   void NoteFailure(const absl::Status& status);
+  // Lets go of what no backward needs any more, or waits until there may be memory.
+  void MakeRoom();
   // All parts are done, in the generation that is open now.
   bool Complete() const;
   void Redo();
@@ -42,6 +44,7 @@ class Step : public std::enable_shared_from_this<Step> {
   const uint64_t number_;
   std::vector<Part> parts_;
   int working_ = 0;
+  int backwards_ = 0;  // that have ended
   bool over_ = false;
 };
 
@@ -86,13 +89,29 @@ absl::Status Step::Attempt(Part& part, int64_t* opened) {
     return RunStream(world_, head_, duty, part.rows, StreamKind::kAccumulates, number_, habits, opened);
   absl::Status status =
       RunStream(world_, head_, duty, part.rows, StreamKind::kRetains, number_, habits, nullptr);
-  if (absl::IsResourceExhausted(status)) {
-    for (const Duty& other : head_.duties) (void)world_.engine->Release(head_.name, other.id);
-  }
+  if (absl::IsResourceExhausted(status)) MakeRoom();
   if (!status.ok() && !absl::IsAlreadyExists(status)) return status;
+  part.retained = true;
   status = RunStream(world_, head_, duty, part.rows, StreamKind::kBackward, number_, {}, opened);
+  part.retained = false;
+  ++backwards_;
   // Rows that were released or expired are to be sent again; a head that is gone says so to the next call.
   return absl::IsNotFound(status) ? absl::UnavailableError("not retained any more") : status;
+}
+
+void Step::MakeRoom() {
+  bool released = false;
+  for (const Duty& duty : head_.duties) {
+    const bool needed = std::any_of(parts_.begin(), parts_.end(), [&duty](const Part& part) {
+      return part.duty == &duty && part.retained;
+    });
+    if (!needed) released = world_.engine->Release(head_.name, duty.id).value_or(false) || released;
+  }
+  if (released) return;
+  world_.scheduler.WaitUntil("retained memory", [this, backwards = backwards_] {
+    const int64_t bytes = world_.plan.setup.options.retained_bytes;
+    return over() || backwards_ != backwards || world_.engine->stats().retained_bytes_used < bytes;
+  });
 }
 
 bool Step::Complete() const {

@@ -121,6 +121,7 @@ struct Part {
   const Duty* duty = nullptr;
   RowRange rows;
   bool done = false;
+  bool retained = false;  // its rows are, and its backward is still to come
   int64_t opened = 0;  // the call that did it
   int attempts = 0;
 };
