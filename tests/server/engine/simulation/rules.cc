@@ -120,7 +120,8 @@ bool MayEndWith(absl::StatusCode code, const StreamFacts& stream, const HeadFact
     case absl::StatusCode::kOutOfRange:
       return BadRowsAmong(stream, head);
     case absl::StatusCode::kInternal:
-      return device.failed_results > stream.failed_results || device.broken > stream.broken;
+      return device.failed_results > stream.failed_results || device.broken > stream.broken ||
+             device.Of(stream.generation).broken;
     case absl::StatusCode::kAborted:
       return BelongsToStep(stream) && head.Changed({What::kZero, What::kLoad}, stream.opened);
     case absl::StatusCode::kFailedPrecondition:

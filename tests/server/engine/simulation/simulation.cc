@@ -20,7 +20,10 @@ void SendFromMemory(World& world, const bool& over) {
     if (world.memory_ready.empty()) return;
     auto receive = std::move(world.memory_ready.front());
     world.memory_ready.pop_front();
+    ++world.receiving;
     receive();
+    receive = nullptr;
+    --world.receiving;
     world.scheduler.Yield();
   }
 }
@@ -38,6 +41,7 @@ std::string InUse(const World& world) {
       {"bytes of staging", stats.staging_used_bytes},
       {"buffers of areas", stats.area_buffers_lent},
       {"slices that are neither queued nor gone", world.live_calls},
+      {"slices for which there is memory", static_cast<int64_t>(world.memory_ready.size()) + world.receiving},
       {"retained microbatches", of_steps * stats.retained_microbatches},
       {"retained bytes", of_steps * stats.retained_bytes_used},
       {"rows in ledgers", of_steps * stats.ledger_rows},

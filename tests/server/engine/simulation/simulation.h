@@ -13,7 +13,7 @@ namespace lossd::engine::simulation {
 struct Outcome {
   std::vector<std::string> violations;
   std::vector<std::string> trace;  // if wanted
-  int64_t turns = 0, streams = 0, results = 0, chunks = 0, steps = 0;
+  int64_t turns = 0, streams = 0, results = 0, chunks = 0;
 };
 
 // Runs a plan; the same seed gives the same run.

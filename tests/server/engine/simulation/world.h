@@ -71,6 +71,7 @@ class World {
   bool closing = false;   // all steps are over: calls that still wait reach their deadlines
   bool stopping = false;  // the server shuts down
   std::deque<absl::AnyInvocable<void()>> memory_ready;  // what OnMemory was given
+  int64_t receiving = 0;                                // of them, those that run now
   std::map<int64_t, int64_t> generation_of_stream;      // by number
   int64_t streams = 0;                                  // so far, and their last number
   int64_t live_calls = 0;                               // on_queued functions that the engine has
