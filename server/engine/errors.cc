@@ -34,9 +34,13 @@ absl::Status StepNotOpen(absl::string_view field, uint64_t step, uint64_t curren
                          current);
 }
 
-absl::Status RowNotFinite(int64_t row) {
+absl::Status RowNotFinite(int64_t row, bool some_accumulated) {
   return FieldError(absl::StatusCode::kOutOfRange, absl::StrCat("row ", row),
-                    "must have a finite loss; nothing of its slice was accumulated",
+                    some_accumulated
+                        ? "must have a finite loss; rows of its slice may have been accumulated, "
+                          "because other calls sent some of them, too (zero the step, or send "
+                          "the slice again)"
+                        : "must have a finite loss; nothing of its slice was accumulated",
                     "a loss that is not finite");
 }
 

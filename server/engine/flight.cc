@@ -90,8 +90,9 @@ void Flight::OnResults(const absl::Status& status) {
   for (const auto& slice : work_->slices) {
     if (!slice->is_good()) {
       all_good = false;
-      session_->streams().Fail(*slice->stream,
-                               status.ok() ? RowNotFinite(slice->bad_row) : DeviceFailed(status));
+      session_->streams().Fail(
+          *slice->stream,
+          status.ok() ? RowNotFinite(slice->bad_row, slice->accumulated_all_the_same) : DeviceFailed(status));
     } else if (!slice->stream->failed()) {
       Deliver(*slice);
     }
@@ -106,6 +107,7 @@ void Flight::TakeResults() {
     const Segment& segment = work_->segments[i];
     for (SliceWork* slice : segment.slices) {
       Add(slices_[i].sums, slice->sums);
+      if (IsGood(i) && work_->accumulates) slice->accumulated_all_the_same = true;
       if (IsGood(i) || !slice->is_good()) continue;
       slice->bad_row = segment.rows.begin + std::max<int64_t>(0, slices_[i].first_nonfinite_row);
     }
@@ -167,6 +169,7 @@ void Flight::Settle(bool accumulated) {
     }
     int64_t committed = ledger.Commit(segment.microbatch_id, segment.rows);
     for (SliceWork* slice : segment.slices) {
+      if (!slice->is_good()) continue;  // nobody is told of its rows
       slice->accumulated_rows += committed;
       slice->repeated_rows += slices_[i].sums.valid_rows - committed;
       committed = 0;

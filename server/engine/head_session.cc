@@ -182,6 +182,12 @@ void HeadSession::EnterStep(const absl::Status& why,
   deferred_.Clear();  // their losses came from the logits of the old weights
 }
 
+void HeadSession::DeleteHead() {
+  head_.reset();
+  absl::MutexLock lock(&context_->mutex);
+  deferred_.Clear();
+}
+
 void HeadSession::OnAccumulationFailed(const absl::Status& status) {
   step_->MarkGradientsInvalid(absl::InternalError(absl::StrCat(
       "the device failed while accumulating; the gradients of head ", name_, " at step ", step_->number(),

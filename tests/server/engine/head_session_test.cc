@@ -128,6 +128,21 @@ TEST_F(HeadSessionTest, AFailedUpdateMakesTheWeightsInvalidAndAFailedZeroingTheG
   EXPECT_FALSE(Snapshot().weights_status.ok());
 }
 
+// A backend may let go of a chunk, and with it of the session, when the engine has ended.
+TEST_F(HeadSessionTest, ADeletedHeadKeepsNoMemoryOfTheEngine) {
+  Start({.retained_bytes = 4096});
+  StreamSpec spec = LossOnly(1, 4);
+  spec.reduction = Reduction::kNone;
+  spec.retain = true;
+  Call call = Open(spec);
+  ASSERT_TRUE(Send(call, {0, 4}).queued());
+  ASSERT_TRUE(RunNext());
+  ASSERT_TRUE(call.results->Wait().ok()) << call.results->Wait();
+  EXPECT_GT(context_->retained_ranges.used(), 0);
+  session_->DeleteHead();
+  EXPECT_EQ(context_->retained_ranges.used(), 0);
+}
+
 TEST_F(HeadSessionTest, ItsPartOfTheStats) {
   Start();
   Call call = Open(Spec(1, 4, {0, 4}));

@@ -4,7 +4,10 @@
 #include <cmath>
 #include <cstring>
 
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "server/engine/errors.h"
 
 namespace lossd::engine::simulation {
@@ -133,6 +136,32 @@ bool MayEndWith(absl::StatusCode code, const StreamFacts& stream, const HeadFact
   }
 }
 
+// The slice of the stream with the row that an error names, e.g. "row 3 must".
+RowRange SliceOf(const StreamFacts& stream, const absl::Status& status) {
+  int64_t row = -1;
+  const std::vector<absl::string_view> words = absl::StrSplit(status.message(), absl::MaxSplits(' ', 2));
+  if (words.size() < 2 || !absl::SimpleAtoi(words[1], &row)) return {};
+  const auto holds = [row](RowRange rows) { return rows.begin <= row && row < rows.end; };
+  const auto it = std::find_if(stream.slices.begin(), stream.slices.end(), holds);
+  return it == stream.slices.end() ? RowRange() : *it;
+}
+
+// An error that says that nothing of a slice was accumulated is right about rows that no other stream sent.
+std::string CheckNothingAccumulated(const absl::Status& status, const StreamFacts& stream,
+                                    const HeadFacts& head, const Device& device) {
+  if (!absl::IsOutOfRange(status) || !stream.accumulates) return "";
+  if (!absl::StrContains(status.message(), "nothing of its slice was accumulated")) return "";
+  const RowRange slice = SliceOf(stream, status);
+  for (int64_t row = slice.begin; row < slice.end; ++row) {
+    const auto name = static_cast<int64_t>(NameOf(stream.duty->id, row));
+    const auto senders = head.senders.find(name);
+    const bool alone = senders != head.senders.end() && senders->second.size() == 1;
+    if (alone && device.Of(stream.generation).times.contains(name))
+      return absl::StrCat("row ", row, " was accumulated, although: ", status.message());
+  }
+  return "";
+}
+
 // ---- Order ----
 
 // Walks along a serial execution of the duties.
@@ -248,7 +277,8 @@ std::string CheckSlice(const SliceOutput& output, const Device& device, int64_t 
 std::string CheckEnd(const absl::Status& status, const StreamSummary& summary, const StreamFacts& stream,
                      const HeadFacts& head, const Device& device, bool stopping) {
   if (status.ok()) return CheckOk(summary, stream, device);
-  if (MayEndWith(status.code(), stream, head, device, stopping)) return "";
+  if (MayEndWith(status.code(), stream, head, device, stopping))
+    return CheckNothingAccumulated(status, stream, head, device);
   return absl::StrCat("it ended without a reason: ", status.ToString());
 }
 

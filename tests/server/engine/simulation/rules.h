@@ -40,6 +40,7 @@ struct Change {
 struct HeadFacts {
   std::vector<Change> changes;
   std::map<uint64_t, std::set<int64_t>> bad_rows;  // that were sent, by microbatch
+  std::map<int64_t, std::set<int64_t>> senders;    // the streams that sent a row, by its name
   // True if such a change was under way at `since` or later.
   bool Changed(std::initializer_list<Change::What> kinds, int64_t since) const;
 };
@@ -59,6 +60,7 @@ struct StreamFacts {
   // What its caller did.
   bool cut = false, broke_a_rule = false;
   std::set<int64_t> sent;
+  std::vector<RowRange> slices;
   // What it was told.
   std::map<int64_t, float> losses;
   std::set<int64_t> versions;

@@ -2,6 +2,8 @@
 //   LOSSD_SIMULATION_SCHEDULES=n  runs so many seeds,
 //   LOSSD_SIMULATION_FIRST=n      beginning with this one;
 //   LOSSD_SIMULATION_SEED=n       runs this one alone and prints what happened.
+#include "tests/server/engine/simulation/simulation.h"
+
 #include <signal.h>
 #include <unistd.h>
 
@@ -15,7 +17,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "gtest/gtest.h"
-#include "tests/server/engine/simulation/simulation.h"
 
 namespace lossd::engine::simulation {
 namespace {
@@ -77,10 +78,9 @@ TEST(SimulationTest, RandomSchedules) {
     const WatchedSeed watched(seed);
     const Plan plan = MakePlan(seed);
     const Outcome outcome = Simulate(plan, seed, /*tracing=*/false);
-    ASSERT_TRUE(outcome.violations.empty())
-        << Repeats(seed) << ":\n"
-        << absl::StrJoin(outcome.violations, "\n") << "\n"
-        << Shrink(plan, seed);
+    ASSERT_TRUE(outcome.violations.empty()) << Repeats(seed) << ":\n"
+                                            << absl::StrJoin(outcome.violations, "\n") << "\n"
+                                            << Shrink(plan, seed);
     sum.turns += outcome.turns;
     sum.streams += outcome.streams;
     sum.results += outcome.results;

@@ -224,7 +224,12 @@ std::vector<float> StreamTask::Hidden(RowRange rows) {
 }
 
 void StreamTask::SendSlice(RowRange rows) {
-  for (int64_t row = rows.begin; row < rows.end; ++row) facts_.sent.insert(row);
+  facts_.slices.push_back(rows);
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    facts_.sent.insert(row);
+    if (facts_.accumulates)
+      head_.facts.senders[static_cast<int64_t>(NameOf(facts_.duty->id, row))].insert(facts_.number);
+  }
   last_ = std::make_shared<SentSlice>();
   IncomingSlice slice{.rows = rows};
   slice.on_queued = [this, self = shared_from_this(), rows, token = Token(&world_, last_)](int64_t) {

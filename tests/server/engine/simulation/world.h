@@ -123,7 +123,7 @@ struct Part {
   RowRange rows;
   bool done = false;
   bool retained = false;  // its rows are, and its backward is still to come
-  int64_t opened = 0;  // the call that did it
+  int64_t opened = 0;     // the call that did it
   int attempts = 0;
 };
 
