@@ -55,6 +55,23 @@ TEST_F(HeadSessionTest, ASliceWaitsForMemoryAndItsStreamForIt) {
   EXPECT_TRUE(waiting.results->Wait().ok()) << waiting.results->Wait();
 }
 
+TEST_F(HeadSessionTest, AStreamThatHasFailedTakesNoSliceThoughItIsNotOver) {
+  Start();
+  Call call = Open(Spec(1, 8, {0, 8}));
+  ASSERT_TRUE(Send(call, {0, 4}).queued());
+  DeviceLoop::Work chunk;
+  {
+    absl::MutexLock lock(&context_->mutex);
+    chunk = session_->TakeWork({.max_chunks = 1});  // a slice of it is on the device
+  }
+  call.stream->Cancel(absl::CancelledError("cut"));
+  EXPECT_FALSE(call.results->finished());
+  EXPECT_FALSE(Send(call, {4, 8}).copied());
+  EXPECT_EQ(context_->staging->used_bytes(), 256) << "of the slice on the device";
+  chunk();
+  EXPECT_EQ(call.results->Wait().code(), absl::StatusCode::kCancelled);
+}
+
 TEST_F(HeadSessionTest, AStreamMayEndWhileItsSliceWaitsForMemory) {
   device_.chunk_rows = 1000;
   Start();
