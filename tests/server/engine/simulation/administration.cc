@@ -85,6 +85,7 @@ absl::Status Create(World& world, HeadWorld& head) {
   if (status.ok()) status = world.engine->PublishHead(head.name);
   world.Note("creates ", head.name, ": ", status);
   if (status.ok()) NoteCall(world, head, Call::What::kCreated, 0, change.begin());
+  if (absl::IsNotFound(status)) NoteCall(world, head, Call::What::kMaybeCreated, 0, change.begin());
   return status;
 }
 

@@ -21,7 +21,7 @@ struct State {
 // The state after the call; nothing if the call cannot be now.
 std::optional<State> After(const State& state, const Call& call) {
   using What = Call::What;
-  if (call.what == What::kCreated)
+  if (call.what == What::kCreated || call.what == What::kMaybeCreated)
     return state.exists ? std::nullopt : std::optional<State>(State{.exists = true});
   if (call.what == What::kNotFound) return state.exists ? std::nullopt : std::optional<State>(state);
   if (!state.exists) return std::nullopt;
@@ -72,7 +72,9 @@ class Search {
       if (done_[i]) continue;
       const std::optional<State> after = After(state, calls_[i]);
       if (after.has_value() && Try(i, *after)) return true;
-      if (calls_[i].what == Call::What::kMaybe && Try(i, state)) return true;
+      const bool optional =
+          calls_[i].what == Call::What::kMaybe || calls_[i].what == Call::What::kMaybeCreated;
+      if (optional && Try(i, state)) return true;
       first_ = first;
     }
     if (count_ == best_) stuck_ = Stuck(state, earliest_end);
@@ -108,8 +110,9 @@ class Search {
 }  // namespace
 
 std::string Describe(const Call& call) {
-  static constexpr const char* kNames[] = {"sees",  "is refused", "applies", "repeats",    "zeroes",
-                                           "loads", "deletes",    "creates", "finds none", "may load"};
+  static constexpr const char* kNames[] = {"sees",       "is refused", "applies",   "repeats",
+                                           "zeroes",     "loads",      "deletes",   "creates",
+                                           "finds none", "may load",   "may create"};
   return absl::StrCat("[", call.begin, ", ", call.end, "] ", kNames[static_cast<size_t>(call.what)], " step ",
                       call.step);
 }

@@ -18,9 +18,10 @@ struct Call {
     kZeroed,    // the step `step`, which stays open
     kLoaded,    // opened the step `step`
     kDeleted,
-    kCreated,   // with step 0
-    kNotFound,  // there is no such head, or it is being created or deleted
-    kMaybe,     // a load that failed: it may have opened the step or not
+    kCreated,       // with step 0
+    kNotFound,      // there is no such head, or it is being created or deleted
+    kMaybe,         // a load that failed: it may have opened the step or not
+    kMaybeCreated,  // a creation that found the head deleted at its end
   };
   What what = What::kSees;
   uint64_t step = 0;

@@ -101,6 +101,8 @@ class StreamTask : public std::enable_shared_from_this<StreamTask> {
   void SendSlice(RowRange rows);
   std::vector<float> Hidden(RowRange rows);
   void GiveUp(absl::Status why);
+  // True if nobody has use for the rest of the stream.
+  bool NobodyWaits() const { return world_.stopping || head_.abandoned || (world_.closing && head_.trained); }
   void Read();
   void WaitForEnd();
 
@@ -273,10 +275,8 @@ void StreamTask::Send() {
       scheduler().Yield();
       return GiveUp(absl::CancelledError("cut"));
     }
-    scheduler().WaitUntil(absl::StrCat(Who(), ": slice ", Text(slices[i]), " to be queued"), [this] {
-      return last_->queued || last_->gone || finished_ || world_.stopping ||
-             (world_.closing && head_.trained);
-    });
+    scheduler().WaitUntil(absl::StrCat(Who(), ": slice ", Text(slices[i]), " to be queued"),
+                          [this] { return last_->queued || last_->gone || finished_ || NobodyWaits(); });
     if (!last_->queued && !last_->gone && !finished_)
       return GiveUp(absl::DeadlineExceededError("the call's deadline"));
     if (habits_.break_a_rule && scheduler().Draw(4) == 0) break;
@@ -312,9 +312,8 @@ void StreamTask::Read() {
 }
 
 void StreamTask::WaitForEnd() {
-  scheduler().WaitUntil(absl::StrCat(Who(), ": its end"), [this] {
-    return finished_ || (!facts_.cut && (world_.stopping || (world_.closing && head_.trained)));
-  });
+  scheduler().WaitUntil(absl::StrCat(Who(), ": its end"),
+                        [this] { return finished_ || (!facts_.cut && NobodyWaits()); });
   if (finished_) return;
   GiveUp(absl::DeadlineExceededError("the call's deadline"));
   scheduler().WaitUntil(absl::StrCat(Who(), ": its end, after it was given up"),
@@ -358,9 +357,10 @@ absl::Status RunContribution(World& world, HeadWorld& head, const Duty& duty, Ro
     auto ready = std::make_shared<bool>(false);
     const uint64_t ticket = world.engine->AwaitTurn(*contribution, [ready] { *ready = true; });
     if (ticket != 0) {
-      world.scheduler.WaitUntil(absl::StrCat("contribution ", duty.id, ": its turn"), [&world, ready, cut] {
-        return *ready || world.ending() || (cut && world.scheduler.turns() % 16 == 0);
-      });
+      world.scheduler.WaitUntil(
+          absl::StrCat("contribution ", duty.id, ": its turn"), [&world, &head, ready, cut] {
+            return *ready || world.ending() || head.abandoned || (cut && world.scheduler.turns() % 16 == 0);
+          });
       if (!*ready && world.engine->ForgetTurn(*contribution, ticket)) return absl::CancelledError("cut");
       world.scheduler.WaitUntil("a turn that was not forgotten", [ready] { return *ready; });
     }

@@ -177,8 +177,10 @@ void Step::Run() {
     world_.scheduler.Yield();
   }
   over_ = true;
+  head_.abandoned = true;
   world_.scheduler.WaitUntil(absl::StrCat(head_.name, ", step ", number_, ": its tasks"),
                              [this] { return working_ == 0; });
+  head_.abandoned = false;
 }
 
 uint64_t OpenStepOf(World& world, HeadWorld& head) {
