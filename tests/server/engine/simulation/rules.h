@@ -7,6 +7,7 @@
 #define LOSSD_TESTS_SERVER_ENGINE_SIMULATION_RULES_H_
 
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <map>
 #include <set>
