@@ -26,6 +26,11 @@ int64_t CountValid(const kernels::Slice& slice) {
   return valid;
 }
 
+// Rows of zeros, in the places of rows that nobody sent; streams have numbers from 1 on.
+bool IsGap(const kernels::Slice& slice) {
+  return slice.hidden != nullptr && static_cast<const float*>(slice.hidden)[1] == 0.0f;
+}
+
 }  // namespace
 
 // ---- Heads ----
@@ -70,7 +75,9 @@ void DeviceHead::Compute(kernels::Chunk& chunk, kernels::ChunkCallbacks& callbac
   int64_t total = 0, position = 0;
   for (const kernels::Slice& slice : chunk.slices) {
     total += CountValid(slice);
-    device_->computed_rows += slice.rows;
+    if (!IsGap(slice)) device_->computed_rows += slice.rows;
+    if (!IsGap(slice) && !device_->failures.results.contains(number))
+      device_->computed_valid_rows += CountValid(slice);
   }
   Added added;
   const bool failed = device_->failures.results.contains(number);
@@ -79,7 +86,6 @@ void DeviceHead::Compute(kernels::Chunk& chunk, kernels::ChunkCallbacks& callbac
     ++device_->failed_results;
   } else {
     for (kernels::Slice& slice : chunk.slices) ComputeSlice(chunk, slice, total, position, added);
-    device_->computed_valid_rows += total;
     chunk.gradients = chunk.options.gradients;
   }
   const absl::Status results = failed ? Failed("a chunk") : absl::OkStatus();
