@@ -10,15 +10,19 @@
 
 namespace lossd::engine {
 
-DeviceLoop::DeviceLoop(absl::Mutex* mutex, int max_chunks) : mutex_(mutex), load_{.max_chunks = max_chunks} {}
+DeviceLoop::DeviceLoop(absl::Mutex* mutex, int max_chunks, Runtime* runtime)
+    : mutex_(mutex), runtime_(runtime), load_{.max_chunks = max_chunks} {}
 
 DeviceLoop::~DeviceLoop() = default;
 
-void DeviceLoop::Start() {
-  thread_ = std::thread([this] { Loop(); });
-}
+void DeviceLoop::Start() { join_ = runtime_->Start(this); }
 
-void DeviceLoop::Join() { thread_.join(); }
+void DeviceLoop::Join() { join_(); }
+
+void DeviceLoop::Signal() {
+  news_ = true;
+  wake_.Signal();
+}
 
 absl::Status DeviceLoop::Run(absl::FunctionRef<void()> task) {
   absl::Notification done;
@@ -29,9 +33,9 @@ absl::Status DeviceLoop::Run(absl::FunctionRef<void()> task) {
       task();
       done.Notify();
     });
-    wake_.Signal();
+    Signal();
   }
-  done.WaitForNotification();
+  runtime_->Wait(done);
   return absl::OkStatus();
 }
 
@@ -47,14 +51,14 @@ void DeviceLoop::Remove(absl::string_view name) {
 
 void DeviceLoop::Wake() {
   mutex_->AssertHeld();
-  wake_.Signal();
+  Signal();
 }
 
 void DeviceLoop::Stop(Work last) {
   mutex_->AssertHeld();
   stopping_ = true;
   last_ = std::move(last);
-  wake_.Signal();
+  Signal();
 }
 
 bool DeviceLoop::stopping() const {
@@ -71,38 +75,55 @@ void DeviceLoop::OnLaunched(bool accumulates) {
 void DeviceLoop::OnResults(bool accumulates) {
   mutex_->AssertHeld();
   if (accumulates) --load_.without_results;
-  wake_.Signal();  // a chunk that waits for this one's results may be formed
+  Signal();  // a chunk that waits for this one's results may be formed
 }
 
 void DeviceLoop::OnLeft() {
   mutex_->AssertHeld();
   --load_.chunks;
   heartbeat_.Beat();
-  wake_.Signal();
+  Signal();
 }
 
-void DeviceLoop::Loop() {
+void DeviceLoop::Run() {
   pthread_setname_np(pthread_self(), "lossd-device");
   absl::MutexLock lock(mutex_);
   while (true) {
-    Work work = NextWork();
-    const bool found = static_cast<bool>(work);
-    if (found) {
-      MutexUnlock unlock(mutex_);
-      work();
-      work = nullptr;  // what it owns is destroyed without the lock
-    }
-    if (found || load_.chunks == 0) heartbeat_.Beat();  // a device that computes beats by finishing chunks
-    if (found) continue;
-    if (stopping_ && load_.chunks == 0) break;
-    wake_.WaitWithTimeout(mutex_, kDeviceBeat);
+    const Progress progress = RunNext();
+    if (progress == Progress::kEnded) return;
+    if (progress == Progress::kIdle) wake_.WaitWithTimeout(mutex_, kDeviceBeat);
   }
+}
+
+Runtime::Loop::Progress DeviceLoop::RunSome() {
+  absl::MutexLock lock(mutex_);
+  return RunNext();
+}
+
+bool DeviceLoop::HasNews() {
+  absl::MutexLock lock(mutex_);
+  return news_;
+}
+
+Runtime::Loop::Progress DeviceLoop::RunNext() {
+  Work work = NextWork();
+  const bool found = static_cast<bool>(work);
+  if (found) {
+    MutexUnlock unlock(mutex_);
+    work();
+    work = nullptr;  // what it owns is destroyed without the lock
+  }
+  if (found || load_.chunks == 0) heartbeat_.Beat();  // a device that computes beats by finishing chunks
+  if (found) return Progress::kWorked;
+  news_ = false;
+  if (!stopping_ || load_.chunks > 0) return Progress::kIdle;
   Work last = std::move(last_);
   {
     MutexUnlock unlock(mutex_);
     last();
   }
   sources_.clear();
+  return Progress::kEnded;
 }
 
 DeviceLoop::Work DeviceLoop::NextWork() {

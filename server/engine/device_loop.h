@@ -13,7 +13,6 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <thread>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
@@ -23,6 +22,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "server/engine/heartbeat.h"
+#include "server/engine/runtime.h"
 
 namespace lossd::engine {
 
@@ -34,7 +34,7 @@ struct DeviceLoad {
   bool accepts_chunk() const { return chunks < max_chunks; }
 };
 
-class DeviceLoop {
+class DeviceLoop final : public Runtime::Loop {
  public:
   using Work = absl::AnyInvocable<void()>;
 
@@ -46,8 +46,9 @@ class DeviceLoop {
     virtual Work TakeWork(const DeviceLoad& load) = 0;
   };
 
-  DeviceLoop(absl::Mutex* mutex, int max_chunks);
-  ~DeviceLoop();
+  // `runtime` outlives the loop.
+  DeviceLoop(absl::Mutex* mutex, int max_chunks, Runtime* runtime = SystemRuntime());
+  ~DeviceLoop() override;
   DeviceLoop(const DeviceLoop&) = delete;
   DeviceLoop& operator=(const DeviceLoop&) = delete;
 
@@ -76,19 +77,26 @@ class DeviceLoop {
   void OnLeft();
 
  private:
-  void Loop() ABSL_LOCKS_EXCLUDED(mutex_);
+  void Run() override ABSL_LOCKS_EXCLUDED(mutex_);
+  Progress RunSome() override ABSL_LOCKS_EXCLUDED(mutex_);
+  bool HasNews() override ABSL_LOCKS_EXCLUDED(mutex_);
+  // Runs the next piece of work, with the lock released meanwhile; after the last one, what Stop was given.
+  Progress RunNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Signal() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Work NextWork() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   absl::Mutex* const mutex_;
+  Runtime* const runtime_;
   Heartbeat heartbeat_;
   absl::CondVar wake_;
+  bool news_ ABSL_GUARDED_BY(mutex_) = false;  // since there was nothing to do
   std::deque<Work> tasks_ ABSL_GUARDED_BY(mutex_);
   std::map<std::string, std::shared_ptr<Source>, std::less<>> sources_ ABSL_GUARDED_BY(mutex_);
   std::string last_served_ ABSL_GUARDED_BY(mutex_);
   DeviceLoad load_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   Work last_ ABSL_GUARDED_BY(mutex_);
-  std::thread thread_;
+  absl::AnyInvocable<void()> join_;
 };
 
 }  // namespace lossd::engine

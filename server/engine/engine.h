@@ -37,6 +37,7 @@
 #include "server/engine/contribution.h"
 #include "server/engine/engine_observer.h"
 #include "server/engine/engine_options.h"
+#include "server/engine/runtime.h"
 #include "server/engine/snapshots.h"
 #include "server/engine/step_request.h"
 #include "server/engine/stream.h"
@@ -49,10 +50,12 @@ namespace lossd::engine {
 
 class Engine {
  public:
-  // `backend` and the observers outlive the engine. Allocates the staging pool. `incarnation` must not be 0.
+  // `backend`, the observers and `runtime` outlive the engine. Allocates the staging pool. `incarnation` must
+  // not be 0.
   static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options,
                                                         kernels::Backend* backend, uint64_t incarnation,
-                                                        std::vector<EngineObserver*> observers);
+                                                        std::vector<EngineObserver*> observers,
+                                                        Runtime* runtime = SystemRuntime());
   // Cancels all streams, finishes what is on the device and joins the device thread. All memory of slices
   // must have come back (EngineStats: staging_used_bytes and area_buffers_lent are 0).
   virtual ~Engine() = default;

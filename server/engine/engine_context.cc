@@ -10,7 +10,8 @@ namespace lossd::engine {
 absl::StatusOr<std::unique_ptr<EngineContext>> EngineContext::Create(const EngineOptions& options,
                                                                      kernels::Backend* backend,
                                                                      uint64_t incarnation,
-                                                                     std::vector<EngineObserver*> observers) {
+                                                                     std::vector<EngineObserver*> observers,
+                                                                     Runtime* runtime) {
   if (incarnation == 0) return InvalidField("incarnation", "must not be 0", "0");
   if (options.slice_bytes <= 0)
     return InvalidField("slice_bytes", "must be positive", absl::StrCat(options.slice_bytes));
@@ -31,20 +32,23 @@ absl::StatusOr<std::unique_ptr<EngineContext>> EngineContext::Create(const Engin
     retained = *std::move(allocated);
   }
   return std::make_unique<EngineContext>(options, backend, incarnation, std::move(observers),
-                                         *std::move(staging), std::move(retained));
+                                         *std::move(staging), std::move(retained), runtime);
 }
 
 EngineContext::EngineContext(const EngineOptions& engine_options, kernels::Backend* engine_backend,
                              uint64_t engine_incarnation, std::vector<EngineObserver*> engine_observers,
                              std::unique_ptr<StagingPool> staging_pool,
-                             std::unique_ptr<kernels::RetainedMemory> retained_memory)
+                             std::unique_ptr<kernels::RetainedMemory> retained_memory,
+                             Runtime* engine_runtime)
     : options(engine_options),
       backend(engine_backend),
       incarnation(engine_incarnation),
       observers(std::move(engine_observers)),
+      runtime(engine_runtime),
       staging(std::move(staging_pool)),
       retained(std::move(retained_memory)),
       retained_ranges(retained == nullptr ? 0 : retained->size()),
-      loop(&mutex, backend->max_chunks_in_flight()) {}
+      loop(&mutex, backend->max_chunks_in_flight(), runtime),
+      notifier(runtime) {}
 
 }  // namespace lossd::engine

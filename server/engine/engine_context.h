@@ -19,6 +19,7 @@
 #include "server/engine/engine_options.h"
 #include "server/engine/notifier.h"
 #include "server/engine/range_allocator.h"
+#include "server/engine/runtime.h"
 #include "server/engine/staging_pool.h"
 #include "server/engine/versions.h"
 
@@ -26,19 +27,21 @@ namespace lossd::engine {
 
 struct EngineContext {
   // Checks the options and allocates staging and retained memory. INVALID_ARGUMENT, or the backend's error.
-  // `backend` and the observers outlive the context. The device loop is not started.
+  // `backend`, the observers and `runtime` outlive the context. The device loop is not started.
   static absl::StatusOr<std::unique_ptr<EngineContext>> Create(const EngineOptions& options,
                                                                kernels::Backend* backend,
                                                                uint64_t incarnation,
-                                                               std::vector<EngineObserver*> observers);
+                                                               std::vector<EngineObserver*> observers,
+                                                               Runtime* runtime = SystemRuntime());
   EngineContext(const EngineOptions& options, kernels::Backend* backend, uint64_t incarnation,
                 std::vector<EngineObserver*> observers, std::unique_ptr<StagingPool> staging,
-                std::unique_ptr<kernels::RetainedMemory> retained);
+                std::unique_ptr<kernels::RetainedMemory> retained, Runtime* runtime);
 
   const EngineOptions options;
   kernels::Backend* const backend;
   const uint64_t incarnation;
   const EngineObservers observers;
+  Runtime* const runtime;
   const std::unique_ptr<StagingPool> staging;
   const std::unique_ptr<kernels::RetainedMemory> retained;  // null: the engine keeps no rows
   RangeAllocator retained_ranges;                           // of `retained`

@@ -15,8 +15,9 @@ namespace lossd::engine {
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options,
                                                        kernels::Backend* backend, uint64_t incarnation,
-                                                       std::vector<EngineObserver*> observers) {
-  auto context = EngineContext::Create(options, backend, incarnation, std::move(observers));
+                                                       std::vector<EngineObserver*> observers,
+                                                       Runtime* runtime) {
+  auto context = EngineContext::Create(options, backend, incarnation, std::move(observers), runtime);
   if (!context.ok()) return context.status();
   return std::make_unique<EngineImpl>(*std::move(context));
 }

@@ -44,9 +44,13 @@ absl::Status OtherGeneration(absl::string_view field, uint64_t named, uint64_t c
 
 absl::Status ShuttingDown() { return absl::UnavailableError("the server is shutting down"); }
 
-absl::Status RowNotFinite(int64_t row) {
+absl::Status RowNotFinite(int64_t row, bool some_accumulated) {
   return FieldError(absl::StatusCode::kOutOfRange, absl::StrCat("row ", row),
-                    "must have a finite loss; nothing of its slice was accumulated",
+                    some_accumulated
+                        ? "must have a finite loss; rows of its slice may have been accumulated, "
+                          "because other calls sent some of them, too (zero the step, or send "
+                          "the slice again)"
+                        : "must have a finite loss; nothing of its slice was accumulated",
                     "a loss that is not finite");
 }
 

@@ -42,8 +42,9 @@ absl::Status OtherGeneration(absl::string_view field, uint64_t named, uint64_t c
 // UNAVAILABLE.
 absl::Status ShuttingDown();
 
-// OUT_OF_RANGE: the loss of a row of a microbatch is not finite.
-absl::Status RowNotFinite(int64_t row);
+// OUT_OF_RANGE: the loss of a row of a microbatch is not finite. `some_accumulated`: rows of its slice may
+// have been accumulated nevertheless, because slices of other calls hold rows of it, too.
+absl::Status RowNotFinite(int64_t row, bool some_accumulated);
 
 // INTERNAL: a chunk got no results.
 absl::Status DeviceFailed(const absl::Status& status);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/time/clock.h"
 #include "server/engine/errors.h"
 #include "server/engine/head_session.h"
 
@@ -35,7 +34,7 @@ void Add(const kernels::SliceSums& from, kernels::SliceSums& to) {
 }  // namespace
 
 Flight::Flight(std::shared_ptr<HeadSession> session, std::unique_ptr<ChunkWork> work)
-    : session_(std::move(session)), work_(std::move(work)), formed_(absl::Now()) {
+    : session_(std::move(session)), work_(std::move(work)), formed_(session_->context().runtime->Now()) {
   for (const auto& slice : work_->slices)
     slice->queue_seconds = absl::ToDoubleSeconds(formed_ - slice->queued);
 }
@@ -80,7 +79,7 @@ void Flight::MakeChunk() {
 // ---- Results ----
 
 void Flight::OnResults(const absl::Status& status) {
-  compute_seconds_ = absl::ToDoubleSeconds(absl::Now() - formed_);
+  compute_seconds_ = absl::ToDoubleSeconds(session_->context().runtime->Now() - formed_);
   results_ok_ = status.ok();
   EngineContext& context = session_->context();
   if (!status.ok()) context.observers.Tell(&EngineObserver::OnDeviceError, status);
@@ -92,8 +91,9 @@ void Flight::OnResults(const absl::Status& status) {
   for (const auto& slice : work_->slices) {
     if (!slice->is_good()) {
       all_good = false;
-      session_->streams().Fail(*slice->stream,
-                               status.ok() ? RowNotFinite(slice->bad_row) : DeviceFailed(status));
+      session_->streams().Fail(
+          *slice->stream,
+          status.ok() ? RowNotFinite(slice->bad_row, slice->accumulated_all_the_same) : DeviceFailed(status));
     } else if (!slice->stream->failed()) {
       Deliver(*slice);
     }
@@ -108,6 +108,7 @@ void Flight::TakeResults() {
     const Segment& segment = work_->segments[i];
     for (SliceWork* slice : segment.slices) {
       Add(slices_[i].sums, slice->sums);
+      if (IsGood(i) && work_->accumulates) slice->accumulated_all_the_same = true;
       if (IsGood(i) || !slice->is_good()) continue;
       slice->bad_row = segment.rows.begin + std::max<int64_t>(0, slices_[i].first_nonfinite_row);
     }
@@ -169,6 +170,7 @@ void Flight::Settle(bool accumulated) {
     }
     int64_t committed = ledger.Commit(segment.microbatch_id, segment.rows);
     for (SliceWork* slice : segment.slices) {
+      if (!slice->is_good()) continue;  // nobody is told of its rows
       slice->accumulated_rows += committed;
       slice->repeated_rows += slices_[i].sums.valid_rows - committed;
       committed = 0;

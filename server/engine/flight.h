@@ -50,8 +50,8 @@ class Flight : public std::enable_shared_from_this<Flight> {
   void TakeResults();
   // Sends the results of a slice to its stream's observer.
   void Deliver(SliceWork& slice);
-  // Books every segment and every slice. A row that several slices hold is accumulated for the first of them
-  // and a repeat for the others.
+  // Books every segment and every slice. A row that several good slices hold is accumulated for the first of
+  // them and a repeat for the others.
   void Settle(bool accumulated);
   ChunkReport Report() const;
 

@@ -22,7 +22,12 @@ GroupAssembly::GroupAssembly(GroupKey key, RowRange rows, size_t area, const Led
 }
 
 bool GroupAssembly::IsFree(RowRange rows) const {
-  return std::none_of(lent_.begin(), lent_.end(), [rows](const Lent& l) { return Overlap(l.rows, rows); });
+  const auto overlaps = [rows](const Lent& lent) { return Overlap(lent.rows, rows); };
+  if (std::any_of(lent_.begin(), lent_.end(), overlaps)) return false;
+  if (missing_ > 0) return true;
+  const auto first = coverage_.begin() + static_cast<std::ptrdiff_t>(Index(rows.begin));
+  return std::all_of(first, first + static_cast<std::ptrdiff_t>(rows.size()),
+                     [](int32_t slices) { return slices == 0; });
 }
 
 void GroupAssembly::Lend(uint64_t loan, const StreamState* stream, RowRange rows) {
@@ -40,6 +45,7 @@ bool GroupAssembly::Attach(std::unique_ptr<SliceWork>& slice, uint64_t arrival) 
   if (lent == lent_.end()) return false;
   lent_.erase(lent);
   Cover(slice->rows, 1);
+  if (slices_.empty()) first_arrival_ = arrival;
   slices_.push_back(std::move(slice));
   last_arrival_ = arrival;
   return true;
@@ -85,6 +91,7 @@ std::vector<GroupAssembly::Segment> GroupAssembly::Segments() const {
 
 void GroupAssembly::Refresh(const Ledger& ledger) {
   ledger.MarkUnsettled(key_.microbatch_id, rows_, absl::MakeSpan(needed_));
+  needed_rows_ = std::count(needed_.begin(), needed_.end(), 1);
   missing_ = 0;
   for (size_t i = 0; i < needed_.size(); ++i) missing_ += needed_[i] && coverage_[i] == 0 ? 1 : 0;
 }

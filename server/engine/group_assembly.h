@@ -46,7 +46,9 @@ class GroupAssembly {
   size_t area() const { return area_; }
 
   // ---- Places of rows ----
-  // True if none of these rows is lent.
+  // True if these rows may be lent: none of them is, and the group has use for them. Rows that are here
+  // already are lent again only if others are still missing, which their slice may bring; so the loans of a
+  // group come to an end, however often its rows are sent.
   bool IsFree(RowRange rows) const;
   // Lends the places of free rows to a stream; `loan` names the loan.
   void Lend(uint64_t loan, const StreamState* stream, RowRange rows);
@@ -61,7 +63,8 @@ class GroupAssembly {
   const std::vector<std::unique_ptr<SliceWork>>& slices() const { return slices_; }
   // Removes all slices, in order of arrival.
   std::vector<std::unique_ptr<SliceWork>> TakeSlices() { return std::exchange(slices_, {}); }
-  // The number that came with the last slice.
+  // The numbers that came with the first and with the last slice.
+  uint64_t first_arrival() const { return first_arrival_; }
   uint64_t last_arrival() const { return last_arrival_; }
   // All rows of the group, ascending, cut wherever a slice begins or ends.
   std::vector<Segment> Segments() const;
@@ -72,6 +75,8 @@ class GroupAssembly {
   // True if every row that is not settled is here and none is lent.
   bool IsComplete() const { return missing_ == 0 && lent_.empty(); }
   bool IsQuiet() const { return lent_.empty(); }
+  // True if none of its rows will be accumulated: each was, or has no target.
+  bool IsSettled() const { return needed_rows_ == 0; }
   // The first run of rows that have to come and have not; empty if there is none.
   RowRange FirstMissing() const;
 
@@ -90,9 +95,11 @@ class GroupAssembly {
   const size_t area_;
   std::vector<uint8_t> needed_;    // [rows]: 1: not settled, or not declared yet
   std::vector<int32_t> coverage_;  // [rows]: slices that hold the row
-  int64_t missing_ = 0;            // rows needed and not covered
+  int64_t needed_rows_ = 0;
+  int64_t missing_ = 0;  // rows needed and not covered
   std::vector<Lent> lent_;
   std::vector<std::unique_ptr<SliceWork>> slices_;
+  uint64_t first_arrival_ = 0;
   uint64_t last_arrival_ = 0;
 };
 

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "server/engine/arrival_schedule.h"
 #include "server/engine/backward.h"
 #include "server/engine/deterministic_schedule.h"
@@ -24,8 +23,8 @@ absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
   absl::StatusOr<std::shared_ptr<Schedule>> schedule = session->MakeSchedule();
   if (!schedule.ok()) return schedule.status();
   session->schedule_ = *std::move(schedule);
-  session->streams_ =
-      std::make_unique<StreamSet>(session->schedule_.get(), &session->deferred_, &context->notifier);
+  session->streams_ = std::make_unique<StreamSet>(session->schedule_.get(), &session->deferred_,
+                                                  &context->notifier, context->runtime);
   return session;
 }
 
@@ -89,7 +88,7 @@ absl::StatusOr<std::shared_ptr<StreamState>> HeadSession::OpenBackward(
     return FieldError(absl::StatusCode::kFailedPrecondition, "backward.accumulate_gradients",
                       "needs a head that is not frozen", "true");
   }
-  auto kept = deferred_.Find(spec.microbatch_id, spec.rows, absl::Now());
+  auto kept = deferred_.Find(spec.microbatch_id, spec.rows, context_->runtime->Now());
   if (!kept.ok()) return kept.status();
   BackwardRows rows = RowsOf(spec, **kept);
   auto stream = MakeStream(std::move(rows.stream), std::move(observer));
@@ -167,7 +166,7 @@ void HeadSession::CopyAndQueue(std::unique_ptr<SliceWork> slice) {
     absl::MutexLock lock(&context_->mutex);
     if (!stream.failed()) {
       stream.OnQueued();
-      slice->queued = absl::Now();
+      slice->queued = context_->runtime->Now();
       schedule_->For(stream.spec().accumulate_gradients).Queue(std::move(slice));
       context_->loop.Wake();
     }
@@ -194,6 +193,12 @@ void HeadSession::MarkWeightsInvalid(absl::Status why) {
   EndStale();
 }
 
+void HeadSession::DeleteHead() {
+  head_.reset();
+  absl::MutexLock lock(&context_->mutex);
+  deferred_.Clear();
+}
+
 void HeadSession::OnAccumulationFailed(const absl::Status& status) {
   step_->MarkGradientsInvalid(absl::InternalError(absl::StrCat(
       "the device failed while accumulating; the gradients of head ", name_, " at step ", step_->number(),
@@ -216,7 +221,7 @@ absl::Status HeadSession::Run(absl::FunctionRef<absl::Status()> operation) {
     schedule_->Push(&queued);
     context_->loop.Wake();
   }
-  queued.done.WaitForNotification();
+  context_->runtime->Wait(queued.done);
   return queued.result;
 }
 

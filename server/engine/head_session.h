@@ -47,7 +47,9 @@ class HeadSession final : public DeviceLoop::Source, public std::enable_shared_f
   Schedule& schedule() { return *schedule_; }
   // On the device thread only, without the lock.
   head::Head& head() { return *head_; }
-  void DeleteHead() { head_.reset(); }
+  // Ends the head, and lets go of what it keeps of the context's memory: the backend may hold the session
+  // longer than the engine lives.
+  void DeleteHead();
 
   // ---- Streams ----
   // As Engine::Open and Engine::OpenBackward, for this head.

@@ -74,7 +74,7 @@ void Sequencer::Return(size_t area, uint64_t loan) {
 void Sequencer::CloseIdle() {
   std::erase_if(open_, [this](const auto& entry) {
     const GroupAssembly& group = *entry.second;
-    const bool idle = group.key() < turn_ && group.IsQuiet() && group.slices().empty();
+    const bool idle = IsRepeat(group) && group.IsQuiet() && group.slices().empty();
     if (idle) areas_[group.area()].taken = false;
     return idle;
   });
@@ -124,8 +124,9 @@ void Sequencer::Clear() {
 }
 
 bool Sequencer::IsReady(const GroupAssembly& group) const {
-  if (group.slices().empty() || group.key() > turn_) return false;
-  if (group.key() < turn_) return group.IsQuiet();
+  if (group.slices().empty()) return false;
+  if (IsRepeat(group)) return group.IsQuiet();
+  if (group.key() > turn_) return false;
   const bool may_follow =
       std::all_of(on_device_.begin(), on_device_.end(), [](const auto& entry) { return entry.second; });
   return may_follow && group.IsComplete();
@@ -138,8 +139,11 @@ bool Sequencer::HasReady(uint64_t before) const {
 }
 
 std::unique_ptr<GroupAssembly> Sequencer::TakeReady() {
-  const auto it =
-      std::find_if(open_.begin(), open_.end(), [&](const auto& entry) { return IsReady(*entry.second); });
+  auto it = open_.end();
+  for (auto other = open_.begin(); other != open_.end(); ++other) {
+    const bool first = it == open_.end() || other->second->first_arrival() < it->second->first_arrival();
+    if (first && IsReady(*other->second)) it = other;
+  }
   if (it == open_.end()) return nullptr;
   std::unique_ptr<GroupAssembly> group = std::move(it->second);
   open_.erase(it);

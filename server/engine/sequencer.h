@@ -80,7 +80,8 @@ class Sequencer {
   // ---- The device ----
   // True if a group whose slices all arrived before number `before` can be computed.
   bool HasReady(uint64_t before = std::numeric_limits<uint64_t>::max()) const;
-  // The next group to compute; null if there is none.
+  // The next group to compute: of those that are ready, the one whose first slice came first. So new ones,
+  // however many, do not hold it up. Null if there is none.
   std::unique_ptr<GroupAssembly> TakeReady();
   // All rows of the group have results, so the next one may follow.
   void OnResultsGood(const GroupAssembly& group);
@@ -110,6 +111,8 @@ class Sequencer {
   RowRange RowsOf(GroupKey key) const;
   // The assembly that takes slices of a group now; opens one if it may. Null: not now.
   GroupAssembly* AssemblyFor(GroupKey key);
+  // True if the group accumulates nothing and needs no turn: it was passed over, or it had its turn.
+  bool IsRepeat(const GroupAssembly& group) const { return group.key() < turn_ || group.IsSettled(); }
   // True if nothing but free time on the device is needed to compute the group.
   bool IsReady(const GroupAssembly& group) const;
   // Closes groups of repeats that nothing has come of.

@@ -31,6 +31,8 @@ struct SliceWork {
   size_t index = 0;  // of its first row in the arrays over the chunk
   double queue_seconds = 0.0;
   int64_t bad_row = -1;  // of the microbatch: the first one without a result; -1: all have one
+  // If it is bad: rows of it are accumulated that it shares with other slices, or that lie behind such rows.
+  bool accumulated_all_the_same = false;
   kernels::SliceSums sums;
   int64_t accumulated_rows = 0;
   int64_t repeated_rows = 0;

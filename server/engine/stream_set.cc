@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "kernels/errors/payload.h"
 
 namespace lossd::engine {
@@ -60,7 +59,7 @@ void StreamSet::FinishIfReady(const std::shared_ptr<StreamState>& stream) {
   stream->MarkFinished();
   if (stream->status().ok() && stream->spec().retain) {
     deferred_->Add(stream->spec().microbatch_id, stream->terms(), stream->binding(), stream->TakePart(),
-                   absl::Now());
+                   runtime_->Now());
   }
   std::erase(streams_, stream);
   notifier_->Post([stream] { stream->observer().OnFinished(stream->status(), stream->summary()); });

@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "server/engine/deferred.h"
 #include "server/engine/notifier.h"
+#include "server/engine/runtime.h"
 #include "server/engine/schedule.h"
 #include "server/engine/stream_state.h"
 
@@ -21,9 +22,9 @@ class StreamSet {
  public:
   using Predicate = absl::FunctionRef<bool(const StreamState&)>;
 
-  // All three outlive the set.
-  StreamSet(Schedule* schedule, DeferredMicrobatches* deferred, Notifier* notifier)
-      : schedule_(schedule), deferred_(deferred), notifier_(notifier) {}
+  // All outlive the set.
+  StreamSet(Schedule* schedule, DeferredMicrobatches* deferred, Notifier* notifier, Runtime* runtime)
+      : schedule_(schedule), deferred_(deferred), notifier_(notifier), runtime_(runtime) {}
 
   void Add(std::shared_ptr<StreamState> stream) { streams_.push_back(std::move(stream)); }
   int64_t size() const { return static_cast<int64_t>(streams_.size()); }
@@ -47,6 +48,7 @@ class StreamSet {
   Schedule* const schedule_;
   DeferredMicrobatches* const deferred_;
   Notifier* const notifier_;
+  Runtime* const runtime_;
   std::vector<std::shared_ptr<StreamState>> streams_;
 };
 

@@ -163,9 +163,13 @@ void ComputeLossCall::HandleEndOfReads() {
 
 void ComputeLossCall::ReceiveRetained(std::optional<engine::RowRange> rows) {
   const std::shared_ptr<engine::Stream> stream = this->stream();
-  if (!rows.has_value() || stream == nullptr) return;  // no stream: the call has ended
-  stream->Receive(
-      {.rows = *rows, .on_queued = [self = shared_from_this()](int64_t used) { self->OnQueued(used); }});
+  while (rows.has_value() && stream != nullptr) {  // no stream: the call has ended
+    stream->Receive(
+        {.rows = *rows, .on_queued = [self = shared_from_this()](int64_t used) { self->OnQueued(used); }});
+    absl::MutexLock lock(&mutex_);
+    rows = std::exchange(next_retained_, std::nullopt);
+    receiving_retained_ = rows.has_value();
+  }
 }
 
 void ComputeLossCall::OnQueued(int64_t staging_bytes) {
@@ -192,7 +196,9 @@ std::optional<engine::RowRange> ComputeLossCall::NextSlice() {
   if (finished_ || read_withheld_ || retained_slices_.empty()) return std::nullopt;
   const engine::RowRange next = retained_slices_.front();
   retained_slices_.pop_front();
-  return next;
+  if (!std::exchange(receiving_retained_, true)) return next;
+  next_retained_ = next;
+  return std::nullopt;
 }
 
 void ComputeLossCall::ReadNext() {

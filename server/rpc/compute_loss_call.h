@@ -112,14 +112,15 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   absl::Status HandleSlice(const v1::SliceHeader& header, wire::PayloadView payload, absl::Time arrived)
       ABSL_LOCKS_EXCLUDED(mutex_);
   void HandleEndOfReads() ABSL_LOCKS_EXCLUDED(mutex_);
-  // Has the engine take rows that it holds; null: there is nothing to do.
+  // Has the engine take rows that it holds, and the slices behind them as long as there is memory at once;
+  // null: there is nothing to do. One call at a time.
   void ReceiveRetained(std::optional<engine::RowRange> rows) ABSL_LOCKS_EXCLUDED(mutex_);
   // The engine has queued a slice.
   void OnQueued(int64_t staging_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   void ReadNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool EnoughInFlight() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Goes on to the next slice, unless there are enough in flight. If that is one the engine holds, returns it
-  // for ReceiveRetained, which is called without the lock.
+  // for ReceiveRetained, which is called without the lock; a ReceiveRetained that runs finds it by itself.
   std::optional<engine::RowRange> NextSlice() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // ---- Turns on the sender pool ----
@@ -160,7 +161,9 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   int64_t staging_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // of slices with the engine or not yet written
   bool read_withheld_ ABSL_GUARDED_BY(mutex_) = false;
   bool backward_ ABSL_GUARDED_BY(mutex_) = false;
-  std::deque<engine::RowRange> retained_slices_ ABSL_GUARDED_BY(mutex_);  // backward: not received yet
+  std::deque<engine::RowRange> retained_slices_ ABSL_GUARDED_BY(mutex_);   // backward: not received yet
+  bool receiving_retained_ ABSL_GUARDED_BY(mutex_) = false;                // in ReceiveRetained
+  std::optional<engine::RowRange> next_retained_ ABSL_GUARDED_BY(mutex_);  // which goes on with it
   bool broken_ ABSL_GUARDED_BY(mutex_) = false;  // cancelled: nothing more can be sent
   std::optional<absl::Status> ending_ ABSL_GUARDED_BY(mutex_);
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;  // Finish was called: no gRPC operation may start

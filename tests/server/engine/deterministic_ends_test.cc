@@ -145,6 +145,29 @@ TEST_F(DeterministicTest, ReportsCountTheRowsThatWereSent) {
   EXPECT_EQ(counter.valid_rows, kGroup + 1);
 }
 
+// Rows behind those that a second call sent, too, are computed apart from the row that is bad.
+TEST_F(DeterministicTest, ABadSliceThatSharesRowsSaysWhatBecameOfThem) {
+  Start();
+  Call bad = Open(0, 16), good = Open(0, 16, {4, 8});
+  std::vector<float> poisoned = Hidden(0, {0, 16});
+  poisoned[1 * kHidden] = std::numeric_limits<float>::quiet_NaN();
+  ASSERT_TRUE(SendSlice(*bad.stream, {0, 12}, {poisoned.begin(), poisoned.begin() + 12 * kHidden}));
+  ASSERT_TRUE(Send(good, 0, {4, 8}));
+  ASSERT_TRUE(Send(bad, 0, {12, 16}));
+  EXPECT_EQ(bad.results->Wait().code(), absl::StatusCode::kOutOfRange);
+  EXPECT_THAT(std::string(bad.results->Wait().message()),
+              HasSubstr("rows of its slice may have been accumulated"));
+  EXPECT_TRUE(good.results->Wait().ok());
+  EXPECT_EQ(good.results->summary().accumulated_rows, 4) << "for the call that is told of them";
+  EXPECT_EQ(good.results->summary().repeated_rows, 0);
+  Call again = Open(0, 16);
+  ASSERT_TRUE(Send(again, 0, {0, 16}));
+  EXPECT_TRUE(again.results->Wait().ok());
+  EXPECT_EQ(again.results->summary().accumulated_rows, 4);
+  EXPECT_EQ(again.results->summary().repeated_rows, 12);
+  EXPECT_EQ(device_.accumulated().size(), 16u);
+}
+
 TEST_F(DeterministicTest, ZeroingEndsThoseWhoWait) {
   Start();
   Call waiting = Open(3, 4), attached = Open(0, 8);

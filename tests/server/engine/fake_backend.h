@@ -1,9 +1,9 @@
 // A backend whose arithmetic is trivial and whose failures are scripted, so that tests of the engine see
 // exactly which rows were accumulated, and when.
 //
-// For a row with hidden state x and target y: loss = x[0] * row_weight, dL/dx = grad_scale * grad_loss * x.
-// Its "weight gradient" is the list of x[0] values accumulated since the last step. A row with a non-finite
-// x[0] is bad.
+// For a row with hidden state x and target y: loss = x[0] * row_weight, dL/dx = grad_scale * grad_loss * x;
+// the row is correct if y is the last digit of x[0]. Its "weight gradient" is the list of x[0] values
+// accumulated since the last step. A row with a non-finite x[0] is bad.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_FAKE_BACKEND_H_
 #define LOSSD_TESTS_SERVER_ENGINE_FAKE_BACKEND_H_
 
@@ -230,6 +230,7 @@ class FakeHead final : public kernels::HeadKernels {
       slice.sums.loss += loss;
       if (chunk.gradients == kernels::Gradients::kFiltered) slice.sums.dropped_mass += device_->dropped_mass;
       ++slice.sums.valid_rows;
+      if (std::fmod(id, 10.0f) == static_cast<float>(slice.targets[i])) ++slice.sums.correct_rows;
       const bool wanted = slice.accumulate == nullptr || slice.accumulate[i] != 0;
       if (chunk.accumulate_gradients && wanted) accumulated.push_back(id);
     }

@@ -104,6 +104,8 @@ TEST_F(FlightTest, DeliversAndBooksWhatSlicesShare) {
   EXPECT_EQ(b_.results->losses().at(3), RowName(1, 3));
   EXPECT_EQ(b_.results->losses().at(5), RowName(1, 5));
   EXPECT_EQ(a_.results->summary().loss_sum, 1000 + 1001 + 1002 + 1003);
+  EXPECT_EQ(a_.results->summary().correct_rows, 1) << "row 1, with target 1";
+  EXPECT_EQ(b_.results->summary().correct_rows, 0);
   EXPECT_EQ(a_.results->summary().accumulated_rows, 4);
   EXPECT_EQ(a_.results->summary().repeated_rows, 0);
   EXPECT_EQ(b_.results->summary().accumulated_rows, 2);

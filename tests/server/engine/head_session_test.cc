@@ -55,6 +55,23 @@ TEST_F(HeadSessionTest, ASliceWaitsForMemoryAndItsStreamForIt) {
   EXPECT_TRUE(waiting.results->Wait().ok()) << waiting.results->Wait();
 }
 
+TEST_F(HeadSessionTest, AStreamThatHasFailedTakesNoSliceThoughItIsNotOver) {
+  Start();
+  Call call = Open(Spec(1, 8, {0, 8}));
+  ASSERT_TRUE(Send(call, {0, 4}).queued());
+  DeviceLoop::Work chunk;
+  {
+    absl::MutexLock lock(&context_->mutex);
+    chunk = session_->TakeWork({.max_chunks = 1});  // a slice of it is on the device
+  }
+  call.stream->Cancel(absl::CancelledError("cut"));
+  EXPECT_FALSE(call.results->finished());
+  EXPECT_FALSE(Send(call, {4, 8}).copied());
+  EXPECT_EQ(context_->staging->used_bytes(), 256) << "of the slice on the device";
+  chunk();
+  EXPECT_EQ(call.results->Wait().code(), absl::StatusCode::kCancelled);
+}
+
 TEST_F(HeadSessionTest, AStreamMayEndWhileItsSliceWaitsForMemory) {
   device_.chunk_rows = 1000;
   Start();
@@ -127,6 +144,21 @@ TEST_F(HeadSessionTest, AFailedUpdateMakesTheWeightsInvalidAndAFailedZeroingTheG
               HasSubstr("load a checkpoint"));
   EXPECT_EQ(OpenStatus(LossOnly(3, 4)).code(), absl::StatusCode::kInternal);
   EXPECT_FALSE(Snapshot().tensors_status.ok());
+}
+
+// A backend may let go of a chunk, and with it of the session, when the engine has ended.
+TEST_F(HeadSessionTest, ADeletedHeadKeepsNoMemoryOfTheEngine) {
+  Start({.retained_bytes = 4096});
+  StreamSpec spec = LossOnly(1, 4);
+  spec.reduction = Reduction::kNone;
+  spec.retain = true;
+  Call call = Open(spec);
+  ASSERT_TRUE(Send(call, {0, 4}).queued());
+  ASSERT_TRUE(RunNext());
+  ASSERT_TRUE(call.results->Wait().ok()) << call.results->Wait();
+  EXPECT_GT(context_->retained_ranges.used(), 0);
+  session_->DeleteHead();
+  EXPECT_EQ(context_->retained_ranges.used(), 0);
 }
 
 TEST_F(HeadSessionTest, ItsPartOfTheStats) {

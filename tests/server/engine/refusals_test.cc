@@ -56,6 +56,16 @@ TEST_F(RefusalsTest, BadSlicesFailTheirStreamAndNothingElse) {
   EXPECT_EQ(early->Wait().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(early->Wait().message()), HasSubstr("row 0"));
 
+  auto middle = std::make_shared<RowCollector>();
+  StreamSpec with_ignored = Whole(103, 8);
+  with_ignored.targets[2] = with_ignored.ignore_index;
+  auto cut_stream = Open(with_ignored, middle);
+  Send(*cut_stream, 103, {0, 2});
+  Send(*cut_stream, 103, {4, 8});
+  cut_stream->HalfClose();
+  EXPECT_THAT(std::string(middle->Wait().message()), HasSubstr("nothing for row 3"))
+      << "rows 0 and 1 were sent, and row 2 has no target";
+
   auto good = std::make_shared<RowCollector>();
   auto next = Open(Whole(102, 2), good);
   Send(*next, 102, {0, 2});

@@ -172,6 +172,70 @@ TEST_F(SequencerTest, RepeatsLeaveAnAreaToTheGroupInTurn) {
   EXPECT_EQ(sequencer_.TakeGrants().size(), 1u);   // c, in the area of a; b's came back unused
 }
 
+// Rows of group 1 fail when slices of group 2, which has nothing to accumulate, and of group 3 are there. The
+// call that is to bring the rows of group 1 again repeats group 0 first.
+class TurnTakenBackTest : public SequencerTest {
+ protected:
+  void SetUp() override {
+    auto first = Open(0, 40, {0, 20}), last = Open(0, 40, {30, 40});
+    nothing_ = Open(0, 40, {20, 30}, -100);
+    ASSERT_TRUE(Send(first, {0, 10}));
+    Compute();
+    ASSERT_TRUE(Send(first, {10, 20}));
+    auto group = sequencer_.TakeReady();
+    Reserve(*group);
+    EXPECT_EQ(sequencer_.turn(), (GroupKey{0, 3}));
+    ASSERT_TRUE(Send(nothing_, {20, 30}));
+    ASSERT_TRUE(Send(last, {30, 40}));
+    Finish(*group, false);
+    EXPECT_EQ(sequencer_.turn(), (GroupKey{0, 1}));
+  }
+  StreamPtr nothing_;
+};
+
+TEST_F(TurnTakenBackTest, AGroupWithNothingToAccumulateIsComputedAllTheSame) {
+  ASSERT_TRUE(sequencer_.HasReady()) << "it holds an area that others need";
+  Compute();
+  auto again = Open(0, 40, {0, 20});
+  ASSERT_TRUE(Send(again, {0, 10}));
+  Compute();
+  ASSERT_TRUE(Send(again, {10, 20}));
+  Compute();
+  Compute();
+  EXPECT_EQ(sequencer_.turn(), (GroupKey{1, 0}));
+}
+
+TEST_F(TurnTakenBackTest, AGroupWithNothingToAccumulateIsClosedWithItsStreams) {
+  nothing_->Fail(absl::CancelledError("cut"));
+  EXPECT_EQ(sequencer_.TakeFailed().queued.size(), 1u);
+  EXPECT_NE(Request(Open(0, 40, {0, 20}), {0, 10}), 0u);
+}
+
+TEST_F(SequencerTest, RepeatsDoNotGoBeforeAnOlderGroup) {
+  auto first = Open(0, 10), next = Open(1, 10);
+  ASSERT_TRUE(Send(first, {0, 10}));
+  Compute();
+  ASSERT_TRUE(Send(next, {0, 10}));
+  ASSERT_TRUE(Send(Open(0, 10), {0, 10}));
+  EXPECT_EQ(sequencer_.TakeReady()->key(), (GroupKey{1, 0}));
+  EXPECT_EQ(sequencer_.TakeReady()->key(), (GroupKey{0, 0}));
+}
+
+TEST_F(SequencerTest, RowsThatAreThereAreNotReceivedAgainIntoAGroupThatNeedsNoMore) {
+  auto first = Open(0, 10), again = Open(0, 10), third = Open(0, 10);
+  ASSERT_TRUE(Send(first, {0, 6}));
+  EXPECT_TRUE(Send(again, {4, 8})) << "the group may need what comes with them";
+  ASSERT_TRUE(Send(first, {6, 10}));
+  EXPECT_EQ(Request(third, {0, 5}), 0u) << "the group is complete";
+  Compute();
+  EXPECT_EQ(sequencer_.TakeGrants().size(), 1u) << "now it is a repeat";
+  ASSERT_TRUE(Attach(third, {0, 5}));
+  EXPECT_EQ(Request(Open(0, 10), {4, 10}), 0u) << "they are among the next ones";
+  EXPECT_TRUE(Send(third, {5, 10}));
+  Compute();
+  EXPECT_EQ(sequencer_.TakeGrants().size(), 1u);
+}
+
 TEST_F(SequencerTest, FailedStreamsLeaveNothing) {
   auto attached = Open(0, 10, {0, 5}), stays = Open(0, 10, {5, 10}), waits = Open(1, 5);
   ASSERT_TRUE(Send(attached, {0, 5}));

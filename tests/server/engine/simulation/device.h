@@ -1,0 +1,168 @@
+// The simulation's device: a backend with trivial arithmetic that writes down what it accumulated, in which
+// order and from whom, and fails when the plan says so. Every call to it is a place where other tasks may go
+// on.
+//
+// A row's hidden state is (its name, the number of the stream that sent it). For a row with a target, loss =
+// name * row weight, argmax = name % kVocab, lse = the version of the weights, and dL/dx = (scale * name, a
+// number that says where in which chunk the row was computed). A row whose name is not finite is bad.
+#ifndef LOSSD_TESTS_SERVER_ENGINE_SIMULATION_DEVICE_H_
+#define LOSSD_TESTS_SERVER_ENGINE_SIMULATION_DEVICE_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "kernels/backend.h"
+#include "tests/server/engine/simulation/scheduler.h"
+
+namespace lossd::engine::simulation {
+
+inline constexpr int64_t kHidden = 2;
+inline constexpr int64_t kVocab = 4;
+inline constexpr int64_t kMostRows = 64;  // of a microbatch or contribution
+
+// Microbatches and contributions name their rows alike: they have ids in common.
+inline float NameOf(uint64_t id, int64_t row) {
+  return static_cast<float>(static_cast<int64_t>(id) * kMostRows + row);
+}
+
+// A chunk that accumulated, or rows of a contribution that were added.
+struct Added {
+  struct Row {
+    int64_t name = 0;
+    bool accumulated = false;  // false: computed for its results alone
+    int64_t stream = 0;        // who sent it
+  };
+  bool contribution = false;
+  std::vector<Row> rows;  // those with a target, in order
+};
+
+// What was accumulated between two moments at which the gradients were zero.
+struct Generation {
+  std::vector<Added> added;
+  std::map<int64_t, int> times;  // by name
+  int64_t rows = 0;              // of microbatches
+  bool broken = false;           // the device failed while it accumulated
+  bool has_bad_rows = false;
+};
+
+struct Failures {
+  std::set<int64_t> results, done;  // chunks, by number, that fail before or after their results
+  std::set<int64_t> steps, zeros, adds;
+};
+
+class Device;
+
+// One head on the device.
+class DeviceHead final : public kernels::HeadKernels {
+ public:
+  DeviceHead(Device* device, const kernels::HeadConfig& config);
+  ~DeviceHead() override;
+
+  const kernels::HeadConfig& config() const override { return config_; }
+  kernels::DType compute_dtype() const override { return kernels::DType::kFloat32; }
+  int64_t chunk_rows() const override;
+  kernels::MemoryBytes memory() const override { return {}; }
+  std::vector<kernels::Choice> Describe() const override { return {}; }
+  void Submit(kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks) override;
+  absl::Status ReadTensor(kernels::TensorId, int64_t, int64_t rows, kernels::DType,
+                          absl::Span<uint8_t> out) override;
+  absl::Status WriteTensor(kernels::TensorId, int64_t, int64_t, kernels::DType,
+                           absl::Span<const uint8_t> in) override;
+  absl::Status AddGradient(kernels::Param, int64_t, int64_t, kernels::DType, float,
+                           absl::Span<const uint8_t> in) override;
+  absl::StatusOr<double> GradNorm() override;
+  absl::Status ApplyStep(const kernels::OptimizerOptions&, int64_t update) override;
+  absl::Status ZeroGradients() override;
+
+  Generation& generation() { return *generations_.back(); }
+  // Counted over the life of the device; a number names a generation of one head.
+  int64_t generation_number() const { return generation_number_; }
+  int64_t version() const { return version_; }
+
+ private:
+  friend class Device;
+  void Compute(kernels::Chunk& chunk, kernels::ChunkCallbacks& callbacks);
+  void ComputeSlice(const kernels::Chunk& chunk, kernels::Slice& slice, int64_t total, int64_t& position,
+                    Added& added);
+  void Restart();
+  // No other work of the head may be on the device.
+  void CheckIdle(const char* what);
+
+  Device* const device_;
+  const kernels::HeadConfig config_;
+  std::vector<Generation*> generations_;
+  int64_t generation_number_ = 0;
+  int64_t version_ = 0;
+  int in_flight_ = 0;
+};
+
+class Device final : public kernels::Backend {
+ public:
+  // `violation` is told of breaches of the contract of kernels/backend.h.
+  Device(Scheduler* scheduler, std::function<void(std::string)> violation)
+      : scheduler_(scheduler), violation_(std::move(violation)) {}
+
+  kernels::BackendInfo info() const override { return {"simulated", "simulated", kernels::DType::kFloat32}; }
+  kernels::MemoryStats memory() const override { return {}; }
+  int max_chunks_in_flight() const override { return chunks_in_flight; }
+  absl::StatusOr<kernels::MemoryBytes> PlanHead(const kernels::HeadConfig&) const override {
+    return kernels::MemoryBytes{};
+  }
+  absl::StatusOr<std::unique_ptr<kernels::HeadKernels>> CreateHead(
+      const kernels::HeadConfig& config) override;
+  absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> AllocateStaging(int64_t bytes) override;
+  absl::StatusOr<std::unique_ptr<kernels::RetainedMemory>> AllocateRetained(int64_t bytes) override;
+
+  // The task that computes, if `asynchronous`: ends after Stop.
+  void Work();
+  void Stop() { stopping_ = true; }
+
+  // What was accumulated in a generation, also if its head is gone.
+  const Generation& Of(int64_t generation) const { return *generations_[static_cast<size_t>(generation)]; }
+  // The vocabulary of the head of each generation.
+  const std::map<int64_t, int64_t>& vocab_of_generation() const { return vocab_of_generation_; }
+  // The head that was created last with this vocab_size; heads are told apart by it.
+  DeviceHead* Find(int64_t vocab_size) const;
+
+  // Set before the first head.
+  int chunks_in_flight = 1;
+  int64_t chunk_rows = 4;
+  bool asynchronous = false;
+  Failures failures;
+
+  int64_t chunks = 0;          // so far
+  int64_t failed_results = 0;  // likewise
+  int64_t broken = 0;          // times a device failure left gradients or weights half-changed
+  int64_t computed_rows = 0, computed_valid_rows = 0, added_rows = 0;
+
+ private:
+  friend class DeviceHead;
+  struct Job {
+    DeviceHead* head;
+    kernels::Chunk* chunk;
+    kernels::ChunkCallbacks callbacks;
+  };
+
+  Scheduler* const scheduler_;
+  const std::function<void(std::string)> violation_;
+  std::vector<std::unique_ptr<Generation>> generations_;
+  std::map<int64_t, int64_t> vocab_of_generation_;
+  std::map<int64_t, DeviceHead*> heads_;
+  std::deque<Job> jobs_;
+  int in_flight_ = 0;
+  int64_t steps_ = 0, zeros_ = 0, adds_ = 0;
+  int64_t versions_ = 0;
+  bool stopping_ = false;
+};
+
+}  // namespace lossd::engine::simulation
+
+#endif  // LOSSD_TESTS_SERVER_ENGINE_SIMULATION_DEVICE_H_

@@ -1,0 +1,321 @@
+#include "tests/server/engine/simulation/rules.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "server/engine/errors.h"
+
+namespace lossd::engine::simulation {
+namespace {
+
+using What = Change::What;
+
+float WeightOf(const Duty& duty, int64_t row) {
+  return duty.row_weights.empty() ? 1.0f : duty.row_weights[static_cast<size_t>(row)];
+}
+bool HasTarget(const Duty& duty, int64_t row) { return duty.targets[static_cast<size_t>(row)] >= 0; }
+RowRange GroupOf(const Duty& duty, int64_t row, int64_t grid) {
+  const int64_t begin = row / grid * grid;
+  return {begin, std::min(begin + grid, duty.rows)};
+}
+
+// The place of a row in its group, as the device tells it.
+float PlaceOf(const Duty& duty, int64_t row, int64_t grid) {
+  const RowRange group = GroupOf(duty, row, grid);
+  int64_t position = 0, total = 0;
+  for (int64_t r = group.begin; r < group.end; ++r) {
+    position += r < row && HasTarget(duty, r) ? 1 : 0;
+    total += HasTarget(duty, r) ? 1 : 0;
+  }
+  return static_cast<float>(position * kMostRows + total);
+}
+
+std::string CheckGradient(const float* dx, int64_t row, const Device& device, const StreamFacts& stream) {
+  const Duty& duty = *stream.duty;
+  if (!HasTarget(duty, row)) return dx[0] == 0.0f ? "" : "the gradient of a row without a target";
+  const float upstream = stream.backward ? UpstreamOf(row) : 1.0f;
+  if (dx[0] != upstream * NameOf(duty.id, row)) return absl::StrCat("dx of row ", row, " is ", dx[0]);
+  const bool in_order = stream.row_grid > 0 && stream.accumulates;
+  if (!in_order || device.Of(stream.generation).has_bad_rows) return "";
+  const float place = PlaceOf(duty, row, stream.row_grid);
+  if (dx[1] == place) return "";
+  return absl::StrCat("dx of row ", row, " was computed in another place: ", dx[1], " instead of ", place);
+}
+
+std::string CheckRow(const SliceOutput& output, int64_t row, const Device& device, int64_t newest_version,
+                     StreamFacts& stream) {
+  const auto i = static_cast<size_t>(row - output.rows.begin);
+  if (!stream.sent.contains(row)) return absl::StrCat("row ", row, " was not sent");
+  const float loss =
+      HasTarget(*stream.duty, row) ? NameOf(stream.duty->id, row) * WeightOf(*stream.duty, row) : 0.0f;
+  if (!output.loss.empty() && output.loss[i] != loss)
+    return absl::StrCat("the loss of row ", row, " is ", output.loss[i]);
+  if (!stream.losses.emplace(row, loss).second) return absl::StrCat("row ", row, " came twice");
+  if (output.grad_hidden) {
+    const auto* dx = reinterpret_cast<const float*>(output.grad_hidden.data()) + i * kHidden;
+    if (std::string wrong = CheckGradient(dx, row, device, stream); !wrong.empty()) return wrong;
+  }
+  if (!HasTarget(*stream.duty, row)) return "";
+  stream.loss_sum += loss;
+  const auto name = static_cast<int64_t>(NameOf(stream.duty->id, row));
+  if (name % kVocab == stream.duty->targets[static_cast<size_t>(row)]) ++stream.correct_rows;
+  if (output.lse.empty()) return "";  // a backward, which is told gradients alone
+  const auto version = static_cast<int64_t>(output.lse[i]);
+  stream.versions.insert(version);
+  if (version < stream.version || version > newest_version)
+    return absl::StrCat("row ", row, " was computed with weights ", version);
+  return "";
+}
+
+// ---- Ends ----
+
+std::string CheckOk(const StreamSummary& summary, const StreamFacts& stream, const Device& device) {
+  const Duty& duty = *stream.duty;
+  int64_t valid = 0;
+  for (int64_t row = stream.rows.begin; row < stream.rows.end; ++row) {
+    if (!HasTarget(duty, row)) continue;
+    ++valid;
+    if (!stream.losses.contains(row)) return absl::StrCat("OK without results of row ", row);
+    if (!stream.accumulates) continue;
+    const auto& times = device.Of(stream.generation).times;
+    if (!times.contains(static_cast<int64_t>(NameOf(duty.id, row))))
+      return absl::StrCat("OK, and row ", row, " was not accumulated in its generation");
+  }
+  if (summary.valid_rows != valid) return absl::StrCat("valid_rows is ", summary.valid_rows);
+  if (summary.correct_rows != stream.correct_rows)
+    return absl::StrCat("correct_rows is ", summary.correct_rows, " instead of ", stream.correct_rows);
+  if (summary.loss_sum != stream.loss_sum) return absl::StrCat("loss_sum is ", summary.loss_sum);
+  const int64_t booked = stream.accumulates ? valid : 0;
+  const int64_t answered = summary.accumulated_rows + (stream.accumulates ? summary.repeated_rows : 0);
+  if (answered != booked || summary.accumulated_rows < 0 || summary.repeated_rows < 0) {
+    return absl::StrCat("of ", valid, " rows, ", summary.accumulated_rows, " were accumulated and ",
+                        summary.repeated_rows, " repeated");
+  }
+  if (!kWeightsMayChangeUnderAStream && stream.versions.size() > 1) return "rows of several versions";
+  return "";
+}
+
+bool BelongsToStep(const StreamFacts& stream) {
+  return stream.accumulates || stream.retains || stream.backward;
+}
+
+// Another call may have sent the same rows.
+bool BadRowsAmong(const StreamFacts& stream, const HeadFacts& head) {
+  const auto it = head.bad_rows.find(stream.duty->id);
+  return it != head.bad_rows.end() && std::any_of(it->second.begin(), it->second.end(), [&](int64_t row) {
+           return stream.rows.begin <= row && row < stream.rows.end;
+         });
+}
+
+bool MayEndWith(absl::StatusCode code, const StreamFacts& stream, const HeadFacts& head, const Device& device,
+                bool stopping) {
+  switch (code) {
+    case absl::StatusCode::kCancelled:
+    case absl::StatusCode::kDeadlineExceeded:
+      return stream.cut;
+    case absl::StatusCode::kInvalidArgument:
+      return stream.broke_a_rule;
+    case absl::StatusCode::kOutOfRange:
+      return BadRowsAmong(stream, head);
+    case absl::StatusCode::kInternal:
+      return device.failed_results > stream.failed_results || device.broken > stream.broken ||
+             device.Of(stream.generation).broken;
+    case absl::StatusCode::kAborted:
+      return BelongsToStep(stream) && head.Changed({What::kZero, What::kLoad}, stream.opened);
+    case absl::StatusCode::kFailedPrecondition:
+      return BelongsToStep(stream) && head.Changed({What::kStep}, stream.opened);
+    case absl::StatusCode::kUnavailable:
+      return stopping;
+    default:
+      return false;
+  }
+}
+
+// The slice of the stream with the row that an error names, e.g. "row 3 must".
+RowRange SliceOf(const StreamFacts& stream, const absl::Status& status) {
+  int64_t row = -1;
+  const std::vector<absl::string_view> words = absl::StrSplit(status.message(), absl::MaxSplits(' ', 2));
+  if (words.size() < 2 || !absl::SimpleAtoi(words[1], &row)) return {};
+  const auto holds = [row](RowRange rows) { return rows.begin <= row && row < rows.end; };
+  const auto it = std::find_if(stream.slices.begin(), stream.slices.end(), holds);
+  return it == stream.slices.end() ? RowRange() : *it;
+}
+
+// An error that says that nothing of a slice was accumulated is right about rows that no other stream sent.
+std::string CheckNothingAccumulated(const absl::Status& status, const StreamFacts& stream,
+                                    const HeadFacts& head, const Device& device) {
+  if (!absl::IsOutOfRange(status) || !stream.accumulates) return "";
+  if (!absl::StrContains(status.message(), "nothing of its slice was accumulated")) return "";
+  const RowRange slice = SliceOf(stream, status);
+  for (int64_t row = slice.begin; row < slice.end; ++row) {
+    const auto name = static_cast<int64_t>(NameOf(stream.duty->id, row));
+    const auto senders = head.senders.find(name);
+    const bool alone = senders != head.senders.end() && senders->second.size() == 1;
+    if (alone && device.Of(stream.generation).times.contains(name))
+      return absl::StrCat("row ", row, " was accumulated, although: ", status.message());
+  }
+  return "";
+}
+
+// ---- Order ----
+
+// Walks along a serial execution of the duties.
+class SerialOrder {
+ public:
+  SerialOrder(const std::vector<Duty>& duties, int64_t grid) : duties_(duties), grid_(grid) {}
+
+  std::string Next(const Added& added) {
+    SkipEmpty();
+    if (duty_ == duties_.size()) return "something was accumulated after everything";
+    const Duty& duty = duties_[duty_];
+    if (added.contribution != (duty.kind == Kind::kContribution))
+      return absl::StrCat("another kind than that of ", duty.id, " was accumulated");
+    if (added.contribution) return NextContribution(added, duty);
+    std::vector<int64_t> expected;
+    const RowRange group = GroupOf(duty, row_, grid_);
+    for (int64_t row = group.begin; row < group.end; ++row) {
+      if (HasTarget(duty, row)) expected.push_back(static_cast<int64_t>(NameOf(duty.id, row)));
+    }
+    std::vector<int64_t> names;
+    for (const Added::Row& row : added.rows) {
+      if (!row.accumulated) return "a group was accumulated in part";
+      names.push_back(row.name);
+    }
+    if (names != expected)
+      return absl::StrCat("instead of microbatch ", duty.id, ", rows ", Text(group), ", other rows came");
+    row_ = group.end;
+    return "";
+  }
+
+ private:
+  std::string NextContribution(const Added& added, const Duty& duty) {
+    for (const Added::Row& row : added.rows) {
+      if (row.name / kMostRows != static_cast<int64_t>(duty.id)) return "a contribution came out of turn";
+    }
+    row_ += static_cast<int64_t>(added.rows.size());
+    return "";
+  }
+  void SkipEmpty() {
+    while (duty_ < duties_.size()) {
+      const Duty& duty = duties_[duty_];
+      const bool contribution = duty.kind == Kind::kContribution;
+      while (!contribution && row_ < duty.rows && !GroupHasTarget(duty))
+        row_ = GroupOf(duty, row_, grid_).end;
+      if (row_ < duty.rows) return;
+      ++duty_;
+      row_ = 0;
+    }
+  }
+  bool GroupHasTarget(const Duty& duty) const {
+    const RowRange group = GroupOf(duty, row_, grid_);
+    for (int64_t row = group.begin; row < group.end; ++row) {
+      if (HasTarget(duty, row)) return true;
+    }
+    return false;
+  }
+
+  const std::vector<Duty>& duties_;
+  const int64_t grid_;
+  size_t duty_ = 0;
+  int64_t row_ = 0;
+};
+
+bool AnyAccumulated(const Added& added) {
+  return std::any_of(added.rows.begin(), added.rows.end(), [](const auto& row) { return row.accumulated; });
+}
+
+}  // namespace
+
+bool HeadFacts::Changed(std::initializer_list<What> kinds, int64_t since) const {
+  return std::any_of(changes.begin(), changes.end(), [&](const Change& change) {
+    return change.end >= since && std::find(kinds.begin(), kinds.end(), change.what) != kinds.end();
+  });
+}
+
+std::string CheckRefusal(const absl::Status& status, const StreamFacts& stream, const HeadFacts& head,
+                         const Device& device, const Setup& setup, bool stopping) {
+  const bool recreated = head.Changed({What::kRecreate}, stream.opened);
+  switch (status.code()) {
+    case absl::StatusCode::kNotFound:  // likewise retained rows that were released or expired
+      if (recreated || stream.backward) return "";
+      break;
+    case absl::StatusCode::kUnavailable:
+      if (recreated || stopping || head.Changed({What::kLoad}, 0)) return "";
+      break;
+    case absl::StatusCode::kInternal:
+      if (device.broken > 0) return "";
+      break;
+    case absl::StatusCode::kResourceExhausted:
+      if (stream.retains || setup.options.max_streams < 64) return "";
+      break;
+    case absl::StatusCode::kAlreadyExists:
+      if (stream.retains) return "";
+      break;
+    case absl::StatusCode::kFailedPrecondition:  // judged by the order of calls (linear.h)
+      if (GetCurrentStep(status).has_value()) return "";
+      break;
+    default:
+      break;
+  }
+  return absl::StrCat("a stream was refused without a reason: ", status.ToString());
+}
+
+std::string CheckSlice(const SliceOutput& output, const Device& device, int64_t newest_version,
+                       StreamFacts& stream) {
+  for (int64_t row = output.rows.begin; row < output.rows.end; ++row) {
+    std::string wrong = CheckRow(output, row, device, newest_version, stream);
+    if (!wrong.empty()) return wrong;
+  }
+  return "";
+}
+
+std::string CheckEnd(const absl::Status& status, const StreamSummary& summary, const StreamFacts& stream,
+                     const HeadFacts& head, const Device& device, bool stopping) {
+  if (status.ok()) return CheckOk(summary, stream, device);
+  if (MayEndWith(status.code(), stream, head, device, stopping))
+    return CheckNothingAccumulated(status, stream, head, device);
+  return absl::StrCat("it ended without a reason: ", status.ToString());
+}
+
+std::string CheckGeneration(const Generation& generation, int64_t number,
+                            const std::map<int64_t, int64_t>& generation_of_stream,
+                            const std::vector<Duty>& duties, bool deterministic, int64_t row_grid) {
+  if (generation.broken) return "";
+  for (const auto& [name, times] : generation.times) {
+    if (times != 1)
+      return absl::StrCat("row ", name % kMostRows, " of ", name / kMostRows, " was accumulated ", times,
+                          " times");
+  }
+  SerialOrder order(duties, row_grid);
+  for (const Added& added : generation.added) {
+    for (const Added::Row& row : added.rows) {
+      if (added.contribution || !row.accumulated) continue;
+      const auto it = generation_of_stream.find(row.stream);
+      if (it == generation_of_stream.end() || it->second != number)
+        return absl::StrCat("a row of stream ", row.stream, " was accumulated in another generation");
+    }
+    if (!deterministic || generation.has_bad_rows || !AnyAccumulated(added)) continue;
+    if (std::string wrong = order.Next(added); !wrong.empty()) return wrong;
+  }
+  return "";
+}
+
+std::string CheckWholeStep(const Generation& generation, const std::vector<Duty>& duties) {
+  size_t expected = 0;
+  for (const Duty& duty : duties) {
+    for (int64_t row = 0; row < duty.rows; ++row) {
+      if (duty.kind != Kind::kContribution && !HasTarget(duty, row)) continue;
+      ++expected;
+      if (!generation.times.contains(static_cast<int64_t>(NameOf(duty.id, row))))
+        return absl::StrCat("a whole step without row ", row, " of ", duty.id);
+    }
+  }
+  return generation.times.size() == expected ? "" : "a whole step with other rows besides";
+}
+
+}  // namespace lossd::engine::simulation

@@ -1,0 +1,94 @@
+// The rules by which the simulation judges the engine: docs/consistency.md and docs/exactly-once.md as far as
+// they concern the engine. All of them are here, so that a change of the rules is a change of this file.
+//
+// Each function returns "" or what is wrong. They know what was asked, what was answered and what the device
+// did, and nothing of how the engine works.
+#ifndef LOSSD_TESTS_SERVER_ENGINE_SIMULATION_RULES_H_
+#define LOSSD_TESTS_SERVER_ENGINE_SIMULATION_RULES_H_
+
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "server/engine/step_request.h"
+#include "server/engine/stream.h"
+#include "tests/server/engine/simulation/device.h"
+#include "tests/server/engine/simulation/plan.h"
+
+namespace lossd::engine::simulation {
+
+// ---- Rules that today's engine does not keep ----
+
+// The weights may change under a stream without ending it.
+inline constexpr bool kWeightsMayChangeUnderAStream = true;
+// Retaining calls whose rows overlap in part, and that are under way at the same time, are told apart.
+inline constexpr bool kRetainsMayOverlap = false;
+
+// A call that changes what streams depend on, from its request to its answer.
+struct Change {
+  enum class What : uint8_t { kStep, kZero, kLoad, kRecreate, kWrite };
+  What what = What::kZero;
+  int64_t begin = 0;
+  int64_t end = std::numeric_limits<int64_t>::max();  // it is under way
+};
+
+// What went on at one head.
+struct HeadFacts {
+  std::vector<Change> changes;
+  std::map<uint64_t, std::set<int64_t>> bad_rows;  // that were sent, by microbatch
+  std::map<int64_t, std::set<int64_t>> senders;    // the streams that sent a row, by its name
+  // True if such a change was under way at `since` or later.
+  bool Changed(std::initializer_list<Change::What> kinds, int64_t since) const;
+};
+
+// A stream: what it was to do, and what it was told.
+struct StreamFacts {
+  int64_t number = 0;  // its name in the rows that it sends
+  const Duty* duty = nullptr;
+  RowRange rows;
+  bool accumulates = false, retains = false, backward = false;
+  int64_t row_grid = 0;
+  // When it was opened: the time, and what the device was like.
+  int64_t opened = 0;
+  int64_t generation = -1;
+  int64_t version = 0;
+  int64_t failed_results = 0, broken = 0;
+  // What its caller did.
+  bool cut = false, broke_a_rule = false;
+  std::set<int64_t> sent;
+  std::vector<RowRange> slices;
+  // What it was told.
+  std::map<int64_t, float> losses;
+  std::set<int64_t> versions;
+  double loss_sum = 0;
+  int64_t correct_rows = 0;
+};
+
+// dL/d(row loss) that a backward brings.
+inline float UpstreamOf(int64_t row) { return static_cast<float>(1 + row % 3); }
+
+// Why a stream was not opened.
+std::string CheckRefusal(const absl::Status& status, const StreamFacts& stream, const HeadFacts& head,
+                         const Device& device, const Setup& setup, bool stopping);
+// The results of a slice; notes them.
+std::string CheckSlice(const SliceOutput& output, const Device& device, int64_t newest_version,
+                       StreamFacts& stream);
+// The end of a stream.
+std::string CheckEnd(const absl::Status& status, const StreamSummary& summary, const StreamFacts& stream,
+                     const HeadFacts& head, const Device& device, bool stopping);
+
+// A generation at the end of the run. `streams` by number.
+std::string CheckGeneration(const Generation& generation, int64_t number,
+                            const std::map<int64_t, int64_t>& generation_of_stream,
+                            const std::vector<Duty>& duties, bool deterministic, int64_t row_grid);
+// A step that was applied with all duties expected, and closed this generation.
+std::string CheckWholeStep(const Generation& generation, const std::vector<Duty>& duties);
+
+}  // namespace lossd::engine::simulation
+
+#endif  // LOSSD_TESTS_SERVER_ENGINE_SIMULATION_RULES_H_
