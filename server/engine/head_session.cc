@@ -196,7 +196,7 @@ void HeadSession::MarkWeightsInvalid(absl::Status why) {
 void HeadSession::DeleteHead() {
   head_.reset();
   absl::MutexLock lock(&context_->mutex);
-  deferred_.Clear();
+  deferred_.ReleaseIf([](const Binding&) { return true; });
 }
 
 void HeadSession::OnAccumulationFailed(const absl::Status& status) {

@@ -1,4 +1,5 @@
 // Administrative calls, with a note of when they were made and what they answered.
+#include "absl/cleanup/cleanup.h"
 #include "server/engine/errors.h"
 #include "tests/server/engine/simulation/world.h"
 
@@ -52,7 +53,7 @@ absl::StatusOr<StepResult> ApplyStep(World& world, HeadWorld& head, const StepRe
 
 absl::Status Zero(World& world, HeadWorld& head, uint64_t step) {
   const ChangeScope change(world, head, Change::What::kZero);
-  const absl::Status status = world.engine->ZeroGradients(head.name, step);
+  const absl::Status status = world.engine->ZeroGradients(head.name, step).status();
   world.Note(head.name, " zeroes step ", step, ": ", status);
   if (status.ok()) {
     NoteCall(world, head, Call::What::kZeroed, step, change.begin());
@@ -62,20 +63,25 @@ absl::Status Zero(World& world, HeadWorld& head, uint64_t step) {
   return status;
 }
 
+// It takes effect when it begins. One at a time, as the engine's callers see to (server/admin).
 absl::Status Load(World& world, HeadWorld& head, uint64_t step) {
+  world.scheduler.WaitUntil(absl::StrCat(head.name, ": another load"), [&head] { return !head.loading; });
+  head.loading = true;
+  const absl::Cleanup loaded = [&head] { head.loading = false; };
   const ChangeScope change(world, head, Change::What::kLoad);
-  absl::Status status =
-      world.engine->MarkWeightsInvalid(head.name, absl::UnavailableError("a checkpoint is being loaded"));
+  absl::Status status = world.engine->BeginLoad(head.name, {.step = step, .updates = step}, std::nullopt);
+  world.Note(head.name, " begins to load step ", step, ": ", status);
+  if (!absl::IsNotFound(status)) {
+    NoteCall(world, head, status.ok() ? Call::What::kLoaded : Call::What::kMaybe, step, change.begin());
+  }
   if (status.ok()) {
     status = world.engine->OnDevice(head.name, [](head::Head& on_device) {
       return on_device.kernels().WriteTensor({}, 0, 0, kernels::DType::kFloat32, {});
     });
   }
-  if (status.ok()) status = world.engine->ResetStep(head.name, {.step = step, .updates = step}, std::nullopt);
+  if (status.ok()) status = world.engine->EndLoad(head.name);
   world.Note(head.name, " loads step ", step, ": ", status);
   if (!status.ok()) head.needs_repair = true;
-  if (absl::IsNotFound(status)) return status;  // deleted in between, perhaps
-  NoteCall(world, head, status.ok() ? Call::What::kLoaded : Call::What::kMaybe, step, change.begin());
   return status;
 }
 

@@ -96,7 +96,7 @@ std::string CheckOk(const StreamSummary& summary, const StreamFacts& stream, con
     return absl::StrCat("of ", valid, " rows, ", summary.accumulated_rows, " were accumulated and ",
                         summary.repeated_rows, " repeated");
   }
-  if (!kWeightsMayChangeUnderAStream && stream.versions.size() > 1) return "rows of several versions";
+  if (stream.versions.size() > 1) return "rows of several versions";
   return "";
 }
 
@@ -126,9 +126,8 @@ bool MayEndWith(absl::StatusCode code, const StreamFacts& stream, const HeadFact
       return device.failed_results > stream.failed_results || device.broken > stream.broken ||
              device.Of(stream.generation).broken;
     case absl::StatusCode::kAborted:
-      return BelongsToStep(stream) && head.Changed({What::kZero, What::kLoad}, stream.opened);
-    case absl::StatusCode::kFailedPrecondition:
-      return BelongsToStep(stream) && head.Changed({What::kStep}, stream.opened);
+      return head.Changed({What::kStep, What::kLoad, What::kWrite}, stream.opened) ||
+             (BelongsToStep(stream) && head.Changed({What::kZero}, stream.opened));
     case absl::StatusCode::kUnavailable:
       return stopping;
     default:
@@ -246,6 +245,7 @@ std::string CheckRefusal(const absl::Status& status, const StreamFacts& stream, 
       break;
     case absl::StatusCode::kUnavailable:
       if (recreated || stopping || head.Changed({What::kLoad}, 0)) return "";
+      if (head.Changed({What::kWrite, What::kStep}, stream.opened)) return "";
       break;
     case absl::StatusCode::kInternal:
       if (device.broken > 0) return "";

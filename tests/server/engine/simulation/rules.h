@@ -24,8 +24,6 @@ namespace lossd::engine::simulation {
 
 // ---- Rules that today's engine does not keep ----
 
-// The weights may change under a stream without ending it.
-inline constexpr bool kWeightsMayChangeUnderAStream = true;
 // Retaining calls whose rows overlap in part, and that are under way at the same time, are told apart.
 inline constexpr bool kRetainsMayOverlap = false;
 

@@ -368,7 +368,7 @@ absl::Status RunContribution(World& world, HeadWorld& head, const Duty& duty, Ro
     for (int64_t r = row; r < end; ++r) values.insert(values.end(), {NameOf(duty.id, r), 0.0f});
     const auto bytes =
         absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(values.data()), values.size() * 4);
-    const absl::StatusOr<int64_t> added = world.engine->AddRows(*contribution, {row, end}, bytes);
+    const absl::StatusOr<AddedRows> added = world.engine->AddRows(*contribution, {row, end}, bytes);
     world.Note("contribution ", duty.id, " adds ", Text({row, end}), ": ", added.status());
     if (!added.ok()) return added.status();
     row = end;

@@ -1,5 +1,6 @@
 // What is to be done in each step, and what disturbs it.
 #include <algorithm>
+#include <cstring>
 #include <random>
 
 #include "server/engine/errors.h"
@@ -105,7 +106,9 @@ void Step::MakeRoom() {
     const bool needed = std::any_of(parts_.begin(), parts_.end(), [&duty](const Part& part) {
       return part.duty == &duty && part.retained;
     });
-    if (!needed) released = world_.engine->Release(head_.name, duty.id).value_or(false) || released;
+    if (needed) continue;
+    const absl::StatusOr<ReleaseResult> released_now = world_.engine->Release(head_.name, duty.id);
+    released = released || (released_now.ok() && released_now->released);
   }
   if (released) return;
   world_.scheduler.WaitUntil("retained memory", [this, backwards = backwards_] {
@@ -129,7 +132,7 @@ void Step::Repair() {
   absl::Status status = Zero(world_, head_, number_);
   if (absl::IsNotFound(status) || GetCurrentStep(status).has_value()) over_ = true;
   // Zeroing does not mend weights; a load does.
-  if (const auto snapshot = See(world_, head_); snapshot.ok() && !snapshot->weights_status.ok()) {
+  if (const auto snapshot = See(world_, head_); snapshot.ok() && !snapshot->tensors_status.ok()) {
     if (Load(world_, head_, number_).ok()) head_.needs_repair = false;
   } else if (status.ok() || over_) {
     head_.needs_repair = false;
@@ -209,18 +212,39 @@ void RunTwin(World& world, HeadWorld& head, const Action& action) {
   (void)RunStream(world, head, duty, rows, kind, OpenStepOf(world, head), habits, nullptr);
 }
 
+constexpr RowRange kHalves[] = {{0, kVocab / 2}, {kVocab / 2, kVocab}};
+
+// In two messages, which must be of one version of the weights.
 void Read(World& world, HeadWorld& head) {
-  (void)world.engine->OnDevice(head.name, [](head::Head& on_device) {
-    std::vector<uint8_t> values(static_cast<size_t>(kMostRows * kHidden) * 4);
-    return on_device.kernels().ReadTensor({}, 0, kMostRows, kernels::DType::kFloat32, absl::MakeSpan(values));
-  });
+  auto reader = world.engine->OpenReader(head.name);
+  if (!reader.ok()) return;
+  std::set<float> versions;
+  for (const RowRange rows : kHalves) {
+    std::vector<uint8_t> values(static_cast<size_t>(rows.size() * kHidden) * 4);
+    const auto state = (*reader)->Read({}, rows, kernels::DType::kFloat32, absl::MakeSpan(values));
+    world.Note(head.name, " is read, ", Text(rows), ": ", state.status());
+    if (!state.ok()) return;
+    float version = 0.0f;
+    std::memcpy(&version, values.data(), sizeof(version));
+    versions.insert(version);
+    world.scheduler.Yield();
+  }
+  if (versions.size() > 1) world.Judge("a tensor was read of several versions", head.name);
 }
 
+// In two messages; between them the tensor is of no version.
 void Write(World& world, HeadWorld& head) {
   const ChangeScope change(world, head, Change::What::kWrite);
-  (void)world.engine->OnDevice(head.name, [](head::Head& on_device) {
-    return on_device.kernels().WriteTensor({}, 0, 0, kernels::DType::kFloat32, {});
-  });
+  auto writer = world.engine->OpenWriter(head.name);
+  if (!writer.ok()) return;
+  (*writer)->SetRows({}, {0, kVocab});
+  for (const RowRange rows : kHalves) {
+    const std::vector<uint8_t> values(static_cast<size_t>(rows.size() * kHidden) * 4);
+    const auto state = (*writer)->Write(rows, kernels::DType::kFloat32, values);
+    world.Note(head.name, " is written, ", Text(rows), ": ", state.status());
+    if (!state.ok()) return;
+    world.scheduler.Yield();
+  }
 }
 
 void SeeNorm(World& world, HeadWorld& head) {

@@ -40,6 +40,7 @@ struct HeadWorld {
   HeadFacts facts;
   std::vector<Call> calls;
   bool needs_repair = false;  // a trainer was told that the gradients or the weights are not to be trusted
+  bool loading = false;
   bool abandoned = false;     // somebody else closed the step, or deleted the head: nobody sends the rest
   bool trained = false;       // its steps are over
 };
