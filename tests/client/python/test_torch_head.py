@@ -451,6 +451,7 @@ def test_closed_client(server, make_head, problem):
             use()
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("targets_on_cpu", [False, True])
 @pytest.mark.parametrize("deferred", [False, True])

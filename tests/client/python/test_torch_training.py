@@ -115,6 +115,7 @@ def test_loss_scaling(client, make_head, trunks):
     np.testing.assert_allclose(client.read_tensor(name), expected.detach().numpy(), atol=1e-6)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_torch_grad_scaler(client, make_head, trunks):
     name = make_head(hidden_size=D, vocab_size=V)

@@ -4,12 +4,10 @@ import socket
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("torch.distributed.pipelining", reason="this torch has no pipelining")
-
-import lossd  # noqa: E402
-from lossd.torch import HeadOptimizer, LossHead, PipelineLoss  # noqa: E402
+import lossd
+from lossd.torch import HeadOptimizer, LossHead, PipelineLoss
 
 D, V, N, MICROBATCHES, STEPS = 12, 50, 32, 4, 2
 
