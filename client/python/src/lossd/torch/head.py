@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 import lossd
-from lossd.torch import _memory
+from lossd.torch import _data_parallel, _memory
 from lossd.torch._job import EXTRAS, Extra, Job, LossOutput
+from lossd.torch._gradient_scale import GradientScale
 from lossd.torch._step_tracker import StepTracker
 from lossd.types import Reduction
 
@@ -27,8 +28,8 @@ class LossHead(torch.nn.Module):
     applies the steps.
 
     Forward computes the loss and both gradients at once; the hidden states' is handed out in backward, the weights'
-    is accumulated on the server. So what multiplies the loss after this module has to be known in forward:
-    `grad_output` (1, unless the loss is scaled or divided). Backward raises if it meets another value. With
+    is accumulated on the server. What multiplies the loss after this module (loss / 4) is applied in backward to the
+    hidden states' gradient and at the step to the weights', so it has to be the same for all losses of a step. With
     `deferred=True`, and always with reduction "none", the server keeps the hidden states and computes gradients in
     backward from whatever arrives there, at the price of computing the logits twice.
 
@@ -42,8 +43,8 @@ class LossHead(torch.nn.Module):
     def __init__(
             self, client: lossd.Client, head: str, *, reduction: Reduction = "mean", class_weights: bool = False,
             shift: bool = False, normalizer: float | None = None, grad_output: float = 1.0, deferred: bool = False,
-            train_head: bool = True, extras: Iterable[Extra] = (), rank: int = 0, world_size: int = 1,
-            streams: int | None = None, slice_bytes: int = 2 << 20, timeout: float | None = None,
+            train_head: bool = True, extras: Iterable[Extra] = (), process_group: Any = _data_parallel.UNSAID,
+            rank: int | None = None, world_size: int | None = None, streams: int | None = None, slice_bytes: int = 2 << 20, timeout: float | None = None,
             **loss: Any) -> None:
         """
         Args:
@@ -53,11 +54,18 @@ class LossHead(torch.nn.Module):
           shift: hidden states of position i predict targets of position i + 1 of the last dimension.
           normalizer: what a mean divides by. None: the number (with class weights: weight) of valid targets of the
             microbatch. For means over several microbatches or trainers give the number of the whole batch.
-          grad_output: the gradient that the loss will get in backward; may be assigned between calls.
+          grad_output: the gradient that the loss will get in backward; may be assigned between calls. Only losses of
+            one step that are multiplied by different factors need it, and float16 with a loss that is scaled up.
           deferred: compute gradients in backward.
           train_head: accumulate the head's gradients. False for a frozen head.
           extras: what forward returns besides the loss; then it returns (loss, LossExtras).
-          rank, world_size: of this trainer among those that feed the head; each counts its microbatches apart.
+          process_group: the ranks over which the trunk's gradients are averaged: a torch.distributed group, or a
+            DeviceMesh of one dimension. Trunk and head then get the gradients of one process on the rows of all ranks,
+            and the ranks' losses average to its loss. Forward in training, step(), load_grad_norm() and zero_grad()
+            are collective then; normalizer= spares forward its communication. None: there is no averaging. It has to
+            be given if torch.distributed has more than one rank.
+          rank, world_size: of this trainer among those that feed the head; each counts its microbatches apart. Those
+            of process_group, else 0 of 1.
           streams, slice_bytes, timeout: as lossd.Client.compute_loss_async.
           loss: the other fields of lossd.LossOptions, which describes them: ignore_index and label_smoothing as
             torch.nn.functional.cross_entropy has them, z_loss, softcap, logit_scale, gradients and so on.
@@ -70,7 +78,13 @@ class LossHead(torch.nn.Module):
         self.shift = shift
         self.normalizer = normalizer
         self.grad_output = grad_output
-        self.grad_scale = 1.0  # multiplies the weights' gradient alone, when HeadOptimizer applies the step
+        # Multiplies the head's gradient alone, when HeadOptimizer applies the step; besides what process_group does.
+        self.grad_scale = 1.0
+        if process_group is _data_parallel.UNSAID:
+            _data_parallel.check_said(head)
+            process_group = None
+        self.parallel = _data_parallel.DataParallel(process_group)
+        self.scale = GradientScale(self.parallel.size)
         self.deferred = deferred or reduction == "none"
         self.extras = tuple(extras)
         for name in self.extras:
@@ -80,7 +94,8 @@ class LossHead(torch.nn.Module):
         self.hidden_size: int = description.spec.hidden_size
         self.vocab_size: int = description.spec.vocab_size
         self.train_head = train_head and not description.spec.frozen
-        self.steps = StepTracker(description.state.step, rank, world_size)
+        self.steps = StepTracker(description.state.step, self.parallel.rank if rank is None else rank,
+                                 self.parallel.size if world_size is None else world_size)
         self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
         self._class_weights: NDArray[Any] | None = None
 
@@ -96,6 +111,12 @@ class LossHead(torch.nn.Module):
         """Asks the server for the open step: after a checkpoint was loaded, or another trainer applied a step."""
         self.steps.advance(self.client.describe_head(self.head_name).state.step)
         self._class_weights = None
+        self.scale.forget_losses()
+
+    @property
+    def gradient_scale(self) -> float:
+        """What the server's gradient of the open step is multiplied by to be that of the loss, grad_scale included."""
+        return self.grad_scale * self.scale.applied(self.step)
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor, *, row_weights: torch.Tensor | None = None,
                 normalizer: float | None = None, microbatch: int | None = None) -> LossOutput:
@@ -111,7 +132,7 @@ class LossHead(torch.nn.Module):
           hidden: (..., D), float32, float16 or bfloat16, on any device. Must not change before wait().
           targets: (...), integers. On the CPU, for a CUDA model too, they do not wait for the GPU.
           row_weights: (...), multiply the rows' losses and gradients; they do not enter the normalizer.
-          normalizer: overrides the module's.
+          normalizer: overrides the module's. With process_group, that of all ranks.
           microbatch: the number, within the step, of a microbatch that failed and is sent again.
         """
         self._check(hidden, targets, row_weights)
@@ -122,15 +143,23 @@ class LossHead(torch.nn.Module):
         number = self.steps.number(microbatch) if needs_head else self.steps.number_apart()
         job = Job(self, wire, targets.shape, needs_hidden, needs_head, number, self.grad_output)
         weights = None if row_weights is None else row_weights.detach().reshape(-1).to("cpu", torch.float32).numpy()
-        if self.reduction == "mean":
-            job.normalizer = self._normalizer(labels, normalizer)
+        job.normalizer = self._normalizer(labels, normalizer, needs_hidden or needs_head)
         job.start(labels, weights)
         return PendingHeadLoss(job)
 
-    def _normalizer(self, labels: NDArray[np.int32], given: float | None) -> float:
+    def _normalizer(self, labels: NDArray[np.int32], given: float | None, training: bool) -> float:
+        """What this rank's sum is divided by. In training the ranks' losses average to the loss of all rows."""
+        ranks = self.parallel.size if training else 1
+        if self.reduction != "mean":
+            return 1.0 / ranks if self.reduction == "sum" else 1.0
         given = self.normalizer if given is None else given
         if given is not None:
-            return given
+            return given / ranks
+        count = self._count(labels)
+        return self.parallel.total(count) / ranks if training else count
+
+    def _count(self, labels: NDArray[np.int32]) -> float:
+        """The number of valid labels; with class weights their sum."""
         valid = labels != self.options.ignore_index
         if not self.options.use_class_weights:
             return float(np.count_nonzero(valid))
