@@ -285,8 +285,10 @@ def test_announced_gradient(client, make_head, problem):
     scaled = hidden.clone().requires_grad_()
     (module(scaled, targets) / 4).backward()
     compare(scaled.grad, plain.grad / 4, 1e-9)
-    with pytest.raises(RuntimeError, match=r"is 1.0, but 0.25 was announced.*grad_output = 1.0"):
+    with pytest.raises(RuntimeError, match=r"is 1.0, 4.0 times the announced 0.25.*grad_output = 1.0"):
         module(hidden.clone().requires_grad_(), targets).backward()
+    with pytest.raises(RuntimeError, match=r"is 1.0, but 0.25 was announced.*float16.*grad_output = 1.0"):
+        module(hidden.half().requires_grad_(), targets).backward()
     module.deferred = True
     free = hidden.clone().requires_grad_()
     (3 * module(free, targets)).backward()

@@ -8,6 +8,9 @@ gradients. The head's gradient, which is size times too large then, is divided w
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,8 +40,24 @@ class DataParallel:
         if self.rank < 0:
             raise ValueError("process_group does not contain this rank")
 
+    @contextlib.contextmanager
+    def before_total(self, total_follows: bool = True) -> Iterator[None]:
+        """If what is inside fails, the total() that the other ranks are going to wait in fails too."""
+        try:
+            yield
+        except BaseException:
+            if total_follows:
+                self._sum(math.nan)
+            raise
+
     def total(self, value: float) -> float:
-        """The sum of the ranks' values."""
+        """The sum of the ranks' values. RuntimeError if another rank failed before it."""
+        total = self._sum(value)
+        if math.isnan(total):
+            raise RuntimeError(f"rank {self.rank} of {self.size} stops because another rank failed; its error says why")
+        return total
+
+    def _sum(self, value: float) -> float:
         if self.size == 1:
             return value
         tensor = torch.tensor([value], dtype=torch.float64, device=self._device())

@@ -53,6 +53,7 @@ class Module(Protocol):
     extras: tuple[Extra, ...]
     steps: StepTracker
     scale: GradientScale
+    discards: int
     transport: dict[str, Any]  # arguments of Client.compute_loss_async
 
 
@@ -68,6 +69,7 @@ class Job:
         self.needs_head = needs_head
         self.number = number
         self.step = module.steps.step
+        self.discards = module.discards
         self.grad_output = grad_output
         self.normalizer = 1.0
         self.deferred = module.deferred and (needs_hidden or needs_head)
@@ -170,6 +172,10 @@ class Job:
 
     def meet(self, got: float) -> float:
         """What the announced gradients are to be multiplied by, as backward brings `got` for the loss."""
+        if self.needs_head and self.discards != self.module.discards:
+            raise RuntimeError(
+                "zero_grad() or discard() came between forward and backward of this loss, and discarded the weight "
+                "gradient that the server had accumulated in forward. Call zero_grad() before forward or after step()")
         if math.isclose(got, self.grad_output, rel_tol=1e-6):
             factor = 1.0
         else:

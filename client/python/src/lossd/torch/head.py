@@ -10,11 +10,13 @@ import torch
 from numpy.typing import NDArray
 
 import lossd
+from lossd import errors
 from lossd.torch import _data_parallel, _memory
 from lossd.torch._job import EXTRAS, Extra, Job, LossOutput
 from lossd.torch._gradient_scale import GradientScale
 from lossd.torch._step_tracker import StepTracker
 from lossd.types import Reduction
+from lossd.v1 import types_pb2
 
 
 class LossHead(torch.nn.Module):
@@ -98,6 +100,11 @@ class LossHead(torch.nn.Module):
                                  self.parallel.size if world_size is None else world_size)
         self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
         self._class_weights: NDArray[Any] | None = None
+        self.discards = 0  # how often the gradients of an open step were discarded
+        # Microbatches that others left in the open step. With several trainers they are those of the others.
+        self.left_over: int = 0
+        if self.steps.alone:
+            self.left_over = description.step_microbatches + description.step_contributions
 
     def extra_repr(self) -> str:
         return f"{self.head_name!r} at {self.client.target}, D={self.hidden_size}, V={self.vocab_size}"
@@ -111,6 +118,7 @@ class LossHead(torch.nn.Module):
         """Asks the server for the open step: after a checkpoint was loaded, or another trainer applied a step."""
         self.steps.advance(self.client.describe_head(self.head_name).state.step)
         self._class_weights = None
+        self.left_over = 0
         self.scale.forget_losses()
 
     @property
@@ -135,11 +143,16 @@ class LossHead(torch.nn.Module):
           normalizer: overrides the module's. With process_group, that of all ranks.
           microbatch: the number, within the step, of a microbatch that failed and is sent again.
         """
-        self._check(hidden, targets, row_weights)
-        wire = _autocast(hidden)
-        labels = _labels(targets, self.shift, self.options.ignore_index)
         needs_hidden = torch.is_grad_enabled() and hidden.requires_grad
         needs_head = torch.is_grad_enabled() and self.train_head
+        counted_together = self._counted_together(normalizer, needs_hidden or needs_head)
+        with self.parallel.before_total(counted_together):
+            self._check(hidden, targets, row_weights)
+            labels = _labels(targets, self.shift, self.options.ignore_index)
+            self._check_labels(labels)
+            if needs_head:
+                self._check_left_over()
+        wire = _autocast(hidden)
         number = self.steps.number(microbatch) if needs_head else self.steps.number_apart()
         job = Job(self, wire, targets.shape, needs_hidden, needs_head, number, self.grad_output)
         weights = None if row_weights is None else row_weights.detach().reshape(-1).to("cpu", torch.float32).numpy()
@@ -155,8 +168,13 @@ class LossHead(torch.nn.Module):
         given = self.normalizer if given is None else given
         if given is not None:
             return given / ranks
-        count = self._count(labels)
+        with self.parallel.before_total(training):
+            count = self._count(labels)
         return self.parallel.total(count) / ranks if training else count
+
+    def _counted_together(self, given: float | None, training: bool) -> bool:
+        """Whether _normalizer() asks the other ranks."""
+        return training and self.reduction == "mean" and given is None and self.normalizer is None
 
     def _count(self, labels: NDArray[np.int32]) -> float:
         """The number of valid labels; with class weights their sum."""
@@ -165,8 +183,26 @@ class LossHead(torch.nn.Module):
             return float(np.count_nonzero(valid))
         if self._class_weights is None:
             self._class_weights = self.client.read_tensor(self.head_name, "class_weights")
-        inside = valid & (labels >= 0) & (labels < self.vocab_size)  # the server names what is not
-        return float(self._class_weights[labels[inside]].sum(dtype=np.float64))
+        return float(self._class_weights[labels[valid]].sum(dtype=np.float64))
+
+    def _check_labels(self, labels: NDArray[np.int32]) -> None:
+        """What the server would say, before anything is sent."""
+        wrong = ((labels < 0) | (labels >= self.vocab_size)) & (labels != self.options.ignore_index)
+        if not wrong.any():
+            return
+        index = int(wrong.argmax())
+        field, value = f"open.targets[{index}]", str(labels[index])
+        raise errors.InvalidArgument(
+            f"{field} must be in [0, {self.vocab_size}) or ignore_index ({self.options.ignore_index}), got {value}",
+            types_pb2.ErrorDetail(field=field, value=value))
+
+    def _check_left_over(self) -> None:
+        if self.left_over:
+            raise RuntimeError(
+                f"step {self.step} of head {self.head_name!r} holds {self.left_over} microbatches of another LossHead: an "
+                "earlier one of this program that did not end its step, or another trainer's. "
+                "HeadOptimizer(head, ...).zero_grad() discards them. Several trainers of one head need process_group=, "
+                "or rank= and world_size=")
 
     def _check(self, hidden: torch.Tensor, targets: torch.Tensor, row_weights: torch.Tensor | None) -> None:
         self.client.check_usable()

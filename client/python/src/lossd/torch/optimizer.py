@@ -78,13 +78,12 @@ class HeadOptimizer(torch.optim.Optimizer):
         return self._loaded_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discards what was accumulated in the open step, if anything was.
+        """Discards what was accumulated in the open step, if anything was; what an interrupted loop left, too.
 
-        RuntimeError if a loss of the step waits for its backward: its gradient would be lost. So zero_grad() comes
-        before forward or after step(). Collective if the LossHead has a process_group.
+        The backward of a loss that was computed before raises then. So zero_grad() comes before forward or after
+        step(). Collective if the LossHead has a process_group.
         """
-        if self.head.parallel.any(not self.head.steps.empty):
-            self.head.steps.check_settled("zero_grad()")
+        if self.head.parallel.any(not self.head.steps.empty or self.head.left_over > 0):
             self.discard()
         self.stand_in.grad = None
         self._loaded_norm = None
@@ -95,6 +94,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         Collective if the LossHead has a process_group.
         """
         head = self.head
+        head.discards += 1
         head.sync()
         head.parallel.barrier()  # nothing of the others arrives any more
         if head.parallel.rank == 0:
