@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import tempfile
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-JOIN_SECONDS = 600
+JOIN_SECONDS = int(os.environ.get("LOSSD_TEST_JOIN_SECONDS", "300"))
 
 
 def run_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -36,8 +37,10 @@ def run_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> lis
 def _run(rank: int, world_size: int, folder: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(0.5 * JOIN_SECONDS)
     torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     result = work(rank, *arguments)
     torch.distributed.barrier()
+    faulthandler.cancel_dump_traceback_later()
     torch.save(result, Path(folder, str(rank)))
     torch.distributed.destroy_process_group()
