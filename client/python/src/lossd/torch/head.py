@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import lossd
 from lossd import errors
-from lossd.torch import _data_parallel, _memory
+from lossd.torch import _data_parallel, _head_state, _memory
 from lossd.torch._job import EXTRAS, Extra, Job, LossOutput
 from lossd.torch._gradient_scale import GradientScale
 from lossd.torch._step_tracker import StepTracker
@@ -46,7 +46,8 @@ class LossHead(torch.nn.Module):
             self, client: lossd.Client, head: str, *, reduction: Reduction = "mean", class_weights: bool = False,
             shift: bool = False, normalizer: float | None = None, grad_output: float = 1.0, deferred: bool = False,
             train_head: bool = True, extras: Iterable[Extra] = (), process_group: Any = _data_parallel.UNSAID,
-            rank: int | None = None, world_size: int | None = None, streams: int | None = None, slice_bytes: int = 2 << 20, timeout: float | None = None,
+            rank: int | None = None, world_size: int | None = None, state: Literal["checkpoint", "none"] = "checkpoint",
+            streams: int | None = None, slice_bytes: int = 2 << 20, timeout: float | None = None,
             **loss: Any) -> None:
         """
         Args:
@@ -68,6 +69,8 @@ class LossHead(torch.nn.Module):
             be given if torch.distributed has more than one rank.
           rank, world_size: of this trainer among those that feed the head; each counts its microbatches apart. Those
             of process_group, else 0 of 1.
+          state: what state_dict() holds of the head, this module's and its HeadOptimizer's. "checkpoint": the name of a
+            checkpoint, which it has the server write; load_state_dict() restores that one. "none": nothing.
           streams, slice_bytes, timeout: as lossd.Client.compute_loss_async.
           loss: the other fields of lossd.LossOptions, which describes them: ignore_index and label_smoothing as
             torch.nn.functional.cross_entropy has them, z_loss, softcap, logit_scale, gradients and so on.
@@ -100,6 +103,9 @@ class LossHead(torch.nn.Module):
                                  self.parallel.size if world_size is None else world_size)
         self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
         self._class_weights: NDArray[Any] | None = None
+        if state not in ("checkpoint", "none"):
+            raise ValueError(f"state is {state!r}; it must be 'checkpoint' or 'none'")
+        self._states = _head_state.HeadStates(client, head, self.parallel, kept=state == "checkpoint")
         self.discards = 0  # how often the gradients of an open step were discarded
         # Microbatches that others left in the open step. With several trainers they are those of the others.
         self.left_over: int = 0
@@ -125,6 +131,22 @@ class LossHead(torch.nn.Module):
     def gradient_scale(self) -> float:
         """What the server's gradient of the open step is multiplied by to be that of the loss, grad_scale included."""
         return self.grad_scale * self.scale.applied(self.step)
+
+    def save_state(self) -> dict[str, Any]:
+        """Has the server save the head, if it has changed since, and returns what load_state() restores it from."""
+        return self._states.save()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restores the head, its optimizer's moments and its step, or raises. Collective with process_group."""
+        self._states.restore(state)
+        self.discards += 1
+        self.sync()
+
+    def get_extra_state(self) -> torch.Tensor:
+        return _head_state.as_tensor(self.save_state())
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.load_state(_head_state.from_tensor(state))
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor, *, row_weights: torch.Tensor | None = None,
                 normalizer: float | None = None, microbatch: int | None = None) -> LossOutput:

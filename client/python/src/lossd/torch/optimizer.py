@@ -128,6 +128,20 @@ class HeadOptimizer(torch.optim.Optimizer):
         self._loaded_norm = None
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """Hyper-parameters, and under "head" what LossHead.save_state() says: the server saves the head."""
+        return {**super().state_dict(), "head": self.head.save_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the head too. KeyError if the state does not name it."""
+        if "head" not in state_dict:
+            raise KeyError(f"the state of this HeadOptimizer does not say where head {self.head.head_name!r} was saved: it "
+                           "is of another kind of optimizer, or of an older lossd")
+        self.head.load_state(state_dict["head"])
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "head"})
+        self.stand_in.grad = None
+        self._loaded_norm = None
+
     def _hyper_parameters(self) -> lossd.AdamW | lossd.SGD:
         group: dict[str, Any] = self.param_groups[0]
         if self.algorithm == "sgd":
