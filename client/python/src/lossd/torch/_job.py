@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 import lossd
+from lossd import errors
 from lossd.torch import _memory
 from lossd.torch._gradient_scale import GradientScale
 from lossd.torch._step_tracker import StepTracker
@@ -122,7 +123,14 @@ class Job:
 
     def _wait(self) -> LossResult:
         assert self.pending is not None
-        result = self.pending.wait()
+        try:
+            result = self.pending.wait()
+        except errors.FailedPrecondition as error:
+            if error.field == "open.microbatch_id":
+                error.message += (
+                    ". Another LossHead has sent this microbatch of the step: several trainers of one head need "
+                    "process_group=, or rank= and world_size=; what an earlier LossHead left, zero_grad() discards")
+            raise
         if self.needs_head and not self.row_losses:
             self.module.steps.arrived(self.number, waits_for_backward=True)
         return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -111,6 +111,11 @@ class LossHead(torch.nn.Module):
         self.left_over: int = 0
         if self.steps.alone:
             self.left_over = description.step_microbatches + description.step_contributions
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"LossHead of {self.head_name!r} has no weights of its own, so it cannot be copied or pickled: make another "
+            f"LossHead(client, {self.head_name!r}), or save its state_dict(), which has the server save the weights")
 
     def extra_repr(self) -> str:
         return f"{self.head_name!r} at {self.client.target}, D={self.hidden_size}, V={self.vocab_size}"

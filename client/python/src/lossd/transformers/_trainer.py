@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import TrainerCallback
@@ -62,7 +62,7 @@ class _Attached(TrainerCallback):
         trainer.accelerator.clip_grad_norm_ = clip_grad_norm_
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        kinds = {torch.optim.AdamW: "adamw", torch.optim.SGD: "sgd"}
+        kinds: dict[type, Literal["adamw", "sgd"]] = {torch.optim.AdamW: "adamw", torch.optim.SGD: "sgd"}
         if type(optimizer) not in kinds:
             raise ValueError(f"the trainer's optimizer is {type(optimizer).__name__}; a head on a server steps with "
                              "torch's AdamW (optim='adamw_torch') or SGD (optim='sgd')")
