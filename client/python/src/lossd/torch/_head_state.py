@@ -27,7 +27,11 @@ class _Moment:
 
     incarnation: int
     step: int
-    weights_version: int
+    weights_version: int  # 0 from servers that do not number versions
+
+    def is_that_of(self, other: _Moment) -> bool:
+        """Whether the values are certainly the same."""
+        return self.weights_version != 0 and self == other
 
 
 class HeadStates:
@@ -44,7 +48,7 @@ class HeadStates:
         if not self._kept:
             return state
         moment = self._moment()
-        if self._last is None or self._last[1] != moment:
+        if self._last is None or not moment.is_that_of(self._last[1]):
             try:
                 saved = self._client.save_checkpoint(self._head, f"state-{moment.step:010d}-{secrets.token_hex(4)}")
             except errors.FailedPrecondition as error:
@@ -54,8 +58,7 @@ class HeadStates:
             self._last = saved.checkpoint, _Moment(
                 saved.state.incarnation, saved.state.step, moment.weights_version)
         checkpoint, moment = self._last
-        return {**state, "checkpoint": checkpoint, "step": moment.step, "incarnation": moment.incarnation,
-                "weights_version": moment.weights_version}
+        return {**state, "checkpoint": checkpoint, "step": moment.step, "incarnation": moment.incarnation}
 
     def restore(self, state: State) -> None:
         """RuntimeError, NotFound and so on if the head is not what `state` says afterwards. Collective."""
@@ -68,16 +71,14 @@ class HeadStates:
                 raise RuntimeError(f"the state was saved with state='none', so it does not hold head {self._head!r}: "
                                    "load a checkpoint of it, and make LossHead(..., state='none')")
             return
-        wanted = _Moment(state["incarnation"], state["step"], state["weights_version"])
         with self._parallel.before_total():
             if self._parallel.rank == 0:
-                self._load(checkpoint, wanted)
+                self._load(checkpoint, state["step"])
         self._parallel.barrier()
         self._last = checkpoint, self._moment()
 
-    def _load(self, checkpoint: str, wanted: _Moment) -> None:
-        now = self._moment()
-        if now == wanted or self._last == (checkpoint, now):
+    def _load(self, checkpoint: str, wanted: int) -> None:
+        if self._last is not None and self._last[0] == checkpoint and self._moment().is_that_of(self._last[1]):
             return
         try:
             step = self._client.load_checkpoint(checkpoint, self._head).state.step
@@ -85,8 +86,8 @@ class HeadStates:
             raise errors.NotFound(
                 f"the state names checkpoint {checkpoint!r} of head {self._head!r}, which the server at "
                 f"{self._client.target} does not have: start it with the --checkpoint_dir that it was saved to") from error
-        if step != wanted.step:
-            raise RuntimeError(f"checkpoint {checkpoint!r} is of step {step}, the state of step {wanted.step}")
+        if step != wanted:
+            raise RuntimeError(f"checkpoint {checkpoint!r} is of step {step}, the state of step {wanted}")
 
     def _moment(self) -> _Moment:
         state = self._client.describe_head(self._head).state
