@@ -179,11 +179,12 @@ class LossHead(torch.nn.Module):
             self._check_labels(labels)
             if needs_head:
                 self._check_left_over()
+        total = self._normalizer(labels, normalizer, needs_hidden or needs_head)
         wire = _autocast(hidden)
         number = self.steps.number(microbatch) if needs_head else self.steps.number_apart()
         job = Job(self, wire, targets.shape, needs_hidden, needs_head, number, self.grad_output)
         weights = None if row_weights is None else row_weights.detach().reshape(-1).to("cpu", torch.float32).numpy()
-        job.normalizer = self._normalizer(labels, normalizer, needs_hidden or needs_head)
+        job.normalizer = total
         job.start(labels, weights)
         return PendingHeadLoss(job)
 
