@@ -9,6 +9,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from ranks import run_ranks
 
 import lossd
 import lossd.transformers
@@ -224,3 +225,29 @@ def test_a_head_that_exists(client, name):
     with pytest.raises(lossd.AlreadyExists, match="frozen False instead of True"):
         patch(make_model("llama"), client, name, "llama", exist_ok=True, freeze=True)
     assert model.config.vocab_size == V
+
+
+def train_rank(rank, target, name, rows, folder):
+    """The same training of a patched and of a stock model, both under DistributedDataParallel."""
+    dataset, losses = Dataset.from_dict(rows), []
+    with lossd.Client(target) as client:
+        stock = make_model("llama")
+        model = patch(copy.deepcopy(stock), client, name, "llama", process_group=torch.distributed.group.WORLD)
+        for each in (model, stock):
+            trainer = transformers.Trainer(
+                each, arguments(f"{folder}/{rank}", 2, per_device_train_batch_size=2, eval_strategy="no",
+                                ddp_backend="gloo", average_tokens_across_devices=True), train_dataset=dataset)
+            if each is model:
+                lossd.transformers.attach(trainer)
+            assert trainer.accelerator.num_processes == 2
+            losses.append([(log["loss"], log["grad_norm"]) for log in run(trainer) if "loss" in log])
+        return losses, {key: value.clone() for key, value in model.state_dict().items()}, stock.state_dict()
+
+
+def test_trainer_in_two_ranks(server, client, name, data, tmp_path):
+    for (ours, theirs), model, stock in run_ranks(2, train_rank, server.target, name, data.to_dict(), str(tmp_path)):
+        assert len(ours) == 8
+        np.testing.assert_allclose(np.array(ours)[:, 0], np.array(theirs)[:, 0], atol=1e-5)
+        np.testing.assert_allclose(np.array(ours)[:, 1], np.array(theirs)[:, 1], rtol=1e-4)
+        for key, value in stock.items():
+            torch.testing.assert_close(model[key], value, atol=2e-5, rtol=1e-3)
