@@ -116,7 +116,9 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
   NamedLocks::Guard guard = head_locks_->Lock(request.head());
   const absl::StatusOr<engine::HeadSnapshot> head = engine_->Describe(request.head());
   if (!head.ok()) return head.status();
-  if (!head->weights_status.ok()) return head->weights_status;
+  if (!head->tensors_status.ok()) return head->tensors_status;
+  const auto reader = engine_->OpenReader(request.head());
+  if (!reader.ok()) return reader.status();
   const absl::Time begin = absl::Now();
   absl::Time read_end = begin;
   v1::SavePhase phase = v1::SAVE_PHASE_READING;
@@ -143,9 +145,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
        .incarnation = head->state.incarnation,
        .last_step = head->last_step},
       [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<uint8_t> out) {
-        return engine_->OnDevice(head->name, [&](head::Head& on_device) {
-          return on_device.ReadRows(id, row_begin, rows, kernels::DType::kFloat32, out);
-        });
+        return (*reader)->Read(id, {row_begin, row_begin + rows}, kernels::DType::kFloat32, out).status();
       },
       save);
   if (!saved.ok()) return saved.status();

@@ -20,6 +20,7 @@
 #include "server/engine/notifier.h"
 #include "server/engine/range_allocator.h"
 #include "server/engine/staging_pool.h"
+#include "server/engine/versions.h"
 
 namespace lossd::engine {
 
@@ -42,9 +43,8 @@ struct EngineContext {
   const std::unique_ptr<kernels::RetainedMemory> retained;  // null: the engine keeps no rows
   RangeAllocator retained_ranges;                           // of `retained`
 
-  absl::Mutex mutex;  // the engine's lock
-  // The last number given to the gradients of a head (OpenStep::generation); no two heads share one.
-  uint64_t last_generation ABSL_GUARDED_BY(mutex) = 0;
+  absl::Mutex mutex;                               // the engine's lock
+  VersionCounter versions ABSL_GUARDED_BY(mutex);  // of all heads
   uint64_t last_turn_ticket ABSL_GUARDED_BY(mutex) = 0;
   // Buffers in the areas of groups that slices hold while they are received, computed or sent.
   int64_t area_buffers_lent ABSL_GUARDED_BY(mutex) = 0;

@@ -115,6 +115,7 @@ Json EncodeLastStep(const std::optional<AppliedStep>& step) {
   const kernels::OptimizerOptions& optimizer = step->optimizer;
   const bool adamw = optimizer.kind == kernels::OptimizerOptions::Kind::kAdamW;
   return {{"incarnation", EncodeIncarnation(step->incarnation)},
+          {"generation", step->generation},
           {"optimizer",
            {{"kind", adamw ? kAdamW : kSgd},
             {"learning_rate", optimizer.learning_rate},
@@ -157,6 +158,7 @@ bool DecodeLastStep(const Json& json, std::optional<AppliedStep>* step) {
   applied.contributions = json.at("contributions").get_ref<const int64_t&>();
   applied.rows = json.at("rows").get_ref<const int64_t&>();
   applied.skipped = json.at("skipped").get<bool>();
+  applied.generation = json.value("generation", uint64_t{0});  // manifests of older servers have none
   return (kind == kAdamW || kind == kSgd) && kernels::Validate(optimizer).ok() &&
          absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &applied.incarnation) &&
          DecodeNumber(json.at("grad_norm"), &applied.grad_norm);

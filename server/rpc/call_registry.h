@@ -19,8 +19,9 @@ namespace lossd::rpc {
 class WatchedCall {
  public:
   virtual ~WatchedCall() = default;
-  // Cancels the call if a write has been waiting for the client since before `limit`. Called on the
-  // registry's thread; must not call into the registry.
+  // Cancels the call if it has been waiting for the client since before `limit`, with answers that the client
+  // does not take, or holding up other calls. Called on the registry's thread; must not call into the
+  // registry.
   virtual void CancelIfStuck(absl::Time limit) = 0;
 };
 

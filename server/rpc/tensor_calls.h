@@ -62,7 +62,7 @@ class ReadTensorCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, 
   TensorCallEnvironment* const environment_;
   grpc::CallbackServerContext* const context_;
   const grpc::ByteBuffer* request_ = nullptr;  // gRPC's, until OnDone
-  admin::TensorRows tensor_;
+  admin::TensorRead read_;
   int64_t next_row_ = 0;
   grpc::ByteBuffer message_;
   std::atomic<bool> cancelled_{false};
@@ -75,10 +75,9 @@ class ReadTensorCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, 
 // Deletes itself in OnDone.
 class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public WatchedCall {
  public:
-  void OnReadDone(bool ok) override;
+  void OnReadDone(bool ok) override ABSL_LOCKS_EXCLUDED(read_mutex_);
   void OnDone() override;
-  // The client sends; it cannot be stuck taking answers.
-  void CancelIfStuck(absl::Time) override {}
+  void CancelIfStuck(absl::Time limit) override ABSL_LOCKS_EXCLUDED(read_mutex_);
 
  protected:
   // The rows a call carries, and the bytes of one.
@@ -103,6 +102,10 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   virtual absl::Status Await(std::function<void()> next) { return RunOnWorker(std::move(next)); }
   virtual absl::Status Take(engine::RowRange rows, absl::Span<const uint8_t> values) = 0;
   virtual absl::StatusOr<grpc::ByteBuffer> Answer() = 0;
+  // True while other calls cannot go on before this one does. On any thread.
+  virtual bool HoldsUpOthers() const { return false; }
+  // The call is over; before its client is told.
+  virtual void Release() {}
 
   absl::Status RunOnWorker(std::function<void()> step);
   void End(absl::Status status);
@@ -110,6 +113,8 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   TensorCallEnvironment* const environment_;
 
  private:
+  // Reads the next message.
+  void ReadOn() ABSL_LOCKS_EXCLUDED(read_mutex_);
   // The steps of a message: decode it (and open the call), take its rows, read on.
   void HandleMessage() ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status DecodeMessage(bool* has_open) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -127,6 +132,9 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   Extent extent_ ABSL_GUARDED_BY(mutex_);
   int64_t next_row_ ABSL_GUARDED_BY(mutex_) = 0;
   wire::PayloadView payload_ ABSL_GUARDED_BY(mutex_);  // of the message at hand
+
+  absl::Mutex read_mutex_;
+  absl::Time read_started_ ABSL_GUARDED_BY(read_mutex_) = absl::InfiniteFuture();  // of a read under way
 };
 
 class WriteTensorCall final : public ReceiveRowsCall {
@@ -141,8 +149,13 @@ class WriteTensorCall final : public ReceiveRowsCall {
   absl::Status Take(engine::RowRange rows, absl::Span<const uint8_t> values) override;
   absl::StatusOr<grpc::ByteBuffer> Answer() override;
 
+  bool HoldsUpOthers() const override { return writing_; }
+  void Release() override { write_.writer.reset(); }
+
   v1::WriteTensorRequest request_;
-  admin::TensorRows tensor_;
+  admin::TensorWrite write_;
+  v1::HeadState state_;               // when the last rows were written
+  std::atomic<bool> writing_{false};  // between the first row and the last
 };
 
 class AddGradientCall final : public ReceiveRowsCall {
@@ -162,7 +175,7 @@ class AddGradientCall final : public ReceiveRowsCall {
 
   v1::AddGradientRequest request_;
   engine::Contribution contribution_;
-  int64_t added_rows_ = 0;
+  engine::AddedRows added_;  // so far, and when the last ones were
 
   absl::Mutex turn_mutex_;
   bool cancelled_ ABSL_GUARDED_BY(turn_mutex_) = false;

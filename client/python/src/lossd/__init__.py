@@ -23,6 +23,7 @@ from lossd.errors import (
     NotFound,
     ResourceExhausted,
     Restarted,
+    StepDiscarded,
     Unavailable,
 )
 from lossd.types import SGD, AdamW, LossOptions, LossResult, RetryOptions
@@ -31,7 +32,7 @@ __all__ = [
     "SGD", "Aborted", "AdamW", "AlreadyExists", "Cancelled", "Client", "ClientClosed", "DataLoss",
     "DeadlineExceeded", "FailedPrecondition", "ForkedClient", "Internal", "InvalidArgument", "LossOptions",
     "LossResult", "LossdError", "NonFinite", "NotFound", "PendingLoss", "ResourceExhausted", "Restarted",
-    "RetryOptions", "Unavailable", "__version__",
+    "RetryOptions", "StepDiscarded", "Unavailable", "__version__",
 ]
 
 __version__: str = metadata.version("lossd")

@@ -81,6 +81,7 @@ class LossOptions:
     max_dropped_mass: float = 0.05
 
     def __post_init__(self) -> None:
+        _check("ignore_index", self.ignore_index, "in [-2^31, 2^31)", -2**31 <= self.ignore_index < 2**31)
         _check("label_smoothing", self.label_smoothing, "in [0, 1]", 0 <= self.label_smoothing <= 1)
         _check("z_loss", self.z_loss, "finite and not negative", 0 <= self.z_loss < math.inf)
         _check("softcap", self.softcap, "0, or finite and at least 1.18e-38",
@@ -108,6 +109,8 @@ def _check(field_name: str, value: float, rule: str, holds: bool) -> None:
 
 @dataclass(frozen=True)
 class RetryOptions:
+    """How calls are sent again: those that break, and those that may begin again when what they look at changes."""
+
     max_attempts: int = 3  # of one call (or one stream of a loss computation), the first included; at least 1
     initial_backoff: float = 0.25  # seconds; grows fourfold with every attempt, with jitter
     max_backoff: float = 5.0  # seconds
