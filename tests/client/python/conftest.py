@@ -15,6 +15,10 @@ from server_process import ServerProcess
 import lossd
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a GPU")
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
     process = ServerProcess()

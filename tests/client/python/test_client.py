@@ -542,3 +542,40 @@ def test_a_fork_is_noticed(client):
     child.start()
     assert here.poll(20) and f"process {os.getpid()}, before a fork" in here.recv()
     child.join()
+
+
+def test_the_environment_names_the_server(server, monkeypatch):
+    monkeypatch.setenv("LOSSD_SERVER", server.target)
+    with lossd.Client() as client:
+        assert client.target == server.target
+        assert repr(client) == f"lossd.Client('{server.target}')"
+    assert repr(client).endswith(", closed)")
+    monkeypatch.setenv("LOSSD_SERVER", "127.0.0.1:1")
+    with lossd.Client(server.target) as client:
+        assert client.target == server.target
+
+
+def test_the_version_is_the_packages():
+    from importlib import metadata
+    assert lossd.__version__ == metadata.version("lossd")
+
+
+def test_a_client_is_not_copied(client):
+    import copy
+    import pickle
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="holds connections and threads"):
+            attempt(client)
+
+
+def test_a_head_may_exist_already(client, make_head):
+    name = make_head(hidden_size=8, vocab_size=30, seed=5)
+    weight = client.read_tensor(name)
+    with pytest.raises(lossd.AlreadyExists):
+        client.create_head(name, hidden_size=8, vocab_size=30)
+    assert client.create_head(name, hidden_size=8, vocab_size=30, exist_ok=True).spec.name == name
+    np.testing.assert_array_equal(client.read_tensor(name), weight)
+    for changes, what in (({"vocab_size": 31}, "vocab_size 30 instead of 31"), ({"bias": True}, "bias False instead of True"),
+                          ({"norm": "rmsnorm"}, "norm")):
+        with pytest.raises(lossd.AlreadyExists, match=what):
+            client.create_head(name, **{"hidden_size": 8, "vocab_size": 30, **changes}, exist_ok=True)

@@ -1,6 +1,7 @@
 """LossHead against torch in double precision, and as a citizen of autograd."""
 
 import contextlib
+import copy
 
 import numpy as np
 import pytest
@@ -285,8 +286,10 @@ def test_announced_gradient(client, make_head, problem):
     scaled = hidden.clone().requires_grad_()
     (module(scaled, targets) / 4).backward()
     compare(scaled.grad, plain.grad / 4, 1e-9)
-    with pytest.raises(RuntimeError, match=r"is 1.0, but 0.25 was announced.*grad_output = 1.0"):
+    with pytest.raises(RuntimeError, match=r"is 1.0, 4.0 times the announced 0.25.*grad_output = 1.0"):
         module(hidden.clone().requires_grad_(), targets).backward()
+    with pytest.raises(RuntimeError, match=r"is 1.0, but 0.25 was announced.*float16.*grad_output = 1.0"):
+        module(hidden.half().requires_grad_(), targets).backward()
     module.deferred = True
     free = hidden.clone().requires_grad_()
     (3 * module(free, targets)).backward()
@@ -461,6 +464,7 @@ def test_closed_client(server, make_head, problem):
             use()
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("targets_on_cpu", [False, True])
 @pytest.mark.parametrize("deferred", [False, True])
@@ -480,4 +484,19 @@ def test_repr_names_the_head(client, make_head):
     module = LossHead(client, make_head(hidden_size=D, vocab_size=V))
     with contextlib.closing(lossd.Client(client.target)):
         assert module.head_name in repr(module) and "V=130" in repr(module)
-    assert not list(module.parameters()) and not module.state_dict()
+    assert not list(module.parameters()) and list(module.state_dict()) == ["_extra_state"]
+
+
+def test_a_head_is_not_copied(client, make_head, tmp_path):
+    module = torch.nn.Sequential(LossHead(client, make_head(hidden_size=D, vocab_size=V)))
+    for attempt in (copy.deepcopy, lambda it: torch.save(it, tmp_path / "module")):
+        with pytest.raises(TypeError, match="has no weights of its own.*state_dict"):
+            attempt(module)
+
+
+def test_a_forgotten_rank_is_named(client, make_head, problem):
+    hidden, targets = problem
+    heads = [LossHead(client, name) for name in [make_head(hidden_size=D, vocab_size=V)] * 2]
+    heads[0](hidden.clone().requires_grad_(), targets)
+    with pytest.raises(lossd.FailedPrecondition, match="Several trainers|several trainers.*rank= and world_size="):
+        heads[1](hidden.flip(0).clone().requires_grad_(), targets.flip(0))

@@ -115,6 +115,7 @@ def test_loss_scaling(client, make_head, trunks):
     np.testing.assert_allclose(client.read_tensor(name), expected.detach().numpy(), atol=1e-6)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_torch_grad_scaler(client, make_head, trunks):
     name = make_head(hidden_size=D, vocab_size=V)
@@ -213,16 +214,83 @@ def test_losses_without_backward_are_not_applied(client, make_head):
     optimizer = HeadOptimizer(head, lr=0.1)
     hidden, targets = torch.randn(N, D, requires_grad=True), torch.randint(0, V, (N,))
     loss = head(hidden, targets)
-    for what in (optimizer.step, optimizer.zero_grad, optimizer.load_grad_norm):
+    for what in (optimizer.step, optimizer.load_grad_norm):
         with pytest.raises(RuntimeError, match="had no backward"):
             what()
     loss.backward()
     optimizer.step()
-    head(hidden, targets)
-    optimizer.discard()
+    for clear in (optimizer.discard, optimizer.zero_grad):
+        loss = head(hidden, targets)
+        clear()
+        with pytest.raises(RuntimeError, match="between forward and backward"):
+            loss.backward()
+        head(hidden, targets).backward()
+        optimizer.step()
+        assert optimizer.last.microbatches == 1
+    assert head.step == 3
+
+
+def test_a_loop_goes_on_after_a_bad_batch(client, make_head):
+    """The batch is refused before anything is booked, so that even a step without zero_grad() is right."""
+    head = LossHead(client, make_head(hidden_size=D, vocab_size=V))
+    optimizer = HeadOptimizer(head, lr=0.1)
+    hidden, targets = torch.randn(N, D, requires_grad=True), torch.randint(0, V, (N,))
+    with pytest.raises(lossd.InvalidArgument, match=rf"targets\[3\] .* got {V}") as raised:
+        head(hidden, targets.clone().index_fill_(0, torch.tensor([3]), V))
+    assert (raised.value.field, raised.value.value) == ("open.targets[3]", str(V))
     head(hidden, targets).backward()
     optimizer.step()
-    assert optimizer.last.microbatches == 1 and head.step == 2
+    assert (optimizer.last.rows, optimizer.last.microbatches) == (N, 1)
+
+
+def test_a_cell_runs_again(client, make_head):
+    """A new LossHead in a step that an interrupted one began."""
+    name = make_head(hidden_size=D, vocab_size=V)
+    hidden, targets = torch.randn(N, D, requires_grad=True), torch.randint(0, V, (N,))
+    for _ in range(2):
+        head = LossHead(client, name)
+        optimizer = HeadOptimizer(head, lr=0.1)
+        optimizer.zero_grad()
+        head(hidden, targets).backward()  # and is interrupted before step()
+    again = LossHead(client, name)
+    with pytest.raises(RuntimeError, match=r"1 microbatches of another LossHead.*zero_grad\(\)"):
+        again(hidden, targets)
+    with torch.no_grad():
+        again(hidden, targets)
+    optimizer.step()
+    assert (optimizer.last.rows, optimizer.last.microbatches) == (N, 1)
+
+
+def test_losses_that_are_divided_after_forward(client, make_head, trunks):
+    """(loss / 4).backward(), which other tools do without being asked, trains as grad_output=1/4 does."""
+    heads = [LossHead(client, make_head(hidden_size=D, vocab_size=V), grad_output=announced) for announced in (1, 0.25)]
+    optimizers = [HeadOptimizer(head, lr=0.5, algorithm="sgd") for head in heads]
+    for tokens, targets in batches(4):
+        for head, trunk in zip(heads, trunks):
+            (head(trunk(tokens), targets) / 4).backward()
+    norms = [optimizer.load_grad_norm() for optimizer in optimizers]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    for optimizer in optimizers:
+        optimizer.step()
+    weights = [client.read_tensor(head.head_name) for head in heads]
+    np.testing.assert_allclose(*weights, atol=1e-7)
+    for one, other in zip(*(trunk.parameters() for trunk in trunks)):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-7, rtol=1e-6)
+    # The next step may be divided by another number.
+    tokens, targets = batches(1)[0]
+    heads[0](trunks[0](tokens), targets).backward()
+    assert heads[0].gradient_scale == 1.0
+
+
+def test_losses_of_a_step_that_are_divided_differently(client, make_head):
+    head = LossHead(client, make_head(hidden_size=D, vocab_size=V))
+    hidden, targets = torch.randn(N, D, requires_grad=True), torch.randint(0, V, (N,))
+    (head(hidden, targets) / 4).backward()
+    with pytest.raises(RuntimeError, match=r"is 0.5, .*earlier losses of step 0 met 0.25 times.*grad_output = 0.5"):
+        (head(hidden, targets) / 2).backward()
+    HeadOptimizer(head, lr=0.1).zero_grad()
+    (head(hidden, targets) / 2).backward()
+    assert head.gradient_scale == 0.5
 
 
 def test_a_deferred_loss_belongs_to_its_step(client, make_head):
@@ -305,10 +373,9 @@ def test_a_step_that_somebody_zeroes_is_trained_again(server, make_head):
         other.zero_gradients(name, 0)
         with pytest.raises(lossd.StepDiscarded, match="somebody has zeroed them"):
             head(hidden, targets)
-        for use in (optimizer.step, optimizer.zero_grad):
-            with pytest.raises(RuntimeError, match=r"step 0 is lost .*HeadOptimizer.discard\(\)"):
-                use()
-        optimizer.discard()
+        with pytest.raises(RuntimeError, match=r"step 0 is lost .*HeadOptimizer.discard\(\)"):
+            optimizer.step()
+        optimizer.zero_grad()
         head(hidden, targets).backward()
         other.zero_gradients(name, 0)
         with pytest.raises(lossd.StepDiscarded):

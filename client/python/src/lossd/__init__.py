@@ -3,6 +3,8 @@
 lossd.Client speaks the protocol with NumPy arrays; lossd.torch (imported on its own) has the PyTorch module.
 """
 
+from importlib import metadata
+
 from lossd._loss_call import PendingLoss
 from lossd.client import Client
 from lossd.errors import (
@@ -30,5 +32,7 @@ __all__ = [
     "SGD", "Aborted", "AdamW", "AlreadyExists", "Cancelled", "Client", "ClientClosed", "DataLoss",
     "DeadlineExceeded", "FailedPrecondition", "ForkedClient", "Internal", "InvalidArgument", "LossOptions",
     "LossResult", "LossdError", "NonFinite", "NotFound", "PendingLoss", "ResourceExhausted", "Restarted",
-    "RetryOptions", "StepDiscarded", "Unavailable",
+    "RetryOptions", "StepDiscarded", "Unavailable", "__version__",
 ]
+
+__version__: str = metadata.version("lossd")

@@ -42,7 +42,7 @@ class HeadCalls:
                     compute_dtype: DType | None = None, optimizer_state: OptimizerState = "adam",
                     frozen: bool = False, logits: Logits = "stored", gradients: Gradients = "exact",
                     workspace_bytes: int = 0, seed: int = 0, zeros: bool = False,
-                    tensor_file: head_pb2.TensorFile | None = None,
+                    tensor_file: head_pb2.TensorFile | None = None, exist_ok: bool = False,
                     timeout: float | None = None) -> head_pb2.HeadDescription:
         """Creates a head: weights as torch.nn.Linear draws them with `seed`, or zeros, or out of a file.
 
@@ -51,6 +51,7 @@ class HeadCalls:
             again, a few at a time, in little memory; for heads that fill a GPU.
           gradients: what LossOptions.gradients is where it is None.
           workspace_bytes: the most that the head may take on the device. 0: as the server was started.
+          exist_ok: a head of this name may exist and stays as it is. AlreadyExists if its specification is another.
         """
         spec = head_pb2.HeadSpec(
             name=name, hidden_size=hidden_size, vocab_size=vocab_size, bias=bias, class_weights=class_weights,
@@ -67,7 +68,14 @@ class HeadCalls:
             request.zeros.SetInParent()
         else:
             request.kaiming_uniform.seed = seed
-        description = self._heads("CreateHead", request, head_pb2.HeadDescription, timeout or self._transfer_timeout)
+        try:
+            description = self._heads("CreateHead", request, head_pb2.HeadDescription, timeout or self._transfer_timeout)
+        except errors.AlreadyExists:
+            if not exist_ok:
+                raise
+            description = self.describe_head(name, timeout)
+            _check_same(description.spec, spec)
+            return description
         self._head_cache.learn(description)
         self._head_cache.forget_accumulation(name)
         return description
@@ -264,3 +272,18 @@ class HeadCalls:
             raise errors.InvalidArgument(
                 f'values has shape {data.shape}; {param} of head "{head}" takes {(end - begin, *row_shape)}')
         return types_pb2.RowRange(begin=begin, end=end), data.itemsize * math.prod(row_shape)
+
+
+def _check_same(has: head_pb2.HeadSpec, wanted: head_pb2.HeadSpec) -> None:
+    """AlreadyExists, naming fields, unless what is wanted is what a head has. What is not said may be anything."""
+    different = [
+        f"{field.name} {getattr(has, field.name)} instead of {getattr(wanted, field.name)}"
+        for field in wanted.DESCRIPTOR.fields
+        if getattr(wanted, field.name) != getattr(has, field.name) and _is_said(field, wanted)]
+    if different:
+        raise errors.AlreadyExists(f'head "{wanted.name}" exists with {", ".join(different)}')
+
+
+def _is_said(field: Any, spec: head_pb2.HeadSpec) -> bool:
+    """Flags always are; numbers and names unless they are left to the server (0)."""
+    return field.type == field.TYPE_BOOL or bool(getattr(spec, field.name))

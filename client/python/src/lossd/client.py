@@ -15,10 +15,11 @@ Errors are the classes of lossd.errors. Bad input raises before anything is sent
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -40,14 +41,14 @@ _DEFAULT_OPTIONS = LossOptions()
 
 
 class Client(HeadCalls):
-    def __init__(self, target: str = "127.0.0.1:7070", *, channels: int = 2, connect_timeout: float = 10.0,
+    def __init__(self, target: str | None = None, *, channels: int = 2, connect_timeout: float = 10.0,
                  wait_for_server: bool = True, max_message_bytes: int = 64 << 20, call_timeout: float = 60.0,
                  transfer_timeout: float = 1800.0, loss_timeout: float = 600.0, dead_peer_timeout: float = 30.0,
                  retry: RetryOptions = RetryOptions(), expected_incarnation: int = 0, max_pending: int = 64) -> None:
         """Connects, or raises Unavailable after `connect_timeout`; Restarted if another server is expected.
 
         Args:
-          target: host:port, or any gRPC target name.
+          target: host:port, or any gRPC target name. None: the environment's LOSSD_SERVER, else 127.0.0.1:7070.
           channels: connections to the server, in [1, 64]; a loss computation spreads its rows over those that no other
             one uses.
           wait_for_server: False: give up when the server's address refuses the first attempt.
@@ -67,6 +68,8 @@ class Client(HeadCalls):
         if max_pending < 1:
             raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
         _wire.keep_freed_memory()
+        if target is None:
+            target = os.environ.get("LOSSD_SERVER") or "127.0.0.1:7070"
         connections = Connections(ConnectionOptions(
             target, channels, connect_timeout, wait_for_server, max_message_bytes, dead_peer_timeout, retry))
         super().__init__(connections, HeadCache(expected_incarnation), call_timeout, transfer_timeout)
@@ -88,6 +91,13 @@ class Client(HeadCalls):
         for call in pending:
             call.cancel()
         self._threads.close()
+
+    def __repr__(self) -> str:
+        return f"lossd.Client({self.target!r}{', closed' if self.closed else ''})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} holds connections and threads, so it cannot be copied or pickled; make one with "
+                        f"lossd.Client({self.target!r}) where it is needed")
 
     @property
     def closed(self) -> bool:

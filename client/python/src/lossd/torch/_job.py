@@ -13,7 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 import lossd
+from lossd import errors
 from lossd.torch import _memory
+from lossd.torch._gradient_scale import GradientScale
 from lossd.torch._step_tracker import StepTracker
 from lossd.types import DType, LossResult, Reduction, RowOutput
 
@@ -53,6 +55,8 @@ class Module(Protocol):
     deferred: bool
     extras: tuple[Extra, ...]
     steps: StepTracker
+    scale: GradientScale
+    discards: int
     transport: dict[str, Any]  # arguments of Client.compute_loss_async
 
 
@@ -68,6 +72,7 @@ class Job:
         self.needs_head = needs_head
         self.number = number
         self.step = module.steps.step
+        self.discards = module.discards
         self.grad_output = grad_output
         self.normalizer = 1.0
         self.deferred = module.deferred and (needs_hidden or needs_head)
@@ -99,11 +104,15 @@ class Job:
         rows: list[RowOutput] = [name for name in _ROW_EXTRAS if name in module.extras]
         if self.row_losses:
             rows.insert(0, "loss")
+        reduction: Reduction = module.reduction
+        if self.row_losses:
+            reduction = "none"
+        elif self.normalizer != 1.0:
+            reduction = "mean"
         self.pending = module.client.compute_loss_async(
             module.head_name, _memory.as_array(host), labels, dtype=self.dtype, options=module.options,
             step=self.step if accumulates or self.deferred else None, id=self.wire_id, row_weights=row_weights,
-            reduction="none" if self.row_losses else module.reduction,
-            normalizer=self.normalizer if module.reduction == "mean" and not self.row_losses else None,
+            reduction=reduction, normalizer=self.normalizer if reduction == "mean" else None,
             grad_output=1.0 if self.row_losses else self.grad_output, accumulate=accumulates,
             retain=self.deferred, grad_hidden=gradient, rows=rows, ready=ready, **module.transport)
 
@@ -114,8 +123,15 @@ class Job:
 
     def _wait(self) -> LossResult:
         assert self.pending is not None
-        with self._failure_noted():
-            result = self.pending.wait()
+        try:
+            with self._failure_noted():
+                result = self.pending.wait()
+        except errors.FailedPrecondition as error:
+            if error.field == "open.microbatch_id":
+                error.message += (
+                    ". Another LossHead has sent this microbatch of the step: several trainers of one head need "
+                    "process_group=, or rank= and world_size=; what an earlier LossHead left, zero_grad() discards")
+            raise
         if self.needs_head and not self.row_losses:
             self.module.steps.arrived(self.number, waits_for_backward=True)
         return result
@@ -180,10 +196,35 @@ class Job:
         total = rows["loss"].sum()
         return total / self.normalizer if self.normalizer else total
 
-    def gradient(self) -> torch.Tensor | None:
-        """What backward hands to the hidden states."""
+    def meet(self, got: float) -> float:
+        """What the announced gradients are to be multiplied by, as backward brings `got` for the loss."""
+        if self.needs_head and self.discards != self.module.discards:
+            raise RuntimeError(
+                "zero_grad() or discard() came between forward and backward of this loss, and discarded the weight "
+                "gradient that the server had accumulated in forward. Call zero_grad() before forward or after step()")
+        if math.isclose(got, self.grad_output, rel_tol=1e-6):
+            factor = 1.0
+        else:
+            factor = got / self.grad_output if self.grad_output else math.nan
+        if not math.isfinite(factor) or (factor > 1 and self.hidden.dtype is torch.float16):
+            raise RuntimeError(
+                f"the gradient of this loss is {got}, but {self.grad_output} was announced, and the gradients are "
+                f"computed already in {self.hidden.dtype}. Set head.grad_output = {got} before forward, or make the "
+                "head with deferred=True")
+        if self.needs_head and not self.module.scale.meet_loss(self.step, factor):
+            raise RuntimeError(
+                f"the gradient of this loss is {got}, {factor} times the announced {self.grad_output}; earlier losses of "
+                f"step {self.step} met {self.module.scale.of_losses(self.step)} times theirs, and the server has added "
+                f"up their weight gradients. Set head.grad_output = {got} before forward, or make the head with "
+                "deferred=True")
+        return factor
+
+    def gradient(self, factor: float = 1.0) -> torch.Tensor | None:
+        """What backward hands to the hidden states, times `factor`."""
         if self._gradient is None:
             return None
+        if factor != 1.0:
+            self._gradient.mul_(factor)
         gradient = _memory.to_device(self._gradient, self.hidden.device).reshape(self.hidden.shape)
         self._gradient = None
         return gradient
@@ -263,15 +304,11 @@ class _Direct(torch.autograd.Function):
         job: Job | None = ctx.job
         if job is None:
             raise RuntimeError(_SECOND_BACKWARD)
-        got = float(grad_loss)
-        if not math.isclose(got, job.grad_output, rel_tol=1e-6):
-            raise RuntimeError(
-                f"the gradient of this loss is {got}, but {job.grad_output} was announced and the gradients are "
-                f"computed already. Set head.grad_output = {got} before forward, or make the head with deferred=True")
+        factor = job.meet(float(grad_loss))
         ctx.job = None
         job.fill_lazy_loss()
         job.module.steps.had_backward(job.number)
-        return torch.zeros(()), _once_differentiable(job.gradient()), None, None
+        return torch.zeros(()), _once_differentiable(job.gradient(factor)), None, None
 
 
 class _Deferred(torch.autograd.Function):

@@ -23,6 +23,11 @@ class StepTracker:
         self._lock = threading.Lock()
         self._begin(step)
 
+    @property
+    def alone(self) -> bool:
+        """Whether this is the only trainer."""
+        return self._world_size == 1
+
     def _begin(self, step: int) -> None:
         self.step = step
         self._next = 0

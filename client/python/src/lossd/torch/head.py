@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 import lossd
+from lossd import errors
 from lossd._arrays import as_targets
-from lossd.torch import _memory
+from lossd.torch import _data_parallel, _head_state, _memory
 from lossd.torch._job import EXTRAS, Extra, Job, LossOutput
+from lossd.torch._gradient_scale import GradientScale
 from lossd.torch._step_tracker import StepTracker
 from lossd.types import Reduction
+from lossd.v1 import types_pb2
 
 
 class LossHead(torch.nn.Module):
@@ -28,8 +31,8 @@ class LossHead(torch.nn.Module):
     applies the steps.
 
     Forward computes the loss and both gradients at once; the hidden states' is handed out in backward, the weights'
-    is accumulated on the server. So what multiplies the loss after this module has to be known in forward:
-    `grad_output` (1, unless the loss is scaled or divided). Backward raises if it meets another value. With
+    is accumulated on the server. What multiplies the loss after this module (loss / 4) is applied in backward to the
+    hidden states' gradient and at the step to the weights', so it has to be the same for all losses of a step. With
     `deferred=True`, and always with reduction "none", the server keeps the hidden states and computes gradients in
     backward from whatever arrives there, at the price of computing the logits twice.
 
@@ -43,7 +46,8 @@ class LossHead(torch.nn.Module):
     def __init__(
             self, client: lossd.Client, head: str, *, reduction: Reduction = "mean", class_weights: bool = False,
             shift: bool = False, normalizer: float | None = None, grad_output: float = 1.0, deferred: bool = False,
-            train_head: bool = True, extras: Iterable[Extra] = (), rank: int = 0, world_size: int = 1,
+            train_head: bool = True, extras: Iterable[Extra] = (), process_group: Any = _data_parallel.UNSAID,
+            rank: int | None = None, world_size: int | None = None, state: Literal["checkpoint", "none"] = "checkpoint",
             streams: int | None = None, slice_bytes: int = 2 << 20, timeout: float | None = None,
             **loss: Any) -> None:
         """
@@ -54,11 +58,20 @@ class LossHead(torch.nn.Module):
           shift: hidden states of position i predict targets of position i + 1 of the last dimension.
           normalizer: what a mean divides by. None: the number (with class weights: weight) of valid targets of the
             microbatch. For means over several microbatches or trainers give the number of the whole batch.
-          grad_output: the gradient that the loss will get in backward; may be assigned between calls.
+          grad_output: the gradient that the loss will get in backward; may be assigned between calls. Only losses of
+            one step that are multiplied by different factors need it, and float16 with a loss that is scaled up.
           deferred: compute gradients in backward.
           train_head: accumulate the head's gradients. False for a frozen head.
           extras: what forward returns besides the loss; then it returns (loss, LossExtras).
-          rank, world_size: of this trainer among those that feed the head; each counts its microbatches apart.
+          process_group: the ranks over which the trunk's gradients are averaged: a torch.distributed group, or a
+            DeviceMesh of one dimension. Trunk and head then get the gradients of one process on the rows of all ranks,
+            and the ranks' losses average to its loss. Forward in training, step(), load_grad_norm() and zero_grad()
+            are collective then; normalizer= spares forward its communication. None: there is no averaging. It has to
+            be given if torch.distributed has more than one rank.
+          rank, world_size: of this trainer among those that feed the head; each counts its microbatches apart. Those
+            of process_group, else 0 of 1.
+          state: what state_dict() holds of the head, this module's and its HeadOptimizer's. "checkpoint": the name of a
+            checkpoint, which it has the server write; load_state_dict() restores that one. "none": nothing.
           streams, slice_bytes, timeout: as lossd.Client.compute_loss_async.
           loss: the other fields of lossd.LossOptions, which describes them: ignore_index and label_smoothing as
             torch.nn.functional.cross_entropy has them, z_loss, softcap, logit_scale, gradients and so on.
@@ -71,7 +84,13 @@ class LossHead(torch.nn.Module):
         self.shift = shift
         self.normalizer = normalizer
         self.grad_output = grad_output
-        self.grad_scale = 1.0  # multiplies the weights' gradient alone, when HeadOptimizer applies the step
+        # Multiplies the head's gradient alone, when HeadOptimizer applies the step; besides what process_group does.
+        self.grad_scale = 1.0
+        if process_group is _data_parallel.UNSAID:
+            _data_parallel.check_said(head)
+            process_group = None
+        self.parallel = _data_parallel.DataParallel(process_group)
+        self.scale = GradientScale(self.parallel.size)
         self.deferred = deferred or reduction == "none"
         self.extras = tuple(extras)
         for name in self.extras:
@@ -82,9 +101,23 @@ class LossHead(torch.nn.Module):
         self.vocab_size: int = description.spec.vocab_size
         self.train_head = train_head and not description.spec.frozen
         self._deterministic = description.slice_limits.row_grid > 0
-        self.steps = StepTracker(description.state.step, rank, world_size)
+        self.steps = StepTracker(description.state.step, self.parallel.rank if rank is None else rank,
+                                 self.parallel.size if world_size is None else world_size)
         self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
         self._class_weights: NDArray[Any] | None = None
+        if state not in ("checkpoint", "none"):
+            raise ValueError(f"state is {state!r}; it must be 'checkpoint' or 'none'")
+        self._states = _head_state.HeadStates(client, head, self.parallel, kept=state == "checkpoint")
+        self.discards = 0  # how often the gradients of an open step were discarded
+        # Microbatches that others left in the open step. With several trainers they are those of the others.
+        self.left_over: int = 0
+        if self.steps.alone:
+            self.left_over = description.step_microbatches + description.step_contributions
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"LossHead of {self.head_name!r} has no weights of its own, so it cannot be copied or pickled: make another "
+            f"LossHead(client, {self.head_name!r}), or save its state_dict(), which has the server save the weights")
 
     def extra_repr(self) -> str:
         return f"{self.head_name!r} at {self.client.target}, D={self.hidden_size}, V={self.vocab_size}"
@@ -102,6 +135,29 @@ class LossHead(torch.nn.Module):
         self.client.acknowledge_restart(self.head_name)
         self.steps.advance(self.client.describe_head(self.head_name).state.step)
         self._class_weights = None
+        self.left_over = 0
+        self.scale.forget_losses()
+
+    @property
+    def gradient_scale(self) -> float:
+        """What the server's gradient of the open step is multiplied by to be that of the loss, grad_scale included."""
+        return self.grad_scale * self.scale.applied(self.step)
+
+    def save_state(self) -> dict[str, Any]:
+        """Has the server save the head, if it has changed since, and returns what load_state() restores it from."""
+        return self._states.save()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restores the head, its optimizer's moments and its step, or raises. Collective with process_group."""
+        self._states.restore(state)
+        self.discards += 1
+        self.sync()
+
+    def get_extra_state(self) -> torch.Tensor:
+        return _head_state.as_tensor(self.save_state())
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.load_state(_head_state.from_tensor(state))
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor, *, row_weights: torch.Tensor | None = None,
                 normalizer: float | None = None, microbatch: int | None = None) -> LossOutput:
@@ -123,35 +179,72 @@ class LossHead(torch.nn.Module):
           hidden: (..., D), float32, float16 or bfloat16, on any device. Must not change before wait().
           targets: (...), integers. On the CPU, for a CUDA model too, they do not wait for the GPU.
           row_weights: (...), multiply the rows' losses and gradients; they do not enter the normalizer.
-          normalizer: overrides the module's.
+          normalizer: overrides the module's. With process_group, that of all ranks.
           microbatch: the number, within the step, of a microbatch that failed and is sent again.
         """
-        self._check(hidden, targets, row_weights)
-        wire = _autocast(hidden)
-        labels = _labels(targets, self.shift, self.options.ignore_index)
         needs_hidden = torch.is_grad_enabled() and hidden.requires_grad
         needs_head = torch.is_grad_enabled() and self.train_head
+        counted_together = self._counted_together(normalizer, needs_hidden or needs_head)
+        with self.parallel.before_total(counted_together):
+            self._check(hidden, targets, row_weights)
+            labels = _labels(targets, self.shift, self.options.ignore_index)
+            self._check_labels(labels)
+            if needs_head:
+                self._check_left_over()
+        total = self._normalizer(labels, normalizer, needs_hidden or needs_head)
+        wire = _autocast(hidden)
         number = self.steps.number(microbatch) if needs_head else self.steps.number_apart()
         if self._deterministic:
             self.steps.check_order(number)
         job = Job(self, wire, targets.shape, needs_hidden, needs_head, number, self.grad_output)
         weights = None if row_weights is None else row_weights.detach().reshape(-1).to("cpu", torch.float32).numpy()
-        if self.reduction == "mean":
-            job.normalizer = self._normalizer(labels, normalizer)
+        job.normalizer = total
         job.start(labels, weights)
         return PendingHeadLoss(job)
 
-    def _normalizer(self, labels: NDArray[np.int32], given: float | None) -> float:
+    def _normalizer(self, labels: NDArray[np.int32], given: float | None, training: bool) -> float:
+        """What this rank's sum is divided by. In training the ranks' losses average to the loss of all rows."""
+        ranks = self.parallel.size if training else 1
+        if self.reduction != "mean":
+            return 1.0 / ranks if self.reduction == "sum" else 1.0
         given = self.normalizer if given is None else given
         if given is not None:
-            return given
+            return given / ranks
+        with self.parallel.before_total(training):
+            count = self._count(labels)
+        return self.parallel.total(count) / ranks if training else count
+
+    def _counted_together(self, given: float | None, training: bool) -> bool:
+        """Whether _normalizer() asks the other ranks."""
+        return training and self.reduction == "mean" and given is None and self.normalizer is None
+
+    def _count(self, labels: NDArray[np.int32]) -> float:
+        """The number of valid labels; with class weights their sum."""
         valid = labels != self.options.ignore_index
         if not self.options.use_class_weights:
             return float(np.count_nonzero(valid))
         if self._class_weights is None:
             self._class_weights = self.client.read_tensor(self.head_name, "class_weights")
-        inside = valid & (labels >= 0) & (labels < self.vocab_size)  # the server names what is not
-        return float(self._class_weights[labels[inside]].sum(dtype=np.float64))
+        return float(self._class_weights[labels[valid]].sum(dtype=np.float64))
+
+    def _check_labels(self, labels: NDArray[np.int32]) -> None:
+        """What the server would say, before anything is sent."""
+        wrong = ((labels < 0) | (labels >= self.vocab_size)) & (labels != self.options.ignore_index)
+        if not wrong.any():
+            return
+        index = int(wrong.argmax())
+        field, value = f"open.targets[{index}]", str(labels[index])
+        raise errors.InvalidArgument(
+            f"{field} must be in [0, {self.vocab_size}) or ignore_index ({self.options.ignore_index}), got {value}",
+            types_pb2.ErrorDetail(field=field, value=value))
+
+    def _check_left_over(self) -> None:
+        if self.left_over:
+            raise RuntimeError(
+                f"step {self.step} of head {self.head_name!r} holds {self.left_over} microbatches of another LossHead: an "
+                "earlier one of this program that did not end its step, or another trainer's. "
+                "HeadOptimizer(head, ...).zero_grad() discards them. Several trainers of one head need process_group=, "
+                "or rank= and world_size=")
 
     def _check(self, hidden: torch.Tensor, targets: torch.Tensor, row_weights: torch.Tensor | None) -> None:
         self.client.check_usable()

@@ -32,9 +32,10 @@ class HeadOptimizer(torch.optim.Optimizer):
         torch.nn.utils.clip_grad_norm_([*model.parameters(), head_optimizer.stand_in], 1.0)
         optimizer.step(); head_optimizer.step()
 
-    The step is refused if a microbatch is missing on the server. With several trainers (LossHead's world_size), each
-    calls step() after all have had their backward passes: the server applies it once. All must have computed the same
-    number of microbatches; `expected_microbatches` says otherwise.
+    The step is refused if a microbatch is missing on the server. With several trainers (LossHead's process_group) each
+    calls step(), and the server applies it once. All must have computed the same number of microbatches;
+    `expected_microbatches` says otherwise. Without a group (LossHead's world_size) each calls step() after all have had
+    their backward passes.
     """
 
     def __init__(self, head: LossHead, *, lr: float, algorithm: Literal["adamw", "sgd"] = "adamw",
@@ -66,31 +67,39 @@ class HeadOptimizer(torch.optim.Optimizer):
     def load_grad_norm(self) -> float:
         """Fetches the norm of the gradient of the open step, LossHead.grad_scale included, for the stand-in's gradient.
 
-        Call it after the last backward, before anything that scales, clips or inspects gradients.
+        Call it after the last backward, before anything that scales, clips or inspects gradients. Collective if the
+        LossHead has a process_group.
         """
         head = self.head
         head.steps.check_settled("load_grad_norm()")
-        self._loaded_norm = head.client.grad_norm(head.head_name, head.step) * head.grad_scale
+        head.parallel.barrier()  # the others' rows count too
+        self._loaded_norm = head.client.grad_norm(head.head_name, head.step) * head.gradient_scale
         self.stand_in.grad = torch.full_like(self.stand_in, self._loaded_norm)
         return self._loaded_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discards what was accumulated in the open step, if anything was.
+        """Discards what was accumulated in the open step, if anything was; what an interrupted loop left, too.
 
-        RuntimeError if a loss of the step waits for its backward: its gradient would be lost. So zero_grad() comes
-        before forward or after step().
+        The backward of a loss that was computed before raises then. So zero_grad() comes before forward or after
+        step(). Collective if the LossHead has a process_group.
         """
-        if not self.head.steps.empty:
-            self.head.steps.check_settled("zero_grad()")
+        if self.head.parallel.any(not self.head.steps.empty or self.head.left_over > 0):
             self.discard()
         self.stand_in.grad = None
         self._loaded_norm = None
 
     def discard(self) -> None:
-        """Discards what was accumulated in the open step, failed microbatches and all. The step stays open."""
+        """Discards what was accumulated in the open step, failed microbatches and all. The step stays open.
+
+        Collective if the LossHead has a process_group.
+        """
         head = self.head
+        head.discards += 1
         head.sync()
-        head.client.zero_gradients(head.head_name, head.step)
+        head.parallel.barrier()  # nothing of the others arrives any more
+        if head.parallel.rank == 0:
+            head.client.zero_gradients(head.head_name, head.step)
+        head.parallel.barrier()  # nothing new arrives before
         self.stand_in.grad = None
         self._loaded_norm = None
 
@@ -109,14 +118,29 @@ class HeadOptimizer(torch.optim.Optimizer):
                 loss = closure()
         head = self.head
         head.steps.check_settled("step()")
+        head.parallel.barrier()  # the others have sent their rows, and read the norm if they do
         expected = head.steps.expected() if expected_microbatches is None else expected_microbatches
         self.last = head.client.apply_step(
-            head.head_name, head.step, self._hyper_parameters(), grad_multiplier=head.grad_scale * self._multiplier(),
+            head.head_name, head.step, self._hyper_parameters(), grad_multiplier=head.gradient_scale * self._multiplier(),
             decay_vectors=self.decay_vectors, expected_microbatches=expected, skip_non_finite=self.skip_non_finite)
         head.steps.advance(self.last.state.step)
         self.stand_in.grad = None
         self._loaded_norm = None
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Hyper-parameters, and under "head" what LossHead.save_state() says: the server saves the head."""
+        return {**super().state_dict(), "head": self.head.save_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the head too. KeyError if the state does not name it."""
+        if "head" not in state_dict:
+            raise KeyError(f"the state of this HeadOptimizer does not say where head {self.head.head_name!r} was saved: it "
+                           "is of another kind of optimizer, or of an older lossd")
+        self.head.load_state(state_dict["head"])
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "head"})
+        self.stand_in.grad = None
+        self._loaded_norm = None
 
     def _hyper_parameters(self) -> lossd.AdamW | lossd.SGD:
         group: dict[str, Any] = self.param_groups[0]

@@ -16,7 +16,8 @@ class PipelineLoss:
 
     A schedule divides the gradients of its stages by the number of microbatches after a step (scale_grads=True, its
     default), which is right for losses that are means. The head's gradient is not among them; this divides it, when
-    HeadOptimizer applies the step. Give the schedule's own arguments.
+    HeadOptimizer applies the step. Give the schedule's own arguments. If several replicas of the pipeline train one
+    head, give the LossHead the process group of their last stages.
 
     The server's work on a microbatch goes on behind whatever the schedule lets the stage do before that microbatch's
     backward (PendingHeadLoss.lazy); lossd.torch.schedules has a 1F1B that lets it do a forward.
@@ -29,7 +30,7 @@ class PipelineLoss:
             raise ValueError("a schedule needs one number: make the LossHead with reduction mean or sum and no extras")
         self.head = head
         head.steps.group = n_microbatches
-        head.grad_scale = 1.0 / n_microbatches if scale_grads else 1.0
+        head.scale.schedule = 1.0 / n_microbatches if scale_grads else 1.0
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if _is_probe():

@@ -20,7 +20,8 @@ class TiedEmbedding:
         head_optimizer.step()
         tied.pull()
 
-    Both take as long as a matrix [V, D] takes to travel.
+    Both take as long as a matrix [V, D] takes to travel. Under a wrapper that averages gradients over ranks
+    (LossHead's process_group) every rank adds its copy.
     """
 
     def __init__(self, head: LossHead, weight: torch.nn.Parameter) -> None:
@@ -44,7 +45,8 @@ class TiedEmbedding:
         if ready is not None:
             ready()
         head.client.add_gradient(head.head_name, "weight", _memory.as_array(host), step=head.step,
-                                 id=head.steps.wire_id(number), dtype=_memory.DTYPES[host.dtype])
+                                 id=head.steps.wire_id(number), dtype=_memory.DTYPES[host.dtype],
+                                 scale=head.scale.of_finished_gradient(head.step))
         head.steps.contributed()
         self.weight.grad = None
 

@@ -4,12 +4,13 @@ import socket
 
 import numpy as np
 import pytest
+import torch
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("torch.distributed.pipelining", reason="this torch has no pipelining")
-
-import lossd  # noqa: E402
-from lossd.torch import HeadOptimizer, LossHead, PipelineLoss  # noqa: E402
+import lossd
+from lossd.torch import HeadOptimizer, LossHead, PipelineLoss
 
 D, V, N, MICROBATCHES, STEPS = 12, 50, 32, 4, 2
 
@@ -41,7 +42,7 @@ def run_stage(rank, port, target, name, schedule_name, scale_grads, seed, result
     stage = pipelining.PipelineStage(module, rank, 2, torch.device("cpu"))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     with lossd.Client(target) as client:
-        head = LossHead(client, name, normalizer=None if scale_grads else N)
+        head = LossHead(client, name, normalizer=None if scale_grads else N, process_group=None)
         head_optimizer = HeadOptimizer(head, lr=0.5, algorithm="sgd")
         loss_fn = PipelineLoss(head, n_microbatches=MICROBATCHES, scale_grads=scale_grads)
         schedule = schedule_class(schedule_name)(stage, MICROBATCHES, loss_fn=loss_fn, scale_grads=scale_grads)
@@ -123,3 +124,61 @@ def test_a_step_with_a_microbatch_too_many_is_refused(client, make_head):
         loss_fn(torch.randn(N, D, requires_grad=True), torch.randint(0, V, (N,))).backward()
     with pytest.raises(RuntimeError, match="3 microbatches.*groups of 2"):
         optimizer.step()
+
+
+def run_stage_of_replica(rank, target, name, schedule_name, seed):
+    """Rank 2 r + s is stage s of replica r; each replica has every second microbatch."""
+    from torch.distributed import pipelining
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
+    replica, stage_index = mesh.get_coordinate()
+    module = DistributedDataParallel(layers(seed)[stage_index], process_group=mesh.get_group("replica"))
+    stage = pipelining.PipelineStage(module, stage_index, 2, torch.device("cpu"), group=mesh.get_group("stage"))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    inputs, targets = replicated_data(seed)
+    with lossd.Client(target) as client:
+        loss_fn = torch.nn.functional.cross_entropy  # of stages that are not the last, which do not call it
+        if stage_index == 1:
+            head = LossHead(client, name, process_group=mesh["replica"])
+            head_optimizer = HeadOptimizer(head, lr=0.5, algorithm="sgd")
+            loss_fn = PipelineLoss(head, n_microbatches=MICROBATCHES)
+        schedule = schedule_class(schedule_name)(stage, MICROBATCHES, loss_fn=loss_fn)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            if stage_index == 0:
+                schedule.step(inputs[step, replica])
+            else:
+                schedule.step(target=targets[step, replica])
+                head_optimizer.load_grad_norm()
+                head_optimizer.step()
+            optimizer.step()
+    return stage_index, [parameter.detach() for parameter in module.parameters()]
+
+
+def replicated_data(seed):
+    """[STEPS, 2 replicas, N, ...]; the second replica has fewer valid targets."""
+    generator = torch.Generator().manual_seed(seed + 2)
+    targets = torch.randint(0, V, (STEPS, 2, N), generator=generator)
+    targets[:, 1, ::3] = -100
+    return torch.randn(STEPS, 2, N, D, generator=generator), targets
+
+
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "Overlapped1F1B"])
+def test_a_pipeline_in_two_replicas(server, client, make_head, seed, schedule):
+    name = make_head(hidden_size=D, vocab_size=V)
+    layer = torch.nn.Linear(D, V, bias=False)
+    layer.weight.data.copy_(torch.from_numpy(client.read_tensor(name)))
+    first, second = layers(seed)
+    optimizer = torch.optim.SGD(torch.nn.ModuleList([first, second, layer]).parameters(), lr=0.5)
+    inputs, targets = (each.reshape(STEPS, 2, MICROBATCHES, N // MICROBATCHES, *each.shape[3:]).transpose(1, 2)
+                       for each in replicated_data(seed))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for microbatch in range(MICROBATCHES):  # that of both replicas together
+            logits = layer(second(first(inputs[step, microbatch].flatten(0, 1))))
+            loss = torch.nn.functional.cross_entropy(logits, targets[step, microbatch].flatten())
+            (loss / MICROBATCHES).backward()
+        optimizer.step()
+    for stage, parameters in run_ranks(4, run_stage_of_replica, server.target, name, schedule, seed):
+        for got, expected in zip(parameters, (first, second)[stage].parameters()):
+            torch.testing.assert_close(got, expected.detach(), atol=1e-6, rtol=1e-5)
+    np.testing.assert_allclose(client.read_tensor(name), layer.weight.detach().numpy(), atol=1e-6)

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: the language-model head of a causal model on a lossd server."""
+"""RemoteHeadCausalLM: a module around a causal model whose head is on a lossd server."""
 
 from __future__ import annotations
 

@@ -1,0 +1,90 @@
+"""The ranks that train one head together, and what averaging the trunk's gradients means for its loss.
+
+DistributedDataParallel and fully_shard average the gradients of the trunk over ranks, while the server adds up the
+gradients of the head. So that both become those of one process on all rows, the loss of a rank is size times its
+share of the loss of all rows: the average of the ranks' losses is the loss of all rows, and so is that of their
+gradients. The head's gradient, which is size times too large then, is divided when the step is applied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class _Unsaid:
+    def __repr__(self) -> str:
+        return "<not given>"
+
+
+UNSAID: Any = _Unsaid()
+
+
+class DataParallel:
+    """A group of ranks; one alone without torch.distributed. Its methods are collective: every rank calls them."""
+
+    def __init__(self, group: Any) -> None:
+        """`group` is a ProcessGroup, a DeviceMesh of one dimension, or None for one rank alone."""
+        if group is not None and hasattr(group, "mesh_dim_names"):  # a DeviceMesh
+            if group.ndim != 1:
+                raise ValueError(f"process_group is a mesh of {group.ndim} dimensions; give the dimension that the "
+                                 "trunk's gradients are averaged over, mesh['dp'], or mesh['dp', 'cp']._flatten()")
+            group = group.get_group()
+        self.group = group
+        self.rank = 0 if group is None else torch.distributed.get_rank(group)
+        self.size = 1 if group is None else torch.distributed.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("process_group does not contain this rank")
+
+    @contextlib.contextmanager
+    def before_total(self, total_follows: bool = True) -> Iterator[None]:
+        """If what is inside fails, the total() that the other ranks are going to wait in fails too."""
+        try:
+            yield
+        except BaseException:
+            if total_follows:
+                self._sum(math.nan)
+            raise
+
+    def total(self, value: float) -> float:
+        """The sum of the ranks' values. RuntimeError if another rank failed before it."""
+        total = self._sum(value)
+        if math.isnan(total):
+            raise RuntimeError(f"rank {self.rank} of {self.size} stops because another rank failed; its error says why")
+        return total
+
+    def _sum(self, value: float) -> float:
+        if self.size == 1:
+            return value
+        tensor = torch.tensor([value], dtype=torch.float64, device=self._device())
+        torch.distributed.all_reduce(tensor, group=self.group)
+        return float(tensor)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self.total(0.0)
+
+    def any(self, value: bool) -> bool:
+        """Whether it is true in some rank."""
+        return self.total(float(value)) > 0
+
+    def _device(self) -> torch.device:
+        nccl = torch.distributed.get_backend(self.group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def check_said(head: str) -> None:
+    """ValueError if several ranks run and LossHead was not told what they are to its head."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return
+    raise ValueError(
+        f"torch.distributed has {distributed.get_world_size()} ranks, and LossHead of {head!r} was not told which of "
+        "them train the head together. Under DistributedDataParallel or FSDP give "
+        "process_group=torch.distributed.group.WORLD (or the group, or the mesh dimension, over which the trunk's "
+        "gradients are averaged). Give process_group=None if the trunk's gradients are not averaged, as in a pipeline "
+        "whose last stage is one rank")
