@@ -79,14 +79,21 @@ absl::Status CheckOptions(const ServerOptions& options) {
   return status;
 }
 
-// Whoever connects may ask which services there are. Not on a server that asks who calls, because gRPC's
-// reflection service asks nobody.
+// gRPC's reflection service: once, or not at all, since it asks nobody who calls. Linking its library adds it
+// to every server already, where the library registers itself.
 class Reflection final : public grpc::ServerBuilderOption {
  public:
+  explicit Reflection(bool wanted) : wanted_(wanted) {}
   void UpdateArguments(grpc::ChannelArguments*) override {}
   void UpdatePlugins(std::vector<std::unique_ptr<grpc::ServerBuilderPlugin>>* plugins) override {
-    plugins->push_back(std::make_unique<grpc::reflection::ProtoServerReflectionPlugin>());
+    auto reflection = std::make_unique<grpc::reflection::ProtoServerReflectionPlugin>();
+    const std::string name = reflection->name();
+    std::erase_if(*plugins, [&](const auto& plugin) { return plugin->name() == name; });
+    if (wanted_) plugins->push_back(std::move(reflection));
   }
+
+ private:
+  const bool wanted_;
 };
 
 uint64_t DrawIncarnation() {
@@ -255,7 +262,7 @@ void ServerImpl::CreateServices() {
 absl::Status ServerImpl::Listen() {
   grpc::EnableDefaultHealthCheckService(true);
   grpc::ServerBuilder builder;
-  if (!security_->asks()) builder.SetOption(std::make_unique<Reflection>());
+  builder.SetOption(std::make_unique<Reflection>(!security_->asks()));
   int port = 0;
   builder.AddListeningPort(grpc_address_.text(), security_->credentials(), &port);
   builder.SetMaxReceiveMessageSize(static_cast<int>(MaxMessageBytes(options_)));
@@ -275,7 +282,7 @@ absl::Status ServerImpl::Listen() {
     return absl::UnavailableError(
         absl::StrCat("listen: cannot listen on ", grpc_address_.text(), " (is the port taken?)"));
   }
-  grpc_address_.port = port;
+  if (grpc_address_.port != Address::kUnixSocket) grpc_address_.port = port;
   for (const char* service : kServices) grpc_->GetHealthCheckService()->SetServingStatus(service, true);
   return absl::OkStatus();
 }

@@ -50,9 +50,10 @@ class FetchingCredentials final : public grpc::ServerCredentials {
     if (current == handed_out_) return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_UNCHANGED;
     const grpc_ssl_pem_key_cert_pair pair = {.private_key = current->key.c_str(),
                                              .cert_chain = current->certificate_chain.c_str()};
-    const bool verifies = !current->client_authorities.empty();
-    *config = grpc_ssl_server_certificate_config_create(
-        verifies ? current->client_authorities.c_str() : nullptr, &pair, 1);
+    // gRPC insists on authorities, even where clients are not asked for certificates.
+    const std::string& authorities =
+        current->client_authorities.empty() ? current->certificate_chain : current->client_authorities;
+    *config = grpc_ssl_server_certificate_config_create(authorities.c_str(), &pair, 1);
     handed_out_ = std::move(current);
     return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_NEW;
   }

@@ -42,6 +42,15 @@ TEST_F(SecurityStartTest, BeyondTheLoopbackOnlyWithTlsAndIdentityOrInsecure) {
   }
 }
 
+TEST_F(SecurityStartTest, AUnixSocketNeedsNoTls) {
+  const std::string target = absl::StrCat("unix:", pki_.File("socket"));
+  const auto server = Serve({absl::StrCat("--listen=", target), TokenFlag()});
+  EXPECT_EQ(server->target(), target);
+  EXPECT_TRUE(Try(target, {.ca = "", .cert = "", .key = "", .token = kReaderToken}).ok());
+  EXPECT_EQ(Try(target, {}).code(), absl::StatusCode::kUnauthenticated);
+  EXPECT_THAT(Refuses({"--http=unix:/tmp/x"}), HasSubstr("http"));
+}
+
 TEST_F(SecurityStartTest, FlagsThatNeedEachOther) {
   const std::string cert = absl::StrCat("--tls_cert=", pki_.Certificate("server"));
   const std::string key = absl::StrCat("--tls_key=", pki_.Key("server"));

@@ -28,12 +28,17 @@ class ServicesAccessTest : public SecurityFixture {
       void* tag = nullptr;
       bool ok = false;
       queue.Next(&tag, &ok);
+      return ok;
     };
     call->StartCall(nullptr);
     wait();
     const grpc::Slice nothing;
     call->WriteLast(grpc::ByteBuffer(&nothing, 1), {}, nullptr);
     wait();
+    grpc::ByteBuffer answer;
+    do {
+      call->Read(&answer, nullptr);
+    } while (wait());
     grpc::Status status;
     call->Finish(&status, nullptr);
     wait();
