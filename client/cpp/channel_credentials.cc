@@ -4,9 +4,8 @@
 #include <grpcpp/support/client_interceptor.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
-#include <fstream>
-#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -106,9 +105,14 @@ class MadeCredentials final : public ChannelCredentials {
 
 absl::Status ReadPem(const char* option, const std::string& path, std::string* content) {
   if (path.empty()) return absl::OkStatus();
-  std::ifstream file(path, std::ios::binary);
-  content->assign(std::istreambuf_iterator<char>(file), {});
-  if (file.good() && !content->empty()) return absl::OkStatus();
+  // Not a stream, which throws for a folder.
+  if (FILE* const file = std::fopen(path.c_str(), "rb"); file != nullptr) {
+    char part[4096];
+    while (const size_t count = std::fread(part, 1, sizeof(part), file)) content->append(part, count);
+    const bool whole = std::ferror(file) == 0;
+    std::fclose(file);
+    if (whole && !content->empty()) return absl::OkStatus();
+  }
   return ArgumentError(absl::StrCat("options.credentials.", option), path,
                        absl::StrCat("is \"", path, "\", which cannot be read or is empty"));
 }
