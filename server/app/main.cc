@@ -38,7 +38,8 @@ using lossd::log::Log;
 using lossd::log::LogFormat;
 using lossd::log::LogLevel;
 
-ABSL_FLAG(std::string, listen, ServerOptions().listen, "Address for gRPC, host:port or unix:PATH; port 0: any free one");
+ABSL_FLAG(std::string, listen, ServerOptions().listen,
+          "Address for gRPC, host:port or unix:PATH; port 0: any free one");
 ABSL_FLAG(std::string, http, ServerOptions().http,
           "Address for /metrics, /livez, /readyz and the status page; port 0: any free one; empty: none");
 ABSL_FLAG(std::string, tls_cert, "",

@@ -1,9 +1,7 @@
 #include "server/app/server.h"
 
-#include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
-#include <grpcpp/impl/server_builder_option.h>
 
 #include <algorithm>
 #include <mutex>
@@ -19,6 +17,7 @@
 #include "server/app/device_watch.h"
 #include "server/app/gpu_watch.h"
 #include "server/app/health.h"
+#include "server/app/reflection.h"
 #include "server/app/security.h"
 #include "server/log/log.h"
 #include "server/metrics/http_server.h"
@@ -78,23 +77,6 @@ absl::Status CheckOptions(const ServerOptions& options) {
   }
   return status;
 }
-
-// gRPC's reflection service: once, or not at all, since it asks nobody who calls. Linking its library adds it
-// to every server already, where the library registers itself.
-class Reflection final : public grpc::ServerBuilderOption {
- public:
-  explicit Reflection(bool wanted) : wanted_(wanted) {}
-  void UpdateArguments(grpc::ChannelArguments*) override {}
-  void UpdatePlugins(std::vector<std::unique_ptr<grpc::ServerBuilderPlugin>>* plugins) override {
-    auto reflection = std::make_unique<grpc::reflection::ProtoServerReflectionPlugin>();
-    const std::string name = reflection->name();
-    std::erase_if(*plugins, [&](const auto& plugin) { return plugin->name() == name; });
-    if (wanted_) plugins->push_back(std::move(reflection));
-  }
-
- private:
-  const bool wanted_;
-};
 
 uint64_t DrawIncarnation() {
   absl::BitGen generator;
@@ -262,7 +244,7 @@ void ServerImpl::CreateServices() {
 absl::Status ServerImpl::Listen() {
   grpc::EnableDefaultHealthCheckService(true);
   grpc::ServerBuilder builder;
-  builder.SetOption(std::make_unique<Reflection>(!security_->asks()));
+  SetReflection(!security_->asks(), &builder);
   int port = 0;
   builder.AddListeningPort(grpc_address_.text(), security_->credentials(), &port);
   builder.SetMaxReceiveMessageSize(static_cast<int>(MaxMessageBytes(options_)));
