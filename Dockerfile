@@ -4,7 +4,13 @@
 #   docker build -t lossd:cuda \
 #     --build-arg BUILD_BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 \
 #     --build-arg RUNTIME_BASE=nvidia/cuda:13.0.1-runtime-ubuntu24.04 .  GPU
-#   docker run --rm -p 127.0.0.1:7070:7070 -p 127.0.0.1:7071:7071 -v lossd:/var/lib/lossd lossd
+#   docker run --rm --network=host -v lossd:/var/lib/lossd lossd         on the host's loopback
+#   docker run --rm -p 7070:7070 -v lossd:/var/lib/lossd -v /etc/lossd:/etc/lossd:ro lossd \
+#     --checkpoint_dir=/var/lib/lossd --listen=0.0.0.0:7070 --tls_cert=/etc/lossd/server.pem \
+#     --tls_key=/etc/lossd/server.key --tls_client_ca=/etc/lossd/ca.pem --role_file=/etc/lossd/roles
+#                                                                        for other machines (docs/security.md)
+# The key must be readable by the user 7070 alone, or by the group 7070 if it belongs to root. With tokens or
+# certificates, give the HEALTHCHECK's lossctl a certificate in LOSSD_CA, LOSSD_CERT and LOSSD_KEY.
 #
 # The build takes CUDA if its compiler is in the image. Libraries travel with the programs (scripts/bundle), so the
 # runtime image needs no packages; it must not be older than the build image.
@@ -35,5 +41,5 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=10s --retries=3 \
   CMD ["lossctl", "--server=127.0.0.1:7070", "health"]
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["lossd"]
-# Inside the container all interfaces are its own; publish the ports to loopback or a trusted network only.
-CMD ["--allow_non_loopback", "--listen=0.0.0.0:7070", "--http=0.0.0.0:7071", "--checkpoint_dir=/var/lib/lossd"]
+# Loopback only, as everywhere: what other machines reach needs certificates or tokens, which an image has not.
+CMD ["--checkpoint_dir=/var/lib/lossd"]

@@ -10,8 +10,11 @@
 namespace lossd::cli {
 
 absl::StatusOr<std::unique_ptr<client::Client>> Context::Connect(int channels) const {
+  auto made = client::Credentials::Create(credentials);
+  if (!made.ok()) return made.status();
   client::ClientOptions options;
   options.target = server;
+  options.credentials = *std::move(made);
   options.channels = channels;
   options.connect_timeout = absl::Seconds(5);
   options.wait_for_server = false;

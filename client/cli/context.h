@@ -23,6 +23,7 @@ inline constexpr int kDefaultHttpPort = 7071;
 struct Context {
   // Global options.
   std::string server = kDefaultServer;
+  client::CredentialOptions credentials;
   bool json = false;
   double timeout_seconds = 0;  // 0: each call's default
   int attempts = client::RetryOptions().max_attempts;
@@ -35,7 +36,8 @@ struct Context {
 
   absl::StatusOr<std::unique_ptr<client::Client>> Connect(int channels = 1) const;
   absl::Duration timeout() const { return absl::Seconds(timeout_seconds); }
-  // "host:port" of the server's HTTP side: `http` if not empty, else the server's host with port 7071.
+  // "host:port" of the server's HTTP side, or "https://host:port": `http` if not empty, else the server's
+  // host with port 7071.
   std::string HttpAddress(const std::string& http) const;
 
   void Print(absl::string_view text) const;                      // to stdout

@@ -7,6 +7,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "client/cpp/credentials.h"
 
 namespace lossd::cli {
 
@@ -15,8 +16,10 @@ inline constexpr absl::string_view kHttpField = "--http";
 
 // The body of http://`address``path`; `address` is "host:port". UNAVAILABLE if there is no answer within
 // `timeout`, INTERNAL for another answer than 200. Thread-safe.
+// `address` may also be "https://host:port"; then the server's certificate must be of credentials.ca. A token
+// is sent over TLS or to a loopback address only.
 absl::StatusOr<std::string> HttpFetch(const std::string& address, const std::string& path,
-                                      absl::Duration timeout);
+                                      const client::CredentialOptions& credentials, absl::Duration timeout);
 
 }  // namespace lossd::cli
 

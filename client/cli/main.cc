@@ -14,12 +14,25 @@ constexpr char kFooter[] =
     "Exit codes: 0 done, 1 the operation failed, 2 wrong command line, 3 no server or no answer,\n"
     "4 refused (bad input, or the server is not in a state for it), 5 the server was restarted: gradients\n"
     "of the open step are gone.\n"
+    "A token for the server comes from the environment variable LOSSD_TOKEN.\n"
     "`lossctl COMMAND --help` describes a command.";
 
 void AddGlobalOptions(CLI::App* app, Context* context) {
   app->add_option("--server", context->server, "The server's gRPC address [127.0.0.1:7070]")
       ->type_name("HOST:PORT")
       ->envname("LOSSD_SERVER");
+  // Paths. A token is not an option, because every user of a machine sees the command lines of all programs.
+  context->credentials.token = client::Credentials::OptionsFromEnvironment().token;
+  app->add_option("--ca", context->credentials.ca,
+                  "Certificate authority of the server; the connection has TLS then")
+      ->type_name("FILE")
+      ->envname("LOSSD_CA");
+  app->add_option("--cert", context->credentials.cert, "Certificate to show to the server")
+      ->type_name("FILE")
+      ->envname("LOSSD_CERT");
+  app->add_option("--key", context->credentials.key, "Key of --cert")
+      ->type_name("FILE")
+      ->envname("LOSSD_KEY");
   app->add_flag("--json", context->json, "Print JSON, for scripts");
   app->add_option("--timeout", context->timeout_seconds, "Seconds for connecting and for each call")
       ->type_name("SECONDS")

@@ -72,7 +72,8 @@ absl::Status RunMetrics(Context* context, const std::string& http, const std::st
         {"--filter", "must be a regular expression", filter});
   }
   const absl::Duration timeout = context->timeout_seconds > 0 ? context->timeout() : absl::Seconds(5);
-  const absl::StatusOr<std::string> text = HttpFetch(context->HttpAddress(http), "/metrics", timeout);
+  const absl::StatusOr<std::string> text =
+      HttpFetch(context->HttpAddress(http), "/metrics", context->credentials, timeout);
   if (!text.ok()) return text.status();
   if (context->json) {
     context->PrintJson(SamplesJson(ParseMetrics(*text), pattern));

@@ -61,7 +61,7 @@ WatchSample Look(const Context& context, const Flags& flags, client::Client& cli
   sample.server = *server;
   sample.heads = *heads;
   const absl::StatusOr<std::string> metrics =
-      HttpFetch(context.HttpAddress(flags.http), "/metrics", absl::Milliseconds(500));
+      HttpFetch(context.HttpAddress(flags.http), "/metrics", context.credentials, absl::Milliseconds(500));
   if (metrics.ok()) sample.metrics = ParseMetrics(*metrics);
   return sample;
 }

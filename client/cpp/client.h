@@ -16,6 +16,8 @@
 //
 // Errors are absl::Status. The codes are the protocol's (see loss.proto and head.proto), besides:
 //   INVALID_ARGUMENT   also: the client refused the arguments before anything was sent
+//   UNAUTHENTICATED    the server does not know the client, or the client does not trust the server
+//   PERMISSION_DENIED  the client's role is too low; the message names method, role and identity
 //   UNAVAILABLE        no connection, or it broke and repeating did not help; the message names the server
 //   DEADLINE_EXCEEDED  the call's timeout passed
 //   ABORTED            also: gradients of the open step are lost, since the server was restarted (RestartOf()
@@ -41,21 +43,13 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "client/cpp/credentials.h"
 #include "lossd/v1/head.pb.h"
 #include "lossd/v1/loss.pb.h"
 #include "lossd/v1/server.pb.h"
 #include "lossd/v1/types.pb.h"
 
 namespace lossd::client {
-
-// How the client proves who it is and knows who the server is. Immutable and thread-safe.
-class Credentials {
- public:
-  // Plain TCP: no encryption, no identity. For loopback and networks trusted as a whole.
-  static std::shared_ptr<const Credentials> Insecure();
-
-  virtual ~Credentials() = default;
-};
 
 // How calls are sent again: those that break, and those that begin again when what they look at changes.
 struct RetryOptions {
@@ -65,8 +59,8 @@ struct RetryOptions {
 };
 
 struct ClientOptions {
-  std::string target = "127.0.0.1:7070";           // host:port, or any gRPC target name
-  std::shared_ptr<const Credentials> credentials;  // null: Credentials::Insecure()
+  std::string target = TargetFromEnvironment();    // host:port, or any gRPC target name
+  std::shared_ptr<const Credentials> credentials;  // null: Credentials::FromEnvironment()
 
   int channels = 2;  // connections to the server; in [1, 64]
   absl::Duration connect_timeout = absl::Seconds(10);
@@ -249,7 +243,8 @@ enum class Health { kServing, kNotServing, kUnknownService };
 class Client {
  public:
   // Connects. INVALID_ARGUMENT names a wrong option; UNAVAILABLE if there is no connection within
-  // connect_timeout; ABORTED if the server is not options.expected_incarnation.
+  // connect_timeout, FAILED_PRECONDITION if that is because only one side speaks TLS, and UNAUTHENTICATED
+  // because one does not trust the other; ABORTED if the server is not options.expected_incarnation.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(const ClientOptions& options = {});
 
   // Cancels what is under way and waits for it.

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/cpp/argument_error.h"
+#include "client/cpp/channel_credentials.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/payload.h"
 #include "proto/wire/status_details.h"
@@ -14,13 +15,6 @@
 namespace lossd::client {
 namespace internal {
 namespace {
-
-class InsecureCredentials : public ChannelCredentials {
- public:
-  std::shared_ptr<grpc::ChannelCredentials> Make() const override {
-    return grpc::InsecureChannelCredentials();
-  }
-};
 
 grpc::ChannelArguments Arguments(const ClientOptions& options) {
   grpc::ChannelArguments arguments;
@@ -89,19 +83,23 @@ bool AwaitReady(grpc::Channel* channel, absl::Time deadline, bool wait_for_serve
 absl::StatusOr<std::unique_ptr<Connections>> Connections::Open(const ClientOptions& options) {
   if (absl::Status status = Validate(options); !status.ok()) return status;
   KeepGrpcRunning();
-  const auto credentials = options.credentials ? options.credentials : Credentials::Insecure();
-  const auto* maker = dynamic_cast<const ChannelCredentials*>(credentials.get());
+  absl::StatusOr<std::shared_ptr<const Credentials>> credentials = options.credentials;
+  if (options.credentials == nullptr) credentials = Credentials::FromEnvironment();
+  if (!credentials.ok()) return credentials.status();
+  const auto* maker = dynamic_cast<const ChannelCredentials*>(credentials->get());
   if (maker == nullptr)
     return ArgumentError("options.credentials", "another class", "is not one of this library's kinds");
+  if (absl::Status status = maker->CheckTarget(options.target); !status.ok()) return status;
 
   std::vector<std::shared_ptr<grpc::Channel>> channels;
   for (int i = 0; i < options.channels; ++i) {
-    channels.push_back(grpc::CreateCustomChannel(options.target, maker->Make(), Arguments(options)));
+    channels.push_back(maker->Open(options.target, Arguments(options)));
     channels.back()->GetState(/*try_to_connect=*/true);
   }
   const absl::Time deadline = absl::Now() + options.connect_timeout;
   for (const auto& channel : channels) {
     if (AwaitReady(channel.get(), deadline, options.wait_for_server)) continue;
+    if (absl::Status status = maker->DiagnoseFailure(options.target); !status.ok()) return status;
     return errors::WithViolation(
         absl::UnavailableError(absl::StrCat("no server at ", options.target)),
         {std::string(kTargetField), "must be the address of a server", options.target});
@@ -130,9 +128,4 @@ void SetDeadline(absl::Time deadline, grpc::ClientContext* context) {
 }
 
 }  // namespace internal
-
-std::shared_ptr<const Credentials> Credentials::Insecure() {
-  return std::make_shared<internal::InsecureCredentials>();
-}
-
 }  // namespace lossd::client

@@ -21,12 +21,6 @@
 
 namespace lossd::client::internal {
 
-// What the client makes of Credentials: every kind derives from this.
-class ChannelCredentials : public Credentials {
- public:
-  virtual std::shared_ptr<grpc::ChannelCredentials> Make() const = 0;
-};
-
 class Connections {
  public:
   // Opens options.channels connections and waits until all stand. UNAVAILABLE after connect_timeout.

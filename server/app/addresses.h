@@ -1,4 +1,4 @@
-// "host:port" as flags take it.
+// "host:port", or "unix:/path" of a Unix socket, as flags take it.
 //
 // All functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_APP_ADDRESSES_H_
@@ -12,15 +12,17 @@
 namespace lossd::app {
 
 struct Address {
-  std::string host;  // as given; an IPv6 address with its brackets
-  int port = 0;
+  std::string host;  // as given; an IPv6 address with its brackets; all of a Unix socket's address
+  int port = 0;      // kUnixSocket: a Unix socket
+  static constexpr int kUnixSocket = -1;
   std::string text() const;
 };
 
-// INVALID_ARGUMENT naming `option` unless `text` is "host:port" with a port in [0, 65535].
+// INVALID_ARGUMENT naming `option` unless `text` is "host:port" with a port in [0, 65535], or "unix:" and a
+// path.
 absl::StatusOr<Address> ParseAddress(absl::string_view option, absl::string_view text);
 
-// True for localhost, 127.0.0.0/8 and [::1].
+// True for localhost, 127.0.0.0/8, [::1] and Unix sockets.
 bool IsLoopback(const Address& address);
 
 }  // namespace lossd::app

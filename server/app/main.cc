@@ -28,6 +28,7 @@
 #include "server/app/server.h"
 #include "server/app/stop_events.h"
 #include "server/log/log.h"
+#include "server/rpc/grpc_log.h"
 
 using lossd::app::ByteSize;
 using lossd::app::Server;
@@ -37,13 +38,36 @@ using lossd::log::Log;
 using lossd::log::LogFormat;
 using lossd::log::LogLevel;
 
-ABSL_FLAG(std::string, listen, ServerOptions().listen, "Address for gRPC, host:port; port 0: any free one");
+ABSL_FLAG(std::string, listen, ServerOptions().listen,
+          "Address for gRPC, host:port or unix:PATH; port 0: any free one");
 ABSL_FLAG(std::string, http, ServerOptions().http,
           "Address for /metrics, /livez, /readyz and the status page; port 0: any free one; empty: none");
+ABSL_FLAG(std::string, tls_cert, "",
+          "The server's certificate chain for gRPC over TLS, a PEM file; needs --tls_key");
 ABSL_FLAG(
-    bool, allow_non_loopback, false,
-    "Allow addresses that other machines can reach. There is no encryption and no authentication: whoever "
-    "reaches the ports can read weights and change gradients");
+    std::string, tls_key, "",
+    "The private key of --tls_cert, a PEM file that only its owner can read; read again when it changes, as "
+    "all files of this group");
+ABSL_FLAG(
+    std::string, tls_client_ca, "",
+    "Certificate authorities of clients, a PEM file. Clients need a certificate of one of them, or with "
+    "--token_file a token");
+ABSL_FLAG(std::string, role_file, "",
+          "Roles of client certificates: lines \"role name\", role reader, trainer or admin, name dns:..., "
+          "uri:..., "
+          "email:... or ip:... as the certificate's alternative names have it, or * for any; needs "
+          "--tls_client_ca");
+ABSL_FLAG(
+    std::string, token_file, "",
+    "Bearer tokens: lines role:name:token or role:name:sha256:hash; a file that only its owner can read");
+ABSL_FLAG(
+    bool, insecure, false,
+    "Allow addresses that other machines can reach without TLS, or without asking clients who they are. "
+    "Whoever reaches the ports can then read weights and change gradients");
+ABSL_FLAG(bool, http_tls, false, "Serve HTTP over TLS (HTTPS) with --tls_cert and --tls_key");
+ABSL_FLAG(
+    bool, http_token, false,
+    "Answer HTTP requests for / and /metrics only with a token of --token_file (Authorization: Bearer)");
 ABSL_FLAG(std::string, port_file, "",
           "Once serving, write the chosen addresses to this file as JSON: {\"grpc\": ..., \"http\": ...}");
 ABSL_FLAG(std::string, checkpoint_dir, ServerOptions().checkpoint_directory,
@@ -143,7 +167,14 @@ ServerOptions OptionsFromFlags() {
   options.version = LOSSD_VERSION;
   options.listen = absl::GetFlag(FLAGS_listen);
   options.http = absl::GetFlag(FLAGS_http);
-  options.allow_non_loopback = absl::GetFlag(FLAGS_allow_non_loopback);
+  options.security = {.tls_cert = absl::GetFlag(FLAGS_tls_cert),
+                      .tls_key = absl::GetFlag(FLAGS_tls_key),
+                      .tls_client_ca = absl::GetFlag(FLAGS_tls_client_ca),
+                      .role_file = absl::GetFlag(FLAGS_role_file),
+                      .token_file = absl::GetFlag(FLAGS_token_file),
+                      .insecure = absl::GetFlag(FLAGS_insecure),
+                      .http_tls = absl::GetFlag(FLAGS_http_tls),
+                      .http_token = absl::GetFlag(FLAGS_http_token)};
   options.backend = absl::GetFlag(FLAGS_backend);
   options.device = absl::GetFlag(FLAGS_device);
   options.threads = absl::GetFlag(FLAGS_threads);
@@ -222,6 +253,7 @@ int Run() {
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error of the write, not the end of the server
   lossd::log::Configure(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
+  lossd::rpc::LogGrpcMessages();
   ServerOptions options = OptionsFromFlags();
   if (absl::GetFlag(FLAGS_exit_on_device_loss))
     options.on_device_lost = [&events] { events.NotifyDeviceLost(); };

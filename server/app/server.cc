@@ -1,6 +1,5 @@
 #include "server/app/server.h"
 
-#include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
 
@@ -18,6 +17,8 @@
 #include "server/app/device_watch.h"
 #include "server/app/gpu_watch.h"
 #include "server/app/health.h"
+#include "server/app/reflection.h"
+#include "server/app/security.h"
 #include "server/log/log.h"
 #include "server/metrics/http_server.h"
 #include "server/metrics/metrics.h"
@@ -77,18 +78,6 @@ absl::Status CheckOptions(const ServerOptions& options) {
   return status;
 }
 
-// `option`'s address, if it may be bound.
-absl::StatusOr<Address> BindableAddress(absl::string_view option, absl::string_view text,
-                                        const ServerOptions& options) {
-  absl::StatusOr<Address> address = ParseAddress(option, text);
-  if (!address.ok() || options.allow_non_loopback || IsLoopback(*address)) return address;
-  return errors::FieldError(
-      option,
-      "be a loopback address, because connections are neither encrypted nor authenticated "
-      "(allow_non_loopback overrides this)",
-      text);
-}
-
 uint64_t DrawIncarnation() {
   absl::BitGen generator;
   return absl::Uniform<uint64_t>(absl::IntervalClosed, generator, 1, UINT64_MAX);
@@ -109,6 +98,7 @@ class ServerImpl final : public Server {
   bool Drain(absl::Time deadline) override;
 
  private:
+  absl::Status CreateSecurity();
   absl::Status CreateEngine();
   void CreateServices();
   absl::Status Listen();
@@ -127,6 +117,7 @@ class ServerImpl final : public Server {
   std::once_flag drained_;
 
   // In order of dependence: each uses those above it.
+  std::unique_ptr<Security> security_;
   std::unique_ptr<kernels::Backend> backend_;
   std::unique_ptr<metrics::Metrics> metrics_;
   std::optional<DeviceWatch> device_watch_;
@@ -142,14 +133,7 @@ class ServerImpl final : public Server {
 
 absl::Status ServerImpl::Init() {
   if (absl::Status status = CheckOptions(options_); !status.ok()) return status;
-  absl::StatusOr<Address> listen = BindableAddress("listen", options_.listen, options_);
-  if (!listen.ok()) return listen.status();
-  grpc_address_ = *std::move(listen);
-  if (!options_.http.empty()) {
-    absl::StatusOr<Address> http = BindableAddress("http", options_.http, options_);
-    if (!http.ok()) return http.status();
-    http_bind_ = *std::move(http);
-  }
+  if (absl::Status status = CreateSecurity(); !status.ok()) return status;
   if (absl::Status status = CreateEngine(); !status.ok()) return status;
   CreateServices();
   if (absl::Status status = Listen(); !status.ok()) return status;
@@ -160,12 +144,32 @@ absl::Status ServerImpl::Init() {
   return absl::OkStatus();
 }
 
+// Addresses, and whether they may be bound so.
+absl::Status ServerImpl::CreateSecurity() {
+  absl::StatusOr<Address> listen = ParseAddress("listen", options_.listen);
+  if (!listen.ok()) return listen.status();
+  grpc_address_ = *std::move(listen);
+  absl::Status allowed = CheckGrpcAddress(options_.security, grpc_address_);
+  if (allowed.ok() && !options_.http.empty()) {
+    absl::StatusOr<Address> http = ParseAddress("http", options_.http);
+    if (!http.ok()) return http.status();
+    http_bind_ = *std::move(http);
+    allowed = CheckHttpAddress(options_.security, http_bind_);
+  }
+  if (!allowed.ok()) return allowed;
+  absl::StatusOr<std::unique_ptr<Security>> security = Security::Create(options_.security);
+  if (!security.ok()) return security.status();
+  security_ = *std::move(security);
+  return absl::OkStatus();
+}
+
 void ServerImpl::LogStart() const {
   const kernels::BackendInfo info = backend_->info();
   log::Log(log::LogLevel::kInfo, "serving",
            {{"version", options_.version},
             {"grpc", grpc_address()},
             {"http", http_address()},
+            {"security", security_->Text()},
             {"backend", info.name},
             {"device", info.device},
             {"deterministic", options_.deterministic},
@@ -218,7 +222,7 @@ void ServerImpl::CreateServices() {
                               .max_staging_bytes = 8 * options_.slice_bytes,
                               .send_timeout = options_.send_timeout,
                               .retained_timeout = options_.retained_timeout},
-      engine_.get(), metrics_.get());
+      engine_.get(), &security_->access_control(), metrics_.get());
   rpc::HeadServiceOptions head_options;
   head_options.operations.checkpoints.directory = options_.checkpoint_directory;
   head_options.operations.checkpoints.buffer_bytes = options_.checkpoint_buffer_bytes;
@@ -227,22 +231,22 @@ void ServerImpl::CreateServices() {
   head_options.operations.checkpoints.limit_bytes = options_.checkpoint_limit_bytes;
   head_options.operations.default_compute_dtype = backend_->info().default_compute_dtype;
   head_options.send_timeout = options_.send_timeout;
-  head_service_ = rpc::HeadService::Create(head_options, engine_.get(), metrics_.get());
+  head_service_ =
+      rpc::HeadService::Create(head_options, engine_.get(), &security_->access_control(), metrics_.get());
   server_service_ = std::make_unique<rpc::ServerService>(
       rpc::ServerServiceOptions{.version = options_.version,
                                 .started = started_,
                                 .max_message_bytes = MaxMessageBytes(options_),
                                 .max_streams = options_.max_streams},
-      engine_.get(), backend_.get(), metrics_.get());
+      engine_.get(), backend_.get(), &security_->access_control(), metrics_.get());
 }
 
 absl::Status ServerImpl::Listen() {
   grpc::EnableDefaultHealthCheckService(true);
-  static std::once_flag reflection;
-  std::call_once(reflection, &grpc::reflection::InitProtoReflectionServerBuilderPlugin);
   grpc::ServerBuilder builder;
+  SetReflection(!security_->asks(), &builder);
   int port = 0;
-  builder.AddListeningPort(grpc_address_.text(), grpc::InsecureServerCredentials(), &port);
+  builder.AddListeningPort(grpc_address_.text(), security_->credentials(), &port);
   builder.SetMaxReceiveMessageSize(static_cast<int>(MaxMessageBytes(options_)));
   builder.SetMaxSendMessageSize(static_cast<int>(MaxMessageBytes(options_)));
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // a second server on the port is an error
@@ -260,7 +264,7 @@ absl::Status ServerImpl::Listen() {
     return absl::UnavailableError(
         absl::StrCat("listen: cannot listen on ", grpc_address_.text(), " (is the port taken?)"));
   }
-  grpc_address_.port = port;
+  if (grpc_address_.port != Address::kUnixSocket) grpc_address_.port = port;
   for (const char* service : kServices) grpc_->GetHealthCheckService()->SetServingStatus(service, true);
   return absl::OkStatus();
 }
@@ -273,7 +277,7 @@ absl::Status ServerImpl::StartHttp() {
   Address address = http_bind_;
   if (address.host == "localhost") address.host = "127.0.0.1";  // HttpServer takes addresses only
   absl::StatusOr<std::unique_ptr<metrics::HttpServer>> http =
-      metrics::HttpServer::Start(address.text(), Handlers());
+      metrics::HttpServer::Start(address.text(), Handlers(), security_->http());
   if (!http.ok()) return http.status();
   http_ = *std::move(http);
   return absl::OkStatus();

@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "server/app/security_options.h"
 #include "server/engine/engine.h"
 
 namespace grpc {
@@ -24,7 +25,7 @@ struct ServerOptions {
   // Addresses "host:port"; port 0: any free one.
   std::string listen = "127.0.0.1:7070";
   std::string http = "127.0.0.1:7071";  // empty: no HTTP
-  bool allow_non_loopback = false;      // there is no TLS: others could read and write gradients
+  SecurityOptions security;             // encryption, and who may do what
   std::string version = "0.0.0";
 
   // Compute.

@@ -58,7 +58,8 @@ bool NamesLoopback(absl::string_view host) {
   return absl::EqualsIgnoreCase(host, "localhost") || IsLoopbackIpv4(host);
 }
 
-HttpResponse Route(const HttpRequest& request, const HttpHandlers& handlers, HttpAudience audience) {
+HttpResponse Route(const HttpRequest& request, const HttpHandlers& handlers, HttpAudience audience,
+                   const HttpGuard& guard) {
   const size_t least_hosts = request.version == "HTTP/1.0" ? 0 : 1;
   if (request.hosts.size() > 1 || request.hosts.size() < least_hosts) {
     return {.status = 400, .body = "a request has exactly one Host\n"};
@@ -75,6 +76,10 @@ HttpResponse Route(const HttpRequest& request, const HttpHandlers& handlers, Htt
   }
   const auto handler = handlers.find(target.path);
   if (handler == handlers.end()) return {.status = 404, .body = "not found\n"};
+  if (guard != nullptr) {
+    if (std::optional<HttpResponse> refusal = guard(request, target.path); refusal.has_value())
+      return *std::move(refusal);
+  }
   return handler->second();
 }
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,12 +25,19 @@ struct HttpResponse {
 // By exact path, e.g. "/metrics".
 using HttpHandlers = std::map<std::string, std::function<HttpResponse()>, std::less<>>;
 
+// What refuses a request for who sent it: the answer, or nothing if the request may be answered.
+struct HttpRequest;
+using HttpGuard =
+    std::function<std::optional<HttpResponse>(const HttpRequest& request, absl::string_view path)>;
+
 // The parts of a request that decide about its answer. The views outlive the call they are passed to.
 struct HttpRequest {
   absl::string_view method;
   absl::string_view target;              // as sent, without the query: "/metrics" or "http://host/metrics"
   absl::string_view version;             // "HTTP/1.1"
   std::vector<absl::string_view> hosts;  // the values of all Host fields
+  std::vector<absl::string_view> authorizations;  // and of all Authorization fields
+  std::string peer;                               // the client's address, without the port
 };
 
 // Whose requests are answered.
@@ -48,8 +56,10 @@ enum class HttpAudience : uint8_t {
 //   none. 403  the host is not of the audience. (Not 421, which invites the client to try again elsewhere.)
 //   405  the method is neither GET nor HEAD, whatever the path.
 //   404  the path has no handler. Paths are compared as sent: %-escapes are not decoded.
+//   then what the guard answers, if there is a guard.
 // The host of a target in absolute form takes the place of the Host field, as RFC 9112 has it.
-HttpResponse Route(const HttpRequest& request, const HttpHandlers& handlers, HttpAudience audience);
+HttpResponse Route(const HttpRequest& request, const HttpHandlers& handlers, HttpAudience audience,
+                   const HttpGuard& guard = nullptr);
 
 // True for "localhost", addresses in 127.0.0.0/8 and "[::1]", each with or without a port.
 bool NamesLoopback(absl::string_view host);

@@ -7,12 +7,14 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "server/metrics/http_certificates.h"
 #include "server/metrics/http_connections.h"
 #include "server/metrics/http_listener.h"
 
@@ -41,11 +43,16 @@ std::string HostOf(const sockaddr* address) {
   return text;
 }
 
-MHD_Result CollectHost(void* hosts, MHD_ValueKind, const char* name, const char* value) {
-  if (absl::EqualsIgnoreCase(name, MHD_HTTP_HEADER_HOST)) {
-    static_cast<std::vector<absl::string_view>*>(hosts)->emplace_back(value == nullptr ? "" : value);
-  }
+MHD_Result CollectField(void* into, MHD_ValueKind, const char* name, const char* value) {
+  auto* const request = static_cast<HttpRequest*>(into);
+  const absl::string_view text = value == nullptr ? "" : value;
+  if (absl::EqualsIgnoreCase(name, MHD_HTTP_HEADER_HOST)) request->hosts.push_back(text);
+  if (absl::EqualsIgnoreCase(name, MHD_HTTP_HEADER_AUTHORIZATION)) request->authorizations.push_back(text);
   return MHD_YES;
+}
+
+std::string PeerOf(MHD_Connection* connection) {
+  return HostOf(MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CLIENT_ADDRESS)->client_addr);
 }
 
 // Leaves %-escapes as they are.
@@ -60,6 +67,9 @@ MHD_Result Send(MHD_Connection* connection, const HttpResponse& response) {
   if (response.status == MHD_HTTP_METHOD_NOT_ALLOWED) {
     MHD_add_response_header(answer, MHD_HTTP_HEADER_ALLOW, "GET, HEAD");
   }
+  if (response.status == MHD_HTTP_UNAUTHORIZED) {
+    MHD_add_response_header(answer, MHD_HTTP_HEADER_WWW_AUTHENTICATE, "Bearer");
+  }
   const MHD_Result queued = MHD_queue_response(connection, static_cast<unsigned>(response.status), answer);
   MHD_destroy_response(answer);
   return queued;
@@ -67,10 +77,13 @@ MHD_Result Send(MHD_Connection* connection, const HttpResponse& response) {
 
 class MicroHttpServer final : public HttpServer {
  public:
-  MicroHttpServer(const HttpListener& listener, HttpHandlers handlers)
+  MicroHttpServer(const HttpListener& listener, HttpHandlers handlers, HttpGuard guard,
+                  std::unique_ptr<HttpCertificates> certificates)
       : address_(listener.address),
         audience_(listener.loopback ? HttpAudience::kLoopbackHosts : HttpAudience::kAnyHost),
-        handlers_(std::move(handlers)) {}
+        handlers_(std::move(handlers)),
+        guard_(std::move(guard)),
+        certificates_(std::move(certificates)) {}
 
   ~MicroHttpServer() override {
     if (daemon_ != nullptr) MHD_stop_daemon(daemon_);
@@ -81,16 +94,22 @@ class MicroHttpServer final : public HttpServer {
   // times out. Takes the listening socket over. False if the thread cannot be started; then the socket is
   // still the caller's.
   bool Run(int listening) {
-    daemon_ = MHD_start_daemon(MHD_USE_POLL_INTERNAL_THREAD | MHD_USE_ITC, 0, nullptr, nullptr, &OnRequest,
-                               this,                                                 //
-                               MHD_OPTION_LISTEN_SOCKET, listening,                  //
-                               MHD_OPTION_THREAD_STACK_SIZE, kStackBytes,            //
-                               MHD_OPTION_CONNECTION_MEMORY_LIMIT, kRequestBytes,    //
-                               MHD_OPTION_CONNECTION_LIMIT, kMostDescriptors,        //
-                               MHD_OPTION_CONNECTION_TIMEOUT, kIdleSeconds,          //
-                               MHD_OPTION_STRICT_FOR_CLIENT, 1,                      //
-                               MHD_OPTION_UNESCAPE_CALLBACK, &KeepEscapes, nullptr,  //
-                               MHD_OPTION_NOTIFY_CONNECTION, &OnConnection, this,    //
+    // gnutls_certificate_retrieve_function2, which has no argument of its own.
+    const MHD_OptionItem tls[] = {
+        {MHD_OPTION_HTTPS_CERT_CALLBACK, 0, reinterpret_cast<void*>(&HttpCertificates::Retrieve)},
+        {MHD_OPTION_END, 0, nullptr}};
+    const unsigned flags = MHD_USE_POLL_INTERNAL_THREAD | MHD_USE_ITC;
+    daemon_ = MHD_start_daemon(certificates_ != nullptr ? flags | MHD_USE_TLS : flags, 0, nullptr, nullptr,
+                               &OnRequest, this,                                            //
+                               MHD_OPTION_ARRAY, certificates_ != nullptr ? tls : tls + 1,  //
+                               MHD_OPTION_LISTEN_SOCKET, listening,                         //
+                               MHD_OPTION_THREAD_STACK_SIZE, kStackBytes,                   //
+                               MHD_OPTION_CONNECTION_MEMORY_LIMIT, kRequestBytes,           //
+                               MHD_OPTION_CONNECTION_LIMIT, kMostDescriptors,               //
+                               MHD_OPTION_CONNECTION_TIMEOUT, kIdleSeconds,                 //
+                               MHD_OPTION_STRICT_FOR_CLIENT, 1,                             //
+                               MHD_OPTION_UNESCAPE_CALLBACK, &KeepEscapes, nullptr,         //
+                               MHD_OPTION_NOTIFY_CONNECTION, &OnConnection, this,           //
                                MHD_OPTION_END);
     return daemon_ != nullptr;
   }
@@ -104,15 +123,18 @@ class MicroHttpServer final : public HttpServer {
                               const char* version, const char*, size_t*, void**) {
     const auto* server = static_cast<const MicroHttpServer*>(self);
     HttpRequest request = {.method = method, .target = target, .version = version};
-    MHD_get_connection_values(connection, MHD_HEADER_KIND, &CollectHost, &request.hosts);
-    return Send(connection, Route(request, server->handlers_, server->audience_));
+    request.peer = PeerOf(connection);
+    MHD_get_connection_values(connection, MHD_HEADER_KIND, &CollectField, &request);
+    return Send(connection, Route(request, server->handlers_, server->audience_, server->guard_));
   }
 
   // Called on the server's thread when a connection opens or closes; `context` is the connection's own.
   static void OnConnection(void* self, MHD_Connection* connection, void** context,
                            MHD_ConnectionNotificationCode code) {
-    auto& connections = static_cast<MicroHttpServer*>(self)->connections_;
+    auto* const server = static_cast<MicroHttpServer*>(self);
+    HttpConnections& connections = server->connections_;
     if (code == MHD_CONNECTION_NOTIFY_STARTED) {
+      if (server->certificates_ != nullptr) server->certificates_->ServeThisThread();
       *context = new HttpConnections::Handle(Enter(connections, connection));
     } else {
       const auto* handle = static_cast<HttpConnections::Handle*>(*context);
@@ -135,17 +157,26 @@ class MicroHttpServer final : public HttpServer {
   const std::string address_;
   const HttpAudience audience_;
   const HttpHandlers handlers_;
-  HttpConnections connections_{HttpConnectionLimits{}};  // of the server's thread alone
+  const HttpGuard guard_;
+  const std::unique_ptr<HttpCertificates> certificates_;  // null: plain HTTP
+  HttpConnections connections_{HttpConnectionLimits{}};   // of the server's thread alone
   MHD_Daemon* daemon_ = nullptr;
 };
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(absl::string_view address,
-                                                              HttpHandlers handlers) {
+                                                              HttpHandlers handlers, HttpSecurity security) {
+  std::unique_ptr<HttpCertificates> certificates;
+  if (security.tls != nullptr) {
+    auto created = HttpCertificates::Create(security.tls);
+    if (!created.ok()) return created.status();
+    certificates = *std::move(created);
+  }
   absl::StatusOr<HttpListener> listener = ListenForHttp(address);
   if (!listener.ok()) return listener.status();
-  auto server = std::make_unique<MicroHttpServer>(*listener, std::move(handlers));
+  auto server = std::make_unique<MicroHttpServer>(*listener, std::move(handlers), std::move(security.guard),
+                                                  std::move(certificates));
   if (!server->Run(listener->descriptor)) {
     close(listener->descriptor);
     return absl::UnavailableError(absl::StrCat("cannot start the thread for HTTP on ", address));

@@ -26,9 +26,16 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "server/access/tls_material.h"
 #include "server/metrics/http_router.h"
 
 namespace lossd::metrics {
+
+// How the server protects itself. Both may be left out.
+struct HttpSecurity {
+  access::ReloadedTls* tls = nullptr;  // HTTPS; outlives the server. Clients' certificates are not asked for
+  HttpGuard guard;                     // asked before a handler runs
+};
 
 class HttpServer {
  public:
@@ -39,7 +46,8 @@ class HttpServer {
 
   // Listens on "host:port" (IPv4 address or bracketed IPv6 address; port 0: any free one).
   // INVALID_ARGUMENT if the address has another form, UNAVAILABLE if it cannot be bound.
-  static absl::StatusOr<std::unique_ptr<HttpServer>> Start(absl::string_view address, HttpHandlers handlers);
+  static absl::StatusOr<std::unique_ptr<HttpServer>> Start(absl::string_view address, HttpHandlers handlers,
+                                                           HttpSecurity security = {});
   // Waits for the handler that is running and closes all connections.
   virtual ~HttpServer() = default;
 

@@ -27,9 +27,12 @@ ComputeLossCall* ComputeLossCall::Start(ComputeLossEnvironment* environment,
   std::shared_ptr<ComputeLossCall> call(new ComputeLossCall(environment, context));
   call->self_ = call;
   environment->metrics->CountRequest(kMethod);
+  absl::Status allowed = environment->access->Admit(*context, kMethod).status();
   const bool admitted = environment->registry->Add(call.get());
   absl::MutexLock lock(&call->mutex_);
-  if (environment->draining) {
+  if (!allowed.ok()) {
+    call->FailLocked(std::move(allowed));
+  } else if (environment->draining) {
     call->FailLocked(absl::UnavailableError("the server is draining"));
   } else if (!admitted) {
     call->FailLocked(absl::ResourceExhaustedError("too many open ComputeLoss calls"));
@@ -355,6 +358,8 @@ void ComputeLossCall::FinishLocked() {
   const grpc::Status status = ToGrpc(*ending_, environment_->engine->incarnation());
   if (!status.ok()) {
     environment_->metrics->CountError(kMethod, CodeName(status));
+  }
+  if (!status.ok() && !IsRefusal(status)) {
     log::Log(log::LogLevel::kInfo, "call failed",
              {{"method", kMethod},
               {"code", CodeName(status)},

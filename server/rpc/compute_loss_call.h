@@ -42,6 +42,7 @@
 #include "proto/wire/payload_codec.h"
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
+#include "server/rpc/access_control.h"
 #include "server/rpc/call_registry.h"
 #include "server/rpc/worker_pool.h"
 
@@ -50,6 +51,7 @@ namespace lossd::rpc {
 // What all calls share; outlives them.
 struct ComputeLossEnvironment {
   engine::Engine* engine = nullptr;
+  const AccessControl* access = nullptr;
   metrics::Metrics* metrics = nullptr;
   CallRegistry* registry = nullptr;
   WorkerPool* senders = nullptr;

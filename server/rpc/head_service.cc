@@ -33,10 +33,27 @@ using Base = v1::HeadService::WithRawCallbackMethod_ReadTensor<
 
 enum class Effect { kReads, kChanges };
 
+// The head that a request is about, for audit lines.
+template <typename Request>
+const std::string& HeadOf(const Request& request) {
+  static const std::string* const none = new std::string();
+  if constexpr (requires { request.spec().name(); }) {
+    return request.spec().name();
+  } else if constexpr (requires { request.checkpoint(); }) {
+    return request.head().empty() ? request.checkpoint() : request.head();
+  } else if constexpr (requires { request.head(); }) {
+    return request.head();
+  } else {
+    return *none;
+  }
+}
+
 class HeadServiceImpl final : public HeadService, public Base {
  public:
-  HeadServiceImpl(const HeadServiceOptions& options, engine::Engine* engine, metrics::Metrics* metrics)
+  HeadServiceImpl(const HeadServiceOptions& options, engine::Engine* engine, const AccessControl* access,
+                  metrics::Metrics* metrics)
       : engine_(engine),
+        access_(access),
         metrics_(metrics),
         operations_(options.operations, engine, metrics),
         registry_(static_cast<size_t>(options.max_streaming_calls), options.send_timeout),
@@ -44,12 +61,14 @@ class HeadServiceImpl final : public HeadService, public Base {
         workers_(options.worker_threads, static_cast<size_t>(options.max_waiting_calls)) {
     environment_.operations = &operations_;
     environment_.engine = engine;
+    environment_.access = access;
     environment_.metrics = metrics;
     environment_.registry = &registry_;
     environment_.workers = &workers_;
     save_environment_.checkpoints = &operations_.checkpoints();
     save_environment_.registry = &registry_;
     save_environment_.workers = &savers_;
+    save_environment_.access = access;
     save_environment_.ended = [this](absl::Status status) {
       return Ended("SaveCheckpoint", std::move(status));
     };
@@ -136,24 +155,30 @@ class HeadServiceImpl final : public HeadService, public Base {
                           absl::StatusOr<Response> (admin::HeadOperations::*operation)(const Request&)) {
     metrics_->CountRequest(method);
     ServerUnaryReactor* const reactor = context->DefaultReactor();
+    absl::StatusOr<AdmittedCall> admitted = access_->Admit(*context, method, HeadOf(*request));
+    if (!admitted.ok()) {
+      reactor->Finish(Ended(method, admitted.status()));
+      return reactor;
+    }
+    const auto end = [this, method, reactor, request, call = *std::move(admitted)](absl::Status status) {
+      const grpc::Status result = Ended(method, std::move(status));
+      access_->Ended(call, HeadOf(*request), CodeName(result));
+      reactor->Finish(result);
+    };
     if (environment_.draining && effect == Effect::kChanges) {
-      reactor->Finish(Ended(method, absl::UnavailableError("the server is draining")));
+      end(absl::UnavailableError("the server is draining"));
       return reactor;
     }
     const bool scheduled = workers_.Schedule([=, this] {
-      if (context->IsCancelled()) {
-        return reactor->Finish(Ended(method, absl::CancelledError("the client no longer waits")));
-      }
+      if (context->IsCancelled()) return end(absl::CancelledError("the client no longer waits"));
       CountUnfinished(1);
       absl::StatusOr<Response> result = (operations_.*operation)(*request);
       const absl::Status status = result.status();
       if (status.ok()) *response = *std::move(result);
-      reactor->Finish(Ended(method, status));
+      end(status);
       CountUnfinished(-1);
     });
-    if (!scheduled) {
-      reactor->Finish(Ended(method, absl::ResourceExhaustedError("too many operations are waiting")));
-    }
+    if (!scheduled) end(absl::ResourceExhaustedError("too many operations are waiting"));
     return reactor;
   }
 
@@ -161,6 +186,7 @@ class HeadServiceImpl final : public HeadService, public Base {
     const grpc::Status result = ToGrpc(std::move(status), engine_->incarnation());
     if (result.ok()) return result;
     metrics_->CountError(method, CodeName(result));
+    if (IsRefusal(result)) return result;
     log::Log(log::LogLevel::kInfo, "call failed",
              {{"method", method}, {"code", CodeName(result)}, {"error", result.error_message()}});
     return result;
@@ -173,6 +199,7 @@ class HeadServiceImpl final : public HeadService, public Base {
   bool NothingUnfinished() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return unfinished_ == 0; }
 
   engine::Engine* const engine_;
+  const AccessControl* const access_;
   metrics::Metrics* const metrics_;
   absl::Mutex mutex_;
   int unfinished_ ABSL_GUARDED_BY(mutex_) = 0;  // calls being worked on, and saves
@@ -187,8 +214,8 @@ class HeadServiceImpl final : public HeadService, public Base {
 }  // namespace
 
 std::unique_ptr<HeadService> HeadService::Create(const HeadServiceOptions& options, engine::Engine* engine,
-                                                 metrics::Metrics* metrics) {
-  return std::make_unique<HeadServiceImpl>(options, engine, metrics);
+                                                 const AccessControl* access, metrics::Metrics* metrics) {
+  return std::make_unique<HeadServiceImpl>(options, engine, access, metrics);
 }
 
 }  // namespace lossd::rpc

@@ -12,6 +12,7 @@
 #include "server/admin/head_operations.h"
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
+#include "server/rpc/access_control.h"
 
 namespace grpc {
 class Service;
@@ -30,9 +31,9 @@ struct HeadServiceOptions {
 
 class HeadService {
  public:
-  // `engine` and `metrics` outlive the service.
+  // `engine`, `access` and `metrics` outlive the service.
   static std::unique_ptr<HeadService> Create(const HeadServiceOptions& options, engine::Engine* engine,
-                                             metrics::Metrics* metrics);
+                                             const AccessControl* access, metrics::Metrics* metrics);
   virtual ~HeadService() = default;
 
   virtual grpc::Service* service() = 0;

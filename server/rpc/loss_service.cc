@@ -12,7 +12,8 @@ namespace lossd::rpc {
 
 // Calls that have not opened their microbatch yet count in the registry but not in the engine: twice as
 // many calls as streams leave room for them.
-LossService::LossService(const LossServiceOptions& options, engine::Engine* engine, metrics::Metrics* metrics)
+LossService::LossService(const LossServiceOptions& options, engine::Engine* engine,
+                         const AccessControl* access, metrics::Metrics* metrics)
     : registry_(static_cast<size_t>(2 * options.max_streams), options.send_timeout),
       senders_(options.sender_threads, static_cast<size_t>(4 * options.max_streams)),
       expiry_(options.retained_timeout / 10, [engine, timeout = options.retained_timeout] {
@@ -21,6 +22,7 @@ LossService::LossService(const LossServiceOptions& options, engine::Engine* engi
           log::Log(log::LogLevel::kInfo, "retained microbatches expired", {{"count", expired}});
       }) {
   environment_.engine = engine;
+  environment_.access = access;
   environment_.metrics = metrics;
   environment_.registry = &registry_;
   environment_.senders = &senders_;
@@ -38,6 +40,12 @@ grpc::ServerUnaryReactor* LossService::ReleaseMicrobatch(grpc::CallbackServerCon
   constexpr absl::string_view kMethod = "ReleaseMicrobatch";
   environment_.metrics->CountRequest(kMethod);
   grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
+  if (const auto admitted = environment_.access->Admit(*context, kMethod, request->head()); !admitted.ok()) {
+    const grpc::Status refusal = ToGrpc(admitted.status(), environment_.engine->incarnation());
+    environment_.metrics->CountError(kMethod, CodeName(refusal));
+    reactor->Finish(refusal);
+    return reactor;
+  }
   const absl::StatusOr<engine::ReleaseResult> released =
       environment_.engine->Release(request->head(), request->microbatch_id());
   const grpc::Status status = ToGrpc(released.status(), environment_.engine->incarnation());

@@ -12,6 +12,7 @@
 #include "lossd/v1/loss.grpc.pb.h"
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
+#include "server/rpc/access_control.h"
 #include "server/rpc/call_registry.h"
 #include "server/rpc/compute_loss_call.h"
 #include "server/rpc/periodic.h"
@@ -31,8 +32,9 @@ class LossService final
     : public v1::LossService::WithRawCallbackMethod_ComputeLoss<
           v1::LossService::WithCallbackMethod_ReleaseMicrobatch<v1::LossService::Service>> {
  public:
-  // `engine` and `metrics` outlive the service.
-  LossService(const LossServiceOptions& options, engine::Engine* engine, metrics::Metrics* metrics);
+  // `engine`, `access` and `metrics` outlive the service.
+  LossService(const LossServiceOptions& options, engine::Engine* engine, const AccessControl* access,
+              metrics::Metrics* metrics);
 
   grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* ComputeLoss(
       grpc::CallbackServerContext* context) override;

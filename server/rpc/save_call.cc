@@ -4,6 +4,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/clock.h"
+#include "server/rpc/status.h"
 
 namespace lossd::rpc {
 
@@ -11,6 +12,13 @@ SaveCall* SaveCall::Start(SaveCallEnvironment* environment, grpc::CallbackServer
                           const v1::SaveCheckpointRequest* request) {
   const std::shared_ptr<SaveCall> call(new SaveCall(environment, context, *request));
   call->self_ = call;
+  absl::StatusOr<AdmittedCall> admitted =
+      environment->access->Admit(*context, "SaveCheckpoint", request->head());
+  if (!admitted.ok()) {
+    call->End(admitted.status());
+    return call.get();
+  }
+  call->admitted_ = *std::move(admitted);
   if (!environment->registry->Add(call.get())) {
     call->End(absl::ResourceExhaustedError("too many streaming calls of HeadService are open"));
     return call.get();
@@ -54,6 +62,7 @@ void SaveCall::Post(v1::SaveCheckpointUpdate update) {
 
 void SaveCall::End(absl::Status status) {
   grpc::Status end = environment_->ended(std::move(status));
+  environment_->access->Ended(admitted_, request_.head(), CodeName(end));
   absl::MutexLock lock(&mutex_);
   end_ = std::move(end);
   Continue();

@@ -19,6 +19,7 @@
 #include "absl/time/time.h"
 #include "lossd/v1/head.pb.h"
 #include "server/admin/checkpoints.h"
+#include "server/rpc/access_control.h"
 #include "server/rpc/call_registry.h"
 #include "server/rpc/worker_pool.h"
 
@@ -27,6 +28,7 @@ namespace lossd::rpc {
 // What all calls share; outlives them and the saves they start.
 struct SaveCallEnvironment {
   admin::Checkpoints* checkpoints = nullptr;
+  const AccessControl* access = nullptr;
   CallRegistry* registry = nullptr;
   WorkerPool* workers = nullptr;
   std::function<grpc::Status(absl::Status)> ended;  // what a call ends with; counts and logs errors
@@ -60,6 +62,7 @@ class SaveCall final : public grpc::ServerWriteReactor<v1::SaveCheckpointUpdate>
   SaveCallEnvironment* const environment_;
   grpc::CallbackServerContext* const context_;  // until OnDone
   const v1::SaveCheckpointRequest request_;
+  AdmittedCall admitted_;           // set before anything else
   std::shared_ptr<SaveCall> self_;  // gRPC's share of it, until OnDone
   std::atomic<bool> gone_{false};   // the client is
 

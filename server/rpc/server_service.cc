@@ -2,13 +2,22 @@
 
 #include "absl/time/clock.h"
 #include "server/messages/convert.h"
+#include "server/rpc/status.h"
 
 namespace lossd::rpc {
 
 grpc::ServerUnaryReactor* ServerService::GetServer(grpc::CallbackServerContext* context,
                                                    const v1::GetServerRequest* request,
                                                    v1::ServerDescription* response) {
-  metrics_->CountRequest("GetServer");
+  constexpr absl::string_view kMethod = "GetServer";
+  metrics_->CountRequest(kMethod);
+  grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
+  if (const auto admitted = access_->Admit(*context, kMethod); !admitted.ok()) {
+    const grpc::Status refusal = ToGrpc(admitted.status(), engine_->incarnation());
+    metrics_->CountError(kMethod, CodeName(refusal));
+    reactor->Finish(refusal);
+    return reactor;
+  }
   const kernels::BackendInfo info = backend_->info();
   const kernels::MemoryStats memory = backend_->memory();
   const engine::EngineStats stats = engine_->stats();
@@ -25,7 +34,6 @@ grpc::ServerUnaryReactor* ServerService::GetServer(grpc::CallbackServerContext* 
   response->set_max_streams(static_cast<uint64_t>(options_.max_streams));
   response->set_open_streams(static_cast<uint64_t>(stats.open_streams));
   response->set_heads(static_cast<uint64_t>(stats.heads));
-  grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
   reactor->Finish(grpc::Status::OK);
   return reactor;
 }

@@ -15,6 +15,7 @@
 #include "lossd/v1/server.grpc.pb.h"
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
+#include "server/rpc/access_control.h"
 
 namespace lossd::rpc {
 
@@ -27,10 +28,10 @@ struct ServerServiceOptions {
 
 class ServerService final : public v1::ServerService::CallbackService {
  public:
-  // All three outlive the service.
+  // All four outlive the service.
   ServerService(const ServerServiceOptions& options, const engine::Engine* engine,
-                const kernels::Backend* backend, metrics::Metrics* metrics)
-      : options_(options), engine_(engine), backend_(backend), metrics_(metrics) {}
+                const kernels::Backend* backend, const AccessControl* access, metrics::Metrics* metrics)
+      : options_(options), engine_(engine), backend_(backend), access_(access), metrics_(metrics) {}
 
   grpc::ServerUnaryReactor* GetServer(grpc::CallbackServerContext* context,
                                       const v1::GetServerRequest* request,
@@ -42,6 +43,7 @@ class ServerService final : public v1::ServerService::CallbackService {
   const ServerServiceOptions options_;
   const engine::Engine* const engine_;
   const kernels::Backend* const backend_;
+  const AccessControl* const access_;
   metrics::Metrics* const metrics_;
   std::atomic<bool> draining_{false};
 };

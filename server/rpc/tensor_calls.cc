@@ -21,8 +21,12 @@ constexpr absl::string_view kRead = "ReadTensor";
 constexpr int64_t kMessageBytes = int64_t{4} << 20;
 
 // What a call that was not admitted ends with, else OK.
-absl::Status Admit(TensorCallEnvironment* environment, WatchedCall* call, absl::string_view method) {
+absl::Status Admit(TensorCallEnvironment* environment, const grpc::CallbackServerContext& context,
+                   WatchedCall* call, absl::string_view method, AdmittedCall* admitted) {
   environment->metrics->CountRequest(method);
+  absl::StatusOr<AdmittedCall> allowed = environment->access->Admit(context, method);
+  if (!allowed.ok()) return allowed.status();
+  *admitted = *std::move(allowed);
   if (!environment->registry->Add(call)) {
     return absl::ResourceExhaustedError("too many streaming calls of HeadService are open");
   }
@@ -43,7 +47,9 @@ ReadTensorCall* ReadTensorCall::Start(TensorCallEnvironment* environment,
                                       grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) {
   auto* call = new ReadTensorCall(environment, context);
   call->request_ = request;
-  if (absl::Status status = Admit(environment, call, kRead); !status.ok()) {
+  AdmittedCall admitted;
+  absl::Status status = Admit(environment, *context, call, kRead, &admitted);
+  if (!status.ok()) {
     call->End(std::move(status));
   } else {
     call->Schedule(&ReadTensorCall::Begin);
@@ -118,7 +124,7 @@ void ReadTensorCall::OnDone() {
 // ---- Calls that receive rows ----
 
 void ReceiveRowsCall::Begin() {
-  absl::Status status = Admit(environment_, this, method_);
+  absl::Status status = Admit(environment_, *context_, this, method_, &admitted_);
   if (environment_->draining) status.Update(absl::UnavailableError("the server is draining"));
   if (!status.ok()) return End(std::move(status));
   // The call's state was made on this thread; the first reaction, on another, takes the lock too.
@@ -235,7 +241,9 @@ absl::Status ReceiveRowsCall::Complete() {
 
 void ReceiveRowsCall::End(absl::Status status) {
   Release();
-  Finish(Ended(environment_, method_, std::move(status)));
+  const grpc::Status result = Ended(environment_, method_, std::move(status));
+  environment_->access->Ended(admitted_, head_, CodeName(result));
+  Finish(result);
 }
 
 void ReceiveRowsCall::OnDone() {
@@ -259,6 +267,7 @@ absl::StatusOr<wire::PayloadView> WriteTensorCall::Decode(const grpc::ByteBuffer
 }
 
 absl::StatusOr<ReceiveRowsCall::Extent> WriteTensorCall::Open() {
+  head_ = request_.open().head();
   absl::StatusOr<admin::TensorWrite> write = environment_->operations->OpenWrite(request_.open());
   if (!write.ok()) return write.status();
   write_ = *std::move(write);

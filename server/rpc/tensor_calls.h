@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -24,6 +25,7 @@
 #include "server/admin/head_operations.h"
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
+#include "server/rpc/access_control.h"
 #include "server/rpc/call_registry.h"
 #include "server/rpc/worker_pool.h"
 
@@ -33,6 +35,7 @@ namespace lossd::rpc {
 struct TensorCallEnvironment {
   admin::HeadOperations* operations = nullptr;
   engine::Engine* engine = nullptr;
+  const AccessControl* access = nullptr;
   metrics::Metrics* metrics = nullptr;
   CallRegistry* registry = nullptr;
   WorkerPool* workers = nullptr;
@@ -111,6 +114,7 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   void End(absl::Status status);
 
   TensorCallEnvironment* const environment_;
+  std::string head_;  // for the audit line, once it is known
 
  private:
   // Reads the next message.
@@ -125,6 +129,7 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   grpc::CallbackServerContext* const context_;
   grpc::ByteBuffer* const response_;
   const absl::string_view method_;
+  AdmittedCall admitted_;
   grpc::ByteBuffer received_;
 
   absl::Mutex mutex_;  // never waited for: steps follow each other, on different threads

@@ -2,6 +2,7 @@
 #ifndef LOSSD_TESTS_SUPPORT_CHILD_PROCESS_H_
 #define LOSSD_TESTS_SUPPORT_CHILD_PROCESS_H_
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <spawn.h>
@@ -18,11 +19,19 @@ namespace lossd::test {
 
 class ChildProcess {
  public:
-  explicit ChildProcess(std::vector<std::string> arguments) {
+  // `errors`: the file that its standard error goes to; empty: this program's.
+  explicit ChildProcess(std::vector<std::string> arguments, const std::string& errors = "") {
     std::vector<char*> argv;
     for (std::string& argument : arguments) argv.push_back(argument.data());
     argv.push_back(nullptr);
-    EXPECT_EQ(posix_spawn(&pid_, argv[0], nullptr, nullptr, argv.data(), environ), 0) << argv[0];
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    if (!errors.empty()) {
+      posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, errors.c_str(), O_WRONLY | O_CREAT | O_APPEND,
+                                       0600);
+    }
+    EXPECT_EQ(posix_spawn(&pid_, argv[0], &actions, nullptr, argv.data(), environ), 0) << argv[0];
+    posix_spawn_file_actions_destroy(&actions);
   }
   ~ChildProcess() {
     if (pid_ <= 0) return;

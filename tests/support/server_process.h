@@ -32,6 +32,8 @@ class ServerProcess {
   const std::string& target() const { return target_; }
   // host:port; empty unless `flags` ask for HTTP.
   const std::string& http() const { return http_; }
+  // What it has written to standard error.
+  std::string log() const { return ReadWholeFile(folder_.File("log")); }
   std::string checkpoint_folder() const { return folder_.File("checkpoints"); }
   pid_t pid() const { return process_->pid(); }
 
@@ -58,7 +60,7 @@ class ServerProcess {
                                         "--staging_bytes=4MiB",
                                         "--workspace_bytes=4MiB"};
     command.insert(command.end(), flags_.begin(), flags_.end());
-    process_ = std::make_unique<ChildProcess>(command);
+    process_ = std::make_unique<ChildProcess>(command, folder_.File("log"));
     target_.clear();
     for (int i = 0; i < 4000 && target_.empty(); ++i) {
       absl::SleepFor(absl::Milliseconds(5));
@@ -68,7 +70,7 @@ class ServerProcess {
       target_ = json["grpc"];
       http_ = json["http"];
     }
-    EXPECT_NE(target_, "") << "lossd did not start";
+    EXPECT_NE(target_, "") << "lossd did not start: " << log();
   }
 
  private:

@@ -12,10 +12,14 @@ TEST(AddressesTest, Parses) {
   EXPECT_EQ(address->port, 7070);
   EXPECT_EQ(address->text(), "127.0.0.1:7070");
   EXPECT_EQ(ParseAddress("listen", "[::1]:0")->host, "[::1]");
+  const auto unix_socket = ParseAddress("listen", "unix:/run/lossd:1");
+  ASSERT_TRUE(unix_socket.ok());
+  EXPECT_EQ(unix_socket->text(), "unix:/run/lossd:1");
+  EXPECT_TRUE(IsLoopback(*unix_socket));
 }
 
 TEST(AddressesTest, Refuses) {
-  for (const char* text : {"", "host", ":1", "host:", "host:x", "host:70000", "host:-1", "::1:80"}) {
+  for (const char* text : {"", "unix:", "host", ":1", "host:", "host:x", "host:70000", "host:-1", "::1:80"}) {
     const auto address = ParseAddress("listen", text);
     EXPECT_EQ(address.status().code(), absl::StatusCode::kInvalidArgument) << text;
     EXPECT_NE(address.status().message().find("listen"), absl::string_view::npos);

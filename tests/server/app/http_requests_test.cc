@@ -311,7 +311,7 @@ TEST_F(HttpRequestsTest, HostsOfALoopbackServer) {
 
 class PublicHttpTest : public HttpRequestsTest {
  protected:
-  PublicHttpTest() : HttpRequestsTest({"--http=0.0.0.0:0", "--allow_non_loopback"}) {}
+  PublicHttpTest() : HttpRequestsTest({"--http=0.0.0.0:0", "--insecure"}) {}
 };
 
 TEST_F(PublicHttpTest, AnyHostPassesBeyondTheLoopback) {

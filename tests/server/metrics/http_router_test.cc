@@ -101,5 +101,31 @@ TEST(HttpRouterTest, NamesOfTheLoopback) {
   }
 }
 
+// The guard is asked only about requests that would have an answer, with the path that is answered.
+TEST(HttpRouterTest, AGuardRefusesForWhoSentIt) {
+  std::vector<std::string> asked;
+  const HttpGuard guard = [&](const HttpRequest& request,
+                              absl::string_view path) -> std::optional<HttpResponse> {
+    asked.emplace_back(path);
+    if (!request.authorizations.empty()) return std::nullopt;
+    return HttpResponse{.status = 401};
+  };
+  const auto route = [&](const HttpRequest& request) {
+    return Route(request, Handlers(), HttpAudience::kLoopbackHosts, guard).status;
+  };
+  HttpRequest request{.method = "GET", .target = "/", .version = "HTTP/1.1", .hosts = {"localhost"}};
+  EXPECT_EQ(route(request), 401);
+  request.authorizations = {"Bearer x"};
+  EXPECT_EQ(route(request), 200);
+  request.target = "http://localhost/down";
+  EXPECT_EQ(route(request), 503);
+  EXPECT_EQ(asked, (std::vector<std::string>{"/", "/", "/down"}));
+  request.target = "/none";
+  EXPECT_EQ(route(request), 404);
+  request.method = "POST";
+  EXPECT_EQ(route(request), 405);
+  EXPECT_EQ(asked.size(), 3u);
+}
+
 }  // namespace
 }  // namespace lossd::metrics

@@ -21,9 +21,11 @@ from lossd.errors import (
     LossdError,
     NonFinite,
     NotFound,
+    PermissionDenied,
     ResourceExhausted,
     Restarted,
     StepDiscarded,
+    Unauthenticated,
     Unavailable,
 )
 from lossd.types import SGD, AdamW, LossOptions, LossResult, RetryOptions
@@ -31,8 +33,9 @@ from lossd.types import SGD, AdamW, LossOptions, LossResult, RetryOptions
 __all__ = [
     "SGD", "Aborted", "AdamW", "AlreadyExists", "Cancelled", "Client", "ClientClosed", "DataLoss",
     "DeadlineExceeded", "FailedPrecondition", "ForkedClient", "Internal", "InvalidArgument", "LossOptions",
-    "LossResult", "LossdError", "NonFinite", "NotFound", "PendingLoss", "ResourceExhausted", "Restarted",
-    "RetryOptions", "StepDiscarded", "Unavailable", "__version__",
+    "LossResult", "LossdError", "NonFinite", "NotFound", "PendingLoss", "PermissionDenied",
+    "ResourceExhausted", "Restarted", "RetryOptions", "StepDiscarded", "Unauthenticated",
+    "Unavailable", "__version__",
 ]
 
 __version__: str = metadata.version("lossd")

@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 
 from lossd import _retry, errors
 from lossd._cancellation import Cancellation
+from lossd._credentials import Credentials
 from lossd.types import RetryOptions
 from lossd.v1 import server_pb2
 
@@ -32,6 +33,7 @@ class ConnectionOptions:
     max_message_bytes: int
     dead_peer_timeout: float
     retry: RetryOptions
+    credentials: Credentials = Credentials()
 
     def __post_init__(self) -> None:
         _require("target", self.target, bool(self.target), "not empty")
@@ -92,7 +94,7 @@ class Connections:
         self._pid = os.getpid()
         self._closed = False
         self._channels = [
-            grpc.insecure_channel(options.target, options=_arguments(options)) for _ in range(options.channels)]
+            options.credentials.open(options.target, _arguments(options)) for _ in range(options.channels)]
         self._lock = threading.Lock()
         self._lent = [0] * options.channels  # streams of each connection; guarded by _lock
         try:
@@ -205,4 +207,6 @@ class Connections:
             try:
                 self.run(partial(call, timeout=deadline.left()))
             except (errors.DeadlineExceeded, errors.Unavailable) as error:
+                if (reason := self.options.credentials.diagnose(self.options.target)) is not None:
+                    raise reason from None
                 raise errors.Unavailable(f"no server at {self.options.target}: {error.message}") from None

@@ -15,7 +15,6 @@ Errors are the classes of lossd.errors. Bad input raises before anything is sent
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -26,6 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from lossd import _arrays, _wire, errors, types
 from lossd._connections import ConnectionOptions, Connections, Deadline
+from lossd._credentials import Credentials, target_from_environment
 from lossd._head_cache import HeadCache
 from lossd._head_calls import HeadCalls
 from lossd._loss_call import SIGNAL_SECONDS, CallOptions, Core, LossCall, PendingLoss
@@ -41,14 +41,20 @@ _DEFAULT_OPTIONS = LossOptions()
 
 
 class Client(HeadCalls):
-    def __init__(self, target: str | None = None, *, channels: int = 2, connect_timeout: float = 10.0,
+    def __init__(self, target: str | None = None, *, ca: str | None = None, cert: str | None = None,
+                 key: str | None = None, token: str | None = None, channels: int = 2, connect_timeout: float = 10.0,
                  wait_for_server: bool = True, max_message_bytes: int = 64 << 20, call_timeout: float = 60.0,
                  transfer_timeout: float = 1800.0, loss_timeout: float = 600.0, dead_peer_timeout: float = 30.0,
                  retry: RetryOptions = RetryOptions(), expected_incarnation: int = 0, max_pending: int = 64) -> None:
         """Connects, or raises Unavailable after `connect_timeout`; Restarted if another server is expected.
 
         Args:
-          target: host:port, or any gRPC target name. None: the environment's LOSSD_SERVER, else 127.0.0.1:7070.
+          target: host:port, or any gRPC target name; None: the environment variable LOSSD_SERVER, or 127.0.0.1:7070.
+          ca: path of the PEM file with the authorities that sign servers' certificates. The connection has TLS if there
+            is one. None: LOSSD_CA; "": none. The server's certificate must be for the host of `target`.
+          cert, key: paths of the client's own certificate and of its key. None: LOSSD_CERT and LOSSD_KEY; "": none.
+          token: for servers that know clients by tokens. None: LOSSD_TOKEN; "": none. Sent only over TLS, or to a
+            loopback address.
           channels: connections to the server, in [1, 64]; a loss computation spreads its rows over those that no other
             one uses.
           wait_for_server: False: give up when the server's address refuses the first attempt.
@@ -68,10 +74,9 @@ class Client(HeadCalls):
         if max_pending < 1:
             raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
         _wire.keep_freed_memory()
-        if target is None:
-            target = os.environ.get("LOSSD_SERVER") or "127.0.0.1:7070"
         connections = Connections(ConnectionOptions(
-            target, channels, connect_timeout, wait_for_server, max_message_bytes, dead_peer_timeout, retry))
+            target_from_environment() if target is None else target, channels, connect_timeout, wait_for_server,
+            max_message_bytes, dead_peer_timeout, retry, Credentials.given_or_environment(ca, cert, key, token)))
         super().__init__(connections, HeadCache(expected_incarnation), call_timeout, transfer_timeout)
         self._loss_timeout = loss_timeout
         self._threads = StreamThreads(max_pending, channels * _SPARE_THREADS)

@@ -95,6 +95,14 @@ class StepDiscarded(Aborted):
     """
 
 
+class Unauthenticated(LossdError, PermissionError):
+    """The server does not know who this client is, or the client does not trust the server's certificate."""
+
+
+class PermissionDenied(LossdError, PermissionError):
+    """This client's role is too low for the call; the message names method, role and identity."""
+
+
 class DataLoss(LossdError, OSError):
     """A checkpoint does not hold what was saved; the tensor or file is named."""
 
@@ -123,6 +131,8 @@ _CLASSES: dict[grpc.StatusCode, type[LossdError]] = {
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.ABORTED: Aborted,
     grpc.StatusCode.DATA_LOSS: DataLoss,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
 }
 _NAME_THE_SERVER = (Unavailable, DeadlineExceeded)
 

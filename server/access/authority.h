@@ -1,0 +1,61 @@
+// Says who a caller is, by what it presents: a client certificate that TLS has verified, or a bearer token.
+//
+// Thread-safe. Both files are read again when they change.
+#ifndef LOSSD_SERVER_ACCESS_AUTHORITY_H_
+#define LOSSD_SERVER_ACCESS_AUTHORITY_H_
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "server/access/certificate_roles.h"
+#include "server/access/reloaded.h"
+#include "server/access/role.h"
+#include "server/access/tokens.h"
+
+namespace lossd::access {
+
+// What came with a call. The view outlives the call of Identify.
+struct Presented {
+  bool certificate = false;        // TLS has verified one
+  std::vector<std::string> names;  // of the certificate: "dns:...", "uri:...", "email:...", "ip:..."
+  std::optional<absl::string_view> authorization;  // "Bearer <token>"
+};
+
+struct Identity {
+  std::string name;          // "dns:trainer-1", "token:pipeline-1"; empty if the server asks nobody who it is
+  std::optional<Role> role;  // null: known, but without a role
+};
+
+class Authority {
+ public:
+  // An empty path: no such file. Without either the server asks nobody, and everybody is an admin.
+  static absl::StatusOr<std::unique_ptr<Authority>> Create(const AccessFile& certificate_roles,
+                                                           const AccessFile& tokens);
+
+  bool asks() const { return roles_ != nullptr || tokens_ != nullptr; }
+  bool has_tokens() const { return tokens_ != nullptr; }
+
+  // A token counts before a certificate, if the server knows any tokens. UNAUTHENTICATED if a token is
+  // unknown or nothing is presented; the message holds no part of what was presented.
+  absl::StatusOr<Identity> Identify(const Presented& presented) const;
+
+ private:
+  Authority() = default;
+  absl::StatusOr<Identity> IdentifyToken(absl::string_view authorization) const;
+  absl::Status NothingPresented() const;
+
+  std::unique_ptr<Reloaded<CertificateRoles>> roles_;  // null: certificates count for nothing
+  std::unique_ptr<Reloaded<Tokens>> tokens_;           // null: tokens count for nothing
+};
+
+// OK if `identity` has `needed` or a higher role; else PERMISSION_DENIED naming `method`, role and identity.
+absl::Status CheckRole(const Identity& identity, Role needed, absl::string_view method);
+
+}  // namespace lossd::access
+
+#endif  // LOSSD_SERVER_ACCESS_AUTHORITY_H_

@@ -1,0 +1,67 @@
+// Certificates, tokens and roles of a server, made from its options, for gRPC and for HTTP.
+//
+// Thread-safe.
+#ifndef LOSSD_SERVER_APP_SECURITY_H_
+#define LOSSD_SERVER_APP_SECURITY_H_
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "server/access/audit_log.h"
+#include "server/access/authority.h"
+#include "server/access/tls_material.h"
+#include "server/app/addresses.h"
+#include "server/app/security_options.h"
+#include "server/metrics/http_server.h"
+#include "server/rpc/access_control.h"
+#include "server/rpc/tls_credentials.h"
+
+namespace lossd::app {
+
+// Whether the address may be bound with these options: INVALID_ARGUMENT naming `listen` or `http` and what is
+// missing.
+absl::Status CheckGrpcAddress(const SecurityOptions& options, const Address& address);
+absl::Status CheckHttpAddress(const SecurityOptions& options, const Address& address);
+
+class Security {
+ public:
+  // Reads the files. INVALID_ARGUMENT, naming option and path, if one is not in order or options do not go
+  // together.
+  static absl::StatusOr<std::unique_ptr<Security>> Create(const SecurityOptions& options);
+
+  // Whether callers have to say who they are.
+  bool asks() const { return authority_->asks(); }
+  // The following live as long as this object.
+  const rpc::AccessControl& access_control() const { return access_control_; }
+  const std::shared_ptr<grpc::ServerCredentials>& credentials() const { return credentials_; }
+  metrics::HttpSecurity http();
+
+  // For the log: "plaintext, no authentication", "TLS, client certificates, tokens".
+  std::string Text() const;
+
+ private:
+  Security(const SecurityOptions& options, std::unique_ptr<access::ReloadedTls> tls,
+           std::unique_ptr<access::Authority> authority)
+      : options_(options),
+        tls_(std::move(tls)),
+        authority_(std::move(authority)),
+        access_control_(authority_.get(), &audit_),
+        credentials_(MakeCredentials()) {}
+
+  std::shared_ptr<grpc::ServerCredentials> MakeCredentials() const;
+  std::optional<metrics::HttpResponse> GuardHttp(const metrics::HttpRequest& request, absl::string_view path);
+
+  const SecurityOptions options_;
+  const std::unique_ptr<access::ReloadedTls> tls_;  // null: no TLS
+  const std::unique_ptr<access::Authority> authority_;
+  access::AuditLog audit_;
+  const rpc::AccessControl access_control_;
+  const std::shared_ptr<grpc::ServerCredentials> credentials_;  // gRPC asks them after the server has started
+};
+
+}  // namespace lossd::app
+
+#endif  // LOSSD_SERVER_APP_SECURITY_H_

@@ -1,0 +1,99 @@
+#include "server/rpc/access_control.h"
+
+#include <grpc/grpc_security_constants.h>
+
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/strip.h"
+
+namespace lossd::rpc {
+namespace {
+
+constexpr size_t kMaxNames = 100;  // of one certificate that are looked at
+
+void AddNames(const grpc::AuthContext& context, const char* property, absl::string_view kind,
+              std::vector<std::string>* names) {
+  for (const grpc::string_ref& value : context.FindPropertyValues(property)) {
+    if (names->size() == kMaxNames) return;
+    names->push_back(absl::StrCat(kind, absl::string_view(value.data(), value.size())));
+  }
+}
+
+access::Presented PresentedWith(const grpc::CallbackServerContext& context) {
+  access::Presented presented;
+  const std::shared_ptr<const grpc::AuthContext> auth = context.auth_context();
+  // gRPC has a certificate of the peer's only if it has verified it.
+  if (auth != nullptr && !auth->FindPropertyValues(GRPC_X509_PEM_CERT_PROPERTY_NAME).empty()) {
+    presented.certificate = true;
+    AddNames(*auth, GRPC_PEER_DNS_PROPERTY_NAME, "dns:", &presented.names);
+    AddNames(*auth, GRPC_PEER_URI_PROPERTY_NAME, "uri:", &presented.names);
+    AddNames(*auth, GRPC_PEER_EMAIL_PROPERTY_NAME, "email:", &presented.names);
+    AddNames(*auth, GRPC_PEER_IP_PROPERTY_NAME, "ip:", &presented.names);
+  }
+  const auto authorization = context.client_metadata().find("authorization");
+  if (authorization != context.client_metadata().end()) {
+    presented.authorization.emplace(authorization->second.data(), authorization->second.size());
+  }
+  return presented;
+}
+
+}  // namespace
+
+absl::StatusOr<AdmittedCall> AccessControl::Admit(const grpc::CallbackServerContext& context,
+                                                  absl::string_view method, absl::string_view head) const {
+  const MethodAccess* const line = FindMethodAccess(method);
+  AdmittedCall call{.method = line};
+  absl::Status status;
+  if (authority_->asks()) {
+    absl::StatusOr<access::Identity> identity = authority_->Identify(PresentedWith(context));
+    status = identity.status();
+    if (identity.ok()) {
+      call.identity = identity->name;
+      status = line != nullptr ? access::CheckRole(*identity, line->role, method)
+                               : absl::PermissionDeniedError(absl::StrCat("no role may call ", method));
+    }
+  }
+  if (!status.ok()) {
+    audit_->Refused({.identity = call.identity,
+                     .address = PeerAddress(context),
+                     .method = method,
+                     .head = std::string(head)},
+                    status);
+    return status;
+  }
+  if (line != nullptr && line->audited) call.address = PeerAddress(context);
+  return call;
+}
+
+void AccessControl::Ended(const AdmittedCall& call, absl::string_view head, absl::string_view outcome) const {
+  if (call.method == nullptr || !call.method->audited) return;
+  audit_->Ended({.identity = call.identity,
+                 .address = call.address,
+                 .method = call.method->method,
+                 .head = std::string(head)},
+                outcome);
+}
+
+bool IsRefusal(const grpc::Status& status) {
+  return status.error_code() == grpc::StatusCode::UNAUTHENTICATED ||
+         status.error_code() == grpc::StatusCode::PERMISSION_DENIED;
+}
+
+std::string PeerAddress(const grpc::CallbackServerContext& context) {
+  const std::string peer = context.peer();  // "ipv4:10.0.0.5:40112", "ipv6:%5B::1%5D:40112", "unix:/path"
+  absl::string_view address = peer;
+  if (!absl::ConsumePrefix(&address, "ipv4:")) absl::ConsumePrefix(&address, "ipv6:");
+  return absl::StrReplaceAll(address, {{"%5B", "["}, {"%5D", "]"}, {"%25", "%"}});
+}
+
+std::string PeerKey(const grpc::CallbackServerContext& context, absl::string_view identity) {
+  if (!identity.empty()) return std::string(identity);
+  std::string address = PeerAddress(context);
+  const bool has_port = !absl::StartsWith(address, "unix:") && address.rfind(':') != std::string::npos;
+  return has_port ? address.substr(0, address.rfind(':')) : address;
+}
+
+}  // namespace lossd::rpc

@@ -1,0 +1,61 @@
+// Who makes a call, whether they may, and the call's audit line. Every method of the services asks Admit
+// first (services_access_test calls each as nobody and with too low a role).
+//
+// Thread-safe.
+#ifndef LOSSD_SERVER_RPC_ACCESS_CONTROL_H_
+#define LOSSD_SERVER_RPC_ACCESS_CONTROL_H_
+
+#include <grpcpp/server_context.h>
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "server/access/audit_log.h"
+#include "server/access/authority.h"
+#include "server/rpc/method_access.h"
+
+namespace lossd::rpc {
+
+// A call that was admitted, as its audit line needs it when it ends.
+struct AdmittedCall {
+  const MethodAccess* method = nullptr;  // null: not admitted
+  std::string identity;                  // empty: the server asks nobody
+  std::string address;                   // "10.0.0.5:40112"; empty unless the method is audited
+};
+
+class AccessControl {
+ public:
+  // Both outlive it.
+  AccessControl(const access::Authority* authority, access::AuditLog* audit)
+      : authority_(authority), audit_(audit) {}
+
+  // UNAUTHENTICATED if it is not known who calls; PERMISSION_DENIED, naming method, role and identity, if
+  // they may not. A refusal is an audit line; `head` is the head the call is about, as far as it is known.
+  absl::StatusOr<AdmittedCall> Admit(const grpc::CallbackServerContext& context, absl::string_view method,
+                                     absl::string_view head = "") const;
+
+  // Writes the audit line of a call that has ended, if its method has one. Does nothing for a call not
+  // admitted.
+  void Ended(const AdmittedCall& call, absl::string_view head, absl::string_view outcome) const;
+
+ private:
+  const access::Authority* const authority_;
+  access::AuditLog* const audit_;
+};
+
+// Whether a call ended so because of who made it. Such calls are audit lines, of a bounded number, and
+// nothing else in the log.
+bool IsRefusal(const grpc::Status& status);
+
+// The address of the peer, without gRPC's prefix and escapes: "10.0.0.5:40112", "[::1]:40112".
+std::string PeerAddress(const grpc::CallbackServerContext& context);
+
+// Whom a limit for each peer counts a call for: the identity if the server asks for one ("dns:trainer-1",
+// "token:pipeline-1"), else the address without the port ("10.0.0.5"), which connections of a host share.
+std::string PeerKey(const grpc::CallbackServerContext& context, absl::string_view identity);
+
+}  // namespace lossd::rpc
+
+#endif  // LOSSD_SERVER_RPC_ACCESS_CONTROL_H_

@@ -1,0 +1,167 @@
+"""TLS, client certificates and tokens against the linked server."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_process import ServerProcess
+
+import lossd
+from lossd._credentials import Credentials, is_local
+
+TOKEN = "trainer-token-0123456789"
+VARIABLES = ("LOSSD_SERVER", "LOSSD_CA", "LOSSD_CERT", "LOSSD_KEY", "LOSSD_TOKEN")
+
+
+class Pki:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.authority("ca")
+        self.authority("other-ca")
+        self.issue("server", "DNS:localhost,IP:127.0.0.1")
+        self.issue("operator", "DNS:operator")
+        self.issue("stranger", "DNS:stranger")
+        (folder / "roles").write_text("admin dns:operator\n")
+        (folder / "tokens").write_text(f"trainer:p1:{TOKEN}\n")
+        (folder / "tokens").chmod(0o600)
+
+    def authority(self, name: str) -> None:
+        self._request(name, "-subj", f"/CN={name}")
+
+    def issue(self, name: str, names: str) -> None:
+        self._request(name, "-CA", self.file("ca.pem"), "-CAkey", self.file("ca.key"), "-subj", f"/CN={name}",
+                      "-addext", f"subjectAltName={names}", "-addext", "basicConstraints=critical,CA:FALSE")
+
+    def file(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def client(self, name: str) -> dict[str, str]:
+        return {"ca": self.file("ca.pem"), "cert": self.file(f"{name}.pem"), "key": self.file(f"{name}.key")}
+
+    def _request(self, name: str, *options: str) -> None:
+        subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+                        "-days", "2", *options, "-keyout", self.file(f"{name}.key"), "-out", self.file(f"{name}.pem")],
+                       check=True, capture_output=True)
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
+    return Pki(tmp_path_factory.mktemp("pki"))
+
+
+@pytest.fixture(scope="module")
+def tls_server(pki: Pki) -> Iterator[ServerProcess]:
+    """Takes certificates and tokens."""
+    process = ServerProcess(
+        f"--tls_cert={pki.file('server.pem')}", f"--tls_key={pki.file('server.key')}",
+        f"--tls_client_ca={pki.file('ca.pem')}", f"--role_file={pki.file('roles')}",
+        f"--token_file={pki.file('tokens')}")
+    yield process
+    process.stop()
+
+
+def connect(server: ServerProcess, **options: Any) -> lossd.Client:
+    return lossd.Client(server.target, wait_for_server=False, **options)
+
+
+def test_certificate(tls_server: ServerProcess, pki: Pki) -> None:
+    with connect(tls_server, **pki.client("operator")) as client:
+        client.create_head("by-certificate", hidden_size=4, vocab_size=6)
+        assert [head.spec.name for head in client.list_heads()] == ["by-certificate"]
+        client.delete_head("by-certificate")
+
+
+def test_token_and_role(tls_server: ServerProcess, pki: Pki) -> None:
+    with connect(tls_server, ca=pki.file("ca.pem"), token=TOKEN) as client:
+        assert client.list_heads() == []
+        with pytest.raises(lossd.PermissionDenied, match="CreateHead needs the role admin; token:p1 has the role trainer"):
+            client.create_head("h", hidden_size=4, vocab_size=6)
+
+
+def test_every_kind_of_call_has_the_token(pki: Pki) -> None:
+    (pki.folder / "admin-tokens").write_text(f"admin:ops:{TOKEN}\n")
+    (pki.folder / "admin-tokens").chmod(0o600)
+    process = ServerProcess(f"--token_file={pki.file('admin-tokens')}")
+    try:
+        with connect(process, token=TOKEN) as client:
+            client.create_head("h", hidden_size=4, vocab_size=6)
+            weight = client.read_tensor("h", "weight")
+            client.write_tensor("h", "weight", weight)
+            hidden = weight[:3, :4].copy()
+            result = client.compute_loss("h", hidden, [0, 1, 2], step=0, id=0, accumulate=True)
+            assert result.loss > 0
+            client.apply_step("h", 0, lossd.SGD(lr=0.1), expected_microbatches=[0])
+            client.save_checkpoint("h")
+    finally:
+        process.stop()
+
+
+def test_environment(tls_server: ServerProcess, pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in zip(VARIABLES, (tls_server.target, *pki.client("operator").values())):
+        monkeypatch.setenv(variable, value)
+    with lossd.Client(wait_for_server=False) as client:
+        assert client.target == tls_server.target
+    monkeypatch.setenv("LOSSD_TOKEN", "wrong-token-0123456789")
+    with pytest.raises(lossd.Unauthenticated, match="does not know this token"):
+        lossd.Client(wait_for_server=False)
+    with lossd.Client(wait_for_server=False, token=""):
+        pass
+
+
+def test_refusals_say_what_is_wrong(tls_server: ServerProcess, server: ServerProcess, pki: Pki) -> None:
+    with pytest.raises(lossd.FailedPrecondition, match="speaks TLS and this client does not"):
+        connect(tls_server)
+    with pytest.raises(lossd.FailedPrecondition, match="does not speak TLS"):
+        connect(server, **pki.client("operator"))
+    with pytest.raises(lossd.Unauthenticated, match="not trusted.*other-ca.pem"):
+        connect(tls_server, **{**pki.client("operator"), "ca": pki.file("other-ca.pem")})
+    with pytest.raises(lossd.Unauthenticated, match="LOSSD_CERT"):
+        connect(tls_server, ca=pki.file("ca.pem"))
+    with pytest.raises(lossd.PermissionDenied, match="dns:stranger has no role"):
+        connect(tls_server, **pki.client("stranger"))
+
+
+def test_a_server_that_requires_certificates(pki: Pki) -> None:
+    process = ServerProcess(
+        f"--tls_cert={pki.file('server.pem')}", f"--tls_key={pki.file('server.key')}",
+        f"--tls_client_ca={pki.file('ca.pem')}", f"--role_file={pki.file('roles')}")
+    try:
+        with pytest.raises(lossd.Unauthenticated, match="wants a client certificate"):
+            connect(process, ca=pki.file("ca.pem"))
+        connect(process, **pki.client("operator")).close()
+    finally:
+        process.stop()
+
+
+def test_bad_arguments(pki: Pki) -> None:
+    good = pki.client("operator")
+    for options, message in (
+            ({"cert": good["cert"], "ca": good["ca"]}, "key is not given"),
+            ({"key": good["key"], "ca": good["ca"]}, "cert is not given"),
+            ({"cert": good["cert"], "key": good["key"]}, "ca is not given"),
+            ({"ca": pki.file("none.pem")}, "ca is .*none.pem.*cannot be read"),
+            ({"ca": str(pki.folder)}, "cannot be read"),
+            ({"token": "two words"}, "token must be of visible")):
+        with pytest.raises(lossd.InvalidArgument, match=message):
+            lossd.Client("127.0.0.1:1", **options)
+
+
+def test_a_token_stays_on_this_machine_without_tls() -> None:
+    for target in ("10.0.0.1:7070", "example.com:7070", "dns:///127.0.0.1.example.com:7070", "[::2]:7070",
+                   "ipv4:127.0.0.1:1,10.0.0.1:1"):
+        assert not is_local(target)
+        with pytest.raises(lossd.InvalidArgument, match="unencrypted"):
+            lossd.Client(target, token=TOKEN)
+    for target in ("127.0.0.1:1", "127.3.2.1:1", "localhost:1", "[::1]:1", "dns:///localhost:1", "unix:/run/lossd"):
+        assert is_local(target)
+    assert TOKEN not in repr(Credentials(token=TOKEN))

@@ -1,0 +1,80 @@
+// The HTTP port of the linked lossd program with TLS and with tokens.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "absl/time/clock.h"
+#include "client/cli/http_fetch.h"
+#include "tests/server/app/security_fixture.h"
+#include "tests/support/raw_http.h"
+
+namespace lossd {
+namespace {
+
+using testing::HasSubstr;
+using testing::Not;
+
+class HttpSecurityTest : public SecurityFixture {
+ protected:
+  static absl::StatusOr<std::string> Get(const test::ServerProcess& server, const char* path,
+                                         const client::CredentialOptions& credentials) {
+    return cli::HttpFetch(absl::StrCat("https://", server.http()), path, credentials, absl::Seconds(60));
+  }
+  static std::string Raw(const test::ServerProcess& server, const char* path, const std::string& field) {
+    return test::HttpExchange(server.http(),
+                              absl::StrCat("GET ", path, " HTTP/1.1\r\nHost: localhost\r\n", field, "\r\n"));
+  }
+};
+
+TEST_F(HttpSecurityTest, Https) {
+  const auto server = Serve(With(TlsFlags(), {"--http=127.0.0.1:0", "--http_tls"}));
+  EXPECT_EQ(*Get(*server, "/livez", Token("")), "ok\n");
+  EXPECT_THAT(*Get(*server, "/metrics", Token("")), HasSubstr("lossd_build_info"));
+  client::CredentialOptions other = Token("");
+  other.ca = pki_.Certificate("other-ca");
+  EXPECT_EQ(Get(*server, "/livez", other).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(test::HttpGet(server->http(), "/livez"), "");  // plain: hung up on
+  // The certificate is replaced.
+  pki_.Issue("new-server", "DNS:localhost,IP:127.0.0.1", "other-ca");
+  std::filesystem::rename(pki_.Certificate("new-server"), pki_.Certificate("server"));
+  std::filesystem::rename(pki_.Key("new-server"), pki_.Key("server"));
+  bool taken = false;
+  for (const absl::Time limit = absl::Now() + absl::Minutes(2); !taken && absl::Now() < limit;) {
+    taken = Get(*server, "/livez", other).ok();
+  }
+  EXPECT_TRUE(taken);
+  EXPECT_TRUE(server->Running());
+}
+
+TEST_F(HttpSecurityTest, HalfOpenHandshakesDoNotKeepAScrapeOut) {
+  const auto server = Serve(With(TlsFlags(), {"--http=127.0.0.1:0", "--http_tls"}));
+  std::vector<test::RawHttp> idle;
+  for (int i = 0; i < 300; ++i) {
+    idle.emplace_back(server->http());
+    idle.back().Send(i % 2 == 0 ? absl::string_view() : absl::string_view("\x16\x03\x01\x02\x00\x01", 6));
+  }
+  EXPECT_EQ(*Get(*server, "/livez", Token("")), "ok\n");
+}
+
+TEST_F(HttpSecurityTest, TokensForWhatIsNotHealth) {
+  const auto server = Serve({TokenFlag(), "--http=127.0.0.1:0", "--http_token", "--log_level=info"});
+  for (const char* path : {"/livez", "/readyz", "/healthz"})
+    EXPECT_EQ(test::HttpStatus(Raw(*server, path, "")), 200) << path;
+  for (const char* path : {"/", "/metrics"}) {
+    const std::string right = absl::StrCat("Authorization: Bearer ", kReaderToken, "\r\n");
+    EXPECT_EQ(test::HttpStatus(Raw(*server, path, right)), 200);
+    for (const std::string& wrong :
+         {std::string(), std::string("Authorization: Bearer x\r\n"), std::string("Authorization:\r\n"),
+          absl::StrCat("Authorization: Basic ", kReaderToken, "\r\n"), right + right}) {
+      const std::string answer = Raw(*server, path, wrong);
+      EXPECT_EQ(test::HttpStatus(answer), 401) << wrong;
+      EXPECT_THAT(answer, HasSubstr("WWW-Authenticate: Bearer"));
+      EXPECT_THAT(answer, Not(HasSubstr("lossd_build_info")));
+    }
+  }
+  EXPECT_EQ(test::HttpStatus(Raw(*server, "/none", "")), 404);
+  EXPECT_THAT(server->log(), HasSubstr("audit identity=unknown address=127.0.0.1 method=HTTP"));
+  EXPECT_THAT(server->log(), Not(HasSubstr(kReaderToken)));
+}
+
+}  // namespace
+}  // namespace lossd
