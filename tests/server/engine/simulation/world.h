@@ -41,8 +41,8 @@ struct HeadWorld {
   std::vector<Call> calls;
   bool needs_repair = false;  // a trainer was told that the gradients or the weights are not to be trusted
   bool loading = false;
-  bool abandoned = false;     // somebody else closed the step, or deleted the head: nobody sends the rest
-  bool trained = false;       // its steps are over
+  bool abandoned = false;  // somebody else closed the step, or deleted the head: nobody sends the rest
+  bool trained = false;    // its steps are over
 };
 
 // Adds up what the engine reports.
