@@ -19,6 +19,7 @@
 #include "server/engine/engine_options.h"
 #include "server/engine/notifier.h"
 #include "server/engine/range_allocator.h"
+#include "server/engine/row_memory.h"
 #include "server/engine/staging_pool.h"
 
 namespace lossd::engine {
@@ -45,6 +46,7 @@ struct EngineContext {
   absl::Mutex mutex;  // the engine's lock
   // The last number given to the gradients of a head (OpenStep::generation); no two heads share one.
   uint64_t last_generation ABSL_GUARDED_BY(mutex) = 0;
+  RowMemory row_memory ABSL_GUARDED_BY(mutex);
   uint64_t last_turn_ticket ABSL_GUARDED_BY(mutex) = 0;
   // Buffers in the areas of groups that slices hold while they are received, computed or sent.
   int64_t area_buffers_lent ABSL_GUARDED_BY(mutex) = 0;

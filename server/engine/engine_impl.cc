@@ -1,5 +1,6 @@
 #include "server/engine/engine_impl.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -59,6 +60,8 @@ EngineStats EngineImpl::stats() const {
   stats.staging_peak_bytes = context_->staging->peak_bytes();
   stats.retained_bytes_used = context_->retained_ranges.used();
   absl::MutexLock lock(&context_->mutex);
+  stats.row_bytes = context_->row_memory.capacity();
+  stats.row_bytes_used = context_->row_memory.used();
   stats.area_buffers_lent = context_->area_buffers_lent;
   stats.heads = heads_.published();
   for (const SessionPtr& session : heads_.Sessions()) session->AddTo(stats);
@@ -124,6 +127,7 @@ absl::Status EngineImpl::DeleteHead(absl::string_view name) {
       context_->loop.Remove(name);
       session = heads_.Remove(name);
       if (session == nullptr) return;  // its creation failed
+      session->step().Forget();
       for (Operation* operation : session->schedule().TakeOperations()) {
         operation->result = absl::NotFoundError(absl::StrCat("head ", name, " was deleted"));
         operation->done.Notify();
@@ -187,13 +191,29 @@ absl::StatusOr<double> EngineImpl::GradNorm(absl::string_view name, std::optiona
   return norm;
 }
 
+absl::Status EngineImpl::OrderExpected(StepRequest& request) const {
+  std::vector<uint64_t>& ids = request.expected_microbatches;
+  // A step has at most so many microbatches, and as many contributions.
+  const int64_t most = 2 * context_->options.max_step_microbatches;
+  if (static_cast<int64_t>(ids.size()) > most) {
+    return InvalidField("expected_microbatches.size",
+                        absl::StrCat("must be at most ", most, ", as many as a step may have"),
+                        absl::StrCat(ids.size()));
+  }
+  std::sort(ids.begin(), ids.end());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  return absl::OkStatus();
+}
+
 absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const StepRequest& request) {
   if (auto status = kernels::Validate(request.optimizer); !status.ok()) {
     return errors::Within("optimizer.", std::move(status));
   }
+  StepRequest ordered = request;
+  if (auto status = OrderExpected(ordered); !status.ok()) return status;
   absl::StatusOr<StepResult> result;
   absl::Status status = RunOnHead(name, [&](HeadSession& session) {
-    result = engine::ApplyStep(session, request);
+    result = engine::ApplyStep(session, ordered);
     return result.status();
   });
   if (!status.ok()) return status;

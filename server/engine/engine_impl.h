@@ -63,6 +63,8 @@ class EngineImpl final : public Engine {
   // The head of a new stream or contribution.
   absl::StatusOr<SessionPtr> FindOpen(absl::string_view name) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(context_->mutex);
+  // Checks the number of expected ids and puts them in order, which is much work for many.
+  absl::Status OrderExpected(StepRequest& request) const;
   // OK if one stream more may be opened.
   absl::Status CheckStreams() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(context_->mutex);
   // As OnDevice. What is returned is what `operation` returned, unless it did not run.

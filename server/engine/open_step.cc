@@ -25,11 +25,12 @@ void Append(std::vector<std::string> more, std::vector<std::string>& lines) {
 
 }  // namespace
 
-OpenStep::OpenStep(uint64_t incarnation, uint64_t generation, int64_t max_rows, int64_t max_microbatches)
+OpenStep::OpenStep(uint64_t incarnation, uint64_t generation, int64_t max_rows, int64_t max_microbatches,
+                   const RowMemory::Account& memory)
     : incarnation_(incarnation),
       generation_(generation),
-      ledger_(max_rows, max_microbatches),
-      contributions_(max_rows, max_microbatches) {}
+      ledger_(max_rows, max_microbatches, memory),
+      contributions_(max_rows, max_microbatches, memory) {}
 
 // ---- Closing ----
 
@@ -114,6 +115,11 @@ StepResult OpenStep::LastResult() const {
 }
 
 // ---- Transitions ----
+
+void OpenStep::Forget() {
+  ledger_.Clear();
+  contributions_.Clear();
+}
 
 void OpenStep::Enter(uint64_t number, uint64_t generation) {
   ledger_.Clear();

@@ -27,8 +27,10 @@ namespace lossd::engine {
 
 class OpenStep {
  public:
-  // Step 0 of a new head. `incarnation` of the engine; the limits are those of the two ledgers.
-  OpenStep(uint64_t incarnation, uint64_t generation, int64_t max_rows, int64_t max_microbatches);
+  // Step 0 of a new head. `incarnation` of the engine; the limits are those of the two ledgers, and `memory`
+  // pays for them.
+  OpenStep(uint64_t incarnation, uint64_t generation, int64_t max_rows, int64_t max_microbatches,
+           const RowMemory::Account& memory = {});
 
   uint64_t number() const { return number_; }
   uint64_t updates() const { return updates_; }  // head::Progress
@@ -68,6 +70,8 @@ class OpenStep {
   StepResult LastResult() const;
 
   // ---- Transitions ----
+  // The head is gone: its ledgers give their memory back.
+  void Forget();
   // The open step has been applied, or skipped: the next one opens.
   void Close(const kernels::OptimizerOptions& optimizer, double grad_norm, bool skipped, uint64_t generation);
   // Gradients of the open step were zeroed: it begins again.
