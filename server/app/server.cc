@@ -15,12 +15,14 @@
 #include "kernels/create_backend.h"
 #include "kernels/errors/field_error.h"
 #include "server/app/addresses.h"
+#include "server/app/check_options.h"
 #include "server/app/device_watch.h"
 #include "server/app/health.h"
 #include "server/log/log.h"
 #include "server/metrics/http_server.h"
 #include "server/metrics/metrics.h"
 #include "server/metrics/status_page.h"
+#include "server/rpc/connection_acceptor.h"
 #include "server/rpc/head_service.h"
 #include "server/rpc/loss_service.h"
 #include "server/rpc/server_service.h"
@@ -29,51 +31,6 @@ namespace lossd::app {
 namespace {
 
 constexpr const char* kServices[] = {"lossd.v1.LossService", "lossd.v1.HeadService"};
-constexpr int64_t kMebibyte = int64_t{1} << 20;
-
-// A slice with its header, or an opening message with millions of targets.
-int64_t MaxMessageBytes(const ServerOptions& options) {
-  return std::max(options.slice_bytes, 16 * kMebibyte) + kMebibyte;
-}
-
-absl::Status CheckAtLeast(absl::string_view option, int64_t value, int64_t least) {
-  if (value >= least) return absl::OkStatus();
-  return errors::FieldError(option, absl::StrCat("be at least ", least), value);
-}
-
-absl::Status CheckOptions(const ServerOptions& options) {
-  absl::Status status = CheckAtLeast("threads", options.threads, 0);
-  status.Update(CheckAtLeast("workspace_bytes", options.workspace_bytes, 0));
-  status.Update(CheckAtLeast("memory_limit_bytes", options.memory_limit_bytes, 0));
-  status.Update(CheckAtLeast("slice_bytes", options.slice_bytes, 64));
-  status.Update(CheckAtLeast("staging_bytes", options.staging_bytes, 2 * options.slice_bytes));
-  status.Update(CheckAtLeast("retained_bytes", options.retained_bytes, 0));
-  status.Update(CheckAtLeast("checkpoint_buffer_bytes", options.checkpoint_buffer_bytes, 0));
-  status.Update(CheckAtLeast("keep_checkpoints", options.keep_checkpoints, 0));
-  status.Update(CheckAtLeast("max_streams", options.max_streams, 1));
-  status.Update(CheckAtLeast("max_heads", options.max_heads, 1));
-  if (options.slice_bytes > 1024 * kMebibyte) {
-    status.Update(errors::FieldError("slice_bytes", "be at most 1 GiB", options.slice_bytes));
-  }
-  if (options.send_timeout <= absl::ZeroDuration()) {
-    status.Update(
-        errors::FieldError("send_timeout", "be positive", absl::FormatDuration(options.send_timeout)));
-  }
-  if (options.retained_timeout <= absl::ZeroDuration()) {
-    status.Update(errors::FieldError("retained_timeout", "be positive",
-                                     absl::FormatDuration(options.retained_timeout)));
-  }
-  if (options.liveness_timeout < 2 * engine::kDeviceBeat) {
-    status.Update(errors::FieldError("liveness_timeout", "be at least 2s",
-                                     absl::FormatDuration(options.liveness_timeout)));
-  }
-  if (options.drain_timeout < absl::ZeroDuration()) {
-    status.Update(
-        errors::FieldError("drain_timeout", "not be negative", absl::FormatDuration(options.drain_timeout)));
-  }
-  return status;
-}
-
 // `option`'s address, if it may be bound.
 absl::StatusOr<Address> BindableAddress(absl::string_view option, absl::string_view text,
                                         const ServerOptions& options) {
@@ -90,6 +47,22 @@ uint64_t DrawIncarnation() {
   absl::BitGen generator;
   return absl::Uniform<uint64_t>(absl::IntervalClosed, generator, 1, UINT64_MAX);
 }
+
+// True at most once per `pause`. Thread-compatible.
+class Every {
+ public:
+  explicit Every(absl::Duration pause) : pause_(pause) {}
+  bool Ready() {
+    const absl::Time now = absl::Now();
+    if (now < next_) return false;
+    next_ = now + pause_;
+    return true;
+  }
+
+ private:
+  const absl::Duration pause_;
+  absl::Time next_ = absl::InfinitePast();
+};
 
 class ServerImpl final : public Server {
  public:
@@ -111,6 +84,8 @@ class ServerImpl final : public Server {
   absl::Status Listen();
   absl::Status StartHttp();
   void OnDeviceLost(const absl::Status& status);
+  // On the acceptor's thread.
+  void OnRefused(absl::string_view flag, absl::string_view address);
   void LogStart() const;
   metrics::HttpHandlers Handlers();
   Health health() const;
@@ -131,6 +106,8 @@ class ServerImpl final : public Server {
   std::unique_ptr<rpc::LossService> loss_service_;
   std::unique_ptr<rpc::HeadService> head_service_;
   std::unique_ptr<rpc::ServerService> server_service_;
+  std::unique_ptr<rpc::ConnectionAcceptor> acceptor_;
+  Every refusals_logged_{absl::Seconds(10)};
   std::unique_ptr<grpc::Server> grpc_;
   std::unique_ptr<metrics::StatusPage> page_;
   std::unique_ptr<metrics::HttpServer> http_;
@@ -172,6 +149,8 @@ void ServerImpl::LogStart() const {
             {"retained_bytes", backend_->memory().current[kernels::MemoryKind::kRetained]},
             {"workspace_bytes_per_head",
              options_.workspace_bytes > 0 ? absl::StrCat(options_.workspace_bytes) : "default"},
+            {"ledger_bytes", backend_->memory().current[kernels::MemoryKind::kLedger]},
+            {"transport_bytes", TransportBytes(options_)},
             {"limit_bytes", options_.memory_limit_bytes}});
 }
 
@@ -197,6 +176,8 @@ absl::Status ServerImpl::CreateEngine() {
   engine_options.deterministic = options_.deterministic;
   engine_options.max_streams = options_.max_streams;
   engine_options.max_heads = options_.max_heads;
+  engine_options.ledger_bytes = LedgerBytes(options_);
+  engine_options.peer_share = options_.peer_share;
   absl::StatusOr<std::unique_ptr<engine::Engine>> engine = engine::Engine::Create(
       engine_options, backend_.get(), DrawIncarnation(), {metrics_.get(), &*device_watch_});
   if (!engine.ok()) return engine.status();
@@ -209,7 +190,8 @@ void ServerImpl::CreateServices() {
   loss_service_ = std::make_unique<rpc::LossService>(
       rpc::LossServiceOptions{.max_streams = options_.max_streams,
                               .max_staging_bytes = 8 * options_.slice_bytes,
-                              .send_timeout = options_.send_timeout,
+                              .peer_share = options_.peer_share,
+                              .timeouts = options_.timeouts,
                               .retained_timeout = options_.retained_timeout},
       engine_.get(), metrics_.get());
   rpc::HeadServiceOptions head_options;
@@ -217,7 +199,11 @@ void ServerImpl::CreateServices() {
   head_options.operations.checkpoints.buffer_bytes = options_.checkpoint_buffer_bytes;
   head_options.operations.checkpoints.keep = options_.keep_checkpoints;
   head_options.operations.default_compute_dtype = backend_->info().default_compute_dtype;
-  head_options.send_timeout = options_.send_timeout;
+  head_options.max_waiting_calls = options_.max_waiting_calls;
+  head_options.max_tensor_calls = options_.max_tensor_calls;
+  head_options.max_saves = options_.max_saves;
+  head_options.peer_share = options_.peer_share;
+  head_options.timeouts = options_.timeouts;
   head_service_ = rpc::HeadService::Create(head_options, engine_.get(), metrics_.get());
   server_service_ = std::make_unique<rpc::ServerService>(
       rpc::ServerServiceOptions{.version = options_.version,
@@ -232,28 +218,45 @@ absl::Status ServerImpl::Listen() {
   static std::once_flag reflection;
   std::call_once(reflection, &grpc::reflection::InitProtoReflectionServerBuilderPlugin);
   grpc::ServerBuilder builder;
-  int port = 0;
-  builder.AddListeningPort(grpc_address_.text(), grpc::InsecureServerCredentials(), &port);
-  builder.SetMaxReceiveMessageSize(static_cast<int>(MaxMessageBytes(options_)));
-  builder.SetMaxSendMessageSize(static_cast<int>(MaxMessageBytes(options_)));
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // a second server on the port is an error
-  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS,
-                             static_cast<int>(2 * options_.max_streams + 64));
-  // Peers that vanished without a word are noticed within a minute.
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
-  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);
+  auto acceptor = rpc::ConnectionAcceptor::Listen(
+      grpc_address_.host, grpc_address_.port,
+      {.in_all = options_.max_connections,
+       .per_address = options_.max_connections_per_address,
+       .on_refused = [this](absl::string_view flag, absl::string_view address) { OnRefused(flag, address); }});
+  if (!acceptor.ok()) {
+    return absl::UnavailableError(absl::StrCat("listen: ", acceptor.status().message(), " (is the port taken?)"));
+  }
+  acceptor_ = *std::move(acceptor);
+  std::shared_ptr<grpc::experimental::ExternalConnectionAcceptor> taker =
+      builder.experimental().AddExternalConnectionAcceptor(
+          grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
+          grpc::InsecureServerCredentials());
+  rpc::TransportOptions transport = options_.transport;
+  transport.max_message_bytes = MaxMessageBytes(options_);
+  transport.bytes = TransportBytes(options_);
+  rpc::Configure(transport, &builder);
   builder.RegisterService(loss_service_.get());
   builder.RegisterService(head_service_->service());
   builder.RegisterService(server_service_.get());
   grpc_ = builder.BuildAndStart();
-  if (grpc_ == nullptr || port == 0) {
-    return absl::UnavailableError(
-        absl::StrCat("listen: cannot listen on ", grpc_address_.text(), " (is the port taken?)"));
-  }
-  grpc_address_.port = port;
+  if (grpc_ == nullptr)
+    return absl::UnavailableError(absl::StrCat("listen: cannot serve on ", grpc_address_.text()));
+  grpc_address_.port = acceptor_->port();
   for (const char* service : kServices) grpc_->GetHealthCheckService()->SetServingStatus(service, true);
+  acceptor_->Start([taker](int listener, int connection) {
+    grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters accepted;
+    accepted.listener_fd = listener;
+    accepted.fd = connection;
+    taker->HandleNewConnection(&accepted);
+  });
   return absl::OkStatus();
+}
+
+void ServerImpl::OnRefused(absl::string_view flag, absl::string_view address) {
+  metrics_->CountLimit(flag);
+  if (!refusals_logged_.Ready()) return;
+  log::Log(log::LogLevel::kWarning, "connections refused",
+           {{"limit", absl::StrCat("--", flag)}, {"address", address}});
 }
 
 absl::Status ServerImpl::StartHttp() {
@@ -325,6 +328,7 @@ bool ServerImpl::Drain(absl::Time deadline) {
     absl::SleepFor(std::min(kLastWords, deadline - absl::Now()));
     // What is left now are calls to be cancelled, and watchers of health or reflection that never end.
     constexpr absl::Duration kGoodbye = absl::Milliseconds(500);
+    acceptor_->Stop();
     grpc_->Shutdown(absl::ToChronoTime(absl::Now() + kGoodbye));
     loss_service_->WaitUntilIdle(absl::InfiniteFuture());
     head_service_->WaitUntilIdle(absl::InfiniteFuture());

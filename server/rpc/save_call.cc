@@ -4,6 +4,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/clock.h"
+#include "server/rpc/peer.h"
 
 namespace lossd::rpc {
 
@@ -11,15 +12,16 @@ SaveCall* SaveCall::Start(SaveCallEnvironment* environment, grpc::CallbackServer
                           const v1::SaveCheckpointRequest* request) {
   const std::shared_ptr<SaveCall> call(new SaveCall(environment, context, *request));
   call->self_ = call;
-  if (!environment->registry->Add(call.get())) {
-    call->End(absl::ResourceExhaustedError("too many streaming calls of HeadService are open"));
+  absl::Status admitted = environment->registry->Add(call.get(), PeerOf(context->peer()));
+  if (!admitted.ok()) {
+    call->End(std::move(admitted));
     return call.get();
   }
   environment->count(1);
   const bool scheduled = environment->workers->Schedule([call] { call->Run(); });
   if (!scheduled) {
     environment->count(-1);
-    call->End(absl::ResourceExhaustedError("too many saves are waiting"));
+    call->End(absl::ResourceExhaustedError("too many saves are waiting (--max_saves)"));
   }
   return call.get();
 }
@@ -68,7 +70,7 @@ void SaveCall::Continue() {
     message_ = *std::move(next_);
     next_.reset();
     writing_ = true;
-    write_started_ = absl::Now();
+    clock_.Set(CallClock::Waits::kSend);
     StartWrite(&message_);
   } else if (end_.has_value()) {
     finished_ = true;
@@ -79,7 +81,7 @@ void SaveCall::Continue() {
 void SaveCall::OnWriteDone(bool ok) {
   absl::MutexLock lock(&mutex_);
   writing_ = false;
-  write_started_ = absl::InfiniteFuture();
+  clock_.Set(CallClock::Waits::kNothing);
   if (!ok) gone_ = true;
   Continue();
 }
@@ -90,9 +92,13 @@ void SaveCall::OnCancel() {
   Continue();
 }
 
-void SaveCall::CancelIfStuck(absl::Time limit) {
+absl::string_view SaveCall::EndIfLate(absl::Time now, const CallTimeouts& timeouts) {
   absl::MutexLock lock(&mutex_);
-  if (write_started_ < limit) context_->TryCancel();
+  absl::string_view limit;
+  if (clock_.Check(now, timeouts, &limit).ok()) return "";
+  clock_.Set(CallClock::Waits::kNothing);
+  context_->TryCancel();
+  return limit;
 }
 
 void SaveCall::OnDone() {

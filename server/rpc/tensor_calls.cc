@@ -20,12 +20,10 @@ constexpr absl::string_view kRead = "ReadTensor";
 constexpr int64_t kMessageBytes = int64_t{4} << 20;
 
 // What a call that was not admitted ends with, else OK.
-absl::Status Admit(TensorCallEnvironment* environment, WatchedCall* call, absl::string_view method) {
+absl::Status Admit(TensorCallEnvironment* environment, WatchedCall* call, absl::string_view method,
+                   const std::string& peer) {
   environment->metrics->CountRequest(method);
-  if (!environment->registry->Add(call)) {
-    return absl::ResourceExhaustedError("too many streaming calls of HeadService are open");
-  }
-  return absl::OkStatus();
+  return environment->registry->Add(call, peer);
 }
 
 grpc::Status Ended(TensorCallEnvironment* environment, absl::string_view method, absl::Status status) {
@@ -42,7 +40,7 @@ ReadTensorCall* ReadTensorCall::Start(TensorCallEnvironment* environment,
                                       grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) {
   auto* call = new ReadTensorCall(environment, context);
   call->request_ = request;
-  if (absl::Status status = Admit(environment, call, kRead); !status.ok()) {
+  if (absl::Status status = Admit(environment, call, kRead, call->peer_); !status.ok()) {
     call->End(std::move(status));
   } else {
     call->Schedule(&ReadTensorCall::Begin);
@@ -51,9 +49,9 @@ ReadTensorCall* ReadTensorCall::Start(TensorCallEnvironment* environment,
 }
 
 void ReadTensorCall::Schedule(void (ReadTensorCall::*step)()) {
-  if (!environment_->workers->Schedule([this, step] { (this->*step)(); })) {
-    End(absl::ResourceExhaustedError("too many operations are waiting"));
-  }
+  const AdminTask task{.peer = peer_, .head = tensor_.head, .kind = AdminKind::kRows};
+  absl::Status scheduled = environment_->workers->Schedule(task, [this, step] { (this->*step)(); });
+  if (!scheduled.ok()) End(std::move(scheduled));
 }
 
 void ReadTensorCall::Begin() {
@@ -87,7 +85,7 @@ void ReadTensorCall::ReadSlice() {
   message_ = wire::Encode(slice, *bytes, [bytes] {});
   {
     absl::MutexLock lock(&mutex_);
-    write_started_ = absl::Now();
+    clock_.Set(CallClock::Waits::kSend);
   }
   StartWrite(&message_);
 }
@@ -95,7 +93,7 @@ void ReadTensorCall::ReadSlice() {
 void ReadTensorCall::OnWriteDone(bool ok) {
   {
     absl::MutexLock lock(&mutex_);
-    write_started_ = absl::InfiniteFuture();
+    clock_.Set(CallClock::Waits::kNothing);
   }
   message_.Clear();
   if (!ok) return End(absl::CancelledError("the client cancelled the call or went away"));
@@ -104,9 +102,13 @@ void ReadTensorCall::OnWriteDone(bool ok) {
 
 void ReadTensorCall::End(absl::Status status) { Finish(Ended(environment_, kRead, std::move(status))); }
 
-void ReadTensorCall::CancelIfStuck(absl::Time limit) {
+absl::string_view ReadTensorCall::EndIfLate(absl::Time now, const CallTimeouts& timeouts) {
   absl::MutexLock lock(&mutex_);
-  if (write_started_ < limit) context_->TryCancel();
+  absl::string_view limit;
+  if (clock_.Check(now, timeouts, &limit).ok()) return "";
+  clock_.Set(CallClock::Waits::kNothing);
+  context_->TryCancel();
+  return limit;
 }
 
 void ReadTensorCall::OnDone() {
@@ -117,15 +119,31 @@ void ReadTensorCall::OnDone() {
 // ---- Calls that receive rows ----
 
 void ReceiveRowsCall::Begin() {
-  absl::Status status = Admit(environment_, this, method_);
+  absl::Status status = Admit(environment_, this, method_, peer_);
   if (environment_->draining) status.Update(absl::UnavailableError("the server is draining"));
   if (!status.ok()) return End(std::move(status));
   // The call's state was made on this thread; the first reaction, on another, takes the lock too.
   { const absl::MutexLock lock(&mutex_); }
+  Read(CallClock::Waits::kOpen);
+}
+
+void ReceiveRowsCall::WaitFor(CallClock::Waits what) {
+  absl::MutexLock lock(&clock_mutex_);
+  clock_.Set(what);
+}
+
+void ReceiveRowsCall::Read(CallClock::Waits what) {
+  absl::MutexLock lock(&clock_mutex_);
+  clock_.Set(what);
   StartRead(&received_);
 }
 
 void ReceiveRowsCall::OnReadDone(bool ok) {
+  {
+    absl::MutexLock lock(&clock_mutex_);
+    if (given_up_) return;
+    clock_.Set(CallClock::Waits::kNothing);
+  }
   if (!ok && context_->IsCancelled())
     return End(absl::CancelledError("the client cancelled the call or went away"));
   if (!ok) return End(Complete());
@@ -134,8 +152,24 @@ void ReceiveRowsCall::OnReadDone(bool ok) {
 }
 
 absl::Status ReceiveRowsCall::RunOnWorker(std::function<void()> step) {
-  if (environment_->workers->Schedule(std::move(step))) return absl::OkStatus();
-  return absl::ResourceExhaustedError("too many operations are waiting");
+  return environment_->workers->Schedule({.peer = peer_, .head = head(), .kind = AdminKind::kRows},
+                                         std::move(step));
+}
+
+absl::string_view ReceiveRowsCall::EndIfLate(absl::Time now, const CallTimeouts& timeouts) {
+  absl::string_view limit;
+  absl::Status late;
+  bool waits_for_turn = false;
+  {
+    absl::MutexLock lock(&clock_mutex_);
+    late = clock_.Check(now, timeouts, &limit);
+    if (late.ok()) return "";
+    waits_for_turn = clock_.what() == CallClock::Waits::kTurn;
+    clock_.Set(CallClock::Waits::kNothing);
+    given_up_ = !waits_for_turn;
+  }
+  if (!waits_for_turn || GiveUpWaiting()) End(std::move(late));
+  return limit;
 }
 
 void ReceiveRowsCall::HandleMessage() {
@@ -175,7 +209,7 @@ void ReceiveRowsCall::TakePayload() {
     status = TakeRows();
   }
   if (!status.ok()) return End(std::move(status));
-  StartRead(&received_);
+  Read(CallClock::Waits::kMessage);
 }
 
 absl::Status ReceiveRowsCall::TakeRows() {
@@ -285,16 +319,24 @@ absl::StatusOr<ReceiveRowsCall::Extent> AddGradientCall::Open() {
 absl::Status AddGradientCall::Await(std::function<void()> next) {
   const auto ready = [this, next] {
     { const absl::MutexLock lock(&turn_mutex_); }  // Await has let go of the call
+    WaitFor(CallClock::Waits::kNothing);
     absl::Status scheduled = RunOnWorker(next);
     if (!scheduled.ok()) End(std::move(scheduled));
   };
   {
     absl::MutexLock lock(&turn_mutex_);
     if (cancelled_) return absl::CancelledError("the client cancelled the call or went away");
+    WaitFor(CallClock::Waits::kTurn);
     ticket_ = environment_->engine->AwaitTurn(contribution_, ready);
     if (ticket_ != 0) return absl::OkStatus();
+    WaitFor(CallClock::Waits::kNothing);
   }
   return RunOnWorker(next);
+}
+
+bool AddGradientCall::GiveUpWaiting() {
+  absl::MutexLock lock(&turn_mutex_);
+  return ticket_ != 0 && environment_->engine->ForgetTurn(contribution_, std::exchange(ticket_, 0));
 }
 
 void AddGradientCall::OnCancel() {

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -24,8 +25,9 @@
 #include "server/admin/head_operations.h"
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
+#include "server/rpc/admin_workers.h"
 #include "server/rpc/call_registry.h"
-#include "server/rpc/worker_pool.h"
+#include "server/rpc/peer.h"
 
 namespace lossd::rpc {
 
@@ -35,7 +37,7 @@ struct TensorCallEnvironment {
   engine::Engine* engine = nullptr;
   metrics::Metrics* metrics = nullptr;
   CallRegistry* registry = nullptr;
-  WorkerPool* workers = nullptr;
+  AdminWorkers* workers = nullptr;
   std::atomic<bool> draining{false};
 };
 
@@ -48,11 +50,12 @@ class ReadTensorCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, 
   void OnWriteDone(bool ok) override;
   void OnCancel() override { cancelled_ = true; }
   void OnDone() override;
-  void CancelIfStuck(absl::Time limit) override ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::string_view EndIfLate(absl::Time now, const CallTimeouts& timeouts) override
+      ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   ReadTensorCall(TensorCallEnvironment* environment, grpc::CallbackServerContext* context)
-      : environment_(environment), context_(context) {}
+      : environment_(environment), context_(context), peer_(PeerOf(context->peer())) {}
 
   void Schedule(void (ReadTensorCall::*step)());
   void Begin();
@@ -61,6 +64,7 @@ class ReadTensorCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, 
 
   TensorCallEnvironment* const environment_;
   grpc::CallbackServerContext* const context_;
+  const std::string peer_;
   const grpc::ByteBuffer* request_ = nullptr;  // gRPC's, until OnDone
   admin::TensorRows tensor_;
   int64_t next_row_ = 0;
@@ -68,7 +72,7 @@ class ReadTensorCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, 
   std::atomic<bool> cancelled_{false};
 
   absl::Mutex mutex_;
-  absl::Time write_started_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
+  CallClock clock_ ABSL_GUARDED_BY(mutex_);
 };
 
 // A call that receives rows in slices, `open` first: what WriteTensor and AddGradient have in common.
@@ -77,8 +81,8 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
  public:
   void OnReadDone(bool ok) override;
   void OnDone() override;
-  // The client sends; it cannot be stuck taking answers.
-  void CancelIfStuck(absl::Time) override {}
+  absl::string_view EndIfLate(absl::Time now, const CallTimeouts& timeouts) override
+      ABSL_LOCKS_EXCLUDED(clock_mutex_);
 
  protected:
   // The rows a call carries, and the bytes of one.
@@ -89,7 +93,11 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
 
   ReceiveRowsCall(TensorCallEnvironment* environment, grpc::CallbackServerContext* context,
                   grpc::ByteBuffer* response, absl::string_view method)
-      : environment_(environment), context_(context), response_(response), method_(method) {}
+      : environment_(environment),
+        context_(context),
+        peer_(PeerOf(context->peer())),
+        response_(response),
+        method_(method) {}
 
   // Starts reading, or ends the call if it is not admitted. Call once.
   void Begin();
@@ -99,17 +107,24 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   // Takes the message without its payload; the first one has its `open`, the others have not.
   virtual absl::StatusOr<wire::PayloadView> Decode(const grpc::ByteBuffer& received, bool* has_open) = 0;
   virtual absl::StatusOr<Extent> Open() = 0;
+  // The head of the call, once it is open.
+  virtual std::string head() const = 0;
   // After Open: has `next` run on a worker as soon as rows may be taken. OK: `next` will run, or has.
   virtual absl::Status Await(std::function<void()> next) { return RunOnWorker(std::move(next)); }
+  // Ends the wait that Await began; true if `next` will not run because of this.
+  virtual bool GiveUpWaiting() { return false; }
   virtual absl::Status Take(engine::RowRange rows, absl::Span<const uint8_t> values) = 0;
   virtual absl::StatusOr<grpc::ByteBuffer> Answer() = 0;
 
   absl::Status RunOnWorker(std::function<void()> step);
   void End(absl::Status status);
+  // What the call waits for from now on.
+  void WaitFor(CallClock::Waits what) ABSL_LOCKS_EXCLUDED(clock_mutex_);
 
   TensorCallEnvironment* const environment_;
 
  private:
+  void Read(CallClock::Waits what) ABSL_LOCKS_EXCLUDED(clock_mutex_);
   // The steps of a message: decode it (and open the call), take its rows, read on.
   void HandleMessage() ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status DecodeMessage(bool* has_open) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -118,6 +133,7 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   absl::Status Complete() ABSL_LOCKS_EXCLUDED(mutex_);
 
   grpc::CallbackServerContext* const context_;
+  const std::string peer_;
   grpc::ByteBuffer* const response_;
   const absl::string_view method_;
   grpc::ByteBuffer received_;
@@ -127,6 +143,10 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   Extent extent_ ABSL_GUARDED_BY(mutex_);
   int64_t next_row_ ABSL_GUARDED_BY(mutex_) = 0;
   wire::PayloadView payload_ ABSL_GUARDED_BY(mutex_);  // of the message at hand
+
+  absl::Mutex clock_mutex_;  // a leaf
+  CallClock clock_ ABSL_GUARDED_BY(clock_mutex_);
+  bool given_up_ ABSL_GUARDED_BY(clock_mutex_) = false;  // ended because it was late, with a read under way
 };
 
 class WriteTensorCall final : public ReceiveRowsCall {
@@ -138,6 +158,7 @@ class WriteTensorCall final : public ReceiveRowsCall {
   using ReceiveRowsCall::ReceiveRowsCall;
   absl::StatusOr<wire::PayloadView> Decode(const grpc::ByteBuffer& received, bool* has_open) override;
   absl::StatusOr<Extent> Open() override;
+  std::string head() const override { return tensor_.head; }
   absl::Status Take(engine::RowRange rows, absl::Span<const uint8_t> values) override;
   absl::StatusOr<grpc::ByteBuffer> Answer() override;
 
@@ -156,7 +177,9 @@ class AddGradientCall final : public ReceiveRowsCall {
   using ReceiveRowsCall::ReceiveRowsCall;
   absl::StatusOr<wire::PayloadView> Decode(const grpc::ByteBuffer& received, bool* has_open) override;
   absl::StatusOr<Extent> Open() override;
+  std::string head() const override { return contribution_.head; }
   absl::Status Await(std::function<void()> next) override ABSL_LOCKS_EXCLUDED(turn_mutex_);
+  bool GiveUpWaiting() override ABSL_LOCKS_EXCLUDED(turn_mutex_);
   absl::Status Take(engine::RowRange rows, absl::Span<const uint8_t> values) override;
   absl::StatusOr<grpc::ByteBuffer> Answer() override;
 
