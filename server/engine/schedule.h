@@ -38,7 +38,7 @@ using ScheduledWork = std::variant<std::monostate, std::unique_ptr<ChunkWork>, O
 struct Backlog {
   int64_t queued_slices = 0;
   int64_t queued_rows = 0;     // of those that are computed by arrival
-  int64_t waiting_slices = 0;  // for their turn
+  int64_t waiting_slices = 0;  // for their turn; contributions too
   std::string waits_for;       // e.g. "microbatch 3, rows [0, 128)"; empty if no slice waits for another
 };
 

@@ -62,6 +62,7 @@ class AttacksTest : public ::testing::Test {
     open.set_microbatch_rows(static_cast<uint64_t>(rows));
     open.mutable_rows()->set_end(static_cast<uint64_t>(rows));
     open.set_hidden_dtype(v1::DTYPE_FP32);
+    open.set_reduction(v1::REDUCTION_SUM);
     open.set_want_grad_hidden(true);
     open.set_accumulate_gradients(true);
     open.mutable_targets()->Resize(static_cast<int>(rows), 1);
@@ -155,7 +156,7 @@ TEST_F(AttacksTest, UnfinishedRequestsOfManyConnections) {
 
 TEST_F(AttacksTest, AbandonedMicrobatches) {
   Start();
-  for (uint64_t id = 0; id < 40; ++id) {
+  for (uint64_t id = 0; id < 100; ++id) {
     const auto stream = client_->OpenLoss();
     stream->SendOpen(Open(id, 1'000'000, step_));
     EXPECT_TRUE(stream->ReadOne()) << id;
