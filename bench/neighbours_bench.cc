@@ -118,7 +118,7 @@ void StoppedReader(const std::string& target, const std::atomic<bool>& stop) {
   for (uint64_t id = 0; id < 12; ++id) {
     constexpr int64_t kSlices = 64;
     v1::ComputeLossRequest open;
-    *open.mutable_open() = Open(1000 + id, kSlices * kSliceRows, /*accumulate=*/false);
+    *open.mutable_open() = Open(1'000'000 + id, kSlices * kSliceRows, /*accumulate=*/false);
     const uint32_t call = connection.Call(kLossMethod);
     connection.Message(call, open.SerializeAsString());
     for (int64_t i = 0; i < kSlices; ++i) SendSlice(connection, call, i * kSliceRows, kSliceRows);
@@ -131,8 +131,8 @@ void IdleCalls(const std::string& target, const std::atomic<bool>& stop) {
   for (uint64_t id = 0; id < 560; ++id) {
     const uint32_t call = connection.Call(kLossMethod);
     v1::ComputeLossRequest open;
-    *open.mutable_open() = Open(1000 + id, 10, /*accumulate=*/true);
-    if (id % 2 == 0) connection.Message(call, open.SerializeAsString());
+    *open.mutable_open() = Open(1'000'000 + id, 10, /*accumulate=*/true);
+    if (id % 4 != 0) connection.Message(call, open.SerializeAsString());
   }
   PumpUntil(connection, stop);
 }
@@ -159,7 +159,7 @@ void ManyConnections(const std::string& target, const std::atomic<bool>& stop) {
 // Opens microbatches of 100,000 rows and goes.
 void Abandons(const std::string& target, const std::atomic<bool>& stop) {
   const auto client = TestClient::Connect(target);
-  for (uint64_t id = 1000; !stop; ++id) {
+  for (uint64_t id = 1'000'000; !stop; ++id) {
     const auto stream = client->OpenLoss();
     stream->SendOpen(Open(id, 100'000, /*accumulate=*/true));
     stream->ReadOne();

@@ -52,6 +52,7 @@ EngineContext::EngineContext(const EngineOptions& engine_options, kernels::Backe
       staging(std::move(staging_pool)),
       retained(std::move(retained_memory)),
       retained_ranges(retained == nullptr ? 0 : retained->size()),
+      stream_places(options.max_streams, options.peer_share),
       row_memory(options.ledger_bytes, options.peer_share),
       loop(&mutex, backend->max_chunks_in_flight()) {}
 

@@ -17,6 +17,7 @@
 #include "server/engine/device_loop.h"
 #include "server/engine/engine_observer.h"
 #include "server/engine/engine_options.h"
+#include "server/engine/fair_share.h"
 #include "server/engine/notifier.h"
 #include "server/engine/range_allocator.h"
 #include "server/engine/row_memory.h"
@@ -46,6 +47,7 @@ struct EngineContext {
   absl::Mutex mutex;  // the engine's lock
   // The last number given to the gradients of a head (OpenStep::generation); no two heads share one.
   uint64_t last_generation ABSL_GUARDED_BY(mutex) = 0;
+  FairShare stream_places ABSL_GUARDED_BY(mutex);  // by peer
   RowMemory row_memory ABSL_GUARDED_BY(mutex);
   uint64_t last_turn_ticket ABSL_GUARDED_BY(mutex) = 0;
   // Buffers in the areas of groups that slices hold while they are received, computed or sent.

@@ -286,11 +286,17 @@ absl::StatusOr<EngineImpl::SessionPtr> EngineImpl::FindOpen(absl::string_view na
   return heads_.FindPublished(name);
 }
 
-absl::Status EngineImpl::CheckStreams() const {
-  int64_t streams = 0;
-  for (const SessionPtr& session : heads_.Sessions()) streams += session->streams().size();
-  if (streams < context_->options.max_streams) return absl::OkStatus();
-  return absl::ResourceExhaustedError(absl::StrCat("there are ", streams, " open streams, the most allowed"));
+absl::Status EngineImpl::CheckStreams(absl::string_view peer) const {
+  const FairShare& places = context_->stream_places;
+  const FairShare::Answer answer = places.Check(peer, 1);
+  if (answer == FairShare::Answer::kYes) return absl::OkStatus();
+  if (answer == FairShare::Answer::kFull) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("there are ", places.used(), " open streams, the most allowed (--max_streams)"));
+  }
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "peer ", peer, " has ", places.held(peer), " of ", places.used(), " open streams, of ", places.capacity(),
+      " that are allowed; one more would be beyond its share (--max_streams, --peer_share)"));
 }
 
 absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Open(StreamSpec spec,
@@ -298,7 +304,7 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Open(StreamSpec spec,
   absl::MutexLock lock(&context_->mutex);
   const auto session = FindOpen(spec.head);
   if (!session.ok()) return errors::Within("open.", session.status());
-  if (auto status = CheckStreams(); !status.ok()) return status;
+  if (auto status = CheckStreams(spec.peer); !status.ok()) return status;
   auto stream = (*session)->Open(std::move(spec), std::move(observer));
   if (!stream.ok()) return stream.status();
   return std::make_unique<StreamHandle>(*session, *std::move(stream));
@@ -310,7 +316,7 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::OpenBackward(BackwardSpec sp
   absl::MutexLock lock(&context_->mutex);
   const auto session = FindOpen(spec.head);
   if (!session.ok()) return errors::Within("backward.", session.status());
-  if (auto status = CheckStreams(); !status.ok()) return status;
+  if (auto status = CheckStreams(spec.peer); !status.ok()) return status;
   auto stream = (*session)->OpenBackward(std::move(spec), std::move(observer));
   if (!stream.ok()) return stream.status();
   return std::make_unique<StreamHandle>(*session, *std::move(stream));

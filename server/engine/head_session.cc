@@ -133,6 +133,7 @@ absl::StatusOr<std::shared_ptr<StreamState>> HeadSession::Admit(std::shared_ptr<
     context_->loop.Wake();
   }
   stream->SetAdmitted(step_->generation(), host_bytes);
+  context_->stream_places.Take(spec.peer, 1);  // there is one: CheckStreams
   streams_->Add(stream);
   return stream;
 }
@@ -155,6 +156,7 @@ absl::Status HeadSession::Declare(const StreamState& stream) {
 
 void HeadSession::OnStreamEnd(StreamState& stream) {
   AccountOf(stream).Give(stream.host_bytes());
+  context_->stream_places.Give(stream.spec().peer, 1);
   const StreamSpec& spec = stream.spec();
   if (!spec.accumulate_gradients || stream.generation() != step_->generation()) return;
   if (stream.status().ok()) return step_->ledger().Keep(spec.microbatch_id, spec.rows);
