@@ -3,8 +3,8 @@
 //
 //   neighbours_bench [--server=bin/lossd] [--seconds=8] [--server_flag=--peer_share=1 ...]
 //
-// Prints a JSON line for each neighbour: microbatches, failed ones, p50 and p99 in milliseconds, and by how much
-// the server's resident memory grew. Each neighbour has a server of its own, with the CPU backend.
+// Prints a JSON line for each neighbour: microbatches, failed ones, p50 and p99 in milliseconds, and by how
+// much the server's resident memory grew. Each neighbour has a server of its own, with the CPU backend.
 #include <unistd.h>
 
 #include <algorithm>
@@ -249,7 +249,8 @@ double Microbatch(TestClient& client, uint64_t id, const std::string& payload) {
 
 double Quantile(const std::vector<double>& sorted, double quantile) {
   if (sorted.empty()) return 0.0;
-  return sorted[std::min(sorted.size() - 1, static_cast<size_t>(quantile * static_cast<double>(sorted.size())))];
+  return sorted[std::min(sorted.size() - 1,
+                         static_cast<size_t>(quantile * static_cast<double>(sorted.size())))];
 }
 
 std::string ServerProgram() {
@@ -270,8 +271,7 @@ nlohmann::json Measure(const Case& one) {
   std::vector<double> times;
   int64_t failed = 0;
   {
-    const Neighbour neighbour(
-        [&](const std::atomic<bool>& stop) { one.attack(server.target(), stop); });
+    const Neighbour neighbour([&](const std::atomic<bool>& stop) { one.attack(server.target(), stop); });
     absl::SleepFor(absl::Milliseconds(500));
     const absl::Time end = absl::Now() + absl::Seconds(absl::GetFlag(FLAGS_seconds));
     while (absl::Now() < end) {

@@ -88,11 +88,10 @@ uint64_t TotalBytes(const v1::MemoryUsage& memory) {
 }
 
 Json ToJson(const v1::MemoryUsage& memory) {
-  return {{"weights", memory.weights()},     {"gradients", memory.gradients()},
-          {"optimizer", memory.optimizer()}, {"workspace", memory.workspace()},
-          {"slots", memory.slots()},         {"staging", memory.staging()},
-          {"retained", memory.retained()},   {"ledger", memory.ledger()},
-          {"total", TotalBytes(memory)}};
+  return {
+      {"weights", memory.weights()},     {"gradients", memory.gradients()}, {"optimizer", memory.optimizer()},
+      {"workspace", memory.workspace()}, {"slots", memory.slots()},         {"staging", memory.staging()},
+      {"retained", memory.retained()},   {"ledger", memory.ledger()},       {"total", TotalBytes(memory)}};
 }
 
 Json ToJson(const v1::HeadState& state) {

@@ -14,7 +14,8 @@ namespace lossd::app {
 // INVALID_ARGUMENT naming the first option that is out of range.
 absl::Status CheckOptions(const ServerOptions& options);
 
-// The largest message of a call: a slice with its header, or an opening message, which clients keep below 4 MiB.
+// The largest message of a call: a slice with its header, or an opening message, which clients keep below 4
+// MiB.
 int64_t MaxMessageBytes(const ServerOptions& options);
 
 // ServerOptions::transport.bytes, or its default.

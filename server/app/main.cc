@@ -84,12 +84,14 @@ ABSL_FLAG(absl::Duration, liveness_timeout, ServerOptions().liveness_timeout,
           "/livez answers 503 when the device has had something to do and finished none of it for so long");
 ABSL_FLAG(absl::Duration, retained_timeout, ServerOptions().retained_timeout,
           "Release a deferred microbatch that no call has used for so long");
-ABSL_FLAG(ByteSize, ledger_bytes, ByteSize{ServerOptions().ledger_bytes},
-          "Memory for what is remembered of rows: targets and weights of open calls, ledgers of open steps. 0: "
-          "256MiB, and at most an eighth of --memory_limit_bytes");
-ABSL_FLAG(double, peer_share, ServerOptions().peer_share,
-          "What one client may hold of calls, places in queues, staging and ledger memory, in (0, 1]; 1: all. It "
-          "may also never hold more than it leaves to all others");
+ABSL_FLAG(
+    ByteSize, ledger_bytes, ByteSize{ServerOptions().ledger_bytes},
+    "Memory for what is remembered of rows: targets and weights of open calls, ledgers of open steps. 0: "
+    "256MiB, and at most an eighth of --memory_limit_bytes");
+ABSL_FLAG(
+    double, peer_share, ServerOptions().peer_share,
+    "What one client may hold of calls, places in queues, staging and ledger memory, in (0, 1]; 1: all. It "
+    "may also never hold more than it leaves to all others");
 ABSL_FLAG(ByteSize, transport_bytes, ByteSize{ServerOptions().transport.bytes},
           "Memory of gRPC for connections and messages that are being received. When it is used up, new "
           "connections are refused and calls are cancelled. 0: 256MiB, or 16 messages if that is more");

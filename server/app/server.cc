@@ -222,9 +222,12 @@ absl::Status ServerImpl::Listen() {
       grpc_address_.host, grpc_address_.port,
       {.in_all = options_.max_connections,
        .per_address = options_.max_connections_per_address,
-       .on_refused = [this](absl::string_view flag, absl::string_view address) { OnRefused(flag, address); }});
+       .on_refused = [this](absl::string_view flag, absl::string_view address) {
+         OnRefused(flag, address);
+       }});
   if (!acceptor.ok()) {
-    return absl::UnavailableError(absl::StrCat("listen: ", acceptor.status().message(), " (is the port taken?)"));
+    return absl::UnavailableError(
+        absl::StrCat("listen: ", acceptor.status().message(), " (is the port taken?)"));
   }
   acceptor_ = *std::move(acceptor);
   std::shared_ptr<grpc::experimental::ExternalConnectionAcceptor> taker =

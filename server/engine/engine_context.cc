@@ -25,8 +25,7 @@ absl::StatusOr<std::unique_ptr<EngineContext>> EngineContext::Create(const Engin
     return InvalidField("peer_share", "must be in (0, 1]", absl::StrCat(options.peer_share));
   auto planned = backend->PlanHostMemory(kernels::MemoryKind::kLedger, options.ledger_bytes);
   if (!planned.ok()) return planned;
-  auto staging =
-      StagingPool::Create(backend, options.staging_bytes, options.slice_bytes, options.peer_share);
+  auto staging = StagingPool::Create(backend, options.staging_bytes, options.slice_bytes, options.peer_share);
   if (!staging.ok()) return staging.status();
   if (options.retained_bytes < 0) {
     return InvalidField("retained_bytes", "must not be negative", absl::StrCat(options.retained_bytes));

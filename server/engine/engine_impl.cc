@@ -294,9 +294,10 @@ absl::Status EngineImpl::CheckStreams(absl::string_view peer) const {
     return absl::ResourceExhaustedError(
         absl::StrCat("there are ", places.used(), " open streams, the most allowed (--max_streams)"));
   }
-  return absl::ResourceExhaustedError(absl::StrCat(
-      "peer ", peer, " has ", places.held(peer), " of ", places.used(), " open streams, of ", places.capacity(),
-      " that are allowed; one more would be beyond its share (--max_streams, --peer_share)"));
+  return absl::ResourceExhaustedError(
+      absl::StrCat("peer ", peer, " has ", places.held(peer), " of ", places.used(), " open streams, of ",
+                   places.capacity(),
+                   " that are allowed; one more would be beyond its share (--max_streams, --peer_share)"));
 }
 
 absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Open(StreamSpec spec,

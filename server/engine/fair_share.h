@@ -1,11 +1,11 @@
 // How a resource is shared between those that hold parts of it, for example peers or heads. The rule:
 //
-//   A holder that has something may take more only as long as it then has at most `share` of the capacity, and
-//   at most as much as is left to all others. A holder that has nothing may take whatever is free.
+//   A holder that has something may take more only as long as it then has at most `share` of the capacity,
+//   and at most as much as is left to all others. A holder that has nothing may take whatever is free.
 //
-// So holders that only take, never give back, leave something for each one that comes later: with a share of a
-// half, the first one gets a half, the next a quarter, and so on. (Dynamic thresholds, as in the shared buffers
-// of switches.)
+// So holders that only take, never give back, leave something for each one that comes later: with a share of
+// a half, the first one gets a half, the next a quarter, and so on. (Dynamic thresholds, as in the shared
+// buffers of switches.)
 //
 // Memory: an entry for each holder that has something. Thread-compatible.
 #ifndef LOSSD_SERVER_ENGINE_FAIR_SHARE_H_

@@ -42,10 +42,10 @@ HeadSession::HeadSession(EngineContext* context, std::string name,
       chunk_rows_(head_->kernels().chunk_rows()),
       memory_(head_->kernels().memory()),
       choices_(head_->kernels().Describe()),
-      step_(std::make_shared<OpenStep>(context->incarnation, generation, context->options.max_ledger_rows,
-                                       context->options.max_step_microbatches,
-                                       RowMemory::Account(&context->row_memory, absl::StrCat("head ", name_)))) {
-}
+      step_(std::make_shared<OpenStep>(
+          context->incarnation, generation, context->options.max_ledger_rows,
+          context->options.max_step_microbatches,
+          RowMemory::Account(&context->row_memory, absl::StrCat("head ", name_)))) {}
 
 absl::StatusOr<std::shared_ptr<Schedule>> HeadSession::MakeSchedule() {
   const EngineOptions& options = context_->options;

@@ -176,7 +176,8 @@ class Ledger {
   Segment Remove(Microbatch& microbatch, std::map<int64_t, Segment>::iterator it);
   // The parts of a segment that stay if `rows` of it are withdrawn, [first, last) by index.
   static std::vector<std::pair<size_t, size_t>> Staying(const Segment& segment, size_t first, size_t last);
-  // Runs `change`, which may change what is settled of the microbatch, and keeps the counters of microbatches.
+  // Runs `change`, which may change what is settled of the microbatch, and keeps the counters of
+  // microbatches.
   template <typename Change>
   void Update(Microbatch& microbatch, Change change);
   // Gives the reserved ones among the rows another state; returns how many.

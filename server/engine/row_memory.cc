@@ -12,17 +12,18 @@ absl::Status RowMemory::Account::Take(int64_t bytes) {
       return absl::OkStatus();
     case FairShare::Answer::kFull:
       return absl::ResourceExhaustedError(absl::StrCat(
-          "the memory for targets, weights and ledgers of rows has ", shares.used(), " of ", shares.capacity(),
-          " bytes in use, and ", bytes,
+          "the memory for targets, weights and ledgers of rows has ", shares.used(), " of ",
+          shares.capacity(), " bytes in use, and ", bytes,
           " more are needed (apply the step or zero its gradients, or start the server with more "
           "--ledger_bytes)"));
     case FairShare::Answer::kOverShare:
       break;
   }
-  return absl::ResourceExhaustedError(absl::StrCat(
-      holder_, " has ", shares.held(holder_), " bytes of the memory for targets, weights and ledgers of rows; ",
-      bytes, " more would be beyond its share, ", shares.used(), " of ", shares.capacity(),
-      " bytes being in use (--ledger_bytes, --peer_share)"));
+  return absl::ResourceExhaustedError(
+      absl::StrCat(holder_, " has ", shares.held(holder_),
+                   " bytes of the memory for targets, weights and ledgers of rows; ", bytes,
+                   " more would be beyond its share, ", shares.used(), " of ", shares.capacity(),
+                   " bytes being in use (--ledger_bytes, --peer_share)"));
 }
 
 void RowMemory::Account::Give(int64_t bytes) {

@@ -7,8 +7,8 @@
 // one is served before it, so what is on loan comes back until the free bytes lie in one piece.
 //
 // Buffers have holders, each with its share of the pool (fair_share.h). A request beyond its holder's share
-// waits until the holder has given enough back, and is passed by those of other holders meanwhile. So a holder
-// that gives nothing back, because its client takes no answers, holds up itself.
+// waits until the holder has given enough back, and is passed by those of other holders meanwhile. So a
+// holder that gives nothing back, because its client takes no answers, holds up itself.
 //
 // Thread-safe. The pool must outlive its buffers.
 #ifndef LOSSD_SERVER_ENGINE_STAGING_POOL_H_

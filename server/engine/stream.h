@@ -49,7 +49,7 @@ struct RowWants {
 // Opens a stream. Field names equal those of lossd.v1.OpenMicrobatch, and errors name them so.
 struct StreamSpec {
   std::string head;
-  std::string peer;  // who has the stream, for shares of memory; "": nobody in particular
+  std::string peer;              // who has the stream, for shares of memory; "": nobody in particular
   std::optional<uint64_t> step;  // required with accumulate_gradients
   uint64_t microbatch_id = 0;
   int64_t microbatch_rows = 0;  // N of the whole microbatch
@@ -74,7 +74,7 @@ struct StreamSpec {
 // lossd.v1.BackwardRequest.
 struct BackwardSpec {
   std::string head;
-  std::string peer;  // as in StreamSpec
+  std::string peer;              // as in StreamSpec
   std::optional<uint64_t> step;  // must be open; required with accumulate_gradients
   uint64_t microbatch_id = 0;
   RowRange rows;

@@ -197,8 +197,8 @@ int64_t StreamRows::RetainedOffset(RowRange rows) const {
 
 int64_t StreamRows::HostBytes() const {
   constexpr int64_t kOverhead = 1024;  // of the stream itself
-  const size_t floats = spec_.row_weights.size() + gradients_.loss.size() + gradients_.lse.size() +
-                        gradients_.entropy.size();
+  const size_t floats =
+      spec_.row_weights.size() + gradients_.loss.size() + gradients_.lse.size() + gradients_.entropy.size();
   constexpr size_t kTargetAndFlag = sizeof(int32_t) + sizeof(uint8_t);
   return kOverhead + static_cast<int64_t>(spec_.targets.size() * kTargetAndFlag + floats * sizeof(float));
 }

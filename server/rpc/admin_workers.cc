@@ -129,8 +129,7 @@ void AdminWorkers::Run(bool looks) {
     Work work;
     {
       absl::MutexLock lock(&mutex_);
-      mutex_.Await(
-          absl::Condition(this, looks ? &AdminWorkers::HasLook : &AdminWorkers::HasOther));
+      mutex_.Await(absl::Condition(this, looks ? &AdminWorkers::HasLook : &AdminWorkers::HasOther));
       const auto next = Next(looks);
       if (next == queue_.end()) return;
       task = std::move(next->task);

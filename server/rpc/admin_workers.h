@@ -1,5 +1,5 @@
-// The threads that run HeadService's calls, which block: on the device, on a head's lock, on the disk. Tasks of
-// one kind on one head take turns, and no peer, no head and no kind of long task can hold all threads:
+// The threads that run HeadService's calls, which block: on the device, on a head's lock, on the disk. Tasks
+// of one kind on one head take turns, and no peer, no head and no kind of long task can hold all threads:
 //
 //   - tasks that only look (kLook) have two threads of their own, which nothing long runs on;
 //   - of one head, one task at a time runs that changes it (they would wait for each other anyway), two that
@@ -47,9 +47,9 @@ struct AdminTask {
 };
 
 struct AdminWorkersOptions {
-  int threads = 8;        // at least 2
+  int threads = 8;  // at least 2
   int64_t max_waiting = 256;
-  double peer_share = 0.5;  // of max_waiting
+  double peer_share = 0.5;                                                           // of max_waiting
   std::function<void(absl::string_view limit)> on_limit = [](absl::string_view) {};  // a task was refused
 };
 
@@ -64,8 +64,8 @@ class AdminWorkers {
   AdminWorkers(const AdminWorkers&) = delete;
   AdminWorkers& operator=(const AdminWorkers&) = delete;
 
-  // Has a thread run `work`. RESOURCE_EXHAUSTED, without running it, if too many tasks wait, or too many of its
-  // peer's; names the limit and its flag.
+  // Has a thread run `work`. RESOURCE_EXHAUSTED, without running it, if too many tasks wait, or too many of
+  // its peer's; names the limit and its flag.
   absl::Status Schedule(const AdminTask& task, Work work) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:

@@ -33,14 +33,13 @@ absl::Status CallRegistry::Add(WatchedCall* call, const std::string& peer) {
 
 absl::Status CallRegistry::Refusal(FairShare::Answer answer, const std::string& peer) const {
   if (answer == FairShare::Answer::kFull) {
-    return absl::ResourceExhaustedError(absl::StrCat("too many open calls: ", shares_.used(),
-                                                     " of this kind, the most allowed (--", options_.flag,
-                                                     ")"));
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "too many open calls: ", shares_.used(), " of this kind, the most allowed (--", options_.flag, ")"));
   }
   return absl::ResourceExhaustedError(absl::StrCat(
-      "too many open calls: ", peer, " has ", shares_.held(peer), " of ", shares_.used(), " of this kind, of ",
-      shares_.capacity(), " that are allowed; one more would be beyond its share (--", options_.flag,
-      ", --peer_share)"));
+      "too many open calls: ", peer, " has ", shares_.held(peer), " of ", shares_.used(),
+      " of this kind, of ", shares_.capacity(), " that are allowed; one more would be beyond its share (--",
+      options_.flag, ", --peer_share)"));
 }
 
 void CallRegistry::Remove(WatchedCall* call) {

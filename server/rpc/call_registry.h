@@ -1,5 +1,5 @@
-// The calls of one kind that are open: bounds their number, in all and per peer, ends those that wait too long
-// for their client or for their turn, and lets a shutdown wait for the last one.
+// The calls of one kind that are open: bounds their number, in all and per peer, ends those that wait too
+// long for their client or for their turn, and lets a shutdown wait for the last one.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_RPC_CALL_REGISTRY_H_
@@ -45,8 +45,8 @@ class CallRegistry {
   // All calls must have been removed.
   ~CallRegistry();
 
-  // RESOURCE_EXHAUSTED naming the limit and its flag if there are too many calls, or too many of the peer; such
-  // a call may be removed but need not. After Remove returns, the call is not used any more.
+  // RESOURCE_EXHAUSTED naming the limit and its flag if there are too many calls, or too many of the peer;
+  // such a call may be removed but need not. After Remove returns, the call is not used any more.
   absl::Status Add(WatchedCall* call, const std::string& peer) ABSL_LOCKS_EXCLUDED(mutex_);
   void Remove(WatchedCall* call) ABSL_LOCKS_EXCLUDED(mutex_);
   // True if no call is open, at the latest by `deadline`.

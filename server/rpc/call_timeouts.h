@@ -12,10 +12,11 @@ namespace lossd::rpc {
 
 // All positive.
 struct CallTimeouts {
-  absl::Duration open = absl::Seconds(20);   // for the first message of a call
-  absl::Duration idle = absl::Seconds(60);   // for the next one, while the server has nothing to do for the call
-  absl::Duration turn = absl::Minutes(10);   // for memory, a turn or the device, without any progress
-  absl::Duration send = absl::Seconds(60);   // for the client to take an answer
+  absl::Duration open = absl::Seconds(20);  // for the first message of a call
+  absl::Duration idle =
+      absl::Seconds(60);  // for the next one, while the server has nothing to do for the call
+  absl::Duration turn = absl::Minutes(10);  // for memory, a turn or the device, without any progress
+  absl::Duration send = absl::Seconds(60);  // for the client to take an answer
 };
 
 // Where a call stands. Thread-compatible: guarded by the call's lock.

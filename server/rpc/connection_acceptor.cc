@@ -37,9 +37,10 @@ uint16_t& PortOf(sockaddr* address) {
 
 std::string TextOf(const sockaddr_storage& address) {
   char text[INET6_ADDRSTRLEN] = "";
-  const void* const bytes = address.ss_family == AF_INET
-                                ? static_cast<const void*>(&reinterpret_cast<const sockaddr_in&>(address).sin_addr)
-                                : &reinterpret_cast<const sockaddr_in6&>(address).sin6_addr;
+  const void* const bytes =
+      address.ss_family == AF_INET
+          ? static_cast<const void*>(&reinterpret_cast<const sockaddr_in&>(address).sin_addr)
+          : &reinterpret_cast<const sockaddr_in6&>(address).sin6_addr;
   inet_ntop(address.ss_family, bytes, text, sizeof(text));
   return text;
 }
@@ -48,7 +49,8 @@ void SetOption(int descriptor, int level, int option, int value) {
   setsockopt(descriptor, level, option, &value, sizeof(value));
 }
 
-// A socket that listens on `address`, whose port becomes the one that was bound; -1 and errno if there is none.
+// A socket that listens on `address`, whose port becomes the one that was bound; -1 and errno if there is
+// none.
 int ListenOn(sockaddr* address, socklen_t size) {
   const int descriptor = socket(address->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (descriptor < 0) return -1;
@@ -85,7 +87,8 @@ absl::StatusOr<std::unique_ptr<ConnectionAcceptor>> ConnectionAcceptor::Listen(
   addrinfo* found = nullptr;
   const int failed = getaddrinfo(std::string(name).c_str(), absl::StrCat(port).c_str(), &hints, &found);
   const std::unique_ptr<addrinfo, AddressListDeleter> addresses(found);
-  if (failed != 0) return absl::UnavailableError(absl::StrCat("cannot resolve ", host, ": ", gai_strerror(failed)));
+  if (failed != 0)
+    return absl::UnavailableError(absl::StrCat("cannot resolve ", host, ": ", gai_strerror(failed)));
   std::vector<int> listeners;
   std::string error;
   int bound = port;

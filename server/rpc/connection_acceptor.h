@@ -1,9 +1,9 @@
-// Accepts the connections of a gRPC server, so that their number is bounded, in all and per address. gRPC itself
-// takes as many as come.
+// Accepts the connections of a gRPC server, so that their number is bounded, in all and per address. gRPC
+// itself takes as many as come.
 //
-// Listens, and hands each accepted connection to gRPC (grpc::experimental::ExternalConnectionAcceptor). One beyond
-// a limit is closed at once, before any memory is spent on it; those that are open stay. Connections end
-// without a word to this class: it asks the kernel whether a descriptor is still the connection it was.
+// Listens, and hands each accepted connection to gRPC (grpc::experimental::ExternalConnectionAcceptor). One
+// beyond a limit is closed at once, before any memory is spent on it; those that are open stay. Connections
+// end without a word to this class: it asks the kernel whether a descriptor is still the connection it was.
 //
 // Thread-safe, but for Start and Stop.
 #ifndef LOSSD_SERVER_RPC_CONNECTION_ACCEPTOR_H_

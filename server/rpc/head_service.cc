@@ -115,7 +115,8 @@ class HeadServiceImpl final : public HeadService, public Base {
   }
   ServerUnaryReactor* ApplyStep(CallbackServerContext* context, const v1::ApplyStepRequest* request,
                                 v1::ApplyStepResponse* response) override {
-    return Run("ApplyStep", AdminKind::kChange, context, request, response, &admin::HeadOperations::ApplyStep);
+    return Run("ApplyStep", AdminKind::kChange, context, request, response,
+               &admin::HeadOperations::ApplyStep);
   }
   ServerUnaryReactor* ZeroGradients(CallbackServerContext* context, const v1::ZeroGradientsRequest* request,
                                     v1::ZeroGradientsResponse* response) override {

@@ -1,6 +1,6 @@
-// One HTTP/2 connection to a gRPC server that does what no gRPC client would: begins calls and leaves them, sends
-// a message's length and not the message, takes no answers. It obeys flow control and answers pings, so that the
-// server has no reason to close it. Thread-compatible; all work is done in Pump.
+// One HTTP/2 connection to a gRPC server that does what no gRPC client would: begins calls and leaves them,
+// sends a message's length and not the message, takes no answers. It obeys flow control and answers pings, so
+// that the server has no reason to close it. Thread-compatible; all work is done in Pump.
 #ifndef LOSSD_TESTS_SUPPORT_RAW_HTTP2_H_
 #define LOSSD_TESTS_SUPPORT_RAW_HTTP2_H_
 
@@ -62,7 +62,8 @@ class RawHttp2 {
                           Header("content-type", "application/grpc")));
     return id;
   }
-  // Sends the beginning of a message of `size` bytes: `bytes`, then so many zeros. No more than `size` together.
+  // Sends the beginning of a message of `size` bytes: `bytes`, then so many zeros. No more than `size`
+  // together.
   void Message(uint32_t id, uint32_t size, absl::string_view bytes, int64_t zeros = 0) {
     const auto call = calls_.find(id);
     if (call == calls_.end()) return;
@@ -72,7 +73,9 @@ class RawHttp2 {
     call->second.pending.append(bytes.data(), bytes.size());
     call->second.zeros += zeros;
   }
-  void Message(uint32_t id, absl::string_view bytes) { Message(id, static_cast<uint32_t>(bytes.size()), bytes); }
+  void Message(uint32_t id, absl::string_view bytes) {
+    Message(id, static_cast<uint32_t>(bytes.size()), bytes);
+  }
 
   // Sends and receives for `time`.
   void Pump(absl::Duration time) {
@@ -80,7 +83,8 @@ class RawHttp2 {
     while (open_) {
       FillOut();
       const absl::Duration left = end - absl::Now();
-      pollfd ready = {.fd = descriptor_, .events = static_cast<int16_t>(out_.empty() ? POLLIN : POLLIN | POLLOUT)};
+      pollfd ready = {.fd = descriptor_,
+                      .events = static_cast<int16_t>(out_.empty() ? POLLIN : POLLIN | POLLOUT)};
       if (left <= absl::ZeroDuration()) break;
       if (poll(&ready, 1, static_cast<int>(absl::ToInt64Milliseconds(left)) + 1) <= 0) continue;
       if ((ready.revents & POLLOUT) != 0) Write();
@@ -89,7 +93,15 @@ class RawHttp2 {
   }
 
  private:
-  enum Type : uint8_t { kData = 0, kHeaders = 1, kReset = 3, kSettings = 4, kPing = 6, kGoAway = 7, kWindow = 8 };
+  enum Type : uint8_t {
+    kData = 0,
+    kHeaders = 1,
+    kReset = 3,
+    kSettings = 4,
+    kPing = 6,
+    kGoAway = 7,
+    kWindow = 8
+  };
   static constexpr uint8_t kEndStream = 1, kAck = 1, kEndHeaders = 4;
 
   struct Stream {
@@ -117,11 +129,10 @@ class RawHttp2 {
   }
   void AddFrame(uint8_t type, uint8_t flags, uint32_t stream, absl::string_view payload) {
     const auto size = static_cast<uint32_t>(payload.size());
-    const char header[9] = {static_cast<char>(size >> 16),   static_cast<char>(size >> 8),
-                            static_cast<char>(size),         static_cast<char>(type),
-                            static_cast<char>(flags),        static_cast<char>(stream >> 24),
-                            static_cast<char>(stream >> 16), static_cast<char>(stream >> 8),
-                            static_cast<char>(stream)};
+    const char header[9] = {
+        static_cast<char>(size >> 16),   static_cast<char>(size >> 8),   static_cast<char>(size),
+        static_cast<char>(type),         static_cast<char>(flags),       static_cast<char>(stream >> 24),
+        static_cast<char>(stream >> 16), static_cast<char>(stream >> 8), static_cast<char>(stream)};
     out_.append(header, sizeof(header));
     out_.append(payload.data(), payload.size());
   }
@@ -183,7 +194,8 @@ class RawHttp2 {
       const int64_t more = Number(payload.data()) & 0x7fffffff;
       if (id == 0) window_ += more;
       if (call != calls_.end()) call->second.window += more;
-    } else if (call != calls_.end() && (type == kReset || ((type == kHeaders || type == kData) && (flags & kEndStream)))) {
+    } else if (call != calls_.end() &&
+               (type == kReset || ((type == kHeaders || type == kData) && (flags & kEndStream)))) {
       calls_.erase(call);
     }
   }

@@ -375,8 +375,7 @@ TEST(StagingSharesTest, AHolderThatGivesNothingBackHoldsUpItselfOnly) {
   std::vector<StagingBuffer> stopped = Hoard(**pool, "stopped", 4096);
   EXPECT_EQ(stopped.size(), 32u);
   bool served = false;
-  const uint64_t ticket =
-      (*pool)->Acquire("stopped", 4096, [&](StagingBuffer) { served = true; }).ticket;
+  const uint64_t ticket = (*pool)->Acquire("stopped", 4096, [&](StagingBuffer) { served = true; }).ticket;
   EXPECT_NE(ticket, 0u);
   EXPECT_EQ((*pool)->over_share(), 1);
   for (int i = 0; i < 100; ++i) {

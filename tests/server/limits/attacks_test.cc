@@ -1,6 +1,6 @@
-// What one client can take from a server and from its other clients. Each test attacks a lossd process of its own,
-// and meanwhile an honest client trains and saves. "Memory does not grow with traffic" is checked on the process:
-// its resident memory stays below the plan and kOverhead.
+// What one client can take from a server and from its other clients. Each test attacks a lossd process of its
+// own, and meanwhile an honest client trains and saves. "Memory does not grow with traffic" is checked on the
+// process: its resident memory stays below the plan and kOverhead.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -143,7 +143,8 @@ TEST_F(AttacksTest, UnfinishedRequestsOfManyConnections) {
   for (int i = 0; i < 40; ++i) {
     connections.push_back(std::make_unique<RawHttp2>(server_->target()));
     for (int j = 0; j < 10; ++j) {
-      const char* const path = j % 2 == 0 ? "/lossd.v1.HeadService/ApplyStep" : "/lossd.v1.LossService/ComputeLoss";
+      const char* const path =
+          j % 2 == 0 ? "/lossd.v1.HeadService/ApplyStep" : "/lossd.v1.LossService/ComputeLoss";
       connections.back()->Message(connections.back()->Call(path), 5 * kMebibyte, "", 5 * kMebibyte - 1);
     }
   }

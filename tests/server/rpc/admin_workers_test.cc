@@ -67,8 +67,10 @@ TEST_F(AdminWorkersTest, LongTasksOnManyHeadsLeaveHalfOfTheThreads) {
 }
 
 TEST_F(AdminWorkersTest, APeerLeavesHalfOfTheThreadsToOthers) {
-  for (int i = 0; i < 20; ++i) Block({.peer = "a", .head = absl::StrCat("head", i), .kind = AdminKind::kChange});
-  for (int i = 0; i < 10; ++i) Expect({.peer = "b", .head = absl::StrCat("head", i + 10), .kind = AdminKind::kRead});
+  for (int i = 0; i < 20; ++i)
+    Block({.peer = "a", .head = absl::StrCat("head", i), .kind = AdminKind::kChange});
+  for (int i = 0; i < 10; ++i)
+    Expect({.peer = "b", .head = absl::StrCat("head", i + 10), .kind = AdminKind::kRead});
   EXPECT_LE(running_, 4);
 }
 

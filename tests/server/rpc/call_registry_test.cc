@@ -24,9 +24,9 @@ class FakeCall final : public WatchedCall {
 
 TEST(CallRegistryTest, BoundsTheNumberOfCalls) {
   std::vector<std::string> limits;
-  CallRegistry registry({.max_calls = 2, .flag = "max_tensor_calls", .on_limit = [&](absl::string_view limit) {
-                           limits.emplace_back(limit);
-                         }});
+  CallRegistry registry({.max_calls = 2,
+                         .flag = "max_tensor_calls",
+                         .on_limit = [&](absl::string_view limit) { limits.emplace_back(limit); }});
   FakeCall a, b, c;
   EXPECT_TRUE(registry.Add(&a, "x").ok());
   EXPECT_TRUE(registry.Add(&b, "y").ok());

@@ -9,10 +9,8 @@ namespace {
 
 using Waits = CallClock::Waits;
 
-constexpr CallTimeouts kTimeouts = {.open = absl::Seconds(1),
-                                    .idle = absl::Seconds(2),
-                                    .turn = absl::Seconds(3),
-                                    .send = absl::Seconds(4)};
+constexpr CallTimeouts kTimeouts = {
+    .open = absl::Seconds(1), .idle = absl::Seconds(2), .turn = absl::Seconds(3), .send = absl::Seconds(4)};
 
 TEST(CallClockTest, SaysWhichLimitWasReached) {
   struct Case {

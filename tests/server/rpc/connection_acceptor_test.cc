@@ -18,7 +18,8 @@ namespace {
 // A connection to a port from an address of the loopback network.
 class Client {
  public:
-  Client(int port, const char* from = "127.0.0.1") : descriptor_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+  Client(int port, const char* from = "127.0.0.1")
+      : descriptor_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
     sockaddr_in own = {.sin_family = AF_INET};
     inet_pton(AF_INET, from, &own.sin_addr);
     EXPECT_EQ(bind(descriptor_, reinterpret_cast<sockaddr*>(&own), sizeof(own)), 0);
