@@ -161,8 +161,8 @@ void ConnectionAcceptor::AcceptFrom(int listener) {
   const std::string address = TextOf(from);
   const absl::string_view limit = Admit(descriptor, address);
   if (!limit.empty()) {
-    close(descriptor);
     limits_.on_refused(limit, address);
+    close(descriptor);
     return;
   }
   SetOption(descriptor, IPPROTO_TCP, TCP_NODELAY, 1);
