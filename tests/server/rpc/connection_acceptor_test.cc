@@ -53,9 +53,9 @@ class ConnectionAcceptorTest : public ::testing::Test {
     ASSERT_TRUE(acceptor.ok()) << acceptor.status();
     acceptor_ = *std::move(acceptor);
     acceptor_->Start([this](int, int connection) {
-      EXPECT_EQ(send(connection, "x", 1, MSG_NOSIGNAL), 1);
       absl::MutexLock lock(&mutex_);
       taken_.push_back(connection);
+      EXPECT_EQ(send(connection, "x", 1, MSG_NOSIGNAL), 1);  // last: the client goes on when it has this
     });
   }
   void TearDown() override {
