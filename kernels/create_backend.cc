@@ -14,6 +14,7 @@ absl::StatusOr<CreatedBackend> CreateCpu(const BackendChoice& choice, std::strin
   options.threads = choice.threads;
   if (choice.workspace_bytes > 0) options.workspace_bytes = choice.workspace_bytes;
   options.memory_limit_bytes = choice.memory_limit_bytes;
+  options.memory_reserve_bytes = choice.memory_reserve_bytes;
   absl::StatusOr<std::unique_ptr<Backend>> backend = CreateCpuBackend(options);
   if (!backend.ok()) return backend.status();
   return CreatedBackend{*std::move(backend), std::move(note)};

@@ -1,12 +1,15 @@
 #include "kernels/loss_options.h"
 
 #include <cmath>
+#include <limits>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::kernels {
 namespace {
+
+constexpr float kLeastSoftcap = std::numeric_limits<float>::min();
 
 absl::Status OutOfRange(absl::string_view field, absl::string_view range, float value) {
   return errors::FieldError(field, absl::StrCat("be ", range), value);
@@ -30,8 +33,9 @@ absl::Status Validate(const LossOptions& options) {
   if (!std::isfinite(options.logit_scale) || options.logit_scale == 0.0f) {
     return OutOfRange("logit_scale", "finite and not 0", options.logit_scale);
   }
-  if (!std::isfinite(options.softcap) || options.softcap < 0.0f) {
-    return OutOfRange("softcap", "finite and >= 0 (0: none)", options.softcap);
+  // The reciprocal of a smaller number overflows.
+  if (!std::isfinite(options.softcap) || (options.softcap != 0.0f && options.softcap < kLeastSoftcap)) {
+    return OutOfRange("softcap", "0 (none), or finite and >= 1.1754944e-38", options.softcap);
   }
   if (!(options.label_smoothing >= 0.0f && options.label_smoothing <= 1.0f)) {
     return OutOfRange("label_smoothing", "in [0, 1]", options.label_smoothing);

@@ -95,7 +95,10 @@ Json ToJson(const v1::MemoryUsage& memory) {
 }
 
 Json ToJson(const v1::HeadState& state) {
-  return {{"incarnation", HumanIncarnation(state.incarnation())}, {"step", state.step()}};
+  return {{"incarnation", HumanIncarnation(state.incarnation())},
+          {"step", state.step()},
+          {"generation", state.generation()},
+          {"weights_version", state.weights_version()}};
 }
 
 Json ToJson(const v1::HeadDescription& head) {
@@ -116,6 +119,8 @@ Json ToJson(const v1::HeadDescription& head) {
   json["workspace_bytes"] = spec.workspace_bytes();
   json["incarnation"] = HumanIncarnation(head.state().incarnation());
   json["step"] = head.state().step();
+  json["generation"] = head.state().generation();
+  json["weights_version"] = head.state().weights_version();
   json["step_microbatches"] = head.step_microbatches();
   json["step_rows"] = head.step_rows();
   json["step_contributions"] = head.step_contributions();

@@ -25,8 +25,8 @@ std::string Advice(const absl::Status& status, const std::optional<v1::ErrorDeta
         return "`lossctl heads` lists the heads";
       return "";
     case absl::StatusCode::kAborted:
-      return client::RestartOf(status).has_value() ? ""
-                                                   : "reload the head from a checkpoint, or repeat the step";
+      if (client::RestartOf(status).has_value() || client::IsStepDiscarded(status)) return "";
+      return "something has changed meanwhile: try again, or start the step again if its gradients are gone";
     case absl::StatusCode::kDeadlineExceeded:
       return "give it more time with --timeout SECONDS";
     case absl::StatusCode::kUnimplemented:
@@ -45,6 +45,7 @@ nlohmann::ordered_json ErrorJson(const absl::Status& status, const std::optional
     error["restarted"] = {{"incarnation_before", HumanIncarnation(restart->before)},
                           {"incarnation", HumanIncarnation(restart->now)}};
   }
+  if (client::IsStepDiscarded(status)) error["step_discarded"] = true;
   if (detail.has_value()) {
     if (!detail->field().empty()) error["field"] = detail->field();
     if (!detail->value().empty()) error["value"] = detail->value();

@@ -8,6 +8,7 @@
 #include "client/cpp/core.h"
 #include "client/cpp/loss_call.h"
 #include "client/cpp/retry.h"
+#include "client/cpp/step_errors.h"
 #include "client/cpp/tensor_transfer.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/text.h"
@@ -17,31 +18,34 @@ namespace lossd::client {
 namespace {
 
 using internal::Core;
+using internal::GradientsId;
+using internal::Repeat;
+using internal::TrainerStep;
 
-enum class Repeat { kNever, kIfUnavailable };
+constexpr std::optional<Repeat> kNever;
 
 absl::Time DeadlineAfter(absl::Duration timeout, absl::Duration fallback) {
   return absl::Now() + (timeout > absl::ZeroDuration() ? timeout : fallback);
 }
 
-// Runs `attempt`, which returns a StatusOr, until it does not end with UNAVAILABLE, waiting in between.
+// Runs `attempt`, which returns a StatusOr, until it succeeds or may not be repeated, waiting in between.
 template <typename Attempt>
-auto Repeated(const Core& core, absl::Time deadline, Attempt attempt) -> decltype(attempt()) {
+auto Repeated(const Core& core, absl::Time deadline, Repeat repeat, Attempt attempt) -> decltype(attempt()) {
   for (int number = 1;; ++number) {
     auto result = attempt();
     if (result.ok()) return result;
     const auto wait = internal::WaitBeforeRepeat(core.options().retry, result.status(), number,
-                                                 deadline - absl::Now(), internal::Jitter());
+                                                 deadline - absl::Now(), internal::Jitter(), repeat);
     if (!wait.has_value()) return internal::WithAttempts(result.status(), number);
     absl::SleepFor(*wait);
   }
 }
 
-// One unary call, repeated if allowed.
+// One unary call, repeated if allowed; nullopt: never.
 template <typename Stub, typename Request, typename Response>
 absl::StatusOr<Response> Call(const Core& core, Stub* stub,
                               grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*),
-                              const Request& request, absl::Time deadline, Repeat repeat) {
+                              const Request& request, absl::Time deadline, std::optional<Repeat> repeat) {
   const auto attempt = [&]() -> absl::StatusOr<Response> {
     grpc::ClientContext context;
     internal::SetDeadline(deadline, &context);
@@ -51,15 +55,7 @@ absl::StatusOr<Response> Call(const Core& core, Stub* stub,
     if (!status.ok()) return status;
     return response;
   };
-  return repeat == Repeat::kNever ? attempt() : Repeated(core, deadline, attempt);
-}
-
-// ABORTED instead of `status` if it came from a server that lost gradients of the step.
-absl::Status Interpret(const Core& core, const absl::Status& status, absl::string_view head, uint64_t step) {
-  const std::optional<v1::ErrorDetail> detail = ErrorDetailOf(status);
-  if (!detail.has_value() || detail->incarnation() == 0) return status;
-  absl::Status restarted = core.head_cache().CheckIncarnation(head, step, detail->incarnation());
-  return restarted.ok() ? status : restarted;
+  return repeat.has_value() ? Repeated(core, deadline, *repeat, attempt) : attempt();
 }
 
 template <typename T>
@@ -159,7 +155,7 @@ absl::StatusOr<v1::HeadDescription> Client::CreateHead(const v1::CreateHeadReque
                                                        absl::Duration timeout) {
   const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::CreateHead, request,
-                     deadline, Repeat::kNever);
+                     deadline, kNever);
   if (result.ok()) {
     core_->head_cache().Learn(*result);
     core_->head_cache().ForgetAccumulation(request.spec().name());
@@ -188,7 +184,7 @@ absl::Status Client::DeleteHead(absl::string_view head, absl::Duration timeout) 
   v1::DeleteHeadRequest request;
   request.set_head(std::string(head));
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::DeleteHead, request,
-                     DeadlineAfter(timeout, options().call_timeout), Repeat::kNever);
+                     DeadlineAfter(timeout, options().call_timeout), kNever);
   if (!result.ok()) return result.status();
   core_->head_cache().ForgetFacts(head);
   core_->head_cache().ForgetAccumulation(head);
@@ -216,7 +212,8 @@ absl::StatusOr<Tensor> Client::ReadTensor(absl::string_view head, v1::Param para
 absl::StatusOr<TensorShape> Client::ReadTensor(const v1::ReadTensorRequest& request, absl::Span<char> out,
                                                absl::Duration timeout) {
   const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
-  return Repeated(*core_, deadline, [&] { return internal::ReadTensor(*core_, request, out, deadline); });
+  return Repeated(*core_, deadline, Repeat::kIfUnavailableOrAborted,
+                  [&] { return internal::ReadTensor(*core_, request, out, deadline); });
 }
 
 absl::StatusOr<v1::WriteTensorResponse> Client::WriteTensor(absl::string_view head, v1::Param param,
@@ -246,21 +243,22 @@ absl::StatusOr<v1::AddGradientResponse> Client::AddGradient(const v1::OpenGradie
                                                             absl::Span<const char> payload,
                                                             absl::Duration timeout) {
   const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
+  internal::HeadCache& cache = core_->head_cache();
+  const TrainerStep at = cache.StepOf(open.head(), open.step());
   absl::StatusOr<v1::HeadDescription> description = DescribeHead(open.head(), deadline - absl::Now());
-  if (!description.ok()) return Interpret(*core_, description.status(), open.head(), open.step());
+  if (!description.ok()) return cache.Interpret(at, description.status());
   absl::StatusOr<TensorShape> shape = internal::ParamShape(description->spec(), open.param());
   if (!shape.ok()) return shape.status();
-  const auto attempt = [&] {
+  const auto attempt = [&]() -> absl::StatusOr<v1::AddGradientResponse> {
+    if (absl::Status status = cache.CheckCurrent(at); !status.ok()) return status;
     v1::OpenGradient meant = open;
-    const std::optional<uint64_t> incarnation = core_->head_cache().IncarnationOf(open.head(), open.step());
-    if (incarnation.has_value() && !open.has_incarnation()) meant.set_incarnation(*incarnation);
+    if (!open.has_incarnation()) internal::SetMeant(cache.GradientsOf(at), &meant);
     return internal::AddGradient(*core_, meant, *shape, payload, deadline);
   };
-  auto result = Repeated(*core_, deadline, attempt);
-  if (!result.ok()) return Interpret(*core_, result.status(), open.head(), open.step());
-  absl::Status restarted =
-      core_->head_cache().NoteAccumulation(open.head(), open.step(), result->state().incarnation());
-  if (!restarted.ok()) return restarted;
+  auto result = Repeated(*core_, deadline, Repeat::kIfUnavailable, attempt);
+  if (!result.ok()) return cache.Interpret(at, result.status());
+  absl::Status noted = cache.NoteAccumulation(at, GradientsId::Of(result->state()));
+  if (!noted.ok()) return noted;
   return result;
 }
 
@@ -269,29 +267,29 @@ absl::StatusOr<v1::GradNormResponse> Client::GradNorm(absl::string_view head, st
   v1::GradNormRequest request;
   request.set_head(std::string(head));
   if (step.has_value()) request.set_step(*step);
+  TrainerStep at = core_->head_cache().StepOf(head, step.value_or(0));
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::GradNorm, request,
                      DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
   if (!result.ok())
-    return step.has_value() ? Interpret(*core_, result.status(), head, *step) : result.status();
-  absl::Status restarted =
-      core_->head_cache().CheckIncarnation(head, result->state().step(), result->state().incarnation());
-  if (!restarted.ok()) return restarted;
+    return step.has_value() ? core_->head_cache().Interpret(at, result.status()) : result.status();
+  at.step = result->state().step();
+  absl::Status checked = core_->head_cache().Check(at, GradientsId::Of(result->state()));
+  if (!checked.ok()) return checked;
   return result;
 }
 
 absl::StatusOr<v1::ApplyStepResponse> Client::ApplyStep(const v1::ApplyStepRequest& request,
                                                         absl::Duration timeout) {
+  internal::HeadCache& cache = core_->head_cache();
+  const TrainerStep at = cache.StepOf(request.head(), request.step());
   v1::ApplyStepRequest meant = request;
-  const std::optional<uint64_t> incarnation =
-      core_->head_cache().IncarnationOf(request.head(), request.step());
-  if (incarnation.has_value() && !request.has_incarnation()) meant.set_incarnation(*incarnation);
+  if (!request.has_incarnation()) internal::SetMeant(cache.GradientsOf(at), &meant);
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ApplyStep, meant,
                      DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
-  if (!result.ok()) return Interpret(*core_, result.status(), request.head(), request.step());
-  absl::Status restarted =
-      core_->head_cache().CheckIncarnation(request.head(), request.step(), result->applied_incarnation());
-  if (!restarted.ok()) return restarted;
-  core_->head_cache().CloseStep(request.head(), request.step());
+  if (!result.ok()) return cache.Interpret(at, result.status());
+  absl::Status checked = cache.Check(at, {.incarnation = result->applied_incarnation()});
+  if (!checked.ok()) return checked;
+  cache.CloseStep(request.head(), request.step());
   return result;
 }
 
@@ -301,7 +299,7 @@ absl::StatusOr<v1::HeadState> Client::ZeroGradients(absl::string_view head, uint
   request.set_head(std::string(head));
   request.set_step(step);
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ZeroGradients, request,
-                     DeadlineAfter(timeout, options().call_timeout), Repeat::kNever);
+                     DeadlineAfter(timeout, options().call_timeout), kNever);
   if (!result.ok()) return result.status();
   core_->head_cache().ForgetAccumulation(head);
   return result->state();
@@ -348,7 +346,7 @@ absl::StatusOr<v1::HeadDescription> Client::LoadCheckpoint(absl::string_view che
   request.set_checkpoint(std::string(checkpoint));
   request.set_head(std::string(head));
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::LoadCheckpoint, request,
-                     DeadlineAfter(timeout, options().transfer_timeout), Repeat::kNever);
+                     DeadlineAfter(timeout, options().transfer_timeout), kNever);
   if (result.ok()) {
     core_->head_cache().Learn(*result);
     core_->head_cache().ForgetAccumulation(result->spec().name());
@@ -365,14 +363,12 @@ absl::StatusOr<Health> Client::CheckHealth(absl::string_view service, absl::Dura
   grpc::health::v1::HealthCheckRequest request;
   request.set_service(std::string(service));
   auto result = Call(*core_, core_->connections().health(), &grpc::health::v1::Health::Stub::Check, request,
-                     DeadlineAfter(timeout, options().call_timeout), Repeat::kNever);
+                     DeadlineAfter(timeout, options().call_timeout), kNever);
   if (absl::IsNotFound(result.status())) return Health::kUnknownService;
   if (!result.ok()) return result.status();
   return result->status() == grpc::health::v1::HealthCheckResponse::SERVING ? Health::kServing
                                                                             : Health::kNotServing;
 }
-
-std::optional<Restart> RestartOf(const absl::Status& status) { return internal::RestartIn(status); }
 
 std::optional<v1::ErrorDetail> ErrorDetailOf(const absl::Status& status) {
   std::optional<v1::ErrorDetail> detail = wire::GetErrorDetail(status);

@@ -18,8 +18,9 @@
 //   INVALID_ARGUMENT   also: the client refused the arguments before anything was sent
 //   UNAVAILABLE        no connection, or it broke and repeating did not help; the message names the server
 //   DEADLINE_EXCEEDED  the call's timeout passed
-//   ABORTED            also: the server was restarted and gradients are lost (RestartOf() tells); see
-//                      Client::AcknowledgeRestart
+//   ABORTED            also: gradients of the open step are lost, since the server was restarted (RestartOf()
+//                      tells) or somebody has zeroed them or loaded a checkpoint (IsStepDiscarded() tells);
+//                      see Client::AcknowledgeRestart
 //   INTERNAL           also: the server sent something the protocol does not allow ("server sent ...")
 // ErrorDetailOf() gives the structured detail of an error: the server's, or the argument that the client
 // refused.
@@ -56,6 +57,7 @@ class Credentials {
   virtual ~Credentials() = default;
 };
 
+// How calls are sent again: those that break, and those that begin again when what they look at changes.
 struct RetryOptions {
   int max_attempts = 3;  // of one call (or one stream of ComputeLoss), the first included; at least 1
   absl::Duration initial_backoff = absl::Milliseconds(250);  // grows fourfold with every attempt, with jitter
@@ -262,7 +264,10 @@ class Client {
   // Computes loss and gradients of a microbatch and blocks until all is done. Rows are split over streams
   // and slices; slices of ignored rows alone are not sent. A stream that breaks with UNAVAILABLE is sent
   // again (the server accumulates no row twice), at most max_attempts times and only while the server has not
-  // been restarted. One failing stream ends the others; the first error is returned.
+  // been restarted and the gradients of the step have not been discarded. A computation that neither
+  // accumulates nor retains begins again, at most max_attempts times, if the weights change under it: its
+  // results are those of one version of the weights. One failing stream ends the others; the first error is
+  // returned.
   absl::StatusOr<LossResult> ComputeLoss(const Microbatch& microbatch, const LossOutputs& outputs,
                                          const ComputeOptions& options = {});
 
@@ -283,10 +288,11 @@ class Client {
   absl::StatusOr<bool> ReleaseMicrobatch(absl::string_view head, uint64_t id,
                                          absl::Duration timeout = absl::ZeroDuration());
 
-  // The client remembers in which incarnation of the server it accumulated rows of a head's open step. If
-  // that changes within the step, calls that accumulate or apply gradients of the step fail with ABORTED,
-  // since gradients are gone, until the trainer says that it has dealt with it: by a CreateHead,
-  // LoadCheckpoint or ZeroGradients of this client on the head, or by this call.
+  // The client remembers to which gradients of a head (server process and generation) it added rows of the
+  // open step, and names them in every further call of the step and every repeat. If the head has others,
+  // calls of the step fail with ABORTED, since gradients are gone, until the trainer says that it starts the
+  // step again: by a CreateHead, LoadCheckpoint or ZeroGradients of this client on the head, or by this call.
+  // Calls of the step that are under way then are not repeated.
   void AcknowledgeRestart(absl::string_view head);
 
   // ---- Heads ----
@@ -300,7 +306,8 @@ class Client {
   absl::StatusOr<std::vector<v1::HeadDescription>> ListHeads(absl::Duration timeout = absl::ZeroDuration());
   absl::Status DeleteHead(absl::string_view head, absl::Duration timeout = absl::ZeroDuration());
 
-  // Reads a tensor as fp32.
+  // Reads a tensor as fp32. What is read is of one version: a read during which the tensor changes begins
+  // again, at most RetryOptions::max_attempts times, and ends with ABORTED if it changes each time.
   absl::StatusOr<Tensor> ReadTensor(absl::string_view head, v1::Param param, v1::Role role = v1::ROLE_VALUE,
                                     absl::Duration timeout = absl::ZeroDuration());
   // Reads what `request` asks for into `out` [rows read, cols] of request.dtype. INVALID_ARGUMENT if its size
@@ -374,6 +381,9 @@ struct Restart {
 };
 // What an ABORTED error says about a restart; nullopt if it is about something else.
 std::optional<Restart> RestartOf(const absl::Status& status);
+// Whether an ABORTED error says that the gradients of the open step were zeroed, or a checkpoint was loaded,
+// after this client had added rows to them.
+bool IsStepDiscarded(const absl::Status& status);
 
 // The field of the UNAVAILABLE error that says that there is no server at ClientOptions::target.
 inline constexpr absl::string_view kTargetField = "options.target";

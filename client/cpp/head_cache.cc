@@ -1,51 +1,9 @@
 #include "client/cpp/head_cache.h"
 
-#include <string>
-#include <vector>
-
-#include "absl/strings/cord.h"
-#include "absl/strings/numbers.h"
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
-#include "absl/strings/str_split.h"
+#include "client/cpp/client.h"
+#include "client/cpp/step_errors.h"
 
 namespace lossd::client::internal {
-
-namespace {
-
-constexpr char kRestartPayload[] = "lossd/restart";
-
-absl::Status Restarted(uint64_t before, uint64_t now, absl::string_view consequence) {
-  absl::Status status = absl::AbortedError(
-      absl::StrFormat("server restarted (incarnation %016x -> %016x); %s", before, now, consequence));
-  status.SetPayload(kRestartPayload, absl::Cord(absl::StrCat(before, " ", now)));
-  return status;
-}
-
-}  // namespace
-
-absl::Status RestartedError(absl::string_view head, uint64_t before, uint64_t now,
-                            std::optional<uint64_t> step) {
-  const std::string lost = step.has_value() ? absl::StrCat("gradients of step ", *step, " are lost")
-                                            : "its weights may have changed";
-  return Restarted(before, now, absl::StrFormat("%s: restore head \"%s\" or repeat the step", lost, head));
-}
-
-absl::Status RestartedError(uint64_t before, uint64_t now) {
-  return Restarted(before, now, "gradients of open steps are lost: restore the heads or repeat the steps");
-}
-
-std::optional<Restart> RestartIn(const absl::Status& status) {
-  const absl::optional<absl::Cord> payload = status.GetPayload(kRestartPayload);
-  if (!payload.has_value()) return std::nullopt;
-  const std::vector<std::string> numbers = absl::StrSplit(std::string(*payload), ' ');
-  Restart restart;
-  if (numbers.size() != 2 || !absl::SimpleAtoi(numbers[0], &restart.before) ||
-      !absl::SimpleAtoi(numbers[1], &restart.now)) {
-    return std::nullopt;
-  }
-  return restart;
-}
 
 std::optional<HeadInfo> HeadCache::Facts(absl::string_view head) const {
   absl::ReaderMutexLock lock(&mu_);
@@ -64,32 +22,65 @@ void HeadCache::ForgetFacts(absl::string_view head) {
   facts_.erase(head);
 }
 
-absl::Status HeadCache::Check(absl::string_view head, uint64_t step, uint64_t incarnation) const {
-  uint64_t before =
-      expected_incarnation_ != 0 && !acknowledged_.contains(head) ? expected_incarnation_ : incarnation;
-  auto it = accumulations_.find(head);
-  if (it != accumulations_.end() && it->second.step == step) before = it->second.incarnation;
-  return before == incarnation ? absl::OkStatus() : RestartedError(head, before, incarnation, step);
+TrainerStep HeadCache::StepOf(absl::string_view head, uint64_t step) const {
+  absl::ReaderMutexLock lock(&mu_);
+  auto it = starts_.find(head);
+  return {std::string(head), step, it == starts_.end() ? 0 : it->second};
 }
 
-absl::Status HeadCache::NoteAccumulation(absl::string_view head, uint64_t step, uint64_t incarnation) {
+bool HeadCache::IsCurrent(const TrainerStep& at) const {
+  auto it = starts_.find(at.head);
+  return at.starts == (it == starts_.end() ? 0 : it->second);
+}
+
+std::optional<GradientsId> HeadCache::Meant(const TrainerStep& at) const {
+  auto it = accumulations_.find(at.head);
+  if (it != accumulations_.end() && it->second.step == at.step) return it->second.gradients;
+  if (expected_incarnation_ == 0 || acknowledged_.contains(at.head)) return std::nullopt;
+  return GradientsId{.incarnation = expected_incarnation_};
+}
+
+absl::Status HeadCache::CheckLocked(const TrainerStep& at, const GradientsId& now) const {
+  const std::optional<GradientsId> before = Meant(at);
+  if (!before.has_value()) return absl::OkStatus();
+  if (before->incarnation != now.incarnation) {
+    return RestartedError(at.head, before->incarnation, now.incarnation, at.step);
+  }
+  const bool known = before->generation != 0 && now.generation != 0;
+  if (!known || before->generation == now.generation) return absl::OkStatus();
+  return DiscardedError(at.head, at.step, before->generation, now.generation);
+}
+
+absl::Status HeadCache::CheckCurrent(const TrainerStep& at) const {
+  absl::ReaderMutexLock lock(&mu_);
+  return IsCurrent(at) ? absl::OkStatus() : DiscardedByThisClientError(at.head, at.step);
+}
+
+absl::Status HeadCache::NoteAccumulation(const TrainerStep& at, const GradientsId& gradients) {
   absl::MutexLock lock(&mu_);
-  absl::Status status = Check(head, step, incarnation);
-  if (status.ok()) accumulations_[head] = {step, incarnation};
+  if (!IsCurrent(at)) return DiscardedByThisClientError(at.head, at.step);
+  absl::Status status = CheckLocked(at, gradients);
+  if (status.ok()) accumulations_[at.head] = {at.step, gradients};
   return status;
 }
 
-std::optional<uint64_t> HeadCache::IncarnationOf(absl::string_view head, uint64_t step) const {
+std::optional<GradientsId> HeadCache::GradientsOf(const TrainerStep& at) const {
   absl::ReaderMutexLock lock(&mu_);
-  auto it = accumulations_.find(head);
-  if (it != accumulations_.end() && it->second.step == step) return it->second.incarnation;
-  if (expected_incarnation_ != 0 && !acknowledged_.contains(head)) return expected_incarnation_;
-  return std::nullopt;
+  return Meant(at);
 }
 
-absl::Status HeadCache::CheckIncarnation(absl::string_view head, uint64_t step, uint64_t incarnation) const {
+absl::Status HeadCache::Check(const TrainerStep& at, const GradientsId& gradients) const {
   absl::ReaderMutexLock lock(&mu_);
-  return Check(head, step, incarnation);
+  return IsCurrent(at) ? CheckLocked(at, gradients) : absl::OkStatus();
+}
+
+absl::Status HeadCache::Interpret(const TrainerStep& at, const absl::Status& status) const {
+  const std::optional<v1::ErrorDetail> detail = ErrorDetailOf(status);
+  if (detail.has_value() && detail->incarnation() != 0) {
+    absl::Status restarted = Check(at, {.incarnation = detail->incarnation()});
+    if (!restarted.ok()) return restarted;
+  }
+  return RefusesGeneration(status) ? DiscardedError(at.head, at.step, status) : status;
 }
 
 void HeadCache::CloseStep(absl::string_view head, uint64_t step) {
@@ -101,6 +92,7 @@ void HeadCache::CloseStep(absl::string_view head, uint64_t step) {
 void HeadCache::ForgetAccumulation(absl::string_view head) {
   absl::MutexLock lock(&mu_);
   accumulations_.erase(head);
+  ++starts_[head];
   if (expected_incarnation_ != 0) acknowledged_.insert(std::string(head));
 }
 

@@ -1,7 +1,8 @@
-// What the client remembers of heads between calls: the limits on slices, and in which incarnation of the
-// server gradients were accumulated.
+// What the client remembers of heads between calls: the limits on slices, and to which gradients the rows of
+// the open step were added.
 //
-// Thread-safe. Bounded by the number of heads the client has used.
+// Thread-safe. Bounded by the number of heads the client has used. client/python/src/lossd/_head_cache.py
+// does the same; tests/client/golden/incarnations.json holds both to it.
 #ifndef LOSSD_CLIENT_CPP_HEAD_CACHE_H_
 #define LOSSD_CLIENT_CPP_HEAD_CACHE_H_
 
@@ -15,7 +16,6 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
-#include "client/cpp/client.h"
 #include "lossd/v1/head.pb.h"
 #include "lossd/v1/loss.pb.h"
 #include "lossd/v1/types.pb.h"
@@ -27,14 +27,28 @@ struct HeadInfo {
   v1::SliceLimits limits;
 };
 
-// ABORTED, with a Restart: the server was another process before, and what it had accumulated for `step` is
-// gone.
-absl::Status RestartedError(absl::string_view head, uint64_t before, uint64_t now,
-                            std::optional<uint64_t> step);
-// The same where no head is known.
-absl::Status RestartedError(uint64_t before, uint64_t now);
+// Names the gradients that a server process has accumulated for a head since they were last zero.
+struct GradientsId {
+  uint64_t incarnation = 0;
+  uint64_t generation = 0;  // 0: not known, or the server is one that does not say
 
-std::optional<Restart> RestartIn(const absl::Status& status);
+  static GradientsId Of(const v1::HeadState& state) { return {state.incarnation(), state.generation()}; }
+};
+
+// Names in an opening message the gradients that it is meant for; nullopt: any.
+template <typename Message>
+void SetMeant(const std::optional<GradientsId>& meant, Message* message) {
+  if (!meant.has_value()) return;
+  message->set_incarnation(meant->incarnation);
+  if (meant->generation != 0) message->set_generation(meant->generation);
+}
+
+// A step of a head as a call found it when it began.
+struct TrainerStep {
+  std::string head;
+  uint64_t step = 0;
+  uint64_t starts = 0;  // how often this client had started a step of the head over
+};
 
 class HeadCache {
  public:
@@ -46,27 +60,38 @@ class HeadCache {
   // The head's facts are to be learnt anew; what was accumulated stays remembered.
   void ForgetFacts(absl::string_view head);
 
-  // Gradients of `step` are being accumulated in `incarnation`. ABORTED if earlier ones of the same step went
-  // to another one, or if another one is expected; then nothing changes.
-  absl::Status NoteAccumulation(absl::string_view head, uint64_t step, uint64_t incarnation);
-  // Where further rows of `step` have to go, since earlier ones went there or since it is expected; nullopt:
+  // For a call that begins.
+  TrainerStep StepOf(absl::string_view head, uint64_t step) const;
+  // ABORTED (IsStepDiscarded) if this client has started the step over since the call began.
+  absl::Status CheckCurrent(const TrainerStep& at) const;
+
+  // Rows of the step are being added to these gradients. ABORTED (RestartOf, IsStepDiscarded) if earlier ones
+  // of the step went to others, or if another process is expected; then nothing changes.
+  absl::Status NoteAccumulation(const TrainerStep& at, const GradientsId& gradients);
+  // Where rows of the step have to go, since earlier ones went there or since it is expected; nullopt:
   // anywhere.
-  std::optional<uint64_t> IncarnationOf(absl::string_view head, uint64_t step) const;
-  // ABORTED if gradients of `step` were accumulated in another incarnation than `incarnation`, or if another
-  // one is expected.
-  absl::Status CheckIncarnation(absl::string_view head, uint64_t step, uint64_t incarnation) const;
+  std::optional<GradientsId> GradientsOf(const TrainerStep& at) const;
+  // As NoteAccumulation, for an answer that says where the head stands. Nothing is noted. If this client has
+  // started the step over meanwhile, there is nothing to check.
+  absl::Status Check(const TrainerStep& at, const GradientsId& gradients) const;
+  // `status`, the error of a call, or the ABORTED that it means: RestartOf, IsStepDiscarded.
+  absl::Status Interpret(const TrainerStep& at, const absl::Status& status) const;
+
   // The step has been applied: its gradients are not outstanding any more, those of a later one are.
   void CloseStep(absl::string_view head, uint64_t step);
-  // No gradients of the head are outstanding any more, whatever the incarnation.
+  // This client starts its step over: no gradients of the head are outstanding any more. Calls of the step
+  // that are under way are not repeated.
   void ForgetAccumulation(absl::string_view head);
 
  private:
   struct Accumulation {
     uint64_t step = 0;
-    uint64_t incarnation = 0;
+    GradientsId gradients;
   };
 
-  absl::Status Check(absl::string_view head, uint64_t step, uint64_t incarnation) const
+  bool IsCurrent(const TrainerStep& at) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  std::optional<GradientsId> Meant(const TrainerStep& at) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  absl::Status CheckLocked(const TrainerStep& at, const GradientsId& now) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
   const uint64_t expected_incarnation_;
@@ -74,6 +99,7 @@ class HeadCache {
   absl::flat_hash_set<std::string> acknowledged_ ABSL_GUARDED_BY(mu_);  // heads for which nothing is expected
   absl::flat_hash_map<std::string, HeadInfo> facts_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<std::string, Accumulation> accumulations_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<std::string, uint64_t> starts_ ABSL_GUARDED_BY(mu_);  // TrainerStep::starts
 };
 
 }  // namespace lossd::client::internal

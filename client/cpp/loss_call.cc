@@ -7,7 +7,6 @@
 #include "absl/time/clock.h"
 #include "client/cpp/argument_error.h"
 #include "client/cpp/connections.h"
-#include "client/cpp/retry.h"
 
 namespace lossd::client::internal {
 namespace {
@@ -16,6 +15,8 @@ bool RefusedForLimits(const absl::Status& status) {
   return status.code() == absl::StatusCode::kInvalidArgument ||
          status.code() == absl::StatusCode::kResourceExhausted;
 }
+
+bool Aborted(const absl::Status& status) { return status.code() == absl::StatusCode::kAborted; }
 
 }  // namespace
 
@@ -33,7 +34,7 @@ LossCall::LossCall(Core* core, std::unique_ptr<const LossWork> work, const CallO
       start_(absl::Now()),
       deadline_(start_ +
                 (options.timeout > absl::ZeroDuration() ? options.timeout : core->options().loss_timeout)),
-      answers_(&core->head_cache(), work_->head(), work_->step(), work_->accumulates()),
+      answers_(&core->head_cache(), work_->head(), work_->step(), work_->accumulates(), work_->in_step()),
       callback_(std::move(callback)) {}
 
 void LossCall::Start() {
@@ -98,11 +99,12 @@ void LossCall::FinishDescribe(const absl::Status& status) {
   --under_way_;
   const std::shared_ptr<Describe> describe = std::exchange(describe_, nullptr);
   if (finishing_) return MaybeFinish();
+  if (start_over_.has_value()) return MaybeStartOver();
   if (!status.ok()) {
-    const std::optional<absl::Time> next = NextAttempt(status, describe_attempts_);
+    const std::optional<absl::Time> next = NextAttempt(status, describe_attempts_, Repeat::kIfUnavailable);
     if (!next.has_value()) return Fail(WithAttempts(answers_.Interpret(status), describe_attempts_));
-    core_->executor().PostAt(*next, [self = shared_from_this()] {
-      if (!self->finishing_) self->StartDescribe();
+    core_->executor().PostAt(*next, [self = shared_from_this(), round = rounds_] {
+      if (self->Goes(round)) self->StartDescribe();
     });
     return;
   }
@@ -138,8 +140,9 @@ void LossCall::StartPart(size_t index) {
   const absl::StatusOr<SliceRule> rule = Rule();
   if (!rule.ok()) return Fail(rule.status());
   part.rule = *rule;
-  StreamJob job{work_->Prepare(part.rows, *rule, answers_.KnownIncarnation()), deadline_,
-                core_->options().target, holds_};
+  const absl::StatusOr<std::optional<GradientsId>> meant = answers_.Meant();
+  if (!meant.ok()) return Fail(meant.status());
+  StreamJob job{work_->Prepare(part.rows, *rule, *meant), deadline_, core_->options().target, holds_};
   auto stream = std::make_shared<LossStream>(
       std::move(job),
       [self = shared_from_this()](const v1::HeadState& state) { return self->answers_.Accept(state); },
@@ -152,11 +155,12 @@ void LossCall::StartPart(size_t index) {
   stream->Start(core_->connections().channel(index));
 }
 
-std::optional<absl::Time> LossCall::NextAttempt(const absl::Status& status, int attempts) const {
+std::optional<absl::Time> LossCall::NextAttempt(const absl::Status& status, int attempts,
+                                                Repeat repeat) const {
   RetryOptions retry = core_->options().retry;
   if (options_.max_attempts > 0) retry.max_attempts = options_.max_attempts;
   const absl::Time now = absl::Now();
-  const auto wait = WaitBeforeRepeat(retry, status, attempts, deadline_ - now, Jitter());
+  const auto wait = WaitBeforeRepeat(retry, status, attempts, deadline_ - now, Jitter(), repeat);
   if (!wait.has_value()) return std::nullopt;
   return now + *wait;
 }
@@ -200,6 +204,7 @@ void LossCall::FinishPart(size_t index, const StreamEnd& end) {
   part.stream = nullptr;
   total_.sent_bytes += end.sent_bytes;
   total_.received_bytes += end.received_bytes;
+  if (start_over_.has_value() && !finishing_) return MaybeStartOver();
   if (end.status.ok()) {
     part.done = true;
     AddSummary(end.summary);
@@ -208,13 +213,46 @@ void LossCall::FinishPart(size_t index, const StreamEnd& end) {
   if (finishing_) return MaybeFinish();
 
   const absl::Status status = answers_.Interpret(end.status);
-  if (Relearn(part, status)) return;
-  const std::optional<absl::Time> next = NextAttempt(status, part.attempts);
-  if (!next.has_value()) return Fail(WithAttempts(status, part.attempts));
+  if (Relearn(part, status) || BeginAgain(status)) return;
+  const std::optional<absl::Time> next = NextAttempt(status, part.attempts, Repeat::kIfUnavailable);
+  if (!next.has_value()) return Fail(WithAttempts(status, Aborted(status) ? rounds_ : part.attempts));
   ++total_.repeats;
-  core_->executor().PostAt(*next, [self = shared_from_this(), index] {
-    if (!self->finishing_) self->StartPart(index);
+  core_->executor().PostAt(*next, [self = shared_from_this(), index, round = rounds_] {
+    if (self->Goes(round)) self->StartPart(index);
   });
+}
+
+bool LossCall::BeginAgain(const absl::Status& status) {
+  if (!work_->restartable() || !Aborted(status)) return false;
+  start_over_ = NextAttempt(status, rounds_, Repeat::kIfUnavailableOrAborted);
+  if (!start_over_.has_value()) return false;
+  if (describe_ != nullptr) describe_->context.TryCancel();
+  CancelStreams();
+  MaybeStartOver();
+  return true;
+}
+
+void LossCall::MaybeStartOver() {
+  if (under_way_ > 0) return;
+  core_->executor().PostAt(*start_over_, [self = shared_from_this()] {
+    if (!self->finishing_) self->StartOver();
+  });
+}
+
+void LossCall::StartOver() {
+  ++rounds_;
+  start_over_.reset();
+  describing_ = false;
+  describe_attempts_ = 0;
+  answers_.BeginAgain();
+  LossResult begun;
+  begun.streams = total_.streams;
+  begun.repeats = total_.repeats + static_cast<int>(parts_.size());
+  begun.sent_bytes = total_.sent_bytes;
+  begun.received_bytes = total_.received_bytes;
+  total_ = begun;
+  for (Part& part : parts_) part = Part{.rows = part.rows};
+  for (size_t i = 0; i < parts_.size() && !finishing_ && !start_over_.has_value(); ++i) StartPart(i);
 }
 
 void LossCall::AddSummary(const v1::MicrobatchSummary& summary) {
@@ -236,10 +274,14 @@ void LossCall::Fail(const absl::Status& status) {
   if (error_.ok()) error_ = status;
   finishing_ = true;
   if (describe_ != nullptr) describe_->context.TryCancel();
+  CancelStreams();
+  MaybeFinish();
+}
+
+void LossCall::CancelStreams() {
   for (const Part& part : parts_) {
     if (part.stream != nullptr) part.stream->Cancel();
   }
-  MaybeFinish();
 }
 
 void LossCall::MaybeFinish() {

@@ -25,6 +25,7 @@
 #include "client/cpp/loss_stream.h"
 #include "client/cpp/loss_work.h"
 #include "client/cpp/payload_holds.h"
+#include "client/cpp/retry.h"
 
 namespace lossd::client::internal {
 
@@ -76,9 +77,17 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   bool Relearn(Part& part, const absl::Status& status);
   void Relaunch(const HeadInfo& facts);
   // Whether attempt number `attempts` may be followed by another one; if so, when.
-  std::optional<absl::Time> NextAttempt(const absl::Status& status, int attempts) const;
+  std::optional<absl::Time> NextAttempt(const absl::Status& status, int attempts, Repeat repeat) const;
+  // Whether the round of that number goes on.
+  bool Goes(int round) const { return !finishing_ && rounds_ == round && !start_over_.has_value(); }
+  // If the whole call may begin again after `status`: sees to that. False if not.
+  bool BeginAgain(const absl::Status& status);
+  // Begins again, once nothing is under way any more.
+  void MaybeStartOver();
+  void StartOver();
   // Remembers the first error and cancels what is under way.
   void Fail(const absl::Status& status);
+  void CancelStreams();
   // Finishes if nothing is under way any more.
   void MaybeFinish();
   void Finish();
@@ -100,6 +109,8 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   std::shared_ptr<Describe> describe_;
   bool describing_ = false;  // from the first attempt to the last one, waits included
   int describe_attempts_ = 0;
+  int rounds_ = 1;                        // how often all rows were begun
+  std::optional<absl::Time> start_over_;  // a round has failed: when the next one begins
   std::vector<Part> parts_;
   int under_way_ = 0;       // streams and descriptions
   bool finishing_ = false;  // only waits for what is under way

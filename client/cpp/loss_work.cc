@@ -21,7 +21,8 @@ uint64_t RowsPerStream(uint64_t max_message_bytes, uint64_t bytes_per_row) {
 class ForwardWork : public LossWork {
  public:
   ForwardWork(const Microbatch& microbatch, const LossOutputs& outputs, const ComputeOptions& options)
-      : LossWork(microbatch.head, microbatch.step, options.accumulate_gradients, microbatch.hidden_size,
+      : LossWork(microbatch.head, microbatch.step, options.accumulate_gradients,
+                 options.accumulate_gradients || options.retain, microbatch.hidden_size,
                  microbatch.hidden_dtype),
         targets_(microbatch.targets.begin(), microbatch.targets.end()),
         row_weights_(microbatch.row_weights.begin(), microbatch.row_weights.end()),
@@ -41,10 +42,10 @@ class ForwardWork : public LossWork {
                        RowsPerStream(max_message_bytes, sizeof(int32_t) + sizeof(float)));
   }
 
-  StreamWork Prepare(Rows rows, const SliceRule& rule, std::optional<uint64_t> incarnation) const override {
+  StreamWork Prepare(Rows rows, const SliceRule& rule, std::optional<GradientsId> meant) const override {
     StreamWork work;
     *work.first.mutable_open() = MakeOpen(rows);
-    if (incarnation.has_value()) work.first.mutable_open()->set_incarnation(*incarnation);
+    SetMeant(meant, work.first.mutable_open());
     work.rows = rows;
     work.slices = DivideIntoSlices(targets_, ignore_index_, rows, rule);
     work.hidden = static_cast<const char*>(microbatch_.hidden);
@@ -111,8 +112,8 @@ class ForwardWork : public LossWork {
 class BackwardWork : public LossWork {
  public:
   BackwardWork(const RetainedGradients& gradients, void* grad_hidden, const BackwardOptions& options)
-      : LossWork(gradients.head, gradients.step, options.accumulate_gradients, gradients.hidden_size,
-                 gradients.hidden_dtype),
+      : LossWork(gradients.head, gradients.step, options.accumulate_gradients, /*in_step=*/true,
+                 gradients.hidden_size, gradients.hidden_dtype),
         grad_loss_(gradients.grad_loss.begin(), gradients.grad_loss.end()),
         grad_lse_(gradients.grad_lse.begin(), gradients.grad_lse.end()),
         grad_entropy_(gradients.grad_entropy.begin(), gradients.grad_entropy.end()),
@@ -137,7 +138,7 @@ class BackwardWork : public LossWork {
                        RowsPerStream(max_message_bytes, 3 * sizeof(float)));
   }
 
-  StreamWork Prepare(Rows rows, const SliceRule&, std::optional<uint64_t> incarnation) const override {
+  StreamWork Prepare(Rows rows, const SliceRule&, std::optional<GradientsId> meant) const override {
     StreamWork work;
     v1::OpenBackward* open = work.first.mutable_backward();
     open->set_head(head());
@@ -147,7 +148,7 @@ class BackwardWork : public LossWork {
     open->mutable_rows()->set_end(rows.end);
     open->set_want_grad_hidden(outputs_.grad_hidden != nullptr);
     open->set_accumulate_gradients(accumulates());
-    if (incarnation.has_value()) open->set_incarnation(*incarnation);
+    SetMeant(meant, open);
     const auto add = [rows](const std::vector<float>& values, auto* field) {
       if (!values.empty()) field->Add(values.begin() + rows.begin, values.begin() + rows.end);
     };

@@ -13,6 +13,7 @@
 
 #include "absl/status/status.h"
 #include "client/cpp/client.h"
+#include "client/cpp/head_cache.h"
 #include "client/cpp/loss_plan.h"
 #include "lossd/v1/loss.pb.h"
 
@@ -41,6 +42,10 @@ class LossWork {
   const std::string& head() const { return head_; }
   std::optional<uint64_t> step() const { return step_; }
   bool accumulates() const { return accumulates_; }
+  // What the call does ends with the gradients of its step (AnswerCheck).
+  bool in_step() const { return in_step_; }
+  // Nothing of a call that fails stays, so it may begin again with what it finds.
+  bool restartable() const { return !in_step_; }
   uint64_t hidden_size() const { return hidden_size_; }
   uint64_t row_bytes() const { return row_bytes_; }
 
@@ -49,19 +54,20 @@ class LossWork {
   // Splits the rows into ranges for about `streams` streams, whose first messages stay below
   // `max_message_bytes` and below 4 MiB.
   virtual std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const = 0;
-  // What the stream of a range sends, cut by `rule`, to the server process of that incarnation (nullopt: to
-  // any). Writes the results of rows that nothing will be received for.
-  virtual StreamWork Prepare(Rows rows, const SliceRule& rule, std::optional<uint64_t> incarnation) const = 0;
+  // What the stream of a range sends, cut by `rule`, meant for these gradients (nullopt: for any). Writes the
+  // results of rows that nothing will be received for.
+  virtual StreamWork Prepare(Rows rows, const SliceRule& rule, std::optional<GradientsId> meant) const = 0;
   // Sets what follows from the sums over all streams: loss and normalizer. INTERNAL if the sums cannot be
   // right.
   virtual absl::Status Conclude(LossResult* total) const = 0;
 
  protected:
-  LossWork(const std::string& head, std::optional<uint64_t> step, bool accumulates, uint64_t hidden_size,
-           v1::DType dtype)
+  LossWork(const std::string& head, std::optional<uint64_t> step, bool accumulates, bool in_step,
+           uint64_t hidden_size, v1::DType dtype)
       : head_(head),
         step_(step),
         accumulates_(accumulates),
+        in_step_(in_step),
         hidden_size_(hidden_size),
         row_bytes_(hidden_size * ElementSize(dtype)) {}
 
@@ -69,6 +75,7 @@ class LossWork {
   const std::string head_;
   const std::optional<uint64_t> step_;
   const bool accumulates_;
+  const bool in_step_;
   const uint64_t hidden_size_;
   const uint64_t row_bytes_;
 };

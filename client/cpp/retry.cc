@@ -14,9 +14,20 @@ double Jitter() {
   return absl::Uniform(random, 0.8, 1.2);
 }
 
+namespace {
+
+bool MayRepeat(const absl::Status& status, Repeat repeat) {
+  if (status.code() == absl::StatusCode::kUnavailable) return true;
+  return repeat == Repeat::kIfUnavailableOrAborted && status.code() == absl::StatusCode::kAborted &&
+         !RestartOf(status).has_value() && !IsStepDiscarded(status);
+}
+
+}  // namespace
+
 std::optional<absl::Duration> WaitBeforeRepeat(const RetryOptions& options, const absl::Status& status,
-                                               int attempt, absl::Duration left, double jitter) {
-  if (status.code() != absl::StatusCode::kUnavailable || attempt >= options.max_attempts) return std::nullopt;
+                                               int attempt, absl::Duration left, double jitter,
+                                               Repeat repeat) {
+  if (!MayRepeat(status, repeat) || attempt >= options.max_attempts) return std::nullopt;
   const double growth = std::pow(4.0, std::clamp(attempt - 1, 0, 16));
   const absl::Duration wait = std::min(options.initial_backoff * growth, options.max_backoff) * jitter;
   if (wait >= left) return std::nullopt;
@@ -24,7 +35,7 @@ std::optional<absl::Duration> WaitBeforeRepeat(const RetryOptions& options, cons
 }
 
 absl::Status WithAttempts(const absl::Status& status, int attempts) {
-  if (attempts < 2 || status.code() != absl::StatusCode::kUnavailable) return status;
+  if (attempts < 2 || !MayRepeat(status, Repeat::kIfUnavailableOrAborted)) return status;
   return errors::WithMessage(status, absl::StrCat(status.message(), "; tried ", attempts, " times"));
 }
 

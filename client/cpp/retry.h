@@ -17,14 +17,23 @@ namespace lossd::client::internal {
 // A random factor in [0.8, 1.2], so that clients that failed together do not come back together.
 double Jitter();
 
+// Whether a call that ended with an error may be sent again.
+enum class Repeat {
+  kIfUnavailable,
+  // The call is restartable: nothing of it stays when it fails, so that it may begin again with what it
+  // finds. After ABORTED, too, but for RestartOf and IsStepDiscarded, which are for the trainer to deal with.
+  kIfUnavailableOrAborted,
+};
+
 // The wait between attempt number `attempt` (1, 2, ...), which ended with `status`, and the next one:
 // initial_backoff, growing fourfold with every attempt up to max_backoff, times `jitter`. Nullopt if there is
-// no next attempt: the status is not UNAVAILABLE, max_attempts were made, or the wait would outlast `left`.
+// no next attempt: the status may not be repeated, max_attempts were made, or the wait would outlast `left`.
 std::optional<absl::Duration> WaitBeforeRepeat(const RetryOptions& options, const absl::Status& status,
-                                               int attempt, absl::Duration left, double jitter);
+                                               int attempt, absl::Duration left, double jitter,
+                                               Repeat repeat = Repeat::kIfUnavailable);
 
-// The status of a call after its last attempt: UNAVAILABLE says how often it was tried if that was more than
-// once. Payloads stay.
+// The status of a call after its last attempt: one that may be repeated says how often it was tried if that
+// was more than once. Payloads stay.
 absl::Status WithAttempts(const absl::Status& status, int attempts);
 
 }  // namespace lossd::client::internal

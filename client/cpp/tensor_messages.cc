@@ -1,5 +1,7 @@
 #include "client/cpp/tensor_messages.h"
 
+#include <tuple>
+
 #include "absl/strings/str_cat.h"
 #include "client/cpp/argument_error.h"
 
@@ -33,6 +35,7 @@ absl::Status TensorReader::Handle(const grpc::ByteBuffer& message) {
   if (!begun_) {
     if (absl::Status status = Begin(slice); !status.ok()) return status;
   }
+  if (absl::Status status = CheckVersion(slice.state()); !status.ok()) return status;
   if (slice.rows().begin() != next_row_ || slice.rows().end() < next_row_ || slice.rows().end() > end_row_) {
     return ServerSent("tensor rows [", slice.rows().begin(), ", ", slice.rows().end(), "); row ", next_row_,
                       " was expected next, of rows up to ", end_row_);
@@ -72,7 +75,18 @@ absl::Status TensorReader::Begin(const v1::TensorSlice& slice) {
                                       " elements of ", element_size_, " bytes"));
   }
   begun_ = true;
+  state_ = slice.state();
   return absl::OkStatus();
+}
+
+absl::Status TensorReader::CheckVersion(const v1::HeadState& state) const {
+  const auto version = [this](const v1::HeadState& at) {
+    const uint64_t number = request_.role() == v1::ROLE_GRADIENT ? at.generation() : at.weights_version();
+    return std::make_tuple(at.incarnation(), number, number != 0 ? 0 : at.step());
+  };
+  if (version(state_) == version(state)) return absl::OkStatus();
+  return absl::AbortedError(
+      absl::StrCat("the tensor of head \"", request_.head(), "\" changed while it was read"));
 }
 
 }  // namespace lossd::client::internal

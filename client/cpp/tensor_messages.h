@@ -58,7 +58,8 @@ absl::StatusOr<Response> OneAnswer(const std::vector<grpc::ByteBuffer>& answers)
 // Puts the slices of one ReadTensor call where they belong.
 //
 // Thread-compatible. Errors are INTERNAL and say what the server sent, but for INVALID_ARGUMENT if `out` has
-// not the size of the rows asked for. After an error the contents of `out` are unspecified.
+// not the size of the rows asked for, and ABORTED if the tensor has changed under the call. After an error
+// the contents of `out` are unspecified.
 class TensorReader {
  public:
   // `request` and `out` must outlive this. request.dtype is one of the known ones.
@@ -70,11 +71,15 @@ class TensorReader {
 
  private:
   absl::Status Begin(const v1::TensorSlice& slice);
+  // All slices are of one version: of the gradients or of the weights; of the step, if the server says
+  // neither.
+  absl::Status CheckVersion(const v1::HeadState& state) const;
 
   const v1::ReadTensorRequest& request_;
   const uint64_t element_size_;
   const absl::Span<char> out_;
   bool begun_ = false;
+  v1::HeadState state_;  // of the first slice
   uint64_t first_row_ = 0;
   uint64_t next_row_ = 0;
   uint64_t end_row_ = 0;

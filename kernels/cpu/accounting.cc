@@ -1,6 +1,7 @@
 #include "kernels/cpu/accounting.h"
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,20 +25,28 @@ std::string ByKind(const MemoryBytes& bytes) {
 }  // namespace
 
 MemoryAccounting::Reservation::Reservation(Reservation&& other) noexcept
-    : accounting_(std::exchange(other.accounting_, nullptr)), bytes_(other.bytes_) {}
+    : accounting_(std::exchange(other.accounting_, nullptr)),
+      bytes_(other.bytes_),
+      pending_bytes_(other.pending_bytes_) {}
 
 MemoryAccounting::Reservation& MemoryAccounting::Reservation::operator=(Reservation&& other) noexcept {
   std::swap(accounting_, other.accounting_);
   std::swap(bytes_, other.bytes_);
+  std::swap(pending_bytes_, other.pending_bytes_);
   return *this;
 }
 
 MemoryAccounting::Reservation::~Reservation() {
-  if (accounting_ != nullptr) accounting_->Release(bytes_);
+  if (accounting_ != nullptr) accounting_->Release(bytes_, pending_bytes_);
+}
+
+void MemoryAccounting::Reservation::MarkResident() {
+  accounting_->MarkResident(std::exchange(pending_bytes_, 0));
 }
 
 absl::StatusOr<MemoryAccounting::Reservation> MemoryAccounting::Reserve(absl::string_view what,
-                                                                        const MemoryBytes& bytes) {
+                                                                        const MemoryBytes& bytes,
+                                                                        bool filled_at_once) {
   absl::MutexLock lock(&mutex_);
   const int64_t used = stats_.current.Total();
   if (stats_.limit > 0 && bytes.Total() > stats_.limit - used) {
@@ -45,12 +54,29 @@ absl::StatusOr<MemoryAccounting::Reservation> MemoryAccounting::Reserve(absl::st
                                                      ByKind(bytes), "); ", used, " of the limit of ",
                                                      stats_.limit, " bytes are in use"));
   }
+  if (absl::Status status = CheckHost(what, bytes); !status.ok()) return status;
   for (size_t i = 0; i < kMemoryKinds; ++i) {
     stats_.current.by_kind[i] += bytes.by_kind[i];
     stats_.peak.by_kind[i] = std::max(stats_.peak.by_kind[i], stats_.current.by_kind[i]);
   }
   stats_.peak_total = std::max(stats_.peak_total, stats_.current.Total());
-  return Reservation(this, bytes);
+  Reservation reservation(this, bytes);
+  if (filled_at_once) reservation.pending_bytes_ = bytes.Total();
+  pending_bytes_ += reservation.pending_bytes_;
+  return reservation;
+}
+
+absl::Status MemoryAccounting::CheckHost(absl::string_view what, const MemoryBytes& bytes) const {
+  const std::optional<HostMemory::Bound> host = host_.Available();
+  if (!host.has_value()) return absl::OkStatus();
+  // What was promised before and is not written yet still looks available.
+  const int64_t promised =
+      std::max({pending_bytes_, stats_.current.Total() - host_.ResidentBytes(), int64_t{0}});
+  if (bytes.Total() <= host->bytes - promised - reserve_bytes_) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat(
+      what, " needs ", GibText(bytes.Total()), " (", bytes.Total(), " bytes: ", ByKind(bytes), "); ",
+      host->what, ", ", GibText(promised),
+      " are promised and not yet in use, and memory_reserve_bytes keeps ", GibText(reserve_bytes_), " free"));
 }
 
 MemoryStats MemoryAccounting::stats() const {
@@ -58,8 +84,14 @@ MemoryStats MemoryAccounting::stats() const {
   return stats_;
 }
 
-void MemoryAccounting::Release(const MemoryBytes& bytes) {
+void MemoryAccounting::MarkResident(int64_t bytes) {
   absl::MutexLock lock(&mutex_);
+  pending_bytes_ -= bytes;
+}
+
+void MemoryAccounting::Release(const MemoryBytes& bytes, int64_t pending_bytes) {
+  absl::MutexLock lock(&mutex_);
+  pending_bytes_ -= pending_bytes;
   for (size_t i = 0; i < kMemoryKinds; ++i) stats_.current.by_kind[i] -= bytes.by_kind[i];
 }
 

@@ -39,7 +39,9 @@ class CpuStaging final : public StagingMemory {
 class CpuBackend final : public Backend {
  public:
   explicit CpuBackend(const CpuBackendOptions& options, int threads)
-      : workspace_bytes_(options.workspace_bytes), accounting_(options.memory_limit_bytes), pool_(threads) {}
+      : workspace_bytes_(options.workspace_bytes),
+        accounting_(options.memory_limit_bytes, HostMemory(options.host_root), options.memory_reserve_bytes),
+        pool_(threads) {}
 
   BackendInfo info() const override {
     return {"cpu",
@@ -60,7 +62,7 @@ class CpuBackend final : public Backend {
     absl::StatusOr<int64_t> chunk_rows = ChunkRows(config);
     if (!chunk_rows.ok()) return chunk_rows.status();
     absl::StatusOr<MemoryAccounting::Reservation> reservation =
-        accounting_.Reserve("the head", PlanBuffers(config, *chunk_rows));
+        accounting_.Reserve("the head", PlanBuffers(config, *chunk_rows), /*filled_at_once=*/true);
     if (!reservation.ok()) return reservation.status();
     return CpuHead::Create(config, *chunk_rows, &pool_, *std::move(reservation));
   }
@@ -118,6 +120,9 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(const CpuBackendOption
   }
   if (options.memory_limit_bytes < 0) {
     return errors::FieldError("memory_limit_bytes", "be >= 0", options.memory_limit_bytes);
+  }
+  if (options.memory_reserve_bytes < 0) {
+    return errors::FieldError("memory_reserve_bytes", "be >= 0", options.memory_reserve_bytes);
   }
   const int available = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
   UseSingleThreadedBlas();

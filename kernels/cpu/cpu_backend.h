@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
@@ -14,6 +15,10 @@ struct CpuBackendOptions {
   int threads = 0;                               // for GEMMs and row loops; 0: all the process may use
   int64_t workspace_bytes = int64_t{256} << 20;  // per head; bounds chunk_rows()
   int64_t memory_limit_bytes = 0;                // refuse heads and staging beyond it; 0: no limit
+  // Of the memory that the system can give, so much is left to others: heads and staging that would take it
+  // are refused.
+  int64_t memory_reserve_bytes = int64_t{256} << 20;
+  std::string host_root;  // what stands before /proc and /sys, where the system says what it can give
 };
 
 // INVALID_ARGUMENT naming the option if one is out of range.

@@ -98,6 +98,7 @@ absl::StatusOr<std::unique_ptr<CpuHead>> CpuHead::Create(const HeadConfig& confi
                                                          MemoryAccounting::Reservation reservation) {
   absl::StatusOr<HeadArenas> arenas = AllocateArenas(reservation.bytes());
   if (!arenas.ok()) return arenas.status();
+  reservation.MarkResident();  // arenas are written with zeros
   const HeadBuffers buffers = LayOut(config, chunk_rows, *arenas);
   for (Param param : {Param::kNormGain, Param::kClassWeights}) {
     float* const values = buffers.tensor({param, Role::kValue});

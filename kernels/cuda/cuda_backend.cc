@@ -44,7 +44,9 @@ class CudaBackend : public Backend {
  public:
   explicit CudaBackend(std::unique_ptr<Device> device) : device_(std::move(device)) {}
 
-  BackendInfo info() const override { return {"cuda", device_->description(), DType::kBFloat16}; }
+  BackendInfo info() const override {
+    return {"cuda", device_->description(), DType::kBFloat16, device_->uuid()};
+  }
   MemoryStats memory() const override { return device_->ledger().stats(); }
   int max_chunks_in_flight() const override { return Device::kMaxChunksInFlight; }
 
@@ -119,6 +121,8 @@ class CudaBackend : public Backend {
 
 }  // namespace
 }  // namespace cuda
+
+absl::StatusOr<std::vector<std::string>> VisibleGpuUuids() { return cuda::GpuUuids(); }
 
 absl::StatusOr<std::unique_ptr<Backend>> CreateCudaBackend(const CudaBackendOptions& options) {
   absl::StatusOr<std::unique_ptr<cuda::Device>> device = cuda::Device::Open(options);

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
@@ -41,6 +43,9 @@ struct CudaBackendOptions {
   // Logits::kRecomputed: blocks of 8 rows and 256 classes, however many would fit: for tests.
   bool smallest_blocks = false;
 };
+
+// The UUIDs of the visible GPUs, by index. UNAVAILABLE if there is no GPU or no driver.
+absl::StatusOr<std::vector<std::string>> VisibleGpuUuids();
 
 // INVALID_ARGUMENT naming the option if one is out of range (a wrong device index with the number of
 // GPUs), UNAVAILABLE if there is no usable GPU, driver or cuBLAS.

@@ -82,6 +82,10 @@ absl::StatusOr<std::unique_ptr<InputFile>> InputFile::Open(const std::string& pa
   // O_NONBLOCK: opening a pipe must not wait for its writer.
   const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (descriptor < 0) return FileError(name, "open", errno);
+  return Adopt(descriptor, std::move(name));
+}
+
+absl::StatusOr<std::unique_ptr<InputFile>> InputFile::Adopt(int descriptor, std::string name) {
   struct stat status {};
   if (fstat(descriptor, &status) != 0) {
     const int error_number = errno;

@@ -25,6 +25,8 @@ class InputFile {
   // FAILED_PRECONDITION if the path is no regular file. `name` is what errors call the file, if that is to be
   // something else than its path.
   static absl::StatusOr<std::unique_ptr<InputFile>> Open(const std::string& path, std::string name = "");
+  // The same for a file that is open already. Takes the descriptor over, also on an error.
+  static absl::StatusOr<std::unique_ptr<InputFile>> Adopt(int descriptor, std::string name);
   ~InputFile();
   InputFile(const InputFile&) = delete;
   InputFile& operator=(const InputFile&) = delete;

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "proto/tensorfile/strict_json.h"
+#include "proto/tensorfile/json_entries.h"
 
 namespace lossd::formats {
 namespace {
@@ -17,7 +17,8 @@ using nlohmann::json;
 
 constexpr absl::string_view kMetadataKey = "__metadata__";
 constexpr int64_t kLengthBytes = 8;
-constexpr size_t kDataAlignment = 64;  // of the data in files written here
+constexpr int64_t kMaxEntryValues = 10'000;  // names and values of the metadata; a tensor has fewer
+constexpr size_t kDataAlignment = 64;        // of the data in files written here
 
 struct NamedDType {
   absl::string_view name;
@@ -83,7 +84,8 @@ std::optional<std::vector<int64_t>> AsSizes(const json& value) {
   return sizes;
 }
 
-absl::StatusOr<json> ReadHeader(const InputFile& file, int64_t* data_begin) {
+// Where the header ends; checks no more of it than how it starts.
+absl::StatusOr<int64_t> HeaderBytes(const InputFile& file) {
   uint8_t length_bytes[kLengthBytes];
   if (file.size() < kLengthBytes) return FileInvalid(file.name(), "shorter than 8 bytes");
   if (absl::Status status = file.ReadAt(0, absl::MakeSpan(length_bytes)); !status.ok()) return status;
@@ -94,14 +96,12 @@ absl::StatusOr<json> ReadHeader(const InputFile& file, int64_t* data_begin) {
     return FileInvalid(file.name(),
                        absl::StrCat("header length ", length, " in a file of ", file.size(), " bytes"));
   }
-  std::string text(length, '\0');
-  const auto text_bytes = absl::MakeSpan(reinterpret_cast<uint8_t*>(text.data()), text.size());
-  if (absl::Status status = file.ReadAt(kLengthBytes, text_bytes); !status.ok()) return status;
-  if (text.empty() || text[0] != '{') return FileInvalid(file.name(), "the header does not start with '{'");
-  std::optional<json> header = ParseStrictJson(text, /*max_depth=*/2);
-  if (!header.has_value()) return FileInvalid(file.name(), "the header is no JSON object with unique keys");
-  *data_begin = kLengthBytes + static_cast<int64_t>(length);
-  return *std::move(header);
+  uint8_t first[1] = {};
+  if (length > 0) {
+    if (absl::Status status = file.ReadAt(kLengthBytes, absl::MakeSpan(first)); !status.ok()) return status;
+  }
+  if (first[0] != '{') return FileInvalid(file.name(), "the header does not start with '{'");
+  return static_cast<int64_t>(length);
 }
 
 absl::StatusOr<std::map<std::string, std::string>> ParseMetadata(absl::string_view path, const json& value) {
@@ -143,6 +143,14 @@ absl::StatusOr<SafetensorsInfo> ParseTensor(absl::string_view path, const std::s
                                       " does not take ", info.bytes, " bytes"));
   }
   return info;
+}
+
+bool HasRepeatedName(const std::vector<SafetensorsInfo>& tensors) {
+  std::vector<absl::string_view> names;
+  names.reserve(tensors.size());
+  for (const SafetensorsInfo& tensor : tensors) names.push_back(tensor.name);
+  std::sort(names.begin(), names.end());
+  return std::adjacent_find(names.begin(), names.end()) != names.end();
 }
 
 // Checks that the tensors, sorted by position, fill [data_begin, file_bytes) exactly.
@@ -201,31 +209,42 @@ absl::StatusOr<std::unique_ptr<SafetensorsReader>> SafetensorsReader::Open(const
                                                                            std::string name) {
   absl::StatusOr<std::unique_ptr<InputFile>> file = InputFile::Open(path, std::move(name));
   if (!file.ok()) return file.status();
-  const std::string& file_name = (*file)->name();
-  int64_t data_begin = 0;
-  const absl::StatusOr<json> header = ReadHeader(**file, &data_begin);
-  if (!header.ok()) return header.status();
-  std::unique_ptr<SafetensorsReader> reader(new SafetensorsReader());
-  const int64_t data_bytes = (*file)->size() - data_begin;
-  for (const auto& [key, entry] : header->items()) {
-    if (key == kMetadataKey) {
-      absl::StatusOr<std::map<std::string, std::string>> metadata = ParseMetadata(file_name, entry);
-      if (!metadata.ok()) return metadata.status();
-      reader->metadata_ = *std::move(metadata);
-      continue;
-    }
-    absl::StatusOr<SafetensorsInfo> tensor = ParseTensor(file_name, key, entry, data_begin, data_bytes);
-    if (!tensor.ok()) return tensor.status();
-    reader->tensors_.push_back(*std::move(tensor));
-  }
-  std::sort(reader->tensors_.begin(), reader->tensors_.end(),
-            [](const SafetensorsInfo& a, const SafetensorsInfo& b) {
-              return std::pair(a.begin, a.bytes) < std::pair(b.begin, b.bytes);
-            });
-  const absl::Status covered = CheckCoverage(file_name, reader->tensors_, data_begin, (*file)->size());
-  if (!covered.ok()) return covered;
-  reader->file_ = *std::move(file);
+  return Open(*std::move(file));
+}
+
+absl::StatusOr<std::unique_ptr<SafetensorsReader>> SafetensorsReader::Open(std::unique_ptr<InputFile> file) {
+  std::unique_ptr<SafetensorsReader> reader(new SafetensorsReader(std::move(file)));
+  if (absl::Status status = reader->ReadHeader(); !status.ok()) return status;
   return reader;
+}
+
+absl::Status SafetensorsReader::ReadHeader() {
+  const absl::StatusOr<int64_t> header_bytes = HeaderBytes(*file_);
+  if (!header_bytes.ok()) return header_bytes.status();
+  const int64_t data_begin = kLengthBytes + *header_bytes;
+  const JsonEntryRules rules = {
+      .max_values = kMaxEntryValues,
+      .malformed = FileInvalid(name(), "the header is no JSON object with unique keys")};
+  bool has_metadata = false;
+  absl::Status status =
+      ReadJsonEntries(*file_, kLengthBytes, *header_bytes, rules, [&](JsonEntry entry) -> absl::Status {
+        if (entry.name == kMetadataKey) {
+          if (std::exchange(has_metadata, true)) return rules.malformed;
+          absl::StatusOr<std::map<std::string, std::string>> metadata = ParseMetadata(name(), entry.value);
+          if (metadata.ok()) metadata_ = *std::move(metadata);
+          return metadata.status();
+        }
+        absl::StatusOr<SafetensorsInfo> tensor =
+            ParseTensor(name(), entry.name, entry.value, data_begin, file_->size() - data_begin);
+        if (tensor.ok()) tensors_.push_back(*std::move(tensor));
+        return tensor.status();
+      });
+  if (!status.ok()) return status;
+  if (HasRepeatedName(tensors_)) return rules.malformed;
+  std::sort(tensors_.begin(), tensors_.end(), [](const SafetensorsInfo& a, const SafetensorsInfo& b) {
+    return std::pair(a.begin, a.bytes) < std::pair(b.begin, b.bytes);
+  });
+  return CheckCoverage(name(), tensors_, data_begin, file_->size());
 }
 
 absl::StatusOr<const SafetensorsInfo*> SafetensorsReader::Find(absl::string_view tensor_name) const {

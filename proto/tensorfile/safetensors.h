@@ -6,7 +6,8 @@
 //   the rest   tensor data; offsets count from its start; tensors neither overlap nor leave gaps
 //
 // Every file that is opened is treated as hostile: a header is either consistent with itself and with
-// the file's size, or refused. Errors name the file and, where there is one, the tensor.
+// the file's size, or refused. It is read entry by entry, so that it takes little more memory than the list
+// of its tensors. Errors name the file and, where there is one, the tensor.
 #ifndef LOSSD_PROTO_TENSORFILE_SAFETENSORS_H_
 #define LOSSD_PROTO_TENSORFILE_SAFETENSORS_H_
 
@@ -14,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -47,6 +49,7 @@ class SafetensorsReader {
   // `name`: as in InputFile::Open.
   static absl::StatusOr<std::unique_ptr<SafetensorsReader>> Open(const std::string& path,
                                                                  std::string name = "");
+  static absl::StatusOr<std::unique_ptr<SafetensorsReader>> Open(std::unique_ptr<InputFile> file);
 
   const std::string& name() const { return file_->name(); }
   // In the order of their data.
@@ -63,9 +66,10 @@ class SafetensorsReader {
                         absl::Span<uint8_t> out) const;
 
  private:
-  SafetensorsReader() = default;
+  explicit SafetensorsReader(std::unique_ptr<InputFile> file) : file_(std::move(file)) {}
+  absl::Status ReadHeader();
 
-  std::unique_ptr<InputFile> file_;
+  const std::unique_ptr<InputFile> file_;
   std::vector<SafetensorsInfo> tensors_;
   std::map<std::string, std::string> metadata_;
 };

@@ -1,20 +1,21 @@
 #include "proto/tensorfile/safetensors_index.h"
 
-#include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
+#include <set>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "absl/types/span.h"
-#include "proto/tensorfile/file.h"
-#include "proto/tensorfile/strict_json.h"
+#include "proto/tensorfile/json_entries.h"
 
 namespace lossd::formats {
 namespace {
 
-constexpr int kMaxDepth = 8;  // metadata may nest a little
+constexpr absl::string_view kWeightMap = "weight_map";
+constexpr int kMaxDepth = 8;         // metadata may nest a little
+constexpr size_t kMostOthers = 100;  // entries beside the weight map
+constexpr size_t kMostShown = 200;   // characters of a value in an error message
 
 absl::Status Invalid(absl::string_view name, absl::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat(name, ": not an index of safetensors files: ", what));
@@ -26,47 +27,52 @@ bool IsFileName(absl::string_view name) {
          name.find('\0') == absl::string_view::npos;
 }
 
-absl::StatusOr<std::string> ReadText(const InputFile& file) {
-  if (file.size() > kMaxSafetensorsIndexBytes) {
-    return Invalid(file.name(), absl::StrCat("its ", file.size(), " bytes are more than the ",
-                                             kMaxSafetensorsIndexBytes, " allowed"));
-  }
-  std::string text(static_cast<size_t>(file.size()), '\0');
-  const auto bytes = absl::MakeSpan(reinterpret_cast<uint8_t*>(text.data()), text.size());
-  if (absl::Status status = file.ReadAt(0, bytes); !status.ok()) return status;
-  return text;
+// A value for an error message, not long.
+std::string Shortened(const nlohmann::json& value) {
+  return absl::CHexEscape(value.dump(-1, ' ', true).substr(0, kMostShown));
 }
 
 }  // namespace
 
-absl::StatusOr<SafetensorsIndex> SafetensorsIndex::Open(const std::string& path, std::string name) {
-  const absl::StatusOr<std::unique_ptr<InputFile>> file = InputFile::Open(path, std::move(name));
-  if (!file.ok()) return file.status();
-  const absl::StatusOr<std::string> text = ReadText(**file);
-  if (!text.ok()) return text.status();
-  const std::optional<nlohmann::json> json = ParseStrictJson(*text, kMaxDepth);
-  if (!json.has_value() || !json->is_object()) {
-    return Invalid((*file)->name(), "it is no JSON object with unique keys");
+absl::StatusOr<SafetensorsIndex> SafetensorsIndex::Read(const InputFile& file,
+                                                        absl::Span<const std::string> tensors) {
+  if (file.size() > kMaxSafetensorsIndexBytes) {
+    return Invalid(file.name(), absl::StrCat("its ", file.size(), " bytes are more than the ",
+                                             kMaxSafetensorsIndexBytes, " allowed"));
   }
-  const auto map = json->find("weight_map");
-  if (map == json->end() || !map->is_object()) return Invalid((*file)->name(), "it has no weight_map");
-  std::map<std::string, std::string, std::less<>> shards;
-  for (const auto& [tensor, shard] : map->items()) {
-    if (!shard.is_string() || !IsFileName(shard.get_ref<const std::string&>())) {
-      return Invalid((*file)->name(),
-                     absl::StrCat("tensor '", absl::CHexEscape(tensor), "' is in ",
-                                  absl::CHexEscape(shard.dump(-1, ' ', true)), ", which is no file name"));
+  SafetensorsIndex index(file.name());
+  const JsonEntryRules rules = {.max_depth = kMaxDepth,
+                                .spread = std::string(kWeightMap),
+                                .malformed = Invalid(file.name(), "it is no JSON object with unique keys")};
+  const std::set<std::string> wanted(tensors.begin(), tensors.end());
+  const absl::Status no_map = Invalid(file.name(), "it has no weight_map");
+  std::set<std::string> others;  // the names in the outermost object
+  absl::Status status = ReadJsonEntries(file, 0, file.size(), rules, [&](JsonEntry entry) -> absl::Status {
+    if (!entry.spread) {
+      if (entry.name == kWeightMap && !entry.value.is_object()) return no_map;
+      const bool first = others.size() < kMostOthers && others.insert(std::move(entry.name)).second;
+      return first ? absl::OkStatus() : rules.malformed;
     }
-    shards.emplace(tensor, shard.get<std::string>());
-  }
-  return SafetensorsIndex((*file)->name(), std::move(shards));
+    if (!entry.value.is_string() || !IsFileName(entry.value.get_ref<const std::string&>())) {
+      return Invalid(file.name(),
+                     absl::StrCat("tensor '", absl::CHexEscape(entry.name.substr(0, kMostShown)), "' is in ",
+                                  Shortened(entry.value), ", which is no file name"));
+    }
+    ++index.tensors_;
+    if (!wanted.contains(entry.name)) return absl::OkStatus();
+    const auto [it, first] = index.shards_.emplace(std::move(entry.name), entry.value.get<std::string>());
+    return first ? absl::OkStatus() : rules.malformed;
+  });
+  if (!status.ok()) return status;
+  if (!others.contains(std::string(kWeightMap))) return no_map;
+  return index;
 }
 
 absl::StatusOr<absl::string_view> SafetensorsIndex::ShardOf(absl::string_view tensor) const {
   const auto it = shards_.find(tensor);
   if (it != shards_.end()) return it->second;
   return absl::NotFoundError(
-      absl::StrCat(name_, ": no tensor '", absl::CHexEscape(tensor), "' among its ", shards_.size()));
+      absl::StrCat(name_, ": no tensor '", absl::CHexEscape(tensor), "' among its ", tensors_));
 }
 
 }  // namespace lossd::formats

@@ -4,7 +4,8 @@
 //   {"metadata": {...}, "weight_map": {"<tensor>": "<file name of its shard>", ...}}
 //
 // Shards lie beside the index: a file name that could lead anywhere else is refused. Every index is treated
-// as hostile; errors name the file and, where there is one, the tensor. Thread-safe.
+// as hostile; errors name the file and, where there is one, the tensor. All of it is checked, and only what
+// was asked for is kept in memory. Thread-safe.
 #ifndef LOSSD_PROTO_TENSORFILE_SAFETENSORS_INDEX_H_
 #define LOSSD_PROTO_TENSORFILE_SAFETENSORS_INDEX_H_
 
@@ -15,6 +16,8 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "proto/tensorfile/file.h"
 
 namespace lossd::formats {
 
@@ -23,19 +26,20 @@ inline constexpr int64_t kMaxSafetensorsIndexBytes = int64_t{64} << 20;
 
 class SafetensorsIndex {
  public:
-  // INVALID_ARGUMENT if the content is no such index; file.h's errors. `name`: as in InputFile::Open.
-  static absl::StatusOr<SafetensorsIndex> Open(const std::string& path, std::string name = "");
+  // Reads where `tensors` are. INVALID_ARGUMENT if the content is no such index, or names one of them twice;
+  // file.h's errors.
+  static absl::StatusOr<SafetensorsIndex> Read(const InputFile& file, absl::Span<const std::string> tensors);
 
-  // The file name of the shard with this tensor; NOT_FOUND if no shard has it. The result lives as long as
-  // the index.
+  // The file name of the shard with this tensor, one of those that Read was asked for; NOT_FOUND if no shard
+  // has it. The result lives as long as the index.
   absl::StatusOr<absl::string_view> ShardOf(absl::string_view tensor) const;
-  int64_t tensors() const { return static_cast<int64_t>(shards_.size()); }
+  int64_t tensors() const { return tensors_; }  // that the index names
 
  private:
-  SafetensorsIndex(std::string name, std::map<std::string, std::string, std::less<>> shards)
-      : name_(std::move(name)), shards_(std::move(shards)) {}
+  explicit SafetensorsIndex(std::string name) : name_(std::move(name)) {}
 
   std::string name_;
+  int64_t tensors_ = 0;
   std::map<std::string, std::string, std::less<>> shards_;  // by tensor
 };
 

@@ -9,7 +9,9 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/errors/text.h"
+#include "kernels/host_memory.h"
 #include "server/head/checkpoint_store.h"
+#include "server/head/folder_lock.h"
 #include "server/log/log.h"
 #include "server/messages/convert.h"
 
@@ -27,6 +29,13 @@ v1::SaveProgress ProgressMessage(const head::SaveProgress& progress, v1::SavePha
   message.set_read_bytes(static_cast<uint64_t>(progress.read_bytes));
   message.set_written_bytes(static_cast<uint64_t>(progress.written_bytes));
   return message;
+}
+
+// What a save may read ahead of the disk now.
+int64_t BufferBytes(const CheckpointOptions& options) {
+  const auto host = kernels::HostMemory().Available();
+  if (!host.has_value()) return options.buffer_bytes;
+  return std::clamp<int64_t>(host->bytes - options.memory_reserve_bytes, 0, options.buffer_bytes);
 }
 
 v1::CheckpointInfo CheckpointMessage(const head::CheckpointInfo& info) {
@@ -57,6 +66,10 @@ void Checkpoints::RemoveLeftovers() {
   if (absl::Status status = PrepareDirectory(); !status.ok()) {
     log::Log(LogLevel::kWarning, "cannot clean the checkpoint directory", {{"error", status.message()}});
   }
+  const auto lock = head::FolderLock::Try(options_.directory, head::FolderLock::Kind::kShared);
+  if (absl::IsUnimplemented(lock.status())) {
+    log::Log(LogLevel::kWarning, "checkpoints cannot be saved", {{"error", lock.status().message()}});
+  }
 }
 
 absl::Status Checkpoints::PrepareDirectory() {
@@ -76,15 +89,18 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::Save(const v1::SaveCheck
   absl::MutexLock turn(&save_mutex_);
   absl::StatusOr<v1::SaveCheckpointResponse> saved = SaveInTurn(request, callbacks);
   metrics_->SetSaveBuffered(0);
-  if (absl::IsNotFound(saved.status()) || absl::IsAlreadyExists(saved.status())) return saved;  // refused
+  if (absl::IsNotFound(saved.status())) return saved;  // there is no such head
   if (!saved.ok()) {
-    metrics_->OnSaveFailed(absl::IsCancelled(saved.status()));
+    metrics_->OnSaveFailed(saved.status());
     log::Log(LogLevel::kError, "checkpoint not saved",
              {{"head", request.head()}, {"error", saved.status().message()}});
     return saved;
   }
   metrics_->OnSaved(request.head(), saved->state().step(), static_cast<int64_t>(saved->bytes()),
                     saved->seconds());
+  // A head that was deleted while the disk was busy has no series; one that is deleted from now on forgets
+  // it.
+  if (absl::IsNotFound(engine_->Describe(request.head()).status())) metrics_->ForgetHead(request.head());
   log::Log(LogLevel::kInfo, "checkpoint saved",
            {{"checkpoint", saved->checkpoint()},
             {"bytes", saved->bytes()},
@@ -100,12 +116,16 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
   NamedLocks::Guard guard = head_locks_->Lock(request.head());
   const absl::StatusOr<engine::HeadSnapshot> head = engine_->Describe(request.head());
   if (!head.ok()) return head.status();
-  if (!head->weights_status.ok()) return head->weights_status;
+  if (!head->tensors_status.ok()) return head->tensors_status;
+  const auto reader = engine_->OpenReader(request.head());
+  if (!reader.ok()) return reader.status();
   const absl::Time begin = absl::Now();
   absl::Time read_end = begin;
   v1::SavePhase phase = v1::SAVE_PHASE_READING;
-  head::SaveOptions save{
-      .slice_bytes = options_.transfer_bytes, .buffer_bytes = options_.buffer_bytes, .disk = options_.disk};
+  head::SaveOptions save{.slice_bytes = options_.transfer_bytes,
+                         .buffer_bytes = BufferBytes(options_),
+                         .limit_bytes = options_.limit_bytes,
+                         .disk = options_.disk};
   save.on_read = [&] {
     guard.Unlock();
     read_end = absl::Now();
@@ -116,7 +136,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
     callbacks.on_progress(ProgressMessage(progress, phase));
   };
   save.cancelled = [&] { return saves_cancelled_ || callbacks.cancelled(); };
-  const absl::StatusOr<int64_t> bytes = head::SaveCheckpoint(
+  const absl::StatusOr<head::SavedCheckpoint> saved = head::SaveCheckpoint(
       options_.directory, request.name(),
       {.head = head->name,
        .config = head->config,
@@ -125,17 +145,14 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
        .incarnation = head->state.incarnation,
        .last_step = head->last_step},
       [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<uint8_t> out) {
-        return engine_->OnDevice(head->name, [&](head::Head& on_device) {
-          return on_device.ReadRows(id, row_begin, rows, kernels::DType::kFloat32, out);
-        });
+        return (*reader)->Read(id, {row_begin, row_begin + rows}, kernels::DType::kFloat32, out).status();
       },
       save);
-  if (!bytes.ok()) return bytes.status();
+  if (!saved.ok()) return saved.status();
   v1::SaveCheckpointResponse response;
   *response.mutable_state() = messages::ToProto(head->state);
-  const std::string name = request.name().empty() ? head::AutomaticName(head->state.step) : request.name();
-  response.set_checkpoint(absl::StrCat(head->name, "/", name));
-  response.set_bytes(static_cast<uint64_t>(*bytes));
+  response.set_checkpoint(absl::StrCat(head->name, "/", saved->name));
+  response.set_bytes(static_cast<uint64_t>(saved->bytes));
   response.set_seconds(absl::ToDoubleSeconds(absl::Now() - begin));
   response.set_read_seconds(absl::ToDoubleSeconds(read_end - begin));
   return response;

@@ -30,6 +30,8 @@ struct CheckpointOptions {
   int64_t transfer_bytes = int64_t{8} << 20;  // per operation on the device; at least one row
   int64_t buffer_bytes = int64_t{1} << 30;    // host memory for what is read ahead of the disk
   int64_t keep = 0;                           // automatic checkpoints per head; 0: all
+  int64_t memory_reserve_bytes = 0;           // the buffer leaves so much of the host's memory to others
+  int64_t limit_bytes = 0;                    // of all files below the directory; 0: none
   head::Disk* disk = head::Disk::Real();
 };
 

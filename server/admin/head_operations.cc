@@ -31,6 +31,44 @@ TensorRows WholeValue(const std::string& head, const kernels::HeadConfig& config
           .dtype = dtype};
 }
 
+// What ReadTensorRequest and OpenTensor have in common.
+struct TensorFields {
+  const std::string& head;
+  v1::Param param = v1::PARAM_UNSPECIFIED;
+  v1::Role role = v1::ROLE_UNSPECIFIED;
+  const v1::RowRange* rows = nullptr;  // null: all
+  v1::DType dtype = v1::DTYPE_UNSPECIFIED;
+};
+
+// Which rows the fields are about. `prefix` of their names in errors; `open` gives a reader or writer of the
+// head.
+template <typename Opened, typename Open>
+absl::StatusOr<Opened> OpenTensor(const TensorFields& fields, absl::string_view prefix, Open open) {
+  const auto field = [&](absl::string_view name) { return absl::StrCat(prefix, name); };
+  const absl::StatusOr<kernels::TensorId> id = messages::ToTensorId(fields.param, fields.role, prefix);
+  if (!id.ok()) return id.status();
+  const absl::StatusOr<kernels::DType> type =
+      messages::ToDType(fields.dtype, field("dtype"), kernels::DType::kFloat32);
+  if (!type.ok()) return type.status();
+  auto opened = open();
+  if (!opened.ok()) return errors::Within(prefix, opened.status());
+  const kernels::HeadConfig& config = (*opened)->config();
+  if (!kernels::HasTensor(config, *id)) {
+    return errors::FieldError(field("param"), absl::StrCat("be a tensor of head ", fields.head),
+                              head::TensorName(*id), absl::StatusCode::kNotFound);
+  }
+  TensorRows tensor{
+      .head = fields.head, .id = *id, .shape = kernels::ShapeOf(config, id->param), .dtype = *type};
+  tensor.rows = {0, tensor.shape.rows};
+  if (fields.rows != nullptr) {
+    const absl::StatusOr<engine::RowRange> range =
+        messages::ToRowRange(*fields.rows, field("rows"), tensor.shape.rows);
+    if (!range.ok()) return range.status();
+    tensor.rows = *range;
+  }
+  return Opened{std::move(tensor), *std::move(opened)};
+}
+
 void LogHead(absl::string_view event, const v1::HeadDescription& head) {
   log::Log(LogLevel::kInfo, event,
            {{"head", head.spec().name()},
@@ -126,7 +164,10 @@ absl::Status HeadOperations::FillTensor(const TensorRows& tensor, RowSource sour
     const absl::Span<uint8_t> bytes =
         absl::MakeSpan(buffer).first(static_cast<size_t>(rows.size() * tensor.row_bytes()));
     if (absl::Status status = source(rows, bytes); !status.ok()) return status;
-    if (absl::Status status = WriteRowsOfLocked(tensor, rows, bytes); !status.ok()) return status;
+    absl::Status written = engine_->OnDevice(tensor.head, [&](head::Head& head) {
+      return head.WriteRows(tensor.id, rows.begin, rows.size(), tensor.dtype, bytes);
+    });
+    if (!written.ok()) return written;
   }
   return absl::OkStatus();
 }
@@ -169,30 +210,19 @@ absl::StatusOr<v1::GradNormResponse> HeadOperations::GradNorm(const v1::GradNorm
   const NamedLocks::Guard guard = locks_.Lock(request.head());
   std::optional<uint64_t> step;
   if (request.has_step()) step = request.step();
-  const absl::StatusOr<double> norm = engine_->GradNorm(request.head(), step);
+  const absl::StatusOr<engine::GradNormResult> norm = engine_->GradNorm(request.head(), step);
   if (!norm.ok()) return norm.status();
-  absl::StatusOr<v1::HeadState> state = State(request.head());
-  if (!state.ok()) return state.status();
   v1::GradNormResponse response;
-  *response.mutable_state() = *std::move(state);
-  response.set_grad_norm(*norm);
+  *response.mutable_state() = messages::ToProto(norm->state);
+  response.set_grad_norm(norm->grad_norm);
   return response;
 }
 
 absl::StatusOr<v1::ApplyStepResponse> HeadOperations::ApplyStep(const v1::ApplyStepRequest& request) {
-  const absl::StatusOr<kernels::OptimizerOptions> optimizer =
-      messages::ToOptimizerOptions(request.optimizer(), "optimizer.");
-  if (!optimizer.ok()) return optimizer.status();
-  engine::StepRequest step;
-  step.step = request.step();
-  step.optimizer = *optimizer;
-  step.expected_microbatches.assign(request.expected_microbatches().begin(),
-                                    request.expected_microbatches().end());
-  if (request.has_expected_rows()) step.expected_rows = static_cast<int64_t>(request.expected_rows());
-  step.skip_non_finite = request.skip_non_finite();
-  if (request.has_incarnation()) step.incarnation = request.incarnation();
+  const absl::StatusOr<engine::StepRequest> step = messages::ToStepRequest(request);
+  if (!step.ok()) return step.status();
   const NamedLocks::Guard guard = locks_.Lock(request.head());
-  const absl::StatusOr<engine::StepResult> result = engine_->ApplyStep(request.head(), step);
+  const absl::StatusOr<engine::StepResult> result = engine_->ApplyStep(request.head(), *step);
   if (!result.ok()) return result.status();
   v1::ApplyStepResponse response;
   *response.mutable_state() = messages::ToProto(result->state);
@@ -216,12 +246,10 @@ absl::StatusOr<v1::ApplyStepResponse> HeadOperations::ApplyStep(const v1::ApplyS
 absl::StatusOr<v1::ZeroGradientsResponse> HeadOperations::ZeroGradients(
     const v1::ZeroGradientsRequest& request) {
   const NamedLocks::Guard guard = locks_.Lock(request.head());
-  if (absl::Status status = engine_->ZeroGradients(request.head(), request.step()); !status.ok())
-    return status;
-  absl::StatusOr<v1::HeadState> state = State(request.head());
+  const absl::StatusOr<engine::HeadState> state = engine_->ZeroGradients(request.head(), request.step());
   if (!state.ok()) return state.status();
   v1::ZeroGradientsResponse response;
-  *response.mutable_state() = *std::move(state);
+  *response.mutable_state() = messages::ToProto(*state);
   return response;
 }
 
@@ -251,15 +279,13 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::Loa
 }
 
 absl::Status HeadOperations::WriteLoaded(const std::string& head, const head::CheckpointReader& reader) {
-  bool writing = false;
+  const head::CheckpointSubject& saved = reader.subject();
+  bool begun = false;
   absl::Status status = reader.Load(
       [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<const uint8_t> in) {
-        if (!std::exchange(writing, true)) {
-          absl::Status marked = engine_->MarkWeightsInvalid(
-              head, absl::UnavailableError(absl::StrCat(
-                        "the weights of head ", head,
-                        " are being replaced by a checkpoint's, or that failed half-way (load one again)")));
-          if (!marked.ok()) return marked;
+        if (!std::exchange(begun, true)) {
+          absl::Status begin = engine_->BeginLoad(head, {saved.step, saved.updates}, saved.last_step);
+          if (!begin.ok()) return begin;
         }
         return engine_->OnDevice(head, [&](head::Head& on_device) {
           return on_device.WriteRows(id, row_begin, rows, kernels::DType::kFloat32, in);
@@ -267,71 +293,48 @@ absl::Status HeadOperations::WriteLoaded(const std::string& head, const head::Ch
       },
       options_.transfer_bytes);
   if (!status.ok()) return status;
-  const head::CheckpointSubject& saved = reader.subject();
-  return engine_->ResetStep(head, {saved.step, saved.updates}, saved.last_step);
+  return engine_->EndLoad(head);
 }
 
 // ---- Tensors ----
 
-absl::StatusOr<TensorRows> HeadOperations::CheckRows(const std::string& head, absl::string_view field_prefix,
-                                                     v1::Param param, v1::Role role, const v1::RowRange* rows,
-                                                     v1::DType dtype) {
-  const auto field = [&](absl::string_view name) { return absl::StrCat(field_prefix, name); };
-  const absl::StatusOr<kernels::TensorId> id = messages::ToTensorId(param, role, field_prefix);
-  if (!id.ok()) return id.status();
-  const absl::StatusOr<kernels::DType> type =
-      messages::ToDType(dtype, field("dtype"), kernels::DType::kFloat32);
-  if (!type.ok()) return type.status();
-  const absl::StatusOr<engine::HeadSnapshot> snapshot = engine_->Describe(head);
-  if (!snapshot.ok()) return errors::Within(field_prefix, snapshot.status());
-  if (!kernels::HasTensor(snapshot->config, *id)) {
-    return errors::FieldError(field("param"), absl::StrCat("be a tensor of head ", head),
-                              head::TensorName(*id), absl::StatusCode::kNotFound);
-  }
-  TensorRows tensor{
-      .head = head, .id = *id, .shape = kernels::ShapeOf(snapshot->config, id->param), .dtype = *type};
-  tensor.rows = {0, tensor.shape.rows};
-  if (rows != nullptr) {
-    const absl::StatusOr<engine::RowRange> range =
-        messages::ToRowRange(*rows, field("rows"), tensor.shape.rows);
-    if (!range.ok()) return range.status();
-    tensor.rows = *range;
-  }
-  return tensor;
+absl::StatusOr<TensorRead> HeadOperations::OpenRead(const v1::ReadTensorRequest& request) {
+  const TensorFields fields{.head = request.head(),
+                            .param = request.param(),
+                            .role = request.role(),
+                            .rows = request.has_rows() ? &request.rows() : nullptr,
+                            .dtype = request.dtype()};
+  return OpenTensor<TensorRead>(fields, "", [&] { return engine_->OpenReader(request.head()); });
 }
 
-absl::StatusOr<TensorRows> HeadOperations::CheckRead(const v1::ReadTensorRequest& request) {
-  return CheckRows(request.head(), "", request.param(), request.role(),
-                   request.has_rows() ? &request.rows() : nullptr, request.dtype());
-}
-
-absl::StatusOr<TensorRows> HeadOperations::CheckWrite(const v1::OpenTensor& open) {
+absl::StatusOr<TensorWrite> HeadOperations::OpenWrite(const v1::OpenTensor& open) {
   if (open.role() == v1::ROLE_GRADIENT) {
     return errors::FieldError("open.role", "not be ROLE_GRADIENT: gradients only accumulate", "ROLE_GRADIENT",
                               absl::StatusCode::kFailedPrecondition);
   }
-  return CheckRows(open.head(), "open.", open.param(), open.role(), open.has_rows() ? &open.rows() : nullptr,
-                   open.dtype());
+  const TensorFields fields{.head = open.head(),
+                            .param = open.param(),
+                            .role = open.role(),
+                            .rows = open.has_rows() ? &open.rows() : nullptr,
+                            .dtype = open.dtype()};
+  auto write = OpenTensor<TensorWrite>(fields, "open.", [&] { return engine_->OpenWriter(open.head()); });
+  if (write.ok()) write->writer->SetRows(write->tensor.id, write->tensor.rows);
+  return write;
 }
 
-absl::Status HeadOperations::ReadRows(const TensorRows& tensor, engine::RowRange rows,
-                                      absl::Span<uint8_t> out) {
-  return engine_->OnDevice(tensor.head, [&](head::Head& head) {
-    return head.ReadRows(tensor.id, rows.begin, rows.size(), tensor.dtype, out);
-  });
+absl::StatusOr<v1::HeadState> HeadOperations::ReadRows(const TensorRead& read, engine::RowRange rows,
+                                                       absl::Span<uint8_t> out) {
+  const auto state = read.reader->Read(read.tensor.id, rows, read.tensor.dtype, out);
+  if (!state.ok()) return state.status();
+  return messages::ToProto(*state);
 }
 
-absl::Status HeadOperations::WriteRows(const TensorRows& tensor, engine::RowRange rows,
-                                       absl::Span<const uint8_t> in) {
-  const NamedLocks::Guard guard = locks_.Lock(tensor.head);
-  return WriteRowsOfLocked(tensor, rows, in);
-}
-
-absl::Status HeadOperations::WriteRowsOfLocked(const TensorRows& tensor, engine::RowRange rows,
-                                               absl::Span<const uint8_t> in) {
-  return engine_->OnDevice(tensor.head, [&](head::Head& head) {
-    return head.WriteRows(tensor.id, rows.begin, rows.size(), tensor.dtype, in);
-  });
+absl::StatusOr<v1::HeadState> HeadOperations::WriteRows(const TensorWrite& write, engine::RowRange rows,
+                                                        absl::Span<const uint8_t> in) {
+  const NamedLocks::Guard guard = locks_.Lock(write.tensor.head);
+  const auto state = write.writer->Write(rows, write.tensor.dtype, in);
+  if (!state.ok()) return state.status();
+  return messages::ToProto(*state);
 }
 
 }  // namespace lossd::admin

@@ -8,6 +8,7 @@
 #define LOSSD_SERVER_ADMIN_HEAD_OPERATIONS_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -43,6 +44,16 @@ struct TensorRows {
   int64_t row_bytes() const { return shape.cols * static_cast<int64_t>(kernels::SizeOf(dtype)); }
 };
 
+// Such rows, and the way to them.
+struct TensorRead {
+  TensorRows tensor;
+  std::unique_ptr<engine::TensorReader> reader;
+};
+struct TensorWrite {
+  TensorRows tensor;
+  std::unique_ptr<engine::TensorWriter> writer;
+};
+
 class HeadOperations {
  public:
   // `engine` and `metrics` outlive this.
@@ -61,12 +72,15 @@ class HeadOperations {
   }
   Checkpoints& checkpoints() { return checkpoints_; }
 
-  // Which rows a ReadTensor or WriteTensor call is about. FAILED_PRECONDITION for writing gradients.
-  absl::StatusOr<TensorRows> CheckRead(const v1::ReadTensorRequest& request);
-  absl::StatusOr<TensorRows> CheckWrite(const v1::OpenTensor& open);
-  // Copies `rows` of the tensor; the span has exactly their bytes in tensor.dtype.
-  absl::Status ReadRows(const TensorRows& tensor, engine::RowRange rows, absl::Span<uint8_t> out);
-  absl::Status WriteRows(const TensorRows& tensor, engine::RowRange rows, absl::Span<const uint8_t> in);
+  // Opens a ReadTensor or WriteTensor call. FAILED_PRECONDITION for writing gradients.
+  absl::StatusOr<TensorRead> OpenRead(const v1::ReadTensorRequest& request);
+  absl::StatusOr<TensorWrite> OpenWrite(const v1::OpenTensor& open);
+  // Copies the next `rows` of the tensor; the span has exactly their bytes in its dtype. The head's state at
+  // that moment; errors as engine::TensorReader and TensorWriter.
+  static absl::StatusOr<v1::HeadState> ReadRows(const TensorRead& read, engine::RowRange rows,
+                                                absl::Span<uint8_t> out);
+  absl::StatusOr<v1::HeadState> WriteRows(const TensorWrite& write, engine::RowRange rows,
+                                          absl::Span<const uint8_t> in);
   absl::StatusOr<v1::HeadState> State(absl::string_view head);
 
  private:
@@ -78,11 +92,6 @@ class HeadOperations {
                             absl::FunctionRef<absl::Status()> fill);
   absl::Status FillUniform(const std::string& head, const kernels::HeadConfig& config, uint64_t seed);
   absl::Status FillTensor(const TensorRows& tensor, RowSource source);
-  absl::Status WriteRowsOfLocked(const TensorRows& tensor, engine::RowRange rows,
-                                 absl::Span<const uint8_t> in);
-  absl::StatusOr<TensorRows> CheckRows(const std::string& head, absl::string_view field_prefix,
-                                       v1::Param param, v1::Role role, const v1::RowRange* rows,
-                                       v1::DType dtype);
   absl::StatusOr<v1::HeadDescription> Description(absl::string_view head);
   absl::Status WriteLoaded(const std::string& head, const head::CheckpointReader& reader);
 

@@ -67,7 +67,9 @@ class Files {
  public:
   using Readers = std::map<std::string, std::unique_ptr<formats::SafetensorsReader>>;
 
-  Files(const std::string& directory, Readers* readers) : directory_(directory), readers_(readers) {}
+  // `tensors`: the names of all that will be looked for.
+  Files(const std::string& directory, std::vector<std::string> tensors, Readers* readers)
+      : directory_(directory), tensors_(std::move(tensors)), readers_(readers) {}
 
   // `path` is what the request says.
   absl::Status Find(const std::string& path) {
@@ -99,9 +101,9 @@ class Files {
 
  private:
   absl::Status OpenIndex() {
-    const absl::StatusOr<std::string> real = head::ResolveBelow(directory_, path_);
-    if (!real.ok()) return real.status();
-    absl::StatusOr<formats::SafetensorsIndex> index = formats::SafetensorsIndex::Open(*real, path_);
+    const absl::StatusOr<std::unique_ptr<formats::InputFile>> file = head::OpenBelow(directory_, path_);
+    if (!file.ok()) return file.status();
+    absl::StatusOr<formats::SafetensorsIndex> index = formats::SafetensorsIndex::Read(**file, tensors_);
     if (!index.ok()) return index.status();
     index_ = *std::move(index);
     return absl::OkStatus();
@@ -110,15 +112,16 @@ class Files {
   absl::StatusOr<const formats::SafetensorsReader*> Reader(const std::string& path) {
     std::unique_ptr<formats::SafetensorsReader>& reader = (*readers_)[path];
     if (reader != nullptr) return reader.get();
-    const absl::StatusOr<std::string> real = head::ResolveBelow(directory_, path);
-    if (!real.ok()) return real.status();
-    auto opened = formats::SafetensorsReader::Open(*real, path);
+    absl::StatusOr<std::unique_ptr<formats::InputFile>> file = head::OpenBelow(directory_, path);
+    if (!file.ok()) return file.status();
+    auto opened = formats::SafetensorsReader::Open(*std::move(file));
     if (!opened.ok()) return opened.status();
     reader = *std::move(opened);
     return reader.get();
   }
 
   const std::string& directory_;
+  const std::vector<std::string> tensors_;
   Readers* const readers_;
   std::string path_;  // of the index or of the only file
   std::optional<formats::SafetensorsIndex> index_;
@@ -147,7 +150,9 @@ absl::StatusOr<HeadSource::Tensor> Match(const Wanted& wanted, const kernels::He
 absl::StatusOr<HeadSource> HeadSource::Open(const std::string& directory, const v1::TensorFile& file,
                                             const kernels::HeadConfig& config) {
   HeadSource source;
-  Files files(directory, &source.files_);
+  Files files(directory,
+              {file.weight(), file.bias(), file.norm_gain(), file.norm_shift(), file.class_weights()},
+              &source.files_);
   if (absl::Status status = files.Find(file.path()); !status.ok())
     return InField(kPathField, file.path(), status);
   const Wanted all[] = {

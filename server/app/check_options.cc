@@ -63,11 +63,13 @@ absl::Status CheckOptions(const ServerOptions& options) {
   absl::Status status = CheckAtLeast("threads", options.threads, 0);
   status.Update(CheckAtLeast("workspace_bytes", options.workspace_bytes, 0));
   status.Update(CheckAtLeast("memory_limit_bytes", options.memory_limit_bytes, 0));
+  status.Update(CheckAtLeast("memory_reserve_bytes", options.memory_reserve_bytes, 0));
   status.Update(CheckAtLeast("slice_bytes", options.slice_bytes, 64));
   status.Update(CheckAtLeast("staging_bytes", options.staging_bytes, 2 * options.slice_bytes));
   status.Update(CheckAtLeast("retained_bytes", options.retained_bytes, 0));
   status.Update(CheckAtLeast("checkpoint_buffer_bytes", options.checkpoint_buffer_bytes, 0));
   status.Update(CheckAtLeast("keep_checkpoints", options.keep_checkpoints, 0));
+  status.Update(CheckAtLeast("checkpoint_limit_bytes", options.checkpoint_limit_bytes, 0));
   status.Update(CheckAtLeast("max_streams", options.max_streams, 1));
   status.Update(CheckAtLeast("max_heads", options.max_heads, 1));
   if (options.slice_bytes > 1024 * kMebibyte) {

@@ -1,8 +1,8 @@
 // lossd: the server. Everything has a default; `lossd --help` lists the flags, `--flagfile=FILE` reads them
 // from a file, one a line.
 //
-// Exit status: 0 after a drain, 1 if the server could not start or was told to stop twice, 2 for a bad flag.
-#include <pthread.h>
+// Exit status: 0 after a drain, 1 if the server could not start or was told to stop twice, 2 for a bad flag,
+// 3 if the device was lost.
 #include <signal.h>
 #include <unistd.h>
 
@@ -26,11 +26,13 @@
 #include "absl/time/time.h"
 #include "server/app/byte_size.h"
 #include "server/app/server.h"
+#include "server/app/stop_events.h"
 #include "server/log/log.h"
 
 using lossd::app::ByteSize;
 using lossd::app::Server;
 using lossd::app::ServerOptions;
+using lossd::app::StopEvents;
 using lossd::log::Log;
 using lossd::log::LogFormat;
 using lossd::log::LogLevel;
@@ -51,12 +53,22 @@ ABSL_FLAG(
     "After a save that the server named (step-...), keep so many of those per head, the newest, and remove "
     "older ones; checkpoints named by clients stay. 0: keep all. A save may ask for another number");
 ABSL_FLAG(
+    ByteSize, checkpoint_limit_bytes, ByteSize{ServerOptions().checkpoint_limit_bytes},
+    "What all files below --checkpoint_dir may take together. A save that would pass it is refused before "
+    "anything is written. 0: no limit");
+ABSL_FLAG(
     ByteSize, checkpoint_buffer_bytes, ByteSize{ServerOptions().checkpoint_buffer_bytes},
     "Memory a running save may take to read a head ahead of the disk, as far as it needs it. Steps wait "
     "only for the part of a checkpoint that does not fit");
 ABSL_FLAG(std::string, backend, ServerOptions().backend,
           "What computes: cpu, cuda, or auto: a GPU if there is one");
-ABSL_FLAG(int, device, ServerOptions().device, "CUDA backend: index among the visible GPUs");
+ABSL_FLAG(
+    std::string, device, ServerOptions().device,
+    "CUDA backend: index among the visible GPUs, or the UUID of one as nvidia-smi -L prints it (GPU-...)");
+ABSL_FLAG(
+    bool, exit_on_device_loss, true,
+    "When the device is lost, answer the calls that are open, as after SIGTERM, and end with status 3, so "
+    "that whatever supervises the server starts it again. False: go on without a device, and fail /livez");
 ABSL_FLAG(int, threads, ServerOptions().threads, "Threads of the CPU backend; 0: all the process may use");
 ABSL_FLAG(
     ByteSize, workspace_bytes, ByteSize{ServerOptions().workspace_bytes},
@@ -65,6 +77,11 @@ ABSL_FLAG(
     "their logits take at most 64MiB on a GPU");
 ABSL_FLAG(ByteSize, memory_limit_bytes, ByteSize{ServerOptions().memory_limit_bytes},
           "Refuse heads that would take the planned memory beyond this; 0: no limit");
+ABSL_FLAG(
+    ByteSize, memory_reserve_bytes, ByteSize{ServerOptions().memory_reserve_bytes},
+    "Leave so much of the host's memory (of what is available, and within the limits of the control groups "
+    "and of the process) to others: a head on the CPU that would take it is refused, and the buffer of a "
+    "save gets smaller");
 ABSL_FLAG(
     bool, deterministic, ServerOptions().deterministic,
     "Accumulate in the order of microbatch ids, which then have to be 0, 1, 2, ... in each step, so that "
@@ -122,6 +139,9 @@ ABSL_FLAG(LogFormat, log_format, LogFormat::kText, "Form of log lines: text or j
 
 namespace {
 
+constexpr int kExitFailure = 1;
+constexpr int kExitDeviceLost = 3;
+
 // Abseil ends the process with status 1 for a bad flag as for --help; here these are 2 and 0.
 bool g_parsing_flags = false;
 bool g_asked_for_help = false;
@@ -178,6 +198,7 @@ ServerOptions OptionsFromFlags() {
   options.threads = absl::GetFlag(FLAGS_threads);
   options.workspace_bytes = absl::GetFlag(FLAGS_workspace_bytes).bytes;
   options.memory_limit_bytes = absl::GetFlag(FLAGS_memory_limit_bytes).bytes;
+  options.memory_reserve_bytes = absl::GetFlag(FLAGS_memory_reserve_bytes).bytes;
   options.deterministic = absl::GetFlag(FLAGS_deterministic);
   options.slice_bytes = absl::GetFlag(FLAGS_slice_bytes).bytes;
   options.staging_bytes = absl::GetFlag(FLAGS_staging_bytes).bytes;
@@ -186,30 +207,13 @@ ServerOptions OptionsFromFlags() {
   options.max_heads = absl::GetFlag(FLAGS_max_heads);
   options.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_dir);
   options.keep_checkpoints = absl::GetFlag(FLAGS_keep_checkpoints);
+  options.checkpoint_limit_bytes = absl::GetFlag(FLAGS_checkpoint_limit_bytes).bytes;
   options.checkpoint_buffer_bytes = absl::GetFlag(FLAGS_checkpoint_buffer_bytes).bytes;
   options.drain_timeout = absl::GetFlag(FLAGS_drain_timeout);
   options.liveness_timeout = absl::GetFlag(FLAGS_liveness_timeout);
   options.retained_timeout = absl::GetFlag(FLAGS_retained_timeout);
   SetClientLimits(options);
   return options;
-}
-
-// Before any thread starts: signals are then taken by sigwait alone.
-sigset_t BlockSignals() {
-  signal(SIGPIPE, SIG_IGN);
-  signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error of the write, not the end of the server
-  sigset_t signals;
-  sigemptyset(&signals);
-  sigaddset(&signals, SIGTERM);
-  sigaddset(&signals, SIGINT);
-  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
-  return signals;
-}
-
-int WaitForSignal(const sigset_t& signals) {
-  int signal_number = 0;
-  sigwait(&signals, &signal_number);
-  return signal_number;
 }
 
 // A reader sees the whole file or none.
@@ -233,37 +237,57 @@ int Fail(const absl::Status& status) {
   return absl::IsInvalidArgument(status) ? 2 : 1;
 }
 
-// Drains; a second signal ends the process at once.
-void DrainOnSignal(Server& server, const sigset_t& signals) {
-  const int signal_number = WaitForSignal(signals);
+// Ends the process if the drain takes longer than it may: at a second signal, or, with the device lost, when
+// a call to the device hangs for ever.
+void WatchTheDrain(StopEvents& events, bool device_lost) {
+  std::thread([&events, device_lost] {
+    events.WaitForSignal();
+    Log(LogLevel::kWarning, "second signal: leaving at once");
+    _exit(device_lost ? kExitDeviceLost : kExitFailure);
+  }).detach();
+  if (!device_lost) return;
+  constexpr absl::Duration kGrace = absl::Seconds(10);
+  std::thread([limit = absl::GetFlag(FLAGS_drain_timeout) + kGrace] {
+    absl::SleepFor(limit);
+    Log(LogLevel::kError, "the drain does not end: leaving at once");
+    _exit(kExitDeviceLost);
+  }).detach();
+}
+
+void Drain(Server& server, StopEvents& events, const StopEvents::Event& event) {
   const absl::Duration timeout = absl::GetFlag(FLAGS_drain_timeout);
   Log(LogLevel::kInfo, "draining",
-      {{"signal", strsignal(signal_number)},
+      {{"reason", event.signal == 0 ? "the device is lost" : strsignal(event.signal)},
        {"timeout", absl::FormatDuration(timeout)},
        {"open_streams", server.stats().open_streams}});
-  std::thread([signals] {
-    WaitForSignal(signals);
-    Log(LogLevel::kWarning, "second signal: leaving at once");
-    _exit(1);
-  }).detach();
+  WatchTheDrain(events, event.signal == 0);
   const bool clean = server.Drain(absl::Now() + timeout);
   Log(clean ? LogLevel::kInfo : LogLevel::kWarning,
       clean ? "drained" : "drained; calls still open were cancelled");
 }
 
 int Run() {
-  const sigset_t signals = BlockSignals();
+  StopEvents events;
+  signal(SIGPIPE, SIG_IGN);
+  signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error of the write, not the end of the server
   lossd::log::Configure(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
-  absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(OptionsFromFlags());
+  ServerOptions options = OptionsFromFlags();
+  if (absl::GetFlag(FLAGS_exit_on_device_loss))
+    options.on_device_lost = [&events] { events.NotifyDeviceLost(); };
+  absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(options);
   if (!server.ok()) return Fail(server.status());
   const std::string port_file = absl::GetFlag(FLAGS_port_file);
   if (!port_file.empty()) {
     if (absl::Status status = WritePortFile(port_file, **server); !status.ok()) return Fail(status);
   }
-  DrainOnSignal(**server, signals);
-  server->reset();
+  const StopEvents::Event event = events.Wait();
+  Drain(**server, events, event);
+  const bool device_lost = event.signal == 0;
+  if (!device_lost) server->reset();
   if (!port_file.empty()) std::remove(port_file.c_str());
   Log(LogLevel::kInfo, "stopped");
+  // Giving back what lies on a lost device could hang or fail.
+  if (device_lost) _exit(kExitDeviceLost);
   return 0;
 }
 

@@ -17,6 +17,7 @@
 #include "server/app/addresses.h"
 #include "server/app/check_options.h"
 #include "server/app/device_watch.h"
+#include "server/app/gpu_watch.h"
 #include "server/app/health.h"
 #include "server/log/log.h"
 #include "server/metrics/http_server.h"
@@ -103,6 +104,7 @@ class ServerImpl final : public Server {
   std::unique_ptr<metrics::Metrics> metrics_;
   std::optional<DeviceWatch> device_watch_;
   std::unique_ptr<engine::Engine> engine_;
+  std::unique_ptr<metrics::GpuMonitor> gpu_;
   std::unique_ptr<rpc::LossService> loss_service_;
   std::unique_ptr<rpc::HeadService> head_service_;
   std::unique_ptr<rpc::ServerService> server_service_;
@@ -161,6 +163,7 @@ absl::Status ServerImpl::CreateEngine() {
                               .threads = options_.threads,
                               .workspace_bytes = options_.workspace_bytes,
                               .memory_limit_bytes = options_.memory_limit_bytes,
+                              .memory_reserve_bytes = options_.memory_reserve_bytes,
                               .deterministic = options_.deterministic});
   if (!backend.ok()) return backend.status();
   if (!backend->note.empty()) log::Log(log::LogLevel::kInfo, "no GPU backend", {{"reason", backend->note}});
@@ -183,6 +186,8 @@ absl::Status ServerImpl::CreateEngine() {
   if (!engine.ok()) return engine.status();
   engine_ = *std::move(engine);
   metrics_->Attach(engine_.get(), backend_.get());
+  gpu_ = WatchGpu(info, {metrics_.get(), &*device_watch_});
+  metrics_->AttachGpu(gpu_.get());
   return absl::OkStatus();
 }
 
@@ -197,7 +202,9 @@ void ServerImpl::CreateServices() {
   rpc::HeadServiceOptions head_options;
   head_options.operations.checkpoints.directory = options_.checkpoint_directory;
   head_options.operations.checkpoints.buffer_bytes = options_.checkpoint_buffer_bytes;
+  head_options.operations.checkpoints.memory_reserve_bytes = options_.memory_reserve_bytes;
   head_options.operations.checkpoints.keep = options_.keep_checkpoints;
+  head_options.operations.checkpoints.limit_bytes = options_.checkpoint_limit_bytes;
   head_options.operations.default_compute_dtype = backend_->info().default_compute_dtype;
   head_options.max_waiting_calls = options_.max_waiting_calls;
   head_options.max_tensor_calls = options_.max_tensor_calls;
@@ -302,8 +309,9 @@ Health ServerImpl::health() const {
 
 // What is on the device cannot be reached any more: have this server replaced.
 void ServerImpl::OnDeviceLost(const absl::Status& status) {
-  log::Log(log::LogLevel::kError, "the device is lost; restart the server", {{"error", status.message()}});
+  log::Log(log::LogLevel::kError, "the device is lost", {{"error", status.message()}});
   if (grpc_ != nullptr) grpc_->GetHealthCheckService()->SetServingStatus(false);
+  options_.on_device_lost();
 }
 
 std::shared_ptr<grpc::Channel> ServerImpl::InProcessChannel() {
@@ -367,7 +375,10 @@ ServerImpl::~ServerImpl() {
   server_service_.reset();
   head_service_.reset();
   loss_service_.reset();
-  if (metrics_ != nullptr) metrics_->Detach();
+  if (metrics_ != nullptr) {
+    metrics_->AttachGpu(nullptr);
+    metrics_->Detach();
+  }
   if (engine_ != nullptr) WaitForStaging();
 }
 

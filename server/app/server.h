@@ -5,6 +5,7 @@
 #define LOSSD_SERVER_APP_SERVER_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -30,10 +31,12 @@ struct ServerOptions {
 
   // Compute.
   std::string backend = "auto";    // "auto" (a GPU if there is one), "cpu" or "cuda"
-  int device = 0;                  // CUDA backend: index among the visible GPUs
+  std::string device = "0";        // CUDA backend: index among the visible GPUs, or a UUID
   int threads = 0;                 // CPU backend; 0: all the process may use
   int64_t workspace_bytes = 0;     // per head; 0: 256 MiB (CPU), 2 GiB or less (CUDA)
   int64_t memory_limit_bytes = 0;  // heads and staging; 0: none
+  // Of the host's memory so much is left to others, by heads on the CPU backend and by the buffers of saves.
+  int64_t memory_reserve_bytes = int64_t{256} << 20;
   // The same microbatches give the same weights, bit for bit, whatever arrives first (docs/exactly-once.md).
   bool deterministic = false;
 
@@ -61,12 +64,15 @@ struct ServerOptions {
   std::string checkpoint_directory = "./lossd-checkpoints";
   int64_t checkpoint_buffer_bytes = int64_t{1} << 30;   // what a save may read ahead of the disk
   int64_t keep_checkpoints = 0;                         // automatic ones, per head; 0: all
+  int64_t checkpoint_limit_bytes = 0;                   // all files below the directory; 0: no limit
   absl::Duration drain_timeout = absl::Seconds(30);     // open calls may finish for so long
   absl::Duration retained_timeout = absl::Minutes(10);  // deferred microbatches not used for so long go
   // /livez reports a device without progress for so long. Longer than any one piece of work: the creation of
   // a head, an optimizer step, a chunk; on a slow CPU those take minutes. At least two of
   // engine::kDeviceBeat.
   absl::Duration liveness_timeout = absl::Minutes(10);
+  // Called once when the device is lost, on a thread of the engine's; must not call into the server.
+  std::function<void()> on_device_lost = [] {};
 };
 
 class Server {

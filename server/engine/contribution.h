@@ -4,6 +4,7 @@
 #define LOSSD_SERVER_ENGINE_CONTRIBUTION_H_
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "kernels/dtype.h"
 #include "kernels/head_config.h"
 #include "server/engine/stream.h"
+#include "server/engine/versions.h"
 
 namespace lossd::engine {
 
@@ -20,6 +22,7 @@ namespace lossd::engine {
 struct ContributionSpec {
   std::string head;
   uint64_t step = 0;
+  std::optional<uint64_t> generation;  // HeadState::generation that it is meant for
   uint64_t contribution_id = 0;
   kernels::Param param = kernels::Param::kWeight;
   std::optional<RowRange> contribution_rows;  // absent: all rows of the parameter
@@ -37,20 +40,29 @@ struct ContributionTerms {
   friend bool operator==(const ContributionTerms&, const ContributionTerms&) = default;
 };
 
+class HeadSession;
+
 // An open call; Engine::AddRows takes its rows.
 struct Contribution {
-  std::string head;
-  HeadState state;  // when it was opened
+  std::shared_ptr<HeadSession> session;  // of the head, which may have been deleted since
+  HeadState state;                       // when it was opened
+  Binding binding;                       // all rows of a call are added to one generation
   uint64_t id = 0;
   ContributionTerms terms;
-  RowRange rows;            // carried by this call
-  int64_t cols = 1;         // elements of a row
-  uint64_t generation = 0;  // of the head's gradients; a call does not outlive their being zeroed
+  RowRange rows;     // carried by this call
+  int64_t cols = 1;  // elements of a row
 
   int64_t row_bytes() const { return cols * static_cast<int64_t>(kernels::SizeOf(terms.dtype)); }
 };
 
-// OUT_OF_RANGE naming the row and column of the first element that is not finite. `values` are `rows` of the
+// What became of the rows of one message.
+struct AddedRows {
+  int64_t rows = 0;  // that had not been added before
+  HeadState state;   // when they were added
+};
+
+// OUT_OF_RANGE naming the row and column of the first element that is not finite, or whose product with the
+// scale is not finite in fp32. `values` are `rows` of the
 // contribution.
 absl::Status CheckFinite(const Contribution& contribution, RowRange rows, absl::Span<const uint8_t> values);
 

@@ -35,13 +35,7 @@ absl::Status CheckSpec(const ContributionSpec& spec, const kernels::HeadConfig& 
 // Whether the call may still add to the head's gradients.
 absl::Status CheckOpen(HeadSession& session, const Contribution& contribution) {
   const OpenStep& step = session.step();
-  if (contribution.state.step != step.number()) {
-    return StepNotOpen("open.step", contribution.state.step, step.number());
-  }
-  if (contribution.generation != step.generation()) {
-    return absl::AbortedError(
-        "the step's gradients were zeroed, or a checkpoint was loaded, during the call");
-  }
+  if (auto bound = step.CheckBound(contribution.binding); !bound.ok()) return bound;
   if (!session.schedule().HasTurn(contribution.id)) {
     return absl::UnavailableError(
         absl::StrCat("contribution ", contribution.id,
@@ -89,19 +83,20 @@ absl::Status AddOnDevice(HeadSession& session, const Contribution& contribution,
 absl::StatusOr<Contribution> OpenContribution(HeadSession& session, const ContributionSpec& spec) {
   OpenStep& step = session.step();
   if (auto status = CheckSpec(spec, session.config()); !status.ok()) return status;
+  if (auto meant = step.CheckGeneration("open.generation", spec.generation); !meant.ok()) return meant;
   if (spec.step != step.number()) return StepNotOpen("open.step", spec.step, step.number());
-  if (!step.CheckValid().ok()) return step.CheckValid();
+  if (auto valid = step.CheckValid(); !valid.ok()) return valid;
   if (auto status = CheckId(step, spec.contribution_id); !status.ok()) return status;
   const kernels::TensorShape shape = kernels::ShapeOf(session.config(), spec.param);
-  Contribution contribution{.head = session.name(),
+  Contribution contribution{.session = session.shared_from_this(),
                             .state = step.state(),
+                            .binding = {.generation = step.versions().generation()},
                             .id = spec.contribution_id,
                             .terms = {.param = spec.param,
                                       .rows = spec.contribution_rows.value_or(RowRange{0, shape.rows}),
                                       .dtype = spec.dtype,
                                       .scale = spec.scale},
-                            .cols = shape.cols,
-                            .generation = step.generation()};
+                            .cols = shape.cols};
   contribution.rows = spec.rows.value_or(contribution.terms.rows);
   // Booked with its first rows, unless it is complete without any.
   if (contribution.terms.rows.size() > 0) {
@@ -126,21 +121,24 @@ absl::Status CheckRows(const Contribution& contribution, RowRange rows, absl::Sp
   return CheckFinite(contribution, rows, values);
 }
 
-absl::StatusOr<int64_t> AddRows(HeadSession& session, const Contribution& contribution,
-                                const ContributionRows& rows) {
+absl::StatusOr<AddedRows> AddRows(HeadSession& session, const Contribution& contribution,
+                                  const ContributionRows& rows) {
   const absl::StatusOr<std::vector<RowRange>> pending = Pending(session, contribution, rows);
   if (!pending.ok()) return pending.status();
   const int64_t row_bytes = contribution.row_bytes();
-  int64_t added = 0;
+  AddedRows added;
   for (RowRange run : *pending) {
     const auto values = rows.values.subspan(static_cast<size_t>((run.begin - rows.rows.begin) * row_bytes),
                                             static_cast<size_t>(run.size() * row_bytes));
     if (auto status = AddOnDevice(session, contribution, run, values); !status.ok()) return status;
-    added += run.size();
+    added.rows += run.size();
   }
   absl::MutexLock lock(&session.context().mutex);
-  session.step().contributions().Commit(contribution.id, rows.rows, rows.checksums);
+  OpenStep& step = session.step();
+  step.contributions().Commit(contribution.id, rows.rows, rows.checksums);
+  if (added.rows > 0) step.versions().NewAccumulation();
   session.schedule().OnContribution();
+  added.state = step.state();
   return added;
 }
 

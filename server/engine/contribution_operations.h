@@ -24,10 +24,10 @@ struct ContributionRows {
 };
 // INVALID_ARGUMENT or OUT_OF_RANGE naming what is wrong. Without the lock, on any thread.
 absl::Status CheckRows(const Contribution& contribution, RowRange rows, absl::Span<const uint8_t> values);
-// The body of an operation (step_operations.h): adds those of the rows that had not been added before, and
-// returns how many that are. The rest as Engine::AddRows.
-absl::StatusOr<int64_t> AddRows(HeadSession& session, const Contribution& contribution,
-                                const ContributionRows& rows);
+// The body of an operation (step_operations.h): adds those of the rows that had not been added before,
+// together with their entries in the ledger. The rest as Engine::AddRows.
+absl::StatusOr<AddedRows> AddRows(HeadSession& session, const Contribution& contribution,
+                                  const ContributionRows& rows);
 
 }  // namespace lossd::engine
 

@@ -7,28 +7,37 @@
 
 namespace lossd::engine {
 
+absl::Status CheckRetained(uint64_t id, const RetainedTerms& kept, const RetainedTerms& other,
+                           absl::string_view how) {
+  if (!(kept.terms == other.terms)) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "open.microbatch_id",
+                      absl::StrCat("is ", how, " with other options; release it first"), absl::StrCat(id));
+  }
+  const RowRange a = kept.rows;
+  const RowRange b = other.rows;
+  if (a == b || a.end <= b.begin || b.end <= a.begin) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kAlreadyExists, "open.rows",
+                    absl::StrCat("overlaps rows ", Text(a), " of microbatch ", id, ", which are ", how,
+                                 "; release it first"),
+                    Text(b));
+}
+
 absl::Status DeferredMicrobatches::CheckAdd(uint64_t id, const MicrobatchTerms& terms, RowRange rows) const {
   const auto it = microbatches_.find(id);
   if (it == microbatches_.end()) return absl::OkStatus();
-  if (!(it->second.terms == terms)) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, "open.microbatch_id",
-                      "is retained with other options; release it first", absl::StrCat(id));
-  }
   for (const auto& [begin, part] : it->second.parts) {
-    const RowRange kept = part.retained.rows;
-    if (kept == rows || kept.end <= rows.begin || rows.end <= kept.begin) continue;
-    return FieldError(absl::StatusCode::kAlreadyExists, "open.rows",
-                      absl::StrCat("overlaps retained rows [", kept.begin, ", ", kept.end, ") of microbatch ",
-                                   id, "; release it first"),
-                      Text(rows));
+    auto agrees = CheckRetained(id, {it->second.terms, part.retained.rows}, {terms, rows}, "retained");
+    if (!agrees.ok()) return agrees;
   }
   return absl::OkStatus();
 }
 
-void DeferredMicrobatches::Add(uint64_t id, const MicrobatchTerms& terms, Part part, absl::Time now) {
+void DeferredMicrobatches::Add(uint64_t id, const MicrobatchTerms& terms, const Binding& binding, Part part,
+                               absl::Time now) {
   if (part.retained.rows.size() == 0) return;
   Microbatch& microbatch = microbatches_[id];
   microbatch.terms = terms;
+  microbatch.binding = binding;
   microbatch.last_used = now;
   microbatch.parts.insert_or_assign(part.retained.rows.begin, std::move(part));
 }
@@ -51,6 +60,10 @@ absl::StatusOr<const DeferredMicrobatches::Microbatch*> DeferredMicrobatches::Fi
   }
   it->second.last_used = now;
   return &it->second;
+}
+
+void DeferredMicrobatches::ReleaseIf(absl::FunctionRef<bool(const Binding&)> past) {
+  std::erase_if(microbatches_, [past](const auto& entry) { return past(entry.second.binding); });
 }
 
 int64_t DeferredMicrobatches::Expire(absl::Time limit) {

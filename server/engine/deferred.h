@@ -11,12 +11,15 @@
 #include <memory>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "server/engine/ledger.h"
 #include "server/engine/range_allocator.h"
 #include "server/engine/stream.h"
+#include "server/engine/versions.h"
 
 namespace lossd::engine {
 
@@ -25,6 +28,16 @@ struct RetainedRows {
   RowRange rows;
   std::shared_ptr<const RangeAllocator::Block> block;
 };
+
+// Rows that are retained, or are going to be, and what all rows of their microbatch have to agree on.
+struct RetainedTerms {
+  const MicrobatchTerms& terms;
+  RowRange rows;
+};
+// FAILED_PRECONDITION if the terms differ, ALREADY_EXISTS if the rows overlap without being the same. `how`
+// the first ones are kept, e.g. "retained".
+absl::Status CheckRetained(uint64_t id, const RetainedTerms& kept, const RetainedTerms& other,
+                           absl::string_view how);
 
 class DeferredMicrobatches {
  public:
@@ -35,6 +48,7 @@ class DeferredMicrobatches {
   };
   struct Microbatch {
     MicrobatchTerms terms;
+    Binding binding;                // the versions that its losses were computed with
     std::map<int64_t, Part> parts;  // by first row
     absl::Time last_used;
   };
@@ -43,14 +57,15 @@ class DeferredMicrobatches {
   // `rows` other than exactly those.
   absl::Status CheckAdd(uint64_t id, const MicrobatchTerms& terms, RowRange rows) const;
   // Keeps a part that CheckAdd allowed, unless it has no rows; replaces one with the same rows.
-  void Add(uint64_t id, const MicrobatchTerms& terms, Part part, absl::Time now);
+  void Add(uint64_t id, const MicrobatchTerms& terms, const Binding& binding, Part part, absl::Time now);
 
   // A microbatch whose parts cover `rows`, marked as used. NOT_FOUND names the first row that is not there.
   absl::StatusOr<const Microbatch*> Find(uint64_t id, RowRange rows, absl::Time now);
 
   // True if there was one.
   bool Release(uint64_t id) { return microbatches_.erase(id) > 0; }
-  void Clear() { microbatches_.clear(); }
+  // Releases those whose binding is past.
+  void ReleaseIf(absl::FunctionRef<bool(const Binding&)> past);
   // Releases what was last used before `limit`; returns how many microbatches.
   int64_t Expire(absl::Time limit);
 

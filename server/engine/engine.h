@@ -40,6 +40,7 @@
 #include "server/engine/snapshots.h"
 #include "server/engine/step_request.h"
 #include "server/engine/stream.h"
+#include "server/engine/tensor_access.h"
 #include "server/head/applied_step.h"
 #include "server/head/head.h"
 #include "server/head/progress.h"
@@ -80,20 +81,24 @@ class Engine {
   virtual absl::Status OnDevice(absl::string_view name,
                                 absl::FunctionRef<absl::Status(head::Head&)> operation) = 0;
 
+  // ---- Tensors ----
+  // For a published head: NOT_FOUND, UNAVAILABLE.
+  virtual absl::StatusOr<std::unique_ptr<TensorReader>> OpenReader(absl::string_view name) = 0;
+  virtual absl::StatusOr<std::unique_ptr<TensorWriter>> OpenWriter(absl::string_view name) = 0;
+
   // ---- Steps; all block ----
-  virtual absl::StatusOr<double> GradNorm(absl::string_view name, std::optional<uint64_t> step) = 0;
+  virtual absl::StatusOr<GradNormResult> GradNorm(absl::string_view name, std::optional<uint64_t> step) = 0;
   // On missing rows: FAILED_PRECONDITION, and GetMissing (errors.h) lists them. FAILED_PRECONDITION, too, if
   // the gradient's norm is not finite, unless StepRequest::skip_non_finite.
   virtual absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request) = 0;
-  virtual absl::Status ZeroGradients(absl::string_view name, uint64_t step) = 0;
-  // From now until ResetStep, streams and steps of the head are refused with `why` (not OK): its weights are
-  // being replaced, or that went wrong half-way.
-  virtual absl::Status MarkWeightsInvalid(absl::string_view name, const absl::Status& why) = 0;
-  // After a checkpoint was loaded: forgets the ledger, zeroes gradients, cancels accumulating streams and
-  // sets the open step. `last_step`: how the step before was applied; repeats of its ApplyStep are answered
-  // with that.
-  virtual absl::Status ResetStep(absl::string_view name, const head::Progress& progress,
+  virtual absl::StatusOr<HeadState> ZeroGradients(absl::string_view name, uint64_t step) = 0;
+  // A checkpoint takes the place of the head's step, weights and gradients: what is under way on them ends
+  // with ABORTED. Until EndLoad, by when all tensors have been written (OnDevice), calls that need them are
+  // refused with UNAVAILABLE. `last_step`: how the step before was applied; repeats of its ApplyStep are
+  // answered with that.
+  virtual absl::Status BeginLoad(absl::string_view name, const head::Progress& progress,
                                  const std::optional<head::AppliedStep>& last_step) = 0;
+  virtual absl::Status EndLoad(absl::string_view name) = 0;
 
   // ---- Contributions ----
   // Validates the spec and enters it in the ledger. Errors as in lossd.v1.HeadService.AddGradient.
@@ -105,10 +110,11 @@ class Engine {
   // True if `ready` will not be called any more because of this.
   virtual bool ForgetTurn(const Contribution& contribution, uint64_t ticket) = 0;
   // Blocks. Adds a slice, `rows` within contribution.rows, `values` [rows.size(), cols] in its dtype; returns
-  // how many of the rows were added, the others having been added before. All or nothing. UNAVAILABLE if it
-  // is not its turn (any more, since an earlier microbatch failed).
-  virtual absl::StatusOr<int64_t> AddRows(const Contribution& contribution, RowRange rows,
-                                          absl::Span<const uint8_t> values) = 0;
+  // how many of the rows were added, the others having been added before. All or nothing. ABORTED if the
+  // gradients are others than when it was opened, NOT_FOUND if the head was deleted, UNAVAILABLE if it is not
+  // its turn (any more, since an earlier microbatch failed).
+  virtual absl::StatusOr<AddedRows> AddRows(const Contribution& contribution, RowRange rows,
+                                            absl::Span<const uint8_t> values) = 0;
 
   // ---- Rows ----
   // Validates the spec and registers it in the ledger; results flow after Start. Errors as in
@@ -121,9 +127,9 @@ class Engine {
   // of the stream's RetainedSlices once. NOT_FOUND if the rows are not retained; otherwise as Open.
   virtual absl::StatusOr<std::unique_ptr<Stream>> OpenBackward(BackwardSpec spec,
                                                                std::shared_ptr<StreamObserver> observer) = 0;
-  // Lets go of a retained microbatch; its memory is free once streams that use it are done. False if there
-  // was none, NOT_FOUND if there is no such head.
-  virtual absl::StatusOr<bool> Release(absl::string_view name, uint64_t microbatch_id) = 0;
+  // Lets go of a retained microbatch; its memory is free once streams that use it are done. As
+  // lossd.v1.LossService.ReleaseMicrobatch.
+  virtual absl::StatusOr<ReleaseResult> Release(absl::string_view name, uint64_t microbatch_id) = 0;
   // Releases microbatches not used since `limit`; returns how many.
   virtual int64_t ExpireRetained(absl::Time limit) = 0;
 };

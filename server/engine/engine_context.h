@@ -22,6 +22,7 @@
 #include "server/engine/range_allocator.h"
 #include "server/engine/row_memory.h"
 #include "server/engine/staging_pool.h"
+#include "server/engine/versions.h"
 
 namespace lossd::engine {
 
@@ -44,9 +45,8 @@ struct EngineContext {
   const std::unique_ptr<kernels::RetainedMemory> retained;  // null: the engine keeps no rows
   RangeAllocator retained_ranges;                           // of `retained`
 
-  absl::Mutex mutex;  // the engine's lock
-  // The last number given to the gradients of a head (OpenStep::generation); no two heads share one.
-  uint64_t last_generation ABSL_GUARDED_BY(mutex) = 0;
+  absl::Mutex mutex;                               // the engine's lock
+  VersionCounter versions ABSL_GUARDED_BY(mutex);  // of all heads
   FairShare stream_places ABSL_GUARDED_BY(mutex);  // by peer
   RowMemory row_memory ABSL_GUARDED_BY(mutex);
   uint64_t last_turn_ticket ABSL_GUARDED_BY(mutex) = 0;

@@ -13,11 +13,6 @@
 #include "server/engine/stream_handle.h"
 
 namespace lossd::engine {
-namespace {
-
-absl::Status ShuttingDown() { return absl::UnavailableError("the server is shutting down"); }
-
-}  // namespace
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options,
                                                        kernels::Backend* backend, uint64_t incarnation,
@@ -88,6 +83,7 @@ absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadC
     absl::StatusOr<SessionPtr> session = nullptr;
     auto kernels = context_->backend->CreateHead(config);
     created = kernels.status();
+    if (absl::IsUnavailable(created)) context_->observers.Tell(&EngineObserver::OnDeviceError, created);
     if (created.ok()) {
       session = HeadSession::Create(context_.get(), std::string(name), *std::move(kernels));
       created = session.status();
@@ -116,6 +112,7 @@ absl::Status EngineImpl::DeleteHead(absl::string_view name) {
         return absl::FailedPreconditionError(
             absl::StrCat("head ", name, " has ", streams, " open ComputeLoss calls"));
       }
+      (*session)->BeginDelete();
       (*session)->schedule().EndTurns();
     }
     if (auto status = heads_.BeginDelete(name); !status.ok()) return status;
@@ -127,7 +124,7 @@ absl::Status EngineImpl::DeleteHead(absl::string_view name) {
       context_->loop.Remove(name);
       session = heads_.Remove(name);
       if (session == nullptr) return;  // its creation failed
-      session->step().Forget();
+      session->step().ForgetRows();
       for (Operation* operation : session->schedule().TakeOperations()) {
         operation->result = absl::NotFoundError(absl::StrCat("head ", name, " was deleted"));
         operation->done.Notify();
@@ -154,37 +151,49 @@ std::vector<HeadSnapshot> EngineImpl::List() const {
 absl::Status EngineImpl::RunOnHead(absl::string_view name,
                                    absl::FunctionRef<absl::Status(HeadSession&)> operation) {
   SessionPtr session;
-  const auto run = [&](head::Head&) { return operation(*session); };
-  Operation queued{.run = run};
   {
     absl::MutexLock lock(&context_->mutex);
     auto found = heads_.Find(name);
     if (!found.ok()) return found.status();
-    if (context_->loop.stopping()) return ShuttingDown();
     session = *std::move(found);
-    Schedule& schedule = session->schedule();
-    if (schedule.operations() >= context_->options.max_queued_operations) {
-      return absl::ResourceExhaustedError(absl::StrCat("head ", name, " has ", schedule.operations(),
-                                                       " operations waiting, the most allowed"));
-    }
-    schedule.Push(&queued);
-    context_->loop.Wake();
   }
-  queued.done.WaitForNotification();
-  return queued.result;
+  return session->Run([&] { return operation(*session); });
 }
 
 absl::Status EngineImpl::OnDevice(absl::string_view name,
                                   absl::FunctionRef<absl::Status(head::Head&)> operation) {
-  return RunOnHead(name, [&](HeadSession& session) { return operation(session.head()); });
+  return RunOnHead(name, [&](HeadSession& session) {
+    absl::Status status = operation(session.head());
+    if (absl::IsUnavailable(status)) context_->observers.Tell(&EngineObserver::OnDeviceError, status);
+    return status;
+  });
+}
+
+// ---- Tensors ----
+
+absl::StatusOr<std::unique_ptr<TensorReader>> EngineImpl::OpenReader(absl::string_view name) {
+  absl::MutexLock lock(&context_->mutex);
+  auto session = FindOpen(name);
+  if (!session.ok()) return session.status();
+  return std::make_unique<TensorReader>(*std::move(session));
+}
+
+absl::StatusOr<std::unique_ptr<TensorWriter>> EngineImpl::OpenWriter(absl::string_view name) {
+  absl::MutexLock lock(&context_->mutex);
+  auto session = FindOpen(name);
+  if (!session.ok()) return session.status();
+  return std::make_unique<TensorWriter>(*std::move(session));
 }
 
 // ---- Steps ----
 
-absl::StatusOr<double> EngineImpl::GradNorm(absl::string_view name, std::optional<uint64_t> step) {
-  absl::StatusOr<double> norm;
+absl::StatusOr<GradNormResult> EngineImpl::GradNorm(absl::string_view name, std::optional<uint64_t> step) {
+  absl::StatusOr<GradNormResult> norm;
   absl::Status status = RunOnHead(name, [&](HeadSession& session) {
     norm = engine::GradNorm(session, step);
+    if (absl::IsUnavailable(norm.status())) {
+      context_->observers.Tell(&EngineObserver::OnDeviceError, norm.status());
+    }
     return norm.status();
   });
   if (!status.ok()) return status;
@@ -222,22 +231,24 @@ absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const S
   return result;
 }
 
-absl::Status EngineImpl::ZeroGradients(absl::string_view name, uint64_t step) {
-  return RunOnHead(name, [&](HeadSession& session) { return engine::ZeroGradients(session, step); });
-}
-
-absl::Status EngineImpl::MarkWeightsInvalid(absl::string_view name, const absl::Status& why) {
-  return RunOnHead(name, [&](HeadSession& session) {
-    absl::MutexLock lock(&context_->mutex);
-    session.step().MarkWeightsInvalid(why);
-    return absl::OkStatus();
+absl::StatusOr<HeadState> EngineImpl::ZeroGradients(absl::string_view name, uint64_t step) {
+  absl::StatusOr<HeadState> state;
+  absl::Status status = RunOnHead(name, [&](HeadSession& session) {
+    state = engine::ZeroGradients(session, step);
+    return state.status();
   });
+  if (!status.ok()) return status;
+  return state;
 }
 
-absl::Status EngineImpl::ResetStep(absl::string_view name, const head::Progress& progress,
+absl::Status EngineImpl::BeginLoad(absl::string_view name, const head::Progress& progress,
                                    const std::optional<head::AppliedStep>& last_step) {
   return RunOnHead(name,
-                   [&](HeadSession& session) { return engine::ResetStep(session, progress, last_step); });
+                   [&](HeadSession& session) { return engine::BeginLoad(session, progress, last_step); });
+}
+
+absl::Status EngineImpl::EndLoad(absl::string_view name) {
+  return RunOnHead(name, [](HeadSession& session) { return engine::EndLoad(session); });
 }
 
 // ---- Contributions ----
@@ -251,31 +262,31 @@ absl::StatusOr<Contribution> EngineImpl::OpenContribution(const ContributionSpec
 
 uint64_t EngineImpl::AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready) {
   absl::MutexLock lock(&context_->mutex);
-  const auto session = heads_.Find(contribution.head);
-  if (context_->loop.stopping() || !session.ok()) return 0;
-  if (contribution.generation != (*session)->step().generation()) return 0;
+  HeadSession& session = *contribution.session;
+  if (context_->loop.stopping() || session.deleting()) return 0;
+  if (!session.step().CheckBound(contribution.binding).ok()) return 0;
   const uint64_t ticket = ++context_->last_turn_ticket;
-  return (*session)->schedule().AwaitTurn(contribution.id, ticket, std::move(ready)) ? ticket : 0;
+  return session.schedule().AwaitTurn(contribution.id, ticket, std::move(ready)) ? ticket : 0;
 }
 
 bool EngineImpl::ForgetTurn(const Contribution& contribution, uint64_t ticket) {
   absl::MutexLock lock(&context_->mutex);
-  const auto session = heads_.Find(contribution.head);
-  return session.ok() && (*session)->schedule().ForgetTurn(ticket);
+  return contribution.session->schedule().ForgetTurn(ticket);
 }
 
-absl::StatusOr<int64_t> EngineImpl::AddRows(const Contribution& contribution, RowRange rows,
-                                            absl::Span<const uint8_t> values) {
+absl::StatusOr<AddedRows> EngineImpl::AddRows(const Contribution& contribution, RowRange rows,
+                                              absl::Span<const uint8_t> values) {
   if (auto status = CheckRows(contribution, rows, values); !status.ok()) return status;
   const std::vector<uint64_t> checksums = RowChecksums(values, contribution.row_bytes());
-  absl::StatusOr<int64_t> added;
-  absl::Status status = RunOnHead(contribution.head, [&](HeadSession& session) {
+  absl::StatusOr<AddedRows> added;
+  HeadSession& session = *contribution.session;
+  const absl::Status status = session.Run([&] {
     added = engine::AddRows(session, contribution, {.rows = rows, .values = values, .checksums = checksums});
     return added.status();
   });
   if (!status.ok()) return status;
   context_->observers.Tell(&EngineObserver::OnContribution,
-                           {.head = contribution.head, .added_rows = *added});
+                           {.head = session.name(), .added_rows = added->rows});
   return added;
 }
 
@@ -323,11 +334,12 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::OpenBackward(BackwardSpec sp
   return std::make_unique<StreamHandle>(*session, *std::move(stream));
 }
 
-absl::StatusOr<bool> EngineImpl::Release(absl::string_view name, uint64_t microbatch_id) {
+absl::StatusOr<ReleaseResult> EngineImpl::Release(absl::string_view name, uint64_t microbatch_id) {
   absl::MutexLock lock(&context_->mutex);
-  const auto session = heads_.Find(name);
+  const auto session = heads_.FindPublished(name);
   if (!session.ok()) return session.status();
-  return (*session)->deferred().Release(microbatch_id);
+  return ReleaseResult{.state = (*session)->step().state(),
+                       .released = (*session)->deferred().Release(microbatch_id)};
 }
 
 int64_t EngineImpl::ExpireRetained(absl::Time limit) {

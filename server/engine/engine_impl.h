@@ -35,24 +35,27 @@ class EngineImpl final : public Engine {
   absl::Status OnDevice(absl::string_view name,
                         absl::FunctionRef<absl::Status(head::Head&)> operation) override;
 
-  absl::StatusOr<double> GradNorm(absl::string_view name, std::optional<uint64_t> step) override;
+  absl::StatusOr<std::unique_ptr<TensorReader>> OpenReader(absl::string_view name) override;
+  absl::StatusOr<std::unique_ptr<TensorWriter>> OpenWriter(absl::string_view name) override;
+
+  absl::StatusOr<GradNormResult> GradNorm(absl::string_view name, std::optional<uint64_t> step) override;
   absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request) override;
-  absl::Status ZeroGradients(absl::string_view name, uint64_t step) override;
-  absl::Status MarkWeightsInvalid(absl::string_view name, const absl::Status& why) override;
-  absl::Status ResetStep(absl::string_view name, const head::Progress& progress,
+  absl::StatusOr<HeadState> ZeroGradients(absl::string_view name, uint64_t step) override;
+  absl::Status EndLoad(absl::string_view name) override;
+  absl::Status BeginLoad(absl::string_view name, const head::Progress& progress,
                          const std::optional<head::AppliedStep>& last_step) override;
 
   absl::StatusOr<Contribution> OpenContribution(const ContributionSpec& spec) override;
   uint64_t AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready) override;
   bool ForgetTurn(const Contribution& contribution, uint64_t ticket) override;
-  absl::StatusOr<int64_t> AddRows(const Contribution& contribution, RowRange rows,
-                                  absl::Span<const uint8_t> values) override;
+  absl::StatusOr<AddedRows> AddRows(const Contribution& contribution, RowRange rows,
+                                    absl::Span<const uint8_t> values) override;
 
   absl::StatusOr<std::unique_ptr<Stream>> Open(StreamSpec spec,
                                                std::shared_ptr<StreamObserver> observer) override;
   absl::StatusOr<std::unique_ptr<Stream>> OpenBackward(BackwardSpec spec,
                                                        std::shared_ptr<StreamObserver> observer) override;
-  absl::StatusOr<bool> Release(absl::string_view name, uint64_t microbatch_id) override;
+  absl::StatusOr<ReleaseResult> Release(absl::string_view name, uint64_t microbatch_id) override;
   int64_t ExpireRetained(absl::Time limit) override;
 
  private:
@@ -60,14 +63,14 @@ class EngineImpl final : public Engine {
 
   // Heads end on the thread that owns the device, whatever still holds their sessions.
   void DeleteAllHeads() ABSL_LOCKS_EXCLUDED(context_->mutex);
-  // The head of a new stream or contribution.
+  // The head of a new stream, contribution or tensor call.
   absl::StatusOr<SessionPtr> FindOpen(absl::string_view name) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(context_->mutex);
   // Checks the number of expected ids and puts them in order, which is much work for many.
   absl::Status OrderExpected(StepRequest& request) const;
   // OK if the peer may open one stream more.
   absl::Status CheckStreams(absl::string_view peer) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(context_->mutex);
-  // As OnDevice. What is returned is what `operation` returned, unless it did not run.
+  // As HeadSession::Run.
   absl::Status RunOnHead(absl::string_view name, absl::FunctionRef<absl::Status(HeadSession&)> operation)
       ABSL_LOCKS_EXCLUDED(context_->mutex);
 

@@ -23,7 +23,7 @@ namespace lossd::engine {
 // A chunk has left the device, also if it failed there.
 struct ChunkReport {
   absl::string_view head;
-  int64_t rows = 0;        // computed, those of zeros in deterministic mode included
+  int64_t rows = 0;        // computed of those that were sent; zeros in their place do not count
   int64_t valid_rows = 0;  // of them, those with a target
   // How its gradients were computed: kExact or kFiltered (kernels::Chunk::gradients).
   kernels::Gradients gradients = kernels::Gradients::kExact;

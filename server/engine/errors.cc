@@ -34,6 +34,16 @@ absl::Status StepNotOpen(absl::string_view field, uint64_t step, uint64_t curren
                          current);
 }
 
+absl::Status OtherGeneration(absl::string_view field, uint64_t named, uint64_t current) {
+  return errors::FieldProblem(
+      field,
+      absl::StrCat("is not that of the head's gradients, ", current,
+                   " (they were zeroed, applied, or discarded by a checkpoint that was loaded)"),
+      named, absl::StatusCode::kAborted);
+}
+
+absl::Status ShuttingDown() { return absl::UnavailableError("the server is shutting down"); }
+
 absl::Status RowNotFinite(int64_t row) {
   return FieldError(absl::StatusCode::kOutOfRange, absl::StrCat("row ", row),
                     "must have a finite loss; nothing of its slice was accumulated",

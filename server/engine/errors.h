@@ -35,6 +35,13 @@ absl::Status UnknownHead(absl::string_view name);
 // FAILED_PRECONDITION: `step` was named but `current` is open, which is attached as the current step.
 absl::Status StepNotOpen(absl::string_view field, uint64_t step, uint64_t current);
 
+// ABORTED: generation `named` was named but the head's gradients are those of `current`, or were in the step
+// applied.
+absl::Status OtherGeneration(absl::string_view field, uint64_t named, uint64_t current);
+
+// UNAVAILABLE.
+absl::Status ShuttingDown();
+
 // OUT_OF_RANGE: the loss of a row of a microbatch is not finite.
 absl::Status RowNotFinite(int64_t row);
 

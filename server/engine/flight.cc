@@ -183,6 +183,7 @@ ChunkReport Flight::Report() const {
   ChunkReport report{
       .head = session_->name(), .gradients = chunk_.gradients, .compute_seconds = compute_seconds_};
   for (size_t i = 0; i < work_->segments.size(); ++i) {
+    if (work_->segments[i].slices.empty()) continue;  // zeros in place of rows that were not sent again
     report.rows += work_->segments[i].rows.size();
     report.valid_rows += slices_[i].sums.valid_rows;
     report.dropped_mass += slices_[i].sums.dropped_mass;

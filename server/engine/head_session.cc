@@ -15,14 +15,12 @@ namespace lossd::engine {
 
 absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
     EngineContext* context, std::string name, std::unique_ptr<kernels::HeadKernels> kernels) {
-  uint64_t generation = 0;
+  std::shared_ptr<HeadSession> session;
   {
     absl::MutexLock lock(&context->mutex);
-    generation = ++context->last_generation;
+    // Not make_shared: the constructor is private.
+    session.reset(new HeadSession(context, std::move(name), std::move(kernels), &context->versions));
   }
-  // Not make_shared: the constructor is private.
-  std::shared_ptr<HeadSession> session(
-      new HeadSession(context, std::move(name), std::move(kernels), generation));
   absl::StatusOr<std::shared_ptr<Schedule>> schedule = session->MakeSchedule();
   if (!schedule.ok()) return schedule.status();
   session->schedule_ = *std::move(schedule);
@@ -33,7 +31,7 @@ absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
 }
 
 HeadSession::HeadSession(EngineContext* context, std::string name,
-                         std::unique_ptr<kernels::HeadKernels> kernels, uint64_t generation)
+                         std::unique_ptr<kernels::HeadKernels> kernels, VersionCounter* counter)
     : context_(context),
       name_(std::move(name)),
       head_(std::make_unique<head::Head>(name_, std::move(kernels))),
@@ -43,7 +41,7 @@ HeadSession::HeadSession(EngineContext* context, std::string name,
       memory_(head_->kernels().memory()),
       choices_(head_->kernels().Describe()),
       step_(std::make_shared<OpenStep>(
-          context->incarnation, generation, context->options.max_ledger_rows,
+          context->incarnation, counter, context->options.max_ledger_rows,
           context->options.max_step_microbatches,
           RowMemory::Account(&context->row_memory, absl::StrCat("head ", name_)))) {}
 
@@ -74,8 +72,10 @@ absl::StatusOr<std::shared_ptr<StreamState>> HeadSession::MakeStream(
 
 absl::StatusOr<std::shared_ptr<StreamState>> HeadSession::Open(StreamSpec spec,
                                                                std::shared_ptr<StreamObserver> observer) {
+  if (auto meant = step_->CheckGeneration("open.generation", spec.generation); !meant.ok()) return meant;
   auto stream = MakeStream(std::move(spec), std::move(observer));
   if (!stream.ok()) return stream.status();
+  if (auto usable = step_->CheckWeights(); !usable.ok()) return usable;
   if ((*stream)->spec().retain) {
     if (auto status = ReserveRetained(**stream); !status.ok()) return status;
   }
@@ -84,8 +84,10 @@ absl::StatusOr<std::shared_ptr<StreamState>> HeadSession::Open(StreamSpec spec,
 
 absl::StatusOr<std::shared_ptr<StreamState>> HeadSession::OpenBackward(
     BackwardSpec spec, std::shared_ptr<StreamObserver> observer) {
+  if (auto meant = step_->CheckGeneration("backward.generation", spec.generation); !meant.ok()) return meant;
   if (spec.step.has_value() && *spec.step != step_->number())
     return StepNotOpen("backward.step", *spec.step, step_->number());
+  if (auto usable = step_->CheckWeights(); !usable.ok()) return usable;
   if (spec.accumulate_gradients && !config_.trainable) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "backward.accumulate_gradients",
                       "needs a head that is not frozen", "true");
@@ -105,6 +107,8 @@ absl::Status HeadSession::ReserveRetained(StreamState& stream) {
   const StreamSpec& spec = stream.spec();
   if (auto status = deferred_.CheckAdd(spec.microbatch_id, stream.terms(), spec.rows); !status.ok())
     return status;
+  if (auto status = streams_->CheckRetaining(spec.microbatch_id, stream.terms(), spec.rows); !status.ok())
+    return status;
   const int64_t bytes = stream.RowBytes(spec.rows.size());
   RangeAllocator& ranges = context_->retained_ranges;
   auto block = ranges.Allocate(bytes);
@@ -121,7 +125,6 @@ absl::Status HeadSession::ReserveRetained(StreamState& stream) {
 
 absl::StatusOr<std::shared_ptr<StreamState>> HeadSession::Admit(std::shared_ptr<StreamState> stream) {
   const StreamSpec& spec = stream->spec();
-  if (!step_->weights_status().ok()) return step_->weights_status();
   const int64_t host_bytes = stream->HostBytes();
   if (auto taken = AccountOf(*stream).Take(host_bytes); !taken.ok()) return taken;
   if (spec.accumulate_gradients) {
@@ -132,7 +135,7 @@ absl::StatusOr<std::shared_ptr<StreamState>> HeadSession::Admit(std::shared_ptr<
     schedule_->OnDeclared(spec.microbatch_id);
     context_->loop.Wake();
   }
-  stream->SetAdmitted(step_->generation(), host_bytes);
+  stream->SetAdmitted(host_bytes);
   context_->stream_places.Take(spec.peer, 1);  // there is one: CheckStreams
   streams_->Add(stream);
   return stream;
@@ -145,7 +148,7 @@ RowMemory::Account HeadSession::AccountOf(const StreamState& stream) {
 }
 
 absl::Status HeadSession::Declare(const StreamState& stream) {
-  if (!step_->CheckValid().ok()) return step_->CheckValid();
+  if (auto valid = step_->CheckValid(); !valid.ok()) return valid;
   const StreamSpec& spec = stream.spec();
   if (step_->contributions().Contains(spec.microbatch_id)) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "open.microbatch_id",
@@ -158,7 +161,7 @@ void HeadSession::OnStreamEnd(StreamState& stream) {
   AccountOf(stream).Give(stream.host_bytes());
   context_->stream_places.Give(stream.spec().peer, 1);
   const StreamSpec& spec = stream.spec();
-  if (!spec.accumulate_gradients || stream.generation() != step_->generation()) return;
+  if (!spec.accumulate_gradients || stream.head_state().generation != step_->versions().generation()) return;
   if (stream.status().ok()) return step_->ledger().Keep(spec.microbatch_id, spec.rows);
   bool shared = false;
   const std::vector<RowRange> own = streams_->OwnRows(stream, &shared);
@@ -208,13 +211,21 @@ void HeadSession::CopyAndQueue(std::unique_ptr<SliceWork> slice) {
 
 // ---- Versions ----
 
-void HeadSession::EnterStep(const absl::Status& why,
-                            absl::FunctionRef<void(OpenStep&, uint64_t generation)> enter) {
-  context_->mutex.AssertHeld();
-  streams_->FailIf([](const StreamState& stream) { return stream.belongs_to_step(); }, why);
-  enter(*step_, ++context_->last_generation);
+void HeadSession::EnterStep(absl::FunctionRef<void(OpenStep&)> enter) {
+  enter(*step_);
+  EndStale();
+  step_->ForgetRows();
   schedule_->OnRestart();
-  deferred_.Clear();  // their losses came from the logits of the old weights
+}
+
+void HeadSession::EndStale() {
+  streams_->FailEach([this](const StreamState& stream) { return step_->CheckBound(stream.binding()); });
+  deferred_.ReleaseIf([this](const Binding& binding) { return !step_->CheckBound(binding).ok(); });
+}
+
+void HeadSession::MarkWeightsInvalid(absl::Status why) {
+  step_->MarkWeightsInvalid(std::move(why));
+  EndStale();
 }
 
 void HeadSession::OnAccumulationFailed(const absl::Status& status) {
@@ -224,6 +235,24 @@ void HeadSession::OnAccumulationFailed(const absl::Status& status) {
 }
 
 // ---- The device ----
+
+absl::Status HeadSession::Run(absl::FunctionRef<absl::Status()> operation) {
+  const auto run = [&](head::Head&) { return operation(); };
+  Operation queued{.run = run};
+  {
+    absl::MutexLock lock(&context_->mutex);
+    if (context_->loop.stopping()) return ShuttingDown();
+    if (deleting_) return UnknownHead(name_);
+    if (schedule_->operations() >= context_->options.max_queued_operations) {
+      return absl::ResourceExhaustedError(absl::StrCat("head ", name_, " has ", schedule_->operations(),
+                                                       " operations waiting, the most allowed"));
+    }
+    schedule_->Push(&queued);
+    context_->loop.Wake();
+  }
+  queued.done.WaitForNotification();
+  return queued.result;
+}
 
 DeviceLoop::Work HeadSession::TakeWork(const DeviceLoad& load) {
   ScheduledWork next = schedule_->TakeNext(load, chunks_in_flight_ == 0);
@@ -236,6 +265,7 @@ DeviceLoop::Work HeadSession::TakeWork(const DeviceLoad& load) {
   auto* const chunk = std::get_if<std::unique_ptr<ChunkWork>>(&next);
   if (chunk == nullptr) return nullptr;
   auto flight = std::make_shared<Flight>(shared_from_this(), std::move(*chunk));
+  if (flight->accumulates()) step_->versions().NewAccumulation();
   ++chunks_in_flight_;
   context_->loop.OnLaunched(flight->accumulates());
   return [flight = std::move(flight)] { flight->Launch(); };
@@ -287,7 +317,7 @@ HeadSnapshot HeadSession::Snapshot() {
           .waits_for = backlog.waits_for,
           .step_rows = step_->ledger().accumulated_rows(),
           .total_rows = total_rows_,
-          .weights_status = step_->weights_status(),
+          .tensors_status = step_->CheckTensors(),
           .last_step = step_->last_step()};
 }
 

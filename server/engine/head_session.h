@@ -62,13 +62,24 @@ class HeadSession final : public DeviceLoop::Source, public std::enable_shared_f
   void CopyAndQueue(std::unique_ptr<SliceWork> slice);
 
   // ---- Versions ----
-  // Ends what belongs to the open step with `why`, and lets `enter` put another one in its place, whose
-  // gradients have the generation that it is given.
-  void EnterStep(const absl::Status& why, absl::FunctionRef<void(OpenStep&, uint64_t generation)> enter);
+  // Lets `enter` put another step in the place of the open one, and ends what was bound to that.
+  void EnterStep(absl::FunctionRef<void(OpenStep&)> enter);
+  // After a change of versions: ends the streams, and releases the deferred microbatches, that are bound to
+  // what is past (OpenStep::CheckBound).
+  void EndStale();
+  // The weights may be half-written.
+  void MarkWeightsInvalid(absl::Status why);
   // The accumulators may be half-written.
   void OnAccumulationFailed(const absl::Status& status);
 
   // ---- The device ----
+  // Without the lock; blocks until `operation` has run on the device thread, after everything submitted to
+  // the head before. NOT_FOUND if the head is deleted, UNAVAILABLE, RESOURCE_EXHAUSTED (too many waiting), or
+  // what `operation` returns.
+  absl::Status Run(absl::FunctionRef<absl::Status()> operation);
+  // The head is being deleted: from now on Run refuses.
+  void BeginDelete() { deleting_ = true; }
+  bool deleting() const { return deleting_; }
   DeviceLoop::Work TakeWork(const DeviceLoad& load) override;
   // All rows of a slice have been computed, and its numbers are final.
   void FinishSlice(const SliceWork& slice, double compute_seconds);
@@ -83,7 +94,7 @@ class HeadSession final : public DeviceLoop::Source, public std::enable_shared_f
 
  private:
   HeadSession(EngineContext* context, std::string name, std::unique_ptr<kernels::HeadKernels> kernels,
-              uint64_t generation);
+              VersionCounter* counter);
   absl::StatusOr<std::shared_ptr<Schedule>> MakeSchedule();
 
   // Enters a checked stream into the ledger and the set.
@@ -116,6 +127,7 @@ class HeadSession final : public DeviceLoop::Source, public std::enable_shared_f
   std::unique_ptr<StreamSet> streams_;  // likewise
   std::vector<kernels::Choice> last_chunk_choices_;
   int64_t chunks_in_flight_ = 0;
+  bool deleting_ = false;
   int64_t total_rows_ = 0;
 };
 

@@ -25,18 +25,56 @@ void Append(std::vector<std::string> more, std::vector<std::string>& lines) {
 
 }  // namespace
 
-OpenStep::OpenStep(uint64_t incarnation, uint64_t generation, int64_t max_rows, int64_t max_microbatches,
+OpenStep::OpenStep(uint64_t incarnation, VersionCounter* counter, int64_t max_rows, int64_t max_microbatches,
                    const RowMemory::Account& memory)
     : incarnation_(incarnation),
-      generation_(generation),
+      versions_(counter),
       ledger_(max_rows, max_microbatches, memory),
       contributions_(max_rows, max_microbatches, memory) {}
+
+// ---- Validity ----
+
+void OpenStep::MarkGradientsInvalid(absl::Status why) {
+  gradients_status_ = std::move(why);
+  versions_.NewAccumulation();
+}
+
+absl::Status OpenStep::CheckValid() const {
+  if (!weights_status_.ok()) return weights_status_;
+  if (!gradients_status_.ok()) return gradients_status_;
+  if (!closing_.has_value()) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat("step ", number(), " is being applied"));
+}
+
+absl::Status OpenStep::CheckWeights() const {
+  if (!weights_status_.ok()) return weights_status_;
+  if (!versions_.values_being_written()) return absl::OkStatus();
+  return absl::UnavailableError("the weights are being written (WriteTensor)");
+}
+
+absl::Status OpenStep::CheckTensors() const {
+  if (absl::Status weights = CheckWeights(); !weights.ok()) return weights;
+  if (!versions_.being_written()) return absl::OkStatus();
+  return absl::UnavailableError("the optimizer's state is being written (WriteTensor)");
+}
+
+absl::Status OpenStep::CheckGeneration(absl::string_view field, std::optional<uint64_t> named) const {
+  if (named.value_or(versions_.generation()) == versions_.generation()) return absl::OkStatus();
+  return WithCurrentStep(OtherGeneration(field, *named, versions_.generation()), number());
+}
+
+absl::Status OpenStep::CheckBound(const Binding& binding) const {
+  absl::Status changed = versions_.Check(binding);
+  return changed.ok() ? weights_status_ : WithCurrentStep(std::move(changed), number());
+}
 
 // ---- Closing ----
 
 absl::Status OpenStep::CheckRepeat(const StepRequest& request) const {
   const head::AppliedStep& last = *last_step_;
   if (auto meant = CheckIncarnation(request, last.incarnation); !meant.ok()) return meant;
+  if (last.generation != 0 && request.generation.value_or(last.generation) != last.generation)
+    return WithCurrentStep(OtherGeneration("generation", *request.generation, last.generation), number());
   if (!(last.optimizer == request.optimizer)) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "optimizer",
                       "differs from what this step was applied with", "other settings");
@@ -54,13 +92,15 @@ absl::Status OpenStep::CheckRepeat(const StepRequest& request) const {
   if (lines.empty()) return absl::OkStatus();
   absl::Status status = absl::FailedPreconditionError(
       absl::StrCat("step ", request.step, " has been applied as another one: ", lines.front()));
-  return WithMissing(WithCurrentStep(std::move(status), number_), lines);
+  return WithMissing(WithCurrentStep(std::move(status), number()), lines);
 }
 
 absl::Status OpenStep::CheckComplete(const StepRequest& request, absl::string_view waits_for) const {
   if (auto meant = CheckIncarnation(request, incarnation_); !meant.ok()) return meant;
-  if (request.step != number_) return StepNotOpen("step", request.step, number_);
-  if (const absl::Status& valid = CheckValid(); !valid.ok()) return valid;
+  if (auto meant = CheckGeneration("generation", request.generation); !meant.ok()) return meant;
+  if (request.step != number()) return StepNotOpen("step", request.step, number());
+  if (absl::Status valid = CheckValid(); !valid.ok()) return valid;
+  if (absl::Status valid = CheckTensors(); !valid.ok()) return valid;
   std::vector<std::string> lines = Missing(request.expected_microbatches);
   if (!request.expected_microbatches.empty()) Append(Incomplete(request.expected_microbatches), lines);
   const int64_t rows = ledger_.accumulated_rows();
@@ -70,9 +110,9 @@ absl::Status OpenStep::CheckComplete(const StepRequest& request, absl::string_vi
   if (lines.empty()) return absl::OkStatus();
   if (!waits_for.empty()) lines.push_back(absl::StrCat("in order: slices wait for ", waits_for));
   absl::Status status = absl::FailedPreconditionError(
-      absl::StrCat("step ", number_, " is not complete: ", lines.front(),
+      absl::StrCat("step ", number(), " is not complete: ", lines.front(),
                    lines.size() > 1 ? absl::StrCat(" (and ", lines.size() - 1, " more)") : ""));
-  return WithMissing(WithCurrentStep(std::move(status), number_), lines);
+  return WithMissing(WithCurrentStep(std::move(status), number()), lines);
 }
 
 std::vector<std::string> OpenStep::Missing(absl::Span<const uint64_t> ids) const {
@@ -116,40 +156,55 @@ StepResult OpenStep::LastResult() const {
 
 // ---- Transitions ----
 
-void OpenStep::Forget() {
-  ledger_.Clear();
-  contributions_.Clear();
+void OpenStep::BeginClose() {
+  closing_ = Contents{.microbatches = ledger_.begun_microbatches(),
+                      .rows = ledger_.accumulated_rows(),
+                      .contributions = contributions_.begun_contributions(),
+                      .complete_ids = CompleteIds()};
 }
 
-void OpenStep::Enter(uint64_t number, uint64_t generation) {
-  ledger_.Clear();
-  contributions_.Clear();
-  number_ = number;
-  generation_ = generation;
-  gradients_status_ = absl::OkStatus();
-}
-
-void OpenStep::Close(const kernels::OptimizerOptions& optimizer, double grad_norm, bool skipped,
-                     uint64_t generation) {
+void OpenStep::Close(const kernels::OptimizerOptions& optimizer, double grad_norm, bool skipped) {
+  Contents contents = *std::move(closing_);
   last_step_ = {.incarnation = incarnation_,
+                .generation = versions_.generation(),
                 .optimizer = optimizer,
                 .grad_norm = grad_norm,
-                .microbatches = ledger_.begun_microbatches(),
-                .rows = ledger_.accumulated_rows(),
-                .contributions = contributions_.begun_contributions(),
+                .microbatches = contents.microbatches,
+                .rows = contents.rows,
+                .contributions = contents.contributions,
                 .skipped = skipped};
-  last_ids_ = CompleteIds();
-  if (!skipped) ++updates_;
-  Enter(number_ + 1, generation);
+  last_ids_ = std::move(contents.complete_ids);
+  const std::string why = absl::StrCat("step ", number(), " was ", skipped ? "skipped" : "applied");
+  if (!skipped) {
+    ++updates_;
+    versions_.NewWeights(why);
+  }
+  versions_.SetStep(number() + 1, why);
+  Enter(why);
 }
 
-void OpenStep::Reset(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step,
-                     uint64_t generation) {
-  Enter(progress.step, generation);
+void OpenStep::BeginLoad(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step,
+                         absl::Status why) {
+  constexpr absl::string_view kLoaded = "a checkpoint was loaded";
+  versions_.EndWrites();
+  versions_.NewWeights(kLoaded);
+  versions_.SetStep(progress.step, kLoaded);
+  Enter(kLoaded);
   updates_ = progress.updates;
-  weights_status_ = absl::OkStatus();
+  weights_status_ = std::move(why);
   last_step_ = last_step;
   last_ids_.reset();
+}
+
+void OpenStep::Enter(absl::string_view why) {
+  versions_.NewGeneration(why);
+  gradients_status_ = absl::OkStatus();
+  closing_.reset();
+}
+
+void OpenStep::ForgetRows() {
+  ledger_.Clear();
+  contributions_.Clear();
 }
 
 }  // namespace lossd::engine

@@ -1,9 +1,10 @@
 // The open step of one head: its number, what has been accumulated in it, and whether the numbers on the
-// device are valid. The one place that knows the versions of a head:
-//   - number(), of the optimizer step that is open: it names the version of the weights;
-//   - generation(), of the gradients: another number whenever they begin at zero again.
-// It also decides whether a step may be closed, and recognises the repeat of a request that closed the last
-// one.
+// device are valid. The one place that knows the versions of a head (versions.h), and so what a call may
+// begin, go on with, or has to end for. It also decides whether a step may be closed, and recognises the
+// repeat of a request that closed the last one.
+//
+// A transition gives the numbers their new values. The rows of the step before stay in the ledgers until
+// ForgetRows, so that the calls that end with them can be ended first.
 //
 // Plain state without threads, device or lock; the engine's lock guards it. Checks change nothing.
 #ifndef LOSSD_SERVER_ENGINE_OPEN_STEP_H_
@@ -20,6 +21,7 @@
 #include "server/engine/contribution_ledger.h"
 #include "server/engine/ledger.h"
 #include "server/engine/step_request.h"
+#include "server/engine/versions.h"
 #include "server/head/applied_step.h"
 #include "server/head/progress.h"
 
@@ -27,15 +29,20 @@ namespace lossd::engine {
 
 class OpenStep {
  public:
-  // Step 0 of a new head. `incarnation` of the engine; the limits are those of the two ledgers, and `memory`
-  // pays for them.
-  OpenStep(uint64_t incarnation, uint64_t generation, int64_t max_rows, int64_t max_microbatches,
+  // Step 0 of a new head. `incarnation` of the engine; `counter` outlives this; the limits are those of the
+  // two ledgers, and `memory` pays for them.
+  OpenStep(uint64_t incarnation, VersionCounter* counter, int64_t max_rows, int64_t max_microbatches,
            const RowMemory::Account& memory = {});
 
-  uint64_t number() const { return number_; }
+  uint64_t number() const { return versions_.step(); }
   uint64_t updates() const { return updates_; }  // head::Progress
-  uint64_t generation() const { return generation_; }
-  HeadState state() const { return {.incarnation = incarnation_, .step = number_}; }
+  HeadVersions& versions() { return versions_; }
+  HeadState state() const {
+    return {.incarnation = incarnation_,
+            .step = number(),
+            .generation = versions_.generation(),
+            .weights_version = versions_.weights()};
+  }
   const std::optional<head::AppliedStep>& last_step() const { return last_step_; }
 
   Ledger& ledger() { return ledger_; }
@@ -44,44 +51,73 @@ class OpenStep {
   const ContributionLedger& contributions() const { return contributions_; }
 
   // ---- Validity ----
-  // Not OK if the accumulators may be half-written, until Enter.
+  // Not OK if the accumulators may be half-written, until the next generation.
   const absl::Status& gradients_status() const { return gradients_status_; }
-  // Not OK if the weights may be half-written, until Reset.
-  const absl::Status& weights_status() const { return weights_status_; }
-  // Why nothing may be accumulated or applied: the error of the weights, else of the gradients.
-  const absl::Status& CheckValid() const {
-    return weights_status_.ok() ? gradients_status_ : weights_status_;
-  }
-  void MarkGradientsInvalid(absl::Status why) { gradients_status_ = std::move(why); }
+  void MarkGradientsInvalid(absl::Status why);
+  // The weights may be half-written, until a checkpoint has been loaded.
   void MarkWeightsInvalid(absl::Status why) { weights_status_ = std::move(why); }
+
+  // ---- What a call may begin ----
+  // To accumulate or to apply: the error of the weights, else of the gradients. UNAVAILABLE while the step is
+  // being applied.
+  absl::Status CheckValid() const;
+  // To compute with the weights. UNAVAILABLE while a value is being written.
+  absl::Status CheckWeights() const;
+  // To use values and moments as they are, in a step, a save or a read. UNAVAILABLE while one is being
+  // written.
+  absl::Status CheckTensors() const;
+  // To read the accumulated gradients.
+  absl::Status CheckGradients() const { return weights_status_.ok() ? gradients_status_ : weights_status_; }
+  // For the gradients that it names, if any: ABORTED if the head has others.
+  absl::Status CheckGeneration(absl::string_view field, std::optional<uint64_t> named) const;
+
+  // ---- What a call may go on with ----
+  // ABORTED if something that the call is bound to has changed; the error of the weights.
+  absl::Status CheckBound(const Binding& binding) const;
 
   // ---- Closing ----
   // True if the request is for the step that was closed last, so that the answer is LastResult.
   bool IsRepeat(const StepRequest& request) const {
-    return last_step_.has_value() && request.step + 1 == number_;
+    return last_step_.has_value() && request.step + 1 == number();
   }
-  // FAILED_PRECONDITION unless the repeat means the step that was applied; GetMissing (errors.h) lists the
-  // differences.
+  // FAILED_PRECONDITION unless the repeat means the step that was applied, ABORTED if that was with other
+  // gradients than it names; GetMissing (errors.h) lists the differences.
   absl::Status CheckRepeat(const StepRequest& request) const;
   // FAILED_PRECONDITION unless the request is for the open step and all that it expects is there; GetMissing
-  // lists what is not. `waits_for`: what slices of the head wait for, or empty.
+  // lists what is not. ABORTED if the head has other gradients than it names, UNAVAILABLE while a tensor is
+  // being written. `waits_for`: what slices of the head wait for, or empty.
   absl::Status CheckComplete(const StepRequest& request, absl::string_view waits_for) const;
   // The last step's answer. Only if there is a last step.
   StepResult LastResult() const;
 
   // ---- Transitions ----
-  // The head is gone: its ledgers give their memory back.
-  void Forget();
-  // The open step has been applied, or skipped: the next one opens.
-  void Close(const kernels::OptimizerOptions& optimizer, double grad_norm, bool skipped, uint64_t generation);
+  // The step is going to be applied with what is in it now; nothing may join it until Close or CancelClose.
+  void BeginClose();
+  void CancelClose() { closing_.reset(); }
+  // The step has been applied, or skipped, after BeginClose: the next one opens.
+  void Close(const kernels::OptimizerOptions& optimizer, double grad_norm, bool skipped);
   // Gradients of the open step were zeroed: it begins again.
-  void Restart(uint64_t generation) { Enter(number_, generation); }
-  // Weights were loaded. `last_step`: how the step before was applied, as far as that is known.
-  void Reset(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step,
-             uint64_t generation);
+  void Restart() { Enter("the step's gradients were zeroed"); }
+  // A checkpoint takes the place of all there is; its weights are there with EndLoad. `last_step`: how the
+  // step before was applied, as far as that is known. `why` CheckWeights says until then.
+  void BeginLoad(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step,
+                 absl::Status why);
+  void EndLoad() { weights_status_ = absl::OkStatus(); }
+  // After Close, Restart and BeginLoad, and when the head is gone: empties the ledgers, which give their
+  // memory back.
+  void ForgetRows();
 
  private:
-  void Enter(uint64_t number, uint64_t generation);
+  // What a step was applied with.
+  struct Contents {
+    int64_t microbatches = 0;
+    int64_t rows = 0;
+    int64_t contributions = 0;
+    std::vector<uint64_t> complete_ids;  // ascending
+  };
+
+  // The gradients begin at zero.
+  void Enter(absl::string_view why);
   // A line for each of the ids that is not complete.
   std::vector<std::string> Missing(absl::Span<const uint64_t> ids) const;
   // A line for each microbatch or contribution outside `ids` that was begun and is not complete.
@@ -90,14 +126,14 @@ class OpenStep {
   std::vector<uint64_t> CompleteIds() const;
 
   const uint64_t incarnation_;
-  uint64_t number_ = 0;
+  HeadVersions versions_;
   uint64_t updates_ = 0;
-  uint64_t generation_;
   Ledger ledger_;
   ContributionLedger contributions_;
   absl::Status gradients_status_;
   absl::Status weights_status_;
-  std::optional<head::AppliedStep> last_step_;  // number_ - 1
+  std::optional<Contents> closing_;             // while the step is being applied
+  std::optional<head::AppliedStep> last_step_;  // number() - 1
   // The microbatches and contributions that were complete in it, ascending; nothing if another process
   // applied it.
   std::optional<std::vector<uint64_t>> last_ids_;

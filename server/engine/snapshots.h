@@ -35,10 +35,12 @@ struct HeadSnapshot {
   // "microbatch 3, rows [0, 128)"; empty if no slice waits.
   int64_t waiting_slices = 0;
   std::string waits_for;
-  int64_t step_rows = 0;        // valid rows accumulated in the open step
-  int64_t total_rows = 0;       // computed since the head was added
-  absl::Status weights_status;  // OK, or why the weights may be neither used nor kept (MarkWeightsInvalid)
-  // The step before the open one, if this engine applied it or ResetStep told how it was applied.
+  int64_t step_rows = 0;   // valid rows accumulated in the open step
+  int64_t total_rows = 0;  // computed since the head was added
+  // OK, or why values and moments may be neither used nor kept: they may be half-written, or are being
+  // written.
+  absl::Status tensors_status;
+  // The step before the open one, if this engine applied it or BeginLoad told how it was applied.
   std::optional<head::AppliedStep> last_step;
 };
 

@@ -34,11 +34,11 @@ absl::Status UpdateFailed(HeadSession& session, const absl::Status& status) {
   if (absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status)) return status;
   session.context().observers.Tell(&EngineObserver::OnDeviceError, status);
   absl::MutexLock lock(&session.context().mutex);
-  OpenStep& step = session.step();
-  step.MarkWeightsInvalid(absl::InternalError(
-      absl::StrCat("the device failed while applying step ", step.number(), " to head ", session.name(),
-                   "; its weights are not to be trusted (load a checkpoint): ", status.message())));
-  return step.weights_status();
+  absl::Status why = absl::InternalError(absl::StrCat(
+      "the device failed while applying step ", session.step().number(), " to head ", session.name(),
+      "; its weights are not to be trusted (load a checkpoint): ", status.message()));
+  session.MarkWeightsInvalid(why);
+  return why;
 }
 
 // Updates the weights, or zeroes the gradients if `skip`.
@@ -51,14 +51,19 @@ absl::Status Update(HeadSession& session, const kernels::OptimizerOptions& optim
 
 }  // namespace
 
-absl::StatusOr<double> GradNorm(HeadSession& session, std::optional<uint64_t> step) {
+absl::StatusOr<GradNormResult> GradNorm(HeadSession& session, std::optional<uint64_t> step) {
+  GradNormResult result;
   {
     absl::MutexLock lock(&session.context().mutex);
     const OpenStep& open = session.step();
     if (step.has_value() && *step != open.number()) return StepNotOpen("step", *step, open.number());
-    if (!open.CheckValid().ok()) return open.CheckValid();
+    if (auto valid = open.CheckValid(); !valid.ok()) return valid;
+    result.state = open.state();
   }
-  return session.head().kernels().GradNorm();
+  const absl::StatusOr<double> norm = session.head().kernels().GradNorm();
+  if (!norm.ok()) return norm.status();
+  result.grad_norm = *norm;
+  return result;
 }
 
 absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& request) {
@@ -83,15 +88,21 @@ absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& re
   if (!norm.ok()) return norm.status();
   const bool skip = !std::isfinite(*norm);
   if (skip && !request.skip_non_finite) return NormNotFinite(*norm);
-  if (auto updated = Update(session, request.optimizer, update, skip); !updated.ok()) return updated;
+  {
+    absl::MutexLock lock(&mutex);
+    step.BeginClose();
+  }
+  const absl::Status updated = Update(session, request.optimizer, update, skip);
   absl::MutexLock lock(&mutex);
-  session.EnterStep(
-      StepNotOpen("open.step", request.step, request.step + 1),
-      [&](OpenStep& open, uint64_t generation) { open.Close(request.optimizer, *norm, skip, generation); });
+  if (!updated.ok()) {
+    step.CancelClose();
+    return updated;
+  }
+  session.EnterStep([&](OpenStep& open) { open.Close(request.optimizer, *norm, skip); });
   return step.LastResult();
 }
 
-absl::Status ZeroGradients(HeadSession& session, uint64_t step) {
+absl::StatusOr<HeadState> ZeroGradients(HeadSession& session, uint64_t step) {
   {
     absl::MutexLock lock(&session.context().mutex);
     const uint64_t open = session.step().number();
@@ -99,20 +110,27 @@ absl::Status ZeroGradients(HeadSession& session, uint64_t step) {
   }
   if (auto status = ClearGradients(session); !status.ok()) return status;
   absl::MutexLock lock(&session.context().mutex);
-  session.EnterStep(absl::AbortedError("the step's gradients were zeroed"),
-                    [](OpenStep& open, uint64_t generation) { open.Restart(generation); });
-  return absl::OkStatus();
+  session.EnterStep([](OpenStep& open) { open.Restart(); });
+  return session.step().state();
 }
 
-absl::Status ResetStep(HeadSession& session, const head::Progress& progress,
+absl::Status BeginLoad(HeadSession& session, const head::Progress& progress,
                        const std::optional<head::AppliedStep>& last_step) {
   if (session.config().trainable) {
     if (auto status = ClearGradients(session); !status.ok()) return status;
   }
   absl::MutexLock lock(&session.context().mutex);
-  session.EnterStep(absl::AbortedError("a checkpoint was loaded"), [&](OpenStep& open, uint64_t generation) {
-    open.Reset(progress, last_step, generation);
-  });
+  const absl::Status loading = absl::UnavailableError(
+      absl::StrCat("the weights of head ", session.name(),
+                   " are being replaced by a checkpoint's, or that failed half-way (load "
+                   "one again)"));
+  session.EnterStep([&](OpenStep& open) { open.BeginLoad(progress, last_step, loading); });
+  return absl::OkStatus();
+}
+
+absl::Status EndLoad(HeadSession& session) {
+  absl::MutexLock lock(&session.context().mutex);
+  session.step().EndLoad();
   return absl::OkStatus();
 }
 

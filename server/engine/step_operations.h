@@ -18,11 +18,12 @@
 namespace lossd::engine {
 
 // Each as the member of Engine with its name; the optimizer's options have been validated.
-absl::StatusOr<double> GradNorm(HeadSession& session, std::optional<uint64_t> step);
+absl::StatusOr<GradNormResult> GradNorm(HeadSession& session, std::optional<uint64_t> step);
 absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& request);
-absl::Status ZeroGradients(HeadSession& session, uint64_t step);
-absl::Status ResetStep(HeadSession& session, const head::Progress& progress,
+absl::StatusOr<HeadState> ZeroGradients(HeadSession& session, uint64_t step);
+absl::Status BeginLoad(HeadSession& session, const head::Progress& progress,
                        const std::optional<head::AppliedStep>& last_step);
+absl::Status EndLoad(HeadSession& session);
 
 }  // namespace lossd::engine
 

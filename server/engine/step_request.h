@@ -19,6 +19,12 @@ struct StepRequest {
   std::optional<int64_t> expected_rows;
   bool skip_non_finite = false;
   std::optional<uint64_t> incarnation;  // the engine that accumulated the step's rows
+  std::optional<uint64_t> generation;   // HeadState::generation that they were accumulated in
+};
+
+struct GradNormResult {
+  HeadState state;
+  double grad_norm = 0.0;
 };
 
 struct StepResult {

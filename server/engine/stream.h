@@ -49,8 +49,9 @@ struct RowWants {
 // Opens a stream. Field names equal those of lossd.v1.OpenMicrobatch, and errors name them so.
 struct StreamSpec {
   std::string head;
-  std::string peer;              // who has the stream, for shares of memory; "": nobody in particular
-  std::optional<uint64_t> step;  // required with accumulate_gradients
+  std::string peer;                    // who has the stream, for shares of memory; "": nobody in particular
+  std::optional<uint64_t> step;        // required with accumulate_gradients
+  std::optional<uint64_t> generation;  // HeadState::generation that it is meant for; ABORTED for another
   uint64_t microbatch_id = 0;
   int64_t microbatch_rows = 0;  // N of the whole microbatch
   RowRange rows;                // carried by this stream
@@ -74,8 +75,9 @@ struct StreamSpec {
 // lossd.v1.BackwardRequest.
 struct BackwardSpec {
   std::string head;
-  std::string peer;              // as in StreamSpec
-  std::optional<uint64_t> step;  // must be open; required with accumulate_gradients
+  std::string peer;                    // as in StreamSpec
+  std::optional<uint64_t> step;        // must be open; required with accumulate_gradients
+  std::optional<uint64_t> generation;  // as in StreamSpec
   uint64_t microbatch_id = 0;
   RowRange rows;
   bool want_grad_hidden = false;
@@ -119,10 +121,19 @@ struct IncomingSlice {
   absl::AnyInvocable<void(int64_t staging_bytes)> on_queued;
 };
 
-// Identifies the head's state in every answer.
+// Identifies the head's state in every answer; as lossd.v1.HeadState.
 struct HeadState {
   uint64_t incarnation = 0;
   uint64_t step = 0;
+  uint64_t generation = 0;
+  uint64_t weights_version = 0;
+  friend bool operator==(const HeadState&, const HeadState&) = default;
+};
+
+// What became of the release of a deferred microbatch.
+struct ReleaseResult {
+  HeadState state;
+  bool released = false;  // false: there was nothing to release
 };
 
 struct SliceOutput {

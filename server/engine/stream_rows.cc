@@ -180,6 +180,13 @@ const float* StreamRows::At(const std::vector<float>& values, RowRange rows) con
   return values.empty() ? nullptr : values.data() + (rows.begin - spec_.rows.begin);
 }
 
+Binding StreamRows::binding() const {
+  Binding binding{.step = spec_.step, .weights = head_state_.weights_version};
+  if (spec_.accumulate_gradients || spec_.retain || is_backward())
+    binding.generation = head_state_.generation;
+  return binding;
+}
+
 const float* StreamRows::row_weights(RowRange rows) const { return At(spec_.row_weights, rows); }
 
 int64_t StreamRows::RowBytes(int64_t rows) const {

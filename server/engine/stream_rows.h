@@ -17,6 +17,7 @@
 #include "server/engine/deferred.h"
 #include "server/engine/ledger.h"
 #include "server/engine/stream.h"
+#include "server/engine/versions.h"
 
 namespace lossd::engine {
 
@@ -72,8 +73,9 @@ class StreamRows {
   // What a stream that retained its rows leaves behind. Call once, at its end.
   DeferredMicrobatches::Part TakePart();
   bool is_backward() const { return !gradients_.loss.empty(); }
-  // What comes of it is of no use after the open step: it accumulates, or retains rows or uses retained ones.
-  bool belongs_to_step() const { return spec_.accumulate_gradients || spec_.retain || is_backward(); }
+  // What it rests on from its opening to its end: one version of the weights; the step, if it names one; and
+  // the gradients, if it accumulates, retains rows or uses retained ones.
+  Binding binding() const;
   // Bytes of some rows' hidden states.
   int64_t RowBytes(int64_t rows) const;
 

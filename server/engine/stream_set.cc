@@ -20,13 +20,28 @@ void StreamSet::Fail(StreamState& stream, absl::Status why) {
   DropFailed();
 }
 
-void StreamSet::FailIf(Predicate wanted, const absl::Status& why) {
+void StreamSet::FailEach(absl::FunctionRef<absl::Status(const StreamState&)> why) {
   const auto streams = streams_;
   for (const auto& stream : streams) {
-    if (!wanted(*stream)) continue;
-    Fail(*stream, why);
+    absl::Status status = why(*stream);
+    if (status.ok()) continue;
+    Fail(*stream, std::move(status));
     FinishIfReady(stream);
   }
+}
+
+void StreamSet::FailIf(Predicate wanted, const absl::Status& why) {
+  FailEach([&](const StreamState& stream) { return wanted(stream) ? why : absl::OkStatus(); });
+}
+
+absl::Status StreamSet::CheckRetaining(uint64_t id, const MicrobatchTerms& terms, RowRange rows) const {
+  for (const auto& stream : streams_) {
+    if (!stream->spec().retain || stream->failed() || stream->spec().microbatch_id != id) continue;
+    absl::Status agrees =
+        CheckRetained(id, {stream->terms(), stream->spec().rows}, {terms, rows}, "being retained");
+    if (!agrees.ok()) return agrees;
+  }
+  return absl::OkStatus();
 }
 
 void StreamSet::EndAll(const absl::Status& why) {
@@ -45,7 +60,8 @@ void StreamSet::FinishIfReady(const std::shared_ptr<StreamState>& stream) {
   if (!stream->ReadyToFinish()) return;
   stream->MarkFinished();
   if (stream->status().ok() && stream->spec().retain) {
-    deferred_->Add(stream->spec().microbatch_id, stream->terms(), stream->TakePart(), absl::Now());
+    deferred_->Add(stream->spec().microbatch_id, stream->terms(), stream->binding(), stream->TakePart(),
+                   absl::Now());
   }
   std::erase(streams_, stream);
   on_end_(*stream);

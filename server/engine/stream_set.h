@@ -41,10 +41,13 @@ class StreamSet {
   // Fails a stream with `why` (not OK) and drops its slices that are not on the device; nothing if it is
   // over.
   void Fail(StreamState& stream, absl::Status why);
-  // The same for every stream for which `wanted` is true; ends those that are ready to.
+  // The same for every stream for which `why` is not OK; ends those that are ready to.
+  void FailEach(absl::FunctionRef<absl::Status(const StreamState&)> why);
   void FailIf(Predicate wanted, const absl::Status& why);
   // Fails every stream, also those that have not been started.
   void EndAll(const absl::Status& why);
+  // As DeferredMicrobatches::CheckAdd, for rows that open streams are going to retain.
+  absl::Status CheckRetaining(uint64_t id, const MicrobatchTerms& terms, RowRange rows) const;
   // Ends the stream if all is done: keeps the rows that it retained, and tells its observer.
   void FinishIfReady(const std::shared_ptr<StreamState>& stream);
 

@@ -11,6 +11,7 @@ namespace lossd::head {
 
 struct AppliedStep {
   uint64_t incarnation = 0;  // of the server that applied it
+  uint64_t generation = 0;   // of the gradients that it was applied with; 0: not known
   kernels::OptimizerOptions optimizer;
   double grad_norm = 0.0;  // may be infinite or NaN
   int64_t microbatches = 0;

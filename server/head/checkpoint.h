@@ -51,6 +51,8 @@ struct SaveOptions {
   // Memory for what was read and is not written yet, allocated as it is needed: the source is never further
   // ahead of the disk than this. At least two slices, at most what the checkpoint takes.
   int64_t buffer_bytes = int64_t{1} << 30;
+  // What all files below the directory may take together, the new checkpoint included; 0: no limit.
+  int64_t limit_bytes = 0;
   Disk* disk = Disk::Real();
   // All on the thread that saves. `on_read`: once, when the source will not be called any more.
   // `on_progress`: now and then, a few times a second while the disk is slow. `cancelled`: true ends the save
@@ -70,15 +72,25 @@ absl::Status CheckLoadable(const kernels::HeadConfig& saved, const kernels::Head
 // "step-" and the step with ten digits.
 std::string AutomaticName(uint64_t step);
 
-// Saves to <directory>/<subject.head>/<name> and returns its bytes. An empty `name`: AutomaticName, and the
-// manifest says so. The directory must exist. On an error nothing is left behind but an empty <head> folder;
-// only if the very last fsync fails the checkpoint stays. Leftovers of earlier saves of the head are removed.
+struct SavedCheckpoint {
+  std::string name;  // without the head's
+  int64_t bytes = 0;
+};
+
+// Saves to <directory>/<subject.head>/<name>. The directory must exist. On an error nothing is left behind
+// but an empty <head> folder; only if the very last fsync fails the checkpoint stays. Leftovers of earlier
+// saves of the head are removed. RESOURCE_EXHAUSTED before anything is written if limit_bytes would be
+// passed.
+//
+// An empty `name`: the server chooses, and the manifest says so. The name is AutomaticName; if another
+// checkpoint has it, because the head went back to an earlier step and was trained to this one again, a
+// hyphen and a digest of the content follow. ALREADY_EXISTS if the checkpoint with that name holds the same.
 //
 // The source is called by this thread, ahead of the disk, which another thread serves: reading waits for the
 // disk only once the buffer is full.
-absl::StatusOr<int64_t> SaveCheckpoint(const std::string& directory, absl::string_view name,
-                                       const CheckpointSubject& subject, TensorSource source,
-                                       const SaveOptions& options = {});
+absl::StatusOr<SavedCheckpoint> SaveCheckpoint(const std::string& directory, absl::string_view name,
+                                               const CheckpointSubject& subject, TensorSource source,
+                                               const SaveOptions& options = {});
 
 // While there is one, the checkpoint is not pruned.
 class CheckpointReader {
@@ -103,7 +115,7 @@ class CheckpointReader {
   };
 
   CheckpointReader() = default;
-  absl::Status OpenTensors(const std::string& path, const Manifest& manifest);
+  absl::Status OpenTensors(const std::string& directory, const Manifest& manifest);
   // Hands a tensor to `sink` and compares the checksum of what was read.
   absl::Status ReadTensor(const Tensor& tensor, int64_t slice_bytes, TensorSink sink) const;
 

@@ -8,6 +8,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "server/head/checkpoint_layout.h"
 #include "server/head/paths.h"
 #include "server/head/temporary_folder.h"
 
@@ -15,8 +16,6 @@ namespace lossd::head {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr char kManifestFile[] = "manifest.json";
 
 // The names of folders in `path` that could be those of heads or checkpoints. Links are left out.
 absl::StatusOr<std::vector<std::string>> NamedFolders(const std::string& path) {
@@ -32,14 +31,15 @@ absl::StatusOr<std::vector<std::string>> NamedFolders(const std::string& path) {
   return names;
 }
 
-CheckpointInfo Describe(const std::string& folder, std::string name) {
+CheckpointInfo Describe(const std::string& directory, std::string name) {
   CheckpointInfo info;
-  absl::StatusOr<Manifest> manifest = ReadManifest(absl::StrCat(folder, "/", kManifestFile), name);
+  absl::StatusOr<Manifest> manifest = ReadManifest(directory, name);
+  const std::string manifest_file = absl::StrCat(directory, "/", name, "/", kManifestFile);
   info.name = std::move(name);
   info.status = manifest.status();
   if (!manifest.ok()) return info;
   std::error_code gone;
-  const auto manifest_bytes = fs::file_size(absl::StrCat(folder, "/", kManifestFile), gone);
+  const auto manifest_bytes = fs::file_size(manifest_file, gone);
   info.bytes = manifest->file_bytes + (gone ? 0 : static_cast<int64_t>(manifest_bytes));
   info.subject = std::move(manifest->subject);
   info.saved_at = manifest->saved_at;
@@ -62,10 +62,10 @@ absl::Status AppendHead(const std::string& directory, const std::string& head,
   if (!names.ok()) return names.status();
   const auto begin = static_cast<std::ptrdiff_t>(list->size());
   for (const std::string& name : *names) {
-    const std::string folder = absl::StrCat(head_folder, "/", name);
     std::error_code error;
-    if (!fs::exists(absl::StrCat(folder, "/", kManifestFile), error)) continue;  // something else
-    list->push_back(Describe(folder, absl::StrCat(head, "/", name)));
+    const auto manifest = fs::symlink_status(absl::StrCat(head_folder, "/", name, "/", kManifestFile), error);
+    if (!fs::exists(manifest)) continue;  // something else
+    list->push_back(Describe(directory, absl::StrCat(head, "/", name)));
   }
   std::sort(list->begin() + begin, list->end(), NewestFirst);
   return absl::OkStatus();

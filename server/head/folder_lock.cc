@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -32,7 +33,11 @@ absl::StatusOr<FolderLock> FolderLock::Lock(const std::string& path, int operati
   while (flock(lock.descriptor_, operation) != 0) {
     if (errno == EWOULDBLOCK)
       return absl::FailedPreconditionError(absl::StrCat(path, ": is being written or read"));
-    if (errno != EINTR) break;  // there are no locks here
+    if (errno == EINTR) continue;
+    return absl::UnimplementedError(
+        absl::StrCat(path, ": the file system has no locks (flock: ", std::strerror(errno),
+                     "), so another server could remove what this one saves; use a directory on a file "
+                     "system with locks"));
   }
   return lock;
 }

@@ -1,14 +1,18 @@
 #include "server/head/manifest.h"
 
 #include <cmath>
-#include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
-#include "proto/tensorfile/file.h"
+#include "proto/tensorfile/strict_json.h"
+#include "server/head/checkpoint_layout.h"
 #include "server/head/checksum.h"
+#include "server/head/paths.h"
 
 namespace lossd::head {
 namespace {
@@ -17,7 +21,8 @@ using Json = nlohmann::ordered_json;
 
 constexpr char kFormat[] = "lossd checkpoint";
 constexpr int kVersion = 3;
-constexpr int64_t kMaxManifestBytes = int64_t{1} << 20;
+constexpr formats::JsonLimits kLimits;  // a manifest has about 3 KiB, 100 values, and a depth of 2
+constexpr size_t kMostShown = 40;       // characters of a value in an error message
 constexpr char kChecksumKey[] = "checksum";
 
 constexpr char kAdamW[] = "adamw";
@@ -66,19 +71,20 @@ Json EncodeSubject(const CheckpointSubject& subject) {
           {"workspace_bytes", config.workspace_bytes}};
 }
 
-// Throws Json::exception for a missing key or a value of another type; false for a value out of range.
+// Throws Json::exception for a missing key or a value of another type, a fraction included; false for a value
+// out of range.
 bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
   const Json& head = json.at("head");
   kernels::HeadConfig& config = subject->config;
   subject->head = head.at("name").get<std::string>();
-  config.hidden_size = head.at("hidden_size").get<int64_t>();
-  config.vocab_size = head.at("vocab_size").get<int64_t>();
+  config.hidden_size = head.at("hidden_size").get_ref<const int64_t&>();
+  config.vocab_size = head.at("vocab_size").get_ref<const int64_t&>();
   config.has_bias = head.at("bias").get<bool>();
   config.has_class_weights = head.at("class_weights").get<bool>();
   config.norm_epsilon = head.at("norm_epsilon").get<float>();
   config.trainable = head.at("trainable").get<bool>();
-  config.workspace_bytes = head.at("workspace_bytes").get<int64_t>();
-  subject->step = json.at("step").get<uint64_t>();
+  config.workspace_bytes = head.at("workspace_bytes").get_ref<const int64_t&>();
+  subject->step = json.at("step").get_ref<const uint64_t&>();
   return absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &subject->incarnation) &&
          FromName<kernels::Norm>(kNorms, head.at("norm").get<std::string>(), &config.norm) &&
          FromName<kernels::DType>(kDTypes, head.at("compute_dtype").get<std::string>(),
@@ -109,6 +115,7 @@ Json EncodeLastStep(const std::optional<AppliedStep>& step) {
   const kernels::OptimizerOptions& optimizer = step->optimizer;
   const bool adamw = optimizer.kind == kernels::OptimizerOptions::Kind::kAdamW;
   return {{"incarnation", EncodeIncarnation(step->incarnation)},
+          {"generation", step->generation},
           {"optimizer",
            {{"kind", adamw ? kAdamW : kSgd},
             {"learning_rate", optimizer.learning_rate},
@@ -147,20 +154,29 @@ bool DecodeLastStep(const Json& json, std::optional<AppliedStep>* step) {
   optimizer.momentum = saved.at("momentum").get<double>();
   optimizer.dampening = saved.at("dampening").get<double>();
   optimizer.nesterov = saved.at("nesterov").get<bool>();
-  applied.microbatches = json.at("microbatches").get<int64_t>();
-  applied.contributions = json.at("contributions").get<int64_t>();
-  applied.rows = json.at("rows").get<int64_t>();
+  applied.microbatches = json.at("microbatches").get_ref<const int64_t&>();
+  applied.contributions = json.at("contributions").get_ref<const int64_t&>();
+  applied.rows = json.at("rows").get_ref<const int64_t&>();
   applied.skipped = json.at("skipped").get<bool>();
+  applied.generation = json.value("generation", uint64_t{0});  // manifests of older servers have none
   return (kind == kAdamW || kind == kSgd) && kernels::Validate(optimizer).ok() &&
          absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &applied.incarnation) &&
          DecodeNumber(json.at("grad_norm"), &applied.grad_norm);
+}
+
+Json EncodeTensors(const std::vector<ManifestTensor>& tensors) {
+  Json lines = Json::array();
+  for (const ManifestTensor& tensor : tensors) {
+    lines.push_back({{"name", tensor.name}, {"bytes", tensor.bytes}, {"xxh3_64", tensor.checksum}});
+  }
+  return lines;
 }
 
 // As DecodeSubject.
 bool DecodeRecord(const Json& json, Manifest* manifest) {
   std::string error;
   CheckpointSubject& subject = manifest->subject;
-  subject.updates = json.at("updates").get<uint64_t>();
+  subject.updates = json.at("updates").get_ref<const uint64_t&>();
   manifest->automatic = json.at("automatic").get<bool>();
   return subject.updates <= subject.step &&
          absl::ParseTime(absl::RFC3339_full, json.at("saved_at").get<std::string>(), &manifest->saved_at,
@@ -171,9 +187,10 @@ bool DecodeRecord(const Json& json, Manifest* manifest) {
 // As DecodeSubject.
 bool DecodeContent(const Json& json, Manifest* manifest) {
   manifest->file = json.at("file").get<std::string>();
-  manifest->file_bytes = json.at("file_bytes").get<int64_t>();
+  manifest->file_bytes = json.at("file_bytes").get_ref<const int64_t&>();
   for (const Json& tensor : json.at("tensors")) {
-    manifest->tensors.push_back({tensor.at("name").get<std::string>(), tensor.at("bytes").get<int64_t>(),
+    manifest->tensors.push_back({tensor.at("name").get<std::string>(),
+                                 tensor.at("bytes").get_ref<const int64_t&>(),
                                  tensor.at("xxh3_64").get<std::string>()});
   }
   return DecodeSubject(json, &manifest->subject) && DecodeRecord(json, manifest);
@@ -183,10 +200,6 @@ bool DecodeContent(const Json& json, Manifest* manifest) {
 
 std::string EncodeManifest(const Manifest& manifest) {
   const CheckpointSubject& subject = manifest.subject;
-  Json tensors = Json::array();
-  for (const ManifestTensor& tensor : manifest.tensors) {
-    tensors.push_back({{"name", tensor.name}, {"bytes", tensor.bytes}, {"xxh3_64", tensor.checksum}});
-  }
   Json json = {{"format", kFormat},
                {"version", kVersion},
                {"head", EncodeSubject(subject)},
@@ -198,20 +211,22 @@ std::string EncodeManifest(const Manifest& manifest) {
                {"automatic", manifest.automatic},
                {"file", manifest.file},
                {"file_bytes", manifest.file_bytes},
-               {"tensors", std::move(tensors)}};
+               {"tensors", EncodeTensors(manifest.tensors)}};
   json[kChecksumKey] = DigestOf(json);
   return json.dump(2) + "\n";
 }
 
 absl::StatusOr<Manifest> DecodeManifest(absl::string_view text) {
-  Json json = Json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
-  if (!json.is_object() || json.value("format", Json()) != Json(kFormat)) {
+  std::optional<Json> parsed = formats::ParseStrictJson<Json>(text, kLimits);
+  if (!parsed.has_value() || !parsed->is_object() || parsed->value("format", Json()) != Json(kFormat)) {
     return absl::DataLossError("the manifest is no manifest of a checkpoint");
   }
+  Json& json = *parsed;
   const Json version = json.value("version", Json());
   if (version != Json(kVersion)) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("the manifest has version ", version.dump(), "; this server reads version ", kVersion));
+    return absl::FailedPreconditionError(absl::StrCat("the manifest has version ",
+                                                      version.dump().substr(0, kMostShown),
+                                                      "; this server reads version ", kVersion));
   }
   const Json checksum = json.value(kChecksumKey, Json());
   json.erase(kChecksumKey);
@@ -225,13 +240,13 @@ absl::StatusOr<Manifest> DecodeManifest(absl::string_view text) {
   return manifest;
 }
 
-absl::StatusOr<Manifest> ReadManifest(const std::string& path, absl::string_view checkpoint) {
+absl::StatusOr<Manifest> ReadManifest(const std::string& directory, absl::string_view checkpoint) {
   const auto failed = [&](absl::StatusCode code, absl::string_view what) {
     return absl::Status(code, absl::StrCat("checkpoint ", checkpoint, ": ", what));
   };
-  const auto file = formats::InputFile::Open(path, "the manifest");
+  const auto file = OpenBelow(directory, absl::StrCat(checkpoint, "/", kManifestFile));
   if (!file.ok()) return failed(file.status().code(), file.status().message());
-  if ((*file)->size() > kMaxManifestBytes) {
+  if ((*file)->size() > kLimits.bytes) {
     return failed(absl::StatusCode::kDataLoss, "the manifest is too long");
   }
   std::string text(static_cast<size_t>((*file)->size()), '\0');
@@ -242,6 +257,15 @@ absl::StatusOr<Manifest> ReadManifest(const std::string& path, absl::string_view
   absl::StatusOr<Manifest> manifest = DecodeManifest(text);
   if (!manifest.ok()) return failed(manifest.status().code(), manifest.status().message());
   return manifest;
+}
+
+std::string ContentDigest(const Manifest& manifest) {
+  const CheckpointSubject& subject = manifest.subject;
+  return DigestOf({{"head", EncodeSubject(subject)},
+                   {"step", subject.step},
+                   {"updates", subject.updates},
+                   {"last_step", EncodeLastStep(subject.last_step)},
+                   {"tensors", EncodeTensors(manifest.tensors)}});
 }
 
 }  // namespace lossd::head

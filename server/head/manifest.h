@@ -51,8 +51,12 @@ std::string EncodeManifest(const Manifest& manifest);
 // FAILED_PRECONDITION for a later version. The head's config and the optimizer's options are valid.
 absl::StatusOr<Manifest> DecodeManifest(absl::string_view text);
 
-// Decodes the manifest at `path`; errors are about "checkpoint <checkpoint>".
-absl::StatusOr<Manifest> ReadManifest(const std::string& path, absl::string_view checkpoint);
+// Decodes the manifest of `checkpoint` ("<head>/<name>") below a directory; errors name the checkpoint.
+absl::StatusOr<Manifest> ReadManifest(const std::string& directory, absl::string_view checkpoint);
+
+// Of what a checkpoint holds: tensors, head, step and the answer to the last step, but not when and by which
+// server it was saved. 16 hexadecimal digits.
+std::string ContentDigest(const Manifest& manifest);
 
 }  // namespace lossd::head
 

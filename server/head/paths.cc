@@ -1,11 +1,15 @@
 #include "server/head/paths.h"
 
+#include <fcntl.h>
 #include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/ascii.h"
@@ -14,7 +18,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "kernels/errors/field_error.h"
-#include "proto/tensorfile/file.h"
 
 namespace lossd::head {
 namespace {
@@ -36,6 +39,73 @@ absl::Status BadPath(absl::string_view path, absl::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat("path '", absl::CHexEscape(path), "' ", what));
 }
 
+// Owns a descriptor; -1: none.
+class Descriptor {
+ public:
+  explicit Descriptor(int value) : value_(value) {}
+  ~Descriptor() {
+    if (value_ >= 0) close(value_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+
+  int get() const { return value_; }
+  void Reset(int value) {
+    if (value_ >= 0) close(value_);
+    value_ = value;
+  }
+
+ private:
+  int value_;
+};
+
+// Opens the file at `path`, which has no symbolic links, below the folder, part by part. `name`: in errors.
+absl::StatusOr<int> OpenWithoutLinks(const std::string& folder, absl::string_view path,
+                                     absl::string_view name) {
+  constexpr int kFolder = O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
+  Descriptor at(open(folder.c_str(), kFolder));
+  std::vector<std::string> parts = absl::StrSplit(path, '/');
+  const std::string file = std::move(parts.back());
+  parts.pop_back();
+  for (const std::string& part : parts) {
+    if (at.get() >= 0) at.Reset(openat(at.get(), part.c_str(), kFolder));
+  }
+  struct stat status {};
+  if (at.get() < 0 || fstatat(at.get(), file.c_str(), &status, AT_SYMLINK_NOFOLLOW) != 0) {
+    return formats::FileError(name, "open", errno);
+  }
+  // Looked at before it is opened: opening a device may do something.
+  if (!S_ISREG(status.st_mode)) {
+    return absl::FailedPreconditionError(absl::StrCat(name, ": not a regular file"));
+  }
+  // O_NONBLOCK: should it have become a pipe by now.
+  const int descriptor =
+      openat(at.get(), file.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+  if (descriptor < 0) return formats::FileError(name, "open", errno);
+  return descriptor;
+}
+
+// Where a path that a client named really is.
+struct Resolved {
+  std::string root;      // the directory
+  std::string relative;  // below it, without symbolic links
+};
+
+absl::StatusOr<Resolved> Resolve(const std::string& directory, absl::string_view relative) {
+  if (relative.empty()) return BadPath(relative, "is empty");
+  if (relative.front() == '/') return BadPath(relative, "is absolute");
+  if (absl::StrContains(relative, '\0')) return BadPath(relative, "holds a zero byte");
+  const std::vector<absl::string_view> parts = absl::StrSplit(relative, '/');
+  if (std::find(parts.begin(), parts.end(), "..") != parts.end()) return BadPath(relative, "holds '..'");
+  const std::optional<std::string> root = RealPath(directory);
+  if (!root.has_value()) return formats::FileError("the server's directory", "resolve", errno);
+  const std::optional<std::string> real = RealPath(absl::StrCat(*root, "/", relative));
+  if (!real.has_value()) return formats::FileError(relative, "resolve", errno);
+  const std::string prefix = *root == "/" ? *root : absl::StrCat(*root, "/");
+  if (!absl::StartsWith(*real, prefix)) return BadPath(relative, "leads outside the server's directory");
+  return Resolved{*root, real->substr(prefix.size())};
+}
+
 }  // namespace
 
 absl::Status ValidateName(absl::string_view what, absl::string_view name) {
@@ -52,18 +122,18 @@ absl::Status ValidateName(absl::string_view what, absl::string_view name) {
 }
 
 absl::StatusOr<std::string> ResolveBelow(const std::string& directory, absl::string_view relative) {
-  if (relative.empty()) return BadPath(relative, "is empty");
-  if (relative.front() == '/') return BadPath(relative, "is absolute");
-  if (absl::StrContains(relative, '\0')) return BadPath(relative, "holds a zero byte");
-  const std::vector<absl::string_view> parts = absl::StrSplit(relative, '/');
-  if (std::find(parts.begin(), parts.end(), "..") != parts.end()) return BadPath(relative, "holds '..'");
-  const std::optional<std::string> root = RealPath(directory);
-  if (!root.has_value()) return formats::FileError("the server's directory", "resolve", errno);
-  const std::optional<std::string> real = RealPath(absl::StrCat(*root, "/", relative));
-  if (!real.has_value()) return formats::FileError(relative, "resolve", errno);
-  const std::string prefix = *root == "/" ? *root : absl::StrCat(*root, "/");
-  if (!absl::StartsWith(*real, prefix)) return BadPath(relative, "leads outside the server's directory");
-  return *real;
+  const absl::StatusOr<Resolved> resolved = Resolve(directory, relative);
+  if (!resolved.ok()) return resolved.status();
+  return absl::StrCat(resolved->root == "/" ? "" : resolved->root, "/", resolved->relative);
+}
+
+absl::StatusOr<std::unique_ptr<formats::InputFile>> OpenBelow(const std::string& directory,
+                                                              absl::string_view relative) {
+  const absl::StatusOr<Resolved> resolved = Resolve(directory, relative);
+  if (!resolved.ok()) return resolved.status();
+  const absl::StatusOr<int> descriptor = OpenWithoutLinks(resolved->root, resolved->relative, relative);
+  if (!descriptor.ok()) return descriptor.status();
+  return formats::InputFile::Adopt(*descriptor, std::string(relative));
 }
 
 }  // namespace lossd::head

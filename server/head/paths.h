@@ -3,11 +3,13 @@
 #ifndef LOSSD_SERVER_HEAD_PATHS_H_
 #define LOSSD_SERVER_HEAD_PATHS_H_
 
+#include <memory>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "proto/tensorfile/file.h"
 
 namespace lossd::head {
 
@@ -17,8 +19,14 @@ absl::Status ValidateName(absl::string_view what, absl::string_view name);
 
 // The real path of `relative` below `directory`, without symbolic links. INVALID_ARGUMENT if it is empty
 // or absolute, holds "..", or leads outside through a symbolic link; NOT_FOUND if there is no such file.
-// Only the operator may write links into the directory: one made after the check is followed.
+// A symbolic link that is made after the check is followed by those who use the path; OpenBelow follows none.
 absl::StatusOr<std::string> ResolveBelow(const std::string& directory, absl::string_view relative);
+
+// Opens a regular file for reading. Errors as ResolveBelow, whatever is changed on the way meanwhile, and
+// FAILED_PRECONDITION for anything but a regular file, which is not opened at all. The file is called
+// `relative` in errors.
+absl::StatusOr<std::unique_ptr<formats::InputFile>> OpenBelow(const std::string& directory,
+                                                              absl::string_view relative);
 
 }  // namespace lossd::head
 

@@ -26,6 +26,7 @@ absl::StatusOr<TemporaryFolder> TemporaryFolder::Create(Disk* disk, const std::s
   if (absl::Status status = disk->CreateFolder(path); !status.ok()) return status;
   TemporaryFolder folder(disk, std::move(path));
   absl::StatusOr<FolderLock> lock = FolderLock::Try(folder.path_, FolderLock::Kind::kExclusive);
+  if (absl::IsUnimplemented(lock.status())) return absl::FailedPreconditionError(lock.status().message());
   if (!lock.ok()) return lock.status();
   folder.lock_ = *std::move(lock);
   return folder;

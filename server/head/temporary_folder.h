@@ -18,6 +18,7 @@ namespace lossd::head {
 class TemporaryFolder {
  public:
   // Makes an empty one in `parent` for a checkpoint that will be called `name`. `disk` outlives it.
+  // FAILED_PRECONDITION if the file system has no locks.
   static absl::StatusOr<TemporaryFolder> Create(Disk* disk, const std::string& parent,
                                                 absl::string_view name);
   // Turns the folder `name` of `parent` into one, so that after a crash it is either there as it was or not

@@ -50,6 +50,19 @@ absl::Status CheckCount(absl::string_view field, int64_t count, int64_t rows, bo
                     absl::StrCat(optional ? "be 0 or " : "be ", rows, ", the size of open.rows"), count);
 }
 
+// Takes the generation that an opening message or a step names. Another process draws other numbers, so it
+// goes with the incarnation.
+template <typename Message>
+absl::Status TakeGeneration(const Message& message, absl::string_view prefix,
+                            std::optional<uint64_t>* generation) {
+  if (message.has_generation() && !message.has_incarnation()) {
+    return FieldError(absl::StrCat(prefix, "generation"), absl::StrCat("come with ", prefix, "incarnation"),
+                      message.generation());
+  }
+  if (message.has_generation()) *generation = message.generation();
+  return absl::OkStatus();
+}
+
 kernels::OptimizerOptions FromAdamW(const v1::AdamW& adamw) {
   kernels::OptimizerOptions options;
   options.kind = kernels::OptimizerOptions::Kind::kAdamW;
@@ -168,10 +181,26 @@ absl::StatusOr<kernels::OptimizerOptions> ToOptimizerOptions(const v1::Optimizer
   return errors::Within(absl::StrCat(field_prefix, common ? "" : kind), std::move(status));
 }
 
+absl::StatusOr<engine::StepRequest> ToStepRequest(const v1::ApplyStepRequest& request) {
+  engine::StepRequest step;
+  const auto optimizer = ToOptimizerOptions(request.optimizer(), "optimizer.");
+  if (!optimizer.ok()) return optimizer.status();
+  if (auto status = TakeGeneration(request, "", &step.generation); !status.ok()) return status;
+  step.step = request.step();
+  step.optimizer = *optimizer;
+  step.expected_microbatches.assign(request.expected_microbatches().begin(),
+                                    request.expected_microbatches().end());
+  if (request.has_expected_rows()) step.expected_rows = static_cast<int64_t>(request.expected_rows());
+  step.skip_non_finite = request.skip_non_finite();
+  if (request.has_incarnation()) step.incarnation = request.incarnation();
+  return step;
+}
+
 absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) {
   engine::StreamSpec spec;
   spec.head = open.head();
   if (open.has_step()) spec.step = open.step();
+  if (auto status = TakeGeneration(open, "open.", &spec.generation); !status.ok()) return status;
   spec.microbatch_id = open.microbatch_id();
   if (open.microbatch_rows() > static_cast<uint64_t>(kMaxMicrobatchRows)) {
     return FieldError("open.microbatch_rows", "be below 2^31", open.microbatch_rows());
@@ -210,6 +239,7 @@ absl::StatusOr<engine::BackwardSpec> ToBackwardSpec(const v1::OpenBackward& back
   engine::BackwardSpec spec;
   spec.head = backward.head();
   if (backward.has_step()) spec.step = backward.step();
+  if (auto status = TakeGeneration(backward, "backward.", &spec.generation); !status.ok()) return status;
   spec.microbatch_id = backward.microbatch_id();
   const auto rows = ToRowRange(backward.rows(), "backward.rows", kMaxMicrobatchRows);
   if (!rows.ok()) return rows.status();
@@ -227,6 +257,7 @@ absl::StatusOr<engine::ContributionSpec> ToContributionSpec(const v1::OpenGradie
   engine::ContributionSpec spec;
   spec.head = open.head();
   spec.step = open.step();
+  if (auto status = TakeGeneration(open, "open.", &spec.generation); !status.ok()) return status;
   spec.contribution_id = open.contribution_id();
   const auto param = ToParam(open.param(), "open.param");
   if (!param.ok()) return param.status();
@@ -252,6 +283,8 @@ v1::HeadState ToProto(const engine::HeadState& state) {
   v1::HeadState message;
   message.set_incarnation(state.incarnation);
   message.set_step(state.step);
+  message.set_generation(state.generation);
+  message.set_weights_version(state.weights_version);
   return message;
 }
 

@@ -20,6 +20,7 @@
 #include "lossd/v1/loss.pb.h"
 #include "lossd/v1/types.pb.h"
 #include "server/engine/engine.h"
+#include "server/engine/step_request.h"
 #include "server/engine/stream.h"
 
 namespace lossd::messages {
@@ -35,6 +36,7 @@ absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl:
                                                  kernels::DType default_compute_dtype);
 absl::StatusOr<kernels::OptimizerOptions> ToOptimizerOptions(const v1::Optimizer& optimizer,
                                                              absl::string_view field_prefix);
+absl::StatusOr<engine::StepRequest> ToStepRequest(const v1::ApplyStepRequest& request);
 // Fields are named "open.<field>".
 absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open);
 // Fields are named "backward.<field>".

@@ -93,6 +93,12 @@ struct Metrics::EngineSeries {
           .Add({});
   prometheus::Counter& device_errors =
       CounterFamily(registry, "lossd_device_errors_total", "Operations that failed on the device.").Add({});
+  prometheus::Gauge& device_lost =
+      prometheus::BuildGauge()
+          .Name("lossd_device_lost")
+          .Help("1 once the device is lost: every call that needs it fails, else 0.")
+          .Register(registry)
+          .Add({});
 };
 
 Metrics::Metrics(const BuildInfo& build)
@@ -115,11 +121,13 @@ Metrics::Metrics(const BuildInfo& build)
           CounterFamily(registry_, "lossd_errors_total", "Calls ended with an error, by method and code.")),
       limits_(CounterFamily(registry_, "lossd_limits_reached_total",
                             "Calls and connections that a limit refused or ended, by the limit's flag.")),
-      save_family_(CounterFamily(registry_, "lossd_checkpoint_saves_total",
-                                 "Checkpoints that were to be saved, by result: ok, failed, cancelled.")),
+      save_family_(
+          CounterFamily(registry_, "lossd_checkpoint_saves_total",
+                        "Checkpoints that were to be saved, by result: ok, failed, cancelled, exists.")),
       saves_(save_family_.Add({{"result", "ok"}})),
       failed_saves_(save_family_.Add({{"result", "failed"}})),
       cancelled_saves_(save_family_.Add({{"result", "cancelled"}})),
+      existing_saves_(save_family_.Add({{"result", "exists"}})),
       saved_bytes_(
           CounterFamily(registry_, "lossd_checkpoint_saved_bytes_total", "Bytes of saved checkpoints.")
               .Add({})),
@@ -156,6 +164,11 @@ void Metrics::Attach(const engine::Engine* engine, const kernels::Backend* backe
 
 void Metrics::Detach() { Attach(nullptr, nullptr); }
 
+void Metrics::AttachGpu(const GpuMonitor* gpu) {
+  absl::MutexLock lock(&sources_mutex_);
+  gpu_ = gpu;
+}
+
 void Metrics::SetDraining(bool draining) {
   absl::MutexLock lock(&sources_mutex_);
   draining_ = draining;
@@ -183,7 +196,15 @@ void Metrics::OnSaved(absl::string_view head, uint64_t step, int64_t bytes, doub
   last_saves_[std::string(head)] = {step, absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch())};
 }
 
-void Metrics::OnSaveFailed(bool cancelled) { (cancelled ? cancelled_saves_ : failed_saves_).Increment(); }
+void Metrics::OnSaveFailed(const absl::Status& status) {
+  if (absl::IsCancelled(status)) {
+    cancelled_saves_.Increment();
+  } else if (absl::IsAlreadyExists(status)) {
+    existing_saves_.Increment();
+  } else {
+    failed_saves_.Increment();
+  }
+}
 
 void Metrics::ForgetHead(absl::string_view head) {
   absl::MutexLock lock(&rows_mutex_);
@@ -222,7 +243,10 @@ void Metrics::OnStep(const engine::StepReport& report) {
   if (report.skipped) events_->skipped_steps.Increment();
 }
 
-void Metrics::OnDeviceError(const absl::Status& status) { events_->device_errors.Increment(); }
+void Metrics::OnDeviceError(const absl::Status& status) {
+  events_->device_errors.Increment();
+  if (absl::IsUnavailable(status)) events_->device_lost.Set(1);
+}
 
 std::vector<MetricFamily> Metrics::Collect() const {
   std::vector<MetricFamily> families = registry_.Collect();
@@ -233,6 +257,10 @@ std::vector<MetricFamily> Metrics::Collect() const {
     families.push_back(Gauge("lossd_draining", "1 while the server is draining, else 0.", draining_ ? 1 : 0));
     if (engine_ != nullptr) CollectEngine(&families);
     if (backend_ != nullptr) CollectMemory(&families);
+    if (gpu_ != nullptr) {
+      std::vector<MetricFamily> gpu = gpu_->Collect();
+      std::move(gpu.begin(), gpu.end(), std::back_inserter(families));
+    }
   }
   std::vector<MetricFamily> process = CollectProcess();
   families.insert(families.end(), std::make_move_iterator(process.begin()),

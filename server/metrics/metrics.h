@@ -29,6 +29,7 @@
 #include "absl/synchronization/mutex.h"
 #include "kernels/backend.h"
 #include "server/engine/engine.h"
+#include "server/metrics/gpu_monitor.h"
 
 namespace lossd::metrics {
 
@@ -70,6 +71,8 @@ class Metrics final : public engine::EngineObserver {
       ABSL_LOCKS_EXCLUDED(sources_mutex_);
   // After this returns neither is used any more.
   void Detach() ABSL_LOCKS_EXCLUDED(sources_mutex_);
+  // From now on the GPU's metrics are exported too; null: no more.
+  void AttachGpu(const GpuMonitor* gpu) ABSL_LOCKS_EXCLUDED(sources_mutex_);
   void SetDraining(bool draining) ABSL_LOCKS_EXCLUDED(sources_mutex_);
 
   void ObservePhase(Phase phase, double seconds);
@@ -84,7 +87,8 @@ class Metrics final : public engine::EngineObserver {
   // A checkpoint of the head was saved.
   void OnSaved(absl::string_view head, uint64_t step, int64_t bytes, double seconds)
       ABSL_LOCKS_EXCLUDED(rows_mutex_);
-  void OnSaveFailed(bool cancelled);
+  // Counted as cancelled, as existing (the name is taken, or the same is saved already), or as failed.
+  void OnSaveFailed(const absl::Status& status);
   // What a save has read and not yet written.
   void SetSaveBuffered(int64_t bytes) { save_buffered_.Set(static_cast<double>(bytes)); }
   // Ends the head's series.
@@ -137,6 +141,7 @@ class Metrics final : public engine::EngineObserver {
   prometheus::Counter& saves_;
   prometheus::Counter& failed_saves_;
   prometheus::Counter& cancelled_saves_;
+  prometheus::Counter& existing_saves_;
   prometheus::Counter& saved_bytes_;
   prometheus::Histogram& save_seconds_;
   prometheus::Gauge& save_buffered_;
@@ -145,6 +150,7 @@ class Metrics final : public engine::EngineObserver {
   mutable absl::Mutex sources_mutex_;
   const engine::Engine* engine_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
   const kernels::Backend* backend_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
+  const GpuMonitor* gpu_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
   bool draining_ ABSL_GUARDED_BY(sources_mutex_) = false;
 
   mutable absl::Mutex rows_mutex_;

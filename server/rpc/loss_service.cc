@@ -41,14 +41,12 @@ grpc::ServerUnaryReactor* LossService::ReleaseMicrobatch(grpc::CallbackServerCon
   constexpr absl::string_view kMethod = "ReleaseMicrobatch";
   environment_.metrics->CountRequest(kMethod);
   grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
-  const absl::StatusOr<engine::HeadSnapshot> head = environment_.engine->Describe(request->head());
-  const absl::StatusOr<bool> released =
-      head.ok() ? environment_.engine->Release(request->head(), request->microbatch_id())
-                : absl::StatusOr<bool>(head.status());
+  const absl::StatusOr<engine::ReleaseResult> released =
+      environment_.engine->Release(request->head(), request->microbatch_id());
   const grpc::Status status = ToGrpc(released.status(), environment_.engine->incarnation());
   if (status.ok()) {
-    *response->mutable_state() = messages::ToProto(head->state);
-    response->set_released(*released);
+    *response->mutable_state() = messages::ToProto(released->state);
+    response->set_released(released->released);
   } else {
     environment_.metrics->CountError(kMethod, CodeName(status));
   }

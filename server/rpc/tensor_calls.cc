@@ -49,7 +49,7 @@ ReadTensorCall* ReadTensorCall::Start(TensorCallEnvironment* environment,
 }
 
 void ReadTensorCall::Schedule(void (ReadTensorCall::*step)()) {
-  const AdminTask task{.peer = peer_, .head = tensor_.head, .kind = AdminKind::kRows};
+  const AdminTask task{.peer = peer_, .head = read_.tensor.head, .kind = AdminKind::kRows};
   absl::Status scheduled = environment_->workers->Schedule(task, [this, step] { (this->*step)(); });
   if (!scheduled.ok()) End(std::move(scheduled));
 }
@@ -58,29 +58,29 @@ void ReadTensorCall::Begin() {
   v1::ReadTensorRequest request;
   const absl::StatusOr<wire::PayloadView> decoded = wire::Decode(*request_, &request);
   if (!decoded.ok()) return End(decoded.status());
-  absl::StatusOr<admin::TensorRows> tensor = environment_->operations->CheckRead(request);
-  if (!tensor.ok()) return End(tensor.status());
-  tensor_ = *std::move(tensor);
-  next_row_ = tensor_.rows.begin;
+  absl::StatusOr<admin::TensorRead> read = environment_->operations->OpenRead(request);
+  if (!read.ok()) return End(read.status());
+  read_ = *std::move(read);
+  next_row_ = read_.tensor.rows.begin;
   ReadSlice();
 }
 
 void ReadTensorCall::ReadSlice() {
   if (cancelled_) return End(absl::CancelledError("the client cancelled the call or went away"));
-  if (next_row_ >= tensor_.rows.end) return End(absl::OkStatus());
-  const int64_t most_rows = std::max<int64_t>(1, kMessageBytes / tensor_.row_bytes());
-  const engine::RowRange rows{next_row_, std::min(next_row_ + most_rows, tensor_.rows.end)};
-  auto bytes = std::make_shared<std::vector<uint8_t>>(static_cast<size_t>(rows.size() * tensor_.row_bytes()));
-  absl::Status status = environment_->operations->ReadRows(tensor_, rows, absl::MakeSpan(*bytes));
-  absl::StatusOr<v1::HeadState> state = environment_->operations->State(tensor_.head);
-  status.Update(state.status());
-  if (!status.ok()) return End(std::move(status));
+  const admin::TensorRows& tensor = read_.tensor;
+  if (next_row_ >= tensor.rows.end) return End(absl::OkStatus());
+  const int64_t most_rows = std::max<int64_t>(1, kMessageBytes / tensor.row_bytes());
+  const engine::RowRange rows{next_row_, std::min(next_row_ + most_rows, tensor.rows.end)};
+  auto bytes = std::make_shared<std::vector<uint8_t>>(static_cast<size_t>(rows.size() * tensor.row_bytes()));
+  absl::StatusOr<v1::HeadState> state =
+      environment_->operations->ReadRows(read_, rows, absl::MakeSpan(*bytes));
+  if (!state.ok()) return End(state.status());
   v1::TensorSlice slice;
   *slice.mutable_state() = *std::move(state);
   *slice.mutable_rows() = messages::ToProto(rows);
-  slice.set_tensor_rows(static_cast<uint64_t>(tensor_.shape.rows));
-  slice.set_tensor_cols(static_cast<uint64_t>(tensor_.shape.cols));
-  slice.set_dtype(messages::ToProto(tensor_.dtype));
+  slice.set_tensor_rows(static_cast<uint64_t>(tensor.shape.rows));
+  slice.set_tensor_cols(static_cast<uint64_t>(tensor.shape.cols));
+  slice.set_dtype(messages::ToProto(tensor.dtype));
   next_row_ = rows.end;
   message_ = wire::Encode(slice, *bytes, [bytes] {});
   {
@@ -244,7 +244,10 @@ absl::Status ReceiveRowsCall::Complete() {
   return absl::OkStatus();
 }
 
-void ReceiveRowsCall::End(absl::Status status) { Finish(Ended(environment_, method_, std::move(status))); }
+void ReceiveRowsCall::End(absl::Status status) {
+  Release();
+  Finish(Ended(environment_, method_, std::move(status)));
+}
 
 void ReceiveRowsCall::OnDone() {
   environment_->registry->Remove(this);
@@ -267,22 +270,29 @@ absl::StatusOr<wire::PayloadView> WriteTensorCall::Decode(const grpc::ByteBuffer
 }
 
 absl::StatusOr<ReceiveRowsCall::Extent> WriteTensorCall::Open() {
-  absl::StatusOr<admin::TensorRows> tensor = environment_->operations->CheckWrite(request_.open());
-  if (!tensor.ok()) return tensor.status();
-  tensor_ = *std::move(tensor);
-  return Extent{tensor_.rows, tensor_.row_bytes()};
+  absl::StatusOr<admin::TensorWrite> write = environment_->operations->OpenWrite(request_.open());
+  if (!write.ok()) return write.status();
+  write_ = *std::move(write);
+  return Extent{write_.tensor.rows, write_.tensor.row_bytes()};
 }
 
 absl::Status WriteTensorCall::Take(engine::RowRange rows, absl::Span<const uint8_t> values) {
-  return environment_->operations->WriteRows(tensor_, rows, values);
+  absl::StatusOr<v1::HeadState> state = environment_->operations->WriteRows(write_, rows, values);
+  if (!state.ok()) return state.status();
+  state_ = *std::move(state);
+  return absl::OkStatus();
 }
 
 absl::StatusOr<grpc::ByteBuffer> WriteTensorCall::Answer() {
-  absl::StatusOr<v1::HeadState> state = environment_->operations->State(tensor_.head);
-  if (!state.ok()) return state.status();
   v1::WriteTensorResponse response;
-  *response.mutable_state() = *std::move(state);
-  *response.mutable_rows() = messages::ToProto(tensor_.rows);
+  if (write_.tensor.rows.size() > 0) {
+    *response.mutable_state() = std::move(state_);
+  } else {
+    absl::StatusOr<v1::HeadState> state = environment_->operations->State(write_.tensor.head);
+    if (!state.ok()) return state.status();
+    *response.mutable_state() = *std::move(state);
+  }
+  *response.mutable_rows() = messages::ToProto(write_.tensor.rows);
   return wire::Encode(response);
 }
 
@@ -312,6 +322,8 @@ absl::StatusOr<ReceiveRowsCall::Extent> AddGradientCall::Open() {
   absl::StatusOr<engine::Contribution> contribution = environment_->engine->OpenContribution(*spec);
   if (!contribution.ok()) return contribution.status();
   contribution_ = *std::move(contribution);
+  head_ = spec->head;
+  added_.state = contribution_.state;
   return Extent{contribution_.rows, contribution_.row_bytes()};
 }
 
@@ -350,19 +362,20 @@ void AddGradientCall::OnCancel() {
 }
 
 absl::Status AddGradientCall::Take(engine::RowRange rows, absl::Span<const uint8_t> values) {
-  const absl::StatusOr<int64_t> added = environment_->engine->AddRows(contribution_, rows, values);
+  const absl::StatusOr<engine::AddedRows> added = environment_->engine->AddRows(contribution_, rows, values);
   if (!added.ok()) return added.status();
-  added_rows_ += *added;
+  added_.rows += added->rows;
+  added_.state = added->state;
   return absl::OkStatus();
 }
 
-// The state it was opened in: by now a step may have closed that expected just these rows.
+// The state when the last rows were added: by now a step may have closed that expected just these rows.
 absl::StatusOr<grpc::ByteBuffer> AddGradientCall::Answer() {
   v1::AddGradientResponse response;
-  *response.mutable_state() = messages::ToProto(contribution_.state);
+  *response.mutable_state() = messages::ToProto(added_.state);
   *response.mutable_rows() = messages::ToProto(contribution_.rows);
-  response.set_added_rows(static_cast<uint64_t>(added_rows_));
-  response.set_repeated_rows(static_cast<uint64_t>(contribution_.rows.size() - added_rows_));
+  response.set_added_rows(static_cast<uint64_t>(added_.rows));
+  response.set_repeated_rows(static_cast<uint64_t>(contribution_.rows.size() - added_.rows));
   return wire::Encode(response);
 }
 

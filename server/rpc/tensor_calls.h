@@ -66,7 +66,7 @@ class ReadTensorCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, 
   grpc::CallbackServerContext* const context_;
   const std::string peer_;
   const grpc::ByteBuffer* request_ = nullptr;  // gRPC's, until OnDone
-  admin::TensorRows tensor_;
+  admin::TensorRead read_;
   int64_t next_row_ = 0;
   grpc::ByteBuffer message_;
   std::atomic<bool> cancelled_{false};
@@ -79,7 +79,7 @@ class ReadTensorCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, 
 // Deletes itself in OnDone.
 class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public WatchedCall {
  public:
-  void OnReadDone(bool ok) override;
+  void OnReadDone(bool ok) override ABSL_LOCKS_EXCLUDED(clock_mutex_);
   void OnDone() override;
   absl::string_view EndIfLate(absl::Time now, const CallTimeouts& timeouts) override
       ABSL_LOCKS_EXCLUDED(clock_mutex_);
@@ -115,6 +115,8 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   virtual bool GiveUpWaiting() { return false; }
   virtual absl::Status Take(engine::RowRange rows, absl::Span<const uint8_t> values) = 0;
   virtual absl::StatusOr<grpc::ByteBuffer> Answer() = 0;
+  // The call is over; before its client is told.
+  virtual void Release() {}
 
   absl::Status RunOnWorker(std::function<void()> step);
   void End(absl::Status status);
@@ -158,12 +160,15 @@ class WriteTensorCall final : public ReceiveRowsCall {
   using ReceiveRowsCall::ReceiveRowsCall;
   absl::StatusOr<wire::PayloadView> Decode(const grpc::ByteBuffer& received, bool* has_open) override;
   absl::StatusOr<Extent> Open() override;
-  std::string head() const override { return tensor_.head; }
+  std::string head() const override { return write_.tensor.head; }
   absl::Status Take(engine::RowRange rows, absl::Span<const uint8_t> values) override;
   absl::StatusOr<grpc::ByteBuffer> Answer() override;
 
+  void Release() override { write_.writer.reset(); }
+
   v1::WriteTensorRequest request_;
-  admin::TensorRows tensor_;
+  admin::TensorWrite write_;
+  v1::HeadState state_;  // when the last rows were written
 };
 
 class AddGradientCall final : public ReceiveRowsCall {
@@ -177,15 +182,16 @@ class AddGradientCall final : public ReceiveRowsCall {
   using ReceiveRowsCall::ReceiveRowsCall;
   absl::StatusOr<wire::PayloadView> Decode(const grpc::ByteBuffer& received, bool* has_open) override;
   absl::StatusOr<Extent> Open() override;
-  std::string head() const override { return contribution_.head; }
+  std::string head() const override { return head_; }
   absl::Status Await(std::function<void()> next) override ABSL_LOCKS_EXCLUDED(turn_mutex_);
   bool GiveUpWaiting() override ABSL_LOCKS_EXCLUDED(turn_mutex_);
   absl::Status Take(engine::RowRange rows, absl::Span<const uint8_t> values) override;
   absl::StatusOr<grpc::ByteBuffer> Answer() override;
 
   v1::AddGradientRequest request_;
+  std::string head_;  // once it is open
   engine::Contribution contribution_;
-  int64_t added_rows_ = 0;
+  engine::AddedRows added_;  // so far, and when the last ones were
 
   absl::Mutex turn_mutex_;
   bool cancelled_ ABSL_GUARDED_BY(turn_mutex_) = false;

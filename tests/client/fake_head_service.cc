@@ -66,39 +66,15 @@ class FakeHeadService final : public v1::HeadService::Service {
 
   grpc::Status ReadTensor(grpc::ServerContext*, const v1::ReadTensorRequest* request,
                           grpc::ServerWriter<v1::TensorSlice>* writer) override {
-    std::vector<v1::TensorSlice> slices;
-    {
-      absl::MutexLock lock(&state_->mu);
-      Head* head = state_->Find(request->head());
-      if (head == nullptr) return state_->NotFound(request->head());
-      if (head->values.count(request->param()) == 0) {
-        return state_->Error(grpc::StatusCode::NOT_FOUND, "no such tensor", "param");
-      }
-      const uint64_t cols = request->param() == v1::PARAM_WEIGHT ? head->spec.hidden_size() : 1;
-      std::vector<float> values = head->values[request->param()];
-      const uint64_t rows = values.size() / cols;
-      if (request->role() == v1::ROLE_GRADIENT && request->param() == v1::PARAM_WEIGHT) {
-        for (uint64_t v = 0; v < rows; ++v) values[v * cols] = head->weight_gradient[v];
-      }
-      const uint64_t begin = request->has_rows() ? request->rows().begin() : 0;
-      const uint64_t end = request->has_rows() ? request->rows().end() : rows;
-      if (end > rows)
-        return state_->Error(grpc::StatusCode::INVALID_ARGUMENT, "rows are outside the tensor", "rows");
-      for (uint64_t row = begin; row < end; row += 3) {
-        v1::TensorSlice& slice = slices.emplace_back();
-        const uint64_t last = std::min(end, row + 3);
-        *slice.mutable_state() = state_->StateOf(*head);
-        slice.mutable_rows()->set_begin(row);
-        slice.mutable_rows()->set_end(last);
-        slice.set_tensor_rows(rows);
-        slice.set_tensor_cols(cols);
-        slice.set_dtype(request->dtype());
-        slice.set_payload(
-            ToBytes({values.begin() + row * cols, values.begin() + last * cols}, request->dtype()));
-      }
+    uint64_t row = request->rows().begin();
+    for (uint64_t slice = 0;; ++slice) {
+      v1::TensorSlice answer;
+      bool last = false;
+      if (grpc::Status status = ReadSlice(*request, slice, row, &answer, &last); !status.ok()) return status;
+      writer->Write(answer);
+      if (last) return grpc::Status::OK;
+      row = answer.rows().end();
     }
-    for (const auto& slice : slices) writer->Write(slice);
-    return grpc::Status::OK;
   }
 
   grpc::Status WriteTensor(grpc::ServerContext*, grpc::ServerReader<v1::WriteTensorRequest>* reader,
@@ -124,6 +100,7 @@ class FakeHeadService final : public v1::HeadService::Service {
       return state_->Error(grpc::StatusCode::INVALID_ARGUMENT, "too many values", "payload");
     }
     std::copy(written.begin(), written.end(), values.begin() + begin * cols);
+    head->weights_version = ++state_->drawn;
     *response->mutable_state() = state_->StateOf(*head);
     response->mutable_rows()->set_begin(begin);
     response->mutable_rows()->set_end(begin + written.size() / cols);
@@ -162,6 +139,9 @@ class FakeHeadService final : public v1::HeadService::Service {
   grpc::Status ApplyStep(grpc::ServerContext*, const v1::ApplyStepRequest* request,
                          v1::ApplyStepResponse* response) override {
     absl::MutexLock lock(&state_->mu);
+    if (state_->faults.on_apply) {
+      if (grpc::Status status = state_->Apply(state_->faults.on_apply(*request)); !status.ok()) return status;
+    }
     Head* head = state_->Find(request->head());
     if (head == nullptr) return state_->NotFound(request->head());
     if (head->step > 0 && request->step() == head->step - 1) {
@@ -171,9 +151,7 @@ class FakeHeadService final : public v1::HeadService::Service {
     }
     uint64_t rows = 0;
     for (const auto& [id, accumulated] : head->ledger) rows += accumulated.size();
-    if (request->has_incarnation() && request->incarnation() != state_->incarnation) {
-      return state_->Error(grpc::StatusCode::FAILED_PRECONDITION, "meant for another process", "incarnation");
-    }
+    if (grpc::Status status = state_->CheckMeant(*request, *head, ""); !status.ok()) return status;
     if (request->step() != head->step) {
       return state_->Error(grpc::StatusCode::FAILED_PRECONDITION,
                            absl::StrCat("step ", head->step, " is open"), "step",
@@ -194,13 +172,14 @@ class FakeHeadService final : public v1::HeadService::Service {
       return state_->Error(grpc::StatusCode::FAILED_PRECONDITION, "the norm is not finite",
                            "skip_non_finite");
     }
-    if (!response->skipped()) ++head->updates;
+    if (!response->skipped()) {
+      ++head->updates;
+      head->weights_version = ++state_->drawn;
+    }
     ++head->step;
+    state_->Discard(head);
     *response->mutable_state() = state_->StateOf(*head);
     response->set_applied_incarnation(response->state().incarnation());
-    head->ledger.clear();
-    head->added.clear();
-    std::fill(head->weight_gradient.begin(), head->weight_gradient.end(), 0.0);
     head->last_step = *response;
     // The step was applied, but the answer is lost.
     if (state_->Refuse()) return state_->Error(grpc::StatusCode::UNAVAILABLE, "connection reset");
@@ -213,9 +192,7 @@ class FakeHeadService final : public v1::HeadService::Service {
     if (state_->Refuse()) return state_->Error(grpc::StatusCode::UNAVAILABLE, "the server is draining");
     Head* head = state_->Find(request->head());
     if (head == nullptr) return state_->NotFound(request->head());
-    head->ledger.clear();
-    head->added.clear();
-    std::fill(head->weight_gradient.begin(), head->weight_gradient.end(), 0.0);
+    state_->Discard(head);
     *response->mutable_state() = state_->StateOf(*head);
     return grpc::Status::OK;
   }
@@ -269,12 +246,47 @@ class FakeHeadService final : public v1::HeadService::Service {
                                  : request->head();
     Head* head = state_->Find(name);
     if (head == nullptr) return state_->NotFound(name);
-    head->ledger.clear();
+    state_->Discard(head);
+    head->weights_version = ++state_->drawn;
     *response = state_->Describe(*head);
     return grpc::Status::OK;
   }
 
  private:
+  // Three rows of a tensor, from `row` on.
+  grpc::Status ReadSlice(const v1::ReadTensorRequest& request, uint64_t number, uint64_t row,
+                         v1::TensorSlice* slice, bool* last) {
+    absl::MutexLock lock(&state_->mu);
+    if (state_->faults.on_read) {
+      if (grpc::Status status = state_->Apply(state_->faults.on_read(number)); !status.ok()) return status;
+    }
+    Head* head = state_->Find(request.head());
+    if (head == nullptr) return state_->NotFound(request.head());
+    if (head->values.count(request.param()) == 0) {
+      return state_->Error(grpc::StatusCode::NOT_FOUND, "no such tensor", "param");
+    }
+    const uint64_t cols = request.param() == v1::PARAM_WEIGHT ? head->spec.hidden_size() : 1;
+    std::vector<float> values = head->values[request.param()];
+    const uint64_t rows = values.size() / cols;
+    if (request.role() == v1::ROLE_GRADIENT && request.param() == v1::PARAM_WEIGHT) {
+      for (uint64_t v = 0; v < rows; ++v) values[v * cols] = head->weight_gradient[v];
+    }
+    const uint64_t end = request.has_rows() ? request.rows().end() : rows;
+    if (end > rows || row > end)
+      return state_->Error(grpc::StatusCode::INVALID_ARGUMENT, "rows are outside the tensor", "rows");
+    const uint64_t slice_end = std::min(end, row + 3);
+    *slice->mutable_state() = state_->StateOf(*head);
+    slice->mutable_rows()->set_begin(row);
+    slice->mutable_rows()->set_end(slice_end);
+    slice->set_tensor_rows(rows);
+    slice->set_tensor_cols(cols);
+    slice->set_dtype(request.dtype());
+    slice->set_payload(
+        ToBytes({values.begin() + row * cols, values.begin() + slice_end * cols}, request.dtype()));
+    *last = slice_end == end;
+    return grpc::Status::OK;
+  }
+
   // Adds a message's rows, from `row` on, and moves `row` behind them. open.rows is set.
   grpc::Status AddRows(const v1::OpenGradient& open, const std::string& payload, uint64_t* row,
                        v1::AddGradientResponse* response) {
@@ -288,10 +300,7 @@ class FakeHeadService final : public v1::HeadService::Service {
     if (code != 0) return grpc::Status(static_cast<grpc::StatusCode>(code), "injected fault");
     Head* head = state_->Find(open.head());
     if (head == nullptr) return state_->NotFound(open.head());
-    if (open.has_incarnation() && open.incarnation() != state_->incarnation) {
-      return state_->Error(grpc::StatusCode::FAILED_PRECONDITION, "meant for another process",
-                           "open.incarnation");
-    }
+    if (grpc::Status status = state_->CheckMeant(open, *head, "open."); !status.ok()) return status;
     if (open.step() != head->step) {
       return state_->Error(grpc::StatusCode::FAILED_PRECONDITION, "the step is not open", "open.step");
     }

@@ -42,8 +42,7 @@ class FakeLossService final : public v1::LossService::Service {
     while (stream->Read(&request)) {
       if (grpc::Status status = Ask(request); !status.ok()) return status;
       v1::ComputeLossResponse response;
-      grpc::Status status =
-          Compute(open, request, accepted.accepted().limits(), &response, &summary, &rows_left);
+      grpc::Status status = Compute(open, request, accepted.accepted(), &response, &summary, &rows_left);
       if (!status.ok()) return status;
       std::function<bool(v1::ComputeLossResponse*)> on_slice;
       double delay;
@@ -60,7 +59,7 @@ class FakeLossService final : public v1::LossService::Service {
     if (rows_left > 0) {
       return grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, absl::StrCat(rows_left, " rows are missing"));
     }
-    return Summarize(stream, open, summary);
+    return Summarize(stream, open, accepted.accepted(), summary);
   }
 
  private:
@@ -78,10 +77,7 @@ class FakeLossService final : public v1::LossService::Service {
     }
     Head* head = state_->Find(open.head());
     if (head == nullptr) return state_->NotFound(open.head());
-    if (open.has_incarnation() && open.incarnation() != state_->incarnation) {
-      return state_->Error(grpc::StatusCode::FAILED_PRECONDITION, "meant for another process",
-                           "open.incarnation");
-    }
+    if (grpc::Status status = state_->CheckMeant(open, *head, "open."); !status.ok()) return status;
     if (open.accumulate_gradients() && open.step() != head->step) {
       return state_->Error(grpc::StatusCode::FAILED_PRECONDITION,
                            absl::StrCat("step ", open.step(), " is not open"), "open.step",
@@ -114,13 +110,28 @@ class FakeLossService final : public v1::LossService::Service {
     return grpc::Status::OK;
   }
 
+  // Whether the call may go on as it was accepted.
+  grpc::Status CheckUnchanged(const v1::OpenMicrobatch& open, const v1::HeadState& accepted, const Head& head)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_->mu) {
+    const v1::HeadState now = state_->StateOf(head);
+    const bool in_step = open.accumulate_gradients() || open.retain();
+    if (in_step && accepted.generation() != now.generation()) {
+      return state_->Error(grpc::StatusCode::ABORTED, "the gradients were zeroed under the call");
+    }
+    if (accepted.weights_version() != now.weights_version()) {
+      return state_->Error(grpc::StatusCode::ABORTED, "the weights changed under the call");
+    }
+    return grpc::Status::OK;
+  }
+
   grpc::Status Compute(const v1::OpenMicrobatch& open, const v1::ComputeLossRequest& request,
-                       const v1::SliceLimits& limits, v1::ComputeLossResponse* response,
+                       const v1::MicrobatchAccepted& accepted, v1::ComputeLossResponse* response,
                        v1::MicrobatchSummary* summary, uint64_t* rows_left) {
     absl::MutexLock lock(&state_->mu);
     const v1::RowRange& rows = request.slice().rows();
     Head* head = state_->Find(open.head());
     if (head == nullptr) return state_->NotFound(open.head());
+    if (grpc::Status status = CheckUnchanged(open, accepted.state(), *head); !status.ok()) return status;
     ++state_->slices_seen;
     if (state_->faults.fail_slice) {
       const int code = state_->faults.fail_slice(state_->slices_seen);
@@ -136,7 +147,7 @@ class FakeLossService final : public v1::LossService::Service {
     const uint64_t count = rows.end() - rows.begin();
     const uint64_t d = head->spec.hidden_size();
     const uint64_t row_bytes = d * (open.hidden_dtype() == v1::DTYPE_FP32 ? 4 : 2);
-    if (count > limits.max_rows() || request.payload().size() > limits.max_bytes()) {
+    if (count > accepted.limits().max_rows() || request.payload().size() > accepted.limits().max_bytes()) {
       return state_->Error(grpc::StatusCode::INVALID_ARGUMENT, absl::StrCat("slice of ", count, " rows"),
                            "slice.rows");
     }
@@ -197,6 +208,7 @@ class FakeLossService final : public v1::LossService::Service {
       ++state_->streams_seen;
       Head* head = state_->Find(open.head());
       if (head == nullptr) return state_->NotFound(open.head());
+      if (grpc::Status status = state_->CheckMeant(open, *head, "backward."); !status.ok()) return status;
       const auto it = head->retained.find(open.microbatch_id());
       if (it == head->retained.end() || it->second.targets.count(open.rows().end() - 1) == 0) {
         return state_->Error(grpc::StatusCode::NOT_FOUND, "the rows are not retained",
@@ -262,12 +274,13 @@ class FakeLossService final : public v1::LossService::Service {
 
  private:
   grpc::Status Summarize(Stream* stream, const v1::OpenMicrobatch& open,
-                         const v1::MicrobatchSummary& summary) {
+                         const v1::MicrobatchAccepted& accepted, const v1::MicrobatchSummary& summary) {
     std::vector<v1::ComputeLossResponse> responses;
     {
       absl::MutexLock lock(&state_->mu);
       Head* head = state_->Find(open.head());
       if (head == nullptr) return state_->NotFound(open.head());
+      if (grpc::Status status = CheckUnchanged(open, accepted.state(), *head); !status.ok()) return status;
       if (open.accumulate_gradients()) head->ledger[open.microbatch_id()];
       if (state_->faults.extra) responses = state_->faults.extra();
       if (!state_->faults.no_summary) {

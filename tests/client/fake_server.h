@@ -29,8 +29,10 @@ struct Fault {
   int code = 0;  // a gRPC status code other than 0 ends the call with it, before the message is used
   bool detail =
       true;  // the status has a detail, as the server's own errors have; false: a broken connection's
-  bool restart = false;   // first the server restarts, as Restart()
-  uint64_t max_rows = 0;  // not 0: replaces Options::max_slice_rows from now on
+  bool restart = false;      // first the server restarts, as Restart()
+  bool discard = false;      // first somebody zeroes the gradients of every head
+  bool new_weights = false;  // first somebody writes the weights of every head
+  uint64_t max_rows = 0;     // not 0: replaces Options::max_slice_rows from now on
 };
 
 // What may go wrong, asked for each time it can. Called from the server's threads.
@@ -61,6 +63,9 @@ struct Faults {
   std::function<Fault(const v1::ComputeLossRequest&)> on_request;
   std::function<Fault()> on_describe;
   std::function<Fault(const v1::OpenGradient&)> on_add;
+  // Every ReadTensor call with slice 0, and then each of its slices but the first, before it is sent.
+  std::function<Fault(uint64_t slice)> on_read;
+  std::function<Fault(const v1::ApplyStepRequest&)> on_apply;
 };
 
 class FakeServer {
@@ -70,6 +75,7 @@ class FakeServer {
     uint64_t max_slice_bytes = 1 << 20;
     int port = 0;                        // 0: any
     bool numbered_incarnations = false;  // 1, 2, ... instead of random ones
+    bool versions = true;                // false: as a server that knows no generation and no weights_version
   };
   FakeServer() : FakeServer(Options()) {}
   explicit FakeServer(Options options);

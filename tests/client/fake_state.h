@@ -24,6 +24,8 @@ namespace lossd::fake {
 struct Head {
   v1::HeadSpec spec;
   uint64_t step = 0;
+  uint64_t generation = 0;
+  uint64_t weights_version = 0;
   std::map<v1::Param, std::vector<float>> values;
   std::vector<double> weight_gradient;            // [V], of the first column
   std::map<uint64_t, std::set<uint64_t>> ledger;  // microbatch id -> rows
@@ -57,6 +59,10 @@ struct FakeState {
   // Does what a fault says; OK if the call goes on.
   grpc::Status Apply(const Fault& fault) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     if (fault.restart) Restart();
+    for (auto& [name, head] : heads) {
+      if (fault.discard) Discard(&head);
+      if (fault.new_weights) head.weights_version = ++drawn;
+    }
     if (fault.max_rows > 0) faults.sudden_max_rows = fault.max_rows;
     const auto code = static_cast<grpc::StatusCode>(fault.code);
     if (code == grpc::StatusCode::OK) return grpc::Status::OK;
@@ -76,7 +82,32 @@ struct FakeState {
     v1::HeadState state;
     state.set_incarnation(incarnation);
     state.set_step(head.step);
+    if (!options.versions) return state;
+    state.set_generation(head.generation);
+    state.set_weights_version(head.weights_version);
     return state;
+  }
+  // Zeroes what belongs to the open step.
+  void Discard(Head* head) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    head->ledger.clear();
+    head->added.clear();
+    head->retained.clear();
+    std::fill(head->weight_gradient.begin(), head->weight_gradient.end(), 0.0);
+    head->generation = ++drawn;
+  }
+  // Whether the gradients that a call names are the head's; `prefix` of the fields, "open." for instance.
+  template <typename Request>
+  grpc::Status CheckMeant(const Request& request, const Head& head, const std::string& prefix)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    if (request.has_incarnation() && request.incarnation() != incarnation) {
+      return Error(grpc::StatusCode::FAILED_PRECONDITION, "meant for another process",
+                   prefix + "incarnation");
+    }
+    if (request.has_generation() && request.generation() != head.generation) {
+      return Error(grpc::StatusCode::ABORTED, "meant for other gradients", prefix + "generation",
+                   absl::StrCat(request.generation()));
+    }
+    return grpc::Status::OK;
   }
   v1::SliceLimits Limits() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     v1::SliceLimits limits;
@@ -108,13 +139,14 @@ struct FakeState {
                       ? incarnation + 1
                       : absl::Uniform<uint64_t>(absl::IntervalClosed, random, 1, ~uint64_t{0});
     for (auto& [name, head] : heads) {
-      head.ledger.clear();
-      head.added.clear();
-      std::fill(head.weight_gradient.begin(), head.weight_gradient.end(), 0.0);
+      Discard(&head);
+      head.weights_version = ++drawn;
     }
   }
-  Head MakeHead(const v1::HeadSpec& spec) {
+  Head MakeHead(const v1::HeadSpec& spec) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     Head head;
+    head.generation = ++drawn;
+    head.weights_version = ++drawn;
     head.spec = spec;
     head.values[v1::PARAM_WEIGHT].resize(spec.vocab_size() * spec.hidden_size());
     if (spec.bias()) head.values[v1::PARAM_BIAS].resize(spec.vocab_size());
@@ -126,6 +158,7 @@ struct FakeState {
   mutable absl::Mutex mu;
   Faults faults ABSL_GUARDED_BY(mu);
   uint64_t incarnation ABSL_GUARDED_BY(mu) = 0;
+  uint64_t drawn ABSL_GUARDED_BY(mu) = 0;  // generations and weights versions: 1, 2, ...
   std::map<std::string, Head> heads ABSL_GUARDED_BY(mu);
   uint64_t streams_seen ABSL_GUARDED_BY(mu) = 0;
   uint64_t describes_seen ABSL_GUARDED_BY(mu) = 0;

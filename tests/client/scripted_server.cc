@@ -21,7 +21,7 @@ static_assert(std::size(kCodes) == grpc::StatusCode::UNAUTHENTICATED + 1);
 
 // The n-th fault of a list; an empty one behind its end.
 json FaultOf(const json& faults, const char* list, size_t n) {
-  const json& all = faults.at(list);
+  const json all = faults.value(list, json::array());
   return n < all.size() ? all[n] : json::object();
 }
 
@@ -29,24 +29,37 @@ Fault ToFault(const json& fault) {
   return {.code = fault.contains("code") ? StatusCodeNamed(fault["code"]) : 0,
           .detail = fault.value("detail", true),
           .restart = fault.value("restart", false),
+          .discard = fault.value("discard", false),
+          .new_weights = fault.value("new_weights", false),
           .max_rows = fault.value("max_rows", uint64_t{0})};
 }
 
 json Range(const v1::RowRange& rows) { return {rows.begin(), rows.end()}; }
 
-// What identifies an opened call: id, step and the process it is meant for.
+// The process and the gradients that a call is meant for.
+template <typename Request>
+json Meant(const Request& request) {
+  return {{"incarnation", request.has_incarnation() ? json(request.incarnation()) : json(nullptr)},
+          {"generation", request.has_generation() ? json(request.generation()) : json(nullptr)}};
+}
+
+// What identifies an opened call: id, step, and what it is meant for.
 template <typename Open>
 json Identity(const Open& open, uint64_t id) {
-  return {{"id", id},
-          {"step", open.step()},
-          {"incarnation", open.has_incarnation() ? json(open.incarnation()) : json(nullptr)}};
+  json identity = Meant(open);
+  identity["id"] = id;
+  identity["step"] = open.step();
+  return identity;
 }
 
 void CheckMembers(const json& faults) {
-  const std::set<std::string> known{
-      "at_slice", "code", "detail", "restart", "max_rows", "accepted_step", "accepted_incarnation"};
-  for (const char* list : {"streams", "describes", "contributions"}) {
-    for (const json& fault : faults.at(list)) {
+  const std::set<std::string> lists{"streams", "describes", "contributions", "reads", "steps"};
+  const std::set<std::string> known{"at_slice", "code",          "detail",
+                                    "restart",  "discard",       "new_weights",
+                                    "max_rows", "accepted_step", "accepted_incarnation"};
+  for (const auto& [list, all] : faults.items()) {
+    if (lists.count(list) == 0) throw std::invalid_argument("there are no faults of " + list);
+    for (const json& fault : all) {
       for (const auto& [name, value] : fault.items()) {
         if (known.count(name) == 0) throw std::invalid_argument("a fault has a member " + name);
       }
@@ -67,13 +80,16 @@ ScriptedServer::ScriptedServer(const json& script) : faults_(script.at("faults")
   const json& limits = script.at("limits");
   server_ = std::make_unique<FakeServer>(FakeServer::Options{.max_slice_rows = limits.at("max_rows"),
                                                              .max_slice_bytes = limits.at("max_bytes"),
-                                                             .numbered_incarnations = true});
+                                                             .numbered_incarnations = true,
+                                                             .versions = script.value("versions", true)});
   server_->AddHead("head", /*hidden_size=*/8, /*vocab_size=*/10);
   Faults faults;
   faults.on_request = [this](const v1::ComputeLossRequest& request) { return OnRequest(request); };
   faults.on_accepted = [this](v1::MicrobatchAccepted* accepted) { OnAccepted(accepted); };
   faults.on_describe = [this] { return OnDescribe(); };
   faults.on_add = [this](const v1::OpenGradient& open) { return OnAdd(open); };
+  faults.on_read = [this](uint64_t slice) { return OnRead(slice); };
+  faults.on_apply = [this](const v1::ApplyStepRequest& request) { return OnApply(request); };
   server_->SetFaults(faults);
 }
 
@@ -127,6 +143,24 @@ Fault ScriptedServer::OnAdd(const v1::OpenGradient& open) {
   entry["contribution"] = Range(open.has_rows() ? open.rows() : open.contribution_rows());
   log_.push_back(entry);
   return ToFault(FaultOf(faults_, "contributions", contributions_++));
+}
+
+Fault ScriptedServer::OnRead(uint64_t slice) {
+  absl::MutexLock lock(&mu_);
+  if (slice == 0) {
+    log_.push_back({{"read", "head"}});
+    ++reads_;
+  }
+  const json fault = FaultOf(faults_, "reads", reads_ - 1);
+  return fault.value("at_slice", uint64_t{0}) == slice ? ToFault(fault) : Fault{};
+}
+
+Fault ScriptedServer::OnApply(const v1::ApplyStepRequest& request) {
+  absl::MutexLock lock(&mu_);
+  json entry = Meant(request);
+  entry["apply"] = request.step();
+  log_.push_back(entry);
+  return ToFault(FaultOf(faults_, "steps", steps_++));
 }
 
 }  // namespace lossd::fake

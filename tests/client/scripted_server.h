@@ -19,8 +19,8 @@ namespace lossd::fake {
 
 class ScriptedServer {
  public:
-  // `script`: the case's members "limits" and "faults". Throws nlohmann::json::exception, or
-  // std::invalid_argument naming what it does not know.
+  // `script`: the case's members "limits", "faults" and, if it has it, "versions". Throws
+  // nlohmann::json::exception, or std::invalid_argument naming what it does not know.
   explicit ScriptedServer(const nlohmann::json& script);
 
   std::string target() const { return server_->target(); }
@@ -31,6 +31,8 @@ class ScriptedServer {
   void OnAccepted(v1::MicrobatchAccepted* accepted);
   Fault OnDescribe();
   Fault OnAdd(const v1::OpenGradient& open);
+  Fault OnRead(uint64_t slice);
+  Fault OnApply(const v1::ApplyStepRequest& request);
 
   const nlohmann::json faults_;
   mutable absl::Mutex mu_;
@@ -40,6 +42,8 @@ class ScriptedServer {
   size_t open_entry_ ABSL_GUARDED_BY(mu_) = 0;  // the last stream's, in log_
   size_t describes_ ABSL_GUARDED_BY(mu_) = 0;
   size_t contributions_ ABSL_GUARDED_BY(mu_) = 0;
+  size_t reads_ ABSL_GUARDED_BY(mu_) = 0;
+  size_t steps_ ABSL_GUARDED_BY(mu_) = 0;
   std::unique_ptr<FakeServer> server_;  // last: it goes before what its calls use
 };
 

@@ -11,7 +11,7 @@ from state import CLOSED, PRESENT, Applied, Saved, State
 
 Outcome = list[State] | str  # the states after, or why not
 
-_VERSIONS = ("generation", "weights_version")  # fields of HeadState that a protocol may have
+_VERSIONS = ("generation", "weights_version")  # fields of HeadState; absent in some histories made by hand
 
 
 class Administration:
@@ -31,6 +31,8 @@ class Administration:
         for name in _VERSIONS:
             if name not in seen:
                 continue
+            if seen[name] == 0:
+                return f"the answer says no {name}"
             numbered = self._numbered(state, name, seen[name])
             if numbered is None:
                 return f"the answer says {name} {seen[name]}, which is another one's or not what it was"
@@ -43,6 +45,16 @@ class Administration:
         if any(known == name and present != (other == number) for known, present, other in state.numbers):
             return None
         return state._replace(numbers=state.numbers | {(name, True, number)})
+
+    def _as_named(self, state: State, event: Event) -> State | str:
+        """The generation that the call names, if it does, is the head's."""
+        args = event.args
+        if "generation" not in args:
+            return state
+        if args.get("incarnation", state.incarnation) != state.incarnation:
+            return f"the call names incarnation {args['incarnation']:016x}, and it is {state.incarnation:016x}"
+        named = self._numbered(state, "generation", args["generation"])
+        return named or f"the call names generation {args['generation']}, which is not the head's"
 
     def _versioned(self, state: State, seen: dict[str, Any] | None) -> Outcome:
         """Of tensor calls: the answer's HeadState is that of this moment if it says a version, which is the tensor's;
@@ -78,9 +90,15 @@ class Administration:
         if result is not None and result["repeated"]:
             if state.last is None or state.last.step != args["step"] or state.step != args["step"] + 1:
                 return f"step {args['step']} is not the one just applied"
+            if state.last.applied_another(args.get("generation")):
+                return f"the step was not applied with generation {args['generation']}"
             return self._same_answer(state, event, result)
         if problem := self._usable(state, args["step"]):
             return problem
+        named = self._as_named(state, event)
+        if isinstance(named, str):
+            return named
+        state = named
         for id in args.get("expected") or ():
             entry = state.find("ledger", id)
             if entry is None or 0 in entry.rows:
@@ -88,7 +106,7 @@ class Administration:
         microbatches, rows = state.counted("microbatch")
         contributions, _ = state.counted("contribution")
         applied = Applied(args["step"], args["momentum"], encoding.norm(state.gradient), microbatches, rows,
-                          contributions)
+                          contributions, state.number("generation"))
         moment = state.moment
         update = state.gradient
         if args["momentum"]:
@@ -144,7 +162,7 @@ class Administration:
         return [state.gone()]
 
     def _do_Restart(self, state: State, event: Event, result: dict[str, Any] | None) -> Outcome:
-        return [state.gone()._replace(incarnation=event.result["incarnation"])]
+        return [state.gone()._replace(incarnation=event.result["incarnation"], numbers=frozenset())]
 
     def _do_DescribeHead(self, state: State, event: Event, result: dict[str, Any] | None) -> Outcome:
         if result is None:

@@ -11,7 +11,7 @@ import encoding
 from administration import Administration, Outcome
 from history import Event
 from moments import Moment
-from refusals import reason_to_refuse
+from refusals import names_another, reason_to_refuse
 from state import MAYBE, PAST, PRESENT, YES, State, Under
 
 
@@ -60,11 +60,10 @@ class Model(Administration):
             return problem
         if args.get("accumulate") and (problem := self._trainer_may(state, moment)):
             return problem
-        if "generation" in args:
-            named = self._numbered(state, "generation", args["generation"])
-            if named is None:
-                return f"the call names generation {args['generation']}, which is not the head's"
-            state = named
+        named = self._as_named(state, event)
+        if isinstance(named, str):
+            return named
+        state = named
         terms = None
         if event.call == "Backward":
             terms = state.find("retained", args["id"])
@@ -81,6 +80,8 @@ class Model(Administration):
             if booked is None:
                 return "the id is a contribution's"
             state, repeated = booked
+        if args.get("accumulate"):
+            state = state.touched()
         after = self._answered(state, accepted and accepted["state"])
         if isinstance(after, str) or not goes_on:
             return after
@@ -126,6 +127,7 @@ class Model(Administration):
         if booked is None:
             return "the id is a contribution's"
         state, (least, most) = booked
+        state = state.touched()
         if event.trainer:
             return [state]
         repeated = (under.repeated[0] + least, under.repeated[1] + most)
@@ -165,10 +167,11 @@ class Model(Administration):
                 return after
             return "nothing has ended the write"
         if under is None:
-            other = "generation" in event.args and ("generation", True, event.args["generation"]) not in state.numbers
-            return after if other else "the call was not begun before a change"
+            return after if names_another(state, event) else "the call was not begun before a change"
         if event.call == "ReadTensor":
-            stale: str | None = self._read_stale(event, under)
+            # Rows of weight 0 leave the gradient as it is, and yet they are an accumulation.
+            touched = event.args["role"] == "gradient" and under.touched
+            stale: str | None = "rows were accumulated" if touched else self._read_stale(event, under)
         else:
             binding = event.call in ("AddGradient", "Backward") or bool(
                 event.args.get("accumulate") or event.args.get("retain"))
@@ -186,14 +189,14 @@ class Model(Administration):
     def _read_open(self, state: State, moment: Moment) -> Outcome:
         if not state.exists:
             return "there is no such head"
-        return [state.put("under", moment.event.number, Under())]
+        return [state.put("under", moment.event.number, Under(touched=state.unsettled()))]
 
     def _read(self, state: State, moment: Moment) -> Outcome:
         event, (piece, first, last) = moment.event, moment.data
         role = event.args["role"]
         if problem := self._usable(state, None, reads_weights=role != "gradient"):
             return problem
-        under = Under() if first else state.find("under", event.number)
+        under = Under(touched=state.unsettled()) if first else state.find("under", event.number)
         if problem := self._read_stale(event, under):
             return problem
         tensor = {"value": state.values, "gradient": state.gradient, "moment1": state.moment}[role]
@@ -230,7 +233,8 @@ class Model(Administration):
     def _add_open(self, state: State, moment: Moment) -> Outcome:
         if problem := self._usable(state, moment.event.args["step"], reads_weights=False):
             return problem
-        return [state.put("under", moment.event.number, Under())]
+        named = self._as_named(state, moment.event)
+        return named if isinstance(named, str) else [named.put("under", moment.event.number, Under())]
 
     def _add(self, state: State, moment: Moment) -> Outcome:
         event, ((begin, end, values), first, last) = moment.event, moment.data
@@ -239,6 +243,11 @@ class Model(Administration):
         under = state.find("under", event.number) or Under()
         if problem := self._stale(under, weights=False, generation=True):
             return problem
+        if first:
+            named = self._as_named(state, event)
+            if isinstance(named, str):
+                return named
+            state = named
         before = state.find("ledger", event.args["id"])
         booked = state.book(event.args["id"], "contribution", len(state.values), range(begin, end), YES)
         if booked is None:

@@ -25,16 +25,22 @@ _ROLES = {"value": head_pb2.ROLE_VALUE, "gradient": head_pb2.ROLE_GRADIENT, "mom
 _STATE_FIELDS = ("incarnation", "step", "generation", "weights_version")
 
 Message = tuple[int, int, Sequence[int]]  # rows [begin, end) and their values
+Named = tuple[int, int]  # the incarnation and the generation that a call is meant for
 Pause = Callable[[int], None]  # called before message number i is sent
 
 
 def state_of(state: types_pb2.HeadState) -> dict[str, int]:
-    """The fields of a HeadState that this protocol has."""
-    return {name: getattr(state, name) for name in _STATE_FIELDS if name in state.DESCRIPTOR.fields_by_name}
+    """A HeadState as plain values."""
+    return {name: getattr(state, name) for name in _STATE_FIELDS}
 
 
 def _no_pause(_: int) -> None:
     pass
+
+
+def _name(named: Named | None, message: Any, args: dict[str, Any]) -> None:
+    if named is not None:
+        message.incarnation, message.generation = args["incarnation"], args["generation"] = named
 
 
 class RawClient:
@@ -53,9 +59,9 @@ class RawClient:
     def compute_loss(self, id: int, slices: Sequence[tuple[int, int]], total: int, *, step: int | None = None,
                      accumulate: bool = False, retain: bool = False, scale: float = 1.0, pause: Pause = _no_pause,
                      on_slice: Pause = _no_pause, cancel_after: float | None = None, timeout: float = 30.0,
-                     generation: int | None = None) -> Event:
+                     named: Named | None = None) -> Event:
         """Rows of all `slices` in one call; `total` is N. Rows that accumulate have weight 0: their gradient is 0.
-        `generation`: to be named, on a protocol that knows it."""
+        `named`: to be named in the call."""
         rows = (slices[0][0], slices[-1][1])
         args: dict[str, Any] = {"id": id, "rows": rows, "total": total, "step": step, "accumulate": accumulate,
                                 "retain": retain, "scale": scale}
@@ -66,8 +72,7 @@ class RawClient:
             reduction=loss_pb2.REDUCTION_NONE if retain else loss_pb2.REDUCTION_SUM, want_row_lse=True,
             accumulate_gradients=accumulate, retain=retain, targets=[0] * (rows[1] - rows[0]),
             row_weights=[0.0] * (rows[1] - rows[0]) if accumulate else [])
-        if generation is not None and "generation" in opened.DESCRIPTOR.fields_by_name:
-            opened.generation = args["generation"] = generation
+        _name(named, opened, args)
         sent: dict[int, int] = {}
 
         def messages() -> Iterator[loss_pb2.ComputeLossRequest]:
@@ -151,9 +156,11 @@ class RawClient:
                           head_pb2.WriteTensorResponse, pause, timeout)
 
     def add_gradient(self, step: int, id: int, messages: Sequence[Message], *, pause: Pause = _no_pause,
-                     timeout: float = 30.0) -> Event:
+                     timeout: float = 30.0, named: Named | None = None) -> Event:
         opened = head_pb2.OpenGradient(head=self._head, step=step, contribution_id=id, param=head_pb2.PARAM_WEIGHT)
-        return self._send("AddGradient", {"id": id, "step": step}, messages, head_pb2.AddGradientRequest, opened,
+        args: dict[str, Any] = {"id": id, "step": step}
+        _name(named, opened, args)
+        return self._send("AddGradient", args, messages, head_pb2.AddGradientRequest, opened,
                           head_pb2.AddGradientResponse, pause, timeout)
 
     def _send(self, method: str, args: dict[str, Any], messages: Sequence[Message], request: Any, opened: Any,
@@ -203,12 +210,14 @@ class RawClient:
                 event.result.update(state=state_of(mine[0].state), step_rows=mine[0].step_rows)
         return event
 
-    def apply_step(self, step: int, momentum: int = 0, expected: Sequence[int] | None = None) -> Event:
+    def apply_step(self, step: int, momentum: int = 0, expected: Sequence[int] | None = None,
+                   named: Named | None = None) -> Event:
+        args: dict[str, Any] = {"step": step, "momentum": momentum, "expected": expected}
         request = head_pb2.ApplyStepRequest(head=self._head, step=step, expected_microbatches=expected or ())
         request.optimizer.sgd.learning_rate = 1.0
         request.optimizer.sgd.momentum = momentum
-        return self._unary("ApplyStep", {"step": step, "momentum": momentum, "expected": expected}, request,
-                           head_pb2.ApplyStepResponse, step_result)
+        _name(named, request, args)
+        return self._unary("ApplyStep", args, request, head_pb2.ApplyStepResponse, step_result)
 
     def zero_gradients(self, step: int) -> Event:
         return self._unary("ZeroGradients", {"step": step}, head_pb2.ZeroGradientsRequest(head=self._head, step=step),

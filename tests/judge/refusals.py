@@ -42,6 +42,11 @@ def reason_to_refuse(state: State, event: Event, data: Any) -> str | None:
     return None if judge(state, event, bool(data)) else f"{code} has no reason now"
 
 
+def names_another(state: State, event: Event) -> bool:
+    """Whether the call names a generation other than the head's, as far as that is known."""
+    return "generation" in event.args and ("generation", True, event.args["generation"]) not in state.numbers
+
+
 def _not_found(state: State, event: Event, _: bool) -> bool:
     if event.call == "Backward":  # what is retained may be released at any time
         return True
@@ -65,6 +70,8 @@ def _failed_precondition(state: State, event: Event, has_rivals: bool) -> bool:
         saved = state.find("checkpoints", event.args["name"])
         return state.exists and saved is not None and len(saved.values) != len(state.values)
     step = event.args.get("step")
+    if event.args.get("incarnation", state.incarnation) != state.incarnation:
+        return True
     if not state.exists:
         return False
     if event.call == "ApplyStep":
@@ -96,8 +103,11 @@ def _retained_otherwise(state: State, event: Event, has_rivals: bool) -> bool:
 
 
 def _aborted(state: State, event: Event, _: bool) -> bool:
-    """Only a trainer's client refuses so: it knows the generation or the incarnation of what it was told."""
-    return event.trainer and state.zeroed
+    """The call names another generation. What a trainer's client names, or knows itself, is not recorded."""
+    repeats = event.call == "ApplyStep" and state.last is not None and state.last.step == event.args["step"]
+    if repeats and "generation" in event.args:
+        return event.args["generation"] != state.last.generation
+    return names_another(state, event) or (event.trainer and state.zeroed)
 
 
 def _no_room(state: State, event: Event, _: bool) -> bool:

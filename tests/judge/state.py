@@ -21,6 +21,10 @@ class Applied(NamedTuple):
     microbatches: tuple[int, int]
     rows: tuple[int, int]
     contributions: tuple[int, int]
+    generation: int | None = None  # the number of the gradients that it was applied with, where that was told
+
+    def applied_another(self, named: int | None) -> bool:
+        return named is not None and self.generation is not None and named != self.generation
 
 
 class Saved(NamedTuple):
@@ -46,6 +50,7 @@ class Under(NamedTuple):
     weights: bool = True
     generation: bool = True
     gradients: bool = True  # no gradient other than zero was added either
+    touched: bool = False  # rows may have been accumulated, of weight 0 or other
     repeated: tuple[int, int] = (0, 0)  # of its rows, those that had been accumulated before: least and most
     terms: Any = None
     stream: bool = False  # a ComputeLoss that ends with OK
@@ -82,6 +87,10 @@ class State(NamedTuple):
             pairs.append((key, value))
         return self._replace(**{field: tuple(sorted(pairs, key=lambda pair: pair[0]))})
 
+    def number(self, name: str) -> int | None:
+        """Of the present version, where that was told."""
+        return next((number for known, present, number in self.numbers if known == name and present), None)
+
     # What calls have in common.
 
     def _past(self, field: str) -> tuple[tuple[int, Under], ...]:
@@ -94,13 +103,21 @@ class State(NamedTuple):
         """The weights are about to be other ones: whatever was bound to the old ones is not any more."""
         return self._replace(under=self._past("weights"), retained=(), numbers=self._numbers_past("weights_version"))
 
+    def touched(self) -> State:
+        """Rows are accumulated, or may be from now on."""
+        return self._replace(under=tuple((event, under._replace(touched=True)) for event, under in self.under))
+
+    def unsettled(self) -> bool:
+        """Whether rows may be accumulated at any time: those of calls under way, or that have failed."""
+        return any(MAYBE in entry.rows for _, entry in self.ledger) or any(under.stream for _, under in self.under)
+
     def new_gradients(self) -> State:
         return self._replace(under=self._past("gradients"))
 
     def new_generation(self) -> State:
         state = self.new_gradients()
         return state._replace(
-            under=state._past("generation"), numbers=self._numbers_past("generation"), zeroed=True, ledger=(),
+            under=state._past("generation"), numbers=self._numbers_past("generation"), zeroed=True, ledger=(), retained=(),
             gradient=(0,) * len(self.values), notes=tuple((name, (step, PAST)) for name, (step, _) in self.notes))
 
     def closed(self) -> State:

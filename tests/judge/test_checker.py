@@ -170,6 +170,42 @@ def test_versions_are_those_of_the_moment() -> None:
         possible(made) if fine else impossible(made, "the answer says weights_version 8")
 
 
+def test_numbers_of_versions_are_there_and_not_used_again() -> None:
+    for numbers, fine in (((3, 4), True), ((3, 3), False), ((0, 4), False)):
+        made = begun(5)
+        made.versions = {"generation": numbers[0], "weights_version": 8}
+        made.describe((4, 5))
+        made.versions["generation"] = numbers[1]
+        made.zero((6, 7))
+        made.describe((8, 9))
+        possible(made) if fine else impossible(made, "generation")
+
+
+def test_another_process_draws_its_own_numbers() -> None:
+    made = begun(5)
+    made.versions = {"generation": 3, "weights_version": 8}
+    made.describe((4, 5))
+    made.zero((6, 7)).result["state"]["generation"] = 4
+    made.call("Restart", (8, 9), "admin", incarnation=SERVER + 1)
+    made.incarnation = SERVER + 1
+    made.create((10, 11))
+    made.describe((12, 13))
+    possible(made)
+
+
+def test_a_step_names_the_generation_that_it_closes() -> None:
+    # Both ask for step 0, which was applied with generation 3; the head's gradients are those of generation 5 by now.
+    for named, outcome, fine in ((3, "OK", True), (5, "OK", False), (5, "ABORTED", True), (3, "ABORTED", False)):
+        made = begun(5)
+        made.versions = {"generation": 3, "weights_version": 8}
+        made.describe((4, 5))
+        made.versions = {"generation": 5, "weights_version": 9}
+        made.apply(0, 0, (6, 7), contributions=0)
+        repeat = made.apply(0, 0, (8, 9), contributions=0, repeated=True, outcome=outcome)
+        repeat.args["generation"] = named
+        possible(made) if fine else impossible(made, "ApplyStep")
+
+
 # ---- A trainer's step ----
 
 

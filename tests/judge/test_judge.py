@@ -39,8 +39,8 @@ def test_finding(server: ServerProcess, finding: Finding) -> None:
     judge(history)
 
 
-# The mixes of calls that today's server answers as the page says.
-@pytest.mark.parametrize("mix", ["administration", "ledger", "trainers"])
+# The mixes of calls that today's server and clients answer as the page says.
+@pytest.mark.parametrize("mix", ["administration", "ledger", "trainers", "calls", "crashes"])
 def test_random_histories(server: ServerProcess, mix: str) -> None:
     seed = time.time_ns() % 1_000_000
     print(f"seed {seed}")

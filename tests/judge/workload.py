@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from encoding import family
 from history import Event, History
-from raw_client import Message, RawClient, halves, sleeper, whole
+from raw_client import Message, Named, RawClient, halves, sleeper, whole
 from stage import Stage
 from trainer_client import TrainerClient
 
@@ -45,6 +45,9 @@ MIXES: dict[str, Mix] = {
     "all": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 1}),
     "cuts": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 2}, trainers=2, mean_bytes=3000),
     "kills": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 1}, restarts=2, trainers=1, calls_each=10),
+    # The same without trainers, whose clients repeat calls by themselves: what the server alone answers for.
+    "calls": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 1}, clients=4, trainers=0),
+    "crashes": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 1}, restarts=2, trainers=0, calls_each=10),
     # What holds where streams do not yet end when what they are bound to changes: calls that change the weights never
     # meet streams, and only a trainer's own step ends its gradients.
     "administration": Mix({**_READS, **_CHANGES, "save": 2, "load": 2, "recreate": 1}, trainers=0, pieces=False),
@@ -62,7 +65,7 @@ class _Common:
         self.vocab = vocab
         self.momentum = momentum
         self.step = 0
-        self.generation: int | None = None  # None: the protocol has none
+        self.named: Named | None = None  # None: no answer has told it yet
         self.saves: list[str] = []
         self._lock = threading.Lock()
         self._numbers = 0
@@ -71,7 +74,7 @@ class _Common:
         state = event.result.get("state")
         if state:
             self.step = state["step"]
-            self.generation = state.get("generation")
+            self.named = (state["incarnation"], state["generation"])
         return event
 
     def next_number(self) -> int:
@@ -111,6 +114,9 @@ class _RawWorker(_RandomClient):
             event = getattr(self, "_" + self._draw(self._mix.calls))()
             self._common.learn(event)
 
+    def _named(self) -> Named | None:
+        return self._random.choice((None, self._common.named))
+
     def _slices(self) -> list[tuple[int, int]]:
         choices = [[(0, ROWS)]]
         if self._mix.pieces:
@@ -129,7 +135,7 @@ class _RawWorker(_RandomClient):
     def _accumulate(self) -> Event:
         return self._client.compute_loss(self._random.randrange(4), self._slices(), ROWS, step=self._step(),
                                          accumulate=True, pause=self._pauses(),
-                                         generation=self._random.choice((None, self._common.generation)))
+                                         named=self._named())
 
     def _cancel(self) -> Event:
         return self._client.compute_loss(
@@ -171,11 +177,11 @@ class _RawWorker(_RandomClient):
     def _contribute(self) -> Event:
         id = 100 + self._random.randrange(10)
         return self._client.add_gradient(self._step(), id, self._messages(_contribution(id, self._common)),
-                                         pause=self._pauses())
+                                         pause=self._pauses(), named=self._named())
 
     def _apply(self) -> Event:
         expected = self._random.choice((None, None, None, [self._random.randrange(4)]))
-        return self._client.apply_step(self._step(), self._common.momentum, expected)
+        return self._client.apply_step(self._step(), self._common.momentum, expected, self._named())
 
     def _zero(self) -> Event:
         return self._client.zero_gradients(self._step())

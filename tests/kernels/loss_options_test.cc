@@ -35,7 +35,10 @@ TEST(LossOptionsTest, RefusesValuesOutOfRangeByName) {
   ExpectRefused({.label_smoothing = 1.5f}, "label_smoothing must be in [0, 1], got 1.5");
   ExpectRefused({.label_smoothing = -0.1f}, "label_smoothing must be in [0, 1], got -0.1");
   ExpectRefused({.logit_scale = 0.0f}, "logit_scale must be finite and not 0, got 0");
-  ExpectRefused({.softcap = -30.0f}, "softcap must be finite and >= 0 (0: none), got -30");
+  ExpectRefused({.softcap = -30.0f}, "softcap must be 0 (none), or finite and >= 1.1754944e-38, got -30");
+  ExpectRefused({.softcap = 1e-39f}, "softcap must be 0 (none), or finite and >= 1.1754944e-38, got 1e-39");
+  ExpectRefused({.softcap = std::numeric_limits<float>::denorm_min()}, "softcap");
+  EXPECT_TRUE(Validate({.softcap = std::numeric_limits<float>::min()}).ok());
   ExpectRefused({.z_loss = -1.0f}, "z_loss must be finite and >= 0, got -1");
   ExpectRefused({.filter_epsilon = 1.0f}, "filter_epsilon must be in [0, 1), got 1");
   ExpectRefused({.filter_epsilon = -0.1f}, "filter_epsilon must be in [0, 1), got -0.1");

@@ -7,8 +7,10 @@
 
 #include <random>
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "tests/support/peak_memory.h"
 #include "tests/support/temp_folder.h"
 
 namespace lossd::formats {
@@ -21,7 +23,12 @@ class SafetensorsIndexTest : public testing::Test {
  protected:
   absl::StatusOr<SafetensorsIndex> Open(absl::string_view text) {
     test::WriteWholeFile(path_, text);
-    return SafetensorsIndex::Open(path_, "the index");
+    return Read({"a", "b", "c", "bad", "lm_head.weight"});
+  }
+  absl::StatusOr<SafetensorsIndex> Read(const std::vector<std::string>& tensors) {
+    const auto file = InputFile::Open(path_, "the index");
+    if (!file.ok()) return file.status();
+    return SafetensorsIndex::Read(**file, tensors);
   }
   void ExpectRefused(absl::string_view text, const std::string& why) {
     const absl::Status status = Open(text).status();
@@ -67,10 +74,36 @@ TEST_F(SafetensorsIndexTest, Refusals) {
 TEST_F(SafetensorsIndexTest, LongerThanAllowed) {
   test::WriteWholeFile(path_, "{}");
   ASSERT_EQ(truncate(path_.c_str(), kMaxSafetensorsIndexBytes + 1), 0);
-  const absl::Status status = SafetensorsIndex::Open(path_).status();
+  const absl::Status status = Read({}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat(kMaxSafetensorsIndexBytes)));
-  EXPECT_EQ(SafetensorsIndex::Open(folder_.File("none")).status().code(), absl::StatusCode::kNotFound);
+}
+
+// What is read takes no more memory than what is asked for, however long the index is.
+TEST_F(SafetensorsIndexTest, LongIndexesTakeLittleMemory) {
+  constexpr int64_t kMost = int64_t{16} << 20;
+  std::vector<std::string> texts(5);
+  texts[0] = "{\"weight_map\": {";
+  for (int i = 0; i < 1'500'000; ++i)
+    absl::StrAppend(&texts[0], "\"", i, "\":\"model-00001-of-00002.safetensors\",");
+  texts[0] += "\"a\": \"x\"}}";
+  texts[1] = absl::StrCat("{\"metadata\": {\"x\": [", std::string(30 << 20, '1'));  // a long number
+  texts[2] = absl::StrCat("{\"weight_map\": {\"", std::string(50 << 20, 'a'), "\": \"x\"}}");
+  texts[3] = "{\"metadata\": [0";
+  for (int i = 0; i < 15'000'000; ++i) texts[3] += ",0";
+  texts[3] += "], \"weight_map\": {\"a\": \"x\"}}";
+  texts[4] = "{";
+  for (int i = 0; i < 3'000'000; ++i) absl::StrAppend(&texts[4], "\"", i, "\":{},");
+  texts[4] += "\"weight_map\": {\"a\": \"x\"}}";
+  for (size_t i = 0; i < texts.size(); ++i) {
+    ASSERT_LE(static_cast<int64_t>(texts[i].size()), kMaxSafetensorsIndexBytes);
+    test::WriteWholeFile(path_, texts[i]);
+    std::string().swap(texts[i]);
+    absl::Status status;
+    const int64_t growth = test::PeakGrowth([&] { status = Read({"a"}).status(); });
+    EXPECT_EQ(status.ok(), i == 0) << i << status;
+    EXPECT_LE(growth, kMost) << i;
+  }
 }
 
 // Whatever a few bytes are changed to: an error, or names that stay in the folder.

@@ -13,6 +13,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "tests/support/peak_memory.h"
 #include "tests/support/temp_folder.h"
 
 namespace lossd::formats {
@@ -207,6 +208,20 @@ TEST_F(SafetensorsTest, HostileHeaders) {
   ExpectRefused(FileWith(R"({"__metadata__":[]})", ""), "__metadata__");
   ExpectRefused(FileWith(R"({"__metadata__":{"a":1}})", ""), "'a' is no string");
   ExpectRefused(FileWith("{\"a\":" + std::string(1 << 20, '['), ""), "no JSON object");
+}
+
+TEST_F(SafetensorsTest, LongHeadersTakeLittleMemory) {
+  std::string shape = "{\"a\":{\"dtype\":\"U8\",\"data_offsets\":[0,0],\"shape\":[0";
+  while (shape.size() < size_t{20} << 20) shape += ",0";
+  std::string metadata = "{\"__metadata__\":{";
+  for (int i = 0; i < 2'000'000; ++i) absl::StrAppend(&metadata, "\"", i, "\":\"\",");
+  for (std::string text : {shape + "]}}", metadata + "\"\":\"\"}}"}) {
+    WriteWholeFile(path_, FileWith(text, ""));
+    std::string().swap(text);
+    absl::Status status;
+    EXPECT_LE(test::PeakGrowth([&] { status = SafetensorsReader::Open(path_).status(); }), int64_t{16} << 20);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  }
 }
 
 TEST_F(SafetensorsTest, HostileTensors) {

@@ -7,6 +7,7 @@
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/device_branch.h"
 #include "kernels/cuda/kernels/hopper/logit_pass.h"
+#include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::kernels::cuda {
@@ -55,6 +56,18 @@ absl::Status ValidateOptions(const CudaBackendOptions& options, int device_count
 }
 
 }  // namespace
+
+absl::StatusOr<std::vector<std::string>> GpuUuids() {
+  const absl::StatusOr<int> count = CountDevices();
+  if (!count.ok()) return count.status();
+  std::vector<std::string> uuids;
+  for (int device = 0; device < *count; ++device) {
+    cudaDeviceProp properties = {};
+    LOSSD_RETURN_IF_CUDA_ERROR(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+    uuids.push_back(GpuUuidText(properties.uuid.bytes));
+  }
+  return uuids;
+}
 
 absl::StatusOr<Event> Event::Create() {
   Event event;
@@ -111,6 +124,7 @@ absl::Status Device::Start() {
   LOSSD_RETURN_IF_CUDA_ERROR(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
   limits_.has_branches = options_.host_branches || driver >= kBranchDriverVersion;
   description_ = absl::StrCat("cuda:", options_.device, " ", properties.name);
+  uuid_ = GpuUuidText(properties.uuid.bytes);
   for (cudaStream_t* stream : {&compute_, &upload_, &download_}) {
     LOSSD_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking),
                                "cudaStreamCreateWithFlags");

@@ -13,6 +13,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
@@ -37,6 +38,9 @@ inline absl::Status Copy(void* to, const void* from, int64_t bytes, cudaStream_t
 inline absl::Status Zero(void* data, int64_t bytes, cudaStream_t stream) {
   return ToStatus(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream), "cudaMemsetAsync");
 }
+
+// The UUIDs of the visible GPUs, by index. UNAVAILABLE without any.
+absl::StatusOr<std::vector<std::string>> GpuUuids();
 
 // Owns an event without timing; waiting for it blocks instead of spinning.
 class Event {
@@ -75,6 +79,7 @@ class Device {
   const CudaBackendOptions& options() const { return options_; }   // thread-safe; workspace_bytes is set
   const DeviceLimits& limits() const { return limits_; }           // thread-safe
   const std::string& description() const { return description_; }  // thread-safe
+  const std::string& uuid() const { return uuid_; }                // thread-safe; "GPU-..."
   MemoryLedger& ledger() { return ledger_; }                       // thread-safe
   const MemoryLedger& ledger() const { return ledger_; }           // thread-safe
   Gemms& gemms() { return *gemms_; }
@@ -110,6 +115,7 @@ class Device {
   CudaBackendOptions options_;
   DeviceLimits limits_;
   std::string description_;
+  std::string uuid_;
   MemoryLedger ledger_;
   std::unique_ptr<Gemms> gemms_;
   DeviceBuffer gemm_workspace_;

@@ -27,6 +27,8 @@ v1::HeadDescription Head() {
   head.set_compute_dtype(v1::DTYPE_BF16);
   head.mutable_state()->set_incarnation(0xfedcba9876543210);
   head.mutable_state()->set_step(1234);
+  head.mutable_state()->set_generation(17);
+  head.mutable_state()->set_weights_version(18);
   head.set_step_rows(65536);
   head.set_step_microbatches(8);
   head.set_total_rows(123456789012);
@@ -56,6 +58,8 @@ TEST(ReportTest, HeadJsonKeepsEveryDigit) {
   const nlohmann::ordered_json json = nlohmann::ordered_json::parse(ToJson(Head()).dump());
   EXPECT_EQ(json["name"], "lm");
   EXPECT_EQ(json["incarnation"], "fedcba9876543210");
+  EXPECT_EQ(json["generation"], 17);
+  EXPECT_EQ(json["weights_version"], 18);
   EXPECT_EQ(json["total_rows"].get<uint64_t>(), 123456789012u);
   EXPECT_EQ(json["norm"], "rmsnorm");
   EXPECT_EQ(json["norm_epsilon"].dump(), "1e-06");

@@ -3,7 +3,12 @@
 #include <grpcpp/support/status.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
 #include <random>
+#include <vector>
 
 #include "absl/time/clock.h"
 #include "tests/client/cpp/faults_fixture.h"
@@ -11,6 +16,8 @@
 namespace lossd::client {
 namespace {
 
+using lossd::fake::Fault;
+using lossd::fake::Faults;
 using ::testing::HasSubstr;
 
 TEST_F(FaultsTest, ErrorInTheMiddleComesWithItsDetail) {
@@ -99,6 +106,34 @@ TEST_F(FaultsTest, CancelEndsTheCall) {
   EXPECT_LT(absl::Now() - start, absl::Seconds(2));
 }
 
+// A call's end gives the caller's memory back: what is in it afterwards is not sent.
+TEST_F(FaultsTest, CancelledCallsSendNothingThatComesLater) {
+  constexpr float kLater = 12345;
+  std::atomic<int> slices = 0, later = 0;
+  Faults faults{.slice_delay_seconds = 0.002};
+  faults.on_request = [&](const v1::ComputeLossRequest& request) {
+    float first = 0;
+    if (request.payload().size() >= sizeof(first))
+      std::memcpy(&first, request.payload().data(), sizeof(first));
+    ++slices;
+    if (first == kLater) ++later;
+    return Fault{};
+  };
+  server_.SetFaults(faults);
+  const std::vector<float> before = x_;
+  for (int n = 0; n < 20; ++n) {
+    x_ = before;
+    const int begun = slices;
+    PendingLoss pending = client_->ComputeLossAsync(AsMicrobatch(n), Outputs(), Options());
+    while (slices < begun + n && !pending.Done()) absl::SleepFor(absl::Milliseconds(1));
+    pending.Cancel();
+    (void)pending.Wait();
+    std::fill(x_.begin(), x_.end(), kLater);
+  }
+  server_.StopListening();  // ends what it reads
+  EXPECT_EQ(later, 0);
+}
+
 TEST_F(FaultsTest, CancelDuringBackoffDoesNotWait) {
   auto client =
       Client::Connect({.target = server_.target(),
@@ -111,6 +146,45 @@ TEST_F(FaultsTest, CancelDuringBackoffDoesNotWait) {
   pending.Cancel();
   EXPECT_EQ(pending.Wait().status().code(), absl::StatusCode::kCancelled);
   EXPECT_LT(absl::Now() - start, absl::Seconds(2));
+}
+
+// Both streams begin again, whichever of them notices.
+TEST_F(FaultsTest, CallsOfSeveralStreamsBeginAgainAsAWhole) {
+  for (int change : {1, 3, 13, 20, 26}) {
+    auto messages = std::make_shared<std::atomic<int>>(0);
+    Faults faults;
+    faults.on_request = [messages, change](const v1::ComputeLossRequest&) {
+      return Fault{.new_weights = ++*messages == change};
+    };
+    server_.SetFaults(faults);
+    ComputeOptions options = Options();
+    options.accumulate_gradients = false;
+    const auto result = client_->ComputeLoss(AsMicrobatch(), Outputs(), options);
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(result->valid_rows, kRows);
+    EXPECT_EQ(result->streams, 2);
+    for (size_t i = 0; i < x_.size(); ++i) ASSERT_EQ(dx_[i], 2 * x_[i]);
+  }
+}
+
+TEST_F(FaultsTest, CancelBeforeBeginningAgainDoesNotWait) {
+  auto client =
+      Client::Connect({.target = server_.target(),
+                       .retry = {.initial_backoff = absl::Seconds(300), .max_backoff = absl::Seconds(300)}})
+          .value();
+  auto aborted = std::make_shared<std::atomic<bool>>(false);
+  Faults faults;
+  faults.on_request = [aborted](const v1::ComputeLossRequest& request) {
+    if (request.has_slice()) *aborted = true;
+    return Fault{.new_weights = request.has_slice()};
+  };
+  server_.SetFaults(faults);
+  ComputeOptions options = Options();
+  options.accumulate_gradients = false;
+  PendingLoss pending = client->ComputeLossAsync(AsMicrobatch(), Outputs(), options);
+  while (!*aborted) absl::SleepFor(absl::Milliseconds(1));
+  pending.Cancel();
+  EXPECT_EQ(pending.Wait().status().code(), absl::StatusCode::kCancelled);
 }
 
 TEST_F(FaultsTest, DroppedHandlesAndClientsCancel) {

@@ -11,6 +11,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
+#include "client/cpp/step_errors.h"
 #include "tests/client/scripted_server.h"
 
 namespace lossd::client::golden {
@@ -54,10 +55,13 @@ void CheckMembers(const json& c, std::initializer_list<const char*> required,
 }
 
 std::string ErrorName(const absl::Status& status) {
-  return RestartOf(status).has_value() ? "RESTARTED" : absl::StatusCodeToString(status.code());
+  if (RestartOf(status).has_value()) return "RESTARTED";
+  return IsStepDiscarded(status) ? "DISCARDED" : absl::StatusCodeToString(status.code());
 }
 
 absl::Status ErrorNamed(const std::string& code, const std::string& message) {
+  if (code == "RESTARTED") return internal::RestartedError(1, 2);
+  if (code == "DISCARDED") return internal::DiscardedError("lm", 0, 1, 2);
   return absl::Status(static_cast<absl::StatusCode>(fake::StatusCodeNamed(code)), message);
 }
 
@@ -78,6 +82,7 @@ void CheckStatus(const json& c, const absl::Status& status) {
 }
 
 v1::DType DTypeNamed(const std::string& name) { return EnumNamed<v1::DType>("DTYPE_", name); }
+v1::Role RoleNamed(const std::string& name) { return EnumNamed<v1::Role>("ROLE_", name); }
 v1::Reduction ReductionNamed(const std::string& name) { return EnumNamed<v1::Reduction>("REDUCTION_", name); }
 
 std::string FromHex(const std::string& hex) { return absl::HexStringToBytes(hex); }

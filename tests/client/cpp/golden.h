@@ -16,6 +16,7 @@
 #include "absl/status/status.h"
 #include "client/cpp/client.h"
 #include "client/cpp/loss_work.h"
+#include "lossd/v1/head.pb.h"
 #include "lossd/v1/types.pb.h"
 
 namespace lossd::client::golden {
@@ -38,11 +39,12 @@ void CheckMembers(const json& c, std::initializer_list<const char*> required,
 
 // The status must be the error in member `fails` if the case has it, else OK.
 void CheckStatus(const json& c, const absl::Status& status);
-// The name of its code, or RESTARTED.
+// The name of its code, RESTARTED or DISCARDED.
 std::string ErrorName(const absl::Status& status);
 absl::Status ErrorNamed(const std::string& code, const std::string& message);
 
 v1::DType DTypeNamed(const std::string& name);
+v1::Role RoleNamed(const std::string& name);
 v1::Reduction ReductionNamed(const std::string& name);
 
 std::string FromHex(const std::string& hex);

@@ -52,8 +52,10 @@ bool Feed(const json& c, const std::function<absl::Status(const grpc::ByteBuffer
 }
 
 void RunReadTensor(const json& c) {
-  CheckMembers(c, {"call", "rows", "cols", "dtype", "answers"}, {"gives", "fails"});
+  CheckMembers(c, {"call", "rows", "cols", "dtype", "answers"}, {"role", "gives", "fails"});
   v1::ReadTensorRequest request;
+  request.set_head("lm");
+  request.set_role(RoleNamed(c.value("role", "value")));
   request.mutable_rows()->set_begin(c["rows"][0]);
   request.mutable_rows()->set_end(c["rows"][1]);
   request.set_dtype(DTypeNamed(c["dtype"]));

@@ -53,11 +53,11 @@ json ToJson(const StreamWork& stream) {
 }
 
 void RunOpening(const json& c) {
-  CheckMembers(c, {"message", "call", "rows", "incarnation", "hex"});
+  CheckMembers(c, {"message", "call", "rows", "incarnation", "hex"}, {"generation"});
   const Call call(c["call"]);
-  std::optional<uint64_t> incarnation;
-  if (!c["incarnation"].is_null()) incarnation = c["incarnation"].get<uint64_t>();
-  const StreamWork stream = call.work().Prepare({c["rows"][0], c["rows"][1]}, SliceRule{1000}, incarnation);
+  std::optional<internal::GradientsId> meant;
+  if (!c["incarnation"].is_null()) meant = {c["incarnation"], c.value("generation", uint64_t{0})};
+  const StreamWork stream = call.work().Prepare({c["rows"][0], c["rows"][1]}, SliceRule{1000}, meant);
   EXPECT_EQ(ToHex(ToString(wire::Encode(stream.first))), c["hex"]);
 }
 

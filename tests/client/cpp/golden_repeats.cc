@@ -21,7 +21,8 @@ struct Outcome {
 Outcome OutcomeOf(const absl::StatusOr<LossResult>& result) {
   if (!result.ok()) return {result.status(), {}};
   return {absl::OkStatus(),
-          {{"accumulated_rows", result->accumulated_rows},
+          {{"valid_rows", result->valid_rows},
+           {"accumulated_rows", result->accumulated_rows},
            {"repeated_rows", result->repeated_rows},
            {"repeats", result->repeats}}};
 }
@@ -88,12 +89,36 @@ Outcome ApplyStep(Client& client, const json& call) {
   return {absl::OkStatus(), {{"rows", applied->rows()}, {"repeated_call", applied->repeated_call()}}};
 }
 
+Outcome ReadTensor(Client& client, const json& call) {
+  CheckMembers(call, {"do", "role"}, {"fails"});
+  return {client.ReadTensor("head", v1::PARAM_WEIGHT, RoleNamed(call["role"])).status(), {}};
+}
+
+Outcome ZeroGradients(Client& client, const json& call) {
+  CheckMembers(call, {"do", "step"}, {"fails"});
+  return {client.ZeroGradients("head", call["step"]).status(), {}};
+}
+
+Outcome LoadCheckpoint(Client& client, const json& call) {
+  CheckMembers(call, {"do"}, {"fails"});
+  return {client.LoadCheckpoint("head/any").status(), {}};
+}
+
+Outcome GradNorm(Client& client, const json& call) {
+  CheckMembers(call, {"do", "step"}, {"fails"});
+  return {client.GradNorm("head", call["step"].get<uint64_t>()).status(), {}};
+}
+
 Outcome Do(Client& client, const json& call) {
   const std::string what = call.at("do");
   if (what == "compute_loss") return ComputeLoss(client, call);
   if (what == "backward") return Backward(client, call);
   if (what == "add_gradient") return AddGradient(client, call);
   if (what == "apply_step") return ApplyStep(client, call);
+  if (what == "read_tensor") return ReadTensor(client, call);
+  if (what == "zero_gradients") return ZeroGradients(client, call);
+  if (what == "load_checkpoint") return LoadCheckpoint(client, call);
+  if (what == "grad_norm") return GradNorm(client, call);
   if (what != "acknowledge_restart") throw std::invalid_argument("unknown call " + what);
   CheckMembers(call, {"do"});
   client.AcknowledgeRestart("head");
@@ -103,7 +128,7 @@ Outcome Do(Client& client, const json& call) {
 }  // namespace
 
 void RunRepeats(const json& c) {
-  CheckMembers(c, {"limits", "max_attempts", "faults", "calls"}, {"log"});
+  CheckMembers(c, {"limits", "max_attempts", "faults", "calls"}, {"versions", "log"});
   const fake::ScriptedServer server(c);
   const auto client = Client::Connect(
       {.target = server.target(),

@@ -10,6 +10,7 @@
 #include "client/cpp/answer_check.h"
 #include "client/cpp/head_cache.h"
 #include "client/cpp/retry.h"
+#include "client/cpp/step_errors.h"
 #include "proto/wire/status_details.h"
 #include "tests/client/cpp/golden.h"
 
@@ -31,11 +32,14 @@ class Incarnations {
     if (event == "names") return Names(at);
     if (event == "acknowledged") return Acknowledged(at);
     if (event == "connected") return Connected(at);
-    CheckMembers(at, {"event", "head", "step", "incarnation"}, {"fails"});
-    if (event == "contribution") return head_cache_.NoteAccumulation(Head(at), at["step"], at["incarnation"]);
-    if (event == "seen") return head_cache_.CheckIncarnation(Head(at), at["step"], at["incarnation"]);
+    if (event == "begins_again") return BeginsAgain(at);
+    CheckMembers(at, {"event", "head", "step", "incarnation"}, {"generation", "fails"});
+    const internal::TrainerStep step = head_cache_.StepOf(Head(at), at["step"]);
+    const internal::GradientsId gradients{at["incarnation"], at.value("generation", uint64_t{0})};
+    if (event == "contribution") return head_cache_.NoteAccumulation(step, gradients);
+    if (event == "seen") return head_cache_.Check(step, gradients);
     if (event != "applied") throw std::invalid_argument("unknown event " + event);
-    absl::Status status = head_cache_.CheckIncarnation(Head(at), at["step"], at["incarnation"]);
+    absl::Status status = head_cache_.Check(step, gradients);
     if (status.ok()) head_cache_.CloseStep(Head(at), at["step"]);
     return status;
   }
@@ -44,37 +48,48 @@ class Incarnations {
   internal::AnswerCheck& CallOf(const json& at) { return *calls_.at(at["call"]); }
 
   absl::Status Begin(const json& at) {
-    CheckMembers(at, {"event", "call", "head", "step", "accumulate"});
+    CheckMembers(at, {"event", "call", "head", "step", "accumulate"}, {"in_step"});
     std::optional<uint64_t> step;
     if (!at["step"].is_null()) step = at["step"].get<uint64_t>();
-    calls_[at["call"]] =
-        std::make_unique<internal::AnswerCheck>(&head_cache_, Head(at), step, at["accumulate"]);
+    const bool accumulates = at["accumulate"];
+    calls_[at["call"]] = std::make_unique<internal::AnswerCheck>(&head_cache_, Head(at), step, accumulates,
+                                                                 at.value("in_step", accumulates));
     return absl::OkStatus();
   }
   absl::Status Accepted(const json& at) {
-    CheckMembers(at, {"event", "call", "incarnation", "step"}, {"fails"});
+    CheckMembers(at, {"event", "call", "incarnation", "step"}, {"generation", "weights_version", "fails"});
     v1::HeadState state;
+    state.set_generation(at.value("generation", uint64_t{0}));
+    state.set_weights_version(at.value("weights_version", uint64_t{0}));
     state.set_incarnation(at["incarnation"]);
     state.set_step(at["step"]);
     return CallOf(at).Accept(state);
   }
   absl::Status Error(const json& at) {
-    CheckMembers(at, {"event", "call", "code", "incarnation"}, {"fails"});
+    CheckMembers(at, {"event", "call", "code", "incarnation"}, {"field", "fails"});
     absl::Status status = ErrorNamed(at["code"], "what happened");
     v1::ErrorDetail detail;
     detail.set_incarnation(at["incarnation"]);
+    detail.set_field(at.value("field", ""));
     wire::SetErrorDetail(detail, &status);
     return CallOf(at).Interpret(status);
   }
   absl::Status Names(const json& at) {
-    CheckMembers(at, {"event", "call", "incarnation"});
-    const std::optional<uint64_t> known = CallOf(at).KnownIncarnation();
-    EXPECT_EQ(known.has_value() ? json(*known) : json(nullptr), at["incarnation"]);
+    CheckMembers(at, {"event", "call", "incarnation"}, {"generation", "fails"});
+    const absl::StatusOr<std::optional<internal::GradientsId>> meant = CallOf(at).Meant();
+    if (!meant.ok()) return meant.status();
+    EXPECT_EQ(meant->has_value() ? json((*meant)->incarnation) : json(nullptr), at["incarnation"]);
+    EXPECT_EQ(meant->value_or(internal::GradientsId()).generation, at.value("generation", uint64_t{0}));
     return absl::OkStatus();
   }
   absl::Status Acknowledged(const json& at) {
     CheckMembers(at, {"event", "head"});
     head_cache_.ForgetAccumulation(Head(at));
+    return absl::OkStatus();
+  }
+  absl::Status BeginsAgain(const json& at) {
+    CheckMembers(at, {"event", "call"});
+    CallOf(at).BeginAgain();
     return absl::OkStatus();
   }
   static absl::Status Connected(const json& at) {
@@ -98,16 +113,18 @@ void RunIncarnations(const json& c) {
 }
 
 void RunWaits(const json& c) {
-  CheckMembers(c, {"error", "attempt", "retry", "left", "wait"});
+  CheckMembers(c, {"error", "attempt", "retry", "left", "wait"}, {"restartable"});
   CheckMembers(c["retry"], {"max_attempts", "initial_backoff", "max_backoff"});
   const RetryOptions retry{.max_attempts = c["retry"]["max_attempts"],
                            .initial_backoff = absl::Seconds(c["retry"]["initial_backoff"].get<double>()),
                            .max_backoff = absl::Seconds(c["retry"]["max_backoff"].get<double>())};
   const absl::Status error = ErrorNamed(c["error"], "what happened");
+  const internal::Repeat repeat = c.value("restartable", false) ? internal::Repeat::kIfUnavailableOrAborted
+                                                                : internal::Repeat::kIfUnavailable;
   const absl::Duration left = absl::Seconds(c["left"].get<double>());
   const double factors[] = {0.8, 1.2};
   for (int i = 0; i < 2; ++i) {
-    const auto wait = internal::WaitBeforeRepeat(retry, error, c["attempt"], left, factors[i]);
+    const auto wait = internal::WaitBeforeRepeat(retry, error, c["attempt"], left, factors[i], repeat);
     ASSERT_EQ(wait.has_value(), !c["wait"].is_null());
     if (!wait.has_value()) continue;
     const double expected = c["wait"][i];

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,18 @@ def client(server: ServerProcess) -> Iterator[lossd.Client]:
         yield made
 
 
+def delete_when_idle(client: lossd.Client, name: str) -> None:
+    """Deletes a head; the server may not have noticed yet that calls on it were cancelled."""
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            return client.delete_head(name)
+        except lossd.FailedPrecondition:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
 _numbers = itertools.count()
 
 
@@ -46,7 +59,7 @@ def make_head(client: lossd.Client) -> Iterator[Callable[..., str]]:
 
     yield make
     for name in names:
-        client.delete_head(name)
+        delete_when_idle(client, name)
 
 
 @pytest.fixture

@@ -2,60 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import numpy as np
 from google.protobuf import json_format
+from golden_cases import CODES, Case, check_members, error_named, expect
 from scripted_server import ScriptedServer
 
 import lossd
 from lossd import _plan, _retry, _stream_messages, _tensor_messages, _wire, errors, types
 from lossd._answer_check import AnswerCheck
-from lossd._head_cache import HeadCache
+from lossd._head_cache import GradientsId, HeadCache, TrainerStep
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
 from lossd.v1 import head_pb2, loss_pb2, types_pb2
-
-Case = dict[str, Any]
-
-_CODES: dict[type[errors.LossdError], str] = {
-    errors.Restarted: "RESTARTED",
-    **{kind: code.name for code, kind in errors._CLASSES.items()}, errors.Internal: "INTERNAL"}
-
-
-def error_named(code: str, message: str, detail: types_pb2.ErrorDetail | None = None) -> errors.LossdError:
-    kind = next(kind for kind, name in _CODES.items() if name == code)
-    return kind(message, detail)
-
-
-def check_members(case: Case, required: Iterable[str], optional: Iterable[str] = ()) -> None:
-    """Fails for a case with a member that is not looked at, or without one that is."""
-    members = set(case) - {"name"}
-    assert not members - set(required) - set(optional), f"unknown members {members - set(required) - set(optional)}"
-    assert not set(required) - members, f"missing members {set(required) - members}"
-
-
-def check_fails(expected: Case, error: errors.LossdError) -> None:
-    check_members(expected, ("error", "says"), ("at", "before", "now"))
-    assert _CODES[type(error)] == expected["error"], error
-    assert expected["says"] in str(error)
-    if "now" in expected:
-        assert error.incarnation == expected["now"]
-
-
-def expect(expected: Case, action: Callable[[], Any]) -> Any:
-    """Runs the action; the error must be `fails` if the case has it, else there must be none."""
-    if "fails" not in expected:
-        return action()
-    try:
-        action()
-    except errors.LossdError as error:
-        check_fails(expected["fails"], error)
-    else:
-        raise AssertionError(f"no error; expected {expected['fails']}")
-    return None
 
 
 def _payload(begin: int, end: int) -> bytes:
@@ -133,9 +95,10 @@ def run_plan(case: Case) -> None:
 
 def run_wire(case: Case) -> None:
     if case["message"] in ("open", "backward"):
-        check_members(case, ("message", "call", "rows", "incarnation", "hex"))
-        rows = _plan.Rows(*case["rows"])
-        first = _work(case["call"]).plan(rows, _plan.SliceRule(1000), case["incarnation"]).first
+        check_members(case, ("message", "call", "rows", "incarnation", "hex"), ("generation",))
+        rows, incarnation = _plan.Rows(*case["rows"]), case["incarnation"]
+        meant = None if incarnation is None else GradientsId(incarnation, case.get("generation", 0))
+        first = _work(case["call"]).plan(rows, _plan.SliceRule(1000), meant).first
         assert first.hex() == case["hex"]
     elif case["message"] == "slice":
         check_members(case, ("message", "rows", "row_bytes", "hex", "payload"))
@@ -214,11 +177,13 @@ def run_stream_answers(case: Case) -> None:
 
 def run_tensor_answers(case: Case) -> None:
     if case["call"] == "read_tensor":
-        check_members(case, ("call", "rows", "cols", "dtype", "answers"), ("gives", "fails"))
+        check_members(case, ("call", "rows", "cols", "dtype", "answers"), ("role", "gives", "fails"))
         begin, end = case["rows"]
+        request = head_pb2.ReadTensorRequest(head="lm", role=types.ROLES[case.get("role", "value")],
+                                             rows=types_pb2.RowRange(begin=begin, end=end))
         row_bytes = case["cols"] * types.NUMPY_DTYPES[case["dtype"]].itemsize
         out = bytearray(b"\xff" * ((end - begin) * row_bytes))
-        reader = _tensor_messages.TensorReader(begin, row_bytes, memoryview(out))
+        reader = _tensor_messages.TensorReader(request, row_bytes, memoryview(out))
         messages = [_answer(head_pb2.TensorSlice, answer) for answer in case["answers"]]
         _feed(case, messages, reader.handle, reader.end)
         assert "fails" in case or bytes(out).hex() == case["gives"]
@@ -254,7 +219,7 @@ def run_statuses(case: Case) -> None:
     check_members(case, ("code", "message", "target", "gives"), ("details",))
     error = errors.from_rpc(_RpcError(case), case["target"])
     gives = case["gives"]
-    assert (_CODES[type(error)], error.message) == (gives["error"], gives["message"])
+    assert (CODES[type(error)], error.message) == (gives["error"], gives["message"])
     expected = json_format.ParseDict(gives["detail"] or {}, types_pb2.ErrorDetail())
     assert (error.field, error.value, error.incarnation) == (expected.field, expected.value, expected.incarnation)
     assert error.current_step == (expected.current_step if expected.HasField("current_step") else None)
@@ -266,9 +231,16 @@ def run_statuses(case: Case) -> None:
 
 _EVENTS: dict[str, tuple[str, ...]] = {
     "call": ("call", "head", "step", "accumulate"), "accepted": ("call", "incarnation", "step"),
-    "error": ("call", "code", "incarnation"), "names": ("call", "incarnation"),
+    "error": ("call", "code", "incarnation"), "names": ("call", "incarnation"), "begins_again": ("call",),
     "contribution": ("head", "step", "incarnation"), "applied": ("head", "step", "incarnation"),
     "seen": ("head", "step", "incarnation"), "acknowledged": ("head",), "connected": ("expected", "incarnation")}
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "call": ("in_step",), "accepted": ("generation", "weights_version"), "error": ("field",), "names": ("generation",),
+    "contribution": ("generation",), "seen": ("generation",)}
+
+
+def _gradients(at: Case) -> GradientsId:
+    return GradientsId(at["incarnation"], at.get("generation", 0))
 
 
 class _Incarnations:
@@ -277,40 +249,50 @@ class _Incarnations:
         self._calls: dict[str, AnswerCheck] = {}
 
     def do(self, event: Case) -> None:
-        check_members(event, ("event", *_EVENTS[event["event"]]), ("fails",))
+        kind = event["event"]
+        check_members(event, ("event", *_EVENTS[kind]), ("fails", *_OPTIONAL.get(kind, ())))
         do = dict[str, Callable[[Case], Any]](
             call=self._call, accepted=self._accepted, error=self._error, names=self._names,
+            begins_again=lambda at: self._calls[at["call"]].begin_again(),
             contribution=self._contribution, applied=self._applied, seen=self._seen,
             acknowledged=lambda at: self._head_cache.forget_accumulation(at["head"]),
-            connected=self._connected)[event["event"]]
+            connected=self._connected)[kind]
         expect(event, lambda: do(event))
 
     def _call(self, at: Case) -> None:
-        self._calls[at["call"]] = AnswerCheck(self._head_cache, at["head"], at["step"], at["accumulate"])
+        self._calls[at["call"]] = AnswerCheck(self._head_cache, at["head"], at["step"], accumulate=at["accumulate"],
+                                              in_step=at.get("in_step", at["accumulate"]))
 
     def _accepted(self, at: Case) -> None:
-        self._calls[at["call"]].accept(types_pb2.HeadState(incarnation=at["incarnation"], step=at["step"]))
+        self._calls[at["call"]].accept(types_pb2.HeadState(
+            incarnation=at["incarnation"], step=at["step"], generation=at.get("generation", 0),
+            weights_version=at.get("weights_version", 0)))
 
     def _error(self, at: Case) -> None:
-        error = error_named(at["code"], "what happened", types_pb2.ErrorDetail(incarnation=at["incarnation"]))
+        error = error_named(at["code"], "what happened", types_pb2.ErrorDetail(
+            incarnation=at["incarnation"], field=at.get("field", "")))
         self._calls[at["call"]].interpret(error)
         raise error
 
     def _names(self, at: Case) -> None:
-        assert self._calls[at["call"]].known_incarnation() == at["incarnation"]
+        expected = None if at["incarnation"] is None else _gradients(at)
+        assert self._calls[at["call"]].meant() == expected
+
+    def _at(self, at: Case) -> TrainerStep:
+        return self._head_cache.trainer_step(at["head"], at["step"])
 
     def _contribution(self, at: Case) -> None:
-        self._head_cache.note_accumulation(at["head"], at["step"], at["incarnation"])
+        self._head_cache.note_accumulation(self._at(at), _gradients(at))
 
     def _applied(self, at: Case) -> None:
-        self._head_cache.check_incarnation(at["head"], at["step"], at["incarnation"])
+        self._head_cache.check(self._at(at), _gradients(at))
         self._head_cache.close_step(at["head"], at["step"])
 
     def _connected(self, at: Case) -> None:
         raise errors.restarted(None, at["expected"], at["incarnation"], None)
 
     def _seen(self, at: Case) -> None:
-        self._head_cache.check_incarnation(at["head"], at["step"], at["incarnation"])
+        self._head_cache.check(self._at(at), _gradients(at))
 
 
 def run_incarnations(case: Case) -> None:
@@ -324,10 +306,11 @@ def run_incarnations(case: Case) -> None:
 
 
 def run_waits(case: Case) -> None:
-    check_members(case, ("error", "attempt", "retry", "left", "wait"))
+    check_members(case, ("error", "attempt", "retry", "left", "wait"), ("restartable",))
     retry = lossd.RetryOptions(**case["retry"])
     error = error_named(case["error"], "what happened")
-    waits = [_retry.wait_before_repeat(retry, error, case["attempt"], case["left"], factor) for factor in (0.8, 1.2)]
+    waits = [_retry.wait_before_repeat(retry, error, case["attempt"], case["left"], factor,
+                                       case.get("restartable", False)) for factor in (0.8, 1.2)]
     if case["wait"] is None:
         assert waits == [None, None]
     else:
@@ -360,14 +343,20 @@ def _do(client: lossd.Client, call: Case) -> Any:
     if call["do"] == "apply_step":
         check_members(call, ("do", "step"), ("gives", "fails"))
         return client.apply_step("head", call["step"], lossd.SGD(lr=1.0))
-    assert call["do"] == "acknowledge_restart"
-    check_members(call, ("do",))
-    client.acknowledge_restart("head")
+    others: dict[str, tuple[tuple[str, ...], Callable[[], Any]]] = {
+        "read_tensor": (("role",), lambda: client.read_tensor("head", "weight", call["role"])),
+        "zero_gradients": (("step",), lambda: client.zero_gradients("head", call["step"])),
+        "load_checkpoint": ((), lambda: client.load_checkpoint("head/any")),
+        "grad_norm": (("step",), lambda: client.grad_norm("head", call["step"])),
+        "acknowledge_restart": ((), lambda: client.acknowledge_restart("head"))}
+    members, do = others[call["do"]]
+    check_members(call, ("do", *members), ("fails",))
+    do()
     return SimpleNamespace()
 
 
 def run_repeats(case: Case) -> None:
-    check_members(case, ("limits", "max_attempts", "faults", "calls"), ("log",))
+    check_members(case, ("limits", "max_attempts", "faults", "calls"), ("versions", "log"))
     server = ScriptedServer(case)
     retry = lossd.RetryOptions(max_attempts=case["max_attempts"], initial_backoff=0.002)
     try:

@@ -14,7 +14,8 @@ class ScriptedServer:
     def __init__(self, script: dict[str, Any]) -> None:
         self._process = subprocess.Popen([os.environ["LOSSD_FAKE_SERVER"], "--scripted"], text=True,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.target = self._ask(json.dumps({"limits": script["limits"], "faults": script["faults"]}))
+        self.target = self._ask(json.dumps(
+            {name: script[name] for name in ("limits", "faults", "versions") if name in script}))
 
     def _ask(self, line: str) -> str:
         assert self._process.stdin is not None and self._process.stdout is not None

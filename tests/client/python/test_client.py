@@ -7,13 +7,16 @@ import os
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import numpy as np
 import pytest
 from filtered_softmax import epsilon_among, filtered
 
 import lossd
-from lossd.v1 import loss_pb2
+from lossd._arrays import as_targets
+from lossd.v1 import loss_pb2, server_pb2
 
 D, V, N = 24, 310, 800
 
@@ -363,7 +366,10 @@ def test_heads_are_listed_and_deleted(client):
     ({"normalizer": 3.0, "reduction": "sum"}, lossd.InvalidArgument, "normalizer is for"),
     ({"reduction": "median"}, lossd.InvalidArgument, "sum, mean, none"),
     ({"grad_output": float("nan")}, lossd.InvalidArgument, "grad_output is nan"),
+    ({"targets": np.full(N, 2**32 - 100, np.uint32)}, lossd.InvalidArgument, r"targets\[0\] is 4294967196"),
     ({"accumulate": True}, lossd.InvalidArgument, "step is None"),
+    ({"step": -1}, lossd.InvalidArgument, "step is -1"),
+    ({"id": 2**64}, lossd.InvalidArgument, "id is 18446744073709551616"),
     ({"retain": True}, lossd.InvalidArgument, "retain"),
     ({"reduction": "none", "grad_hidden": True}, lossd.InvalidArgument, "backward"),
     ({"rows": ("loss", "perplexity")}, lossd.InvalidArgument, "perplexity"),
@@ -384,6 +390,32 @@ def test_bad_input_is_named_and_changes_nothing(client, make_head, problem, chan
         assert head.step_microbatches == 0
 
 
+INTEGERS = [np.dtype(kind) for kind in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", ">i4", ">i8", ">u4")]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_targets_of_every_integer_dtype_are_what_they_are_or_refused(dtype):
+    limits = np.iinfo(dtype)
+    for value in {limits.min, limits.max, 0, 100, -100, -101, 2**31 - 1, 2**31, 2**32 - 100, 2**32, 2**64 - 100, -2**31 - 1}:
+        if not limits.min <= value <= limits.max:
+            continue
+        targets = np.array([0, value], dtype)
+        if -2**31 <= value < 2**31:
+            np.testing.assert_array_equal(as_targets(targets), [0, value])
+            assert as_targets(targets).dtype == np.dtype("<i4")
+        else:
+            with pytest.raises(lossd.InvalidArgument, match=rf"targets\[1\] is {value}: not a class"):
+                as_targets(targets)
+
+
+@pytest.mark.parametrize("targets, text", [
+    ([0, 2**64], "integers"), ([0, 2**31], r"targets\[1\] is 2147483648"), ([True, False], "integers"), ([0.0, 1.0], "integers"),
+    ([[0, 1]], r"\(1, 2\)")])
+def test_targets_that_are_none(targets, text):
+    with pytest.raises(lossd.InvalidArgument, match=text):
+        as_targets(targets)
+
+
 def test_bad_names_of_any_length_and_script_are_shown(client):
     for length in range(30, 70):  # wherever the server cuts what it shows
         with pytest.raises(lossd.InvalidArgument) as caught:
@@ -401,8 +433,10 @@ def test_non_finite_rows_accumulate_nothing(client, make_head, problem):
 
 
 @pytest.mark.parametrize("option, value", [
+    ("ignore_index", 2**31), ("ignore_index", -2**31 - 1),
     ("label_smoothing", 2.0), ("label_smoothing", -0.1), ("z_loss", -1.0), ("z_loss", float("inf")), ("softcap", -1.0),
-    ("softcap", float("nan")), ("logit_scale", 0.0), ("logit_scale", float("inf")), ("gradients", "approximate"),
+    ("softcap", float("nan")), ("softcap", 1e-39), ("logit_scale", 0.0), ("logit_scale", float("inf")),
+    ("gradients", "approximate"),
     ("filter_epsilon", 1.0), ("filter_epsilon", -0.5), ("filter_epsilon", float("nan")), ("max_dropped_mass", 1.5),
     ("max_dropped_mass", -0.5), ("max_dropped_mass", float("nan"))])
 def test_bad_loss_options(option, value):
@@ -418,7 +452,7 @@ def test_every_loss_option_of_the_protocol_is_there():
 @pytest.mark.parametrize("options, text", [
     ({"channels": 0}, "channels is 0"), ({"target": ""}, "target is ''"),
     ({"connect_timeout": 0.0}, "connect_timeout"), ({"max_message_bytes": 1}, "max_message_bytes"),
-    ({"retry": lossd.RetryOptions(max_attempts=0)}, "max_attempts")])
+    ({"retry": lossd.RetryOptions(max_attempts=0)}, "max_attempts"), ({"max_pending": 0}, "max_pending is 0")])
 def test_bad_options(options, text):
     with pytest.raises(lossd.InvalidArgument, match=text):
         lossd.Client(**options)
@@ -462,6 +496,33 @@ def test_cancel_and_timeout_of_wait(client, make_head, problem):
     block.set()
     with pytest.raises(lossd.Cancelled):
         pending.wait()
+
+
+def test_cancelling_ends_the_question_for_limits(problem):
+    """A computation asks for its head first; a server that does not answer does not hold it up."""
+    asked, ended = threading.Event(), threading.Event()
+
+    def describe(request, context):
+        asked.set()
+        context.add_callback(ended.set)
+        ended.wait(120)
+
+    server = grpc.server(ThreadPoolExecutor(4))
+    server.add_generic_rpc_handlers((
+        grpc.method_handlers_generic_handler("lossd.v1.ServerService", {"GetServer": grpc.unary_unary_rpc_method_handler(
+            lambda request, context: server_pb2.ServerDescription(incarnation=1).SerializeToString())}),
+        grpc.method_handlers_generic_handler("lossd.v1.HeadService", {
+            "DescribeHead": grpc.unary_unary_rpc_method_handler(describe)})))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with lossd.Client(f"127.0.0.1:{port}") as client:
+        pending = client.compute_loss_async("a", *problem)
+        assert asked.wait(120)
+        pending.cancel()
+        with pytest.raises(lossd.Cancelled, match="by the caller"):
+            pending.wait()
+    assert ended.wait(120)
+    server.stop(None)
 
 
 def _in_a_forked_child(client, connection):

@@ -409,6 +409,16 @@ def test_several_losses_under_way(client, make_head, problem):
         torch.testing.assert_close(one.grad, other.grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("shift", [False, True])
+def test_targets_of_every_dtype(client, make_head, problem, dtype, shift):
+    """With shift the last position is ignored, whether ignore_index fits into the dtype or not."""
+    targets = torch.randint(0, 100, (B, T))
+    module = LossHead(client, make_head(hidden_size=D, vocab_size=V), shift=shift, ignore_index=-1000)
+    with torch.no_grad():
+        torch.testing.assert_close(module(problem[0], targets.to(dtype)), module(problem[0], targets))
+
+
 @pytest.mark.parametrize("change, error, text", [
     ({"hidden": torch.randn(B, T, D).double()}, TypeError, r"hidden.float\(\)"),
     ({"hidden": torch.ones(B, T, D, dtype=torch.int32)}, TypeError, "int32"),

@@ -293,6 +293,32 @@ def test_a_step_lost_in_a_restart_is_trained_again():
         server.stop()
 
 
+def test_a_step_that_somebody_zeroes_is_trained_again(server, make_head):
+    name = make_head(hidden_size=D, vocab_size=V)
+    with lossd.Client(server.target) as client, lossd.Client(server.target) as other:
+        if client.describe_head(name).state.generation == 0:
+            pytest.skip("this server says no generation")
+        head = LossHead(client, name)
+        optimizer = HeadOptimizer(head, lr=0.1)
+        hidden, targets = torch.randn(N, D, requires_grad=True), torch.randint(0, V, (N,))
+        head(hidden, targets).backward()
+        other.zero_gradients(name, 0)
+        with pytest.raises(lossd.StepDiscarded, match="somebody has zeroed them"):
+            head(hidden, targets)
+        for use in (optimizer.step, optimizer.zero_grad):
+            with pytest.raises(RuntimeError, match=r"step 0 is lost .*HeadOptimizer.discard\(\)"):
+                use()
+        optimizer.discard()
+        head(hidden, targets).backward()
+        other.zero_gradients(name, 0)
+        with pytest.raises(lossd.StepDiscarded):
+            optimizer.step()
+        head.sync()
+        head(hidden, targets).backward()
+        optimizer.step()
+        assert (optimizer.last.rows, optimizer.last.microbatches) == (N, 1)
+
+
 def test_hyper_parameters_are_checked(client, make_head):
     head = LossHead(client, make_head(hidden_size=D, vocab_size=V))
     with pytest.raises(ValueError, match="adagrad"):

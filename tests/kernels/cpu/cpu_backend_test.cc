@@ -6,8 +6,10 @@
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/cpu/accounting.h"
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/problem.h"
+#include "tests/support/fake_host.h"
 
 namespace lossd::kernels::testing {
 namespace {
@@ -87,6 +89,64 @@ TEST(CpuBackendTest, MemoryLimitRefusesWithThePlan) {
   first->reset();
   EXPECT_EQ(backend->memory().current.Total(), 0);
   EXPECT_TRUE(backend->CreateHead(Config(16, 500)).ok());
+}
+
+constexpr int64_t kMib = int64_t{1} << 20;
+
+TEST(CpuBackendTest, HeadsBeyondTheHostsMemoryAreRefusedBeforeTheyAreAllocated) {
+  const test::FakeHost host;
+  host.SetAvailable(100 * kMib);
+  const auto backend = MakeBackend(
+      {.threads = 1, .workspace_bytes = kMib, .memory_reserve_bytes = 40 * kMib, .host_root = host.root()});
+  const absl::Status large =
+      backend->CreateHead(Config(8192, 500'000)).status();  // does not fit any workspace
+  EXPECT_EQ(large.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(backend->AllocateStaging(61 * kMib).status().code(), absl::StatusCode::kResourceExhausted);
+  const HeadConfig config = Config(64, 100'000);
+  const auto larger = MakeBackend({.threads = 1,
+                                   .workspace_bytes = 16 * kMib,
+                                   .memory_reserve_bytes = 40 * kMib,
+                                   .host_root = host.root()});
+  ASSERT_GT(larger->PlanHead(config)->Total(), 60 * kMib);
+  const absl::Status status = larger->CreateHead(config).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  for (const char* text : {"the head needs 0.11 GiB", "the system has 0.10 GiB available",
+                           "memory_reserve_bytes keeps 0.04 GiB free"}) {
+    EXPECT_THAT(std::string(status.message()), HasSubstr(text));
+  }
+  EXPECT_EQ(larger->memory().current.Total(), 0);
+  host.SetAvailable(larger->PlanHead(config)->Total() + 41 * kMib);
+  EXPECT_TRUE(larger->CreateHead(config).ok());
+}
+
+// Memory that was promised and is not written yet looks free to the system.
+TEST(CpuBackendTest, TwoCreationsCannotHaveTheSameMemory) {
+  const test::FakeHost host;
+  host.SetAvailable(100 * kMib);
+  MemoryAccounting accounting(0, HostMemory(host.root()), 0);
+  MemoryBytes bytes;
+  bytes[MemoryKind::kWeights] = 60 * kMib;
+  host.SetStatus("RssAnon", 1000 * kMib);  // of something else
+  auto first = accounting.Reserve("a head", bytes, /*filled_at_once=*/true);
+  ASSERT_TRUE(first.ok()) << first.status();
+  const absl::Status second = accounting.Reserve("a head", bytes, /*filled_at_once=*/true).status();
+  EXPECT_EQ(second.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(second.message()), HasSubstr("0.06 GiB are promised and not yet in use"));
+  EXPECT_EQ(accounting.stats().current.Total(), 60 * kMib);
+  host.SetAvailable(40 * kMib);
+  first->MarkResident();
+  EXPECT_FALSE(accounting.Reserve("a head", bytes, true).ok());
+  host.SetAvailable(61 * kMib);
+  EXPECT_TRUE(accounting.Reserve("a head", bytes, true).ok());
+  EXPECT_TRUE(accounting.Reserve("a head", bytes, true).ok()) << "the one before was given back";
+  // Staging memory is written later: what of it is not resident is promised.
+  host.SetAvailable(100 * kMib);
+  host.SetStatus("RssAnon", 70 * kMib);
+  auto staging = accounting.Reserve("staging", bytes);
+  ASSERT_TRUE(staging.ok());
+  EXPECT_FALSE(accounting.Reserve("a head", bytes, true).ok()) << "120 MiB are promised, 70 are resident";
+  host.SetStatus("RssAnon", 120 * kMib);
+  EXPECT_TRUE(accounting.Reserve("a head", bytes, true).ok());
 }
 
 TEST(CpuBackendTest, AnyNumberOfThreadsGivesTheSameResults) {

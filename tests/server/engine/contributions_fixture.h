@@ -63,7 +63,9 @@ class ContributionsTest : public ::testing::Test {
   }
   absl::StatusOr<int64_t> Add(const Contribution& contribution, RowRange rows) {
     const std::vector<float> values = Values(contribution.id, rows);
-    return engine_->AddRows(contribution, rows, Bytes(values));
+    const absl::StatusOr<AddedRows> added = engine_->AddRows(contribution, rows, Bytes(values));
+    if (!added.ok()) return added.status();
+    return added->rows;
   }
   absl::StatusOr<StepResult> Apply(StepRequest request) { return engine_->ApplyStep("head", request); }
   // What reached the device: the first elements of rows.

@@ -67,7 +67,7 @@ TEST_F(ContributionsTest, AStepExpectsContributionsAsMicrobatches) {
   ASSERT_TRUE(applied.ok()) << applied.status();
   EXPECT_EQ(applied->contributions, 1);
   EXPECT_EQ(applied->microbatches, 0);
-  EXPECT_EQ(Add(*contribution, {0, 1}).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(Add(*contribution, {0, 1}).status().code(), absl::StatusCode::kAborted);
   EXPECT_EQ(engine_->Describe("head")->step_contributions, 0);
 }
 
@@ -153,6 +153,38 @@ TEST_F(ContributionsTest, BadSpecsAndValuesChangeNothing) {
   EXPECT_EQ(refused(Spec(3)).code(), absl::StatusCode::kResourceExhausted) << "25 rows are remembered";
 }
 
+// A finite element that a finite scale makes infinite in fp32 is refused; the largest that fits is added.
+TEST_F(ContributionsTest, ProductsThatOverflow) {
+  const struct {
+    kernels::DType dtype;
+    uint32_t fits;  // the largest element that fits, times the scale
+    float scale;
+  } cases[] = {{kernels::DType::kFloat32, 0x7effffffu, 2.0f},
+               {kernels::DType::kFloat32, 0x7effffffu, -2.0f},
+               {kernels::DType::kFloat32, 0x3f800000u, 3.4028235e38f},
+               {kernels::DType::kFloat32, 0x7f7fffffu, 1.0f},
+               {kernels::DType::kFloat32, 0x7f7fffffu, 0.0f},
+               {kernels::DType::kBFloat16, 0x7effu, 2.0f},
+               {kernels::DType::kFloat16, 0x3c00u, 3.4028235e38f},
+               {kernels::DType::kFloat16, 0x7bffu, 5.1936e33f},
+               {kernels::DType::kFloat16, 0x7bffu, 1e30f}};
+  for (const auto& [dtype, fits, scale] : cases) {
+    const size_t size = kernels::SizeOf(dtype);
+    Contribution contribution{.terms = {.rows = {0, kVocab}, .dtype = dtype, .scale = scale},
+                              .cols = kHidden};
+    for (const uint32_t bits :
+         {fits, fits + 1, fits | 1u << (8 * size - 1), (fits + 1) | 1u << (8 * size - 1)}) {
+      std::vector<uint8_t> bytes(kVocab * kHidden * size);
+      std::memcpy(&bytes[7 * size], &bits, size);
+      const absl::Status status = CheckFinite(contribution, {0, kVocab}, bytes);
+      const uint32_t magnitude = bits & (size == 2 ? 0x7fffu : 0x7fffffffu);
+      EXPECT_EQ(status.ok(), magnitude == fits) << bits << " times " << scale;
+      if (status.ok()) continue;
+      EXPECT_THAT(std::string(status.message()), HasSubstr("open.scale"));
+    }
+  }
+}
+
 TEST_F(ContributionsTest, NonFiniteElementsOfEveryTypeAreFound) {
   const uint16_t halves[] = {0x7c00, 0xfc00, 0x7e01, 0x7bff};
   const uint16_t bfloats[] = {0x7f80, 0xff80, 0x7fc1, 0x7f7f};
@@ -185,7 +217,7 @@ TEST_F(ContributionsTest, ZeroedGradientsEndOpenCalls) {
   ASSERT_TRUE(engine_->DeleteHead("head").ok());
   EXPECT_EQ(Add(*next, {0, 10}).status().code(), absl::StatusCode::kNotFound);
   AddHead();
-  EXPECT_EQ(Add(*next, {0, 10}).status().code(), absl::StatusCode::kAborted) << "another head of that name";
+  EXPECT_EQ(Add(*next, {0, 10}).status().code(), absl::StatusCode::kNotFound) << "another head of that name";
 }
 
 TEST_F(ContributionsTest, AFailingDeviceIsNotTrusted) {

@@ -127,8 +127,8 @@ TEST_F(DeferredTest, RetainedRowsAreBoundedReleasedAndExpired) {
             absl::StatusCode::kNotFound);
   EXPECT_EQ(engine_->OpenBackward(Backward(1, {39, 41}), std::make_shared<RowCollector>()).status().code(),
             absl::StatusCode::kNotFound);
-  EXPECT_TRUE(*engine_->Release("head", 1));
-  EXPECT_FALSE(*engine_->Release("head", 1));
+  EXPECT_TRUE(engine_->Release("head", 1)->released);
+  EXPECT_FALSE(engine_->Release("head", 1)->released);
   EXPECT_EQ(engine_->Release("missing", 1).status().code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(engine_->stats().retained_bytes_used, 512);
   EXPECT_EQ(engine_->OpenBackward(Backward(1, {0, 1}), std::make_shared<RowCollector>()).status().code(),
@@ -159,7 +159,7 @@ TEST_F(DeferredTest, AForwardThatRetainsEndsWithItsStep) {
   Send(*stream, 1, {0, 2});
   ASSERT_TRUE(engine_->ApplyStep("head", {.step = 0}).ok());
   Send(*stream, 1, {2, 4});
-  EXPECT_EQ(collector->Wait().code(), absl::StatusCode::kFailedPrecondition) << collector->Wait();
+  EXPECT_EQ(collector->Wait().code(), absl::StatusCode::kAborted) << collector->Wait();
   stream.reset();
   EXPECT_EQ(engine_->Describe("head")->retained_microbatches, 0);
 }
@@ -174,7 +174,7 @@ TEST_F(DeferredTest, ABackwardEndsWithItsStepEvenIfItDoesNotAccumulate) {
   ASSERT_TRUE(stream.ok()) << stream.status();
   (*stream)->Start();
   ASSERT_TRUE(engine_->ApplyStep("head", {.step = 0}).ok());
-  EXPECT_EQ(collector->Wait().code(), absl::StatusCode::kFailedPrecondition) << collector->Wait();
+  EXPECT_EQ(collector->Wait().code(), absl::StatusCode::kAborted) << collector->Wait();
 }
 
 TEST_F(DeferredTest, AFailedForwardRetainsNothing) {

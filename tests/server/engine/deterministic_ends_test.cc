@@ -1,5 +1,6 @@
 // The engine in deterministic mode: calls, groups and heads that end before they are done, on a scripted
 // device.
+#include <atomic>
 #include <limits>
 #include <memory>
 #include <string>
@@ -15,6 +16,16 @@
 
 namespace lossd::engine {
 namespace {
+
+class RowCounter final : public EngineObserver {
+ public:
+  void OnChunk(const ChunkReport& report) override {
+    rows += report.rows;
+    valid_rows += report.valid_rows;
+  }
+  std::atomic<int64_t> rows{0};
+  std::atomic<int64_t> valid_rows{0};
+};
 
 using ::testing::ElementsAre;
 using ::testing::ElementsAreArray;
@@ -117,6 +128,21 @@ TEST_F(DeterministicTest, ARowThatIsNotFiniteHoldsTheStep) {
 
   ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
   SendWhole(0, 20);
+}
+
+// Rows of a group that were not sent again are computed as zeros; they are no rows that anybody sent.
+TEST_F(DeterministicTest, ReportsCountTheRowsThatWereSent) {
+  RowCounter counter;
+  Start({}, {&counter});
+  SendWhole(0, kGroup);
+  Settle();
+  EXPECT_EQ(counter.rows, kGroup);
+  Call again = Open(0, kGroup, {5, 6});
+  ASSERT_TRUE(Send(again, 0, {5, 6}));
+  ASSERT_TRUE(again.results->Wait().ok());
+  Settle();
+  EXPECT_EQ(counter.rows, kGroup + 1);
+  EXPECT_EQ(counter.valid_rows, kGroup + 1);
 }
 
 TEST_F(DeterministicTest, ZeroingEndsThoseWhoWait) {

@@ -233,7 +233,7 @@ TEST_F(DeterministicTest, OperationsSeeWhatWasCompleteBefore) {
     ASSERT_TRUE(Send(call, id, {0, 4}));
     auto norm = engine_->GradNorm("head", std::nullopt);  // the fake's is the number of rows
     ASSERT_TRUE(norm.ok());
-    EXPECT_EQ(*norm, 4.0 * static_cast<double>(id + 1));
+    EXPECT_EQ(norm->grad_norm, 4.0 * static_cast<double>(id + 1));
     ASSERT_TRUE(call.results->Wait().ok());
   }
 }

@@ -40,6 +40,9 @@ class FakeDevice {
   // Not OK fails every step, or every zeroing, when something may have been changed already.
   absl::Status fail_step;
   absl::Status fail_zero;
+  absl::Status fail_write;  // of tensors
+  // Called while a step is being applied.
+  std::function<void()> on_step = [] {};
 
   // Shown every slice before it is computed.
   std::function<void(const kernels::Slice&)> inspect = [](const kernels::Slice&) {};
@@ -137,12 +140,13 @@ class FakeHead final : public kernels::HeadKernels {
     queue_.emplace_back(chunk, std::move(callbacks));
   }
 
+  // Its tensors have no values.
   absl::Status ReadTensor(kernels::TensorId, int64_t, int64_t, kernels::DType, absl::Span<uint8_t>) override {
-    return absl::UnimplementedError("fake");
+    return absl::OkStatus();
   }
   absl::Status WriteTensor(kernels::TensorId, int64_t, int64_t, kernels::DType,
                            absl::Span<const uint8_t>) override {
-    return absl::UnimplementedError("fake");
+    return device_->fail_write;
   }
   // Adds the values to the list, each times the scale; fp32 only. Fails as fail_add says.
   absl::Status AddGradient(kernels::Param, int64_t, int64_t rows, kernels::DType, float scale,
@@ -158,6 +162,7 @@ class FakeHead final : public kernels::HeadKernels {
     return device_->grad_norm.value_or(static_cast<double>(device_->accumulated().size()));
   }
   absl::Status ApplyStep(const kernels::OptimizerOptions&, int64_t update) override {
+    device_->on_step();
     if (!device_->fail_step.ok()) return device_->fail_step;
     ++device_->steps;
     device_->last_update = update;

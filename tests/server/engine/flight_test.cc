@@ -110,8 +110,8 @@ TEST_F(FlightTest, DeliversAndBooksWhatSlicesShare) {
   EXPECT_EQ(b_.results->summary().repeated_rows, 2);
   EXPECT_EQ(Unsettled({0, 8}), 0);
   ASSERT_EQ(observer_.chunks.size(), 1u);
-  EXPECT_EQ(observer_.chunks[0].rows, 8);
-  EXPECT_EQ(observer_.chunks[0].valid_rows, 8);
+  EXPECT_EQ(observer_.chunks[0].rows, 6);
+  EXPECT_EQ(observer_.chunks[0].valid_rows, 6);
   EXPECT_EQ(observer_.chunks[0].queue_seconds.size(), 2u);
   EXPECT_EQ(Snapshot().total_rows, 8) << "rows of slices";
 }

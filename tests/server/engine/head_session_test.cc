@@ -92,9 +92,9 @@ TEST_F(HeadSessionTest, AStepEndsWhatBelongsToItAndHasItsOwnGeneration) {
   Call accumulates = Open(Spec(1, 4, {0, 4})), loss_only = Open(LossOnly(2, 4));
   ASSERT_TRUE(Send(accumulates, {0, 2}).queued());
   ASSERT_TRUE(Send(loss_only, {0, 4}).queued());
-  const uint64_t generation = session_->step().generation();
+  const uint64_t generation = session_->step().versions().generation();
   EXPECT_TRUE(ZeroGradients(*session_, 0).ok());
-  EXPECT_GT(session_->step().generation(), generation);
+  EXPECT_GT(session_->step().versions().generation(), generation);
   EXPECT_EQ(accumulates.results->Wait().code(), absl::StatusCode::kAborted);
   EXPECT_FALSE(loss_only.results->finished());
   EXPECT_TRUE(RunNext());
@@ -107,8 +107,9 @@ TEST_F(HeadSessionTest, AStepEndsWhatBelongsToItAndHasItsOwnGeneration) {
   EXPECT_FALSE(applied->repeated);
   EXPECT_TRUE(ApplyStep(*session_, {.step = 0})->repeated);
   EXPECT_EQ(device_.steps, 1);
-  EXPECT_EQ(ZeroGradients(*session_, 0).code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_TRUE(ResetStep(*session_, {.step = 7, .updates = 5}, std::nullopt).ok());
+  EXPECT_EQ(ZeroGradients(*session_, 0).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(BeginLoad(*session_, {.step = 7, .updates = 5}, std::nullopt).ok());
+  EXPECT_TRUE(EndLoad(*session_).ok());
   EXPECT_EQ(Snapshot().state.step, 7u);
   EXPECT_EQ(Snapshot().updates, 5u);
 }
@@ -116,7 +117,7 @@ TEST_F(HeadSessionTest, AStepEndsWhatBelongsToItAndHasItsOwnGeneration) {
 TEST_F(HeadSessionTest, AFailedUpdateMakesTheWeightsInvalidAndAFailedZeroingTheGradients) {
   Start();
   device_.fail_zero = absl::InternalError("boom");
-  EXPECT_THAT(std::string(ZeroGradients(*session_, 0).message()), HasSubstr("zero them again"));
+  EXPECT_THAT(std::string(ZeroGradients(*session_, 0).status().message()), HasSubstr("zero them again"));
   EXPECT_EQ(OpenStatus(Spec(1, 4, {0, 4})).code(), absl::StatusCode::kInternal);
   EXPECT_TRUE(OpenStatus(LossOnly(2, 4)).ok()) << "the weights are as they were";
   device_.fail_zero = absl::OkStatus();
@@ -125,7 +126,7 @@ TEST_F(HeadSessionTest, AFailedUpdateMakesTheWeightsInvalidAndAFailedZeroingTheG
   EXPECT_THAT(std::string(ApplyStep(*session_, {.step = 0}).status().message()),
               HasSubstr("load a checkpoint"));
   EXPECT_EQ(OpenStatus(LossOnly(3, 4)).code(), absl::StatusCode::kInternal);
-  EXPECT_FALSE(Snapshot().weights_status.ok());
+  EXPECT_FALSE(Snapshot().tensors_status.ok());
 }
 
 TEST_F(HeadSessionTest, ItsPartOfTheStats) {

@@ -50,14 +50,23 @@ class OpenStepTest : public ::testing::Test {
     return errors::GetFieldViolation(status).value_or(errors::FieldViolation()).field;
   }
 
-  OpenStep step_{kIncarnation, /*generation=*/5, /*max_rows=*/1000, /*max_microbatches=*/100};
+  void Close(const kernels::OptimizerOptions& optimizer, double norm, bool skipped) {
+    step_.BeginClose();
+    step_.Close(optimizer, norm, skipped);
+    step_.ForgetRows();
+  }
+
+  VersionCounter counter_;
+  OpenStep step_{kIncarnation, &counter_, /*max_rows=*/1000, /*max_microbatches=*/100};
   std::vector<std::string> missing_;
 };
 
 TEST_F(OpenStepTest, BeginsWithNothing) {
   EXPECT_EQ(step_.number(), 0u);
   EXPECT_EQ(step_.updates(), 0u);
-  EXPECT_EQ(step_.generation(), 5u);
+  EXPECT_NE(step_.state().generation, 0u);
+  EXPECT_NE(step_.state().weights_version, 0u);
+  EXPECT_NE(step_.state().generation, step_.state().weights_version);
   EXPECT_EQ(step_.state().incarnation, kIncarnation);
   EXPECT_FALSE(step_.last_step().has_value());
   EXPECT_FALSE(step_.IsRepeat({.step = 0}));
@@ -93,10 +102,12 @@ TEST_F(OpenStepTest, AClosedStepAnswersItsRepeats) {
   Accumulate(2, 4, 2);
   Contribute(5, 3, 3);
   const kernels::OptimizerOptions optimizer{.learning_rate = 0.5};
-  step_.Close(optimizer, 1.5, /*skipped=*/false, /*generation=*/9);
+  const HeadState before = step_.state();
+  Close(optimizer, 1.5, /*skipped=*/false);
   EXPECT_EQ(step_.number(), 1u);
   EXPECT_EQ(step_.updates(), 1u);
-  EXPECT_EQ(step_.generation(), 9u);
+  EXPECT_GT(step_.state().generation, before.generation);
+  EXPECT_GT(step_.state().weights_version, before.weights_version);
   EXPECT_EQ(step_.ledger().microbatches(), 0);
   EXPECT_EQ(step_.contributions().contributions(), 0);
   EXPECT_EQ(step_.LastResult().state.step, 1u);
@@ -118,7 +129,10 @@ TEST_F(OpenStepTest, AClosedStepAnswersItsRepeats) {
 }
 
 TEST_F(OpenStepTest, ASkippedStepIsNoUpdate) {
-  step_.Close({}, std::numeric_limits<double>::infinity(), /*skipped=*/true, 6);
+  const HeadState before = step_.state();
+  Close({}, std::numeric_limits<double>::infinity(), /*skipped=*/true);
+  EXPECT_GT(step_.state().generation, before.generation);
+  EXPECT_EQ(step_.state().weights_version, before.weights_version);
   EXPECT_EQ(step_.number(), 1u);
   EXPECT_EQ(step_.updates(), 0u);
   EXPECT_TRUE(step_.LastResult().skipped);
@@ -130,26 +144,121 @@ TEST_F(OpenStepTest, InvalidGradientsEndWithARestartAndInvalidWeightsWithAReset)
   EXPECT_EQ(CheckComplete({}).message(), "gradients");
   step_.MarkWeightsInvalid(absl::InternalError("weights"));
   EXPECT_EQ(step_.CheckValid().message(), "weights");
-  step_.Restart(6);
+  const HeadState before = step_.state();
+  step_.Restart();
   EXPECT_TRUE(step_.gradients_status().ok());
   EXPECT_EQ(step_.CheckValid().message(), "weights");
   EXPECT_EQ(step_.number(), 0u);
-  EXPECT_EQ(step_.generation(), 6u);
-  step_.Reset({.step = 3, .updates = 2}, std::nullopt, 7);
+  EXPECT_GT(step_.state().generation, before.generation);
+  EXPECT_EQ(step_.state().weights_version, before.weights_version);
+  const HeadState restarted = step_.state();
+  step_.BeginLoad({.step = 3, .updates = 2}, std::nullopt, absl::UnavailableError("loading"));
+  EXPECT_EQ(step_.CheckValid().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(step_.CheckWeights().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(step_.CheckGradients().code(), absl::StatusCode::kUnavailable);
+  step_.EndLoad();
   EXPECT_TRUE(step_.CheckValid().ok());
   EXPECT_EQ(step_.number(), 3u);
   EXPECT_EQ(step_.updates(), 2u);
-  EXPECT_EQ(step_.generation(), 7u);
+  EXPECT_GT(step_.state().generation, restarted.generation);
+  EXPECT_GT(step_.state().weights_version, restarted.weights_version);
   EXPECT_FALSE(step_.IsRepeat({.step = 2})) << "how step 2 was applied is not known";
 }
 
 TEST_F(OpenStepTest, ALoadedStepIsRepeatedWithoutItsMicrobatches) {
-  step_.Reset({.step = 3, .updates = 3}, head::AppliedStep{.incarnation = 7, .rows = 6}, 7);
+  step_.BeginLoad({.step = 3, .updates = 3}, head::AppliedStep{.incarnation = 7, .generation = 4, .rows = 6},
+                  {});
   EXPECT_TRUE(step_.IsRepeat({.step = 2}));
   EXPECT_TRUE(
       CheckRepeat({.step = 2, .expected_microbatches = {1, 2}, .expected_rows = 6, .incarnation = 7}).ok());
   EXPECT_EQ(FieldOf(CheckRepeat({.step = 2, .incarnation = kIncarnation})), "incarnation");
+  EXPECT_TRUE(CheckRepeat({.step = 2, .incarnation = 7, .generation = 4}).ok());
+  EXPECT_EQ(CheckRepeat({.step = 2, .incarnation = 7, .generation = 5}).code(), absl::StatusCode::kAborted);
   EXPECT_EQ(step_.LastResult().applied_incarnation, 7u);
+}
+
+TEST_F(OpenStepTest, ANamedGenerationHasToBeTheHeads) {
+  const uint64_t generation = step_.state().generation;
+  EXPECT_TRUE(step_.CheckGeneration("open.generation", std::nullopt).ok());
+  EXPECT_TRUE(step_.CheckGeneration("open.generation", generation).ok());
+  EXPECT_TRUE(CheckComplete({.generation = generation}).ok());
+  step_.Restart();
+  const absl::Status other = step_.CheckGeneration("open.generation", generation);
+  EXPECT_EQ(other.code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(FieldOf(other), "open.generation");
+  EXPECT_EQ(errors::GetFieldViolation(other)->value, std::to_string(generation));
+  EXPECT_EQ(CheckComplete({.generation = generation}).code(), absl::StatusCode::kAborted);
+}
+
+TEST_F(OpenStepTest, ARepeatNamesTheGenerationThatWasApplied) {
+  const uint64_t zeroed = step_.state().generation;
+  step_.Restart();
+  const uint64_t applied = step_.state().generation;
+  Close({}, 1.0, /*skipped=*/false);
+  EXPECT_TRUE(CheckRepeat({.step = 0}).ok());
+  EXPECT_TRUE(CheckRepeat({.step = 0, .generation = applied}).ok());
+  EXPECT_EQ(CheckRepeat({.step = 0, .generation = zeroed}).code(), absl::StatusCode::kAborted)
+      << "the rows of that trainer were not in it";
+}
+
+TEST_F(OpenStepTest, AStepIsClosedWithWhatWasInItBefore) {
+  Accumulate(1, 4, 4);
+  step_.BeginClose();
+  EXPECT_EQ(step_.CheckValid().code(), absl::StatusCode::kUnavailable) << "nothing may join it";
+  Accumulate(2, 4, 4);
+  step_.Close({}, 1.0, /*skipped=*/false);
+  EXPECT_EQ(step_.LastResult().microbatches, 1);
+  EXPECT_EQ(step_.LastResult().rows, 4);
+  step_.ForgetRows();
+  EXPECT_TRUE(step_.CheckValid().ok());
+  step_.BeginClose();
+  step_.CancelClose();
+  EXPECT_TRUE(step_.CheckValid().ok());
+}
+
+TEST_F(OpenStepTest, ACallEndsWhenWhatItIsBoundToChanges) {
+  const HeadVersions& versions = step_.versions();
+  const Binding step{.step = versions.step()}, generation{.generation = versions.generation()},
+      weights{.weights = versions.weights()}, accumulation{.accumulation = versions.accumulation()};
+  const auto aborted = [&](const Binding& binding) {
+    const absl::Status status = step_.CheckBound(binding);
+    EXPECT_TRUE(status.ok() || absl::IsAborted(status)) << status;
+    return !status.ok();
+  };
+  EXPECT_FALSE(aborted(step) || aborted(generation) || aborted(weights) || aborted(accumulation));
+  step_.versions().NewAccumulation();
+  EXPECT_TRUE(aborted(accumulation));
+  EXPECT_FALSE(aborted(step) || aborted(generation) || aborted(weights));
+  step_.Restart();
+  EXPECT_TRUE(aborted(generation));
+  EXPECT_FALSE(aborted(step) || aborted(weights));
+  Close({}, std::numeric_limits<double>::infinity(), /*skipped=*/true);
+  EXPECT_TRUE(aborted(step));
+  EXPECT_FALSE(aborted(weights)) << "a skipped step changes no weights";
+  Close({}, 1.0, /*skipped=*/false);
+  EXPECT_TRUE(aborted(weights));
+  EXPECT_THAT(std::string(step_.CheckBound(weights).message()), HasSubstr("step 1 was applied"));
+  EXPECT_EQ(GetCurrentStep(step_.CheckBound(weights)), 2u);
+}
+
+TEST_F(OpenStepTest, ALoadEndsEverything) {
+  const HeadVersions& versions = step_.versions();
+  const Binding generation{.generation = versions.generation()}, weights{.weights = versions.weights()},
+      accumulation{.accumulation = versions.accumulation()};
+  const uint64_t write = step_.versions().BeginWrite(Written::kMoment);
+  step_.BeginLoad({.step = 3}, std::nullopt, absl::UnavailableError("loading"));
+  for (const Binding& binding : {generation, weights, accumulation})
+    EXPECT_EQ(step_.CheckBound(binding).code(), absl::StatusCode::kAborted);
+  EXPECT_FALSE(versions.IsWriting(write));
+  const HeadState loading = step_.state();
+  step_.EndLoad();
+  EXPECT_EQ(step_.state(), loading) << "it took effect when it began";
+}
+
+TEST_F(OpenStepTest, BrokenWeightsEndWhatUsesThem) {
+  step_.MarkWeightsInvalid(absl::InternalError("broken"));
+  EXPECT_EQ(step_.CheckBound({.weights = step_.versions().weights()}).code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(step_.CheckTensors().code(), absl::StatusCode::kInternal);
 }
 
 }  // namespace

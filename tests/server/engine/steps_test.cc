@@ -129,27 +129,32 @@ TEST_F(StepsTest, AHalfAppliedStepIsNotTrustedUntilWeightsAreLoaded) {
             absl::StatusCode::kInternal);
   EXPECT_EQ(engine_->GradNorm("head", 0).status().code(), absl::StatusCode::kInternal);
   EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}).status().code(), absl::StatusCode::kInternal);
-  ASSERT_TRUE(engine_->ResetStep("head", {}, std::nullopt).ok());
+  ASSERT_TRUE(engine_->BeginLoad("head", {}, std::nullopt).ok());
+  ASSERT_TRUE(engine_->EndLoad("head").ok());
   EXPECT_TRUE(engine_->ApplyStep("head", {.step = 0}).ok());
 }
 
 TEST_F(StepsTest, WeightsThatAreBeingReplacedServeNobody) {
   Start();
-  ASSERT_TRUE(engine_->MarkWeightsInvalid("head", absl::UnavailableError("replaced")).ok());
+  ASSERT_TRUE(engine_->BeginLoad("head", {.step = 3, .updates = 2}, std::nullopt).ok());
   StreamSpec loss_only = Whole(1, 2);
   loss_only.accumulate_gradients = false;
   loss_only.step.reset();
-  EXPECT_EQ(engine_->Open(loss_only, std::make_shared<RowCollector>()).status().message(), "replaced");
-  EXPECT_EQ(engine_->Open(Whole(1, 2), std::make_shared<RowCollector>()).status().message(), "replaced");
-  EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}).status().message(), "replaced");
-  ASSERT_TRUE(engine_->ResetStep("head", {.step = 3, .updates = 2}, std::nullopt).ok());
+  const auto expect_refused = [](const absl::Status& status) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+    EXPECT_THAT(std::string(status.message()), HasSubstr("being replaced by a checkpoint's"));
+  };
+  expect_refused(engine_->Open(loss_only, std::make_shared<RowCollector>()).status());
+  expect_refused(engine_->Open(Whole(1, 2, 3), std::make_shared<RowCollector>()).status());
+  expect_refused(engine_->ApplyStep("head", {.step = 3}).status());
+  ASSERT_TRUE(engine_->EndLoad("head").ok());
   EXPECT_TRUE(engine_->Open(loss_only, std::make_shared<RowCollector>()).ok());
 }
 
 TEST_F(StepsTest, HalfZeroedGradientsAreNotTrusted) {
   Start();
   device_.fail_zero = absl::InternalError("boom");
-  EXPECT_EQ(engine_->ZeroGradients("head", 0).code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(engine_->ZeroGradients("head", 0).status().code(), absl::StatusCode::kInternal);
   EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}).status().code(), absl::StatusCode::kInternal);
   device_.fail_zero = absl::OkStatus();
   ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
@@ -162,7 +167,7 @@ TEST_F(StepsTest, StreamsOfAClosedStepEnd) {
   auto stream = Open(Whole(1, 8), collector);
   Send(*stream, 1, {0, 4});
   ASSERT_TRUE(engine_->ApplyStep("head", {.step = 0}).ok());
-  EXPECT_EQ(collector->Wait().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(collector->Wait().code(), absl::StatusCode::kAborted);
   EXPECT_EQ(GetCurrentStep(collector->Wait()), 1u);
   Send(*stream, 1, {4, 8});  // too late: dropped, and the buffer comes back
   EXPECT_TRUE(engine_->OnDevice("head", [](head::Head&) { return absl::OkStatus(); }).ok());
@@ -176,7 +181,7 @@ TEST_F(StepsTest, ZeroGradientsForgetsTheStep) {
   auto stream = Open(Whole(1, 2), collector);
   Send(*stream, 1, {0, 2});
   ASSERT_TRUE(collector->Wait().ok());
-  EXPECT_EQ(engine_->ZeroGradients("head", 3).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(engine_->ZeroGradients("head", 3).status().code(), absl::StatusCode::kFailedPrecondition);
   ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
   auto again = std::make_shared<RowCollector>();
   StreamSpec spec = Whole(1, 2);
@@ -288,7 +293,8 @@ TEST_F(StepsTest, ASkippedStepNeedsWhatAnyStepNeeds) {
 
 TEST_F(StepsTest, LoadedProgressCountsUpdates) {
   Start();
-  ASSERT_TRUE(engine_->ResetStep("head", {.step = 7, .updates = 4}, std::nullopt).ok());
+  ASSERT_TRUE(engine_->BeginLoad("head", {.step = 7, .updates = 4}, std::nullopt).ok());
+  ASSERT_TRUE(engine_->EndLoad("head").ok());
   ASSERT_TRUE(engine_->ApplyStep("head", {.step = 7}).ok());
   EXPECT_EQ(device_.last_update, 5);
 }

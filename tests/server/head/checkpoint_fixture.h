@@ -51,8 +51,8 @@ class CheckpointTest : public testing::Test {
     return Head(subject.head, std::move(kernels));
   }
 
-  absl::StatusOr<int64_t> Save(const CheckpointSubject& subject, Head& head, absl::string_view name,
-                               const SaveOptions& options = {}) {
+  absl::StatusOr<SavedCheckpoint> Save(const CheckpointSubject& subject, Head& head, absl::string_view name,
+                                       const SaveOptions& options = {}) {
     const auto source = [&](kernels::TensorId id, int64_t row, int64_t rows, absl::Span<uint8_t> out) {
       EXPECT_TRUE(static_cast<int64_t>(out.size()) <= options.slice_bytes || rows == 1);
       return head.ReadRows(id, row, rows, kernels::DType::kFloat32, out);

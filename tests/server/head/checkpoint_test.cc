@@ -76,10 +76,10 @@ TEST_F(CheckpointTest, RoundTripOfEveryKindOfHead) {
         const std::string name = absl::StrCat("c", ++count);
         SaveOptions options;
         options.slice_bytes = static_cast<int64_t>(1 + Below(500));
-        const absl::StatusOr<int64_t> bytes = Save(subject, saved, name, options);
-        ASSERT_TRUE(bytes.ok()) << bytes.status();
+        const absl::StatusOr<SavedCheckpoint> result = Save(subject, saved, name, options);
+        ASSERT_TRUE(result.ok()) << result.status();
         const std::string path = root_ + "/lm/" + name;
-        EXPECT_EQ(*bytes,
+        EXPECT_EQ(result->bytes,
                   fs::file_size(path + "/manifest.json") + fs::file_size(path + "/tensors.safetensors"));
         EXPECT_THAT(FilesIn(path), ElementsAre("manifest.json", "tensors.safetensors"));
 
@@ -168,7 +168,7 @@ TEST_F(CheckpointTest, FullDiskLeavesNothing) {
   Head head = RandomHead(subject);
   SaveOptions options;
   options.slice_bytes = 100;
-  const int64_t needed = Save(subject, head, "whole", options).value();
+  const int64_t needed = Save(subject, head, "whole", options)->bytes;
   for (int64_t room = 0; room < needed; room += 1 + static_cast<int64_t>(Below(200))) {
     SmallDisk disk(room);
     options.disk = &disk;

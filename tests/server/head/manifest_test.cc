@@ -113,6 +113,27 @@ TEST_F(ManifestTest, OtherVersionsAreRefused) {
   }
 }
 
+// Texts that nest deeply, are long, or name something twice. Copying or printing such a value would need a
+// stack as deep as the text nests.
+TEST_F(ManifestTest, HostileTexts) {
+  const std::string deep = std::string(60'000, '[') + std::string(60'000, ']');
+  const std::string whole = EncodeManifest(SomeManifest(random_));
+  std::string objects;
+  for (int i = 0; i < 60'000; ++i) objects += "{\"a\":";
+  std::string many = "[0";
+  for (int i = 0; i < 20'000; ++i) many += ",0";
+  for (const std::string& text :
+       {deep, std::string(60'000, '['), objects, objects + "1" + std::string(60'000, '}'),
+        absl::StrCat("{\"format\":\"lossd checkpoint\",\"version\":", deep, "}"),
+        absl::StrCat("{\"format\":", deep, "}"),
+        absl::StrCat(whole.substr(0, whole.rfind('}')), ",\"x\":", deep, "}"),
+        absl::StrCat("{\"version\":3,", whole.substr(1)),
+        absl::StrCat("{\"x\":", many, "],", whole.substr(1)), std::string(2 << 20, ' ') + whole,
+        std::string()}) {
+    EXPECT_EQ(DecodeManifest(text).status().code(), absl::StatusCode::kDataLoss) << text.substr(0, 50);
+  }
+}
+
 // Sealed with a right checksum, and yet nothing that this program wrote.
 TEST_F(ManifestTest, BadValues) {
   const Json whole = Json::parse(EncodeManifest(SomeManifest(random_)));
@@ -153,6 +174,11 @@ TEST_F(ManifestTest, BadValues) {
   json = whole;
   json["saved_at"] = "yesterday";
   refused(json, "time");
+  for (const char* field : {"step", "updates", "file_bytes"}) {
+    json = whole;
+    json[field] = 1e300;
+    refused(json, field);
+  }
 }
 
 }  // namespace

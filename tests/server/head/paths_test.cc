@@ -2,9 +2,16 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <cstring>
 #include <filesystem>
 #include <string>
+#include <thread>
 
 #include "tests/support/temp_folder.h"
 
@@ -76,6 +83,60 @@ TEST_F(ResolveBelowTest, RefusesWhatLeadsOutside) {
   EXPECT_EQ(Code("models/escape/secret"), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(Code("none"), absl::StatusCode::kNotFound);
   EXPECT_EQ(Code("loop"), absl::StatusCode::kInternal);
+}
+
+// What OpenBelow reads, or the code of its error.
+class OpenBelowTest : public ResolveBelowTest {
+ protected:
+  std::string Content(absl::string_view path) {
+    const auto file = OpenBelow(root_, path);
+    if (!file.ok()) return absl::StatusCodeToString(file.status().code());
+    std::string text(static_cast<size_t>((*file)->size()), '?');
+    EXPECT_TRUE(
+        (*file)->ReadAt(0, absl::MakeSpan(reinterpret_cast<uint8_t*>(text.data()), text.size())).ok());
+    return text;
+  }
+};
+
+TEST_F(OpenBelowTest, ReadsWhatIsInside) {
+  for (const char* path : {"models/a/w", "./models//a/./w", "inside"}) EXPECT_EQ(Content(path), "x") << path;
+}
+
+TEST_F(OpenBelowTest, RefusesWhatLeadsOutside) {
+  for (const char* path : {"outside", "models/escape/secret", "../root-sibling/secret", "/etc/passwd",
+                           "etc/passwd", "models/../models/a/w", ""}) {
+    EXPECT_EQ(Content(path), "INVALID_ARGUMENT") << path;
+  }
+}
+
+TEST_F(OpenBelowTest, RefusesWhatIsNoRegularFile) {
+  ASSERT_EQ(mkfifo((root_ + "/pipe").c_str(), 0600), 0);
+  const int server = socket(AF_UNIX, SOCK_STREAM, 0);
+  sockaddr_un address{.sun_family = AF_UNIX};
+  fs::current_path(root_);  // the path of a socket is short
+  std::strcpy(address.sun_path, "socket");
+  ASSERT_EQ(bind(server, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  for (const char* path : {"pipe", "socket", "models"})
+    EXPECT_EQ(Content(path), "FAILED_PRECONDITION") << path;
+  close(server);
+  EXPECT_EQ(OpenBelow("/dev", "null").status().code(), absl::StatusCode::kFailedPrecondition);
+}
+
+// While a folder of the path is replaced by a link to the outside and back, what is read is never the secret.
+TEST_F(OpenBelowTest, LinksMadeMeanwhile) {
+  test::WriteWholeFile(folder_.File("root-sibling/w"), "secret");
+  std::atomic<bool> stop{false};
+  std::thread swapper([&] {
+    while (!stop) {
+      fs::rename(root_ + "/models/a", root_ + "/models/b");
+      fs::create_directory_symlink("../../root-sibling", root_ + "/models/a");
+      fs::remove(root_ + "/models/a");
+      fs::rename(root_ + "/models/b", root_ + "/models/a");
+    }
+  });
+  for (int i = 0; i < 20'000; ++i) ASSERT_NE(Content("models/a/w"), "secret");
+  stop = true;
+  swapper.join();
 }
 
 }  // namespace

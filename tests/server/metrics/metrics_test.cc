@@ -58,8 +58,9 @@ TEST_F(MetricsTest, CountsSaves) {
   metrics_.OnSaved("main", 7, 1000, 0.2);
   metrics_.OnSaved("main", 9, 500, 2.0);
   metrics_.OnSaved("other", 1, 1, 0.1);
-  metrics_.OnSaveFailed(/*cancelled=*/false);
-  metrics_.OnSaveFailed(/*cancelled=*/true);
+  metrics_.OnSaveFailed(absl::InternalError("disk"));
+  metrics_.OnSaveFailed(absl::AlreadyExistsError("the name"));
+  metrics_.OnSaveFailed(absl::CancelledError("by the client"));
   metrics_.SetSaveBuffered(77);
   std::string text = metrics_.RenderText();
   EXPECT_EQ(Sample(text, "lossd_checkpoint_saves_total{result=\"ok\"}"), 3);

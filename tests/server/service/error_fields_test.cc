@@ -25,6 +25,7 @@ using ::testing::UnorderedElementsAreArray;
 
 constexpr auto kNotFound = absl::StatusCode::kNotFound;
 constexpr auto kFailedPrecondition = absl::StatusCode::kFailedPrecondition;
+constexpr auto kAborted = absl::StatusCode::kAborted;
 
 template <typename MessageT>
 struct Case {
@@ -92,6 +93,12 @@ class ErrorFieldsTest : public BadInputTest {
     stream->SendSlice(0, kRows, Payload(0, kRows));
     const absl::Status status = stream->Finish().status;
     EXPECT_TRUE(status.ok()) << status;
+  }
+
+  template <typename MessageT>
+  void NameGeneration(uint64_t generation, MessageT* message) {
+    message->set_incarnation(server_.server().incarnation());
+    message->set_generation(generation);
   }
 
   const uint64_t other_incarnation_ = 0xabcdef;
@@ -189,7 +196,9 @@ TEST_F(ErrorFieldsTest, OpenMicrobatch) {
         "open.row_weights[5]", "nan"},
        {[](Open& o) { o.set_retain(true); }, "open.retain", "true"},
        {[this](Open& o) { o.set_incarnation(other_incarnation_); }, "open.incarnation",
-        other_incarnation_text_, kFailedPrecondition}},
+        other_incarnation_text_, kFailedPrecondition},
+       {[](Open& o) { o.set_generation(77); }, "open.generation", "77"},
+       {[this](Open& o) { NameGeneration(77777, &o); }, "open.generation", "77777", kAborted}},
       {"want_grad_hidden", "want_row_loss", "want_row_lse", "want_row_entropy", "want_row_logprob",
        "want_row_argmax"},
       [&](const std::function<void(Open&)>& spoil) { return RunWith(spoil); });
@@ -214,33 +223,36 @@ TEST_F(ErrorFieldsTest, OpenBackward) {
     return stream->Finish().status;
   };
   using Backward = v1::OpenBackward;
-  Walk<Backward>("backward.",
-                 {{[](Backward& b) { b.set_head("missing"); }, "backward.head", "missing", kNotFound},
-                  {[](Backward& b) { b.set_step(5); }, "backward.step", "5", kFailedPrecondition},
-                  {[](Backward& b) {
-                     b.clear_step();
-                     b.set_accumulate_gradients(true);
-                   },
-                   "backward.step", "nothing"},
-                  {[](Backward& b) { b.set_microbatch_id(99); }, "backward.microbatch_id", "99", kNotFound},
-                  {[](Backward& b) {
-                     b.set_microbatch_id(7);
-                     b.mutable_rows()->set_end(0);
-                   },
-                   "backward.rows", "[0, 0)"},
-                  {[](Backward& b) { b.mutable_rows()->set_begin(20); }, "backward.rows.end", "12"},
-                  {[](Backward& b) {
-                     b.set_head("frozen");
-                     b.set_accumulate_gradients(true);
-                   },
-                   "backward.accumulate_gradients", "true", kFailedPrecondition},
-                  {[](Backward& b) { b.add_grad_loss(1.0f); }, "backward.grad_loss", "13"},
-                  {[](Backward& b) { b.set_grad_loss(4, NAN); }, "backward.grad_loss[4]", "nan"},
-                  {[](Backward& b) { b.add_grad_lse(1.0f); }, "backward.grad_lse", "1"},
-                  {[](Backward& b) { b.add_grad_entropy(1.0f); }, "backward.grad_entropy", "1"},
-                  {[this](Backward& b) { b.set_incarnation(other_incarnation_); }, "backward.incarnation",
-                   other_incarnation_text_, kFailedPrecondition}},
-                 {"want_grad_hidden"}, call);
+  Walk<Backward>(
+      "backward.",
+      {{[](Backward& b) { b.set_head("missing"); }, "backward.head", "missing", kNotFound},
+       {[](Backward& b) { b.set_step(5); }, "backward.step", "5", kFailedPrecondition},
+       {[](Backward& b) {
+          b.clear_step();
+          b.set_accumulate_gradients(true);
+        },
+        "backward.step", "nothing"},
+       {[](Backward& b) { b.set_microbatch_id(99); }, "backward.microbatch_id", "99", kNotFound},
+       {[](Backward& b) {
+          b.set_microbatch_id(7);
+          b.mutable_rows()->set_end(0);
+        },
+        "backward.rows", "[0, 0)"},
+       {[](Backward& b) { b.mutable_rows()->set_begin(20); }, "backward.rows.end", "12"},
+       {[](Backward& b) {
+          b.set_head("frozen");
+          b.set_accumulate_gradients(true);
+        },
+        "backward.accumulate_gradients", "true", kFailedPrecondition},
+       {[](Backward& b) { b.add_grad_loss(1.0f); }, "backward.grad_loss", "13"},
+       {[](Backward& b) { b.set_grad_loss(4, NAN); }, "backward.grad_loss[4]", "nan"},
+       {[](Backward& b) { b.add_grad_lse(1.0f); }, "backward.grad_lse", "1"},
+       {[](Backward& b) { b.add_grad_entropy(1.0f); }, "backward.grad_entropy", "1"},
+       {[this](Backward& b) { b.set_incarnation(other_incarnation_); }, "backward.incarnation",
+        other_incarnation_text_, kFailedPrecondition},
+       {[](Backward& b) { b.set_generation(77); }, "backward.generation", "77"},
+       {[this](Backward& b) { NameGeneration(77777, &b); }, "backward.generation", "77777", kAborted}},
+      {"want_grad_hidden"}, call);
 }
 
 TEST_F(ErrorFieldsTest, OpenGradient) {
@@ -265,7 +277,9 @@ TEST_F(ErrorFieldsTest, OpenGradient) {
        {[](Open& o) { o.set_dtype(static_cast<v1::DType>(9)); }, "open.dtype", "9"},
        {[](Open& o) { o.set_scale(INFINITY); }, "open.scale", "inf"},
        {[this](Open& o) { o.set_incarnation(other_incarnation_); }, "open.incarnation",
-        other_incarnation_text_, kFailedPrecondition}},
+        other_incarnation_text_, kFailedPrecondition},
+       {[](Open& o) { o.set_generation(77); }, "open.generation", "77"},
+       {[this](Open& o) { NameGeneration(77777, &o); }, "open.generation", "77777", kAborted}},
       {}, call);
 }
 
@@ -345,6 +359,17 @@ TEST_F(ErrorFieldsTest, OtherCalls) {
   ExpectDetail(client_->LoadCheckpoint("../up", "").status(), absl::StatusCode::kInvalidArgument,
                "checkpoint", "../up");
   ExpectDetail(client_->LoadCheckpoint("head/none", "").status(), kNotFound, "checkpoint", "head/none");
+}
+
+TEST_F(ErrorFieldsTest, ApplyStepsGeneration) {
+  v1::ApplyStepRequest request;
+  request.set_head("head");
+  request.mutable_optimizer()->mutable_adamw()->set_learning_rate(0.1);
+  request.set_generation(77);
+  ExpectDetail(client_->ApplyStep(request).status(), absl::StatusCode::kInvalidArgument, "generation", "77");
+  NameGeneration(77777, &request);
+  ExpectDetail(client_->ApplyStep(request).status(), kAborted, "generation", "77777");
+  EXPECT_EQ(client_->DescribeHead("head")->state().step(), 0u);
 }
 
 TEST_F(ErrorFieldsTest, TensorFile) {

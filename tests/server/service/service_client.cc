@@ -38,6 +38,39 @@ void SetDeadline(grpc::ClientContext* context, absl::Duration deadline) {
   if (deadline > absl::ZeroDuration()) context->set_deadline(absl::ToChronoTime(absl::Now() + deadline));
 }
 
+class WriteStreamImpl final : public WriteStream {
+ public:
+  explicit WriteStreamImpl(v1::HeadService::Stub* heads) {
+    SetDeadline(&context_, kTestDeadline);
+    writer_ = heads->WriteTensor(&context_, &response_);
+  }
+  ~WriteStreamImpl() override {
+    if (finished_) return;
+    context_.TryCancel();
+    writer_->Finish();
+  }
+
+  bool Send(const v1::OpenTensor* open, absl::string_view payload) override {
+    v1::WriteTensorRequest request;
+    if (open != nullptr) *request.mutable_open() = *open;
+    request.set_payload(std::string(payload));
+    return writer_->Write(request);
+  }
+  absl::StatusOr<v1::WriteTensorResponse> Finish() override {
+    finished_ = true;
+    writer_->WritesDone();
+    const grpc::Status status = writer_->Finish();
+    if (!status.ok()) return wire::FromGrpcStatus(status);
+    return response_;
+  }
+
+ private:
+  grpc::ClientContext context_;
+  v1::WriteTensorResponse response_;
+  std::unique_ptr<grpc::ClientWriter<v1::WriteTensorRequest>> writer_;
+  bool finished_ = false;
+};
+
 class LossStreamImpl final : public LossStream {
  public:
   LossStreamImpl(const std::shared_ptr<grpc::Channel>& channel, absl::Duration deadline) {
@@ -119,6 +152,10 @@ class TestClientImpl final : public TestClient {
 
   std::unique_ptr<LossStream> StartLoss(absl::Duration deadline) override {
     return std::make_unique<LossStreamImpl>(channel_, deadline);
+  }
+
+  std::unique_ptr<WriteStream> OpenWrite() override {
+    return std::make_unique<WriteStreamImpl>(heads_.get());
   }
 
   absl::StatusOr<v1::HeadDescription> CreateHead(const v1::CreateHeadRequest& request) override {

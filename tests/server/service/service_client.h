@@ -59,6 +59,15 @@ class LossStream {
   virtual void Cancel() = 0;
 };
 
+// One WriteTensor call, message by message. Destroyed before Finish, it is cancelled.
+class WriteStream {
+ public:
+  virtual ~WriteStream() = default;
+  // False if the call is over; Finish says why. `open` in the first message only.
+  virtual bool Send(const v1::OpenTensor* open, absl::string_view payload) = 0;
+  virtual absl::StatusOr<v1::WriteTensorResponse> Finish() = 0;
+};
+
 // Per call; zero: none.
 inline constexpr absl::Duration kTestDeadline = absl::Seconds(60);
 
@@ -97,6 +106,7 @@ class TestClient {
 
   // The tensor's bytes in request.dtype, put together from all slices.
   virtual absl::StatusOr<std::string> ReadTensor(const v1::ReadTensorRequest& request) = 0;
+  virtual std::unique_ptr<WriteStream> OpenWrite() = 0;
   // Both send the payload in messages of `message_bytes`.
   absl::Status WriteTensor(const v1::OpenTensor& open, absl::string_view payload,
                            size_t message_bytes = kMessageBytes) {

@@ -21,6 +21,7 @@ from lossd.errors import (
     NotFound,
     ResourceExhausted,
     Restarted,
+    StepDiscarded,
     Unavailable,
 )
 from lossd.types import SGD, AdamW, LossOptions, LossResult, RetryOptions
@@ -29,5 +30,5 @@ __all__ = [
     "SGD", "Aborted", "AdamW", "AlreadyExists", "Cancelled", "Client", "ClientClosed", "DataLoss",
     "DeadlineExceeded", "FailedPrecondition", "ForkedClient", "Internal", "InvalidArgument", "LossOptions",
     "LossResult", "LossdError", "NonFinite", "NotFound", "PendingLoss", "ResourceExhausted", "Restarted",
-    "RetryOptions", "Unavailable",
+    "RetryOptions", "StepDiscarded", "Unavailable",
 ]

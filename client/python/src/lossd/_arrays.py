@@ -46,10 +46,12 @@ def as_targets(targets: ArrayLike) -> NDArray[np.int32]:
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise errors.InvalidArgument(
             f"targets has shape {array.shape} and dtype {array.dtype}; it must be [N] of integers")
-    if array.dtype.itemsize > 4 and (int(array.min()) < -(2**31) or int(array.max()) >= 2**31):
-        worst = int(np.flatnonzero((array < -(2**31)) | (array >= 2**31))[0])
+    classes = array.astype("<i4")
+    beyond = np.flatnonzero(classes != array)  # of the 32 bits in which they travel
+    if len(beyond):
+        worst = int(beyond[0])
         raise errors.InvalidArgument(f"targets[{worst}] is {int(array[worst])}: not a class")
-    return np.array(array, "<i4")
+    return classes
 
 
 def as_floats(name: str, values: ArrayLike | None) -> NDArray[np.float32] | None:

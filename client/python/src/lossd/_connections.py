@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import Message
 
 from lossd import _retry, errors
+from lossd._cancellation import Cancellation
 from lossd.types import RetryOptions
 from lossd.v1 import server_pb2
 
@@ -75,9 +76,13 @@ class Deadline:
     def left(self) -> float:
         return max(self._end - time.monotonic(), 0.001)
 
-    def wait_before_repeat(self, retry: RetryOptions, error: errors.LossdError, attempt: int) -> float | None:
+    def passed(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def wait_before_repeat(self, retry: RetryOptions, error: errors.LossdError, attempt: int, *,
+                           restartable: bool = False) -> float | None:
         """Seconds to wait after attempt number `attempt`, which ended with `error`; None: it is not repeated."""
-        return _retry.wait_before_repeat(retry, error, attempt, self.left(), _retry.jitter())
+        return _retry.wait_before_repeat(retry, error, attempt, self.left(), _retry.jitter(), restartable)
 
 
 class Connections:
@@ -114,16 +119,21 @@ class Connections:
         if self._closed:
             raise errors.ClientClosed("this client is closed; make a new lossd.Client")
 
-    def unary(self, method: str, request: Message, answer: type[M], deadline: Deadline, *, repeat: bool = False) -> M:
-        """One call, repeated on Unavailable if that is safe."""
+    def unary(self, method: str, request: Message, answer: type[M], deadline: Deadline, *, repeat: bool = False,
+              cancellation: Cancellation | None = None) -> M:
+        """One call, repeated on Unavailable if that is safe. Cancelled if `cancellation` says so before it has ended."""
         self.check_usable()
         call = self._channels[0].unary_unary(
             method, request_serializer=type(request).SerializeToString, response_deserializer=answer.FromString)
 
         def attempt() -> M:
-            return self.run(lambda: call(request, timeout=deadline.left()))
+            if cancellation is None:
+                return self.run(lambda: call(request, timeout=deadline.left()))
+            under_way = self.run(lambda: call.future(request, timeout=deadline.left()))
+            with cancellation.ends(under_way.cancel):
+                return self.run(under_way.result)
 
-        return self.repeated(attempt, deadline) if repeat else attempt()
+        return self.repeated(attempt, deadline, cancellation=cancellation) if repeat else attempt()
 
     def updates(self, method: str, request: Message, answer: type[M], deadline: Deadline) -> Iterator[M]:
         """One call that answers with a stream of messages; never repeated."""
@@ -137,17 +147,18 @@ class Connections:
         finally:
             stream.cancel()
 
-    def repeated(self, attempt: Callable[[], T], deadline: Deadline) -> T:
-        """Runs `attempt` until it does not end with Unavailable, as the options say, waiting in between."""
+    def repeated(self, attempt: Callable[[], T], deadline: Deadline, *, restartable: bool = False,
+                 cancellation: Cancellation | None = None) -> T:
+        """Runs `attempt` until it succeeds or may not be repeated (_retry.py), waiting in between."""
         number = 1
         while True:
             try:
                 return attempt()
             except errors.LossdError as error:
-                wait = deadline.wait_before_repeat(self.options.retry, error, number)
+                wait = deadline.wait_before_repeat(self.options.retry, error, number, restartable=restartable)
                 if wait is None:
                     raise _retry.with_attempts(error, number) from None
-            time.sleep(wait)
+            time.sleep(wait) if cancellation is None else cancellation.wait(wait)
             number += 1
 
     def stream(self, index: int, method: str) -> Any:
@@ -178,6 +189,8 @@ class Connections:
             return rpc()
         except grpc.RpcError as error:
             raise errors.from_rpc(error, self.options.target) from None
+        except grpc.FutureCancelledError:
+            raise errors.Cancelled("cancelled by the caller") from None
         except ValueError as error:  # gRPC's answer on a closed channel
             if self._closed:
                 raise errors.ClientClosed("this client is closed; make a new lossd.Client") from error

@@ -1,18 +1,48 @@
-"""What the client remembers of heads between calls. Thread-safe; bounded by the number of heads it has used."""
+"""What the client remembers of heads between calls. Thread-safe; bounded by the number of heads it has used.
+
+client/cpp/head_cache.h does the same; tests/client/golden/incarnations.json holds both to it.
+"""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 from lossd import errors
-from lossd.v1 import head_pb2, loss_pb2
+from lossd.v1 import head_pb2, loss_pb2, types_pb2
 
 
 @dataclass(frozen=True)
 class HeadInfo:
     hidden_size: int  # D
     limits: loss_pb2.SliceLimits
+
+
+@dataclass(frozen=True)
+class GradientsId:
+    """Names the gradients that a server process has accumulated for a head since they were last zero."""
+
+    incarnation: int
+    generation: int = 0  # 0: not known, or the server is one that does not say
+
+    @staticmethod
+    def of(state: types_pb2.HeadState) -> GradientsId:
+        return GradientsId(state.incarnation, state.generation)
+
+
+def names(meant: GradientsId | None) -> dict[str, Any]:
+    """The fields by which a call names the gradients that it is meant for; None: any."""
+    return {} if meant is None else {"incarnation": meant.incarnation, "generation": meant.generation or None}
+
+
+@dataclass(frozen=True)
+class TrainerStep:
+    """A step of a head as a call found it when it began."""
+
+    head: str
+    step: int
+    starts: int  # how often this client had started a step of the head over (HeadCache.forget_accumulation)
 
 
 class HeadCache:
@@ -22,7 +52,8 @@ class HeadCache:
         self._lock = threading.Lock()
         self._acknowledged: set[str] = set()  # heads for which nothing is expected
         self._facts: dict[str, HeadInfo] = {}
-        self._accumulations: dict[str, tuple[int, int]] = {}  # head -> step, incarnation
+        self._accumulations: dict[str, tuple[int, GradientsId]] = {}  # head -> step, and where its rows are
+        self._starts: dict[str, int] = {}  # head -> TrainerStep.starts
 
     def facts(self, head: str) -> HeadInfo | None:
         with self._lock:
@@ -38,25 +69,47 @@ class HeadCache:
         with self._lock:
             self._facts.pop(head, None)
 
-    def note_accumulation(self, head: str, step: int, incarnation: int) -> None:
-        """Gradients of `step` are being accumulated in `incarnation`.
+    def trainer_step(self, head: str, step: int) -> TrainerStep:
+        """For a call that begins."""
+        with self._lock:
+            return TrainerStep(head, step, self._starts.get(head, 0))
 
-        Restarted if earlier ones of the step went to another one, or if another one is expected.
+    def check_current(self, at: TrainerStep) -> None:
+        """StepDiscarded if this client has started the step over since the call began."""
+        with self._lock:
+            self._check_current(at)
+
+    def note_accumulation(self, at: TrainerStep, gradients: GradientsId) -> None:
+        """Rows of the step are being added to these gradients.
+
+        Restarted or StepDiscarded if earlier ones of the step went to others, or if another process is expected; then
+        nothing changes.
         """
         with self._lock:
-            self._check(head, step, incarnation)
-            self._accumulations[head] = (step, incarnation)
+            self._check_current(at)
+            self._check(at, gradients)
+            self._accumulations[at.head] = (at.step, gradients)
 
-    def incarnation_of(self, head: str, step: int) -> int | None:
-        """Where gradients of `step` have to go: earlier ones went there, or it is expected. None: anywhere."""
+    def gradients_of(self, at: TrainerStep) -> GradientsId | None:
+        """Where rows of the step have to go: earlier ones went there, or it is expected. None: anywhere."""
         with self._lock:
-            noted_step, incarnation = self._accumulations.get(head, (None, None))
-            return incarnation if noted_step == step else self._expected_of(head)
+            return self._gradients_of(at)
 
-    def check_incarnation(self, head: str, step: int, incarnation: int) -> None:
-        """Restarted if gradients of `step` were accumulated in another incarnation, or if another one is expected."""
+    def check(self, at: TrainerStep, gradients: GradientsId) -> None:
+        """As note_accumulation, for an answer that says where the head stands. Nothing is noted.
+
+        If this client has started the step over meanwhile, there is nothing to check.
+        """
         with self._lock:
-            self._check(head, step, incarnation)
+            if self._starts.get(at.head, 0) == at.starts:
+                self._check(at, gradients)
+
+    def interpret(self, at: TrainerStep, error: errors.LossdError) -> None:
+        """Raises Restarted or StepDiscarded if that is what the error means."""
+        if error.incarnation:
+            self.check(at, GradientsId(error.incarnation))
+        if errors.refuses_generation(error):
+            raise errors.discarded_says_server(at.head, at.step, error) from None
 
     def close_step(self, head: str, step: int) -> None:
         """The step has been applied: its gradients are not outstanding any more, those of a later one are."""
@@ -65,18 +118,32 @@ class HeadCache:
                 del self._accumulations[head]
 
     def forget_accumulation(self, head: str) -> None:
-        """No gradients of the head are outstanding any more, whatever the incarnation."""
+        """This client starts its step over: no gradients of the head are outstanding any more.
+
+        Calls of the step that are under way are not repeated.
+        """
         with self._lock:
             self._accumulations.pop(head, None)
+            self._starts[head] = self._starts.get(head, 0) + 1
             if self._expected:
                 self._acknowledged.add(head)
 
-    def _expected_of(self, head: str) -> int | None:
-        return self._expected if self._expected and head not in self._acknowledged else None
+    def _gradients_of(self, at: TrainerStep) -> GradientsId | None:
+        noted_step, gradients = self._accumulations.get(at.head, (None, None))
+        if noted_step == at.step:
+            return gradients
+        expected = self._expected if at.head not in self._acknowledged else 0
+        return GradientsId(expected) if expected else None
 
-    def _check(self, head: str, step: int, incarnation: int) -> None:
-        noted_step, before = self._accumulations.get(head, (None, None))
-        if noted_step != step:
-            before = self._expected_of(head)
-        if before is not None and before != incarnation:
-            raise errors.restarted(head, before, incarnation, step)
+    def _check_current(self, at: TrainerStep) -> None:
+        if self._starts.get(at.head, 0) != at.starts:
+            raise errors.discarded_by_this_client(at.head, at.step)
+
+    def _check(self, at: TrainerStep, now: GradientsId) -> None:
+        before = self._gradients_of(at)
+        if before is None:
+            return
+        if before.incarnation != now.incarnation:
+            raise errors.restarted(at.head, before.incarnation, now.incarnation, at.step)
+        if before.generation and now.generation and before.generation != now.generation:
+            raise errors.discarded(at.head, at.step, before.generation, now.generation)

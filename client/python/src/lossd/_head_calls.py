@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -12,8 +13,9 @@ from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from lossd import _arrays, _tensors, errors, types
+from lossd._cancellation import Cancellation
 from lossd._connections import Connections, Deadline
-from lossd._head_cache import HeadCache
+from lossd._head_cache import GradientsId, HeadCache, TrainerStep, names
 from lossd.types import DType, Gradients, Logits, Norm, OptimizerState, Param, Role
 from lossd.v1 import head_pb2, types_pb2
 
@@ -86,7 +88,11 @@ class HeadCalls:
 
     def read_tensor(self, head: str, param: Param = "weight", role: Role = "value", *, dtype: DType = "fp32",
                     rows: tuple[int, int] | None = None, timeout: float | None = None) -> NDArray[Any]:
-        """A tensor, or rows [begin, end) of it: [V, D] for the weight, else one-dimensional. bf16 as uint16."""
+        """A tensor, or rows [begin, end) of it: [V, D] for the weight, else one-dimensional. bf16 as uint16.
+
+        It is of one version: a read during which the tensor changes begins again (RetryOptions), and ends with Aborted
+        if it changes each time.
+        """
         deadline = Deadline(timeout or self._transfer_timeout)
         number = types.enum_value("param", types.PARAMS, param)
         request = head_pb2.ReadTensorRequest(
@@ -97,8 +103,8 @@ class HeadCalls:
         out = np.empty((end - begin, *row_shape), types.NUMPY_DTYPES[dtype])
         row_bytes = out.itemsize * math.prod(row_shape)
         self._connections.repeated(
-            lambda: _tensors.read_tensor(self._connections, request, row_bytes, begin, _arrays.bytes_of(out), deadline),
-            deadline)
+            lambda: _tensors.read_tensor(self._connections, request, row_bytes, _arrays.bytes_of(out), deadline),
+            deadline, restartable=True)
         return out
 
     def write_tensor(self, head: str, param: Param, values: NDArray[Any], *, dtype: DType | None = None,
@@ -124,27 +130,30 @@ class HeadCalls:
         deadline = Deadline(timeout or self._transfer_timeout)
         number = types.enum_value("param", types.PARAMS, param)
         kind, data = _arrays.as_array("values", values, dtype)
-        with self._restarts_told(head, step):
+        at = self._head_cache.trainer_step(head, step)
+        with self._told(at):
             range_, row_bytes = self._rows_for(head, param, data, rows, deadline)
             payload = _arrays.bytes_of(data)
 
             def attempt() -> head_pb2.AddGradientResponse:
                 # What other threads have accumulated meanwhile counts, too.
+                self._head_cache.check_current(at)
                 open_ = head_pb2.OpenGradient(head=head, step=step, contribution_id=id, param=number,
                                               dtype=types.DTYPES[kind], scale=scale, contribution_rows=range_,
-                                              incarnation=self._head_cache.incarnation_of(head, step))
+                                              **names(self._head_cache.gradients_of(at)))
                 return _tensors.add_gradient(self._connections, open_, row_bytes, payload, deadline)
 
             answer = self._connections.repeated(attempt, deadline)
-        self._head_cache.note_accumulation(head, step, answer.state.incarnation)
+        self._head_cache.note_accumulation(at, GradientsId.of(answer.state))
         return answer
 
     def grad_norm(self, head: str, step: int | None = None, timeout: float | None = None) -> float:
         """The 2-norm over all gradients accumulated in the open step."""
-        with self._restarts_told(head, step):
+        at = self._head_cache.trainer_step(head, step or 0)
+        with contextlib.nullcontext() if step is None else self._told(at):
             answer = self._heads("GradNorm", head_pb2.GradNormRequest(head=head, step=step),
                                  head_pb2.GradNormResponse, timeout or self._call_timeout, repeat=True)
-        self._head_cache.check_incarnation(head, answer.state.step, answer.state.incarnation)
+        self._head_cache.check(dataclasses.replace(at, step=answer.state.step), GradientsId.of(answer.state))
         return float(answer.grad_norm)
 
     def apply_step(self, head: str, step: int, optimizer: types.AdamW | types.SGD, *, grad_multiplier: float = 1.0,
@@ -156,18 +165,18 @@ class HeadCalls:
         Applied once per step: a repeat gets the stored result. FailedPrecondition lists expected rows (of microbatches
         and contributions) that are missing, or says that the gradient's norm is not finite; then nothing changed. With
         `skip_non_finite` such a step is closed without an update. Restarted also if the server that applied the step
-        does not have the rows that this client accumulated.
+        does not have the rows that this client accumulated; StepDiscarded if somebody has zeroed them.
         """
+        at = self._head_cache.trainer_step(head, step)
         request = head_pb2.ApplyStepRequest(
             head=head, step=step, optimizer=optimizer.to_proto(), expected_microbatches=expected_microbatches,
-            expected_rows=expected_rows, skip_non_finite=skip_non_finite,
-            incarnation=self._head_cache.incarnation_of(head, step))
+            expected_rows=expected_rows, skip_non_finite=skip_non_finite, **names(self._head_cache.gradients_of(at)))
         request.optimizer.grad_multiplier = grad_multiplier
         request.optimizer.decay_vectors = decay_vectors
-        with self._restarts_told(head, step):
+        with self._told(at):
             answer = self._heads("ApplyStep", request, head_pb2.ApplyStepResponse, timeout or self._call_timeout,
                                  repeat=True)
-        self._head_cache.check_incarnation(head, step, answer.applied_incarnation)
+        self._head_cache.check(at, GradientsId(answer.applied_incarnation))
         self._head_cache.close_step(head, step)
         return answer
 
@@ -221,21 +230,21 @@ class HeadCalls:
     def _heads(self, method: str, request: Message, answer: type[M], timeout: float, *, repeat: bool = False) -> M:
         return self._connections.unary(_HEADS + method, request, answer, Deadline(timeout), repeat=repeat)
 
-    def _describe(self, head: str, deadline: Deadline) -> head_pb2.HeadDescription:
+    def _describe(self, head: str, deadline: Deadline,
+                  cancellation: Cancellation | None = None) -> head_pb2.HeadDescription:
         description = self._connections.unary(
             _HEADS + "DescribeHead", head_pb2.DescribeHeadRequest(head=head), head_pb2.HeadDescription, deadline,
-            repeat=True)
+            repeat=True, cancellation=cancellation)
         self._head_cache.learn(description)
         return description
 
     @contextlib.contextmanager
-    def _restarts_told(self, head: str, step: int | None) -> Iterator[None]:
-        """Raises Restarted instead of an error that came from a server which lost gradients of the step."""
+    def _told(self, at: TrainerStep) -> Iterator[None]:
+        """Raises Restarted or StepDiscarded instead of an error that means it."""
         try:
             yield
         except errors.LossdError as error:
-            if error.incarnation and step is not None:
-                self._head_cache.check_incarnation(head, step, error.incarnation)
+            self._head_cache.interpret(at, error)
             raise
 
     def _range_of(self, head: str, param: Param, rows: tuple[int, int] | None,

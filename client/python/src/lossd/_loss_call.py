@@ -1,28 +1,27 @@
-"""A loss call under way: its streams, their repetitions, and its end.
-
-Each stream is a task of the client's thread pool that repeats itself where the contract allows; the task that ends
-last ends the call. So a call needs no thread of its own, and the caller's memory is free once it has ended.
-"""
+"""A loss call under way: from its start on a thread of the client to its end."""
 
 from __future__ import annotations
 
-import threading
+import math
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial
 
 from lossd import _retry, errors
 from lossd._answer_check import AnswerCheck
+from lossd._cancellation import Cancellation
 from lossd._connections import Connections, Deadline
-from lossd._head_cache import HeadCache, HeadInfo
-from lossd._plan import Rows, SliceRule, make_slice_rule
-from lossd._stream import LossStream
+from lossd._head_cache import HeadCache
+from lossd._plan import Rows
+from lossd._round import Round, RoundParts
+from lossd._slice_rules import SliceRules
+from lossd._stream_threads import StreamThreads
 from lossd._work import Work
 from lossd.types import LossResult
 from lossd.v1 import head_pb2
+
+SIGNAL_SECONDS = 0.5  # how late a blocking wait may notice an interrupt
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,16 @@ class Core:
 
     connections: Connections
     head_cache: HeadCache
-    pool: ThreadPoolExecutor
-    describe: Callable[[str, Deadline], head_pb2.HeadDescription]
+    threads: StreamThreads
+    describe: Callable[[str, Deadline, Cancellation], head_pb2.HeadDescription]
 
 
 class LossCall:
+    """Runs on a thread of its own, and its streams on others that can be had.
+
+    The caller's memory is free when it has ended.
+    """
+
     def __init__(self, core: Core, work: Work, options: CallOptions, on_end: Callable[[LossCall], None]) -> None:
         """`on_end` is called once, before the result is there."""
         if options.slice_bytes < 1:
@@ -51,165 +55,80 @@ class LossCall:
         if options.streams is not None and not 1 <= options.streams <= 1024:
             raise errors.InvalidArgument(f"streams is {options.streams}; it must be in [1, 1024]")
         self.future: Future[LossResult] = Future()
+        self.deadline = Deadline(options.timeout)
         self._core = core
         self._work = work
         self._options = options
         self._on_end = on_end
-        self._deadline = Deadline(options.timeout)
         self._start = time.monotonic()
-        self._check = AnswerCheck(core.head_cache, work.head, work.step, work.accumulate)
-        self._ended = threading.Event()  # failed or cancelled: nothing new is begun
-        self._lock = threading.Lock()
-        # Guarded by _lock:
-        self._under_way = 1  # tasks; the first is _begin
-        self._streams: set[LossStream] = set()
-        self._error: BaseException | None = None
-        self._facts: HeadInfo | None = None
-        self._fresh = False  # _facts were learnt during this call
-        self._total = LossResult()
+        self._check = AnswerCheck(core.head_cache, work.head, work.step, accumulate=work.accumulate,
+                                  in_step=work.in_step)
+        self._cancellation = Cancellation()
 
     def start(self) -> None:
-        self._core.pool.submit(self._task, self._begin)
+        """RuntimeError if the client's threads have ended."""
+        self._core.threads.start(self._run)
 
     def cancel(self) -> None:
-        self._fail(errors.Cancelled("cancelled by the caller"))
+        self._cancellation.cancel()
 
-    # ---- tasks ----
-
-    def _task(self, body: Callable[[], None]) -> None:
+    def _run(self) -> None:
         try:
-            if not self._ended.is_set():
-                body()
+            result = self._compute()
         except BaseException as error:
-            self._fail(error)
-        finally:
-            with self._lock:
-                self._under_way -= 1
-                last = self._under_way == 0
-            if last:
-                self._finish()
-
-    def _begin(self) -> None:
-        if self._options.ready is not None:
-            self._options.ready()
-        facts = self._core.head_cache.facts(self._work.head)
-        if facts is None or facts.hidden_size != self._work.hidden_size:
-            facts = self._learn_facts()
-        with self._lock:
-            self._facts = facts
-        connections = self._core.connections
-        ranges = self._work.split(self._options.streams or max(1, connections.idle()),
-                                  connections.options.max_message_bytes)
-        with self._lock:
-            self._total.streams = len(ranges)
-            self._under_way += len(ranges) - 1
-        for index, rows in enumerate(ranges[1:], 1):
-            try:
-                self._core.pool.submit(self._task, partial(self._run_part, rows))
-            except RuntimeError as error:  # the pool was shut down: the client is being closed
-                with self._lock:
-                    self._under_way -= len(ranges) - index
-                raise errors.ClientClosed("this client was closed during the call") from error
-        self._run_part(ranges[0])
-
-    def _learn_facts(self) -> HeadInfo:
-        try:
-            description = self._core.describe(self._work.head, self._deadline)
-        except errors.LossdError as error:
-            self._check.interpret(error)
-            raise
-        if description.spec.hidden_size != self._work.hidden_size:
-            raise errors.InvalidArgument(
-                f'hidden: a row has {self._work.hidden_size} elements, but head "{self._work.head}" has '
-                f"{description.spec.hidden_size}")
-        return self._core.head_cache.learn(description)
-
-    def _run_part(self, rows: Rows) -> None:
-        """One stream until it has succeeded or may not be repeated."""
-        attempt = 1
-        while not self._ended.is_set():
-            rule = self._rule()
-            try:
-                with self._core.connections.lend() as channel:
-                    return self._run_stream(channel, rows, rule)
-            except errors.Unavailable as error:
-                self._check.interpret(error)
-                wait = self._deadline.wait_before_repeat(self._core.connections.options.retry, error, attempt)
-                if wait is None:
-                    raise _retry.with_attempts(error, attempt) from None
-                self._ended.wait(wait)
-            except (errors.InvalidArgument, errors.ResourceExhausted) as error:
-                self._check.interpret(error)
-                if not self._may_cut_otherwise(rule):
-                    raise
-            except errors.LossdError as error:
-                self._check.interpret(error)
-                raise
-            attempt += 1
-            with self._lock:
-                self._total.repeats += 1
-
-    def _run_stream(self, channel: int, rows: Rows, rule: SliceRule) -> None:
-        plan = self._work.plan(rows, rule, self._check.known_incarnation())
-        stream = LossStream(self._core.connections, channel, self._work, plan, self._check.accept)
-        with self._lock:
-            self._streams.add(stream)
-        try:
-            if self._ended.is_set():
-                return
-            summary = stream.run(self._deadline)
-            with self._lock:
-                self._total.add(summary)
-        finally:
-            with self._lock:
-                self._streams.discard(stream)
-                self._total.sent_bytes += stream.sent_bytes
-                self._total.received_bytes += stream.received_bytes
-
-    # ---- what the server says ----
-
-    def _rule(self) -> SliceRule:
-        with self._lock:
-            assert self._facts is not None
-            return make_slice_rule(self._work.row_bytes, self._options.slice_bytes, self._facts.limits)
-
-    def _may_cut_otherwise(self, rule: SliceRule) -> bool:
-        """The server may have been restarted with other limits: learns them once; true if they cut otherwise."""
-        with self._lock:
-            fresh = self._fresh
-        if not fresh:
-            facts = self._learn_facts()
-            with self._lock:
-                self._facts, self._fresh = facts, True
-        now = self._rule()
-        return now.max_rows < rule.max_rows or now.row_grid != rule.row_grid
-
-    # ---- the end ----
-
-    def _fail(self, error: BaseException) -> None:
-        with self._lock:
-            if self._under_way == 0:
-                return
-            if self._error is None:
-                self._error = error
-            streams = list(self._streams)
-        self._ended.set()
-        for stream in streams:
-            stream.cancel()
-
-    def _finish(self) -> None:
-        self._on_end(self)
-        total = self._total
-        try:
-            if self._error is not None:
-                raise self._error
-            self._work.conclude(total)
-        except BaseException as error:
+            self._on_end(self)
             self.future.set_exception(error)
             return
-        total.rows = self._work.outputs.rows
-        total.wall_seconds = time.monotonic() - self._start
-        self.future.set_result(total)
+        self._on_end(self)
+        result.rows = self._work.outputs.rows
+        result.wall_seconds = time.monotonic() - self._start
+        self.future.set_result(result)
+
+    def _compute(self) -> LossResult:
+        """Rounds until one has succeeded or the call may not begin again."""
+        if self._options.ready is not None:
+            self._options.ready()
+        self._check_cancelled()
+        core, cancellation, deadline = self._core, self._cancellation, self.deadline
+        rules = SliceRules(core.head_cache, self._work, self._check, self._options.slice_bytes,
+                           lambda head: core.describe(head, deadline, cancellation))
+        rules.learn()
+        parts = RoundParts(core.connections, core.threads, self._work, self._check, rules, deadline)
+        streams = self._options.streams or max(1, core.connections.idle())
+        with core.threads.lend(streams - 1) as lent:
+            ranges = self._work.split(1 + lent, core.connections.options.max_message_bytes)
+            return self._run_rounds(parts, ranges, lent)
+
+    def _run_rounds(self, parts: RoundParts, ranges: list[Rows], lent: int) -> LossResult:
+        total = LossResult(streams=len(ranges))
+        attempt = 1
+        while (pause := self._try_round(Round(parts, ranges, total), lent, attempt)) is not None:
+            self._cancellation.wait(pause)
+            attempt += 1
+            total = LossResult(streams=len(ranges), repeats=total.repeats + len(ranges), sent_bytes=total.sent_bytes,
+                               received_bytes=total.received_bytes)
+            self._check.begin_again()
+        self._work.conclude(total)
+        return total
+
+    def _try_round(self, round_: Round, lent: int, attempt: int) -> float | None:
+        """Seconds to wait before another round; None: this one has succeeded."""
+        try:
+            with self._cancellation.ends(round_.cancel):
+                round_.run(lent)
+        except errors.Aborted as error:
+            self._check_cancelled()
+            pause = self.deadline.wait_before_repeat(self._core.connections.options.retry, error, attempt,
+                                                     restartable=self._work.restartable)
+            if pause is None:
+                raise _retry.with_attempts(error, attempt) from None
+            return pause
+        self._check_cancelled()
+        return None
+
+    def _check_cancelled(self) -> None:
+        if self._cancellation.cancelled:
+            raise errors.Cancelled("cancelled by the caller")
 
 
 class PendingLoss:
@@ -225,14 +144,28 @@ class PendingLoss:
     def wait(self, timeout: float | None = None) -> LossResult:
         """Blocks until the result is there and returns it, or raises what went wrong. May be repeated.
 
-        TimeoutError after `timeout` seconds; the computation goes on.
+        TimeoutError after `timeout` seconds; the computation goes on. An interrupt (KeyboardInterrupt) ends the
+        computation before it is passed on, so that the memory is free; a second one is passed on at once.
         """
         try:
-            return self._result(self._call.future.result(timeout))
-        except FutureTimeout:
-            if self._call.future.done():
-                raise
-            raise TimeoutError(f"the loss is not there after {timeout} s") from None
+            ended = self._await_end(timeout)
+        except BaseException:
+            self._call.cancel()
+            self._await_end(None)
+            raise
+        if not ended:
+            raise TimeoutError(f"the loss is not there after {timeout} s")
+        return self._result(self._call.future.result())
+
+    def _await_end(self, timeout: float | None) -> bool:
+        """Waits in pieces: a signal that comes just before a wait, or on another thread, does not end it."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            wait([self._call.future], min(left, SIGNAL_SECONDS))
+        return True
 
     def cancel(self) -> None:
         """Asks for an early end with Cancelled; no effect when done. wait() says when it has ended."""

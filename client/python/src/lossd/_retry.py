@@ -17,22 +17,31 @@ def jitter() -> float:
     return random.uniform(0.8, 1.2)
 
 
-def wait_before_repeat(retry: RetryOptions, error: errors.LossdError, attempt: int, left: float,
-                       factor: float) -> float | None:
+def may_repeat(error: errors.LossdError, restartable: bool) -> bool:
+    """Whether a call that ended with `error` may be sent again: Unavailable; Aborted if it is `restartable`.
+
+    A call is restartable if nothing of it stays when it fails, so that it may begin again with what it finds.
+    Restarted and StepDiscarded are for the trainer to deal with.
+    """
+    return isinstance(error, errors.Unavailable) or (restartable and type(error) is errors.Aborted)
+
+
+def wait_before_repeat(retry: RetryOptions, error: errors.LossdError, attempt: int, left: float, factor: float,
+                       restartable: bool = False) -> float | None:
     """Seconds between attempt number `attempt` (1, 2, ...), which ended with `error`, and the next one.
 
-    None if there is no next one: the error is not Unavailable, max_attempts were made, or the wait would outlast
+    None if there is no next one: the error may not be repeated, max_attempts were made, or the wait would outlast
     `left` seconds.
     """
-    if not isinstance(error, errors.Unavailable) or attempt >= retry.max_attempts:
+    if not may_repeat(error, restartable) or attempt >= retry.max_attempts:
         return None
     wait = min(retry.initial_backoff * 4.0 ** min(attempt - 1, 16), retry.max_backoff) * factor
     return wait if wait < left else None
 
 
 def with_attempts(error: errors.LossdError, attempts: int) -> errors.LossdError:
-    """The error of a call after its last attempt: Unavailable says how often it was tried if more than once."""
-    if attempts > 1 and isinstance(error, errors.Unavailable):
+    """The error of a call after its last attempt: one that may be repeated says how often it was tried, if twice."""
+    if attempts > 1 and may_repeat(error, restartable=True):
         error.message += f"; tried {attempts} times"
         error.args = (error.message,)
     return error

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lossd._cancellation import Cancellation
 from lossd._connections import Connections, Deadline
 from lossd._stream_messages import StreamAnswers, encode_slice
 from lossd._work import StreamPlan, Work
@@ -35,7 +36,7 @@ class LossStream:
     def received_bytes(self) -> int:
         return self._answers.received_bytes
 
-    def run(self, deadline: Deadline) -> loss_pb2.MicrobatchSummary:
+    def run(self, deadline: Deadline, cancellation: Cancellation) -> loss_pb2.MicrobatchSummary:
         """Blocks until the call has ended."""
         def exchange() -> None:
             self._call = self._method(self._messages(), timeout=deadline.left())
@@ -45,7 +46,8 @@ class LossStream:
                 self._answers.handle(data)
 
         try:
-            self._connections.run(exchange)
+            with cancellation.ends(self.cancel):
+                self._connections.run(exchange)
         finally:
             self.cancel()  # no effect if it has ended
         return self._answers.end()
@@ -60,5 +62,7 @@ class LossStream:
         hidden, row_bytes = self._work.hidden, self._work.row_bytes
         for rows in self._plan.slices or ():
             assert hidden is not None
+            if self._cancelled:
+                return  # the memory is not looked at any more
             self.sent_bytes += len(rows) * row_bytes
             yield encode_slice(hidden, rows, row_bytes)

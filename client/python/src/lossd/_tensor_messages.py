@@ -11,7 +11,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from lossd import _wire, errors
-from lossd.v1 import head_pb2
+from lossd.v1 import head_pb2, types_pb2
 
 M = TypeVar("M", bound=Message)
 
@@ -35,10 +35,16 @@ def one_answer(kind: type[M], answers: Sequence[bytes]) -> M:
 class TensorReader:
     """Puts the slices of one ReadTensor call where they belong: `out`, bytes of rows from `first_row` on.
 
-    Used by one thread. Internal says what the server sent; then the contents of `out` are unspecified.
+    Used by one thread. Internal says what the server sent, Aborted that the tensor has changed under the call; then the
+    contents of `out` are unspecified.
     """
 
-    def __init__(self, first_row: int, row_bytes: int, out: memoryview) -> None:
+    def __init__(self, request: head_pb2.ReadTensorRequest, row_bytes: int, out: memoryview) -> None:
+        """The rows that `request` names are those of `out`."""
+        first_row = request.rows.begin
+        self._head = request.head
+        self._of_gradient = request.role == head_pb2.ROLE_GRADIENT
+        self._version: tuple[int, ...] | None = None  # of the first slice
         self._first_row = self._next_row = first_row
         self._end_row = first_row + out.nbytes // row_bytes
         self._row_bytes = row_bytes
@@ -52,6 +58,7 @@ class TensorReader:
             raise errors.server_sent(
                 f"a tensor of {piece.tensor_rows} x {piece.tensor_cols} for rows up to {self._end_row}")
         self._begun = True
+        self._check_version(piece.state)
         if begin != self._next_row or not begin <= end <= self._end_row:
             raise errors.server_sent(f"tensor rows [{begin}, {end}); row {self._next_row} was expected next, of rows "
                                      f"up to {self._end_row}")
@@ -61,6 +68,15 @@ class TensorReader:
         at = (begin - self._first_row) * self._row_bytes
         self._out[at:at + expected] = payload
         self._next_row = end
+
+    def _check_version(self, state: types_pb2.HeadState) -> None:
+        """All slices are of one version: of the gradients or of the weights; of the step, if the server says neither."""
+        number = state.generation if self._of_gradient else state.weights_version
+        version = state.incarnation, number, 0 if number else state.step
+        if self._version is None:
+            self._version = version
+        elif self._version != version:
+            raise errors.Aborted(f'the tensor of head "{self._head}" changed while it was read')
 
     def end(self) -> None:
         """The server has ended the call with OK."""

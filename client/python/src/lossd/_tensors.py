@@ -25,10 +25,10 @@ def tensor_shape(spec: head_pb2.HeadSpec, param: head_pb2.Param) -> tuple[int, .
     return (spec.vocab_size if by_class else spec.hidden_size,)
 
 
-def read_tensor(connections: Connections, request: head_pb2.ReadTensorRequest, row_bytes: int, first_row: int,
-                out: memoryview, deadline: Deadline) -> None:
-    """Reads rows from `first_row` on into `out`, bytes of whole rows."""
-    reader = TensorReader(first_row, row_bytes, out)
+def read_tensor(connections: Connections, request: head_pb2.ReadTensorRequest, row_bytes: int, out: memoryview,
+                deadline: Deadline) -> None:
+    """Reads the rows that `request` names into `out`, bytes of whole rows."""
+    reader = TensorReader(request, row_bytes, out)
 
     def exchange() -> None:
         call = connections.stream(0, _READ)(iter([request.SerializeToString()]), timeout=deadline.left())

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossd import _wire, errors
+from lossd._head_cache import GradientsId, names
 from lossd._plan import Rows, SliceRule, divide_into_slices, split_ranges, unsent
 from lossd.types import LossOptions, LossResult, Reduction, RowOutput
 from lossd.v1 import loss_pb2, types_pb2
@@ -54,10 +55,14 @@ class StreamPlan:
 
 
 class Work(ABC):
-    def __init__(self, *, head: str, step: int | None, id: int, accumulate: bool, rows: int, hidden_size: int,
-                 element_size: int, outputs: Outputs) -> None:
+    def __init__(self, *, head: str, step: int | None, id: int, accumulate: bool, in_step: bool, rows: int,
+                 hidden_size: int, element_size: int, outputs: Outputs) -> None:
+        """`in_step`: what the call does ends with the gradients of the step (AnswerCheck)."""
         if not head:
             raise errors.InvalidArgument("head is empty")
+        for name, value in (("step", step), ("id", id)):
+            if value is not None and not 0 <= value < 2**64:
+                raise errors.InvalidArgument(f"{name} is {value}; it must be in [0, 2^64)")
         if rows > _MAX_ROWS:
             raise errors.InvalidArgument(f"the microbatch has {rows} rows; the most is {_MAX_ROWS}")
         if hidden_size < 1:
@@ -68,19 +73,25 @@ class Work(ABC):
         self.step = step
         self.id = id
         self.accumulate = accumulate
+        self.in_step = in_step
         self.rows = rows
         self.hidden_size = hidden_size
         self.row_bytes = hidden_size * element_size
         self.outputs = outputs
         self.hidden: memoryview | None = None  # bytes of [N, D]; None: no slices are sent
 
+    @property
+    def restartable(self) -> bool:
+        """Nothing of a call that fails stays, so it may begin again with what it finds."""
+        return not self.in_step
+
     @abstractmethod
     def split(self, streams: int, max_message_bytes: int) -> list[Rows]:
         """Ranges for about so many streams, whose first messages stay below `max_message_bytes` and below 4 MiB."""
 
     @abstractmethod
-    def plan(self, rows: Rows, rule: SliceRule, incarnation: int | None) -> StreamPlan:
-        """What the stream of a range sends, to the server process of that incarnation (None: to any).
+    def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None) -> StreamPlan:
+        """What the stream of a range sends, meant for these gradients (None: for any).
 
         Writes the results of rows that nothing will be received for.
         """
@@ -114,8 +125,8 @@ class ForwardWork(Work):
                  hidden_dtype: types_pb2.DType, hidden_size: int, element_size: int, targets: NDArray[np.int32],
                  row_weights: NDArray[np.float32] | None, options: LossOptions, scale: Scale,
                  reduction: loss_pb2.Reduction, retain: bool, outputs: Outputs) -> None:
-        super().__init__(head=head, step=step, id=id, accumulate=accumulate, rows=len(targets),
-                         hidden_size=hidden_size, element_size=element_size, outputs=outputs)
+        super().__init__(head=head, step=step, id=id, accumulate=accumulate, in_step=accumulate or retain,
+                         rows=len(targets), hidden_size=hidden_size, element_size=element_size, outputs=outputs)
         self.hidden = hidden
         self._dtype = hidden_dtype
         self._targets = targets
@@ -142,14 +153,14 @@ class ForwardWork(Work):
     def split(self, streams: int, max_message_bytes: int) -> list[Rows]:
         return split_ranges(self._valid, streams, _rows_per_stream(max_message_bytes, 8))  # target, row weight
 
-    def plan(self, rows: Rows, rule: SliceRule, incarnation: int | None) -> StreamPlan:
+    def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None) -> StreamPlan:
         slices = divide_into_slices(self._valid, rows, rule)
         for piece in unsent(rows, slices):
             self.outputs.fill_ignored(piece, self.row_bytes)
         arrays: dict[str, NDArray[Any]] = {"targets": self._targets[rows.begin:rows.end]}
         if self._row_weights is not None:
             arrays["row_weights"] = self._row_weights[rows.begin:rows.end]
-        last = loss_pb2.OpenMicrobatch(retain=self._retain, incarnation=incarnation)
+        last = loss_pb2.OpenMicrobatch(retain=self._retain, **names(meant))
         return StreamPlan(_wire.encode_opening("open", self._open(rows), arrays, last), rows, slices)
 
     def _normalizer(self) -> float:
@@ -180,7 +191,7 @@ class BackwardWork(Work):
     def __init__(self, *, head: str, step: int | None, id: int, accumulate: bool, hidden_size: int,
                  element_size: int, grad_loss: NDArray[np.float32], grad_lse: NDArray[np.float32] | None,
                  grad_entropy: NDArray[np.float32] | None, outputs: Outputs) -> None:
-        super().__init__(head=head, step=step, id=id, accumulate=accumulate, rows=len(grad_loss),
+        super().__init__(head=head, step=step, id=id, accumulate=accumulate, in_step=True, rows=len(grad_loss),
                          hidden_size=hidden_size, element_size=element_size, outputs=outputs)
         if self.rows == 0:
             raise errors.InvalidArgument("grad_loss is empty")
@@ -196,14 +207,14 @@ class BackwardWork(Work):
         # No row is known to be ignored.
         return split_ranges(np.ones(self.rows, np.bool_), streams, _rows_per_stream(max_message_bytes, 12))
 
-    def plan(self, rows: Rows, rule: SliceRule, incarnation: int | None) -> StreamPlan:
+    def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None) -> StreamPlan:
         self.outputs.fill_ignored(rows, self.row_bytes)
         open_ = loss_pb2.OpenBackward(
             head=self.head, step=self.step, microbatch_id=self.id,
             rows=types_pb2.RowRange(begin=rows.begin, end=rows.end),
             want_grad_hidden=self.outputs.grad_hidden is not None, accumulate_gradients=self.accumulate)
         arrays = {name: values[rows.begin:rows.end] for name, values in self._gradients.items()}
-        last = loss_pb2.OpenBackward(incarnation=incarnation)
+        last = loss_pb2.OpenBackward(**names(meant))
         return StreamPlan(_wire.encode_opening("backward", open_, arrays, last), rows, None)
 
     def conclude(self, total: LossResult) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
@@ -28,13 +27,14 @@ from lossd import _arrays, _wire, errors, types
 from lossd._connections import ConnectionOptions, Connections, Deadline
 from lossd._head_cache import HeadCache
 from lossd._head_calls import HeadCalls
-from lossd._loss_call import CallOptions, Core, LossCall, PendingLoss
+from lossd._loss_call import SIGNAL_SECONDS, CallOptions, Core, LossCall, PendingLoss
+from lossd._stream_threads import StreamThreads
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
 from lossd.types import DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
 from lossd.v1 import loss_pb2, server_pb2
 
 _LOSSES = "/lossd.v1.LossService/"
-_STREAM_THREADS = 8  # a connection's share of the threads that streams run on
+_SPARE_THREADS = 8  # for each connection: of the threads for computations with more than one stream
 _SLICE_BYTES = 2 << 20  # larger messages cost less in the interpreter, smaller ones overlap better
 _DEFAULT_OPTIONS = LossOptions()
 
@@ -60,15 +60,20 @@ class Client(HeadCalls):
           expected_incarnation: of the server, as results and descriptions name it, if the caller knows it from before:
             connecting, and calls that accumulate or apply gradients, fail as after a restart if it is another process
             by now. 0: the server is taken as it is found.
-          max_pending: loss computations under way; starting another one waits until one has ended.
+          max_pending: loss computations under way; starting another one waits until one has ended, at most for its
+            timeout. On a deterministic server they may all wait for a microbatch with a smaller id, so not more than
+            max_pending - 1 are started before that one.
         """
+        if max_pending < 1:
+            raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
         _wire.keep_freed_memory()
         connections = Connections(ConnectionOptions(
             target, channels, connect_timeout, wait_for_server, max_message_bytes, dead_peer_timeout, retry))
         super().__init__(connections, HeadCache(expected_incarnation), call_timeout, transfer_timeout)
         self._loss_timeout = loss_timeout
-        self._pool = ThreadPoolExecutor(channels * _STREAM_THREADS, thread_name_prefix="lossd")
-        self._core = Core(self._connections, self._head_cache, self._pool, self._describe)
+        self._threads = StreamThreads(max_pending, channels * _SPARE_THREADS)
+        self._core = Core(self._connections, self._head_cache, self._threads, self._describe)
+        self._max_pending = max_pending
         self._pending_slots = threading.BoundedSemaphore(max_pending)
         self._lock = threading.Lock()
         self._pending: set[LossCall] = set()  # guarded by _lock
@@ -82,7 +87,7 @@ class Client(HeadCalls):
             pending = list(self._pending)
         for call in pending:
             call.cancel()
-        self._pool.shutdown(wait=True)
+        self._threads.close()
 
     @property
     def closed(self) -> bool:
@@ -107,7 +112,7 @@ class Client(HeadCalls):
 
     def compute_loss(self, head: str, hidden: NDArray[Any], targets: ArrayLike, **options: Any) -> LossResult:
         """Computes loss and gradients of a microbatch and blocks until all is done; see compute_loss_async."""
-        return _wait(self.compute_loss_async(head, hidden, targets, **options))
+        return self.compute_loss_async(head, hidden, targets, **options).wait()
 
     def compute_loss_async(
             self, head: str, hidden: NDArray[Any], targets: ArrayLike, *, step: int | None = None, id: int = 0,
@@ -120,7 +125,9 @@ class Client(HeadCalls):
         """Starts a loss computation.
 
         Rows are split over streams and slices; long runs of ignored rows are not sent. A stream that breaks with
-        Unavailable is sent again while the server has not been restarted; the server accumulates no row twice.
+        Unavailable is sent again while the server has not been restarted and the gradients of the step have not been
+        discarded; the server accumulates no row twice. A computation that neither accumulates nor retains begins again
+        if the weights change under it (RetryOptions): its results are those of one version of the weights.
 
         Args:
           hidden: [N, D], float32 or float16; bf16 as uint16 with dtype="bf16", or as ml_dtypes.bfloat16. Sent from
@@ -160,7 +167,7 @@ class Client(HeadCalls):
 
     def backward(self, head: str, id: int, grad_loss: ArrayLike, **options: Any) -> LossResult:
         """Gradients of a microbatch computed with retain=True; blocks until all is done; see backward_async."""
-        return _wait(self.backward_async(head, id, grad_loss, **options))
+        return self.backward_async(head, id, grad_loss, **options).wait()
 
     def backward_async(
             self, head: str, id: int, grad_loss: ArrayLike, *, hidden_size: int, dtype: DType = "fp32",
@@ -198,7 +205,7 @@ class Client(HeadCalls):
                                        Deadline(timeout or self._call_timeout), repeat=True).released
 
     def acknowledge_restart(self, head: str) -> None:
-        """The trainer repeats the open step from its beginning: Restarted is not raised for it any more.
+        """The trainer starts the open step again: Restarted and StepDiscarded are not raised for it any more.
 
         Not needed after load_checkpoint, create_head, delete_head or zero_gradients of this client on the head.
         """
@@ -225,14 +232,20 @@ class Client(HeadCalls):
                timeout: float | None, ready: Callable[[], None] | None) -> PendingLoss:
         call = LossCall(self._core, work, CallOptions(
             streams, slice_bytes, self._loss_timeout if timeout is None else timeout, ready), self._forget)
-        self._pending_slots.acquire()
+        while not self._pending_slots.acquire(timeout=min(call.deadline.left(), SIGNAL_SECONDS)):
+            if call.deadline.passed():
+                raise errors.DeadlineExceeded(
+                    f"max_pending is {self._max_pending}, and none of so many loss computations has ended in time")
         with self._lock:
             self._pending.add(call)
         try:
             call.start()
-        except RuntimeError as error:  # the pool takes no task any more
+        except RuntimeError as error:  # the threads have ended
             self._forget(call)
             raise errors.ClientClosed("this client is closed; make a new lossd.Client") from error
+        except BaseException:  # an interrupt
+            call.cancel()
+            raise
 
         def finish(result: LossResult) -> LossResult:
             result.grad_hidden = gradient
@@ -244,16 +257,3 @@ class Client(HeadCalls):
         with self._lock:
             self._pending.discard(call)
         self._pending_slots.release()
-
-
-def _wait(pending: PendingLoss) -> LossResult:
-    """An interrupt ends the computation before it is passed on, so that the caller's memory is free."""
-    try:
-        return pending.wait()
-    except (KeyboardInterrupt, SystemExit):
-        pending.cancel()
-        try:
-            pending.wait()
-        except errors.LossdError:
-            pass
-        raise

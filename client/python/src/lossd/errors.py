@@ -77,13 +77,21 @@ class Cancelled(LossdError):
 
 
 class Aborted(LossdError):
-    """The step's gradients were zeroed, or a checkpoint was loaded, under an open call: start the step again."""
+    """What the call works with was changed under it: the gradients of its step, or the weights."""
 
 
 class Restarted(Aborted):
     """The server is another process than before: gradients of the open step are lost.
 
     Restore the head from a checkpoint, or repeat the step after Client.acknowledge_restart().
+    """
+
+
+class StepDiscarded(Aborted):
+    """Somebody has zeroed the gradients of the open step, or loaded a checkpoint: rows of this client are lost.
+
+    Calls of the step fail until the trainer starts it again: after zero_gradients or load_checkpoint of this client, or
+    Client.acknowledge_restart().
     """
 
 
@@ -154,6 +162,32 @@ def restarted(head: str | None, before: int, now: int, step: int | None) -> Rest
         consequence = f'{lost}: restore head "{head}" or repeat the step'
     message = f"server restarted (incarnation {before:016x} -> {now:016x}); {consequence}"
     return Restarted(message, types_pb2.ErrorDetail(incarnation=now))
+
+
+def _discarded(head: str, step: int, how: str, incarnation: int = 0) -> StepDiscarded:
+    return StepDiscarded(f'gradients of step {step} of head "{head}" were discarded: {how}',
+                         types_pb2.ErrorDetail(incarnation=incarnation))
+
+
+def discarded(head: str, step: int, before: int, now: int) -> StepDiscarded:
+    """The head has gradients of another generation."""
+    return _discarded(head, step, f"somebody has zeroed them or loaded a checkpoint (generation {before} -> {now}); "
+                                  "start the step again")
+
+
+def refuses_generation(error: LossdError) -> bool:
+    """Whether the server has refused a call because the head has other gradients than the call names."""
+    return type(error) is Aborted and error.field.rpartition(".")[2] == "generation"
+
+
+def discarded_says_server(head: str, step: int, error: LossdError) -> StepDiscarded:
+    """`error` is one that refuses_generation."""
+    return _discarded(head, step, f"somebody has zeroed them or loaded a checkpoint; start the step again (the server "
+                                  f"says: {error.message})", error.incarnation)
+
+
+def discarded_by_this_client(head: str, step: int) -> StepDiscarded:
+    return _discarded(head, step, "this client has started the step again during the call")
 
 
 def server_sent(what: str) -> Internal:

@@ -67,7 +67,7 @@ class LossOptions:
     ignore_index: int = -100
     label_smoothing: float = 0.0  # in [0, 1]
     z_loss: float = 0.0  # weight of lse^2, which is added to every row's loss; >= 0
-    softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none; otherwise > 0
+    softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none; otherwise >= 1.18e-38
     logit_scale: float = 1.0  # multiplies the logits before the softcap (1 / temperature); finite and not 0
     use_class_weights: bool = False  # the head must have them
     # Losses and results per row do not depend on what follows ("Filtered gradients" in docs/math.md).
@@ -81,9 +81,11 @@ class LossOptions:
     max_dropped_mass: float = 0.05
 
     def __post_init__(self) -> None:
+        _check("ignore_index", self.ignore_index, "in [-2^31, 2^31)", -2**31 <= self.ignore_index < 2**31)
         _check("label_smoothing", self.label_smoothing, "in [0, 1]", 0 <= self.label_smoothing <= 1)
         _check("z_loss", self.z_loss, "finite and not negative", 0 <= self.z_loss < math.inf)
-        _check("softcap", self.softcap, "finite and not negative", 0 <= self.softcap < math.inf)
+        _check("softcap", self.softcap, "0, or finite and at least 1.18e-38",
+               self.softcap == 0 or 1.18e-38 <= self.softcap < math.inf)
         _check("logit_scale", self.logit_scale, "finite and not 0",
                math.isfinite(self.logit_scale) and self.logit_scale != 0)
         if self.gradients is not None:
@@ -107,6 +109,8 @@ def _check(field_name: str, value: float, rule: str, holds: bool) -> None:
 
 @dataclass(frozen=True)
 class RetryOptions:
+    """How calls are sent again: those that break, and those that may begin again when what they look at changes."""
+
     max_attempts: int = 3  # of one call (or one stream of a loss computation), the first included; at least 1
     initial_backoff: float = 0.25  # seconds; grows fourfold with every attempt, with jitter
     max_backoff: float = 5.0  # seconds

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -84,28 +86,26 @@ class Job:
         return self.module.steps.wire_id(self.number)
 
     def start(self, labels: NDArray[np.int32], row_weights: NDArray[np.float32] | None) -> None:
+        accumulates = self.needs_head and not self.row_losses
+        with self.module.steps.sending(self.number, accumulates):
+            self._start(labels, row_weights, accumulates)
+
+    def _start(self, labels: NDArray[np.int32], row_weights: NDArray[np.float32] | None, accumulates: bool) -> None:
         module = self.module
         host, ready = _memory.to_host(self.hidden.detach().reshape(-1, module.hidden_size))
-        accumulates = self.needs_head and not self.row_losses
         gradient: bool | NDArray[Any] = False
         if self.needs_hidden and not self.row_losses:
             gradient = self._gradient_memory()
         rows: list[RowOutput] = [name for name in _ROW_EXTRAS if name in module.extras]
         if self.row_losses:
             rows.insert(0, "loss")
-        if accumulates:
-            module.steps.sent(self.number)
-        try:
-            self.pending = module.client.compute_loss_async(
-                module.head_name, _memory.as_array(host), labels, dtype=self.dtype, options=module.options,
-                step=self.step if accumulates or self.deferred else None, id=self.wire_id, row_weights=row_weights,
-                reduction="none" if self.row_losses else module.reduction,
-                normalizer=self.normalizer if module.reduction == "mean" and not self.row_losses else None,
-                grad_output=1.0 if self.row_losses else self.grad_output, accumulate=accumulates,
-                retain=self.deferred, grad_hidden=gradient, rows=rows, ready=ready, **module.transport)
-        except BaseException:
-            module.steps.unsent(self.number)
-            raise
+        self.pending = module.client.compute_loss_async(
+            module.head_name, _memory.as_array(host), labels, dtype=self.dtype, options=module.options,
+            step=self.step if accumulates or self.deferred else None, id=self.wire_id, row_weights=row_weights,
+            reduction="none" if self.row_losses else module.reduction,
+            normalizer=self.normalizer if module.reduction == "mean" and not self.row_losses else None,
+            grad_output=1.0 if self.row_losses else self.grad_output, accumulate=accumulates,
+            retain=self.deferred, grad_hidden=gradient, rows=rows, ready=ready, **module.transport)
 
     def _gradient_memory(self) -> NDArray[Any]:
         shape = torch.Size((math.prod(self.shape), self.module.hidden_size))
@@ -114,10 +114,28 @@ class Job:
 
     def _wait(self) -> LossResult:
         assert self.pending is not None
-        result = self.pending.wait()
+        with self._failure_noted():
+            result = self.pending.wait()
         if self.needs_head and not self.row_losses:
             self.module.steps.arrived(self.number, waits_for_backward=True)
         return result
+
+    @contextmanager
+    def _failure_noted(self) -> Iterator[None]:
+        steps = self.module.steps
+        try:
+            yield
+        except BaseException as error:
+            if self.step == steps.step:  # else it is over
+                steps.failed(self.number)
+                if isinstance(error, (lossd.Restarted, lossd.StepDiscarded)):
+                    steps.lost(str(error))
+            raise
+
+    def cancel(self) -> None:
+        """Asks for an early end; no effect when it has ended."""
+        if self.pending is not None:
+            self.pending.cancel()
 
     def lazy_output(self) -> torch.Tensor:
         if self.module.extras or self.row_losses:
@@ -180,20 +198,23 @@ class Job:
         values = {name: None if gradient is None else gradient.detach().to("cpu", torch.float32).numpy()
                   for name, gradient in upstream.items()}
         loss = values.get("loss")
-        if self.needs_head:
-            steps.sent(self.number)
         if math.prod(self.shape) > 0:
-            result = module.client.backward(
-                module.head_name, self.wire_id, np.zeros(math.prod(self.shape), np.float32) if loss is None else loss,
-                grad_lse=values.get("lse"), grad_entropy=values.get("entropy"), hidden_size=module.hidden_size,
-                dtype=self.dtype, step=self.step, accumulate=self.needs_head,
-                grad_hidden=self._gradient_memory() if self.needs_hidden else False,
-                streams=module.transport["streams"], timeout=module.transport["timeout"])
+            with steps.sending(self.number, self.needs_head):
+                pending = module.client.backward_async(
+                    module.head_name, self.wire_id, np.zeros(math.prod(self.shape), np.float32) if loss is None else loss,
+                    grad_lse=values.get("lse"), grad_entropy=values.get("entropy"), hidden_size=module.hidden_size,
+                    dtype=self.dtype, step=self.step, accumulate=self.needs_head,
+                    grad_hidden=self._gradient_memory() if self.needs_hidden else False,
+                    streams=module.transport["streams"], timeout=module.transport["timeout"])
+            with self._failure_noted():
+                result = pending.wait()
             module.client.release_microbatch(module.head_name, self.wire_id)
             if self._dropped_mass is not None:
                 self._dropped_mass.fill_(_per_valid_row(result, result.dropped_mass))
-        elif self.needs_hidden:
-            self._gradient_memory()
+        else:
+            with steps.sending(self.number, self.needs_head):
+                if self.needs_hidden:
+                    self._gradient_memory()
         if self.needs_head:
             steps.arrived(self.number, waits_for_backward=False)
 

@@ -7,7 +7,8 @@ number * world_size + rank, so that trainers never take each other's.
 from __future__ import annotations
 
 import threading
-
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _APART = 1 << 40  # numbers of microbatches are below
 
@@ -28,6 +29,8 @@ class StepTracker:
         self._next_apart = 0
         self._accumulated: set[int] = set()  # the server has, or may have, rows of these
         self._failed: set[int] = set()  # of those: the call did not succeed
+        self._gaps: set[int] = set()  # the call has failed, and no other one has been made
+        self._lost: str | None = None  # why the server has none of them any more
         self._waiting: set[int] = set()  # of those: the loss had no backward() yet
         self._contribution: int | None = None  # the number of a gradient from elsewhere that is being added
         self._contributions: set[int] = set()  # numbers of those added
@@ -40,9 +43,7 @@ class StepTracker:
     def number(self, wanted: int | None) -> int:
         """The number of the microbatch that begins: the next one, or an earlier one that is sent again."""
         with self._lock:
-            number = self._next if wanted is None else wanted
-            self._next = max(self._next, number + 1)
-            return number
+            return self._next if wanted is None else wanted
 
     def number_apart(self) -> int:
         """A number for rows that are not accumulated, out of the way of those that are."""
@@ -53,22 +54,43 @@ class StepTracker:
     def wire_id(self, number: int) -> int:
         return number * self._world_size + self._rank
 
-    def sent(self, number: int) -> None:
-        """Its gradients are being accumulated."""
+    @contextmanager
+    def sending(self, number: int, accumulates: bool) -> Iterator[None]:
+        """The block hands a microbatch to the client. If that raises an Exception, nothing of it was sent."""
         with self._lock:
-            self._accumulated.add(number)
-            self._failed.add(number)
+            before = self._next, number in self._accumulated, number in self._failed, number in self._gaps
+            if number < _APART:
+                self._next = max(self._next, number + 1)
+            self._gaps.discard(number)
+            if accumulates:
+                self._accumulated.add(number)
+                self._failed.add(number)
+        try:
+            yield
+        except Exception:
+            with self._lock:
+                if self._next == number + 1:
+                    self._next = before[0]
+                for numbers, was_in in zip((self._accumulated, self._failed, self._gaps), before[1:]):
+                    (numbers.add if was_in else numbers.discard)(number)
+            raise
 
-    def unsent(self, number: int) -> None:
-        """Nothing of it was sent after all."""
+    def failed(self, number: int) -> None:
+        """Its call has ended with an error."""
         with self._lock:
-            self._accumulated.discard(number)
-            self._failed.discard(number)
+            if number < _APART:
+                self._gaps.add(number)
+
+    def lost(self, why: str) -> None:
+        """The server has nothing of this step any more."""
+        with self._lock:
+            self._lost = why
 
     def arrived(self, number: int, waits_for_backward: bool) -> None:
         """Its gradients are accumulated."""
         with self._lock:
             self._failed.discard(number)
+            self._gaps.discard(number)
             if waits_for_backward:
                 self._waiting.add(number)
 
@@ -99,8 +121,11 @@ class StepTracker:
     def check_settled(self, what: str) -> None:
         """RuntimeError if a gradient would be applied, or lost, that the trainer does not know of."""
         with self._lock:
-            failed, waiting = sorted(self._failed), sorted(self._waiting)
+            failed, waiting, lost = sorted(self._failed), sorted(self._waiting), self._lost
             contribution = self._contribution
+        if lost is not None:
+            raise RuntimeError(f"{what}: step {self.step} is lost ({lost}). Start it again: load a checkpoint and call "
+                               "LossHead.sync(), or discard the step with HeadOptimizer.discard()")
         if contribution is not None:
             raise RuntimeError(f"{what}: a gradient for step {self.step} failed to be added; add it again, or discard "
                                "the step with HeadOptimizer.discard()")
@@ -118,6 +143,18 @@ class StepTracker:
             raise RuntimeError(
                 f"{what}: step {self.step} has {len(self._accumulated)} microbatches, but they come in groups of "
                 f"{self.group}; discard the step with HeadOptimizer.discard()")
+
+    def check_order(self, number: int) -> None:
+        """RuntimeError if something before this microbatch has failed: a deterministic server would wait for it."""
+        with self._lock:
+            failed, contribution = min(self._gaps, default=number), self._contribution
+        waits = f"and a deterministic server keeps microbatch {number} waiting for it"
+        if contribution is not None and contribution < number < _APART:
+            raise RuntimeError(f"a gradient for step {self.step} failed to be added, {waits}. Add it again, or discard the "
+                               "step with HeadOptimizer.discard()")
+        if failed < number < _APART:
+            raise RuntimeError(f"microbatch {failed} of step {self.step} failed, {waits}. Compute it again with "
+                               f"head(..., microbatch={failed}), or discard the step with HeadOptimizer.discard()")
 
     def expected(self) -> list[int]:
         """Wire ids that the step needs, of all trainers; each has accumulated as many as this one."""

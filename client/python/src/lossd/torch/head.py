@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 import lossd
+from lossd._arrays import as_targets
 from lossd.torch import _memory
 from lossd.torch._job import EXTRAS, Extra, Job, LossOutput
 from lossd.torch._step_tracker import StepTracker
@@ -80,6 +81,7 @@ class LossHead(torch.nn.Module):
         self.hidden_size: int = description.spec.hidden_size
         self.vocab_size: int = description.spec.vocab_size
         self.train_head = train_head and not description.spec.frozen
+        self._deterministic = description.slice_limits.row_grid > 0
         self.steps = StepTracker(description.state.step, rank, world_size)
         self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
         self._class_weights: NDArray[Any] | None = None
@@ -93,15 +95,25 @@ class LossHead(torch.nn.Module):
         return self.steps.step
 
     def sync(self) -> None:
-        """Asks the server for the open step: after a checkpoint was loaded, or another trainer applied a step."""
+        """Takes the head as the server has it now: after a checkpoint was loaded, or another trainer applied a step.
+
+        What this module has accumulated in the open step counts as lost, and the step starts again.
+        """
+        self.client.acknowledge_restart(self.head_name)
         self.steps.advance(self.client.describe_head(self.head_name).state.step)
         self._class_weights = None
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor, *, row_weights: torch.Tensor | None = None,
                 normalizer: float | None = None, microbatch: int | None = None) -> LossOutput:
         """The loss; see start()."""
-        return self.start(hidden, targets, row_weights=row_weights, normalizer=normalizer,
-                          microbatch=microbatch).wait()
+        pending: PendingHeadLoss | None = None
+        try:
+            pending = self.start(hidden, targets, row_weights=row_weights, normalizer=normalizer, microbatch=microbatch)
+            return pending.wait()
+        except BaseException:
+            if pending is not None:
+                pending.cancel()  # after an interrupt; else it has ended
+            raise
 
     def start(self, hidden: torch.Tensor, targets: torch.Tensor, *, row_weights: torch.Tensor | None = None,
               normalizer: float | None = None, microbatch: int | None = None) -> PendingHeadLoss:
@@ -120,6 +132,8 @@ class LossHead(torch.nn.Module):
         needs_hidden = torch.is_grad_enabled() and hidden.requires_grad
         needs_head = torch.is_grad_enabled() and self.train_head
         number = self.steps.number(microbatch) if needs_head else self.steps.number_apart()
+        if self._deterministic:
+            self.steps.check_order(number)
         job = Job(self, wire, targets.shape, needs_hidden, needs_head, number, self.grad_output)
         weights = None if row_weights is None else row_weights.detach().reshape(-1).to("cpu", torch.float32).numpy()
         if self.reduction == "mean":
@@ -177,6 +191,10 @@ class PendingHeadLoss:
             self._output = self._job.output()
         return self._output
 
+    def cancel(self) -> None:
+        """Asks for an early end with lossd.Cancelled; no effect when done. wait() says when it has ended."""
+        self._job.cancel()
+
     def lazy(self) -> torch.Tensor:
         """The loss at once, as a tensor whose value is NaN until its backward, which waits for the server.
 
@@ -193,11 +211,12 @@ class PendingHeadLoss:
 def _labels(targets: torch.Tensor, shift: bool, ignore_index: int) -> NDArray[np.int32]:
     """One label a row of hidden states. Shifted ones are ignored at the last position; hidden states stay in place."""
     array: NDArray[Any] = targets.detach().to("cpu").numpy()
+    labels = as_targets(array.reshape(-1)).reshape(array.shape)
     if shift:
-        shifted = np.full(array.shape, ignore_index, array.dtype)
-        shifted[..., :-1] = array[..., 1:]
-        array = shifted
-    return array.reshape(-1)
+        shifted = np.full_like(labels, ignore_index)
+        shifted[..., :-1] = labels[..., 1:]
+        labels = shifted
+    return labels.reshape(-1)
 
 
 def _autocast(hidden: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,181 @@
+#include "server/metrics/gpu_monitor.h"
+
+#include <pthread.h>
+
+#include <type_traits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/metrics/families.h"
+
+namespace lossd::metrics {
+namespace {
+
+using prometheus::MetricFamily;
+using prometheus::MetricType;
+
+constexpr uint64_t kFellOffTheBus = 79;  // an Xid
+
+// Bits of NVML's throttle reasons that slow a busy GPU down.
+struct Reason {
+  unsigned long long bit;
+  const char* name;
+};
+constexpr Reason kReasons[] = {{0x04, "software_power_cap"},
+                               {0x08, "hardware_slowdown"},
+                               {0x20, "software_thermal_slowdown"},
+                               {0x40, "hardware_thermal_slowdown"},
+                               {0x80, "hardware_power_brake"}};
+
+template <typename Value>
+void AddGauge(const char* name, const char* help, const std::optional<Value>& value, double unit,
+              std::vector<MetricFamily>* families) {
+  if (value.has_value()) families->push_back(Gauge(name, help, static_cast<double>(*value) * unit));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<GpuMonitor>> GpuMonitor::Start(GpuMonitorOptions options) {
+  absl::StatusOr<std::unique_ptr<Nvml>> nvml = Nvml::Load(options.library);
+  if (!nvml.ok()) return nvml.status();
+  std::unique_ptr<GpuMonitor> monitor(new GpuMonitor(std::move(options), *std::move(nvml)));
+  if (absl::Status status = monitor->Open(); !status.ok()) return status;
+  monitor->TakeSample();
+  monitor->thread_ = std::thread([raw = monitor.get()] { raw->Loop(); });
+  return monitor;
+}
+
+GpuMonitor::GpuMonitor(GpuMonitorOptions options, std::unique_ptr<Nvml> nvml)
+    : options_(std::move(options)), nvml_(std::move(nvml)) {}
+
+absl::Status GpuMonitor::Open() {
+  const int found = nvml_->device_by_uuid(options_.uuid.c_str(), &device_);
+  if (found != kNvmlSuccess) {
+    return absl::UnavailableError(absl::StrCat(nvml_->ToStatus(found, "nvmlDeviceGetHandleByUUID").message(),
+                                               " (", options_.uuid, ")"));
+  }
+  if (nvml_->event_set_create(&events_) != kNvmlSuccess) events_ = nullptr;
+  if (events_ != nullptr && nvml_->register_events(device_, kNvmlEventXid, events_) != kNvmlSuccess) {
+    nvml_->event_set_free(std::exchange(events_, nullptr));
+  }
+  return absl::OkStatus();
+}
+
+GpuMonitor::~GpuMonitor() {
+  {
+    absl::MutexLock lock(&mutex_);
+    stopping_ = true;
+  }
+  if (thread_.joinable()) thread_.join();
+  if (events_ != nullptr) nvml_->event_set_free(events_);
+}
+
+void GpuMonitor::Loop() {
+  pthread_setname_np(pthread_self(), "lossd-gpu");
+  while (true) {
+    AwaitEvent();
+    {
+      absl::MutexLock lock(&mutex_);
+      if (stopping_) return;
+    }
+    TakeSample();
+  }
+}
+
+void GpuMonitor::AwaitEvent() {
+  if (events_ == nullptr || lost_) {
+    absl::MutexLock lock(&mutex_);
+    mutex_.AwaitWithTimeout(absl::Condition(&stopping_), options_.interval);
+    return;
+  }
+  NvmlEvent event = {};
+  const auto timeout = static_cast<unsigned>(absl::ToInt64Milliseconds(options_.interval));
+  const int result = nvml_->event_set_wait(events_, &event, timeout);
+  if (result == kNvmlTimeout) return;
+  if (!Succeeded(result)) {  // no events any more; samples go on
+    if (!lost_) nvml_->event_set_free(std::exchange(events_, nullptr));
+    return;
+  }
+  if ((event.type & kNvmlEventXid) == 0) return;
+  {
+    absl::MutexLock lock(&mutex_);
+    ++xids_;
+    last_xid_ = event.data;
+  }
+  options_.on_xid(event.data);
+  if (event.data == kFellOffTheBus) Succeeded(kNvmlGpuIsLost);
+}
+
+bool GpuMonitor::Succeeded(int result) {
+  if (result == kNvmlGpuIsLost && !std::exchange(lost_, true)) {
+    options_.on_lost(
+        absl::UnavailableError(absl::StrCat("NVML: ", nvml_->ToStatus(result, "a call").message())));
+  }
+  return result == kNvmlSuccess;
+}
+
+void GpuMonitor::TakeSample() {
+  Sample sample;
+  const auto take = [&](auto& place, const auto& call) {
+    typename std::decay_t<decltype(place)>::value_type value = {};
+    if (!lost_ && Succeeded(call(&value))) place = value;
+  };
+  take(sample.milliwatts, [&](unsigned* value) { return nvml_->power_usage(device_, value); });
+  take(sample.celsius,
+       [&](unsigned* value) { return nvml_->temperature(device_, kNvmlTemperatureGpu, value); });
+  take(sample.utilization, [&](NvmlUtilization* value) { return nvml_->utilization(device_, value); });
+  take(sample.memory, [&](NvmlMemory* value) { return nvml_->memory(device_, value); });
+  const auto ecc = [&](int type) {
+    return [this, type](unsigned long long* value) {
+      return nvml_->ecc_errors(device_, type, kNvmlVolatile, value);
+    };
+  };
+  take(sample.corrected, ecc(kNvmlCorrected));
+  take(sample.uncorrected, ecc(kNvmlUncorrected));
+  take(sample.throttled, [&](unsigned long long* value) { return nvml_->throttle_reasons(device_, value); });
+  absl::MutexLock lock(&mutex_);
+  sample_ = sample;
+}
+
+std::vector<MetricFamily> GpuMonitor::Collect() const {
+  absl::MutexLock lock(&mutex_);
+  std::vector<MetricFamily> families;
+  AddGauge("lossd_gpu_power_watts", "Power that the GPU takes.", sample_.milliwatts, 1e-3, &families);
+  AddGauge("lossd_gpu_temperature_celsius", "Temperature of the GPU.", sample_.celsius, 1.0, &families);
+  if (sample_.utilization.has_value()) {
+    families.push_back(Gauge("lossd_gpu_utilization_ratio", "Share of the time in which a kernel ran.",
+                             sample_.utilization->gpu * 1e-2));
+    families.push_back(Gauge("lossd_gpu_memory_utilization_ratio",
+                             "Share of the time in which device memory was read or written.",
+                             sample_.utilization->memory * 1e-2));
+  }
+  if (sample_.memory.has_value()) {
+    families.push_back(Gauge("lossd_gpu_memory_used_bytes", "Memory of the GPU in use, by all processes.",
+                             static_cast<double>(sample_.memory->used)));
+    families.push_back(Gauge("lossd_gpu_memory_total_bytes", "Memory of the GPU.",
+                             static_cast<double>(sample_.memory->total)));
+  }
+  if (sample_.corrected.has_value() && sample_.uncorrected.has_value()) {
+    MetricFamily ecc =
+        MakeFamily("lossd_gpu_ecc_errors_total",
+                   "Memory errors since the driver was loaded: corrected, uncorrected.", MetricType::Counter);
+    AddSample(&ecc, {{"kind", "corrected"}}, static_cast<double>(*sample_.corrected));
+    AddSample(&ecc, {{"kind", "uncorrected"}}, static_cast<double>(*sample_.uncorrected));
+    families.push_back(std::move(ecc));
+  }
+  if (sample_.throttled.has_value()) {
+    MetricFamily throttled = MakeFamily("lossd_gpu_throttled",
+                                        "1 while the GPU is slowed down for the reason.", MetricType::Gauge);
+    for (const Reason& reason : kReasons) {
+      AddSample(&throttled, {{"reason", reason.name}}, (*sample_.throttled & reason.bit) != 0 ? 1 : 0);
+    }
+    families.push_back(std::move(throttled));
+  }
+  families.push_back(Single("lossd_gpu_xid_errors_total", "Critical errors (Xid) of the GPU since the start.",
+                            MetricType::Counter, static_cast<double>(xids_)));
+  families.push_back(Gauge("lossd_gpu_last_xid", "Number of the last critical error (Xid); 0: none.",
+                           static_cast<double>(last_xid_)));
+  return families;
+}
+
+}  // namespace lossd::metrics

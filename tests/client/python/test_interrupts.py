@@ -1,0 +1,104 @@
+"""A KeyboardInterrupt ends what the interrupted call does before the caller sees it: his memory is free then."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from conftest import delete_when_idle
+from server_process import ServerProcess
+
+import lossd
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from lossd.torch import LossHead  # noqa: E402
+
+D, V, N = 16, 40, 3000
+
+
+@pytest.fixture(scope="module")
+def target():
+    """Of a deterministic server: a microbatch with id 1 waits for one with id 0."""
+    server = ServerProcess("--deterministic")
+    yield server.target
+    server.stop()
+
+
+@pytest.fixture
+def observer(target):
+    with lossd.Client(target) as made:
+        made.create_head("a", hidden_size=D, vocab_size=V)
+        yield made
+        delete_when_idle(made, "a")
+
+
+@pytest.fixture
+def client(target, observer):
+    with lossd.Client(target) as made:
+        yield made
+
+
+def eventually(holds):
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def interrupted(when):
+    """The block ends with a KeyboardInterrupt, which comes once `when` holds."""
+    def interrupt():
+        eventually(when)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+        time.sleep(120)  # the interrupt may come late
+    thread.join()
+
+
+def blocking_calls(client):
+    hidden, targets = np.ones((N, D), np.float32), np.zeros(N, int)
+    head = LossHead(client, "a")
+    torch_hidden, torch_targets = torch.ones(N, D, requires_grad=True), torch.zeros(N, dtype=torch.long)
+    pending = []
+
+    def wait_of_pending():
+        pending.append(client.compute_loss_async("a", hidden, targets, step=0, id=1, accumulate=True))
+        pending[0].wait()
+
+    def wait_of_head():
+        head.start(torch_hidden, torch_targets, microbatch=1).wait()
+
+    return {
+        "compute_loss": lambda: client.compute_loss("a", hidden, targets, step=0, id=1, accumulate=True),
+        "wait": wait_of_pending,
+        "LossHead": lambda: head(torch_hidden, torch_targets, microbatch=1),
+        "LossHead.start": wait_of_head,
+        "a lazy loss": lambda: head.start(torch_hidden, torch_targets, microbatch=1).lazy().backward(),
+        "add_gradient": lambda: client.add_gradient("a", "weight", np.ones((V, D), np.float32), step=0, id=1),
+    }
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "wait", "LossHead", "LossHead.start", "a lazy loss", "add_gradient"])
+def test_an_interrupt_ends_the_call(client, observer, name):
+    call = blocking_calls(client)[name]
+
+    def waits():
+        head = observer.describe_head("a")
+        return head.waiting_slices > 0 or head.step_contributions > 0
+
+    with interrupted(waits):
+        call()
+    assert not client._pending
+    eventually(lambda: observer.describe_head("a").open_streams == 0)
+    observer.zero_gradients("a", 0)
+    observer.compute_loss("a", np.ones((N, D), np.float32), np.zeros(N, int), step=0, id=0, accumulate=True)
+    assert observer.describe_head("a").step_rows == N

@@ -1,0 +1,44 @@
+#include "kernels/device_choice.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <vector>
+
+namespace lossd::kernels {
+namespace {
+
+using testing::HasSubstr;
+
+const std::vector<std::string>& Uuids() {
+  static const auto* const uuids = new std::vector<std::string>{"GPU-01234567-89ab-cdef-0123-456789abcdef",
+                                                                "GPU-01239999-0000-0000-0000-000000000000"};
+  return *uuids;
+}
+
+TEST(DeviceChoiceTest, UuidsAreWrittenAsNvidiaSmiDoes) {
+  const char bytes[] = "\x01\x23\x45\x67\x89\xab\xcd\xef\x01\x23\x45\x67\x89\xab\xcd\xef";
+  EXPECT_EQ(GpuUuidText(absl::MakeConstSpan(bytes, 16)), Uuids()[0]);
+}
+
+TEST(DeviceChoiceTest, IndexesAndUuids) {
+  EXPECT_EQ(*FindGpu("0", Uuids()), 0);
+  EXPECT_EQ(*FindGpu("1", Uuids()), 1);
+  EXPECT_EQ(*FindGpu(Uuids()[1], Uuids()), 1);
+  EXPECT_EQ(*FindGpu("gpu-01234", Uuids()), 0);
+  EXPECT_EQ(*FindGpu("GPU-01239", Uuids()), 1);
+}
+
+TEST(DeviceChoiceTest, Refusals) {
+  for (const char* device : {"2", "-1", "99999999999", "", "GPU-", "GPU-0123", "GPU-7", "x", "0x1",
+                             "GPU-01234567-89ab-cdef-0123-456789abcdef0"}) {
+    const absl::Status status = FindGpu(device, Uuids()).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << device;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("device must be"));
+  }
+  EXPECT_THAT(std::string(FindGpu("GPU-0123", Uuids()).status().message()), HasSubstr(Uuids()[1]));
+  EXPECT_THAT(std::string(FindGpu("2", Uuids()).status().message()), HasSubstr("GPUs found: 2"));
+}
+
+}  // namespace
+}  // namespace lossd::kernels

@@ -1,0 +1,126 @@
+// A management library of NVIDIA's (NVML) for tests: one GPU, whose figures and events the test sets through
+// fake_nvml_set and fake_nvml_event.
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <string>
+
+namespace {
+
+constexpr int kSuccess = 0;
+constexpr int kNotSupported = 3;
+constexpr int kNotFound = 6;
+constexpr int kTimeout = 10;
+
+struct State {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<std::string, unsigned long long> figures;  // not there: not supported
+  std::deque<unsigned long long> xids;
+  int result = kSuccess;  // of every call about the device
+};
+State& TheState() {
+  static auto* const state = new State();
+  return *state;
+}
+
+int g_device = 0;
+int g_events = 0;
+
+int Get(const char* name, unsigned long long* value) {
+  const std::lock_guard<std::mutex> lock(TheState().mutex);
+  if (TheState().result != kSuccess) return TheState().result;
+  const auto it = TheState().figures.find(name);
+  if (it == TheState().figures.end()) return kNotSupported;
+  *value = it->second;
+  return kSuccess;
+}
+
+int Get(const char* name, unsigned* value) {
+  unsigned long long wide = 0;
+  const int result = Get(name, &wide);
+  if (result == kSuccess) *value = static_cast<unsigned>(wide);
+  return result;
+}
+
+struct Utilization {
+  unsigned gpu, memory;
+};
+struct Memory {
+  unsigned long long total, free, used;
+};
+struct Event {
+  void* device;
+  unsigned long long type, data;
+  unsigned gpu_instance, compute_instance;
+};
+
+}  // namespace
+
+extern "C" {
+
+void fake_nvml_set(const char* name, unsigned long long value) {
+  const std::lock_guard<std::mutex> lock(TheState().mutex);
+  TheState().figures[name] = value;
+}
+void fake_nvml_result(int result) {
+  const std::lock_guard<std::mutex> lock(TheState().mutex);
+  TheState().result = result;
+  TheState().changed.notify_all();
+}
+void fake_nvml_event(unsigned long long xid) {
+  const std::lock_guard<std::mutex> lock(TheState().mutex);
+  TheState().xids.push_back(xid);
+  TheState().changed.notify_all();
+}
+
+int nvmlInit_v2() { return kSuccess; }
+int nvmlShutdown() { return kSuccess; }
+const char* nvmlErrorString(int result) {
+  return result == 15 ? "GPU is lost" : result == 6 ? "Not Found" : "Other";
+}
+int nvmlDeviceGetHandleByUUID(const char* uuid, void** device) {
+  if (std::strcmp(uuid, "GPU-01234567-89ab-cdef-0123-456789abcdef") != 0) return kNotFound;
+  *device = &g_device;
+  return kSuccess;
+}
+int nvmlDeviceGetPowerUsage(void*, unsigned* value) { return Get("power", value); }
+int nvmlDeviceGetTemperature(void*, int, unsigned* value) { return Get("temperature", value); }
+int nvmlDeviceGetUtilizationRates(void*, Utilization* value) {
+  const int result = Get("utilization", &value->gpu);
+  return result == kSuccess ? Get("memory_utilization", &value->memory) : result;
+}
+int nvmlDeviceGetMemoryInfo(void*, Memory* value) {
+  const int result = Get("memory_used", &value->used);
+  value->total = 1000;
+  value->free = 1000 - value->used;
+  return result;
+}
+int nvmlDeviceGetTotalEccErrors(void*, int type, int, unsigned long long* value) {
+  return Get(type == 0 ? "corrected" : "uncorrected", value);
+}
+int nvmlDeviceGetCurrentClocksThrottleReasons(void*, unsigned long long* value) {
+  return Get("throttled", value);
+}
+int nvmlEventSetCreate(void** events) {
+  *events = &g_events;
+  return kSuccess;
+}
+int nvmlEventSetFree(void*) { return kSuccess; }
+int nvmlDeviceRegisterEvents(void*, unsigned long long, void*) { return kSuccess; }
+int nvmlEventSetWait_v2(void*, Event* event, unsigned timeout_ms) {
+  State& state = TheState();
+  std::unique_lock<std::mutex> lock(state.mutex);
+  state.changed.wait_for(lock, std::chrono::milliseconds(timeout_ms),
+                         [&] { return !state.xids.empty() || state.result != kSuccess; });
+  if (state.result != kSuccess) return state.result;
+  if (state.xids.empty()) return kTimeout;
+  *event = {&g_device, 0x8, state.xids.front(), 0, 0};
+  state.xids.pop_front();
+  return kSuccess;
+}
+
+}  // extern "C"

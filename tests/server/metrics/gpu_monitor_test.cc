@@ -1,0 +1,141 @@
+// The monitor on a management library of the tests' own.
+#include "server/metrics/gpu_monitor.h"
+
+#include <dlfcn.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <prometheus/text_serializer.h>
+
+#include <atomic>
+#include <sstream>
+#include <string>
+
+#include "absl/time/clock.h"
+
+namespace lossd::metrics {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+constexpr char kUuid[] = "GPU-01234567-89ab-cdef-0123-456789abcdef";
+constexpr absl::Duration kLimit = absl::Minutes(2);
+
+class GpuMonitorTest : public ::testing::Test {
+ protected:
+  GpuMonitorTest() : library_(dlopen(LOSSD_FAKE_NVML, RTLD_NOW)) {
+    EXPECT_NE(library_, nullptr) << dlerror();
+    Function<void(int)>("fake_nvml_result")(0);
+  }
+  ~GpuMonitorTest() override { dlclose(library_); }
+
+  template <typename Signature>
+  Signature* Function(const char* name) {
+    return reinterpret_cast<Signature*>(dlsym(library_, name));
+  }
+  void Set(const char* name, unsigned long long value) {
+    Function<void(const char*, unsigned long long)>("fake_nvml_set")(name, value);
+  }
+
+  absl::StatusOr<std::unique_ptr<GpuMonitor>> Start(const std::string& uuid = kUuid,
+                                                    const std::string& library = LOSSD_FAKE_NVML) {
+    return GpuMonitor::Start({.library = library,
+                              .uuid = uuid,
+                              .interval = absl::Milliseconds(20),
+                              .on_xid = [this](uint64_t xid) { last_xid_ = xid; },
+                              .on_lost =
+                                  [this](const absl::Status& status) {
+                                    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+                                    ++losses_;
+                                  }});
+  }
+  static std::string Text(const GpuMonitor& monitor) {
+    std::ostringstream out;
+    prometheus::TextSerializer().Serialize(out, monitor.Collect());
+    return out.str();
+  }
+  static void ExpectBecomes(const GpuMonitor& monitor, const std::string& line) {
+    const absl::Time limit = absl::Now() + kLimit;
+    while (Text(monitor).find(line) == std::string::npos && absl::Now() < limit)
+      absl::SleepFor(absl::Milliseconds(5));
+    EXPECT_THAT(Text(monitor), HasSubstr(line));
+  }
+
+  void* const library_;
+  std::atomic<uint64_t> last_xid_{0};
+  std::atomic<int> losses_{0};
+};
+
+TEST_F(GpuMonitorTest, WithoutTheLibraryOrTheGpu) {
+  EXPECT_EQ(Start(kUuid, "/none/libnvidia-ml.so.1").status().code(), absl::StatusCode::kUnavailable);
+  const absl::Status other = Start("GPU-other").status();
+  EXPECT_EQ(other.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(other.message()),
+              HasSubstr("nvmlDeviceGetHandleByUUID failed: Not Found (GPU-other)"));
+}
+
+TEST_F(GpuMonitorTest, Figures) {
+  Set("power", 350'500);
+  Set("temperature", 61);
+  const auto monitor = Start();
+  ASSERT_TRUE(monitor.ok()) << monitor.status();
+  std::string text = Text(**monitor);
+  EXPECT_THAT(text, HasSubstr("\nlossd_gpu_power_watts 350.5\n"));
+  EXPECT_THAT(text, HasSubstr("\nlossd_gpu_temperature_celsius 61\n"));
+  EXPECT_THAT(text, Not(HasSubstr("lossd_gpu_ecc_errors_total"))) << "this GPU reports none";
+  EXPECT_THAT(text, HasSubstr("\nlossd_gpu_last_xid 0\n"));
+  Set("utilization", 87);
+  Set("memory_utilization", 40);
+  Set("memory_used", 250);
+  Set("corrected", 3);
+  Set("uncorrected", 1);
+  Set("throttled", 0x24);
+  for (const char* line : {"\nlossd_gpu_utilization_ratio 0.87", "\nlossd_gpu_memory_utilization_ratio 0.4",
+                           "\nlossd_gpu_memory_used_bytes 250\n", "\nlossd_gpu_memory_total_bytes 1000\n",
+                           "lossd_gpu_ecc_errors_total{kind=\"corrected\"} 3\n",
+                           "lossd_gpu_ecc_errors_total{kind=\"uncorrected\"} 1\n",
+                           "lossd_gpu_throttled{reason=\"software_power_cap\"} 1\n",
+                           "lossd_gpu_throttled{reason=\"software_thermal_slowdown\"} 1\n",
+                           "lossd_gpu_throttled{reason=\"hardware_slowdown\"} 0\n"}) {
+    ExpectBecomes(**monitor, line);
+  }
+}
+
+TEST_F(GpuMonitorTest, Events) {
+  const auto monitor = Start();
+  ASSERT_TRUE(monitor.ok());
+  Function<void(unsigned long long)>("fake_nvml_event")(31);
+  ExpectBecomes(**monitor, "\nlossd_gpu_xid_errors_total 1\n");
+  Function<void(unsigned long long)>("fake_nvml_event")(43);
+  ExpectBecomes(**monitor, "\nlossd_gpu_last_xid 43\n");
+  ExpectBecomes(**monitor, "\nlossd_gpu_xid_errors_total 2\n");
+  const absl::Time limit = absl::Now() + kLimit;
+  while (last_xid_ != 43 && absl::Now() < limit) absl::SleepFor(absl::Milliseconds(5));
+  EXPECT_EQ(last_xid_, 43u);
+  EXPECT_EQ(losses_, 0);
+}
+
+TEST_F(GpuMonitorTest, ALostGpuIsReportedOnce) {
+  Set("power", 1000);
+  for (const bool by_event : {false, true}) {
+    Function<void(int)>("fake_nvml_result")(0);
+    losses_ = 0;
+    const auto monitor = Start();
+    ASSERT_TRUE(monitor.ok());
+    EXPECT_THAT(Text(**monitor), HasSubstr("lossd_gpu_power_watts 1"));
+    if (by_event) {
+      Function<void(unsigned long long)>("fake_nvml_event")(79);
+    } else {
+      Function<void(int)>("fake_nvml_result")(15);
+    }
+    const absl::Time limit = absl::Now() + kLimit;
+    while (Text(**monitor).find("lossd_gpu_power_watts") != std::string::npos && absl::Now() < limit) {
+      absl::SleepFor(absl::Milliseconds(5));
+    }
+    EXPECT_THAT(Text(**monitor), Not(HasSubstr("lossd_gpu_power_watts"))) << "no stale figures";
+    EXPECT_EQ(losses_, 1);
+  }
+}
+
+}  // namespace
+}  // namespace lossd::metrics
