@@ -192,6 +192,9 @@ class Backend {
   // Thread-safe. Counted as MemoryKind::kRetained; freed when the result is destroyed, which must be
   // before the backend.
   virtual absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) = 0;
+  // Thread-safe. Counts memory of the host that the caller will allocate by and by, until the backend ends.
+  // RESOURCE_EXHAUSTED as CreateHead, if the plan includes memory of the host.
+  virtual absl::Status PlanHostMemory(MemoryKind kind, int64_t bytes) = 0;
 };
 
 }  // namespace lossd::kernels

@@ -18,12 +18,13 @@ enum class MemoryKind : uint8_t {
   kSlots,      // of chunks on a device of its own: hidden states, their gradients, per-row inputs and results
   kStaging,    // host buffers that slices are received into and sent from
   kRetained,   // hidden states of deferred microbatches, waiting for their backward pass
+  kLedger,     // on the host: targets and weights of open streams, ledgers of open steps
 };
-inline constexpr size_t kMemoryKinds = 7;
+inline constexpr size_t kMemoryKinds = 8;
 
 constexpr absl::string_view Name(MemoryKind kind) {
   constexpr absl::string_view kNames[kMemoryKinds] = {"weights", "gradients", "optimizer", "workspace",
-                                                      "slots",   "staging",   "retained"};
+                                                      "slots",   "staging",   "retained",  "ledger"};
   return kNames[static_cast<size_t>(kind)];
 }
 

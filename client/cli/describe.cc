@@ -24,6 +24,7 @@ std::string MemoryText(const v1::MemoryUsage& memory) {
   add("slots", memory.slots());
   add("staging", memory.staging());
   add("retained", memory.retained());
+  add("ledger", memory.ledger());
   const std::string total = HumanBytes(static_cast<double>(TotalBytes(memory)));
   return parts.empty() ? total : absl::StrCat(total, " (", parts, ")");
 }
@@ -83,14 +84,14 @@ std::string YesNo(bool value) { return value ? "yes" : "no"; }
 
 uint64_t TotalBytes(const v1::MemoryUsage& memory) {
   return memory.weights() + memory.gradients() + memory.optimizer() + memory.workspace() + memory.slots() +
-         memory.staging() + memory.retained();
+         memory.staging() + memory.retained() + memory.ledger();
 }
 
 Json ToJson(const v1::MemoryUsage& memory) {
-  return {{"weights", memory.weights()},     {"gradients", memory.gradients()},
-          {"optimizer", memory.optimizer()}, {"workspace", memory.workspace()},
-          {"slots", memory.slots()},         {"staging", memory.staging()},
-          {"retained", memory.retained()},   {"total", TotalBytes(memory)}};
+  return {
+      {"weights", memory.weights()},     {"gradients", memory.gradients()}, {"optimizer", memory.optimizer()},
+      {"workspace", memory.workspace()}, {"slots", memory.slots()},         {"staging", memory.staging()},
+      {"retained", memory.retained()},   {"ledger", memory.ledger()},       {"total", TotalBytes(memory)}};
 }
 
 Json ToJson(const v1::HeadState& state) {

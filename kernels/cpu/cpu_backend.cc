@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <thread>
 #include <utility>
+#include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "kernels/cpu/accounting.h"
 #include "kernels/cpu/arena.h"
 #include "kernels/cpu/cpu_head.h"
@@ -71,6 +74,16 @@ class CpuBackend final : public Backend {
     return Allocate<RetainedMemory, CpuRetained>(MemoryKind::kRetained, bytes);
   }
 
+  absl::Status PlanHostMemory(MemoryKind kind, int64_t bytes) override {
+    MemoryBytes plan;
+    plan[kind] = bytes;
+    auto reservation = accounting_.Reserve(absl::StrCat(Name(kind), " memory"), plan);
+    if (!reservation.ok()) return reservation.status();
+    absl::MutexLock lock(&planned_mutex_);
+    planned_.push_back(*std::move(reservation));
+    return absl::OkStatus();
+  }
+
  private:
   template <typename Interface, typename Memory>
   absl::StatusOr<std::unique_ptr<Interface>> Allocate(MemoryKind kind, int64_t bytes) {
@@ -91,6 +104,8 @@ class CpuBackend final : public Backend {
 
   const int64_t workspace_bytes_;
   MemoryAccounting accounting_;
+  absl::Mutex planned_mutex_;
+  std::vector<MemoryAccounting::Reservation> planned_ ABSL_GUARDED_BY(planned_mutex_);
   ThreadPool pool_;
 };
 

@@ -36,7 +36,9 @@ std::string DescribePlan(const MemoryBytes& plan) {
   return text;
 }
 
-int64_t DeviceTotal(const MemoryBytes& plan) { return plan.Total() - plan[MemoryKind::kStaging]; }
+int64_t DeviceTotal(const MemoryBytes& plan) {
+  return plan.Total() - plan[MemoryKind::kStaging] - plan[MemoryKind::kLedger];
+}
 
 class CudaBackend : public Backend {
  public:
@@ -86,6 +88,11 @@ class CudaBackend : public Backend {
         DeviceBuffer::Allocate(&device_->ledger(), MemoryKind::kRetained, bytes);
     if (!buffer.ok()) return buffer.status();
     return std::make_unique<CudaRetained>(*std::move(buffer), bytes);
+  }
+
+  absl::Status PlanHostMemory(MemoryKind kind, int64_t bytes) override {
+    device_->ledger().Add(kind, bytes);
+    return absl::OkStatus();
   }
 
  private:

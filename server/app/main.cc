@@ -125,7 +125,38 @@ ABSL_FLAG(absl::Duration, liveness_timeout, ServerOptions().liveness_timeout,
           "/livez answers 503 when the device has had something to do and finished none of it for so long");
 ABSL_FLAG(absl::Duration, retained_timeout, ServerOptions().retained_timeout,
           "Release a deferred microbatch that no call has used for so long");
-ABSL_FLAG(absl::Duration, send_timeout, ServerOptions().send_timeout,
+ABSL_FLAG(
+    ByteSize, ledger_bytes, ByteSize{ServerOptions().ledger_bytes},
+    "Memory for what is remembered of rows: targets and weights of open calls, ledgers of open steps. 0: "
+    "256MiB, and at most an eighth of --memory_limit_bytes");
+ABSL_FLAG(
+    double, peer_share, ServerOptions().peer_share,
+    "What one client may hold of calls, places in queues, staging and ledger memory, in (0, 1]; 1: all. It "
+    "may also never hold more than it leaves to all others");
+ABSL_FLAG(ByteSize, transport_bytes, ByteSize{ServerOptions().transport.bytes},
+          "Memory of gRPC for connections and messages that are being received. When it is used up, new "
+          "connections are refused and calls are cancelled. 0: 256MiB, or 16 messages if that is more");
+ABSL_FLAG(int64_t, max_connections, ServerOptions().max_connections, "Most gRPC connections open at once");
+ABSL_FLAG(int64_t, max_connections_per_address, ServerOptions().max_connections_per_address,
+          "Most of them from one address");
+ABSL_FLAG(int64_t, max_calls_per_connection, ServerOptions().transport.max_calls_per_connection,
+          "Most calls at once on one gRPC connection");
+ABSL_FLAG(int64_t, max_tensor_calls, ServerOptions().max_tensor_calls,
+          "Most ReadTensor, WriteTensor and AddGradient calls open at once");
+ABSL_FLAG(int64_t, max_saves, ServerOptions().max_saves, "Most SaveCheckpoint calls that wait or run");
+ABSL_FLAG(int64_t, max_waiting_calls, ServerOptions().max_waiting_calls,
+          "Most other calls on heads that wait for a thread");
+ABSL_FLAG(absl::Duration, handshake_timeout, ServerOptions().transport.handshake_timeout,
+          "Close a gRPC connection that has not begun to speak the protocol for so long");
+ABSL_FLAG(absl::Duration, idle_connection_timeout, ServerOptions().transport.idle_connection_timeout,
+          "Close a gRPC connection that had no call for so long; clients connect again by themselves");
+ABSL_FLAG(absl::Duration, open_timeout, ServerOptions().timeouts.open,
+          "End a call whose first message does not come for so long");
+ABSL_FLAG(absl::Duration, idle_timeout, ServerOptions().timeouts.idle,
+          "End a call whose client sends nothing for so long while the server has nothing to do for it");
+ABSL_FLAG(absl::Duration, turn_timeout, ServerOptions().timeouts.turn,
+          "End a call that waits for memory, its turn or the device for so long without progress");
+ABSL_FLAG(absl::Duration, send_timeout, ServerOptions().timeouts.send,
           "Cancel a call whose answers the client does not take for so long");
 ABSL_FLAG(LogLevel, log_level, LogLevel::kInfo, "Least level logged: debug, info, warning, error or off");
 ABSL_FLAG(LogFormat, log_format, LogFormat::kText, "Form of log lines: text or json");
@@ -162,6 +193,24 @@ std::vector<char*> ParseFlags(int argc, char** argv) {
   return rest;
 }
 
+void SetClientLimits(ServerOptions& options) {
+  options.ledger_bytes = absl::GetFlag(FLAGS_ledger_bytes).bytes;
+  options.peer_share = absl::GetFlag(FLAGS_peer_share);
+  options.transport.bytes = absl::GetFlag(FLAGS_transport_bytes).bytes;
+  options.transport.max_calls_per_connection = absl::GetFlag(FLAGS_max_calls_per_connection);
+  options.transport.handshake_timeout = absl::GetFlag(FLAGS_handshake_timeout);
+  options.transport.idle_connection_timeout = absl::GetFlag(FLAGS_idle_connection_timeout);
+  options.max_connections = absl::GetFlag(FLAGS_max_connections);
+  options.max_connections_per_address = absl::GetFlag(FLAGS_max_connections_per_address);
+  options.max_tensor_calls = absl::GetFlag(FLAGS_max_tensor_calls);
+  options.max_saves = absl::GetFlag(FLAGS_max_saves);
+  options.max_waiting_calls = absl::GetFlag(FLAGS_max_waiting_calls);
+  options.timeouts = {.open = absl::GetFlag(FLAGS_open_timeout),
+                      .idle = absl::GetFlag(FLAGS_idle_timeout),
+                      .turn = absl::GetFlag(FLAGS_turn_timeout),
+                      .send = absl::GetFlag(FLAGS_send_timeout)};
+}
+
 ServerOptions OptionsFromFlags() {
   ServerOptions options;
   options.version = LOSSD_VERSION;
@@ -194,7 +243,7 @@ ServerOptions OptionsFromFlags() {
   options.drain_timeout = absl::GetFlag(FLAGS_drain_timeout);
   options.liveness_timeout = absl::GetFlag(FLAGS_liveness_timeout);
   options.retained_timeout = absl::GetFlag(FLAGS_retained_timeout);
-  options.send_timeout = absl::GetFlag(FLAGS_send_timeout);
+  SetClientLimits(options);
   return options;
 }
 

@@ -14,6 +14,7 @@
 #include "kernels/create_backend.h"
 #include "kernels/errors/field_error.h"
 #include "server/app/addresses.h"
+#include "server/app/check_options.h"
 #include "server/app/device_watch.h"
 #include "server/app/gpu_watch.h"
 #include "server/app/health.h"
@@ -23,6 +24,7 @@
 #include "server/metrics/http_server.h"
 #include "server/metrics/metrics.h"
 #include "server/metrics/status_page.h"
+#include "server/rpc/connection_acceptor.h"
 #include "server/rpc/head_service.h"
 #include "server/rpc/loss_service.h"
 #include "server/rpc/server_service.h"
@@ -31,57 +33,27 @@ namespace lossd::app {
 namespace {
 
 constexpr const char* kServices[] = {"lossd.v1.LossService", "lossd.v1.HeadService"};
-constexpr int64_t kMebibyte = int64_t{1} << 20;
-
-// A slice with its header, or an opening message with millions of targets.
-int64_t MaxMessageBytes(const ServerOptions& options) {
-  return std::max(options.slice_bytes, 16 * kMebibyte) + kMebibyte;
-}
-
-absl::Status CheckAtLeast(absl::string_view option, int64_t value, int64_t least) {
-  if (value >= least) return absl::OkStatus();
-  return errors::FieldError(option, absl::StrCat("be at least ", least), value);
-}
-
-absl::Status CheckOptions(const ServerOptions& options) {
-  absl::Status status = CheckAtLeast("threads", options.threads, 0);
-  status.Update(CheckAtLeast("workspace_bytes", options.workspace_bytes, 0));
-  status.Update(CheckAtLeast("memory_limit_bytes", options.memory_limit_bytes, 0));
-  status.Update(CheckAtLeast("memory_reserve_bytes", options.memory_reserve_bytes, 0));
-  status.Update(CheckAtLeast("slice_bytes", options.slice_bytes, 64));
-  status.Update(CheckAtLeast("staging_bytes", options.staging_bytes, 2 * options.slice_bytes));
-  status.Update(CheckAtLeast("retained_bytes", options.retained_bytes, 0));
-  status.Update(CheckAtLeast("checkpoint_buffer_bytes", options.checkpoint_buffer_bytes, 0));
-  status.Update(CheckAtLeast("keep_checkpoints", options.keep_checkpoints, 0));
-  status.Update(CheckAtLeast("checkpoint_limit_bytes", options.checkpoint_limit_bytes, 0));
-  status.Update(CheckAtLeast("max_streams", options.max_streams, 1));
-  status.Update(CheckAtLeast("max_heads", options.max_heads, 1));
-  if (options.slice_bytes > 1024 * kMebibyte) {
-    status.Update(errors::FieldError("slice_bytes", "be at most 1 GiB", options.slice_bytes));
-  }
-  if (options.send_timeout <= absl::ZeroDuration()) {
-    status.Update(
-        errors::FieldError("send_timeout", "be positive", absl::FormatDuration(options.send_timeout)));
-  }
-  if (options.retained_timeout <= absl::ZeroDuration()) {
-    status.Update(errors::FieldError("retained_timeout", "be positive",
-                                     absl::FormatDuration(options.retained_timeout)));
-  }
-  if (options.liveness_timeout < 2 * engine::kDeviceBeat) {
-    status.Update(errors::FieldError("liveness_timeout", "be at least 2s",
-                                     absl::FormatDuration(options.liveness_timeout)));
-  }
-  if (options.drain_timeout < absl::ZeroDuration()) {
-    status.Update(
-        errors::FieldError("drain_timeout", "not be negative", absl::FormatDuration(options.drain_timeout)));
-  }
-  return status;
-}
 
 uint64_t DrawIncarnation() {
   absl::BitGen generator;
   return absl::Uniform<uint64_t>(absl::IntervalClosed, generator, 1, UINT64_MAX);
 }
+
+// True at most once per `pause`. Thread-compatible.
+class Every {
+ public:
+  explicit Every(absl::Duration pause) : pause_(pause) {}
+  bool Ready() {
+    const absl::Time now = absl::Now();
+    if (now < next_) return false;
+    next_ = now + pause_;
+    return true;
+  }
+
+ private:
+  const absl::Duration pause_;
+  absl::Time next_ = absl::InfinitePast();
+};
 
 class ServerImpl final : public Server {
  public:
@@ -102,8 +74,11 @@ class ServerImpl final : public Server {
   absl::Status CreateEngine();
   void CreateServices();
   absl::Status Listen();
+  absl::StatusOr<rpc::ConnectionAcceptor::Take> CreateAcceptor(grpc::ServerBuilder* builder);
   absl::Status StartHttp();
   void OnDeviceLost(const absl::Status& status);
+  // On the acceptor's thread.
+  void OnRefused(absl::string_view flag, absl::string_view address);
   void LogStart() const;
   metrics::HttpHandlers Handlers();
   Health health() const;
@@ -126,6 +101,8 @@ class ServerImpl final : public Server {
   std::unique_ptr<rpc::LossService> loss_service_;
   std::unique_ptr<rpc::HeadService> head_service_;
   std::unique_ptr<rpc::ServerService> server_service_;
+  std::unique_ptr<rpc::ConnectionAcceptor> acceptor_;  // null: a Unix socket, on which gRPC listens itself
+  Every refusals_logged_{absl::Seconds(10)};
   std::unique_ptr<grpc::Server> grpc_;
   std::unique_ptr<metrics::StatusPage> page_;
   std::unique_ptr<metrics::HttpServer> http_;
@@ -180,6 +157,8 @@ void ServerImpl::LogStart() const {
             {"retained_bytes", backend_->memory().current[kernels::MemoryKind::kRetained]},
             {"workspace_bytes_per_head",
              options_.workspace_bytes > 0 ? absl::StrCat(options_.workspace_bytes) : "default"},
+            {"ledger_bytes", backend_->memory().current[kernels::MemoryKind::kLedger]},
+            {"transport_bytes", TransportBytes(options_)},
             {"limit_bytes", options_.memory_limit_bytes}});
 }
 
@@ -206,6 +185,8 @@ absl::Status ServerImpl::CreateEngine() {
   engine_options.deterministic = options_.deterministic;
   engine_options.max_streams = options_.max_streams;
   engine_options.max_heads = options_.max_heads;
+  engine_options.ledger_bytes = LedgerBytes(options_);
+  engine_options.peer_share = options_.peer_share;
   absl::StatusOr<std::unique_ptr<engine::Engine>> engine = engine::Engine::Create(
       engine_options, backend_.get(), DrawIncarnation(), {metrics_.get(), &*device_watch_});
   if (!engine.ok()) return engine.status();
@@ -220,7 +201,8 @@ void ServerImpl::CreateServices() {
   loss_service_ = std::make_unique<rpc::LossService>(
       rpc::LossServiceOptions{.max_streams = options_.max_streams,
                               .max_staging_bytes = 8 * options_.slice_bytes,
-                              .send_timeout = options_.send_timeout,
+                              .peer_share = options_.peer_share,
+                              .timeouts = options_.timeouts,
                               .retained_timeout = options_.retained_timeout},
       engine_.get(), &security_->access_control(), metrics_.get());
   rpc::HeadServiceOptions head_options;
@@ -230,7 +212,11 @@ void ServerImpl::CreateServices() {
   head_options.operations.checkpoints.keep = options_.keep_checkpoints;
   head_options.operations.checkpoints.limit_bytes = options_.checkpoint_limit_bytes;
   head_options.operations.default_compute_dtype = backend_->info().default_compute_dtype;
-  head_options.send_timeout = options_.send_timeout;
+  head_options.max_waiting_calls = options_.max_waiting_calls;
+  head_options.max_tensor_calls = options_.max_tensor_calls;
+  head_options.max_saves = options_.max_saves;
+  head_options.peer_share = options_.peer_share;
+  head_options.timeouts = options_.timeouts;
   head_service_ =
       rpc::HeadService::Create(head_options, engine_.get(), &security_->access_control(), metrics_.get());
   server_service_ = std::make_unique<rpc::ServerService>(
@@ -245,28 +231,62 @@ absl::Status ServerImpl::Listen() {
   grpc::EnableDefaultHealthCheckService(true);
   grpc::ServerBuilder builder;
   SetReflection(!security_->asks(), &builder);
-  int port = 0;
-  builder.AddListeningPort(grpc_address_.text(), security_->credentials(), &port);
-  builder.SetMaxReceiveMessageSize(static_cast<int>(MaxMessageBytes(options_)));
-  builder.SetMaxSendMessageSize(static_cast<int>(MaxMessageBytes(options_)));
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // a second server on the port is an error
-  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS,
-                             static_cast<int>(2 * options_.max_streams + 64));
-  // Peers that vanished without a word are noticed within a minute.
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
-  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);
+  const bool unix_socket = grpc_address_.port == Address::kUnixSocket;
+  rpc::ConnectionAcceptor::Take take;
+  int unix_bound = 1;
+  if (unix_socket) {
+    builder.AddListeningPort(grpc_address_.text(), security_->credentials(), &unix_bound);
+  } else {
+    absl::StatusOr<rpc::ConnectionAcceptor::Take> taker = CreateAcceptor(&builder);
+    if (!taker.ok()) return taker.status();
+    take = *std::move(taker);
+  }
+  rpc::TransportOptions transport = options_.transport;
+  transport.max_message_bytes = MaxMessageBytes(options_);
+  transport.bytes = TransportBytes(options_);
+  rpc::Configure(transport, &builder);
   builder.RegisterService(loss_service_.get());
   builder.RegisterService(head_service_->service());
   builder.RegisterService(server_service_.get());
   grpc_ = builder.BuildAndStart();
-  if (grpc_ == nullptr || port == 0) {
-    return absl::UnavailableError(
-        absl::StrCat("listen: cannot listen on ", grpc_address_.text(), " (is the port taken?)"));
-  }
-  if (grpc_address_.port != Address::kUnixSocket) grpc_address_.port = port;
+  if (grpc_ == nullptr || unix_bound == 0)
+    return absl::UnavailableError(absl::StrCat("listen: cannot listen on ", grpc_address_.text()));
   for (const char* service : kServices) grpc_->GetHealthCheckService()->SetServingStatus(service, true);
+  if (acceptor_ != nullptr) acceptor_->Start(std::move(take));
   return absl::OkStatus();
+}
+
+// Listens on the address, and gives the builder a way to take connections that were accepted.
+absl::StatusOr<rpc::ConnectionAcceptor::Take> ServerImpl::CreateAcceptor(grpc::ServerBuilder* builder) {
+  auto acceptor = rpc::ConnectionAcceptor::Listen(
+      grpc_address_.host, grpc_address_.port,
+      {.in_all = options_.max_connections,
+       .per_address = options_.max_connections_per_address,
+       .on_refused = [this](absl::string_view flag, absl::string_view address) {
+         OnRefused(flag, address);
+       }});
+  if (!acceptor.ok()) {
+    return absl::UnavailableError(
+        absl::StrCat("listen: ", acceptor.status().message(), " (is the port taken?)"));
+  }
+  acceptor_ = *std::move(acceptor);
+  grpc_address_.port = acceptor_->port();
+  std::shared_ptr<grpc::experimental::ExternalConnectionAcceptor> taker =
+      builder->experimental().AddExternalConnectionAcceptor(
+          grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, security_->credentials());
+  return [taker](int listener, int connection) {
+    grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters accepted;
+    accepted.listener_fd = listener;
+    accepted.fd = connection;
+    taker->HandleNewConnection(&accepted);
+  };
+}
+
+void ServerImpl::OnRefused(absl::string_view flag, absl::string_view address) {
+  metrics_->CountLimit(flag);
+  if (!refusals_logged_.Ready()) return;
+  log::Log(log::LogLevel::kWarning, "connections refused",
+           {{"limit", absl::StrCat("--", flag)}, {"address", address}});
 }
 
 absl::Status ServerImpl::StartHttp() {
@@ -339,6 +359,7 @@ bool ServerImpl::Drain(absl::Time deadline) {
     absl::SleepFor(std::min(kLastWords, deadline - absl::Now()));
     // What is left now are calls to be cancelled, and watchers of health or reflection that never end.
     constexpr absl::Duration kGoodbye = absl::Milliseconds(500);
+    if (acceptor_ != nullptr) acceptor_->Stop();
     grpc_->Shutdown(absl::ToChronoTime(absl::Now() + kGoodbye));
     loss_service_->WaitUntilIdle(absl::InfiniteFuture());
     head_service_->WaitUntilIdle(absl::InfiniteFuture());

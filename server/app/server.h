@@ -14,6 +14,8 @@
 #include "absl/time/time.h"
 #include "server/app/security_options.h"
 #include "server/engine/engine.h"
+#include "server/rpc/call_timeouts.h"
+#include "server/rpc/transport.h"
 
 namespace grpc {
 class Channel;
@@ -45,6 +47,20 @@ struct ServerOptions {
   int64_t retained_bytes = int64_t{256} << 20;  // hidden states of deferred microbatches; 0: none
   int64_t max_streams = 256;                    // open ComputeLoss calls
   int64_t max_heads = 64;
+  // Host memory for targets and weights of open calls and for ledgers of open steps; 0: 256 MiB, but at most
+  // an eighth of memory_limit_bytes.
+  int64_t ledger_bytes = 0;
+
+  // Limits of clients (docs/fairness.md). What one peer may hold of anything that is shared: calls, places in
+  // queues, staging; in (0, 1], 1: all.
+  double peer_share = 0.5;
+  rpc::TransportOptions transport;  // but max_message_bytes, which follows from slice_bytes
+  int64_t max_connections = 512;
+  int64_t max_connections_per_address = 128;
+  int64_t max_tensor_calls = 64;    // ReadTensor, WriteTensor, AddGradient, open
+  int64_t max_saves = 16;           // waiting or running
+  int64_t max_waiting_calls = 256;  // of the other calls on heads
+  rpc::CallTimeouts timeouts;
 
   std::string checkpoint_directory = "./lossd-checkpoints";
   int64_t checkpoint_buffer_bytes = int64_t{1} << 30;   // what a save may read ahead of the disk
@@ -56,7 +72,6 @@ struct ServerOptions {
   // a head, an optimizer step, a chunk; on a slow CPU those take minutes. At least two of
   // engine::kDeviceBeat.
   absl::Duration liveness_timeout = absl::Minutes(10);
-  absl::Duration send_timeout = absl::Seconds(60);  // a call whose answer is not taken for so long ends
   // Called once when the device is lost, on a thread of the engine's; must not call into the server.
   std::function<void()> on_device_lost = [] {};
 };

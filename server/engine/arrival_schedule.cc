@@ -47,7 +47,7 @@ bool ArrivalSchedule::FindMemory(std::unique_ptr<SliceWork>& slice) {
   const int64_t bytes = slice->bytes;
   const auto waiting = std::make_shared<std::unique_ptr<SliceWork>>(std::move(slice));
   StagingPool::Acquired acquired =
-      staging_->Acquire(bytes, [ready = memory_ready_, waiting](StagingBuffer buffer) {
+      staging_->Acquire(stream.spec().peer, bytes, [ready = memory_ready_, waiting](StagingBuffer buffer) {
         (*waiting)->buffer = std::move(buffer);
         ready(std::move(*waiting));
       });

@@ -43,6 +43,7 @@ BackwardRows RowsOf(const BackwardSpec& spec, const DeferredMicrobatches::Microb
   BackwardRows backward;
   StreamSpec& stream = backward.stream;
   stream.head = spec.head;
+  stream.peer = spec.peer;
   stream.step = spec.step;
   stream.microbatch_id = spec.microbatch_id;
   stream.microbatch_rows = kept.terms.microbatch_rows;

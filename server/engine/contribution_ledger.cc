@@ -1,7 +1,6 @@
 #include "server/engine/contribution_ledger.h"
 
 #include <algorithm>
-#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -9,7 +8,7 @@
 
 namespace lossd::engine {
 
-absl::Status ContributionLedger::Declare(uint64_t id, const ContributionTerms& terms) {
+absl::Status ContributionLedger::CheckDeclare(uint64_t id, const ContributionTerms& terms) const {
   if (const auto it = contributions_.find(id); it != contributions_.end()) {
     if (it->second.terms == terms) return absl::OkStatus();
     return FieldError(absl::StatusCode::kFailedPrecondition, "open.contribution_id",
@@ -26,6 +25,13 @@ absl::Status ContributionLedger::Declare(uint64_t id, const ContributionTerms& t
                                    " that the step has, as many as it may (apply it or zero its gradients)"),
                       absl::StrCat(id));
   }
+  return absl::OkStatus();
+}
+
+absl::Status ContributionLedger::Declare(uint64_t id, const ContributionTerms& terms) {
+  if (auto status = CheckDeclare(id, terms); !status.ok()) return status;
+  if (Contains(id)) return absl::OkStatus();
+  if (auto status = memory_.Take(kRecordBytes + terms.rows.size() * kRowBytes); !status.ok()) return status;
   Record entry{.terms = terms, .checksums = std::vector<uint64_t>(static_cast<size_t>(terms.rows.size()))};
   contributions_.emplace(id, std::move(entry));
   rows_ += terms.rows.size();
@@ -81,11 +87,10 @@ std::string ContributionLedger::DescribeMissing(uint64_t id) const {
 }
 
 std::vector<std::string> ContributionLedger::Incomplete(absl::Span<const uint64_t> ids, int max_lines) const {
-  const std::set<uint64_t> expected(ids.begin(), ids.end());
   std::vector<std::string> lines;
   for (const auto& [id, entry] : contributions_) {
     if (static_cast<int>(lines.size()) >= max_lines) break;
-    if (entry.added_rows == 0 || entry.complete() || expected.contains(id)) continue;
+    if (entry.added_rows == 0 || entry.complete() || std::binary_search(ids.begin(), ids.end(), id)) continue;
     lines.push_back(absl::StrCat(DescribeMissing(id), " (not expected, but begun)"));
   }
   return lines;
@@ -106,6 +111,7 @@ int64_t ContributionLedger::begun_contributions() const {
 }
 
 void ContributionLedger::Clear() {
+  memory_.Give(bytes());
   contributions_.clear();
   rows_ = 0;
 }

@@ -11,24 +11,29 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "server/engine/contribution.h"
+#include "server/engine/row_memory.h"
 #include "server/engine/stream.h"
 
 namespace lossd::engine {
 
 class ContributionLedger {
  public:
-  ContributionLedger(int64_t max_rows, int64_t max_contributions)
-      : max_rows_(max_rows), max_contributions_(max_contributions) {}
+  // `memory` pays for the ledger, until Clear.
+  ContributionLedger(int64_t max_rows, int64_t max_contributions, RowMemory::Account memory = {})
+      : max_rows_(max_rows), max_contributions_(max_contributions), memory_(std::move(memory)) {}
 
   // FAILED_PRECONDITION if the id is known with other terms; RESOURCE_EXHAUSTED if the ledger would exceed
   // its limits; then nothing has changed.
   absl::Status Declare(uint64_t id, const ContributionTerms& terms);
+  // What Declare would say, but for memory; changes nothing.
+  absl::Status CheckDeclare(uint64_t id, const ContributionTerms& terms) const;
   bool Contains(uint64_t id) const { return contributions_.contains(id); }
 
   // The members below take an id that was declared and rows of it.
@@ -43,7 +48,7 @@ class ContributionLedger {
   // E.g. "contribution 7: rows [128, 256) of [0, 1024)".
   std::string DescribeMissing(uint64_t id) const;
 
-  // A line for each contribution outside `ids` of which some rows were added and others not.
+  // A line for each contribution outside `ids`, ascending, of which some rows were added and others not.
   std::vector<std::string> Incomplete(absl::Span<const uint64_t> ids, int max_lines = 20) const;
   // Those that were added in full, ascending.
   std::vector<uint64_t> CompleteIds() const;
@@ -55,9 +60,12 @@ class ContributionLedger {
   // Of those, the ones that are part of the sum: rows were added, or there are none to add.
   int64_t begun_contributions() const;
   int64_t rows() const { return rows_; }
-  int64_t bytes() const { return rows_ * static_cast<int64_t>(sizeof(uint64_t)); }
+  int64_t bytes() const { return rows_ * kRowBytes + contributions() * kRecordBytes; }
 
  private:
+  static constexpr int64_t kRowBytes = sizeof(uint64_t);
+  static constexpr int64_t kRecordBytes = 192;  // of a map's node and the heap's blocks
+
   struct Record {
     ContributionTerms terms;
     std::vector<uint64_t> checksums;  // [terms.rows.size()]; 0: not added yet
@@ -67,6 +75,7 @@ class ContributionLedger {
 
   const int64_t max_rows_;
   const int64_t max_contributions_;
+  RowMemory::Account memory_;
   std::map<uint64_t, Record> contributions_;
   int64_t rows_ = 0;
 };

@@ -45,11 +45,24 @@ absl::Status CheckOpen(HeadSession& session, const Contribution& contribution) {
   return step.CheckValid();
 }
 
+absl::Status CheckId(OpenStep& step, uint64_t id) {
+  if (!step.ledger().Contains(id)) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kFailedPrecondition, "open.contribution_id",
+                    "names a microbatch of this step", absl::StrCat(id));
+}
+
+// Enters the contribution in the ledger, if it is not there.
+absl::Status Declare(OpenStep& step, const Contribution& contribution) {
+  if (auto status = CheckId(step, contribution.id); !status.ok()) return status;
+  return step.contributions().Declare(contribution.id, contribution.terms);
+}
+
 // The runs of rows that have not been added.
 absl::StatusOr<std::vector<RowRange>> Pending(HeadSession& session, const Contribution& contribution,
                                               const ContributionRows& rows) {
   absl::MutexLock lock(&session.context().mutex);
   if (auto open = CheckOpen(session, contribution); !open.ok()) return open;
+  if (auto declared = Declare(session.step(), contribution); !declared.ok()) return declared;
   return session.step().contributions().Pending(contribution.id, rows.rows, rows.checksums);
 }
 
@@ -73,10 +86,7 @@ absl::StatusOr<Contribution> OpenContribution(HeadSession& session, const Contri
   if (auto meant = step.CheckGeneration("open.generation", spec.generation); !meant.ok()) return meant;
   if (spec.step != step.number()) return StepNotOpen("open.step", spec.step, step.number());
   if (auto valid = step.CheckValid(); !valid.ok()) return valid;
-  if (step.ledger().Contains(spec.contribution_id)) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, "open.contribution_id",
-                      "names a microbatch of this step", absl::StrCat(spec.contribution_id));
-  }
+  if (auto status = CheckId(step, spec.contribution_id); !status.ok()) return status;
   const kernels::TensorShape shape = kernels::ShapeOf(session.config(), spec.param);
   Contribution contribution{.session = session.shared_from_this(),
                             .state = step.state(),
@@ -88,8 +98,13 @@ absl::StatusOr<Contribution> OpenContribution(HeadSession& session, const Contri
                                       .scale = spec.scale},
                             .cols = shape.cols};
   contribution.rows = spec.rows.value_or(contribution.terms.rows);
-  if (auto status = step.contributions().Declare(contribution.id, contribution.terms); !status.ok())
-    return status;
+  // Booked with its first rows, unless it is complete without any.
+  if (contribution.terms.rows.size() > 0) {
+    auto possible = step.contributions().CheckDeclare(contribution.id, contribution.terms);
+    if (!possible.ok()) return possible;
+    return contribution;
+  }
+  if (auto status = Declare(step, contribution); !status.ok()) return status;
   session.schedule().OnContribution();
   return contribution;
 }

@@ -238,7 +238,7 @@ void DeterministicSchedule::OnLeft(const GroupAssembly& group) {
 Backlog DeterministicSchedule::backlog() const {
   Backlog backlog = arrival_.backlog();
   backlog.queued_slices += sequencer_.attached_slices();
-  backlog.waiting_slices = sequencer_.waiting_slices();
+  backlog.waiting_slices = sequencer_.waiting_slices() + static_cast<int64_t>(turn_waiters_.size());
   backlog.waits_for = sequencer_.WaitsFor();
   return backlog;
 }

@@ -57,6 +57,10 @@ class DeterministicSchedule final : public Schedule,
   bool IsWaiting(const StreamState& stream) const override { return sequencer_.IsWaiting(stream); }
 
   void OnDeclared(uint64_t microbatch_id) override;
+  // Rows of groups that the turn has passed stay.
+  RowRange Withdrawable(uint64_t microbatch_id, RowRange rows) const override {
+    return sequencer_.NotPassed(microbatch_id, rows);
+  }
   void OnContribution() override;
   void OnRestart() override;
 

@@ -20,7 +20,13 @@ absl::StatusOr<std::unique_ptr<EngineContext>> EngineContext::Create(const Engin
                         absl::StrCat("must hold at least two slices of ", options.slice_bytes, " bytes"),
                         absl::StrCat(options.staging_bytes));
   }
-  auto staging = StagingPool::Create(backend, options.staging_bytes, options.slice_bytes);
+  if (options.ledger_bytes <= 0)
+    return InvalidField("ledger_bytes", "must be positive", absl::StrCat(options.ledger_bytes));
+  if (!(options.peer_share > 0.0 && options.peer_share <= 1.0))
+    return InvalidField("peer_share", "must be in (0, 1]", absl::StrCat(options.peer_share));
+  auto planned = backend->PlanHostMemory(kernels::MemoryKind::kLedger, options.ledger_bytes);
+  if (!planned.ok()) return planned;
+  auto staging = StagingPool::Create(backend, options.staging_bytes, options.slice_bytes, options.peer_share);
   if (!staging.ok()) return staging.status();
   if (options.retained_bytes < 0) {
     return InvalidField("retained_bytes", "must not be negative", absl::StrCat(options.retained_bytes));
@@ -48,6 +54,8 @@ EngineContext::EngineContext(const EngineOptions& engine_options, kernels::Backe
       staging(std::move(staging_pool)),
       retained(std::move(retained_memory)),
       retained_ranges(retained == nullptr ? 0 : retained->size()),
+      stream_places(options.max_streams, options.peer_share),
+      row_memory(options.ledger_bytes, options.peer_share),
       loop(&mutex, backend->max_chunks_in_flight(), runtime),
       notifier(runtime) {}
 

@@ -17,8 +17,10 @@
 #include "server/engine/device_loop.h"
 #include "server/engine/engine_observer.h"
 #include "server/engine/engine_options.h"
+#include "server/engine/fair_share.h"
 #include "server/engine/notifier.h"
 #include "server/engine/range_allocator.h"
+#include "server/engine/row_memory.h"
 #include "server/engine/runtime.h"
 #include "server/engine/staging_pool.h"
 #include "server/engine/versions.h"
@@ -48,6 +50,8 @@ struct EngineContext {
 
   absl::Mutex mutex;                               // the engine's lock
   VersionCounter versions ABSL_GUARDED_BY(mutex);  // of all heads
+  FairShare stream_places ABSL_GUARDED_BY(mutex);  // by peer
+  RowMemory row_memory ABSL_GUARDED_BY(mutex);
   uint64_t last_turn_ticket ABSL_GUARDED_BY(mutex) = 0;
   // Buffers in the areas of groups that slices hold while they are received, computed or sent.
   int64_t area_buffers_lent ABSL_GUARDED_BY(mutex) = 0;

@@ -1,5 +1,6 @@
 #include "server/engine/engine_impl.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -55,6 +56,8 @@ EngineStats EngineImpl::stats() const {
   stats.staging_peak_bytes = context_->staging->peak_bytes();
   stats.retained_bytes_used = context_->retained_ranges.used();
   absl::MutexLock lock(&context_->mutex);
+  stats.row_bytes = context_->row_memory.capacity();
+  stats.row_bytes_used = context_->row_memory.used();
   stats.area_buffers_lent = context_->area_buffers_lent;
   stats.heads = heads_.published();
   for (const SessionPtr& session : heads_.Sessions()) session->AddTo(stats);
@@ -122,6 +125,7 @@ absl::Status EngineImpl::DeleteHead(absl::string_view name) {
       context_->loop.Remove(name);
       session = heads_.Remove(name);
       if (session == nullptr) return;  // its creation failed
+      session->step().ForgetRows();
       for (Operation* operation : session->schedule().TakeOperations()) {
         operation->result = absl::NotFoundError(absl::StrCat("head ", name, " was deleted"));
         operation->done.Notify();
@@ -197,13 +201,29 @@ absl::StatusOr<GradNormResult> EngineImpl::GradNorm(absl::string_view name, std:
   return norm;
 }
 
+absl::Status EngineImpl::OrderExpected(StepRequest& request) const {
+  std::vector<uint64_t>& ids = request.expected_microbatches;
+  // A step has at most so many microbatches, and as many contributions.
+  const int64_t most = 2 * context_->options.max_step_microbatches;
+  if (static_cast<int64_t>(ids.size()) > most) {
+    return InvalidField("expected_microbatches.size",
+                        absl::StrCat("must be at most ", most, ", as many as a step may have"),
+                        absl::StrCat(ids.size()));
+  }
+  std::sort(ids.begin(), ids.end());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  return absl::OkStatus();
+}
+
 absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const StepRequest& request) {
   if (auto status = kernels::Validate(request.optimizer); !status.ok()) {
     return errors::Within("optimizer.", std::move(status));
   }
+  StepRequest ordered = request;
+  if (auto status = OrderExpected(ordered); !status.ok()) return status;
   absl::StatusOr<StepResult> result;
   absl::Status status = RunOnHead(name, [&](HeadSession& session) {
-    result = engine::ApplyStep(session, request);
+    result = engine::ApplyStep(session, ordered);
     return result.status();
   });
   if (!status.ok()) return status;
@@ -278,11 +298,18 @@ absl::StatusOr<EngineImpl::SessionPtr> EngineImpl::FindOpen(absl::string_view na
   return heads_.FindPublished(name);
 }
 
-absl::Status EngineImpl::CheckStreams() const {
-  int64_t streams = 0;
-  for (const SessionPtr& session : heads_.Sessions()) streams += session->streams().size();
-  if (streams < context_->options.max_streams) return absl::OkStatus();
-  return absl::ResourceExhaustedError(absl::StrCat("there are ", streams, " open streams, the most allowed"));
+absl::Status EngineImpl::CheckStreams(absl::string_view peer) const {
+  const FairShare& places = context_->stream_places;
+  const FairShare::Answer answer = places.Check(peer, 1);
+  if (answer == FairShare::Answer::kYes) return absl::OkStatus();
+  if (answer == FairShare::Answer::kFull) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("there are ", places.used(), " open streams, the most allowed (--max_streams)"));
+  }
+  return absl::ResourceExhaustedError(
+      absl::StrCat("peer ", peer, " has ", places.held(peer), " of ", places.used(), " open streams, of ",
+                   places.capacity(),
+                   " that are allowed; one more would be beyond its share (--max_streams, --peer_share)"));
 }
 
 absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Open(StreamSpec spec,
@@ -290,7 +317,7 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Open(StreamSpec spec,
   absl::MutexLock lock(&context_->mutex);
   const auto session = FindOpen(spec.head);
   if (!session.ok()) return errors::Within("open.", session.status());
-  if (auto status = CheckStreams(); !status.ok()) return status;
+  if (auto status = CheckStreams(spec.peer); !status.ok()) return status;
   auto stream = (*session)->Open(std::move(spec), std::move(observer));
   if (!stream.ok()) return stream.status();
   return std::make_unique<StreamHandle>(*session, *std::move(stream));
@@ -302,7 +329,7 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::OpenBackward(BackwardSpec sp
   absl::MutexLock lock(&context_->mutex);
   const auto session = FindOpen(spec.head);
   if (!session.ok()) return errors::Within("backward.", session.status());
-  if (auto status = CheckStreams(); !status.ok()) return status;
+  if (auto status = CheckStreams(spec.peer); !status.ok()) return status;
   auto stream = (*session)->OpenBackward(std::move(spec), std::move(observer));
   if (!stream.ok()) return stream.status();
   return std::make_unique<StreamHandle>(*session, *std::move(stream));

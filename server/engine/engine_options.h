@@ -22,6 +22,12 @@ struct EngineOptions {
   int64_t max_ledger_rows = int64_t{1} << 26;
   // Likewise microbatches, and contributions: some hundred bytes each even without rows.
   int64_t max_step_microbatches = int64_t{1} << 18;
+  // Host memory for targets and weights of open streams and for the ledgers of open steps, over all heads
+  // (row_memory.h).
+  int64_t ledger_bytes = int64_t{256} << 20;
+  // What one peer may hold of the staging memory, and one peer or head of ledger_bytes (fair_share.h); in (0,
+  // 1].
+  double peer_share = 0.5;
   int64_t retained_bytes = 0;  // hidden states of deferred microbatches; 0: none are kept
   // Weight gradients are sums in an order of their own (server/engine/sequencer.h), so that the same
   // microbatches give the same bits whatever arrives first. Each trainable head takes up to staging_bytes

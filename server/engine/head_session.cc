@@ -25,6 +25,7 @@ absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
   session->schedule_ = *std::move(schedule);
   session->streams_ = std::make_unique<StreamSet>(session->schedule_.get(), &session->deferred_,
                                                   &context->notifier, context->runtime);
+  session->streams_->set_on_end([raw = session.get()](StreamState& stream) { raw->OnStreamEnd(stream); });
   return session;
 }
 
@@ -38,8 +39,10 @@ HeadSession::HeadSession(EngineContext* context, std::string name,
       chunk_rows_(head_->kernels().chunk_rows()),
       memory_(head_->kernels().memory()),
       choices_(head_->kernels().Describe()),
-      step_(std::make_shared<OpenStep>(context->incarnation, counter, context->options.max_ledger_rows,
-                                       context->options.max_step_microbatches)) {}
+      step_(std::make_shared<OpenStep>(
+          context->incarnation, counter, context->options.max_ledger_rows,
+          context->options.max_step_microbatches,
+          RowMemory::Account(&context->row_memory, absl::StrCat("head ", name_)))) {}
 
 absl::StatusOr<std::shared_ptr<Schedule>> HeadSession::MakeSchedule() {
   const EngineOptions& options = context_->options;
@@ -121,20 +124,51 @@ absl::Status HeadSession::ReserveRetained(StreamState& stream) {
 
 absl::StatusOr<std::shared_ptr<StreamState>> HeadSession::Admit(std::shared_ptr<StreamState> stream) {
   const StreamSpec& spec = stream->spec();
+  const int64_t host_bytes = stream->HostBytes();
+  if (auto taken = AccountOf(*stream).Take(host_bytes); !taken.ok()) return taken;
   if (spec.accumulate_gradients) {
-    if (auto valid = step_->CheckValid(); !valid.ok()) return valid;
-    if (step_->contributions().Contains(spec.microbatch_id)) {
-      return FieldError(absl::StatusCode::kFailedPrecondition, "open.microbatch_id",
-                        "names a contribution of this step", absl::StrCat(spec.microbatch_id));
+    if (auto declared = Declare(*stream); !declared.ok()) {
+      AccountOf(*stream).Give(host_bytes);
+      return declared;
     }
-    absl::Status declared =
-        step_->ledger().Declare(spec.microbatch_id, stream->terms(), spec.rows, stream->contents());
-    if (!declared.ok()) return declared;
     schedule_->OnDeclared(spec.microbatch_id);
     context_->loop.Wake();
   }
+  stream->SetAdmitted(host_bytes);
+  context_->stream_places.Take(spec.peer, 1);  // there is one: CheckStreams
   streams_->Add(stream);
   return stream;
+}
+
+RowMemory::Account HeadSession::AccountOf(const StreamState& stream) {
+  context_->mutex.AssertHeld();
+  const std::string& peer = stream.spec().peer;
+  return RowMemory::Account(&context_->row_memory, peer.empty() ? "" : absl::StrCat("peer ", peer));
+}
+
+absl::Status HeadSession::Declare(const StreamState& stream) {
+  if (auto valid = step_->CheckValid(); !valid.ok()) return valid;
+  const StreamSpec& spec = stream.spec();
+  if (step_->contributions().Contains(spec.microbatch_id)) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "open.microbatch_id",
+                      "names a contribution of this step", absl::StrCat(spec.microbatch_id));
+  }
+  return step_->ledger().Declare(spec.microbatch_id, stream.terms(), spec.rows, stream.contents());
+}
+
+void HeadSession::OnStreamEnd(StreamState& stream) {
+  AccountOf(stream).Give(stream.host_bytes());
+  context_->stream_places.Give(stream.spec().peer, 1);
+  const StreamSpec& spec = stream.spec();
+  if (!spec.accumulate_gradients || stream.head_state().generation != step_->versions().generation()) return;
+  if (stream.status().ok()) return step_->ledger().Keep(spec.microbatch_id, spec.rows);
+  bool shared = false;
+  const std::vector<RowRange> own = streams_->OwnRows(stream, &shared);
+  for (const RowRange rows : own) {
+    step_->ledger().Withdraw(spec.microbatch_id, schedule_->Withdrawable(spec.microbatch_id, rows), !shared);
+  }
+  schedule_->OnDeclared(spec.microbatch_id);
+  context_->loop.Wake();
 }
 
 // ---- Slices ----

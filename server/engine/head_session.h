@@ -101,6 +101,12 @@ class HeadSession final : public DeviceLoop::Source, public std::enable_shared_f
 
   // Enters a checked stream into the ledger and the set.
   absl::StatusOr<std::shared_ptr<StreamState>> Admit(std::shared_ptr<StreamState> stream);
+  // Who pays for what is known of the stream's rows.
+  RowMemory::Account AccountOf(const StreamState& stream);
+  // Enters the stream's rows in the ledger.
+  absl::Status Declare(const StreamState& stream);
+  // The stream is over: its rows stay in the ledger, or leave it.
+  void OnStreamEnd(StreamState& stream);
   absl::StatusOr<std::shared_ptr<StreamState>> MakeStream(StreamSpec spec,
                                                           std::shared_ptr<StreamObserver> observer);
   // Finds a place for the hidden states of a stream that retains them.

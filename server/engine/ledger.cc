@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
-#include <set>
+#include <iterator>
+#include <type_traits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -83,40 +84,73 @@ absl::Status Ledger::CheckAgreement(uint64_t id, const Microbatch& known, RowRan
 std::vector<RowRange> Ledger::Undeclared(const Microbatch& microbatch, RowRange rows) {
   std::vector<RowRange> gaps;
   int64_t next = rows.begin;
-  for (const auto& [begin, segment] : microbatch.segments) {
-    const int64_t end = begin + static_cast<int64_t>(segment.targets.size());
-    if (begin >= rows.end) break;
-    if (end <= next) continue;
-    if (begin > next) gaps.push_back({next, begin});
-    next = end;
-  }
+  ForEachRun(microbatch, rows, [&](const Segment&, size_t, size_t count, int64_t row) {
+    if (row > next) gaps.push_back({next, row});
+    next = row + static_cast<int64_t>(count);
+  });
   if (next < rows.end) gaps.push_back({next, rows.end});
   return gaps;
 }
 
-void Ledger::AddSegment(Microbatch& microbatch, RowRange piece, RowRange rows, const RowContents& contents) {
+// ---- Segments ----
+
+int64_t Ledger::Segment::bytes() const {
+  int64_t row_bytes = sizeof(int32_t) + sizeof(uint8_t);
+  for (const std::vector<float>& values : floats) row_bytes += values.empty() ? 0 : sizeof(float);
+  return kSegmentBytes + rows() * row_bytes;
+}
+
+Ledger::Segment Ledger::Segment::Part(size_t first, size_t count) const {
+  const auto part = [first, count](const auto& values) {
+    const auto begin = values.begin() + static_cast<std::ptrdiff_t>(values.empty() ? 0 : first);
+    const auto size = static_cast<std::ptrdiff_t>(values.empty() ? 0 : count);
+    return std::remove_cvref_t<decltype(values)>(begin, begin + size);
+  };
+  Segment result{.targets = part(targets), .states = part(states)};
+  for (size_t kind = 0; kind < kFloats; ++kind) result.floats[kind] = part(floats[kind]);
+  return result;
+}
+
+Ledger::Segment Ledger::MakeSegment(RowRange piece, RowRange rows, const RowContents& contents) {
   const auto floats = FloatsOf(contents);
   const size_t offset = static_cast<size_t>(piece.begin - rows.begin);
   const size_t size = static_cast<size_t>(piece.size());
   const auto targets = contents.targets.subspan(offset, size);
   Segment segment;
   segment.targets.assign(targets.begin(), targets.end());
-  int64_t row_bytes = sizeof(int32_t) + sizeof(uint8_t);
   for (size_t kind = 0; kind < kFloats; ++kind) {
     if (floats[kind].empty()) continue;
     const auto values = floats[kind].subspan(offset, size);
     segment.floats[kind].assign(values.begin(), values.end());
-    row_bytes += sizeof(float);
   }
   segment.states.resize(size, kPending);
   for (size_t i = 0; i < size; ++i) {
-    if (segment.targets[i] != kernels::kIgnoredTarget) continue;
-    segment.states[i] = kSettled;
-    ++microbatch.settled_rows;
+    if (segment.targets[i] == kernels::kIgnoredTarget) segment.states[i] = kIgnored;
   }
-  declared_rows_ += piece.size();
-  bytes_ += piece.size() * row_bytes;
-  microbatch.segments.emplace(piece.begin, std::move(segment));
+  return segment;
+}
+
+void Ledger::Insert(Microbatch& microbatch, int64_t first_row, Segment segment) {
+  declared_rows_ += segment.rows();
+  microbatch.settled_rows += std::count_if(segment.states.begin(), segment.states.end(), IsSettled);
+  microbatch.segments.emplace(first_row, std::move(segment));
+}
+
+Ledger::Segment Ledger::Remove(Microbatch& microbatch, std::map<int64_t, Segment>::iterator it) {
+  Segment segment = std::move(it->second);
+  microbatch.segments.erase(it);
+  declared_rows_ -= segment.rows();
+  microbatch.settled_rows -= std::count_if(segment.states.begin(), segment.states.end(), IsSettled);
+  return segment;
+}
+
+template <typename Change>
+void Ledger::Update(Microbatch& microbatch, Change change) {
+  const bool was_begun = microbatch.begun();
+  const bool was_half_done = microbatch.half_done();
+  change();
+  begun_ += int64_t{microbatch.begun()} - int64_t{was_begun};
+  half_done_ += int64_t{microbatch.half_done()} - int64_t{was_half_done};
 }
 
 absl::Status Ledger::CheckLimits(uint64_t id, bool is_new, int64_t rows) const {
@@ -151,11 +185,93 @@ absl::Status Ledger::Declare(uint64_t id, const MicrobatchTerms& terms, RowRange
   int64_t added = 0;
   for (RowRange piece : pieces) added += piece.size();
   if (auto status = CheckLimits(id, is_new, added); !status.ok()) return status;
-  if (is_new) it = microbatches_.emplace(id, Microbatch{.terms = terms}).first;
+  std::vector<std::pair<int64_t, Segment>> segments;
+  int64_t bytes = is_new ? kMicrobatchBytes : 0;
   for (RowRange piece : pieces) {
-    if (piece.size() > 0) AddSegment(it->second, piece, rows, contents);
+    if (piece.size() == 0) continue;
+    segments.emplace_back(piece.begin, MakeSegment(piece, rows, contents));
+    bytes += segments.back().second.bytes();
   }
+  if (auto status = memory_.Take(bytes); !status.ok()) return status;
+  bytes_ += bytes;
+  if (is_new) {
+    it = microbatches_.emplace(id, Microbatch{.terms = terms}).first;
+    begun_ += it->second.begun() ? 1 : 0;  // it has no rows
+  }
+  Update(it->second, [&] {
+    for (auto& [first_row, segment] : segments) Insert(it->second, first_row, std::move(segment));
+  });
   return absl::OkStatus();
+}
+
+void Ledger::Keep(uint64_t id, RowRange rows) {
+  const auto it = microbatches_.find(id);
+  if (it == microbatches_.end()) return;
+  it->second.kept = true;
+  ForEachRun(it->second, rows, [](Segment& segment, size_t first, size_t count, int64_t) {
+    const auto begin = segment.states.begin() + static_cast<std::ptrdiff_t>(first);
+    std::replace(begin, begin + static_cast<std::ptrdiff_t>(count), uint8_t{kIgnored}, uint8_t{kSettled});
+  });
+}
+
+std::vector<std::pair<size_t, size_t>> Ledger::Staying(const Segment& segment, size_t first, size_t last) {
+  // A shorter run takes less than the bookkeeping of a segment more.
+  constexpr size_t kShortest = 64;
+  const auto goes = [&](size_t i) {
+    return i >= first && i < last && (segment.states[i] == kPending || segment.states[i] == kIgnored);
+  };
+  const size_t size = segment.states.size();
+  std::vector<std::pair<size_t, size_t>> staying;
+  for (size_t begin = 0; begin < size;) {
+    const bool going = goes(begin);
+    size_t end = begin + 1;
+    while (end < size && goes(end) == going) ++end;
+    const bool at_an_edge = begin == 0 || end == size;
+    if (!going || (!at_an_edge && end - begin < kShortest)) {
+      if (!staying.empty() && staying.back().second == begin) {
+        staying.back().second = end;
+      } else {
+        staying.emplace_back(begin, end);
+      }
+    }
+    begin = end;
+  }
+  return staying;
+}
+
+void Ledger::Withdraw(uint64_t id, RowRange rows, bool forget_empty) {
+  const auto entry = microbatches_.find(id);
+  if (entry == microbatches_.end()) return;
+  Microbatch& microbatch = entry->second;
+  const int64_t bytes_before = bytes_;
+  Update(microbatch, [&] {
+    auto it = microbatch.segments.upper_bound(rows.begin);
+    if (it != microbatch.segments.begin()) --it;
+    while (it != microbatch.segments.end() && it->first < rows.end) {
+      const int64_t begin = it->first;
+      const int64_t size = it->second.rows();
+      const auto first = static_cast<size_t>(std::clamp<int64_t>(rows.begin - begin, 0, size));
+      const auto last = static_cast<size_t>(std::clamp<int64_t>(rows.end - begin, 0, size));
+      const auto staying = Staying(it->second, first, last);
+      const auto next = std::next(it);
+      if (staying.size() != 1 || staying.front() != std::pair<size_t, size_t>(0, size)) {
+        const Segment segment = Remove(microbatch, it);
+        bytes_ -= segment.bytes();
+        for (const auto& [from, to] : staying) {
+          Segment part = segment.Part(from, to - from);
+          bytes_ += part.bytes();
+          Insert(microbatch, begin + static_cast<int64_t>(from), std::move(part));
+        }
+      }
+      it = next;
+    }
+  });
+  if (forget_empty && microbatch.segments.empty() && !microbatch.kept) {
+    begun_ -= microbatch.begun() ? 1 : 0;
+    microbatches_.erase(entry);
+    bytes_ -= kMicrobatchBytes;
+  }
+  memory_.Give(bytes_before - bytes_);
 }
 
 std::optional<int64_t> Ledger::MicrobatchRows(uint64_t id) const {
@@ -170,7 +286,7 @@ int64_t Ledger::CountUnsettled(uint64_t id, RowRange rows) const {
   if (it == microbatches_.end()) return unsettled;
   ForEachRun(it->second, rows, [&](const Segment& segment, size_t first, size_t count, int64_t) {
     const auto states = segment.states.begin() + static_cast<std::ptrdiff_t>(first);
-    unsettled -= std::count(states, states + static_cast<std::ptrdiff_t>(count), kSettled);
+    unsettled -= std::count_if(states, states + static_cast<std::ptrdiff_t>(count), IsSettled);
   });
   return unsettled;
 }
@@ -181,7 +297,7 @@ void Ledger::MarkUnsettled(uint64_t id, RowRange rows, absl::Span<uint8_t> mask)
   if (it == microbatches_.end()) return;
   ForEachRun(it->second, rows, [&](const Segment& segment, size_t first, size_t count, int64_t row) {
     uint8_t* const out = mask.data() + (row - rows.begin);
-    for (size_t i = 0; i < count; ++i) out[i] = segment.states[first + i] != kSettled ? 1 : 0;
+    for (size_t i = 0; i < count; ++i) out[i] = IsSettled(segment.states[first + i]) ? 0 : 1;
   });
 }
 
@@ -242,89 +358,23 @@ int64_t Ledger::ReplaceReserved(Microbatch& microbatch, RowRange rows, RowState 
 
 int64_t Ledger::Commit(uint64_t id, RowRange rows) {
   Microbatch& microbatch = microbatches_.at(id);
-  const int64_t committed = ReplaceReserved(microbatch, rows, kSettled);
-  microbatch.settled_rows += committed;
-  microbatch.accumulated_rows += committed;
+  int64_t committed = 0;
+  Update(microbatch, [&] {
+    committed = ReplaceReserved(microbatch, rows, kSettled);
+    microbatch.settled_rows += committed;
+    microbatch.accumulated_rows += committed;
+  });
   accumulated_rows_ += committed;
   return committed;
 }
 
 void Ledger::Release(uint64_t id, RowRange rows) { ReplaceReserved(microbatches_.at(id), rows, kPending); }
 
-std::string Ledger::DescribeMissing(uint64_t id, const Microbatch& microbatch) {
-  constexpr int kMaxRanges = 8;
-  std::vector<RowRange> missing;
-  int64_t next = 0;  // first row not yet known to be settled
-  const auto note = [&missing](int64_t begin, int64_t end) {
-    if (begin >= end) return;
-    if (!missing.empty() && missing.back().end == begin) {
-      missing.back().end = end;
-    } else {
-      missing.push_back({begin, end});
-    }
-  };
-  for (const auto& [begin, segment] : microbatch.segments) {
-    note(next, begin);
-    for (size_t i = 0; i < segment.states.size(); ++i) {
-      const int64_t row = begin + static_cast<int64_t>(i);
-      if (segment.states[i] != kSettled) note(row, row + 1);
-    }
-    next = begin + static_cast<int64_t>(segment.states.size());
-  }
-  note(next, microbatch.terms.microbatch_rows);
-  std::string text = absl::StrCat("microbatch ", id, ": rows ");
-  for (size_t i = 0; i < missing.size() && i < kMaxRanges; ++i) {
-    absl::StrAppend(&text, i == 0 ? "" : ", ", Text(missing[i]));
-  }
-  if (missing.size() > kMaxRanges)
-    absl::StrAppend(&text, " and ", missing.size() - kMaxRanges, " more ranges");
-  return absl::StrCat(text, " of ", microbatch.terms.microbatch_rows);
-}
-
-std::vector<std::string> Ledger::Missing(absl::Span<const uint64_t> ids, int max_lines) const {
-  std::vector<std::string> lines;
-  int64_t more = 0;
-  for (uint64_t id : ids) {
-    const auto it = microbatches_.find(id);
-    if (it != microbatches_.end() && it->second.complete()) continue;
-    if (static_cast<int>(lines.size()) >= max_lines) {
-      ++more;
-    } else {
-      lines.push_back(it == microbatches_.end() ? absl::StrCat("microbatch ", id, ": never opened")
-                                                : DescribeMissing(id, it->second));
-    }
-  }
-  if (more > 0) lines.push_back(absl::StrCat("and ", more, " more microbatches"));
-  return lines;
-}
-
-std::vector<std::string> Ledger::Incomplete(absl::Span<const uint64_t> ids, int max_lines) const {
-  const std::set<uint64_t> expected(ids.begin(), ids.end());
-  std::vector<std::string> lines;
-  for (const auto& [id, microbatch] : microbatches_) {
-    if (static_cast<int>(lines.size()) >= max_lines) break;
-    if (microbatch.complete() || expected.contains(id) || microbatch.accumulated_rows == 0) continue;
-    lines.push_back(absl::StrCat(DescribeMissing(id, microbatch), " (not expected, but begun)"));
-  }
-  return lines;
-}
-
-std::vector<uint64_t> Ledger::CompleteIds() const {
-  std::vector<uint64_t> ids;
-  for (const auto& [id, microbatch] : microbatches_) {
-    if (microbatch.complete()) ids.push_back(id);
-  }
-  return ids;
-}
-
-int64_t Ledger::begun_microbatches() const {
-  return std::count_if(microbatches_.begin(), microbatches_.end(), [](const auto& entry) {
-    return entry.second.accumulated_rows > 0 || entry.second.complete();
-  });
-}
-
 void Ledger::Clear() {
   microbatches_.clear();
+  memory_.Give(bytes_);
+  begun_ = 0;
+  half_done_ = 0;
   accumulated_rows_ = 0;
   declared_rows_ = 0;
   bytes_ = 0;

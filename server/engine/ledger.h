@@ -4,9 +4,11 @@
 // weights, or a backward with its gradients too); pieces may overlap if they agree. A declared row is
 // pending, reserved (in a chunk that is being computed) or settled (accumulated, or ignored and so nothing
 // to accumulate). Rows are kept themselves, not hashes: the same id with other contents is always noticed.
+// What ends without accumulating anything is withdrawn again, and leaves no trace.
 //
-// Memory: 5 bytes per declared row and 4 for each kind of float that RowContents gives; at most max_rows rows
-// of max_microbatches microbatches.
+// Memory: 5 bytes per declared row and 4 for each kind of float that RowContents gives, and some hundred for
+// each microbatch and each run of rows; at most max_rows rows of max_microbatches microbatches, and what
+// RowMemory has.
 // Thread-compatible: guarded by the engine's lock.
 #ifndef LOSSD_SERVER_ENGINE_LEDGER_H_
 #define LOSSD_SERVER_ENGINE_LEDGER_H_
@@ -17,12 +19,14 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "kernels/loss_options.h"
+#include "server/engine/row_memory.h"
 #include "server/engine/stream.h"
 
 namespace lossd::engine {
@@ -58,13 +62,21 @@ struct RowValues {
 
 class Ledger {
  public:
-  Ledger(int64_t max_rows, int64_t max_microbatches)
-      : max_rows_(max_rows), max_microbatches_(max_microbatches) {}
+  // `memory` pays for the ledger, until Clear.
+  Ledger(int64_t max_rows, int64_t max_microbatches, RowMemory::Account memory = {})
+      : max_rows_(max_rows), max_microbatches_(max_microbatches), memory_(std::move(memory)) {}
 
-  // Declares rows of a microbatch. Ignored rows settle at once.
+  // Declares rows of a microbatch, in time proportional to the rows. Ignored rows settle at once.
   // FAILED_PRECONDITION if the id is known with other terms or contents; RESOURCE_EXHAUSTED if the ledger
   // would exceed its limits; then nothing has changed.
   absl::Status Declare(uint64_t id, const MicrobatchTerms& terms, RowRange rows, const RowContents& contents);
+
+  // The stream that declared the rows has ended well: they stay, those without a target too.
+  void Keep(uint64_t id, RowRange rows);
+  // The stream that declared the rows has ended otherwise: of the rows, those are forgotten that are pending,
+  // or have no target and were not kept. Short runs of them between others stay, so that the ledger does not
+  // fall to pieces. `forget_empty`: so is the microbatch if no row is left and nothing of it was kept.
+  void Withdraw(uint64_t id, RowRange rows, bool forget_empty);
 
   bool Contains(uint64_t id) const { return microbatches_.contains(id); }
   // N of a microbatch; nothing if the id is not known.
@@ -91,13 +103,13 @@ class Ledger {
   // Makes the reserved rows pending again.
   void Release(uint64_t id, RowRange rows);
 
-  // One line for each microbatch of `ids` that is not settled in full, e.g. "microbatch 7: rows
+  // One line for each microbatch of `ids`, ascending, that is not settled in full, e.g. "microbatch 7: rows
   // [128, 256) of 1024", "microbatch 9: never opened". At most `max_lines`, then a line with the rest's
   // count.
   std::vector<std::string> Missing(absl::Span<const uint64_t> ids, int max_lines = 20) const;
 
-  // One line for each microbatch that is not among `ids` and of which some rows were accumulated and others
-  // not: to leave it so would count half of it. At most `max_lines`.
+  // One line for each microbatch that is not among `ids`, ascending, and of which some rows were accumulated
+  // and others not: to leave it so would count half of it. At most `max_lines`.
   std::vector<std::string> Incomplete(absl::Span<const uint64_t> ids, int max_lines = 20) const;
 
   // The microbatches that are settled in full, ascending.
@@ -108,13 +120,19 @@ class Ledger {
 
   int64_t microbatches() const { return static_cast<int64_t>(microbatches_.size()); }
   // Of those, the ones that are part of the sum: rows were accumulated, or none has to be.
-  int64_t begun_microbatches() const;
+  int64_t begun_microbatches() const { return begun_; }
   int64_t accumulated_rows() const { return accumulated_rows_; }  // valid rows settled
   int64_t declared_rows() const { return declared_rows_; }
   int64_t bytes() const { return bytes_; }
 
  private:
-  enum RowState : uint8_t { kPending, kReserved, kSettled };
+  // kIgnored: settled because there is nothing to accumulate, by a stream that has not ended yet.
+  enum RowState : uint8_t { kPending, kReserved, kSettled, kIgnored };
+  static bool IsSettled(uint8_t state) { return state >= kSettled; }
+
+  // Of a map's node and the heap's blocks, beside the rows.
+  static constexpr int64_t kMicrobatchBytes = 256;
+  static constexpr int64_t kSegmentBytes = 288;
 
   // The kinds of floats in RowContents, in its order.
   static constexpr size_t kFloats = 4;
@@ -125,13 +143,21 @@ class Ledger {
     std::vector<int32_t> targets;
     std::array<std::vector<float>, kFloats> floats;  // each may be empty
     std::vector<uint8_t> states;
+
+    int64_t rows() const { return static_cast<int64_t>(states.size()); }
+    int64_t bytes() const;
+    // The part [first, first + count).
+    Segment Part(size_t first, size_t count) const;
   };
   struct Microbatch {
     MicrobatchTerms terms;
     std::map<int64_t, Segment> segments;  // by first row; disjoint
     int64_t settled_rows = 0;
     int64_t accumulated_rows = 0;  // of the settled ones, those with a target
+    bool kept = false;             // a stream of it has ended well
     bool complete() const { return settled_rows == terms.microbatch_rows; }
+    bool begun() const { return accumulated_rows > 0 || complete(); }
+    bool half_done() const { return accumulated_rows > 0 && !complete(); }
   };
 
   // Calls fn(segment, first index in segment, number of rows, first row) for each run of declared rows in
@@ -144,14 +170,26 @@ class Ledger {
   static std::vector<RowRange> Undeclared(const Microbatch& microbatch, RowRange rows);
   // RESOURCE_EXHAUSTED if so many rows more, of a microbatch that is new or not, are too many.
   absl::Status CheckLimits(uint64_t id, bool is_new, int64_t rows) const;
-  void AddSegment(Microbatch& microbatch, RowRange piece, RowRange rows, const RowContents& contents);
+  static Segment MakeSegment(RowRange piece, RowRange rows, const RowContents& contents);
+  // Both count what they add or remove, but not its memory.
+  void Insert(Microbatch& microbatch, int64_t first_row, Segment segment);
+  Segment Remove(Microbatch& microbatch, std::map<int64_t, Segment>::iterator it);
+  // The parts of a segment that stay if `rows` of it are withdrawn, [first, last) by index.
+  static std::vector<std::pair<size_t, size_t>> Staying(const Segment& segment, size_t first, size_t last);
+  // Runs `change`, which may change what is settled of the microbatch, and keeps the counters of
+  // microbatches.
+  template <typename Change>
+  void Update(Microbatch& microbatch, Change change);
   // Gives the reserved ones among the rows another state; returns how many.
   static int64_t ReplaceReserved(Microbatch& microbatch, RowRange rows, RowState state);
   static std::string DescribeMissing(uint64_t id, const Microbatch& microbatch);
 
   const int64_t max_rows_;
   const int64_t max_microbatches_;
+  RowMemory::Account memory_;
   std::map<uint64_t, Microbatch> microbatches_;
+  int64_t begun_ = 0;
+  int64_t half_done_ = 0;
   int64_t accumulated_rows_ = 0;
   int64_t declared_rows_ = 0;
   int64_t bytes_ = 0;

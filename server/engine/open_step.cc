@@ -25,11 +25,12 @@ void Append(std::vector<std::string> more, std::vector<std::string>& lines) {
 
 }  // namespace
 
-OpenStep::OpenStep(uint64_t incarnation, VersionCounter* counter, int64_t max_rows, int64_t max_microbatches)
+OpenStep::OpenStep(uint64_t incarnation, VersionCounter* counter, int64_t max_rows, int64_t max_microbatches,
+                   const RowMemory::Account& memory)
     : incarnation_(incarnation),
       versions_(counter),
-      ledger_(max_rows, max_microbatches),
-      contributions_(max_rows, max_microbatches) {}
+      ledger_(max_rows, max_microbatches, memory),
+      contributions_(max_rows, max_microbatches, memory) {}
 
 // ---- Validity ----
 

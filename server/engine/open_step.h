@@ -30,8 +30,9 @@ namespace lossd::engine {
 class OpenStep {
  public:
   // Step 0 of a new head. `incarnation` of the engine; `counter` outlives this; the limits are those of the
-  // two ledgers.
-  OpenStep(uint64_t incarnation, VersionCounter* counter, int64_t max_rows, int64_t max_microbatches);
+  // two ledgers, and `memory` pays for them.
+  OpenStep(uint64_t incarnation, VersionCounter* counter, int64_t max_rows, int64_t max_microbatches,
+           const RowMemory::Account& memory = {});
 
   uint64_t number() const { return versions_.step(); }
   uint64_t updates() const { return updates_; }  // head::Progress
@@ -102,7 +103,8 @@ class OpenStep {
   void BeginLoad(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step,
                  absl::Status why);
   void EndLoad() { weights_status_ = absl::OkStatus(); }
-  // After Close, Restart and BeginLoad: empties the ledgers.
+  // After Close, Restart and BeginLoad, and when the head is gone: empties the ledgers, which give their
+  // memory back.
   void ForgetRows();
 
  private:

@@ -38,7 +38,7 @@ using ScheduledWork = std::variant<std::monostate, std::unique_ptr<ChunkWork>, O
 struct Backlog {
   int64_t queued_slices = 0;
   int64_t queued_rows = 0;     // of those that are computed by arrival
-  int64_t waiting_slices = 0;  // for their turn
+  int64_t waiting_slices = 0;  // for their turn; contributions too
   std::string waits_for;       // e.g. "microbatch 3, rows [0, 128)"; empty if no slice waits for another
 };
 
@@ -72,8 +72,10 @@ class Schedule {
   virtual bool IsWaiting(const StreamState& stream) const = 0;
 
   // ---- News of the open step ----
-  // Rows of a microbatch were declared in the ledger.
+  // Rows of a microbatch were declared in the ledger, or withdrawn.
   virtual void OnDeclared(uint64_t microbatch_id) = 0;
+  // Those of the rows that the schedule can do without if they are withdrawn from the ledger.
+  virtual RowRange Withdrawable(uint64_t microbatch_id, RowRange rows) const = 0;
   // A contribution was declared, or rows of it were added.
   virtual void OnContribution() = 0;
   // The gradients begin at zero: all streams that accumulate have failed, and the ledgers are empty.

@@ -16,6 +16,12 @@ RowRange Sequencer::RowsOf(GroupKey key) const {
   return {begin, std::min(begin + group_rows_, ledger_->MicrobatchRows(key.microbatch_id).value_or(begin))};
 }
 
+RowRange Sequencer::NotPassed(uint64_t microbatch_id, RowRange rows) const {
+  if (microbatch_id > turn_.microbatch_id) return rows;
+  const int64_t passed = microbatch_id < turn_.microbatch_id ? rows.end : turn_.group * group_rows_;
+  return {std::clamp(passed, rows.begin, rows.end), rows.end};
+}
+
 // ---- Slices ----
 
 void Sequencer::Request(std::unique_ptr<SliceWork> slice) { waiting_.push_back(std::move(slice)); }

@@ -57,6 +57,8 @@ class Sequencer {
 
   int64_t group_rows() const { return group_rows_; }
   GroupKey turn() const { return turn_; }
+  // Those of the rows whose groups have not had their turn yet.
+  RowRange NotPassed(uint64_t microbatch_id, RowRange rows) const;
 
   // ---- Slices ----
   // Asks for the memory of a slice; granted by TakeGrants.
@@ -70,7 +72,7 @@ class Sequencer {
   DroppedSlices TakeFailed();
 
   // ---- The ledger's news ----
-  // Rows of a microbatch were declared.
+  // Rows of a microbatch were declared or withdrawn.
   void OnDeclared(uint64_t microbatch_id);
   // A contribution was declared, or rows of it were added.
   void OnContribution() { Advance(); }

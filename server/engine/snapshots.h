@@ -56,6 +56,8 @@ struct EngineStats {
   int64_t heads = 0;
   int64_t ledger_rows = 0;
   int64_t ledger_bytes = 0;
+  int64_t row_bytes = 0;       // EngineOptions::ledger_bytes
+  int64_t row_bytes_used = 0;  // of them; ledger_bytes and what open streams have
   int64_t retained_microbatches = 0;
   int64_t retained_bytes_used = 0;
 };

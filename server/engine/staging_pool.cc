@@ -34,7 +34,8 @@ void StagingBuffer::Release() {
 }
 
 absl::StatusOr<std::unique_ptr<StagingPool>> StagingPool::Create(kernels::Backend* backend, int64_t bytes,
-                                                                 int64_t max_buffer_bytes) {
+                                                                 int64_t max_buffer_bytes,
+                                                                 double holder_share) {
   if (max_buffer_bytes <= 0 || max_buffer_bytes > bytes) {
     return absl::InvalidArgumentError(
         absl::StrCat("staging needs bytes for one buffer of at least one byte, got ", bytes,
@@ -44,22 +45,28 @@ absl::StatusOr<std::unique_ptr<StagingPool>> StagingPool::Create(kernels::Backen
   const int64_t grain = RoundUp((max_buffer_bytes + kGrains - 1) / kGrains, RangeAllocator::kAlignment);
   auto memory = backend->AllocateStaging(RoundUp(bytes, grain));
   if (!memory.ok()) return memory.status();
-  return std::unique_ptr<StagingPool>(new StagingPool(*std::move(memory), grain));
+  return std::unique_ptr<StagingPool>(new StagingPool(*std::move(memory), grain, holder_share));
 }
 
-StagingPool::StagingPool(std::unique_ptr<kernels::StagingMemory> memory, int64_t grain)
+StagingPool::StagingPool(std::unique_ptr<kernels::StagingMemory> memory, int64_t grain, double holder_share)
     : memory_(std::move(memory)),
       grain_(grain),
-      ranges_(static_cast<int64_t>(memory_->bytes().size()), grain) {}
+      ranges_(static_cast<int64_t>(memory_->bytes().size()), grain),
+      shares_(ranges_.size(), holder_share) {}
 
 StagingPool::~StagingPool() = default;
 
-StagingPool::Acquired StagingPool::Acquire(int64_t bytes, Waiter waiter) {
+StagingPool::Acquired StagingPool::Acquire(absl::string_view holder, int64_t bytes, Waiter waiter) {
   absl::MutexLock lock(&mutex_);
-  if (waiting_.empty()) {
-    if (StagingBuffer buffer = TryLend(bytes)) return {.buffer = std::move(buffer)};
+  mutex_.AssertHeld();
+  const bool first = std::none_of(waiting_.begin(), waiting_.end(), [&](const Waiting& w) {
+    mutex_.AssertHeld();
+    return WithinShare(w.holder, w.bytes);
+  });
+  if (first && WithinShare(holder, bytes)) {
+    if (StagingBuffer buffer = TryLend(holder, bytes)) return {.buffer = std::move(buffer)};
   }
-  waiting_.push_back({++last_ticket_, bytes, std::move(waiter)});
+  waiting_.push_back({++last_ticket_, std::string(holder), bytes, std::move(waiter)});
   return {.ticket = last_ticket_};
 }
 
@@ -89,20 +96,35 @@ int64_t StagingPool::peak_bytes() const {
   return peak_bytes_;
 }
 
-StagingBuffer StagingPool::TryLend(int64_t bytes) {
+int64_t StagingPool::over_share() const {
+  absl::MutexLock lock(&mutex_);
+  return std::count_if(waiting_.begin(), waiting_.end(), [this](const Waiting& w) {
+    mutex_.AssertHeld();
+    return !WithinShare(w.holder, w.bytes);
+  });
+}
+
+bool StagingPool::WithinShare(absl::string_view holder, int64_t bytes) const {
+  return shares_.Check(holder, RoundUp(std::max<int64_t>(bytes, 1), grain_)) != FairShare::Answer::kOverShare;
+}
+
+StagingBuffer StagingPool::TryLend(absl::string_view holder, int64_t bytes) {
   Block block = ranges_.Allocate(bytes);
   if (block == nullptr) return {};
   peak_bytes_ = std::max(peak_bytes_, ranges_.used());
   uint8_t* const data = memory_->bytes().data() + block->offset();
   const int64_t taken = block->bytes();
-  return StagingBuffer(data, taken,
-                       [this, block = std::move(block)]() mutable { GiveBack(std::move(block)); });
+  shares_.Take(holder, taken);
+  return StagingBuffer(data, taken, [this, holder = std::string(holder), block = std::move(block)]() mutable {
+    GiveBack(holder, std::move(block));
+  });
 }
 
-void StagingPool::GiveBack(Block block) {
+void StagingPool::GiveBack(const std::string& holder, Block block) {
   std::vector<Served> served;
   {
     absl::MutexLock lock(&mutex_);
+    shares_.Give(holder, block->bytes());
     block.reset();
     served = ServeWaiting();
   }
@@ -111,11 +133,15 @@ void StagingPool::GiveBack(Block block) {
 
 std::vector<StagingPool::Served> StagingPool::ServeWaiting() {
   std::vector<Served> served;
-  while (!waiting_.empty()) {
-    StagingBuffer buffer = TryLend(waiting_.front().bytes);
+  for (auto it = waiting_.begin(); it != waiting_.end();) {
+    if (!WithinShare(it->holder, it->bytes)) {
+      ++it;
+      continue;
+    }
+    StagingBuffer buffer = TryLend(it->holder, it->bytes);
     if (!buffer) break;
-    served.push_back({std::move(waiting_.front().waiter), std::move(buffer)});
-    waiting_.pop_front();
+    served.push_back({std::move(it->waiter), std::move(buffer)});
+    it = waiting_.erase(it);
   }
   return served;
 }

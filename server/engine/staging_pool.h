@@ -6,6 +6,10 @@
 // largest buffer, which bounds how many buffers there can be. No request starves: while one waits, no later
 // one is served before it, so what is on loan comes back until the free bytes lie in one piece.
 //
+// Buffers have holders, each with its share of the pool (fair_share.h). A request beyond its holder's share
+// waits until the holder has given enough back, and is passed by those of other holders meanwhile. So a
+// holder that gives nothing back, because its client takes no answers, holds up itself.
+//
 // Thread-safe. The pool must outlive its buffers.
 #ifndef LOSSD_SERVER_ENGINE_STAGING_POOL_H_
 #define LOSSD_SERVER_ENGINE_STAGING_POOL_H_
@@ -13,14 +17,17 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/backend.h"
+#include "server/engine/fair_share.h"
 #include "server/engine/range_allocator.h"
 
 namespace lossd::engine {
@@ -57,7 +64,8 @@ class StagingPool {
   // A pool of `bytes` for buffers of up to `max_buffer_bytes`. INVALID_ARGUMENT unless
   // 0 < max_buffer_bytes <= bytes, or the backend's error.
   static absl::StatusOr<std::unique_ptr<StagingPool>> Create(kernels::Backend* backend, int64_t bytes,
-                                                             int64_t max_buffer_bytes);
+                                                             int64_t max_buffer_bytes,
+                                                             double holder_share = 1.0);
   ~StagingPool();
 
   // A buffer, or the promise of one.
@@ -65,9 +73,11 @@ class StagingPool {
     StagingBuffer buffer;
     uint64_t ticket = 0;  // for Forget; 0: the buffer is here
   };
-  // A buffer of at least `bytes`, in [0, max_buffer_bytes], if there is memory for it and no other request
-  // waits. Otherwise `waiter`, which is not called in here, gets it later, first come first served.
-  Acquired Acquire(int64_t bytes, Waiter waiter) ABSL_LOCKS_EXCLUDED(mutex_);
+  // A buffer of at least `bytes`, in [0, max_buffer_bytes], for `holder`, if there is memory for it and no
+  // other request waits that is within its holder's share. Otherwise `waiter`, which is not called in here,
+  // gets it later, first come first served among those within their shares. The holder "" has no share.
+  Acquired Acquire(absl::string_view holder, int64_t bytes, Waiter waiter) ABSL_LOCKS_EXCLUDED(mutex_);
+  Acquired Acquire(int64_t bytes, Waiter waiter) { return Acquire("", bytes, std::move(waiter)); }
   // Drops a waiter that was not served yet; false if it was (or is being) served.
   bool Forget(uint64_t ticket) ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -75,11 +85,14 @@ class StagingPool {
   int64_t grain() const { return grain_; }
   int64_t used_bytes() const ABSL_LOCKS_EXCLUDED(mutex_);
   int64_t peak_bytes() const ABSL_LOCKS_EXCLUDED(mutex_);  // most that was used at once
+  // Requests that wait although there is memory, because their holders have their share.
+  int64_t over_share() const ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   using Block = std::shared_ptr<const RangeAllocator::Block>;
   struct Waiting {
     uint64_t ticket;
+    std::string holder;
     int64_t bytes;
     Waiter waiter;
   };
@@ -88,11 +101,12 @@ class StagingPool {
     StagingBuffer buffer;
   };
 
-  StagingPool(std::unique_ptr<kernels::StagingMemory> memory, int64_t grain);
+  StagingPool(std::unique_ptr<kernels::StagingMemory> memory, int64_t grain, double holder_share);
+  bool WithinShare(absl::string_view holder, int64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Empty if there is no free range that is long enough.
-  StagingBuffer TryLend(int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void GiveBack(Block block) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Takes the first of the waiting requests, as many as there is memory for.
+  StagingBuffer TryLend(absl::string_view holder, int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void GiveBack(const std::string& holder, Block block) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Takes the first of the waiting requests within their shares, as many as there is memory for.
   std::vector<Served> ServeWaiting() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static void Call(std::vector<Served> served);
 
@@ -101,6 +115,7 @@ class StagingPool {
   RangeAllocator ranges_;
 
   mutable absl::Mutex mutex_;
+  FairShare shares_ ABSL_GUARDED_BY(mutex_);
   std::deque<Waiting> waiting_ ABSL_GUARDED_BY(mutex_);
   uint64_t last_ticket_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t peak_bytes_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -15,7 +15,7 @@ namespace lossd::engine {
 struct StepRequest {
   uint64_t step = 0;
   kernels::OptimizerOptions optimizer;
-  std::vector<uint64_t> expected_microbatches;  // or contributions
+  std::vector<uint64_t> expected_microbatches;  // or contributions; inside the engine ascending, each once
   std::optional<int64_t> expected_rows;
   bool skip_non_finite = false;
   std::optional<uint64_t> incarnation;  // the engine that accumulated the step's rows

@@ -202,6 +202,22 @@ int64_t StreamRows::RetainedOffset(RowRange rows) const {
   return -1;
 }
 
+int64_t StreamRows::HostBytes() const {
+  constexpr int64_t kOverhead = 1024;  // of the stream itself
+  const size_t floats =
+      spec_.row_weights.size() + gradients_.loss.size() + gradients_.lse.size() + gradients_.entropy.size();
+  constexpr size_t kTargetAndFlag = sizeof(int32_t) + sizeof(uint8_t);
+  return kOverhead + static_cast<int64_t>(spec_.targets.size() * kTargetAndFlag + floats * sizeof(float));
+}
+
+RowValues StreamRows::TakeValues() {
+  return {.targets = std::move(spec_.targets),
+          .row_weights = std::move(spec_.row_weights),
+          .grad_loss = std::move(gradients_.loss),
+          .grad_lse = std::move(gradients_.lse),
+          .grad_entropy = std::move(gradients_.entropy)};
+}
+
 DeferredMicrobatches::Part StreamRows::TakePart() {
   return {.retained = std::move(retained_.front()),
           .targets = std::move(spec_.targets),

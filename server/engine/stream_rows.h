@@ -66,6 +66,10 @@ class StreamRows {
   // The rows of this stream, in ascending order, cut so that each slice obeys the limits and lies in one
   // piece of retained memory.
   std::vector<RowRange> RetainedSlices() const;
+  // Host memory of what is known of the rows.
+  int64_t HostBytes() const;
+  // At the end of the stream, after TakePart: what is known of the rows, which may be much to destroy.
+  RowValues TakeValues();
   // What a stream that retained its rows leaves behind. Call once, at its end.
   DeferredMicrobatches::Part TakePart();
   bool is_backward() const { return !gradients_.loss.empty(); }

@@ -1,5 +1,6 @@
 #include "server/engine/stream_set.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -62,7 +63,32 @@ void StreamSet::FinishIfReady(const std::shared_ptr<StreamState>& stream) {
                    runtime_->Now());
   }
   std::erase(streams_, stream);
-  notifier_->Post([stream] { stream->observer().OnFinished(stream->status(), stream->summary()); });
+  on_end_(*stream);
+  notifier_->Post([stream, values = stream->TakeValues()]() mutable {
+    values = {};
+    stream->observer().OnFinished(stream->status(), stream->summary());
+  });
+}
+
+std::vector<RowRange> StreamSet::OwnRows(const StreamState& stream, bool* shared) const {
+  const StreamSpec& spec = stream.spec();
+  std::vector<RowRange> others;
+  for (const auto& other : streams_) {
+    const StreamSpec& theirs = other->spec();
+    if (other.get() == &stream || !theirs.accumulate_gradients) continue;
+    if (theirs.microbatch_id == spec.microbatch_id) others.push_back(theirs.rows);
+  }
+  *shared = !others.empty();
+  std::sort(others.begin(), others.end(), [](RowRange a, RowRange b) { return a.begin < b.begin; });
+  std::vector<RowRange> own;
+  int64_t next = spec.rows.begin;
+  for (const RowRange rows : others) {
+    if (rows.begin >= spec.rows.end) break;
+    if (rows.begin > next) own.push_back({next, rows.begin});
+    next = std::max(next, rows.end);
+  }
+  if (next < spec.rows.end) own.push_back({next, spec.rows.end});
+  return own;
 }
 
 }  // namespace lossd::engine

@@ -5,7 +5,9 @@
 #define LOSSD_SERVER_ENGINE_STREAM_SET_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -25,6 +27,14 @@ class StreamSet {
   // All outlive the set.
   StreamSet(Schedule* schedule, DeferredMicrobatches* deferred, Notifier* notifier, Runtime* runtime)
       : schedule_(schedule), deferred_(deferred), notifier_(notifier), runtime_(runtime) {}
+
+  // Called at the end of every stream, when it is no longer in the set.
+  using OnEnd = std::function<void(StreamState&)>;
+  void set_on_end(OnEnd on_end) { on_end_ = std::move(on_end); }
+
+  // The parts of the stream's rows that no other stream in the set has that accumulates the same microbatch.
+  // `shared`: there is such a stream.
+  std::vector<RowRange> OwnRows(const StreamState& stream, bool* shared) const;
 
   void Add(std::shared_ptr<StreamState> stream) { streams_.push_back(std::move(stream)); }
   int64_t size() const { return static_cast<int64_t>(streams_.size()); }
@@ -49,6 +59,7 @@ class StreamSet {
   DeferredMicrobatches* const deferred_;
   Notifier* const notifier_;
   Runtime* const runtime_;
+  OnEnd on_end_ = [](StreamState&) {};
   std::vector<std::shared_ptr<StreamState>> streams_;
 };
 

@@ -43,6 +43,9 @@ class StreamState : public StreamRows {
   void Fail(absl::Status status);
 
   void Start() { started_ = true; }
+  // Its rows were admitted, for so much memory.
+  void SetAdmitted(int64_t host_bytes) { host_bytes_ = host_bytes; }
+  int64_t host_bytes() const { return host_bytes_; }
   void AddOutstanding(int64_t slices) { outstanding_ += slices; }
   // The request to the staging pool of the last slice that had to wait there; 0: there was none.
   void SetMemoryTicket(uint64_t ticket) { memory_ticket_ = ticket; }
@@ -67,6 +70,7 @@ class StreamState : public StreamRows {
   int64_t receiving_ = 0;    // slices added and not yet queued
   int64_t outstanding_ = 0;  // slices queued or on the device
   uint64_t memory_ticket_ = 0;
+  int64_t host_bytes_ = 0;
   bool started_ = false;
   bool half_closed_ = false;
   bool finished_ = false;

@@ -313,6 +313,7 @@ v1::MemoryUsage ToProto(const kernels::MemoryBytes& memory) {
   message.set_slots(bytes(kernels::MemoryKind::kSlots));
   message.set_staging(bytes(kernels::MemoryKind::kStaging));
   message.set_retained(bytes(kernels::MemoryKind::kRetained));
+  message.set_ledger(bytes(kernels::MemoryKind::kLedger));
   return message;
 }
 

@@ -119,6 +119,8 @@ Metrics::Metrics(const BuildInfo& build)
       requests_(CounterFamily(registry_, "lossd_requests_total", "Calls received, by method.")),
       errors_(
           CounterFamily(registry_, "lossd_errors_total", "Calls ended with an error, by method and code.")),
+      limits_(CounterFamily(registry_, "lossd_limits_reached_total",
+                            "Calls and connections that a limit refused or ended, by the limit's flag.")),
       save_family_(
           CounterFamily(registry_, "lossd_checkpoint_saves_total",
                         "Checkpoints that were to be saved, by result: ok, failed, cancelled, exists.")),
@@ -183,6 +185,8 @@ void Metrics::CountRequest(absl::string_view method) {
 void Metrics::CountError(absl::string_view method, absl::string_view code) {
   errors_.Add({{"method", std::string(method)}, {"code", std::string(code)}}).Increment();
 }
+
+void Metrics::CountLimit(absl::string_view flag) { limits_.Add({{"limit", std::string(flag)}}).Increment(); }
 
 void Metrics::OnSaved(absl::string_view head, uint64_t step, int64_t bytes, double seconds) {
   saves_.Increment();

@@ -82,6 +82,8 @@ class Metrics final : public engine::EngineObserver {
   void CountRequest(absl::string_view method);
   // `code` as the protocol spells it, e.g. "INVALID_ARGUMENT".
   void CountError(absl::string_view method, absl::string_view code);
+  // A limit was reached: something was refused, or ended. `flag` sets it, e.g. "max_streams".
+  void CountLimit(absl::string_view flag);
   // A checkpoint of the head was saved.
   void OnSaved(absl::string_view head, uint64_t step, int64_t bytes, double seconds)
       ABSL_LOCKS_EXCLUDED(rows_mutex_);
@@ -134,6 +136,7 @@ class Metrics final : public engine::EngineObserver {
   prometheus::Counter& payload_out_;
   prometheus::Family<prometheus::Counter>& requests_;
   prometheus::Family<prometheus::Counter>& errors_;
+  prometheus::Family<prometheus::Counter>& limits_;
   prometheus::Family<prometheus::Counter>& save_family_;
   prometheus::Counter& saves_;
   prometheus::Counter& failed_saves_;

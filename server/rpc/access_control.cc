@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/strip.h"
+#include "server/rpc/peer.h"
 
 namespace lossd::rpc {
 namespace {
@@ -90,10 +91,7 @@ std::string PeerAddress(const grpc::CallbackServerContext& context) {
 }
 
 std::string PeerKey(const grpc::CallbackServerContext& context, absl::string_view identity) {
-  if (!identity.empty()) return std::string(identity);
-  std::string address = PeerAddress(context);
-  const bool has_port = !absl::StartsWith(address, "unix:") && address.rfind(':') != std::string::npos;
-  return has_port ? address.substr(0, address.rfind(':')) : address;
+  return identity.empty() ? PeerOf(context.peer()) : std::string(identity);
 }
 
 }  // namespace lossd::rpc

@@ -53,7 +53,7 @@ bool IsRefusal(const grpc::Status& status);
 std::string PeerAddress(const grpc::CallbackServerContext& context);
 
 // Whom a limit for each peer counts a call for: the identity if the server asks for one ("dns:trainer-1",
-// "token:pipeline-1"), else the address without the port ("10.0.0.5"), which connections of a host share.
+// "token:pipeline-1"), else what PeerOf says of the connection.
 std::string PeerKey(const grpc::CallbackServerContext& context, absl::string_view identity);
 
 }  // namespace lossd::rpc

@@ -2,12 +2,15 @@
 
 #include <algorithm>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 
 namespace lossd::rpc {
 
-CallRegistry::CallRegistry(size_t max_calls, absl::Duration send_timeout)
-    : max_calls_(max_calls), send_timeout_(send_timeout), watchdog_([this] { Watch(); }) {}
+using engine::FairShare;
+
+CallRegistry::CallRegistry(const CallRegistryOptions& options)
+    : options_(options), shares_(options.max_calls, options.peer_share), watchdog_([this] { Watch(); }) {}
 
 CallRegistry::~CallRegistry() {
   {
@@ -17,14 +20,34 @@ CallRegistry::~CallRegistry() {
   watchdog_.join();
 }
 
-bool CallRegistry::Add(WatchedCall* call) {
+absl::Status CallRegistry::Add(WatchedCall* call, const std::string& peer) {
   absl::MutexLock lock(&mutex_);
-  return calls_.size() < max_calls_ && calls_.insert(call).second;
+  const FairShare::Answer answer = shares_.Take(peer, 1);
+  if (answer == FairShare::Answer::kYes) {
+    calls_.emplace(call, peer);
+    return absl::OkStatus();
+  }
+  options_.on_limit(answer == FairShare::Answer::kFull ? options_.flag : "peer_share");
+  return Refusal(answer, peer);
+}
+
+absl::Status CallRegistry::Refusal(FairShare::Answer answer, const std::string& peer) const {
+  if (answer == FairShare::Answer::kFull) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "too many open calls: ", shares_.used(), " of this kind, the most allowed (--", options_.flag, ")"));
+  }
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "too many open calls: ", peer, " has ", shares_.held(peer), " of ", shares_.used(),
+      " of this kind, of ", shares_.capacity(), " that are allowed; one more would be beyond its share (--",
+      options_.flag, ", --peer_share)"));
 }
 
 void CallRegistry::Remove(WatchedCall* call) {
   absl::MutexLock lock(&mutex_);
-  calls_.erase(call);
+  const auto it = calls_.find(call);
+  if (it == calls_.end()) return;
+  shares_.Give(it->second, 1);
+  calls_.erase(it);
 }
 
 bool CallRegistry::WaitUntilEmpty(absl::Time deadline) {
@@ -33,11 +56,16 @@ bool CallRegistry::WaitUntilEmpty(absl::Time deadline) {
 }
 
 void CallRegistry::Watch() {
-  const absl::Duration pause = std::max(send_timeout_ / 8, absl::Milliseconds(10));
+  const CallTimeouts& timeouts = options_.timeouts;
+  const absl::Duration shortest = std::min({timeouts.open, timeouts.idle, timeouts.turn, timeouts.send});
+  const absl::Duration pause = std::clamp(shortest / 8, absl::Milliseconds(10), absl::Seconds(1));
   absl::MutexLock lock(&mutex_);
   while (!mutex_.AwaitWithTimeout(absl::Condition(&stopping_), pause)) {
-    const absl::Time limit = absl::Now() - send_timeout_;
-    for (WatchedCall* call : calls_) call->CancelIfStuck(limit);
+    const absl::Time now = absl::Now();
+    for (const auto& [call, peer] : calls_) {
+      const absl::string_view limit = call->EndIfLate(now, timeouts);
+      if (!limit.empty()) options_.on_limit(limit);
+    }
   }
 }
 

@@ -1,17 +1,23 @@
-// The ComputeLoss calls that are open: bounds their number, cancels those whose client takes no answers,
-// and lets a shutdown wait for the last one.
+// The calls of one kind that are open: bounds their number, in all and per peer, ends those that wait too
+// long for their client or for their turn, and lets a shutdown wait for the last one.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_RPC_CALL_REGISTRY_H_
 #define LOSSD_SERVER_RPC_CALL_REGISTRY_H_
 
-#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_set.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "server/engine/fair_share.h"
+#include "server/rpc/call_timeouts.h"
 
 namespace lossd::rpc {
 
@@ -19,33 +25,43 @@ namespace lossd::rpc {
 class WatchedCall {
  public:
   virtual ~WatchedCall() = default;
-  // Cancels the call if it has been waiting for the client since before `limit`, with answers that the client
-  // does not take, or holding up other calls. Called on the registry's thread; must not call into the
-  // registry.
-  virtual void CancelIfStuck(absl::Time limit) = 0;
+  // Ends the call if it has waited too long, as CallClock says; the limit's name, or "". Called on the
+  // registry's thread; must not call into the registry.
+  virtual absl::string_view EndIfLate(absl::Time now, const CallTimeouts& timeouts) = 0;
+};
+
+struct CallRegistryOptions {
+  int64_t max_calls = 256;
+  std::string flag = "max_streams";  // what sets max_calls
+  double peer_share = 0.5;           // of max_calls, as engine::FairShare
+  CallTimeouts timeouts;
+  std::function<void(absl::string_view limit)> on_limit = [](absl::string_view) {};  // a limit was reached
 };
 
 class CallRegistry {
  public:
-  // Looks for stuck calls a few times per `send_timeout`.
-  CallRegistry(size_t max_calls, absl::Duration send_timeout);
+  // Looks for late calls a few times per shortest timeout.
+  explicit CallRegistry(const CallRegistryOptions& options);
   // All calls must have been removed.
   ~CallRegistry();
 
-  // False if there are max_calls already. After Remove returns, the call is not used any more.
-  bool Add(WatchedCall* call) ABSL_LOCKS_EXCLUDED(mutex_);
+  // RESOURCE_EXHAUSTED naming the limit and its flag if there are too many calls, or too many of the peer;
+  // such a call may be removed but need not. After Remove returns, the call is not used any more.
+  absl::Status Add(WatchedCall* call, const std::string& peer) ABSL_LOCKS_EXCLUDED(mutex_);
   void Remove(WatchedCall* call) ABSL_LOCKS_EXCLUDED(mutex_);
   // True if no call is open, at the latest by `deadline`.
   bool WaitUntilEmpty(absl::Time deadline) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   bool Empty() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return calls_.empty(); }
+  absl::Status Refusal(engine::FairShare::Answer answer, const std::string& peer) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Watch() ABSL_LOCKS_EXCLUDED(mutex_);
 
-  const size_t max_calls_;
-  const absl::Duration send_timeout_;
+  const CallRegistryOptions options_;
   absl::Mutex mutex_;
-  absl::flat_hash_set<WatchedCall*> calls_ ABSL_GUARDED_BY(mutex_);
+  engine::FairShare shares_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<WatchedCall*, std::string> calls_ ABSL_GUARDED_BY(mutex_);  // and their peers
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread watchdog_;
 };

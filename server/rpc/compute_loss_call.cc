@@ -9,33 +9,28 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kernels/errors/field_error.h"
-#include "server/log/log.h"
 #include "server/messages/convert.h"
 #include "server/messages/errors.h"
-#include "server/rpc/status.h"
 
 namespace lossd::rpc {
-namespace {
-
-constexpr absl::string_view kMethod = "ComputeLoss";
-
-}  // namespace
 
 ComputeLossCall* ComputeLossCall::Start(ComputeLossEnvironment* environment,
                                         grpc::CallbackServerContext* context) {
   // Not make_shared: the constructor is private.
   std::shared_ptr<ComputeLossCall> call(new ComputeLossCall(environment, context));
   call->self_ = call;
-  environment->metrics->CountRequest(kMethod);
-  absl::Status allowed = environment->access->Admit(*context, kMethod).status();
-  const bool admitted = environment->registry->Add(call.get());
+  environment->metrics->CountRequest(kComputeLoss);
+  const absl::StatusOr<AdmittedCall> allowed = environment->access->Admit(*context, kComputeLoss);
+  absl::Status admitted = allowed.status();
+  if (admitted.ok()) {
+    call->peer_ = PeerKey(*context, allowed->identity);
+    admitted = environment->registry->Add(call.get(), call->peer_);
+  }
   absl::MutexLock lock(&call->mutex_);
-  if (!allowed.ok()) {
-    call->FailLocked(std::move(allowed));
-  } else if (environment->draining) {
+  if (allowed.ok() && environment->draining) {
     call->FailLocked(absl::UnavailableError("the server is draining"));
-  } else if (!admitted) {
-    call->FailLocked(absl::ResourceExhaustedError("too many open ComputeLoss calls"));
+  } else if (!admitted.ok()) {
+    call->FailLocked(std::move(admitted));
   } else {
     call->ReadNext();
   }
@@ -47,7 +42,18 @@ ComputeLossCall::ComputeLossCall(ComputeLossEnvironment* environment, grpc::Call
 
 // ---- Reading ----
 
+void ComputeLossCall::Read() {
+  reading_ = true;
+  StartRead(&received_);
+  Progress();
+}
+
 void ComputeLossCall::OnReadDone(bool ok) {
+  {
+    absl::MutexLock lock(&mutex_);
+    reading_ = false;
+    Progress();
+  }
   if (!ok) return HandleEndOfReads();
   if (absl::Status status = HandleMessage(); !status.ok()) Fail(std::move(status));
 }
@@ -83,6 +89,7 @@ absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t 
   }
   absl::StatusOr<engine::StreamSpec> spec = messages::ToStreamSpec(open);
   if (!spec.ok()) return spec.status();
+  spec->peer = peer_;
   absl::StatusOr<std::unique_ptr<engine::Stream>> opened =
       environment_->engine->Open(*std::move(spec), shared_from_this());
   if (!opened.ok()) return opened.status();
@@ -105,6 +112,7 @@ absl::Status ComputeLossCall::HandleBackward(const v1::OpenBackward& backward, s
   }
   absl::StatusOr<engine::BackwardSpec> spec = messages::ToBackwardSpec(backward);
   if (!spec.ok()) return spec.status();
+  spec->peer = peer_;
   absl::StatusOr<std::unique_ptr<engine::Stream>> opened =
       environment_->engine->OpenBackward(*std::move(spec), shared_from_this());
   if (!opened.ok()) return opened.status();
@@ -180,6 +188,7 @@ void ComputeLossCall::OnQueued(int64_t staging_bytes) {
   {
     absl::MutexLock lock(&mutex_);
     staging_bytes_ += staging_bytes;
+    Progress();
     next = NextSlice();
   }
   ReceiveRetained(next);
@@ -207,7 +216,7 @@ std::optional<engine::RowRange> ComputeLossCall::NextSlice() {
 void ComputeLossCall::ReadNext() {
   if (finished_) return;
   read_withheld_ = EnoughInFlight();
-  if (!read_withheld_) StartRead(&received_);
+  if (!read_withheld_) Read();
 }
 
 // ---- Turns ----
@@ -279,125 +288,6 @@ void ComputeLossCall::Handle(FinishedEvent event) {
   }
   ending_ = std::move(event.status);
   Pump();
-}
-
-// ---- Writing and ending ----
-
-void ComputeLossCall::Enqueue(Outgoing outgoing) {
-  writes_.push_back(std::move(outgoing));
-  Pump();
-}
-
-void ComputeLossCall::Pump() {
-  if (broken_) writes_.clear();
-  if (write_active_ || finished_) return;
-  if (writes_.empty()) {
-    if (ending_.has_value()) FinishLocked();
-    return;
-  }
-  writing_ = std::move(writes_.front());
-  writes_.pop_front();
-  write_active_ = true;
-  write_started_ = absl::Now();
-  StartWrite(&writing_.message);
-}
-
-void ComputeLossCall::OnWriteDone(bool ok) {
-  std::optional<engine::RowRange> next;
-  {
-    absl::MutexLock lock(&mutex_);
-    next = FinishWrite(ok);
-  }
-  ReceiveRetained(next);
-}
-
-std::optional<engine::RowRange> ComputeLossCall::FinishWrite(bool ok) {
-  std::optional<engine::RowRange> next;
-  write_active_ = false;
-  if (writing_.is_slice) {
-    staging_bytes_ -= writing_.staging_bytes;
-    environment_->metrics->AddPayloadOut(ok ? writing_.payload_bytes : 0);
-    environment_->metrics->ObservePhase(metrics::Phase::kSend,
-                                        absl::ToDoubleSeconds(absl::Now() - writing_.ready));
-  }
-  writing_ = Outgoing();
-  if (!ok) {
-    broken_ = true;
-    FailLocked(CancellationStatus());
-  } else if (read_withheld_) {
-    next = NextSlice();
-  }
-  Pump();
-  return next;
-}
-
-void ComputeLossCall::OnCancel() {
-  absl::MutexLock lock(&mutex_);
-  broken_ = true;
-  FailLocked(CancellationStatus());
-  Pump();
-}
-
-void ComputeLossCall::Fail(absl::Status why) {
-  absl::MutexLock lock(&mutex_);
-  FailLocked(std::move(why));
-}
-
-void ComputeLossCall::FailLocked(absl::Status why) {
-  if (ending_.has_value()) return;
-  if (stream_ != nullptr) {
-    stream_->Cancel(std::move(why));  // ends with the engine's OnFinished
-    return;
-  }
-  ending_ = std::move(why);
-  Pump();
-}
-
-void ComputeLossCall::FinishLocked() {
-  finished_ = true;
-  const grpc::Status status = ToGrpc(*ending_, environment_->engine->incarnation());
-  if (!status.ok()) {
-    environment_->metrics->CountError(kMethod, CodeName(status));
-  }
-  if (!status.ok() && !IsRefusal(status)) {
-    log::Log(log::LogLevel::kInfo, "call failed",
-             {{"method", kMethod},
-              {"code", CodeName(status)},
-              {"error", status.error_message()},
-              {"peer", context_->peer()}});
-  }
-  Finish(status);
-}
-
-absl::Status ComputeLossCall::CancellationStatus() const {
-  if (absl::FromChrono(context_->deadline()) <= absl::Now()) {
-    return absl::DeadlineExceededError("the call's deadline has passed");
-  }
-  return absl::CancelledError("the client cancelled the call or went away");
-}
-
-std::shared_ptr<engine::Stream> ComputeLossCall::stream() {
-  absl::MutexLock lock(&mutex_);
-  return stream_;
-}
-
-void ComputeLossCall::CancelIfStuck(absl::Time limit) {
-  absl::MutexLock lock(&mutex_);
-  if (!write_active_ || broken_ || write_started_ >= limit) return;
-  log::Log(log::LogLevel::kWarning, "cancelling a call whose answers are not taken",
-           {{"peer", context_->peer()}});
-  context_->TryCancel();
-}
-
-void ComputeLossCall::OnDone() {
-  environment_->registry->Remove(this);
-  std::shared_ptr<engine::Stream> stream;  // holds the observer, which is this: the circle is cut here
-  {
-    absl::MutexLock lock(&mutex_);
-    stream = std::move(stream_);
-  }
-  stream.reset();
-  const std::shared_ptr<ComputeLossCall> self = std::move(self_);
 }
 
 }  // namespace lossd::rpc

@@ -31,6 +31,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <string>
 #include <variant>
 
 #include "absl/base/thread_annotations.h"
@@ -47,6 +48,8 @@
 #include "server/rpc/worker_pool.h"
 
 namespace lossd::rpc {
+
+inline constexpr absl::string_view kComputeLoss = "ComputeLoss";
 
 // What all calls share; outlives them.
 struct ComputeLossEnvironment {
@@ -79,7 +82,7 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   void OnFinished(absl::Status status, const engine::StreamSummary& summary) override;
 
   // WatchedCall
-  void CancelIfStuck(absl::Time limit) override;
+  absl::string_view EndIfLate(absl::Time now, const CallTimeouts& timeouts) override;
 
  private:
   struct MemoryEvent {
@@ -105,6 +108,10 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   ComputeLossCall(ComputeLossEnvironment* environment, grpc::CallbackServerContext* context);
 
   // ---- Reading ----
+  // Starts a read, which is what the call then waits for.
+  void Read() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // There is progress: the clock begins again with what the call waits for now.
+  void Progress() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status HandleMessage() ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status HandleOpen(const v1::OpenMicrobatch& open, size_t payload_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status HandleBackward(const v1::OpenBackward& backward, size_t payload_bytes)
@@ -146,6 +153,7 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
 
   ComputeLossEnvironment* const environment_;
   grpc::CallbackServerContext* const context_;
+  std::string peer_;                       // PeerKey; set before anything else
   std::shared_ptr<ComputeLossCall> self_;  // gRPC's share
 
   grpc::ByteBuffer received_;  // the message read last
@@ -159,7 +167,8 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   std::deque<Outgoing> writes_ ABSL_GUARDED_BY(mutex_);
   Outgoing writing_ ABSL_GUARDED_BY(mutex_);
   bool write_active_ ABSL_GUARDED_BY(mutex_) = false;
-  absl::Time write_started_ ABSL_GUARDED_BY(mutex_);
+  bool reading_ ABSL_GUARDED_BY(mutex_) = false;
+  CallClock clock_ ABSL_GUARDED_BY(mutex_);
   int64_t staging_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // of slices with the engine or not yet written
   bool read_withheld_ ABSL_GUARDED_BY(mutex_) = false;
   bool backward_ ABSL_GUARDED_BY(mutex_) = false;

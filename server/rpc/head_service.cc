@@ -7,6 +7,7 @@
 #include "lossd/v1/head.grpc.pb.h"
 #include "server/log/log.h"
 #include "server/messages/errors.h"
+#include "server/rpc/admin_workers.h"
 #include "server/rpc/call_registry.h"
 #include "server/rpc/save_call.h"
 #include "server/rpc/status.h"
@@ -31,11 +32,19 @@ using Base = v1::HeadService::WithRawCallbackMethod_ReadTensor<
                                 v1::HeadService::WithCallbackMethod_ListCheckpoints<
                                     v1::HeadService::Service>>>>>>>>>>>>>;
 
-enum class Effect { kReads, kChanges };
-
-// The head that a request is about, for audit lines.
+// The head that a request is about; "": none.
 template <typename Request>
-const std::string& HeadOf(const Request& request) {
+std::string HeadOf(const Request& request) {
+  return request.head();
+}
+std::string HeadOf(const v1::CreateHeadRequest& request) { return request.spec().name(); }
+std::string HeadOf(const v1::ListHeadsRequest&) { return ""; }
+
+bool Changes(AdminKind kind) { return kind == AdminKind::kChange || kind == AdminKind::kLong; }
+
+// What a request is about, for audit lines: its head, or the checkpoint that says which.
+template <typename Request>
+const std::string& SubjectOf(const Request& request) {
   static const std::string* const none = new std::string();
   if constexpr (requires { request.spec().name(); }) {
     return request.spec().name();
@@ -56,9 +65,21 @@ class HeadServiceImpl final : public HeadService, public Base {
         access_(access),
         metrics_(metrics),
         operations_(options.operations, engine, metrics),
-        registry_(static_cast<size_t>(options.max_streaming_calls), options.send_timeout),
-        savers_(/*threads=*/1, static_cast<size_t>(options.max_waiting_saves)),
-        workers_(options.worker_threads, static_cast<size_t>(options.max_waiting_calls)) {
+        registry_({.max_calls = options.max_tensor_calls,
+                   .flag = "max_tensor_calls",
+                   .peer_share = options.peer_share,
+                   .timeouts = options.timeouts,
+                   .on_limit = [metrics](absl::string_view limit) { metrics->CountLimit(limit); }}),
+        saves_({.max_calls = options.max_saves,
+                .flag = "max_saves",
+                .peer_share = options.peer_share,
+                .timeouts = options.timeouts,
+                .on_limit = [metrics](absl::string_view limit) { metrics->CountLimit(limit); }}),
+        savers_(/*threads=*/1, static_cast<size_t>(options.max_saves)),
+        workers_({.threads = options.worker_threads,
+                  .max_waiting = options.max_waiting_calls,
+                  .peer_share = options.peer_share,
+                  .on_limit = [metrics](absl::string_view limit) { metrics->CountLimit(limit); }}) {
     environment_.operations = &operations_;
     environment_.engine = engine;
     environment_.access = access;
@@ -66,7 +87,7 @@ class HeadServiceImpl final : public HeadService, public Base {
     environment_.registry = &registry_;
     environment_.workers = &workers_;
     save_environment_.checkpoints = &operations_.checkpoints();
-    save_environment_.registry = &registry_;
+    save_environment_.registry = &saves_;
     save_environment_.workers = &savers_;
     save_environment_.access = access;
     save_environment_.ended = [this](absl::Status status) {
@@ -80,7 +101,8 @@ class HeadServiceImpl final : public HeadService, public Base {
   void Drain() override { environment_.draining = true; }
   void CancelSaves() override { operations_.checkpoints().CancelSaves(); }
   bool WaitUntilIdle(absl::Time deadline) override {
-    const bool streams_done = registry_.WaitUntilEmpty(deadline);
+    const bool tensors_done = registry_.WaitUntilEmpty(deadline);
+    const bool streams_done = saves_.WaitUntilEmpty(deadline) && tensors_done;
     absl::MutexLock lock(&mutex_);
     return mutex_.AwaitWithDeadline(absl::Condition(this, &HeadServiceImpl::NothingUnfinished), deadline) &&
            streams_done;
@@ -88,34 +110,35 @@ class HeadServiceImpl final : public HeadService, public Base {
 
   ServerUnaryReactor* CreateHead(CallbackServerContext* context, const v1::CreateHeadRequest* request,
                                  v1::HeadDescription* response) override {
-    return Run("CreateHead", Effect::kChanges, context, request, response,
+    return Run("CreateHead", AdminKind::kLong, context, request, response,
                &admin::HeadOperations::CreateHead);
   }
   ServerUnaryReactor* DescribeHead(CallbackServerContext* context, const v1::DescribeHeadRequest* request,
                                    v1::HeadDescription* response) override {
-    return Run("DescribeHead", Effect::kReads, context, request, response,
+    return Run("DescribeHead", AdminKind::kLook, context, request, response,
                &admin::HeadOperations::DescribeHead);
   }
   ServerUnaryReactor* ListHeads(CallbackServerContext* context, const v1::ListHeadsRequest* request,
                                 v1::ListHeadsResponse* response) override {
-    return Run("ListHeads", Effect::kReads, context, request, response, &admin::HeadOperations::ListHeads);
+    return Run("ListHeads", AdminKind::kLook, context, request, response, &admin::HeadOperations::ListHeads);
   }
   ServerUnaryReactor* DeleteHead(CallbackServerContext* context, const v1::DeleteHeadRequest* request,
                                  v1::DeleteHeadResponse* response) override {
-    return Run("DeleteHead", Effect::kChanges, context, request, response,
+    return Run("DeleteHead", AdminKind::kChange, context, request, response,
                &admin::HeadOperations::DeleteHead);
   }
   ServerUnaryReactor* GradNorm(CallbackServerContext* context, const v1::GradNormRequest* request,
                                v1::GradNormResponse* response) override {
-    return Run("GradNorm", Effect::kReads, context, request, response, &admin::HeadOperations::GradNorm);
+    return Run("GradNorm", AdminKind::kRead, context, request, response, &admin::HeadOperations::GradNorm);
   }
   ServerUnaryReactor* ApplyStep(CallbackServerContext* context, const v1::ApplyStepRequest* request,
                                 v1::ApplyStepResponse* response) override {
-    return Run("ApplyStep", Effect::kChanges, context, request, response, &admin::HeadOperations::ApplyStep);
+    return Run("ApplyStep", AdminKind::kChange, context, request, response,
+               &admin::HeadOperations::ApplyStep);
   }
   ServerUnaryReactor* ZeroGradients(CallbackServerContext* context, const v1::ZeroGradientsRequest* request,
                                     v1::ZeroGradientsResponse* response) override {
-    return Run("ZeroGradients", Effect::kChanges, context, request, response,
+    return Run("ZeroGradients", AdminKind::kChange, context, request, response,
                &admin::HeadOperations::ZeroGradients);
   }
   grpc::ServerWriteReactor<v1::SaveCheckpointUpdate>* SaveCheckpoint(
@@ -126,12 +149,12 @@ class HeadServiceImpl final : public HeadService, public Base {
   ServerUnaryReactor* ListCheckpoints(CallbackServerContext* context,
                                       const v1::ListCheckpointsRequest* request,
                                       v1::ListCheckpointsResponse* response) override {
-    return Run("ListCheckpoints", Effect::kReads, context, request, response,
+    return Run("ListCheckpoints", AdminKind::kLook, context, request, response,
                &admin::HeadOperations::ListCheckpoints);
   }
   ServerUnaryReactor* LoadCheckpoint(CallbackServerContext* context, const v1::LoadCheckpointRequest* request,
                                      v1::HeadDescription* response) override {
-    return Run("LoadCheckpoint", Effect::kChanges, context, request, response,
+    return Run("LoadCheckpoint", AdminKind::kLong, context, request, response,
                &admin::HeadOperations::LoadCheckpoint);
   }
   grpc::ServerWriteReactor<grpc::ByteBuffer>* ReadTensor(CallbackServerContext* context,
@@ -150,26 +173,28 @@ class HeadServiceImpl final : public HeadService, public Base {
  private:
   // Has a worker run `operation` and finish the call.
   template <typename Request, typename Response>
-  ServerUnaryReactor* Run(absl::string_view method, Effect effect, CallbackServerContext* context,
+  ServerUnaryReactor* Run(absl::string_view method, AdminKind kind, CallbackServerContext* context,
                           const Request* request, Response* response,
                           absl::StatusOr<Response> (admin::HeadOperations::*operation)(const Request&)) {
     metrics_->CountRequest(method);
     ServerUnaryReactor* const reactor = context->DefaultReactor();
-    absl::StatusOr<AdmittedCall> admitted = access_->Admit(*context, method, HeadOf(*request));
+    absl::StatusOr<AdmittedCall> admitted = access_->Admit(*context, method, SubjectOf(*request));
     if (!admitted.ok()) {
       reactor->Finish(Ended(method, admitted.status()));
       return reactor;
     }
+    const AdminTask task{
+        .peer = PeerKey(*context, admitted->identity), .head = HeadOf(*request), .kind = kind};
     const auto end = [this, method, reactor, request, call = *std::move(admitted)](absl::Status status) {
       const grpc::Status result = Ended(method, std::move(status));
-      access_->Ended(call, HeadOf(*request), CodeName(result));
+      access_->Ended(call, SubjectOf(*request), CodeName(result));
       reactor->Finish(result);
     };
-    if (environment_.draining && effect == Effect::kChanges) {
+    if (environment_.draining && Changes(kind)) {
       end(absl::UnavailableError("the server is draining"));
       return reactor;
     }
-    const bool scheduled = workers_.Schedule([=, this] {
+    absl::Status scheduled = workers_.Schedule(task, [=, this] {
       if (context->IsCancelled()) return end(absl::CancelledError("the client no longer waits"));
       CountUnfinished(1);
       absl::StatusOr<Response> result = (operations_.*operation)(*request);
@@ -178,7 +203,7 @@ class HeadServiceImpl final : public HeadService, public Base {
       end(status);
       CountUnfinished(-1);
     });
-    if (!scheduled) end(absl::ResourceExhaustedError("too many operations are waiting"));
+    if (!scheduled.ok()) end(std::move(scheduled));
     return reactor;
   }
 
@@ -206,9 +231,10 @@ class HeadServiceImpl final : public HeadService, public Base {
   admin::HeadOperations operations_;
   TensorCallEnvironment environment_;
   SaveCallEnvironment save_environment_;
-  CallRegistry registry_;
-  WorkerPool savers_;   // one thread: saves take turns, and never keep workers from other calls
-  WorkerPool workers_;  // both first to go: their last tasks use the others
+  CallRegistry registry_;  // of calls that move tensors
+  CallRegistry saves_;     // saves have places of their own, which other calls cannot take
+  WorkerPool savers_;      // one thread: saves take turns, and never keep workers from other calls
+  AdminWorkers workers_;   // both first to go: their last tasks use the others
 };
 
 }  // namespace

@@ -8,11 +8,11 @@
 #include <cstdint>
 #include <memory>
 
-#include "absl/time/time.h"
 #include "server/admin/head_operations.h"
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
 #include "server/rpc/access_control.h"
+#include "server/rpc/call_timeouts.h"
 
 namespace grpc {
 class Service;
@@ -23,10 +23,11 @@ namespace lossd::rpc {
 struct HeadServiceOptions {
   admin::HeadOperationsOptions operations;
   int worker_threads = 8;
-  int64_t max_waiting_calls = 256;   // for a worker
-  int64_t max_streaming_calls = 64;  // ReadTensor, WriteTensor, AddGradient and SaveCheckpoint, open
-  int64_t max_waiting_saves = 16;    // for the one that runs
-  absl::Duration send_timeout = absl::Seconds(60);
+  int64_t max_waiting_calls = 256;  // for a worker
+  int64_t max_tensor_calls = 64;    // ReadTensor, WriteTensor and AddGradient, open
+  int64_t max_saves = 16;           // SaveCheckpoint: waiting or running
+  double peer_share = 0.5;          // of each of the three
+  CallTimeouts timeouts;
 };
 
 class HeadService {

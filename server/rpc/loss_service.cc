@@ -14,7 +14,10 @@ namespace lossd::rpc {
 // many calls as streams leave room for them.
 LossService::LossService(const LossServiceOptions& options, engine::Engine* engine,
                          const AccessControl* access, metrics::Metrics* metrics)
-    : registry_(static_cast<size_t>(2 * options.max_streams), options.send_timeout),
+    : registry_({.max_calls = 2 * options.max_streams,
+                 .peer_share = options.peer_share,
+                 .timeouts = options.timeouts,
+                 .on_limit = [metrics](absl::string_view limit) { metrics->CountLimit(limit); }}),
       senders_(options.sender_threads, static_cast<size_t>(4 * options.max_streams)),
       expiry_(options.retained_timeout / 10, [engine, timeout = options.retained_timeout] {
         const int64_t expired = engine->ExpireRetained(absl::Now() - timeout);

@@ -21,9 +21,10 @@
 namespace lossd::rpc {
 
 struct LossServiceOptions {
-  int64_t max_streams = 256;                            // open calls; the engine bounds opened streams alike
-  int64_t max_staging_bytes = int64_t{32} << 20;        // per call: of slices computed or waiting to be sent
-  absl::Duration send_timeout = absl::Seconds(60);      // a call whose answer is not taken for so long ends
+  int64_t max_streams = 256;                      // open calls; the engine bounds opened streams alike
+  int64_t max_staging_bytes = int64_t{32} << 20;  // per call: of slices computed or waiting to be sent
+  double peer_share = 0.5;                        // of open calls
+  CallTimeouts timeouts;
   int sender_threads = 2;                               // write answers to the transport
   absl::Duration retained_timeout = absl::Minutes(10);  // of retained microbatches that no call uses
 };

@@ -19,15 +19,16 @@ SaveCall* SaveCall::Start(SaveCallEnvironment* environment, grpc::CallbackServer
     return call.get();
   }
   call->admitted_ = *std::move(admitted);
-  if (!environment->registry->Add(call.get())) {
-    call->End(absl::ResourceExhaustedError("too many streaming calls of HeadService are open"));
+  absl::Status added = environment->registry->Add(call.get(), PeerKey(*context, call->admitted_.identity));
+  if (!added.ok()) {
+    call->End(std::move(added));
     return call.get();
   }
   environment->count(1);
   const bool scheduled = environment->workers->Schedule([call] { call->Run(); });
   if (!scheduled) {
     environment->count(-1);
-    call->End(absl::ResourceExhaustedError("too many saves are waiting"));
+    call->End(absl::ResourceExhaustedError("too many saves are waiting (--max_saves)"));
   }
   return call.get();
 }
@@ -77,7 +78,7 @@ void SaveCall::Continue() {
     message_ = *std::move(next_);
     next_.reset();
     writing_ = true;
-    write_started_ = absl::Now();
+    clock_.Set(CallClock::Waits::kSend);
     StartWrite(&message_);
   } else if (end_.has_value()) {
     finished_ = true;
@@ -88,7 +89,7 @@ void SaveCall::Continue() {
 void SaveCall::OnWriteDone(bool ok) {
   absl::MutexLock lock(&mutex_);
   writing_ = false;
-  write_started_ = absl::InfiniteFuture();
+  clock_.Set(CallClock::Waits::kNothing);
   if (!ok) gone_ = true;
   Continue();
 }
@@ -99,9 +100,13 @@ void SaveCall::OnCancel() {
   Continue();
 }
 
-void SaveCall::CancelIfStuck(absl::Time limit) {
+absl::string_view SaveCall::EndIfLate(absl::Time now, const CallTimeouts& timeouts) {
   absl::MutexLock lock(&mutex_);
-  if (write_started_ < limit) context_->TryCancel();
+  absl::string_view limit;
+  if (clock_.Check(now, timeouts, &limit).ok()) return "";
+  clock_.Set(CallClock::Waits::kNothing);
+  context_->TryCancel();
+  return limit;
 }
 
 void SaveCall::OnDone() {

@@ -44,7 +44,8 @@ class SaveCall final : public grpc::ServerWriteReactor<v1::SaveCheckpointUpdate>
   void OnWriteDone(bool ok) override ABSL_LOCKS_EXCLUDED(mutex_);
   void OnCancel() override ABSL_LOCKS_EXCLUDED(mutex_);
   void OnDone() override;
-  void CancelIfStuck(absl::Time limit) override ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::string_view EndIfLate(absl::Time now, const CallTimeouts& timeouts) override
+      ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   SaveCall(SaveCallEnvironment* environment, grpc::CallbackServerContext* context,
@@ -72,7 +73,7 @@ class SaveCall final : public grpc::ServerWriteReactor<v1::SaveCheckpointUpdate>
   std::optional<grpc::Status> end_ ABSL_GUARDED_BY(mutex_);
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;
-  absl::Time write_started_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
+  CallClock clock_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace lossd::rpc

@@ -8,7 +8,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kernels/errors/field_error.h"
-#include "server/log/log.h"
 #include "server/messages/convert.h"
 #include "server/messages/enums.h"
 #include "server/messages/errors.h"
@@ -20,17 +19,15 @@ namespace {
 constexpr absl::string_view kRead = "ReadTensor";
 constexpr int64_t kMessageBytes = int64_t{4} << 20;
 
-// What a call that was not admitted ends with, else OK.
+// What a call that was not admitted ends with, else OK. Sets `*peer`, whom the limits count it for.
 absl::Status Admit(TensorCallEnvironment* environment, const grpc::CallbackServerContext& context,
-                   WatchedCall* call, absl::string_view method, AdmittedCall* admitted) {
+                   WatchedCall* call, absl::string_view method, AdmittedCall* admitted, std::string* peer) {
   environment->metrics->CountRequest(method);
   absl::StatusOr<AdmittedCall> allowed = environment->access->Admit(context, method);
   if (!allowed.ok()) return allowed.status();
   *admitted = *std::move(allowed);
-  if (!environment->registry->Add(call)) {
-    return absl::ResourceExhaustedError("too many streaming calls of HeadService are open");
-  }
-  return absl::OkStatus();
+  *peer = PeerKey(context, admitted->identity);
+  return environment->registry->Add(call, *peer);
 }
 
 grpc::Status Ended(TensorCallEnvironment* environment, absl::string_view method, absl::Status status) {
@@ -48,7 +45,7 @@ ReadTensorCall* ReadTensorCall::Start(TensorCallEnvironment* environment,
   auto* call = new ReadTensorCall(environment, context);
   call->request_ = request;
   AdmittedCall admitted;
-  absl::Status status = Admit(environment, *context, call, kRead, &admitted);
+  absl::Status status = Admit(environment, *context, call, kRead, &admitted, &call->peer_);
   if (!status.ok()) {
     call->End(std::move(status));
   } else {
@@ -58,9 +55,9 @@ ReadTensorCall* ReadTensorCall::Start(TensorCallEnvironment* environment,
 }
 
 void ReadTensorCall::Schedule(void (ReadTensorCall::*step)()) {
-  if (!environment_->workers->Schedule([this, step] { (this->*step)(); })) {
-    End(absl::ResourceExhaustedError("too many operations are waiting"));
-  }
+  const AdminTask task{.peer = peer_, .head = read_.tensor.head, .kind = AdminKind::kRows};
+  absl::Status scheduled = environment_->workers->Schedule(task, [this, step] { (this->*step)(); });
+  if (!scheduled.ok()) End(std::move(scheduled));
 }
 
 void ReadTensorCall::Begin() {
@@ -94,7 +91,7 @@ void ReadTensorCall::ReadSlice() {
   message_ = wire::Encode(slice, *bytes, [bytes] {});
   {
     absl::MutexLock lock(&mutex_);
-    write_started_ = absl::Now();
+    clock_.Set(CallClock::Waits::kSend);
   }
   StartWrite(&message_);
 }
@@ -102,7 +99,7 @@ void ReadTensorCall::ReadSlice() {
 void ReadTensorCall::OnWriteDone(bool ok) {
   {
     absl::MutexLock lock(&mutex_);
-    write_started_ = absl::InfiniteFuture();
+    clock_.Set(CallClock::Waits::kNothing);
   }
   message_.Clear();
   if (!ok) return End(absl::CancelledError("the client cancelled the call or went away"));
@@ -111,9 +108,13 @@ void ReadTensorCall::OnWriteDone(bool ok) {
 
 void ReadTensorCall::End(absl::Status status) { Finish(Ended(environment_, kRead, std::move(status))); }
 
-void ReadTensorCall::CancelIfStuck(absl::Time limit) {
+absl::string_view ReadTensorCall::EndIfLate(absl::Time now, const CallTimeouts& timeouts) {
   absl::MutexLock lock(&mutex_);
-  if (write_started_ < limit) context_->TryCancel();
+  absl::string_view limit;
+  if (clock_.Check(now, timeouts, &limit).ok()) return "";
+  clock_.Set(CallClock::Waits::kNothing);
+  context_->TryCancel();
+  return limit;
 }
 
 void ReadTensorCall::OnDone() {
@@ -124,36 +125,30 @@ void ReadTensorCall::OnDone() {
 // ---- Calls that receive rows ----
 
 void ReceiveRowsCall::Begin() {
-  absl::Status status = Admit(environment_, *context_, this, method_, &admitted_);
+  absl::Status status = Admit(environment_, *context_, this, method_, &admitted_, &peer_);
   if (environment_->draining) status.Update(absl::UnavailableError("the server is draining"));
   if (!status.ok()) return End(std::move(status));
   // The call's state was made on this thread; the first reaction, on another, takes the lock too.
   { const absl::MutexLock lock(&mutex_); }
-  ReadOn();
+  Read(CallClock::Waits::kOpen);
 }
 
-void ReceiveRowsCall::ReadOn() {
-  {
-    absl::MutexLock lock(&read_mutex_);
-    read_started_ = absl::Now();
-  }
+void ReceiveRowsCall::WaitFor(CallClock::Waits what) {
+  absl::MutexLock lock(&clock_mutex_);
+  clock_.Set(what);
+}
+
+void ReceiveRowsCall::Read(CallClock::Waits what) {
+  absl::MutexLock lock(&clock_mutex_);
+  clock_.Set(what);
   StartRead(&received_);
-}
-
-void ReceiveRowsCall::CancelIfStuck(absl::Time limit) {
-  {
-    absl::MutexLock lock(&read_mutex_);
-    if (read_started_ >= limit || !HoldsUpOthers()) return;
-  }
-  log::Log(log::LogLevel::kWarning, "cancelling a call whose client sends no more rows",
-           {{"method", method_}, {"peer", context_->peer()}});
-  context_->TryCancel();
 }
 
 void ReceiveRowsCall::OnReadDone(bool ok) {
   {
-    absl::MutexLock lock(&read_mutex_);
-    read_started_ = absl::InfiniteFuture();
+    absl::MutexLock lock(&clock_mutex_);
+    if (given_up_) return;
+    clock_.Set(CallClock::Waits::kNothing);
   }
   if (!ok && context_->IsCancelled())
     return End(absl::CancelledError("the client cancelled the call or went away"));
@@ -163,8 +158,24 @@ void ReceiveRowsCall::OnReadDone(bool ok) {
 }
 
 absl::Status ReceiveRowsCall::RunOnWorker(std::function<void()> step) {
-  if (environment_->workers->Schedule(std::move(step))) return absl::OkStatus();
-  return absl::ResourceExhaustedError("too many operations are waiting");
+  return environment_->workers->Schedule({.peer = peer_, .head = head_, .kind = AdminKind::kRows},
+                                         std::move(step));
+}
+
+absl::string_view ReceiveRowsCall::EndIfLate(absl::Time now, const CallTimeouts& timeouts) {
+  absl::string_view limit;
+  absl::Status late;
+  bool waits_for_turn = false;
+  {
+    absl::MutexLock lock(&clock_mutex_);
+    late = clock_.Check(now, timeouts, &limit);
+    if (late.ok()) return "";
+    waits_for_turn = clock_.what() == CallClock::Waits::kTurn;
+    clock_.Set(CallClock::Waits::kNothing);
+    given_up_ = !waits_for_turn;
+  }
+  if (!waits_for_turn || GiveUpWaiting()) End(std::move(late));
+  return limit;
 }
 
 void ReceiveRowsCall::HandleMessage() {
@@ -204,7 +215,7 @@ void ReceiveRowsCall::TakePayload() {
     status = TakeRows();
   }
   if (!status.ok()) return End(std::move(status));
-  ReadOn();
+  Read(CallClock::Waits::kMessage);
 }
 
 absl::Status ReceiveRowsCall::TakeRows() {
@@ -275,10 +286,8 @@ absl::StatusOr<ReceiveRowsCall::Extent> WriteTensorCall::Open() {
 }
 
 absl::Status WriteTensorCall::Take(engine::RowRange rows, absl::Span<const uint8_t> values) {
-  writing_ = true;
   absl::StatusOr<v1::HeadState> state = environment_->operations->WriteRows(write_, rows, values);
   if (!state.ok()) return state.status();
-  writing_ = rows.end < write_.tensor.rows.end;
   state_ = *std::move(state);
   return absl::OkStatus();
 }
@@ -322,6 +331,7 @@ absl::StatusOr<ReceiveRowsCall::Extent> AddGradientCall::Open() {
   absl::StatusOr<engine::Contribution> contribution = environment_->engine->OpenContribution(*spec);
   if (!contribution.ok()) return contribution.status();
   contribution_ = *std::move(contribution);
+  head_ = spec->head;
   added_.state = contribution_.state;
   return Extent{contribution_.rows, contribution_.row_bytes()};
 }
@@ -330,16 +340,24 @@ absl::StatusOr<ReceiveRowsCall::Extent> AddGradientCall::Open() {
 absl::Status AddGradientCall::Await(std::function<void()> next) {
   const auto ready = [this, next] {
     { const absl::MutexLock lock(&turn_mutex_); }  // Await has let go of the call
+    WaitFor(CallClock::Waits::kNothing);
     absl::Status scheduled = RunOnWorker(next);
     if (!scheduled.ok()) End(std::move(scheduled));
   };
   {
     absl::MutexLock lock(&turn_mutex_);
     if (cancelled_) return absl::CancelledError("the client cancelled the call or went away");
+    WaitFor(CallClock::Waits::kTurn);
     ticket_ = environment_->engine->AwaitTurn(contribution_, ready);
     if (ticket_ != 0) return absl::OkStatus();
+    WaitFor(CallClock::Waits::kNothing);
   }
   return RunOnWorker(next);
+}
+
+bool AddGradientCall::GiveUpWaiting() {
+  absl::MutexLock lock(&turn_mutex_);
+  return ticket_ != 0 && environment_->engine->ForgetTurn(contribution_, std::exchange(ticket_, 0));
 }
 
 void AddGradientCall::OnCancel() {

@@ -26,8 +26,8 @@
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
 #include "server/rpc/access_control.h"
+#include "server/rpc/admin_workers.h"
 #include "server/rpc/call_registry.h"
-#include "server/rpc/worker_pool.h"
 
 namespace lossd::rpc {
 
@@ -38,7 +38,7 @@ struct TensorCallEnvironment {
   const AccessControl* access = nullptr;
   metrics::Metrics* metrics = nullptr;
   CallRegistry* registry = nullptr;
-  WorkerPool* workers = nullptr;
+  AdminWorkers* workers = nullptr;
   std::atomic<bool> draining{false};
 };
 
@@ -51,7 +51,8 @@ class ReadTensorCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, 
   void OnWriteDone(bool ok) override;
   void OnCancel() override { cancelled_ = true; }
   void OnDone() override;
-  void CancelIfStuck(absl::Time limit) override ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::string_view EndIfLate(absl::Time now, const CallTimeouts& timeouts) override
+      ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   ReadTensorCall(TensorCallEnvironment* environment, grpc::CallbackServerContext* context)
@@ -64,6 +65,7 @@ class ReadTensorCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, 
 
   TensorCallEnvironment* const environment_;
   grpc::CallbackServerContext* const context_;
+  std::string peer_;  // PeerKey; set before anything else
   const grpc::ByteBuffer* request_ = nullptr;  // gRPC's, until OnDone
   admin::TensorRead read_;
   int64_t next_row_ = 0;
@@ -71,16 +73,17 @@ class ReadTensorCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, 
   std::atomic<bool> cancelled_{false};
 
   absl::Mutex mutex_;
-  absl::Time write_started_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
+  CallClock clock_ ABSL_GUARDED_BY(mutex_);
 };
 
 // A call that receives rows in slices, `open` first: what WriteTensor and AddGradient have in common.
 // Deletes itself in OnDone.
 class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public WatchedCall {
  public:
-  void OnReadDone(bool ok) override ABSL_LOCKS_EXCLUDED(read_mutex_);
+  void OnReadDone(bool ok) override ABSL_LOCKS_EXCLUDED(clock_mutex_);
   void OnDone() override;
-  void CancelIfStuck(absl::Time limit) override ABSL_LOCKS_EXCLUDED(read_mutex_);
+  absl::string_view EndIfLate(absl::Time now, const CallTimeouts& timeouts) override
+      ABSL_LOCKS_EXCLUDED(clock_mutex_);
 
  protected:
   // The rows a call carries, and the bytes of one.
@@ -103,22 +106,23 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   virtual absl::StatusOr<Extent> Open() = 0;
   // After Open: has `next` run on a worker as soon as rows may be taken. OK: `next` will run, or has.
   virtual absl::Status Await(std::function<void()> next) { return RunOnWorker(std::move(next)); }
+  // Ends the wait that Await began; true if `next` will not run because of this.
+  virtual bool GiveUpWaiting() { return false; }
   virtual absl::Status Take(engine::RowRange rows, absl::Span<const uint8_t> values) = 0;
   virtual absl::StatusOr<grpc::ByteBuffer> Answer() = 0;
-  // True while other calls cannot go on before this one does. On any thread.
-  virtual bool HoldsUpOthers() const { return false; }
   // The call is over; before its client is told.
   virtual void Release() {}
 
   absl::Status RunOnWorker(std::function<void()> step);
   void End(absl::Status status);
+  // What the call waits for from now on.
+  void WaitFor(CallClock::Waits what) ABSL_LOCKS_EXCLUDED(clock_mutex_);
 
   TensorCallEnvironment* const environment_;
-  std::string head_;  // for the audit line, once it is known
+  std::string head_;  // once it is known: workers take turns by it, and the audit line names it
 
  private:
-  // Reads the next message.
-  void ReadOn() ABSL_LOCKS_EXCLUDED(read_mutex_);
+  void Read(CallClock::Waits what) ABSL_LOCKS_EXCLUDED(clock_mutex_);
   // The steps of a message: decode it (and open the call), take its rows, read on.
   void HandleMessage() ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status DecodeMessage(bool* has_open) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -127,6 +131,7 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   absl::Status Complete() ABSL_LOCKS_EXCLUDED(mutex_);
 
   grpc::CallbackServerContext* const context_;
+  std::string peer_;  // PeerKey; set before anything else
   grpc::ByteBuffer* const response_;
   const absl::string_view method_;
   AdmittedCall admitted_;
@@ -138,8 +143,9 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   int64_t next_row_ ABSL_GUARDED_BY(mutex_) = 0;
   wire::PayloadView payload_ ABSL_GUARDED_BY(mutex_);  // of the message at hand
 
-  absl::Mutex read_mutex_;
-  absl::Time read_started_ ABSL_GUARDED_BY(read_mutex_) = absl::InfiniteFuture();  // of a read under way
+  absl::Mutex clock_mutex_;  // a leaf
+  CallClock clock_ ABSL_GUARDED_BY(clock_mutex_);
+  bool given_up_ ABSL_GUARDED_BY(clock_mutex_) = false;  // ended because it was late, with a read under way
 };
 
 class WriteTensorCall final : public ReceiveRowsCall {
@@ -154,13 +160,11 @@ class WriteTensorCall final : public ReceiveRowsCall {
   absl::Status Take(engine::RowRange rows, absl::Span<const uint8_t> values) override;
   absl::StatusOr<grpc::ByteBuffer> Answer() override;
 
-  bool HoldsUpOthers() const override { return writing_; }
   void Release() override { write_.writer.reset(); }
 
   v1::WriteTensorRequest request_;
   admin::TensorWrite write_;
-  v1::HeadState state_;               // when the last rows were written
-  std::atomic<bool> writing_{false};  // between the first row and the last
+  v1::HeadState state_;  // when the last rows were written
 };
 
 class AddGradientCall final : public ReceiveRowsCall {
@@ -175,6 +179,7 @@ class AddGradientCall final : public ReceiveRowsCall {
   absl::StatusOr<wire::PayloadView> Decode(const grpc::ByteBuffer& received, bool* has_open) override;
   absl::StatusOr<Extent> Open() override;
   absl::Status Await(std::function<void()> next) override ABSL_LOCKS_EXCLUDED(turn_mutex_);
+  bool GiveUpWaiting() override ABSL_LOCKS_EXCLUDED(turn_mutex_);
   absl::Status Take(engine::RowRange rows, absl::Span<const uint8_t> values) override;
   absl::StatusOr<grpc::ByteBuffer> Answer() override;
 

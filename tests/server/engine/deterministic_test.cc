@@ -218,6 +218,7 @@ TEST_F(DeterministicTest, SlicesThatBreakARuleAreRefused) {
   Call bytes = Open(0, 40);
   EXPECT_FALSE(SendSlice(*bytes.stream, {0, 2}, std::vector<float>(7)));
   EXPECT_THAT(std::string(bytes.results->Wait().message()), HasSubstr("24 bytes"));
+  const Call open = Open(0, 40);
   StreamSpec other = Spec(0, 40, {0, 40});
   other.want_grad_hidden = false;
   EXPECT_THAT(std::string(engine_->Open(other, std::make_shared<RowCollector>()).status().message()),

@@ -287,6 +287,7 @@ class FakeBackend final : public kernels::Backend {
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> AllocateStaging(int64_t bytes) override {
     return std::make_unique<FakeStaging>(static_cast<size_t>(bytes));
   }
+  absl::Status PlanHostMemory(kernels::MemoryKind kind, int64_t bytes) override { return absl::OkStatus(); }
   absl::StatusOr<std::unique_ptr<kernels::RetainedMemory>> AllocateRetained(int64_t bytes) override {
     return std::make_unique<FakeRetained>(bytes);
   }

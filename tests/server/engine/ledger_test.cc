@@ -105,7 +105,8 @@ TEST(LedgerTest, TellsWhatRowsWereDeclaredWith) {
   EXPECT_THAT(values.grad_lse, ElementsAre(0.0f, 0.5f, -2.0f, 0.0f));
   EXPECT_THAT(values.row_weights, IsEmpty());
   EXPECT_THAT(values.grad_loss, IsEmpty());
-  EXPECT_EQ(ledger.bytes(), 4 * 5 + 2 * 4);
+  EXPECT_GE(ledger.bytes(), 4 * 5 + 2 * 4);
+  EXPECT_LE(ledger.bytes(), 4 * 5 + 2 * 4 + 3 * 300) << "a microbatch and two runs of rows";
 }
 
 TEST(LedgerTest, RefusesOtherGradientsUnderTheSameId) {

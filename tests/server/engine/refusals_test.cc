@@ -146,7 +146,7 @@ TEST_F(RefusalsTest, ANonFiniteRowFailsItsSliceOnly) {
   EXPECT_THAT(device_.accumulated(), UnorderedElementsAreArray(Names(2, {0, 4})));
   const absl::Status missing = engine_->ApplyStep("head", {.expected_microbatches = {1, 2}}).status();
   EXPECT_FALSE(missing.ok());
-  EXPECT_THAT(GetMissing(missing), ElementsAre("microbatch 1: rows [0, 4) of 4"));
+  EXPECT_THAT(GetMissing(missing), ElementsAre("microbatch 1: never opened"));
 }
 
 TEST_F(RefusalsTest, LimitsAreEnforced) {

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/time/clock.h"
 
@@ -12,52 +14,76 @@ namespace {
 
 class FakeCall final : public WatchedCall {
  public:
-  void CancelIfStuck(absl::Time limit) override {
+  absl::string_view EndIfLate(absl::Time, const CallTimeouts&) override {
     ++checks;
-    limits_are_in_the_past = limits_are_in_the_past && limit < absl::Now();
+    return late ? "idle_timeout" : "";
   }
   std::atomic<int> checks{0};
-  std::atomic<bool> limits_are_in_the_past{true};
+  std::atomic<bool> late{false};
 };
 
 TEST(CallRegistryTest, BoundsTheNumberOfCalls) {
-  CallRegistry registry(2, absl::Seconds(60));
+  std::vector<std::string> limits;
+  CallRegistry registry({.max_calls = 2,
+                         .flag = "max_tensor_calls",
+                         .on_limit = [&](absl::string_view limit) { limits.emplace_back(limit); }});
   FakeCall a, b, c;
-  EXPECT_TRUE(registry.Add(&a));
-  EXPECT_TRUE(registry.Add(&b));
-  EXPECT_FALSE(registry.Add(&c));
+  EXPECT_TRUE(registry.Add(&a, "x").ok());
+  EXPECT_TRUE(registry.Add(&b, "y").ok());
+  const absl::Status refused = registry.Add(&c, "z");
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_NE(refused.message().find("--max_tensor_calls"), absl::string_view::npos) << refused;
   registry.Remove(&c);
   registry.Remove(&a);
-  EXPECT_TRUE(registry.Add(&c));
+  EXPECT_TRUE(registry.Add(&c, "z").ok());
   registry.Remove(&b);
   registry.Remove(&c);
+  EXPECT_EQ(limits, std::vector<std::string>{"max_tensor_calls"});
+}
+
+TEST(CallRegistryTest, APeerLeavesPlacesToOthers) {
+  CallRegistry registry({.max_calls = 8, .peer_share = 0.5});
+  FakeCall calls[6];
+  for (int i = 0; i < 4; ++i) ASSERT_TRUE(registry.Add(&calls[i], "greedy").ok()) << i;
+  const absl::Status refused = registry.Add(&calls[4], "greedy");
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_NE(refused.message().find("greedy has 4"), absl::string_view::npos) << refused;
+  EXPECT_NE(refused.message().find("--peer_share"), absl::string_view::npos) << refused;
+  EXPECT_TRUE(registry.Add(&calls[5], "other").ok());
+  for (FakeCall& call : calls) registry.Remove(&call);
 }
 
 TEST(CallRegistryTest, LooksAtCallsSeveralTimesPerTimeout) {
-  CallRegistry registry(2, absl::Milliseconds(100));
+  std::atomic<int> ended{0};
+  CallRegistry registry({.max_calls = 2,
+                         .timeouts = {.idle = absl::Milliseconds(100)},
+                         .on_limit = [&](absl::string_view) { ++ended; }});
   FakeCall call;
-  ASSERT_TRUE(registry.Add(&call));
-  const absl::Time limit = absl::Now() + absl::Seconds(10);
+  ASSERT_TRUE(registry.Add(&call, "x").ok());
+  const absl::Time limit = absl::Now() + absl::Minutes(2);
   while (call.checks < 3 && absl::Now() < limit) absl::SleepFor(absl::Milliseconds(5));
+  EXPECT_EQ(ended, 0);
+  call.late = true;
+  while (ended == 0 && absl::Now() < limit) absl::SleepFor(absl::Milliseconds(5));
   registry.Remove(&call);
   const int checks = call.checks;
   EXPECT_GE(checks, 3);
-  EXPECT_TRUE(call.limits_are_in_the_past);
+  EXPECT_GE(ended, 1);
   absl::SleepFor(absl::Milliseconds(60));
   EXPECT_EQ(call.checks, checks) << "a removed call was used";
 }
 
 TEST(CallRegistryTest, WaitsUntilEmpty) {
-  CallRegistry registry(2, absl::Seconds(60));
+  CallRegistry registry({.max_calls = 2});
   EXPECT_TRUE(registry.WaitUntilEmpty(absl::Now()));
   FakeCall call;
-  ASSERT_TRUE(registry.Add(&call));
+  ASSERT_TRUE(registry.Add(&call, "x").ok());
   EXPECT_FALSE(registry.WaitUntilEmpty(absl::Now() + absl::Milliseconds(20)));
   std::thread remover([&] {
     absl::SleepFor(absl::Milliseconds(20));
     registry.Remove(&call);
   });
-  EXPECT_TRUE(registry.WaitUntilEmpty(absl::Now() + absl::Seconds(20)));
+  EXPECT_TRUE(registry.WaitUntilEmpty(absl::Now() + absl::Minutes(2)));
   remover.join();
 }
 

@@ -119,7 +119,7 @@ TEST(LifecycleTest, ClientThatTakesNoAnswers) {
   ServerOptions options = SmallServer();
   options.slice_bytes = 1 << 20;
   options.staging_bytes = 32 << 20;
-  options.send_timeout = absl::Milliseconds(300);
+  options.timeouts.send = absl::Milliseconds(300);
   TestServer server(options);
   const auto client = server.Connect();
   ASSERT_NO_FATAL_FAILURE(CreateHead(*client));

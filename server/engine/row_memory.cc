@@ -1,0 +1,33 @@
+#include "server/engine/row_memory.h"
+
+#include "absl/strings/str_cat.h"
+
+namespace lossd::engine {
+
+absl::Status RowMemory::Account::Take(int64_t bytes) {
+  if (memory_ == nullptr) return absl::OkStatus();
+  FairShare& shares = memory_->shares_;
+  switch (shares.Take(holder_, bytes)) {
+    case FairShare::Answer::kYes:
+      return absl::OkStatus();
+    case FairShare::Answer::kFull:
+      return absl::ResourceExhaustedError(absl::StrCat(
+          "the memory for targets, weights and ledgers of rows has ", shares.used(), " of ",
+          shares.capacity(), " bytes in use, and ", bytes,
+          " more are needed (apply the step or zero its gradients, or start the server with more "
+          "--ledger_bytes)"));
+    case FairShare::Answer::kOverShare:
+      break;
+  }
+  return absl::ResourceExhaustedError(
+      absl::StrCat(holder_, " has ", shares.held(holder_),
+                   " bytes of the memory for targets, weights and ledgers of rows; ", bytes,
+                   " more would be beyond its share, ", shares.used(), " of ", shares.capacity(),
+                   " bytes being in use (--ledger_bytes, --peer_share)"));
+}
+
+void RowMemory::Account::Give(int64_t bytes) {
+  if (memory_ != nullptr) memory_->shares_.Give(holder_, bytes);
+}
+
+}  // namespace lossd::engine

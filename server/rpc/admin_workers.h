@@ -1,0 +1,99 @@
+// The threads that run HeadService's calls, which block: on the device, on a head's lock, on the disk. Tasks
+// of one kind on one head take turns, and no peer, no head and no kind of long task can hold all threads:
+//
+//   - tasks that only look (kLook) have two threads of their own, which nothing long runs on;
+//   - of one head, one task at a time runs that changes it (they would wait for each other anyway), two that
+//     read it, and at most kRowsOfHead that move rows of tensors;
+//   - heads being created or loaded (kLong) together have at most half of the threads;
+//   - tasks of one peer have at most half of the threads, and of the places in the queue the share that
+//     engine::FairShare gives.
+//
+// Otherwise a task goes first whose peer has the fewest running, and among those the one that came first.
+//
+// Thread-safe.
+#ifndef LOSSD_SERVER_RPC_ADMIN_WORKERS_H_
+#define LOSSD_SERVER_RPC_ADMIN_WORKERS_H_
+
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <map>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "server/engine/fair_share.h"
+
+namespace lossd::rpc {
+
+enum class AdminKind : uint8_t {
+  kLook,    // looks at what is known without the device: DescribeHead, ListHeads, ListCheckpoints
+  kRead,    // reads a head on the device: GradNorm
+  kChange,  // changes a head: ApplyStep, ZeroGradients, DeleteHead
+  kLong,    // the same, for long: CreateHead, LoadCheckpoint
+  kRows,    // moves some rows of a tensor
+};
+
+// What a task is about. Empty: no peer, no head in particular.
+struct AdminTask {
+  std::string peer;
+  std::string head;
+  AdminKind kind = AdminKind::kLook;
+};
+
+struct AdminWorkersOptions {
+  int threads = 8;  // at least 2
+  int64_t max_waiting = 256;
+  double peer_share = 0.5;                                                           // of max_waiting
+  std::function<void(absl::string_view limit)> on_limit = [](absl::string_view) {};  // a task was refused
+};
+
+class AdminWorkers {
+ public:
+  using Work = absl::AnyInvocable<void()>;
+  static constexpr int kRowsOfHead = 3;
+
+  explicit AdminWorkers(const AdminWorkersOptions& options);
+  // Runs what is queued, then joins.
+  ~AdminWorkers();
+  AdminWorkers(const AdminWorkers&) = delete;
+  AdminWorkers& operator=(const AdminWorkers&) = delete;
+
+  // Has a thread run `work`. RESOURCE_EXHAUSTED, without running it, if too many tasks wait, or too many of
+  // its peer's; names the limit and its flag.
+  absl::Status Schedule(const AdminTask& task, Work work) ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  struct Queued {
+    AdminTask task;
+    Work work;
+  };
+  using Queue = std::list<Queued>;
+
+  void Run(bool looks) ABSL_LOCKS_EXCLUDED(mutex_);
+  // The task that a thread for looking, or another one, takes next; end() if there is none.
+  Queue::iterator Next(bool looks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool MayRun(const AdminTask& task) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool HasLook() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return HasWork(true); }
+  bool HasOther() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return HasWork(false); }
+  bool HasWork(bool looks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Count(const AdminTask& task, int change) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  int64_t Running(const std::string& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const AdminWorkersOptions options_;
+  absl::Mutex mutex_;
+  Queue queue_ ABSL_GUARDED_BY(mutex_);
+  engine::FairShare waiting_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, int64_t> running_ ABSL_GUARDED_BY(mutex_);  // not 0; by what a limit is for
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace lossd::rpc
+
+#endif  // LOSSD_SERVER_RPC_ADMIN_WORKERS_H_

@@ -1,0 +1,155 @@
+// ComputeLossCall: writing, time, and the end. Reading is in compute_loss_call.cc.
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "server/log/log.h"
+#include "server/rpc/compute_loss_call.h"
+#include "server/rpc/status.h"
+
+namespace lossd::rpc {
+
+// ---- Writing and ending ----
+
+void ComputeLossCall::Enqueue(Outgoing outgoing) {
+  writes_.push_back(std::move(outgoing));
+  Pump();
+}
+
+void ComputeLossCall::Pump() {
+  if (broken_) writes_.clear();
+  if (write_active_ || finished_) return;
+  if (writes_.empty()) {
+    if (ending_.has_value()) FinishLocked();
+    return;
+  }
+  writing_ = std::move(writes_.front());
+  writes_.pop_front();
+  write_active_ = true;
+  Progress();
+  StartWrite(&writing_.message);
+}
+
+void ComputeLossCall::OnWriteDone(bool ok) {
+  std::optional<engine::RowRange> next;
+  {
+    absl::MutexLock lock(&mutex_);
+    next = FinishWrite(ok);
+  }
+  ReceiveRetained(next);
+}
+
+std::optional<engine::RowRange> ComputeLossCall::FinishWrite(bool ok) {
+  std::optional<engine::RowRange> next;
+  write_active_ = false;
+  if (writing_.is_slice) {
+    staging_bytes_ -= writing_.staging_bytes;
+    environment_->metrics->AddPayloadOut(ok ? writing_.payload_bytes : 0);
+    environment_->metrics->ObservePhase(metrics::Phase::kSend,
+                                        absl::ToDoubleSeconds(absl::Now() - writing_.ready));
+  }
+  writing_ = Outgoing();
+  Progress();
+  if (!ok) {
+    broken_ = true;
+    FailLocked(CancellationStatus());
+  } else if (read_withheld_) {
+    next = NextSlice();
+  }
+  Pump();
+  return next;
+}
+
+void ComputeLossCall::OnCancel() {
+  absl::MutexLock lock(&mutex_);
+  broken_ = true;
+  FailLocked(CancellationStatus());
+  Pump();
+}
+
+void ComputeLossCall::Fail(absl::Status why) {
+  absl::MutexLock lock(&mutex_);
+  FailLocked(std::move(why));
+}
+
+void ComputeLossCall::FailLocked(absl::Status why) {
+  if (ending_.has_value()) return;
+  if (stream_ != nullptr) {
+    stream_->Cancel(std::move(why));  // ends with the engine's OnFinished
+    return;
+  }
+  ending_ = std::move(why);
+  Pump();
+}
+
+void ComputeLossCall::FinishLocked() {
+  finished_ = true;
+  const grpc::Status status = ToGrpc(*ending_, environment_->engine->incarnation());
+  if (!status.ok()) {
+    environment_->metrics->CountError(kComputeLoss, CodeName(status));
+  }
+  if (!status.ok() && !IsRefusal(status)) {
+    log::Log(log::LogLevel::kInfo, "call failed",
+             {{"method", kComputeLoss},
+              {"code", CodeName(status)},
+              {"error", status.error_message()},
+              {"peer", context_->peer()}});
+  }
+  Finish(status);
+}
+
+absl::Status ComputeLossCall::CancellationStatus() const {
+  if (absl::FromChrono(context_->deadline()) <= absl::Now()) {
+    return absl::DeadlineExceededError("the call's deadline has passed");
+  }
+  return absl::CancelledError("the client cancelled the call or went away");
+}
+
+std::shared_ptr<engine::Stream> ComputeLossCall::stream() {
+  absl::MutexLock lock(&mutex_);
+  return stream_;
+}
+
+void ComputeLossCall::Progress() {
+  using Waits = CallClock::Waits;
+  if (finished_ || ending_.has_value()) {
+    clock_.Set(write_active_ ? Waits::kSend : Waits::kNothing);
+  } else if (write_active_) {
+    clock_.Set(Waits::kSend);
+  } else if (reading_ && staging_bytes_ == 0) {
+    clock_.Set(stream_ == nullptr ? Waits::kOpen : Waits::kMessage);
+  } else {
+    clock_.Set(Waits::kTurn);
+  }
+}
+
+absl::string_view ComputeLossCall::EndIfLate(absl::Time now, const CallTimeouts& timeouts) {
+  absl::MutexLock lock(&mutex_);
+  absl::string_view limit;
+  absl::Status late = clock_.Check(now, timeouts, &limit);
+  if (late.ok() || broken_) return "";
+  const bool sending = clock_.what() == CallClock::Waits::kSend;
+  clock_.Set(CallClock::Waits::kNothing);  // it is told once
+  log::Log(log::LogLevel::kWarning, "ending a call that waited too long",
+           {{"method", kComputeLoss}, {"reason", late.message()}, {"peer", context_->peer()}});
+  if (sending) {
+    context_->TryCancel();  // nothing can be said to a client that reads nothing
+  } else {
+    FailLocked(std::move(late));
+  }
+  return limit;
+}
+
+void ComputeLossCall::OnDone() {
+  environment_->registry->Remove(this);
+  std::shared_ptr<engine::Stream> stream;  // holds the observer, which is this: the circle is cut here
+  {
+    absl::MutexLock lock(&mutex_);
+    stream = std::move(stream_);
+  }
+  stream.reset();
+  const std::shared_ptr<ComputeLossCall> self = std::move(self_);
+}
+
+}  // namespace lossd::rpc

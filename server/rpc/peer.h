@@ -1,0 +1,20 @@
+// Who is at the other end of a call, as far as limits are concerned: the one place that decides what a peer
+// is.
+#ifndef LOSSD_SERVER_RPC_PEER_H_
+#define LOSSD_SERVER_RPC_PEER_H_
+
+#include <string>
+
+#include "absl/strings/string_view.h"
+
+namespace lossd::rpc {
+
+// The peer of a connection that gRPC calls `uri`, e.g. "ipv4:10.0.0.7:41234" or "ipv6:%5Bfe80::1%5D:41234":
+// its address without the port, "10.0.0.7". The address of the server's own machine does not tell one process
+// from another, so there each connection is a peer of its own ("127.0.0.1:41234"). "" for callers in this
+// process, which have no limits of their own. Thread-safe.
+std::string PeerOf(absl::string_view uri);
+
+}  // namespace lossd::rpc
+
+#endif  // LOSSD_SERVER_RPC_PEER_H_

@@ -1,0 +1,33 @@
+#include "server/rpc/transport.h"
+
+#include <grpcpp/resource_quota.h>
+
+namespace lossd::rpc {
+namespace {
+
+int Milliseconds(absl::Duration duration) { return static_cast<int>(absl::ToInt64Milliseconds(duration)); }
+
+}  // namespace
+
+void Configure(const TransportOptions& options, grpc::ServerBuilder* builder) {
+  // Threads are those of gRPC's synchronous services, which are reflection alone.
+  constexpr int kThreads = 32;
+  grpc::ResourceQuota quota("lossd");
+  quota.Resize(static_cast<size_t>(options.bytes)).SetMaxThreads(kThreads);
+  builder->SetResourceQuota(quota);
+  builder->SetMaxReceiveMessageSize(static_cast<int>(options.max_message_bytes));
+  builder->SetMaxSendMessageSize(static_cast<int>(options.max_message_bytes));
+  const auto set = [builder](const char* name, int value) { builder->AddChannelArgument(name, value); };
+  set(GRPC_ARG_MAX_CONCURRENT_STREAMS, static_cast<int>(options.max_calls_per_connection));
+  set(GRPC_ARG_MAX_METADATA_SIZE, 16 << 10);
+  set(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, Milliseconds(options.handshake_timeout));
+  set(GRPC_ARG_MAX_CONNECTION_IDLE_MS, Milliseconds(options.idle_connection_timeout));
+  // Peers that vanished without a word are noticed within a minute.
+  set(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
+  set(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
+  // A client that pings more often than this, twice beyond it, loses its connection.
+  set(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);
+  set(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 2);
+}
+
+}  // namespace lossd::rpc

@@ -1,0 +1,30 @@
+// gRPC's own limits: memory, threads, calls of a connection, the size of a message, and how long a connection
+// may take to begin or be idle.
+//
+// Stateless; thread-safe.
+#ifndef LOSSD_SERVER_RPC_TRANSPORT_H_
+#define LOSSD_SERVER_RPC_TRANSPORT_H_
+
+#include <grpcpp/server_builder.h>
+
+#include <cstdint>
+
+#include "absl/time/time.h"
+
+namespace lossd::rpc {
+
+struct TransportOptions {
+  // Messages that are being received, and buffers of connections. At its end gRPC takes no new connections
+  // and cancels calls. 0: 256 MiB, or 16 messages if that is more.
+  int64_t bytes = 0;
+  int64_t max_message_bytes = int64_t{5} << 20;  // received or sent
+  int64_t max_calls_per_connection = 320;
+  absl::Duration handshake_timeout = absl::Seconds(20);        // of TLS and HTTP/2
+  absl::Duration idle_connection_timeout = absl::Minutes(30);  // without a call
+};
+
+void Configure(const TransportOptions& options, grpc::ServerBuilder* builder);
+
+}  // namespace lossd::rpc
+
+#endif  // LOSSD_SERVER_RPC_TRANSPORT_H_

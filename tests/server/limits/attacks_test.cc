@@ -1,0 +1,278 @@
+// What one client can take from a server and from its other clients. Each test attacks a lossd process of its
+// own, and meanwhile an honest client trains and saves. "Memory does not grow with traffic" is checked on the
+// process: its resident memory stays below the plan and kOverhead.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "proto/wire/payload_codec.h"
+#include "tests/server/service/service_client.h"
+#include "tests/support/raw_http2.h"
+#include "tests/support/server_process.h"
+
+namespace lossd::app::testing {
+namespace {
+
+using test::RawHttp2;
+
+constexpr int64_t kMebibyte = int64_t{1} << 20;
+// What is planned, by the flags below and server_process.h, and is not in use when the server has started.
+constexpr int64_t kLedger = 32 * kMebibyte;
+constexpr int64_t kTransport = 64 * kMebibyte;
+constexpr int64_t kStaging = 4 * kMebibyte;
+// What is not planned: states of calls and connections, stacks, what the allocator keeps.
+constexpr int64_t kOverhead = 128 * kMebibyte;
+
+constexpr int64_t kHidden = 16;
+constexpr int64_t kRows = 64;
+
+class AttacksTest : public ::testing::Test {
+ protected:
+  // Longer than any test, so that limits alone have to do, unless a test sets them.
+  static constexpr const char* kPatient[] = {"--open_timeout=1h", "--idle_timeout=1h", "--turn_timeout=1h",
+                                             "--send_timeout=1h"};
+
+  void Start(std::vector<std::string> flags = {kPatient, kPatient + 4}) {
+    flags.push_back(absl::StrCat("--ledger_bytes=", kLedger));
+    flags.push_back(absl::StrCat("--transport_bytes=", kTransport));
+    server_ = std::make_unique<test::ServerProcess>(LOSSD_BINARY, std::move(flags));
+    client_ = TestClient::Connect(server_->target());
+    v1::CreateHeadRequest request;
+    request.mutable_spec()->set_name("head");
+    request.mutable_spec()->set_hidden_size(kHidden);
+    request.mutable_spec()->set_vocab_size(100);
+    ASSERT_TRUE(client_->CreateHead(request).ok());
+    Train();
+    before_ = Resident();
+  }
+
+  static v1::OpenMicrobatch Open(uint64_t id, int64_t rows, uint64_t step) {
+    v1::OpenMicrobatch open;
+    open.set_head("head");
+    open.set_step(step);
+    open.set_microbatch_id(id);
+    open.set_microbatch_rows(static_cast<uint64_t>(rows));
+    open.mutable_rows()->set_end(static_cast<uint64_t>(rows));
+    open.set_hidden_dtype(v1::DTYPE_FP32);
+    open.set_reduction(v1::REDUCTION_SUM);
+    open.set_want_grad_hidden(true);
+    open.set_accumulate_gradients(true);
+    open.mutable_targets()->Resize(static_cast<int>(rows), 1);
+    return open;
+  }
+  static std::string OpenMessage(uint64_t id, int64_t rows, uint64_t step) {
+    v1::ComputeLossRequest request;
+    *request.mutable_open() = Open(id, rows, step);
+    return request.SerializeAsString();
+  }
+
+  // A whole step, and a save of it, by a well-behaved client.
+  void Train() {
+    for (uint64_t id = 0; id < 3; ++id) {
+      const auto stream = client_->OpenLoss();
+      stream->SendOpen(Open(1'000'000 + id, kRows, step_));
+      stream->SendSlice(0, kRows, Bytes(std::vector<float>(kRows * kHidden, 0.5f)));
+      const LossAnswers answers = stream->Finish();
+      ASSERT_TRUE(answers.status.ok()) << answers.status;
+      ASSERT_EQ(answers.summary->accumulated_rows(), static_cast<uint64_t>(kRows));
+    }
+    v1::ApplyStepRequest request;
+    request.set_head("head");
+    request.set_step(step_);
+    request.mutable_optimizer()->mutable_sgd()->set_learning_rate(0.1f);
+    for (uint64_t id = 0; id < 3; ++id) request.add_expected_microbatches(1'000'000 + id);
+    const auto applied = client_->ApplyStep(request);
+    ASSERT_TRUE(applied.ok()) << applied.status();
+    ++step_;
+    const auto saved = client_->SaveCheckpoint("head", absl::StrCat("step", step_));
+    ASSERT_TRUE(saved.ok()) << saved.status();
+  }
+
+  int64_t Resident() const {
+    std::ifstream file(absl::StrCat("/proc/", server_->pid(), "/statm"));
+    int64_t pages = 0, resident = 0;
+    file >> pages >> resident;
+    return resident * sysconf(_SC_PAGESIZE);
+  }
+  void ExpectBounded() {
+    const int64_t grown = Resident() - before_;
+    RecordProperty("grown_mib", static_cast<int>(grown / kMebibyte));
+    EXPECT_LE(grown, kLedger + kTransport + kStaging + kOverhead);
+    EXPECT_TRUE(server_->Running());
+  }
+  // Pumps all for a while, in turn.
+  static void Pump(std::vector<std::unique_ptr<RawHttp2>>& connections, absl::Duration time) {
+    const absl::Time end = absl::Now() + time;
+    while (absl::Now() < end) {
+      for (const auto& connection : connections) connection->Pump(absl::Milliseconds(5));
+    }
+  }
+
+  std::unique_ptr<test::ServerProcess> server_;
+  std::unique_ptr<TestClient> client_;
+  uint64_t step_ = 0;
+  int64_t before_ = 0;
+};
+
+// ---- Memory ----
+
+TEST_F(AttacksTest, UnfinishedRequestsOfOneConnection) {
+  Start();
+  std::vector<std::unique_ptr<RawHttp2>> connections;
+  connections.push_back(std::make_unique<RawHttp2>(server_->target()));
+  for (int i = 0; i < 200; ++i) {
+    const uint32_t call = connections[0]->Call("/lossd.v1.HeadService/ApplyStep");
+    connections[0]->Message(call, 5 * kMebibyte, "", 5 * kMebibyte - 1);
+  }
+  Pump(connections, absl::Seconds(5));
+  ExpectBounded();
+  Train();
+}
+
+TEST_F(AttacksTest, UnfinishedRequestsOfManyConnections) {
+  Start();
+  std::vector<std::unique_ptr<RawHttp2>> connections;
+  for (int i = 0; i < 40; ++i) {
+    connections.push_back(std::make_unique<RawHttp2>(server_->target()));
+    for (int j = 0; j < 10; ++j) {
+      const char* const path =
+          j % 2 == 0 ? "/lossd.v1.HeadService/ApplyStep" : "/lossd.v1.LossService/ComputeLoss";
+      connections.back()->Message(connections.back()->Call(path), 5 * kMebibyte, "", 5 * kMebibyte - 1);
+    }
+  }
+  Pump(connections, absl::Seconds(8));
+  ExpectBounded();
+  connections.clear();
+  client_ = TestClient::Connect(server_->target());
+  Train();
+}
+
+TEST_F(AttacksTest, AbandonedMicrobatches) {
+  Start();
+  for (uint64_t id = 0; id < 100; ++id) {
+    const auto stream = client_->OpenLoss();
+    stream->SendOpen(Open(id, 1'000'000, step_));
+    EXPECT_TRUE(stream->ReadOne()) << id;
+    stream->Cancel();
+    stream->Finish();
+  }
+  ExpectBounded();
+  Train();
+}
+
+TEST_F(AttacksTest, ManyIdleStreamsWithManyRows) {
+  Start();
+  std::vector<std::unique_ptr<RawHttp2>> connections;
+  for (uint64_t i = 0; i < 10; ++i) {
+    connections.push_back(std::make_unique<RawHttp2>(server_->target()));
+    for (uint64_t j = 0; j < 20; ++j) {
+      const uint32_t call = connections.back()->Call("/lossd.v1.LossService/ComputeLoss");
+      connections.back()->Message(call, OpenMessage(100 * i + j, 1'000'000, step_));
+    }
+  }
+  Pump(connections, absl::Seconds(5));
+  ExpectBounded();
+  Train();
+}
+
+TEST_F(AttacksTest, ManyConnections) {
+  Start();
+  std::vector<std::unique_ptr<RawHttp2>> connections;
+  for (int i = 0; i < 1000; ++i) {
+    connections.push_back(
+        std::make_unique<RawHttp2>(server_->target(), absl::StrCat("127.0.0.", 2 + i % 100)));
+  }
+  Pump(connections, absl::Seconds(3));
+  ExpectBounded();
+  int open = 0;
+  for (const auto& connection : connections) open += connection->open() ? 1 : 0;
+  EXPECT_LE(open, 512);
+  Train();  // its connection is open
+  connections.clear();
+  client_ = TestClient::Connect(server_->target());
+  Train();
+}
+
+TEST_F(AttacksTest, ListsOfMicrobatches) {
+  Start();
+  v1::ApplyStepRequest request;
+  request.set_head("head");
+  request.set_step(step_);
+  request.mutable_optimizer()->mutable_sgd()->set_learning_rate(0.1f);
+  for (uint64_t id = 0; id < 1'000'000; ++id) request.add_expected_microbatches(id);
+  const absl::Status refused = client_->ApplyStep(request).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << refused;
+  EXPECT_TRUE(absl::StrContains(refused.message(), "expected_microbatches.size")) << refused;
+  ExpectBounded();
+  Train();
+}
+
+TEST_F(AttacksTest, GradientsThatAreOpenedAndNotSent) {
+  Start();
+  for (uint64_t id = 0; id < 2000; ++id) {
+    v1::OpenGradient open;
+    open.set_head("head");
+    open.set_step(step_);
+    open.set_contribution_id(id);
+    open.set_param(v1::PARAM_WEIGHT);
+    open.set_dtype(v1::DTYPE_FP32);
+    EXPECT_FALSE(client_->AddGradient(open, "").ok());
+  }
+  EXPECT_EQ(client_->DescribeHead("head")->step_contributions(), 0u);
+  ExpectBounded();
+  Train();
+}
+
+// ---- Places ----
+
+TEST_F(AttacksTest, IdleWritesLeaveRoomForSaves) {
+  Start();
+  std::vector<std::unique_ptr<RawHttp2>> connections;
+  for (int i = 0; i < 32; ++i) {
+    connections.push_back(std::make_unique<RawHttp2>(server_->target()));
+    for (int j = 0; j < 4; ++j) connections.back()->Call("/lossd.v1.HeadService/WriteTensor");
+  }
+  Pump(connections, absl::Seconds(1));
+  Train();  // with a save
+}
+
+TEST_F(AttacksTest, IdleCallsOfOneConnectionLeaveRoomForOthers) {
+  Start();
+  std::vector<std::unique_ptr<RawHttp2>> connections;
+  connections.push_back(std::make_unique<RawHttp2>(server_->target()));
+  for (uint64_t i = 0; i < 600; ++i) {
+    const uint32_t call = connections[0]->Call("/lossd.v1.LossService/ComputeLoss");
+    if (i % 4 != 0) connections[0]->Message(call, OpenMessage(i, 10, step_));
+  }
+  Pump(connections, absl::Seconds(2));
+  Train();
+}
+
+TEST_F(AttacksTest, IdleCallsEnd) {
+  Start({"--open_timeout=1s", "--idle_timeout=1s", "--turn_timeout=1h", "--send_timeout=1h"});
+  std::vector<std::unique_ptr<RawHttp2>> connections;
+  connections.push_back(std::make_unique<RawHttp2>(server_->target()));
+  for (uint64_t i = 0; i < 30; ++i) {
+    connections[0]->Call("/lossd.v1.HeadService/WriteTensor");
+    connections[0]->Call("/lossd.v1.HeadService/AddGradient");
+    const uint32_t call = connections[0]->Call("/lossd.v1.LossService/ComputeLoss");
+    if (i % 2 == 0) connections[0]->Message(call, OpenMessage(i, 10, step_));
+  }
+  connections[0]->Pump(absl::Milliseconds(100));
+  EXPECT_GT(connections[0]->calls(), 0u);
+  const absl::Time limit = absl::Now() + absl::Minutes(2);
+  while (connections[0]->calls() > 0 && absl::Now() < limit) connections[0]->Pump(absl::Milliseconds(50));
+  EXPECT_EQ(connections[0]->calls(), 0u);
+  Train();
+}
+
+}  // namespace
+}  // namespace lossd::app::testing

@@ -1,0 +1,119 @@
+#include "server/rpc/admin_workers.h"
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/barrier.h"
+#include "absl/synchronization/blocking_counter.h"
+#include "absl/synchronization/notification.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace lossd::rpc {
+namespace {
+
+using ::testing::HasSubstr;
+
+// Tasks that end when Release is called.
+class AdminWorkersTest : public ::testing::Test {
+ protected:
+  ~AdminWorkersTest() override { Release(); }
+  void Release() {
+    if (!released_.HasBeenNotified()) released_.Notify();
+  }
+  void Block(const AdminTask& task) {
+    ASSERT_TRUE(workers_
+                    ->Schedule(task,
+                               [this] {
+                                 ++running_;
+                                 released_.WaitForNotification();
+                               })
+                    .ok());
+  }
+  // Runs one task to its end; it hangs, and the test with it, if it never may.
+  void Expect(const AdminTask& task) {
+    absl::Notification done;
+    ASSERT_TRUE(workers_->Schedule(task, [&done] { done.Notify(); }).ok());
+    done.WaitForNotification();
+  }
+
+  absl::Notification released_;
+  std::atomic<int> running_{0};
+  std::vector<std::string> limits_;
+  std::unique_ptr<AdminWorkers> workers_ = std::make_unique<AdminWorkers>(AdminWorkersOptions{
+      .threads = 8, .max_waiting = 64, .peer_share = 0.5, .on_limit = [this](absl::string_view limit) {
+        limits_.emplace_back(limit);
+      }});
+};
+
+TEST_F(AdminWorkersTest, NineCreationsOfOneNameLeaveTheOtherThreads) {
+  for (int i = 0; i < 9; ++i) Block({.peer = "a", .head = "big", .kind = AdminKind::kLong});
+  Expect({.peer = "a", .head = "other", .kind = AdminKind::kLong});
+  Expect({.peer = "b", .head = "other", .kind = AdminKind::kChange});
+  Expect({.peer = "a", .head = "big", .kind = AdminKind::kLook});
+  EXPECT_LE(running_, 1);
+}
+
+TEST_F(AdminWorkersTest, LongTasksOnManyHeadsLeaveHalfOfTheThreads) {
+  for (int i = 0; i < 20; ++i) {
+    Block({.peer = absl::StrCat("peer", i), .head = absl::StrCat("head", i), .kind = AdminKind::kLong});
+  }
+  Expect({.peer = "b", .head = "other", .kind = AdminKind::kChange});
+  Expect({.peer = "b", .head = "other", .kind = AdminKind::kRows});
+  EXPECT_LE(running_, 4);
+}
+
+TEST_F(AdminWorkersTest, APeerLeavesHalfOfTheThreadsToOthers) {
+  for (int i = 0; i < 20; ++i)
+    Block({.peer = "a", .head = absl::StrCat("head", i), .kind = AdminKind::kChange});
+  for (int i = 0; i < 10; ++i)
+    Expect({.peer = "b", .head = absl::StrCat("head", i + 10), .kind = AdminKind::kRead});
+  EXPECT_LE(running_, 4);
+}
+
+TEST_F(AdminWorkersTest, RowsOfOneHeadLeaveThreadsToChangesOfIt) {
+  for (int i = 0; i < 30; ++i) {
+    Block({.peer = absl::StrCat("peer", i), .head = "head", .kind = AdminKind::kRows});
+  }
+  Expect({.peer = "b", .head = "head", .kind = AdminKind::kChange});
+  EXPECT_LE(running_, AdminWorkers::kRowsOfHead);
+}
+
+TEST_F(AdminWorkersTest, RefusalsNameTheLimit) {
+  absl::Status refused;
+  const auto block = [this] { released_.WaitForNotification(); };
+  for (int i = 0; i < 100 && refused.ok(); ++i) {
+    refused = workers_->Schedule({.peer = "10.0.0.7", .head = "head", .kind = AdminKind::kChange}, block);
+  }
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("10.0.0.7"));
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("--peer_share"));
+  refused = absl::OkStatus();
+  for (int i = 0; i < 200 && refused.ok(); ++i) {
+    refused = workers_->Schedule(
+        {.peer = absl::StrCat("peer", i), .head = "head", .kind = AdminKind::kChange}, block);
+  }
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("--max_waiting_calls"));
+  EXPECT_THAT(limits_, ::testing::ElementsAre("peer_share", "max_waiting_calls"));
+}
+
+TEST_F(AdminWorkersTest, TheEndRunsWhatIsQueued) {
+  std::atomic<int> done{0};
+  for (int i = 0; i < 30; ++i) {
+    ASSERT_TRUE(workers_
+                    ->Schedule({.peer = absl::StrCat("peer", i % 3),
+                                .head = "head",
+                                .kind = i % 2 == 0 ? AdminKind::kLong : AdminKind::kLook},
+                               [&done] { ++done; })
+                    .ok());
+  }
+  workers_.reset();
+  EXPECT_EQ(done, 30);
+}
+
+}  // namespace
+}  // namespace lossd::rpc

@@ -1,0 +1,125 @@
+#include "server/rpc/connection_acceptor.h"
+
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/time/clock.h"
+
+namespace lossd::rpc {
+namespace {
+
+// A connection to a port from an address of the loopback network.
+class Client {
+ public:
+  Client(int port, const char* from = "127.0.0.1")
+      : descriptor_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_in own = {.sin_family = AF_INET};
+    inet_pton(AF_INET, from, &own.sin_addr);
+    EXPECT_EQ(bind(descriptor_, reinterpret_cast<sockaddr*>(&own), sizeof(own)), 0);
+    sockaddr_in server = {.sin_family = AF_INET, .sin_port = htons(static_cast<uint16_t>(port))};
+    inet_pton(AF_INET, "127.0.0.1", &server.sin_addr);
+    EXPECT_EQ(connect(descriptor_, reinterpret_cast<sockaddr*>(&server), sizeof(server)), 0);
+  }
+  ~Client() { close(descriptor_); }
+  Client(const Client&) = delete;
+  Client& operator=(const Client&) = delete;
+
+  // Waits until the server has sent a byte (true) or closed the connection.
+  bool Accepted() const {
+    char byte = 0;
+    return recv(descriptor_, &byte, 1, 0) == 1;
+  }
+
+ private:
+  const int descriptor_;
+};
+
+class ConnectionAcceptorTest : public ::testing::Test {
+ protected:
+  // Sends a byte on each connection it takes.
+  void Start(ConnectionLimits limits) {
+    limits.on_refused = [this](absl::string_view flag, absl::string_view) {
+      absl::MutexLock lock(&mutex_);
+      refused_.emplace_back(flag);
+    };
+    auto acceptor = ConnectionAcceptor::Listen("127.0.0.1", 0, limits);
+    ASSERT_TRUE(acceptor.ok()) << acceptor.status();
+    acceptor_ = *std::move(acceptor);
+    acceptor_->Start([this](int, int connection) {
+      absl::MutexLock lock(&mutex_);
+      taken_.push_back(connection);
+      EXPECT_EQ(send(connection, "x", 1, MSG_NOSIGNAL), 1);  // last: the client goes on when it has this
+    });
+  }
+  void TearDown() override {
+    acceptor_.reset();
+    for (const int connection : taken_) close(connection);
+  }
+  std::vector<std::string> refused() {
+    absl::MutexLock lock(&mutex_);
+    return refused_;
+  }
+
+  absl::Mutex mutex_;
+  std::vector<int> taken_;
+  std::vector<std::string> refused_;
+  std::unique_ptr<ConnectionAcceptor> acceptor_;
+};
+
+TEST_F(ConnectionAcceptorTest, RefusesConnectionsBeyondTheLimit) {
+  Start({.in_all = 3, .per_address = 3});
+  std::vector<std::unique_ptr<Client>> clients;
+  for (int i = 0; i < 3; ++i) {
+    clients.push_back(std::make_unique<Client>(acceptor_->port()));
+    ASSERT_TRUE(clients.back()->Accepted()) << i;
+  }
+  EXPECT_EQ(acceptor_->connections(), 3);
+  EXPECT_FALSE(Client(acceptor_->port()).Accepted());
+  EXPECT_EQ(refused(), std::vector<std::string>{"max_connections"});
+}
+
+TEST_F(ConnectionAcceptorTest, AnAddressLeavesConnectionsToOthers) {
+  Start({.in_all = 8, .per_address = 2});
+  Client a(acceptor_->port()), b(acceptor_->port());
+  ASSERT_TRUE(a.Accepted() && b.Accepted());
+  EXPECT_FALSE(Client(acceptor_->port()).Accepted());
+  EXPECT_TRUE(Client(acceptor_->port(), "127.0.0.2").Accepted());
+  EXPECT_EQ(refused(), std::vector<std::string>{"max_connections_per_address"});
+}
+
+TEST_F(ConnectionAcceptorTest, AClosedConnectionMakesRoom) {
+  Start({.in_all = 1, .per_address = 1});
+  for (int i = 0; i < 20; ++i) {
+    Client client(acceptor_->port());
+    ASSERT_TRUE(client.Accepted()) << i;
+    ASSERT_FALSE(Client(acceptor_->port()).Accepted()) << i;
+    absl::MutexLock lock(&mutex_);
+    close(taken_.back());  // as gRPC does
+    taken_.pop_back();
+  }
+}
+
+TEST_F(ConnectionAcceptorTest, APortThatIsTakenIsAnError) {
+  Start({});
+  const auto second = ConnectionAcceptor::Listen("127.0.0.1", acceptor_->port(), {});
+  EXPECT_EQ(second.status().code(), absl::StatusCode::kUnavailable);
+}
+
+TEST(ConnectionAcceptorAddressTest, TakesNamesAndIpv6) {
+  for (const char* host : {"localhost", "127.0.0.1", "0.0.0.0"}) {
+    const auto acceptor = ConnectionAcceptor::Listen(host, 0, {});
+    ASSERT_TRUE(acceptor.ok()) << host << acceptor.status();
+    EXPECT_GT((*acceptor)->port(), 0);
+  }
+  EXPECT_FALSE(ConnectionAcceptor::Listen("no such host", 0, {}).ok());
+}
+
+}  // namespace
+}  // namespace lossd::rpc
