@@ -20,7 +20,8 @@ namespace lossd::fuzz {
 namespace {
 
 constexpr uint64_t kIncarnation = 42;
-constexpr int64_t kMemoryLimit = int64_t{1} << 20;
+constexpr int64_t kLedgerBytes = int64_t{128} << 10;
+constexpr int64_t kMemoryLimit = (int64_t{1} << 20) + kLedgerBytes;
 constexpr int64_t kWorkspaceBytes = int64_t{64} << 10;
 constexpr int64_t kStagingBytes = int64_t{64} << 10;
 constexpr int64_t kSliceBytes = int64_t{4} << 10;
@@ -61,6 +62,7 @@ ServiceInMemory::ServiceInMemory(const std::string& folder) : metrics_({"0", "cp
   options.max_heads = 4;
   options.max_streams = 4;
   options.max_ledger_rows = 4096;
+  options.ledger_bytes = kLedgerBytes;
   options.max_step_microbatches = 16;
   auto engine = engine::Engine::Create(options, backend_.get(), kIncarnation, {&metrics_});
   FUZZ_CHECK(engine.ok(), engine.status().ToString());
@@ -198,21 +200,23 @@ absl::Status ServiceInMemory::RunUnary(const Call& call) {
 }
 
 absl::Status ServiceInMemory::ReadTensor(const v1::ReadTensorRequest& request) {
-  const absl::StatusOr<admin::TensorRows> tensor = operations_->CheckRead(request);
-  if (!tensor.ok()) return tensor.status();
-  std::vector<uint8_t> bytes(static_cast<size_t>(tensor->rows.size() * tensor->row_bytes()));
+  const absl::StatusOr<admin::TensorRead> read = operations_->OpenRead(request);
+  if (!read.ok()) return read.status();
+  const admin::TensorRows& tensor = read->tensor;
+  std::vector<uint8_t> bytes(static_cast<size_t>(tensor.rows.size() * tensor.row_bytes()));
   if (bytes.empty()) return absl::OkStatus();
-  return operations_->ReadRows(*tensor, tensor->rows, absl::MakeSpan(bytes));
+  return operations_->ReadRows(*read, tensor.rows, absl::MakeSpan(bytes)).status();
 }
 
 absl::Status ServiceInMemory::WriteTensor(const fuzz::WriteTensor& write) {
-  const absl::StatusOr<admin::TensorRows> tensor = operations_->CheckWrite(write.open());
-  if (!tensor.ok()) return tensor.status();
-  const int64_t bytes = tensor->rows.size() * tensor->row_bytes();
-  const std::string values = Values(write.payload(), bytes, tensor->dtype);
+  const absl::StatusOr<admin::TensorWrite> opened = operations_->OpenWrite(write.open());
+  if (!opened.ok()) return opened.status();
+  const admin::TensorRows& tensor = opened->tensor;
+  const int64_t bytes = tensor.rows.size() * tensor.row_bytes();
+  const std::string values = Values(write.payload(), bytes, tensor.dtype);
   if (values.empty() || static_cast<int64_t>(values.size()) != bytes)
     return absl::OkStatus();  // the call's to refuse
-  return operations_->WriteRows(*tensor, tensor->rows, AsBytes(values));
+  return operations_->WriteRows(*opened, tensor.rows, AsBytes(values)).status();
 }
 
 absl::Status ServiceInMemory::AddGradient(const fuzz::AddGradient& add) {
@@ -229,9 +233,11 @@ absl::Status ServiceInMemory::AddGradient(const fuzz::AddGradient& add) {
   if (values.empty() || static_cast<int64_t>(values.size()) != bytes)
     return absl::OkStatus();  // the call's to refuse
   const std::string before = Books();
-  const absl::StatusOr<int64_t> added = engine_->AddRows(*contribution, contribution->rows, AsBytes(values));
+  const absl::StatusOr<engine::AddedRows> added =
+      engine_->AddRows(*contribution, contribution->rows, AsBytes(values));
   if (added.ok()) {
-    FUZZ_CHECK(*added >= 0 && *added <= contribution->rows.size(), absl::StrCat(*added, " rows added"));
+    FUZZ_CHECK(added->rows >= 0 && added->rows <= contribution->rows.size(),
+               absl::StrCat(added->rows, " rows added"));
     return absl::OkStatus();
   }
   FUZZ_CHECK(before == Books(), absl::StrCat("all or nothing: ", added.status().ToString()));

@@ -120,6 +120,7 @@ class Device final : public kernels::Backend {
       const kernels::HeadConfig& config) override;
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> AllocateStaging(int64_t bytes) override;
   absl::StatusOr<std::unique_ptr<kernels::RetainedMemory>> AllocateRetained(int64_t bytes) override;
+  absl::Status PlanHostMemory(kernels::MemoryKind, int64_t) override { return absl::OkStatus(); }
 
   // The task that computes, if `asynchronous`: ends after Stop.
   void Work();

@@ -45,7 +45,8 @@ std::string InUse(const World& world) {
       {"retained microbatches", of_steps * stats.retained_microbatches},
       {"retained bytes", of_steps * stats.retained_bytes_used},
       {"rows in ledgers", of_steps * stats.ledger_rows},
-      {"bytes in ledgers", of_steps * stats.ledger_bytes}};
+      {"bytes in ledgers", of_steps * stats.ledger_bytes},
+      {"bytes of what is known of rows", of_steps * stats.row_bytes_used}};
   std::string text;
   for (const HeadSnapshot& head : world.engine->List()) {
     if (!head.waits_for.empty()) absl::StrAppend(&text, "  ", head.name, " waits for ", head.waits_for, "\n");
