@@ -16,6 +16,7 @@
 #include "server/app/addresses.h"
 #include "server/app/check_options.h"
 #include "server/app/device_watch.h"
+#include "server/app/every.h"
 #include "server/app/gpu_watch.h"
 #include "server/app/health.h"
 #include "server/app/reflection.h"
@@ -38,22 +39,6 @@ uint64_t DrawIncarnation() {
   absl::BitGen generator;
   return absl::Uniform<uint64_t>(absl::IntervalClosed, generator, 1, UINT64_MAX);
 }
-
-// True at most once per `pause`. Thread-compatible.
-class Every {
- public:
-  explicit Every(absl::Duration pause) : pause_(pause) {}
-  bool Ready() {
-    const absl::Time now = absl::Now();
-    if (now < next_) return false;
-    next_ = now + pause_;
-    return true;
-  }
-
- private:
-  const absl::Duration pause_;
-  absl::Time next_ = absl::InfinitePast();
-};
 
 class ServerImpl final : public Server {
  public:

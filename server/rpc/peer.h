@@ -1,5 +1,5 @@
-// Who is at the other end of a call, as far as limits are concerned: the one place that decides what a peer
-// is.
+// Who is at the other end of a call whose client has not shown who it is, as far as limits are concerned
+// (PeerKey of access_control.h).
 #ifndef LOSSD_SERVER_RPC_PEER_H_
 #define LOSSD_SERVER_RPC_PEER_H_
 

@@ -65,7 +65,7 @@ class ReadTensorCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, 
 
   TensorCallEnvironment* const environment_;
   grpc::CallbackServerContext* const context_;
-  std::string peer_;  // PeerKey; set before anything else
+  std::string peer_;                           // PeerKey; set before anything else
   const grpc::ByteBuffer* request_ = nullptr;  // gRPC's, until OnDone
   admin::TensorRead read_;
   int64_t next_row_ = 0;
