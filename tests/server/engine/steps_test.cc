@@ -196,10 +196,10 @@ TEST_F(StepsTest, ZeroGradientsForgetsTheStep) {
 TEST_F(StepsTest, ZeroGradientsOfAFrozenHeadIsRefusedAndChangesNothing) {
   Start();
   AddHead("frozen", /*trainable=*/false);
-  const absl::Status refused = engine_->ZeroGradients("frozen", 0);
+  const absl::Status refused = engine_->ZeroGradients("frozen", 0).status();
   EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
   EXPECT_THAT(refused.message(), HasSubstr("frozen"));
-  const absl::StatusOr<double> norm = engine_->GradNorm("frozen", std::nullopt);
+  const auto norm = engine_->GradNorm("frozen", std::nullopt);
   EXPECT_EQ(norm.status().code(), absl::StatusCode::kFailedPrecondition) << norm.status();
 
   StreamSpec spec = Whole(1, 2);
