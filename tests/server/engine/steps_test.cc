@@ -199,7 +199,7 @@ TEST_F(StepsTest, ZeroGradientsOfAFrozenHeadIsRefusedAndChangesNothing) {
   const absl::Status refused = engine_->ZeroGradients("frozen", 0).status();
   EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
   EXPECT_THAT(refused.message(), HasSubstr("frozen"));
-  const absl::StatusOr<GradNormResult> norm = engine_->GradNorm("frozen", std::nullopt);
+  const auto norm = engine_->GradNorm("frozen", std::nullopt);
   EXPECT_EQ(norm.status().code(), absl::StatusCode::kFailedPrecondition) << norm.status();
 
   StreamSpec spec = Whole(1, 2);
