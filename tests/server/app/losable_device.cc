@@ -97,6 +97,9 @@ class LosableBackend final : public Backend {
   absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) override {
     return backend_->AllocateRetained(bytes);
   }
+  absl::Status PlanHostMemory(MemoryKind kind, int64_t bytes) override {
+    return backend_->PlanHostMemory(kind, bytes);
+  }
 
  private:
   const std::unique_ptr<Backend> backend_;

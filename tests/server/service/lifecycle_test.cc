@@ -144,6 +144,7 @@ TEST(LifecycleTest, ClientThatTakesNoAnswers) {
 TEST(LifecycleTest, TooManyStreams) {
   ServerOptions options = SmallServer();
   options.max_streams = 2;
+  options.peer_share = 1.0;
   TestServer server(options);
   const auto client = server.Connect();
   ASSERT_NO_FATAL_FAILURE(CreateHead(*client));
