@@ -78,9 +78,10 @@ void Sequencer::Return(size_t area, uint64_t loan) {
 }
 
 void Sequencer::CloseIdle() {
+  // Also in turn or beyond it: after a withdrawal its rows may be unsettled again, or others.
   std::erase_if(open_, [this](const auto& entry) {
     const GroupAssembly& group = *entry.second;
-    const bool idle = IsRepeat(group) && group.IsQuiet() && group.slices().empty();
+    const bool idle = group.IsQuiet() && group.slices().empty();
     if (idle) areas_[group.area()].taken = false;
     return idle;
   });

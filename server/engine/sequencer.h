@@ -117,7 +117,7 @@ class Sequencer {
   bool IsRepeat(const GroupAssembly& group) const { return group.key() < turn_ || group.IsSettled(); }
   // True if nothing but free time on the device is needed to compute the group.
   bool IsReady(const GroupAssembly& group) const;
-  // Closes groups of repeats that nothing has come of.
+  // Closes groups that hold nothing and have lent nothing, so that they keep no area from others.
   void CloseIdle();
   // Lets the turn pass on as long as the group whose turn it is needs nothing.
   void Advance();
