@@ -123,8 +123,10 @@ bool MayEndWith(absl::StatusCode code, const StreamFacts& stream, const HeadFact
     case absl::StatusCode::kOutOfRange:
       return BadRowsAmong(stream, head);
     case absl::StatusCode::kInternal:
+      // A step that was under way when the stream was opened may have failed already.
       return device.failed_results > stream.failed_results || device.broken > stream.broken ||
-             device.Of(stream.generation).broken;
+             device.Of(stream.generation).broken ||
+             (device.broken > 0 && head.Changed({What::kStep}, stream.opened));
     case absl::StatusCode::kAborted:
       return head.Changed({What::kStep, What::kLoad, What::kWrite}, stream.opened) ||
              (BelongsToStep(stream) && head.Changed({What::kZero}, stream.opened));
