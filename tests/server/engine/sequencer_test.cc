@@ -211,6 +211,28 @@ TEST_F(TurnTakenBackTest, AGroupWithNothingToAccumulateIsClosedWithItsStreams) {
   EXPECT_NE(Request(Open(0, 40, {0, 20}), {0, 10}), 0u);
 }
 
+// What was lent for its slice comes back when its rows are to be declared again.
+TEST_F(SequencerTest, AGroupWhoseRowsWereWithdrawnBeyondTheTurnKeepsNoArea) {
+  auto first = Open(0, 40, {0, 20}), nothing = Open(0, 40, {20, 30}, -100), last = Open(0, 40, {30, 40});
+  ASSERT_TRUE(Send(first, {0, 10}));
+  Compute();
+  ASSERT_TRUE(Send(first, {10, 20}));
+  auto group = sequencer_.TakeReady();
+  Reserve(*group);
+  ASSERT_NE(Request(nothing, {20, 30}), 0u);
+  ASSERT_TRUE(Send(last, {30, 40}));
+  sequencer_.ReleaseArea(*group);
+  ledger_.Release(0, group->rows());
+  sequencer_.OnLeft(*group);
+  EXPECT_EQ(sequencer_.turn(), (GroupKey{0, 1}));
+  nothing->Fail(absl::CancelledError("cut"));
+  sequencer_.TakeFailed();
+  ledger_.Withdraw(0, {20, 30}, /*forget_empty=*/false);
+  sequencer_.OnDeclared(0);
+  ReturnLoans();
+  EXPECT_NE(Request(Open(0, 40, {0, 20}), {0, 10}), 0u);
+}
+
 TEST_F(SequencerTest, RepeatsDoNotGoBeforeAnOlderGroup) {
   auto first = Open(0, 10), next = Open(1, 10);
   ASSERT_TRUE(Send(first, {0, 10}));
