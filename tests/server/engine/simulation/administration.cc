@@ -1,5 +1,4 @@
 // Administrative calls, with a note of when they were made and what they answered.
-#include "absl/cleanup/cleanup.h"
 #include "server/engine/errors.h"
 #include "tests/server/engine/simulation/world.h"
 
@@ -16,6 +15,21 @@ void NoteFailure(World& world, HeadWorld& head, const absl::Status& status, uint
   if (GetCurrentStep(status).has_value() && GetMissing(status).empty())
     NoteCall(world, head, Call::What::kRefused, step, begin);
 }
+
+// Keeps other loads, deletions and creations of the head away to the end of the scope.
+class HeadLock {
+ public:
+  HeadLock(World& world, HeadWorld& head) : head_(head) {
+    world.scheduler.WaitUntil(absl::StrCat(head.name, ": its lock"), [&head] { return !head.locked; });
+    head.locked = true;
+  }
+  ~HeadLock() { head_.locked = false; }
+  HeadLock(const HeadLock&) = delete;
+  HeadLock& operator=(const HeadLock&) = delete;
+
+ private:
+  HeadWorld& head_;
+};
 
 // The generations of the head that were closed since `first` was open.
 std::string CheckClosed(World& world, const HeadWorld& head, const StepResult& result, int64_t first,
@@ -63,11 +77,9 @@ absl::Status Zero(World& world, HeadWorld& head, uint64_t step) {
   return status;
 }
 
-// It takes effect when it begins. One at a time, as the engine's callers see to (server/admin).
+// It takes effect when it begins.
 absl::Status Load(World& world, HeadWorld& head, uint64_t step) {
-  world.scheduler.WaitUntil(absl::StrCat(head.name, ": another load"), [&head] { return !head.loading; });
-  head.loading = true;
-  const absl::Cleanup loaded = [&head] { head.loading = false; };
+  const HeadLock lock(world, head);
   const ChangeScope change(world, head, Change::What::kLoad);
   absl::Status status = world.engine->BeginLoad(head.name, {.step = step, .updates = step}, std::nullopt);
   world.Note(head.name, " begins to load step ", step, ": ", status);
@@ -86,6 +98,7 @@ absl::Status Load(World& world, HeadWorld& head, uint64_t step) {
 }
 
 absl::Status Create(World& world, HeadWorld& head) {
+  const HeadLock lock(world, head);
   const ChangeScope change(world, head, Change::What::kRecreate);
   absl::Status status = world.engine->CreateHead(head.name, head.config);
   if (status.ok()) status = world.engine->PublishHead(head.name);
@@ -97,7 +110,11 @@ absl::Status Create(World& world, HeadWorld& head) {
 
 void Recreate(World& world, HeadWorld& head) {
   const ChangeScope change(world, head, Change::What::kRecreate);
-  const absl::Status status = world.engine->DeleteHead(head.name);
+  absl::Status status;
+  {
+    const HeadLock lock(world, head);
+    status = world.engine->DeleteHead(head.name);
+  }
   world.Note("deletes ", head.name, ": ", status);
   if (!status.ok()) return;
   NoteCall(world, head, Call::What::kDeleted, 0, change.begin());

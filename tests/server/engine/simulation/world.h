@@ -40,9 +40,9 @@ struct HeadWorld {
   HeadFacts facts;
   std::vector<Call> calls;
   bool needs_repair = false;  // a trainer was told that the gradients or the weights are not to be trusted
-  bool loading = false;
-  bool abandoned = false;  // somebody else closed the step, or deleted the head: nobody sends the rest
-  bool trained = false;    // its steps are over
+  bool locked = false;        // by a load, a deletion or a creation, which take turns as in server/admin
+  bool abandoned = false;     // somebody else closed the step, or deleted the head: nobody sends the rest
+  bool trained = false;       // its steps are over
 };
 
 // Adds up what the engine reports.
