@@ -28,6 +28,7 @@ enum class Stage { kBackend, kStaging, kHead, kWrite, kChunk, kNorm, kAdd, kStep
 struct Outcome {
   Stage stage = Stage::kBackend;  // the first that failed
   absl::Status status;            // what it said
+  std::string victim;             // the function that was made to fail; empty if there was none
   std::vector<float> gradient;    // of the weight, after the chunk; empty if it could not be read
   std::vector<float> weight;      // after the step
 };
@@ -56,6 +57,7 @@ class Scenario {
   Outcome Run() {
     Outcome outcome;
     outcome.status = RunStages(outcome);
+    if (outcome.victim.empty()) outcome.victim = CudaVictim();
     return outcome;
   }
 
@@ -72,6 +74,7 @@ class Scenario {
     auto head = (*backend)->CreateHead(problem_.config);
     if (!head.ok()) {
       // Nothing of the head is held: the same head can be made if the device still works.
+      outcome.victim = CudaVictim();
       SetCudaFault({});
       const auto again = (*backend)->CreateHead(problem_.config);
       EXPECT_TRUE(again.ok() || absl::IsUnavailable(again.status())) << again.status();
@@ -177,7 +180,7 @@ class CudaFaultsTest : public ::testing::TestWithParam<Case> {
     for (int64_t at = 1; !HasFailure(); ++at) {
       SetCudaFault({.at = at, .all_after = all_after});
       const Outcome outcome = Scenario(GetParam().options, problem).Run();
-      const std::string victim = CudaVictim();
+      const std::string& victim = outcome.victim;
       if (victim.empty()) break;
       SCOPED_TRACE(absl::StrCat("call ", at, ", ", victim, ", stage ", static_cast<int>(outcome.stage)));
       ++victims[victim];
