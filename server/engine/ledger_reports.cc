@@ -1,4 +1,5 @@
-// What the ledger says to people and to ApplyStep: what is missing, begun, complete. The rest is in ledger.cc.
+// What the ledger says to people and to ApplyStep: what is missing, begun, complete. The rest is in
+// ledger.cc.
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"

@@ -15,8 +15,8 @@ Binding BindingOf(kernels::Role role, const HeadVersions& versions) {
   return binding;
 }
 
-// Passes on what an operation on the device ended with; UNAVAILABLE: the device is lost.
-absl::Status Noticed(HeadSession& session, absl::Status status) {
+// Tells the observers if the device is gone. Without the lock.
+absl::Status Noted(HeadSession& session, absl::Status status) {
   if (absl::IsUnavailable(status)) session.context().observers.Tell(&EngineObserver::OnDeviceError, status);
   return status;
 }
@@ -42,7 +42,7 @@ absl::StatusOr<HeadState> TensorReader::Read(kernels::TensorId id, RowRange rows
       if (auto same = step.CheckBound(*binding_); !same.ok()) return same;
       state = step.state();
     }
-    return Noticed(*session_, session_->head().ReadRows(id, rows.begin, rows.size(), dtype, out));
+    return Noted(*session_, session_->head().ReadRows(id, rows.begin, rows.size(), dtype, out));
   });
   if (!status.ok()) return status;
   return state;
@@ -89,7 +89,7 @@ absl::StatusOr<HeadState> TensorWriter::WriteOnDevice(RowRange rows, kernels::DT
     }
   }
   const absl::Status written =
-      Noticed(*session_, session_->head().WriteRows(id_, rows.begin, rows.size(), dtype, in));
+      Noted(*session_, session_->head().WriteRows(id_, rows.begin, rows.size(), dtype, in));
   absl::MutexLock lock(&mutex);
   if (!written.ok() || rows.end == rows_.end) versions.EndWrite(*token_, /*several=*/!is_first);
   if (!written.ok()) return written;

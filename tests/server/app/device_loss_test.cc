@@ -86,8 +86,8 @@ TEST_F(DeviceLossTest, EveryKindOfCallNoticesIt) {
       [&] { return client_->SaveCheckpoint("head", "x").status(); },
       [&] { return client_->ReadTensor("head", v1::PARAM_WEIGHT).status(); },
       [&] {
-        const std::vector<float> values(100 * kHidden);
-        return client_->WriteTensor("head", v1::PARAM_WEIGHT, values).status();
+        const std::vector<float> weight(100 * kHidden);
+        return client_->WriteTensor("head", v1::PARAM_WEIGHT, weight).status();
       },
   };
   for (size_t i = 0; i < calls.size(); ++i) {
