@@ -127,7 +127,6 @@ LOSSD_WRAP(cudaMemsetAsync, (void* a, int b, size_t c, cudaStream_t d), (a, b, c
 LOSSD_WRAP(cudaStreamCreateWithFlags, (cudaStream_t * a, unsigned b), (a, b))
 LOSSD_WRAP(cudaStreamSynchronize, (cudaStream_t a), (a))
 LOSSD_WRAP(cudaStreamWaitEvent, (cudaStream_t a, cudaEvent_t b, unsigned c), (a, b, c))
-LOSSD_WRAP(cudaStreamEndCapture, (cudaStream_t a, cudaGraph_t* b), (a, b))
 LOSSD_WRAP(cudaEventCreate, (cudaEvent_t * a), (a))
 LOSSD_WRAP(cudaEventCreateWithFlags, (cudaEvent_t * a, unsigned b), (a, b))
 LOSSD_WRAP(cudaEventRecord, (cudaEvent_t a, cudaStream_t b), (a, b))
@@ -168,6 +167,8 @@ LOSSD_WRAP_RELEASE(cudaFree, (void* a), (a))
 LOSSD_WRAP_RELEASE(cudaFreeHost, (void* a), (a))
 LOSSD_WRAP_RELEASE(cudaStreamDestroy, (cudaStream_t a), (a))
 LOSSD_WRAP_RELEASE(cudaEventDestroy, (cudaEvent_t a), (a))
+// A stream that stays in capture would add to a graph that is destroyed.
+LOSSD_WRAP_RELEASE(cudaStreamEndCapture, (cudaStream_t a, cudaGraph_t* b), (a, b))
 LOSSD_WRAP_RELEASE(cudaGraphDestroy, (cudaGraph_t a), (a))
 LOSSD_WRAP_RELEASE(cudaGraphExecDestroy, (cudaGraphExec_t a), (a))
 
