@@ -299,16 +299,15 @@ absl::StatusOr<EngineImpl::SessionPtr> EngineImpl::FindOpen(absl::string_view na
 }
 
 absl::Status EngineImpl::CheckStreams(absl::string_view peer) const {
-  const FairShare& places = context_->stream_places;
-  const FairShare::Answer answer = places.Check(peer, 1);
+  const FairShare::Answer answer = context_->stream_places.Check(peer, 1);
   if (answer == FairShare::Answer::kYes) return absl::OkStatus();
   if (answer == FairShare::Answer::kFull) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("there are ", places.used(), " open streams, the most allowed (--max_streams)"));
+    return absl::ResourceExhaustedError(absl::StrCat("there are ", context_->stream_places.used(),
+                                                     " open streams, the most allowed (--max_streams)"));
   }
   return absl::ResourceExhaustedError(
-      absl::StrCat("peer ", peer, " has ", places.held(peer), " of ", places.used(), " open streams, of ",
-                   places.capacity(),
+      absl::StrCat("peer ", peer, " has ", context_->stream_places.held(peer), " of ",
+                   context_->stream_places.used(), " open streams, of ", context_->stream_places.capacity(),
                    " that are allowed; one more would be beyond its share (--max_streams, --peer_share)"));
 }
 
