@@ -123,6 +123,7 @@ absl::Status HeadSession::ReserveRetained(StreamState& stream) {
 }
 
 absl::StatusOr<std::shared_ptr<StreamState>> HeadSession::Admit(std::shared_ptr<StreamState> stream) {
+  context_->mutex.AssertHeld();
   const StreamSpec& spec = stream->spec();
   const int64_t host_bytes = stream->HostBytes();
   if (auto taken = AccountOf(*stream).Take(host_bytes); !taken.ok()) return taken;
@@ -157,6 +158,7 @@ absl::Status HeadSession::Declare(const StreamState& stream) {
 }
 
 void HeadSession::OnStreamEnd(StreamState& stream) {
+  context_->mutex.AssertHeld();
   AccountOf(stream).Give(stream.host_bytes());
   context_->stream_places.Give(stream.spec().peer, 1);
   const StreamSpec& spec = stream.spec();
