@@ -80,7 +80,8 @@ class Engine {
   virtual std::vector<HeadSnapshot> List() const = 0;  // published heads, by name
 
   // Blocks until `operation` ran on the device thread, after everything submitted to the head before.
-  // NOT_FOUND, RESOURCE_EXHAUSTED (too many waiting), or what `operation` returns.
+  // NOT_FOUND, RESOURCE_EXHAUSTED (too many waiting), or what `operation` returns, which must be UNAVAILABLE
+  // only if the device has said so: it counts as its loss.
   virtual absl::Status OnDevice(absl::string_view name,
                                 absl::FunctionRef<absl::Status(head::Head&)> operation) = 0;
 

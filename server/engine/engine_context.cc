@@ -59,4 +59,9 @@ EngineContext::EngineContext(const EngineOptions& engine_options, kernels::Backe
       loop(&mutex, backend->max_chunks_in_flight(), runtime),
       notifier(runtime) {}
 
+absl::Status EngineContext::NoteIfLost(absl::Status from_backend) const {
+  if (absl::IsUnavailable(from_backend)) observers.Tell(&EngineObserver::OnDeviceError, from_backend);
+  return from_backend;
+}
+
 }  // namespace lossd::engine

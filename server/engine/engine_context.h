@@ -39,6 +39,11 @@ struct EngineContext {
                 std::vector<EngineObserver*> observers, std::unique_ptr<StagingPool> staging,
                 std::unique_ptr<kernels::RetainedMemory> retained, Runtime* runtime);
 
+  // Tells the observers if the device is gone: if the backend has returned UNAVAILABLE. Takes what a call of
+  // the backend returned, and returns it; what the engine itself says of a head is not for here. Without the
+  // lock.
+  absl::Status NoteIfLost(absl::Status from_backend) const;
+
   const EngineOptions options;
   kernels::Backend* const backend;
   const uint64_t incarnation;

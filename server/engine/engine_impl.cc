@@ -83,8 +83,7 @@ absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadC
   absl::Status ran = context_->loop.Run([&] {
     absl::StatusOr<SessionPtr> session = nullptr;
     auto kernels = context_->backend->CreateHead(config);
-    created = kernels.status();
-    if (absl::IsUnavailable(created)) context_->observers.Tell(&EngineObserver::OnDeviceError, created);
+    created = context_->NoteIfLost(kernels.status());
     if (created.ok()) {
       session = HeadSession::Create(context_.get(), std::string(name), *std::move(kernels));
       created = session.status();
@@ -163,11 +162,8 @@ absl::Status EngineImpl::RunOnHead(absl::string_view name,
 
 absl::Status EngineImpl::OnDevice(absl::string_view name,
                                   absl::FunctionRef<absl::Status(head::Head&)> operation) {
-  return RunOnHead(name, [&](HeadSession& session) {
-    absl::Status status = operation(session.head());
-    if (absl::IsUnavailable(status)) context_->observers.Tell(&EngineObserver::OnDeviceError, status);
-    return status;
-  });
+  return RunOnHead(name,
+                   [&](HeadSession& session) { return context_->NoteIfLost(operation(session.head())); });
 }
 
 // ---- Tensors ----
@@ -192,9 +188,6 @@ absl::StatusOr<GradNormResult> EngineImpl::GradNorm(absl::string_view name, std:
   absl::StatusOr<GradNormResult> norm;
   absl::Status status = RunOnHead(name, [&](HeadSession& session) {
     norm = engine::GradNorm(session, step);
-    if (absl::IsUnavailable(norm.status())) {
-      context_->observers.Tell(&EngineObserver::OnDeviceError, norm.status());
-    }
     return norm.status();
   });
   if (!status.ok()) return status;

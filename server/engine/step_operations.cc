@@ -48,6 +48,12 @@ absl::Status UpdateFailed(HeadSession& session, const absl::Status& status) {
   return why;
 }
 
+absl::StatusOr<double> NormOnDevice(HeadSession& session) {
+  absl::StatusOr<double> norm = session.head().kernels().GradNorm();
+  if (norm.ok()) return norm;
+  return session.context().NoteIfLost(norm.status());
+}
+
 // Updates the weights, or zeroes the gradients if `skip`.
 absl::Status Update(HeadSession& session, const kernels::OptimizerOptions& optimizer, int64_t update,
                     bool skip) {
@@ -68,7 +74,7 @@ absl::StatusOr<GradNormResult> GradNorm(HeadSession& session, std::optional<uint
     if (auto valid = open.CheckValid(); !valid.ok()) return valid;
     result.state = open.state();
   }
-  const absl::StatusOr<double> norm = session.head().kernels().GradNorm();
+  const absl::StatusOr<double> norm = NormOnDevice(session);
   if (!norm.ok()) return norm.status();
   result.grad_norm = *norm;
   return result;
@@ -92,7 +98,7 @@ absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& re
   }
   auto valid = kernels::ValidateStep(session.config(), request.optimizer, update);
   if (!valid.ok()) return valid;
-  const absl::StatusOr<double> norm = session.head().kernels().GradNorm();
+  const absl::StatusOr<double> norm = NormOnDevice(session);
   if (!norm.ok()) return norm.status();
   const bool skip = !std::isfinite(*norm);
   if (skip && !request.skip_non_finite) return NormNotFinite(*norm);

@@ -15,12 +15,6 @@ Binding BindingOf(kernels::Role role, const HeadVersions& versions) {
   return binding;
 }
 
-// Tells the observers if the device is gone. Without the lock.
-absl::Status Noted(HeadSession& session, absl::Status status) {
-  if (absl::IsUnavailable(status)) session.context().observers.Tell(&EngineObserver::OnDeviceError, status);
-  return status;
-}
-
 }  // namespace
 
 // ---- TensorReader ----
@@ -42,7 +36,7 @@ absl::StatusOr<HeadState> TensorReader::Read(kernels::TensorId id, RowRange rows
       if (auto same = step.CheckBound(*binding_); !same.ok()) return same;
       state = step.state();
     }
-    return Noted(*session_, session_->head().ReadRows(id, rows.begin, rows.size(), dtype, out));
+    return session_->context().NoteIfLost(session_->head().ReadRows(id, rows.begin, rows.size(), dtype, out));
   });
   if (!status.ok()) return status;
   return state;
@@ -89,7 +83,7 @@ absl::StatusOr<HeadState> TensorWriter::WriteOnDevice(RowRange rows, kernels::DT
     }
   }
   const absl::Status written =
-      Noted(*session_, session_->head().WriteRows(id_, rows.begin, rows.size(), dtype, in));
+      session_->context().NoteIfLost(session_->head().WriteRows(id_, rows.begin, rows.size(), dtype, in));
   absl::MutexLock lock(&mutex);
   if (!written.ok() || rows.end == rows_.end) versions.EndWrite(*token_, /*several=*/!is_first);
   if (!written.ok()) return written;

@@ -41,6 +41,7 @@ class FakeDevice {
   absl::Status fail_step;
   absl::Status fail_zero;
   absl::Status fail_write;  // of tensors
+  absl::Status fail_norm;
   // Called while a step is being applied.
   std::function<void()> on_step = [] {};
 
@@ -160,6 +161,7 @@ class FakeHead final : public kernels::HeadKernels {
   }
   absl::StatusOr<double> GradNorm() override {
     if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
+    if (!device_->fail_norm.ok()) return device_->fail_norm;
     return device_->grad_norm.value_or(static_cast<double>(device_->accumulated().size()));
   }
   absl::Status ApplyStep(const kernels::OptimizerOptions&, int64_t update) override {
