@@ -47,6 +47,10 @@ struct SliceSums {
   double z_loss = 0.0;        // the z-loss part alone, row weights applied
   double entropy = 0.0;       // nats; only if RowOutputs::entropy is wanted
   double dropped_mass = 0.0;  // probability left out of filtered gradients, over the rows that have one
+  // Of sampled gradients, over the rows that have one, of dL/d(logit scale * dot product): the expected square
+  // of what sampling adds to it, and its own. The root of their ratio is the predicted relative error.
+  double sampling_variance = 0.0;
+  double squared_gradient = 0.0;
   int64_t valid_rows = 0;
   int64_t correct_rows = 0;  // argmax == target
 };
@@ -60,6 +64,9 @@ struct Slice {
   const float* row_weights = nullptr;   // [rows] or null (all 1)
   const uint8_t* accumulate = nullptr;  // [rows], 0: keep this row out of the accumulators; null: all in
   float grad_scale = 1.0f;              // g: dL/d(row loss), the same for all rows
+  // What sampled gradients take their random numbers from (kernels/sampling.h).
+  uint64_t sample_seed = 0;  // of the microbatch
+  int64_t first_row = 0;     // the number in the microbatch of the slice's first row
   // Deferred microbatches: a place in Chunk::retained, in bytes, a multiple of the element size; -1: none.
   // With `hidden`, the rows are also kept there, as they are; without (null), they are taken from there.
   int64_t retained_offset = -1;
@@ -98,9 +105,10 @@ struct Chunk {
   // Set by the backend unless it refuses the chunk, and final when on_results runs: how it was computed, as
   // far as that depends on the chunk, its gradients first.
   std::vector<Choice> choices;
-  // Likewise how its gradients were computed: kFiltered, or kExact, which is also said of a chunk that wants
-  // none and of one whose filter was given up.
+  // Likewise how its gradients were computed: kFiltered, kSampled, or kExact, which is also said of a chunk
+  // that wants none and of one whose filter was given up. The chunk's threshold, of sampled gradients.
   Gradients gradients = Gradients::kExact;
+  float sample_threshold = 0.0f;
 };
 
 // Each is called exactly once per chunk, on_results first; on the driving thread or on one of the

@@ -7,20 +7,21 @@ namespace {
 
 absl::string_view Reason(Gradients asked, Decision decision) {
   switch (decision) {
-    case Decision::kFiltered:
-      return asked == Gradients::kAuto ? "max_dropped_mass allows it" : "it was asked for";
+    case Decision::kAsPlanned:
+      return asked == Gradients::kAuto ? "max_gradient_error allows it" : "it was asked for";
     case Decision::kTooManyCandidates:
       return "too many candidates";
-    case Decision::kTooMuchMass:
-      return "more than max_dropped_mass would be dropped";
+    case Decision::kTooMuchError:
+      return "the predicted error exceeds max_gradient_error";
   }
   return "";
 }
 
 }  // namespace
 
-Gradients GradientsOf(Decision decision) {
-  return decision == Decision::kFiltered ? Gradients::kFiltered : Gradients::kExact;
+Gradients GradientsOf(Gradients asked, Decision decision) {
+  if (decision != Decision::kAsPlanned) return Gradients::kExact;
+  return asked == Gradients::kAuto ? Gradients::kSampled : asked;
 }
 
 Choice GradientsChoice(Gradients gradients, absl::string_view reason) {
@@ -28,7 +29,7 @@ Choice GradientsChoice(Gradients gradients, absl::string_view reason) {
 }
 
 Choice GradientsChoice(Gradients asked, Decision decision) {
-  return GradientsChoice(GradientsOf(decision), Reason(asked, decision));
+  return GradientsChoice(GradientsOf(asked, decision), Reason(asked, decision));
 }
 
 }  // namespace lossd::kernels

@@ -1,5 +1,5 @@
-// Exact or filtered: what the logits of a chunk decide where its options leave that open, and the words for
-// it, which all backends share. Pure functions; thread-safe.
+// Exact or not: what a chunk itself decides where its options leave that open, and the words for it, which
+// all backends share. Pure functions; thread-safe.
 #ifndef LOSSD_KERNELS_DECISION_H_
 #define LOSSD_KERNELS_DECISION_H_
 
@@ -13,12 +13,13 @@ namespace lossd::kernels {
 
 // A device writes it next to its results.
 enum class Decision : int32_t {
-  kFiltered = 0,
+  kAsPlanned = 0,          // filtered or sampled
   kTooManyCandidates = 1,  // exact: more classes may reach filter_epsilon than the backend has room for
-  kTooMuchMass = 2,        // exact: kAuto, and more than max_dropped_mass would be dropped
+  kTooMuchError = 2,       // exact: kAuto, and the predicted error exceeds max_gradient_error
 };
 
-Gradients GradientsOf(Decision decision);
+// What becomes of gradients that were asked for (not kExact).
+Gradients GradientsOf(Gradients asked, Decision decision);
 
 // How a chunk's gradients are computed, before the logits are known, and after.
 Choice GradientsChoice(Gradients gradients, absl::string_view reason);

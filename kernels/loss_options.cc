@@ -9,6 +9,7 @@
 namespace lossd::kernels {
 namespace {
 
+constexpr float kLeastThreshold = 1e-30f;
 constexpr float kLeastSoftcap = std::numeric_limits<float>::min();
 
 absl::Status OutOfRange(absl::string_view field, absl::string_view range, float value) {
@@ -23,6 +24,8 @@ absl::string_view Name(Gradients gradients) {
       return "exact";
     case Gradients::kFiltered:
       return "filtered";
+    case Gradients::kSampled:
+      return "sampled";
     case Gradients::kAuto:
       return "auto";
   }
@@ -44,19 +47,25 @@ absl::Status Validate(const LossOptions& options) {
     return OutOfRange("z_loss", "finite and >= 0", options.z_loss);
   }
   if (options.gradients > Gradients::kAuto) {
-    return errors::FieldError("gradients", "be exact, filtered or auto", static_cast<int>(options.gradients));
+    return errors::FieldError("gradients", "be exact, filtered, sampled or auto",
+                              static_cast<int>(options.gradients));
   }
   if (!(options.filter_epsilon >= 0.0f && options.filter_epsilon < 1.0f)) {
     return OutOfRange("filter_epsilon", "in [0, 1)", options.filter_epsilon);
   }
-  if (!(options.max_dropped_mass >= 0.0f && options.max_dropped_mass <= 1.0f)) {
-    return OutOfRange("max_dropped_mass", "in [0, 1]", options.max_dropped_mass);
+  // Below, the reciprocal is no number of fp32.
+  if (!(options.sample_threshold >= kLeastThreshold && options.sample_threshold <= 1.0f)) {
+    return OutOfRange("sample_threshold", "in [1e-30, 1]", options.sample_threshold);
+  }
+  if (!std::isfinite(options.max_gradient_error) || options.max_gradient_error < 0.0f) {
+    return OutOfRange("max_gradient_error", "finite and >= 0", options.max_gradient_error);
   }
   return absl::OkStatus();
 }
 
-absl::string_view WhyNotFiltered(const LossOptions& options, bool any_grad_entropy) {
+absl::string_view WhyExact(const LossOptions& options, bool any_grad_entropy) {
   if (options.gradients == Gradients::kExact) return "exact was asked for";
+  if (options.gradients != Gradients::kFiltered) return "";
   if (any_grad_entropy) return "the gradient of an entropy is not proportional to probabilities";
   if (options.label_smoothing > 0.0f && options.softcap > 0.0f) {
     return "label smoothing under a softcap has no closed form";

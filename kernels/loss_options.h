@@ -14,13 +14,14 @@ namespace lossd::kernels {
 
 // How gradients are computed from the probabilities. Losses and row results do not depend on it. Whatever a
 // head does with its logits (HeadConfig::logits), its requests may ask for any of these. docs/math.md has the
-// formulas under "Filtered gradients".
+// formulas under "Filtered gradients" and "Sampled gradients".
 enum class Gradients : uint8_t {
   kExact,     // every class contributes
   kFiltered,  // classes whose probability is below filter_epsilon contribute nothing, except for the target
-  kAuto,      // a chunk is kFiltered if that drops at most max_dropped_mass, else kExact
+  kSampled,   // classes below sample_threshold contribute by chance, so that the expectation is kExact's
+  kAuto,      // a chunk is kSampled if the error predicted for it is at most max_gradient_error, else kExact
 };
-absl::string_view Name(Gradients gradients);  // "exact", "filtered", "auto"
+absl::string_view Name(Gradients gradients);  // "exact", "filtered", "sampled", "auto"
 
 // Symbols as in docs/math.md: s = t (W x + b); z = c tanh(s / c) with a softcap c, else z = s;
 // lse = log sum_v exp z_v; u are the class weights (all 1 if unused). The loss of a row is
@@ -33,9 +34,11 @@ struct LossOptions {
   bool use_class_weights = false;  // u: take the head's class weights [V]
 
   Gradients gradients = Gradients::kExact;
-  // kFiltered and kAuto: a probability in [0, 1). With 0 every class is kept.
-  float filter_epsilon = 0x1p-12f;
-  float max_dropped_mass = 0.05f;  // kAuto: the mean over a chunk's valid rows; in [0, 1]
+  float filter_epsilon = 0x1p-12f;  // kFiltered: a probability in [0, 1). With 0 every class is kept.
+  // tau, kSampled and kAuto: a probability in (0, 1]. A backend takes a larger one, the same for all rows of a
+  // chunk, where it has not enough room for what this one takes.
+  float sample_threshold = 0x1p-10f;
+  float max_gradient_error = 0.01f;  // kAuto: the predicted relative error of a chunk's dL/dlogits; >= 0
 
   friend bool operator==(const LossOptions&, const LossOptions&) = default;
 };
@@ -43,9 +46,10 @@ struct LossOptions {
 // INVALID_ARGUMENT naming the field and its value if an option is outside its range.
 absl::Status Validate(const LossOptions& options);
 
-// Why a chunk is computed exactly although its options would let it be filtered, or "": gradients that are
-// not small where probabilities are. any_grad_entropy: some row has an upstream gradient of its entropy.
-absl::string_view WhyNotFiltered(const LossOptions& options, bool any_grad_entropy);
+// Why a chunk is computed exactly although its options ask for something else, or "". Filtered gradients need
+// gradients that are small where probabilities are; sampled ones need nothing. any_grad_entropy: some row has
+// an upstream gradient of its entropy.
+absl::string_view WhyExact(const LossOptions& options, bool any_grad_entropy);
 
 // How a chunk's gradients are computed as far as that is known before its logits are: kExact if why_exact
 // gives a reason, else what the options ask for.
