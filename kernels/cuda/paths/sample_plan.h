@@ -1,0 +1,37 @@
+// The memory that sampled gradients take on the GPU. Pure functions; thread-safe.
+#ifndef LOSSD_KERNELS_CUDA_PATHS_SAMPLE_PLAN_H_
+#define LOSSD_KERNELS_CUDA_PATHS_SAMPLE_PLAN_H_
+
+#include <cstdint>
+
+#include "kernels/cuda/device/device_memory.h"
+#include "kernels/cuda/kernels/sampled/sampled.h"
+#include "kernels/cuda/paths/filter_plan.h"
+#include "kernels/cuda/paths/kept_buffers.h"
+
+namespace lossd::kernels::cuda {
+
+// Entries, per row on average, that a chunk with this threshold has room for, but kLeastSamples if its rows are
+// few. Rows with the softmax of a trained model take 136 at 2^-10, 212 at 2^-11 and 328 at 2^-12; what takes
+// more gets a larger threshold.
+int64_t PooledSamples(float threshold);
+inline constexpr int64_t kMostPooledSamples = 416;
+inline constexpr int64_t kLeastSamples = int64_t{16} * kMaxRowSamples;
+
+// Room of a chunk with so many rows. `shape`: of the head.
+int64_t SampleCapacity(const FilterShape& shape, int64_t rows, float threshold);
+
+struct SampleBuffers {
+  SampleEntry* entries = nullptr;  // [capacity]
+  SampledRow* rows = nullptr;      // [chunk_rows]
+  SampleCounters* counters = nullptr;
+  RunCounters* runs = nullptr;
+  // In the memory of the logits: a chunk that is known to be sampled reads them no more.
+  KeptBuffers kept;
+
+  static SampleBuffers Carve(const FilterShape& shape, Carver& own, Carver& logits);
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_PATHS_SAMPLE_PLAN_H_
