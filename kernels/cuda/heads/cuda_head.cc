@@ -177,7 +177,7 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   job.accumulate = slot.device_in.accumulate;
   job.with_gradient = slot.device_in.with_gradient;
   job.dropped_mass = out.dropped_mass;
-  job.sample_keys = slot.device_in.sample_key;
+  job.omega = slot.device_in.omega;
   job.variance = out.variance;
   job.square = out.square;
   job.sample_threshold = out.sample_threshold;

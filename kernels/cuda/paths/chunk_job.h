@@ -27,10 +27,10 @@ struct ChunkJob {
   const int32_t* with_gradient = nullptr;  // [rows], accumulated, or its hidden gradient is wanted
   float* dropped_mass = nullptr;           // [rows], out, of a chunk whose plan is filtered
   // Of a chunk whose plan is sampled.
-  const SampleKey* sample_keys = nullptr;  // [rows]
-  float* variance = nullptr;               // [rows], out, over the gradient unit squared
-  float* square = nullptr;                 // [rows], likewise
-  float* sample_threshold = nullptr;       // [1], out
+  const float* omega = nullptr;       // [rows]
+  float* variance = nullptr;          // [rows], out, over the gradient unit squared
+  float* square = nullptr;            // [rows], likewise
+  float* sample_threshold = nullptr;  // [1], out
   Decision* decision = nullptr;            // [1], out, of a chunk whose plan is not exact
 
   void* hidden = nullptr;  // x: [padded_rows, padded_hidden] compute dtype, after the norm

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/sampling.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -122,7 +123,7 @@ RowInputBlock RowInputBlock::Carve(Carver& carver, int64_t capacity) {
   block.coef_loss = carver.Take<float>(capacity);
   block.coef_lse = carver.Take<float>(capacity);
   block.coef_entropy = carver.Take<float>(capacity);
-  block.sample_key = carver.Take<SampleKey>(capacity);
+  block.omega = carver.Take<float>(capacity);
   block.slice_begin = carver.Take<int32_t>(capacity + 1);
   return block;
 }
@@ -175,8 +176,7 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
       inputs.raw_of_compact[compact] = static_cast<int32_t>(raw);
       FillRow(slice, r, accumulate, layout.unit, inputs, compact);
       if (samples) {
-        inputs.sample_key[compact] =
-            SampleKeyOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + r));
+        inputs.omega[compact] = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + r));
       }
       layout.accumulate |= accumulate;
       layout.accumulate_all &= accumulate;

@@ -13,7 +13,6 @@
 #include "kernels/backend.h"
 #include "kernels/cuda/device/device_memory.h"
 #include "kernels/decision.h"
-#include "kernels/sampling.h"
 
 namespace lossd::kernels::cuda {
 
@@ -28,7 +27,7 @@ struct RowInputBlock {
   float* coef_loss = nullptr;      // grad_scale * grad_loss * row weight / unit
   float* coef_lse = nullptr;       // grad_lse / unit
   float* coef_entropy = nullptr;   // grad_entropy / unit
-  SampleKey* sample_key = nullptr;  // only of a chunk that may be sampled
+  float* omega = nullptr;  // SampleOf(); only of a chunk that may be sampled
   int32_t* slice_begin = nullptr;  // [capacity + 1]: first compact row of a slice that has any
 
   static RowInputBlock Carve(Carver& carver, int64_t capacity);

@@ -23,10 +23,9 @@ enum class Region : uint8_t {
   kRules,           // [chunk_rows] GradientRule
   kRunningRows,     // [chunk_rows] RunningRow
   kFusedRows,       // hopper::FusedRows
-  kFilter,          // the first group of FilterBuffers
-  kSamples,         // SampleBuffers, but for what lies in kLogits
+  kFilter,          // the first group of FilterBuffers or of SampleBuffers
 };
-inline constexpr size_t kRegions = 9;
+inline constexpr size_t kRegions = 8;
 
 // Bytes by region.
 class PathClaims {

@@ -22,14 +22,16 @@ inline constexpr int64_t kLeastSamples = int64_t{16} * kMaxRowSamples;
 int64_t SampleCapacity(const FilterShape& shape, int64_t rows, float threshold);
 
 struct SampleBuffers {
-  SampleEntry* entries = nullptr;  // [capacity]
-  SampledRow* rows = nullptr;      // [chunk_rows]
+  SampledRow* rows = nullptr;  // [chunk_rows]
   SampleCounters* counters = nullptr;
   RunCounters* runs = nullptr;
-  // In the memory of the logits: a chunk that is known to be sampled reads them no more.
+  // In the memory of dx, while the matrix is still read and dx not yet written.
+  SampleEntry* listed = nullptr;  // [capacity]
+  // In the memory of the matrix: a chunk that is known to be sampled reads it no more.
+  SampleEntry* entries = nullptr;  // [capacity], the same again
   KeptBuffers kept;
 
-  static SampleBuffers Carve(const FilterShape& shape, Carver& own, Carver& logits);
+  static SampleBuffers Carve(const FilterShape& shape, Carver& own, Carver& hidden, Carver& logits);
 };
 
 }  // namespace lossd::kernels::cuda

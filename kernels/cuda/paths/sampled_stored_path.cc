@@ -12,16 +12,18 @@ namespace lossd::kernels::cuda {
 
 SampledStoredPath::SampledStoredPath(const PathContext& context)
     : context_(context), fused_(context), stored_(context) {
-  Carver own(context.memory[Region::kSamples]), logits(context.memory[Region::kLogits]);
-  buffers_ = SampleBuffers::Carve(FilterShapeOf(context.config, context.sizes), own, logits);
+  Carver own(context.memory[Region::kFilter]), hidden(context.memory[Region::kHiddenGradient]),
+      logits(context.memory[Region::kLogits]);
+  buffers_ = SampleBuffers::Carve(FilterShapeOf(context.config, context.sizes), own, hidden, logits);
 }
 
 void SampledStoredPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
   FusedStoredPath::Claim(config, sizes, claims);
   StoredPath::Claim(config, sizes, claims);
-  Carver own(nullptr), logits(nullptr);
-  SampleBuffers::Carve(FilterShapeOf(config, sizes), own, logits);
-  claims.Claim(Region::kSamples, own.used());
+  Carver own(nullptr), hidden(nullptr), logits(nullptr);
+  SampleBuffers::Carve(FilterShapeOf(config, sizes), own, hidden, logits);
+  claims.Claim(Region::kFilter, own.used());
+  claims.Claim(Region::kHiddenGradient, hidden.used());
   claims.Claim(Region::kLogits, logits.used());
 }
 
@@ -31,7 +33,7 @@ int64_t SampledStoredPath::CapacityOf(const ChunkJob& job) const {
 }
 
 SampleList SampledStoredPath::ListOf(const ChunkJob& job) const {
-  return {buffers_.entries,  static_cast<int32_t>(CapacityOf(job)),
+  return {buffers_.listed,   static_cast<int32_t>(CapacityOf(job)),
           buffers_.rows,     buffers_.counters,
           job.variance,      job.square};
 }
@@ -48,6 +50,7 @@ absl::Status SampledStoredPath::Loss(const ChunkJob& job) {
 absl::Status SampledStoredPath::Sample(const ChunkJob& job) const {
   const cudaStream_t stream = context_.device->compute();
   const LossOptions& options = job.options();
+  LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, stream));  // the list lies where dx does
   LOSSD_RETURN_IF_ERROR(Zero(buffers_.counters, sizeof(SampleCounters), stream));
   LOSSD_RETURN_IF_ERROR(Zero(buffers_.runs, sizeof(RunCounters), stream));
   const SampleRowsParams sample = {.elements = stored_.logits(),
@@ -55,7 +58,7 @@ absl::Status SampledStoredPath::Sample(const ChunkJob& job) const {
                                    .terms = job.terms,
                                    .in = job.in,
                                    .lse = job.out.lse,
-                                   .keys = job.sample_keys,
+                                   .omega = job.omega,
                                    .with_gradient = job.with_gradient,
                                    .threshold = options.sample_threshold,
                                    .list = ListOf(job)};
@@ -102,6 +105,12 @@ absl::Status SampledStoredPath::GatherRows(const ChunkJob& job) const {
   const cudaStream_t stream = context_.device->compute();
   SampledHiddenParams p;
   p.list = ListOf(job);
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      cudaMemcpyAsync(buffers_.entries, buffers_.listed,
+                      static_cast<size_t>(CapacityOf(job)) * sizeof(SampleEntry), cudaMemcpyDeviceToDevice,
+                      stream),
+      "cudaMemcpyAsync");
+  p.list.entries = buffers_.entries;
   p.terms = job.terms;
   p.in = job.in;
   p.dtype = context_.config.compute_dtype;
@@ -136,8 +145,8 @@ absl::StatusOr<std::vector<Choice>> SampledStoredPath::Describe(const ChunkPlan&
 
 std::vector<Choice> SampledStoredPath::DescribeRoom(const ChunkPlan& plan) const {
   const FilterShape shape = FilterShapeOf(context_.config, context_.sizes);
-  Carver own(nullptr), logits(nullptr);
-  SampleBuffers::Carve(shape, own, logits);
+  Carver own(nullptr), hidden(nullptr), logits(nullptr);
+  SampleBuffers::Carve(shape, own, hidden, logits);
   const absl::string_view reason = WhyNotFilteredOnDevice(shape, context_.device->limits());
   return {{.what = "sampled gradients",
            .choice = reason.empty() ? absl::StrCat("up to ", kMostPooledSamples, " classes a row on average")

@@ -15,13 +15,12 @@
 #include "kernels/cuda/kernels/loss_rows.h"
 #include "kernels/decision.h"
 #include "kernels/dtype.h"
-#include "kernels/sampling.h"
 
 namespace lossd::kernels::cuda {
 
 // Classes of a row at most, the target included.
 inline constexpr int kMaxRowSamples = 4096;
-// Thresholds that a chunk may take: tau, 2 tau, 4 tau, ... At the last one nothing but targets is taken.
+// A chunk takes tau, or 2 tau, 4 tau, ... At the last level a row of a softmax takes 1 / (tau * 2^31) classes.
 inline constexpr int kSampleLevels = 32;
 
 struct SampleEntry {
@@ -36,10 +35,11 @@ struct SampledRow {
 
 // What the rows of a chunk tell each other; zero on entry.
 struct SampleCounters {
-  int32_t used;                   // entries of the list
-  int32_t level;                  // the chunk takes tau * 2^level
-  int32_t totals[kSampleLevels];  // entries of all rows at each level
-  int32_t most[kSampleLevels];    // of the row that has most
+  int32_t used;   // entries of the list
+  int32_t level;  // the chunk takes tau * 2^level
+  // Entries at each level, or more: of all rows, and of the row that has most. First only those of level 0.
+  unsigned long long totals[kSampleLevels];
+  int32_t most[kSampleLevels];
 };
 
 // The list of a chunk, and what is known of its rows.
@@ -62,13 +62,13 @@ struct SampleRowsParams {
   LossTerms terms;
   RowInputs in;
   const float* lse = nullptr;              // [rows]
-  const SampleKey* keys = nullptr;         // [rows]
+  const float* omega = nullptr;            // [rows]
   const int32_t* with_gradient = nullptr;  // [rows]; the others have no entries
   float threshold = 0.0f;                  // tau
   SampleList list;
 };
-// The list at the lowest level that fits, and that level. Reads the matrix once, or twice if the level is not
-// 0.
+// The list at the lowest level that fits, and that level. Reads the matrix once, or three times if the level
+// is not 0.
 cudaError_t LaunchSampleRows(const SampleRowsParams& params, cudaStream_t stream);
 
 // ---- decision ----

@@ -1,43 +1,45 @@
-// From a matrix of ds to the list of sampled gradients, one block a row. The rule is that of docs/math.md, with
-// a = |element| * relative, relative = |factor| / kappa:
+// From a matrix of ds to the list of sampled gradients, one block a row, by the rule of docs/math.md. In units of
+// the threshold a class is as wide as w = min(|element| * relative / tau, 1), relative = |factor| / kappa; those
+// on which a point omega, omega + 1, ... falls are taken, and the target.
 //
-//   taken at tau: the target; a >= tau; else with probability a / tau
+// 1. The row is divided into groups of 32 classes. A thread reads a group and leaves the sum of its widths in
+//    shared memory: three instructions an element.
+// 2. A scan over the groups says where each begins.
+// 3. Only groups on which a point falls are read again, a thread each, and gone through class by class.
 //
-// Nearly all classes are passed over, so the loop over a row does as little for an element as it can: one hash
-// for two classes gives the upper 16 bits of their numbers, and these are compared with a / tau. The few
-// vectors that have an element which may be taken are looked at again with the whole numbers.
+// The sum of a row's widths is the number of its entries but for one, so whether the list has room for all rows
+// does not depend on chance. If it has not, another pass counts what the next levels (tau 2^level) need, and the
+// selection is repeated at the first level that fits.
 //
-// What is taken at a threshold is a part of what is taken at half of it. So the block can also count, for every
-// class it takes, up to which level (tau 2^level) it would be taken. If the counts of all rows say that the
-// list is too small for level 0, the rows are read again at the first level that fits.
-//
-// Bytes: V (2 or 4) a row, read once or twice. Order: entries of a row are sorted by class; all sums fixed.
+// Bytes: V (2 or 4) a row, read once; three times if the level is not 0. Order: all sums fixed; entries of a row
+// are in the order of classes.
 #include <algorithm>
 
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
 #include "kernels/cuda/kernels/sampled/sampled.h"
+#include "kernels/sampling.h"
 
 namespace lossd::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kUnroll = 4;
+constexpr int kWarps = kThreads / 32;
 constexpr int kResident = 4;  // blocks of a multiprocessor
+constexpr int kGroup = 32;    // classes
 constexpr int kDecideThreads = 1024;
-// More than the roundings of a / tau * 2^16 in the first comparison, which may only err on the side of taking.
-constexpr float kCoarseSlack = 1.0f + 0x1p-18f;
+// Levels whose entries are counted, one after the other; of those beyond, the row's sum says enough.
+constexpr int kCounted = 7;
 
 // ---- a row ----
 
 // What all threads know of their row.
 struct RowScale {
-  float relative;   // a over |element|
   float kappa;      // over the gradient unit
   float factor;     // of the elements
+  float relative;   // a over |element|
   float threshold;  // of a
-  float coarse;     // |element| to a / tau * 2^16
-  SampleKey key;
+  float width;      // w over |element|
   int target;
 };
 
@@ -54,158 +56,213 @@ __device__ __forceinline__ float KappaOf(const SampleRowsParams& p, int64_t row,
 __device__ __forceinline__ RowScale ScaleOf(const SampleRowsParams& p, int64_t row, int level) {
   RowScale s;
   s.target = p.in.targets[row];
-  s.key = p.keys[row];
   s.kappa = KappaOf(p, row, s.target);
   s.factor = p.factors != nullptr ? p.factors[row] : 1.0f;
   const float relative = fabsf(s.factor) / s.kappa;
   s.relative = isfinite(relative) ? relative : 0.0f;  // no loss, or not finite: nothing but the target
   s.threshold = ldexpf(p.threshold, level);
-  s.coarse = s.relative / s.threshold * 65536.0f * kCoarseSlack;
+  s.width = s.relative / s.threshold;
   return s;
 }
 
-// In shared memory.
-struct RowList {
-  int32_t* columns;  // [kMaxRowSamples], in any order
-  float* elements;
-  float* sorted;  // elements in the order of columns
+template <typename T>
+struct GroupOf {
+  static constexpr int kVectors = kGroup / Vec<T>::kSize;
+
+  uint4 raw[kVectors];  // 0 past the end of the row
+
+  __device__ __forceinline__ void Load(const T* row, int64_t ld, int group) {
+    const auto* vectors = reinterpret_cast<const uint4*>(row);
+    const int count = static_cast<int>(ld / Vec<T>::kSize);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int v = group * kVectors + i;
+      raw[i] = v < count ? __ldg(vectors + v) : make_uint4(0, 0, 0, 0);
+    }
+  }
+  // Calls body(index in the group, element).
+  template <typename Body>
+  __device__ __forceinline__ void ForEach(Body body) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float x[Vec<T>::kSize];
+      Vec<T>::Unpack(raw[i], x);
+#pragma unroll
+      for (int j = 0; j < Vec<T>::kSize; ++j) body(i * Vec<T>::kSize + j, x[j]);
+    }
+  }
+};
+
+// ---- shared memory ----
+
+// Groups of a thread lie side by side in the scan and apart in memory.
+__device__ __forceinline__ int At(int group) { return group + group / 32; }
+
+// Where each group begins, in widths; then the groups that are gone through, and what was taken of each.
+struct RowMemory {
+  float* begins;    // At(groups) + 1
+  int32_t* picked;  // [kMaxRowSamples]
+  uint32_t* taken;  // [kMaxRowSamples], a bit a class
+
+  __device__ __forceinline__ RowMemory(int32_t* memory, int groups)
+      : begins(reinterpret_cast<float*>(memory)),
+        picked(memory + At(groups) + 1),
+        taken(reinterpret_cast<uint32_t*>(picked + kMaxRowSamples)) {}
+  static size_t Bytes(int groups) {
+    return (static_cast<size_t>(groups + groups / 32 + 1) + 2 * kMaxRowSamples) * sizeof(int32_t);
+  }
 };
 
 struct Shared {
-  int count;                  // may be more than there is room for
-  int levels[kSampleLevels];  // classes whose last level this is
-  int begin;
+  float floats[kWarps + 1];
+  int ints[kWarps + 1];
   float scratch[33];
+  int begin;
 };
 
-// The last level at which a class is taken that is taken at `threshold`.
-__device__ __forceinline__ int LastLevel(float size, float threshold, float sample) {
-  int level = 0;
-  while (level < kSampleLevels - 1 && SampledSize(size, threshold * 2.0f, sample) > 0.0f) {
-    threshold *= 2.0f;
-    ++level;
-  }
-  return level;
-}
-
-__device__ __forceinline__ void Append(const RowList& list, Shared& shared, int column, float element,
-                                       int level) {
-  atomicAdd(shared.levels + level, 1);
-  const int at = atomicAdd(&shared.count, 1);
-  if (at >= kMaxRowSamples) return;
-  list.columns[at] = column;
-  list.elements[at] = element;
-}
-
-// Whether some element of the vector may be taken. 2^23 + x is x in the low bits of a number, which costs less
-// than a conversion.
-template <typename T>
-__device__ __forceinline__ bool MayTake(const uint4& raw, int v, const RowScale& s) {
-  constexpr int kSize = Vec<T>::kSize;
-  constexpr uint32_t kBase = 0x4b000000u;
-  float x[kSize];
-  Vec<T>::Unpack(raw, x);
-  bool some = false;
-#pragma unroll
-  for (int i = 0; i < kSize; i += 2) {
-    const uint32_t pair = CoarseSamplePair(s.key, static_cast<uint32_t>((v * kSize + i) / 2));
-    const float low = __uint_as_float(kBase | (pair & 0xffffu)) - 0x1p23f;
-    const float high = __uint_as_float(kBase | (pair >> 16)) - 0x1p23f;
-    some = some || fabsf(x[i]) * s.coarse >= low;
-    some = some || fabsf(x[i + 1]) * s.coarse >= high;
-  }
-  return some;
-}
-
-template <typename T>
-__device__ __forceinline__ void TakeVector(const SampleRowsParams& p, const T* row, int v, const RowScale& s,
-                                           const RowList& list, Shared& shared) {
-  constexpr int kSize = Vec<T>::kSize;
-  float x[kSize];
-  Vec<T>::Unpack(*(reinterpret_cast<const uint4*>(row) + v), x);
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    const int column = v * kSize + i;
-    if (column == s.target || column >= p.elements.classes) continue;
-    const float size = fabsf(x[i]) * s.relative;
-    const float sample = SampleOf(s.key, static_cast<uint32_t>(column));
-    if (!(SampledSize(size, s.threshold, sample) > 0.0f)) continue;
-    Append(list, shared, column, x[i], LastLevel(size, s.threshold, sample));
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ void ScanRow(const SampleRowsParams& p, const T* row, const RowScale& s,
-                                        const RowList& list, Shared& shared) {
-  const auto* raw_row = reinterpret_cast<const uint4*>(row);
-  const int vectors = static_cast<int>(p.elements.ld / Vec<T>::kSize);
-  for (int base = static_cast<int>(threadIdx.x); base < vectors; base += kThreads * kUnroll) {
-    uint4 raw[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int v = base + u * kThreads;
-      raw[u] = v < vectors ? __ldg(raw_row + v) : make_uint4(0, 0, 0, 0);
-    }
-    uint32_t some = 0;
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      some |= MayTake<T>(raw[u], base + u * kThreads, s) ? 1u << u : 0u;
-    }
-    while (some != 0) {
-      const int u = __ffs(static_cast<int>(some)) - 1;
-      some &= some - 1;
-      if (base + u * kThreads < vectors) TakeVector(p, row, base + u * kThreads, s, list, shared);
-    }
-  }
-}
-
-// One warp: the row's counts at every level into those of the chunk.
-__device__ __forceinline__ void CountLevels(const SampleList& list, const Shared& shared) {
-  const int lane = static_cast<int>(threadIdx.x);
-  int at_least = shared.levels[lane];
+// The sum of what the threads before this one have; total: of all. The same bits always.
+template <typename Number>
+__device__ __forceinline__ Number ScanBlock(Number own, Number* words, Number& total) {
+  const int lane = static_cast<int>(threadIdx.x & 31), warp = static_cast<int>(threadIdx.x >> 5);
+  Number upto = own;
 #pragma unroll
   for (int offset = 1; offset < 32; offset <<= 1) {
-    const int above = __shfl_down_sync(0xffffffffu, at_least, offset);
-    at_least += lane + offset < 32 ? above : 0;
+    const Number before = __shfl_up_sync(0xffffffffu, upto, offset);
+    if (lane >= offset) upto += before;
   }
-  atomicAdd(list.counters->totals + lane, at_least);
-  atomicMax(list.counters->most + lane, at_least);
+  __syncthreads();
+  if (lane == 31) words[warp] = upto;
+  __syncthreads();
+  Number first = 0;
+  total = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    if (w == warp) first = total;
+    total += words[w];
+  }
+  return first + (upto - own);
 }
-static_assert(kSampleLevels == 32, "a warp has one lane for each");
+
+// ---- selection ----
+
+template <typename T>
+__device__ __forceinline__ float WidthOf(const GroupOf<T>& group, const RowScale& s, int masked) {
+  float sum[2] = {0.0f, 0.0f};
+  const float widest = 1.0f / s.width;
+  group.ForEach([&](int i, float x) {
+    if (masked < 0 || i != masked) sum[i & 1] += fminf(fabsf(x), widest);
+  });
+  return (sum[0] + sum[1]) * s.width;
+}
+
+// Where the groups begin; returns the row's width.
+template <typename T>
+__device__ __forceinline__ float MeasureRow(const SampleRowsParams& p, const T* row, const RowScale& s,
+                                            int groups, const RowMemory& memory, Shared& shared) {
+  for (int g = static_cast<int>(threadIdx.x); g < groups; g += kThreads) {
+    GroupOf<T> group;
+    group.Load(row, p.elements.ld, g);
+    memory.begins[At(g)] = s.width > 0.0f ? WidthOf(group, s, -1) : 0.0f;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0 && s.width > 0.0f) {
+    const int g = s.target / kGroup;
+    GroupOf<T> group;
+    group.Load(row, p.elements.ld, g);
+    memory.begins[At(g)] = WidthOf(group, s, s.target % kGroup);
+  }
+  __syncthreads();
+  const int each = (groups + kThreads - 1) / kThreads;
+  const int first = min(static_cast<int>(threadIdx.x) * each, groups), last = min(first + each, groups);
+  float own = 0.0f;
+  for (int g = first; g < last; ++g) own += memory.begins[At(g)];
+  float total;
+  float begin = ScanBlock(own, shared.floats, total);
+  for (int g = first; g < last; ++g) {
+    const float width = memory.begins[At(g)];
+    memory.begins[At(g)] = begin;
+    begin += width;
+  }
+  if (threadIdx.x == 0) memory.begins[At(groups)] = total;
+  __syncthreads();
+  return total;
+}
+
+// Whether a point falls on the group, or may. What is as wide as a point's distance always has one.
+__device__ __forceinline__ bool IsPicked(const RowMemory& memory, int g, const RowScale& s, float omega) {
+  const float begin = memory.begins[At(g)], end = memory.begins[At(g + 1)];
+  return floorf(end - omega) > floorf(begin - omega) || end - begin > 0.99f || g == s.target / kGroup;
+}
+
+// The groups that are gone through, in order; returns how many.
+__device__ __forceinline__ int PickGroups(const RowScale& s, float omega, int groups, const RowMemory& memory,
+                                          Shared& shared) {
+  const int each = (groups + kThreads - 1) / kThreads;
+  const int first = min(static_cast<int>(threadIdx.x) * each, groups), last = min(first + each, groups);
+  int own = 0;
+  for (int g = first; g < last; ++g) own += IsPicked(memory, g, s, omega) ? 1 : 0;
+  int total;
+  int at = ScanBlock(own, shared.ints, total);
+  for (int g = first; g < last; ++g) {
+    if (!IsPicked(memory, g, s, omega)) continue;
+    if (at < kMaxRowSamples) memory.picked[at] = g;
+    ++at;
+  }
+  __syncthreads();
+  return min(total, kMaxRowSamples);
+}
+
+// The classes of a group that are taken, a bit each.
+template <typename T>
+__device__ __forceinline__ uint32_t TakenOf(const SampleRowsParams& p, const GroupOf<T>& group,
+                                            const RowScale& s, float omega, float begin, int g) {
+  const int target = s.target - g * kGroup;
+  const int classes = static_cast<int>(p.elements.classes) - g * kGroup;
+  SystematicSampler<float> sampler(omega, begin);
+  uint32_t taken = 0;
+  group.ForEach([&](int i, float x) {
+    if (i == target || (i < classes && sampler.Take(fabsf(x) * s.width))) taken |= 1u << i;
+  });
+  return taken;
+}
 
 // What an element counts, over the gradient unit.
-__device__ __forceinline__ float ValueOf(const RowScale& s, int column, float element) {
+__device__ __forceinline__ float ValueOf(const RowScale& s, bool target, float element) {
   const float value = element * s.factor;
   const float size = fabsf(element) * s.relative;
-  return column == s.target || size >= s.threshold ? value : copysignf(s.threshold * s.kappa, value);
+  return target || size >= s.threshold ? value : copysignf(s.threshold * s.kappa, value);
 }
 
-// The entries of the row in the order of classes, into the list of the chunk.
-__device__ __forceinline__ void WriteEntries(const SampleList& to, const RowScale& s, const RowList& list,
-                                             const Shared& shared) {
-  for (int i = static_cast<int>(threadIdx.x); i < shared.count; i += kThreads) {
-    const int column = list.columns[i];
-    int rank = 0;
-    for (int j = 0; j < shared.count; ++j) rank += list.columns[j] < column ? 1 : 0;
-    list.sorted[rank] = column == s.target ? -1.0f : fabsf(list.elements[i]) * s.relative;
-    const int at = shared.begin + rank;
-    if (at < to.capacity) to.entries[at] = {column, ValueOf(s, column, list.elements[i])};
+// Writes the entries of the picked groups from `begin` on. Returns the thread's part of the estimates of
+// variance and square over kappa squared, without the target's.
+template <typename T>
+__device__ __forceinline__ float2 WriteEntries(const SampleList& to, const T* row, const RowScale& s, int picked,
+                                               int begin, const RowMemory& memory, Shared& shared) {
+  float2 sums = make_float2(0.0f, 0.0f);
+  for (int round = 0; round < picked; round += kThreads) {
+    const int i = round + static_cast<int>(threadIdx.x);
+    uint32_t taken = i < picked ? memory.taken[i] : 0;
+    int total;
+    int at = begin + ScanBlock(__popc(taken), shared.ints, total);
+    begin += total;
+    for (; taken != 0; taken &= taken - 1, ++at) {
+      const int column = memory.picked[i] * kGroup + __ffs(static_cast<int>(taken)) - 1;
+      const float element = static_cast<float>(row[column]);
+      const bool is_target = column == s.target;
+      if (at < to.capacity) to.entries[at] = {column, ValueOf(s, is_target, element)};
+      if (is_target) continue;
+      const float a = fabsf(element) * s.relative;
+      if (a < s.threshold) sums.x += s.threshold * (s.threshold - a);
+      sums.y += a * fmaxf(a, s.threshold);
+    }
   }
+  return sums;
 }
 
-// Estimates from what was taken. target: its element.
-__device__ __forceinline__ void SumErrors(const SampleList& to, int64_t row, const RowScale& s, float target,
-                                          const RowList& list, Shared& shared) {
-  float variance = 0.0f, square = 0.0f;
-  for (int i = static_cast<int>(threadIdx.x); i < shared.count; i += kThreads) {
-    const float a = list.sorted[i];
-    if (a < 0.0f) continue;  // the target
-    if (a < s.threshold) variance += s.threshold * (s.threshold - a);
-    square += a * fmaxf(a, s.threshold);
-  }
-  variance = BlockSum(variance, shared.scratch);
+__device__ __forceinline__ void WriteErrors(const SampleList& to, int64_t row, const RowScale& s, float target,
+                                            float2 sums, Shared& shared) {
+  const float variance = BlockSum(sums.x, shared.scratch);
   __syncthreads();
-  square = BlockSum(square, shared.scratch);
+  const float square = BlockSum(sums.y, shared.scratch);
   if (threadIdx.x != 0) return;
   const float value = target * s.factor;
   const float kappa_square = s.kappa * s.kappa;
@@ -213,10 +270,13 @@ __device__ __forceinline__ void SumErrors(const SampleList& to, int64_t row, con
   to.square[row] = (square > 0.0f ? square * kappa_square : 0.0f) + value * value;
 }
 
+// Entries that a row of this width has at most: its points, the target, and what rounding may add.
+__device__ __forceinline__ int MostEntries(float width) { return static_cast<int>(fminf(width, 1e9f)) + 3; }
+
 template <typename T>
 __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
-    const __grid_constant__ SampleRowsParams p, bool again) {
-  extern __shared__ int32_t memory[];
+    const __grid_constant__ SampleRowsParams p, int groups, bool again) {
+  extern __shared__ int32_t shared_memory[];
   __shared__ Shared shared;
   const SampleList& to = p.list;
   const int level = again ? to.counters->level : 0;
@@ -229,40 +289,97 @@ __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
     }
     return;
   }
-  auto* floats = reinterpret_cast<float*>(memory);
-  const RowList list = {memory, floats + kMaxRowSamples, floats + 2 * kMaxRowSamples};
+  const RowMemory memory(shared_memory, groups);
   const T* elements = static_cast<const T*>(p.elements.data) + row * p.elements.ld;
   const RowScale s = ScaleOf(p, row, level);
-  const float target = static_cast<float>(elements[s.target]);
-  if (threadIdx.x == 0) shared.count = 0;
-  if (threadIdx.x < kSampleLevels) shared.levels[threadIdx.x] = 0;
-  __syncthreads();
-  if (threadIdx.x == 0) Append(list, shared, s.target, target, kSampleLevels - 1);
-  ScanRow(p, elements, s, list, shared);
-  __syncthreads();
-  if (!again && threadIdx.x < 32) CountLevels(to, shared);
-  const bool fits = shared.count <= kMaxRowSamples;
-  if (threadIdx.x == 0) {
-    shared.begin = fits ? atomicAdd(&to.counters->used, shared.count) : 0;
-    to.rows[row] = {shared.begin, fits ? shared.count : 0};
+  const float omega = p.omega[row];
+  const float width = MeasureRow(p, elements, s, groups, memory, shared);
+  const int most = MostEntries(width);
+  if (!again && threadIdx.x == 0) {
+    atomicAdd(to.counters->totals, static_cast<unsigned long long>(most));
+    atomicMax(to.counters->most, most);
   }
-  if (!fits) return;  // the chunk takes another level
+  if (most > kMaxRowSamples) {  // the chunk takes another level
+    if (threadIdx.x == 0) to.rows[row] = {0, 0};
+    return;
+  }
+  const int picked = PickGroups(s, omega, groups, memory, shared);
+  int count = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < picked; i += kThreads) {
+    const int g = memory.picked[i];
+    GroupOf<T> group;
+    group.Load(elements, p.elements.ld, g);
+    memory.taken[i] = TakenOf(p, group, s, omega, memory.begins[At(g)], g);
+    count += __popc(memory.taken[i]);
+  }
+  int total;
+  ScanBlock(count, shared.ints, total);
+  if (threadIdx.x == 0) {
+    shared.begin = atomicAdd(&to.counters->used, total);
+    to.rows[row] = {shared.begin, total};
+  }
   __syncthreads();
-  WriteEntries(to, s, list, shared);
-  __syncthreads();
-  SumErrors(to, row, s, target, list, shared);
+  const float2 sums = WriteEntries(to, elements, s, picked, shared.begin, memory, shared);
+  WriteErrors(to, row, s, static_cast<float>(elements[s.target]), sums, shared);
 }
 
-// One warp.
-__global__ void ChooseLevelKernel(SampleList list) {
+// ---- levels ----
+
+// Nothing if all rows fit at level 0. Counts what they need at the next levels.
+template <typename T>
+__global__ __launch_bounds__(kThreads) void CountLevelsKernel(const __grid_constant__ SampleRowsParams p,
+                                                              int groups) {
+  __shared__ float scratch[33];
+  SampleCounters& counters = *p.list.counters;
+  if (counters.level == 0) return;
+  const int64_t row = blockIdx.x;
+  if (p.with_gradient[row] == 0) return;
+  const T* elements = static_cast<const T*>(p.elements.data) + row * p.elements.ld;
+  const RowScale s = ScaleOf(p, row, 0);
+  float widths[kCounted] = {};  // of levels 1, 2, ..., in units of tau
+  float sum = 0.0f;
+  for (int g = static_cast<int>(threadIdx.x); g < groups; g += kThreads) {
+    GroupOf<T> group;
+    group.Load(elements, p.elements.ld, g);
+    group.ForEach([&](int, float x) {
+      const float w = fabsf(x) * s.width;
+      sum += w;
+#pragma unroll
+      for (int k = 0; k < kCounted; ++k) widths[k] += fminf(w, static_cast<float>(2 << k));
+    });
+  }
+  for (int level = 1; level < kSampleLevels; ++level) {
+    float width = sum;
+#pragma unroll
+    for (int k = 0; k < kCounted; ++k) {
+      if (level == k + 1) width = widths[k];
+    }
+    if (level <= kCounted + 1) {
+      __syncthreads();
+      width = BlockSum(width, scratch);
+      if (level == kCounted + 1) sum = width;
+    }
+    const int most = MostEntries(ldexpf(width, -level));
+    if (threadIdx.x != 0) continue;
+    atomicAdd(counters.totals + level, static_cast<unsigned long long>(most));
+    atomicMax(counters.most + level, most);
+  }
+}
+
+// One warp. known: levels whose counts are known.
+__global__ void ChooseLevelKernel(SampleList list, int known) {
   const int lane = static_cast<int>(threadIdx.x);
   SampleCounters& counters = *list.counters;
-  const bool fits = counters.totals[lane] <= list.capacity && counters.most[lane] <= kMaxRowSamples;
+  if (known > 1 && counters.level == 0) return;
+  const bool fits = lane < known &&
+                    counters.totals[lane] <= static_cast<unsigned long long>(list.capacity) &&
+                    counters.most[lane] <= kMaxRowSamples;
   const unsigned levels = __ballot_sync(0xffffffffu, fits);
   if (lane != 0) return;
   counters.level = levels != 0 ? __ffs(static_cast<int>(levels)) - 1 : kSampleLevels - 1;
   if (counters.level > 0) counters.used = 0;
 }
+static_assert(kSampleLevels == 32, "a warp has one lane for each");
 
 // ---- decision ----
 
@@ -286,14 +403,17 @@ __global__ void DecideSampledKernel(const __grid_constant__ DecideSampledParams 
 template <typename T>
 cudaError_t Launch(const SampleRowsParams& p, cudaStream_t stream) {
   auto* kernel = SampleRowsKernel<T>;
-  constexpr int kShared = 3 * kMaxRowSamples * static_cast<int>(sizeof(float));
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  const auto groups = static_cast<int>((p.elements.classes + kGroup - 1) / kGroup);
+  const size_t shared = RowMemory::Bytes(groups);
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 static_cast<int>(shared));
   if (error != cudaSuccess) return error;
   const auto rows = static_cast<unsigned>(p.in.rows);
-  kernel<<<rows, kThreads, kShared, stream>>>(p, false);
-  ChooseLevelKernel<<<1, kSampleLevels, 0, stream>>>(p.list);
-  kernel<<<rows, kThreads, kShared, stream>>>(p, true);
+  kernel<<<rows, kThreads, shared, stream>>>(p, groups, false);
+  ChooseLevelKernel<<<1, kSampleLevels, 0, stream>>>(p.list, 1);
+  CountLevelsKernel<T><<<rows, kThreads, 0, stream>>>(p, groups);
+  ChooseLevelKernel<<<1, kSampleLevels, 0, stream>>>(p.list, kSampleLevels);
+  kernel<<<rows, kThreads, shared, stream>>>(p, groups, true);
   return cudaGetLastError();
 }
 
