@@ -146,8 +146,9 @@ void Flight::Deliver(SliceWork& slice) {
 
 void Flight::OnDone(const absl::Status& status) {
   EngineContext& context = session_->context();
-  context.observers.Tell(&EngineObserver::OnChunk, Report());
-  session_->NoteChoices(chunk_.choices);
+  const ChunkReport report = Report();
+  context.observers.Tell(&EngineObserver::OnChunk, report);
+  session_->NoteChunk(report, chunk_.choices);
   const bool broken = results_ok_ && !status.ok();
   if (broken) context.observers.Tell(&EngineObserver::OnDeviceError, status);
   absl::MutexLock lock(&context.mutex);

@@ -367,6 +367,7 @@ v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
   for (const kernels::Choice& choice : head.last_chunk_choices) {
     *message.add_last_chunk_choices() = ToProto(choice);
   }
+  message.set_gradient_error(head.gradient_error);
   return message;
 }
 

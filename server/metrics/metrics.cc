@@ -239,9 +239,7 @@ void Metrics::ForgetHead(absl::string_view head) {
 void Metrics::OnChunk(const engine::ChunkReport& report) {
   events_->Chunks(report.gradients).Increment();
   events_->ChunkRows(report.gradients).Observe(static_cast<double>(report.valid_rows));
-  if (report.squared_gradient > 0.0) {
-    events_->gradient_error.Observe(std::sqrt(report.sampling_variance / report.squared_gradient));
-  }
+  if (report.gradients == Gradients::kSampled) events_->gradient_error.Observe(report.gradient_error());
   events_->dropped_mass.Increment(report.dropped_mass);
   for (const double seconds : report.queue_seconds) {
     ObservePhase(Phase::kQueue, seconds);
