@@ -2,6 +2,8 @@
 
 #include <string>
 
+#include "absl/strings/str_cat.h"
+
 namespace lossd::kernels {
 namespace {
 
@@ -30,6 +32,12 @@ Choice GradientsChoice(Gradients gradients, absl::string_view reason) {
 
 Choice GradientsChoice(Gradients asked, Decision decision) {
   return GradientsChoice(GradientsOf(asked, decision), Reason(asked, decision));
+}
+
+Choice ThresholdChoice(float asked, float taken) {
+  const std::string reason =
+      taken > asked ? absl::StrCat("no room for what ", asked, " takes") : "it was asked for";
+  return {.what = "sample threshold", .choice = absl::StrCat(taken), .reason = reason};
 }
 
 }  // namespace lossd::kernels

@@ -24,6 +24,8 @@ Gradients GradientsOf(Gradients asked, Decision decision);
 // How a chunk's gradients are computed, before the logits are known, and after.
 Choice GradientsChoice(Gradients gradients, absl::string_view reason);
 Choice GradientsChoice(Gradients asked, Decision decision);
+// The threshold of sampled gradients: what was asked for, or a larger one for want of room.
+Choice ThresholdChoice(float asked, float taken);
 
 }  // namespace lossd::kernels
 

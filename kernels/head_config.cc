@@ -59,7 +59,7 @@ absl::Status Validate(const HeadConfig& config) {
     return OutOfRange("logits", "stored or recomputed", static_cast<int>(config.logits));
   }
   if (config.gradients > Gradients::kAuto) {
-    return OutOfRange("gradients", "exact, filtered or auto", static_cast<int>(config.gradients));
+    return OutOfRange("gradients", "exact, filtered, sampled or auto", static_cast<int>(config.gradients));
   }
   if (config.workspace_bytes < 0) {
     return OutOfRange("workspace_bytes", ">= 0 (0: the server's)", config.workspace_bytes);

@@ -134,6 +134,8 @@ class Bench {
     totals_.repeats += result->repeats;
     totals_.queue_seconds += result->queue_seconds;
     totals_.compute_seconds += result->compute_seconds;
+    totals_.sampling_variance += result->sampling_variance;
+    totals_.squared_gradient += result->squared_gradient;
     totals_.latencies.push_back(result->wall_seconds);
   }
 

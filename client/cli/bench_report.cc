@@ -26,10 +26,12 @@ struct Summary {
     mean = std::accumulate(sorted.begin(), sorted.end(), 0.0) / count;
     queue = totals.queue_seconds / count;
     compute = totals.compute_seconds / count;
+    if (totals.squared_gradient > 0) error = std::sqrt(totals.sampling_variance / totals.squared_gradient);
   }
 
   double rows = 0, sent = 0, received = 0;  // per second
   double mean = 0, queue = 0, compute = 0;  // seconds per microbatch
+  double error = 0;                         // predicted, of sampled gradients
   std::vector<double> sorted;
 };
 
@@ -65,7 +67,8 @@ nlohmann::ordered_json BenchJson(const BenchSetup& setup, const BenchTotals& tot
             {"p99", SampleQuantile(summary.sorted, 0.99)},
             {"max", summary.sorted.back()}}},
           {"server_seconds_per_microbatch", {{"queue", summary.queue}, {"compute", summary.compute}}},
-          {"repeats", totals.repeats}};
+          {"repeats", totals.repeats},
+          {"gradient_error", summary.error}};
 }
 
 std::string BenchText(const BenchSetup& setup, const BenchTotals& totals) {
@@ -90,6 +93,7 @@ std::string BenchText(const BenchSetup& setup, const BenchTotals& totals) {
                                      ", max ", quantile(1)));
   fields.Add("server", absl::StrCat("per microbatch, summed over slices: queue ", HumanSeconds(summary.queue),
                                     ", device ", HumanSeconds(summary.compute)));
+  if (summary.error > 0) fields.Add("gradients", absl::StrFormat("predicted error %.2g", summary.error));
   return fields.ToString();
 }
 

@@ -4,6 +4,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "client/cli/format.h"
 #include "client/cli/names.h"
 
@@ -138,6 +139,7 @@ Json ToJson(const v1::HeadDescription& head) {
   json["memory"] = ToJson(head.memory());
   json["choices"] = ToJson(head.choices());
   json["last_chunk_choices"] = ToJson(head.last_chunk_choices());
+  json["gradient_error"] = head.gradient_error();
   return json;
 }
 
@@ -225,6 +227,10 @@ std::string HeadText(const v1::HeadDescription& head) {
                                      HumanCount(head.slice_limits().row_grid()), " rows"));
   }
   fields.Add("chunk", absl::StrCat("up to ", HumanCount(head.chunk_rows()), " rows"));
+  if (head.gradient_error() > 0) {
+    fields.Add("gradient error", absl::StrFormat("%.2g predicted, in the last chunk that was sampled",
+                                                 head.gradient_error()));
+  }
   fields.Add("memory", MemoryText(head.memory()));
   fields.Add("incarnation", HumanIncarnation(head.state().incarnation()));
   return absl::StrCat(fields.ToString(), ChoicesTable("FULL CHUNKS", head.choices()),

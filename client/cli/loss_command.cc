@@ -134,6 +134,7 @@ void PrintResult(const Context& context, const Flags& flags, uint64_t rows,
                        {"entropy_sum", result.entropy_sum},
                        {"normalizer", result.normalizer},
                        {"dropped_mass", result.dropped_mass},
+                       {"gradient_error", result.gradient_error()},
                        {"valid_rows", result.valid_rows},
                        {"correct_rows", result.correct_rows},
                        {"accumulated_rows", result.accumulated_rows},
@@ -159,6 +160,9 @@ void PrintResult(const Context& context, const Flags& flags, uint64_t rows,
                              valid > 0 ? 100.0 * static_cast<double>(result.correct_rows) / valid : 0.0));
   if (result.dropped_mass > 0) {
     fields.Add("dropped mass", absl::StrFormat("%.4g per valid row", result.dropped_mass / valid));
+  }
+  if (result.squared_gradient > 0) {
+    fields.Add("gradient error", absl::StrFormat("%.2g predicted", result.gradient_error()));
   }
   if (flags.accumulate) {
     fields.Add("accumulated",

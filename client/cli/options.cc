@@ -64,9 +64,11 @@ void AddLossFields(CLI::App* command, v1::LossOptions* loss) {
       GradientsWords(), "How gradients are computed [as the head says]")
       ->group(kLossGroup);
   AddField(command, loss, "--filter-epsilon", &Loss::set_filter_epsilon,
-           "filtered, auto: smaller probabilities add nothing to the gradients [2^-12]");
-  AddField(command, loss, "--max-dropped-mass", &Loss::set_max_dropped_mass,
-           "auto: the probability a row, on average, that may be left out [0.05]");
+           "filtered: smaller probabilities add nothing to the gradients [2^-12]");
+  AddField(command, loss, "--sample-threshold", &Loss::set_sample_threshold,
+           "sampled, auto: smaller probabilities add to the gradients by chance [2^-10]");
+  AddField(command, loss, "--max-gradient-error", &Loss::set_max_gradient_error,
+           "auto: the largest predicted relative error of sampled gradients [0.01]");
 }
 
 }  // namespace

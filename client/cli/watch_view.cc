@@ -14,6 +14,8 @@ namespace {
 constexpr char kMicrobatchSeconds[] = "lossd_microbatch_seconds";
 constexpr char kPayloadBytes[] = "lossd_payload_bytes_total";
 constexpr char kChunks[] = "lossd_chunks_total";
+constexpr char kGradientErrorSum[] = "lossd_gradient_error_ratio_sum";
+constexpr char kGradientErrorCount[] = "lossd_gradient_error_ratio_count";
 
 std::map<std::string, uint64_t> RowsByHead(const WatchSample& sample) {
   std::map<std::string, uint64_t> rows;
@@ -30,6 +32,14 @@ double SumOf(const std::vector<MetricSample>& metrics, absl::string_view name, c
     if (sample.name == name && found != sample.labels.end() && found->second == value) sum += sample.value;
   }
   return sum;
+}
+
+// The value of the sample of this name, 0 if there is none.
+double ValueOf(const std::vector<MetricSample>& metrics, absl::string_view name) {
+  for (const MetricSample& sample : metrics) {
+    if (sample.name == name) return sample.value;
+  }
+  return 0;
 }
 
 uint64_t QueuedSlices(const WatchSample& sample) {
@@ -108,9 +118,18 @@ std::string WatchHistory::ChunksText() const {
   const auto percent = [](double part, double whole) {
     return absl::StrFormat("%.0f %%", 100 * part / whole);
   };
-  const double exact = count("exact"), filtered = count("filtered"), all = exact + filtered;
+  const double exact = count("exact"), filtered = count("filtered"), sampled = count("sampled");
+  const double all = exact + filtered + sampled;
   if (all <= 0) return "";
-  return absl::StrCat(percent(exact, all), " exact, ", percent(filtered, all), " filtered");
+  std::string text = absl::StrCat(percent(exact, all), " exact, ", percent(filtered, all), " filtered, ",
+                                  percent(sampled, all), " sampled");
+  const auto growth = [&](absl::string_view name) {
+    return ValueOf(*good_->metrics, name) - ValueOf(*previous_->metrics, name);
+  };
+  const double errors = growth(kGradientErrorCount);
+  if (errors <= 0) return text;
+  absl::StrAppendFormat(&text, " (predicted error %.2g)", growth(kGradientErrorSum) / errors);
+  return text;
 }
 
 std::string WatchHistory::Render(const std::string& server, size_t width) const {

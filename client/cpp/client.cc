@@ -1,5 +1,6 @@
 #include "client/cpp/client.h"
 
+#include <cmath>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -94,6 +95,10 @@ void PendingLoss::Cancel() {
 Client::Client(std::unique_ptr<Core> core) : core_(std::move(core)) {}
 
 Client::~Client() = default;
+
+double LossResult::gradient_error() const {
+  return squared_gradient > 0 ? std::sqrt(sampling_variance / squared_gradient) : 0.0;
+}
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const ClientOptions& options) {
   absl::StatusOr<std::unique_ptr<internal::Connections>> connections = internal::Connections::Open(options);

@@ -169,8 +169,14 @@ struct LossResult {
   double z_loss_sum = 0;   // the z-loss part of loss_sum
   double entropy_sum = 0;  // nats; only with LossOutputs::row_entropy
   double normalizer = 1;   // as used; 1 for REDUCTION_SUM
-  // Probability that GRADIENTS_FILTERED or GRADIENTS_AUTO left out of the gradients, summed over valid rows.
+  // Probability that GRADIENTS_FILTERED left out of the gradients, summed over valid rows.
   double dropped_mass = 0;
+  // Of sampled gradients (GRADIENTS_SAMPLED, GRADIENTS_AUTO), summed over valid rows: the expected square of what
+  // sampling adds to the gradient of the logits, and the square of that gradient.
+  double sampling_variance = 0;
+  double squared_gradient = 0;
+  // The predicted relative error of the gradients: the square root of their ratio. 0 if nothing was sampled.
+  double gradient_error() const;
 
   uint64_t valid_rows = 0;
   uint64_t correct_rows = 0;      // largest logit is the target's

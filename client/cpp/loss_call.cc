@@ -260,6 +260,8 @@ void LossCall::AddSummary(const v1::MicrobatchSummary& summary) {
   total_.z_loss_sum += summary.z_loss_sum();
   total_.entropy_sum += summary.entropy_sum();
   total_.dropped_mass += summary.dropped_mass();
+  total_.sampling_variance += summary.sampling_variance();
+  total_.squared_gradient += summary.squared_gradient();
   total_.valid_rows += summary.valid_rows();
   total_.correct_rows += summary.correct_rows();
   total_.accumulated_rows += summary.accumulated_rows();

@@ -16,14 +16,17 @@ def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gradients", choices=tuple(lossd.types.GRADIENTS), default="exact",
                         help="how lossd computes gradients")
     parser.add_argument("--filter_epsilon", type=float, default=defaults.filter_epsilon,
-                        help="filtered, auto: probabilities below it add nothing to gradients")
-    parser.add_argument("--max_dropped_mass", type=float, default=defaults.max_dropped_mass,
-                        help="auto: the probability a row that may be left out on average")
+                        help="filtered: probabilities below it add nothing to gradients")
+    parser.add_argument("--sample_threshold", type=float, default=defaults.sample_threshold,
+                        help="sampled, auto: probabilities below it add to gradients by chance")
+    parser.add_argument("--max_gradient_error", type=float, default=defaults.max_gradient_error,
+                        help="auto: the largest predicted relative error of sampled gradients")
 
 
 def loss_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The arguments above as LossHead takes them."""
-    return {name: getattr(arguments, name) for name in ("gradients", "filter_epsilon", "max_dropped_mass")}
+    names = ("gradients", "filter_epsilon", "sample_threshold", "max_gradient_error")
+    return {name: getattr(arguments, name) for name in names}
 
 
 def remote_head(client: lossd.Client, name: str, weight: torch.Tensor, compute_dtype: lossd.types.DType,

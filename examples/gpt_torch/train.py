@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace, tokens: NDArray[np.int64], client: lossd.
         optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(parameters, **settings)]
     else:
         head = remote_head(client, f"gpt-{arguments.gradients}", weight, "bf16" if device.type == "cuda" else "fp32",
-                           extras=("dropped_mass",), **loss_options(arguments))
+                           extras=("dropped_mass", "gradient_error"), **loss_options(arguments))
         head_optimizer = HeadOptimizer(head, device=device, **settings)
         optimizers = [torch.optim.AdamW(parameters, **settings), head_optimizer]
         parameters.append(head_optimizer.stand_in)
@@ -84,6 +84,7 @@ def run(arguments: argparse.Namespace, tokens: NDArray[np.int64], client: lossd.
 
     losses: list[float] = []
     dropped = 0.0  # probability that gradients left out, a row
+    error = 0.0  # predicted for the gradients
     start = time.monotonic()
     for step, (inputs, targets) in enumerate(batches(tokens, arguments)):
         for optimizer in optimizers:
@@ -95,6 +96,7 @@ def run(arguments: argparse.Namespace, tokens: NDArray[np.int64], client: lossd.
             else:
                 loss, extras = head(hidden, targets)
                 dropped += extras.dropped_mass.item()
+                error += extras.gradient_error.item()
         loss.backward()
         if head_optimizer is not None:
             head_optimizer.load_grad_norm()
@@ -105,7 +107,8 @@ def run(arguments: argparse.Namespace, tokens: NDArray[np.int64], client: lossd.
         if step % 50 == 0 or step + 1 == arguments.steps:
             print(f"  step {step:5}  loss {losses[-1]:.4f}  {time.monotonic() - start:.1f} s", flush=True)
     if client is not None and arguments.gradients != "exact":
-        print(f"  gradients left out {dropped / arguments.steps:.4f} of a row's probability in the mean")
+        print(f"  gradients left out {dropped / arguments.steps:.4f} of a row's probability in the mean; "
+              f"predicted error from sampling {error / arguments.steps:.4f}")
     return losses
 
 

@@ -12,6 +12,7 @@
 #include "kernels/cpu/row_loops.h"
 #include "kernels/cpu/row_loss.h"
 #include "kernels/decision.h"
+#include "kernels/sampling.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels {
@@ -68,6 +69,8 @@ void AddToSums(const Slice& slice, int64_t row, const RowResult& result, SliceSu
   sums.valid_rows += 1;
   sums.correct_rows += result.argmax == slice.targets[row] ? 1 : 0;
   sums.dropped_mass += result.dropped_mass;
+  sums.sampling_variance += result.sampling_variance;
+  sums.squared_gradient += result.squared_gradient;
 }
 
 bool AnyGradEntropy(const Chunk& chunk) {
@@ -79,16 +82,17 @@ bool AnyGradEntropy(const Chunk& chunk) {
   return false;
 }
 
-// Over the rows with a gradient, those that are not finite left out.
-double MeanDroppedMass(absl::Span<const RowResult> results) {
-  double sum = 0.0;
-  int64_t rows = 0;
+// Whether the predicted relative error of sampled gradients exceeds the limit; over the rows with a gradient,
+// those that are not finite left out.
+bool ExceedsError(absl::Span<const RowResult> results, double limit) {
+  double variance = 0.0;
+  double square = 0.0;
   for (const RowResult& result : results) {
     if (!result.finite) continue;
-    sum += result.dropped_mass;
-    ++rows;
+    variance += result.sampling_variance;
+    square += result.squared_gradient;
   }
-  return rows > 0 ? sum / static_cast<double>(rows) : 0.0;
+  return variance > limit * limit * square;
 }
 
 }  // namespace
@@ -128,7 +132,7 @@ std::vector<Choice> CpuHead::Describe() const {
       {.what = "row loops",
        .choice = std::string(SelectRowLoops().instruction_set),
        .reason = "the widest that this processor has"},
-      GradientsChoice(config_.gradients, WhyNotFiltered({.gradients = config_.gradients}, false))};
+      GradientsChoice(config_.gradients, WhyExact({.gradients = config_.gradients}, false))};
   if (config_.logits == Logits::kRecomputed) {
     choices.push_back(
         {.what = "logits", .choice = "stored", .reason = "this backend does not recompute them"});
@@ -170,24 +174,28 @@ void CpuHead::Gather(const Chunk& chunk, const RowOrder& order) {
   });
 }
 
-// With kAuto the rows are filtered first; if that leaves out too much, they are computed again.
+// With kAuto the rows are sampled first; if that is not accurate enough, they are computed again.
 void CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   LossOptions options = chunk.options;
-  absl::string_view why_exact = WhyNotFiltered(options, AnyGradEntropy(chunk));
+  const bool is_auto = options.gradients == Gradients::kAuto;
+  absl::string_view why_exact = WhyExact(options, AnyGradEntropy(chunk));
   if (why_exact.empty() && order.with_gradient() == 0) why_exact = "no gradient is wanted";
-  options.gradients = GradientsOf(options, why_exact);
+  options.gradients = why_exact.empty() && is_auto ? Gradients::kSampled : GradientsOf(options, why_exact);
   ComputeRows(chunk, options, order);
   if (!why_exact.empty()) {
     chunk.choices = {GradientsChoice(Gradients::kExact, why_exact)};
     return;
   }
-  const double dropped = MeanDroppedMass({buffers_.results, static_cast<size_t>(order.with_gradient())});
-  const bool is_auto = options.gradients == Gradients::kAuto;
-  const Decision decision =
-      is_auto && dropped > double{options.max_dropped_mass} ? Decision::kTooMuchMass : Decision::kFiltered;
-  chunk.choices = {GradientsChoice(options.gradients, decision)};
-  chunk.gradients = GradientsOf(decision);
-  if (chunk.gradients == Gradients::kFiltered) return;
+  const bool refused = is_auto && ExceedsError({buffers_.results, static_cast<size_t>(order.with_gradient())},
+                                               double{options.max_gradient_error});
+  const Decision decision = refused ? Decision::kTooMuchError : Decision::kAsPlanned;
+  chunk.choices = {GradientsChoice(chunk.options.gradients, decision)};
+  chunk.gradients = GradientsOf(chunk.options.gradients, decision);
+  if (chunk.gradients == Gradients::kSampled) {
+    chunk.sample_threshold = options.sample_threshold;
+    chunk.choices.push_back(ThresholdChoice(options.sample_threshold, chunk.sample_threshold));
+  }
+  if (!refused) return;
   options.gradients = Gradients::kExact;
   ComputeRows(chunk, options, order);
 }
@@ -323,6 +331,7 @@ RowRequest CpuHead::RequestFor(const Slice& slice, int64_t row, bool want_gradie
   if (slice.grad_entropy != nullptr) request.grad_entropy = slice.grad_entropy[row];
   request.want_gradient = want_gradient;
   request.want_entropy = slice.out.entropy != nullptr;
+  request.sample_key = SampleKeyOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + row));
   return request;
 }
 

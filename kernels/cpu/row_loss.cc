@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
+
+#include "kernels/cpu/row_sampling.h"
 
 namespace lossd::kernels {
 namespace {
@@ -58,8 +61,19 @@ RowResult RowLoss::Compute(const RowRequest& request, float* logits) const {
                FiniteInFloat(scale * sums.hard_slope) && FiniteInFloat(scale * sums.soft_slope) &&
                FiniteInFloat(scale * double{request.grad_entropy});
   if (!request.want_gradient || !row.finite) return row;
-  if (context_.options.gradients != Gradients::kExact) row.dropped_mass = Drop(request, sums, logits);
-  WriteGradient(request, row, sums, logits);
+  const bool filtered = context_.options.gradients == Gradients::kFiltered;
+  if (filtered) row.dropped_mass = Drop(request, sums, logits);
+  if (request.grad_loss == 0.0 && request.grad_lse == 0.0f && request.grad_entropy == 0.0f) {
+    std::fill_n(logits, v_count, 0.0f);
+    return row;
+  }
+  const double target_gradient = TargetGradient(request, row, sums);
+  if (context_.options.gradients == Gradients::kSampled) {
+    Sample(request, sums, target_gradient, row, logits);
+  } else {
+    WriteGradient(request, row, sums, sums.smoothing, logits);
+  }
+  logits[request.target] = static_cast<float>(target_gradient);
   return row;
 }
 
@@ -110,45 +124,67 @@ double RowLoss::Drop(const RowRequest& request, const Sums& sums, float* logits)
   return dropped / sums.total;
 }
 
-void RowLoss::WriteGradient(const RowRequest& request, const RowResult& row, const Sums& sums,
-                            float* logits) const {
-  const int64_t v_count = context_.vocab_size;
-  const bool no_gradient =
-      request.grad_loss == 0.0 && request.grad_lse == 0.0f && request.grad_entropy == 0.0f;
-  if (no_gradient) {
-    std::fill_n(logits, v_count, 0.0f);
-    return;
-  }
-  const double scale = double{context_.options.logit_scale};
-  const double softcap = double{context_.options.softcap};
+// With respect to the dot product of the target.
+double RowLoss::TargetGradient(const RowRequest& request, const RowResult& row, const Sums& sums) const {
   const double entropy_term = double{request.grad_entropy} * (row.target_logprob + row.entropy);
-  double target_gradient = -sums.hard_slope * (sums.other_exp / sums.total) +
-                           (sums.soft_slope - entropy_term) * (sums.target_exp / sums.total) -
-                           sums.smoothing * ClassWeight(request.target);
-  const double slope = scale * (sums.hard_slope + sums.soft_slope);
-  if (KeepsLogits(request)) {
-    LogitGradientTerms terms;
-    terms.max = sums.max;
-    terms.inverse_total = static_cast<float>(1.0 / sums.total);
-    terms.log_total = static_cast<float>(sums.log_total);
-    terms.slope = static_cast<float>(slope);
-    terms.entropy_slope = static_cast<float>(scale * double{request.grad_entropy});
-    terms.entropy = static_cast<float>(row.entropy);
-    terms.smoothing = static_cast<float>(scale * sums.smoothing);
-    if (softcap > 0.0) {
-      const double capped = double{sums.target_logit} / softcap;
-      target_gradient *= 1.0 - capped * capped;
-      terms.inverse_softcap = static_cast<float>(1.0 / softcap);
-    }
-    loops_.gradient_from_logits(logits, context_.class_weights, terms, v_count);
-  } else {
-    loops_.gradient_from_exp(logits, context_.class_weights, static_cast<float>(slope / sums.total),
-                             static_cast<float>(scale * sums.smoothing), v_count);
+  double gradient = -sums.hard_slope * (sums.other_exp / sums.total) +
+                    (sums.soft_slope - entropy_term) * (sums.target_exp / sums.total) -
+                    sums.smoothing * ClassWeight(request.target);
+  const double softcap = double{context_.options.softcap};
+  if (softcap > 0.0) {
+    const double capped = double{sums.target_logit} / softcap;
+    gradient *= 1.0 - capped * capped;
   }
-  logits[request.target] = static_cast<float>(scale * target_gradient);
+  return double{context_.options.logit_scale} * gradient;
 }
 
-// The gradient of a softcap or of the entropy needs z, not only exp(z - max).
+// For all classes but the target. `smoothing` multiplies the class weights.
+void RowLoss::WriteGradient(const RowRequest& request, const RowResult& row, const Sums& sums,
+                            double smoothing, float* logits) const {
+  const int64_t v_count = context_.vocab_size;
+  const double scale = double{context_.options.logit_scale};
+  const double softcap = double{context_.options.softcap};
+  const double slope = scale * (sums.hard_slope + sums.soft_slope);
+  if (!KeepsLogits(request)) {
+    loops_.gradient_from_exp(logits, context_.class_weights, static_cast<float>(slope / sums.total),
+                             static_cast<float>(scale * smoothing), v_count);
+    return;
+  }
+  LogitGradientTerms terms;
+  terms.max = sums.max;
+  terms.inverse_total = static_cast<float>(1.0 / sums.total);
+  terms.log_total = static_cast<float>(sums.log_total);
+  terms.slope = static_cast<float>(slope);
+  terms.entropy_slope = static_cast<float>(scale * double{request.grad_entropy});
+  terms.entropy = static_cast<float>(row.entropy);
+  terms.smoothing = static_cast<float>(scale * smoothing);
+  if (softcap > 0.0) terms.inverse_softcap = static_cast<float>(1.0 / softcap);
+  loops_.gradient_from_logits(logits, context_.class_weights, terms, v_count);
+}
+
+// The gradient, with all but the target sampled. Without a softcap the uniform part of label smoothing is
+// added afterwards, so it is not sampled.
+void RowLoss::Sample(const RowRequest& request, const Sums& sums, double target_gradient, RowResult& row,
+                     float* logits) const {
+  const LossOptions& options = context_.options;
+  const bool uniform_after = options.softcap == 0.0f && sums.smoothing != 0.0;
+  WriteGradient(request, row, sums, uniform_after ? 0.0 : sums.smoothing, logits);
+  const double kappa =
+      std::fabs(sums.hard_slope + sums.soft_slope) + std::fabs(double{request.grad_entropy});
+  const double scale = double{options.logit_scale};
+  const auto threshold = static_cast<float>(double{options.sample_threshold} * std::fabs(scale) * kappa);
+  const int64_t target = request.target;
+  for (const auto& [begin, end] : {std::pair{int64_t{0}, target}, {target + 1, context_.vocab_size}}) {
+    const SamplingSums part = SampleClasses(request.sample_key, threshold, begin, end, logits);
+    row.sampling_variance += part.variance / (scale * scale);
+    row.squared_gradient += part.square / (scale * scale);
+  }
+  row.squared_gradient += target_gradient * target_gradient / (scale * scale);
+  if (!uniform_after) return;
+  loops_.gradient_from_exp(logits, context_.class_weights, 1.0f, static_cast<float>(scale * sums.smoothing),
+                           context_.vocab_size);
+}
+
 bool RowLoss::KeepsLogits(const RowRequest& request) const {
   return context_.options.softcap > 0.0f || request.grad_entropy != 0.0f;
 }

@@ -11,12 +11,13 @@
 
 #include "kernels/cpu/row_loops.h"
 #include "kernels/loss_options.h"
+#include "kernels/sampling.h"
 
 namespace lossd::kernels {
 
 // What all rows of a chunk share. Pointers are borrowed.
 struct RowLossContext {
-  LossOptions options;  // probabilities are filtered unless `gradients` is kExact
+  LossOptions options;  // `gradients` is kExact, kFiltered or kSampled
   int64_t vocab_size = 0;
   const float* bias = nullptr;           // [V] or null
   const float* class_weights = nullptr;  // [V] or null (all 1)
@@ -31,6 +32,7 @@ struct RowRequest {
   float grad_entropy = 0.0f;  // dL/dentropy
   bool want_gradient = false;
   bool want_entropy = false;
+  SampleKey sample_key;  // of sampled gradients
 };
 
 struct RowResult {
@@ -40,6 +42,9 @@ struct RowResult {
   double entropy = 0.0;  // if wanted
   double target_logprob = 0.0;
   double dropped_mass = 0.0;  // with a filtered gradient
+  // With a sampled gradient, as in SliceSums.
+  double sampling_variance = 0.0;
+  double squared_gradient = 0.0;
   int32_t argmax = -1;
   // Whether lse, loss and everything that scales the gradient are finite in fp32, and the logits before a
   // softcap too. If false, the rest is unspecified.
@@ -61,7 +66,11 @@ class RowLoss {
   bool Transform(float* logits) const;
   Sums Summarise(const RowRequest& request, float max, float* logits) const;
   double Drop(const RowRequest& request, const Sums& sums, float* logits) const;
-  void WriteGradient(const RowRequest& request, const RowResult& row, const Sums& sums, float* logits) const;
+  double TargetGradient(const RowRequest& request, const RowResult& row, const Sums& sums) const;
+  void WriteGradient(const RowRequest& request, const RowResult& row, const Sums& sums, double smoothing,
+                     float* logits) const;
+  void Sample(const RowRequest& request, const Sums& sums, double target_gradient, RowResult& row,
+              float* logits) const;
   bool KeepsLogits(const RowRequest& request) const;
   double ClassWeight(int32_t target) const;
 

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "kernels/backend.h"
+#include "kernels/sampling.h"
 
 namespace lossd::kernels::reference {
 namespace {
@@ -13,7 +14,9 @@ double At(const std::vector<double>& values, size_t i, double missing) {
   return values.empty() ? missing : values[i];
 }
 
-Gradient Zeros(size_t n) { return {std::vector<double>(n, 0.0), std::vector<double>(n, 0.0)}; }
+Gradient Zeros(size_t n) {
+  return {std::vector<double>(n, 0.0), std::vector<double>(n, 0.0), std::vector<double>(n, 0.0)};
+}
 
 // One row after the norm.
 struct NormedRow {
@@ -43,30 +46,36 @@ NormedRow ApplyNorm(const Head& head, const double* x) {
   return row;
 }
 
-// The gradient of the row before the norm from that after it (Jacobian applied term by term).
-void NormBackward(const Head& head, const NormedRow& row, const std::vector<double>& grad_y,
-                  const std::vector<double>& magnitude_y, double* grad_x, double* magnitude_x) {
+// The gradient of the row before the norm from that after it (Jacobian applied term by term), written to
+// `grad_x` from element `begin` on. Errors of the elements of one row may all point the same way, so standard
+// deviations add up.
+void NormBackward(const Head& head, const NormedRow& row, const Gradient& grad_y, size_t begin,
+                  Gradient& grad_x) {
   const size_t d = row.y.size();
-  if (head.config.norm == Norm::kNone) {
-    std::copy(grad_y.begin(), grad_y.end(), grad_x);
-    std::copy(magnitude_y.begin(), magnitude_y.end(), magnitude_x);
-    return;
-  }
-  const bool centred = head.config.norm == Norm::kLayerNorm;
   for (size_t i = 0; i < d; ++i) {
-    double grad = 0.0;
+    if (head.config.norm == Norm::kNone) {
+      grad_x.value[begin + i] = grad_y.value[i];
+      grad_x.magnitude[begin + i] = grad_y.magnitude[i];
+      grad_x.variance[begin + i] = grad_y.variance[i];
+      continue;
+    }
+    const double mean_part = head.config.norm == Norm::kLayerNorm ? 1.0 / static_cast<double>(d) : 0.0;
+    double value = 0.0;
     double magnitude = 0.0;
+    double deviation = 0.0;
     for (size_t j = 0; j < d; ++j) {
       // d unit_j / d x_i, without the factor inverse_deviation.
       const double identity = i == j ? 1.0 : 0.0;
-      const double mean_part = centred ? 1.0 / static_cast<double>(d) : 0.0;
       const double scale_part = row.unit[i] * row.unit[j] / static_cast<double>(d);
-      grad += grad_y[j] * head.norm_gain[j] * (identity - mean_part - scale_part);
-      magnitude +=
-          magnitude_y[j] * std::fabs(head.norm_gain[j]) * (identity + mean_part + std::fabs(scale_part));
+      const double slope = head.norm_gain[j] * (identity - mean_part - scale_part);
+      value += grad_y.value[j] * slope;
+      deviation += std::sqrt(grad_y.variance[j]) * std::fabs(slope);
+      magnitude += grad_y.magnitude[j] * std::fabs(head.norm_gain[j]) *
+                   (identity + mean_part + std::fabs(scale_part));
     }
-    grad_x[i] = grad * row.inverse_deviation;
-    magnitude_x[i] = magnitude * row.inverse_deviation;
+    grad_x.value[begin + i] = value * row.inverse_deviation;
+    grad_x.magnitude[begin + i] = magnitude * row.inverse_deviation;
+    grad_x.variance[begin + i] = std::pow(deviation * row.inverse_deviation, 2);
   }
 }
 
@@ -121,16 +130,24 @@ struct Upstream {
   double entropy;
 };
 
+Upstream UpstreamOf(const Rows& rows, size_t n) {
+  return {rows.grad_scale * At(rows.row_weights, n, 1.0) * At(rows.grad_loss, n, 1.0),
+          At(rows.grad_lse, n, 0.0), At(rows.grad_entropy, n, 0.0)};
+}
+
+// dL/d(dot product) of one row, and what sampling made of it.
 struct LogitGradient {
-  std::vector<double> value;      // dL/ds, [V]
-  std::vector<double> magnitude;  // [V]
+  Gradient gradient;  // [V]
+  double sample_scale = 0.0;
+  double sampling_variance = 0.0;  // of dL/d(logit scale * dot product), like the two below
+  double squared_gradient = 0.0;
 };
 
 // 1 - p_v without cancellation when p_v is close to 1.
 double OneMinusP(const Softmax& soft, size_t v) { return -std::expm1(soft.log_p[v]); }
 
 bool IsDropped(const LossOptions& options, const Softmax& soft, size_t v, size_t target) {
-  return options.gradients != Gradients::kExact && v != target &&
+  return options.gradients == Gradients::kFiltered && v != target &&
          std::exp(soft.log_p[v]) < static_cast<double>(options.filter_epsilon);
 }
 
@@ -142,35 +159,86 @@ double DroppedMass(const LossOptions& options, const Softmax& soft, size_t targe
   return mass;
 }
 
-LogitGradient ComputeLogitGradient(const LossOptions& options, const ClassWeights& u, const Softmax& soft,
-                                   size_t target, const Upstream& upstream) {
-  const size_t v_count = soft.z.size();
+// A class's part of dL/ds in pieces, without the logit scale.
+struct ClassGradient {
+  double value = 0.0;      // but for `uniform`
+  double magnitude = 0.0;  // of the terms of `value`
+  double uncapped = 0.0;   // likewise, without the factor dz/ds
+  double uniform = 0.0;    // of label smoothing: the same for all rows but for a factor
+};
+
+ClassGradient ComputeClassGradient(const LossOptions& options, const ClassWeights& u, double u_sum,
+                                   const Softmax& soft, size_t target, const Upstream& upstream, size_t v) {
   const double alpha = static_cast<double>(options.label_smoothing);
   const double lambda = static_cast<double>(options.z_loss);
+  const double share = alpha / static_cast<double>(soft.z.size());
+  const double p = IsDropped(options, soft, v, target) ? 0.0 : std::exp(soft.log_p[v]);
+  const double hard = v == target ? -OneMinusP(soft, v) : p;
+  const double terms[] = {
+      upstream.loss * u[target] * (1.0 - alpha) * hard,
+      upstream.loss * share * u_sum * p,
+      upstream.loss * 2.0 * lambda * soft.lse * p,
+      upstream.lse * p,
+      -upstream.entropy * p * soft.log_p[v],
+      -upstream.entropy * p * soft.entropy,
+  };
+  ClassGradient result;
+  for (double term : terms) {
+    result.value += soft.cap_slope[v] * term;
+    result.magnitude += std::fabs(soft.cap_slope[v] * term);
+    result.uncapped += std::fabs(term);
+  }
+  result.uniform = -soft.cap_slope[v] * upstream.loss * share * u[v];
+  return result;
+}
+
+// kappa of docs/math.md.
+double SampleScale(const LossOptions& options, const ClassWeights& u, double u_sum, const Softmax& soft,
+                   size_t target, const Upstream& upstream) {
+  const double alpha = static_cast<double>(options.label_smoothing);
+  const double lambda = static_cast<double>(options.z_loss);
+  const double share = alpha / static_cast<double>(soft.z.size());
+  const double k = upstream.loss * (u[target] * (1.0 - alpha) + share * u_sum + 2.0 * lambda * soft.lse);
+  return std::fabs(k + upstream.lse) + std::fabs(upstream.entropy);
+}
+
+// Takes the class or not, if it is below `least`: `d` becomes what counts instead. Returns its variance.
+double SampleClass(double least, SampleKey key, size_t v, ClassGradient& d) {
+  const double size = std::fabs(d.value);
+  if (size >= least) return 0.0;
+  const double omega = static_cast<double>(SampleOf(key, static_cast<uint32_t>(v)));
+  d.value = omega * least < size ? std::copysign(least, d.value) : 0.0;
+  d.magnitude = std::fabs(d.value);
+  return size * (least - size);
+}
+
+LogitGradient ComputeLogitGradient(const LossOptions& options, const ClassWeights& u, const Softmax& soft,
+                                   size_t target, const Upstream& upstream, SampleKey key) {
+  const size_t v_count = soft.z.size();
+  const bool sampled = options.gradients == Gradients::kSampled || options.gradients == Gradients::kAuto;
+  const double scale = static_cast<double>(options.logit_scale);
   double u_sum = 0.0;
   for (size_t v = 0; v < v_count; ++v) u_sum += u[v];
-  LogitGradient gradient{std::vector<double>(v_count), std::vector<double>(v_count)};
+  LogitGradient row;
+  row.gradient = Zeros(v_count);
+  if (sampled) row.sample_scale = SampleScale(options, u, u_sum, soft, target, upstream);
+  const double least = static_cast<double>(options.sample_threshold) * row.sample_scale;
   for (size_t v = 0; v < v_count; ++v) {
-    const bool dropped = IsDropped(options, soft, v, target);
-    const double p = dropped ? 0.0 : std::exp(soft.log_p[v]);
-    const double hard = v == target ? -OneMinusP(soft, v) : p;
-    const double share = alpha / static_cast<double>(v_count);
-    const double terms[] = {
-        upstream.loss * u[target] * (1.0 - alpha) * hard,
-        upstream.loss * share * u_sum * p,
-        -upstream.loss * share * u[v],
-        upstream.loss * 2.0 * lambda * soft.lse * p,
-        upstream.lse * p,
-        -upstream.entropy * p * soft.log_p[v],
-        -upstream.entropy * p * soft.entropy,
-    };
-    const double slope = static_cast<double>(options.logit_scale) * soft.cap_slope[v];
-    for (double term : terms) {
-      gradient.value[v] += slope * term;
-      gradient.magnitude[v] += std::fabs(slope * term);
+    ClassGradient d = ComputeClassGradient(options, u, u_sum, soft, target, upstream, v);
+    if (options.softcap > 0.0f || v == target) {
+      d.value += d.uniform;
+      d.magnitude += std::fabs(d.uniform);
+      d.uniform = 0.0;
     }
+    double variance = 0.0;
+    if (sampled) row.squared_gradient += d.value * d.value;
+    if (sampled && v != target) variance = SampleClass(least, key, v, d);
+    row.sampling_variance += variance;
+    row.gradient.value[v] = scale * (d.value + d.uniform);
+    row.gradient.magnitude[v] = std::fabs(scale) * (d.magnitude + std::fabs(d.uniform));
+    row.gradient.variance[v] = scale * scale * variance;
   }
-  return gradient;
+  return row;
 }
 
 void RecordRow(const LossOptions& options, const ClassWeights& u, const Softmax& soft, size_t target,
@@ -201,33 +269,31 @@ void RecordRow(const LossOptions& options, const ClassWeights& u, const Softmax&
   result.correct_rows += result.argmax[n] == static_cast<int32_t>(target) ? 1 : 0;
 }
 
-void Add(Gradient& gradient, size_t i, double value, double magnitude) {
-  gradient.value[i] += value;
-  gradient.magnitude[i] += magnitude;
+// gradient[i] += factor * from[j].
+void Add(const Gradient& from, size_t j, double factor, Gradient& gradient, size_t i) {
+  gradient.value[i] += factor * from.value[j];
+  gradient.magnitude[i] += std::fabs(factor) * from.magnitude[j];
+  gradient.variance[i] += factor * factor * from.variance[j];
 }
 
-void AccumulateParams(const HeadConfig& config, const NormedRow& row, const LogitGradient& ds,
-                      const std::vector<double>& grad_y, const std::vector<double>& magnitude_y,
-                      ParamGradients& gradients) {
+void AccumulateParams(const HeadConfig& config, const NormedRow& row, const Gradient& ds,
+                      const Gradient& grad_y, ParamGradients& gradients) {
   const size_t d = row.y.size();
   for (size_t v = 0; v < ds.value.size(); ++v) {
-    for (size_t i = 0; i < d; ++i) {
-      Add(gradients.weight, v * d + i, ds.value[v] * row.y[i], ds.magnitude[v] * std::fabs(row.y[i]));
-    }
-    if (config.has_bias) Add(gradients.bias, v, ds.value[v], ds.magnitude[v]);
+    for (size_t i = 0; i < d; ++i) Add(ds, v, row.y[i], gradients.weight, v * d + i);
+    if (config.has_bias) Add(ds, v, 1.0, gradients.bias, v);
   }
   for (size_t i = 0; i < d; ++i) {
-    if (config.norm != Norm::kNone) {
-      Add(gradients.norm_gain, i, grad_y[i] * row.unit[i], magnitude_y[i] * std::fabs(row.unit[i]));
-    }
-    if (config.norm == Norm::kLayerNorm) Add(gradients.norm_shift, i, grad_y[i], magnitude_y[i]);
+    if (config.norm != Norm::kNone) Add(grad_y, i, row.unit[i], gradients.norm_gain, i);
+    if (config.norm == Norm::kLayerNorm) Add(grad_y, i, 1.0, gradients.norm_shift, i);
   }
 }
 
 Result EmptyResult(size_t n, size_t d) {
   Result result;
   for (auto* values : {&result.loss, &result.z_loss, &result.lse, &result.entropy, &result.target_logprob,
-                       &result.max_abs_logit, &result.top_gap, &result.dropped_mass}) {
+                       &result.max_abs_logit, &result.top_gap, &result.dropped_mass, &result.sample_scale,
+                       &result.sampling_variance, &result.squared_gradient}) {
     values->assign(n, 0.0);
   }
   result.argmax.assign(n, -1);
@@ -262,25 +328,49 @@ Result Compute(const Head& head, const LossOptions& options, const Rows& rows, P
     RecordRow(options, u, soft, target, row_weight, n, result);
     result.dropped_mass[n] = DroppedMass(options, soft, target);
 
-    const Upstream upstream{rows.grad_scale * row_weight * At(rows.grad_loss, n, 1.0),
-                            At(rows.grad_lse, n, 0.0), At(rows.grad_entropy, n, 0.0)};
-    const LogitGradient ds = ComputeLogitGradient(options, u, soft, target, upstream);
-    std::vector<double> grad_y(d, 0.0);
-    std::vector<double> magnitude_y(d, 0.0);
+    const Upstream upstream = UpstreamOf(rows, n);
+    const SampleKey key = SampleKeyOf(rows.sample_seed, static_cast<uint64_t>(rows.first_row) + n);
+    const LogitGradient ds = ComputeLogitGradient(options, u, soft, target, upstream, key);
+    result.sample_scale[n] = ds.sample_scale;
+    result.sampling_variance[n] = ds.sampling_variance;
+    result.squared_gradient[n] = ds.squared_gradient;
+    Gradient grad_y = Zeros(d);
     for (size_t v = 0; v < soft.z.size(); ++v) {
-      for (size_t i = 0; i < d; ++i) {
-        grad_y[i] += ds.value[v] * head.weight[v * d + i];
-        magnitude_y[i] += ds.magnitude[v] * std::fabs(head.weight[v * d + i]);
-      }
+      for (size_t i = 0; i < d; ++i) Add(ds.gradient, v, head.weight[v * d + i], grad_y, i);
     }
-    NormBackward(head, row, grad_y, magnitude_y, &result.grad_hidden.value[n * d],
-                 &result.grad_hidden.magnitude[n * d]);
+    NormBackward(head, row, grad_y, n * d, result.grad_hidden);
     const bool accumulate = rows.accumulate.empty() || rows.accumulate[n] != 0;
     if (gradients != nullptr && accumulate) {
-      AccumulateParams(head.config, row, ds, grad_y, magnitude_y, *gradients);
+      AccumulateParams(head.config, row, ds.gradient, grad_y, *gradients);
     }
   }
   return result;
+}
+
+SampledClasses ComputeSampledClasses(const Head& head, const LossOptions& options, const Rows& rows) {
+  const size_t v_count = static_cast<size_t>(head.config.vocab_size);
+  const size_t d_count = static_cast<size_t>(head.config.hidden_size);
+  const ClassWeights u{head, options.use_class_weights};
+  double u_sum = 0.0;
+  for (size_t v = 0; v < v_count; ++v) u_sum += u[v];
+  SampledClasses classes;
+  classes.size.assign(rows.targets.size() * v_count, std::numeric_limits<double>::infinity());
+  classes.error = classes.size;
+  for (size_t n = 0; n < rows.targets.size(); ++n) {
+    if (rows.targets[n] == kIgnoredTarget) continue;
+    const size_t target = static_cast<size_t>(rows.targets[n]);
+    const Softmax soft = ComputeSoftmax(head, options, ApplyNorm(head, &rows.hidden[n * d_count]).y);
+    const Upstream upstream = UpstreamOf(rows, n);
+    const double kappa = SampleScale(options, u, u_sum, soft, target, upstream);
+    for (size_t v = 0; v < v_count; ++v) {
+      if (v == target || kappa == 0.0) continue;
+      const ClassGradient d = ComputeClassGradient(options, u, u_sum, soft, target, upstream, v);
+      const double uniform = options.softcap > 0.0f ? d.uniform : 0.0;
+      classes.size[n * v_count + v] = std::fabs(d.value + uniform) / kappa;
+      classes.error[n * v_count + v] = (d.magnitude + d.uncapped + 2.0 * std::fabs(uniform)) / kappa;
+    }
+  }
+  return classes;
 }
 
 std::vector<double> Probabilities(const Head& head, const LossOptions& options, const Rows& rows) {

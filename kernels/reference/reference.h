@@ -34,13 +34,17 @@ struct Rows {
   std::vector<double> grad_loss;     // [N], default 1; multiplies grad_scale
   std::vector<double> grad_lse;      // [N], default 0
   std::vector<double> grad_entropy;  // [N], default 0
+  uint64_t sample_seed = 0;          // as in kernels::Slice
+  int64_t first_row = 0;
 };
 
-// A gradient and, element by element, the sum of the absolute values of the terms it is made of:
-// rounding errors of a computation in floating point are proportional to the latter.
+// A gradient and, element by element, the sum of the absolute values of the terms it is made of: rounding
+// errors of a computation in floating point are proportional to it. And the variance that sampling gives each
+// element: of sampled gradients the exact one or, through a norm, a bound on it; else 0.
 struct Gradient {
   std::vector<double> value;
   std::vector<double> magnitude;
+  std::vector<double> variance;
 };
 
 // Gradients of the parameters, [shape of the parameter]; empty for those the head does not have.
@@ -66,6 +70,10 @@ struct Result {
   Gradient grad_hidden;  // [N, D]
   // [N]: the probability left out of the row's gradient; 0 unless filtered.
   std::vector<double> dropped_mass;
+  // [N] each, of sampled gradients: kappa, the variance and the square of the row's gradient (docs/math.md).
+  std::vector<double> sample_scale;
+  std::vector<double> sampling_variance;
+  std::vector<double> squared_gradient;
 
   double loss_sum = 0.0;
   double z_loss_sum = 0.0;
@@ -76,10 +84,17 @@ struct Result {
 
 ParamGradients ZeroGradients(const HeadConfig& config);
 
-// Losses and gradients of `rows`; adds the parameter gradients to *gradients unless it is null. Filters
-// unless options.gradients is kExact: what a chunk as a whole decides (kAuto, WhyNotFiltered) is the
-// caller's.
+// Losses and gradients of `rows`; adds the parameter gradients to *gradients unless it is null. What a chunk
+// as a whole decides (kAuto, WhyExact) is the caller's: kAuto is computed as kSampled.
 Result Compute(const Head& head, const LossOptions& options, const Rows& rows, ParamGradients* gradients);
+
+// What sampling compares with random numbers, [N, V] each; infinite where nothing is decided (targets, ignored
+// rows, rows with kappa = 0).
+struct SampledClasses {
+  std::vector<double> size;   // a of docs/math.md
+  std::vector<double> error;  // of `size`, if every logit is off by 1
+};
+SampledClasses ComputeSampledClasses(const Head& head, const LossOptions& options, const Rows& rows);
 
 // p [N, V] of the rows; of ignored rows too.
 std::vector<double> Probabilities(const Head& head, const LossOptions& options, const Rows& rows);

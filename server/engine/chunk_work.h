@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "kernels/backend.h"
+#include "server/engine/sample_seed.h"
 #include "server/engine/slice_work.h"
 #include "server/engine/stream.h"
 
@@ -50,6 +51,13 @@ struct ChunkWork {
   bool accumulates = false;  // rows of the segments are reserved in the ledger
 };
 
+// Says which random numbers are those of some rows of the stream's microbatch.
+inline void NameSamples(const StreamState& stream, RowRange rows, kernels::Slice& slice) {
+  const StreamSpec& spec = stream.spec();
+  slice.sample_seed = SampleSeed(spec.head, stream.head_state().step, spec.microbatch_id);
+  slice.first_row = rows.begin;
+}
+
 // What the backend is given of rows of a stream. `memory`: where their hidden states are, unless they are
 // retained, and where their gradients go, if wanted.
 inline kernels::Slice InputOf(const StreamState& stream, RowRange rows, uint8_t* memory) {
@@ -64,6 +72,7 @@ inline kernels::Slice InputOf(const StreamState& stream, RowRange rows, uint8_t*
   slice.grad_lse = stream.grad_lse(rows);
   slice.grad_entropy = stream.grad_entropy(rows);
   slice.grad_hidden = stream.spec().want_grad_hidden ? memory : nullptr;
+  NameSamples(stream, rows, slice);
   return slice;
 }
 

@@ -97,6 +97,7 @@ kernels::Slice GroupChunk::GapInput(RowRange gap, size_t index, uint8_t* memory)
   slice.grad_lse = At(declared_.grad_lse, index);
   slice.grad_entropy = At(declared_.grad_entropy, index);
   slice.grad_hidden = stream.spec().want_grad_hidden ? memory : nullptr;
+  NameSamples(stream, gap, slice);
   return slice;
 }
 

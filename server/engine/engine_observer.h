@@ -9,6 +9,7 @@
 #ifndef LOSSD_SERVER_ENGINE_ENGINE_OBSERVER_H_
 #define LOSSD_SERVER_ENGINE_ENGINE_OBSERVER_H_
 
+#include <cmath>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -25,9 +26,16 @@ struct ChunkReport {
   absl::string_view head;
   int64_t rows = 0;        // computed of those that were sent; zeros in their place do not count
   int64_t valid_rows = 0;  // of them, those with a target
-  // How its gradients were computed: kExact or kFiltered (kernels::Chunk::gradients).
+  // How its gradients were computed: kExact, kFiltered or kSampled (kernels::Chunk::gradients).
   kernels::Gradients gradients = kernels::Gradients::kExact;
   double dropped_mass = 0.0;     // probability left out of its gradients, summed over its valid rows
+  // Of sampled gradients, as in kernels::SliceSums, summed over its valid rows.
+  double sampling_variance = 0.0;
+  double squared_gradient = 0.0;
+  // Predicted relative error of sampled gradients; 0 if nothing was sampled.
+  double gradient_error() const {
+    return squared_gradient > 0.0 ? std::sqrt(sampling_variance / squared_gradient) : 0.0;
+  }
   double compute_seconds = 0.0;  // from its forming until its results were ready
   // Of each of its slices, from being queued until the chunk was formed.
   std::vector<double> queue_seconds;

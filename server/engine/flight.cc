@@ -27,6 +27,8 @@ void Add(const kernels::SliceSums& from, kernels::SliceSums& to) {
   to.z_loss += from.z_loss;
   to.entropy += from.entropy;
   to.dropped_mass += from.dropped_mass;
+  to.sampling_variance += from.sampling_variance;
+  to.squared_gradient += from.squared_gradient;
   to.valid_rows += from.valid_rows;
   to.correct_rows += from.correct_rows;
 }
@@ -144,8 +146,9 @@ void Flight::Deliver(SliceWork& slice) {
 
 void Flight::OnDone(const absl::Status& status) {
   EngineContext& context = session_->context();
-  context.observers.Tell(&EngineObserver::OnChunk, Report());
-  session_->NoteChoices(chunk_.choices);
+  const ChunkReport report = Report();
+  context.observers.Tell(&EngineObserver::OnChunk, report);
+  session_->NoteChunk(report, chunk_.choices);
   const bool broken = results_ok_ && !status.ok();
   if (broken) context.observers.Tell(&EngineObserver::OnDeviceError, status);
   absl::MutexLock lock(&context.mutex);
@@ -190,6 +193,8 @@ ChunkReport Flight::Report() const {
     report.rows += work_->segments[i].rows.size();
     report.valid_rows += slices_[i].sums.valid_rows;
     report.dropped_mass += slices_[i].sums.dropped_mass;
+    report.sampling_variance += slices_[i].sums.sampling_variance;
+    report.squared_gradient += slices_[i].sums.squared_gradient;
   }
   for (const auto& slice : work_->slices) report.queue_seconds.push_back(slice->queue_seconds);
   return report;

@@ -291,10 +291,11 @@ void HeadSession::OnChunkLeft(std::vector<std::unique_ptr<SliceWork>> slices) {
   context_->notifier.Post([slices = std::move(slices)]() mutable { slices.clear(); });
 }
 
-void HeadSession::NoteChoices(const std::vector<kernels::Choice>& choices) {
+void HeadSession::NoteChunk(const ChunkReport& report, const std::vector<kernels::Choice>& choices) {
   if (choices.empty()) return;  // it was refused
   {
     absl::MutexLock lock(&context_->mutex);
+    if (report.gradients == kernels::Gradients::kSampled) gradient_error_ = report.gradient_error();
     if (last_chunk_choices_ == choices) return;
     last_chunk_choices_ = choices;
   }
@@ -314,6 +315,7 @@ HeadSnapshot HeadSession::Snapshot() {
           .memory = memory_,
           .choices = choices_,
           .last_chunk_choices = last_chunk_choices_,
+          .gradient_error = gradient_error_,
           .open_streams = streams_->size(),
           .queued_slices = backlog.queued_slices,
           .updates = step_->updates(),

@@ -21,6 +21,7 @@
 #include "server/engine/deferred.h"
 #include "server/engine/device_loop.h"
 #include "server/engine/engine_context.h"
+#include "server/engine/engine_observer.h"
 #include "server/engine/open_step.h"
 #include "server/engine/schedule.h"
 #include "server/engine/snapshots.h"
@@ -87,8 +88,9 @@ class HeadSession final : public DeviceLoop::Source, public std::enable_shared_f
   void FinishSlice(const SliceWork& slice, double compute_seconds);
   // A chunk of these slices is over.
   void OnChunkLeft(std::vector<std::unique_ptr<SliceWork>> slices);
-  // Tells the observers if a chunk was computed in another way than the last one. Without the lock.
-  void NoteChoices(const std::vector<kernels::Choice>& choices);
+  // Keeps what is described of the last chunk, and tells the observers if it was computed in another way than
+  // the one before it. Without the lock.
+  void NoteChunk(const ChunkReport& report, const std::vector<kernels::Choice>& choices);
 
   HeadSnapshot Snapshot();
   // Adds the head's share.
@@ -128,6 +130,7 @@ class HeadSession final : public DeviceLoop::Source, public std::enable_shared_f
   std::shared_ptr<Schedule> schedule_;  // set once, by Create
   std::unique_ptr<StreamSet> streams_;  // likewise
   std::vector<kernels::Choice> last_chunk_choices_;
+  double gradient_error_ = 0.0;  // of the last chunk that was sampled
   int64_t chunks_in_flight_ = 0;
   bool deleting_ = false;
   int64_t total_rows_ = 0;

@@ -156,6 +156,8 @@ struct StreamSummary {
   double z_loss_sum = 0.0;
   double entropy_sum = 0.0;
   double dropped_mass = 0.0;
+  double sampling_variance = 0.0;
+  double squared_gradient = 0.0;
   int64_t valid_rows = 0;
   int64_t correct_rows = 0;
   int64_t accumulated_rows = 0;

@@ -72,6 +72,8 @@ void StreamState::FinishSlice(const kernels::SliceSums& sums, int64_t accumulate
   summary_.z_loss_sum += sums.z_loss;
   summary_.entropy_sum += sums.entropy;
   summary_.dropped_mass += sums.dropped_mass;
+  summary_.sampling_variance += sums.sampling_variance;
+  summary_.squared_gradient += sums.squared_gradient;
   summary_.correct_rows += sums.correct_rows;
   summary_.accumulated_rows += accumulated;
   summary_.repeated_rows += repeated;

@@ -31,7 +31,8 @@ absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& option
   kernels::LossOptions result;
   result.gradients = *gradients;
   if (options.has_filter_epsilon()) result.filter_epsilon = options.filter_epsilon();
-  if (options.has_max_dropped_mass()) result.max_dropped_mass = options.max_dropped_mass();
+  if (options.has_sample_threshold()) result.sample_threshold = options.sample_threshold();
+  if (options.has_max_gradient_error()) result.max_gradient_error = options.max_gradient_error();
   if (options.has_logit_scale()) result.logit_scale = options.logit_scale();
   result.softcap = options.softcap();
   result.label_smoothing = options.label_smoothing();
@@ -366,6 +367,7 @@ v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
   for (const kernels::Choice& choice : head.last_chunk_choices) {
     *message.add_last_chunk_choices() = ToProto(choice);
   }
+  message.set_gradient_error(head.gradient_error);
   return message;
 }
 
@@ -383,6 +385,8 @@ v1::MicrobatchSummary ToProto(const engine::StreamSummary& summary) {
   message.set_queue_seconds(summary.queue_seconds);
   message.set_compute_seconds(summary.compute_seconds);
   message.set_dropped_mass(summary.dropped_mass);
+  message.set_sampling_variance(summary.sampling_variance);
+  message.set_squared_gradient(summary.squared_gradient);
   return message;
 }
 

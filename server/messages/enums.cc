@@ -118,11 +118,14 @@ absl::StatusOr<kernels::Gradients> ToGradients(v1::Gradients gradients, absl::st
       return kernels::Gradients::kExact;
     case v1::GRADIENTS_FILTERED:
       return kernels::Gradients::kFiltered;
+    case v1::GRADIENTS_SAMPLED:
+      return kernels::Gradients::kSampled;
     case v1::GRADIENTS_AUTO:
       return kernels::Gradients::kAuto;
     default:
-      return FieldError(field, "be GRADIENTS_EXACT, GRADIENTS_FILTERED, GRADIENTS_AUTO or unspecified",
-                        static_cast<int>(gradients));
+      return FieldError(
+          field, "be GRADIENTS_EXACT, GRADIENTS_FILTERED, GRADIENTS_SAMPLED, GRADIENTS_AUTO or unspecified",
+          static_cast<int>(gradients));
   }
 }
 
@@ -132,6 +135,8 @@ v1::Gradients ToProto(kernels::Gradients gradients) {
       return v1::GRADIENTS_EXACT;
     case kernels::Gradients::kFiltered:
       return v1::GRADIENTS_FILTERED;
+    case kernels::Gradients::kSampled:
+      return v1::GRADIENTS_SAMPLED;
     case kernels::Gradients::kAuto:
       return v1::GRADIENTS_AUTO;
   }

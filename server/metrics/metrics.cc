@@ -26,6 +26,10 @@ prometheus::Histogram::BucketBoundaries LatencyBuckets() {
 
 prometheus::Histogram::BucketBoundaries RowBuckets() { return {1, 4, 16, 64, 256, 1024, 4096, 16384, 65536}; }
 
+prometheus::Histogram::BucketBoundaries ErrorBuckets() {
+  return {1e-3, 2e-3, 3e-3, 5e-3, 7e-3, 1e-2, 1.5e-2, 2e-2, 3e-2, 5e-2, 0.1, 0.2, 0.5, 1.0};
+}
+
 prometheus::Histogram::BucketBoundaries SaveBuckets() {
   return {0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0};
 }
@@ -68,14 +72,21 @@ struct Metrics::EngineSeries {
   prometheus::Family<prometheus::Histogram>& chunk_rows =
       HistogramFamily(registry, "lossd_chunk_rows",
                       "Valid rows computed together in one chunk, by how its gradients were computed: exact "
-                      "(also if it has none, and if a filter was given up), filtered.");
+                      "(also if it has none, and if a filter or sampling was given up), filtered, sampled.");
   prometheus::Histogram& exact_chunk_rows = chunk_rows.Add(GradientsLabel(Gradients::kExact), RowBuckets());
   prometheus::Histogram& filtered_chunk_rows =
       chunk_rows.Add(GradientsLabel(Gradients::kFiltered), RowBuckets());
+  prometheus::Histogram& sampled_chunk_rows =
+      chunk_rows.Add(GradientsLabel(Gradients::kSampled), RowBuckets());
   prometheus::Family<prometheus::Counter>& chunks = CounterFamily(
-      registry, "lossd_chunks_total", "Chunks computed, by how their gradients were: exact, filtered.");
+      registry, "lossd_chunks_total", "Chunks computed, by how their gradients were: exact, filtered, sampled.");
   prometheus::Counter& exact_chunks = chunks.Add(GradientsLabel(Gradients::kExact));
   prometheus::Counter& filtered_chunks = chunks.Add(GradientsLabel(Gradients::kFiltered));
+  prometheus::Counter& sampled_chunks = chunks.Add(GradientsLabel(Gradients::kSampled));
+  prometheus::Histogram& gradient_error =
+      HistogramFamily(registry, "lossd_gradient_error_ratio",
+                      "Predicted relative error of the gradients of a chunk, of chunks with sampled gradients.")
+          .Add({}, ErrorBuckets());
   prometheus::Counter& dropped_mass =
       CounterFamily(registry, "lossd_dropped_probability_total",
                     "Probability left out of filtered gradients, summed over rows; divided by "
@@ -99,6 +110,16 @@ struct Metrics::EngineSeries {
           .Help("1 once the device is lost: every call that needs it fails, else 0.")
           .Register(registry)
           .Add({});
+
+  // Of chunks whose gradients were computed so.
+  prometheus::Counter& Chunks(Gradients gradients) const {
+    if (gradients == Gradients::kSampled) return sampled_chunks;
+    return gradients == Gradients::kFiltered ? filtered_chunks : exact_chunks;
+  }
+  prometheus::Histogram& ChunkRows(Gradients gradients) const {
+    if (gradients == Gradients::kSampled) return sampled_chunk_rows;
+    return gradients == Gradients::kFiltered ? filtered_chunk_rows : exact_chunk_rows;
+  }
 };
 
 Metrics::Metrics(const BuildInfo& build)
@@ -216,10 +237,9 @@ void Metrics::ForgetHead(absl::string_view head) {
 }
 
 void Metrics::OnChunk(const engine::ChunkReport& report) {
-  const bool filtered = report.gradients == Gradients::kFiltered;
-  (filtered ? events_->filtered_chunks : events_->exact_chunks).Increment();
-  (filtered ? events_->filtered_chunk_rows : events_->exact_chunk_rows)
-      .Observe(static_cast<double>(report.valid_rows));
+  events_->Chunks(report.gradients).Increment();
+  events_->ChunkRows(report.gradients).Observe(static_cast<double>(report.valid_rows));
+  if (report.gradients == Gradients::kSampled) events_->gradient_error.Observe(report.gradient_error());
   events_->dropped_mass.Increment(report.dropped_mass);
   for (const double seconds : report.queue_seconds) {
     ObservePhase(Phase::kQueue, seconds);

@@ -4,7 +4,7 @@
 // the process know anyway (memory, queues, streams) is pulled when metrics are collected.
 //
 // Label cardinality is bounded: `head` by the heads that exist (a head's series ends with it), `method`
-// and `code` by the protocol, `gradients` is exact or filtered.
+// and `code` by the protocol, `gradients` is exact, filtered or sampled.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_METRICS_METRICS_H_

@@ -101,6 +101,7 @@ std::string ServiceInMemory::Books() {
   for (const engine::HeadSnapshot& snapshot : engine_->List()) {
     v1::HeadDescription head = messages::ToProto(snapshot);
     head.clear_last_chunk_choices();
+    head.clear_gradient_error();
     absl::StrAppend(&books, head.ShortDebugString(), " tensors ", Tensors(snapshot.name, snapshot.config),
                     "\n");
   }

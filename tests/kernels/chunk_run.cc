@@ -47,6 +47,8 @@ ChunkBuffers MakeBuffers(const Problem& problem, const RunOptions& options, Chun
     slice.grad_loss = DataOrNull(data.grad_loss);
     slice.grad_lse = DataOrNull(data.grad_lse);
     slice.grad_entropy = DataOrNull(data.grad_entropy);
+    slice.sample_seed = data.sample_seed;
+    slice.first_row = data.first_row;
     if (data.want_grad_hidden) {
       buffers.grad_hidden[i].assign(buffers.hidden.back().size(), 0xCD);
       slice.grad_hidden =
@@ -126,6 +128,7 @@ ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& o
   done.WaitForNotification();
   run.choices = std::move(chunk.choices);
   run.gradients = chunk.gradients;
+  run.sample_threshold = chunk.sample_threshold;
   for (size_t i = 0; i < run.slices.size(); ++i) {
     const Slice& slice = buffers.slices[i];
     run.slices[i].sums = slice.sums;

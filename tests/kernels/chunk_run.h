@@ -30,6 +30,7 @@ struct ChunkRun {
   std::vector<SliceOutputs> slices;
   std::vector<Choice> choices;
   Gradients gradients = Gradients::kExact;
+  float sample_threshold = 0.0f;
 };
 
 struct RunOptions {

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
+#include "kernels/sampling.h"
 #include "tests/kernels/tolerances.h"
 
 namespace lossd::kernels::testing {
@@ -17,6 +18,15 @@ std::vector<double> ToDouble(const std::vector<float>& values) { return {values.
 
 double Norm2(const std::vector<double>& values) {
   return std::sqrt(std::inner_product(values.begin(), values.end(), values.begin(), 0.0));
+}
+
+// How far decisions about sampled classes that rounding moves may take a gradient: a class whose a is off by a
+// relative error e is taken, or not, in its place with probability e a / tau. Problems in fp32 have none.
+double MovedSamples(DType compute, const reference::Gradient& want, double max_abs_logit) {
+  if (compute == DType::kFloat32) return 0.0;
+  const double error = std::min(1.0, 2.0 * ToleranceFor(compute).logit * (1.0 + max_abs_logit));
+  const double variance = std::accumulate(want.variance.begin(), want.variance.end(), 0.0);
+  return 5.0 * std::sqrt(error * variance);
 }
 
 // See tolerances.h.
@@ -32,6 +42,7 @@ void ExpectGradientNear(const char* what, const std::vector<float>& got, const r
   const double norm = Norm2(want.value);
   const double limit = norm * (GradientTolerance(compute, max_abs_logit) + UnitRoundoff(output)) +
                        Norm2(want.magnitude) * MagnitudeTolerance(compute, max_abs_logit) +
+                       MovedSamples(compute, want, max_abs_logit) +
                        UnderflowError(output) * std::sqrt(static_cast<double>(got.size()));
   EXPECT_LE(error, limit) << what << ": relative error " << error / norm << ", reference norm " << norm;
 }
@@ -101,7 +112,7 @@ void ExpectDroppedMassMatches(DType compute, const Problem& problem, const Slice
   // exponents are off by half a unit of numbers below 64, once in the sum and once in what is taken from it.
   const double row_tolerance = problem.config.logits == Logits::kRecomputed ? 0x1p-18 : 1e-6;
   double tolerance = row_tolerance * static_cast<double>(want.dropped_mass.size());
-  if (problem.options.gradients != Gradients::kExact) {
+  if (problem.options.gradients == Gradients::kFiltered) {
     const auto p = reference::Probabilities(ReferenceHead(problem), problem.options, ReferenceRows(slice));
     const auto vocab = static_cast<size_t>(problem.config.vocab_size);
     for (size_t i = 0; i < p.size(); ++i) {
@@ -112,6 +123,25 @@ void ExpectDroppedMassMatches(DType compute, const Problem& problem, const Slice
     }
   }
   EXPECT_NEAR(got, dropped, tolerance);
+}
+
+// A backend may estimate the sums from the classes that it has taken: kappa^2 tau times one number below tau
+// for each of them, so with at most this variance.
+void ExpectSamplingSumsMatch(DType compute, const Problem& problem, const SliceData& slice,
+                             const reference::Result& want, const SliceSums& got) {
+  const double tau = double{problem.options.sample_threshold};
+  const double smoothing = double{problem.options.label_smoothing};
+  double variance = 0.0, square = 0.0, noise = 0.0, tolerance = 1e-30;
+  for (size_t row = 0; row < want.sampling_variance.size(); ++row) {
+    if (!HasGradient(problem, slice, row)) continue;
+    variance += want.sampling_variance[row];
+    square += want.squared_gradient[row];
+    noise += std::pow(tau * want.sample_scale[row], 2) * want.sampling_variance[row];
+    // Label smoothing's uniform part of the target's gradient need not be counted.
+    tolerance += (4.0 * LogitTolerance(compute, want, row) + 1e-6 + smoothing) * want.squared_gradient[row];
+  }
+  EXPECT_NEAR(got.sampling_variance, variance, tolerance + 6.0 * std::sqrt(noise));
+  EXPECT_NEAR(got.squared_gradient, square, tolerance + 6.0 * std::sqrt(noise));
 }
 
 void ExpectSumsMatch(DType compute, const Problem& problem, const SliceData& slice,
@@ -132,6 +162,7 @@ void ExpectSumsMatch(DType compute, const Problem& problem, const SliceData& sli
     EXPECT_NEAR(got.entropy, want.entropy_sum, entropy_tolerance);
   }
   ExpectDroppedMassMatches(compute, problem, slice, want, got.dropped_mass);
+  ExpectSamplingSumsMatch(compute, problem, slice, want, got);
   EXPECT_EQ(got.valid_rows, want.valid_rows);
   EXPECT_NEAR(static_cast<double>(got.correct_rows), static_cast<double>(want.correct_rows),
               static_cast<double>(undecided));
@@ -146,19 +177,60 @@ bool AnyGradEntropy(const Problem& problem) {
   return false;
 }
 
-// What a backend decides for the chunk as a whole.
-bool IsFiltered(const Problem& problem) {
-  if (!WhyNotFiltered(problem.options, AnyGradEntropy(problem)).empty()) return false;
-  if (problem.options.gradients != Gradients::kAuto) return true;
-  double dropped = 0.0;
-  int64_t rows = 0;
+// The predicted relative error of the chunk, if it is sampled.
+double PredictedError(const Problem& problem) {
+  double variance = 0.0;
+  double square = 0.0;
   for (const SliceData& slice : problem.slices) {
     const auto result =
         reference::Compute(ReferenceHead(problem), problem.options, ReferenceRows(slice), nullptr);
-    dropped += DroppedMass(problem, slice, result);
-    for (size_t row = 0; row < slice.targets.size(); ++row) rows += HasGradient(problem, slice, row) ? 1 : 0;
+    for (size_t row = 0; row < slice.targets.size(); ++row) {
+      if (!HasGradient(problem, slice, row)) continue;
+      variance += result.sampling_variance[row];
+      square += result.squared_gradient[row];
+    }
   }
-  return dropped <= double{problem.options.max_dropped_mass} * static_cast<double>(rows);
+  return square > 0.0 ? std::sqrt(variance / square) : 0.0;
+}
+
+bool IsSampledOrAuto(const Problem& problem) {
+  return problem.options.gradients == Gradients::kSampled || problem.options.gradients == Gradients::kAuto;
+}
+
+bool AnyGradient(const Problem& problem) {
+  for (const SliceData& slice : problem.slices) {
+    for (size_t row = 0; row < slice.targets.size(); ++row) {
+      if (HasGradient(problem, slice, row)) return true;
+    }
+  }
+  return false;
+}
+
+// What a backend decides for the chunk as a whole.
+Gradients DecisionFor(const Problem& problem) {
+  const LossOptions& options = problem.options;
+  if (!WhyExact(options, AnyGradEntropy(problem)).empty()) return Gradients::kExact;
+  if (options.gradients != Gradients::kAuto) return options.gradients;
+  return PredictedError(problem) <= double{options.max_gradient_error} ? Gradients::kSampled
+                                                                       : Gradients::kExact;
+}
+
+// How far the random numbers of a slice are from what decides, relative to the error that a unit error of the
+// logits makes; at least `enough`: no matter how far.
+double ClearanceOf(const reference::SampledClasses& classes, const LossOptions& options,
+                   const SliceData& slice, double enough) {
+  const size_t vocab = slice.targets.empty() ? 1 : classes.size.size() / slice.targets.size();
+  const double tau = double{options.sample_threshold};
+  double clearance = enough;
+  for (size_t i = 0; i < classes.size.size(); ++i) {
+    const double a = classes.size[i];
+    if (!(a < 1.1 * tau) || a == 0.0) continue;
+    const auto row = static_cast<uint64_t>(slice.first_row) + i / vocab;
+    const float omega = SampleOf(SampleKeyOf(slice.sample_seed, row), static_cast<uint32_t>(i % vocab));
+    clearance = std::min(clearance, std::fabs(double{omega} * tau - a) / classes.error[i]);
+    if (clearance == 0.0) break;
+  }
+  return clearance;
 }
 
 }  // namespace
@@ -176,14 +248,15 @@ reference::Rows ReferenceRows(const SliceData& slice) {
   return {ToDouble(slice.hidden),      slice.targets,
           ToDouble(slice.row_weights), slice.accumulate,
           double{slice.grad_scale},    ToDouble(slice.grad_loss),
-          ToDouble(slice.grad_lse),    ToDouble(slice.grad_entropy)};
+          ToDouble(slice.grad_lse),    ToDouble(slice.grad_entropy),
+          slice.sample_seed,           slice.first_row};
 }
 
 std::vector<reference::Result> ComputeReference(const Problem& problem,
                                                 reference::ParamGradients* gradients) {
   const reference::Head head = ReferenceHead(problem);
   LossOptions options = problem.options;
-  if (!IsFiltered(problem)) options.gradients = Gradients::kExact;
+  options.gradients = DecisionFor(problem);
   std::vector<reference::Result> results;
   for (const SliceData& slice : problem.slices) {
     results.push_back(reference::Compute(head, options, ReferenceRows(slice),
@@ -193,7 +266,7 @@ std::vector<reference::Result> ComputeReference(const Problem& problem,
 }
 
 Problem WithClearEpsilon(Problem problem) {
-  if (problem.options.gradients == Gradients::kExact) return problem;
+  if (problem.options.gradients != Gradients::kFiltered) return problem;
   std::vector<double> p;
   for (const SliceData& slice : problem.slices) {
     const auto more = reference::Probabilities(ReferenceHead(problem), problem.options, ReferenceRows(slice));
@@ -212,6 +285,54 @@ Problem WithClearEpsilon(Problem problem) {
     widest = p[i] / p[i - 1];
     problem.options.filter_epsilon = middle;
   }
+  return problem;
+}
+
+Problem WithClearSamples(Problem problem) {
+  constexpr int kTries = 200;
+  if (!IsSampledOrAuto(problem)) return problem;
+  for (SliceData& slice : problem.slices) {
+    const reference::Head head = ReferenceHead(problem);
+    const auto plain = reference::Compute(head, problem.options, ReferenceRows(slice), nullptr);
+    const auto classes = reference::ComputeSampledClasses(head, problem.options, ReferenceRows(slice));
+    const double enough =
+        2.0 * ToleranceFor(problem.config.compute_dtype).logit * (1.0 + MaxAbsLogit({&plain, 1}));
+    SliceData best = slice;
+    double clearance = ClearanceOf(classes, problem.options, best, enough);
+    for (int i = 0; i < kTries && clearance < enough; ++i) {
+      slice.sample_seed = MixBits(slice.sample_seed);
+      const double here = ClearanceOf(classes, problem.options, slice, enough);
+      if (here <= clearance) continue;
+      clearance = here;
+      best.sample_seed = slice.sample_seed;
+    }
+    slice.sample_seed = best.sample_seed;
+    if (problem.config.compute_dtype == DType::kFloat32) {
+      EXPECT_GE(clearance, enough) << "no seed was found";
+    }
+  }
+  return problem;
+}
+
+Problem AsComputed(Problem problem, const ChunkRun& run) {
+  if (!IsSampledOrAuto(problem)) return problem;
+  const bool may_be_exact = problem.options.gradients == Gradients::kAuto || !AnyGradient(problem);
+  EXPECT_TRUE(run.gradients == Gradients::kSampled || (may_be_exact && run.gradients == Gradients::kExact))
+      << Name(run.gradients);
+  if (problem.options.gradients == Gradients::kAuto && AnyGradient(problem)) {
+    const double error = PredictedError(problem);
+    const double limit = double{problem.options.max_gradient_error};
+    const bool sampled = run.gradients == Gradients::kSampled;
+    EXPECT_TRUE(sampled || error > 0.5 * limit) << "predicted error " << error;
+    EXPECT_TRUE(!sampled || error < 2.0 * limit || limit == 0.0) << "predicted error " << error;
+    for (const SliceOutputs& slice : run.slices) {
+      EXPECT_TRUE(limit > 0.0 || slice.sums.sampling_variance == 0.0);
+    }
+  }
+  problem.options.gradients = run.gradients;
+  if (run.gradients != Gradients::kSampled) return problem;
+  EXPECT_GE(run.sample_threshold, problem.options.sample_threshold);
+  problem.options.sample_threshold = run.sample_threshold;
   return problem;
 }
 
@@ -257,12 +378,13 @@ void RunAndCompare(Backend& backend, const std::vector<Problem>& chunks, const R
   reference::ParamGradients gradients = reference::ZeroGradients(chunks.front().config);
   double max_abs_logit = 0.0;
   for (const Problem& chunk : chunks) {
-    const Problem problem = WithClearEpsilon(chunk);
-    SCOPED_TRACE(Describe(problem));
-    const std::vector<reference::Result> want = ComputeReference(problem, &gradients);
-    const ChunkRun got = RunChunk(*head, problem, options);
+    const Problem asked = WithClearSamples(WithClearEpsilon(chunk));
+    SCOPED_TRACE(Describe(asked));
+    const ChunkRun got = RunChunk(*head, asked, options);
     ASSERT_TRUE(got.results.ok()) << got.results;
     ASSERT_TRUE(got.done.ok()) << got.done;
+    const Problem problem = AsComputed(asked, got);
+    const std::vector<reference::Result> want = ComputeReference(problem, &gradients);
     for (size_t i = 0; i < want.size(); ++i) {
       SCOPED_TRACE(absl::StrCat("slice ", i));
       ExpectSliceMatches(head->compute_dtype(), problem, problem.slices[i], want[i], got.slices[i]);

@@ -113,8 +113,8 @@ TEST_P(BackendConformance, BadChunksAreRefusedAndChangeNothing) {
       {[](Problem& p) { p.options.softcap = -1.0f; }, "softcap"},
       {[](Problem& p) { p.options.logit_scale = kNan; }, "logit_scale"},
       {[](Problem& p) { p.options.z_loss = -0.5f; }, "z_loss"},
-      {[](Problem& p) { p.options.gradients = static_cast<Gradients>(3); },
-       "gradients must be exact, filtered or auto, got 3"},
+      {[](Problem& p) { p.options.gradients = static_cast<Gradients>(4); },
+       "gradients must be exact, filtered, sampled or auto, got 4"},
       {[](Problem& p) { p.options.use_class_weights = true; }, "use_class_weights"},
       {[](Problem& p) { p.slices[1].grad_scale = kInf; }, "slices[1].grad_scale must be finite, got inf"},
       {[&](Problem& p) {

@@ -39,8 +39,8 @@ TEST(HeadConfigTest, RefusesValuesOutOfRangeByName) {
       {[](HeadConfig& c) { c.optimizer_state = static_cast<OptimizerState>(5); }, "optimizer_state"},
       {[](HeadConfig& c) { c.logits = static_cast<Logits>(2); },
        "logits must be stored or recomputed, got 2"},
-      {[](HeadConfig& c) { c.gradients = static_cast<Gradients>(3); },
-       "gradients must be exact, filtered or auto, got 3"},
+      {[](HeadConfig& c) { c.gradients = static_cast<Gradients>(4); },
+       "gradients must be exact, filtered, sampled or auto, got 4"},
   };
   for (const Case& c : cases) {
     HeadConfig config = Valid();

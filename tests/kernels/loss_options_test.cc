@@ -27,8 +27,10 @@ TEST(LossOptionsTest, AcceptsTheEndsOfEachRange) {
   EXPECT_TRUE(Validate({}).ok());
   EXPECT_TRUE(Validate({.logit_scale = -0.5f}).ok());
   EXPECT_TRUE(Validate({.label_smoothing = 1.0f}).ok());
-  EXPECT_TRUE(Validate({.filter_epsilon = 0.0f, .max_dropped_mass = 0.0f}).ok());
-  EXPECT_TRUE(Validate({.filter_epsilon = 0.999f, .max_dropped_mass = 1.0f}).ok());
+  EXPECT_TRUE(Validate({.filter_epsilon = 0.0f, .max_gradient_error = 0.0f}).ok());
+  EXPECT_TRUE(Validate({.filter_epsilon = 0.999f, .max_gradient_error = 1e30f}).ok());
+  EXPECT_TRUE(Validate({.sample_threshold = 1e-30f}).ok());
+  EXPECT_TRUE(Validate({.sample_threshold = 1.0f}).ok());
 }
 
 TEST(LossOptionsTest, RefusesValuesOutOfRangeByName) {
@@ -42,7 +44,10 @@ TEST(LossOptionsTest, RefusesValuesOutOfRangeByName) {
   ExpectRefused({.z_loss = -1.0f}, "z_loss must be finite and >= 0, got -1");
   ExpectRefused({.filter_epsilon = 1.0f}, "filter_epsilon must be in [0, 1), got 1");
   ExpectRefused({.filter_epsilon = -0.1f}, "filter_epsilon must be in [0, 1), got -0.1");
-  ExpectRefused({.max_dropped_mass = 1.5f}, "max_dropped_mass must be in [0, 1], got 1.5");
+  ExpectRefused({.sample_threshold = 1.5f}, "sample_threshold must be in [1e-30, 1], got 1.5");
+  ExpectRefused({.sample_threshold = 0.0f}, "sample_threshold must be in [1e-30, 1], got 0");
+  ExpectRefused({.sample_threshold = 9e-31f}, "sample_threshold");
+  ExpectRefused({.max_gradient_error = -0.5f}, "max_gradient_error must be finite and >= 0, got -0.5");
 }
 
 TEST(LossOptionsTest, RefusesValuesThatAreNotFinite) {
@@ -52,19 +57,26 @@ TEST(LossOptionsTest, RefusesValuesThatAreNotFinite) {
     ExpectRefused({.label_smoothing = bad}, "label_smoothing");
     ExpectRefused({.z_loss = bad}, "z_loss");
     ExpectRefused({.filter_epsilon = bad}, "filter_epsilon");
-    ExpectRefused({.max_dropped_mass = bad}, "max_dropped_mass");
+    ExpectRefused({.sample_threshold = bad}, "sample_threshold");
+    ExpectRefused({.max_gradient_error = bad}, "max_gradient_error");
   }
 }
 
 TEST(LossOptionsTest, SaysWhatCannotBeFiltered) {
-  EXPECT_THAT(WhyNotFiltered({}, false), HasSubstr("exact"));
-  for (Gradients gradients : {Gradients::kFiltered, Gradients::kAuto}) {
-    EXPECT_EQ(WhyNotFiltered({.gradients = gradients}, false), "");
-    EXPECT_EQ(WhyNotFiltered({.softcap = 30.0f, .z_loss = 1.0f, .gradients = gradients}, false), "");
-    EXPECT_EQ(WhyNotFiltered({.label_smoothing = 0.1f, .gradients = gradients}, false), "");
-    EXPECT_THAT(WhyNotFiltered({.gradients = gradients}, true), HasSubstr("entropy"));
-    EXPECT_THAT(WhyNotFiltered({.softcap = 30.0f, .label_smoothing = 0.1f, .gradients = gradients}, false),
-                HasSubstr("smoothing"));
+  const LossOptions filtered{.gradients = Gradients::kFiltered};
+  EXPECT_THAT(WhyExact({}, false), HasSubstr("exact"));
+  EXPECT_EQ(WhyExact(filtered, false), "");
+  EXPECT_EQ(WhyExact({.softcap = 30.0f, .z_loss = 1.0f, .gradients = Gradients::kFiltered}, false), "");
+  EXPECT_EQ(WhyExact({.label_smoothing = 0.1f, .gradients = Gradients::kFiltered}, false), "");
+  EXPECT_THAT(WhyExact(filtered, true), HasSubstr("entropy"));
+  const LossOptions capped{.softcap = 30.0f, .label_smoothing = 0.1f, .gradients = Gradients::kFiltered};
+  EXPECT_THAT(WhyExact(capped, false), HasSubstr("smoothing"));
+}
+
+TEST(LossOptionsTest, EverythingCanBeSampled) {
+  for (const Gradients gradients : {Gradients::kSampled, Gradients::kAuto}) {
+    EXPECT_EQ(WhyExact({.gradients = gradients}, true), "");
+    EXPECT_EQ(WhyExact({.softcap = 30.0f, .label_smoothing = 0.1f, .gradients = gradients}, true), "");
   }
 }
 

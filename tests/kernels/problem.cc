@@ -136,6 +136,8 @@ SliceData MakeSlice(const ProblemSpec& spec, int64_t rows, Rng& rng) {
     slice.targets.push_back(Chance(rng, spec.ignored) ? kIgnoredTarget : static_cast<int32_t>(target));
   }
   slice.grad_scale = spec.grad_scale;
+  slice.sample_seed = rng();
+  slice.first_row = UniformInt(rng, 0, 1000);
   if (spec.row_weights) slice.row_weights = UniformVector(rng, rows, 0.0f, 2.0f);
   if (spec.grad_loss) slice.grad_loss = UniformVector(rng, rows, -1.0f, 1.0f);
   if (spec.grad_lse) slice.grad_lse = UniformVector(rng, rows, -1.0f, 1.0f);
@@ -181,9 +183,10 @@ ProblemSpec RandomSpec(int64_t rows, int64_t hidden_size, int64_t vocab_size, DT
   if (Chance(rng, 0.5)) spec.options.z_loss = Uniform(rng, 0.0f, 1e-2f);
   spec.options.use_class_weights = spec.config.has_class_weights && Chance(rng, 0.7);
   if (Chance(rng, 0.5)) {
-    spec.options.gradients = Chance(rng, 0.5) ? Gradients::kFiltered : Gradients::kAuto;
+    spec.options.gradients = static_cast<Gradients>(UniformInt(rng, 1, 3));
     spec.options.filter_epsilon = Chance(rng, 0.2) ? 0.0f : Uniform(rng, 1e-4f, 1e-2f);
-    spec.options.max_dropped_mass = Chance(rng, 0.5) ? 1.0f : 0.0f;
+    spec.options.sample_threshold = Uniform(rng, 1e-4f, 3e-2f);
+    spec.options.max_gradient_error = Chance(rng, 0.5) ? 1e6f : 0.0f;
   }
   spec.row_weights = Chance(rng, 0.5);
   spec.accumulate_mask = Chance(rng, 0.5);
@@ -229,7 +232,7 @@ std::string Describe(const Problem& problem) {
       " norm ", Name(config.norm), " bias ", config.has_bias, " scale ", options.logit_scale, " softcap ",
       options.softcap, " smoothing ", options.label_smoothing, " z_loss ", options.z_loss, " class weights ",
       options.use_class_weights, " gradients ", Name(options.gradients), " epsilon ", options.filter_epsilon,
-      " dropped at most ", options.max_dropped_mass);
+      " threshold ", options.sample_threshold, " error at most ", options.max_gradient_error);
   if (problem.slices.empty()) return text;
   const SliceData& first = problem.slices.front();
   absl::StrAppend(&text, " row weights ", !first.row_weights.empty(), " mask ", !first.accumulate.empty(),

@@ -44,6 +44,8 @@ struct SliceData {
   std::vector<float> grad_entropy;
   float grad_scale = 1.0f;
   bool want_grad_hidden = true;
+  uint64_t sample_seed = 0;
+  int64_t first_row = 0;
 
   int64_t rows() const { return static_cast<int64_t>(targets.size()); }
 };

@@ -84,11 +84,11 @@ TEST_F(ValidationTest, EveryHeadTakesChunksOfAllGradients) {
   chunk_.slices = absl::MakeSpan(slices_);
   for (const Logits logits : {Logits::kStored, Logits::kRecomputed}) {
     config_.logits = logits;
-    for (const Gradients gradients : {Gradients::kExact, Gradients::kFiltered, Gradients::kAuto}) {
+    for (const Gradients gradients : {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
       chunk_.options.gradients = gradients;
       EXPECT_TRUE(ValidateChunk(config_, kChunkRows, chunk_).ok()) << Name(logits) << " " << Name(gradients);
     }
-    ExpectRefused([](Chunk& c) { c.options.gradients = static_cast<Gradients>(3); }, "gradients", "3");
+    ExpectRefused([](Chunk& c) { c.options.gradients = static_cast<Gradients>(4); }, "gradients", "4");
   }
 }
 

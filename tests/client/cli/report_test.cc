@@ -102,6 +102,10 @@ TEST(ReportTest, Bench) {
   EXPECT_EQ(json["latency_seconds"]["mean"], 0.25);
   EXPECT_EQ(json["microbatches"], 4);
   EXPECT_THAT(BenchText(setup, {}), HasSubstr("0 microbatches")) << "interrupted before the first one";
+  totals.sampling_variance = 0.0002;
+  totals.squared_gradient = 8;
+  EXPECT_THAT(BenchText(setup, totals), HasSubstr("gradients   predicted error 0.005\n"));
+  EXPECT_NEAR(static_cast<double>(BenchJson(setup, totals)["gradient_error"]), 0.005, 1e-12);
 }
 
 TEST(ReportTest, ExitCodes) {

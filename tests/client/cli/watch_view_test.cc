@@ -81,6 +81,9 @@ TEST(WatchViewTest, LatencyTransferAndGradientsComeFromMetrics) {
       "lossd_microbatch_seconds_bucket{le=\"+Inf\"} 110\n"
       "lossd_chunks_total{gradients=\"exact\"} 10\n"
       "lossd_chunks_total{gradients=\"filtered\"} 4\n"
+      "lossd_chunks_total{gradients=\"sampled\"} 6\n"
+      "lossd_gradient_error_ratio_sum 0.036\n"
+      "lossd_gradient_error_ratio_count 6\n"
       "lossd_payload_bytes_total{direction=\"in\"} 4096\n"
       "lossd_payload_bytes_total{direction=\"out\"} 5\n");
   history.Add(first);
@@ -88,7 +91,7 @@ TEST(WatchViewTest, LatencyTransferAndGradientsComeFromMetrics) {
   const std::string picture = history.Render("host:7070", 80);
   EXPECT_THAT(picture, HasSubstr("p50 1.50 s, p99 1.99 s"));
   EXPECT_THAT(picture, HasSubstr("2.00 KiB/s in, 0 B/s out"));
-  EXPECT_THAT(picture, HasSubstr("chunks      25 % exact, 75 % filtered\n"));
+  EXPECT_THAT(picture, HasSubstr("chunks      10 % exact, 30 % filtered, 60 % sampled (predicted error 0.006)\n"));
 }
 
 TEST(WatchViewTest, AnUnreachableServerIsShownWithWhatWasLastSeen) {

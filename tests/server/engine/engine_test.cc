@@ -81,7 +81,7 @@ TEST_F(EngineTest, TellsHowTheGradientsOfChunksTurnedOut) {
   Start({}, {&observer});
   uint64_t id = 0;
   device_.on_chunk = [](const kernels::Chunk& chunk) { EXPECT_FALSE(chunk.independent); };
-  for (const Gradients gradients : {Gradients::kFiltered, Gradients::kExact}) {
+  for (const Gradients gradients : {Gradients::kSampled, Gradients::kExact}) {
     device_.decide = [gradients](const kernels::Chunk&) { return gradients; };
     StreamSpec spec = Whole(++id, 2);
     spec.options.gradients = Gradients::kAuto;
@@ -90,7 +90,7 @@ TEST_F(EngineTest, TellsHowTheGradientsOfChunksTurnedOut) {
     Send(*stream, id, {0, 2});
     ASSERT_TRUE(collector->Wait().ok());
   }
-  EXPECT_THAT(observer.seen, ElementsAre(Gradients::kFiltered, Gradients::kExact));
+  EXPECT_THAT(observer.seen, ElementsAre(Gradients::kSampled, Gradients::kExact));
   engine_ = nullptr;  // before the observer
 }
 
@@ -267,7 +267,8 @@ TEST_F(EngineTest, AHeadSaysWhatAStreamLeavesOpen) {
     EXPECT_TRUE(collector->Wait().ok()) << collector->Wait();
   };
   for (const kernels::Logits logits : {kernels::Logits::kStored, kernels::Logits::kRecomputed}) {
-    for (const Gradients of_head : {Gradients::kExact, Gradients::kFiltered, Gradients::kAuto}) {
+    for (const Gradients of_head :
+         {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
       const std::string head = absl::StrCat(kernels::Name(logits), "-", kernels::Name(of_head));
       const kernels::HeadConfig config = {
           .hidden_size = kHidden, .vocab_size = 10, .logits = logits, .gradients = of_head};
@@ -280,7 +281,8 @@ TEST_F(EngineTest, AHeadSaysWhatAStreamLeavesOpen) {
       EXPECT_EQ(seen.gradients, of_head);
       EXPECT_EQ(seen.filter_epsilon, 0.25f);
       spec.gradients_of_head = false;
-      for (const Gradients asked : {Gradients::kExact, Gradients::kFiltered, Gradients::kAuto}) {
+      for (const Gradients asked :
+           {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
         spec.options.gradients = asked;
         options_of(head, spec);
         EXPECT_EQ(seen.gradients, asked) << head;

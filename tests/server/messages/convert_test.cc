@@ -33,7 +33,8 @@ TEST(ConvertTest, StreamSpecTakesEveryField) {
   open.mutable_options()->set_use_class_weights(true);
   open.mutable_options()->set_gradients(v1::GRADIENTS_AUTO);
   open.mutable_options()->set_filter_epsilon(0.25f);
-  open.mutable_options()->set_max_dropped_mass(0.5f);
+  open.mutable_options()->set_sample_threshold(0.125f);
+  open.mutable_options()->set_max_gradient_error(0.5f);
   open.set_reduction(v1::REDUCTION_MEAN);
   open.set_normalizer(8.0);
   open.set_grad_output(2.0f);
@@ -55,7 +56,7 @@ TEST(ConvertTest, StreamSpecTakesEveryField) {
   EXPECT_EQ(spec->hidden_dtype, kernels::DType::kFloat16);
   EXPECT_EQ(spec->ignore_index, -7);
   EXPECT_EQ(spec->options,
-            (kernels::LossOptions{0.5f, 3.0f, 0.1f, 0.2f, true, kernels::Gradients::kAuto, 0.25f, 0.5f}));
+            (kernels::LossOptions{0.5f, 3.0f, 0.1f, 0.2f, true, kernels::Gradients::kAuto, 0.25f, 0.125f, 0.5f}));
   EXPECT_FALSE(spec->gradients_of_head);
   EXPECT_EQ(spec->reduction, engine::Reduction::kMean);
   EXPECT_EQ(spec->normalizer, 8.0);

@@ -93,6 +93,12 @@ TEST_F(MetricsTest, CountsEvents) {
                       .compute_seconds = 0.3,
                       .queue_seconds = {0.003}});
   }
+  metrics_.OnChunk({.head = "main",
+                    .rows = 3,
+                    .valid_rows = 2,
+                    .gradients = Gradients::kSampled,
+                    .sampling_variance = 4e-4,
+                    .squared_gradient = 16.0});
   metrics_.OnStep({.head = "main", .skipped = false});
   metrics_.OnStep({.head = "main", .skipped = true});
   metrics_.OnContribution({.head = "main", .added_rows = 7});
@@ -106,11 +112,15 @@ TEST_F(MetricsTest, CountsEvents) {
   metrics_.CountError("ComputeLoss", "INVALID_ARGUMENT");
   metrics_.SetDraining(true);
   const std::string text = metrics_.RenderText();
-  EXPECT_EQ(Sample(text, "lossd_rows_total{head=\"main\"}"), 117);
+  EXPECT_EQ(Sample(text, "lossd_rows_total{head=\"main\"}"), 120);
   EXPECT_EQ(Sample(text, "lossd_chunks_total{gradients=\"exact\"}"), 1);
   EXPECT_EQ(Sample(text, "lossd_chunks_total{gradients=\"filtered\"}"), 2);
   EXPECT_EQ(Sample(text, "lossd_chunk_rows_sum{gradients=\"exact\"}"), 90);
   EXPECT_EQ(Sample(text, "lossd_chunk_rows_sum{gradients=\"filtered\"}"), 16);
+  EXPECT_EQ(Sample(text, "lossd_chunks_total{gradients=\"sampled\"}"), 1);
+  EXPECT_EQ(Sample(text, "lossd_chunk_rows_sum{gradients=\"sampled\"}"), 2);
+  EXPECT_EQ(Sample(text, "lossd_gradient_error_ratio_count"), 1);
+  EXPECT_NEAR(Sample(text, "lossd_gradient_error_ratio_sum"), 5e-3, 1e-9);
   EXPECT_EQ(Sample(text, "lossd_dropped_probability_total"), 1.75);
   EXPECT_EQ(Sample(text, "lossd_steps_total"), 2);
   EXPECT_EQ(Sample(text, "lossd_skipped_steps_total"), 1);

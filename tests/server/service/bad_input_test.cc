@@ -66,8 +66,10 @@ TEST_F(BadInputTest, Numbers) {
                 "open.options.softcap", "-1");
   ExpectInvalid(RunWith([](auto& open) { open.mutable_options()->set_filter_epsilon(1.0f); }),
                 "open.options.filter_epsilon", "1");
-  ExpectInvalid(RunWith([](auto& open) { open.mutable_options()->set_max_dropped_mass(-0.5f); }),
-                "open.options.max_dropped_mass", "-0.5");
+  ExpectInvalid(RunWith([](auto& open) { open.mutable_options()->set_sample_threshold(0.0f); }),
+                "open.options.sample_threshold", "0");
+  ExpectInvalid(RunWith([](auto& open) { open.mutable_options()->set_max_gradient_error(-0.5f); }),
+                "open.options.max_gradient_error", "-0.5");
   ExpectInvalid(
       RunWith([](auto& open) { open.mutable_options()->set_gradients(static_cast<v1::Gradients>(17)); }),
       "open.options.gradients", "17");

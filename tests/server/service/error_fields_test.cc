@@ -151,7 +151,8 @@ TEST_F(ErrorFieldsTest, LossOptions) {
        {[](Options& o) { o.set_use_class_weights(true); }, "open.options.use_class_weights", "true"},
        {[](Options& o) { o.set_gradients(static_cast<v1::Gradients>(17)); }, "open.options.gradients", "17"},
        {[](Options& o) { o.set_filter_epsilon(1.0f); }, "open.options.filter_epsilon", "1"},
-       {[](Options& o) { o.set_max_dropped_mass(NAN); }, "open.options.max_dropped_mass", "nan"}},
+       {[](Options& o) { o.set_sample_threshold(2.0f); }, "open.options.sample_threshold", "2"},
+       {[](Options& o) { o.set_max_gradient_error(NAN); }, "open.options.max_gradient_error", "nan"}},
       {"ignore_index"}, call);
 }
 

@@ -135,13 +135,14 @@ TEST_F(HeadsTest, SaysHowGradientsAreComputed) {
     v1::LossOptions options;
     options.set_gradients(gradients);
     options.set_filter_epsilon(0.5f);
-    options.set_max_dropped_mass(0.0f);
+    options.set_max_gradient_error(0.0f);
     const LossAnswers answers = Compute(*client_, head, 0, ++id, rng_, options);
     EXPECT_TRUE(answers.status.ok()) << answers.status;
     return answers.summary.has_value() ? answers.summary->dropped_mass() : -1.0;
   };
   for (const v1::Logits logits : {v1::LOGITS_STORED, v1::LOGITS_RECOMPUTED}) {
-    for (const v1::Gradients of_head : {v1::GRADIENTS_EXACT, v1::GRADIENTS_FILTERED, v1::GRADIENTS_AUTO}) {
+    for (const v1::Gradients of_head :
+         {v1::GRADIENTS_EXACT, v1::GRADIENTS_FILTERED, v1::GRADIENTS_SAMPLED, v1::GRADIENTS_AUTO}) {
       const std::string head = absl::StrCat(v1::Logits_Name(logits), "-", v1::Gradients_Name(of_head));
       SCOPED_TRACE(head);
       v1::CreateHeadRequest request = Request(head);
@@ -154,6 +155,7 @@ TEST_F(HeadsTest, SaysHowGradientsAreComputed) {
       EXPECT_EQ(dropped(head, v1::GRADIENTS_UNSPECIFIED) > 0.0, of_head == v1::GRADIENTS_FILTERED);
       EXPECT_EQ(dropped(head, v1::GRADIENTS_EXACT), 0.0);
       EXPECT_GT(dropped(head, v1::GRADIENTS_FILTERED), 0.0);
+      EXPECT_EQ(dropped(head, v1::GRADIENTS_SAMPLED), 0.0);
       EXPECT_EQ(dropped(head, v1::GRADIENTS_AUTO), 0.0);
     }
   }
@@ -174,9 +176,9 @@ TEST_F(HeadsTest, RefusesLogitsAndGradientsThatItDoesNotKnow) {
   EXPECT_THAT(logits, HasSubstr("spec.logits must be LOGITS_STORED, LOGITS_RECOMPUTED or unspecified"));
   EXPECT_THAT(logits, HasSubstr("17"));
   const std::string gradients =
-      message_of([](auto& spec) { spec.set_gradients(static_cast<v1::Gradients>(4)); });
+      message_of([](auto& spec) { spec.set_gradients(static_cast<v1::Gradients>(5)); });
   EXPECT_THAT(gradients, HasSubstr("spec.gradients must be GRADIENTS_EXACT"));
-  EXPECT_THAT(gradients, HasSubstr("4"));
+  EXPECT_THAT(gradients, HasSubstr("5"));
 }
 
 TEST_F(HeadsTest, HasItsOwnWorkspaceLimit) {

@@ -110,7 +110,8 @@ v1::OpenMicrobatch OpenFor(const std::string& head, const Problem& problem, cons
   options.set_use_class_weights(problem.options.use_class_weights);
   options.set_gradients(WireGradients(problem.options.gradients));
   options.set_filter_epsilon(problem.options.filter_epsilon);
-  options.set_max_dropped_mass(problem.options.max_dropped_mass);
+  options.set_sample_threshold(problem.options.sample_threshold);
+  options.set_max_gradient_error(problem.options.max_gradient_error);
   open.set_reduction(v1::REDUCTION_SUM);
   open.set_grad_output(data.grad_scale);
   open.set_want_grad_hidden(true);
@@ -184,6 +185,8 @@ kernels::testing::SliceOutputs Collect(const Problem& problem, const SliceData& 
     out.sums.z_loss += call.summary->z_loss_sum();
     out.sums.entropy += call.summary->entropy_sum();
     out.sums.dropped_mass += call.summary->dropped_mass();
+    out.sums.sampling_variance += call.summary->sampling_variance();
+    out.sums.squared_gradient += call.summary->squared_gradient();
     out.sums.valid_rows += static_cast<int64_t>(call.summary->valid_rows());
     out.sums.correct_rows += static_cast<int64_t>(call.summary->correct_rows());
     EXPECT_EQ(call.summary->accumulated_rows(), call.summary->valid_rows());

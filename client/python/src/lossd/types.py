@@ -16,7 +16,7 @@ from lossd.v1 import head_pb2, loss_pb2, types_pb2
 DType = Literal["fp32", "fp16", "bf16"]
 Reduction = Literal["sum", "mean", "none"]
 Logits = Literal["stored", "recomputed"]
-Gradients = Literal["exact", "filtered", "auto"]
+Gradients = Literal["exact", "filtered", "sampled", "auto"]
 Param = Literal["weight", "bias", "norm_gain", "norm_shift", "class_weights"]
 Role = Literal["value", "gradient", "moment1", "moment2"]
 Norm = Literal["none", "layernorm", "rmsnorm"]
@@ -32,7 +32,8 @@ REDUCTIONS: Mapping[str, loss_pb2.Reduction] = {
 LOGITS: Mapping[str, head_pb2.Logits] = {
     "stored": head_pb2.LOGITS_STORED, "recomputed": head_pb2.LOGITS_RECOMPUTED}
 GRADIENTS: Mapping[str, loss_pb2.Gradients] = {
-    "exact": loss_pb2.GRADIENTS_EXACT, "filtered": loss_pb2.GRADIENTS_FILTERED, "auto": loss_pb2.GRADIENTS_AUTO}
+    "exact": loss_pb2.GRADIENTS_EXACT, "filtered": loss_pb2.GRADIENTS_FILTERED, "sampled": loss_pb2.GRADIENTS_SAMPLED,
+    "auto": loss_pb2.GRADIENTS_AUTO}
 PARAMS: Mapping[str, head_pb2.Param] = {
     "weight": head_pb2.PARAM_WEIGHT, "bias": head_pb2.PARAM_BIAS, "norm_gain": head_pb2.PARAM_NORM_GAIN,
     "norm_shift": head_pb2.PARAM_NORM_SHIFT, "class_weights": head_pb2.PARAM_CLASS_WEIGHTS}
@@ -70,15 +71,19 @@ class LossOptions:
     softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none; otherwise >= 1.18e-38
     logit_scale: float = 1.0  # multiplies the logits before the softcap (1 / temperature); finite and not 0
     use_class_weights: bool = False  # the head must have them
-    # Losses and results per row do not depend on what follows ("Filtered gradients" in docs/math.md).
-    # "exact"; "filtered": without small probabilities, save the target's; "auto": filtered where that leaves out little.
-    # None: as the head was created with, which is exact unless it was said.
+    # Losses and results per row do not depend on what follows ("Filtered gradients" and "Sampled gradients" in
+    # docs/math.md). "exact"; "filtered": without small probabilities, save the target's; "sampled": small probabilities
+    # take part by chance, so that the gradient is the exact one on average; "auto": sampled where the predicted error is
+    # small, else exact. None: as the head was created with, which is exact unless it was said.
     gradients: Gradients | None = None
-    # filtered, auto: smaller probabilities add nothing to gradients; in [0, 1). None: 2^-12.
+    # filtered: smaller probabilities add nothing to gradients; in [0, 1). None: 2^-12.
     filter_epsilon: float | None = None
-    # auto: the probability per valid row that may be left out, on average over rows computed together; with more of it
-    # they are computed exactly. In [0, 1].
-    max_dropped_mass: float = 0.05
+    # sampled, auto: smaller probabilities take part by chance; in [1e-30, 1]. A smaller threshold costs time and makes a
+    # smaller error. None: 2^-10.
+    sample_threshold: float | None = None
+    # auto: the largest predicted relative error of gradients that are sampled; rows that are computed together and would
+    # have a larger one are computed exactly. Finite and not negative. None: 0.01.
+    max_gradient_error: float | None = None
 
     def __post_init__(self) -> None:
         _check("ignore_index", self.ignore_index, "in [-2^31, 2^31)", -2**31 <= self.ignore_index < 2**31)
@@ -92,7 +97,11 @@ class LossOptions:
             enum_value("gradients", GRADIENTS, self.gradients)
         if self.filter_epsilon is not None:
             _check("filter_epsilon", self.filter_epsilon, "in [0, 1)", 0 <= self.filter_epsilon < 1)
-        _check("max_dropped_mass", self.max_dropped_mass, "in [0, 1]", 0 <= self.max_dropped_mass <= 1)
+        if self.sample_threshold is not None:
+            _check("sample_threshold", self.sample_threshold, "in [1e-30, 1]", 1e-30 <= self.sample_threshold <= 1)
+        if self.max_gradient_error is not None:
+            _check("max_gradient_error", self.max_gradient_error, "finite and not negative",
+                   0 <= self.max_gradient_error < math.inf)
 
     def to_proto(self) -> loss_pb2.LossOptions:
         """Each field under its own name; None is absent."""
@@ -156,6 +165,10 @@ class LossResult:
     z_loss_sum: float = 0.0  # the z-loss part of loss_sum
     entropy_sum: float = 0.0  # nats; only if the entropy of rows was wanted
     dropped_mass: float = 0.0  # probability that filtered gradients left out, summed over valid rows
+    # Of sampled gradients, summed over valid rows: the expected square of what sampling adds to the gradient of the
+    # logits, and the square of that gradient.
+    sampling_variance: float = 0.0
+    squared_gradient: float = 0.0
     normalizer: float = 1.0  # as used; 1 unless the reduction is mean
 
     valid_rows: int = 0
@@ -179,12 +192,23 @@ class LossResult:
     streams: int = 0
     repeats: int = 0  # streams that were sent again
 
+    @property
+    def gradient_error(self) -> float:
+        """The predicted relative error of sampled gradients; 0 if nothing was sampled.
+
+        Of rows in several results: the square root of the sum of their `sampling_variance` over that of their
+        `squared_gradient`.
+        """
+        return math.sqrt(self.sampling_variance / self.squared_gradient) if self.squared_gradient > 0 else 0.0
+
     def add(self, summary: loss_pb2.MicrobatchSummary) -> None:
         """Adds the sums of one stream."""
         self.loss_sum += summary.loss_sum
         self.z_loss_sum += summary.z_loss_sum
         self.entropy_sum += summary.entropy_sum
         self.dropped_mass += summary.dropped_mass
+        self.sampling_variance += summary.sampling_variance
+        self.squared_gradient += summary.squared_gradient
         self.valid_rows += summary.valid_rows
         self.correct_rows += summary.correct_rows
         self.accumulated_rows += summary.accumulated_rows

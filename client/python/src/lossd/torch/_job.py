@@ -19,8 +19,9 @@ from lossd.torch._gradient_scale import GradientScale
 from lossd.torch._step_tracker import StepTracker
 from lossd.types import DType, LossResult, Reduction, RowOutput
 
-Extra = Literal["z_loss", "accuracy", "dropped_mass", "lse", "entropy", "logprob", "argmax"]
-EXTRAS: tuple[Extra, ...] = ("z_loss", "accuracy", "dropped_mass", "lse", "entropy", "logprob", "argmax")
+Extra = Literal["z_loss", "accuracy", "dropped_mass", "gradient_error", "lse", "entropy", "logprob", "argmax"]
+EXTRAS: tuple[Extra, ...] = (
+    "z_loss", "accuracy", "dropped_mass", "gradient_error", "lse", "entropy", "logprob", "argmax")
 _ROW_EXTRAS: tuple[RowOutput, ...] = ("lse", "entropy", "logprob", "argmax")
 _DIFFERENTIABLE: tuple[RowOutput, ...] = ("loss", "lse", "entropy")
 
@@ -34,6 +35,8 @@ class LossExtras:
     # Probability that filtered gradients left out, mean over valid rows; 0 if no gradient was computed. What computes
     # gradients in backward (deferred, reduction none) fills it there; before that it is NaN.
     dropped_mass: torch.Tensor | None = None
+    # Predicted relative error of sampled gradients; 0 if nothing was sampled. NaN until backward where dropped_mass is.
+    gradient_error: torch.Tensor | None = None
     lse: torch.Tensor | None = None  # log sum exp of the logits
     entropy: torch.Tensor | None = None  # of the softmax, nats
     logprob: torch.Tensor | None = None  # log p of the target
@@ -80,7 +83,8 @@ class Job:
         self.pending: lossd.PendingLoss | None = None
         self._gradient: torch.Tensor | None = None  # in host memory
         self._lazy_loss: torch.Tensor | None = None  # memory of a loss that waits for its value
-        self._dropped_mass: torch.Tensor | None = None  # the caller's, if wanted
+        self._dropped_mass: torch.Tensor | None = None  # the caller's, if wanted; likewise below
+        self._gradient_error: torch.Tensor | None = None
 
     @property
     def dtype(self) -> DType:
@@ -252,6 +256,8 @@ class Job:
             module.client.release_microbatch(module.head_name, self.wire_id)
             if self._dropped_mass is not None:
                 self._dropped_mass.fill_(_per_valid_row(result, result.dropped_mass))
+            if self._gradient_error is not None:
+                self._gradient_error.fill_(result.gradient_error)
         else:
             with steps.sending(self.number, self.needs_head):
                 if self.needs_hidden:
@@ -268,8 +274,11 @@ class Job:
             extras.z_loss = self.scalar(result.z_loss_sum / self.normalizer if self.normalizer else 0.0)
         if "accuracy" in self.module.extras:
             extras.accuracy = self.scalar(_per_valid_row(result, result.correct_rows))
+        later = self.deferred and result.valid_rows > 0
+        if "gradient_error" in self.module.extras:
+            self._gradient_error = self.scalar(math.nan if later else result.gradient_error)
+            extras.gradient_error = self._gradient_error
         if "dropped_mass" in self.module.extras:
-            later = self.deferred and result.valid_rows > 0
             self._dropped_mass = self.scalar(math.nan if later else _per_valid_row(result, result.dropped_mass))
             extras.dropped_mass = self._dropped_mass
         return extras
