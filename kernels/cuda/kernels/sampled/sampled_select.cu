@@ -142,6 +142,37 @@ __device__ __forceinline__ Number ScanBlock(Number own, Number* words, Number& t
   return first + (upto - own);
 }
 
+// ---- hot classes ----
+
+static_assert(kGroup == kHotGroup, "a word of bits is a group");
+
+// Takes the hot classes of a group out of its width, into the dense part; adds their squares to `square`.
+template <typename T>
+__device__ __forceinline__ float TakeHot(const HotPart& hot, const T* row, int64_t index, const RowScale& s,
+                                         int g, float width, float& square) {
+  uint32_t bits = __ldg(hot.classes.bits + g);
+  T* to = static_cast<T*>(hot.elements) + index * kHotClasses;
+  for (int slot = bits != 0 ? __ldg(hot.classes.bases + g) : 0; bits != 0; bits &= bits - 1, ++slot) {
+    const int column = g * kGroup + __ffs(static_cast<int>(bits)) - 1;
+    const T element = row[column];
+    to[slot] = element;
+    if (column == s.target) continue;  // it had no width
+    const float a = fabsf(static_cast<float>(element)) * s.relative;
+    width -= fminf(a / s.threshold, 1.0f);
+    square += a * a;
+  }
+  return fmaxf(width, 0.0f);
+}
+
+// What of a row's dense part belongs to no class.
+template <typename T>
+__device__ __forceinline__ void ClearHot(const HotPart& hot, int64_t index, int from) {
+  T* to = static_cast<T*>(hot.elements) + index * kHotClasses;
+  for (int slot = from + static_cast<int>(threadIdx.x); slot < kHotClasses; slot += kThreads) {
+    to[slot] = static_cast<T>(0.0f);
+  }
+}
+
 // ---- selection ----
 
 template <typename T>
@@ -154,23 +185,27 @@ __device__ __forceinline__ float WidthOf(const GroupOf<T>& group, const RowScale
   return (sum[0] + sum[1]) * s.width;
 }
 
-// Where the groups begin; returns the row's width.
+// The widths of the groups, without target and hot classes. square: of what the thread has of hot classes.
 template <typename T>
-__device__ __forceinline__ float MeasureRow(const SampleRowsParams& p, const T* row, const RowScale& s,
-                                            int groups, const RowMemory& memory, Shared& shared) {
+__device__ __forceinline__ void MeasureGroups(const SampleRowsParams& p, const T* row, int64_t index,
+                                              const RowScale& s, int groups, const RowMemory& memory,
+                                              float& square) {
+  const bool has_hot = p.hot.classes.bits != nullptr;
   for (int g = static_cast<int>(threadIdx.x); g < groups; g += kThreads) {
     GroupOf<T> group;
     group.Load(row, p.elements.ld, g);
-    memory.begins[At(g)] = s.width > 0.0f ? WidthOf(group, s, -1) : 0.0f;
+    float width = 0.0f;
+    if (s.width > 0.0f) {
+      width = g == s.target / kGroup ? WidthOf(group, s, s.target % kGroup) : WidthOf(group, s, -1);
+    }
+    if (has_hot) width = TakeHot(p.hot, row, index, s, g, width, square);
+    memory.begins[At(g)] = width;
   }
   __syncthreads();
-  if (threadIdx.x == 0 && s.width > 0.0f) {
-    const int g = s.target / kGroup;
-    GroupOf<T> group;
-    group.Load(row, p.elements.ld, g);
-    memory.begins[At(g)] = WidthOf(group, s, s.target % kGroup);
-  }
-  __syncthreads();
+}
+
+// Where the groups begin; returns the row's width.
+__device__ __forceinline__ float PlaceGroups(int groups, const RowMemory& memory, Shared& shared) {
   const int each = (groups + kThreads - 1) / kThreads;
   const int first = min(static_cast<int>(threadIdx.x) * each, groups), last = min(first + each, groups);
   float own = 0.0f;
@@ -190,7 +225,7 @@ __device__ __forceinline__ float MeasureRow(const SampleRowsParams& p, const T* 
 // Whether a point falls on the group, or may. What is as wide as a point's distance always has one.
 __device__ __forceinline__ bool IsPicked(const RowMemory& memory, int g, const RowScale& s, float omega) {
   const float begin = memory.begins[At(g)], end = memory.begins[At(g + 1)];
-  return floorf(end - omega) > floorf(begin - omega) || end - begin > 0.99f || g == s.target / kGroup;
+  return floorf(end - omega) > floorf(begin - omega) || end - begin > 0.99f || g == s.target / kGroup;  // the target is taken anyway
 }
 
 // The groups that are gone through, in order; returns how many.
@@ -216,10 +251,12 @@ template <typename T>
 __device__ __forceinline__ uint32_t TakenOf(const SampleRowsParams& p, const GroupOf<T>& group,
                                             const RowScale& s, float omega, float begin, int g) {
   const int target = s.target - g * kGroup;
+  const uint32_t hot = p.hot.classes.bits != nullptr ? __ldg(p.hot.classes.bits + g) : 0;
   const int classes = static_cast<int>(p.elements.classes) - g * kGroup;
   SystematicSampler<float> sampler(omega, begin);
   uint32_t taken = 0;
   group.ForEach([&](int i, float x) {
+    if ((hot >> i & 1) != 0) return;
     if (i == target || (i < classes && sampler.Take(fabsf(x) * s.width))) taken |= 1u << i;
   });
   return taken;
@@ -282,18 +319,27 @@ __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
   const int level = again ? to.counters->level : 0;
   if (again && level == 0) return;
   const int64_t row = blockIdx.x;
+  const bool has_hot = p.hot.classes.bits != nullptr;
   if (p.with_gradient[row] == 0) {
     if (threadIdx.x == 0) {
-      to.rows[row] = {0, 0};
+      to.rows[row] = {-1, 0};
       to.variance[row] = to.square[row] = 0.0f;
+      if (has_hot) p.hot.widths[row] = 0.0f;
     }
+    if (has_hot) ClearHot<T>(p.hot, row, 0);
     return;
   }
   const RowMemory memory(shared_memory, groups);
   const T* elements = static_cast<const T*>(p.elements.data) + row * p.elements.ld;
   const RowScale s = ScaleOf(p, row, level);
   const float omega = p.omega[row];
-  const float width = MeasureRow(p, elements, s, groups, memory, shared);
+  float hot_square = 0.0f;
+  MeasureGroups(p, elements, row, s, groups, memory, hot_square);
+  if (has_hot) {
+    ClearHot<T>(p.hot, row, *p.hot.classes.count);
+    if (threadIdx.x == 0) p.hot.widths[row] = s.width;
+  }
+  const float width = PlaceGroups(groups, memory, shared);
   const int most = MostEntries(width);
   if (!again && threadIdx.x == 0) {
     atomicAdd(to.counters->totals, static_cast<unsigned long long>(most));
@@ -319,7 +365,8 @@ __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
     to.rows[row] = {shared.begin, total};
   }
   __syncthreads();
-  const float2 sums = WriteEntries(to, elements, s, picked, shared.begin, memory, shared);
+  float2 sums = WriteEntries(to, elements, s, picked, shared.begin, memory, shared);
+  sums.y += hot_square;
   WriteErrors(to, row, s, static_cast<float>(elements[s.target]), sums, shared);
 }
 
@@ -341,8 +388,9 @@ __global__ __launch_bounds__(kThreads) void CountLevelsKernel(const __grid_const
   for (int g = static_cast<int>(threadIdx.x); g < groups; g += kThreads) {
     GroupOf<T> group;
     group.Load(elements, p.elements.ld, g);
-    group.ForEach([&](int, float x) {
-      const float w = fabsf(x) * s.width;
+    const uint32_t hot = p.hot.classes.bits != nullptr ? __ldg(p.hot.classes.bits + g) : 0;
+    group.ForEach([&](int i, float x) {
+      const float w = (hot >> i & 1) != 0 ? 0.0f : fabsf(x) * s.width;
       sum += w;
 #pragma unroll
       for (int k = 0; k < kCounted; ++k) widths[k] += fminf(w, static_cast<float>(2 << k));
