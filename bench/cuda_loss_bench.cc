@@ -175,6 +175,10 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
   const int64_t planned = head->memory().Total() - head->memory()[kernels::MemoryKind::kStaging];
   WriteWeight(*head, shape, data);
   Microbatch full(*backend, *head, shape, data, ComputeType(), options, true);
+  if (way.samples()) {  // the first chunks know no hot classes
+    full.Run(4, 1);
+    Check(head->ZeroGradients(), "ZeroGradients");
+  }
   full.Run(1, 1);
   const auto mib = [](int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
   const kernels::MemoryBytes memory = head->memory(), all = backend->memory().current;

@@ -2,7 +2,7 @@
 // the threshold a class is as wide as w = min(|element| * relative / tau, 1), relative = |factor| / kappa; those
 // on which a point omega, omega + 1, ... falls are taken, and the target.
 //
-// 1. The row is divided into groups of 32 classes. A thread reads a group and leaves the sum of its widths in
+// 1. The row is divided into groups of 32 classes. A thread gets a group and leaves the sum of its widths in
 //    shared memory: three instructions an element.
 // 2. A scan over the groups says where each begins.
 // 3. Only groups on which a point falls are read again, a thread each, and gone through class by class.
@@ -29,7 +29,7 @@ constexpr int kResident = 4;  // blocks of a multiprocessor
 constexpr int kGroup = 32;    // classes
 constexpr int kDecideThreads = 1024;
 // Levels whose entries are counted, one after the other; of those beyond, the row's sum says enough.
-constexpr int kCounted = 7;
+constexpr int kCounted = 3;
 
 // ---- a row ----
 
@@ -65,11 +65,43 @@ __device__ __forceinline__ RowScale ScaleOf(const SampleRowsParams& p, int64_t r
   return s;
 }
 
+// The vectors of 32 groups, for a warp: neighbouring lanes load neighbouring vectors and then get a group each.
+// A vector lies where the eight lanes that read together find theirs in different banks.
+template <int kVectors>
+struct Tile {
+  uint4 vectors[32 * kVectors];
+
+  __device__ __forceinline__ static int Slot(int vector) {
+    constexpr int kMask = kVectors - 1;
+    return (vector & ~kMask) | ((vector ^ (vector / kVectors / (8 / kVectors))) & kMask);
+  }
+  __device__ __forceinline__ void Put(int vector, const uint4& raw) { vectors[Slot(vector)] = raw; }
+  __device__ __forceinline__ uint4 Get(int vector) const { return vectors[Slot(vector)]; }
+};
+
 template <typename T>
 struct GroupOf {
   static constexpr int kVectors = kGroup / Vec<T>::kSize;
 
   uint4 raw[kVectors];  // 0 past the end of the row
+
+  // For all lanes of a warp, 32 groups from `first` on.
+  __device__ __forceinline__ void LoadTile(const T* row, int64_t ld, int first, Tile<kVectors>& tile) {
+    const auto* vectors = reinterpret_cast<const uint4*>(row);
+    const int count = static_cast<int>(ld / Vec<T>::kSize), lane = static_cast<int>(threadIdx.x & 31);
+    uint4 loaded[kVectors];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int v = first * kVectors + 32 * i + lane;
+      loaded[i] = v < count ? __ldcs(vectors + v) : make_uint4(0, 0, 0, 0);
+    }
+    __syncwarp();  // the tile before has been read
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) tile.Put(32 * i + lane, loaded[i]);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) raw[i] = tile.Get(lane * kVectors + i);
+  }
 
   __device__ __forceinline__ void Load(const T* row, int64_t ld, int group) {
     const auto* vectors = reinterpret_cast<const uint4*>(row);
@@ -113,7 +145,9 @@ struct RowMemory {
   }
 };
 
+template <typename T>
 struct Shared {
+  Tile<GroupOf<T>::kVectors> tiles[kWarps];
   float floats[kWarps + 1];
   int ints[kWarps + 1];
   float scratch[33];
@@ -189,11 +223,14 @@ __device__ __forceinline__ float WidthOf(const GroupOf<T>& group, const RowScale
 template <typename T>
 __device__ __forceinline__ void MeasureGroups(const SampleRowsParams& p, const T* row, int64_t index,
                                               const RowScale& s, int groups, const RowMemory& memory,
-                                              float& square) {
+                                              Shared<T>& shared, float& square) {
   const bool has_hot = p.hot.classes.bits != nullptr;
-  for (int g = static_cast<int>(threadIdx.x); g < groups; g += kThreads) {
+  const int lane = static_cast<int>(threadIdx.x & 31), warp = static_cast<int>(threadIdx.x >> 5);
+  for (int first = 32 * warp; first < groups; first += kThreads) {
+    const int g = first + lane;
     GroupOf<T> group;
-    group.Load(row, p.elements.ld, g);
+    group.LoadTile(row, p.elements.ld, first, shared.tiles[warp]);
+    if (g >= groups) continue;
     float width = 0.0f;
     if (s.width > 0.0f) {
       width = g == s.target / kGroup ? WidthOf(group, s, s.target % kGroup) : WidthOf(group, s, -1);
@@ -205,7 +242,8 @@ __device__ __forceinline__ void MeasureGroups(const SampleRowsParams& p, const T
 }
 
 // Where the groups begin; returns the row's width.
-__device__ __forceinline__ float PlaceGroups(int groups, const RowMemory& memory, Shared& shared) {
+template <typename T>
+__device__ __forceinline__ float PlaceGroups(int groups, const RowMemory& memory, Shared<T>& shared) {
   const int each = (groups + kThreads - 1) / kThreads;
   const int first = min(static_cast<int>(threadIdx.x) * each, groups), last = min(first + each, groups);
   float own = 0.0f;
@@ -229,8 +267,9 @@ __device__ __forceinline__ bool IsPicked(const RowMemory& memory, int g, const R
 }
 
 // The groups that are gone through, in order; returns how many.
+template <typename T>
 __device__ __forceinline__ int PickGroups(const RowScale& s, float omega, int groups, const RowMemory& memory,
-                                          Shared& shared) {
+                                          Shared<T>& shared) {
   const int each = (groups + kThreads - 1) / kThreads;
   const int first = min(static_cast<int>(threadIdx.x) * each, groups), last = min(first + each, groups);
   int own = 0;
@@ -273,7 +312,7 @@ __device__ __forceinline__ float ValueOf(const RowScale& s, bool target, float e
 // variance and square over kappa squared, without the target's.
 template <typename T>
 __device__ __forceinline__ float2 WriteEntries(const SampleList& to, const T* row, const RowScale& s, int picked,
-                                               int begin, const RowMemory& memory, Shared& shared) {
+                                               int begin, const RowMemory& memory, Shared<T>& shared) {
   float2 sums = make_float2(0.0f, 0.0f);
   for (int round = 0; round < picked; round += kThreads) {
     const int i = round + static_cast<int>(threadIdx.x);
@@ -296,10 +335,10 @@ __device__ __forceinline__ float2 WriteEntries(const SampleList& to, const T* ro
 }
 
 __device__ __forceinline__ void WriteErrors(const SampleList& to, int64_t row, const RowScale& s, float target,
-                                            float2 sums, Shared& shared) {
-  const float variance = BlockSum(sums.x, shared.scratch);
+                                            float2 sums, float* scratch) {
+  const float variance = BlockSum(sums.x, scratch);
   __syncthreads();
-  const float square = BlockSum(sums.y, shared.scratch);
+  const float square = BlockSum(sums.y, scratch);
   if (threadIdx.x != 0) return;
   const float value = target * s.factor;
   const float kappa_square = s.kappa * s.kappa;
@@ -314,7 +353,7 @@ template <typename T>
 __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
     const __grid_constant__ SampleRowsParams p, int groups, bool again) {
   extern __shared__ int32_t shared_memory[];
-  __shared__ Shared shared;
+  __shared__ Shared<T> shared;
   const SampleList& to = p.list;
   const int level = again ? to.counters->level : 0;
   if (again && level == 0) return;
@@ -334,7 +373,7 @@ __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
   const RowScale s = ScaleOf(p, row, level);
   const float omega = p.omega[row];
   float hot_square = 0.0f;
-  MeasureGroups(p, elements, row, s, groups, memory, hot_square);
+  MeasureGroups(p, elements, row, s, groups, memory, shared, hot_square);
   if (has_hot) {
     ClearHot<T>(p.hot, row, *p.hot.classes.count);
     if (threadIdx.x == 0) p.hot.widths[row] = s.width;
@@ -367,7 +406,7 @@ __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
   __syncthreads();
   float2 sums = WriteEntries(to, elements, s, picked, shared.begin, memory, shared);
   sums.y += hot_square;
-  WriteErrors(to, row, s, static_cast<float>(elements[s.target]), sums, shared);
+  WriteErrors(to, row, s, static_cast<float>(elements[s.target]), sums, shared.scratch);
 }
 
 // ---- levels ----
