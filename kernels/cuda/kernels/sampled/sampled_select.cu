@@ -130,24 +130,27 @@ struct GroupOf {
 // Groups of a thread lie side by side in the scan and apart in memory.
 __device__ __forceinline__ int At(int group) { return group + group / 32; }
 
-// Where each group begins, in widths; then the groups that are gone through, and what was taken of each.
+// Tiles of the warps, and in the same place, when these have been read, the groups that are gone through and what
+// was taken of each; and where each group begins, in widths.
+template <typename T>
 struct RowMemory {
-  float* begins;    // At(groups) + 1
-  int32_t* picked;  // [kMaxRowSamples]
-  uint32_t* taken;  // [kMaxRowSamples], a bit a class
+  Tile<GroupOf<T>::kVectors>* tiles;  // [kWarps]
+  int32_t* picked;                    // [kMaxRowSamples]
+  uint32_t* taken;                    // [kMaxRowSamples], a bit a class
+  float* begins;                      // At(groups) + 1
 
-  __device__ __forceinline__ RowMemory(int32_t* memory, int groups)
-      : begins(reinterpret_cast<float*>(memory)),
-        picked(memory + At(groups) + 1),
-        taken(reinterpret_cast<uint32_t*>(picked + kMaxRowSamples)) {}
+  __device__ __forceinline__ explicit RowMemory(uint4* memory)
+      : tiles(reinterpret_cast<Tile<GroupOf<T>::kVectors>*>(memory)),
+        picked(reinterpret_cast<int32_t*>(memory)),
+        taken(reinterpret_cast<uint32_t*>(picked + kMaxRowSamples)),
+        begins(reinterpret_cast<float*>(taken + kMaxRowSamples)) {}
+  static_assert(kWarps * sizeof(Tile<GroupOf<T>::kVectors>) <= 2 * kMaxRowSamples * sizeof(int32_t));
   static size_t Bytes(int groups) {
     return (static_cast<size_t>(groups + groups / 32 + 1) + 2 * kMaxRowSamples) * sizeof(int32_t);
   }
 };
 
-template <typename T>
 struct Shared {
-  Tile<GroupOf<T>::kVectors> tiles[kWarps];
   float floats[kWarps + 1];
   int ints[kWarps + 1];
   float scratch[33];
@@ -222,14 +225,14 @@ __device__ __forceinline__ float WidthOf(const GroupOf<T>& group, const RowScale
 // The widths of the groups, without target and hot classes. square: of what the thread has of hot classes.
 template <typename T>
 __device__ __forceinline__ void MeasureGroups(const SampleRowsParams& p, const T* row, int64_t index,
-                                              const RowScale& s, int groups, const RowMemory& memory,
-                                              Shared<T>& shared, float& square) {
+                                              const RowScale& s, int groups, const RowMemory<T>& memory,
+                                              float& square) {
   const bool has_hot = p.hot.classes.bits != nullptr;
   const int lane = static_cast<int>(threadIdx.x & 31), warp = static_cast<int>(threadIdx.x >> 5);
   for (int first = 32 * warp; first < groups; first += kThreads) {
     const int g = first + lane;
     GroupOf<T> group;
-    group.LoadTile(row, p.elements.ld, first, shared.tiles[warp]);
+    group.LoadTile(row, p.elements.ld, first, memory.tiles[warp]);
     if (g >= groups) continue;
     float width = 0.0f;
     if (s.width > 0.0f) {
@@ -243,7 +246,7 @@ __device__ __forceinline__ void MeasureGroups(const SampleRowsParams& p, const T
 
 // Where the groups begin; returns the row's width.
 template <typename T>
-__device__ __forceinline__ float PlaceGroups(int groups, const RowMemory& memory, Shared<T>& shared) {
+__device__ __forceinline__ float PlaceGroups(int groups, const RowMemory<T>& memory, Shared& shared) {
   const int each = (groups + kThreads - 1) / kThreads;
   const int first = min(static_cast<int>(threadIdx.x) * each, groups), last = min(first + each, groups);
   float own = 0.0f;
@@ -261,15 +264,16 @@ __device__ __forceinline__ float PlaceGroups(int groups, const RowMemory& memory
 }
 
 // Whether a point falls on the group, or may. What is as wide as a point's distance always has one.
-__device__ __forceinline__ bool IsPicked(const RowMemory& memory, int g, const RowScale& s, float omega) {
+template <typename T>
+__device__ __forceinline__ bool IsPicked(const RowMemory<T>& memory, int g, const RowScale& s, float omega) {
   const float begin = memory.begins[At(g)], end = memory.begins[At(g + 1)];
   return floorf(end - omega) > floorf(begin - omega) || end - begin > 0.99f || g == s.target / kGroup;  // the target is taken anyway
 }
 
 // The groups that are gone through, in order; returns how many.
 template <typename T>
-__device__ __forceinline__ int PickGroups(const RowScale& s, float omega, int groups, const RowMemory& memory,
-                                          Shared<T>& shared) {
+__device__ __forceinline__ int PickGroups(const RowScale& s, float omega, int groups, const RowMemory<T>& memory,
+                                          Shared& shared) {
   const int each = (groups + kThreads - 1) / kThreads;
   const int first = min(static_cast<int>(threadIdx.x) * each, groups), last = min(first + each, groups);
   int own = 0;
@@ -312,7 +316,7 @@ __device__ __forceinline__ float ValueOf(const RowScale& s, bool target, float e
 // variance and square over kappa squared, without the target's.
 template <typename T>
 __device__ __forceinline__ float2 WriteEntries(const SampleList& to, const T* row, const RowScale& s, int picked,
-                                               int begin, const RowMemory& memory, Shared<T>& shared) {
+                                               int begin, const RowMemory<T>& memory, Shared& shared) {
   float2 sums = make_float2(0.0f, 0.0f);
   for (int round = 0; round < picked; round += kThreads) {
     const int i = round + static_cast<int>(threadIdx.x);
@@ -352,8 +356,8 @@ __device__ __forceinline__ int MostEntries(float width) { return static_cast<int
 template <typename T>
 __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
     const __grid_constant__ SampleRowsParams p, int groups, bool again) {
-  extern __shared__ int32_t shared_memory[];
-  __shared__ Shared<T> shared;
+  extern __shared__ uint4 shared_memory[];
+  __shared__ Shared shared;
   const SampleList& to = p.list;
   const int level = again ? to.counters->level : 0;
   if (again && level == 0) return;
@@ -368,12 +372,12 @@ __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
     if (has_hot) ClearHot<T>(p.hot, row, 0);
     return;
   }
-  const RowMemory memory(shared_memory, groups);
+  const RowMemory<T> memory(shared_memory);
   const T* elements = static_cast<const T*>(p.elements.data) + row * p.elements.ld;
   const RowScale s = ScaleOf(p, row, level);
   const float omega = p.omega[row];
   float hot_square = 0.0f;
-  MeasureGroups(p, elements, row, s, groups, memory, shared, hot_square);
+  MeasureGroups(p, elements, row, s, groups, memory, hot_square);
   if (has_hot) {
     ClearHot<T>(p.hot, row, *p.hot.classes.count);
     if (threadIdx.x == 0) p.hot.widths[row] = s.width;
@@ -491,7 +495,7 @@ template <typename T>
 cudaError_t Launch(const SampleRowsParams& p, cudaStream_t stream) {
   auto* kernel = SampleRowsKernel<T>;
   const auto groups = static_cast<int>((p.elements.classes + kGroup - 1) / kGroup);
-  const size_t shared = RowMemory::Bytes(groups);
+  const size_t shared = RowMemory<T>::Bytes(groups);
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(shared));
   if (error != cudaSuccess) return error;
