@@ -25,7 +25,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kResident = 4;  // blocks of a multiprocessor
+constexpr int kResident = 5;  // blocks of a multiprocessor
 constexpr int kGroup = 32;    // classes
 constexpr int kDecideThreads = 1024;
 // Levels whose entries are counted, one after the other; of those beyond, the row's sum says enough.
@@ -65,43 +65,11 @@ __device__ __forceinline__ RowScale ScaleOf(const SampleRowsParams& p, int64_t r
   return s;
 }
 
-// The vectors of 32 groups, for a warp: neighbouring lanes load neighbouring vectors and then get a group each.
-// A vector lies where the eight lanes that read together find theirs in different banks.
-template <int kVectors>
-struct Tile {
-  uint4 vectors[32 * kVectors];
-
-  __device__ __forceinline__ static int Slot(int vector) {
-    constexpr int kMask = kVectors - 1;
-    return (vector & ~kMask) | ((vector ^ (vector / kVectors / (8 / kVectors))) & kMask);
-  }
-  __device__ __forceinline__ void Put(int vector, const uint4& raw) { vectors[Slot(vector)] = raw; }
-  __device__ __forceinline__ uint4 Get(int vector) const { return vectors[Slot(vector)]; }
-};
-
 template <typename T>
 struct GroupOf {
   static constexpr int kVectors = kGroup / Vec<T>::kSize;
 
   uint4 raw[kVectors];  // 0 past the end of the row
-
-  // For all lanes of a warp, 32 groups from `first` on.
-  __device__ __forceinline__ void LoadTile(const T* row, int64_t ld, int first, Tile<kVectors>& tile) {
-    const auto* vectors = reinterpret_cast<const uint4*>(row);
-    const int count = static_cast<int>(ld / Vec<T>::kSize), lane = static_cast<int>(threadIdx.x & 31);
-    uint4 loaded[kVectors];
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int v = first * kVectors + 32 * i + lane;
-      loaded[i] = v < count ? __ldcs(vectors + v) : make_uint4(0, 0, 0, 0);
-    }
-    __syncwarp();  // the tile before has been read
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) tile.Put(32 * i + lane, loaded[i]);
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) raw[i] = tile.Get(lane * kVectors + i);
-  }
 
   __device__ __forceinline__ void Load(const T* row, int64_t ld, int group) {
     const auto* vectors = reinterpret_cast<const uint4*>(row);
@@ -130,23 +98,16 @@ struct GroupOf {
 // Groups of a thread lie side by side in the scan and apart in memory.
 __device__ __forceinline__ int At(int group) { return group + group / 32; }
 
-// Tiles of the warps, and in the same place, when these have been read, the groups that are gone through and what
-// was taken of each; and where each group begins, in widths.
-template <typename T>
+// Where each group begins, in widths, and the groups that are gone through.
 struct RowMemory {
-  Tile<GroupOf<T>::kVectors>* tiles;  // [kWarps]
-  int32_t* picked;                    // [kMaxRowSamples]
-  uint32_t* taken;                    // [kMaxRowSamples], a bit a class
-  float* begins;                      // At(groups) + 1
+  float* begins;     // At(groups) + 1
+  uint16_t* picked;  // [kMaxRowSamples]
 
-  __device__ __forceinline__ explicit RowMemory(uint4* memory)
-      : tiles(reinterpret_cast<Tile<GroupOf<T>::kVectors>*>(memory)),
-        picked(reinterpret_cast<int32_t*>(memory)),
-        taken(reinterpret_cast<uint32_t*>(picked + kMaxRowSamples)),
-        begins(reinterpret_cast<float*>(taken + kMaxRowSamples)) {}
-  static_assert(kWarps * sizeof(Tile<GroupOf<T>::kVectors>) <= 2 * kMaxRowSamples * sizeof(int32_t));
+  __device__ __forceinline__ RowMemory(int32_t* memory, int groups)
+      : begins(reinterpret_cast<float*>(memory)),
+        picked(reinterpret_cast<uint16_t*>(memory + At(groups) + 1)) {}
   static size_t Bytes(int groups) {
-    return (static_cast<size_t>(groups + groups / 32 + 1) + 2 * kMaxRowSamples) * sizeof(int32_t);
+    return static_cast<size_t>(groups + groups / 32 + 1) * sizeof(float) + kMaxRowSamples * sizeof(uint16_t);
   }
 };
 
@@ -225,15 +186,12 @@ __device__ __forceinline__ float WidthOf(const GroupOf<T>& group, const RowScale
 // The widths of the groups, without target and hot classes. square: of what the thread has of hot classes.
 template <typename T>
 __device__ __forceinline__ void MeasureGroups(const SampleRowsParams& p, const T* row, int64_t index,
-                                              const RowScale& s, int groups, const RowMemory<T>& memory,
+                                              const RowScale& s, int groups, const RowMemory& memory,
                                               float& square) {
   const bool has_hot = p.hot.classes.bits != nullptr;
-  const int lane = static_cast<int>(threadIdx.x & 31), warp = static_cast<int>(threadIdx.x >> 5);
-  for (int first = 32 * warp; first < groups; first += kThreads) {
-    const int g = first + lane;
+  for (int g = static_cast<int>(threadIdx.x); g < groups; g += kThreads) {
     GroupOf<T> group;
-    group.LoadTile(row, p.elements.ld, first, memory.tiles[warp]);
-    if (g >= groups) continue;
+    group.Load(row, p.elements.ld, g);
     float width = 0.0f;
     if (s.width > 0.0f) {
       width = g == s.target / kGroup ? WidthOf(group, s, s.target % kGroup) : WidthOf(group, s, -1);
@@ -245,8 +203,7 @@ __device__ __forceinline__ void MeasureGroups(const SampleRowsParams& p, const T
 }
 
 // Where the groups begin; returns the row's width.
-template <typename T>
-__device__ __forceinline__ float PlaceGroups(int groups, const RowMemory<T>& memory, Shared& shared) {
+__device__ __forceinline__ float PlaceGroups(int groups, const RowMemory& memory, Shared& shared) {
   const int each = (groups + kThreads - 1) / kThreads;
   const int first = min(static_cast<int>(threadIdx.x) * each, groups), last = min(first + each, groups);
   float own = 0.0f;
@@ -264,15 +221,13 @@ __device__ __forceinline__ float PlaceGroups(int groups, const RowMemory<T>& mem
 }
 
 // Whether a point falls on the group, or may. What is as wide as a point's distance always has one.
-template <typename T>
-__device__ __forceinline__ bool IsPicked(const RowMemory<T>& memory, int g, const RowScale& s, float omega) {
+__device__ __forceinline__ bool IsPicked(const RowMemory& memory, int g, const RowScale& s, float omega) {
   const float begin = memory.begins[At(g)], end = memory.begins[At(g + 1)];
   return floorf(end - omega) > floorf(begin - omega) || end - begin > 0.99f || g == s.target / kGroup;  // the target is taken anyway
 }
 
 // The groups that are gone through, in order; returns how many.
-template <typename T>
-__device__ __forceinline__ int PickGroups(const RowScale& s, float omega, int groups, const RowMemory<T>& memory,
+__device__ __forceinline__ int PickGroups(const RowScale& s, float omega, int groups, const RowMemory& memory,
                                           Shared& shared) {
   const int each = (groups + kThreads - 1) / kThreads;
   const int first = min(static_cast<int>(threadIdx.x) * each, groups), last = min(first + each, groups);
@@ -282,7 +237,7 @@ __device__ __forceinline__ int PickGroups(const RowScale& s, float omega, int gr
   int at = ScanBlock(own, shared.ints, total);
   for (int g = first; g < last; ++g) {
     if (!IsPicked(memory, g, s, omega)) continue;
-    if (at < kMaxRowSamples) memory.picked[at] = g;
+    if (at < kMaxRowSamples) memory.picked[at] = static_cast<uint16_t>(g);
     ++at;
   }
   __syncthreads();
@@ -312,37 +267,51 @@ __device__ __forceinline__ float ValueOf(const RowScale& s, bool target, float e
   return target || size >= s.threshold ? value : copysignf(s.threshold * s.kappa, value);
 }
 
-// Writes the entries of the picked groups from `begin` on. Returns the thread's part of the estimates of
-// variance and square over kappa squared, without the target's.
+// What a thread adds to the estimates of variance and square, over kappa squared.
+struct ErrorSums {
+  float variance = 0.0f, square = 0.0f;
+
+  __device__ __forceinline__ void Add(float a, float threshold) {
+    if (a < threshold) variance += threshold * (threshold - a);
+    square += a * fmaxf(a, threshold);
+  }
+};
+
+// Goes through the picked groups, a thread each, and writes their entries from `begin` on; returns how many.
 template <typename T>
-__device__ __forceinline__ float2 WriteEntries(const SampleList& to, const T* row, const RowScale& s, int picked,
-                                               int begin, const RowMemory<T>& memory, Shared& shared) {
-  float2 sums = make_float2(0.0f, 0.0f);
+__device__ __forceinline__ int WriteEntries(const SampleRowsParams& p, const T* row, const RowScale& s,
+                                            float omega, int picked, int begin, const RowMemory& memory,
+                                            Shared& shared, ErrorSums& sums) {
+  const SampleList& to = p.list;
+  int written = 0;
   for (int round = 0; round < picked; round += kThreads) {
     const int i = round + static_cast<int>(threadIdx.x);
-    uint32_t taken = i < picked ? memory.taken[i] : 0;
+    const int g = i < picked ? memory.picked[i] : 0;
+    uint32_t taken = 0;
+    if (i < picked) {
+      GroupOf<T> group;
+      group.Load(row, p.elements.ld, g);
+      taken = TakenOf(p, group, s, omega, memory.begins[At(g)], g);
+    }
     int total;
-    int at = begin + ScanBlock(__popc(taken), shared.ints, total);
-    begin += total;
+    int at = begin + written + ScanBlock(__popc(taken), shared.ints, total);
+    written += total;
     for (; taken != 0; taken &= taken - 1, ++at) {
-      const int column = memory.picked[i] * kGroup + __ffs(static_cast<int>(taken)) - 1;
+      const int column = g * kGroup + __ffs(static_cast<int>(taken)) - 1;
       const float element = static_cast<float>(row[column]);
       const bool is_target = column == s.target;
       if (at < to.capacity) to.entries[at] = {column, ValueOf(s, is_target, element)};
-      if (is_target) continue;
-      const float a = fabsf(element) * s.relative;
-      if (a < s.threshold) sums.x += s.threshold * (s.threshold - a);
-      sums.y += a * fmaxf(a, s.threshold);
+      if (!is_target) sums.Add(fabsf(element) * s.relative, s.threshold);
     }
   }
-  return sums;
+  return written;
 }
 
 __device__ __forceinline__ void WriteErrors(const SampleList& to, int64_t row, const RowScale& s, float target,
-                                            float2 sums, float* scratch) {
-  const float variance = BlockSum(sums.x, scratch);
+                                            const ErrorSums& sums, float* scratch) {
+  const float variance = BlockSum(sums.variance, scratch);
   __syncthreads();
-  const float square = BlockSum(sums.y, scratch);
+  const float square = BlockSum(sums.square, scratch);
   if (threadIdx.x != 0) return;
   const float value = target * s.factor;
   const float kappa_square = s.kappa * s.kappa;
@@ -356,7 +325,7 @@ __device__ __forceinline__ int MostEntries(float width) { return static_cast<int
 template <typename T>
 __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
     const __grid_constant__ SampleRowsParams p, int groups, bool again) {
-  extern __shared__ uint4 shared_memory[];
+  extern __shared__ int32_t shared_memory[];
   __shared__ Shared shared;
   const SampleList& to = p.list;
   const int level = again ? to.counters->level : 0;
@@ -372,7 +341,7 @@ __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
     if (has_hot) ClearHot<T>(p.hot, row, 0);
     return;
   }
-  const RowMemory<T> memory(shared_memory);
+  const RowMemory memory(shared_memory, groups);
   const T* elements = static_cast<const T*>(p.elements.data) + row * p.elements.ld;
   const RowScale s = ScaleOf(p, row, level);
   const float omega = p.omega[row];
@@ -392,24 +361,13 @@ __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
     if (threadIdx.x == 0) to.rows[row] = {0, 0};
     return;
   }
+  if (threadIdx.x == 0) shared.begin = atomicAdd(&to.counters->used, most);
   const int picked = PickGroups(s, omega, groups, memory, shared);
-  int count = 0;
-  for (int i = static_cast<int>(threadIdx.x); i < picked; i += kThreads) {
-    const int g = memory.picked[i];
-    GroupOf<T> group;
-    group.Load(elements, p.elements.ld, g);
-    memory.taken[i] = TakenOf(p, group, s, omega, memory.begins[At(g)], g);
-    count += __popc(memory.taken[i]);
-  }
-  int total;
-  ScanBlock(count, shared.ints, total);
-  if (threadIdx.x == 0) {
-    shared.begin = atomicAdd(&to.counters->used, total);
-    to.rows[row] = {shared.begin, total};
-  }
-  __syncthreads();
-  float2 sums = WriteEntries(to, elements, s, picked, shared.begin, memory, shared);
-  sums.y += hot_square;
+  ErrorSums sums;
+  sums.square = hot_square;
+  const int begin = shared.begin;
+  const int count = WriteEntries(p, elements, s, omega, picked, begin, memory, shared, sums);
+  if (threadIdx.x == 0) to.rows[row] = {begin, count};
   WriteErrors(to, row, s, static_cast<float>(elements[s.target]), sums, shared.scratch);
 }
 
@@ -495,7 +453,7 @@ template <typename T>
 cudaError_t Launch(const SampleRowsParams& p, cudaStream_t stream) {
   auto* kernel = SampleRowsKernel<T>;
   const auto groups = static_cast<int>((p.elements.classes + kGroup - 1) / kGroup);
-  const size_t shared = RowMemory<T>::Bytes(groups);
+  const size_t shared = RowMemory::Bytes(groups);
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(shared));
   if (error != cudaSuccess) return error;
