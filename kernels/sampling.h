@@ -1,8 +1,8 @@
 // The random numbers of sampled gradients and the rule that uses them (docs/math.md, "Sampled gradients").
 // The same on every backend, to the bit. Also for device code.
 //
-// A number is a hash of the seed of the microbatch, the number of the row in it, and the class, so it does not
-// depend on the chunk, the slice or the time in which the row is computed. Pure functions; thread-safe.
+// A number is a hash of the seed of the microbatch, the number of the row in it, and the class, so it does
+// not depend on the chunk, the slice or the time in which the row is computed. Pure functions; thread-safe.
 #ifndef LOSSD_KERNELS_SAMPLING_H_
 #define LOSSD_KERNELS_SAMPLING_H_
 
@@ -23,8 +23,8 @@ struct SampleKey {
   uint32_t high = 0;
 };
 
-// A bijection of 64-bit numbers whose outputs for neighbouring inputs have nothing in common (the finalizer of
-// splitmix64).
+// A bijection of 64-bit numbers whose outputs for neighbouring inputs have nothing in common (the finalizer
+// of splitmix64).
 constexpr uint64_t MixBits(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
@@ -64,8 +64,8 @@ LOSSD_HOST_DEVICE bool IsSampled(float size, float threshold, float sample) {
   return sample * threshold < size;
 }
 
-// What a class of this size (>= 0) counts instead: the size itself from the threshold on; below, the threshold
-// with probability size / threshold, else nothing.
+// What a class of this size (>= 0) counts instead: the size itself from the threshold on; below, the
+// threshold with probability size / threshold, else nothing.
 LOSSD_HOST_DEVICE float SampledSize(float size, float threshold, float sample) {
   if (size >= threshold) return size;
   return IsSampled(size, threshold, sample) ? threshold : 0.0f;

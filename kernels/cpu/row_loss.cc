@@ -169,8 +169,7 @@ void RowLoss::Sample(const RowRequest& request, const Sums& sums, double target_
   const LossOptions& options = context_.options;
   const bool uniform_after = options.softcap == 0.0f && sums.smoothing != 0.0;
   WriteGradient(request, row, sums, uniform_after ? 0.0 : sums.smoothing, logits);
-  const double kappa =
-      std::fabs(sums.hard_slope + sums.soft_slope) + std::fabs(double{request.grad_entropy});
+  const double kappa = std::fabs(sums.hard_slope + sums.soft_slope) + std::fabs(double{request.grad_entropy});
   const double scale = double{options.logit_scale};
   const auto threshold = static_cast<float>(double{options.sample_threshold} * std::fabs(scale) * kappa);
   const int64_t target = request.target;

@@ -7,7 +7,8 @@ namespace {
 
 constexpr float kCoarse = 0x1p-16f;
 
-// IsSampled with the number of the class, whose lower bits are only computed where the upper ones leave it open.
+// IsSampled with the number of the class, whose lower bits are only computed where the upper ones leave it
+// open.
 bool IsTaken(SampleKey key, uint32_t column, uint32_t coarse, float size, float threshold) {
   const auto low = static_cast<float>(coarse);
   if (IsSampled(size, threshold, (low + 1.0f) * kCoarse)) return true;

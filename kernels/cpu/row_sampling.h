@@ -14,8 +14,8 @@ struct SamplingSums {
   double square = 0.0;    // sum of their squares
 };
 
-// In place, each of classes [begin, end) of `gradient` [V] with a size below `threshold` by chance becomes 0 or
-// the threshold, with its sign. `threshold` is finite and >= 0; 0 leaves all as they are.
+// In place, each of classes [begin, end) of `gradient` [V] with a size below `threshold` by chance becomes 0
+// or the threshold, with its sign. `threshold` is finite and >= 0; 0 leaves all as they are.
 SamplingSums SampleClasses(SampleKey key, float threshold, int64_t begin, int64_t end, float* gradient);
 
 }  // namespace lossd::kernels

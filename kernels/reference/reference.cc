@@ -70,8 +70,8 @@ void NormBackward(const Head& head, const NormedRow& row, const Gradient& grad_y
       const double slope = head.norm_gain[j] * (identity - mean_part - scale_part);
       value += grad_y.value[j] * slope;
       deviation += std::sqrt(grad_y.variance[j]) * std::fabs(slope);
-      magnitude += grad_y.magnitude[j] * std::fabs(head.norm_gain[j]) *
-                   (identity + mean_part + std::fabs(scale_part));
+      magnitude +=
+          grad_y.magnitude[j] * std::fabs(head.norm_gain[j]) * (identity + mean_part + std::fabs(scale_part));
     }
     grad_x.value[begin + i] = value * row.inverse_deviation;
     grad_x.magnitude[begin + i] = magnitude * row.inverse_deviation;

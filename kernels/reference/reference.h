@@ -88,8 +88,8 @@ ParamGradients ZeroGradients(const HeadConfig& config);
 // as a whole decides (kAuto, WhyExact) is the caller's: kAuto is computed as kSampled.
 Result Compute(const Head& head, const LossOptions& options, const Rows& rows, ParamGradients* gradients);
 
-// What sampling compares with random numbers, [N, V] each; infinite where nothing is decided (targets, ignored
-// rows, rows with kappa = 0).
+// What sampling compares with random numbers, [N, V] each; infinite where nothing is decided (targets,
+// ignored rows, rows with kappa = 0).
 struct SampledClasses {
   std::vector<double> size;   // a of docs/math.md
   std::vector<double> error;  // of `size`, if every logit is off by 1

@@ -8,7 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
-#include "kernels/sampling.h"
+#include "tests/kernels/clear_samples.h"
 #include "tests/kernels/tolerances.h"
 
 namespace lossd::kernels::testing {
@@ -20,8 +20,8 @@ double Norm2(const std::vector<double>& values) {
   return std::sqrt(std::inner_product(values.begin(), values.end(), values.begin(), 0.0));
 }
 
-// How far decisions about sampled classes that rounding moves may take a gradient: a class whose a is off by a
-// relative error e is taken, or not, in its place with probability e a / tau. Problems in fp32 have none.
+// How far decisions about sampled classes that rounding moves may take a gradient: a class whose a is off by
+// a relative error e is taken, or not, in its place with probability e a / tau. Problems in fp32 have none.
 double MovedSamples(DType compute, const reference::Gradient& want, double max_abs_logit) {
   if (compute == DType::kFloat32) return 0.0;
   const double error = std::min(1.0, 2.0 * ToleranceFor(compute).logit * (1.0 + max_abs_logit));
@@ -215,24 +215,6 @@ Gradients DecisionFor(const Problem& problem) {
                                                                        : Gradients::kExact;
 }
 
-// How far the random numbers of a slice are from what decides, relative to the error that a unit error of the
-// logits makes; at least `enough`: no matter how far.
-double ClearanceOf(const reference::SampledClasses& classes, const LossOptions& options,
-                   const SliceData& slice, double enough) {
-  const size_t vocab = slice.targets.empty() ? 1 : classes.size.size() / slice.targets.size();
-  const double tau = double{options.sample_threshold};
-  double clearance = enough;
-  for (size_t i = 0; i < classes.size.size(); ++i) {
-    const double a = classes.size[i];
-    if (!(a < 1.1 * tau) || a == 0.0) continue;
-    const auto row = static_cast<uint64_t>(slice.first_row) + i / vocab;
-    const float omega = SampleOf(SampleKeyOf(slice.sample_seed, row), static_cast<uint32_t>(i % vocab));
-    clearance = std::min(clearance, std::fabs(double{omega} * tau - a) / classes.error[i]);
-    if (clearance == 0.0) break;
-  }
-  return clearance;
-}
-
 }  // namespace
 
 reference::Head ReferenceHead(const Problem& problem) {
@@ -284,32 +266,6 @@ Problem WithClearEpsilon(Problem problem) {
     if (p[i] <= widest * p[i - 1] || bin(middle) != here) continue;
     widest = p[i] / p[i - 1];
     problem.options.filter_epsilon = middle;
-  }
-  return problem;
-}
-
-Problem WithClearSamples(Problem problem) {
-  constexpr int kTries = 200;
-  if (!IsSampledOrAuto(problem)) return problem;
-  for (SliceData& slice : problem.slices) {
-    const reference::Head head = ReferenceHead(problem);
-    const auto plain = reference::Compute(head, problem.options, ReferenceRows(slice), nullptr);
-    const auto classes = reference::ComputeSampledClasses(head, problem.options, ReferenceRows(slice));
-    const double enough =
-        2.0 * ToleranceFor(problem.config.compute_dtype).logit * (1.0 + MaxAbsLogit({&plain, 1}));
-    SliceData best = slice;
-    double clearance = ClearanceOf(classes, problem.options, best, enough);
-    for (int i = 0; i < kTries && clearance < enough; ++i) {
-      slice.sample_seed = MixBits(slice.sample_seed);
-      const double here = ClearanceOf(classes, problem.options, slice, enough);
-      if (here <= clearance) continue;
-      clearance = here;
-      best.sample_seed = slice.sample_seed;
-    }
-    slice.sample_seed = best.sample_seed;
-    if (problem.config.compute_dtype == DType::kFloat32) {
-      EXPECT_GE(clearance, enough) << "no seed was found";
-    }
   }
   return problem;
 }

@@ -1,11 +1,12 @@
-// What sampled gradients are for: without bias, with the spread that is predicted, and a function of the random
-// numbers of each row alone.
+// What sampled gradients are for: without bias, with the spread that is predicted, and a function of the
+// random numbers of each row alone.
 #include <algorithm>
 #include <cmath>
 #include <utility>
 #include <vector>
 
 #include "tests/kernels/backend_conformance.h"
+#include "tests/kernels/clear_samples.h"
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/tolerances.h"
 

@@ -97,14 +97,30 @@ TEST(Sampling, NeighboursAreIndependent) {
     return SampleOf(SampleKeyOf(seed, row), v);
   };
   const Pair pairs[] = {
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, 3, i), number(s, 3, i + 1)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, 3, i), number(s, 3, i + 2)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, 3, i), number(s, 3, i + 256)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, 3, i), number(s, 4, i)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, i, 9), number(s, i + 1, 9)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, i, 9), number(s, i + 1, 10)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, 3, i), number(s + 1, 3, i)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s + i, 3, 9), number(s + i + 1, 3, 9)}; },
+      [&](uint64_t s, uint32_t i) {
+        return std::pair{number(s, 3, i), number(s, 3, i + 1)};
+      },
+      [&](uint64_t s, uint32_t i) {
+        return std::pair{number(s, 3, i), number(s, 3, i + 2)};
+      },
+      [&](uint64_t s, uint32_t i) {
+        return std::pair{number(s, 3, i), number(s, 3, i + 256)};
+      },
+      [&](uint64_t s, uint32_t i) {
+        return std::pair{number(s, 3, i), number(s, 4, i)};
+      },
+      [&](uint64_t s, uint32_t i) {
+        return std::pair{number(s, i, 9), number(s, i + 1, 9)};
+      },
+      [&](uint64_t s, uint32_t i) {
+        return std::pair{number(s, i, 9), number(s, i + 1, 10)};
+      },
+      [&](uint64_t s, uint32_t i) {
+        return std::pair{number(s, 3, i), number(s + 1, 3, i)};
+      },
+      [&](uint64_t s, uint32_t i) {
+        return std::pair{number(s + i, 3, 9), number(s + i + 1, 3, 9)};
+      },
   };
   constexpr size_t kBins = 16;
   for (size_t which = 0; which < std::size(pairs); ++which) {

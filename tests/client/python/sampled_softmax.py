@@ -51,7 +51,7 @@ def _bits(low: int, high: int, numbers: NDArray[np.uint32]) -> NDArray[np.uint32
 
 def sample_numbers(head: str, step: int, microbatch: int, rows: int, classes: int) -> NDArray[np.float32]:
     """omega [N, V] of the rows of a microbatch."""
-    seed = _mix(_mix(_mix(_xxh64(head.encode())) + step & _MASK) + microbatch & _MASK)
+    seed = _mix(_mix(_xxh64(head.encode()) + step & _MASK) + microbatch & _MASK)
     columns = np.arange(classes, dtype=np.uint32)
     numbers = np.empty((rows, classes), np.float32)
     for row in range(rows):

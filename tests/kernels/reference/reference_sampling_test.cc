@@ -1,5 +1,5 @@
-// Sampled gradients of the reference: their mean over many seeds is the exact gradient, with the spread that is
-// predicted. One row and a bias show dL/d(dot product) class by class.
+// Sampled gradients of the reference: their mean over many seeds is the exact gradient, with the spread that
+// is predicted. One row and a bias show dL/d(dot product) class by class.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -133,8 +133,8 @@ std::vector<double> ClassGradients(const Problem& problem, float threshold, Grad
   options.sample_threshold = threshold;
   options.gradients = gradients;
   reference::ParamGradients sums = reference::ZeroGradients(problem.config);
-  const auto computed = reference::Compute(ReferenceHead(problem), options,
-                                           ReferenceRows(problem.slices.front()), &sums);
+  const auto computed =
+      reference::Compute(ReferenceHead(problem), options, ReferenceRows(problem.slices.front()), &sums);
   if (result != nullptr) *result = computed;
   return sums.bias.value;
 }
