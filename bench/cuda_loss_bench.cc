@@ -2,7 +2,7 @@
 // logits or recompute them, beside the bare GEMM floor of the same run.
 //
 //   cuda_loss_bench --out=results.json --commit=abc123 [--shapes=gemma2-2b,...] [--data=real,peaked,flat]
-//                   [--logits=stored,recomputed] [--gradients=exact,filtered,auto]
+//                   [--logits=stored,recomputed] [--gradients=exact,filtered,sampled,auto] [--thresholds=10,12]
 //
 // "loss+grad" is the time from one finished microbatch to the next with microbatches submitted one after
 // the other (host copies both ways included, overlapped by the backend); the floor is the three bare
@@ -30,6 +30,7 @@
 #include "bench/gpu_microbatch.h"
 #include "bench/gpu_results.h"
 #include "bench/gpu_timer.h"
+#include "bench/loss_errors.h"
 #include "bench/norm_times.h"
 #include "kernels/cuda/cuda_backend.h"
 #include "nlohmann/json.hpp"
@@ -42,7 +43,12 @@ ABSL_FLAG(std::vector<std::string>, shapes,
 ABSL_FLAG(std::vector<std::string>, data, std::vector<std::string>({"real"}), "real, peaked, flat");
 ABSL_FLAG(std::vector<std::string>, logits, std::vector<std::string>({"stored"}),
           "stored, recomputed: heads to time, each with all --gradients");
-ABSL_FLAG(std::vector<std::string>, gradients, std::vector<std::string>({"exact"}), "exact, filtered, auto");
+ABSL_FLAG(std::vector<std::string>, gradients, std::vector<std::string>({"exact"}),
+          "exact, filtered, sampled, auto");
+ABSL_FLAG(std::vector<std::string>, thresholds, std::vector<std::string>({"10"}),
+          "n: sampled and auto take 2^-n as sample_threshold; each of these");
+ABSL_FLAG(double, max_gradient_error, 0.01, "of auto");
+ABSL_FLAG(int, seeds, 0, "of sampled: also the error of the mean over so many seeds");
 ABSL_FLAG(int64_t, workspace_mib, 2220,
           "workspace of the head, MiB; with the scratch memory of the GEMMs 2.2 GiB");
 ABSL_FLAG(int, iterations, 10, "timed microbatches");
@@ -59,9 +65,6 @@ namespace {
 
 using Json = nlohmann::json;
 using kernels::DType;
-
-constexpr int kSampledRows = 32;
-constexpr int kSampledClasses = 1024;
 
 DType ComputeType() { return absl::GetFlag(FLAGS_compute) == "fp32" ? DType::kFloat32 : DType::kBFloat16; }
 
@@ -89,64 +92,6 @@ void WriteWeight(kernels::HeadKernels& head, const DataShape& shape, const LossD
   }
 }
 
-struct ErrorNorm {
-  double difference = 0.0, reference = 0.0;
-  void Add(double got, double want) {
-    difference += (got - want) * (got - want);
-    reference += want * want;
-  }
-  double Relative() const { return std::sqrt(difference / reference); }
-};
-
-float FromBFloat16(const uint8_t* from) {
-  const uint32_t bits = (static_cast<uint32_t>(from[0]) << 16) | (static_cast<uint32_t>(from[1]) << 24);
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-// Errors of one freshly computed microbatch; the gradients of the head must have been zero before it.
-Json Errors(kernels::HeadKernels& head, const Microbatch& batch, const DataShape& shape,
-            const LossData& data) {
-  std::mt19937_64 rng(std::random_device{}());
-  ReferenceQuery query;
-  query.scale = 1.0 / static_cast<double>(shape.rows);
-  std::uniform_int_distribution<int32_t> any_row(0, static_cast<int32_t>(shape.rows - 1));
-  std::uniform_int_distribution<int32_t> any_class(0, static_cast<int32_t>(shape.vocab - 1));
-  for (int i = 0; i < kSampledRows; ++i) query.rows.push_back(any_row(rng));
-  for (int i = 0; i < kSampledClasses; ++i) {
-    query.classes.push_back(i % 2 == 0 ? data.targets[static_cast<size_t>(any_row(rng))] : any_class(rng));
-  }
-  const ReferenceAnswer want = ComputeReference(shape, data, query);
-  ErrorNorm lse, loss, dx, dw;
-  for (size_t i = 0; i < query.rows.size(); ++i) {
-    const auto row = static_cast<size_t>(query.rows[i]);
-    lse.Add(static_cast<double>(batch.lse()[row]), want.lse[i]);
-    loss.Add(static_cast<double>(batch.loss()[row]), want.loss[i]);
-    for (int64_t c = 0; c < shape.hidden; ++c) {
-      const size_t at = row * static_cast<size_t>(shape.hidden) + static_cast<size_t>(c);
-      dx.Add(static_cast<double>(FromBFloat16(batch.gradient() + 2 * at)),
-             want.hidden_gradient[i * static_cast<size_t>(shape.hidden) + static_cast<size_t>(c)]);
-    }
-  }
-  std::vector<float> row(static_cast<size_t>(shape.hidden));
-  for (size_t j = 0; j < query.classes.size(); ++j) {
-    Check(head.ReadTensor({kernels::Param::kWeight, kernels::Role::kGradient}, query.classes[j], 1,
-                          DType::kFloat32, {reinterpret_cast<uint8_t*>(row.data()), row.size() * 4}),
-          "ReadTensor");
-    for (size_t c = 0; c < row.size(); ++c) {
-      dw.Add(static_cast<double>(row[c]), want.weight_gradient[j * row.size() + c]);
-    }
-  }
-  double mean_loss = 0.0;
-  for (double l : want.loss) mean_loss += l / static_cast<double>(want.loss.size());
-  return {{"lse", lse.Relative()},
-          {"loss", loss.Relative()},
-          {"hidden_gradient", dx.Relative()},
-          {"weight_gradient", dw.Relative()},
-          {"mean_loss", mean_loss}};
-}
-
 int64_t FreeBytes() {
   size_t free_bytes = 0, total = 0;
   Check(cudaMemGetInfo(&free_bytes, &total), "cudaMemGetInfo");
@@ -157,6 +102,15 @@ int64_t FreeBytes() {
 struct Way {
   kernels::Logits logits = kernels::Logits::kStored;
   kernels::Gradients gradients = kernels::Gradients::kExact;
+  int threshold = 10;  // 2^-threshold
+
+  bool samples() const {
+    return gradients == kernels::Gradients::kSampled || gradients == kernels::Gradients::kAuto;
+  }
+  std::string Text() const {
+    const std::string name(kernels::Name(gradients));
+    return samples() ? absl::StrFormat("%s 2^-%d", name, threshold) : name;
+  }
 };
 
 // The value with this name; ends the program if there is none.
@@ -169,23 +123,39 @@ Enum FromName(std::initializer_list<Enum> values, absl::string_view flag, const 
   std::exit(2);
 }
 
-// Each of --logits with each of --gradients.
+std::vector<int> ThresholdsOf(const Way& way) {
+  if (!way.samples()) return {0};
+  std::vector<int> thresholds;
+  for (const std::string& text : absl::GetFlag(FLAGS_thresholds)) {
+    thresholds.push_back(std::atoi(text.c_str()));
+  }
+  return thresholds;
+}
+
+// Each of --logits with each of --gradients, and that with each of --thresholds if it has one.
 std::vector<Way> Ways() {
   using kernels::Gradients;
   using kernels::Logits;
   std::vector<Way> ways;
   for (const std::string& logits : absl::GetFlag(FLAGS_logits)) {
     for (const std::string& gradients : absl::GetFlag(FLAGS_gradients)) {
-      ways.push_back(
-          {FromName({Logits::kStored, Logits::kRecomputed}, "logits", logits),
-           FromName({Gradients::kExact, Gradients::kFiltered, Gradients::kAuto}, "gradients", gradients)});
+      Way way = {FromName({Logits::kStored, Logits::kRecomputed}, "logits", logits),
+                 FromName({Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto},
+                          "gradients", gradients)};
+      for (const int threshold : ThresholdsOf(way)) {
+        way.threshold = threshold;
+        ways.push_back(way);
+      }
     }
   }
   return ways;
 }
 
 Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
-  const kernels::LossOptions options = {.gradients = way.gradients};
+  const kernels::LossOptions options = {
+      .gradients = way.gradients,
+      .sample_threshold = std::ldexp(1.0f, -way.threshold),
+      .max_gradient_error = static_cast<float>(absl::GetFlag(FLAGS_max_gradient_error))};
   auto backend = Take(
       kernels::CreateCudaBackend({.workspace_bytes = absl::GetFlag(FLAGS_workspace_mib) << 20,
                                   .autotune = absl::GetFlag(FLAGS_autotune),
@@ -218,8 +188,12 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
       {"memory_taken_bytes", taken},
       {"memory_taken_after_a_microbatch_bytes", free_before - FreeBytes()},
       {"choices", ToJson(head->Describe())}};
-  if (absl::GetFlag(FLAGS_errors) && ComputeType() == DType::kBFloat16)
-    result["errors"] = Errors(*head, full, shape, data);
+  result["predicted_error"] = full.predicted_error();
+  result["sample_threshold"] = full.sample_threshold();
+  if (absl::GetFlag(FLAGS_errors) && ComputeType() == DType::kBFloat16) {
+    const int seeds = way.gradients == kernels::Gradients::kSampled ? absl::GetFlag(FLAGS_seeds) : 0;
+    result["errors"] = MeasureErrors(*head, full, shape, data, seeds);
+  }
   result["dropped_mass"] = full.dropped_mass();
   const int iterations = absl::GetFlag(FLAGS_iterations);
   full.WarmUp(backend->max_chunks_in_flight());
@@ -287,10 +261,10 @@ void Print(const NamedShape& named, const std::string& kind, const Way& way, con
            const Json& result) {
   std::cout
       << absl::StrFormat(
-             "%-13s %-6s %-10s %-8s chunk %5d ws %6.0f slots %4.0f MiB  floor %6.2f (%5.2f fwd)  loss+grad "
+             "%-13s %-6s %-10s %-13s chunk %5d ws %6.0f slots %4.0f MiB  floor %6.2f (%5.2f fwd)  loss+grad "
              "%6.2f [%.2f "
              "%.2f] x%.3f  loss %6.2f x%.3f",
-             named.name, kind, kernels::Name(way.logits), kernels::Name(way.gradients),
+             named.name, kind, kernels::Name(way.logits), way.Text(),
              result["chunk_rows"].get<int64_t>(), result["head_workspace_mib"].get<double>(),
              result["slots_mib"].get<double>(), floor.total(), floor.logits.median,
              result["loss_and_gradients"]["median_ms"].get<double>(),

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -55,7 +56,14 @@ class Microbatch {
   const std::vector<float>& loss() const { return loss_; }
   const uint8_t* gradient() const { return gradient_->bytes().data(); }
   // Of the last microbatch, per row.
-  double dropped_mass() const { return dropped_mass_ / static_cast<double>(shape_.rows); }
+  double dropped_mass() const { return sums_.dropped_mass / static_cast<double>(shape_.rows); }
+  // The predicted relative error of the last microbatch; 0 unless it was sampled.
+  double predicted_error() const {
+    return sums_.squared_gradient > 0.0 ? std::sqrt(sums_.sampling_variance / sums_.squared_gradient) : 0.0;
+  }
+  float sample_threshold() const { return sample_threshold_; }
+  // Of the microbatches from now on.
+  void set_sample_seed(uint64_t seed) { sample_seed_ = seed; }
 
   void WarmUp(int in_flight) {
     const Clock::time_point begin = Clock::now();
@@ -103,6 +111,8 @@ class Microbatch {
     slice.hidden = hidden_->bytes().data() + begin * shape_.hidden * element_;
     slice.targets = data_.targets.data() + begin;
     slice.grad_scale = 1.0f / static_cast<float>(shape_.rows);
+    slice.sample_seed = sample_seed_;
+    slice.first_row = begin;
     if (gradients_) slice.grad_hidden = gradient_->bytes().data() + begin * shape_.hidden * element_;
     slice.out.lse = lse_.data() + begin;
     slice.out.loss = loss_.data() + begin;
@@ -115,7 +125,11 @@ class Microbatch {
     callbacks.on_done = [this, work, ends, begin](absl::Status status) {
       Check(status, "on_done");
       absl::MutexLock lock(&mutex_);
-      dropped_mass_ = (begin == 0 ? 0.0 : dropped_mass_) + work->slice.sums.dropped_mass;
+      if (begin == 0) sums_ = {};
+      sums_.dropped_mass += work->slice.sums.dropped_mass;
+      sums_.sampling_variance += work->slice.sums.sampling_variance;
+      sums_.squared_gradient += work->slice.sums.squared_gradient;
+      sample_threshold_ = work->chunk.sample_threshold;
       if (ends != nullptr) ends->push_back(Clock::now());
       --unfinished_;
     };
@@ -134,7 +148,10 @@ class Microbatch {
   int64_t chunk_rows_ = 0;
   absl::Mutex mutex_;
   int unfinished_ ABSL_GUARDED_BY(mutex_) = 0;
-  double dropped_mass_ = 0.0;  // written by the backend's thread, read when no chunk is under way
+  // Of the last microbatch; written by the backend's thread, read when no chunk is under way.
+  kernels::SliceSums sums_;
+  float sample_threshold_ = 0.0f;
+  uint64_t sample_seed_ = 1;
 };
 
 }  // namespace lossd::bench

@@ -6,11 +6,11 @@
 
 namespace lossd::kernels::testing {
 
-// The problem, if it is or may be sampled, with random numbers so far from what decides about a class that
-// rounding moves no decision; or, in 16 bits, as far as is easily found. Fails the test if fp32 finds none.
+// The problem, if it is or may be sampled, without targets for the rows in which rounding may take another
+// class; as it is if those are most rows.
 Problem WithClearSamples(Problem problem);
-// Whether the problem's random numbers are so far from what decides already.
-bool HasClearSamples(const Problem& problem);
+// Whether rounding takes no other class in any row of the slice.
+bool HasClearSamples(const Problem& problem, const SliceData& slice);
 
 }  // namespace lossd::kernels::testing
 

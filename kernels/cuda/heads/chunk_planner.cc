@@ -18,7 +18,7 @@ ChunkPlan ChunkPlanner::Next(const Chunk& chunk, const ChunkFacts& facts, ChunkS
   if (slot.trial.has_value()) backoff_.Note(*slot.trial, *slot.host_out.decision);
   slot.trial.reset();
   ChunkPlan plan = Plan(options, facts, chunk.hidden_dtype);
-  if (!plan.filtered() || chunk.independent) return plan;
+  if (plan.exact() || chunk.independent) return plan;
   if (backoff_.Next(options)) {
     slot.trial = options;
     return plan;

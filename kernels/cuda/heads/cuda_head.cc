@@ -177,6 +177,10 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   job.accumulate = slot.device_in.accumulate;
   job.with_gradient = slot.device_in.with_gradient;
   job.dropped_mass = out.dropped_mass;
+  job.omega = slot.device_in.omega;
+  job.variance = out.variance;
+  job.square = out.square;
+  job.sample_threshold = out.sample_threshold;
   job.decision = out.decision;
   job.hidden = slot.memory.hidden;
   job.loss_branch = &slot.loss_branch;
@@ -190,7 +194,7 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   job.weight_gradient_scale = job.layout.unit * t;
 
   job.plan = planner_->Next(*chunk, {job.terms, job.rows(), job.padded_rows(), job.wants_gradient()}, slot);
-  job.layout.filtered = job.plan.filtered();
+  job.layout.planned = job.plan.gradients;
   chunk->choices = cuda::Describe(job.plan);
 }
 

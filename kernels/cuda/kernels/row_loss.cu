@@ -211,7 +211,10 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
     const Stats others = ReduceRow<kGeneral>(warp_words, map.f, cluster, rank, mailbox);
     const RowResult result = Finish<kGeneral>(p.terms, p.in, row, target, others, map.f);
     if (rank == 0 && threadIdx.x == 0) WriteRow(p.out, row, result);
-    if (threadIdx.x == 0) shared_rule = MakeRule<kGeneral>(p.terms, p.in, row, target, result);
+    if (threadIdx.x == 0) {
+      shared_rule = MakeRule<kGeneral>(p.terms, p.in, row, target, result);
+      if (!p.with_uniform) shared_rule.uniform = 0.0f;
+    }
   } else if (cluster > 1) {
     mailbox.AwaitOpen();
   }

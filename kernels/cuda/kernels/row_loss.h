@@ -37,6 +37,7 @@ struct RowLossParams {
   RowInputs in;
   RowResults out;
   bool write_gradient = false;
+  bool with_uniform = true;  // ds has the uniform part of label smoothing
 };
 cudaError_t LaunchRowLoss(const RowLossParams& params, const DeviceLimits& limits, cudaStream_t stream);
 

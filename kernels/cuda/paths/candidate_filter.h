@@ -8,9 +8,7 @@
 
 #include <cstdint>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
-#include "kernels/cuda/device/device_branch.h"
 #include "kernels/cuda/kernels/filtered/filtered.h"
 #include "kernels/cuda/paths/chunk_path.h"
 #include "kernels/cuda/paths/filter_plan.h"
@@ -29,10 +27,6 @@ class CandidateFilter {
   RowSelection Selection(const ChunkJob& job, int64_t begin) const;
   // Whether the chunk is filtered, from the selection of all rows, into job.decision.
   absl::Status Decide(const ChunkJob& job) const;
-  // What `exact` enqueues if the decision is to be exact, else what `filtered` does.
-  absl::Status Branch(const ChunkJob& job, DeviceBranch& branch, absl::FunctionRef<absl::Status()> exact,
-                      absl::FunctionRef<absl::Status()> filtered) const;
-
   // What FilterRows needs once a chunk: an empty list of kept elements, and the sum of the weights.
   absl::Status PrepareRows(const ChunkJob& job) const;
   // Row results in fp32, dx as the GEMM of an exact chunk would leave it, the dropped mass and the kept
@@ -43,8 +37,6 @@ class CandidateFilter {
   absl::Status AddKept(const ChunkJob& job) const;
 
  private:
-  absl::Status AddUniform(const ChunkJob& job) const;
-
   const PathContext& context_;
   const FilterBuffers& buffers_;
 };

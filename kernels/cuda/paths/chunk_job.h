@@ -25,8 +25,13 @@ struct ChunkJob {
   RowResults out;
   const int32_t* accumulate = nullptr;     // [rows], 0: keep this row out of the accumulators
   const int32_t* with_gradient = nullptr;  // [rows], accumulated, or its hidden gradient is wanted
-  float* dropped_mass = nullptr;           // [rows], out, of a chunk whose plan is filtered; likewise below
-  Decision* decision = nullptr;            // [1]
+  float* dropped_mass = nullptr;           // [rows], out, of a chunk whose plan is filtered
+  // Of a chunk whose plan is sampled.
+  const float* omega = nullptr;       // [rows]
+  float* variance = nullptr;          // [rows], out, over the gradient unit squared
+  float* square = nullptr;            // [rows], likewise
+  float* sample_threshold = nullptr;  // [1], out
+  Decision* decision = nullptr;            // [1], out, of a chunk whose plan is not exact
 
   void* hidden = nullptr;  // x: [padded_rows, padded_hidden] compute dtype, after the norm
   // dx is wanted, or needed for the gradients of the norm. It goes to Region::kHiddenGradient in this dtype:

@@ -4,6 +4,10 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/sampling.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -77,12 +81,33 @@ void UnpackRow(const Slice& slice, int64_t row, int64_t compact, const RowOutput
 void AddToSums(Slice& slice, int64_t compact, const ChunkLayout& layout, const RowInputBlock& inputs,
                const RowOutputBlock& outputs) {
   SliceSums& sums = slice.sums;
-  if (layout.filtered) sums.dropped_mass += static_cast<double>(outputs.dropped_mass[compact]);
+  if (layout.planned == Gradients::kFiltered) {
+    sums.dropped_mass += static_cast<double>(outputs.dropped_mass[compact]);
+  } else if (layout.planned != Gradients::kExact && *outputs.decision == Decision::kAsPlanned) {
+    const double unit = static_cast<double>(layout.unit);
+    sums.sampling_variance += unit * unit * static_cast<double>(outputs.variance[compact]);
+    sums.squared_gradient += unit * unit * static_cast<double>(outputs.square[compact]);
+  }
   sums.loss += static_cast<double>(outputs.loss[compact]);
   sums.z_loss += static_cast<double>(outputs.z_loss[compact]);
   if (slice.out.entropy != nullptr) sums.entropy += static_cast<double>(outputs.entropy[compact]);
   ++sums.valid_rows;
   if (outputs.argmax[compact] == inputs.target[compact]) ++sums.correct_rows;
+}
+
+bool MaySample(Gradients gradients) {
+  return gradients == Gradients::kSampled || gradients == Gradients::kAuto;
+}
+
+void TellDecision(Chunk& chunk, const RowOutputBlock& outputs) {
+  const Gradients asked = chunk.options.gradients;
+  chunk.gradients = GradientsOf(asked, *outputs.decision);
+  Choice choice = GradientsChoice(asked, *outputs.decision);
+  if (chunk.gradients == Gradients::kSampled) {
+    chunk.sample_threshold = *outputs.sample_threshold;
+    absl::StrAppend(&choice.reason, "; threshold ", chunk.sample_threshold);
+  }
+  chunk.choices.front() = std::move(choice);
 }
 
 }  // namespace
@@ -98,6 +123,7 @@ RowInputBlock RowInputBlock::Carve(Carver& carver, int64_t capacity) {
   block.coef_loss = carver.Take<float>(capacity);
   block.coef_lse = carver.Take<float>(capacity);
   block.coef_entropy = carver.Take<float>(capacity);
+  block.omega = carver.Take<float>(capacity);
   block.slice_begin = carver.Take<int32_t>(capacity + 1);
   return block;
 }
@@ -111,6 +137,9 @@ RowOutputBlock RowOutputBlock::Carve(Carver& carver, int64_t capacity) {
   block.target_logprob = carver.Take<float>(capacity);
   block.argmax = carver.Take<int32_t>(capacity);
   block.dropped_mass = carver.Take<float>(capacity);
+  block.variance = carver.Take<float>(capacity);
+  block.square = carver.Take<float>(capacity);
+  block.sample_threshold = carver.Take<float>(1);
   block.first_bad = carver.Take<int32_t>(capacity);
   block.decision = carver.Take<Decision>(1);
   return block;
@@ -131,6 +160,7 @@ int64_t OutputBlockBytes(int64_t capacity) {
 ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInputBlock& inputs) {
   ChunkLayout layout;
   layout.unit = UnitFor(head, chunk);
+  const bool samples = MaySample(chunk.options.gradients);
   for (Slice& slice : chunk.slices) {
     SliceLayout place{&slice, layout.raw_rows, layout.compact_rows, 0, -1};
     for (int64_t r = 0; r < slice.rows; ++r) {
@@ -145,6 +175,9 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
       inputs.compact_of_raw[raw] = static_cast<int32_t>(compact);
       inputs.raw_of_compact[compact] = static_cast<int32_t>(raw);
       FillRow(slice, r, accumulate, layout.unit, inputs, compact);
+      if (samples) {
+        inputs.omega[compact] = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + r));
+      }
       layout.accumulate |= accumulate;
       layout.accumulate_all &= accumulate;
       layout.any_coef_entropy |= inputs.coef_entropy[compact] != 0.0f;
@@ -166,10 +199,7 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
 
 void UnpackResults(Chunk& chunk, const ChunkLayout& layout, int64_t hidden_size, const RowInputBlock& inputs,
                    const RowOutputBlock& outputs) {
-  if (layout.filtered) {
-    chunk.gradients = GradientsOf(*outputs.decision);
-    chunk.choices.front() = GradientsChoice(chunk.options.gradients, *outputs.decision);
-  }
+  if (layout.planned != Gradients::kExact) TellDecision(chunk, outputs);
   for (const SliceLayout& place : layout.slices) {
     Slice& slice = *place.slice;
     slice.sums = SliceSums();

@@ -27,6 +27,7 @@ struct RowInputBlock {
   float* coef_loss = nullptr;      // grad_scale * grad_loss * row weight / unit
   float* coef_lse = nullptr;       // grad_lse / unit
   float* coef_entropy = nullptr;   // grad_entropy / unit
+  float* omega = nullptr;  // SampleOf(); only of a chunk that may be sampled
   int32_t* slice_begin = nullptr;  // [capacity + 1]: first compact row of a slice that has any
 
   static RowInputBlock Carve(Carver& carver, int64_t capacity);
@@ -41,8 +42,11 @@ struct RowOutputBlock {
   float* target_logprob = nullptr;
   int32_t* argmax = nullptr;
   float* dropped_mass = nullptr;  // only of a chunk that may be filtered
-  int32_t* first_bad = nullptr;   // [slices with rows]: compact row or -1
-  Decision* decision = nullptr;   // [1]; likewise only of a chunk that may be filtered
+  float* variance = nullptr;      // over unit squared, only of a chunk that may be sampled; likewise below
+  float* square = nullptr;
+  float* sample_threshold = nullptr;  // [1]
+  int32_t* first_bad = nullptr;       // [slices with rows]: compact row or -1
+  Decision* decision = nullptr;       // [1]; only of a chunk that may be filtered or sampled
 
   static RowOutputBlock Carve(Carver& carver, int64_t capacity);
 };
@@ -71,7 +75,8 @@ struct ChunkLayout {
   bool want_entropy = false;
   bool any_coef_entropy = false;
   float unit = 1.0f;      // power of two taken out of coef_*
-  bool filtered = false;  // set by the head: RowOutputBlock::dropped_mass and decision are filled
+  // Set by the head; what is not exact has a decision. kFiltered: with dropped masses; else with variances.
+  Gradients planned = Gradients::kExact;
 };
 
 // Rows rounded up to what the GEMMs like; few distinct values, so that few algorithms are chosen.

@@ -9,10 +9,13 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-absl::string_view WhyExact(const LossOptions& options, const ChunkFacts& chunk, const PlanLimits& limits) {
-  const absl::string_view reason = WhyNotFiltered(options, chunk.terms.any_coef_entropy);
+absl::string_view WhyChunkIsExact(const LossOptions& options, const ChunkFacts& chunk,
+                                  const PlanLimits& limits) {
+  const absl::string_view reason = WhyExact(options, chunk.terms.any_coef_entropy);
   if (!reason.empty()) return reason;
   if (!chunk.wants_gradient) return "no gradient is wanted";
+  const bool sampled = options.gradients != Gradients::kFiltered;
+  if (sampled && limits.logits == Logits::kRecomputed) return "recomputed logits are not sampled";
   return WhyNotFilteredOnDevice(limits.filter, limits.device);
 }
 
@@ -42,8 +45,10 @@ absl::string_view WhatDecides(Gradients gradients) {
       break;
     case Gradients::kFiltered:
       return "exact if there are too many candidates";
+    case Gradients::kSampled:
+      return "";
     case Gradients::kAuto:
-      return "filtered or exact, by the mass that would be dropped";
+      return "sampled or exact, by the predicted error";
   }
   return "";
 }
@@ -52,8 +57,10 @@ absl::string_view WhatDecides(Gradients gradients) {
 
 ChunkPlan PlanChunk(const LossOptions& options, const ChunkFacts& chunk, const PlanLimits& limits) {
   ChunkPlan plan;
-  plan.why_exact = WhyExact(options, chunk, limits);
+  plan.why_exact = WhyChunkIsExact(options, chunk, limits);
   plan.gradients = GradientsOf(options, plan.why_exact);
+  plan.uniform_apart =
+      plan.gradients == Gradients::kSampled && options.label_smoothing > 0.0f && options.softcap == 0.0f;
   plan.why_not_fused = WhyNotFused(chunk, plan.filtered(), limits);
   plan.why_library_gemms = WhyLibraryGemms(chunk, limits);
   return plan;
@@ -63,7 +70,7 @@ std::vector<Choice> Describe(const ChunkPlan& plan) {
   const std::string product = plan.own_gemms() ? "own product" : "library product";
   const std::string why_product(plan.why_library_gemms);
   std::vector<Choice> choices = {
-      GradientsChoice(plan.gradients, plan.filtered() ? WhatDecides(plan.gradients) : plan.why_exact),
+      GradientsChoice(plan.gradients, plan.exact() ? plan.why_exact : WhatDecides(plan.gradients)),
       {.what = "loss",
        .choice = plan.fused() ? "in the logits product" : "after the logits product",
        .reason = std::string(plan.why_not_fused)},

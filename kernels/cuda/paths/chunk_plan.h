@@ -22,6 +22,8 @@ namespace lossd::kernels::cuda {
 struct ChunkPlan {
   // kFiltered and kAuto: the device decides when it has seen the logits.
   Gradients gradients = Gradients::kExact;
+  // Sampled gradients get the uniform part of label smoothing in closed form, instead of in ds.
+  bool uniform_apart = false;
   absl::string_view why_exact;      // "" unless gradients are kExact
   absl::string_view why_not_fused;  // "": the loss is computed in the epilogue of the logits product
   // "": the gradients are products of our own (hopper/gradient_gemm.h) instead of cuBLASLt's.
@@ -29,7 +31,9 @@ struct ChunkPlan {
   std::optional<NormPlan> norm;           // none: the head has no norm
   std::optional<NormPlan> norm_gradient;  // none: it has no norm, or none is wanted
 
-  bool filtered() const { return gradients != Gradients::kExact; }
+  bool filtered() const { return gradients == Gradients::kFiltered; }
+  bool sampled() const { return gradients == Gradients::kSampled || gradients == Gradients::kAuto; }
+  bool exact() const { return gradients == Gradients::kExact; }
   bool fused() const { return why_not_fused.empty(); }
   bool own_gemms() const { return why_library_gemms.empty(); }
 };

@@ -14,7 +14,7 @@ bool FilterBackoff::Next(const LossOptions& options) {
 
 void FilterBackoff::Note(const LossOptions& options, Decision decision) {
   if (options != options_) return;
-  const bool exact = decision != Decision::kFiltered;
+  const bool exact = decision != Decision::kAsPlanned;
   exact_in_a_row_ = exact ? std::min(exact_in_a_row_ + 1, kFilterPatience) : 0;
 }
 

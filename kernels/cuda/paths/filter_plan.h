@@ -10,6 +10,7 @@
 #include "kernels/cuda/device/device_memory.h"
 #include "kernels/cuda/kernels/filtered/filtered.h"
 #include "kernels/cuda/paths/head_sizes.h"
+#include "kernels/cuda/paths/kept_buffers.h"
 #include "kernels/dtype.h"
 #include "kernels/head_config.h"
 #include "kernels/loss_options.h"
@@ -56,27 +57,13 @@ struct FilterBuffers {
   // Written row by row. Where logits are stored this group and the next lie in their memory, because a chunk
   // that is known to be filtered reads its logits no more; where they are recomputed they lie beside them,
   // because the logits of other rows are still to come.
-  uint64_t* keys = nullptr;     // [entries]
-  float* coefs = nullptr;       // [entries]
-  float* weight_sum = nullptr;  // [padded_hidden]
-
-  // After the last row; but for partials, where weight_sum comes from.
-  uint64_t* spare_keys = nullptr;  // [entries], likewise below
-  float* spare_coefs = nullptr;
-  int32_t* runs = nullptr;  // [2 * entries]
-  uint8_t* sort_scratch = nullptr;
-  float* hidden_sum = nullptr;  // [padded_hidden]
-  float* partials = nullptr;    // ColumnSumScratch(padded_hidden)
+  KeptBuffers kept;
 
   // Takes the three groups, one after the other, from these.
   static FilterBuffers Carve(const FilterShape& shape, Carver& own, Carver& lists, Carver& scratch);
   // Bytes of the second and third group.
   static int64_t LogitsBytes(const FilterShape& shape);
 };
-
-// Bits of a kept element's key: those of the row, and all that a sort has to look at.
-int RowBits(int64_t rows);
-int KeyBits(int64_t rows, int64_t vocab);
 
 }  // namespace lossd::kernels::cuda
 

@@ -8,6 +8,7 @@
 #include "kernels/cuda/kernels/hopper/fused_lists.h"
 #include "kernels/cuda/kernels/hopper/fused_loss.h"
 #include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/paths/decision_branch.h"
 #include "kernels/cuda/paths/path_choices.h"
 
 namespace lossd::kernels::cuda {
@@ -65,8 +66,8 @@ absl::Status FilteredRecomputedPath::Loss(const ChunkJob& job) {
   };
   LOSSD_RETURN_IF_ERROR(ForEachRowBlock(job, block_.rows, filter_block));
   LOSSD_RETURN_IF_ERROR(filter_.Decide(job));
-  return filter_.Branch(
-      job, *job.loss_branch,
+  return BranchByDecision(
+      context_, job, *job.loss_branch,
       [&]() -> absl::Status {
         LOSSD_RETURN_IF_ERROR(ZeroDroppedMass(job, stream));
         return exact_.Statistics(job);
@@ -114,8 +115,8 @@ absl::Status FilteredRecomputedPath::Gradients(const ChunkJob& job) const {
         "kernel over hidden states");
     return filter_.AddKept(job);
   };
-  LOSSD_RETURN_IF_ERROR(filter_.Branch(
-      job, *job.weight_branch, [&] { return exact_.Gradients(job); }, add_kept));
+  LOSSD_RETURN_IF_ERROR(BranchByDecision(
+      context_, job, *job.weight_branch, [&] { return exact_.Gradients(job); }, add_kept));
   if (job.layout.accumulate) context_.accumulators->weight_is_zero = false;
   return absl::OkStatus();
 }

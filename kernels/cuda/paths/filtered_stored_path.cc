@@ -2,6 +2,7 @@
 
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/paths/decision_branch.h"
 #include "kernels/cuda/paths/path_choices.h"
 
 namespace lossd::kernels::cuda {
@@ -30,8 +31,8 @@ absl::Status FilteredStoredPath::Loss(const ChunkJob& job) {
       LaunchSelectRows({exact_.logits(), job.terms, job.in, job.out, filter_.Selection(job, 0)}, stream),
       "selection kernel");
   LOSSD_RETURN_IF_ERROR(filter_.Decide(job));
-  return filter_.Branch(
-      job, *job.loss_branch,
+  return BranchByDecision(
+      context_, job, *job.loss_branch,
       [&]() -> absl::Status {
         LOSSD_RETURN_IF_ERROR(ZeroDroppedMass(job, stream));
         LOSSD_RETURN_IF_ERROR(exact_.RowLoss(job));
@@ -49,8 +50,9 @@ absl::Status FilteredStoredPath::WeightGradient(const ChunkJob& job) {
   LOSSD_RETURN_IF_CUDA_ERROR(
       LaunchZeroDroppedRows(hidden, context_.keep, job.rows(), context_.device->compute()),
       "kernel over hidden states");
-  LOSSD_RETURN_IF_ERROR(filter_.Branch(
-      job, *job.weight_branch, [&] { return exact_.WeightGemm(job); }, [&] { return filter_.AddKept(job); }));
+  LOSSD_RETURN_IF_ERROR(BranchByDecision(
+      context_, job, *job.weight_branch, [&] { return exact_.WeightGemm(job); },
+      [&] { return filter_.AddKept(job); }));
   context_.accumulators->weight_is_zero = false;
   return absl::OkStatus();
 }

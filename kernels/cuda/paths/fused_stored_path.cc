@@ -50,19 +50,22 @@ absl::Status FusedStoredPath::Loss(const ChunkJob& job) {
 
 absl::Status FusedStoredPath::HiddenGradient(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));
-  return gradients_.HiddenGradient(job, Gradient());
+  return HiddenGemm(job);
 }
 
-// The rows' factors go into the hidden states.
 absl::Status FusedStoredPath::WeightGradient(const ChunkJob& job) {
+  LOSSD_RETURN_IF_ERROR(WeightGemm(job));
+  context_.accumulators->weight_is_zero = false;
+  return absl::OkStatus();
+}
+
+absl::Status FusedStoredPath::WeightGemm(const ChunkJob& job) const {
   const int64_t ld = context_.sizes.padded_hidden;
   const DeviceMatrix hidden = {job.hidden, context_.config.compute_dtype, ld, ld};
   LOSSD_RETURN_IF_CUDA_ERROR(
       LaunchScaleRows(hidden, rows_.factor, 1.0f, context_.keep, job.rows(), context_.device->compute()),
       "kernel over hidden states");
-  LOSSD_RETURN_IF_ERROR(gradients_.WeightGradient(job, Gradient()));
-  context_.accumulators->weight_is_zero = false;
-  return absl::OkStatus();
+  return gradients_.WeightGradient(job, Gradient());
 }
 
 absl::StatusOr<std::vector<Choice>> FusedStoredPath::Describe(const ChunkPlan& plan) {

@@ -12,7 +12,7 @@ namespace lossd::kernels::cuda {
 class FusedStoredPath final : public ChunkPath {
  public:
   explicit FusedStoredPath(const PathContext& context);
-  static bool Takes(const ChunkPlan& plan) { return !plan.filtered() && plan.fused(); }
+  static bool Takes(const ChunkPlan& plan) { return plan.exact() && plan.fused(); }
   static void Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims);
 
   absl::Status Prepare(const ChunkJob& job) override;
@@ -20,6 +20,13 @@ class FusedStoredPath final : public ChunkPath {
   absl::Status HiddenGradient(const ChunkJob& job) override;
   absl::Status WeightGradient(const ChunkJob& job) override;
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override;
+
+  // The steps of these phases, for paths that put others between them. Factors of the rows of exponentials in
+  // Region::kLogits:
+  const float* factors() const { return rows_.factor; }
+  absl::Status HiddenGemm(const ChunkJob& job) const { return gradients_.HiddenGradient(job, Gradient()); }
+  // Puts the rows' factors into job.hidden.
+  absl::Status WeightGemm(const ChunkJob& job) const;
 
  private:
   StoredGradient Gradient() const { return {context_.memory[Region::kLogits], rows_.factor}; }

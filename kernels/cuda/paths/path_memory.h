@@ -23,9 +23,10 @@ enum class Region : uint8_t {
   kRules,           // [chunk_rows] GradientRule
   kRunningRows,     // [chunk_rows] RunningRow
   kFusedRows,       // hopper::FusedRows
-  kFilter,          // the first group of FilterBuffers
+  kFilter,          // the first group of FilterBuffers or of SampleBuffers
+  kHotClasses,      // HotClasses; kept from chunk to chunk
 };
-inline constexpr size_t kRegions = 8;
+inline constexpr size_t kRegions = 9;
 
 // Bytes by region.
 class PathClaims {

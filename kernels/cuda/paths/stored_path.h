@@ -13,7 +13,7 @@ namespace lossd::kernels::cuda {
 class StoredPath final : public ChunkPath {
  public:
   explicit StoredPath(const PathContext& context);
-  static bool Takes(const ChunkPlan& plan) { return !plan.filtered() && !plan.fused(); }
+  static bool Takes(const ChunkPlan& plan) { return plan.exact() && !plan.fused(); }
   static void Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims);
 
   absl::Status Prepare(const ChunkJob& job) override;

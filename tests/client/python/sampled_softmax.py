@@ -42,36 +42,29 @@ def _mix(x: int) -> int:
     return x ^ x >> 31
 
 
-def _bits(low: int, high: int, numbers: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    h = numbers * np.uint32(0x9E3779B9) + np.uint32(low)
-    h = (h ^ h >> np.uint32(16)) * np.uint32(0x21F0AAAD)
-    h = (h ^ h >> np.uint32(15) ^ np.uint32(high)) * np.uint32(0x735A2D97)
-    return h ^ h >> np.uint32(15)
-
-
-def sample_numbers(head: str, step: int, microbatch: int, rows: int, classes: int) -> NDArray[np.float32]:
-    """omega [N, V] of the rows of a microbatch."""
+def row_numbers(head: str, step: int, microbatch: int, rows: int) -> NDArray[np.float64]:
+    """omega [N] of the rows of a microbatch."""
     seed = _mix(_mix(_xxh64(head.encode()) + step & _MASK) + microbatch & _MASK)
-    columns = np.arange(classes, dtype=np.uint32)
-    numbers = np.empty((rows, classes), np.float32)
-    for row in range(rows):
-        mixed = _mix(_mix(seed) + (row + 1) * 0x9E3779B97F4A7C15 & _MASK)
-        low, high = mixed & 0xFFFFFFFF, mixed >> 32
-        pairs = _bits(low, high, columns // np.uint32(2))
-        coarse = np.where(columns % 2 == 1, pairs >> np.uint32(16), pairs & np.uint32(0xFFFF))
-        # In double the sum is exact, and then rounded once, as by a fused multiply-add.
-        fine = _bits(low, high, ~columns).astype(np.float32).astype(float) * 2.0**-32
-        numbers[row] = (coarse + fine).astype(np.float32) * np.float32(2.0**-16)
-    return numbers
+    mixed = (_mix(_mix(seed) + (row + 1) * 0x9E3779B97F4A7C15 & _MASK) for row in range(rows))
+    return np.array([(each >> 40) * 2.0**-24 for each in mixed])
+
+
+def _ends(p: NDArray[Any], targets: NDArray[Any], threshold: float, omega: NDArray[Any]) -> NDArray[Any]:
+    """Where the interval of each class ends, relative to the first point."""
+    widths = np.where(np.arange(p.shape[1]) == targets[:, None], 0, np.minimum(p / threshold, 1))
+    return widths.cumsum(1) - omega[:, None]
 
 
 def sampled(p: NDArray[Any], targets: NDArray[Any], threshold: float, omega: NDArray[Any]) -> NDArray[Any]:
     """What counts instead of [N, V] probabilities: the target's and those from the threshold on as they are."""
+    ends = _ends(p, targets, threshold, omega)
+    passed = np.floor(ends)  # points that are passed at the end of the class, but for one
+    taken = np.diff(passed, axis=1, prepend=np.where(omega == 0, 0.0, -1.0)[:, None]) > 0
     keep = (p >= threshold) | (np.arange(p.shape[1]) == targets[:, None])
-    return np.where(keep, p, np.where(omega * threshold < p, threshold, 0))
+    return np.where(keep, p, np.where(taken, threshold, 0))
 
 
-def is_clear(p: NDArray[Any], threshold: float, omega: NDArray[Any]) -> bool:
-    """Whether no number is so close to what it decides that rounding to fp32 matters."""
-    undecided = (np.abs(omega * threshold - p) < 1e-5 * p) & (p < 1.01 * threshold)
-    return not undecided.any()
+def clear_rows(p: NDArray[Any], targets: NDArray[Any], threshold: float, omega: NDArray[Any]) -> NDArray[np.bool_]:
+    """[N]: the rows in which rounding to fp32 takes no other class."""
+    ends = _ends(p, targets, threshold, omega)
+    return np.asarray((np.abs(ends - np.round(ends)) > 4e-6 * (ends + 2)).all(1))

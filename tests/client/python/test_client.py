@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 from filtered_softmax import epsilon_among, filtered
-from sampled_softmax import is_clear, sample_numbers, sampled
+from sampled_softmax import clear_rows, row_numbers, sampled
 
 import lossd
 from lossd._arrays import as_targets
@@ -141,46 +141,49 @@ def test_filtered_gradients(client, make_head, problem):
 
 def test_sampled_gradients(client, make_head, problem):
     """In forward and in backward() against the rule with the same random numbers, which are written down in Python."""
-    hidden, targets = problem
+    hidden, all_targets = problem
     head = make_head(hidden_size=D, vocab_size=V)
     threshold, smoothing, z_loss = 0.02, 0.1, 1e-2
     z = logits(client, head, hidden)
-    _, lse, exact = cross_entropy(z, targets)
-    valid = targets != -100
-    onehot = np.arange(V) == targets[:, None]
-    p = (exact + onehot) * valid[:, None]
+    p = np.exp(z - z.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
     weight = client.read_tensor(head).astype(float)
     options = lossd.LossOptions(
         label_smoothing=smoothing, z_loss=z_loss, gradients="sampled", sample_threshold=threshold)
 
-    def numbers(first):  # of a microbatch whose numbers are far from what they decide
-        omegas = ((each, sample_numbers(head, 0, each, N, V)) for each in range(first, first + 100))
-        return next((each, omega) for each, omega in omegas if is_clear(p[valid], threshold, omega[valid]))
+    def targets_of(omega):  # of rows in which rounding changes nothing
+        clear = clear_rows(p, all_targets, threshold, omega)
+        assert clear.mean() > 0.5
+        return np.where(clear, all_targets, -100)
 
     def check(result, omega, gradient):
-        q = sampled(p, targets, threshold, omega) * valid[:, None]
+        targets = targets_of(omega)
+        valid = targets != -100
+        onehot = np.arange(V) == targets[:, None]
+        _, lse, _ = cross_entropy(z, targets)
         slope = (1 + 2 * z_loss * lse)[:, None]
-        dz = (slope * q - (1 - smoothing) * onehot - smoothing / V) * valid[:, None]
+        dz = slope * sampled(p, targets, threshold, omega) - (1 - smoothing) * onehot - smoothing / V
+        dz *= valid[:, None]
         np.testing.assert_allclose(result.grad_hidden, dz @ weight, atol=5e-6)
         np.testing.assert_allclose(gradient, dz.T @ hidden, atol=1e-4)
-        kappa = np.abs(slope)
         below = (p < threshold) & ~onehot & valid[:, None]
-        variance = (kappa**2 * p * (threshold - p))[below].sum()
+        variance = (slope**2 * p * (threshold - p))[below].sum()
         square = ((slope * p - onehot * (1 - smoothing))**2)[valid].sum()
         assert result.gradient_error == pytest.approx(np.sqrt(variance / square), rel=0.05)
 
-    id, omega = numbers(1)
+    omega = row_numbers(head, 0, 1, N)
+    targets = targets_of(omega)
     forward = client.compute_loss(head, hidden, targets, reduction="sum", options=options, streams=3, slice_bytes=2048,
-                                  step=0, id=id, accumulate=True, grad_hidden=True)
+                                  step=0, id=1, accumulate=True, grad_hidden=True)
     check(forward, omega, client.read_tensor(head, "weight", "gradient"))
-    again = client.compute_loss(head, hidden, targets, reduction="sum", options=options, streams=1, step=0, id=id,
+    again = client.compute_loss(head, hidden, targets, reduction="sum", options=options, streams=1, step=0, id=1,
                                 accumulate=True, grad_hidden=True)
-    assert again.repeated_rows == valid.sum()
+    assert again.repeated_rows == (targets != -100).sum()
     np.testing.assert_allclose(again.grad_hidden, forward.grad_hidden, atol=2e-6)
     client.zero_gradients(head, 0)
-    id, omega = numbers(1000)
-    client.compute_loss(head, hidden, targets, step=0, id=id, reduction="none", options=options, retain=True)
-    backward = client.backward(head, id, np.ones(N), hidden_size=D, step=0, accumulate=True, grad_hidden=True)
+    omega = row_numbers(head, 0, 1000, N)
+    client.compute_loss(head, hidden, targets_of(omega), step=0, id=1000, reduction="none", options=options, retain=True)
+    backward = client.backward(head, 1000, np.ones(N), hidden_size=D, step=0, accumulate=True, grad_hidden=True)
     check(backward, omega, client.read_tensor(head, "weight", "gradient"))
 
 

@@ -64,7 +64,6 @@ struct RowCandidates {
                 1.0f / result.inverse_sum,
                 target_dot,
                 0.0f,
-                0.0f,
                 0.0f};
   }
   __device__ __forceinline__ void Add(const CandidateColumns& list, int most, int column, float exponent) {
@@ -93,19 +92,14 @@ __device__ __forceinline__ void RankCandidates(const RowSelection& selection, co
 }
 
 template <bool kGeneral, int kThreads>
-__device__ __forceinline__ void SumCandidates(const RowSelection& selection, const float* sorted,
-                                              RowCandidates& row) {
-  const float kept_from = selection.epsilon * row.selected.total;
-  float sum = 0.0f, spread = 0.0f, kept = 0.0f;
+__device__ __forceinline__ void SumCandidates(const float* sorted, RowCandidates& row) {
+  float sum = 0.0f, spread = 0.0f;
   for (int i = threadIdx.x; i < row.count; i += kThreads) {
     const float e = Exp2(sorted[i]);
     sum += e;
     if (kGeneral && e > 0.0f) spread += e * sorted[i];
-    if (e >= kept_from) kept += e;
   }
   sum = BlockSum(sum, row.scratch);
-  __syncthreads();
-  kept = BlockSum(kept, row.scratch);
   if constexpr (kGeneral) {
     __syncthreads();
     spread = BlockSum(spread, row.scratch);
@@ -115,7 +109,6 @@ __device__ __forceinline__ void SumCandidates(const RowSelection& selection, con
   row.selected.count = row.count;
   row.selected.listed_sum = sum;
   row.selected.listed_spread = spread;
-  row.selected.kept = kept;
 }
 
 // The row's entry of the selection, from its candidates; or, if there are more than `most`, says that lists
@@ -128,7 +121,7 @@ __device__ __forceinline__ void SelectCandidates(const RowSelection& selection, 
   } else {
     RankCandidates<kThreads>(selection, list, row);
     __syncthreads();
-    SumCandidates<kGeneral, kThreads>(selection, list.sorted, row);
+    SumCandidates<kGeneral, kThreads>(list.sorted, row);
   }
   if (threadIdx.x == 0) selection.rows[index] = row.selected;
 }

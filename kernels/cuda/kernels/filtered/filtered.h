@@ -10,7 +10,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 
 #include "kernels/cuda/kernels/loss_rows.h"
 #include "kernels/decision.h"
@@ -40,7 +39,6 @@ struct SelectedRow {
   float target_dot;
   float listed_sum;  // of 2^d over the candidates, as stored
   float listed_spread;
-  float kept;  // the part of listed_sum that, as stored, reaches epsilon
 };
 
 struct RowSelection {
@@ -64,14 +62,9 @@ cudaError_t LaunchSelectRows(const SelectRowsParams& params, cudaStream_t stream
 
 // ---- decision ----
 
-// kTooManyCandidates if the candidates overflowed the pool, kTooMuchMass if the rows with a gradient would
-// drop more than max_dropped_mass on average (by the logits as stored), else kFiltered.
+// kTooManyCandidates if the candidates overflowed the pool, else kAsPlanned.
 struct DecideParams {
   RowSelection selection;
-  int64_t rows = 0;
-  const int32_t* with_gradient = nullptr;  // [rows]
-  // Mean of the rows with a gradient. No limit is infinite: what rounding makes of all of a row may exceed 1.
-  float max_dropped_mass = std::numeric_limits<float>::infinity();
   Decision* decision = nullptr;  // [1]
 };
 cudaError_t LaunchDecide(const DecideParams& params, cudaStream_t stream);

@@ -41,26 +41,9 @@ struct Division<4> {
 };
 
 template <typename T, int kVectors>
-__device__ __forceinline__ void StoreGradient(const FilterRowsParams& p, int64_t row, int vectors,
-                                              const Accumulator<T, kVectors>& gradient) {
-  constexpr int kSize = Vec<T>::kSize;
-#pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-    const int v = static_cast<int>(threadIdx.x + k * blockDim.x);
-    if (v >= vectors) continue;
-    float out[kSize];
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) out[i] = p.gradient_scale * gradient.sums[k][i];
-    if (p.gradient_dtype == DType::kFloat32) {
-      auto* to = static_cast<float*>(p.hidden_gradient) + row * p.ld + v * kSize;
-#pragma unroll
-      for (int i = 0; i < kSize; i += 4) {
-        *reinterpret_cast<float4*>(to + i) = make_float4(out[i], out[i + 1], out[i + 2], out[i + 3]);
-      }
-    } else {
-      reinterpret_cast<uint4*>(static_cast<T*>(p.hidden_gradient) + row * p.ld)[v] = Vec<T>::Pack(out);
-    }
-  }
+__device__ __forceinline__ void Store(const FilterRowsParams& p, int64_t row,
+                                      const Accumulator<T, kVectors>& gradient) {
+  StoreRow(gradient, p.gradient_scale, p.hidden_gradient, p.gradient_dtype, row, p.ld);
 }
 
 // What the block knows of its row before the candidates.
@@ -270,7 +253,7 @@ __global__ __launch_bounds__(Division<kVectors>::kThreads, Division<kVectors>::k
   Accumulator<T, kVectors> gradient;
   if (p.with_gradient[row] == 0) {
     if (threadIdx.x == 0) p.dropped_mass[row] = 0.0f;
-    if (p.hidden_gradient != nullptr) StoreGradient(p, row, vectors, gradient);
+    if (p.hidden_gradient != nullptr) Store(p, row, gradient);
     return;
   }
   const LogitMap<T, kGeneral> map(p.terms);
@@ -297,7 +280,7 @@ __global__ __launch_bounds__(Division<kVectors>::kThreads, Division<kVectors>::k
   } else {
     gradient = {};
   }
-  StoreGradient(p, row, vectors, gradient);
+  Store(p, row, gradient);
 }
 
 // ---- launch ----

@@ -1,4 +1,4 @@
-// The columns of a matrix row that each thread of a block has, and sums over them.
+// The columns of a matrix row that each thread of a block has, sums over them, and how they are stored.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_FILTERED_ROW_COLUMNS_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_FILTERED_ROW_COLUMNS_CUH_
 
@@ -66,6 +66,30 @@ struct Accumulator {
     }
   }
 };
+
+// scale times the sums as row `row` of a matrix [rows, ld] of `dtype`: T or fp32.
+template <typename T, int kVectors>
+__device__ __forceinline__ void StoreRow(const Accumulator<T, kVectors>& from, float scale, void* to, DType dtype,
+                                         int64_t row, int64_t ld) {
+  constexpr int kSize = Vec<T>::kSize;
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const int v = static_cast<int>(threadIdx.x + k * blockDim.x);
+    if (v >= static_cast<int>(ld / kSize)) continue;
+    float out[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) out[i] = scale * from.sums[k][i];
+    if (dtype == DType::kFloat32) {
+      auto* at = static_cast<float*>(to) + row * ld + v * kSize;
+#pragma unroll
+      for (int i = 0; i < kSize; i += 4) {
+        *reinterpret_cast<float4*>(at + i) = make_float4(out[i], out[i + 1], out[i + 2], out[i + 3]);
+      }
+    } else {
+      reinterpret_cast<uint4*>(static_cast<T*>(to) + row * ld)[v] = Vec<T>::Pack(out);
+    }
+  }
+}
 
 }  // namespace lossd::kernels::cuda
 

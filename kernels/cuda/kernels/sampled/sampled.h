@@ -1,0 +1,123 @@
+// Launchers of the kernels of sampled gradients: from a chunk's matrix of ds to a list of a few classes a row
+// that stands for it, to the predicted error, and to dx. dW comes from the list as that of filtered gradients
+// does (filtered/filtered.h). docs/math.md has the rule, docs/kernels/sampled.md the picture.
+//
+// All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
+#ifndef LOSSD_KERNELS_CUDA_KERNELS_SAMPLED_SAMPLED_H_
+#define LOSSD_KERNELS_CUDA_KERNELS_SAMPLED_SAMPLED_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <limits>
+
+#include "kernels/cuda/kernels/filtered/filtered.h"
+#include "kernels/cuda/kernels/loss_rows.h"
+#include "kernels/cuda/kernels/sampled/hot_classes.h"
+#include "kernels/decision.h"
+#include "kernels/dtype.h"
+
+namespace lossd::kernels::cuda {
+
+// Classes of a row at most, the target included.
+inline constexpr int kMaxRowSamples = 4096;
+// A chunk takes tau, or 2 tau, 4 tau, ... At the last level a row of a softmax takes 1 / (tau * 2^31) classes.
+inline constexpr int kSampleLevels = 32;
+
+struct SampleEntry {
+  int32_t column;
+  float value;  // dL/ds over (scale * gradient unit)
+};
+
+struct SampledRow {
+  int32_t begin;  // of its entries in the list
+  int32_t count;
+};
+
+// What the rows of a chunk tell each other; zero on entry.
+struct SampleCounters {
+  int32_t used;   // entries of the list
+  int32_t level;  // the chunk takes tau * 2^level
+  // Entries at each level, or more: of all rows, and of the row that has most. First only those of level 0.
+  unsigned long long totals[kSampleLevels];
+  int32_t most[kSampleLevels];
+};
+
+// The list of a chunk, and what is known of its rows.
+struct SampleList {
+  SampleEntry* entries = nullptr;  // [capacity]; those of a row in the order of classes
+  int32_t capacity = 0;            // at least the rows
+  SampledRow* rows = nullptr;      // [rows]
+  SampleCounters* counters = nullptr;
+  // [rows] each, over the gradient unit squared; 0 of rows without a gradient.
+  float* variance = nullptr;
+  float* square = nullptr;
+};
+
+// ---- selection ----
+
+// The part of ds that is multiplied as a dense matrix instead of being sampled. Hot classes have no entries.
+struct HotPart {
+  HotClasses classes;        // bits null: no such part
+  void* elements = nullptr;  // out: [rows, kHotClasses], columns of SampleRowsParams::elements
+  float* widths = nullptr;   // out: [rows], |element| times this is the probability of being taken, if below 1
+};
+
+struct SampleRowsParams {
+  // [rows, elements.ld]: row r times factors[r] (null: times 1) is dL/ds over (scale * gradient unit).
+  LogitMatrix elements;
+  const float* factors = nullptr;
+  LossTerms terms;
+  RowInputs in;
+  const float* lse = nullptr;              // [rows]
+  const float* omega = nullptr;            // [rows]
+  const int32_t* with_gradient = nullptr;  // [rows]; the others have no entries
+  float threshold = 0.0f;                  // tau
+  SampleList list;
+  HotPart hot;
+};
+// The list at the lowest level that fits, and that level. Reads the matrix once, or three times if the level
+// is not 0.
+cudaError_t LaunchSampleRows(const SampleRowsParams& params, cudaStream_t stream);
+
+// ---- decision ----
+
+// kTooMuchError if the predicted error of the rows with a gradient exceeds max_error.
+struct DecideSampledParams {
+  SampleList list;
+  int64_t rows = 0;
+  float threshold = 0.0f;
+  float max_error = std::numeric_limits<float>::infinity();
+  Decision* decision = nullptr;       // [1]
+  float* chosen_threshold = nullptr;  // [1]
+};
+cudaError_t LaunchDecideSampled(const DecideSampledParams& params, cudaStream_t stream);
+
+// ---- rows ----
+
+// hidden_gradient[r] = gradient_scale * (sum of value * weight[column] over r's entries - uniform part), where
+// the uniform part is coef_loss * smoothing / vocab * weight_sum. Also the entries of accumulated rows as
+// kept.keys and kept.coefs, each at the place that it has in the list.
+struct SampledHiddenParams {
+  SampleList list;
+  LossTerms terms;
+  RowInputs in;
+  DType dtype = DType::kBFloat16;          // of weight
+  const void* weight = nullptr;            // [vocab, ld]
+  int64_t ld = 0;                          // a multiple of 8; CanFilterRows()
+  const float* weight_sum = nullptr;       // [ld], sum of u_v w_v; null: no uniform part
+  void* hidden_gradient = nullptr;         // [rows, ld], or null: not wanted
+  DType gradient_dtype = DType::kFloat32;  // `dtype` or fp32
+  float gradient_scale = 1.0f;
+  const int32_t* accumulate = nullptr;  // [rows]; whose entries are kept
+  KeptList kept;                        // keys null: none wanted; without count
+  // Where dx begins: row r of `dense` [rows, ld] times dense_factors[r] (null: times 1). Null: at 0.
+  const float* dense = nullptr;
+  const float* dense_factors = nullptr;
+  int32_t* taken = nullptr;  // HotClasses::taken, to which the entries are added; or null
+};
+cudaError_t LaunchSampledHidden(const SampledHiddenParams& params, cudaStream_t stream);
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_KERNELS_SAMPLED_SAMPLED_H_

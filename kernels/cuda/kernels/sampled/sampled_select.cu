@@ -1,0 +1,488 @@
+// From a matrix of ds to the list of sampled gradients, one block a row, by the rule of docs/math.md. In units of
+// the threshold a class is as wide as w = min(|element| * relative / tau, 1), relative = |factor| / kappa; those
+// on which a point omega, omega + 1, ... falls are taken, and the target.
+//
+// 1. The row is divided into groups of 32 classes. A thread reads a group and leaves the sum of its widths in
+//    shared memory: three instructions an element.
+// 2. A scan over the groups says where each begins.
+// 3. Only groups on which a point falls are read again, a thread each, and gone through class by class.
+//
+// The sum of a row's widths is the number of its entries but for one, so whether the list has room for all rows
+// does not depend on chance. If it has not, another pass counts what the next levels (tau 2^level) need, and the
+// selection is repeated at the first level that fits.
+//
+// Bytes: V (2 or 4) a row, read once; three times if the level is not 0. Order: all sums fixed; entries of a row
+// are in the order of classes.
+#include <algorithm>
+
+#include "kernels/cuda/kernels/device_math.cuh"
+#include "kernels/cuda/kernels/row_loss_math.cuh"
+#include "kernels/cuda/kernels/sampled/sampled.h"
+#include "kernels/sampling.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kResident = 4;  // blocks of a multiprocessor
+constexpr int kGroup = 32;    // classes
+constexpr int kDecideThreads = 1024;
+// Levels whose entries are counted, one after the other; of those beyond, the row's sum says enough.
+constexpr int kCounted = 7;
+
+// ---- a row ----
+
+// What all threads know of their row.
+struct RowScale {
+  float kappa;      // over the gradient unit
+  float factor;     // of the elements
+  float relative;   // a over |element|
+  float threshold;  // of a
+  float width;      // w over |element|
+  int target;
+};
+
+// kappa, over the gradient unit.
+__device__ __forceinline__ float KappaOf(const SampleRowsParams& p, int64_t row, int target) {
+  const float c = p.in.coef_loss[row];
+  const float hard = ClassWeight(p.terms, target) * (1.0f - p.terms.smoothing);
+  const float share = p.terms.smoothing / static_cast<float>(p.terms.vocab);
+  const float softmax =
+      c * (hard + share * p.terms.class_weight_sum + 2.0f * p.terms.z_loss * p.lse[row]) + p.in.coef_lse[row];
+  return fabsf(softmax) + fabsf(p.in.coef_entropy[row]);
+}
+
+__device__ __forceinline__ RowScale ScaleOf(const SampleRowsParams& p, int64_t row, int level) {
+  RowScale s;
+  s.target = p.in.targets[row];
+  s.kappa = KappaOf(p, row, s.target);
+  s.factor = p.factors != nullptr ? p.factors[row] : 1.0f;
+  const float relative = fabsf(s.factor) / s.kappa;
+  s.relative = isfinite(relative) ? relative : 0.0f;  // no loss, or not finite: nothing but the target
+  s.threshold = ldexpf(p.threshold, level);
+  s.width = s.relative / s.threshold;
+  return s;
+}
+
+template <typename T>
+struct GroupOf {
+  static constexpr int kVectors = kGroup / Vec<T>::kSize;
+
+  uint4 raw[kVectors];  // 0 past the end of the row
+
+  __device__ __forceinline__ void Load(const T* row, int64_t ld, int group) {
+    const auto* vectors = reinterpret_cast<const uint4*>(row);
+    const int count = static_cast<int>(ld / Vec<T>::kSize);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int v = group * kVectors + i;
+      raw[i] = v < count ? __ldg(vectors + v) : make_uint4(0, 0, 0, 0);
+    }
+  }
+  // Calls body(index in the group, element).
+  template <typename Body>
+  __device__ __forceinline__ void ForEach(Body body) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float x[Vec<T>::kSize];
+      Vec<T>::Unpack(raw[i], x);
+#pragma unroll
+      for (int j = 0; j < Vec<T>::kSize; ++j) body(i * Vec<T>::kSize + j, x[j]);
+    }
+  }
+};
+
+// ---- shared memory ----
+
+// Groups of a thread lie side by side in the scan and apart in memory.
+__device__ __forceinline__ int At(int group) { return group + group / 32; }
+
+// Where each group begins, in widths; then the groups that are gone through, and what was taken of each.
+struct RowMemory {
+  float* begins;    // At(groups) + 1
+  int32_t* picked;  // [kMaxRowSamples]
+  uint32_t* taken;  // [kMaxRowSamples], a bit a class
+
+  __device__ __forceinline__ RowMemory(int32_t* memory, int groups)
+      : begins(reinterpret_cast<float*>(memory)),
+        picked(memory + At(groups) + 1),
+        taken(reinterpret_cast<uint32_t*>(picked + kMaxRowSamples)) {}
+  static size_t Bytes(int groups) {
+    return (static_cast<size_t>(groups + groups / 32 + 1) + 2 * kMaxRowSamples) * sizeof(int32_t);
+  }
+};
+
+struct Shared {
+  float floats[kWarps + 1];
+  int ints[kWarps + 1];
+  float scratch[33];
+  int begin;
+};
+
+// The sum of what the threads before this one have; total: of all. The same bits always.
+template <typename Number>
+__device__ __forceinline__ Number ScanBlock(Number own, Number* words, Number& total) {
+  const int lane = static_cast<int>(threadIdx.x & 31), warp = static_cast<int>(threadIdx.x >> 5);
+  Number upto = own;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset <<= 1) {
+    const Number before = __shfl_up_sync(0xffffffffu, upto, offset);
+    if (lane >= offset) upto += before;
+  }
+  __syncthreads();
+  if (lane == 31) words[warp] = upto;
+  __syncthreads();
+  Number first = 0;
+  total = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    if (w == warp) first = total;
+    total += words[w];
+  }
+  return first + (upto - own);
+}
+
+// ---- hot classes ----
+
+static_assert(kGroup == kHotGroup, "a word of bits is a group");
+
+// Takes the hot classes of a group out of its width, into the dense part; adds their squares to `square`.
+template <typename T>
+__device__ __forceinline__ float TakeHot(const HotPart& hot, const T* row, int64_t index, const RowScale& s,
+                                         int g, float width, float& square) {
+  uint32_t bits = __ldg(hot.classes.bits + g);
+  T* to = static_cast<T*>(hot.elements) + index * kHotClasses;
+  for (int slot = bits != 0 ? __ldg(hot.classes.bases + g) : 0; bits != 0; bits &= bits - 1, ++slot) {
+    const int column = g * kGroup + __ffs(static_cast<int>(bits)) - 1;
+    const T element = row[column];
+    to[slot] = element;
+    if (column == s.target) continue;  // it had no width
+    const float a = fabsf(static_cast<float>(element)) * s.relative;
+    width -= fminf(a / s.threshold, 1.0f);
+    square += a * a;
+  }
+  return fmaxf(width, 0.0f);
+}
+
+// What of a row's dense part belongs to no class.
+template <typename T>
+__device__ __forceinline__ void ClearHot(const HotPart& hot, int64_t index, int from) {
+  T* to = static_cast<T*>(hot.elements) + index * kHotClasses;
+  for (int slot = from + static_cast<int>(threadIdx.x); slot < kHotClasses; slot += kThreads) {
+    to[slot] = static_cast<T>(0.0f);
+  }
+}
+
+// ---- selection ----
+
+template <typename T>
+__device__ __forceinline__ float WidthOf(const GroupOf<T>& group, const RowScale& s, int masked) {
+  float sum[2] = {0.0f, 0.0f};
+  const float widest = 1.0f / s.width;
+  group.ForEach([&](int i, float x) {
+    if (masked < 0 || i != masked) sum[i & 1] += fminf(fabsf(x), widest);
+  });
+  return (sum[0] + sum[1]) * s.width;
+}
+
+// The widths of the groups, without target and hot classes. square: of what the thread has of hot classes.
+template <typename T>
+__device__ __forceinline__ void MeasureGroups(const SampleRowsParams& p, const T* row, int64_t index,
+                                              const RowScale& s, int groups, const RowMemory& memory,
+                                              float& square) {
+  const bool has_hot = p.hot.classes.bits != nullptr;
+  for (int g = static_cast<int>(threadIdx.x); g < groups; g += kThreads) {
+    GroupOf<T> group;
+    group.Load(row, p.elements.ld, g);
+    float width = 0.0f;
+    if (s.width > 0.0f) {
+      width = g == s.target / kGroup ? WidthOf(group, s, s.target % kGroup) : WidthOf(group, s, -1);
+    }
+    if (has_hot) width = TakeHot(p.hot, row, index, s, g, width, square);
+    memory.begins[At(g)] = width;
+  }
+  __syncthreads();
+}
+
+// Where the groups begin; returns the row's width.
+__device__ __forceinline__ float PlaceGroups(int groups, const RowMemory& memory, Shared& shared) {
+  const int each = (groups + kThreads - 1) / kThreads;
+  const int first = min(static_cast<int>(threadIdx.x) * each, groups), last = min(first + each, groups);
+  float own = 0.0f;
+  for (int g = first; g < last; ++g) own += memory.begins[At(g)];
+  float total;
+  float begin = ScanBlock(own, shared.floats, total);
+  for (int g = first; g < last; ++g) {
+    const float width = memory.begins[At(g)];
+    memory.begins[At(g)] = begin;
+    begin += width;
+  }
+  if (threadIdx.x == 0) memory.begins[At(groups)] = total;
+  __syncthreads();
+  return total;
+}
+
+// Whether a point falls on the group, or may. What is as wide as a point's distance always has one.
+__device__ __forceinline__ bool IsPicked(const RowMemory& memory, int g, const RowScale& s, float omega) {
+  const float begin = memory.begins[At(g)], end = memory.begins[At(g + 1)];
+  return floorf(end - omega) > floorf(begin - omega) || end - begin > 0.99f || g == s.target / kGroup;  // the target is taken anyway
+}
+
+// The groups that are gone through, in order; returns how many.
+__device__ __forceinline__ int PickGroups(const RowScale& s, float omega, int groups, const RowMemory& memory,
+                                          Shared& shared) {
+  const int each = (groups + kThreads - 1) / kThreads;
+  const int first = min(static_cast<int>(threadIdx.x) * each, groups), last = min(first + each, groups);
+  int own = 0;
+  for (int g = first; g < last; ++g) own += IsPicked(memory, g, s, omega) ? 1 : 0;
+  int total;
+  int at = ScanBlock(own, shared.ints, total);
+  for (int g = first; g < last; ++g) {
+    if (!IsPicked(memory, g, s, omega)) continue;
+    if (at < kMaxRowSamples) memory.picked[at] = g;
+    ++at;
+  }
+  __syncthreads();
+  return min(total, kMaxRowSamples);
+}
+
+// The classes of a group that are taken, a bit each.
+template <typename T>
+__device__ __forceinline__ uint32_t TakenOf(const SampleRowsParams& p, const GroupOf<T>& group,
+                                            const RowScale& s, float omega, float begin, int g) {
+  const int target = s.target - g * kGroup;
+  const uint32_t hot = p.hot.classes.bits != nullptr ? __ldg(p.hot.classes.bits + g) : 0;
+  const int classes = static_cast<int>(p.elements.classes) - g * kGroup;
+  SystematicSampler<float> sampler(omega, begin);
+  uint32_t taken = 0;
+  group.ForEach([&](int i, float x) {
+    if ((hot >> i & 1) != 0) return;
+    if (i == target || (i < classes && sampler.Take(fabsf(x) * s.width))) taken |= 1u << i;
+  });
+  return taken;
+}
+
+// What an element counts, over the gradient unit.
+__device__ __forceinline__ float ValueOf(const RowScale& s, bool target, float element) {
+  const float value = element * s.factor;
+  const float size = fabsf(element) * s.relative;
+  return target || size >= s.threshold ? value : copysignf(s.threshold * s.kappa, value);
+}
+
+// Writes the entries of the picked groups from `begin` on. Returns the thread's part of the estimates of
+// variance and square over kappa squared, without the target's.
+template <typename T>
+__device__ __forceinline__ float2 WriteEntries(const SampleList& to, const T* row, const RowScale& s, int picked,
+                                               int begin, const RowMemory& memory, Shared& shared) {
+  float2 sums = make_float2(0.0f, 0.0f);
+  for (int round = 0; round < picked; round += kThreads) {
+    const int i = round + static_cast<int>(threadIdx.x);
+    uint32_t taken = i < picked ? memory.taken[i] : 0;
+    int total;
+    int at = begin + ScanBlock(__popc(taken), shared.ints, total);
+    begin += total;
+    for (; taken != 0; taken &= taken - 1, ++at) {
+      const int column = memory.picked[i] * kGroup + __ffs(static_cast<int>(taken)) - 1;
+      const float element = static_cast<float>(row[column]);
+      const bool is_target = column == s.target;
+      if (at < to.capacity) to.entries[at] = {column, ValueOf(s, is_target, element)};
+      if (is_target) continue;
+      const float a = fabsf(element) * s.relative;
+      if (a < s.threshold) sums.x += s.threshold * (s.threshold - a);
+      sums.y += a * fmaxf(a, s.threshold);
+    }
+  }
+  return sums;
+}
+
+__device__ __forceinline__ void WriteErrors(const SampleList& to, int64_t row, const RowScale& s, float target,
+                                            float2 sums, Shared& shared) {
+  const float variance = BlockSum(sums.x, shared.scratch);
+  __syncthreads();
+  const float square = BlockSum(sums.y, shared.scratch);
+  if (threadIdx.x != 0) return;
+  const float value = target * s.factor;
+  const float kappa_square = s.kappa * s.kappa;
+  to.variance[row] = variance > 0.0f ? variance * kappa_square : 0.0f;
+  to.square[row] = (square > 0.0f ? square * kappa_square : 0.0f) + value * value;
+}
+
+// Entries that a row of this width has at most: its points, the target, and what rounding may add.
+__device__ __forceinline__ int MostEntries(float width) { return static_cast<int>(fminf(width, 1e9f)) + 3; }
+
+template <typename T>
+__global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
+    const __grid_constant__ SampleRowsParams p, int groups, bool again) {
+  extern __shared__ int32_t shared_memory[];
+  __shared__ Shared shared;
+  const SampleList& to = p.list;
+  const int level = again ? to.counters->level : 0;
+  if (again && level == 0) return;
+  const int64_t row = blockIdx.x;
+  const bool has_hot = p.hot.classes.bits != nullptr;
+  if (p.with_gradient[row] == 0) {
+    if (threadIdx.x == 0) {
+      to.rows[row] = {-1, 0};
+      to.variance[row] = to.square[row] = 0.0f;
+      if (has_hot) p.hot.widths[row] = 0.0f;
+    }
+    if (has_hot) ClearHot<T>(p.hot, row, 0);
+    return;
+  }
+  const RowMemory memory(shared_memory, groups);
+  const T* elements = static_cast<const T*>(p.elements.data) + row * p.elements.ld;
+  const RowScale s = ScaleOf(p, row, level);
+  const float omega = p.omega[row];
+  float hot_square = 0.0f;
+  MeasureGroups(p, elements, row, s, groups, memory, hot_square);
+  if (has_hot) {
+    ClearHot<T>(p.hot, row, *p.hot.classes.count);
+    if (threadIdx.x == 0) p.hot.widths[row] = s.width;
+  }
+  const float width = PlaceGroups(groups, memory, shared);
+  const int most = MostEntries(width);
+  if (!again && threadIdx.x == 0) {
+    atomicAdd(to.counters->totals, static_cast<unsigned long long>(most));
+    atomicMax(to.counters->most, most);
+  }
+  if (most > kMaxRowSamples) {  // the chunk takes another level
+    if (threadIdx.x == 0) to.rows[row] = {0, 0};
+    return;
+  }
+  const int picked = PickGroups(s, omega, groups, memory, shared);
+  int count = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < picked; i += kThreads) {
+    const int g = memory.picked[i];
+    GroupOf<T> group;
+    group.Load(elements, p.elements.ld, g);
+    memory.taken[i] = TakenOf(p, group, s, omega, memory.begins[At(g)], g);
+    count += __popc(memory.taken[i]);
+  }
+  int total;
+  ScanBlock(count, shared.ints, total);
+  if (threadIdx.x == 0) {
+    shared.begin = atomicAdd(&to.counters->used, total);
+    to.rows[row] = {shared.begin, total};
+  }
+  __syncthreads();
+  float2 sums = WriteEntries(to, elements, s, picked, shared.begin, memory, shared);
+  sums.y += hot_square;
+  WriteErrors(to, row, s, static_cast<float>(elements[s.target]), sums, shared);
+}
+
+// ---- levels ----
+
+// Nothing if all rows fit at level 0. Counts what they need at the next levels.
+template <typename T>
+__global__ __launch_bounds__(kThreads) void CountLevelsKernel(const __grid_constant__ SampleRowsParams p,
+                                                              int groups) {
+  __shared__ float scratch[33];
+  SampleCounters& counters = *p.list.counters;
+  if (counters.level == 0) return;
+  const int64_t row = blockIdx.x;
+  if (p.with_gradient[row] == 0) return;
+  const T* elements = static_cast<const T*>(p.elements.data) + row * p.elements.ld;
+  const RowScale s = ScaleOf(p, row, 0);
+  float widths[kCounted] = {};  // of levels 1, 2, ..., in units of tau
+  float sum = 0.0f;
+  for (int g = static_cast<int>(threadIdx.x); g < groups; g += kThreads) {
+    GroupOf<T> group;
+    group.Load(elements, p.elements.ld, g);
+    const uint32_t hot = p.hot.classes.bits != nullptr ? __ldg(p.hot.classes.bits + g) : 0;
+    group.ForEach([&](int i, float x) {
+      const float w = (hot >> i & 1) != 0 ? 0.0f : fabsf(x) * s.width;
+      sum += w;
+#pragma unroll
+      for (int k = 0; k < kCounted; ++k) widths[k] += fminf(w, static_cast<float>(2 << k));
+    });
+  }
+  for (int level = 1; level < kSampleLevels; ++level) {
+    float width = sum;
+#pragma unroll
+    for (int k = 0; k < kCounted; ++k) {
+      if (level == k + 1) width = widths[k];
+    }
+    if (level <= kCounted + 1) {
+      __syncthreads();
+      width = BlockSum(width, scratch);
+      if (level == kCounted + 1) sum = width;
+    }
+    const int most = MostEntries(ldexpf(width, -level));
+    if (threadIdx.x != 0) continue;
+    atomicAdd(counters.totals + level, static_cast<unsigned long long>(most));
+    atomicMax(counters.most + level, most);
+  }
+}
+
+// One warp. known: levels whose counts are known.
+__global__ void ChooseLevelKernel(SampleList list, int known) {
+  const int lane = static_cast<int>(threadIdx.x);
+  SampleCounters& counters = *list.counters;
+  if (known > 1 && counters.level == 0) return;
+  const bool fits = lane < known &&
+                    counters.totals[lane] <= static_cast<unsigned long long>(list.capacity) &&
+                    counters.most[lane] <= kMaxRowSamples;
+  const unsigned levels = __ballot_sync(0xffffffffu, fits);
+  if (lane != 0) return;
+  counters.level = levels != 0 ? __ffs(static_cast<int>(levels)) - 1 : kSampleLevels - 1;
+  if (counters.level > 0) counters.used = 0;
+}
+static_assert(kSampleLevels == 32, "a warp has one lane for each");
+
+// ---- decision ----
+
+// One block.
+__global__ void DecideSampledKernel(const __grid_constant__ DecideSampledParams p) {
+  __shared__ float scratch[33];
+  float variance = 0.0f, square = 0.0f;
+  for (int64_t r = threadIdx.x; r < p.rows; r += kDecideThreads) {
+    variance += p.list.variance[r];
+    square += p.list.square[r];
+  }
+  variance = BlockSum(variance, scratch);
+  __syncthreads();
+  square = BlockSum(square, scratch);
+  if (threadIdx.x != 0) return;
+  const bool too_much = variance > p.max_error * p.max_error * square;
+  *p.decision = too_much ? Decision::kTooMuchError : Decision::kAsPlanned;
+  *p.chosen_threshold = ldexpf(p.threshold, p.list.counters->level);
+}
+
+template <typename T>
+cudaError_t Launch(const SampleRowsParams& p, cudaStream_t stream) {
+  auto* kernel = SampleRowsKernel<T>;
+  const auto groups = static_cast<int>((p.elements.classes + kGroup - 1) / kGroup);
+  const size_t shared = RowMemory::Bytes(groups);
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 static_cast<int>(shared));
+  if (error != cudaSuccess) return error;
+  const auto rows = static_cast<unsigned>(p.in.rows);
+  kernel<<<rows, kThreads, shared, stream>>>(p, groups, false);
+  ChooseLevelKernel<<<1, kSampleLevels, 0, stream>>>(p.list, 1);
+  CountLevelsKernel<T><<<rows, kThreads, 0, stream>>>(p, groups);
+  ChooseLevelKernel<<<1, kSampleLevels, 0, stream>>>(p.list, kSampleLevels);
+  kernel<<<rows, kThreads, shared, stream>>>(p, groups, true);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t LaunchSampleRows(const SampleRowsParams& params, cudaStream_t stream) {
+  if (params.in.rows == 0) return cudaSuccess;
+  switch (params.elements.dtype) {
+    case DType::kFloat32:
+      return Launch<float>(params, stream);
+    case DType::kFloat16:
+      return Launch<__half>(params, stream);
+    case DType::kBFloat16:
+      return Launch<__nv_bfloat16>(params, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t LaunchDecideSampled(const DecideSampledParams& params, cudaStream_t stream) {
+  DecideSampledKernel<<<1, kDecideThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace lossd::kernels::cuda

@@ -1,0 +1,20 @@
+// What a chunk goes on with when the device has decided whether it is exact (kernels/decision.h).
+#ifndef LOSSD_KERNELS_CUDA_PATHS_DECISION_BRANCH_H_
+#define LOSSD_KERNELS_CUDA_PATHS_DECISION_BRANCH_H_
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "kernels/cuda/device/device_branch.h"
+#include "kernels/cuda/paths/chunk_path.h"
+
+namespace lossd::kernels::cuda {
+
+// Enqueues on the device's compute stream what `exact` enqueues if job.decision is to be exact, else what
+// `planned` does. As DeviceBranch::Enqueue(). Driven by the backend's thread.
+absl::Status BranchByDecision(const PathContext& context, const ChunkJob& job, DeviceBranch& branch,
+                              absl::FunctionRef<absl::Status()> exact,
+                              absl::FunctionRef<absl::Status()> planned);
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_PATHS_DECISION_BRANCH_H_

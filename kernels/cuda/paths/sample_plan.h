@@ -1,0 +1,59 @@
+// The memory that sampled gradients take on the GPU. Pure functions; thread-safe.
+#ifndef LOSSD_KERNELS_CUDA_PATHS_SAMPLE_PLAN_H_
+#define LOSSD_KERNELS_CUDA_PATHS_SAMPLE_PLAN_H_
+
+#include <cstdint>
+
+#include "kernels/cuda/device/device_memory.h"
+#include "kernels/cuda/kernels/sampled/hot_classes.h"
+#include "kernels/cuda/kernels/sampled/sampled.h"
+#include "kernels/cuda/paths/filter_plan.h"
+#include "kernels/cuda/paths/kept_buffers.h"
+
+namespace lossd::kernels::cuda {
+
+// Entries, per row on average, that a chunk with this threshold has room for, but kLeastSamples if its rows are
+// few. Rows with the softmax of a trained model take 136 at 2^-10, 212 at 2^-11 and 328 at 2^-12; what takes
+// more gets a larger threshold.
+int64_t PooledSamples(float threshold);
+inline constexpr int64_t kMostPooledSamples = 416;
+inline constexpr int64_t kLeastSamples = int64_t{16} * kMaxRowSamples;
+
+// Room of a chunk with so many rows. `shape`: of the head.
+int64_t SampleCapacity(const FilterShape& shape, int64_t rows, float threshold);
+
+struct SampleBuffers {
+  SampledRow* rows = nullptr;  // [chunk_rows]
+  SampleCounters* counters = nullptr;
+  RunCounters* runs = nullptr;
+  // In the memory of dx, while the matrix is still read and dx not yet written.
+  SampleEntry* listed = nullptr;  // [capacity]
+  void* hot_listed = nullptr;     // [chunk_rows, kHotClasses] compute dtype
+  // In the memory of the matrix: a chunk that is known to be sampled reads it no more.
+  SampleEntry* entries = nullptr;  // [capacity], the same again
+  KeptBuffers kept;
+  // Of hot classes; null unless HasHotClasses().
+  float* hot_widths = nullptr;           // [chunk_rows]
+  void* hot_elements = nullptr;          // [chunk_rows, kHotClasses], hot_listed again
+  void* hot_weight = nullptr;            // [kHotClasses, padded_hidden] compute dtype
+  float* hot_hidden = nullptr;           // [chunk_rows, padded_hidden]
+  float* hot_weight_gradient = nullptr;  // [kHotClasses, padded_hidden]
+  float* hot_bias_gradient = nullptr;    // [kHotClasses]
+  float* hot_partials = nullptr;         // ColumnSumScratch(kHotClasses)
+
+  static SampleBuffers Carve(const FilterShape& shape, Carver& own, Carver& hidden, Carver& logits);
+};
+
+// Whether the vocabulary is large enough for some classes to be worth a dense product of their own.
+bool HasHotClasses(const FilterShape& shape);
+// Rows of a chunk that are enough for that.
+inline constexpr int64_t kLeastHotRows = 1024;
+// How often a class has to be taken by a chunk of so many rows, to be hot: gathering an entry takes as long as
+// the dense products of about 90 of 8192 rows (H200).
+float LeastTaken(int64_t rows);
+
+HotClasses CarveHotClasses(const FilterShape& shape, Carver& carver);
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_PATHS_SAMPLE_PLAN_H_

@@ -1,0 +1,68 @@
+// Sampled gradients of a chunk whose logits are stored (docs/kernels/sampled.md). The chunk begins as an exact
+// one, FusedStoredPath's or StoredPath's, which leaves a matrix of ds. From it a list of few classes a row is
+// taken; with `auto` the device decides by the predicted error whether the list or the matrix becomes dx and
+// dW. What follows the decision works in the memory of the matrix.
+#ifndef LOSSD_KERNELS_CUDA_PATHS_SAMPLED_STORED_PATH_H_
+#define LOSSD_KERNELS_CUDA_PATHS_SAMPLED_STORED_PATH_H_
+
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "kernels/cuda/paths/chunk_path.h"
+#include "kernels/cuda/paths/fused_stored_path.h"
+#include "kernels/cuda/paths/gemm_shapes.h"
+#include "kernels/cuda/paths/sample_plan.h"
+#include "kernels/cuda/paths/stored_path.h"
+
+namespace lossd::kernels::cuda {
+
+class SampledStoredPath final : public ChunkPath {
+ public:
+  explicit SampledStoredPath(const PathContext& context);
+  static bool Takes(const ChunkPlan& plan) { return plan.sampled(); }
+  static void Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims);
+
+  absl::Status Prepare(const ChunkJob& job) override;
+  absl::Status Loss(const ChunkJob& job) override;
+  absl::Status HiddenGradient(const ChunkJob& job) override;
+  absl::Status WeightGradient(const ChunkJob& job) override;
+  absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override;
+  std::vector<Choice> DescribeRoom(const ChunkPlan& plan) const override;
+
+ private:
+  int64_t CapacityOf(const ChunkJob& job) const;
+  SampleList ListOf(const ChunkJob& job) const;
+  // The list and the decision.
+  absl::Status Sample(const ChunkJob& job);
+  // What `exact` enqueues if the chunk is to be exact, else what `sampled` does.
+  absl::Status Branch(const ChunkJob& job, DeviceBranch& branch, absl::FunctionRef<absl::Status()> exact,
+                      absl::FunctionRef<absl::Status()> sampled) const;
+  // dx, if it is wanted, and the entries of dW.
+  absl::Status GatherRows(const ChunkJob& job) const;
+  absl::Status CopyLists(const ChunkJob& job) const;
+  absl::Status AddKept(const ChunkJob& job) const;
+
+  // Hot classes.
+  bool UsesHot(const ChunkJob& job) const;
+  GemmShape HotHiddenShape(const ChunkJob& job) const;
+  GemmShape HotWeightShape(const ChunkJob& job) const;
+  HotPart HotPartOf(const ChunkJob& job) const;
+  const float* Factors(const ChunkJob& job) const;  // of the rows of the matrix, or null
+  absl::Status BeginHot(const ChunkJob& job);
+  absl::Status MultiplyHotHidden(const ChunkJob& job) const;
+  absl::Status AddHot(const ChunkJob& job) const;
+  absl::Status ChooseHot(const ChunkJob& job) const;
+
+  const PathContext& context_;
+  const GemmShapes shapes_;
+  FusedStoredPath fused_;
+  StoredPath stored_;
+  SampleBuffers buffers_;
+  HotClasses hot_;
+  int64_t hot_bytes_ = 0;
+  bool knows_hot_ = false;
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_PATHS_SAMPLED_STORED_PATH_H_
