@@ -70,8 +70,8 @@ void NormBackward(const Head& head, const NormedRow& row, const Gradient& grad_y
       const double slope = head.norm_gain[j] * (identity - mean_part - scale_part);
       value += grad_y.value[j] * slope;
       deviation += std::sqrt(grad_y.variance[j]) * std::fabs(slope);
-      magnitude += grad_y.magnitude[j] * std::fabs(head.norm_gain[j]) *
-                   (identity + mean_part + std::fabs(scale_part));
+      magnitude +=
+          grad_y.magnitude[j] * std::fabs(head.norm_gain[j]) * (identity + mean_part + std::fabs(scale_part));
     }
     grad_x.value[begin + i] = value * row.inverse_deviation;
     grad_x.magnitude[begin + i] = magnitude * row.inverse_deviation;
@@ -202,18 +202,19 @@ double SampleScale(const LossOptions& options, const ClassWeights& u, double u_s
   return std::fabs(k + upstream.lse) + std::fabs(upstream.entropy);
 }
 
-// Takes the class or not, if it is below `least`: `d` becomes what counts instead. Returns its variance.
-double SampleClass(double least, SampleKey key, size_t v, ClassGradient& d) {
+// The next class of the row is taken or not: `d` becomes what counts instead. Returns its variance. A class
+// of size `least` is as wide as the points are apart.
+double SampleClass(double least, SystematicSampler<double>& sampler, ClassGradient& d) {
   const double size = std::fabs(d.value);
+  const bool taken = sampler.Take(least > 0.0 ? size / least : 1.0);
   if (size >= least) return 0.0;
-  const double omega = static_cast<double>(SampleOf(key, static_cast<uint32_t>(v)));
-  d.value = omega * least < size ? std::copysign(least, d.value) : 0.0;
+  d.value = taken ? std::copysign(least, d.value) : 0.0;
   d.magnitude = std::fabs(d.value);
   return size * (least - size);
 }
 
 LogitGradient ComputeLogitGradient(const LossOptions& options, const ClassWeights& u, const Softmax& soft,
-                                   size_t target, const Upstream& upstream, SampleKey key) {
+                                   size_t target, const Upstream& upstream, float omega) {
   const size_t v_count = soft.z.size();
   const bool sampled = options.gradients == Gradients::kSampled || options.gradients == Gradients::kAuto;
   const double scale = static_cast<double>(options.logit_scale);
@@ -223,6 +224,7 @@ LogitGradient ComputeLogitGradient(const LossOptions& options, const ClassWeight
   row.gradient = Zeros(v_count);
   if (sampled) row.sample_scale = SampleScale(options, u, u_sum, soft, target, upstream);
   const double least = static_cast<double>(options.sample_threshold) * row.sample_scale;
+  SystematicSampler<double> sampler(static_cast<double>(omega));
   for (size_t v = 0; v < v_count; ++v) {
     ClassGradient d = ComputeClassGradient(options, u, u_sum, soft, target, upstream, v);
     if (options.softcap > 0.0f || v == target) {
@@ -232,7 +234,7 @@ LogitGradient ComputeLogitGradient(const LossOptions& options, const ClassWeight
     }
     double variance = 0.0;
     if (sampled) row.squared_gradient += d.value * d.value;
-    if (sampled && v != target) variance = SampleClass(least, key, v, d);
+    if (sampled && v != target) variance = SampleClass(least, sampler, d);
     row.sampling_variance += variance;
     row.gradient.value[v] = scale * (d.value + d.uniform);
     row.gradient.magnitude[v] = std::fabs(scale) * (d.magnitude + std::fabs(d.uniform));
@@ -329,8 +331,8 @@ Result Compute(const Head& head, const LossOptions& options, const Rows& rows, P
     result.dropped_mass[n] = DroppedMass(options, soft, target);
 
     const Upstream upstream = UpstreamOf(rows, n);
-    const SampleKey key = SampleKeyOf(rows.sample_seed, static_cast<uint64_t>(rows.first_row) + n);
-    const LogitGradient ds = ComputeLogitGradient(options, u, soft, target, upstream, key);
+    const float omega = SampleOf(rows.sample_seed, static_cast<uint64_t>(rows.first_row) + n);
+    const LogitGradient ds = ComputeLogitGradient(options, u, soft, target, upstream, omega);
     result.sample_scale[n] = ds.sample_scale;
     result.sampling_variance[n] = ds.sampling_variance;
     result.squared_gradient[n] = ds.squared_gradient;
@@ -347,30 +349,34 @@ Result Compute(const Head& head, const LossOptions& options, const Rows& rows, P
   return result;
 }
 
-SampledClasses ComputeSampledClasses(const Head& head, const LossOptions& options, const Rows& rows) {
+std::vector<double> SampleClearances(const Head& head, const LossOptions& options, const Rows& rows) {
   const size_t v_count = static_cast<size_t>(head.config.vocab_size);
   const size_t d_count = static_cast<size_t>(head.config.hidden_size);
   const ClassWeights u{head, options.use_class_weights};
   double u_sum = 0.0;
   for (size_t v = 0; v < v_count; ++v) u_sum += u[v];
-  SampledClasses classes;
-  classes.size.assign(rows.targets.size() * v_count, std::numeric_limits<double>::infinity());
-  classes.error = classes.size;
+  std::vector<double> clearances(rows.targets.size(), std::numeric_limits<double>::infinity());
   for (size_t n = 0; n < rows.targets.size(); ++n) {
     if (rows.targets[n] == kIgnoredTarget) continue;
     const size_t target = static_cast<size_t>(rows.targets[n]);
     const Softmax soft = ComputeSoftmax(head, options, ApplyNorm(head, &rows.hidden[n * d_count]).y);
     const Upstream upstream = UpstreamOf(rows, n);
-    const double kappa = SampleScale(options, u, u_sum, soft, target, upstream);
-    for (size_t v = 0; v < v_count; ++v) {
-      if (v == target || kappa == 0.0) continue;
+    const double least = static_cast<double>(options.sample_threshold) *
+                         SampleScale(options, u, u_sum, soft, target, upstream);
+    const float omega = SampleOf(rows.sample_seed, static_cast<uint64_t>(rows.first_row) + n);
+    double end = 1.0 - static_cast<double>(omega);  // of the class, relative to the points
+    double error = 0.0;                             // of `end`
+    for (size_t v = 0; v < v_count && least > 0.0; ++v) {
+      if (v == target) continue;
       const ClassGradient d = ComputeClassGradient(options, u, u_sum, soft, target, upstream, v);
       const double uniform = options.softcap > 0.0f ? d.uniform : 0.0;
-      classes.size[n * v_count + v] = std::fabs(d.value + uniform) / kappa;
-      classes.error[n * v_count + v] = (d.magnitude + d.uncapped + 2.0 * std::fabs(uniform)) / kappa;
+      const double width = std::fabs(d.value + uniform) / least;
+      end += std::min(width, 1.0);
+      if (width < 1.01) error += (d.magnitude + d.uncapped + 2.0 * std::fabs(uniform)) / least;
+      if (error > 0.0) clearances[n] = std::min(clearances[n], std::fabs(end - std::round(end)) / error);
     }
   }
-  return classes;
+  return clearances;
 }
 
 std::vector<double> Probabilities(const Head& head, const LossOptions& options, const Rows& rows) {

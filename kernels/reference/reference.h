@@ -40,7 +40,8 @@ struct Rows {
 
 // A gradient and, element by element, the sum of the absolute values of the terms it is made of: rounding
 // errors of a computation in floating point are proportional to it. And the variance that sampling gives each
-// element: of sampled gradients the exact one or, through a norm, a bound on it; else 0.
+// element if classes are drawn independently: of sampled gradients; else 0. Through a norm it is a bound on
+// it.
 struct Gradient {
   std::vector<double> value;
   std::vector<double> magnitude;
@@ -88,13 +89,9 @@ ParamGradients ZeroGradients(const HeadConfig& config);
 // as a whole decides (kAuto, WhyExact) is the caller's: kAuto is computed as kSampled.
 Result Compute(const Head& head, const LossOptions& options, const Rows& rows, ParamGradients* gradients);
 
-// What sampling compares with random numbers, [N, V] each; infinite where nothing is decided (targets, ignored
-// rows, rows with kappa = 0).
-struct SampledClasses {
-  std::vector<double> size;   // a of docs/math.md
-  std::vector<double> error;  // of `size`, if every logit is off by 1
-};
-SampledClasses ComputeSampledClasses(const Head& head, const LossOptions& options, const Rows& rows);
+// [N]: the least error of all logits of a row, all the same way, that can take another class of it in the
+// place of one that was taken; infinite if none can.
+std::vector<double> SampleClearances(const Head& head, const LossOptions& options, const Rows& rows);
 
 // p [N, V] of the rows; of ignored rows too.
 std::vector<double> Probabilities(const Head& head, const LossOptions& options, const Rows& rows);

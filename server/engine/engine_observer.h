@@ -28,7 +28,7 @@ struct ChunkReport {
   int64_t valid_rows = 0;  // of them, those with a target
   // How its gradients were computed: kExact, kFiltered or kSampled (kernels::Chunk::gradients).
   kernels::Gradients gradients = kernels::Gradients::kExact;
-  double dropped_mass = 0.0;     // probability left out of its gradients, summed over its valid rows
+  double dropped_mass = 0.0;  // probability left out of its gradients, summed over its valid rows
   // Of sampled gradients, as in kernels::SliceSums, summed over its valid rows.
   double sampling_variance = 0.0;
   double squared_gradient = 0.0;

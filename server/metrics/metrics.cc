@@ -78,14 +78,16 @@ struct Metrics::EngineSeries {
       chunk_rows.Add(GradientsLabel(Gradients::kFiltered), RowBuckets());
   prometheus::Histogram& sampled_chunk_rows =
       chunk_rows.Add(GradientsLabel(Gradients::kSampled), RowBuckets());
-  prometheus::Family<prometheus::Counter>& chunks = CounterFamily(
-      registry, "lossd_chunks_total", "Chunks computed, by how their gradients were: exact, filtered, sampled.");
+  prometheus::Family<prometheus::Counter>& chunks =
+      CounterFamily(registry, "lossd_chunks_total",
+                    "Chunks computed, by how their gradients were: exact, filtered, sampled.");
   prometheus::Counter& exact_chunks = chunks.Add(GradientsLabel(Gradients::kExact));
   prometheus::Counter& filtered_chunks = chunks.Add(GradientsLabel(Gradients::kFiltered));
   prometheus::Counter& sampled_chunks = chunks.Add(GradientsLabel(Gradients::kSampled));
   prometheus::Histogram& gradient_error =
-      HistogramFamily(registry, "lossd_gradient_error_ratio",
-                      "Predicted relative error of the gradients of a chunk, of chunks with sampled gradients.")
+      HistogramFamily(
+          registry, "lossd_gradient_error_ratio",
+          "Predicted relative error of the gradients of a chunk, of chunks with sampled gradients.")
           .Add({}, ErrorBuckets());
   prometheus::Counter& dropped_mass =
       CounterFamily(registry, "lossd_dropped_probability_total",

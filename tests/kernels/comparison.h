@@ -18,13 +18,11 @@ reference::Rows ReferenceRows(const SliceData& slice);
 // The problem with its epsilon, if it filters, in the widest gap between probabilities of its rows that there
 // is near it, so that rounding moves none of them over it. Of a problem that this returned: the same.
 Problem WithClearEpsilon(Problem problem);
-// The problem, if it is or may be sampled, with random numbers so far from what decides about a class that
-// rounding moves no decision; or as far as is easily found.
-Problem WithClearSamples(Problem problem);
 // The problem with what the backend has decided about the gradients of the chunk as a whole in place of what
 // was asked for. Fails the test if the backend may not decide so.
 Problem AsComputed(Problem problem, const ChunkRun& run);
 // Results of all slices in order; adds to *gradients unless null or the problem does not accumulate.
+// Gradients have a variance only where rounding may sample in another way.
 std::vector<reference::Result> ComputeReference(const Problem& problem, reference::ParamGradients* gradients);
 
 // gtest expectations, with the tolerances of tolerances.h.

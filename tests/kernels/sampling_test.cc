@@ -1,9 +1,9 @@
 #include "kernels/sampling.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <functional>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -16,95 +16,71 @@ namespace {
 constexpr uint64_t kSeeds[] = {0, 1, 2, 0x1234567890abcdefu, ~uint64_t{0}};
 constexpr uint32_t kCount = 1 << 16;
 
-// The values of kernels/sampling.h are part of what a microbatch's gradient is: they may not change.
+// They are part of what the gradient of a microbatch is, so they may not change.
 TEST(Sampling, GoldenValues) {
   EXPECT_EQ(MixBits(0), 0u);
   EXPECT_EQ(MixBits(1), 0x5692161d100b05e5u);
-  const SampleKey zero = SampleKeyOf(0, 0);
-  EXPECT_EQ(zero.low, 0x7b1dcdafu);
-  EXPECT_EQ(zero.high, 0xe220a839u);
-  const SampleKey key = SampleKeyOf(0x1234567890abcdefu, 77);
-  EXPECT_EQ(key.low, 0xc9ab1b50u);
-  EXPECT_EQ(key.high, 0xac5f354bu);
-  EXPECT_EQ(SampleBits(key, 0), 0x889db9a5u);
-  EXPECT_EQ(SampleBits(key, 1), 0x70e44d01u);
-  EXPECT_EQ(SampleBits(key, 0xffffffffu), 0xea2106a8u);
-  EXPECT_EQ(SampleOf(key, 0), 0x1.734bd4p-1f);
-  EXPECT_EQ(SampleOf(key, 1), 0x1.113a5ep-1f);
-  EXPECT_EQ(SampleOf(key, 262143), 0x1.9d48dcp-3f);
+  EXPECT_EQ(SampleOf(0, 0), 0x1.c4415p-1f);
+  EXPECT_EQ(SampleOf(0, 1), 0x1.b9e278p-2f);
+  EXPECT_EQ(SampleOf(1, 0), 0x1.7fdfp-1f);
+  EXPECT_EQ(SampleOf(0x1234567890abcdefu, 77), 0x1.58be6ap-1f);
+  EXPECT_EQ(SampleOf(~uint64_t{0}, 0x7fffffffu), 0x1.da70cp-2f);
 }
 
-// Chi-square over equal bins; of uniform numbers it is bins +- a few sqrt(2 bins).
-double ChiSquare(const std::vector<uint32_t>& counts) {
+// Chi-square over equal bins: of uniform numbers it is the number of bins, give or take a few roots of twice
+// it.
+void ExpectUniform(const std::vector<uint32_t>& counts) {
   double total = 0.0;
   for (const uint32_t count : counts) total += count;
-  const double expected = total / static_cast<double>(counts.size());
-  double sum = 0.0;
-  for (const uint32_t count : counts) sum += (count - expected) * (count - expected) / expected;
-  return sum;
-}
-
-void ExpectUniform(const std::vector<uint32_t>& counts) {
   const auto bins = static_cast<double>(counts.size());
-  EXPECT_NEAR(ChiSquare(counts), bins, 5.0 * std::sqrt(2.0 * bins));
+  double sum = 0.0;
+  for (const uint32_t count : counts) sum += std::pow(count - total / bins, 2) / (total / bins);
+  EXPECT_NEAR(sum, bins, 5.0 * std::sqrt(2.0 * bins));
 }
 
-size_t Bin(float sample, size_t bins) {
-  return std::min(bins - 1, static_cast<size_t>(sample * static_cast<float>(bins)));
-}
+size_t Bin(float sample, size_t bins) { return static_cast<size_t>(sample * static_cast<float>(bins)); }
 
-TEST(Sampling, NumbersOfARowAreUniform) {
+TEST(Sampling, NumbersAreUniformOverRowsAndSeeds) {
   for (const uint64_t seed : kSeeds) {
-    const SampleKey key = SampleKeyOf(seed, 5);
-    std::vector<uint32_t> counts(256);
-    for (uint32_t v = 0; v < kCount; ++v) {
-      const float sample = SampleOf(key, v);
-      ASSERT_GE(sample, 0.0f);
-      ASSERT_LE(sample, 1.0f);
-      ++counts[Bin(sample, counts.size())];
+    std::vector<uint32_t> rows(256), seeds(256);
+    for (uint32_t i = 0; i < kCount; ++i) {
+      for (const float sample : {SampleOf(seed, i), SampleOf(seed + i, 5)}) {
+        ASSERT_GE(sample, 0.0f);
+        ASSERT_LT(sample, 1.0f);
+      }
+      ++rows[Bin(SampleOf(seed, i), 256)];
+      ++seeds[Bin(SampleOf(seed + i, 5), 256)];
     }
-    ExpectUniform(counts);
+    ExpectUniform(rows);
+    ExpectUniform(seeds);
   }
 }
 
-TEST(Sampling, NumbersOfAClassAreUniformOverRows) {
-  for (const uint64_t seed : kSeeds) {
-    std::vector<uint32_t> counts(256);
-    for (uint32_t row = 0; row < kCount; ++row) ++counts[Bin(SampleOf(SampleKeyOf(seed, row), 1001), 256)];
-    ExpectUniform(counts);
-  }
-}
-
-// What decides about a class of probability p is whether its number is below p / tau, so small numbers have
-// to be as frequent as they should be.
-TEST(Sampling, SmallNumbersAreAsFrequentAsTheyShouldBe) {
-  for (const double bound : {0.1, 0.01, 0.001, 1e-4}) {
-    uint32_t below = 0;
-    constexpr uint32_t kRows = 512, kClasses = 1 << 13;
-    for (uint32_t row = 0; row < kRows; ++row) {
-      const SampleKey key = SampleKeyOf(42, row);
-      for (uint32_t v = 0; v < kClasses; ++v) below += SampleOf(key, v) < bound ? 1 : 0;
-    }
-    const double expected = bound * kRows * kClasses;
-    EXPECT_NEAR(below, expected, 5.0 * std::sqrt(expected)) << bound;
-  }
-}
-
-// Numbers that must have nothing to do with each other: of what is next to a class, a row, a seed.
+// Numbers that must have nothing to do with each other: of neighbouring rows, seeds, and both.
 TEST(Sampling, NeighboursAreIndependent) {
   using Pair = std::function<std::pair<float, float>(uint64_t seed, uint32_t i)>;
-  const auto number = [](uint64_t seed, uint64_t row, uint32_t v) {
-    return SampleOf(SampleKeyOf(seed, row), v);
-  };
   const Pair pairs[] = {
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, 3, i), number(s, 3, i + 1)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, 3, i), number(s, 3, i + 2)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, 3, i), number(s, 3, i + 256)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, 3, i), number(s, 4, i)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, i, 9), number(s, i + 1, 9)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, i, 9), number(s, i + 1, 10)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, 3, i), number(s + 1, 3, i)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s + i, 3, 9), number(s + i + 1, 3, 9)}; },
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s, i), SampleOf(s, i + 1)};
+      },
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s, i), SampleOf(s, i + 2)};
+      },
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s, i), SampleOf(s, i + 1024)};
+      },
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s, i), SampleOf(s + 1, i)};
+      },
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s + i, 9), SampleOf(s + i + 1, 9)};
+      },
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s + i, 9), SampleOf(s + i, 10)};
+      },
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s + i, i), SampleOf(s + i + 1, i + 1)};
+      },
   };
   constexpr size_t kBins = 16;
   for (size_t which = 0; which < std::size(pairs); ++which) {
@@ -123,68 +99,58 @@ TEST(Sampling, NeighboursAreIndependent) {
   }
 }
 
-// Each bit is set in half of the words, and agrees with each other bit in half of them.
+// Each of the 24 bits is set in half of the numbers, and agrees with each other bit in half of them.
 TEST(Sampling, BitsAreIndependent) {
-  const SampleKey key = SampleKeyOf(7, 11);
-  std::array<std::array<uint32_t, 32>, 32> agree{};
-  std::array<uint32_t, 32> set{};
+  std::vector<uint32_t> set(24), agree(24 * 24);
   for (uint32_t i = 0; i < kCount; ++i) {
-    const uint32_t word = SampleBits(key, i);
-    for (uint32_t a = 0; a < 32; ++a) {
+    const auto word = static_cast<uint32_t>(SampleOf(7, i) * 0x1p24f);
+    for (uint32_t a = 0; a < 24; ++a) {
       set[a] += word >> a & 1;
-      for (uint32_t b = 0; b < a; ++b) agree[a][b] += (word >> a ^ ~(word >> b)) & 1;
+      for (uint32_t b = 0; b < a; ++b) agree[a * 24 + b] += (word >> a ^ ~(word >> b)) & 1;
     }
   }
   const double bound = 5.0 * 0.5 * std::sqrt(kCount);
-  for (size_t a = 0; a < 32; ++a) {
+  for (size_t a = 0; a < 24; ++a) {
     EXPECT_NEAR(set[a], kCount / 2, bound) << a;
-    for (size_t b = 0; b < a; ++b) EXPECT_NEAR(agree[a][b], kCount / 2, bound) << a << " " << b;
+    for (size_t b = 0; b < a; ++b) EXPECT_NEAR(agree[a * 24 + b], kCount / 2, bound) << a << " " << b;
   }
 }
 
-TEST(Sampling, CoarseNumbersAreTheUpperBitsOfTheFineOnes) {
-  const SampleKey key = SampleKeyOf(3, 1);
-  for (uint32_t v = 0; v < kCount; ++v) {
-    const uint32_t pair = CoarseSamplePair(key, v / 2);
-    const uint32_t coarse = v % 2 == 0 ? pair & 0xffffu : pair >> 16;
-    const float fine = SampleOf(key, v);
-    ASSERT_GE(fine, static_cast<float>(coarse) * 0x1p-16f);
-    ASSERT_LE(fine, static_cast<float>(coarse + 1) * 0x1p-16f);
-    ASSERT_EQ(fine, FineSample(key, v, coarse));
-  }
+// Which classes are taken; sizes as multiples of 1/64, so that every sum is exact in float too.
+template <typename T>
+std::vector<bool> Taken(const std::vector<int>& sizes, float omega) {
+  SystematicSampler<T> sampler(static_cast<T>(omega));
+  std::vector<bool> taken;
+  for (const int size : sizes) taken.push_back(sampler.Take(static_cast<T>(size) / 64));
+  return taken;
 }
 
-TEST(Sampling, WhatIsTakenAtAThresholdIsTakenAtEveryLowerOne) {
-  const SampleKey key = SampleKeyOf(8, 0);
-  for (uint32_t v = 0; v < kCount; ++v) {
-    const float size = std::exp2(-8.0f - 0.0001f * static_cast<float>(v));
-    const float sample = SampleOf(key, v);
-    bool taken = true;
-    for (float threshold = 0x1p-20f; threshold <= 1.0f; threshold *= 2.0f) {
-      const bool here = SampledSize(size, threshold, sample) > 0.0f;
-      ASSERT_TRUE(taken || !here) << v << " " << threshold;
-      taken = here;
+TEST(Sampling, TakesEachClassAsOftenAsItIsWide) {
+  const std::vector<int> sizes = {3, 0, 64, 17, 1, 63, 200, 5, 5, 5, 64, 32, 0, 31, 1};
+  std::vector<int> taken(sizes.size());
+  for (int i = 0; i < 64; ++i) {  // points between multiples of 1/64
+    const float omega = (static_cast<float>(i) + 0.5f) / 64;
+    const std::vector<bool> now = Taken<double>(sizes, omega);
+    EXPECT_EQ(Taken<float>(sizes, omega), now);
+    for (size_t v = 0; v < sizes.size(); ++v) taken[v] += now[v] ? 1 : 0;
+  }
+  for (size_t v = 0; v < sizes.size(); ++v) EXPECT_EQ(taken[v], std::min(sizes[v], 64)) << v;
+}
+
+// A block of classes in the middle of a row is sampled as in the whole row.
+TEST(Sampling, BlocksContinueOneAnother) {
+  const std::vector<int> sizes = {3, 0, 64, 17, 1, 63, 200, 5, 5, 5, 64, 32, 0, 31, 1};
+  for (int i = 0; i < 64; ++i) {
+    const float omega = (static_cast<float>(i) + 0.5f) / 64;
+    const std::vector<bool> whole = Taken<double>(sizes, omega);
+    double begin = 0.0;
+    for (size_t cut = 0; cut < sizes.size(); ++cut) {
+      SystematicSampler<double> block(double{omega}, begin);
+      for (size_t v = cut; v < sizes.size(); ++v)
+        EXPECT_EQ(block.Take(sizes[v] / 64.0), whole[v]) << cut << " " << v;
+      begin += std::min(sizes[cut] / 64.0, 1.0);
     }
   }
-}
-
-TEST(Sampling, CountsTheSizeOnAverage) {
-  for (const float size : {0.9f, 0.5f, 0.03f, 0.001f}) {
-    constexpr float kThreshold = 0.75f;
-    double sum = 0.0;
-    for (uint32_t row = 0; row < 64; ++row) {
-      const SampleKey key = SampleKeyOf(99, row);
-      for (uint32_t v = 0; v < 4096; ++v) {
-        sum += double{SampledSize(size, kThreshold, SampleOf(key, v))} / (64 * 4096);
-      }
-    }
-    const double deviation = std::sqrt(std::max(0.0, double{size} * (double{kThreshold} - double{size})));
-    EXPECT_NEAR(sum, size, 5.0 * deviation / 512 + 1e-6) << size;
-  }
-  EXPECT_EQ(SampledSize(0.75f, 0.75f, 1.0f), 0.75f);
-  EXPECT_EQ(SampledSize(0.0f, 0.75f, 0.0f), 0.0f);
-  EXPECT_EQ(SampledSize(0.2f, 0.75f, 0.0f), 0.75f);
-  EXPECT_EQ(SampledSize(0.2f, 0.75f, 1.0f), 0.0f);
 }
 
 }  // namespace

@@ -156,7 +156,8 @@ def test_a_head_is_computed_as_it_was_created(client, make_head, problem, logits
 def test_bad_logits_and_gradients_of_a_head(client):
     with pytest.raises(lossd.InvalidArgument, match="logits is 'kept'; it must be one of stored, recomputed"):
         client.create_head("bad", hidden_size=D, vocab_size=V, logits="kept")
-    with pytest.raises(lossd.InvalidArgument, match="gradients is 'approximate'; it must be one of exact, filtered, auto"):
+    with pytest.raises(lossd.InvalidArgument, match="gradients is 'approximate'; it must be one of "
+                                                    "exact, filtered, sampled, auto"):
         client.create_head("bad", hidden_size=D, vocab_size=V, gradients="approximate")
 
 
@@ -166,17 +167,39 @@ def test_auto_stays_within_its_limit(client, make_head, problem):
 
     def run(**options):
         ours = hidden.clone().requires_grad_()
-        loss, extras = LossHead(client, head, extras=("dropped_mass",), streams=1, train_head=False, **options)(
+        loss, extras = LossHead(client, head, extras=("gradient_error",), streams=1, train_head=False, **options)(
             ours, targets)
         loss.backward()
-        return ours.grad, float(extras.dropped_mass)
+        return ours.grad, float(extras.gradient_error)
 
     plain, none = run()
-    strict, nothing = run(gradients="auto", filter_epsilon=0.5, max_dropped_mass=1e-9)
+    strict, nothing = run(gradients="auto", sample_threshold=0.5, max_gradient_error=1e-6)
     torch.testing.assert_close(strict, plain)
     assert none == nothing == 0
-    lax, dropped = run(gradients="auto", filter_epsilon=0.5, max_dropped_mass=1.0)
-    assert 0 < dropped <= 1 and not torch.allclose(lax, plain)
+    lax, error = run(gradients="auto", sample_threshold=0.5, max_gradient_error=10.0)
+    assert 0 < error < 10 and not torch.allclose(lax, plain)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_sampled_gradients_predict_their_error(client, make_head, problem, deferred):
+    hidden, targets = problem
+    head = make_head(hidden_size=D, vocab_size=V)
+
+    def run(**options):
+        ours = hidden.clone().requires_grad_()
+        loss, extras = LossHead(client, head, extras=("gradient_error",), train_head=False, deferred=deferred,
+                                **options)(ours, targets)
+        assert extras.gradient_error.isnan() == deferred
+        loss.backward()
+        return ours.grad, float(extras.gradient_error)
+
+    exact, none = run()
+    assert none == 0
+    ours, error = run(gradients="sampled", sample_threshold=0.05)
+    # Predicted for the gradient of the logits; a random W leaves it about as it is.
+    assert 0.3 * error < (ours - exact).norm() / exact.norm() < 3 * error
+    finer, smaller = run(gradients="sampled", sample_threshold=0.01)
+    assert 0 < smaller < error
 
 
 def test_deferred_gradients_of_lse_and_entropy(client, make_head, problem):

@@ -1,5 +1,6 @@
 #include "kernels/cpu/row_sampling.h"
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -8,39 +9,70 @@
 namespace lossd::kernels {
 namespace {
 
-TEST(RowSampling, TakesWhatTheRuleTakesToTheBit) {
-  constexpr int64_t kClasses = 100'003;
-  for (const float threshold : {0.0f, 1e-30f, 0x1p-10f, 1.0f, 1e30f}) {
-    for (const int64_t begin : {0, 1, 17}) {
-      const SampleKey key = SampleKeyOf(123, static_cast<uint64_t>(begin));
-      std::vector<float> gradient(kClasses);
-      for (int64_t v = 0; v < kClasses; ++v) {
-        // Sizes around the threshold, many of them close to omega * threshold.
-        const float omega = SampleOf(key, static_cast<uint32_t>(v));
-        float size = threshold * std::exp2(3.0f - 0.0002f * static_cast<float>(v));
-        if (v % 3 == 0) size = std::nextafter(omega * threshold, v % 2 == 0 ? 2.0f * threshold : 0.0f);
-        if (v % 7 == 0) size = 0.0f;
-        gradient[static_cast<size_t>(v)] = v % 5 == 0 ? -size : size;
-      }
+constexpr int64_t kClasses = 10'007;
+
+// Sizes from far above the threshold to far below, zeros among them, of both signs.
+std::vector<float> Gradient(float threshold) {
+  std::vector<float> gradient(kClasses);
+  for (int64_t v = 0; v < kClasses; ++v) {
+    float size = threshold * std::exp2(3.0f - 0.002f * static_cast<float>((v * 7919) % kClasses));
+    if (v % 7 == 0) size = 0.0f;
+    gradient[static_cast<size_t>(v)] = v % 5 == 0 ? -size : size;
+  }
+  return gradient;
+}
+
+TEST(RowSampler, TakesWhatThePointsFallOn) {
+  for (const float threshold : {1e-30f, 0x1p-10f, 1.0f, 1e30f}) {
+    for (const float omega : {0.0f, 0.3f, 0x1.fffffep-1f}) {
+      const std::vector<float> gradient = Gradient(threshold);
       std::vector<float> got = gradient;
-      const SamplingSums sums = SampleClasses(key, threshold, begin, kClasses - 1, got.data());
-      double variance = 0.0, square = 0.0;
-      for (int64_t v = 0; v < kClasses; ++v) {
-        const float before = gradient[static_cast<size_t>(v)];
-        if (v < begin || v == kClasses - 1) {
-          ASSERT_EQ(got[static_cast<size_t>(v)], before) << v;
+      RowSampler sampler(omega, threshold);
+      sampler.Sample(got.data(), 4000);  // in two parts, as around a target
+      sampler.Sample(got.data() + 4000, kClasses - 4000);
+      double end = 0.0, variance = 0.0, square = 0.0;
+      for (size_t v = 0; v < gradient.size(); ++v) {
+        const double size = std::fabs(double{gradient[v]});
+        square += size * size;
+        const double begin = end;
+        end += std::min(1.0, size / double{threshold});
+        if (size >= double{threshold}) {
+          ASSERT_EQ(got[v], gradient[v]) << v;
           continue;
         }
-        const double size = std::fabs(double{before});
-        square += size * size;
-        if (size < double{threshold}) variance += size * (double{threshold} - size);
-        const float want = SampledSize(std::fabs(before), threshold, SampleOf(key, static_cast<uint32_t>(v)));
-        ASSERT_EQ(got[static_cast<size_t>(v)], std::copysign(want, before)) << v;
+        variance += size * (double{threshold} - size);
+        ASSERT_TRUE(got[v] == 0.0f || got[v] == std::copysign(threshold, gradient[v])) << v;
+        const double point =
+            omega + std::max(omega == 0.0f ? 1.0 : 0.0, std::floor(begin - omega + 1e-9) + 1.0);
+        const double first = begin < double{omega} ? double{omega} : point;
+        if (std::fabs(first - end) < 1e-6) continue;
+        ASSERT_EQ(got[v] != 0.0f, size > 0.0 && first < end) << v << " at " << omega;
       }
-      EXPECT_NEAR(sums.variance, variance, 1e-9 * variance);
-      EXPECT_NEAR(sums.square, square, 1e-9 * square);
+      EXPECT_NEAR(sampler.variance(), variance, 1e-9 * variance);
+      EXPECT_NEAR(sampler.square(), square, 1e-9 * square);
     }
   }
+}
+
+// The sum of what is taken is that of the sizes, but for less than one class: the points are evenly spaced.
+TEST(RowSampler, KeepsTheSumOfARow) {
+  for (const float omega : {0.0f, 0.25f, 0.7f}) {
+    std::vector<float> gradient(kClasses, 0.013f);
+    RowSampler sampler(omega, 1.0f);
+    sampler.Sample(gradient.data(), kClasses);
+    double sum = 0.0;
+    for (const float g : gradient) sum += double{g};
+    EXPECT_NEAR(sum, 0.013 * kClasses, 1.001);
+  }
+}
+
+TEST(RowSampler, ThresholdZeroLeavesAll) {
+  std::vector<float> gradient = Gradient(1.0f);
+  const std::vector<float> before = gradient;
+  RowSampler sampler(0.5f, 0.0f);
+  sampler.Sample(gradient.data(), kClasses);
+  EXPECT_EQ(gradient, before);
+  EXPECT_EQ(sampler.variance(), 0.0);
 }
 
 }  // namespace
