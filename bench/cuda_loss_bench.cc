@@ -6,14 +6,11 @@
 //
 // "loss+grad" is the time from one finished microbatch to the next with microbatches submitted one after
 // the other (host copies both ways included, overlapped by the backend); the floor is the three bare
-// cuBLASLt products with 16-bit output. Errors are ||a - ref|| / ||ref|| over sampled rows and classes
-// against double precision.
+// cuBLASLt products with 16-bit output. loss_errors.h says what the errors are.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
-#include <cstring>
 #include <initializer_list>
 #include <iostream>
 #include <random>
@@ -30,6 +27,7 @@
 #include "bench/gpu_microbatch.h"
 #include "bench/gpu_results.h"
 #include "bench/gpu_timer.h"
+#include "bench/loss_errors.h"
 #include "bench/norm_times.h"
 #include "kernels/cuda/cuda_backend.h"
 #include "nlohmann/json.hpp"
@@ -60,9 +58,6 @@ namespace {
 using Json = nlohmann::json;
 using kernels::DType;
 
-constexpr int kSampledRows = 32;
-constexpr int kSampledClasses = 1024;
-
 DType ComputeType() { return absl::GetFlag(FLAGS_compute) == "fp32" ? DType::kFloat32 : DType::kBFloat16; }
 
 Json ToJson(const std::vector<kernels::Choice>& choices) {
@@ -87,64 +82,6 @@ void WriteWeight(kernels::HeadKernels& head, const DataShape& shape, const LossD
           "cudaMemcpy");
     Check(head.WriteTensor({}, row, rows, DType::kBFloat16, bytes), "WriteTensor");
   }
-}
-
-struct ErrorNorm {
-  double difference = 0.0, reference = 0.0;
-  void Add(double got, double want) {
-    difference += (got - want) * (got - want);
-    reference += want * want;
-  }
-  double Relative() const { return std::sqrt(difference / reference); }
-};
-
-float FromBFloat16(const uint8_t* from) {
-  const uint32_t bits = (static_cast<uint32_t>(from[0]) << 16) | (static_cast<uint32_t>(from[1]) << 24);
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-// Errors of one freshly computed microbatch; the gradients of the head must have been zero before it.
-Json Errors(kernels::HeadKernels& head, const Microbatch& batch, const DataShape& shape,
-            const LossData& data) {
-  std::mt19937_64 rng(std::random_device{}());
-  ReferenceQuery query;
-  query.scale = 1.0 / static_cast<double>(shape.rows);
-  std::uniform_int_distribution<int32_t> any_row(0, static_cast<int32_t>(shape.rows - 1));
-  std::uniform_int_distribution<int32_t> any_class(0, static_cast<int32_t>(shape.vocab - 1));
-  for (int i = 0; i < kSampledRows; ++i) query.rows.push_back(any_row(rng));
-  for (int i = 0; i < kSampledClasses; ++i) {
-    query.classes.push_back(i % 2 == 0 ? data.targets[static_cast<size_t>(any_row(rng))] : any_class(rng));
-  }
-  const ReferenceAnswer want = ComputeReference(shape, data, query);
-  ErrorNorm lse, loss, dx, dw;
-  for (size_t i = 0; i < query.rows.size(); ++i) {
-    const auto row = static_cast<size_t>(query.rows[i]);
-    lse.Add(static_cast<double>(batch.lse()[row]), want.lse[i]);
-    loss.Add(static_cast<double>(batch.loss()[row]), want.loss[i]);
-    for (int64_t c = 0; c < shape.hidden; ++c) {
-      const size_t at = row * static_cast<size_t>(shape.hidden) + static_cast<size_t>(c);
-      dx.Add(static_cast<double>(FromBFloat16(batch.gradient() + 2 * at)),
-             want.hidden_gradient[i * static_cast<size_t>(shape.hidden) + static_cast<size_t>(c)]);
-    }
-  }
-  std::vector<float> row(static_cast<size_t>(shape.hidden));
-  for (size_t j = 0; j < query.classes.size(); ++j) {
-    Check(head.ReadTensor({kernels::Param::kWeight, kernels::Role::kGradient}, query.classes[j], 1,
-                          DType::kFloat32, {reinterpret_cast<uint8_t*>(row.data()), row.size() * 4}),
-          "ReadTensor");
-    for (size_t c = 0; c < row.size(); ++c) {
-      dw.Add(static_cast<double>(row[c]), want.weight_gradient[j * row.size() + c]);
-    }
-  }
-  double mean_loss = 0.0;
-  for (double l : want.loss) mean_loss += l / static_cast<double>(want.loss.size());
-  return {{"lse", lse.Relative()},
-          {"loss", loss.Relative()},
-          {"hidden_gradient", dx.Relative()},
-          {"weight_gradient", dw.Relative()},
-          {"mean_loss", mean_loss}};
 }
 
 int64_t FreeBytes() {
@@ -219,7 +156,7 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
       {"memory_taken_after_a_microbatch_bytes", free_before - FreeBytes()},
       {"choices", ToJson(head->Describe())}};
   if (absl::GetFlag(FLAGS_errors) && ComputeType() == DType::kBFloat16)
-    result["errors"] = Errors(*head, full, shape, data);
+    result["errors"] = ErrorsOf(*head, full, shape, data);
   result["dropped_mass"] = full.dropped_mass();
   const int iterations = absl::GetFlag(FLAGS_iterations);
   full.WarmUp(backend->max_chunks_in_flight());
