@@ -3,6 +3,7 @@
 #define LOSSD_TESTS_SERVER_SERVICE_BYTE_CALLS_H_
 
 #include <grpcpp/grpcpp.h>
+#include <grpcpp/support/sync_stream.h>
 
 #include <memory>
 #include <string>
