@@ -145,7 +145,9 @@ TEST_P(BackendConformance, SampledAtAThresholdThatIsAProbability) {
       for (size_t i = 0; i < got.size(); ++i) {
         EXPECT_NEAR(got[i], weight[i], tolerance * std::abs(double{scale}));
       }
-      EXPECT_NEAR(sampled.slices[0].sums.sampling_variance, 0.0, 1e-4 * double{scale} * double{scale});
+      // As much as rounding moves probabilities below the threshold.
+      const double rounding = head->compute_dtype() == DType::kFloat32 ? 1e-4 : 2e-3;
+      EXPECT_NEAR(sampled.slices[0].sums.sampling_variance, 0.0, rounding * double{scale} * double{scale});
       EXPECT_EQ(exact.slices[0].sums.squared_gradient, 0.0);
     }
   }

@@ -135,7 +135,8 @@ __device__ __forceinline__ RowResult FinishSums(const LossTerms& terms, const Ro
   r.p_others = others.sum / sum;
   r.nll = e_target > 0.5f * sum ? log1pf(others.sum / e_target) : (r.log2_sum - d_target) * kLn2;
   const float target_spread = e_target > 0.0f ? e_target * d_target : 0.0f;
-  r.entropy = kLn2 * (r.log2_sum - (others.spread + target_spread) / sum);
+  // The only class there is has none, whatever rounding makes of log2.
+  r.entropy = others.sum > 0.0f ? kLn2 * (r.log2_sum - (others.spread + target_spread) / sum) : 0.0f * sum;
   const float weight = in.weights[row];
   float hard = (1.0f - terms.smoothing) * r.nll;
   if constexpr (kGeneral) {

@@ -199,7 +199,11 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
 
 void UnpackResults(Chunk& chunk, const ChunkLayout& layout, int64_t hidden_size, const RowInputBlock& inputs,
                    const RowOutputBlock& outputs) {
-  if (layout.planned != Gradients::kExact) TellDecision(chunk, outputs);
+  if (layout.planned != Gradients::kExact && layout.compact_rows > 0) {
+    TellDecision(chunk, outputs);
+  } else if (layout.planned != Gradients::kExact) {
+    chunk.choices.front() = GradientsChoice(Gradients::kExact, "no row has a target");
+  }
   for (const SliceLayout& place : layout.slices) {
     Slice& slice = *place.slice;
     slice.sums = SliceSums();

@@ -5,6 +5,32 @@
 #include "kernels/cuda/kernels/rows.h"
 
 namespace lossd::kernels::cuda {
+namespace {
+
+// Of an entry and what belongs to it in SampleBuffers, but for `listed`.
+constexpr int64_t kEntryBytes = 44;
+// What else there is, and what rounding adds.
+constexpr int64_t kMatrixSlack = int64_t{4} << 20;
+
+int64_t MatrixRowBytes(const FilterShape& shape) {
+  return shape.padded_vocab * static_cast<int64_t>(SizeOf(shape.dtype));
+}
+
+// Buffers of hot classes.
+void CarveHot(const FilterShape& shape, Carver& own, Carver& hidden, Carver& logits, SampleBuffers& b) {
+  const int64_t elements = shape.chunk_rows * kHotClasses * static_cast<int64_t>(SizeOf(shape.dtype));
+  b.hot_widths = own.Take<float>(shape.chunk_rows);
+  b.hot_listed = hidden.Take<uint8_t>(elements);
+  b.hot_elements = logits.Take<uint8_t>(elements);
+  b.hot_weight = logits.Take<uint8_t>(kHotClasses * shape.padded_hidden *
+                                      static_cast<int64_t>(SizeOf(shape.dtype)));
+  b.hot_hidden = logits.Take<float>(shape.chunk_rows * shape.padded_hidden);
+  b.hot_weight_gradient = logits.Take<float>(kHotClasses * shape.padded_hidden);
+  b.hot_bias_gradient = logits.Take<float>(kHotClasses);
+  b.hot_partials = logits.Take<float>(ColumnSumScratch(kHotClasses));
+}
+
+}  // namespace
 
 int64_t PooledSamples(float threshold) {
   if (threshold >= 0x1p-10f) return 192;
@@ -12,7 +38,10 @@ int64_t PooledSamples(float threshold) {
 }
 
 int64_t SampleCapacity(const FilterShape& shape, int64_t rows, float threshold) {
-  return std::min(rows * shape.vocab, std::max(rows * PooledSamples(threshold), kLeastSamples));
+  const int64_t in_matrix = rows * MatrixRowBytes(shape) / kEntryBytes;
+  const int64_t wanted = std::min(rows * PooledSamples(threshold), in_matrix);
+  const int64_t least = std::max(kLeastSamples, rows * (kSpareEntries + 1));
+  return std::min(rows * (shape.vocab + kSpareEntries), std::max(wanted, least));
 }
 
 SampleBuffers SampleBuffers::Carve(const FilterShape& shape, Carver& own, Carver& hidden, Carver& logits) {
@@ -24,17 +53,7 @@ SampleBuffers SampleBuffers::Carve(const FilterShape& shape, Carver& own, Carver
   b.listed = hidden.Take<SampleEntry>(capacity);
   b.entries = logits.Take<SampleEntry>(capacity);
   b.kept = KeptBuffers::Carve(capacity, shape.padded_hidden, logits, logits);
-  if (!HasHotClasses(shape)) return b;
-  const int64_t elements = shape.chunk_rows * kHotClasses * static_cast<int64_t>(SizeOf(shape.dtype));
-  b.hot_widths = own.Take<float>(shape.chunk_rows);
-  b.hot_listed = hidden.Take<uint8_t>(elements);
-  b.hot_elements = logits.Take<uint8_t>(elements);
-  b.hot_weight = logits.Take<uint8_t>(kHotClasses * shape.padded_hidden *
-                                      static_cast<int64_t>(SizeOf(shape.dtype)));
-  b.hot_hidden = logits.Take<float>(shape.chunk_rows * shape.padded_hidden);
-  b.hot_weight_gradient = logits.Take<float>(kHotClasses * shape.padded_hidden);
-  b.hot_bias_gradient = logits.Take<float>(kHotClasses);
-  b.hot_partials = logits.Take<float>(ColumnSumScratch(kHotClasses));
+  if (HasHotClasses(shape)) CarveHot(shape, own, hidden, logits, b);
   return b;
 }
 
@@ -54,7 +73,12 @@ absl::string_view WhyNotSampledOnDevice(const FilterShape& shape, const DeviceLi
 }
 
 bool HasHotClasses(const FilterShape& shape) {
-  return shape.vocab >= 16 * kHotClasses && shape.vocab >= 4 * shape.padded_hidden;
+  if (shape.vocab < 16 * kHotClasses || shape.chunk_rows < kLeastHotRows) return false;
+  Carver own(nullptr), hidden(nullptr), logits(nullptr);
+  SampleBuffers b;
+  CarveHot(shape, own, hidden, logits, b);
+  const int64_t lists = SampleCapacity(shape, shape.chunk_rows, 0.0f) * kEntryBytes;
+  return lists + logits.used() + kMatrixSlack <= shape.chunk_rows * MatrixRowBytes(shape);
 }
 
 float LeastTaken(int64_t rows) {

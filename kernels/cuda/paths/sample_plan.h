@@ -14,12 +14,13 @@
 
 namespace lossd::kernels::cuda {
 
-// Entries, per row on average, that a chunk with this threshold has room for, but kLeastSamples if its rows are
-// few. Rows with the softmax of a trained model take 136 at 2^-10, 212 at 2^-11 and 328 at 2^-12; what takes
-// more gets a larger threshold.
+// Entries, per row on average, that a chunk with this threshold has room for. Rows with the softmax of a trained
+// model take 136 at 2^-10, 212 at 2^-11 and 328 at 2^-12; what takes more gets a larger threshold.
 int64_t PooledSamples(float threshold);
 inline constexpr int64_t kMostPooledSamples = 416;
-inline constexpr int64_t kLeastSamples = int64_t{16} * kMaxRowSamples;
+// Entries of a chunk whose rows or classes are few, at most. Otherwise there are no more than the memory of the
+// matrix of ds can hold: fewer than 416 a row below 9,000 classes.
+inline constexpr int64_t kLeastSamples = int64_t{8} * kMaxRowSamples;
 
 // Room of a chunk with so many rows. `shape`: of the head.
 int64_t SampleCapacity(const FilterShape& shape, int64_t rows, float threshold);
@@ -60,7 +61,8 @@ struct BlockSampleBuffers {
 // Why this GPU computes a chunk of such a head exactly although its options ask for samples, or "".
 absl::string_view WhyNotSampledOnDevice(const FilterShape& shape, const DeviceLimits& limits);
 
-// Whether the vocabulary is large enough for some classes to be worth a dense product of their own.
+// Whether the head is large enough for some classes to be worth a dense product of their own, in the memory of
+// the matrix.
 bool HasHotClasses(const FilterShape& shape);
 // Rows of a chunk that are enough for that.
 inline constexpr int64_t kLeastHotRows = 1024;

@@ -21,9 +21,12 @@ namespace lossd::kernels::cuda {
 
 // Classes of a row at most, the target included.
 inline constexpr int kMaxRowSamples = 4096;
+// Entries that a row needs room for beside those it may have.
+inline constexpr int kSpareEntries = 3;
 // More do not fit the shared memory of a block.
 inline constexpr int64_t kMostSampledClasses = int64_t{1} << 20;
-// A chunk takes tau, or 2 tau, 4 tau, ... At the last level a row of a softmax takes 1 / (tau * 2^31) classes.
+// A chunk takes tau, or 2 tau, 4 tau, ..., or what is more, 2^-23, 2^-22, ... At the last level hardly anything but
+// targets is taken.
 inline constexpr int kSampleLevels = 32;
 
 struct SampleEntry {
@@ -39,7 +42,7 @@ struct SampledRow {
 // What the rows of a chunk tell each other; zero on entry.
 struct SampleCounters {
   int32_t used;   // entries of the list
-  int32_t level;  // the chunk takes tau * 2^level
+  int32_t level;  // of the threshold
   // Entries at each level, or more: of all rows, and of the row that has most. First only those of level 0.
   unsigned long long totals[kSampleLevels];
   int32_t most[kSampleLevels];

@@ -8,7 +8,8 @@
 // 3. Only groups on which a point falls are read again, a thread each, and gone through class by class.
 //
 // The sum of a row's widths is the number of its entries but for one, so whether the list has room for all rows
-// does not depend on chance. If it has not, another pass counts what the next levels (tau 2^level) need, and the
+// does not depend on chance. If it has not, another pass counts what the next levels (tau 2^level, or 2^(level - 24)
+// if that is more) need, and the
 // selection is repeated at the first level that fits.
 //
 // Bytes: V (2 or 4) a row, read once; three times if the level is not 0. Order: all sums fixed; entries of a row
@@ -53,14 +54,21 @@ __device__ __forceinline__ float KappaOf(const SampleRowsParams& p, int64_t row,
   return fabsf(softmax) + fabsf(p.in.coef_entropy[row]);
 }
 
-__device__ __forceinline__ RowScale ScaleOf(const SampleRowsParams& p, int64_t row, int level) {
+// Of which the levels but 0 are multiples: at the last one few classes are taken whatever tau is.
+__device__ __forceinline__ float BaseOf(float threshold) { return fmaxf(threshold, 0x1p-24f); }
+
+__device__ __forceinline__ float ThresholdAt(float threshold, int level) {
+  return level == 0 ? threshold : ldexpf(BaseOf(threshold), level);
+}
+
+__device__ __forceinline__ RowScale ScaleOf(const SampleRowsParams& p, int64_t row, float threshold) {
   RowScale s;
   s.target = p.in.targets[row];
   s.kappa = KappaOf(p, row, s.target);
   s.factor = p.factors != nullptr ? p.factors[row] : 1.0f;
   const float relative = fabsf(s.factor) / s.kappa;
   s.relative = isfinite(relative) ? relative : 0.0f;  // no loss, or not finite: nothing but the target
-  s.threshold = ldexpf(p.threshold, level);
+  s.threshold = threshold;
   s.width = s.relative / s.threshold;
   return s;
 }
@@ -319,8 +327,10 @@ __device__ __forceinline__ void WriteErrors(const SampleList& to, int64_t row, c
   to.square[row] = (square > 0.0f ? square * kappa_square : 0.0f) + value * value;
 }
 
-// Entries that a row of this width has at most: its points, the target, and what rounding may add.
-__device__ __forceinline__ int MostEntries(float width) { return static_cast<int>(fminf(width, 1e9f)) + 3; }
+// Entries that a row of this width has at most: its points, the target, and what rounding may add; or all classes.
+__device__ __forceinline__ int MostEntries(const SampleRowsParams& p, float width) {
+  return min(static_cast<int>(fminf(width, 1e9f)) + kSpareEntries, static_cast<int>(p.elements.classes));
+}
 
 template <typename T>
 __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
@@ -343,7 +353,7 @@ __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
   }
   const RowMemory memory(shared_memory, groups);
   const T* elements = static_cast<const T*>(p.elements.data) + row * p.elements.ld;
-  const RowScale s = ScaleOf(p, row, level);
+  const RowScale s = ScaleOf(p, row, ThresholdAt(p.threshold, level));
   const float omega = p.omega[row];
   float hot_square = 0.0f;
   MeasureGroups(p, elements, row, s, groups, memory, hot_square);
@@ -352,7 +362,7 @@ __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
     if (threadIdx.x == 0) p.hot.widths[row] = s.width;
   }
   const float width = PlaceGroups(groups, memory, shared);
-  const int most = MostEntries(width);
+  const int most = MostEntries(p, width);
   if (!again && threadIdx.x == 0) {
     atomicAdd(to.counters->totals, static_cast<unsigned long long>(most));
     atomicMax(to.counters->most, most);
@@ -383,8 +393,8 @@ __global__ __launch_bounds__(kThreads) void CountLevelsKernel(const __grid_const
   const int64_t row = blockIdx.x;
   if (p.with_gradient[row] == 0) return;
   const T* elements = static_cast<const T*>(p.elements.data) + row * p.elements.ld;
-  const RowScale s = ScaleOf(p, row, 0);
-  float widths[kCounted] = {};  // of levels 1, 2, ..., in units of tau
+  const RowScale s = ScaleOf(p, row, BaseOf(p.threshold));
+  float widths[kCounted] = {};  // at levels 1, 2, ..., in units of the base
   float sum = 0.0f;
   for (int g = static_cast<int>(threadIdx.x); g < groups; g += kThreads) {
     GroupOf<T> group;
@@ -408,7 +418,7 @@ __global__ __launch_bounds__(kThreads) void CountLevelsKernel(const __grid_const
       width = BlockSum(width, scratch);
       if (level == kCounted + 1) sum = width;
     }
-    const int most = MostEntries(ldexpf(width, -level));
+    const int most = MostEntries(p, ldexpf(width, -level));
     if (threadIdx.x != 0) continue;
     atomicAdd(counters.totals + level, static_cast<unsigned long long>(most));
     atomicMax(counters.most + level, most);
@@ -447,7 +457,7 @@ __global__ void DecideSampledKernel(const __grid_constant__ DecideSampledParams 
   if (threadIdx.x != 0) return;
   const bool too_much = variance > p.max_error * p.max_error * square;
   *p.decision = too_much ? Decision::kTooMuchError : Decision::kAsPlanned;
-  *p.chosen_threshold = ldexpf(p.threshold, p.list.counters->highest);
+  *p.chosen_threshold = ThresholdAt(p.threshold, p.list.counters->highest);
 }
 
 template <typename T>
