@@ -16,8 +16,8 @@
 
 namespace lossd::kernels {
 
-// A bijection of 64-bit numbers whose outputs for neighbouring inputs have nothing in common (the finalizer of
-// splitmix64).
+// A bijection of 64-bit numbers whose outputs for neighbouring inputs have nothing in common (the finalizer
+// of splitmix64).
 constexpr uint64_t MixBits(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
@@ -30,9 +30,9 @@ constexpr float SampleOf(uint64_t seed, uint64_t row) {
   return static_cast<float>(bits >> 40) * 0x1p-24f;
 }
 
-// Systematic sampling. Put the classes of a row side by side in their order, each as wide as its size, at most
-// 1, and take those that one of the points omega, omega + 1, omega + 2, ... falls on. A class is taken with
-// probability min(size, 1); sizes are in units of the threshold. T: float or double.
+// Systematic sampling. Put the classes of a row side by side in their order, each as wide as its size, at
+// most 1, and take those that one of the points omega, omega + 1, omega + 2, ... falls on. A class is taken
+// with probability min(size, 1); sizes are in units of the threshold. T: float or double.
 template <typename T>
 class SystematicSampler {
  public:
@@ -43,7 +43,8 @@ class SystematicSampler {
 
   // Whether the next class, size >= 0, is taken.
   LOSSD_HOST_DEVICE bool Take(T size) {
-    passed_ += size < 1 ? size : T{1};
+    if (!(size < 1)) return true;  // has one point, and the next class is as far from the last one
+    passed_ += size;
     if (!(passed_ >= 1)) return false;
     passed_ -= 1;
     return true;

@@ -169,13 +169,13 @@ void RowLoss::Sample(const RowRequest& request, const Sums& sums, double target_
   const LossOptions& options = context_.options;
   const bool uniform_after = options.softcap == 0.0f && sums.smoothing != 0.0;
   WriteGradient(request, row, sums, uniform_after ? 0.0 : sums.smoothing, logits);
-  const double kappa =
-      std::fabs(sums.hard_slope + sums.soft_slope) + std::fabs(double{request.grad_entropy});
+  const double kappa = std::fabs(sums.hard_slope + sums.soft_slope) + std::fabs(double{request.grad_entropy});
   const double scale = double{options.logit_scale};
   const auto threshold = static_cast<float>(double{options.sample_threshold} * std::fabs(scale) * kappa);
   const int64_t target = request.target;
+  SystematicSampler<double> sampler(double{request.omega});
   for (const auto& [begin, end] : {std::pair{int64_t{0}, target}, {target + 1, context_.vocab_size}}) {
-    const SamplingSums part = SampleClasses(request.sample_key, threshold, begin, end, logits);
+    const SamplingSums part = SampleClasses(sampler, threshold, begin, end, logits);
     row.sampling_variance += part.variance / (scale * scale);
     row.squared_gradient += part.square / (scale * scale);
   }

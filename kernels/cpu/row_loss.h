@@ -11,7 +11,6 @@
 
 #include "kernels/cpu/row_loops.h"
 #include "kernels/loss_options.h"
-#include "kernels/sampling.h"
 
 namespace lossd::kernels {
 
@@ -32,7 +31,7 @@ struct RowRequest {
   float grad_entropy = 0.0f;  // dL/dentropy
   bool want_gradient = false;
   bool want_entropy = false;
-  SampleKey sample_key;  // of sampled gradients
+  float omega = 0.0f;  // SampleOf() of the row, for sampled gradients
 };
 
 struct RowResult {

@@ -14,9 +14,12 @@ struct SamplingSums {
   double square = 0.0;    // sum of their squares
 };
 
-// In place, each of classes [begin, end) of `gradient` [V] with a size below `threshold` by chance becomes 0 or
-// the threshold, with its sign. `threshold` is finite and >= 0; 0 leaves all as they are.
-SamplingSums SampleClasses(SampleKey key, float threshold, int64_t begin, int64_t end, float* gradient);
+// In place, each of classes [begin, end) of `gradient` [V] with a size below `threshold` becomes the
+// threshold, with its sign, if `sampler` takes it, and else 0. `threshold` is finite and >= 0; 0 leaves all
+// as they are. `sampler` has gone through the row's classes before `begin` and goes through these. It is in
+// double: in a large vocabulary most classes are too narrow to move a float.
+SamplingSums SampleClasses(SystematicSampler<double>& sampler, float threshold, int64_t begin, int64_t end,
+                           float* gradient);
 
 }  // namespace lossd::kernels
 
