@@ -1,9 +1,9 @@
 #include "kernels/sampling.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <functional>
+#include <random>
 #include <utility>
 #include <vector>
 
@@ -20,18 +20,11 @@ constexpr uint32_t kCount = 1 << 16;
 TEST(Sampling, GoldenValues) {
   EXPECT_EQ(MixBits(0), 0u);
   EXPECT_EQ(MixBits(1), 0x5692161d100b05e5u);
-  const SampleKey zero = SampleKeyOf(0, 0);
-  EXPECT_EQ(zero.low, 0x7b1dcdafu);
-  EXPECT_EQ(zero.high, 0xe220a839u);
-  const SampleKey key = SampleKeyOf(0x1234567890abcdefu, 77);
-  EXPECT_EQ(key.low, 0xc9ab1b50u);
-  EXPECT_EQ(key.high, 0xac5f354bu);
-  EXPECT_EQ(SampleBits(key, 0), 0x889db9a5u);
-  EXPECT_EQ(SampleBits(key, 1), 0x70e44d01u);
-  EXPECT_EQ(SampleBits(key, 0xffffffffu), 0xea2106a8u);
-  EXPECT_EQ(SampleOf(key, 0), 0x1.734bd4p-1f);
-  EXPECT_EQ(SampleOf(key, 1), 0x1.113a5ep-1f);
-  EXPECT_EQ(SampleOf(key, 262143), 0x1.9d48dcp-3f);
+  EXPECT_EQ(SampleOf(0, 0), 0x1.c44150p-1f);
+  EXPECT_EQ(SampleOf(0, 1), 0x1.b9e278p-2f);
+  EXPECT_EQ(SampleOf(1, 0), 0x1.7fdf00p-1f);
+  EXPECT_EQ(SampleOf(0x1234567890abcdefu, 77), 0x1.58be6ap-1f);
+  EXPECT_EQ(SampleOf(~uint64_t{0}, ~uint64_t{0}), 0x1.2fff60p-2f);
 }
 
 // Chi-square over equal bins; of uniform numbers it is bins +- a few sqrt(2 bins).
@@ -49,62 +42,71 @@ void ExpectUniform(const std::vector<uint32_t>& counts) {
   EXPECT_NEAR(ChiSquare(counts), bins, 5.0 * std::sqrt(2.0 * bins));
 }
 
-size_t Bin(float sample, size_t bins) {
-  return std::min(bins - 1, static_cast<size_t>(sample * static_cast<float>(bins)));
-}
+size_t Bin(float sample, size_t bins) { return static_cast<size_t>(sample * static_cast<float>(bins)); }
 
-TEST(Sampling, NumbersOfARowAreUniform) {
+TEST(Sampling, NumbersAreUniformOverRows) {
   for (const uint64_t seed : kSeeds) {
-    const SampleKey key = SampleKeyOf(seed, 5);
     std::vector<uint32_t> counts(256);
-    for (uint32_t v = 0; v < kCount; ++v) {
-      const float sample = SampleOf(key, v);
-      ASSERT_GE(sample, 0.0f);
-      ASSERT_LE(sample, 1.0f);
-      ++counts[Bin(sample, counts.size())];
+    for (uint32_t row = 0; row < kCount; ++row) {
+      const float omega = SampleOf(seed, row);
+      ASSERT_GE(omega, 0.0f);
+      ASSERT_LT(omega, 1.0f);
+      ++counts[Bin(omega, counts.size())];
     }
     ExpectUniform(counts);
   }
 }
 
-TEST(Sampling, NumbersOfAClassAreUniformOverRows) {
-  for (const uint64_t seed : kSeeds) {
+TEST(Sampling, NumbersOfARowAreUniformOverSeeds) {
+  for (const uint64_t row : {uint64_t{0}, uint64_t{1}, uint64_t{77}, uint64_t{1} << 40}) {
     std::vector<uint32_t> counts(256);
-    for (uint32_t row = 0; row < kCount; ++row) ++counts[Bin(SampleOf(SampleKeyOf(seed, row), 1001), 256)];
+    for (uint32_t seed = 0; seed < kCount; ++seed) ++counts[Bin(SampleOf(seed, row), counts.size())];
     ExpectUniform(counts);
   }
 }
 
-// What decides about a class of probability p is whether its number is below p / tau, so small numbers have
-// to be as frequent as they should be.
+// What decides about a class of probability p is whether a point falls on p / tau, so small numbers have to
+// be as frequent as they should be.
 TEST(Sampling, SmallNumbersAreAsFrequentAsTheyShouldBe) {
   for (const double bound : {0.1, 0.01, 0.001, 1e-4}) {
     uint32_t below = 0;
-    constexpr uint32_t kRows = 512, kClasses = 1 << 13;
-    for (uint32_t row = 0; row < kRows; ++row) {
-      const SampleKey key = SampleKeyOf(42, row);
-      for (uint32_t v = 0; v < kClasses; ++v) below += SampleOf(key, v) < bound ? 1 : 0;
+    constexpr uint32_t kSeedCount = 64, kRows = 1 << 16;
+    for (uint32_t seed = 0; seed < kSeedCount; ++seed) {
+      for (uint32_t row = 0; row < kRows; ++row) below += SampleOf(seed, row) < bound ? 1 : 0;
     }
-    const double expected = bound * kRows * kClasses;
+    const double expected = bound * kSeedCount * kRows;
     EXPECT_NEAR(below, expected, 5.0 * std::sqrt(expected)) << bound;
   }
 }
 
-// Numbers that must have nothing to do with each other: of what is next to a class, a row, a seed.
+// Numbers that must have nothing to do with each other: of rows and seeds that are next to each other.
 TEST(Sampling, NeighboursAreIndependent) {
   using Pair = std::function<std::pair<float, float>(uint64_t seed, uint32_t i)>;
-  const auto number = [](uint64_t seed, uint64_t row, uint32_t v) {
-    return SampleOf(SampleKeyOf(seed, row), v);
-  };
   const Pair pairs[] = {
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, 3, i), number(s, 3, i + 1)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, 3, i), number(s, 3, i + 2)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, 3, i), number(s, 3, i + 256)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, 3, i), number(s, 4, i)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, i, 9), number(s, i + 1, 9)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, i, 9), number(s, i + 1, 10)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s, 3, i), number(s + 1, 3, i)}; },
-      [&](uint64_t s, uint32_t i) { return std::pair{number(s + i, 3, 9), number(s + i + 1, 3, 9)}; },
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s, i), SampleOf(s, i + 1)};
+      },
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s, i), SampleOf(s, i + 2)};
+      },
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s, i), SampleOf(s, i + 1024)};
+      },
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s, i), SampleOf(s + 1, i)};
+      },
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s, i + 1), SampleOf(s + 1, i)};
+      },
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s + i, 3), SampleOf(s + i + 1, 3)};
+      },
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s + i, 3), SampleOf(s + i + 1, 4)};
+      },
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s, i), SampleOf(i, s)};
+      },
   };
   constexpr size_t kBins = 16;
   for (size_t which = 0; which < std::size(pairs); ++which) {
@@ -123,68 +125,132 @@ TEST(Sampling, NeighboursAreIndependent) {
   }
 }
 
-// Each bit is set in half of the words, and agrees with each other bit in half of them.
-TEST(Sampling, BitsAreIndependent) {
-  const SampleKey key = SampleKeyOf(7, 11);
-  std::array<std::array<uint32_t, 32>, 32> agree{};
-  std::array<uint32_t, 32> set{};
-  for (uint32_t i = 0; i < kCount; ++i) {
-    const uint32_t word = SampleBits(key, i);
-    for (uint32_t a = 0; a < 32; ++a) {
-      set[a] += word >> a & 1;
-      for (uint32_t b = 0; b < a; ++b) agree[a][b] += (word >> a ^ ~(word >> b)) & 1;
+// ---- SystematicSampler ----
+
+constexpr int kGrid = 4096;  // points of omega, at the middles between multiples of 1 / kGrid
+
+double GridOmega(int i) { return (i + 0.5) / kGrid; }
+
+// Sizes of a row, multiples of 1 / kGrid, so that all sums are exact and a class of width w is taken at w
+// kGrid points of the grid. Many are 0, some 1 or more, some close to 1.
+std::vector<double> Sizes(uint32_t seed, size_t classes) {
+  std::mt19937 rng(seed);
+  std::vector<double> sizes(classes);
+  for (double& size : sizes) {
+    const uint32_t kind = rng() % 8;
+    const double below_one = static_cast<double>(rng() % kGrid) / kGrid;
+    if (kind == 0) size = 0.0;
+    if (kind == 1) size = 1.0;
+    if (kind == 2) size = 3.0 + below_one;
+    if (kind == 3) size = below_one;
+    if (kind == 4) size = 1.0 - 1.0 / kGrid;
+    if (kind > 4) size = std::floor(below_one * 64.0) / kGrid;
+  }
+  return sizes;
+}
+
+template <typename T>
+std::vector<int> Taken(const std::vector<double>& sizes, double omega) {
+  SystematicSampler<T> sampler(static_cast<T>(omega));
+  std::vector<int> taken;
+  for (const double size : sizes) taken.push_back(sampler.Take(static_cast<T>(size)) ? 1 : 0);
+  return taken;
+}
+
+double WidthOf(const std::vector<double>& sizes, size_t classes) {
+  double width = 0.0;
+  for (size_t v = 0; v < classes; ++v) width += std::min(sizes[v], 1.0);
+  return width;
+}
+
+template <typename T>
+class SystematicSamplerTest : public ::testing::Test {};
+using Types = ::testing::Types<float, double>;
+TYPED_TEST_SUITE(SystematicSamplerTest, Types);
+
+TYPED_TEST(SystematicSamplerTest, TakesEachClassWithItsProbability) {
+  for (const uint32_t seed : {1u, 2u, 3u}) {
+    const std::vector<double> sizes = Sizes(seed, 300);
+    std::vector<int> count(sizes.size());
+    for (int i = 0; i < kGrid; ++i) {
+      const std::vector<int> taken = Taken<TypeParam>(sizes, GridOmega(i));
+      for (size_t v = 0; v < sizes.size(); ++v) count[v] += taken[v];
+    }
+    for (size_t v = 0; v < sizes.size(); ++v) {
+      EXPECT_EQ(count[v], std::min(sizes[v], 1.0) * kGrid) << v << " of size " << sizes[v];
     }
   }
-  const double bound = 5.0 * 0.5 * std::sqrt(kCount);
-  for (size_t a = 0; a < 32; ++a) {
-    EXPECT_NEAR(set[a], kCount / 2, bound) << a;
-    for (size_t b = 0; b < a; ++b) EXPECT_NEAR(agree[a][b], kCount / 2, bound) << a << " " << b;
-  }
 }
 
-TEST(Sampling, CoarseNumbersAreTheUpperBitsOfTheFineOnes) {
-  const SampleKey key = SampleKeyOf(3, 1);
-  for (uint32_t v = 0; v < kCount; ++v) {
-    const uint32_t pair = CoarseSamplePair(key, v / 2);
-    const uint32_t coarse = v % 2 == 0 ? pair & 0xffffu : pair >> 16;
-    const float fine = SampleOf(key, v);
-    ASSERT_GE(fine, static_cast<float>(coarse) * 0x1p-16f);
-    ASSERT_LE(fine, static_cast<float>(coarse + 1) * 0x1p-16f);
-    ASSERT_EQ(fine, FineSample(key, v, coarse));
-  }
-}
-
-TEST(Sampling, WhatIsTakenAtAThresholdIsTakenAtEveryLowerOne) {
-  const SampleKey key = SampleKeyOf(8, 0);
-  for (uint32_t v = 0; v < kCount; ++v) {
-    const float size = std::exp2(-8.0f - 0.0001f * static_cast<float>(v));
-    const float sample = SampleOf(key, v);
-    bool taken = true;
-    for (float threshold = 0x1p-20f; threshold <= 1.0f; threshold *= 2.0f) {
-      const bool here = SampledSize(size, threshold, sample) > 0.0f;
-      ASSERT_TRUE(taken || !here) << v << " " << threshold;
-      taken = here;
+TYPED_TEST(SystematicSamplerTest, TakesThoseThatAPointFallsOn) {
+  const std::vector<double> sizes = Sizes(4, 300);
+  for (int i = 0; i < kGrid; i += 7) {
+    const double omega = GridOmega(i);
+    const std::vector<int> taken = Taken<TypeParam>(sizes, omega);
+    for (size_t v = 0; v < sizes.size(); ++v) {
+      const double begin = WidthOf(sizes, v), end = WidthOf(sizes, v + 1);
+      ASSERT_EQ(taken[v], std::floor(end - omega) - std::floor(begin - omega)) << v << " at " << omega;
+      ASSERT_TRUE(taken[v] == 1 || sizes[v] < 1.0) << v << " at " << omega;
     }
   }
 }
 
-TEST(Sampling, CountsTheSizeOnAverage) {
-  for (const float size : {0.9f, 0.5f, 0.03f, 0.001f}) {
-    constexpr float kThreshold = 0.75f;
-    double sum = 0.0;
-    for (uint32_t row = 0; row < 64; ++row) {
-      const SampleKey key = SampleKeyOf(99, row);
-      for (uint32_t v = 0; v < 4096; ++v) {
-        sum += double{SampledSize(size, kThreshold, SampleOf(key, v))} / (64 * 4096);
+// Whatever omega and the sizes are: the number that is taken hardly depends on chance.
+TYPED_TEST(SystematicSamplerTest, TakesAsManyAsTheRowIsWide) {
+  for (uint32_t seed = 10; seed < 40; ++seed) {
+    const std::vector<double> sizes = Sizes(seed, 1 + seed * 17 % 400);
+    const double width = WidthOf(sizes, sizes.size());
+    for (int i = 0; i < kGrid; i += 31) {
+      const std::vector<int> taken = Taken<TypeParam>(sizes, GridOmega(i));
+      const auto count = static_cast<double>(std::count(taken.begin(), taken.end(), 1));
+      ASSERT_TRUE(count == std::floor(width) || count == std::ceil(width)) << count << " of " << width;
+    }
+  }
+}
+
+TYPED_TEST(SystematicSamplerTest, GoesOnFromTheMiddleOfARow) {
+  const std::vector<double> sizes = Sizes(5, 200);
+  for (int i = 0; i < kGrid; i += 61) {
+    const double omega = GridOmega(i);
+    const std::vector<int> whole = Taken<TypeParam>(sizes, omega);
+    for (size_t first = 0; first <= sizes.size(); first += 25) {
+      SystematicSampler<TypeParam> sampler(static_cast<TypeParam>(omega),
+                                           static_cast<TypeParam>(WidthOf(sizes, first)));
+      for (size_t v = first; v < sizes.size(); ++v) {
+        ASSERT_EQ(sampler.Take(static_cast<TypeParam>(sizes[v])) ? 1 : 0, whole[v]) << v << " at " << omega;
       }
     }
-    const double deviation = std::sqrt(std::max(0.0, double{size} * (double{kThreshold} - double{size})));
-    EXPECT_NEAR(sum, size, 5.0 * deviation / 512 + 1e-6) << size;
   }
-  EXPECT_EQ(SampledSize(0.75f, 0.75f, 1.0f), 0.75f);
-  EXPECT_EQ(SampledSize(0.0f, 0.75f, 0.0f), 0.0f);
-  EXPECT_EQ(SampledSize(0.2f, 0.75f, 0.0f), 0.75f);
-  EXPECT_EQ(SampledSize(0.2f, 0.75f, 1.0f), 0.0f);
+}
+
+// However close omega is to 0 or 1, and whatever comes before.
+TYPED_TEST(SystematicSamplerTest, TakesNothingOfSizeZeroAndEverythingFromOneOn) {
+  for (const float omega : {0.0f, 0x1p-24f, 0.5f, 1.0f - 0x1p-24f}) {
+    for (const double before : {0.0, 1e-12, 0x1p-25, 0x1p-24, 1.0 - 0x1p-24, 1.0, 1e30}) {
+      SystematicSampler<TypeParam> sampler(static_cast<TypeParam>(omega));
+      sampler.Take(static_cast<TypeParam>(before));
+      for (int i = 0; i < 100; ++i) {
+        ASSERT_TRUE(sampler.Take(TypeParam{1})) << omega << " after " << before;
+        ASSERT_FALSE(sampler.Take(TypeParam{0})) << omega << " after " << before;
+      }
+    }
+  }
+}
+
+// As many classes as a large vocabulary has, each far narrower than the distance of the points.
+TEST(SystematicSampler, RoundingDoesNotAddUp) {
+  constexpr int kClasses = 1 << 18;
+  for (const double size : {1.0 / 300.0, 1.0 / 7.0, 0.99}) {
+    SystematicSampler<double> sampler(0.25);
+    SystematicSampler<float> in_float(0.25f);
+    int count = 0, count_in_float = 0;
+    for (int v = 0; v < kClasses; ++v) {
+      count += sampler.Take(size) ? 1 : 0;
+      count_in_float += in_float.Take(static_cast<float>(size)) ? 1 : 0;
+    }
+    EXPECT_NEAR(count, size * kClasses, 1.0) << size;
+    EXPECT_NEAR(count_in_float, size * kClasses, 1.0 + 1e-4 * size * kClasses) << size;
+  }
 }
 
 }  // namespace
