@@ -43,9 +43,10 @@ void AddCandidates(const OpenClass& c, double omega, std::vector<Candidate>& can
   const double first = std::max(0.0, std::ceil(c.begin - c.error - omega));
   for (double k = first; omega + k <= c.end + c.error; k += 1.0) {
     const double x = omega + k;
+    if (x - c.error > c.begin && x + c.error < c.end) continue;
     const double share = (std::min(c.end, x + c.error) - std::max(c.begin, x - c.error)) / (2.0 * c.error);
     const bool taken = x > c.begin && x <= c.end;
-    if (taken ? share < 1.0 : share > 0.0) candidates.push_back({c.v, static_cast<size_t>(k), taken, share});
+    if (taken || share > 0.0) candidates.push_back({c.v, static_cast<size_t>(k), taken, share});
   }
 }
 
