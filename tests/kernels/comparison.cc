@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <numeric>
 #include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
+#include "kernels/reference/sampled_row.h"
 #include "kernels/sampling.h"
 #include "tests/kernels/tolerances.h"
 
@@ -20,15 +22,6 @@ double Norm2(const std::vector<double>& values) {
   return std::sqrt(std::inner_product(values.begin(), values.end(), values.begin(), 0.0));
 }
 
-// How far decisions about sampled classes that rounding moves may take a gradient: a class whose a is off by a
-// relative error e is taken, or not, in its place with probability e a / tau. Problems in fp32 have none.
-double MovedSamples(DType compute, const reference::Gradient& want, double max_abs_logit) {
-  if (compute == DType::kFloat32) return 0.0;
-  const double error = std::min(1.0, 2.0 * ToleranceFor(compute).logit * (1.0 + max_abs_logit));
-  const double variance = std::accumulate(want.variance.begin(), want.variance.end(), 0.0);
-  return 5.0 * std::sqrt(error * variance);
-}
-
 // See tolerances.h.
 void ExpectGradientNear(const char* what, const std::vector<float>& got, const reference::Gradient& want,
                         DType compute, DType output, double max_abs_logit) {
@@ -39,10 +32,11 @@ void ExpectGradientNear(const char* what, const std::vector<float>& got, const r
     error += difference * difference;
   }
   error = std::sqrt(error);
+  const double undecided = std::accumulate(want.undecided.begin(), want.undecided.end(), 0.0);
   const double norm = Norm2(want.value);
   const double limit = norm * (GradientTolerance(compute, max_abs_logit) + UnitRoundoff(output)) +
                        Norm2(want.magnitude) * MagnitudeTolerance(compute, max_abs_logit) +
-                       MovedSamples(compute, want, max_abs_logit) +
+                       3.0 * std::sqrt(undecided) +
                        UnderflowError(output) * std::sqrt(static_cast<double>(got.size()));
   EXPECT_LE(error, limit) << what << ": relative error " << error / norm << ", reference norm " << norm;
 }
@@ -177,13 +171,27 @@ bool AnyGradEntropy(const Problem& problem) {
   return false;
 }
 
+bool MayBeSampled(const Problem& problem) {
+  return problem.options.gradients == Gradients::kSampled || problem.options.gradients == Gradients::kAuto;
+}
+
+// A slice's rows, for sampled gradients of the problem too. The errors of the logits and of their log-sum-exp
+// decide which classes are undecided.
+reference::Rows SampledRows(const Problem& problem, const SliceData& slice) {
+  reference::Rows rows = ReferenceRows(slice);
+  const bool is_auto = problem.options.gradients == Gradients::kAuto;
+  rows.sample_uniform = problem.samples_uniform || (problem.auto_samples_uniform && is_auto);
+  rows.logit_error = 2.0 * ToleranceFor(problem.config.compute_dtype).logit;
+  return rows;
+}
+
 // The predicted relative error of the chunk, if it is sampled.
 double PredictedError(const Problem& problem) {
   double variance = 0.0;
   double square = 0.0;
   for (const SliceData& slice : problem.slices) {
     const auto result =
-        reference::Compute(ReferenceHead(problem), problem.options, ReferenceRows(slice), nullptr);
+        reference::Compute(ReferenceHead(problem), problem.options, SampledRows(problem, slice), nullptr);
     for (size_t row = 0; row < slice.targets.size(); ++row) {
       if (!HasGradient(problem, slice, row)) continue;
       variance += result.sampling_variance[row];
@@ -191,10 +199,6 @@ double PredictedError(const Problem& problem) {
     }
   }
   return square > 0.0 ? std::sqrt(variance / square) : 0.0;
-}
-
-bool IsSampledOrAuto(const Problem& problem) {
-  return problem.options.gradients == Gradients::kSampled || problem.options.gradients == Gradients::kAuto;
 }
 
 bool AnyGradient(const Problem& problem) {
@@ -215,22 +219,20 @@ Gradients DecisionFor(const Problem& problem) {
                                                                        : Gradients::kExact;
 }
 
-// How far the random numbers of a slice are from what decides, relative to the error that a unit error of the
-// logits makes; at least `enough`: no matter how far.
-double ClearanceOf(const reference::SampledClasses& classes, const LossOptions& options,
-                   const SliceData& slice, double enough) {
-  const size_t vocab = slice.targets.empty() ? 1 : classes.size.size() / slice.targets.size();
-  const double tau = double{options.sample_threshold};
-  double clearance = enough;
-  for (size_t i = 0; i < classes.size.size(); ++i) {
-    const double a = classes.size[i];
-    if (!(a < 1.1 * tau) || a == 0.0) continue;
-    const auto row = static_cast<uint64_t>(slice.first_row) + i / vocab;
-    const float omega = SampleOf(SampleKeyOf(slice.sample_seed, row), static_cast<uint32_t>(i % vocab));
-    clearance = std::min(clearance, std::fabs(double{omega} * tau - a) / classes.error[i]);
-    if (clearance == 0.0) break;
+// The sum of what is undecided in a slice.
+double UndecidedOf(const reference::SampledClasses& classes, const SliceData& slice) {
+  const size_t vocab = slice.targets.empty() ? 0 : classes.size.size() / slice.targets.size();
+  double sum = 0.0;
+  for (size_t row = 0; row < slice.targets.size(); ++row) {
+    const auto begin = static_cast<std::ptrdiff_t>(row * vocab),
+               end = begin + static_cast<std::ptrdiff_t>(vocab);
+    const float omega = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row) + row);
+    const std::vector<double> undecided =
+        reference::UndecidedClasses({classes.size.begin() + begin, classes.size.begin() + end},
+                                    {classes.error.begin() + begin, classes.error.begin() + end}, omega);
+    sum = std::accumulate(undecided.begin(), undecided.end(), sum);
   }
-  return clearance;
+  return sum;
 }
 
 }  // namespace
@@ -249,7 +251,8 @@ reference::Rows ReferenceRows(const SliceData& slice) {
           ToDouble(slice.row_weights), slice.accumulate,
           double{slice.grad_scale},    ToDouble(slice.grad_loss),
           ToDouble(slice.grad_lse),    ToDouble(slice.grad_entropy),
-          slice.sample_seed,           slice.first_row};
+          slice.sample_seed,           slice.first_row,
+          /*sample_uniform=*/false,    /*logit_error=*/0.0};
 }
 
 std::vector<reference::Result> ComputeReference(const Problem& problem,
@@ -259,7 +262,7 @@ std::vector<reference::Result> ComputeReference(const Problem& problem,
   options.gradients = DecisionFor(problem);
   std::vector<reference::Result> results;
   for (const SliceData& slice : problem.slices) {
-    results.push_back(reference::Compute(head, options, ReferenceRows(slice),
+    results.push_back(reference::Compute(head, options, SampledRows(problem, slice),
                                          problem.accumulate_gradients ? gradients : nullptr));
   }
   return results;
@@ -289,33 +292,27 @@ Problem WithClearEpsilon(Problem problem) {
 }
 
 Problem WithClearSamples(Problem problem) {
-  constexpr int kTries = 200;
-  if (!IsSampledOrAuto(problem)) return problem;
+  constexpr int kTries = 30;
+  if (!MayBeSampled(problem)) return problem;
   for (SliceData& slice : problem.slices) {
-    const reference::Head head = ReferenceHead(problem);
-    const auto plain = reference::Compute(head, problem.options, ReferenceRows(slice), nullptr);
-    const auto classes = reference::ComputeSampledClasses(head, problem.options, ReferenceRows(slice));
-    const double enough =
-        2.0 * ToleranceFor(problem.config.compute_dtype).logit * (1.0 + MaxAbsLogit({&plain, 1}));
-    SliceData best = slice;
-    double clearance = ClearanceOf(classes, problem.options, best, enough);
-    for (int i = 0; i < kTries && clearance < enough; ++i) {
+    const auto classes = reference::ComputeSampledClasses(ReferenceHead(problem), problem.options,
+                                                          SampledRows(problem, slice));
+    uint64_t best = slice.sample_seed;
+    double least = UndecidedOf(classes, slice);
+    for (int i = 0; i < kTries && least > 0.0; ++i) {
       slice.sample_seed = MixBits(slice.sample_seed);
-      const double here = ClearanceOf(classes, problem.options, slice, enough);
-      if (here <= clearance) continue;
-      clearance = here;
-      best.sample_seed = slice.sample_seed;
+      const double here = UndecidedOf(classes, slice);
+      if (here >= least) continue;
+      least = here;
+      best = slice.sample_seed;
     }
-    slice.sample_seed = best.sample_seed;
-    if (problem.config.compute_dtype == DType::kFloat32) {
-      EXPECT_GE(clearance, enough) << "no seed was found";
-    }
+    slice.sample_seed = best;
   }
   return problem;
 }
 
 Problem AsComputed(Problem problem, const ChunkRun& run) {
-  if (!IsSampledOrAuto(problem)) return problem;
+  if (!MayBeSampled(problem)) return problem;
   const bool may_be_exact = problem.options.gradients == Gradients::kAuto || !AnyGradient(problem);
   EXPECT_TRUE(run.gradients == Gradients::kSampled || (may_be_exact && run.gradients == Gradients::kExact))
       << Name(run.gradients);
@@ -329,6 +326,7 @@ Problem AsComputed(Problem problem, const ChunkRun& run) {
       EXPECT_TRUE(limit > 0.0 || slice.sums.sampling_variance == 0.0);
     }
   }
+  problem.samples_uniform = problem.auto_samples_uniform && problem.options.gradients == Gradients::kAuto;
   problem.options.gradients = run.gradients;
   if (run.gradients != Gradients::kSampled) return problem;
   EXPECT_GE(run.sample_threshold, problem.options.sample_threshold);

@@ -1,5 +1,5 @@
-// What sampled gradients are for: without bias, with the spread that is predicted, and a function of the random
-// numbers of each row alone.
+// What sampled gradients are for: without bias, with the spread that is predicted, and a function of the
+// random numbers of each row alone.
 #include <algorithm>
 #include <cmath>
 #include <utility>

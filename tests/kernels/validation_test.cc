@@ -84,7 +84,8 @@ TEST_F(ValidationTest, EveryHeadTakesChunksOfAllGradients) {
   chunk_.slices = absl::MakeSpan(slices_);
   for (const Logits logits : {Logits::kStored, Logits::kRecomputed}) {
     config_.logits = logits;
-    for (const Gradients gradients : {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
+    for (const Gradients gradients :
+         {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
       chunk_.options.gradients = gradients;
       EXPECT_TRUE(ValidateChunk(config_, kChunkRows, chunk_).ok()) << Name(logits) << " " << Name(gradients);
     }
