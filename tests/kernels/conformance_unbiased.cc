@@ -24,10 +24,10 @@ struct Mean {
   }
 };
 
-// The distance of a mean from the exact gradient is what the variance predicts, and rounding. Elements depend
-// on each other, but there are many independent rows and classes.
+// The distance of a mean from the exact gradient is what the variance predicts, and rounding; at least
+// `least` times that. Elements depend on each other, but there are many independent rows and classes.
 void ExpectMeanNear(const Mean& mean, const reference::Gradient& exact, const std::vector<double>& variance,
-                    double tolerance) {
+                    double tolerance, double least) {
   double error = 0.0, predicted = 0.0, norm = 0.0;
   ASSERT_EQ(mean.value.size(), exact.value.size());
   for (size_t i = 0; i < exact.value.size(); ++i) {
@@ -36,7 +36,7 @@ void ExpectMeanNear(const Mean& mean, const reference::Gradient& exact, const st
     norm += exact.value[i] * exact.value[i];
   }
   EXPECT_LT(std::sqrt(error), 1.3 * std::sqrt(predicted) + tolerance * std::sqrt(norm));
-  EXPECT_GT(std::sqrt(error), 0.7 * std::sqrt(predicted) - tolerance * std::sqrt(norm));
+  EXPECT_GT(std::sqrt(error), least * std::sqrt(predicted) - tolerance * std::sqrt(norm));
 }
 
 // How much of the true gradient of classes that are never a target is there: 1 without bias. Leaving small
@@ -100,9 +100,10 @@ TEST_P(BackendConformance, SampledGradientsAreExactOnAverage) {
     const DType compute = head->compute_dtype();
     const double tolerance =
         GradientTolerance(compute, MaxAbsLogit(want)) + UnitRoundoff(problem.hidden_dtype);
-    ExpectMeanNear(hidden, want[0].grad_hidden, spread[0].grad_hidden.variance, tolerance);
-    ExpectMeanNear(weight, exact.weight, sampled.weight.variance, tolerance);
-    ExpectMeanNear(bias, exact.bias, sampled.bias.variance, tolerance);
+    // What the classes of a row add up to is more certain than if they were taken independently.
+    ExpectMeanNear(hidden, want[0].grad_hidden, spread[0].grad_hidden.variance, tolerance, 0.4);
+    ExpectMeanNear(weight, exact.weight, sampled.weight.variance, tolerance, 0.7);
+    ExpectMeanNear(bias, exact.bias, sampled.bias.variance, tolerance, 0.7);
     ExpectFullPushDown(problem, weight, exact.weight, sampled.weight.variance, tolerance);
   }
 }
