@@ -47,8 +47,8 @@ struct SliceSums {
   double z_loss = 0.0;        // the z-loss part alone, row weights applied
   double entropy = 0.0;       // nats; only if RowOutputs::entropy is wanted
   double dropped_mass = 0.0;  // probability left out of filtered gradients, over the rows that have one
-  // Of sampled gradients, over the rows that have one, of dL/d(logit scale * dot product): the expected square
-  // of what sampling adds to it, and its own. The root of their ratio is the predicted relative error.
+  // Of sampled gradients, over the rows that have one, of dL/d(logit scale * dot product): the expected
+  // square of what sampling adds to it, and its own. The root of their ratio is the predicted relative error.
   double sampling_variance = 0.0;
   double squared_gradient = 0.0;
   int64_t valid_rows = 0;

@@ -35,8 +35,8 @@ struct LossOptions {
 
   Gradients gradients = Gradients::kExact;
   float filter_epsilon = 0x1p-12f;  // kFiltered: a probability in [0, 1). With 0 every class is kept.
-  // tau, kSampled and kAuto: a probability in (0, 1]. A backend takes a larger one, the same for all rows of a
-  // chunk, where it has not enough room for what this one takes.
+  // tau, kSampled and kAuto: a probability in (0, 1]. A backend takes a larger one, the same for all rows of
+  // a chunk, where it has not enough room for what this one takes.
   float sample_threshold = 0x1p-10f;
   float max_gradient_error = 0.01f;  // kAuto: the predicted relative error of a chunk's dL/dlogits; >= 0
 

@@ -228,8 +228,8 @@ std::string HeadText(const v1::HeadDescription& head) {
   }
   fields.Add("chunk", absl::StrCat("up to ", HumanCount(head.chunk_rows()), " rows"));
   if (head.gradient_error() > 0) {
-    fields.Add("gradient error", absl::StrFormat("%.2g predicted, in the last chunk that was sampled",
-                                                 head.gradient_error()));
+    fields.Add("gradient error",
+               absl::StrFormat("%.2g predicted, in the last chunk that was sampled", head.gradient_error()));
   }
   fields.Add("memory", MemoryText(head.memory()));
   fields.Add("incarnation", HumanIncarnation(head.state().incarnation()));

@@ -46,11 +46,10 @@ const std::map<std::string, v1::Logits>& LogitsWords() {
 }
 
 const std::map<std::string, v1::Gradients>& GradientsWords() {
-  static const auto* words = new std::map<std::string, v1::Gradients>{
-      {"exact", v1::GRADIENTS_EXACT},
-      {"filtered", v1::GRADIENTS_FILTERED},
-      {"sampled", v1::GRADIENTS_SAMPLED},
-      {"auto", v1::GRADIENTS_AUTO}};
+  static const auto* words = new std::map<std::string, v1::Gradients>{{"exact", v1::GRADIENTS_EXACT},
+                                                                      {"filtered", v1::GRADIENTS_FILTERED},
+                                                                      {"sampled", v1::GRADIENTS_SAMPLED},
+                                                                      {"auto", v1::GRADIENTS_AUTO}};
   return *words;
 }
 

@@ -171,8 +171,8 @@ struct LossResult {
   double normalizer = 1;   // as used; 1 for REDUCTION_SUM
   // Probability that GRADIENTS_FILTERED left out of the gradients, summed over valid rows.
   double dropped_mass = 0;
-  // Of sampled gradients (GRADIENTS_SAMPLED, GRADIENTS_AUTO), summed over valid rows: the expected square of what
-  // sampling adds to the gradient of the logits, and the square of that gradient.
+  // Of sampled gradients (GRADIENTS_SAMPLED, GRADIENTS_AUTO), summed over valid rows: the expected square of
+  // what sampling adds to the gradient of the logits, and the square of that gradient.
   double sampling_variance = 0;
   double squared_gradient = 0;
   // The predicted relative error of the gradients: the square root of their ratio. 0 if nothing was sampled.

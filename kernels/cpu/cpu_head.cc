@@ -331,7 +331,7 @@ RowRequest CpuHead::RequestFor(const Slice& slice, int64_t row, bool want_gradie
   if (slice.grad_entropy != nullptr) request.grad_entropy = slice.grad_entropy[row];
   request.want_gradient = want_gradient;
   request.want_entropy = slice.out.entropy != nullptr;
-  request.omega = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + row));
+  request.sample = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + row));
   return request;
 }
 

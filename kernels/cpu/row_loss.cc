@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <utility>
 
 #include "kernels/cpu/row_sampling.h"
 
@@ -173,13 +172,11 @@ void RowLoss::Sample(const RowRequest& request, const Sums& sums, double target_
   const double scale = double{options.logit_scale};
   const auto threshold = static_cast<float>(double{options.sample_threshold} * std::fabs(scale) * kappa);
   const int64_t target = request.target;
-  SystematicSampler<double> sampler(double{request.omega});
-  for (const auto& [begin, end] : {std::pair{int64_t{0}, target}, {target + 1, context_.vocab_size}}) {
-    const SamplingSums part = SampleClasses(sampler, threshold, begin, end, logits);
-    row.sampling_variance += part.variance / (scale * scale);
-    row.squared_gradient += part.square / (scale * scale);
-  }
-  row.squared_gradient += target_gradient * target_gradient / (scale * scale);
+  RowSampler sampler(request.sample, threshold);
+  sampler.Sample(logits, target);
+  sampler.Sample(logits + target + 1, context_.vocab_size - target - 1);
+  row.sampling_variance = sampler.variance() / (scale * scale);
+  row.squared_gradient = (sampler.square() + target_gradient * target_gradient) / (scale * scale);
   if (!uniform_after) return;
   loops_.gradient_from_exp(logits, context_.class_weights, 1.0f, static_cast<float>(scale * sums.smoothing),
                            context_.vocab_size);

@@ -31,7 +31,7 @@ struct RowRequest {
   float grad_entropy = 0.0f;  // dL/dentropy
   bool want_gradient = false;
   bool want_entropy = false;
-  float omega = 0.0f;  // SampleOf() of the row, for sampled gradients
+  float sample = 0.0f;  // SampleOf() of the row, of sampled gradients
 };
 
 struct RowResult {

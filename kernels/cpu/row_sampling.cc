@@ -4,18 +4,15 @@
 
 namespace lossd::kernels {
 
-SamplingSums SampleClasses(SystematicSampler<double>& sampler, float threshold, int64_t begin, int64_t end,
-                           float* gradient) {
-  const double inverse = 1.0 / double{threshold};
-  SamplingSums sums;
-  for (int64_t v = begin; v < end; ++v) {
-    const float size = std::fabs(gradient[v]);
-    sums.square += double{size} * double{size};
-    if (size >= threshold) continue;  // always taken, which leaves the sampler as it is
-    sums.variance += double{size} * (double{threshold} - double{size});
-    gradient[v] = sampler.Take(double{size} * inverse) ? std::copysign(threshold, gradient[v]) : 0.0f;
+void RowSampler::Sample(float* gradient, int64_t n) {
+  const double threshold = double{threshold_};
+  for (int64_t v = 0; v < n; ++v) {
+    const double size = std::fabs(double{gradient[v]});
+    square_ += size * size;
+    if (size >= threshold) continue;  // as wide as two points are apart: one falls on it, the next is as far
+    variance_ += size * (threshold - size);
+    gradient[v] = sampler_.Take(size / threshold) ? std::copysign(threshold_, gradient[v]) : 0.0f;
   }
-  return sums;
 }
 
 }  // namespace lossd::kernels

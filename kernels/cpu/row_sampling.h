@@ -1,4 +1,4 @@
-// Sampled gradients of one row (docs/math.md, "Sampled gradients"). Pure functions; thread-safe.
+// Sampled gradients of one row (docs/math.md, "Sampled gradients").
 #ifndef LOSSD_KERNELS_CPU_ROW_SAMPLING_H_
 #define LOSSD_KERNELS_CPU_ROW_SAMPLING_H_
 
@@ -8,18 +8,27 @@
 
 namespace lossd::kernels {
 
-// Of the elements before sampling.
-struct SamplingSums {
-  double variance = 0.0;  // what sampling is expected to add to the square of their difference
-  double square = 0.0;    // sum of their squares
-};
+// Samples the classes of a row in their order. Thread-compatible.
+class RowSampler {
+ public:
+  // `threshold`: of the size of an element, finite and >= 0; 0 leaves all elements as they are.
+  RowSampler(float omega, float threshold) : sampler_(double{omega}), threshold_(threshold) {}
 
-// In place, each of classes [begin, end) of `gradient` [V] with a size below `threshold` becomes the
-// threshold, with its sign, if `sampler` takes it, and else 0. `threshold` is finite and >= 0; 0 leaves all
-// as they are. `sampler` has gone through the row's classes before `begin` and goes through these. It is in
-// double: in a large vocabulary most classes are too narrow to move a float.
-SamplingSums SampleClasses(SystematicSampler<double>& sampler, float threshold, int64_t begin, int64_t end,
-                           float* gradient);
+  // In place, the next `n` elements of the gradient: those below the threshold become the threshold, with
+  // their sign, or 0.
+  void Sample(float* gradient, int64_t n);
+
+  // Of the elements so far, before sampling: what sampling is expected to add to the square of their
+  // difference, if they were drawn independently, and the sum of their squares.
+  double variance() const { return variance_; }
+  double square() const { return square_; }
+
+ private:
+  SystematicSampler<double> sampler_;
+  const float threshold_;
+  double variance_ = 0.0;
+  double square_ = 0.0;
+};
 
 }  // namespace lossd::kernels
 

@@ -25,7 +25,7 @@ struct HeadSnapshot {
   kernels::MemoryBytes memory;
   std::vector<kernels::Choice> choices;             // HeadKernels::Describe
   std::vector<kernels::Choice> last_chunk_choices;  // Chunk::choices; empty before the first chunk
-  double gradient_error = 0.0;  // predicted, of the last chunk with sampled gradients
+  double gradient_error = 0.0;                      // predicted, of the last chunk with sampled gradients
   int64_t open_streams = 0;
   int64_t queued_slices = 0;
   uint64_t updates = 0;  // head::Progress

@@ -125,6 +125,23 @@ TEST(Sampling, NeighboursAreIndependent) {
   }
 }
 
+// Each of the 24 bits is set in half of the numbers, and agrees with each other bit in half of them.
+TEST(Sampling, BitsAreIndependent) {
+  std::vector<uint32_t> set(24), agree(24 * 24);
+  for (uint32_t i = 0; i < kCount; ++i) {
+    const auto word = static_cast<uint32_t>(SampleOf(7, i) * 0x1p24f);
+    for (uint32_t a = 0; a < 24; ++a) {
+      set[a] += word >> a & 1;
+      for (uint32_t b = 0; b < a; ++b) agree[a * 24 + b] += (word >> a ^ ~(word >> b)) & 1;
+    }
+  }
+  const double bound = 5.0 * 0.5 * std::sqrt(kCount);
+  for (size_t a = 0; a < 24; ++a) {
+    EXPECT_NEAR(set[a], kCount / 2, bound) << a;
+    for (size_t b = 0; b < a; ++b) EXPECT_NEAR(agree[a * 24 + b], kCount / 2, bound) << a << " " << b;
+  }
+}
+
 // ---- SystematicSampler ----
 
 constexpr int kGrid = 4096;  // points of omega, at the middles between multiples of 1 / kGrid

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "kernels/cuda/kernels/rows.h"
+
 namespace lossd::kernels::cuda {
 
 int64_t PooledSamples(float threshold) {
@@ -22,7 +24,42 @@ SampleBuffers SampleBuffers::Carve(const FilterShape& shape, Carver& own, Carver
   b.listed = hidden.Take<SampleEntry>(capacity);
   b.entries = logits.Take<SampleEntry>(capacity);
   b.kept = KeptBuffers::Carve(capacity, shape.padded_hidden, logits, logits);
+  if (!HasHotClasses(shape)) return b;
+  const int64_t elements = shape.chunk_rows * kHotClasses * static_cast<int64_t>(SizeOf(shape.dtype));
+  b.hot_widths = own.Take<float>(shape.chunk_rows);
+  b.hot_listed = hidden.Take<uint8_t>(elements);
+  b.hot_elements = logits.Take<uint8_t>(elements);
+  b.hot_weight = logits.Take<uint8_t>(kHotClasses * shape.padded_hidden *
+                                      static_cast<int64_t>(SizeOf(shape.dtype)));
+  b.hot_hidden = logits.Take<float>(shape.chunk_rows * shape.padded_hidden);
+  b.hot_weight_gradient = logits.Take<float>(kHotClasses * shape.padded_hidden);
+  b.hot_bias_gradient = logits.Take<float>(kHotClasses);
+  b.hot_partials = logits.Take<float>(ColumnSumScratch(kHotClasses));
   return b;
+}
+
+bool HasHotClasses(const FilterShape& shape) {
+  return shape.vocab >= 16 * kHotClasses && shape.vocab >= 4 * shape.padded_hidden;
+}
+
+float LeastTaken(int64_t rows) {
+  constexpr float kShare = 90.0f / 8192.0f;
+  constexpr float kSteady = 2.0f;  // popularity of what is taken once in every chunk
+  return kSteady * kShare * static_cast<float>(rows);
+}
+
+HotClasses CarveHotClasses(const FilterShape& shape, Carver& carver) {
+  HotClasses hot;
+  if (!HasHotClasses(shape)) return hot;
+  hot.vocab = shape.vocab;
+  hot.bits = carver.Take<uint32_t>(hot.groups());
+  hot.bases = carver.Take<int32_t>(hot.groups());
+  hot.ids = carver.Take<int32_t>(kHotClasses);
+  hot.count = carver.Take<int32_t>(1);
+  hot.taken = carver.Take<int32_t>(hot.vocab);
+  hot.popularity = carver.Take<float>(hot.vocab);
+  hot.histogram = carver.Take<int32_t>(kHotBins);
+  return hot;
 }
 
 }  // namespace lossd::kernels::cuda

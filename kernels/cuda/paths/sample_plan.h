@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/device/device_memory.h"
+#include "kernels/cuda/kernels/sampled/hot_classes.h"
 #include "kernels/cuda/kernels/sampled/sampled.h"
 #include "kernels/cuda/paths/filter_plan.h"
 #include "kernels/cuda/paths/kept_buffers.h"
@@ -27,12 +28,31 @@ struct SampleBuffers {
   RunCounters* runs = nullptr;
   // In the memory of dx, while the matrix is still read and dx not yet written.
   SampleEntry* listed = nullptr;  // [capacity]
+  void* hot_listed = nullptr;     // [chunk_rows, kHotClasses] compute dtype
   // In the memory of the matrix: a chunk that is known to be sampled reads it no more.
   SampleEntry* entries = nullptr;  // [capacity], the same again
   KeptBuffers kept;
+  // Of hot classes; null unless HasHotClasses().
+  float* hot_widths = nullptr;           // [chunk_rows]
+  void* hot_elements = nullptr;          // [chunk_rows, kHotClasses], hot_listed again
+  void* hot_weight = nullptr;            // [kHotClasses, padded_hidden] compute dtype
+  float* hot_hidden = nullptr;           // [chunk_rows, padded_hidden]
+  float* hot_weight_gradient = nullptr;  // [kHotClasses, padded_hidden]
+  float* hot_bias_gradient = nullptr;    // [kHotClasses]
+  float* hot_partials = nullptr;         // ColumnSumScratch(kHotClasses)
 
   static SampleBuffers Carve(const FilterShape& shape, Carver& own, Carver& hidden, Carver& logits);
 };
+
+// Whether the vocabulary is large enough for some classes to be worth a dense product of their own.
+bool HasHotClasses(const FilterShape& shape);
+// Rows of a chunk that are enough for that.
+inline constexpr int64_t kLeastHotRows = 1024;
+// How often a class has to be taken by a chunk of so many rows, to be hot: gathering an entry takes as long as
+// the dense products of about 90 of 8192 rows (H200).
+float LeastTaken(int64_t rows);
+
+HotClasses CarveHotClasses(const FilterShape& shape, Carver& carver);
 
 }  // namespace lossd::kernels::cuda
 

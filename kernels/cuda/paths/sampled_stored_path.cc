@@ -11,10 +11,17 @@
 namespace lossd::kernels::cuda {
 
 SampledStoredPath::SampledStoredPath(const PathContext& context)
-    : context_(context), fused_(context), stored_(context) {
+    : context_(context),
+      shapes_{context.sizes.padded_hidden, context.config.compute_dtype},
+      fused_(context),
+      stored_(context) {
   Carver own(context.memory[Region::kFilter]), hidden(context.memory[Region::kHiddenGradient]),
       logits(context.memory[Region::kLogits]);
-  buffers_ = SampleBuffers::Carve(FilterShapeOf(context.config, context.sizes), own, hidden, logits);
+  const FilterShape shape = FilterShapeOf(context.config, context.sizes);
+  buffers_ = SampleBuffers::Carve(shape, own, hidden, logits);
+  Carver hot(context.memory[Region::kHotClasses]);
+  hot_ = CarveHotClasses(shape, hot);
+  hot_bytes_ = hot.used();
 }
 
 void SampledStoredPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
@@ -22,6 +29,9 @@ void SampledStoredPath::Claim(const HeadConfig& config, const HeadSizes& sizes, 
   StoredPath::Claim(config, sizes, claims);
   Carver own(nullptr), hidden(nullptr), logits(nullptr);
   SampleBuffers::Carve(FilterShapeOf(config, sizes), own, hidden, logits);
+  Carver hot(nullptr);
+  CarveHotClasses(FilterShapeOf(config, sizes), hot);
+  claims.Claim(Region::kHotClasses, hot.used());
   claims.Claim(Region::kFilter, own.used());
   claims.Claim(Region::kHiddenGradient, hidden.used());
   claims.Claim(Region::kLogits, logits.used());
@@ -39,7 +49,25 @@ SampleList SampledStoredPath::ListOf(const ChunkJob& job) const {
 }
 
 absl::Status SampledStoredPath::Prepare(const ChunkJob& job) {
+  if (UsesHot(job)) {
+    Gemms& gemms = context_.device->gemms();
+    LOSSD_RETURN_IF_ERROR(gemms.Prepare(HotHiddenShape(job)));
+    LOSSD_RETURN_IF_ERROR(gemms.Prepare(HotWeightShape(job)));
+  }
   return job.plan.fused() ? fused_.Prepare(job) : stored_.Prepare(job);
+}
+
+// What earlier chunks have taken may not decide about the bits of a chunk that is to be independent of them.
+bool SampledStoredPath::UsesHot(const ChunkJob& job) const {
+  return hot_.bits != nullptr && !job.chunk->independent && job.rows() >= kLeastHotRows;
+}
+
+GemmShape SampledStoredPath::HotHiddenShape(const ChunkJob& job) const {
+  return shapes_.HiddenGradient(job.padded_rows(), kHotClasses, DType::kFloat32);
+}
+
+GemmShape SampledStoredPath::HotWeightShape(const ChunkJob& job) const {
+  return shapes_.WeightGradient(job.padded_rows(), kHotClasses);
 }
 
 absl::Status SampledStoredPath::Loss(const ChunkJob& job) {
@@ -47,12 +75,13 @@ absl::Status SampledStoredPath::Loss(const ChunkJob& job) {
   return Sample(job);
 }
 
-absl::Status SampledStoredPath::Sample(const ChunkJob& job) const {
+absl::Status SampledStoredPath::Sample(const ChunkJob& job) {
   const cudaStream_t stream = context_.device->compute();
   const LossOptions& options = job.options();
   LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, stream));  // the list lies where dx does
   LOSSD_RETURN_IF_ERROR(Zero(buffers_.counters, sizeof(SampleCounters), stream));
   LOSSD_RETURN_IF_ERROR(Zero(buffers_.runs, sizeof(RunCounters), stream));
+  if (UsesHot(job)) LOSSD_RETURN_IF_ERROR(BeginHot(job));
   const SampleRowsParams sample = {.elements = stored_.logits(),
                                    .factors = job.plan.fused() ? fused_.factors() : nullptr,
                                    .terms = job.terms,
@@ -61,7 +90,8 @@ absl::Status SampledStoredPath::Sample(const ChunkJob& job) const {
                                    .omega = job.omega,
                                    .with_gradient = job.with_gradient,
                                    .threshold = options.sample_threshold,
-                                   .list = ListOf(job)};
+                                   .list = ListOf(job),
+                                   .hot = HotPartOf(job)};
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchSampleRows(sample, stream), "sampling kernels");
   DecideSampledParams decide = {.list = sample.list,
                                 .rows = job.rows(),
@@ -70,6 +100,21 @@ absl::Status SampledStoredPath::Sample(const ChunkJob& job) const {
                                 .chosen_threshold = job.sample_threshold};
   if (job.plan.gradients == Gradients::kAuto) decide.max_error = options.max_gradient_error;
   return ToStatus(LaunchDecideSampled(decide, stream), "decision kernel");
+}
+
+HotPart SampledStoredPath::HotPartOf(const ChunkJob& job) const {
+  return UsesHot(job) ? HotPart{hot_, buffers_.hot_listed, buffers_.hot_widths} : HotPart{};
+}
+
+// The first time nothing is known of any class.
+absl::Status SampledStoredPath::BeginHot(const ChunkJob& job) {
+  const cudaStream_t stream = context_.device->compute();
+  if (!knows_hot_) LOSSD_RETURN_IF_ERROR(Zero(hot_.bits, hot_bytes_, stream));
+  knows_hot_ = true;
+  const int64_t row_bytes = kHotClasses * context_.sizes.element;
+  const int64_t padding = job.padded_rows() - job.rows();
+  if (padding == 0) return absl::OkStatus();
+  return Zero(static_cast<uint8_t*>(buffers_.hot_listed) + job.rows() * row_bytes, padding * row_bytes, stream);
 }
 
 absl::Status SampledStoredPath::Branch(const ChunkJob& job, DeviceBranch& branch,
@@ -101,15 +146,24 @@ absl::Status SampledStoredPath::WeightGradient(const ChunkJob& job) {
   return absl::OkStatus();
 }
 
+absl::Status SampledStoredPath::CopyLists(const ChunkJob& job) const {
+  const cudaStream_t stream = context_.device->compute();
+  const auto copy = [stream](void* to, const void* from, int64_t bytes) {
+    return ToStatus(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream),
+                    "cudaMemcpyAsync");
+  };
+  LOSSD_RETURN_IF_ERROR(copy(buffers_.entries, buffers_.listed,
+                             CapacityOf(job) * static_cast<int64_t>(sizeof(SampleEntry))));
+  if (!UsesHot(job)) return absl::OkStatus();
+  return copy(buffers_.hot_elements, buffers_.hot_listed,
+              job.padded_rows() * kHotClasses * context_.sizes.element);
+}
+
 absl::Status SampledStoredPath::GatherRows(const ChunkJob& job) const {
   const cudaStream_t stream = context_.device->compute();
+  LOSSD_RETURN_IF_ERROR(CopyLists(job));
   SampledHiddenParams p;
   p.list = ListOf(job);
-  LOSSD_RETURN_IF_CUDA_ERROR(
-      cudaMemcpyAsync(buffers_.entries, buffers_.listed,
-                      static_cast<size_t>(CapacityOf(job)) * sizeof(SampleEntry), cudaMemcpyDeviceToDevice,
-                      stream),
-      "cudaMemcpyAsync");
   p.list.entries = buffers_.entries;
   p.terms = job.terms;
   p.in = job.in;
@@ -130,13 +184,90 @@ absl::Status SampledStoredPath::GatherRows(const ChunkJob& job) const {
     p.accumulate = job.accumulate;
     p.kept = {buffers_.kept.keys, buffers_.kept.coefs, nullptr, RowBits(job.rows()), 0};
   }
-  return ToStatus(LaunchSampledHidden(p, stream), "sampled gradient kernel");
+  if (!UsesHot(job)) return ToStatus(LaunchSampledHidden(p, stream), "sampled gradient kernel");
+  p.taken = hot_.taken;
+  if (job.wants_hidden_gradient) {
+    LOSSD_RETURN_IF_ERROR(MultiplyHotHidden(job));
+    p.dense = buffers_.hot_hidden;
+    p.dense_factors = Factors(job);
+  }
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchSampledHidden(p, stream), "sampled gradient kernel");
+  return ChooseHot(job);
+}
+
+const float* SampledStoredPath::Factors(const ChunkJob& job) const {
+  return job.plan.fused() ? fused_.factors() : nullptr;
+}
+
+absl::Status SampledStoredPath::MultiplyHotHidden(const ChunkJob& job) const {
+  Device& device = *context_.device;
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchGatherHot(hot_, context_.weight, context_.config.compute_dtype,
+                                             context_.sizes.padded_hidden, buffers_.hot_weight,
+                                             device.compute()),
+                             "gather kernel");
+  return device.gemms().Run(
+      HotHiddenShape(job),
+      {.a = buffers_.hot_weight, .b = buffers_.hot_elements, .c = buffers_.hot_hidden},
+      device.gemm_workspace(), device.compute());
+}
+
+// Notes what this chunk has taken, and chooses the hot classes of the next. Those of this one are needed until
+// its dW is there, so the choice is made here only if there is none.
+absl::Status SampledStoredPath::ChooseHot(const ChunkJob& job) const {
+  const cudaStream_t stream = context_.device->compute();
+  const CountHotParams count = {.hot = hot_,
+                                .elements = buffers_.hot_elements,
+                                .dtype = context_.config.compute_dtype,
+                                .widths = buffers_.hot_widths,
+                                .rows = job.rows()};
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchCountHot(count, stream), "counting kernel");
+  if (job.layout.accumulate) return absl::OkStatus();
+  return ToStatus(LaunchChooseHot(hot_, LeastTaken(job.rows()), stream), "choosing kernels");
 }
 
 absl::Status SampledStoredPath::AddKept(const ChunkJob& job) const {
   if (!job.wants_hidden_gradient) LOSSD_RETURN_IF_ERROR(GatherRows(job));
   LOSSD_RETURN_IF_ERROR(AddEntries(context_, job, buffers_.kept, CapacityOf(job), buffers_.runs));
-  return job.plan.uniform_apart ? AddUniform(context_, job, buffers_.kept) : absl::OkStatus();
+  if (job.plan.uniform_apart) LOSSD_RETURN_IF_ERROR(AddUniform(context_, job, buffers_.kept));
+  if (!UsesHot(job)) return absl::OkStatus();
+  LOSSD_RETURN_IF_ERROR(AddHot(job));
+  return ToStatus(LaunchChooseHot(hot_, LeastTaken(job.rows()), context_.device->compute()),
+                  "choosing kernels");
+}
+
+// The rows' factors go into the hidden states.
+absl::Status SampledStoredPath::AddHot(const ChunkJob& job) const {
+  Device& device = *context_.device;
+  const cudaStream_t stream = device.compute();
+  const int64_t ld = context_.sizes.padded_hidden;
+  const DType dtype = context_.config.compute_dtype;
+  const float* const factors = Factors(job);
+  ScatterHotParams scatter = {.hot = hot_,
+                              .from = buffers_.hot_weight_gradient,
+                              .ld = ld,
+                              .scale = job.weight_gradient_scale,
+                              .weight_gradient = context_.accumulators->weight};
+  if (context_.accumulators->bias != nullptr) {
+    const DeviceMatrix elements = {buffers_.hot_elements, dtype, kHotClasses, kHotClasses};
+    LOSSD_RETURN_IF_ERROR(
+        Zero(buffers_.hot_bias_gradient, kHotClasses * static_cast<int64_t>(sizeof(float)), stream));
+    LOSSD_RETURN_IF_CUDA_ERROR(
+        LaunchColumnSum(elements, context_.keep, factors, job.rows(), job.weight_gradient_scale,
+                        buffers_.hot_partials, buffers_.hot_bias_gradient, stream),
+        "column sum kernel");
+    scatter.bias_from = buffers_.hot_bias_gradient;
+    scatter.bias_gradient = context_.accumulators->bias;
+  }
+  if (factors != nullptr) {
+    const DeviceMatrix hidden = {job.hidden, dtype, ld, ld};
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchScaleRows(hidden, factors, 1.0f, context_.keep, job.rows(), stream),
+                               "kernel over hidden states");
+  }
+  LOSSD_RETURN_IF_ERROR(device.gemms().Run(
+      HotWeightShape(job),
+      {.a = job.hidden, .b = buffers_.hot_elements, .c = buffers_.hot_weight_gradient},
+      device.gemm_workspace(), stream));
+  return ToStatus(LaunchScatterHot(scatter, stream), "scatter kernel");
 }
 
 absl::StatusOr<std::vector<Choice>> SampledStoredPath::Describe(const ChunkPlan& plan) {

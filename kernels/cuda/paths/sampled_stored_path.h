@@ -10,6 +10,7 @@
 #include "absl/functional/function_ref.h"
 #include "kernels/cuda/paths/chunk_path.h"
 #include "kernels/cuda/paths/fused_stored_path.h"
+#include "kernels/cuda/paths/gemm_shapes.h"
 #include "kernels/cuda/paths/sample_plan.h"
 #include "kernels/cuda/paths/stored_path.h"
 
@@ -32,18 +33,34 @@ class SampledStoredPath final : public ChunkPath {
   int64_t CapacityOf(const ChunkJob& job) const;
   SampleList ListOf(const ChunkJob& job) const;
   // The list and the decision.
-  absl::Status Sample(const ChunkJob& job) const;
+  absl::Status Sample(const ChunkJob& job);
   // What `exact` enqueues if the chunk is to be exact, else what `sampled` does.
   absl::Status Branch(const ChunkJob& job, DeviceBranch& branch, absl::FunctionRef<absl::Status()> exact,
                       absl::FunctionRef<absl::Status()> sampled) const;
   // dx, if it is wanted, and the entries of dW.
   absl::Status GatherRows(const ChunkJob& job) const;
+  absl::Status CopyLists(const ChunkJob& job) const;
   absl::Status AddKept(const ChunkJob& job) const;
 
+  // Hot classes.
+  bool UsesHot(const ChunkJob& job) const;
+  GemmShape HotHiddenShape(const ChunkJob& job) const;
+  GemmShape HotWeightShape(const ChunkJob& job) const;
+  HotPart HotPartOf(const ChunkJob& job) const;
+  const float* Factors(const ChunkJob& job) const;  // of the rows of the matrix, or null
+  absl::Status BeginHot(const ChunkJob& job);
+  absl::Status MultiplyHotHidden(const ChunkJob& job) const;
+  absl::Status AddHot(const ChunkJob& job) const;
+  absl::Status ChooseHot(const ChunkJob& job) const;
+
   const PathContext& context_;
+  const GemmShapes shapes_;
   FusedStoredPath fused_;
   StoredPath stored_;
   SampleBuffers buffers_;
+  HotClasses hot_;
+  int64_t hot_bytes_ = 0;
+  bool knows_hot_ = false;
 };
 
 }  // namespace lossd::kernels::cuda

@@ -91,7 +91,8 @@ TEST(WatchViewTest, LatencyTransferAndGradientsComeFromMetrics) {
   const std::string picture = history.Render("host:7070", 80);
   EXPECT_THAT(picture, HasSubstr("p50 1.50 s, p99 1.99 s"));
   EXPECT_THAT(picture, HasSubstr("2.00 KiB/s in, 0 B/s out"));
-  EXPECT_THAT(picture, HasSubstr("chunks      10 % exact, 30 % filtered, 60 % sampled (predicted error 0.006)\n"));
+  EXPECT_THAT(picture,
+              HasSubstr("chunks      10 % exact, 30 % filtered, 60 % sampled (predicted error 0.006)\n"));
 }
 
 TEST(WatchViewTest, AnUnreachableServerIsShownWithWhatWasLastSeen) {

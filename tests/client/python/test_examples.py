@@ -54,6 +54,9 @@ def test_gradients_are_passed_on(server, tmp_path):
     output = run("train.py", f"--server={server.target}", "--heads_to_run", "lossd", "--steps=2", "--batch=4",
                  "--gradients=filtered", "--filter_epsilon=0.5", f"--folder={tmp_path}", "--device=cpu", *SMALL)
     assert float(output.split("left out ")[1].split()[0]) > 0.9, output
+    output = run("train.py", f"--server={server.target}", "--heads_to_run", "lossd", "--steps=2", "--batch=4",
+                 "--gradients=sampled", "--sample_threshold=0.5", f"--folder={tmp_path}", "--device=cpu", *SMALL)
+    assert float(output.split("error from sampling ")[1].split()[0]) > 0.01, output
 
 
 def test_two_stages(server, tmp_path):

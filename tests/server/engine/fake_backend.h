@@ -92,7 +92,9 @@ class FakeDevice {
   };
   // Shown every chunk before it is computed.
   std::function<void(const kernels::Chunk&)> on_chunk = [](const kernels::Chunk&) {};
-  double dropped_mass = 0.0;        // of each row whose gradients are filtered
+  double dropped_mass = 0.0;       // of each row whose gradients are filtered
+  double sampling_variance = 0.0;  // of each row whose gradients are sampled, likewise below
+  double squared_gradient = 0.0;
   std::optional<double> grad_norm;  // instead of the number of values accumulated
   int steps = 0;                    // applied
   int64_t last_update = 0;          // of the last one
@@ -231,6 +233,10 @@ class FakeHead final : public kernels::HeadKernels {
       if (!valid) continue;
       slice.sums.loss += loss;
       if (chunk.gradients == kernels::Gradients::kFiltered) slice.sums.dropped_mass += device_->dropped_mass;
+      if (chunk.gradients == kernels::Gradients::kSampled) {
+        slice.sums.sampling_variance += device_->sampling_variance;
+        slice.sums.squared_gradient += device_->squared_gradient;
+      }
       ++slice.sums.valid_rows;
       if (std::fmod(id, 10.0f) == static_cast<float>(slice.targets[i])) ++slice.sums.correct_rows;
       const bool wanted = slice.accumulate == nullptr || slice.accumulate[i] != 0;

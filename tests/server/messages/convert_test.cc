@@ -55,8 +55,8 @@ TEST(ConvertTest, StreamSpecTakesEveryField) {
   EXPECT_EQ(spec->rows, (engine::RowRange{2, 4}));
   EXPECT_EQ(spec->hidden_dtype, kernels::DType::kFloat16);
   EXPECT_EQ(spec->ignore_index, -7);
-  EXPECT_EQ(spec->options,
-            (kernels::LossOptions{0.5f, 3.0f, 0.1f, 0.2f, true, kernels::Gradients::kAuto, 0.25f, 0.125f, 0.5f}));
+  EXPECT_EQ(spec->options, (kernels::LossOptions{0.5f, 3.0f, 0.1f, 0.2f, true, kernels::Gradients::kAuto,
+                                                 0.25f, 0.125f, 0.5f}));
   EXPECT_FALSE(spec->gradients_of_head);
   EXPECT_EQ(spec->reduction, engine::Reduction::kMean);
   EXPECT_EQ(spec->normalizer, 8.0);

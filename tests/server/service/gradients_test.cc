@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "server/engine/sample_seed.h"
 #include "tests/kernels/comparison.h"
 #include "tests/server/service/service_problem.h"
 #include "tests/server/service/test_server.h"
@@ -102,6 +103,18 @@ TEST_P(GradientsTest, Filtered) {
   ProblemSpec spec = SpecFor({23, 41}, 31, 123, GetParam());
   spec.options = {.gradients = kernels::Gradients::kFiltered, .filter_epsilon = 0.02f};
   RunAndCompare(kernels::testing::MakeProblem(spec, rng_), rng_);
+}
+
+// Each slice is microbatch i of step 0 of head "head", with random numbers of its own.
+TEST_P(GradientsTest, Sampled) {
+  ProblemSpec spec = SpecFor({23, 41}, 31, 123, GetParam());
+  spec.options = {.gradients = kernels::Gradients::kSampled, .sample_threshold = 0.05f};
+  Problem problem = kernels::testing::MakeProblem(spec, rng_);
+  for (size_t i = 0; i < problem.slices.size(); ++i) {
+    problem.slices[i].sample_seed = engine::SampleSeed("head", 0, i);
+    problem.slices[i].first_row = 0;
+  }
+  RunAndCompare(kernels::testing::WithClearSamples(problem), rng_);
 }
 
 TEST_P(GradientsTest, SmallestShapes) {

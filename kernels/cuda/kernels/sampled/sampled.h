@@ -13,6 +13,7 @@
 
 #include "kernels/cuda/kernels/filtered/filtered.h"
 #include "kernels/cuda/kernels/loss_rows.h"
+#include "kernels/cuda/kernels/sampled/hot_classes.h"
 #include "kernels/decision.h"
 #include "kernels/dtype.h"
 
@@ -55,6 +56,13 @@ struct SampleList {
 
 // ---- selection ----
 
+// The part of ds that is multiplied as a dense matrix instead of being sampled. Hot classes have no entries.
+struct HotPart {
+  HotClasses classes;        // bits null: no such part
+  void* elements = nullptr;  // out: [rows, kHotClasses], columns of SampleRowsParams::elements
+  float* widths = nullptr;   // out: [rows], |element| times this is the probability of being taken, if below 1
+};
+
 struct SampleRowsParams {
   // [rows, elements.ld]: row r times factors[r] (null: times 1) is dL/ds over (scale * gradient unit).
   LogitMatrix elements;
@@ -66,6 +74,7 @@ struct SampleRowsParams {
   const int32_t* with_gradient = nullptr;  // [rows]; the others have no entries
   float threshold = 0.0f;                  // tau
   SampleList list;
+  HotPart hot;
 };
 // The list at the lowest level that fits, and that level. Reads the matrix once, or three times if the level
 // is not 0.
@@ -102,6 +111,10 @@ struct SampledHiddenParams {
   float gradient_scale = 1.0f;
   const int32_t* accumulate = nullptr;  // [rows]; whose entries are kept
   KeptList kept;                        // keys null: none wanted; without count
+  // Where dx begins: row r of `dense` [rows, ld] times dense_factors[r] (null: times 1). Null: at 0.
+  const float* dense = nullptr;
+  const float* dense_factors = nullptr;
+  int32_t* taken = nullptr;  // HotClasses::taken, to which the entries are added; or null
 };
 cudaError_t LaunchSampledHidden(const SampledHiddenParams& params, cudaStream_t stream);
 

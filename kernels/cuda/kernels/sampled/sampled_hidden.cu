@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kBatchVectors = 8;  // of W a thread holds at once
 constexpr int kShared = 256;      // entries that the block looks at together
+constexpr int kTakenOnce = 16;    // HotClasses::taken
 
 // How a row is divided: 16-byte vectors a thread holds, and with how many threads and blocks a multiprocessor.
 template <int kVectors>
@@ -35,6 +36,7 @@ __device__ __forceinline__ void Keep(const SampledHiddenParams& p, int64_t row, 
   for (int i = static_cast<int>(threadIdx.x); i < sampled.count; i += static_cast<int>(blockDim.x)) {
     const int at = sampled.begin + i;
     const SampleEntry entry = p.list.entries[at];
+    if (p.taken != nullptr) atomicAdd(p.taken + entry.column, kTakenOnce);
     p.kept.keys[at] = (static_cast<uint64_t>(entry.column) << p.kept.row_bits) |
                       static_cast<uint64_t>(p.kept.first_row + row);
     p.kept.coefs[at] = entry.value;
@@ -65,6 +67,26 @@ __device__ __forceinline__ void AddEntries(const SampledHiddenParams& p, const S
 }
 
 template <typename T, int kVectors>
+__device__ __forceinline__ void LoadDense(const SampledHiddenParams& p, int64_t row, int vectors,
+                                          Accumulator<T, kVectors>& gradient) {
+  constexpr int kSize = Vec<T>::kSize;
+  const float factor = p.dense_factors != nullptr ? p.dense_factors[row] : 1.0f;
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const int v = static_cast<int>(threadIdx.x + k * blockDim.x);
+    if (v >= vectors) continue;
+#pragma unroll
+    for (int i = 0; i < kSize; i += 4) {
+      const float4 x = __ldcs(reinterpret_cast<const float4*>(p.dense + row * p.ld + v * kSize + i));
+      gradient.sums[k][i] = factor * x.x;
+      gradient.sums[k][i + 1] = factor * x.y;
+      gradient.sums[k][i + 2] = factor * x.z;
+      gradient.sums[k][i + 3] = factor * x.w;
+    }
+  }
+}
+
+template <typename T, int kVectors>
 __device__ __forceinline__ void SubtractUniform(const SampledHiddenParams& p, int64_t row, int vectors,
                                                 Accumulator<T, kVectors>& gradient) {
   const float uniform = p.in.coef_loss[row] * p.terms.smoothing / static_cast<float>(p.terms.vocab);
@@ -89,6 +111,7 @@ __global__ __launch_bounds__(Division<kVectors>::kThreads, Division<kVectors>::k
   Keep(p, row, sampled);
   if (p.hidden_gradient == nullptr) return;
   Accumulator<T, kVectors> gradient;
+  if (p.dense != nullptr) LoadDense(p, row, vectors, gradient);
   for (int first = 0; first < sampled.count; first += kShared) {
     const int count = min(kShared, sampled.count - first);
     __syncthreads();
@@ -98,7 +121,7 @@ __global__ __launch_bounds__(Division<kVectors>::kThreads, Division<kVectors>::k
     __syncthreads();
     AddEntries(p, entries, count, vectors, gradient);
   }
-  if (p.weight_sum != nullptr && sampled.count > 0) SubtractUniform(p, row, vectors, gradient);
+  if (p.weight_sum != nullptr && sampled.begin >= 0) SubtractUniform(p, row, vectors, gradient);
   StoreRow(gradient, p.gradient_scale, p.hidden_gradient, p.gradient_dtype, row, p.ld);
 }
 

@@ -2,7 +2,7 @@
 // the threshold a class is as wide as w = min(|element| * relative / tau, 1), relative = |factor| / kappa; those
 // on which a point omega, omega + 1, ... falls are taken, and the target.
 //
-// 1. The row is divided into groups of 32 classes. A thread reads a group and leaves the sum of its widths in
+// 1. The row is divided into groups of 32 classes. A thread gets a group and leaves the sum of its widths in
 //    shared memory: three instructions an element.
 // 2. A scan over the groups says where each begins.
 // 3. Only groups on which a point falls are read again, a thread each, and gone through class by class.
@@ -25,11 +25,11 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kResident = 4;  // blocks of a multiprocessor
+constexpr int kResident = 5;  // blocks of a multiprocessor
 constexpr int kGroup = 32;    // classes
 constexpr int kDecideThreads = 1024;
 // Levels whose entries are counted, one after the other; of those beyond, the row's sum says enough.
-constexpr int kCounted = 7;
+constexpr int kCounted = 3;
 
 // ---- a row ----
 
@@ -98,18 +98,16 @@ struct GroupOf {
 // Groups of a thread lie side by side in the scan and apart in memory.
 __device__ __forceinline__ int At(int group) { return group + group / 32; }
 
-// Where each group begins, in widths; then the groups that are gone through, and what was taken of each.
+// Where each group begins, in widths, and the groups that are gone through.
 struct RowMemory {
-  float* begins;    // At(groups) + 1
-  int32_t* picked;  // [kMaxRowSamples]
-  uint32_t* taken;  // [kMaxRowSamples], a bit a class
+  float* begins;     // At(groups) + 1
+  uint16_t* picked;  // [kMaxRowSamples]
 
   __device__ __forceinline__ RowMemory(int32_t* memory, int groups)
       : begins(reinterpret_cast<float*>(memory)),
-        picked(memory + At(groups) + 1),
-        taken(reinterpret_cast<uint32_t*>(picked + kMaxRowSamples)) {}
+        picked(reinterpret_cast<uint16_t*>(memory + At(groups) + 1)) {}
   static size_t Bytes(int groups) {
-    return (static_cast<size_t>(groups + groups / 32 + 1) + 2 * kMaxRowSamples) * sizeof(int32_t);
+    return static_cast<size_t>(groups + groups / 32 + 1) * sizeof(float) + kMaxRowSamples * sizeof(uint16_t);
   }
 };
 
@@ -142,6 +140,37 @@ __device__ __forceinline__ Number ScanBlock(Number own, Number* words, Number& t
   return first + (upto - own);
 }
 
+// ---- hot classes ----
+
+static_assert(kGroup == kHotGroup, "a word of bits is a group");
+
+// Takes the hot classes of a group out of its width, into the dense part; adds their squares to `square`.
+template <typename T>
+__device__ __forceinline__ float TakeHot(const HotPart& hot, const T* row, int64_t index, const RowScale& s,
+                                         int g, float width, float& square) {
+  uint32_t bits = __ldg(hot.classes.bits + g);
+  T* to = static_cast<T*>(hot.elements) + index * kHotClasses;
+  for (int slot = bits != 0 ? __ldg(hot.classes.bases + g) : 0; bits != 0; bits &= bits - 1, ++slot) {
+    const int column = g * kGroup + __ffs(static_cast<int>(bits)) - 1;
+    const T element = row[column];
+    to[slot] = element;
+    if (column == s.target) continue;  // it had no width
+    const float a = fabsf(static_cast<float>(element)) * s.relative;
+    width -= fminf(a / s.threshold, 1.0f);
+    square += a * a;
+  }
+  return fmaxf(width, 0.0f);
+}
+
+// What of a row's dense part belongs to no class.
+template <typename T>
+__device__ __forceinline__ void ClearHot(const HotPart& hot, int64_t index, int from) {
+  T* to = static_cast<T*>(hot.elements) + index * kHotClasses;
+  for (int slot = from + static_cast<int>(threadIdx.x); slot < kHotClasses; slot += kThreads) {
+    to[slot] = static_cast<T>(0.0f);
+  }
+}
+
 // ---- selection ----
 
 template <typename T>
@@ -154,23 +183,27 @@ __device__ __forceinline__ float WidthOf(const GroupOf<T>& group, const RowScale
   return (sum[0] + sum[1]) * s.width;
 }
 
-// Where the groups begin; returns the row's width.
+// The widths of the groups, without target and hot classes. square: of what the thread has of hot classes.
 template <typename T>
-__device__ __forceinline__ float MeasureRow(const SampleRowsParams& p, const T* row, const RowScale& s,
-                                            int groups, const RowMemory& memory, Shared& shared) {
+__device__ __forceinline__ void MeasureGroups(const SampleRowsParams& p, const T* row, int64_t index,
+                                              const RowScale& s, int groups, const RowMemory& memory,
+                                              float& square) {
+  const bool has_hot = p.hot.classes.bits != nullptr;
   for (int g = static_cast<int>(threadIdx.x); g < groups; g += kThreads) {
     GroupOf<T> group;
     group.Load(row, p.elements.ld, g);
-    memory.begins[At(g)] = s.width > 0.0f ? WidthOf(group, s, -1) : 0.0f;
+    float width = 0.0f;
+    if (s.width > 0.0f) {
+      width = g == s.target / kGroup ? WidthOf(group, s, s.target % kGroup) : WidthOf(group, s, -1);
+    }
+    if (has_hot) width = TakeHot(p.hot, row, index, s, g, width, square);
+    memory.begins[At(g)] = width;
   }
   __syncthreads();
-  if (threadIdx.x == 0 && s.width > 0.0f) {
-    const int g = s.target / kGroup;
-    GroupOf<T> group;
-    group.Load(row, p.elements.ld, g);
-    memory.begins[At(g)] = WidthOf(group, s, s.target % kGroup);
-  }
-  __syncthreads();
+}
+
+// Where the groups begin; returns the row's width.
+__device__ __forceinline__ float PlaceGroups(int groups, const RowMemory& memory, Shared& shared) {
   const int each = (groups + kThreads - 1) / kThreads;
   const int first = min(static_cast<int>(threadIdx.x) * each, groups), last = min(first + each, groups);
   float own = 0.0f;
@@ -190,7 +223,7 @@ __device__ __forceinline__ float MeasureRow(const SampleRowsParams& p, const T* 
 // Whether a point falls on the group, or may. What is as wide as a point's distance always has one.
 __device__ __forceinline__ bool IsPicked(const RowMemory& memory, int g, const RowScale& s, float omega) {
   const float begin = memory.begins[At(g)], end = memory.begins[At(g + 1)];
-  return floorf(end - omega) > floorf(begin - omega) || end - begin > 0.99f || g == s.target / kGroup;
+  return floorf(end - omega) > floorf(begin - omega) || end - begin > 0.99f || g == s.target / kGroup;  // the target is taken anyway
 }
 
 // The groups that are gone through, in order; returns how many.
@@ -204,7 +237,7 @@ __device__ __forceinline__ int PickGroups(const RowScale& s, float omega, int gr
   int at = ScanBlock(own, shared.ints, total);
   for (int g = first; g < last; ++g) {
     if (!IsPicked(memory, g, s, omega)) continue;
-    if (at < kMaxRowSamples) memory.picked[at] = g;
+    if (at < kMaxRowSamples) memory.picked[at] = static_cast<uint16_t>(g);
     ++at;
   }
   __syncthreads();
@@ -216,10 +249,12 @@ template <typename T>
 __device__ __forceinline__ uint32_t TakenOf(const SampleRowsParams& p, const GroupOf<T>& group,
                                             const RowScale& s, float omega, float begin, int g) {
   const int target = s.target - g * kGroup;
+  const uint32_t hot = p.hot.classes.bits != nullptr ? __ldg(p.hot.classes.bits + g) : 0;
   const int classes = static_cast<int>(p.elements.classes) - g * kGroup;
   SystematicSampler<float> sampler(omega, begin);
   uint32_t taken = 0;
   group.ForEach([&](int i, float x) {
+    if ((hot >> i & 1) != 0) return;
     if (i == target || (i < classes && sampler.Take(fabsf(x) * s.width))) taken |= 1u << i;
   });
   return taken;
@@ -232,37 +267,51 @@ __device__ __forceinline__ float ValueOf(const RowScale& s, bool target, float e
   return target || size >= s.threshold ? value : copysignf(s.threshold * s.kappa, value);
 }
 
-// Writes the entries of the picked groups from `begin` on. Returns the thread's part of the estimates of
-// variance and square over kappa squared, without the target's.
+// What a thread adds to the estimates of variance and square, over kappa squared.
+struct ErrorSums {
+  float variance = 0.0f, square = 0.0f;
+
+  __device__ __forceinline__ void Add(float a, float threshold) {
+    if (a < threshold) variance += threshold * (threshold - a);
+    square += a * fmaxf(a, threshold);
+  }
+};
+
+// Goes through the picked groups, a thread each, and writes their entries from `begin` on; returns how many.
 template <typename T>
-__device__ __forceinline__ float2 WriteEntries(const SampleList& to, const T* row, const RowScale& s, int picked,
-                                               int begin, const RowMemory& memory, Shared& shared) {
-  float2 sums = make_float2(0.0f, 0.0f);
+__device__ __forceinline__ int WriteEntries(const SampleRowsParams& p, const T* row, const RowScale& s,
+                                            float omega, int picked, int begin, const RowMemory& memory,
+                                            Shared& shared, ErrorSums& sums) {
+  const SampleList& to = p.list;
+  int written = 0;
   for (int round = 0; round < picked; round += kThreads) {
     const int i = round + static_cast<int>(threadIdx.x);
-    uint32_t taken = i < picked ? memory.taken[i] : 0;
+    const int g = i < picked ? memory.picked[i] : 0;
+    uint32_t taken = 0;
+    if (i < picked) {
+      GroupOf<T> group;
+      group.Load(row, p.elements.ld, g);
+      taken = TakenOf(p, group, s, omega, memory.begins[At(g)], g);
+    }
     int total;
-    int at = begin + ScanBlock(__popc(taken), shared.ints, total);
-    begin += total;
+    int at = begin + written + ScanBlock(__popc(taken), shared.ints, total);
+    written += total;
     for (; taken != 0; taken &= taken - 1, ++at) {
-      const int column = memory.picked[i] * kGroup + __ffs(static_cast<int>(taken)) - 1;
+      const int column = g * kGroup + __ffs(static_cast<int>(taken)) - 1;
       const float element = static_cast<float>(row[column]);
       const bool is_target = column == s.target;
       if (at < to.capacity) to.entries[at] = {column, ValueOf(s, is_target, element)};
-      if (is_target) continue;
-      const float a = fabsf(element) * s.relative;
-      if (a < s.threshold) sums.x += s.threshold * (s.threshold - a);
-      sums.y += a * fmaxf(a, s.threshold);
+      if (!is_target) sums.Add(fabsf(element) * s.relative, s.threshold);
     }
   }
-  return sums;
+  return written;
 }
 
 __device__ __forceinline__ void WriteErrors(const SampleList& to, int64_t row, const RowScale& s, float target,
-                                            float2 sums, Shared& shared) {
-  const float variance = BlockSum(sums.x, shared.scratch);
+                                            const ErrorSums& sums, float* scratch) {
+  const float variance = BlockSum(sums.variance, scratch);
   __syncthreads();
-  const float square = BlockSum(sums.y, shared.scratch);
+  const float square = BlockSum(sums.square, scratch);
   if (threadIdx.x != 0) return;
   const float value = target * s.factor;
   const float kappa_square = s.kappa * s.kappa;
@@ -282,18 +331,27 @@ __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
   const int level = again ? to.counters->level : 0;
   if (again && level == 0) return;
   const int64_t row = blockIdx.x;
+  const bool has_hot = p.hot.classes.bits != nullptr;
   if (p.with_gradient[row] == 0) {
     if (threadIdx.x == 0) {
-      to.rows[row] = {0, 0};
+      to.rows[row] = {-1, 0};
       to.variance[row] = to.square[row] = 0.0f;
+      if (has_hot) p.hot.widths[row] = 0.0f;
     }
+    if (has_hot) ClearHot<T>(p.hot, row, 0);
     return;
   }
   const RowMemory memory(shared_memory, groups);
   const T* elements = static_cast<const T*>(p.elements.data) + row * p.elements.ld;
   const RowScale s = ScaleOf(p, row, level);
   const float omega = p.omega[row];
-  const float width = MeasureRow(p, elements, s, groups, memory, shared);
+  float hot_square = 0.0f;
+  MeasureGroups(p, elements, row, s, groups, memory, hot_square);
+  if (has_hot) {
+    ClearHot<T>(p.hot, row, *p.hot.classes.count);
+    if (threadIdx.x == 0) p.hot.widths[row] = s.width;
+  }
+  const float width = PlaceGroups(groups, memory, shared);
   const int most = MostEntries(width);
   if (!again && threadIdx.x == 0) {
     atomicAdd(to.counters->totals, static_cast<unsigned long long>(most));
@@ -303,24 +361,14 @@ __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
     if (threadIdx.x == 0) to.rows[row] = {0, 0};
     return;
   }
+  if (threadIdx.x == 0) shared.begin = atomicAdd(&to.counters->used, most);
   const int picked = PickGroups(s, omega, groups, memory, shared);
-  int count = 0;
-  for (int i = static_cast<int>(threadIdx.x); i < picked; i += kThreads) {
-    const int g = memory.picked[i];
-    GroupOf<T> group;
-    group.Load(elements, p.elements.ld, g);
-    memory.taken[i] = TakenOf(p, group, s, omega, memory.begins[At(g)], g);
-    count += __popc(memory.taken[i]);
-  }
-  int total;
-  ScanBlock(count, shared.ints, total);
-  if (threadIdx.x == 0) {
-    shared.begin = atomicAdd(&to.counters->used, total);
-    to.rows[row] = {shared.begin, total};
-  }
-  __syncthreads();
-  const float2 sums = WriteEntries(to, elements, s, picked, shared.begin, memory, shared);
-  WriteErrors(to, row, s, static_cast<float>(elements[s.target]), sums, shared);
+  ErrorSums sums;
+  sums.square = hot_square;
+  const int begin = shared.begin;
+  const int count = WriteEntries(p, elements, s, omega, picked, begin, memory, shared, sums);
+  if (threadIdx.x == 0) to.rows[row] = {begin, count};
+  WriteErrors(to, row, s, static_cast<float>(elements[s.target]), sums, shared.scratch);
 }
 
 // ---- levels ----
@@ -341,8 +389,9 @@ __global__ __launch_bounds__(kThreads) void CountLevelsKernel(const __grid_const
   for (int g = static_cast<int>(threadIdx.x); g < groups; g += kThreads) {
     GroupOf<T> group;
     group.Load(elements, p.elements.ld, g);
-    group.ForEach([&](int, float x) {
-      const float w = fabsf(x) * s.width;
+    const uint32_t hot = p.hot.classes.bits != nullptr ? __ldg(p.hot.classes.bits + g) : 0;
+    group.ForEach([&](int i, float x) {
+      const float w = (hot >> i & 1) != 0 ? 0.0f : fabsf(x) * s.width;
       sum += w;
 #pragma unroll
       for (int k = 0; k < kCounted; ++k) widths[k] += fminf(w, static_cast<float>(2 << k));

@@ -1,0 +1,145 @@
+// Sampled gradients through the network: a microbatch that is computed again is sampled alike, over whatever
+// connections, in whatever slices, by a server that was restarted, and in deterministic mode to the bit.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "client/cpp/client.h"
+#include "tests/server/service/service_client.h"
+#include "tests/server/service/test_server.h"
+
+namespace lossd::app::testing {
+namespace {
+
+constexpr uint64_t kD = 24;
+constexpr uint64_t kV = 97;
+constexpr size_t kRows = 700;
+
+struct Data {
+  std::vector<float> hidden;
+  std::vector<int32_t> targets;
+};
+
+Data MakeData(std::mt19937_64& rng) {
+  std::normal_distribution<float> normal;
+  Data data;
+  for (size_t i = 0; i < kRows * kD; ++i) data.hidden.push_back(normal(rng));
+  for (size_t i = 0; i < kRows; ++i) {
+    data.targets.push_back(rng() % 10 == 0 ? -100 : static_cast<int32_t>(rng() % kV));
+  }
+  return data;
+}
+
+// How a client sends.
+struct Way {
+  int channels = 1;
+  int streams = 1;
+  uint64_t slice_bytes = 1 << 20;
+};
+
+class SampledServiceTest : public ::testing::TestWithParam<bool> {
+ protected:
+  ServerOptions Options() const {
+    ServerOptions options = SmallServer();
+    options.deterministic = GetParam();
+    return options;
+  }
+
+  static void CreateHead(const TestServer& server) {
+    v1::CreateHeadRequest request;
+    request.mutable_spec()->set_name("head");
+    request.mutable_spec()->set_hidden_size(kD);
+    request.mutable_spec()->set_vocab_size(kV);
+    request.mutable_kaiming_uniform()->set_seed(7);
+    ASSERT_TRUE(Connect(server, 1)->CreateHead(request).ok());
+  }
+  static std::unique_ptr<client::Client> Connect(const TestServer& server, int channels) {
+    client::ClientOptions options;
+    options.target = server.target();
+    options.channels = channels;
+    auto client = client::Client::Connect(options);
+    EXPECT_TRUE(client.ok()) << client.status();
+    return *std::move(client);
+  }
+
+  // dx of the data as microbatch `id`, and what else is known.
+  client::LossResult Compute(const TestServer& server, const Way& way, uint64_t id, std::vector<float>& dx) {
+    dx.assign(data_.hidden.size(), NAN);
+    client::Microbatch microbatch;
+    microbatch.head = "head";
+    microbatch.step = 0;
+    microbatch.id = id;
+    microbatch.hidden_size = kD;
+    microbatch.hidden_dtype = v1::DTYPE_FP32;
+    microbatch.hidden = data_.hidden.data();
+    microbatch.targets = data_.targets;
+    client::ComputeOptions compute;
+    compute.accumulate_gradients = true;
+    compute.streams = way.streams;
+    compute.slice_bytes = way.slice_bytes;
+    compute.loss.set_gradients(v1::GRADIENTS_SAMPLED);
+    compute.loss.set_sample_threshold(0.05f);
+    const auto result =
+        Connect(server, way.channels)->ComputeLoss(microbatch, {.grad_hidden = dx.data()}, compute);
+    EXPECT_TRUE(result.ok()) << result.status();
+    return result.ok() ? *result : client::LossResult();
+  }
+
+  // In deterministic mode to the bit. Otherwise rows are rounded as their chunk has it, which may, very
+  // rarely, move a decision.
+  void ExpectAlike(const std::vector<float>& got, const std::vector<float>& want) const {
+    ASSERT_EQ(got.size(), want.size());
+    if (GetParam()) {
+      EXPECT_EQ(got, want);
+      return;
+    }
+    EXPECT_LE(DifferentRows(got, want), 2u);
+  }
+  static size_t DifferentRows(const std::vector<float>& a, const std::vector<float>& b) {
+    float largest = 0.0f;
+    for (const float x : b) largest = std::max(largest, std::fabs(x));
+    size_t rows = 0;
+    for (size_t row = 0; row < kRows; ++row) {
+      bool different = false;
+      for (size_t i = row * kD; i < (row + 1) * kD; ++i)
+        different |= !(std::fabs(a[i] - b[i]) < 1e-3f * largest);
+      rows += different ? 1 : 0;
+    }
+    return rows;
+  }
+
+  std::mt19937_64 rng_{std::random_device{}()};
+  Data data_ = MakeData(rng_);
+};
+
+INSTANTIATE_TEST_SUITE_P(Modes, SampledServiceTest, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "deterministic" : "arrival"; });
+
+TEST_P(SampledServiceTest, RepeatsAreSampledAlike) {
+  std::vector<float> first, again, other;
+  {
+    TestServer server(Options());
+    CreateHead(server);
+    const client::LossResult result = Compute(server, {}, 3, first);
+    EXPECT_GT(result.gradient_error(), 0.01);
+    EXPECT_LT(result.gradient_error(), 1.0);
+    const client::LossResult repeat =
+        Compute(server, {.channels = 2, .streams = 5, .slice_bytes = 1000}, 3, again);
+    EXPECT_EQ(repeat.repeated_rows, result.valid_rows);
+    EXPECT_NEAR(repeat.gradient_error(), result.gradient_error(), 1e-6);
+    ExpectAlike(again, first);
+    Compute(server, {}, 4, other);
+    EXPECT_GT(DifferentRows(other, first), kRows / 2) << "another microbatch has other random numbers";
+  }
+  TestServer restarted(Options());
+  CreateHead(restarted);
+  Compute(restarted, {.channels = 3, .streams = 3, .slice_bytes = 7777}, 3, again);
+  ExpectAlike(again, first);
+}
+
+}  // namespace
+}  // namespace lossd::app::testing
