@@ -2,15 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstddef>
 #include <numeric>
 #include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
-#include "kernels/reference/sampled_row.h"
-#include "kernels/sampling.h"
+#include "tests/kernels/clear_samples.h"
 #include "tests/kernels/tolerances.h"
 
 namespace lossd::kernels::testing {
@@ -32,11 +30,10 @@ void ExpectGradientNear(const char* what, const std::vector<float>& got, const r
     error += difference * difference;
   }
   error = std::sqrt(error);
-  const double undecided = std::accumulate(want.undecided.begin(), want.undecided.end(), 0.0);
   const double norm = Norm2(want.value);
   const double limit = norm * (GradientTolerance(compute, max_abs_logit) + UnitRoundoff(output)) +
                        Norm2(want.magnitude) * MagnitudeTolerance(compute, max_abs_logit) +
-                       3.0 * std::sqrt(undecided) +
+                       UndecidedError(want) +
                        UnderflowError(output) * std::sqrt(static_cast<double>(got.size()));
   EXPECT_LE(error, limit) << what << ": relative error " << error / norm << ", reference norm " << norm;
 }
@@ -171,20 +168,6 @@ bool AnyGradEntropy(const Problem& problem) {
   return false;
 }
 
-bool MayBeSampled(const Problem& problem) {
-  return problem.options.gradients == Gradients::kSampled || problem.options.gradients == Gradients::kAuto;
-}
-
-// A slice's rows, for sampled gradients of the problem too. The errors of the logits and of their log-sum-exp
-// decide which classes are undecided.
-reference::Rows SampledRows(const Problem& problem, const SliceData& slice) {
-  reference::Rows rows = ReferenceRows(slice);
-  const bool is_auto = problem.options.gradients == Gradients::kAuto;
-  rows.sample_uniform = problem.samples_uniform || (problem.auto_samples_uniform && is_auto);
-  rows.logit_error = 2.0 * ToleranceFor(problem.config.compute_dtype).logit;
-  return rows;
-}
-
 // The predicted relative error of the chunk, if it is sampled.
 double PredictedError(const Problem& problem) {
   double variance = 0.0;
@@ -217,22 +200,6 @@ Gradients DecisionFor(const Problem& problem) {
   if (options.gradients != Gradients::kAuto) return options.gradients;
   return PredictedError(problem) <= double{options.max_gradient_error} ? Gradients::kSampled
                                                                        : Gradients::kExact;
-}
-
-// The sum of what is undecided in a slice.
-double UndecidedOf(const reference::SampledClasses& classes, const SliceData& slice) {
-  const size_t vocab = slice.targets.empty() ? 0 : classes.size.size() / slice.targets.size();
-  double sum = 0.0;
-  for (size_t row = 0; row < slice.targets.size(); ++row) {
-    const auto begin = static_cast<std::ptrdiff_t>(row * vocab),
-               end = begin + static_cast<std::ptrdiff_t>(vocab);
-    const float omega = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row) + row);
-    const std::vector<double> undecided =
-        reference::UndecidedClasses({classes.size.begin() + begin, classes.size.begin() + end},
-                                    {classes.error.begin() + begin, classes.error.begin() + end}, omega);
-    sum = std::accumulate(undecided.begin(), undecided.end(), sum);
-  }
-  return sum;
 }
 
 }  // namespace
@@ -287,26 +254,6 @@ Problem WithClearEpsilon(Problem problem) {
     if (p[i] <= widest * p[i - 1] || bin(middle) != here) continue;
     widest = p[i] / p[i - 1];
     problem.options.filter_epsilon = middle;
-  }
-  return problem;
-}
-
-Problem WithClearSamples(Problem problem) {
-  constexpr int kTries = 30;
-  if (!MayBeSampled(problem)) return problem;
-  for (SliceData& slice : problem.slices) {
-    const auto classes = reference::ComputeSampledClasses(ReferenceHead(problem), problem.options,
-                                                          SampledRows(problem, slice));
-    uint64_t best = slice.sample_seed;
-    double least = UndecidedOf(classes, slice);
-    for (int i = 0; i < kTries && least > 0.0; ++i) {
-      slice.sample_seed = MixBits(slice.sample_seed);
-      const double here = UndecidedOf(classes, slice);
-      if (here >= least) continue;
-      least = here;
-      best = slice.sample_seed;
-    }
-    slice.sample_seed = best;
   }
   return problem;
 }

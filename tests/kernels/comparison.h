@@ -18,9 +18,6 @@ reference::Rows ReferenceRows(const SliceData& slice);
 // The problem with its epsilon, if it filters, in the widest gap between probabilities of its rows that there
 // is near it, so that rounding moves none of them over it. Of a problem that this returned: the same.
 Problem WithClearEpsilon(Problem problem);
-// The problem, if it is or may be sampled, with random numbers of which rounding moves as few decisions about
-// classes as is easily found. Comparisons allow for the rest, which in 16-bit numbers may be all.
-Problem WithClearSamples(Problem problem);
 // The problem with what the backend has decided about the gradients of the chunk as a whole in place of what
 // was asked for. Fails the test if the backend may not decide so.
 Problem AsComputed(Problem problem, const ChunkRun& run);

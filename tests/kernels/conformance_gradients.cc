@@ -4,6 +4,7 @@
 
 #include "gmock/gmock.h"
 #include "tests/kernels/backend_conformance.h"
+#include "tests/kernels/clear_samples.h"
 #include "tests/kernels/comparison.h"
 
 namespace lossd::kernels::testing {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "tests/kernels/backend_conformance.h"
+#include "tests/kernels/clear_samples.h"
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/tolerances.h"
 

@@ -114,7 +114,7 @@ TEST_P(GradientsTest, Sampled) {
     problem.slices[i].sample_seed = engine::SampleSeed("head", 0, i);
     problem.slices[i].first_row = 0;
   }
-  RunAndCompare(kernels::testing::WithClearSamples(problem), rng_);
+  RunAndCompare(problem, rng_);
 }
 
 TEST_P(GradientsTest, SmallestShapes) {
