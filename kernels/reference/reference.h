@@ -43,7 +43,7 @@ struct Rows {
 };
 
 // A gradient and, element by element, the sum of the absolute values of the terms it is made of: rounding
-// errors of a computation in floating point are proportional to it. Of sampled gradients, else 0, also the
+// errors of a computation in floating point are proportional to it. Of sampled gradients (else 0) also the
 // variance that sampling would give each element if classes were taken independently, or, through a norm, a
 // bound on that: of elements that one class of each row adds to (weight and bias) it is the variance. And the
 // square of the difference that undecided classes make (sampled_row.h).
