@@ -427,6 +427,7 @@ __global__ void ChooseLevelKernel(SampleList list, int known) {
   if (lane != 0) return;
   counters.level = levels != 0 ? __ffs(static_cast<int>(levels)) - 1 : kSampleLevels - 1;
   if (counters.level > 0) counters.used = 0;
+  if (known > 1 || counters.level == 0) counters.highest = max(counters.highest, counters.level);
 }
 static_assert(kSampleLevels == 32, "a warp has one lane for each");
 
@@ -446,7 +447,7 @@ __global__ void DecideSampledKernel(const __grid_constant__ DecideSampledParams 
   if (threadIdx.x != 0) return;
   const bool too_much = variance > p.max_error * p.max_error * square;
   *p.decision = too_much ? Decision::kTooMuchError : Decision::kAsPlanned;
-  *p.chosen_threshold = ldexpf(p.threshold, p.list.counters->level);
+  *p.chosen_threshold = ldexpf(p.threshold, p.list.counters->highest);
 }
 
 template <typename T>
