@@ -49,6 +49,7 @@ struct SliceSums {
   double dropped_mass = 0.0;  // probability left out of filtered gradients, over the rows that have one
   // Of sampled gradients, over the rows that have one, of dL/d(logit scale * dot product): the expected
   // square of what sampling adds to it, and its own. The root of their ratio is the predicted relative error.
+  // A backend may estimate both from the classes that it has taken.
   double sampling_variance = 0.0;
   double squared_gradient = 0.0;
   int64_t valid_rows = 0;

@@ -36,16 +36,22 @@ struct Rows {
   std::vector<double> grad_entropy;  // [N], default 0
   uint64_t sample_seed = 0;          // as in kernels::Slice
   int64_t first_row = 0;
+  // Whether the uniform part of label smoothing is sampled without a softcap too.
+  bool sample_uniform = false;
+  // The error of logits over 1 + max |z| of the row, which decides what is undecided of sampled gradients.
+  double logit_error = 0.0;
 };
 
 // A gradient and, element by element, the sum of the absolute values of the terms it is made of: rounding
-// errors of a computation in floating point are proportional to it. And the variance that sampling gives each
-// element if classes are drawn independently: of sampled gradients; else 0. Through a norm it is a bound on
-// it.
+// errors of a computation in floating point are proportional to it. Of sampled gradients (else 0) also the
+// variance that sampling would give each element if classes were taken independently, or, through a norm, a
+// bound on that: of elements that one class of each row adds to (weight and bias) it is the variance. And the
+// square of the difference that undecided classes make (sampled_row.h).
 struct Gradient {
   std::vector<double> value;
   std::vector<double> magnitude;
   std::vector<double> variance;
+  std::vector<double> undecided;
 };
 
 // Gradients of the parameters, [shape of the parameter]; empty for those the head does not have.
@@ -89,9 +95,12 @@ ParamGradients ZeroGradients(const HeadConfig& config);
 // as a whole decides (kAuto, WhyExact) is the caller's: kAuto is computed as kSampled.
 Result Compute(const Head& head, const LossOptions& options, const Rows& rows, ParamGradients* gradients);
 
-// [N]: the least error of all logits of a row, all the same way, that can take another class of it in the
-// place of one that was taken; infinite if none can.
-std::vector<double> SampleClearances(const Head& head, const LossOptions& options, const Rows& rows);
+// What sampling goes through, [N, V] each; 0 of targets and in ignored rows.
+struct SampledClasses {
+  std::vector<double> size;   // a / tau of docs/math.md
+  std::vector<double> error;  // of `size`, from rows.logit_error
+};
+SampledClasses ComputeSampledClasses(const Head& head, const LossOptions& options, const Rows& rows);
 
 // p [N, V] of the rows; of ignored rows too.
 std::vector<double> Probabilities(const Head& head, const LossOptions& options, const Rows& rows);

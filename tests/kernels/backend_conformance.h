@@ -28,6 +28,8 @@ struct ConformanceCase {
   DType compute = DType::kFloat32;    // HeadConfig::compute_dtype of all heads
   DType hidden = DType::kFloat32;     // Chunk::hidden_dtype of all chunks
   Logits logits = Logits::kStored;    // HeadConfig::logits of all heads; chunks ask for all gradients
+  // Whether with kAuto the uniform part of label smoothing is sampled without a softcap too (docs/math.md).
+  bool auto_samples_uniform = false;
 };
 
 // "Cpu_fp32_bf16": backend, compute dtype, hidden dtype.

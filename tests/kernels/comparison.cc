@@ -20,12 +20,6 @@ double Norm2(const std::vector<double>& values) {
   return std::sqrt(std::inner_product(values.begin(), values.end(), values.begin(), 0.0));
 }
 
-// How far a gradient may be from another one of the same problem, sampled with other random numbers: rounding
-// may have moved decisions. The variance is left only where that can be.
-double MovedSamples(const reference::Gradient& want) {
-  return 2.5 * std::sqrt(std::accumulate(want.variance.begin(), want.variance.end(), 0.0));
-}
-
 // See tolerances.h.
 void ExpectGradientNear(const char* what, const std::vector<float>& got, const reference::Gradient& want,
                         DType compute, DType output, double max_abs_logit) {
@@ -39,7 +33,7 @@ void ExpectGradientNear(const char* what, const std::vector<float>& got, const r
   const double norm = Norm2(want.value);
   const double limit = norm * (GradientTolerance(compute, max_abs_logit) + UnitRoundoff(output)) +
                        Norm2(want.magnitude) * MagnitudeTolerance(compute, max_abs_logit) +
-                       MovedSamples(want) +
+                       UndecidedError(want) +
                        UnderflowError(output) * std::sqrt(static_cast<double>(got.size()));
   EXPECT_LE(error, limit) << what << ": relative error " << error / norm << ", reference norm " << norm;
 }
@@ -180,7 +174,7 @@ double PredictedError(const Problem& problem) {
   double square = 0.0;
   for (const SliceData& slice : problem.slices) {
     const auto result =
-        reference::Compute(ReferenceHead(problem), problem.options, ReferenceRows(slice), nullptr);
+        reference::Compute(ReferenceHead(problem), problem.options, SampledRows(problem, slice), nullptr);
     for (size_t row = 0; row < slice.targets.size(); ++row) {
       if (!HasGradient(problem, slice, row)) continue;
       variance += result.sampling_variance[row];
@@ -188,10 +182,6 @@ double PredictedError(const Problem& problem) {
     }
   }
   return square > 0.0 ? std::sqrt(variance / square) : 0.0;
-}
-
-bool IsSampledOrAuto(const Problem& problem) {
-  return problem.options.gradients == Gradients::kSampled || problem.options.gradients == Gradients::kAuto;
 }
 
 bool AnyGradient(const Problem& problem) {
@@ -212,19 +202,6 @@ Gradients DecisionFor(const Problem& problem) {
                                                                        : Gradients::kExact;
 }
 
-void ClearVariance(reference::Gradient& gradient) {
-  std::fill(gradient.variance.begin(), gradient.variance.end(), 0.0);
-}
-
-// to += from, without the variance if rounding moves no decision.
-void Accumulate(const reference::Gradient& from, bool clear, reference::Gradient& to) {
-  for (size_t i = 0; i < from.value.size(); ++i) {
-    to.value[i] += from.value[i];
-    to.magnitude[i] += from.magnitude[i];
-    if (!clear) to.variance[i] += from.variance[i];
-  }
-}
-
 }  // namespace
 
 reference::Head ReferenceHead(const Problem& problem) {
@@ -241,25 +218,19 @@ reference::Rows ReferenceRows(const SliceData& slice) {
           ToDouble(slice.row_weights), slice.accumulate,
           double{slice.grad_scale},    ToDouble(slice.grad_loss),
           ToDouble(slice.grad_lse),    ToDouble(slice.grad_entropy),
-          slice.sample_seed,           slice.first_row};
+          slice.sample_seed,           slice.first_row,
+          /*sample_uniform=*/false,    /*logit_error=*/0.0};
 }
 
 std::vector<reference::Result> ComputeReference(const Problem& problem,
                                                 reference::ParamGradients* gradients) {
   const reference::Head head = ReferenceHead(problem);
-  Problem decided = problem;
-  decided.options.gradients = DecisionFor(problem);
+  LossOptions options = problem.options;
+  options.gradients = DecisionFor(problem);
   std::vector<reference::Result> results;
   for (const SliceData& slice : problem.slices) {
-    reference::ParamGradients own = reference::ZeroGradients(problem.config);
-    results.push_back(reference::Compute(head, decided.options, ReferenceRows(slice), &own));
-    const bool clear = HasClearSamples(decided, slice);
-    if (clear) ClearVariance(results.back().grad_hidden);
-    if (gradients == nullptr || !problem.accumulate_gradients) continue;
-    Accumulate(own.weight, clear, gradients->weight);
-    Accumulate(own.bias, clear, gradients->bias);
-    Accumulate(own.norm_gain, clear, gradients->norm_gain);
-    Accumulate(own.norm_shift, clear, gradients->norm_shift);
+    results.push_back(reference::Compute(head, options, SampledRows(problem, slice),
+                                         problem.accumulate_gradients ? gradients : nullptr));
   }
   return results;
 }
@@ -288,20 +259,23 @@ Problem WithClearEpsilon(Problem problem) {
 }
 
 Problem AsComputed(Problem problem, const ChunkRun& run) {
-  if (!IsSampledOrAuto(problem)) return problem;
+  if (!MayBeSampled(problem)) return problem;
   const bool may_be_exact = problem.options.gradients == Gradients::kAuto || !AnyGradient(problem);
   EXPECT_TRUE(run.gradients == Gradients::kSampled || (may_be_exact && run.gradients == Gradients::kExact))
       << Name(run.gradients);
   if (problem.options.gradients == Gradients::kAuto && AnyGradient(problem)) {
-    const double error = PredictedError(problem);
     const double limit = double{problem.options.max_gradient_error};
     const bool sampled = run.gradients == Gradients::kSampled;
+    Problem taken = problem;
+    if (sampled) taken.options.sample_threshold = run.sample_threshold;
+    const double error = PredictedError(taken);
     EXPECT_TRUE(sampled || error > 0.5 * limit) << "predicted error " << error;
     EXPECT_TRUE(!sampled || error < 2.0 * limit || limit == 0.0) << "predicted error " << error;
     for (const SliceOutputs& slice : run.slices) {
       EXPECT_TRUE(limit > 0.0 || slice.sums.sampling_variance == 0.0);
     }
   }
+  problem.samples_uniform = problem.auto_samples_uniform && problem.options.gradients == Gradients::kAuto;
   problem.options.gradients = run.gradients;
   if (run.gradients != Gradients::kSampled) return problem;
   EXPECT_GE(run.sample_threshold, problem.options.sample_threshold);

@@ -22,7 +22,6 @@ Problem WithClearEpsilon(Problem problem);
 // was asked for. Fails the test if the backend may not decide so.
 Problem AsComputed(Problem problem, const ChunkRun& run);
 // Results of all slices in order; adds to *gradients unless null or the problem does not accumulate.
-// Gradients have a variance only where rounding may sample in another way.
 std::vector<reference::Result> ComputeReference(const Problem& problem, reference::ParamGradients* gradients);
 
 // gtest expectations, with the tolerances of tolerances.h.

@@ -164,7 +164,7 @@ TEST_P(BackendConformance, NonFiniteRowFailsItsSliceAloneWithAnyGradients) {
       without.slices[1].targets.assign(12, kIgnoredTarget);
       without = WithClearSamples(WithClearEpsilon(without));
       problem.options = without.options;
-      for (size_t i : {0, 2}) problem.slices[i].targets = without.slices[i].targets;
+      for (size_t i : {0, 2}) problem.slices[i].sample_seed = without.slices[i].sample_seed;
       problem.slices[1].hidden[5 * 29 + 3] = kNan;
       SCOPED_TRACE(Describe(problem));
       const auto head = MakeHead(backend(), problem);

@@ -153,6 +153,7 @@ Problem MakeProblem(const ProblemSpec& spec, Rng& rng) {
   problem.config = spec.config;
   problem.options = spec.options;
   problem.hidden_dtype = spec.hidden_dtype;
+  problem.auto_samples_uniform = spec.auto_samples_uniform;
   const int64_t d = spec.config.hidden_size;
   const int64_t v = spec.config.vocab_size;
   const float deviation = spec.logit_deviation / std::sqrt(static_cast<float>(d));

@@ -55,6 +55,8 @@ struct Problem {
   LossOptions options;
   DType hidden_dtype = DType::kFloat32;
   bool accumulate_gradients = true;
+  bool auto_samples_uniform = false;  // as in ConformanceCase
+  bool samples_uniform = false;  // AsComputed() sets it: whatever the options say now, that is what was done
   std::vector<float> weight, bias, norm_gain, norm_shift, class_weights;  // empty: not in the head
   std::vector<SliceData> slices;
 
@@ -77,6 +79,7 @@ struct ProblemSpec {
   bool grad_lse = false;
   bool grad_entropy = false;
   float grad_scale = 1.0f;
+  bool auto_samples_uniform = false;
 };
 
 Problem MakeProblem(const ProblemSpec& spec, Rng& rng);

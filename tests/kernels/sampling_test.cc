@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <iterator>
+#include <random>
 #include <utility>
 #include <vector>
 
@@ -16,47 +16,70 @@ namespace {
 constexpr uint64_t kSeeds[] = {0, 1, 2, 0x1234567890abcdefu, ~uint64_t{0}};
 constexpr uint32_t kCount = 1 << 16;
 
-// They are part of what the gradient of a microbatch is, so they may not change.
+// The values of kernels/sampling.h are part of what a microbatch's gradient is: they may not change.
 TEST(Sampling, GoldenValues) {
   EXPECT_EQ(MixBits(0), 0u);
   EXPECT_EQ(MixBits(1), 0x5692161d100b05e5u);
-  EXPECT_EQ(SampleOf(0, 0), 0x1.c4415p-1f);
+  EXPECT_EQ(SampleOf(0, 0), 0x1.c44150p-1f);
   EXPECT_EQ(SampleOf(0, 1), 0x1.b9e278p-2f);
-  EXPECT_EQ(SampleOf(1, 0), 0x1.7fdfp-1f);
+  EXPECT_EQ(SampleOf(1, 0), 0x1.7fdf00p-1f);
   EXPECT_EQ(SampleOf(0x1234567890abcdefu, 77), 0x1.58be6ap-1f);
-  EXPECT_EQ(SampleOf(~uint64_t{0}, 0x7fffffffu), 0x1.da70cp-2f);
+  EXPECT_EQ(SampleOf(~uint64_t{0}, ~uint64_t{0}), 0x1.2fff60p-2f);
 }
 
-// Chi-square over equal bins: of uniform numbers it is the number of bins, give or take a few roots of twice
-// it.
-void ExpectUniform(const std::vector<uint32_t>& counts) {
+// Chi-square over equal bins; of uniform numbers it is bins +- a few sqrt(2 bins).
+double ChiSquare(const std::vector<uint32_t>& counts) {
   double total = 0.0;
   for (const uint32_t count : counts) total += count;
-  const auto bins = static_cast<double>(counts.size());
+  const double expected = total / static_cast<double>(counts.size());
   double sum = 0.0;
-  for (const uint32_t count : counts) sum += std::pow(count - total / bins, 2) / (total / bins);
-  EXPECT_NEAR(sum, bins, 5.0 * std::sqrt(2.0 * bins));
+  for (const uint32_t count : counts) sum += (count - expected) * (count - expected) / expected;
+  return sum;
+}
+
+void ExpectUniform(const std::vector<uint32_t>& counts) {
+  const auto bins = static_cast<double>(counts.size());
+  EXPECT_NEAR(ChiSquare(counts), bins, 5.0 * std::sqrt(2.0 * bins));
 }
 
 size_t Bin(float sample, size_t bins) { return static_cast<size_t>(sample * static_cast<float>(bins)); }
 
-TEST(Sampling, NumbersAreUniformOverRowsAndSeeds) {
+TEST(Sampling, NumbersAreUniformOverRows) {
   for (const uint64_t seed : kSeeds) {
-    std::vector<uint32_t> rows(256), seeds(256);
-    for (uint32_t i = 0; i < kCount; ++i) {
-      for (const float sample : {SampleOf(seed, i), SampleOf(seed + i, 5)}) {
-        ASSERT_GE(sample, 0.0f);
-        ASSERT_LT(sample, 1.0f);
-      }
-      ++rows[Bin(SampleOf(seed, i), 256)];
-      ++seeds[Bin(SampleOf(seed + i, 5), 256)];
+    std::vector<uint32_t> counts(256);
+    for (uint32_t row = 0; row < kCount; ++row) {
+      const float omega = SampleOf(seed, row);
+      ASSERT_GE(omega, 0.0f);
+      ASSERT_LT(omega, 1.0f);
+      ++counts[Bin(omega, counts.size())];
     }
-    ExpectUniform(rows);
-    ExpectUniform(seeds);
+    ExpectUniform(counts);
   }
 }
 
-// Numbers that must have nothing to do with each other: of neighbouring rows, seeds, and both.
+TEST(Sampling, NumbersOfARowAreUniformOverSeeds) {
+  for (const uint64_t row : {uint64_t{0}, uint64_t{1}, uint64_t{77}, uint64_t{1} << 40}) {
+    std::vector<uint32_t> counts(256);
+    for (uint32_t seed = 0; seed < kCount; ++seed) ++counts[Bin(SampleOf(seed, row), counts.size())];
+    ExpectUniform(counts);
+  }
+}
+
+// What decides about a class of probability p is whether a point falls on p / tau, so small numbers have to
+// be as frequent as they should be.
+TEST(Sampling, SmallNumbersAreAsFrequentAsTheyShouldBe) {
+  for (const double bound : {0.1, 0.01, 0.001, 1e-4}) {
+    uint32_t below = 0;
+    constexpr uint32_t kSeedCount = 64, kRows = 1 << 16;
+    for (uint32_t seed = 0; seed < kSeedCount; ++seed) {
+      for (uint32_t row = 0; row < kRows; ++row) below += SampleOf(seed, row) < bound ? 1 : 0;
+    }
+    const double expected = bound * kSeedCount * kRows;
+    EXPECT_NEAR(below, expected, 5.0 * std::sqrt(expected)) << bound;
+  }
+}
+
+// Numbers that must have nothing to do with each other: of rows and seeds that are next to each other.
 TEST(Sampling, NeighboursAreIndependent) {
   using Pair = std::function<std::pair<float, float>(uint64_t seed, uint32_t i)>;
   const Pair pairs[] = {
@@ -73,13 +96,16 @@ TEST(Sampling, NeighboursAreIndependent) {
         return std::pair{SampleOf(s, i), SampleOf(s + 1, i)};
       },
       [](uint64_t s, uint32_t i) {
-        return std::pair{SampleOf(s + i, 9), SampleOf(s + i + 1, 9)};
+        return std::pair{SampleOf(s, i + 1), SampleOf(s + 1, i)};
       },
       [](uint64_t s, uint32_t i) {
-        return std::pair{SampleOf(s + i, 9), SampleOf(s + i, 10)};
+        return std::pair{SampleOf(s + i, 3), SampleOf(s + i + 1, 3)};
       },
       [](uint64_t s, uint32_t i) {
-        return std::pair{SampleOf(s + i, i), SampleOf(s + i + 1, i + 1)};
+        return std::pair{SampleOf(s + i, 3), SampleOf(s + i + 1, 4)};
+      },
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s, i), SampleOf(i, s)};
       },
   };
   constexpr size_t kBins = 16;
@@ -116,40 +142,131 @@ TEST(Sampling, BitsAreIndependent) {
   }
 }
 
-// Which classes are taken; sizes as multiples of 1/64, so that every sum is exact in float too.
+// ---- SystematicSampler ----
+
+constexpr int kGrid = 4096;  // points of omega, at the middles between multiples of 1 / kGrid
+
+double GridOmega(int i) { return (i + 0.5) / kGrid; }
+
+// Sizes of a row, multiples of 1 / kGrid, so that all sums are exact and a class of width w is taken at w
+// kGrid points of the grid. Many are 0, some 1 or more, some close to 1.
+std::vector<double> Sizes(uint32_t seed, size_t classes) {
+  std::mt19937 rng(seed);
+  std::vector<double> sizes(classes);
+  for (double& size : sizes) {
+    const uint32_t kind = rng() % 8;
+    const double below_one = static_cast<double>(rng() % kGrid) / kGrid;
+    if (kind == 0) size = 0.0;
+    if (kind == 1) size = 1.0;
+    if (kind == 2) size = 3.0 + below_one;
+    if (kind == 3) size = below_one;
+    if (kind == 4) size = 1.0 - 1.0 / kGrid;
+    if (kind > 4) size = std::floor(below_one * 64.0) / kGrid;
+  }
+  return sizes;
+}
+
 template <typename T>
-std::vector<bool> Taken(const std::vector<int>& sizes, float omega) {
+std::vector<int> Taken(const std::vector<double>& sizes, double omega) {
   SystematicSampler<T> sampler(static_cast<T>(omega));
-  std::vector<bool> taken;
-  for (const int size : sizes) taken.push_back(sampler.Take(static_cast<T>(size) / 64));
+  std::vector<int> taken;
+  for (const double size : sizes) taken.push_back(sampler.Take(static_cast<T>(size)) ? 1 : 0);
   return taken;
 }
 
-TEST(Sampling, TakesEachClassAsOftenAsItIsWide) {
-  const std::vector<int> sizes = {3, 0, 64, 17, 1, 63, 200, 5, 5, 5, 64, 32, 0, 31, 1};
-  std::vector<int> taken(sizes.size());
-  for (int i = 0; i < 64; ++i) {  // points between multiples of 1/64
-    const float omega = (static_cast<float>(i) + 0.5f) / 64;
-    const std::vector<bool> now = Taken<double>(sizes, omega);
-    EXPECT_EQ(Taken<float>(sizes, omega), now);
-    for (size_t v = 0; v < sizes.size(); ++v) taken[v] += now[v] ? 1 : 0;
-  }
-  for (size_t v = 0; v < sizes.size(); ++v) EXPECT_EQ(taken[v], std::min(sizes[v], 64)) << v;
+double WidthOf(const std::vector<double>& sizes, size_t classes) {
+  double width = 0.0;
+  for (size_t v = 0; v < classes; ++v) width += std::min(sizes[v], 1.0);
+  return width;
 }
 
-// A block of classes in the middle of a row is sampled as in the whole row.
-TEST(Sampling, BlocksContinueOneAnother) {
-  const std::vector<int> sizes = {3, 0, 64, 17, 1, 63, 200, 5, 5, 5, 64, 32, 0, 31, 1};
-  for (int i = 0; i < 64; ++i) {
-    const float omega = (static_cast<float>(i) + 0.5f) / 64;
-    const std::vector<bool> whole = Taken<double>(sizes, omega);
-    double begin = 0.0;
-    for (size_t cut = 0; cut < sizes.size(); ++cut) {
-      SystematicSampler<double> block(double{omega}, begin);
-      for (size_t v = cut; v < sizes.size(); ++v)
-        EXPECT_EQ(block.Take(sizes[v] / 64.0), whole[v]) << cut << " " << v;
-      begin += std::min(sizes[cut] / 64.0, 1.0);
+template <typename T>
+class SystematicSamplerTest : public ::testing::Test {};
+using Types = ::testing::Types<float, double>;
+TYPED_TEST_SUITE(SystematicSamplerTest, Types);
+
+TYPED_TEST(SystematicSamplerTest, TakesEachClassWithItsProbability) {
+  for (const uint32_t seed : {1u, 2u, 3u}) {
+    const std::vector<double> sizes = Sizes(seed, 300);
+    std::vector<int> count(sizes.size());
+    for (int i = 0; i < kGrid; ++i) {
+      const std::vector<int> taken = Taken<TypeParam>(sizes, GridOmega(i));
+      for (size_t v = 0; v < sizes.size(); ++v) count[v] += taken[v];
     }
+    for (size_t v = 0; v < sizes.size(); ++v) {
+      EXPECT_EQ(count[v], std::min(sizes[v], 1.0) * kGrid) << v << " of size " << sizes[v];
+    }
+  }
+}
+
+TYPED_TEST(SystematicSamplerTest, TakesThoseThatAPointFallsOn) {
+  const std::vector<double> sizes = Sizes(4, 300);
+  for (int i = 0; i < kGrid; i += 7) {
+    const double omega = GridOmega(i);
+    const std::vector<int> taken = Taken<TypeParam>(sizes, omega);
+    for (size_t v = 0; v < sizes.size(); ++v) {
+      const double begin = WidthOf(sizes, v), end = WidthOf(sizes, v + 1);
+      ASSERT_EQ(taken[v], std::floor(end - omega) - std::floor(begin - omega)) << v << " at " << omega;
+      ASSERT_TRUE(taken[v] == 1 || sizes[v] < 1.0) << v << " at " << omega;
+    }
+  }
+}
+
+// Whatever omega and the sizes are: the number that is taken hardly depends on chance.
+TYPED_TEST(SystematicSamplerTest, TakesAsManyAsTheRowIsWide) {
+  for (uint32_t seed = 10; seed < 40; ++seed) {
+    const std::vector<double> sizes = Sizes(seed, 1 + seed * 17 % 400);
+    const double width = WidthOf(sizes, sizes.size());
+    for (int i = 0; i < kGrid; i += 31) {
+      const std::vector<int> taken = Taken<TypeParam>(sizes, GridOmega(i));
+      const auto count = static_cast<double>(std::count(taken.begin(), taken.end(), 1));
+      ASSERT_TRUE(count == std::floor(width) || count == std::ceil(width)) << count << " of " << width;
+    }
+  }
+}
+
+TYPED_TEST(SystematicSamplerTest, GoesOnFromTheMiddleOfARow) {
+  const std::vector<double> sizes = Sizes(5, 200);
+  for (int i = 0; i < kGrid; i += 61) {
+    const double omega = GridOmega(i);
+    const std::vector<int> whole = Taken<TypeParam>(sizes, omega);
+    for (size_t first = 0; first <= sizes.size(); first += 25) {
+      SystematicSampler<TypeParam> sampler(static_cast<TypeParam>(omega),
+                                           static_cast<TypeParam>(WidthOf(sizes, first)));
+      for (size_t v = first; v < sizes.size(); ++v) {
+        ASSERT_EQ(sampler.Take(static_cast<TypeParam>(sizes[v])) ? 1 : 0, whole[v]) << v << " at " << omega;
+      }
+    }
+  }
+}
+
+// However close omega is to 0 or 1, and whatever comes before.
+TYPED_TEST(SystematicSamplerTest, TakesNothingOfSizeZeroAndEverythingFromOneOn) {
+  for (const float omega : {0.0f, 0x1p-24f, 0.5f, 1.0f - 0x1p-24f}) {
+    for (const double before : {0.0, 1e-12, 0x1p-25, 0x1p-24, 1.0 - 0x1p-24, 1.0, 1e30}) {
+      SystematicSampler<TypeParam> sampler(static_cast<TypeParam>(omega));
+      sampler.Take(static_cast<TypeParam>(before));
+      for (int i = 0; i < 100; ++i) {
+        ASSERT_TRUE(sampler.Take(TypeParam{1})) << omega << " after " << before;
+        ASSERT_FALSE(sampler.Take(TypeParam{0})) << omega << " after " << before;
+      }
+    }
+  }
+}
+
+// As many classes as a large vocabulary has, each far narrower than the distance of the points.
+TEST(SystematicSampler, RoundingDoesNotAddUp) {
+  constexpr int kClasses = 1 << 18;
+  for (const double size : {1.0 / 300.0, 1.0 / 7.0, 0.99}) {
+    SystematicSampler<double> sampler(0.25);
+    SystematicSampler<float> in_float(0.25f);
+    int count = 0, count_in_float = 0;
+    for (int v = 0; v < kClasses; ++v) {
+      count += sampler.Take(size) ? 1 : 0;
+      count_in_float += in_float.Take(static_cast<float>(size)) ? 1 : 0;
+    }
+    EXPECT_NEAR(count, size * kClasses, 1.0) << size;
+    EXPECT_NEAR(count_in_float, size * kClasses, 1.0 + 1e-4 * size * kClasses) << size;
   }
 }
 

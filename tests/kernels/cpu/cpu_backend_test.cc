@@ -2,6 +2,7 @@
 #include "kernels/cpu/cpu_backend.h"
 
 #include <limits>
+#include <numeric>
 
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
@@ -166,6 +167,37 @@ TEST(CpuBackendTest, LargeVocabularies) {
   RunAndCompare(*backend, {MakeProblem(spec, rng)});
   spec = RandomSpec(3, 2, 1000003, DType::kFloat32, DType::kFloat32, rng);
   RunAndCompare(*backend, {MakeProblem(spec, rng)});
+}
+
+// Other backends may estimate these sums from what they have taken. This one has them.
+TEST(CpuBackendTest, SumsUpTheErrorAndTheSquareOfSampledGradientsExactly) {
+  Rng rng = FreshRng();
+  const auto backend = MakeBackend({.threads = 2});
+  for (const Gradients gradients : {Gradients::kSampled, Gradients::kAuto}) {
+    for (const float softcap : {0.0f, 8.0f}) {
+      ProblemSpec spec;
+      spec.config = Config(24, 500);
+      spec.slice_rows = {30, 7};
+      spec.options = {
+          .softcap = softcap, .gradients = gradients, .sample_threshold = 0.02f, .max_gradient_error = 10.0f};
+      const Problem problem = MakeProblem(spec, rng);
+      SCOPED_TRACE(Describe(problem));
+      const auto head = MakeHead(*backend, problem);
+      ASSERT_NE(head, nullptr);
+      const ChunkRun run = RunChunk(*head, problem);
+      ASSERT_EQ(run.gradients, Gradients::kSampled);
+      for (size_t i = 0; i < problem.slices.size(); ++i) {
+        const auto want = reference::Compute(ReferenceHead(problem), problem.options,
+                                             ReferenceRows(problem.slices[i]), nullptr);
+        const double variance =
+            std::accumulate(want.sampling_variance.begin(), want.sampling_variance.end(), 0.0);
+        const double square =
+            std::accumulate(want.squared_gradient.begin(), want.squared_gradient.end(), 0.0);
+        EXPECT_NEAR(run.slices[i].sums.sampling_variance, variance, 1e-4 * variance);
+        EXPECT_NEAR(run.slices[i].sums.squared_gradient, square, 1e-4 * square);
+      }
+    }
+  }
 }
 
 }  // namespace

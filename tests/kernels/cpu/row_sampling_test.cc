@@ -75,5 +75,21 @@ TEST(RowSampler, ThresholdZeroLeavesAll) {
   EXPECT_EQ(sampler.variance(), 0.0);
 }
 
+// Classes so narrow that they hardly move a float, together half as wide as the distance of the points: half
+// of all rows take one.
+TEST(RowSampler, CountsTheNarrowestClasses) {
+  constexpr int64_t kNarrow = int64_t{1} << 18;
+  int64_t count = 0;
+  for (const float omega : {0.125f, 0.375f, 0.625f, 0.875f}) {
+    RowSampler sampler(omega, 1.0f);
+    for (int part = 0; part < 64; ++part) {
+      std::vector<float> narrow(kNarrow, 0x1p-25f);
+      sampler.Sample(narrow.data(), kNarrow);
+      count += kNarrow - std::count(narrow.begin(), narrow.end(), 0.0f);
+    }
+  }
+  EXPECT_EQ(count, 2);
+}
+
 }  // namespace
 }  // namespace lossd::kernels

@@ -70,7 +70,7 @@ std::vector<ConformanceCase> Cases() {
   if (!HaveGpu()) return cases;
   for (const Way& way : Ways()) {
     for (const auto& [compute, hidden] : way.dtypes) {
-      cases.push_back({way.name, way.backend, compute, hidden, way.logits});
+      cases.push_back({way.name, way.backend, compute, hidden, way.logits, /*auto_samples_uniform=*/true});
     }
   }
   return cases;

@@ -9,7 +9,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/engine/sample_seed.h"
-#include "tests/kernels/clear_samples.h"
 #include "tests/kernels/comparison.h"
 #include "tests/server/service/service_problem.h"
 #include "tests/server/service/test_server.h"
@@ -115,7 +114,7 @@ TEST_P(GradientsTest, Sampled) {
     problem.slices[i].sample_seed = engine::SampleSeed("head", 0, i);
     problem.slices[i].first_row = 0;
   }
-  RunAndCompare(kernels::testing::WithClearSamples(problem), rng_);
+  RunAndCompare(problem, rng_);
 }
 
 TEST_P(GradientsTest, SmallestShapes) {
