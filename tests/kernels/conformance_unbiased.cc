@@ -157,9 +157,9 @@ TEST_P(BackendConformance, SampledAlikeInWhateverChunk) {
     slice.first_row += begin;
     const ChunkRun got = RunChunk(*head, part);
     ASSERT_TRUE(got.done.ok()) << got.done;
-    part = AsComputed(part, got);
-    const auto want = ComputeReference(part, &gradients);
-    ExpectSliceMatches(head->compute_dtype(), part, slice, want[0], got.slices[0]);
+    const Problem computed = AsComputed(part, got);
+    const auto want = ComputeReference(computed, &gradients);
+    ExpectSliceMatches(head->compute_dtype(), computed, computed.slices.front(), want[0], got.slices[0]);
     max_abs_logit = std::max(max_abs_logit, MaxAbsLogit(want));
   }
   ExpectGradientsMatch(*head, gradients, max_abs_logit);

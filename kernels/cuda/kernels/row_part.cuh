@@ -277,7 +277,8 @@ __device__ __forceinline__ void WriteGradient(const LossTerms& terms, const Logi
     part.global()[v] = Vec<T>::Pack(g);
   });
   if (part.Owns(target.column)) {
-    const float uniform = rule.uniform * target.class_weight * target.logit.slope;
+    // Rounded as rule.target is: with one class they are the same.
+    const float uniform = __fmul_rn(__fmul_rn(rule.uniform, target.class_weight), target.logit.slope);
     part.row[target.column] = static_cast<T>(SaturateIf<T>(rule.target - uniform));
   }
 }

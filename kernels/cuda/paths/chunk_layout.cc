@@ -4,9 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "kernels/sampling.h"
 
 namespace lossd::kernels::cuda {
@@ -102,12 +100,10 @@ bool MaySample(Gradients gradients) {
 void TellDecision(Chunk& chunk, const RowOutputBlock& outputs) {
   const Gradients asked = chunk.options.gradients;
   chunk.gradients = GradientsOf(asked, *outputs.decision);
-  Choice choice = GradientsChoice(asked, *outputs.decision);
-  if (chunk.gradients == Gradients::kSampled) {
-    chunk.sample_threshold = *outputs.sample_threshold;
-    absl::StrAppend(&choice.reason, "; threshold ", chunk.sample_threshold);
-  }
-  chunk.choices.front() = std::move(choice);
+  chunk.choices.front() = GradientsChoice(asked, *outputs.decision);
+  if (chunk.gradients != Gradients::kSampled) return;
+  chunk.sample_threshold = *outputs.sample_threshold;
+  chunk.choices.push_back(ThresholdChoice(chunk.options.sample_threshold, chunk.sample_threshold));
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ absl::string_view WhyChunkIsExact(const LossOptions& options, const ChunkFacts& 
   const absl::string_view reason = WhyExact(options, chunk.terms.any_coef_entropy);
   if (!reason.empty()) return reason;
   if (!chunk.wants_gradient) return "no gradient is wanted";
-  if (chunk.terms.vocab == 1) return "one class has no gradient";
+  if (chunk.terms.vocab == 1 && options.label_smoothing > 0.0f) return "one class has no gradient";
   return options.gradients == Gradients::kFiltered ? WhyNotFilteredOnDevice(limits.filter, limits.device)
                                                    : WhyNotSampledOnDevice(limits.filter, limits.device);
 }

@@ -154,6 +154,7 @@ FilterArena FilterArena::Carve(const FilterShape& chunk, Selection selection, co
   } else {
     arena.logits =
         carver.Take<uint8_t>(block.rows * chunk.padded_vocab * static_cast<int64_t>(SizeOf(chunk.dtype)));
+    arena.tiles = hopper::TilePartials::Carve(carver, block.rows, chunk.vocab);
   }
   arena.bytes = lists.used() + RoundUp(std::max(carver.used(), scratch.used()), 256);
   return arena;

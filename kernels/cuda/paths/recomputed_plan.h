@@ -79,7 +79,7 @@ struct FilterBlock {
 // (the third) will be.
 struct FilterArena {
   void* logits = nullptr;        // [rows, padded_vocab], kFromLogits
-  hopper::TilePartials tiles;    // kInPass
+  hopper::TilePartials tiles;    // of a logit pass
   hopper::CandidateLists lists;  // kInPass
   int64_t bytes = 0;
 

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/kernels/hopper/fused_loss.h"
 #include "kernels/cuda/kernels/row_loss.h"
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/paths/decision_branch.h"
@@ -44,9 +45,14 @@ absl::Status SampledRecomputedPath::Prepare(const ChunkJob& job) {
       ChooseFilterBlock(shape, Selection::kFromLogits, job.padded_rows(), context_.sizes.arena_bytes);
   const int64_t most = std::max<int64_t>(block_buffers_.capacity / kPooledCandidates / 8 * 8, 8);
   block_rows_ = context_.device->options().smallest_blocks ? kLeastBlockRows : std::min(block.rows, most);
+  if (LeavesExponentials(job)) return absl::OkStatus();
   return ForEachRowBlock(job, block_rows_, [&](const RowBlock& rows) {
     return context_.device->gemms().Prepare(exact_.LogitsGemm(rows.in.padded_rows));
   });
+}
+
+bool SampledRecomputedPath::LeavesExponentials(const ChunkJob& job) const {
+  return job.plan.fused() && context_.config.compute_dtype == DType::kBFloat16;
 }
 
 SampleList SampledRecomputedPath::ListOf(const ChunkJob& job, const RowBlock& rows) const {
@@ -94,12 +100,22 @@ absl::Status SampledRecomputedPath::SampleBlock(const ChunkJob& job, const RowBl
                          {block_rows_}, context_.memory[Region::kLogits]);
   const LogitMatrix logits = {arena.logits, context_.config.compute_dtype, context_.sizes.padded_vocab,
                               context_.sizes.vocab};
-  LOSSD_RETURN_IF_ERROR(exact_.BlockLogits(job, rows, logits));
-  const RowLossParams loss = {
-      logits, job.terms, rows.in, rows.out, /*write_gradient=*/true, !job.plan.uniform_apart};
-  LOSSD_RETURN_IF_CUDA_ERROR(LaunchRowLoss(loss, device.limits(), stream), "row loss kernel");
+  const float* factors = nullptr;
+  if (LeavesExponentials(job)) {
+    const hopper::FusedLossParams p = exact_.FusedLoss(job, rows, arena.tiles);
+    LOSSD_RETURN_IF_CUDA_ERROR(
+        hopper::LaunchFusedExponentials(p, arena.logits, device.limits().fused_clusters, stream),
+        "fused loss kernels");
+    factors = p.rows.factor;
+  } else {
+    LOSSD_RETURN_IF_ERROR(exact_.BlockLogits(job, rows, logits));
+    const RowLossParams loss = {
+        logits, job.terms, rows.in, rows.out, /*write_gradient=*/true, !job.plan.uniform_apart};
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchRowLoss(loss, device.limits(), stream), "row loss kernel");
+  }
   LOSSD_RETURN_IF_ERROR(Zero(block_buffers_.counters, offsetof(SampleCounters, highest), stream));
   const SampleRowsParams sample = {.elements = logits,
+                                   .factors = factors,
                                    .terms = job.terms,
                                    .in = rows.in,
                                    .lse = rows.out.lse,

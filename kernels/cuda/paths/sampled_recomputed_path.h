@@ -36,6 +36,8 @@ class SampledRecomputedPath final : public ChunkPath {
 
  private:
   FilterShape ShapeOf(const ChunkJob& job) const;
+  // Whether ds of a block comes from the logit pass, as exponentials and factors of rows.
+  bool LeavesExponentials(const ChunkJob& job) const;
   // The first entry of the rows from `row` on.
   int64_t FirstEntry(const ChunkJob& job, int64_t row) const;
   SampleList ListOf(const ChunkJob& job, const RowBlock& rows) const;
