@@ -193,6 +193,7 @@ __device__ __forceinline__ GradientRule MakeRule(const LossTerms& terms, const R
     if (r.p_target > 0.0f) target_grad -= r.p_target * entropy * (r.entropy - r.nll);
   }
   rule.target = target_grad * target.logit.slope;
+  rule.target_slope = target.logit.slope;
   rule.valid = isfinite(r.lse) && isfinite(r.loss);
   return rule;
 }

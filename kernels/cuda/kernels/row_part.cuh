@@ -278,7 +278,7 @@ __device__ __forceinline__ void WriteGradient(const LossTerms& terms, const Logi
   });
   if (part.Owns(target.column)) {
     // Rounded as rule.target is: with one class they are the same.
-    const float uniform = __fmul_rn(__fmul_rn(rule.uniform, target.class_weight), target.logit.slope);
+    const float uniform = __fmul_rn(__fmul_rn(rule.uniform, target.class_weight), rule.target_slope);
     part.row[target.column] = static_cast<T>(SaturateIf<T>(rule.target - uniform));
   }
 }

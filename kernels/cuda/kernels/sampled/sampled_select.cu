@@ -57,8 +57,9 @@ __device__ __forceinline__ float KappaOf(const SampleRowsParams& p, int64_t row,
 // Of which the levels but 0 are multiples: at the last one few classes are taken whatever tau is.
 __device__ __forceinline__ float BaseOf(float threshold) { return fmaxf(threshold, 0x1p-24f); }
 
+// At level 0 no less than what widths do not overflow with: elements are up to 2^60 times as large as sizes.
 __device__ __forceinline__ float ThresholdAt(float threshold, int level) {
-  return level == 0 ? threshold : ldexpf(BaseOf(threshold), level);
+  return level == 0 ? fmaxf(threshold, 0x1p-60f) : ldexpf(BaseOf(threshold), level);
 }
 
 __device__ __forceinline__ RowScale ScaleOf(const SampleRowsParams& p, int64_t row, float threshold) {
