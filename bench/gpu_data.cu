@@ -8,10 +8,13 @@
 
 #include "bench/gpu_data_kinds.h"
 #include "bench/gpu_memory.h"
+#include "kernels/data/moves.h"
 
 namespace lossd::bench {
 namespace {
 
+using data::kMovePart;
+using data::kMoves;
 using memory::Allocate;
 using memory::Check;
 using memory::Upload;
@@ -21,9 +24,6 @@ constexpr int kCandidates = 100;
 constexpr double kFirstLogit = 17.0;
 constexpr double kSlope = 1.92;
 constexpr double kPopularityOffset = 50.0;
-// Of real data: as in kernels/data/real_data.cc.
-constexpr int kMoves = 16;
-constexpr float kMovePart = 0.9f;
 
 __device__ uint32_t Hash(uint64_t x) {
   x ^= x >> 33;

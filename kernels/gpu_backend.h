@@ -6,7 +6,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
-#include "kernels/create_backend.h"
+#include "kernels/backend_choice.h"
 
 namespace lossd::kernels {
 

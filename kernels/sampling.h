@@ -43,7 +43,8 @@ class SystematicSampler {
 
   // Whether the next class, size >= 0, is taken.
   LOSSD_HOST_DEVICE bool Take(T size) {
-    passed_ += size < 1 ? size : T{1};
+    if (!(size < 1)) return true;  // has one point, and the next class is as far from the last one
+    passed_ += size;
     if (!(passed_ >= 1)) return false;
     passed_ -= 1;
     return true;

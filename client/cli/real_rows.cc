@@ -1,30 +1,19 @@
 #include "client/cli/real_rows.h"
 
 #include <algorithm>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "client/cli/tensor_io.h"
+#include "kernels/data/parallel.h"
 #include "kernels/data/real_data.h"
 
 namespace lossd::cli {
 namespace {
 
 constexpr int64_t kClassesAtOnce = 8192;
-
-// Calls fill(begin, end) for parts of [begin, end) on as many threads as there are processors.
-template <typename Fill>
-void InParallel(int64_t begin, int64_t end, const Fill& fill) {
-  const int64_t threads = std::clamp<int64_t>(std::thread::hardware_concurrency(), 1, 64);
-  std::vector<std::jthread> running;
-  for (int64_t t = 0; t < threads; ++t) {
-    running.emplace_back([&fill, from = begin + (end - begin) * t / threads,
-                          to = begin + (end - begin) * (t + 1) / threads] { fill(from, to); });
-  }
-}
 
 }  // namespace
 
@@ -39,7 +28,7 @@ absl::StatusOr<HiddenRows> MakeRealRows(const data::RealRows& rows, v1::DType dt
   hidden.bytes.resize(static_cast<size_t>(rows.rows() * rows.hidden_size()) * sizeof(float));
   auto* const values = reinterpret_cast<float*>(hidden.bytes.data());
   std::vector<int32_t> targets(static_cast<size_t>(rows.rows()));
-  InParallel(0, rows.rows(), [&](int64_t begin, int64_t end) {
+  data::InParallel(0, rows.rows(), [&](int64_t begin, int64_t end) {
     data::FillHidden(rows, begin, end, values + begin * rows.hidden_size(), targets.data() + begin);
   });
   absl::StatusOr<std::vector<uint8_t>> converted = ConvertTo(dtype, hidden);
@@ -53,7 +42,7 @@ absl::Status WriteRealWeight(const data::RealRows& rows, const std::string& head
   for (int64_t begin = 0; begin < rows.vocab_size(); begin += kClassesAtOnce) {
     const int64_t end = std::min(begin + kClassesAtOnce, rows.vocab_size());
     block.resize(static_cast<size_t>((end - begin) * rows.hidden_size()));
-    InParallel(begin, end, [&](int64_t from, int64_t to) {
+    data::InParallel(begin, end, [&](int64_t from, int64_t to) {
       data::FillWeight(rows, from, to, block.data() + (from - begin) * rows.hidden_size());
     });
     v1::OpenTensor open;

@@ -6,43 +6,15 @@
 #ifndef LOSSD_KERNELS_CUDA_CUDA_BACKEND_H_
 #define LOSSD_KERNELS_CUDA_CUDA_BACKEND_H_
 
-#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
+#include "kernels/cuda/cuda_options.h"
 
 namespace lossd::kernels {
-
-// When the loss is computed in the epilogue of the first product, and the gradients by products of our own
-// (docs/kernels/hopper.md).
-enum class FusedLoss {
-  kWhereFaster,
-  kWherePossible,  // whatever the size: for tests
-  kNever,
-};
-
-struct CudaBackendOptions {
-  int device = 0;  // index among the visible GPUs
-  // Per head; bounds HeadKernels::chunk_rows() (never below 8 rows). 0: 2 GiB, or a quarter of the
-  // device memory that is free when the backend is created if that is less.
-  int64_t workspace_bytes = 0;
-  int64_t memory_limit_bytes = 0;  // refuse heads beyond it; 0: what the device has
-  int64_t max_chunk_rows = 16384;  // upper bound of chunk_rows(), whatever the workspace
-  // Time the candidate GEMM algorithms when a head is created instead of taking cuBLAS's first choice
-  // (a second or so for a large head). The choice, and with it the last bits of results, may then
-  // differ between runs of the program; ignored if `deterministic`.
-  bool autotune = false;
-  bool deterministic = true;
-  FusedLoss fused_loss = FusedLoss::kWhereFaster;
-  // Filtered chunks: the host waits for the device's decision and enqueues what it asks for, instead of a
-  // graph that holds both ways. Slower; for checkers that do not follow conditional graphs.
-  bool host_branches = false;
-  // Logits::kRecomputed: blocks of 8 rows and 256 classes, however many would fit: for tests.
-  bool smallest_blocks = false;
-};
 
 // The UUIDs of the visible GPUs, by index. UNAVAILABLE if there is no GPU or no driver.
 absl::StatusOr<std::vector<std::string>> VisibleGpuUuids();

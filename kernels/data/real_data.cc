@@ -1,17 +1,13 @@
 #include "kernels/data/real_data.h"
 
-#include <algorithm>
 #include <cmath>
 #include <numbers>
-#include <thread>
+
+#include "kernels/data/moves.h"
+#include "kernels/data/parallel.h"
 
 namespace lossd::data {
 namespace {
-
-// Steps by which a hidden state is moved towards the wanted logits, and the part of the error that each takes
-// back. The candidates' weight rows are nearly orthogonal, so the rest shrinks by half or more each time.
-constexpr int kMoves = 16;
-constexpr float kMovePart = 0.9f;
 
 uint64_t Mix(uint64_t x) {  // a bijection of 64 bits
   x ^= x >> 33;
@@ -72,17 +68,6 @@ void MoveTo(const std::vector<float>& logits, const std::vector<float>& weight, 
   }
 }
 
-// Calls fill(begin, end) for parts of [0, count) on several threads.
-template <typename Fill>
-void InParallel(int64_t count, const Fill& fill) {
-  const int64_t threads = std::clamp<int64_t>(std::thread::hardware_concurrency(), 1, 64);
-  std::vector<std::jthread> running;
-  for (int64_t t = 0; t < threads; ++t) {
-    running.emplace_back(
-        [&fill, begin = count * t / threads, end = count * (t + 1) / threads] { fill(begin, end); });
-  }
-}
-
 }  // namespace
 
 void FillWeight(const RealRows& rows, int64_t begin, int64_t end, float* out) {
@@ -113,10 +98,10 @@ RealData MakeRealData(const RealRows& rows) {
   data.hidden.resize(static_cast<size_t>(rows.rows() * d));
   data.weight.resize(static_cast<size_t>(rows.vocab_size() * d));
   data.targets.resize(static_cast<size_t>(rows.rows()));
-  InParallel(rows.vocab_size(), [&](int64_t begin, int64_t end) {
+  InParallel(0, rows.vocab_size(), [&](int64_t begin, int64_t end) {
     FillWeight(rows, begin, end, data.weight.data() + begin * d);
   });
-  InParallel(rows.rows(), [&](int64_t begin, int64_t end) {
+  InParallel(0, rows.rows(), [&](int64_t begin, int64_t end) {
     FillHidden(rows, begin, end, data.hidden.data() + begin * d, data.targets.data() + begin);
   });
   return data;

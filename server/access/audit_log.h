@@ -26,7 +26,7 @@
 namespace lossd::access {
 
 struct AuditedCall {
-  std::string identity;      // empty: the server asks nobody
+  std::string identity;      // empty: the server does not ask
   std::string address;       // of the peer
   absl::string_view method;  // "CreateHead"
   std::string head;          // may be empty

@@ -27,18 +27,18 @@ struct Presented {
 };
 
 struct Identity {
-  std::string name;          // "dns:trainer-1", "token:pipeline-1"; empty if the server asks nobody who it is
+  std::string name;          // "dns:trainer-1", "token:pipeline-1"; empty if the server does not ask
   std::optional<Role> role;  // null: known, but without a role
 };
 
 class Authority {
  public:
-  // An empty path: no such file. Without either the server asks nobody, and everybody is an admin.
+  // An empty path: no such file. Without either the server does not ask who a client is, and every
+  // client is an admin.
   static absl::StatusOr<std::unique_ptr<Authority>> Create(const AccessFile& certificate_roles,
                                                            const AccessFile& tokens);
 
   bool asks() const { return roles_ != nullptr || tokens_ != nullptr; }
-  bool has_tokens() const { return tokens_ != nullptr; }
 
   // A token counts before a certificate, if the server knows any tokens. UNAUTHENTICATED if a token is
   // unknown or nothing is presented; the message holds no part of what was presented.

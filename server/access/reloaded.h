@@ -1,6 +1,6 @@
 // A value made from files, made again when the files have changed. Whoever asks for the value has the files
 // looked at, at most once a second. A change that makes no valid value is logged, and the value stays as it
-// was: a file that is being replaced, or a certificate whose key comes a moment later, refuses nobody.
+// was: a file that is being replaced, or a certificate whose key comes a moment later, refuses no client.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_ACCESS_RELOADED_H_

@@ -25,7 +25,7 @@ using Key = std::unique_ptr<EVP_PKEY, Free>;
 
 Bio BioOf(absl::string_view text) { return Bio(BIO_new_mem_buf(text.data(), static_cast<int>(text.size()))); }
 
-// A password is not asked for: nobody is there to answer.
+// A password is not asked for: a server has no one at its terminal.
 int NoPassword(char*, int, int, void*) { return -1; }
 
 absl::StatusOr<std::vector<Certificate>> ParseCertificates(const AccessFile& file, absl::string_view text) {

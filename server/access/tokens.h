@@ -40,7 +40,7 @@ class Tokens {
   // INVALID_ARGUMENT naming flag, path and line, never a token.
   static absl::StatusOr<std::shared_ptr<const Tokens>> Parse(const AccessFile& file, absl::string_view text);
 
-  // Whose token it is; null if it is nobody's. The time does not depend on which token it is, or nearly is:
+  // Whose token it is; null if it is unknown. The time does not depend on which token it is, or nearly is:
   // hashes are compared, all of them, and each as a whole.
   const Principal* Find(absl::string_view token) const;
 

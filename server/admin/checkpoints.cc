@@ -88,16 +88,16 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::Save(const v1::SaveCheck
   if (absl::Status status = PrepareDirectory(); !status.ok()) return status;
   absl::MutexLock turn(&save_mutex_);
   absl::StatusOr<v1::SaveCheckpointResponse> saved = SaveInTurn(request, callbacks);
-  metrics_->SetSaveBuffered(0);
+  metrics_->saves().SetBuffered(0);
   if (absl::IsNotFound(saved.status())) return saved;  // there is no such head
   if (!saved.ok()) {
-    metrics_->OnSaveFailed(saved.status());
+    metrics_->saves().OnFailed(saved.status());
     log::Log(LogLevel::kError, "checkpoint not saved",
              {{"head", request.head()}, {"error", saved.status().message()}});
     return saved;
   }
-  metrics_->OnSaved(request.head(), saved->state().step(), static_cast<int64_t>(saved->bytes()),
-                    saved->seconds());
+  metrics_->saves().OnSaved(request.head(), saved->state().step(), static_cast<int64_t>(saved->bytes()),
+                            saved->seconds());
   // A head that was deleted while the disk was busy has no series; one that is deleted from now on forgets
   // it.
   if (absl::IsNotFound(engine_->Describe(request.head()).status())) metrics_->ForgetHead(request.head());
@@ -132,7 +132,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
     phase = v1::SAVE_PHASE_WRITING;
   };
   save.on_progress = [&](const head::SaveProgress& progress) {
-    metrics_->SetSaveBuffered(progress.read_bytes - progress.written_bytes);
+    metrics_->saves().SetBuffered(progress.read_bytes - progress.written_bytes);
     callbacks.on_progress(ProgressMessage(progress, phase));
   };
   save.cancelled = [&] { return saves_cancelled_ || callbacks.cancelled(); };

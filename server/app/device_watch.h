@@ -26,6 +26,10 @@ class DeviceWatch final : public engine::EngineObserver {
   void OnChoices(const engine::ChoicesReport& report) override {
     admin::LogChoices("chunk computed otherwise than the last", report.head, report.choices);
   }
+  // These are for the metrics.
+  void OnChunk(const engine::ChunkReport&) override {}
+  void OnContribution(const engine::ContributionReport&) override {}
+  void OnStep(const engine::StepReport&) override {}
   void OnDeviceError(const absl::Status& status) override {
     if (absl::IsUnavailable(status) && !lost_.exchange(true)) on_lost_(status);
   }

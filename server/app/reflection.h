@@ -6,7 +6,7 @@
 
 namespace lossd::app {
 
-// Gives the server gRPC's reflection service once, or not at all: it asks nobody who calls.
+// Gives the server gRPC's reflection service once, or not at all: it does not check who calls.
 void SetReflection(bool wanted, grpc::ServerBuilder* builder);
 
 }  // namespace lossd::app

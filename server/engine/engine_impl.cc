@@ -291,26 +291,12 @@ absl::StatusOr<EngineImpl::SessionPtr> EngineImpl::FindOpen(absl::string_view na
   return heads_.FindPublished(name);
 }
 
-absl::Status EngineImpl::CheckStreams(absl::string_view peer) const {
-  const FairShare::Answer answer = context_->stream_places.Check(peer, 1);
-  if (answer == FairShare::Answer::kYes) return absl::OkStatus();
-  if (answer == FairShare::Answer::kFull) {
-    return absl::ResourceExhaustedError(absl::StrCat("there are ", context_->stream_places.used(),
-                                                     " open streams, the most allowed (--max_streams)"));
-  }
-  return absl::ResourceExhaustedError(
-      absl::StrCat("peer ", peer, " has ", context_->stream_places.held(peer), " of ",
-                   context_->stream_places.used(), " open streams, of ", context_->stream_places.capacity(),
-                   " that are allowed; one more would be beyond its share (--max_streams, --peer_share)"));
-}
-
 absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Open(StreamSpec spec,
                                                          std::shared_ptr<StreamObserver> observer) {
   absl::MutexLock lock(&context_->mutex);
   const auto session = FindOpen(spec.head);
   if (!session.ok()) return errors::Within("open.", session.status());
-  if (auto status = CheckStreams(spec.peer); !status.ok()) return status;
-  auto stream = (*session)->Open(std::move(spec), std::move(observer));
+  auto stream = (*session)->admission().Open(std::move(spec), std::move(observer));
   if (!stream.ok()) return stream.status();
   return std::make_unique<StreamHandle>(*session, *std::move(stream));
 }
@@ -321,8 +307,7 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::OpenBackward(BackwardSpec sp
   absl::MutexLock lock(&context_->mutex);
   const auto session = FindOpen(spec.head);
   if (!session.ok()) return errors::Within("backward.", session.status());
-  if (auto status = CheckStreams(spec.peer); !status.ok()) return status;
-  auto stream = (*session)->OpenBackward(std::move(spec), std::move(observer));
+  auto stream = (*session)->admission().OpenBackward(std::move(spec), std::move(observer));
   if (!stream.ok()) return stream.status();
   return std::make_unique<StreamHandle>(*session, *std::move(stream));
 }

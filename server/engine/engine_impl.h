@@ -68,8 +68,6 @@ class EngineImpl final : public Engine {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(context_->mutex);
   // Checks the number of expected ids and puts them in order, which is much work for many.
   absl::Status OrderExpected(StepRequest& request) const;
-  // OK if the peer may open one stream more.
-  absl::Status CheckStreams(absl::string_view peer) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(context_->mutex);
   // As HeadSession::Run.
   absl::Status RunOnHead(absl::string_view name, absl::FunctionRef<absl::Status(HeadSession&)> operation)
       ABSL_LOCKS_EXCLUDED(context_->mutex);

@@ -59,16 +59,16 @@ struct StepReport {
   bool skipped = false;  // without an update, because its gradients were not finite
 };
 
-// Each member does nothing unless an observer overrides it.
+// Every member is pure, so that no observer forgets an event: what it does not care for it says.
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
-  virtual void OnChunk(const ChunkReport& report) {}
-  virtual void OnChoices(const ChoicesReport& report) {}
-  virtual void OnContribution(const ContributionReport& report) {}
-  virtual void OnStep(const StepReport& report) {}
+  virtual void OnChunk(const ChunkReport& report) = 0;
+  virtual void OnChoices(const ChoicesReport& report) = 0;
+  virtual void OnContribution(const ContributionReport& report) = 0;
+  virtual void OnStep(const StepReport& report) = 0;
   // An operation failed on the device.
-  virtual void OnDeviceError(const absl::Status& status) {}
+  virtual void OnDeviceError(const absl::Status& status) = 0;
 };
 
 // All observers of one engine, in the order in which they are told. Immutable.

@@ -42,6 +42,14 @@ absl::Status OtherGeneration(absl::string_view field, uint64_t named, uint64_t c
       named, absl::StatusCode::kAborted);
 }
 
+absl::Status CheckIncarnation(std::optional<uint64_t> named, uint64_t own) {
+  if (named.value_or(own) == own) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kFailedPrecondition, "incarnation",
+                    absl::StrCat("must be that of the server process that has the step's rows, ",
+                                 absl::Hex(own, absl::kZeroPad16)),
+                    absl::StrCat(absl::Hex(*named, absl::kZeroPad16)));
+}
+
 absl::Status ShuttingDown() { return absl::UnavailableError("the server is shutting down"); }
 
 absl::Status RowNotFinite(int64_t row, bool some_accumulated) {

@@ -39,6 +39,9 @@ absl::Status StepNotOpen(absl::string_view field, uint64_t step, uint64_t curren
 // applied.
 absl::Status OtherGeneration(absl::string_view field, uint64_t named, uint64_t current);
 
+// FAILED_PRECONDITION if an incarnation is named that is not `own`, that of the engine with the step's rows.
+absl::Status CheckIncarnation(std::optional<uint64_t> named, uint64_t own);
+
 // UNAVAILABLE.
 absl::Status ShuttingDown();
 

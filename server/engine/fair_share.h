@@ -27,7 +27,7 @@ class FairShare {
 
   enum class Answer : uint8_t {
     kYes,
-    kFull,       // nobody may take so much now
+    kFull,       // there is not so much left for any holder
     kOverShare,  // this holder has its share
   };
   // Whether `holder` may take `amount` >= 0 more. The holder "" has no share: it may take what is free.
@@ -40,6 +40,7 @@ class FairShare {
   int64_t capacity() const { return capacity_; }
   int64_t used() const { return used_; }
   int64_t held(absl::string_view holder) const;
+  // Only those that have something, so that strangers who come and go leave nothing behind; for tests.
   int64_t holders() const { return static_cast<int64_t>(held_.size()); }
 
  private:

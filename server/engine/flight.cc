@@ -173,7 +173,7 @@ void Flight::Settle(bool accumulated) {
     }
     int64_t committed = ledger.Commit(segment.microbatch_id, segment.rows);
     for (SliceWork* slice : segment.slices) {
-      if (!slice->is_good()) continue;  // nobody is told of its rows
+      if (!slice->is_good()) continue;  // its rows are not reported
       slice->accumulated_rows += committed;
       slice->repeated_rows += slices_[i].sums.valid_rows - committed;
       committed = 0;

@@ -5,7 +5,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/engine/arrival_schedule.h"
-#include "server/engine/backward.h"
 #include "server/engine/deterministic_schedule.h"
 #include "server/engine/errors.h"
 #include "server/engine/flight.h"
@@ -25,7 +24,15 @@ absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
   session->schedule_ = *std::move(schedule);
   session->streams_ = std::make_unique<StreamSet>(session->schedule_.get(), &session->deferred_,
                                                   &context->notifier, context->runtime);
-  session->streams_->set_on_end([raw = session.get()](StreamState& stream) { raw->OnStreamEnd(stream); });
+  session->admission_ =
+      std::make_unique<StreamAdmission>(StreamAdmission::Parts{.context = context,
+                                                               .config = &session->config_,
+                                                               .step = session->step_.get(),
+                                                               .deferred = &session->deferred_,
+                                                               .schedule = session->schedule_.get(),
+                                                               .streams = session->streams_.get()});
+  session->streams_->set_on_end(
+      [admission = session->admission_.get()](StreamState& stream) { admission->OnEnd(stream); });
   return session;
 }
 
@@ -59,118 +66,6 @@ absl::StatusOr<std::shared_ptr<Schedule>> HeadSession::MakeSchedule() {
   if (!areas.ok()) return areas.status();
   return std::make_shared<DeterministicSchedule>(context_, *std::move(areas), limits, step_,
                                                  std::move(memory_ready));
-}
-
-// ---- Streams ----
-
-absl::StatusOr<std::shared_ptr<StreamState>> HeadSession::MakeStream(
-    StreamSpec spec, std::shared_ptr<StreamObserver> observer) {
-  const SliceLimits limits = schedule_->For(spec.accumulate_gradients).limits();
-  return StreamState::Create(std::move(spec), config_, step_->state(), limits, std::move(observer));
-}
-
-absl::StatusOr<std::shared_ptr<StreamState>> HeadSession::Open(StreamSpec spec,
-                                                               std::shared_ptr<StreamObserver> observer) {
-  if (auto meant = step_->CheckGeneration("open.generation", spec.generation); !meant.ok()) return meant;
-  auto stream = MakeStream(std::move(spec), std::move(observer));
-  if (!stream.ok()) return stream.status();
-  if (auto usable = step_->CheckWeights(); !usable.ok()) return usable;
-  if ((*stream)->spec().retain) {
-    if (auto status = ReserveRetained(**stream); !status.ok()) return status;
-  }
-  return Admit(*std::move(stream));
-}
-
-absl::StatusOr<std::shared_ptr<StreamState>> HeadSession::OpenBackward(
-    BackwardSpec spec, std::shared_ptr<StreamObserver> observer) {
-  if (auto meant = step_->CheckGeneration("backward.generation", spec.generation); !meant.ok()) return meant;
-  if (spec.step.has_value() && *spec.step != step_->number())
-    return StepNotOpen("backward.step", *spec.step, step_->number());
-  if (auto usable = step_->CheckWeights(); !usable.ok()) return usable;
-  if (spec.accumulate_gradients && !config_.trainable) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, "backward.accumulate_gradients",
-                      "needs a head that is not frozen", "true");
-  }
-  auto kept = deferred_.Find(spec.microbatch_id, spec.rows, context_->runtime->Now());
-  if (!kept.ok()) return kept.status();
-  BackwardRows rows = RowsOf(spec, **kept);
-  auto stream = MakeStream(std::move(rows.stream), std::move(observer));
-  if (!stream.ok()) return stream.status();
-  (*stream)->SetRetained(std::move(rows.retained), {.loss = std::move(spec.grad_loss),
-                                                    .lse = std::move(spec.grad_lse),
-                                                    .entropy = std::move(spec.grad_entropy)});
-  return Admit(*std::move(stream));
-}
-
-absl::Status HeadSession::ReserveRetained(StreamState& stream) {
-  const StreamSpec& spec = stream.spec();
-  if (auto status = deferred_.CheckAdd(spec.microbatch_id, stream.terms(), spec.rows); !status.ok())
-    return status;
-  if (auto status = streams_->CheckRetaining(spec.microbatch_id, stream.terms(), spec.rows); !status.ok())
-    return status;
-  const int64_t bytes = stream.RowBytes(spec.rows.size());
-  RangeAllocator& ranges = context_->retained_ranges;
-  auto block = ranges.Allocate(bytes);
-  if (block == nullptr) {
-    return FieldError(
-        absl::StatusCode::kResourceExhausted, "open.retain",
-        absl::StrCat("needs ", bytes, " bytes; ", ranges.used(), " of ", ranges.size(),
-                     " are in use (release microbatches, or start the server with more retained_bytes)"),
-        "true");
-  }
-  stream.SetRetained({{spec.rows, std::move(block)}}, {});
-  return absl::OkStatus();
-}
-
-absl::StatusOr<std::shared_ptr<StreamState>> HeadSession::Admit(std::shared_ptr<StreamState> stream) {
-  context_->mutex.AssertHeld();
-  const StreamSpec& spec = stream->spec();
-  const int64_t host_bytes = stream->HostBytes();
-  if (auto taken = AccountOf(*stream).Take(host_bytes); !taken.ok()) return taken;
-  if (spec.accumulate_gradients) {
-    if (auto declared = Declare(*stream); !declared.ok()) {
-      AccountOf(*stream).Give(host_bytes);
-      return declared;
-    }
-    schedule_->OnDeclared(spec.microbatch_id);
-    context_->loop.Wake();
-  }
-  stream->SetAdmitted(host_bytes);
-  context_->stream_places.Take(spec.peer, 1);  // there is one: CheckStreams
-  streams_->Add(stream);
-  return stream;
-}
-
-RowMemory::Account HeadSession::AccountOf(const StreamState& stream) {
-  context_->mutex.AssertHeld();
-  const std::string& peer = stream.spec().peer;
-  return RowMemory::Account(&context_->row_memory, peer.empty() ? "" : absl::StrCat("peer ", peer));
-}
-
-absl::Status HeadSession::Declare(const StreamState& stream) {
-  if (auto valid = step_->CheckValid(); !valid.ok()) return valid;
-  const StreamSpec& spec = stream.spec();
-  if (step_->contributions().Contains(spec.microbatch_id)) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, "open.microbatch_id",
-                      "names a contribution of this step", absl::StrCat(spec.microbatch_id));
-  }
-  return step_->ledger().Declare(spec.microbatch_id, stream.terms(), spec.rows, stream.contents());
-}
-
-void HeadSession::OnStreamEnd(StreamState& stream) {
-  context_->mutex.AssertHeld();
-  AccountOf(stream).Give(stream.host_bytes());
-  context_->stream_places.Give(stream.spec().peer, 1);
-  const StreamSpec& spec = stream.spec();
-  if (!spec.accumulate_gradients || stream.head_state().generation != step_->versions().generation()) return;
-  if (stream.status().ok()) return step_->ledger().Keep(spec.microbatch_id, spec.rows);
-  bool shared = false;
-  const std::vector<RowRange> own = streams_->OwnRows(stream, &shared);
-  for (const RowRange rows : own) {
-    step_->ledger().Withdraw(spec.microbatch_id, schedule_->Withdrawable(spec.microbatch_id, rows), !shared);
-  }
-  schedule_->OnDeclared(spec.microbatch_id);
-  context_->loop.Wake();
 }
 
 // ---- Slices ----
@@ -327,7 +222,7 @@ HeadSnapshot HeadSession::Snapshot() {
           .step_rows = step_->ledger().accumulated_rows(),
           .total_rows = total_rows_,
           .tensors_status = step_->CheckTensors(),
-          .last_step = step_->last_step()};
+          .last_step = step_->last().applied()};
 }
 
 void HeadSession::AddTo(EngineStats& stats) {

@@ -2,9 +2,8 @@
 // and the schedule of its work. A session lives from the creation of the head until the last of its slices is
 // gone; the head itself ends on the device thread.
 //
-// The parts have contracts of their own. What is here concerns several of them: admission of streams, the way
-// of a slice from its caller to the schedule, the way of a chunk to the device and back, and the beginning of
-// a step.
+// The parts have contracts of their own. What is here concerns several of them: the way of a slice from its
+// caller to the schedule, the way of a chunk to the device and back, and the beginning of a step.
 //
 // Threads. Guarded by the engine's lock: members are called with it held unless they say otherwise.
 #ifndef LOSSD_SERVER_ENGINE_HEAD_SESSION_H_
@@ -25,6 +24,7 @@
 #include "server/engine/open_step.h"
 #include "server/engine/schedule.h"
 #include "server/engine/snapshots.h"
+#include "server/engine/stream_admission.h"
 #include "server/engine/stream_set.h"
 #include "server/engine/stream_state.h"
 #include "server/head/head.h"
@@ -44,6 +44,7 @@ class HeadSession final : public DeviceLoop::Source, public std::enable_shared_f
   EngineContext& context() { return *context_; }
   OpenStep& step() { return *step_; }
   StreamSet& streams() { return *streams_; }
+  StreamAdmission& admission() { return *admission_; }
   DeferredMicrobatches& deferred() { return deferred_; }
   Schedule& schedule() { return *schedule_; }
   // On the device thread only, without the lock.
@@ -52,12 +53,7 @@ class HeadSession final : public DeviceLoop::Source, public std::enable_shared_f
   // longer than the engine lives.
   void DeleteHead();
 
-  // ---- Streams ----
-  // As Engine::Open and Engine::OpenBackward, for this head.
-  absl::StatusOr<std::shared_ptr<StreamState>> Open(StreamSpec spec,
-                                                    std::shared_ptr<StreamObserver> observer);
-  absl::StatusOr<std::shared_ptr<StreamState>> OpenBackward(BackwardSpec spec,
-                                                            std::shared_ptr<StreamObserver> observer);
+  // ---- Slices ----
   // Takes a slice of an open stream. True if `slice` has its memory now: then the caller calls CopyAndQueue.
   // False if the slice waits for memory, or has been refused and is to be destroyed without the lock.
   bool Receive(std::unique_ptr<SliceWork>& slice);
@@ -101,18 +97,6 @@ class HeadSession final : public DeviceLoop::Source, public std::enable_shared_f
               VersionCounter* counter);
   absl::StatusOr<std::shared_ptr<Schedule>> MakeSchedule();
 
-  // Enters a checked stream into the ledger and the set.
-  absl::StatusOr<std::shared_ptr<StreamState>> Admit(std::shared_ptr<StreamState> stream);
-  // Who pays for what is known of the stream's rows.
-  RowMemory::Account AccountOf(const StreamState& stream);
-  // Enters the stream's rows in the ledger.
-  absl::Status Declare(const StreamState& stream);
-  // The stream is over: its rows stay in the ledger, or leave it.
-  void OnStreamEnd(StreamState& stream);
-  absl::StatusOr<std::shared_ptr<StreamState>> MakeStream(StreamSpec spec,
-                                                          std::shared_ptr<StreamObserver> observer);
-  // Finds a place for the hidden states of a stream that retains them.
-  absl::Status ReserveRetained(StreamState& stream);
   // Without the lock.
   void OfferMemory(std::unique_ptr<SliceWork> slice);
 
@@ -127,8 +111,9 @@ class HeadSession final : public DeviceLoop::Source, public std::enable_shared_f
 
   const std::shared_ptr<OpenStep> step_;
   DeferredMicrobatches deferred_;
-  std::shared_ptr<Schedule> schedule_;  // set once, by Create
-  std::unique_ptr<StreamSet> streams_;  // likewise
+  std::shared_ptr<Schedule> schedule_;          // set once, by Create
+  std::unique_ptr<StreamSet> streams_;          // likewise
+  std::unique_ptr<StreamAdmission> admission_;  // likewise
   std::vector<kernels::Choice> last_chunk_choices_;
   double gradient_error_ = 0.0;  // of the last chunk that was sampled
   int64_t chunks_in_flight_ = 0;

@@ -1,7 +1,6 @@
 // The open step of one head: its number, what has been accumulated in it, and whether the numbers on the
 // device are valid. The one place that knows the versions of a head (versions.h), and so what a call may
-// begin, go on with, or has to end for. It also decides whether a step may be closed, and recognises the
-// repeat of a request that closed the last one.
+// begin, go on with, or has to end for. It also decides whether a step may be closed.
 //
 // A transition gives the numbers their new values. The rows of the step before stay in the ledgers until
 // ForgetRows, so that the calls that end with them can be ended first.
@@ -17,9 +16,10 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
-#include "absl/types/span.h"
 #include "server/engine/contribution_ledger.h"
+#include "server/engine/last_step.h"
 #include "server/engine/ledger.h"
+#include "server/engine/step_ledgers.h"
 #include "server/engine/step_request.h"
 #include "server/engine/versions.h"
 #include "server/head/applied_step.h"
@@ -43,12 +43,12 @@ class OpenStep {
             .generation = versions_.generation(),
             .weights_version = versions_.weights()};
   }
-  const std::optional<head::AppliedStep>& last_step() const { return last_step_; }
+  const LastStep& last() const { return last_; }
 
-  Ledger& ledger() { return ledger_; }
-  const Ledger& ledger() const { return ledger_; }
-  ContributionLedger& contributions() { return contributions_; }
-  const ContributionLedger& contributions() const { return contributions_; }
+  Ledger& ledger() { return ledgers_.microbatches; }
+  const Ledger& ledger() const { return ledgers_.microbatches; }
+  ContributionLedger& contributions() { return ledgers_.contributions; }
+  const ContributionLedger& contributions() const { return ledgers_.contributions; }
 
   // ---- Validity ----
   // Not OK if the accumulators may be half-written, until the next generation.
@@ -76,19 +76,10 @@ class OpenStep {
   absl::Status CheckBound(const Binding& binding) const;
 
   // ---- Closing ----
-  // True if the request is for the step that was closed last, so that the answer is LastResult.
-  bool IsRepeat(const StepRequest& request) const {
-    return last_step_.has_value() && request.step + 1 == number();
-  }
-  // FAILED_PRECONDITION unless the repeat means the step that was applied, ABORTED if that was with other
-  // gradients than it names; GetMissing (errors.h) lists the differences.
-  absl::Status CheckRepeat(const StepRequest& request) const;
   // FAILED_PRECONDITION unless the request is for the open step and all that it expects is there; GetMissing
   // lists what is not. ABORTED if the head has other gradients than it names, UNAVAILABLE while a tensor is
   // being written. `waits_for`: what slices of the head wait for, or empty.
   absl::Status CheckComplete(const StepRequest& request, absl::string_view waits_for) const;
-  // The last step's answer. Only if there is a last step.
-  StepResult LastResult() const;
 
   // ---- Transitions ----
   // The step is going to be applied with what is in it now; nothing may join it until Close or CancelClose.
@@ -105,7 +96,7 @@ class OpenStep {
   void EndLoad() { weights_status_ = absl::OkStatus(); }
   // After Close, Restart and BeginLoad, and when the head is gone: empties the ledgers, which give their
   // memory back.
-  void ForgetRows();
+  void ForgetRows() { ledgers_.Clear(); }
 
  private:
   // What a step was applied with.
@@ -118,25 +109,15 @@ class OpenStep {
 
   // The gradients begin at zero.
   void Enter(absl::string_view why);
-  // A line for each of the ids that is not complete.
-  std::vector<std::string> Missing(absl::Span<const uint64_t> ids) const;
-  // A line for each microbatch or contribution outside `ids` that was begun and is not complete.
-  std::vector<std::string> Incomplete(absl::Span<const uint64_t> ids) const;
-  // Of microbatches and contributions, ascending.
-  std::vector<uint64_t> CompleteIds() const;
 
   const uint64_t incarnation_;
   HeadVersions versions_;
   uint64_t updates_ = 0;
-  Ledger ledger_;
-  ContributionLedger contributions_;
+  StepLedgers ledgers_;
   absl::Status gradients_status_;
   absl::Status weights_status_;
-  std::optional<Contents> closing_;             // while the step is being applied
-  std::optional<head::AppliedStep> last_step_;  // number() - 1
-  // The microbatches and contributions that were complete in it, ascending; nothing if another process
-  // applied it.
-  std::optional<std::vector<uint64_t>> last_ids_;
+  std::optional<Contents> closing_;  // while the step is being applied
+  LastStep last_;
 };
 
 }  // namespace lossd::engine

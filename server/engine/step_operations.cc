@@ -86,9 +86,9 @@ absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& re
   int64_t update = 0;
   {
     absl::MutexLock lock(&mutex);
-    if (step.IsRepeat(request)) {
-      if (auto same = step.CheckRepeat(request); !same.ok()) return same;
-      StepResult result = step.LastResult();
+    if (step.last().IsRepeat(request)) {
+      if (auto same = step.last().CheckRepeat(request); !same.ok()) return same;
+      StepResult result = step.last().Result(step.state());
       result.repeated = true;
       return result;
     }
@@ -113,7 +113,7 @@ absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& re
     return updated;
   }
   session.EnterStep([&](OpenStep& open) { open.Close(request.optimizer, *norm, skip); });
-  return step.LastResult();
+  return step.last().Result(step.state());
 }
 
 absl::StatusOr<HeadState> ZeroGradients(HeadSession& session, uint64_t step) {

@@ -49,7 +49,7 @@ struct RowWants {
 // Opens a stream. Field names equal those of lossd.v1.OpenMicrobatch, and errors name them so.
 struct StreamSpec {
   std::string head;
-  std::string peer;                    // who has the stream, for shares of memory; "": nobody in particular
+  std::string peer;                    // who has the stream, for shares of memory; "": without a share
   std::optional<uint64_t> step;        // required with accumulate_gradients
   std::optional<uint64_t> generation;  // HeadState::generation that it is meant for; ABORTED for another
   uint64_t microbatch_id = 0;

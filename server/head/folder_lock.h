@@ -1,5 +1,5 @@
 // A lock on a folder, against other threads and processes (flock). It tells those who would remove the folder
-// that it is being written or read. Where the file system has no locks, nobody gets one (UNIMPLEMENTED).
+// that it is being written or read. Where the file system has no locks, none is given (UNIMPLEMENTED).
 //
 // Thread-compatible. The lock ends with the object or the process.
 #ifndef LOSSD_SERVER_HEAD_FOLDER_LOCK_H_

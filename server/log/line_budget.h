@@ -1,5 +1,5 @@
 // How many lines of one kind may be logged: some at once, and one a second from then on. For lines that
-// somebody without rights can cause, who could fill a disk with them.
+// a client without rights can cause, which could fill a disk with them.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_LOG_LINE_BUDGET_H_

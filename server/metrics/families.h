@@ -1,11 +1,16 @@
-// Short ways to build metric families by hand, for values that are pulled when metrics are collected.
+// Short ways to build metric families: in a registry, or by hand for values that are pulled when metrics are
+// collected.
 //
 // All functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_METRICS_FAMILIES_H_
 #define LOSSD_SERVER_METRICS_FAMILIES_H_
 
 #include <prometheus/client_metric.h>
+#include <prometheus/counter.h>
+#include <prometheus/family.h>
+#include <prometheus/histogram.h>
 #include <prometheus/metric_family.h>
+#include <prometheus/registry.h>
 
 #include <string>
 #include <utility>
@@ -44,6 +49,16 @@ inline prometheus::MetricFamily Single(std::string name, std::string help, prome
 
 inline prometheus::MetricFamily Gauge(std::string name, std::string help, double value) {
   return Single(std::move(name), std::move(help), prometheus::MetricType::Gauge, value);
+}
+
+inline prometheus::Family<prometheus::Counter>& CounterFamily(prometheus::Registry& registry,
+                                                              const char* name, const char* help) {
+  return prometheus::BuildCounter().Name(name).Help(help).Register(registry);
+}
+
+inline prometheus::Family<prometheus::Histogram>& HistogramFamily(prometheus::Registry& registry,
+                                                                  const char* name, const char* help) {
+  return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
 }
 
 }  // namespace lossd::metrics

@@ -8,8 +8,6 @@
 #include <sstream>
 #include <utility>
 
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "server/metrics/families.h"
 #include "server/metrics/process.h"
 
@@ -28,20 +26,6 @@ prometheus::Histogram::BucketBoundaries RowBuckets() { return {1, 4, 16, 64, 256
 
 prometheus::Histogram::BucketBoundaries ErrorBuckets() {
   return {1e-3, 2e-3, 3e-3, 5e-3, 7e-3, 1e-2, 1.5e-2, 2e-2, 3e-2, 5e-2, 0.1, 0.2, 0.5, 1.0};
-}
-
-prometheus::Histogram::BucketBoundaries SaveBuckets() {
-  return {0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0};
-}
-
-prometheus::Family<prometheus::Counter>& CounterFamily(prometheus::Registry& registry, const char* name,
-                                                       const char* help) {
-  return prometheus::BuildCounter().Name(name).Help(help).Register(registry);
-}
-
-prometheus::Family<prometheus::Histogram>& HistogramFamily(prometheus::Registry& registry, const char* name,
-                                                           const char* help) {
-  return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
 }
 
 prometheus::Labels GradientsLabel(Gradients gradients) {
@@ -144,24 +128,7 @@ Metrics::Metrics(const BuildInfo& build)
           CounterFamily(registry_, "lossd_errors_total", "Calls ended with an error, by method and code.")),
       limits_(CounterFamily(registry_, "lossd_limits_reached_total",
                             "Calls and connections that a limit refused or ended, by the limit's flag.")),
-      save_family_(
-          CounterFamily(registry_, "lossd_checkpoint_saves_total",
-                        "Checkpoints that were to be saved, by result: ok, failed, cancelled, exists.")),
-      saves_(save_family_.Add({{"result", "ok"}})),
-      failed_saves_(save_family_.Add({{"result", "failed"}})),
-      cancelled_saves_(save_family_.Add({{"result", "cancelled"}})),
-      existing_saves_(save_family_.Add({{"result", "exists"}})),
-      saved_bytes_(
-          CounterFamily(registry_, "lossd_checkpoint_saved_bytes_total", "Bytes of saved checkpoints.")
-              .Add({})),
-      save_seconds_(HistogramFamily(registry_, "lossd_checkpoint_save_seconds",
-                                    "Time from the start of a save until it was on the disk.")
-                        .Add({}, SaveBuckets())),
-      save_buffered_(prometheus::BuildGauge()
-                         .Name("lossd_checkpoint_buffered_bytes")
-                         .Help("Bytes that the running save has read from the device and not yet written.")
-                         .Register(registry_)
-                         .Add({})) {
+      saves_(registry_) {
   for (size_t i = 0; i < kPhases; ++i) {
     phase_seconds_[i] =
         &phase_family_.Add({{"phase", std::string(Name(static_cast<Phase>(i)))}}, LatencyBuckets());
@@ -211,27 +178,9 @@ void Metrics::CountError(absl::string_view method, absl::string_view code) {
 
 void Metrics::CountLimit(absl::string_view flag) { limits_.Add({{"limit", std::string(flag)}}).Increment(); }
 
-void Metrics::OnSaved(absl::string_view head, uint64_t step, int64_t bytes, double seconds) {
-  saves_.Increment();
-  saved_bytes_.Increment(static_cast<double>(bytes));
-  save_seconds_.Observe(seconds);
-  absl::MutexLock lock(&rows_mutex_);
-  last_saves_[std::string(head)] = {step, absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch())};
-}
-
-void Metrics::OnSaveFailed(const absl::Status& status) {
-  if (absl::IsCancelled(status)) {
-    cancelled_saves_.Increment();
-  } else if (absl::IsAlreadyExists(status)) {
-    existing_saves_.Increment();
-  } else {
-    failed_saves_.Increment();
-  }
-}
-
 void Metrics::ForgetHead(absl::string_view head) {
+  saves_.ForgetHead(head);
   absl::MutexLock lock(&rows_mutex_);
-  if (const auto save = last_saves_.find(head); save != last_saves_.end()) last_saves_.erase(save);
   const auto it = rows_by_head_.find(head);
   if (it == rows_by_head_.end()) return;
   rows_of_gone_heads_ += it->second;
@@ -256,6 +205,9 @@ void Metrics::OnChunk(const engine::ChunkReport& report) {
   }
 }
 
+// The choices are for the log.
+void Metrics::OnChoices(const engine::ChoicesReport&) {}
+
 void Metrics::OnContribution(const engine::ContributionReport& report) {
   events_->contribution_rows.Increment(static_cast<double>(report.added_rows));
 }
@@ -273,7 +225,7 @@ void Metrics::OnDeviceError(const absl::Status& status) {
 std::vector<MetricFamily> Metrics::Collect() const {
   std::vector<MetricFamily> families = registry_.Collect();
   families.push_back(RowsFamily());
-  CollectSaves(&families);
+  saves_.Collect(&families);
   {
     absl::ReaderMutexLock lock(&sources_mutex_);
     families.push_back(Gauge("lossd_draining", "1 while the server is draining, else 0.", draining_ ? 1 : 0));
@@ -302,20 +254,6 @@ MetricFamily Metrics::RowsFamily() const {
   for (const auto& [head, rows] : rows_by_head_)
     AddSample(&family, {{"head", head}}, static_cast<double>(rows));
   return family;
-}
-
-void Metrics::CollectSaves(std::vector<MetricFamily>* families) const {
-  MetricFamily step = MakeFamily("lossd_checkpoint_last_step",
-                                 "Step of the head's last saved checkpoint, by head.", MetricType::Gauge);
-  MetricFamily time = MakeFamily("lossd_checkpoint_last_success_timestamp_seconds",
-                                 "When the head's last checkpoint was saved, by head.", MetricType::Gauge);
-  absl::ReaderMutexLock lock(&rows_mutex_);
-  for (const auto& [head, save] : last_saves_) {
-    AddSample(&step, {{"head", head}}, static_cast<double>(save.step));
-    AddSample(&time, {{"head", head}}, save.unix_seconds);
-  }
-  families->push_back(std::move(step));
-  families->push_back(std::move(time));
 }
 
 void Metrics::CollectEngine(std::vector<MetricFamily>* families) const {

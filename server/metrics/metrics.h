@@ -30,6 +30,7 @@
 #include "kernels/backend.h"
 #include "server/engine/engine.h"
 #include "server/metrics/gpu_monitor.h"
+#include "server/metrics/save_metrics.h"
 
 namespace lossd::metrics {
 
@@ -84,18 +85,13 @@ class Metrics final : public engine::EngineObserver {
   void CountError(absl::string_view method, absl::string_view code);
   // A limit was reached: something was refused, or ended. `flag` sets it, e.g. "max_streams".
   void CountLimit(absl::string_view flag);
-  // A checkpoint of the head was saved.
-  void OnSaved(absl::string_view head, uint64_t step, int64_t bytes, double seconds)
-      ABSL_LOCKS_EXCLUDED(rows_mutex_);
-  // Counted as cancelled, as existing (the name is taken, or the same is saved already), or as failed.
-  void OnSaveFailed(const absl::Status& status);
-  // What a save has read and not yet written.
-  void SetSaveBuffered(int64_t bytes) { save_buffered_.Set(static_cast<double>(bytes)); }
+  SaveMetrics& saves() { return saves_; }
   // Ends the head's series.
   void ForgetHead(absl::string_view head) ABSL_LOCKS_EXCLUDED(rows_mutex_);
 
   // engine::EngineObserver
   void OnChunk(const engine::ChunkReport& report) override ABSL_LOCKS_EXCLUDED(rows_mutex_);
+  void OnChoices(const engine::ChoicesReport& report) override;
   void OnContribution(const engine::ContributionReport& report) override;
   void OnStep(const engine::StepReport& report) override;
   void OnDeviceError(const absl::Status& status) override;
@@ -115,15 +111,9 @@ class Metrics final : public engine::EngineObserver {
   void CollectMemory(std::vector<prometheus::MetricFamily>* families) const
       ABSL_SHARED_LOCKS_REQUIRED(sources_mutex_);
   prometheus::MetricFamily RowsFamily() const ABSL_LOCKS_EXCLUDED(rows_mutex_);
-  void CollectSaves(std::vector<prometheus::MetricFamily>* families) const ABSL_LOCKS_EXCLUDED(rows_mutex_);
 
   // What reports of the engine add to; in metrics.cc.
   struct EngineSeries;
-
-  struct Save {
-    uint64_t step = 0;
-    double unix_seconds = 0.0;
-  };
 
   prometheus::Registry registry_;
   // Owned by registry_.
@@ -137,14 +127,7 @@ class Metrics final : public engine::EngineObserver {
   prometheus::Family<prometheus::Counter>& requests_;
   prometheus::Family<prometheus::Counter>& errors_;
   prometheus::Family<prometheus::Counter>& limits_;
-  prometheus::Family<prometheus::Counter>& save_family_;
-  prometheus::Counter& saves_;
-  prometheus::Counter& failed_saves_;
-  prometheus::Counter& cancelled_saves_;
-  prometheus::Counter& existing_saves_;
-  prometheus::Counter& saved_bytes_;
-  prometheus::Histogram& save_seconds_;
-  prometheus::Gauge& save_buffered_;
+  SaveMetrics saves_;
 
   // Held while the engine is asked; so the observer's members, which the engine calls, do without it.
   mutable absl::Mutex sources_mutex_;
@@ -156,7 +139,6 @@ class Metrics final : public engine::EngineObserver {
   mutable absl::Mutex rows_mutex_;
   std::map<std::string, int64_t, std::less<>> rows_by_head_ ABSL_GUARDED_BY(rows_mutex_);
   int64_t rows_of_gone_heads_ ABSL_GUARDED_BY(rows_mutex_) = 0;
-  std::map<std::string, Save, std::less<>> last_saves_ ABSL_GUARDED_BY(rows_mutex_);  // by head
 };
 
 // The value below which a share `quantile` of the observations lies, interpolated linearly inside the

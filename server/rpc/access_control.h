@@ -1,5 +1,5 @@
 // Who makes a call, whether they may, and the call's audit line. Every method of the services asks Admit
-// first (services_access_test calls each as nobody and with too low a role).
+// first (services_access_test calls each without an identity and with too low a role).
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_RPC_ACCESS_CONTROL_H_
@@ -21,7 +21,7 @@ namespace lossd::rpc {
 // A call that was admitted, as its audit line needs it when it ends.
 struct AdmittedCall {
   const MethodAccess* method = nullptr;  // null: not admitted
-  std::string identity;                  // empty: the server asks nobody
+  std::string identity;                  // empty: the server does not ask
   std::string address;                   // "10.0.0.5:40112"; empty unless the method is audited
 };
 

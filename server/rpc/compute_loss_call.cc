@@ -90,8 +90,8 @@ absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t 
   absl::StatusOr<engine::StreamSpec> spec = messages::ToStreamSpec(open);
   if (!spec.ok()) return spec.status();
   spec->peer = peer_;
-  absl::StatusOr<std::unique_ptr<engine::Stream>> opened =
-      environment_->engine->Open(*std::move(spec), shared_from_this());
+  absl::StatusOr<std::unique_ptr<engine::Stream>> opened = environment_->engine->Open(
+      *std::move(spec), std::make_shared<CallInbox>(shared_from_this(), environment_->senders));
   if (!opened.ok()) return opened.status();
   absl::MutexLock lock(&mutex_);
   if (Accept(*std::move(opened), now)) ReadNext();
@@ -113,8 +113,8 @@ absl::Status ComputeLossCall::HandleBackward(const v1::OpenBackward& backward, s
   absl::StatusOr<engine::BackwardSpec> spec = messages::ToBackwardSpec(backward);
   if (!spec.ok()) return spec.status();
   spec->peer = peer_;
-  absl::StatusOr<std::unique_ptr<engine::Stream>> opened =
-      environment_->engine->OpenBackward(*std::move(spec), shared_from_this());
+  absl::StatusOr<std::unique_ptr<engine::Stream>> opened = environment_->engine->OpenBackward(
+      *std::move(spec), std::make_shared<CallInbox>(shared_from_this(), environment_->senders));
   if (!opened.ok()) return opened.status();
   std::optional<engine::RowRange> next;
   {
@@ -135,7 +135,7 @@ bool ComputeLossCall::Accept(std::unique_ptr<engine::Stream> stream, absl::Time 
   stream_ = std::move(stream);
   opened_ = now;
   if (broken_) {
-    stream_->Cancel(CancellationStatus());
+    stream_->Cancel(CancellationStatus(*context_));
     return false;
   }
   Enqueue({.message = wire::Encode(response), .ready = now});
@@ -219,58 +219,21 @@ void ComputeLossCall::ReadNext() {
   if (!read_withheld_) Read();
 }
 
-// ---- Turns ----
+// ---- What the engine tells ----
 
-void ComputeLossCall::OnMemory(absl::AnyInvocable<void()> receive) {
-  Post(MemoryEvent{.receive = std::move(receive)});
-}
-
-void ComputeLossCall::OnSlice(engine::SliceOutput output) {
-  Post(SliceEvent{.output = std::move(output), .ready = absl::Now()});
-}
-
-void ComputeLossCall::OnFinished(absl::Status status, const engine::StreamSummary& summary) {
-  Post(FinishedEvent{.status = std::move(status), .summary = summary});
-}
-
-void ComputeLossCall::Post(Event event) {
-  {
-    absl::MutexLock lock(&inbox_mutex_);
-    inbox_.push_back(std::move(event));
-    if (std::exchange(turn_scheduled_, true)) return;
-  }
-  auto turn = [self = shared_from_this()] { self->TakeTurn(); };
-  if (!environment_->senders->Schedule(turn)) turn();
-}
-
-void ComputeLossCall::TakeTurn() {
-  while (true) {
-    std::deque<Event> events;
-    {
-      absl::MutexLock lock(&inbox_mutex_);
-      events.swap(inbox_);
-      turn_scheduled_ = !events.empty();
-    }
-    if (events.empty()) return;
-    for (Event& event : events) {
-      std::visit([this](auto& e) { Handle(std::move(e)); }, event);
-    }
-  }
-}
-
-void ComputeLossCall::Handle(SliceEvent event) {
+void ComputeLossCall::Handle(CallInbox::Slice slice) {
   v1::ComputeLossResponse response;
-  *response.mutable_slice() = messages::ToProto(event.output);
+  *response.mutable_slice() = messages::ToProto(slice.output);
   Outgoing outgoing;
   outgoing.is_slice = true;
-  outgoing.staging_bytes = event.output.staging_bytes;
-  outgoing.ready = event.ready;
-  if (event.output.grad_hidden) {
-    outgoing.payload_bytes = event.output.grad_bytes;
-    const uint8_t* data = event.output.grad_hidden.data();
+  outgoing.staging_bytes = slice.output.staging_bytes;
+  outgoing.ready = slice.ready;
+  if (slice.output.grad_hidden) {
+    outgoing.payload_bytes = slice.output.grad_bytes;
+    const uint8_t* data = slice.output.grad_hidden.data();
     outgoing.message =
-        wire::Encode(response, {data, static_cast<size_t>(event.output.grad_bytes)},
-                     [buffer = std::move(event.output.grad_hidden)]() mutable { buffer.Release(); });
+        wire::Encode(response, {data, static_cast<size_t>(slice.output.grad_bytes)},
+                     [buffer = std::move(slice.output.grad_hidden)]() mutable { buffer.Release(); });
   } else {
     outgoing.message = wire::Encode(response);
   }
@@ -278,15 +241,15 @@ void ComputeLossCall::Handle(SliceEvent event) {
   Enqueue(std::move(outgoing));
 }
 
-void ComputeLossCall::Handle(FinishedEvent event) {
+void ComputeLossCall::Handle(CallInbox::End end) {
   absl::MutexLock lock(&mutex_);
-  if (event.status.ok()) {
+  if (end.status.ok()) {
     v1::ComputeLossResponse response;
-    *response.mutable_summary() = messages::ToProto(event.summary);
+    *response.mutable_summary() = messages::ToProto(end.summary);
     environment_->metrics->ObserveMicrobatch(absl::ToDoubleSeconds(absl::Now() - opened_));
     writes_.push_back({.message = wire::Encode(response), .ready = absl::Now()});
   }
-  ending_ = std::move(event.status);
+  ending_ = std::move(end.status);
   Pump();
 }
 

@@ -14,11 +14,10 @@
 // transport drops its slice. Ending. With an engine stream open, the call always finishes through the
 // engine's OnFinished; every other reason to end cancels the engine stream first.
 //
-// Threads. gRPC's reactions and the turns taken on the sender pool share mutex_, under which all gRPC
-// operations are started (gRPC never runs a reaction from within them). The engine's callbacks as an observer
-// only leave their event in the inbox and schedule a turn. A slice is copied on the thread of the reaction
-// that received it, or in a turn if it had to wait for memory; never with mutex_ held. Lifetime. Shared by
-// gRPC (until OnDone), the engine (until OnFinished), scheduled turns and a slice that is being received.
+// Threads. gRPC's reactions and the turns of the inbox (call_inbox.h) share mutex_, under which all gRPC
+// operations are started (gRPC never runs a reaction from within them). A slice is copied on the thread of
+// the reaction that received it, or in a turn if it had to wait for memory; never with mutex_ held. Lifetime.
+// Shared by gRPC (until OnDone), the inbox (until OnFinished) and a slice that is being received.
 #ifndef LOSSD_SERVER_RPC_COMPUTE_LOSS_CALL_H_
 #define LOSSD_SERVER_RPC_COMPUTE_LOSS_CALL_H_
 
@@ -32,10 +31,8 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <variant>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
@@ -44,6 +41,7 @@
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
 #include "server/rpc/access_control.h"
+#include "server/rpc/call_inbox.h"
 #include "server/rpc/call_registry.h"
 #include "server/rpc/worker_pool.h"
 
@@ -62,8 +60,11 @@ struct ComputeLossEnvironment {
   std::atomic<bool> draining{false};
 };
 
+// Why a call was cancelled: DEADLINE_EXCEEDED or CANCELLED.
+absl::Status CancellationStatus(const grpc::ServerContextBase& context);
+
 class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
-                              public engine::StreamObserver,
+                              public CallInbox::Handler,
                               public WatchedCall,
                               public std::enable_shared_from_this<ComputeLossCall> {
  public:
@@ -76,27 +77,14 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   void OnCancel() override;
   void OnDone() override;
 
-  // engine::StreamObserver
-  void OnMemory(absl::AnyInvocable<void()> receive) override;
-  void OnSlice(engine::SliceOutput output) override;
-  void OnFinished(absl::Status status, const engine::StreamSummary& summary) override;
+  // CallInbox::Handler
+  void Handle(CallInbox::Slice slice) override ABSL_LOCKS_EXCLUDED(mutex_);
+  void Handle(CallInbox::End end) override ABSL_LOCKS_EXCLUDED(mutex_);
 
   // WatchedCall
   absl::string_view EndIfLate(absl::Time now, const CallTimeouts& timeouts) override;
 
  private:
-  struct MemoryEvent {
-    absl::AnyInvocable<void()> receive;
-  };
-  struct SliceEvent {
-    engine::SliceOutput output;
-    absl::Time ready;
-  };
-  struct FinishedEvent {
-    absl::Status status;
-    engine::StreamSummary summary;
-  };
-  using Event = std::variant<MemoryEvent, SliceEvent, FinishedEvent>;
   struct Outgoing {
     grpc::ByteBuffer message;
     int64_t payload_bytes = 0;
@@ -132,13 +120,6 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   // for ReceiveRetained, which is called without the lock; a ReceiveRetained that runs finds it by itself.
   std::optional<engine::RowRange> NextSlice() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  // ---- Turns on the sender pool ----
-  void Post(Event event) ABSL_LOCKS_EXCLUDED(inbox_mutex_);
-  void TakeTurn() ABSL_LOCKS_EXCLUDED(mutex_, inbox_mutex_);
-  void Handle(MemoryEvent event) ABSL_LOCKS_EXCLUDED(mutex_) { event.receive(); }
-  void Handle(SliceEvent event) ABSL_LOCKS_EXCLUDED(mutex_);
-  void Handle(FinishedEvent event) ABSL_LOCKS_EXCLUDED(mutex_);
-
   // ---- Writing and ending ----
   void Enqueue(Outgoing outgoing) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Books a write that has ended; the result is NextSlice's.
@@ -148,7 +129,6 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   void Fail(absl::Status why) ABSL_LOCKS_EXCLUDED(mutex_);
   void FailLocked(absl::Status why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FinishLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status CancellationStatus() const;
   std::shared_ptr<engine::Stream> stream() ABSL_LOCKS_EXCLUDED(mutex_);
 
   ComputeLossEnvironment* const environment_;
@@ -158,11 +138,7 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
 
   grpc::ByteBuffer received_;  // the message read last
 
-  absl::Mutex inbox_mutex_;
-  std::deque<Event> inbox_ ABSL_GUARDED_BY(inbox_mutex_);
-  bool turn_scheduled_ ABSL_GUARDED_BY(inbox_mutex_) = false;
-
-  absl::Mutex mutex_ ABSL_ACQUIRED_BEFORE(inbox_mutex_);
+  absl::Mutex mutex_;
   std::shared_ptr<engine::Stream> stream_ ABSL_GUARDED_BY(mutex_);  // set once, by open
   std::deque<Outgoing> writes_ ABSL_GUARDED_BY(mutex_);
   Outgoing writing_ ABSL_GUARDED_BY(mutex_);

@@ -10,6 +10,13 @@
 
 namespace lossd::rpc {
 
+absl::Status CancellationStatus(const grpc::ServerContextBase& context) {
+  if (absl::FromChrono(context.deadline()) <= absl::Now()) {
+    return absl::DeadlineExceededError("the call's deadline has passed");
+  }
+  return absl::CancelledError("the client cancelled the call or went away");
+}
+
 // ---- Writing and ending ----
 
 void ComputeLossCall::Enqueue(Outgoing outgoing) {
@@ -53,7 +60,7 @@ std::optional<engine::RowRange> ComputeLossCall::FinishWrite(bool ok) {
   Progress();
   if (!ok) {
     broken_ = true;
-    FailLocked(CancellationStatus());
+    FailLocked(CancellationStatus(*context_));
   } else if (read_withheld_) {
     next = NextSlice();
   }
@@ -64,7 +71,7 @@ std::optional<engine::RowRange> ComputeLossCall::FinishWrite(bool ok) {
 void ComputeLossCall::OnCancel() {
   absl::MutexLock lock(&mutex_);
   broken_ = true;
-  FailLocked(CancellationStatus());
+  FailLocked(CancellationStatus(*context_));
   Pump();
 }
 
@@ -97,13 +104,6 @@ void ComputeLossCall::FinishLocked() {
               {"peer", context_->peer()}});
   }
   Finish(status);
-}
-
-absl::Status ComputeLossCall::CancellationStatus() const {
-  if (absl::FromChrono(context_->deadline()) <= absl::Now()) {
-    return absl::DeadlineExceededError("the call's deadline has passed");
-  }
-  return absl::CancelledError("the client cancelled the call or went away");
 }
 
 std::shared_ptr<engine::Stream> ComputeLossCall::stream() {
@@ -143,7 +143,7 @@ absl::string_view ComputeLossCall::EndIfLate(absl::Time now, const CallTimeouts&
 
 void ComputeLossCall::OnDone() {
   environment_->registry->Remove(this);
-  std::shared_ptr<engine::Stream> stream;  // holds the observer, which is this: the circle is cut here
+  std::shared_ptr<engine::Stream> stream;  // holds the inbox, which holds this: the circle ends here
   {
     absl::MutexLock lock(&mutex_);
     stream = std::move(stream_);

@@ -1,5 +1,5 @@
 // The table from method to role: what a caller has to be to call each method of lossd.v1. A method that is
-// not in the table may be called by nobody; method_access_test walks over the protocol's services.
+// not in the table is refused to every client; method_access_test walks over the protocol's services.
 //
 // All functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_RPC_METHOD_ACCESS_H_

@@ -5,7 +5,7 @@
 
 #include "proto/tensorfile/npy.h"
 #include "tests/fuzz/fuzz.h"
-#include "tests/fuzz/heap_watch.h"
+#include "tests/fuzz/open_file.h"
 
 namespace lossd::fuzz {
 namespace {
@@ -43,12 +43,7 @@ void CheckWritten(const formats::NpyReader& reader, const std::vector<uint8_t>& 
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace lossd;
-  static fuzz::MemoryFile file;
-  file.Write(fuzz::AsText(data, size));
-  const std::string path = file.path();
-  const fuzz::HeapWatch heap;
-  const auto reader = formats::NpyReader::Open(path);
-  heap.Check(size, fuzz::kMemoryPerByte);
+  const auto reader = fuzz::OpenFile<formats::NpyReader>(data, size, fuzz::kMemoryPerByte);
   if (!reader.ok()) return 0;
   const std::vector<uint8_t> elements = fuzz::ReadAll(**reader);
   FUZZ_CHECK(elements.size() < size, "more elements than bytes");

@@ -6,7 +6,7 @@
 
 #include "proto/tensorfile/safetensors.h"
 #include "tests/fuzz/fuzz.h"
-#include "tests/fuzz/heap_watch.h"
+#include "tests/fuzz/open_file.h"
 
 namespace lossd::fuzz {
 namespace {
@@ -72,12 +72,7 @@ void CheckWritten(const SafetensorsReader& reader) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace lossd;
-  static fuzz::MemoryFile file;
-  file.Write(fuzz::AsText(data, size));
-  const std::string path = file.path();
-  const fuzz::HeapWatch heap;
-  const auto reader = formats::SafetensorsReader::Open(path);
-  heap.Check(size, fuzz::kMemoryPerByte);
+  const auto reader = fuzz::OpenFile<formats::SafetensorsReader>(data, size, fuzz::kMemoryPerByte);
   if (!reader.ok()) return 0;
   int64_t end = -1;
   for (const formats::SafetensorsInfo& tensor : (*reader)->tensors()) {

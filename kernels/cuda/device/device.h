@@ -20,7 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "kernels/cuda/cuda_backend.h"
+#include "kernels/cuda/cuda_options.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/device_limits.h"
 #include "kernels/cuda/device/device_memory.h"

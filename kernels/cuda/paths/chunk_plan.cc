@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/kernels/hopper/fused_loss.h"
 #include "kernels/cuda/kernels/hopper/gradient_gemm_plan.h"
+#include "kernels/cuda/paths/sample_plan.h"
 #include "kernels/decision.h"
 
 namespace lossd::kernels::cuda {
@@ -14,9 +15,8 @@ absl::string_view WhyChunkIsExact(const LossOptions& options, const ChunkFacts& 
   const absl::string_view reason = WhyExact(options, chunk.terms.any_coef_entropy);
   if (!reason.empty()) return reason;
   if (!chunk.wants_gradient) return "no gradient is wanted";
-  const bool sampled = options.gradients != Gradients::kFiltered;
-  if (sampled && limits.logits == Logits::kRecomputed) return "recomputed logits are not sampled";
-  return WhyNotFilteredOnDevice(limits.filter, limits.device);
+  return options.gradients == Gradients::kFiltered ? WhyNotFilteredOnDevice(limits.filter, limits.device)
+                                                   : WhyNotSampledOnDevice(limits.filter, limits.device);
 }
 
 absl::string_view WhyNotFused(const ChunkFacts& chunk, bool filtered, const PlanLimits& limits) {

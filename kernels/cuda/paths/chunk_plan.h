@@ -9,7 +9,7 @@
 
 #include "absl/strings/string_view.h"
 #include "kernels/choice.h"
-#include "kernels/cuda/cuda_backend.h"
+#include "kernels/cuda/cuda_options.h"
 #include "kernels/cuda/device/device_limits.h"
 #include "kernels/cuda/kernels/loss_rows.h"
 #include "kernels/cuda/kernels/norm/norm.h"

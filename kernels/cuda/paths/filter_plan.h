@@ -19,7 +19,7 @@ namespace lossd::kernels::cuda {
 
 // Candidates that a chunk has room for, per row on average, but kLeastPool if its rows are few; more make the
 // chunk exact.
-inline constexpr int64_t kPooledCandidates = 128;
+inline constexpr int64_t kPooledCandidates = 192;
 inline constexpr int64_t kLeastPool = int64_t{16} * kMaxRowCandidates;
 
 // What the plan needs to know of a head, or of one chunk of it.

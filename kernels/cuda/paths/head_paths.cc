@@ -9,6 +9,7 @@
 #include "kernels/cuda/paths/filtered_stored_path.h"
 #include "kernels/cuda/paths/fused_stored_path.h"
 #include "kernels/cuda/paths/recomputed_path.h"
+#include "kernels/cuda/paths/sampled_recomputed_path.h"
 #include "kernels/cuda/paths/sampled_stored_path.h"
 #include "kernels/cuda/paths/stored_path.h"
 
@@ -32,7 +33,8 @@ constexpr Way WayOf() {
 // In the order in which they are asked: the first that takes a chunk computes it.
 constexpr Way kStored[] = {WayOf<SampledStoredPath>(), WayOf<FilteredStoredPath>(), WayOf<FusedStoredPath>(),
                            WayOf<StoredPath>()};
-constexpr Way kRecomputed[] = {WayOf<FilteredRecomputedPath>(), WayOf<RecomputedPath>()};
+constexpr Way kRecomputed[] = {WayOf<SampledRecomputedPath>(), WayOf<FilteredRecomputedPath>(),
+                               WayOf<RecomputedPath>()};
 
 absl::Span<const Way> WaysOf(const HeadConfig& config) {
   switch (config.logits) {

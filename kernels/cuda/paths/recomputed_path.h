@@ -26,7 +26,7 @@ struct RowBlock {
 class RecomputedPath final : public ChunkPath {
  public:
   explicit RecomputedPath(const PathContext& context);
-  static bool Takes(const ChunkPlan& plan) { return !plan.filtered(); }
+  static bool Takes(const ChunkPlan& plan) { return plan.exact(); }
   static void Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims);
 
   absl::Status Prepare(const ChunkJob& job) override;

@@ -38,6 +38,21 @@ SampleBuffers SampleBuffers::Carve(const FilterShape& shape, Carver& own, Carver
   return b;
 }
 
+BlockSampleBuffers BlockSampleBuffers::Carve(const FilterShape& shape, Carver& own) {
+  BlockSampleBuffers b;
+  b.capacity = std::max(shape.capacity() / 2, kLeastSamples);
+  b.entries = own.Take<SampleEntry>(b.capacity);
+  b.rows = own.Take<SampledRow>(shape.chunk_rows);
+  b.counters = own.Take<SampleCounters>(1);
+  b.runs = own.Take<RunCounters>(1);
+  return b;
+}
+
+absl::string_view WhyNotSampledOnDevice(const FilterShape& shape, const DeviceLimits& limits) {
+  if (shape.vocab > kMostSampledClasses) return "too many classes for the memory of one block";
+  return WhyNotFilteredOnDevice(shape, limits);
+}
+
 bool HasHotClasses(const FilterShape& shape) {
   return shape.vocab >= 16 * kHotClasses && shape.vocab >= 4 * shape.padded_hidden;
 }

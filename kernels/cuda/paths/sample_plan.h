@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "absl/strings/string_view.h"
+#include "kernels/cuda/device/device_limits.h"
 #include "kernels/cuda/device/device_memory.h"
 #include "kernels/cuda/kernels/sampled/hot_classes.h"
 #include "kernels/cuda/kernels/sampled/sampled.h"
@@ -43,6 +45,20 @@ struct SampleBuffers {
 
   static SampleBuffers Carve(const FilterShape& shape, Carver& own, Carver& hidden, Carver& logits);
 };
+
+// Of a block of rows whose logits are recomputed; the entries of all blocks lie in FilterBuffers::kept.
+struct BlockSampleBuffers {
+  int64_t capacity = 0;
+  SampleEntry* entries = nullptr;  // [capacity]
+  SampledRow* rows = nullptr;      // [chunk_rows]
+  SampleCounters* counters = nullptr;
+  RunCounters* runs = nullptr;
+
+  static BlockSampleBuffers Carve(const FilterShape& shape, Carver& own);
+};
+
+// Why this GPU computes a chunk of such a head exactly although its options ask for samples, or "".
+absl::string_view WhyNotSampledOnDevice(const FilterShape& shape, const DeviceLimits& limits);
 
 // Whether the vocabulary is large enough for some classes to be worth a dense product of their own.
 bool HasHotClasses(const FilterShape& shape);

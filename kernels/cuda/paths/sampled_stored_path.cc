@@ -278,7 +278,7 @@ std::vector<Choice> SampledStoredPath::DescribeRoom(const ChunkPlan& plan) const
   const FilterShape shape = FilterShapeOf(context_.config, context_.sizes);
   Carver own(nullptr), hidden(nullptr), logits(nullptr);
   SampleBuffers::Carve(shape, own, hidden, logits);
-  const absl::string_view reason = WhyNotFilteredOnDevice(shape, context_.device->limits());
+  const absl::string_view reason = WhyNotSampledOnDevice(shape, context_.device->limits());
   return {{.what = "sampled gradients",
            .choice = reason.empty() ? absl::StrCat("up to ", kMostPooledSamples, " classes a row on average")
                                     : "never",

@@ -32,6 +32,14 @@ def client(server: ServerProcess) -> Iterator[lossd.Client]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def deterministic_server() -> Iterator[ServerProcess]:
+    """Computes the microbatches of a step in the order of their ids: one with id 1 waits for one with id 0."""
+    process = ServerProcess("--deterministic")
+    yield process
+    process.stop()
+
+
 def delete_when_idle(client: lossd.Client, name: str) -> None:
     """Deletes a head; the server may not have noticed yet that calls on it were cancelled."""
     deadline = time.monotonic() + 120

@@ -9,7 +9,6 @@ import time
 import numpy as np
 import pytest
 from conftest import delete_when_idle
-from server_process import ServerProcess
 
 import lossd
 
@@ -20,25 +19,17 @@ from lossd.torch import LossHead  # noqa: E402
 D, V, N = 16, 40, 3000
 
 
-@pytest.fixture(scope="module")
-def target():
-    """Of a deterministic server: a microbatch with id 1 waits for one with id 0."""
-    server = ServerProcess("--deterministic")
-    yield server.target
-    server.stop()
-
-
 @pytest.fixture
-def observer(target):
-    with lossd.Client(target) as made:
+def observer(deterministic_server):
+    with lossd.Client(deterministic_server.target) as made:
         made.create_head("a", hidden_size=D, vocab_size=V)
         yield made
         delete_when_idle(made, "a")
 
 
 @pytest.fixture
-def client(target, observer):
-    with lossd.Client(target) as made:
+def client(deterministic_server, observer):
+    with lossd.Client(deterministic_server.target) as made:
         yield made
 
 

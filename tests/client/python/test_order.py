@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from conftest import delete_when_idle
-from server_process import ServerProcess
 
 import lossd
 
@@ -15,16 +14,9 @@ D, V, N = 16, 40, 300
 TIMEOUT = 300  # seconds; a call that waits for an id which never comes ends with an error then
 
 
-@pytest.fixture(scope="module")
-def target():
-    server = ServerProcess("--deterministic")
-    yield server.target
-    server.stop()
-
-
 @pytest.fixture
-def client(target):
-    with lossd.Client(target) as made:
+def client(deterministic_server):
+    with lossd.Client(deterministic_server.target) as made:
         made.create_head("a", hidden_size=D, vocab_size=V)
         yield made
         delete_when_idle(made, "a")
@@ -51,9 +43,9 @@ def test_the_first_microbatch_may_come_last(client, rng, streams):
     assert client.apply_step("a", 0, lossd.SGD(lr=0.1), expected_microbatches=order).microbatches == len(order)
 
 
-def test_a_wait_for_a_place_among_the_pending_ends(target):
+def test_a_wait_for_a_place_among_the_pending_ends(deterministic_server):
     hidden, targets = np.ones((N, D), np.float32), np.zeros(N, int)
-    with lossd.Client(target, max_pending=2) as client:
+    with lossd.Client(deterministic_server.target, max_pending=2) as client:
         client.create_head("a", hidden_size=D, vocab_size=V)
         pending = [client.compute_loss_async("a", hidden, targets, step=0, id=id, accumulate=True, timeout=TIMEOUT)
                    for id in (1, 2)]

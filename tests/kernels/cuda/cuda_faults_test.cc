@@ -221,6 +221,8 @@ INSTANTIATE_TEST_SUITE_P(
         {.name = "Stored"},
         {.name = "Fused", .options = {.fused_loss = FusedLoss::kWherePossible}},
         {.name = "Filtered", .gradients = Gradients::kFiltered},
+        {.name = "Sampled", .gradients = Gradients::kSampled},
+        {.name = "Auto", .gradients = Gradients::kAuto},
         {.name = "FilteredHostBranch", .options = {.host_branches = true}, .gradients = Gradients::kFiltered},
         {.name = "Recomputed", .logits = Logits::kRecomputed}}),
     [](const auto& way) { return way.param.name; });

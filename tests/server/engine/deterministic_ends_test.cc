@@ -13,11 +13,12 @@
 #include "gtest/gtest.h"
 #include "server/engine/errors.h"
 #include "tests/server/engine/deterministic_fixture.h"
+#include "tests/server/engine/silent_observer.h"
 
 namespace lossd::engine {
 namespace {
 
-class RowCounter final : public EngineObserver {
+class RowCounter final : public SilentObserver {
  public:
   void OnChunk(const ChunkReport& report) override {
     rows += report.rows;

@@ -9,6 +9,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/server/engine/deterministic_fixture.h"
+#include "tests/server/engine/silent_observer.h"
 
 namespace lossd::engine {
 namespace {
@@ -253,7 +254,7 @@ TEST_F(DeterministicTest, OtherStreamsComeBetween) {
 }
 
 TEST_F(DeterministicTest, TellsWhatFilteredGradientsLeaveOut) {
-  struct Observer : EngineObserver {
+  struct Observer : SilentObserver {
     void OnChunk(const ChunkReport& report) override {
       EXPECT_EQ(report.head, "head");
       dropped += report.dropped_mass;

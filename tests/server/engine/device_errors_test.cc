@@ -11,6 +11,7 @@
 #include "server/engine/engine.h"
 #include "server/engine/engine_observer.h"
 #include "tests/server/engine/engine_fixture.h"
+#include "tests/server/engine/silent_observer.h"
 
 namespace lossd::engine {
 namespace {
@@ -20,7 +21,7 @@ using ::testing::IsEmpty;
 
 class DeviceErrorsTest : public EngineTest {
  protected:
-  struct Errors final : EngineObserver {
+  struct Errors final : SilentObserver {
     void OnDeviceError(const absl::Status& status) override { told.emplace_back(status.message()); }
     std::vector<std::string> told;
   };

@@ -23,8 +23,7 @@ class Recorder final : public EngineObserver {
 
 TEST(EngineObserversTest, EveryObserverIsToldEverything) {
   Recorder first, second;
-  EngineObserver deaf;
-  const EngineObservers observers({&first, &deaf, &second});
+  const EngineObservers observers({&first, &second});
   const kernels::Choice choice = {.what = "loss", .choice = "fused"};
   observers.Tell(&EngineObserver::OnChunk, {.head = "head", .rows = 7});
   observers.Tell(&EngineObserver::OnChoices, {.head = "head", .choices = absl::MakeConstSpan(&choice, 1)});

@@ -14,6 +14,7 @@
 #include "gtest/gtest.h"
 #include "server/engine/range_allocator.h"
 #include "tests/server/engine/engine_fixture.h"
+#include "tests/server/engine/silent_observer.h"
 
 namespace lossd::engine {
 namespace {
@@ -46,7 +47,7 @@ TEST_F(EngineTest, ComputesAndAccumulatesAMicrobatch) {
 }
 
 TEST_F(EngineTest, TellsWhenChunksAreComputedOtherwise) {
-  struct Observer : EngineObserver {
+  struct Observer : SilentObserver {
     void OnChoices(const ChoicesReport& report) override {
       EXPECT_EQ(report.head, "head");
       seen.push_back(report.choices.front().choice);
@@ -74,7 +75,7 @@ TEST_F(EngineTest, TellsWhenChunksAreComputedOtherwise) {
 
 TEST_F(EngineTest, TellsHowTheGradientsOfChunksTurnedOut) {
   using kernels::Gradients;
-  struct Observer : EngineObserver {
+  struct Observer : SilentObserver {
     void OnChunk(const ChunkReport& report) override { seen.push_back(report.gradients); }
     std::vector<Gradients> seen;  // read when no chunk is under way
   } observer;

@@ -9,6 +9,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/server/engine/session_fixture.h"
+#include "tests/server/engine/silent_observer.h"
 
 namespace lossd::engine {
 namespace {
@@ -28,7 +29,7 @@ class FlightTest : public SessionTest {
     bool Affects(const StreamState& stream) const override { return stream.spec().microbatch_id == 2; }
     std::vector<std::string>* events;
   };
-  struct Observer final : EngineObserver {
+  struct Observer final : SilentObserver {
     void OnChunk(const ChunkReport& report) override { chunks.push_back(report); }
     void OnDeviceError(const absl::Status& status) override { ++errors; }
     std::vector<ChunkReport> chunks;

@@ -41,10 +41,12 @@ class OpenStepTest : public ::testing::Test {
     return status;
   }
   absl::Status CheckRepeat(const StepRequest& request) {
-    const absl::Status status = step_.CheckRepeat(request);
+    const absl::Status status = step_.last().CheckRepeat(request);
     missing_ = GetMissing(status);
     return status;
   }
+
+  StepResult LastResult() const { return step_.last().Result(step_.state()); }
 
   static std::string FieldOf(const absl::Status& status) {
     return errors::GetFieldViolation(status).value_or(errors::FieldViolation()).field;
@@ -68,8 +70,8 @@ TEST_F(OpenStepTest, BeginsWithNothing) {
   EXPECT_NE(step_.state().weights_version, 0u);
   EXPECT_NE(step_.state().generation, step_.state().weights_version);
   EXPECT_EQ(step_.state().incarnation, kIncarnation);
-  EXPECT_FALSE(step_.last_step().has_value());
-  EXPECT_FALSE(step_.IsRepeat({.step = 0}));
+  EXPECT_FALSE(step_.last().applied().has_value());
+  EXPECT_FALSE(step_.last().IsRepeat({.step = 0}));
   EXPECT_TRUE(CheckComplete({.step = 0}).ok());
 }
 
@@ -110,16 +112,16 @@ TEST_F(OpenStepTest, AClosedStepAnswersItsRepeats) {
   EXPECT_GT(step_.state().weights_version, before.weights_version);
   EXPECT_EQ(step_.ledger().microbatches(), 0);
   EXPECT_EQ(step_.contributions().contributions(), 0);
-  EXPECT_EQ(step_.LastResult().state.step, 1u);
-  EXPECT_EQ(step_.LastResult().grad_norm, 1.5);
-  EXPECT_EQ(step_.LastResult().microbatches, 2);
-  EXPECT_EQ(step_.LastResult().rows, 6);
-  EXPECT_EQ(step_.LastResult().contributions, 1);
+  EXPECT_EQ(LastResult().state.step, 1u);
+  EXPECT_EQ(LastResult().grad_norm, 1.5);
+  EXPECT_EQ(LastResult().microbatches, 2);
+  EXPECT_EQ(LastResult().rows, 6);
+  EXPECT_EQ(LastResult().contributions, 1);
 
   StepRequest repeat{.step = 0, .optimizer = optimizer, .expected_microbatches = {1, 5}, .expected_rows = 6};
-  EXPECT_TRUE(step_.IsRepeat(repeat));
+  EXPECT_TRUE(step_.last().IsRepeat(repeat));
   EXPECT_TRUE(CheckRepeat(repeat).ok()) << CheckRepeat(repeat);
-  EXPECT_FALSE(step_.IsRepeat({.step = 1}));
+  EXPECT_FALSE(step_.last().IsRepeat({.step = 1}));
   repeat.expected_microbatches = {1, 2};
   repeat.expected_rows = 8;
   EXPECT_EQ(CheckRepeat(repeat).code(), absl::StatusCode::kFailedPrecondition);
@@ -135,7 +137,7 @@ TEST_F(OpenStepTest, ASkippedStepIsNoUpdate) {
   EXPECT_EQ(step_.state().weights_version, before.weights_version);
   EXPECT_EQ(step_.number(), 1u);
   EXPECT_EQ(step_.updates(), 0u);
-  EXPECT_TRUE(step_.LastResult().skipped);
+  EXPECT_TRUE(LastResult().skipped);
 }
 
 TEST_F(OpenStepTest, InvalidGradientsEndWithARestartAndInvalidWeightsWithAReset) {
@@ -162,19 +164,19 @@ TEST_F(OpenStepTest, InvalidGradientsEndWithARestartAndInvalidWeightsWithAReset)
   EXPECT_EQ(step_.updates(), 2u);
   EXPECT_GT(step_.state().generation, restarted.generation);
   EXPECT_GT(step_.state().weights_version, restarted.weights_version);
-  EXPECT_FALSE(step_.IsRepeat({.step = 2})) << "how step 2 was applied is not known";
+  EXPECT_FALSE(step_.last().IsRepeat({.step = 2})) << "how step 2 was applied is not known";
 }
 
 TEST_F(OpenStepTest, ALoadedStepIsRepeatedWithoutItsMicrobatches) {
   step_.BeginLoad({.step = 3, .updates = 3}, head::AppliedStep{.incarnation = 7, .generation = 4, .rows = 6},
                   {});
-  EXPECT_TRUE(step_.IsRepeat({.step = 2}));
+  EXPECT_TRUE(step_.last().IsRepeat({.step = 2}));
   EXPECT_TRUE(
       CheckRepeat({.step = 2, .expected_microbatches = {1, 2}, .expected_rows = 6, .incarnation = 7}).ok());
   EXPECT_EQ(FieldOf(CheckRepeat({.step = 2, .incarnation = kIncarnation})), "incarnation");
   EXPECT_TRUE(CheckRepeat({.step = 2, .incarnation = 7, .generation = 4}).ok());
   EXPECT_EQ(CheckRepeat({.step = 2, .incarnation = 7, .generation = 5}).code(), absl::StatusCode::kAborted);
-  EXPECT_EQ(step_.LastResult().applied_incarnation, 7u);
+  EXPECT_EQ(LastResult().applied_incarnation, 7u);
 }
 
 TEST_F(OpenStepTest, ANamedGenerationHasToBeTheHeads) {
@@ -207,8 +209,8 @@ TEST_F(OpenStepTest, AStepIsClosedWithWhatWasInItBefore) {
   EXPECT_EQ(step_.CheckValid().code(), absl::StatusCode::kUnavailable) << "nothing may join it";
   Accumulate(2, 4, 4);
   step_.Close({}, 1.0, /*skipped=*/false);
-  EXPECT_EQ(step_.LastResult().microbatches, 1);
-  EXPECT_EQ(step_.LastResult().rows, 4);
+  EXPECT_EQ(LastResult().microbatches, 1);
+  EXPECT_EQ(LastResult().rows, 4);
   step_.ForgetRows();
   EXPECT_TRUE(step_.CheckValid().ok());
   step_.BeginClose();

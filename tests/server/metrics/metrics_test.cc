@@ -55,13 +55,13 @@ class MetricsTest : public ::testing::Test {
 };
 
 TEST_F(MetricsTest, CountsSaves) {
-  metrics_.OnSaved("main", 7, 1000, 0.2);
-  metrics_.OnSaved("main", 9, 500, 2.0);
-  metrics_.OnSaved("other", 1, 1, 0.1);
-  metrics_.OnSaveFailed(absl::InternalError("disk"));
-  metrics_.OnSaveFailed(absl::AlreadyExistsError("the name"));
-  metrics_.OnSaveFailed(absl::CancelledError("by the client"));
-  metrics_.SetSaveBuffered(77);
+  metrics_.saves().OnSaved("main", 7, 1000, 0.2);
+  metrics_.saves().OnSaved("main", 9, 500, 2.0);
+  metrics_.saves().OnSaved("other", 1, 1, 0.1);
+  metrics_.saves().OnFailed(absl::InternalError("disk"));
+  metrics_.saves().OnFailed(absl::AlreadyExistsError("the name"));
+  metrics_.saves().OnFailed(absl::CancelledError("by the client"));
+  metrics_.saves().SetBuffered(77);
   std::string text = metrics_.RenderText();
   EXPECT_EQ(Sample(text, "lossd_checkpoint_saves_total{result=\"ok\"}"), 3);
   EXPECT_EQ(Sample(text, "lossd_checkpoint_saves_total{result=\"failed\"}"), 1);

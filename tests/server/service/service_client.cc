@@ -1,42 +1,19 @@
 #include "tests/server/service/service_client.h"
 
 #include <grpcpp/grpcpp.h>
-#include <grpcpp/impl/client_unary_call.h>
 
 #include <cstring>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
-#include "google/protobuf/unknown_field_set.h"
 #include "lossd/v1/head.grpc.pb.h"
 #include "lossd/v1/loss.grpc.pb.h"
 #include "lossd/v1/server.grpc.pb.h"
 #include "proto/wire/status_details.h"
+#include "tests/server/service/byte_calls.h"
+#include "tests/server/service/standard_services.h"
 
 namespace lossd::app::testing {
 namespace {
-
-using ByteStream = grpc::ClientReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>;
-
-grpc::ByteBuffer ToBuffer(absl::string_view bytes) {
-  const grpc::Slice slice(bytes.data(), bytes.size());
-  return grpc::ByteBuffer(&slice, 1);
-}
-
-std::string ToText(const grpc::ByteBuffer& buffer) {
-  std::vector<grpc::Slice> slices;
-  std::string text;
-  if (!buffer.Dump(&slices).ok()) return text;
-  for (const grpc::Slice& slice : slices)
-    text.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
-  return text;
-}
-
-void SetDeadline(grpc::ClientContext* context, absl::Duration deadline) {
-  context->set_wait_for_ready(false);
-  if (deadline > absl::ZeroDuration()) context->set_deadline(absl::ToChronoTime(absl::Now() + deadline));
-}
 
 class WriteStreamImpl final : public WriteStream {
  public:
@@ -75,10 +52,7 @@ class LossStreamImpl final : public LossStream {
  public:
   LossStreamImpl(const std::shared_ptr<grpc::Channel>& channel, absl::Duration deadline) {
     SetDeadline(&context_, deadline);
-    const grpc::internal::RpcMethod method("/lossd.v1.LossService/ComputeLoss",
-                                           grpc::internal::RpcMethod::BIDI_STREAMING, channel);
-    stream_.reset(grpc::internal::ClientReaderWriterFactory<grpc::ByteBuffer, grpc::ByteBuffer>::Create(
-        channel.get(), method, &context_));
+    stream_ = OpenByteStream(channel, "/lossd.v1.LossService/ComputeLoss", &context_);
   }
   ~LossStreamImpl() override {
     if (finished_) return;
@@ -234,8 +208,10 @@ class TestClientImpl final : public TestClient {
     return response;
   }
 
-  absl::StatusOr<std::string> Health(const std::string& service) override;
-  absl::StatusOr<std::vector<std::string>> ReflectedServices() override;
+  absl::StatusOr<std::string> Health(const std::string& service) override {
+    return CheckHealth(channel_, service);
+  }
+  absl::StatusOr<std::vector<std::string>> ReflectedServices() override { return ListServices(channel_); }
   absl::StatusOr<std::string> ReadTensor(const v1::ReadTensorRequest& request) override;
   absl::Status SendTensor(const v1::OpenTensor& open, absl::string_view payload,
                           size_t message_bytes) override;
@@ -260,61 +236,6 @@ class TestClientImpl final : public TestClient {
   const std::unique_ptr<v1::HeadService::Stub> heads_;
   const std::unique_ptr<v1::ServerService::Stub> server_;
 };
-
-// grpc.health.v1 and grpc.reflection.v1alpha are not generated here; their messages are small enough to
-// write and read by hand: HealthCheckRequest { string service = 1 }, HealthCheckResponse { enum status = 1 }.
-absl::StatusOr<std::string> TestClientImpl::Health(const std::string& service) {
-  const std::string request =
-      absl::StrCat("\x0a", std::string(1, static_cast<char>(service.size())), service);
-  grpc::ClientContext context;
-  SetDeadline(&context, kTestDeadline);
-  const grpc::internal::RpcMethod method("/grpc.health.v1.Health/Check",
-                                         grpc::internal::RpcMethod::NORMAL_RPC, channel_);
-  grpc::ByteBuffer response;
-  const grpc::Status status =
-      grpc::internal::BlockingUnaryCall(channel_.get(), method, &context, ToBuffer(request), &response);
-  if (!status.ok()) return wire::FromGrpcStatus(status);
-  const std::string bytes = ToText(response);
-  if (bytes == std::string("\x08\x01", 2)) return "SERVING";
-  if (bytes == std::string("\x08\x02", 2)) return "NOT_SERVING";
-  return absl::StrCat("unexpected answer of ", bytes.size(), " bytes");
-}
-
-// ServerReflectionRequest { string list_services = 7 }; ServerReflectionResponse {
-// ListServiceResponse list_services_response = 6 { repeated ServiceResponse service = 1 { string name = 1 } }
-// }.
-absl::StatusOr<std::vector<std::string>> TestClientImpl::ReflectedServices() {
-  grpc::ClientContext context;
-  SetDeadline(&context, kTestDeadline);
-  const grpc::internal::RpcMethod method("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-                                         grpc::internal::RpcMethod::BIDI_STREAMING, channel_);
-  std::unique_ptr<ByteStream> stream(
-      grpc::internal::ClientReaderWriterFactory<grpc::ByteBuffer, grpc::ByteBuffer>::Create(
-          channel_.get(), method, &context));
-  stream->Write(ToBuffer(absl::string_view("\x3a\x01*", 3)));
-  grpc::ByteBuffer buffer;
-  std::vector<std::string> names;
-  if (stream->Read(&buffer)) {
-    google::protobuf::UnknownFieldSet response;
-    response.ParseFromString(ToText(buffer));
-    for (int i = 0; i < response.field_count(); ++i) {
-      if (response.field(i).number() != 6) continue;
-      google::protobuf::UnknownFieldSet list;
-      list.ParseFromString(response.field(i).length_delimited());
-      for (int j = 0; j < list.field_count(); ++j) {
-        google::protobuf::UnknownFieldSet service;
-        service.ParseFromString(list.field(j).length_delimited());
-        names.push_back(service.field(0).length_delimited());
-      }
-    }
-  }
-  stream->WritesDone();
-  while (stream->Read(&buffer)) {
-  }
-  const grpc::Status status = stream->Finish();
-  if (!status.ok()) return wire::FromGrpcStatus(status);
-  return names;
-}
 
 absl::StatusOr<std::string> TestClientImpl::ReadTensor(const v1::ReadTensorRequest& request) {
   grpc::ClientContext context;

@@ -11,7 +11,7 @@ namespace lossd::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kChooseThreads = 1024;
+constexpr int kNumberThreads = 512;
 constexpr int kCountRows = 64;  // a block
 constexpr float kFading = 0.5f;
 constexpr float kTakenUnit = 1.0f / 16;
@@ -42,7 +42,7 @@ __global__ void UpdatePopularityKernel(HotClasses hot, float least) {
 }
 
 // The lowest bin from which on there are at most kHotClasses classes.
-__device__ __forceinline__ int LowestBin(const int* histogram) {
+__device__ __forceinline__ int LowestBin(const int32_t* histogram) {
   int bin = kHotBins;
   for (int classes = 0; bin > 0 && classes + histogram[bin - 1] <= kHotClasses; --bin) {
     classes += histogram[bin - 1];
@@ -50,44 +50,45 @@ __device__ __forceinline__ int LowestBin(const int* histogram) {
   return bin;
 }
 
-// One block.
-__global__ __launch_bounds__(kChooseThreads) void ChooseHotKernel(HotClasses hot, int groups, float least) {
-  __shared__ int histogram[kHotBins];
+// A warp a group, a lane a class.
+__global__ void MarkHotKernel(HotClasses hot, float least) {
   __shared__ int lowest;
-  __shared__ int warps[32];
-  for (int i = static_cast<int>(threadIdx.x); i < kHotBins; i += kChooseThreads) {
-    histogram[i] = hot.histogram[i];
-    hot.histogram[i] = 0;
-  }
-  for (int i = static_cast<int>(threadIdx.x); i < kHotClasses; i += kChooseThreads) hot.ids[i] = -1;
+  if (threadIdx.x == 0) lowest = LowestBin(hot.histogram);
   __syncthreads();
-  if (threadIdx.x == 0) lowest = LowestBin(histogram);
-  __syncthreads();
-  const int lane = static_cast<int>(threadIdx.x & 31), warp = static_cast<int>(threadIdx.x >> 5);
-  int base = 0;
-  // A warp a group, a lane a class; 32 groups at a time.
-  for (int first = 0; first < groups; first += 32) {
-    const int g = first + warp;
-    const int64_t v = int64_t{g} * kHotGroup + lane;
-    const bool is_hot = v < hot.vocab && BinOf(hot.popularity[v], least) >= lowest;
-    const unsigned bits = __ballot_sync(0xffffffffu, is_hot);
-    __syncthreads();
-    if (lane == 0) warps[warp] = __popc(bits);
-    __syncthreads();
-    int before = base, total = 0;
-    for (int w = 0; w < 32; ++w) {
-      if (w == warp) before = base + total;
-      total += warps[w];
-    }
-    base += total;
-    if (g >= groups) continue;
-    if (lane == 0) {
-      hot.bits[g] = bits;
-      hot.bases[g] = before;
-    }
-    if (is_hot) hot.ids[before + __popc(bits & ((1u << lane) - 1))] = static_cast<int32_t>(v);
+  const int64_t v = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  const bool is_hot = v < hot.vocab && BinOf(hot.popularity[v], least) >= lowest;
+  const unsigned bits = __ballot_sync(0xffffffffu, is_hot);
+  if (v % kHotGroup == 0 && v < hot.vocab) hot.bits[v / kHotGroup] = bits;
+}
+
+// One block: numbers the hot classes.
+__global__ __launch_bounds__(kNumberThreads) void NumberHotKernel(HotClasses hot, int groups) {
+  __shared__ int warps[kNumberThreads / 32];
+  const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = thread >> 5;
+  const int each = (groups + kNumberThreads - 1) / kNumberThreads;
+  const int first = min(thread * each, groups), last = min(first + each, groups);
+  for (int i = thread; i < kHotBins; i += kNumberThreads) hot.histogram[i] = 0;
+  int own = 0;
+  for (int g = first; g < last; ++g) own += __popc(hot.bits[g]);
+  int upto = own;
+  for (int offset = 1; offset < 32; offset <<= 1) {
+    const int before = __shfl_up_sync(0xffffffffu, upto, offset);
+    if (lane >= offset) upto += before;
   }
-  if (threadIdx.x == 0) *hot.count = base;
+  if (lane == 31) warps[warp] = upto;
+  __syncthreads();
+  int at = upto - own, total = 0;
+  for (int w = 0; w < kNumberThreads / 32; ++w) {
+    if (w < warp) at += warps[w];
+    total += warps[w];
+  }
+  for (int g = first; g < last; ++g) {
+    hot.bases[g] = at;
+    for (uint32_t bits = hot.bits[g]; bits != 0; bits &= bits - 1, ++at) {
+      hot.ids[at] = g * kHotGroup + __ffs(static_cast<int>(bits)) - 1;
+    }
+  }
+  if (thread == 0) *hot.count = total;
 }
 
 // A thread has a column of the block's rows.
@@ -109,8 +110,8 @@ static_assert(kHotClasses <= 1024, "one block has a thread for each");
 // A block a hot class; 16-byte vectors.
 __global__ void GatherHotKernel(HotClasses hot, const uint4* weight, int64_t vectors, uint4* to) {
   const int64_t slot = blockIdx.x;
-  const int64_t id = hot.ids[slot];
   const bool exists = slot < *hot.count;
+  const int64_t id = exists ? hot.ids[slot] : 0;
   for (int64_t v = threadIdx.x; v < vectors; v += kThreads) {
     to[slot * vectors + v] = exists ? __ldg(weight + id * vectors + v) : make_uint4(0, 0, 0, 0);
   }
@@ -131,7 +132,8 @@ __global__ void ScatterHotKernel(const __grid_constant__ ScatterHotParams p) {
 cudaError_t LaunchChooseHot(const HotClasses& hot, float least, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(CeilDiv(hot.vocab, kThreads));
   UpdatePopularityKernel<<<blocks, kThreads, 0, stream>>>(hot, least);
-  ChooseHotKernel<<<1, kChooseThreads, 0, stream>>>(hot, static_cast<int>(hot.groups()), least);
+  MarkHotKernel<<<blocks, kThreads, 0, stream>>>(hot, least);
+  NumberHotKernel<<<1, kNumberThreads, 0, stream>>>(hot, static_cast<int>(hot.groups()));
   return cudaGetLastError();
 }
 

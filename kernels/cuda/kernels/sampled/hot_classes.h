@@ -24,7 +24,7 @@ struct HotClasses {
   int64_t vocab = 0;
   uint32_t* bits = nullptr;     // [groups], a bit a class
   int32_t* bases = nullptr;     // [groups], hot classes before the group
-  int32_t* ids = nullptr;       // [kHotClasses], ascending
+  int32_t* ids = nullptr;       // [kHotClasses], ascending, of which `count` are valid
   int32_t* count = nullptr;     // [1], of ids
   int32_t* taken = nullptr;     // [vocab], how often classes were taken, in 1/16, since the last choice
   float* popularity = nullptr;  // [vocab], that of earlier times, fading

@@ -21,6 +21,8 @@ namespace lossd::kernels::cuda {
 
 // Classes of a row at most, the target included.
 inline constexpr int kMaxRowSamples = 4096;
+// More do not fit the shared memory of a block.
+inline constexpr int64_t kMostSampledClasses = int64_t{1} << 20;
 // A chunk takes tau, or 2 tau, 4 tau, ... At the last level a row of a softmax takes 1 / (tau * 2^31) classes.
 inline constexpr int kSampleLevels = 32;
 
@@ -41,6 +43,7 @@ struct SampleCounters {
   // Entries at each level, or more: of all rows, and of the row that has most. First only those of level 0.
   unsigned long long totals[kSampleLevels];
   int32_t most[kSampleLevels];
+  int32_t highest;  // level of the rows that have been sampled so far
 };
 
 // The list of a chunk, and what is known of its rows.

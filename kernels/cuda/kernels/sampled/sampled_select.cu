@@ -2,7 +2,7 @@
 // the threshold a class is as wide as w = min(|element| * relative / tau, 1), relative = |factor| / kappa; those
 // on which a point omega, omega + 1, ... falls are taken, and the target.
 //
-// 1. The row is divided into groups of 32 classes. A thread reads a group and leaves the sum of its widths in
+// 1. The row is divided into groups of 32 classes. A thread gets a group and leaves the sum of its widths in
 //    shared memory: three instructions an element.
 // 2. A scan over the groups says where each begins.
 // 3. Only groups on which a point falls are read again, a thread each, and gone through class by class.
@@ -25,11 +25,11 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kResident = 4;  // blocks of a multiprocessor
+constexpr int kResident = 5;  // blocks of a multiprocessor
 constexpr int kGroup = 32;    // classes
 constexpr int kDecideThreads = 1024;
 // Levels whose entries are counted, one after the other; of those beyond, the row's sum says enough.
-constexpr int kCounted = 7;
+constexpr int kCounted = 3;
 
 // ---- a row ----
 
@@ -98,18 +98,16 @@ struct GroupOf {
 // Groups of a thread lie side by side in the scan and apart in memory.
 __device__ __forceinline__ int At(int group) { return group + group / 32; }
 
-// Where each group begins, in widths; then the groups that are gone through, and what was taken of each.
+// Where each group begins, in widths, and the groups that are gone through.
 struct RowMemory {
-  float* begins;    // At(groups) + 1
-  int32_t* picked;  // [kMaxRowSamples]
-  uint32_t* taken;  // [kMaxRowSamples], a bit a class
+  float* begins;     // At(groups) + 1
+  uint16_t* picked;  // [kMaxRowSamples]
 
   __device__ __forceinline__ RowMemory(int32_t* memory, int groups)
       : begins(reinterpret_cast<float*>(memory)),
-        picked(memory + At(groups) + 1),
-        taken(reinterpret_cast<uint32_t*>(picked + kMaxRowSamples)) {}
+        picked(reinterpret_cast<uint16_t*>(memory + At(groups) + 1)) {}
   static size_t Bytes(int groups) {
-    return (static_cast<size_t>(groups + groups / 32 + 1) + 2 * kMaxRowSamples) * sizeof(int32_t);
+    return static_cast<size_t>(groups + groups / 32 + 1) * sizeof(float) + kMaxRowSamples * sizeof(uint16_t);
   }
 };
 
@@ -239,7 +237,7 @@ __device__ __forceinline__ int PickGroups(const RowScale& s, float omega, int gr
   int at = ScanBlock(own, shared.ints, total);
   for (int g = first; g < last; ++g) {
     if (!IsPicked(memory, g, s, omega)) continue;
-    if (at < kMaxRowSamples) memory.picked[at] = g;
+    if (at < kMaxRowSamples) memory.picked[at] = static_cast<uint16_t>(g);
     ++at;
   }
   __syncthreads();
@@ -269,37 +267,51 @@ __device__ __forceinline__ float ValueOf(const RowScale& s, bool target, float e
   return target || size >= s.threshold ? value : copysignf(s.threshold * s.kappa, value);
 }
 
-// Writes the entries of the picked groups from `begin` on. Returns the thread's part of the estimates of
-// variance and square over kappa squared, without the target's.
+// What a thread adds to the estimates of variance and square, over kappa squared.
+struct ErrorSums {
+  float variance = 0.0f, square = 0.0f;
+
+  __device__ __forceinline__ void Add(float a, float threshold) {
+    if (a < threshold) variance += threshold * (threshold - a);
+    square += a * fmaxf(a, threshold);
+  }
+};
+
+// Goes through the picked groups, a thread each, and writes their entries from `begin` on; returns how many.
 template <typename T>
-__device__ __forceinline__ float2 WriteEntries(const SampleList& to, const T* row, const RowScale& s, int picked,
-                                               int begin, const RowMemory& memory, Shared& shared) {
-  float2 sums = make_float2(0.0f, 0.0f);
+__device__ __forceinline__ int WriteEntries(const SampleRowsParams& p, const T* row, const RowScale& s,
+                                            float omega, int picked, int begin, const RowMemory& memory,
+                                            Shared& shared, ErrorSums& sums) {
+  const SampleList& to = p.list;
+  int written = 0;
   for (int round = 0; round < picked; round += kThreads) {
     const int i = round + static_cast<int>(threadIdx.x);
-    uint32_t taken = i < picked ? memory.taken[i] : 0;
+    const int g = i < picked ? memory.picked[i] : 0;
+    uint32_t taken = 0;
+    if (i < picked) {
+      GroupOf<T> group;
+      group.Load(row, p.elements.ld, g);
+      taken = TakenOf(p, group, s, omega, memory.begins[At(g)], g);
+    }
     int total;
-    int at = begin + ScanBlock(__popc(taken), shared.ints, total);
-    begin += total;
+    int at = begin + written + ScanBlock(__popc(taken), shared.ints, total);
+    written += total;
     for (; taken != 0; taken &= taken - 1, ++at) {
-      const int column = memory.picked[i] * kGroup + __ffs(static_cast<int>(taken)) - 1;
+      const int column = g * kGroup + __ffs(static_cast<int>(taken)) - 1;
       const float element = static_cast<float>(row[column]);
       const bool is_target = column == s.target;
       if (at < to.capacity) to.entries[at] = {column, ValueOf(s, is_target, element)};
-      if (is_target) continue;
-      const float a = fabsf(element) * s.relative;
-      if (a < s.threshold) sums.x += s.threshold * (s.threshold - a);
-      sums.y += a * fmaxf(a, s.threshold);
+      if (!is_target) sums.Add(fabsf(element) * s.relative, s.threshold);
     }
   }
-  return sums;
+  return written;
 }
 
 __device__ __forceinline__ void WriteErrors(const SampleList& to, int64_t row, const RowScale& s, float target,
-                                            float2 sums, Shared& shared) {
-  const float variance = BlockSum(sums.x, shared.scratch);
+                                            const ErrorSums& sums, float* scratch) {
+  const float variance = BlockSum(sums.variance, scratch);
   __syncthreads();
-  const float square = BlockSum(sums.y, shared.scratch);
+  const float square = BlockSum(sums.square, scratch);
   if (threadIdx.x != 0) return;
   const float value = target * s.factor;
   const float kappa_square = s.kappa * s.kappa;
@@ -349,25 +361,14 @@ __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
     if (threadIdx.x == 0) to.rows[row] = {0, 0};
     return;
   }
+  if (threadIdx.x == 0) shared.begin = atomicAdd(&to.counters->used, most);
   const int picked = PickGroups(s, omega, groups, memory, shared);
-  int count = 0;
-  for (int i = static_cast<int>(threadIdx.x); i < picked; i += kThreads) {
-    const int g = memory.picked[i];
-    GroupOf<T> group;
-    group.Load(elements, p.elements.ld, g);
-    memory.taken[i] = TakenOf(p, group, s, omega, memory.begins[At(g)], g);
-    count += __popc(memory.taken[i]);
-  }
-  int total;
-  ScanBlock(count, shared.ints, total);
-  if (threadIdx.x == 0) {
-    shared.begin = atomicAdd(&to.counters->used, total);
-    to.rows[row] = {shared.begin, total};
-  }
-  __syncthreads();
-  float2 sums = WriteEntries(to, elements, s, picked, shared.begin, memory, shared);
-  sums.y += hot_square;
-  WriteErrors(to, row, s, static_cast<float>(elements[s.target]), sums, shared);
+  ErrorSums sums;
+  sums.square = hot_square;
+  const int begin = shared.begin;
+  const int count = WriteEntries(p, elements, s, omega, picked, begin, memory, shared, sums);
+  if (threadIdx.x == 0) to.rows[row] = {begin, count};
+  WriteErrors(to, row, s, static_cast<float>(elements[s.target]), sums, shared.scratch);
 }
 
 // ---- levels ----
@@ -426,6 +427,7 @@ __global__ void ChooseLevelKernel(SampleList list, int known) {
   if (lane != 0) return;
   counters.level = levels != 0 ? __ffs(static_cast<int>(levels)) - 1 : kSampleLevels - 1;
   if (counters.level > 0) counters.used = 0;
+  if (known > 1 || counters.level == 0) counters.highest = max(counters.highest, counters.level);
 }
 static_assert(kSampleLevels == 32, "a warp has one lane for each");
 
@@ -445,7 +447,7 @@ __global__ void DecideSampledKernel(const __grid_constant__ DecideSampledParams 
   if (threadIdx.x != 0) return;
   const bool too_much = variance > p.max_error * p.max_error * square;
   *p.decision = too_much ? Decision::kTooMuchError : Decision::kAsPlanned;
-  *p.chosen_threshold = ldexpf(p.threshold, p.list.counters->level);
+  *p.chosen_threshold = ldexpf(p.threshold, p.list.counters->highest);
 }
 
 template <typename T>

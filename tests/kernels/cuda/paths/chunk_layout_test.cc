@@ -123,7 +123,7 @@ TEST(ChunkLayout, ResultsComeBackInRawOrder) {
   EXPECT_EQ(chunk.gradients, Gradients::kExact);
 }
 
-TEST(ChunkLayout, ResultsOfAFilterSayWhatItDecided) {
+TEST(ChunkLayout, ResultsSayWhatTheDeviceDecided) {
   Blocks blocks;
   const std::vector<int32_t> targets = {4, 6};
   Slice slice;
@@ -132,10 +132,13 @@ TEST(ChunkLayout, ResultsOfAFilterSayWhatItDecided) {
   Chunk chunk;
   chunk.slices = absl::MakeSpan(&slice, 1);
   ChunkLayout layout = LayOutChunk(Head(DType::kFloat32), chunk, blocks.inputs);
-  layout.filtered = true;
+  layout.unit = 2.0f;
   std::fill_n(blocks.outputs.dropped_mass, 2, 0.125f);
+  std::fill_n(blocks.outputs.variance, 2, 0.25f);
+  std::fill_n(blocks.outputs.square, 2, 8.0f);
+  *blocks.outputs.sample_threshold = 0x1p-9f;
   const auto unpack = [&](Gradients asked, Decision decision) {
-    chunk.options.gradients = asked;
+    layout.planned = chunk.options.gradients = asked;
     chunk.choices = {{.what = "gradients", .choice = "not known yet"}, {.what = "loss"}};
     *blocks.outputs.decision = decision;
     UnpackResults(chunk, layout, 4, blocks.inputs, blocks.outputs);
@@ -146,17 +149,21 @@ TEST(ChunkLayout, ResultsOfAFilterSayWhatItDecided) {
   };
   using ::testing::HasSubstr;
   using ::testing::Pair;
-  EXPECT_THAT(unpack(Gradients::kAuto, Decision::kFiltered),
-              Pair(Gradients::kFiltered, HasSubstr("max_dropped_mass")));
-  EXPECT_EQ(slice.sums.dropped_mass, 0.25);
-  EXPECT_THAT(unpack(Gradients::kAuto, Decision::kTooMuchMass),
-              Pair(Gradients::kExact, HasSubstr("max_dropped_mass")));
-  EXPECT_THAT(unpack(Gradients::kFiltered, Decision::kFiltered),
-              Pair(Gradients::kFiltered, HasSubstr("asked for")));
-  for (const Gradients asked : {Gradients::kFiltered, Gradients::kAuto}) {
-    EXPECT_THAT(unpack(asked, Decision::kTooManyCandidates),
-                Pair(Gradients::kExact, HasSubstr("candidates")));
+  for (const Gradients asked : {Gradients::kSampled, Gradients::kAuto}) {
+    EXPECT_THAT(unpack(asked, Decision::kAsPlanned).first, Gradients::kSampled);
+    EXPECT_EQ(slice.sums.sampling_variance, 2.0);
+    EXPECT_EQ(slice.sums.squared_gradient, 64.0);
+    EXPECT_EQ(slice.sums.dropped_mass, 0.0);
+    EXPECT_EQ(chunk.sample_threshold, 0x1p-9f);
   }
+  EXPECT_THAT(unpack(Gradients::kAuto, Decision::kTooMuchError),
+              Pair(Gradients::kExact, HasSubstr("max_gradient_error")));
+  EXPECT_EQ(slice.sums.sampling_variance, 0.0);
+  EXPECT_THAT(unpack(Gradients::kFiltered, Decision::kAsPlanned),
+              Pair(Gradients::kFiltered, HasSubstr("asked for")));
+  EXPECT_EQ(slice.sums.dropped_mass, 0.25);
+  EXPECT_THAT(unpack(Gradients::kFiltered, Decision::kTooManyCandidates),
+              Pair(Gradients::kExact, HasSubstr("candidates")));
 }
 
 TEST(HeadMemory, TheWorkspaceIsUsedButNotExceeded) {

@@ -34,24 +34,48 @@ TEST(ChunkPlan, ExactLossesOfLargeChunksAreFused) {
 
 TEST(ChunkPlan, FilteredChunksNeedTheirLogits) {
   Case c;
-  for (Gradients gradients : {Gradients::kFiltered, Gradients::kAuto}) {
+  c.options.gradients = Gradients::kFiltered;
+  const ChunkPlan plan = c.Plan();
+  EXPECT_EQ(plan.gradients, Gradients::kFiltered);
+  EXPECT_EQ(plan.why_exact, "");
+  EXPECT_THAT(plan.why_not_fused, HasSubstr("logits"));
+}
+
+TEST(ChunkPlan, SampledChunksAreFusedAsExactOnesAre) {
+  Case c;
+  for (Gradients gradients : {Gradients::kSampled, Gradients::kAuto}) {
     c.options.gradients = gradients;
-    const ChunkPlan plan = c.Plan();
-    EXPECT_EQ(plan.gradients, gradients);
-    EXPECT_EQ(plan.why_exact, "");
-    EXPECT_THAT(plan.why_not_fused, HasSubstr("logits"));
+    EXPECT_EQ(c.Plan().gradients, gradients);
+    EXPECT_TRUE(c.Plan().sampled());
+    EXPECT_FALSE(c.Plan().filtered());
+    EXPECT_TRUE(c.Plan().fused());
+    EXPECT_TRUE(c.Plan().own_gemms());
   }
+}
+
+TEST(ChunkPlan, TheUniformPartIsApartWhereItHasAClosedForm) {
+  Case c;
+  c.options.label_smoothing = 0.1f;
+  for (Gradients gradients :
+       {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
+    c.options.gradients = gradients;
+    EXPECT_EQ(c.Plan().uniform_apart, gradients == Gradients::kSampled);
+  }
+  c.options.gradients = Gradients::kSampled;
+  c.options.softcap = 5.0f;
+  EXPECT_FALSE(c.Plan().uniform_apart);
+  EXPECT_TRUE(c.Plan().sampled());
 }
 
 // Candidates are listed by the pass that computes the loss.
 TEST(ChunkPlan, FilteredChunksOfRecomputedLogitsAreFused) {
   Case c;
   c.limits.logits = Logits::kRecomputed;
-  for (Gradients gradients : {Gradients::kExact, Gradients::kFiltered, Gradients::kAuto}) {
+  for (Gradients gradients : {Gradients::kExact, Gradients::kFiltered}) {
     c.options.gradients = gradients;
     const ChunkPlan plan = c.Plan();
     EXPECT_EQ(plan.gradients, gradients);
-    EXPECT_EQ(plan.filtered(), gradients != Gradients::kExact);
+    EXPECT_EQ(plan.filtered(), gradients == Gradients::kFiltered);
     EXPECT_TRUE(plan.fused()) << plan.why_not_fused;
     EXPECT_FALSE(plan.own_gemms());
     EXPECT_EQ(Describe(plan).front().choice, Name(gradients));
@@ -60,7 +84,7 @@ TEST(ChunkPlan, FilteredChunksOfRecomputedLogitsAreFused) {
 
 TEST(ChunkPlan, WhatCannotBeFilteredMayBeFused) {
   Case c;
-  c.options.gradients = Gradients::kAuto;
+  c.options.gradients = Gradients::kFiltered;
   c.chunk.wants_gradient = false;
   EXPECT_EQ(c.Plan().why_exact, "no gradient is wanted");
   EXPECT_TRUE(c.Plan().fused());
@@ -115,8 +139,8 @@ TEST(ChunkPlan, DescribesWhatItChose) {
                           Choice{.what = "loss", .choice = "in the logits product"},
                           Choice{.what = "hidden gradient", .choice = "own product"},
                           Choice{.what = "weight gradient", .choice = "own product"}));
-  c.options.gradients = Gradients::kAuto;
-  EXPECT_THAT(Describe(c.Plan()), ElementsAre(Field(&Choice::choice, "auto"),
+  c.options.gradients = Gradients::kFiltered;
+  EXPECT_THAT(Describe(c.Plan()), ElementsAre(Field(&Choice::choice, "filtered"),
                                               Field(&Choice::choice, "after the logits product"), _, _));
   for (const Choice& choice : Describe(c.Plan())) {
     EXPECT_EQ(choice.reason.empty(), choice.choice == "own product") << choice.what;

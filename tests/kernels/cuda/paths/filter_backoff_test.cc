@@ -11,7 +11,7 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-constexpr Decision kExact = Decision::kTooMuchMass;
+constexpr Decision kExact = Decision::kTooMuchError;
 constexpr int kLag = 2;  // chunks in flight
 
 // Which of `chunks` chunks try, if decide(i) is what chunk i turns out to be, known kLag chunks later.
@@ -29,11 +29,11 @@ int64_t Trials(const std::vector<bool>& tried) { return std::count(tried.begin()
 
 TEST(FilterBackoff, ChunksThatAreFilteredAllTry) {
   FilterBackoff trials;
-  EXPECT_EQ(Trials(Replay(trials, 1000, [](int) { return Decision::kFiltered; })), 1000);
+  EXPECT_EQ(Trials(Replay(trials, 1000, [](int) { return Decision::kAsPlanned; })), 1000);
 }
 
 TEST(FilterBackoff, AfterMuchInVainOneInSixteenTries) {
-  for (const Decision decision : {Decision::kTooMuchMass, Decision::kTooManyCandidates}) {
+  for (const Decision decision : {Decision::kTooMuchError, Decision::kTooManyCandidates}) {
     FilterBackoff trials;
     const std::vector<bool> tried = Replay(trials, 1000, [&](int) { return decision; });
     const auto first_rest = std::find(tried.begin(), tried.end(), false) - tried.begin();
@@ -50,7 +50,7 @@ TEST(FilterBackoff, OneThatIsFilteredEndsTheRest) {
   FilterBackoff trials;
   constexpr int kTurn = 500;
   const std::vector<bool> tried =
-      Replay(trials, 1000, [](int i) { return i < kTurn ? kExact : Decision::kFiltered; });
+      Replay(trials, 1000, [](int i) { return i < kTurn ? kExact : Decision::kAsPlanned; });
   const auto again = std::find(tried.begin() + kTurn, tried.end(), true) - tried.begin();
   EXPECT_LT(again, kTurn + kFilterPatience);
   EXPECT_EQ(Trials({tried.begin() + again + kLag, tried.end()}), 1000 - again - kLag);
@@ -62,7 +62,7 @@ TEST(FilterBackoff, MixedDataTries) {
   for (size_t i = 0; i < exact.size(); ++i) exact[i] = std::bernoulli_distribution(0.5)(rng);
   FilterBackoff trials;
   const std::vector<bool> tried = Replay(
-      trials, 10'000, [&](int i) { return exact[static_cast<size_t>(i)] ? kExact : Decision::kFiltered; });
+      trials, 10'000, [&](int i) { return exact[static_cast<size_t>(i)] ? kExact : Decision::kAsPlanned; });
   EXPECT_GT(Trials(tried), 9'800);  // sixteen in a row: every 131,072nd chunk begins that
 }
 
@@ -73,7 +73,7 @@ TEST(FilterBackoff, OtherOptionsBeginAnew) {
   LossOptions other;
   other.filter_epsilon = 0.25f;
   EXPECT_EQ(Trials(Replay(trials, kFilterPatience, always_exact, other)), kFilterPatience);
-  trials.Note(LossOptions(), Decision::kFiltered);  // late, of the options before
+  trials.Note(LossOptions(), Decision::kAsPlanned);  // late, of the options before
   Replay(trials, 2 * kLag, always_exact, other);
   EXPECT_FALSE(trials.Next(other));
 }

@@ -8,6 +8,8 @@
 #include "kernels/cuda/paths/filtered_stored_path.h"
 #include "kernels/cuda/paths/fused_stored_path.h"
 #include "kernels/cuda/paths/recomputed_path.h"
+#include "kernels/cuda/paths/sampled_recomputed_path.h"
+#include "kernels/cuda/paths/sampled_stored_path.h"
 #include "kernels/cuda/paths/stored_path.h"
 
 namespace lossd::kernels::cuda {
@@ -24,11 +26,16 @@ ChunkPlan PlanOf(Gradients gradients, bool fused) {
 
 // So the order in which the planner asks makes no difference.
 TEST(HeadPaths, EveryPlanIsTakenByOnePath) {
-  for (const Gradients gradients : {Gradients::kExact, Gradients::kFiltered, Gradients::kAuto}) {
+  for (const Gradients gradients : 
+       {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
     for (const bool fused : {false, true}) {
       const ChunkPlan plan = PlanOf(gradients, fused);
-      EXPECT_EQ(StoredPath::Takes(plan) + FusedStoredPath::Takes(plan) + FilteredStoredPath::Takes(plan), 1);
-      EXPECT_EQ(RecomputedPath::Takes(plan) + FilteredRecomputedPath::Takes(plan), 1);
+      EXPECT_EQ(StoredPath::Takes(plan) + FusedStoredPath::Takes(plan) + FilteredStoredPath::Takes(plan) +
+                    SampledStoredPath::Takes(plan),
+                1);
+      EXPECT_EQ(RecomputedPath::Takes(plan) + FilteredRecomputedPath::Takes(plan) +
+                    SampledRecomputedPath::Takes(plan),
+                1);
     }
   }
 }

@@ -22,11 +22,6 @@
 
 namespace lossd::engine::simulation {
 
-// ---- Rules that today's engine does not keep ----
-
-// Retaining calls whose rows overlap in part, and that are under way at the same time, are told apart.
-inline constexpr bool kRetainsMayOverlap = false;
-
 // A call that changes what streams depend on, from its request to its answer.
 struct Change {
   enum class What : uint8_t { kStep, kZero, kLoad, kRecreate, kWrite };

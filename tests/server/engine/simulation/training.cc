@@ -92,10 +92,13 @@ absl::Status Step::Attempt(Part& part, int64_t* opened) {
       RunStream(world_, head_, duty, part.rows, StreamKind::kRetains, number_, habits, nullptr);
   if (absl::IsResourceExhausted(status)) MakeRoom();
   if (!status.ok() && !absl::IsAlreadyExists(status)) return status;
+  const bool others_retain = absl::IsAlreadyExists(status);
   part.retained = true;
   status = RunStream(world_, head_, duty, part.rows, StreamKind::kBackward, number_, {}, opened);
   part.retained = false;
   ++backwards_;
+  // What another stream retains of these rows is in the way, unless it is all of them.
+  if (others_retain && absl::IsNotFound(status)) (void)world_.engine->Release(head_.name, duty.id);
   // Rows that were released or expired are to be sent again; a head that is gone says so to the next call.
   return absl::IsNotFound(status) ? absl::UnavailableError("not retained any more") : status;
 }
@@ -197,10 +200,8 @@ void RunTwin(World& world, HeadWorld& head, const Action& action) {
   const Duty& duty = head.duties[action.number % head.duties.size()];
   if (duty.kind == Kind::kContribution) return;
   RowRange rows = duty.parts[random() % duty.parts.size()];
-  // Retained rows may not overlap others but in full (kRetainsMayOverlap).
-  const bool any_rows = duty.kind != Kind::kDeferred || kRetainsMayOverlap;
-  if (any_rows && random() % 2 == 0) rows = {0, duty.rows};
-  if (any_rows && rows.size() > 2 && random() % 2 == 0) rows.begin += 1 + static_cast<int64_t>(random() % 2);
+  if (random() % 2 == 0) rows = {0, duty.rows};
+  if (rows.size() > 2 && random() % 2 == 0) rows.begin += 1 + static_cast<int64_t>(random() % 2);
   Habits habits;
   const uint64_t habit = random() % 6;
   habits.cut = habit == 0;

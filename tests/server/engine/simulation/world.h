@@ -14,6 +14,7 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/strings/str_cat.h"
 #include "server/engine/engine.h"
+#include "tests/server/engine/silent_observer.h"
 #include "tests/server/engine/simulation/device.h"
 #include "tests/server/engine/simulation/linear.h"
 #include "tests/server/engine/simulation/plan.h"
@@ -46,7 +47,7 @@ struct HeadWorld {
 };
 
 // Adds up what the engine reports.
-class Totals final : public EngineObserver {
+class Totals final : public SilentObserver {
  public:
   explicit Totals(Scheduler* scheduler) : scheduler_(scheduler) {}
   void OnChunk(const ChunkReport& report) override;

@@ -7,7 +7,7 @@ import functools
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
@@ -15,13 +15,13 @@ from transformers.utils import ModelOutput
 import lossd
 from lossd.torch import LossHead, TiedEmbedding, _data_parallel
 from lossd.transformers._head_module import ServedHead
-from lossd.transformers._remote import _head_options, _random_tokens_loss, _values
+from lossd.transformers._model_head import ModelHead, Tied, head_options, random_tokens_loss
 
 _IGNORED = -100  # transformers' own
 
 
 def patch(model: Any, client: lossd.Client, name: str, *, exist_ok: bool = False, freeze: bool = False,
-          tied: Literal["refuse", "part", "share"] = "refuse", process_group: Any = _data_parallel.UNSAID,
+          tied: Tied = "refuse", process_group: Any = _data_parallel.UNSAID,
           compute_dtype: lossd.types.DType | None = None, optimizer_state: lossd.types.OptimizerState = "adam",
           logits: lossd.types.Logits = "stored", verify: bool = True, **options: Any) -> Any:
     """Moves the head of a causal language model to a server, and returns the model.
@@ -41,38 +41,25 @@ def patch(model: Any, client: lossd.Client, name: str, *, exist_ok: bool = False
       process_group, options: of LossHead. With torch.distributed every rank calls patch(), and rank 0 of the group
         makes the head.
     """
-    layer = model.get_output_embeddings()
-    if layer is None:
-        raise ValueError(f"{type(model).__name__} has no output embeddings")
-    embedding = model.get_input_embeddings().weight
-    is_tied = layer.weight is embedding
-    if is_tied and tied not in ("part", "share"):
-        raise ValueError('the head shares its weights with the input embeddings; choose tied="part" or "share"')
-    if is_tied and tied == "part":
-        model.config.tie_word_embeddings = False
-    expected = _random_tokens_loss(lambda **inputs: model(**inputs).loss, model) if verify else 0.0
+    head = ModelHead.of(model, tied)
+    expected = random_tokens_loss(lambda **inputs: model(**inputs).loss, model) if verify else 0.0
     if process_group is _data_parallel.UNSAID:
         _data_parallel.check_said(name)
         process_group = None
     parallel = _data_parallel.DataParallel(process_group)
     with parallel.before_total():
         if parallel.rank == 0:
-            client.create_head(
-                name, hidden_size=layer.weight.shape[1], vocab_size=layer.weight.shape[0], zeros=True,
-                bias=layer.bias is not None, compute_dtype=compute_dtype, optimizer_state=optimizer_state,
-                frozen=freeze or not layer.weight.requires_grad, logits=logits, exist_ok=exist_ok)
-            client.write_tensor(name, "weight", _values(layer.weight))
-            if layer.bias is not None:
-                client.write_tensor(name, "bias", _values(layer.bias))
+            head.create(client, name, compute_dtype=compute_dtype, optimizer_state=optimizer_state,
+                        frozen=freeze or not head.layer.weight.requires_grad, logits=logits, exist_ok=exist_ok)
     parallel.barrier()
     loss_head = LossHead(client, name, shift=True, process_group=process_group,
-                         **{**_head_options(model.config.get_text_config()), **options})
-    served = ServedHead(loss_head, layer, TiedEmbedding(loss_head, embedding) if is_tied and tied == "share" else None)
+                         **{**head_options(model.config.get_text_config()), **options})
+    served = ServedHead(loss_head, head.layer, TiedEmbedding(loss_head, head.embedding) if head.shared else None)
     model.set_output_embeddings(served)
     model.register_load_state_dict_post_hook(lambda *_: served.push_tied())
     wrap_forward(model, served)
     if verify:
-        got = _random_tokens_loss(lambda **inputs: model(**inputs).loss, model)
+        got = random_tokens_loss(lambda **inputs: model(**inputs).loss, model)
         if abs(got - expected) > 2e-2 * abs(expected):
             raise ValueError(
                 f"{type(model).__name__} gives a loss of {expected:.4f} for random tokens, its head on the server "

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 import lossd
 from lossd.torch import LossHead, TiedEmbedding
+from lossd.transformers._model_head import ModelHead, Tied, head_options, random_tokens_loss, set_values, values
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
@@ -30,7 +30,7 @@ class RemoteHeadCausalLM(torch.nn.Module):
     """
 
     def __init__(self, model: Any, client: lossd.Client, name: str, *, move_norm: bool = False,
-                 tied: Literal["refuse", "part", "share"] = "refuse",
+                 tied: Tied = "refuse",
                  compute_dtype: lossd.types.DType | None = None,
                  optimizer_state: lossd.types.OptimizerState = "adam", logits: lossd.types.Logits = "stored",
                  verify: bool = True, **options: Any) -> None:
@@ -48,33 +48,19 @@ class RemoteHeadCausalLM(torch.nn.Module):
           options: of LossHead.
         """
         super().__init__()
-        layer = model.get_output_embeddings()
-        if layer is None:
-            raise ValueError(f"{type(model).__name__} has no output embeddings")
-        embedding = model.get_input_embeddings().weight
-        is_tied = layer.weight is embedding
-        if is_tied and tied not in ("part", "share"):
-            raise ValueError('the head shares its weights with the input embeddings; choose tied="part" or "share"')
-        if is_tied and tied == "part":
-            model.config.tie_word_embeddings = False
+        head = ModelHead.of(model, tied)
         norm = _FinalNorm.find(model) if move_norm else None
-        expected = _random_tokens_loss(lambda **inputs: model(**inputs).loss, model) if verify else 0.0
+        expected = random_tokens_loss(lambda **inputs: model(**inputs).loss, model) if verify else 0.0
 
-        vocab_size, hidden_size = layer.weight.shape
-        client.create_head(
-            name, hidden_size=hidden_size, vocab_size=vocab_size, bias=layer.bias is not None, zeros=True,
-            norm=norm.kind if norm else "none", norm_epsilon=norm.epsilon if norm else None,
-            compute_dtype=compute_dtype, optimizer_state=optimizer_state, logits=logits)
-        client.write_tensor(name, "weight", _values(layer.weight))
-        if layer.bias is not None:
-            client.write_tensor(name, "bias", _values(layer.bias))
+        head.create(client, name, norm=norm.kind if norm else "none", norm_epsilon=norm.epsilon if norm else None,
+                    compute_dtype=compute_dtype, optimizer_state=optimizer_state, logits=logits)
         if norm:
             norm.write(client, name)
-        self.loss_head = LossHead(client, name, shift=True, **{**_head_options(model.config), **options})
-        self.tied = TiedEmbedding(self.loss_head, embedding) if is_tied and tied == "share" else None
+        self.loss_head = LossHead(client, name, shift=True, **{**head_options(model.config), **options})
+        self.tied = TiedEmbedding(self.loss_head, head.embedding) if head.shared else None
         self.model = model
         self._norm = norm
-        self._layer = (layer.bias is not None, layer.weight.dtype, layer.weight.device)
+        self._layer = (head.layer.bias is not None, head.layer.weight.dtype, head.layer.weight.device)
         model.set_output_embeddings(_NoHead())
         if norm:
             setattr(norm.owner, norm.name, torch.nn.Identity())
@@ -92,9 +78,9 @@ class RemoteHeadCausalLM(torch.nn.Module):
         bias, dtype, device = self._layer
         layer = torch.nn.Linear(self.loss_head.hidden_size, self.loss_head.vocab_size, bias=bias, dtype=dtype,
                                 device=device)
-        _set(layer.weight, client.read_tensor(name, "weight"))
+        set_values(layer.weight, client.read_tensor(name, "weight"))
         if bias:
-            _set(layer.bias, client.read_tensor(name, "bias"))
+            set_values(layer.bias, client.read_tensor(name, "bias"))
         if self.tied is not None:
             self.tied.pull()
             layer.weight = self.tied.weight
@@ -105,7 +91,7 @@ class RemoteHeadCausalLM(torch.nn.Module):
         return self.model
 
     def _verify(self, expected: float) -> None:
-        got = _random_tokens_loss(self, self.model)
+        got = random_tokens_loss(self, self.model)
         if not np.isclose(got, expected, rtol=2e-2):
             raise ValueError(
                 f"{type(self.model).__name__} gives a loss of {expected:.4f} for random tokens, its head on the server "
@@ -146,43 +132,11 @@ class _FinalNorm:
         raise ValueError(f"{type(owner).__name__} has no final norm that lossd knows; leave it with move_norm=False")
 
     def write(self, client: lossd.Client, head: str) -> None:
-        client.write_tensor(head, "norm_gain", _values(self.module.weight) + np.float32(self.gain_offset))
+        client.write_tensor(head, "norm_gain", values(self.module.weight) + np.float32(self.gain_offset))
         if self.kind == "layernorm":
-            client.write_tensor(head, "norm_shift", _values(self.module.bias))
+            client.write_tensor(head, "norm_shift", values(self.module.bias))
 
     def read(self, client: lossd.Client, head: str) -> None:
-        _set(self.module.weight, client.read_tensor(head, "norm_gain") - np.float32(self.gain_offset))
+        set_values(self.module.weight, client.read_tensor(head, "norm_gain") - np.float32(self.gain_offset))
         if self.kind == "layernorm":
-            _set(self.module.bias, client.read_tensor(head, "norm_shift"))
-
-
-def _head_options(config: Any) -> dict[str, Any]:
-    """What a configuration says about logits."""
-    options: dict[str, Any] = {}
-    if softcap := getattr(config, "final_logit_softcapping", None):
-        options["softcap"] = float(softcap)
-    if scale := getattr(config, "logit_scale", None):
-        options["logit_scale"] = float(scale)
-    if divisor := getattr(config, "logits_scaling", None):
-        options["logit_scale"] = 1.0 / float(divisor)
-    return options
-
-
-def _values(parameter: Any) -> NDArray[np.float32]:
-    return parameter.detach().to("cpu", torch.float32).numpy()
-
-
-def _set(parameter: Any, values: NDArray[np.float32]) -> None:
-    parameter.data.copy_(torch.from_numpy(values))
-
-
-@torch.no_grad()
-def _random_tokens_loss(loss_of: Any, model: Any) -> float:
-    device = next(model.parameters()).device
-    tokens = torch.randint(0, model.config.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0)).to(device)
-    training = model.training
-    model.eval()
-    try:
-        return float(loss_of(input_ids=tokens, labels=tokens))
-    finally:
-        model.train(training)
+            set_values(self.module.bias, client.read_tensor(head, "norm_shift"))

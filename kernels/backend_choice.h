@@ -1,0 +1,22 @@
+// Which backend a program wants, and with what limits. Plain data.
+#ifndef LOSSD_KERNELS_BACKEND_CHOICE_H_
+#define LOSSD_KERNELS_BACKEND_CHOICE_H_
+
+#include <cstdint>
+#include <string>
+
+namespace lossd::kernels {
+
+struct BackendChoice {
+  std::string backend = "auto";  // "auto" (CUDA if there is a usable GPU, else CPU), "cpu" or "cuda"
+  std::string device = "0";      // CUDA: index among the visible GPUs, or a UUID ("GPU-" or "MIG-" and so on)
+  int threads = 0;               // CPU: 0: all the process may use
+  int64_t workspace_bytes = 0;   // per head; 0: the backend's default
+  int64_t memory_limit_bytes = 0;                     // 0: none
+  int64_t memory_reserve_bytes = int64_t{256} << 20;  // CPU: left to others of what the system can give
+  bool deterministic = false;  // nothing that may differ between runs of the program, whatever it gains
+};
+
+}  // namespace lossd::kernels
+
+#endif  // LOSSD_KERNELS_BACKEND_CHOICE_H_

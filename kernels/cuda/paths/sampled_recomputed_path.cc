@@ -1,0 +1,189 @@
+#include "kernels/cuda/paths/sampled_recomputed_path.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/kernels/row_loss.h"
+#include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/paths/decision_branch.h"
+#include "kernels/cuda/paths/kept_entries.h"
+
+namespace lossd::kernels::cuda {
+
+SampledRecomputedPath::SampledRecomputedPath(const PathContext& context) : context_(context), exact_(context) {
+  const FilterShape shape = FilterShapeOf(context.config, context.sizes);
+  Carver own(context.memory[Region::kFilter]), none(nullptr), arena(context.memory[Region::kLogits]);
+  lists_ = FilterBuffers::Carve(shape, none, arena, arena);
+  block_buffers_ = BlockSampleBuffers::Carve(shape, own);
+}
+
+void SampledRecomputedPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
+  RecomputedPath::Claim(config, sizes, claims);
+  Carver own(nullptr);
+  BlockSampleBuffers::Carve(FilterShapeOf(config, sizes), own);
+  claims.Claim(Region::kFilter, own.used());
+}
+
+FilterShape SampledRecomputedPath::ShapeOf(const ChunkJob& job) const {
+  FilterShape shape = FilterShapeOf(context_.config, context_.sizes);
+  shape.chunk_rows = job.rows();
+  return shape;
+}
+
+int64_t SampledRecomputedPath::FirstEntry(const ChunkJob& job, int64_t row) const {
+  return ShapeOf(job).entries() / job.rows() * row;
+}
+
+absl::Status SampledRecomputedPath::Prepare(const ChunkJob& job) {
+  LOSSD_RETURN_IF_ERROR(exact_.Prepare(job));
+  const FilterShape shape = FilterShapeOf(context_.config, context_.sizes);
+  const FilterBlock block =
+      ChooseFilterBlock(shape, Selection::kFromLogits, job.padded_rows(), context_.sizes.arena_bytes);
+  const int64_t most = std::max<int64_t>(block_buffers_.capacity / kPooledCandidates / 8 * 8, 8);
+  block_rows_ = context_.device->options().smallest_blocks ? kLeastBlockRows : std::min(block.rows, most);
+  return ForEachRowBlock(job, block_rows_, [&](const RowBlock& rows) {
+    return context_.device->gemms().Prepare(exact_.LogitsGemm(rows.in.padded_rows));
+  });
+}
+
+SampleList SampledRecomputedPath::ListOf(const ChunkJob& job, const RowBlock& rows) const {
+  const int64_t last = std::min(rows.begin + rows.in.rows, job.rows());
+  const int64_t share = FirstEntry(job, last) - FirstEntry(job, rows.begin);
+  return {.entries = block_buffers_.entries,
+          .capacity = static_cast<int32_t>(std::min(block_buffers_.capacity, share)),
+          .rows = block_buffers_.rows,
+          .counters = block_buffers_.counters,
+          .variance = job.variance + rows.begin,
+          .square = job.square + rows.begin};
+}
+
+absl::Status SampledRecomputedPath::Loss(const ChunkJob& job) {
+  LOSSD_RETURN_IF_ERROR(Zero(block_buffers_.counters, sizeof(SampleCounters), context_.device->compute()));
+  LOSSD_RETURN_IF_ERROR(PrepareLists(job));
+  if (job.wants_hidden_gradient) {
+    LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));
+  }
+  const auto sample = [&](const RowBlock& rows) -> absl::Status {
+    LOSSD_RETURN_IF_ERROR(SampleBlock(job, rows));
+    return GatherBlock(job, rows);
+  };
+  LOSSD_RETURN_IF_ERROR(ForEachRowBlock(job, block_rows_, sample));
+  LOSSD_RETURN_IF_ERROR(Decide(job));
+  if (job.plan.gradients != Gradients::kAuto) return absl::OkStatus();
+  return Branch(
+      job, *job.loss_branch, [&] { return exact_.Statistics(job); }, [] { return absl::OkStatus(); });
+}
+
+absl::Status SampledRecomputedPath::PrepareLists(const ChunkJob& job) const {
+  LOSSD_RETURN_IF_ERROR(Zero(block_buffers_.runs, sizeof(RunCounters), context_.device->compute()));
+  if (job.layout.accumulate) {
+    LOSSD_RETURN_IF_ERROR(ClearEntries(context_, lists_.kept, ShapeOf(job).entries()));
+  }
+  const bool sum = job.plan.uniform_apart && job.wants_hidden_gradient;
+  return sum ? SumWeights(context_, job, lists_.kept) : absl::OkStatus();
+}
+
+absl::Status SampledRecomputedPath::SampleBlock(const ChunkJob& job, const RowBlock& rows) const {
+  Device& device = *context_.device;
+  const cudaStream_t stream = device.compute();
+  const FilterArena arena =
+      FilterArena::Carve(FilterShapeOf(context_.config, context_.sizes), Selection::kFromLogits,
+                         {block_rows_}, context_.memory[Region::kLogits]);
+  const LogitMatrix logits = {arena.logits, context_.config.compute_dtype, context_.sizes.padded_vocab,
+                              context_.sizes.vocab};
+  LOSSD_RETURN_IF_ERROR(exact_.BlockLogits(job, rows, logits));
+  const RowLossParams loss = {
+      logits, job.terms, rows.in, rows.out, /*write_gradient=*/true, !job.plan.uniform_apart};
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchRowLoss(loss, device.limits(), stream), "row loss kernel");
+  LOSSD_RETURN_IF_ERROR(Zero(block_buffers_.counters, offsetof(SampleCounters, highest), stream));
+  const SampleRowsParams sample = {.elements = logits,
+                                   .terms = job.terms,
+                                   .in = rows.in,
+                                   .lse = rows.out.lse,
+                                   .omega = job.omega + rows.begin,
+                                   .with_gradient = job.with_gradient + rows.begin,
+                                   .threshold = job.options().sample_threshold,
+                                   .list = ListOf(job, rows)};
+  return ToStatus(LaunchSampleRows(sample, stream), "sampling kernels");
+}
+
+absl::Status SampledRecomputedPath::GatherBlock(const ChunkJob& job, const RowBlock& rows) const {
+  const int64_t ld = context_.sizes.padded_hidden;
+  SampledHiddenParams p;
+  p.list = ListOf(job, rows);
+  p.terms = job.terms;
+  p.in = rows.in;
+  p.dtype = context_.config.compute_dtype;
+  p.weight = context_.weight;
+  p.ld = ld;
+  if (job.wants_hidden_gradient) {
+    p.gradient_dtype = job.hidden_gradient_dtype;
+    p.hidden_gradient = context_.memory[Region::kHiddenGradient] +
+                        rows.begin * ld * static_cast<int64_t>(SizeOf(p.gradient_dtype));
+    p.gradient_scale = job.hidden_gradient_scale;
+    if (job.plan.uniform_apart) p.weight_sum = lists_.kept.weight_sum;
+  }
+  if (job.layout.accumulate) {
+    const int64_t first = FirstEntry(job, rows.begin);
+    p.accumulate = job.accumulate + rows.begin;
+    p.kept = {lists_.kept.keys + first, lists_.kept.coefs + first, nullptr, RowBits(job.rows()), rows.begin};
+  }
+  return ToStatus(LaunchSampledHidden(p, context_.device->compute()), "sampled gradient kernel");
+}
+
+absl::Status SampledRecomputedPath::Decide(const ChunkJob& job) const {
+  DecideSampledParams decide = {.rows = job.rows(),
+                                .threshold = job.options().sample_threshold,
+                                .decision = job.decision,
+                                .chosen_threshold = job.sample_threshold};
+  decide.list = {.counters = block_buffers_.counters, .variance = job.variance, .square = job.square};
+  if (job.plan.gradients == Gradients::kAuto) decide.max_error = job.options().max_gradient_error;
+  return ToStatus(LaunchDecideSampled(decide, context_.device->compute()), "decision kernel");
+}
+
+absl::Status SampledRecomputedPath::Branch(const ChunkJob& job, DeviceBranch& branch,
+                                           absl::FunctionRef<absl::Status()> exact,
+                                           absl::FunctionRef<absl::Status()> sampled) const {
+  if (job.plan.gradients != Gradients::kAuto) return sampled();
+  return BranchByDecision(context_, job, branch, exact, sampled);
+}
+
+absl::Status SampledRecomputedPath::WeightGradient(const ChunkJob& job) {
+  return job.wants_hidden_gradient ? absl::OkStatus() : Gradients(job);
+}
+
+absl::Status SampledRecomputedPath::Gradients(const ChunkJob& job) const {
+  LOSSD_RETURN_IF_ERROR(Branch(
+      job, *job.weight_branch, [&] { return exact_.Gradients(job); }, [&] { return AddKept(job); }));
+  if (job.layout.accumulate) context_.accumulators->weight_is_zero = false;
+  return absl::OkStatus();
+}
+
+absl::Status SampledRecomputedPath::AddKept(const ChunkJob& job) const {
+  if (!job.layout.accumulate) return absl::OkStatus();
+  const int64_t ld = context_.sizes.padded_hidden;
+  const DeviceMatrix hidden = {job.hidden, context_.config.compute_dtype, ld, ld};
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      LaunchZeroDroppedRows(hidden, context_.keep, job.rows(), context_.device->compute()),
+      "kernel over hidden states");
+  LOSSD_RETURN_IF_ERROR(
+      AddEntries(context_, job, lists_.kept, ShapeOf(job).entries(), block_buffers_.runs));
+  return job.plan.uniform_apart ? AddUniform(context_, job, lists_.kept) : absl::OkStatus();
+}
+
+std::vector<Choice> SampledRecomputedPath::DescribeRoom(const ChunkPlan& plan) const {
+  const FilterShape shape = FilterShapeOf(context_.config, context_.sizes);
+  const FilterBlock block =
+      ChooseFilterBlock(shape, Selection::kFromLogits, context_.sizes.chunk_rows, context_.sizes.arena_bytes);
+  const absl::string_view reason = WhyNotSampledOnDevice(shape, context_.device->limits());
+  return {{.what = "sampled gradients",
+           .choice = reason.empty() ? absl::StrCat("from the logits of ", block.rows, " rows, up to ",
+                                                   kPooledCandidates, " classes a row on average")
+                                    : "never",
+           .reason = std::string(reason)}};
+}
+
+}  // namespace lossd::kernels::cuda

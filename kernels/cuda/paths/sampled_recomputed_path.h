@@ -1,0 +1,61 @@
+// Sampled gradients of a chunk whose logits are recomputed, a block of rows after the other
+// (docs/kernels/sampled.md). The logits of a block, of all classes, become ds in place; from it the list of the
+// block's rows is taken, and dx gathered. dW is added from the lists of all blocks. With `auto` the device
+// decides after the last block, by the predicted error, whether the gradients are computed again as
+// RecomputedPath would.
+//
+// Each block has its share of the room for entries, and takes a larger threshold if that is not enough.
+#ifndef LOSSD_KERNELS_CUDA_PATHS_SAMPLED_RECOMPUTED_PATH_H_
+#define LOSSD_KERNELS_CUDA_PATHS_SAMPLED_RECOMPUTED_PATH_H_
+
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "kernels/cuda/paths/chunk_path.h"
+#include "kernels/cuda/paths/filter_plan.h"
+#include "kernels/cuda/paths/recomputed_path.h"
+#include "kernels/cuda/paths/sample_plan.h"
+
+namespace lossd::kernels::cuda {
+
+class SampledRecomputedPath final : public ChunkPath {
+ public:
+  explicit SampledRecomputedPath(const PathContext& context);
+  static bool Takes(const ChunkPlan& plan) { return plan.sampled(); }
+  static void Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims);
+
+  absl::Status Prepare(const ChunkJob& job) override;
+  absl::Status Loss(const ChunkJob& job) override;
+  // Both gradients, if the decision is to be exact; else Loss has computed dx, and dW is added.
+  absl::Status HiddenGradient(const ChunkJob& job) override { return Gradients(job); }
+  absl::Status WeightGradient(const ChunkJob& job) override;
+  absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override {
+    return exact_.Describe(plan);
+  }
+  std::vector<Choice> DescribeRoom(const ChunkPlan& plan) const override;
+
+ private:
+  FilterShape ShapeOf(const ChunkJob& job) const;
+  // The first entry of the rows from `row` on.
+  int64_t FirstEntry(const ChunkJob& job, int64_t row) const;
+  SampleList ListOf(const ChunkJob& job, const RowBlock& rows) const;
+  absl::Status PrepareLists(const ChunkJob& job) const;
+  // Row results, entries and dx of a block.
+  absl::Status SampleBlock(const ChunkJob& job, const RowBlock& rows) const;
+  absl::Status GatherBlock(const ChunkJob& job, const RowBlock& rows) const;
+  absl::Status Decide(const ChunkJob& job) const;
+  absl::Status Gradients(const ChunkJob& job) const;
+  absl::Status AddKept(const ChunkJob& job) const;
+  absl::Status Branch(const ChunkJob& job, DeviceBranch& branch, absl::FunctionRef<absl::Status()> exact,
+                      absl::FunctionRef<absl::Status()> sampled) const;
+
+  const PathContext& context_;
+  RecomputedPath exact_;
+  FilterBuffers lists_;
+  BlockSampleBuffers block_buffers_;
+  int64_t block_rows_ = 0;  // of the chunk that Prepare has begun
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_PATHS_SAMPLED_RECOMPUTED_PATH_H_

@@ -1,0 +1,149 @@
+#include "server/engine/stream_admission.h"
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "server/engine/backward.h"
+#include "server/engine/errors.h"
+#include "server/engine/fair_share.h"
+#include "server/engine/range_allocator.h"
+
+namespace lossd::engine {
+
+absl::Status StreamAdmission::CheckPlaces(absl::string_view peer) const {
+  parts_.context->mutex.AssertHeld();
+  const FairShare& places = parts_.context->stream_places;
+  const FairShare::Answer answer = places.Check(peer, 1);
+  if (answer == FairShare::Answer::kYes) return absl::OkStatus();
+  if (answer == FairShare::Answer::kFull) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("there are ", places.used(), " open streams, the most allowed (--max_streams)"));
+  }
+  return absl::ResourceExhaustedError(
+      absl::StrCat("peer ", peer, " has ", places.held(peer), " of ", places.used(), " open streams, of ",
+                   places.capacity(),
+                   " that are allowed; one more would be beyond its share (--max_streams, --peer_share)"));
+}
+
+absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::MakeStream(
+    StreamSpec spec, std::shared_ptr<StreamObserver> observer) {
+  const SliceLimits limits = parts_.schedule->For(spec.accumulate_gradients).limits();
+  return StreamState::Create(std::move(spec), *parts_.config, parts_.step->state(), limits,
+                             std::move(observer));
+}
+
+absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::Open(StreamSpec spec,
+                                                                   std::shared_ptr<StreamObserver> observer) {
+  if (auto places = CheckPlaces(spec.peer); !places.ok()) return places;
+  if (auto meant = parts_.step->CheckGeneration("open.generation", spec.generation); !meant.ok())
+    return meant;
+  auto stream = MakeStream(std::move(spec), std::move(observer));
+  if (!stream.ok()) return stream.status();
+  if (auto usable = parts_.step->CheckWeights(); !usable.ok()) return usable;
+  if ((*stream)->spec().retain) {
+    if (auto status = ReserveRetained(**stream); !status.ok()) return status;
+  }
+  return Admit(*std::move(stream));
+}
+
+absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::OpenBackward(
+    BackwardSpec spec, std::shared_ptr<StreamObserver> observer) {
+  if (auto places = CheckPlaces(spec.peer); !places.ok()) return places;
+  if (auto meant = parts_.step->CheckGeneration("backward.generation", spec.generation); !meant.ok())
+    return meant;
+  if (spec.step.has_value() && *spec.step != parts_.step->number())
+    return StepNotOpen("backward.step", *spec.step, parts_.step->number());
+  if (auto usable = parts_.step->CheckWeights(); !usable.ok()) return usable;
+  if (spec.accumulate_gradients && !parts_.config->trainable) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "backward.accumulate_gradients",
+                      "needs a head that is not frozen", "true");
+  }
+  auto kept = parts_.deferred->Find(spec.microbatch_id, spec.rows, parts_.context->runtime->Now());
+  if (!kept.ok()) return kept.status();
+  BackwardRows rows = RowsOf(spec, **kept);
+  auto stream = MakeStream(std::move(rows.stream), std::move(observer));
+  if (!stream.ok()) return stream.status();
+  (*stream)->SetRetained(std::move(rows.retained), {.loss = std::move(spec.grad_loss),
+                                                    .lse = std::move(spec.grad_lse),
+                                                    .entropy = std::move(spec.grad_entropy)});
+  return Admit(*std::move(stream));
+}
+
+absl::Status StreamAdmission::ReserveRetained(StreamState& stream) {
+  const StreamSpec& spec = stream.spec();
+  if (auto status = parts_.deferred->CheckAdd(spec.microbatch_id, stream.terms(), spec.rows); !status.ok())
+    return status;
+  if (auto status = parts_.streams->CheckRetaining(spec.microbatch_id, stream.terms(), spec.rows);
+      !status.ok())
+    return status;
+  const int64_t bytes = stream.RowBytes(spec.rows.size());
+  RangeAllocator& ranges = parts_.context->retained_ranges;
+  auto block = ranges.Allocate(bytes);
+  if (block == nullptr) {
+    return FieldError(
+        absl::StatusCode::kResourceExhausted, "open.retain",
+        absl::StrCat("needs ", bytes, " bytes; ", ranges.used(), " of ", ranges.size(),
+                     " are in use (release microbatches, or start the server with more retained_bytes)"),
+        "true");
+  }
+  stream.SetRetained({{spec.rows, std::move(block)}}, {});
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::Admit(std::shared_ptr<StreamState> stream) {
+  parts_.context->mutex.AssertHeld();
+  const StreamSpec& spec = stream->spec();
+  const int64_t host_bytes = stream->HostBytes();
+  if (auto taken = AccountOf(*stream).Take(host_bytes); !taken.ok()) return taken;
+  if (spec.accumulate_gradients) {
+    if (auto declared = Declare(*stream); !declared.ok()) {
+      AccountOf(*stream).Give(host_bytes);
+      return declared;
+    }
+    parts_.schedule->OnDeclared(spec.microbatch_id);
+    parts_.context->loop.Wake();
+  }
+  stream->SetAdmitted(host_bytes);
+  parts_.context->stream_places.Take(spec.peer, 1);  // there is one: CheckPlaces
+  parts_.streams->Add(stream);
+  return stream;
+}
+
+RowMemory::Account StreamAdmission::AccountOf(const StreamState& stream) {
+  parts_.context->mutex.AssertHeld();
+  const std::string& peer = stream.spec().peer;
+  return RowMemory::Account(&parts_.context->row_memory, peer.empty() ? "" : absl::StrCat("peer ", peer));
+}
+
+absl::Status StreamAdmission::Declare(const StreamState& stream) {
+  if (auto valid = parts_.step->CheckValid(); !valid.ok()) return valid;
+  const StreamSpec& spec = stream.spec();
+  if (parts_.step->contributions().Contains(spec.microbatch_id)) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "open.microbatch_id",
+                      "names a contribution of this step", absl::StrCat(spec.microbatch_id));
+  }
+  return parts_.step->ledger().Declare(spec.microbatch_id, stream.terms(), spec.rows, stream.contents());
+}
+
+void StreamAdmission::OnEnd(StreamState& stream) {
+  parts_.context->mutex.AssertHeld();
+  AccountOf(stream).Give(stream.host_bytes());
+  parts_.context->stream_places.Give(stream.spec().peer, 1);
+  const StreamSpec& spec = stream.spec();
+  if (!spec.accumulate_gradients || stream.head_state().generation != parts_.step->versions().generation())
+    return;
+  if (stream.status().ok()) return parts_.step->ledger().Keep(spec.microbatch_id, spec.rows);
+  bool shared = false;
+  const std::vector<RowRange> own = parts_.streams->OwnRows(stream, &shared);
+  for (const RowRange rows : own) {
+    parts_.step->ledger().Withdraw(spec.microbatch_id,
+                                   parts_.schedule->Withdrawable(spec.microbatch_id, rows), !shared);
+  }
+  parts_.schedule->OnDeclared(spec.microbatch_id);
+  parts_.context->loop.Wake();
+}
+
+}  // namespace lossd::engine

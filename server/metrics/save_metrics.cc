@@ -1,0 +1,78 @@
+#include "server/metrics/save_metrics.h"
+
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "server/metrics/families.h"
+
+namespace lossd::metrics {
+namespace {
+
+using prometheus::MetricFamily;
+using prometheus::MetricType;
+
+prometheus::Histogram::BucketBoundaries SaveBuckets() {
+  return {0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0};
+}
+
+}  // namespace
+
+SaveMetrics::SaveMetrics(prometheus::Registry& registry)
+    : by_result_(
+          CounterFamily(registry, "lossd_checkpoint_saves_total",
+                        "Checkpoints that were to be saved, by result: ok, failed, cancelled, exists.")),
+      saved_(by_result_.Add({{"result", "ok"}})),
+      failed_(by_result_.Add({{"result", "failed"}})),
+      cancelled_(by_result_.Add({{"result", "cancelled"}})),
+      existing_(by_result_.Add({{"result", "exists"}})),
+      saved_bytes_(
+          CounterFamily(registry, "lossd_checkpoint_saved_bytes_total", "Bytes of saved checkpoints.")
+              .Add({})),
+      seconds_(HistogramFamily(registry, "lossd_checkpoint_save_seconds",
+                               "Time from the start of a save until it was on the disk.")
+                   .Add({}, SaveBuckets())),
+      buffered_(prometheus::BuildGauge()
+                    .Name("lossd_checkpoint_buffered_bytes")
+                    .Help("Bytes that the running save has read from the device and not yet written.")
+                    .Register(registry)
+                    .Add({})) {}
+
+void SaveMetrics::OnSaved(absl::string_view head, uint64_t step, int64_t bytes, double seconds) {
+  saved_.Increment();
+  saved_bytes_.Increment(static_cast<double>(bytes));
+  seconds_.Observe(seconds);
+  absl::MutexLock lock(&mutex_);
+  last_[std::string(head)] = {step, absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch())};
+}
+
+void SaveMetrics::OnFailed(const absl::Status& status) {
+  if (absl::IsCancelled(status)) {
+    cancelled_.Increment();
+  } else if (absl::IsAlreadyExists(status)) {
+    existing_.Increment();
+  } else {
+    failed_.Increment();
+  }
+}
+
+void SaveMetrics::ForgetHead(absl::string_view head) {
+  absl::MutexLock lock(&mutex_);
+  if (const auto save = last_.find(head); save != last_.end()) last_.erase(save);
+}
+
+void SaveMetrics::Collect(std::vector<MetricFamily>* families) const {
+  MetricFamily step = MakeFamily("lossd_checkpoint_last_step",
+                                 "Step of the head's last saved checkpoint, by head.", MetricType::Gauge);
+  MetricFamily time = MakeFamily("lossd_checkpoint_last_success_timestamp_seconds",
+                                 "When the head's last checkpoint was saved, by head.", MetricType::Gauge);
+  absl::ReaderMutexLock lock(&mutex_);
+  for (const auto& [head, save] : last_) {
+    AddSample(&step, {{"head", head}}, static_cast<double>(save.step));
+    AddSample(&time, {{"head", head}}, save.unix_seconds);
+  }
+  families->push_back(std::move(step));
+  families->push_back(std::move(time));
+}
+
+}  // namespace lossd::metrics

@@ -1,0 +1,66 @@
+// Metrics of saved checkpoints.
+//
+// Thread-safe.
+#ifndef LOSSD_SERVER_METRICS_SAVE_METRICS_H_
+#define LOSSD_SERVER_METRICS_SAVE_METRICS_H_
+
+#include <prometheus/counter.h>
+#include <prometheus/family.h>
+#include <prometheus/gauge.h>
+#include <prometheus/histogram.h>
+#include <prometheus/metric_family.h>
+#include <prometheus/registry.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+
+namespace lossd::metrics {
+
+class SaveMetrics {
+ public:
+  // The registry outlives this, and collects what is counted here.
+  explicit SaveMetrics(prometheus::Registry& registry);
+
+  // A checkpoint of the head was saved.
+  void OnSaved(absl::string_view head, uint64_t step, int64_t bytes, double seconds)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  // Counted as cancelled, as existing (the name is taken, or the same is saved already), or as failed.
+  void OnFailed(const absl::Status& status);
+  // What the running save has read and not yet written.
+  void SetBuffered(int64_t bytes) { buffered_.Set(static_cast<double>(bytes)); }
+  // Ends the head's series.
+  void ForgetHead(absl::string_view head) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Adds the families of each head's last save.
+  void Collect(std::vector<prometheus::MetricFamily>* families) const ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  struct Save {
+    uint64_t step = 0;
+    double unix_seconds = 0.0;
+  };
+
+  // Owned by the registry.
+  prometheus::Family<prometheus::Counter>& by_result_;
+  prometheus::Counter& saved_;
+  prometheus::Counter& failed_;
+  prometheus::Counter& cancelled_;
+  prometheus::Counter& existing_;
+  prometheus::Counter& saved_bytes_;
+  prometheus::Histogram& seconds_;
+  prometheus::Gauge& buffered_;
+
+  mutable absl::Mutex mutex_;
+  std::map<std::string, Save, std::less<>> last_ ABSL_GUARDED_BY(mutex_);  // by head
+};
+
+}  // namespace lossd::metrics
+
+#endif  // LOSSD_SERVER_METRICS_SAVE_METRICS_H_
