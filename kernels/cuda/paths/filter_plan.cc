@@ -7,7 +7,8 @@ FilterShape FilterShapeOf(const HeadConfig& config, const HeadSizes& sizes) {
           .vocab = sizes.vocab,
           .padded_vocab = sizes.padded_vocab,
           .padded_hidden = sizes.padded_hidden,
-          .dtype = config.compute_dtype};
+          .dtype = config.compute_dtype,
+          .pooled = config.logits == Logits::kRecomputed ? kPooledRecomputed : kPooledCandidates};
 }
 
 absl::string_view WhyNotFilteredOnDevice(const FilterShape& shape, const DeviceLimits& limits) {

@@ -19,7 +19,9 @@ namespace lossd::kernels::cuda {
 
 // Candidates that a chunk has room for, per row on average, but kLeastPool if its rows are few; more make the
 // chunk exact.
-inline constexpr int64_t kPooledCandidates = 192;
+inline constexpr int64_t kPooledCandidates = 128;
+// Of a head that recomputes logits, whose sampled entries have the same room.
+inline constexpr int64_t kPooledRecomputed = 192;
 inline constexpr int64_t kLeastPool = int64_t{16} * kMaxRowCandidates;
 
 // What the plan needs to know of a head, or of one chunk of it.
@@ -29,9 +31,10 @@ struct FilterShape {
   int64_t padded_vocab = 0;
   int64_t padded_hidden = 0;
   DType dtype = DType::kBFloat16;
+  int64_t pooled = kPooledCandidates;  // a row on average
 
   int64_t capacity() const {
-    return std::min(chunk_rows * vocab, std::max(chunk_rows * kPooledCandidates, kLeastPool));
+    return std::min(chunk_rows * vocab, std::max(chunk_rows * pooled, kLeastPool));
   }
   // Kept elements at most: the candidates and one target a row.
   int64_t entries() const { return capacity() + chunk_rows; }

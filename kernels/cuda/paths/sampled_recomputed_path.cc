@@ -43,7 +43,7 @@ absl::Status SampledRecomputedPath::Prepare(const ChunkJob& job) {
   const FilterShape shape = FilterShapeOf(context_.config, context_.sizes);
   const FilterBlock block =
       ChooseFilterBlock(shape, Selection::kFromLogits, job.padded_rows(), context_.sizes.arena_bytes);
-  const int64_t most = std::max<int64_t>(block_buffers_.capacity / kPooledCandidates / 8 * 8, 8);
+  const int64_t most = std::max<int64_t>(block_buffers_.capacity / kPooledRecomputed / 8 * 8, 8);
   block_rows_ = context_.device->options().smallest_blocks ? kLeastBlockRows : std::min(block.rows, most);
   if (LeavesExponentials(job)) return absl::OkStatus();
   return ForEachRowBlock(job, block_rows_, [&](const RowBlock& rows) {
@@ -197,7 +197,7 @@ std::vector<Choice> SampledRecomputedPath::DescribeRoom(const ChunkPlan& plan) c
   const absl::string_view reason = WhyNotSampledOnDevice(shape, context_.device->limits());
   return {{.what = "sampled gradients",
            .choice = reason.empty() ? absl::StrCat("from the logits of ", block.rows, " rows, up to ",
-                                                   kPooledCandidates, " classes a row on average")
+                                                   kPooledRecomputed, " classes a row on average")
                                     : "never",
            .reason = std::string(reason)}};
 }

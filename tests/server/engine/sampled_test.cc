@@ -13,6 +13,7 @@
 #include "server/engine/sample_seed.h"
 #include "tests/server/engine/deterministic_fixture.h"
 #include "tests/server/engine/engine_fixture.h"
+#include "tests/server/engine/silent_observer.h"
 
 namespace lossd::engine {
 namespace {
@@ -47,7 +48,7 @@ class Numbers {
   std::map<float, std::set<std::pair<uint64_t, int64_t>>> seen_;  // read when no chunk is under way
 };
 
-struct Observer : EngineObserver {
+struct Observer : SilentObserver {
   void OnChunk(const ChunkReport& report) override {
     variance += report.sampling_variance;
     square += report.squared_gradient;
