@@ -86,6 +86,9 @@ function(lossd_test)
     list(APPEND ARG_LABELS sanitized)
     add_dependencies(sanitized_tests ${ARG_NAME})
   endif()
+  if(LOSSD_SANITIZE)
+    math(EXPR ARG_TIMEOUT "5 * ${ARG_TIMEOUT}")  # programs are several times slower
+  endif()
   set_tests_properties(${ARG_NAME} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
   if("gpu" IN_LIST ARG_LABELS)  # one at a time: some compare their figures with the device's free memory
     set_tests_properties(${ARG_NAME} PROPERTIES RESOURCE_LOCK gpu

@@ -40,7 +40,7 @@ FLAGS = ("--http=127.0.0.1:0", "--slice_bytes=1MiB", "--staging_bytes=32MiB", "-
          "--open_timeout=1500ms", "--idle_timeout=1500ms", "--send_timeout=1500ms", "--retained_timeout=5s",
          "--checkpoint_limit_bytes=1GiB", "--log_level=off")
 SERVER_KILLS = (0.04, 0.08, 0.12, 0.16, 0.20)  # parts of the run
-SECONDS_BETWEEN_TRAINER_KILLS = 40.0
+SECONDS_BETWEEN_TRAINER_KILLS = 40.0  # at most; and at least two in a run
 MEAN_BYTES_BETWEEN_CUTS = 20 << 20
 LONGEST_SILENCE = 120.0  # seconds in which nothing measured anything: a server that does not answer
 
@@ -114,7 +114,7 @@ class Soak:
 
     def _kill_trainers(self) -> None:
         number = 0
-        while not self._over.wait(SECONDS_BETWEEN_TRAINER_KILLS):
+        while not self._over.wait(min(SECONDS_BETWEEN_TRAINER_KILLS, 0.4 * self.seconds)):
             self._trainers[number % len(self._trainers)].restart()
             self.counts["trainer killed"] += 1
             number += 1
@@ -132,7 +132,7 @@ class Soak:
             newest = self.latencies[-1].time if self.latencies else 0.0
             if self.now() - newest > LONGEST_SILENCE:
                 self.problems.append(f"no loss was computed for {LONGEST_SILENCE:.0f} s")
-            time.sleep(1.0)
+            time.sleep(min(1.0, self.seconds / 200))
 
     def _look(self) -> verdict.Sample:
         folder = Path("/proc") / str(self._server.pid)
@@ -147,7 +147,7 @@ class Soak:
                 with lossd.Client(self._server.target, channels=1) as client:
                     neighbours.make_heads(client)
                     client.create_head("measured", hidden_size=neighbours.HIDDEN, vocab_size=256, exist_ok=True)
-                    while not self._over.wait(0.5):
+                    while not self._over.wait(min(0.5, self.seconds / 200)):
                         begin = time.monotonic()
                         client.compute_loss("measured", hidden, targets, grad_hidden=True)
                         self.latencies.append(verdict.Latency(self.now(), time.monotonic() - begin))
