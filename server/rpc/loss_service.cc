@@ -40,10 +40,9 @@ LossService::LossService(const LossServiceOptions& options, engine::Engine* engi
   environment_.max_staging_bytes = options.max_staging_bytes;
   Serve(v1::HeadState::descriptor()->file()->pool()->FindServiceByName("lossd.v1.LossService"),
         kReleaseMicrobatch, [this](grpc::CallbackServerContext* context) {
-          return UnaryCall::Start(requests_, context, kReleaseMicrobatch,
-                                  [this](UnaryCall* call, const grpc::ByteBuffer& bytes) {
-                                    call->End(ReleaseMicrobatch(call, bytes));
-                                  });
+          return UnaryCall::Start(
+              requests_, context, kReleaseMicrobatch,
+              [this](UnaryCall* call, const grpc::ByteBuffer& bytes) { call->End(Release(call, bytes)); });
         });
 }
 
@@ -52,8 +51,8 @@ grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* LossService::Comput
   return ComputeLossCall::Start(&environment_, context);
 }
 
-absl::StatusOr<v1::ReleaseMicrobatchResponse> LossService::ReleaseMicrobatch(UnaryCall* call,
-                                                                             const grpc::ByteBuffer& bytes) {
+absl::StatusOr<v1::ReleaseMicrobatchResponse> LossService::Release(UnaryCall* call,
+                                                                   const grpc::ByteBuffer& bytes) {
   v1::ReleaseMicrobatchRequest request;
   const auto decoded = wire::Decode(bytes, &request);
   if (!decoded.ok()) return decoded.status();

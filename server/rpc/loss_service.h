@@ -48,8 +48,7 @@ class LossService final : public WithRequestMethods<
   bool WaitUntilIdle(absl::Time deadline) { return registry_.WaitUntilEmpty(deadline); }
 
  private:
-  absl::StatusOr<v1::ReleaseMicrobatchResponse> ReleaseMicrobatch(UnaryCall* call,
-                                                                  const grpc::ByteBuffer& bytes);
+  absl::StatusOr<v1::ReleaseMicrobatchResponse> Release(UnaryCall* call, const grpc::ByteBuffer& bytes);
 
   ComputeLossEnvironment environment_;
   const RequestEnvironment* const requests_;

@@ -18,11 +18,11 @@ ServerService::ServerService(const ServerServiceOptions& options, const engine::
         [this, requests](grpc::CallbackServerContext* context) {
           return UnaryCall::Start(
               requests, context, kGetServer,
-              [this](UnaryCall* call, const grpc::ByteBuffer&) { call->End(GetServer(call)); });
+              [this](UnaryCall* call, const grpc::ByteBuffer&) { call->End(Describe(call)); });
         });
 }
 
-absl::StatusOr<v1::ServerDescription> ServerService::GetServer(UnaryCall* call) const {
+absl::StatusOr<v1::ServerDescription> ServerService::Describe(UnaryCall* call) const {
   if (const auto admitted = access_->Admit(*call->context(), kGetServer); !admitted.ok()) {
     return admitted.status();
   }

@@ -38,7 +38,7 @@ class ServerService final : public WithRequestMethods<v1::ServerService::Service
   void Drain() { draining_ = true; }
 
  private:
-  absl::StatusOr<v1::ServerDescription> GetServer(UnaryCall* call) const;
+  absl::StatusOr<v1::ServerDescription> Describe(UnaryCall* call) const;
 
   const ServerServiceOptions options_;
   const engine::Engine* const engine_;
