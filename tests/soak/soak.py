@@ -29,6 +29,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "client" / "python"))
 import neighbours  # noqa: E402
 import numpy as np  # noqa: E402
 import verdict  # noqa: E402
+from control import Control  # noqa: E402
 from cut_proxy import CutProxy  # noqa: E402
 from server_process import ServerProcess  # noqa: E402
 from trainers import Trainer  # noqa: E402
@@ -142,18 +143,21 @@ class Soak:
 
     def _measure_latency(self) -> None:
         hidden, targets = np.ones((64, neighbours.HIDDEN), np.float32), [1] * 64
+        control = Control()
         while not self._over.is_set():
             try:
                 with lossd.Client(self._server.target, channels=1) as client:
                     neighbours.make_heads(client)
                     client.create_head("measured", hidden_size=neighbours.HIDDEN, vocab_size=256, exist_ok=True)
                     while not self._over.wait(min(0.5, self.seconds / 200)):
+                        other = control.seconds()
                         begin = time.monotonic()
                         client.compute_loss("measured", hidden, targets, grad_hidden=True)
-                        self.latencies.append(verdict.Latency(self.now(), time.monotonic() - begin))
+                        self.latencies.append(verdict.Latency(self.now(), time.monotonic() - begin, other))
             except lossd.LossdError:
                 self.counts["latency, ended early"] += 1
                 self._over.wait(0.2)
+        control.close()
 
     # ---- The end ----
 
@@ -188,7 +192,7 @@ def main() -> int:
         options.report.write_text(json.dumps({
             "seconds": options.seconds, "findings": [asdict(each) for each in findings], "done": soak.counts,
             "samples": [list(asdict(each).values()) for each in soak.samples],
-            "latencies": [[round(each.time, 2), round(each.seconds, 5)] for each in soak.latencies]}))
+            "latencies": [[round(each.time, 2), round(each.seconds, 5), round(each.control, 5)] for each in soak.latencies]}))
     return 0 if all(finding.passed for finding in findings) else 1
 
 
