@@ -25,8 +25,8 @@ struct State {
   int result = kSuccess;  // of every call about the device
 };
 State& TheState() {
-  static auto* const state = new State();
-  return *state;
+  static State state;  // destroyed when the library is unloaded
+  return state;
 }
 
 int g_device = 0;
