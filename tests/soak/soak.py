@@ -43,7 +43,7 @@ FLAGS = ("--http=127.0.0.1:0", "--slice_bytes=1MiB", "--staging_bytes=32MiB", "-
 SERVER_KILLS = (0.04, 0.08, 0.12, 0.16, 0.20)  # parts of the run
 SECONDS_BETWEEN_TRAINER_KILLS = 40.0  # at most; and at least two in a run
 MEAN_BYTES_BETWEEN_CUTS = 20 << 20
-LONGEST_SILENCE = 120.0  # seconds in which nothing measured anything: a server that does not answer
+LONGEST_SILENCE = 600.0  # seconds without any loss computed: a server that does not answer
 
 
 class Soak:
