@@ -74,12 +74,12 @@ class Soak:
             each.start()
         self._sample()
         self._over.set()
-        for each in self._trainers:
-            each.kill()
-        for each in threads:
+        for each in threads:  # first, since one of them starts trainers
             each.join(timeout=90)
-        for each in self._proxies:
-            each.close()
+        for trainer in self._trainers:
+            trainer.kill()
+        for proxy in self._proxies:
+            proxy.close()
         self._server.stop()
 
     def now(self) -> float:
