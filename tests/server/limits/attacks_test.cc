@@ -257,7 +257,7 @@ TEST_F(AttacksTest, IdleCallsOfOneConnectionLeaveRoomForOthers) {
 }
 
 TEST_F(AttacksTest, IdleCallsEnd) {
-  Start({"--open_timeout=1s", "--idle_timeout=1s", "--turn_timeout=1h", "--send_timeout=1h"});
+  Start({"--open_timeout=10s", "--idle_timeout=10s", "--turn_timeout=1h", "--send_timeout=1h"});
   std::vector<std::unique_ptr<RawHttp2>> connections;
   connections.push_back(std::make_unique<RawHttp2>(server_->target()));
   for (uint64_t i = 0; i < 30; ++i) {
@@ -287,7 +287,7 @@ void BeginRequests(RawHttp2* connection) {
 }
 
 TEST_F(AttacksTest, UnfinishedRequestsEnd) {
-  Start({"--open_timeout=1s", "--idle_timeout=1h", "--turn_timeout=1h", "--send_timeout=1h"});
+  Start({"--open_timeout=10s", "--idle_timeout=1h", "--turn_timeout=1h", "--send_timeout=1h"});
   RawHttp2 connection(server_->target());
   BeginRequests(&connection);
   connection.Pump(absl::Milliseconds(100));
