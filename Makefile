@@ -13,7 +13,7 @@ NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 PRESET ?= $(if $(NVCC),release,cpu-only)
 
 .DEFAULT_GOAL := help
-.PHONY: help deps demo demo-faults build test test-integrations test-sanitized test-sanitizers fuzz bench bundle install figures format lint check-layers clean
+.PHONY: help deps demo demo-faults build test test-integrations test-sanitized test-threads test-sanitizers fuzz soak bench bundle install figures format lint check-layers clean
 
 help: ## print this
 	@echo "lossd: the loss head of a language model as a server"
@@ -52,11 +52,23 @@ fuzz: ## run the fuzzers for FUZZ_SECONDS each (ARGS="NAME..." for some of them)
 	@cmake --build --preset fuzz -j $(JOBS) --target fuzzers
 	@scripts/fuzz --seconds $(FUZZ_SECONDS) $(ARGS)
 
+soak: ## train for an hour under kills, cuts, slow readers and scrapes; fails if anything grows (ARGS=--seconds=600)
+	@scripts/install-deps build test
+	@cmake --preset $(PRESET) -DLOSSD_TESTS=ON
+	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd
+	@scripts/soak build/$(PRESET) $(ARGS)
+
 test-integrations: ## test the Python client with current torch, transformers, trl, ... from PyPI (700 MB), on the CPU
 	@scripts/install-deps build test
 	@cmake --preset $(PRESET) -DLOSSD_TESTS=ON -DLOSSD_BENCH=ON -DLOSSD_EXAMPLES=ON
 	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd
 	@scripts/test-integrations build/$(PRESET) $(ARGS)
+
+test-threads: ## tests of engine, calls and metrics, and the simulation, under the thread sanitizer
+	@scripts/install-deps build test
+	@cmake --preset tsan
+	@cmake --build --preset tsan -j $(JOBS) --target threads_tests
+	@ctest --preset tsan -L threads -j $(JOBS) $(ARGS)
 
 test-sanitizers: ## run the tests under address, undefined-behaviour and thread sanitizers
 	@scripts/install-deps build test demo

@@ -72,6 +72,9 @@ endfunction()
 # The tests that continuous integration also runs under sanitizers (.ci/run): those of folders that set
 # LOSSD_TESTS_SANITIZED. They have the label "sanitized".
 add_custom_target(sanitized_tests)
+# Those that `make test-threads` runs under the thread sanitizer: of folders that set LOSSD_TESTS_THREADS. They have the
+# label "threads".
+add_custom_target(threads_tests)
 
 # lossd_test(NAME ledger_test SOURCES ledger_test.cc DEPS lossd_engine [LABELS gpu] [TIMEOUT 300]):
 # one GoogleTest binary, one ctest entry.
@@ -85,6 +88,13 @@ function(lossd_test)
   if(LOSSD_TESTS_SANITIZED)
     list(APPEND ARG_LABELS sanitized)
     add_dependencies(sanitized_tests ${ARG_NAME})
+  endif()
+  if(LOSSD_TESTS_THREADS)
+    list(APPEND ARG_LABELS threads)
+    add_dependencies(threads_tests ${ARG_NAME})
+  endif()
+  if(LOSSD_SANITIZE)
+    math(EXPR ARG_TIMEOUT "5 * ${ARG_TIMEOUT}")  # programs are several times slower
   endif()
   set_tests_properties(${ARG_NAME} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
   if("gpu" IN_LIST ARG_LABELS)  # one at a time: some compare their figures with the device's free memory

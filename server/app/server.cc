@@ -183,13 +183,6 @@ absl::Status ServerImpl::CreateEngine() {
 }
 
 void ServerImpl::CreateServices() {
-  loss_service_ = std::make_unique<rpc::LossService>(
-      rpc::LossServiceOptions{.max_streams = options_.max_streams,
-                              .max_staging_bytes = 8 * options_.slice_bytes,
-                              .peer_share = options_.peer_share,
-                              .timeouts = options_.timeouts,
-                              .retained_timeout = options_.retained_timeout},
-      engine_.get(), &security_->access_control(), metrics_.get());
   rpc::HeadServiceOptions head_options;
   head_options.operations.checkpoints.directory = options_.checkpoint_directory;
   head_options.operations.checkpoints.buffer_bytes = options_.checkpoint_buffer_bytes;
@@ -204,12 +197,19 @@ void ServerImpl::CreateServices() {
   head_options.timeouts = options_.timeouts;
   head_service_ =
       rpc::HeadService::Create(head_options, engine_.get(), &security_->access_control(), metrics_.get());
+  loss_service_ = std::make_unique<rpc::LossService>(
+      rpc::LossServiceOptions{.max_streams = options_.max_streams,
+                              .max_staging_bytes = 8 * options_.slice_bytes,
+                              .peer_share = options_.peer_share,
+                              .timeouts = options_.timeouts,
+                              .retained_timeout = options_.retained_timeout},
+      engine_.get(), &security_->access_control(), metrics_.get(), head_service_->requests());
   server_service_ = std::make_unique<rpc::ServerService>(
       rpc::ServerServiceOptions{.version = options_.version,
                                 .started = started_,
                                 .max_message_bytes = MaxMessageBytes(options_),
                                 .max_streams = options_.max_streams},
-      engine_.get(), backend_.get(), &security_->access_control(), metrics_.get());
+      engine_.get(), backend_.get(), &security_->access_control(), head_service_->requests());
 }
 
 absl::Status ServerImpl::Listen() {

@@ -43,6 +43,16 @@ access::Presented PresentedWith(const grpc::CallbackServerContext& context) {
 
 }  // namespace
 
+absl::StatusOr<std::string> AccessControl::Identify(const grpc::CallbackServerContext& context,
+                                                    absl::string_view method) const {
+  if (!authority_->asks()) return std::string();
+  absl::StatusOr<access::Identity> identity = authority_->Identify(PresentedWith(context));
+  if (identity.ok()) return std::move(identity->name);
+  audit_->Refused({.identity = "", .address = PeerAddress(context), .method = method, .head = ""},
+                  identity.status());
+  return identity.status();
+}
+
 absl::StatusOr<AdmittedCall> AccessControl::Admit(const grpc::CallbackServerContext& context,
                                                   absl::string_view method, absl::string_view head) const {
   const MethodAccess* const line = FindMethodAccess(method);

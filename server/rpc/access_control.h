@@ -31,6 +31,11 @@ class AccessControl {
   AccessControl(const access::Authority* authority, access::AuditLog* audit)
       : authority_(authority), audit_(audit) {}
 
+  // Who calls; empty: the server asks nobody. UNAUTHENTICATED if it is not known, which is an audit line. For
+  // calls whose request has not come: a stranger's is not received.
+  absl::StatusOr<std::string> Identify(const grpc::CallbackServerContext& context,
+                                       absl::string_view method) const;
+
   // UNAUTHENTICATED if it is not known who calls; PERMISSION_DENIED, naming method, role and identity, if
   // they may not. A refusal is an audit line; `head` is the head the call is about, as far as it is known.
   absl::StatusOr<AdmittedCall> Admit(const grpc::CallbackServerContext& context, absl::string_view method,

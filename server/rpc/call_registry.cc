@@ -22,13 +22,28 @@ CallRegistry::~CallRegistry() {
 
 absl::Status CallRegistry::Add(WatchedCall* call, const std::string& peer) {
   absl::MutexLock lock(&mutex_);
-  const FairShare::Answer answer = shares_.Take(peer, 1);
+  FairShare::Answer answer = shares_.Take(peer, 1);
+  if (answer == FairShare::Answer::kFull && MakeRoom(peer)) answer = shares_.Take(peer, 1);
   if (answer == FairShare::Answer::kYes) {
-    calls_.emplace(call, peer);
+    calls_.emplace(call, Entry{peer, next_number_++});
     return absl::OkStatus();
   }
   options_.on_limit(answer == FairShare::Answer::kFull ? options_.flag : "peer_share");
   return Refusal(answer, peer);
+}
+
+bool CallRegistry::MakeRoom(const std::string& peer) {
+  if (!options_.end_oldest || calls_.empty() || shares_.held(peer) > 0) return false;
+  const auto oldest = std::min_element(calls_.begin(), calls_.end(), [](const auto& a, const auto& b) {
+    return a.second.number < b.second.number;
+  });
+  options_.on_limit(options_.flag);
+  oldest->first->GiveUpPlace(absl::ResourceExhaustedError(
+      absl::StrCat("the call waited for its client, and another client has its place: ", shares_.used(),
+                   " calls of this kind are open, the most allowed (--", options_.flag, ")")));
+  shares_.Give(oldest->second.peer, 1);
+  calls_.erase(oldest);
+  return true;
 }
 
 absl::Status CallRegistry::Refusal(FairShare::Answer answer, const std::string& peer) const {
@@ -46,7 +61,7 @@ void CallRegistry::Remove(WatchedCall* call) {
   absl::MutexLock lock(&mutex_);
   const auto it = calls_.find(call);
   if (it == calls_.end()) return;
-  shares_.Give(it->second, 1);
+  shares_.Give(it->second.peer, 1);
   calls_.erase(it);
 }
 
@@ -62,7 +77,7 @@ void CallRegistry::Watch() {
   absl::MutexLock lock(&mutex_);
   while (!mutex_.AwaitWithTimeout(absl::Condition(&stopping_), pause)) {
     const absl::Time now = absl::Now();
-    for (const auto& [call, peer] : calls_) {
+    for (const auto& [call, entry] : calls_) {
       const absl::string_view limit = call->EndIfLate(now, timeouts);
       if (!limit.empty()) options_.on_limit(limit);
     }

@@ -28,12 +28,18 @@ class WatchedCall {
   // Ends the call if it has waited too long, as CallClock says; the limit's name, or "". Called on the
   // registry's thread; must not call into the registry.
   virtual absl::string_view EndIfLate(absl::Time now, const CallTimeouts& timeouts) = 0;
+  // Ends the call with `why`: its place goes to another one (CallRegistryOptions::end_oldest). Called on any
+  // thread; must not call into the registry, which knows the call no more.
+  virtual void GiveUpPlace(absl::Status why) {}
 };
 
 struct CallRegistryOptions {
   int64_t max_calls = 256;
   std::string flag = "max_streams";  // what sets max_calls
   double peer_share = 0.5;           // of max_calls, as engine::FairShare
+  // When all places are taken, a peer that has none gets that of the call that has waited longest. For calls
+  // that have done nothing yet: they only wait for their client.
+  bool end_oldest = false;
   CallTimeouts timeouts;
   std::function<void(absl::string_view limit)> on_limit = [](absl::string_view) {};  // a limit was reached
 };
@@ -54,6 +60,13 @@ class CallRegistry {
 
  private:
   bool Empty() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return calls_.empty(); }
+  struct Entry {
+    std::string peer;
+    uint64_t number = 0;  // in the order of their coming
+  };
+
+  // Ends the oldest call for the sake of `peer`, if it may be.
+  bool MakeRoom(const std::string& peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status Refusal(engine::FairShare::Answer answer, const std::string& peer) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Watch() ABSL_LOCKS_EXCLUDED(mutex_);
@@ -61,7 +74,8 @@ class CallRegistry {
   const CallRegistryOptions options_;
   absl::Mutex mutex_;
   engine::FairShare shares_ ABSL_GUARDED_BY(mutex_);
-  absl::flat_hash_map<WatchedCall*, std::string> calls_ ABSL_GUARDED_BY(mutex_);  // and their peers
+  absl::flat_hash_map<WatchedCall*, Entry> calls_ ABSL_GUARDED_BY(mutex_);
+  uint64_t next_number_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread watchdog_;
 };

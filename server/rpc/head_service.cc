@@ -5,10 +5,12 @@
 #include <utility>
 
 #include "lossd/v1/head.grpc.pb.h"
+#include "proto/wire/payload_codec.h"
 #include "server/log/log.h"
 #include "server/messages/errors.h"
 #include "server/rpc/admin_workers.h"
 #include "server/rpc/call_registry.h"
+#include "server/rpc/request_methods.h"
 #include "server/rpc/save_call.h"
 #include "server/rpc/status.h"
 #include "server/rpc/tensor_calls.h"
@@ -18,19 +20,14 @@ namespace lossd::rpc {
 namespace {
 
 using grpc::CallbackServerContext;
-using grpc::ServerUnaryReactor;
 
-// The methods that stream tensors on raw bytes, the others on messages; all with callbacks.
-using Base = v1::HeadService::WithRawCallbackMethod_ReadTensor<
-    v1::HeadService::WithRawCallbackMethod_WriteTensor<v1::HeadService::WithRawCallbackMethod_AddGradient<
-        v1::HeadService::WithCallbackMethod_CreateHead<v1::HeadService::WithCallbackMethod_DescribeHead<
-            v1::HeadService::WithCallbackMethod_ListHeads<v1::HeadService::WithCallbackMethod_DeleteHead<
-                v1::HeadService::WithCallbackMethod_GradNorm<v1::HeadService::WithCallbackMethod_ApplyStep<
-                    v1::HeadService::WithCallbackMethod_ZeroGradients<
-                        v1::HeadService::WithCallbackMethod_SaveCheckpoint<
-                            v1::HeadService::WithCallbackMethod_LoadCheckpoint<
-                                v1::HeadService::WithCallbackMethod_ListCheckpoints<
-                                    v1::HeadService::Service>>>>>>>>>>>>>;
+// Of the generated service, the methods to which clients stream tensors; the others begin with one request.
+using Base = WithRequestMethods<v1::HeadService::WithRawCallbackMethod_WriteTensor<
+    v1::HeadService::WithRawCallbackMethod_AddGradient<v1::HeadService::Service>>>;
+
+// What does a request.
+template <typename Request, typename Response>
+using Operation = absl::StatusOr<Response> (admin::HeadOperations::*)(const Request&);
 
 // The head that a request is about; "": none.
 template <typename Request>
@@ -65,6 +62,16 @@ class HeadServiceImpl final : public HeadService, public Base {
         access_(access),
         metrics_(metrics),
         operations_(options.operations, engine, metrics),
+        requests_({.max_calls = options.max_waiting_calls,
+                   .flag = "max_waiting_calls",
+                   .peer_share = options.peer_share,
+                   .end_oldest = true,
+                   .timeouts = options.timeouts,
+                   .on_limit = [metrics](absl::string_view limit) { metrics->CountLimit(limit); }}),
+        request_environment_({.access = access,
+                              .metrics = metrics,
+                              .requests = &requests_,
+                              .incarnation = engine->incarnation()}),
         registry_({.max_calls = options.max_tensor_calls,
                    .flag = "max_tensor_calls",
                    .peer_share = options.peer_share,
@@ -80,6 +87,7 @@ class HeadServiceImpl final : public HeadService, public Base {
                   .max_waiting = options.max_waiting_calls,
                   .peer_share = options.peer_share,
                   .on_limit = [metrics](absl::string_view limit) { metrics->CountLimit(limit); }}) {
+    environment_.requests = save_environment_.requests = &request_environment_;
     environment_.operations = &operations_;
     environment_.engine = engine;
     environment_.access = access;
@@ -95,9 +103,11 @@ class HeadServiceImpl final : public HeadService, public Base {
     };
     save_environment_.count = [this](int change) { CountUnfinished(change); };
     operations_.checkpoints().RemoveLeftovers();
+    ServeMethods();
   }
 
   grpc::Service* service() override { return this; }
+  const RequestEnvironment* requests() const override { return &request_environment_; }
   void Drain() override { environment_.draining = true; }
   void CancelSaves() override { operations_.checkpoints().CancelSaves(); }
   bool WaitUntilIdle(absl::Time deadline) override {
@@ -108,59 +118,6 @@ class HeadServiceImpl final : public HeadService, public Base {
            streams_done;
   }
 
-  ServerUnaryReactor* CreateHead(CallbackServerContext* context, const v1::CreateHeadRequest* request,
-                                 v1::HeadDescription* response) override {
-    return Run("CreateHead", AdminKind::kLong, context, request, response,
-               &admin::HeadOperations::CreateHead);
-  }
-  ServerUnaryReactor* DescribeHead(CallbackServerContext* context, const v1::DescribeHeadRequest* request,
-                                   v1::HeadDescription* response) override {
-    return Run("DescribeHead", AdminKind::kLook, context, request, response,
-               &admin::HeadOperations::DescribeHead);
-  }
-  ServerUnaryReactor* ListHeads(CallbackServerContext* context, const v1::ListHeadsRequest* request,
-                                v1::ListHeadsResponse* response) override {
-    return Run("ListHeads", AdminKind::kLook, context, request, response, &admin::HeadOperations::ListHeads);
-  }
-  ServerUnaryReactor* DeleteHead(CallbackServerContext* context, const v1::DeleteHeadRequest* request,
-                                 v1::DeleteHeadResponse* response) override {
-    return Run("DeleteHead", AdminKind::kChange, context, request, response,
-               &admin::HeadOperations::DeleteHead);
-  }
-  ServerUnaryReactor* GradNorm(CallbackServerContext* context, const v1::GradNormRequest* request,
-                               v1::GradNormResponse* response) override {
-    return Run("GradNorm", AdminKind::kRead, context, request, response, &admin::HeadOperations::GradNorm);
-  }
-  ServerUnaryReactor* ApplyStep(CallbackServerContext* context, const v1::ApplyStepRequest* request,
-                                v1::ApplyStepResponse* response) override {
-    return Run("ApplyStep", AdminKind::kChange, context, request, response,
-               &admin::HeadOperations::ApplyStep);
-  }
-  ServerUnaryReactor* ZeroGradients(CallbackServerContext* context, const v1::ZeroGradientsRequest* request,
-                                    v1::ZeroGradientsResponse* response) override {
-    return Run("ZeroGradients", AdminKind::kChange, context, request, response,
-               &admin::HeadOperations::ZeroGradients);
-  }
-  grpc::ServerWriteReactor<v1::SaveCheckpointUpdate>* SaveCheckpoint(
-      CallbackServerContext* context, const v1::SaveCheckpointRequest* request) override {
-    metrics_->CountRequest("SaveCheckpoint");
-    return SaveCall::Start(&save_environment_, context, request);
-  }
-  ServerUnaryReactor* ListCheckpoints(CallbackServerContext* context,
-                                      const v1::ListCheckpointsRequest* request,
-                                      v1::ListCheckpointsResponse* response) override {
-    return Run("ListCheckpoints", AdminKind::kLook, context, request, response,
-               &admin::HeadOperations::ListCheckpoints);
-  }
-  ServerUnaryReactor* LoadCheckpoint(CallbackServerContext* context, const v1::LoadCheckpointRequest* request,
-                                     v1::HeadDescription* response) override {
-    return Run("LoadCheckpoint", AdminKind::kLong, context, request, response,
-               &admin::HeadOperations::LoadCheckpoint);
-  }
-  grpc::ServerWriteReactor<grpc::ByteBuffer>* ReadTensor(CallbackServerContext* context,
-                                                         const grpc::ByteBuffer* request) override {
-    return ReadTensorCall::Start(&environment_, context, request);
-  }
   grpc::ServerReadReactor<grpc::ByteBuffer>* WriteTensor(CallbackServerContext* context,
                                                          grpc::ByteBuffer* response) override {
     return WriteTensorCall::Start(&environment_, context, response);
@@ -171,40 +128,59 @@ class HeadServiceImpl final : public HeadService, public Base {
   }
 
  private:
-  // Has a worker run `operation` and finish the call.
+  void ServeMethods() {
+    Unary("CreateHead", AdminKind::kLong, &admin::HeadOperations::CreateHead);
+    Unary("LoadCheckpoint", AdminKind::kLong, &admin::HeadOperations::LoadCheckpoint);
+    Unary("DeleteHead", AdminKind::kChange, &admin::HeadOperations::DeleteHead);
+    Unary("ApplyStep", AdminKind::kChange, &admin::HeadOperations::ApplyStep);
+    Unary("ZeroGradients", AdminKind::kChange, &admin::HeadOperations::ZeroGradients);
+    Unary("GradNorm", AdminKind::kRead, &admin::HeadOperations::GradNorm);
+    Unary("DescribeHead", AdminKind::kLook, &admin::HeadOperations::DescribeHead);
+    Unary("ListHeads", AdminKind::kLook, &admin::HeadOperations::ListHeads);
+    Unary("ListCheckpoints", AdminKind::kLook, &admin::HeadOperations::ListCheckpoints);
+    Serve("SaveCheckpoint", [this](auto* context) { return SaveCall::Start(&save_environment_, context); });
+    Serve("ReadTensor", [this](auto* context) { return ReadTensorCall::Start(&environment_, context); });
+  }
+  void Serve(absl::string_view method, std::function<Reactor*(CallbackServerContext*)> start) {
+    Base::Serve(v1::HeadState::descriptor()->file()->pool()->FindServiceByName("lossd.v1.HeadService"),
+                method, std::move(start));
+  }
+  // `method` outlives the service.
   template <typename Request, typename Response>
-  ServerUnaryReactor* Run(absl::string_view method, AdminKind kind, CallbackServerContext* context,
-                          const Request* request, Response* response,
-                          absl::StatusOr<Response> (admin::HeadOperations::*operation)(const Request&)) {
-    metrics_->CountRequest(method);
-    ServerUnaryReactor* const reactor = context->DefaultReactor();
-    absl::StatusOr<AdmittedCall> admitted = access_->Admit(*context, method, SubjectOf(*request));
-    if (!admitted.ok()) {
-      reactor->Finish(Ended(method, admitted.status()));
-      return reactor;
-    }
+  void Unary(absl::string_view method, AdminKind kind, Operation<Request, Response> operation) {
+    Serve(method, [=, this](CallbackServerContext* context) {
+      return UnaryCall::Start(environment_.requests, context, method,
+                              [=, this](UnaryCall* call, const grpc::ByteBuffer& bytes) {
+                                Run(method, kind, operation, call, bytes);
+                              });
+    });
+  }
+
+  // Has a worker run `operation` and end the call.
+  template <typename Request, typename Response>
+  void Run(absl::string_view method, AdminKind kind, Operation<Request, Response> operation, UnaryCall* call,
+           const grpc::ByteBuffer& bytes) {
+    const auto request = std::make_shared<Request>();
+    const auto decoded = wire::Decode(bytes, request.get());
+    if (!decoded.ok()) return call->Finish(Ended(method, decoded.status()));
+    absl::StatusOr<AdmittedCall> admitted = access_->Admit(*call->context(), method, SubjectOf(*request));
+    if (!admitted.ok()) return call->Finish(Ended(method, admitted.status()));
     const AdminTask task{
-        .peer = PeerKey(*context, admitted->identity), .head = HeadOf(*request), .kind = kind};
-    const auto end = [this, method, reactor, request, call = *std::move(admitted)](absl::Status status) {
-      const grpc::Status result = Ended(method, std::move(status));
-      access_->Ended(call, SubjectOf(*request), CodeName(result));
-      reactor->Finish(result);
+        .peer = PeerKey(*call->context(), admitted->identity), .head = HeadOf(*request), .kind = kind};
+    const auto end = [this, method, call, request,
+                      admitted = *std::move(admitted)](const absl::StatusOr<Response>& result) {
+      const grpc::Status status = Ended(method, result.status());
+      access_->Ended(admitted, SubjectOf(*request), CodeName(status));
+      result.ok() ? call->Answer(wire::Encode(*result)) : call->Finish(status);
     };
-    if (environment_.draining && Changes(kind)) {
-      end(absl::UnavailableError("the server is draining"));
-      return reactor;
-    }
-    absl::Status scheduled = workers_.Schedule(task, [=, this] {
-      if (context->IsCancelled()) return end(absl::CancelledError("the client no longer waits"));
+    if (environment_.draining && Changes(kind)) return end(absl::UnavailableError("the server is draining"));
+    const absl::Status scheduled = workers_.Schedule(task, [=, this] {
+      if (call->context()->IsCancelled()) return end(absl::CancelledError("the client no longer waits"));
       CountUnfinished(1);
-      absl::StatusOr<Response> result = (operations_.*operation)(*request);
-      const absl::Status status = result.status();
-      if (status.ok()) *response = *std::move(result);
-      end(status);
+      end((operations_.*operation)(*request));
       CountUnfinished(-1);
     });
-    if (!scheduled.ok()) end(std::move(scheduled));
-    return reactor;
+    if (!scheduled.ok()) end(scheduled);
   }
 
   grpc::Status Ended(absl::string_view method, absl::Status status) {
@@ -231,6 +207,8 @@ class HeadServiceImpl final : public HeadService, public Base {
   admin::HeadOperations operations_;
   TensorCallEnvironment environment_;
   SaveCallEnvironment save_environment_;
+  CallRegistry requests_;  // of calls whose request is not complete
+  const RequestEnvironment request_environment_;
   CallRegistry registry_;  // of calls that move tensors
   CallRegistry saves_;     // saves have places of their own, which other calls cannot take
   WorkerPool savers_;      // one thread: saves take turns, and never keep workers from other calls

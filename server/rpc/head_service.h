@@ -13,6 +13,7 @@
 #include "server/metrics/metrics.h"
 #include "server/rpc/access_control.h"
 #include "server/rpc/call_timeouts.h"
+#include "server/rpc/request_call.h"
 
 namespace grpc {
 class Service;
@@ -23,7 +24,7 @@ namespace lossd::rpc {
 struct HeadServiceOptions {
   admin::HeadOperationsOptions operations;
   int worker_threads = 8;
-  int64_t max_waiting_calls = 256;  // for a worker
+  int64_t max_waiting_calls = 256;  // for a worker, and so many for their request
   int64_t max_tensor_calls = 64;    // ReadTensor, WriteTensor and AddGradient, open
   int64_t max_saves = 16;           // SaveCheckpoint: waiting or running
   double peer_share = 0.5;          // of each of the three
@@ -32,12 +33,14 @@ struct HeadServiceOptions {
 
 class HeadService {
  public:
-  // `engine`, `access` and `metrics` outlive the service.
+  // All that is pointed to outlives the service.
   static std::unique_ptr<HeadService> Create(const HeadServiceOptions& options, engine::Engine* engine,
                                              const AccessControl* access, metrics::Metrics* metrics);
   virtual ~HeadService() = default;
 
   virtual grpc::Service* service() = 0;
+  // For the calls of the other services whose clients send one request: one bound for all of them.
+  virtual const RequestEnvironment* requests() const = 0;
   // From now on calls that change heads end with UNAVAILABLE; reading and saving still work.
   virtual void Drain() = 0;
   // Has the save that runs, and those that wait, end with CANCELLED soon; for when time is up.

@@ -3,18 +3,26 @@
 #include <algorithm>
 
 #include "absl/time/clock.h"
+#include "proto/wire/payload_codec.h"
 #include "server/log/log.h"
 #include "server/messages/convert.h"
 #include "server/messages/errors.h"
 #include "server/rpc/status.h"
 
 namespace lossd::rpc {
+namespace {
+
+constexpr absl::string_view kReleaseMicrobatch = "ReleaseMicrobatch";
+
+}  // namespace
 
 // Calls that have not opened their microbatch yet count in the registry but not in the engine: twice as
 // many calls as streams leave room for them.
 LossService::LossService(const LossServiceOptions& options, engine::Engine* engine,
-                         const AccessControl* access, metrics::Metrics* metrics)
-    : registry_({.max_calls = 2 * options.max_streams,
+                         const AccessControl* access, metrics::Metrics* metrics,
+                         const RequestEnvironment* requests)
+    : requests_(requests),
+      registry_({.max_calls = 2 * options.max_streams,
                  .peer_share = options.peer_share,
                  .timeouts = options.timeouts,
                  .on_limit = [metrics](absl::string_view limit) { metrics->CountLimit(limit); }}),
@@ -30,6 +38,12 @@ LossService::LossService(const LossServiceOptions& options, engine::Engine* engi
   environment_.registry = &registry_;
   environment_.senders = &senders_;
   environment_.max_staging_bytes = options.max_staging_bytes;
+  Serve(v1::HeadState::descriptor()->file()->pool()->FindServiceByName("lossd.v1.LossService"),
+        kReleaseMicrobatch, [this](grpc::CallbackServerContext* context) {
+          return UnaryCall::Start(
+              requests_, context, kReleaseMicrobatch,
+              [this](UnaryCall* call, const grpc::ByteBuffer& bytes) { call->End(Release(call, bytes)); });
+        });
 }
 
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* LossService::ComputeLoss(
@@ -37,29 +51,20 @@ grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* LossService::Comput
   return ComputeLossCall::Start(&environment_, context);
 }
 
-grpc::ServerUnaryReactor* LossService::ReleaseMicrobatch(grpc::CallbackServerContext* context,
-                                                         const v1::ReleaseMicrobatchRequest* request,
-                                                         v1::ReleaseMicrobatchResponse* response) {
-  constexpr absl::string_view kMethod = "ReleaseMicrobatch";
-  environment_.metrics->CountRequest(kMethod);
-  grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
-  if (const auto admitted = environment_.access->Admit(*context, kMethod, request->head()); !admitted.ok()) {
-    const grpc::Status refusal = ToGrpc(admitted.status(), environment_.engine->incarnation());
-    environment_.metrics->CountError(kMethod, CodeName(refusal));
-    reactor->Finish(refusal);
-    return reactor;
-  }
+absl::StatusOr<v1::ReleaseMicrobatchResponse> LossService::Release(UnaryCall* call,
+                                                                   const grpc::ByteBuffer& bytes) {
+  v1::ReleaseMicrobatchRequest request;
+  const auto decoded = wire::Decode(bytes, &request);
+  if (!decoded.ok()) return decoded.status();
+  const auto admitted = environment_.access->Admit(*call->context(), kReleaseMicrobatch, request.head());
+  if (!admitted.ok()) return admitted.status();
   const absl::StatusOr<engine::ReleaseResult> released =
-      environment_.engine->Release(request->head(), request->microbatch_id());
-  const grpc::Status status = ToGrpc(released.status(), environment_.engine->incarnation());
-  if (status.ok()) {
-    *response->mutable_state() = messages::ToProto(released->state);
-    response->set_released(released->released);
-  } else {
-    environment_.metrics->CountError(kMethod, CodeName(status));
-  }
-  reactor->Finish(status);
-  return reactor;
+      environment_.engine->Release(request.head(), request.microbatch_id());
+  if (!released.ok()) return released.status();
+  v1::ReleaseMicrobatchResponse response;
+  *response.mutable_state() = messages::ToProto(released->state);
+  response.set_released(released->released);
+  return response;
 }
 
 }  // namespace lossd::rpc

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "lossd/v1/loss.grpc.pb.h"
 #include "server/engine/engine.h"
@@ -16,6 +17,8 @@
 #include "server/rpc/call_registry.h"
 #include "server/rpc/compute_loss_call.h"
 #include "server/rpc/periodic.h"
+#include "server/rpc/request_call.h"
+#include "server/rpc/request_methods.h"
 #include "server/rpc/worker_pool.h"
 
 namespace lossd::rpc {
@@ -29,19 +32,15 @@ struct LossServiceOptions {
   absl::Duration retained_timeout = absl::Minutes(10);  // of retained microbatches that no call uses
 };
 
-class LossService final
-    : public v1::LossService::WithRawCallbackMethod_ComputeLoss<
-          v1::LossService::WithCallbackMethod_ReleaseMicrobatch<v1::LossService::Service>> {
+class LossService final : public WithRequestMethods<
+                              v1::LossService::WithRawCallbackMethod_ComputeLoss<v1::LossService::Service>> {
  public:
-  // `engine`, `access` and `metrics` outlive the service.
+  // All that is pointed to outlives the service.
   LossService(const LossServiceOptions& options, engine::Engine* engine, const AccessControl* access,
-              metrics::Metrics* metrics);
+              metrics::Metrics* metrics, const RequestEnvironment* requests);
 
   grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* ComputeLoss(
       grpc::CallbackServerContext* context) override;
-  grpc::ServerUnaryReactor* ReleaseMicrobatch(grpc::CallbackServerContext* context,
-                                              const v1::ReleaseMicrobatchRequest* request,
-                                              v1::ReleaseMicrobatchResponse* response) override;
 
   // From now on new calls end with UNAVAILABLE.
   void Drain() { environment_.draining = true; }
@@ -49,7 +48,10 @@ class LossService final
   bool WaitUntilIdle(absl::Time deadline) { return registry_.WaitUntilEmpty(deadline); }
 
  private:
+  absl::StatusOr<v1::ReleaseMicrobatchResponse> Release(UnaryCall* call, const grpc::ByteBuffer& bytes);
+
   ComputeLossEnvironment environment_;
+  const RequestEnvironment* const requests_;
   CallRegistry registry_;
   WorkerPool senders_;  // first to go but one: its last turns use the others
   Periodic expiry_;     // of retained microbatches

@@ -4,33 +4,40 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/clock.h"
+#include "proto/wire/payload_codec.h"
 #include "server/rpc/status.h"
 
 namespace lossd::rpc {
 
-SaveCall* SaveCall::Start(SaveCallEnvironment* environment, grpc::CallbackServerContext* context,
-                          const v1::SaveCheckpointRequest* request) {
-  const std::shared_ptr<SaveCall> call(new SaveCall(environment, context, *request));
+SaveCall* SaveCall::Start(SaveCallEnvironment* environment, grpc::CallbackServerContext* context) {
+  const std::shared_ptr<SaveCall> call(new SaveCall(environment, context));
   call->self_ = call;
-  absl::StatusOr<AdmittedCall> admitted =
-      environment->access->Admit(*context, "SaveCheckpoint", request->head());
-  if (!admitted.ok()) {
-    call->End(admitted.status());
-    return call.get();
-  }
-  call->admitted_ = *std::move(admitted);
-  absl::Status added = environment->registry->Add(call.get(), PeerKey(*context, call->admitted_.identity));
-  if (!added.ok()) {
-    call->End(std::move(added));
-    return call.get();
-  }
-  environment->count(1);
-  const bool scheduled = environment->workers->Schedule([call] { call->Run(); });
-  if (!scheduled) {
-    environment->count(-1);
-    call->End(absl::ResourceExhaustedError("too many saves are waiting (--max_saves)"));
-  }
+  call->Receive();
   return call.get();
+}
+
+void SaveCall::OnRequest(const grpc::ByteBuffer& request) {
+  const std::shared_ptr<SaveCall> keep = self_;
+  {
+    absl::MutexLock lock(&mutex_);
+    received_ = true;
+  }
+  if (absl::Status scheduled = Schedule(request); !scheduled.ok()) End(std::move(scheduled));
+}
+
+absl::Status SaveCall::Schedule(const grpc::ByteBuffer& request) {
+  const absl::StatusOr<wire::PayloadView> decoded = wire::Decode(request, &request_);
+  if (!decoded.ok()) return decoded.status();
+  absl::StatusOr<AdmittedCall> admitted =
+      environment_->access->Admit(*context(), "SaveCheckpoint", request_.head());
+  if (!admitted.ok()) return admitted.status();
+  admitted_ = *std::move(admitted);
+  absl::Status added = environment_->registry->Add(this, PeerKey(*context(), admitted_.identity));
+  if (!added.ok()) return added;
+  environment_->count(1);
+  if (environment_->workers->Schedule([call = self_] { call->Run(); })) return absl::OkStatus();
+  environment_->count(-1);
+  return absl::ResourceExhaustedError("too many saves are waiting (--max_saves)");
 }
 
 void SaveCall::Run() {
@@ -75,7 +82,7 @@ void SaveCall::Continue() {
     finished_ = true;
     Finish(grpc::Status(grpc::StatusCode::CANCELLED, "the client cancelled the call or went away"));
   } else if (next_.has_value()) {
-    message_ = *std::move(next_);
+    message_ = wire::Encode(*next_);
     next_.reset();
     writing_ = true;
     clock_.Set(CallClock::Waits::kSend);
@@ -97,7 +104,7 @@ void SaveCall::OnWriteDone(bool ok) {
 void SaveCall::OnCancel() {
   absl::MutexLock lock(&mutex_);
   gone_ = true;
-  Continue();
+  if (received_) Continue();
 }
 
 absl::string_view SaveCall::EndIfLate(absl::Time now, const CallTimeouts& timeouts) {
@@ -105,7 +112,7 @@ absl::string_view SaveCall::EndIfLate(absl::Time now, const CallTimeouts& timeou
   absl::string_view limit;
   if (clock_.Check(now, timeouts, &limit).ok()) return "";
   clock_.Set(CallClock::Waits::kNothing);
-  context_->TryCancel();
+  context()->TryCancel();
   return limit;
 }
 

@@ -21,6 +21,7 @@
 #include "server/admin/checkpoints.h"
 #include "server/rpc/access_control.h"
 #include "server/rpc/call_registry.h"
+#include "server/rpc/request_call.h"
 #include "server/rpc/worker_pool.h"
 
 namespace lossd::rpc {
@@ -28,6 +29,7 @@ namespace lossd::rpc {
 // What all calls share; outlives them and the saves they start.
 struct SaveCallEnvironment {
   admin::Checkpoints* checkpoints = nullptr;
+  const RequestEnvironment* requests = nullptr;
   const AccessControl* access = nullptr;
   CallRegistry* registry = nullptr;
   WorkerPool* workers = nullptr;
@@ -36,10 +38,9 @@ struct SaveCallEnvironment {
 };
 
 // Lives until both gRPC and the save are done with it.
-class SaveCall final : public grpc::ServerWriteReactor<v1::SaveCheckpointUpdate>, public WatchedCall {
+class SaveCall final : public RequestCall, public WatchedCall {
  public:
-  static SaveCall* Start(SaveCallEnvironment* environment, grpc::CallbackServerContext* context,
-                         const v1::SaveCheckpointRequest* request);
+  static SaveCall* Start(SaveCallEnvironment* environment, grpc::CallbackServerContext* context);
 
   void OnWriteDone(bool ok) override ABSL_LOCKS_EXCLUDED(mutex_);
   void OnCancel() override ABSL_LOCKS_EXCLUDED(mutex_);
@@ -48,10 +49,11 @@ class SaveCall final : public grpc::ServerWriteReactor<v1::SaveCheckpointUpdate>
       ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  SaveCall(SaveCallEnvironment* environment, grpc::CallbackServerContext* context,
-           const v1::SaveCheckpointRequest& request)
-      : environment_(environment), context_(context), request_(request) {}
+  SaveCall(SaveCallEnvironment* environment, grpc::CallbackServerContext* context)
+      : RequestCall(environment->requests, context, "SaveCheckpoint"), environment_(environment) {}
 
+  void OnRequest(const grpc::ByteBuffer& request) override ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::Status Schedule(const grpc::ByteBuffer& request);
   void Run();
   // Sends the update, or the latest of those that come while one is being sent.
   void Post(v1::SaveCheckpointUpdate update) ABSL_LOCKS_EXCLUDED(mutex_);
@@ -61,14 +63,14 @@ class SaveCall final : public grpc::ServerWriteReactor<v1::SaveCheckpointUpdate>
   void Continue() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   SaveCallEnvironment* const environment_;
-  grpc::CallbackServerContext* const context_;  // until OnDone
-  const v1::SaveCheckpointRequest request_;
-  AdmittedCall admitted_;           // set before anything else
+  v1::SaveCheckpointRequest request_;
+  AdmittedCall admitted_;           // set before it runs
   std::shared_ptr<SaveCall> self_;  // gRPC's share of it, until OnDone
   std::atomic<bool> gone_{false};   // the client is
 
   absl::Mutex mutex_;
-  v1::SaveCheckpointUpdate message_ ABSL_GUARDED_BY(mutex_);  // being sent
+  bool received_ ABSL_GUARDED_BY(mutex_) = false;     // the request was; before, RequestCall ends the call
+  grpc::ByteBuffer message_ ABSL_GUARDED_BY(mutex_);  // being sent
   std::optional<v1::SaveCheckpointUpdate> next_ ABSL_GUARDED_BY(mutex_);
   std::optional<grpc::Status> end_ ABSL_GUARDED_BY(mutex_);
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;

@@ -10,12 +10,14 @@
 #include <cstdint>
 #include <string>
 
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "lossd/v1/server.grpc.pb.h"
 #include "server/engine/engine.h"
-#include "server/metrics/metrics.h"
 #include "server/rpc/access_control.h"
+#include "server/rpc/request_call.h"
+#include "server/rpc/request_methods.h"
 
 namespace lossd::rpc {
 
@@ -26,25 +28,22 @@ struct ServerServiceOptions {
   int64_t max_streams = 0;
 };
 
-class ServerService final : public v1::ServerService::CallbackService {
+class ServerService final : public WithRequestMethods<v1::ServerService::Service> {
  public:
-  // All four outlive the service.
+  // All that is pointed to outlives the service.
   ServerService(const ServerServiceOptions& options, const engine::Engine* engine,
-                const kernels::Backend* backend, const AccessControl* access, metrics::Metrics* metrics)
-      : options_(options), engine_(engine), backend_(backend), access_(access), metrics_(metrics) {}
-
-  grpc::ServerUnaryReactor* GetServer(grpc::CallbackServerContext* context,
-                                      const v1::GetServerRequest* request,
-                                      v1::ServerDescription* response) override;
+                const kernels::Backend* backend, const AccessControl* access,
+                const RequestEnvironment* requests);
 
   void Drain() { draining_ = true; }
 
  private:
+  absl::StatusOr<v1::ServerDescription> Describe(UnaryCall* call) const;
+
   const ServerServiceOptions options_;
   const engine::Engine* const engine_;
   const kernels::Backend* const backend_;
   const AccessControl* const access_;
-  metrics::Metrics* const metrics_;
   std::atomic<bool> draining_{false};
 };
 

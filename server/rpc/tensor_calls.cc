@@ -22,7 +22,6 @@ constexpr int64_t kMessageBytes = int64_t{4} << 20;
 // What a call that was not admitted ends with, else OK. Sets `*peer`, whom the limits count it for.
 absl::Status Admit(TensorCallEnvironment* environment, const grpc::CallbackServerContext& context,
                    WatchedCall* call, absl::string_view method, AdmittedCall* admitted, std::string* peer) {
-  environment->metrics->CountRequest(method);
   absl::StatusOr<AdmittedCall> allowed = environment->access->Admit(context, method);
   if (!allowed.ok()) return allowed.status();
   *admitted = *std::move(allowed);
@@ -41,17 +40,18 @@ grpc::Status Ended(TensorCallEnvironment* environment, absl::string_view method,
 // ---- ReadTensor ----
 
 ReadTensorCall* ReadTensorCall::Start(TensorCallEnvironment* environment,
-                                      grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) {
-  auto* call = new ReadTensorCall(environment, context);
-  call->request_ = request;
-  AdmittedCall admitted;
-  absl::Status status = Admit(environment, *context, call, kRead, &admitted, &call->peer_);
-  if (!status.ok()) {
-    call->End(std::move(status));
-  } else {
-    call->Schedule(&ReadTensorCall::Begin);
-  }
+                                      grpc::CallbackServerContext* context) {
+  auto* const call = new ReadTensorCall(environment, context);
+  call->Receive();
   return call;
+}
+
+void ReadTensorCall::OnRequest(const grpc::ByteBuffer& request) {
+  AdmittedCall admitted;
+  absl::Status status = Admit(environment_, *context(), this, kRead, &admitted, &peer_);
+  if (status.ok()) status = wire::Decode(request, &request_).status();
+  if (!status.ok()) return End(std::move(status));
+  Schedule(&ReadTensorCall::Begin);
 }
 
 void ReadTensorCall::Schedule(void (ReadTensorCall::*step)()) {
@@ -61,10 +61,7 @@ void ReadTensorCall::Schedule(void (ReadTensorCall::*step)()) {
 }
 
 void ReadTensorCall::Begin() {
-  v1::ReadTensorRequest request;
-  const absl::StatusOr<wire::PayloadView> decoded = wire::Decode(*request_, &request);
-  if (!decoded.ok()) return End(decoded.status());
-  absl::StatusOr<admin::TensorRead> read = environment_->operations->OpenRead(request);
+  absl::StatusOr<admin::TensorRead> read = environment_->operations->OpenRead(request_);
   if (!read.ok()) return End(read.status());
   read_ = *std::move(read);
   next_row_ = read_.tensor.rows.begin;
@@ -113,7 +110,7 @@ absl::string_view ReadTensorCall::EndIfLate(absl::Time now, const CallTimeouts& 
   absl::string_view limit;
   if (clock_.Check(now, timeouts, &limit).ok()) return "";
   clock_.Set(CallClock::Waits::kNothing);
-  context_->TryCancel();
+  context()->TryCancel();
   return limit;
 }
 
@@ -125,6 +122,7 @@ void ReadTensorCall::OnDone() {
 // ---- Calls that receive rows ----
 
 void ReceiveRowsCall::Begin() {
+  environment_->metrics->CountRequest(method_);
   absl::Status status = Admit(environment_, *context_, this, method_, &admitted_, &peer_);
   if (environment_->draining) status.Update(absl::UnavailableError("the server is draining"));
   if (!status.ok()) return End(std::move(status));

@@ -28,11 +28,13 @@
 #include "server/rpc/access_control.h"
 #include "server/rpc/admin_workers.h"
 #include "server/rpc/call_registry.h"
+#include "server/rpc/request_call.h"
 
 namespace lossd::rpc {
 
 // What all calls share; outlives them.
 struct TensorCallEnvironment {
+  const RequestEnvironment* requests = nullptr;
   admin::HeadOperations* operations = nullptr;
   engine::Engine* engine = nullptr;
   const AccessControl* access = nullptr;
@@ -43,10 +45,9 @@ struct TensorCallEnvironment {
 };
 
 // Deletes itself in OnDone.
-class ReadTensorCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, public WatchedCall {
+class ReadTensorCall final : public RequestCall, public WatchedCall {
  public:
-  static ReadTensorCall* Start(TensorCallEnvironment* environment, grpc::CallbackServerContext* context,
-                               const grpc::ByteBuffer* request);
+  static ReadTensorCall* Start(TensorCallEnvironment* environment, grpc::CallbackServerContext* context);
 
   void OnWriteDone(bool ok) override;
   void OnCancel() override { cancelled_ = true; }
@@ -56,17 +57,17 @@ class ReadTensorCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, 
 
  private:
   ReadTensorCall(TensorCallEnvironment* environment, grpc::CallbackServerContext* context)
-      : environment_(environment), context_(context) {}
+      : RequestCall(environment->requests, context, "ReadTensor"), environment_(environment) {}
 
+  void OnRequest(const grpc::ByteBuffer& request) override;
   void Schedule(void (ReadTensorCall::*step)());
   void Begin();
   void ReadSlice();
   void End(absl::Status status);
 
   TensorCallEnvironment* const environment_;
-  grpc::CallbackServerContext* const context_;
-  std::string peer_;                           // PeerKey; set before anything else
-  const grpc::ByteBuffer* request_ = nullptr;  // gRPC's, until OnDone
+  std::string peer_;  // PeerKey; set before anything is scheduled
+  v1::ReadTensorRequest request_;
   admin::TensorRead read_;
   int64_t next_row_ = 0;
   grpc::ByteBuffer message_;

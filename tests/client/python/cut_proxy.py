@@ -49,10 +49,14 @@ class CutProxy:
         while True:
             try:
                 client, _ = self._listener.accept()
-                self.accept_times.append(time.monotonic_ns())
-                server = socket.create_connection(self._target)
             except OSError:
                 return
+            self.accept_times.append(time.monotonic_ns())
+            try:
+                server = socket.create_connection(self._target)
+            except OSError:  # no server at the moment
+                _shut(client)
+                continue
             for each in (client, server):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:

@@ -29,7 +29,7 @@ class ServerProcess:
                 [os.environ["LOSSD_BINARY"], f"--listen={self.target}", "--http=", f"--port_file={ports}",
                  f"--checkpoint_dir={self.folder / 'checkpoints'}", "--threads=2", *self._flags],
                 stdout=log, stderr=subprocess.STDOUT)
-        for _ in range(200):
+        for _ in range(2400):  # two minutes, on a machine that does other work too
             if ports.exists() and ports.read_text():
                 self.target = json.loads(ports.read_text())["grpc"]
                 return
@@ -37,6 +37,15 @@ class ServerProcess:
                 break
             time.sleep(0.05)
         raise RuntimeError("lossd did not come up:\n" + (self.folder / "log").read_text())
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def ended(self) -> int | None:
+        """Its exit status if it has ended, by itself or not."""
+        return None if self._process is None else self._process.poll()
 
     def kill(self) -> None:
         """As a crash ends it."""

@@ -257,7 +257,7 @@ TEST_F(AttacksTest, IdleCallsOfOneConnectionLeaveRoomForOthers) {
 }
 
 TEST_F(AttacksTest, IdleCallsEnd) {
-  Start({"--open_timeout=1s", "--idle_timeout=1s", "--turn_timeout=1h", "--send_timeout=1h"});
+  Start({"--open_timeout=10s", "--idle_timeout=10s", "--turn_timeout=1h", "--send_timeout=1h"});
   std::vector<std::unique_ptr<RawHttp2>> connections;
   connections.push_back(std::make_unique<RawHttp2>(server_->target()));
   for (uint64_t i = 0; i < 30; ++i) {
@@ -272,6 +272,51 @@ TEST_F(AttacksTest, IdleCallsEnd) {
   while (connections[0]->calls() > 0 && absl::Now() < limit) connections[0]->Pump(absl::Milliseconds(50));
   EXPECT_EQ(connections[0]->calls(), 0u);
   Train();
+}
+
+// Every method whose call begins with one request, and does not send more of it than its length.
+void BeginRequests(RawHttp2* connection) {
+  for (const char* method :
+       {"HeadService/ApplyStep", "HeadService/CreateHead", "HeadService/DeleteHead",
+        "HeadService/DescribeHead", "HeadService/GradNorm", "HeadService/ListCheckpoints",
+        "HeadService/ListHeads", "HeadService/LoadCheckpoint", "HeadService/ReadTensor",
+        "HeadService/SaveCheckpoint", "HeadService/ZeroGradients", "LossService/ReleaseMicrobatch",
+        "ServerService/GetServer"}) {
+    connection->Message(connection->Call(absl::StrCat("/lossd.v1.", method)), 100, "", 50);
+  }
+}
+
+TEST_F(AttacksTest, UnfinishedRequestsEnd) {
+  Start({"--open_timeout=10s", "--idle_timeout=1h", "--turn_timeout=1h", "--send_timeout=1h"});
+  RawHttp2 connection(server_->target());
+  BeginRequests(&connection);
+  connection.Pump(absl::Milliseconds(100));
+  EXPECT_GT(connection.calls(), 0u);
+  const absl::Time limit = absl::Now() + absl::Minutes(2);
+  while (connection.calls() > 0 && absl::Now() < limit) connection.Pump(absl::Milliseconds(50));
+  EXPECT_EQ(connection.calls(), 0u);
+  EXPECT_TRUE(connection.open());
+  Train();
+}
+
+TEST_F(AttacksTest, UnfinishedRequestsAreFewForEachPeerAndInAll) {
+  Start();
+  std::vector<std::unique_ptr<RawHttp2>> connections;
+  for (int i = 0; i < 12; ++i) {
+    connections.push_back(std::make_unique<RawHttp2>(server_->target()));
+    for (int j = 0; j < 23; ++j) BeginRequests(connections.back().get());  // 299
+  }
+  size_t open = 0;
+  const absl::Time limit = absl::Now() + absl::Minutes(2);
+  do {  // until the server has seen them all
+    Pump(connections, absl::Seconds(1));
+    open = 0;
+    for (const auto& connection : connections) open += connection->calls();
+  } while (open > 256 && absl::Now() < limit);
+  EXPECT_LE(open, 256u);  // --max_waiting_calls
+  for (const auto& connection : connections) EXPECT_LE(connection->calls(), 128u);
+  ExpectBounded();
+  Train();  // what holds nothing finds a place
 }
 
 }  // namespace

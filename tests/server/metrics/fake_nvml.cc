@@ -8,6 +8,8 @@
 #include <mutex>
 #include <string>
 
+#include "server/metrics/nvml.h"
+
 namespace {
 
 constexpr int kSuccess = 0;
@@ -23,8 +25,8 @@ struct State {
   int result = kSuccess;  // of every call about the device
 };
 State& TheState() {
-  static auto* const state = new State();
-  return *state;
+  static State state;  // destroyed when the library is unloaded
+  return state;
 }
 
 int g_device = 0;
@@ -45,18 +47,6 @@ int Get(const char* name, unsigned* value) {
   if (result == kSuccess) *value = static_cast<unsigned>(wide);
   return result;
 }
-
-struct Utilization {
-  unsigned gpu, memory;
-};
-struct Memory {
-  unsigned long long total, free, used;
-};
-struct Event {
-  void* device;
-  unsigned long long type, data;
-  unsigned gpu_instance, compute_instance;
-};
 
 }  // namespace
 
@@ -89,11 +79,11 @@ int nvmlDeviceGetHandleByUUID(const char* uuid, void** device) {
 }
 int nvmlDeviceGetPowerUsage(void*, unsigned* value) { return Get("power", value); }
 int nvmlDeviceGetTemperature(void*, int, unsigned* value) { return Get("temperature", value); }
-int nvmlDeviceGetUtilizationRates(void*, Utilization* value) {
+int nvmlDeviceGetUtilizationRates(void*, lossd::metrics::NvmlUtilization* value) {
   const int result = Get("utilization", &value->gpu);
   return result == kSuccess ? Get("memory_utilization", &value->memory) : result;
 }
-int nvmlDeviceGetMemoryInfo(void*, Memory* value) {
+int nvmlDeviceGetMemoryInfo(void*, lossd::metrics::NvmlMemory* value) {
   const int result = Get("memory_used", &value->used);
   value->total = 1000;
   value->free = 1000 - value->used;
@@ -111,7 +101,7 @@ int nvmlEventSetCreate(void** events) {
 }
 int nvmlEventSetFree(void*) { return kSuccess; }
 int nvmlDeviceRegisterEvents(void*, unsigned long long, void*) { return kSuccess; }
-int nvmlEventSetWait_v2(void*, Event* event, unsigned timeout_ms) {
+int nvmlEventSetWait_v2(void*, lossd::metrics::NvmlEvent* event, unsigned timeout_ms) {
   State& state = TheState();
   std::unique_lock<std::mutex> lock(state.mutex);
   state.changed.wait_for(lock, std::chrono::milliseconds(timeout_ms),

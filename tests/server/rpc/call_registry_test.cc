@@ -18,6 +18,8 @@ class FakeCall final : public WatchedCall {
     ++checks;
     return late ? "idle_timeout" : "";
   }
+  void GiveUpPlace(absl::Status why) override { given_up = std::move(why); }
+  absl::Status given_up;
   std::atomic<int> checks{0};
   std::atomic<bool> late{false};
 };
@@ -50,6 +52,24 @@ TEST(CallRegistryTest, APeerLeavesPlacesToOthers) {
   EXPECT_NE(refused.message().find("greedy has 4"), absl::string_view::npos) << refused;
   EXPECT_NE(refused.message().find("--peer_share"), absl::string_view::npos) << refused;
   EXPECT_TRUE(registry.Add(&calls[5], "other").ok());
+  for (FakeCall& call : calls) registry.Remove(&call);
+}
+
+TEST(CallRegistryTest, WhoHasNoPlaceGetsTheOldestCallsPlace) {
+  CallRegistry registry({.max_calls = 3, .flag = "max_waiting_calls", .peer_share = 0.5, .end_oldest = true});
+  FakeCall calls[6];
+  ASSERT_TRUE(registry.Add(&calls[0], "a").ok());
+  ASSERT_TRUE(registry.Add(&calls[1], "b").ok());
+  ASSERT_TRUE(registry.Add(&calls[2], "c").ok());
+  EXPECT_EQ(registry.Add(&calls[3], "b").code(), absl::StatusCode::kResourceExhausted);  // it has one
+  EXPECT_TRUE(calls[0].given_up.ok());
+  EXPECT_TRUE(registry.Add(&calls[4], "d").ok());
+  EXPECT_EQ(calls[0].given_up.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_NE(calls[0].given_up.message().find("--max_waiting_calls"), absl::string_view::npos)
+      << calls[0].given_up;
+  EXPECT_TRUE(registry.Add(&calls[5], "e").ok());
+  EXPECT_FALSE(calls[1].given_up.ok());
+  EXPECT_TRUE(calls[2].given_up.ok());
   for (FakeCall& call : calls) registry.Remove(&call);
 }
 

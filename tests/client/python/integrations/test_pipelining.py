@@ -97,7 +97,7 @@ def test_schedules(server, client, make_head, seed, schedule, scale_grads, order
     for stage in stages:
         stage.start()
     for stage in stages:
-        stage.join(200)
+        stage.join(1200)
         assert stage.exitcode == 0
     by_rank = {rank: rest for rank, *rest in (results.get(), results.get())}
     got = np.array(by_rank[1][0]).reshape(STEPS, MICROBATCHES)

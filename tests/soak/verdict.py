@@ -1,0 +1,110 @@
+"""Whether a server's memory, descriptors, threads and latency stayed level over a long run.
+
+The first quarter of the run is left out: it has the restarts of the server, and what a process takes once. Over the rest,
+
+- memory, descriptors and threads: the slope of the least-squares line through the samples, with an intercept of its own for
+  each process of the server, times the length of that time, is at most LIMITS;
+- memory also by the median of the slopes of SLICES equal parts of that time, which has to be below STEADY_MEMORY. The line alone
+  cannot be held so low: when many large messages are under way at once, resident memory rises by some MiB and stays there, which
+  is bounded by what is planned. What grows with traffic grows in every part;
+- latency, divided by what a fixed piece of work took another process at the same moment (control.py): the medians of the first
+  and the last third of that time. More than LATENCY_FACTOR times as long fails.
+
+Pure functions of samples.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+MEBIBYTE = 1 << 20
+LIMITS = {"memory": 64 * MEBIBYTE, "descriptors": 8.0, "threads": 4.0}  # growth over the time that counts
+SLICES = 20
+STEADY_MEMORY = 8 * MEBIBYTE
+LATENCY_FACTOR = 3.0
+LEAST_SAMPLES = 20
+
+
+@dataclass(frozen=True)
+class Sample:
+    time: float  # seconds since the run began
+    process: int  # the server's
+    memory: int  # resident, bytes
+    descriptors: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Latency:
+    time: float
+    seconds: float
+    control: float  # seconds that the other work took
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One measure: what it says, and whether it passes."""
+
+    what: str
+    figures: str
+    passed: bool
+
+
+def slope(points: Iterable[tuple[int, float, float]]) -> float:
+    """Of y over x for (group, x, y), least squares, each group with an intercept of its own; 0 without any spread of x."""
+    groups: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for group, x, y in points:
+        groups[group].append((x, y))
+    above = below = 0.0
+    for members in groups.values():
+        mean_x = statistics.fmean(x for x, _ in members)
+        mean_y = statistics.fmean(y for _, y in members)
+        above += sum((x - mean_x) * (y - mean_y) for x, y in members)
+        below += sum((x - mean_x) ** 2 for x, _ in members)
+    return above / below if below else 0.0
+
+
+def _growth(what: str, samples: Sequence[Sample], seconds: float) -> Finding:
+    values = [float(getattr(sample, what)) for sample in samples]
+    grown = seconds * slope((sample.process, sample.time, value) for sample, value in zip(samples, values))
+    unit, name = (MEBIBYTE, " MiB") if what == "memory" else (1, "")
+    figures = (f"grows by {grown / unit:.2f}{name} in {seconds:.0f} s (at most {LIMITS[what] / unit:g}{name}); "
+               f"median {statistics.median(values) / unit:.1f}, highest {max(values) / unit:.1f}")
+    return Finding(what, figures, grown <= LIMITS[what])
+
+
+def _steady_memory(samples: Sequence[Sample], begin: float, end: float) -> Finding:
+    slices: list[list[tuple[int, float, float]]] = [[] for _ in range(SLICES)]
+    for sample in samples:
+        number = min(SLICES - 1, int(SLICES * (sample.time - begin) / (end - begin)))
+        slices[number].append((sample.process, sample.time, float(sample.memory)))
+    grown = (end - begin) * statistics.median(map(slope, slices))
+    figures = (f"grows steadily by {grown / MEBIBYTE:.2f} MiB in {end - begin:.0f} s (at most {STEADY_MEMORY / MEBIBYTE:g} MiB; "
+               f"median slope of {SLICES} parts)")
+    return Finding("steady memory", figures, grown <= STEADY_MEMORY)
+
+
+def _latency(latencies: Sequence[Latency], begin: float, end: float) -> Finding:
+    third = (end - begin) / 3
+    first = [each for each in latencies if begin <= each.time < begin + third]
+    last = [each for each in latencies if end - third <= each.time <= end]
+    if min(len(first), len(last)) < LEAST_SAMPLES:
+        return Finding("latency", f"only {len(first)} and {len(last)} samples in the first and the last third", False)
+    before, after = (statistics.median(each.seconds / each.control for each in part) for part in (first, last))
+    milliseconds = [1e3 * statistics.median(each.seconds for each in part) for part in (first, last)]
+    figures = (f"median {before:.2f} times the other work in the first third ({milliseconds[0]:.1f} ms), {after:.2f} times in the "
+               f"last ({milliseconds[1]:.1f} ms); at most {LATENCY_FACTOR:g} times as much")
+    return Finding("latency", figures, after <= LATENCY_FACTOR * before)
+
+
+def judge(samples: Sequence[Sample], latencies: Sequence[Latency], run_seconds: float) -> list[Finding]:
+    """All measures of a run of `run_seconds`."""
+    begin = run_seconds / 4
+    counted = [sample for sample in samples if begin <= sample.time <= run_seconds]
+    if len(counted) < LEAST_SAMPLES:
+        return [Finding("samples", f"only {len(counted)} after the first quarter", False)]
+    findings = [_growth(what, counted, run_seconds - begin) for what in LIMITS]
+    return [*findings, _steady_memory(counted, begin, run_seconds), _latency(latencies, begin, run_seconds)]
