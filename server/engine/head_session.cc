@@ -167,7 +167,9 @@ void HeadSession::OnStreamEnd(StreamState& stream) {
   bool shared = false;
   const std::vector<RowRange> own = streams_->OwnRows(stream, &shared);
   for (const RowRange rows : own) {
-    step_->ledger().Withdraw(spec.microbatch_id, schedule_->Withdrawable(spec.microbatch_id, rows), !shared);
+    for (const RowRange leaving : schedule_->Withdrawable(spec.microbatch_id, rows)) {
+      step_->ledger().Withdraw(spec.microbatch_id, leaving, !shared);
+    }
   }
   schedule_->OnDeclared(spec.microbatch_id);
   context_->loop.Wake();
