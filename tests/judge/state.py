@@ -118,11 +118,12 @@ class State(NamedTuple):
         state = self.new_gradients()
         return state._replace(
             under=state._past("generation"), numbers=self._numbers_past("generation"), zeroed=True, ledger=(), retained=(),
-            gradient=(0,) * len(self.values), notes=tuple((name, (step, PAST)) for name, (step, _) in self.notes))
+            gradient=(0,) * len(self.values), notes=tuple(
+                (name, (step, PAST if known == PRESENT else known)) for name, (step, known) in self.notes))
 
     def closed(self) -> State:
         """The open step is applied: its generation ends with it."""
-        notes = tuple((name, (step, CLOSED if known == PRESENT and step == self.step else PAST))
+        notes = tuple((name, (step, CLOSED if known == PRESENT and step == self.step else known))
                       for name, (step, known) in self.notes)
         return self.new_weights().new_generation()._replace(notes=notes, step=self.step + 1)
 
