@@ -101,6 +101,8 @@ class Model(Administration):
 
     def _rows(self, state: State, moment: Moment) -> Outcome:
         event, piece = moment.event, moment.data
+        if not state.exists:
+            return "there is no such head"
         under = state.find("under", event.number)
         deferred = event.call == "Backward" or event.args.get("retain")
         one_call = not event.result.get("repeats")

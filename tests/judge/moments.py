@@ -131,6 +131,8 @@ def _microbatch(call: _Call) -> None:
     event = call.event
     accepted = event.result.get("accepted")
     seen = [] if call.hidden else event.result.get("slices", [])
+    if accepted and _broken_attempts(event, call.history) and not event.ok:
+        accepted = None  # perhaps an earlier attempt, and not the last one, was accepted
     if not (call.told or call.hidden or event.unanswered or event.outcome == "ABORTED" or accepted):
         call.refuse()
         return

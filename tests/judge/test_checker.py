@@ -261,6 +261,15 @@ def test_an_attempt_that_was_broken_off_may_have_taken_effect() -> None:
         possible(made) if fine else impossible(made, "")
 
 
+def test_an_attempt_that_was_broken_off_may_have_been_accepted() -> None:
+    for broken, fine in (([6.0], True), ([], False)):
+        made = begun(5)
+        made.loss((5, 5), (4, 12), step=0, accumulate=True, trainer=True, outcome="FAILED_PRECONDITION", accepted=5.0,
+                  broken=broken)
+        made.apply(0, 0, (7, 8), microbatches=1, rows=4, contributions=0)
+        possible(made) if fine else impossible(made, "does not end with FAILED_PRECONDITION")
+
+
 def test_every_attempt_that_was_broken_off_may_have_taken_effect() -> None:
     for broken, fine in (([5.5, 8.0], True), ([5.5], False)):
         made = begun(5)
