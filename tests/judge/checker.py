@@ -7,8 +7,8 @@ trying it later: wherever a solution has it, it has one with it here. (Unless an
 then.)
 
 A search that made a wrong choice early can take very long, where another order finds a solution at once. So a search is
-given up after some nodes and begun again, its choices in another order, with more and more nodes each time. One that
-comes to its end without a solution is a proof, whatever its order was.
+given up after some nodes and begun again, its choices in another order. How many nodes each one has is Luby's sequence.
+One that comes to its end without a solution is a proof, whatever its order was.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from model import Model
 from moments import Moment, expand
 from state import State
 
-_FIRST_NODES = 500  # of the first search
-_TRIES = 8  # with so many nodes, before the next ones have twice as many
+_FEW_NODES = 500  # of most searches; others have 2, 4, ... times as many
 _DISORDER = 0.3  # the share of choices that are put anywhere
 
 
@@ -183,6 +182,12 @@ class _Try:
             self._stack.append((done, state))
 
 
+def _luby(number: int) -> int:
+    """1, 1, 2, 1, 1, 2, 4, 1, ...: the element of that number, from 1 on."""
+    bits = number.bit_length()
+    return 1 << (bits - 1) if number == (1 << bits) - 1 else _luby(number - (1 << (bits - 1)) + 1)
+
+
 def check(history: History, model: Model, limits: Limits = Limits(),
           hidden: frozenset[int] = frozenset()) -> Result:
     """`hidden`: events of which is assumed only that they may have happened (moments.expand)."""
@@ -190,7 +195,7 @@ def check(history: History, model: Model, limits: Limits = Limits(),
     deadline = time.monotonic() + limits.seconds
     nodes, number = 0, 0
     while True:
-        most = min(_FIRST_NODES * 2 ** (number // _TRIES), limits.nodes - nodes)
+        most = min(_FEW_NODES * _luby(number + 1), limits.nodes - nodes)
         attempt = _Try(search, State(incarnation=history.incarnation), random.Random(number) if number else None)
         verdict = attempt.run(most, deadline)
         nodes += attempt.nodes

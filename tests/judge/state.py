@@ -54,6 +54,7 @@ class Under(NamedTuple):
     repeated: tuple[int, int] = (0, 0)  # of its rows, those that had been accumulated before: least and most
     terms: Any = None
     stream: bool = False  # a ComputeLoss that ends with OK
+    unbooked: int = 0  # of a stream that ends with OK: moments in which its rows are still to be accumulated
 
 
 class State(NamedTuple):
@@ -110,6 +111,10 @@ class State(NamedTuple):
     def unsettled(self) -> bool:
         """Whether rows may be accumulated at any time: those of calls under way, or that have failed."""
         return any(MAYBE in entry.rows for _, entry in self.ledger) or any(under.stream for _, under in self.under)
+
+    def dead_end(self) -> bool:
+        """Whether rows would have to be accumulated in a generation that has ended: no moment can mend that."""
+        return any(under.unbooked and not under.generation for _, under in self.under)
 
     def new_gradients(self) -> State:
         return self._replace(under=self._past("gradients"))

@@ -111,7 +111,7 @@ def test_zeroed_gradients_do_not_concern_a_microbatch_of_losses_only() -> None:
         made.loss((5, 5), (4, 12), accepted=5, slices=((4, 6), (10, 11)), step=0, accumulate=accumulate)
         made.zero((7, 8))
         if accumulate:
-            impossible(made, "the gradients have become zero since the call began")
+            impossible(made, "become zero since")
         else:
             possible(made)
 
@@ -225,7 +225,7 @@ def test_a_trainers_repeat_stays_in_the_generation_of_its_first_answer() -> None
         made = begun(5)
         made.loss((5, 5), (4, 10), step=0, accumulate=True, trainer=True, accepted=answered, repeats=1, resent=8.0)
         made.zero((6, 7))
-        possible(made) if fine else impossible(made, "the gradients have become zero since the call began")
+        possible(made) if fine else impossible(made, "become zero since")
 
 
 def test_a_trainer_gets_aborted() -> None:
