@@ -56,7 +56,7 @@ class ArrivalSchedule final : public Schedule {
   StagingPool* const staging_;
   Ledger* const ledger_;
   const MemoryReady memory_ready_;
-  WorkQueue queue_;
+  WorkQueue queue_{limits_.max_rows};
 };
 
 }  // namespace lossd::engine
