@@ -39,9 +39,9 @@ EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 # The folders, and those of their tests. A test runs for a change that it reaches.
 FOLDERS = {
     "server/engine": ("tests/server/engine",),
-    "server/rpc": ("tests/server/rpc", "tests/server/service", "tests/server/admin", "tests/server/messages"),
-    "server/head": ("tests/server/head", "tests/server/admin", "tests/server/service"),
-    "proto/wire": ("tests/proto", "tests/server/service", "tests/client"),
+    "server/rpc": ("tests/server/rpc", "tests/server/service"),
+    "server/head": ("tests/server/head", "tests/server/admin"),
+    "proto/wire": ("tests/proto",),
     "kernels/cpu": ("tests/kernels/cpu", "tests/kernels"),
     "client/cpp": ("tests/client",),
 }

@@ -124,10 +124,8 @@ std::string StreamTask::Who() const {
                       ", microbatch ", facts_.duty->id, ", rows ", Text(facts_.rows), ")");
 }
 
-// Three share the server, but not so few streams that one has none left to it: it would only ask again.
-std::string StreamTask::Peer() const {
-  return world_.plan.setup.options.max_streams < 64 ? "" : absl::StrCat("peer ", facts_.number % 3);
-}
+// Three share the server.
+std::string StreamTask::Peer() const { return absl::StrCat("peer ", facts_.number % 3); }
 
 // ---- Opening ----
 
