@@ -105,7 +105,11 @@ def main() -> int:
             tally.judge(History.load(path), path.name)
     else:
         print(f"seed {options.seed}", flush=True)
-        _run(tally, options.mix.split(","), options.seed, options.minutes)
+        try:
+            _run(tally, options.mix.split(","), options.seed, options.minutes)
+        except BaseException:
+            tally.print()
+            raise
     tally.print()
     if tally.histories["impossible"]:
         return 1

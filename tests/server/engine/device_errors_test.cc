@@ -1,5 +1,5 @@
-// What the engine tells as a failure of the device: what the backend has said, and nothing that it says itself.
-// The server ends when it is told UNAVAILABLE.
+// What the engine tells as a failure of the device: what the backend has said, and nothing that it says
+// itself. The server ends when it is told UNAVAILABLE.
 #include <cstdint>
 #include <optional>
 #include <string>
