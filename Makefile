@@ -13,7 +13,7 @@ NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 PRESET ?= $(if $(NVCC),release,cpu-only)
 
 .DEFAULT_GOAL := help
-.PHONY: help deps demo demo-faults build test test-integrations test-sanitized test-threads test-sanitizers fuzz soak bench bundle install figures format lint check-layers clean
+.PHONY: help deps demo demo-faults build test test-integrations test-sanitized test-threads test-sanitizers fuzz mutants soak bench bundle install figures format lint check-layers clean
 
 help: ## print this
 	@echo "lossd: the loss head of a language model as a server"
@@ -45,6 +45,10 @@ test-sanitized: ## tests of engine, protocol, service and clients under address 
 	@cmake --preset fuzz
 	@cmake --build --preset fuzz -j $(JOBS) --target sanitized_tests
 	@ctest --preset fuzz -L sanitized -j $(JOBS) $(ARGS)
+
+mutants: ## make small changes to the code, one at a time, and say which of them no test notices (ARGS="--count=100 server/engine")
+	@scripts/install-deps build test
+	@python3 tests/mutants/mutants.py --jobs=$(JOBS) $(ARGS)
 
 fuzz: ## run the fuzzers for FUZZ_SECONDS each (ARGS="NAME..." for some of them)
 	@scripts/install-deps build test check

@@ -215,11 +215,19 @@ void LossCall::FinishPart(size_t index, const StreamEnd& end) {
   const absl::Status status = answers_.Interpret(end.status);
   if (Relearn(part, status) || BeginAgain(status)) return;
   const std::optional<absl::Time> next = NextAttempt(status, part.attempts, Repeat::kIfUnavailable);
-  if (!next.has_value()) return Fail(WithAttempts(status, Aborted(status) ? rounds_ : part.attempts));
+  if (!next.has_value()) return Fail(WithAttempts(status, AttemptsOf(part, status)));
+  ++part.unanswered;
   ++total_.repeats;
   core_->executor().PostAt(*next, [self = shared_from_this(), index, round = rounds_] {
     if (self->Goes(round)) self->StartPart(index);
   });
+}
+
+int LossCall::AttemptsOf(const Part& part, const absl::Status& status) const {
+  if (absl::IsUnavailable(status)) return part.attempts;
+  // Of a call that may begin again nothing counts until it ends well.
+  if (work_->restartable()) return Aborted(status) ? rounds_ : 1;
+  return 1 + part.unanswered;
 }
 
 bool LossCall::BeginAgain(const absl::Status& status) {

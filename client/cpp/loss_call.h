@@ -53,6 +53,7 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   struct Part {
     Rows rows;
     int attempts = 0;
+    int unanswered = 0;  // attempts that ended with UNAVAILABLE
     bool done = false;
     SliceRule rule;  // of the last attempt
     absl::Status
@@ -78,6 +79,8 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   void Relaunch(const HeadInfo& facts);
   // Whether attempt number `attempts` may be followed by another one; if so, when.
   std::optional<absl::Time> NextAttempt(const absl::Status& status, int attempts, Repeat repeat) const;
+  // How often the part was tried, for the message: of attempts that the server answered it says all.
+  int AttemptsOf(const Part& part, const absl::Status& status) const;
   // Whether the round of that number goes on.
   bool Goes(int round) const { return !finishing_ && rounds_ == round && !start_over_.has_value(); }
   // If the whole call may begin again after `status`: sees to that. False if not.

@@ -35,8 +35,11 @@ std::optional<absl::Duration> WaitBeforeRepeat(const RetryOptions& options, cons
 }
 
 absl::Status WithAttempts(const absl::Status& status, int attempts) {
-  if (attempts < 2 || !MayRepeat(status, Repeat::kIfUnavailableOrAborted)) return status;
-  return errors::WithMessage(status, absl::StrCat(status.message(), "; tried ", attempts, " times"));
+  if (attempts < 2) return status;
+  const bool repeatable = MayRepeat(status, Repeat::kIfUnavailableOrAborted);
+  return errors::WithMessage(
+      status, absl::StrCat(status.message(), "; tried ", attempts, " times",
+                           repeatable ? "" : ", and an earlier attempt may have taken effect"));
 }
 
 }  // namespace lossd::client::internal

@@ -32,8 +32,9 @@ std::optional<absl::Duration> WaitBeforeRepeat(const RetryOptions& options, cons
                                                int attempt, absl::Duration left, double jitter,
                                                Repeat repeat = Repeat::kIfUnavailable);
 
-// The status of a call after its last attempt: one that may be repeated says how often it was tried if that
-// was more than once. Payloads stay.
+// The status of a call after its last attempt, which says how often it was tried if that was more than once.
+// One that may not be repeated says besides that an attempt before it, which had no answer, may have taken
+// effect. Payloads stay.
 absl::Status WithAttempts(const absl::Status& status, int attempts);
 
 }  // namespace lossd::client::internal

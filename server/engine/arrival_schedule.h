@@ -41,7 +41,7 @@ class ArrivalSchedule final : public Schedule {
 
   // Nothing depends on the order of accumulation.
   void OnDeclared(uint64_t microbatch_id) override {}
-  RowRange Withdrawable(uint64_t microbatch_id, RowRange rows) const override { return rows; }
+  std::vector<RowRange> Withdrawable(uint64_t microbatch_id, RowRange rows) const override { return {rows}; }
   void OnContribution() override {}
   void OnRestart() override {}
   bool HasTurn(uint64_t contribution_id) const override { return true; }
@@ -56,7 +56,7 @@ class ArrivalSchedule final : public Schedule {
   StagingPool* const staging_;
   Ledger* const ledger_;
   const MemoryReady memory_ready_;
-  WorkQueue queue_;
+  WorkQueue queue_{limits_.max_rows};
 };
 
 }  // namespace lossd::engine

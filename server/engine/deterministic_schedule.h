@@ -58,8 +58,8 @@ class DeterministicSchedule final : public Schedule,
 
   void OnDeclared(uint64_t microbatch_id) override;
   // Rows of groups that the turn has passed stay.
-  RowRange Withdrawable(uint64_t microbatch_id, RowRange rows) const override {
-    return sequencer_.NotPassed(microbatch_id, rows);
+  std::vector<RowRange> Withdrawable(uint64_t microbatch_id, RowRange rows) const override {
+    return sequencer_.Withdrawable(microbatch_id, rows);
   }
   void OnContribution() override;
   void OnRestart() override;

@@ -75,7 +75,7 @@ class Schedule {
   // Rows of a microbatch were declared in the ledger, or withdrawn.
   virtual void OnDeclared(uint64_t microbatch_id) = 0;
   // Those of the rows that the schedule can do without if they are withdrawn from the ledger.
-  virtual RowRange Withdrawable(uint64_t microbatch_id, RowRange rows) const = 0;
+  virtual std::vector<RowRange> Withdrawable(uint64_t microbatch_id, RowRange rows) const = 0;
   // A contribution was declared, or rows of it were added.
   virtual void OnContribution() = 0;
   // The gradients begin at zero: all streams that accumulate have failed, and the ledgers are empty.

@@ -16,10 +16,23 @@ RowRange Sequencer::RowsOf(GroupKey key) const {
   return {begin, std::min(begin + group_rows_, ledger_->MicrobatchRows(key.microbatch_id).value_or(begin))};
 }
 
-RowRange Sequencer::NotPassed(uint64_t microbatch_id, RowRange rows) const {
-  if (microbatch_id > turn_.microbatch_id) return rows;
-  const int64_t passed = microbatch_id < turn_.microbatch_id ? rows.end : turn_.group * group_rows_;
-  return {std::clamp(passed, rows.begin, rows.end), rows.end};
+std::vector<RowRange> Sequencer::Withdrawable(uint64_t microbatch_id, RowRange rows) const {
+  // The first row of the first group of the microbatch that is not before `turn`.
+  const auto first_from = [&](GroupKey turn) {
+    if (microbatch_id != turn.microbatch_id)
+      return microbatch_id > turn.microbatch_id ? rows.begin : rows.end;
+    return std::clamp(turn.group * group_rows_, rows.begin, rows.end);
+  };
+  std::vector<RowRange> withdrawable;
+  const int64_t not_passed = first_from(furthest_);
+  for (int64_t begin = first_from(turn_); begin < not_passed;) {
+    const GroupKey key = KeyOf(microbatch_id, {begin, begin});
+    const int64_t end = std::min((key.group + 1) * group_rows_, not_passed);
+    if (ledger_->CountUnsettled(microbatch_id, RowsOf(key)) > 0) withdrawable.push_back({begin, end});
+    begin = end;
+  }
+  withdrawable.push_back({not_passed, rows.end});  // if empty: with it goes a microbatch without rows
+  return withdrawable;
 }
 
 // ---- Slices ----
@@ -102,19 +115,18 @@ DroppedSlices Sequencer::TakeFailed() {
 // ---- Turns ----
 
 void Sequencer::Advance() {
-  while (true) {
-    const uint64_t id = turn_.microbatch_id;
-    const auto rows = ledger_->MicrobatchRows(id);
-    const bool added = contributions_->Contains(id) && contributions_->Complete(id);
-    if (!rows.has_value() && !added) return;
-    if (added || turn_.group * group_rows_ >= *rows) {
-      turn_ = {turn_.microbatch_id + 1, 0};
-    } else if (ledger_->CountUnsettled(turn_.microbatch_id, RowsOf(turn_)) == 0) {
-      ++turn_.group;
-    } else {
-      return;
-    }
-  }
+  while (const std::optional<GroupKey> next = AfterTurn()) turn_ = *next;
+  furthest_ = std::max(furthest_, turn_);
+}
+
+std::optional<GroupKey> Sequencer::AfterTurn() const {
+  const uint64_t id = turn_.microbatch_id;
+  const auto rows = ledger_->MicrobatchRows(id);
+  const bool added = contributions_->Contains(id) && contributions_->Complete(id);
+  if (!rows.has_value() && !added) return std::nullopt;
+  if (added || turn_.group * group_rows_ >= *rows) return GroupKey{id + 1, 0};
+  if (ledger_->CountUnsettled(id, RowsOf(turn_)) == 0) return GroupKey{id, turn_.group + 1};
+  return std::nullopt;
 }
 
 void Sequencer::OnDeclared(uint64_t microbatch_id) {
@@ -127,7 +139,7 @@ void Sequencer::OnDeclared(uint64_t microbatch_id) {
 void Sequencer::Clear() {
   for (auto& [key, group] : open_) areas_[group->area()].taken = false;
   open_.clear();
-  turn_ = {};
+  turn_ = furthest_ = {};
 }
 
 bool Sequencer::IsReady(const GroupAssembly& group) const {

@@ -57,8 +57,10 @@ class Sequencer {
 
   int64_t group_rows() const { return group_rows_; }
   GroupKey turn() const { return turn_; }
-  // Those of the rows whose groups have not had their turn yet.
-  RowRange NotPassed(uint64_t microbatch_id, RowRange rows) const;
+  // Those of the rows that may leave the ledger: their groups have not had their turn yet, or are to have it
+  // again. A group that has nothing to accumulate does not lose what the turn found, also when the turn has
+  // gone back since; its slices would keep an area until the turn comes, and others need the area before.
+  std::vector<RowRange> Withdrawable(uint64_t microbatch_id, RowRange rows) const;
 
   // ---- Slices ----
   // Asks for the memory of a slice; granted by TakeGrants.
@@ -121,11 +123,14 @@ class Sequencer {
   void CloseIdle();
   // Lets the turn pass on as long as the group whose turn it is needs nothing.
   void Advance();
+  // Whose turn it is next, if the group whose turn it is needs nothing.
+  std::optional<GroupKey> AfterTurn() const;
 
   const int64_t group_rows_;
   const Ledger* const ledger_;
   const ContributionLedger* const contributions_;
   GroupKey turn_;
+  GroupKey furthest_;  // that the turn was in this step
   std::map<GroupKey, std::unique_ptr<GroupAssembly>> open_;
   std::map<GroupKey, bool> on_device_;  // in turn, not repeats; true: results are good
   Area areas_[kAreas];

@@ -23,6 +23,7 @@ struct SliceWork {
   IncomingSlice caller;  // how its rows are copied, and what is called then
   StagingBuffer buffer;  // its memory, once it has been found
   absl::Time queued;
+  int64_t round = 0;  // in which it is to be computed (WorkQueue)
   // Set when it joins a chunk by arrival that accumulates.
   std::vector<uint8_t> accumulate;  // [rows], 1: reserved for it
   bool has_repeats = false;         // some of its rows were settled before

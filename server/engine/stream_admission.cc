@@ -139,8 +139,9 @@ void StreamAdmission::OnEnd(StreamState& stream) {
   bool shared = false;
   const std::vector<RowRange> own = parts_.streams->OwnRows(stream, &shared);
   for (const RowRange rows : own) {
-    parts_.step->ledger().Withdraw(spec.microbatch_id,
-                                   parts_.schedule->Withdrawable(spec.microbatch_id, rows), !shared);
+    for (const RowRange leaving : parts_.schedule->Withdrawable(spec.microbatch_id, rows)) {
+      parts_.step->ledger().Withdraw(spec.microbatch_id, leaving, !shared);
+    }
   }
   parts_.schedule->OnDeclared(spec.microbatch_id);
   parts_.context->loop.Wake();

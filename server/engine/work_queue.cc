@@ -1,6 +1,8 @@
 #include "server/engine/work_queue.h"
 
+#include <algorithm>
 #include <cstddef>
+#include <iterator>
 #include <utility>
 
 namespace lossd::engine {
@@ -27,7 +29,28 @@ bool TryReserve(SliceWork& slice, Ledger& ledger) {
 void WorkQueue::Push(std::unique_ptr<SliceWork> slice) {
   ++slices_;
   rows_ += slice->rows.size();
-  items_.emplace_back(std::move(slice));
+  slice->round = RoundOf(*slice);
+  const auto is_later = [&slice](const Item& item) {
+    const auto* other = std::get_if<std::unique_ptr<SliceWork>>(&item);
+    return other != nullptr && (*other)->round > slice->round;
+  };
+  auto at = items_.end();
+  while (at != items_.begin() && is_later(*std::prev(at))) --at;
+  items_.insert(at, std::move(slice));
+}
+
+int64_t WorkQueue::RoundOf(const SliceWork& slice) {
+  int64_t& given = given_[slice.stream->spec().peer];
+  given = std::max(given, round_ * round_rows_);
+  const int64_t round = given / round_rows_;
+  given += slice.rows.size();
+  return round;
+}
+
+void WorkQueue::ForgetPeers() {
+  if (slices_ == 0) round_ = 0;
+  std::erase_if(given_,
+                [this](const auto& peer) { return slices_ == 0 || peer.second <= round_ * round_rows_; });
 }
 
 void WorkQueue::Push(Operation* operation) { items_.emplace_back(operation); }
@@ -40,12 +63,15 @@ std::vector<std::unique_ptr<SliceWork>> WorkQueue::TakeFailed() {
     if (slice != nullptr && (*slice)->stream->failed()) {
       --slices_;
       rows_ -= (*slice)->rows.size();
+      if (const auto peer = given_.find((*slice)->stream->spec().peer); peer != given_.end())
+        peer->second -= (*slice)->rows.size();
       taken.push_back(std::move(*slice));
     } else {
       kept.push_back(std::move(item));
     }
   }
   items_ = std::move(kept);
+  ForgetPeers();
   return taken;
 }
 
@@ -110,6 +136,7 @@ std::vector<std::unique_ptr<SliceWork>> WorkQueue::TakeChunk(int64_t chunk_rows,
     if (!TryReserve(*slice, ledger)) return false;
     --slices_;
     rows_ -= slice->rows.size();
+    if (chunk.empty()) round_ = std::max(round_, slice->round);
     chunk.push_back(std::move(slice));
     return true;
   });
@@ -117,6 +144,7 @@ std::vector<std::unique_ptr<SliceWork>> WorkQueue::TakeChunk(int64_t chunk_rows,
     const auto* slice = std::get_if<std::unique_ptr<SliceWork>>(&item);
     return slice != nullptr && *slice == nullptr;
   });
+  ForgetPeers();
   return chunk;
 }
 

@@ -1,11 +1,20 @@
 // What waits for the device on one head, in order: slices and operations, and the choice of what goes
-// next. Plain state without locks; the engine's lock guards it.
+// next.
+//
+// Peers share the device in rounds: of each peer that has slices here, about `round_rows` rows belong to a
+// round, and the slices of a round come before those of the next one. Within a round the order is that of
+// arrival. So a peer that queues much does not hold up the others, whose slices join the round that has
+// begun. The slices of a peer keep their order, and none passes an operation.
+//
+// Plain state without locks; the engine's lock guards it.
 #ifndef LOSSD_SERVER_ENGINE_WORK_QUEUE_H_
 #define LOSSD_SERVER_ENGINE_WORK_QUEUE_H_
 
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
+#include <string>
 #include <variant>
 #include <vector>
 
@@ -30,6 +39,9 @@ struct Operation {
 
 class WorkQueue {
  public:
+  // `round_rows`: those of a chunk, so that a round of one peer fills one.
+  explicit WorkQueue(int64_t round_rows) : round_rows_(round_rows) {}
+
   void Push(std::unique_ptr<SliceWork> slice);
   void Push(Operation* operation);
 
@@ -62,6 +74,14 @@ class WorkQueue {
   template <typename Fn>
   bool ForEachOfNext(int64_t chunk_rows, Fn fn) const;
 
+  // The round of a slice that is pushed now.
+  int64_t RoundOf(const SliceWork& slice);
+  // Forgets the peers that have nothing of the present round or a later one.
+  void ForgetPeers();
+
+  const int64_t round_rows_;
+  int64_t round_ = 0;                     // that of the last chunk
+  std::map<std::string, int64_t> given_;  // by peer: rows up to its last slice, round_rows_ for each round
   std::deque<Item> items_;
   int64_t slices_ = 0;
   int64_t rows_ = 0;

@@ -5,10 +5,15 @@ every moment that began before the first unplaced required one ended; a set of p
 reached before is not searched again. An observation that holds now and changes nothing is placed at once, without
 trying it later: wherever a solution has it, it has one with it here. (Unless an optional moment would be too late
 then.)
+
+A search that made a wrong choice early can take very long, where another order finds a solution at once. So a search is
+given up after some nodes and begun again, its choices in another order. How many nodes each one has is Luby's sequence.
+One that comes to its end without a solution is a proof, whatever its order was.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import dataclass
 from enum import Enum
@@ -17,6 +22,9 @@ from history import History
 from model import Model
 from moments import Moment, expand
 from state import State
+
+_FEW_NODES = 500  # of most searches; others have 2, 4, ... times as many
+_DISORDER = 0.3  # the share of choices that are put anywhere
 
 
 class Verdict(Enum):
@@ -129,29 +137,70 @@ def _mask(places: object) -> int:
     return mask
 
 
+class _Try:
+    """One search, from the beginning, in an order of its own."""
+
+    def __init__(self, search: _Search, start: State, chance: random.Random | None) -> None:
+        """Without `chance` in the likeliest order."""
+        self._search = search
+        self._chance = chance
+        self._stack = [(0, start)]
+        self._seen = {search.key(0, start)}
+        self._most = (-1, 0)
+        self.furthest = (0, start)
+        self.nodes = 0
+
+    def run(self, nodes: int, deadline: float) -> Verdict:
+        search = self._search
+        while self._stack:
+            if self.nodes >= nodes or time.monotonic() > deadline:
+                return Verdict.UNDECIDED
+            done, state, steps = search.settle(*self._stack.pop())
+            self.nodes += 1
+            if done & search.required == search.required:
+                return Verdict.POSSIBLE
+            placed = ((done & search.required).bit_count(), done.bit_count())
+            if placed > self._most:
+                self.furthest, self._most = (done, state), placed
+            for at, states in reversed(self._ordered(steps)):
+                for after in states:
+                    self._push(done | 1 << at, after)
+        return Verdict.IMPOSSIBLE
+
+    def _ordered(self, steps: list[tuple[int, list[State]]]) -> list[tuple[int, list[State]]]:
+        """The likeliest first, but for some that are put anywhere."""
+        if self._chance is None:
+            return steps
+        rank = [self._chance.random() if self._chance.random() < _DISORDER else at / len(steps)
+                for at in range(len(steps))]
+        return [steps[at] for at in sorted(range(len(steps)), key=rank.__getitem__)]
+
+    def _push(self, done: int, state: State) -> None:
+        key = self._search.key(done, state)
+        if key not in self._seen:
+            self._seen.add(key)
+            self._stack.append((done, state))
+
+
+def _luby(number: int) -> int:
+    """1, 1, 2, 1, 1, 2, 4, 1, ...: the element of that number, from 1 on."""
+    bits = number.bit_length()
+    return 1 << (bits - 1) if number == (1 << bits) - 1 else _luby(number - (1 << (bits - 1)) + 1)
+
+
 def check(history: History, model: Model, limits: Limits = Limits(),
           hidden: frozenset[int] = frozenset()) -> Result:
     """`hidden`: events of which is assumed only that they may have happened (moments.expand)."""
     search = _Search(expand(history, hidden), model)
     deadline = time.monotonic() + limits.seconds
-    stack = [(0, State(incarnation=history.incarnation))]
-    seen = {search.key(*stack[0])}
-    furthest, most, nodes = stack[0], (-1, 0), 0
-    while stack:
-        done, state, steps = search.settle(*stack.pop())
-        nodes += 1
-        placed = ((done & search.required).bit_count(), done.bit_count())
-        if done & search.required == search.required:
-            return Result(Verdict.POSSIBLE, nodes)
-        if placed > most:
-            furthest, most = (done, state), placed
-        if nodes >= limits.nodes or time.monotonic() > deadline:
-            return Result(Verdict.UNDECIDED, nodes)
-        for at, states in reversed(steps):
-            for after in states:
-                node = (done | 1 << at, after)
-                key = search.key(*node)
-                if key not in seen:
-                    seen.add(key)
-                    stack.append(node)
-    return Result(Verdict.IMPOSSIBLE, nodes, search.explain(*furthest))
+    nodes, number = 0, 0
+    while True:
+        most = min(_FEW_NODES * _luby(number + 1), limits.nodes - nodes)
+        attempt = _Try(search, State(incarnation=history.incarnation), random.Random(number) if number else None)
+        verdict = attempt.run(most, deadline)
+        nodes += attempt.nodes
+        if verdict is Verdict.IMPOSSIBLE:
+            return Result(verdict, nodes, search.explain(*attempt.furthest))
+        if verdict is Verdict.POSSIBLE or nodes >= limits.nodes or time.monotonic() > deadline:
+            return Result(verdict, nodes)
+        number += 1

@@ -32,6 +32,7 @@ class Event:
       WriteTensor, AddGradient: args["messages"] = [[begin, end, values]], result["sent"] = [time]
       ReadTensor: result["slices"] = [{"rows", "values", "state", "got"}]
       a trainer's ComputeLoss: result["resent"], a time before the attempt that succeeded, if that was not the first
+      any call of a trainer: result["broken"] = [time], when its connection was cut during the call
     `trainer` is true for calls of a lossd.Client, which remembers and repeats; others are single gRPC calls.
     """
 
@@ -52,6 +53,11 @@ class Event:
     @property
     def unanswered(self) -> bool:
         return self.outcome in UNANSWERED
+
+    @property
+    def lingers(self) -> bool:
+        """The server may go on with it, or with an earlier attempt of it, after the client has had its answer."""
+        return not self.ok or bool(self.result.get("broken"))
 
     @property
     def last(self) -> float:

@@ -44,7 +44,7 @@ class Tally:
         self.examples: dict[str, str] = {}
 
     def judge(self, history: History, name: str) -> Verdict:
-        result = check(history, self._model, Limits(nodes=100_000, seconds=20.0))
+        result = check(history, self._model, Limits(nodes=300_000, seconds=120.0))
         self.histories[result.verdict.value] += 1
         self.calls.update((event.call, event.outcome) for event in history.events)
         if result.verdict is not Verdict.POSSIBLE and self._keep is not None:
@@ -105,7 +105,11 @@ def main() -> int:
             tally.judge(History.load(path), path.name)
     else:
         print(f"seed {options.seed}", flush=True)
-        _run(tally, options.mix.split(","), options.seed, options.minutes)
+        try:
+            _run(tally, options.mix.split(","), options.seed, options.minutes)
+        except BaseException:
+            tally.print()
+            raise
     tally.print()
     if tally.histories["impossible"]:
         return 1

@@ -76,19 +76,21 @@ class Made:
                          accepted={"time": at[1], "state": self.state()})
 
     def add(self, a: int, at: tuple[float, float | None], client: str = "A", *, step: int = 0, id: int = 100,
-            sent: tuple[float, ...] = (), repeated: int = 0, outcome: str = "OK") -> Event:
+            sent: tuple[float, ...] = (), repeated: int = 0, outcome: str = "OK",
+            trainer: bool = False, **more: Any) -> Event:
         values = list(family(a, V))
         messages = [[0, V, values]] if len(sent) < 2 else [[0, 2, values[:2]], [2, V, values[2:]]]
-        return self.call("AddGradient", at, client, outcome, {"id": id, "step": step, "messages": messages},
-                         sent=list(sent or at[:1]), added=V - repeated, repeated=repeated, state=self.state(step))
+        return self.call("AddGradient", at, client, outcome, {"id": id, "step": step, "messages": messages}, trainer,
+                         sent=list(sent or at[:1]), added=V - repeated, repeated=repeated, state=self.state(step), **more)
 
     def apply(self, step: int, a: int, at: tuple[float, float | None], client: str = "A", *, momentum: int = 0,
               repeated: bool = False, rows: int = 0, microbatches: int = 0, contributions: int = 1,
-              outcome: str = "OK", expected: list[int] | None = None, trainer: bool = False) -> Event:
+              outcome: str = "OK", expected: list[int] | None = None, trainer: bool = False,
+              **more: Any) -> Event:
         args = {"step": step, "momentum": momentum, "expected": expected}
         result = {"norm": encoding.norm(family(a, V)), "microbatches": microbatches, "rows": rows,
                   "contributions": contributions, "repeated": repeated, "state": self.state(step + 1)}
-        return self.call("ApplyStep", at, client, outcome, args, trainer, **(result if outcome == "OK" else {}))
+        return self.call("ApplyStep", at, client, outcome, args, trainer, **(result if outcome == "OK" else {}), **more)
 
     def zero(self, at: tuple[float, float | None], client: str = "C", step: int = 0, trainer: bool = False) -> Event:
         return self.call("ZeroGradients", at, client, "OK", {"step": step}, trainer, state=self.state(step))

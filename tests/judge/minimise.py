@@ -30,7 +30,7 @@ def until(history: History, time: float) -> History:
         if event.start > time:
             continue
         if event.last > time:
-            result = {name: event.result[name] for name in ("accepted", "slices", "sent", "incarnation")
+            result = {name: event.result[name] for name in ("accepted", "slices", "sent", "incarnation", "broken")
                       if name in event.result}
             if "accepted" in result and result["accepted"]["time"] > time:
                 del result["accepted"]
@@ -38,6 +38,8 @@ def until(history: History, time: float) -> History:
                 result["slices"] = [piece for piece in result["slices"] if piece["got"] <= time]
             if "sent" in result:
                 result["sent"] = [sent for sent in result["sent"] if sent <= time]
+            if "broken" in result:
+                result["broken"] = [cut for cut in result["broken"] if cut <= time]
             event = replace(event, outcome="PENDING", end=None, result=result)
         events.append(event)
     return history.of(events)

@@ -21,6 +21,12 @@ class Model(Administration):
         self._tolerated = tolerated
 
     def apply(self, state: State, moment: Moment) -> Outcome:
+        after = self._after(state, moment)
+        if isinstance(after, list) and any(each.dead_end() for each in after):
+            return "the gradients would become zero since a call began whose rows were accumulated later"
+        return after
+
+    def _after(self, state: State, moment: Moment) -> Outcome:
         event = moment.event
         if moment.what == "refused":
             return reason_to_refuse(state, event, moment.data) or self._refused(state, event)
@@ -85,9 +91,10 @@ class Model(Administration):
         after = self._answered(state, accepted and accepted["state"])
         if isinstance(after, str) or not goes_on:
             return after
+        unbooked = (1 if event.trainer else len(event.result["slices"])) if args.get("accumulate") and moment.told else 0
         retaining = (args["id"], terms) if args.get("retain") and moment.told else terms
         return [after[0].put("under", event.number, Under(
-            repeated=repeated, terms=retaining, stream=moment.told))]
+            repeated=repeated, terms=retaining, stream=moment.told, unbooked=unbooked))]
 
     @staticmethod
     def _retained_otherwise(state: State, id: int, scale: float) -> str | None:
@@ -101,6 +108,8 @@ class Model(Administration):
 
     def _rows(self, state: State, moment: Moment) -> Outcome:
         event, piece = moment.event, moment.data
+        if not state.exists:
+            return "there is no such head"
         under = state.find("under", event.number)
         deferred = event.call == "Backward" or event.args.get("retain")
         one_call = not event.result.get("repeats")
@@ -128,10 +137,11 @@ class Model(Administration):
             return "the id is a contribution's"
         state, (least, most) = booked
         state = state.touched()
-        if event.trainer:
-            return [state]
-        repeated = (under.repeated[0] + least, under.repeated[1] + most)
-        return [state.put("under", event.number, under._replace(repeated=repeated))]
+        # touched() has changed what is under way.
+        under = state.find("under", event.number)._replace(unbooked=under.unbooked - 1)
+        if not event.trainer:
+            under = under._replace(repeated=(under.repeated[0] + least, under.repeated[1] + most))
+        return [state.put("under", event.number, under)]
 
     def _close(self, state: State, moment: Moment) -> Outcome:
         event, args, result = moment.event, moment.event.args, moment.event.result

@@ -51,11 +51,11 @@ class _Call:
     def __init__(self, event: Event, history: History, first: int, hidden: bool) -> None:
         self.event = event
         self.hidden = hidden
-        self._history = history
+        self.history = history
         self.moments: list[Moment] = []
         self._first = first
         self.told = event.ok and not hidden
-        self.end = _horizon(event, history) if event.unanswered else event.last
+        self.end = _horizon(event.last, history) if event.unanswered else event.last
 
     def add(self, what: str, start: float | None = None, end: float | None = None, *, optional: bool = False,
             needs: tuple[int, ...] = (), data: Any = None) -> int:
@@ -64,15 +64,19 @@ class _Call:
         self.moments.append(Moment(self.event, what, start, end, optional, needs, (), data, self.told))
         return self._first + len(self.moments) - 1
 
+    def attempt(self, what: str, start: float, end: float, data: Any) -> None:
+        """An optional moment of an attempt of which the client was told nothing."""
+        self.moments.append(Moment(self.event, what, start, end, optional=True, data=data))
+
     def has_company(self) -> bool:
         """Whether other attempts of this call or calls of the same id may book its rows while it is under way."""
         event = self.event
         return bool(event.result.get("repeats")) or any(
             other.call == "ComputeLoss" and other.args["id"] == event.args["id"] and
-            (other.overlaps(event) or not other.ok) for other in self._history.events if other is not event)
+            (other.overlaps(event) or other.lingers) for other in self.history.events if other is not event)
 
     def refuse(self, needs: tuple[int, ...] = ()) -> int:
-        return self.add("refused", needs=needs, data=rivals(self.event, self._history))
+        return self.add("refused", needs=needs, data=rivals(self.event, self.history))
 
     def forbid_after(self, number: int, later: int) -> None:
         """Moment `number` is none of those after moment `later`."""
@@ -80,23 +84,45 @@ class _Call:
         self.moments[at] = replace(self.moments[at], before=(*self.moments[at].before, later))
 
 
-def _horizon(event: Event, history: History) -> float:
-    """The end of the first restart that began after the client had given up."""
-    ends = [other.last for other in history.events if other.call == "Restart" and other.start > event.last]
+def _horizon(time: float, history: History) -> float:
+    """The end of the first restart that began after that time, when a client had given up."""
+    ends = [other.last for other in history.events if other.call == "Restart" and other.start > time]
     return min(ends, default=INFINITY)
+
+
+def _broken_attempts(event: Event, history: History) -> list[tuple[float, float]]:
+    """When each earlier attempt of a trainer's call, which its client has repeated by itself, may have taken effect. An
+    attempt that was broken off is an unanswered call, whatever became of the last one; others had an answer, and it
+    was that nothing was done. Each cut and each restart has broken off at most one."""
+    if not event.trainer:
+        return []
+    breaks = [(cut, _horizon(cut, history)) for cut in event.result.get("broken", ())]
+    breaks += [(other.start, other.last) for other in history.events
+               if other.call == "Restart" and other.overlaps(event)]
+    breaks.sort()
+    starts = [event.start, *(max(event.start, at) for at, _ in breaks)]
+    return [(start, end) for start, (_, end) in zip(starts, breaks)]
+
+
+def _attempts(call: _Call) -> None:
+    """Optional moments of the attempts that were broken off."""
+    for start, end in _broken_attempts(call.event, call.history):
+        if call.event.call == "ComputeLoss":
+            call.attempt("open", start, end, (None, False))
+        elif call.event.call == "AddGradient":
+            for message in call.event.args["messages"]:
+                call.attempt("add", start, end, (message, True, True))
+        elif call.event.call != "Acknowledge":
+            call.attempt("attempt", start, end, None)
 
 
 def _unary(call: _Call) -> None:
     event = call.event
     if call.told:
-        if event.trainer and event.result.get("repeated"):  # an earlier attempt of the client may have done it
-            call.add("attempt", optional=True)
         call.add("do", data=event.result)
     elif call.hidden or event.unanswered:
         call.add("attempt", optional=True)
     else:
-        if event.trainer and event.call == "ApplyStep":
-            call.add("attempt", optional=True)
         call.refuse()
 
 
@@ -105,6 +131,8 @@ def _microbatch(call: _Call) -> None:
     event = call.event
     accepted = event.result.get("accepted")
     seen = [] if call.hidden else event.result.get("slices", [])
+    if accepted and _broken_attempts(event, call.history) and not event.ok:
+        accepted = None  # perhaps an earlier attempt, and not the last one, was accepted
     if not (call.told or call.hidden or event.unanswered or event.outcome == "ABORTED" or accepted):
         call.refuse()
         return
@@ -201,9 +229,11 @@ def expand(history: History, hidden: frozenset[int] = frozenset()) -> list[Momen
     time at which it may have; what its client was told is left out."""
     moments: list[Moment] = []
     for event in history.events:
-        if event.number in hidden and (event.call in OBSERVERS or _refused_at_once(event)):
+        if event.number in hidden and event.call in OBSERVERS:
             continue
         call = _Call(event, history, len(moments), event.number in hidden)
-        _moments_of(call)
+        if not (call.hidden and _refused_at_once(event)):
+            _moments_of(call)
+        _attempts(call)
         moments += call.moments
     return moments

@@ -30,7 +30,7 @@ def rivals(event: Event, history: History) -> bool:
         return other.call == event.call and other.args.get("name") == event.args.get("name")
 
     return any(rival(other) for other in history.events if other is not event and
-               (other.overlaps(event) or (not other.ok and other.start < event.start)))
+               (other.overlaps(event) or (other.lingers and other.start < event.start)))
 
 
 def reason_to_refuse(state: State, event: Event, data: Any) -> str | None:

@@ -49,7 +49,7 @@ class Stage:
         for each in self._closing:
             each.close()
         self._pool.shutdown()
-        with lossd.Client(self.server.target, channels=1) as client:
+        with _client(self.server) as client:
             with contextlib.suppress(lossd.NotFound):
                 client.delete_head(self.head)
 
@@ -83,6 +83,11 @@ class Stage:
         return made
 
 
+def _client(server: ServerProcess) -> lossd.Client:
+    """A busy machine may take long; that is no matter of consistency."""
+    return lossd.Client(server.target, channels=1, connect_timeout=120.0)
+
+
 def incarnation_of(server: ServerProcess) -> int:
-    with lossd.Client(server.target, channels=1) as client:
+    with _client(server) as client:
         return int(client.get_server().incarnation)

@@ -54,6 +54,7 @@ class Under(NamedTuple):
     repeated: tuple[int, int] = (0, 0)  # of its rows, those that had been accumulated before: least and most
     terms: Any = None
     stream: bool = False  # a ComputeLoss that ends with OK
+    unbooked: int = 0  # of a stream that ends with OK: moments in which its rows are still to be accumulated
 
 
 class State(NamedTuple):
@@ -111,6 +112,10 @@ class State(NamedTuple):
         """Whether rows may be accumulated at any time: those of calls under way, or that have failed."""
         return any(MAYBE in entry.rows for _, entry in self.ledger) or any(under.stream for _, under in self.under)
 
+    def dead_end(self) -> bool:
+        """Whether rows would have to be accumulated in a generation that has ended: no moment can mend that."""
+        return any(under.unbooked and not under.generation for _, under in self.under)
+
     def new_gradients(self) -> State:
         return self._replace(under=self._past("gradients"))
 
@@ -118,11 +123,12 @@ class State(NamedTuple):
         state = self.new_gradients()
         return state._replace(
             under=state._past("generation"), numbers=self._numbers_past("generation"), zeroed=True, ledger=(), retained=(),
-            gradient=(0,) * len(self.values), notes=tuple((name, (step, PAST)) for name, (step, _) in self.notes))
+            gradient=(0,) * len(self.values), notes=tuple(
+                (name, (step, PAST if known == PRESENT else known)) for name, (step, known) in self.notes))
 
     def closed(self) -> State:
         """The open step is applied: its generation ends with it."""
-        notes = tuple((name, (step, CLOSED if known == PRESENT and step == self.step else PAST))
+        notes = tuple((name, (step, CLOSED if known == PRESENT and step == self.step else known))
                       for name, (step, known) in self.notes)
         return self.new_weights().new_generation()._replace(notes=notes, step=self.step + 1)
 

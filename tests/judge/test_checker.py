@@ -91,7 +91,7 @@ def test_zeroed_gradients_do_not_concern_a_microbatch_of_losses_only() -> None:
         made.loss((5, 5), (4, 12), accepted=5, slices=((4, 6), (10, 11)), step=0, accumulate=accumulate)
         made.zero((7, 8))
         if accumulate:
-            impossible(made, "the gradients have become zero since the call began")
+            impossible(made, "become zero since")
         else:
             possible(made)
 
@@ -205,7 +205,7 @@ def test_a_trainers_repeat_stays_in_the_generation_of_its_first_answer() -> None
         made = begun(5)
         made.loss((5, 5), (4, 10), step=0, accumulate=True, trainer=True, accepted=answered, repeats=1, resent=8.0)
         made.zero((6, 7))
-        possible(made) if fine else impossible(made, "the gradients have become zero since the call began")
+        possible(made) if fine else impossible(made, "become zero since")
 
 
 def test_a_trainer_gets_aborted() -> None:
@@ -217,6 +217,70 @@ def test_a_trainer_gets_aborted() -> None:
     made.events.pop()
     made.apply(0, 0, (8, 9), "B", contributions=0, trainer=True)
     impossible(made, "it has to get ABORTED")
+
+
+def test_an_attempt_that_was_broken_off_may_have_taken_effect() -> None:
+    """Whatever the last attempt says: that the step is not open any more, since it was applied meanwhile."""
+    for broken, fine in (([6.0], True), ([], False)):
+        made = begun(5)
+        made.add(3, (4, 12), "B", outcome="FAILED_PRECONDITION", trainer=True, broken=broken)
+        made.apply(0, 3, (7, 8), contributions=1)
+        possible(made) if fine else impossible(made, "there were 0 to 0")
+
+        made = begun(5)
+        refused = made.loss((5, 5), (4, 12), step=0, accumulate=True, trainer=True, outcome="FAILED_PRECONDITION",
+                            broken=broken)
+        del refused.result["accepted"], refused.result["slices"]
+        made.apply(0, 0, (7, 8), microbatches=1, rows=4, contributions=0)
+        possible(made) if fine else impossible(made, "there were 0 to 0")
+
+        made = begun(5)
+        made.apply(0, 0, (4, 12), "B", contributions=0, outcome="FAILED_PRECONDITION", trainer=True, broken=broken)
+        made.describe((7, 8), step=1)
+        made.apply(1, 0, (9, 10), contributions=0)
+        possible(made) if fine else impossible(made, "")
+
+
+def test_an_attempt_that_was_broken_off_may_have_been_accepted() -> None:
+    for broken, fine in (([6.0], True), ([], False)):
+        made = begun(5)
+        made.loss((5, 5), (4, 12), step=0, accumulate=True, trainer=True, outcome="FAILED_PRECONDITION", accepted=5.0,
+                  broken=broken)
+        made.apply(0, 0, (7, 8), microbatches=1, rows=4, contributions=0)
+        possible(made) if fine else impossible(made, "does not end with FAILED_PRECONDITION")
+
+
+def test_every_attempt_that_was_broken_off_may_have_taken_effect() -> None:
+    for broken, fine in (([5.5, 8.0], True), ([5.5], False)):
+        made = begun(5)
+        made.add(3, (4, 20), "B", outcome="FAILED_PRECONDITION", trainer=True, broken=broken)
+        made.read(family(3, V), (5, 6), role="gradient")
+        made.zero((6.5, 7))
+        made.read(family(3, V), (9, 10), role="gradient")
+        made.apply(0, 3, (15, 16), contributions=1)
+        possible(made) if fine else impossible(made, "")
+
+
+def test_what_a_restart_broke_off_ends_with_the_old_server() -> None:
+    for read, fine in ((6.0, True), (11.0, False)):
+        made = begun(5)
+        made.add(3, (4, 20), "B", outcome="FAILED_PRECONDITION", trainer=True)
+        made.read(family(3, V), (read, read + 1), role="gradient")
+        made.events[-1].result["slices"][0]["state"]["incarnation"] = SERVER if fine else SERVER + 1
+        made.call("Restart", (8, 9), incarnation=SERVER + 1)
+        made.incarnation = SERVER + 1
+        made.create((9.5, 10))
+        made.apply(0, 0, (15, 16), contributions=0)
+        possible(made) if fine else impossible(made, "")
+
+
+def test_a_repeat_of_a_step_is_answered_also_after_its_generation() -> None:
+    made = begun(5)
+    made.loss((5, 5), (4, 5), step=0, accumulate=True, trainer=True)
+    made.apply(0, 0, (6, 12), "B", contributions=0, microbatches=1, rows=4, repeated=True, trainer=True, broken=[7.0])
+    made.describe((7, 8), step=1)
+    made.zero((8, 9), step=1)
+    possible(made)
 
 
 # ---- Tensors ----

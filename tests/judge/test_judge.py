@@ -1,4 +1,4 @@
-"""Histories of a real server, judged. What today's server is known to break is marked; the mark goes with the fault."""
+"""Histories of a real server, judged. A scenario of a fault that is known and not mended is marked."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class Violation(AssertionError):
     """A history that docs/consistency.md does not allow."""
 
 
-def judge(history: History) -> None:
+def decided(history: History) -> bool:
+    """False if the search was given up, which says nothing."""
     verdict = check(history, Model()).verdict
     if verdict is Verdict.IMPOSSIBLE:
         raise Violation(report.counter_example(minimise(history, Model())))
-    assert verdict is Verdict.POSSIBLE, "the search was given up"
+    return verdict is Verdict.POSSIBLE
 
 
 def _marked(finding: Finding) -> ParameterSet:
@@ -36,17 +37,18 @@ def _marked(finding: Finding) -> ParameterSet:
 def test_finding(server: ServerProcess, finding: Finding) -> None:
     with Stage(server, vocab=finding.vocab, large=finding.large) as stage:
         history = finding.scenario(stage)
-    judge(history)
+    assert decided(history), "the search was given up"
 
 
-# The mixes of calls that today's server and clients answer as the page says.
-@pytest.mark.parametrize("mix", ["administration", "ledger", "trainers", "calls", "crashes"])
+@pytest.mark.parametrize("mix", list(workload.MIXES))
 def test_random_histories(server: ServerProcess, mix: str) -> None:
     seed = time.time_ns() % 1_000_000
     print(f"seed {seed}")
-    number, end = 0, time.monotonic() + 4
-    while time.monotonic() < end or number < 3:
+    number, undecided, end = 0, 0, time.monotonic() + 4
+    while time.monotonic() < end or number - undecided < 3:
         with Stage(server) as stage:
-            judge(workload.run(stage, workload.MIXES[mix], f"{seed}-{number}"))
+            history = workload.run(stage, workload.MIXES[mix], f"{seed}-{number}")
         number += 1
-    print(f"{number} histories of {mix}")
+        undecided += not decided(history)
+        assert undecided < 3, "too many searches were given up"
+    print(f"{number} histories of {mix}, {undecided} undecided")

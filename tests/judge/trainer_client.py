@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,7 +71,7 @@ class TrainerClient:
 
     def _note_resent(self, event: Event, repeats: int) -> None:
         """If each cut ended an attempt, the last attempt came on a connection that was made after the last cut."""
-        cuts = [at for at in map(self._recorder.at, list(self._cut_times)) if at >= event.start]
+        cuts = self._cuts_since(event)
         if not repeats or repeats != len(cuts):
             return
         made = [at for at in map(self._recorder.at, list(self._accept_times)) if at >= max(cuts)]
@@ -109,5 +108,13 @@ class TrainerClient:
             self._client.acknowledge_restart(self._head)
         return event
 
-    def _record(self, call: str, args: dict[str, Any]) -> AbstractContextManager[Event]:
-        return self._recorder.call(self.name, call, args, trainer=True)
+    @contextlib.contextmanager
+    def _record(self, call: str, args: dict[str, Any]) -> Iterator[Event]:
+        with self._recorder.call(self.name, call, args, trainer=True) as event:
+            try:
+                yield event
+            finally:
+                event.result["broken"] = self._cuts_since(event)
+
+    def _cuts_since(self, event: Event) -> list[int]:
+        return sorted(at for at in map(self._recorder.at, list(self._cut_times)) if at >= event.start)

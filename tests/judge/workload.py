@@ -48,8 +48,8 @@ MIXES: dict[str, Mix] = {
     # The same without trainers, whose clients repeat calls by themselves: what the server alone answers for.
     "calls": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 1}, clients=4, trainers=0),
     "crashes": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 1}, restarts=2, trainers=0, calls_each=10),
-    # What holds where streams do not yet end when what they are bound to changes: calls that change the weights never
-    # meet streams, and only a trainer's own step ends its gradients.
+    # Parts of it, whose histories go deeper in one respect: calls that change the weights never meet streams, and only
+    # a trainer's own step ends its gradients.
     "administration": Mix({**_READS, **_CHANGES, "save": 2, "load": 2, "recreate": 1}, trainers=0, pieces=False),
     "ledger": Mix({"accumulate": 6, "cancel": 3, "contribute": 2, "zero": 1, "describe": 3, "list": 1, "norm": 1,
                    "value": 1, "gradient": 1, "save": 1}, trainers=0),

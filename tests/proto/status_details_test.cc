@@ -7,6 +7,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::wire {
 namespace {
@@ -64,6 +65,7 @@ TEST(StatusDetailsTest, FitsIntoTrailers) {
   std::string long_text = "ab";
   for (int i = 0; i < 4000; ++i) long_text += "\xe2\x82\xac";  // a character of three bytes
   detail.set_value(long_text);
+  detail.set_field(long_text);
   absl::Status status = absl::FailedPreconditionError(long_text);
   SetErrorDetail(detail, &status);
   const grpc::Status sent = ToGrpcStatus(status);
@@ -72,6 +74,9 @@ TEST(StatusDetailsTest, FitsIntoTrailers) {
   EXPECT_TRUE(absl::EndsWith(sent.error_message(), "\xe2\x82\xac..."));
   const v1::ErrorDetail received = GetErrorDetail(sent).value();
   EXPECT_EQ(received.incarnation(), detail.incarnation());
+  EXPECT_LE(received.field().size(), ::lossd::errors::kMaxFieldBytes);
+  EXPECT_TRUE(absl::EndsWith(received.field(), "\xe2\x82\xac..."));
+  EXPECT_LE(received.value().size(), ::lossd::errors::kMaxValueBytes);
   EXPECT_EQ(received.missing(0), "microbatch 0: rows [0, 4096)");
   const int whole = received.missing_size() - 1;
   EXPECT_GT(whole, 20);

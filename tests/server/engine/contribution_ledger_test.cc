@@ -13,6 +13,7 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 ContributionTerms Terms(RowRange rows) { return {.rows = rows}; }
 
@@ -78,6 +79,10 @@ TEST(ContributionLedgerTest, CountsWhatIsPartOfTheSum) {
   ledger.Commit(3, {0, 2}, {5, 6});
   EXPECT_EQ(ledger.begun_contributions(), 3);
   EXPECT_THAT(ledger.CompleteIds(), ElementsAre(3, 4));
+  const std::string half = "contribution 2: rows [1, 2) of [0, 2) (not expected, but begun)";
+  EXPECT_THAT(ledger.Incomplete({1, 3}), ElementsAre(half));
+  EXPECT_THAT(ledger.Incomplete({2}), IsEmpty());
+  EXPECT_THAT(ledger.Incomplete({}, /*max_lines=*/0), IsEmpty());
 }
 
 // Random slices of random contents against a map of rows.

@@ -219,5 +219,18 @@ TEST_F(DeferredTest, BadBackwardsAreRefused) {
             absl::StatusCode::kInvalidArgument);
 }
 
+TEST_F(DeferredTest, ABackwardOfNoRowsIsRefused) {
+  Start({.retained_bytes = 4096});
+  ForwardRetained(1, 4, {0, 4});
+  for (const RowRange rows : {RowRange{2, 2}, RowRange{3, 2}, RowRange{-1, 2}}) {
+    BackwardSpec spec = Backward(1, {0, 4});
+    spec.rows = rows;
+    spec.grad_loss.assign(static_cast<size_t>(std::max<int64_t>(0, rows.size())), 1.0f);
+    const absl::Status status = engine_->OpenBackward(spec, std::make_shared<RowCollector>()).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(status.message()), HasSubstr("backward.rows must be a non-empty range"));
+  }
+}
+
 }  // namespace
 }  // namespace lossd::engine

@@ -107,6 +107,14 @@ TEST_F(DeterministicContributionsTest, WaitsEndWithTheCallOrTheStep) {
   EXPECT_FALSE(forgotten.called->HasBeenNotified());
 }
 
+TEST_F(DeterministicContributionsTest, NobodyWaitsOnAHeadThatIsGoneNorKeepsIt) {
+  const auto contribution = engine_->OpenContribution(Spec(1));
+  ASSERT_TRUE(contribution.ok());
+  ASSERT_TRUE(engine_->DeleteHead("head").ok());
+  EXPECT_EQ(Turn(*engine_, *contribution).ticket, 0u);
+  EXPECT_EQ(device_.heads, 0) << "its memory is free";
+}
+
 TEST_F(DeterministicContributionsTest, AContributionOfNoRowsHasNoTurnToTake) {
   ContributionSpec nothing = Spec(0);
   nothing.contribution_rows = RowRange{3, 3};

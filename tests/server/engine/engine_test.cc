@@ -315,6 +315,33 @@ TEST_F(EngineTest, HeadsComeAndGo) {
   AddHead("head");
 }
 
+TEST_F(EngineTest, ADeletionEndsTheOperationsThatWait) {
+  absl::Notification computes, goes_on;
+  device_.on_step = [&] {
+    computes.Notify();
+    goes_on.WaitForNotification();
+  };
+  Start();
+  std::thread step([this] { EXPECT_TRUE(engine_->ApplyStep("head", {}).ok()); });
+  computes.WaitForNotification();
+  std::atomic<int> begun = 0;
+  std::vector<std::thread> waiting;
+  for (int i = 0; i < 4; ++i) {
+    waiting.emplace_back([&] {
+      ++begun;
+      EXPECT_FALSE(engine_->GradNorm("head", std::nullopt).ok());
+    });
+  }
+  while (begun < 4) absl::SleepFor(absl::Milliseconds(1));
+  absl::SleepFor(absl::Milliseconds(20));  // if it is too short, fewer of them wait
+  std::thread deletion([this] { EXPECT_TRUE(engine_->DeleteHead("head").ok()); });
+  while (engine_->Describe("head").ok()) absl::SleepFor(absl::Milliseconds(1));
+  goes_on.Notify();
+  step.join();
+  deletion.join();
+  for (std::thread& each : waiting) each.join();
+}
+
 TEST_F(EngineTest, StopsWithStreamsOpenAndWorkQueued) {
   device_.asynchronous = true;
   device_.chunks_in_flight = 2;

@@ -25,6 +25,12 @@ TEST(FairShareTest, EachGreedyHolderLeavesSomethingForTheNext) {
   EXPECT_EQ(shares.used(), 224);
 }
 
+TEST(FairShareTest, WhoTakesNothingIsNoHolder) {
+  FairShare shares(10, 0.5);
+  EXPECT_EQ(shares.Take("a", 0), Answer::kYes);
+  EXPECT_EQ(shares.holders(), 0);
+}
+
 TEST(FairShareTest, WhoHasNothingMayTakeAnyFreeAmount) {
   FairShare shares(10, 0.5);
   EXPECT_EQ(shares.Take("a", 9), Answer::kYes);

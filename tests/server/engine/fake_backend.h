@@ -2,11 +2,12 @@
 // exactly which rows were accumulated, and when.
 //
 // For a row with hidden state x and target y: loss = x[0] * row_weight, dL/dx = grad_scale * grad_loss * x;
-// the row is correct if y is the last digit of x[0]. Its "weight gradient" is the list of x[0] values
-// accumulated since the last step. A row with a non-finite x[0] is bad.
+// the row is correct if y is the last digit of x[0]; its z-loss is 0.25 and its entropy 0.5. Its "weight
+// gradient" is the list of x[0] values accumulated since the last step. A row with a non-finite x[0] is bad.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_FAKE_BACKEND_H_
 #define LOSSD_TESTS_SERVER_ENGINE_FAKE_BACKEND_H_
 
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <deque>
@@ -98,6 +99,7 @@ class FakeDevice {
   std::optional<double> grad_norm;  // instead of the number of values accumulated
   int steps = 0;                    // applied
   int64_t last_update = 0;          // of the last one
+  std::atomic<int> heads = 0;       // that have not been destroyed
 
  private:
   absl::Mutex mutex_;
@@ -120,9 +122,11 @@ class FakeRetained final : public kernels::RetainedMemory {
 class FakeHead final : public kernels::HeadKernels {
  public:
   FakeHead(FakeDevice* device, kernels::HeadConfig config) : device_(device), config_(config) {
+    ++device_->heads;
     if (device->asynchronous) thread_ = std::thread([this] { Work(); });
   }
   ~FakeHead() override {
+    --device_->heads;
     if (!thread_.joinable()) return;
     {
       absl::MutexLock lock(&mutex_);
@@ -232,6 +236,8 @@ class FakeHead final : public kernels::HeadKernels {
       }
       if (!valid) continue;
       slice.sums.loss += loss;
+      slice.sums.z_loss += 0.25;
+      slice.sums.entropy += 0.5;
       if (chunk.gradients == kernels::Gradients::kFiltered) slice.sums.dropped_mass += device_->dropped_mass;
       if (chunk.gradients == kernels::Gradients::kSampled) {
         slice.sums.sampling_variance += device_->sampling_variance;

@@ -37,6 +37,7 @@ class FlightTest : public SessionTest {
   };
 
   void Prepare() {
+    device_.dropped_mass = 0.125;
     Start({}, {&observer_});
     for (int64_t row = 0; row < 6; ++row) hidden_[static_cast<size_t>(row * kHidden)] = RowName(1, row);
     a_ = Open(Spec(1, 8, {0, 4}));
@@ -76,6 +77,7 @@ class FlightTest : public SessionTest {
                        MakeSegment(b_, {4, 6}, {b}), MakeSegment(rest_, {6, 8}, {})};
     chunk->rows = 8;
     chunk->hidden_dtype = kernels::DType::kFloat32;
+    chunk->options.gradients = kernels::Gradients::kFiltered;
     chunk->accumulates = true;
     {
       absl::MutexLock lock(&context_->mutex);
@@ -105,6 +107,9 @@ TEST_F(FlightTest, DeliversAndBooksWhatSlicesShare) {
   EXPECT_EQ(b_.results->losses().at(3), RowName(1, 3));
   EXPECT_EQ(b_.results->losses().at(5), RowName(1, 5));
   EXPECT_EQ(a_.results->summary().loss_sum, 1000 + 1001 + 1002 + 1003);
+  EXPECT_EQ(a_.results->summary().z_loss_sum, 4 * 0.25);
+  EXPECT_EQ(a_.results->summary().entropy_sum, 4 * 0.5);
+  EXPECT_EQ(a_.results->summary().dropped_mass, 4 * 0.125);
   EXPECT_EQ(a_.results->summary().correct_rows, 1) << "row 1, with target 1";
   EXPECT_EQ(b_.results->summary().correct_rows, 0);
   EXPECT_EQ(a_.results->summary().accumulated_rows, 4);

@@ -82,6 +82,17 @@ class SequencerTest : public ::testing::Test {
     Finish(*group, true);
   }
 
+  // The stream ends badly, as in HeadSession::OnStreamEnd.
+  void Break(const StreamPtr& stream) {
+    stream->Fail(absl::CancelledError("cut"));
+    sequencer_.TakeFailed();
+    const uint64_t id = stream->spec().microbatch_id;
+    for (const RowRange rows : sequencer_.Withdrawable(id, stream->spec().rows)) {
+      ledger_.Withdraw(id, rows, /*forget_empty=*/false);
+    }
+    sequencer_.OnDeclared(id);
+  }
+
   Ledger ledger_{1000, 1000};
   ContributionLedger contributions_{1000, 1000};
   Sequencer sequencer_{kRows, &ledger_, &contributions_};
@@ -177,11 +188,12 @@ TEST_F(SequencerTest, RepeatsLeaveAnAreaToTheGroupInTurn) {
 class TurnTakenBackTest : public SequencerTest {
  protected:
   void SetUp() override {
-    auto first = Open(0, 40, {0, 20}), last = Open(0, 40, {30, 40});
+    first_ = Open(0, 40, {0, 20});
+    auto last = Open(0, 40, {30, 40});
     nothing_ = Open(0, 40, {20, 30}, -100);
-    ASSERT_TRUE(Send(first, {0, 10}));
+    ASSERT_TRUE(Send(first_, {0, 10}));
     Compute();
-    ASSERT_TRUE(Send(first, {10, 20}));
+    ASSERT_TRUE(Send(first_, {10, 20}));
     auto group = sequencer_.TakeReady();
     Reserve(*group);
     EXPECT_EQ(sequencer_.turn(), (GroupKey{0, 3}));
@@ -190,7 +202,7 @@ class TurnTakenBackTest : public SequencerTest {
     Finish(*group, false);
     EXPECT_EQ(sequencer_.turn(), (GroupKey{0, 1}));
   }
-  StreamPtr nothing_;
+  StreamPtr first_, nothing_;
 };
 
 TEST_F(TurnTakenBackTest, AGroupWithNothingToAccumulateIsComputedAllTheSame) {
@@ -209,6 +221,42 @@ TEST_F(TurnTakenBackTest, AGroupWithNothingToAccumulateIsClosedWithItsStreams) {
   nothing_->Fail(absl::CancelledError("cut"));
   EXPECT_EQ(sequencer_.TakeFailed().queued.size(), 1u);
   EXPECT_NE(Request(Open(0, 40, {0, 20}), {0, 10}), 0u);
+}
+
+// Rows of two streams that have no target are group 2. The turn has passed it when it goes back to group 1,
+// and one of the two breaks. If its rows were withdrawn, the slice of the other one would wait for the turn
+// and keep its area, and there would be none in which group 0 can be repeated before group 1 is sent again.
+TEST_F(SequencerTest, RowsWithoutTargetThatWerePassedStayWhenTheirStreamBreaks) {
+  auto first = Open(0, 40, {0, 20}), last = Open(0, 40, {30, 40});
+  auto breaks = Open(0, 40, {20, 25}, -100), stays = Open(0, 40, {25, 30}, -100);
+  ASSERT_TRUE(Send(first, {0, 10}));
+  Compute();
+  ASSERT_TRUE(Send(first, {10, 20}));
+  auto group = sequencer_.TakeReady();
+  Reserve(*group);
+  ASSERT_TRUE(Send(stays, {25, 30}));
+  ASSERT_TRUE(Send(last, {30, 40}));
+  Finish(*group, false);
+  Break(first);
+  Break(breaks);
+  ASSERT_TRUE(sequencer_.HasReady()) << "it holds an area that others need";
+  Compute();
+  auto again = Open(0, 40, {0, 20});
+  ASSERT_TRUE(Send(again, {0, 10}));
+  Compute();
+  ASSERT_TRUE(Send(again, {10, 20}));
+  Compute();
+  Compute();
+  EXPECT_EQ(sequencer_.turn(), (GroupKey{1, 0}));
+}
+
+// The rows of the group that failed may come again with other contents, or not at all.
+TEST_F(TurnTakenBackTest, RowsOfTheGroupThatFailedLeaveWithTheirStream) {
+  EXPECT_EQ(sequencer_.TakeReady()->key(), (GroupKey{0, 2}));
+  Break(first_);
+  EXPECT_TRUE(ledger_.Declare(0, first_->terms(), {10, 20}, {.targets = std::vector<int32_t>(10, 2)}).ok());
+  EXPECT_FALSE(ledger_.Declare(0, first_->terms(), {0, 10}, {.targets = std::vector<int32_t>(10, 2)}).ok());
+  EXPECT_EQ(ledger_.CountUnsettled(0, {20, 30}), 0);
 }
 
 // What was lent for its slice comes back when its rows are to be declared again.

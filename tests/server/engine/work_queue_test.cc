@@ -27,11 +27,17 @@ class WorkQueueTest : public ::testing::Test {
           ledger_.Declare(spec.microbatch_id, (*stream)->terms(), spec.rows, (*stream)->contents()).ok());
     }
     auto work = std::make_unique<SliceWork>();
-    work->stream = *std::move(stream);
+    work->stream = last_ = *std::move(stream);
     work->rows = spec.rows;
     queue_.Push(std::move(work));
   }
   void Push(uint64_t id, int64_t rows) { Push(Spec(id, rows, {0, rows})); }
+  void PushOf(const char* peer, uint64_t id, int64_t rows, bool accumulate = true) {
+    StreamSpec spec = Spec(id, rows, {0, rows});
+    spec.peer = peer;
+    spec.accumulate_gradients = accumulate;
+    Push(spec);
+  }
   // The microbatches of the chunk taken.
   std::vector<uint64_t> Take() {
     std::vector<uint64_t> ids;
@@ -42,7 +48,8 @@ class WorkQueueTest : public ::testing::Test {
   NextChunk Next() const { return queue_.Next(kChunkRows); }
 
   Ledger ledger_{1000, 100};
-  WorkQueue queue_;
+  std::shared_ptr<StreamState> last_;  // whose slice was pushed
+  WorkQueue queue_{kChunkRows};
 };
 
 TEST_F(WorkQueueTest, AChunkIsClosedWhenItIsFull) {
@@ -105,6 +112,66 @@ TEST_F(WorkQueueTest, RowsThatAreBeingComputedEndTheChunk) {
   EXPECT_THAT(Take(), IsEmpty());
   ledger_.Commit(1, {0, 6});
   EXPECT_THAT(Take(), ElementsAre(1));
+}
+
+TEST_F(WorkQueueTest, APeerThatQueuesMuchIsNotBeforeTheOthers) {
+  for (uint64_t id = 1; id <= 8; ++id) PushOf("greedy", id, 8);
+  EXPECT_THAT(Take(), ElementsAre(1, 2));
+  PushOf("late", 21, 4);
+  PushOf("later", 31, 8);
+  EXPECT_THAT(Take(), ElementsAre(21, 31)) << "of the round that has begun";
+  EXPECT_THAT(Take(), ElementsAre(3, 4));
+  PushOf("late", 22, 16);
+  PushOf("late", 23, 4);  // of the next round
+  EXPECT_THAT(Take(), ElementsAre(22));
+  EXPECT_THAT(Take(), ElementsAre(5, 6));
+  EXPECT_THAT(Take(), ElementsAre(23, 7)) << "a chunk is filled with rows of the round after it";
+  EXPECT_THAT(Take(), ElementsAre(8));
+  EXPECT_TRUE(queue_.empty());
+}
+
+TEST_F(WorkQueueTest, NeitherPeersOfOtherKindsWait) {
+  for (uint64_t id = 1; id <= 4; ++id) PushOf("greedy", id, 16, /*accumulate=*/false);
+  PushOf("trainer", 21, 8);
+  EXPECT_THAT(Take(), ElementsAre(1));
+  EXPECT_THAT(Take(), ElementsAre(21));
+  EXPECT_THAT(Take(), ElementsAre(2));
+}
+
+TEST_F(WorkQueueTest, WhatAPeerDidBeforeDoesNotCount) {
+  for (uint64_t id = 1; id <= 3; ++id) PushOf("once", id, 16);
+  for (uint64_t id = 1; id <= 3; ++id) EXPECT_THAT(Take(), ElementsAre(id));
+  PushOf("new", 21, 16);
+  PushOf("new", 22, 16);
+  PushOf("once", 4, 16);
+  EXPECT_THAT(Take(), ElementsAre(21));
+  EXPECT_THAT(Take(), ElementsAre(4));
+  EXPECT_THAT(Take(), ElementsAre(22));
+}
+
+TEST_F(WorkQueueTest, WhatWasDroppedDoesNotCount) {
+  for (uint64_t id = 1; id <= 3; ++id) PushOf("other", id, 16);
+  for (uint64_t id = 21; id <= 23; ++id) {
+    PushOf("breaks", id, 16);
+    last_->Fail(absl::CancelledError("cut"));
+  }
+  EXPECT_EQ(queue_.TakeFailed().size(), 3u);
+  PushOf("breaks", 24, 16);
+  EXPECT_THAT(Take(), ElementsAre(1));
+  EXPECT_THAT(Take(), ElementsAre(24));
+}
+
+TEST_F(WorkQueueTest, NoPeerPassesAnOperation) {
+  const auto nothing = [](head::Head&) { return absl::OkStatus(); };
+  Operation operation{.run = nothing};
+  for (uint64_t id = 1; id <= 2; ++id) PushOf("greedy", id, 16);
+  queue_.Push(&operation);
+  PushOf("late", 21, 16);
+  EXPECT_THAT(Take(), ElementsAre(1));
+  EXPECT_THAT(Take(), ElementsAre(2));
+  EXPECT_THAT(Take(), IsEmpty());
+  EXPECT_EQ(queue_.TakeOperation(), &operation);
+  EXPECT_THAT(Take(), ElementsAre(21));
 }
 
 TEST(ChunkPolicyTest, OnlyAnOpenChunkThatAccumulatesWaitsAndOnlyForOneThatIsComputing) {

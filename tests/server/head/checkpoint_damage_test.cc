@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/head/checkpoint.h"
+#include "server/head/manifest.h"
 #include "tests/server/head/checkpoint_fixture.h"
 
 namespace lossd::head {
@@ -112,6 +113,31 @@ TEST_F(CheckpointTest, TensorsOfAnotherCheckpointAreFound) {
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
   EXPECT_THAT(std::string(status.message()), HasSubstr("tensor weight "));
   EXPECT_EQ(calls, 0);
+}
+
+// Its checksum is right: whoever can write there can compute it.
+TEST_F(CheckpointTest, AManifestOfOtherTensorsIsRefused) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject);
+  ASSERT_TRUE(Save(subject, head, "x").ok());
+  const std::string path = root_ + "/lm/x/manifest.json";
+  const absl::StatusOr<Manifest> manifest = DecodeManifest(test::ReadWholeFile(path));
+  ASSERT_TRUE(manifest.ok()) << manifest.status();
+  const auto expect_refused = [&](const Manifest& changed, const std::string& why) {
+    test::WriteWholeFile(path, EncodeManifest(changed));
+    int calls = 0;
+    const absl::Status status = Load("lm/x", head, &calls);
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(why));
+    EXPECT_EQ(calls, 0);
+  };
+  Manifest fewer = *manifest, more = *manifest, other = *manifest;
+  fewer.tensors.pop_back();
+  expect_refused(fewer, "13 tensors in the file, 12 in the manifest, and 13 in such a head");
+  more.tensors.push_back(more.tensors.back());
+  expect_refused(more, "13 tensors in the file, 14 in the manifest");
+  std::swap(other.tensors[0], other.tensors[1]);
+  expect_refused(other, "tensor weight is not what the manifest says");
 }
 
 TEST_F(CheckpointTest, FilesThatChangeWhileLoadingAreFound) {

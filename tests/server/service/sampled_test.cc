@@ -117,7 +117,7 @@ class SampledServiceTest : public ::testing::TestWithParam<bool> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Modes, SampledServiceTest, ::testing::Bool(),
-                         [](const auto& info) { return info.param ? "deterministic" : "arrival"; });
+                         [](const auto& mode) { return mode.param ? "deterministic" : "arrival"; });
 
 TEST_P(SampledServiceTest, RepeatsAreSampledAlike) {
   std::vector<float> first, again, other;

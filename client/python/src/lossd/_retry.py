@@ -40,8 +40,13 @@ def wait_before_repeat(retry: RetryOptions, error: errors.LossdError, attempt: i
 
 
 def with_attempts(error: errors.LossdError, attempts: int) -> errors.LossdError:
-    """The error of a call after its last attempt: one that may be repeated says how often it was tried, if twice."""
-    if attempts > 1 and may_repeat(error, restartable=True):
+    """The error of a call after its last attempt, which says how often it was tried, if twice.
+
+    One that may not be repeated says besides that an attempt before it, which had no answer, may have taken effect.
+    """
+    if attempts > 1:
         error.message += f"; tried {attempts} times"
+        if not may_repeat(error, restartable=True):
+            error.message += ", and an earlier attempt may have taken effect"
         error.args = (error.message,)
     return error

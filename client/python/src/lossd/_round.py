@@ -74,6 +74,7 @@ class Round:
         """One stream until it has succeeded or may not be repeated."""
         parts = self._parts
         attempt = 1
+        unanswered = 0  # attempts
         while not self._cancellation.cancelled:
             rule = parts.rules.rule()
             try:
@@ -84,17 +85,22 @@ class Round:
                 pause = parts.deadline.wait_before_repeat(parts.connections.options.retry, error, attempt)
                 if pause is None:
                     raise _retry.with_attempts(error, attempt) from None
+                unanswered += 1
                 self._cancellation.wait(pause)
             except (errors.InvalidArgument, errors.ResourceExhausted) as error:
                 parts.check.interpret(error)
                 if not parts.rules.may_cut_otherwise(rule):
-                    raise
+                    raise self._final(error, unanswered) from None
             except errors.LossdError as error:
                 parts.check.interpret(error)
-                raise
+                raise self._final(error, unanswered) from None
             attempt += 1
             with self._lock:
                 self._total.repeats += 1
+
+    def _final(self, error: errors.LossdError, unanswered: int) -> errors.LossdError:
+        """Of a call that may begin again nothing counts until it ends well."""
+        return error if self._parts.work.restartable else _retry.with_attempts(error, 1 + unanswered)
 
     def _run_stream(self, channel: int, rows: Rows, rule: SliceRule) -> None:
         parts = self._parts

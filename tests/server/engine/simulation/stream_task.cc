@@ -91,6 +91,7 @@ class StreamTask : public std::enable_shared_from_this<StreamTask> {
   Scheduler& scheduler() { return world_.scheduler; }
   std::string Who() const;
   absl::Status Open(uint64_t step);
+  std::string Peer() const;
   StreamSpec Spec(uint64_t step) const;
   BackwardSpec Backward(uint64_t step) const;
   void NoteOpened(uint64_t step, const absl::Status& status);
@@ -123,12 +124,16 @@ std::string StreamTask::Who() const {
                       ", microbatch ", facts_.duty->id, ", rows ", Text(facts_.rows), ")");
 }
 
+// Three share the server.
+std::string StreamTask::Peer() const { return absl::StrCat("peer ", facts_.number % 3); }
+
 // ---- Opening ----
 
 StreamSpec StreamTask::Spec(uint64_t step) const {
   const Duty& duty = *facts_.duty;
   StreamSpec spec;
   spec.head = head_.name;
+  spec.peer = Peer();
   spec.step = step;
   spec.microbatch_id = duty.id;
   spec.microbatch_rows = duty.rows;
@@ -149,6 +154,7 @@ StreamSpec StreamTask::Spec(uint64_t step) const {
 BackwardSpec StreamTask::Backward(uint64_t step) const {
   BackwardSpec spec;
   spec.head = head_.name;
+  spec.peer = Peer();
   spec.step = step;
   spec.microbatch_id = facts_.duty->id;
   spec.rows = facts_.rows;

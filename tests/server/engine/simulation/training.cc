@@ -33,6 +33,7 @@ class Step : public std::enable_shared_from_this<Step> {
   void NoteFailure(const absl::Status& status);
   // Lets go of what no backward needs any more, or waits until there may be memory.
   void MakeRoom();
+  void AwaitPlace();
   // All parts are done, in the generation that is open now.
   bool Complete() const;
   void Redo();
@@ -69,9 +70,20 @@ void Step::Work(Part& part) {
       return;
     }
     NoteFailure(status);
+    if (absl::IsResourceExhausted(status) && part.duty->kind != Kind::kContribution) AwaitPlace();
     world_.scheduler.WaitUntil("repair", [this] { return !head_.needs_repair || over(); });
     world_.scheduler.Yield();
   }
+}
+
+// Trainers wait before they ask again; here until a stream has ended, or turns would go by with nothing else.
+// In order, the streams that are open may wait for this one's turn.
+void Step::AwaitPlace() {
+  if (world_.plan.setup.options.deterministic) return;
+  const auto open = [this] { return world_.engine->stats().open_streams; };
+  world_.scheduler.WaitUntil("a place for a stream", [this, open, before = open()] {
+    return over() || head_.needs_repair || open() == 0 || open() < before;
+  });
 }
 
 void Step::NoteFailure(const absl::Status& status) {
