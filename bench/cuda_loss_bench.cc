@@ -2,7 +2,8 @@
 // logits or recompute them, beside the bare GEMM floor of the same run.
 //
 //   cuda_loss_bench --out=results.json --commit=abc123 [--shapes=gemma2-2b,...] [--data=real,peaked,flat]
-//                   [--logits=stored,recomputed] [--gradients=exact,filtered,sampled,auto] [--thresholds=10,12]
+//                   [--logits=stored,recomputed] [--gradients=exact,filtered,sampled,auto]
+//                   [--thresholds=10,12]
 //
 // "loss+grad" is the time from one finished microbatch to the next with microbatches submitted one after
 // the other (host copies both ways included, overlapped by the backend); the floor is the three bare
@@ -265,10 +266,9 @@ void Print(const NamedShape& named, const std::string& kind, const Way& way, con
              "%-13s %-6s %-10s %-13s chunk %5d ws %6.0f slots %4.0f MiB  floor %6.2f (%5.2f fwd)  loss+grad "
              "%6.2f [%.2f "
              "%.2f] x%.3f  loss %6.2f x%.3f",
-             named.name, kind, kernels::Name(way.logits), way.Text(),
-             result["chunk_rows"].get<int64_t>(), result["head_workspace_mib"].get<double>(),
-             result["slots_mib"].get<double>(), floor.total(), floor.logits.median,
-             result["loss_and_gradients"]["median_ms"].get<double>(),
+             named.name, kind, kernels::Name(way.logits), way.Text(), result["chunk_rows"].get<int64_t>(),
+             result["head_workspace_mib"].get<double>(), result["slots_mib"].get<double>(), floor.total(),
+             floor.logits.median, result["loss_and_gradients"]["median_ms"].get<double>(),
              result["loss_and_gradients"]["min_ms"].get<double>(),
              result["loss_and_gradients"]["max_ms"].get<double>(), result["ratio"].get<double>(),
              result["loss_only"]["median_ms"].get<double>(), result["forward_ratio"].get<double>())

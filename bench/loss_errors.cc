@@ -67,10 +67,10 @@ struct Gradients {
     }
     std::vector<float> row(columns);
     for (size_t j = 0; j < query.classes.size(); ++j) {
-      Check(head.ReadTensor({kernels::Param::kWeight, kernels::Role::kGradient}, query.classes[j], 1,
-                            kernels::DType::kFloat32,
-                            {reinterpret_cast<uint8_t*>(row.data()), row.size() * 4}),
-            "ReadTensor");
+      Check(
+          head.ReadTensor({kernels::Param::kWeight, kernels::Role::kGradient}, query.classes[j], 1,
+                          kernels::DType::kFloat32, {reinterpret_cast<uint8_t*>(row.data()), row.size() * 4}),
+          "ReadTensor");
       for (size_t c = 0; c < columns; ++c) weight[j * columns + c] += static_cast<double>(row[c]);
     }
   }
@@ -111,8 +111,8 @@ Json MeanErrors(kernels::HeadKernels& head, Microbatch& batch, const DataShape& 
 
 }  // namespace
 
-Json MeasureErrors(kernels::HeadKernels& head, Microbatch& batch, const DataShape& shape, const LossData& data,
-                   int seeds) {
+Json MeasureErrors(kernels::HeadKernels& head, Microbatch& batch, const DataShape& shape,
+                   const LossData& data, int seeds) {
   const ReferenceQuery query = MakeQuery(shape, data);
   const ReferenceAnswer want = ComputeReference(shape, data, query);
   Gradients gradients;

@@ -387,15 +387,8 @@ std::optional<v1::ErrorDetail> ErrorDetailOf(const absl::Status& status) {
 }
 
 size_t ElementSize(v1::DType dtype) {
-  switch (dtype) {
-    case v1::DTYPE_FP32:
-      return 4;
-    case v1::DTYPE_FP16:
-    case v1::DTYPE_BF16:
-      return 2;
-    default:
-      return 0;
-  }
+  if (dtype == v1::DTYPE_FP32) return 4;
+  return dtype == v1::DTYPE_FP16 || dtype == v1::DTYPE_BF16 ? 2 : 0;
 }
 
 }  // namespace lossd::client

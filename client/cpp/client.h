@@ -24,8 +24,7 @@
 //                      tells) or somebody has zeroed them or loaded a checkpoint (IsStepDiscarded() tells);
 //                      see Client::AcknowledgeRestart
 //   INTERNAL           also: the server sent something the protocol does not allow ("server sent ...")
-// ErrorDetailOf() gives the structured detail of an error: the server's, or the argument that the client
-// refused.
+// ErrorDetailOf() gives the structured detail of an error: the server's, or the argument that was refused.
 #ifndef LOSSD_CLIENT_CPP_CLIENT_H_
 #define LOSSD_CLIENT_CPP_CLIENT_H_
 

@@ -1,3 +1,5 @@
+// Both directions of each message side by side, so that a new field is not forgotten in one of them; that
+// makes it longer than 400 lines.
 #include "server/messages/convert.h"
 
 #include <limits>

@@ -95,9 +95,9 @@ struct GradientRule {
   float reference;
   float log2_sum;
   float row_entropy;
-  float target;  // dL/ds of the target itself, but for the uniform part
+  float target;        // dL/ds of the target itself, but for the uniform part
   float target_slope;  // dz/ds of the target, a factor of that and of the uniform part
-  bool valid;    // false: the loss is not finite and the gradient zero
+  bool valid;          // false: the loss is not finite and the gradient zero
 };
 
 }  // namespace lossd::kernels::cuda

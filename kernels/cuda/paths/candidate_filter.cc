@@ -62,15 +62,14 @@ absl::Status CandidateFilter::FilterRows(const ChunkJob& job, const RowInputs& i
   p.accumulate = job.accumulate + begin;
   p.dropped_mass = job.dropped_mass + begin;
   if (job.layout.accumulate) {
-    p.kept = {buffers_.kept.keys, buffers_.kept.coefs, &buffers_.counters->kept, RowBits(job.rows()),
-              begin};
+    p.kept = {buffers_.kept.keys, buffers_.kept.coefs, &buffers_.counters->kept, RowBits(job.rows()), begin};
   }
   return ToStatus(LaunchFilterRows(p, context_.device->compute()), "filter kernel");
 }
 
 absl::Status CandidateFilter::AddKept(const ChunkJob& job) const {
-  LOSSD_RETURN_IF_ERROR(AddEntries(context_, job, buffers_.kept, ShapeOf(context_, job).entries(),
-                                   &buffers_.counters->runs));
+  LOSSD_RETURN_IF_ERROR(
+      AddEntries(context_, job, buffers_.kept, ShapeOf(context_, job).entries(), &buffers_.counters->runs));
   return job.terms.smoothing > 0.0f ? AddUniform(context_, job, buffers_.kept) : absl::OkStatus();
 }
 

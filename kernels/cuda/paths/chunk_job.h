@@ -31,7 +31,7 @@ struct ChunkJob {
   float* variance = nullptr;          // [rows], out, over the gradient unit squared
   float* square = nullptr;            // [rows], likewise
   float* sample_threshold = nullptr;  // [1], out
-  Decision* decision = nullptr;            // [1], out, of a chunk whose plan is not exact
+  Decision* decision = nullptr;       // [1], out, of a chunk whose plan is not exact
 
   void* hidden = nullptr;  // x: [padded_rows, padded_hidden] compute dtype, after the norm
   // dx is wanted, or needed for the gradients of the norm. It goes to Region::kHiddenGradient in this dtype:

@@ -27,7 +27,7 @@ struct RowInputBlock {
   float* coef_loss = nullptr;      // grad_scale * grad_loss * row weight / unit
   float* coef_lse = nullptr;       // grad_lse / unit
   float* coef_entropy = nullptr;   // grad_entropy / unit
-  float* omega = nullptr;  // SampleOf(); only of a chunk that may be sampled
+  float* omega = nullptr;          // SampleOf(); only of a chunk that may be sampled
   int32_t* slice_begin = nullptr;  // [capacity + 1]: first compact row of a slice that has any
 
   static RowInputBlock Carve(Carver& carver, int64_t capacity);
@@ -74,7 +74,7 @@ struct ChunkLayout {
   bool accumulate_all = true;  // every one does
   bool want_entropy = false;
   bool any_coef_entropy = false;
-  float unit = 1.0f;      // power of two taken out of coef_*
+  float unit = 1.0f;  // power of two taken out of coef_*
   // Set by the head; what is not exact has a decision. kFiltered: with dropped masses; else with variances.
   Gradients planned = Gradients::kExact;
 };

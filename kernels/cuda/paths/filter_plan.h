@@ -33,9 +33,7 @@ struct FilterShape {
   DType dtype = DType::kBFloat16;
   int64_t pooled = kPooledCandidates;  // a row on average
 
-  int64_t capacity() const {
-    return std::min(chunk_rows * vocab, std::max(chunk_rows * pooled, kLeastPool));
-  }
+  int64_t capacity() const { return std::min(chunk_rows * vocab, std::max(chunk_rows * pooled, kLeastPool)); }
   // Kept elements at most: the candidates and one target a row.
   int64_t entries() const { return capacity() + chunk_rows; }
 };

@@ -16,7 +16,8 @@ namespace lossd::kernels::cuda {
 
 // No entries: all of the first `count` keys say so.
 absl::Status ClearEntries(const PathContext& context, const KeptBuffers& buffers, int64_t count);
-// Adds the entries among the first `count` to the weight gradients. Dropped rows of job.hidden are 0. runs: 0.
+// Adds the entries among the first `count` to the weight gradients. Dropped rows of job.hidden are 0. runs:
+// 0.
 absl::Status AddEntries(const PathContext& context, const ChunkJob& job, const KeptBuffers& buffers,
                         int64_t count, RunCounters* runs);
 

@@ -22,8 +22,8 @@ void CarveHot(const FilterShape& shape, Carver& own, Carver& hidden, Carver& log
   b.hot_widths = own.Take<float>(shape.chunk_rows);
   b.hot_listed = hidden.Take<uint8_t>(elements);
   b.hot_elements = logits.Take<uint8_t>(elements);
-  b.hot_weight = logits.Take<uint8_t>(kHotClasses * shape.padded_hidden *
-                                      static_cast<int64_t>(SizeOf(shape.dtype)));
+  b.hot_weight =
+      logits.Take<uint8_t>(kHotClasses * shape.padded_hidden * static_cast<int64_t>(SizeOf(shape.dtype)));
   b.hot_hidden = logits.Take<float>(shape.chunk_rows * shape.padded_hidden);
   b.hot_weight_gradient = logits.Take<float>(kHotClasses * shape.padded_hidden);
   b.hot_bias_gradient = logits.Take<float>(kHotClasses);

@@ -14,12 +14,12 @@
 
 namespace lossd::kernels::cuda {
 
-// Entries, per row on average, that a chunk with this threshold has room for. Rows with the softmax of a trained
-// model take 136 at 2^-10, 212 at 2^-11 and 328 at 2^-12; what takes more gets a larger threshold.
+// Entries, per row on average, that a chunk with this threshold has room for. Rows with the softmax of a
+// trained model take 136 at 2^-10, 212 at 2^-11 and 328 at 2^-12; what takes more gets a larger threshold.
 int64_t PooledSamples(float threshold);
 inline constexpr int64_t kMostPooledSamples = 416;
-// Entries of a chunk whose rows or classes are few, at most. Otherwise there are no more than the memory of the
-// matrix of ds can hold: fewer than 416 a row below 9,000 classes.
+// Entries of a chunk whose rows or classes are few, at most. Otherwise there are no more than the memory of
+// the matrix of ds can hold: fewer than 416 a row below 9,000 classes.
 inline constexpr int64_t kLeastSamples = int64_t{8} * kMaxRowSamples;
 
 // Room of a chunk with so many rows. `shape`: of the head.
@@ -61,13 +61,13 @@ struct BlockSampleBuffers {
 // Why this GPU computes a chunk of such a head exactly although its options ask for samples, or "".
 absl::string_view WhyNotSampledOnDevice(const FilterShape& shape, const DeviceLimits& limits);
 
-// Whether the head is large enough for some classes to be worth a dense product of their own, in the memory of
-// the matrix.
+// Whether the head is large enough for some classes to be worth a dense product of their own, in the memory
+// of the matrix.
 bool HasHotClasses(const FilterShape& shape);
 // Rows of a chunk that are enough for that.
 inline constexpr int64_t kLeastHotRows = 1024;
-// How often a class has to be taken by a chunk of so many rows, to be hot: gathering an entry takes as long as
-// the dense products of about 90 of 8192 rows (H200).
+// How often a class has to be taken by a chunk of so many rows, to be hot: gathering an entry takes as long
+// as the dense products of about 90 of 8192 rows (H200).
 float LeastTaken(int64_t rows);
 
 HotClasses CarveHotClasses(const FilterShape& shape, Carver& carver);

@@ -14,7 +14,8 @@
 
 namespace lossd::kernels::cuda {
 
-SampledRecomputedPath::SampledRecomputedPath(const PathContext& context) : context_(context), exact_(context) {
+SampledRecomputedPath::SampledRecomputedPath(const PathContext& context)
+    : context_(context), exact_(context) {
   const FilterShape shape = FilterShapeOf(context.config, context.sizes);
   Carver own(context.memory[Region::kFilter]), none(nullptr), arena(context.memory[Region::kLogits]);
   lists_ = FilterBuffers::Carve(shape, none, arena, arena);
@@ -185,8 +186,7 @@ absl::Status SampledRecomputedPath::AddKept(const ChunkJob& job) const {
   LOSSD_RETURN_IF_CUDA_ERROR(
       LaunchZeroDroppedRows(hidden, context_.keep, job.rows(), context_.device->compute()),
       "kernel over hidden states");
-  LOSSD_RETURN_IF_ERROR(
-      AddEntries(context_, job, lists_.kept, ShapeOf(job).entries(), block_buffers_.runs));
+  LOSSD_RETURN_IF_ERROR(AddEntries(context_, job, lists_.kept, ShapeOf(job).entries(), block_buffers_.runs));
   return job.plan.uniform_apart ? AddUniform(context_, job, lists_.kept) : absl::OkStatus();
 }
 

@@ -1,7 +1,7 @@
 // Sampled gradients of a chunk whose logits are recomputed, a block of rows after the other
-// (docs/kernels/sampled.md). The logits of a block, of all classes, become ds in place; from it the list of the
-// block's rows is taken, and dx gathered. dW is added from the lists of all blocks. With `auto` the device
-// decides after the last block, by the predicted error, whether the gradients are computed again as
+// (docs/kernels/sampled.md). The logits of a block, of all classes, become ds in place; from it the list of
+// the block's rows is taken, and dx gathered. dW is added from the lists of all blocks. With `auto` the
+// device decides after the last block, by the predicted error, whether the gradients are computed again as
 // RecomputedPath would.
 //
 // Each block has its share of the room for entries, and takes a larger threshold if that is not enough.

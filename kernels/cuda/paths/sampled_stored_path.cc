@@ -43,9 +43,9 @@ int64_t SampledStoredPath::CapacityOf(const ChunkJob& job) const {
 }
 
 SampleList SampledStoredPath::ListOf(const ChunkJob& job) const {
-  return {buffers_.listed,   static_cast<int32_t>(CapacityOf(job)),
-          buffers_.rows,     buffers_.counters,
-          job.variance,      job.square};
+  return {buffers_.listed, static_cast<int32_t>(CapacityOf(job)),
+          buffers_.rows,   buffers_.counters,
+          job.variance,    job.square};
 }
 
 absl::Status SampledStoredPath::Prepare(const ChunkJob& job) {
@@ -114,7 +114,8 @@ absl::Status SampledStoredPath::BeginHot(const ChunkJob& job) {
   const int64_t row_bytes = kHotClasses * context_.sizes.element;
   const int64_t padding = job.padded_rows() - job.rows();
   if (padding == 0) return absl::OkStatus();
-  return Zero(static_cast<uint8_t*>(buffers_.hot_listed) + job.rows() * row_bytes, padding * row_bytes, stream);
+  return Zero(static_cast<uint8_t*>(buffers_.hot_listed) + job.rows() * row_bytes, padding * row_bytes,
+              stream);
 }
 
 absl::Status SampledStoredPath::Branch(const ChunkJob& job, DeviceBranch& branch,
@@ -152,8 +153,8 @@ absl::Status SampledStoredPath::CopyLists(const ChunkJob& job) const {
     return ToStatus(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream),
                     "cudaMemcpyAsync");
   };
-  LOSSD_RETURN_IF_ERROR(copy(buffers_.entries, buffers_.listed,
-                             CapacityOf(job) * static_cast<int64_t>(sizeof(SampleEntry))));
+  LOSSD_RETURN_IF_ERROR(
+      copy(buffers_.entries, buffers_.listed, CapacityOf(job) * static_cast<int64_t>(sizeof(SampleEntry))));
   if (!UsesHot(job)) return absl::OkStatus();
   return copy(buffers_.hot_elements, buffers_.hot_listed,
               job.padded_rows() * kHotClasses * context_.sizes.element);
@@ -201,18 +202,17 @@ const float* SampledStoredPath::Factors(const ChunkJob& job) const {
 
 absl::Status SampledStoredPath::MultiplyHotHidden(const ChunkJob& job) const {
   Device& device = *context_.device;
-  LOSSD_RETURN_IF_CUDA_ERROR(LaunchGatherHot(hot_, context_.weight, context_.config.compute_dtype,
-                                             context_.sizes.padded_hidden, buffers_.hot_weight,
-                                             device.compute()),
-                             "gather kernel");
-  return device.gemms().Run(
-      HotHiddenShape(job),
-      {.a = buffers_.hot_weight, .b = buffers_.hot_elements, .c = buffers_.hot_hidden},
-      device.gemm_workspace(), device.compute());
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      LaunchGatherHot(hot_, context_.weight, context_.config.compute_dtype, context_.sizes.padded_hidden,
+                      buffers_.hot_weight, device.compute()),
+      "gather kernel");
+  return device.gemms().Run(HotHiddenShape(job),
+                            {.a = buffers_.hot_weight, .b = buffers_.hot_elements, .c = buffers_.hot_hidden},
+                            device.gemm_workspace(), device.compute());
 }
 
-// Notes what this chunk has taken, and chooses the hot classes of the next. Those of this one are needed until
-// its dW is there, so the choice is made here only if there is none.
+// Notes what this chunk has taken, and chooses the hot classes of the next. Those of this one are needed
+// until its dW is there, so the choice is made here only if there is none.
 absl::Status SampledStoredPath::ChooseHot(const ChunkJob& job) const {
   const cudaStream_t stream = context_.device->compute();
   const CountHotParams count = {.hot = hot_,
@@ -264,8 +264,7 @@ absl::Status SampledStoredPath::AddHot(const ChunkJob& job) const {
                                "kernel over hidden states");
   }
   LOSSD_RETURN_IF_ERROR(device.gemms().Run(
-      HotWeightShape(job),
-      {.a = job.hidden, .b = buffers_.hot_elements, .c = buffers_.hot_weight_gradient},
+      HotWeightShape(job), {.a = job.hidden, .b = buffers_.hot_elements, .c = buffers_.hot_weight_gradient},
       device.gemm_workspace(), stream));
   return ToStatus(LaunchScatterHot(scatter, stream), "scatter kernel");
 }

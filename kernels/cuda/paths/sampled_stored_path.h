@@ -1,7 +1,7 @@
-// Sampled gradients of a chunk whose logits are stored (docs/kernels/sampled.md). The chunk begins as an exact
-// one, FusedStoredPath's or StoredPath's, which leaves a matrix of ds. From it a list of few classes a row is
-// taken; with `auto` the device decides by the predicted error whether the list or the matrix becomes dx and
-// dW. What follows the decision works in the memory of the matrix.
+// Sampled gradients of a chunk whose logits are stored (docs/kernels/sampled.md). The chunk begins as an
+// exact one, FusedStoredPath's or StoredPath's, which leaves a matrix of ds. From it a list of few classes a
+// row is taken; with `auto` the device decides by the predicted error whether the list or the matrix becomes
+// dx and dW. What follows the decision works in the memory of the matrix.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_SAMPLED_STORED_PATH_H_
 #define LOSSD_KERNELS_CUDA_PATHS_SAMPLED_STORED_PATH_H_
 

@@ -38,8 +38,8 @@ absl::Status StoredPath::ComputeLogits(const ChunkJob& job) const {
 }
 
 absl::Status StoredPath::RowLoss(const ChunkJob& job) const {
-  const RowLossParams p = {logits(), job.terms,            job.in,
-                           job.out,  job.wants_gradient(), !job.plan.uniform_apart};
+  const RowLossParams p = {
+      logits(), job.terms, job.in, job.out, job.wants_gradient(), !job.plan.uniform_apart};
   return ToStatus(LaunchRowLoss(p, context_.device->limits(), context_.device->compute()), "row loss kernel");
 }
 

@@ -69,8 +69,8 @@ struct Accumulator {
 
 // scale times the sums as row `row` of a matrix [rows, ld] of `dtype`: T or fp32.
 template <typename T, int kVectors>
-__device__ __forceinline__ void StoreRow(const Accumulator<T, kVectors>& from, float scale, void* to, DType dtype,
-                                         int64_t row, int64_t ld) {
+__device__ __forceinline__ void StoreRow(const Accumulator<T, kVectors>& from, float scale, void* to,
+                                         DType dtype, int64_t row, int64_t ld) {
   constexpr int kSize = Vec<T>::kSize;
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {

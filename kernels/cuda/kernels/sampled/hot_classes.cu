@@ -28,8 +28,7 @@ __global__ void UpdatePopularityKernel(HotClasses hot, float least) {
   __syncthreads();
   const int64_t v = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (v < hot.vocab) {
-    const float popularity =
-        kFading * hot.popularity[v] + kTakenUnit * static_cast<float>(hot.taken[v]);
+    const float popularity = kFading * hot.popularity[v] + kTakenUnit * static_cast<float>(hot.taken[v]);
     hot.popularity[v] = popularity;
     hot.taken[v] = 0;
     const int bin = BinOf(popularity, least);

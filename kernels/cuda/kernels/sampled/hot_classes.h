@@ -1,5 +1,5 @@
-// Launchers of the kernels around hot classes: those that sampled gradients take most often. Their part of ds is
-// multiplied as a dense matrix of few columns, and only the others are sampled (docs/kernels/sampled.md).
+// Launchers of the kernels around hot classes: those that sampled gradients take most often. Their part of ds
+// is multiplied as a dense matrix of few columns, and only the others are sampled (docs/kernels/sampled.md).
 //
 // All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_SAMPLED_HOT_CLASSES_H_
@@ -22,12 +22,12 @@ inline constexpr int kHotBins = 256;  // of a histogram of popularity
 // Which classes are hot, and how that is found out. All zero: none is, and nothing is known.
 struct HotClasses {
   int64_t vocab = 0;
-  uint32_t* bits = nullptr;     // [groups], a bit a class
-  int32_t* bases = nullptr;     // [groups], hot classes before the group
-  int32_t* ids = nullptr;       // [kHotClasses], ascending, of which `count` are valid
-  int32_t* count = nullptr;     // [1], of ids
-  int32_t* taken = nullptr;     // [vocab], how often classes were taken, in 1/16, since the last choice
-  float* popularity = nullptr;  // [vocab], that of earlier times, fading
+  uint32_t* bits = nullptr;      // [groups], a bit a class
+  int32_t* bases = nullptr;      // [groups], hot classes before the group
+  int32_t* ids = nullptr;        // [kHotClasses], ascending, of which `count` are valid
+  int32_t* count = nullptr;      // [1], of ids
+  int32_t* taken = nullptr;      // [vocab], how often classes were taken, in 1/16, since the last choice
+  float* popularity = nullptr;   // [vocab], that of earlier times, fading
   int32_t* histogram = nullptr;  // [kHotBins], 0 between the launches
 
   int64_t groups() const { return (vocab + kHotGroup - 1) / kHotGroup; }

@@ -25,8 +25,8 @@ inline constexpr int kMaxRowSamples = 4096;
 inline constexpr int kSpareEntries = 3;
 // More do not fit the shared memory of a block.
 inline constexpr int64_t kMostSampledClasses = int64_t{1} << 20;
-// A chunk takes tau, or 2 tau, 4 tau, ..., or what is more, 2^-23, 2^-22, ... At the last level hardly anything but
-// targets is taken.
+// A chunk takes tau, or 2 tau, 4 tau, ..., or what is more, 2^-23, 2^-22, ... At the last level hardly
+// anything but targets is taken.
 inline constexpr int kSampleLevels = 32;
 
 struct SampleEntry {
@@ -66,7 +66,7 @@ struct SampleList {
 struct HotPart {
   HotClasses classes;        // bits null: no such part
   void* elements = nullptr;  // out: [rows, kHotClasses], columns of SampleRowsParams::elements
-  float* widths = nullptr;   // out: [rows], |element| times this is the probability of being taken, if below 1
+  float* widths = nullptr;  // out: [rows], |element| times this is the probability of being taken, if below 1
 };
 
 struct SampleRowsParams {
@@ -86,6 +86,9 @@ struct SampleRowsParams {
 // is not 0.
 cudaError_t LaunchSampleRows(const SampleRowsParams& params, cudaStream_t stream);
 
+// A part of it: the level, from what the rows have counted at level 0.
+cudaError_t LaunchChooseLevel(const SampleRowsParams& params, cudaStream_t stream);
+
 // ---- decision ----
 
 // kTooMuchError if the predicted error of the rows with a gradient exceeds max_error.
@@ -101,9 +104,9 @@ cudaError_t LaunchDecideSampled(const DecideSampledParams& params, cudaStream_t 
 
 // ---- rows ----
 
-// hidden_gradient[r] = gradient_scale * (sum of value * weight[column] over r's entries - uniform part), where
-// the uniform part is coef_loss * smoothing / vocab * weight_sum. Also the entries of accumulated rows as
-// kept.keys and kept.coefs, each at the place that it has in the list.
+// hidden_gradient[r] = gradient_scale * (sum of value * weight[column] over r's entries - uniform part),
+// where the uniform part is coef_loss * smoothing / vocab * weight_sum. Also the entries of accumulated rows
+// as kept.keys and kept.coefs, each at the place that it has in the list.
 struct SampledHiddenParams {
   SampleList list;
   LossTerms terms;

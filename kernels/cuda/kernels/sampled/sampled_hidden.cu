@@ -1,5 +1,5 @@
-// dx of sampled gradients from the list, one block a row: each thread holds its columns of dx and adds the rows
-// of W that the list names, a batch of loads at a time.
+// dx of sampled gradients from the list, one block a row: each thread holds its columns of dx and adds the
+// rows of W that the list names, a batch of loads at a time.
 //
 // Bytes: entries * D * 2 of W, of which popular classes come from L2; 2 D of dx a row. FLOP: 2 D an entry.
 // Order: entries in the order of classes.
@@ -14,7 +14,8 @@ constexpr int kBatchVectors = 8;  // of W a thread holds at once
 constexpr int kShared = 256;      // entries that the block looks at together
 constexpr int kTakenOnce = 16;    // HotClasses::taken
 
-// How a row is divided: 16-byte vectors a thread holds, and with how many threads and blocks a multiprocessor.
+// How a row is divided: 16-byte vectors a thread holds, and with how many threads and blocks a
+// multiprocessor.
 template <int kVectors>
 struct Division;
 template <>
@@ -45,8 +46,8 @@ __device__ __forceinline__ void Keep(const SampledHiddenParams& p, int64_t row, 
 
 // Entries [0, count) of those in shared memory.
 template <typename T, int kVectors>
-__device__ __forceinline__ void AddEntries(const SampledHiddenParams& p, const SampleEntry* entries, int count,
-                                           int vectors, Accumulator<T, kVectors>& gradient) {
+__device__ __forceinline__ void AddEntries(const SampledHiddenParams& p, const SampleEntry* entries,
+                                           int count, int vectors, Accumulator<T, kVectors>& gradient) {
   constexpr int kBatch = kBatchVectors / kVectors;
   const T* weight = static_cast<const T*>(p.weight);
   int first = 0;
@@ -102,8 +103,9 @@ __device__ __forceinline__ void SubtractUniform(const SampledHiddenParams& p, in
 }
 
 template <typename T, int kVectors>
-__global__ __launch_bounds__(Division<kVectors>::kThreads, Division<kVectors>::kBlocks) void SampledHiddenKernel(
-    const __grid_constant__ SampledHiddenParams p) {
+__global__ __launch_bounds__(
+    Division<kVectors>::kThreads,
+    Division<kVectors>::kBlocks) void SampledHiddenKernel(const __grid_constant__ SampledHiddenParams p) {
   __shared__ SampleEntry entries[kShared];
   const int64_t row = blockIdx.x;
   const int vectors = static_cast<int>(p.ld / Vec<T>::kSize);

@@ -1,24 +1,23 @@
-// From a matrix of ds to the list of sampled gradients, one block a row, by the rule of docs/math.md. In units of
-// the threshold a class is as wide as w = min(|element| * relative / tau, 1), relative = |factor| / kappa; those
-// on which a point omega, omega + 1, ... falls are taken, and the target.
+// From a matrix of ds to the list of sampled gradients, one block a row, by the rule of docs/math.md. In
+// units of the threshold a class is as wide as w = min(|element| * relative / tau, 1), relative = |factor| /
+// kappa; those on which a point omega, omega + 1, ... falls are taken, and the target.
 //
 // 1. The row is divided into groups of 32 classes. A thread gets a group and leaves the sum of its widths in
 //    shared memory: three instructions an element.
 // 2. A scan over the groups says where each begins.
 // 3. Only groups on which a point falls are read again, a thread each, and gone through class by class.
 //
-// The sum of a row's widths is the number of its entries but for one, so whether the list has room for all rows
-// does not depend on chance. If it has not, another pass counts what the next levels (tau 2^level, or 2^(level - 24)
-// if that is more) need, and the
-// selection is repeated at the first level that fits.
+// The sum of a row's widths is the number of its entries but for one, so whether the list has room for all
+// rows does not depend on chance. If it has not, another pass counts what the next levels (tau 2^level, or
+// 2^(level - 24) if that is more) need, and the selection is repeated at the first level that fits.
 //
-// Bytes: V (2 or 4) a row, read once; three times if the level is not 0. Order: all sums fixed; entries of a row
-// are in the order of classes.
+// Bytes: V (2 or 4) a row, read once; three times if the level is not 0. Order: all sums fixed; entries of a
+// row are in the order of classes.
 #include <algorithm>
 
 #include "kernels/cuda/kernels/device_math.cuh"
-#include "kernels/cuda/kernels/row_loss_math.cuh"
 #include "kernels/cuda/kernels/sampled/sampled.h"
+#include "kernels/cuda/kernels/sampled/sampled_row.cuh"
 #include "kernels/sampling.h"
 
 namespace lossd::kernels::cuda {
@@ -27,80 +26,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kResident = 5;  // blocks of a multiprocessor
-constexpr int kGroup = 32;    // classes
-constexpr int kDecideThreads = 1024;
-// Levels whose entries are counted, one after the other; of those beyond, the row's sum says enough.
-constexpr int kCounted = 3;
-
-// ---- a row ----
-
-// What all threads know of their row.
-struct RowScale {
-  float kappa;      // over the gradient unit
-  float factor;     // of the elements
-  float relative;   // a over |element|
-  float threshold;  // of a
-  float width;      // w over |element|
-  int target;
-};
-
-// kappa, over the gradient unit.
-__device__ __forceinline__ float KappaOf(const SampleRowsParams& p, int64_t row, int target) {
-  const float c = p.in.coef_loss[row];
-  const float hard = ClassWeight(p.terms, target) * (1.0f - p.terms.smoothing);
-  const float share = p.terms.smoothing / static_cast<float>(p.terms.vocab);
-  const float softmax =
-      c * (hard + share * p.terms.class_weight_sum + 2.0f * p.terms.z_loss * p.lse[row]) + p.in.coef_lse[row];
-  return fabsf(softmax) + fabsf(p.in.coef_entropy[row]);
-}
-
-// Of which the levels but 0 are multiples: at the last one few classes are taken whatever tau is.
-__device__ __forceinline__ float BaseOf(float threshold) { return fmaxf(threshold, 0x1p-24f); }
-
-// At level 0 no less than what widths do not overflow with: elements are up to 2^60 times as large as sizes.
-__device__ __forceinline__ float ThresholdAt(float threshold, int level) {
-  return level == 0 ? fmaxf(threshold, 0x1p-60f) : ldexpf(BaseOf(threshold), level);
-}
-
-__device__ __forceinline__ RowScale ScaleOf(const SampleRowsParams& p, int64_t row, float threshold) {
-  RowScale s;
-  s.target = p.in.targets[row];
-  s.kappa = KappaOf(p, row, s.target);
-  s.factor = p.factors != nullptr ? p.factors[row] : 1.0f;
-  const float relative = fabsf(s.factor) / s.kappa;
-  s.relative = isfinite(relative) ? relative : 0.0f;  // no loss, or not finite: nothing but the target
-  s.threshold = threshold;
-  s.width = s.relative / s.threshold;
-  return s;
-}
-
-template <typename T>
-struct GroupOf {
-  static constexpr int kVectors = kGroup / Vec<T>::kSize;
-
-  uint4 raw[kVectors];  // 0 past the end of the row
-
-  __device__ __forceinline__ void Load(const T* row, int64_t ld, int group) {
-    const auto* vectors = reinterpret_cast<const uint4*>(row);
-    const int count = static_cast<int>(ld / Vec<T>::kSize);
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int v = group * kVectors + i;
-      raw[i] = v < count ? __ldg(vectors + v) : make_uint4(0, 0, 0, 0);
-    }
-  }
-  // Calls body(index in the group, element).
-  template <typename Body>
-  __device__ __forceinline__ void ForEach(Body body) const {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      float x[Vec<T>::kSize];
-      Vec<T>::Unpack(raw[i], x);
-#pragma unroll
-      for (int j = 0; j < Vec<T>::kSize; ++j) body(i * Vec<T>::kSize + j, x[j]);
-    }
-  }
-};
 
 // ---- shared memory ----
 
@@ -232,7 +157,8 @@ __device__ __forceinline__ float PlaceGroups(int groups, const RowMemory& memory
 // Whether a point falls on the group, or may. What is as wide as a point's distance always has one.
 __device__ __forceinline__ bool IsPicked(const RowMemory& memory, int g, const RowScale& s, float omega) {
   const float begin = memory.begins[At(g)], end = memory.begins[At(g + 1)];
-  return floorf(end - omega) > floorf(begin - omega) || end - begin > 0.99f || g == s.target / kGroup;  // the target is taken anyway
+  return floorf(end - omega) > floorf(begin - omega) || end - begin > 0.99f ||
+         g == s.target / kGroup;  // the target is taken anyway
 }
 
 // The groups that are gone through, in order; returns how many.
@@ -316,8 +242,8 @@ __device__ __forceinline__ int WriteEntries(const SampleRowsParams& p, const T* 
   return written;
 }
 
-__device__ __forceinline__ void WriteErrors(const SampleList& to, int64_t row, const RowScale& s, float target,
-                                            const ErrorSums& sums, float* scratch) {
+__device__ __forceinline__ void WriteErrors(const SampleList& to, int64_t row, const RowScale& s,
+                                            float target, const ErrorSums& sums, float* scratch) {
   const float variance = BlockSum(sums.variance, scratch);
   __syncthreads();
   const float square = BlockSum(sums.square, scratch);
@@ -328,14 +254,10 @@ __device__ __forceinline__ void WriteErrors(const SampleList& to, int64_t row, c
   to.square[row] = (square > 0.0f ? square * kappa_square : 0.0f) + value * value;
 }
 
-// Entries that a row of this width has at most: its points, the target, and what rounding may add; or all classes.
-__device__ __forceinline__ int MostEntries(const SampleRowsParams& p, float width) {
-  return min(static_cast<int>(fminf(width, 1e9f)) + kSpareEntries, static_cast<int>(p.elements.classes));
-}
-
 template <typename T>
-__global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
-    const __grid_constant__ SampleRowsParams p, int groups, bool again) {
+__global__ __launch_bounds__(kThreads,
+                             kResident) void SampleRowsKernel(const __grid_constant__ SampleRowsParams p,
+                                                              int groups, bool again) {
   extern __shared__ int32_t shared_memory[];
   __shared__ Shared shared;
   const SampleList& to = p.list;
@@ -382,98 +304,17 @@ __global__ __launch_bounds__(kThreads, kResident) void SampleRowsKernel(
   WriteErrors(to, row, s, static_cast<float>(elements[s.target]), sums, shared.scratch);
 }
 
-// ---- levels ----
-
-// Nothing if all rows fit at level 0. Counts what they need at the next levels.
-template <typename T>
-__global__ __launch_bounds__(kThreads) void CountLevelsKernel(const __grid_constant__ SampleRowsParams p,
-                                                              int groups) {
-  __shared__ float scratch[33];
-  SampleCounters& counters = *p.list.counters;
-  if (counters.level == 0) return;
-  const int64_t row = blockIdx.x;
-  if (p.with_gradient[row] == 0) return;
-  const T* elements = static_cast<const T*>(p.elements.data) + row * p.elements.ld;
-  const RowScale s = ScaleOf(p, row, BaseOf(p.threshold));
-  float widths[kCounted] = {};  // at levels 1, 2, ..., in units of the base
-  float sum = 0.0f;
-  for (int g = static_cast<int>(threadIdx.x); g < groups; g += kThreads) {
-    GroupOf<T> group;
-    group.Load(elements, p.elements.ld, g);
-    const uint32_t hot = p.hot.classes.bits != nullptr ? __ldg(p.hot.classes.bits + g) : 0;
-    group.ForEach([&](int i, float x) {
-      const float w = (hot >> i & 1) != 0 ? 0.0f : fabsf(x) * s.width;
-      sum += w;
-#pragma unroll
-      for (int k = 0; k < kCounted; ++k) widths[k] += fminf(w, static_cast<float>(2 << k));
-    });
-  }
-  for (int level = 1; level < kSampleLevels; ++level) {
-    float width = sum;
-#pragma unroll
-    for (int k = 0; k < kCounted; ++k) {
-      if (level == k + 1) width = widths[k];
-    }
-    if (level <= kCounted + 1) {
-      __syncthreads();
-      width = BlockSum(width, scratch);
-      if (level == kCounted + 1) sum = width;
-    }
-    const int most = MostEntries(p, ldexpf(width, -level));
-    if (threadIdx.x != 0) continue;
-    atomicAdd(counters.totals + level, static_cast<unsigned long long>(most));
-    atomicMax(counters.most + level, most);
-  }
-}
-
-// One warp. known: levels whose counts are known.
-__global__ void ChooseLevelKernel(SampleList list, int known) {
-  const int lane = static_cast<int>(threadIdx.x);
-  SampleCounters& counters = *list.counters;
-  if (known > 1 && counters.level == 0) return;
-  const bool fits = lane < known &&
-                    counters.totals[lane] <= static_cast<unsigned long long>(list.capacity) &&
-                    counters.most[lane] <= kMaxRowSamples;
-  const unsigned levels = __ballot_sync(0xffffffffu, fits);
-  if (lane != 0) return;
-  counters.level = levels != 0 ? __ffs(static_cast<int>(levels)) - 1 : kSampleLevels - 1;
-  if (counters.level > 0) counters.used = 0;
-  if (known > 1 || counters.level == 0) counters.highest = max(counters.highest, counters.level);
-}
-static_assert(kSampleLevels == 32, "a warp has one lane for each");
-
-// ---- decision ----
-
-// One block.
-__global__ void DecideSampledKernel(const __grid_constant__ DecideSampledParams p) {
-  __shared__ float scratch[33];
-  float variance = 0.0f, square = 0.0f;
-  for (int64_t r = threadIdx.x; r < p.rows; r += kDecideThreads) {
-    variance += p.list.variance[r];
-    square += p.list.square[r];
-  }
-  variance = BlockSum(variance, scratch);
-  __syncthreads();
-  square = BlockSum(square, scratch);
-  if (threadIdx.x != 0) return;
-  const bool too_much = variance > p.max_error * p.max_error * square;
-  *p.decision = too_much ? Decision::kTooMuchError : Decision::kAsPlanned;
-  *p.chosen_threshold = ThresholdAt(p.threshold, p.list.counters->highest);
-}
-
 template <typename T>
 cudaError_t Launch(const SampleRowsParams& p, cudaStream_t stream) {
   auto* kernel = SampleRowsKernel<T>;
-  const auto groups = static_cast<int>((p.elements.classes + kGroup - 1) / kGroup);
+  const int groups = GroupsOf(p);
   const size_t shared = RowMemory::Bytes(groups);
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(shared));
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return error;
   const auto rows = static_cast<unsigned>(p.in.rows);
   kernel<<<rows, kThreads, shared, stream>>>(p, groups, false);
-  ChooseLevelKernel<<<1, kSampleLevels, 0, stream>>>(p.list, 1);
-  CountLevelsKernel<T><<<rows, kThreads, 0, stream>>>(p, groups);
-  ChooseLevelKernel<<<1, kSampleLevels, 0, stream>>>(p.list, kSampleLevels);
+  if (const cudaError_t chosen = LaunchChooseLevel(p, stream); chosen != cudaSuccess) return chosen;
   kernel<<<rows, kThreads, shared, stream>>>(p, groups, true);
   return cudaGetLastError();
 }
@@ -491,11 +332,6 @@ cudaError_t LaunchSampleRows(const SampleRowsParams& params, cudaStream_t stream
       return Launch<__nv_bfloat16>(params, stream);
   }
   return cudaErrorInvalidValue;
-}
-
-cudaError_t LaunchDecideSampled(const DecideSampledParams& params, cudaStream_t stream) {
-  DecideSampledKernel<<<1, kDecideThreads, 0, stream>>>(params);
-  return cudaGetLastError();
 }
 
 }  // namespace lossd::kernels::cuda

@@ -26,7 +26,7 @@ ChunkPlan PlanOf(Gradients gradients, bool fused) {
 
 // So the order in which the planner asks makes no difference.
 TEST(HeadPaths, EveryPlanIsTakenByOnePath) {
-  for (const Gradients gradients : 
+  for (const Gradients gradients :
        {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
     for (const bool fused : {false, true}) {
       const ChunkPlan plan = PlanOf(gradients, fused);
