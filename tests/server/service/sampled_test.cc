@@ -124,20 +124,20 @@ TEST_P(SampledServiceTest, RepeatsAreSampledAlike) {
   {
     TestServer server(Options());
     CreateHead(server);
-    const client::LossResult result = Compute(server, {}, 3, first);
+    const client::LossResult result = Compute(server, {}, 0, first);
     EXPECT_GT(result.gradient_error(), 0.01);
     EXPECT_LT(result.gradient_error(), 1.0);
     const client::LossResult repeat =
-        Compute(server, {.channels = 2, .streams = 5, .slice_bytes = 1000}, 3, again);
+        Compute(server, {.channels = 2, .streams = 5, .slice_bytes = 1000}, 0, again);
     EXPECT_EQ(repeat.repeated_rows, result.valid_rows);
     EXPECT_NEAR(repeat.gradient_error(), result.gradient_error(), 1e-6);
     ExpectAlike(again, first);
-    Compute(server, {}, 4, other);
+    Compute(server, {}, 1, other);
     EXPECT_GT(DifferentRows(other, first), kRows / 2) << "another microbatch has other random numbers";
   }
   TestServer restarted(Options());
   CreateHead(restarted);
-  Compute(restarted, {.channels = 3, .streams = 3, .slice_bytes = 7777}, 3, again);
+  Compute(restarted, {.channels = 3, .streams = 3, .slice_bytes = 7777}, 0, again);
   ExpectAlike(again, first);
 }
 
