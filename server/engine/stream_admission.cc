@@ -14,17 +14,17 @@
 namespace lossd::engine {
 
 absl::Status StreamAdmission::CheckPlaces(absl::string_view peer) const {
-  parts_.context->mutex.AssertHeld();
-  const FairShare& places = parts_.context->stream_places;
-  const FairShare::Answer answer = places.Check(peer, 1);
+  const EngineContext& context = *parts_.context;
+  context.mutex.AssertHeld();
+  const FairShare::Answer answer = context.stream_places.Check(peer, 1);
   if (answer == FairShare::Answer::kYes) return absl::OkStatus();
   if (answer == FairShare::Answer::kFull) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("there are ", places.used(), " open streams, the most allowed (--max_streams)"));
+    return absl::ResourceExhaustedError(absl::StrCat("there are ", context.stream_places.used(),
+                                                     " open streams, the most allowed (--max_streams)"));
   }
   return absl::ResourceExhaustedError(
-      absl::StrCat("peer ", peer, " has ", places.held(peer), " of ", places.used(), " open streams, of ",
-                   places.capacity(),
+      absl::StrCat("peer ", peer, " has ", context.stream_places.held(peer), " of ",
+                   context.stream_places.used(), " open streams, of ", context.stream_places.capacity(),
                    " that are allowed; one more would be beyond its share (--max_streams, --peer_share)"));
 }
 
