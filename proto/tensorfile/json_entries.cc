@@ -26,7 +26,10 @@ class Bytes {
   const absl::Status& status() const { return status_; }
   bool at_end() const { return next_ == block_.size(); }
   char front() const { return static_cast<char>(block_[next_]); }
+  // Whether there was a 0 among the bytes so far, which the parser takes for the end of the text.
+  bool has_nul() const { return has_nul_; }
   void Advance() {
+    has_nul_ |= block_[next_] == 0;
     since_quote_ = block_[next_] == '"' ? 0 : since_quote_ + 1;
     ++next_;
     if (since_quote_ > kMaxJsonTokenBytes) {
@@ -52,6 +55,7 @@ class Bytes {
   std::vector<uint8_t> block_;
   size_t next_ = 0;
   int64_t since_quote_ = 0;
+  bool has_nul_ = false;
   absl::Status status_;
 };
 
@@ -180,7 +184,7 @@ absl::Status ReadJsonEntries(const InputFile& file, int64_t begin, int64_t bytes
   const bool whole = json::sax_parse(ByteIterator(&text), ByteIterator(), &sax);
   if (!text.status().ok()) return text.status();
   if (!sax.status().ok()) return sax.status();
-  return whole ? absl::OkStatus() : rules.malformed;
+  return whole && !text.has_nul() ? absl::OkStatus() : rules.malformed;
 }
 
 }  // namespace lossd::formats

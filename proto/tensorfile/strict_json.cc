@@ -51,7 +51,9 @@ class StrictSax final : public nlohmann::json_sax<json> {
 bool IsStrictJson(absl::string_view text, const JsonLimits& limits) {
   if (static_cast<int64_t>(text.size()) > limits.bytes) return false;
   StrictSax sax(limits);
-  return json::sax_parse(text.begin(), text.end(), &sax);
+  // The parser takes a 0 for the end of the text.
+  const bool has_nul = text.find('\0') != absl::string_view::npos;
+  return !has_nul && json::sax_parse(text.begin(), text.end(), &sax);
 }
 
 }  // namespace lossd::formats

@@ -16,12 +16,19 @@ struct Nesting {
   size_t at = 0;  // behind the bracket that opens the innermost array
 };
 
-// Of arrays and objects, as if there were no strings.
+// Of arrays and objects. Brackets in strings nest nothing.
 inline Nesting DeepestArray(absl::string_view text) {
   Nesting deepest;
   int depth = 0;
+  bool in_string = false;
   for (size_t i = 0; i < text.size(); ++i) {
     const char c = text[i];
+    if (in_string && c == '\\') {
+      ++i;  // whatever it escapes
+      continue;
+    }
+    if (c == '"') in_string = !in_string;
+    if (in_string) continue;
     if (c == '[' || c == '{') ++depth;
     if (c == ']' || c == '}') --depth;
     if (c == '[' && depth > deepest.depth) deepest = {.depth = depth, .at = i + 1};

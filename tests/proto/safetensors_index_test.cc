@@ -58,6 +58,10 @@ TEST_F(SafetensorsIndexTest, Refusals) {
         R"({"weight_map": {}, "weight_map": {}})", "{\"weight_map\": {\"\xff\": \"x\"}}"}) {
     ExpectRefused(text, "unique keys");
   }
+  // Nothing may hide behind a 0.
+  for (const std::string behind : {"", " ", "]", "{\"weight_map\": {}}"}) {
+    ExpectRefused(R"({"weight_map": {"a": "x"}})" + std::string(1, '\0') + behind, "no JSON object");
+  }
   for (const char* text : {"{}", R"({"weight_map": []})", R"({"weight_map": null})"}) {
     ExpectRefused(text, "no weight_map");
   }
