@@ -54,7 +54,7 @@ fuzz: ## run the fuzzers for FUZZ_SECONDS each (ARGS="NAME..." for some of them)
 	@scripts/install-deps build test check
 	@cmake --preset fuzz
 	@cmake --build --preset fuzz -j $(JOBS) --target fuzzers
-	@scripts/fuzz --seconds $(FUZZ_SECONDS) $(ARGS)
+	@scripts/fuzz --seconds $(FUZZ_SECONDS) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED)) $(ARGS)
 
 soak: ## train for an hour under kills, cuts, slow readers and scrapes; fails if anything grows (ARGS=--seconds=600)
 	@scripts/install-deps build test
