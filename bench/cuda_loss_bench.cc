@@ -102,12 +102,9 @@ struct Way {
   kernels::Gradients gradients = kernels::Gradients::kExact;
   int threshold = 10;  // 2^-threshold
 
-  bool samples() const {
-    return gradients == kernels::Gradients::kSampled || gradients == kernels::Gradients::kAuto;
-  }
   std::string Text() const {
     const std::string name(kernels::Name(gradients));
-    return samples() ? absl::StrFormat("%s 2^-%d", name, threshold) : name;
+    return kernels::MaySample(gradients) ? absl::StrFormat("%s 2^-%d", name, threshold) : name;
   }
 };
 
@@ -122,7 +119,7 @@ Enum FromName(std::initializer_list<Enum> values, absl::string_view flag, const 
 }
 
 std::vector<int> ThresholdsOf(const Way& way) {
-  if (!way.samples()) return {0};
+  if (!kernels::MaySample(way.gradients)) return {0};
   std::vector<int> thresholds;
   for (const std::string& text : absl::GetFlag(FLAGS_thresholds)) {
     thresholds.push_back(std::atoi(text.c_str()));
@@ -173,7 +170,7 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
   const int64_t planned = head->memory().Total() - head->memory()[kernels::MemoryKind::kStaging];
   WriteWeight(*head, shape, data);
   Microbatch full(*backend, *head, shape, data, ComputeType(), options, true);
-  if (way.samples()) {  // the first chunks know no hot classes
+  if (kernels::MaySample(way.gradients)) {  // the first chunks know no hot classes
     full.Run(4, 1);
     Check(head->ZeroGradients(), "ZeroGradients");
   }

@@ -22,6 +22,10 @@ enum class Gradients : uint8_t {
   kAuto,      // a chunk is kSampled if the error predicted for it is at most max_gradient_error, else kExact
 };
 absl::string_view Name(Gradients gradients);  // "exact", "filtered", "sampled", "auto"
+// Whether classes may be taken by chance: kSampled and kAuto.
+constexpr bool MaySample(Gradients gradients) {
+  return gradients == Gradients::kSampled || gradients == Gradients::kAuto;
+}
 
 // Symbols as in docs/math.md: s = t (W x + b); z = c tanh(s / c) with a softcap c, else z = s;
 // lse = log sum_v exp z_v; u are the class weights (all 1 if unused). The loss of a row is

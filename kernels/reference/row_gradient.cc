@@ -162,7 +162,7 @@ LogitGradient ComputeLogitGradient(const LossOptions& options, const ClassWeight
   RowClasses classes = ComputeRowClasses(options, u, soft, target, upstream, rows);
   LogitGradient row;
   row.gradient = Zeros(v_count);
-  if (options.gradients == Gradients::kSampled || options.gradients == Gradients::kAuto) {
+  if (MaySample(options.gradients)) {
     const auto number = static_cast<uint64_t>(rows.first_row) + n;
     const double omega = static_cast<double>(SampleOf(rows.sample_seed, number));
     row.sample_scale = classes.sample_scale;

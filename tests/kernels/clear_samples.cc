@@ -31,9 +31,7 @@ double UndecidedOf(const reference::SampledClasses& classes, const SliceData& sl
 
 }  // namespace
 
-bool MayBeSampled(const Problem& problem) {
-  return problem.options.gradients == Gradients::kSampled || problem.options.gradients == Gradients::kAuto;
-}
+bool MayBeSampled(const Problem& problem) { return MaySample(problem.options.gradients); }
 
 reference::Rows SampledRows(const Problem& problem, const SliceData& slice) {
   reference::Rows rows = ReferenceRows(slice);

@@ -93,10 +93,6 @@ void AddToSums(Slice& slice, int64_t compact, const ChunkLayout& layout, const R
   if (outputs.argmax[compact] == inputs.target[compact]) ++sums.correct_rows;
 }
 
-bool MaySample(Gradients gradients) {
-  return gradients == Gradients::kSampled || gradients == Gradients::kAuto;
-}
-
 void TellDecision(Chunk& chunk, const RowOutputBlock& outputs) {
   const Gradients asked = chunk.options.gradients;
   chunk.gradients = GradientsOf(asked, *outputs.decision);

@@ -32,7 +32,7 @@ struct ChunkPlan {
   std::optional<NormPlan> norm_gradient;  // none: it has no norm, or none is wanted
 
   bool filtered() const { return gradients == Gradients::kFiltered; }
-  bool sampled() const { return gradients == Gradients::kSampled || gradients == Gradients::kAuto; }
+  bool sampled() const { return MaySample(gradients); }
   bool exact() const { return gradients == Gradients::kExact; }
   bool fused() const { return why_not_fused.empty(); }
   bool own_gemms() const { return why_library_gemms.empty(); }

@@ -10,7 +10,8 @@
 namespace lossd::kernels::cuda {
 
 // Enqueues on the device's compute stream what `exact` enqueues if job.decision is to be exact, else what
-// `planned` does. As DeviceBranch::Enqueue(). Driven by the backend's thread.
+// `planned` does. As DeviceBranch::Enqueue(); a chunk that is sampled whatever its data enqueues `planned`
+// without a branch. Driven by the backend's thread.
 absl::Status BranchByDecision(const PathContext& context, const ChunkJob& job, DeviceBranch& branch,
                               absl::FunctionRef<absl::Status()> exact,
                               absl::FunctionRef<absl::Status()> planned);

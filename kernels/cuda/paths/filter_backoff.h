@@ -1,6 +1,7 @@
-// Which chunks that may be filtered try it. Once kFilterPatience of them in a row have turned out exact, for
-// their candidates or for the mass that would be dropped, filtering pauses: only one chunk in kFilterPatience
-// tries. The others are exact from the start, which spares them the selection and lets their loss be fused.
+// Which chunks that may be filtered or sampled try it. Once kFilterPatience of them in a row have turned out
+// exact, for their candidates or for the predicted error, trying pauses: only one chunk in kFilterPatience
+// tries. The others are exact from the start, which spares them the selection and, where filtered ones store
+// their logits, lets their loss be fused.
 // The arithmetic is in docs/lab/2026-11-21-filter-trials.md.
 //
 // What it says depends on nothing but the order of the calls. Thread-compatible.

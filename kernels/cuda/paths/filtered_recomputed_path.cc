@@ -9,6 +9,7 @@
 #include "kernels/cuda/kernels/hopper/fused_loss.h"
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/paths/decision_branch.h"
+#include "kernels/cuda/paths/kept_entries.h"
 #include "kernels/cuda/paths/path_choices.h"
 
 namespace lossd::kernels::cuda {
@@ -48,8 +49,8 @@ absl::Status FilteredRecomputedPath::Prepare(const ChunkJob& job) {
   });
 }
 
-// Row results, dx and the list of what is kept; all for nothing if the candidates overflow their pool or too
-// much mass would be dropped. The decision is taken after the last block, when the selection of all rows is
+// Row results, dx and the list of what is kept; all for nothing if the candidates overflow their
+// pool. The decision is taken after the last block, when the selection of all rows is
 // complete.
 absl::Status FilteredRecomputedPath::Loss(const ChunkJob& job) {
   const cudaStream_t stream = context_.device->compute();
@@ -108,11 +109,7 @@ absl::Status FilteredRecomputedPath::WeightGradient(const ChunkJob& job) {
 absl::Status FilteredRecomputedPath::Gradients(const ChunkJob& job) const {
   const auto add_kept = [&]() -> absl::Status {
     if (!job.layout.accumulate) return absl::OkStatus();
-    const int64_t ld = context_.sizes.padded_hidden;
-    const DeviceMatrix hidden = {job.hidden, context_.config.compute_dtype, ld, ld};
-    LOSSD_RETURN_IF_CUDA_ERROR(
-        LaunchZeroDroppedRows(hidden, context_.keep, job.rows(), context_.device->compute()),
-        "kernel over hidden states");
+    LOSSD_RETURN_IF_ERROR(ZeroDroppedHidden(context_, job));
     return filter_.AddKept(job);
   };
   LOSSD_RETURN_IF_ERROR(BranchByDecision(

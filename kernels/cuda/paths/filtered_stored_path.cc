@@ -3,6 +3,7 @@
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/paths/decision_branch.h"
+#include "kernels/cuda/paths/kept_entries.h"
 #include "kernels/cuda/paths/path_choices.h"
 
 namespace lossd::kernels::cuda {
@@ -45,11 +46,7 @@ absl::Status FilteredStoredPath::Loss(const ChunkJob& job) {
 }
 
 absl::Status FilteredStoredPath::WeightGradient(const ChunkJob& job) {
-  const int64_t ld = context_.sizes.padded_hidden;
-  const DeviceMatrix hidden = {job.hidden, context_.config.compute_dtype, ld, ld};
-  LOSSD_RETURN_IF_CUDA_ERROR(
-      LaunchZeroDroppedRows(hidden, context_.keep, job.rows(), context_.device->compute()),
-      "kernel over hidden states");
+  LOSSD_RETURN_IF_ERROR(ZeroDroppedHidden(context_, job));
   LOSSD_RETURN_IF_ERROR(BranchByDecision(
       context_, job, *job.weight_branch, [&] { return exact_.WeightGemm(job); },
       [&] { return filter_.AddKept(job); }));

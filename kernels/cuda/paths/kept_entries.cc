@@ -5,6 +5,13 @@
 
 namespace lossd::kernels::cuda {
 
+absl::Status ZeroDroppedHidden(const PathContext& context, const ChunkJob& job) {
+  const int64_t ld = context.sizes.padded_hidden;
+  const DeviceMatrix hidden = {job.hidden, context.config.compute_dtype, ld, ld};
+  return ToStatus(LaunchZeroDroppedRows(hidden, context.keep, job.rows(), context.device->compute()),
+                  "kernel over hidden states");
+}
+
 absl::Status ClearEntries(const PathContext& context, const KeptBuffers& buffers, int64_t count) {
   return ToStatus(cudaMemsetAsync(buffers.keys, 0xff, static_cast<size_t>(count) * sizeof(uint64_t),
                                   context.device->compute()),

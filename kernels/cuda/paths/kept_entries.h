@@ -14,6 +14,9 @@
 
 namespace lossd::kernels::cuda {
 
+// Makes the rows of job.hidden 0 that may not reach the accumulators.
+absl::Status ZeroDroppedHidden(const PathContext& context, const ChunkJob& job);
+
 // No entries: all of the first `count` keys say so.
 absl::Status ClearEntries(const PathContext& context, const KeptBuffers& buffers, int64_t count);
 // Adds the entries among the first `count` to the weight gradients. Dropped rows of job.hidden are 0. runs:

@@ -24,7 +24,7 @@ enum class Region : uint8_t {
   kRunningRows,     // [chunk_rows] RunningRow
   kFusedRows,       // hopper::FusedRows
   kFilter,          // the first group of FilterBuffers or of SampleBuffers
-  kHotClasses,      // HotClasses; kept from chunk to chunk
+  kPopularity,      // HotClasses; kept from chunk to chunk
 };
 inline constexpr size_t kRegions = 9;
 

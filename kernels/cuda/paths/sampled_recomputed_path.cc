@@ -11,6 +11,7 @@
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/paths/decision_branch.h"
 #include "kernels/cuda/paths/kept_entries.h"
+#include "kernels/cuda/paths/sampled_rows.h"
 
 namespace lossd::kernels::cuda {
 
@@ -78,10 +79,10 @@ absl::Status SampledRecomputedPath::Loss(const ChunkJob& job) {
     return GatherBlock(job, rows);
   };
   LOSSD_RETURN_IF_ERROR(ForEachRowBlock(job, block_rows_, sample));
-  LOSSD_RETURN_IF_ERROR(Decide(job));
-  if (job.plan.gradients != Gradients::kAuto) return absl::OkStatus();
-  return Branch(
-      job, *job.loss_branch, [&] { return exact_.Statistics(job); }, [] { return absl::OkStatus(); });
+  LOSSD_RETURN_IF_ERROR(DecideSampled(context_, job, block_buffers_.counters));
+  return BranchByDecision(
+      context_, job, *job.loss_branch, [&] { return exact_.Statistics(job); },
+      [] { return absl::OkStatus(); });
 }
 
 absl::Status SampledRecomputedPath::PrepareLists(const ChunkJob& job) const {
@@ -128,21 +129,8 @@ absl::Status SampledRecomputedPath::SampleBlock(const ChunkJob& job, const RowBl
 }
 
 absl::Status SampledRecomputedPath::GatherBlock(const ChunkJob& job, const RowBlock& rows) const {
-  const int64_t ld = context_.sizes.padded_hidden;
-  SampledHiddenParams p;
-  p.list = ListOf(job, rows);
-  p.terms = job.terms;
-  p.in = rows.in;
-  p.dtype = context_.config.compute_dtype;
-  p.weight = context_.weight;
-  p.ld = ld;
-  if (job.wants_hidden_gradient) {
-    p.gradient_dtype = job.hidden_gradient_dtype;
-    p.hidden_gradient = context_.memory[Region::kHiddenGradient] +
-                        rows.begin * ld * static_cast<int64_t>(SizeOf(p.gradient_dtype));
-    p.gradient_scale = job.hidden_gradient_scale;
-    if (job.plan.uniform_apart) p.weight_sum = lists_.kept.weight_sum;
-  }
+  SampledHiddenParams p = HiddenParamsOf(context_, job, ListOf(job, rows), rows.in, rows.begin);
+  if (job.plan.uniform_apart && job.wants_hidden_gradient) p.weight_sum = lists_.kept.weight_sum;
   if (job.layout.accumulate) {
     const int64_t first = FirstEntry(job, rows.begin);
     p.accumulate = job.accumulate + rows.begin;
@@ -151,41 +139,21 @@ absl::Status SampledRecomputedPath::GatherBlock(const ChunkJob& job, const RowBl
   return ToStatus(LaunchSampledHidden(p, context_.device->compute()), "sampled gradient kernel");
 }
 
-absl::Status SampledRecomputedPath::Decide(const ChunkJob& job) const {
-  DecideSampledParams decide = {.rows = job.rows(),
-                                .threshold = job.options().sample_threshold,
-                                .decision = job.decision,
-                                .chosen_threshold = job.sample_threshold};
-  decide.list = {.counters = block_buffers_.counters, .variance = job.variance, .square = job.square};
-  if (job.plan.gradients == Gradients::kAuto) decide.max_error = job.options().max_gradient_error;
-  return ToStatus(LaunchDecideSampled(decide, context_.device->compute()), "decision kernel");
-}
-
-absl::Status SampledRecomputedPath::Branch(const ChunkJob& job, DeviceBranch& branch,
-                                           absl::FunctionRef<absl::Status()> exact,
-                                           absl::FunctionRef<absl::Status()> sampled) const {
-  if (job.plan.gradients != Gradients::kAuto) return sampled();
-  return BranchByDecision(context_, job, branch, exact, sampled);
-}
-
 absl::Status SampledRecomputedPath::WeightGradient(const ChunkJob& job) {
   return job.wants_hidden_gradient ? absl::OkStatus() : Gradients(job);
 }
 
 absl::Status SampledRecomputedPath::Gradients(const ChunkJob& job) const {
-  LOSSD_RETURN_IF_ERROR(Branch(
-      job, *job.weight_branch, [&] { return exact_.Gradients(job); }, [&] { return AddKept(job); }));
+  LOSSD_RETURN_IF_ERROR(BranchByDecision(
+      context_, job, *job.weight_branch, [&] { return exact_.Gradients(job); },
+      [&] { return AddKept(job); }));
   if (job.layout.accumulate) context_.accumulators->weight_is_zero = false;
   return absl::OkStatus();
 }
 
 absl::Status SampledRecomputedPath::AddKept(const ChunkJob& job) const {
   if (!job.layout.accumulate) return absl::OkStatus();
-  const int64_t ld = context_.sizes.padded_hidden;
-  const DeviceMatrix hidden = {job.hidden, context_.config.compute_dtype, ld, ld};
-  LOSSD_RETURN_IF_CUDA_ERROR(
-      LaunchZeroDroppedRows(hidden, context_.keep, job.rows(), context_.device->compute()),
-      "kernel over hidden states");
+  LOSSD_RETURN_IF_ERROR(ZeroDroppedHidden(context_, job));
   LOSSD_RETURN_IF_ERROR(AddEntries(context_, job, lists_.kept, ShapeOf(job).entries(), block_buffers_.runs));
   return job.plan.uniform_apart ? AddUniform(context_, job, lists_.kept) : absl::OkStatus();
 }

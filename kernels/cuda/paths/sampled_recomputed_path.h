@@ -10,7 +10,6 @@
 
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "kernels/cuda/paths/chunk_path.h"
 #include "kernels/cuda/paths/filter_plan.h"
 #include "kernels/cuda/paths/recomputed_path.h"
@@ -45,11 +44,8 @@ class SampledRecomputedPath final : public ChunkPath {
   // Row results, entries and dx of a block.
   absl::Status SampleBlock(const ChunkJob& job, const RowBlock& rows) const;
   absl::Status GatherBlock(const ChunkJob& job, const RowBlock& rows) const;
-  absl::Status Decide(const ChunkJob& job) const;
   absl::Status Gradients(const ChunkJob& job) const;
   absl::Status AddKept(const ChunkJob& job) const;
-  absl::Status Branch(const ChunkJob& job, DeviceBranch& branch, absl::FunctionRef<absl::Status()> exact,
-                      absl::FunctionRef<absl::Status()> sampled) const;
 
   const PathContext& context_;
   RecomputedPath exact_;

@@ -7,6 +7,7 @@
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/paths/decision_branch.h"
 #include "kernels/cuda/paths/kept_entries.h"
+#include "kernels/cuda/paths/sampled_rows.h"
 
 namespace lossd::kernels::cuda {
 
@@ -19,7 +20,7 @@ SampledStoredPath::SampledStoredPath(const PathContext& context)
       logits(context.memory[Region::kLogits]);
   const FilterShape shape = FilterShapeOf(context.config, context.sizes);
   buffers_ = SampleBuffers::Carve(shape, own, hidden, logits);
-  Carver hot(context.memory[Region::kHotClasses]);
+  Carver hot(context.memory[Region::kPopularity]);
   hot_ = CarveHotClasses(shape, hot);
   hot_bytes_ = hot.used();
 }
@@ -31,7 +32,7 @@ void SampledStoredPath::Claim(const HeadConfig& config, const HeadSizes& sizes, 
   SampleBuffers::Carve(FilterShapeOf(config, sizes), own, hidden, logits);
   Carver hot(nullptr);
   CarveHotClasses(FilterShapeOf(config, sizes), hot);
-  claims.Claim(Region::kHotClasses, hot.used());
+  claims.Claim(Region::kPopularity, hot.used());
   claims.Claim(Region::kFilter, own.used());
   claims.Claim(Region::kHiddenGradient, hidden.used());
   claims.Claim(Region::kLogits, logits.used());
@@ -83,7 +84,7 @@ absl::Status SampledStoredPath::Sample(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(Zero(buffers_.runs, sizeof(RunCounters), stream));
   if (UsesHot(job)) LOSSD_RETURN_IF_ERROR(BeginHot(job));
   const SampleRowsParams sample = {.elements = stored_.logits(),
-                                   .factors = job.plan.fused() ? fused_.factors() : nullptr,
+                                   .factors = Factors(job),
                                    .terms = job.terms,
                                    .in = job.in,
                                    .lse = job.out.lse,
@@ -93,13 +94,7 @@ absl::Status SampledStoredPath::Sample(const ChunkJob& job) {
                                    .list = ListOf(job),
                                    .hot = HotPartOf(job)};
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchSampleRows(sample, stream), "sampling kernels");
-  DecideSampledParams decide = {.list = sample.list,
-                                .rows = job.rows(),
-                                .threshold = options.sample_threshold,
-                                .decision = job.decision,
-                                .chosen_threshold = job.sample_threshold};
-  if (job.plan.gradients == Gradients::kAuto) decide.max_error = options.max_gradient_error;
-  return ToStatus(LaunchDecideSampled(decide, stream), "decision kernel");
+  return DecideSampled(context_, job, buffers_.counters);
 }
 
 HotPart SampledStoredPath::HotPartOf(const ChunkJob& job) const {
@@ -118,29 +113,18 @@ absl::Status SampledStoredPath::BeginHot(const ChunkJob& job) {
               stream);
 }
 
-absl::Status SampledStoredPath::Branch(const ChunkJob& job, DeviceBranch& branch,
-                                       absl::FunctionRef<absl::Status()> exact,
-                                       absl::FunctionRef<absl::Status()> sampled) const {
-  if (job.plan.gradients != Gradients::kAuto) return sampled();
-  return BranchByDecision(context_, job, branch, exact, sampled);
-}
-
 absl::Status SampledStoredPath::HiddenGradient(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));
-  return Branch(
-      job, *job.loss_branch,
+  return BranchByDecision(
+      context_, job, *job.loss_branch,
       [&] { return job.plan.fused() ? fused_.HiddenGemm(job) : stored_.HiddenGemm(job); },
       [&] { return GatherRows(job); });
 }
 
 absl::Status SampledStoredPath::WeightGradient(const ChunkJob& job) {
-  const int64_t ld = context_.sizes.padded_hidden;
-  const DeviceMatrix hidden = {job.hidden, context_.config.compute_dtype, ld, ld};
-  LOSSD_RETURN_IF_CUDA_ERROR(
-      LaunchZeroDroppedRows(hidden, context_.keep, job.rows(), context_.device->compute()),
-      "kernel over hidden states");
-  LOSSD_RETURN_IF_ERROR(Branch(
-      job, *job.weight_branch,
+  LOSSD_RETURN_IF_ERROR(ZeroDroppedHidden(context_, job));
+  LOSSD_RETURN_IF_ERROR(BranchByDecision(
+      context_, job, *job.weight_branch,
       [&] { return job.plan.fused() ? fused_.WeightGemm(job) : stored_.WeightGemm(job); },
       [&] { return AddKept(job); }));
   context_.accumulators->weight_is_zero = false;
@@ -163,22 +147,12 @@ absl::Status SampledStoredPath::CopyLists(const ChunkJob& job) const {
 absl::Status SampledStoredPath::GatherRows(const ChunkJob& job) const {
   const cudaStream_t stream = context_.device->compute();
   LOSSD_RETURN_IF_ERROR(CopyLists(job));
-  SampledHiddenParams p;
-  p.list = ListOf(job);
-  p.list.entries = buffers_.entries;
-  p.terms = job.terms;
-  p.in = job.in;
-  p.dtype = context_.config.compute_dtype;
-  p.weight = context_.weight;
-  p.ld = context_.sizes.padded_hidden;
-  if (job.wants_hidden_gradient) {
-    p.hidden_gradient = context_.memory[Region::kHiddenGradient];
-    p.gradient_dtype = job.hidden_gradient_dtype;
-    p.gradient_scale = job.hidden_gradient_scale;
-    if (job.plan.uniform_apart) {
-      LOSSD_RETURN_IF_ERROR(SumWeights(context_, job, buffers_.kept));
-      p.weight_sum = buffers_.kept.weight_sum;
-    }
+  SampleList list = ListOf(job);
+  list.entries = buffers_.entries;
+  SampledHiddenParams p = HiddenParamsOf(context_, job, list, job.in, 0);
+  if (job.plan.uniform_apart && job.wants_hidden_gradient) {
+    LOSSD_RETURN_IF_ERROR(SumWeights(context_, job, buffers_.kept));
+    p.weight_sum = buffers_.kept.weight_sum;
   }
   if (job.layout.accumulate) {
     LOSSD_RETURN_IF_ERROR(ClearEntries(context_, buffers_.kept, CapacityOf(job)));

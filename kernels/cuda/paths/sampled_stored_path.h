@@ -7,7 +7,6 @@
 
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "kernels/cuda/paths/chunk_path.h"
 #include "kernels/cuda/paths/fused_stored_path.h"
 #include "kernels/cuda/paths/gemm_shapes.h"
@@ -34,9 +33,6 @@ class SampledStoredPath final : public ChunkPath {
   SampleList ListOf(const ChunkJob& job) const;
   // The list and the decision.
   absl::Status Sample(const ChunkJob& job);
-  // What `exact` enqueues if the chunk is to be exact, else what `sampled` does.
-  absl::Status Branch(const ChunkJob& job, DeviceBranch& branch, absl::FunctionRef<absl::Status()> exact,
-                      absl::FunctionRef<absl::Status()> sampled) const;
   // dx, if it is wanted, and the entries of dW.
   absl::Status GatherRows(const ChunkJob& job) const;
   absl::Status CopyLists(const ChunkJob& job) const;

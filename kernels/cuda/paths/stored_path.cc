@@ -3,6 +3,7 @@
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/kernels/row_loss.h"
 #include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/paths/kept_entries.h"
 #include "kernels/cuda/paths/path_choices.h"
 
 namespace lossd::kernels::cuda {
@@ -54,11 +55,7 @@ absl::Status StoredPath::HiddenGradient(const ChunkJob& job) {
 }
 
 absl::Status StoredPath::WeightGradient(const ChunkJob& job) {
-  const int64_t ld = context_.sizes.padded_hidden;
-  const DeviceMatrix hidden = {job.hidden, context_.config.compute_dtype, ld, ld};
-  LOSSD_RETURN_IF_CUDA_ERROR(
-      LaunchZeroDroppedRows(hidden, context_.keep, job.rows(), context_.device->compute()),
-      "kernel over hidden states");
+  LOSSD_RETURN_IF_ERROR(ZeroDroppedHidden(context_, job));
   LOSSD_RETURN_IF_ERROR(WeightGemm(job));
   context_.accumulators->weight_is_zero = false;
   return absl::OkStatus();
