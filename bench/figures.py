@@ -11,6 +11,7 @@ import argparse
 import csv
 import hashlib
 import json
+import math
 import pathlib
 import sys
 
@@ -75,10 +76,74 @@ def draw_sweeps(path):
     return figure
 
 
+def name_of(result):
+    """What a result of cuda_loss_bench is called in a figure: how gradients were computed, and from which threshold."""
+    name = result["gradients"]
+    if result["sample_threshold"] > 0:
+        name += f" 2^{math.log2(result['sample_threshold']):.0f}"
+    return name if result["logits"] == "stored" else f"{name}, recomputed"
+
+
+def draw_error_time(loss_path, peers_path, shape="llama3-8b"):
+    """Error of dx against time for one shape, a panel for each kind of data; lossd's circles, others' crosses."""
+    ours, peers = read_json(loss_path)["loss"], read_json(peers_path)["loss"]
+    kinds = ("real", "peaked", "flat")
+    figure, panels = plots.pyplot().subplots(1, len(kinds), figsize=(15, 5), sharey=True, constrained_layout=True)
+    for kind, panel in zip(kinds, panels):
+        points = [(f"lossd {name_of(each)}", each["ratio"], each["errors"]["hidden_gradient"], "o")
+                  for each in ours if (each["shape"]["name"], each["data"]) == (shape, kind)]
+        for each in peers:
+            if (each["shape"], each["data"]) == (shape, kind):
+                floor = each["floor"]["total_ms"]
+                points += [(name, result["loss_and_gradients"]["median_ms"] / result.get("floor_total_ms", floor),
+                            result["errors"]["hidden_gradient"], "x") for name, result in each["methods"].items()]
+        for i, (name, time, error, marker) in enumerate(points):
+            panel.plot(time, error, marker, color=f"C{i % 10}", markersize=8, label=name)
+        panel.axvline(1, color="gray", linewidth=0.8)
+        panel.set(xscale="log", yscale="log", xlabel="time / three bare products", title=f"{kind} data")
+        panel.set_xticks([0.4, 0.5, 0.7, 1, 1.5, 2, 4], ["0.4", "0.5", "0.7", "1", "1.5", "2", "4"])
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=7)
+    panels[0].set_ylabel("relative error of dx")
+    return figure
+
+
+def mean_and_range(values):
+    """Means, least and greatest of several sequences of numbers, element by element."""
+    return [[f(each) for each in zip(*values)] for f in (lambda x: sum(x) / len(x), min, max)]
+
+
+def draw_convergence(path):
+    """Training and held-out losses of bench/convergence.py less those of exact gradients, seed by seed."""
+    recorded = read_json(path)
+    exact = {run["seed"]: run for run in recorded["runs"] if run["kind"] == "exact"}
+    figure, (left, right) = plots.pyplot().subplots(1, 2, figsize=(12, 4.5), constrained_layout=True)
+    for i, kind in enumerate(dict.fromkeys(run["kind"] for run in recorded["runs"])):
+        runs = [run for run in recorded["runs"] if run["kind"] == kind]
+        for axes, key, begin in ((left, "curve", 1), (right, "deciles", 0)):
+            apart = [[a - b for a, b in zip(run[key][begin:], exact[run["seed"]][key][begin:])] for run in runs]
+            mean, least, greatest = mean_and_range(apart)
+            step = recorded["settings"]["steps"] / len(runs[0]["curve"]) if key == "curve" else 1
+            places = [step * (begin + place + 0.5) if key == "curve" else 1 + place for place in range(len(mean))]
+            axes.plot(places, mean, "-" if key == "curve" else "o-", color=f"C{i}", label=kind, linewidth=1.2)
+            axes.fill_between(places, least, greatest, color=f"C{i}", alpha=0.2, linewidth=0)
+    left.set(xlabel="step", ylabel="training loss minus exact's, nats a token")
+    right.set(xlabel="decile of tokens by frequency (1: the rarest)",
+              ylabel="held-out loss minus exact's, nats a token")
+    right.set_xticks(range(1, 11))
+    for axes in (left, right):
+        axes.axhline(0, color="gray", linewidth=0.8)
+        axes.grid(alpha=0.3)
+    left.legend()
+    return figure
+
+
 # Name in docs/figures: files in bench/results, and what draws them.
 FIGURES = {
+    "convergence-h200.svg": (("h200/convergence.json",), draw_convergence),
+    "error-time-h200.svg": (("h200/loss_by_data.json", "h200/peers_real.json"), draw_error_time),
     "loss-curves-h200.svg": (("h200/loss_curves.csv",), draw_curves),
-    "loss-curves-by-gradients-h200.svg": (("h200/loss_curves_by_gradients.csv",), draw_curves),
     "pipeline-h200.svg": (("h200/pipeline.json",), draw_pipeline),
     "sweeps-h200.svg": (("h200/sweeps.csv",), draw_sweeps),
 }

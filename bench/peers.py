@@ -87,6 +87,30 @@ def eager(hidden, weight, targets):
     return F.cross_entropy((hidden @ weight.T).float(), targets)
 
 
+def compiled_for_each_shape():
+    """Peers whose kernels are compiled anew for each shape."""
+    found = {}
+    try:
+        from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90 as sm90
+
+        found["liger_sm90"] = lambda e, w, t: first(sm90.LigerFusedLinearCrossEntropySM90Function.apply(e, w, t))
+    except ImportError as error:
+        print("without Liger's function for SM90:", error)
+    try:
+        from quack.linear_cross_entropy import chunked_linear_cross_entropy as quack
+
+        found["quack"] = quack  # times its kernels first, for a minute a shape
+        for size in (2048, 4096, 8192):  # rows of a chunk; it fails where they are as many as the hidden size
+            found[f"quack_untuned_{size}"] = lambda e, w, t, size=size: quack(e, w, t, chunk_size=size, tuned=False)
+    except (ImportError, TypeError) as error:  # TypeError: a version of its compiler that it does not know
+        print("without quack:", error)
+    return found
+
+
+def first(result):
+    return result[0] if isinstance(result, tuple) else result
+
+
 def methods(dynamic):
     found = {"torch": eager, "torch.compile": torch.compile(eager, dynamic=dynamic)}
     try:
@@ -100,21 +124,11 @@ def methods(dynamic):
     try:
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-        def liger(e, w, t):
-            result = LigerFusedLinearCrossEntropyFunction.apply(e, w, t)
-            return result[0] if isinstance(result, tuple) else result
-
-        found["liger"] = liger
+        found["liger"] = lambda e, w, t: first(LigerFusedLinearCrossEntropyFunction.apply(e, w, t))
     except ImportError as error:
         print("without liger_kernel:", error)
-    if not dynamic:  # compiles for each shape
-        try:
-            from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-            found["quack"] = chunked_linear_cross_entropy  # times its kernels first, for a minute a shape
-            found["quack_untuned"] = lambda e, w, t: chunked_linear_cross_entropy(e, w, t, tuned=False)
-        except (ImportError, TypeError) as error:  # TypeError: a version of its compiler that it does not know
-            print("without quack:", error)
+    if not dynamic:
+        found.update(compiled_for_each_shape())
     return found
 
 

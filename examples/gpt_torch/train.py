@@ -15,6 +15,7 @@ import csv
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -61,8 +62,20 @@ def schedule(steps: int) -> Callable[[int], float]:
     return lambda step: min(1.0, (step + 1) / warm_up) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
-def run(arguments: argparse.Namespace, tokens: NDArray[np.int64], client: lossd.Client | None) -> list[float]:
-    """Losses step by step; with a client the head is on its server."""
+@dataclass
+class Trained:
+    """What became of a run."""
+
+    trunk: torch.nn.Module
+    weight: torch.Tensor  # [V, D], of the head, after the last step
+    losses: list[float] = field(default_factory=list)  # by step, in nats a token
+    dropped_mass: float = 0.0  # probability that gradients left out, a row, in the mean over the steps
+    gradient_error: float = 0.0  # predicted from sampling, in the mean over the steps
+
+
+def run(arguments: argparse.Namespace, tokens: NDArray[np.int64], client: lossd.Client | None,
+        head_name: str = "gpt") -> Trained:
+    """Trains from scratch; with a client the head is on its server and replaces one of that name."""
     shape, device = Shape.from_arguments(arguments), torch.device(arguments.device)
     model = trunk(shape, arguments.seed).to(device)
     weight = head_weight(shape, arguments.seed)
@@ -75,16 +88,14 @@ def run(arguments: argparse.Namespace, tokens: NDArray[np.int64], client: lossd.
         parameters += head.parameters()
         optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(parameters, **settings)]
     else:
-        head = remote_head(client, f"gpt-{arguments.gradients}", weight, "bf16" if device.type == "cuda" else "fp32",
+        head = remote_head(client, head_name, weight, "bf16" if device.type == "cuda" else "fp32",
                            extras=("dropped_mass", "gradient_error"), **loss_options(arguments))
         head_optimizer = HeadOptimizer(head, device=device, **settings)
         optimizers = [torch.optim.AdamW(parameters, **settings), head_optimizer]
         parameters.append(head_optimizer.stand_in)
     schedulers = [torch.optim.lr_scheduler.LambdaLR(each, schedule(arguments.steps)) for each in optimizers]
 
-    losses: list[float] = []
-    dropped = 0.0  # probability that gradients left out, a row
-    error = 0.0  # predicted for the gradients
+    result = Trained(model, weight)
     start = time.monotonic()
     for step, (inputs, targets) in enumerate(batches(tokens, arguments)):
         for optimizer in optimizers:
@@ -95,21 +106,25 @@ def run(arguments: argparse.Namespace, tokens: NDArray[np.int64], client: lossd.
                 loss = head(hidden, targets.to(device))
             else:
                 loss, extras = head(hidden, targets)
-                dropped += extras.dropped_mass.item()
-                error += extras.gradient_error.item()
+                result.dropped_mass += extras.dropped_mass.item() / arguments.steps
+                result.gradient_error += extras.gradient_error.item() / arguments.steps
         loss.backward()
         if head_optimizer is not None:
             head_optimizer.load_grad_norm()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for each in (*optimizers, *schedulers):
             each.step()
-        losses.append(loss.item())
+        result.losses.append(loss.item())
         if step % 50 == 0 or step + 1 == arguments.steps:
-            print(f"  step {step:5}  loss {losses[-1]:.4f}  {time.monotonic() - start:.1f} s", flush=True)
+            print(f"  step {step:5}  loss {result.losses[-1]:.4f}  {time.monotonic() - start:.1f} s", flush=True)
     if client is not None and arguments.gradients != "exact":
-        print(f"  gradients left out {dropped / arguments.steps:.4f} of a row's probability in the mean; "
-              f"predicted error from sampling {error / arguments.steps:.4f}")
-    return losses
+        print(f"  gradients left out {result.dropped_mass:.4f} of a row's probability in the mean; "
+              f"predicted error from sampling {result.gradient_error:.4f}")
+    if client is None:
+        result.weight = head.weight.detach().cpu()
+    else:
+        result.weight = torch.from_numpy(client.read_tensor(head_name, "weight"))
+    return result
 
 
 def report(curves: dict[str, list[float]], folder: Path) -> None:
@@ -132,10 +147,10 @@ def main() -> None:
     for kind in arguments.heads_to_run:
         print(f"training with a {kind} head on {arguments.device}", flush=True)
         if kind == "local":
-            curves[kind] = run(arguments, tokens, None)
+            curves[kind] = run(arguments, tokens, None).losses
         else:
             with lossd.Client(arguments.server) as client:
-                curves[kind] = run(arguments, tokens, client)
+                curves[kind] = run(arguments, tokens, client).losses
     report(curves, arguments.folder)
     if arguments.figure:
         loss_curves(curves).savefig(arguments.figure)

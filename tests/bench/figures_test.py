@@ -28,10 +28,10 @@ class Figures(unittest.TestCase):
             self.assertNotIn("<dc:date>", (figures.FOLDER / name).read_text(encoding="utf-8"), name)
 
     def test_curves_are_columns(self):
-        path = ROOT / "bench" / "results" / "h200" / "loss_curves_by_gradients.csv"
+        path = ROOT / "bench" / "results" / "h200" / "loss_curves.csv"
         curves = figures.curves(path)
-        self.assertEqual(list(curves), ["local", "exact", "filtered", "auto"])
-        self.assertEqual({len(values) for values in curves.values()}, {1000})
+        self.assertEqual(list(curves), ["local", "lossd"])
+        self.assertEqual({len(values) for values in curves.values()}, {500})
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The examples in PyTorch, with small sizes, and the parts that they are made of."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 EXAMPLES = Path(__file__).parents[3] / "examples/gpt_torch"
+BENCH = Path(__file__).parents[3] / "bench"
 TEXT = Path(__file__).parents[3] / "docs/protocol.md"
 SMALL = ["--vocab_size=400", "--hidden_size=16", "--layers=2", "--heads=2", "--context=16", f"--text={TEXT}"]
 
@@ -21,6 +23,7 @@ def tokenizer_module(monkeypatch):
 
 
 def run(script, *arguments):
+    """The output of a script of the examples, or of the one at an absolute path."""
     done = subprocess.run([sys.executable, EXAMPLES / script, *map(str, arguments)], capture_output=True, text=True,
                           timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -69,3 +72,23 @@ def test_two_stages(server, tmp_path):
 
 def test_policy_learns(server):
     assert "reward" in run("policy.py", f"--server={server.target}", "--rounds=40")
+
+
+def test_convergence_compares_kinds_of_gradients(server, tmp_path):
+    output = run(BENCH / "convergence.py", "--servers", server.target, "--kinds", "exact", "sampled, 2^-8", "--seeds=1",
+                 "--jobs=1", "--steps=6", "--batch=4", f"--folder={tmp_path}", "--device=cpu",
+                 f"--out={tmp_path / 'out.json'}", *SMALL)
+    result = json.loads((tmp_path / "out.json").read_text())
+    exact, sampled = result["runs"]
+    assert (exact["kind"], sampled["kind"]) == ("exact", "sampled, 2^-8"), output
+    assert 0 < abs(exact["held_out"] - sampled["held_out"]) < 0.5  # the same start, other gradients
+    assert len(exact["deciles"]) == len(result["text"]["deciles"]) == 10
+    assert sampled["predicted_error"] > 0 == exact["predicted_error"]
+
+
+def test_deciles_have_the_rarest_tokens_first(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import convergence
+    tokens = [token for token in range(20) for _ in range(token + 1)]  # token 20 does not occur
+    deciles = convergence.decile_of_token(tokens, 21)
+    assert deciles.tolist() == [i // 2 for i in range(20)] + [-1]

@@ -1,0 +1,191 @@
+"""Does it matter for training how gradients are computed? Trains the GPT of examples/gpt_torch from scratch with each
+kind of gradients and several seeds, and compares the losses, those on rare tokens apart.
+
+    lossd &
+    python3 bench/convergence.py --servers 127.0.0.1:7070 --steps=3000 --seeds=3 --jobs=8 --out=convergence.json
+
+Runs of one seed begin with the same weights and see the same batches, so their losses are compared pair by pair. After
+training, the loss on held-out text is computed in fp32 by PyTorch from the trunk and the head's weight. Tokens that the
+training text has are sorted by how often it has them and cut into ten groups of equally many tokens (deciles): a bias
+of gradients in the tail of the softmax would show in the rarest ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import multiprocessing
+import pathlib
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples" / "gpt_torch"))
+
+import lossd  # noqa: E402
+import train  # noqa: E402
+from model import Shape  # noqa: E402
+from text import load_tokens  # noqa: E402
+
+# What a run is called, and the loss options of its head; None: a head of PyTorch's beside the trunk.
+KINDS = {
+    "torch": None,
+    "exact": {"gradients": "exact"},
+    "filtered": {"gradients": "filtered"},
+    "sampled, 2^-10": {"gradients": "sampled", "sample_threshold": 2.0**-10},
+    "sampled, 2^-8": {"gradients": "sampled", "sample_threshold": 2.0**-8},
+    "auto": {"gradients": "auto"},
+}
+DECILES = 10
+BLOCK, HELD_OUT_EVERY = 2048, 10  # tokens; every tenth block of the text is held out
+CURVE_STEPS = 50  # a curve has the mean loss of so many steps
+EVALUATED_ROWS = 64  # sequences at once
+
+
+@dataclass
+class Run:
+    """One training run: what was asked for, and what came of it. Losses are in nats a token."""
+
+    kind: str
+    seed: int
+    curve: list[float]  # mean loss of CURVE_STEPS training steps each
+    held_out: float
+    deciles: list[float]  # held-out loss of tokens by decile, the rarest first
+    dropped_mass: float
+    predicted_error: float
+    seconds: float
+
+
+def split(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The text to train on, and what is held out of it."""
+    held = np.arange(len(tokens)) // BLOCK % HELD_OUT_EVERY == 0
+    return tokens[~held], tokens[held]
+
+
+def decile_of_token(training: np.ndarray, vocab_size: int) -> np.ndarray:
+    """[vocab_size]: 0 for the rarest tenth of the tokens that occur, 9 for the most frequent; -1: it does not occur."""
+    counts = np.bincount(training, minlength=vocab_size)
+    order = np.argsort(counts, kind="stable")
+    order = order[counts[order] > 0]
+    deciles = np.full(vocab_size, -1)
+    deciles[order] = np.arange(len(order)) * DECILES // len(order)
+    return deciles
+
+
+@torch.no_grad()
+def held_out_losses(trained: train.Trained, tokens: np.ndarray, shape: Shape,
+                    device: torch.device) -> tuple[np.ndarray, np.ndarray]:
+    """Targets of the held-out text and the loss of each."""
+    rows = (len(tokens) - 1) // shape.context
+    inputs = torch.from_numpy(tokens[:rows * shape.context].reshape(rows, shape.context))
+    targets = torch.from_numpy(tokens[1:rows * shape.context + 1].reshape(rows, shape.context))
+    weight = trained.weight.to(device, torch.float32)
+    losses = []
+    for begin in range(0, rows, EVALUATED_ROWS):
+        hidden = trained.trunk(inputs[begin:begin + EVALUATED_ROWS].to(device)).float()
+        logits = functional.linear(hidden, weight).flatten(0, 1)
+        wanted = targets[begin:begin + EVALUATED_ROWS].flatten().to(device)
+        losses.append(functional.cross_entropy(logits, wanted, reduction="none").cpu())
+    return targets.flatten().numpy(), torch.cat(losses).double().numpy()
+
+
+def run(kind: str, seed: int, server: str, options: argparse.Namespace) -> Run:
+    tokens = load_tokens(options.folder, options.text, options.vocab_size)
+    training, held = split(tokens)
+    settings = argparse.Namespace(**{**vars(options), "seed": seed, **(KINDS[kind] or {})})
+    torch.set_num_threads(1)
+    start = time.monotonic()
+    if KINDS[kind] is None:
+        trained = train.run(settings, training, None)
+    else:
+        with lossd.Client(server) as client:
+            name = f"convergence-{list(KINDS).index(kind)}-{seed}"
+            trained = train.run(settings, training, client, name)
+            client.delete_head(name)
+    seconds = time.monotonic() - start
+    targets, losses = held_out_losses(trained, held, Shape.from_arguments(options), torch.device(options.device))
+    deciles = decile_of_token(training, options.vocab_size)[targets]
+    return Run(kind, seed, [float(np.mean(trained.losses[i:i + CURVE_STEPS]))
+                            for i in range(0, len(trained.losses), CURVE_STEPS)],
+               float(losses.mean()), [float(losses[deciles == i].mean()) for i in range(DECILES)],
+               trained.dropped_mass, trained.gradient_error, seconds)
+
+
+def describe_text(options: argparse.Namespace) -> dict:
+    training, held = split(load_tokens(options.folder, options.text, options.vocab_size))
+    deciles = decile_of_token(training, options.vocab_size)
+    counts = np.bincount(training, minlength=options.vocab_size)
+    return {"training_tokens": len(training), "held_out_tokens": len(held),
+            "deciles": [{"occurrences_at_most": int(counts[deciles == i].max()),
+                         "held_out_tokens": int(np.isin(held, np.flatnonzero(deciles == i)).sum())}
+                        for i in range(DECILES)]}
+
+
+def report(runs: list[Run]) -> None:
+    """Held-out losses, and how far they are from those of exact gradients with the same seeds (± standard error)."""
+    runs = sorted(runs, key=lambda each: list(KINDS).index(each.kind))
+    exact = {each.seed: each for each in runs if each.kind == "exact"}
+    rows = [("held-out", lambda r: r.held_out), ("rarest tenth", lambda r: r.deciles[0]),
+            ("rarest three tenths", lambda r: float(np.mean(r.deciles[:3])))]
+    for kind in dict.fromkeys(each.kind for each in runs):
+        mine = [each for each in runs if each.kind == kind and each.seed in exact]
+        parts = []
+        for name, value in rows:
+            apart = np.array([value(each) - value(exact[each.seed]) for each in mine])
+            deviation = apart.std(ddof=1) / len(apart)**0.5 if len(apart) > 1 else float("nan")
+            mean = np.mean([value(each) for each in mine])
+            parts.append(f"{name} {mean:.4f} ({apart.mean():+.4f} ± {deviation:.4f})")
+        print(f"{kind:>15}: " + "; ".join(parts))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--servers", nargs="+", default=["127.0.0.1:7070"], help="runs take them in turn")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--seeds", type=int, default=3, help="seeds 1 to this for each kind")
+    parser.add_argument("--jobs", type=int, default=4, help="runs at the same time")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--batch", type=int, default=16, help="sequences a step")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--text", help="file to learn instead of the manual pages of Perl")
+    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("convergence-data"), help="for tokens")
+    parser.add_argument("--commit", default="", help="of lossd, for the results")
+    parser.add_argument("--out", type=pathlib.Path, help="results as JSON")
+    train.add_loss_arguments(parser)
+    Shape.add_arguments(parser)
+    return parser.parse_args()
+
+
+def save(runs: list[Run], text: dict, options: argparse.Namespace) -> None:
+    names = ("steps", "batch", "lr", "vocab_size", "hidden_size", "layers", "heads", "context")
+    result = {"card": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+              "date": time.strftime("%Y-%m-%d"), "commit": options.commit,
+              "settings": {name: getattr(options, name) for name in names}, "text": text,
+              "runs": [asdict(each) for each in runs]}
+    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    options = parse_arguments()
+    text = describe_text(options)  # and learns the tokens, before several processes want them
+    work = [(kind, seed) for seed in range(1, options.seeds + 1) for kind in options.kinds]
+    runs: list[Run] = []
+    with concurrent.futures.ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        pending = [pool.submit(run, kind, seed, options.servers[i % len(options.servers)], options)
+                   for i, (kind, seed) in enumerate(work)]
+        for each in concurrent.futures.as_completed(pending):
+            runs.append(each.result())
+            if options.out:  # what there is, should a later run not end
+                save(sorted(runs, key=lambda r: (list(KINDS).index(r.kind), r.seed)), text, options)
+    report(runs)
+
+
+if __name__ == "__main__":
+    main()
