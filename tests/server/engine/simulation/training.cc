@@ -126,9 +126,12 @@ void Step::MakeRoom() {
     released = released || (released_now.ok() && released_now->released);
   }
   if (released) return;
-  world_.scheduler.WaitUntil("retained memory", [this, backwards = backwards_] {
+  // What a stream retains can be released once it has ended.
+  const auto open = [this] { return world_.engine->stats().open_streams; };
+  world_.scheduler.WaitUntil("retained memory", [this, open, before = open(), backwards = backwards_] {
     const int64_t bytes = world_.plan.setup.options.retained_bytes;
-    return over() || backwards_ != backwards || world_.engine->stats().retained_bytes_used < bytes;
+    return over() || backwards_ != backwards || open() < before ||
+           world_.engine->stats().retained_bytes_used < bytes;
   });
 }
 
