@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/kernels/hopper/cluster_position.cuh"
+#include "kernels/cuda/kernels/hopper/gradient_epilogue.cuh"
 #include "kernels/cuda/kernels/hopper/logit_epilogue.cuh"
 #include "kernels/cuda/kernels/hopper/logit_pass.h"
 #include "kernels/cuda/kernels/hopper/main_loop.cuh"
