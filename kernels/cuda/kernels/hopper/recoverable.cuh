@@ -4,8 +4,8 @@
 // 2^d alone, rounded to bf16, says d within 0.003, and with it the slope within 0.004 / softcap. That is
 // little of a slope that is not small. Where the slope is small, it is stored instead, negative, and 2^64
 // times as large if the logit is positive: z = +-softcap sqrt(1 - slope) follows from it within softcap *
-// slope / 1000. The limit between the two makes both errors at most 0.002 for softcaps from 4 on, as large as
-// that of rounding to bf16.
+// slope / 1000. The limit between the two makes both errors at most 0.003 for softcaps from 4 on; that of
+// rounding to bf16 is up to 0.002.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_RECOVERABLE_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_RECOVERABLE_CUH_
 
