@@ -3,11 +3,14 @@
 //
 //   cuda_loss_bench --out=results.json --commit=abc123 [--shapes=gemma2-2b,...] [--data=real,peaked,flat]
 //                   [--logits=stored,recomputed] [--gradients=exact,filtered,sampled,auto]
-//                   [--thresholds=10,12]
+//                   [--thresholds=10,12] [--deferred]
 //
 // "loss+grad" is the time from one finished microbatch to the next with microbatches submitted one after
 // the other (host copies both ways included, overlapped by the backend); the floor is the three bare
-// cuBLASLt products with 16-bit output. loss_errors.h says what the errors are.
+// cuBLASLt products with 16-bit output. loss_errors.h says what the errors are. --deferred also times the two
+// calls of a deferred microbatch: the one that returns losses and entropies and retains the hidden states,
+// and the backward with upstream gradients of each row's loss, log-sum-exp and entropy, which computes the
+// logits once more.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -24,6 +27,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "bench/bare_products.h"
+#include "bench/deferred_times.h"
 #include "bench/gpu_data.h"
 #include "bench/gpu_microbatch.h"
 #include "bench/gpu_results.h"
@@ -56,6 +60,7 @@ ABSL_FLAG(bool, norm, true, "run the norm benchmark");
 ABSL_FLAG(bool, errors, true, "compare with double precision");
 ABSL_FLAG(std::string, compute, "bf16", "bf16 or fp32: what the head computes in (fp32: no floor, no parts)");
 ABSL_FLAG(bool, fused, true, "compute the loss in the epilogue of the first product where that is faster");
+ABSL_FLAG(bool, deferred, false, "also time a deferred microbatch, with gradients of its rows' entropies");
 ABSL_FLAG(bool, parts, true, "time the parts of a chunk one by one");
 
 namespace lossd::bench {
@@ -65,17 +70,6 @@ using Json = nlohmann::json;
 using kernels::DType;
 
 DType ComputeType() { return absl::GetFlag(FLAGS_compute) == "fp32" ? DType::kFloat32 : DType::kBFloat16; }
-
-Json ToJson(const std::vector<kernels::Choice>& choices) {
-  Json list = Json::array();
-  for (const kernels::Choice& choice : choices) {
-    list.push_back({{"what", choice.what},
-                    {"choice", choice.choice},
-                    {"reason", choice.reason},
-                    {"workspace_bytes", choice.workspace_bytes}});
-  }
-  return list;
-}
 
 void WriteWeight(kernels::HeadKernels& head, const DataShape& shape, const LossData& data) {
   constexpr int64_t kRows = 8192;
@@ -169,7 +163,7 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
   const int64_t taken = free_before - FreeBytes();
   const int64_t planned = head->memory().Total() - head->memory()[kernels::MemoryKind::kStaging];
   WriteWeight(*head, shape, data);
-  Microbatch full(*backend, *head, shape, data, ComputeType(), options, true);
+  Microbatch full(*backend, *head, shape, data, ComputeType(), options, Call::kLossAndGradients);
   if (kernels::MaySample(way.gradients)) {  // the first chunks know no hot classes
     full.Run(4, 1);
     Check(head->ZeroGradients(), "ZeroGradients");
@@ -191,16 +185,23 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
   result["sample_threshold"] = full.sample_threshold();
   if (absl::GetFlag(FLAGS_errors) && ComputeType() == DType::kBFloat16) {
     const int seeds = way.gradients == kernels::Gradients::kSampled ? absl::GetFlag(FLAGS_seeds) : 0;
-    result["errors"] = MeasureErrors(*head, full, shape, data, seeds);
+    result["errors"] = MeasureErrors(*head, full, shape, data, nullptr, seeds);
   }
   result["dropped_mass"] = full.dropped_mass();
   const int iterations = absl::GetFlag(FLAGS_iterations);
   full.WarmUp(backend->max_chunks_in_flight());
   result["loss_and_gradients"] = ToJson(Summarise(full.Run(iterations + 1, backend->max_chunks_in_flight())));
   result["loss_and_gradients_one_at_a_time"] = ToJson(Summarise(full.Run(iterations + 1, 1)));
-  Microbatch forward(*backend, *head, shape, data, ComputeType(), options, false);
+  Microbatch forward(*backend, *head, shape, data, ComputeType(), options, Call::kLoss);
   forward.WarmUp(backend->max_chunks_in_flight());
   result["loss_only"] = ToJson(Summarise(forward.Run(iterations + 1, backend->max_chunks_in_flight())));
+  if (absl::GetFlag(FLAGS_deferred)) {
+    const bool errors = absl::GetFlag(FLAGS_errors) && ComputeType() == DType::kBFloat16;
+    Json deferred = TimeDeferred(*backend, *head, shape, data, ComputeType(), options, iterations, errors);
+    deferred["backward_ratio"] = deferred["backward"]["median_ms"].get<double>() /
+                                 result["loss_and_gradients"]["median_ms"].get<double>();
+    result["deferred"] = std::move(deferred);
+  }
   return result;
 }
 
@@ -270,6 +271,7 @@ void Print(const NamedShape& named, const std::string& kind, const Way& way, con
              result["loss_and_gradients"]["max_ms"].get<double>(), result["ratio"].get<double>(),
              result["loss_only"]["median_ms"].get<double>(), result["forward_ratio"].get<double>())
       << std::endl;
+  if (result.contains("deferred")) std::cout << DeferredText(result["deferred"]) << std::endl;
   std::cout << result.dump() << std::endl;
 }
 

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
+#include <random>
 
 #include "absl/types/span.h"
 #include "bench/gpu_data_kinds.h"
@@ -43,6 +44,19 @@ LossData MakeData(DataKind kind, const DataShape& shape, uint64_t seed) {
       break;
   }
   return MakeFlat(shape, seed);
+}
+
+RowGradients MakeRowGradients(const DataShape& shape, uint64_t seed) {
+  std::mt19937_64 rng(seed);
+  std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
+  const float share = 1.0f / static_cast<float>(shape.rows);
+  RowGradients gradients;
+  for (int64_t r = 0; r < shape.rows; ++r) {
+    gradients.loss.push_back(uniform(rng));
+    gradients.lse.push_back(uniform(rng) * share);
+    gradients.entropy.push_back(uniform(rng) * share);
+  }
+  return gradients;
 }
 
 data::ProfileCheck CheckProfile(const DataShape& shape, const LossData& data) {

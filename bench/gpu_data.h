@@ -57,12 +57,21 @@ data::ProfileCheck CheckProfile(const DataShape& shape, const LossData& data);
 std::vector<double> ComputeLogits(const DataShape& shape, const LossData& data,
                                   const std::vector<int32_t>& rows);
 
+// Upstream gradients of a deferred backward, [rows] each, on the host: of the row's loss, over the scale that
+// all rows share, of its log-sum-exp and of its entropy.
+struct RowGradients {
+  std::vector<float> loss, lse, entropy;
+};
+// Uniform in [-1, 1], and those of log-sum-exps and entropies over the number of rows.
+RowGradients MakeRowGradients(const DataShape& shape, uint64_t seed);
+
 // What loss, hidden and weight gradients of a mean loss (scale per row) have to be, in double, for some rows
 // and classes.
 struct ReferenceQuery {
   std::vector<int32_t> rows;
   std::vector<int32_t> classes;
   double scale = 1.0;
+  const RowGradients* gradients = nullptr;  // null: 1 of the loss, 0 of the others
 };
 struct ReferenceAnswer {
   std::vector<double> lse;              // [query.rows]

@@ -21,19 +21,33 @@
 
 namespace lossd::bench {
 
-// Hidden states of `dtype`: fp32 or bf16. `head` and `data` outlive it.
+// What is asked of a microbatch. A deferred one is retained first, which also returns entropies; its backward
+// brings upstream gradients of each row and takes the hidden states from where they were retained.
+enum class Call { kLoss, kLossAndGradients, kRetain, kBackward };
+
+// What the two calls of a deferred microbatch share.
+struct Deferral {
+  RowGradients gradients;
+  std::unique_ptr<kernels::RetainedMemory> memory;
+};
+
+// Hidden states of `dtype`: fp32 or bf16. `head`, `data` and `deferral` (of a deferred microbatch) outlive
+// it.
 class Microbatch {
  public:
   Microbatch(kernels::Backend& backend, kernels::HeadKernels& head, const DataShape& shape,
-             const LossData& data, kernels::DType dtype, const kernels::LossOptions& options, bool gradients)
+             const LossData& data, kernels::DType dtype, const kernels::LossOptions& options, Call call,
+             const Deferral* deferral = nullptr)
       : head_(head),
         shape_(shape),
         data_(data),
         dtype_(dtype),
         options_(options),
-        gradients_(gradients),
+        call_(call),
+        deferral_(deferral),
         lse_(shape.rows),
-        loss_(shape.rows) {
+        loss_(shape.rows),
+        entropy_(shape.rows) {
     const int64_t elements = shape.rows * shape.hidden;
     hidden_ = Take(backend.AllocateStaging(elements * element_), "AllocateStaging");
     gradient_ = Take(backend.AllocateStaging(elements * element_), "AllocateStaging");
@@ -55,6 +69,8 @@ class Microbatch {
   const std::vector<float>& lse() const { return lse_; }
   const std::vector<float>& loss() const { return loss_; }
   const uint8_t* gradient() const { return gradient_->bytes().data(); }
+  // How the last microbatch was computed.
+  const std::vector<kernels::Choice>& choices() const { return choices_; }
   // Of the last microbatch, per row.
   double dropped_mass() const { return sums_.dropped_mass / static_cast<double>(shape_.rows); }
   // The predicted relative error of the last microbatch; 0 unless it was sampled.
@@ -113,12 +129,14 @@ class Microbatch {
     slice.grad_scale = 1.0f / static_cast<float>(shape_.rows);
     slice.sample_seed = sample_seed_;
     slice.first_row = begin;
-    if (gradients_) slice.grad_hidden = gradient_->bytes().data() + begin * shape_.hidden * element_;
+    const bool gradients = call_ == Call::kLossAndGradients || call_ == Call::kBackward;
+    if (gradients) slice.grad_hidden = gradient_->bytes().data() + begin * shape_.hidden * element_;
     slice.out.lse = lse_.data() + begin;
     slice.out.loss = loss_.data() + begin;
+    if (deferral_ != nullptr) Defer(begin, slice, work->chunk);
     work->chunk.options = options_;
     work->chunk.hidden_dtype = dtype_;
-    work->chunk.accumulate_gradients = gradients_;
+    work->chunk.accumulate_gradients = gradients;
     work->chunk.slices = absl::MakeSpan(&slice, 1);
     kernels::ChunkCallbacks callbacks;
     callbacks.on_results = [](absl::Status status) { Check(status, "on_results"); };
@@ -130,10 +148,23 @@ class Microbatch {
       sums_.sampling_variance += work->slice.sums.sampling_variance;
       sums_.squared_gradient += work->slice.sums.squared_gradient;
       sample_threshold_ = work->chunk.sample_threshold;
+      choices_ = work->chunk.choices;
       if (ends != nullptr) ends->push_back(Clock::now());
       --unfinished_;
     };
     head_.Submit(&work->chunk, std::move(callbacks));
+  }
+
+  // What a deferred microbatch has more than others.
+  void Defer(int64_t begin, kernels::Slice& slice, kernels::Chunk& chunk) {
+    chunk.retained = deferral_->memory.get();
+    slice.retained_offset = begin * shape_.hidden * element_;
+    if (call_ == Call::kRetain) slice.out.entropy = entropy_.data() + begin;
+    if (call_ != Call::kBackward) return;
+    slice.hidden = nullptr;
+    slice.grad_loss = deferral_->gradients.loss.data() + begin;
+    slice.grad_lse = deferral_->gradients.lse.data() + begin;
+    slice.grad_entropy = deferral_->gradients.entropy.data() + begin;
   }
 
   kernels::HeadKernels& head_;
@@ -141,9 +172,10 @@ class Microbatch {
   const LossData& data_;
   const kernels::DType dtype_;
   const kernels::LossOptions options_;
-  const bool gradients_;
+  const Call call_;
+  const Deferral* const deferral_;
   const int64_t element_ = static_cast<int64_t>(kernels::SizeOf(dtype_));
-  std::vector<float> lse_, loss_;
+  std::vector<float> lse_, loss_, entropy_;
   std::unique_ptr<kernels::StagingMemory> hidden_, gradient_;
   int64_t chunk_rows_ = 0;
   absl::Mutex mutex_;
@@ -151,6 +183,7 @@ class Microbatch {
   // Of the last microbatch; written by the backend's thread, read when no chunk is under way.
   kernels::SliceSums sums_;
   float sample_threshold_ = 0.0f;
+  std::vector<kernels::Choice> choices_;
   uint64_t sample_seed_ = 1;
 };
 

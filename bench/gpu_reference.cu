@@ -51,8 +51,8 @@ __global__ void LogitsKernel(const __nv_bfloat16* x, const __nv_bfloat16* w, con
   }
 }
 
-// lse[i] of z[i, 0 ... count); a block per row.
-__global__ void LseKernel(const double* z, int64_t count, double* lse) {
+// lse[i] of z[i, 0 ... count), and the entropy of its softmax; a block per row.
+__global__ void LseKernel(const double* z, int64_t count, double* lse, double* entropy) {
   __shared__ double shared[kThreads];
   const double* row = z + blockIdx.x * count;
   double top = row[0];
@@ -61,13 +61,23 @@ __global__ void LseKernel(const double* z, int64_t count, double* lse) {
   __syncthreads();
   for (int i = 0; i < kThreads; ++i) top = max(top, shared[i]);
   __syncthreads();
-  double sum = 0.0;
-  for (int64_t j = threadIdx.x; j < count; j += kThreads) sum += exp(row[j] - top);
+  double sum = 0.0, spread = 0.0;
+  for (int64_t j = threadIdx.x; j < count; j += kThreads) {
+    const double e = exp(row[j] - top);
+    sum += e;
+    spread += e * (row[j] - top);
+  }
+  __shared__ double shared_spread[kThreads];
   shared[threadIdx.x] = sum;
+  shared_spread[threadIdx.x] = spread;
   __syncthreads();
   if (threadIdx.x != 0) return;
-  for (int i = 1; i < kThreads; ++i) sum += shared[i];
+  for (int i = 1; i < kThreads; ++i) {
+    sum += shared[i];
+    spread += shared_spread[i];
+  }
   lse[blockIdx.x] = top + log(sum);
+  entropy[blockIdx.x] = log(sum) - spread / sum;
 }
 
 // out[i, c] += sum over a split of j of g[i, j] * m[index[j], c]; g is transposed if g_stride_i == 1.
@@ -113,9 +123,14 @@ double* Logits(const DataShape& shape, const LossData& data, const int32_t* rows
   return z;
 }
 
-// The log-sum-exp of all rows.
-std::vector<double> AllLse(const DataShape& shape, const LossData& data) {
-  std::vector<double> all;
+// Of rows.
+struct RowSums {
+  std::vector<double> lse, entropy;
+};
+
+// Of all rows.
+RowSums AllSums(const DataShape& shape, const LossData& data) {
+  RowSums all;
   for (int64_t begin = 0; begin < shape.rows; begin += kRowsAtOnce) {
     const int64_t count = std::min(kRowsAtOnce, shape.rows - begin);
     std::vector<int32_t> list(static_cast<size_t>(count));
@@ -123,14 +138,26 @@ std::vector<double> AllLse(const DataShape& shape, const LossData& data) {
     int32_t* rows = Upload(list);
     double* z = Logits(shape, data, rows, count, nullptr, shape.vocab);
     double* lse = Allocate<double>(count);
-    LseKernel<<<static_cast<unsigned>(count), kThreads>>>(z, shape.vocab, lse);
-    const std::vector<double> part = Download(lse, count);
-    all.insert(all.end(), part.begin(), part.end());
+    double* entropy = Allocate<double>(count);
+    LseKernel<<<static_cast<unsigned>(count), kThreads>>>(z, shape.vocab, lse, entropy);
+    const std::vector<double> lse_part = Download(lse, count), entropy_part = Download(entropy, count);
+    all.lse.insert(all.lse.end(), lse_part.begin(), lse_part.end());
+    all.entropy.insert(all.entropy.end(), entropy_part.begin(), entropy_part.end());
     cudaFree(rows);
     cudaFree(z);
     cudaFree(lse);
+    cudaFree(entropy);
   }
   return all;
+}
+
+// dL/dz of a class of a row (docs/math.md).
+double LogitGradient(const ReferenceQuery& query, size_t row, bool is_target, double log_p, double entropy) {
+  const double p = std::exp(log_p), hard = is_target ? std::expm1(log_p) : p;
+  if (query.gradients == nullptr) return query.scale * hard;
+  const RowGradients& g = *query.gradients;
+  return query.scale * static_cast<double>(g.loss[row]) * hard + static_cast<double>(g.lse[row]) * p -
+         static_cast<double>(g.entropy[row]) * p * (log_p + entropy);
 }
 
 void RowsReference(const DataShape& shape, const LossData& data, const ReferenceQuery& query,
@@ -142,15 +169,20 @@ void RowsReference(const DataShape& shape, const LossData& data, const Reference
   for (int64_t i = 0; i < count; ++i) {
     double* row = &g[static_cast<size_t>(i * shape.vocab)];
     const double top = *std::max_element(row, row + shape.vocab);
-    double sum = 0.0;
-    for (int64_t v = 0; v < shape.vocab; ++v) sum += std::exp(row[v] - top);
-    const double lse = top + std::log(sum);
-    const int32_t target = data.targets[static_cast<size_t>(query.rows[static_cast<size_t>(i)])];
+    double sum = 0.0, spread = 0.0;
+    for (int64_t v = 0; v < shape.vocab; ++v) {
+      const double e = std::exp(row[v] - top);
+      sum += e;
+      spread += e * (row[v] - top);
+    }
+    const double lse = top + std::log(sum), entropy = std::log(sum) - spread / sum;
+    const auto index = static_cast<size_t>(query.rows[static_cast<size_t>(i)]);
+    const int32_t target = data.targets[index];
     answer.lse.push_back(lse);
     answer.loss.push_back(lse - row[target]);
-    const double others = -std::expm1(row[target] - lse);
-    for (int64_t v = 0; v < shape.vocab; ++v) row[v] = query.scale * std::exp(row[v] - lse);
-    row[target] = -query.scale * others;
+    for (int64_t v = 0; v < shape.vocab; ++v) {
+      row[v] = LogitGradient(query, index, v == target, row[v] - lse, entropy);
+    }
   }
   Check(cudaMemcpy(z, g.data(), g.size() * sizeof(double), cudaMemcpyHostToDevice), "cudaMemcpy");
   double* dx = WeightedSum(z, shape.vocab, 1, count, shape.vocab, data.weight, shape.hidden);
@@ -162,7 +194,7 @@ void RowsReference(const DataShape& shape, const LossData& data, const Reference
 
 void ClassesReference(const DataShape& shape, const LossData& data, const ReferenceQuery& query,
                       ReferenceAnswer& answer) {
-  const std::vector<double> lse = AllLse(shape, data);
+  const RowSums sums = AllSums(shape, data);
   const int64_t count = static_cast<int64_t>(query.classes.size());
   int32_t* classes = Upload(query.classes);
   double* z = Logits(shape, data, nullptr, shape.rows, classes, count);
@@ -170,9 +202,9 @@ void ClassesReference(const DataShape& shape, const LossData& data, const Refere
   for (int64_t r = 0; r < shape.rows; ++r) {
     for (int64_t j = 0; j < count; ++j) {
       double& value = g[static_cast<size_t>(r * count + j)];
-      const double log_p = value - lse[static_cast<size_t>(r)];
-      const bool is_target = data.targets[static_cast<size_t>(r)] == query.classes[static_cast<size_t>(j)];
-      value = query.scale * (is_target ? std::expm1(log_p) : std::exp(log_p));
+      const auto row = static_cast<size_t>(r);
+      const bool is_target = data.targets[row] == query.classes[static_cast<size_t>(j)];
+      value = LogitGradient(query, row, is_target, value - sums.lse[row], sums.entropy[row]);
     }
   }
   Check(cudaMemcpy(z, g.data(), g.size() * sizeof(double), cudaMemcpyHostToDevice), "cudaMemcpy");

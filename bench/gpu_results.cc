@@ -33,6 +33,17 @@ nlohmann::json ToJson(const Times& t) {
   return {{"median_ms", t.median}, {"min_ms", t.min}, {"max_ms", t.max}};
 }
 
+nlohmann::json ToJson(const std::vector<kernels::Choice>& choices) {
+  nlohmann::json list = nlohmann::json::array();
+  for (const kernels::Choice& choice : choices) {
+    list.push_back({{"what", choice.what},
+                    {"choice", choice.choice},
+                    {"reason", choice.reason},
+                    {"workspace_bytes", choice.workspace_bytes}});
+  }
+  return list;
+}
+
 void WriteResults(const nlohmann::json& results, const std::string& path) {
   if (path.empty()) return;
   std::ofstream file(path);

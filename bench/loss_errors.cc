@@ -112,8 +112,9 @@ Json MeanErrors(kernels::HeadKernels& head, Microbatch& batch, const DataShape& 
 }  // namespace
 
 Json MeasureErrors(kernels::HeadKernels& head, Microbatch& batch, const DataShape& shape,
-                   const LossData& data, int seeds) {
-  const ReferenceQuery query = MakeQuery(shape, data);
+                   const LossData& data, const RowGradients* row_gradients, int seeds) {
+  ReferenceQuery query = MakeQuery(shape, data);
+  query.gradients = row_gradients;
   const ReferenceAnswer want = ComputeReference(shape, data, query);
   Gradients gradients;
   gradients.Add(head, batch, shape, query);

@@ -11,9 +11,10 @@ namespace lossd::bench {
 
 // Errors ||a - ref|| / ||ref|| of the microbatch computed last, whose gradients are all that the head has,
 // and the projection of its dW on the true one over the classes that are no row's target. With seeds > 0 also
-// those of the mean over so many sample seeds. Computes microbatches; leaves gradients.
+// those of the mean over so many sample seeds. Computes microbatches; leaves gradients. row_gradients: of a
+// backward; null: a loss with gradients.
 nlohmann::json MeasureErrors(kernels::HeadKernels& head, Microbatch& batch, const DataShape& shape,
-                             const LossData& data, int seeds);
+                             const LossData& data, const RowGradients* row_gradients, int seeds);
 
 }  // namespace lossd::bench
 

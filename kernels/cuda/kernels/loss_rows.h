@@ -30,6 +30,8 @@ struct LossTerms {
     return bias != nullptr || class_weights != nullptr || softcap > 0.0f || smoothing > 0.0f ||
            want_entropy || any_coef_entropy || scale < 0.0f;
   }
+  // Whether entropies of rows have to be computed, as a result or for a gradient.
+  bool NeedsEntropy() const { return want_entropy || any_coef_entropy; }
   // The same loss with classes counted from `first_class`.
   LossTerms From(int64_t first_class) const {
     LossTerms terms = *this;

@@ -1,5 +1,6 @@
 #include "kernels/cuda/kernels/hopper/fused_loss.h"
 
+#include "kernels/cuda/kernels/hopper/entropy_gradient.h"
 #include "kernels/cuda/kernels/hopper/fused_lists.h"
 
 namespace lossd::kernels::cuda::hopper {
@@ -23,7 +24,7 @@ LogitOperands MakeOperands(const FusedOperands& from, const LossTerms& terms, co
 
 TilePartials PartialsOf(const FusedLossParams& params) {
   TilePartials partials = params.rows.partials;
-  if (!params.terms.want_entropy) partials.spread = nullptr;
+  if (!params.terms.NeedsEntropy()) partials.spread = nullptr;
   return partials;
 }
 
@@ -63,6 +64,19 @@ cudaError_t SumRows(const FusedLossParams& params, int clusters, cudaStream_t st
   return SumRows(params, Statistics(params, false), Statistics(params, true), clusters, stream);
 }
 
+// And the exponentials.
+cudaError_t SumRowsStored(const FusedLossParams& params, void* exponentials, int clusters,
+                          cudaStream_t stream) {
+  const StatisticsPass all = Statistics(params, false), marked = Statistics(params, true);
+  if (!params.terms.any_coef_entropy) {
+    return SumRows(params, ExponentialsPass{all, exponentials}, ExponentialsPass{marked, exponentials},
+                   clusters, stream);
+  }
+  const float* const coef = params.in.coef_entropy;
+  return SumRows(params, RecoverablePass{all, coef, exponentials},
+                 RecoverablePass{marked, coef, exponentials}, clusters, stream);
+}
+
 // Lists what the pass that went by could not, now that the sums are complete.
 cudaError_t CompleteLists(const FusedLossParams& params, const CandidateLists& lists, int clusters,
                           cudaStream_t stream) {
@@ -84,7 +98,6 @@ absl::string_view WhyNotFused(const LossTerms& terms, DType compute, bool expone
   if (compute == DType::kFloat32) return "fp32 compute";
   if (compute == DType::kFloat16 && exponentials) return "fp16 has no room for exponentials";
   if (terms.smoothing > 0.0f) return "label smoothing has a gradient everywhere";
-  if (terms.any_coef_entropy) return "the gradient of the entropy is no multiple of p";
   return "";
 }
 
@@ -102,13 +115,17 @@ cudaError_t LaunchFusedResults(const FusedLossParams& params, int clusters, cuda
 
 cudaError_t LaunchFusedExponentials(const FusedLossParams& params, void* exponentials, int clusters,
                                     cudaStream_t stream) {
-  const ExponentialsPass all = {Statistics(params, false), exponentials};
-  const ExponentialsPass marked = {Statistics(params, true), exponentials};
+  const int64_t ld = params.operands.padded_classes;
   return InOrder([&] { return LaunchPrepareRows(params.terms, params.in, params.rows, stream); },
-                 [&] { return SumRows(params, all, marked, clusters, stream); },
+                 [&] { return SumRowsStored(params, exponentials, clusters, stream); },
                  [&] {
                    return LaunchFinishExponentials(params.terms, params.in, params.out, params.rows,
-                                                   exponentials, params.operands.padded_classes, stream);
+                                                   exponentials, ld, stream);
+                 },
+                 [&] {
+                   if (!params.terms.any_coef_entropy) return cudaSuccess;
+                   return LaunchEntropyGradient(params.terms, params.in, params.rows, exponentials, ld,
+                                                stream);
                  });
 }
 

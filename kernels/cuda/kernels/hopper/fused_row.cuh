@@ -24,7 +24,8 @@ struct FusedRow {
   float f;
   Target target;
   Stats others;   // of all classes but the target, rebased to the largest logit of the row; without arg
-  float rescale;  // 2^(c - M)
+  float shift;    // c - M
+  float rescale;  // 2^shift
 };
 
 template <bool kGeneral>
@@ -35,10 +36,10 @@ __device__ __forceinline__ FusedRow LoadFusedRow(const LossTerms& terms, const R
   r.target = MakeTarget<kGeneral>(terms, in, row);
   r.others = NoStats();
   r.others.max = fmaxf(w.max[row], r.target.logit.z);
-  const float shift = w.reference[row] - Reference(r.others.max, r.f);
-  r.rescale = Exp2(shift);
+  r.shift = w.reference[row] - Reference(r.others.max, r.f);
+  r.rescale = Exp2(r.shift);
   r.others.sum = w.sum[row] * r.rescale;
-  r.others.spread = r.rescale * (w.spread[row] + w.sum[row] * shift);
+  r.others.spread = r.rescale * (w.spread[row] + w.sum[row] * r.shift);
   return r;
 }
 

@@ -5,7 +5,8 @@
 //   M))
 //
 // so that one factor a row is all that is left to do; it goes into x before the weight gradient and into dx
-// after its product. What 2^(c - M) rounds to is the same everywhere: p still sums to 1.
+// after its product. What 2^(c - M) rounds to is the same everywhere: p still sums to 1. An upstream gradient
+// of the entropy makes a function of d of that factor (EntropyRow).
 //
 // The target's logit is known beforehand, and lse is not below it. So c = z_y f + 48 leaves stored
 // exponentials at most 2^-48 e_y too small, and sums up to 2^60, for losses below 75 nats. The panels of rows
@@ -115,6 +116,23 @@ struct RowGradient {
   bool clear;   // the other elements of the row are to be zero
 };
 
+// With d' = d + c - M and the rule: 2^d' (softmax - entropy ((d' - log2 S) ln 2 + H)).
+__device__ __forceinline__ float EntropyFactor(const GradientRule& rule, float exponent) {
+  return rule.softmax - rule.entropy * ((exponent - rule.log2_sum) * kLn2 + rule.row_entropy);
+}
+
+__device__ __forceinline__ EntropyRow MakeEntropyRow(const FusedRows& w, int64_t row, const FusedRow& fused,
+                                                     const GradientRule& rule) {
+  if (!rule.valid) return {0.0f, 0.0f, 0.0f, -1};  // all elements of the row are 0
+  EntropyRow r = {fused.rescale * EntropyFactor(rule, fused.shift), -fused.rescale * rule.entropy * kLn2,
+                  0.0f, -1};
+  if (w.max[row] == NegativeInfinity()) return r;
+  const float exponent = fmaf(w.max[row], fused.f, -rule.reference);
+  r.top = w.arg[row];
+  r.top_gradient = Exp2(exponent) * EntropyFactor(rule, exponent);
+  return r;
+}
+
 __device__ __forceinline__ RowGradient MakeGradient(const GradientRule& rule, const RowResult& r,
                                                     float rescale) {
   if (!rule.valid) return {0.0f, 0.0f, true};
@@ -148,6 +166,10 @@ __device__ __forceinline__ RowGradient FinishRow(const FinishParams& p, int64_t 
   WriteRow(p.out, row, r);
   const GradientRule rule = MakeRule<kGeneral>(p.terms, p.in, row, target, r);
   if (p.rules != nullptr) p.rules[row] = rule;
+  if (kGeneral && p.exponentials != nullptr && p.in.coef_entropy[row] != 0.0f) {
+    w.entropy[row] = MakeEntropyRow(w, row, fused, rule);
+    if (rule.valid) return {1.0f, rule.target, false};
+  }
   return MakeGradient(rule, r, fused.rescale);
 }
 
@@ -179,7 +201,7 @@ cudaError_t LaunchMerge(const LossTerms& terms, int64_t row_count, const FusedRo
   const bool general = terms.IsGeneral();
   MergeTilesKernel<<<Blocks(row_count, kMergeRows), dim3(kMergeRows, kMergeWarps), 0, stream>>>(
       rows, row_count, static_cast<int>(VocabTiles(terms.vocab)), general ? kLog2E : terms.scale * kLog2E,
-      general && terms.want_entropy, again);
+      general && terms.NeedsEntropy(), again);
   return cudaGetLastError();
 }
 
@@ -200,6 +222,7 @@ FusedRows FusedRows::Carve(Carver& carver, int64_t capacity) {
   w.spread = carver.Take<float>(capacity);
   w.arg = carver.Take<int32_t>(capacity);
   w.factor = carver.Take<float>(capacity);
+  w.entropy = carver.Take<EntropyRow>(capacity);
   w.marked_panels = carver.Take<int32_t>(1 + Panels(capacity));
   w.claimed_positions = carver.Take<uint32_t>(kMostClusters);
   return w;

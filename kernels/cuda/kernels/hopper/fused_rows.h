@@ -15,6 +15,16 @@
 
 namespace lossd::kernels::cuda::hopper {
 
+// How the exponentials of a row with an upstream gradient of its entropy become dL/ds over (scale * gradient
+// unit), once its sums are known: (factor + tilt d) 2^d times the slope of the softcap, d as in TilePartials.
+struct EntropyRow {
+  float factor;
+  float tilt;
+  // Of the class with the largest logit, the target left out, whose d is known better than 16 bits say.
+  float top_gradient;  // without the slope
+  int32_t top;         // -1: not known, because the target's logit is larger
+};
+
 // Memory of a chunk between these kernels, `capacity` rows each.
 struct FusedRows {
   TilePartials partials;  // free once the results are there
@@ -27,6 +37,7 @@ struct FusedRows {
   int32_t* arg = nullptr;
   // dL/ds over (scale * gradient unit) is factor[r] times row r of the exponentials.
   float* factor = nullptr;
+  EntropyRow* entropy = nullptr;          // of rows of exponentials whose coef_entropy is not 0
   int32_t* marked_panels = nullptr;       // [1 + Panels(capacity)], see MarkedPanels
   uint32_t* claimed_positions = nullptr;  // [kMostClusters], see AllPanels
 
@@ -56,7 +67,8 @@ cudaError_t LaunchFinishRows(const LossTerms& terms, const RowInputs& in, const 
 cudaError_t LaunchFinishRules(const LossTerms& terms, const RowInputs& in, const RowResults& out,
                               const FusedRows& rows, GradientRule* rules, cudaStream_t stream);
 // Row results, factors, the targets' entries in the exponentials [padded_rows, ld], and zeros in the rows
-// whose loss is not finite.
+// whose loss is not finite. Rows whose coef_entropy is not 0 have factor 1, and are to go through
+// LaunchEntropyGradient().
 cudaError_t LaunchFinishExponentials(const LossTerms& terms, const RowInputs& in, const RowResults& out,
                                      const FusedRows& rows, void* exponentials, int64_t ld,
                                      cudaStream_t stream);

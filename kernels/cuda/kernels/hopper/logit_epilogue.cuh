@@ -8,12 +8,12 @@
 
 #include <cfloat>
 #include <cstdint>
-#include <type_traits>
 
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/hopper/cluster_position.cuh"
 #include "kernels/cuda/kernels/hopper/logit_pass.h"
 #include "kernels/cuda/kernels/hopper/out_boxes.cuh"
+#include "kernels/cuda/kernels/hopper/recoverable.cuh"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
 
 namespace lossd::kernels::cuda::hopper {
@@ -22,21 +22,29 @@ namespace lossd::kernels::cuda::hopper {
 enum class Form { kPlain, kGeneral, kCapped };
 
 // What becomes of them.
-enum class Output { kStatistics, kCandidates /* and statistics */, kExponentials /* likewise */, kGradient };
+enum class Output {
+  kStatistics,
+  kCandidates,    // and statistics
+  kExponentials,  // likewise
+  kRecoverable,   // likewise, exponentials of which some rows are recoverable
+  kGradient
+};
 
 // Whether tiles of 16-bit elements leave through boxes.
 template <Output kOutput>
-inline constexpr bool kStores = kOutput == Output::kExponentials || kOutput == Output::kGradient;
+inline constexpr bool kStores =
+    kOutput == Output::kExponentials || kOutput == Output::kRecoverable || kOutput == Output::kGradient;
 
 // What the kernel gets of the operands and of the purpose of a pass; what the purpose has not is null.
 struct LogitKernelParams {
   int rows, classes, last_bias, first_class;
   int inner_tiles, vocab_tiles, panels, group;
-  float f, scale, softcap, inverse_cap;
+  float f, scale, softcap, inverse_cap, small_slope;
   const float* bias;
   const int32_t* targets;
   const float* reference;
   const float* threshold;
+  const float* coef_entropy;
   const GradientRule* rules;
   const int32_t* marked_panels;  // null: all panels
   TilePartials partials;
@@ -54,15 +62,31 @@ struct LogitTile {
 // What a thread knows of its two rows before the tile is done.
 struct RowPair {
   int row[2];
-  int target[2];       // column within the tile, if it is one
-  float reference[2];  // in units of log 2
-  float threshold[2];  // of statistics
-  float sum_bound[2];  // of candidates: lower bound of the row's sum; infinite if none are listed
-  float factor[2];     // of a gradient: of the exponentials
-  float entry[2];      // of a gradient: the target's
+  int target[2];        // column within the tile, if it is one
+  float reference[2];   // in units of log 2
+  float threshold[2];   // of statistics
+  float sum_bound[2];   // of candidates: lower bound of the row's sum; infinite if none are listed
+  bool recoverable[2];  // of exponentials
+  // Of a gradient: (factor + tilt d) 2^d is that of a class, and `entry` that of the target.
+  float factor[2];
+  float tilt[2];
+  float entry[2];
 };
 
-template <Output kOutput>
+// factor, tilt and entry of half `h`.
+template <Form kForm>
+__device__ __forceinline__ void SetRule(const GradientRule& rule, int h, RowPair& r) {
+  r.factor[h] = rule.softmax;
+  r.tilt[h] = 0.0f;
+  r.entry[h] = rule.target;
+  if constexpr (kForm != Form::kPlain) {
+    if (rule.entropy == 0.0f) return;
+    r.factor[h] += rule.entropy * (rule.log2_sum * kLn2 - rule.row_entropy);
+    r.tilt[h] = -rule.entropy * kLn2;
+  }
+}
+
+template <Form kForm, Output kOutput>
 __device__ __forceinline__ RowPair LoadRows(const LogitKernelParams& p, const LogitTile& tile,
                                             int first_row) {
   RowPair r;
@@ -73,12 +97,15 @@ __device__ __forceinline__ RowPair LoadRows(const LogitKernelParams& p, const Lo
     r.row[h] = row;
     r.target[h] = exists ? p.targets[row] - p.first_class - tile.vocab_tile * kVocabTile : -1;
     if constexpr (kOutput == Output::kGradient) {
-      r.reference[h] = exists ? p.rules[row].reference : 0.0f;
-      r.factor[h] = exists ? p.rules[row].softmax : 0.0f;
-      r.entry[h] = exists ? p.rules[row].target : 0.0f;
+      const GradientRule rule = exists ? p.rules[row] : GradientRule{};
+      r.reference[h] = rule.reference;
+      SetRule<kForm>(rule, h, r);
     } else {
       r.reference[h] = exists ? p.reference[row] : 0.0f;
       r.threshold[h] = exists ? p.threshold[row] : -NegativeInfinity();
+    }
+    if constexpr (kOutput == Output::kRecoverable) {
+      r.recoverable[h] = exists && p.coef_entropy[row] != 0.0f;
     }
   }
   return r;
@@ -184,14 +211,6 @@ __device__ __forceinline__ uint32_t PackBf16(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// fp16 has no room for what is far above the gradient unit.
-template <typename T>
-__device__ __forceinline__ uint32_t PackGradients(float low, float high) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) return PackBf16(low, high);
-  const __half2 pair = __floats2half2_rn(SaturateHalf(low), SaturateHalf(high));
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
 // Columns of a box of 16-bit elements, and the groups of 8 among them.
 inline constexpr int kBoxColumns = kBoxRowBytes / 2;
 inline constexpr int kGroups = kBoxColumns / 8;
@@ -236,18 +255,25 @@ struct ThreadSums {
   }
 };
 
+// 2^d is 0 there, and 0 times -inf would not be.
+inline constexpr float kNothing = -1000.0f;
+
 // Two neighbouring elements of a half: adds them to the sums and returns the exponentials as they are stored.
-template <Form kForm>
-__device__ __forceinline__ uint32_t TakePair(const LogitKernelParams& p, float s0, float s1, float reference,
-                                             int h, ThreadSums& sums) {
+template <Form kForm, Output kOutput>
+__device__ __forceinline__ uint32_t TakePair(const LogitKernelParams& p, float s0, float s1,
+                                             const RowPair& rows, int h, ThreadSums& sums) {
   sums.box_max[h] = fmaxf(sums.box_max[h], fmaxf(s0, s1));
   const Logit z0 = ToLogit<kForm>(p, s0), z1 = ToLogit<kForm>(p, s1);
-  const float d0 = fmaf(z0.z, p.f, -reference), d1 = fmaf(z1.z, p.f, -reference);
+  const float d0 = fmaf(z0.z, p.f, -rows.reference[h]), d1 = fmaf(z1.z, p.f, -rows.reference[h]);
   const float e0 = Exp2(d0), e1 = Exp2(d1);
   sums.sum[h] += e0 + e1;
   if constexpr (kForm != Form::kPlain) {
-    constexpr float kNothing = -1000.0f;  // 2^d is 0 there, and 0 times -inf would not be
     sums.spread[h] += e0 * fmaxf(d0, kNothing) + e1 * fmaxf(d1, kNothing);
+  }
+  if constexpr (kForm == Form::kCapped && kOutput == Output::kRecoverable) {
+    if (rows.recoverable[h]) {
+      return PackBf16(MakeRecoverable(e0, z0, p.small_slope), MakeRecoverable(e1, z1, p.small_slope));
+    }
   }
   if constexpr (kForm == Form::kCapped) return PackBf16(e0 * z0.slope, e1 * z1.slope);
   return PackBf16(e0, e1);
@@ -303,9 +329,9 @@ __device__ __forceinline__ ThreadSums Exponentials(const LogitKernelParams& p, c
 #pragma unroll
     for (int h = 0; h < 2; ++h) least[h] = LeastCandidate<kForm>(p, rows.sum_bound[h], rows.reference[h]);
   }
-  ForEachBox<kOutput == Output::kExponentials>(
+  ForEachBox<kStores<kOutput>>(
       logits, out, column, row,
-      [&](float s0, float s1, int h) { return TakePair<kForm>(p, s0, s1, rows.reference[h], h, sums); },
+      [&](float s0, float s1, int h) { return TakePair<kForm, kOutput>(p, s0, s1, rows, h, sums); },
       [&](int box) {
         if constexpr (kOutput == Output::kCandidates) {
           const bool some = sums.box_max[0] >= least[0] || sums.box_max[1] >= least[1];
@@ -314,40 +340,6 @@ __device__ __forceinline__ ThreadSums Exponentials(const LogitKernelParams& p, c
         sums.EndBox();
       });
   return sums;
-}
-
-// Writes the targets' entries over what the warp has put into a box.
-template <typename T>
-__device__ __forceinline__ void PutEntries(const RowPair& rows, const OutBoxes& out, int box) {
-  const int column0 = rows.target[0] - box * kBoxColumns;
-  const int column1 = rows.target[1] - box * kBoxColumns;
-  const bool mine0 = static_cast<unsigned>(column0) < kBoxColumns;
-  const bool mine1 = static_cast<unsigned>(column1) < kBoxColumns;
-  if (!__any_sync(0xffffffffu, mine0 || mine1)) return;
-  __syncwarp();
-  const int row = 16 * static_cast<int>((threadIdx.x >> 5) & 3) + static_cast<int>(threadIdx.x & 31) / 4;
-  if ((threadIdx.x & 3) != 0) return;
-  if (mine0) out.Replace(box & 1, row, column0, PackGradients<T>(rows.entry[0], 0.0f));
-  if (mine1) out.Replace(box & 1, row + 8, column1, PackGradients<T>(rows.entry[1], 0.0f));
-}
-
-// A row whose factor is 0 is 0 whatever its logits are.
-template <typename T, Form kForm>
-__device__ __forceinline__ void Gradients(const LogitKernelParams& p, const float (&logits)[128],
-                                          const RowPair& rows, const OutBoxes& out, int column, int row) {
-  ForEachBox<true>(
-      logits, out, column, row,
-      [&](float s0, float s1, int h) -> uint32_t {
-        const Logit z0 = ToLogit<kForm>(p, s0), z1 = ToLogit<kForm>(p, s1);
-        float g0 = rows.factor[h] * Exp2(fmaf(z0.z, p.f, -rows.reference[h]));
-        float g1 = rows.factor[h] * Exp2(fmaf(z1.z, p.f, -rows.reference[h]));
-        if constexpr (kForm == Form::kCapped) {
-          g0 *= z0.slope;
-          g1 *= z1.slope;
-        }
-        return rows.factor[h] == 0.0f ? 0u : PackGradients<T>(g0, g1);
-      },
-      [&](int box) { PutEntries<T>(rows, out, box); });
 }
 
 // What a quad found in its two rows of a tile, to memory.

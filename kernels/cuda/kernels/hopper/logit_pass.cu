@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/kernels/hopper/cluster_position.cuh"
+#include "kernels/cuda/kernels/hopper/gradient_epilogue.cuh"
 #include "kernels/cuda/kernels/hopper/logit_epilogue.cuh"
 #include "kernels/cuda/kernels/hopper/logit_pass.h"
 #include "kernels/cuda/kernels/hopper/main_loop.cuh"
@@ -76,7 +77,7 @@ __device__ __forceinline__ void Consume(const Maps& maps, const LogitKernelParam
   float logits[128];
   ForEachTile(p, position, [&](const LogitTile& tile) {
     const int first_row = tile.panel * kPanelRows + product_row;
-    RowPair rows = LoadRows<kOutput>(p, tile, first_row + warp * 16 + lane / 4);
+    RowPair rows = LoadRows<kForm, kOutput>(p, tile, first_row + warp * 16 + lane / 4);
     Multiply<T, Major::kInner, Major::kInner>(p.inner_tiles, consumer, ring, logits, [&] {
       if constexpr (kOutput == Output::kCandidates) LoadSumBounds(p, tile, rows);
     });
@@ -140,8 +141,10 @@ struct Kernel {
 template <typename T, Output kOutput>
 cudaError_t LaunchForm(const Maps& maps, const LogitKernelParams& p, bool general, int clusters,
                        cudaStream_t stream) {
-  if (!general) return Kernel<T, Form::kPlain, kOutput>::Launch(maps, p, clusters, stream);
-  if (p.softcap == 0.0f) return Kernel<T, Form::kGeneral, kOutput>::Launch(maps, p, clusters, stream);
+  if constexpr (kOutput != Output::kRecoverable) {
+    if (!general) return Kernel<T, Form::kPlain, kOutput>::Launch(maps, p, clusters, stream);
+    if (p.softcap == 0.0f) return Kernel<T, Form::kGeneral, kOutput>::Launch(maps, p, clusters, stream);
+  }
   return Kernel<T, Form::kCapped, kOutput>::Launch(maps, p, clusters, stream);
 }
 
@@ -167,6 +170,7 @@ LogitKernelParams MakeKernelParams(const LogitOperands& o) {
   p.scale = o.form.scale;
   p.softcap = o.form.softcap;
   p.inverse_cap = o.form.softcap > 0.0f ? 1.0f / o.form.softcap : 0.0f;
+  p.small_slope = SmallSlope(o.form.softcap);
   p.bias = o.form.bias;
   p.targets = o.targets;
   p.first_listed = static_cast<int>(FirstListedTile(p.vocab_tiles));
@@ -204,7 +208,7 @@ cudaError_t LaunchTyped(const LogitOperands& o, const LogitKernelParams& p, cons
   const bool general = o.form.general;
   if (o.dtype == DType::kBFloat16)
     return LaunchForm<__nv_bfloat16, kOutput>(maps, p, general, clusters, stream);
-  if constexpr (kOutput != Output::kExponentials) {
+  if constexpr (kOutput != Output::kExponentials && kOutput != Output::kRecoverable) {
     if (o.dtype == DType::kFloat16) return LaunchForm<__half, kOutput>(maps, p, general, clusters, stream);
   }
   return cudaErrorInvalidValue;
@@ -276,6 +280,17 @@ cudaError_t LaunchLogitPass(const LogitOperands& operands, const ExponentialsPas
   LogitKernelParams p = MakeKernelParams(operands);
   Set(pass.statistics, p);
   return LaunchStored<Output::kExponentials>(operands, p, pass.exponentials, clusters, stream);
+}
+
+cudaError_t LaunchLogitPass(const LogitOperands& operands, const RecoverablePass& pass, int clusters,
+                            cudaStream_t stream) {
+  if (operands.form.softcap == 0.0f) {  // all exponentials are recoverable
+    return LaunchLogitPass(operands, ExponentialsPass{pass.statistics, pass.exponentials}, clusters, stream);
+  }
+  LogitKernelParams p = MakeKernelParams(operands);
+  Set(pass.statistics, p);
+  p.coef_entropy = pass.coef_entropy;
+  return LaunchStored<Output::kRecoverable>(operands, p, pass.exponentials, clusters, stream);
 }
 
 cudaError_t LaunchLogitPass(const LogitOperands& operands, const ListingPass& pass, int clusters,

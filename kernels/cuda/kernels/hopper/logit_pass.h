@@ -1,6 +1,7 @@
 // Launchers of the logit pass, the first product of a chunk on Hopper: dot products of hidden states and
 // classes. The dot products stay in registers. What a pass writes instead depends on its purpose, which is a
-// type: statistics of the rows, exponentials or lists of candidates besides, lists alone, or gradients.
+// type: statistics of the rows, exponentials (of two kinds) or lists of candidates besides, lists alone, or
+// gradients.
 //
 // Enqueues on `stream`; all pointers are device memory unless said otherwise. Stateless and thread-safe.
 // Compute capability 9.0.
@@ -100,6 +101,14 @@ struct ExponentialsPass {
   void* exponentials = nullptr;  // [rows, padded_classes] bf16, out
 };
 
+// The same, but rows with an upstream gradient of their entropy have recoverable exponentials
+// (recoverable.cuh): without the slope under a softcap.
+struct RecoverablePass {
+  StatisticsPass statistics;
+  const float* coef_entropy = nullptr;  // [rows]; 0: as ExponentialsPass says
+  void* exponentials = nullptr;         // [rows, padded_classes] bf16, out
+};
+
 // Statistics, and the candidates among the classes of tiles from FirstListedTile() on, while the lower bound
 // of each row's sum grows with each tile.
 struct ListingPass {
@@ -130,8 +139,9 @@ struct LastListingPass {
   MarkedPanels panels;
 };
 
-// dL/ds over (scale * gradient unit), the target's entry too, 0 in padding columns. Of a rule softmax,
-// reference and target count; a row with softmax 0 is 0 but for the target.
+// dL/ds over (scale * gradient unit), the target's entry too, 0 in padding columns. Of a rule all but the
+// uniform part counts, its entropy in the general form only. A row whose softmax and entropy are 0 is 0 but
+// for the target.
 struct GradientPass {
   const GradientRule* rules = nullptr;  // [rows]
   void* gradient = nullptr;             // [rows, padded_classes] of the operands' dtype, out
@@ -147,6 +157,8 @@ int LogitPassClusters();
 cudaError_t LaunchLogitPass(const LogitOperands& operands, const StatisticsPass& pass, int clusters,
                             cudaStream_t stream);
 cudaError_t LaunchLogitPass(const LogitOperands& operands, const ExponentialsPass& pass, int clusters,
+                            cudaStream_t stream);
+cudaError_t LaunchLogitPass(const LogitOperands& operands, const RecoverablePass& pass, int clusters,
                             cudaStream_t stream);
 cudaError_t LaunchLogitPass(const LogitOperands& operands, const ListingPass& pass, int clusters,
                             cudaStream_t stream);

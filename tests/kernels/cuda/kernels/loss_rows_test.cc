@@ -19,6 +19,12 @@ TEST(LossTerms, AreGeneralIfAnyOptionNeedsIt) {
   EXPECT_TRUE((LossTerms{.any_coef_entropy = true}).IsGeneral());
 }
 
+TEST(LossTerms, NeedEntropiesAsResultsOrForGradients) {
+  EXPECT_FALSE(LossTerms().NeedsEntropy());
+  EXPECT_TRUE((LossTerms{.want_entropy = true}).NeedsEntropy());
+  EXPECT_TRUE((LossTerms{.any_coef_entropy = true}).NeedsEntropy());
+}
+
 TEST(LossTerms, CountClassesFromTheFirstOfABlock) {
   const float values[16] = {};
   const LossTerms terms = {.vocab = 16, .bias = values, .class_weights = values + 1};

@@ -95,7 +95,24 @@ TEST(ChunkPlan, WhatCannotBeFilteredMayBeFused) {
   c.limits.device.has_branches = true;
   c.chunk.terms.any_coef_entropy = true;
   EXPECT_THAT(c.Plan().why_exact, HasSubstr("entropy"));
-  EXPECT_THAT(c.Plan().why_not_fused, HasSubstr("entropy"));
+  EXPECT_TRUE(c.Plan().fused());
+}
+
+TEST(ChunkPlan, GradientsOfEntropiesAreFused) {
+  Case c;
+  c.chunk.terms.any_coef_entropy = true;
+  for (const Logits logits : {Logits::kStored, Logits::kRecomputed}) {
+    for (const Gradients gradients :
+         {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
+      c.limits.logits = logits;
+      c.options.gradients = gradients;
+      EXPECT_TRUE(c.Plan().fused()) << c.Plan().why_not_fused;
+      EXPECT_EQ(c.Plan().own_gemms(), logits == Logits::kStored);
+    }
+  }
+  c.limits.logits = Logits::kStored;
+  c.limits.filter.dtype = DType::kFloat16;
+  EXPECT_THAT(c.Plan().why_not_fused, HasSubstr("fp16"));
 }
 
 TEST(ChunkPlan, TheOptionOfTheBackendDecidesWhereSizeWould) {
