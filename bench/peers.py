@@ -21,6 +21,7 @@ import time
 import numpy
 import torch
 import torch.nn.functional as F
+from peer_losses import methods
 
 DEVICE = "cuda"
 REAL_DATA = ""  # the program, from --real-data
@@ -81,55 +82,6 @@ def flat(n, d, v, dtype=torch.bfloat16):
     deviation = d**-0.25
     return ((torch.randn(n, d, device=DEVICE) * deviation).to(dtype),
             (torch.randn(v, d, device=DEVICE) * deviation).to(dtype), torch.randint(0, v, (n,), device=DEVICE))
-
-
-def eager(hidden, weight, targets):
-    return F.cross_entropy((hidden @ weight.T).float(), targets)
-
-
-def compiled_for_each_shape():
-    """Peers whose kernels are compiled anew for each shape."""
-    found = {}
-    try:
-        from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90 as sm90
-
-        found["liger_sm90"] = lambda e, w, t: first(sm90.LigerFusedLinearCrossEntropySM90Function.apply(e, w, t))
-    except ImportError as error:
-        print("without Liger's function for SM90:", error)
-    try:
-        from quack.linear_cross_entropy import chunked_linear_cross_entropy as quack
-
-        found["quack"] = quack  # times its kernels first, for a minute a shape
-        for size in (2048, 4096, 8192):  # rows of a chunk; it fails where they are as many as the hidden size
-            found[f"quack_untuned_{size}"] = lambda e, w, t, size=size: quack(e, w, t, chunk_size=size, tuned=False)
-    except (ImportError, TypeError) as error:  # TypeError: a version of its compiler that it does not know
-        print("without quack:", error)
-    return found
-
-
-def first(result):
-    return result[0] if isinstance(result, tuple) else result
-
-
-def methods(dynamic):
-    found = {"torch": eager, "torch.compile": torch.compile(eager, dynamic=dynamic)}
-    try:
-        from cut_cross_entropy import linear_cross_entropy
-
-        found["cce"] = lambda e, w, t: linear_cross_entropy(e, w, t, impl="cce")
-        if not dynamic:
-            found["cce_exact"] = lambda e, w, t: linear_cross_entropy(e, w, t, impl="cce_exact")
-    except ImportError as error:
-        print("without cut_cross_entropy:", error)
-    try:
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-        found["liger"] = lambda e, w, t: first(LigerFusedLinearCrossEntropyFunction.apply(e, w, t))
-    except ImportError as error:
-        print("without liger_kernel:", error)
-    if not dynamic:
-        found.update(compiled_for_each_shape())
-    return found
 
 
 def milliseconds(work, iterations, warm_up_seconds=0.4):
