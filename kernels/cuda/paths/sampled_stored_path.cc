@@ -113,8 +113,8 @@ absl::Status SampledStoredPath::BeginHot(const ChunkJob& job) {
               stream);
 }
 
+// Where dx goes was free when the list was made there (Sample).
 absl::Status SampledStoredPath::HiddenGradient(const ChunkJob& job) {
-  LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));
   return BranchByDecision(
       context_, job, *job.loss_branch,
       [&] { return job.plan.fused() ? fused_.HiddenGemm(job) : stored_.HiddenGemm(job); },
