@@ -247,7 +247,7 @@ absl::StatusOr<std::vector<Choice>> SampledStoredPath::Describe(const ChunkPlan&
   return plan.fused() ? fused_.Describe(plan) : stored_.Describe(plan);
 }
 
-std::vector<Choice> SampledStoredPath::DescribeRoom(const ChunkPlan& plan) const {
+std::vector<Choice> SampledStoredPath::DescribeMemory(const ChunkPlan& plan) const {
   const FilterShape shape = FilterShapeOf(context_.config, context_.sizes);
   Carver own(nullptr), hidden(nullptr), logits(nullptr);
   SampleBuffers::Carve(shape, own, hidden, logits);

@@ -88,7 +88,7 @@ class Restarted(Aborted):
 
 
 class StepDiscarded(Aborted):
-    """Somebody has zeroed the gradients of the open step, or loaded a checkpoint: rows of this client are lost.
+    """Another caller has zeroed the gradients of the open step, or loaded a checkpoint: rows of this client are lost.
 
     Calls of the step fail until the trainer starts it again: after zero_gradients or load_checkpoint of this client, or
     Client.acknowledge_restart().
@@ -181,7 +181,7 @@ def _discarded(head: str, step: int, how: str, incarnation: int = 0) -> StepDisc
 
 def discarded(head: str, step: int, before: int, now: int) -> StepDiscarded:
     """The head has gradients of another generation."""
-    return _discarded(head, step, f"somebody has zeroed them or loaded a checkpoint (generation {before} -> {now}); "
+    return _discarded(head, step, f"another caller has zeroed them or loaded a checkpoint (generation {before} -> {now}); "
                                   "start the step again")
 
 
@@ -192,7 +192,7 @@ def refuses_generation(error: LossdError) -> bool:
 
 def discarded_says_server(head: str, step: int, error: LossdError) -> StepDiscarded:
     """`error` is one that refuses_generation."""
-    return _discarded(head, step, f"somebody has zeroed them or loaded a checkpoint; start the step again (the server "
+    return _discarded(head, step, f"another caller has zeroed them or loaded a checkpoint; start the step again (the server "
                                   f"says: {error.message})", error.incarnation)
 
 
