@@ -1,5 +1,6 @@
 #include "kernels/loss_options.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -11,6 +12,7 @@ namespace {
 
 constexpr float kLeastThreshold = 1e-30f;
 constexpr float kLeastSoftcap = std::numeric_limits<float>::min();
+constexpr double kLargeLse = 100.0;  // what a log-sum-exp is expected to stay below
 
 absl::Status OutOfRange(absl::string_view field, absl::string_view range, float value) {
   return errors::FieldError(field, absl::StrCat("be ", range), value);
@@ -61,6 +63,10 @@ absl::Status Validate(const LossOptions& options) {
     return OutOfRange("max_gradient_error", "finite and >= 0", options.max_gradient_error);
   }
   return absl::OkStatus();
+}
+
+double LargestSlope(const LossOptions& options, double largest_class_weight) {
+  return std::max(1.0, largest_class_weight) + 2.0 * static_cast<double>(options.z_loss) * kLargeLse;
 }
 
 absl::string_view WhyExact(const LossOptions& options, bool any_grad_entropy) {

@@ -50,6 +50,10 @@ struct LossOptions {
 // INVALID_ARGUMENT naming the field and its value if an option is outside its range.
 absl::Status Validate(const LossOptions& options);
 
+// About the largest derivative of a row's loss with respect to a logit that these options lead to. For the
+// choice of units in which gradients neither overflow nor vanish; no bound, since the z-loss has none.
+double LargestSlope(const LossOptions& options, double largest_class_weight);
+
 // Why a chunk is computed exactly although its options ask for something else, or "". Filtered gradients need
 // gradients that are small where probabilities are; sampled ones need nothing. any_grad_entropy: some row has
 // an upstream gradient of its entropy.

@@ -21,8 +21,8 @@
 //   UNAVAILABLE        no connection, or it broke and repeating did not help; the message names the server
 //   DEADLINE_EXCEEDED  the call's timeout passed
 //   ABORTED            also: gradients of the open step are lost, since the server was restarted (RestartOf()
-//                      tells) or somebody has zeroed them or loaded a checkpoint (IsStepDiscarded() tells);
-//                      see Client::AcknowledgeRestart
+//                      tells) or another caller has zeroed them or loaded a checkpoint
+//                      (IsStepDiscarded() tells); see Client::AcknowledgeRestart
 //   INTERNAL           also: the server sent something the protocol does not allow ("server sent ...")
 // ErrorDetailOf() gives the structured detail of an error: the server's, or the argument that was refused.
 #ifndef LOSSD_CLIENT_CPP_CLIENT_H_

@@ -47,15 +47,16 @@ absl::Status RestartedError(uint64_t before, uint64_t now) {
 
 absl::Status DiscardedError(absl::string_view head, uint64_t step, uint64_t before, uint64_t now) {
   return Discarded(head, step,
-                   absl::StrCat("somebody has zeroed them or loaded a checkpoint (generation ", before,
+                   absl::StrCat("another caller has zeroed them or loaded a checkpoint (generation ", before,
                                 " -> ", now, "); start the step again"));
 }
 
 absl::Status DiscardedError(absl::string_view head, uint64_t step, const absl::Status& refusal) {
-  return Discarded(head, step,
-                   absl::StrCat("somebody has zeroed them or loaded a checkpoint; start the step again (the "
-                                "server says: ",
-                                refusal.message(), ")"));
+  return Discarded(
+      head, step,
+      absl::StrCat("another caller has zeroed them or loaded a checkpoint; start the step again (the "
+                   "server says: ",
+                   refusal.message(), ")"));
 }
 
 absl::Status DiscardedByThisClientError(absl::string_view head, uint64_t step) {

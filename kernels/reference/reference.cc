@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "kernels/backend.h"
-#include "kernels/reference/row_gradient.h"
+#include "kernels/reference/row_formulas.h"
 
 namespace lossd::kernels::reference {
 namespace {
@@ -77,21 +77,16 @@ void NormBackward(const Head& head, const NormedRow& row, const Gradient& grad_y
 
 void RecordRow(const LossOptions& options, const ClassWeights& u, const Softmax& soft, size_t target,
                double row_weight, size_t n, Result& result) {
-  const size_t v_count = soft.z.size();
-  const double alpha = static_cast<double>(options.label_smoothing);
-  double smooth = 0.0;
-  for (size_t v = 0; v < v_count; ++v) smooth -= u[v] * soft.log_p[v] / static_cast<double>(v_count);
-  const double z_loss = static_cast<double>(options.z_loss) * soft.lse * soft.lse;
-  const double hard = -u[target] * soft.log_p[target];
-  result.loss[n] = row_weight * ((1.0 - alpha) * hard + alpha * smooth + z_loss);
-  result.z_loss[n] = row_weight * z_loss;
+  const RowLoss row = ComputeRowLoss(options, u, soft, target);
+  result.loss[n] = row_weight * row.loss;
+  result.z_loss[n] = row_weight * row.z_loss;
   result.lse[n] = soft.lse;
   result.entropy[n] = soft.entropy;
   result.target_logprob[n] = soft.log_p[target];
   const auto top = std::max_element(soft.z.begin(), soft.z.end());
   result.argmax[n] = static_cast<int32_t>(top - soft.z.begin());
   result.top_gap[n] = std::numeric_limits<double>::infinity();
-  for (size_t v = 0; v < v_count; ++v) {
+  for (size_t v = 0; v < soft.z.size(); ++v) {
     result.max_abs_logit[n] = std::max(result.max_abs_logit[n], std::fabs(soft.z[v]));
     if (static_cast<int32_t>(v) == result.argmax[n]) continue;
     result.top_gap[n] = std::min(result.top_gap[n], *top - soft.z[v]);

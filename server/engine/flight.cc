@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <utility>
 
+#include "server/engine/engine_context.h"
 #include "server/engine/errors.h"
-#include "server/engine/head_session.h"
+#include "server/engine/open_step.h"
+#include "server/engine/stream_set.h"
 
 namespace lossd::engine {
 namespace {
@@ -35,8 +37,11 @@ void Add(const kernels::SliceSums& from, kernels::SliceSums& to) {
 
 }  // namespace
 
-Flight::Flight(std::shared_ptr<HeadSession> session, std::unique_ptr<ChunkWork> work)
-    : session_(std::move(session)), work_(std::move(work)), formed_(session_->context().runtime->Now()) {
+Flight::Flight(std::shared_ptr<Owner> owner, std::unique_ptr<ChunkWork> work)
+    : owner_(std::move(owner)),
+      head_(owner_->flight_parts()),
+      work_(std::move(work)),
+      formed_(head_.context->runtime->Now()) {
   for (const auto& slice : work_->slices)
     slice->queue_seconds = absl::ToDoubleSeconds(formed_ - slice->queued);
 }
@@ -47,9 +52,8 @@ void Flight::Launch() {
   work_->Prepare();
   MakeChunk();
   const auto self = shared_from_this();
-  session_->head().kernels().Submit(&chunk_,
-                                    {.on_results = [self](absl::Status status) { self->OnResults(status); },
-                                     .on_done = [self](absl::Status status) { self->OnDone(status); }});
+  head_.kernels->Submit(&chunk_, {.on_results = [self](absl::Status status) { self->OnResults(status); },
+                                  .on_done = [self](absl::Status status) { self->OnDone(status); }});
 }
 
 void Flight::MakeChunk() {
@@ -69,7 +73,7 @@ void Flight::MakeChunk() {
                  .argmax = At(results_.argmax, segment.wants.argmax, segment.index)};
     slices_.push_back(slice);
   }
-  const EngineContext& context = session_->context();
+  const EngineContext& context = *head_.context;
   chunk_ = {.options = work_->options,
             .hidden_dtype = work_->hidden_dtype,
             .accumulate_gradients = work_->accumulates,
@@ -81,9 +85,9 @@ void Flight::MakeChunk() {
 // ---- Results ----
 
 void Flight::OnResults(const absl::Status& status) {
-  compute_seconds_ = absl::ToDoubleSeconds(session_->context().runtime->Now() - formed_);
+  compute_seconds_ = absl::ToDoubleSeconds(head_.context->runtime->Now() - formed_);
   results_ok_ = status.ok();
-  EngineContext& context = session_->context();
+  EngineContext& context = *head_.context;
   if (!status.ok()) context.observers.Tell(&EngineObserver::OnDeviceError, status);
   TakeResults();
   std::vector<StagingBuffer> unused;
@@ -93,9 +97,9 @@ void Flight::OnResults(const absl::Status& status) {
   for (const auto& slice : work_->slices) {
     if (!slice->is_good()) {
       all_good = false;
-      session_->streams().Fail(
-          *slice->stream,
-          status.ok() ? RowNotFinite(slice->bad_row, slice->accumulated_all_the_same) : DeviceFailed(status));
+      head_.streams->Fail(*slice->stream, status.ok()
+                                              ? RowNotFinite(slice->bad_row, slice->accumulated_all_the_same)
+                                              : DeviceFailed(status));
     } else if (!slice->stream->failed()) {
       Deliver(*slice);
     }
@@ -137,7 +141,7 @@ void Flight::Deliver(SliceWork& slice) {
     output.grad_bytes = slice.stream->RowBytes(slice.rows.size());
     output.grad_hidden = std::move(slice.buffer);
   }
-  session_->context().notifier.Post([stream = slice.stream, output = std::move(output)]() mutable {
+  head_.context->notifier.Post([stream = slice.stream, output = std::move(output)]() mutable {
     stream->observer().OnSlice(std::move(output));
   });
 }
@@ -145,26 +149,26 @@ void Flight::Deliver(SliceWork& slice) {
 // ---- The end ----
 
 void Flight::OnDone(const absl::Status& status) {
-  EngineContext& context = session_->context();
+  EngineContext& context = *head_.context;
   const ChunkReport report = Report();
   context.observers.Tell(&EngineObserver::OnChunk, report);
-  session_->NoteChunk(report, chunk_.choices);
+  owner_->NoteChunk(report, chunk_.choices);
   const bool broken = results_ok_ && !status.ok();
   if (broken) context.observers.Tell(&EngineObserver::OnDeviceError, status);
   absl::MutexLock lock(&context.mutex);
-  if (broken) session_->OnAccumulationFailed(status);
+  if (broken) owner_->OnAccumulationFailed(status);
   Settle(/*accumulated=*/!broken);
   work_->OnLeft();
   if (broken) {
-    const absl::Status why = session_->step().gradients_status();
-    for (const auto& slice : work_->slices) session_->streams().Fail(*slice->stream, why);
-    session_->streams().FailIf([this](const StreamState& stream) { return work_->Affects(stream); }, why);
+    const absl::Status why = head_.step->gradients_status();
+    for (const auto& slice : work_->slices) head_.streams->Fail(*slice->stream, why);
+    head_.streams->FailIf([this](const StreamState& stream) { return work_->Affects(stream); }, why);
   }
-  session_->OnChunkLeft(std::move(work_->slices));
+  owner_->OnChunkLeft(std::move(work_->slices));
 }
 
 void Flight::Settle(bool accumulated) {
-  Ledger& ledger = session_->step().ledger();
+  Ledger& ledger = head_.step->ledger();
   for (size_t i = 0; work_->accumulates && i < work_->segments.size(); ++i) {
     const Segment& segment = work_->segments[i];
     if (!IsGood(i) || !accumulated) {
@@ -180,14 +184,13 @@ void Flight::Settle(bool accumulated) {
     }
   }
   for (const auto& slice : work_->slices) {
-    if (slice->is_good()) session_->FinishSlice(*slice, compute_seconds_);
+    if (slice->is_good()) owner_->FinishSlice(*slice, compute_seconds_);
     slice->stream->AddOutstanding(-1);
   }
 }
 
 ChunkReport Flight::Report() const {
-  ChunkReport report{
-      .head = session_->name(), .gradients = chunk_.gradients, .compute_seconds = compute_seconds_};
+  ChunkReport report{.head = head_.head, .gradients = chunk_.gradients, .compute_seconds = compute_seconds_};
   for (size_t i = 0; i < work_->segments.size(); ++i) {
     if (work_->segments[i].slices.empty()) continue;  // zeros in place of rows that were not sent again
     report.rows += work_->segments[i].rows.size();

@@ -5,8 +5,8 @@
 // Exactly once: rows are committed when the weight gradient is in, and released if it is not to be had. If
 // the device fails in between, the head's gradients are marked invalid.
 //
-// Threads. Launch runs on the device thread, the rest on whatever thread the backend calls from. Shared by
-// the backend's two callbacks; keeps its session alive.
+// Threads. Constructed and launched on the device thread, the rest on whatever thread the backend calls from.
+// Shared by the backend's two callbacks; keeps its owner alive.
 #ifndef LOSSD_SERVER_ENGINE_FLIGHT_H_
 #define LOSSD_SERVER_ENGINE_FLIGHT_H_
 
@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "server/engine/chunk_work.h"
@@ -22,12 +23,39 @@
 
 namespace lossd::engine {
 
-class HeadSession;
+struct EngineContext;
+class OpenStep;
+class StreamSet;
 
 class Flight : public std::enable_shared_from_this<Flight> {
  public:
+  // What a flight uses of its head. Valid as long as the owner is, the kernels until the head is deleted.
+  struct Parts {
+    absl::string_view head;  // its name
+    EngineContext* context = nullptr;
+    kernels::HeadKernels* kernels = nullptr;
+    OpenStep* step = nullptr;
+    StreamSet* streams = nullptr;
+  };
+
+  // The head, which is told how its chunk goes. Members are called with the engine's lock held unless they
+  // say otherwise.
+  class Owner {
+   public:
+    virtual ~Owner() = default;
+    virtual Parts flight_parts() = 0;
+    // The chunk has left the device and was computed so. Without the lock.
+    virtual void NoteChunk(const ChunkReport& report, const std::vector<kernels::Choice>& choices) = 0;
+    // The accumulators may be half-written.
+    virtual void OnAccumulationFailed(const absl::Status& status) = 0;
+    // All rows of a slice have been computed, and its numbers are final.
+    virtual void FinishSlice(const SliceWork& slice, double compute_seconds) = 0;
+    // The chunk of these slices is over, and nothing more follows.
+    virtual void OnChunkLeft(std::vector<std::unique_ptr<SliceWork>> slices) = 0;
+  };
+
   // The chunk counts as formed now.
-  Flight(std::shared_ptr<HeadSession> session, std::unique_ptr<ChunkWork> work);
+  Flight(std::shared_ptr<Owner> owner, std::unique_ptr<ChunkWork> work);
 
   bool accumulates() const { return work_->accumulates; }
   // Without the lock.
@@ -55,7 +83,8 @@ class Flight : public std::enable_shared_from_this<Flight> {
   void Settle(bool accumulated);
   ChunkReport Report() const;
 
-  const std::shared_ptr<HeadSession> session_;
+  const std::shared_ptr<Owner> owner_;
+  const Parts head_;
   const std::unique_ptr<ChunkWork> work_;
   const absl::Time formed_;
   std::vector<kernels::Slice> slices_;  // parallel to the segments

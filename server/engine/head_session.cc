@@ -7,7 +7,6 @@
 #include "server/engine/arrival_schedule.h"
 #include "server/engine/deterministic_schedule.h"
 #include "server/engine/errors.h"
-#include "server/engine/flight.h"
 
 namespace lossd::engine {
 
@@ -171,6 +170,16 @@ DeviceLoop::Work HeadSession::TakeWork(const DeviceLoad& load) {
   ++chunks_in_flight_;
   context_->loop.OnLaunched(flight->accumulates());
   return [flight = std::move(flight)] { flight->Launch(); };
+}
+
+// ---- Its flights ----
+
+Flight::Parts HeadSession::flight_parts() {
+  return {.head = name_,
+          .context = context_,
+          .kernels = &head_->kernels(),
+          .step = step_.get(),
+          .streams = streams_.get()};
 }
 
 void HeadSession::FinishSlice(const SliceWork& slice, double compute_seconds) {

@@ -21,6 +21,7 @@
 #include "server/engine/device_loop.h"
 #include "server/engine/engine_context.h"
 #include "server/engine/engine_observer.h"
+#include "server/engine/flight.h"
 #include "server/engine/open_step.h"
 #include "server/engine/schedule.h"
 #include "server/engine/snapshots.h"
@@ -31,7 +32,9 @@
 
 namespace lossd::engine {
 
-class HeadSession final : public DeviceLoop::Source, public std::enable_shared_from_this<HeadSession> {
+class HeadSession final : public DeviceLoop::Source,
+                          public Flight::Owner,
+                          public std::enable_shared_from_this<HeadSession> {
  public:
   // On the device thread, without the lock. The context outlives the session. Allocates what the head's
   // schedule needs besides the head.
@@ -68,8 +71,7 @@ class HeadSession final : public DeviceLoop::Source, public std::enable_shared_f
   void EndStale();
   // The weights may be half-written.
   void MarkWeightsInvalid(absl::Status why);
-  // The accumulators may be half-written.
-  void OnAccumulationFailed(const absl::Status& status);
+  void OnAccumulationFailed(const absl::Status& status) override;
 
   // ---- The device ----
   // Without the lock; blocks until `operation` has run on the device thread, after everything submitted to
@@ -80,13 +82,14 @@ class HeadSession final : public DeviceLoop::Source, public std::enable_shared_f
   void BeginDelete() { deleting_ = true; }
   bool deleting() const { return deleting_; }
   DeviceLoop::Work TakeWork(const DeviceLoad& load) override;
-  // All rows of a slice have been computed, and its numbers are final.
-  void FinishSlice(const SliceWork& slice, double compute_seconds);
-  // A chunk of these slices is over.
-  void OnChunkLeft(std::vector<std::unique_ptr<SliceWork>> slices);
+
+  // ---- Its flights ----
+  Flight::Parts flight_parts() override;
   // Keeps what is described of the last chunk, and tells the observers if it was computed in another way than
-  // the one before it. Without the lock.
-  void NoteChunk(const ChunkReport& report, const std::vector<kernels::Choice>& choices);
+  // the one before it.
+  void NoteChunk(const ChunkReport& report, const std::vector<kernels::Choice>& choices) override;
+  void FinishSlice(const SliceWork& slice, double compute_seconds) override;
+  void OnChunkLeft(std::vector<std::unique_ptr<SliceWork>> slices) override;
 
   HeadSnapshot Snapshot();
   // Adds the head's share.

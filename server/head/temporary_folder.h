@@ -22,7 +22,7 @@ class TemporaryFolder {
   static absl::StatusOr<TemporaryFolder> Create(Disk* disk, const std::string& parent,
                                                 absl::string_view name);
   // Turns the folder `name` of `parent` into one, so that after a crash it is either there as it was or not
-  // at all. FAILED_PRECONDITION if it is locked: somebody reads it.
+  // at all. FAILED_PRECONDITION if it is locked, because it is being read.
   static absl::StatusOr<TemporaryFolder> Adopt(Disk* disk, const std::string& parent, absl::string_view name);
 
   TemporaryFolder(TemporaryFolder&& other) noexcept;

@@ -31,8 +31,8 @@ class AccessControl {
   AccessControl(const access::Authority* authority, access::AuditLog* audit)
       : authority_(authority), audit_(audit) {}
 
-  // Who calls; empty: the server asks nobody. UNAUTHENTICATED if it is not known, which is an audit line. For
-  // calls whose request has not come: a stranger's is not received.
+  // Who calls; empty: the server asks no caller. UNAUTHENTICATED if it is not known, which is an audit line.
+  // For calls whose request has not come: a stranger's is not received.
   absl::StatusOr<std::string> Identify(const grpc::CallbackServerContext& context,
                                        absl::string_view method) const;
 

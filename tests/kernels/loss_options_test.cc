@@ -73,6 +73,13 @@ TEST(LossOptionsTest, SaysWhatCannotBeFiltered) {
   EXPECT_THAT(WhyExact(capped, false), HasSubstr("smoothing"));
 }
 
+TEST(LossOptionsTest, SlopesGrowWithClassWeightsAndTheZLoss) {
+  EXPECT_EQ(LargestSlope({}, 1.0), 1.0);
+  EXPECT_EQ(LargestSlope({}, 0.25), 1.0);
+  EXPECT_EQ(LargestSlope({}, 8.0), 8.0);
+  EXPECT_EQ(LargestSlope({.z_loss = 0.5f}, 8.0), 108.0);
+}
+
 TEST(LossOptionsTest, EverythingCanBeSampled) {
   for (const Gradients gradients : {Gradients::kSampled, Gradients::kAuto}) {
     EXPECT_EQ(WhyExact({.gradients = gradients}, true), "");

@@ -13,7 +13,6 @@ namespace {
 // fp16 keeps 2^-24 ... 2^16; a unit this much smaller than the largest factor moves the gradients to the
 // upper end of that range, with some room for the z-loss and entropy terms.
 constexpr double kHalfHeadroom = 8192.0;
-constexpr double kLargeLse = 100.0;  // what the z-loss term is expected to stay below
 
 float ValueOr(const float* values, int64_t row, float missing) {
   return values != nullptr ? values[row] : missing;
@@ -33,13 +32,12 @@ RowFactors FactorsOf(const Slice& slice, int64_t row) {
 
 // The power of two that brings the largest factor of the chunk to about 1 (for fp16: kHalfHeadroom).
 float UnitFor(const LayoutHead& head, const Chunk& chunk) {
+  const double slope = LargestSlope(chunk.options, static_cast<double>(head.largest_class_weight));
   double largest = 0.0;
   for (const Slice& slice : chunk.slices) {
     for (int64_t r = 0; r < slice.rows; ++r) {
       if (slice.targets[r] == kIgnoredTarget) continue;
       const RowFactors f = FactorsOf(slice, r);
-      const double slope = std::max(1.0, static_cast<double>(head.largest_class_weight)) +
-                           2.0 * static_cast<double>(chunk.options.z_loss) * kLargeLse;
       const double size = std::fabs(f.loss) * slope + std::fabs(f.lse) + std::fabs(f.entropy);
       if (std::isfinite(size)) largest = std::max(largest, size);
     }

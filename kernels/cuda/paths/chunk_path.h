@@ -58,8 +58,8 @@ class ChunkPath {
 
   // How the path computes a full chunk with gradients whose plan this is, for people.
   virtual absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) = 0;
-  // What the head keeps for the path whether or not it computes such a chunk, for people.
-  virtual std::vector<Choice> DescribeRoom(const ChunkPlan& plan) const { return {}; }
+  // The memory that the head keeps for the path whether or not it computes such a chunk, for people.
+  virtual std::vector<Choice> DescribeMemory(const ChunkPlan& plan) const { return {}; }
   // Times the library's algorithms for a full chunk of these hidden states [chunk_rows, padded_hidden] and
   // keeps the fastest. Overwrites the path's memory and adds to the weight gradient.
   virtual absl::Status Tune(const void* hidden) { return absl::OkStatus(); }

@@ -118,7 +118,7 @@ absl::Status FilteredRecomputedPath::Gradients(const ChunkJob& job) const {
   return absl::OkStatus();
 }
 
-std::vector<Choice> FilteredRecomputedPath::DescribeRoom(const ChunkPlan& plan) const {
+std::vector<Choice> FilteredRecomputedPath::DescribeMemory(const ChunkPlan& plan) const {
   const FilterBlock block = ChooseBlock(plan, context_.sizes.chunk_rows);
   const std::string listed =
       absl::StrCat("listed by the logits product, ", block.rows, " rows, up to ", block.listed, " of each");

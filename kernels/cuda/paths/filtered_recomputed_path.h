@@ -25,7 +25,7 @@ class FilteredRecomputedPath final : public ChunkPath {
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override {
     return exact_.Describe(plan);
   }
-  std::vector<Choice> DescribeRoom(const ChunkPlan& plan) const override;
+  std::vector<Choice> DescribeMemory(const ChunkPlan& plan) const override;
 
  private:
   FilterBlock ChooseBlock(const ChunkPlan& plan, int64_t padded_rows) const;

@@ -54,7 +54,7 @@ absl::Status FilteredStoredPath::WeightGradient(const ChunkJob& job) {
   return absl::OkStatus();
 }
 
-std::vector<Choice> FilteredStoredPath::DescribeRoom(const ChunkPlan& plan) const {
+std::vector<Choice> FilteredStoredPath::DescribeMemory(const ChunkPlan& plan) const {
   return {FilterChoice(context_)};
 }
 

@@ -23,7 +23,7 @@ class FilteredStoredPath final : public ChunkPath {
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override {
     return exact_.Describe(plan);
   }
-  std::vector<Choice> DescribeRoom(const ChunkPlan& plan) const override;
+  std::vector<Choice> DescribeMemory(const ChunkPlan& plan) const override;
 
  private:
   const PathContext& context_;

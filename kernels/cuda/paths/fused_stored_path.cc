@@ -48,10 +48,8 @@ absl::Status FusedStoredPath::Loss(const ChunkJob& job) {
                   "fused loss kernels");
 }
 
-absl::Status FusedStoredPath::HiddenGradient(const ChunkJob& job) {
-  LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));
-  return HiddenGemm(job);
-}
+// Where dx goes was free when the partials were written there (Loss).
+absl::Status FusedStoredPath::HiddenGradient(const ChunkJob& job) { return HiddenGemm(job); }
 
 absl::Status FusedStoredPath::WeightGradient(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(WeightGemm(job));

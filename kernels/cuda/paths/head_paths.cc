@@ -70,9 +70,9 @@ absl::StatusOr<std::vector<Choice>> HeadPaths::Describe(const ChunkPlan& plan) {
   absl::StatusOr<std::vector<Choice>> choices = For(plan).Describe(plan);
   if (!choices.ok()) return choices;
   for (const Entry& entry : paths_) {
-    std::vector<Choice> room = entry.path->DescribeRoom(plan);
-    choices->insert(choices->end(), std::make_move_iterator(room.begin()),
-                    std::make_move_iterator(room.end()));
+    std::vector<Choice> memory = entry.path->DescribeMemory(plan);
+    choices->insert(choices->end(), std::make_move_iterator(memory.begin()),
+                    std::make_move_iterator(memory.end()));
   }
   return choices;
 }

@@ -1,10 +1,10 @@
 // The ways of computing chunks that a head has, and which of them computes a chunk: the planner.
 //
-// A new way is a class derived from ChunkPath in a file of its own, with
-//   static bool Takes(const ChunkPlan&);                                          whether it computes such a
-//   chunk static void Claim(const HeadConfig&, const HeadSizes&, PathClaims&);          the memory that it
-//   needs explicit Path(const PathContext&);
-// and a line in one of the tables of head_paths.cc.
+// A new way is a class derived from ChunkPath in a file of its own, and a line in one of the tables of
+// head_paths.cc. Beside ChunkPath's members the class has a constructor that takes a PathContext, and
+//
+//     static bool Takes(const ChunkPlan&);  // whether it computes such a chunk
+//     static void Claim(const HeadConfig&, const HeadSizes&, PathClaims&);  // the memory that it needs
 #ifndef LOSSD_KERNELS_CUDA_PATHS_HEAD_PATHS_H_
 #define LOSSD_KERNELS_CUDA_PATHS_HEAD_PATHS_H_
 

@@ -158,7 +158,7 @@ absl::Status SampledRecomputedPath::AddKept(const ChunkJob& job) const {
   return job.plan.uniform_apart ? AddUniform(context_, job, lists_.kept) : absl::OkStatus();
 }
 
-std::vector<Choice> SampledRecomputedPath::DescribeRoom(const ChunkPlan& plan) const {
+std::vector<Choice> SampledRecomputedPath::DescribeMemory(const ChunkPlan& plan) const {
   const FilterShape shape = FilterShapeOf(context_.config, context_.sizes);
   const FilterBlock block =
       ChooseFilterBlock(shape, Selection::kFromLogits, context_.sizes.chunk_rows, context_.sizes.arena_bytes);

@@ -31,7 +31,7 @@ class SampledRecomputedPath final : public ChunkPath {
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override {
     return exact_.Describe(plan);
   }
-  std::vector<Choice> DescribeRoom(const ChunkPlan& plan) const override;
+  std::vector<Choice> DescribeMemory(const ChunkPlan& plan) const override;
 
  private:
   FilterShape ShapeOf(const ChunkJob& job) const;

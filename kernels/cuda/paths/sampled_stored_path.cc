@@ -113,8 +113,8 @@ absl::Status SampledStoredPath::BeginHot(const ChunkJob& job) {
               stream);
 }
 
+// Where dx goes was free when the list was made there (Sample).
 absl::Status SampledStoredPath::HiddenGradient(const ChunkJob& job) {
-  LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));
   return BranchByDecision(
       context_, job, *job.loss_branch,
       [&] { return job.plan.fused() ? fused_.HiddenGemm(job) : stored_.HiddenGemm(job); },
@@ -247,7 +247,7 @@ absl::StatusOr<std::vector<Choice>> SampledStoredPath::Describe(const ChunkPlan&
   return plan.fused() ? fused_.Describe(plan) : stored_.Describe(plan);
 }
 
-std::vector<Choice> SampledStoredPath::DescribeRoom(const ChunkPlan& plan) const {
+std::vector<Choice> SampledStoredPath::DescribeMemory(const ChunkPlan& plan) const {
   const FilterShape shape = FilterShapeOf(context_.config, context_.sizes);
   Carver own(nullptr), hidden(nullptr), logits(nullptr);
   SampleBuffers::Carve(shape, own, hidden, logits);

@@ -26,7 +26,7 @@ class SampledStoredPath final : public ChunkPath {
   absl::Status HiddenGradient(const ChunkJob& job) override;
   absl::Status WeightGradient(const ChunkJob& job) override;
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override;
-  std::vector<Choice> DescribeRoom(const ChunkPlan& plan) const override;
+  std::vector<Choice> DescribeMemory(const ChunkPlan& plan) const override;
 
  private:
   int64_t CapacityOf(const ChunkJob& job) const;

@@ -151,7 +151,7 @@ def test_a_step_that_somebody_zeroes_is_trained_again(server, make_head):
         hidden, targets = torch.randn(N, D, requires_grad=True), torch.randint(0, V, (N,))
         head(hidden, targets).backward()
         other.zero_gradients(name, 0)
-        with pytest.raises(lossd.StepDiscarded, match="somebody has zeroed them"):
+        with pytest.raises(lossd.StepDiscarded, match="another caller has zeroed them"):
             head(hidden, targets)
         with pytest.raises(RuntimeError, match=r"step 0 is lost .*HeadOptimizer.discard\(\)"):
             optimizer.step()

@@ -82,6 +82,17 @@ class SequencerTest : public ::testing::Test {
     Finish(*group, true);
   }
 
+  // Groups 0 and 1 of microbatch 0, which has 40 rows, are sent again, and then nothing of it is left to do.
+  void RepeatFirstGroups() {
+    auto again = Open(0, 40, {0, 20});
+    ASSERT_TRUE(Send(again, {0, 10}));
+    Compute();
+    ASSERT_TRUE(Send(again, {10, 20}));
+    Compute();
+    Compute();
+    EXPECT_EQ(sequencer_.turn(), (GroupKey{1, 0}));
+  }
+
   // The stream ends badly, as in HeadSession::OnStreamEnd.
   void Break(const StreamPtr& stream) {
     stream->Fail(absl::CancelledError("cut"));
@@ -208,13 +219,7 @@ class TurnTakenBackTest : public SequencerTest {
 TEST_F(TurnTakenBackTest, AGroupWithNothingToAccumulateIsComputedAllTheSame) {
   ASSERT_TRUE(sequencer_.HasReady()) << "it holds an area that others need";
   Compute();
-  auto again = Open(0, 40, {0, 20});
-  ASSERT_TRUE(Send(again, {0, 10}));
-  Compute();
-  ASSERT_TRUE(Send(again, {10, 20}));
-  Compute();
-  Compute();
-  EXPECT_EQ(sequencer_.turn(), (GroupKey{1, 0}));
+  RepeatFirstGroups();
 }
 
 TEST_F(TurnTakenBackTest, AGroupWithNothingToAccumulateIsClosedWithItsStreams) {
@@ -241,13 +246,7 @@ TEST_F(SequencerTest, RowsWithoutTargetThatWerePassedStayWhenTheirStreamBreaks) 
   Break(breaks);
   ASSERT_TRUE(sequencer_.HasReady()) << "it holds an area that others need";
   Compute();
-  auto again = Open(0, 40, {0, 20});
-  ASSERT_TRUE(Send(again, {0, 10}));
-  Compute();
-  ASSERT_TRUE(Send(again, {10, 20}));
-  Compute();
-  Compute();
-  EXPECT_EQ(sequencer_.turn(), (GroupKey{1, 0}));
+  RepeatFirstGroups();
 }
 
 // The rows of the group that failed may come again with other contents, or not at all.

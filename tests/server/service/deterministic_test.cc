@@ -13,13 +13,11 @@
 #include "absl/time/clock.h"
 #include "client/cpp/client.h"
 #include "tests/server/service/service_client.h"
+#include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
 
 namespace lossd::app::testing {
 namespace {
-
-constexpr uint64_t kD = 24;
-constexpr uint64_t kV = 97;
 
 ServerOptions Deterministic() {
   ServerOptions options = SmallServer();
@@ -27,34 +25,10 @@ ServerOptions Deterministic() {
   return options;
 }
 
-v1::CreateHeadRequest HeadRequest() {
-  v1::CreateHeadRequest request;
-  request.mutable_spec()->set_name("head");
-  request.mutable_spec()->set_hidden_size(kD);
-  request.mutable_spec()->set_vocab_size(kV);
-  request.mutable_kaiming_uniform()->set_seed(7);
-  return request;
-}
-
-struct Data {
-  std::vector<float> hidden;
-  std::vector<int32_t> targets;
-};
-
-Data MakeData(size_t rows, std::mt19937_64& rng) {
-  std::normal_distribution<float> normal;
-  Data data;
-  for (size_t i = 0; i < rows * kD; ++i) data.hidden.push_back(normal(rng));
-  for (size_t i = 0; i < rows; ++i) {
-    const bool ignored = rng() % 10 == 0;
-    data.targets.push_back(ignored ? -100 : static_cast<int32_t>(rng() % kV));
-  }
-  return data;
-}
-
 // Two steps of training with the C++ client, microbatches in a random order. Returns the weights, and the
 // gradients of the hidden states of each microbatch.
-std::pair<std::string, std::vector<std::vector<float>>> Train(const std::vector<Data>& data, uint64_t seed) {
+std::pair<std::string, std::vector<std::vector<float>>> Train(const std::vector<SmallRows>& data,
+                                                              uint64_t seed) {
   TestServer server(Deterministic());
   std::mt19937_64 rng(seed);
   client::ClientOptions options;
@@ -62,7 +36,7 @@ std::pair<std::string, std::vector<std::vector<float>>> Train(const std::vector<
   options.channels = 1 + static_cast<int>(rng() % 3);
   auto client = client::Client::Connect(options);
   EXPECT_TRUE(client.ok()) << client.status();
-  EXPECT_TRUE((*client)->CreateHead(HeadRequest()).ok());
+  EXPECT_TRUE((*client)->CreateHead(SmallHead()).ok());
   EXPECT_GT((*client)->DescribeHead("head")->slice_limits().row_grid(), 0u);
   std::vector<std::vector<float>> grads(data.size());
   for (uint64_t step = 0; step < 2; ++step) {
@@ -76,19 +50,12 @@ std::pair<std::string, std::vector<std::vector<float>>> Train(const std::vector<
     apply.mutable_optimizer()->mutable_sgd()->set_learning_rate(0.5);
     for (size_t i : order) {
       grads[i].assign(data[i].hidden.size(), 0.0f);
-      client::Microbatch microbatch;
-      microbatch.head = "head";
-      microbatch.step = step;
-      microbatch.id = i;
-      microbatch.hidden_size = kD;
-      microbatch.hidden_dtype = v1::DTYPE_FP32;
-      microbatch.hidden = data[i].hidden.data();
-      microbatch.targets = data[i].targets;
       client::ComputeOptions compute;
       compute.accumulate_gradients = true;
       compute.streams = 1 + static_cast<int>(rng() % 5);
       compute.slice_bytes = 1 + rng() % (64 << 10);
-      pending.push_back((*client)->ComputeLossAsync(microbatch, {.grad_hidden = grads[i].data()}, compute));
+      pending.push_back((*client)->ComputeLossAsync(SmallMicrobatch(data[i], step, i),
+                                                    {.grad_hidden = grads[i].data()}, compute));
       apply.add_expected_microbatches(i);
     }
     for (client::PendingLoss& loss : pending) {
@@ -107,8 +74,8 @@ TEST(DeterministicServiceTest, TrainingHasTheSameBitsInWhateverOrder) {
   const uint64_t seed = std::random_device{}();
   SCOPED_TRACE(seed);
   std::mt19937_64 rng(seed);
-  std::vector<Data> data;
-  for (int i = 0; i < 6; ++i) data.push_back(MakeData(1 + rng() % 3000, rng));
+  std::vector<SmallRows> data;
+  for (int i = 0; i < 6; ++i) data.push_back(MakeSmallRows(1 + rng() % 3000, rng));
   const auto first = Train(data, seed);
   for (uint64_t run = 1; run < 4; ++run) {
     const auto other = Train(data, seed + run);
@@ -128,7 +95,7 @@ v1::OpenMicrobatch OpenFor(uint64_t id, uint64_t rows) {
   open.set_reduction(v1::REDUCTION_SUM);
   open.set_want_grad_hidden(true);
   open.set_accumulate_gradients(true);
-  for (uint64_t i = 0; i < rows; ++i) open.add_targets(static_cast<int32_t>(i % kV));
+  for (uint64_t i = 0; i < rows; ++i) open.add_targets(static_cast<int32_t>(i % kSmallVocab));
   return open;
 }
 
@@ -144,24 +111,15 @@ TEST(DeterministicServiceTest, WaitingCallsLeaveTheConnectionToTheOneInTurn) {
   client_options.channels = 1;
   auto client = client::Client::Connect(client_options);
   ASSERT_TRUE(client.ok());
-  ASSERT_TRUE((*client)->CreateHead(HeadRequest()).ok());
-  constexpr uint64_t kRows = (6 << 20) / (kD * 4);
+  ASSERT_TRUE((*client)->CreateHead(SmallHead()).ok());
+  constexpr uint64_t kRows = (6 << 20) / (kSmallHidden * 4);
   constexpr uint64_t kCalls = 16;
-  const std::vector<float> hidden(kRows * kD, 0.25f);
-  const std::vector<int32_t> targets(kRows, 1);
+  const SmallRows data = {std::vector<float>(kRows * kSmallHidden, 0.25f), std::vector<int32_t>(kRows, 1)};
   std::vector<client::PendingLoss> pending;
   for (uint64_t i = 0; i < kCalls; ++i) {
-    client::Microbatch microbatch;
-    microbatch.head = "head";
-    microbatch.step = 0;
-    microbatch.id = kCalls - 1 - i;
-    microbatch.hidden_size = kD;
-    microbatch.hidden_dtype = v1::DTYPE_FP32;
-    microbatch.hidden = hidden.data();
-    microbatch.targets = targets;
     client::ComputeOptions compute;
     compute.accumulate_gradients = true;
-    pending.push_back((*client)->ComputeLossAsync(microbatch, {}, compute));
+    pending.push_back((*client)->ComputeLossAsync(SmallMicrobatch(data, 0, kCalls - 1 - i), {}, compute));
     if (i + 1 < kCalls) {
       EXPECT_FALSE(pending.back().WaitFor(absl::Milliseconds(50)));
     }
@@ -176,8 +134,8 @@ TEST(DeterministicServiceTest, WaitingCallsLeaveTheConnectionToTheOneInTurn) {
 TEST(DeterministicServiceTest, SaysWhatIsWaitedForAndCleansUp) {
   TestServer server(Deterministic());
   const auto client = server.Connect();
-  ASSERT_TRUE(client->CreateHead(HeadRequest()).ok());
-  const std::string payload(4 * kD * 4, '\0');
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  const std::string payload(4 * kSmallHidden * 4, '\0');
   auto early = client->OpenLoss(absl::Milliseconds(300));
   ASSERT_TRUE(early->SendOpen(OpenFor(1, 4)));
   ASSERT_TRUE(early->SendSlice(0, 4, payload));
@@ -198,12 +156,12 @@ TEST(DeterministicServiceTest, SaysWhatIsWaitedForAndCleansUp) {
 TEST(DeterministicServiceTest, StopsWhileCallsWait) {
   TestServer server(Deterministic());
   const auto client = server.Connect();
-  ASSERT_TRUE(client->CreateHead(HeadRequest()).ok());
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
   std::vector<std::unique_ptr<LossStream>> calls;
   for (uint64_t id : {1, 0, 2}) {
     calls.push_back(client->OpenLoss());
     ASSERT_TRUE(calls.back()->SendOpen(OpenFor(id, 8)));
-    ASSERT_TRUE(calls.back()->SendSlice(0, 4, std::string(4 * kD * 4, '\0')));
+    ASSERT_TRUE(calls.back()->SendSlice(0, 4, std::string(4 * kSmallHidden * 4, '\0')));
   }
   while (client->DescribeHead("head")->waiting_slices() < 2) absl::SleepFor(absl::Milliseconds(5));
   server.Stop();
@@ -216,20 +174,12 @@ TEST(DeterministicServiceTest, DeferredGradientsTakeTheirTurn) {
   options.target = server.target();
   auto client = client::Client::Connect(options);
   ASSERT_TRUE(client.ok());
-  ASSERT_TRUE((*client)->CreateHead(HeadRequest()).ok());
+  ASSERT_TRUE((*client)->CreateHead(SmallHead()).ok());
   std::mt19937_64 rng(3);
-  const Data data = MakeData(700, rng);
+  const SmallRows data = MakeSmallRows(700, rng);
   for (uint64_t id : {0, 1}) {
-    client::Microbatch microbatch;
-    microbatch.head = "head";
-    microbatch.step = 0;
-    microbatch.id = id;
-    microbatch.hidden_size = kD;
-    microbatch.hidden_dtype = v1::DTYPE_FP32;
-    microbatch.hidden = data.hidden.data();
-    microbatch.targets = data.targets;
-    const auto kept =
-        (*client)->ComputeLoss(microbatch, {}, {.reduction = v1::REDUCTION_NONE, .retain = true});
+    const auto kept = (*client)->ComputeLoss(SmallMicrobatch(data, 0, id), {},
+                                             {.reduction = v1::REDUCTION_NONE, .retain = true});
     ASSERT_TRUE(kept.ok()) << kept.status();
   }
   const std::vector<float> upstream(700, 0.5f);
@@ -239,7 +189,7 @@ TEST(DeterministicServiceTest, DeferredGradientsTakeTheirTurn) {
     gradients.head = "head";
     gradients.step = 0;
     gradients.id = id;
-    gradients.hidden_size = kD;
+    gradients.hidden_size = kSmallHidden;
     gradients.hidden_dtype = v1::DTYPE_FP32;
     gradients.grad_loss = upstream;
     return (*client)->BackwardAsync(gradients, grads[id].data(), {.accumulate_gradients = true});

@@ -10,29 +10,13 @@
 
 #include "client/cpp/client.h"
 #include "tests/server/service/service_client.h"
+#include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
 
 namespace lossd::app::testing {
 namespace {
 
-constexpr uint64_t kD = 24;
-constexpr uint64_t kV = 97;
 constexpr size_t kRows = 700;
-
-struct Data {
-  std::vector<float> hidden;
-  std::vector<int32_t> targets;
-};
-
-Data MakeData(std::mt19937_64& rng) {
-  std::normal_distribution<float> normal;
-  Data data;
-  for (size_t i = 0; i < kRows * kD; ++i) data.hidden.push_back(normal(rng));
-  for (size_t i = 0; i < kRows; ++i) {
-    data.targets.push_back(rng() % 10 == 0 ? -100 : static_cast<int32_t>(rng() % kV));
-  }
-  return data;
-}
 
 // How a client sends.
 struct Way {
@@ -50,12 +34,7 @@ class SampledServiceTest : public ::testing::TestWithParam<bool> {
   }
 
   static void CreateHead(const TestServer& server) {
-    v1::CreateHeadRequest request;
-    request.mutable_spec()->set_name("head");
-    request.mutable_spec()->set_hidden_size(kD);
-    request.mutable_spec()->set_vocab_size(kV);
-    request.mutable_kaiming_uniform()->set_seed(7);
-    ASSERT_TRUE(Connect(server, 1)->CreateHead(request).ok());
+    ASSERT_TRUE(Connect(server, 1)->CreateHead(SmallHead()).ok());
   }
   static std::unique_ptr<client::Client> Connect(const TestServer& server, int channels) {
     client::ClientOptions options;
@@ -69,22 +48,14 @@ class SampledServiceTest : public ::testing::TestWithParam<bool> {
   // dx of the data as microbatch `id`, and what else is known.
   client::LossResult Compute(const TestServer& server, const Way& way, uint64_t id, std::vector<float>& dx) {
     dx.assign(data_.hidden.size(), NAN);
-    client::Microbatch microbatch;
-    microbatch.head = "head";
-    microbatch.step = 0;
-    microbatch.id = id;
-    microbatch.hidden_size = kD;
-    microbatch.hidden_dtype = v1::DTYPE_FP32;
-    microbatch.hidden = data_.hidden.data();
-    microbatch.targets = data_.targets;
     client::ComputeOptions compute;
     compute.accumulate_gradients = true;
     compute.streams = way.streams;
     compute.slice_bytes = way.slice_bytes;
     compute.loss.set_gradients(v1::GRADIENTS_SAMPLED);
     compute.loss.set_sample_threshold(0.05f);
-    const auto result =
-        Connect(server, way.channels)->ComputeLoss(microbatch, {.grad_hidden = dx.data()}, compute);
+    const auto result = Connect(server, way.channels)
+                            ->ComputeLoss(SmallMicrobatch(data_, 0, id), {.grad_hidden = dx.data()}, compute);
     EXPECT_TRUE(result.ok()) << result.status();
     return result.ok() ? *result : client::LossResult();
   }
@@ -105,7 +76,7 @@ class SampledServiceTest : public ::testing::TestWithParam<bool> {
     size_t rows = 0;
     for (size_t row = 0; row < kRows; ++row) {
       bool different = false;
-      for (size_t i = row * kD; i < (row + 1) * kD; ++i)
+      for (size_t i = row * kSmallHidden; i < (row + 1) * kSmallHidden; ++i)
         different |= !(std::fabs(a[i] - b[i]) < 1e-3f * largest);
       rows += different ? 1 : 0;
     }
@@ -113,7 +84,7 @@ class SampledServiceTest : public ::testing::TestWithParam<bool> {
   }
 
   std::mt19937_64 rng_{std::random_device{}()};
-  Data data_ = MakeData(rng_);
+  SmallRows data_ = MakeSmallRows(kRows, rng_);
 };
 
 INSTANTIATE_TEST_SUITE_P(Modes, SampledServiceTest, ::testing::Bool(),

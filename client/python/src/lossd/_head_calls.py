@@ -173,7 +173,7 @@ class HeadCalls:
         Applied once per step: a repeat gets the stored result. FailedPrecondition lists expected rows (of microbatches
         and contributions) that are missing, or says that the gradient's norm is not finite; then nothing changed. With
         `skip_non_finite` such a step is closed without an update. Restarted also if the server that applied the step
-        does not have the rows that this client accumulated; StepDiscarded if somebody has zeroed them.
+        does not have the rows that this client accumulated; StepDiscarded if another caller has zeroed them.
         """
         at = self._head_cache.trainer_step(head, step)
         request = head_pb2.ApplyStepRequest(

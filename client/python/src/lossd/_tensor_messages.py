@@ -52,13 +52,13 @@ class TensorReader:
         self._begun = False
 
     def handle(self, data: bytes) -> None:
-        piece, payload = _wire.decode(head_pb2.TensorSlice, data)
-        begin, end = piece.rows.begin, piece.rows.end
-        if not self._begun and (self._end_row > piece.tensor_rows or piece.tensor_cols == 0):
+        tensor_slice, payload = _wire.decode(head_pb2.TensorSlice, data)
+        begin, end = tensor_slice.rows.begin, tensor_slice.rows.end
+        if not self._begun and (self._end_row > tensor_slice.tensor_rows or tensor_slice.tensor_cols == 0):
             raise errors.server_sent(
-                f"a tensor of {piece.tensor_rows} x {piece.tensor_cols} for rows up to {self._end_row}")
+                f"a tensor of {tensor_slice.tensor_rows} x {tensor_slice.tensor_cols} for rows up to {self._end_row}")
         self._begun = True
-        self._check_version(piece.state)
+        self._check_version(tensor_slice.state)
         if begin != self._next_row or not begin <= end <= self._end_row:
             raise errors.server_sent(f"tensor rows [{begin}, {end}); row {self._next_row} was expected next, of rows "
                                      f"up to {self._end_row}")

@@ -285,15 +285,9 @@ __global__ __launch_bounds__(Division<kVectors>::kThreads, Division<kVectors>::k
 
 // ---- launch ----
 
-int Vectors(int64_t ld, DType dtype) {
-  return static_cast<int>(ld * static_cast<int64_t>(SizeOf(dtype)) / 16);
-}
-
 template <typename T, bool kGeneral, int kVectors>
-cudaError_t Launch(const FilterRowsParams& p, cudaStream_t stream) {
+cudaError_t Launch(const FilterRowsParams& p, unsigned threads, cudaStream_t stream) {
   auto* kernel = FilterRowsKernel<T, kGeneral, kVectors>;
-  const int64_t per_thread = (Vectors(p.ld, p.dtype) + kVectors - 1) / kVectors;
-  const auto threads = static_cast<unsigned>((per_thread + 31) / 32 * 32);
   const auto most = static_cast<int>(std::min<int64_t>(kMaxRowCandidates, p.terms.vocab));
   const int shared = most * (kGeneral ? 3 : 2) * static_cast<int>(sizeof(float));
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
@@ -302,35 +296,21 @@ cudaError_t Launch(const FilterRowsParams& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <typename T, bool kGeneral>
-cudaError_t LaunchSized(const FilterRowsParams& p, cudaStream_t stream) {
-  const int64_t vectors = Vectors(p.ld, p.dtype);
-  if (vectors <= Division<1>::kThreads) return Launch<T, kGeneral, 1>(p, stream);
-  if (vectors <= 2 * Division<2>::kThreads) return Launch<T, kGeneral, 2>(p, stream);
-  return Launch<T, kGeneral, 4>(p, stream);
-}
-
-template <typename T>
-cudaError_t LaunchTyped(const FilterRowsParams& p, cudaStream_t stream) {
-  return p.terms.IsGeneral() ? LaunchSized<T, true>(p, stream) : LaunchSized<T, false>(p, stream);
-}
-
 }  // namespace
 
-bool CanFilterRows(int64_t ld, DType dtype) { return Vectors(ld, dtype) <= 4 * Division<4>::kThreads; }
+bool CanFilterRows(int64_t ld, DType dtype) {
+  return ld * static_cast<int64_t>(SizeOf(dtype)) / 16 <= 4 * Division<4>::kThreads;
+}
 
 cudaError_t LaunchFilterRows(const FilterRowsParams& params, cudaStream_t stream) {
   if (params.in.rows == 0) return cudaSuccess;
-  if (!CanFilterRows(params.ld, params.dtype)) return cudaErrorInvalidValue;
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return LaunchTyped<float>(params, stream);
-    case DType::kFloat16:
-      return LaunchTyped<__half>(params, stream);
-    case DType::kBFloat16:
-      return LaunchTyped<__nv_bfloat16>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  const auto launch = [&](auto element, auto vectors, unsigned threads) {
+    using T = typename decltype(element)::Type;
+    constexpr int kVectors = decltype(vectors)::value;
+    return params.terms.IsGeneral() ? Launch<T, true, kVectors>(params, threads, stream)
+                                    : Launch<T, false, kVectors>(params, threads, stream);
+  };
+  return WithDivision<Division>(params.ld, params.dtype, launch);
 }
 
 }  // namespace lossd::kernels::cuda

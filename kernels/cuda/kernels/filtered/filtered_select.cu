@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cfloat>
 
+#include "kernels/cuda/kernels/element_type.cuh"
 #include "kernels/cuda/kernels/filtered/candidates.cuh"
 #include "kernels/cuda/kernels/filtered/filtered.h"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
@@ -371,15 +372,9 @@ cudaError_t LaunchTyped(const SelectRowsParams& p, cudaStream_t stream) {
 
 cudaError_t LaunchSelectRows(const SelectRowsParams& params, cudaStream_t stream) {
   if (params.in.rows == 0) return cudaSuccess;
-  switch (params.logits.dtype) {
-    case DType::kFloat32:
-      return LaunchTyped<float>(params, stream);
-    case DType::kFloat16:
-      return LaunchTyped<__half>(params, stream);
-    case DType::kBFloat16:
-      return LaunchTyped<__nv_bfloat16>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return WithElement(params.logits.dtype, [&](auto element) {
+    return LaunchTyped<typename decltype(element)::Type>(params, stream);
+  });
 }
 
 }  // namespace lossd::kernels::cuda

@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/kernels/device_math.cuh"
+#include "kernels/cuda/kernels/element_type.cuh"
 #include "kernels/cuda/kernels/filtered/filtered.h"
 
 namespace lossd::kernels::cuda {
@@ -239,15 +240,9 @@ cudaError_t LaunchFilteredWeight(const FilteredWeightParams& params, int multipr
   FindRunsKernel<<<static_cast<unsigned>((params.count + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
       params);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return LaunchRuns<float>(params, multiprocessors, stream);
-    case DType::kFloat16:
-      return LaunchRuns<__half>(params, multiprocessors, stream);
-    case DType::kBFloat16:
-      return LaunchRuns<__nv_bfloat16>(params, multiprocessors, stream);
-  }
-  return cudaErrorInvalidValue;
+  return WithElement(params.dtype, [&](auto element) {
+    return LaunchRuns<typename decltype(element)::Type>(params, multiprocessors, stream);
+  });
 }
 
 cudaError_t LaunchUniformWeight(const UniformWeightParams& params, cudaStream_t stream) {

@@ -2,7 +2,10 @@
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_FILTERED_ROW_COLUMNS_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_FILTERED_ROW_COLUMNS_CUH_
 
+#include <type_traits>
+
 #include "kernels/cuda/kernels/device_math.cuh"
+#include "kernels/cuda/kernels/element_type.cuh"
 
 namespace lossd::kernels::cuda {
 
@@ -89,6 +92,28 @@ __device__ __forceinline__ void StoreRow(const Accumulator<T, kVectors>& from, f
       reinterpret_cast<uint4*>(static_cast<T*>(to) + row * ld)[v] = Vec<T>::Pack(out);
     }
   }
+}
+
+// ---- Host: how a row is divided ----
+
+// A kernel's Division<kVectors> says with how many threads a block may be launched whose threads hold so many
+// 16-byte vectors each. Calls launch(Element<T>(), std::integral_constant<int, kVectors>(), threads) with the
+// fewest vectors that hold a row of `ld` elements, and with the threads that this takes. A row that none
+// holds is cudaErrorInvalidValue.
+template <template <int> class Division, typename LaunchFn>
+cudaError_t WithDivision(int64_t ld, DType dtype, LaunchFn launch) {
+  return WithElement(dtype, [&](auto element) {
+    const int64_t vectors = ld / Vec<typename decltype(element)::Type>::kSize;
+    const auto with = [&](auto per_thread) {
+      constexpr int kVectors = decltype(per_thread)::value;
+      if (vectors > int64_t{kVectors} * Division<kVectors>::kThreads) return cudaErrorInvalidValue;
+      const int64_t threads = (vectors + kVectors - 1) / kVectors;
+      return launch(element, per_thread, static_cast<unsigned>((threads + 31) / 32 * 32));
+    };
+    if (vectors <= Division<1>::kThreads) return with(std::integral_constant<int, 1>());
+    if (vectors <= 2 * Division<2>::kThreads) return with(std::integral_constant<int, 2>());
+    return with(std::integral_constant<int, 4>());
+  });
 }
 
 }  // namespace lossd::kernels::cuda

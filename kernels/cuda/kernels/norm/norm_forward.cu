@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/kernels/early_launch.h"
+#include "kernels/cuda/kernels/element_type.cuh"
 #include "kernels/cuda/kernels/norm/norm_rows.cuh"
 
 namespace lossd::kernels::cuda {
@@ -209,15 +210,9 @@ cudaError_t LaunchNormForward(const NormParams& params, const DeviceLimits& limi
         params);
     return cudaGetLastError();
   }
-  switch (params.x.dtype) {
-    case DType::kFloat32:
-      return LaunchHeld<float>(params, limits, stream);
-    case DType::kFloat16:
-      return LaunchHeld<__half>(params, limits, stream);
-    case DType::kBFloat16:
-      return LaunchHeld<__nv_bfloat16>(params, limits, stream);
-  }
-  return cudaErrorInvalidValue;
+  return WithElement(params.x.dtype, [&](auto element) {
+    return LaunchHeld<typename decltype(element)::Type>(params, limits, stream);
+  });
 }
 
 }  // namespace lossd::kernels::cuda

@@ -5,6 +5,7 @@
 // Bytes: a block of logits read once for its statistics, read and written once for its gradient; as long as a
 // block stays in L2 it is bound by arithmetic.
 #include "kernels/cuda/kernels/device_math.cuh"
+#include "kernels/cuda/kernels/element_type.cuh"
 #include "kernels/cuda/kernels/recomputed/recomputed_rows.h"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
 #include "kernels/cuda/kernels/row_part.cuh"
@@ -147,15 +148,9 @@ cudaError_t LaunchFoldBlock(const ClassBlock& block, const LossTerms& terms, con
                             RunningRow* running, cudaStream_t stream) {
   const BlockParams p = Within(block, terms, in);
   if (in.rows == 0) return cudaSuccess;
-  switch (p.logits.dtype) {
-    case DType::kFloat32:
-      return LaunchFold<float>(p, block.first_class, running, stream);
-    case DType::kFloat16:
-      return LaunchFold<__half>(p, block.first_class, running, stream);
-    case DType::kBFloat16:
-      return LaunchFold<__nv_bfloat16>(p, block.first_class, running, stream);
-  }
-  return cudaErrorInvalidValue;
+  return WithElement(p.logits.dtype, [&](auto element) {
+    return LaunchFold<typename decltype(element)::Type>(p, block.first_class, running, stream);
+  });
 }
 
 cudaError_t LaunchFinishRunning(const LossTerms& terms, const RowInputs& in, const RowResults& out,
@@ -176,15 +171,9 @@ cudaError_t LaunchGradientBlock(const ClassBlock& block, const LossTerms& terms,
                                 const GradientRule* rules, cudaStream_t stream) {
   const BlockParams p = Within(block, terms, in);
   if (in.padded_rows == 0) return cudaSuccess;
-  switch (p.logits.dtype) {
-    case DType::kFloat32:
-      return LaunchGradient<float>(p, block.first_class, rules, stream);
-    case DType::kFloat16:
-      return LaunchGradient<__half>(p, block.first_class, rules, stream);
-    case DType::kBFloat16:
-      return LaunchGradient<__nv_bfloat16>(p, block.first_class, rules, stream);
-  }
-  return cudaErrorInvalidValue;
+  return WithElement(p.logits.dtype, [&](auto element) {
+    return LaunchGradient<typename decltype(element)::Type>(p, block.first_class, rules, stream);
+  });
 }
 
 }  // namespace lossd::kernels::cuda

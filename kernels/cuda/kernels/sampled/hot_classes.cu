@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/device/device_memory.h"
 #include "kernels/cuda/kernels/device_math.cuh"
+#include "kernels/cuda/kernels/element_type.cuh"
 #include "kernels/cuda/kernels/sampled/hot_classes.h"
 
 namespace lossd::kernels::cuda {
@@ -139,18 +140,10 @@ cudaError_t LaunchChooseHot(const HotClasses& hot, float least, cudaStream_t str
 cudaError_t LaunchCountHot(const CountHotParams& params, cudaStream_t stream) {
   if (params.rows == 0) return cudaSuccess;
   const auto blocks = static_cast<unsigned>(CeilDiv(params.rows, kCountRows));
-  switch (params.dtype) {
-    case DType::kFloat32:
-      CountHotKernel<float><<<blocks, kHotClasses, 0, stream>>>(params);
-      break;
-    case DType::kFloat16:
-      CountHotKernel<__half><<<blocks, kHotClasses, 0, stream>>>(params);
-      break;
-    case DType::kBFloat16:
-      CountHotKernel<__nv_bfloat16><<<blocks, kHotClasses, 0, stream>>>(params);
-      break;
-  }
-  return cudaGetLastError();
+  return WithElement(params.dtype, [&](auto element) {
+    CountHotKernel<typename decltype(element)::Type><<<blocks, kHotClasses, 0, stream>>>(params);
+    return cudaGetLastError();
+  });
 }
 
 cudaError_t LaunchGatherHot(const HotClasses& hot, const void* weight, DType dtype, int64_t ld, void* to,

@@ -127,35 +127,16 @@ __global__ __launch_bounds__(
   StoreRow(gradient, p.gradient_scale, p.hidden_gradient, p.gradient_dtype, row, p.ld);
 }
 
-template <typename T, int kVectors>
-cudaError_t Launch(const SampledHiddenParams& p, int64_t vectors, cudaStream_t stream) {
-  const auto threads = static_cast<unsigned>(RoundUp(CeilDiv(vectors, kVectors), 32));
-  SampledHiddenKernel<T, kVectors><<<static_cast<unsigned>(p.in.rows), threads, 0, stream>>>(p);
-  return cudaGetLastError();
-}
-
-template <typename T>
-cudaError_t LaunchSized(const SampledHiddenParams& p, cudaStream_t stream) {
-  const int64_t vectors = p.ld / Vec<T>::kSize;
-  if (vectors <= Division<1>::kThreads) return Launch<T, 1>(p, vectors, stream);
-  if (vectors <= 2 * Division<2>::kThreads) return Launch<T, 2>(p, vectors, stream);
-  return Launch<T, 4>(p, vectors, stream);
-}
-
 }  // namespace
 
 cudaError_t LaunchSampledHidden(const SampledHiddenParams& params, cudaStream_t stream) {
   if (params.in.rows == 0) return cudaSuccess;
-  if (!CanFilterRows(params.ld, params.dtype)) return cudaErrorInvalidValue;
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return LaunchSized<float>(params, stream);
-    case DType::kFloat16:
-      return LaunchSized<__half>(params, stream);
-    case DType::kBFloat16:
-      return LaunchSized<__nv_bfloat16>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  const auto launch = [&](auto element, auto vectors, unsigned threads) {
+    SampledHiddenKernel<typename decltype(element)::Type, decltype(vectors)::value>
+        <<<static_cast<unsigned>(params.in.rows), threads, 0, stream>>>(params);
+    return cudaGetLastError();
+  };
+  return WithDivision<Division>(params.ld, params.dtype, launch);
 }
 
 }  // namespace lossd::kernels::cuda

@@ -1,6 +1,7 @@
 // The level at which the list of a chunk fits, and the decision whether it becomes the gradient.
 //
 // Bytes: V (2 or 4) a row, read only if level 0 does not fit.
+#include "kernels/cuda/kernels/element_type.cuh"
 #include "kernels/cuda/kernels/sampled/sampled_row.cuh"
 
 namespace lossd::kernels::cuda {
@@ -98,15 +99,8 @@ cudaError_t Launch(const SampleRowsParams& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t LaunchChooseLevel(const SampleRowsParams& params, cudaStream_t stream) {
-  switch (params.elements.dtype) {
-    case DType::kFloat32:
-      return Launch<float>(params, stream);
-    case DType::kFloat16:
-      return Launch<__half>(params, stream);
-    case DType::kBFloat16:
-      return Launch<__nv_bfloat16>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return WithElement(params.elements.dtype,
+                     [&](auto element) { return Launch<typename decltype(element)::Type>(params, stream); });
 }
 
 cudaError_t LaunchDecideSampled(const DecideSampledParams& params, cudaStream_t stream) {

@@ -16,6 +16,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/kernels/device_math.cuh"
+#include "kernels/cuda/kernels/element_type.cuh"
 #include "kernels/cuda/kernels/sampled/sampled.h"
 #include "kernels/cuda/kernels/sampled/sampled_row.cuh"
 #include "kernels/sampling.h"
@@ -323,15 +324,8 @@ cudaError_t Launch(const SampleRowsParams& p, cudaStream_t stream) {
 
 cudaError_t LaunchSampleRows(const SampleRowsParams& params, cudaStream_t stream) {
   if (params.in.rows == 0) return cudaSuccess;
-  switch (params.elements.dtype) {
-    case DType::kFloat32:
-      return Launch<float>(params, stream);
-    case DType::kFloat16:
-      return Launch<__half>(params, stream);
-    case DType::kBFloat16:
-      return Launch<__nv_bfloat16>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return WithElement(params.elements.dtype,
+                     [&](auto element) { return Launch<typename decltype(element)::Type>(params, stream); });
 }
 
 }  // namespace lossd::kernels::cuda

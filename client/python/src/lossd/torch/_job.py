@@ -346,7 +346,7 @@ _SECOND_BACKWARD = (
 
 
 class _NotTwice(torch.autograd.Function):
-    """Passes a gradient on and raises if somebody differentiates it."""
+    """Passes a gradient on and raises if it is differentiated itself."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-#include "kernels/reference/row_gradient.h"
+#include "kernels/reference/row_formulas.h"
 
 #include <algorithm>
 #include <cmath>
@@ -111,6 +111,17 @@ Softmax ComputeSoftmax(const Head& head, const LossOptions& options, const std::
     soft.entropy -= std::exp(soft.log_p[v]) * soft.log_p[v];
   }
   return soft;
+}
+
+RowLoss ComputeRowLoss(const LossOptions& options, const ClassWeights& u, const Softmax& soft,
+                       size_t target) {
+  const size_t v_count = soft.z.size();
+  const double alpha = static_cast<double>(options.label_smoothing);
+  double smooth = 0.0;
+  for (size_t v = 0; v < v_count; ++v) smooth -= u[v] * soft.log_p[v] / static_cast<double>(v_count);
+  const double z_loss = static_cast<double>(options.z_loss) * soft.lse * soft.lse;
+  const double hard = -u[target] * soft.log_p[target];
+  return {.loss = (1.0 - alpha) * hard + alpha * smooth + z_loss, .z_loss = z_loss};
 }
 
 Upstream UpstreamOf(const Rows& rows, size_t n) {

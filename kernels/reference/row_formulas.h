@@ -1,7 +1,7 @@
-// The logits of one row of the reference, and the gradient with respect to its dot products. Pure functions;
-// thread-safe.
-#ifndef LOSSD_KERNELS_REFERENCE_ROW_GRADIENT_H_
-#define LOSSD_KERNELS_REFERENCE_ROW_GRADIENT_H_
+// The formulas of docs/math.md for one row: its logits, its loss, and the gradient with respect to its dot
+// products. Pure functions; thread-safe.
+#ifndef LOSSD_KERNELS_REFERENCE_ROW_FORMULAS_H_
+#define LOSSD_KERNELS_REFERENCE_ROW_FORMULAS_H_
 
 #include <cstddef>
 #include <vector>
@@ -28,6 +28,13 @@ struct ClassWeights {
   bool used;
   double operator[](size_t v) const { return used ? head.class_weights[v] : 1.0; }
 };
+
+// The loss of one row before its weight, and the part of it that is the z-loss.
+struct RowLoss {
+  double loss = 0.0;
+  double z_loss = 0.0;
+};
+RowLoss ComputeRowLoss(const LossOptions& options, const ClassWeights& u, const Softmax& soft, size_t target);
 
 // What a row's loss is multiplied with on its way into the gradients.
 struct Upstream {
@@ -76,4 +83,4 @@ LogitGradient ComputeLogitGradient(const LossOptions& options, const ClassWeight
 
 }  // namespace lossd::kernels::reference
 
-#endif  // LOSSD_KERNELS_REFERENCE_ROW_GRADIENT_H_
+#endif  // LOSSD_KERNELS_REFERENCE_ROW_FORMULAS_H_
