@@ -7,6 +7,11 @@
 #include "kernels/cuda/paths/path_choices.h"
 
 namespace lossd::kernels::cuda {
+namespace {
+
+Kept KeptOf(const ChunkJob& job) { return job.wants_gradient() ? Kept::kGradient : Kept::kNothing; }
+
+}  // namespace
 
 StoredPath::StoredPath(const PathContext& context)
     : context_(context),
@@ -23,7 +28,7 @@ void StoredPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathCla
 }
 
 absl::Status StoredPath::Prepare(const ChunkJob& job) {
-  LOSSD_RETURN_IF_ERROR(staged_.Prepare(job, Kept::kGradient));
+  LOSSD_RETURN_IF_ERROR(staged_.Prepare(job, KeptOf(job)));
   return gradients_.GemmsOf(job.plan).Prepare(job);
 }
 
@@ -34,7 +39,7 @@ LogitMatrix StoredPath::elements() const {
 
 absl::Status StoredPath::RowLoss(const ChunkJob& job) const {
   const LogitMatrix all = elements();
-  return staged_.ForEachBlock(job, Kept::kGradient, [&](const RowBlock& rows, const LogitMatrix& logits) {
+  return staged_.ForEachBlock(job, KeptOf(job), [&](const RowBlock& rows, const LogitMatrix& logits) {
     LogitMatrix gradient = all;
     gradient.data = static_cast<uint8_t*>(all.data) + rows.begin * all.ld * context_.sizes.element;
     if (!job.wants_gradient()) gradient.data = nullptr;
@@ -45,7 +50,7 @@ absl::Status StoredPath::RowLoss(const ChunkJob& job) const {
 }
 
 absl::Status StoredPath::Loss(const ChunkJob& job) {
-  if (staged_.UsesSpare(job, Kept::kGradient)) {
+  if (staged_.UsesSpare(job, KeptOf(job))) {
     LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));
   }
   return RowLoss(job);
