@@ -8,8 +8,8 @@ namespace lossd::kernels::cuda {
 namespace {
 
 constexpr int64_t kAlignment = 256;
-// A spare block has a row of so many of the chunk at least, which makes ten blocks of a full one.
-constexpr int64_t kSpareShare = 64;
+// A spare block has a row of so many of the chunk at least, which makes a dozen blocks of a full one.
+constexpr int64_t kSpareShare = 96;
 
 int64_t StagedBytes(const HeadSizes& sizes, int64_t rows) {
   return rows * sizes.padded_vocab * static_cast<int64_t>(sizeof(float));
