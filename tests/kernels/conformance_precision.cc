@@ -45,12 +45,23 @@ double LossFactor(const Problem& problem, const SliceData& slice, const referenc
                   row_weight * (weight + 2.0 * double{problem.options.z_loss} * std::fabs(want.lse[row])));
 }
 
-void ExpectPreciseSlice(const Problem& problem, const SliceData& slice, const SliceOutputs& got) {
-  const reference::Head head = ReferenceHead(problem);
+// What the rows of a slice should have; it does not depend on how gradients are computed.
+struct Truth {
+  reference::Result rows;
+  std::vector<double> p;  // [rows, V]
+};
+
+Truth TruthOf(const Problem& problem, const SliceData& slice) {
   LossOptions options = problem.options;
-  options.gradients = Gradients::kExact;  // results do not depend on it
-  const reference::Result want = reference::Compute(head, options, ReferenceRows(slice), nullptr);
-  const std::vector<double> p = reference::Probabilities(head, options, ReferenceRows(slice));
+  options.gradients = Gradients::kExact;
+  const reference::Head head = ReferenceHead(problem);
+  return {reference::Compute(head, options, ReferenceRows(slice), nullptr),
+          reference::Probabilities(head, options, ReferenceRows(slice))};
+}
+
+void ExpectPreciseSlice(const Problem& problem, const SliceData& slice, const Truth& truth,
+                        const SliceOutputs& got) {
+  const reference::Result& want = truth.rows;
   const auto vocab = static_cast<size_t>(problem.config.vocab_size);
   for (size_t row = 0; row < slice.targets.size(); ++row) {
     if (slice.targets[row] == kIgnoredTarget) continue;
@@ -62,21 +73,9 @@ void ExpectPreciseSlice(const Problem& problem, const SliceData& slice, const Sl
     ASSERT_GE(got.argmax[row], 0);
     ASSERT_LT(got.argmax[row], problem.config.vocab_size);
     if (got.argmax[row] == want.argmax[row]) continue;
-    const double found = p[row * vocab + static_cast<size_t>(got.argmax[row])];
-    const double largest = p[row * vocab + static_cast<size_t>(want.argmax[row])];
+    const double found = truth.p[row * vocab + static_cast<size_t>(got.argmax[row])];
+    const double largest = truth.p[row * vocab + static_cast<size_t>(want.argmax[row])];
     EXPECT_GE(std::log(found), std::log(largest) - kRowTolerance) << "argmax " << got.argmax[row];
-  }
-}
-
-void ExpectPreciseRows(Backend& backend, const Problem& made) {
-  const Problem problem = WithExactInputs(made);
-  SCOPED_TRACE(Describe(problem));
-  const auto head = MakeHead(backend, problem);
-  ASSERT_NE(head, nullptr);
-  const ChunkRun run = RunChunk(*head, problem);
-  ASSERT_TRUE(run.done.ok()) << run.done;
-  for (size_t i = 0; i < problem.slices.size(); ++i) {
-    ExpectPreciseSlice(problem, problem.slices[i], run.slices[i]);
   }
 }
 
@@ -93,6 +92,22 @@ std::vector<Problem> EachWay(Problem problem) {
   for (SliceData& slice : problem.slices) slice.want_grad_hidden = false;
   all.push_back(std::move(problem));
   return all;
+}
+
+void ExpectPreciseRows(Backend& backend, const Problem& made) {
+  const Problem problem = WithExactInputs(made);
+  const auto head = MakeHead(backend, problem);
+  ASSERT_NE(head, nullptr);
+  std::vector<Truth> truths;
+  for (const SliceData& slice : problem.slices) truths.push_back(TruthOf(problem, slice));
+  for (const Problem& way : EachWay(problem)) {
+    SCOPED_TRACE(Describe(way));
+    const ChunkRun run = RunChunk(*head, way);
+    ASSERT_TRUE(run.done.ok()) << run.done;
+    for (size_t i = 0; i < way.slices.size(); ++i) {
+      ExpectPreciseSlice(way, way.slices[i], truths[i], run.slices[i]);
+    }
+  }
 }
 
 // lse of one row of a plain problem, its dot products rounded to a dtype as torch does.
@@ -130,7 +145,7 @@ TEST_P(BackendConformance, RowResultsAreThoseOfDoubles) {
     for (ProblemSpec spec : EachOptionAlone(Plain({9, 28}, 136, 517))) {
       if (spec.config.norm != Norm::kNone) continue;  // it is the norm that rounds then
       spec.logit_deviation = deviation;
-      for (const Problem& problem : EachWay(MakeProblem(spec, rng()))) ExpectPreciseRows(backend(), problem);
+      ExpectPreciseRows(backend(), MakeProblem(spec, rng()));
     }
   }
 }
