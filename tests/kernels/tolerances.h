@@ -38,10 +38,10 @@ constexpr Tolerance ToleranceFor(DType compute, bool rounded = true) {
       return {.logit = 1e-6, .gradient = 5e-6, .magnitude = 3e-7, .growth = 0x1p-4};
     case DType::kFloat16:
       return rounded ? Tolerance{.logit = 3e-3, .gradient = 4e-3, .magnitude = 1e-3, .growth = 0x1p-4}
-                     : Tolerance{.logit = 3e-6, .gradient = 1e-3, .magnitude = 1e-3, .growth = 0.0};
+                     : Tolerance{.logit = 3e-6, .gradient = 2e-3, .magnitude = 1e-3, .growth = 0.0};
     case DType::kBFloat16:
       return rounded ? Tolerance{.logit = 2.4e-2, .gradient = 2e-2, .magnitude = 4e-3, .growth = 0x1p-4}
-                     : Tolerance{.logit = 3e-6, .gradient = 6e-3, .magnitude = 4e-3, .growth = 0.0};
+                     : Tolerance{.logit = 3e-6, .gradient = 1e-2, .magnitude = 4e-3, .growth = 0.0};
   }
   return {};
 }
