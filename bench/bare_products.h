@@ -52,7 +52,7 @@ class BareProducts {
         timer_(timer),
         gemms_(Take(kernels::cuda::Gemms::Create(), "Gemms")) {
     scratch_ = DeviceAlloc<uint8_t>(kernels::cuda::kGemmWorkspaceBytes);
-    logits_ = DeviceAlloc<uint16_t>(rows * shape.vocab);
+    logits_ = DeviceAlloc<float>(rows * shape.vocab);
     dx_ = DeviceAlloc<uint16_t>(rows * shape.hidden);
     dw_ = DeviceAlloc<float>(shape.vocab * shape.hidden);
     targets_ = DeviceAlloc<int32_t>(rows);
@@ -91,13 +91,15 @@ class BareProducts {
     return Product(WeightGemm(shape_, rows_, output),
                    {.a = data_.hidden, .b = logits_, .c = dw_, .beta = beta});
   }
-  // Logits are made anew before each run, because the kernel works in place.
+  // From fp32 logits. They are made anew before each run, because the kernel works in place.
   Times RowLoss(bool gradient) {
     const kernels::cuda::RowLossParams p = RowParams(gradient);
+    kernels::cuda::GemmShape logits = LogitsGemm(shape_, rows_);
+    logits.output = kernels::DType::kFloat32;
     std::vector<double> times;
     for (int i = 0; i < kWarmUps + iterations_; ++i) {
-      Check(gemms_->Run(LogitsGemm(shape_, rows_), {.a = data_.weight, .b = data_.hidden, .c = logits_},
-                        scratch_, timer_.stream()),
+      Check(gemms_->Run(logits, {.a = data_.weight, .b = data_.hidden, .c = logits_}, scratch_,
+                        timer_.stream()),
             "Run");
       times.push_back(timer_.MeasureOnce(
           [&] { Check(kernels::cuda::LaunchRowLoss(p, limits_, timer_.stream()), "LaunchRowLoss"); }));
@@ -108,7 +110,9 @@ class BareProducts {
  private:
   kernels::cuda::RowLossParams RowParams(bool gradient) const {
     kernels::cuda::RowLossParams p;
-    p.logits = {logits_, kernels::DType::kBFloat16, shape_.vocab, shape_.vocab};
+    p.logits = {logits_, kernels::DType::kFloat32, shape_.vocab, shape_.vocab};
+    p.gradient = kernels::cuda::InPlaceOf(p.logits, kernels::DType::kBFloat16);
+    if (!gradient) p.gradient.data = nullptr;
     p.terms.vocab = shape_.vocab;
     p.terms.class_weight_sum = static_cast<float>(shape_.vocab);
     p.in = {.rows = rows_,
@@ -120,7 +124,6 @@ class BareProducts {
             .coef_entropy = floats_ + 3 * rows_};
     p.out = {floats_ + 4 * rows_, floats_ + 5 * rows_, floats_ + 6 * rows_,
              floats_ + 7 * rows_, floats_ + 8 * rows_, reinterpret_cast<int32_t*>(floats_ + 9 * rows_)};
-    p.write_gradient = gradient;
     return p;
   }
 
@@ -133,7 +136,7 @@ class BareProducts {
   std::unique_ptr<kernels::cuda::Gemms> gemms_;
   kernels::cuda::DeviceLimits limits_;
   uint8_t* scratch_ = nullptr;
-  uint16_t* logits_ = nullptr;
+  float* logits_ = nullptr;  // of which the products of 16 bits use half
   uint16_t* dx_ = nullptr;
   float* dw_ = nullptr;
   int32_t* targets_ = nullptr;

@@ -37,7 +37,7 @@ reference::Rows SampledRows(const Problem& problem, const SliceData& slice) {
   reference::Rows rows = ReferenceRows(slice);
   const bool is_auto = problem.options.gradients == Gradients::kAuto;
   rows.sample_uniform = problem.samples_uniform || (problem.auto_samples_uniform && is_auto);
-  rows.logit_error = 2.0 * ToleranceFor(problem.config.compute_dtype).logit;
+  rows.logit_error = SampledElementError(problem.config.compute_dtype);
   return rows;
 }
 

@@ -22,7 +22,7 @@ double Norm2(const std::vector<double>& values) {
 
 // See tolerances.h.
 void ExpectGradientNear(const char* what, const std::vector<float>& got, const reference::Gradient& want,
-                        DType compute, DType output, double max_abs_logit) {
+                        const Tolerance& tolerance, DType output, double max_abs_logit) {
   ASSERT_EQ(got.size(), want.value.size()) << what;
   double error = 0.0;
   for (size_t i = 0; i < got.size(); ++i) {
@@ -31,19 +31,23 @@ void ExpectGradientNear(const char* what, const std::vector<float>& got, const r
   }
   error = std::sqrt(error);
   const double norm = Norm2(want.value);
-  const double limit = norm * (GradientTolerance(compute, max_abs_logit) + UnitRoundoff(output)) +
-                       Norm2(want.magnitude) * MagnitudeTolerance(compute, max_abs_logit) +
-                       UndecidedError(want) +
+  const double limit = norm * (tolerance.Gradient(max_abs_logit) + UnitRoundoff(output)) +
+                       Norm2(want.magnitude) * tolerance.Magnitude(max_abs_logit) + UndecidedError(want) +
                        UnderflowError(output) * std::sqrt(static_cast<double>(got.size()));
   EXPECT_LE(error, limit) << what << ": relative error " << error / norm << ", reference norm " << norm;
 }
 
-double LogitTolerance(DType compute, const reference::Result& want, size_t row) {
-  return ToleranceFor(compute).logit * (1.0 + want.max_abs_logit[row]);
+// Whether hidden states are rounded before they are multiplied.
+bool RoundsHidden(DType compute, const Problem& problem) {
+  return problem.config.norm != Norm::kNone || problem.hidden_dtype != compute;
+}
+
+double LogitTolerance(const Tolerance& tolerance, const reference::Result& want, size_t row) {
+  return tolerance.logit * (1.0 + want.max_abs_logit[row]);
 }
 
 // |dloss| for a unit error of a logit: class weights, and 2 lambda lse with a z-loss.
-double LossTolerance(DType compute, const Problem& problem, const SliceData& slice,
+double LossTolerance(const Tolerance& tolerance, const Problem& problem, const SliceData& slice,
                      const reference::Result& want, size_t row) {
   double largest_weight = 1.0;
   if (problem.options.use_class_weights) {
@@ -51,15 +55,15 @@ double LossTolerance(DType compute, const Problem& problem, const SliceData& sli
   }
   const double slope = 2.0 * double{problem.options.z_loss} * std::fabs(want.lse[row]);
   const double row_weight = slice.row_weights.empty() ? 1.0 : std::fabs(double{slice.row_weights[row]});
-  return row_weight * (largest_weight + slope) * LogitTolerance(compute, want, row) +
+  return row_weight * (largest_weight + slope) * LogitTolerance(tolerance, want, row) +
          UnitRoundoff(DType::kFloat32) * std::fabs(want.loss[row]);
 }
 
-void ExpectRowMatches(DType compute, const Problem& problem, const SliceData& slice,
+void ExpectRowMatches(const Tolerance& tolerance, const Problem& problem, const SliceData& slice,
                       const reference::Result& want, const SliceOutputs& got, size_t row) {
-  const double logit = LogitTolerance(compute, want, row);
+  const double logit = LogitTolerance(tolerance, want, row);
   const double log_v = std::log(static_cast<double>(problem.config.vocab_size));
-  EXPECT_NEAR(got.loss[row], want.loss[row], LossTolerance(compute, problem, slice, want, row))
+  EXPECT_NEAR(got.loss[row], want.loss[row], LossTolerance(tolerance, problem, slice, want, row))
       << "row " << row;
   EXPECT_NEAR(got.lse[row], want.lse[row], logit) << "row " << row;
   EXPECT_NEAR(got.target_logprob[row], want.target_logprob[row], 2 * logit) << "row " << row;
@@ -96,24 +100,24 @@ double DroppedMass(const Problem& problem, const SliceData& slice, const referen
 }
 
 // Whatever an error of the logits could move over the threshold is allowed for.
-void ExpectDroppedMassMatches(DType compute, const Problem& problem, const SliceData& slice,
+void ExpectDroppedMassMatches(const Tolerance& tolerance, const Problem& problem, const SliceData& slice,
                               const reference::Result& want, double got) {
   const double dropped = DroppedMass(problem, slice, want);
   // Heads that recompute logits may sum up exponentials relative to a number 48 above the target's: their
   // exponents are off by half a unit of numbers below 64, once in the sum and once in what is taken from it.
   const double row_tolerance = problem.config.logits == Logits::kRecomputed ? 0x1p-18 : 1e-6;
-  double tolerance = row_tolerance * static_cast<double>(want.dropped_mass.size());
+  double allowed = row_tolerance * static_cast<double>(want.dropped_mass.size());
   if (problem.options.gradients == Gradients::kFiltered) {
     const auto p = reference::Probabilities(ReferenceHead(problem), problem.options, ReferenceRows(slice));
     const auto vocab = static_cast<size_t>(problem.config.vocab_size);
     for (size_t i = 0; i < p.size(); ++i) {
-      const double logit = 2.0 * LogitTolerance(compute, want, i / vocab);
+      const double logit = 2.0 * LogitTolerance(tolerance, want, i / vocab);
       const double epsilon = double{problem.options.filter_epsilon};
-      if (p[i] < epsilon) tolerance += p[i] * logit;
-      if (p[i] > epsilon * std::exp(-logit) && p[i] < epsilon * std::exp(logit)) tolerance += p[i];
+      if (p[i] < epsilon) allowed += p[i] * logit;
+      if (p[i] > epsilon * std::exp(-logit) && p[i] < epsilon * std::exp(logit)) allowed += p[i];
     }
   }
-  EXPECT_NEAR(got, dropped, tolerance);
+  EXPECT_NEAR(got, dropped, allowed);
 }
 
 // A backend may estimate the sums from the classes that it has taken: kappa^2 tau times one number below tau
@@ -122,38 +126,38 @@ void ExpectSamplingSumsMatch(DType compute, const Problem& problem, const SliceD
                              const reference::Result& want, const SliceSums& got) {
   const double tau = double{problem.options.sample_threshold};
   const double smoothing = double{problem.options.label_smoothing};
-  double variance = 0.0, square = 0.0, noise = 0.0, tolerance = 1e-30;
+  double variance = 0.0, square = 0.0, noise = 0.0, allowed = 1e-30;
   for (size_t row = 0; row < want.sampling_variance.size(); ++row) {
     if (!HasGradient(problem, slice, row)) continue;
     variance += want.sampling_variance[row];
     square += want.squared_gradient[row];
     noise += std::pow(tau * want.sample_scale[row], 2) * want.sampling_variance[row];
     // Label smoothing's uniform part of the target's gradient need not be counted.
-    tolerance += (4.0 * LogitTolerance(compute, want, row) + 1e-6 + smoothing) * want.squared_gradient[row];
+    const double element = SampledElementError(compute) * (1.0 + want.max_abs_logit[row]);
+    allowed += (2.0 * element + 1e-6 + smoothing) * want.squared_gradient[row];
   }
-  EXPECT_NEAR(got.sampling_variance, variance, tolerance + 6.0 * std::sqrt(noise));
-  EXPECT_NEAR(got.squared_gradient, square, tolerance + 6.0 * std::sqrt(noise));
+  EXPECT_NEAR(got.sampling_variance, variance, allowed + 6.0 * std::sqrt(noise));
+  EXPECT_NEAR(got.squared_gradient, square, allowed + 6.0 * std::sqrt(noise));
 }
 
-void ExpectSumsMatch(DType compute, const Problem& problem, const SliceData& slice,
+void ExpectSumsMatch(const Tolerance& tolerance, const Problem& problem, const SliceData& slice,
                      const reference::Result& want, const SliceSums& got, bool with_entropy) {
   double loss_tolerance = 1e-12;
   double entropy_tolerance = 1e-12;
   int64_t undecided = 0;
   for (size_t row = 0; row < want.loss.size(); ++row) {
     if (slice.targets[row] == kIgnoredTarget) continue;
-    loss_tolerance += LossTolerance(compute, problem, slice, want, row);
-    entropy_tolerance +=
-        (1.0 + std::log(static_cast<double>(problem.config.vocab_size))) * LogitTolerance(compute, want, row);
-    if (want.top_gap[row] <= 2 * LogitTolerance(compute, want, row)) ++undecided;
+    loss_tolerance += LossTolerance(tolerance, problem, slice, want, row);
+    entropy_tolerance += (1.0 + std::log(static_cast<double>(problem.config.vocab_size))) *
+                         LogitTolerance(tolerance, want, row);
+    if (want.top_gap[row] <= 2 * LogitTolerance(tolerance, want, row)) ++undecided;
   }
   EXPECT_NEAR(got.loss, want.loss_sum, loss_tolerance);
   EXPECT_NEAR(got.z_loss, want.z_loss_sum, loss_tolerance);
   if (with_entropy) {
     EXPECT_NEAR(got.entropy, want.entropy_sum, entropy_tolerance);
   }
-  ExpectDroppedMassMatches(compute, problem, slice, want, got.dropped_mass);
-  ExpectSamplingSumsMatch(compute, problem, slice, want, got);
+  ExpectDroppedMassMatches(tolerance, problem, slice, want, got.dropped_mass);
   EXPECT_EQ(got.valid_rows, want.valid_rows);
   EXPECT_NEAR(static_cast<double>(got.correct_rows), static_cast<double>(want.correct_rows),
               static_cast<double>(undecided));
@@ -296,28 +300,32 @@ double MaxAbsLogit(absl::Span<const reference::Result> results) {
 void ExpectSliceMatches(DType compute, const Problem& problem, const SliceData& slice,
                         const reference::Result& want, const SliceOutputs& got) {
   EXPECT_EQ(got.first_nonfinite_row, -1);
-  ExpectSumsMatch(compute, problem, slice, want, got.sums, !got.entropy.empty());
+  const Tolerance tolerance = ToleranceFor(compute, RoundsHidden(compute, problem));
+  ExpectSumsMatch(tolerance, problem, slice, want, got.sums, !got.entropy.empty());
+  ExpectSamplingSumsMatch(compute, problem, slice, want, got.sums);
   for (size_t row = 0; row < got.loss.size(); ++row) {
     if (slice.targets[row] == kIgnoredTarget) {
       ExpectIgnoredRow(got, row, problem.config.hidden_size);
     } else {
-      ExpectRowMatches(compute, problem, slice, want, got, row);
+      ExpectRowMatches(tolerance, problem, slice, want, got, row);
     }
   }
   if (!slice.want_grad_hidden) return;
-  ExpectGradientNear("grad_hidden", got.grad_hidden, want.grad_hidden, compute, problem.hidden_dtype,
+  ExpectGradientNear("grad_hidden", got.grad_hidden, want.grad_hidden, tolerance, problem.hidden_dtype,
                      MaxAbsLogit({&want, 1}));
 }
 
-void ExpectGradientsMatch(HeadKernels& head, const reference::ParamGradients& want, double max_abs_logit) {
+void ExpectGradientsMatch(HeadKernels& head, const reference::ParamGradients& want, double max_abs_logit,
+                          bool rounded) {
+  const Tolerance tolerance = ToleranceFor(head.compute_dtype(), rounded);
   const std::pair<Param, const reference::Gradient*> params[] = {{Param::kWeight, &want.weight},
                                                                  {Param::kBias, &want.bias},
                                                                  {Param::kNormGain, &want.norm_gain},
                                                                  {Param::kNormShift, &want.norm_shift}};
   for (const auto& [param, gradient] : params) {
     if (!HasTensor(head.config(), {param, Role::kGradient})) continue;
-    ExpectGradientNear(std::string(Name(param)).c_str(), ReadGradient(head, param), *gradient,
-                       head.compute_dtype(), DType::kFloat32, max_abs_logit);
+    ExpectGradientNear(std::string(Name(param)).c_str(), ReadGradient(head, param), *gradient, tolerance,
+                       DType::kFloat32, max_abs_logit);
   }
 }
 
@@ -341,7 +349,8 @@ void RunAndCompare(Backend& backend, const std::vector<Problem>& chunks, const R
     max_abs_logit = std::max(max_abs_logit, MaxAbsLogit(want));
   }
   SCOPED_TRACE(Describe(chunks.front()));
-  if (head->config().trainable) ExpectGradientsMatch(*head, gradients, max_abs_logit);
+  if (!head->config().trainable) return;
+  ExpectGradientsMatch(*head, gradients, max_abs_logit, RoundsHidden(head->compute_dtype(), chunks.front()));
 }
 
 }  // namespace lossd::kernels::testing

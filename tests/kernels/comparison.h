@@ -27,7 +27,9 @@ std::vector<reference::Result> ComputeReference(const Problem& problem, referenc
 // gtest expectations, with the tolerances of tolerances.h.
 void ExpectSliceMatches(DType compute, const Problem& problem, const SliceData& slice,
                         const reference::Result& want, const SliceOutputs& got);
-void ExpectGradientsMatch(HeadKernels& head, const reference::ParamGradients& want, double max_abs_logit);
+// rounded: hidden states were, to the compute dtype, before they were multiplied.
+void ExpectGradientsMatch(HeadKernels& head, const reference::ParamGradients& want, double max_abs_logit,
+                          bool rounded = true);
 double MaxAbsLogit(absl::Span<const reference::Result> results);
 
 // Runs `problems` (chunks for the same head: the tensors are the first one's) and compares everything.

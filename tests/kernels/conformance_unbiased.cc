@@ -100,7 +100,7 @@ TEST_P(BackendConformance, SampledGradientsAreExactOnAverage) {
     const auto want = ComputeReference(problem, &exact);
     const DType compute = head->compute_dtype();
     const double tolerance =
-        GradientTolerance(compute, MaxAbsLogit(want)) + UnitRoundoff(problem.hidden_dtype);
+        ToleranceFor(compute).Gradient(MaxAbsLogit(want)) + UnitRoundoff(problem.hidden_dtype);
     // What the classes of a row add up to is more certain than if they were taken independently.
     ExpectMeanNear(hidden, want[0].grad_hidden, spread[0].grad_hidden.variance, tolerance, 0.4);
     ExpectMeanNear(weight, exact.weight, sampled.weight.variance, tolerance, 0.7);

@@ -52,12 +52,12 @@ struct RowInputs {
   const float* coef_lse = nullptr;      // dL/dlse over the gradient unit
   const float* coef_entropy = nullptr;  // dL/dentropy over the gradient unit
 
-  // The rows [begin, begin + padded_count), of which those below `rows` exist. With target_dots.
+  // The rows [begin, begin + padded_count), of which those below `rows` exist.
   RowInputs Block(int64_t begin, int64_t padded_count) const {
-    return {.rows = std::min(rows - begin, padded_count),
+    return {.rows = std::clamp<int64_t>(rows - begin, 0, padded_count),
             .padded_rows = padded_count,
             .targets = targets + begin,
-            .target_dots = target_dots + begin,
+            .target_dots = target_dots == nullptr ? nullptr : target_dots + begin,
             .weights = weights + begin,
             .coef_loss = coef_loss + begin,
             .coef_lse = coef_lse + begin,
@@ -88,6 +88,12 @@ struct LogitMatrix {
   int64_t ld = 0;  // a multiple of 8
   int64_t classes = 0;
 };
+
+// The matrix of `dtype` whose rows begin where those of fp32 logits do.
+inline LogitMatrix InPlaceOf(const LogitMatrix& logits, DType dtype) {
+  return {logits.data, dtype, logits.ld * static_cast<int64_t>(sizeof(float) / SizeOf(dtype)),
+          logits.classes};
+}
 
 // dL/dz of a row over the gradient unit, as factors of 2^(z f - reference); see row_loss.cu.
 struct GradientRule {

@@ -8,18 +8,17 @@
 //     with A = u_y (1 - alpha) + alpha U / V + 2 lambda lse
 //
 // The target is kept out of M, S and so on until the row's sums are complete: with S' the sum of the
-// others, 1 - p_y = S' / S and, for a confident row, nll = log1p(S' / e_y) are exact to fp32, whatever
-// the storage type of the logits. Its own logit comes in fp32 (RowInputs::target_dots).
+// others, 1 - p_y = S' / S and, for a confident row, nll = log1p(S' / e_y) are exact to fp32.
 //
 // The plain case (no bias, softcap, class weights, smoothing, entropy; scale > 0) keeps z f implicit: z is
-// the stored dot product and f = scale log2(e).
+// the dot product and f = scale log2(e).
 //
 // Plan: one thread block cluster (1, 2, 4 or 8 blocks) per row; each block holds its part of the row in
 // shared memory (cp.async), so a row is read once and written once. Rows that do not fit, and GPUs without
 // clusters, read the row a second time (mostly from L2). The statistics of threads, warps and blocks
 // are combined in a fixed order.
 //
-// Bytes: rows * V * (2 or 4) read and, with the gradient, as many written. Operations: 2 exponentials
+// Bytes: rows * V * 4 read and, with the gradient, rows * V * (2 or 4) written. Operations: 2 exponentials
 // and about 20 others an element, which is below the time of the bytes as long as several blocks
 // share a multiprocessor: hence at most kTargetBlockBytes a block.
 #include <algorithm>
@@ -154,38 +153,39 @@ __device__ __forceinline__ Stats ReduceRow(const float* warp_words, float f, uin
 }
 
 // Makes the target and the padding of a plain row -inf before it is read, so that the loops need no checks.
-template <typename T, bool kResident>
-__device__ __forceinline__ void MaskRow(const LogitMatrix& logits, const RowPart<T, kResident>& part,
+template <bool kResident>
+__device__ __forceinline__ void MaskRow(const LogitMatrix& logits, const RowPart<kResident>& part,
                                         int target) {
   if constexpr (!kResident) __syncthreads();  // all threads have read the target's logit
-  const T none = static_cast<T>(NegativeInfinity());
-  part.Mask(target, none);
+  part.Mask(target, NegativeInfinity());
   for (int column = static_cast<int>(logits.classes); column < static_cast<int>(logits.ld); ++column)
-    part.Mask(column, none);
+    part.Mask(column, NegativeInfinity());
 }
 
 // ---- the kernel ----
 
+// T: the compute dtype.
 template <typename T, bool kGeneral, bool kResident>
 __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void RowLossKernel(
     const __grid_constant__ RowLossParams p) {
   extern __shared__ uint4 shared_row[];
-  constexpr int kSize = Vec<T>::kSize;
   const uint32_t cluster = ClusterSize();
   const uint32_t rank = ClusterRank();
   const int64_t row = blockIdx.x / cluster;
-  T* row_logits = static_cast<T*>(p.logits.data) + row * p.logits.ld;
+  float* const row_logits = static_cast<float*>(p.logits.data) + row * p.logits.ld;
+  T* const row_gradient =
+      p.gradient.data != nullptr ? static_cast<T*>(p.gradient.data) + row * p.gradient.ld : nullptr;
   const int classes = static_cast<int>(p.logits.classes);
 
-  const int vectors = static_cast<int>(p.logits.ld / kSize);
+  const int vectors = static_cast<int>(p.logits.ld / kDots);
   const int per_block = (vectors + static_cast<int>(cluster) - 1) / static_cast<int>(cluster);
-  RowPart<T, kResident> part;
+  RowPart<kResident> part;
   part.row = row_logits;
   part.shared = SharedAddress(shared_row);
   part.begin = min(static_cast<int>(rank) * per_block, vectors);
   part.end = min(part.begin + per_block, vectors);
   if (row >= p.in.rows) {  // a padding row; the whole cluster takes this way
-    WriteZeros(part);
+    if (row_gradient != nullptr) WriteZeros(part, row_gradient);
     return;
   }
 
@@ -196,7 +196,7 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
   const LogitMap<T, kGeneral> map(p.terms);
   Target target;
   target.column = p.in.targets[row];
-  const float stored_dot = static_cast<float>(row_logits[target.column]);
+  const float stored_dot = row_logits[target.column];
   part.Fetch();
   if constexpr (!kGeneral) MaskRow(p.logits, part, target.column);
   target.logit = map(p.in.target_dots != nullptr ? p.in.target_dots[row] : stored_dot, target.column);
@@ -218,12 +218,12 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
   } else if (cluster > 1) {
     mailbox.AwaitOpen();
   }
-  if (!p.write_gradient) return;
+  if (row_gradient == nullptr) return;
   __syncthreads();
   if (shared_rule.valid) {
-    WriteGradient(p.terms, map, part, classes, target, shared_rule);
+    WriteGradient(p.terms, map, part, classes, target, shared_rule, row_gradient);
   } else {
-    WriteZeros(part);
+    WriteZeros(part, row_gradient);
   }
 }
 
@@ -255,9 +255,9 @@ struct LaunchPlan {
   int shared_bytes = 0;
 };
 
-LaunchPlan Plan(int64_t ld, DType dtype, const DeviceLimits& limits) {
+LaunchPlan Plan(int64_t ld, const DeviceLimits& limits) {
   LaunchPlan plan;
-  const int64_t row_bytes = ld * static_cast<int64_t>(SizeOf(dtype));
+  const int64_t row_bytes = ld * static_cast<int64_t>(sizeof(float));
   const int max_cluster = limits.has_clusters ? kMaxCluster : 1;
   while (plan.cluster < max_cluster && row_bytes > int64_t{plan.cluster} * kTargetBlockBytes)
     plan.cluster *= 2;
@@ -320,16 +320,16 @@ cudaError_t LaunchTargetDots(const TargetDotParams& params, cudaStream_t stream)
   return cudaGetLastError();
 }
 
-std::string DescribeRowLoss(int64_t ld, DType dtype, const DeviceLimits& limits) {
-  const LaunchPlan plan = Plan(ld, dtype, limits);
+std::string DescribeRowLoss(int64_t ld, const DeviceLimits& limits) {
+  const LaunchPlan plan = Plan(ld, limits);
   return absl::StrCat(plan.cluster, plan.cluster == 1 ? " block of " : " blocks of ", plan.threads,
                       " threads a row, ", plan.resident ? "read once" : "too long to be kept");
 }
 
 cudaError_t LaunchRowLoss(const RowLossParams& params, const DeviceLimits& limits, cudaStream_t stream) {
-  if (params.in.rows == 0) return cudaSuccess;
-  const LaunchPlan plan = Plan(params.logits.ld, params.logits.dtype, limits);
-  switch (params.logits.dtype) {
+  if (params.in.padded_rows == 0) return cudaSuccess;
+  const LaunchPlan plan = Plan(params.logits.ld, limits);
+  switch (params.gradient.dtype) {
     case DType::kFloat32:
       return LaunchTyped<float>(params, plan, stream);
     case DType::kFloat16:

@@ -1,5 +1,5 @@
-// Launchers of the row loss kernel, a chunk of logits in, row results and (in place) their gradient out, and
-// of the kernel that computes the targets' own logits.
+// Launchers of the row loss kernel, fp32 logits of some rows in, row results and their gradient out, and of
+// the kernel that computes the targets' own logits.
 //
 // Both enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_ROW_LOSS_H_
@@ -30,19 +30,19 @@ struct TargetDotParams {
 cudaError_t LaunchTargetDots(const TargetDotParams& params, cudaStream_t stream);
 
 struct RowLossParams {
-  // Of the whole vocabulary. W x on entry; with write_gradient, dL/ds over (scale * gradient unit) on return,
-  // 0 in padding rows and columns and in rows whose loss is not finite.
-  LogitMatrix logits;
+  LogitMatrix logits;  // fp32, W x of the whole vocabulary; overwritten
+  // Out, in the compute dtype: dL/ds over (scale * gradient unit), 0 in padding rows and columns and in rows
+  // whose loss is not finite. It may be InPlaceOf(logits). data null: not wanted.
+  LogitMatrix gradient;
   LossTerms terms;
   RowInputs in;
   RowResults out;
-  bool write_gradient = false;
   bool with_uniform = true;  // ds has the uniform part of label smoothing
 };
 cudaError_t LaunchRowLoss(const RowLossParams& params, const DeviceLimits& limits, cudaStream_t stream);
 
-// How LaunchRowLoss() goes about rows of `ld` elements, for people.
-std::string DescribeRowLoss(int64_t ld, DType dtype, const DeviceLimits& limits);
+// How LaunchRowLoss() goes about rows of `ld` logits, for people.
+std::string DescribeRowLoss(int64_t ld, const DeviceLimits& limits);
 
 }  // namespace lossd::kernels::cuda
 

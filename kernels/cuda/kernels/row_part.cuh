@@ -1,5 +1,5 @@
-// A thread block's work on (a part of) a row of stored dot products: statistics from it, and its gradient
-// over it. Shared by the kernels that have the whole row (row_loss.cu) and a block of its classes
+// A thread block's work on (a part of) a row of fp32 dot products: statistics from it, and its gradient in
+// the compute dtype. Shared by the kernels that have the whole row (row_loss.cu) and a block of its classes
 // (recomputed_rows.cu). The formulas stand in row_loss.cu.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_ROW_PART_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_ROW_PART_CUH_
@@ -14,7 +14,7 @@
 namespace lossd::kernels::cuda {
 
 // Vectors loaded ahead of their use, from shared memory and from global memory.
-inline constexpr int kSharedUnroll = 2;
+inline constexpr int kSharedUnroll = 4;
 inline constexpr int kGlobalUnroll = 4;
 
 // ---- statistics on their way between warps and blocks ----
@@ -79,11 +79,14 @@ __device__ __forceinline__ uint4 LoadShared16(uint32_t address) {
 
 // ---- a part of a row ----
 
+// Dot products of a vector.
+inline constexpr int kDots = Vec<float>::kSize;
+
 // The part of a row that this block works on, in vectors of 16 bytes.
-template <typename T, bool kResident>
+template <bool kResident>
 struct RowPart {
   static constexpr int kUnroll = kResident ? kSharedUnroll : kGlobalUnroll;
-  T* row;           // the whole row
+  float* row;       // the whole row
   uint32_t shared;  // address of the copy of vectors [begin, end)
   int begin;
   int end;
@@ -103,21 +106,16 @@ struct RowPart {
   }
   // True for the thread that works on this column.
   __device__ __forceinline__ bool Owns(int column) const {
-    const int v = column / Vec<T>::kSize;
+    const int v = column / kDots;
     return column >= 0 && v >= begin && v < end &&
            (v - begin) % static_cast<int>(blockDim.x) == static_cast<int>(threadIdx.x);
   }
   // Overwrites what the owner of `column` will load there.
-  __device__ __forceinline__ void Mask(int column, T value) const {
+  __device__ __forceinline__ void Mask(int column, float value) const {
     if (!Owns(column)) return;
     if constexpr (kResident) {
-      const uint32_t address = shared + static_cast<uint32_t>(sizeof(T)) * (column - begin * Vec<T>::kSize);
-      if constexpr (sizeof(T) == 4) {
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-      } else {
-        asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(*reinterpret_cast<const uint16_t*>(&value))
-                     : "memory");
-      }
+      const uint32_t address = shared + static_cast<uint32_t>(sizeof(float)) * (column - begin * kDots);
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
     } else {
       row[column] = value;
     }
@@ -140,15 +138,36 @@ __device__ __forceinline__ void ForEachVector(const Part& part, Body body) {
   for (; v < part.end; v += step) body(part.Load(v), v);
 }
 
+// The same for the whole block in step: between loads and bodies all threads wait for each other. So a body
+// may write over what any thread has loaded, which are the vectors up to its own and some beyond.
+template <typename Part, typename Body>
+__device__ __forceinline__ void ForEachVectorInStep(const Part& part, Body body) {
+  constexpr int kUnroll = Part::kUnroll;
+  const int step = static_cast<int>(blockDim.x);
+  for (int first = part.begin; first < part.end; first += kUnroll * step) {
+    const int v = first + static_cast<int>(threadIdx.x);
+    uint4 raw[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      raw[i] = v + i * step < part.end ? part.Load(v + i * step) : make_uint4(0, 0, 0, 0);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      if (v + i * step < part.end) body(raw[i], v + i * step);
+    }
+  }
+}
+
 // The logits of vector v of a row: -inf in padding and at the target (plain rows: see MaskRow).
 template <typename T, bool kGeneral>
 __device__ __forceinline__ void VectorLogits(const LogitMap<T, kGeneral>& map, const uint4& raw, int v,
-                                             int classes, int target, Logit (&logits)[Vec<T>::kSize]) {
-  constexpr int kSize = Vec<T>::kSize;
+                                             int classes, int target, Logit (&logits)[kDots]) {
+  constexpr int kSize = kDots;
   float dots[kSize];
-  Vec<T>::Unpack(raw, dots);
+  Vec<float>::Unpack(raw, dots);
   const int first = v * kSize;
-  // Columns at or past `classes` exist in the last vector only; their bias would be out of bounds.
+  // Columns at or past `classes` exist in the last vectors only; their bias would be out of bounds.
 #pragma unroll
   for (int i = 0; i < kSize; ++i) logits[i] = map(dots[i], kGeneral ? min(first + i, classes - 1) : 0);
   if constexpr (!kGeneral) return;
@@ -168,10 +187,9 @@ __device__ __forceinline__ void VectorLogits(const LogitMap<T, kGeneral>& map, c
 
 // The smallest class of vector `best` of a row that has the logit `max`.
 template <typename T, bool kGeneral, bool kResident>
-__device__ __forceinline__ int32_t FindClass(const LogitMap<T, kGeneral>& map,
-                                             const RowPart<T, kResident>& part, int classes,
-                                             const Target& target, int best, float max) {
-  constexpr int kSize = Vec<T>::kSize;
+__device__ __forceinline__ int32_t FindClass(const LogitMap<T, kGeneral>& map, const RowPart<kResident>& part,
+                                             int classes, const Target& target, int best, float max) {
+  constexpr int kSize = kDots;
   if (best < 0) return INT32_MAX;
   Logit logits[kSize];
   VectorLogits(map, part.Load(best), best, classes, target.column, logits);
@@ -185,13 +203,13 @@ __device__ __forceinline__ int32_t FindClass(const LogitMap<T, kGeneral>& map,
 
 // A plain row in shared memory: the maximum first, then the sum, both without branches.
 template <typename T>
-__device__ __forceinline__ Stats PlainStats(const LogitMap<T, false>& map, const RowPart<T, true>& part,
+__device__ __forceinline__ Stats PlainStats(const LogitMap<T, false>& map, const RowPart<true>& part,
                                             int classes, const Target& target) {
-  constexpr int kSize = Vec<T>::kSize;
+  constexpr int kSize = kDots;
   Stats s = NoStats();
   int best = -1;
   ForEachVector(part, [&](const uint4& raw, int v) {
-    const float max = Vec<T>::Max(raw);
+    const float max = Vec<float>::Max(raw);
     best = max > s.max ? v : best;
     s.max = fmaxf(s.max, max);
   });
@@ -199,7 +217,7 @@ __device__ __forceinline__ Stats PlainStats(const LogitMap<T, false>& map, const
   float sums[2] = {0.0f, 0.0f};
   ForEachVector(part, [&](const uint4& raw, int) {
     float dots[kSize];
-    Vec<T>::Unpack(raw, dots);
+    Vec<float>::Unpack(raw, dots);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) sums[i & 1] += Exp2(fmaf(dots[i], map.f, -reference));
   });
@@ -210,10 +228,9 @@ __device__ __forceinline__ Stats PlainStats(const LogitMap<T, false>& map, const
 
 template <typename T, bool kGeneral, bool kResident>
 __device__ __forceinline__ Stats RowStats(const LossTerms& terms, const LogitMap<T, kGeneral>& map,
-                                          const RowPart<T, kResident>& part, int classes,
-                                          const Target& target) {
+                                          const RowPart<kResident>& part, int classes, const Target& target) {
   if constexpr (!kGeneral && kResident) return PlainStats(map, part, classes, target);
-  constexpr int kSize = Vec<T>::kSize;
+  constexpr int kSize = kDots;
   Stats s = NoStats();
   int best = -1;
   float reference = 0.0f;
@@ -255,38 +272,58 @@ __device__ __forceinline__ float SaturateIf(float x) {
   return std::is_same_v<T, __half> ? SaturateHalf(x) : x;
 }
 
-template <typename T, bool kGeneral, bool kResident>
-__device__ __forceinline__ void WriteGradient(const LossTerms& terms, const LogitMap<T, kGeneral>& map,
-                                              const RowPart<T, kResident>& part, int classes,
-                                              const Target& target, const GradientRule rule) {
-  constexpr int kSize = Vec<T>::kSize;
-  ForEachVector(part, [&](const uint4& raw, int v) {
-    const int first = v * kSize;
-    Logit logits[kSize];
-    VectorLogits(map, raw, v, classes, target.column, logits);
-    float g[kSize];
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      g[i] = Gradient<kGeneral>(terms, rule, logits[i], map.f, kGeneral ? min(first + i, classes - 1) : 0);
-      if (kGeneral && first + i >= classes) g[i] = 0.0f;
-    }
-    if constexpr (std::is_same_v<T, __half>) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) g[i] = SaturateHalf(g[i]);
-    }
-    part.global()[v] = Vec<T>::Pack(g);
-  });
-  if (part.Owns(target.column)) {
-    // Rounded as rule.target is: with one class they are the same.
-    const float uniform = __fmul_rn(__fmul_rn(rule.uniform, target.class_weight), rule.target_slope);
-    part.row[target.column] = static_cast<T>(SaturateIf<T>(rule.target - uniform));
+// The elements of vector v of a row, in T.
+template <typename T>
+__device__ __forceinline__ void StoreElements(T* row, int v, const float (&x)[kDots]) {
+  if constexpr (std::is_same_v<T, float>) {
+    reinterpret_cast<uint4*>(row)[v] = Vec<float>::Pack(x);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    alignas(8) const __half2 pairs[2] = {__floats2half2_rn(x[0], x[1]), __floats2half2_rn(x[2], x[3])};
+    reinterpret_cast<uint2*>(row)[v] = *reinterpret_cast<const uint2*>(pairs);
+  } else {
+    alignas(8) const __nv_bfloat162 pairs[2] = {__floats2bfloat162_rn(x[0], x[1]),
+                                                __floats2bfloat162_rn(x[2], x[3])};
+    reinterpret_cast<uint2*>(row)[v] = *reinterpret_cast<const uint2*>(pairs);
   }
 }
 
-template <typename Part>
-__device__ __forceinline__ void WriteZeros(const Part& part) {
-  for (int v = part.begin + threadIdx.x; v < part.end; v += blockDim.x)
-    part.global()[v] = make_uint4(0, 0, 0, 0);
+// dL/ds of the part into the row `to`, which may begin where that of the dot products does. In the latter
+// case, and unless the part is resident, the part is the whole row.
+template <typename T, bool kGeneral, bool kResident>
+__device__ __forceinline__ void WriteGradient(const LossTerms& terms, const LogitMap<T, kGeneral>& map,
+                                              const RowPart<kResident>& part, int classes,
+                                              const Target& target, const GradientRule rule, T* to) {
+  const auto write = [&](const uint4& raw, int v) {
+    const int first = v * kDots;
+    Logit logits[kDots];
+    VectorLogits(map, raw, v, classes, target.column, logits);
+    float g[kDots];
+#pragma unroll
+    for (int i = 0; i < kDots; ++i) {
+      g[i] = Gradient<kGeneral>(terms, rule, logits[i], map.f, kGeneral ? min(first + i, classes - 1) : 0);
+      if (kGeneral && first + i >= classes) g[i] = 0.0f;
+      g[i] = SaturateIf<T>(g[i]);
+    }
+    StoreElements(to, v, g);
+  };
+  if constexpr (kResident || sizeof(T) == sizeof(float)) {
+    ForEachVector(part, write);
+  } else {
+    ForEachVectorInStep(part, write);
+  }
+  if (part.Owns(target.column)) {
+    // Rounded as rule.target is: with one class they are the same.
+    const float uniform = __fmul_rn(__fmul_rn(rule.uniform, target.class_weight), rule.target_slope);
+    to[target.column] = static_cast<T>(SaturateIf<T>(rule.target - uniform));
+  }
+}
+
+template <typename T, typename Part>
+__device__ __forceinline__ void WriteZeros(const Part& part, T* to) {
+  const float zeros[kDots] = {};
+  for (int v = part.begin + static_cast<int>(threadIdx.x); v < part.end; v += blockDim.x) {
+    StoreElements(to, v, zeros);
+  }
 }
 
 }  // namespace lossd::kernels::cuda

@@ -92,8 +92,7 @@ absl::Status FilteredRecomputedPath::SelectInPass(const ChunkJob& job, const Row
 
 absl::Status FilteredRecomputedPath::SelectFromLogits(const ChunkJob& job, const RowBlock& rows,
                                                       const FilterArena& arena) const {
-  const LogitMatrix logits = {arena.logits, context_.config.compute_dtype, context_.sizes.padded_vocab,
-                              context_.sizes.vocab};
+  const LogitMatrix logits = exact_.LogitsAt(arena.logits);
   LOSSD_RETURN_IF_ERROR(exact_.BlockLogits(job, rows, logits));
   return ToStatus(LaunchSelectRows({logits, job.terms, rows.in, rows.out, filter_.Selection(job, rows.begin)},
                                    context_.device->compute()),

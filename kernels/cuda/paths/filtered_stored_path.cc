@@ -9,7 +9,7 @@
 namespace lossd::kernels::cuda {
 
 FilteredStoredPath::FilteredStoredPath(const PathContext& context)
-    : context_(context), exact_(context), filter_(context, buffers_) {
+    : context_(context), exact_(context), staged_(context), filter_(context, buffers_) {
   Carver own(context.memory[Region::kFilter]), logits(context.memory[Region::kLogits]);
   buffers_ = FilterBuffers::Carve(FilterShapeOf(context.config, context.sizes), own, logits, logits);
 }
@@ -22,15 +22,26 @@ void FilteredStoredPath::Claim(const HeadConfig& config, const HeadSizes& sizes,
   claims.Claim(Region::kLogits, logits.used());
 }
 
+absl::Status FilteredStoredPath::Prepare(const ChunkJob& job) {
+  LOSSD_RETURN_IF_ERROR(staged_.Prepare(job, Kept::kNothing));
+  return exact_.Prepare(job);
+}
+
+absl::Status FilteredStoredPath::Select(const ChunkJob& job) const {
+  return staged_.ForEachBlock(job, Kept::kNothing, [&](const RowBlock& rows, const LogitMatrix& logits) {
+    return ToStatus(
+        LaunchSelectRows({logits, job.terms, rows.in, rows.out, filter_.Selection(job, rows.begin)},
+                         context_.device->compute()),
+        "selection kernel");
+  });
+}
+
 // Row results and dx, either way.
 absl::Status FilteredStoredPath::Loss(const ChunkJob& job) {
   const cudaStream_t stream = context_.device->compute();
-  LOSSD_RETURN_IF_ERROR(exact_.ComputeLogits(job));
-  if (job.wants_hidden_gradient) LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, stream));
   LOSSD_RETURN_IF_ERROR(filter_.Begin(job));
-  LOSSD_RETURN_IF_CUDA_ERROR(
-      LaunchSelectRows({exact_.logits(), job.terms, job.in, job.out, filter_.Selection(job, 0)}, stream),
-      "selection kernel");
+  LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, stream));
+  LOSSD_RETURN_IF_ERROR(Select(job));
   LOSSD_RETURN_IF_ERROR(filter_.Decide(job));
   return BranchByDecision(
       context_, job, *job.loss_branch,

@@ -15,7 +15,7 @@ struct GemmShapes {
   DType compute = DType::kBFloat16;
   bool scratch = true;  // whether the GEMMs may use scratch memory
 
-  // Z = X W^T in the compute dtype.
+  // Z = X W^T in fp32.
   GemmShape Logits(int64_t rows, int64_t classes) const {
     return {.transpose_a = true,
             .m = classes,
@@ -25,33 +25,39 @@ struct GemmShapes {
             .ldb = padded_hidden,
             .ldc = classes,
             .input = compute,
-            .output = compute,
+            .output = DType::kFloat32,
             .scratch = scratch};
   }
-  // dX = dZ W in `output`.
-  GemmShape HiddenGradient(int64_t rows, int64_t classes, DType output) const {
+  // dX = dZ W in `output`; rows of dZ are `ld` elements apart.
+  GemmShape HiddenGradient(int64_t rows, int64_t classes, int64_t ld, DType output) const {
     return {.m = padded_hidden,
             .n = rows,
             .k = classes,
             .lda = padded_hidden,
-            .ldb = classes,
+            .ldb = ld,
             .ldc = padded_hidden,
             .input = compute,
             .output = output,
             .scratch = scratch};
   }
-  // dW = dZ^T X in fp32.
-  GemmShape WeightGradient(int64_t rows, int64_t classes) const {
+  GemmShape HiddenGradient(int64_t rows, int64_t classes, DType output) const {
+    return HiddenGradient(rows, classes, classes, output);
+  }
+  // dW = dZ^T X in fp32; likewise.
+  GemmShape WeightGradient(int64_t rows, int64_t classes, int64_t ld) const {
     return {.transpose_b = true,
             .m = padded_hidden,
             .n = classes,
             .k = rows,
             .lda = padded_hidden,
-            .ldb = classes,
+            .ldb = ld,
             .ldc = padded_hidden,
             .input = compute,
             .output = DType::kFloat32,
             .scratch = scratch};
+  }
+  GemmShape WeightGradient(int64_t rows, int64_t classes) const {
+    return WeightGradient(rows, classes, classes);
   }
 };
 

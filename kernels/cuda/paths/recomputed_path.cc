@@ -45,14 +45,15 @@ void RecomputedPath::Claim(const HeadConfig& config, const HeadSizes& sizes, Pat
   claims.Claim(Region::kFusedRows, fused.used());
 }
 
-RecomputedBlocks RecomputedPath::ChooseBlocks(int64_t padded_rows) const {
+RecomputedBlocks RecomputedPath::ChooseBlocks(const ChunkPlan& plan, int64_t padded_rows) const {
+  const RecomputedShape shape = shape_.For(plan.fused());
   return context_.device->options().smallest_blocks
-             ? SmallestRecomputedBlocks(shape_)
-             : ChooseRecomputedBlocks(shape_, padded_rows, context_.sizes.arena_bytes);
+             ? SmallestRecomputedBlocks(shape)
+             : ChooseRecomputedBlocks(shape, padded_rows, context_.sizes.arena_bytes);
 }
 
-RecomputedArena RecomputedPath::Arena() const {
-  return RecomputedArena::Carve(shape_, blocks_, context_.memory[Region::kLogits]);
+RecomputedArena RecomputedPath::Arena(const ChunkJob& job) const {
+  return RecomputedArena::Carve(shape_.For(job.plan.fused()), blocks_, context_.memory[Region::kLogits]);
 }
 
 uint8_t* RecomputedPath::HiddenRows(const ChunkJob& job, const RowBlock& rows) const {
@@ -65,19 +66,32 @@ const uint8_t* RecomputedPath::WeightRows(int64_t first_class) const {
          first_class * context_.sizes.padded_hidden * context_.sizes.element;
 }
 
-ClassBlock RecomputedPath::ClassesOf(int64_t first_class, int64_t padded_classes, void* logits) const {
-  return {{logits, context_.config.compute_dtype, padded_classes,
-           std::min(padded_classes, context_.sizes.vocab - first_class)},
-          first_class};
+// The logit pass leaves no logits, and a gradient without gaps.
+ClassBlock RecomputedPath::ClassesOf(const ChunkPlan& plan, int64_t first_class, int64_t padded_classes,
+                                     void* data) const {
+  const DType compute = context_.config.compute_dtype;
+  const int64_t classes = std::min(padded_classes, context_.sizes.vocab - first_class);
+  const LogitMatrix logits = {data, DType::kFloat32, padded_classes, classes};
+  const LogitMatrix packed = {data, compute, padded_classes, classes};
+  return {logits, plan.fused() ? packed : InPlaceOf(logits, compute), first_class};
+}
+
+GemmShape RecomputedPath::HiddenGemm(const ChunkPlan& plan, int64_t rows, int64_t classes) const {
+  return shapes_.HiddenGradient(rows, classes, ClassesOf(plan, 0, classes, nullptr).gradient.ld,
+                                DType::kFloat32);
+}
+
+GemmShape RecomputedPath::WeightGemm(const ChunkPlan& plan, int64_t rows, int64_t classes) const {
+  return shapes_.WeightGradient(rows, classes, ClassesOf(plan, 0, classes, nullptr).gradient.ld);
 }
 
 absl::Status RecomputedPath::Prepare(const ChunkJob& job) {
-  blocks_ = ChooseBlocks(job.padded_rows());
+  blocks_ = ChooseBlocks(job.plan, job.padded_rows());
   Gemms& gemms = context_.device->gemms();
   const auto prepare = [&](int64_t rows, int64_t classes) -> absl::Status {
     if (!job.plan.fused()) LOSSD_RETURN_IF_ERROR(gemms.Prepare(shapes_.Logits(rows, classes)));
-    LOSSD_RETURN_IF_ERROR(gemms.Prepare(shapes_.HiddenGradient(rows, classes, DType::kFloat32)));
-    return gemms.Prepare(shapes_.WeightGradient(rows, classes));
+    LOSSD_RETURN_IF_ERROR(gemms.Prepare(HiddenGemm(job.plan, rows, classes)));
+    return gemms.Prepare(WeightGemm(job.plan, rows, classes));
   };
   const int64_t rows = job.padded_rows(), vocab = context_.sizes.padded_vocab;
   return ForEachBlock(rows, blocks_.rows, rows, [&](int64_t, int64_t count) {
@@ -95,7 +109,7 @@ absl::Status RecomputedPath::Statistics(const ChunkJob& job) const {
 
 absl::Status RecomputedPath::RowBlockStatistics(const ChunkJob& job, const RowBlock& rows) const {
   const cudaStream_t stream = context_.device->compute();
-  const RecomputedArena arena = Arena();
+  const RecomputedArena arena = Arena(job);
   if (job.plan.fused()) {
     return ToStatus(hopper::LaunchFusedRules(FusedLoss(job, rows, arena.tiles), Rules(rows),
                                              context_.device->limits().fused_clusters, stream),
@@ -103,13 +117,14 @@ absl::Status RecomputedPath::RowBlockStatistics(const ChunkJob& job, const RowBl
   }
   auto* const running = context_.memory.At<RunningRow>(Region::kRunningRows);
   const auto fold = [&](int64_t first, int64_t classes) -> absl::Status {
-    const ClassBlock block = ClassesOf(first, classes, arena.logits);
-    LOSSD_RETURN_IF_ERROR(ClassBlockLogits(job, rows, block));
+    const ClassBlock block = ClassesOf(job.plan, first, classes, arena.logits);
+    LOSSD_RETURN_IF_ERROR(ClassBlockLogits(job, rows, first, block.logits));
     return ToStatus(LaunchFoldBlock(block, job.terms, rows.in, running, stream), "statistics kernel");
   };
   LOSSD_RETURN_IF_ERROR(
       ForEachBlock(context_.sizes.vocab, blocks_.classes, context_.sizes.padded_vocab, fold));
-  return ToStatus(LaunchFinishRunning(job.terms, rows.in, rows.out, running, Rules(rows), stream),
+  return ToStatus(LaunchFinishRunning(job.terms, rows.in, context_.config.compute_dtype, rows.out, running,
+                                      Rules(rows), stream),
                   "row results kernel");
 }
 
@@ -128,14 +143,14 @@ hopper::FusedLossParams RecomputedPath::FusedLoss(const ChunkJob& job, const Row
 
 absl::Status RecomputedPath::BlockLogits(const ChunkJob& job, const RowBlock& rows,
                                          const LogitMatrix& to) const {
-  return ClassBlockLogits(job, rows, {to, 0});
+  return ClassBlockLogits(job, rows, 0, to);
 }
 
-absl::Status RecomputedPath::ClassBlockLogits(const ChunkJob& job, const RowBlock& rows,
-                                              const ClassBlock& block) const {
+absl::Status RecomputedPath::ClassBlockLogits(const ChunkJob& job, const RowBlock& rows, int64_t first_class,
+                                              const LogitMatrix& to) const {
   return context_.device->gemms().Run(
-      shapes_.Logits(rows.in.padded_rows, block.logits.ld),
-      {.a = WeightRows(block.first_class), .b = HiddenRows(job, rows), .c = block.logits.data}, nullptr,
+      shapes_.Logits(rows.in.padded_rows, to.ld),
+      {.a = WeightRows(first_class), .b = HiddenRows(job, rows), .c = to.data}, nullptr,
       context_.device->compute());
 }
 
@@ -171,14 +186,14 @@ absl::Status RecomputedPath::Gradients(const ChunkJob& job) const {
 
 // dx is summed up over the blocks of classes in fp32, in its place if it is fp32 anyway.
 absl::Status RecomputedPath::RowBlockGradients(const ChunkJob& job, const RowBlock& rows) const {
-  const RecomputedArena arena = Arena();
+  const RecomputedArena arena = Arena(job);
   const int64_t ld = context_.sizes.padded_hidden;
   const DType dtype = job.hidden_gradient_dtype;
   void* const dx =
       context_.memory[Region::kHiddenGradient] + rows.begin * ld * static_cast<int64_t>(SizeOf(dtype));
   void* const sums = dtype == DType::kFloat32 ? dx : arena.hidden_gradient;
   const auto add_block = [&](int64_t first, int64_t classes) -> absl::Status {
-    const ClassBlock block = ClassesOf(first, classes, arena.logits);
+    const ClassBlock block = ClassesOf(job.plan, first, classes, arena.logits);
     LOSSD_RETURN_IF_ERROR(ClassBlockGradient(job, rows, block));
     if (job.wants_hidden_gradient) LOSSD_RETURN_IF_ERROR(AddHiddenGradient(job, rows, block, sums));
     return job.layout.accumulate ? AddWeightGradient(job, rows, block) : absl::OkStatus();
@@ -197,31 +212,30 @@ absl::Status RecomputedPath::ClassBlockGradient(const ChunkJob& job, const RowBl
   const cudaStream_t stream = context_.device->compute();
   if (job.plan.fused()) {
     const hopper::FusedGradientParams p = {
-        .operands = {HiddenRows(job, rows), WeightRows(block.first_class), block.logits.dtype,
-                     context_.sizes.padded_hidden, block.logits.ld},
+        .operands = {HiddenRows(job, rows), WeightRows(block.first_class), block.gradient.dtype,
+                     context_.sizes.padded_hidden, block.gradient.ld},
         .terms = job.terms,
         .in = rows.in,
         .rules = Rules(rows),
         .first_class = block.first_class,
-        .classes = block.logits.classes,
-        .gradient = block.logits.data};
+        .classes = block.gradient.classes,
+        .gradient = block.gradient.data};
     return ToStatus(hopper::LaunchFusedGradient(p, context_.device->limits().fused_clusters, stream),
                     "logit pass");
   }
-  LOSSD_RETURN_IF_ERROR(ClassBlockLogits(job, rows, block));
+  LOSSD_RETURN_IF_ERROR(ClassBlockLogits(job, rows, block.first_class, block.logits));
   return ToStatus(LaunchGradientBlock(block, job.terms, rows.in, Rules(rows), stream), "gradient kernel");
 }
 
 absl::Status RecomputedPath::AddHiddenGradient(const ChunkJob& job, const RowBlock& rows,
                                                const ClassBlock& block, void* sums) const {
-  return context_.device->gemms().Run(
-      shapes_.HiddenGradient(rows.in.padded_rows, block.logits.ld, DType::kFloat32),
-      {.a = WeightRows(block.first_class),
-       .b = block.logits.data,
-       .c = sums,
-       .alpha = job.hidden_gradient_scale,
-       .beta = block.first_class == 0 ? 0.0f : 1.0f},
-      nullptr, context_.device->compute());
+  return context_.device->gemms().Run(HiddenGemm(job.plan, rows.in.padded_rows, block.logits.ld),
+                                      {.a = WeightRows(block.first_class),
+                                       .b = block.gradient.data,
+                                       .c = sums,
+                                       .alpha = job.hidden_gradient_scale,
+                                       .beta = block.first_class == 0 ? 0.0f : 1.0f},
+                                      nullptr, context_.device->compute());
 }
 
 absl::Status RecomputedPath::AddWeightGradient(const ChunkJob& job, const RowBlock& rows,
@@ -229,21 +243,21 @@ absl::Status RecomputedPath::AddWeightGradient(const ChunkJob& job, const RowBlo
   const cudaStream_t stream = context_.device->compute();
   const WeightAccumulators& to = *context_.accumulators;
   const int32_t* const keep = context_.keep + rows.begin;
-  const DeviceMatrix gradient = {block.logits.data, block.logits.dtype, block.logits.classes,
-                                 block.logits.ld};
+  const DeviceMatrix gradient = {block.gradient.data, block.gradient.dtype, block.gradient.classes,
+                                 block.gradient.ld};
   if (!job.layout.accumulate_all) {
     LOSSD_RETURN_IF_CUDA_ERROR(LaunchZeroDroppedRows(gradient, keep, rows.in.rows, stream),
                                "kernel over a gradient");
   }
   if (to.bias != nullptr) {
     LOSSD_RETURN_IF_CUDA_ERROR(
-        LaunchColumnSum(gradient, keep, nullptr, rows.in.rows, job.weight_gradient_scale, Arena().partials,
+        LaunchColumnSum(gradient, keep, nullptr, rows.in.rows, job.weight_gradient_scale, Arena(job).partials,
                         to.bias + block.first_class, stream),
         "column sum kernel");
   }
-  return context_.device->gemms().Run(shapes_.WeightGradient(rows.in.padded_rows, block.logits.ld),
+  return context_.device->gemms().Run(WeightGemm(job.plan, rows.in.padded_rows, block.logits.ld),
                                       {.a = HiddenRows(job, rows),
-                                       .b = block.logits.data,
+                                       .b = block.gradient.data,
                                        .c = to.weight + block.first_class * context_.sizes.padded_hidden,
                                        .alpha = job.weight_gradient_scale,
                                        .beta = to.weight_is_zero && rows.begin == 0 ? 0.0f : 1.0f},
@@ -253,7 +267,7 @@ absl::Status RecomputedPath::AddWeightGradient(const ChunkJob& job, const RowBlo
 absl::StatusOr<std::vector<Choice>> RecomputedPath::Describe(const ChunkPlan& plan) {
   Gemms& gemms = context_.device->gemms();
   const RecomputedBlocks blocks =
-      ChooseRecomputedBlocks(shape_, context_.sizes.chunk_rows, context_.sizes.arena_bytes);
+      ChooseRecomputedBlocks(shape_.For(plan.fused()), context_.sizes.chunk_rows, context_.sizes.arena_bytes);
   std::vector<Choice> choices = cuda::Describe(plan);
   choices.insert(choices.begin(), {.what = "blocks",
                                    .choice = absl::StrCat(blocks.rows, " rows, ", blocks.classes, " classes"),
@@ -265,12 +279,11 @@ absl::StatusOr<std::vector<Choice>> RecomputedPath::Describe(const ChunkPlan& pl
     LOSSD_RETURN_IF_ERROR(
         DescribeGemm(gemms, "logits product", shapes_.Logits(blocks.rows, blocks.classes), choices));
   }
-  LOSSD_RETURN_IF_ERROR(DescribeGemm(gemms, "hidden gradient product",
-                                     shapes_.HiddenGradient(blocks.rows, blocks.classes, DType::kFloat32),
-                                     choices));
+  LOSSD_RETURN_IF_ERROR(
+      DescribeGemm(gemms, "hidden gradient product", HiddenGemm(plan, blocks.rows, blocks.classes), choices));
   if (!context_.config.trainable) return choices;
-  LOSSD_RETURN_IF_ERROR(DescribeGemm(gemms, "weight gradient product",
-                                     shapes_.WeightGradient(blocks.rows, blocks.classes), choices));
+  LOSSD_RETURN_IF_ERROR(
+      DescribeGemm(gemms, "weight gradient product", WeightGemm(plan, blocks.rows, blocks.classes), choices));
   return choices;
 }
 

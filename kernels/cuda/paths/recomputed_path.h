@@ -13,15 +13,9 @@
 #include "kernels/cuda/paths/chunk_path.h"
 #include "kernels/cuda/paths/gemm_shapes.h"
 #include "kernels/cuda/paths/recomputed_plan.h"
+#include "kernels/cuda/paths/row_block.h"
 
 namespace lossd::kernels::cuda {
-
-// Some rows of a chunk, from compact row `begin` on.
-struct RowBlock {
-  int64_t begin = 0;
-  RowInputs in;
-  RowResults out;
-};
 
 class RecomputedPath final : public ChunkPath {
  public:
@@ -45,19 +39,28 @@ class RecomputedPath final : public ChunkPath {
   // What a fused loss of a block of rows takes, with its partials in `tiles`.
   hopper::FusedLossParams FusedLoss(const ChunkJob& job, const RowBlock& rows,
                                     const hopper::TilePartials& tiles) const;
+  // Of the rows of exponentials that such a loss leaves.
+  const float* factors() const { return fused_rows_.factor; }
   GemmShape LogitsGemm(int64_t rows) const { return shapes_.Logits(rows, context_.sizes.padded_vocab); }
+  // Room for the fp32 logits of all classes of some rows.
+  LogitMatrix LogitsAt(void* data) const {
+    return {data, DType::kFloat32, context_.sizes.padded_vocab, context_.sizes.vocab};
+  }
 
  private:
-  RecomputedBlocks ChooseBlocks(int64_t padded_rows) const;
-  RecomputedArena Arena() const;
+  RecomputedBlocks ChooseBlocks(const ChunkPlan& plan, int64_t padded_rows) const;
+  RecomputedArena Arena(const ChunkJob& job) const;
   absl::Status RowBlockStatistics(const ChunkJob& job, const RowBlock& rows) const;
   absl::Status RowBlockGradients(const ChunkJob& job, const RowBlock& rows) const;
-  absl::Status ClassBlockLogits(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const;
+  absl::Status ClassBlockLogits(const ChunkJob& job, const RowBlock& rows, int64_t first_class,
+                                const LogitMatrix& to) const;
   absl::Status ClassBlockGradient(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const;
   absl::Status AddHiddenGradient(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
                                  void* sums) const;
   absl::Status AddWeightGradient(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const;
-  ClassBlock ClassesOf(int64_t first_class, int64_t padded_classes, void* logits) const;
+  ClassBlock ClassesOf(const ChunkPlan& plan, int64_t first_class, int64_t padded_classes, void* data) const;
+  GemmShape HiddenGemm(const ChunkPlan& plan, int64_t rows, int64_t classes) const;
+  GemmShape WeightGemm(const ChunkPlan& plan, int64_t rows, int64_t classes) const;
   GradientRule* Rules(const RowBlock& rows) const {
     return context_.memory.At<GradientRule>(Region::kRules) + rows.begin;
   }

@@ -67,6 +67,12 @@ int64_t FilterBytes(const RecomputedShape& shape, const FilterShape& chunk, cons
   return std::max(bytes, FilterArena::Carve(chunk, Selection::kInPass, block, nullptr).bytes);
 }
 
+// Of chunks of either kind.
+int64_t BlockBytes(const RecomputedShape& shape, const RecomputedBlocks& blocks) {
+  const int64_t bytes = RecomputedArena::Carve(shape.For(false), blocks, nullptr).bytes;
+  return std::max(bytes, RecomputedArena::Carve(shape, blocks, nullptr).bytes);
+}
+
 // Considers the blocks of `rows` rows that fit, from the fewest blocks of classes on.
 void Consider(const RecomputedShape& shape, int64_t block_rows, int64_t rows, int64_t bytes,
               RecomputedBlocks& best, double& best_seconds) {
@@ -103,7 +109,8 @@ RecomputedArena RecomputedArena::Carve(const RecomputedShape& shape, const Recom
                                        uint8_t* base) {
   RecomputedArena arena;
   Carver carver(base);
-  arena.logits = carver.Take<uint8_t>(blocks.rows * blocks.classes * shape.element);
+  const int64_t element = shape.fused ? shape.element : static_cast<int64_t>(sizeof(float));
+  arena.logits = carver.Take<uint8_t>(blocks.rows * blocks.classes * element);
   arena.hidden_gradient = carver.Take<float>(blocks.rows * shape.padded_hidden);
   if (shape.bias) arena.partials = carver.Take<float>(ColumnSumScratch(blocks.classes));
   Carver tiles(base);
@@ -152,8 +159,9 @@ FilterArena FilterArena::Carve(const FilterShape& chunk, Selection selection, co
     arena.tiles = hopper::TilePartials::Carve(carver, block.rows, chunk.vocab);
     arena.lists = hopper::CandidateLists::Carve(carver, block.rows, chunk.vocab, block.listed);
   } else {
+    const DType dtype = selection == Selection::kFromLogits ? DType::kFloat32 : chunk.dtype;
     arena.logits =
-        carver.Take<uint8_t>(block.rows * chunk.padded_vocab * static_cast<int64_t>(SizeOf(chunk.dtype)));
+        carver.Take<uint8_t>(block.rows * chunk.padded_vocab * static_cast<int64_t>(SizeOf(dtype)));
     arena.tiles = hopper::TilePartials::Carve(carver, block.rows, chunk.vocab);
   }
   arena.bytes = lists.used() + RoundUp(std::max(carver.used(), scratch.used()), 256);
@@ -180,14 +188,13 @@ FilterBlock ChooseFilterBlock(const FilterShape& chunk, Selection selection, int
 }
 
 int64_t LeastArenaBytes(const RecomputedShape& shape, const FilterShape& chunk) {
-  return std::max(RecomputedArena::Carve(shape, SmallestRecomputedBlocks(shape), nullptr).bytes,
+  return std::max(BlockBytes(shape, SmallestRecomputedBlocks(shape)),
                   FilterBytes(shape, chunk, {kLeastBlockRows}));
 }
 
 int64_t LargestArenaBytes(const RecomputedShape& shape, const FilterShape& chunk) {
   const RecomputedBlocks all = {chunk.chunk_rows, shape.padded_vocab};
-  return std::max(RecomputedArena::Carve(shape, all, nullptr).bytes,
-                  FilterBytes(shape, chunk, {chunk.chunk_rows, hopper::kMostListed}));
+  return std::max(BlockBytes(shape, all), FilterBytes(shape, chunk, {chunk.chunk_rows, hopper::kMostListed}));
 }
 
 }  // namespace lossd::kernels::cuda

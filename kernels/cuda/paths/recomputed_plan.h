@@ -27,9 +27,16 @@ struct RecomputedShape {
   int64_t vocab = 0;
   int64_t padded_vocab = 0;
   int64_t element = 2;  // bytes of the compute dtype
-  bool fused = false;   // statistics may come from the logit pass
+  bool fused = false;   // the logit pass may compute statistics and gradients
   bool bias = false;    // has a gradient
   int multiprocessors = 1;
+
+  // Of a chunk that the logit pass computes or does not.
+  RecomputedShape For(bool chunk_fused) const {
+    RecomputedShape shape = *this;
+    shape.fused = chunk_fused;
+    return shape;
+  }
 };
 RecomputedShape RecomputedShapeOf(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors);
 
@@ -43,7 +50,9 @@ struct RecomputedBlocks {
 // What the gradient of a block needs: its logits, then their gradient, its part of dx in fp32, and the first
 // stage of the bias's column sums.
 struct RecomputedArena {
-  void* logits = nullptr;            // [rows, classes] compute dtype
+  // [rows, classes] fp32, then in their place the gradient in the compute dtype; fused: only the gradient, of
+  // which no row has gaps.
+  void* logits = nullptr;
   float* hidden_gradient = nullptr;  // [rows, padded_hidden]
   float* partials = nullptr;         // ColumnSumScratch(classes); with bias only
   // Of the statistics of a block of rows, before any gradient; null unless fused.
@@ -65,8 +74,9 @@ double PredictRecomputedSeconds(const RecomputedShape& shape, const RecomputedBl
 
 // How the candidates of a block of rows are found when small probabilities are left out.
 enum class Selection {
-  kFromLogits,  // of all classes
-  kInPass,      // listed by the logit pass
+  kFromLogits,        // of all classes
+  kFromExponentials,  // of all classes, which the logit pass leaves
+  kInPass,            // listed by the logit pass
 };
 
 // A block of rows whose candidates are found together.
@@ -78,7 +88,7 @@ struct FilterBlock {
 // What that takes: behind the lists of the chunk (the second group of FilterBuffers), and where its scratch
 // (the third) will be.
 struct FilterArena {
-  void* logits = nullptr;        // [rows, padded_vocab], kFromLogits
+  void* logits = nullptr;        // [rows, padded_vocab], kFromLogits: fp32, kFromExponentials: bf16
   hopper::TilePartials tiles;    // of a logit pass
   hopper::CandidateLists lists;  // kInPass
   int64_t bytes = 0;
@@ -93,7 +103,8 @@ struct FilterArena {
 FilterBlock ChooseFilterBlock(const FilterShape& chunk, Selection selection, int64_t rows,
                               int64_t arena_bytes);
 
-// The arena of a head: at least this, or no block fits, and not more than that, or some of it is never used.
+// The arena of a head, whether its chunks are fused or not: at least this, or no block fits, and not more
+// than that, or some of it is never used.
 int64_t LeastArenaBytes(const RecomputedShape& shape, const FilterShape& chunk);
 int64_t LargestArenaBytes(const RecomputedShape& shape, const FilterShape& chunk);
 

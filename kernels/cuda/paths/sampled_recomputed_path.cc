@@ -44,17 +44,17 @@ absl::Status SampledRecomputedPath::Prepare(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(exact_.Prepare(job));
   const FilterShape shape = FilterShapeOf(context_.config, context_.sizes);
   const FilterBlock block =
-      ChooseFilterBlock(shape, Selection::kFromLogits, job.padded_rows(), context_.sizes.arena_bytes);
+      ChooseFilterBlock(shape, SelectionFor(job.plan), job.padded_rows(), context_.sizes.arena_bytes);
   const int64_t most = std::max<int64_t>(block_buffers_.capacity / kPooledRecomputed / 8 * 8, 8);
   block_rows_ = context_.device->options().smallest_blocks ? kLeastBlockRows : std::min(block.rows, most);
-  if (LeavesExponentials(job)) return absl::OkStatus();
+  if (LeavesExponentials(job.plan)) return absl::OkStatus();
   return ForEachRowBlock(job, block_rows_, [&](const RowBlock& rows) {
     return context_.device->gemms().Prepare(exact_.LogitsGemm(rows.in.padded_rows));
   });
 }
 
-bool SampledRecomputedPath::LeavesExponentials(const ChunkJob& job) const {
-  return job.plan.fused() && context_.config.compute_dtype == DType::kBFloat16;
+bool SampledRecomputedPath::LeavesExponentials(const ChunkPlan& plan) const {
+  return plan.fused() && context_.config.compute_dtype == DType::kBFloat16;
 }
 
 SampleList SampledRecomputedPath::ListOf(const ChunkJob& job, const RowBlock& rows) const {
@@ -94,30 +94,35 @@ absl::Status SampledRecomputedPath::PrepareLists(const ChunkJob& job) const {
   return sum ? SumWeights(context_, job, lists_.kept) : absl::OkStatus();
 }
 
-absl::Status SampledRecomputedPath::SampleBlock(const ChunkJob& job, const RowBlock& rows) const {
+absl::StatusOr<LogitMatrix> SampledRecomputedPath::BlockElements(const ChunkJob& job,
+                                                                 const RowBlock& rows) const {
   Device& device = *context_.device;
-  const cudaStream_t stream = device.compute();
   const FilterArena arena =
-      FilterArena::Carve(FilterShapeOf(context_.config, context_.sizes), Selection::kFromLogits,
+      FilterArena::Carve(FilterShapeOf(context_.config, context_.sizes), SelectionFor(job.plan),
                          {block_rows_}, context_.memory[Region::kLogits]);
-  const LogitMatrix logits = {arena.logits, context_.config.compute_dtype, context_.sizes.padded_vocab,
-                              context_.sizes.vocab};
-  const float* factors = nullptr;
-  if (LeavesExponentials(job)) {
+  const DType compute = context_.config.compute_dtype;
+  if (LeavesExponentials(job.plan)) {
     const hopper::FusedLossParams p = exact_.FusedLoss(job, rows, arena.tiles);
     LOSSD_RETURN_IF_CUDA_ERROR(
-        hopper::LaunchFusedExponentials(p, arena.logits, device.limits().fused_clusters, stream),
+        hopper::LaunchFusedExponentials(p, arena.logits, device.limits().fused_clusters, device.compute()),
         "fused loss kernels");
-    factors = p.rows.factor;
-  } else {
-    LOSSD_RETURN_IF_ERROR(exact_.BlockLogits(job, rows, logits));
-    const RowLossParams loss = {
-        logits, job.terms, rows.in, rows.out, /*write_gradient=*/true, !job.plan.uniform_apart};
-    LOSSD_RETURN_IF_CUDA_ERROR(LaunchRowLoss(loss, device.limits(), stream), "row loss kernel");
+    return LogitMatrix{arena.logits, compute, context_.sizes.padded_vocab, context_.sizes.vocab};
   }
+  const LogitMatrix logits = exact_.LogitsAt(arena.logits);
+  const LogitMatrix gradient = InPlaceOf(logits, compute);
+  LOSSD_RETURN_IF_ERROR(exact_.BlockLogits(job, rows, logits));
+  const RowLossParams loss = {logits, gradient, job.terms, rows.in, rows.out, !job.plan.uniform_apart};
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchRowLoss(loss, device.limits(), device.compute()), "row loss kernel");
+  return gradient;
+}
+
+absl::Status SampledRecomputedPath::SampleBlock(const ChunkJob& job, const RowBlock& rows) const {
+  const cudaStream_t stream = context_.device->compute();
+  absl::StatusOr<LogitMatrix> elements = BlockElements(job, rows);
+  if (!elements.ok()) return elements.status();
   LOSSD_RETURN_IF_ERROR(Zero(block_buffers_.counters, offsetof(SampleCounters, highest), stream));
-  const SampleRowsParams sample = {.elements = logits,
-                                   .factors = factors,
+  const SampleRowsParams sample = {.elements = *elements,
+                                   .factors = LeavesExponentials(job.plan) ? exact_.factors() : nullptr,
                                    .terms = job.terms,
                                    .in = rows.in,
                                    .lse = rows.out.lse,
@@ -161,7 +166,7 @@ absl::Status SampledRecomputedPath::AddKept(const ChunkJob& job) const {
 std::vector<Choice> SampledRecomputedPath::DescribeMemory(const ChunkPlan& plan) const {
   const FilterShape shape = FilterShapeOf(context_.config, context_.sizes);
   const FilterBlock block =
-      ChooseFilterBlock(shape, Selection::kFromLogits, context_.sizes.chunk_rows, context_.sizes.arena_bytes);
+      ChooseFilterBlock(shape, SelectionFor(plan), context_.sizes.chunk_rows, context_.sizes.arena_bytes);
   const absl::string_view reason = WhyNotSampledOnDevice(shape, context_.device->limits());
   return {{.what = "sampled gradients",
            .choice = reason.empty() ? absl::StrCat("from the logits of ", block.rows, " rows, up to ",

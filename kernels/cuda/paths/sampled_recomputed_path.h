@@ -36,12 +36,17 @@ class SampledRecomputedPath final : public ChunkPath {
  private:
   FilterShape ShapeOf(const ChunkJob& job) const;
   // Whether ds of a block comes from the logit pass, as exponentials and factors of rows.
-  bool LeavesExponentials(const ChunkJob& job) const;
+  bool LeavesExponentials(const ChunkPlan& plan) const;
+  Selection SelectionFor(const ChunkPlan& plan) const {
+    return LeavesExponentials(plan) ? Selection::kFromExponentials : Selection::kFromLogits;
+  }
   // The first entry of the rows from `row` on.
   int64_t FirstEntry(const ChunkJob& job, int64_t row) const;
   SampleList ListOf(const ChunkJob& job, const RowBlock& rows) const;
   absl::Status PrepareLists(const ChunkJob& job) const;
-  // Row results, entries and dx of a block.
+  // Row results of a block and its ds, in the arena.
+  absl::StatusOr<LogitMatrix> BlockElements(const ChunkJob& job, const RowBlock& rows) const;
+  // Those, and its entries and dx.
   absl::Status SampleBlock(const ChunkJob& job, const RowBlock& rows) const;
   absl::Status GatherBlock(const ChunkJob& job, const RowBlock& rows) const;
   absl::Status Gradients(const ChunkJob& job) const;

@@ -83,7 +83,7 @@ absl::Status SampledStoredPath::Sample(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(Zero(buffers_.counters, sizeof(SampleCounters), stream));
   LOSSD_RETURN_IF_ERROR(Zero(buffers_.runs, sizeof(RunCounters), stream));
   if (UsesHot(job)) LOSSD_RETURN_IF_ERROR(BeginHot(job));
-  const SampleRowsParams sample = {.elements = stored_.logits(),
+  const SampleRowsParams sample = {.elements = stored_.elements(),
                                    .factors = Factors(job),
                                    .terms = job.terms,
                                    .in = job.in,

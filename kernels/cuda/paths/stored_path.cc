@@ -7,45 +7,52 @@
 #include "kernels/cuda/paths/path_choices.h"
 
 namespace lossd::kernels::cuda {
+namespace {
+
+Kept KeptOf(const ChunkJob& job) { return job.wants_gradient() ? Kept::kGradient : Kept::kNothing; }
+
+}  // namespace
 
 StoredPath::StoredPath(const PathContext& context)
     : context_(context),
       shapes_{context.sizes.padded_hidden, context.config.compute_dtype},
+      staged_(context),
       gradients_(context) {}
 
 void StoredPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
   StoredGradients::Claim(config, sizes, claims);
+  StagedLogits::Claim(config, sizes, claims);
   if (config.compute_dtype != DType::kFloat32) {
     claims.Claim(Region::kTargetDots, sizes.chunk_rows * static_cast<int64_t>(sizeof(float)));
   }
 }
 
 absl::Status StoredPath::Prepare(const ChunkJob& job) {
-  LOSSD_RETURN_IF_ERROR(
-      context_.device->gemms().Prepare(shapes_.Logits(job.padded_rows(), context_.sizes.padded_vocab)));
+  LOSSD_RETURN_IF_ERROR(staged_.Prepare(job, KeptOf(job)));
   return gradients_.GemmsOf(job.plan).Prepare(job);
 }
 
-LogitMatrix StoredPath::logits() const {
+LogitMatrix StoredPath::elements() const {
   return {context_.memory[Region::kLogits], context_.config.compute_dtype, context_.sizes.padded_vocab,
           context_.sizes.vocab};
 }
 
-absl::Status StoredPath::ComputeLogits(const ChunkJob& job) const {
-  Device& device = *context_.device;
-  return device.gemms().Run(shapes_.Logits(job.padded_rows(), context_.sizes.padded_vocab),
-                            {.a = context_.weight, .b = job.hidden, .c = context_.memory[Region::kLogits]},
-                            device.gemm_workspace(), device.compute());
-}
-
 absl::Status StoredPath::RowLoss(const ChunkJob& job) const {
-  const RowLossParams p = {
-      logits(), job.terms, job.in, job.out, job.wants_gradient(), !job.plan.uniform_apart};
-  return ToStatus(LaunchRowLoss(p, context_.device->limits(), context_.device->compute()), "row loss kernel");
+  const LogitMatrix all = elements();
+  return staged_.ForEachBlock(job, KeptOf(job), [&](const RowBlock& rows, const LogitMatrix& logits) {
+    LogitMatrix gradient = all;
+    gradient.data = static_cast<uint8_t*>(all.data) + rows.begin * all.ld * context_.sizes.element;
+    if (!job.wants_gradient()) gradient.data = nullptr;
+    const RowLossParams p = {logits, gradient, job.terms, rows.in, rows.out, !job.plan.uniform_apart};
+    return ToStatus(LaunchRowLoss(p, context_.device->limits(), context_.device->compute()),
+                    "row loss kernel");
+  });
 }
 
 absl::Status StoredPath::Loss(const ChunkJob& job) {
-  LOSSD_RETURN_IF_ERROR(ComputeLogits(job));
+  if (staged_.UsesSpare(job, KeptOf(job))) {
+    LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));
+  }
   return RowLoss(job);
 }
 
@@ -62,13 +69,11 @@ absl::Status StoredPath::WeightGradient(const ChunkJob& job) {
 }
 
 absl::StatusOr<std::vector<Choice>> StoredPath::Describe(const ChunkPlan& plan) {
-  const HeadSizes& sizes = context_.sizes;
   std::vector<Choice> choices = cuda::Describe(plan);
-  LOSSD_RETURN_IF_ERROR(DescribeGemm(context_.device->gemms(), "logits product",
-                                     shapes_.Logits(sizes.chunk_rows, sizes.padded_vocab), choices));
+  LOSSD_RETURN_IF_ERROR(
+      DescribeGemm(context_.device->gemms(), "logits product", staged_.LargestGemm(), choices));
   choices.push_back({.what = "row loss",
-                     .choice = DescribeRowLoss(sizes.padded_vocab, context_.config.compute_dtype,
-                                               context_.device->limits())});
+                     .choice = DescribeRowLoss(context_.sizes.padded_vocab, context_.device->limits())});
   LOSSD_RETURN_IF_ERROR(gradients_.GemmsOf(plan).Describe(choices));
   return choices;
 }
@@ -81,7 +86,8 @@ absl::Status StoredPath::Tune(const void* hidden) {
   const auto tune = [&](const GemmShape& shape, const GemmOperands& operands) {
     return device.gemms().Tune(shape, operands, device.gemm_workspace(), device.compute());
   };
-  LOSSD_RETURN_IF_ERROR(tune(shapes_.Logits(rows, vocab), {.a = context_.weight, .b = hidden, .c = logits}));
+  LOSSD_RETURN_IF_ERROR(
+      tune(staged_.LargestGemm(), {.a = context_.weight, .b = hidden, .c = staged_.LargestBlock()}));
   LOSSD_RETURN_IF_ERROR(
       tune(shapes_.HiddenGradient(rows, vocab, context_.config.compute_dtype),
            {.a = context_.weight, .b = logits, .c = context_.memory[Region::kHiddenGradient]}));

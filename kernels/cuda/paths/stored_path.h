@@ -1,11 +1,12 @@
-// Exact gradients of a chunk whose logits are stored: the library's GEMM leaves all logits in memory, the row
-// loss kernel turns them into row results and, in place, into their gradient, and two GEMMs take it from
-// there.
+// Exact gradients of a chunk whose head stores logits: the library's GEMM computes the logits of a block of
+// rows in fp32, the row loss kernel turns them into row results and their gradient in the compute dtype, and
+// when all rows have it two GEMMs take it from there.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_STORED_PATH_H_
 #define LOSSD_KERNELS_CUDA_PATHS_STORED_PATH_H_
 
 #include "kernels/cuda/paths/chunk_path.h"
 #include "kernels/cuda/paths/gemm_shapes.h"
+#include "kernels/cuda/paths/staged_logits.h"
 #include "kernels/cuda/paths/stored_gradients.h"
 
 namespace lossd::kernels::cuda {
@@ -23,11 +24,11 @@ class StoredPath final : public ChunkPath {
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override;
   absl::Status Tune(const void* hidden) override;
 
-  // The steps of these phases, for paths that put others between them. The logits of the chunk:
-  absl::Status ComputeLogits(const ChunkJob& job) const;
-  LogitMatrix logits() const;
-  // Row results, and the gradient in place of the logits if one is wanted.
+  // The steps of these phases, for paths that put others between them. Row results, and the gradient if one
+  // is wanted; Region::kHiddenGradient may be written.
   absl::Status RowLoss(const ChunkJob& job) const;
+  // The gradient, or what takes its place: all of Region::kLogits.
+  LogitMatrix elements() const;
   // dx and dW from that gradient; the rows of job.hidden that may not be added are 0.
   absl::Status HiddenGemm(const ChunkJob& job) const { return gradients_.HiddenGradient(job, Gradient()); }
   absl::Status WeightGemm(const ChunkJob& job) const { return gradients_.WeightGradient(job, Gradient()); }
@@ -37,6 +38,7 @@ class StoredPath final : public ChunkPath {
 
   const PathContext& context_;
   const GemmShapes shapes_;
+  const StagedLogits staged_;
   const StoredGradients gradients_;
 };
 

@@ -66,8 +66,8 @@ void ExpectGradient(TestClient& client, const std::string& head, Param param, co
   std::vector<double> error(got->size());
   for (size_t i = 0; i < error.size(); ++i) error[i] = double{(*got)[i]} - want.value[i];
   const double limit =
-      Norm(want.value) * kernels::testing::GradientTolerance(DType::kFloat32, max_abs_logit) +
-      Norm(want.magnitude) * kernels::testing::MagnitudeTolerance(DType::kFloat32, max_abs_logit) +
+      Norm(want.value) * kernels::testing::ToleranceFor(DType::kFloat32).Gradient(max_abs_logit) +
+      Norm(want.magnitude) * kernels::testing::ToleranceFor(DType::kFloat32).Magnitude(max_abs_logit) +
       kernels::testing::UndecidedError(want);
   EXPECT_LE(Norm(error), limit + 1e-30) << kernels::Name(param) << ", norm " << Norm(want.value);
 }

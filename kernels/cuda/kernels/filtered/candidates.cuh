@@ -12,21 +12,18 @@
 
 namespace lossd::kernels::cuda {
 
-template <typename T>
-constexpr float kStorageRoundoff = std::is_same_v<T, float>    ? 0x1p-17f  // of the GEMM, generously
-                                   : std::is_same_v<T, __half> ? 0x1p-11f
-                                                               : 0x1p-8f;
+// Of a logit: the sums of tensor cores are truncated at every step.
+constexpr float kRoundoff = 0x1p-15f;
 
 // A threshold that every finite logit passes; masked ones are -inf.
 constexpr float kNone = -FLT_MAX;
 
-// The smallest z that may reach epsilon of a sum with this logarithm, if it was rounded when stored, and so
-// were those that the sum was formed of. What a bias has cancelled of them is not seen here. NaN stays NaN:
-// nothing passes.
-template <typename T>
+// The smallest z that may reach epsilon of a sum with this logarithm, if it was rounded, and so were those
+// that the sum was formed of. What a bias has cancelled of them is not seen here. NaN stays NaN: nothing
+// passes.
 __device__ __forceinline__ float Threshold(float log2_sum, float log2_epsilon, float f) {
   const float exact = (log2_sum + log2_epsilon) / f;
-  const float allowed = kStorageRoundoff<T> * (fabsf(exact) + fabsf(log2_sum / f));
+  const float allowed = kRoundoff * (fabsf(exact) + fabsf(log2_sum / f));
   const float threshold = exact - allowed;
   return threshold < kNone ? kNone : threshold;
 }
@@ -48,11 +45,10 @@ struct RowCandidates {
   alignas(16) float scratch[33];  // a vector of it holds nothing else
 
   // One thread. others: of all classes but the target, rebased to the largest logit of the row.
-  template <typename T>
   __device__ __forceinline__ void Start(const Stats& others, const RowResult& result, float target_dot,
                                         float log2_epsilon, float f) {
     count = 0;
-    threshold = Threshold<T>(result.reference + result.log2_sum, log2_epsilon, f);
+    threshold = Threshold(result.reference + result.log2_sum, log2_epsilon, f);
     reference = result.reference;
     selected = {0,
                 0,

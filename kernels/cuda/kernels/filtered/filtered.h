@@ -37,7 +37,7 @@ struct SelectedRow {
   float weighted;  // of u (z - z_y)
   float total;     // sum with the target
   float target_dot;
-  float listed_sum;  // of 2^d over the candidates, as stored
+  float listed_sum;  // of 2^d over the candidates
   float listed_spread;
 };
 
@@ -50,9 +50,9 @@ struct RowSelection {
 };
 
 // Row results and candidates. A row that lists more than kMaxRowCandidates, or half as many if it has at most
-// 128 KiB of logits, leaves `used` above capacity.
+// 65,536 classes, leaves `used` above capacity.
 struct SelectRowsParams {
-  LogitMatrix logits;  // of the whole vocabulary; only read
+  LogitMatrix logits;  // fp32, of the whole vocabulary; only read
   LossTerms terms;
   RowInputs in;
   RowResults out;

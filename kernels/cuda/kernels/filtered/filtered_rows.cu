@@ -1,12 +1,12 @@
 // A row of filtered gradients, one block a row. With e_v = 2^d_v and M, S as in row_loss.cu:
 //
 //   z_v = w_v . x in fp32 for every candidate v, e_v from it
-//   S = sum of e over the other classes, as stored, + sum of e_v over candidates + e_y
+//   S = sum of e over the other classes, as selected, + sum of e_v over candidates + e_y
 //   kept: e_v >= epsilon S;  dx = A sum over kept of e_v slope_v w_v + target w_y - uniform sum u_v w_v
 //
 // Candidates come a batch at a time. Each thread holds its columns of x, and of the batch's rows of W from
 // the dot products on until they are added to dx, so that W is read once. S is known only after the last
-// batch; until then "kept" is judged by the sum of the stored logits, and the few candidates that change
+// batch; until then "kept" is judged by the sum of the selection, and the few candidates that change
 // sides are then added or taken away again.
 //
 // Bytes: candidates * D * 2 of W, of which popular classes come from L2; 2 D of x, 2 D of dx a row.
@@ -197,7 +197,7 @@ __device__ __forceinline__ void ListKept(const FilterRowsParams& p, int64_t row,
   }
 }
 
-// Candidates that the final sum puts on the other side of epsilon than the one of the stored logits did.
+// Candidates that the final sum puts on the other side of epsilon than the one of the selection did.
 template <typename T, bool kGeneral, int kVectors>
 __device__ __forceinline__ void Reconsider(const FilterRowsParams& p, const RowStart& start,
                                            const RowEnd& end, int vectors, const int* classes,

@@ -12,12 +12,11 @@
 // Sums are taken relative to a reference that the warp shares and moves only when exponents would grow large:
 // a maximum per thread would make the lanes diverge.
 //
-// The stored logit is rounded, and so are the threshold and everything it is made of; both roundings are
-// allowed for. Bytes: 2 V (4 V) a row, read. Order: all sums fixed; candidates are sorted by class.
+// The logit is a sum in fp32, and so are the threshold and everything it is made of; the roundings of both
+// are allowed for. Bytes: 4 V a row, read. Order: all sums fixed; candidates are sorted by class.
 #include <algorithm>
 #include <cfloat>
 
-#include "kernels/cuda/kernels/element_type.cuh"
 #include "kernels/cuda/kernels/filtered/candidates.cuh"
 #include "kernels/cuda/kernels/filtered/filtered.h"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
@@ -38,7 +37,7 @@ struct Block {
 };
 using LongRow = Block<512, kMaxRowCandidates>;
 using ShortRow = Block<256, kMaxRowCandidates / 2>;
-constexpr int64_t kShortVectors = 8192;
+constexpr int64_t kShortVectors = 16'384;
 constexpr int kListedVectors = 4096;
 
 constexpr int kUnroll = 4;         // vectors a thread loads at once
@@ -47,6 +46,12 @@ constexpr int kEagerRounds = 4;    // after which the bound is renewed every kLa
 constexpr int kLazyRounds = 4;
 constexpr float kBelow =
     0x1p-14f;  // of the early bound: more than log2 of a sum depends on the order of terms
+
+constexpr int kSize = Vec<float>::kSize;
+
+// Softcaps need not be more precise for fp32: what is selected gets new logits (filtered_rows.cu).
+template <bool kGeneral>
+using Map = LogitMap<__nv_bfloat16, kGeneral>;
 
 // In shared memory.
 struct List {
@@ -72,19 +77,18 @@ struct Shared {
 };
 
 // The logits of vector v: -inf at the target and past the vocabulary.
-template <typename T, bool kGeneral>
-__device__ __forceinline__ void MaskedLogits(const SelectRowsParams& p, const LogitMap<T, kGeneral>& map,
-                                             const uint4& raw, int v, int target, float (&z)[Vec<T>::kSize],
-                                             float (&slack)[Vec<T>::kSize]) {
-  constexpr int kSize = Vec<T>::kSize;
+template <bool kGeneral>
+__device__ __forceinline__ void MaskedLogits(const SelectRowsParams& p, const Map<kGeneral>& map,
+                                             const uint4& raw, int v, int target, float (&z)[kSize],
+                                             float (&slack)[kSize]) {
   const int first = v * kSize;
   const int vocab = static_cast<int>(p.logits.classes);
   float dots[kSize];
-  Vec<T>::Unpack(raw, dots);
+  Vec<float>::Unpack(raw, dots);
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
     z[i] = map(dots[i], kGeneral ? min(first + i, vocab - 1) : 0).z;
-    slack[i] = kGeneral ? kStorageRoundoff<T> * fabsf(map.scale * dots[i]) : 0.0f;
+    slack[i] = kGeneral ? kRoundoff * fabsf(map.scale * dots[i]) : 0.0f;
   }
   if (target >= first && target < first + kSize) {
 #pragma unroll
@@ -126,11 +130,10 @@ __device__ __forceinline__ void KeepInRange(Running& s, float highest, float f) 
   s.reference = reference;
 }
 
-template <typename T, bool kGeneral>
-__device__ __forceinline__ void AddVector(const SelectRowsParams& p, const LogitMap<T, kGeneral>& map,
-                                          const Target& target, const float (&z)[Vec<T>::kSize], int v,
-                                          float max, Running& s) {
-  constexpr int kSize = Vec<T>::kSize;
+template <bool kGeneral>
+__device__ __forceinline__ void AddVector(const SelectRowsParams& p, const Map<kGeneral>& map,
+                                          const Target& target, const float (&z)[kSize], int v, float max,
+                                          Running& s) {
   s.best = max > s.max ? v : s.best;
   s.max = fmaxf(s.max, max);
   const float reference = s.reference == NegativeInfinity() ? 0.0f : s.reference;  // nothing yet but NaN
@@ -151,11 +154,10 @@ __device__ __forceinline__ void AddVector(const SelectRowsParams& p, const Logit
   s.sum += sums[0] + sums[1];
 }
 
-template <typename T>
-__device__ __forceinline__ float LargestOf(const float (&z)[Vec<T>::kSize]) {
+__device__ __forceinline__ float LargestOf(const float (&z)[kSize]) {
   float max = fmaxf(z[0], z[1]);
 #pragma unroll
-  for (int i = 2; i < Vec<T>::kSize; i += 2) max = fmaxf(max, fmaxf(z[i], z[i + 1]));
+  for (int i = 2; i < kSize; i += 2) max = fmaxf(max, fmaxf(z[i], z[i + 1]));
   return max;
 }
 
@@ -204,11 +206,10 @@ __device__ __forceinline__ Stats CombineWarps(const float (&words)[kWarps][5], f
 }
 
 // The warp's statistics relative to its maximum, into `words`.
-template <typename T, bool kGeneral>
-__device__ __forceinline__ void PutWarp(const SelectRowsParams& p, const LogitMap<T, kGeneral>& map,
+template <bool kGeneral>
+__device__ __forceinline__ void PutWarp(const SelectRowsParams& p, const Map<kGeneral>& map,
                                         const Target& target, const uint4* row, const Running& s,
                                         float* words) {
-  constexpr int kSize = Vec<T>::kSize;
   float max = s.max;
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, offset));
@@ -239,11 +240,10 @@ __device__ __forceinline__ void PutWarp(const SelectRowsParams& p, const LogitMa
 }
 
 // The scan over the row.
-template <typename T, bool kGeneral, int kWarps>
-__device__ __forceinline__ Running ScanRow(const SelectRowsParams& p, const LogitMap<T, kGeneral>& map,
+template <bool kGeneral, int kWarps>
+__device__ __forceinline__ Running ScanRow(const SelectRowsParams& p, const Map<kGeneral>& map,
                                            const Target& target, const uint4* row, float log2_epsilon,
                                            const List& list, Shared<kWarps>& shared) {
-  constexpr int kSize = Vec<T>::kSize;
   constexpr int kThreads = kWarps * 32;
   const int vectors = static_cast<int>(p.logits.ld / kSize);
   Running s = {NegativeInfinity(), NegativeInfinity(), 0.0f, 0.0f, 0.0f, -1};
@@ -263,18 +263,18 @@ __device__ __forceinline__ Running ScanRow(const SelectRowsParams& p, const Logi
       const int v = base + u * kThreads;
       float z[kSize], slack[kSize];
       MaskedLogits(p, map, raw[u], v, target.column, z, slack);  // past the row: past the vocabulary
-      const float max = LargestOf<T>(z);
+      const float max = LargestOf(z);
       KeepInRange(s, max, map.f);
       AddVector(p, map, target, z, v, max, s);
       if constexpr (kGeneral) {
 #pragma unroll
         for (int i = 0; i < kSize; ++i) z[i] += slack[i];
       }
-      tops[u] = kGeneral ? LargestOf<T>(z) : max;
+      tops[u] = kGeneral ? LargestOf(z) : max;
     }
     if (round < kEagerRounds || round % kLazyRounds == 0) {
       const float sum = PublishSum<kWarps>(s, shared.logs, round == 0);
-      threshold = Threshold<T>(sum - kBelow * (1.0f + fabsf(sum)), log2_epsilon, map.f);
+      threshold = Threshold(sum - kBelow * (1.0f + fabsf(sum)), log2_epsilon, map.f);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -287,38 +287,37 @@ __device__ __forceinline__ Running ScanRow(const SelectRowsParams& p, const Logi
 }
 
 // Judges the logits of the listed vectors, or of the whole row if these are not all, by the row's sum.
-template <typename T, bool kGeneral, int kWarps>
-__device__ __forceinline__ void FindCandidates(const SelectRowsParams& p, const LogitMap<T, kGeneral>& map,
-                                               const Target& target, const T* logits, const List& list,
+template <bool kGeneral, int kWarps>
+__device__ __forceinline__ void FindCandidates(const SelectRowsParams& p, const Map<kGeneral>& map,
+                                               const Target& target, const float* logits, const List& list,
                                                int most, Shared<kWarps>& shared) {
-  constexpr int kSize = Vec<T>::kSize;
   const bool whole = shared.listed > kListedVectors;
   const int vocab = static_cast<int>(p.logits.classes);
   const int count = whole ? vocab : shared.listed * kSize;
   for (int i = threadIdx.x; i < count; i += kWarps * 32) {
     const int column = whole ? i : list.vectors[i / kSize] * kSize + i % kSize;
     if (column >= vocab || column == target.column) continue;
-    const float dot = static_cast<float>(logits[column]);
+    const float dot = logits[column];
     const float z = map(dot, column).z;
-    const float slack = kGeneral ? kStorageRoundoff<T> * fabsf(map.scale * dot) : 0.0f;
+    const float slack = kGeneral ? kRoundoff * fabsf(map.scale * dot) : 0.0f;
     if (z + slack >= shared.row.threshold) shared.row.Add(list.candidates, most, column, z * map.f);
   }
 }
 
-template <typename T, bool kGeneral, typename Block>
+template <bool kGeneral, typename Block>
 __global__ __launch_bounds__(Block::kThreads, Block::kResident(kGeneral)) void SelectRowsKernel(
     const __grid_constant__ SelectRowsParams p) {
   extern __shared__ int32_t list_memory[];
   __shared__ Shared<Block::kWarps> shared;
   const int64_t row = blockIdx.x;
-  const T* logits = static_cast<const T*>(p.logits.data) + row * p.logits.ld;
+  const float* logits = static_cast<const float*>(p.logits.data) + row * p.logits.ld;
   const auto* raw = reinterpret_cast<const uint4*>(logits);
   const int most = static_cast<int>(min(int64_t{Block::kMost}, p.logits.classes));
   const List list(list_memory, most);
-  const LogitMap<T, kGeneral> map(p.terms);
+  const Map<kGeneral> map(p.terms);
   Target target;
   target.column = p.in.targets[row];
-  const float stored_dot = static_cast<float>(logits[target.column]);
+  const float stored_dot = logits[target.column];
   const float target_dot = p.in.target_dots != nullptr ? p.in.target_dots[row] : stored_dot;
   target.logit = map(target_dot, target.column);
   target.stored_z = map(stored_dot, target.column).z;
@@ -338,7 +337,7 @@ __global__ __launch_bounds__(Block::kThreads, Block::kResident(kGeneral)) void S
     Rebase(rebased, fmaxf(others.max, target.logit.z), map.f);
     if (threadIdx.x == 0) {
       WriteRow(p.out, row, result);
-      shared.row.template Start<T>(rebased, result, target_dot, log2_epsilon, map.f);
+      shared.row.Start(rebased, result, target_dot, log2_epsilon, map.f);
     }
   }
   __syncthreads();
@@ -347,9 +346,9 @@ __global__ __launch_bounds__(Block::kThreads, Block::kResident(kGeneral)) void S
   SelectCandidates<kGeneral, Block::kThreads>(p.selection, row, list.candidates, most, shared.row);
 }
 
-template <typename T, bool kGeneral, typename Block>
+template <bool kGeneral, typename Block>
 cudaError_t Launch(const SelectRowsParams& p, cudaStream_t stream) {
-  auto* kernel = SelectRowsKernel<T, kGeneral, Block>;
+  auto* kernel = SelectRowsKernel<kGeneral, Block>;
   const auto shared = static_cast<int>(List::Bytes(std::min<int64_t>(Block::kMost, p.logits.classes)));
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
@@ -357,24 +356,17 @@ cudaError_t Launch(const SelectRowsParams& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <typename T, bool kGeneral>
+template <bool kGeneral>
 cudaError_t LaunchBlock(const SelectRowsParams& p, cudaStream_t stream) {
-  return p.logits.ld / Vec<T>::kSize <= kShortVectors ? Launch<T, kGeneral, ShortRow>(p, stream)
-                                                      : Launch<T, kGeneral, LongRow>(p, stream);
-}
-
-template <typename T>
-cudaError_t LaunchTyped(const SelectRowsParams& p, cudaStream_t stream) {
-  return p.terms.IsGeneral() ? LaunchBlock<T, true>(p, stream) : LaunchBlock<T, false>(p, stream);
+  return p.logits.ld / kSize <= kShortVectors ? Launch<kGeneral, ShortRow>(p, stream)
+                                              : Launch<kGeneral, LongRow>(p, stream);
 }
 
 }  // namespace
 
 cudaError_t LaunchSelectRows(const SelectRowsParams& params, cudaStream_t stream) {
   if (params.in.rows == 0) return cudaSuccess;
-  return WithElement(params.logits.dtype, [&](auto element) {
-    return LaunchTyped<typename decltype(element)::Type>(params, stream);
-  });
+  return params.terms.IsGeneral() ? LaunchBlock<true>(params, stream) : LaunchBlock<false>(params, stream);
 }
 
 }  // namespace lossd::kernels::cuda

@@ -57,7 +57,7 @@ __global__ __launch_bounds__(kSelectThreads) void SelectListedKernel(
   if (threadIdx.x == 0) {
     const FusedRow fused = LoadFusedRow<kGeneral>(terms, in, w, row);
     const RowResult result = FinishSums<kGeneral>(terms, in, row, fused.target, fused.others, f);
-    shared.Start<float>(fused.others, result, in.target_dots[row], log2f(selection.epsilon), f);
+    shared.Start(fused.others, result, in.target_dots[row], log2f(selection.epsilon), f);
   }
   __syncthreads();
   const int listed = lists.counts[row];

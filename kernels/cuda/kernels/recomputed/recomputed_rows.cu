@@ -2,8 +2,8 @@
 // row_loss.cu in their general form, with bias, class weights and target counted from the first class of the
 // block; the statistics of the blocks are combined in the order of classes.
 //
-// Bytes: a block of logits read once for its statistics, read and written once for its gradient; as long as a
-// block stays in L2 it is bound by arithmetic.
+// Bytes: a block of fp32 logits read once for its statistics, and read once more and written in the compute
+// dtype for its gradient; as long as a block stays in L2 it is bound by arithmetic.
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/element_type.cuh"
 #include "kernels/cuda/kernels/recomputed/recomputed_rows.h"
@@ -19,12 +19,13 @@ constexpr int kWarps = kThreads / 32;
 // A block of classes of some rows; the terms count classes from the first of the block.
 struct BlockParams {
   LogitMatrix logits;
+  LogitMatrix gradient;
   LossTerms terms;
   RowInputs in;
 };
 
 BlockParams Within(const ClassBlock& block, const LossTerms& terms, const RowInputs& in) {
-  return {block.logits, terms.From(block.first_class), in};
+  return {block.logits, block.gradient, terms.From(block.first_class), in};
 }
 
 // `column` may lie outside the block, on either side: bias and class weights go on there.
@@ -39,9 +40,8 @@ __device__ __forceinline__ Target MakeTarget(const LossTerms& terms, const RowIn
   return target;
 }
 
-template <typename T>
-__device__ __forceinline__ RowPart<T, false> WholeBlock(const LogitMatrix& logits, int64_t row) {
-  return {static_cast<T*>(logits.data) + row * logits.ld, 0, 0, static_cast<int>(logits.ld / Vec<T>::kSize)};
+__device__ __forceinline__ RowPart<false> WholeBlock(const LogitMatrix& logits, int64_t row) {
+  return {static_cast<float*>(logits.data) + row * logits.ld, 0, 0, static_cast<int>(logits.ld / kDots)};
 }
 
 __device__ __forceinline__ Stats ToStats(const RunningRow& r) {
@@ -57,13 +57,14 @@ __device__ __forceinline__ Stats Join(Stats before, Stats next, float f) {
   return {max, before.sum + next.sum, before.spread + next.spread, before.weighted + next.weighted, arg};
 }
 
+// T: the compute dtype, or another that is as precise.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void FoldBlockKernel(const __grid_constant__ BlockParams p,
                                                             int first_class, RunningRow* running) {
   __shared__ float words[kWarps * kStatsWords];
   const int64_t row = blockIdx.x;
   const LogitMap<T, true> map(p.terms);
-  const RowPart<T, false> part = WholeBlock<T>(p.logits, row);
+  const RowPart<false> part = WholeBlock(p.logits, row);
   const Target target = MakeTarget<T>(p.terms, p.in, map, row, p.in.targets[row] - first_class);
   const int classes = static_cast<int>(p.logits.classes);
   const Stats own = ReduceWarp<true>(RowStats<T, true, false>(p.terms, map, part, classes, target), map.f);
@@ -76,21 +77,21 @@ __global__ __launch_bounds__(kThreads) void FoldBlockKernel(const __grid_constan
   if (all.arg != INT32_MAX) all.arg += first_class;
   float stored_target = first_class > 0 ? running[row].stored_target : 0.0f;
   if (target.column >= 0 && target.column < p.logits.classes) {
-    stored_target = map(static_cast<float>(part.row[target.column]), target.column).z;
+    stored_target = map(part.row[target.column], target.column).z;
   }
   if (first_class > 0) all = Join(ToStats(running[row]), all, map.f);
   running[row] = {all.max, all.sum, all.spread, all.weighted, all.arg, stored_target};
 }
 
+template <typename T>
 __global__ void FinishRunningKernel(const __grid_constant__ LossTerms terms,
                                     const __grid_constant__ RowInputs in,
                                     const __grid_constant__ RowResults out, const RunningRow* running,
                                     GradientRule* rules) {
   const int64_t row = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (row >= in.rows) return;
-  // Every number is fp32 by now; the type only says how precise a softcap's tanh is.
-  const LogitMap<float, true> map(terms);
-  Target target = MakeTarget<float>(terms, in, map, row, in.targets[row]);
+  const LogitMap<T, true> map(terms);
+  Target target = MakeTarget<T>(terms, in, map, row, in.targets[row]);
   target.stored_z = running[row].stored_target;
   const RowResult result = Finish<true>(terms, in, row, target, ToStats(running[row]), map.f);
   WriteRow(out, row, result);
@@ -116,15 +117,16 @@ template <typename T>
 __global__ __launch_bounds__(kThreads) void GradientBlockKernel(const __grid_constant__ BlockParams p,
                                                                 int first_class, const GradientRule* rules) {
   const int64_t row = blockIdx.x;
-  const RowPart<T, false> part = WholeBlock<T>(p.logits, row);
+  const RowPart<false> part = WholeBlock(p.logits, row);
+  T* const to = static_cast<T*>(p.gradient.data) + row * p.gradient.ld;
   const GradientRule rule = rules[row];
   if (!rule.valid) {
-    WriteZeros(part);
+    WriteZeros(part, to);
     return;
   }
   const LogitMap<T, true> map(p.terms);
   const Target target = MakeTarget<T>(p.terms, p.in, map, row, p.in.targets[row] - first_class);
-  WriteGradient(p.terms, map, part, static_cast<int>(p.logits.classes), target, rule);
+  WriteGradient(p.terms, map, part, static_cast<int>(p.logits.classes), target, rule, to);
 }
 
 template <typename T>
@@ -148,16 +150,18 @@ cudaError_t LaunchFoldBlock(const ClassBlock& block, const LossTerms& terms, con
                             RunningRow* running, cudaStream_t stream) {
   const BlockParams p = Within(block, terms, in);
   if (in.rows == 0) return cudaSuccess;
-  return WithElement(p.logits.dtype, [&](auto element) {
-    return LaunchFold<typename decltype(element)::Type>(p, block.first_class, running, stream);
-  });
+  return p.gradient.dtype == DType::kFloat32
+             ? LaunchFold<float>(p, block.first_class, running, stream)
+             : LaunchFold<__nv_bfloat16>(p, block.first_class, running, stream);
 }
 
-cudaError_t LaunchFinishRunning(const LossTerms& terms, const RowInputs& in, const RowResults& out,
-                                const RunningRow* running, GradientRule* rules, cudaStream_t stream) {
+cudaError_t LaunchFinishRunning(const LossTerms& terms, const RowInputs& in, DType compute,
+                                const RowResults& out, const RunningRow* running, GradientRule* rules,
+                                cudaStream_t stream) {
   if (in.rows == 0) return cudaSuccess;
   const auto blocks = static_cast<unsigned>((in.rows + kThreads - 1) / kThreads);
-  FinishRunningKernel<<<blocks, kThreads, 0, stream>>>(terms, in, out, running, rules);
+  auto* kernel = compute == DType::kFloat32 ? FinishRunningKernel<float> : FinishRunningKernel<__nv_bfloat16>;
+  kernel<<<blocks, kThreads, 0, stream>>>(terms, in, out, running, rules);
   return cudaGetLastError();
 }
 
@@ -171,7 +175,7 @@ cudaError_t LaunchGradientBlock(const ClassBlock& block, const LossTerms& terms,
                                 const GradientRule* rules, cudaStream_t stream) {
   const BlockParams p = Within(block, terms, in);
   if (in.padded_rows == 0) return cudaSuccess;
-  return WithElement(p.logits.dtype, [&](auto element) {
+  return WithElement(p.gradient.dtype, [&](auto element) {
     return LaunchGradient<typename decltype(element)::Type>(p, block.first_class, rules, stream);
   });
 }

@@ -22,12 +22,13 @@ struct RunningRow {
   float spread;
   float weighted;
   int32_t arg;
-  float stored_target;  // the target's logit as stored with the others
+  float stored_target;  // the target's logit as it comes with the others
 };
 
-// The logits of a block of classes, [first_class, first_class + logits.classes), of some rows.
+// A block of classes, [first_class, first_class + logits.classes), of some rows.
 struct ClassBlock {
-  LogitMatrix logits;
+  LogitMatrix logits;    // fp32
+  LogitMatrix gradient;  // InPlaceOf(logits) in the compute dtype
   int64_t first_class = 0;
 };
 
@@ -37,8 +38,9 @@ cudaError_t LaunchFoldBlock(const ClassBlock& block, const LossTerms& terms, con
                             RunningRow* running, cudaStream_t stream);
 
 // Row results and rules from the statistics of all blocks. `in` has target_dots.
-cudaError_t LaunchFinishRunning(const LossTerms& terms, const RowInputs& in, const RowResults& out,
-                                const RunningRow* running, GradientRule* rules, cudaStream_t stream);
+cudaError_t LaunchFinishRunning(const LossTerms& terms, const RowInputs& in, DType compute,
+                                const RowResults& out, const RunningRow* running, GradientRule* rules,
+                                cudaStream_t stream);
 
 // Makes the rules final: rows that may add nothing to any sum get a gradient of 0, and the first two kinds
 // hidden states of 0: those whose loss is not finite, those that are accumulated but not kept (rows.h), and
@@ -53,8 +55,8 @@ struct SettleParams {
 };
 cudaError_t LaunchSettleRules(const SettleParams& params, cudaStream_t stream);
 
-// Turns the logits of a block into dL/ds over (scale * gradient unit), 0 in padding rows and columns. `terms`
-// and `in` as for LaunchFoldBlock(); rules: [padded_rows].
+// Turns the logits of a block into its gradient, dL/ds over (scale * gradient unit), 0 in padding rows and
+// columns. `terms` and `in` as for LaunchFoldBlock(); rules: [padded_rows].
 cudaError_t LaunchGradientBlock(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
                                 const GradientRule* rules, cudaStream_t stream);
 

@@ -27,7 +27,7 @@ __global__ __launch_bounds__(kThreads) void CountLevelsKernel(const __grid_const
   float sum = 0.0f;
   for (int g = static_cast<int>(threadIdx.x); g < groups; g += kThreads) {
     GroupOf<T> group;
-    group.Load(elements, p.elements.ld, g);
+    group.Load(elements, PaddedClasses(p), g);
     const uint32_t hot = p.hot.classes.bits != nullptr ? __ldg(p.hot.classes.bits + g) : 0;
     group.ForEach([&](int i, float x) {
       const float w = (hot >> i & 1) != 0 ? 0.0f : fabsf(x) * s.width;

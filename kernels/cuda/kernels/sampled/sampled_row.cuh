@@ -55,15 +55,20 @@ __device__ __forceinline__ RowScale ScaleOf(const SampleRowsParams& p, int64_t r
   return s;
 }
 
+// Columns of the matrix that hold classes or zeros; what is beyond may hold anything.
+__device__ __forceinline__ int64_t PaddedClasses(const SampleRowsParams& p) {
+  return (p.elements.classes + 7) / 8 * 8;
+}
+
 template <typename T>
 struct GroupOf {
   static constexpr int kVectors = kGroup / Vec<T>::kSize;
 
   uint4 raw[kVectors];  // 0 past the end of the row
 
-  __device__ __forceinline__ void Load(const T* row, int64_t ld, int group) {
+  __device__ __forceinline__ void Load(const T* row, int64_t columns, int group) {
     const auto* vectors = reinterpret_cast<const uint4*>(row);
-    const int count = static_cast<int>(ld / Vec<T>::kSize);
+    const int count = static_cast<int>(columns / Vec<T>::kSize);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int v = group * kVectors + i;

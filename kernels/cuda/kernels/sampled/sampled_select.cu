@@ -126,7 +126,7 @@ __device__ __forceinline__ void MeasureGroups(const SampleRowsParams& p, const T
   const bool has_hot = p.hot.classes.bits != nullptr;
   for (int g = static_cast<int>(threadIdx.x); g < groups; g += kThreads) {
     GroupOf<T> group;
-    group.Load(row, p.elements.ld, g);
+    group.Load(row, PaddedClasses(p), g);
     float width = 0.0f;
     if (s.width > 0.0f) {
       width = g == s.target / kGroup ? WidthOf(group, s, s.target % kGroup) : WidthOf(group, s, -1);
@@ -226,7 +226,7 @@ __device__ __forceinline__ int WriteEntries(const SampleRowsParams& p, const T* 
     uint32_t taken = 0;
     if (i < picked) {
       GroupOf<T> group;
-      group.Load(row, p.elements.ld, g);
+      group.Load(row, PaddedClasses(p), g);
       taken = TakenOf(p, group, s, omega, memory.begins[At(g)], g);
     }
     int total;

@@ -92,9 +92,10 @@ TEST(RecomputedPlan, BlocksFitTheArenaWhateverTheRows) {
         config.has_bias = true;
         config.workspace_bytes = megabytes << 20;
         const HeadSizes sizes = SizesOf(config, fused);
-        const RecomputedShape shape_of_head = RecomputedShapeOf(config, sizes, kMultiprocessors);
         for (const int64_t rows : {8, 72, 128, 256, 1152, 4096}) {
           if (rows > sizes.chunk_rows) continue;
+          const RecomputedShape shape_of_head =
+              RecomputedShapeOf(config, sizes, kMultiprocessors).For(fused && rows > 100);
           const RecomputedBlocks blocks = ChooseRecomputedBlocks(shape_of_head, rows, sizes.arena_bytes);
           EXPECT_LE(RecomputedArena::Carve(shape_of_head, blocks, nullptr).bytes, sizes.arena_bytes)
               << Describe(config);
@@ -102,8 +103,9 @@ TEST(RecomputedPlan, BlocksFitTheArenaWhateverTheRows) {
           EXPECT_TRUE(blocks.classes % 256 == 0 || blocks.classes == shape_of_head.padded_vocab);
           EXPECT_GE(blocks.classes, 1);
           const FilterShape filter = FilterShapeOf(config, sizes);
-          for (const Selection selection : {Selection::kFromLogits, Selection::kInPass}) {
-            if (selection == Selection::kInPass && !fused) continue;
+          for (const Selection selection :
+               {Selection::kFromLogits, Selection::kFromExponentials, Selection::kInPass}) {
+            if (selection != Selection::kFromLogits && !fused) continue;
             const FilterBlock block = ChooseFilterBlock(filter, selection, rows, sizes.arena_bytes);
             EXPECT_GE(block.rows, 8);
             EXPECT_EQ(block.rows % 8, 0);
