@@ -234,7 +234,8 @@ Json MeasureParts(const DataShape& shape, const LossData& data, int64_t rows, Ti
   parts["hidden_gradient"] = ToJson(bare.HiddenGradient());
   parts["weight_gradient_first"] = ToJson(bare.WeightGradient(DType::kFloat32, 0.0f));
   parts["weight_gradient_add"] = ToJson(bare.WeightGradient(DType::kFloat32, 1.0f));
-  const double bytes = 6.0 * static_cast<double>(rows) * static_cast<double>(shape.vocab);  // fp32 in, 16 bits out
+  const double bytes =
+      6.0 * static_cast<double>(rows) * static_cast<double>(shape.vocab);  // fp32 in, 16 bits out
   parts["row_loss_gbps"] = bytes / parts["row_loss"]["median_ms"].get<double>() / 1e6;
   return parts;
 }
