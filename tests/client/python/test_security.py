@@ -11,7 +11,8 @@ import pytest
 from server_process import ServerProcess
 
 import lossd
-from lossd._credentials import Credentials, is_local
+from lossd._credentials import Credentials
+from lossd._target import is_local
 
 TOKEN = "trainer-token-0123456789"
 VARIABLES = ("LOSSD_SERVER", "LOSSD_CA", "LOSSD_CERT", "LOSSD_KEY", "LOSSD_TOKEN")

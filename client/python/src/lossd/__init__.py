@@ -3,9 +3,8 @@
 lossd.Client speaks the protocol with NumPy arrays; lossd.torch (imported on its own) has the PyTorch module.
 """
 
-from importlib import metadata
-
 from lossd._loss_call import PendingLoss
+from lossd._version import VERSION
 from lossd.client import Client
 from lossd.errors import (
     Aborted,
@@ -27,6 +26,7 @@ from lossd.errors import (
     StepDiscarded,
     Unauthenticated,
     Unavailable,
+    Unimplemented,
 )
 from lossd.types import SGD, AdamW, LossOptions, LossResult, RetryOptions
 
@@ -35,7 +35,7 @@ __all__ = [
     "DeadlineExceeded", "FailedPrecondition", "ForkedClient", "Internal", "InvalidArgument", "LossOptions",
     "LossResult", "LossdError", "NonFinite", "NotFound", "PendingLoss", "PermissionDenied",
     "ResourceExhausted", "Restarted", "RetryOptions", "StepDiscarded", "Unauthenticated",
-    "Unavailable", "__version__",
+    "Unavailable", "Unimplemented", "__version__",
 ]
 
-__version__: str = metadata.version("lossd")
+__version__ = VERSION

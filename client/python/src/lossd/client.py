@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lossd import _arrays, _wire, errors, types
+from lossd import _arrays, _target, _wire, errors, types
 from lossd._connections import ConnectionOptions, Connections, Deadline
-from lossd._credentials import Credentials, target_from_environment
+from lossd._credentials import Credentials
 from lossd._head_cache import HeadCache
 from lossd._head_calls import HeadCalls
 from lossd._loss_call import SIGNAL_SECONDS, CallOptions, Core, LossCall, PendingLoss
@@ -43,10 +43,11 @@ _DEFAULT_OPTIONS = LossOptions()
 class Client(HeadCalls):
     def __init__(self, target: str | None = None, *, ca: str | None = None, cert: str | None = None,
                  key: str | None = None, token: str | None = None, channels: int = 2, connect_timeout: float = 10.0,
-                 wait_for_server: bool = True, max_message_bytes: int = 64 << 20, call_timeout: float = 60.0,
+                 wait_for_server: bool = False, max_message_bytes: int = 64 << 20, call_timeout: float = 60.0,
                  transfer_timeout: float = 1800.0, loss_timeout: float = 600.0, dead_peer_timeout: float = 30.0,
                  retry: RetryOptions = RetryOptions(), expected_incarnation: int = 0, max_pending: int = 64) -> None:
-        """Connects, or raises Unavailable after `connect_timeout`; Restarted if another server is expected.
+        """Connects, or says what is wrong: Unavailable if nobody is there, within some two seconds unless
+        `wait_for_server`; Restarted if another server is expected.
 
         Args:
           target: host:port, or any gRPC target name; None: the environment variable LOSSD_SERVER, or 127.0.0.1:7070.
@@ -57,7 +58,8 @@ class Client(HeadCalls):
             loopback address.
           channels: connections to the server, in [1, 64]; a loss computation spreads its rows over those that no other
             one uses.
-          wait_for_server: False: give up when the server's address refuses the first attempt.
+          connect_timeout: for a server that is there, to answer on all connections.
+          wait_for_server: wait for one that is not there yet, too: for all of `connect_timeout`.
           max_message_bytes: of one message, sent or received.
           call_timeout: for descriptions, gradient norm, steps.
           transfer_timeout: for creation, tensors, checkpoints.
@@ -75,7 +77,7 @@ class Client(HeadCalls):
             raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
         _wire.keep_freed_memory()
         connections = Connections(ConnectionOptions(
-            target_from_environment() if target is None else target, channels, connect_timeout, wait_for_server,
+            _target.given_or_environment(target), channels, connect_timeout, wait_for_server,
             max_message_bytes, dead_peer_timeout, retry, Credentials.given_or_environment(ca, cert, key, token)))
         super().__init__(connections, HeadCache(expected_incarnation), call_timeout, transfer_timeout)
         self._loss_timeout = loss_timeout
