@@ -6,6 +6,22 @@ lossd.Client speaks the protocol with NumPy arrays; lossd.torch (imported on its
 from lossd._loss_call import PendingLoss
 from lossd._version import VERSION
 from lossd.client import Client
+from lossd.descriptions import (
+    AddedGradient,
+    CheckpointInfo,
+    Choice,
+    HeadDescription,
+    HeadSpec,
+    HeadState,
+    MemoryUsage,
+    RowRange,
+    SavedCheckpoint,
+    SaveProgress,
+    ServerDescription,
+    SliceLimits,
+    StepResult,
+    TensorFile,
+)
 from lossd.errors import (
     Aborted,
     AlreadyExists,
@@ -31,11 +47,12 @@ from lossd.errors import (
 from lossd.types import SGD, AdamW, LossOptions, LossResult, RetryOptions
 
 __all__ = [
-    "SGD", "Aborted", "AdamW", "AlreadyExists", "Cancelled", "Client", "ClientClosed", "DataLoss",
-    "DeadlineExceeded", "FailedPrecondition", "ForkedClient", "Internal", "InvalidArgument", "LossOptions",
-    "LossResult", "LossdError", "NonFinite", "NotFound", "PendingLoss", "PermissionDenied",
-    "ResourceExhausted", "Restarted", "RetryOptions", "StepDiscarded", "Unauthenticated",
-    "Unavailable", "Unimplemented", "__version__",
+    "SGD", "Aborted", "AdamW", "AddedGradient", "AlreadyExists", "Cancelled", "CheckpointInfo", "Choice", "Client",
+    "ClientClosed", "DataLoss", "DeadlineExceeded", "FailedPrecondition", "ForkedClient", "HeadDescription",
+    "HeadSpec", "HeadState", "Internal", "InvalidArgument", "LossOptions", "LossResult", "LossdError",
+    "MemoryUsage", "NonFinite", "NotFound", "PendingLoss", "PermissionDenied", "ResourceExhausted", "Restarted",
+    "RetryOptions", "RowRange", "SaveProgress", "SavedCheckpoint", "ServerDescription", "SliceLimits",
+    "StepDiscarded", "StepResult", "TensorFile", "Unauthenticated", "Unavailable", "Unimplemented", "__version__",
 ]
 
 __version__ = VERSION

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -13,10 +14,11 @@ import lossd
 from lossd import errors
 from lossd._arrays import as_targets
 from lossd.torch import _data_parallel, _head_state, _memory
+from lossd.torch._compile import outside_of_compile
 from lossd.torch._job import EXTRAS, Extra, Job, LossOutput
 from lossd.torch._gradient_scale import GradientScale
 from lossd.torch._step_tracker import StepTracker
-from lossd.types import Reduction
+from lossd.types import Gradients, Reduction
 from lossd.v1 import types_pb2
 
 
@@ -49,7 +51,9 @@ class LossHead(torch.nn.Module):
             train_head: bool = True, extras: Iterable[Extra] = (), process_group: Any = _data_parallel.UNSAID,
             rank: int | None = None, world_size: int | None = None, state: Literal["checkpoint", "none"] = "checkpoint",
             streams: int | None = None, slice_bytes: int = 2 << 20, timeout: float | None = None,
-            **loss: Any) -> None:
+            ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
+            logit_scale: float = 1.0, gradients: Gradients | None = None, filter_epsilon: float | None = None,
+            sample_threshold: float | None = None, max_gradient_error: float | None = None) -> None:
         """
         Args:
           head: the head's name on the server.
@@ -73,14 +77,21 @@ class LossHead(torch.nn.Module):
           state: what state_dict() holds of the head, this module's and its HeadOptimizer's. "checkpoint": the name of a
             checkpoint, which it has the server write; load_state_dict() restores that one. "none": nothing.
           streams, slice_bytes, timeout: as lossd.Client.compute_loss_async.
-          loss: the other fields of lossd.LossOptions, which describes them: ignore_index and label_smoothing as
-            torch.nn.functional.cross_entropy has them, z_loss, softcap, logit_scale, gradients and so on.
+          ignore_index, label_smoothing: as torch.nn.functional.cross_entropy.
+          z_loss: weight of lse^2, which is added to the loss of every row.
+          softcap: logits become softcap * tanh(logits / softcap). 0: they do not.
+          logit_scale: multiplies the logits before the softcap (1 / temperature).
+          gradients: "exact", "filtered", "sampled" or "auto". None: as the head was created.
+          filter_epsilon, sample_threshold, max_gradient_error: of gradients that are not exact; see lossd.LossOptions.
         """
         super().__init__()
         self.client = client
         self.head_name = head
         self.reduction: Reduction = reduction
-        self.options = lossd.LossOptions(use_class_weights=class_weights, **loss)
+        self.options = lossd.LossOptions(
+            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
+            logit_scale=logit_scale, use_class_weights=class_weights, gradients=gradients, filter_epsilon=filter_epsilon,
+            sample_threshold=sample_threshold, max_gradient_error=max_gradient_error)
         self.shift = shift
         self.normalizer = normalizer
         self.grad_output = grad_output
@@ -120,7 +131,13 @@ class LossHead(torch.nn.Module):
             f"LossHead(client, {self.head_name!r}), or save its state_dict(), which has the server save the weights")
 
     def extra_repr(self) -> str:
-        return f"{self.head_name!r} at {self.client.target}, D={self.hidden_size}, V={self.vocab_size}"
+        """What repr() shows: the head, its shape and the options that are not as usual."""
+        own = {"reduction": (self.reduction, "mean"), "shift": (self.shift, False), "deferred": (self.deferred, False)}
+        usual = lossd.LossOptions()
+        options = {field.name: (getattr(self.options, field.name), getattr(usual, field.name)) for field in fields(usual)}
+        unusual = [f"{name}={value!r}" for name, (value, default) in (own | options).items() if value != default]
+        return ", ".join([f"{self.head_name!r} at {self.client.target}, D={self.hidden_size}, V={self.vocab_size}",
+                          *unusual])
 
     @property
     def step(self) -> int:
@@ -154,11 +171,14 @@ class LossHead(torch.nn.Module):
         self.sync()
 
     def get_extra_state(self) -> torch.Tensor:
+        """What state_dict() holds of the head: save_state(), as a tensor."""
         return _head_state.as_tensor(self.save_state())
 
     def set_extra_state(self, state: torch.Tensor) -> None:
+        """load_state() for load_state_dict()."""
         self.load_state(_head_state.from_tensor(state))
 
+    @outside_of_compile
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor, *, row_weights: torch.Tensor | None = None,
                 normalizer: float | None = None, microbatch: int | None = None) -> LossOutput:
         """The loss; see start()."""
@@ -171,6 +191,7 @@ class LossHead(torch.nn.Module):
                 pending.cancel()  # after an interrupt; else it has ended
             raise
 
+    @outside_of_compile
     def start(self, hidden: torch.Tensor, targets: torch.Tensor, *, row_weights: torch.Tensor | None = None,
               normalizer: float | None = None, microbatch: int | None = None) -> PendingHeadLoss:
         """Begins the computation, so that the trainer can go on meanwhile; wait() of the result is the loss.
@@ -274,10 +295,17 @@ class PendingHeadLoss:
         self._job = job
         self._output: LossOutput | None = None
 
+    def __repr__(self) -> str:
+        return f"<lossd.torch.PendingHeadLoss, {'done' if self.done() else 'under way'}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a loss that is under way cannot be copied or pickled; copy what its wait() returns")
+
     def done(self) -> bool:
         """True if wait() will not block."""
         return self._job.pending is not None and self._job.pending.done()
 
+    @outside_of_compile
     def wait(self) -> LossOutput:
         """The loss, or (loss, LossExtras) if the module was made with extras. May be repeated."""
         if self._output is None:
@@ -288,6 +316,7 @@ class PendingHeadLoss:
         """Asks for an early end with lossd.Cancelled; no effect when done. wait() says when it has ended."""
         self._job.cancel()
 
+    @outside_of_compile
     def lazy(self) -> torch.Tensor:
         """The loss at once, as a tensor whose value is NaN until its backward, which waits for the server.
 

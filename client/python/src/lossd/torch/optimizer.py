@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
 import lossd
 from lossd.torch.head import LossHead
-from lossd.v1 import head_pb2
 
 
 class HeadOptimizer(torch.optim.Optimizer):
@@ -61,8 +60,19 @@ class HeadOptimizer(torch.optim.Optimizer):
         self.algorithm = algorithm
         self.decay_vectors = decay_vectors
         self.skip_non_finite = skip_non_finite
-        self.last: head_pb2.ApplyStepResponse | None = None  # what the server said of the last step
+        self.last: lossd.StepResult | None = None  # what the server said of the last step
         self._loaded_norm: float | None = None
+
+    def __repr__(self) -> str:
+        group = self.param_groups[0]
+        own = ("momentum", "dampening", "nesterov") if self.algorithm == "sgd" else ("betas", "eps")
+        values = ", ".join(f"{name}={group[name]}" for name in ("lr", *own, "weight_decay"))
+        return f"HeadOptimizer({self.head.head_name!r}, {self.algorithm}, {values})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"HeadOptimizer of {self.head.head_name!r} steps weights of a server, so it cannot be copied or pickled: make "
+            "another HeadOptimizer(head, lr=...), or save its state_dict(), which has the server save the weights")
 
     def load_grad_norm(self) -> float:
         """Fetches the norm of the gradient of the open step, LossHead.grad_scale included, for the stand-in's gradient.
