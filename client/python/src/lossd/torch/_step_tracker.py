@@ -17,16 +17,17 @@ class StepTracker:
     def __init__(self, step: int, rank: int, world_size: int) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must be in [0, world_size) with world_size {world_size}")
-        self._rank = rank
-        self._world_size = world_size
+        self.rank = rank
+        self.world_size = world_size
         self.group = 1  # a step has a multiple of so many microbatches
+        self.discards = 0  # how often what was in an open step was discarded
         self._lock = threading.Lock()
         self._begin(step)
 
     @property
     def alone(self) -> bool:
         """Whether this is the only trainer."""
-        return self._world_size == 1
+        return self.world_size == 1
 
     def _begin(self, step: int) -> None:
         self.step = step
@@ -57,7 +58,7 @@ class StepTracker:
             return _APART + self._next_apart
 
     def wire_id(self, number: int) -> int:
-        return number * self._world_size + self._rank
+        return number * self.world_size + self.rank
 
     @contextmanager
     def sending(self, number: int, accumulates: bool) -> Iterator[None]:
@@ -118,10 +119,24 @@ class StepTracker:
             self._contribution = None
 
     @property
-    def empty(self) -> bool:
-        """Nothing of this step was accumulated by this trainer."""
+    def sent(self) -> int:
+        """How many microbatches and contributions of this step the server has, or may have, of this trainer.
+
+        Those whose gradients are computed in backward count: the server keeps their hidden states.
+        """
         with self._lock:
-            return not self._accumulated and not self._contributions and self._contribution is None
+            return self._next
+
+    def discarded(self) -> None:
+        """What is in the open step is going to be discarded."""
+        with self._lock:
+            self.discards += 1
+
+    def succeeded(self) -> None:
+        """Another LossHead of this program has discarded what this trainer had in the open step, and goes on."""
+        with self._lock:
+            self.discards += 1
+            self._lost = "another LossHead of this program has taken the head over"
 
     def check_settled(self, what: str) -> None:
         """RuntimeError if a gradient would be applied, or lost, that the trainer does not know of."""
@@ -164,5 +179,5 @@ class StepTracker:
     def expected(self) -> list[int]:
         """Wire ids that the step needs, of all trainers; each has accumulated as many as this one."""
         with self._lock:
-            return [n * self._world_size + rank for n in sorted(self._accumulated | self._contributions)
-                    for rank in range(self._world_size)]
+            return [n * self.world_size + rank for n in sorted(self._accumulated | self._contributions)
+                    for rank in range(self.world_size)]

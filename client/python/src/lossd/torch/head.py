@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, Literal, NoReturn
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 import lossd
 from lossd import errors
 from lossd._arrays import as_targets
-from lossd.torch import _data_parallel, _head_state, _memory
+from lossd.torch import _data_parallel, _head_state, _memory, _succession
 from lossd.torch._compile import outside_of_compile
 from lossd.torch._job import EXTRAS, Extra, Job, LossOutput
 from lossd.torch._gradient_scale import GradientScale
@@ -119,11 +120,9 @@ class LossHead(torch.nn.Module):
         if state not in ("checkpoint", "none"):
             raise ValueError(f"state is {state!r}; it must be 'checkpoint' or 'none'")
         self._states = _head_state.HeadStates(client, head, self.parallel, kept=state == "checkpoint")
-        self.discards = 0  # how often the gradients of an open step were discarded
-        # Microbatches that others left in the open step. With several trainers they are those of the others.
-        self.left_over: int = 0
-        if self.steps.alone:
-            self.left_over = description.step_microbatches + description.step_contributions
+        # Microbatches in the open step that are not this module's, and the tracker of the LossHead of this program that
+        # has left them, if one has. Several trainers see those of their own alone.
+        self.left_over, self.earlier = self._left_over(description)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -149,10 +148,11 @@ class LossHead(torch.nn.Module):
 
         What this module has accumulated in the open step counts as lost, and the step starts again.
         """
+        step = self.client.describe_head(self.head_name).state.step  # if this fails, nothing has changed
         self.client.acknowledge_restart(self.head_name)
-        self.steps.advance(self.client.describe_head(self.head_name).state.step)
+        self.steps.advance(step)
         self._class_weights = None
-        self.left_over = 0
+        self.left_over, self.earlier = 0, None
         self.scale.forget_losses()
 
     @property
@@ -167,7 +167,7 @@ class LossHead(torch.nn.Module):
     def load_state(self, state: dict[str, Any]) -> None:
         """Restores the head, its optimizer's moments and its step, or raises. Collective with process_group."""
         self._states.restore(state)
-        self.discards += 1
+        self.steps.discarded()
         self.sync()
 
     def get_extra_state(self) -> torch.Tensor:
@@ -211,7 +211,7 @@ class LossHead(torch.nn.Module):
             labels = _labels(targets, self.shift, self.options.ignore_index)
             self._check_labels(labels)
             if needs_head:
-                self._check_left_over()
+                self._settle_left_over()
         total = self._normalizer(labels, normalizer, needs_hidden or needs_head)
         wire = _autocast(hidden)
         number = self.steps.number(microbatch) if needs_head else self.steps.number_apart()
@@ -259,13 +259,29 @@ class LossHead(torch.nn.Module):
             f"{field} must be in [0, {self.vocab_size}) or ignore_index ({self.options.ignore_index}), got {value}",
             types_pb2.ErrorDetail(field=field, value=value))
 
-    def _check_left_over(self) -> None:
-        if self.left_over:
+    def _left_over(self, head: lossd.HeadDescription) -> tuple[int, StepTracker | None]:
+        earlier = _succession.succeed(_succession.Feeder(
+            head.state.incarnation, self.head_name, self.steps.rank, self.steps.world_size), self.steps)
+        sent = 0 if earlier is None else earlier.sent
+        if not self.steps.alone:
+            return sent, earlier
+        return max(head.step_microbatches + head.step_contributions, min(sent, head.retained_microbatches)), earlier
+
+    def _settle_left_over(self) -> None:
+        """Begins the step again if all that is in it is an earlier LossHead's of this program; else RuntimeError."""
+        if not self.left_over:
+            return
+        if self.earlier is None or not self.steps.alone or self.left_over > self.earlier.sent:
             raise RuntimeError(
                 f"step {self.step} of head {self.head_name!r} holds {self.left_over} microbatches of another LossHead: an "
                 "earlier one of this program that did not end its step, or another trainer's. "
                 "HeadOptimizer(head, ...).zero_grad() discards them. Several trainers of one head need process_group=, "
                 "or rank= and world_size=")
+        warnings.warn(f"what an earlier LossHead of {self.head_name!r} left in step {self.step} (microbatches: "
+                      f"{self.left_over}) is discarded, and the new one begins the step again", RuntimeWarning, stacklevel=5)
+        self.earlier.succeeded()
+        self.client.zero_gradients(self.head_name, self.step)
+        self.left_over, self.earlier = 0, None
 
     def _check(self, hidden: torch.Tensor, targets: torch.Tensor, row_weights: torch.Tensor | None) -> None:
         self.client.check_usable()

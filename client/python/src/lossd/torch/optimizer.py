@@ -93,7 +93,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         The backward of a loss that was computed before raises then. So zero_grad() comes before forward or after
         step(). Collective if the LossHead has a process_group.
         """
-        if self.head.parallel.any(not self.head.steps.empty or self.head.left_over > 0):
+        if self.head.parallel.any(self.head.steps.sent > 0 or self.head.left_over > 0):
             self.discard()
         self.stand_in.grad = None
         self._loaded_norm = None
@@ -104,7 +104,9 @@ class HeadOptimizer(torch.optim.Optimizer):
         Collective if the LossHead has a process_group.
         """
         head = self.head
-        head.discards += 1
+        head.steps.discarded()
+        if head.earlier is not None:
+            head.earlier.succeeded()
         head.sync()
         head.parallel.barrier()  # nothing of the others arrives any more
         if head.parallel.rank == 0:
