@@ -202,6 +202,15 @@ def test_a_head_that_exists_otherwise(client: lossd.Client, make_head: Callable[
     assert caught.value.field == "spec.hidden_size" and caught.value.value == "17"
 
 
+def test_a_head_that_exists_or_does_not(client: lossd.Client, make_head: Callable[..., str]) -> None:
+    name = make_head(hidden_size=D, vocab_size=V)
+    with pytest.raises(lossd.AlreadyExists, match=f"{name}.*exist_ok=True.*delete_head"):
+        client.create_head(name, hidden_size=D, vocab_size=V)
+    before = client.read_tensor(name)
+    assert client.create_head(name, hidden_size=D, vocab_size=V, seed=5, exist_ok=True).spec.name == name
+    assert (client.read_tensor(name) == before).all()
+
+
 def test_several_trainers_create_one_head(server: Any, client: lossd.Client) -> None:
     """All of them at once: one makes it, the others find it, and none sees it half made."""
     from concurrent.futures import ThreadPoolExecutor

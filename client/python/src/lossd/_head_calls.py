@@ -82,8 +82,9 @@ class HeadCalls:
             request.kaiming_uniform.seed = seed
         try:
             description = self._heads("CreateHead", request, head_pb2.HeadDescription, timeout or self._transfer_timeout)
-        except errors.AlreadyExists:
+        except errors.AlreadyExists as error:
             if not exist_ok:
+                error.add("; exist_ok=True takes a head that exists as it is, delete_head() removes it")
                 raise
             found = self.describe_head(name, timeout)
             _check_same(found.spec, read(HeadSpec, spec))

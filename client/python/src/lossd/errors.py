@@ -37,6 +37,11 @@ class LossdError(Exception):
         self.current_step: int | None = detail.current_step if detail.HasField("current_step") else None
         self.missing: tuple[str, ...] = tuple(detail.missing)
 
+    def add(self, more: str) -> None:
+        """Continues the message."""
+        self.message += more
+        self.args = (self.message,)
+
     def __str__(self) -> str:
         return "; ".join((self.message, *(f"missing: {what}" for what in self.missing if what not in self.message)))
 

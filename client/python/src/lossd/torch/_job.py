@@ -131,7 +131,7 @@ class Job:
                 result = self.pending.wait()
         except errors.FailedPrecondition as error:
             if error.field == "open.microbatch_id":
-                error.message += (
+                error.add(
                     ". Another LossHead has sent this microbatch of the step: several trainers of one head need "
                     "process_group=, or rank= and world_size=; what an earlier LossHead left, zero_grad() discards")
             raise

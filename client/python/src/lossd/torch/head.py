@@ -108,7 +108,7 @@ class LossHead(torch.nn.Module):
         for name in self.extras:
             if name not in EXTRAS:
                 raise ValueError(f"extras names {name!r}; there are {', '.join(EXTRAS)}")
-        description = client.describe_head(head)
+        description = _describe(client, head)
         self.hidden_size: int = description.spec.hidden_size
         self.vocab_size: int = description.spec.vocab_size
         self.train_head = train_head and not description.spec.frozen
@@ -344,6 +344,15 @@ class PendingHeadLoss:
             self._output = self._job.lazy_output()
         assert isinstance(self._output, torch.Tensor)
         return self._output
+
+
+def _describe(client: lossd.Client, head: str) -> lossd.HeadDescription:
+    try:
+        return client.describe_head(head)
+    except errors.NotFound as error:
+        error.add(f"; create it with client.create_head({head!r}, hidden_size=..., vocab_size=..., exist_ok=True), or "
+                  "restore it with client.load_checkpoint()")
+        raise
 
 
 def _labels(targets: torch.Tensor, shift: bool, ignore_index: int) -> NDArray[np.int32]:
