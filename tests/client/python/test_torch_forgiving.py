@@ -200,3 +200,68 @@ def test_zero_grad_after_a_restart_that_restored_the_head(problem):
             assert (optimizer.last.rows, optimizer.last.microbatches, head.step) == (N, 1, 2)
     finally:
         server.stop()
+
+
+# ---- Batches that fail ----
+
+def test_a_batch_of_which_nothing_was_accumulated_is_passed_over(client, make_head, problem):
+    """The loop catches the error and goes on, as it would with a loss of its own that is not finite."""
+    head = LossHead(client, make_head(hidden_size=D, vocab_size=V))
+    optimizer = HeadOptimizer(head, lr=0.1)
+    hidden, targets = problem
+    for microbatch in range(4):
+        bad = hidden.detach().clone()
+        if microbatch % 2 == 0:
+            bad[3, 1] = torch.inf
+        try:
+            head(bad.requires_grad_(), targets).backward()
+        except lossd.NonFinite:
+            assert microbatch % 2 == 0
+    optimizer.load_grad_norm()
+    optimizer.step()
+    assert (optimizer.last.rows, optimizer.last.microbatches) == (2 * N, 2)
+    head(hidden, targets).backward()
+    optimizer.step()
+    assert (optimizer.last.rows, optimizer.last.microbatches) == (N, 1)
+
+
+def test_a_batch_of_which_something_was_accumulated_is_not(client, make_head, problem):
+    """Some of its slices were accumulated before one was refused."""
+    head = LossHead(client, make_head(hidden_size=D, vocab_size=V), slice_bytes=D * 4 * 8, streams=1)
+    optimizer = HeadOptimizer(head, lr=0.1)
+    hidden, targets = problem
+    bad = hidden.detach().clone()
+    bad[N - 1, 1] = torch.inf
+    with pytest.raises(lossd.NonFinite):
+        head(bad.requires_grad_(), targets)
+    head(hidden, targets).backward()
+    for what in (optimizer.load_grad_norm, optimizer.step):
+        with pytest.raises(RuntimeError, match="microbatch 0 .* failed"):
+            what()
+    optimizer.zero_grad()
+    head(hidden, targets).backward()
+    optimizer.step()
+    assert (optimizer.last.rows, optimizer.last.microbatches) == (N, 1)
+
+
+def test_a_batch_that_was_passed_over_does_not_come_back(client, make_head, problem):
+    """Rows of it that come late, after step() has looked, are noticed by the server."""
+    name = make_head(hidden_size=D, vocab_size=V)
+    head = LossHead(client, name)
+    optimizer = HeadOptimizer(head, lr=0.1)
+    hidden, targets = problem
+    bad = hidden.detach().clone()
+    bad[3, 1] = torch.inf
+    with pytest.raises(lossd.NonFinite):
+        head(bad.requires_grad_(), targets)
+    with pytest.raises(RuntimeError, match="microbatch 0 .* failed"):  # a step of nothing is not applied
+        optimizer.step()
+    head(hidden, targets).backward()
+    optimizer.load_grad_norm()
+    client.compute_loss(name, hidden.detach().numpy(), targets.numpy(), step=0, id=9, accumulate=True)
+    with pytest.raises(lossd.FailedPrecondition, match="rows"):
+        optimizer.step()
+    optimizer.zero_grad()
+    head(hidden, targets).backward()
+    optimizer.step()
+    assert (optimizer.last.rows, optimizer.last.microbatches) == (N, 1)

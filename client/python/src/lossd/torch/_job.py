@@ -136,7 +136,7 @@ class Job:
                     "process_group=, or rank= and world_size=; what an earlier LossHead left, zero_grad() discards")
             raise
         if self.needs_head and not self.row_losses:
-            self.module.steps.arrived(self.number, waits_for_backward=True)
+            self.module.steps.arrived(self.number, result.valid_rows, waits_for_backward=True)
         return result
 
     @contextmanager
@@ -245,7 +245,7 @@ class Job:
         self._check_not_discarded("the hidden states that the server had kept")
         values = {name: None if gradient is None else gradient.detach().to("cpu", torch.float32).numpy()
                   for name, gradient in upstream.items()}
-        loss = values.get("loss")
+        loss, rows = values.get("loss"), 0
         if math.prod(self.shape) > 0:
             with steps.sending(self.number, self.needs_head):
                 pending = module.client.backward_async(
@@ -256,6 +256,7 @@ class Job:
                     streams=module.transport["streams"], timeout=module.transport["timeout"])
             with self._failure_noted():
                 result = pending.wait()
+            rows = result.valid_rows
             module.client.release_microbatch(module.head_name, self.wire_id)
             if self._dropped_mass is not None:
                 self._dropped_mass.fill_(_per_valid_row(result, result.dropped_mass))
@@ -266,7 +267,7 @@ class Job:
                 if self.needs_hidden:
                     self._gradient_memory()
         if self.needs_head:
-            steps.arrived(self.number, waits_for_backward=False)
+            steps.arrived(self.number, rows, waits_for_backward=False)
 
     def _extras(self, result: LossResult, rows: dict[RowOutput, torch.Tensor]) -> LossExtras:
         extras = LossExtras()

@@ -36,6 +36,8 @@ class StepTracker:
         self._accumulated: set[int] = set()  # the server has, or may have, rows of these
         self._failed: set[int] = set()  # of those: the call did not succeed
         self._gaps: set[int] = set()  # the call has failed, and no other one has been made
+        self._rows: dict[int, int] = {}  # valid rows of those that succeeded
+        self._passed_over = False  # some failed and are not missed
         self._lost: str | None = None  # why the server has none of them any more
         self._waiting: set[int] = set()  # of those: the loss had no backward() yet
         self._contribution: int | None = None  # the number of a gradient from elsewhere that is being added
@@ -92,13 +94,38 @@ class StepTracker:
         with self._lock:
             self._lost = why
 
-    def arrived(self, number: int, waits_for_backward: bool) -> None:
-        """Its gradients are accumulated."""
+    def arrived(self, number: int, rows: int, waits_for_backward: bool) -> None:
+        """Its gradients are accumulated: those of so many valid rows."""
         with self._lock:
+            self._rows[number] = rows
             self._failed.discard(number)
             self._gaps.discard(number)
             if waits_for_backward:
                 self._waiting.add(number)
+
+    @property
+    def has_some_failures(self) -> bool:
+        """Whether calls of this step have failed that were not made again, and others have succeeded."""
+        with self._lock:
+            return bool(self._gaps & self._failed) and bool(self._rows)
+
+    @property
+    def rows(self) -> int:
+        """How many valid rows of this trainer were accumulated by calls that succeeded."""
+        with self._lock:
+            return sum(self._rows.values())
+
+    def pass_over_failures(self) -> None:
+        """The server has nothing of the calls that failed, so the step does without them."""
+        with self._lock:
+            self._passed_over = True
+            self._accumulated -= self._gaps
+            self._failed -= self._gaps
+            self._gaps.clear()
+
+    def expected_rows(self) -> int | None:
+        """How many rows the step must have so that nothing is in it of what was passed over. None: nothing was."""
+        return self.rows if self._passed_over else None
 
     def had_backward(self, number: int) -> None:
         with self._lock:

@@ -112,7 +112,7 @@ class LossHead(torch.nn.Module):
         self.hidden_size: int = description.spec.hidden_size
         self.vocab_size: int = description.spec.vocab_size
         self.train_head = train_head and not description.spec.frozen
-        self._deterministic = description.slice_limits.row_grid > 0
+        self.deterministic = description.slice_limits.row_grid > 0
         self.steps = StepTracker(description.state.step, self.parallel.rank if rank is None else rank,
                                  self.parallel.size if world_size is None else world_size)
         self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
@@ -215,7 +215,7 @@ class LossHead(torch.nn.Module):
         total = self._normalizer(labels, normalizer, needs_hidden or needs_head)
         wire = _autocast(hidden)
         number = self.steps.number(microbatch) if needs_head else self.steps.number_apart()
-        if self._deterministic:
+        if self.deterministic:
             self.steps.check_order(number)
         job = Job(self, wire, targets.shape, needs_hidden, needs_head, number, self.grad_output)
         weights = None if row_weights is None else row_weights.detach().reshape(-1).to("cpu", torch.float32).numpy()

@@ -81,7 +81,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         LossHead has a process_group.
         """
         head = self.head
-        head.steps.check_settled("load_grad_norm()")
+        self._check_settled("load_grad_norm()")
         head.parallel.barrier()  # the others' rows count too
         self._loaded_norm = head.client.grad_norm(head.head_name, head.step) * head.gradient_scale
         self.stand_in.grad = torch.full_like(self.stand_in, self._loaded_norm)
@@ -129,12 +129,13 @@ class HeadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         head = self.head
-        head.steps.check_settled("step()")
+        self._check_settled("step()")
         head.parallel.barrier()  # the others have sent their rows, and read the norm if they do
         expected = head.steps.expected() if expected_microbatches is None else expected_microbatches
         self.last = head.client.apply_step(
             head.head_name, head.step, self._hyper_parameters(), grad_multiplier=head.gradient_scale * self._multiplier(),
-            decay_vectors=self.decay_vectors, expected_microbatches=expected, skip_non_finite=self.skip_non_finite)
+            decay_vectors=self.decay_vectors, expected_microbatches=expected, skip_non_finite=self.skip_non_finite,
+            expected_rows=head.steps.expected_rows())
         head.steps.advance(self.last.state.step)
         self.stand_in.grad = None
         self._loaded_norm = None
@@ -153,6 +154,19 @@ class HeadOptimizer(torch.optim.Optimizer):
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "head"})
         self.stand_in.grad = None
         self._loaded_norm = None
+
+    def _check_settled(self, what: str) -> None:
+        """RuntimeError if the open step is not what the trainer means it to be.
+
+        A microbatch that failed is passed over if others succeeded and nothing of it was accumulated: if the server has
+        no rows but theirs, which apply_step makes sure of. Several trainers cannot tell, and a deterministic server waits
+        for it.
+        """
+        head = self.head
+        if head.steps.alone and head.steps.has_some_failures and not head.deterministic:
+            if head.client.describe_head(head.head_name).step_rows == head.steps.rows:
+                head.steps.pass_over_failures()
+        head.steps.check_settled(what)
 
     def _hyper_parameters(self) -> lossd.AdamW | lossd.SGD:
         group: dict[str, Any] = self.param_groups[0]
