@@ -105,12 +105,14 @@ def grpc_server(**services: dict[str, Callable[[Any, Any], Any]]) -> Iterator[st
     (" gpu-box:7070", "white space"),
     ("", "not empty"),
     ("ipv4:10.0.0.1:7070,10.0.0.2", "no port"),
+    (7070, "must be a string"),
+    (Path("gpu-box:7070"), "must be a string"),
 ])
-def test_addresses_that_cannot_be_meant(target: str, says: str) -> None:
+def test_addresses_that_cannot_be_meant(target: Any, says: str) -> None:
     with pytest.raises(lossd.InvalidArgument, match=says) as caught:
         lossd.Client(target)
     assert str(caught.value).startswith(f"target is {target!r}")
-    assert (caught.value.field, caught.value.value) == ("target", target)
+    assert (caught.value.field, caught.value.value) == ("target", str(target))
 
 
 @pytest.mark.parametrize("target", [

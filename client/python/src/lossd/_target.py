@@ -37,7 +37,7 @@ def check(target: str, subject: str = "") -> None:
     problem = _problem(target)
     if problem:
         raise errors.InvalidArgument(f"{subject or f'target is {target!r}'}; {problem}",
-                                     types_pb2.ErrorDetail(field="target", value=target))
+                                     types_pb2.ErrorDetail(field="target", value=str(target)))
 
 
 def host_and_port(target: str) -> tuple[str, int]:
@@ -74,7 +74,9 @@ def _split_scheme(target: str) -> tuple[str, str]:
     return (scheme, rest) if colon and scheme in (*_WITH_HOST, *_WITHOUT_HOST) else ("", target)
 
 
-def _problem(target: str) -> str:
+def _problem(target: object) -> str:
+    if not isinstance(target, str):
+        return f"it must be a string, host:port, as in '127.0.0.1:{DEFAULT_PORT}'"
     if not target:
         return f"it must be not empty, but host:port, as in '127.0.0.1:{DEFAULT_PORT}'"
     if any(character.isspace() for character in target):
