@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from lossd._connections import ConnectionOptions, Deadline
 
 _METHOD = "/lossd.v1.ServerService/GetServer"
-_PATIENCE = 0.5  # seconds without an answer, after which the reason is looked for while the call goes on
-_ROUND = 5.0  # seconds between two looks at why the server is still not there
+_PATIENCE = 0.5  # seconds without an answer, after which the reason is looked for
+_ROUND = 5.0  # seconds between the next two looks
 _PAUSE = 0.2  # seconds before the next call
 
 
@@ -30,38 +30,29 @@ def await_server(channel: Any, options: ConnectionOptions, deadline: Deadline) -
     """
     again = False
     while True:
-        left = deadline.left()
-        call = channel.unary_unary(_METHOD).future(
-            server_pb2.GetServerRequest().SerializeToString(), timeout=min(left, _ROUND) if again else left,
-            wait_for_ready=again)
         try:
-            return _answer(call, options)
+            return _ask(channel, options, min(deadline.left(), _ROUND if again else _PATIENCE), wait_for_ready=again)
         except errors.DeadlineExceeded:
             reason = _reason(options)
         except errors.Unavailable as error:
             # An error of the first call may be one of the connection, and of a server that has come up meanwhile.
             reason = _reason(options) or (_no_server(options, error) if again or not _can_tell(options) else None)
-        _raise_if_final(reason, options)
+        if reason is not None and not (isinstance(reason, errors.Unavailable) and options.wait_for_server):
+            raise reason
         if deadline.passed():
             raise _gave_up(reason, options)
         time.sleep(min(_PAUSE, deadline.left()))
         again = True
 
 
-def _answer(call: Any, options: ConnectionOptions) -> server_pb2.ServerDescription:
-    """What the server is. While that takes long, the reason is looked for, and raised if waiting is no use."""
+def _ask(channel: Any, options: ConnectionOptions, timeout: float, wait_for_ready: bool) -> server_pb2.ServerDescription:
+    """Blocks: a future whose start is interrupted would keep the channel from closing."""
+    request = server_pb2.GetServerRequest().SerializeToString()
     try:
-        try:
-            answer = call.result(timeout=_PATIENCE)
-        except grpc.FutureTimeoutError:
-            _raise_if_final(_reason(options), options)
-            answer = call.result()
+        answer = channel.unary_unary(_METHOD)(request, timeout=timeout, wait_for_ready=wait_for_ready)
+        return server_pb2.ServerDescription.FromString(answer)
     except grpc.RpcError as error:
         raise errors.from_rpc(error, options.target) from None
-    finally:
-        call.cancel()
-    try:
-        return server_pb2.ServerDescription.FromString(answer)
     except DecodeError:
         raise errors.FailedPrecondition(
             f"the server at {options.target} describes itself in another protocol than that of this client (lossd "
@@ -74,12 +65,6 @@ def _reason(options: ConnectionOptions) -> errors.LossdError | None:
 
 def _can_tell(options: ConnectionOptions) -> bool:
     return _diagnosis.can_diagnose(options.target)
-
-
-def _raise_if_final(reason: errors.LossdError | None, options: ConnectionOptions) -> None:
-    """Raises what waiting does not mend, and what it may mend if nobody wants to wait."""
-    if reason is not None and not (isinstance(reason, errors.Unavailable) and options.wait_for_server):
-        raise reason
 
 
 def _no_server(options: ConnectionOptions, error: errors.LossdError) -> errors.Unavailable:

@@ -163,7 +163,7 @@ class StepTracker:
         """Another LossHead of this program has discarded what this trainer had in the open step, and goes on."""
         with self._lock:
             self.discards += 1
-            self._lost = "another LossHead of this program has taken the head over"
+            self._lost = "another LossHead of this program has taken the head over: use that one"
 
     def check_settled(self, what: str) -> None:
         """RuntimeError if a gradient would be applied, or lost, that the trainer does not know of."""
