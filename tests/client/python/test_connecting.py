@@ -306,7 +306,8 @@ def test_waiting_does_not_wait_for_what_cannot_become_right(server: ServerProces
 
 
 def test_an_interrupt_ends_the_wait() -> None:
-    program = "import lossd, sys; print(flush=True); lossd.Client(sys.argv[1], wait_for_server=True, connect_timeout=600)"
+    program = ("import lossd, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); print(flush=True); "
+               "lossd.Client(sys.argv[1], wait_for_server=True, connect_timeout=600)")
     with free_port() as port, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen([sys.executable, "-c", program, f"127.0.0.1:{port}"], stdout=subprocess.PIPE,
                                    stderr=errors)
