@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 import pytest
 from server_process import ServerProcess
+from sockets import listener
 
 import lossd
 from lossd import _target
@@ -44,25 +45,6 @@ def free_port() -> Iterator[int]:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]
-
-
-@contextlib.contextmanager
-def listener(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """The address of a server that gives each connection to `answer`, in a thread of its own, and closes it."""
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = server.accept()
-                threading.Thread(target=one, args=(connection,), daemon=True).start()
-
-    def one(connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection:
-            answer(connection)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-        server.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager
@@ -233,6 +215,23 @@ def test_only_one_side_speaks_tls(server: ServerProcess, certificate: tuple[str,
     error = refusal(server.target, ca=certificate[0])
     assert isinstance(error, lossd.FailedPrecondition) and "does not speak TLS" in str(error)
     assert "LOSSD_CA" in str(error)
+
+
+def test_a_tls_server_that_says_nothing(certificate: tuple[str, str]) -> None:
+    """It may be busy."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    context.set_alpn_protocols(["h2"])
+    end = threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        with context.wrap_socket(connection, server_side=True):
+            end.wait(300)
+
+    with listener(answer) as target:
+        with pytest.raises(lossd.Unavailable, match="takes connections but has not answered within 3.0 s"):
+            lossd.Client(target, ca=certificate[0], connect_timeout=3.0)
+        end.set()
 
 
 def test_a_web_server_with_tls(certificate: tuple[str, str]) -> None:

@@ -60,7 +60,7 @@ def _ask(channel: Any, options: ConnectionOptions, timeout: float, wait_for_read
 
 
 def _reason(options: ConnectionOptions) -> errors.LossdError | None:
-    return _diagnosis.diagnose(options.target, options.credentials.ca, options.credentials.cert)
+    return _diagnosis.diagnose(options.target, options.credentials)
 
 
 def _can_tell(options: ConnectionOptions) -> bool:

@@ -6,9 +6,9 @@ import queue
 import socket
 import ssl
 import threading
-from typing import Any
 
 from lossd import _target, errors
+from lossd._credentials import Credentials
 
 _SECONDS = 2.0  # for finding the host, for a connection to it, and for its first words
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # of an HTTP/2 client, with empty settings
@@ -16,11 +16,9 @@ _FRAME = 9  # bytes before the payload of a frame of HTTP/2
 _WAIT = "If it is being started, wait_for_server=True waits for it"
 
 
-def diagnose(target: str, ca: str, cert: str) -> errors.LossdError | None:
-    """What is wrong, and what to do. Unavailable: nobody is there, which may change. None: nothing was found.
-
-    `ca`, `cert`: paths of a client's authorities and of its certificate; "": none.
-    """
+def diagnose(target: str, credentials: Credentials) -> errors.LossdError | None:
+    """What is wrong, and what to do. Unavailable: nobody is there, which may change. None: nothing was found, so that a
+    server that has not answered may be busy."""
     if path := _target.socket_path(target):
         return _diagnose_socket(target, path)
     host, port = _target.host_and_port(target)
@@ -36,7 +34,7 @@ def diagnose(target: str, ca: str, cert: str) -> errors.LossdError | None:
                                "this machine through?")
     except OSError as error:
         return _refused(target, error)
-    return None if words is None else _diagnose_words(target, words, ca, cert)
+    return None if words is None else _diagnose_words(target, words, credentials)
 
 
 def can_diagnose(target: str) -> bool:
@@ -89,7 +87,7 @@ def _look_up(target: str, host: str, port: int) -> errors.Unavailable | None:
 
 
 def _first_words(connection: socket.socket) -> bytes | None:
-    """What the other side says to an HTTP/2 client without TLS, b"" if it hangs up; None if it says nothing."""
+    """What the other side says to an HTTP/2 client, b"" if it hangs up; None if it says nothing. May raise SSLError."""
     words = b""
     try:
         connection.sendall(_PREFACE)
@@ -97,67 +95,103 @@ def _first_words(connection: socket.socket) -> bytes | None:
             words += more
     except TimeoutError:
         return words or None
+    except ssl.SSLError:
+        raise
     except OSError:
         pass
     return words
 
 
-def _diagnose_words(target: str, words: bytes, ca: str, cert: str) -> errors.LossdError | None:
+def _diagnose_words(target: str, words: bytes, credentials: Credentials) -> errors.LossdError | None:
+    """`words`: what was said without TLS."""
     if _are_settings(words):
         return errors.FailedPrecondition(
             f"the server at {target} does not speak TLS, and this client does: give no certificate authority "
-            "(ca=\"\", LOSSD_CA)") if ca else None
+            "(ca=\"\", LOSSD_CA)") if credentials.ca else None
     if words.startswith(b"HTTP/1"):
         return errors.FailedPrecondition(
             f"what listens at {target} is an HTTP server, not lossd's gRPC port. Of a lossd this is the port of --http; "
             "give that of --listen")
-    host, port = _target.host_and_port(target)
-    protocol = _tls_protocol(host, port, ca)
-    if protocol is None and len(words) < _FRAME:
+    try:
+        secret = _words_in_secret(*_target.host_and_port(target), credentials)
+    except ssl.SSLError as error:
+        hung_up = isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError))
+        if not hung_up and error.reason not in _NOT_TLS:
+            return _diagnose_refusal(target, error, credentials)
+    except TimeoutError:
+        return None
+    except OSError:
+        pass
+    else:
+        return _diagnose_secret_words(target, secret, credentials)
+    if len(words) < _FRAME:
         return _absent(target, "the connection was closed before a word was said. It may be a proxy or a tunnel whose "
                                "server is gone, or a server that has too many connections.")
-    if protocol is None:
-        return errors.FailedPrecondition(
-            f"what listens at {target} does not speak gRPC: it is another program than lossd, or another port")
-    return _diagnose_tls(target, protocol, ca, cert)
+    return errors.FailedPrecondition(
+        f"what listens at {target} does not speak gRPC: it is another program than lossd, or another port")
 
 
-def _diagnose_tls(target: str, protocol: str | ssl.SSLError, ca: str, cert: str) -> errors.LossdError:
-    if not ca:
-        return errors.FailedPrecondition(
-            f"the server at {target} speaks TLS and this client does not: name the certificate authority (ca=, LOSSD_CA)")
-    if isinstance(protocol, ssl.SSLCertVerificationError):
+def _diagnose_secret_words(target: str, words: bytes | None, credentials: Credentials) -> errors.LossdError | None:
+    """`words`: what was said after a TLS handshake."""
+    if not credentials.ca:
+        return _no_tls_here(target)
+    if words is None or _are_settings(words):
+        return None
+    if not words:
+        return _refused_certificate(target, credentials)
+    return errors.FailedPrecondition(
+        f"what listens at {target} speaks TLS, but does not speak gRPC: it is another program than lossd")
+
+
+def _diagnose_refusal(target: str, error: ssl.SSLError, credentials: Credentials) -> errors.LossdError:
+    """`error`: how TLS ended."""
+    if not credentials.ca:
+        return _no_tls_here(target)
+    if isinstance(error, ssl.SSLCertVerificationError):
         return errors.Unauthenticated(
-            f"the certificate of the server at {target} is not trusted: {protocol.verify_message} (authorities: {ca})")
-    if protocol != "h2" and not isinstance(protocol, ssl.SSLError):
-        return errors.FailedPrecondition(
-            f"what listens at {target} speaks TLS, but does not speak gRPC: it is another program than lossd")
-    refused = f", and refused the one of {cert}" if cert else ""
+            f"the certificate of the server at {target} is not trusted: {error.verify_message} (authorities: "
+            f"{credentials.ca})")
+    return _refused_certificate(target, credentials)
+
+
+def _no_tls_here(target: str) -> errors.FailedPrecondition:
+    return errors.FailedPrecondition(
+        f"the server at {target} speaks TLS and this client does not: name the certificate authority (ca=, LOSSD_CA)")
+
+
+def _refused_certificate(target: str, credentials: Credentials) -> errors.Unauthenticated:
+    refused = f", and refused the one of {credentials.cert}" if credentials.cert else ""
     return errors.Unauthenticated(
         f"the server at {target} ended the TLS handshake: it wants a client certificate that its authority has "
         f"signed (cert= and key=, LOSSD_CERT and LOSSD_KEY){refused}")
 
 
 def _are_settings(words: bytes) -> bool:
-    """An HTTP/2 server without TLS says its settings first: a frame of type 4 for stream 0."""
+    """An HTTP/2 server says its settings first: a frame of type 4 for stream 0."""
     return len(words) == _FRAME and words[:1] == b"\0" and words[3] == 4 and words[5:] == b"\0\0\0\0"
 
 
-def _tls_protocol(host: str, port: int, ca: str) -> Any:
-    """What a TLS handshake agrees on ("h2" with gRPC), or how it ended; None if the other side does not speak TLS."""
-    context = ssl.create_default_context(cafile=ca or None)
-    context.set_alpn_protocols(["h2"])
+def _words_in_secret(host: str, port: int, credentials: Credentials) -> bytes | None:
+    """_first_words() over TLS. A server refuses a client's certificate after the handshake, in place of its first words."""
+    context = _context(credentials)
+    with socket.create_connection((host, port), _SECONDS) as connection:
+        with context.wrap_socket(connection, server_hostname=host) as secure:
+            return _first_words(secure)
+
+
+def _context(credentials: Credentials) -> ssl.SSLContext:
     try:
-        with socket.create_connection((host, port), _SECONDS) as connection:
-            with context.wrap_socket(connection, server_hostname=host) as secure:
-                return secure.selected_alpn_protocol() or ""
-    except ssl.SSLCertVerificationError as error:
-        return error
+        context = ssl.create_default_context(cafile=credentials.ca or None)
     except ssl.SSLError as error:
-        hung_up = isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError))
-        return None if hung_up or error.reason in _NOT_TLS else error
-    except OSError:
-        return None
+        raise errors.InvalidArgument(f"ca is {credentials.ca!r}, which has no certificate: {error.reason}") from None
+    context.set_alpn_protocols(["h2"])
+    if credentials.cert:
+        try:
+            context.load_cert_chain(credentials.cert, credentials.key)
+        except ssl.SSLError as error:
+            raise errors.InvalidArgument(f"cert is {credentials.cert!r} and key {credentials.key!r}, which are no pair: "
+                                         f"{error.reason}") from None
+    return context
 
 
 # OpenSSL's words for an answer that is not of TLS.
