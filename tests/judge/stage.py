@@ -85,7 +85,7 @@ class Stage:
 
 def _client(server: ServerProcess) -> lossd.Client:
     """A busy machine may take long; that is no matter of consistency."""
-    return lossd.Client(server.target, channels=1, connect_timeout=120.0)
+    return lossd.Client(server.target, channels=1, connect_timeout=120.0, wait_for_server=True)
 
 
 def incarnation_of(server: ServerProcess) -> int:

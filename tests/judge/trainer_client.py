@@ -20,7 +20,7 @@ def _connected(target: str, retry: lossd.RetryOptions) -> lossd.Client:
     for _ in range(20):
         with contextlib.suppress(lossd.Unavailable):
             return lossd.Client(target, channels=1, retry=retry, call_timeout=10.0, transfer_timeout=10.0,
-                                loss_timeout=20.0)
+                                loss_timeout=20.0, wait_for_server=True)
     raise RuntimeError(f"no connection to {target} stands")
 
 

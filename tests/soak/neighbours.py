@@ -130,7 +130,7 @@ def refused_requests(target: str) -> None:
 
 def heads_that_come_and_go(target: str) -> None:
     name = f"passing-{next(_numbers)}"
-    with lossd.Client(target, channels=1) as client:
+    with lossd.Client(target, channels=1, wait_for_server=True) as client:
         client.create_head(name, hidden_size=HIDDEN, vocab_size=256)
         try:
             client.compute_loss(name, np.ones((8, HIDDEN), np.float32), [1] * 8, retain=True, reduction="none", id=1)

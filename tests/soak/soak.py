@@ -146,7 +146,7 @@ class Soak:
         control = Control()
         while not self._over.is_set():
             try:
-                with lossd.Client(self._server.target, channels=1) as client:
+                with lossd.Client(self._server.target, channels=1, wait_for_server=True) as client:
                     neighbours.make_heads(client)
                     client.create_head("measured", hidden_size=neighbours.HIDDEN, vocab_size=256, exist_ok=True)
                     while not self._over.wait(min(0.5, self.seconds / 200)):

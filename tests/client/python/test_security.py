@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from server_process import ServerProcess
+from sockets import listener, pump
 
 import lossd
-from lossd._credentials import Credentials, is_local
+from lossd._credentials import Credentials
+from lossd._target import is_local
 
 TOKEN = "trainer-token-0123456789"
 VARIABLES = ("LOSSD_SERVER", "LOSSD_CA", "LOSSD_CERT", "LOSSD_KEY", "LOSSD_TOKEN")
@@ -129,6 +134,30 @@ def test_refusals_say_what_is_wrong(tls_server: ServerProcess, server: ServerPro
         connect(tls_server, ca=pki.file("ca.pem"))
     with pytest.raises(lossd.PermissionDenied, match="dns:stranger has no role"):
         connect(tls_server, **pki.client("stranger"))
+
+
+def test_files_that_hold_something_else(tls_server: ServerProcess, pki: Pki) -> None:
+    with pytest.raises(lossd.InvalidArgument, match="cert is .*operator.pem.* and key .*stranger.key.*no pair"):
+        connect(tls_server, **{**pki.client("operator"), "key": pki.file("stranger.key")})
+    with pytest.raises(lossd.InvalidArgument, match="ca is .*ca.key.*no certificate"):
+        connect(tls_server, ca=pki.file("ca.key"))
+
+
+def test_a_server_that_takes_its_time(tls_server: ServerProcess, server: ServerProcess, pki: Pki) -> None:
+    """It is not taken for one that refuses the certificate, or for another program."""
+    def late(connection: socket.socket, target: str) -> None:
+        time.sleep(0.7)  # more than a first call has; gRPC itself gives a connection one second
+        host, port = target.split(":")
+        with socket.create_connection((host, int(port))) as behind:
+            back = threading.Thread(target=pump, args=(behind, connection))
+            back.start()
+            pump(connection, behind)
+            back.join()
+
+    for target, options in ((tls_server.target, pki.client("operator")), (server.target, {})):
+        with listener(lambda connection: late(connection, target)) as slow:
+            with lossd.Client(slow, connect_timeout=240, channels=1, **options) as client:
+                assert client.list_heads() == []
 
 
 def test_a_server_that_requires_certificates(pki: Pki) -> None:

@@ -103,7 +103,7 @@ def test_bad_input(client, make_head, problem, change, error, text):
 
 def test_bad_construction(client, make_head):
     head = make_head(hidden_size=D, vocab_size=V)
-    with pytest.raises(lossd.NotFound):
+    with pytest.raises(lossd.NotFound, match=r"missing.*client.create_head\('missing'"):
         LossHead(client, "missing")
     with pytest.raises(ValueError, match="perplexity"):
         LossHead(client, head, extras=("perplexity",))

@@ -75,11 +75,6 @@ def test_a_cell_runs_again(client, make_head):
         optimizer = HeadOptimizer(head, lr=0.1)
         optimizer.zero_grad()
         head(hidden, targets).backward()  # and is interrupted before step()
-    again = LossHead(client, name)
-    with pytest.raises(RuntimeError, match=r"1 microbatches of another LossHead.*zero_grad\(\)"):
-        again(hidden, targets)
-    with torch.no_grad():
-        again(hidden, targets)
     optimizer.step()
     assert (optimizer.last.rows, optimizer.last.microbatches) == (N, 1)
 

@@ -14,7 +14,8 @@ Tensors = dict[str, torch.Tensor]
 def parameters(client: lossd.Client, head: str) -> Tensors:
     """The head's tensors as double-precision leaves."""
     spec = client.describe_head(head).spec
-    names = ["weight"] + ["bias"] * spec.bias + ["norm_gain"] * (spec.norm >= 2) + ["norm_shift"] * (spec.norm == 2)
+    names = ["weight"] + ["bias"] * spec.bias + ["norm_gain"] * (spec.norm != "none") + \
+        ["norm_shift"] * (spec.norm == "layernorm")
     return {name: torch.from_numpy(client.read_tensor(head, name)).double().requires_grad_() for name in names}
 
 

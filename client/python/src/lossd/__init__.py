@@ -3,10 +3,25 @@
 lossd.Client speaks the protocol with NumPy arrays; lossd.torch (imported on its own) has the PyTorch module.
 """
 
-from importlib import metadata
-
 from lossd._loss_call import PendingLoss
+from lossd._version import VERSION
 from lossd.client import Client
+from lossd.descriptions import (
+    AddedGradient,
+    CheckpointInfo,
+    Choice,
+    HeadDescription,
+    HeadSpec,
+    HeadState,
+    MemoryUsage,
+    RowRange,
+    SavedCheckpoint,
+    SaveProgress,
+    ServerDescription,
+    SliceLimits,
+    StepResult,
+    TensorFile,
+)
 from lossd.errors import (
     Aborted,
     AlreadyExists,
@@ -27,15 +42,17 @@ from lossd.errors import (
     StepDiscarded,
     Unauthenticated,
     Unavailable,
+    Unimplemented,
 )
 from lossd.types import SGD, AdamW, LossOptions, LossResult, RetryOptions
 
 __all__ = [
-    "SGD", "Aborted", "AdamW", "AlreadyExists", "Cancelled", "Client", "ClientClosed", "DataLoss",
-    "DeadlineExceeded", "FailedPrecondition", "ForkedClient", "Internal", "InvalidArgument", "LossOptions",
-    "LossResult", "LossdError", "NonFinite", "NotFound", "PendingLoss", "PermissionDenied",
-    "ResourceExhausted", "Restarted", "RetryOptions", "StepDiscarded", "Unauthenticated",
-    "Unavailable", "__version__",
+    "SGD", "Aborted", "AdamW", "AddedGradient", "AlreadyExists", "Cancelled", "CheckpointInfo", "Choice", "Client",
+    "ClientClosed", "DataLoss", "DeadlineExceeded", "FailedPrecondition", "ForkedClient", "HeadDescription",
+    "HeadSpec", "HeadState", "Internal", "InvalidArgument", "LossOptions", "LossResult", "LossdError",
+    "MemoryUsage", "NonFinite", "NotFound", "PendingLoss", "PermissionDenied", "ResourceExhausted", "Restarted",
+    "RetryOptions", "RowRange", "SaveProgress", "SavedCheckpoint", "ServerDescription", "SliceLimits",
+    "StepDiscarded", "StepResult", "TensorFile", "Unauthenticated", "Unavailable", "Unimplemented", "__version__",
 ]
 
-__version__: str = metadata.version("lossd")
+__version__ = VERSION

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -16,9 +15,9 @@ from google.protobuf.message import Message
 
 from lossd import _retry, errors
 from lossd._cancellation import Cancellation
+from lossd._connecting import await_server
 from lossd._credentials import Credentials
 from lossd.types import RetryOptions
-from lossd.v1 import server_pb2
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -36,7 +35,6 @@ class ConnectionOptions:
     credentials: Credentials = Credentials()
 
     def __post_init__(self) -> None:
-        _require("target", self.target, bool(self.target), "not empty")
         _require("channels", self.channels, 1 <= self.channels <= 64, "in [1, 64]")
         size = self.max_message_bytes
         _require("max_message_bytes", size, 1024 <= size < 2**31, "in [1 KiB, 2 GiB)")
@@ -89,7 +87,7 @@ class Deadline:
 
 class Connections:
     def __init__(self, options: ConnectionOptions) -> None:
-        """Opens all connections and waits until they stand; Unavailable after connect_timeout."""
+        """Opens all connections and waits until they stand; see await_server."""
         self.options = options
         self._pid = os.getpid()
         self._closed = False
@@ -97,8 +95,11 @@ class Connections:
             options.credentials.open(options.target, _arguments(options)) for _ in range(options.channels)]
         self._lock = threading.Lock()
         self._lent = [0] * options.channels  # streams of each connection; guarded by _lock
+        self._server_version = ""
+        deadline = Deadline(options.connect_timeout)
         try:
-            self._await_server()
+            for channel in self._channels:
+                self._server_version = await_server(channel, options, deadline).version
         except BaseException:
             self.close()
             raise
@@ -190,23 +191,10 @@ class Connections:
         try:
             return rpc()
         except grpc.RpcError as error:
-            raise errors.from_rpc(error, self.options.target) from None
+            raise errors.from_rpc(error, self.options.target, self._server_version) from None
         except grpc.FutureCancelledError:
             raise errors.Cancelled("cancelled by the caller") from None
         except ValueError as error:  # gRPC's answer on a closed channel
             if self._closed:
                 raise errors.ClientClosed("this client is closed; make a new lossd.Client") from error
             raise
-
-    def _await_server(self) -> None:
-        deadline = Deadline(self.options.connect_timeout)
-        request = server_pb2.GetServerRequest().SerializeToString()
-        for channel in self._channels:
-            call = partial(channel.unary_unary("/lossd.v1.ServerService/GetServer"), request,
-                           wait_for_ready=self.options.wait_for_server)
-            try:
-                self.run(partial(call, timeout=deadline.left()))
-            except (errors.DeadlineExceeded, errors.Unavailable) as error:
-                if (reason := self.options.credentials.diagnose(self.options.target)) is not None:
-                    raise reason from None
-                raise errors.Unavailable(f"no server at {self.options.target}: {error.message}") from None

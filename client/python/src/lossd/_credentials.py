@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import socket
-import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +10,7 @@ from typing import Any
 import grpc
 
 from lossd import errors
-
-_SCHEMES = ("dns:///", "dns:", "ipv4:", "ipv6:")
-_PROBE_SECONDS = 2.0
-_DEFAULT_TARGET = "127.0.0.1:7070"
-
-
-def target_from_environment() -> str:
-    return os.environ.get("LOSSD_SERVER") or _DEFAULT_TARGET
+from lossd._target import is_local
 
 
 @dataclass(frozen=True)
@@ -68,53 +58,6 @@ class Credentials:
             channel = grpc.insecure_channel(target, options=arguments)
         return _TokenChannel(channel, self.token) if self.token else channel
 
-    def diagnose(self, target: str) -> errors.LossdError | None:
-        """Why no connection to `target` comes about, as far as TLS is the reason. Connects to it once."""
-        host, port = _split(target)
-        if not host:
-            return None
-        if _speaks_plain(host, port):
-            return errors.FailedPrecondition(
-                f"the server at {target} does not speak TLS, and this client does (LOSSD_CA)") if self.ca else None
-        speaks, distrust = _speaks_tls(host, port, self.ca)
-        if not speaks:
-            return None
-        if not self.ca:
-            return errors.FailedPrecondition(
-                f"the server at {target} speaks TLS and this client does not: name the certificate authority (LOSSD_CA)")
-        if distrust:
-            return errors.Unauthenticated(
-                f"the certificate of the server at {target} is not trusted: {distrust} (authorities: {self.ca})")
-        refused = f", and refused the one of {self.cert}" if self.cert else ""
-        return errors.Unauthenticated(
-            f"the server at {target} ended the TLS handshake: it wants a client certificate that its authority has "
-            f"signed (LOSSD_CERT, LOSSD_KEY){refused}")
-
-
-def is_local(target: str) -> bool:
-    """Whether a gRPC target is a loopback address, localhost or a Unix socket."""
-    if target.startswith(("unix:", "unix-abstract:")):
-        return True
-    host, _ = _split(target)
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _split(target: str) -> tuple[str, str]:
-    """"[::1]:7070" as "::1" and "7070"; empty for targets that are not of this kind."""
-    for scheme in _SCHEMES:
-        if target.startswith(scheme):
-            target = target[len(scheme):]
-            break
-    host, colon, port = target.rpartition(":")
-    if not colon or target.startswith("unix"):
-        return "", ""
-    return host.removeprefix("[").removesuffix("]"), port
-
 
 def _read(name: str, path: str) -> bytes | None:
     if not path:
@@ -127,33 +70,6 @@ def _read(name: str, path: str) -> bytes | None:
     if not content:
         raise errors.InvalidArgument(f"{name} is {path!r}, which is empty")
     return content
-
-
-def _speaks_plain(host: str, port: str) -> bool:
-    """An HTTP/2 server without TLS says its settings first: a frame of type 4 for stream 0."""
-    try:
-        with socket.create_connection((host, int(port)), _PROBE_SECONDS) as connection:
-            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
-            answer = connection.recv(9, socket.MSG_WAITALL)
-    except (OSError, ValueError):
-        return False
-    return len(answer) == 9 and answer[:1] == b"\0" and answer[3] == 4 and answer[5:] == b"\0\0\0\0"
-
-
-def _speaks_tls(host: str, port: str, ca: str) -> tuple[bool, str]:
-    """Whether the server speaks TLS, and why its certificate is not trusted; "" if it is."""
-    context = ssl.create_default_context(cafile=ca or None)
-    context.set_alpn_protocols(["h2"])
-    try:
-        with socket.create_connection((host, int(port)), _PROBE_SECONDS) as connection:
-            with context.wrap_socket(connection, server_hostname=host):
-                return True, ""
-    except ssl.SSLCertVerificationError as error:
-        return True, error.verify_message
-    except ssl.SSLError as error:
-        return "WRONG_VERSION" not in str(error.reason), ""
-    except (OSError, ValueError):
-        return False, ""
 
 
 class _TokenChannel:

@@ -16,6 +16,18 @@ from lossd import _arrays, _tensors, errors, types
 from lossd._cancellation import Cancellation
 from lossd._connections import Connections, Deadline
 from lossd._head_cache import GradientsId, HeadCache, TrainerStep, names
+from lossd.descriptions import (
+    AddedGradient,
+    CheckpointInfo,
+    HeadDescription,
+    HeadSpec,
+    HeadState,
+    SavedCheckpoint,
+    SaveProgress,
+    StepResult,
+    TensorFile,
+    read,
+)
 from lossd.types import DType, Gradients, Logits, Norm, OptimizerState, Param, Role
 from lossd.v1 import head_pb2, types_pb2
 
@@ -42,8 +54,8 @@ class HeadCalls:
                     compute_dtype: DType | None = None, optimizer_state: OptimizerState = "adam",
                     frozen: bool = False, logits: Logits = "stored", gradients: Gradients = "exact",
                     workspace_bytes: int = 0, seed: int = 0, zeros: bool = False,
-                    tensor_file: head_pb2.TensorFile | None = None, exist_ok: bool = False,
-                    timeout: float | None = None) -> head_pb2.HeadDescription:
+                    tensor_file: TensorFile | None = None, exist_ok: bool = False,
+                    timeout: float | None = None) -> HeadDescription:
         """Creates a head: weights as torch.nn.Linear draws them with `seed`, or zeros, or out of a file.
 
         Args:
@@ -63,32 +75,36 @@ class HeadCalls:
             spec.compute_dtype = types.enum_value("compute_dtype", types.DTYPES, compute_dtype)
         request = head_pb2.CreateHeadRequest(spec=spec)
         if tensor_file is not None:
-            request.tensor_file.CopyFrom(tensor_file)
+            request.tensor_file.CopyFrom(tensor_file.to_proto())
         elif zeros:
             request.zeros.SetInParent()
         else:
             request.kaiming_uniform.seed = seed
         try:
             description = self._heads("CreateHead", request, head_pb2.HeadDescription, timeout or self._transfer_timeout)
-        except errors.AlreadyExists:
+        except errors.AlreadyExists as error:
             if not exist_ok:
+                error.add("; exist_ok=True takes a head that exists as it is, delete_head() removes it")
                 raise
-            description = self.describe_head(name, timeout)
-            _check_same(description.spec, spec)
-            return description
+            found = self.describe_head(name, timeout)
+            _check_same(found.spec, read(HeadSpec, spec))
+            return found
         self._head_cache.learn(description)
         self._head_cache.forget_accumulation(name)
-        return description
+        return read(HeadDescription, description)
 
-    def describe_head(self, head: str, timeout: float | None = None) -> head_pb2.HeadDescription:
-        return self._describe(head, Deadline(timeout or self._call_timeout))
+    def describe_head(self, head: str, timeout: float | None = None) -> HeadDescription:
+        """The head as it is now. NotFound if there is none of this name."""
+        return read(HeadDescription, self._describe(head, Deadline(timeout or self._call_timeout)))
 
-    def list_heads(self, timeout: float | None = None) -> list[head_pb2.HeadDescription]:
+    def list_heads(self, timeout: float | None = None) -> list[HeadDescription]:
+        """All heads, by name."""
         answer = self._heads("ListHeads", head_pb2.ListHeadsRequest(), head_pb2.ListHeadsResponse,
                              timeout or self._call_timeout, repeat=True)
-        return list(answer.heads)
+        return [read(HeadDescription, head) for head in answer.heads]
 
     def delete_head(self, head: str, timeout: float | None = None) -> None:
+        """Frees a head; its checkpoints stay. FailedPrecondition while losses are computed on it."""
         self._heads("DeleteHead", head_pb2.DeleteHeadRequest(head=head), head_pb2.DeleteHeadResponse,
                     timeout or self._call_timeout)
         self._head_cache.forget_facts(head)
@@ -117,7 +133,7 @@ class HeadCalls:
 
     def write_tensor(self, head: str, param: Param, values: NDArray[Any], *, dtype: DType | None = None,
                      rows: tuple[int, int] | None = None, role: Role = "value",
-                     timeout: float | None = None) -> types_pb2.HeadState:
+                     timeout: float | None = None) -> HeadState:
         """Replaces a tensor, or rows [begin, end) of it. After an error some rows may be replaced."""
         deadline = Deadline(timeout or self._transfer_timeout)
         number = types.enum_value("param", types.PARAMS, param)
@@ -125,11 +141,12 @@ class HeadCalls:
         range_, row_bytes = self._rows_for(head, param, data, rows, deadline)
         open_ = head_pb2.OpenTensor(head=head, param=number, role=types.enum_value("role", types.ROLES, role),
                                     dtype=types.DTYPES[kind], rows=range_)
-        return _tensors.write_tensor(self._connections, open_, row_bytes, _arrays.bytes_of(data), deadline).state
+        written = _tensors.write_tensor(self._connections, open_, row_bytes, _arrays.bytes_of(data), deadline)
+        return read(HeadState, written.state)
 
     def add_gradient(self, head: str, param: Param, values: NDArray[Any], *, step: int, id: int, scale: float = 1.0,
                      dtype: DType | None = None, rows: tuple[int, int] | None = None,
-                     timeout: float | None = None) -> head_pb2.AddGradientResponse:
+                     timeout: float | None = None) -> AddedGradient:
         """Adds `values` times `scale` to a parameter's gradient, or to rows [begin, end) of it, exactly once.
 
         For what another stage accumulated for a parameter that it shares with the head (tied embeddings). `id` names
@@ -153,7 +170,7 @@ class HeadCalls:
 
             answer = self._connections.repeated(attempt, deadline)
         self._head_cache.note_accumulation(at, GradientsId.of(answer.state))
-        return answer
+        return read(AddedGradient, answer)
 
     def grad_norm(self, head: str, step: int | None = None, timeout: float | None = None) -> float:
         """The 2-norm over all gradients accumulated in the open step."""
@@ -167,7 +184,7 @@ class HeadCalls:
     def apply_step(self, head: str, step: int, optimizer: types.AdamW | types.SGD, *, grad_multiplier: float = 1.0,
                    decay_vectors: bool = False, expected_microbatches: Sequence[int] = (),
                    expected_rows: int | None = None, skip_non_finite: bool = False,
-                   timeout: float | None = None) -> head_pb2.ApplyStepResponse:
+                   timeout: float | None = None) -> StepResult:
         """Applies one optimizer step to the accumulated gradients, zeroes them and opens the next step.
 
         Applied once per step: a repeat gets the stored result. FailedPrecondition lists expected rows (of microbatches
@@ -186,18 +203,18 @@ class HeadCalls:
                                  repeat=True)
         self._head_cache.check(at, GradientsId(answer.applied_incarnation))
         self._head_cache.close_step(head, step)
-        return answer
+        return read(StepResult, answer)
 
-    def zero_gradients(self, head: str, step: int, timeout: float | None = None) -> types_pb2.HeadState:
+    def zero_gradients(self, head: str, step: int, timeout: float | None = None) -> HeadState:
         """Discards the gradients of the open step and forgets its microbatches; the step stays open."""
         answer = self._heads("ZeroGradients", head_pb2.ZeroGradientsRequest(head=head, step=step),
                              head_pb2.ZeroGradientsResponse, timeout or self._call_timeout)
         self._head_cache.forget_accumulation(head)
-        return answer.state
+        return read(HeadState, answer.state)
 
     def save_checkpoint(self, head: str, name: str = "", *, keep: int | None = None, cancel_with_call: bool = False,
-                        on_progress: Callable[[head_pb2.SaveProgress], None] | None = None,
-                        timeout: float | None = None) -> head_pb2.SaveCheckpointResponse:
+                        on_progress: Callable[[SaveProgress], None] | None = None,
+                        timeout: float | None = None) -> SavedCheckpoint:
         """Writes the head to the server's checkpoint directory; calls that change the head wait only at the beginning.
 
         Args:
@@ -214,26 +231,26 @@ class HeadCalls:
             if update.HasField("saved"):
                 saved = update.saved
             elif on_progress is not None:
-                on_progress(update.progress)
+                on_progress(read(SaveProgress, update.progress))
         if saved is None:
             raise errors.server_sent("no word of what it saved")
-        return saved
+        return read(SavedCheckpoint, saved)
 
-    def list_checkpoints(self, head: str = "", timeout: float | None = None) -> list[head_pb2.CheckpointInfo]:
+    def list_checkpoints(self, head: str = "", timeout: float | None = None) -> list[CheckpointInfo]:
         """Of a head, or of all: by head, then from the newest to the oldest, at most 1,000."""
         answer = self._heads("ListCheckpoints", head_pb2.ListCheckpointsRequest(head=head),
                              head_pb2.ListCheckpointsResponse, timeout or self._call_timeout, repeat=True)
-        return list(answer.checkpoints)
+        return [read(CheckpointInfo, checkpoint) for checkpoint in answer.checkpoints]
 
     def load_checkpoint(self, checkpoint: str, head: str = "",
-                        timeout: float | None = None) -> head_pb2.HeadDescription:
+                        timeout: float | None = None) -> HeadDescription:
         """Restores "<head>/<name>" into `head`; empty: the checkpoint's own head name."""
         description = self._heads(
             "LoadCheckpoint", head_pb2.LoadCheckpointRequest(checkpoint=checkpoint, head=head),
             head_pb2.HeadDescription, timeout or self._transfer_timeout)
         self._head_cache.learn(description)
         self._head_cache.forget_accumulation(description.spec.name)
-        return description
+        return read(HeadDescription, description)
 
     def _heads(self, method: str, request: Message, answer: type[M], timeout: float, *, repeat: bool = False) -> M:
         return self._connections.unary(_HEADS + method, request, answer, Deadline(timeout), repeat=repeat)
@@ -274,16 +291,17 @@ class HeadCalls:
         return types_pb2.RowRange(begin=begin, end=end), data.itemsize * math.prod(row_shape)
 
 
-def _check_same(has: head_pb2.HeadSpec, wanted: head_pb2.HeadSpec) -> None:
-    """AlreadyExists, naming fields, unless what is wanted is what a head has. What is not said may be anything."""
-    different = [
-        f"{field.name} {getattr(has, field.name)} instead of {getattr(wanted, field.name)}"
-        for field in wanted.DESCRIPTOR.fields
-        if getattr(wanted, field.name) != getattr(has, field.name) and _is_said(field, wanted)]
+def _check_same(has: HeadSpec, wanted: HeadSpec) -> None:
+    """AlreadyExists, naming every field, unless what is wanted is what a head has. What is not said may be anything.
+
+    Flags are always said; numbers and words unless they are left to the server (0, None).
+    """
+    pairs = {field.name: (getattr(has, field.name), getattr(wanted, field.name)) for field in dataclasses.fields(wanted)}
+    different = {name: pair for name, pair in pairs.items()
+                 if pair[0] != pair[1] and (isinstance(pair[1], bool) or pair[1])}
     if different:
-        raise errors.AlreadyExists(f'head "{wanted.name}" exists with {", ".join(different)}')
-
-
-def _is_said(field: Any, spec: head_pb2.HeadSpec) -> bool:
-    """Flags always are; numbers and names unless they are left to the server (0)."""
-    return field.type == field.TYPE_BOOL or bool(getattr(spec, field.name))
+        words = ", ".join(f"{name} {is_} instead of {wants}" for name, (is_, wants) in different.items())
+        first = next(iter(different))
+        raise errors.AlreadyExists(
+            f'head "{wanted.name}" exists with {words}. Give what it has, or another name, or delete it first',
+            types_pb2.ErrorDetail(field=f"spec.{first}", value=str(different[first][1])))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import NoReturn
 
 from lossd import _retry, errors
 from lossd._answer_check import AnswerCheck
@@ -138,7 +139,14 @@ class PendingLoss:
         self._call = call
         self._result = result
 
+    def __repr__(self) -> str:
+        return f"<lossd.PendingLoss, {'done' if self.done() else 'under way'}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a loss computation that is under way cannot be copied or pickled; copy what its wait() returns")
+
     def done(self) -> bool:
+        """Whether wait() would return at once."""
         return self._call.future.done()
 
     def wait(self, timeout: float | None = None) -> LossResult:

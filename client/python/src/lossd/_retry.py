@@ -45,8 +45,7 @@ def with_attempts(error: errors.LossdError, attempts: int) -> errors.LossdError:
     One that may not be repeated says besides that an attempt before it, which had no answer, may have taken effect.
     """
     if attempts > 1:
-        error.message += f"; tried {attempts} times"
+        error.add(f"; tried {attempts} times")
         if not may_repeat(error, restartable=True):
-            error.message += ", and an earlier attempt may have taken effect"
-        error.args = (error.message,)
+            error.add(", and an earlier attempt may have taken effect")
     return error

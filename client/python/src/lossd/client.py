@@ -1,17 +1,4 @@
-"""The client of a lossd server: loss and gradients for a trainer, administration of heads.
-
-    with lossd.Client("127.0.0.1:7070") as client:
-        client.create_head("lm", hidden_size=64, vocab_size=1000)
-        result = client.compute_loss("lm", hidden, targets, step=0, id=1, accumulate=True, grad_hidden=True)
-        client.apply_step("lm", 0, lossd.AdamW(lr=1e-3), expected_microbatches=[1])
-
-Symbols: N rows of a microbatch, D hidden size, V vocabulary size. Times are seconds, sizes are bytes.
-
-Threads: every method may be called from any thread at any time; calls run concurrently. A client does not survive a
-fork: processes started with multiprocessing make their own.
-
-Errors are the classes of lossd.errors. Bad input raises before anything is sent where that can be known.
-"""
+"""The client of a lossd server: class Client."""
 
 from __future__ import annotations
 
@@ -23,14 +10,15 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lossd import _arrays, _wire, errors, types
+from lossd import _arrays, _target, _wire, errors, types
 from lossd._connections import ConnectionOptions, Connections, Deadline
-from lossd._credentials import Credentials, target_from_environment
+from lossd._credentials import Credentials
 from lossd._head_cache import HeadCache
 from lossd._head_calls import HeadCalls
 from lossd._loss_call import SIGNAL_SECONDS, CallOptions, Core, LossCall, PendingLoss
 from lossd._stream_threads import StreamThreads
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
+from lossd.descriptions import ServerDescription, read
 from lossd.types import DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
 from lossd.v1 import loss_pb2, server_pb2
 
@@ -41,12 +29,35 @@ _DEFAULT_OPTIONS = LossOptions()
 
 
 class Client(HeadCalls):
+    """Connections to a lossd server, which computes losses and gradients, and steps the heads that it owns.
+
+        with lossd.Client("127.0.0.1:7070") as client:
+            client.create_head("lm", hidden_size=64, vocab_size=1000)
+            result = client.compute_loss("lm", hidden, targets, step=0, id=1, accumulate=True, grad_hidden=True)
+            client.apply_step("lm", 0, lossd.AdamW(lr=1e-3), expected_microbatches=[1])
+
+    compute_loss and backward compute; create_head, describe_head, list_heads and delete_head are about heads; read_tensor,
+    write_tensor and add_gradient about their tensors; grad_norm, apply_step and zero_gradients about the open step;
+    save_checkpoint, list_checkpoints and load_checkpoint about checkpoints. lossd.torch has a module and an optimizer for
+    PyTorch on top.
+
+    Every method may be called from any thread at any time; calls run concurrently. Errors are the classes of lossd.errors.
+    Calls that only read, and those that the server does once (apply_step, add_gradient, loss computations), are repeated
+    when the connection breaks.
+
+    Bad input raises before anything is sent where that can be known. Times are seconds, sizes are bytes. Symbols: N rows of
+    a microbatch, D hidden size, V vocabulary size.
+
+    A client cannot be copied, pickled or used after a fork: each process makes its own.
+    """
+
     def __init__(self, target: str | None = None, *, ca: str | None = None, cert: str | None = None,
                  key: str | None = None, token: str | None = None, channels: int = 2, connect_timeout: float = 10.0,
-                 wait_for_server: bool = True, max_message_bytes: int = 64 << 20, call_timeout: float = 60.0,
+                 wait_for_server: bool = False, max_message_bytes: int = 64 << 20, call_timeout: float = 60.0,
                  transfer_timeout: float = 1800.0, loss_timeout: float = 600.0, dead_peer_timeout: float = 30.0,
                  retry: RetryOptions = RetryOptions(), expected_incarnation: int = 0, max_pending: int = 64) -> None:
-        """Connects, or raises Unavailable after `connect_timeout`; Restarted if another server is expected.
+        """Connects, or says what is wrong: Unavailable if nobody is there, within some two seconds unless
+        `wait_for_server`; Restarted if another server is expected.
 
         Args:
           target: host:port, or any gRPC target name; None: the environment variable LOSSD_SERVER, or 127.0.0.1:7070.
@@ -57,7 +68,8 @@ class Client(HeadCalls):
             loopback address.
           channels: connections to the server, in [1, 64]; a loss computation spreads its rows over those that no other
             one uses.
-          wait_for_server: False: give up when the server's address refuses the first attempt.
+          connect_timeout: for a server that is there, to answer on all connections.
+          wait_for_server: wait for one that is not there yet, too: for all of `connect_timeout`.
           max_message_bytes: of one message, sent or received.
           call_timeout: for descriptions, gradient norm, steps.
           transfer_timeout: for creation, tensors, checkpoints.
@@ -75,7 +87,7 @@ class Client(HeadCalls):
             raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
         _wire.keep_freed_memory()
         connections = Connections(ConnectionOptions(
-            target_from_environment() if target is None else target, channels, connect_timeout, wait_for_server,
+            _target.given_or_environment(target), channels, connect_timeout, wait_for_server,
             max_message_bytes, dead_peer_timeout, retry, Credentials.given_or_environment(ca, cert, key, token)))
         super().__init__(connections, HeadCache(expected_incarnation), call_timeout, transfer_timeout)
         self._loss_timeout = loss_timeout
@@ -106,10 +118,12 @@ class Client(HeadCalls):
 
     @property
     def closed(self) -> bool:
+        """Whether close() was called."""
         return self._connections.closed
 
     @property
     def target(self) -> str:
+        """The address of the server, as it was given."""
         return self._connections.options.target
 
     def check_usable(self) -> None:
@@ -125,9 +139,20 @@ class Client(HeadCalls):
 
     # ---- Loss ----
 
-    def compute_loss(self, head: str, hidden: NDArray[Any], targets: ArrayLike, **options: Any) -> LossResult:
+    def compute_loss(
+            self, head: str, hidden: NDArray[Any], targets: ArrayLike, *, step: int | None = None, id: int = 0,
+            dtype: DType | None = None, row_weights: ArrayLike | None = None,
+            options: LossOptions = _DEFAULT_OPTIONS, reduction: Reduction = "mean",
+            normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
+            retain: bool = False, grad_hidden: bool | NDArray[Any] = False, rows: Iterable[RowOutput] = (),
+            streams: int | None = None, slice_bytes: int = _SLICE_BYTES, timeout: float | None = None,
+            ready: Callable[[], None] | None = None) -> LossResult:
         """Computes loss and gradients of a microbatch and blocks until all is done; see compute_loss_async."""
-        return self.compute_loss_async(head, hidden, targets, **options).wait()
+        return self.compute_loss_async(
+            head, hidden, targets, step=step, id=id, dtype=dtype, row_weights=row_weights, options=options,
+            reduction=reduction, normalizer=normalizer, grad_output=grad_output, accumulate=accumulate, retain=retain,
+            grad_hidden=grad_hidden, rows=rows, streams=streams, slice_bytes=slice_bytes, timeout=timeout,
+            ready=ready).wait()
 
     def compute_loss_async(
             self, head: str, hidden: NDArray[Any], targets: ArrayLike, *, step: int | None = None, id: int = 0,
@@ -180,9 +205,15 @@ class Client(HeadCalls):
             outputs=Outputs(None if gradient is None else _arrays.bytes_of(gradient), wanted))
         return self._start(work, gradient, streams, slice_bytes, timeout, ready)
 
-    def backward(self, head: str, id: int, grad_loss: ArrayLike, **options: Any) -> LossResult:
+    def backward(
+            self, head: str, id: int, grad_loss: ArrayLike, *, hidden_size: int, dtype: DType = "fp32",
+            grad_lse: ArrayLike | None = None, grad_entropy: ArrayLike | None = None, step: int | None = None,
+            accumulate: bool = False, grad_hidden: bool | NDArray[Any] = False, streams: int | None = None,
+            timeout: float | None = None) -> LossResult:
         """Gradients of a microbatch computed with retain=True; blocks until all is done; see backward_async."""
-        return self.backward_async(head, id, grad_loss, **options).wait()
+        return self.backward_async(
+            head, id, grad_loss, hidden_size=hidden_size, dtype=dtype, grad_lse=grad_lse, grad_entropy=grad_entropy,
+            step=step, accumulate=accumulate, grad_hidden=grad_hidden, streams=streams, timeout=timeout).wait()
 
     def backward_async(
             self, head: str, id: int, grad_loss: ArrayLike, *, hidden_size: int, dtype: DType = "fp32",
@@ -228,10 +259,11 @@ class Client(HeadCalls):
 
     # ---- Server ----
 
-    def get_server(self, timeout: float | None = None) -> server_pb2.ServerDescription:
-        return self._connections.unary("/lossd.v1.ServerService/GetServer", server_pb2.GetServerRequest(),
-                                       server_pb2.ServerDescription, Deadline(timeout or self._call_timeout),
-                                       repeat=True)
+    def get_server(self, timeout: float | None = None) -> ServerDescription:
+        """What the server is, has and allows."""
+        return read(ServerDescription, self._connections.unary(
+            "/lossd.v1.ServerService/GetServer", server_pb2.GetServerRequest(), server_pb2.ServerDescription,
+            Deadline(timeout or self._call_timeout), repeat=True))
 
     def _insist_on(self, incarnation: int) -> None:
         """Closes the client and raises Restarted if the server is another process."""

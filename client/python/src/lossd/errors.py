@@ -9,6 +9,7 @@ from __future__ import annotations
 import grpc
 from google.protobuf.message import DecodeError
 
+from lossd._version import VERSION, compared
 from lossd.v1 import types_pb2
 
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -35,6 +36,11 @@ class LossdError(Exception):
         self.incarnation: int = detail.incarnation
         self.current_step: int | None = detail.current_step if detail.HasField("current_step") else None
         self.missing: tuple[str, ...] = tuple(detail.missing)
+
+    def add(self, more: str) -> None:
+        """Continues the message."""
+        self.message += more
+        self.args = (self.message,)
 
     def __str__(self) -> str:
         return "; ".join((self.message, *(f"missing: {what}" for what in self.missing if what not in self.message)))
@@ -111,6 +117,10 @@ class Internal(LossdError, RuntimeError):
     """A device or disk failed, or the server sent something that the protocol does not allow."""
 
 
+class Unimplemented(LossdError, NotImplementedError):
+    """The server does not know the call: it is of another version, or no lossd."""
+
+
 class ClientClosed(LossdError):
     """The client was closed."""
 
@@ -129,6 +139,7 @@ _CLASSES: dict[grpc.StatusCode, type[LossdError]] = {
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.UNIMPLEMENTED: Unimplemented,
     grpc.StatusCode.ABORTED: Aborted,
     grpc.StatusCode.DATA_LOSS: DataLoss,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
@@ -137,15 +148,29 @@ _CLASSES: dict[grpc.StatusCode, type[LossdError]] = {
 _NAME_THE_SERVER = (Unavailable, DeadlineExceeded)
 
 
-def from_rpc(error: grpc.RpcError, target: str) -> LossdError:
-    """The exception for a call that gRPC ended with an error; `target` is named where the connection is at fault."""
+def from_rpc(error: grpc.RpcError, target: str, server_version: str | None = None) -> LossdError:
+    """The exception for a call that gRPC ended with an error; `target` is named where the connection is at fault.
+
+    `server_version`: what the server says of itself; None: nothing yet.
+    """
     code, message = error.code(), error.details() or ""
     kind = _CLASSES.get(code, Internal)
     if kind is Internal and code is not grpc.StatusCode.INTERNAL:
         message = f"{code.name}: {message}"
     if issubclass(kind, _NAME_THE_SERVER):
         message = f"{message} (server {target})"
+    if kind is Unimplemented:
+        message = _unimplemented(message, target, server_version)
     return kind(message, _detail(error))
+
+
+def _unimplemented(message: str, target: str, server_version: str | None) -> str:
+    if server_version is None:
+        return (f"the gRPC server at {target} does not know lossd.v1, the protocol of this client (lossd {VERSION}): it is "
+                f"another program, or a lossd of another version ({message})")
+    is_, do = compared(server_version)
+    return (f"lossd {server_version} at {target} does not know this call: it is {is_} this client (lossd {VERSION}); {do} "
+            f"({message})")
 
 
 def _detail(error: grpc.RpcError) -> types_pb2.ErrorDetail | None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossd import errors
+from lossd._shown import Shown
 from lossd.v1 import head_pb2, loss_pb2, types_pb2
 
 DType = Literal["fp32", "fp16", "bf16"]
@@ -156,8 +157,8 @@ class SGD:
             weight_decay=self.weight_decay))
 
 
-@dataclass
-class LossResult:
+@dataclass(repr=False)
+class LossResult(Shown):
     """What a loss computation gave. Counts and sums are over valid rows (target not ignore_index)."""
 
     loss: float = 0.0  # loss_sum / normalizer; 0 if no row is valid
@@ -167,8 +168,8 @@ class LossResult:
     dropped_mass: float = 0.0  # probability that filtered gradients left out, summed over valid rows
     # Of sampled gradients, summed over valid rows: the expected square of what sampling adds to the gradient of the
     # logits, and the square of that gradient.
-    sampling_variance: float = 0.0
-    squared_gradient: float = 0.0
+    sampling_variance: float = field(default=0.0, repr=False)
+    squared_gradient: float = field(default=0.0, repr=False)
     normalizer: float = 1.0  # as used; 1 unless the reduction is mean
 
     valid_rows: int = 0
@@ -181,15 +182,15 @@ class LossResult:
     # [N] each, those that were wanted: float32, argmax int32.
     rows: dict[RowOutput, NDArray[Any]] = field(default_factory=dict)
 
-    incarnation: int = 0  # where the server stood
+    incarnation: int = field(default=0, repr=False)  # where the server stood
     step: int = 0
 
-    queue_seconds: float = 0.0  # summed over slices: waiting for the device
-    compute_seconds: float = 0.0  # summed over slices: on the device
+    queue_seconds: float = field(default=0.0, repr=False)  # summed over slices: waiting for the device
+    compute_seconds: float = field(default=0.0, repr=False)  # summed over slices: on the device
     wall_seconds: float = 0.0
-    sent_bytes: int = 0  # payload only, repeats included
-    received_bytes: int = 0
-    streams: int = 0
+    sent_bytes: int = field(default=0, repr=False)  # payload only, repeats included
+    received_bytes: int = field(default=0, repr=False)
+    streams: int = field(default=0, repr=False)
     repeats: int = 0  # streams that were sent again
 
     @property

@@ -59,7 +59,6 @@ class Module(Protocol):
     extras: tuple[Extra, ...]
     steps: StepTracker
     scale: GradientScale
-    discards: int
     transport: dict[str, Any]  # arguments of Client.compute_loss_async
 
 
@@ -75,7 +74,7 @@ class Job:
         self.needs_head = needs_head
         self.number = number
         self.step = module.steps.step
-        self.discards = module.discards
+        self.discards = module.steps.discards
         self.grad_output = grad_output
         self.normalizer = 1.0
         self.deferred = module.deferred and (needs_hidden or needs_head)
@@ -132,12 +131,12 @@ class Job:
                 result = self.pending.wait()
         except errors.FailedPrecondition as error:
             if error.field == "open.microbatch_id":
-                error.message += (
+                error.add(
                     ". Another LossHead has sent this microbatch of the step: several trainers of one head need "
                     "process_group=, or rank= and world_size=; what an earlier LossHead left, zero_grad() discards")
             raise
         if self.needs_head and not self.row_losses:
-            self.module.steps.arrived(self.number, waits_for_backward=True)
+            self.module.steps.arrived(self.number, result.valid_rows, waits_for_backward=True)
         return result
 
     @contextmanager
@@ -202,10 +201,7 @@ class Job:
 
     def meet(self, got: float) -> float:
         """What the announced gradients are to be multiplied by, as backward brings `got` for the loss."""
-        if self.needs_head and self.discards != self.module.discards:
-            raise RuntimeError(
-                "zero_grad() or discard() came between forward and backward of this loss, and discarded the weight "
-                "gradient that the server had accumulated in forward. Call zero_grad() before forward or after step()")
+        self._check_not_discarded("the weight gradient that the server had accumulated in forward")
         if math.isclose(got, self.grad_output, rel_tol=1e-6):
             factor = 1.0
         else:
@@ -222,6 +218,12 @@ class Job:
                 f"up their weight gradients. Set head.grad_output = {got} before forward, or make the head with "
                 "deferred=True")
         return factor
+
+    def _check_not_discarded(self, what: str) -> None:
+        if self.needs_head and self.discards != self.module.steps.discards:
+            raise RuntimeError(
+                "zero_grad() or discard(), or another LossHead that begins the step again, came between forward and "
+                f"backward of this loss, and discarded {what}. Call zero_grad() before forward or after step()")
 
     def gradient(self, factor: float = 1.0) -> torch.Tensor | None:
         """What backward hands to the hidden states, times `factor`."""
@@ -240,9 +242,10 @@ class Job:
             raise RuntimeError(
                 f"backward of a loss of step {self.step}, but step {steps.step} is open: the server let go of its "
                 "hidden states. Call backward() before the optimizer's step()")
+        self._check_not_discarded("the hidden states that the server had kept")
         values = {name: None if gradient is None else gradient.detach().to("cpu", torch.float32).numpy()
                   for name, gradient in upstream.items()}
-        loss = values.get("loss")
+        loss, rows = values.get("loss"), 0
         if math.prod(self.shape) > 0:
             with steps.sending(self.number, self.needs_head):
                 pending = module.client.backward_async(
@@ -253,6 +256,7 @@ class Job:
                     streams=module.transport["streams"], timeout=module.transport["timeout"])
             with self._failure_noted():
                 result = pending.wait()
+            rows = result.valid_rows
             module.client.release_microbatch(module.head_name, self.wire_id)
             if self._dropped_mass is not None:
                 self._dropped_mass.fill_(_per_valid_row(result, result.dropped_mass))
@@ -263,7 +267,7 @@ class Job:
                 if self.needs_hidden:
                     self._gradient_memory()
         if self.needs_head:
-            steps.arrived(self.number, waits_for_backward=False)
+            steps.arrived(self.number, rows, waits_for_backward=False)
 
     def _extras(self, result: LossResult, rows: dict[RowOutput, torch.Tensor]) -> LossExtras:
         extras = LossExtras()

@@ -17,16 +17,17 @@ class StepTracker:
     def __init__(self, step: int, rank: int, world_size: int) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must be in [0, world_size) with world_size {world_size}")
-        self._rank = rank
-        self._world_size = world_size
+        self.rank = rank
+        self.world_size = world_size
         self.group = 1  # a step has a multiple of so many microbatches
+        self.discards = 0  # how often what was in an open step was discarded
         self._lock = threading.Lock()
         self._begin(step)
 
     @property
     def alone(self) -> bool:
         """Whether this is the only trainer."""
-        return self._world_size == 1
+        return self.world_size == 1
 
     def _begin(self, step: int) -> None:
         self.step = step
@@ -35,6 +36,8 @@ class StepTracker:
         self._accumulated: set[int] = set()  # the server has, or may have, rows of these
         self._failed: set[int] = set()  # of those: the call did not succeed
         self._gaps: set[int] = set()  # the call has failed, and no other one has been made
+        self._rows: dict[int, int] = {}  # valid rows of those that succeeded
+        self._passed_over = False  # some failed and are not missed
         self._lost: str | None = None  # why the server has none of them any more
         self._waiting: set[int] = set()  # of those: the loss had no backward() yet
         self._contribution: int | None = None  # the number of a gradient from elsewhere that is being added
@@ -57,7 +60,7 @@ class StepTracker:
             return _APART + self._next_apart
 
     def wire_id(self, number: int) -> int:
-        return number * self._world_size + self._rank
+        return number * self.world_size + self.rank
 
     @contextmanager
     def sending(self, number: int, accumulates: bool) -> Iterator[None]:
@@ -91,13 +94,38 @@ class StepTracker:
         with self._lock:
             self._lost = why
 
-    def arrived(self, number: int, waits_for_backward: bool) -> None:
-        """Its gradients are accumulated."""
+    def arrived(self, number: int, rows: int, waits_for_backward: bool) -> None:
+        """Its gradients are accumulated: those of so many valid rows."""
         with self._lock:
+            self._rows[number] = rows
             self._failed.discard(number)
             self._gaps.discard(number)
             if waits_for_backward:
                 self._waiting.add(number)
+
+    @property
+    def has_some_failures(self) -> bool:
+        """Whether calls of this step have failed that were not made again, and others have succeeded."""
+        with self._lock:
+            return bool(self._gaps & self._failed) and bool(self._rows)
+
+    @property
+    def rows(self) -> int:
+        """How many valid rows of this trainer were accumulated by calls that succeeded."""
+        with self._lock:
+            return sum(self._rows.values())
+
+    def pass_over_failures(self) -> None:
+        """The server has nothing of the calls that failed, so the step does without them."""
+        with self._lock:
+            self._passed_over = True
+            self._accumulated -= self._gaps
+            self._failed -= self._gaps
+            self._gaps.clear()
+
+    def expected_rows(self) -> int | None:
+        """How many rows the step must have so that nothing is in it of what was passed over. None: nothing was."""
+        return self.rows if self._passed_over else None
 
     def had_backward(self, number: int) -> None:
         with self._lock:
@@ -118,10 +146,24 @@ class StepTracker:
             self._contribution = None
 
     @property
-    def empty(self) -> bool:
-        """Nothing of this step was accumulated by this trainer."""
+    def sent(self) -> int:
+        """How many microbatches and contributions of this step the server has, or may have, of this trainer.
+
+        Those whose gradients are computed in backward count: the server keeps their hidden states.
+        """
         with self._lock:
-            return not self._accumulated and not self._contributions and self._contribution is None
+            return self._next
+
+    def discarded(self) -> None:
+        """What is in the open step is going to be discarded."""
+        with self._lock:
+            self.discards += 1
+
+    def succeeded(self) -> None:
+        """Another LossHead of this program has discarded what this trainer had in the open step, and goes on."""
+        with self._lock:
+            self.discards += 1
+            self._lost = "another LossHead of this program has taken the head over: use that one"
 
     def check_settled(self, what: str) -> None:
         """RuntimeError if a gradient would be applied, or lost, that the trainer does not know of."""
@@ -164,5 +206,5 @@ class StepTracker:
     def expected(self) -> list[int]:
         """Wire ids that the step needs, of all trainers; each has accumulated as many as this one."""
         with self._lock:
-            return [n * self._world_size + rank for n in sorted(self._accumulated | self._contributions)
-                    for rank in range(self._world_size)]
+            return [n * self.world_size + rank for n in sorted(self._accumulated | self._contributions)
+                    for rank in range(self.world_size)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -12,11 +14,12 @@ from numpy.typing import NDArray
 import lossd
 from lossd import errors
 from lossd._arrays import as_targets
-from lossd.torch import _data_parallel, _head_state, _memory
+from lossd.torch import _data_parallel, _head_state, _memory, _succession
+from lossd.torch._compile import outside_of_compile
 from lossd.torch._job import EXTRAS, Extra, Job, LossOutput
 from lossd.torch._gradient_scale import GradientScale
 from lossd.torch._step_tracker import StepTracker
-from lossd.types import Reduction
+from lossd.types import Gradients, Reduction
 from lossd.v1 import types_pb2
 
 
@@ -49,7 +52,9 @@ class LossHead(torch.nn.Module):
             train_head: bool = True, extras: Iterable[Extra] = (), process_group: Any = _data_parallel.UNSAID,
             rank: int | None = None, world_size: int | None = None, state: Literal["checkpoint", "none"] = "checkpoint",
             streams: int | None = None, slice_bytes: int = 2 << 20, timeout: float | None = None,
-            **loss: Any) -> None:
+            ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
+            logit_scale: float = 1.0, gradients: Gradients | None = None, filter_epsilon: float | None = None,
+            sample_threshold: float | None = None, max_gradient_error: float | None = None) -> None:
         """
         Args:
           head: the head's name on the server.
@@ -73,14 +78,21 @@ class LossHead(torch.nn.Module):
           state: what state_dict() holds of the head, this module's and its HeadOptimizer's. "checkpoint": the name of a
             checkpoint, which it has the server write; load_state_dict() restores that one. "none": nothing.
           streams, slice_bytes, timeout: as lossd.Client.compute_loss_async.
-          loss: the other fields of lossd.LossOptions, which describes them: ignore_index and label_smoothing as
-            torch.nn.functional.cross_entropy has them, z_loss, softcap, logit_scale, gradients and so on.
+          ignore_index, label_smoothing: as torch.nn.functional.cross_entropy.
+          z_loss: weight of lse^2, which is added to the loss of every row.
+          softcap: logits become softcap * tanh(logits / softcap). 0: they do not.
+          logit_scale: multiplies the logits before the softcap (1 / temperature).
+          gradients: "exact", "filtered", "sampled" or "auto". None: as the head was created.
+          filter_epsilon, sample_threshold, max_gradient_error: of gradients that are not exact; see lossd.LossOptions.
         """
         super().__init__()
         self.client = client
         self.head_name = head
         self.reduction: Reduction = reduction
-        self.options = lossd.LossOptions(use_class_weights=class_weights, **loss)
+        self.options = lossd.LossOptions(
+            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
+            logit_scale=logit_scale, use_class_weights=class_weights, gradients=gradients, filter_epsilon=filter_epsilon,
+            sample_threshold=sample_threshold, max_gradient_error=max_gradient_error)
         self.shift = shift
         self.normalizer = normalizer
         self.grad_output = grad_output
@@ -96,11 +108,11 @@ class LossHead(torch.nn.Module):
         for name in self.extras:
             if name not in EXTRAS:
                 raise ValueError(f"extras names {name!r}; there are {', '.join(EXTRAS)}")
-        description = client.describe_head(head)
+        description = _describe(client, head)
         self.hidden_size: int = description.spec.hidden_size
         self.vocab_size: int = description.spec.vocab_size
         self.train_head = train_head and not description.spec.frozen
-        self._deterministic = description.slice_limits.row_grid > 0
+        self.deterministic = description.slice_limits.row_grid > 0
         self.steps = StepTracker(description.state.step, self.parallel.rank if rank is None else rank,
                                  self.parallel.size if world_size is None else world_size)
         self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
@@ -108,11 +120,9 @@ class LossHead(torch.nn.Module):
         if state not in ("checkpoint", "none"):
             raise ValueError(f"state is {state!r}; it must be 'checkpoint' or 'none'")
         self._states = _head_state.HeadStates(client, head, self.parallel, kept=state == "checkpoint")
-        self.discards = 0  # how often the gradients of an open step were discarded
-        # Microbatches that others left in the open step. With several trainers they are those of the others.
-        self.left_over: int = 0
-        if self.steps.alone:
-            self.left_over = description.step_microbatches + description.step_contributions
+        # Microbatches in the open step that are not this module's, and the tracker of the LossHead of this program that
+        # has left them, if one has. Several trainers see those of their own alone.
+        self.left_over, self.earlier = self._left_over(description)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -120,7 +130,13 @@ class LossHead(torch.nn.Module):
             f"LossHead(client, {self.head_name!r}), or save its state_dict(), which has the server save the weights")
 
     def extra_repr(self) -> str:
-        return f"{self.head_name!r} at {self.client.target}, D={self.hidden_size}, V={self.vocab_size}"
+        """What repr() shows: the head, its shape and the options that are not as usual."""
+        own = {"reduction": (self.reduction, "mean"), "shift": (self.shift, False), "deferred": (self.deferred, False)}
+        usual = lossd.LossOptions()
+        options = {field.name: (getattr(self.options, field.name), getattr(usual, field.name)) for field in fields(usual)}
+        unusual = [f"{name}={value!r}" for name, (value, default) in (own | options).items() if value != default]
+        return ", ".join([f"{self.head_name!r} at {self.client.target}, D={self.hidden_size}, V={self.vocab_size}",
+                          *unusual])
 
     @property
     def step(self) -> int:
@@ -132,10 +148,11 @@ class LossHead(torch.nn.Module):
 
         What this module has accumulated in the open step counts as lost, and the step starts again.
         """
+        step = self.client.describe_head(self.head_name).state.step  # if this fails, nothing has changed
         self.client.acknowledge_restart(self.head_name)
-        self.steps.advance(self.client.describe_head(self.head_name).state.step)
+        self.steps.advance(step)
         self._class_weights = None
-        self.left_over = 0
+        self.left_over, self.earlier = 0, None
         self.scale.forget_losses()
 
     @property
@@ -150,15 +167,18 @@ class LossHead(torch.nn.Module):
     def load_state(self, state: dict[str, Any]) -> None:
         """Restores the head, its optimizer's moments and its step, or raises. Collective with process_group."""
         self._states.restore(state)
-        self.discards += 1
+        self.steps.discarded()
         self.sync()
 
     def get_extra_state(self) -> torch.Tensor:
+        """What state_dict() holds of the head: save_state(), as a tensor."""
         return _head_state.as_tensor(self.save_state())
 
     def set_extra_state(self, state: torch.Tensor) -> None:
+        """load_state() for load_state_dict()."""
         self.load_state(_head_state.from_tensor(state))
 
+    @outside_of_compile
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor, *, row_weights: torch.Tensor | None = None,
                 normalizer: float | None = None, microbatch: int | None = None) -> LossOutput:
         """The loss; see start()."""
@@ -171,6 +191,7 @@ class LossHead(torch.nn.Module):
                 pending.cancel()  # after an interrupt; else it has ended
             raise
 
+    @outside_of_compile
     def start(self, hidden: torch.Tensor, targets: torch.Tensor, *, row_weights: torch.Tensor | None = None,
               normalizer: float | None = None, microbatch: int | None = None) -> PendingHeadLoss:
         """Begins the computation, so that the trainer can go on meanwhile; wait() of the result is the loss.
@@ -190,11 +211,11 @@ class LossHead(torch.nn.Module):
             labels = _labels(targets, self.shift, self.options.ignore_index)
             self._check_labels(labels)
             if needs_head:
-                self._check_left_over()
+                self._settle_left_over()
         total = self._normalizer(labels, normalizer, needs_hidden or needs_head)
         wire = _autocast(hidden)
         number = self.steps.number(microbatch) if needs_head else self.steps.number_apart()
-        if self._deterministic:
+        if self.deterministic:
             self.steps.check_order(number)
         job = Job(self, wire, targets.shape, needs_hidden, needs_head, number, self.grad_output)
         weights = None if row_weights is None else row_weights.detach().reshape(-1).to("cpu", torch.float32).numpy()
@@ -238,13 +259,29 @@ class LossHead(torch.nn.Module):
             f"{field} must be in [0, {self.vocab_size}) or ignore_index ({self.options.ignore_index}), got {value}",
             types_pb2.ErrorDetail(field=field, value=value))
 
-    def _check_left_over(self) -> None:
-        if self.left_over:
+    def _left_over(self, head: lossd.HeadDescription) -> tuple[int, StepTracker | None]:
+        earlier = _succession.succeed(_succession.Feeder(
+            head.state.incarnation, self.head_name, self.steps.rank, self.steps.world_size), self.steps)
+        sent = 0 if earlier is None else earlier.sent
+        if not self.steps.alone:
+            return sent, earlier
+        return max(head.step_microbatches + head.step_contributions, min(sent, head.retained_microbatches)), earlier
+
+    def _settle_left_over(self) -> None:
+        """Begins the step again if all that is in it is an earlier LossHead's of this program; else RuntimeError."""
+        if not self.left_over:
+            return
+        if self.earlier is None or not self.steps.alone or self.left_over > self.earlier.sent:
             raise RuntimeError(
                 f"step {self.step} of head {self.head_name!r} holds {self.left_over} microbatches of another LossHead: an "
                 "earlier one of this program that did not end its step, or another trainer's. "
                 "HeadOptimizer(head, ...).zero_grad() discards them. Several trainers of one head need process_group=, "
                 "or rank= and world_size=")
+        warnings.warn(f"what an earlier LossHead of {self.head_name!r} left in step {self.step} (microbatches: "
+                      f"{self.left_over}) is discarded, and the new one begins the step again", RuntimeWarning, stacklevel=5)
+        self.earlier.succeeded()
+        self.client.zero_gradients(self.head_name, self.step)
+        self.left_over, self.earlier = 0, None
 
     def _check(self, hidden: torch.Tensor, targets: torch.Tensor, row_weights: torch.Tensor | None) -> None:
         self.client.check_usable()
@@ -274,10 +311,17 @@ class PendingHeadLoss:
         self._job = job
         self._output: LossOutput | None = None
 
+    def __repr__(self) -> str:
+        return f"<lossd.torch.PendingHeadLoss, {'done' if self.done() else 'under way'}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a loss that is under way cannot be copied or pickled; copy what its wait() returns")
+
     def done(self) -> bool:
         """True if wait() will not block."""
         return self._job.pending is not None and self._job.pending.done()
 
+    @outside_of_compile
     def wait(self) -> LossOutput:
         """The loss, or (loss, LossExtras) if the module was made with extras. May be repeated."""
         if self._output is None:
@@ -288,6 +332,7 @@ class PendingHeadLoss:
         """Asks for an early end with lossd.Cancelled; no effect when done. wait() says when it has ended."""
         self._job.cancel()
 
+    @outside_of_compile
     def lazy(self) -> torch.Tensor:
         """The loss at once, as a tensor whose value is NaN until its backward, which waits for the server.
 
@@ -299,6 +344,15 @@ class PendingHeadLoss:
             self._output = self._job.lazy_output()
         assert isinstance(self._output, torch.Tensor)
         return self._output
+
+
+def _describe(client: lossd.Client, head: str) -> lossd.HeadDescription:
+    try:
+        return client.describe_head(head)
+    except errors.NotFound as error:
+        error.add(f"; create it with client.create_head({head!r}, hidden_size=..., vocab_size=..., exist_ok=True), or "
+                  "restore it with client.load_checkpoint()")
+        raise
 
 
 def _labels(targets: torch.Tensor, shift: bool, ignore_index: int) -> NDArray[np.int32]:

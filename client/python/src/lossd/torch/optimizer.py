@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
 import lossd
 from lossd.torch.head import LossHead
-from lossd.v1 import head_pb2
 
 
 class HeadOptimizer(torch.optim.Optimizer):
@@ -61,8 +60,19 @@ class HeadOptimizer(torch.optim.Optimizer):
         self.algorithm = algorithm
         self.decay_vectors = decay_vectors
         self.skip_non_finite = skip_non_finite
-        self.last: head_pb2.ApplyStepResponse | None = None  # what the server said of the last step
+        self.last: lossd.StepResult | None = None  # what the server said of the last step
         self._loaded_norm: float | None = None
+
+    def __repr__(self) -> str:
+        group = self.param_groups[0]
+        own = ("momentum", "dampening", "nesterov") if self.algorithm == "sgd" else ("betas", "eps")
+        values = ", ".join(f"{name}={group[name]}" for name in ("lr", *own, "weight_decay"))
+        return f"HeadOptimizer({self.head.head_name!r}, {self.algorithm}, {values})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"HeadOptimizer of {self.head.head_name!r} steps weights of a server, so it cannot be copied or pickled: make "
+            "another HeadOptimizer(head, lr=...), or save its state_dict(), which has the server save the weights")
 
     def load_grad_norm(self) -> float:
         """Fetches the norm of the gradient of the open step, LossHead.grad_scale included, for the stand-in's gradient.
@@ -71,7 +81,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         LossHead has a process_group.
         """
         head = self.head
-        head.steps.check_settled("load_grad_norm()")
+        self._check_settled("load_grad_norm()")
         head.parallel.barrier()  # the others' rows count too
         self._loaded_norm = head.client.grad_norm(head.head_name, head.step) * head.gradient_scale
         self.stand_in.grad = torch.full_like(self.stand_in, self._loaded_norm)
@@ -83,7 +93,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         The backward of a loss that was computed before raises then. So zero_grad() comes before forward or after
         step(). Collective if the LossHead has a process_group.
         """
-        if self.head.parallel.any(not self.head.steps.empty or self.head.left_over > 0):
+        if self.head.parallel.any(self.head.steps.sent > 0 or self.head.left_over > 0):
             self.discard()
         self.stand_in.grad = None
         self._loaded_norm = None
@@ -94,7 +104,9 @@ class HeadOptimizer(torch.optim.Optimizer):
         Collective if the LossHead has a process_group.
         """
         head = self.head
-        head.discards += 1
+        head.steps.discarded()
+        if head.earlier is not None:
+            head.earlier.succeeded()
         head.sync()
         head.parallel.barrier()  # nothing of the others arrives any more
         if head.parallel.rank == 0:
@@ -117,12 +129,13 @@ class HeadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         head = self.head
-        head.steps.check_settled("step()")
+        self._check_settled("step()")
         head.parallel.barrier()  # the others have sent their rows, and read the norm if they do
         expected = head.steps.expected() if expected_microbatches is None else expected_microbatches
         self.last = head.client.apply_step(
             head.head_name, head.step, self._hyper_parameters(), grad_multiplier=head.gradient_scale * self._multiplier(),
-            decay_vectors=self.decay_vectors, expected_microbatches=expected, skip_non_finite=self.skip_non_finite)
+            decay_vectors=self.decay_vectors, expected_microbatches=expected, skip_non_finite=self.skip_non_finite,
+            expected_rows=head.steps.expected_rows())
         head.steps.advance(self.last.state.step)
         self.stand_in.grad = None
         self._loaded_norm = None
@@ -141,6 +154,19 @@ class HeadOptimizer(torch.optim.Optimizer):
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "head"})
         self.stand_in.grad = None
         self._loaded_norm = None
+
+    def _check_settled(self, what: str) -> None:
+        """RuntimeError if the open step is not what the trainer means it to be.
+
+        A microbatch that failed is passed over if others succeeded and nothing of it was accumulated: if the server has
+        no rows but theirs, which apply_step makes sure of. Several trainers cannot tell, and a deterministic server waits
+        for it.
+        """
+        head = self.head
+        if head.steps.alone and head.steps.has_some_failures and not head.deterministic:
+            if head.client.describe_head(head.head_name).step_rows == head.steps.rows:
+                head.steps.pass_over_failures()
+        head.steps.check_settled(what)
 
     def _hyper_parameters(self) -> lossd.AdamW | lossd.SGD:
         group: dict[str, Any] = self.param_groups[0]

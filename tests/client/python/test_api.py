@@ -1,0 +1,228 @@
+"""The package as people read it: signatures, docstrings, what notebooks show, what can be pickled."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import html.parser
+import inspect
+import multiprocessing
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lossd
+from lossd import descriptions
+from lossd.v1 import head_pb2, loss_pb2, server_pb2, types_pb2
+
+D, V, N = 16, 40, 2000
+
+
+def public(module: Any) -> Iterator[tuple[str, Any]]:
+    for name in module.__all__:
+        if not name.startswith("__"):
+            yield name, getattr(module, name)
+
+
+def methods(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        if not name.startswith("_"):
+            yield f"{kind.__name__}.{name}", method
+
+
+# ---- Signatures and docstrings ----
+
+def test_nothing_hides_its_arguments() -> None:
+    """What editors and type checkers show is all that there is."""
+    for name, member in public(lossd):
+        for where, function in [(name, member), *(methods(member) if inspect.isclass(member) else ())]:
+            kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+            assert inspect.Parameter.VAR_KEYWORD not in kinds, where
+
+
+@pytest.mark.parametrize("blocking, starts", [("compute_loss", "compute_loss_async"), ("backward", "backward_async")])
+def test_a_blocking_call_has_the_arguments_of_the_other(blocking: str, starts: str) -> None:
+    one, other = (inspect.signature(getattr(lossd.Client, name)) for name in (blocking, starts))
+    assert one.parameters == other.parameters
+
+
+def test_what_is_imported_says_what_it_is() -> None:
+    for name, member in public(lossd):
+        documented = member.__dict__.get("__doc__") if inspect.isclass(member) else member.__doc__
+        assert documented and not documented.startswith(f"{name}("), name  # the latter is made by dataclass
+    for name, method in methods(lossd.Client):
+        assert method.__doc__, name
+    assert "lossd.Client(" in lossd.Client.__doc__ and "HeadCalls" not in lossd.Client.__doc__
+
+
+def test_the_version_stands_in_one_place() -> None:
+    """The package's is the server's, which CMakeLists.txt has."""
+    from importlib import metadata
+    assert lossd.__version__ == metadata.version("lossd")
+    project = (Path(__file__).parents[3] / "CMakeLists.txt").read_text()
+    assert f"project(lossd VERSION {lossd.__version__} " in project
+
+
+# ---- What the server says ----
+
+@pytest.mark.parametrize("kind, message", [
+    (lossd.HeadSpec, head_pb2.HeadSpec), (lossd.HeadState, types_pb2.HeadState),
+    (lossd.HeadDescription, head_pb2.HeadDescription), (lossd.MemoryUsage, types_pb2.MemoryUsage),
+    (lossd.RowRange, types_pb2.RowRange), (lossd.SliceLimits, loss_pb2.SliceLimits), (lossd.Choice, head_pb2.Choice),
+    (lossd.ServerDescription, server_pb2.ServerDescription), (lossd.StepResult, head_pb2.ApplyStepResponse),
+    (lossd.AddedGradient, head_pb2.AddGradientResponse), (lossd.SaveProgress, head_pb2.SaveProgress),
+    (lossd.SavedCheckpoint, head_pb2.SaveCheckpointResponse), (lossd.CheckpointInfo, head_pb2.CheckpointInfo),
+    (lossd.TensorFile, head_pb2.TensorFile)])
+def test_no_field_of_the_protocol_is_left_out(kind: Any, message: Any) -> None:
+    assert [field.name for field in dataclasses.fields(kind)] == [
+        field.name for field in sorted(message.DESCRIPTOR.fields, key=lambda field: field.index)]
+
+
+def test_words_take_the_place_of_numbers(client: lossd.Client, make_head: Callable[..., str]) -> None:
+    name = make_head(hidden_size=D, vocab_size=V, norm="rmsnorm", norm_epsilon=0.5, gradients="auto")
+    head = client.describe_head(name)
+    assert (head.spec.norm, head.spec.gradients, head.spec.logits) == ("rmsnorm", "auto", "stored")
+    assert (head.spec.optimizer_state, head.compute_dtype, head.spec.norm_epsilon) == ("adam", "fp32", 0.5)
+    assert head.memory.weights >= D * V * 4 and head.choices and head.choices[0].what
+    assert head in client.list_heads()
+
+
+def test_a_word_of_a_newer_server_is_a_number() -> None:
+    assert descriptions.read(lossd.HeadSpec, head_pb2.HeadSpec(norm=77)).norm == "77"
+    assert descriptions.read(lossd.HeadSpec, head_pb2.HeadSpec()).compute_dtype is None
+
+
+class Text(html.parser.HTMLParser):
+    """What a browser shows, and the tags it found."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text, self.tags = "", set[str]()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.add(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data + " "
+
+
+def test_what_notebooks_show_is_short(client: lossd.Client, make_head: Callable[..., str]) -> None:
+    name = make_head(hidden_size=D, vocab_size=V)
+    result = client.compute_loss(name, np.ones((N, D), np.float32), [1] * N, grad_hidden=True, rows=("lse", "argmax"),
+                                 step=0, id=0, accumulate=True)
+    applied = client.apply_step(name, 0, lossd.SGD(lr=0.0))
+    saved = client.save_checkpoint(name)
+    head = client.describe_head(name)
+    shown = {"server": client.get_server(), "head": head, "result": result, "applied": applied, "saved": saved,
+             "checkpoint": client.list_checkpoints(name)[0], "client": client, "spec": head.spec,
+             "memory": head.memory, "options": lossd.LossOptions(),
+             "pending": client.compute_loss_async(name, np.ones((1, D), np.float32), [1])}
+    for what, value in shown.items():
+        assert "\n" not in repr(value) and len(repr(value)) < 260, f"{what}: {value!r}"
+    assert repr(head).startswith(f"HeadDescription('{name}', D=16, V=40, fp32, adam, step=1")
+    assert f"grad_hidden=[{N}, {D}] float32" in repr(result) and "rows=(lse, argmax)" in repr(result)
+    assert "rows=2000" in repr(applied)
+    for value in (shown["server"], head, result, applied, saved, shown["checkpoint"], head.spec):
+        page = Text(value._repr_html_())
+        assert page.tags == {"table", "tr", "th", "td"} and len(page.text) < 2000
+    assert name in Text(head._repr_html_()).text
+
+
+def test_markup_in_names_stays_text() -> None:
+    evil = descriptions.read(lossd.HeadDescription, head_pb2.HeadDescription(
+        spec=head_pb2.HeadSpec(name="<script>alert(1)</script>"), choices=[head_pb2.Choice(what="<img>")]))
+    page = Text(evil._repr_html_())
+    assert page.tags == {"table", "tr", "th", "td"} and "<script>" in page.text
+
+
+# ---- Copies ----
+
+def test_configuration_is_pickled(client: lossd.Client, make_head: Callable[..., str]) -> None:
+    name = make_head(hidden_size=D, vocab_size=V)
+    for value in (lossd.LossOptions(z_loss=0.1), lossd.RetryOptions(max_attempts=2), lossd.AdamW(lr=0.1),
+                  lossd.SGD(lr=0.1), client.describe_head(name), client.get_server(),
+                  lossd.TensorFile(path="a", weight="b")):
+        assert pickle.loads(pickle.dumps(value)) == value and copy.deepcopy(value) == value
+    result = client.compute_loss(name, np.ones((3, D), np.float32), [1, 2, 3], rows=("lse",))
+    assert pickle.loads(pickle.dumps(result)).loss == result.loss
+
+
+def test_errors_are_pickled(client: lossd.Client) -> None:
+    """As worker processes send them to their parents."""
+    with pytest.raises(lossd.InvalidArgument) as caught:
+        client.create_head("x y", hidden_size=D, vocab_size=V)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert type(again) is lossd.InvalidArgument and str(again) == str(caught.value)
+    assert again.field == caught.value.field != "" and again.incarnation == caught.value.incarnation != 0
+
+
+def describes(connect: Callable[[], lossd.Client], head: str) -> int:
+    with connect() as client:
+        return client.describe_head(head).spec.vocab_size
+
+
+def test_processes_make_their_own_clients(server: Any, client: lossd.Client, make_head: Callable[..., str]) -> None:
+    name = make_head(hidden_size=D, vocab_size=V)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        connect = functools.partial(lossd.Client, server.target, channels=1)
+        assert pool.apply(describes, (connect, name)) == V
+        with pytest.raises(TypeError, match="make one with lossd.Client"):
+            pool.apply(describes, (client, name))
+
+
+def test_what_is_alive_is_not_copied(client: lossd.Client, make_head: Callable[..., str]) -> None:
+    head = make_head(hidden_size=D, vocab_size=V)
+    pending = client.compute_loss_async(head, np.ones((1, D), np.float32), [1])
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="holds connections and threads"):
+            attempt(client)
+        with pytest.raises(TypeError, match=r"under way.*wait\(\)"):
+            attempt(pending)
+    pending.wait()
+
+
+# ---- Heads that exist ----
+
+def test_a_head_that_exists_otherwise(client: lossd.Client, make_head: Callable[..., str]) -> None:
+    """Every field that differs is named, in the words of create_head."""
+    name = make_head(hidden_size=D, vocab_size=V, norm="rmsnorm")
+    with pytest.raises(lossd.AlreadyExists) as caught:
+        client.create_head(name, hidden_size=D + 1, vocab_size=V, bias=True, norm="layernorm", compute_dtype="bf16",
+                           optimizer_state="none", frozen=True, logits="recomputed", gradients="sampled", exist_ok=True)
+    assert str(caught.value).startswith(
+        f'head "{name}" exists with hidden_size 16 instead of 17, bias False instead of True, norm rmsnorm instead of '
+        "layernorm, compute_dtype fp32 instead of bf16, optimizer_state adam instead of none, frozen False instead of "
+        "True, gradients exact instead of sampled, logits stored instead of recomputed")
+    assert caught.value.field == "spec.hidden_size" and caught.value.value == "17"
+
+
+def test_a_head_that_exists_or_does_not(client: lossd.Client, make_head: Callable[..., str]) -> None:
+    name = make_head(hidden_size=D, vocab_size=V)
+    with pytest.raises(lossd.AlreadyExists, match=f"{name}.*exist_ok=True.*delete_head"):
+        client.create_head(name, hidden_size=D, vocab_size=V)
+    before = client.read_tensor(name)
+    assert client.create_head(name, hidden_size=D, vocab_size=V, seed=5, exist_ok=True).spec.name == name
+    assert (client.read_tensor(name) == before).all()
+
+
+def test_several_trainers_create_one_head(server: Any, client: lossd.Client) -> None:
+    """All of them at once: one makes it, the others find it, and none sees it half made."""
+    from concurrent.futures import ThreadPoolExecutor
+    trainers = 6
+    with ThreadPoolExecutor(trainers) as pool:
+        clients = list(pool.map(lambda _: lossd.Client(server.target, channels=1), range(trainers)))
+        for round_ in range(5):
+            made = list(pool.map(lambda each: each.create_head("one", hidden_size=256, vocab_size=20000, seed=round_,
+                                                               exist_ok=True), clients))
+            assert {each.spec for each in made} == {made[0].spec} and {each.state.step for each in made} == {0}
+            values = list(pool.map(lambda each: each.read_tensor("one", rows=(19990, 20000)), clients))
+            assert all((value == values[0]).all() for value in values) and values[0].any()
+            client.delete_head("one")
+        for each in clients:
+            each.close()
