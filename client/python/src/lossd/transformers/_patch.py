@@ -121,7 +121,7 @@ def _loss(head: LossHead, hidden: torch.Tensor, labels: Any, shift_labels: Any, 
     predicted = targets if shifted else targets[..., 1:]
     count = float(num_items) if num_items is not None else float((predicted != _IGNORED).sum())
     # The trainer sees to it that losses average over ranks; LossHead would do so too and divides what it is given.
-    ranks = head.parallel.size if torch.is_grad_enabled() else 1
+    ranks = head.parallel.averaged_over if torch.is_grad_enabled() else 1
     with _as(head, shift=not shifted):
         loss = head(hidden, targets.to(hidden.device), normalizer=count * ranks)
     assert isinstance(loss, torch.Tensor)
