@@ -16,4 +16,4 @@ def deepspeed() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-PREPARATIONS = {"megatron.md": megatron, "deepspeed.md": deepspeed}
+PREPARATIONS = {"megatron.md": megatron, "deepspeed.md": deepspeed, "deepspeed-zero.md": deepspeed}
