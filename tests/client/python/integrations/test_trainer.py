@@ -10,26 +10,12 @@ import transformers
 import trl
 from datasets import Dataset
 from ranks import run_ranks
+from tiny_models import MODELS, V, make_model, make_tokenizer
 
 import lossd
 import lossd.transformers
 
-V, ROWS, LENGTH = 120, 16, 20
-SMALL = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 8}
-MODELS = {
-    "llama": ("Llama", {"tie_word_embeddings": False}),
-    "qwen": ("Qwen3", {"tie_word_embeddings": False}),
-    "gemma2": ("Gemma2", {"tie_word_embeddings": False, "final_logit_softcapping": 2.0}),
-    "tied": ("Qwen2", {"tie_word_embeddings": True}),
-}
-
-
-def make_model(kind):
-    name, changes = MODELS[kind]
-    torch.manual_seed(11)
-    config = getattr(transformers, f"{name}Config")(**{**SMALL, **changes}, attn_implementation="eager")
-    return transformers.AutoModelForCausalLM.from_config(config).float()
+ROWS, LENGTH = 16, 20
 
 
 @pytest.fixture(scope="module")
@@ -130,11 +116,7 @@ def test_sft_trainer(client, name, data, tmp_path, tokenizer, kind, accumulation
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from tokenizers import Tokenizer, models
-    vocabulary = {f"t{i}": i for i in range(V)}
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t3")), pad_token="t0", bos_token="t1",
-        eos_token="t2", unk_token="t3")
+    return make_tokenizer()
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied"])
