@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import lossd
-from lossd.torch import HeadOptimizer, LossHead
+from lossd.torch import HeadOptimizer, LossHead, TiedEmbedding
 
 D, V, BATCH, LENGTH, MICROBATCHES = 16, 50, 4, 24, 2
 KINDS = {  # ranks, of these tensor parallel, by the way in which the trunk is sharded
@@ -190,6 +190,40 @@ def test_sharded_trunks_are_one_process(server, client, make_head, ranks):
                 assert error <= 1e-6, (kind, rank, key, error)
         total = sum(results[kind][1] / (ranks * results[kind][2]) for results in of_ranks)
         torch.testing.assert_close(total if kind != "one sends" else of_ranks[0][kind][1], losses, rtol=1e-6, atol=0)
+
+
+def tied_step(client, name, mesh=None):
+    """A step of an embedding that is also the head; with a mesh each rank has the whole trunk and sends a part of the rows."""
+    tokens, targets = (each[0] for each in batch())
+    model = Mlp()
+    options = {} if mesh is None else {"process_group": mesh, "averaged_over": 1}
+    head = LossHead(client, name, **options)
+    optimizer = HeadOptimizer(head, lr=0.5, algorithm="sgd")
+    tied = TiedEmbedding(head, model.embedding.weight)
+    if head.parallel.rank == 0:
+        tied.push()
+    head.parallel.barrier()
+    hidden = model(tokens)
+    if mesh is not None:
+        hidden = DTensor.from_local(hidden, mesh, [Replicate()]).redistribute(placements=[Shard(1)]).to_local()
+        targets = targets.chunk(mesh.size(), 1)[mesh.get_local_rank()]
+    (head(hidden, targets) / 3).backward()
+    tied.add_gradient()
+    optimizer.step()
+    tied.pull()
+    return model.embedding.weight.detach()
+
+
+def tied_rank(rank, target, name):
+    with lossd.Client(target) as client:
+        return tied_step(client, name, init_device_mesh("cpu", (2,)))
+
+
+def test_tied_embeddings_of_ranks_whose_gradients_are_added_up(server, client, make_head):
+    names = [make_head(hidden_size=D, vocab_size=V, seed=3) for _ in range(2)]
+    expected = tied_step(client, names[0])
+    for got in run_ranks(2, tied_rank, server.target, names[1]):
+        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
 
 
 def with_wrong_numbers(rank, target, name):
