@@ -8,8 +8,9 @@ from on_cpu import PREPARATIONS
 from ranks import run_ranks
 
 PAGES = Path(__file__).parents[4] / "docs" / "training"
-RANKS = {"accelerate.md": 2, "data-parallel.md": 2, "deepspeed.md": 2, "deepspeed-zero.md": 2, "fsdp2.md": 2, "lightning.md": 2, "megatron.md": 2,
-         "pipeline.md": 2, "pipeline-data-parallel.md": 4, "sharded-sequences.md": 2, "torchtitan.md": 2}  # others have 1
+RANKS = {  # of pages that are for several
+    "accelerate.md": 2, "data-parallel.md": 2, "deepspeed.md": 2, "deepspeed-zero.md": 2, "fsdp2.md": 2, "lightning.md": 2,
+    "megatron.md": 2, "pipeline.md": 2, "pipeline-data-parallel.md": 4, "sharded-sequences.md": 2, "torchtitan.md": 2}
 INDEX = "README.md"
 
 

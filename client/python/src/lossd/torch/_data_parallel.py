@@ -49,7 +49,8 @@ class DataParallel:
             raise ValueError("process_group does not contain this rank")
         self.averaged_over = self.size if averaged_over is None else averaged_over
         if not 1 <= self.averaged_over <= self.size:
-            raise ValueError(f"averaged_over is {averaged_over}; it must be in [1, {self.size}], the ranks of process_group")
+            raise ValueError(f"averaged_over is {averaged_over}; it must be in [1, {self.size}], the number of ranks of "
+                             "process_group")
 
     @contextlib.contextmanager
     def before_total(self, total_follows: bool = True) -> Iterator[None]:

@@ -47,7 +47,8 @@ class LossHead(torch.nn.Module):
             self, client: lossd.Client, head: str, *, reduction: Reduction = "mean", class_weights: bool = False,
             shift: bool = False, normalizer: float | None = None, grad_output: float = 1.0, deferred: bool = False,
             train_head: bool = True, extras: Iterable[Extra] = (), process_group: Any = _data_parallel.UNSAID,
-            averaged_over: int | None = None, rank: int | None = None, world_size: int | None = None, state: Literal["checkpoint", "none"] = "checkpoint",
+            averaged_over: int | None = None, rank: int | None = None, world_size: int | None = None,
+            state: Literal["checkpoint", "none"] = "checkpoint",
             streams: int | None = None, slice_bytes: int = 2 << 20, timeout: float | None = None,
             **loss: Any) -> None:
         """

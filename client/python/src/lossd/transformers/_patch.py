@@ -153,7 +153,8 @@ def _tokens(head: LossHead, hidden: torch.Tensor, labels: Any, shift_labels: Any
 
 def _at_temperature(options: lossd.LossOptions, temperature: float) -> lossd.LossOptions:
     """c tanh(z / c) / T is c/T tanh(z/T / (c/T)), so a softcap is divided along with the logits."""
-    return dataclasses.replace(options, logit_scale=options.logit_scale / temperature, softcap=options.softcap / temperature)
+    return dataclasses.replace(
+        options, logit_scale=options.logit_scale / temperature, softcap=options.softcap / temperature)
 
 
 @contextlib.contextmanager
