@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-JOIN_SECONDS = int(os.environ.get("LOSSD_TEST_JOIN_SECONDS", "300"))
+JOIN_SECONDS = int(os.environ.get("LOSSD_TEST_JOIN_SECONDS", "1200"))
 
 
 def run_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -3,15 +3,21 @@
 import importlib
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 
-@pytest.mark.parametrize("name", ["torch", "transformers", "accelerate", "trl", "lightning", "peft"])
+MODULES = {"megatron-core": "megatron.core"}  # of packages that are called otherwise
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers", "accelerate", "trl", "lightning", "peft", "deepspeed",
+                                  "megatron-core", "torchtitan"])
 def test_the_pinned_version_is_installed(name):
-    pins = (Path(__file__).parent / "requirements.txt").read_text().split()
-    assert f"{name}=={importlib.import_module(name).__version__.split('+')[0]}" in pins
+    importlib.import_module(MODULES.get(name, name))
+    pins = [pin for file in Path(__file__).parent.glob("*.txt") for pin in file.read_text().split()]
+    assert f"{name}=={metadata.version(name).split('+')[0]}" in pins
 
 
 @pytest.mark.parametrize("skip", ["pytest.skip('no reason')", "pytest.importorskip('no_such_module')",

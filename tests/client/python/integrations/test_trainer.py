@@ -10,26 +10,12 @@ import transformers
 import trl
 from datasets import Dataset
 from ranks import run_ranks
+from tiny_models import MODELS, V, make_model, make_tokenizer
 
 import lossd
 import lossd.transformers
 
-V, ROWS, LENGTH = 120, 16, 20
-SMALL = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 8}
-MODELS = {
-    "llama": ("Llama", {"tie_word_embeddings": False}),
-    "qwen": ("Qwen3", {"tie_word_embeddings": False}),
-    "gemma2": ("Gemma2", {"tie_word_embeddings": False, "final_logit_softcapping": 2.0}),
-    "tied": ("Qwen2", {"tie_word_embeddings": True}),
-}
-
-
-def make_model(kind):
-    name, changes = MODELS[kind]
-    torch.manual_seed(11)
-    config = getattr(transformers, f"{name}Config")(**{**SMALL, **changes}, attn_implementation="eager")
-    return transformers.AutoModelForCausalLM.from_config(config).float()
+ROWS, LENGTH = 16, 20
 
 
 @pytest.fixture(scope="module")
@@ -130,20 +116,24 @@ def test_sft_trainer(client, name, data, tmp_path, tokenizer, kind, accumulation
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from tokenizers import Tokenizer, models
-    vocabulary = {f"t{i}": i for i in range(V)}
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t3")), pad_token="t0", bos_token="t1",
-        eos_token="t2", unk_token="t3")
+    return make_tokenizer()
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied"])
-def test_training_resumes(client, name, data, tmp_path, kind):
+def make_trainer(kind, model, folder, data, tokenizer, **more):
+    """Trainer or SFTTrainer."""
+    if kind == "Trainer":
+        return transformers.Trainer(model, arguments(folder, **more), train_dataset=data, eval_dataset=data)
+    config = arguments(folder, config=trl.SFTConfig, gradient_checkpointing=False, bf16=False, **more)
+    return trl.SFTTrainer(model, config, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("kind, trainer_kind", [
+    ("llama", "Trainer"), ("tied", "Trainer"), ("gemma2", "SFTTrainer"), ("qwen", "SFTTrainer")])
+def test_training_resumes(client, name, data, tmp_path, tokenizer, kind, trainer_kind):
     """Interrupted after 5 of 8 steps; the head is even gone from the server meanwhile."""
     stock = make_model(kind)
     whole = patch(copy.deepcopy(stock), client, name, kind)
-    trainer = transformers.Trainer(whole, arguments(tmp_path / "whole", save_strategy="steps", save_steps=5),
-                                   train_dataset=data, eval_dataset=data)
+    trainer = make_trainer(trainer_kind, whole, tmp_path / "whole", data, tokenizer, save_strategy="steps", save_steps=5)
     lossd.transformers.attach(trainer)
     logs = run(trainer)
     expected = {key: value.clone() for key, value in whole.state_dict().items()}
@@ -151,7 +141,7 @@ def test_training_resumes(client, name, data, tmp_path, kind):
     checkpoint = tmp_path / "whole" / "checkpoint-5"
     client.delete_head(name)
     resumed = patch(copy.deepcopy(stock), client, name, kind)
-    trainer = transformers.Trainer(resumed, arguments(tmp_path / "resumed"), train_dataset=data, eval_dataset=data)
+    trainer = make_trainer(trainer_kind, resumed, tmp_path / "resumed", data, tokenizer)
     lossd.transformers.attach(trainer)
     assert run(trainer, resume_from_checkpoint=str(checkpoint))[-2]["step"] == logs[-2]["step"]
     got = resumed.state_dict()
@@ -200,7 +190,8 @@ def test_a_trainer_without_attach_does_not_pass_silently(client, name, data, tmp
         run(trainer)
 
 
-def test_lora_with_a_frozen_head(client, name, data, tmp_path):
+@pytest.mark.parametrize("trainer_kind", ["Trainer", "SFTTrainer"])
+def test_lora_with_a_frozen_head(client, name, data, tmp_path, tokenizer, trainer_kind):
     def with_adapter(model):
         torch.manual_seed(4)
         config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, task_type="CAUSAL_LM")
@@ -210,7 +201,7 @@ def test_lora_with_a_frozen_head(client, name, data, tmp_path):
     assert client.describe_head(name).spec.frozen
     logs = []
     for each in (model, stock):
-        trainer = transformers.Trainer(each, arguments(tmp_path), train_dataset=data, eval_dataset=data)
+        trainer = make_trainer(trainer_kind, each, tmp_path, data, tokenizer)
         if each is model:
             assert lossd.transformers.attach(trainer) is None
         logs.append(run(trainer))

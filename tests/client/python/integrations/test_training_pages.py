@@ -1,24 +1,32 @@
-"""Every code block of docs/training runs, from the top of its page to the end, in two ranks where it is for ranks."""
+"""Every code block of docs/training runs, from the top of its page to the end, in as many ranks as the page is for."""
 
 import re
 from pathlib import Path
 
 import pytest
+from on_cpu import PREPARATIONS
 from ranks import run_ranks
 
 PAGES = Path(__file__).parents[4] / "docs" / "training"
-FOR_RANKS = {"data-parallel.md"}
+RANKS = {  # of pages that are for several
+    "accelerate.md": 2, "data-parallel.md": 2, "deepspeed.md": 2, "deepspeed-zero.md": 2, "fsdp2.md": 2, "lightning.md": 2,
+    "megatron.md": 2, "pipeline.md": 2, "pipeline-data-parallel.md": 4, "sharded-sequences.md": 2, "torchtitan.md": 2}
+INDEX = "README.md"
+
+
+def blocks_of(page):
+    blocks = re.findall(r"^```python\n(.*?)^```", (PAGES / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks, page
+    return blocks
 
 
 def run_page(rank, page, target, variables):
-    blocks = re.findall(r"^```python\n(.*?)^```", (PAGES / page).read_text(), re.MULTILINE | re.DOTALL)
-    assert blocks, page
     names = {"__name__": page, **variables}
-    for number, block in enumerate(blocks):
+    PREPARATIONS.get(page, lambda: None)()
+    for number, block in enumerate(blocks_of(page)):
         code = block.replace("127.0.0.1:7070", target)
         exec(compile(code, f"{page}, block {number + 1}", "exec"), names)
     names["client"].close()
-    return len(blocks)
 
 
 def tokenizer():
@@ -29,12 +37,21 @@ def tokenizer():
                                                 pad_token="t0", bos_token="t1", eos_token="t2", unk_token="t3")
 
 
-@pytest.mark.parametrize("page", sorted(each.name for each in PAGES.glob("*.md")))
+@pytest.mark.parametrize("page", sorted(each.name for each in PAGES.glob("*.md") if each.name != INDEX))
 def test_page(server, client, tmp_path, monkeypatch, page):
     monkeypatch.chdir(tmp_path)
-    if page in FOR_RANKS:
-        run_ranks(2, run_page, page, server.target, {})
-    else:
-        run_page(0, page, server.target, {"tokenizer": tokenizer()} if page == "hugging-face.md" else {})
-    for head in client.list_heads():
-        client.delete_head(head.spec.name)
+    try:
+        if page in RANKS:
+            run_ranks(RANKS[page], run_page, page, server.target, {})
+        else:
+            run_page(0, page, server.target, {"tokenizer": tokenizer()} if "tokenizer" in "".join(blocks_of(page)) else {})
+        heads = client.list_heads()
+        assert heads and all(each.state.step > 0 or each.spec.frozen for each in heads)
+    finally:
+        for head in client.list_heads():
+            client.delete_head(head.spec.name)
+
+
+def test_the_index_names_every_page():
+    linked = re.findall(r"\]\(([\w-]+\.md)\)", (PAGES / INDEX).read_text())
+    assert sorted(set(linked)) == sorted(each.name for each in PAGES.glob("*.md") if each.name != INDEX)

@@ -4,6 +4,10 @@ DistributedDataParallel and fully_shard average the gradients of the trunk over 
 gradients of the head. So that both become those of one process on all rows, the loss of a rank is size times its
 share of the loss of all rows: the average of the ranks' losses is the loss of all rows, and so is that of their
 gradients. The head's gradient, which is size times too large then, is divided when the step is applied.
+
+Where gradients of the trunk are added up instead, as over shards of one sequence under tensor parallelism, the loss of a
+rank is its share, and nothing is divided. A group may have ranks of both kinds; averaged_over is what its gradients are
+divided by then.
 """
 
 from __future__ import annotations
@@ -27,8 +31,12 @@ UNSAID: Any = _Unsaid()
 class DataParallel:
     """A group of ranks; one alone without torch.distributed. Its methods are collective: every rank calls them."""
 
-    def __init__(self, group: Any) -> None:
-        """`group` is a ProcessGroup, a DeviceMesh of one dimension, or None for one rank alone."""
+    def __init__(self, group: Any, averaged_over: int | None = None) -> None:
+        """
+        Args:
+          group: a ProcessGroup, a DeviceMesh of one dimension, or None for one rank alone.
+          averaged_over: what the sum of the trunk's gradients over the ranks is divided by. None: their number.
+        """
         if group is not None and hasattr(group, "mesh_dim_names"):  # a DeviceMesh
             if group.ndim != 1:
                 raise ValueError(f"process_group is a mesh of {group.ndim} dimensions; give the dimension that the "
@@ -39,6 +47,10 @@ class DataParallel:
         self.size = 1 if group is None else torch.distributed.get_world_size(group)
         if self.rank < 0:
             raise ValueError("process_group does not contain this rank")
+        self.averaged_over = self.size if averaged_over is None else averaged_over
+        if not 1 <= self.averaged_over <= self.size:
+            raise ValueError(f"averaged_over is {averaged_over}; it must be in [1, {self.size}], the number of ranks of "
+                             "process_group")
 
     @contextlib.contextmanager
     def before_total(self, total_follows: bool = True) -> Iterator[None]:

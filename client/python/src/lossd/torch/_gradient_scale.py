@@ -8,8 +8,9 @@ import math
 class GradientScale:
     """The product of factors that are known apart. Not thread-safe."""
 
-    def __init__(self, replicas: int) -> None:
-        self.replicas = 1.0 / replicas  # the ranks' losses are averaged, and the server adds up
+    def __init__(self, ranks: int, averaged_over: int) -> None:
+        self.replicas = 1.0 / averaged_over  # the ranks' losses are averaged, and the server adds up
+        self._copies = ranks  # of a finished gradient: each rank adds its own
         self.schedule = 1.0  # of a pipeline schedule, which divides the trunk's gradients after the step
         self._step = -1  # that _loss belongs to
         self._loss: float | None = None  # what losses of the step were multiplied by after forward, if one had backward
@@ -34,8 +35,8 @@ class GradientScale:
         return self.replicas * self.schedule * self.of_losses(step)
 
     def of_finished_gradient(self, step: int) -> float:
-        """What multiplies a gradient that lacks nothing but the sum over ranks, when it is added to the server's."""
-        undone = self.schedule * self.of_losses(step)
+        """What multiplies a gradient that lacks nothing, and that every rank adds, when it is added to the server's."""
+        undone = self._copies * self.replicas * self.schedule * self.of_losses(step)
         if undone == 0:
             raise RuntimeError("the losses of this step were multiplied by 0, so no other gradient can be added to theirs")
         return 1.0 / undone

@@ -50,7 +50,8 @@ class LossHead(torch.nn.Module):
             self, client: lossd.Client, head: str, *, reduction: Reduction = "mean", class_weights: bool = False,
             shift: bool = False, normalizer: float | None = None, grad_output: float = 1.0, deferred: bool = False,
             train_head: bool = True, extras: Iterable[Extra] = (), process_group: Any = _data_parallel.UNSAID,
-            rank: int | None = None, world_size: int | None = None, state: Literal["checkpoint", "none"] = "checkpoint",
+            averaged_over: int | None = None, rank: int | None = None, world_size: int | None = None,
+            state: Literal["checkpoint", "none"] = "checkpoint",
             streams: int | None = None, slice_bytes: int = 2 << 20, timeout: float | None = None,
             ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
             logit_scale: float = 1.0, gradients: Gradients | None = None, filter_epsilon: float | None = None,
@@ -73,6 +74,8 @@ class LossHead(torch.nn.Module):
             and the ranks' losses average to its loss. Forward in training, step(), load_grad_norm() and zero_grad()
             are collective then; normalizer= spares forward its communication. None: there is no averaging. It has to
             be given if torch.distributed has more than one rank.
+          averaged_over: by how many ranks the sum of the trunk's gradients over process_group is divided. None: by all,
+            as DistributedDataParallel and fully_shard do. 1: they are added up, as over tensor-parallel ranks.
           rank, world_size: of this trainer among those that feed the head; each counts its microbatches apart. Those
             of process_group, else 0 of 1.
           state: what state_dict() holds of the head, this module's and its HeadOptimizer's. "checkpoint": the name of a
@@ -101,8 +104,8 @@ class LossHead(torch.nn.Module):
         if process_group is _data_parallel.UNSAID:
             _data_parallel.check_said(head)
             process_group = None
-        self.parallel = _data_parallel.DataParallel(process_group)
-        self.scale = GradientScale(self.parallel.size)
+        self.parallel = _data_parallel.DataParallel(process_group, averaged_over)
+        self.scale = GradientScale(self.parallel.size, self.parallel.averaged_over)
         self.deferred = deferred or reduction == "none"
         self.extras = tuple(extras)
         for name in self.extras:
@@ -225,7 +228,7 @@ class LossHead(torch.nn.Module):
 
     def _normalizer(self, labels: NDArray[np.int32], given: float | None, training: bool) -> float:
         """What this rank's sum is divided by. In training the ranks' losses average to the loss of all rows."""
-        ranks = self.parallel.size if training else 1
+        ranks = self.parallel.averaged_over if training else 1
         if self.reduction != "mean":
             return 1.0 / ranks if self.reduction == "sum" else 1.0
         given = self.normalizer if given is None else given

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import math
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,9 +68,12 @@ def patch(model: Any, client: lossd.Client, name: str, *, exist_ok: bool = False
     return model
 
 
-@dataclass
+@dataclasses.dataclass
 class TokenOutput(ModelOutput):
-    """What trl's trainers ask of a model with fused_lm_head=True: numbers for each predicted token, 0 where ignored."""
+    """What trl's trainers ask of a model with fused_lm_head=True: numbers for each predicted token, 0 where ignored.
+
+    The server does not compute the mean of the logits, which trainers only log: it is NaN.
+    """
 
     loss: torch.Tensor | None = None
     log_probs: torch.Tensor | None = None
@@ -81,8 +85,11 @@ class TokenOutput(ModelOutput):
     aux_loss: torch.Tensor | None = None
 
 
-def wrap_forward(model: Any, served: ServedHead) -> None:
-    """Makes model.forward compute losses on the server, whatever has replaced it before."""
+def wrap_forward(model: Any, served: ServedHead, temperature: float = 1.0) -> None:
+    """Makes model.forward compute losses on the server, whatever has replaced it before.
+
+    What trl's trainers ask for, with fused_lm_head=True, is of logits that are divided by `temperature`.
+    """
     inner = functools.partial(type(model).forward, model)
 
     @functools.wraps(type(model).forward)
@@ -96,7 +103,7 @@ def wrap_forward(model: Any, served: ServedHead) -> None:
             raise RuntimeError(f"{type(self).__name__} used its head {len(captured)} times in one forward; lossd knows "
                                "models that use it once")
         if fused_lm_head:
-            tokens = _tokens(served.loss_head, captured[0], labels, shift_labels, num_items_in_batch)
+            tokens = _tokens(served.loss_head, captured[0], labels, shift_labels, num_items_in_batch, temperature)
             tokens.aux_loss = getattr(output, "aux_loss", None)
             return tokens
         loss = _loss(served.loss_head, captured[0], labels, shift_labels, num_items_in_batch)
@@ -121,25 +128,33 @@ def _loss(head: LossHead, hidden: torch.Tensor, labels: Any, shift_labels: Any, 
     predicted = targets if shifted else targets[..., 1:]
     count = float(num_items) if num_items is not None else float((predicted != _IGNORED).sum())
     # The trainer sees to it that losses average over ranks; LossHead would do so too and divides what it is given.
-    ranks = head.parallel.size if torch.is_grad_enabled() else 1
+    ranks = head.parallel.averaged_over if torch.is_grad_enabled() else 1
     with _as(head, shift=not shifted):
         loss = head(hidden, targets.to(hidden.device), normalizer=count * ranks)
     assert isinstance(loss, torch.Tensor)
     return loss
 
 
-def _tokens(head: LossHead, hidden: torch.Tensor, labels: Any, shift_labels: Any, num_items: Any) -> TokenOutput:
+def _tokens(head: LossHead, hidden: torch.Tensor, labels: Any, shift_labels: Any, num_items: Any,
+            temperature: float) -> TokenOutput:
     if shift_labels is None:
         hidden, targets = hidden[:, :-1], labels[:, 1:]
     else:
         targets = shift_labels
     targets = targets.to(hidden.device)
     mask = targets != _IGNORED
-    with _as(head, shift=False, reduction="none", deferred=True, extras=("entropy", "argmax")):
+    with _as(head, shift=False, reduction="none", deferred=True, extras=("entropy", "argmax"),
+             options=_at_temperature(head.options, temperature)):
         losses, extras = head(hidden, targets)
     count = mask.sum().clamp(min=1) if num_items is None else num_items
     return TokenOutput(loss=losses.sum() / count, log_probs=-losses, entropy=extras.entropy, label_mask=mask,
-                       is_top1=(extras.argmax == targets) & mask)
+                       mean_logits=torch.full_like(losses, math.nan), is_top1=(extras.argmax == targets) & mask)
+
+
+def _at_temperature(options: lossd.LossOptions, temperature: float) -> lossd.LossOptions:
+    """c tanh(z / c) / T is c/T tanh(z/T / (c/T)), so a softcap is divided along with the logits."""
+    return dataclasses.replace(
+        options, logit_scale=options.logit_scale / temperature, softcap=options.softcap / temperature)
 
 
 @contextlib.contextmanager

@@ -21,12 +21,17 @@ def attach(trainer: Any, *, skip_non_finite: bool = False) -> HeadOptimizer | No
     or SGD), with its learning rate and other hyper-parameters; it is clipped by the global norm of model and head; it is
     saved and restored with the optimizer's state, as a checkpoint on the server. Returns the head's optimizer; None if
     the head is frozen.
+
+    Trainers of trl get log-probabilities and entropies of tokens from the server, at their temperature.
     """
     if trainer.args.fp16:
         raise ValueError("fp16=True scales losses, and the scale is not known to the server; use bf16=True")
+    if getattr(trainer, "use_weighting", False):
+        raise ValueError("use_weighting=True takes the sum of squared probabilities of each token, which the server does "
+                         "not compute")
     served = served_head(trainer.model)
     base = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
-    wrap_forward(base, served)  # trl's trainers have put theirs in its place
+    wrap_forward(base, served, getattr(trainer, "temperature", 1.0))  # trl's trainers have put theirs in its place
     if not served.loss_head.train_head:
         return None
     attached = _Attached(served, skip_non_finite)
