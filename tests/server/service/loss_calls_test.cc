@@ -38,7 +38,7 @@ v1::OpenMicrobatch Open(const std::string& head) {
   return open;
 }
 
-absl::Status Run(TestClient& client, const v1::OpenMicrobatch& open, float value) {
+absl::Status Compute(TestClient& client, const v1::OpenMicrobatch& open, float value) {
   const auto stream = client.OpenLoss();
   stream->SendOpen(open);
   stream->SendSlice(0, kRows, Bytes(std::vector<float>(kRows * kHidden, value)));
@@ -51,10 +51,10 @@ TEST(LossCallsTest, TheLogNamesCallsThatFailedAndNoOthers) {
   CreateHead(*client);
   log::Configure(log::LogLevel::kInfo, log::LogFormat::kText);
   ::testing::internal::CaptureStderr();
-  EXPECT_TRUE(Run(*client, Open("head"), 0.5f).ok());
+  EXPECT_TRUE(Compute(*client, Open("head"), 0.5f).ok());
   const std::string quiet = ::testing::internal::GetCapturedStderr();
   ::testing::internal::CaptureStderr();
-  EXPECT_EQ(Run(*client, Open("none"), 0.5f).code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(Compute(*client, Open("none"), 0.5f).code(), absl::StatusCode::kNotFound);
   const std::string loud = ::testing::internal::GetCapturedStderr();
   log::Configure(log::LogLevel::kOff, log::LogFormat::kText);
   EXPECT_THAT(quiet, Not(HasSubstr("call failed")));
@@ -70,7 +70,7 @@ TEST(LossCallsTest, RetainedRowsStayForTheTimeoutAndNoLonger) {
   v1::OpenMicrobatch open = Open("head");
   open.set_retain(true);
   const absl::Time before = absl::Now();
-  ASSERT_TRUE(Run(*client, open, 0.5f).ok());
+  ASSERT_TRUE(Compute(*client, open, 0.5f).ok());
   absl::Time now;
   do {
     absl::SleepFor(absl::Milliseconds(10));
