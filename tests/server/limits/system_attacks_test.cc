@@ -147,8 +147,8 @@ TEST_F(SystemAttacksTest, HeadsLargerThanTheMachine) {
   Train();
 }
 
-// Calls that wait for their turn with filtered gradients and millions of targets each: of the larger ones, one
-// is already too much of the ledger.
+// Calls that wait for their turn with filtered gradients and millions of targets each: of the larger ones,
+// one is already too much of the ledger.
 TEST_F(SystemAttacksTest, OpenDeterministicCallsWithManyTargets) {
   first_id_ = 0;
   Start(Patient("--deterministic"));
