@@ -151,7 +151,7 @@ TEST_F(SchedulesTest, InOrderTheNextGroupHasMemoryWhileOneIsComputed) {
   const SentSlice next = Send(call, {16, 32});
   EXPECT_EQ(TakeBacklog().waiting_slices, 1);
   const ScheduledWork computed = Take();
-  EXPECT_EQ(TakeBacklog().waiting_slices, 0);
+  ASSERT_EQ(TakeBacklog().waiting_slices, 0);
   EXPECT_TRUE(next.Wait());
 }
 
