@@ -68,6 +68,10 @@ struct Slice {
   // What sampled gradients take their random numbers from (kernels/sampling.h).
   uint64_t sample_seed = 0;  // of the microbatch
   int64_t first_row = 0;     // the number in the microbatch of the slice's first row
+  // The rows only keep the places of rows that are not computed again. They are computed like any others, so
+  // that the bits of those beside them are the same, but have no part in what the rows of a chunk decide
+  // together (kAuto; whether lists have room), and unspecified results.
+  bool stands_in = false;
   // Deferred microbatches: a place in Chunk::retained, in bytes, a multiple of the element size; -1: none.
   // With `hidden`, the rows are also kept there, as they are; without (null), they are taken from there.
   int64_t retained_offset = -1;

@@ -1,5 +1,7 @@
 #include "kernels/decision.h"
 
+#include <algorithm>
+#include <limits>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -24,6 +26,15 @@ absl::string_view Reason(Gradients asked, Decision decision) {
 Gradients GradientsOf(Gradients asked, Decision decision) {
   if (decision != Decision::kAsPlanned) return Gradients::kExact;
   return asked == Gradients::kAuto ? Gradients::kSampled : asked;
+}
+
+LossOptions AsDecided(LossOptions asked, Gradients gradients, float sample_threshold) {
+  if (gradients == Gradients::kExact) asked.gradients = Gradients::kExact;
+  if (gradients != Gradients::kSampled) return asked;
+  asked.sample_threshold = std::clamp(sample_threshold, asked.sample_threshold, 1.0f);
+  // Not kSampled: a backend may sample other parts of the gradient then (docs/math.md).
+  if (asked.gradients == Gradients::kAuto) asked.max_gradient_error = std::numeric_limits<float>::max();
+  return asked;
 }
 
 Choice GradientsChoice(Gradients gradients, absl::string_view reason) {

@@ -21,6 +21,10 @@ enum class Decision : int32_t {
 // What becomes of gradients that were asked for (not kExact).
 Gradients GradientsOf(Gradients asked, Decision decision);
 
+// Options with which some of the rows of a chunk are computed again as the whole chunk was: `gradients` and
+// `sample_threshold` are what became of its gradients (Chunk).
+LossOptions AsDecided(LossOptions asked, Gradients gradients, float sample_threshold);
+
 // How a chunk's gradients are computed, before the logits are known, and after.
 Choice GradientsChoice(Gradients gradients, absl::string_view reason);
 Choice GradientsChoice(Gradients asked, Decision decision);

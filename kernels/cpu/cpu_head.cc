@@ -83,15 +83,17 @@ bool AnyGradEntropy(const Chunk& chunk) {
 }
 
 // Whether the predicted relative error of sampled gradients exceeds the limit; over the rows with a gradient,
-// those that are not finite left out.
-bool ExceedsError(absl::Span<const RowResult> results, double limit) {
+// those left out that are not finite, or stand in for others.
+bool ExceedsError(const Chunk& chunk, const RowOrder& order, const HeadBuffers& buffers) {
   double variance = 0.0;
   double square = 0.0;
-  for (const RowResult& result : results) {
-    if (!result.finite) continue;
+  for (int64_t i = 0; i < order.with_gradient(); ++i) {
+    const RowResult& result = buffers.results[i];
+    if (!result.finite || chunk.slices[static_cast<size_t>(buffers.sources[i].slice)].stands_in) continue;
     variance += result.sampling_variance;
     square += result.squared_gradient;
   }
+  const auto limit = double{chunk.options.max_gradient_error};
   return variance > limit * limit * square;
 }
 
@@ -186,8 +188,7 @@ void CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
     chunk.choices = {GradientsChoice(Gradients::kExact, why_exact)};
     return;
   }
-  const bool refused = is_auto && ExceedsError({buffers_.results, static_cast<size_t>(order.with_gradient())},
-                                               double{options.max_gradient_error});
+  const bool refused = is_auto && ExceedsError(chunk, order, buffers_);
   const Decision decision = refused ? Decision::kTooMuchError : Decision::kAsPlanned;
   chunk.choices = {GradientsChoice(chunk.options.gradients, decision)};
   chunk.gradients = GradientsOf(chunk.options.gradients, decision);

@@ -34,6 +34,8 @@ struct ChunkWork {
   // Called on the device thread, without the lock, right before the launch.
   virtual void Prepare() = 0;
   // The members below are called with the lock held.
+  // How the chunk was computed, before OnResults; not if that failed.
+  virtual void OnComputed(const kernels::Chunk& chunk) {}
   // Results are there, and the memory of the slices is not in use any more. `all_good`: every slice has
   // results.
   virtual void OnResults(bool all_good) = 0;

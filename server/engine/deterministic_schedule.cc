@@ -26,6 +26,7 @@ struct GroupChunk final : ChunkWork {
              uint8_t* area);
 
   void Prepare() override;
+  void OnComputed(const kernels::Chunk& chunk) override;
   void OnResults(bool all_good) override { schedule_->OnResults(*group_, all_good); }
   void OnLeft() override { schedule_->OnLeft(*group_); }
   // All that comes after the group waits for it.
@@ -54,7 +55,6 @@ GroupChunk::GroupChunk(DeterministicSchedule* schedule, std::unique_ptr<GroupAss
   accumulates = true;
   const std::vector<GroupAssembly::Segment> pieces = group_->Segments();
   slices = group_->TakeSlices();
-  options = slices.front()->stream->spec().options;
   hidden_dtype = slices.front()->stream->spec().hidden_dtype;
   RowWants wants;
   for (const auto& slice : slices) {
@@ -62,6 +62,8 @@ GroupChunk::GroupChunk(DeterministicSchedule* schedule, std::unique_ptr<GroupAss
     wants.Add(slice->stream->spec().want_rows);
   }
   for (const GroupAssembly::Segment& piece : pieces) AddSegment(piece, wants, area);
+  options = slices.front()->stream->spec().options;
+  if (!gaps_.empty()) options = schedule_->OptionsForAPart(*group_, options);
 }
 
 void GroupChunk::AddSegment(const GroupAssembly::Segment& piece, RowWants wants, uint8_t* area) {
@@ -88,6 +90,7 @@ void GroupChunk::AddSegment(const GroupAssembly::Segment& piece, RowWants wants,
 kernels::Slice GroupChunk::GapInput(RowRange gap, size_t index, uint8_t* memory) const {
   const StreamState& stream = *slices.front()->stream;
   kernels::Slice slice;
+  slice.stands_in = true;
   slice.rows = gap.size();
   slice.hidden = memory;
   slice.targets = At(declared_.targets, index);
@@ -99,6 +102,13 @@ kernels::Slice GroupChunk::GapInput(RowRange gap, size_t index, uint8_t* memory)
   slice.grad_hidden = stream.spec().want_grad_hidden ? memory : nullptr;
   NameSamples(stream, gap, slice);
   return slice;
+}
+
+// What the group decides is what all its rows do when they are accumulated.
+void GroupChunk::OnComputed(const kernels::Chunk& chunk) {
+  const bool is_repeat =
+      std::all_of(accumulate_.begin(), accumulate_.end(), [](uint8_t row) { return row == 0; });
+  if (gaps_.empty() && !is_repeat) schedule_->OnComputed(*group_, chunk);
 }
 
 void GroupChunk::Prepare() {
@@ -225,6 +235,15 @@ ScheduledWork DeterministicSchedule::TakeGroup() {
   return chunk;
 }
 
+kernels::LossOptions DeterministicSchedule::OptionsForAPart(const GroupAssembly& group,
+                                                            const kernels::LossOptions& asked) const {
+  return decisions_.For(group.key(), asked);
+}
+
+void DeterministicSchedule::OnComputed(const GroupAssembly& group, const kernels::Chunk& chunk) {
+  decisions_.Note(group.key(), chunk);
+}
+
 void DeterministicSchedule::OnResults(const GroupAssembly& group, bool all_good) {
   if (all_good) sequencer_.OnResultsGood(group);
   sequencer_.ReleaseArea(group);
@@ -258,6 +277,7 @@ void DeterministicSchedule::OnContribution() {
 
 void DeterministicSchedule::OnRestart() {
   sequencer_.Clear();
+  decisions_.Clear();
   CallTurns(/*all=*/true);
 }
 

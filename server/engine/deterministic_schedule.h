@@ -15,6 +15,7 @@
 #include "kernels/backend.h"
 #include "server/engine/arrival_schedule.h"
 #include "server/engine/engine_context.h"
+#include "server/engine/group_decisions.h"
 #include "server/engine/open_step.h"
 #include "server/engine/schedule.h"
 #include "server/engine/sequencer.h"
@@ -70,6 +71,10 @@ class DeterministicSchedule final : public Schedule,
   void EndTurns() override;
 
   // ---- Of its chunks ----
+  // Of a chunk with only some of the rows of a group that may have been computed before.
+  kernels::LossOptions OptionsForAPart(const GroupAssembly& group, const kernels::LossOptions& asked) const;
+  // A whole group was computed to be accumulated.
+  void OnComputed(const GroupAssembly& group, const kernels::Chunk& chunk);
   void OnResults(const GroupAssembly& group, bool all_good);
   void OnLeft(const GroupAssembly& group);
 
@@ -96,6 +101,7 @@ class DeterministicSchedule final : public Schedule,
   const std::shared_ptr<OpenStep> step_;  // shared with the session: a buffer may come back after its end
   const MemoryReady memory_ready_;
   Sequencer sequencer_;
+  GroupDecisions decisions_;
   ArrivalSchedule arrival_;
   std::vector<TurnWaiter> turn_waiters_;
   uint64_t arrivals_ = 0;        // slices in order and operations so far

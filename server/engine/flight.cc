@@ -106,6 +106,7 @@ void Flight::OnResults(const absl::Status& status) {
     if (slice->buffer) unused.push_back(std::move(slice->buffer));
   }
   if (!unused.empty()) context.notifier.Post([unused = std::move(unused)]() mutable { unused.clear(); });
+  if (status.ok()) work_->OnComputed(chunk_);
   work_->OnResults(all_good);
 }
 

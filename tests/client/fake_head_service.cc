@@ -192,6 +192,10 @@ class FakeHeadService final : public v1::HeadService::Service {
     if (state_->Refuse()) return state_->Error(grpc::StatusCode::UNAVAILABLE, "the server is draining");
     Head* head = state_->Find(request->head());
     if (head == nullptr) return state_->NotFound(request->head());
+    if (request->step() != head->step) {
+      return state_->Error(grpc::StatusCode::FAILED_PRECONDITION, "not the open step", "step",
+                           absl::StrCat(request->step()));
+    }
     state_->Discard(head);
     *response->mutable_state() = state_->StateOf(*head);
     return grpc::Status::OK;

@@ -49,6 +49,7 @@ ChunkBuffers MakeBuffers(const Problem& problem, const RunOptions& options, Chun
     slice.grad_entropy = DataOrNull(data.grad_entropy);
     slice.sample_seed = data.sample_seed;
     slice.first_row = data.first_row;
+    slice.stands_in = data.stands_in;
     if (data.want_grad_hidden) {
       buffers.grad_hidden[i].assign(buffers.hidden.back().size(), 0xCD);
       slice.grad_hidden =

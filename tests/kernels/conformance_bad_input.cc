@@ -58,6 +58,25 @@ TEST_P(BackendConformance, NonFiniteRowFailsItsSliceAlone) {
   }
 }
 
+// Whatever order a backend looks at its rows in.
+TEST_P(BackendConformance, TheFirstOfSeveralNonFiniteRowsIsNamed) {
+  ProblemSpec spec = Plain({6, 6, 6}, 16, 40);
+  spec.ignored = 0.0;
+  Problem problem = MakeProblem(spec, rng());
+  const std::vector<std::vector<int64_t>> bad = {{0, 3, 5}, {2, 4}, {}};
+  for (size_t i = 0; i < bad.size(); ++i) {
+    for (const int64_t row : bad[i]) problem.slices[i].hidden[static_cast<size_t>(row * 16 + 1)] = kNan;
+    problem.slices[i].accumulate = {1, 0, 0, 1, 1, 0};
+  }
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  const ChunkRun run = RunChunk(*head, problem);
+  ASSERT_TRUE(run.results.ok()) << run.results;
+  EXPECT_EQ(run.slices[0].first_nonfinite_row, 0);
+  EXPECT_EQ(run.slices[1].first_nonfinite_row, 2);
+  EXPECT_EQ(run.slices[2].first_nonfinite_row, -1);
+}
+
 TEST_P(BackendConformance, NonFiniteIgnoredRowIsNoFailure) {
   ProblemSpec spec = Plain({6}, 12, 20);
   spec.ignored = 0.0;

@@ -129,6 +129,29 @@ TEST_P(BackendConformance, AutoDecidesByRowsWithAGradientAlone) {
   }
 }
 
+// Nor have zeros that keep the places of rows which are not computed again, although they are flat.
+TEST_P(BackendConformance, RowsThatStandInDecideNothingAndLeaveTheBitsOfOthers) {
+  Problem whole = MakeProblem(FlatSpec({13, 20, 7}), rng());
+  for (SliceData& slice : whole.slices) Peak(whole, slice, 0, slice.rows());
+  whole.options.max_gradient_error = 0.1f;
+  const auto head = MakeHead(backend(), whole);
+  ASSERT_NE(head, nullptr);
+  const ChunkRun want = RunChunk(*head, whole, {.independent = true});
+  ExpectGradients(want, Gradients::kSampled);
+  const auto gradients = AllGradients(*head);
+  Problem repeat = whole;
+  for (SliceData& slice : repeat.slices) slice.accumulate.assign(static_cast<size_t>(slice.rows()), 0);
+  for (const size_t i : {0, 2})
+    std::fill(repeat.slices[i].hidden.begin(), repeat.slices[i].hidden.end(), 0.0f);
+  ExpectGradients(RunChunk(*head, repeat, {.independent = true}), Gradients::kExact);
+  for (const size_t i : {0, 2}) repeat.slices[i].stands_in = true;
+  const ChunkRun got = RunChunk(*head, repeat, {.independent = true});
+  ExpectGradients(got, Gradients::kSampled);
+  EXPECT_EQ(got.slices[1].loss, want.slices[1].loss);
+  EXPECT_EQ(got.slices[1].grad_hidden, want.slices[1].grad_hidden);
+  EXPECT_EQ(AllGradients(*head), gradients) << "nothing was added";
+}
+
 // A backend may leave sampling out where it was long in vain, but for chunks that are to be independent, and
 // comes back to it.
 TEST_P(BackendConformance, AutoAfterManyFlatChunks) {

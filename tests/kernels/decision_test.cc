@@ -22,6 +22,29 @@ TEST(Decision, IsAsPlannedOrExactWithAReason) {
             GradientsChoice(Gradients::kSampled, Decision::kAsPlanned).reason);
 }
 
+TEST(Decision, APartIsComputedAsTheWholeWas) {
+  for (const Gradients asked : {Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
+    const LossOptions options = {.gradients = asked, .sample_threshold = 0x1p-9f};
+    LossOptions exact = options;
+    exact.gradients = Gradients::kExact;
+    EXPECT_EQ(AsDecided(options, Gradients::kExact, 0.0f), exact);
+  }
+  const LossOptions filtered = {.gradients = Gradients::kFiltered};
+  EXPECT_EQ(AsDecided(filtered, Gradients::kFiltered, 0.0f), filtered);
+  LossOptions sampled = {.gradients = Gradients::kSampled, .sample_threshold = 0x1p-9f};
+  EXPECT_EQ(AsDecided(sampled, Gradients::kSampled, 0x1p-9f), sampled);
+  sampled.sample_threshold = 0x1p-7f;
+  EXPECT_EQ(AsDecided({.gradients = Gradients::kSampled}, Gradients::kSampled, 0x1p-7f), sampled);
+  sampled.sample_threshold = 1.0f;
+  EXPECT_EQ(AsDecided({.gradients = Gradients::kSampled}, Gradients::kSampled, 8.0f), sampled)
+      << "options know no more";
+  const LossOptions both = AsDecided({.gradients = Gradients::kAuto}, Gradients::kSampled, 0x1p-7f);
+  EXPECT_EQ(both.gradients, Gradients::kAuto);
+  EXPECT_EQ(both.sample_threshold, 0x1p-7f);
+  EXPECT_GE(both.max_gradient_error, 1e30f);
+  EXPECT_TRUE(Validate(both).ok());
+}
+
 TEST(Decision, SaysWhichThresholdWasTaken) {
   const Choice asked = ThresholdChoice(0x1p-10f, 0x1p-10f);
   EXPECT_EQ(asked.what, "sample threshold");

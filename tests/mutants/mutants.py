@@ -39,11 +39,11 @@ EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 # The folders, and those of their tests. A test runs for a change that it reaches.
 FOLDERS = {
     "server/engine": ("tests/server/engine",),
-    "server/rpc": ("tests/server/rpc", "tests/server/service"),
+    "server/rpc": ("tests/server/rpc", "tests/server/service", "tests/server/app", "tests/server/limits"),
     "server/head": ("tests/server/head", "tests/server/admin"),
     "proto/wire": ("tests/proto",),
     "kernels/cpu": ("tests/kernels/cpu", "tests/kernels"),
-    "client/cpp": ("tests/client",),
+    "client/cpp": ("tests/client", "tests/server/app"),
 }
 SMALL = {"LOSSD_SIMULATION_SCHEDULES": "1500"}  # of what takes long otherwise
 

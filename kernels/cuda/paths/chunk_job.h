@@ -24,7 +24,7 @@ struct ChunkJob {
   RowInputs in;
   RowResults out;
   const int32_t* accumulate = nullptr;     // [rows], 0: keep this row out of the accumulators
-  const int32_t* with_gradient = nullptr;  // [rows], accumulated, or its hidden gradient is wanted
+  const int32_t* with_gradient = nullptr;  // [rows], as in RowInputBlock
   float* dropped_mass = nullptr;           // [rows], out, of a chunk whose plan is filtered
   // Of a chunk whose plan is sampled.
   const float* omega = nullptr;       // [rows]

@@ -54,7 +54,8 @@ void FillRow(const Slice& slice, int64_t row, bool accumulate, float unit, const
   const double inverse = 1.0 / static_cast<double>(unit);
   inputs.target[compact] = slice.targets[row];
   inputs.accumulate[compact] = accumulate ? 1 : 0;
-  inputs.with_gradient[compact] = accumulate || slice.grad_hidden != nullptr ? 1 : 0;
+  const bool with_gradient = !slice.stands_in && (accumulate || slice.grad_hidden != nullptr);
+  inputs.with_gradient[compact] = with_gradient ? 1 : 0;
   // A factor that is not finite makes the row's loss so, and with it the row fails.
   const bool finite = std::isfinite(f.loss) && std::isfinite(f.lse) && std::isfinite(f.entropy);
   inputs.weight[compact] =

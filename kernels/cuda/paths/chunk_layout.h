@@ -22,7 +22,7 @@ struct RowInputBlock {
   int32_t* raw_of_compact = nullptr;  // [capacity]
   int32_t* target = nullptr;          // [capacity], compact, likewise below
   int32_t* accumulate = nullptr;
-  int32_t* with_gradient = nullptr;  // accumulated, or its hidden gradient is wanted
+  int32_t* with_gradient = nullptr;  // accumulated, or its hidden gradient is wanted, and no stand-in
   float* weight = nullptr;
   float* coef_loss = nullptr;      // grad_scale * grad_loss * row weight / unit
   float* coef_lse = nullptr;       // grad_lse / unit

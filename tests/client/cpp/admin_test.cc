@@ -132,6 +132,11 @@ TEST_F(AdminTest, ReadsAreRepeatedAndChangesAreNot) {
   EXPECT_EQ(client_->CreateHead(request).status().code(), absl::StatusCode::kUnavailable);
 }
 
+TEST_F(AdminTest, ZeroingNamesTheStep) {
+  EXPECT_EQ(client_->ZeroGradients("head", 1).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(client_->ZeroGradients("head", 0).ok());
+}
+
 TEST_F(AdminTest, StepWhoseAnswerWasLostIsAppliedOnce) {
   server_.SetFaults({.refuse_calls = 1});
   v1::ApplyStepRequest request;

@@ -168,8 +168,10 @@ TEST(LossPlanTest, WrongCallsAreNamed) {
               testing::HasSubstr("accumulate_gradients"));
   EXPECT_THAT(message(good, {.grad_hidden = loss.data()}, {.reduction = v1::REDUCTION_NONE}),
               testing::HasSubstr("grad_hidden"));
-  const RetainedGradients gradients{.head = "h", .hidden_size = 3, .grad_loss = weights, .grad_lse = loss};
+  RetainedGradients gradients{.head = "h", .hidden_size = 3, .grad_loss = weights, .grad_lse = loss};
   EXPECT_EQ(ValidateBackward(gradients).message(), "gradients.grad_lse has 5 entries for 3 rows");
+  gradients = {.head = "h", .hidden_size = 3, .grad_loss = weights, .grad_entropy = loss};
+  EXPECT_EQ(ValidateBackward(gradients).message(), "gradients.grad_entropy has 5 entries for 3 rows");
   ComputeOptions weighted;
   weighted.loss.set_use_class_weights(true);
   EXPECT_THAT(message(good, {}, weighted), testing::HasSubstr("normalizer is absent"));

@@ -55,6 +55,18 @@ TEST_F(RestartTest, IsSeenInErrorsToo) {
   EXPECT_TRUE(Compute().ok()) << "creating the head acknowledges the restart";
 }
 
+TEST_F(RestartTest, GradientsOfADeletedHeadAreNotMissed) {
+  ASSERT_TRUE(Compute().ok());
+  ASSERT_TRUE(client_->DeleteHead("head").ok());
+  v1::CreateHeadRequest create;
+  create.mutable_spec()->set_name("head");
+  create.mutable_spec()->set_hidden_size(kD);
+  create.mutable_spec()->set_vocab_size(10);
+  ASSERT_TRUE(Connect()->CreateHead(create).ok());
+  const auto result = Compute();
+  EXPECT_TRUE(result.ok()) << result.status();
+}
+
 TEST_F(RestartTest, BetweenStepsLosesNothing) {
   ASSERT_TRUE(Compute().ok());
   v1::ApplyStepRequest apply;

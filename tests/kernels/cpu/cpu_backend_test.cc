@@ -92,6 +92,15 @@ TEST(CpuBackendTest, MemoryLimitRefusesWithThePlan) {
   EXPECT_TRUE(backend->CreateHead(Config(16, 500)).ok());
 }
 
+TEST(CpuBackendTest, PlannedHostMemoryCountsTowardsTheLimit) {
+  const auto backend = MakeBackend({.threads = 1, .memory_limit_bytes = 1000});
+  EXPECT_EQ(backend->PlanHostMemory(MemoryKind::kLedger, 1001).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(backend->memory().current.Total(), 0);
+  EXPECT_TRUE(backend->PlanHostMemory(MemoryKind::kLedger, 600).ok());
+  EXPECT_EQ(backend->PlanHostMemory(MemoryKind::kLedger, 600).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(backend->memory().current[MemoryKind::kLedger], 600);
+}
+
 constexpr int64_t kMib = int64_t{1} << 20;
 
 TEST(CpuBackendTest, HeadsBeyondTheHostsMemoryAreRefusedBeforeTheyAreAllocated) {

@@ -8,6 +8,7 @@ namespace lossd {
 namespace {
 
 using testing::HasSubstr;
+using testing::StartsWith;
 
 class SecurityStartTest : public SecurityFixture {
  protected:
@@ -40,6 +41,20 @@ TEST_F(SecurityStartTest, BeyondTheLoopbackOnlyWithTlsAndIdentityOrInsecure) {
     const auto server = Serve(flags);
     EXPECT_TRUE(server->Running());
   }
+}
+
+// Whoever runs the image opens it to others by flags of their own.
+TEST_F(SecurityStartTest, TheContainersOwnFlagsStayOnTheLoopback) {
+  const std::string text = test::ReadWholeFile(LOSSD_DOCKERFILE);
+  const size_t begin = text.rfind("\nCMD [");
+  ASSERT_NE(begin, std::string::npos);
+  const size_t list = begin + 5;
+  std::vector<std::string> flags = nlohmann::json::parse(text.substr(list, text.find('\n', list) - list));
+  EXPECT_FALSE(flags.empty());
+  flags.push_back(absl::StrCat("--checkpoint_dir=", pki_.File("checkpoints")));
+  const auto server = Serve(flags);
+  EXPECT_THAT(server->target(), StartsWith("127.0.0.1:"));
+  EXPECT_EQ(server->http(), "") << "ServerProcess asks for none, and the container's flags come after that";
 }
 
 TEST_F(SecurityStartTest, AUnixSocketNeedsNoTls) {

@@ -164,6 +164,12 @@ class BitsTest : public ::testing::TestWithParam<kernels::Norm> {
       spec.reduction = Reduction::kMean;
       spec.normalizer = 100.0;
       spec.want_grad_hidden = spec.accumulate_gradients = spec.want_rows.loss = true;
+      constexpr kernels::Gradients kGradients[] = {kernels::Gradients::kExact, kernels::Gradients::kFiltered,
+                                                   kernels::Gradients::kSampled, kernels::Gradients::kAuto};
+      spec.options.gradients = kGradients[rng() % 4];
+      spec.options.filter_epsilon = 0.003f;
+      spec.options.sample_threshold = 0.01f;
+      spec.options.max_gradient_error = 0.05f + 0.01f * static_cast<float>(rng() % 10);
       for (int64_t row = 0; row < spec.microbatch_rows; ++row) {
         const bool ignored = rng() % 8 == 0;
         spec.targets.push_back(ignored ? -100 : static_cast<int32_t>(rng() % static_cast<uint64_t>(kV)));

@@ -144,6 +144,17 @@ TEST_F(SchedulesTest, InOrderAGroupIsAChunkAndItsGapsAreZeros) {
   EXPECT_TRUE(chunk.Affects(*again.state));
 }
 
+TEST_F(SchedulesTest, InOrderTheNextGroupHasMemoryWhileOneIsComputed) {
+  Start(/*deterministic=*/true);
+  Call call = Open(Spec(0, 32, {0, 32}));
+  ASSERT_TRUE(Send(call, {0, 16}).queued());
+  const SentSlice next = Send(call, {16, 32});
+  EXPECT_EQ(TakeBacklog().waiting_slices, 1);
+  const ScheduledWork computed = Take();
+  ASSERT_EQ(TakeBacklog().waiting_slices, 0);
+  EXPECT_TRUE(next.Wait());
+}
+
 TEST_F(SchedulesTest, InOrderGroupsAndOtherChunksTakeTurns) {
   Start(/*deterministic=*/true);
   Call in_order = Open(Spec(0, 32, {0, 32}));

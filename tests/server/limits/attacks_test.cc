@@ -4,123 +4,17 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
-#include <fstream>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "proto/wire/payload_codec.h"
-#include "tests/server/service/service_client.h"
-#include "tests/support/raw_http2.h"
-#include "tests/support/server_process.h"
+#include "tests/server/limits/attacks_fixture.h"
 
 namespace lossd::app::testing {
 namespace {
-
-using test::RawHttp2;
-
-constexpr int64_t kMebibyte = int64_t{1} << 20;
-// What is planned, by the flags below and server_process.h, and is not in use when the server has started.
-constexpr int64_t kLedger = 32 * kMebibyte;
-constexpr int64_t kTransport = 64 * kMebibyte;
-constexpr int64_t kStaging = 4 * kMebibyte;
-// What is not planned: states of calls and connections, stacks, what the allocator keeps.
-constexpr int64_t kOverhead = 128 * kMebibyte;
-
-constexpr int64_t kHidden = 16;
-constexpr int64_t kRows = 64;
-
-class AttacksTest : public ::testing::Test {
- protected:
-  // Longer than any test, so that limits alone have to do, unless a test sets them.
-  static constexpr const char* kPatient[] = {"--open_timeout=1h", "--idle_timeout=1h", "--turn_timeout=1h",
-                                             "--send_timeout=1h"};
-
-  void Start(std::vector<std::string> flags = {kPatient, kPatient + 4}) {
-    flags.push_back(absl::StrCat("--ledger_bytes=", kLedger));
-    flags.push_back(absl::StrCat("--transport_bytes=", kTransport));
-    server_ = std::make_unique<test::ServerProcess>(LOSSD_BINARY, std::move(flags));
-    client_ = TestClient::Connect(server_->target());
-    v1::CreateHeadRequest request;
-    request.mutable_spec()->set_name("head");
-    request.mutable_spec()->set_hidden_size(kHidden);
-    request.mutable_spec()->set_vocab_size(100);
-    ASSERT_TRUE(client_->CreateHead(request).ok());
-    Train();
-    before_ = Resident();
-  }
-
-  static v1::OpenMicrobatch Open(uint64_t id, int64_t rows, uint64_t step) {
-    v1::OpenMicrobatch open;
-    open.set_head("head");
-    open.set_step(step);
-    open.set_microbatch_id(id);
-    open.set_microbatch_rows(static_cast<uint64_t>(rows));
-    open.mutable_rows()->set_end(static_cast<uint64_t>(rows));
-    open.set_hidden_dtype(v1::DTYPE_FP32);
-    open.set_reduction(v1::REDUCTION_SUM);
-    open.set_want_grad_hidden(true);
-    open.set_accumulate_gradients(true);
-    open.mutable_targets()->Resize(static_cast<int>(rows), 1);
-    return open;
-  }
-  static std::string OpenMessage(uint64_t id, int64_t rows, uint64_t step) {
-    v1::ComputeLossRequest request;
-    *request.mutable_open() = Open(id, rows, step);
-    return request.SerializeAsString();
-  }
-
-  // A whole step, and a save of it, by a well-behaved client.
-  void Train() {
-    for (uint64_t id = 0; id < 3; ++id) {
-      const auto stream = client_->OpenLoss();
-      stream->SendOpen(Open(1'000'000 + id, kRows, step_));
-      stream->SendSlice(0, kRows, Bytes(std::vector<float>(kRows * kHidden, 0.5f)));
-      const LossAnswers answers = stream->Finish();
-      ASSERT_TRUE(answers.status.ok()) << answers.status;
-      ASSERT_EQ(answers.summary->accumulated_rows(), static_cast<uint64_t>(kRows));
-    }
-    v1::ApplyStepRequest request;
-    request.set_head("head");
-    request.set_step(step_);
-    request.mutable_optimizer()->mutable_sgd()->set_learning_rate(0.1f);
-    for (uint64_t id = 0; id < 3; ++id) request.add_expected_microbatches(1'000'000 + id);
-    const auto applied = client_->ApplyStep(request);
-    ASSERT_TRUE(applied.ok()) << applied.status();
-    ++step_;
-    const auto saved = client_->SaveCheckpoint("head", absl::StrCat("step", step_));
-    ASSERT_TRUE(saved.ok()) << saved.status();
-  }
-
-  int64_t Resident() const {
-    std::ifstream file(absl::StrCat("/proc/", server_->pid(), "/statm"));
-    int64_t pages = 0, resident = 0;
-    file >> pages >> resident;
-    return resident * sysconf(_SC_PAGESIZE);
-  }
-  void ExpectBounded() {
-    const int64_t grown = Resident() - before_;
-    RecordProperty("grown_mib", static_cast<int>(grown / kMebibyte));
-    EXPECT_LE(grown, kLedger + kTransport + kStaging + kOverhead);
-    EXPECT_TRUE(server_->Running());
-  }
-  // Pumps all for a while, in turn.
-  static void Pump(std::vector<std::unique_ptr<RawHttp2>>& connections, absl::Duration time) {
-    const absl::Time end = absl::Now() + time;
-    while (absl::Now() < end) {
-      for (const auto& connection : connections) connection->Pump(absl::Milliseconds(5));
-    }
-  }
-
-  std::unique_ptr<test::ServerProcess> server_;
-  std::unique_ptr<TestClient> client_;
-  uint64_t step_ = 0;
-  int64_t before_ = 0;
-};
 
 // ---- Memory ----
 

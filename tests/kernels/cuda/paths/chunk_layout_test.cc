@@ -62,6 +62,31 @@ TEST(ChunkLayout, LeavesOutRowsWithoutTarget) {
   EXPECT_THAT(ints(blocks.inputs.slice_begin, 3), ElementsAre(0, 2, 3));
 }
 
+// Rows that stand in for others keep their places and their part in the unit, and nothing else.
+TEST(ChunkLayout, RowsThatStandInHaveNoGradient) {
+  Blocks blocks;
+  const std::vector<int32_t> targets = {1, 2};
+  const std::vector<uint8_t> accumulate = {0, 0};
+  float hidden_gradient[8] = {};
+  Slice slices[2];
+  for (Slice& slice : slices) {
+    slice.rows = 2;
+    slice.targets = targets.data();
+    slice.accumulate = accumulate.data();
+    slice.grad_hidden = hidden_gradient;
+  }
+  slices[0].grad_scale = 1024.0f;
+  slices[0].stands_in = true;
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(slices);
+  const ChunkLayout layout = LayOutChunk(Head(DType::kBFloat16), chunk, blocks.inputs);
+  EXPECT_EQ(layout.compact_rows, 4);
+  EXPECT_EQ(layout.unit, 1024.0f);
+  EXPECT_TRUE(layout.want_hidden_gradient);
+  EXPECT_THAT(std::vector<int32_t>(blocks.inputs.with_gradient, blocks.inputs.with_gradient + 4),
+              ElementsAre(0, 0, 1, 1));
+}
+
 TEST(ChunkLayout, TakesAPowerOfTwoOutOfTheScale) {
   for (DType compute : {DType::kFloat16, DType::kBFloat16, DType::kFloat32}) {
     for (float scale : {1e-9f, 1.0f / 3000.0f, 1.0f, 5e8f, -2e-7f}) {

@@ -1,0 +1,174 @@
+// Attacks on what is beside the calls of attacks_test.cc: the HTTP port, files below the checkpoint folder,
+// heads larger than the machine, and a deterministic server. Each must leave the process alive and its memory
+// bounded, and an honest client training.
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "tests/server/limits/attacks_fixture.h"
+#include "tests/support/raw_http.h"
+
+namespace lossd::app::testing {
+namespace {
+
+using test::HttpGet;
+using test::HttpStatus;
+using test::RawHttp;
+
+class SystemAttacksTest : public AttacksTest {
+ protected:
+  static std::vector<std::string> Patient(const std::string& flag) {
+    std::vector<std::string> flags = {kPatient, kPatient + 4};
+    flags.push_back(flag);
+    return flags;
+  }
+  std::string Path(const std::string& name) const { return server_->checkpoint_folder() + "/" + name; }
+  void Write(const std::string& name, absl::string_view text) const {
+    std::filesystem::create_directories(std::filesystem::path(Path(name)).parent_path());
+    test::WriteWholeFile(Path(name), std::string(text));
+  }
+  absl::StatusCode CreateFrom(const std::string& path) {
+    v1::CreateHeadRequest request;
+    request.mutable_spec()->set_name("other");
+    request.mutable_spec()->set_hidden_size(kHidden);
+    request.mutable_spec()->set_vocab_size(100);
+    request.mutable_tensor_file()->set_path(path);
+    request.mutable_tensor_file()->set_weight("w");
+    return client_->CreateHead(request).status().code();
+  }
+};
+
+// A file of the form safetensors with this header.
+std::string Safetensors(absl::string_view header) {
+  const uint64_t length = header.size();
+  return absl::StrCat(absl::string_view(reinterpret_cast<const char*>(&length), sizeof(length)), header,
+                      std::string(64, '\0'));
+}
+
+std::string Nested(absl::string_view opening, int depth) {
+  std::string text;
+  for (int i = 0; i < depth; ++i) absl::StrAppend(&text, opening);
+  return text;
+}
+
+TEST_F(SystemAttacksTest, AThousandHalfOpenHttpConnections) {
+  rlimit limit = {};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
+  const rlimit more = {std::min<rlim_t>(4096, limit.rlim_max), limit.rlim_max};
+  Start(Patient("--http=127.0.0.1:0"));
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &more), 0);
+  std::vector<RawHttp> connections;
+  for (int i = 0; i < 1000; ++i) {
+    connections.emplace_back(server_->http(), absl::Seconds(60), absl::StrCat("127.0.2.", 1 + i % 100));
+    ASSERT_TRUE(connections.back().connected()) << i;
+    connections.back().Send("GET /metrics HTTP/1.1\r\nHost: local");
+    if (i % 250 == 249) Train();
+  }
+  EXPECT_EQ(HttpStatus(HttpGet(server_->http(), "/metrics")), 200);
+  Train();
+  ExpectBounded(/*planned=*/0);
+}
+
+TEST_F(SystemAttacksTest, ManifestsThatNestDeeply) {
+  Start();
+  const std::vector<std::string> texts = {
+      Nested("[", 60'000), Nested("{\"a\":", 60'000), Nested("[", 60'000) + Nested("]", 60'000),
+      absl::StrCat("{\"version\":3,\"x\":", Nested("[", 60'000), Nested("]", 60'000), "}"),
+      Nested("[", 5'000'000)};
+  for (size_t i = 0; i < texts.size(); ++i)
+    Write(absl::StrCat("head/hostile", i, "/manifest.json"), texts[i]);
+  for (int round = 0; round < 3; ++round) {
+    EXPECT_TRUE(client_->ListCheckpoints("").ok());
+    EXPECT_TRUE(client_->ListCheckpoints("head").ok());
+    for (size_t i = 0; i < texts.size(); ++i)
+      EXPECT_FALSE(client_->LoadCheckpoint(absl::StrCat("head/hostile", i), "head").ok()) << i;
+  }
+  ExpectBounded(/*planned=*/0);
+  Train();
+  server_->Kill();
+  server_->Start();  // they are still there
+  client_ = TestClient::Connect(server_->target());
+  EXPECT_TRUE(client_->ListCheckpoints("").ok());
+}
+
+// Headers of safetensors files, with their metadata, and indexes of models: deep, long, or of many entries.
+TEST_F(SystemAttacksTest, HostileMetadataOfTensorFiles) {
+  Start();
+  const std::string deep = Nested("[", 60'000) + Nested("]", 60'000);
+  std::string many = "{\"__metadata__\":{\"k\":\"v\"";
+  for (int i = 0; i < 500'000; ++i) absl::StrAppend(&many, ",\"k", i, "\":\"v\"");
+  many += "}}";
+  std::string entries = "{\"weight_map\":{\"a\":\"b\"";
+  while (entries.size() < (size_t{60} << 20))
+    absl::StrAppend(&entries, ",\"layer", entries.size(), "\":\"model-00001-of-00002.safetensors\"");
+  entries += "}}";
+  const std::vector<std::pair<std::string, std::string>> files = {
+      {"deep.safetensors", Safetensors(deep)},
+      {"unclosed.safetensors", Safetensors(Nested("{\"a\":", 60'000))},
+      {"metadata.safetensors", Safetensors(absl::StrCat("{\"__metadata__\":", deep, "}"))},
+      {"value.safetensors", Safetensors(absl::StrCat("{\"__metadata__\":{\"a\":", deep, "}}"))},
+      {"many.safetensors", Safetensors(many)},
+      {"long.safetensors", Safetensors(absl::StrCat("{\"", std::string(20 << 20, 'n'), "\":1}"))},
+      {"deep.json", deep},
+      {"map.json", absl::StrCat("{\"metadata\":", deep, ",\"weight_map\":{\"w\":\"many.safetensors\"}}")},
+      {"nested.json", absl::StrCat("{\"weight_map\":", deep, "}")},
+      {"entries.json", entries},
+      {"long.json", absl::StrCat("{\"metadata\":\"", std::string(20 << 20, 'n'), "\"}")}};
+  for (const auto& [name, text] : files) Write(name, text);
+  for (int round = 0; round < 3; ++round) {
+    for (const auto& [name, text] : files) EXPECT_NE(CreateFrom(name), absl::StatusCode::kOk) << name;
+  }
+  ExpectBounded(/*planned=*/0);
+  Train();
+}
+
+// 16 bytes an element: no machine has so much.
+TEST_F(SystemAttacksTest, HeadsLargerThanTheMachine) {
+  Start();
+  for (uint64_t i = 0; i < 100; ++i) {
+    v1::CreateHeadRequest request;
+    request.mutable_spec()->set_name(absl::StrCat("large", i % 10));
+    request.mutable_spec()->set_hidden_size(16'384);
+    request.mutable_spec()->set_vocab_size(100'000'000 + i);
+    const absl::Status refused = client_->CreateHead(request).status();
+    EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted) << refused;
+  }
+  EXPECT_EQ(client_->ListHeads()->heads_size(), 1);
+  ExpectBounded(/*planned=*/0);
+  Train();
+}
+
+// Calls that wait for their turn with filtered gradients and millions of targets each: of the larger ones,
+// one is already too much of the ledger.
+TEST_F(SystemAttacksTest, OpenDeterministicCallsWithManyTargets) {
+  first_id_ = 0;
+  Start(Patient("--deterministic"));
+  std::vector<std::unique_ptr<RawHttp2>> connections;
+  for (uint64_t i = 0; i < 40; ++i) {
+    if (i % 10 == 0) connections.push_back(std::make_unique<RawHttp2>(server_->target()));
+    v1::ComputeLossRequest request;
+    *request.mutable_open() = Open(100 + i, i % 2 == 0 ? 3'900'000 : 1'000'000, step_);
+    request.mutable_open()->mutable_options()->set_gradients(v1::GRADIENTS_FILTERED);
+    request.mutable_open()->mutable_options()->set_filter_epsilon(0.001f);
+    const uint32_t call = connections.back()->Call("/lossd.v1.LossService/ComputeLoss");
+    connections.back()->Message(call, request.SerializeAsString());
+  }
+  Pump(connections, absl::Seconds(10));
+  ExpectBounded();
+  Train();
+  connections.clear();
+  Train();
+  ExpectBounded();
+}
+
+}  // namespace
+}  // namespace lossd::app::testing
