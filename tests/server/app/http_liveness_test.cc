@@ -24,9 +24,18 @@ using test::HttpGet;
 using test::HttpStatus;
 
 // The thread of `process` with this name; -1 if there is none.
-pid_t FindThread(pid_t process, const std::string& name) {
+pid_t ThreadOf(pid_t process, const std::string& name) {
   for (const auto& entry : std::filesystem::directory_iterator(absl::StrCat("/proc/", process, "/task"))) {
     if (test::ReadWholeFile(entry.path() / "comm") == name + "\n") return std::stoi(entry.path().filename());
+  }
+  return -1;
+}
+
+// The same for a process that has just begun: a thread takes its name a moment after its start.
+pid_t FindThread(pid_t process, const std::string& name) {
+  for (const absl::Time limit = absl::Now() + absl::Seconds(60); absl::Now() < limit;) {
+    if (const pid_t thread = ThreadOf(process, name); thread > 0) return thread;
+    absl::SleepFor(absl::Milliseconds(10));
   }
   return -1;
 }
