@@ -62,6 +62,7 @@ std::vector<Way> Ways() {
        kRecomputed,
        {{kF16, kF16}, {kBf16, kBf16}, {kBf16, kF32}}},
       {"CudaRecomputedHostBranch", BackendWith<kFused, true, true>, kRecomputed, {{kBf16, kBf16}}},
+      {"CudaRecomputedUnfusedHostBranch", BackendWith<kNever, true, true>, kRecomputed, {{kBf16, kBf16}}},
   };
 }
 
