@@ -168,8 +168,22 @@ class HeadKernels {
   // One update of every trained parameter, then zeroes the gradients. `update` is the 1-based count
   // of updates including this one (bias correction; steps that were skipped do not count).
   // FAILED_PRECONDITION if the head is not trainable or reserved less optimizer state than `options` needs.
+  // A replica updates its shard, zeroes the gradients of that, and has moments of that only.
   virtual absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) = 0;
   virtual absl::Status ZeroGradients() = 0;
+};
+
+// The replicas of one head on several devices of one kind (replica.h). Driven by the backends' driving
+// thread, while no chunk of any replica is in flight. An error may leave tensors half-written.
+class Replicas {
+ public:
+  virtual ~Replicas() = default;
+  // Adds up the accumulated gradients of all replicas, in a fixed order: the sum goes to the replica that
+  // updates the parameter, and the others' become zero.
+  virtual absl::Status SumGradients() = 0;
+  // Every replica computes with the values that the others have updated. What ReadTensor gives of a replica's
+  // values is right for its shard only.
+  virtual absl::Status SpreadValues() = 0;
 };
 
 struct BackendInfo {

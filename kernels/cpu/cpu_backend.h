@@ -8,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
+#include "kernels/replica.h"
 
 namespace lossd::kernels {
 
@@ -18,6 +19,7 @@ struct CpuBackendOptions {
   // Of the memory that the system can give, so much is left to others: heads and staging that would take it
   // are refused.
   int64_t memory_reserve_bytes = int64_t{256} << 20;
+  Replica replica;        // of the heads of a group (kernels/group)
   std::string host_root;  // what stands before /proc and /sys, where the system says what it can give
 };
 

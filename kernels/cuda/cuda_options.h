@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "kernels/replica.h"
+
 namespace lossd::kernels {
 
 // When the loss is computed in the epilogue of the first product, and the gradients by products of our own
@@ -15,7 +17,8 @@ enum class FusedLoss {
 };
 
 struct CudaBackendOptions {
-  int device = 0;  // index among the visible GPUs
+  int device = 0;   // index among the visible GPUs
+  Replica replica;  // of the heads of a group (kernels/group)
   // Per head; bounds HeadKernels::chunk_rows() (never below 8 rows). 0: 2 GiB, or a quarter of the
   // device memory that is free when the backend is created if that is less.
   int64_t workspace_bytes = 0;

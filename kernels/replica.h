@@ -1,0 +1,37 @@
+// Replicas: a head may lie on several devices, and each computes other rows. Every replica computes with all
+// values and accumulates gradients of all classes, but each parameter is updated by one of them, which alone
+// keeps its optimizer state. Plain data.
+#ifndef LOSSD_KERNELS_REPLICA_H_
+#define LOSSD_KERNELS_REPLICA_H_
+
+#include <cstdint>
+
+namespace lossd::kernels {
+
+// Which of how many replicas of its heads a backend holds.
+struct Replica {
+  int index = 0;
+  int count = 1;
+};
+
+// The parameters that a replica updates.
+struct Shard {
+  // Rows [first_class, first_class + classes) of the weight and the bias.
+  int64_t first_class = 0;
+  int64_t classes = 0;
+  bool norm = true;  // also the parameters of the norm
+
+  int64_t end_class() const { return first_class + classes; }
+};
+
+// Classes in order, as evenly as they go; the first replica also has the norm. count <= vocab_size.
+inline Shard ShardOf(int64_t vocab_size, Replica replica) {
+  const int64_t first = vocab_size * replica.index / replica.count;
+  return {.first_class = first,
+          .classes = vocab_size * (replica.index + 1) / replica.count - first,
+          .norm = replica.index == 0};
+}
+
+}  // namespace lossd::kernels
+
+#endif  // LOSSD_KERNELS_REPLICA_H_
