@@ -24,12 +24,17 @@ struct Shard {
   int64_t end_class() const { return first_class + classes; }
 };
 
-// Classes in order, as evenly as they go; the first replica also has the norm. count <= vocab_size.
+// Shards begin at multiples of this many classes, so that their parts of tensors are aligned.
+inline constexpr int64_t kShardAlignment = 8;
+
+// Classes in order, each replica as many as the first, but for what alignment takes from the last ones: of
+// few classes they may have none. The first replica also has the norm.
 inline Shard ShardOf(int64_t vocab_size, Replica replica) {
-  const int64_t first = vocab_size * replica.index / replica.count;
-  return {.first_class = first,
-          .classes = vocab_size * (replica.index + 1) / replica.count - first,
-          .norm = replica.index == 0};
+  const int64_t even = (vocab_size + replica.count - 1) / replica.count;
+  const int64_t each = (even + kShardAlignment - 1) / kShardAlignment * kShardAlignment;
+  const int64_t first = each * replica.index < vocab_size ? each * replica.index : vocab_size;
+  const int64_t left = vocab_size - first;
+  return {.first_class = first, .classes = left < each ? left : each, .norm = replica.index == 0};
 }
 
 }  // namespace lossd::kernels
