@@ -1,6 +1,7 @@
 #include "kernels/validation.h"
 
 #include <cmath>
+#include <limits>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -112,6 +113,18 @@ absl::Status ValidateTensorAccess(const HeadConfig& config, TensorId id, int64_t
         {"bytes", absl::StrCat("must be ", want), absl::StrCat(bytes)});
   }
   return absl::OkStatus();
+}
+
+absl::Status ValidateShardAccess(const Shard& shard, TensorId id, int64_t row_begin, int64_t rows) {
+  if (id.role != Role::kMoment1 && id.role != Role::kMoment2) return absl::OkStatus();
+  const bool by_class = id.param == Param::kWeight || id.param == Param::kBias;
+  const int64_t begin = by_class ? shard.first_class : 0;
+  const int64_t end = by_class ? shard.end_class() : shard.norm ? std::numeric_limits<int64_t>::max() : 0;
+  if (rows == 0 || (row_begin >= begin && row_begin <= end && rows <= end - row_begin))
+    return absl::OkStatus();
+  return errors::FieldError("rows",
+                            absl::StrCat("lie in [", begin, ", ", end, "), whose moments this replica has"),
+                            absl::StrCat("[", row_begin, ", ", row_begin, " + ", rows, ")"));
 }
 
 absl::Status ValidateStep(const HeadConfig& config, const OptimizerOptions& options, int64_t update) {

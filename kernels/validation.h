@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/backend.h"
+#include "kernels/replica.h"
 
 namespace lossd::kernels {
 
@@ -20,6 +21,9 @@ absl::Status ValidateChunk(const HeadConfig& config, int64_t chunk_rows, const C
 // rows * cols * SizeOf(dtype).
 absl::Status ValidateTensorAccess(const HeadConfig& config, TensorId id, int64_t row_begin, int64_t rows,
                                   DType dtype, size_t bytes);
+
+// Of a replica that updates `shard`: INVALID_ARGUMENT if the rows of a moment are not all in it.
+absl::Status ValidateShardAccess(const Shard& shard, TensorId id, int64_t row_begin, int64_t rows);
 
 // For HeadKernels::ApplyStep: INVALID_ARGUMENT, or FAILED_PRECONDITION if the head cannot be trained so.
 absl::Status ValidateStep(const HeadConfig& config, const OptimizerOptions& options, int64_t update);

@@ -57,7 +57,7 @@ class CudaBackend : public Backend {
         SizesFor(config, device_->options().workspace_bytes, device_->options().max_chunk_rows, sms,
                  device_->limits().fused_clusters > 0);
     LOSSD_RETURN_IF_ERROR(CheckWorkspace(config, sizes, sms));
-    return PlanMemory(config, sizes, sms);
+    return PlanMemory(config, sizes, sms, device_->options().replica);
   }
 
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {

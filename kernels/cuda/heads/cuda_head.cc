@@ -44,7 +44,7 @@ CudaHead::CudaHead(Device* device, const HeadConfig& config)
     : device_(device),
       config_(config),
       sizes_(SizesOn(*device, config)),
-      plan_(PlanMemory(config, sizes_, device->limits().multiprocessors)),
+      plan_(PlanMemory(config, sizes_, device->limits().multiprocessors, device->options().replica)),
       tensors_(device, config, sizes_) {}
 
 CudaHead::~CudaHead() { cudaSetDevice(device_->options().device); }

@@ -54,6 +54,10 @@ class CudaHead : public HeadKernels {
   }
   absl::Status ZeroGradients() override { return tensors_.ZeroGradients(); }
 
+  // For what connects the replicas of a head.
+  Device& device() { return *device_; }
+  HeadTensors& tensors() { return tensors_; }
+
  private:
   // A chunk from Submit to its end.
   struct Pending {

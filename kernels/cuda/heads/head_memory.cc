@@ -169,12 +169,15 @@ Workspace Workspace::Carve(const HeadConfig& config, const HeadSizes& sizes, int
   return w;
 }
 
-MemoryBytes PlanMemory(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors) {
+MemoryBytes PlanMemory(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors,
+                       Replica replica) {
+  const ShardRanges ranges = ShardRanges::Of(sizes, ShardOf(sizes.vocab, replica));
+  const int64_t moments = MomentCount(config) * ParamBlock::CarveRanges(config, ranges, nullptr).bytes;
   const int64_t block = ParamBlock::Carve(config, sizes, nullptr).bytes;
   MemoryBytes plan;
   plan[MemoryKind::kWeights] = RoundUp(ValueBuffer::Carve(config, sizes, nullptr).bytes, kDevicePage);
   plan[MemoryKind::kGradients] = config.trainable ? RoundUp(block, kDevicePage) : 0;
-  plan[MemoryKind::kOptimizer] = RoundUp(MomentCount(config) * block, kDevicePage);
+  plan[MemoryKind::kOptimizer] = RoundUp(moments, kDevicePage);
   const Workspace workspace = Workspace::Carve(config, sizes, multiprocessors, nullptr, nullptr);
   plan[MemoryKind::kWorkspace] = RoundUp(workspace.bytes, kDevicePage);
   plan[MemoryKind::kSlots] = RoundUp(workspace.slot_bytes, kDevicePage);

@@ -11,6 +11,7 @@
 #include "kernels/cuda/paths/path_memory.h"
 #include "kernels/head_config.h"
 #include "kernels/memory.h"
+#include "kernels/replica.h"
 
 namespace lossd::kernels::cuda {
 
@@ -54,8 +55,9 @@ struct Workspace {
 // INVALID_ARGUMENT if the head cannot do with config.workspace_bytes.
 absl::Status CheckWorkspace(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors);
 
-// What a head takes, by kind, as allocated.
-MemoryBytes PlanMemory(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors);
+// What a head takes, by kind, as allocated; of a replica, with the moments of its shard.
+MemoryBytes PlanMemory(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors,
+                       Replica replica = {});
 
 }  // namespace lossd::kernels::cuda
 

@@ -20,13 +20,14 @@ absl::Status HeadTensors::Allocate() {
   LOSSD_RETURN_IF_ERROR(
       Take(DeviceBuffer::Allocate(ledger, MemoryKind::kGradients, config_.trainable ? block : 0),
            gradient_buffer_));
+  const int64_t moments = ParamBlock::CarveRanges(config_, ranges_, nullptr).bytes;
   LOSSD_RETURN_IF_ERROR(
-      Take(DeviceBuffer::Allocate(ledger, MemoryKind::kOptimizer, MomentCount(config_) * block),
+      Take(DeviceBuffer::Allocate(ledger, MemoryKind::kOptimizer, MomentCount(config_) * moments),
            optimizer_buffer_));
   values_ = ValueBuffer::Carve(config_, sizes_, value_buffer_.data());
   if (config_.trainable) gradients_ = ParamBlock::Carve(config_, sizes_, gradient_buffer_.data());
   for (int i = 0; i < MomentCount(config_); ++i) {
-    moments_[i] = ParamBlock::Carve(config_, sizes_, optimizer_buffer_.data() + i * block);
+    moments_[i] = ParamBlock::CarveRanges(config_, ranges_, optimizer_buffer_.data() + i * moments);
   }
   accumulators_ = {gradients_.weight, gradients_.bias};
   for (auto [values, count] :
@@ -40,6 +41,8 @@ absl::Status HeadTensors::Allocate() {
 
 DeviceMatrix HeadTensors::Find(TensorId id, int64_t row_begin) const {
   const ParamBlock* block = &values_.params;
+  const bool moment = id.role == Role::kMoment1 || id.role == Role::kMoment2;
+  if (moment && (id.param == Param::kWeight || id.param == Param::kBias)) row_begin -= shard_.first_class;
   if (id.role == Role::kGradient) block = &gradients_;
   if (id.role == Role::kMoment1) block = &moments_[0];
   if (id.role == Role::kMoment2) block = &moments_[1];
@@ -62,6 +65,7 @@ DeviceMatrix HeadTensors::Find(TensorId id, int64_t row_begin) const {
 absl::Status HeadTensors::Begin(TensorId id, int64_t row_begin, int64_t rows, DType dtype, size_t bytes) {
   LOSSD_RETURN_IF_ERROR(device_->Enter());
   LOSSD_RETURN_IF_ERROR(ValidateTensorAccess(config_, id, row_begin, rows, dtype, bytes));
+  LOSSD_RETURN_IF_ERROR(ValidateShardAccess(shard_, id, row_begin, rows));
   return device_->Synchronize();
 }
 
@@ -173,19 +177,46 @@ absl::Status HeadTensors::ApplyStep(const OptimizerOptions& options, int64_t upd
   OptimizerStepParams p;
   p.options = options;
   p.update = update;
-  p.count = gradients_.floats();
-  p.matrix_count = sizes_.padded_vocab * sizes_.padded_hidden;
-  p.values = values_.params.first();
-  p.gradients = gradients_.first();
-  const OptimizerState needed = RequiredState(options);
-  if (needed != OptimizerState::kNone) p.moment1 = moments_[0].first();
-  if (needed == OptimizerState::kAdam) p.moment2 = moments_[1].first();
-  if (config_.compute_dtype != DType::kFloat32) p.compute_copy = values_.compute_weight;
   p.compute_dtype = config_.compute_dtype;
+  const OptimizerState needed = RequiredState(options);
+  const ParamBlock m1 = needed != OptimizerState::kNone ? moments_[0] : ParamBlock{};
+  const ParamBlock m2 = needed == OptimizerState::kAdam ? moments_[1] : ParamBlock{};
+  const ParamBlock &v = values_.params, &g = gradients_;
+  LOSSD_RETURN_IF_ERROR(StepRange(p, true, ranges_.weight, v.weight, g.weight, m1.weight, m2.weight));
+  LOSSD_RETURN_IF_ERROR(StepRange(p, false, ranges_.bias, v.bias, g.bias, m1.bias, m2.bias));
   LOSSD_RETURN_IF_ERROR(
-      device_->Fail(ToStatus(LaunchOptimizerStep(p, device_->compute()), "optimizer kernel")));
+      StepRange(p, false, ranges_.norm, v.norm_gain, g.norm_gain, m1.norm_gain, m2.norm_gain));
+  LOSSD_RETURN_IF_ERROR(
+      StepRange(p, false, ranges_.norm, v.norm_shift, g.norm_shift, m1.norm_shift, m2.norm_shift));
   accumulators_.weight_is_zero = true;
   return device_->Synchronize();
+}
+
+absl::Status HeadTensors::StepRange(OptimizerStepParams params, bool matrix, const ShardRange& range,
+                                    float* values, float* gradients, float* moment1, float* moment2) {
+  if (values == nullptr || range.count == 0) return absl::OkStatus();
+  params.count = range.count;
+  params.matrix_count = matrix ? range.count : 0;
+  params.values = values + range.begin;
+  params.gradients = gradients + range.begin;
+  params.moment1 = moment1;
+  params.moment2 = moment2;
+  if (matrix && config_.compute_dtype != DType::kFloat32) {
+    params.compute_copy = ComputeWeightFrom(shard_.first_class);
+  }
+  return device_->Fail(ToStatus(LaunchOptimizerStep(params, device_->compute()), "optimizer kernel"));
+}
+
+absl::Status HeadTensors::ZeroGradientsOf(const Shard& shard) {
+  const ShardRanges ranges = ShardRanges::Of(sizes_, shard);
+  const auto zero = [&](float* tensor, const ShardRange& range) -> absl::Status {
+    if (tensor == nullptr || range.count == 0) return absl::OkStatus();
+    return Zero(tensor + range.begin, range.count * static_cast<int64_t>(sizeof(float)), device_->compute());
+  };
+  LOSSD_RETURN_IF_ERROR(zero(gradients_.weight, ranges.weight));
+  LOSSD_RETURN_IF_ERROR(zero(gradients_.bias, ranges.bias));
+  LOSSD_RETURN_IF_ERROR(zero(gradients_.norm_gain, ranges.norm));
+  return zero(gradients_.norm_shift, ranges.norm);
 }
 
 absl::Status HeadTensors::ZeroGradients() {

@@ -13,9 +13,11 @@
 #include "kernels/cuda/device/device.h"
 #include "kernels/cuda/heads/param_blocks.h"
 #include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/kernels/tensor_ops.h"
 #include "kernels/cuda/paths/chunk_path.h"
 #include "kernels/head_config.h"
 #include "kernels/optimizer_options.h"
+#include "kernels/replica.h"
 
 namespace lossd::kernels::cuda {
 
@@ -32,6 +34,8 @@ class HeadTensors {
       : device_(device),
         config_(config),
         sizes_(sizes),
+        shard_(ShardOf(sizes.vocab, device->options().replica)),
+        ranges_(ShardRanges::Of(sizes, shard_)),
         class_weight_sum_(static_cast<float>(config.vocab_size)) {}
 
   // Zeros, but for norm gain and class weights, which are 1. Enqueued on the compute stream.
@@ -51,6 +55,15 @@ class HeadTensors {
   const ValueBuffer& values() const { return values_; }
   const ParamBlock& gradients() const { return gradients_; }
   WeightAccumulators& accumulators() { return accumulators_; }
+  const Shard& shard() const { return shard_; }
+  const ShardRanges& ranges() const { return ranges_; }
+  // The weight that chunks are computed with, from this class on.
+  void* ComputeWeightFrom(int64_t first_class) const {
+    return static_cast<uint8_t*>(values_.compute_weight) +
+           first_class * sizes_.padded_hidden * sizes_.element;
+  }
+  // Zeroes the gradients of another replica's shard. Enqueued on the compute stream.
+  absl::Status ZeroGradientsOf(const Shard& shard);
   float class_weight_sum() const { return class_weight_sum_; }          // vocab_size without class weights
   float largest_class_weight() const { return largest_class_weight_; }  // by magnitude; 1 without
 
@@ -71,16 +84,21 @@ class HeadTensors {
   // Each block ends before the next begins: host memory need not be pinned, and the buffer is shared.
   absl::Status ForEachBlock(const DeviceMatrix& tensor, int64_t rows, DType dtype,
                             absl::FunctionRef<absl::Status(const TransferBlock&)> step);
+  // One step of the optimizer on a range of a tensor. The other pointers may be null.
+  absl::Status StepRange(OptimizerStepParams params, bool matrix, const ShardRange& range, float* values,
+                         float* gradients, float* moment1, float* moment2);
   absl::Status RefreshAfterWrite(TensorId id, int64_t row_begin, int64_t rows);
   absl::Status ReadClassWeights();
 
   Device* const device_;
   const HeadConfig config_;
   const HeadSizes sizes_;
+  const Shard shard_;
+  const ShardRanges ranges_;
   DeviceBuffer value_buffer_, gradient_buffer_, optimizer_buffer_;
   ValueBuffer values_;
   ParamBlock gradients_;
-  ParamBlock moments_[2];
+  ParamBlock moments_[2];  // of the shard
   WeightAccumulators accumulators_;
   Scratch scratch_;
   float class_weight_sum_;

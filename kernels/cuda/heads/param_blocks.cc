@@ -4,13 +4,28 @@
 
 namespace lossd::kernels::cuda {
 
+ShardRanges ShardRanges::Of(const HeadSizes& sizes, const Shard& shard) {
+  const int64_t end = shard.end_class() == sizes.vocab ? sizes.padded_vocab : shard.end_class();
+  const int64_t rows = shard.classes > 0 ? end - shard.first_class : 0;
+  return {.weight = {shard.first_class * sizes.padded_hidden, rows * sizes.padded_hidden},
+          .bias = {shard.first_class, rows},
+          .norm = {0, shard.norm ? sizes.padded_hidden : 0}};
+}
+
 ParamBlock ParamBlock::Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base) {
+  return CarveRanges(config, ShardRanges::Of(sizes, ShardOf(sizes.vocab, {})), base);
+}
+
+ParamBlock ParamBlock::CarveRanges(const HeadConfig& config, const ShardRanges& ranges, uint8_t* base) {
   Carver carver(base);
+  const auto take = [&](bool has, const ShardRange& range) {
+    return has && range.count > 0 ? carver.Take<float>(range.count) : nullptr;
+  };
   ParamBlock block;
-  block.weight = carver.Take<float>(sizes.padded_vocab * sizes.padded_hidden);
-  if (config.has_bias) block.bias = carver.Take<float>(sizes.padded_vocab);
-  if (config.norm != Norm::kNone) block.norm_gain = carver.Take<float>(sizes.padded_hidden);
-  if (config.norm == Norm::kLayerNorm) block.norm_shift = carver.Take<float>(sizes.padded_hidden);
+  block.weight = take(true, ranges.weight);
+  block.bias = take(config.has_bias, ranges.bias);
+  block.norm_gain = take(config.norm != Norm::kNone, ranges.norm);
+  block.norm_shift = take(config.norm == Norm::kLayerNorm, ranges.norm);
   block.bytes = carver.used();
   return block;
 }

@@ -7,8 +7,22 @@
 
 #include "kernels/cuda/paths/head_sizes.h"
 #include "kernels/head_config.h"
+#include "kernels/replica.h"
 
 namespace lossd::kernels::cuda {
+
+// Consecutive floats of a tensor, padding included.
+struct ShardRange {
+  int64_t begin = 0;
+  int64_t count = 0;
+};
+
+// What a replica updates of each tensor: whole rows of the weight; all of the norm's two vectors or nothing.
+struct ShardRanges {
+  ShardRange weight, bias, norm;
+
+  static ShardRanges Of(const HeadSizes& sizes, const Shard& shard);
+};
 
 // One role's tensors (value, gradient or a moment): all trained parameters one after the other.
 struct ParamBlock {
@@ -19,6 +33,8 @@ struct ParamBlock {
   int64_t bytes = 0;
 
   static ParamBlock Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base);
+  // Of the ranges alone: every tensor begins with its range, and those with none are null.
+  static ParamBlock CarveRanges(const HeadConfig& config, const ShardRanges& ranges, uint8_t* base);
   float* first() const { return weight; }
   int64_t floats() const { return bytes / static_cast<int64_t>(sizeof(float)); }
 };

@@ -1,0 +1,29 @@
+// Replicas of heads on several GPUs of one process: their gradients are summed and their values spread by
+// NCCL.
+#ifndef LOSSD_KERNELS_CUDA_CUDA_REPLICAS_H_
+#define LOSSD_KERNELS_CUDA_CUDA_REPLICAS_H_
+
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kernels/backend.h"
+
+namespace lossd::kernels {
+
+// The connection of some GPUs. Driven by the backends' driving thread.
+class CudaReplicaGroup {
+ public:
+  virtual ~CudaReplicaGroup() = default;
+  // GPUs by index, in the order of the replicas, each once. UNAVAILABLE if NCCL cannot be loaded or cannot
+  // connect them.
+  static absl::StatusOr<std::unique_ptr<CudaReplicaGroup>> Create(std::vector<int> devices);
+  // The replicas of one head, in order, made by CUDA backends with replica = {i, count}. The group outlives
+  // what it gives; so do the heads.
+  virtual std::unique_ptr<Replicas> Connect(absl::Span<HeadKernels* const> heads) = 0;
+};
+
+}  // namespace lossd::kernels
+
+#endif  // LOSSD_KERNELS_CUDA_CUDA_REPLICAS_H_

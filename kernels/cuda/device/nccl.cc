@@ -1,0 +1,170 @@
+#include "kernels/cuda/device/nccl.h"
+
+#include <dlfcn.h>
+#include <nccl.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "kernels/cuda/device/cuda_status.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+// Where NCCL may lie, in order: the loader's search path, then the usual places of packages.
+constexpr const char* kLibraryNames[] = {"libnccl.so.2", "/usr/lib/x86_64-linux-gnu/libnccl.so.2",
+                                         "/usr/local/cuda/lib64/libnccl.so.2", "/usr/local/lib/libnccl.so.2"};
+
+// How often a waiting thread looks: an exchange of a small head takes tens of microseconds, that of a large
+// one milliseconds.
+constexpr absl::Duration kBusyFor = absl::Milliseconds(2);
+constexpr absl::Duration kNap = absl::Microseconds(50);
+
+ncclDataType_t ToNccl(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return ncclFloat32;
+    case DType::kFloat16:
+      return ncclFloat16;
+    case DType::kBFloat16:
+      return ncclBfloat16;
+  }
+  return ncclFloat32;
+}
+
+}  // namespace
+
+// The functions of NCCL that we call, and the communicators.
+struct Nccl::Library {
+  void* file = nullptr;
+  decltype(&ncclCommInitAll) init_all = nullptr;
+  decltype(&ncclCommDestroy) destroy = nullptr;
+  decltype(&ncclCommAbort) abort = nullptr;
+  decltype(&ncclCommGetAsyncError) async_error = nullptr;
+  decltype(&ncclGetErrorString) error_string = nullptr;
+  decltype(&ncclGroupStart) group_start = nullptr;
+  decltype(&ncclGroupEnd) group_end = nullptr;
+  decltype(&ncclReduce) reduce = nullptr;
+  decltype(&ncclBroadcast) broadcast = nullptr;
+  std::vector<ncclComm_t> communicators;
+
+  ~Library() {
+    for (ncclComm_t communicator : communicators) destroy(communicator);
+    if (file != nullptr) dlclose(file);
+  }
+
+  absl::Status Load() {
+    std::string reasons;
+    for (const char* name : kLibraryNames) {
+      file = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+      if (file != nullptr) break;
+      absl::StrAppend(&reasons, reasons.empty() ? "" : "; ", dlerror());
+    }
+    if (file == nullptr) {
+      return absl::UnavailableError(
+          absl::StrCat("several GPUs need NCCL (package libnccl2), which cannot be loaded: ", reasons));
+    }
+    const bool complete = Find("ncclCommInitAll", init_all) && Find("ncclCommDestroy", destroy) &&
+                          Find("ncclCommAbort", abort) && Find("ncclCommGetAsyncError", async_error) &&
+                          Find("ncclGetErrorString", error_string) && Find("ncclGroupStart", group_start) &&
+                          Find("ncclGroupEnd", group_end) && Find("ncclReduce", reduce) &&
+                          Find("ncclBroadcast", broadcast);
+    return complete ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("NCCL lacks ", dlerror()));
+  }
+
+  template <typename Function>
+  bool Find(const char* name, Function& function) {
+    function = reinterpret_cast<Function>(dlsym(file, name));
+    return function != nullptr;
+  }
+};
+
+Nccl::Nccl(std::vector<int> devices) : devices_(std::move(devices)), library_(std::make_unique<Library>()) {}
+
+Nccl::~Nccl() = default;
+
+absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Connect(std::vector<int> devices) {
+  std::unique_ptr<Nccl> nccl(new Nccl(std::move(devices)));
+  LOSSD_RETURN_IF_ERROR(nccl->library_->Load());
+  std::vector<ncclComm_t> communicators(nccl->devices_.size());
+  LOSSD_RETURN_IF_ERROR(
+      nccl->Check(nccl->library_->init_all(communicators.data(), nccl->members(), nccl->devices_.data()),
+                  "ncclCommInitAll"));
+  nccl->library_->communicators = std::move(communicators);
+  return nccl;
+}
+
+absl::Status Nccl::Check(int result, const char* call) {
+  if (result == ncclSuccess || result == ncclInProgress) return absl::OkStatus();
+  return Abort(absl::UnavailableError(
+      absl::StrCat(call, " failed: ", library_->error_string(static_cast<ncclResult_t>(result)))));
+}
+
+absl::Status Nccl::Abort(absl::Status reason) {
+  failure_ = std::move(reason);
+  for (ncclComm_t communicator : std::exchange(library_->communicators, {})) library_->abort(communicator);
+  return failure_;
+}
+
+absl::Status Nccl::Sum(const std::vector<Part>& parts, int64_t floats, int root) {
+  for (const Part& part : parts) {
+    LOSSD_RETURN_IF_ERROR(
+        Check(library_->reduce(part.data, part.data, static_cast<size_t>(floats), ncclFloat32, ncclSum, root,
+                               library_->communicators[static_cast<size_t>(part.member)], part.stream),
+              "ncclReduce"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Nccl::Spread(const std::vector<Part>& parts, DType dtype, int64_t count, int root) {
+  for (const Part& part : parts) {
+    LOSSD_RETURN_IF_ERROR(
+        Check(library_->broadcast(part.data, part.data, static_cast<size_t>(count), ToNccl(dtype), root,
+                                  library_->communicators[static_cast<size_t>(part.member)], part.stream),
+              "ncclBroadcast"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Nccl::Enqueue(absl::FunctionRef<absl::Status()> exchange) {
+  if (!failure_.ok()) return failure_;
+  LOSSD_RETURN_IF_ERROR(Check(library_->group_start(), "ncclGroupStart"));
+  LOSSD_RETURN_IF_ERROR(exchange());
+  return Check(library_->group_end(), "ncclGroupEnd");
+}
+
+absl::Status Nccl::AsynchronousError() {
+  for (ncclComm_t communicator : library_->communicators) {
+    ncclResult_t result = ncclSuccess;
+    LOSSD_RETURN_IF_ERROR(Check(library_->async_error(communicator, &result), "ncclCommGetAsyncError"));
+    LOSSD_RETURN_IF_ERROR(Check(result, "an exchange of NCCL"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Nccl::Wait(const std::vector<Part>& parts, absl::Duration timeout) {
+  const absl::Time start = absl::Now();
+  for (const Part& part : parts) {
+    for (;;) {
+      LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(devices_[static_cast<size_t>(part.member)]), "cudaSetDevice");
+      const cudaError_t state = cudaStreamQuery(part.stream);
+      if (state == cudaSuccess) break;
+      if (state != cudaErrorNotReady) return Abort(ToStatus(state, "cudaStreamQuery"));
+      const absl::Duration waited = absl::Now() - start;
+      if (waited < kBusyFor) continue;
+      LOSSD_RETURN_IF_ERROR(AsynchronousError());
+      if (waited > timeout) {
+        return Abort(absl::UnavailableError(
+            absl::StrCat("an exchange among the GPUs has not ended within ", absl::FormatDuration(timeout),
+                         ": GPU ", devices_[static_cast<size_t>(part.member)], " has not done its part")));
+      }
+      absl::SleepFor(kNap);
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace lossd::kernels::cuda

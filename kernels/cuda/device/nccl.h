@@ -1,0 +1,71 @@
+// Sums and copies among the GPUs of this process, by NCCL, which is loaded at run time.
+//
+// Threads: driven by one thread, the backends' driving thread.
+// Errors: UNAVAILABLE, with the name of the call, for whatever NCCL reports, and where an exchange does not
+// end in time. After that every exchange fails: the communicators have been aborted.
+#ifndef LOSSD_KERNELS_CUDA_DEVICE_NCCL_H_
+#define LOSSD_KERNELS_CUDA_DEVICE_NCCL_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "kernels/dtype.h"
+
+namespace lossd::kernels::cuda {
+
+class Nccl {
+ public:
+  // How long an exchange may take before it counts as hung.
+  static constexpr absl::Duration kTimeout = absl::Minutes(1);
+
+  // Communicators of these GPUs, by their indices, each of which may stand there once. Takes a second or so.
+  // UNAVAILABLE also if NCCL cannot be loaded.
+  static absl::StatusOr<std::unique_ptr<Nccl>> Connect(std::vector<int> devices);
+  ~Nccl();
+  Nccl(const Nccl&) = delete;
+  Nccl& operator=(const Nccl&) = delete;
+
+  // One member's part of an exchange: `data` is memory of device `member` (a place in `devices`), where
+  // `stream` belongs too.
+  struct Part {
+    int member = 0;
+    void* data = nullptr;
+    cudaStream_t stream = nullptr;
+  };
+
+  // ---- Within Enqueue; on the streams of the parts, of which each member has one ----
+  // The sum over all parts, in place, at the part of member `root`; what the others hold stays.
+  absl::Status Sum(const std::vector<Part>& parts, int64_t floats, int root);
+  // A copy of what member `root` holds, to all others.
+  absl::Status Spread(const std::vector<Part>& parts, DType dtype, int64_t count, int root);
+
+  // Enqueues what `exchange` asks for as one operation.
+  absl::Status Enqueue(absl::FunctionRef<absl::Status()> exchange);
+  // Waits until the streams have done what was enqueued, at most `timeout`.
+  absl::Status Wait(const std::vector<Part>& parts, absl::Duration timeout = kTimeout);
+
+  int members() const { return static_cast<int>(devices_.size()); }
+
+ private:
+  struct Library;
+  explicit Nccl(std::vector<int> devices);
+  absl::Status Check(int result, const char* call);
+  // The communicators' own report, which comes without a call.
+  absl::Status AsynchronousError();
+  absl::Status Abort(absl::Status reason);
+
+  const std::vector<int> devices_;
+  std::unique_ptr<Library> library_;
+  absl::Status failure_;
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_DEVICE_NCCL_H_

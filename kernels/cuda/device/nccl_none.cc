@@ -1,0 +1,21 @@
+// A build without NCCL's header.
+#include "kernels/cuda/device/nccl.h"
+
+namespace lossd::kernels::cuda {
+
+struct Nccl::Library {};
+
+Nccl::~Nccl() = default;
+
+absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Connect(std::vector<int>) {
+  return absl::UnavailableError(
+      "several GPUs need NCCL, and this program was built without it (libnccl-dev)");
+}
+
+// Never called: Connect makes no object.
+absl::Status Nccl::Sum(const std::vector<Part>&, int64_t, int) { return failure_; }
+absl::Status Nccl::Spread(const std::vector<Part>&, DType, int64_t, int) { return failure_; }
+absl::Status Nccl::Enqueue(absl::FunctionRef<absl::Status()>) { return failure_; }
+absl::Status Nccl::Wait(const std::vector<Part>&, absl::Duration) { return failure_; }
+
+}  // namespace lossd::kernels::cuda

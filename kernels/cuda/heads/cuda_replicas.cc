@@ -1,0 +1,159 @@
+#include "kernels/cuda/cuda_replicas.h"
+
+#include <utility>
+
+#include "absl/functional/function_ref.h"
+#include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/device/nccl.h"
+#include "kernels/cuda/heads/cuda_head.h"
+
+namespace lossd::kernels {
+namespace cuda {
+namespace {
+
+class HeadReplicas final : public Replicas {
+ public:
+  HeadReplicas(Nccl* nccl, std::vector<CudaHead*> heads) : nccl_(nccl), heads_(std::move(heads)) {}
+
+  // NCCL adds in an order of its own that depends on how many GPUs there are and how they are linked, not on
+  // time.
+  absl::Status SumGradients() override {
+    LOSSD_RETURN_IF_ERROR(Enter());
+    const auto sum = [&](int owner) {
+      return ForEachRange(
+          owner, [](HeadTensors& tensors) { return tensors.gradients(); },
+          [&](const std::vector<Nccl::Part>& parts, int64_t floats) {
+            return nccl_->Sum(parts, floats, owner);
+          });
+    };
+    LOSSD_RETURN_IF_ERROR(Exchange(sum));
+    for (size_t i = 0; i < heads_.size(); ++i) {
+      for (size_t owner = 0; owner < heads_.size(); ++owner) {
+        if (owner == i) continue;
+        LOSSD_RETURN_IF_ERROR(heads_[i]->tensors().ZeroGradientsOf(heads_[owner]->tensors().shard()));
+      }
+      heads_[i]->tensors().accumulators().weight_is_zero = false;
+    }
+    return Synchronize();
+  }
+
+  // What chunks compute with: the copy of the weight in the compute dtype, and the vectors.
+  absl::Status SpreadValues() override {
+    LOSSD_RETURN_IF_ERROR(Enter());
+    const DType compute = heads_.front()->compute_dtype();
+    const auto spread = [&](int owner) -> absl::Status {
+      const int64_t count = WeightRange(owner).count;
+      if (count > 0) {
+        std::vector<Nccl::Part> parts = Parts();
+        for (Nccl::Part& part : parts) {
+          part.data = Tensors(part.member).ComputeWeightFrom(Tensors(owner).shard().first_class);
+        }
+        LOSSD_RETURN_IF_ERROR(nccl_->Spread(parts, compute, count, owner));
+      }
+      return ForEachVector(
+          owner, [](HeadTensors& tensors) { return tensors.values().params; },
+          [&](const std::vector<Nccl::Part>& parts, int64_t floats) {
+            return nccl_->Spread(parts, DType::kFloat32, floats, owner);
+          });
+    };
+    LOSSD_RETURN_IF_ERROR(Exchange(spread));
+    return Synchronize();
+  }
+
+ private:
+  using BlockOf = absl::FunctionRef<ParamBlock(HeadTensors&)>;
+  using Step = absl::FunctionRef<absl::Status(const std::vector<Nccl::Part>&, int64_t floats)>;
+
+  HeadTensors& Tensors(int member) const { return heads_[static_cast<size_t>(member)]->tensors(); }
+  ShardRange WeightRange(int owner) const { return Tensors(owner).ranges().weight; }
+
+  absl::Status Enter() {
+    for (CudaHead* head : heads_) {
+      LOSSD_RETURN_IF_ERROR(head->device().Enter());
+      LOSSD_RETURN_IF_ERROR(head->device().Synchronize());
+    }
+    return absl::OkStatus();
+  }
+
+  std::vector<Nccl::Part> Parts() const {
+    std::vector<Nccl::Part> parts;
+    for (size_t i = 0; i < heads_.size(); ++i) {
+      parts.push_back({static_cast<int>(i), nullptr, heads_[i]->device().compute()});
+    }
+    return parts;
+  }
+
+  // Every part of a block that `owner` updates, on all replicas.
+  absl::Status ForEachRange(int owner, BlockOf block, Step step) const {
+    const auto weight = [](const ParamBlock& b) { return b.weight; };
+    LOSSD_RETURN_IF_ERROR(OnRange(WeightRange(owner), weight, block, step));
+    return ForEachVector(owner, block, step);
+  }
+
+  absl::Status ForEachVector(int owner, BlockOf block, Step step) const {
+    const ShardRanges ranges = Tensors(owner).ranges();
+    LOSSD_RETURN_IF_ERROR(OnRange(
+        ranges.bias, [](const ParamBlock& b) { return b.bias; }, block, step));
+    LOSSD_RETURN_IF_ERROR(OnRange(
+        ranges.norm, [](const ParamBlock& b) { return b.norm_gain; }, block, step));
+    return OnRange(
+        ranges.norm, [](const ParamBlock& b) { return b.norm_shift; }, block, step);
+  }
+
+  absl::Status OnRange(ShardRange range, absl::FunctionRef<float*(const ParamBlock&)> tensor, BlockOf block,
+                       Step step) const {
+    std::vector<Nccl::Part> parts = Parts();
+    for (Nccl::Part& part : parts) {
+      float* const first = tensor(block(Tensors(part.member)));
+      if (first == nullptr || range.count == 0) return absl::OkStatus();
+      part.data = first + range.begin;
+    }
+    return step(parts, range.count);
+  }
+
+  absl::Status Exchange(absl::FunctionRef<absl::Status(int owner)> of_owner) {
+    const auto all = [&]() -> absl::Status {
+      for (int owner = 0; owner < nccl_->members(); ++owner) LOSSD_RETURN_IF_ERROR(of_owner(owner));
+      return absl::OkStatus();
+    };
+    absl::Status status = nccl_->Enqueue(all);
+    if (status.ok()) status = nccl_->Wait(Parts());
+    for (CudaHead* head : heads_) (void)head->device().Fail(status);
+    return status;
+  }
+
+  absl::Status Synchronize() {
+    for (CudaHead* head : heads_) {
+      LOSSD_RETURN_IF_ERROR(head->device().Enter());
+      LOSSD_RETURN_IF_ERROR(head->device().Synchronize());
+    }
+    return absl::OkStatus();
+  }
+
+  Nccl* const nccl_;
+  const std::vector<CudaHead*> heads_;
+};
+
+class NcclReplicaGroup final : public CudaReplicaGroup {
+ public:
+  explicit NcclReplicaGroup(std::unique_ptr<Nccl> nccl) : nccl_(std::move(nccl)) {}
+  std::unique_ptr<Replicas> Connect(absl::Span<HeadKernels* const> heads) override {
+    std::vector<CudaHead*> replicas;
+    for (HeadKernels* head : heads) replicas.push_back(static_cast<CudaHead*>(head));
+    return std::make_unique<HeadReplicas>(nccl_.get(), std::move(replicas));
+  }
+
+ private:
+  const std::unique_ptr<Nccl> nccl_;
+};
+
+}  // namespace
+}  // namespace cuda
+
+absl::StatusOr<std::unique_ptr<CudaReplicaGroup>> CudaReplicaGroup::Create(std::vector<int> devices) {
+  absl::StatusOr<std::unique_ptr<cuda::Nccl>> nccl = cuda::Nccl::Connect(std::move(devices));
+  if (!nccl.ok()) return nccl.status();
+  return std::make_unique<cuda::NcclReplicaGroup>(*std::move(nccl));
+}
+
+}  // namespace lossd::kernels
