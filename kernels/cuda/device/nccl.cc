@@ -97,10 +97,10 @@ absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Connect(std::vector<int> devices) {
   return nccl;
 }
 
-absl::Status Nccl::Check(int result, const char* call) {
+absl::Status Nccl::Check(int result, const char* call) const {
   if (result == ncclSuccess || result == ncclInProgress) return absl::OkStatus();
-  return Abort(absl::UnavailableError(
-      absl::StrCat(call, " failed: ", library_->error_string(static_cast<ncclResult_t>(result)))));
+  return absl::UnavailableError(
+      absl::StrCat(call, " failed: ", library_->error_string(static_cast<ncclResult_t>(result))));
 }
 
 absl::Status Nccl::Abort(absl::Status reason) {
@@ -131,12 +131,17 @@ absl::Status Nccl::Spread(const std::vector<Part>& parts, DType dtype, int64_t c
 
 absl::Status Nccl::Enqueue(absl::FunctionRef<absl::Status()> exchange) {
   if (!failure_.ok()) return failure_;
-  LOSSD_RETURN_IF_ERROR(Check(library_->group_start(), "ncclGroupStart"));
-  LOSSD_RETURN_IF_ERROR(exchange());
-  return Check(library_->group_end(), "ncclGroupEnd");
+  absl::Status status = Check(library_->group_start(), "ncclGroupStart");
+  if (status.ok()) {
+    status = exchange();
+    // Also ends a group that cannot be carried out.
+    const absl::Status end = Check(library_->group_end(), "ncclGroupEnd");
+    if (status.ok()) status = end;
+  }
+  return status.ok() ? status : Abort(std::move(status));
 }
 
-absl::Status Nccl::AsynchronousError() {
+absl::Status Nccl::AsynchronousError() const {
   for (ncclComm_t communicator : library_->communicators) {
     ncclResult_t result = ncclSuccess;
     LOSSD_RETURN_IF_ERROR(Check(library_->async_error(communicator, &result), "ncclCommGetAsyncError"));
@@ -155,7 +160,7 @@ absl::Status Nccl::Wait(const std::vector<Part>& parts, absl::Duration timeout) 
       if (state != cudaErrorNotReady) return Abort(ToStatus(state, "cudaStreamQuery"));
       const absl::Duration waited = absl::Now() - start;
       if (waited < kBusyFor) continue;
-      LOSSD_RETURN_IF_ERROR(AsynchronousError());
+      if (absl::Status status = AsynchronousError(); !status.ok()) return Abort(std::move(status));
       if (waited > timeout) {
         return Abort(absl::UnavailableError(
             absl::StrCat("an exchange among the GPUs has not ended within ", absl::FormatDuration(timeout),

@@ -56,9 +56,10 @@ class Nccl {
  private:
   struct Library;
   explicit Nccl(std::vector<int> devices);
-  absl::Status Check(int result, const char* call);
+  absl::Status Check(int result, const char* call) const;
   // The communicators' own report, which comes without a call.
-  absl::Status AsynchronousError();
+  absl::Status AsynchronousError() const;
+  // Ends all communicators; `reason` is what every later exchange says.
   absl::Status Abort(absl::Status reason);
 
   const std::vector<int> devices_;

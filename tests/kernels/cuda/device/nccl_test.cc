@@ -1,0 +1,211 @@
+// What becomes of an exchange that fails or hangs. NCCL is played by functions here, which the linker gives
+// to dlopen and dlsym; the streams are real.
+#include "kernels/cuda/device/nccl.h"
+
+#include <cuda_runtime.h>
+#include <nccl.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/kernels/cuda/cuda_test_device.h"
+
+namespace {
+
+// What the functions below do, and what was called.
+struct Played {
+  bool missing = false;              // no library at all
+  std::string lacks;                 // the function that the library does not have
+  std::string fails;                 // the function that fails
+  ncclResult_t later = ncclSuccess;  // what communicators report by themselves
+  std::vector<std::string> calls;
+  int aborted = 0, destroyed = 0;
+};
+Played played;
+
+ncclResult_t Play(const char* name) {
+  played.calls.emplace_back(name);
+  return played.fails == name ? ncclSystemError : ncclSuccess;
+}
+
+ncclComm_t Communicator(int i) { return reinterpret_cast<ncclComm_t>(static_cast<uintptr_t>(i + 1)); }
+
+ncclResult_t InitAll(ncclComm_t* communicators, int count, const int*) {
+  for (int i = 0; i < count; ++i) communicators[i] = Communicator(i);
+  return Play("ncclCommInitAll");
+}
+ncclResult_t Destroy(ncclComm_t) { return ++played.destroyed, ncclSuccess; }
+ncclResult_t Abort(ncclComm_t) { return ++played.aborted, ncclSuccess; }
+ncclResult_t AsyncError(ncclComm_t, ncclResult_t* result) {
+  *result = played.later;
+  return Play("ncclCommGetAsyncError");
+}
+const char* ErrorString(ncclResult_t) { return "unhandled system error"; }
+ncclResult_t GroupStart() { return Play("ncclGroupStart"); }
+ncclResult_t GroupEnd() { return Play("ncclGroupEnd"); }
+ncclResult_t Reduce(const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, int, ncclComm_t, cudaStream_t) {
+  return Play("ncclReduce");
+}
+ncclResult_t Broadcast(const void*, void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) {
+  return Play("ncclBroadcast");
+}
+
+struct Function {
+  const char* name;
+  void* function;
+};
+const Function kFunctions[] = {
+    {"ncclCommInitAll", reinterpret_cast<void*>(&InitAll)},
+    {"ncclCommDestroy", reinterpret_cast<void*>(&Destroy)},
+    {"ncclCommAbort", reinterpret_cast<void*>(&Abort)},
+    {"ncclCommGetAsyncError", reinterpret_cast<void*>(&AsyncError)},
+    {"ncclGetErrorString", reinterpret_cast<void*>(&ErrorString)},
+    {"ncclGroupStart", reinterpret_cast<void*>(&GroupStart)},
+    {"ncclGroupEnd", reinterpret_cast<void*>(&GroupEnd)},
+    {"ncclReduce", reinterpret_cast<void*>(&Reduce)},
+    {"ncclBroadcast", reinterpret_cast<void*>(&Broadcast)},
+};
+
+char library;  // what dlopen gives
+
+}  // namespace
+
+extern "C" {
+
+void* __real_dlopen(const char* name, int flags);
+void* __wrap_dlopen(const char* name, int flags) {
+  if (name == nullptr || std::string(name).find("nccl") == std::string::npos)
+    return __real_dlopen(name, flags);
+  return played.missing ? __real_dlopen("libplayed-missing.so", flags) : &library;
+}
+
+void* __real_dlsym(void* file, const char* name);
+void* __wrap_dlsym(void* file, const char* name) {
+  if (file != &library) return __real_dlsym(file, name);
+  for (const Function& each : kFunctions) {
+    if (played.lacks != name && std::string(each.name) == name) return each.function;
+  }
+  return __real_dlsym(nullptr, name);  // sets dlerror
+}
+
+int __real_dlclose(void* file);
+int __wrap_dlclose(void* file) { return file == &library ? 0 : __real_dlclose(file); }
+
+}  // extern "C"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+using ::testing::HasSubstr;
+
+class NcclTest : public ::testing::Test {
+ protected:
+  void SetUp() override { played = Played(); }
+  absl::StatusOr<std::unique_ptr<Nccl>> Connect() { return Nccl::Connect({0, 0}); }
+};
+
+TEST_F(NcclTest, SaysWhatIsMissing) {
+  played.missing = true;
+  EXPECT_THAT(Connect().status().message(), HasSubstr("libnccl2"));
+  EXPECT_THAT(Connect().status().message(), HasSubstr("libplayed-missing.so"));
+  played = Played();
+  played.lacks = "ncclReduce";
+  EXPECT_EQ(Connect().status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(Connect().status().message(), HasSubstr("NCCL lacks"));
+}
+
+TEST_F(NcclTest, SaysThatTheGpusCannotBeConnected) {
+  played.fails = "ncclCommInitAll";
+  EXPECT_EQ(Connect().status(), absl::UnavailableError("ncclCommInitAll failed: unhandled system error"));
+}
+
+TEST_F(NcclTest, DestroysItsCommunicators) {
+  { ASSERT_TRUE(Connect().ok()); }
+  EXPECT_EQ(played.destroyed, 2);
+  EXPECT_EQ(played.aborted, 0);
+}
+
+// Whatever call fails, its name is said, the communicators are aborted, and every later exchange fails alike.
+TEST_F(NcclTest, AnExchangeThatFailsIsTheLast) {
+  for (const char* const victim : {"ncclGroupStart", "ncclReduce", "ncclBroadcast", "ncclGroupEnd"}) {
+    SCOPED_TRACE(victim);
+    played = Played();
+    const auto nccl = Connect();
+    ASSERT_TRUE(nccl.ok()) << nccl.status();
+    const std::vector<Nccl::Part> parts = {{0}, {1}};
+    const auto exchange = [&]() -> absl::Status {
+      if (absl::Status status = (*nccl)->Sum(parts, 4, 0); !status.ok()) return status;
+      return (*nccl)->Spread(parts, DType::kBFloat16, 4, 1);
+    };
+    ASSERT_TRUE((*nccl)->Enqueue(exchange).ok());
+    played.fails = victim;
+    const absl::Status failed = (*nccl)->Enqueue(exchange);
+    EXPECT_EQ(failed.code(), absl::StatusCode::kUnavailable);
+    EXPECT_THAT(failed.message(), HasSubstr(victim));
+    EXPECT_EQ(played.aborted, 2);
+    played.fails.clear();
+    played.calls.clear();
+    EXPECT_EQ((*nccl)->Enqueue(exchange), failed);
+    EXPECT_THAT(played.calls, ::testing::IsEmpty());
+  }
+  EXPECT_EQ(played.destroyed, 0);
+}
+
+// A stream that does not get on.
+class HungNcclTest : public NcclTest {
+ protected:
+  void SetUp() override {
+    LOSSD_SKIP_WITHOUT_GPU();
+    NcclTest::SetUp();
+    ASSERT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
+    const auto block = [](void* go_on) { static_cast<std::atomic<bool>*>(go_on)->wait(false); };
+    ASSERT_EQ(cudaLaunchHostFunc(stream_, block, &go_on_), cudaSuccess);
+  }
+  void TearDown() override {
+    GoOn();
+    if (stream_ == nullptr) return;
+    cudaStreamSynchronize(stream_);
+    cudaStreamDestroy(stream_);
+  }
+  void GoOn() {
+    go_on_ = true;
+    go_on_.notify_all();
+  }
+  std::vector<Nccl::Part> Parts() const { return {{0, nullptr, stream_}}; }
+
+  cudaStream_t stream_ = nullptr;
+  std::atomic<bool> go_on_ = false;
+};
+
+TEST_F(HungNcclTest, EndsInTime) {
+  const auto nccl = Connect();
+  ASSERT_TRUE(nccl.ok()) << nccl.status();
+  const absl::Status status = (*nccl)->Wait(Parts(), absl::Milliseconds(200));
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(status.message(), HasSubstr("within 200ms: GPU 0"));
+  EXPECT_EQ(played.aborted, 2);
+}
+
+TEST_F(HungNcclTest, EndsAtWhatACommunicatorReports) {
+  const auto nccl = Connect();
+  ASSERT_TRUE(nccl.ok()) << nccl.status();
+  played.later = ncclRemoteError;
+  const absl::Status status = (*nccl)->Wait(Parts(), absl::InfiniteDuration());
+  EXPECT_THAT(status.message(), HasSubstr("an exchange of NCCL failed"));
+  EXPECT_EQ(played.aborted, 2);
+}
+
+TEST_F(HungNcclTest, WaitsForWhatGoesOn) {
+  const auto nccl = Connect();
+  ASSERT_TRUE(nccl.ok()) << nccl.status();
+  GoOn();
+  EXPECT_TRUE((*nccl)->Wait(Parts()).ok());
+  EXPECT_EQ(played.aborted, 0);
+}
+
+}  // namespace
+}  // namespace lossd::kernels::cuda
