@@ -190,7 +190,7 @@ struct BackendInfo {
   std::string name;                               // "cpu" or "cuda"
   std::string device;                             // e.g. "2 threads, OpenBLAS" or "cuda:0 NVIDIA H200"
   DType default_compute_dtype = DType::kFloat32;  // for heads that do not ask for one
-  std::string uuid = "";                          // of a GPU, "GPU-..."; empty without one
+  std::vector<std::string> uuids = {};            // of the GPUs, "GPU-..."
 };
 
 // Memory for slices in transit, in the form the device copies fastest (pinned, for a GPU).

@@ -45,7 +45,7 @@ class CudaBackend : public Backend {
   explicit CudaBackend(std::unique_ptr<Device> device) : device_(std::move(device)) {}
 
   BackendInfo info() const override {
-    return {"cuda", device_->description(), DType::kBFloat16, device_->uuid()};
+    return {"cuda", device_->description(), DType::kBFloat16, {device_->uuid()}};
   }
   MemoryStats memory() const override { return device_->ledger().stats(); }
   int max_chunks_in_flight() const override { return Device::kMaxChunksInFlight; }

@@ -1,5 +1,6 @@
 #include "server/app/gpu_watch.h"
 
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -7,21 +8,27 @@
 
 namespace lossd::app {
 
-std::unique_ptr<metrics::GpuMonitor> WatchGpu(const kernels::BackendInfo& backend,
-                                              std::vector<engine::EngineObserver*> observers) {
-  if (backend.uuid.empty()) return nullptr;
-  metrics::GpuMonitorOptions options;
-  options.uuid = backend.uuid;
-  options.on_xid = [](uint64_t xid) {
-    log::Log(log::LogLevel::kError, "critical error of the GPU", {{"xid", xid}});
-  };
-  options.on_lost = [observers = std::move(observers)](const absl::Status& status) {
-    for (engine::EngineObserver* observer : observers) observer->OnDeviceError(status);
-  };
-  auto monitor = metrics::GpuMonitor::Start(std::move(options));
-  if (monitor.ok()) return *std::move(monitor);
-  log::Log(log::LogLevel::kInfo, "no metrics of the GPU", {{"reason", monitor.status().message()}});
-  return nullptr;
+std::vector<std::unique_ptr<metrics::GpuMonitor>> WatchGpus(
+    const kernels::BackendInfo& backend, const std::vector<engine::EngineObserver*>& observers) {
+  std::vector<std::unique_ptr<metrics::GpuMonitor>> monitors;
+  for (const std::string& uuid : backend.uuids) {
+    metrics::GpuMonitorOptions options;
+    options.uuid = uuid;
+    options.on_xid = [uuid](uint64_t xid) {
+      log::Log(log::LogLevel::kError, "critical error of the GPU", {{"gpu", uuid}, {"xid", xid}});
+    };
+    options.on_lost = [observers](const absl::Status& status) {
+      for (engine::EngineObserver* observer : observers) observer->OnDeviceError(status);
+    };
+    auto monitor = metrics::GpuMonitor::Start(std::move(options));
+    if (monitor.ok()) {
+      monitors.push_back(*std::move(monitor));
+    } else {
+      log::Log(log::LogLevel::kInfo, "no metrics of the GPU",
+               {{"gpu", uuid}, {"reason", monitor.status().message()}});
+    }
+  }
+  return monitors;
 }
 
 }  // namespace lossd::app

@@ -1,4 +1,4 @@
-// Starts watching the GPU of a backend: its metrics, its critical errors in the log, its loss.
+// Starts watching the GPUs of a backend: their metrics, their critical errors in the log, their loss.
 #ifndef LOSSD_SERVER_APP_GPU_WATCH_H_
 #define LOSSD_SERVER_APP_GPU_WATCH_H_
 
@@ -11,10 +11,10 @@
 
 namespace lossd::app {
 
-// Null, after a line in the log, if the backend has no GPU or the GPU cannot be watched. The observers are
-// told of its loss as of a failed operation, and outlive the result.
-std::unique_ptr<metrics::GpuMonitor> WatchGpu(const kernels::BackendInfo& backend,
-                                              std::vector<engine::EngineObserver*> observers);
+// One monitor for each GPU; a GPU that cannot be watched has a line in the log instead. The observers are
+// told of the loss of a GPU as of a failed operation, and outlive the result.
+std::vector<std::unique_ptr<metrics::GpuMonitor>> WatchGpus(
+    const kernels::BackendInfo& backend, const std::vector<engine::EngineObserver*>& observers);
 
 }  // namespace lossd::app
 

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "absl/random/random.h"
 #include "absl/strings/str_cat.h"
@@ -82,7 +83,7 @@ class ServerImpl final : public Server {
   std::unique_ptr<metrics::Metrics> metrics_;
   std::optional<DeviceWatch> device_watch_;
   std::unique_ptr<engine::Engine> engine_;
-  std::unique_ptr<metrics::GpuMonitor> gpu_;
+  std::vector<std::unique_ptr<metrics::GpuMonitor>> gpus_;
   std::unique_ptr<rpc::LossService> loss_service_;
   std::unique_ptr<rpc::HeadService> head_service_;
   std::unique_ptr<rpc::ServerService> server_service_;
@@ -177,8 +178,10 @@ absl::Status ServerImpl::CreateEngine() {
   if (!engine.ok()) return engine.status();
   engine_ = *std::move(engine);
   metrics_->Attach(engine_.get(), backend_.get());
-  gpu_ = WatchGpu(info, {metrics_.get(), &*device_watch_});
-  metrics_->AttachGpu(gpu_.get());
+  gpus_ = WatchGpus(info, {metrics_.get(), &*device_watch_});
+  std::vector<const metrics::GpuMonitor*> monitors;
+  for (const auto& gpu : gpus_) monitors.push_back(gpu.get());
+  metrics_->AttachGpus(std::move(monitors));
   return absl::OkStatus();
 }
 
@@ -381,7 +384,7 @@ ServerImpl::~ServerImpl() {
   head_service_.reset();
   loss_service_.reset();
   if (metrics_ != nullptr) {
-    metrics_->AttachGpu(nullptr);
+    metrics_->AttachGpus({});
     metrics_->Detach();
   }
   if (engine_ != nullptr) WaitForStaging();

@@ -12,6 +12,9 @@
 #include <prometheus/metric_family.h>
 #include <prometheus/registry.h>
 
+#include <algorithm>
+#include <cstddef>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -45,6 +48,20 @@ inline prometheus::MetricFamily Single(std::string name, std::string help, prome
   prometheus::MetricFamily family = MakeFamily(std::move(name), std::move(help), type);
   AddSample(&family, {}, value);
   return family;
+}
+
+// Adds families of which some may be there already, from families[begin] on; those get the samples.
+inline void AddFamilies(std::vector<prometheus::MetricFamily> more, size_t begin,
+                        std::vector<prometheus::MetricFamily>* families) {
+  for (prometheus::MetricFamily& each : more) {
+    const auto same = std::find_if(families->begin() + static_cast<std::ptrdiff_t>(begin), families->end(),
+                                   [&](const auto& family) { return family.name == each.name; });
+    if (same == families->end()) {
+      families->push_back(std::move(each));
+    } else {
+      std::move(each.metric.begin(), each.metric.end(), std::back_inserter(same->metric));
+    }
+  }
 }
 
 inline prometheus::MetricFamily Gauge(std::string name, std::string help, double value) {

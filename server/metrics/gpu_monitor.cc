@@ -175,6 +175,10 @@ std::vector<MetricFamily> GpuMonitor::Collect() const {
                             MetricType::Counter, static_cast<double>(xids_)));
   families.push_back(Gauge("lossd_gpu_last_xid", "Number of the last critical error (Xid); 0: none.",
                            static_cast<double>(last_xid_)));
+  for (MetricFamily& family : families) {
+    for (prometheus::ClientMetric& metric : family.metric)
+      metric.label.insert(metric.label.begin(), {"gpu", options_.uuid});
+  }
   return families;
 }
 

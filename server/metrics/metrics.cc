@@ -154,9 +154,9 @@ void Metrics::Attach(const engine::Engine* engine, const kernels::Backend* backe
 
 void Metrics::Detach() { Attach(nullptr, nullptr); }
 
-void Metrics::AttachGpu(const GpuMonitor* gpu) {
+void Metrics::AttachGpus(std::vector<const GpuMonitor*> gpus) {
   absl::MutexLock lock(&sources_mutex_);
-  gpu_ = gpu;
+  gpus_ = std::move(gpus);
 }
 
 void Metrics::SetDraining(bool draining) {
@@ -231,10 +231,8 @@ std::vector<MetricFamily> Metrics::Collect() const {
     families.push_back(Gauge("lossd_draining", "1 while the server is draining, else 0.", draining_ ? 1 : 0));
     if (engine_ != nullptr) CollectEngine(&families);
     if (backend_ != nullptr) CollectMemory(&families);
-    if (gpu_ != nullptr) {
-      std::vector<MetricFamily> gpu = gpu_->Collect();
-      std::move(gpu.begin(), gpu.end(), std::back_inserter(families));
-    }
+    const size_t of_server = families.size();
+    for (const GpuMonitor* gpu : gpus_) AddFamilies(gpu->Collect(), of_server, &families);
   }
   std::vector<MetricFamily> process = CollectProcess();
   families.insert(families.end(), std::make_move_iterator(process.begin()),

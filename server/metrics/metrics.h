@@ -72,8 +72,8 @@ class Metrics final : public engine::EngineObserver {
       ABSL_LOCKS_EXCLUDED(sources_mutex_);
   // After this returns neither is used any more.
   void Detach() ABSL_LOCKS_EXCLUDED(sources_mutex_);
-  // From now on the GPU's metrics are exported too; null: no more.
-  void AttachGpu(const GpuMonitor* gpu) ABSL_LOCKS_EXCLUDED(sources_mutex_);
+  // From now on the metrics of these GPUs are exported too, instead of those before.
+  void AttachGpus(std::vector<const GpuMonitor*> gpus) ABSL_LOCKS_EXCLUDED(sources_mutex_);
   void SetDraining(bool draining) ABSL_LOCKS_EXCLUDED(sources_mutex_);
 
   void ObservePhase(Phase phase, double seconds);
@@ -133,7 +133,7 @@ class Metrics final : public engine::EngineObserver {
   mutable absl::Mutex sources_mutex_;
   const engine::Engine* engine_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
   const kernels::Backend* backend_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
-  const GpuMonitor* gpu_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
+  std::vector<const GpuMonitor*> gpus_ ABSL_GUARDED_BY(sources_mutex_);
   bool draining_ ABSL_GUARDED_BY(sources_mutex_) = false;
 
   mutable absl::Mutex rows_mutex_;

@@ -10,7 +10,9 @@
 #include <sstream>
 #include <string>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "server/metrics/families.h"
 
 namespace lossd::metrics {
 namespace {
@@ -54,6 +56,10 @@ class GpuMonitorTest : public ::testing::Test {
     prometheus::TextSerializer().Serialize(out, monitor.Collect());
     return out.str();
   }
+  // "name{gpu=...} value"; `label`: one more, as 'kind="corrected"'.
+  static std::string Line(const std::string& name, const std::string& value, const std::string& label = "") {
+    return absl::StrCat("\n", name, "{gpu=\"", kUuid, "\"", label.empty() ? "" : ",", label, "} ", value);
+  }
   static void ExpectBecomes(const GpuMonitor& monitor, const std::string& line) {
     const absl::Time limit = absl::Now() + kLimit;
     while (Text(monitor).find(line) == std::string::npos && absl::Now() < limit)
@@ -80,24 +86,40 @@ TEST_F(GpuMonitorTest, Figures) {
   const auto monitor = Start();
   ASSERT_TRUE(monitor.ok()) << monitor.status();
   std::string text = Text(**monitor);
-  EXPECT_THAT(text, HasSubstr("\nlossd_gpu_power_watts 350.5\n"));
-  EXPECT_THAT(text, HasSubstr("\nlossd_gpu_temperature_celsius 61\n"));
+  EXPECT_THAT(text, HasSubstr(Line("lossd_gpu_power_watts", "350.5\n")));
+  EXPECT_THAT(text, HasSubstr(Line("lossd_gpu_temperature_celsius", "61\n")));
   EXPECT_THAT(text, Not(HasSubstr("lossd_gpu_ecc_errors_total"))) << "this GPU reports none";
-  EXPECT_THAT(text, HasSubstr("\nlossd_gpu_last_xid 0\n"));
+  EXPECT_THAT(text, HasSubstr(Line("lossd_gpu_last_xid", "0\n")));
   Set("utilization", 87);
   Set("memory_utilization", 40);
   Set("memory_used", 250);
   Set("corrected", 3);
   Set("uncorrected", 1);
   Set("throttled", 0x24);
-  for (const char* line : {"\nlossd_gpu_utilization_ratio 0.87", "\nlossd_gpu_memory_utilization_ratio 0.4",
-                           "\nlossd_gpu_memory_used_bytes 250\n", "\nlossd_gpu_memory_total_bytes 1000\n",
-                           "lossd_gpu_ecc_errors_total{kind=\"corrected\"} 3\n",
-                           "lossd_gpu_ecc_errors_total{kind=\"uncorrected\"} 1\n",
-                           "lossd_gpu_throttled{reason=\"software_power_cap\"} 1\n",
-                           "lossd_gpu_throttled{reason=\"software_thermal_slowdown\"} 1\n",
-                           "lossd_gpu_throttled{reason=\"hardware_slowdown\"} 0\n"}) {
+  for (const std::string& line :
+       {Line("lossd_gpu_utilization_ratio", "0.87"), Line("lossd_gpu_memory_utilization_ratio", "0.4"),
+        Line("lossd_gpu_memory_used_bytes", "250\n"), Line("lossd_gpu_memory_total_bytes", "1000\n"),
+        Line("lossd_gpu_ecc_errors_total", "3\n", "kind=\"corrected\""),
+        Line("lossd_gpu_ecc_errors_total", "1\n", "kind=\"uncorrected\""),
+        Line("lossd_gpu_throttled", "1\n", "reason=\"software_power_cap\""),
+        Line("lossd_gpu_throttled", "1\n", "reason=\"software_thermal_slowdown\""),
+        Line("lossd_gpu_throttled", "0\n", "reason=\"hardware_slowdown\"")}) {
     ExpectBecomes(**monitor, line);
+  }
+}
+
+// Prometheus wants a family once, however many GPUs have samples in it.
+TEST_F(GpuMonitorTest, FamiliesOfSeveralGpusAreOne) {
+  const auto monitor = Start();
+  ASSERT_TRUE(monitor.ok());
+  std::vector<prometheus::MetricFamily> families = {Gauge("lossd_gpu_last_xid", "Another's.", 7)};
+  AddFamilies((*monitor)->Collect(), 1, &families);
+  const size_t count = families.size();
+  EXPECT_EQ(count, (*monitor)->Collect().size() + 1) << "the first one was left alone";
+  AddFamilies((*monitor)->Collect(), 1, &families);
+  ASSERT_EQ(families.size(), count);
+  for (size_t i = 1; i < count; ++i) {
+    EXPECT_EQ(families[i].metric.size(), 2 * (*monitor)->Collect()[i - 1].metric.size()) << families[i].name;
   }
 }
 
@@ -105,10 +127,10 @@ TEST_F(GpuMonitorTest, Events) {
   const auto monitor = Start();
   ASSERT_TRUE(monitor.ok());
   Function<void(unsigned long long)>("fake_nvml_event")(31);
-  ExpectBecomes(**monitor, "\nlossd_gpu_xid_errors_total 1\n");
+  ExpectBecomes(**monitor, Line("lossd_gpu_xid_errors_total", "1\n"));
   Function<void(unsigned long long)>("fake_nvml_event")(43);
-  ExpectBecomes(**monitor, "\nlossd_gpu_last_xid 43\n");
-  ExpectBecomes(**monitor, "\nlossd_gpu_xid_errors_total 2\n");
+  ExpectBecomes(**monitor, Line("lossd_gpu_last_xid", "43\n"));
+  ExpectBecomes(**monitor, Line("lossd_gpu_xid_errors_total", "2\n"));
   const absl::Time limit = absl::Now() + kLimit;
   while (last_xid_ != 43 && absl::Now() < limit) absl::SleepFor(absl::Milliseconds(5));
   EXPECT_EQ(last_xid_, 43u);
@@ -122,7 +144,7 @@ TEST_F(GpuMonitorTest, ALostGpuIsReportedOnce) {
     losses_ = 0;
     const auto monitor = Start();
     ASSERT_TRUE(monitor.ok());
-    EXPECT_THAT(Text(**monitor), HasSubstr("lossd_gpu_power_watts 1"));
+    EXPECT_THAT(Text(**monitor), HasSubstr(Line("lossd_gpu_power_watts", "1")));
     if (by_event) {
       Function<void(unsigned long long)>("fake_nvml_event")(79);
     } else {
