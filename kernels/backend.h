@@ -104,6 +104,10 @@ struct Chunk {
   DType hidden_dtype = DType::kBFloat16;
   bool accumulate_gradients = true;  // false: frozen head, or loss only
   bool independent = false;          // what became of the chunks before it may not decide how it is computed
+  // Of independent chunks that accumulate: their place in a fixed order, e.g. a number that counts up. Where
+  // a head has several devices, it decides which of them computes the chunk, so that sums are the same each
+  // time.
+  uint64_t turn = 0;
   RetainedMemory* retained = nullptr;  // for slices with a retained_offset; of the same backend
   absl::Span<Slice> slices;            // together at most HeadKernels::chunk_rows() rows
 
@@ -120,11 +124,12 @@ struct Chunk {
 // backend's own. They must not block for long and must not call into the backend.
 struct ChunkCallbacks {
   // Host outputs of all slices, first_nonfinite_row and sums are complete (weight gradients may still be
-  // in the making), or the whole chunk failed with this status and accumulated nothing. From here on
-  // the backend touches none of the slices' host arrays.
+  // in the making), or the whole chunk failed with this status and accumulated nothing, unless on_done says
+  // DATA_LOSS. From here on the backend touches none of the slices' host arrays.
   absl::AnyInvocable<void(absl::Status)> on_results;
   // The chunk has left the device. An error here that on_results did not report means that the
-  // accumulators of the head can no longer be trusted.
+  // accumulators of the head can no longer be trusted; so does DATA_LOSS whatever on_results said (of several
+  // devices that share the chunk some failed and others did not).
   absl::AnyInvocable<void(absl::Status)> on_done;
 };
 
@@ -137,6 +142,9 @@ class HeadKernels {
   virtual DType compute_dtype() const = 0;
   // The most rows a chunk may hold; >= 1, fixed for the life of the head.
   virtual int64_t chunk_rows() const = 0;
+  // The most rows one slice may have, and those of an independent chunk that are computed together; likewise.
+  // Less than chunk_rows() where several devices share a chunk.
+  virtual int64_t slice_rows() const { return chunk_rows(); }
   // Bytes this head holds, by kind. Thread-safe.
   virtual MemoryBytes memory() const = 0;
   // How a full chunk with gradients is computed whose options are the defaults, with the gradients that the

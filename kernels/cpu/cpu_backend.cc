@@ -38,9 +38,12 @@ class CpuStaging final : public StagingMemory {
 
 class CpuBackend final : public Backend {
  public:
-  explicit CpuBackend(const CpuBackendOptions& options, int threads)
+  // `accounting` may be shared with others.
+  CpuBackend(const CpuBackendOptions& options, Replica replica, int threads,
+             std::shared_ptr<MemoryAccounting> accounting)
       : workspace_bytes_(options.workspace_bytes),
-        accounting_(options.memory_limit_bytes, HostMemory(options.host_root), options.memory_reserve_bytes),
+        replica_(replica),
+        accounting_(std::move(accounting)),
         pool_(threads) {}
 
   BackendInfo info() const override {
@@ -49,22 +52,22 @@ class CpuBackend final : public Backend {
                          SelectRowLoops().instruction_set),
             DType::kFloat32};
   }
-  MemoryStats memory() const override { return accounting_.stats(); }
+  MemoryStats memory() const override { return accounting_->stats(); }
   int max_chunks_in_flight() const override { return 1; }
 
   absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const override {
     absl::StatusOr<int64_t> chunk_rows = ChunkRows(config);
     if (!chunk_rows.ok()) return chunk_rows.status();
-    return PlanBuffers(config, *chunk_rows);
+    return PlanBuffers(config, replica_, *chunk_rows);
   }
 
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
     absl::StatusOr<int64_t> chunk_rows = ChunkRows(config);
     if (!chunk_rows.ok()) return chunk_rows.status();
     absl::StatusOr<MemoryAccounting::Reservation> reservation =
-        accounting_.Reserve("the head", PlanBuffers(config, *chunk_rows), /*filled_at_once=*/true);
+        accounting_->Reserve("the head", PlanBuffers(config, replica_, *chunk_rows), /*filled_at_once=*/true);
     if (!reservation.ok()) return reservation.status();
-    return CpuHead::Create(config, *chunk_rows, &pool_, *std::move(reservation));
+    return CpuHead::Create(config, replica_, *chunk_rows, &pool_, *std::move(reservation));
   }
 
   absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
@@ -77,7 +80,7 @@ class CpuBackend final : public Backend {
   absl::Status PlanHostMemory(MemoryKind kind, int64_t bytes) override {
     MemoryBytes plan;
     plan[kind] = bytes;
-    auto reservation = accounting_.Reserve(absl::StrCat(Name(kind), " memory"), plan);
+    auto reservation = accounting_->Reserve(absl::StrCat(Name(kind), " memory"), plan);
     if (!reservation.ok()) return reservation.status();
     absl::MutexLock lock(&planned_mutex_);
     planned_.push_back(*std::move(reservation));
@@ -90,7 +93,7 @@ class CpuBackend final : public Backend {
     if (bytes < 0) return errors::FieldError("bytes", "be >= 0", bytes);
     MemoryBytes plan;
     plan[kind] = bytes;
-    auto reservation = accounting_.Reserve(absl::StrCat(Name(kind), " memory"), plan);
+    auto reservation = accounting_->Reserve(absl::StrCat(Name(kind), " memory"), plan);
     if (!reservation.ok()) return reservation.status();
     absl::StatusOr<AlignedBytes> memory = AllocateAligned(bytes);
     if (!memory.ok()) return memory.status();
@@ -103,15 +106,14 @@ class CpuBackend final : public Backend {
   }
 
   const int64_t workspace_bytes_;
-  MemoryAccounting accounting_;
+  const Replica replica_;
+  const std::shared_ptr<MemoryAccounting> accounting_;
   absl::Mutex planned_mutex_;
   std::vector<MemoryAccounting::Reservation> planned_ ABSL_GUARDED_BY(planned_mutex_);
   ThreadPool pool_;
 };
 
-}  // namespace
-
-absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(const CpuBackendOptions& options) {
+absl::Status Check(const CpuBackendOptions& options) {
   if (options.threads < 0 || options.threads > kMostThreads) {
     return errors::FieldError("threads", absl::StrCat("be in [0, ", kMostThreads, "]"), options.threads);
   }
@@ -124,9 +126,45 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(const CpuBackendOption
   if (options.memory_reserve_bytes < 0) {
     return errors::FieldError("memory_reserve_bytes", "be >= 0", options.memory_reserve_bytes);
   }
-  const int available = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  return absl::OkStatus();
+}
+
+int ThreadsOf(const CpuBackendOptions& options) {
+  if (options.threads > 0) return options.threads;
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+std::shared_ptr<MemoryAccounting> AccountingOf(const CpuBackendOptions& options) {
+  return std::make_shared<MemoryAccounting>(options.memory_limit_bytes, HostMemory(options.host_root),
+                                            options.memory_reserve_bytes);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(const CpuBackendOptions& options) {
+  if (absl::Status status = Check(options); !status.ok()) return status;
+  if (options.replica.index < 0 || options.replica.index >= options.replica.count) {
+    return errors::FieldError("replica.index", absl::StrCat("be in [0, ", options.replica.count, ")"),
+                              options.replica.index);
+  }
   UseSingleThreadedBlas();
-  return std::make_unique<CpuBackend>(options, options.threads == 0 ? available : options.threads);
+  return std::make_unique<CpuBackend>(options, options.replica, ThreadsOf(options), AccountingOf(options));
+}
+
+absl::StatusOr<std::vector<std::unique_ptr<Backend>>> CreateCpuMembers(const CpuBackendOptions& options,
+                                                                       int count) {
+  if (absl::Status status = Check(options); !status.ok()) return status;
+  if (count < 1 || count > kMostThreads) {
+    return errors::FieldError("cpu_devices", absl::StrCat("be in [1, ", kMostThreads, "]"), count);
+  }
+  UseSingleThreadedBlas();
+  const std::shared_ptr<MemoryAccounting> accounting = AccountingOf(options);
+  const int threads = std::max(1, ThreadsOf(options) / count);
+  std::vector<std::unique_ptr<Backend>> members;
+  for (int i = 0; i < count; ++i) {
+    members.push_back(std::make_unique<CpuBackend>(options, Replica{i, count}, threads, accounting));
+  }
+  return members;
 }
 
 }  // namespace lossd::kernels

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
@@ -25,6 +26,12 @@ struct CpuBackendOptions {
 
 // INVALID_ARGUMENT naming the option if one is out of range.
 absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(const CpuBackendOptions& options);
+
+// Backends for the `count` >= 1 members of a group. Each has its part of the threads, at least one and all
+// the same number, and the workspace is each one's own. They count their memory together: what one of them
+// says of memory in use is true of all of them. INVALID_ARGUMENT as above. `options.replica` is not read.
+absl::StatusOr<std::vector<std::unique_ptr<Backend>>> CreateCpuMembers(const CpuBackendOptions& options,
+                                                                       int count);
 
 }  // namespace lossd::kernels
 

@@ -99,22 +99,22 @@ bool ExceedsError(const Chunk& chunk, const RowOrder& order, const HeadBuffers& 
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<CpuHead>> CpuHead::Create(const HeadConfig& config, int64_t chunk_rows,
-                                                         ThreadPool* pool,
+absl::StatusOr<std::unique_ptr<CpuHead>> CpuHead::Create(const HeadConfig& config, Replica replica,
+                                                         int64_t chunk_rows, ThreadPool* pool,
                                                          MemoryAccounting::Reservation reservation) {
   absl::StatusOr<HeadArenas> arenas = AllocateArenas(reservation.bytes());
   if (!arenas.ok()) return arenas.status();
   reservation.MarkResident();  // arenas are written with zeros
-  const HeadBuffers buffers = LayOut(config, chunk_rows, *arenas);
+  const HeadBuffers buffers = LayOut(config, replica, chunk_rows, *arenas);
   for (Param param : {Param::kNormGain, Param::kClassWeights}) {
     float* const values = buffers.tensor({param, Role::kValue});
     if (values != nullptr) std::fill_n(values, ShapeOf(config, param).elements(), 1.0f);
   }
   return std::unique_ptr<CpuHead>(
-      new CpuHead(config, chunk_rows, pool, std::move(reservation), *std::move(arenas), buffers));
+      new CpuHead(config, replica, chunk_rows, pool, std::move(reservation), *std::move(arenas), buffers));
 }
 
-CpuHead::CpuHead(const HeadConfig& config, int64_t chunk_rows, ThreadPool* pool,
+CpuHead::CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, ThreadPool* pool,
                  MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers)
     : config_(config),
       chunk_rows_(chunk_rows),
@@ -122,7 +122,7 @@ CpuHead::CpuHead(const HeadConfig& config, int64_t chunk_rows, ThreadPool* pool,
       reservation_(std::move(reservation)),
       arenas_(std::move(arenas)),
       buffers_(buffers),
-      params_(config_, pool, buffers) {}
+      params_(config_, replica, pool, buffers) {}
 
 std::vector<Choice> CpuHead::Describe() const {
   std::vector<Choice> choices = {

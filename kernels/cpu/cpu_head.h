@@ -27,9 +27,9 @@ namespace lossd::kernels {
 // logit before the softcap is not.
 class CpuHead final : public HeadKernels {
  public:
-  // `config` is valid; `reservation` holds PlanBuffers(config, chunk_rows).
-  static absl::StatusOr<std::unique_ptr<CpuHead>> Create(const HeadConfig& config, int64_t chunk_rows,
-                                                         ThreadPool* pool,
+  // `config` is valid; `reservation` holds PlanBuffers(config, replica, chunk_rows).
+  static absl::StatusOr<std::unique_ptr<CpuHead>> Create(const HeadConfig& config, Replica replica,
+                                                         int64_t chunk_rows, ThreadPool* pool,
                                                          MemoryAccounting::Reservation reservation);
 
   const HeadConfig& config() const override { return config_; }
@@ -58,8 +58,11 @@ class CpuHead final : public HeadKernels {
   }
   absl::Status ZeroGradients() override { return params_.ZeroGradients(); }
 
+  // For the replicas of a head.
+  CpuParams& params() { return params_; }
+
  private:
-  CpuHead(const HeadConfig& config, int64_t chunk_rows, ThreadPool* pool,
+  CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, ThreadPool* pool,
           MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers);
 
   // The steps of a chunk, in order.

@@ -4,8 +4,10 @@
 #include <cmath>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/optimizer.h"
+#include "kernels/errors/field_error.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels {
@@ -24,14 +26,38 @@ double SumOfSquares(const float* values, int64_t n) {
   return sum;
 }
 
+bool IsMoment(Role role) { return role == Role::kMoment1 || role == Role::kMoment2; }
+
 }  // namespace
+
+absl::Status CpuParams::Validate(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                                 size_t bytes) const {
+  absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, bytes);
+  if (!status.ok() || !IsMoment(id.role)) return status;
+  const ShardRows own = shard(id.param);
+  if (own.rows == 0) {
+    return absl::NotFoundError(absl::StrCat("replica ", replica_.index, " of ", replica_.count, " has no ",
+                                            Name(id.role), " of ", Name(id.param)));
+  }
+  if (row_begin >= own.first && row_begin + rows <= own.end()) return absl::OkStatus();
+  return errors::FieldError(
+      "rows",
+      absl::StrCat("lie in [", own.first, ", ", own.end(), ") of ", Name(id.role), " of ", Name(id.param),
+                   ", which replica ", replica_.index, " of ", replica_.count, " has"),
+      absl::StrCat("[", row_begin, ", ", row_begin, " + ", rows, ")"));
+}
+
+float* CpuParams::RowOf(TensorId id, int64_t row) const {
+  const int64_t first = IsMoment(id.role) ? shard(id.param).first : 0;
+  return buffers_.tensor(id) + (row - first) * ShapeOf(config_, id.param).cols;
+}
 
 absl::Status CpuParams::ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                                    absl::Span<uint8_t> out) {
-  absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, out.size());
+  absl::Status status = Validate(id, row_begin, rows, dtype, out.size());
   if (!status.ok()) return status;
   const int64_t cols = ShapeOf(config_, id.param).cols;
-  const float* const from = buffers_.tensor(id) + row_begin * cols;
+  const float* const from = RowOf(id, row_begin);
   pool_->ParallelFor(rows * cols, kElementGrain, [&](int64_t begin, int64_t end) {
     FromFloat(dtype, from + begin, end - begin, out.data() + Bytes(begin, dtype));
   });
@@ -40,10 +66,10 @@ absl::Status CpuParams::ReadTensor(TensorId id, int64_t row_begin, int64_t rows,
 
 absl::Status CpuParams::WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                                     absl::Span<const uint8_t> in) {
-  absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size());
+  absl::Status status = Validate(id, row_begin, rows, dtype, in.size());
   if (!status.ok()) return status;
   const int64_t cols = ShapeOf(config_, id.param).cols;
-  float* const to = buffers_.tensor(id) + row_begin * cols;
+  float* const to = RowOf(id, row_begin);
   pool_->ParallelFor(rows * cols, kElementGrain, [&](int64_t begin, int64_t end) {
     ToFloat(dtype, in.data() + Bytes(begin, dtype), end - begin, to + begin);
   });
@@ -53,10 +79,10 @@ absl::Status CpuParams::WriteTensor(TensorId id, int64_t row_begin, int64_t rows
 absl::Status CpuParams::AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
                                     absl::Span<const uint8_t> in) {
   const TensorId id{param, Role::kGradient};
-  absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size());
+  absl::Status status = Validate(id, row_begin, rows, dtype, in.size());
   if (!status.ok()) return status;
   const int64_t cols = ShapeOf(config_, param).cols;
-  float* const to = buffers_.tensor(id) + row_begin * cols;
+  float* const to = RowOf(id, row_begin);
   pool_->ParallelFor(rows * cols, kElementGrain, [&](int64_t begin, int64_t end) {
     AddScaled(dtype, in.data() + Bytes(begin, dtype), end - begin, scale, to + begin);
   });
@@ -88,11 +114,12 @@ absl::Status CpuParams::ApplyStep(const OptimizerOptions& options, int64_t updat
   if (absl::Status status = ValidateStep(config_, options, update); !status.ok()) return status;
   for (Param param : kTrainedParams) {
     if (gradient(param) == nullptr) continue;
+    const ShardRows own = shard(param);
     const auto at = [&](Role role, int64_t offset) {
-      float* const values = buffers_.tensor({param, role});
-      return values == nullptr ? nullptr : values + offset;
+      return buffers_.tensor({param, role}) == nullptr ? nullptr : RowOf({param, role}, own.first) + offset;
     };
-    pool_->ParallelFor(ShapeOf(config_, param).elements(), kElementGrain, [&](int64_t begin, int64_t end) {
+    const int64_t elements = own.rows * ShapeOf(config_, param).cols;
+    pool_->ParallelFor(elements, kElementGrain, [&](int64_t begin, int64_t end) {
       UpdateParams(options, update, param != Param::kWeight,
                    {at(Role::kValue, begin), at(Role::kGradient, begin), at(Role::kMoment1, begin),
                     at(Role::kMoment2, begin), end - begin});

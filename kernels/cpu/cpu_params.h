@@ -1,5 +1,6 @@
 // The parameters of a head on the CPU, with their gradients and moments: reads, writes, sums and the step of
-// the optimizer. Tensors and dimensions as in kernels/head_config.h.
+// the optimizer. Tensors and dimensions as in kernels/head_config.h. A replica has the moments of its shard
+// only: others are NOT_FOUND, or rows out of range.
 #ifndef LOSSD_KERNELS_CPU_CPU_PARAMS_H_
 #define LOSSD_KERNELS_CPU_CPU_PARAMS_H_
 
@@ -11,6 +12,8 @@
 #include "kernels/backend.h"
 #include "kernels/cpu/head_buffers.h"
 #include "kernels/cpu/parallel_for.h"
+#include "kernels/replica.h"
+#include "kernels/shard_rows.h"
 
 namespace lossd::kernels {
 
@@ -18,8 +21,8 @@ namespace lossd::kernels {
 // and the arenas that the buffers point into.
 class CpuParams {
  public:
-  CpuParams(const HeadConfig& config, ThreadPool* pool, const HeadBuffers& buffers)
-      : config_(config), pool_(pool), buffers_(buffers) {}
+  CpuParams(const HeadConfig& config, Replica replica, ThreadPool* pool, const HeadBuffers& buffers)
+      : config_(config), replica_(replica), pool_(pool), buffers_(buffers) {}
 
   absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype, absl::Span<uint8_t> out);
   absl::Status WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
@@ -30,10 +33,22 @@ class CpuParams {
   absl::Status ApplyStep(const OptimizerOptions& options, int64_t update);
   absl::Status ZeroGradients();
 
- private:
+  // ---- For the replicas of a head ----
+  const HeadConfig& config() const { return config_; }
+  Replica replica() const { return replica_; }
+  ThreadPool& pool() { return *pool_; }
+  // All rows; null if the head has no such tensor.
+  float* value(Param param) const { return buffers_.tensor({param, Role::kValue}); }
   float* gradient(Param param) const { return buffers_.tensor({param, Role::kGradient}); }
 
+ private:
+  ShardRows shard(Param param) const { return ShardRowsOf(config_, param, replica_); }
+  // As ValidateTensorAccess; also refuses the moments of other replicas.
+  absl::Status Validate(TensorId id, int64_t row_begin, int64_t rows, DType dtype, size_t bytes) const;
+  float* RowOf(TensorId id, int64_t row) const;
+
   const HeadConfig config_;
+  const Replica replica_;
   ThreadPool* const pool_;
   const HeadBuffers buffers_;
 };

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/shard_rows.h"
 
 namespace lossd::kernels {
 namespace {
@@ -18,20 +19,30 @@ MemoryKind KindOf(Role role) {
   }
 }
 
+bool IsMoment(Role role) { return role == Role::kMoment1 || role == Role::kMoment2; }
+
+// Elements that the replica keeps of a tensor.
+int64_t ElementsOf(const HeadConfig& config, Replica replica, TensorId id) {
+  const TensorShape shape = ShapeOf(config, id.param);
+  return IsMoment(id.role) ? ShardRowsOf(config, id.param, replica).rows * shape.cols : shape.elements();
+}
+
 int64_t WorkspaceBytes(const HeadConfig& config, int64_t chunk_rows) {
-  return PlanBuffers(config, chunk_rows)[MemoryKind::kWorkspace];
+  return PlanBuffers(config, Replica(), chunk_rows)[MemoryKind::kWorkspace];
 }
 
 }  // namespace
 
-HeadBuffers LayOut(const HeadConfig& config, int64_t chunk_rows, HeadArenas& arenas) {
+HeadBuffers LayOut(const HeadConfig& config, Replica replica, int64_t chunk_rows, HeadArenas& arenas) {
   HeadBuffers buffers;
   for (Param param : kAllParams) {
     for (Role role : {Role::kValue, Role::kGradient, Role::kMoment1, Role::kMoment2}) {
       const TensorId id{param, role};
       if (!HasTensor(config, id)) continue;
+      const int64_t elements = ElementsOf(config, replica, id);
+      if (elements == 0) continue;
       Arena& arena = arenas[static_cast<size_t>(KindOf(role))];
-      buffers.tensor(id) = arena.Take<float>(ShapeOf(config, param).elements());
+      buffers.tensor(id) = arena.Take<float>(elements);
     }
   }
   Arena& workspace = arenas[static_cast<size_t>(MemoryKind::kWorkspace)];
@@ -48,9 +59,9 @@ HeadBuffers LayOut(const HeadConfig& config, int64_t chunk_rows, HeadArenas& are
   return buffers;
 }
 
-MemoryBytes PlanBuffers(const HeadConfig& config, int64_t chunk_rows) {
+MemoryBytes PlanBuffers(const HeadConfig& config, Replica replica, int64_t chunk_rows) {
   HeadArenas arenas;
-  LayOut(config, chunk_rows, arenas);
+  LayOut(config, replica, chunk_rows, arenas);
   MemoryBytes bytes;
   for (size_t i = 0; i < kMemoryKinds; ++i) bytes.by_kind[i] = arenas[i].used();
   return bytes;

@@ -10,6 +10,7 @@
 #include "kernels/cpu/row_loss.h"
 #include "kernels/head_config.h"
 #include "kernels/memory.h"
+#include "kernels/replica.h"
 
 namespace lossd::kernels {
 
@@ -21,7 +22,8 @@ struct RowSource {
   int64_t row;
 };
 
-// Pointers into the arenas; R = chunk rows. A tensor that the head does not have is null.
+// Pointers into the arenas; R = chunk rows. A tensor that the head does not have is null. Moments are those
+// of the replica's shard, from its first row on.
 struct HeadBuffers {
   static constexpr size_t kParams = 5;
   static constexpr size_t kRoles = 4;
@@ -46,9 +48,9 @@ struct HeadBuffers {
 using HeadArenas = std::array<Arena, kMemoryKinds>;
 
 // Takes all arrays of a head with `chunk_rows` rows a chunk.
-HeadBuffers LayOut(const HeadConfig& config, int64_t chunk_rows, HeadArenas& arenas);
+HeadBuffers LayOut(const HeadConfig& config, Replica replica, int64_t chunk_rows, HeadArenas& arenas);
 // The bytes LayOut takes, by kind.
-MemoryBytes PlanBuffers(const HeadConfig& config, int64_t chunk_rows);
+MemoryBytes PlanBuffers(const HeadConfig& config, Replica replica, int64_t chunk_rows);
 // Zeroed arenas for such a plan.
 absl::StatusOr<HeadArenas> AllocateArenas(const MemoryBytes& plan);
 

@@ -38,9 +38,13 @@ struct ArrivalChunk final : ChunkWork {
 
 }  // namespace
 
-ArrivalSchedule::ArrivalSchedule(SliceLimits limits, StagingPool* staging, Ledger* ledger,
+ArrivalSchedule::ArrivalSchedule(SliceLimits limits, int64_t chunk_rows, StagingPool* staging, Ledger* ledger,
                                  MemoryReady memory_ready)
-    : limits_(limits), staging_(staging), ledger_(ledger), memory_ready_(std::move(memory_ready)) {}
+    : limits_(limits),
+      chunk_rows_(chunk_rows),
+      staging_(staging),
+      ledger_(ledger),
+      memory_ready_(std::move(memory_ready)) {}
 
 bool ArrivalSchedule::FindMemory(std::unique_ptr<SliceWork>& slice) {
   StreamState& stream = *slice->stream;
@@ -66,8 +70,8 @@ ScheduledWork ArrivalSchedule::TakeNext(const DeviceLoad& load, bool head_is_idl
     return queue_.TakeOperation();
   }
   if (!load.accepts_chunk()) return {};
-  if (WaitsForRows(queue_.Next(limits_.max_rows), load.without_results)) return {};
-  auto slices = queue_.TakeChunk(limits_.max_rows, *ledger_);
+  if (WaitsForRows(queue_.Next(chunk_rows_), load.without_results)) return {};
+  auto slices = queue_.TakeChunk(chunk_rows_, *ledger_);
   if (slices.empty()) return {};
   return std::make_unique<ArrivalChunk>(std::move(slices));
 }

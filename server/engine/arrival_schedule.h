@@ -19,8 +19,9 @@ namespace lossd::engine {
 
 class ArrivalSchedule final : public Schedule {
  public:
-  // The pool and the ledger outlive the schedule.
-  ArrivalSchedule(SliceLimits limits, StagingPool* staging, Ledger* ledger, MemoryReady memory_ready);
+  // `chunk_rows`: the most rows of a chunk. The pool and the ledger outlive the schedule.
+  ArrivalSchedule(SliceLimits limits, int64_t chunk_rows, StagingPool* staging, Ledger* ledger,
+                  MemoryReady memory_ready);
 
   Schedule& For(bool accumulates) override { return *this; }
   SliceLimits limits() const override { return limits_; }
@@ -53,10 +54,11 @@ class ArrivalSchedule final : public Schedule {
 
  private:
   const SliceLimits limits_;
+  const int64_t chunk_rows_;
   StagingPool* const staging_;
   Ledger* const ledger_;
   const MemoryReady memory_ready_;
-  WorkQueue queue_{limits_.max_rows};
+  WorkQueue queue_{chunk_rows_};
 };
 
 }  // namespace lossd::engine

@@ -51,6 +51,7 @@ struct ChunkWork {
   kernels::LossOptions options;
   kernels::DType hidden_dtype = kernels::DType::kBFloat16;
   bool accumulates = false;  // rows of the segments are reserved in the ledger
+  uint64_t turn = 0;         // kernels::Chunk::turn
 };
 
 // Says which random numbers are those of some rows of the stream's microbatch.

@@ -53,6 +53,7 @@ GroupChunk::GroupChunk(DeterministicSchedule* schedule, std::unique_ptr<GroupAss
   accumulate_.resize(rows);
   ledger.Reserve(id, group_->rows(), absl::MakeSpan(accumulate_));
   accumulates = true;
+  turn = id + static_cast<uint64_t>(group_->key().group);
   const std::vector<GroupAssembly::Segment> pieces = group_->Segments();
   slices = group_->TakeSlices();
   hidden_dtype = slices.front()->stream->spec().hidden_dtype;
@@ -118,11 +119,11 @@ void GroupChunk::Prepare() {
 }  // namespace
 
 absl::StatusOr<GroupAreas> GroupAreas::Allocate(kernels::Backend* backend, int64_t hidden_size,
-                                                int64_t chunk_rows, int64_t max_bytes) {
+                                                int64_t slice_rows, int64_t max_bytes) {
   // Of the widest dtype, so that groups have the same rows in all of them.
   const int64_t row_bytes = hidden_size * static_cast<int64_t>(sizeof(float));
   constexpr auto kAreas = static_cast<int64_t>(Sequencer::kAreas);
-  const int64_t group_rows = std::clamp<int64_t>(max_bytes / row_bytes / kAreas, 1, chunk_rows);
+  const int64_t group_rows = std::clamp<int64_t>(max_bytes / row_bytes / kAreas, 1, slice_rows);
   auto memory = backend->AllocateStaging(kAreas * group_rows * row_bytes);
   if (!memory.ok()) return memory.status();
   return GroupAreas{
@@ -130,14 +131,15 @@ absl::StatusOr<GroupAreas> GroupAreas::Allocate(kernels::Backend* backend, int64
 }
 
 DeterministicSchedule::DeterministicSchedule(EngineContext* context, GroupAreas areas, SliceLimits limits,
-                                             std::shared_ptr<OpenStep> step, MemoryReady memory_ready)
+                                             int64_t chunk_rows, std::shared_ptr<OpenStep> step,
+                                             MemoryReady memory_ready)
     : context_(context),
       areas_(std::move(areas)),
       limits_{.max_rows = areas_.group_rows, .max_bytes = limits.max_bytes, .row_grid = areas_.group_rows},
       step_(std::move(step)),
       memory_ready_(std::move(memory_ready)),
       sequencer_(areas_.group_rows, &step_->ledger(), &step_->contributions()),
-      arrival_(limits, context->staging.get(), &step_->ledger(), memory_ready_) {}
+      arrival_(limits, chunk_rows, context->staging.get(), &step_->ledger(), memory_ready_) {}
 
 // ---- Memory ----
 

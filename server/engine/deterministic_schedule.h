@@ -28,17 +28,17 @@ struct GroupAreas {
   int64_t group_rows = 0;
   int64_t area_bytes = 0;
 
-  // As many rows as `max_bytes` for all areas allow, but at most those of a chunk. Not for the engine's lock.
+  // As many rows as `max_bytes` for all areas allow, but at most those of a slice. Not for the engine's lock.
   static absl::StatusOr<GroupAreas> Allocate(kernels::Backend* backend, int64_t hidden_size,
-                                             int64_t chunk_rows, int64_t max_bytes);
+                                             int64_t slice_rows, int64_t max_bytes);
   uint8_t* At(size_t area) const { return memory->bytes().data() + static_cast<int64_t>(area) * area_bytes; }
 };
 
 class DeterministicSchedule final : public Schedule,
                                     public std::enable_shared_from_this<DeterministicSchedule> {
  public:
-  // The context outlives the schedule. `limits` of streams that come by arrival.
-  DeterministicSchedule(EngineContext* context, GroupAreas areas, SliceLimits limits,
+  // The context outlives the schedule. `limits` and `chunk_rows` of streams that come by arrival.
+  DeterministicSchedule(EngineContext* context, GroupAreas areas, SliceLimits limits, int64_t chunk_rows,
                         std::shared_ptr<OpenStep> step, MemoryReady memory_ready);
 
   Schedule& For(bool accumulates) override {

@@ -78,6 +78,7 @@ void Flight::MakeChunk() {
             .hidden_dtype = work_->hidden_dtype,
             .accumulate_gradients = work_->accumulates,
             .independent = context.options.deterministic,
+            .turn = work_->turn,
             .retained = context.retained.get(),
             .slices = absl::MakeSpan(slices_)};
 }
@@ -154,7 +155,7 @@ void Flight::OnDone(const absl::Status& status) {
   const ChunkReport report = Report();
   context.observers.Tell(&EngineObserver::OnChunk, report);
   owner_->NoteChunk(report, chunk_.choices);
-  const bool broken = results_ok_ && !status.ok();
+  const bool broken = !status.ok() && (results_ok_ || absl::IsDataLoss(status));
   if (broken) context.observers.Tell(&EngineObserver::OnDeviceError, status);
   absl::MutexLock lock(&context.mutex);
   if (broken) owner_->OnAccumulationFailed(status);

@@ -43,6 +43,7 @@ HeadSession::HeadSession(EngineContext* context, std::string name,
       config_(head_->config()),
       compute_dtype_(head_->kernels().compute_dtype()),
       chunk_rows_(head_->kernels().chunk_rows()),
+      slice_rows_(head_->kernels().slice_rows()),
       memory_(head_->kernels().memory()),
       choices_(head_->kernels().Describe()),
       step_(std::make_shared<OpenStep>(
@@ -52,18 +53,18 @@ HeadSession::HeadSession(EngineContext* context, std::string name,
 
 absl::StatusOr<std::shared_ptr<Schedule>> HeadSession::MakeSchedule() {
   const EngineOptions& options = context_->options;
-  const SliceLimits limits{.max_rows = chunk_rows_, .max_bytes = options.slice_bytes};
+  const SliceLimits limits{.max_rows = slice_rows_, .max_bytes = options.slice_bytes};
   MemoryReady memory_ready = [weak = weak_from_this()](std::unique_ptr<SliceWork> slice) {
     if (const auto session = weak.lock()) session->OfferMemory(std::move(slice));
   };
   if (!options.deterministic || !config_.trainable) {
-    return std::make_shared<ArrivalSchedule>(limits, context_->staging.get(), &step_->ledger(),
+    return std::make_shared<ArrivalSchedule>(limits, chunk_rows_, context_->staging.get(), &step_->ledger(),
                                              std::move(memory_ready));
   }
   absl::StatusOr<GroupAreas> areas =
-      GroupAreas::Allocate(context_->backend, config_.hidden_size, chunk_rows_, options.staging_bytes);
+      GroupAreas::Allocate(context_->backend, config_.hidden_size, slice_rows_, options.staging_bytes);
   if (!areas.ok()) return areas.status();
-  return std::make_shared<DeterministicSchedule>(context_, *std::move(areas), limits, step_,
+  return std::make_shared<DeterministicSchedule>(context_, *std::move(areas), limits, chunk_rows_, step_,
                                                  std::move(memory_ready));
 }
 

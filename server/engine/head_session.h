@@ -109,6 +109,7 @@ class HeadSession final : public DeviceLoop::Source,
   const kernels::HeadConfig config_;
   const kernels::DType compute_dtype_;
   const int64_t chunk_rows_;
+  const int64_t slice_rows_;
   const kernels::MemoryBytes memory_;
   const std::vector<kernels::Choice> choices_;
 

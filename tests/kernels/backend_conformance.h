@@ -30,6 +30,7 @@ struct ConformanceCase {
   Logits logits = Logits::kStored;    // HeadConfig::logits of all heads; chunks ask for all gradients
   // Whether with kAuto the uniform part of label smoothing is sampled without a softcap too (docs/math.md).
   bool auto_samples_uniform = false;
+  int devices = 1;  // that share the rows of a chunk; each has a workspace of its own
 };
 
 // "Cpu_fp32_bf16": backend, compute dtype, hidden dtype.

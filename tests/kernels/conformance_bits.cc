@@ -1,5 +1,5 @@
 // What deterministic servers rest on: results depend on the rows of a chunk and their order alone, to the
-// bit.
+// bit; on how they are cut into slices they do not in independent chunks, which is what such servers send.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -68,7 +68,7 @@ TEST_P(BackendConformance, TheCutIntoSlicesLeavesNoTrace) {
     const SliceData& all = whole.slices.front();
     const auto head = MakeHead(backend(), whole);
     ASSERT_NE(head, nullptr);
-    const ChunkRun want = RunChunk(*head, whole);
+    const ChunkRun want = RunChunk(*head, whole, {.independent = true});
     ASSERT_TRUE(want.done.ok()) << want.done;
     const auto gradients = AllGradients(*head);
     for (int repeat = 0; repeat < 3; ++repeat) {
@@ -86,7 +86,8 @@ TEST_P(BackendConformance, TheCutIntoSlicesLeavesNoTrace) {
         }
         row = end;
       }
-      const ChunkRun got = RunChunk(*head, cut, {.grad_hidden_in_place = Chance(rng(), 0.5)});
+      const ChunkRun got =
+          RunChunk(*head, cut, {.grad_hidden_in_place = Chance(rng(), 0.5), .independent = true});
       ASSERT_TRUE(got.done.ok()) << got.done;
       EXPECT_EQ(AllGradients(*head), gradients);
       for (size_t i = 0; i < begins.size(); ++i) {
@@ -144,7 +145,7 @@ TEST_P(BackendConformance, RetainedRowsGiveTheSameBits) {
   const auto direct = MakeHead(backend(), problem);
   const auto deferred = MakeHead(backend(), problem);
   ASSERT_TRUE(direct != nullptr && deferred != nullptr);
-  const ChunkRun want = RunChunk(*direct, problem);
+  const ChunkRun want = RunChunk(*direct, problem, {.independent = true});
   auto retained = backend().AllocateRetained(RetainedBytes(problem));
   ASSERT_TRUE(retained.ok()) << retained.status();
 
@@ -158,7 +159,8 @@ TEST_P(BackendConformance, RetainedRowsGiveTheSameBits) {
   other.accumulate_gradients = false;
   ASSERT_TRUE(RunChunk(*deferred, other).done.ok());
 
-  const ChunkRun got = RunChunk(*deferred, problem, {.retained = retained->get(), .take_retained = true});
+  const ChunkRun got =
+      RunChunk(*deferred, problem, {.retained = retained->get(), .take_retained = true, .independent = true});
   ASSERT_TRUE(got.done.ok()) << got.done;
   for (size_t i = 0; i < problem.slices.size(); ++i) {
     EXPECT_EQ(want.slices[i].loss, got.slices[i].loss);

@@ -52,7 +52,8 @@ TEST_P(BackendConformance, AHeadKeepsToItsOwnWorkspaceLimit) {
     const auto plan = backend().PlanHead(config);
     ASSERT_TRUE(plan.ok()) << plan.status();
     constexpr int64_t kPages = int64_t{4} << 20;  // two buffers may be rounded up
-    EXPECT_LE((*plan)[MemoryKind::kWorkspace], recomputes_logits() ? limit : limit + kPages);
+    EXPECT_LE((*plan)[MemoryKind::kWorkspace] / GetParam().devices,
+              recomputes_logits() ? limit : limit + kPages);
   }
   config.workspace_bytes = 10;
   EXPECT_FALSE(backend().PlanHead(config).ok());

@@ -1,0 +1,114 @@
+#include "kernels/cpu/cpu_replicas.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cpu/cpu_head.h"
+#include "kernels/cpu/cpu_params.h"
+#include "kernels/cpu/parallel_for.h"
+#include "kernels/errors/field_error.h"
+#include "kernels/shard_rows.h"
+
+namespace lossd::kernels {
+namespace {
+
+constexpr Param kTrainedParams[] = {Param::kWeight, Param::kBias, Param::kNormGain, Param::kNormShift};
+
+// Elements that one thread handles at least, and those that it sums at a time.
+constexpr int64_t kElementGrain = int64_t{1} << 15;
+constexpr int64_t kBlock = 4096;
+
+class CpuReplicas final : public Replicas {
+ public:
+  explicit CpuReplicas(std::vector<CpuParams*> replicas) : replicas_(std::move(replicas)) {}
+
+  absl::Status SumGradients() override {
+    for (Param param : kTrainedParams) {
+      for (CpuParams* owner : replicas_) SumShard(param, *owner);
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status SpreadValues() override {
+    for (Param param : kTrainedParams) {
+      for (CpuParams* owner : replicas_) SpreadShard(param, *owner);
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  // The elements of the owner's shard of a parameter.
+  struct Range {
+    int64_t first;
+    int64_t elements;
+  };
+  static Range RangeOf(Param param, const CpuParams& owner) {
+    const ShardRows rows = ShardRowsOf(owner.config(), param, owner.replica());
+    const int64_t cols = ShapeOf(owner.config(), param).cols;
+    return {rows.first * cols, rows.rows * cols};
+  }
+
+  void SumShard(Param param, CpuParams& owner) {
+    if (owner.gradient(param) == nullptr) return;
+    const auto [first, elements] = RangeOf(param, owner);
+    owner.pool().ParallelFor(elements, kElementGrain, [&, first = first](int64_t begin, int64_t end) {
+      for (int64_t from = begin; from < end; from += kBlock) {
+        SumBlock(param, owner, first + from, std::min(kBlock, end - from));
+      }
+    });
+  }
+
+  void SumBlock(Param param, const CpuParams& owner, int64_t from, int64_t n) const {
+    std::array<float, kBlock> sum{};
+    for (const CpuParams* replica : replicas_) {
+      float* const part = replica->gradient(param) + from;
+      for (int64_t i = 0; i < n; ++i) sum[static_cast<size_t>(i)] += part[i];
+      std::fill_n(part, n, 0.0f);
+    }
+    std::copy_n(sum.begin(), n, owner.gradient(param) + from);
+  }
+
+  void SpreadShard(Param param, CpuParams& owner) {
+    const float* const values = owner.value(param);
+    if (values == nullptr) return;
+    const auto [first, elements] = RangeOf(param, owner);
+    for (CpuParams* replica : replicas_) {
+      if (replica == &owner) continue;
+      owner.pool().ParallelFor(elements, kElementGrain, [&, first = first](int64_t begin, int64_t end) {
+        std::memcpy(replica->value(param) + first + begin, values + first + begin,
+                    static_cast<size_t>(end - begin) * sizeof(float));
+      });
+    }
+  }
+
+  const std::vector<CpuParams*> replicas_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Replicas>> MakeCpuReplicas(absl::Span<HeadKernels* const> heads) {
+  std::vector<CpuParams*> replicas;
+  for (HeadKernels* kernels : heads) {
+    auto* const head = dynamic_cast<CpuHead*>(kernels);
+    if (head == nullptr) return errors::FieldError("heads", "be heads of CPU backends", "another one");
+    const Replica replica = head->params().replica();
+    if (replica.index != static_cast<int>(replicas.size()) ||
+        replica.count != static_cast<int>(heads.size())) {
+      return errors::FieldError(absl::StrCat("heads[", replicas.size(), "]"),
+                                absl::StrCat("be replica ", replicas.size(), " of ", heads.size()),
+                                absl::StrCat("replica ", replica.index, " of ", replica.count));
+    }
+    if (!(head->config() == heads.front()->config())) {
+      return errors::FieldError(absl::StrCat("heads[", replicas.size(), "].config"), "be that of the first",
+                                "another one");
+    }
+    replicas.push_back(&head->params());
+  }
+  return std::make_unique<CpuReplicas>(std::move(replicas));
+}
+
+}  // namespace lossd::kernels

@@ -1,0 +1,140 @@
+#include "kernels/group/group_backend.h"
+
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "kernels/errors/field_error.h"
+#include "kernels/group/group_head.h"
+#include "kernels/group/members.h"
+
+namespace lossd::kernels {
+namespace {
+
+void Add(const MemoryBytes& bytes, MemoryBytes& sum) {
+  for (size_t kind = 0; kind < kMemoryKinds; ++kind) sum.by_kind[kind] += bytes.by_kind[kind];
+}
+
+class GroupBackend final : public Backend {
+ public:
+  GroupBackend(std::vector<std::unique_ptr<Backend>> members, MakeReplicas make_replicas,
+               const GroupOptions& options)
+      : options_(options), members_(std::move(members)), make_replicas_(std::move(make_replicas)) {}
+
+  BackendInfo info() const override {
+    BackendInfo info = first().info();
+    std::vector<std::string> devices;
+    for (int i = 0; i < members_.size(); ++i) devices.push_back(members_.backend(i).info().device);
+    info.device = absl::StrJoin(devices, " + ");
+    return info;
+  }
+
+  MemoryStats memory() const override {
+    MemoryStats sum = first().memory();
+    for (int i = 1; i < members_.size() && !options_.members_share_memory; ++i) {
+      const MemoryStats stats = members_.backend(i).memory();
+      Add(stats.current, sum.current);
+      Add(stats.peak, sum.peak);
+      sum.peak_total += stats.peak_total;
+      sum.limit += stats.limit;
+    }
+    return sum;
+  }
+
+  // As many as one member takes, and one more for each of the others: so chunks of few rows keep all of them
+  // busy.
+  int max_chunks_in_flight() const override { return first().max_chunks_in_flight() + members_.size() - 1; }
+
+  absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const override {
+    MemoryBytes sum;
+    for (int i = 0; i < members_.size(); ++i) {
+      absl::StatusOr<MemoryBytes> plan = members_.backend(i).PlanHead(config);
+      if (!plan.ok()) return plan.status();
+      Add(*plan, sum);
+    }
+    return sum;
+  }
+
+  absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
+    std::vector<std::unique_ptr<HeadKernels>> heads(static_cast<size_t>(members_.size()));
+    std::unique_ptr<Replicas> replicas;
+    absl::Status status = CreateHeads(config, heads);
+    if (status.ok()) status = Connect(heads, replicas);
+    if (!status.ok()) {
+      DestroyHeads(heads);
+      return status;
+    }
+    return std::make_unique<GroupHead>(config, options_.least_rows, &members_, std::move(heads),
+                                       std::move(replicas));
+  }
+
+  absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
+    return first().AllocateStaging(bytes);
+  }
+  absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) override {
+    return first().AllocateRetained(bytes);
+  }
+  absl::Status PlanHostMemory(MemoryKind kind, int64_t bytes) override {
+    return first().PlanHostMemory(kind, bytes);
+  }
+
+ private:
+  Backend& first() const { return members_.backend(0); }
+
+  // One member after the other, so that what does not fit is the same each time.
+  absl::Status CreateHeads(const HeadConfig& config, std::vector<std::unique_ptr<HeadKernels>>& heads) {
+    for (int i = 0; i < members_.size(); ++i) {
+      absl::Status status = members_.On(i, [&] {
+        absl::StatusOr<std::unique_ptr<HeadKernels>> head = members_.backend(i).CreateHead(config);
+        if (head.ok()) heads[static_cast<size_t>(i)] = *std::move(head);
+        return head.status();
+      });
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Connect(const std::vector<std::unique_ptr<HeadKernels>>& heads,
+                       std::unique_ptr<Replicas>& replicas) {
+    std::vector<HeadKernels*> all;
+    for (const auto& head : heads) all.push_back(head.get());
+    return members_.WithAll([&] {
+      absl::StatusOr<std::unique_ptr<Replicas>> made = make_replicas_(all);
+      if (made.ok()) replicas = *std::move(made);
+      return made.status();
+    });
+  }
+
+  void DestroyHeads(std::vector<std::unique_ptr<HeadKernels>>& heads) {
+    members_
+        .ForEach([&](int i) {
+          heads[static_cast<size_t>(i)].reset();
+          return absl::OkStatus();
+        })
+        .IgnoreError();
+  }
+
+  const GroupOptions options_;
+  Members members_;
+  const MakeReplicas make_replicas_;  // may hold what connects the members: ends before them
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Backend>> CreateGroupBackend(std::vector<std::unique_ptr<Backend>> members,
+                                                            MakeReplicas make_replicas,
+                                                            const GroupOptions& options) {
+  if (members.empty()) return errors::FieldError("members", "not be empty", 0);
+  if (options.least_rows < 0) return errors::FieldError("least_rows", "be >= 0", options.least_rows);
+  const BackendInfo first = members.front()->info();
+  for (size_t i = 1; i < members.size(); ++i) {
+    const BackendInfo info = members[i]->info();
+    if (info.name == first.name && info.default_compute_dtype == first.default_compute_dtype) continue;
+    return errors::FieldError(absl::StrCat("members[", i, "]"), absl::StrCat("be like ", first.device),
+                              info.device);
+  }
+  return std::make_unique<GroupBackend>(std::move(members), std::move(make_replicas), options);
+}
+
+}  // namespace lossd::kernels

@@ -1,0 +1,42 @@
+// Several backends as one: heads lie on all of them, and the rows of a chunk are divided among them
+// (docs/scaling.md). To the engine it is a device like any other.
+#ifndef LOSSD_KERNELS_GROUP_GROUP_BACKEND_H_
+#define LOSSD_KERNELS_GROUP_GROUP_BACKEND_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kernels/backend.h"
+
+namespace lossd::kernels {
+
+// Connects the heads of the members, of the same config and in the order of the members.
+using MakeReplicas =
+    std::function<absl::StatusOr<std::unique_ptr<Replicas>>(absl::Span<HeadKernels* const> heads)>;
+
+struct GroupOptions {
+  // Chunks of fewer rows are computed by one member. With 512 rows a pass over the fp32 weight gradient costs
+  // about as much as the products of the rows; two members would each make the pass for half of the rows.
+  int64_t least_rows = 512;
+  // The members count their memory together, as those of CreateCpuMembers do: what one of them says is said
+  // of all.
+  bool members_share_memory = false;
+};
+
+// Staging memory, and the memory of deferred microbatches, is that of member 0, which computes every slice
+// whose hidden states are retained. `members`: >= 1, all alike, member i made as replica {i, members}.
+// INVALID_ARGUMENT naming what is wrong.
+//
+// A limit of workspace holds for each member. Figures of memory are sums over the members, and peaks sums of
+// their peaks.
+absl::StatusOr<std::unique_ptr<Backend>> CreateGroupBackend(std::vector<std::unique_ptr<Backend>> members,
+                                                            MakeReplicas make_replicas,
+                                                            const GroupOptions& options);
+
+}  // namespace lossd::kernels
+
+#endif  // LOSSD_KERNELS_GROUP_GROUP_BACKEND_H_

@@ -1,0 +1,95 @@
+#include "kernels/group/group_chunk.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+
+namespace lossd::kernels {
+
+GroupChunk::GroupChunk(Chunk* whole, ChunkCallbacks callbacks, std::vector<ChunkPart> parts)
+    : whole_(whole),
+      callbacks_(std::move(callbacks)),
+      divided_(std::move(parts)),
+      parts_(divided_.size()),
+      without_results_(divided_.size()),
+      unfinished_(divided_.size()) {
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    Part& part = parts_[i];
+    for (const size_t slice : divided_[i].slices) part.slices.push_back(whole->slices[slice]);
+    part.chunk.options = whole->options;
+    part.chunk.hidden_dtype = whole->hidden_dtype;
+    part.chunk.accumulate_gradients = whole->accumulate_gradients;
+    part.chunk.independent = whole->independent;
+    part.chunk.turn = whole->turn;
+    part.chunk.retained = whole->retained;
+    part.chunk.slices = absl::MakeSpan(part.slices);
+  }
+}
+
+GroupChunk::GroupChunk(absl::Status refusal, ChunkCallbacks callbacks)
+    : whole_(nullptr),
+      callbacks_(std::move(callbacks)),
+      refusal_(std::move(refusal)),
+      without_results_(0),
+      unfinished_(0) {}
+
+bool GroupChunk::OnResults(size_t part, const absl::Status& status) {
+  absl::MutexLock lock(&mutex_);
+  parts_[part].results = status;
+  return --without_results_ == 0;
+}
+
+bool GroupChunk::OnDone(size_t part, const absl::Status& status) {
+  absl::MutexLock lock(&mutex_);
+  parts_[part].done = status;
+  return --unfinished_ == 0;
+}
+
+void GroupChunk::CallResults() {
+  absl::Status status = refusal_;
+  for (const Part& part : parts_) status.Update(part.results);
+  if (status.ok()) {
+    CollectSlices();
+    CollectChoices();
+  }
+  callbacks_.on_results(std::move(status));
+}
+
+void GroupChunk::CallDone() { callbacks_.on_done(DoneStatus()); }
+
+void GroupChunk::CollectSlices() {
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    for (size_t j = 0; j < parts_[i].slices.size(); ++j) {
+      Slice& slice = whole_->slices[divided_[i].slices[j]];
+      slice.first_nonfinite_row = parts_[i].slices[j].first_nonfinite_row;
+      slice.sums = parts_[i].slices[j].sums;
+    }
+  }
+}
+
+void GroupChunk::CollectChoices() {
+  const auto largest =
+      std::max_element(divided_.begin(), divided_.end(),
+                       [](const ChunkPart& a, const ChunkPart& b) { return a.rows < b.rows; });
+  const Chunk& said = parts_[static_cast<size_t>(largest - divided_.begin())].chunk;
+  whole_->choices = said.choices;
+  whole_->gradients = said.gradients;
+  whole_->sample_threshold = said.sample_threshold;
+}
+
+absl::Status GroupChunk::DoneStatus() const {
+  absl::Status status = refusal_;
+  bool accumulated = false;
+  for (const Part& part : parts_) {
+    status.Update(part.done);
+    status.Update(part.results);
+    accumulated = accumulated || (part.results.ok() && part.chunk.accumulate_gradients);
+  }
+  if (status.ok() || !accumulated) return status;
+  return absl::DataLossError(
+      absl::StrCat("some of the devices that share a chunk failed: ", status.message()));
+}
+
+}  // namespace lossd::kernels

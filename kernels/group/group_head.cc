@@ -1,0 +1,247 @@
+#include "kernels/group/group_head.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/errors/field_error.h"
+#include "kernels/group/group_chunk.h"
+#include "kernels/shard_rows.h"
+#include "kernels/validation.h"
+
+namespace lossd::kernels {
+
+GroupHead::GroupHead(const HeadConfig& config, int64_t least_rows, Members* members,
+                     std::vector<std::unique_ptr<HeadKernels>> heads, std::unique_ptr<Replicas> replicas)
+    : config_(config),
+      limits_{.members = members->size(),
+              .member_rows = (*std::min_element(heads.begin(), heads.end(),
+                                                [](const auto& a, const auto& b) {
+                                                  return a->slice_rows() < b->slice_rows();
+                                                }))
+                                 ->slice_rows(),
+              .least_rows = least_rows},
+      members_(members),
+      heads_(std::move(heads)),
+      replicas_(std::move(replicas)) {}
+
+GroupHead::~GroupHead() {
+  order_->WaitUntilIdle();
+  members_
+      ->WithAll([this] {
+        replicas_.reset();
+        return absl::OkStatus();
+      })
+      .IgnoreError();
+  members_
+      ->ForEach([this](int member) {
+        heads_[static_cast<size_t>(member)].reset();
+        return absl::OkStatus();
+      })
+      .IgnoreError();
+}
+
+MemoryBytes GroupHead::memory() const {
+  MemoryBytes sum;
+  for (const auto& head : heads_) {
+    const MemoryBytes bytes = head->memory();
+    for (size_t kind = 0; kind < kMemoryKinds; ++kind) sum.by_kind[kind] += bytes.by_kind[kind];
+  }
+  return sum;
+}
+
+std::vector<Choice> GroupHead::Describe() const {
+  std::vector<Choice> choices = head(0).Describe();
+  choices.insert(choices.begin(),
+                 {.what = "chunk",
+                  .choice = absl::StrCat("up to ", chunk_rows(), " rows"),
+                  .reason = absl::StrCat(limits_.members, " devices, each up to ", limits_.member_rows)});
+  choices.insert(choices.begin() + 1, {.what = "devices",
+                                       .choice = absl::StrCat(limits_.members, ", by rows"),
+                                       .reason = absl::StrCat("fewer than ", limits_.least_rows,
+                                                              " rows at once go to one of them")});
+  choices.erase(choices.begin() + 2);  // what the first one says of its chunks
+  return choices;
+}
+
+// ---- Chunks ----
+
+absl::Status GroupHead::Check(const Chunk& chunk) const {
+  if (absl::Status status = ValidateChunk(config_, chunk_rows(), chunk); !status.ok()) return status;
+  for (size_t i = 0; i < chunk.slices.size(); ++i) {
+    if (chunk.slices[i].rows <= slice_rows()) continue;
+    return errors::FieldError(absl::StrCat("slices[", i, "].rows"),
+                              absl::StrCat("be at most ", slice_rows(), ", those of one device"),
+                              chunk.slices[i].rows);
+  }
+  return absl::OkStatus();
+}
+
+std::vector<ChunkPart> GroupHead::Parts(const Chunk& chunk) {
+  const auto count = static_cast<uint64_t>(limits_.members);
+  if (chunk.independent && chunk.accumulate_gradients) {
+    DivisionLimits whole = limits_;
+    whole.least_rows = std::numeric_limits<int64_t>::max();
+    return Divide(chunk.slices, whole, static_cast<int>(chunk.turn % count));
+  }
+  return Divide(chunk.slices, limits_, static_cast<int>(next_sole_++ % count));
+}
+
+void GroupHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
+  if (absl::Status status = Check(*chunk); !status.ok()) {
+    order_->Add(std::make_shared<GroupChunk>(std::move(status), std::move(callbacks)));
+    return;
+  }
+  if (chunk->accumulate_gradients) summed_ = false;
+  const auto divided = std::make_shared<GroupChunk>(chunk, std::move(callbacks), Parts(*chunk));
+  const size_t parts = divided->parts();  // it may be over before the last part is posted
+  order_->Add(divided);
+  for (size_t part = 0; part < parts; ++part) Start(divided, part);
+}
+
+void GroupHead::Start(const std::shared_ptr<GroupChunk>& chunk, size_t part) {
+  const int member = chunk->member(part);
+  MemberThread& thread = members_->thread(member);
+  thread.Post([chunk, part, &thread, &head = head(member), order = order_] {
+    thread.StartChunk();
+    head.Submit(chunk->chunk(part), {.on_results =
+                                         [chunk, part, order](const absl::Status& status) {
+                                           if (chunk->OnResults(part, status)) order->OnResults(*chunk);
+                                         },
+                                     .on_done =
+                                         [chunk, part, order, &thread](const absl::Status& status) {
+                                           thread.EndChunk();
+                                           if (chunk->OnDone(part, status)) order->OnDone(*chunk);
+                                         }});
+  });
+}
+
+// ---- Tensors ----
+
+std::vector<GroupHead::Owned> GroupHead::OwnersOf(Param param, int64_t row_begin, int64_t rows) const {
+  std::vector<Owned> owners;
+  for (int member = 0; member < limits_.members; ++member) {
+    const ShardRows own = ShardRowsOf(config_, param, {member, limits_.members});
+    const int64_t first = std::max(row_begin, own.first);
+    const int64_t end = std::min(row_begin + rows, own.end());
+    if (first < end) owners.push_back({member, first, end - first, first - row_begin});
+  }
+  return owners;
+}
+
+absl::Status GroupHead::ForOwners(
+    Param param, int64_t row_begin, int64_t rows,
+    absl::FunctionRef<absl::Status(HeadKernels& head, const Owned& owned)> fn) const {
+  for (const Owned& owned : OwnersOf(param, row_begin, rows)) {
+    absl::Status status = members_->On(owned.member, [&] { return fn(head(owned.member), owned); });
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status GroupHead::SumGradients() {
+  if (!sum_lost_.ok()) return sum_lost_;
+  if (summed_) return absl::OkStatus();
+  order_->WaitUntilIdle();
+  absl::Status status = members_->WithAll([this] { return replicas_->SumGradients(); });
+  if (!status.ok()) {
+    sum_lost_ =
+        absl::Status(status.code(), absl::StrCat("the gradients of several devices could not be added "
+                                                 "up (zero them and repeat the step): ",
+                                                 status.message()));
+    return sum_lost_;
+  }
+  summed_ = true;
+  return absl::OkStatus();
+}
+
+absl::Status GroupHead::ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                                   absl::Span<uint8_t> out) {
+  absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, out.size());
+  if (!status.ok()) return status;
+  order_->WaitUntilIdle();
+  if (id.role == Role::kGradient) status = SumGradients();
+  if (!status.ok()) return status;
+  const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, id.param).cols) * SizeOf(dtype);
+  return ForOwners(id.param, row_begin, rows, [&](HeadKernels& head, const Owned& owned) {
+    return head.ReadTensor(id, owned.first, owned.rows, dtype,
+                           out.subspan(static_cast<size_t>(owned.offset) * row_bytes,
+                                       static_cast<size_t>(owned.rows) * row_bytes));
+  });
+}
+
+absl::Status GroupHead::WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                                    absl::Span<const uint8_t> in) {
+  absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size());
+  if (!status.ok()) return status;
+  order_->WaitUntilIdle();
+  if (id.role == Role::kValue) {
+    return members_->ForEach(
+        [&](int member) { return head(member).WriteTensor(id, row_begin, rows, dtype, in); });
+  }
+  if (id.role == Role::kGradient) status = SumGradients();
+  if (!status.ok()) return status;
+  const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, id.param).cols) * SizeOf(dtype);
+  return ForOwners(id.param, row_begin, rows, [&](HeadKernels& head, const Owned& owned) {
+    return head.WriteTensor(id, owned.first, owned.rows, dtype,
+                            in.subspan(static_cast<size_t>(owned.offset) * row_bytes,
+                                       static_cast<size_t>(owned.rows) * row_bytes));
+  });
+}
+
+// ---- Gradients and steps ----
+
+absl::Status GroupHead::AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
+                                    absl::Span<const uint8_t> in) {
+  absl::Status status =
+      ValidateTensorAccess(config_, {param, Role::kGradient}, row_begin, rows, dtype, in.size());
+  if (!status.ok()) return status;
+  order_->WaitUntilIdle();
+  const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, param).cols) * SizeOf(dtype);
+  return ForOwners(param, row_begin, rows, [&](HeadKernels& head, const Owned& owned) {
+    return head.AddGradient(param, owned.first, owned.rows, dtype, scale,
+                            in.subspan(static_cast<size_t>(owned.offset) * row_bytes,
+                                       static_cast<size_t>(owned.rows) * row_bytes));
+  });
+}
+
+absl::StatusOr<double> GroupHead::GradNorm() {
+  if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
+  order_->WaitUntilIdle();
+  if (absl::Status status = SumGradients(); !status.ok()) return status;
+  std::vector<double> norms(heads_.size());
+  absl::Status status = members_->ForEach([&](int member) {
+    absl::StatusOr<double> norm = head(member).GradNorm();
+    if (norm.ok()) norms[static_cast<size_t>(member)] = *norm;
+    return norm.status();
+  });
+  if (!status.ok()) return status;
+  double squares = 0.0;
+  for (const double norm : norms) squares += norm * norm;
+  return std::sqrt(squares);
+}
+
+absl::Status GroupHead::ApplyStep(const OptimizerOptions& options, int64_t update) {
+  if (absl::Status status = ValidateStep(config_, options, update); !status.ok()) return status;
+  order_->WaitUntilIdle();
+  if (absl::Status status = SumGradients(); !status.ok()) return status;
+  absl::Status status =
+      members_->ForEach([&](int member) { return head(member).ApplyStep(options, update); });
+  if (!status.ok()) return status;
+  return members_->WithAll([this] { return replicas_->SpreadValues(); });
+}
+
+absl::Status GroupHead::ZeroGradients() {
+  if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
+  order_->WaitUntilIdle();
+  absl::Status status = members_->ForEach([&](int member) { return head(member).ZeroGradients(); });
+  if (!status.ok()) return status;
+  summed_ = true;
+  sum_lost_ = absl::OkStatus();
+  return absl::OkStatus();
+}
+
+}  // namespace lossd::kernels

@@ -1,0 +1,62 @@
+#include "kernels/group/member_thread.h"
+
+#include <pthread.h>
+
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace lossd::kernels {
+
+MemberThread::MemberThread(int index, int max_chunks)
+    : max_chunks_(max_chunks), thread_([this, index] { Run(index); }) {}
+
+MemberThread::~MemberThread() {
+  {
+    absl::MutexLock lock(&mutex_);
+    ending_ = true;
+  }
+  thread_.join();
+}
+
+void MemberThread::Post(Task task) {
+  absl::MutexLock lock(&mutex_);
+  tasks_.push_back(std::move(task));
+}
+
+void MemberThread::StartChunk() {
+  absl::MutexLock lock(&mutex_);
+  const auto takes_chunk = [this] {
+    mutex_.AssertHeld();
+    return chunks_ < max_chunks_;
+  };
+  mutex_.Await(absl::Condition(&takes_chunk));
+  ++chunks_;
+}
+
+void MemberThread::EndChunk() {
+  absl::MutexLock lock(&mutex_);
+  --chunks_;
+}
+
+void MemberThread::Run(int index) {
+  pthread_setname_np(pthread_self(), absl::StrCat("lossd-member-", index).substr(0, 15).c_str());
+  const auto has_news = [this] {
+    mutex_.AssertHeld();
+    return ending_ || !tasks_.empty();
+  };
+  while (true) {
+    Task task;
+    {
+      absl::MutexLock lock(&mutex_);
+      mutex_.Await(absl::Condition(&has_news));
+      if (tasks_.empty()) return;
+      task = std::move(tasks_.front());
+      tasks_.pop_front();
+    }
+    task();
+  }
+}
+
+}  // namespace lossd::kernels

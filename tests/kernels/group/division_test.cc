@@ -1,0 +1,112 @@
+// Divisions of random chunks have the properties that division.h promises.
+#include "kernels/group/division.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <random>
+#include <vector>
+
+namespace lossd::kernels {
+namespace {
+
+std::vector<Slice> Slices(const std::vector<int64_t>& rows) {
+  std::vector<Slice> slices(rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) slices[i].rows = rows[i];
+  return slices;
+}
+
+std::vector<int64_t> RowsByMember(const std::vector<ChunkPart>& parts, int members) {
+  std::vector<int64_t> rows(static_cast<size_t>(members), 0);
+  for (const ChunkPart& part : parts) rows[static_cast<size_t>(part.member)] += part.rows;
+  return rows;
+}
+
+// Of all chunks, whatever they hold.
+void ExpectSound(const std::vector<Slice>& slices, const DivisionLimits& limits,
+                 const std::vector<ChunkPart>& parts) {
+  std::vector<int> seen(slices.size(), 0);
+  int last_member = 0;
+  for (const ChunkPart& part : parts) {
+    ASSERT_GE(part.member, last_member);
+    ASSERT_LT(part.member, limits.members);
+    last_member = part.member;
+    ASSERT_TRUE(std::is_sorted(part.slices.begin(), part.slices.end()));
+    int64_t rows = 0;
+    for (const size_t slice : part.slices) {
+      ASSERT_LT(slice, slices.size());
+      ++seen[slice];
+      rows += slices[slice].rows;
+      if (slices[slice].retained_offset >= 0) {
+        ASSERT_EQ(part.member, 0);
+      }
+    }
+    EXPECT_EQ(part.rows, rows);
+    EXPECT_LE(part.rows, limits.member_rows);
+  }
+  EXPECT_EQ(seen, std::vector<int>(slices.size(), 1)) << "each slice once";
+}
+
+TEST(DivisionTest, RandomChunksAreDividedSoundlyAndEvenly) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937_64 rng(seed);
+  const auto up_to = [&rng](uint64_t n) { return static_cast<int64_t>(rng() % (n + 1)); };
+  for (int repeat = 0; repeat < 5000; ++repeat) {
+    DivisionLimits limits;
+    limits.members = 1 + static_cast<int>(up_to(7));
+    limits.member_rows = 1 + up_to(100);
+    std::vector<int64_t> rows;
+    int64_t left = limits.members * limits.member_rows;
+    for (int64_t more = up_to(40); more > 0 && left > 0; --more) {
+      rows.push_back(up_to(static_cast<uint64_t>(std::min(left, limits.member_rows))));
+      left -= rows.back();
+    }
+    const std::vector<Slice> slices = Slices(rows);
+    const int sole = static_cast<int>(up_to(static_cast<uint64_t>(limits.members - 1)));
+    const std::vector<ChunkPart> parts = Divide(slices, limits, sole);
+    ExpectSound(slices, limits, parts);
+    EXPECT_EQ(Divide(slices, limits, sole), parts) << "a pure function";
+    const std::vector<int64_t> by_member = RowsByMember(parts, limits.members);
+    const auto [least, most] = std::minmax_element(by_member.begin(), by_member.end());
+    const int64_t largest = rows.empty() ? 0 : *std::max_element(rows.begin(), rows.end());
+    EXPECT_LE(*most - *least, largest);
+  }
+}
+
+TEST(DivisionTest, RetainedSlicesAreThoseOfTheFirstMemberAndOthersMakeUpForIt) {
+  std::vector<Slice> slices = Slices({10, 10, 10, 10, 10, 10});
+  slices[1].retained_offset = 0;
+  slices[4].retained_offset = 640;
+  const DivisionLimits limits{.members = 3, .member_rows = 20};
+  const std::vector<ChunkPart> parts = Divide(slices, limits, 2);
+  ExpectSound(slices, limits, parts);
+  EXPECT_EQ(RowsByMember(parts, 3), (std::vector<int64_t>{20, 20, 20}));
+  const DivisionLimits sole{.members = 3, .member_rows = 60, .least_rows = 1000};
+  EXPECT_EQ(Divide(slices, sole, 2),
+            (std::vector<ChunkPart>{{.member = 0, .rows = 60, .slices = {0, 1, 2, 3, 4, 5}}}));
+}
+
+TEST(DivisionTest, AMemberHasAsManyPartsAsItNeeds) {
+  std::vector<Slice> slices = Slices({7, 7, 7});
+  for (Slice& slice : slices) slice.retained_offset = 0;
+  const DivisionLimits limits{.members = 2, .member_rows = 15};
+  EXPECT_EQ(Divide(slices, limits, 1), (std::vector<ChunkPart>{{.member = 0, .rows = 14, .slices = {0, 1}},
+                                                               {.member = 0, .rows = 7, .slices = {2}}}));
+}
+
+TEST(DivisionTest, FewRowsAreOneMembers) {
+  const DivisionLimits limits{.members = 2, .member_rows = 60, .least_rows = 100};
+  EXPECT_EQ(Divide(Slices({30, 20}), limits, 1),
+            (std::vector<ChunkPart>{{.member = 1, .rows = 50, .slices = {0, 1}}}));
+  EXPECT_EQ(Divide(Slices({40, 50}), limits, 1).size(), 2u) << "one member does not take them";
+  EXPECT_EQ(Divide(Slices({50, 50}), limits, 1).size(), 2u);
+  EXPECT_EQ(Divide({}, limits, 1), (std::vector<ChunkPart>{{.member = 1}}));
+  EXPECT_EQ(Divide(Slices({0, 0}), limits, 1),
+            (std::vector<ChunkPart>{{.member = 1, .rows = 0, .slices = {0, 1}}}));
+}
+
+}  // namespace
+}  // namespace lossd::kernels

@@ -1,0 +1,43 @@
+// The conformance suite on groups of CPU backends.
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "gtest/gtest.h"
+#include "tests/kernels/backend_conformance.h"
+#include "tests/kernels/group/member_group.h"
+
+namespace lossd::kernels::testing {
+namespace {
+
+Backend& SharedGroup(int members, int64_t least_rows) {
+  static auto* const groups = new std::map<std::pair<int, int64_t>, std::unique_ptr<Backend>>();
+  std::unique_ptr<Backend>& group = (*groups)[{members, least_rows}];
+  if (group == nullptr) group = MakeCpuGroup(members, least_rows);
+  return *group;
+}
+
+// Every chunk is divided, or only those of many rows, which is none here.
+std::vector<ConformanceCase> Cases() {
+  std::vector<ConformanceCase> cases;
+  const auto add = [&](const std::string& name, int members, int64_t least_rows, DType hidden) {
+    cases.push_back({.name = absl::StrCat(name, "Of", members),
+                     .backend = [=]() -> Backend& { return SharedGroup(members, least_rows); },
+                     .hidden = hidden,
+                     .devices = members});
+  };
+  add("Divided", 2, 0, DType::kFloat32);
+  add("Divided", 3, 0, DType::kBFloat16);
+  add("InTurn", 2, 512, DType::kFloat16);
+  add("InTurn", 3, 512, DType::kFloat32);
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(Group, BackendConformance, ::testing::ValuesIn(Cases()), ConformanceName);
+
+}  // namespace
+}  // namespace lossd::kernels::testing
