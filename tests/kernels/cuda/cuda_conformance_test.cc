@@ -5,24 +5,55 @@
 
 #include "gtest/gtest.h"
 #include "kernels/cuda/cuda_backend.h"
+#include "kernels/cuda/cuda_replicas.h"
+#include "kernels/group/group_backend.h"
 #include "tests/kernels/backend_conformance.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
 
 namespace lossd::kernels::testing {
 namespace {
 
+constexpr CudaBackendOptions kOptions = {.workspace_bytes = int64_t{64} << 20, .max_chunk_rows = 512};
+
 template <FusedLoss kFused, bool kHostBranches = false, bool kSmallestBlocks = false>
 Backend& BackendWith() {
   static const std::unique_ptr<Backend> backend = [] {
-    auto created = CreateCudaBackend({.workspace_bytes = int64_t{64} << 20,
-                                      .max_chunk_rows = 512,
-                                      .fused_loss = kFused,
-                                      .host_branches = kHostBranches,
-                                      .smallest_blocks = kSmallestBlocks});
+    CudaBackendOptions options = kOptions;
+    options.fused_loss = kFused;
+    options.host_branches = kHostBranches;
+    options.smallest_blocks = kSmallestBlocks;
+    auto created = CreateCudaBackend(options);
     EXPECT_TRUE(created.ok()) << created.status();
     return *std::move(created);
   }();
   return *backend;
+}
+
+constexpr int kGroupGpus = 2;
+
+// Every chunk is divided between two GPUs.
+template <FusedLoss kFused>
+Backend& GroupWith() {
+  static const std::unique_ptr<Backend> group = [] {
+    std::vector<std::unique_ptr<Backend>> members;
+    for (int i = 0; i < kGroupGpus; ++i) {
+      CudaBackendOptions options = kOptions;
+      options.device = i;
+      options.replica = {i, kGroupGpus};
+      options.fused_loss = kFused;
+      auto member = CreateCudaBackend(options);
+      EXPECT_TRUE(member.ok()) << member.status();
+      members.push_back(*std::move(member));
+    }
+    auto connection = CudaReplicaGroup::Create({0, 1});
+    EXPECT_TRUE(connection.ok()) << connection.status();
+    const auto connect = [shared = std::shared_ptr<CudaReplicaGroup>(*std::move(connection))](
+                             absl::Span<HeadKernels* const> heads) { return shared->Connect(heads); };
+    auto created = CreateGroupBackend(std::move(members), connect, {.least_rows = 0});
+    EXPECT_TRUE(created.ok()) << created.status();
+    return *std::move(created);
+  }();
+  return *group;
 }
 
 // Compute dtype and hidden dtype.
@@ -36,6 +67,7 @@ struct Way {
   Backend& (*backend)();
   Logits logits;
   Dtypes dtypes;
+  int gpus = 1;
 };
 
 // Fused losses are taken wherever they are possible. Heads that recompute logits have the blocks that a
@@ -63,15 +95,19 @@ std::vector<Way> Ways() {
        {{kF16, kF16}, {kBf16, kBf16}, {kBf16, kF32}}},
       {"CudaRecomputedHostBranch", BackendWith<kFused, true, true>, kRecomputed, {{kBf16, kBf16}}},
       {"CudaRecomputedUnfusedHostBranch", BackendWith<kNever, true, true>, kRecomputed, {{kBf16, kBf16}}},
+      {"CudaGroup", GroupWith<kNever>, kStored, {{kF32, kF32}, {kF16, kBf16}, {kBf16, kF32}}, kGroupGpus},
+      {"CudaGroupFused", GroupWith<kFused>, kStored, {{kBf16, kBf16}}, kGroupGpus},
+      {"CudaGroupRecomputed", GroupWith<kFused>, kRecomputed, {{kBf16, kBf16}}, kGroupGpus},
   };
 }
 
 std::vector<ConformanceCase> Cases() {
   std::vector<ConformanceCase> cases;
-  if (!HaveGpu()) return cases;
   for (const Way& way : Ways()) {
+    if (GpuCount() < way.gpus) continue;
     for (const auto& [compute, hidden] : way.dtypes) {
-      cases.push_back({way.name, way.backend, compute, hidden, way.logits, /*auto_samples_uniform=*/true});
+      cases.push_back(
+          {way.name, way.backend, compute, hidden, way.logits, /*auto_samples_uniform=*/true, way.gpus});
     }
   }
   return cases;

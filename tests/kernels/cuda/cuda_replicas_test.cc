@@ -21,11 +21,6 @@ using ::testing::Each;
 constexpr int kReplicas = 2;
 constexpr Param kTrained[] = {Param::kWeight, Param::kBias, Param::kNormGain, Param::kNormShift};
 
-int GpuCount() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
-}
-
 // Relative, in norm. Both sides add up the same fp32 products in another order.
 double Difference(const std::vector<float>& got, const std::vector<float>& want) {
   double difference = 0.0, size = 0.0;

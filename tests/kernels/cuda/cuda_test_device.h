@@ -8,10 +8,11 @@
 
 namespace lossd::kernels::testing {
 
-inline bool HaveGpu() {
+inline int GpuCount() {
   int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
+  return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
+inline bool HaveGpu() { return GpuCount() > 0; }
 
 // Compute capability 9.0, for which the kernels in kernels/cuda/hopper are built.
 inline bool HaveHopperGpu() {
