@@ -37,7 +37,9 @@ ABSL_FLAG(int64_t, rows, 1024, "rows of a microbatch");
 ABSL_FLAG(int64_t, hidden_size, 512, "D");
 ABSL_FLAG(int64_t, vocab_size, 32000, "V");
 ABSL_FLAG(std::string, backend, "auto", "auto, cpu or cuda");
+ABSL_FLAG(std::string, devices, "", "several GPUs, e.g. 0,1 or all");
 ABSL_FLAG(int, threads, 0, "threads of the CPU backend; 0: all the process may use");
+ABSL_FLAG(int, cpu_devices, 1, "devices of the CPU backend, which share its threads");
 ABSL_FLAG(int, in_flight, 4, "microbatches under way at once, for the engine and the client");
 ABSL_FLAG(std::vector<std::string>, channels, std::vector<std::string>({"1", "2", "4"}),
           "connections to try");
@@ -121,8 +123,10 @@ Line Measure(std::string name, int64_t rows, double seconds, Fn once) {
 }
 
 std::unique_ptr<kernels::Backend> MakeBackend() {
-  return Must(kernels::CreateBackend(
-                  {.backend = absl::GetFlag(FLAGS_backend), .threads = absl::GetFlag(FLAGS_threads)}))
+  return Must(kernels::CreateBackend({.backend = absl::GetFlag(FLAGS_backend),
+                                      .devices = absl::GetFlag(FLAGS_devices),
+                                      .threads = absl::GetFlag(FLAGS_threads),
+                                      .cpu_devices = absl::GetFlag(FLAGS_cpu_devices)}))
       .backend;
 }
 
@@ -148,12 +152,17 @@ Line MeasureKernels(const Shape& shape, double seconds) {
   std::deque<std::unique_ptr<Flight>> under_way;
   const auto submit = [&](int64_t begin) {
     auto flight = std::make_unique<Flight>();
-    kernels::Slice slice;
-    slice.rows = std::min(head->chunk_rows(), shape.rows - begin);
-    slice.hidden = rows.hidden() + begin * shape.hidden_size;
-    slice.targets = rows.targets().data() + begin;
-    slice.grad_hidden = grad->bytes().data() + 2 * begin * shape.hidden_size;
-    flight->slices = {slice};
+    const int64_t end = std::min(shape.rows, begin + head->chunk_rows());
+    const int64_t devices = head->chunk_rows() / head->slice_rows();  // a slice each
+    const int64_t slice_rows = (end - begin + devices - 1) / devices;
+    for (int64_t first = begin; first < end; first += slice_rows) {
+      kernels::Slice slice;
+      slice.rows = std::min(slice_rows, end - first);
+      slice.hidden = rows.hidden() + first * shape.hidden_size;
+      slice.targets = rows.targets().data() + first;
+      slice.grad_hidden = grad->bytes().data() + 2 * first * shape.hidden_size;
+      flight->slices.push_back(slice);
+    }
     flight->chunk.slices = absl::MakeSpan(flight->slices);
     head->Submit(&flight->chunk, {.on_results = [](absl::Status status) { Must(status); },
                                   .on_done =
@@ -251,7 +260,9 @@ Line MeasureService(const Shape& shape, int channels, double seconds) {
   auto server = Must(app::Server::Start({.listen = "127.0.0.1:0",
                                          .http = "",
                                          .backend = absl::GetFlag(FLAGS_backend),
-                                         .threads = absl::GetFlag(FLAGS_threads)}));
+                                         .devices = absl::GetFlag(FLAGS_devices),
+                                         .threads = absl::GetFlag(FLAGS_threads),
+                                         .cpu_devices = absl::GetFlag(FLAGS_cpu_devices)}));
   auto client = Must(client::Client::Connect({.target = server->grpc_address(), .channels = channels}));
   v1::CreateHeadRequest request;
   request.mutable_spec()->set_name(kHead);

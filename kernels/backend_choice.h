@@ -10,8 +10,12 @@ namespace lossd::kernels {
 struct BackendChoice {
   std::string backend = "auto";  // "auto" (CUDA if there is a usable GPU, else CPU), "cpu" or "cuda"
   std::string device = "0";      // CUDA: index among the visible GPUs, or a UUID ("GPU-" or "MIG-" and so on)
-  int threads = 0;               // CPU: 0: all the process may use
-  int64_t workspace_bytes = 0;   // per head; 0: the backend's default
+  // CUDA: several GPUs that share the rows of every head (docs/scaling.md), by index or UUID with commas
+  // between them, or "all"; instead of `device`. Empty: one.
+  std::string devices;
+  int threads = 0;      // CPU: 0: all the process may use
+  int cpu_devices = 1;  // CPU: groups of threads that share the rows of every head, as several GPUs would
+  int64_t workspace_bytes = 0;                        // per head; 0: the backend's default
   int64_t memory_limit_bytes = 0;                     // 0: none
   int64_t memory_reserve_bytes = int64_t{256} << 20;  // CPU: left to others of what the system can give
   bool deterministic = false;  // nothing that may differ between runs of the program, whatever it gains

@@ -1,13 +1,23 @@
 #include "kernels/create_backend.h"
 
 #include <utility>
+#include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/cpu/cpu_backend.h"
+#include "kernels/cpu/cpu_replicas.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/gpu_backend.h"
+#include "kernels/group/group_backend.h"
 
 namespace lossd::kernels {
 namespace {
+
+absl::StatusOr<std::unique_ptr<Backend>> CreateCpuGroup(const CpuBackendOptions& options, int count) {
+  absl::StatusOr<std::vector<std::unique_ptr<Backend>>> members = CreateCpuMembers(options, count);
+  if (!members.ok()) return members.status();
+  return CreateGroupBackend(*std::move(members), MakeCpuReplicas, {.members_share_memory = true});
+}
 
 absl::StatusOr<CreatedBackend> CreateCpu(const BackendChoice& choice, std::string note) {
   CpuBackendOptions options;
@@ -15,21 +25,38 @@ absl::StatusOr<CreatedBackend> CreateCpu(const BackendChoice& choice, std::strin
   if (choice.workspace_bytes > 0) options.workspace_bytes = choice.workspace_bytes;
   options.memory_limit_bytes = choice.memory_limit_bytes;
   options.memory_reserve_bytes = choice.memory_reserve_bytes;
-  absl::StatusOr<std::unique_ptr<Backend>> backend = CreateCpuBackend(options);
+  absl::StatusOr<std::unique_ptr<Backend>> backend =
+      choice.cpu_devices == 1 ? CreateCpuBackend(options) : CreateCpuGroup(options, choice.cpu_devices);
   if (!backend.ok()) return backend.status();
   return CreatedBackend{*std::move(backend), std::move(note)};
+}
+
+absl::Status Check(const BackendChoice& choice) {
+  if (choice.backend != "auto" && choice.backend != "cuda" && choice.backend != "cpu") {
+    return errors::FieldError("backend", "be auto, cpu or cuda", choice.backend);
+  }
+  if (!choice.devices.empty() && choice.backend == "cpu") {
+    return errors::FieldError("devices", "be empty with backend cpu, which has cpu_devices", choice.devices);
+  }
+  if (!choice.devices.empty() && choice.device != BackendChoice().device) {
+    return errors::FieldError("devices", absl::StrCat("be empty where device is given, ", choice.device),
+                              choice.devices);
+  }
+  if (choice.cpu_devices != 1 && choice.backend == "cuda") {
+    return errors::FieldError("cpu_devices", "be 1 with backend cuda, which has devices", choice.cpu_devices);
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
 
 absl::StatusOr<CreatedBackend> CreateBackend(const BackendChoice& choice) {
+  if (absl::Status status = Check(choice); !status.ok()) return status;
   if (choice.backend == "cpu") return CreateCpu(choice, "");
-  if (choice.backend != "auto" && choice.backend != "cuda") {
-    return errors::FieldError("backend", "be auto, cpu or cuda", choice.backend);
-  }
   absl::StatusOr<std::unique_ptr<Backend>> gpu = CreateGpuBackend(choice);
   if (gpu.ok()) return CreatedBackend{*std::move(gpu), ""};
-  if (choice.backend == "cuda" || !absl::IsUnavailable(gpu.status())) return gpu.status();
+  const bool wants_gpu = choice.backend == "cuda" || !choice.devices.empty();
+  if (wants_gpu || !absl::IsUnavailable(gpu.status())) return gpu.status();
   return CreateCpu(choice, std::string(gpu.status().message()));
 }
 

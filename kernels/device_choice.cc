@@ -1,5 +1,6 @@
 #include "kernels/device_choice.h"
 
+#include <algorithm>
 #include <cstddef>
 
 #include "absl/strings/escaping.h"
@@ -7,6 +8,8 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::kernels {
@@ -40,6 +43,41 @@ absl::StatusOr<int> FindGpu(absl::string_view device, absl::Span<const std::stri
       absl::StrCat("be the index of a GPU or the beginning of the UUID of one of these: ",
                    absl::StrJoin(uuids, ", ")),
       device);
+}
+
+absl::StatusOr<std::vector<int>> FindGpus(absl::string_view devices, absl::Span<const std::string> uuids) {
+  std::vector<int> found;
+  if (devices == "all") {
+    for (size_t i = 0; i < uuids.size(); ++i) found.push_back(static_cast<int>(i));
+    return found;
+  }
+  for (const absl::string_view part : absl::StrSplit(devices, ',')) {
+    const absl::string_view device = absl::StripAsciiWhitespace(part);
+    const absl::StatusOr<int> gpu = FindGpu(device, uuids);
+    if (!gpu.ok()) {
+      return errors::FieldError(
+          "devices",
+          absl::StrCat("be \"all\", or GPUs with commas between them (", gpu.status().message(), ")"),
+          devices);
+    }
+    if (std::find(found.begin(), found.end(), *gpu) != found.end()) {
+      return errors::FieldError(
+          "devices", absl::StrCat("name each GPU once (", device, " is number ", *gpu, ")"), devices);
+    }
+    found.push_back(*gpu);
+  }
+  return found;
+}
+
+absl::Status CheckAlike(absl::Span<const std::string> descriptions) {
+  const auto kind = [](absl::string_view description) {
+    return description.substr(std::min(description.find(' '), description.size()));
+  };
+  for (const std::string& description : descriptions) {
+    if (kind(description) == kind(descriptions.front())) continue;
+    return errors::FieldError("devices", absl::StrCat("be alike, as ", descriptions.front()), description);
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace lossd::kernels

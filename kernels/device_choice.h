@@ -3,6 +3,7 @@
 #define LOSSD_KERNELS_DEVICE_CHOICE_H_
 
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -17,6 +18,14 @@ std::string GpuUuidText(absl::Span<const char> bytes);
 // has (at least "GPU-" and a digit). `uuids`: of all GPUs. INVALID_ARGUMENT naming the field "device", its
 // value and the GPUs there are.
 absl::StatusOr<int> FindGpu(absl::string_view device, absl::Span<const std::string> uuids);
+
+// The indices of the GPUs that `devices` names, in its order: names as above with commas between them, or
+// "all". INVALID_ARGUMENT naming the field "devices" also for one that is named twice.
+absl::StatusOr<std::vector<int>> FindGpus(absl::string_view devices, absl::Span<const std::string> uuids);
+
+// INVALID_ARGUMENT naming the field "devices" unless all are alike. `descriptions`: of the devices chosen, as
+// BackendInfo::device says them: the name of the device, a space, and what has to be the same.
+absl::Status CheckAlike(absl::Span<const std::string> descriptions);
 
 }  // namespace lossd::kernels
 

@@ -1,23 +1,65 @@
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/cuda/cuda_backend.h"
+#include "kernels/cuda/cuda_replicas.h"
 #include "kernels/device_choice.h"
 #include "kernels/gpu_backend.h"
+#include "kernels/group/group_backend.h"
 
 namespace lossd::kernels {
 
-absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice& choice) {
-  const absl::StatusOr<std::vector<std::string>> uuids = VisibleGpuUuids();
-  if (!uuids.ok()) return uuids.status();
-  const absl::StatusOr<int> device = FindGpu(choice.device, *uuids);
-  if (!device.ok()) return device.status();
+namespace {
+
+absl::StatusOr<std::unique_ptr<Backend>> CreateOne(const BackendChoice& choice, int device, Replica replica) {
   CudaBackendOptions options;
-  options.device = *device;
+  options.device = device;
+  options.replica = replica;
   options.workspace_bytes = choice.workspace_bytes;
   options.memory_limit_bytes = choice.memory_limit_bytes;
   options.deterministic = choice.deterministic;
   return CreateCudaBackend(options);
+}
+
+absl::StatusOr<std::unique_ptr<Backend>> CreateGroup(const BackendChoice& choice,
+                                                     const std::vector<int>& devices) {
+  std::vector<std::unique_ptr<Backend>> members;
+  std::vector<std::string> descriptions;
+  for (const int device : devices) {
+    const Replica replica{static_cast<int>(members.size()), static_cast<int>(devices.size())};
+    absl::StatusOr<std::unique_ptr<Backend>> member = CreateOne(choice, device, replica);
+    if (!member.ok()) return member.status();
+    descriptions.push_back((*member)->info().device);
+    members.push_back(*std::move(member));
+  }
+  if (absl::Status status = CheckAlike(descriptions); !status.ok()) return status;
+  absl::StatusOr<std::unique_ptr<CudaReplicaGroup>> connection = CudaReplicaGroup::Create(devices);
+  if (!connection.ok()) return connection.status();
+  return CreateGroupBackend(
+      std::move(members),
+      [connection = std::shared_ptr<CudaReplicaGroup>(*std::move(connection))](
+          absl::Span<HeadKernels* const> heads) -> absl::StatusOr<std::unique_ptr<Replicas>> {
+        return connection->Connect(heads);
+      },
+      GroupOptions());
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice& choice) {
+  const absl::StatusOr<std::vector<std::string>> uuids = VisibleGpuUuids();
+  if (!uuids.ok()) return uuids.status();
+  if (!choice.devices.empty()) {
+    const absl::StatusOr<std::vector<int>> devices = FindGpus(choice.devices, *uuids);
+    if (!devices.ok()) return devices.status();
+    return devices->size() == 1 ? CreateOne(choice, devices->front(), Replica())
+                                : CreateGroup(choice, *devices);
+  }
+  const absl::StatusOr<int> device = FindGpu(choice.device, *uuids);
+  if (!device.ok()) return device.status();
+  return CreateOne(choice, *device, Replica());
 }
 
 }  // namespace lossd::kernels

@@ -25,7 +25,12 @@ class GroupBackend final : public Backend {
   BackendInfo info() const override {
     BackendInfo info = first().info();
     std::vector<std::string> devices;
-    for (int i = 0; i < members_.size(); ++i) devices.push_back(members_.backend(i).info().device);
+    info.uuids.clear();
+    for (int i = 0; i < members_.size(); ++i) {
+      const BackendInfo member = members_.backend(i).info();
+      devices.push_back(member.device);
+      info.uuids.insert(info.uuids.end(), member.uuids.begin(), member.uuids.end());
+    }
     info.device = absl::StrJoin(devices, " + ");
     return info;
   }

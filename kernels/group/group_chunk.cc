@@ -81,15 +81,16 @@ void GroupChunk::CollectChoices() {
 
 absl::Status GroupChunk::DoneStatus() const {
   absl::Status status = refusal_;
+  absl::Status results = refusal_;
   bool accumulated = false;
   for (const Part& part : parts_) {
     status.Update(part.done);
-    status.Update(part.results);
+    results.Update(part.results);
     accumulated = accumulated || (part.results.ok() && part.chunk.accumulate_gradients);
   }
-  if (status.ok() || !accumulated) return status;
+  if (results.ok() || !accumulated) return status;
   return absl::DataLossError(
-      absl::StrCat("some of the devices that share a chunk failed: ", status.message()));
+      absl::StrCat("some of the devices that share a chunk failed: ", results.message()));
 }
 
 }  // namespace lossd::kernels

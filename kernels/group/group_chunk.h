@@ -35,8 +35,8 @@ class GroupChunk {
   bool OnDone(size_t part, const absl::Status& status);
 
   // All parts have results: writes them into the whole chunk and calls its on_results; the first error in the
-  // order of the parts is that of the chunk. Likewise on_done, where the failure of some parts beside others
-  // that accumulated is DATA_LOSS.
+  // order of the parts is that of the chunk. Likewise on_done, where it is DATA_LOSS if some parts failed
+  // before they had results and others accumulated.
   void CallResults();
   void CallDone();
 

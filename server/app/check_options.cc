@@ -44,6 +44,18 @@ absl::Status CheckClientLimits(const ServerOptions& options) {
 
 }  // namespace
 
+kernels::BackendChoice BackendOf(const ServerOptions& options) {
+  return {.backend = options.backend,
+          .device = options.device,
+          .devices = options.devices,
+          .threads = options.threads,
+          .cpu_devices = options.cpu_devices,
+          .workspace_bytes = options.workspace_bytes,
+          .memory_limit_bytes = options.memory_limit_bytes,
+          .memory_reserve_bytes = options.memory_reserve_bytes,
+          .deterministic = options.deterministic};
+}
+
 int64_t MaxMessageBytes(const ServerOptions& options) {
   return std::max(options.slice_bytes, 4 * kMebibyte) + kMebibyte;
 }
@@ -61,6 +73,7 @@ int64_t LedgerBytes(const ServerOptions& options) {
 
 absl::Status CheckOptions(const ServerOptions& options) {
   absl::Status status = CheckAtLeast("threads", options.threads, 0);
+  status.Update(CheckAtLeast("cpu_devices", options.cpu_devices, 1));
   status.Update(CheckAtLeast("workspace_bytes", options.workspace_bytes, 0));
   status.Update(CheckAtLeast("memory_limit_bytes", options.memory_limit_bytes, 0));
   status.Update(CheckAtLeast("memory_reserve_bytes", options.memory_reserve_bytes, 0));

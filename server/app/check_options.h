@@ -7,12 +7,16 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "kernels/backend_choice.h"
 #include "server/app/server.h"
 
 namespace lossd::app {
 
 // INVALID_ARGUMENT naming the first option that is out of range.
 absl::Status CheckOptions(const ServerOptions& options);
+
+// What computes.
+kernels::BackendChoice BackendOf(const ServerOptions& options);
 
 // The largest message of a call: a slice with its header, or an opening message, which clients keep below 4
 // MiB.

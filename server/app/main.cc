@@ -90,10 +90,18 @@ ABSL_FLAG(
     std::string, device, ServerOptions().device,
     "CUDA backend: index among the visible GPUs, or the UUID of one as nvidia-smi -L prints it (GPU-...)");
 ABSL_FLAG(
+    std::string, devices, ServerOptions().devices,
+    "CUDA backend: several GPUs, as --device names them with commas between them, or all. Every head is "
+    "on all of them, and they share the rows (docs/scaling.md)");
+ABSL_FLAG(
     bool, exit_on_device_loss, true,
     "When the device is lost, answer the calls that are open, as after SIGTERM, and end with status 3, so "
     "that whatever supervises the server starts it again. False: go on without a device, and fail /livez");
 ABSL_FLAG(int, threads, ServerOptions().threads, "Threads of the CPU backend; 0: all the process may use");
+ABSL_FLAG(
+    int, cpu_devices, ServerOptions().cpu_devices,
+    "CPU backend: divide the threads among so many devices, which share the rows of every head as several "
+    "GPUs do; to try that out");
 ABSL_FLAG(
     ByteSize, workspace_bytes, ByteSize{ServerOptions().workspace_bytes},
     "Workspace of each head (on a GPU with its slots) that has no limit of its own; bounds the rows computed "
@@ -226,7 +234,9 @@ ServerOptions OptionsFromFlags() {
                       .http_token = absl::GetFlag(FLAGS_http_token)};
   options.backend = absl::GetFlag(FLAGS_backend);
   options.device = absl::GetFlag(FLAGS_device);
+  options.devices = absl::GetFlag(FLAGS_devices);
   options.threads = absl::GetFlag(FLAGS_threads);
+  options.cpu_devices = absl::GetFlag(FLAGS_cpu_devices);
   options.workspace_bytes = absl::GetFlag(FLAGS_workspace_bytes).bytes;
   options.memory_limit_bytes = absl::GetFlag(FLAGS_memory_limit_bytes).bytes;
   options.memory_reserve_bytes = absl::GetFlag(FLAGS_memory_reserve_bytes).bytes;

@@ -149,14 +149,7 @@ void ServerImpl::LogStart() const {
 }
 
 absl::Status ServerImpl::CreateEngine() {
-  absl::StatusOr<kernels::CreatedBackend> backend =
-      kernels::CreateBackend({.backend = options_.backend,
-                              .device = options_.device,
-                              .threads = options_.threads,
-                              .workspace_bytes = options_.workspace_bytes,
-                              .memory_limit_bytes = options_.memory_limit_bytes,
-                              .memory_reserve_bytes = options_.memory_reserve_bytes,
-                              .deterministic = options_.deterministic});
+  absl::StatusOr<kernels::CreatedBackend> backend = kernels::CreateBackend(BackendOf(options_));
   if (!backend.ok()) return backend.status();
   if (!backend->note.empty()) log::Log(log::LogLevel::kInfo, "no GPU backend", {{"reason", backend->note}});
   backend_ = std::move(backend->backend);

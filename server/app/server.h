@@ -31,9 +31,13 @@ struct ServerOptions {
   std::string version = "0.0.0";
 
   // Compute.
-  std::string backend = "auto";    // "auto" (a GPU if there is one), "cpu" or "cuda"
-  std::string device = "0";        // CUDA backend: index among the visible GPUs, or a UUID
+  std::string backend = "auto";  // "auto" (a GPU if there is one), "cpu" or "cuda"
+  std::string device = "0";      // CUDA backend: index among the visible GPUs, or a UUID
+  // CUDA backend: several GPUs that share the rows of every head: as `device`, with commas between them, or
+  // "all"; empty: the one of `device`.
+  std::string devices;
   int threads = 0;                 // CPU backend; 0: all the process may use
+  int cpu_devices = 1;             // CPU backend: parts of the threads that work as devices of their own
   int64_t workspace_bytes = 0;     // per head; 0: 256 MiB (CPU), 2 GiB or less (CUDA)
   int64_t memory_limit_bytes = 0;  // heads and staging; 0: none
   // Of the host's memory so much is left to others, by heads on the CPU backend and by the buffers of saves.

@@ -3,7 +3,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <string>
 #include <vector>
+
+#include "absl/strings/str_cat.h"
 
 namespace lossd::kernels {
 namespace {
@@ -38,6 +41,32 @@ TEST(DeviceChoiceTest, Refusals) {
   }
   EXPECT_THAT(std::string(FindGpu("GPU-0123", Uuids()).status().message()), HasSubstr(Uuids()[1]));
   EXPECT_THAT(std::string(FindGpu("2", Uuids()).status().message()), HasSubstr("GPUs found: 2"));
+}
+
+TEST(DeviceChoiceTest, SeveralGpusInTheOrderGiven) {
+  EXPECT_THAT(*FindGpus("all", Uuids()), testing::ElementsAre(0, 1));
+  EXPECT_THAT(*FindGpus("1,0", Uuids()), testing::ElementsAre(1, 0));
+  EXPECT_THAT(*FindGpus(" 1 , GPU-01234", Uuids()), testing::ElementsAre(1, 0));
+  EXPECT_THAT(*FindGpus("1", Uuids()), testing::ElementsAre(1));
+}
+
+TEST(DeviceChoiceTest, RefusalsOfSeveralGpus) {
+  for (const char* devices : {"", "0,", ",1", "0,2", "0,,1", "ALL", "all,0", "0;1", "0-1", "-1,0"}) {
+    const absl::Status status = FindGpus(devices, Uuids()).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << devices;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("devices must be"));
+    EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat("got ", devices)));
+  }
+  for (const char* devices : {"0,0", "1,0,1", "GPU-01234,0"}) {
+    EXPECT_THAT(std::string(FindGpus(devices, Uuids()).status().message()), HasSubstr("name each GPU once"));
+  }
+}
+
+TEST(DeviceChoiceTest, UnlikeGpusAreRefused) {
+  EXPECT_TRUE(CheckAlike({"cuda:0 NVIDIA H200", "cuda:3 NVIDIA H200"}).ok());
+  const absl::Status status = CheckAlike({"cuda:0 NVIDIA H200", "cuda:1 NVIDIA A100-SXM4-80GB"});
+  EXPECT_EQ(status.message(),
+            "devices must be alike, as cuda:0 NVIDIA H200, got cuda:1 NVIDIA A100-SXM4-80GB");
 }
 
 }  // namespace

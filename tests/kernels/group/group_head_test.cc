@@ -187,7 +187,7 @@ TEST_F(GroupHeadTest, AnErrorAfterTheResultsIsHeardAtTheEnd) {
   for (MemberScript& script : scripts_) script.GiveResults();
   member(0).Finish();
   member(1).Finish(absl::InternalError("lost"));
-  EXPECT_THAT(heard(), ElementsAre("1 results", "1 done DATA_LOSS"));
+  EXPECT_THAT(heard(), ElementsAre("1 results", "1 done INTERNAL"));
 }
 
 TEST_F(GroupHeadTest, RefusalsNameTheSliceAndTheMost) {
