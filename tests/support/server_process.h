@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -13,6 +14,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "tests/support/child_process.h"
@@ -22,7 +25,8 @@ namespace lossd::test {
 
 class ServerProcess {
  public:
-  // `program` is lossd; `flags` come after those set here.
+  // `program` is lossd; `flags` come after those set here, and after them those of the variable
+  // LOSSD_TEST_FLAGS, with spaces between them.
   explicit ServerProcess(std::string program, std::vector<std::string> flags = {})
       : program_(std::move(program)), flags_(std::move(flags)) {
     Start();
@@ -60,6 +64,10 @@ class ServerProcess {
                                         "--staging_bytes=4MiB",
                                         "--workspace_bytes=4MiB"};
     command.insert(command.end(), flags_.begin(), flags_.end());
+    const char* const more = std::getenv("LOSSD_TEST_FLAGS");  // of every server of a test program
+    for (absl::string_view flag : absl::StrSplit(more == nullptr ? "" : more, ' ', absl::SkipEmpty())) {
+      command.emplace_back(flag);
+    }
     process_ = std::make_unique<ChildProcess>(command, folder_.File("log"));
     target_.clear();
     for (int i = 0; i < 4000 && target_.empty(); ++i) {

@@ -15,7 +15,7 @@ class ServerProcess:
     def __init__(self, *flags: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="lossd-test.")
         self.folder = Path(self._folder.name)
-        self._flags = flags
+        self._flags = (*flags, *os.environ.get("LOSSD_TEST_FLAGS", "").split())
         self._process: subprocess.Popen[bytes] | None = None
         self.target = "127.0.0.1:0"
         self.start()

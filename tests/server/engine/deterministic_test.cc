@@ -61,6 +61,33 @@ TEST_F(DeterministicTest, GroupsAreLimitedByTheStagingMemory) {
   EXPECT_EQ(head->limits.row_grid, 227);
 }
 
+// As on several devices, of which each computes whole groups; which, says the turn of the chunk.
+TEST_F(DeterministicTest, AGroupIsOneDevicesAndItsRepeatsTheSameOnes) {
+  device_.slice_rows = kGroup / 2;
+  std::vector<uint64_t> turns;
+  device_.on_chunk = [&turns](const kernels::Chunk& chunk) {
+    EXPECT_TRUE(chunk.independent);
+    turns.push_back(chunk.turn);
+  };
+  Start();
+  EXPECT_EQ(engine_->Describe("head")->limits.row_grid, kGroup / 2);
+  for (const uint64_t id : {0, 1}) {
+    Call call = Open(id, kGroup);
+    ASSERT_TRUE(Send(call, id, {0, kGroup / 2}));
+    ASSERT_TRUE(Send(call, id, {kGroup / 2, kGroup}));
+    ASSERT_TRUE(call.results->Wait().ok()) << call.results->Wait();
+  }
+  Call repeat = Open(0, kGroup, {kGroup / 2, kGroup});
+  ASSERT_TRUE(Send(repeat, 0, {kGroup / 2 + 1, kGroup}));
+  ASSERT_TRUE(Send(repeat, 0, {kGroup / 2, kGroup / 2 + 1}));
+  ASSERT_TRUE(repeat.results->Wait().ok()) << repeat.results->Wait();
+  Settle();
+  EXPECT_THAT(turns,
+              ::testing::AllOf(::testing::Contains(0), ::testing::Contains(1), ::testing::Contains(2)));
+  EXPECT_THAT(std::vector<uint64_t>(turns.begin(), turns.begin() + 4), ElementsAre(0, 1, 1, 2));
+  for (size_t i = 4; i < turns.size(); ++i) EXPECT_EQ(turns[i], 1u) << "of the group that is repeated";
+}
+
 TEST_F(DeterministicTest, MicrobatchesAccumulateInTheOrderOfTheirIds) {
   Start();
   Call second = Open(1, 20), third = Open(2, 3), first = Open(0, 5);

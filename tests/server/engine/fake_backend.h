@@ -32,6 +32,7 @@ namespace lossd::engine {
 class FakeDevice {
  public:
   int64_t chunk_rows = 16;
+  int64_t slice_rows = 0;  // 0: chunk_rows
   int chunks_in_flight = 1;
   bool asynchronous = false;  // finish chunks on a thread of the backend's own
   absl::Duration delay = absl::ZeroDuration();
@@ -138,6 +139,9 @@ class FakeHead final : public kernels::HeadKernels {
   const kernels::HeadConfig& config() const override { return config_; }
   kernels::DType compute_dtype() const override { return kernels::DType::kFloat32; }
   int64_t chunk_rows() const override { return device_->chunk_rows; }
+  int64_t slice_rows() const override {
+    return device_->slice_rows > 0 ? device_->slice_rows : device_->chunk_rows;
+  }
   kernels::MemoryBytes memory() const override { return {}; }
   std::vector<kernels::Choice> Describe() const override { return {{.what = "head", .choice = "fake"}}; }
 
@@ -195,7 +199,8 @@ class FakeHead final : public kernels::HeadKernels {
     device_->on_chunk(chunk);
     if (absl::Status status = device_->fail_results(number); !status.ok()) {
       callbacks.on_results(status);
-      callbacks.on_done(status);
+      const absl::Status done = device_->fail_done(number);
+      callbacks.on_done(done.ok() ? status : done);
       return;
     }
     std::vector<float> accumulated;

@@ -167,5 +167,20 @@ TEST_F(FlightTest, AFailureWhileAccumulatingEndsAllThatDependsOnIt) {
   EXPECT_EQ(session_->step().CheckValid().code(), absl::StatusCode::kInternal);
 }
 
+// Of several devices that share a chunk some failed and others accumulated their part.
+TEST_F(FlightTest, AChunkWithoutResultsMayHaveAccumulatedAllTheSame) {
+  device_.fail_results = [](int64_t) { return absl::InternalError("boom"); };
+  device_.fail_done = [](int64_t) { return absl::DataLossError("half of it is in"); };
+  Prepare();
+  Fly();
+  for (const Call* call : {&a_, &b_, &other_}) {
+    EXPECT_EQ(call->results->Wait().code(), absl::StatusCode::kInternal);
+  }
+  EXPECT_THAT(std::string(other_.results->Wait().message()), HasSubstr("not to be trusted"));
+  EXPECT_EQ(Unsettled({0, 8}), 8);
+  absl::MutexLock lock(&context_->mutex);
+  EXPECT_EQ(session_->step().CheckValid().code(), absl::StatusCode::kInternal);
+}
+
 }  // namespace
 }  // namespace lossd::engine

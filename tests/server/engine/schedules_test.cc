@@ -87,6 +87,21 @@ TEST_F(SchedulesTest, ByArrivalAChunkHasASegmentForEachSlice) {
   EXPECT_EQ(TakeBacklog().queued_slices, 0);
 }
 
+// As on several devices: a slice is one device's, a chunk is shared.
+TEST_F(SchedulesTest, ByArrivalAChunkMayHaveMoreRowsThanASlice) {
+  device_.slice_rows = 8;
+  Start(/*deterministic=*/false);
+  Call a = Open(Spec(1, 20, {0, 20})), b = Open(Spec(2, 20, {0, 20}));
+  EXPECT_EQ(a.stream->limits().max_rows, 8);
+  ASSERT_TRUE(Send(a, {0, 8}).queued());
+  ASSERT_TRUE(Send(b, {0, 8}).queued());
+  ASSERT_TRUE(Send(a, {8, 16}).queued());
+  EXPECT_THAT(TakeChunk(), ElementsAre(1, 2));
+  EXPECT_THAT(TakeChunk(), ElementsAre(1));
+  Send(b, {8, 17});
+  EXPECT_THAT(std::string(b.results->Wait().message()), ::testing::HasSubstr("at most 8 rows"));
+}
+
 TEST_F(SchedulesTest, ByArrivalAnOperationWaitsForAnIdleHeadAndHoldsWhatIsBehindIt) {
   Start(/*deterministic=*/false);
   Call a = Open(Spec(1, 4, {0, 4})), b = Open(Spec(2, 4, {0, 4}));

@@ -1,0 +1,228 @@
+// A server whose heads lie on several devices, here parts of the CPU's threads: it trains as one device does,
+// deterministically if it is to, and its checkpoints load into any number of devices.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "client/cpp/client.h"
+#include "tests/server/service/service_client.h"
+#include "tests/server/service/small_head.h"
+#include "tests/server/service/test_server.h"
+
+namespace lossd::app::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+ServerOptions WithDevices(int devices) {
+  ServerOptions options = SmallServer();
+  options.backend = "cpu";
+  options.cpu_devices = devices;
+  return options;
+}
+
+v1::ApplyStepRequest AdamStep(uint64_t step, size_t microbatches) {
+  v1::ApplyStepRequest apply;
+  apply.set_head("head");
+  apply.set_step(step);
+  apply.mutable_optimizer()->mutable_adamw()->set_learning_rate(0.01);
+  for (uint64_t i = 0; i < microbatches; ++i) apply.add_expected_microbatches(i);
+  return apply;
+}
+
+struct Trained {
+  std::vector<std::vector<float>> tensors;  // the weight and its moments
+  std::vector<std::vector<float>> grads;    // of the hidden states, by microbatch, of the last step
+  std::vector<double> losses;               // of all microbatches
+  std::vector<double> norms;                // of the gradient, by step
+};
+
+std::vector<std::vector<float>> Tensors(client::Client& client) {
+  std::vector<std::vector<float>> all;
+  for (const v1::Role role : {v1::ROLE_VALUE, v1::ROLE_MOMENT1, v1::ROLE_MOMENT2}) {
+    const auto tensor = client.ReadTensor("head", v1::PARAM_WEIGHT, role);
+    EXPECT_TRUE(tensor.ok()) << tensor.status();
+    all.push_back(tensor.ok() ? tensor->values : std::vector<float>());
+  }
+  return all;
+}
+
+std::unique_ptr<client::Client> Connect(const TestServer& server, int channels = 1) {
+  client::ClientOptions options;
+  options.target = server.target();
+  options.channels = channels;
+  auto client = client::Client::Connect(options);
+  EXPECT_TRUE(client.ok()) << client.status();
+  return *std::move(client);
+}
+
+// Steps [first, end) with all of the microbatches, sent in the order and the slices that `rng` says.
+void Train(client::Client& client, const std::vector<SmallRows>& data, uint64_t first, uint64_t end,
+           std::mt19937_64& rng, Trained& trained) {
+  trained.grads.resize(data.size());
+  for (uint64_t step = first; step < end; ++step) {
+    std::vector<size_t> order(data.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+    std::shuffle(order.begin(), order.end(), rng);
+    std::vector<std::pair<size_t, client::PendingLoss>> pending;
+    for (const size_t i : order) {
+      trained.grads[i].assign(data[i].hidden.size(), 0.0f);
+      client::ComputeOptions compute;
+      compute.accumulate_gradients = true;
+      compute.streams = 1 + static_cast<int>(rng() % 4);
+      compute.slice_bytes = 1 + rng() % (64 << 10);
+      pending.emplace_back(i, client.ComputeLossAsync(SmallMicrobatch(data[i], step, i),
+                                                      {.grad_hidden = trained.grads[i].data()}, compute));
+    }
+    std::vector<double> losses(data.size());
+    for (auto& [i, loss] : pending) {
+      const auto result = loss.Wait();
+      ASSERT_TRUE(result.ok()) << result.status();
+      losses[i] = result->loss;
+    }
+    trained.losses.insert(trained.losses.end(), losses.begin(), losses.end());
+    const auto applied = client.ApplyStep(AdamStep(step, data.size()));
+    ASSERT_TRUE(applied.ok()) << applied.status();
+    trained.norms.push_back(applied->grad_norm());
+  }
+  trained.tensors = Tensors(client);
+}
+
+Trained TrainOn(const ServerOptions& options, const std::vector<SmallRows>& data, uint64_t seed) {
+  TestServer server(options);
+  std::mt19937_64 rng(seed);
+  const auto client = Connect(server, 1 + static_cast<int>(rng() % 3));
+  EXPECT_TRUE(client->CreateHead(SmallHead()).ok());
+  Trained trained;
+  Train(*client, data, 0, 3, rng, trained);
+  return trained;
+}
+
+std::vector<SmallRows> RandomData(std::mt19937_64& rng) {
+  std::vector<SmallRows> data;
+  for (const size_t most : {3000, 3000, 1500, 400, 60}) data.push_back(MakeSmallRows(1 + rng() % most, rng));
+  return data;
+}
+
+// Relative to the largest of the values: sums of thousands of rows in another order.
+void ExpectNear(const std::vector<float>& got, const std::vector<float>& want, double tolerance) {
+  ASSERT_EQ(got.size(), want.size());
+  double largest = 0.0;
+  double difference = 0.0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    largest = std::max(largest, std::fabs(double{want[i]}));
+    difference = std::max(difference, std::fabs(double{got[i]} - double{want[i]}));
+  }
+  EXPECT_LE(difference, tolerance * largest);
+}
+
+TEST(DevicesServiceTest, SeveralDevicesTrainAsOneDoes) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937_64 rng(seed);
+  const std::vector<SmallRows> data = RandomData(rng);
+  const Trained one = TrainOn(WithDevices(1), data, seed);
+  for (const int devices : {2, 3}) {
+    SCOPED_TRACE(devices);
+    const Trained got = TrainOn(WithDevices(devices), data, seed + 1);
+    for (size_t i = 0; i < data.size(); ++i) ExpectNear(got.grads[i], one.grads[i], 1e-4);
+    for (size_t i = 0; i < one.losses.size(); ++i) {
+      EXPECT_NEAR(got.losses[i], one.losses[i], 1e-5 * (1.0 + std::fabs(one.losses[i])));
+    }
+    for (size_t i = 0; i < one.norms.size(); ++i)
+      EXPECT_NEAR(got.norms[i], one.norms[i], 1e-4 * one.norms[i]);
+    for (size_t i = 0; i < one.tensors.size(); ++i) ExpectNear(got.tensors[i], one.tensors[i], 1e-3);
+  }
+}
+
+TEST(DevicesServiceTest, DeterministicDevicesGiveTheSameBitsInWhateverOrderAndSlices) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937_64 rng(seed);
+  const std::vector<SmallRows> data = RandomData(rng);
+  for (const int devices : {2, 3}) {
+    ServerOptions options = WithDevices(devices);
+    options.deterministic = true;
+    const Trained first = TrainOn(options, data, seed);
+    for (uint64_t run = 1; run < 3; ++run) {
+      const Trained other = TrainOn(options, data, seed + run);
+      EXPECT_EQ(other.tensors, first.tensors);
+      EXPECT_EQ(other.grads, first.grads);
+      EXPECT_EQ(other.norms, first.norms);
+    }
+  }
+}
+
+TEST(DevicesServiceTest, CheckpointsLoadIntoAnyNumberOfDevices) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937_64 rng(seed);
+  const std::vector<SmallRows> data = RandomData(rng);
+  for (const int from : {1, 2, 3}) {
+    TestServer saved(WithDevices(from));
+    const auto client = Connect(saved);
+    ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+    Trained before;
+    Train(*client, data, 0, 2, rng, before);
+    ASSERT_TRUE(client->SaveCheckpoint("head", "first").ok());
+    Trained after;
+    Train(*client, data, 2, 3, rng, after);
+    for (const int into : {1, 2, 3}) {
+      SCOPED_TRACE(::testing::Message() << "from " << from << " into " << into);
+      TestServer loaded(WithDevices(into));
+      std::filesystem::copy(saved.checkpoint_directory(), loaded.checkpoint_directory(),
+                            std::filesystem::copy_options::recursive);
+      const auto other = Connect(loaded);
+      const auto head = other->LoadCheckpoint("head/first", "head");
+      ASSERT_TRUE(head.ok()) << head.status();
+      EXPECT_EQ(Tensors(*other), before.tensors) << "bit for bit";
+      Trained next;
+      Train(*other, data, 2, 3, rng, next);
+      for (size_t i = 0; i < after.tensors.size(); ++i) ExpectNear(next.tensors[i], after.tensors[i], 1e-3);
+    }
+  }
+}
+
+TEST(DevicesServiceTest, EachDeviceHasAllWeightsAndItsPartOfTheMoments) {
+  TestServer one(WithDevices(1));
+  TestServer three(WithDevices(3));
+  const auto of_one = Connect(one)->CreateHead(SmallHead());
+  const auto of_three = Connect(three)->CreateHead(SmallHead());
+  ASSERT_TRUE(of_one.ok() && of_three.ok());
+  EXPECT_EQ(of_three->memory().weights(), 3 * of_one->memory().weights());
+  EXPECT_EQ(of_three->memory().gradients(), 3 * of_one->memory().gradients());
+  EXPECT_LT(of_three->memory().optimizer(), of_one->memory().optimizer() + 1024);  // alignment
+  EXPECT_EQ(of_three->chunk_rows(), 3 * of_one->chunk_rows());
+  EXPECT_EQ(of_three->slice_limits().max_rows(), of_one->slice_limits().max_rows());
+}
+
+TEST(DevicesServiceTest, BadNumbersAreRefusedAtTheStart) {
+  const auto refusal = [](const ServerOptions& options) {
+    const auto server = Server::Start(options);
+    EXPECT_EQ(server.status().code(), absl::StatusCode::kInvalidArgument);
+    return std::string(server.status().message());
+  };
+  EXPECT_THAT(refusal(WithDevices(0)), HasSubstr("cpu_devices must be at least 1, got 0"));
+  EXPECT_THAT(refusal(WithDevices(100000)), HasSubstr("cpu_devices must be in [1, 1024], got 100000"));
+  ServerOptions options = WithDevices(1);
+  options.devices = "0,1";
+  EXPECT_THAT(refusal(options),
+              HasSubstr("devices must be empty with backend cpu, which has cpu_devices, got 0,1"));
+  options.backend = "cuda";
+  options.device = "1";
+  EXPECT_THAT(refusal(options), HasSubstr("devices must be empty where device is given, 1, got 0,1"));
+  options = WithDevices(2);
+  options.backend = "cuda";
+  EXPECT_THAT(refusal(options), HasSubstr("cpu_devices must be 1 with backend cuda"));
+}
+
+}  // namespace
+}  // namespace lossd::app::testing
