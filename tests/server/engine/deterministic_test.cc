@@ -78,8 +78,8 @@ TEST_F(DeterministicTest, AGroupIsOneDevicesAndItsRepeatsTheSameOnes) {
     ASSERT_TRUE(call.results->Wait().ok()) << call.results->Wait();
   }
   Call repeat = Open(0, kGroup, {kGroup / 2, kGroup});
-  ASSERT_TRUE(Send(repeat, 0, {kGroup / 2 + 1, kGroup}));
   ASSERT_TRUE(Send(repeat, 0, {kGroup / 2, kGroup / 2 + 1}));
+  ASSERT_TRUE(Send(repeat, 0, {kGroup / 2 + 1, kGroup}));
   ASSERT_TRUE(repeat.results->Wait().ok()) << repeat.results->Wait();
   Settle();
   EXPECT_THAT(turns,
