@@ -2,10 +2,18 @@
 
 #include <grpcpp/resource_quota.h>
 
+#include <algorithm>
+
 namespace lossd::rpc {
 namespace {
 
 int Milliseconds(absl::Duration duration) { return static_cast<int>(absl::ToInt64Milliseconds(duration)); }
+
+// What a call may send ahead of the message that the server has asked for: 256 KiB of 256 MiB, so that the
+// windows of as many calls as there may be take a fraction of the memory, and messages the rest.
+int WindowBytes(int64_t transport_bytes) {
+  return static_cast<int>(std::clamp<int64_t>(transport_bytes / 1024, 64 << 10, 16 << 20));
+}
 
 }  // namespace
 
@@ -22,6 +30,10 @@ void Configure(const TransportOptions& options, grpc::ServerBuilder* builder) {
   set(GRPC_ARG_MAX_METADATA_SIZE, 16 << 10);
   set(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, Milliseconds(options.handshake_timeout));
   set(GRPC_ARG_MAX_CONNECTION_IDLE_MS, Milliseconds(options.idle_connection_timeout));
+  // Windows that gRPC adapts by itself grow to many MiB a call when a client sends faster than rows are
+  // computed, until the memory is used up and calls are cancelled.
+  set(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+  set(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, WindowBytes(options.bytes));
   // Peers that vanished without a word are noticed within a minute.
   set(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
   set(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);

@@ -15,7 +15,8 @@ namespace lossd::rpc {
 
 struct TransportOptions {
   // Messages that are being received, and buffers of connections. At its end gRPC takes no new connections
-  // and cancels calls. 0: 256 MiB, or 16 messages if that is more.
+  // and cancels calls. A call that is behind holds one message and a window of 1/1024 of this. 0: 256 MiB, or
+  // 16 messages if that is more.
   int64_t bytes = 0;
   int64_t max_message_bytes = int64_t{5} << 20;  // received or sent
   int64_t max_calls_per_connection = 320;
