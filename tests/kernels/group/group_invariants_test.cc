@@ -145,6 +145,22 @@ TEST_F(GroupInvariantsTest, MomentsAreTheOwnersAlone) {
   EXPECT_EQ((*head)->memory()[MemoryKind::kOptimizer], optimizer_bytes);
 }
 
+// Members on the CPU have one memory: its limit is that of all together, and of a head that does not fit into
+// it, no member keeps a part.
+TEST_F(GroupInvariantsTest, WhatDoesNotFitOnAllMembersIsOnNone) {
+  const auto plan = group_->PlanHead(spec_.config);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  auto members = CreateCpuMembers({.threads = 1, .memory_limit_bytes = plan->Total() - 1}, kMembers);
+  ASSERT_TRUE(members.ok()) << members.status();
+  auto small = CreateGroupBackend(*std::move(members), MakeCpuReplicas, {.members_share_memory = true});
+  ASSERT_TRUE(small.ok()) << small.status();
+  EXPECT_EQ((*small)->memory().limit, plan->Total() - 1);
+  EXPECT_EQ((*small)->CreateHead(spec_.config).status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ((*small)->memory().current.Total(), 0);
+  auto staging = (*small)->AllocateStaging(plan->Total() - 1);
+  EXPECT_TRUE(staging.ok()) << staging.status();
+}
+
 TEST_F(GroupInvariantsTest, MembersDoNotMix) {
   auto heads = group_->CreateHead(spec_.config);
   ASSERT_TRUE(heads.ok()) << heads.status();
