@@ -32,17 +32,17 @@ class FreedMemoryTest : public AttacksTest {
       ASSERT_TRUE(client->DeleteHead(name).ok());
     }
   }
-  // Sends requests that stay unfinished, of 64 MiB in all, and goes away.
+  // Sends requests that stay unfinished, of 192 MiB in all, and goes away.
   void Burst() const {
     std::vector<std::unique_ptr<RawHttp2>> connections;
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 8; ++i) {
       connections.push_back(std::make_unique<RawHttp2>(server_->target()));
-      for (int j = 0; j < 4; ++j) {
+      for (int j = 0; j < 6; ++j) {
         const uint32_t call = connections.back()->Call("/lossd.v1.HeadService/ApplyStep");
         connections.back()->Message(call, 5 * kMebibyte, "", 4 * kMebibyte);
       }
     }
-    Pump(connections, absl::Seconds(1));
+    Pump(connections, absl::Seconds(4));
   }
   // How much resident memory has grown by, once it is at most kMostFree, or after two minutes.
   int64_t GrownAtRest() const {
@@ -67,8 +67,8 @@ TEST_F(FreedMemoryTest, HeadsThatComeAndGo) {
 
 // Pieces of messages are smaller than what is mapped by itself; what stays lies among them in the arenas.
 TEST_F(FreedMemoryTest, BurstsOfMessages) {
-  Start();
-  for (int i = 0; i < 10; ++i) Burst();
+  Start({kPatient, kPatient + 4}, 256 * kMebibyte);
+  for (int i = 0; i < 3; ++i) Burst();
   EXPECT_LE(GrownAtRest(), kMostFree);
   Train();
 }
