@@ -25,10 +25,12 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "server/app/byte_size.h"
+#include "server/app/heap.h"
 #include "server/app/server.h"
 #include "server/app/stop_events.h"
 #include "server/log/log.h"
 #include "server/rpc/grpc_log.h"
+#include "server/rpc/periodic.h"
 
 using lossd::app::ByteSize;
 using lossd::app::Server;
@@ -308,11 +310,13 @@ void Drain(Server& server, StopEvents& events, const StopEvents::Event& event) {
 }
 
 int Run() {
+  lossd::app::BoundFreedMemory();
   StopEvents events;
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error of the write, not the end of the server
   lossd::log::Configure(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
   lossd::rpc::LogGrpcMessages();
+  const lossd::rpc::Periodic give_back(absl::Seconds(10), lossd::app::GiveBackFreedMemory);
   ServerOptions options = OptionsFromFlags();
   if (absl::GetFlag(FLAGS_exit_on_device_loss))
     options.on_device_lost = [&events] { events.NotifyDeviceLost(); };

@@ -39,9 +39,9 @@ class AttacksTest : public ::testing::Test {
   static constexpr const char* kPatient[] = {"--open_timeout=1h", "--idle_timeout=1h", "--turn_timeout=1h",
                                              "--send_timeout=1h"};
 
-  void Start(std::vector<std::string> flags = {kPatient, kPatient + 4}) {
+  void Start(std::vector<std::string> flags = {kPatient, kPatient + 4}, int64_t transport = kTransport) {
     flags.push_back(absl::StrCat("--ledger_bytes=", kLedger));
-    flags.push_back(absl::StrCat("--transport_bytes=", kTransport));
+    flags.push_back(absl::StrCat("--transport_bytes=", transport));
     server_ = std::make_unique<test::ServerProcess>(LOSSD_BINARY, std::move(flags));
     client_ = TestClient::Connect(server_->target());
     v1::CreateHeadRequest request;
