@@ -29,8 +29,6 @@ std::string Advice(const absl::Status& status, const std::optional<v1::ErrorDeta
       return "something has changed meanwhile: try again, or start the step again if its gradients are gone";
     case absl::StatusCode::kDeadlineExceeded:
       return "give it more time with --timeout SECONDS";
-    case absl::StatusCode::kUnimplemented:
-      return "the server is of another version; `lossctl server` says which";
     default:
       return "";
   }
