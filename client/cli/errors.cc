@@ -87,7 +87,7 @@ std::string ErrorText(const absl::Status& status, bool json) {
   }
   std::string text = absl::StrCat("lossctl: ", status.message());
   const std::string advice = Advice(status, detail);
-  if (!advice.empty()) absl::StrAppend(&text, "; ", advice);
+  if (!advice.empty()) absl::StrAppend(&text, absl::EndsWith(text, "?") ? " " : "; ", advice);
   absl::StrAppend(&text, "\n");
   if (!detail.has_value()) return text;
   if (detail->has_current_step()) absl::StrAppend(&text, "  open step: ", detail->current_step(), "\n");

@@ -100,7 +100,8 @@ TEST_F(LossctlTest, NoServerExitsWith3AndSaysWhatToDo) {
   EXPECT_EQ(outcome.exit_code, 3);
   EXPECT_EQ(
       outcome.err,
-      "lossctl: no server at 127.0.0.1:1; start one with `lossd`, or name another with --server HOST:PORT or "
+      "lossctl: no server at 127.0.0.1:1: the connection was refused, because nothing listens there; start one "
+      "with `lossd`, or name another with --server HOST:PORT or "
       "LOSSD_SERVER\n");
   EXPECT_LT(absl::Now() - start, absl::Seconds(4)) << "a refused connection is not waited for";
   EXPECT_EQ(Run("--server 127.0.0.1:1 heads").exit_code, 3) << "the option goes before the environment";

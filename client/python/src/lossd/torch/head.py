@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 import lossd
 from lossd import errors
+from lossd._arguments import known_arguments
 from lossd._arrays import as_targets
 from lossd.torch import _data_parallel, _head_state, _memory, _succession
 from lossd.torch._compile import outside_of_compile
@@ -46,6 +47,7 @@ class LossHead(torch.nn.Module):
     second derivatives are not available.
     """
 
+    @known_arguments
     def __init__(
             self, client: lossd.Client, head: str, *, reduction: Reduction = "mean", class_weights: bool = False,
             shift: bool = False, normalizer: float | None = None, grad_output: float = 1.0, deferred: bool = False,

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from transformers import TrainerCallback
 
+from lossd._arguments import known_arguments
 from lossd.torch import HeadOptimizer
 from lossd.transformers._head_module import ServedHead, served_head
 from lossd.transformers._patch import wrap_forward
@@ -14,6 +15,7 @@ from lossd.transformers._patch import wrap_forward
 _STATE_KEY = "lossd_head"  # in the state of the trainer's optimizer
 
 
+@known_arguments
 def attach(trainer: Any, *, skip_non_finite: bool = False) -> HeadOptimizer | None:
     """Makes a transformers.Trainer, or one derived from it, train the head of a model that patch() was called with.
 
