@@ -14,6 +14,10 @@ namespace {
 
 std::string Advice(const absl::Status& status, const std::optional<v1::ErrorDetail>& detail) {
   switch (status.code()) {
+    case absl::StatusCode::kInvalidArgument:
+      if (detail.has_value() && detail->field() == client::kTargetField)
+        return "--server or LOSSD_SERVER names it";
+      return "";
     case absl::StatusCode::kUnavailable:
       if (detail.has_value() && detail->field() == client::kTargetField) {
         return "start one with `lossd`, or name another with --server HOST:PORT or LOSSD_SERVER";

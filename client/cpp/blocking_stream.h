@@ -21,8 +21,8 @@ namespace lossd::client::internal {
 
 class BlockingStream {
  public:
-  BlockingStream(const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
-                 const Peer& peer, absl::Time deadline);
+  BlockingStream(const std::shared_ptr<grpc::Channel>& channel, const std::string& method, const Peer& peer,
+                 absl::Time deadline);
   // Cancels if Finish was not called.
   ~BlockingStream();
   BlockingStream(const BlockingStream&) = delete;

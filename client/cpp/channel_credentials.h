@@ -20,8 +20,8 @@ class ChannelCredentials : public Credentials {
   virtual absl::Status CheckTarget(const std::string& target) const = 0;
   virtual std::shared_ptr<grpc::Channel> Open(const std::string& target,
                                               const grpc::ChannelArguments& arguments) const = 0;
-  // Why no connection to `target` comes about (Explain in diagnosis.h); OK: nothing was found, so that a server
-  // that has not answered may be busy. Connects to it once or twice, which takes some seconds at most.
+  // Why no connection to `target` comes about (Explain in diagnosis.h); OK: nothing was found, so that a
+  // server that has not answered may be busy. Connects to it once or twice, which takes some seconds at most.
   virtual absl::Status Diagnose(const std::string& target) const = 0;
 };
 

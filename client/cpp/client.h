@@ -63,7 +63,8 @@ struct ClientOptions {
 
   int channels = 2;  // connections to the server; in [1, 64]
   absl::Duration connect_timeout = absl::Seconds(10);
-  bool wait_for_server = false;  // if nobody is there, as while it is being started; else that is said at once
+  bool wait_for_server =
+      false;  // if nobody is there, as while it is being started; else that is said at once
   int64_t max_message_bytes = int64_t{64} << 20;  // of one message, sent or received
 
   // Defaults for calls that name no timeout of their own.
@@ -247,8 +248,8 @@ enum class Health { kServing, kNotServing, kUnknownService };
 
 class Client {
  public:
-  // Connects. INVALID_ARGUMENT names a wrong option; UNAVAILABLE if nobody is there; FAILED_PRECONDITION if it
-  // is another program or only one side speaks TLS; UNAUTHENTICATED if one side does not trust the other;
+  // Connects. INVALID_ARGUMENT names a wrong option; UNAVAILABLE if nobody is there; FAILED_PRECONDITION if
+  // it is another program or only one side speaks TLS; UNAUTHENTICATED if one side does not trust the other;
   // UNIMPLEMENTED for other gRPC servers; ABORTED if it is not options.expected_incarnation.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(const ClientOptions& options = {});
 

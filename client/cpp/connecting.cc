@@ -14,9 +14,10 @@
 namespace lossd::client::internal {
 namespace {
 
-constexpr absl::Duration kPatience = absl::Milliseconds(500);  // before the reason for a silence is looked for
-constexpr absl::Duration kRound = absl::Seconds(5);            // before the next looks
-constexpr absl::Duration kPause = absl::Milliseconds(200);     // before the next call
+constexpr absl::Duration kPatience =
+    absl::Milliseconds(500);                                // before the reason for a silence is looked for
+constexpr absl::Duration kRound = absl::Seconds(5);         // before the next looks
+constexpr absl::Duration kPause = absl::Milliseconds(200);  // before the next call
 
 absl::StatusOr<v1::ServerDescription> Ask(const std::shared_ptr<grpc::Channel>& channel, absl::Time deadline,
                                           bool wait_for_ready) {
@@ -33,12 +34,16 @@ absl::StatusOr<v1::ServerDescription> Ask(const std::shared_ptr<grpc::Channel>& 
 // An error of the first call that says who is there.
 absl::Status Refusal(const absl::Status& status, const std::string& target) {
   if (absl::IsUnimplemented(status)) {
-    return absl::UnimplementedError(
-        absl::StrCat("the gRPC server at ", target,
-                     " does not know lossd.v1, the protocol of this client (lossd ", ClientVersion(),
-                     "): it is another program, or a lossd of another version (", status.message(), ")"));
+    return absl::UnimplementedError(absl::StrCat(
+        "the gRPC server at ", target, " does not know lossd.v1, the protocol of this client (lossd ",
+        ClientVersion(), "): it is another program, or a lossd of another version (", status.message(), ")"));
   }
   return status;
+}
+
+// Whether the server lets this client see nothing of it.
+bool KnowsNot(const absl::Status& status) {
+  return absl::IsUnauthenticated(status) || absl::IsPermissionDenied(status);
 }
 
 // Whether another call may end otherwise.
@@ -54,11 +59,11 @@ absl::Status GaveUp(const absl::Status& reason, const ClientOptions& options) {
   }
   return absl::UnavailableError(
       absl::StrCat("the server at ", options.target, CanProbe(options.target) ? " takes connections but" : "",
-                   " has not answered within ", waited,
-                   ": it is busy, or it is another program than lossd"));
+                   " has not answered within ", waited, ": it is busy, or it is another program than lossd"));
 }
 
-// Why a call ended with `status`, as far as it can be found out. OK: nothing was found, and it may be sent again.
+// Why a call ended with `status`, as far as it can be found out. OK: nothing was found, and it may be sent
+// again.
 absl::Status Reason(const absl::Status& status, bool first, const ChannelCredentials& credentials,
                     const std::string& target) {
   absl::Status reason = credentials.Diagnose(target);
@@ -76,6 +81,8 @@ absl::StatusOr<v1::ServerDescription> AwaitServer(const std::shared_ptr<grpc::Ch
     const absl::Time end = std::min(deadline, absl::Now() + (first ? kPatience : kRound));
     absl::StatusOr<v1::ServerDescription> server = Ask(channel, end, /*wait_for_ready=*/!first);
     if (server.ok()) return server;
+    // A server that tells nothing to this client may still say whether it serves; other calls will say why.
+    if (KnowsNot(server.status()) && options.expected_incarnation == 0) return v1::ServerDescription();
     if (!MayPass(server.status())) return Refusal(server.status(), options.target);
     const absl::Status reason = Reason(server.status(), first, credentials, options.target);
     const bool waits = reason.ok() || (absl::IsUnavailable(reason) && options.wait_for_server);

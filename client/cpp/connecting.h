@@ -17,8 +17,9 @@
 namespace lossd::client::internal {
 
 // Waits until the server has answered on this channel. UNAVAILABLE if nobody is there: at once, unless
-// options.wait_for_server. What waiting cannot mend (TLS on one side only, another program, ...) is returned at
-// once in any case. A server that takes connections but says nothing may be busy, so it has until the deadline.
+// options.wait_for_server. What waiting cannot mend (TLS on one side only, another program, ...) is returned
+// at once in any case. A server that takes connections but says nothing may be busy, so it has until the
+// deadline. The description is empty if the server does not know this client, or gives it no role.
 absl::StatusOr<v1::ServerDescription> AwaitServer(const std::shared_ptr<grpc::Channel>& channel,
                                                   const ChannelCredentials& credentials,
                                                   const ClientOptions& options, absl::Time deadline);

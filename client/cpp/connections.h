@@ -35,7 +35,7 @@ class Connections {
 
   const Peer& peer() const { return peer_; }
   // Of the server that has answered, which may have been restarted since.
-  uint64_t incarnation() const { return incarnation_; }
+  uint64_t incarnation() const { return incarnation_; }  // 0: it does not tell this client
 
   v1::LossService::Stub* loss() const { return loss_.get(); }
   v1::HeadService::Stub* heads() const { return heads_.get(); }

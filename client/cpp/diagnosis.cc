@@ -55,18 +55,18 @@ absl::Status Explain(const Finding& finding, const std::string& target, const Cr
                            "the connection was closed before a word was said. It may be a proxy or a tunnel "
                            "whose server is gone, or a server that has too many connections");
     case Found::kHttp2:
-      return absl::FailedPreconditionError(
-          absl::StrCat("the server at ", target,
-                       " does not speak TLS, and this client does: give no certificate authority (LOSSD_CA)"));
+      return absl::FailedPreconditionError(absl::StrCat(
+          "the server at ", target,
+          " does not speak TLS, and this client does: give no certificate authority (LOSSD_CA)"));
     case Found::kHttp1:
-      return absl::FailedPreconditionError(
-          absl::StrCat("what listens at ", target,
-                       " is an HTTP server, not lossd's gRPC port. Of a lossd this is the port of --http; give "
-                       "that of --listen"));
-    case Found::kOther:
       return absl::FailedPreconditionError(absl::StrCat(
           "what listens at ", target,
-          " does not speak gRPC: it is another program than lossd, or another port"));
+          " is an HTTP server, not lossd's gRPC port. Of a lossd this is the port of --http; give "
+          "that of --listen"));
+    case Found::kOther:
+      return absl::FailedPreconditionError(
+          absl::StrCat("what listens at ", target,
+                       " does not speak gRPC: it is another program than lossd, or another port"));
     case Found::kTls:
       return absl::FailedPreconditionError(
           absl::StrCat("the server at ", target,
@@ -76,9 +76,9 @@ absl::Status Explain(const Finding& finding, const std::string& target, const Cr
     case Found::kNoClientCert:
       return RefusedCertificate(target, options);
     case Found::kTlsOther:
-      return absl::FailedPreconditionError(absl::StrCat(
-          "what listens at ", target,
-          " speaks TLS, but does not speak gRPC: it is another program than lossd"));
+      return absl::FailedPreconditionError(
+          absl::StrCat("what listens at ", target,
+                       " speaks TLS, but does not speak gRPC: it is another program than lossd"));
   }
   return absl::OkStatus();
 }

@@ -43,9 +43,9 @@ absl::Status CallStatus(const grpc::Status& status, const Peer& peer) {
     case absl::StatusCode::kDeadlineExceeded:
       return errors::WithMessage(result, absl::StrCat(result.message(), " (server ", peer.target, ")"));
     case absl::StatusCode::kUnimplemented:
-      return errors::WithMessage(
-          result, absl::StrCat("lossd ", peer.version, " at ", peer.target, " does not know this call: it is ",
-                               Compared(peer.version), " (", result.message(), ")"));
+      return errors::WithMessage(result, absl::StrCat("lossd ", peer.version, " at ", peer.target,
+                                                      " does not know this call: it is ",
+                                                      Compared(peer.version), " (", result.message(), ")"));
     default:
       return result;
   }

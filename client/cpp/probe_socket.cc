@@ -53,7 +53,8 @@ LookUp LookUpHost(const std::string& host, uint16_t port) {
 
 ProbeSocket ProbeSocket::ToHost(const addrinfo* addresses) {
   ProbeSocket first(addresses->ai_family, addresses->ai_addr, addresses->ai_addrlen);
-  for (const addrinfo* next = addresses->ai_next; first.error_ != 0 && next != nullptr; next = next->ai_next) {
+  for (const addrinfo* next = addresses->ai_next; first.error_ != 0 && next != nullptr;
+       next = next->ai_next) {
     ProbeSocket other(next->ai_family, next->ai_addr, next->ai_addrlen);
     if (other.error_ == 0) return other;
   }
@@ -74,7 +75,8 @@ ProbeSocket::ProbeSocket(int family, const void* address, size_t size)
   if (descriptor_ >= 0) {
     setsockopt(descriptor_, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
     setsockopt(descriptor_, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));  // of connect() too
-    if (connect(descriptor_, static_cast<const sockaddr*>(address), static_cast<socklen_t>(size)) == 0) return;
+    if (connect(descriptor_, static_cast<const sockaddr*>(address), static_cast<socklen_t>(size)) == 0)
+      return;
   }
   error_ = errno == EINPROGRESS || errno == EAGAIN ? ETIMEDOUT : errno;
 }

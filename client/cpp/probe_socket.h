@@ -27,8 +27,8 @@ struct LookUp {
   Addresses addresses;  // null: there are none
   std::string why;      // if there are none
 };
-// The host's addresses. The resolver's own timeouts are long, so a thread of its own waits for it, and goes on
-// waiting behind the end of this call.
+// The host's addresses. The resolver's own timeouts are long, so a thread of its own waits for it, and goes
+// on waiting behind the end of this call.
 LookUp LookUpHost(const std::string& host, uint16_t port);
 
 class ProbeSocket {

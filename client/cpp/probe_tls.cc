@@ -5,10 +5,9 @@
 #include <openssl/ssl.h>
 #include <openssl/x509v3.h>
 
+#include <cerrno>
 #include <csignal>
 #include <ctime>
-
-#include <cerrno>
 #include <memory>
 
 #include "client/cpp/probe_socket.h"
@@ -138,12 +137,11 @@ TlsTalk TalkTls(int descriptor, const std::string& host, const TlsFiles& files) 
   talk.end = EndOf(ssl.get(), SSL_connect(ssl.get()));
   talk.distrust = Distrust(ssl.get());
   if (talk.end == TlsEnd::kHandshake && talk.distrust.empty()) {
-    talk.words = FirstWords({.send = [&](const char* bytes, size_t count) -> std::ptrdiff_t {
-                               return SSL_write(ssl.get(), bytes, static_cast<int>(count));
-                             },
-                             .receive = [&](char* bytes, size_t count) {
-                               return Receive(ssl.get(), bytes, count);
-                             }});
+    talk.words =
+        FirstWords({.send = [&](const char* bytes, size_t count) -> std::ptrdiff_t {
+                      return SSL_write(ssl.get(), bytes, static_cast<int>(count));
+                    },
+                    .receive = [&](char* bytes, size_t count) { return Receive(ssl.get(), bytes, count); }});
   }
   ERR_clear_error();
   return talk;

@@ -27,7 +27,8 @@ struct TlsTalk {
 // Greets a server as a client of `host` would.
 TlsTalk TalkTls(int descriptor, const std::string& host, const TlsFiles& files);
 
-// What keeps these files from being used, and which it is ("ca", "cert" or "key"); an empty option if nothing.
+// What keeps these files from being used, and which it is ("ca", "cert" or "key"); an empty option if
+// nothing.
 struct FileProblem {
   std::string option;
   std::string problem;

@@ -43,7 +43,8 @@ Parts SplitScheme(absl::string_view target) {
 }
 
 bool IsNumber(absl::string_view text) {
-  return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return absl::ascii_isdigit(c); });
+  return !text.empty() &&
+         std::all_of(text.begin(), text.end(), [](char c) { return absl::ascii_isdigit(c); });
 }
 
 // 0 if it is none.
@@ -122,7 +123,8 @@ HostAndPort HostAndPortOf(absl::string_view target) {
   const size_t slash = rest.rfind('/');
   const absl::string_view address = slash == absl::string_view::npos ? rest : rest.substr(slash + 1);
   const size_t colon = address.rfind(':');
-  if (Has(kWithoutHost, scheme) || colon == absl::string_view::npos || absl::StrContains(rest, ',')) return {};
+  if (Has(kWithoutHost, scheme) || colon == absl::string_view::npos || absl::StrContains(rest, ','))
+    return {};
   absl::string_view host = address.substr(0, colon);
   const uint16_t port = PortOf(address.substr(colon + 1));
   if (host.empty() || port == 0) return {};

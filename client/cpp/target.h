@@ -1,5 +1,6 @@
 // The address of a server, a gRPC target name: what is wrong with it, and what is in it. No I/O.
-// client/python/src/lossd/_target.py has the same rules, and tests/client/golden/targets.json has cases of both.
+// client/python/src/lossd/_target.py has the same rules, and tests/client/golden/targets.json has cases of
+// both.
 //
 // Stateless and thread-safe.
 #ifndef LOSSD_CLIENT_CPP_TARGET_H_
@@ -14,8 +15,8 @@ namespace lossd::client::internal {
 
 inline constexpr uint16_t kDefaultPort = 7070;  // of lossd's --listen
 
-// What to write instead if this cannot be the address of a server; empty if it can. Addresses are "host:port",
-// or a target name of gRPC's with a scheme of its own ("dns:///host:port", "unix:/run/lossd").
+// What to write instead if this cannot be the address of a server; empty if it can. Addresses are
+// "host:port", or a target name of gRPC's with a scheme of its own ("dns:///host:port", "unix:/run/lossd").
 std::string TargetProblem(absl::string_view target);
 
 struct HostAndPort {

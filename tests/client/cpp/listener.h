@@ -23,8 +23,8 @@ namespace lossd::client {
 
 class Listener {
  public:
-  // `words`: nullopt: it says nothing until the other side goes. `certificate`: the paths of one and of its key;
-  // empty: no TLS.
+  // `words`: nullopt: it says nothing until the other side goes. `certificate`: the paths of one and of its
+  // key; empty: no TLS.
   explicit Listener(std::optional<std::string> words, std::pair<std::string, std::string> certificate = {})
       : words_(std::move(words)), listener_(socket(AF_INET, SOCK_STREAM, 0)) {
     if (!certificate.first.empty()) UseTls(certificate.first, certificate.second);
@@ -56,8 +56,8 @@ class Listener {
     EXPECT_EQ(SSL_CTX_use_PrivateKey_file(context_.get(), key.c_str(), SSL_FILETYPE_PEM), 1);
     SSL_CTX_set_alpn_select_cb(context_.get(), ChooseHttp2, nullptr);
   }
-  static int ChooseHttp2(SSL*, const unsigned char** chosen, unsigned char* size, const unsigned char*, unsigned,
-                         void*) {
+  static int ChooseHttp2(SSL*, const unsigned char** chosen, unsigned char* size, const unsigned char*,
+                         unsigned, void*) {
     *chosen = reinterpret_cast<const unsigned char*>("h2");
     *size = 2;
     return SSL_TLSEXT_ERR_OK;

@@ -101,6 +101,7 @@ class LossHead(torch.nn.Module):
         self.shift = shift
         self.normalizer = normalizer
         self.grad_output = grad_output
+        self.has_optimizer = False  # a HeadOptimizer was made for it
         # Multiplies the head's gradient alone, when HeadOptimizer applies the step; besides what process_group does.
         self.grad_scale = 1.0
         if process_group is _data_parallel.UNSAID:

@@ -59,6 +59,7 @@ class HeadOptimizer(torch.optim.Optimizer):
                     "dampening": dampening, "nesterov": nesterov}
         super().__init__([self.stand_in], defaults)
         self.head = head
+        head.has_optimizer = True
         self.algorithm = algorithm
         self.decay_vectors = decay_vectors
         self.skip_non_finite = skip_non_finite

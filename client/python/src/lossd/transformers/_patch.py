@@ -53,6 +53,9 @@ def patch(
       deferred, state, streams, slice_bytes, timeout, label_smoothing, z_loss, gradients, filter_epsilon,
         sample_threshold, max_gradient_error: as LossHead.
     """
+    if isinstance(model.get_output_embeddings(), ServedHead):
+        raise ValueError(f"the head of this {type(model).__name__} is on a lossd server already, as head "
+                         f"{model.get_output_embeddings().loss_head.head_name!r}: patch() was called with it before")
     head = ModelHead.of(model, tied)
     expected = random_tokens_loss(lambda **inputs: model(**inputs).loss, model) if verify else 0.0
     if process_group is _data_parallel.UNSAID:
@@ -112,6 +115,8 @@ def wrap_forward(model: Any, served: ServedHead, temperature: float = 1.0) -> No
                 num_items_in_batch: Any = None, fused_lm_head: bool = False, **inputs: Any) -> Any:
         if labels is None and shift_labels is None:
             return inner(*args, **inputs)
+        if num_items_in_batch is not None:  # as trainers do it
+            served.check_trained()
         with served.capturing() as captured:
             output = inner(*args, **{**inputs, "return_dict": True})
         if len(captured) != 1:

@@ -89,6 +89,9 @@ class RemoteHeadCausalLM(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **inputs: Any) -> Any:
         """The loss (or what the LossHead's extras make of it); `inputs` are those of the model without its head."""
+        if "num_items_in_batch" in inputs:
+            raise TypeError("RemoteHeadCausalLM is for loops of your own: for a Trainer use "
+                            "lossd.transformers.patch(model, client, name), and attach(trainer) after making it")
         hidden = self.model.base_model(input_ids=input_ids, **inputs).last_hidden_state
         return self.loss_head(hidden, labels)
 

@@ -124,7 +124,7 @@ class _Attached(TrainerCallback):
                 f"{self.served.loss_head.head_name!r} is: it was saved without lossd.transformers.attach()")
         self.served.forget_copies()
         self.optimizer.zero_grad()
-        self.armed = True
+        self.armed = self.served.armed = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.armed = self.restored = False
+        self.armed = self.served.armed = self.restored = False
