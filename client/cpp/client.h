@@ -63,8 +63,7 @@ struct ClientOptions {
 
   int channels = 2;  // connections to the server; in [1, 64]
   absl::Duration connect_timeout = absl::Seconds(10);
-  bool wait_for_server =
-      false;  // if nobody is there, as while it is being started; else that is said at once
+  bool wait_for_server = false;  // wait if nobody is there, as while the server is being started
   int64_t max_message_bytes = int64_t{64} << 20;  // of one message, sent or received
 
   // Defaults for calls that name no timeout of their own.
