@@ -14,6 +14,10 @@ namespace {
 
 std::string Advice(const absl::Status& status, const std::optional<v1::ErrorDetail>& detail) {
   switch (status.code()) {
+    case absl::StatusCode::kInvalidArgument:
+      if (detail.has_value() && detail->field() == client::kTargetField)
+        return "--server or LOSSD_SERVER names it";
+      return "";
     case absl::StatusCode::kUnavailable:
       if (detail.has_value() && detail->field() == client::kTargetField) {
         return "start one with `lossd`, or name another with --server HOST:PORT or LOSSD_SERVER";
@@ -29,8 +33,6 @@ std::string Advice(const absl::Status& status, const std::optional<v1::ErrorDeta
       return "something has changed meanwhile: try again, or start the step again if its gradients are gone";
     case absl::StatusCode::kDeadlineExceeded:
       return "give it more time with --timeout SECONDS";
-    case absl::StatusCode::kUnimplemented:
-      return "the server is of another version; `lossctl server` says which";
     default:
       return "";
   }
@@ -89,7 +91,7 @@ std::string ErrorText(const absl::Status& status, bool json) {
   }
   std::string text = absl::StrCat("lossctl: ", status.message());
   const std::string advice = Advice(status, detail);
-  if (!advice.empty()) absl::StrAppend(&text, "; ", advice);
+  if (!advice.empty()) absl::StrAppend(&text, absl::EndsWith(text, "?") ? " " : "; ", advice);
   absl::StrAppend(&text, "\n");
   if (!detail.has_value()) return text;
   if (detail->has_current_step()) absl::StrAppend(&text, "  open step: ", detail->current_step(), "\n");

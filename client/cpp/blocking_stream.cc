@@ -5,8 +5,8 @@
 namespace lossd::client::internal {
 
 BlockingStream::BlockingStream(const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
-                               const std::string& target, absl::Time deadline)
-    : target_(target), stub_(channel) {
+                               const Peer& peer, absl::Time deadline)
+    : peer_(peer), stub_(channel) {
   SetDeadline(deadline, &context_);
   stub_.PrepareBidiStreamingCall(&context_, method, {}, &reactor_);
   reactor_.AddHold();  // operations start outside of reactions
@@ -37,7 +37,7 @@ bool BlockingStream::Read(grpc::ByteBuffer* buffer) {
 absl::Status BlockingStream::Finish() {
   finished_ = true;
   reactor_.RemoveHold();
-  return CallStatus(reactor_.AwaitDone(), target_);
+  return CallStatus(reactor_.AwaitDone(), peer_);
 }
 
 void BlockingStream::Reactor::OnDone(const grpc::Status& status) {

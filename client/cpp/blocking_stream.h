@@ -15,13 +15,14 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "client/cpp/peer.h"
 
 namespace lossd::client::internal {
 
 class BlockingStream {
  public:
-  BlockingStream(const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
-                 const std::string& target, absl::Time deadline);
+  BlockingStream(const std::shared_ptr<grpc::Channel>& channel, const std::string& method, const Peer& peer,
+                 absl::Time deadline);
   // Cancels if Finish was not called.
   ~BlockingStream();
   BlockingStream(const BlockingStream&) = delete;
@@ -59,7 +60,7 @@ class BlockingStream {
     grpc::Status status_ ABSL_GUARDED_BY(mu_);
   };
 
-  const std::string target_;
+  const Peer peer_;
   grpc::ClientContext context_;
   grpc::GenericStub stub_;
   Reactor reactor_;

@@ -1,6 +1,5 @@
 #include "client/cpp/channel_credentials.h"
 
-#include <arpa/inet.h>
 #include <grpcpp/support/client_interceptor.h>
 
 #include <algorithm>
@@ -10,11 +9,13 @@
 #include <vector>
 
 #include "absl/strings/ascii.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "client/cpp/argument_error.h"
-#include "client/cpp/tls_probe.h"
+#include "client/cpp/diagnosis.h"
+#include "client/cpp/probe.h"
+#include "client/cpp/probe_tls.h"
+#include "client/cpp/target.h"
 
 namespace lossd::client {
 namespace internal {
@@ -71,29 +72,8 @@ class MadeCredentials final : public ChannelCredentials {
                                                                    std::move(interceptors));
   }
 
-  absl::Status DiagnoseFailure(const std::string& target) const override {
-    const TlsProbe probe = ProbeTls(target, pem_.ca);
-    if (!has_tls()) {
-      if (probe.speech != Speech::kTls) return absl::OkStatus();
-      return absl::FailedPreconditionError(
-          absl::StrCat("the server at ", target,
-                       " speaks TLS and this client does not: name the certificate authority (LOSSD_CA)"));
-    }
-    if (probe.speech == Speech::kPlain) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("the server at ", target, " does not speak TLS, and this client does (LOSSD_CA)"));
-    }
-    if (probe.speech != Speech::kTls) return absl::OkStatus();
-    if (!probe.distrust.empty()) {
-      return absl::UnauthenticatedError(absl::StrCat("the certificate of the server at ", target,
-                                                     " is not trusted: ", probe.distrust,
-                                                     " (authorities: ", options_.ca, ")"));
-    }
-    return absl::UnauthenticatedError(
-        absl::StrCat("the server at ", target,
-                     " ended the TLS handshake: it wants a client certificate that its authority has "
-                     "signed (LOSSD_CERT, LOSSD_KEY)",
-                     options_.cert.empty() ? "" : ", and refused the one of ", options_.cert));
+  absl::Status Diagnose(const std::string& target) const override {
+    return Explain(Probe(target, {pem_.ca, pem_.cert, pem_.key}), target, options_);
   }
 
  private:
@@ -115,6 +95,14 @@ absl::Status ReadPem(const char* option, const std::string& path, std::string* c
   }
   return ArgumentError(absl::StrCat("options.credentials.", option), path,
                        absl::StrCat("is \"", path, "\", which cannot be read or is empty"));
+}
+
+absl::Status FileError(const FileProblem& found, const CredentialOptions& options) {
+  const std::string& path = found.option == "ca"     ? options.ca
+                            : found.option == "cert" ? options.cert
+                                                     : options.key;
+  return ArgumentError(absl::StrCat("options.credentials.", found.option), path,
+                       absl::StrCat("is \"", path, "\", ", found.problem));
 }
 
 absl::Status Check(const CredentialOptions& options) {
@@ -145,18 +133,6 @@ std::string Environment(const char* name) {
 
 }  // namespace internal
 
-bool IsLocalTarget(absl::string_view target) {
-  if (absl::StartsWith(target, "unix:") || absl::StartsWith(target, "unix-abstract:")) return true;
-  for (const absl::string_view scheme : {"dns:///", "dns:", "ipv4:", "ipv6:"}) {
-    if (absl::ConsumePrefix(&target, scheme)) break;
-  }
-  std::string host(target.substr(0, target.rfind(':')));
-  if (absl::EqualsIgnoreCase(host, "localhost") || host == "[::1]") return true;
-  in_addr ipv4;
-  return target.find(',') == absl::string_view::npos && inet_pton(AF_INET, host.c_str(), &ipv4) == 1 &&
-         (ntohl(ipv4.s_addr) >> 24) == 127;
-}
-
 std::shared_ptr<const Credentials> Credentials::Insecure() {
   return std::make_shared<internal::MadeCredentials>(CredentialOptions(), CredentialOptions());
 }
@@ -168,6 +144,8 @@ absl::StatusOr<std::shared_ptr<const Credentials>> Credentials::Create(const Cre
   status.Update(internal::ReadPem("cert", options.cert, &pem.cert));
   status.Update(internal::ReadPem("key", options.key, &pem.key));
   if (!status.ok()) return status;
+  const internal::FileProblem found = internal::ProblemOf({pem.ca, pem.cert, pem.key});
+  if (!found.option.empty()) return internal::FileError(found, options);
   return std::make_shared<internal::MadeCredentials>(options, std::move(pem));
 }
 
@@ -184,7 +162,7 @@ absl::StatusOr<std::shared_ptr<const Credentials>> Credentials::FromEnvironment(
 
 std::string TargetFromEnvironment() {
   std::string target = internal::Environment("LOSSD_SERVER");
-  return target.empty() ? "127.0.0.1:7070" : target;
+  return target.empty() ? absl::StrCat("127.0.0.1:", internal::kDefaultPort) : target;
 }
 
 }  // namespace lossd::client

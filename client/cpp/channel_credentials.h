@@ -20,10 +20,9 @@ class ChannelCredentials : public Credentials {
   virtual absl::Status CheckTarget(const std::string& target) const = 0;
   virtual std::shared_ptr<grpc::Channel> Open(const std::string& target,
                                               const grpc::ChannelArguments& arguments) const = 0;
-  // Why no connection to `target` comes about, as far as TLS is the reason: FAILED_PRECONDITION if one side
-  // speaks TLS and the other does not, UNAUTHENTICATED if one side does not trust the other. OK: it has
-  // another reason. Connects to `target` once.
-  virtual absl::Status DiagnoseFailure(const std::string& target) const = 0;
+  // Why no connection to `target` comes about (Explain in diagnosis.h); OK: nothing was found, so that a
+  // server that has not answered may be busy. Connects to it once or twice, which takes some seconds at most.
+  virtual absl::Status Diagnose(const std::string& target) const = 0;
 };
 
 }  // namespace lossd::client::internal

@@ -52,7 +52,7 @@ absl::StatusOr<Response> Call(const Core& core, Stub* stub,
     internal::SetDeadline(deadline, &context);
     Response response;
     absl::Status status =
-        internal::CallStatus((stub->*method)(&context, request, &response), core.options().target);
+        internal::CallStatus((stub->*method)(&context, request, &response), core.connections().peer());
     if (!status.ok()) return status;
     return response;
   };
@@ -103,12 +103,9 @@ double LossResult::gradient_error() const {
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const ClientOptions& options) {
   absl::StatusOr<std::unique_ptr<internal::Connections>> connections = internal::Connections::Open(options);
   if (!connections.ok()) return connections.status();
-  std::unique_ptr<Client> client(new Client(std::make_unique<Core>(options, *std::move(connections))));
-  if (options.expected_incarnation == 0) return client;
-  const absl::StatusOr<v1::ServerDescription> server = client->GetServer();
-  if (!server.ok()) return server.status();
-  if (server->incarnation() == options.expected_incarnation) return client;
-  return internal::RestartedError(options.expected_incarnation, server->incarnation());
+  const uint64_t expected = options.expected_incarnation, found = (*connections)->incarnation();
+  if (expected != 0 && expected != found) return internal::RestartedError(expected, found);
+  return std::unique_ptr<Client>(new Client(std::make_unique<Core>(options, *std::move(connections))));
 }
 
 const ClientOptions& Client::options() const { return core_->options(); }
@@ -331,7 +328,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Client::SaveCheckpoint(
     if (update.has_progress() && on_progress != nullptr) on_progress(update.progress());
     if (update.has_saved()) saved = std::move(*update.mutable_saved());
   }
-  absl::Status status = internal::CallStatus(reader->Finish(), options().target);
+  absl::Status status = internal::CallStatus(reader->Finish(), core_->connections().peer());
   if (!status.ok()) return status;
   if (!saved.has_value()) return absl::InternalError("the server did not say what it saved");
   return *std::move(saved);

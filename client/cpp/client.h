@@ -63,7 +63,7 @@ struct ClientOptions {
 
   int channels = 2;  // connections to the server; in [1, 64]
   absl::Duration connect_timeout = absl::Seconds(10);
-  bool wait_for_server = true;  // false: give up when the server's address refuses the first attempt
+  bool wait_for_server = false;  // wait if nobody is there, as while the server is being started
   int64_t max_message_bytes = int64_t{64} << 20;  // of one message, sent or received
 
   // Defaults for calls that name no timeout of their own.
@@ -247,9 +247,9 @@ enum class Health { kServing, kNotServing, kUnknownService };
 
 class Client {
  public:
-  // Connects. INVALID_ARGUMENT names a wrong option; UNAVAILABLE if there is no connection within
-  // connect_timeout, FAILED_PRECONDITION if that is because only one side speaks TLS, and UNAUTHENTICATED
-  // because one does not trust the other; ABORTED if the server is not options.expected_incarnation.
+  // Connects. INVALID_ARGUMENT names a wrong option; UNAVAILABLE if nobody is there; FAILED_PRECONDITION if
+  // it is another program or only one side speaks TLS; UNAUTHENTICATED if one side does not trust the other;
+  // UNIMPLEMENTED for other gRPC servers; ABORTED if it is not options.expected_incarnation.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(const ClientOptions& options = {});
 
   // Cancels what is under way and waits for it.

@@ -8,9 +8,9 @@
 #include "absl/time/clock.h"
 #include "client/cpp/argument_error.h"
 #include "client/cpp/channel_credentials.h"
+#include "client/cpp/connecting.h"
+#include "client/cpp/target.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/errors/payload.h"
-#include "proto/wire/status_details.h"
 
 namespace lossd::client {
 namespace internal {
@@ -35,7 +35,9 @@ grpc::ChannelArguments Arguments(const ClientOptions& options) {
 }
 
 absl::Status Validate(const ClientOptions& options) {
-  if (options.target.empty()) return ArgumentError(kTargetField, "", "is empty");
+  if (const std::string problem = TargetProblem(options.target); !problem.empty()) {
+    return ArgumentError(kTargetField, options.target, absl::StrCat("is '", options.target, "'; ", problem));
+  }
   if (options.channels < 1 || options.channels > 64) {
     return ArgumentError("options.channels", options.channels,
                          absl::StrCat("is ", options.channels, "; it must be in [1, 64]"));
@@ -69,15 +71,6 @@ void KeepGrpcRunning() {
   (void)initialized;
 }
 
-bool AwaitReady(grpc::Channel* channel, absl::Time deadline, bool wait_for_server) {
-  while (true) {
-    const grpc_connectivity_state state = channel->GetState(/*try_to_connect=*/true);
-    if (state == GRPC_CHANNEL_READY) return true;
-    if (state == GRPC_CHANNEL_TRANSIENT_FAILURE && !wait_for_server) return false;
-    if (!channel->WaitForStateChange(state, absl::ToChronoTime(deadline))) return false;
-  }
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Connections>> Connections::Open(const ClientOptions& options) {
@@ -97,31 +90,24 @@ absl::StatusOr<std::unique_ptr<Connections>> Connections::Open(const ClientOptio
     channels.back()->GetState(/*try_to_connect=*/true);
   }
   const absl::Time deadline = absl::Now() + options.connect_timeout;
+  absl::StatusOr<v1::ServerDescription> server;
   for (const auto& channel : channels) {
-    if (AwaitReady(channel.get(), deadline, options.wait_for_server)) continue;
-    if (absl::Status status = maker->DiagnoseFailure(options.target); !status.ok()) return status;
-    return errors::WithViolation(
-        absl::UnavailableError(absl::StrCat("no server at ", options.target)),
-        {std::string(kTargetField), "must be the address of a server", options.target});
+    server = AwaitServer(channel, *maker, options, deadline);
+    if (!server.ok()) return server.status();
   }
-  return std::unique_ptr<Connections>(new Connections(std::move(channels)));
+  return std::unique_ptr<Connections>(
+      new Connections(std::move(channels), options.target, *std::move(server)));
 }
 
-Connections::Connections(std::vector<std::shared_ptr<grpc::Channel>> channels)
+Connections::Connections(std::vector<std::shared_ptr<grpc::Channel>> channels, std::string target,
+                         v1::ServerDescription server)
     : channels_(std::move(channels)),
+      peer_{std::move(target), server.version()},
+      incarnation_(server.incarnation()),
       loss_(v1::LossService::NewStub(channels_[0])),
       heads_(v1::HeadService::NewStub(channels_[0])),
       server_(v1::ServerService::NewStub(channels_[0])),
       health_(grpc::health::v1::Health::NewStub(channels_[0])) {}
-
-absl::Status CallStatus(const grpc::Status& status, const std::string& target) {
-  absl::Status result = wire::FromGrpcStatus(status);
-  if (result.code() != absl::StatusCode::kUnavailable &&
-      result.code() != absl::StatusCode::kDeadlineExceeded) {
-    return result;
-  }
-  return errors::WithMessage(result, absl::StrCat(result.message(), " (server ", target, ")"));
-}
 
 void SetDeadline(absl::Time deadline, grpc::ClientContext* context) {
   if (deadline < absl::InfiniteFuture()) context->set_deadline(absl::ToChronoTime(deadline));

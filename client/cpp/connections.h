@@ -6,6 +6,7 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -14,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "client/cpp/client.h"
+#include "client/cpp/peer.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "lossd/v1/head.grpc.pb.h"
 #include "lossd/v1/loss.grpc.pb.h"
@@ -23,7 +25,7 @@ namespace lossd::client::internal {
 
 class Connections {
  public:
-  // Opens options.channels connections and waits until all stand. UNAVAILABLE after connect_timeout.
+  // Opens options.channels connections and waits until the server has answered on each; see AwaitServer.
   static absl::StatusOr<std::unique_ptr<Connections>> Open(const ClientOptions& options);
 
   // Each has a connection of its own. Any index >= 0; wraps around.
@@ -31,23 +33,27 @@ class Connections {
     return channels_[index % channels_.size()];
   }
 
+  const Peer& peer() const { return peer_; }
+  // Of the server that has answered, which may have been restarted since.
+  uint64_t incarnation() const { return incarnation_; }  // 0: it does not tell this client
+
   v1::LossService::Stub* loss() const { return loss_.get(); }
   v1::HeadService::Stub* heads() const { return heads_.get(); }
   v1::ServerService::Stub* server() const { return server_.get(); }
   grpc::health::v1::Health::Stub* health() const { return health_.get(); }
 
  private:
-  explicit Connections(std::vector<std::shared_ptr<grpc::Channel>> channels);
+  Connections(std::vector<std::shared_ptr<grpc::Channel>> channels, std::string target,
+              v1::ServerDescription server);
 
   const std::vector<std::shared_ptr<grpc::Channel>> channels_;
+  const Peer peer_;
+  const uint64_t incarnation_;
   const std::unique_ptr<v1::LossService::Stub> loss_;
   const std::unique_ptr<v1::HeadService::Stub> heads_;
   const std::unique_ptr<v1::ServerService::Stub> server_;
   const std::unique_ptr<grpc::health::v1::Health::Stub> health_;
 };
-
-// The status of a finished call, with the server's detail; UNAVAILABLE and DEADLINE_EXCEEDED name the server.
-absl::Status CallStatus(const grpc::Status& status, const std::string& target);
 
 void SetDeadline(absl::Time deadline, grpc::ClientContext* context);
 

@@ -89,7 +89,7 @@ void LossCall::StartDescribe() {
   core_->connections().heads()->async()->DescribeHead(
       &describe->context, &describe->request, &describe->response,
       [self = shared_from_this()](const grpc::Status& status) {
-        self->core_->executor().Post([self, result = CallStatus(status, self->core_->options().target)] {
+        self->core_->executor().Post([self, result = CallStatus(status, self->core_->connections().peer())] {
           self->FinishDescribe(result);
         });
       });
@@ -142,7 +142,7 @@ void LossCall::StartPart(size_t index) {
   part.rule = *rule;
   const absl::StatusOr<std::optional<GradientsId>> meant = answers_.Meant();
   if (!meant.ok()) return Fail(meant.status());
-  StreamJob job{work_->Prepare(part.rows, *rule, *meant), deadline_, core_->options().target, holds_};
+  StreamJob job{work_->Prepare(part.rows, *rule, *meant), deadline_, core_->connections().peer(), holds_};
   auto stream = std::make_shared<LossStream>(
       std::move(job),
       [self = shared_from_this()](const v1::HeadState& state) { return self->answers_.Accept(state); },

@@ -62,7 +62,7 @@ void LossStream::OnReadDone(bool ok) {
 
 absl::Status LossStream::EndStatus(const grpc::Status& status) {
   if (!error_.ok()) return error_;
-  if (!status.ok()) return CallStatus(status, job_.target);
+  if (!status.ok()) return CallStatus(status, job_.peer);
   return answers_.CheckEnd();
 }
 

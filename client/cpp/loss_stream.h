@@ -20,6 +20,7 @@
 #include "absl/time/time.h"
 #include "client/cpp/loss_work.h"
 #include "client/cpp/payload_holds.h"
+#include "client/cpp/peer.h"
 #include "client/cpp/stream_messages.h"
 #include "lossd/v1/loss.pb.h"
 
@@ -28,7 +29,7 @@ namespace lossd::client::internal {
 struct StreamJob {
   StreamWork work;
   absl::Time deadline;
-  std::string target;  // for messages
+  Peer peer;
   std::shared_ptr<PayloadHolds> holds;
 };
 

@@ -65,7 +65,7 @@ absl::StatusOr<Response> SendRows(const Core& core, const char* method, const Op
   const auto holds = PayloadHolds::Create();
   absl::StatusOr<Response> response = absl::UnknownError("");
   {
-    BlockingStream stream(core.connections().channel(0), method, core.options().target, deadline);
+    BlockingStream stream(core.connections().channel(0), method, core.connections().peer(), deadline);
     WritePayload<Request>(open, payload, row_bytes, holds.get(), &stream);
     response = ReadResponse<Response>(&stream);
   }
@@ -96,7 +96,7 @@ absl::StatusOr<TensorShape> ReadTensor(const Core& core, const v1::ReadTensorReq
   if (WireElementSize(request.dtype()) == 0) {
     return NoDType(request.dtype());
   }
-  BlockingStream stream(core.connections().channel(0), kReadMethod, core.options().target, deadline);
+  BlockingStream stream(core.connections().channel(0), kReadMethod, core.connections().peer(), deadline);
   if (stream.Write(wire::Encode(request))) stream.WritesDone();
   TensorReader reader(request, out);
   grpc::ByteBuffer buffer;

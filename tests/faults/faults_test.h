@@ -65,6 +65,7 @@ class FaultsTest : public testing::Test {
   // A client of the proxy that does not give up soon.
   std::unique_ptr<client::Client> Connect() {
     return client::Client::Connect({.target = proxy_.target(),
+                                    .wait_for_server = true,
                                     .retry = {.max_attempts = 1000,
                                               .initial_backoff = absl::Milliseconds(2),
                                               .max_backoff = absl::Milliseconds(20)}})

@@ -52,6 +52,7 @@ class ServerFaultsTest : public FaultsTest {
   // A client that soon gives up.
   std::unique_ptr<Client> ConnectImpatiently() {
     return Client::Connect({.target = proxy_.target(),
+                            .wait_for_server = true,
                             .retry = {.max_attempts = 2, .initial_backoff = absl::Milliseconds(2)}})
         .value();
   }

@@ -56,7 +56,7 @@ absl::Status ComputeStep(SmallTrainer& trainer, client::Client& client) {
 }
 
 absl::Status Run() {
-  auto client = client::Client::Connect({.target = absl::GetFlag(FLAGS_server)});
+  auto client = client::Client::Connect({.target = absl::GetFlag(FLAGS_server), .wait_for_server = true});
   if (!client.ok()) return client.status();
   SmallTrainer trainer(RunShape{.seed = absl::GetFlag(FLAGS_seed)});
   Note note = Read();

@@ -98,15 +98,28 @@ TEST_F(LossctlTest, NoServerExitsWith3AndSaysWhatToDo) {
   const absl::Time start = absl::Now();
   const Outcome outcome = RunAt("127.0.0.1:1", "heads");
   EXPECT_EQ(outcome.exit_code, 3);
-  EXPECT_EQ(
-      outcome.err,
-      "lossctl: no server at 127.0.0.1:1; start one with `lossd`, or name another with --server HOST:PORT or "
-      "LOSSD_SERVER\n");
+  EXPECT_EQ(outcome.err,
+            "lossctl: no server at 127.0.0.1:1: the connection was refused, because nothing listens there; "
+            "start one "
+            "with `lossd`, or name another with --server HOST:PORT or "
+            "LOSSD_SERVER\n");
   EXPECT_LT(absl::Now() - start, absl::Seconds(4)) << "a refused connection is not waited for";
   EXPECT_EQ(Run("--server 127.0.0.1:1 heads").exit_code, 3) << "the option goes before the environment";
   const auto error = nlohmann::json::parse(RunAt("127.0.0.1:1", "--json heads").err);
   EXPECT_EQ(error["error"]["code"], "UNAVAILABLE");
   EXPECT_EQ(Run("metrics --http 127.0.0.1:1").exit_code, 3);
+}
+
+TEST_F(LossctlTest, AnAddressThatCannotBeMeantExitsWith4) {
+  const Outcome outcome = RunAt(absl::StrCat("http://", server_.target()), "heads");
+  EXPECT_EQ(outcome.exit_code, 4);
+  EXPECT_EQ(outcome.err, absl::StrCat("lossctl: options.target is 'http://", server_.target(),
+                                      "'; write the address without 'http://': '", server_.target(),
+                                      "'; --server or LOSSD_SERVER names it\n"));
+  const Outcome host = RunAt("no-such-host.invalid:7070", "heads");
+  EXPECT_EQ(host.exit_code, 3);
+  EXPECT_THAT(host.err, HasSubstr("the name of the host was not found"));
+  EXPECT_THAT(host.err, HasSubstr("spelled right? start one with"));
 }
 
 TEST_F(LossctlTest, RefusalsExitWith4) {

@@ -7,6 +7,7 @@
 
 #include "client/cpp/client.h"
 #include "tests/support/temp_folder.h"
+#include "tests/support/test_pki.h"
 
 namespace lossd::client {
 namespace {
@@ -35,6 +36,23 @@ TEST(CredentialsTest, FilesThatCannotBeRead) {
   for (const std::string& path : {folder.File("none"), folder.File("empty"), folder.path()}) {
     EXPECT_THAT(Error({.ca = path, .cert = "", .key = "", .token = ""}), HasSubstr(path));
   }
+}
+
+TEST(CredentialsTest, FilesThatAreSomethingElse) {
+  const test::TestPki pki;
+  test::WriteWholeFile(pki.File("text"), "no certificate\n");
+  const std::string ca = pki.Certificate("ca"), text = pki.File("text");
+  EXPECT_EQ(Error({.ca = text, .cert = "", .key = "", .token = ""}),
+            "options.credentials.ca is \"" + text + "\", which has no certificate");
+  EXPECT_THAT(Error({.ca = ca, .cert = text, .key = pki.Key("server"), .token = ""}),
+              HasSubstr("options.credentials.cert is \"" + text + "\", which has no certificate"));
+  EXPECT_THAT(Error({.ca = ca, .cert = pki.Certificate("server"), .key = text, .token = ""}),
+              HasSubstr("options.credentials.key is \"" + text + "\", which has no private key"));
+  EXPECT_THAT(Error({.ca = ca, .cert = pki.Certificate("server"), .key = pki.Key("ca"), .token = ""}),
+              HasSubstr("which is not that of the certificate"));
+  EXPECT_TRUE(Credentials::Create(
+                  {.ca = ca, .cert = pki.Certificate("server"), .key = pki.Key("server"), .token = ""})
+                  .ok());
 }
 
 TEST(CredentialsTest, ATokenStaysOnThisMachineWithoutTls) {

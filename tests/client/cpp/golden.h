@@ -32,6 +32,8 @@ void RunStatuses(const json& c);
 void RunIncarnations(const json& c);
 void RunWaits(const json& c);
 void RunRepeats(const json& c);
+void RunTargets(const json& c);
+void RunListeners(const json& c);
 
 // Throws std::invalid_argument for a case with a member that is not looked at, or without one that is.
 void CheckMembers(const json& c, std::initializer_list<const char*> required,

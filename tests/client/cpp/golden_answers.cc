@@ -5,7 +5,8 @@
 
 #include <functional>
 
-#include "client/cpp/connections.h"
+#include "absl/strings/str_replace.h"
+#include "client/cpp/peer.h"
 #include "client/cpp/stream_messages.h"
 #include "client/cpp/tensor_messages.h"
 #include "tests/client/cpp/golden.h"
@@ -113,13 +114,17 @@ void RunTensorAnswers(const json& c) {
 }
 
 void RunStatuses(const json& c) {
-  CheckMembers(c, {"code", "message", "target", "gives"}, {"details"});
+  CheckMembers(c, {"code", "message", "target", "gives"}, {"details", "server_version"});
   const grpc::Status sent(static_cast<grpc::StatusCode>(fake::StatusCodeNamed(c["code"])), c["message"],
                           FromHex(c.value("details", "")));
-  const absl::Status status = internal::CallStatus(sent, c["target"]);
+  const auto filled_in = [](const std::string& text) {
+    return absl::StrReplaceAll(text, {{"CLIENT", internal::ClientVersion()}});
+  };
+  const absl::Status status =
+      internal::CallStatus(sent, {c["target"], filled_in(c.value("server_version", ""))});
   const json& gives = c["gives"];
   EXPECT_EQ(ErrorName(status), gives["error"]);
-  EXPECT_EQ(std::string(status.message()), gives["message"]);
+  EXPECT_EQ(std::string(status.message()), filled_in(gives["message"]));
   const auto detail = ErrorDetailOf(status);
   ASSERT_EQ(detail.has_value(), !gives["detail"].is_null());
   if (!detail.has_value()) return;

@@ -28,6 +28,8 @@ const std::map<std::string, Run>& Runs() {
       {"incarnations", RunIncarnations},
       {"waits", RunWaits},
       {"repeats", RunRepeats},
+      {"targets", RunTargets},
+      {"listeners", RunListeners},
   };
   return runs;
 }

@@ -190,6 +190,7 @@ TEST_F(ServerProcessTest, CutConnectionsNeitherLoseNorRepeatGradients) {
   });
   auto client = Client::Connect({.target = proxy.target(),
                                  .channels = 3,
+                                 .wait_for_server = true,
                                  .retry = {.max_attempts = 1000,
                                            .initial_backoff = absl::Milliseconds(5),
                                            .max_backoff = absl::Milliseconds(50)}});

@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 from google.protobuf import json_format
 from golden_cases import CODES, Case, check_members, error_named, expect
+from golden_connecting import run_listeners, run_targets
 from scripted_server import ScriptedServer
 
 import lossd
@@ -216,10 +217,12 @@ class _RpcError(grpc.RpcError):
 
 
 def run_statuses(case: Case) -> None:
-    check_members(case, ("code", "message", "target", "gives"), ("details",))
-    error = errors.from_rpc(_RpcError(case), case["target"])
+    check_members(case, ("code", "message", "target", "gives"), ("details", "server_version"))
+    version = case.get("server_version", "").replace("CLIENT", lossd.__version__)
+    error = errors.from_rpc(_RpcError(case), case["target"], version)
     gives = case["gives"]
-    assert (CODES[type(error)], error.message) == (gives["error"], gives["message"])
+    message = gives["message"].replace("CLIENT", lossd.__version__)
+    assert (CODES[type(error)], error.message) == (gives["error"], message)
     expected = json_format.ParseDict(gives["detail"] or {}, types_pb2.ErrorDetail())
     assert (error.field, error.value, error.incarnation) == (expected.field, expected.value, expected.incarnation)
     assert error.current_step == (expected.current_step if expected.HasField("current_step") else None)
@@ -373,4 +376,4 @@ def run_repeats(case: Case) -> None:
 RUNS: dict[str, Callable[[Case], None]] = {
     "plan": run_plan, "wire": run_wire, "decode": run_decode, "stream answers": run_stream_answers,
     "tensor answers": run_tensor_answers, "statuses": run_statuses, "incarnations": run_incarnations,
-    "waits": run_waits, "repeats": run_repeats}
+    "waits": run_waits, "repeats": run_repeats, "targets": run_targets, "listeners": run_listeners}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 
@@ -25,6 +26,18 @@ def listener(answer: Callable[[socket.socket], None]) -> Iterator[str]:
         threading.Thread(target=serve, daemon=True).start()
         yield f"127.0.0.1:{server.getsockname()[1]}"
         server.shutdown(socket.SHUT_RDWR)
+
+
+def speak(connection: socket.socket, words: bytes | None) -> None:
+    """Says the words and hangs up; None: says nothing until the other side goes."""
+    if words is not None:
+        connection.sendall(words)
+        if isinstance(connection, ssl.SSLSocket):
+            connection = connection.unwrap()
+        connection.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(OSError):
+        while connection.recv(1 << 16):
+            pass
 
 
 def pump(source: socket.socket, sink: socket.socket) -> None:

@@ -34,6 +34,16 @@ def test_nothing_hides_its_arguments():
             assert function.__doc__, function
 
 
+def test_an_argument_that_does_not_exist(client, make_head):
+    name = make_head(hidden_size=D, vocab_size=V)
+    with pytest.raises(TypeError, match=r"LossHead\(\) has no argument 'label_smothing'; did you mean 'label_smoothing'\?"):
+        LossHead(client, name, label_smothing=0.1)
+    with pytest.raises(TypeError, match=r"LossHead\(\) has no argument 'xyz'; there are client, head, reduction, "):
+        LossHead(client, name, xyz=1)
+    with pytest.raises(TypeError, match=r"HeadOptimizer\(\) has no argument 'learning_rate'; there are head, lr, "):
+        HeadOptimizer(LossHead(client, name), learning_rate=1.0)
+
+
 def test_a_head_takes_every_loss_option():
     """With the same default: LossOptions is where they are kept, and LossHead where people look for them."""
     given = inspect.signature(LossHead).parameters

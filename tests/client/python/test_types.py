@@ -15,7 +15,7 @@ _CONFIGURATION = Path(__file__).parents[3] / "client/python/pyproject.toml"
 _WRONG_PROGRAM = """
 import numpy as np
 import lossd
-from lossd.torch import LossHead
+from lossd.torch import HeadOptimizer, LossHead
 
 client = lossd.Client()
 hidden = np.ones((1, 2), np.float32)
@@ -24,6 +24,7 @@ client.compute_loss("lm", hidden, [1], reduction="average")
 client.backward("lm", 1, [1.0])
 LossHead(client, "lm", label_smothing=0.1)
 LossHead(client, "lm", gradients="precise")
+HeadOptimizer(LossHead(client, "lm"), learning_rate=1.0)
 client.create_head("lm", hidden_size=2, vocab_size=3, norm="batchnorm")
 client.describe_head("lm").specification
 client.apply_step("lm", 0, lossd.SGD(lr=1.0)).grad_norm.upper()
@@ -53,4 +54,4 @@ def test_mypy_sees_what_users_do_wrong(folder):
     (folder / "wrong.py").write_text(_WRONG_PROGRAM)
     checked = mypy(folder, "wrong.py")
     found = {int(line.split(":")[1]) for line in checked.stdout.splitlines() if ": error:" in line}
-    assert found == set(range(8, 16)), checked.stdout + checked.stderr
+    assert found == set(range(8, 17)), checked.stdout + checked.stderr

@@ -48,6 +48,9 @@ TEST_F(SecurityTest, ClientsAreKnownByTheirCertificates) {
   EXPECT_EQ(stranger.code(), absl::StatusCode::kPermissionDenied) << stranger;
   EXPECT_THAT(Text(stranger),
               HasSubstr("ListHeads needs the role reader; dns:stranger has no role on this server"));
+  const auto probe = Connect(server->target(), Certificate("stranger"));
+  ASSERT_TRUE(probe.ok()) << probe.status();
+  EXPECT_EQ(*(*probe)->CheckHealth(), client::Health::kServing) << "anyone may ask";
 }
 
 TEST_F(SecurityTest, RolesBoundWhatAClientMayDo) {

@@ -190,6 +190,47 @@ def test_a_trainer_without_attach_does_not_pass_silently(client, name, data, tmp
         run(trainer)
 
 
+def test_a_head_that_a_trainer_would_leave_out(client, name, data, tmp_path):
+    """Of transformers' own Trainer, which takes the loss as it comes: also behind an earlier one that was attached."""
+    model = patch(make_model("llama"), client, name, "llama")
+    for attached in (False, True, False):
+        trainer = transformers.Trainer(model, arguments(tmp_path, max_steps=1, eval_strategy="no"), train_dataset=data)
+        if attached:
+            lossd.transformers.attach(trainer)
+            trainer.train()
+            continue
+        before = client.describe_head(name)
+        with pytest.raises(RuntimeError, match=rf"not its head '{name}'.*attach\(trainer\)"):
+            trainer.train()
+        assert client.describe_head(name).step_microbatches == before.step_microbatches
+    assert client.describe_head(name).state.step == 1
+    tokens = torch.tensor(data["input_ids"][:2])
+    assert model.eval()(input_ids=tokens, labels=tokens, num_items_in_batch=38).loss > 0
+
+
+def test_a_loop_of_ones_own_may_count_items(client, name):
+    model = patch(make_model("llama"), client, name, "llama").train()
+    optimizer = lossd.torch.HeadOptimizer(model.get_output_embeddings().loss_head, lr=0.1)
+    tokens = torch.arange(3, 15)[None]
+    model(input_ids=tokens, labels=tokens, num_items_in_batch=11).loss.backward()
+    assert optimizer.step() is None and client.describe_head(name).state.step == 1
+
+
+def test_models_that_a_trainer_cannot_take(client, name, data, tmp_path):
+    remote = lossd.transformers.RemoteHeadCausalLM(make_model("llama"), client, name)
+    trainer = transformers.Trainer(remote, arguments(tmp_path, max_steps=1, eval_strategy="no"), train_dataset=data)
+    with pytest.raises(ValueError, match=r"lossd.transformers.patch\(model, client, name\) first"):
+        lossd.transformers.attach(trainer)
+    with pytest.raises(TypeError, match=r"for a Trainer use lossd.transformers.patch"):
+        trainer.train()
+
+
+def test_a_model_is_patched_once(client, name):
+    model = patch(make_model("llama"), client, name, "llama")
+    with pytest.raises(ValueError, match=f"on a lossd server already, as head '{name}'"):
+        patch(model, client, f"{name}-again", "llama")
+
+
 @pytest.mark.parametrize("trainer_kind", ["Trainer", "SFTTrainer"])
 def test_lora_with_a_frozen_head(client, name, data, tmp_path, tokenizer, trainer_kind):
     def with_adapter(model):

@@ -1,13 +1,16 @@
 """RemoteHeadCausalLM with tiny random models, against transformers' own loss; in fp32, on a GPU too."""
 
 import copy
+import inspect
 
 import numpy as np
 import pytest
 import torch
 import transformers
 
-from lossd.torch import HeadOptimizer
+import lossd
+import lossd.transformers
+from lossd.torch import HeadOptimizer, LossHead
 from lossd.transformers import RemoteHeadCausalLM
 
 V = 120
@@ -51,6 +54,50 @@ def head_name(client, seed):
     yield name
     if name in [each.spec.name for each in client.list_heads()]:
         client.delete_head(name)
+
+
+def test_nothing_hides_its_arguments():
+    for name in lossd.transformers.__all__:
+        function = getattr(lossd.transformers, name)
+        kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+        assert inspect.Parameter.VAR_KEYWORD not in kinds, name
+        assert function.__doc__, name
+
+
+def test_what_a_loss_head_takes_can_be_given():
+    """With the same default, save what the model's configuration says and what transformers decides."""
+    taken = inspect.signature(LossHead).parameters
+    decided = {"client", "head", "shift", "class_weights", "ignore_index"}
+    of_losses = {"reduction", "normalizer", "grad_output", "train_head", "extras", "rank", "world_size"}  # the trainer's
+    for function, left_out in ((RemoteHeadCausalLM, decided), (lossd.transformers.patch, decided | of_losses)):
+        given = inspect.signature(function).parameters
+        for name in set(taken) - left_out:
+            default = None if name in ("softcap", "logit_scale") else taken[name].default
+            assert given[name].default == default, (function, name)
+
+
+def test_what_is_given_arrives(client, head_name):
+    given = {"deferred": True, "label_smoothing": 0.1, "z_loss": 0.2, "softcap": 3.0, "logit_scale": 0.5,
+             "gradients": "auto", "filter_epsilon": 0.01, "sample_threshold": 0.02, "max_gradient_error": 0.03}
+    transport = {"streams": 1, "slice_bytes": 1 << 16, "timeout": 100.0}
+
+    def check(head):
+        assert head.deferred and head.transport == transport
+        options = {name: getattr(head.options, name) for name in given if name != "deferred"}
+        assert {"deferred": True, **options} == given
+
+    made = lossd.transformers.patch(make_model("Llama"), client, head_name, verify=False, **given, **transport)
+    check(made.get_output_embeddings().loss_head)
+    client.delete_head(head_name)
+    check(RemoteHeadCausalLM(make_model("Llama"), client, head_name, verify=False, **given, **transport).loss_head)
+
+
+def test_an_argument_that_does_not_exist(client, head_name):
+    with pytest.raises(TypeError, match=r"patch\(\) has no argument 'frozen'; did you mean 'freeze'\?"):
+        lossd.transformers.patch(make_model("Llama"), client, head_name, frozen=True)
+    with pytest.raises(TypeError, match=r"RemoteHeadCausalLM\(\) has no argument 'soft_cap'; did you mean 'softcap'\?"):
+        RemoteHeadCausalLM(make_model("Llama"), client, head_name, soft_cap=1.0)
+    assert head_name not in [each.spec.name for each in client.list_heads()]
 
 
 def test_the_head_may_recompute_its_logits(client, head_name, tokens):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 import lossd
 from lossd import errors
+from lossd._arguments import known_arguments
 from lossd._arrays import as_targets
 from lossd.torch import _data_parallel, _head_state, _memory, _succession
 from lossd.torch._compile import outside_of_compile
@@ -46,6 +47,7 @@ class LossHead(torch.nn.Module):
     second derivatives are not available.
     """
 
+    @known_arguments
     def __init__(
             self, client: lossd.Client, head: str, *, reduction: Reduction = "mean", class_weights: bool = False,
             shift: bool = False, normalizer: float | None = None, grad_output: float = 1.0, deferred: bool = False,
@@ -99,6 +101,7 @@ class LossHead(torch.nn.Module):
         self.shift = shift
         self.normalizer = normalizer
         self.grad_output = grad_output
+        self.has_optimizer = False  # a HeadOptimizer was made for it
         # Multiplies the head's gradient alone, when HeadOptimizer applies the step; besides what process_group does.
         self.grad_scale = 1.0
         if process_group is _data_parallel.UNSAID:

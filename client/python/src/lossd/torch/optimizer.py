@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 import lossd
+from lossd._arguments import known_arguments
 from lossd.torch.head import LossHead
 
 
@@ -37,6 +38,7 @@ class HeadOptimizer(torch.optim.Optimizer):
     their backward passes.
     """
 
+    @known_arguments
     def __init__(self, head: LossHead, *, lr: float, algorithm: Literal["adamw", "sgd"] = "adamw",
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
                  momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False, decay_vectors: bool = False,
@@ -57,6 +59,7 @@ class HeadOptimizer(torch.optim.Optimizer):
                     "dampening": dampening, "nesterov": nesterov}
         super().__init__([self.stand_in], defaults)
         self.head = head
+        head.has_optimizer = True
         self.algorithm = algorithm
         self.decay_vectors = decay_vectors
         self.skip_non_finite = skip_non_finite

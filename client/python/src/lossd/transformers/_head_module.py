@@ -31,6 +31,7 @@ class ServedHead(torch.nn.Module):
         self._copies: dict[str, torch.Tensor] = {}
         self._version: tuple[int, int] | None = None  # incarnation, weights_version of the copies
         self._captured: list[torch.Tensor] | None = None
+        self.armed: bool | None = None  # an attached trainer is in its train(); None: none was attached yet
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, head={self.loss_head.head_name!r}"
@@ -42,6 +43,15 @@ class ServedHead(torch.nn.Module):
     @property
     def bias(self) -> torch.Tensor | None:
         return self._copy("bias") if "bias" in self._names else None
+
+    def check_trained(self) -> None:
+        """RuntimeError if a trainer computes a loss to train from, and would leave the head as it is."""
+        trained = self.loss_head.has_optimizer if self.armed is None else self.armed
+        if torch.is_grad_enabled() and self.training and self.loss_head.train_head and not trained:
+            raise RuntimeError(
+                f"this trainer would train the model and not its head {self.loss_head.head_name!r}, which is on a lossd "
+                "server: call lossd.transformers.attach(trainer) after making it. patch(..., freeze=True) leaves the head "
+                "as it is; a loop of your own makes a lossd.torch.HeadOptimizer(head)")
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[list[torch.Tensor]]:
@@ -113,7 +123,7 @@ class ServedHead(torch.nn.Module):
 def served_head(model: Any) -> ServedHead:
     """That of a model that patch() was called with, which may be inside a PEFT model. ValueError if it has none."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    head = base.get_output_embeddings()
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if not isinstance(head, ServedHead):
         raise ValueError(f"the head of this {type(base).__name__} is not on a lossd server: call "
                          "lossd.transformers.patch(model, client, name) first")

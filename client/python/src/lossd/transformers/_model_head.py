@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -46,16 +46,21 @@ class ModelHead:
             client.write_tensor(name, "bias", values(self.layer.bias))
 
 
-def head_options(config: Any) -> dict[str, Any]:
-    """What a configuration says about logits."""
-    options: dict[str, Any] = {}
-    if softcap := getattr(config, "final_logit_softcapping", None):
-        options["softcap"] = float(softcap)
-    if scale := getattr(config, "logit_scale", None):
-        options["logit_scale"] = float(scale)
-    if divisor := getattr(config, "logits_scaling", None):
-        options["logit_scale"] = 1.0 / float(divisor)
-    return options
+class LogitOptions(TypedDict):
+    """Of LossHead."""
+
+    softcap: float
+    logit_scale: float
+
+
+def head_options(config: Any, softcap: float | None, logit_scale: float | None) -> LogitOptions:
+    """What a configuration says about logits, where None was given."""
+    if softcap is None:
+        softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+    if logit_scale is None:
+        divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+        logit_scale = 1.0 / divisor if divisor != 1.0 else float(getattr(config, "logit_scale", None) or 1.0)
+    return {"softcap": softcap, "logit_scale": logit_scale}
 
 
 def values(parameter: Any) -> NDArray[np.float32]:

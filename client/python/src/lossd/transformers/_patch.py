@@ -8,12 +8,13 @@ import functools
 import math
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers.utils import ModelOutput
 
 import lossd
+from lossd._arguments import known_arguments
 from lossd.torch import LossHead, TiedEmbedding, _data_parallel
 from lossd.transformers._head_module import ServedHead
 from lossd.transformers._model_head import ModelHead, Tied, head_options, random_tokens_loss
@@ -21,10 +22,17 @@ from lossd.transformers._model_head import ModelHead, Tied, head_options, random
 _IGNORED = -100  # transformers' own
 
 
-def patch(model: Any, client: lossd.Client, name: str, *, exist_ok: bool = False, freeze: bool = False,
-          tied: Tied = "refuse", process_group: Any = _data_parallel.UNSAID,
-          compute_dtype: lossd.types.DType | None = None, optimizer_state: lossd.types.OptimizerState = "adam",
-          logits: lossd.types.Logits = "stored", verify: bool = True, **options: Any) -> Any:
+@known_arguments
+def patch(
+        model: Any, client: lossd.Client, name: str, *, exist_ok: bool = False, freeze: bool = False,
+        tied: Tied = "refuse", process_group: Any = _data_parallel.UNSAID, averaged_over: int | None = None,
+        compute_dtype: lossd.types.DType | None = None, optimizer_state: lossd.types.OptimizerState = "adam",
+        logits: lossd.types.Logits = "stored", verify: bool = True, deferred: bool = False,
+        state: Literal["checkpoint", "none"] = "checkpoint", streams: int | None = None, slice_bytes: int = 2 << 20,
+        timeout: float | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+        logit_scale: float | None = None, gradients: lossd.types.Gradients | None = None,
+        filter_epsilon: float | None = None, sample_threshold: float | None = None,
+        max_gradient_error: float | None = None) -> Any:
     """Moves the head of a causal language model to a server, and returns the model.
 
         model = lossd.transformers.patch(AutoModelForCausalLM.from_pretrained(path), client, "lm")
@@ -39,9 +47,15 @@ def patch(model: Any, client: lossd.Client, name: str, *, exist_ok: bool = False
       exist_ok: a head of this name and shape may exist; it gets the model's weights. AlreadyExists otherwise.
       freeze: the head is not trained. Also what a head without requires_grad becomes.
       tied, compute_dtype, optimizer_state, logits, verify: as RemoteHeadCausalLM.
-      process_group, options: of LossHead. With torch.distributed every rank calls patch(), and rank 0 of the group
-        makes the head.
+      process_group, averaged_over: as LossHead. With torch.distributed every rank calls patch(), and rank 0 of the
+        group makes the head.
+      softcap, logit_scale: as LossHead; as the model's configuration says if None.
+      deferred, state, streams, slice_bytes, timeout, label_smoothing, z_loss, gradients, filter_epsilon,
+        sample_threshold, max_gradient_error: as LossHead.
     """
+    if isinstance(model.get_output_embeddings(), ServedHead):
+        raise ValueError(f"the head of this {type(model).__name__} is on a lossd server already, as head "
+                         f"{model.get_output_embeddings().loss_head.head_name!r}: patch() was called with it before")
     head = ModelHead.of(model, tied)
     expected = random_tokens_loss(lambda **inputs: model(**inputs).loss, model) if verify else 0.0
     if process_group is _data_parallel.UNSAID:
@@ -53,8 +67,12 @@ def patch(model: Any, client: lossd.Client, name: str, *, exist_ok: bool = False
             head.create(client, name, compute_dtype=compute_dtype, optimizer_state=optimizer_state,
                         frozen=freeze or not head.layer.weight.requires_grad, logits=logits, exist_ok=exist_ok)
     parallel.barrier()
-    loss_head = LossHead(client, name, shift=True, process_group=process_group,
-                         **{**head_options(model.config.get_text_config()), **options})
+    of_config = head_options(model.config.get_text_config(), softcap, logit_scale)
+    loss_head = LossHead(
+        client, name, shift=True, process_group=process_group, averaged_over=averaged_over, deferred=deferred,
+        state=state, streams=streams, slice_bytes=slice_bytes, timeout=timeout, label_smoothing=label_smoothing,
+        z_loss=z_loss, gradients=gradients, filter_epsilon=filter_epsilon, sample_threshold=sample_threshold,
+        max_gradient_error=max_gradient_error, **of_config)
     served = ServedHead(loss_head, head.layer, TiedEmbedding(loss_head, head.embedding) if head.shared else None)
     model.set_output_embeddings(served)
     model.register_load_state_dict_post_hook(lambda *_: served.push_tied())
@@ -97,6 +115,8 @@ def wrap_forward(model: Any, served: ServedHead, temperature: float = 1.0) -> No
                 num_items_in_batch: Any = None, fused_lm_head: bool = False, **inputs: Any) -> Any:
         if labels is None and shift_labels is None:
             return inner(*args, **inputs)
+        if num_items_in_batch is not None:  # as trainers do it
+            served.check_trained()
         with served.capturing() as captured:
             output = inner(*args, **{**inputs, "return_dict": True})
         if len(captured) != 1:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 import lossd
-from lossd.torch import LossHead, TiedEmbedding
+from lossd._arguments import known_arguments
+from lossd.torch import LossHead, TiedEmbedding, _data_parallel
+from lossd.torch._job import Extra
 from lossd.transformers._model_head import ModelHead, Tied, head_options, random_tokens_loss, set_values, values
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
@@ -29,11 +32,19 @@ class RemoteHeadCausalLM(torch.nn.Module):
     `loss_head` is the LossHead: HeadOptimizer(remote.loss_head, ...) steps it.
     """
 
-    def __init__(self, model: Any, client: lossd.Client, name: str, *, move_norm: bool = False,
-                 tied: Tied = "refuse",
-                 compute_dtype: lossd.types.DType | None = None,
-                 optimizer_state: lossd.types.OptimizerState = "adam", logits: lossd.types.Logits = "stored",
-                 verify: bool = True, **options: Any) -> None:
+    @known_arguments
+    def __init__(
+            self, model: Any, client: lossd.Client, name: str, *, move_norm: bool = False, tied: Tied = "refuse",
+            compute_dtype: lossd.types.DType | None = None, optimizer_state: lossd.types.OptimizerState = "adam",
+            logits: lossd.types.Logits = "stored", verify: bool = True, reduction: lossd.types.Reduction = "mean",
+            normalizer: float | None = None, grad_output: float = 1.0, deferred: bool = False, train_head: bool = True,
+            extras: Iterable[Extra] = (), process_group: Any = _data_parallel.UNSAID, averaged_over: int | None = None,
+            rank: int | None = None, world_size: int | None = None, state: Literal["checkpoint", "none"] = "checkpoint",
+            streams: int | None = None, slice_bytes: int = 2 << 20, timeout: float | None = None,
+            label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+            logit_scale: float | None = None, gradients: lossd.types.Gradients | None = None,
+            filter_epsilon: float | None = None, sample_threshold: float | None = None,
+            max_gradient_error: float | None = None) -> None:
         """
         Args:
           move_norm: the final norm goes to the server too.
@@ -45,7 +56,10 @@ class RemoteHeadCausalLM(torch.nn.Module):
           logits: as Client.create_head.
           verify: compare the losses of a few random tokens before and after; ValueError if they differ, which says
             that the model makes its logits in a way that this class does not know.
-          options: of LossHead.
+          softcap, logit_scale: as LossHead; as the model's configuration says if None.
+          reduction, normalizer, grad_output, deferred, train_head, extras, process_group, averaged_over, rank,
+            world_size, state, streams, slice_bytes, timeout, label_smoothing, z_loss, gradients, filter_epsilon,
+            sample_threshold, max_gradient_error: as LossHead.
         """
         super().__init__()
         head = ModelHead.of(model, tied)
@@ -56,7 +70,13 @@ class RemoteHeadCausalLM(torch.nn.Module):
                     compute_dtype=compute_dtype, optimizer_state=optimizer_state, logits=logits)
         if norm:
             norm.write(client, name)
-        self.loss_head = LossHead(client, name, shift=True, **{**head_options(model.config), **options})
+        self.loss_head = LossHead(
+            client, name, shift=True, reduction=reduction, normalizer=normalizer, grad_output=grad_output,
+            deferred=deferred, train_head=train_head, extras=extras, process_group=process_group,
+            averaged_over=averaged_over, rank=rank, world_size=world_size, state=state, streams=streams,
+            slice_bytes=slice_bytes, timeout=timeout, label_smoothing=label_smoothing, z_loss=z_loss,
+            gradients=gradients, filter_epsilon=filter_epsilon, sample_threshold=sample_threshold,
+            max_gradient_error=max_gradient_error, **head_options(model.config, softcap, logit_scale))
         self.tied = TiedEmbedding(self.loss_head, head.embedding) if head.shared else None
         self.model = model
         self._norm = norm
@@ -69,6 +89,9 @@ class RemoteHeadCausalLM(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **inputs: Any) -> Any:
         """The loss (or what the LossHead's extras make of it); `inputs` are those of the model without its head."""
+        if "num_items_in_batch" in inputs:
+            raise TypeError("RemoteHeadCausalLM is for loops of your own: for a Trainer use "
+                            "lossd.transformers.patch(model, client, name), and attach(trainer) after making it")
         hidden = self.model.base_model(input_ids=input_ids, **inputs).last_hidden_state
         return self.loss_head(hidden, labels)
 

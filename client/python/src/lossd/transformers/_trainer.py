@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from transformers import TrainerCallback
 
+from lossd._arguments import known_arguments
 from lossd.torch import HeadOptimizer
 from lossd.transformers._head_module import ServedHead, served_head
 from lossd.transformers._patch import wrap_forward
@@ -14,6 +15,7 @@ from lossd.transformers._patch import wrap_forward
 _STATE_KEY = "lossd_head"  # in the state of the trainer's optimizer
 
 
+@known_arguments
 def attach(trainer: Any, *, skip_non_finite: bool = False) -> HeadOptimizer | None:
     """Makes a transformers.Trainer, or one derived from it, train the head of a model that patch() was called with.
 
@@ -122,7 +124,7 @@ class _Attached(TrainerCallback):
                 f"{self.served.loss_head.head_name!r} is: it was saved without lossd.transformers.attach()")
         self.served.forget_copies()
         self.optimizer.zero_grad()
-        self.armed = True
+        self.armed = self.served.armed = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.armed = self.restored = False
+        self.armed = self.served.armed = self.restored = False
