@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/notification.h"
 
 namespace lossd::kernels {
@@ -15,14 +14,14 @@ Members::Members(std::vector<std::unique_ptr<Backend>> backends) : backends_(std
 
 absl::Status Members::ForEach(absl::FunctionRef<absl::Status(int member)> fn) const {
   std::vector<absl::Status> results(static_cast<size_t>(size()));
-  absl::BlockingCounter left(size());
+  std::vector<absl::Notification> done(results.size());
   for (int i = 0; i < size(); ++i) {
     thread(i).Post([&, i] {
       results[static_cast<size_t>(i)] = fn(i);
-      left.DecrementCount();
+      done[static_cast<size_t>(i)].Notify();
     });
   }
-  left.Wait();
+  for (absl::Notification& one : done) one.WaitForNotification();
   absl::Status first;
   for (absl::Status& result : results) first.Update(std::move(result));
   return first;
@@ -40,20 +39,20 @@ absl::Status Members::On(int member, absl::FunctionRef<absl::Status()> fn) const
 }
 
 absl::Status Members::WithAll(absl::FunctionRef<absl::Status()> fn) const {
-  absl::BlockingCounter waiting(size());
-  absl::BlockingCounter left(size());
+  std::vector<absl::Notification> waiting(threads_.size());
+  std::vector<absl::Notification> done(threads_.size());
   absl::Notification go_on;
   for (int i = 0; i < size(); ++i) {
-    thread(i).Post([&] {
-      waiting.DecrementCount();
+    thread(i).Post([&, i] {
+      waiting[static_cast<size_t>(i)].Notify();
       go_on.WaitForNotification();
-      left.DecrementCount();
+      done[static_cast<size_t>(i)].Notify();
     });
   }
-  waiting.Wait();
+  for (absl::Notification& one : waiting) one.WaitForNotification();
   absl::Status result = fn();
   go_on.Notify();
-  left.Wait();
+  for (absl::Notification& one : done) one.WaitForNotification();
   return result;
 }
 
