@@ -3,17 +3,23 @@
 #include <malloc.h>
 
 namespace lossd::app {
+namespace {
+
+constexpr int kArenas = 8;
+constexpr int kMappedBytes = 8 << 20;
+constexpr int kKeptBytes = 8 << 20;  // at the end of each arena
+constexpr size_t kFreeBytes = size_t{kArenas} * kKeptBytes;
+
+}  // namespace
 
 void BoundFreedMemory() {
-  // Either call also ends the adaptation.
-  constexpr int kMappedBytes = 8 << 20;
-  constexpr int kKeptBytes = 32 << 20;
+  mallopt(M_ARENA_MAX, kArenas);
+  // Either of these also ends the adaptation.
   mallopt(M_MMAP_THRESHOLD, kMappedBytes);
   mallopt(M_TRIM_THRESHOLD, kKeptBytes);
 }
 
 void GiveBackFreedMemory() {
-  constexpr size_t kFreeBytes = size_t{64} << 20;
   if (mallinfo2().fordblks > kFreeBytes) malloc_trim(/*pad=*/0);
 }
 

@@ -9,14 +9,15 @@
 
 namespace lossd::app {
 
-// From now on, a block of at least 8 MiB is mapped by itself, and unmapped when it is freed, and an arena
-// gives back what is free at its end beyond 32 MiB. Buffers of messages are below both, since mapping each of
-// them anew makes reads and writes of tensors slower. To be called before there are other threads. Does
-// nothing to an allocator other than glibc's, such as a sanitizer's.
+// From now on, a block of at least 8 MiB is mapped by itself, and unmapped when it is freed; there are at
+// most 8 arenas, and each gives back what is free at its end beyond 8 MiB. Buffers of messages are below
+// both, since mapping each of them anew makes reads and writes of tensors slower. To be called before there
+// are other threads. Does nothing to an allocator other than glibc's, such as a sanitizer's.
 void BoundFreedMemory();
 
-// If more than 64 MiB are free in all arenas together, gives back what is free, also between blocks in use.
-// That takes about 0.2 ms for each MiB; allocations from the arena at hand wait. Thread-safe.
+// If more than 64 MiB are free in all arenas together, gives back what is free between blocks in use.
+// (glibc's malloc_trim leaves the ends of arenas, which are 64 MiB together at most.) That takes about 0.2 ms
+// for each MiB; allocations from the arena at hand wait. Thread-safe.
 void GiveBackFreedMemory();
 
 }  // namespace lossd::app
