@@ -73,6 +73,8 @@ int64_t LedgerBytes(const ServerOptions& options) {
 
 absl::Status CheckOptions(const ServerOptions& options) {
   absl::Status status = CheckAtLeast("threads", options.threads, 0);
+  if (!options.restore.empty() && options.restore != "latest")
+    status.Update(errors::FieldError("restore", "be latest, or empty", options.restore));
   status.Update(CheckAtLeast("cpu_devices", options.cpu_devices, 1));
   status.Update(CheckAtLeast("workspace_bytes", options.workspace_bytes, 0));
   status.Update(CheckAtLeast("memory_limit_bytes", options.memory_limit_bytes, 0));

@@ -75,6 +75,10 @@ ABSL_FLAG(std::string, port_file, "",
 ABSL_FLAG(std::string, checkpoint_dir, ServerOptions().checkpoint_directory,
           "Directory of checkpoints and tensor files; clients name files below it only");
 ABSL_FLAG(
+    std::string, restore, ServerOptions().restore,
+    "latest: before it listens, the server loads the newest checkpoint of every head that has one below "
+    "--checkpoint_dir; empty: it starts without heads");
+ABSL_FLAG(
     int64_t, keep_checkpoints, ServerOptions().keep_checkpoints,
     "After a save that the server named (step-...), keep so many of those per head, the newest, and remove "
     "older ones; checkpoints named by clients stay. 0: keep all. A save may ask for another number");
@@ -249,6 +253,7 @@ ServerOptions OptionsFromFlags() {
   options.max_streams = absl::GetFlag(FLAGS_max_streams);
   options.max_heads = absl::GetFlag(FLAGS_max_heads);
   options.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_dir);
+  options.restore = absl::GetFlag(FLAGS_restore);
   options.keep_checkpoints = absl::GetFlag(FLAGS_keep_checkpoints);
   options.checkpoint_limit_bytes = absl::GetFlag(FLAGS_checkpoint_limit_bytes).bytes;
   options.checkpoint_buffer_bytes = absl::GetFlag(FLAGS_checkpoint_buffer_bytes).bytes;

@@ -99,6 +99,9 @@ absl::Status ServerImpl::Init() {
   if (absl::Status status = CreateSecurity(); !status.ok()) return status;
   if (absl::Status status = CreateEngine(); !status.ok()) return status;
   CreateServices();
+  if (options_.restore == "latest") {
+    if (absl::Status status = head_service_->RestoreLatest(); !status.ok()) return status;
+  }
   if (absl::Status status = Listen(); !status.ok()) return status;
   if (!options_.http.empty()) {
     if (absl::Status status = StartHttp(); !status.ok()) return status;

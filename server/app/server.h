@@ -67,6 +67,7 @@ struct ServerOptions {
   rpc::CallTimeouts timeouts;
 
   std::string checkpoint_directory = "./lossd-checkpoints";
+  std::string restore;  // "latest": start with every head's newest checkpoint; empty: without heads
   int64_t checkpoint_buffer_bytes = int64_t{1} << 30;   // what a save may read ahead of the disk
   int64_t keep_checkpoints = 0;                         // automatic ones, per head; 0: all
   int64_t checkpoint_limit_bytes = 0;                   // all files below the directory; 0: no limit

@@ -6,6 +6,7 @@
 
 #include "lossd/v1/head.grpc.pb.h"
 #include "proto/wire/payload_codec.h"
+#include "server/admin/restore.h"
 #include "server/log/log.h"
 #include "server/messages/errors.h"
 #include "server/rpc/admin_workers.h"
@@ -107,6 +108,7 @@ class HeadServiceImpl final : public HeadService, public Base {
   }
 
   grpc::Service* service() override { return this; }
+  absl::Status RestoreLatest() override { return admin::RestoreLatest(operations_); }
   const RequestEnvironment* requests() const override { return &request_environment_; }
   void Drain() override { environment_.draining = true; }
   void CancelSaves() override { operations_.checkpoints().CancelSaves(); }

@@ -39,6 +39,8 @@ class HeadService {
   virtual ~HeadService() = default;
 
   virtual grpc::Service* service() = 0;
+  // As admin::RestoreLatest; before the service has calls.
+  virtual absl::Status RestoreLatest() = 0;
   // For the calls of the other services whose clients send one request: one bound for all of them.
   virtual const RequestEnvironment* requests() const = 0;
   // From now on calls that change heads end with UNAVAILABLE; reading and saving still work.
