@@ -64,6 +64,7 @@ enum class Param : uint8_t {
 };
 inline constexpr Param kAllParams[] = {Param::kWeight, Param::kBias, Param::kNormGain, Param::kNormShift,
                                        Param::kClassWeights};
+inline constexpr Param kTrainedParams[] = {Param::kWeight, Param::kBias, Param::kNormGain, Param::kNormShift};
 
 // What is stored for a parameter; everything is fp32.
 enum class Role : uint8_t {
@@ -72,6 +73,7 @@ enum class Role : uint8_t {
   kMoment1,   // SGD momentum buffer or Adam's first moment
   kMoment2,   // Adam's second moment
 };
+inline bool IsMoment(Role role) { return role == Role::kMoment1 || role == Role::kMoment2; }
 
 struct TensorId {
   Param param = Param::kWeight;

@@ -1,11 +1,11 @@
 #include "kernels/validation.h"
 
 #include <cmath>
-#include <limits>
 #include <string>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/shard_rows.h"
 
 namespace lossd::kernels {
 namespace {
@@ -115,16 +115,21 @@ absl::Status ValidateTensorAccess(const HeadConfig& config, TensorId id, int64_t
   return absl::OkStatus();
 }
 
-absl::Status ValidateShardAccess(const Shard& shard, TensorId id, int64_t row_begin, int64_t rows) {
-  if (id.role != Role::kMoment1 && id.role != Role::kMoment2) return absl::OkStatus();
-  const bool by_class = id.param == Param::kWeight || id.param == Param::kBias;
-  const int64_t begin = by_class ? shard.first_class : 0;
-  const int64_t end = by_class ? shard.end_class() : shard.norm ? std::numeric_limits<int64_t>::max() : 0;
-  if (rows == 0 || (row_begin >= begin && row_begin <= end && rows <= end - row_begin))
-    return absl::OkStatus();
-  return errors::FieldError("rows",
-                            absl::StrCat("lie in [", begin, ", ", end, "), whose moments this replica has"),
-                            absl::StrCat("[", row_begin, ", ", row_begin, " + ", rows, ")"));
+absl::Status ValidateReplicaAccess(const HeadConfig& config, Replica replica, TensorId id, int64_t row_begin,
+                                   int64_t rows, DType dtype, size_t bytes) {
+  absl::Status status = ValidateTensorAccess(config, id, row_begin, rows, dtype, bytes);
+  if (!status.ok() || !IsMoment(id.role) || rows == 0) return status;
+  const ShardRows own = ShardRowsOf(config, id.param, replica);
+  if (own.rows == 0) {
+    return absl::NotFoundError(absl::StrCat("replica ", replica.index, " of ", replica.count, " has no ",
+                                            Name(id.role), " of ", Name(id.param)));
+  }
+  if (row_begin >= own.first && row_begin + rows <= own.end()) return absl::OkStatus();
+  return errors::FieldError(
+      "rows",
+      absl::StrCat("lie in [", own.first, ", ", own.end(), ") of ", Name(id.role), " of ", Name(id.param),
+                   ", which replica ", replica.index, " of ", replica.count, " has"),
+      absl::StrCat("[", row_begin, ", ", row_begin, " + ", rows, ")"));
 }
 
 absl::Status ValidateStep(const HeadConfig& config, const OptimizerOptions& options, int64_t update) {

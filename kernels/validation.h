@@ -22,8 +22,10 @@ absl::Status ValidateChunk(const HeadConfig& config, int64_t chunk_rows, const C
 absl::Status ValidateTensorAccess(const HeadConfig& config, TensorId id, int64_t row_begin, int64_t rows,
                                   DType dtype, size_t bytes);
 
-// Of a replica that updates `shard`: INVALID_ARGUMENT if the rows of a moment are not all in it.
-absl::Status ValidateShardAccess(const Shard& shard, TensorId id, int64_t row_begin, int64_t rows);
+// Likewise for a replica, which has the moments of its shard only: NOT_FOUND if it has none of the
+// parameter's, INVALID_ARGUMENT if some of the rows are another's.
+absl::Status ValidateReplicaAccess(const HeadConfig& config, Replica replica, TensorId id, int64_t row_begin,
+                                   int64_t rows, DType dtype, size_t bytes);
 
 // For HeadKernels::ApplyStep: INVALID_ARGUMENT, or FAILED_PRECONDITION if the head cannot be trained so.
 absl::Status ValidateStep(const HeadConfig& config, const OptimizerOptions& options, int64_t update);

@@ -4,16 +4,12 @@
 #include <cmath>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/optimizer.h"
-#include "kernels/errors/field_error.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels {
 namespace {
-
-constexpr Param kTrainedParams[] = {Param::kWeight, Param::kBias, Param::kNormGain, Param::kNormShift};
 
 // Elements that one thread handles at a time.
 constexpr int64_t kElementGrain = int64_t{1} << 15;
@@ -26,26 +22,7 @@ double SumOfSquares(const float* values, int64_t n) {
   return sum;
 }
 
-bool IsMoment(Role role) { return role == Role::kMoment1 || role == Role::kMoment2; }
-
 }  // namespace
-
-absl::Status CpuParams::Validate(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
-                                 size_t bytes) const {
-  absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, bytes);
-  if (!status.ok() || !IsMoment(id.role)) return status;
-  const ShardRows own = shard(id.param);
-  if (own.rows == 0) {
-    return absl::NotFoundError(absl::StrCat("replica ", replica_.index, " of ", replica_.count, " has no ",
-                                            Name(id.role), " of ", Name(id.param)));
-  }
-  if (row_begin >= own.first && row_begin + rows <= own.end()) return absl::OkStatus();
-  return errors::FieldError(
-      "rows",
-      absl::StrCat("lie in [", own.first, ", ", own.end(), ") of ", Name(id.role), " of ", Name(id.param),
-                   ", which replica ", replica_.index, " of ", replica_.count, " has"),
-      absl::StrCat("[", row_begin, ", ", row_begin, " + ", rows, ")"));
-}
 
 float* CpuParams::RowOf(TensorId id, int64_t row) const {
   const int64_t first = IsMoment(id.role) ? shard(id.param).first : 0;
@@ -54,7 +31,7 @@ float* CpuParams::RowOf(TensorId id, int64_t row) const {
 
 absl::Status CpuParams::ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                                    absl::Span<uint8_t> out) {
-  absl::Status status = Validate(id, row_begin, rows, dtype, out.size());
+  absl::Status status = ValidateReplicaAccess(config_, replica_, id, row_begin, rows, dtype, out.size());
   if (!status.ok()) return status;
   const int64_t cols = ShapeOf(config_, id.param).cols;
   const float* const from = RowOf(id, row_begin);
@@ -66,7 +43,7 @@ absl::Status CpuParams::ReadTensor(TensorId id, int64_t row_begin, int64_t rows,
 
 absl::Status CpuParams::WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                                     absl::Span<const uint8_t> in) {
-  absl::Status status = Validate(id, row_begin, rows, dtype, in.size());
+  absl::Status status = ValidateReplicaAccess(config_, replica_, id, row_begin, rows, dtype, in.size());
   if (!status.ok()) return status;
   const int64_t cols = ShapeOf(config_, id.param).cols;
   float* const to = RowOf(id, row_begin);
@@ -79,7 +56,7 @@ absl::Status CpuParams::WriteTensor(TensorId id, int64_t row_begin, int64_t rows
 absl::Status CpuParams::AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
                                     absl::Span<const uint8_t> in) {
   const TensorId id{param, Role::kGradient};
-  absl::Status status = Validate(id, row_begin, rows, dtype, in.size());
+  absl::Status status = ValidateReplicaAccess(config_, replica_, id, row_begin, rows, dtype, in.size());
   if (!status.ok()) return status;
   const int64_t cols = ShapeOf(config_, param).cols;
   float* const to = RowOf(id, row_begin);

@@ -43,8 +43,6 @@ class CpuParams {
 
  private:
   ShardRows shard(Param param) const { return ShardRowsOf(config_, param, replica_); }
-  // As ValidateTensorAccess; also refuses the moments of other replicas.
-  absl::Status Validate(TensorId id, int64_t row_begin, int64_t rows, DType dtype, size_t bytes) const;
   float* RowOf(TensorId id, int64_t row) const;
 
   const HeadConfig config_;

@@ -16,8 +16,6 @@
 namespace lossd::kernels {
 namespace {
 
-constexpr Param kTrainedParams[] = {Param::kWeight, Param::kBias, Param::kNormGain, Param::kNormShift};
-
 // Elements that one thread handles at least, and those that it sums at a time.
 constexpr int64_t kElementGrain = int64_t{1} << 15;
 constexpr int64_t kBlock = 4096;

@@ -19,8 +19,6 @@ MemoryKind KindOf(Role role) {
   }
 }
 
-bool IsMoment(Role role) { return role == Role::kMoment1 || role == Role::kMoment2; }
-
 // Elements that the replica keeps of a tensor.
 int64_t ElementsOf(const HeadConfig& config, Replica replica, TensorId id) {
   const TensorShape shape = ShapeOf(config, id.param);

@@ -1,7 +1,5 @@
 #include "kernels/cuda/device/gemm.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <limits>
 #include <string>
@@ -10,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/device/shared_library.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -36,7 +35,7 @@ constexpr const char* kLibraryNames[] = {"libcublasLt.so.13", "/usr/local/cuda/l
 
 // The functions of cuBLASLt that we call.
 struct Gemms::Library {
-  void* file = nullptr;
+  SharedLibrary file;
   decltype(&cublasLtCreate) create = nullptr;
   decltype(&cublasLtDestroy) destroy = nullptr;
   decltype(&cublasLtGetStatusString) status_string = nullptr;
@@ -52,37 +51,22 @@ struct Gemms::Library {
   decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic = nullptr;
   decltype(&cublasLtMatmulAlgoConfigGetAttribute) config_get = nullptr;
 
-  ~Library() {
-    if (file != nullptr) dlclose(file);
-  }
-
   absl::Status Load() {
-    std::string reasons;
-    for (const char* name : kLibraryNames) {
-      file = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-      if (file != nullptr) break;
-      absl::StrAppend(&reasons, reasons.empty() ? "" : "; ", dlerror());
-    }
-    if (file == nullptr) return absl::UnavailableError(absl::StrCat("cuBLASLt cannot be loaded: ", reasons));
-    const bool complete = Find("cublasLtCreate", create) && Find("cublasLtDestroy", destroy) &&
-                          Find("cublasLtGetStatusString", status_string) && Find("cublasLtMatmul", matmul) &&
-                          Find("cublasLtMatmulDescCreate", desc_create) &&
-                          Find("cublasLtMatmulDescDestroy", desc_destroy) &&
-                          Find("cublasLtMatmulDescSetAttribute", desc_set) &&
-                          Find("cublasLtMatrixLayoutCreate", layout_create) &&
-                          Find("cublasLtMatrixLayoutDestroy", layout_destroy) &&
-                          Find("cublasLtMatmulPreferenceCreate", preference_create) &&
-                          Find("cublasLtMatmulPreferenceDestroy", preference_destroy) &&
-                          Find("cublasLtMatmulPreferenceSetAttribute", preference_set) &&
-                          Find("cublasLtMatmulAlgoGetHeuristic", heuristic) &&
-                          Find("cublasLtMatmulAlgoConfigGetAttribute", config_get);
+    LOSSD_RETURN_IF_ERROR(file.Load(kLibraryNames, "cuBLASLt cannot be loaded"));
+    const bool complete = file.Find("cublasLtCreate", create) && file.Find("cublasLtDestroy", destroy) &&
+                          file.Find("cublasLtGetStatusString", status_string) &&
+                          file.Find("cublasLtMatmul", matmul) &&
+                          file.Find("cublasLtMatmulDescCreate", desc_create) &&
+                          file.Find("cublasLtMatmulDescDestroy", desc_destroy) &&
+                          file.Find("cublasLtMatmulDescSetAttribute", desc_set) &&
+                          file.Find("cublasLtMatrixLayoutCreate", layout_create) &&
+                          file.Find("cublasLtMatrixLayoutDestroy", layout_destroy) &&
+                          file.Find("cublasLtMatmulPreferenceCreate", preference_create) &&
+                          file.Find("cublasLtMatmulPreferenceDestroy", preference_destroy) &&
+                          file.Find("cublasLtMatmulPreferenceSetAttribute", preference_set) &&
+                          file.Find("cublasLtMatmulAlgoGetHeuristic", heuristic) &&
+                          file.Find("cublasLtMatmulAlgoConfigGetAttribute", config_get);
     return complete ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("cuBLASLt lacks ", dlerror()));
-  }
-
-  template <typename Function>
-  bool Find(const char* name, Function& function) {
-    function = reinterpret_cast<Function>(dlsym(file, name));
-    return function != nullptr;
   }
 
   absl::Status ToStatus(cublasStatus_t status, absl::string_view call) const {

@@ -1,6 +1,5 @@
 #include "kernels/cuda/device/nccl.h"
 
-#include <dlfcn.h>
 #include <nccl.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/device/shared_library.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -39,7 +39,7 @@ ncclDataType_t ToNccl(DType dtype) {
 
 // The functions of NCCL that we call, and the communicators.
 struct Nccl::Library {
-  void* file = nullptr;
+  SharedLibrary file;
   decltype(&ncclCommInitAll) init_all = nullptr;
   decltype(&ncclCommDestroy) destroy = nullptr;
   decltype(&ncclCommAbort) abort = nullptr;
@@ -53,32 +53,18 @@ struct Nccl::Library {
 
   ~Library() {
     for (ncclComm_t communicator : communicators) destroy(communicator);
-    if (file != nullptr) dlclose(file);
   }
 
   absl::Status Load() {
-    std::string reasons;
-    for (const char* name : kLibraryNames) {
-      file = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-      if (file != nullptr) break;
-      absl::StrAppend(&reasons, reasons.empty() ? "" : "; ", dlerror());
-    }
-    if (file == nullptr) {
-      return absl::UnavailableError(
-          absl::StrCat("several GPUs need NCCL (package libnccl2), which cannot be loaded: ", reasons));
-    }
-    const bool complete = Find("ncclCommInitAll", init_all) && Find("ncclCommDestroy", destroy) &&
-                          Find("ncclCommAbort", abort) && Find("ncclCommGetAsyncError", async_error) &&
-                          Find("ncclGetErrorString", error_string) && Find("ncclGroupStart", group_start) &&
-                          Find("ncclGroupEnd", group_end) && Find("ncclReduce", reduce) &&
-                          Find("ncclBroadcast", broadcast);
+    LOSSD_RETURN_IF_ERROR(
+        file.Load(kLibraryNames, "several GPUs need NCCL (package libnccl2), which cannot be loaded"));
+    const bool complete = file.Find("ncclCommInitAll", init_all) && file.Find("ncclCommDestroy", destroy) &&
+                          file.Find("ncclCommAbort", abort) &&
+                          file.Find("ncclCommGetAsyncError", async_error) &&
+                          file.Find("ncclGetErrorString", error_string) &&
+                          file.Find("ncclGroupStart", group_start) && file.Find("ncclGroupEnd", group_end) &&
+                          file.Find("ncclReduce", reduce) && file.Find("ncclBroadcast", broadcast);
     return complete ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("NCCL lacks ", dlerror()));
-  }
-
-  template <typename Function>
-  bool Find(const char* name, Function& function) {
-    function = reinterpret_cast<Function>(dlsym(file, name));
-    return function != nullptr;
   }
 };
 

@@ -18,7 +18,7 @@ class HeadReplicas final : public Replicas {
   // NCCL adds in an order of its own that depends on how many GPUs there are and how they are linked, not on
   // time.
   absl::Status SumGradients() override {
-    LOSSD_RETURN_IF_ERROR(Enter());
+    LOSSD_RETURN_IF_ERROR(Synchronize());
     const auto sum = [&](int owner) {
       return ForEachRange(
           owner, [](HeadTensors& tensors) { return tensors.gradients(); },
@@ -39,7 +39,7 @@ class HeadReplicas final : public Replicas {
 
   // What chunks compute with: the copy of the weight in the compute dtype, and the vectors.
   absl::Status SpreadValues() override {
-    LOSSD_RETURN_IF_ERROR(Enter());
+    LOSSD_RETURN_IF_ERROR(Synchronize());
     const DType compute = heads_.front()->compute_dtype();
     const auto spread = [&](int owner) -> absl::Status {
       const int64_t count = WeightRange(owner).count;
@@ -56,8 +56,7 @@ class HeadReplicas final : public Replicas {
             return nccl_->Spread(parts, DType::kFloat32, floats, owner);
           });
     };
-    LOSSD_RETURN_IF_ERROR(Exchange(spread));
-    return Synchronize();
+    return Exchange(spread);
   }
 
  private:
@@ -67,7 +66,8 @@ class HeadReplicas final : public Replicas {
   HeadTensors& Tensors(int member) const { return heads_[static_cast<size_t>(member)]->tensors(); }
   ShardRange WeightRange(int owner) const { return Tensors(owner).ranges().weight; }
 
-  absl::Status Enter() {
+  // Waits until no device has anything left to do.
+  absl::Status Synchronize() {
     for (CudaHead* head : heads_) {
       LOSSD_RETURN_IF_ERROR(head->device().Enter());
       LOSSD_RETURN_IF_ERROR(head->device().Synchronize());
@@ -111,6 +111,7 @@ class HeadReplicas final : public Replicas {
     return step(parts, range.count);
   }
 
+  // Ends when the devices have done it.
   absl::Status Exchange(absl::FunctionRef<absl::Status(int owner)> of_owner) {
     const auto all = [&]() -> absl::Status {
       for (int owner = 0; owner < nccl_->members(); ++owner) LOSSD_RETURN_IF_ERROR(of_owner(owner));
@@ -120,14 +121,6 @@ class HeadReplicas final : public Replicas {
     if (status.ok()) status = nccl_->Wait(Parts());
     for (CudaHead* head : heads_) (void)head->device().Fail(status);
     return status;
-  }
-
-  absl::Status Synchronize() {
-    for (CudaHead* head : heads_) {
-      LOSSD_RETURN_IF_ERROR(head->device().Enter());
-      LOSSD_RETURN_IF_ERROR(head->device().Synchronize());
-    }
-    return absl::OkStatus();
   }
 
   Nccl* const nccl_;

@@ -7,6 +7,7 @@
 
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/kernels/tensor_ops.h"
+#include "kernels/shard_rows.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels::cuda {
@@ -41,8 +42,7 @@ absl::Status HeadTensors::Allocate() {
 
 DeviceMatrix HeadTensors::Find(TensorId id, int64_t row_begin) const {
   const ParamBlock* block = &values_.params;
-  const bool moment = id.role == Role::kMoment1 || id.role == Role::kMoment2;
-  if (moment && (id.param == Param::kWeight || id.param == Param::kBias)) row_begin -= shard_.first_class;
+  if (IsMoment(id.role)) row_begin -= ShardRowsOf(config_, id.param, device_->options().replica).first;
   if (id.role == Role::kGradient) block = &gradients_;
   if (id.role == Role::kMoment1) block = &moments_[0];
   if (id.role == Role::kMoment2) block = &moments_[1];
@@ -64,8 +64,8 @@ DeviceMatrix HeadTensors::Find(TensorId id, int64_t row_begin) const {
 
 absl::Status HeadTensors::Begin(TensorId id, int64_t row_begin, int64_t rows, DType dtype, size_t bytes) {
   LOSSD_RETURN_IF_ERROR(device_->Enter());
-  LOSSD_RETURN_IF_ERROR(ValidateTensorAccess(config_, id, row_begin, rows, dtype, bytes));
-  LOSSD_RETURN_IF_ERROR(ValidateShardAccess(shard_, id, row_begin, rows));
+  LOSSD_RETURN_IF_ERROR(
+      ValidateReplicaAccess(config_, device_->options().replica, id, row_begin, rows, dtype, bytes));
   return device_->Synchronize();
 }
 

@@ -19,7 +19,6 @@ namespace {
 using ::testing::Each;
 
 constexpr int kReplicas = 2;
-constexpr Param kTrained[] = {Param::kWeight, Param::kBias, Param::kNormGain, Param::kNormShift};
 
 // Relative, in norm. Both sides add up the same fp32 products in another order.
 double Difference(const std::vector<float>& got, const std::vector<float>& want) {
@@ -119,7 +118,7 @@ class CudaReplicas : public ::testing::Test {
       squares += *norm * *norm;
     }
     EXPECT_NEAR(std::sqrt(squares), *whole.GradNorm(), kSameSums * *whole.GradNorm());
-    for (const Param param : kTrained) {
+    for (const Param param : kTrainedParams) {
       const TensorId id{param, Role::kGradient};
       if (!HasTensor(whole.config(), id)) continue;
       EXPECT_LE(Difference(Gathered(heads, id), ReadAll(whole, id)), kSameSums) << Name(param);
@@ -127,7 +126,7 @@ class CudaReplicas : public ::testing::Test {
   }
 
   static void CompareState(HeadKernels& whole, const std::vector<std::unique_ptr<HeadKernels>>& heads) {
-    for (const Param param : kTrained) {
+    for (const Param param : kTrainedParams) {
       for (const Role role : {Role::kValue, Role::kMoment1, Role::kMoment2}) {
         if (!HasTensor(whole.config(), {param, role})) continue;
         EXPECT_LE(Difference(Gathered(heads, {param, role}), ReadAll(whole, {param, role})), 1e-4)

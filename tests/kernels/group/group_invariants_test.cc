@@ -23,8 +23,6 @@ bool AllZero(const std::vector<float>& values) {
   return std::all_of(values.begin(), values.end(), [](float v) { return v == 0.0f; });
 }
 
-constexpr Param kTrained[] = {Param::kWeight, Param::kBias, Param::kNormGain, Param::kNormShift};
-
 class GroupInvariantsTest : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -65,24 +63,24 @@ TEST_F(GroupInvariantsTest, TheGradientIsTheSumAndThenItsOwners) {
   const auto head = MakeHead(*group_, problem);
   ASSERT_NE(head, nullptr);
   ASSERT_TRUE(RunChunk(*head, problem).done.ok());
-  for (const Param param : kTrained) {
+  for (const Param param : kTrainedParams) {
     const auto parts = OfMembers({param, Role::kGradient});
     for (const auto& part : parts) EXPECT_FALSE(AllZero(part)) << "every member computed some rows";
   }
   std::vector<std::vector<std::vector<float>>> before;
-  for (const Param param : kTrained) before.push_back(OfMembers({param, Role::kGradient}));
+  for (const Param param : kTrainedParams) before.push_back(OfMembers({param, Role::kGradient}));
   double squares = 0.0;
-  for (size_t p = 0; p < std::size(kTrained); ++p) {
-    const std::vector<float> sum = ReadGradient(*head, kTrained[p]);
-    const int64_t cols = ShapeOf(spec_.config, kTrained[p]).cols;
+  for (size_t p = 0; p < std::size(kTrainedParams); ++p) {
+    const std::vector<float> sum = ReadGradient(*head, kTrainedParams[p]);
+    const int64_t cols = ShapeOf(spec_.config, kTrainedParams[p]).cols;
     for (size_t i = 0; i < sum.size(); ++i) {
       EXPECT_EQ(sum[i], before[p][0][i] + before[p][1][i] + before[p][2][i]);
       squares += double{sum[i]} * double{sum[i]};
     }
     for (int member = 0; member < kMembers; ++member) {
-      const ShardRows own = ShardRowsOf(spec_.config, kTrained[p], {member, kMembers});
+      const ShardRows own = ShardRowsOf(spec_.config, kTrainedParams[p], {member, kMembers});
       const std::vector<float> part =
-          ReadAll(*replicas_[static_cast<size_t>(member)], {kTrained[p], Role::kGradient});
+          ReadAll(*replicas_[static_cast<size_t>(member)], {kTrainedParams[p], Role::kGradient});
       for (int64_t i = 0; i < static_cast<int64_t>(part.size()); ++i) {
         const bool mine = i >= own.first * cols && i < own.end() * cols;
         EXPECT_EQ(part[static_cast<size_t>(i)], mine ? sum[static_cast<size_t>(i)] : 0.0f);
@@ -99,7 +97,7 @@ TEST_F(GroupInvariantsTest, AStepLeavesTheSameValuesEverywhereAndNoGradients) {
   for (int64_t update = 1; update <= 2; ++update) {
     ASSERT_TRUE(RunChunk(*head, problem).done.ok());
     ASSERT_TRUE(head->ApplyStep({.learning_rate = 0.1}, update).ok());
-    for (const Param param : kTrained) {
+    for (const Param param : kTrainedParams) {
       for (const auto& values : OfMembers({param, Role::kValue})) {
         EXPECT_EQ(values, ReadAll(*head, {param, Role::kValue})) << Name(param);
       }
@@ -117,7 +115,7 @@ TEST_F(GroupInvariantsTest, MomentsAreTheOwnersAlone) {
     HeadKernels& replica = *replicas_[static_cast<size_t>(member)];
     optimizer_bytes += replica.memory()[MemoryKind::kOptimizer];
     EXPECT_LT(replica.memory()[MemoryKind::kOptimizer], 37 * 13 * 4 * 2) << "not all of it";
-    for (const Param param : kTrained) {
+    for (const Param param : kTrainedParams) {
       const TensorId id{param, Role::kMoment1};
       const ShardRows own = ShardRowsOf(spec_.config, param, {member, kMembers});
       const int64_t cols = ShapeOf(spec_.config, param).cols;
