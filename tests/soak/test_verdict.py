@@ -48,6 +48,16 @@ def test_steps_of_memory_are_no_steady_growth():
     assert failed(samples(memory=lambda t: (100 + t // 10) * MEBIBYTE), latencies()) == {"memory", "steady memory"}
 
 
+def test_messages_under_way_are_no_growth():
+    """Samples that are often tens of MiB above a level floor, and the same above one that rises."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        def under_way(floor):
+            return lambda t: (floor(t) + (rng.random() < 0.3) * rng.uniform(0, 40)) * MEBIBYTE
+        assert failed(samples(memory=under_way(lambda t: 100)), latencies()) == set()
+        assert "steady memory" in failed(samples(memory=under_way(lambda t: 100 + t / 25)), latencies())
+
+
 def test_what_grows_is_found_over_restarts():
     """A leak that each restart of the server undoes: no sample is ever above the first process's last one."""
     kills = (200, 400, 600, 800)

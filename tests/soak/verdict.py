@@ -6,7 +6,8 @@ The first quarter of the run is left out: it has the restarts of the server, and
   each process of the server, times the length of that time, is at most LIMITS;
 - memory also by the median of the slopes of SLICES equal parts of that time, which has to be below STEADY_MEMORY. The line alone
   cannot be held so low: when many large messages are under way at once, resident memory rises by some MiB and stays there, which
-  is bounded by what is planned. What grows with traffic grows in every part;
+  is bounded by what is planned. What grows with traffic grows in every part. What is under way at the moment comes and goes, so a
+  slope is that of the lowest samples of BINS pieces of its part;
 - latency, divided by what a fixed piece of work took another process at the same moment (control.py): the medians of the first
   and the last third of that time. More than LATENCY_FACTOR times as long fails.
 
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 MEBIBYTE = 1 << 20
 LIMITS = {"memory": 64 * MEBIBYTE, "descriptors": 8.0, "threads": 4.0}  # growth over the time that counts
 SLICES = 20
+BINS = 10
 STEADY_MEMORY = 8 * MEBIBYTE
 LATENCY_FACTOR = 3.0
 LEAST_SAMPLES = 20
@@ -76,11 +78,22 @@ def _growth(what: str, samples: Sequence[Sample], seconds: float) -> Finding:
     return Finding(what, figures, grown <= LIMITS[what])
 
 
-def _steady_memory(samples: Sequence[Sample], begin: float, end: float) -> Finding:
-    slices: list[list[tuple[int, float, float]]] = [[] for _ in range(SLICES)]
+def _lowest_memory(samples: Sequence[Sample], begin: float, end: float) -> list[list[tuple[int, float, float]]]:
+    """For each of SLICES parts of the time the (process, time, memory) of the lowest sample of each process in each of its BINS."""
+    lowest: dict[tuple[int, int], Sample] = {}
     for sample in samples:
-        number = min(SLICES - 1, int(SLICES * (sample.time - begin) / (end - begin)))
-        slices[number].append((sample.process, sample.time, float(sample.memory)))
+        bin_ = min(SLICES * BINS - 1, int(SLICES * BINS * (sample.time - begin) / (end - begin)))
+        known = lowest.setdefault((bin_, sample.process), sample)
+        if sample.memory < known.memory:
+            lowest[bin_, sample.process] = sample
+    slices: list[list[tuple[int, float, float]]] = [[] for _ in range(SLICES)]
+    for (bin_, process), sample in lowest.items():
+        slices[bin_ // BINS].append((process, sample.time, float(sample.memory)))
+    return slices
+
+
+def _steady_memory(samples: Sequence[Sample], begin: float, end: float) -> Finding:
+    slices = _lowest_memory(samples, begin, end)
     grown = (end - begin) * statistics.median(map(slope, slices))
     figures = (f"grows steadily by {grown / MEBIBYTE:.2f} MiB in {end - begin:.0f} s (at most {STEADY_MEMORY / MEBIBYTE:g} MiB; "
                f"median slope of {SLICES} parts)")
