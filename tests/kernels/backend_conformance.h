@@ -62,6 +62,8 @@ class BackendConformance : public ::testing::TestWithParam<ConformanceCase> {
 
   // A spec with no option set, in this case's dtypes and with its logits.
   ProblemSpec Plain(std::vector<int64_t> slice_rows, int64_t hidden_size, int64_t vocab_size) const;
+  // Filtered gradients of all kOddShapes.
+  void RunFilteredOddShapes(float epsilon);
   ProblemSpec FlatSpec(std::vector<int64_t> slice_rows) const;
   ProblemSpec Random(int64_t rows, int64_t hidden_size, int64_t vocab_size);
   bool recomputes_logits() const { return GetParam().logits == Logits::kRecomputed; }
