@@ -33,6 +33,8 @@ void Configure(const TransportOptions& options, grpc::ServerBuilder* builder) {
   // Windows that gRPC adapts by itself grow to many MiB a call when a client sends faster than rows are
   // computed, until the memory is used up and calls are cancelled.
   set(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+  // With the windows gRPC would also have grown the frames that clients send, from 16 KiB.
+  set(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, 1 << 20);
   set(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, WindowBytes(options.bytes));
   // Peers that vanished without a word are noticed within a minute.
   set(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
