@@ -6,10 +6,13 @@
 #include <openssl/pem.h>
 #include <openssl/x509.h>
 
+#include <algorithm>
+#include <ctime>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 
 namespace lossd::access {
 namespace {
@@ -57,6 +60,16 @@ void WarnOfDates(const AccessFile& file, const Certificate& certificate) {
            {{"flag", file.flag}, {"path", file.path}});
 }
 
+absl::Time FirstExpiry(const std::vector<Certificate>& certificates) {
+  absl::Time first = absl::InfiniteFuture();
+  for (const Certificate& certificate : certificates) {
+    std::tm utc = {};
+    if (ASN1_TIME_to_tm(X509_get0_notAfter(certificate.get()), &utc) != 1) continue;
+    first = std::min(first, absl::FromTM(utc, absl::UTCTimeZone()));
+  }
+  return first;
+}
+
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<const TlsMaterial>> ReadTlsMaterial(const TlsFiles& files) {
@@ -73,17 +86,20 @@ absl::StatusOr<std::shared_ptr<const TlsMaterial>> ReadTlsMaterial(const TlsFile
     return AccessFileError(files.key, "be the key of the first certificate of tls_cert");
   }
   WarnOfDates(files.certificate, certificates->front());
+  absl::Time expires = FirstExpiry(*certificates);
   std::string authorities;
   if (!files.client_authorities.path.empty()) {
     absl::StatusOr<std::string> text = ReadAccessFile(files.client_authorities, Secrecy::kPublic);
     if (!text.ok()) return text.status();
     const auto parsed = ParseCertificates(files.client_authorities, *text);
     if (!parsed.ok()) return parsed.status();
+    expires = std::min(expires, FirstExpiry(*parsed));
     authorities = *std::move(text);
   }
   return std::make_shared<const TlsMaterial>(TlsMaterial{.certificate_chain = *std::move(chain),
                                                          .key = *std::move(key_text),
-                                                         .client_authorities = std::move(authorities)});
+                                                         .client_authorities = std::move(authorities),
+                                                         .expires = expires});
 }
 
 absl::StatusOr<std::unique_ptr<ReloadedTls>> WatchTlsMaterial(const TlsFiles& files) {

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "server/access/access_file.h"
 #include "server/access/reloaded.h"
 
@@ -18,6 +19,8 @@ struct TlsMaterial {
   std::string certificate_chain;  // the server's own certificate first
   std::string key;
   std::string client_authorities;  // empty: clients are not asked for certificates
+  // When the first certificate of the chain, or of the authorities, is no longer valid.
+  absl::Time expires = absl::InfiniteFuture();
 };
 
 struct TlsFiles {

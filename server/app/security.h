@@ -38,6 +38,7 @@ class Security {
   const rpc::AccessControl& access_control() const { return access_control_; }
   const std::shared_ptr<grpc::ServerCredentials>& credentials() const { return credentials_; }
   metrics::HttpSecurity http();
+  access::ReloadedTls* tls() const { return tls_.get(); }  // null: no TLS
 
   // For the log: "plaintext, no authentication", "TLS, client certificates, tokens".
   std::string Text() const;

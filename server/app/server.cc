@@ -178,6 +178,7 @@ absl::Status ServerImpl::CreateEngine() {
   std::vector<const metrics::GpuMonitor*> monitors;
   for (const auto& gpu : gpus_) monitors.push_back(gpu.get());
   metrics_->AttachGpus(std::move(monitors));
+  metrics_->AttachTls(security_->tls());
   return absl::OkStatus();
 }
 
@@ -381,6 +382,7 @@ ServerImpl::~ServerImpl() {
   loss_service_.reset();
   if (metrics_ != nullptr) {
     metrics_->AttachGpus({});
+    metrics_->AttachTls(nullptr);
     metrics_->Detach();
   }
   if (engine_ != nullptr) WaitForStaging();

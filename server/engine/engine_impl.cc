@@ -220,8 +220,14 @@ absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const S
     return result.status();
   });
   if (!status.ok()) return status;
-  if (!result->repeated)
-    context_->observers.Tell(&EngineObserver::OnStep, {.head = name, .skipped = result->skipped});
+  if (!result->repeated) {
+    context_->observers.Tell(&EngineObserver::OnStep, {.head = name,
+                                                       .skipped = result->skipped,
+                                                       .step = request.step,
+                                                       .rows = result->rows,
+                                                       .grad_norm = result->grad_norm,
+                                                       .learning_rate = request.optimizer.learning_rate});
+  }
   return result;
 }
 

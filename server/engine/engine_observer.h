@@ -28,6 +28,10 @@ struct ChunkReport {
   int64_t valid_rows = 0;  // of them, those with a target
   // How its gradients were computed: kExact, kFiltered or kSampled (kernels::Chunk::gradients).
   kernels::Gradients gradients = kernels::Gradients::kExact;
+  // Of the valid rows that may reach the accumulators: how many, and the sum of their losses, row weights and
+  // z-loss included.
+  int64_t loss_rows = 0;
+  double loss_sum = 0.0;
   double dropped_mass = 0.0;  // probability left out of its gradients, summed over its valid rows
   // Of sampled gradients, as in kernels::SliceSums, summed over its valid rows.
   double sampling_variance = 0.0;
@@ -57,6 +61,10 @@ struct ContributionReport {
 struct StepReport {
   absl::string_view head;
   bool skipped = false;  // without an update, because its gradients were not finite
+  uint64_t step = 0;     // the one that was closed
+  int64_t rows = 0;      // in its gradients
+  double grad_norm = 0.0;
+  double learning_rate = 0.0;
 };
 
 // Every member is pure, so that no observer forgets an event: what it does not care for it says.

@@ -197,6 +197,10 @@ ChunkReport Flight::Report() const {
     if (work_->segments[i].slices.empty()) continue;  // zeros in place of rows that were not sent again
     report.rows += work_->segments[i].rows.size();
     report.valid_rows += slices_[i].sums.valid_rows;
+    if (work_->accumulates && IsGood(i)) {
+      report.loss_rows += slices_[i].sums.valid_rows;
+      report.loss_sum += slices_[i].sums.loss;
+    }
     report.dropped_mass += slices_[i].sums.dropped_mass;
     report.sampling_variance += slices_[i].sums.sampling_variance;
     report.squared_gradient += slices_[i].sums.squared_gradient;

@@ -159,6 +159,11 @@ void Metrics::AttachGpus(std::vector<const GpuMonitor*> gpus) {
   gpus_ = std::move(gpus);
 }
 
+void Metrics::AttachTls(access::ReloadedTls* tls) {
+  absl::MutexLock lock(&sources_mutex_);
+  tls_ = tls;
+}
+
 void Metrics::SetDraining(bool draining) {
   absl::MutexLock lock(&sources_mutex_);
   draining_ = draining;
@@ -180,11 +185,7 @@ void Metrics::CountLimit(absl::string_view flag) { limits_.Add({{"limit", std::s
 
 void Metrics::ForgetHead(absl::string_view head) {
   saves_.ForgetHead(head);
-  absl::MutexLock lock(&rows_mutex_);
-  const auto it = rows_by_head_.find(head);
-  if (it == rows_by_head_.end()) return;
-  rows_of_gone_heads_ += it->second;
-  rows_by_head_.erase(it);
+  heads_.Forget(head);
 }
 
 void Metrics::OnChunk(const engine::ChunkReport& report) {
@@ -196,13 +197,7 @@ void Metrics::OnChunk(const engine::ChunkReport& report) {
     ObservePhase(Phase::kQueue, seconds);
     ObservePhase(Phase::kCompute, report.compute_seconds);
   }
-  absl::MutexLock lock(&rows_mutex_);
-  const auto it = rows_by_head_.find(report.head);
-  if (it == rows_by_head_.end()) {
-    rows_by_head_.emplace(std::string(report.head), report.rows);
-  } else {
-    it->second += report.rows;
-  }
+  heads_.OnChunk(report);
 }
 
 // The choices are for the log.
@@ -215,6 +210,7 @@ void Metrics::OnContribution(const engine::ContributionReport& report) {
 void Metrics::OnStep(const engine::StepReport& report) {
   events_->steps.Increment();
   if (report.skipped) events_->skipped_steps.Increment();
+  heads_.OnStep(report);
 }
 
 void Metrics::OnDeviceError(const absl::Status& status) {
@@ -224,11 +220,17 @@ void Metrics::OnDeviceError(const absl::Status& status) {
 
 std::vector<MetricFamily> Metrics::Collect() const {
   std::vector<MetricFamily> families = registry_.Collect();
-  families.push_back(RowsFamily());
+  heads_.Collect(&families);
   saves_.Collect(&families);
   {
     absl::ReaderMutexLock lock(&sources_mutex_);
     families.push_back(Gauge("lossd_draining", "1 while the server is draining, else 0.", draining_ ? 1 : 0));
+    if (tls_ != nullptr) {
+      families.push_back(
+          Gauge("lossd_certificate_expiry_timestamp_seconds",
+                "When the first certificate of --tls_cert or --tls_client_ca is no longer valid.",
+                absl::ToDoubleSeconds(tls_->Get()->expires - absl::UnixEpoch())));
+    }
     if (engine_ != nullptr) CollectEngine(&families);
     if (backend_ != nullptr) CollectMemory(&families);
     const size_t of_server = families.size();
@@ -244,14 +246,6 @@ std::string Metrics::RenderText() const {
   std::ostringstream out;
   prometheus::TextSerializer().Serialize(out, Collect());
   return out.str();
-}
-
-MetricFamily Metrics::RowsFamily() const {
-  MetricFamily family = MakeFamily("lossd_rows_total", "Rows computed, by head.", MetricType::Counter);
-  absl::ReaderMutexLock lock(&rows_mutex_);
-  for (const auto& [head, rows] : rows_by_head_)
-    AddSample(&family, {{"head", head}}, static_cast<double>(rows));
-  return family;
 }
 
 void Metrics::CollectEngine(std::vector<MetricFamily>* families) const {
@@ -295,10 +289,7 @@ Totals Metrics::totals() const {
   for (const MetricFamily& family : errors_.Collect()) {
     for (const prometheus::ClientMetric& metric : family.metric) totals.errors += metric.counter.value;
   }
-  absl::ReaderMutexLock lock(&rows_mutex_);
-  int64_t rows = rows_of_gone_heads_;
-  for (const auto& [head, count] : rows_by_head_) rows += count;
-  totals.rows = static_cast<double>(rows);
+  totals.rows = static_cast<double>(heads_.total_rows());
   return totals;
 }
 

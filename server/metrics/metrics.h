@@ -18,7 +18,6 @@
 #include <prometheus/registry.h>
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -28,8 +27,10 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/backend.h"
+#include "server/access/tls_material.h"
 #include "server/engine/engine.h"
 #include "server/metrics/gpu_monitor.h"
+#include "server/metrics/head_metrics.h"
 #include "server/metrics/save_metrics.h"
 
 namespace lossd::metrics {
@@ -74,6 +75,8 @@ class Metrics final : public engine::EngineObserver {
   void Detach() ABSL_LOCKS_EXCLUDED(sources_mutex_);
   // From now on the metrics of these GPUs are exported too, instead of those before.
   void AttachGpus(std::vector<const GpuMonitor*> gpus) ABSL_LOCKS_EXCLUDED(sources_mutex_);
+  // From now on its expiry is exported; null: none is. It outlives this, or the next call.
+  void AttachTls(access::ReloadedTls* tls) ABSL_LOCKS_EXCLUDED(sources_mutex_);
   void SetDraining(bool draining) ABSL_LOCKS_EXCLUDED(sources_mutex_);
 
   void ObservePhase(Phase phase, double seconds);
@@ -87,20 +90,20 @@ class Metrics final : public engine::EngineObserver {
   void CountLimit(absl::string_view flag);
   SaveMetrics& saves() { return saves_; }
   // Ends the head's series.
-  void ForgetHead(absl::string_view head) ABSL_LOCKS_EXCLUDED(rows_mutex_);
+  void ForgetHead(absl::string_view head);
 
   // engine::EngineObserver
-  void OnChunk(const engine::ChunkReport& report) override ABSL_LOCKS_EXCLUDED(rows_mutex_);
+  void OnChunk(const engine::ChunkReport& report) override;
   void OnChoices(const engine::ChoicesReport& report) override;
   void OnContribution(const engine::ContributionReport& report) override;
   void OnStep(const engine::StepReport& report) override;
   void OnDeviceError(const absl::Status& status) override;
 
-  std::vector<prometheus::MetricFamily> Collect() const ABSL_LOCKS_EXCLUDED(sources_mutex_, rows_mutex_);
+  std::vector<prometheus::MetricFamily> Collect() const ABSL_LOCKS_EXCLUDED(sources_mutex_);
   // Prometheus text exposition format 0.0.4.
   std::string RenderText() const;
 
-  Totals totals() const ABSL_LOCKS_EXCLUDED(rows_mutex_);
+  Totals totals() const;
   // Latency of one phase, in seconds, estimated from the histogram's buckets; 0 without observations.
   double PhaseQuantile(Phase phase, double quantile) const;
   double MicrobatchQuantile(double quantile) const;
@@ -110,7 +113,6 @@ class Metrics final : public engine::EngineObserver {
       ABSL_SHARED_LOCKS_REQUIRED(sources_mutex_);
   void CollectMemory(std::vector<prometheus::MetricFamily>* families) const
       ABSL_SHARED_LOCKS_REQUIRED(sources_mutex_);
-  prometheus::MetricFamily RowsFamily() const ABSL_LOCKS_EXCLUDED(rows_mutex_);
 
   // What reports of the engine add to; in metrics.cc.
   struct EngineSeries;
@@ -128,17 +130,15 @@ class Metrics final : public engine::EngineObserver {
   prometheus::Family<prometheus::Counter>& errors_;
   prometheus::Family<prometheus::Counter>& limits_;
   SaveMetrics saves_;
+  HeadMetrics heads_;
 
   // Held while the engine is asked; so the observer's members, which the engine calls, do without it.
   mutable absl::Mutex sources_mutex_;
   const engine::Engine* engine_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
   const kernels::Backend* backend_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
   std::vector<const GpuMonitor*> gpus_ ABSL_GUARDED_BY(sources_mutex_);
+  access::ReloadedTls* tls_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
   bool draining_ ABSL_GUARDED_BY(sources_mutex_) = false;
-
-  mutable absl::Mutex rows_mutex_;
-  std::map<std::string, int64_t, std::less<>> rows_by_head_ ABSL_GUARDED_BY(rows_mutex_);
-  int64_t rows_of_gone_heads_ ABSL_GUARDED_BY(rows_mutex_) = 0;
 };
 
 // The value below which a share `quantile` of the observations lies, interpolated linearly inside the

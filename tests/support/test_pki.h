@@ -25,7 +25,9 @@ class TestPki {
   std::string Certificate(absl::string_view name) const { return File(absl::StrCat(name, ".pem")); }
   std::string Key(absl::string_view name) const { return File(absl::StrCat(name, ".key")); }
 
-  void MakeAuthority(const std::string& name) { Request(name, absl::StrCat("-subj /CN=", name)); }
+  void MakeAuthority(const std::string& name, int days = kDays) {
+    Request(name, absl::StrCat("-subj /CN=", name), days);
+  }
   // `names` as openssl has alternative names: "DNS:trainer-1,URI:spiffe://a/b".
   void Issue(const std::string& name, const std::string& names, const std::string& authority = "ca") {
     Request(name,
@@ -42,10 +44,12 @@ class TestPki {
   }
 
  private:
-  void Request(const std::string& name, const std::string& options) {
+  static constexpr int kDays = 2;
+
+  void Request(const std::string& name, const std::string& options, int days = kDays) {
     const std::string command = absl::StrCat(
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 ", options,
-        " -keyout ", Key(name), " -out ", Certificate(name), " 2>", File("openssl.log"));
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days ", days, " ",
+        options, " -keyout ", Key(name), " -out ", Certificate(name), " 2>", File("openssl.log"));
     EXPECT_EQ(std::system(command.c_str()), 0) << command << "\n" << ReadWholeFile(File("openssl.log"));
   }
 

@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "tests/support/test_pki.h"
 
 namespace lossd::access {
@@ -32,6 +34,22 @@ TEST_F(TlsMaterialTest, Reads) {
   EXPECT_EQ((*material)->key, test::ReadWholeFile(key_));
   EXPECT_EQ((*material)->client_authorities, test::ReadWholeFile(ca_));
   EXPECT_TRUE((*ReadTlsMaterial({{"tls_cert", cert_}, {"tls_key", key_}, {}}))->client_authorities.empty());
+}
+
+TEST_F(TlsMaterialTest, KnowsTheFirstExpiry) {
+  const absl::Time now = absl::Now();
+  const auto material = ReadTlsMaterial({{"tls_cert", cert_}, {"tls_key", key_}, {}});
+  ASSERT_TRUE(material.ok()) << material.status();
+  EXPECT_GT((*material)->expires, now + absl::Hours(47));
+  EXPECT_LT((*material)->expires, now + absl::Hours(49));
+  pki_.MakeAuthority("long", 9);
+  pki_.MakeAuthority("short", 1);
+  const auto with = [&](const std::string& authority) {
+    return (*ReadTlsMaterial({{"tls_cert", cert_}, {"tls_key", key_}, {"tls_client_ca", authority}}))
+        ->expires;
+  };
+  EXPECT_EQ(with(pki_.Certificate("long")), (*material)->expires);
+  EXPECT_LT(with(pki_.Certificate("short")), now + absl::Hours(25));
 }
 
 TEST_F(TlsMaterialTest, EachFaultNamesFlagAndPath) {

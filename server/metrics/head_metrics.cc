@@ -1,0 +1,91 @@
+#include "server/metrics/head_metrics.h"
+
+#include <utility>
+
+#include "server/metrics/families.h"
+
+namespace lossd::metrics {
+
+using prometheus::MetricFamily;
+using prometheus::MetricType;
+
+HeadMetrics::Head& HeadMetrics::At(absl::string_view head) {
+  const auto it = heads_.find(head);
+  return it != heads_.end() ? it->second : heads_.emplace(std::string(head), Head()).first->second;
+}
+
+void HeadMetrics::OnChunk(const engine::ChunkReport& report) {
+  absl::MutexLock lock(&mutex_);
+  Head& head = At(report.head);
+  head.rows += report.rows;
+  head.loss_sum += report.loss_sum;
+  head.loss_rows += report.loss_rows;
+}
+
+void HeadMetrics::OnStep(const engine::StepReport& report) {
+  const absl::Time now = now_();
+  absl::MutexLock lock(&mutex_);
+  Head& head = At(report.head);
+  Step step = {.number = report.step,
+               .closed = now,
+               .grad_norm = report.grad_norm,
+               .learning_rate = report.learning_rate,
+               .rows = report.rows};
+  if (head.loss_rows > 0) step.loss = head.loss_sum / static_cast<double>(head.loss_rows);
+  if (head.last.has_value()) step.seconds = absl::ToDoubleSeconds(now - head.last->closed);
+  head.loss_sum = 0.0;
+  head.loss_rows = 0;
+  head.last = step;
+}
+
+void HeadMetrics::Forget(absl::string_view head) {
+  absl::MutexLock lock(&mutex_);
+  const auto it = heads_.find(head);
+  if (it == heads_.end()) return;
+  rows_of_gone_heads_ += it->second.rows;
+  heads_.erase(it);
+}
+
+int64_t HeadMetrics::total_rows() const {
+  absl::ReaderMutexLock lock(&mutex_);
+  int64_t rows = rows_of_gone_heads_;
+  for (const auto& [name, head] : heads_) rows += head.rows;
+  return rows;
+}
+
+void HeadMetrics::Collect(std::vector<MetricFamily>* families) const {
+  const auto gauge = [](const char* name, const char* help) {
+    return MakeFamily(name, help, MetricType::Gauge);
+  };
+  MetricFamily rows = MakeFamily("lossd_rows_total", "Rows computed, by head.", MetricType::Counter);
+  MetricFamily step = gauge("lossd_head_step", "Number of the head's last closed step.");
+  MetricFamily step_rows = gauge("lossd_head_step_rows", "Rows in the gradients of the head's last step.");
+  MetricFamily seconds = gauge("lossd_head_step_seconds",
+                               "Time between the closing of the head's last step and of the one before it.");
+  MetricFamily loss =
+      gauge("lossd_head_loss",
+            "Mean loss of the rows whose gradients were computed for the head's last step, in "
+            "nats, row weights applied; rows that were sent twice count twice.");
+  MetricFamily norm = gauge("lossd_head_gradient_norm",
+                            "2-norm of the head's weight gradients in its last step, before clipping.");
+  MetricFamily rate = gauge("lossd_head_learning_rate", "Learning rate of the head's last step.");
+  {
+    absl::ReaderMutexLock lock(&mutex_);
+    for (const auto& [name, head] : heads_) {
+      const Labels labels = {{"head", name}};
+      AddSample(&rows, labels, static_cast<double>(head.rows));
+      if (!head.last.has_value()) continue;
+      AddSample(&step, labels, static_cast<double>(head.last->number));
+      AddSample(&step_rows, labels, static_cast<double>(head.last->rows));
+      if (head.last->seconds.has_value()) AddSample(&seconds, labels, *head.last->seconds);
+      if (head.last->loss.has_value()) AddSample(&loss, labels, *head.last->loss);
+      AddSample(&norm, labels, head.last->grad_norm);
+      AddSample(&rate, labels, head.last->learning_rate);
+    }
+  }
+  for (MetricFamily* family : {&rows, &step, &step_rows, &seconds, &loss, &norm, &rate}) {
+    families->push_back(std::move(*family));
+  }
+}
+
+}  // namespace lossd::metrics

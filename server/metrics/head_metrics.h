@@ -1,0 +1,68 @@
+// What is known of each head: its rows, and its last step as a trainer would plot it.
+//
+// The series of a head begin with its first chunk or step and end with the head, so there are as many as
+// there are heads.
+//
+// Thread-safe.
+#ifndef LOSSD_SERVER_METRICS_HEAD_METRICS_H_
+#define LOSSD_SERVER_METRICS_HEAD_METRICS_H_
+
+#include <prometheus/metric_family.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "server/engine/engine_observer.h"
+
+namespace lossd::metrics {
+
+class HeadMetrics {
+ public:
+  explicit HeadMetrics(absl::AnyInvocable<absl::Time() const> now = absl::Now) : now_(std::move(now)) {}
+
+  void OnChunk(const engine::ChunkReport& report) ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnStep(const engine::StepReport& report) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Ends the head's series.
+  void Forget(absl::string_view head) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Rows of all heads, also of those that are gone.
+  int64_t total_rows() const ABSL_LOCKS_EXCLUDED(mutex_);
+  void Collect(std::vector<prometheus::MetricFamily>* families) const ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  struct Step {
+    uint64_t number = 0;
+    absl::Time closed;
+    std::optional<double> seconds;  // since the one before it was closed
+    std::optional<double> loss;     // none: no rows
+    double grad_norm = 0.0;
+    double learning_rate = 0.0;
+    int64_t rows = 0;
+  };
+  struct Head {
+    int64_t rows = 0;
+    // Of the open step.
+    double loss_sum = 0.0;
+    int64_t loss_rows = 0;
+    std::optional<Step> last;
+  };
+
+  Head& At(absl::string_view head) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const absl::AnyInvocable<absl::Time() const> now_;
+  mutable absl::Mutex mutex_;
+  std::map<std::string, Head, std::less<>> heads_ ABSL_GUARDED_BY(mutex_);
+  int64_t rows_of_gone_heads_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace lossd::metrics
+
+#endif  // LOSSD_SERVER_METRICS_HEAD_METRICS_H_

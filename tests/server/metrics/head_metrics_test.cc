@@ -1,0 +1,76 @@
+// The series of each head, by a clock of the test's own.
+#include "server/metrics/head_metrics.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+namespace lossd::metrics {
+namespace {
+
+class HeadMetricsTest : public testing::Test {
+ protected:
+  // The value of a head's series, NaN if there is none.
+  double Value(const std::string& family, const std::string& head) const {
+    std::vector<prometheus::MetricFamily> families;
+    metrics_.Collect(&families);
+    for (const auto& each : families) {
+      if (each.name != family) continue;
+      for (const auto& metric : each.metric) {
+        if (metric.label.front().value != head) continue;
+        return each.type == prometheus::MetricType::Counter ? metric.counter.value : metric.gauge.value;
+      }
+    }
+    return std::numeric_limits<double>::quiet_NaN();
+  }
+
+  absl::Time now_ = absl::UnixEpoch();
+  HeadMetrics metrics_{[this] { return now_; }};
+};
+
+TEST_F(HeadMetricsTest, AStepHasTheMeanLossOfItsRows) {
+  metrics_.OnChunk({.head = "a", .rows = 10, .loss_rows = 8, .loss_sum = 20.0});
+  metrics_.OnChunk({.head = "b", .rows = 5, .loss_rows = 5, .loss_sum = 1.0});
+  metrics_.OnChunk({.head = "a", .rows = 4, .loss_rows = 2, .loss_sum = 10.0});
+  metrics_.OnChunk({.head = "a", .rows = 3});  // loss only
+  EXPECT_EQ(Value("lossd_rows_total", "a"), 17);
+  EXPECT_TRUE(std::isnan(Value("lossd_head_loss", "a")));
+  metrics_.OnStep({.head = "a", .step = 7, .rows = 10, .grad_norm = 0.5, .learning_rate = 1e-3});
+  EXPECT_EQ(Value("lossd_head_loss", "a"), 3.0);
+  EXPECT_EQ(Value("lossd_head_gradient_norm", "a"), 0.5);
+  EXPECT_EQ(Value("lossd_head_learning_rate", "a"), 1e-3);
+  EXPECT_EQ(Value("lossd_head_step", "a"), 7);
+  EXPECT_EQ(Value("lossd_head_step_rows", "a"), 10);
+  EXPECT_TRUE(std::isnan(Value("lossd_head_loss", "b")));
+}
+
+TEST_F(HeadMetricsTest, TheNextStepBeginsAgain) {
+  metrics_.OnChunk({.head = "a", .rows = 1, .loss_rows = 1, .loss_sum = 9.0});
+  metrics_.OnStep({.head = "a", .step = 1});
+  EXPECT_TRUE(std::isnan(Value("lossd_head_step_seconds", "a")));
+  now_ += absl::Seconds(3);
+  metrics_.OnChunk({.head = "a", .rows = 2, .loss_rows = 2, .loss_sum = 4.0});
+  metrics_.OnStep({.head = "a", .step = 2});
+  EXPECT_EQ(Value("lossd_head_loss", "a"), 2.0);
+  EXPECT_EQ(Value("lossd_head_step_seconds", "a"), 3.0);
+  metrics_.OnStep({.head = "a", .step = 3});  // of contributions alone
+  EXPECT_TRUE(std::isnan(Value("lossd_head_loss", "a")));
+  EXPECT_EQ(Value("lossd_head_step_seconds", "a"), 0.0);
+}
+
+TEST_F(HeadMetricsTest, AHeadsSeriesEndWithIt) {
+  metrics_.OnChunk({.head = "a", .rows = 10, .loss_rows = 8, .loss_sum = 20.0});
+  metrics_.OnStep({.head = "a", .step = 1});
+  metrics_.Forget("a");
+  metrics_.Forget("never was");
+  EXPECT_TRUE(std::isnan(Value("lossd_head_step", "a")));
+  EXPECT_TRUE(std::isnan(Value("lossd_rows_total", "a")));
+  EXPECT_EQ(metrics_.total_rows(), 10);
+  metrics_.OnChunk({.head = "a", .rows = 1});
+  EXPECT_EQ(Value("lossd_rows_total", "a"), 1);
+  EXPECT_EQ(metrics_.total_rows(), 11);
+}
+
+}  // namespace
+}  // namespace lossd::metrics
