@@ -1,0 +1,232 @@
+"""What deploy/prometheus and deploy/grafana ask for is there: Prometheus, with the configuration as it stands, scrapes a server
+that trains, and every query of rules and dashboard gives something.
+
+Prometheus is Debian's. Scrapes and rules run every second instead of as often as the files say; nothing else is changed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from server_process import ServerProcess
+
+import lossd
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+RULES = [DEPLOY / "prometheus" / name for name in ("lossd-recording.yml", "lossd-alerts.yml")]
+DASHBOARD = json.loads((DEPLOY / "grafana" / "lossd.json").read_text())
+PATIENCE = 240.0  # seconds
+CONNECTIONS = 16
+
+if shutil.which("prometheus") is None:
+    pytest.skip("prometheus is not installed", allow_module_level=True)
+
+
+def groups() -> list[dict[str, Any]]:
+    return [group for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
+
+
+def dashboard_queries() -> list[str]:
+    variables = {"$job": ".*", "$instance": ".*", "$head": ".*"}
+    queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
+    for variable, value in variables.items():
+        queries = [query.replace(variable, value) for query in queries]
+    assert not any("$" in query for query in queries)
+    return queries
+
+
+def needs_a_gpu(query: str) -> bool:
+    return "lossd_gpu_" in query or "joules" in query or "gpu_utilization" in query
+
+
+class Prometheus:
+    """One of its own, on a port that it chooses."""
+
+    def __init__(self, folder: Path, scraped: str) -> None:
+        config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+        for path in RULES:
+            quick = yaml.safe_load(path.read_text())
+            for group in quick["groups"]:
+                group["interval"] = "1s"
+            (folder / path.name).write_text(yaml.safe_dump(quick))
+        config["global"] = {"evaluation_interval": "1s"}
+        for job in config["scrape_configs"]:
+            job["scrape_interval"] = "1s"
+            job["static_configs"] = [{"targets": [scraped]}]
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        self._log = open(folder / "log", "wb")
+        self._process = subprocess.Popen(
+            ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
+             "--web.listen-address=127.0.0.1:0"], stderr=self._log, stdout=self._log)
+        self.address = self._await_address(folder / "log")
+
+    def _await_address(self, log: Path) -> str:
+        # With port 0 it says "Listening on address=127.0.0.1:0"; the kernel knows better.
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            assert self._process.poll() is None, log.read_text()
+            for port in self._listening_ports():
+                return f"127.0.0.1:{port}"
+            time.sleep(0.2)
+        raise AssertionError("prometheus does not listen:\n" + log.read_text())
+
+    def _listening_ports(self) -> Iterator[int]:
+        sockets = set()
+        for descriptor in Path(f"/proc/{self._process.pid}/fd").iterdir():
+            try:
+                match = re.fullmatch(r"socket:\[(\d+)\]", str(descriptor.readlink()))
+            except FileNotFoundError:
+                continue
+            if match:
+                sockets.add(match.group(1))
+        for line in Path(f"/proc/{self._process.pid}/net/tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in sockets:  # listens
+                yield int(fields[1].split(":")[1], 16)
+
+    def get(self, path: str, **parameters: str) -> Any:
+        url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{parameters}: {error.read().decode()}") from error
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.get("query", query=expression)["result"]
+        return found
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+        self._log.close()
+
+
+class Training:
+    """Steps of a head, with all that a panel shows."""
+
+    def __init__(self, client: lossd.Client) -> None:
+        self._client = client
+        self._rng = np.random.default_rng(1)
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        client.create_head("lm", hidden_size=16, vocab_size=64)
+
+    def step(self) -> None:
+        step = self._client.describe_head("lm").state.step
+        total = 0.0
+        for id, gradients in enumerate(("exact", "filtered", "sampled")):
+            hidden = self._rng.standard_normal((32, 16), dtype=np.float32)
+            result = self._client.compute_loss("lm", hidden, self._rng.integers(0, 64, 32), step=step, id=id, accumulate=True,
+                                               grad_hidden=True, reduction="sum",
+                                               options=lossd.LossOptions(gradients=gradients))
+            total += result.loss
+        hidden = self._rng.standard_normal((8, 16), dtype=np.float32)
+        self._client.compute_loss("lm", hidden, self._rng.integers(0, 64, 8))  # takes no part in the step
+        self.norms.append(self._client.apply_step("lm", step, lossd.SGD(lr=0.125)).grad_norm)
+        self.losses.append(total / 96)
+        self._client.save_checkpoint("lm", keep=2)
+        with pytest.raises(lossd.LossdError):
+            self._client.describe_head("there is none")
+
+
+@pytest.fixture(scope="module")
+def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, Training, Prometheus]]:
+    process = ServerProcess("--http=127.0.0.1:0", f"--max_connections={CONNECTIONS}")
+    ports = json.loads((process.folder / "ports").read_text())
+    prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), ports["http"])
+    with lossd.Client(process.target) as client:
+        yield process, Training(client), prometheus
+    prometheus.stop()
+    process.stop()
+
+
+def test_every_query_has_an_answer(monitored: tuple[ServerProcess, Training, Prometheus]) -> None:
+    process, training, prometheus = monitored
+    host, port = process.target.split(":")
+    idle = [socket.create_connection((host, int(port))) for _ in range(CONNECTIONS + 1)]  # a limit is reached
+    for connection in idle:
+        connection.close()
+    recorded = [rule["record"] for group in groups() for rule in group["rules"] if "record" in rule]
+    wanted = {query for query in [*dashboard_queries(), *recorded] if not needs_a_gpu(query)}
+    assert len(wanted) > 40
+    deadline = time.monotonic() + PATIENCE
+    while wanted and time.monotonic() < deadline:
+        training.step()
+        wanted -= {query for query in wanted if prometheus.query(query)}
+    assert not wanted, "no answer to " + "\n".join(sorted(wanted))
+    for query in dashboard_queries():  # also those of a GPU can be read
+        prometheus.query(query)
+
+
+def test_the_figures_are_those_of_the_trainer(monitored: tuple[ServerProcess, Training, Prometheus]) -> None:
+    _, training, prometheus = monitored
+    training.step()
+
+    def value(family: str) -> float:
+        return float(prometheus.query(f'{family}{{head="lm"}}')[0]["value"][1])
+
+    deadline = time.monotonic() + PATIENCE
+    while value("lossd_head_step") != len(training.losses) - 1 and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert value("lossd_head_loss") == pytest.approx(training.losses[-1], rel=1e-5)
+    assert value("lossd_head_gradient_norm") == pytest.approx(training.norms[-1], rel=1e-6)
+    assert value("lossd_head_learning_rate") == 0.125
+    assert value("lossd_head_step_rows") == 96
+
+
+def test_rules_are_in_order_on_a_server_that_is_well(monitored: tuple[ServerProcess, Training, Prometheus]) -> None:
+    _, training, prometheus = monitored
+    training.step()
+    rules = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
+    assert {rule["health"] for rule in rules} == {"ok"}, [(rule["name"], rule.get("lastError")) for rule in rules]
+    firing = {alert["labels"]["alertname"] for alert in prometheus.get("alerts")["alerts"] if alert["state"] == "firing"}
+    assert firing <= {"LossdLimitReached"}  # max_connections was
+
+
+def test_every_family_that_is_asked_for_is_documented() -> None:
+    """A misspelt family of a rule or a panel would be silent on a GPU, where no test looks."""
+    documented = set(re.findall(r"`((?:lossd|process)_\w+)`", (ROOT / "docs" / "operations.md").read_text()))
+    texts = [rule["expr"] for group in groups() for rule in group["rules"]] + dashboard_queries()
+    asked = {re.sub(r"_(bucket|sum|count)$", "", name) for text in texts for name in re.findall(r"\b(?:lossd|process)_\w+\b", text)}
+    assert asked - documented - {"lossd_rows", "lossd_chunk_rows"} == set()
+
+
+def test_each_alert_is_tested() -> None:
+    names = [rule["alert"] for group in groups() for rule in group["rules"] if "alert" in rule]
+    assert len(names) == len(set(names)) >= 20
+    silent, firing = yaml.safe_load((Path(__file__).with_name("alerts_test.yml")).read_text())["tests"]
+    assert {case["alertname"] for case in silent["alert_rule_test"]} == set(names)
+    assert {case["alertname"] for case in firing["alert_rule_test"] if case["exp_alerts"]} == set(names)
+
+
+def test_alerts_fire_when_they_should() -> None:
+    done = subprocess.run(["promtool", "test", "rules", str(Path(__file__).with_name("alerts_test.yml"))], capture_output=True,
+                          text=True, check=False, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_panels_have_room_and_numbers_of_their_own() -> None:
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert at["x"] + at["w"] <= 24 and not cells & taken, panel["title"]
+        taken |= cells
