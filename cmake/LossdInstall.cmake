@@ -6,6 +6,6 @@ foreach(program lossd lossctl)
     install(TARGETS ${program} RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
   endif()
 endforeach()
-install(FILES deploy/lossd.flags deploy/lossd.service deploy/prometheus.yml
-        DESTINATION ${CMAKE_INSTALL_DATADIR}/lossd)
+install(FILES deploy/lossd.flags deploy/lossd.service DESTINATION ${CMAKE_INSTALL_DATADIR}/lossd)
+install(DIRECTORY deploy/prometheus deploy/grafana DESTINATION ${CMAKE_INSTALL_DATADIR}/lossd)
 install(FILES README.md LICENSE CHANGELOG.md DESTINATION ${CMAKE_INSTALL_DOCDIR})

@@ -11,6 +11,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.parse
@@ -22,9 +23,12 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from server_process import ServerProcess
 
 import lossd
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "client" / "python"))
+
+from server_process import ServerProcess  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
