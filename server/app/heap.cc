@@ -8,7 +8,7 @@ namespace {
 constexpr int kArenas = 8;
 constexpr int kMappedBytes = 8 << 20;
 constexpr int kKeptBytes = 8 << 20;  // at the end of each arena
-constexpr size_t kFreeBytes = size_t{kArenas} * kKeptBytes;
+constexpr size_t kFreeBytes = 16 << 20;
 
 }  // namespace
 

@@ -15,9 +15,9 @@ namespace lossd::app {
 // are other threads. Does nothing to an allocator other than glibc's, such as a sanitizer's.
 void BoundFreedMemory();
 
-// If more than 64 MiB are free in all arenas together, gives back what is free between blocks in use.
+// If more than 16 MiB are free in all arenas together, gives back what is free between blocks in use.
 // (glibc's malloc_trim leaves the ends of arenas, which are 64 MiB together at most.) That takes about 0.2 ms
-// for each MiB; allocations from the arena at hand wait. Thread-safe.
+// for each MiB; allocations wait that are from the arena at hand, an eighth of it. Thread-safe.
 void GiveBackFreedMemory();
 
 }  // namespace lossd::app
