@@ -4,7 +4,9 @@
 #define LOSSD_CLIENT_CLI_COMMANDS_H_
 
 #include <CLI/App.hpp>
+#include <string>
 
+#include "absl/types/span.h"
 #include "client/cli/context.h"
 
 namespace lossd::cli {
@@ -17,6 +19,11 @@ void AddTensorCommands(CLI::App* app, Context* context);      // read, write
 void AddLossCommand(CLI::App* app, Context* context);         // loss
 void AddBenchCommand(CLI::App* app, Context* context);        // bench
 void AddWatchCommand(CLI::App* app, Context* context);        // watch
+void AddCompletionCommand(CLI::App* app, Context* context);   // completion
+
+// What a completion script asks for: the words that may take the place of the last of `words`, one a line,
+// with a tab before a description; or ":file". `context` has the global options that are among `words`.
+void PrintCompletions(const CLI::App& app, absl::Span<const std::string> words, Context* context);
 
 }  // namespace lossd::cli
 

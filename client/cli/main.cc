@@ -1,9 +1,15 @@
 // lossctl: lossd from a terminal. `lossctl --help` is its manual.
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "client/cli/commands.h"
+#include "client/cli/completion.h"
 #include "client/cli/context.h"
 #include "client/cli/errors.h"
 
@@ -16,6 +22,9 @@ constexpr char kFooter[] =
     "of the open step are gone.\n"
     "A token for the server comes from the environment variable LOSSD_TOKEN.\n"
     "`lossctl COMMAND --help` describes a command.";
+
+// For completion scripts, so not among the commands of --help.
+constexpr char kCompleteCommand[] = "__complete";
 
 void AddGlobalOptions(CLI::App* app, Context* context) {
   app->add_option("--server", context->server, "The server's gRPC address [127.0.0.1:7070]")
@@ -48,7 +57,30 @@ void AddGlobalOptions(CLI::App* app, Context* context) {
       ->type_name("HEX");
 }
 
+// Reads the global options among the words of an unfinished command line.
+void ReadGlobalOptions(std::vector<std::string> words, Context* context) {
+  CLI::App globals;
+  globals.allow_extras();
+  AddGlobalOptions(&globals, context);
+  std::reverse(words.begin(), words.end());  // as CLI11 wants them
+  try {
+    globals.parse(std::move(words));
+  } catch (const CLI::ParseError&) {
+    // The rest of the words is as good as it is.
+  }
+}
+
+int Refuse(const CLI::App& app, absl::Span<const std::string> words, const CLI::ParseError& error) {
+  const int code = app.exit(error);
+  if (code == 0) return kExitOk;
+  if (const std::string meant = ProbablyMeant(app, words); !meant.empty()) {
+    std::fputs(absl::StrCat("Did you mean ", meant, "?\n").c_str(), stderr);
+  }
+  return kExitUsage;
+}
+
 int Main(int argc, char** argv) {
+  const std::vector<std::string> words(argv + std::min(argc, 1), argv + argc);
   Context context;
   CLI::App app("Talks to lossd, the loss head server.", "lossctl");
   app.footer(kFooter);
@@ -65,10 +97,17 @@ int Main(int argc, char** argv) {
   AddCheckpointCommands(&app, &context);
   AddBenchCommand(&app, &context);
   AddWatchCommand(&app, &context);
+  AddCompletionCommand(&app, &context);
+  if (!words.empty() && words.front() == kCompleteCommand) {
+    const std::vector<std::string> unfinished(words.begin() + 1, words.end());
+    ReadGlobalOptions(unfinished, &context);
+    PrintCompletions(app, unfinished, &context);
+    return kExitOk;
+  }
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? kExitOk : kExitUsage;
+    return Refuse(app, words, error);
   }
   const absl::Status status = context.action();
   if (status.ok()) return context.bad_news ? kExitFailed : kExitOk;

@@ -1,0 +1,222 @@
+#include "client/cli/completion.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_split.h"
+
+namespace lossd::cli {
+namespace {
+
+bool IsOption(absl::string_view word) { return word.size() > 1 && word[0] == '-'; }
+
+// Options may follow any command below the one that has them.
+const CLI::Option* FindOption(const CLI::App* app, absl::string_view word) {
+  const std::string name(word.substr(0, word.find('=')));
+  for (; app != nullptr; app = app->get_parent()) {
+    if (const CLI::Option* option = app->get_option_no_throw(name); option != nullptr) return option;
+  }
+  return nullptr;
+}
+
+bool TakesValue(const CLI::Option& option) { return option.get_items_expected_max() > 0; }
+
+std::vector<const CLI::App*> Commands(const CLI::App& app) {
+  return app.get_subcommands([](const CLI::App* command) { return !command->get_group().empty(); });
+}
+
+std::vector<const CLI::Option*> Options(const CLI::App& app) {
+  return app.get_options([](const CLI::Option* option) { return !option->get_group().empty(); });
+}
+
+const CLI::App* FindCommand(const CLI::App& app, absl::string_view word) {
+  for (const CLI::App* command : Commands(app)) {
+    if (command->get_name() == word) return command;
+  }
+  return nullptr;
+}
+
+// Where a command line is after some words.
+struct Place {
+  const CLI::App* app = nullptr;
+  const CLI::Option* waits = nullptr;  // an option whose value comes next
+  size_t positionals = 0;              // that the command has got
+};
+
+Place After(const CLI::App& app, absl::Span<const std::string> words) {
+  Place place = {.app = &app};
+  for (const std::string& word : words) {
+    if (place.waits != nullptr) {
+      place.waits = nullptr;
+    } else if (IsOption(word)) {
+      const CLI::Option* option = FindOption(place.app, word);
+      if (option != nullptr && TakesValue(*option) && !absl::StrContains(word, '=')) place.waits = option;
+    } else if (const CLI::App* command = FindCommand(*place.app, word); command != nullptr) {
+      place.app = command;
+      place.positionals = 0;
+    } else {
+      ++place.positionals;
+    }
+  }
+  return place;
+}
+
+std::string FirstLine(absl::string_view text) { return std::string(text.substr(0, text.find('\n'))); }
+
+void AddIf(absl::string_view prefix, std::string text, absl::string_view description, Completions* found) {
+  if (absl::StartsWith(text, prefix)) found->words.push_back({std::move(text), FirstLine(description)});
+}
+
+// What a value of an option may be, from the name of its type: "all|dx|loss", "FILE".
+Completions ValuesOf(const CLI::Option& option, absl::string_view prefix) {
+  const std::string name = option.get_name(/*positional=*/true);
+  const std::string type = option.get_type_name();
+  if (name == "HEAD") return {.wanted = Wanted::kHead};
+  if (name == "CHECKPOINT") return {.wanted = Wanted::kCheckpoint};
+  if (absl::StrContains(type, "FILE") || absl::StrContains(type, "PATH") || absl::StrContains(type, ".npy")) {
+    return {.wanted = Wanted::kFile};
+  }
+  Completions found;
+  if (!absl::StrContains(type, '|')) {
+    found.wanted = Wanted::kOther;
+    return found;
+  }
+  for (absl::string_view word : absl::StrSplit(type, '|')) AddIf(prefix, std::string(word), "", &found);
+  return found;
+}
+
+Completions OptionsFrom(const CLI::App* app, absl::string_view prefix) {
+  Completions found;
+  for (; app != nullptr; app = app->get_parent()) {
+    for (const CLI::Option* option : Options(*app)) {
+      for (const std::string& name : option->get_lnames()) {
+        AddIf(prefix, "--" + name, option->get_description(), &found);
+      }
+    }
+  }
+  return found;
+}
+
+// The number of letters that are to be inserted, removed, replaced, or swapped with the next one.
+size_t Distance(absl::string_view a, absl::string_view b) {
+  std::vector<std::vector<size_t>> cost(a.size() + 1, std::vector<size_t>(b.size() + 1));
+  for (size_t i = 0; i <= a.size(); ++i) {
+    for (size_t j = 0; j <= b.size(); ++j) {
+      if (i == 0 || j == 0) {
+        cost[i][j] = i + j;
+        continue;
+      }
+      const size_t replaced = cost[i - 1][j - 1] + (a[i - 1] == b[j - 1] ? 0 : 1);
+      cost[i][j] = std::min({cost[i - 1][j] + 1, cost[i][j - 1] + 1, replaced});
+      const bool swapped = i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1];
+      if (swapped) cost[i][j] = std::min(cost[i][j], cost[i - 2][j - 2] + 1);
+    }
+  }
+  return cost[a.size()][b.size()];
+}
+
+// A third of a word's letters may be wrong.
+std::string Nearest(absl::string_view word, const std::vector<Word>& words) {
+  std::string nearest;
+  size_t least = std::max<size_t>(1, word.size() / 3) + 1;
+  for (const Word& each : words) {
+    const size_t distance = Distance(absl::AsciiStrToLower(word), each.text);
+    if (distance >= least) continue;
+    least = distance;
+    nearest = each.text;
+  }
+  return nearest;
+}
+
+std::vector<Word> CommandWords(const CLI::App& app) {
+  std::vector<Word> words;
+  for (const CLI::App* command : Commands(app))
+    words.push_back({command->get_name(), command->get_description()});
+  return words;
+}
+
+constexpr absl::string_view kBash = R"(# lossctl's words for bash: source <(lossctl completion bash)
+_lossctl() {
+  local IFS=$'\n' words
+  words=$(lossctl __complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null) || return 0
+  if [ "$words" = :file ]; then
+    compopt -o filenames 2>/dev/null
+    COMPREPLY=($(compgen -f -- "${COMP_WORDS[COMP_CWORD]}"))
+    return 0
+  fi
+  COMPREPLY=($(cut -f1 <<<"$words"))
+}
+complete -F _lossctl lossctl
+)";
+
+constexpr absl::string_view kZsh = R"(#compdef lossctl
+# lossctl's words for zsh: source <(lossctl completion zsh)
+_lossctl() {
+  local -a words described
+  words=("${(@f)$(lossctl __complete "${(@)words[2,CURRENT]}" 2>/dev/null)}")
+  if [[ "${words[1]}" == :file ]]; then
+    _files
+    return
+  fi
+  described=("${(@)${(@)words//:/\\:}//$'\t'/:}")
+  _describe lossctl described
+}
+compdef _lossctl lossctl
+)";
+
+constexpr absl::string_view kFish = R"(# lossctl's words for fish: lossctl completion fish | source
+function __lossctl
+  set -l tokens (commandline -opc) (commandline -ct)
+  set -l words (lossctl __complete $tokens[2..] 2>/dev/null)
+  if test "$words[1]" = :file
+    __fish_complete_path (commandline -ct)
+    return
+  end
+  printf '%s\n' $words
+end
+complete -c lossctl -f -a '(__lossctl)'
+)";
+
+}  // namespace
+
+Completions Complete(const CLI::App& app, absl::Span<const std::string> words) {
+  const std::string last = words.empty() ? "" : words.back();
+  const Place place = After(app, words.subspan(0, words.empty() ? 0 : words.size() - 1));
+  if (place.waits != nullptr) return ValuesOf(*place.waits, last);
+  if (IsOption(last) || last == "-") return OptionsFrom(place.app, last);
+  if (!Commands(*place.app).empty() && place.positionals == 0) {
+    Completions found;
+    for (const Word& word : CommandWords(*place.app)) AddIf(last, word.text, word.description, &found);
+    return found;
+  }
+  size_t number = 0;
+  for (const CLI::Option* option : Options(*place.app)) {
+    if (option->get_positional() && number++ == place.positionals) return ValuesOf(*option, last);
+  }
+  return OptionsFrom(place.app, "--");
+}
+
+std::string ProbablyMeant(const CLI::App& app, absl::Span<const std::string> words) {
+  for (size_t i = 0; i < words.size(); ++i) {
+    const Place place = After(app, words.subspan(0, i));
+    if (place.waits != nullptr) continue;
+    if (IsOption(words[i])) {
+      if (FindOption(place.app, words[i]) != nullptr) continue;
+      return Nearest(words[i].substr(0, words[i].find('=')), OptionsFrom(place.app, "--").words);
+    }
+    if (Commands(*place.app).empty()) continue;
+    if (FindCommand(*place.app, words[i]) == nullptr) return Nearest(words[i], CommandWords(*place.app));
+  }
+  return "";
+}
+
+absl::string_view CompletionScript(absl::string_view shell) {
+  if (shell == "bash") return kBash;
+  if (shell == "zsh") return kZsh;
+  return shell == "fish" ? kFish : "";
+}
+
+}  // namespace lossd::cli

@@ -1,0 +1,119 @@
+// What lossctl says of unfinished and of misspelt words: the binary, against the fake server.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "tests/client/fake_server.h"
+#include "tests/support/temp_folder.h"
+
+namespace lossd::cli {
+namespace {
+
+using testing::Contains;
+using testing::Each;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::IsSupersetOf;
+using testing::Not;
+using testing::StartsWith;
+using testing::UnorderedElementsAre;
+
+class CompletionTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    server_.AddHead("lm_head", 4, 10);
+    server_.AddHead("lm_head.2", 4, 10);
+    server_.AddHead("other", 4, 10);
+  }
+
+  // What a shell command prints, with lossctl on the path and the fake server as the default one.
+  std::string Shell(const std::string& command) {
+    const std::string out = folder_.File("out"), script = folder_.File("script");
+    std::ofstream(script) << command << "\n";
+    const std::string path = absl::StrCat("PATH=$(dirname " LOSSCTL_PATH "):$PATH");
+    const int status = std::system(
+        absl::StrCat(path, " LOSSD_SERVER=", server_.target(), " bash ", script, " >", out, " 2>&1").c_str());
+    exit_code_ = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    std::ifstream file(out);
+    return {std::istreambuf_iterator<char>(file), {}};
+  }
+  // The words, without descriptions, that may take the place of the last one.
+  std::vector<std::string> Words(const std::string& words) {
+    std::vector<std::string> found;
+    for (absl::string_view line :
+         absl::StrSplit(Shell("lossctl __complete " + words), '\n', absl::SkipEmpty())) {
+      found.emplace_back(line.substr(0, line.find('\t')));
+    }
+    return found;
+  }
+
+  int exit_code_ = -1;
+  test::TempFolder folder_;
+  fake::FakeServer server_;
+};
+
+TEST_F(CompletionTest, Commands) {
+  EXPECT_THAT(Words("''"), IsSupersetOf({"heads", "bench", "completion"}));
+  EXPECT_THAT(Words("''"), Not(Contains(StartsWith("_"))));
+  EXPECT_THAT(Words("be"), ElementsAre("bench"));
+  EXPECT_THAT(Words("--json --server x:1 he"), UnorderedElementsAre("health", "heads"));
+  EXPECT_THAT(Words("zzz"), IsEmpty());
+}
+
+TEST_F(CompletionTest, OptionsOfTheCommandAndTheGlobalOnes) {
+  EXPECT_THAT(Words("bench lm_head --in-f"), ElementsAre("--in-flight"));
+  EXPECT_THAT(Words("bench lm_head --"), IsSupersetOf({"--rows", "--json", "--server"}));
+  EXPECT_THAT(Words("heads --"), Not(Contains("--rows")));
+}
+
+TEST_F(CompletionTest, ValuesOfOptions) {
+  EXPECT_THAT(Words("bench lm_head --data ''"), UnorderedElementsAre("random", "real"));
+  EXPECT_THAT(Words("create x --norm r"), ElementsAre("rmsnorm"));
+  EXPECT_THAT(Words("--ca ''"), ElementsAre(":file"));
+  EXPECT_THAT(Words("bench lm_head --rows ''"), IsEmpty());
+}
+
+TEST_F(CompletionTest, HeadsOfTheServer) {
+  EXPECT_THAT(Words("describe ''"), UnorderedElementsAre("lm_head", "lm_head.2", "other"));
+  EXPECT_THAT(Words("bench --rows 4 lm"), Each(StartsWith("lm_head")));
+  EXPECT_THAT(Words("bench --rows 4 lm"), Not(IsEmpty()));
+  EXPECT_THAT(Words(absl::StrCat("--server ", server_.target(), " delete o")), ElementsAre("other"));
+  EXPECT_THAT(Words("--server 127.0.0.1:1 delete o"), IsEmpty());  // nothing is there
+  EXPECT_EQ(exit_code_, 0);
+}
+
+TEST_F(CompletionTest, BashCompletes) {
+  const auto reply = [this](const std::string& words, int at) {
+    return Shell(absl::StrCat("source <(lossctl completion bash)\nCOMP_WORDS=(", words, ")\nCOMP_CWORD=", at,
+                              "\n_lossctl\nprintf '%s\\n' \"${COMPREPLY[@]}\""));
+  };
+  EXPECT_EQ(reply("lossctl de", 1), "describe\ndelete\n");
+  EXPECT_EQ(reply("lossctl describe ''", 2), "lm_head\nlm_head.2\nother\n");
+  EXPECT_THAT(reply(absl::StrCat("lossctl --ca ", folder_.path(), "/scr"), 2), HasSubstr("/script"));
+  for (const char* shell : {"bash", "zsh", "fish"}) {
+    EXPECT_THAT(Shell(absl::StrCat("lossctl completion ", shell)), HasSubstr("lossctl __complete"));
+  }
+  EXPECT_THAT(Shell("lossctl completion csh"), HasSubstr("csh is none of bash, fish, zsh"));
+  EXPECT_EQ(exit_code_, 2);
+}
+
+TEST_F(CompletionTest, AMisspeltWord) {
+  EXPECT_THAT(Shell("lossctl descirbe lm_head"), HasSubstr("Did you mean describe?"));
+  EXPECT_EQ(exit_code_, 2);
+  EXPECT_THAT(Shell("lossctl bench lm_head --chanels 3"), HasSubstr("Did you mean --channels?"));
+  EXPECT_THAT(Shell("lossctl --timout=3 heads"), HasSubstr("Did you mean --timeout?"));
+  EXPECT_THAT(Shell("lossctl xyzzy"), Not(HasSubstr("Did you mean")));
+  EXPECT_THAT(Shell("lossctl bench lm_head --rows"), Not(HasSubstr("Did you mean")));  // a value is missing
+}
+
+}  // namespace
+}  // namespace lossd::cli
