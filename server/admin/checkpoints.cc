@@ -10,6 +10,7 @@
 #include "absl/time/time.h"
 #include "kernels/errors/text.h"
 #include "kernels/host_memory.h"
+#include "proto/tensorfile/direct_file.h"
 #include "server/head/checkpoint_store.h"
 #include "server/head/folder_lock.h"
 #include "server/log/log.h"
@@ -35,7 +36,8 @@ v1::SaveProgress ProgressMessage(const head::SaveProgress& progress, v1::SavePha
 int64_t BufferBytes(const CheckpointOptions& options) {
   const auto host = kernels::HostMemory().Available();
   if (!host.has_value()) return options.buffer_bytes;
-  return std::clamp<int64_t>(host->bytes - options.memory_reserve_bytes, 0, options.buffer_bytes);
+  const int64_t writing = options.shards.threads * formats::kDirectBufferBytes;
+  return std::clamp<int64_t>(host->bytes - options.memory_reserve_bytes - writing, 0, options.buffer_bytes);
 }
 
 v1::CheckpointInfo CheckpointMessage(const head::CheckpointInfo& info) {

@@ -83,11 +83,9 @@ class Save {
   }
 
  private:
-  // Beside these buffers, each file that is being written takes kDirectBufferBytes.
   int64_t BufferCount() const {
-    const int64_t bytes =
-        options_.buffer_bytes - static_cast<int64_t>(lanes_) * formats::kDirectBufferBytes;
-    return std::max<int64_t>(2, bytes / MostSliceBytes(subject_.config, options_.slice_bytes));
+    return std::max<int64_t>(
+        2, options_.buffer_bytes / MostSliceBytes(subject_.config, options_.slice_bytes));
   }
 
   // ---- The calling thread ----
