@@ -1,8 +1,8 @@
 // How fast a head goes to the disk and comes back, beside what the disk does with the same bytes.
 //
 // The tensors come from memory and go to memory, at memory speed, so that the disk, its threads and the
-// checksums are what is measured; a device in their place adds the copies to and from it. Before each load the
-// files leave the page cache. Prints one line a round and the medians:
+// checksums are what is measured; a device in their place adds the copies to and from it. Before each load
+// the files leave the page cache. Prints one line a round and the medians:
 //
 //   checkpoint_bench --directory=/var/tmp --hidden=4096 --vocab=32768 --rounds=5
 #include <fcntl.h>
@@ -96,11 +96,12 @@ absl::StatusOr<Round> RunRound(const std::string& directory, const head::Checkpo
   const absl::Time load_begin = absl::Now();
   const auto reader = head::CheckpointReader::Open(directory, subject.head + "/x");
   if (!reader.ok()) return reader.status();
-  const absl::Status loaded =
-      (*reader)->Load([&](kernels::TensorId, int64_t, int64_t, absl::Span<const uint8_t> in) {
+  const absl::Status loaded = (*reader)->Load(
+      [&](kernels::TensorId, int64_t, int64_t, absl::Span<const uint8_t> in) {
         std::memcpy(device.data(), in.data(), in.size());
         return absl::OkStatus();
-      }, {.threads = absl::GetFlag(FLAGS_threads), .verify_first = absl::GetFlag(FLAGS_verify_first)});
+      },
+      {.threads = absl::GetFlag(FLAGS_threads), .verify_first = absl::GetFlag(FLAGS_verify_first)});
   if (!loaded.ok()) return loaded;
   round.load = absl::ToDoubleSeconds(absl::Now() - load_begin);
   return round;
@@ -125,8 +126,8 @@ absl::Status Run(const std::string& directory) {
   subject.config.hidden_size = absl::GetFlag(FLAGS_hidden);
   subject.config.vocab_size = absl::GetFlag(FLAGS_vocab);
   const std::vector<uint8_t> noise = Noise(size_t{64} << 20);
-  const double bytes = 12.0 * static_cast<double>(subject.config.hidden_size) *
-                       static_cast<double>(subject.config.vocab_size);
+  const double bytes =
+      12.0 * static_cast<double>(subject.config.hidden_size) * static_cast<double>(subject.config.vocab_size);
   std::vector<Round> rounds;
   for (int i = 0; i < absl::GetFlag(FLAGS_rounds); ++i) {
     const absl::StatusOr<Round> round = RunRound(directory, subject, noise);
@@ -135,9 +136,10 @@ absl::Status Run(const std::string& directory) {
     rounds.push_back(*round);
     fs::remove_all(directory + "/" + subject.head);
   }
-  Print("median", {.read = Median(rounds, &Round::read),
-                   .save = Median(rounds, &Round::save),
-                   .load = Median(rounds, &Round::load)},
+  Print("median",
+        {.read = Median(rounds, &Round::read),
+         .save = Median(rounds, &Round::save),
+         .load = Median(rounds, &Round::load)},
         bytes);
   return absl::OkStatus();
 }

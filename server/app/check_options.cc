@@ -94,7 +94,8 @@ absl::Status CheckOptions(const ServerOptions& options) {
   status.Update(CheckAtLeast("checkpoint_shard_bytes", options.checkpoint_shard_bytes, 1));
   status.Update(CheckAtLeast("checkpoint_threads", options.checkpoint_threads, 0));
   if (options.checkpoint_threads > kMostCheckpointThreads) {
-    status.Update(errors::FieldError("checkpoint_threads", absl::StrCat("be at most ", kMostCheckpointThreads),
+    status.Update(errors::FieldError("checkpoint_threads",
+                                     absl::StrCat("be at most ", kMostCheckpointThreads),
                                      options.checkpoint_threads));
   }
   status.Update(CheckAtLeast("keep_checkpoints", options.keep_checkpoints, 0));

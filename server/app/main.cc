@@ -90,10 +90,10 @@ ABSL_FLAG(
     ByteSize, checkpoint_buffer_bytes, ByteSize{ServerOptions().checkpoint_buffer_bytes},
     "Memory a running save may take to read a head ahead of the disk, as far as it needs it. Steps wait "
     "only for the part of a checkpoint that does not fit");
-ABSL_FLAG(
-    ByteSize, checkpoint_shard_bytes, ByteSize{ServerOptions().checkpoint_shard_bytes},
-    "The most that one file of a checkpoint holds of the tensors; a larger checkpoint has several, each with a "
-    "range of the classes");
+ABSL_FLAG(ByteSize, checkpoint_shard_bytes, ByteSize{ServerOptions().checkpoint_shard_bytes},
+          "The most that one file of a checkpoint holds of the tensors; a larger checkpoint has several, "
+          "each with a "
+          "range of the classes");
 ABSL_FLAG(int, checkpoint_threads, ServerOptions().checkpoint_threads,
           "Threads that write the files of a checkpoint, or read them, at once; a checkpoint that is large "
           "enough has a file for each. 0: 4, or as many as there are devices if those are more");

@@ -51,8 +51,8 @@ struct SaveProgress {
 struct SaveOptions {
   int64_t slice_bytes = int64_t{8} << 20;  // the most a callback handles at once; at least one row
   // Memory for what was read and is not written yet, allocated as it is needed: the source is never further
-  // ahead of the disk than this. At least two slices, at most what the checkpoint takes. The threads share it.
-  // Beside it each of them may take formats::kDirectBufferBytes.
+  // ahead of the disk than this. At least two slices, at most what the checkpoint takes. The threads share
+  // it. Beside it each of them may take formats::kDirectBufferBytes.
   int64_t buffer_bytes = int64_t{1} << 30;
   ShardRules shards;  // into how many files, and how many of them at once
   // What all files below the directory may take together, the new checkpoint included; 0: no limit.

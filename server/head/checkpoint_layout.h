@@ -22,8 +22,8 @@ inline std::vector<int64_t> FileShape(const kernels::HeadConfig& config, kernels
   return {rows};
 }
 
-// How many rows of a tensor are handled at once: as many as `slice_bytes` take, at least one. So many that the
-// next ones lie right for a direct write, if that is possible.
+// How many rows of a tensor are handled at once: as many as `slice_bytes` take, at least one. So many that
+// the next ones lie right for a direct write, if that is possible.
 inline int64_t SliceRows(const kernels::TensorShape& shape, int64_t slice_bytes) {
   const int64_t row_bytes = shape.cols * static_cast<int64_t>(sizeof(float));
   const int64_t rows = std::max<int64_t>(slice_bytes / row_bytes, 1);

@@ -85,9 +85,9 @@ absl::Status CheckpointReader::OpenShard(const std::string& directory, const Man
   }
   const std::vector<TensorPart> parts = PartsOf(subject_.config, shard.classes);
   if (parts.size() != shard.tensors.size() || parts.size() != tensors.tensors().size()) {
-    return DataLoss(shard, absl::StrCat(tensors.tensors().size(), " tensors in the file, ",
-                                        shard.tensors.size(), " in the manifest, and ", parts.size(),
-                                        " in such a file"));
+    return DataLoss(shard,
+                    absl::StrCat(tensors.tensors().size(), " tensors in the file, ", shard.tensors.size(),
+                                 " in the manifest, and ", parts.size(), " in such a file"));
   }
   for (size_t i = 0; i < parts.size(); ++i) {
     const auto info = tensors.Find(TensorName(parts[i].id));
@@ -160,7 +160,8 @@ absl::Status CheckpointReader::ReadPart(const StoredPart& stored, int64_t slice_
     if (status = take(*block); !status.ok()) return status;
   }
   if (checksum.Digest() == stored.checksum) return absl::OkStatus();
-  return DataLoss(*stored.shard, absl::StrCat("the checksum of tensor ", stored.info.name, " does not match"));
+  return DataLoss(*stored.shard,
+                  absl::StrCat("the checksum of tensor ", stored.info.name, " does not match"));
 }
 
 }  // namespace lossd::head

@@ -50,7 +50,8 @@ absl::Status WriteFile(Disk* disk, const std::string& path, const std::string& t
 }
 
 // One save. The calling thread reads from the source. Threads of its own do all that concerns the disk: one
-// for each lane, which writes every lane-th file, and the first of them what comes before and after the files.
+// for each lane, which writes every lane-th file, and the first of them what comes before and after the
+// files.
 class Save {
  public:
   Save(const std::string& directory, const std::string& name, bool automatic,
@@ -84,8 +85,8 @@ class Save {
 
  private:
   int64_t BufferCount() const {
-    return std::max<int64_t>(
-        2, options_.buffer_bytes / MostSliceBytes(subject_.config, options_.slice_bytes));
+    return std::max<int64_t>(2,
+                             options_.buffer_bytes / MostSliceBytes(subject_.config, options_.slice_bytes));
   }
 
   // ---- The calling thread ----
@@ -199,10 +200,8 @@ class Save {
     });
     if (!ahead_.result().ok()) status = ahead_.result();  // the error that came first
     if (!status.ok()) return status;
-    *manifest = {.subject = subject_,
-                 .saved_at = absl::Now(),
-                 .automatic = automatic_,
-                 .shards = std::move(lines_)};
+    *manifest = {
+        .subject = subject_, .saved_at = absl::Now(), .automatic = automatic_, .shards = std::move(lines_)};
     const std::string text = EncodeManifest(*manifest);
     const absl::Status written = WriteFile(options_.disk, folder.File(kManifestFile), text);
     if (!written.ok()) return written;
@@ -221,9 +220,8 @@ class Save {
 
   // Writes what the reading thread brings.
   absl::StatusOr<ManifestShard> WriteShard(const TemporaryFolder& folder, size_t lane, size_t shard) {
-    auto writer =
-        ShardWriter::Create(options_.disk, folder.path(), ShardFile(shard, classes_.size()), subject_.config,
-                            classes_[shard]);
+    auto writer = ShardWriter::Create(options_.disk, folder.path(), ShardFile(shard, classes_.size()),
+                                      subject_.config, classes_[shard]);
     if (!writer.ok()) return writer.status();
     while (!(*writer)->is_complete()) {
       std::optional<ReadAhead::Block> block = ahead_.Next(lane);

@@ -22,11 +22,11 @@ using Json = nlohmann::ordered_json;
 constexpr char kFormat[] = "lossd checkpoint";
 constexpr int kOneFile = 3;  // versions: all tensors are in one file,
 constexpr int kSharded = 4;  // or in several
-// A manifest with one file has about 3 KiB, 100 values and a depth of 2. One with kMostShards files of 13 tensors
-// has 26,000 values in less than 700 KiB, and a depth of 4.
+// A manifest with one file has about 3 KiB, 100 values and a depth of 2. One with kMostShards files of 13
+// tensors has 26,000 values in less than 700 KiB, and a depth of 4.
 constexpr formats::JsonLimits kLimits = {.values = 40'000};
 constexpr int64_t kMostFileBytes = int64_t{1} << 53;  // so that kMostShards together are a number
-constexpr size_t kMostShown = 40;       // characters of a value in an error message
+constexpr size_t kMostShown = 40;                     // characters of a value in an error message
 constexpr char kChecksumKey[] = "checksum";
 
 constexpr char kAdamW[] = "adamw";
@@ -297,10 +297,9 @@ absl::StatusOr<Manifest> DecodeManifest(absl::string_view text) {
   Json& json = *parsed;
   const Json version = json.value("version", Json());
   if (version != Json(kOneFile) && version != Json(kSharded)) {
-    return absl::FailedPreconditionError(absl::StrCat("the manifest has version ",
-                                                      version.dump().substr(0, kMostShown),
-                                                      "; this server reads versions ", kOneFile, " and ",
-                                                      kSharded));
+    return absl::FailedPreconditionError(
+        absl::StrCat("the manifest has version ", version.dump().substr(0, kMostShown),
+                     "; this server reads versions ", kOneFile, " and ", kSharded));
   }
   const Json checksum = json.value(kChecksumKey, Json());
   json.erase(kChecksumKey);
@@ -346,8 +345,8 @@ std::string ContentDigest(const Manifest& manifest) {
   }
   Json& shards = content["shards"] = Json::array();
   for (const ManifestShard& shard : manifest.shards) {
-    shards.push_back({{"classes", {shard.classes.begin, shard.classes.end}},
-                      {"tensors", EncodeTensors(shard.tensors)}});
+    shards.push_back(
+        {{"classes", {shard.classes.begin, shard.classes.end}}, {"tensors", EncodeTensors(shard.tensors)}});
   }
   return DigestOf(content);
 }

@@ -64,8 +64,8 @@ absl::StatusOr<Manifest> DecodeManifest(absl::string_view text);
 // Decodes the manifest of `checkpoint` ("<head>/<name>") below a directory; errors name the checkpoint.
 absl::StatusOr<Manifest> ReadManifest(const std::string& directory, absl::string_view checkpoint);
 
-// Of what a checkpoint holds: tensors as they are divided, head, step and the answer to the last step, but not
-// when and by which server it was saved. 16 hexadecimal digits.
+// Of what a checkpoint holds: tensors as they are divided, head, step and the answer to the last step, but
+// not when and by which server it was saved. 16 hexadecimal digits.
 std::string ContentDigest(const Manifest& manifest);
 
 }  // namespace lossd::head

@@ -9,9 +9,9 @@
 
 namespace lossd::head {
 
-// Calls `task` once with each number below `tasks`, in order, on this thread and on up to `threads` - 1 others;
-// the threads end before this returns. After an error no further task begins. Of several errors that of the
-// lowest number is returned, so that it does not depend on the threads' speed.
+// Calls `task` once with each number below `tasks`, in order, on this thread and on up to `threads` - 1
+// others; the threads end before this returns. After an error no further task begins. Of several errors that
+// of the lowest number is returned, so that it does not depend on the threads' speed.
 absl::Status RunInThreads(int threads, size_t tasks, absl::FunctionRef<absl::Status(size_t)> task);
 
 }  // namespace lossd::head

@@ -33,7 +33,8 @@ absl::StatusOr<std::unique_ptr<ShardWriter>> ShardWriter::Create(Disk* disk, con
 
 absl::Status ShardWriter::Append(const ReadAhead::Block& block) {
   if (is_complete() || block.part.id != parts_[part_].id) {
-    return absl::InternalError(absl::StrCat(path_, ": rows of ", TensorName(block.part.id), " came too late"));
+    return absl::InternalError(
+        absl::StrCat(path_, ": rows of ", TensorName(block.part.id), " came too late"));
   }
   checksum_.Update(block.span());
   if (absl::Status status = writer_->Append(block.span()); !status.ok()) return status;

@@ -53,8 +53,8 @@ struct TensorPart {
 // What the file of a range holds, in file order.
 std::vector<TensorPart> PartsOf(const kernels::HeadConfig& config, const ClassRange& classes);
 
-// Of `shard`, counted from 0, out of `shards`: "tensors-00001-of-00004.safetensors", or "tensors.safetensors" if
-// there is no other.
+// Of `shard`, counted from 0, out of `shards`: "tensors-00001-of-00004.safetensors", or "tensors.safetensors"
+// if there is no other.
 std::string ShardFile(size_t shard, size_t shards);
 
 // What a file says of its range beside its tensors; nothing if it has all classes.

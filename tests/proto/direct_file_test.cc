@@ -1,5 +1,5 @@
-// Whatever pieces are appended, and wherever they lie in memory, the file has their bytes, on file systems with
-// direct writes and without.
+// Whatever pieces are appended, and wherever they lie in memory, the file has their bytes, on file systems
+// with direct writes and without.
 #include "proto/tensorfile/direct_file.h"
 
 #include <gmock/gmock.h>

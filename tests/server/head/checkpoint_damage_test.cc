@@ -29,8 +29,8 @@ TEST_F(CheckpointTest, FailingSinkIsReported) {
   EXPECT_EQ(CheckpointReader::Open(root_, "lm/x").value()->Load(sink), absl::UnavailableError("device lost"));
 }
 
-// Whichever bit of whichever file flips: the head is not touched, and damaged data name their file, its classes
-// and their tensor.
+// Whichever bit of whichever file flips: the head is not touched, and damaged data name their file, its
+// classes and their tensor.
 class FlippedBitsTest : public CheckpointTest, public testing::WithParamInterface<bool> {};
 INSTANTIATE_TEST_SUITE_P(Sharded, FlippedBitsTest, testing::Bool());
 
@@ -144,19 +144,22 @@ TEST_F(DamagedShardTest, Truncated) {
                              whole.size() - 4, " bytes, not ", whole.size()));
 }
 
-// Both have two classes and no tensor of the norm, so they differ in nothing but in what they say of themselves.
+// Both have two classes and no tensor of the norm, so they differ in nothing but in what they say of
+// themselves.
 TEST_F(DamagedShardTest, Swapped) {
   ASSERT_EQ(fs::file_size(Path("x", 2)), fs::file_size(Path("x", 3)));
   fs::rename(Path("x", 2), root_ + "/kept");
   fs::rename(Path("x", 3), Path("x", 2));
   fs::rename(root_ + "/kept", Path("x", 3));
   ExpectRefused(
-      "tensors-00002-of-00004.safetensors (classes [2, 4)): the tensor file says that it holds other classes");
+      "tensors-00002-of-00004.safetensors (classes [2, 4)): the tensor file says that it holds other "
+      "classes");
 }
 
 TEST_F(DamagedShardTest, OfAnotherCheckpoint) {
   fs::copy_file(Path("y", 4), Path("x", 4), fs::copy_options::overwrite_existing);
-  ExpectRefused("tensors-00004-of-00004.safetensors (classes [6, 7)): the checksum of tensor weight does not match");
+  ExpectRefused(
+      "tensors-00004-of-00004.safetensors (classes [6, 7)): the checksum of tensor weight does not match");
 }
 
 // Shards of a checkpoint that has fewer of them.
@@ -183,8 +186,9 @@ TEST_F(DamagedShardTest, FoundWithoutVerifyingFirst) {
   int calls = 0;
   const absl::Status status = Load("lm/x", head_, &calls, {.verify_first = false});
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
-  EXPECT_THAT(std::string(status.message()),
-              HasSubstr("tensors-00004-of-00004.safetensors (classes [6, 7)): the checksum of tensor class_weights"));
+  EXPECT_THAT(
+      std::string(status.message()),
+      HasSubstr("tensors-00004-of-00004.safetensors (classes [6, 7)): the checksum of tensor class_weights"));
 }
 
 TEST_F(CheckpointTest, TensorsOfAnotherCheckpointAreFound) {

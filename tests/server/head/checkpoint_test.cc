@@ -8,6 +8,7 @@
 
 #include <cerrno>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -149,8 +150,7 @@ TEST_F(CheckpointTest, ManifestNamesTheShards) {
   EXPECT_EQ(shards[0]["tensors"].size(), 13u);
   EXPECT_EQ(shards[3]["tensors"].size(), 7u) << "without the norm's";
   EXPECT_EQ(shards[3]["file"], "tensors-00004-of-00004.safetensors");
-  auto tensors =
-      formats::SafetensorsReader::Open(root_ + "/lm/first/tensors-00002-of-00004.safetensors");
+  auto tensors = formats::SafetensorsReader::Open(root_ + "/lm/first/tensors-00002-of-00004.safetensors");
   ASSERT_TRUE(tensors.ok());
   EXPECT_THAT((*tensors)->Find("weight").value()->shape, ElementsAre(2, 5));
   EXPECT_THAT((*tensors)->metadata(), ElementsAre(testing::Pair("classes", "[2, 4) of 7")));
@@ -161,6 +161,40 @@ TEST_F(CheckpointTest, ManifestNamesTheShards) {
     bytes += static_cast<int64_t>(fs::file_size(root_ + "/lm/first/" + file));
   }
   EXPECT_EQ(list->at(0).bytes, bytes);
+}
+
+// Version 3, as a server wrote it that knew no other.
+TEST_F(CheckpointTest, AnOldCheckpoint) {
+  fs::create_directory(root_ + "/old");
+  fs::copy(std::string(LOSSD_TEST_DATA) + "/one-file", root_ + "/old/one-file");
+  const auto reader = CheckpointReader::Open(root_, "old/one-file");
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  EXPECT_EQ((*reader)->subject().step, 1u);
+  EXPECT_EQ((*reader)->subject().last_step->rows, 64);
+  Head loaded("old", std::make_unique<MemoryKernels>((*reader)->subject().config));
+  int calls = 0;
+  ASSERT_TRUE(Load("old/one-file", loaded, &calls).ok());
+  const auto file = formats::SafetensorsReader::Open(root_ + "/old/one-file/tensors.safetensors");
+  ASSERT_TRUE(file.ok());
+  EXPECT_EQ((*file)->tensors().size(), 9u);
+  for (const kernels::TensorId id : CheckpointTensors(loaded.config())) {
+    const auto info = (*file)->Find(TensorName(id));
+    ASSERT_TRUE(info.ok()) << info.status();
+    const std::vector<float>& values = static_cast<MemoryKernels&>(loaded.kernels()).tensor(id);
+    std::vector<uint8_t> saved(static_cast<size_t>((*info)->bytes));
+    ASSERT_TRUE((*file)->ReadBytes(**info, 0, absl::MakeSpan(saved)).ok());
+    ASSERT_EQ(saved.size(), values.size() * sizeof(float));
+    EXPECT_EQ(std::memcmp(saved.data(), values.data(), saved.size()), 0) << TensorName(id);
+  }
+  // And it is written so that such a server reads it.
+  ASSERT_TRUE(Save((*reader)->subject(), loaded, "again").ok());
+  auto manifest = nlohmann::ordered_json::parse(test::ReadWholeFile(root_ + "/old/again/manifest.json"));
+  auto old = nlohmann::ordered_json::parse(test::ReadWholeFile(root_ + "/old/one-file/manifest.json"));
+  for (const char* field : {"saved_at", "checksum", "file_bytes"}) {
+    manifest.erase(field);
+    old.erase(field);
+  }
+  EXPECT_EQ(manifest.dump(), old.dump());
 }
 
 // What is written in one way holds the same as what is written in another.

@@ -216,8 +216,10 @@ TEST_F(ManifestTest, TheLargestManifest) {
   ASSERT_EQ(classes.size(), kMostShards);
   for (size_t shard = 0; shard < classes.size(); ++shard) {
     ManifestShard& line = manifest.shards.emplace_back();
-    line = {.file = ShardFile(shard, classes.size()), .file_bytes = int64_t{1} << 53, .classes = classes[shard]};
-    for (int i = 0; i < 13; ++i) line.tensors.push_back({"norm.shift.moment1", int64_t{1} << 40, "0123456789abcdef"});
+    line = {
+        .file = ShardFile(shard, classes.size()), .file_bytes = int64_t{1} << 53, .classes = classes[shard]};
+    for (int i = 0; i < 13; ++i)
+      line.tensors.push_back({"norm.shift.moment1", int64_t{1} << 40, "0123456789abcdef"});
   }
   const std::string text = EncodeManifest(manifest);
   EXPECT_TRUE(DecodeManifest(text).ok()) << text.size() << " bytes, " << DecodeManifest(text).status();

@@ -1,5 +1,5 @@
-// Every class is in exactly one file, files are about as large as each other, and there are as many as the rules
-// want.
+// Every class is in exactly one file, files are about as large as each other, and there are as many as the
+// rules want.
 #include "server/head/shards.h"
 
 #include <gmock/gmock.h>
@@ -49,8 +49,8 @@ TEST(ShardsTest, EveryRowIsInOneFile) {
                             .has_bias = random() % 2 == 0,
                             .has_class_weights = random() % 2 == 0,
                             .norm = random() % 2 == 0 ? kernels::Norm::kNone : kernels::Norm::kLayerNorm};
-    const auto ranges = DivideClasses(
-        config, {.most_bytes = 1 + below(20'000), .threads = static_cast<int>(below(9))});
+    const auto ranges =
+        DivideClasses(config, {.most_bytes = 1 + below(20'000), .threads = static_cast<int>(below(9))});
     std::map<std::pair<Param, Role>, int64_t> rows;  // so far
     int64_t least = config.vocab_size, most = 0, next = 0;
     for (const ClassRange& range : ranges) {
@@ -76,7 +76,8 @@ TEST(ShardsTest, Names) {
   EXPECT_EQ(ShardFile(0, 12), "tensors-00001-of-00012.safetensors");
   EXPECT_EQ(ShardFile(11, 12), "tensors-00012-of-00012.safetensors");
   EXPECT_TRUE(ShardMetadata(HeadOf(4), {0, 4}).empty());
-  EXPECT_THAT(ShardMetadata(HeadOf(4), {1, 3}), testing::ElementsAre(testing::Pair("classes", "[1, 3) of 4")));
+  EXPECT_THAT(ShardMetadata(HeadOf(4), {1, 3}),
+              testing::ElementsAre(testing::Pair("classes", "[1, 3) of 4")));
 }
 
 }  // namespace
