@@ -29,6 +29,7 @@ ABSL_FLAG(int64_t, vocab, 32768, "its classes; a class takes 12 bytes for each o
 ABSL_FLAG(int, rounds, 5, "saves and loads");
 ABSL_FLAG(int64_t, buffer_mib, 1024, "what a save may read ahead of the disk");
 ABSL_FLAG(int64_t, shard_mib, 1024, "the most bytes of a file");
+ABSL_FLAG(bool, cold, true, "files leave the page cache before they are loaded");
 ABSL_FLAG(bool, verify_first, true, "load as into a head that exists: read everything twice");
 ABSL_FLAG(int, threads, 4, "threads that write, or read, at once");
 
@@ -91,7 +92,7 @@ absl::StatusOr<Round> RunRound(const std::string& directory, const head::Checkpo
       options);
   if (!saved.ok()) return saved.status();
   round.save = absl::ToDoubleSeconds(absl::Now() - begin);
-  LeavePageCache(directory);
+  if (absl::GetFlag(FLAGS_cold)) LeavePageCache(directory);
   std::vector<uint8_t> device(options.slice_bytes);
   const absl::Time load_begin = absl::Now();
   const auto reader = head::CheckpointReader::Open(directory, subject.head + "/x");

@@ -178,7 +178,8 @@ void Checkpoints::Prune(const v1::SaveCheckpointRequest& request, v1::SaveCheckp
 }
 
 head::LoadOptions Checkpoints::LoadOptions(bool verify_first) const {
-  return {.slice_bytes = options_.transfer_bytes,
+  head::LoadOptions options;
+  return {.slice_bytes = std::min(options.slice_bytes, options_.transfer_bytes),
           .buffer_bytes = BufferBytes(options_),
           .threads = options_.shards.threads,
           .verify_first = verify_first};

@@ -94,7 +94,9 @@ absl::StatusOr<SavedCheckpoint> SaveCheckpoint(const std::string& directory, abs
                                                const SaveOptions& options = {});
 
 struct LoadOptions {
-  int64_t slice_bytes = int64_t{8} << 20;   // the most the sink gets at once; at least one row
+  // The most the sink gets at once; at least one row. So little that it is still in a processor's cache when
+  // it was hashed and goes to the device.
+  int64_t slice_bytes = int64_t{2} << 20;
   int64_t buffer_bytes = int64_t{1} << 30;  // for what was read from the disk; at least two slices
   int threads = 4;                          // that read, at least 1; no more than the buffer has room for
   // Everything is read and compared before the sink gets anything. Without it the sink's caller has to throw
