@@ -48,9 +48,7 @@ bool KnowsNot(const absl::Status& status) {
 }
 
 // Whether another call may end otherwise.
-bool MayPass(const absl::Status& status) {
-  return IsTransient(status) || absl::IsDeadlineExceeded(status);
-}
+bool MayPass(const absl::Status& status) { return IsTransient(status) || absl::IsDeadlineExceeded(status); }
 
 // `reason`: what was found last; OK: nothing.
 absl::Status GaveUp(const absl::Status& reason, const ClientOptions& options) {

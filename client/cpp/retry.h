@@ -18,9 +18,9 @@ namespace lossd::client::internal {
 double Jitter();
 
 // Whether a call that ended with `status` may end otherwise when it is sent again as it was: UNAVAILABLE; or
-// RESOURCE_EXHAUSTED that did not come from the server, whose errors have an ErrorDetail, but from the transport,
-// for example "Received RST_STREAM with error code 11" of a server that is short of memory for messages. Such a
-// call may have taken effect. A message that is too large for the transport stays too large.
+// RESOURCE_EXHAUSTED that did not come from the server, whose errors have an ErrorDetail, but from the
+// transport, for example "Received RST_STREAM with error code 11" of a server that is short of memory for
+// messages. Such a call may have taken effect. A message that is too large for the transport stays too large.
 bool IsTransient(const absl::Status& status);
 
 // Whether a call that ended with an error may be sent again.
