@@ -146,7 +146,7 @@ absl::StatusOr<bool> Client::ReleaseMicrobatch(absl::string_view head, uint64_t 
   request.set_head(std::string(head));
   request.set_microbatch_id(id);
   auto result = Call(*core_, core_->connections().loss(), &v1::LossService::Stub::ReleaseMicrobatch, request,
-                     DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
+                     DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
   if (!result.ok()) return result.status();
   return result->released();
 }
@@ -169,7 +169,7 @@ absl::StatusOr<v1::HeadDescription> Client::DescribeHead(absl::string_view head,
   v1::DescribeHeadRequest request;
   request.set_head(std::string(head));
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::DescribeHead, request,
-                     DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
+                     DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
   if (result.ok()) core_->head_cache().Learn(*result);
   return result;
 }
@@ -177,7 +177,7 @@ absl::StatusOr<v1::HeadDescription> Client::DescribeHead(absl::string_view head,
 absl::StatusOr<std::vector<v1::HeadDescription>> Client::ListHeads(absl::Duration timeout) {
   auto result =
       Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ListHeads, v1::ListHeadsRequest(),
-           DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
+           DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
   if (!result.ok()) return result.status();
   return std::vector<v1::HeadDescription>(result->heads().begin(), result->heads().end());
 }
@@ -214,7 +214,7 @@ absl::StatusOr<Tensor> Client::ReadTensor(absl::string_view head, v1::Param para
 absl::StatusOr<TensorShape> Client::ReadTensor(const v1::ReadTensorRequest& request, absl::Span<char> out,
                                                absl::Duration timeout) {
   const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
-  return Repeated(*core_, deadline, Repeat::kIfUnavailableOrAborted,
+  return Repeated(*core_, deadline, Repeat::kIfTransientOrAborted,
                   [&] { return internal::ReadTensor(*core_, request, out, deadline); });
 }
 
@@ -257,7 +257,7 @@ absl::StatusOr<v1::AddGradientResponse> Client::AddGradient(const v1::OpenGradie
     if (!open.has_incarnation()) internal::SetMeant(cache.GradientsOf(at), &meant);
     return internal::AddGradient(*core_, meant, *shape, payload, deadline);
   };
-  auto result = Repeated(*core_, deadline, Repeat::kIfUnavailable, attempt);
+  auto result = Repeated(*core_, deadline, Repeat::kIfTransient, attempt);
   if (!result.ok()) return cache.Interpret(at, result.status());
   absl::Status noted = cache.NoteAccumulation(at, GradientsId::Of(result->state()));
   if (!noted.ok()) return noted;
@@ -271,7 +271,7 @@ absl::StatusOr<v1::GradNormResponse> Client::GradNorm(absl::string_view head, st
   if (step.has_value()) request.set_step(*step);
   TrainerStep at = core_->head_cache().StepOf(head, step.value_or(0));
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::GradNorm, request,
-                     DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
+                     DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
   if (!result.ok())
     return step.has_value() ? core_->head_cache().Interpret(at, result.status()) : result.status();
   at.step = result->state().step();
@@ -287,7 +287,7 @@ absl::StatusOr<v1::ApplyStepResponse> Client::ApplyStep(const v1::ApplyStepReque
   v1::ApplyStepRequest meant = request;
   if (!request.has_incarnation()) internal::SetMeant(cache.GradientsOf(at), &meant);
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ApplyStep, meant,
-                     DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
+                     DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
   if (!result.ok()) return cache.Interpret(at, result.status());
   absl::Status checked = cache.Check(at, {.incarnation = result->applied_incarnation()});
   if (!checked.ok()) return checked;
@@ -339,7 +339,7 @@ absl::StatusOr<v1::ListCheckpointsResponse> Client::ListCheckpoints(absl::string
   v1::ListCheckpointsRequest request;
   request.set_head(std::string(head));
   return Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ListCheckpoints, request,
-              DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
+              DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
 }
 
 absl::StatusOr<v1::HeadDescription> Client::LoadCheckpoint(absl::string_view checkpoint,
@@ -358,7 +358,7 @@ absl::StatusOr<v1::HeadDescription> Client::LoadCheckpoint(absl::string_view che
 
 absl::StatusOr<v1::ServerDescription> Client::GetServer(absl::Duration timeout) {
   return Call(*core_, core_->connections().server(), &v1::ServerService::Stub::GetServer,
-              v1::GetServerRequest(), DeadlineAfter(timeout, options().call_timeout), Repeat::kIfUnavailable);
+              v1::GetServerRequest(), DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
 }
 
 absl::StatusOr<Health> Client::CheckHealth(absl::string_view service, absl::Duration timeout) {

@@ -19,6 +19,7 @@
 //   UNAUTHENTICATED    the server does not know the client, or the client does not trust the server
 //   PERMISSION_DENIED  the client's role is too low; the message names method, role and identity
 //   UNAVAILABLE        no connection, or it broke and repeating did not help; the message names the server
+//   RESOURCE_EXHAUSTED also, without a detail: the transport refused the call, and repeating did not help
 //   DEADLINE_EXCEEDED  the call's timeout passed
 //   ABORTED            also: gradients of the open step are lost, since the server was restarted (RestartOf()
 //                      tells) or another caller has zeroed them or loaded a checkpoint
@@ -262,12 +263,11 @@ class Client {
   // ---- Loss ----
 
   // Computes loss and gradients of a microbatch and blocks until all is done. Rows are split over streams
-  // and slices; slices of ignored rows alone are not sent. A stream that breaks with UNAVAILABLE is sent
-  // again (the server accumulates no row twice), at most max_attempts times and only while the server has not
-  // been restarted and the gradients of the step have not been discarded. A computation that neither
-  // accumulates nor retains begins again, at most max_attempts times, if the weights change under it: its
-  // results are those of one version of the weights. One failing stream ends the others; the first error is
-  // returned.
+  // and slices; slices of ignored rows alone are not sent. A stream that breaks (UNAVAILABLE) or is refused
+  // by the transport is sent again (the server accumulates no row twice), at most max_attempts times and only
+  // while the server has not been restarted and the gradients of the step have not been discarded. A
+  // computation that neither accumulates nor retains begins again, as often, if the weights change under it:
+  // its results are those of one version of them. One failing stream ends the others; the first error counts.
   absl::StatusOr<LossResult> ComputeLoss(const Microbatch& microbatch, const LossOutputs& outputs,
                                          const ComputeOptions& options = {});
 
@@ -284,7 +284,7 @@ class Client {
                                       const BackwardOptions& options = {});
   PendingLoss BackwardAsync(const RetainedGradients& gradients, void* grad_hidden,
                             const BackwardOptions& options = {}, LossCallback callback = nullptr);
-  // Lets go of a retained microbatch; false if there was nothing to release. Repeated on UNAVAILABLE.
+  // Lets go of a retained microbatch; false if there was nothing to release. Repeated likewise.
   absl::StatusOr<bool> ReleaseMicrobatch(absl::string_view head, uint64_t id,
                                          absl::Duration timeout = absl::ZeroDuration());
 
@@ -296,7 +296,7 @@ class Client {
   void AcknowledgeRestart(absl::string_view head);
 
   // ---- Heads ----
-  // Calls that only read, ApplyStep and AddGradient (the server does both once) are repeated on UNAVAILABLE
+  // Calls that only read, ApplyStep and AddGradient (the server does both once) are repeated like streams,
   // within the timeout. The others never are. A zero timeout means the default of ClientOptions.
 
   absl::StatusOr<v1::HeadDescription> CreateHead(const v1::CreateHeadRequest& request,

@@ -7,6 +7,7 @@
 #include "client/cpp/diagnosis.h"
 #include "client/cpp/peer.h"
 #include "client/cpp/probe.h"
+#include "client/cpp/retry.h"
 #include "kernels/errors/payload.h"
 #include "lossd/v1/server.grpc.pb.h"
 #include "proto/wire/status_details.h"
@@ -47,9 +48,7 @@ bool KnowsNot(const absl::Status& status) {
 }
 
 // Whether another call may end otherwise.
-bool MayPass(const absl::Status& status) {
-  return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status);
-}
+bool MayPass(const absl::Status& status) { return IsTransient(status) || absl::IsDeadlineExceeded(status); }
 
 // `reason`: what was found last; OK: nothing.
 absl::Status GaveUp(const absl::Status& reason, const ClientOptions& options) {

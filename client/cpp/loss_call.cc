@@ -13,7 +13,7 @@ namespace {
 
 bool RefusedForLimits(const absl::Status& status) {
   return status.code() == absl::StatusCode::kInvalidArgument ||
-         status.code() == absl::StatusCode::kResourceExhausted;
+         (status.code() == absl::StatusCode::kResourceExhausted && !IsTransient(status));
 }
 
 bool Aborted(const absl::Status& status) { return status.code() == absl::StatusCode::kAborted; }
@@ -101,7 +101,7 @@ void LossCall::FinishDescribe(const absl::Status& status) {
   if (finishing_) return MaybeFinish();
   if (start_over_.has_value()) return MaybeStartOver();
   if (!status.ok()) {
-    const std::optional<absl::Time> next = NextAttempt(status, describe_attempts_, Repeat::kIfUnavailable);
+    const std::optional<absl::Time> next = NextAttempt(status, describe_attempts_, Repeat::kIfTransient);
     if (!next.has_value()) return Fail(WithAttempts(answers_.Interpret(status), describe_attempts_));
     core_->executor().PostAt(*next, [self = shared_from_this(), round = rounds_] {
       if (self->Goes(round)) self->StartDescribe();
@@ -214,7 +214,7 @@ void LossCall::FinishPart(size_t index, const StreamEnd& end) {
 
   const absl::Status status = answers_.Interpret(end.status);
   if (Relearn(part, status) || BeginAgain(status)) return;
-  const std::optional<absl::Time> next = NextAttempt(status, part.attempts, Repeat::kIfUnavailable);
+  const std::optional<absl::Time> next = NextAttempt(status, part.attempts, Repeat::kIfTransient);
   if (!next.has_value()) return Fail(WithAttempts(status, AttemptsOf(part, status)));
   ++part.unanswered;
   ++total_.repeats;
@@ -224,7 +224,7 @@ void LossCall::FinishPart(size_t index, const StreamEnd& end) {
 }
 
 int LossCall::AttemptsOf(const Part& part, const absl::Status& status) const {
-  if (absl::IsUnavailable(status)) return part.attempts;
+  if (IsTransient(status)) return part.attempts;
   // Of a call that may begin again nothing counts until it ends well.
   if (work_->restartable()) return Aborted(status) ? rounds_ : 1;
   return 1 + part.unanswered;
@@ -232,7 +232,7 @@ int LossCall::AttemptsOf(const Part& part, const absl::Status& status) const {
 
 bool LossCall::BeginAgain(const absl::Status& status) {
   if (!work_->restartable() || !Aborted(status)) return false;
-  start_over_ = NextAttempt(status, rounds_, Repeat::kIfUnavailableOrAborted);
+  start_over_ = NextAttempt(status, rounds_, Repeat::kIfTransientOrAborted);
   if (!start_over_.has_value()) return false;
   if (describe_ != nullptr) describe_->context.TryCancel();
   CancelStreams();

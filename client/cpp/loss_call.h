@@ -53,7 +53,7 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   struct Part {
     Rows rows;
     int attempts = 0;
-    int unanswered = 0;  // attempts that ended with UNAVAILABLE
+    int unanswered = 0;  // attempts after which the call was sent again
     bool done = false;
     SliceRule rule;  // of the last attempt
     absl::Status

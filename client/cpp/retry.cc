@@ -4,8 +4,11 @@
 #include <cmath>
 
 #include "absl/random/random.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "kernels/errors/payload.h"
+#include "proto/wire/status_details.h"
 
 namespace lossd::client::internal {
 
@@ -16,13 +19,22 @@ double Jitter() {
 
 namespace {
 
+// In the message of a status that gRPC makes for a message beyond a limit of one side.
+constexpr absl::string_view kTooLarge = "essage larger than max";
+
 bool MayRepeat(const absl::Status& status, Repeat repeat) {
-  if (status.code() == absl::StatusCode::kUnavailable) return true;
-  return repeat == Repeat::kIfUnavailableOrAborted && status.code() == absl::StatusCode::kAborted &&
+  if (IsTransient(status)) return true;
+  return repeat == Repeat::kIfTransientOrAborted && status.code() == absl::StatusCode::kAborted &&
          !RestartOf(status).has_value() && !IsStepDiscarded(status);
 }
 
 }  // namespace
+
+bool IsTransient(const absl::Status& status) {
+  if (absl::IsUnavailable(status)) return true;
+  return absl::IsResourceExhausted(status) && !wire::GetErrorDetail(status).has_value() &&
+         !absl::StrContains(status.message(), kTooLarge);
+}
 
 std::optional<absl::Duration> WaitBeforeRepeat(const RetryOptions& options, const absl::Status& status,
                                                int attempt, absl::Duration left, double jitter,
@@ -36,7 +48,7 @@ std::optional<absl::Duration> WaitBeforeRepeat(const RetryOptions& options, cons
 
 absl::Status WithAttempts(const absl::Status& status, int attempts) {
   if (attempts < 2) return status;
-  const bool repeatable = MayRepeat(status, Repeat::kIfUnavailableOrAborted);
+  const bool repeatable = MayRepeat(status, Repeat::kIfTransientOrAborted);
   return errors::WithMessage(
       status, absl::StrCat(status.message(), "; tried ", attempts, " times",
                            repeatable ? "" : ", and an earlier attempt may have taken effect"));

@@ -17,12 +17,18 @@ namespace lossd::client::internal {
 // A random factor in [0.8, 1.2], so that clients that failed together do not come back together.
 double Jitter();
 
+// Whether a call that ended with `status` may end otherwise when it is sent again as it was: UNAVAILABLE; or
+// RESOURCE_EXHAUSTED that did not come from the server, whose errors have an ErrorDetail, but from the
+// transport, for example "Received RST_STREAM with error code 11" of a server that is short of memory for
+// messages. Such a call may have taken effect. A message that is too large for the transport stays too large.
+bool IsTransient(const absl::Status& status);
+
 // Whether a call that ended with an error may be sent again.
 enum class Repeat {
-  kIfUnavailable,
+  kIfTransient,
   // The call is restartable: nothing of it stays when it fails, so that it may begin again with what it
   // finds. After ABORTED, too, but for RestartOf and IsStepDiscarded, which are for the trainer to deal with.
-  kIfUnavailableOrAborted,
+  kIfTransientOrAborted,
 };
 
 // The wait between attempt number `attempt` (1, 2, ...), which ended with `status`, and the next one:
@@ -30,7 +36,7 @@ enum class Repeat {
 // no next attempt: the status may not be repeated, max_attempts were made, or the wait would outlast `left`.
 std::optional<absl::Duration> WaitBeforeRepeat(const RetryOptions& options, const absl::Status& status,
                                                int attempt, absl::Duration left, double jitter,
-                                               Repeat repeat = Repeat::kIfUnavailable);
+                                               Repeat repeat = Repeat::kIfTransient);
 
 // The status of a call after its last attempt, which says how often it was tried if that was more than once.
 // One that may not be repeated says besides that an attempt before it, which had no answer, may have taken

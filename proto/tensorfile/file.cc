@@ -117,7 +117,11 @@ absl::Status InputFile::ReadAt(int64_t offset, absl::Span<uint8_t> out) const {
 absl::StatusOr<std::unique_ptr<OutputFile>> CreateOutputFile(const std::string& path) {
   const int descriptor = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
   if (descriptor < 0) return FileError(path, "create", errno);
-  return std::make_unique<PosixOutputFile>(path, descriptor);
+  return AdoptOutputFile(path, descriptor);
+}
+
+std::unique_ptr<OutputFile> AdoptOutputFile(std::string path, int descriptor) {
+  return std::make_unique<PosixOutputFile>(std::move(path), descriptor);
 }
 
 absl::Status SyncFolder(const std::string& path) {

@@ -59,6 +59,8 @@ class OutputFile {
 // little left to wait for. Replaceable, so that tests can have disks fail.
 using OutputFileFactory = std::function<absl::StatusOr<std::unique_ptr<OutputFile>>(const std::string& path)>;
 absl::StatusOr<std::unique_ptr<OutputFile>> CreateOutputFile(const std::string& path);
+// The same for an empty file that is open for writing. Takes the descriptor over.
+std::unique_ptr<OutputFile> AdoptOutputFile(std::string path, int descriptor);
 
 // Brings the names in a folder to the disk.
 absl::Status SyncFolder(const std::string& path);

@@ -18,7 +18,6 @@ using nlohmann::json;
 constexpr absl::string_view kMetadataKey = "__metadata__";
 constexpr int64_t kLengthBytes = 8;
 constexpr int64_t kMaxEntryValues = 10'000;  // names and values of the metadata; a tensor has fewer
-constexpr size_t kDataAlignment = 64;        // of the data in files written here
 
 struct NamedDType {
   absl::string_view name;
@@ -172,7 +171,7 @@ absl::Status CheckCoverage(absl::string_view path, const std::vector<Safetensors
 
 absl::StatusOr<std::string> EncodeHeader(absl::string_view path, absl::Span<const SafetensorsSpec> tensors,
                                          const std::map<std::string, std::string>& metadata,
-                                         int64_t* data_bytes) {
+                                         int64_t data_alignment, int64_t* data_bytes) {
   nlohmann::ordered_json header = nlohmann::ordered_json::object();
   if (!metadata.empty()) header[std::string(kMetadataKey)] = metadata;
   std::set<absl::string_view> names = {kMetadataKey};
@@ -195,7 +194,8 @@ absl::StatusOr<std::string> EncodeHeader(absl::string_view path, absl::Span<cons
   if (text != header.dump(-1, ' ', false, Handling::ignore)) {
     return absl::InvalidArgumentError(absl::StrCat(path, ": a name or the metadata is no UTF-8"));
   }
-  text.append((kDataAlignment - (kLengthBytes + text.size()) % kDataAlignment) % kDataAlignment, ' ');
+  const auto alignment = static_cast<size_t>(data_alignment);
+  text.append((alignment - (kLengthBytes + text.size()) % alignment) % alignment, ' ');
   if (static_cast<int64_t>(text.size()) > kMaxSafetensorsHeaderBytes) {
     return absl::InvalidArgumentError(
         absl::StrCat(path, ": a header of ", text.size(), " bytes is too long"));
@@ -285,9 +285,10 @@ absl::Status SafetensorsReader::ReadRows(const SafetensorsInfo& tensor, int64_t 
 
 absl::StatusOr<std::unique_ptr<DataWriter>> CreateSafetensors(
     const std::string& path, absl::Span<const SafetensorsSpec> tensors,
-    const std::map<std::string, std::string>& metadata, const OutputFileFactory& create_file) {
+    const std::map<std::string, std::string>& metadata, const OutputFileFactory& create_file,
+    int64_t data_alignment) {
   int64_t data_bytes = 0;
-  absl::StatusOr<std::string> header = EncodeHeader(path, tensors, metadata, &data_bytes);
+  absl::StatusOr<std::string> header = EncodeHeader(path, tensors, metadata, data_alignment, &data_bytes);
   if (!header.ok()) return header.status();
   absl::StatusOr<std::unique_ptr<OutputFile>> file = create_file(path);
   if (!file.ok()) return file.status();

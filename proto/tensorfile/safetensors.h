@@ -83,12 +83,13 @@ struct SafetensorsSpec {
 
 // Creates the file `path`, which must not exist, and writes the header. The data of all tensors follow
 // through the result, in the order of `tensors`, in pieces of any size.
+// `data_alignment`: the data begin at a multiple of so many bytes.
 // INVALID_ARGUMENT for a spec that cannot be stored (then there is no file); file.h's errors, after which
 // the file may exist in part.
 absl::StatusOr<std::unique_ptr<DataWriter>> CreateSafetensors(
     const std::string& path, absl::Span<const SafetensorsSpec> tensors,
     const std::map<std::string, std::string>& metadata = {},
-    const OutputFileFactory& create_file = CreateOutputFile);
+    const OutputFileFactory& create_file = CreateOutputFile, int64_t data_alignment = 64);
 
 }  // namespace lossd::formats
 

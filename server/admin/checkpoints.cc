@@ -10,6 +10,7 @@
 #include "absl/time/time.h"
 #include "kernels/errors/text.h"
 #include "kernels/host_memory.h"
+#include "proto/tensorfile/direct_file.h"
 #include "server/head/checkpoint_store.h"
 #include "server/head/folder_lock.h"
 #include "server/log/log.h"
@@ -31,11 +32,12 @@ v1::SaveProgress ProgressMessage(const head::SaveProgress& progress, v1::SavePha
   return message;
 }
 
-// What a save may read ahead of the disk now.
+// What a save or a load may have in memory now.
 int64_t BufferBytes(const CheckpointOptions& options) {
   const auto host = kernels::HostMemory().Available();
   if (!host.has_value()) return options.buffer_bytes;
-  return std::clamp<int64_t>(host->bytes - options.memory_reserve_bytes, 0, options.buffer_bytes);
+  const int64_t writing = options.shards.threads * formats::kDirectBufferBytes;
+  return std::clamp<int64_t>(host->bytes - options.memory_reserve_bytes - writing, 0, options.buffer_bytes);
 }
 
 v1::CheckpointInfo CheckpointMessage(const head::CheckpointInfo& info) {
@@ -124,6 +126,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
   v1::SavePhase phase = v1::SAVE_PHASE_READING;
   head::SaveOptions save{.slice_bytes = options_.transfer_bytes,
                          .buffer_bytes = BufferBytes(options_),
+                         .shards = options_.shards,
                          .limit_bytes = options_.limit_bytes,
                          .disk = options_.disk};
   save.on_read = [&] {
@@ -172,6 +175,14 @@ void Checkpoints::Prune(const v1::SaveCheckpointRequest& request, v1::SaveCheckp
     response->add_pruned(checkpoint);
     log::Log(LogLevel::kInfo, "checkpoint removed", {{"checkpoint", checkpoint}, {"keep", keep}});
   }
+}
+
+head::LoadOptions Checkpoints::LoadOptions(bool verify_first) const {
+  head::LoadOptions options;
+  return {.slice_bytes = std::min(options.slice_bytes, options_.transfer_bytes),
+          .buffer_bytes = BufferBytes(options_),
+          .threads = options_.shards.threads,
+          .verify_first = verify_first};
 }
 
 absl::StatusOr<v1::ListCheckpointsResponse> Checkpoints::List(

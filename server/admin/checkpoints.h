@@ -29,6 +29,7 @@ struct CheckpointOptions {
   std::string directory;                      // made when it is first needed
   int64_t transfer_bytes = int64_t{8} << 20;  // per operation on the device; at least one row
   int64_t buffer_bytes = int64_t{1} << 30;    // host memory for what is read ahead of the disk
+  head::ShardRules shards;                    // files of a checkpoint, and threads that write or read them
   int64_t keep = 0;                           // automatic checkpoints per head; 0: all
   int64_t memory_reserve_bytes = 0;           // the buffer leaves so much of the host's memory to others
   int64_t limit_bytes = 0;                    // of all files below the directory; 0: none
@@ -58,6 +59,9 @@ class Checkpoints {
       ABSL_LOCKS_EXCLUDED(save_mutex_);
   // Ends saves with CANCELLED, now and in the future.
   void CancelSaves() { saves_cancelled_ = true; }
+
+  // For a load that begins now.
+  head::LoadOptions LoadOptions(bool verify_first) const;
 
   absl::StatusOr<v1::ListCheckpointsResponse> List(const v1::ListCheckpointsRequest& request) const;
 

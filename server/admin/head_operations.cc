@@ -268,9 +268,9 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::Loa
   absl::Status status;
   if (existing.ok()) {
     status = head::CheckLoadable(saved.config, existing->config);
-    if (status.ok()) status = WriteLoaded(name, **reader);
+    if (status.ok()) status = WriteLoaded(name, **reader, /*is_new=*/false);
   } else {
-    status = CreateFilled(name, saved.config, [&] { return WriteLoaded(name, **reader); });
+    status = CreateFilled(name, saved.config, [&] { return WriteLoaded(name, **reader, /*is_new=*/true); });
   }
   if (!status.ok()) return status;
   absl::StatusOr<v1::HeadDescription> description = Description(name);
@@ -278,7 +278,8 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::Loa
   return description;
 }
 
-absl::Status HeadOperations::WriteLoaded(const std::string& head, const head::CheckpointReader& reader) {
+absl::Status HeadOperations::WriteLoaded(const std::string& head, const head::CheckpointReader& reader,
+                                         bool is_new) {
   const head::CheckpointSubject& saved = reader.subject();
   bool begun = false;
   absl::Status status = reader.Load(
@@ -291,7 +292,7 @@ absl::Status HeadOperations::WriteLoaded(const std::string& head, const head::Ch
           return on_device.WriteRows(id, row_begin, rows, kernels::DType::kFloat32, in);
         });
       },
-      options_.transfer_bytes);
+      checkpoints_.LoadOptions(/*verify_first=*/!is_new));
   if (!status.ok()) return status;
   return engine_->EndLoad(head);
 }

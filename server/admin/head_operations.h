@@ -93,7 +93,8 @@ class HeadOperations {
   absl::Status FillUniform(const std::string& head, const kernels::HeadConfig& config, uint64_t seed);
   absl::Status FillTensor(const TensorRows& tensor, RowSource source);
   absl::StatusOr<v1::HeadDescription> Description(absl::string_view head);
-  absl::Status WriteLoaded(const std::string& head, const head::CheckpointReader& reader);
+  // `is_new`: nothing is left of the head if this fails.
+  absl::Status WriteLoaded(const std::string& head, const head::CheckpointReader& reader, bool is_new);
 
   const HeadOperationsOptions options_;
   engine::Engine* const engine_;

@@ -1,5 +1,6 @@
 #include "server/admin/head_source.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <optional>
 #include <utility>
@@ -9,6 +10,8 @@
 #include "absl/strings/str_join.h"
 #include "kernels/errors/field_error.h"
 #include "proto/tensorfile/safetensors_index.h"
+#include "server/head/checkpoint_layout.h"
+#include "server/head/manifest.h"
 #include "server/head/paths.h"
 
 namespace lossd::admin {
@@ -44,6 +47,7 @@ std::string ShapeText(const std::vector<int64_t>& shape) {
 constexpr char kPathField[] = "tensor_file.path";
 constexpr char kIndexName[] = "model.safetensors.index.json";
 constexpr char kFileName[] = "model.safetensors";
+using head::kManifestFile;
 
 // A file's error as one of the field that named the file or the tensor.
 absl::Status InField(absl::string_view field, const std::string& value, const absl::Status& status) {
@@ -81,15 +85,34 @@ class Files {
       const std::string index = absl::StrCat(path, "/", kIndexName);
       path_ = Exists(directory_, index) ? index : absl::StrCat(path, "/", kFileName);
       if (!Exists(directory_, path_)) {
-        return absl::NotFoundError(
-            absl::StrCat(path, ": the folder has neither ", kIndexName, " nor ", kFileName));
+        if (Exists(directory_, absl::StrCat(path, "/", kManifestFile))) return OpenCheckpoint(path);
+        return absl::NotFoundError(absl::StrCat(path, ": the folder has neither ", kIndexName, " nor ",
+                                                kFileName, ", and no ", kManifestFile, " of a checkpoint"));
       }
     }
     return absl::EndsWith(path_, ".json") ? OpenIndex() : Reader(path_).status();
   }
 
-  // The file with this tensor.
-  absl::StatusOr<const formats::SafetensorsReader*> With(const std::string& tensor) {
+  // The files with parts of this tensor, at least one.
+  absl::StatusOr<std::vector<HeadSource::Part>> With(const std::string& tensor) {
+    std::vector<HeadSource::Part> parts;
+    for (const std::string& path : shards_) {
+      const auto reader = Reader(path);
+      if (!reader.ok()) return reader.status();
+      if (const auto info = (*reader)->Find(tensor); info.ok()) parts.push_back({*reader, *info});
+    }
+    if (!parts.empty()) return parts;
+    const auto reader = OneWith(tensor);
+    if (!reader.ok()) return reader.status();
+    const auto info = (*reader)->Find(tensor);
+    if (!info.ok()) return info.status();
+    parts.push_back({*reader, *info});
+    return parts;
+  }
+
+ private:
+  absl::StatusOr<const formats::SafetensorsReader*> OneWith(const std::string& tensor) {
+    if (!shards_.empty()) return Reader(shards_[0]);
     if (!index_.has_value()) return Reader(path_);
     const absl::StatusOr<absl::string_view> shard = index_->ShardOf(tensor);
     if (!shard.ok()) return shard.status();
@@ -99,7 +122,16 @@ class Files {
                                                              "': ", reader.status().message()));
   }
 
- private:
+  // The files of a checkpoint, in the order of their classes.
+  absl::Status OpenCheckpoint(const std::string& path) {
+    const absl::StatusOr<head::Manifest> manifest = head::ReadManifest(directory_, path);
+    if (!manifest.ok()) return manifest.status();
+    for (const head::ManifestShard& shard : manifest->shards) {
+      shards_.push_back(absl::StrCat(path, "/", shard.file));
+    }
+    return absl::OkStatus();
+  }
+
   absl::Status OpenIndex() {
     const absl::StatusOr<std::unique_ptr<formats::InputFile>> file = head::OpenBelow(directory_, path_);
     if (!file.ok()) return file.status();
@@ -123,26 +155,41 @@ class Files {
   const std::string& directory_;
   const std::vector<std::string> tensors_;
   Readers* const readers_;
-  std::string path_;  // of the index or of the only file
+  std::string path_;                 // of the index or of the only file
+  std::vector<std::string> shards_;  // of a checkpoint
   std::optional<formats::SafetensorsIndex> index_;
 };
+
+// Of all parts together. Parts that differ in more than their rows have the shape of the first that does.
+std::vector<int64_t> ShapeOf(absl::Span<const HeadSource::Part> parts) {
+  std::vector<int64_t> shape = parts[0].info->shape;
+  for (const HeadSource::Part& part : parts.subspan(1)) {
+    std::vector<int64_t> like_first = part.info->shape;
+    if (shape.empty() || like_first.size() != shape.size()) return part.info->shape;
+    like_first[0] = shape[0];
+    if (like_first != shape || __builtin_add_overflow(shape[0], part.info->shape[0], &shape[0]) ||
+        part.info->dtype_name != parts[0].info->dtype_name) {
+      return part.info->shape;
+    }
+  }
+  return shape;
+}
 
 // Checks one tensor against the head.
 absl::StatusOr<HeadSource::Tensor> Match(const Wanted& wanted, const kernels::HeadConfig& config,
                                          Files& files) {
-  const auto file = files.With(wanted.name);
-  if (!file.ok()) return InField(wanted.field, wanted.name, file.status());
-  const auto info = (*file)->Find(wanted.name);
-  if (!info.ok()) return InField(wanted.field, wanted.name, info.status());
+  auto parts = files.With(wanted.name);
+  if (!parts.ok()) return InField(wanted.field, wanted.name, parts.status());
+  const formats::SafetensorsReader& file = *parts->front().file;
   const std::vector<int64_t> shape = WantedShape(config, wanted.param);
-  if ((*info)->shape != shape) {
+  if (const std::vector<int64_t> actual = ShapeOf(*parts); actual != shape) {
     return errors::FieldError(
         wanted.field, absl::StrCat("name a tensor of shape ", ShapeText(shape)),
-        absl::StrCat("'", wanted.name, "' of shape ", ShapeText((*info)->shape), " in ", (*file)->name()));
+        absl::StrCat("'", wanted.name, "' of shape ", ShapeText(actual), " in ", file.name()));
   }
-  const absl::StatusOr<kernels::DType> dtype = ElementType(**info, wanted.field, (*file)->name());
+  const absl::StatusOr<kernels::DType> dtype = ElementType(*parts->front().info, wanted.field, file.name());
   if (!dtype.ok()) return dtype.status();
-  return HeadSource::Tensor{wanted.param, *dtype, *file, *info};
+  return HeadSource::Tensor{wanted.param, *dtype, *std::move(parts)};
 }
 
 }  // namespace
@@ -174,6 +221,24 @@ absl::StatusOr<HeadSource> HeadSource::Open(const std::string& directory, const 
     source.tensors_.push_back(*tensor);
   }
   return source;
+}
+
+absl::Status HeadSource::ReadRows(const Tensor& tensor, engine::RowRange rows,
+                                  absl::Span<uint8_t> out) const {
+  const size_t row_bytes = rows.size() == 0 ? 0 : out.size() / static_cast<size_t>(rows.size());
+  int64_t first = 0;  // row of the part
+  for (const Part& part : tensor.parts) {
+    const int64_t begin = std::max(rows.begin, first);
+    const int64_t end = std::min(rows.end, first + part.info->rows());
+    if (begin < end) {
+      const auto bytes = out.subspan(static_cast<size_t>(begin - rows.begin) * row_bytes,
+                                     static_cast<size_t>(end - begin) * row_bytes);
+      absl::Status read = part.file->ReadRows(*part.info, begin - first, end - begin, bytes);
+      if (!read.ok()) return read;
+    }
+    first += part.info->rows();
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace lossd::admin

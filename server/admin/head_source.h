@@ -1,5 +1,5 @@
-// The tensors of a new head from a model of any origin: a safetensors file, or several with an index
-// (TensorFile in head.proto).
+// The tensors of a new head from a model of any origin: a safetensors file, several with an index, or the
+// files of a checkpoint (TensorFile in head.proto).
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_ADMIN_HEAD_SOURCE_H_
@@ -23,11 +23,15 @@ namespace lossd::admin {
 
 class HeadSource {
  public:
-  struct Tensor {
-    kernels::Param param = kernels::Param::kWeight;
-    kernels::DType dtype = kernels::DType::kFloat32;  // in the file
+  // Some or all rows of a tensor.
+  struct Part {
     const formats::SafetensorsReader* file = nullptr;
     const formats::SafetensorsInfo* info = nullptr;
+  };
+  struct Tensor {
+    kernels::Param param = kernels::Param::kWeight;
+    kernels::DType dtype = kernels::DType::kFloat32;  // in the files
+    std::vector<Part> parts;                          // in the order of their rows
   };
 
   // Opens the files below `directory` that are needed and checks that they have every tensor such a head
@@ -38,9 +42,7 @@ class HeadSource {
 
   const std::vector<Tensor>& tensors() const { return tensors_; }
   // Rows as stored; `out` has exactly their bytes.
-  absl::Status ReadRows(const Tensor& tensor, engine::RowRange rows, absl::Span<uint8_t> out) const {
-    return tensor.file->ReadRows(*tensor.info, rows.begin, rows.size(), out);
-  }
+  absl::Status ReadRows(const Tensor& tensor, engine::RowRange rows, absl::Span<uint8_t> out) const;
 
  private:
   std::map<std::string, std::unique_ptr<formats::SafetensorsReader>> files_;  // by path below the directory

@@ -11,6 +11,7 @@ namespace lossd::app {
 namespace {
 
 constexpr int64_t kMebibyte = int64_t{1} << 20;
+constexpr int kMostCheckpointThreads = 64;
 
 absl::Status CheckAtLeast(absl::string_view option, int64_t value, int64_t least) {
   if (value >= least) return absl::OkStatus();
@@ -71,6 +72,13 @@ int64_t LedgerBytes(const ServerOptions& options) {
   return options.memory_limit_bytes > 0 ? std::min(kDefault, options.memory_limit_bytes / 8) : kDefault;
 }
 
+int CheckpointThreads(const ServerOptions& options, const kernels::BackendInfo& backend) {
+  if (options.checkpoint_threads > 0) return options.checkpoint_threads;
+  constexpr int kDefault = 4;
+  const int devices = std::max(options.cpu_devices, static_cast<int>(backend.uuids.size()));
+  return std::clamp(devices, kDefault, kMostCheckpointThreads);
+}
+
 absl::Status CheckOptions(const ServerOptions& options) {
   absl::Status status = CheckAtLeast("threads", options.threads, 0);
   if (!options.restore.empty() && options.restore != "latest")
@@ -83,6 +91,13 @@ absl::Status CheckOptions(const ServerOptions& options) {
   status.Update(CheckAtLeast("staging_bytes", options.staging_bytes, 2 * options.slice_bytes));
   status.Update(CheckAtLeast("retained_bytes", options.retained_bytes, 0));
   status.Update(CheckAtLeast("checkpoint_buffer_bytes", options.checkpoint_buffer_bytes, 0));
+  status.Update(CheckAtLeast("checkpoint_shard_bytes", options.checkpoint_shard_bytes, 1));
+  status.Update(CheckAtLeast("checkpoint_threads", options.checkpoint_threads, 0));
+  if (options.checkpoint_threads > kMostCheckpointThreads) {
+    status.Update(errors::FieldError("checkpoint_threads",
+                                     absl::StrCat("be at most ", kMostCheckpointThreads),
+                                     options.checkpoint_threads));
+  }
   status.Update(CheckAtLeast("keep_checkpoints", options.keep_checkpoints, 0));
   status.Update(CheckAtLeast("checkpoint_limit_bytes", options.checkpoint_limit_bytes, 0));
   status.Update(CheckAtLeast("max_streams", options.max_streams, 1));

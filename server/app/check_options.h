@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "kernels/backend.h"
 #include "kernels/backend_choice.h"
 #include "server/app/server.h"
 
@@ -27,6 +28,9 @@ int64_t TransportBytes(const ServerOptions& options);
 
 // ServerOptions::ledger_bytes, or its default.
 int64_t LedgerBytes(const ServerOptions& options);
+
+// ServerOptions::checkpoint_threads, or its default: at least one for each device.
+int CheckpointThreads(const ServerOptions& options, const kernels::BackendInfo& backend);
 
 }  // namespace lossd::app
 

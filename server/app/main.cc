@@ -90,6 +90,13 @@ ABSL_FLAG(
     ByteSize, checkpoint_buffer_bytes, ByteSize{ServerOptions().checkpoint_buffer_bytes},
     "Memory a running save may take to read a head ahead of the disk, as far as it needs it. Steps wait "
     "only for the part of a checkpoint that does not fit");
+ABSL_FLAG(ByteSize, checkpoint_shard_bytes, ByteSize{ServerOptions().checkpoint_shard_bytes},
+          "The most that one file of a checkpoint holds of the tensors; a larger checkpoint has several, "
+          "each with a "
+          "range of the classes");
+ABSL_FLAG(int, checkpoint_threads, ServerOptions().checkpoint_threads,
+          "Threads that write the files of a checkpoint, or read them, at once; a checkpoint that is large "
+          "enough has a file for each. 0: 4, or as many as there are devices if those are more");
 ABSL_FLAG(std::string, backend, ServerOptions().backend,
           "What computes: cpu, cuda, or auto: a GPU if there is one");
 ABSL_FLAG(
@@ -257,6 +264,8 @@ ServerOptions OptionsFromFlags() {
   options.keep_checkpoints = absl::GetFlag(FLAGS_keep_checkpoints);
   options.checkpoint_limit_bytes = absl::GetFlag(FLAGS_checkpoint_limit_bytes).bytes;
   options.checkpoint_buffer_bytes = absl::GetFlag(FLAGS_checkpoint_buffer_bytes).bytes;
+  options.checkpoint_shard_bytes = absl::GetFlag(FLAGS_checkpoint_shard_bytes).bytes;
+  options.checkpoint_threads = absl::GetFlag(FLAGS_checkpoint_threads);
   options.drain_timeout = absl::GetFlag(FLAGS_drain_timeout);
   options.liveness_timeout = absl::GetFlag(FLAGS_liveness_timeout);
   options.retained_timeout = absl::GetFlag(FLAGS_retained_timeout);

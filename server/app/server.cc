@@ -186,6 +186,8 @@ void ServerImpl::CreateServices() {
   rpc::HeadServiceOptions head_options;
   head_options.operations.checkpoints.directory = options_.checkpoint_directory;
   head_options.operations.checkpoints.buffer_bytes = options_.checkpoint_buffer_bytes;
+  head_options.operations.checkpoints.shards = {.most_bytes = options_.checkpoint_shard_bytes,
+                                                .threads = CheckpointThreads(options_, backend_->info())};
   head_options.operations.checkpoints.memory_reserve_bytes = options_.memory_reserve_bytes;
   head_options.operations.checkpoints.keep = options_.keep_checkpoints;
   head_options.operations.checkpoints.limit_bytes = options_.checkpoint_limit_bytes;

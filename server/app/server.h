@@ -69,6 +69,8 @@ struct ServerOptions {
   std::string checkpoint_directory = "./lossd-checkpoints";
   std::string restore;  // "latest": start with every head's newest checkpoint; empty: without heads
   int64_t checkpoint_buffer_bytes = int64_t{1} << 30;   // what a save may read ahead of the disk
+  int64_t checkpoint_shard_bytes = int64_t{1} << 30;    // the most of one file of a checkpoint
+  int checkpoint_threads = 0;                           // that write or read one; 0: 4, or the devices
   int64_t keep_checkpoints = 0;                         // automatic ones, per head; 0: all
   int64_t checkpoint_limit_bytes = 0;                   // all files below the directory; 0: no limit
   absl::Duration drain_timeout = absl::Seconds(30);     // open calls may finish for so long

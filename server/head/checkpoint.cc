@@ -15,17 +15,6 @@ absl::Status CheckSame(absl::string_view field, const T& saved, const T& head) {
 
 }  // namespace
 
-std::vector<kernels::TensorId> CheckpointTensors(const kernels::HeadConfig& config) {
-  std::vector<kernels::TensorId> ids;
-  for (const kernels::Param param : kernels::kAllParams) {
-    for (const kernels::Role role :
-         {kernels::Role::kValue, kernels::Role::kMoment1, kernels::Role::kMoment2}) {
-      if (kernels::HasTensor(config, {param, role})) ids.push_back({param, role});
-    }
-  }
-  return ids;
-}
-
 absl::Status CheckLoadable(const kernels::HeadConfig& saved, const kernels::HeadConfig& head) {
   const absl::Status checks[] = {
       CheckSame("hidden_size", saved.hidden_size, head.hidden_size),

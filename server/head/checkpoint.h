@@ -30,6 +30,8 @@
 #include "server/head/disk.h"
 #include "server/head/folder_lock.h"
 #include "server/head/manifest.h"
+#include "server/head/read_ahead.h"
+#include "server/head/shards.h"
 
 namespace lossd::head {
 
@@ -43,14 +45,16 @@ using TensorSink = absl::FunctionRef<absl::Status(kernels::TensorId id, int64_t 
 struct SaveProgress {
   int64_t total_bytes = 0;    // of all tensors
   int64_t read_bytes = 0;     // from the source
-  int64_t written_bytes = 0;  // to the file; the rest of read_bytes is in the read-ahead buffer
+  int64_t written_bytes = 0;  // to the files; the rest of read_bytes is in the read-ahead buffers
 };
 
 struct SaveOptions {
   int64_t slice_bytes = int64_t{8} << 20;  // the most a callback handles at once; at least one row
   // Memory for what was read and is not written yet, allocated as it is needed: the source is never further
-  // ahead of the disk than this. At least two slices, at most what the checkpoint takes.
+  // ahead of the disk than this. At least two slices, at most what the checkpoint takes. The threads share
+  // it. Beside it each of them may take formats::kDirectBufferBytes.
   int64_t buffer_bytes = int64_t{1} << 30;
+  ShardRules shards;  // into how many files, and how many of them at once
   // What all files below the directory may take together, the new checkpoint included; 0: no limit.
   int64_t limit_bytes = 0;
   Disk* disk = Disk::Real();
@@ -61,9 +65,6 @@ struct SaveOptions {
   std::function<void(const SaveProgress&)> on_progress = [](const SaveProgress&) {};
   std::function<bool()> cancelled = [] { return false; };
 };
-
-// The tensors a checkpoint of such a head holds, in file order: values and moments, no gradients.
-std::vector<kernels::TensorId> CheckpointTensors(const kernels::HeadConfig& config);
 
 // FAILED_PRECONDITION naming the first difference if a checkpoint of a head like `saved` cannot be loaded
 // into one like `head`. Their compute dtypes may differ.
@@ -86,44 +87,65 @@ struct SavedCheckpoint {
 // checkpoint has it, because the head went back to an earlier step and was trained to this one again, a
 // hyphen and a digest of the content follow. ALREADY_EXISTS if the checkpoint with that name holds the same.
 //
-// The source is called by this thread, ahead of the disk, which another thread serves: reading waits for the
-// disk only once the buffer is full.
+// The source is called by this thread, ahead of the disk, which other threads serve: reading waits for the
+// disk only once the buffer is full. Rows come in any order.
 absl::StatusOr<SavedCheckpoint> SaveCheckpoint(const std::string& directory, absl::string_view name,
                                                const CheckpointSubject& subject, TensorSource source,
                                                const SaveOptions& options = {});
 
+struct LoadOptions {
+  // The most the sink gets at once; at least one row. So little that it is still in a processor's cache when
+  // it was hashed and goes to the device.
+  int64_t slice_bytes = int64_t{2} << 20;
+  int64_t buffer_bytes = int64_t{1} << 30;  // for what was read from the disk; at least two slices
+  int threads = 4;                          // that read, at least 1; no more than the buffer has room for
+  // Everything is read and compared before the sink gets anything. Without it the sink's caller has to throw
+  // away what the sink got when Load fails.
+  bool verify_first = true;
+};
+
 // While there is one, the checkpoint is not pruned.
 class CheckpointReader {
  public:
-  // Opens `checkpoint` ("<head>/<name>") and checks its manifest and that every tensor is there with the
-  // right type and size.
+  // Opens `checkpoint` ("<head>/<name>") and checks its manifest and that all rows of every tensor are there
+  // with the right type and size.
   static absl::StatusOr<std::unique_ptr<CheckpointReader>> Open(const std::string& directory,
                                                                 absl::string_view checkpoint);
 
   const CheckpointSubject& subject() const { return subject_; }
 
-  // First reads everything and compares all checksums, then hands all tensors to `sink`. If this fails
-  // before the sink was called, nothing was changed; DATA_LOSS after it was called means that the files
-  // changed in between.
-  absl::Status Load(TensorSink sink, int64_t slice_bytes = int64_t{8} << 20) const;
+  // First reads everything and compares all checksums, then hands all tensors to `sink`, which this thread
+  // calls; rows come in any order. If this fails before the sink was called, nothing was changed; DATA_LOSS
+  // after it was called means that the files changed in between, or were not verified first.
+  absl::Status Load(TensorSink sink, const LoadOptions& options = {}) const;
 
  private:
-  struct Tensor {
-    kernels::TensorId id;
+  // What a file holds of a tensor.
+  struct StoredPart {
+    TensorPart part;
+    const ManifestShard* shard = nullptr;
+    const formats::SafetensorsReader* file = nullptr;
     formats::SafetensorsInfo info;
     std::string checksum;  // as in the manifest
   };
+  // Takes a block of rows; an error ends the reading.
+  using TakeBlock = absl::FunctionRef<absl::Status(ReadAhead::Block& block)>;
 
   CheckpointReader() = default;
-  absl::Status OpenTensors(const std::string& directory, const Manifest& manifest);
-  // Hands a tensor to `sink` and compares the checksum of what was read.
-  absl::Status ReadTensor(const Tensor& tensor, int64_t slice_bytes, TensorSink sink) const;
+  absl::Status OpenShard(const std::string& directory, const ManifestShard& shard);
+  absl::Status Verify(const LoadOptions& options) const;
+  absl::Status Deliver(TensorSink sink, const LoadOptions& options) const;
+  // Reads a part in slices into blocks of `ahead`, hands them to `take` and compares the checksum.
+  absl::Status ReadPart(const StoredPart& stored, int64_t slice_bytes, ReadAhead& ahead,
+                        TakeBlock take) const;
+  absl::Status DataLoss(const ManifestShard& shard, absl::string_view what) const;
 
   std::string name_;  // "<head>/<name>"
   FolderLock lock_;
   CheckpointSubject subject_;
-  std::unique_ptr<formats::SafetensorsReader> file_;
-  std::vector<Tensor> tensors_;
+  std::vector<ManifestShard> shards_;
+  std::vector<std::unique_ptr<formats::SafetensorsReader>> files_;  // of the shards
+  std::vector<StoredPart> parts_;
 };
 
 }  // namespace lossd::head

@@ -5,25 +5,32 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #include "kernels/head_config.h"
+#include "proto/tensorfile/direct_file.h"
 
 namespace lossd::head {
 
-inline constexpr char kTensorFile[] = "tensors.safetensors";
+inline constexpr char kTensorFile[] = "tensors.safetensors";  // of a checkpoint that has only one
 inline constexpr char kManifestFile[] = "manifest.json";
 
-inline std::vector<int64_t> FileShape(const kernels::HeadConfig& config, kernels::Param param) {
-  const kernels::TensorShape shape = kernels::ShapeOf(config, param);
-  if (param == kernels::Param::kWeight) return {shape.rows, shape.cols};
-  return {shape.rows};
+// Of some rows of a tensor.
+inline std::vector<int64_t> FileShape(const kernels::HeadConfig& config, kernels::Param param, int64_t rows) {
+  if (param == kernels::Param::kWeight) return {rows, kernels::ShapeOf(config, param).cols};
+  return {rows};
 }
 
-// How many rows of a tensor are handled at once.
+// How many rows of a tensor are handled at once: as many as `slice_bytes` take, at least one. So many that
+// the next ones lie right for a direct write, if that is possible.
 inline int64_t SliceRows(const kernels::TensorShape& shape, int64_t slice_bytes) {
   const int64_t row_bytes = shape.cols * static_cast<int64_t>(sizeof(float));
-  return std::min(std::max<int64_t>(slice_bytes / row_bytes, 1), shape.rows);
+  const int64_t rows = std::max<int64_t>(slice_bytes / row_bytes, 1);
+  const int64_t aligned_rows =
+      formats::kDirectAlignment / std::gcd(formats::kDirectAlignment, row_bytes);  // the fewest
+  const int64_t most = rows < aligned_rows ? rows : rows / aligned_rows * aligned_rows;
+  return std::min(most, shape.rows);
 }
 
 inline int64_t Bytes(const kernels::TensorShape& shape) {

@@ -1,27 +1,35 @@
+#include <algorithm>
 #include <memory>
+#include <optional>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/time/time.h"
 #include "kernels/errors/field_error.h"
 #include "server/head/checkpoint.h"
 #include "server/head/checkpoint_layout.h"
 #include "server/head/checksum.h"
 #include "server/head/head.h"
+#include "server/head/parallel.h"
 #include "server/head/paths.h"
+#include "server/head/slices.h"
 
 namespace lossd::head {
 namespace {
-
-absl::Status DataLoss(absl::string_view checkpoint, absl::string_view what) {
-  return absl::DataLossError(absl::StrCat("checkpoint ", checkpoint, ": ", what));
-}
 
 // `status`, an error, as one of the checkpoint that a request names.
 absl::Status OfCheckpoint(absl::Status status, absl::string_view checkpoint) {
   return errors::WithViolation(
       std::move(status), {"checkpoint", "must name a checkpoint of this server", std::string(checkpoint)});
+}
+
+// As many as there may be, and as the buffer has slices for; one slice is the device's.
+int Threads(const LoadOptions& options, int64_t slice_bytes) {
+  const int64_t room = options.buffer_bytes / slice_bytes - 1;
+  return static_cast<int>(std::clamp<int64_t>(room, 1, std::max(options.threads, 1)));
 }
 
 }  // namespace
@@ -46,71 +54,114 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(const s
   absl::StatusOr<Manifest> manifest = ReadManifest(directory, checkpoint);
   if (!manifest.ok()) return manifest.status();
   reader->subject_ = std::move(manifest->subject);
-  const absl::Status matched = reader->OpenTensors(directory, *manifest);
-  if (!matched.ok()) return matched;
+  reader->shards_ = std::move(manifest->shards);
+  for (const ManifestShard& shard : reader->shards_) {
+    if (absl::Status opened = reader->OpenShard(directory, shard); !opened.ok()) return opened;
+  }
   return reader;
 }
 
-absl::Status CheckpointReader::OpenTensors(const std::string& directory, const Manifest& manifest) {
-  auto opened = OpenBelow(directory, absl::StrCat(name_, "/", kTensorFile));
-  if (absl::IsNotFound(opened.status())) return DataLoss(name_, "the tensor file is missing");
+absl::Status CheckpointReader::DataLoss(const ManifestShard& shard, absl::string_view what) const {
+  return absl::DataLossError(
+      absl::StrCat("checkpoint ", name_, ": ", shard.file, " (", shard.classes.Text(), "): ", what));
+}
+
+absl::Status CheckpointReader::OpenShard(const std::string& directory, const ManifestShard& shard) {
+  auto opened = OpenBelow(directory, absl::StrCat(name_, "/", shard.file));
+  if (absl::IsNotFound(opened.status())) return DataLoss(shard, "the tensor file is missing");
   if (!opened.ok()) return OfCheckpoint(opened.status(), name_);
   const int64_t file_bytes = (*opened)->size();
-  if (file_bytes != manifest.file_bytes) {
-    return DataLoss(name_,
-                    absl::StrCat("the tensor file has ", file_bytes, " bytes, not ", manifest.file_bytes));
+  if (file_bytes != shard.file_bytes) {
+    return DataLoss(shard,
+                    absl::StrCat("the tensor file has ", file_bytes, " bytes, not ", shard.file_bytes));
   }
   auto file = formats::SafetensorsReader::Open(*std::move(opened));
-  if (absl::IsInvalidArgument(file.status())) return DataLoss(name_, file.status().message());
+  if (absl::IsInvalidArgument(file.status())) return DataLoss(shard, file.status().message());
   if (!file.ok()) return file.status();
-  file_ = *std::move(file);
-  const std::vector<kernels::TensorId> ids = CheckpointTensors(subject_.config);
-  if (ids.size() != manifest.tensors.size() || ids.size() != file_->tensors().size()) {
-    return DataLoss(name_,
-                    absl::StrCat(file_->tensors().size(), " tensors in the file, ", manifest.tensors.size(),
-                                 " in the manifest, and ", ids.size(), " in such a head"));
+  const formats::SafetensorsReader& tensors = *files_.emplace_back(*std::move(file));
+  const auto metadata = ShardMetadata(subject_.config, shard.classes);
+  if (!metadata.empty() && tensors.metadata() != metadata) {
+    return DataLoss(shard, "the tensor file says that it holds other classes");
   }
-  for (size_t i = 0; i < ids.size(); ++i) {
-    const auto info = file_->Find(TensorName(ids[i]));
-    if (!info.ok()) return DataLoss(name_, info.status().message());
-    const ManifestTensor& line = manifest.tensors[i];
+  const std::vector<TensorPart> parts = PartsOf(subject_.config, shard.classes);
+  if (parts.size() != shard.tensors.size() || parts.size() != tensors.tensors().size()) {
+    return DataLoss(shard,
+                    absl::StrCat(tensors.tensors().size(), " tensors in the file, ", shard.tensors.size(),
+                                 " in the manifest, and ", parts.size(), " in such a file"));
+  }
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const auto info = tensors.Find(TensorName(parts[i].id));
+    if (!info.ok()) return DataLoss(shard, info.status().message());
+    const ManifestTensor& line = shard.tensors[i];
     if ((*info)->dtype != formats::DType::kFloat32 ||
-        (*info)->shape != FileShape(subject_.config, ids[i].param) || line.name != (*info)->name ||
-        line.bytes != (*info)->bytes) {
-      return DataLoss(name_, absl::StrCat("tensor ", TensorName(ids[i]), " is not what the manifest says"));
+        (*info)->shape != FileShape(subject_.config, parts[i].id.param, parts[i].rows) ||
+        line.name != (*info)->name || line.bytes != (*info)->bytes) {
+      return DataLoss(shard,
+                      absl::StrCat("tensor ", TensorName(parts[i].id), " is not what the manifest says"));
     }
-    tensors_.push_back({ids[i], **info, line.checksum});
+    parts_.push_back({parts[i], &shard, &tensors, **info, line.checksum});
   }
   return absl::OkStatus();
 }
 
-absl::Status CheckpointReader::Load(TensorSink sink, int64_t slice_bytes) const {
-  const auto drop = [](kernels::TensorId, int64_t, int64_t, absl::Span<const uint8_t>) {
-    return absl::OkStatus();
-  };
-  for (const Tensor& tensor : tensors_) {
-    if (absl::Status status = ReadTensor(tensor, slice_bytes, drop); !status.ok()) return status;
+absl::Status CheckpointReader::Load(TensorSink sink, const LoadOptions& options) const {
+  if (options.verify_first) {
+    if (absl::Status status = Verify(options); !status.ok()) return status;
   }
-  for (const Tensor& tensor : tensors_) {
-    if (absl::Status status = ReadTensor(tensor, slice_bytes, sink); !status.ok()) return status;
-  }
-  return absl::OkStatus();
+  return Deliver(sink, options);
 }
 
-absl::Status CheckpointReader::ReadTensor(const Tensor& tensor, int64_t slice_bytes, TensorSink sink) const {
+absl::Status CheckpointReader::Verify(const LoadOptions& options) const {
+  const int64_t slice_bytes = MostSliceBytes(subject_.config, options.slice_bytes);
+  const int threads = Threads(options, slice_bytes);
+  ReadAhead buffers(slice_bytes, threads);
+  return RunInThreads(threads, parts_.size(), [&](size_t part) {
+    return ReadPart(parts_[part], options.slice_bytes, buffers, [&](ReadAhead::Block& block) {
+      buffers.GiveBack(std::move(block));
+      return absl::OkStatus();
+    });
+  });
+}
+
+absl::Status CheckpointReader::Deliver(TensorSink sink, const LoadOptions& options) const {
+  const int64_t slice_bytes = MostSliceBytes(subject_.config, options.slice_bytes);
+  const int threads = Threads(options, slice_bytes);
+  ReadAhead ahead(slice_bytes, threads + 1);
+  std::thread reading([&] {
+    ahead.Close(RunInThreads(threads, parts_.size(), [&](size_t part) {
+      return ReadPart(parts_[part], options.slice_bytes, ahead, [&](ReadAhead::Block& block) {
+        ahead.Put(std::move(block));
+        return absl::OkStatus();
+      });
+    }));
+  });
+  while (std::optional<ReadAhead::Block> block = ahead.Next()) {
+    const TensorPart& part = block->part;
+    ahead.Fail(sink(part.id, part.row_begin, part.rows, block->span()));  // if it is an error
+    ahead.GiveBack(*std::move(block));
+  }
+  reading.join();
+  return ahead.closed_with();
+}
+
+absl::Status CheckpointReader::ReadPart(const StoredPart& stored, int64_t slice_bytes, ReadAhead& ahead,
+                                        TakeBlock take) const {
   Checksum checksum;
-  const kernels::TensorShape shape = kernels::ShapeOf(subject_.config, tensor.id.param);
-  const int64_t most_rows = SliceRows(shape, slice_bytes);
-  std::vector<uint8_t> buffer(static_cast<size_t>(Bytes({most_rows, shape.cols})));
-  for (int64_t row = 0; row < shape.rows; row += most_rows) {
-    const int64_t rows = std::min(most_rows, shape.rows - row);
-    const auto bytes = absl::MakeSpan(buffer).first(static_cast<size_t>(Bytes({rows, shape.cols})));
-    if (absl::Status status = file_->ReadRows(tensor.info, row, rows, bytes); !status.ok()) return status;
-    checksum.Update(bytes);
-    if (absl::Status status = sink(tensor.id, row, rows, bytes); !status.ok()) return status;
+  const int64_t cols = kernels::ShapeOf(subject_.config, stored.part.id.param).cols;
+  for (SliceCursor slices(subject_.config, {stored.part}, slice_bytes); !slices.done();) {
+    std::optional<ReadAhead::Block> block = ahead.Take(absl::InfiniteFuture());
+    if (!block.has_value()) return ahead.result();
+    block->part = slices.Next();
+    block->bytes = static_cast<size_t>(Bytes({block->part.rows, cols}));
+    const int64_t row = block->part.row_begin - stored.part.row_begin;
+    absl::Status status = stored.file->ReadRows(stored.info, row, block->part.rows, block->span());
+    if (!status.ok()) return status;
+    checksum.Update(block->span());
+    if (status = take(*block); !status.ok()) return status;
   }
-  if (checksum.Digest() == tensor.checksum) return absl::OkStatus();
-  return DataLoss(name_, absl::StrCat("the checksum of tensor ", tensor.info.name, " does not match"));
+  if (checksum.Digest() == stored.checksum) return absl::OkStatus();
+  return DataLoss(*stored.shard,
+                  absl::StrCat("the checksum of tensor ", stored.info.name, " does not match"));
 }
 
 }  // namespace lossd::head

@@ -13,11 +13,12 @@
 #include "absl/time/time.h"
 #include "server/head/checkpoint.h"
 #include "server/head/checkpoint_layout.h"
-#include "server/head/checksum.h"
 #include "server/head/disk_limit.h"
-#include "server/head/head.h"
+#include "server/head/parallel.h"
 #include "server/head/paths.h"
 #include "server/head/read_ahead.h"
+#include "server/head/shard_writer.h"
+#include "server/head/slices.h"
 #include "server/head/temporary_folder.h"
 
 namespace lossd::head {
@@ -48,13 +49,9 @@ absl::Status WriteFile(Disk* disk, const std::string& path, const std::string& t
   return status;
 }
 
-absl::StatusOr<int64_t> FileBytes(const std::string& path) {
-  struct stat status {};
-  if (stat(path.c_str(), &status) != 0) return FileError(path, "stat", errno);
-  return status.st_size;
-}
-
-// One save: the calling thread reads from the source, a thread of its own does all that concerns the disk.
+// One save. The calling thread reads from the source. Threads of its own do all that concerns the disk: one
+// for each lane, which writes every lane-th file, and the first of them what comes before and after the
+// files.
 class Save {
  public:
   Save(const std::string& directory, const std::string& name, bool automatic,
@@ -64,9 +61,11 @@ class Save {
         automatic_(automatic),
         subject_(subject),
         options_(options),
-        ids_(CheckpointTensors(subject.config)),
-        ahead_(BufferBytes(), BufferCount()) {
-    for (const kernels::TensorId id : ids_) progress_.total_bytes += Bytes(ShapeOf(id));
+        classes_(DivideClasses(subject.config, options.shards)),
+        lanes_(std::min(classes_.size(), static_cast<size_t>(std::max(options.shards.threads, 1)))),
+        lines_(classes_.size()),
+        ahead_(MostSliceBytes(subject.config, options.slice_bytes), BufferCount(), lanes_) {
+    progress_.total_bytes = CheckpointBytes(subject.config);
   }
 
   absl::StatusOr<SavedCheckpoint> Run(TensorSource source) {
@@ -85,43 +84,45 @@ class Save {
   }
 
  private:
-  kernels::TensorShape ShapeOf(kernels::TensorId id) const {
-    return kernels::ShapeOf(subject_.config, id.param);
-  }
-
-  // Of a buffer that takes a slice of any tensor.
-  size_t BufferBytes() const {
-    int64_t most = 1;
-    for (const kernels::TensorId id : ids_) {
-      const kernels::TensorShape shape = ShapeOf(id);
-      most = std::max(most, Bytes({SliceRows(shape, options_.slice_bytes), shape.cols}));
-    }
-    return static_cast<size_t>(most);
-  }
-
   int64_t BufferCount() const {
-    return std::max<int64_t>(2, options_.buffer_bytes / static_cast<int64_t>(BufferBytes()));
+    return std::max<int64_t>(2,
+                             options_.buffer_bytes / MostSliceBytes(subject_.config, options_.slice_bytes));
   }
 
   // ---- The calling thread ----
 
+  // Reads for all lanes in turn, most for those that write fastest.
   absl::Status Read(TensorSource source) {
-    for (size_t tensor = 0; tensor < ids_.size(); ++tensor) {
-      const kernels::TensorShape shape = ShapeOf(ids_[tensor]);
-      const int64_t most_rows = SliceRows(shape, options_.slice_bytes);
-      for (int64_t row = 0; row < shape.rows; row += most_rows) {
-        const int64_t rows = std::min(most_rows, shape.rows - row);
-        absl::StatusOr<ReadAhead::Block> block = AwaitBlock();
-        if (!block.ok()) return block.status();
-        block->tensor = tensor;
-        block->bytes = static_cast<size_t>(Bytes({rows, shape.cols}));
-        if (absl::Status status = source(ids_[tensor], row, rows, block->span()); !status.ok()) return status;
-        progress_.read_bytes += static_cast<int64_t>(block->bytes);
-        ahead_.Put(*std::move(block));
-        ReportIfDue();
-      }
+    std::vector<SliceCursor> cursors;
+    for (size_t lane = 0; lane < lanes_; ++lane) cursors.push_back(CursorOf(lane));
+    std::vector<bool> open(lanes_, true);
+    for (size_t left = lanes_; left > 0;) {
+      absl::StatusOr<ReadAhead::Block> block = AwaitBlock();
+      if (!block.ok()) return block.status();
+      const size_t lane = ahead_.ShortestLane(open);
+      block->part = cursors[lane].Next();
+      block->bytes = static_cast<size_t>(
+          Bytes({block->part.rows, kernels::ShapeOf(subject_.config, block->part.id.param).cols}));
+      const absl::Status status =
+          source(block->part.id, block->part.row_begin, block->part.rows, block->span());
+      if (!status.ok()) return status;
+      progress_.read_bytes += static_cast<int64_t>(block->bytes);
+      ahead_.Put(*std::move(block), lane);
+      ReportIfDue();
+      if (!cursors[lane].done()) continue;
+      open[lane] = false;
+      --left;
     }
     return absl::OkStatus();
+  }
+
+  // All slices that a lane writes.
+  SliceCursor CursorOf(size_t lane) const {
+    std::vector<TensorPart> parts;
+    for (size_t shard = lane; shard < classes_.size(); shard += lanes_) {
+      for (const TensorPart& part : PartsOf(subject_.config, classes_[shard])) parts.push_back(part);
+    }
+    return {subject_.config, std::move(parts), options_.slice_bytes};
   }
 
   absl::StatusOr<ReadAhead::Block> AwaitBlock() {
@@ -150,7 +151,7 @@ class Save {
     options_.on_progress(progress_);
   }
 
-  // ---- The disk's thread ----
+  // ---- The disk's threads ----
 
   absl::StatusOr<SavedCheckpoint> WriteCheckpoint() {
     const absl::StatusOr<std::string> head_folder = HeadFolder(options_.disk, directory_, subject_.head);
@@ -190,52 +191,49 @@ class Save {
     return status;
   }
 
-  // Returns the bytes of both files.
+  // Returns the bytes of all files.
   absl::StatusOr<int64_t> WriteFiles(const TemporaryFolder& folder, Manifest* manifest) {
-    absl::StatusOr<std::vector<ManifestTensor>> tensors = WriteTensors(folder.File(kTensorFile));
-    if (!tensors.ok()) return tensors.status();
-    const absl::StatusOr<int64_t> file_bytes = FileBytes(folder.File(kTensorFile));
-    if (!file_bytes.ok()) return file_bytes.status();
-    *manifest = {.subject = subject_,
-                 .saved_at = absl::Now(),
-                 .automatic = automatic_,
-                 .file = kTensorFile,
-                 .file_bytes = *file_bytes,
-                 .tensors = *std::move(tensors)};
+    absl::Status status = RunInThreads(static_cast<int>(lanes_), lanes_, [&](size_t lane) {
+      absl::Status written = WriteLane(folder, lane);
+      ahead_.Fail(written);  // if it is an error
+      return written;
+    });
+    if (!ahead_.result().ok()) status = ahead_.result();  // the error that came first
+    if (!status.ok()) return status;
+    *manifest = {
+        .subject = subject_, .saved_at = absl::Now(), .automatic = automatic_, .shards = std::move(lines_)};
     const std::string text = EncodeManifest(*manifest);
     const absl::Status written = WriteFile(options_.disk, folder.File(kManifestFile), text);
     if (!written.ok()) return written;
-    return *file_bytes + static_cast<int64_t>(text.size());
+    return ShardBytes(*manifest) + static_cast<int64_t>(text.size());
   }
 
-  // Writes what the reading thread brings; returns the tensors' lines of the manifest.
-  absl::StatusOr<std::vector<ManifestTensor>> WriteTensors(const std::string& path) {
-    absl::StatusOr<std::unique_ptr<formats::DataWriter>> writer = CreateTensorFile(path);
+  // Writes the files of a lane, one after the other.
+  absl::Status WriteLane(const TemporaryFolder& folder, size_t lane) {
+    for (size_t shard = lane; shard < classes_.size(); shard += lanes_) {
+      absl::StatusOr<ManifestShard> line = WriteShard(folder, lane, shard);
+      if (!line.ok()) return line.status();
+      lines_[shard] = *std::move(line);
+    }
+    return absl::OkStatus();
+  }
+
+  // Writes what the reading thread brings.
+  absl::StatusOr<ManifestShard> WriteShard(const TemporaryFolder& folder, size_t lane, size_t shard) {
+    auto writer = ShardWriter::Create(options_.disk, folder.path(), ShardFile(shard, classes_.size()),
+                                      subject_.config, classes_[shard]);
     if (!writer.ok()) return writer.status();
-    std::vector<Checksum> checksums(ids_.size());
-    while (std::optional<ReadAhead::Block> block = ahead_.Next()) {
-      checksums[block->tensor].Update(block->span());
-      if (absl::Status status = (*writer)->Append(block->span()); !status.ok()) return status;
+    while (!(*writer)->is_complete()) {
+      std::optional<ReadAhead::Block> block = ahead_.Next(lane);
+      if (!block.has_value()) {
+        if (absl::Status why = ahead_.closed_with(); !why.ok()) return why;
+        break;  // Finish says what is missing
+      }
+      if (absl::Status status = (*writer)->Append(*block); !status.ok()) return status;
       written_bytes_ += static_cast<int64_t>(block->bytes);
       ahead_.GiveBack(*std::move(block));
     }
-    absl::Status status = ahead_.closed_with();
-    if (status.ok()) status = (*writer)->Finish();
-    if (!status.ok()) return status;
-    std::vector<ManifestTensor> lines;
-    for (size_t tensor = 0; tensor < ids_.size(); ++tensor) {
-      lines.push_back({TensorName(ids_[tensor]), Bytes(ShapeOf(ids_[tensor])), checksums[tensor].Digest()});
-    }
-    return lines;
-  }
-
-  absl::StatusOr<std::unique_ptr<formats::DataWriter>> CreateTensorFile(const std::string& path) const {
-    std::vector<formats::SafetensorsSpec> specs;
-    for (const kernels::TensorId id : ids_) {
-      specs.push_back({TensorName(id), formats::DType::kFloat32, FileShape(subject_.config, id.param)});
-    }
-    return formats::CreateSafetensors(
-        path, specs, {}, [this](const std::string& file) { return options_.disk->CreateFile(file); });
+    return (*writer)->Finish();
   }
 
   const std::string& directory_;
@@ -243,7 +241,9 @@ class Save {
   const bool automatic_;
   const CheckpointSubject& subject_;
   const SaveOptions& options_;
-  const std::vector<kernels::TensorId> ids_;
+  const std::vector<ClassRange> classes_;  // of each file
+  const size_t lanes_;
+  std::vector<ManifestShard> lines_;  // of each file, from the thread that wrote it
   ReadAhead ahead_;
   SaveProgress progress_;
   absl::Time next_report_ = absl::InfinitePast();
@@ -254,14 +254,6 @@ absl::Status CheckFree(const std::string& path) {
   struct stat existing {};
   if (lstat(path.c_str(), &existing) == 0) return FileError(path, "save", EEXIST);
   return absl::OkStatus();
-}
-
-// What the tensors of a checkpoint take; its manifest and the header take a few KiB more.
-int64_t LeastBytes(const kernels::HeadConfig& config) {
-  int64_t bytes = 0;
-  for (const kernels::TensorId id : CheckpointTensors(config))
-    bytes += Bytes(kernels::ShapeOf(config, id.param));
-  return bytes;
 }
 
 }  // namespace
@@ -281,7 +273,8 @@ absl::StatusOr<SavedCheckpoint> SaveCheckpoint(const std::string& directory, abs
   }
   if (options.limit_bytes > 0) {
     RemoveLeftovers(options.disk, head_folder);  // they count as well
-    const absl::Status room = CheckRoom(directory, LeastBytes(subject.config), options.limit_bytes);
+    // The manifest and the headers take a few KiB more.
+    const absl::Status room = CheckRoom(directory, CheckpointBytes(subject.config), options.limit_bytes);
     if (!room.ok()) return room;
   }
   return Save(directory, full_name, automatic, subject, options).Run(source);

@@ -40,7 +40,7 @@ CheckpointInfo Describe(const std::string& directory, std::string name) {
   if (!manifest.ok()) return info;
   std::error_code gone;
   const auto manifest_bytes = fs::file_size(manifest_file, gone);
-  info.bytes = manifest->file_bytes + (gone ? 0 : static_cast<int64_t>(manifest_bytes));
+  info.bytes = ShardBytes(*manifest) + (gone ? 0 : static_cast<int64_t>(manifest_bytes));
   info.subject = std::move(manifest->subject);
   info.saved_at = manifest->saved_at;
   info.automatic = manifest->automatic;

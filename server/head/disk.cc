@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "proto/tensorfile/direct_file.h"
 
 namespace lossd::head {
 
@@ -22,6 +23,10 @@ Disk* Disk::Real() {
 
 absl::StatusOr<std::unique_ptr<formats::OutputFile>> Disk::CreateFile(const std::string& path) {
   return formats::CreateOutputFile(path);
+}
+
+absl::StatusOr<std::unique_ptr<formats::OutputFile>> Disk::CreateLargeFile(const std::string& path) {
+  return formats::CreateDirectFile(path);
 }
 
 absl::Status Disk::CreateFolder(const std::string& path) {

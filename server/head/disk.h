@@ -22,6 +22,8 @@ class Disk {
 
   // ALREADY_EXISTS if there is such a file or folder.
   virtual absl::StatusOr<std::unique_ptr<formats::OutputFile>> CreateFile(const std::string& path);
+  // The same for a large file, which does not pass through the page cache if the file system allows that.
+  virtual absl::StatusOr<std::unique_ptr<formats::OutputFile>> CreateLargeFile(const std::string& path);
   virtual absl::Status CreateFolder(const std::string& path);
   // Brings the names in a folder to the disk.
   virtual absl::Status SyncFolder(const std::string& path);

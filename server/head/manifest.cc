@@ -20,9 +20,13 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr char kFormat[] = "lossd checkpoint";
-constexpr int kVersion = 3;
-constexpr formats::JsonLimits kLimits;  // a manifest has about 3 KiB, 100 values, and a depth of 2
-constexpr size_t kMostShown = 40;       // characters of a value in an error message
+constexpr int kOneFile = 3;  // versions: all tensors are in one file,
+constexpr int kSharded = 4;  // or in several
+// A manifest with one file has about 3 KiB, 100 values and a depth of 2. One with kMostShards files of 13
+// tensors has 26,000 values in less than 700 KiB, and a depth of 4.
+constexpr formats::JsonLimits kLimits = {.values = 40'000};
+constexpr int64_t kMostFileBytes = int64_t{1} << 53;  // so that kMostShards together are a number
+constexpr size_t kMostShown = 40;                     // characters of a value in an error message
 constexpr char kChecksumKey[] = "checksum";
 
 constexpr char kAdamW[] = "adamw";
@@ -172,6 +176,66 @@ Json EncodeTensors(const std::vector<ManifestTensor>& tensors) {
   return lines;
 }
 
+// These throw as DecodeSubject.
+const Json::array_t& Array(const Json& json) { return json.get_ref<const Json::array_t&>(); }
+
+std::vector<ManifestTensor> DecodeTensors(const Json& lines) {
+  std::vector<ManifestTensor> tensors;
+  for (const Json& line : Array(lines)) {
+    tensors.push_back({line.at("name").get<std::string>(), line.at("bytes").get_ref<const int64_t&>(),
+                       line.at("xxh3_64").get<std::string>()});
+  }
+  return tensors;
+}
+
+Json EncodeShards(const std::vector<ManifestShard>& shards) {
+  Json lines = Json::array();
+  for (const ManifestShard& shard : shards) {
+    lines.push_back({{"file", shard.file},
+                     {"file_bytes", shard.file_bytes},
+                     {"classes", {shard.classes.begin, shard.classes.end}},
+                     {"tensors", EncodeTensors(shard.tensors)}});
+  }
+  return lines;
+}
+
+// DATA_LOSS if `line` has other values than a shard can have; `file` is what it must be called.
+absl::Status DecodeShard(const Json& line, const ClassRange& classes, const std::string& file,
+                         ManifestShard* shard) {
+  shard->file = line.at("file").get<std::string>();
+  shard->file_bytes = line.at("file_bytes").get_ref<const int64_t&>();
+  shard->classes = classes;
+  shard->tensors = DecodeTensors(line.at("tensors"));
+  if (shard->file != file) {
+    return absl::DataLossError(
+        absl::StrCat("the manifest names a file other than ", file, " for ", classes.Text()));
+  }
+  if (shard->file_bytes >= 0 && shard->file_bytes <= kMostFileBytes) return absl::OkStatus();
+  return absl::DataLossError(absl::StrCat("the manifest says that ", file, ", ", classes.Text(), ", has ",
+                                          shard->file_bytes, " bytes"));
+}
+
+// DATA_LOSS naming the file and its range if the shards do not have all classes once, in order.
+absl::Status DecodeShards(const Json& lines, int64_t vocab_size, std::vector<ManifestShard>* shards) {
+  int64_t next = 0;
+  for (const Json& line : Array(lines)) {
+    const std::string file = ShardFile(shards->size(), lines.size());
+    const Json& range = line.at("classes");
+    (void)Array(range);
+    const ClassRange classes = {range.at(0).get_ref<const int64_t&>(), range.at(1).get_ref<const int64_t&>()};
+    if (range.size() != 2 || classes.begin != next || classes.end <= next || classes.end > vocab_size) {
+      return absl::DataLossError(absl::StrCat("the manifest says that ", file, " has ", classes.Text(),
+                                              ", where classes from ", next, " on belong"));
+    }
+    absl::Status decoded = DecodeShard(line, classes, file, &shards->emplace_back());
+    if (!decoded.ok()) return decoded;
+    next = classes.end;
+  }
+  if (next == vocab_size && shards->size() > 1 && shards->size() <= kMostShards) return absl::OkStatus();
+  return absl::DataLossError(absl::StrCat("the manifest's ", shards->size(), " shards have ",
+                                          ClassRange{0, next}.Text(), " of ", vocab_size));
+}
+
 // As DecodeSubject.
 bool DecodeRecord(const Json& json, Manifest* manifest) {
   std::string error;
@@ -184,34 +248,43 @@ bool DecodeRecord(const Json& json, Manifest* manifest) {
          DecodeLastStep(json.at("last_step"), &subject.last_step);
 }
 
-// As DecodeSubject.
-bool DecodeContent(const Json& json, Manifest* manifest) {
-  manifest->file = json.at("file").get<std::string>();
-  manifest->file_bytes = json.at("file_bytes").get_ref<const int64_t&>();
-  for (const Json& tensor : json.at("tensors")) {
-    manifest->tensors.push_back({tensor.at("name").get<std::string>(),
-                                 tensor.at("bytes").get_ref<const int64_t&>(),
-                                 tensor.at("xxh3_64").get<std::string>()});
+// Throws as DecodeSubject. DATA_LOSS for what is no manifest of this version.
+absl::Status DecodeContent(const Json& json, int version, Manifest* manifest) {
+  if (!DecodeSubject(json, &manifest->subject) || !DecodeRecord(json, manifest)) {
+    return absl::DataLossError("the manifest has a value out of range");
   }
-  return DecodeSubject(json, &manifest->subject) && DecodeRecord(json, manifest);
+  const int64_t vocab_size = manifest->subject.config.vocab_size;
+  if (version == kSharded) return DecodeShards(json.at("shards"), vocab_size, &manifest->shards);
+  return DecodeShard(json, {0, vocab_size}, ShardFile(0, 1), &manifest->shards.emplace_back());
 }
 
 }  // namespace
 
+int64_t ShardBytes(const Manifest& manifest) {
+  int64_t bytes = 0;
+  for (const ManifestShard& shard : manifest.shards) bytes += shard.file_bytes;
+  return bytes;
+}
+
 std::string EncodeManifest(const Manifest& manifest) {
   const CheckpointSubject& subject = manifest.subject;
   Json json = {{"format", kFormat},
-               {"version", kVersion},
+               {"version", manifest.shards.size() == 1 ? kOneFile : kSharded},
                {"head", EncodeSubject(subject)},
                {"step", subject.step},
                {"updates", subject.updates},
                {"incarnation", EncodeIncarnation(subject.incarnation)},
                {"last_step", EncodeLastStep(subject.last_step)},
                {"saved_at", absl::FormatTime(absl::RFC3339_sec, manifest.saved_at, absl::UTCTimeZone())},
-               {"automatic", manifest.automatic},
-               {"file", manifest.file},
-               {"file_bytes", manifest.file_bytes},
-               {"tensors", EncodeTensors(manifest.tensors)}};
+               {"automatic", manifest.automatic}};
+  if (manifest.shards.size() == 1) {
+    const ManifestShard& shard = manifest.shards[0];
+    json["file"] = shard.file;
+    json["file_bytes"] = shard.file_bytes;
+    json["tensors"] = EncodeTensors(shard.tensors);
+  } else {
+    json["shards"] = EncodeShards(manifest.shards);
+  }
   json[kChecksumKey] = DigestOf(json);
   return json.dump(2) + "\n";
 }
@@ -223,17 +296,18 @@ absl::StatusOr<Manifest> DecodeManifest(absl::string_view text) {
   }
   Json& json = *parsed;
   const Json version = json.value("version", Json());
-  if (version != Json(kVersion)) {
-    return absl::FailedPreconditionError(absl::StrCat("the manifest has version ",
-                                                      version.dump().substr(0, kMostShown),
-                                                      "; this server reads version ", kVersion));
+  if (version != Json(kOneFile) && version != Json(kSharded)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("the manifest has version ", version.dump().substr(0, kMostShown),
+                     "; this server reads versions ", kOneFile, " and ", kSharded));
   }
   const Json checksum = json.value(kChecksumKey, Json());
   json.erase(kChecksumKey);
   if (checksum != Json(DigestOf(json))) return absl::DataLossError("the manifest's checksum does not match");
   Manifest manifest;
   try {
-    if (!DecodeContent(json, &manifest)) return absl::DataLossError("the manifest has a value out of range");
+    const absl::Status decoded = DecodeContent(json, version.get<int>(), &manifest);
+    if (!decoded.ok()) return decoded;
   } catch (const Json::exception& error) {
     return absl::DataLossError(absl::StrCat("the manifest is incomplete: ", error.what()));
   }
@@ -261,11 +335,20 @@ absl::StatusOr<Manifest> ReadManifest(const std::string& directory, absl::string
 
 std::string ContentDigest(const Manifest& manifest) {
   const CheckpointSubject& subject = manifest.subject;
-  return DigestOf({{"head", EncodeSubject(subject)},
-                   {"step", subject.step},
-                   {"updates", subject.updates},
-                   {"last_step", EncodeLastStep(subject.last_step)},
-                   {"tensors", EncodeTensors(manifest.tensors)}});
+  Json content = {{"head", EncodeSubject(subject)},
+                  {"step", subject.step},
+                  {"updates", subject.updates},
+                  {"last_step", EncodeLastStep(subject.last_step)}};
+  if (manifest.shards.size() == 1) {
+    content["tensors"] = EncodeTensors(manifest.shards[0].tensors);
+    return DigestOf(content);
+  }
+  Json& shards = content["shards"] = Json::array();
+  for (const ManifestShard& shard : manifest.shards) {
+    shards.push_back(
+        {{"classes", {shard.classes.begin, shard.classes.end}}, {"tensors", EncodeTensors(shard.tensors)}});
+  }
+  return DigestOf(content);
 }
 
 }  // namespace lossd::head

@@ -13,6 +13,7 @@
 #include "absl/time/time.h"
 #include "kernels/head_config.h"
 #include "server/head/applied_step.h"
+#include "server/head/shards.h"
 
 namespace lossd::head {
 
@@ -35,27 +36,36 @@ struct ManifestTensor {
   std::string checksum;  // Checksum::Digest
 };
 
+// One file of tensors.
+struct ManifestShard {
+  std::string file;        // its name in the manifest's folder, ShardFile
+  int64_t file_bytes = 0;  // all of it
+  ClassRange classes;
+  std::vector<ManifestTensor> tensors;  // the rows of these classes, in file order
+};
+
 struct Manifest {
   CheckpointSubject subject;
   absl::Time saved_at = absl::UnixEpoch();  // to the second; the epoch if it is not known
   bool automatic = false;                   // named by the server, which may remove it
-  std::string file;                         // of the tensors, in the manifest's folder
-  int64_t file_bytes = 0;
-  std::vector<ManifestTensor> tensors;
+  std::vector<ManifestShard> shards;        // together all classes, in order
 };
 
-// Ends with a checksum of the rest.
+// Of all files of tensors.
+int64_t ShardBytes(const Manifest& manifest);
+
+// Ends with a checksum of the rest. A manifest with one shard has the older of the two versions.
 std::string EncodeManifest(const Manifest& manifest);
 
-// Reads this format version and the older ones. DATA_LOSS if the text is not what EncodeManifest wrote,
-// FAILED_PRECONDITION for a later version. The head's config and the optimizer's options are valid.
+// DATA_LOSS if the text is not what EncodeManifest wrote, FAILED_PRECONDITION for another version. The head's
+// config and the optimizer's options are valid, and the shards have all of its classes, each once.
 absl::StatusOr<Manifest> DecodeManifest(absl::string_view text);
 
 // Decodes the manifest of `checkpoint` ("<head>/<name>") below a directory; errors name the checkpoint.
 absl::StatusOr<Manifest> ReadManifest(const std::string& directory, absl::string_view checkpoint);
 
-// Of what a checkpoint holds: tensors, head, step and the answer to the last step, but not when and by which
-// server it was saved. 16 hexadecimal digits.
+// Of what a checkpoint holds: tensors as they are divided, head, step and the answer to the last step, but
+// not when and by which server it was saved. 16 hexadecimal digits.
 std::string ContentDigest(const Manifest& manifest);
 
 }  // namespace lossd::head

@@ -30,6 +30,7 @@ class TemporaryFolder {
   // Removes it, if it did not become something; errors are ignored: what is left is a leftover.
   ~TemporaryFolder();
 
+  const std::string& path() const { return path_; }
   std::string File(absl::string_view name) const;
   // Brings it to the disk and renames it to `target`. ALREADY_EXISTS if there is something.
   absl::Status Become(const std::string& target);

@@ -29,6 +29,7 @@ struct Fault {
   int code = 0;  // a gRPC status code other than 0 ends the call with it, before the message is used
   bool detail =
       true;  // the status has a detail, as the server's own errors have; false: a broken connection's
+  std::string message;       // of the status without a detail; empty: a broken connection's
   bool restart = false;      // first the server restarts, as Restart()
   bool discard = false;      // first somebody zeroes the gradients of every head
   bool new_weights = false;  // first somebody writes the weights of every head

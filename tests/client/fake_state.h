@@ -66,7 +66,8 @@ struct FakeState {
     if (fault.max_rows > 0) faults.sudden_max_rows = fault.max_rows;
     const auto code = static_cast<grpc::StatusCode>(fault.code);
     if (code == grpc::StatusCode::OK) return grpc::Status::OK;
-    return fault.detail ? Error(code, "injected fault") : grpc::Status(code, "socket closed");
+    if (fault.detail) return Error(code, "injected fault");
+    return grpc::Status(code, fault.message.empty() ? "socket closed" : fault.message);
   }
   Head* Find(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     auto it = heads.find(name);

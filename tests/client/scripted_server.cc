@@ -28,6 +28,7 @@ json FaultOf(const json& faults, const char* list, size_t n) {
 Fault ToFault(const json& fault) {
   return {.code = fault.contains("code") ? StatusCodeNamed(fault["code"]) : 0,
           .detail = fault.value("detail", true),
+          .message = fault.value("message", ""),
           .restart = fault.value("restart", false),
           .discard = fault.value("discard", false),
           .new_weights = fault.value("new_weights", false),
@@ -56,7 +57,8 @@ void CheckMembers(const json& faults) {
   const std::set<std::string> lists{"streams", "describes", "contributions", "reads", "steps"};
   const std::set<std::string> known{"at_slice", "code",          "detail",
                                     "restart",  "discard",       "new_weights",
-                                    "max_rows", "accepted_step", "accepted_incarnation"};
+                                    "max_rows", "accepted_step", "accepted_incarnation",
+                                    "message"};
   for (const auto& [list, all] : faults.items()) {
     if (lists.count(list) == 0) throw std::invalid_argument("there are no faults of " + list);
     for (const json& fault : all) {

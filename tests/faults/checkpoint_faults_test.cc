@@ -7,6 +7,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <map>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -108,7 +109,6 @@ TEST_F(CheckpointFaultsTest, DiskIsFull) {
 
 class DamagedCheckpointTest : public CheckpointFaultsTest {
  protected:
-  static constexpr char kTensors[] = "/tensors.safetensors";
   static constexpr char kManifest[] = "/manifest.json";
 
   // A saved step, and half of the next one accumulated.
@@ -117,9 +117,14 @@ class DamagedCheckpointTest : public CheckpointFaultsTest {
     ASSERT_TRUE(direct_->SaveCheckpoint(shape_.head, "good").ok());
     const auto half = trainer_.Send(*direct_, 0, AnyTravel());
     ASSERT_TRUE(trainer_.Receive(0, *half).ok());
-    auto tensors = formats::SafetensorsReader::Open(HeadFolder() + "/good" + kTensors);
-    ASSERT_TRUE(tensors.ok()) << tensors.status();
-    tensors_ = *std::move(tensors);
+    for (const auto& entry : fs::directory_iterator(HeadFolder() + "/good")) {
+      const std::string name = "/" + entry.path().filename().string();
+      if (name == kManifest) continue;
+      auto tensors = formats::SafetensorsReader::Open(entry.path());
+      ASSERT_TRUE(tensors.ok()) << tensors.status();
+      files_[name] = *std::move(tensors);
+    }
+    std::cout << files_.size() << " files of tensors\n";
   }
 
   // Loads the good checkpoint with another content of one file.
@@ -151,17 +156,25 @@ class DamagedCheckpointTest : public CheckpointFaultsTest {
     EXPECT_TRUE(Undisturbed());
   }
 
-  std::unique_ptr<formats::SafetensorsReader> tensors_;
+  std::vector<std::string> FileNames() const {
+    std::vector<std::string> names = {kManifest};
+    for (const auto& [name, tensors] : files_) names.push_back(name);
+    return names;
+  }
+
+  std::map<std::string, std::unique_ptr<formats::SafetensorsReader>> files_;  // of tensors
 };
 
 TEST_F(DamagedCheckpointTest, WrongBitInATensorIsRefusedByName) {
-  const std::string good = ReadWholeFile(HeadFolder() + "/good" + kTensors);
   for (int64_t i = 0; i < Scaled(150); ++i) {
-    const auto& tensor = tensors_->tensors()[static_cast<size_t>(i) % tensors_->tensors().size()];
-    std::string content = good;
+    const auto& [file, reader] = *std::next(files_.begin(), Draw(static_cast<int64_t>(files_.size()) - 1));
+    const auto& tensor = reader->tensors()[static_cast<size_t>(i) % reader->tensors().size()];
+    std::string content = ReadWholeFile(HeadFolder() + "/good" + file);
     const int64_t at = tensor.begin + Draw(tensor.bytes - 1);
     content[static_cast<size_t>(at)] ^= static_cast<char>(1 << Draw(7));
-    ExpectRefusal(LoadWith(kTensors, content), absl::StrCat("tensor ", tensor.name, " "));
+    const absl::Status status = LoadWith(file, content);
+    ExpectRefusal(status, absl::StrCat("tensor ", tensor.name, " "));
+    ExpectRefusal(status, file.substr(1));
     ASSERT_FALSE(HasFailure()) << "bit of byte " << at;
     Count("flipped bits");
   }
@@ -169,9 +182,10 @@ TEST_F(DamagedCheckpointTest, WrongBitInATensorIsRefusedByName) {
 }
 
 TEST_F(DamagedCheckpointTest, WrongBitInAHeaderIsRefused) {
-  for (const std::string file : {kTensors, kManifest}) {
+  for (const std::string& file : FileNames()) {
     const std::string good = ReadWholeFile(HeadFolder() + "/good" + file);
-    const int64_t most = EndOfJson(good, file == kTensors ? tensors_->tensors()[0].begin : good.size());
+    const bool is_manifest = file == kManifest;
+    const int64_t most = EndOfJson(good, is_manifest ? good.size() : files_[file]->tensors()[0].begin);
     for (int64_t i = 0; i < Scaled(100); ++i) {
       std::string content = good;
       const int64_t at = Draw(most - 1), bit = Draw(7);
@@ -191,10 +205,26 @@ TEST_F(DamagedCheckpointTest, WrongBitInAHeaderIsRefused) {
   ExpectNothingChanged();
 }
 
+TEST_F(DamagedCheckpointTest, FilesThatAreMissingOrExchangedAreRefused) {
+  const std::string bad = HeadFolder() + "/bad";
+  for (auto file = files_.begin(); file != files_.end(); ++file) {
+    fs::remove_all(bad);
+    fs::copy(HeadFolder() + "/good", bad);
+    fs::remove(bad + file->first);
+    ExpectRefusal(direct_->LoadCheckpoint("head/bad").status(), file->first.substr(1));
+    const auto next = std::next(file);
+    if (next == files_.end()) break;
+    fs::copy(HeadFolder() + "/good" + next->first, bad + file->first);
+    fs::copy(HeadFolder() + "/good" + file->first, bad + next->first, fs::copy_options::overwrite_existing);
+    ExpectRefusal(direct_->LoadCheckpoint("head/bad").status(), file->first.substr(1));
+  }
+  ExpectNothingChanged();
+}
+
 TEST_F(DamagedCheckpointTest, ShortFileIsRefused) {
-  for (const std::string file : {kTensors, kManifest}) {
+  for (const std::string& file : FileNames()) {
     const std::string good = ReadWholeFile(HeadFolder() + "/good" + file);
-    const int64_t most = file == kTensors ? good.size() : EndOfJson(good, good.size());
+    const int64_t most = file == kManifest ? EndOfJson(good, good.size()) : static_cast<int64_t>(good.size());
     for (int64_t i = 0; i < Scaled(30); ++i) {
       const int64_t size = i == 0 ? 0 : Draw(most - 1);
       ExpectRefusal(LoadWith(file, good.substr(0, static_cast<size_t>(size))));

@@ -59,6 +59,23 @@ bool ConnectTo(int socket, int port) {
          !ReachedItself(socket);
 }
 
+// An HTTP/2 frame RST_STREAM.
+std::array<uint8_t, 13> ResetStream(uint32_t stream, uint8_t error) {
+  return {0,
+          0,
+          4,
+          3,
+          0,
+          static_cast<uint8_t>(stream >> 24),
+          static_cast<uint8_t>(stream >> 16),
+          static_cast<uint8_t>(stream >> 8),
+          static_cast<uint8_t>(stream),
+          0,
+          0,
+          0,
+          error};
+}
+
 bool SendAll(int socket, absl::Span<const uint8_t> data) {
   while (!data.empty()) {
     const ssize_t sent = send(socket, data.data(), data.size(), MSG_NOSIGNAL);
@@ -74,6 +91,7 @@ struct FaultProxy::Connection {
   int sockets[2];                   // by the direction that reads from it: the client's, the server's
   MessageBoundaries boundaries[2];  // by direction
   bool reset = true;                // how it ends
+  uint32_t refuse = 0;              // the stream that is to be refused; 0: none
 };
 
 // A fault that happens among bytes just received.
@@ -196,12 +214,27 @@ bool FaultProxy::Copy(Connection& connection, Direction direction) {
     const std::optional<Happening> happening = Pass(direction, bytes.size(), ends);
     const size_t forward = happening.has_value() ? happening->bytes_before : bytes.size();
     if (!SendAll(connection.sockets[1 - from], bytes.first(forward))) return false;
-    if (!happening.has_value()) return true;
+    if (!happening.has_value()) return RefuseIfPossible(connection);
+    if (happening->fault.action == Fault::Action::kRefuse) {
+      connection.refuse = connection.boundaries[from].last_stream();
+    }
     if (!Act(connection, *happening)) return false;
     bytes.remove_prefix(forward);
     std::erase_if(ends, [forward](size_t end) { return end <= forward; });
     for (size_t& end : ends) end -= forward;
   }
+}
+
+bool FaultProxy::RefuseIfPossible(Connection& connection) {
+  if (connection.refuse == 0) return true;
+  for (const MessageBoundaries& side : connection.boundaries) {
+    if (!side.between_frames()) return true;
+  }
+  constexpr uint8_t kCancel = 8, kEnhanceYourCalm = 11;
+  const uint32_t stream = std::exchange(connection.refuse, 0);
+  ++refusals_;
+  return SendAll(connection.sockets[0], ResetStream(stream, kEnhanceYourCalm)) &&
+         SendAll(connection.sockets[1], ResetStream(stream, kCancel));
 }
 
 std::optional<FaultProxy::Happening> FaultProxy::Pass(Direction direction, size_t bytes,
@@ -245,6 +278,7 @@ bool FaultProxy::Act(Connection& connection, const Happening& happening) {
       ++cuts_;
       return false;
     case Fault::Action::kNone:
+    case Fault::Action::kRefuse:
       return true;
     case Fault::Action::kHold:
       while (heals() == happening.heals && !stopping_) absl::SleepFor(absl::Milliseconds(kPollMilliseconds));

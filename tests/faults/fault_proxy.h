@@ -31,7 +31,11 @@ struct Fault {
     kReset,  // the connection breaks with a TCP reset
     kClose,  // the connection is closed in order, as by a process that ends
     kHold,   // the connection stands still until Heal
-    kNone,   // traffic goes on
+    // The call whose message or header came last is refused as by a server without memory for it: its client
+    // gets RST_STREAM with ENHANCE_YOUR_CALM, its server one with CANCEL. The connection and other calls go
+    // on. Only where a message or header ends in both directions; until it does, the refusal waits.
+    kRefuse,
+    kNone,  // traffic goes on
   };
 
   // The place: `after` bytes, or ends of gRPC messages or headers, have passed in this direction since the
@@ -69,6 +73,8 @@ class FaultProxy {
 
   // Connections broken or closed by faults.
   int64_t cuts() const { return cuts_; }
+  // Calls refused by faults.
+  int64_t refusals() const { return refusals_; }
   // Ends of messages and headers that have passed.
   int64_t messages(Direction direction) const;
 
@@ -83,6 +89,8 @@ class FaultProxy {
   void Accept();
   void Forward(int client);
   bool Copy(Connection& connection, Direction direction);
+  // Refuses the call that waits for it, if both sides are between two frames; false if the connection ends.
+  bool RefuseIfPossible(Connection& connection);
   // Counts what passes of `bytes` bytes with boundaries at `ends`. If the armed fault happens among them:
   // that.
   std::optional<Happening> Pass(Direction direction, size_t bytes, absl::Span<const size_t> ends);
@@ -95,6 +103,7 @@ class FaultProxy {
   int listener_ = -1;
   std::atomic<int> server_port_;
   std::atomic<int64_t> cuts_{0};
+  std::atomic<int64_t> refusals_{0};
   std::atomic<bool> stopping_{false};
 
   mutable absl::Mutex mu_;

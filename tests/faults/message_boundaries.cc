@@ -10,6 +10,8 @@ constexpr size_t kFrameHeaderBytes = 9;  // length (3), type, flags, stream (4)
 constexpr size_t kPrefixBytes = 5;
 constexpr uint8_t kData = 0;
 constexpr uint8_t kHeaders = 1;
+constexpr uint8_t kContinuation = 9;
+constexpr uint8_t kEndHeaders = 4;  // a flag
 
 }  // namespace
 
@@ -19,6 +21,7 @@ void MessageBoundaries::TakeHeaderByte(uint8_t byte) {
   if (header_bytes_ == 0) payload_left_ = stream_ = 0;
   if (header_bytes_ < 3) payload_left_ = payload_left_ << 8 | byte;
   if (header_bytes_ == 3) type_ = byte;
+  if (header_bytes_ == 4) flags_ = byte;
   if (header_bytes_ > 4) stream_ = stream_ << 8 | byte;
   ++header_bytes_;
 }
@@ -58,6 +61,8 @@ std::vector<size_t> MessageBoundaries::Take(absl::Span<const uint8_t> bytes) {
     }
     if (header_bytes_ == kFrameHeaderBytes && payload_left_ == 0) {
       if (type_ == kHeaders) boundaries.push_back(i);
+      if (type_ == kHeaders || type_ == kData) last_stream_ = stream_;
+      if (type_ == kHeaders || type_ == kContinuation) continues_ = (flags_ & kEndHeaders) == 0;
       header_bytes_ = 0;
     }
   }

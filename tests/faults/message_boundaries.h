@@ -23,6 +23,11 @@ class MessageBoundaries {
   // each in [1, bytes.size()].
   std::vector<size_t> Take(absl::Span<const uint8_t> bytes);
 
+  // Whether a frame could follow what was taken, and the stream of the last frame that had a header or data;
+  // 0 if there was none.
+  bool between_frames() const { return preface_left_ == 0 && header_bytes_ == 0 && !continues_; }
+  uint32_t last_stream() const { return last_stream_; }
+
  private:
   // What has been seen of the gRPC message a stream is in: five bytes (compressed?, length), then the
   // message.
@@ -42,7 +47,10 @@ class MessageBoundaries {
   size_t header_bytes_ = 0;  // of 9
   uint32_t payload_left_ = 0;
   uint8_t type_ = 0;
+  uint8_t flags_ = 0;
   uint32_t stream_ = 0;
+  uint32_t last_stream_ = 0;
+  bool continues_ = false;                // a CONTINUATION has to follow
   std::map<uint32_t, Message> messages_;  // by stream
 };
 

@@ -1,5 +1,6 @@
 // Connections that break, stand still or are slow, between two messages and between any two bytes: the client
 // repeats what broke, and training goes on as if nothing had happened.
+#include "absl/strings/match.h"
 #include "absl/time/clock.h"
 #include "tests/faults/faults_test.h"
 
@@ -31,6 +32,43 @@ TEST_F(NetworkFaultsTest, CutAtEveryMessageBoundary) {
   }
   EXPECT_GT(proxy_.cuts(), Scaled(40));
   Count("cuts", proxy_.cuts());
+}
+
+// The transport refuses a call after each of its messages, while others on the connection go on. A refusal
+// that comes when the call has ended means nothing.
+TEST_F(NetworkFaultsTest, RefusedAtEveryMessageBoundary) {
+  for (int64_t round = 0; round < Scaled(1); ++round) {
+    for (const Direction direction : {Direction::kToServer, Direction::kToClient}) {
+      bool fired = true;
+      for (int64_t message = 1; fired; ++message) {
+        proxy_.Arm({.direction = direction, .after = message, .action = Fault::Action::kRefuse});
+        const absl::Status status = TrainStep(trainer_, *client_);
+        ASSERT_TRUE(status.ok()) << status;
+        ASSERT_TRUE(Undisturbed()) << "refused after message " << message;
+        fired = proxy_.fired();
+      }
+    }
+  }
+  EXPECT_GT(proxy_.refusals(), Scaled(20));
+  EXPECT_EQ(proxy_.cuts(), 0);
+  Count("refusals", proxy_.refusals());
+}
+
+// What is refused each time fails with what the transport said, and the step can go on.
+TEST_F(NetworkFaultsTest, RefusalsThatDoNotEnd) {
+  const auto client =
+      Client::Connect(
+          {.target = proxy_.target(), .retry = {.max_attempts = 3, .initial_backoff = absl::Milliseconds(2)}})
+          .value();
+  proxy_.ArmEach(
+      [] { return Fault{.direction = Direction::kToServer, .after = 1, .action = Fault::Action::kRefuse}; });
+  const absl::Status refused = TrainStep(trainer_, *client);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted) << refused;
+  EXPECT_TRUE(absl::StrContains(refused.message(), "; tried 3 times")) << refused;
+  proxy_.Heal();
+  const absl::Status status = TrainStep(trainer_, *client);
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_TRUE(Undisturbed());
 }
 
 TEST_F(NetworkFaultsTest, CutAtAnyByte) {

@@ -26,6 +26,14 @@ absl::StatusOr<head::Manifest> Decode(absl::string_view text) {
 void CheckTaken(absl::string_view text) {
   const absl::StatusOr<head::Manifest> manifest = Decode(text);
   if (!manifest.ok()) return;
+  int64_t next = 0;
+  for (const head::ManifestShard& shard : manifest->shards) {
+    FUZZ_CHECK(shard.classes.begin == next && shard.classes.end > next, shard.classes.Text());
+    FUZZ_CHECK(shard.file.find('/') == std::string::npos, shard.file);
+    next = shard.classes.end;
+  }
+  FUZZ_CHECK(next == manifest->subject.config.vocab_size, "classes are missing");
+  FUZZ_CHECK(head::ShardBytes(*manifest) >= 0, "files of a negative size");
   const std::string encoded = head::EncodeManifest(*manifest);
   const absl::StatusOr<head::Manifest> again = head::DecodeManifest(encoded);
   FUZZ_CHECK(again.ok(), again.status().ToString());

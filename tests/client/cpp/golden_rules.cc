@@ -113,14 +113,15 @@ void RunIncarnations(const json& c) {
 }
 
 void RunWaits(const json& c) {
-  CheckMembers(c, {"error", "attempt", "retry", "left", "wait"}, {"restartable"});
+  CheckMembers(c, {"error", "attempt", "retry", "left", "wait"}, {"restartable", "detail", "message"});
   CheckMembers(c["retry"], {"max_attempts", "initial_backoff", "max_backoff"});
   const RetryOptions retry{.max_attempts = c["retry"]["max_attempts"],
                            .initial_backoff = absl::Seconds(c["retry"]["initial_backoff"].get<double>()),
                            .max_backoff = absl::Seconds(c["retry"]["max_backoff"].get<double>())};
-  const absl::Status error = ErrorNamed(c["error"], "what happened");
-  const internal::Repeat repeat = c.value("restartable", false) ? internal::Repeat::kIfUnavailableOrAborted
-                                                                : internal::Repeat::kIfUnavailable;
+  absl::Status error = ErrorNamed(c["error"], c.value("message", "what happened"));
+  if (c.value("detail", false)) wire::SetErrorDetail({}, &error);
+  const internal::Repeat repeat = c.value("restartable", false) ? internal::Repeat::kIfTransientOrAborted
+                                                                : internal::Repeat::kIfTransient;
   const absl::Duration left = absl::Seconds(c["left"].get<double>());
   const double factors[] = {0.8, 1.2};
   for (int i = 0; i < 2; ++i) {

@@ -309,9 +309,10 @@ def run_incarnations(case: Case) -> None:
 
 
 def run_waits(case: Case) -> None:
-    check_members(case, ("error", "attempt", "retry", "left", "wait"), ("restartable",))
+    check_members(case, ("error", "attempt", "retry", "left", "wait"), ("restartable", "detail", "message"))
     retry = lossd.RetryOptions(**case["retry"])
-    error = error_named(case["error"], "what happened")
+    error = error_named(case["error"], case.get("message", "what happened"),
+                        types_pb2.ErrorDetail() if case.get("detail", False) else None)
     waits = [_retry.wait_before_repeat(retry, error, case["attempt"], case["left"], factor,
                                        case.get("restartable", False)) for factor in (0.8, 1.2)]
     if case["wait"] is None:

@@ -89,6 +89,7 @@ class Instance {
     head_options.checkpoints = {.directory = directory,
                                 .transfer_bytes = 4 << 10,
                                 .buffer_bytes = buffer_bytes,
+                                .shards = {.most_bytes = 40 << 10, .threads = 2},  // four files
                                 .keep = keep,
                                 .disk = disk};
     head_options.transfer_bytes = 4 << 10;

@@ -232,7 +232,7 @@ TEST_F(CheckpointsTest, FullDisksAndCancelledSavesAreCounted) {
   disk_.full = true;
   const absl::Status full = server.Save().status();
   EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted) << full;
-  EXPECT_THAT(std::string(full.message()), HasSubstr("tensors.safetensors: write "));
+  EXPECT_THAT(std::string(full.message()), HasSubstr("-of-00004.safetensors: write "));
   disk_.full = false;
   EXPECT_EQ(server.Save("", {.cancelled = [] { return true; }}).status().code(),
             absl::StatusCode::kCancelled);

@@ -66,8 +66,17 @@ class CheckpointDiskFaultsTest : public CheckpointTest {
 
   static constexpr int64_t kNever = 0;
 
-  // Has the operations go wrong, one after the other.
+  // Has the operations go wrong, one after the other: of saves of one file, and of several that are written
+  // at the same time.
   void TryAll(Fault fault, int error_number) {
+    for (const SaveOptions& options : {SaveOptions{.slice_bytes = 60}, Sharded()}) {
+      options_ = options;
+      TryAllOperations(fault, error_number);
+      if (HasFailure()) break;
+    }
+  }
+
+  void TryAllOperations(Fault fault, int error_number) {
     std::map<std::string, int> struck;
     int total = 0;
     for (int64_t at = 1;; ++at) {

@@ -61,16 +61,19 @@ class CheckpointTest : public testing::Test {
   }
 
   // Loads into `head`; counts the calls of the sink.
-  absl::Status Load(absl::string_view checkpoint, Head& head, int* calls, int64_t slice_bytes = 1 << 20) {
+  absl::Status Load(absl::string_view checkpoint, Head& head, int* calls, const LoadOptions& options = {}) {
     auto reader = CheckpointReader::Open(root_, checkpoint);
     if (!reader.ok()) return reader.status();
     const auto sink = [&](kernels::TensorId id, int64_t row, int64_t rows, absl::Span<const uint8_t> in) {
       ++*calls;
-      EXPECT_TRUE(static_cast<int64_t>(in.size()) <= slice_bytes || rows == 1);
+      EXPECT_TRUE(static_cast<int64_t>(in.size()) <= options.slice_bytes || rows == 1);
       return head.WriteRows(id, row, rows, kernels::DType::kFloat32, in);
     };
-    return (*reader)->Load(sink, slice_bytes);
+    return (*reader)->Load(sink, options);
   }
+
+  // For a head of SomeSubject: several files, written at the same time.
+  static SaveOptions Sharded() { return {.slice_bytes = 60, .shards = {.most_bytes = 250, .threads = 2}}; }
 
   std::vector<std::string> FilesIn(const std::string& path) {
     std::vector<std::string> names;

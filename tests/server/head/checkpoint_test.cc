@@ -8,11 +8,14 @@
 
 #include <cerrno>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "server/head/checkpoint_store.h"
 #include "tests/server/head/checkpoint_fixture.h"
 #include "tests/server/head/watched_disk.h"
@@ -40,10 +43,15 @@ class SmallDisk final : public WatchedDisk {
     on_create();
     return WatchedDisk::CreateFile(path);
   }
+  absl::StatusOr<std::unique_ptr<formats::OutputFile>> CreateLargeFile(const std::string& path) override {
+    on_create();
+    return WatchedDisk::CreateLargeFile(path);
+  }
 
  private:
   absl::Status BeforeWrite(const std::string& path, absl::Span<const uint8_t> bytes) override {
     const auto size = static_cast<int64_t>(bytes.size());
+    absl::MutexLock lock(&mutex_);
     if (room_ >= 0 && size > room_) return formats::FileError(path, "write", ENOSPC);
     if (room_ >= 0) room_ -= size;
     return absl::OkStatus();
@@ -52,7 +60,8 @@ class SmallDisk final : public WatchedDisk {
     return sync_fails_ ? formats::FileError(path, "fsync", EIO) : absl::OkStatus();
   }
 
-  int64_t room_;
+  absl::Mutex mutex_;
+  int64_t room_ ABSL_GUARDED_BY(mutex_);
   const bool sync_fails_;
 };
 
@@ -76,17 +85,28 @@ TEST_F(CheckpointTest, RoundTripOfEveryKindOfHead) {
         const std::string name = absl::StrCat("c", ++count);
         SaveOptions options;
         options.slice_bytes = static_cast<int64_t>(1 + Below(500));
+        options.buffer_bytes = static_cast<int64_t>(Below(2) << 25);
+        options.shards = {.most_bytes = static_cast<int64_t>(1 + Below(40'000)),
+                          .threads = static_cast<int>(1 + Below(4))};
+        const size_t shards = DivideClasses(subject.config, options.shards).size();
         const absl::StatusOr<SavedCheckpoint> result = Save(subject, saved, name, options);
         ASSERT_TRUE(result.ok()) << result.status();
         const std::string path = root_ + "/lm/" + name;
-        EXPECT_EQ(result->bytes,
-                  fs::file_size(path + "/manifest.json") + fs::file_size(path + "/tensors.safetensors"));
-        EXPECT_THAT(FilesIn(path), ElementsAre("manifest.json", "tensors.safetensors"));
+        std::vector<std::string> files = {"manifest.json"};
+        for (size_t shard = 0; shard < shards; ++shard) files.push_back(ShardFile(shard, shards));
+        EXPECT_EQ(FilesIn(path), files);
+        uintmax_t bytes = 0;
+        for (const std::string& file : files) bytes += fs::file_size(path + "/" + file);
+        EXPECT_EQ(result->bytes, bytes);
 
         EXPECT_EQ(CheckpointReader::Open(root_, "lm/" + name).value()->subject(), subject);
         Head loaded("lm", std::make_unique<MemoryKernels>(subject.config));
         int calls = 0;
-        const absl::Status status = Load("lm/" + name, loaded, &calls, static_cast<int64_t>(1 + Below(500)));
+        const absl::Status status = Load("lm/" + name, loaded, &calls,
+                                         {.slice_bytes = static_cast<int64_t>(1 + Below(500)),
+                                          .buffer_bytes = static_cast<int64_t>(Below(10'000)),
+                                          .threads = static_cast<int>(1 + Below(4)),
+                                          .verify_first = Below(2) == 0});
         ASSERT_TRUE(status.ok()) << status;
         ExpectSameButGradients(loaded, saved);
       }
@@ -113,6 +133,87 @@ TEST_F(CheckpointTest, ManifestSaysWhatItIs) {
   ASSERT_TRUE(tensors.ok());
   EXPECT_THAT((*tensors)->Find("weight").value()->shape, ElementsAre(7, 5));
   EXPECT_THAT((*tensors)->Find("norm.shift.moment2").value()->shape, ElementsAre(5));
+}
+
+// Every shard says which classes it has, in the manifest and in itself.
+TEST_F(CheckpointTest, ManifestNamesTheShards) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject);
+  ASSERT_TRUE(Save(subject, head, "first", Sharded()).ok());
+  const auto manifest = nlohmann::json::parse(test::ReadWholeFile(root_ + "/lm/first/manifest.json"));
+  EXPECT_EQ(manifest["version"], 4);
+  EXPECT_FALSE(manifest.contains("file"));
+  const auto& shards = manifest["shards"];
+  ASSERT_EQ(shards.size(), 4u);
+  EXPECT_EQ(shards[0]["classes"], nlohmann::json::array({0, 2}));
+  EXPECT_EQ(shards[3]["classes"], nlohmann::json::array({6, 7}));
+  EXPECT_EQ(shards[0]["tensors"].size(), 13u);
+  EXPECT_EQ(shards[3]["tensors"].size(), 7u) << "without the norm's";
+  EXPECT_EQ(shards[3]["file"], "tensors-00004-of-00004.safetensors");
+  auto tensors = formats::SafetensorsReader::Open(root_ + "/lm/first/tensors-00002-of-00004.safetensors");
+  ASSERT_TRUE(tensors.ok());
+  EXPECT_THAT((*tensors)->Find("weight").value()->shape, ElementsAre(2, 5));
+  EXPECT_THAT((*tensors)->metadata(), ElementsAre(testing::Pair("classes", "[2, 4) of 7")));
+  const auto list = ListCheckpoints(root_, "lm");
+  ASSERT_TRUE(list.ok());
+  int64_t bytes = 0;
+  for (const std::string& file : FilesIn(root_ + "/lm/first")) {
+    bytes += static_cast<int64_t>(fs::file_size(root_ + "/lm/first/" + file));
+  }
+  EXPECT_EQ(list->at(0).bytes, bytes);
+}
+
+// Version 3, as a server wrote it that knew no other.
+TEST_F(CheckpointTest, AnOldCheckpoint) {
+  fs::create_directory(root_ + "/old");
+  fs::copy(std::string(LOSSD_TEST_DATA) + "/one-file", root_ + "/old/one-file");
+  const auto reader = CheckpointReader::Open(root_, "old/one-file");
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  EXPECT_EQ((*reader)->subject().step, 1u);
+  EXPECT_EQ((*reader)->subject().last_step->rows, 64);
+  Head loaded("old", std::make_unique<MemoryKernels>((*reader)->subject().config));
+  int calls = 0;
+  ASSERT_TRUE(Load("old/one-file", loaded, &calls).ok());
+  const auto file = formats::SafetensorsReader::Open(root_ + "/old/one-file/tensors.safetensors");
+  ASSERT_TRUE(file.ok());
+  EXPECT_EQ((*file)->tensors().size(), 9u);
+  for (const kernels::TensorId id : CheckpointTensors(loaded.config())) {
+    const auto info = (*file)->Find(TensorName(id));
+    ASSERT_TRUE(info.ok()) << info.status();
+    const std::vector<float>& values = static_cast<MemoryKernels&>(loaded.kernels()).tensor(id);
+    std::vector<uint8_t> saved(static_cast<size_t>((*info)->bytes));
+    ASSERT_TRUE((*file)->ReadBytes(**info, 0, absl::MakeSpan(saved)).ok());
+    ASSERT_EQ(saved.size(), values.size() * sizeof(float));
+    EXPECT_EQ(std::memcmp(saved.data(), values.data(), saved.size()), 0) << TensorName(id);
+  }
+  // And it is written so that such a server reads it.
+  ASSERT_TRUE(Save((*reader)->subject(), loaded, "again").ok());
+  auto manifest = nlohmann::ordered_json::parse(test::ReadWholeFile(root_ + "/old/again/manifest.json"));
+  auto old = nlohmann::ordered_json::parse(test::ReadWholeFile(root_ + "/old/one-file/manifest.json"));
+  for (const char* field : {"saved_at", "checksum", "file_bytes"}) {
+    manifest.erase(field);
+    old.erase(field);
+  }
+  EXPECT_EQ(manifest.dump(), old.dump());
+}
+
+// What is written in one way holds the same as what is written in another.
+TEST_F(CheckpointTest, ShardsHoldTheSame) {
+  const CheckpointSubject subject = SomeSubject();
+  Head head = RandomHead(subject);
+  ASSERT_TRUE(Save(subject, head, "one").ok());
+  for (int threads = 1; threads <= 5; ++threads) {
+    const std::string name = absl::StrCat("in-", threads);
+    const SaveOptions options{.shards = {.most_bytes = 100 * threads, .threads = threads}};
+    ASSERT_TRUE(Save(subject, head, name, options).ok());
+    Head one("lm", std::make_unique<MemoryKernels>(subject.config));
+    Head other("lm", std::make_unique<MemoryKernels>(subject.config));
+    int calls = 0;
+    ASSERT_TRUE(Load("lm/one", one, &calls).ok());
+    ASSERT_TRUE(Load("lm/" + name, other, &calls, {.threads = 6 - threads}).ok());
+    ExpectSameButGradients(one, head);
+    ExpectSameButGradients(other, head);
+  }
 }
 
 TEST_F(CheckpointTest, NeverOverwrites) {
@@ -163,11 +264,11 @@ TEST_F(CheckpointTest, StaysBelowTheDirectory) {
   EXPECT_EQ(CheckpointReader::Open(root_, "lm/x").status().code(), absl::StatusCode::kInvalidArgument);
 }
 
+// The disk is full at any place, of whichever file.
 TEST_F(CheckpointTest, FullDiskLeavesNothing) {
   const CheckpointSubject subject = SomeSubject();
   Head head = RandomHead(subject);
-  SaveOptions options;
-  options.slice_bytes = 100;
+  SaveOptions options = Sharded();
   const int64_t needed = Save(subject, head, "whole", options)->bytes;
   for (int64_t room = 0; room < needed; room += 1 + static_cast<int64_t>(Below(200))) {
     SmallDisk disk(room);
@@ -201,7 +302,7 @@ TEST_F(CheckpointTest, RefusedWriteLeavesNothing) {
   rlimit before{};
   ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
   const auto handler = signal(SIGXFSZ, SIG_IGN);
-  const rlimit small{.rlim_cur = 1500, .rlim_max = before.rlim_max};
+  const rlimit small{.rlim_cur = 4500, .rlim_max = before.rlim_max};
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
   const absl::Status status = Save(subject, head, "x").status();
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
@@ -219,13 +320,16 @@ TEST_F(CheckpointTest, FailingSourceLeavesNothing) {
   };
   EXPECT_EQ(SaveCheckpoint(root_, "x", subject, source).status(), absl::UnavailableError("device lost"));
   EXPECT_THAT(FilesIn(root_ + "/lm"), IsEmpty());
+  calls = 0;
+  EXPECT_EQ(SaveCheckpoint(root_, "x", subject, source, Sharded()).status(),
+            absl::UnavailableError("device lost"));
+  EXPECT_THAT(FilesIn(root_ + "/lm"), IsEmpty());
 }
 
 TEST_F(CheckpointTest, CancelledSaveLeavesNothing) {
   const CheckpointSubject subject = SomeSubject();
   Head head = RandomHead(subject);
-  SaveOptions options;
-  options.slice_bytes = 50;
+  SaveOptions options = Sharded();
   int asked = 0;
   const int most = static_cast<int>(Below(20));
   int read_ends = 0;

@@ -48,6 +48,9 @@ class FaultyDisk final : public Disk {
     return victim_;
   }
 
+  absl::StatusOr<std::unique_ptr<formats::OutputFile>> CreateLargeFile(const std::string& path) override {
+    return CreateFile(path);
+  }
   absl::StatusOr<std::unique_ptr<formats::OutputFile>> CreateFile(const std::string& path) override {
     absl::MutexLock lock(&mutex_);
     std::unique_ptr<formats::OutputFile> file;

@@ -51,9 +51,25 @@ Manifest SomeManifest(std::mt19937_64& random) {
   step.rows = int64_t{1} << 40;
   manifest.saved_at = absl::FromUnixSeconds(static_cast<int64_t>(random() % 4'000'000'000));
   manifest.automatic = true;
-  manifest.file = "tensors.safetensors";
-  manifest.file_bytes = 1234;
-  manifest.tensors = {{"weight", 140, "0123456789abcdef"}};
+  manifest.shards = {{.file = "tensors.safetensors",
+                      .file_bytes = 1234,
+                      .classes = {0, 7},
+                      .tensors = {{"weight", 140, "0123456789abcdef"}}}};
+  return manifest;
+}
+
+// The same in three files.
+Manifest SomeShardedManifest(std::mt19937_64& random) {
+  Manifest manifest = SomeManifest(random);
+  manifest.shards.clear();
+  for (size_t i = 0; i < 3; ++i) {
+    const auto begin = static_cast<int64_t>(2 * i);
+    const ClassRange classes = {begin, i == 2 ? 7 : begin + 2};
+    manifest.shards.push_back({.file = ShardFile(i, 3),
+                               .file_bytes = static_cast<int64_t>(random() % 1000),
+                               .classes = classes,
+                               .tensors = {{"weight", 20 * classes.size(), "0123456789abcdef"}}});
+  }
   return manifest;
 }
 
@@ -75,12 +91,20 @@ class ManifestTest : public testing::Test {
 
 TEST_F(ManifestTest, RoundTrip) {
   for (int i = 0; i < 300; ++i) {
-    const Manifest manifest = SomeManifest(random_);
+    const Manifest manifest = i % 2 == 0 ? SomeManifest(random_) : SomeShardedManifest(random_);
     const absl::StatusOr<Manifest> read = DecodeManifest(EncodeManifest(manifest));
     ASSERT_TRUE(read.ok()) << read.status();
     EXPECT_EQ(read->subject, manifest.subject) << "every double to the last bit";
     EXPECT_EQ(read->saved_at, manifest.saved_at);
     EXPECT_EQ(read->automatic, manifest.automatic);
+    EXPECT_EQ(ShardBytes(*read), ShardBytes(manifest));
+    ASSERT_EQ(read->shards.size(), manifest.shards.size());
+    for (size_t shard = 0; shard < read->shards.size(); ++shard) {
+      EXPECT_EQ(read->shards[shard].file, manifest.shards[shard].file);
+      EXPECT_EQ(read->shards[shard].classes, manifest.shards[shard].classes);
+      EXPECT_EQ(read->shards[shard].tensors[0].bytes, manifest.shards[shard].tensors[0].bytes);
+    }
+    EXPECT_EQ(ContentDigest(*read), ContentDigest(manifest));
   }
 }
 
@@ -104,12 +128,12 @@ TEST_F(ManifestTest, WithoutALastStep) {
 // Versions 1 and 2 say "algorithm" where this one says "logits" and "gradients".
 TEST_F(ManifestTest, OtherVersionsAreRefused) {
   Json json = Json::parse(EncodeManifest(SomeManifest(random_)));
-  for (const Json& version : {Json(0), Json(1), Json(2), Json(4), Json("3"), Json()}) {
+  for (const Json& version : {Json(0), Json(1), Json(2), Json(5), Json("3"), Json()}) {
     json["version"] = version;
     const absl::Status status = DecodeManifest(Sealed(json)).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
     EXPECT_THAT(std::string(status.message()), HasSubstr("has version " + version.dump()));
-    EXPECT_THAT(std::string(status.message()), HasSubstr("reads version 3"));
+    EXPECT_THAT(std::string(status.message()), HasSubstr("reads versions 3 and 4"));
   }
 }
 
@@ -121,7 +145,7 @@ TEST_F(ManifestTest, HostileTexts) {
   std::string objects;
   for (int i = 0; i < 60'000; ++i) objects += "{\"a\":";
   std::string many = "[0";
-  for (int i = 0; i < 20'000; ++i) many += ",0";
+  for (int i = 0; i < 60'000; ++i) many += ",0";
   for (const std::string& text :
        {deep, std::string(60'000, '['), objects, objects + "1" + std::string(60'000, '}'),
         absl::StrCat("{\"format\":\"lossd checkpoint\",\"version\":", deep, "}"),
@@ -179,6 +203,71 @@ TEST_F(ManifestTest, BadValues) {
     json[field] = 1e300;
     refused(json, field);
   }
+}
+
+// As many shards as there may be, each with as many tensors as there are, are within the limits of the text.
+TEST_F(ManifestTest, TheLargestManifest) {
+  Manifest manifest = SomeManifest(random_);
+  manifest.subject.config.vocab_size = int64_t{1} << 24;
+  manifest.subject.config.norm = kernels::Norm::kLayerNorm;
+  manifest.subject.config.has_class_weights = true;
+  manifest.shards.clear();
+  const auto classes = DivideClasses(manifest.subject.config, {.most_bytes = 1, .threads = 64});
+  ASSERT_EQ(classes.size(), kMostShards);
+  for (size_t shard = 0; shard < classes.size(); ++shard) {
+    ManifestShard& line = manifest.shards.emplace_back();
+    line = {
+        .file = ShardFile(shard, classes.size()), .file_bytes = int64_t{1} << 53, .classes = classes[shard]};
+    for (int i = 0; i < 13; ++i)
+      line.tensors.push_back({"norm.shift.moment1", int64_t{1} << 40, "0123456789abcdef"});
+  }
+  const std::string text = EncodeManifest(manifest);
+  EXPECT_TRUE(DecodeManifest(text).ok()) << text.size() << " bytes, " << DecodeManifest(text).status();
+}
+
+// Sealed with a right checksum: files that lack classes, have some twice, or are called otherwise.
+TEST_F(ManifestTest, BadShards) {
+  const Json whole = Json::parse(EncodeManifest(SomeShardedManifest(random_)));
+  const auto refused = [&](absl::string_view what, auto change) {
+    Json json = whole;
+    change(json["shards"]);
+    const absl::Status status = DecodeManifest(Sealed(json)).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << what;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(std::string(what)));
+  };
+  refused("tensors-00002-of-00003.safetensors has classes [1, 4), where classes from 2 on belong",
+          [](Json& shards) { shards[1]["classes"][0] = 1; });
+  refused("tensors-00002-of-00003.safetensors has classes [3, 4), where classes from 2 on belong",
+          [](Json& shards) { shards[1]["classes"][0] = 3; });
+  refused("tensors-00002-of-00003.safetensors has classes [2, 2), ",
+          [](Json& shards) { shards[1]["classes"][1] = 2; });
+  refused("tensors-00003-of-00003.safetensors has classes [4, 8), ",
+          [](Json& shards) { shards[2]["classes"][1] = 8; });
+  refused("the manifest's 3 shards have classes [0, 6) of 7",
+          [](Json& shards) { shards[2]["classes"][1] = 6; });
+  refused("tensors-00001-of-00003.safetensors has classes [4, 7), ",
+          [](Json& shards) { std::swap(shards[0]["classes"], shards[2]["classes"]); });
+  refused("a file other than tensors-00001-of-00003.safetensors for classes [0, 2)",
+          [](Json& shards) { std::swap(shards[0]["file"], shards[2]["file"]); });
+  refused("a file other than", [](Json& shards) { shards[1]["file"] = "../other/tensors.safetensors"; });
+  refused("a file other than", [](Json& shards) { shards.erase(2); });
+  refused("tensors-00002-of-00003.safetensors, classes [2, 4), has -1 bytes",
+          [](Json& shards) { shards[1]["file_bytes"] = -1; });
+  refused("bytes", [](Json& shards) { shards[1]["file_bytes"] = std::numeric_limits<int64_t>::max(); });
+  refused("has classes", [](Json& shards) { shards[1]["classes"].push_back(4); });
+  refused("incomplete", [](Json& shards) { shards[1]["classes"] = Json::array({2}); });
+  refused("incomplete", [](Json& shards) { shards[1]["classes"] = "2-4"; });
+  refused("incomplete", [](Json& shards) { shards[1]["classes"][1] = 4.0; });
+  refused("incomplete", [](Json& shards) { shards[1].erase("tensors"); });
+  refused("incomplete", [](Json& shards) { shards[1] = 2; });
+  refused("incomplete", [](Json& shards) { shards = Json::object({{"0", shards[0]}}); });
+  refused("the manifest's 0 shards", [](Json& shards) { shards = Json::array(); });
+  refused("the manifest's 1 shards", [](Json& shards) {
+    const Json only = shards[0];
+    shards = Json::array({only});
+    shards[0]["file"] = "tensors.safetensors";
+    shards[0]["classes"] = Json::array({0, 7});
+  });
 }
 
 }  // namespace

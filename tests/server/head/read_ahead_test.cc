@@ -34,7 +34,7 @@ TEST(ReadAheadTest, BlocksComeInOrderAndBuffersAreUsedAgain) {
     for (int i = 0; i < kBlocks; ++i) {
       std::optional<ReadAhead::Block> block = ahead.Next();
       ASSERT_TRUE(block.has_value());
-      EXPECT_EQ(block->tensor, static_cast<size_t>(i));
+      EXPECT_EQ(block->part.row_begin, i);
       EXPECT_EQ(block->bytes, 1 + static_cast<size_t>(i) % kBytes);
       for (const uint8_t byte : block->span()) EXPECT_EQ(byte, static_cast<uint8_t>(i));
       if (random() % 100 == 0) absl::SleepFor(absl::Microseconds(random() % 300));
@@ -47,7 +47,7 @@ TEST(ReadAheadTest, BlocksComeInOrderAndBuffersAreUsedAgain) {
   std::set<uint8_t*> buffers;
   for (int i = 0; i < kBlocks; ++i) {
     ReadAhead::Block block = Filled(ahead, static_cast<uint8_t>(i), 1 + static_cast<size_t>(i) % kBytes);
-    block.tensor = static_cast<size_t>(i);
+    block.part.row_begin = i;
     buffers.insert(block.buffer.get());
     ++outstanding;
     ahead.Put(std::move(block));

@@ -17,9 +17,10 @@ namespace lossd::head {
 class WatchedDisk : public Disk {
  public:
   absl::StatusOr<std::unique_ptr<formats::OutputFile>> CreateFile(const std::string& path) override {
-    auto file = Disk::CreateFile(path);
-    if (!file.ok()) return file.status();
-    return std::make_unique<File>(this, path, *std::move(file));
+    return Watched(path, Disk::CreateFile(path));
+  }
+  absl::StatusOr<std::unique_ptr<formats::OutputFile>> CreateLargeFile(const std::string& path) override {
+    return Watched(path, Disk::CreateLargeFile(path));
   }
 
  protected:
@@ -28,6 +29,12 @@ class WatchedDisk : public Disk {
   virtual absl::Status BeforeSync(const std::string& /*path*/) { return absl::OkStatus(); }
 
  private:
+  absl::StatusOr<std::unique_ptr<formats::OutputFile>> Watched(
+      const std::string& path, absl::StatusOr<std::unique_ptr<formats::OutputFile>> file) {
+    if (!file.ok()) return file.status();
+    return std::make_unique<File>(this, path, *std::move(file));
+  }
+
   class File final : public formats::OutputFile {
    public:
     File(WatchedDisk* disk, std::string path, std::unique_ptr<formats::OutputFile> file)

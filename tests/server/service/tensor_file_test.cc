@@ -73,6 +73,55 @@ TEST_F(TensorFileTest, Refusals) {
   ExpectRefused(absl::StatusCode::kInvalidArgument, "tensor_file.norm_gain");
 }
 
+// A checkpoint as a source, in one file or in shards: for a head of another kind than the one that was saved.
+class CheckpointAsSourceTest : public HeadsTest, public ::testing::WithParamInterface<int64_t> {
+ protected:
+  static ServerOptions Options() {
+    ServerOptions options = SmallServer();
+    options.checkpoint_shard_bytes = GetParam();
+    return options;
+  }
+
+  TestServer shard_server_{Options()};
+  std::unique_ptr<TestClient> trainer_ = shard_server_.Connect();
+};
+INSTANTIATE_TEST_SUITE_P(ShardBytes, CheckpointAsSourceTest, ::testing::Values(1 << 30, 3000));
+
+TEST_P(CheckpointAsSourceTest, FillsAFrozenHead) {
+  ASSERT_TRUE(trainer_->CreateHead(Request("trained")).ok());
+  ASSERT_TRUE(trainer_->SaveCheckpoint("trained", "one").ok());
+  const std::string folder = shard_server_.checkpoint_directory() + "/trained/one";
+  EXPECT_EQ(std::filesystem::exists(folder + "/tensors.safetensors"), GetParam() > 3000);
+  v1::CreateHeadRequest request = Request("frozen");
+  request.mutable_spec()->set_frozen(true);
+  v1::TensorFile& file = *request.mutable_tensor_file();
+  file.set_path("trained/one");
+  file.set_weight("weight");
+  file.set_bias("bias");
+  file.set_norm_gain("norm.gain");
+  file.set_norm_shift("norm.shift");
+  file.set_class_weights("class_weights");
+  const auto created = trainer_->CreateHead(request);
+  ASSERT_TRUE(created.ok()) << created.status();
+  for (const v1::Param param : {v1::PARAM_WEIGHT, v1::PARAM_BIAS, v1::PARAM_NORM_GAIN, v1::PARAM_NORM_SHIFT,
+                                v1::PARAM_CLASS_WEIGHTS}) {
+    EXPECT_EQ(*trainer_->Read("frozen", param, v1::ROLE_VALUE),
+              *trainer_->Read("trained", param, v1::ROLE_VALUE));
+  }
+  request.mutable_spec()->set_name("other");
+  request.mutable_spec()->set_vocab_size(kClasses + 1);
+  absl::Status status = trainer_->CreateHead(request).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("of shape [57, 13] in trained/one/tensors"));
+  request.mutable_tensor_file()->set_weight("weight.gradient");
+  EXPECT_EQ(trainer_->CreateHead(request).status().code(), absl::StatusCode::kNotFound);
+  test::WriteWholeFile(folder + "/manifest.json", "{}");
+  status = trainer_->CreateHead(request).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("tensor_file.path: checkpoint trained/one: the manifest"));
+}
+
 // A model of two shards and an index in a folder, as Hugging Face lays it out; embeddings tied.
 class ShardedModelTest : public TensorFileTest {
  protected:

@@ -32,7 +32,9 @@ def await_server(channel: Any, options: ConnectionOptions, deadline: Deadline) -
     while True:
         try:
             return _ask(channel, options, min(deadline.left(), _ROUND if again else _PATIENCE), wait_for_ready=again)
-        except errors.DeadlineExceeded:
+        except (errors.DeadlineExceeded, errors.ResourceExhausted) as error:
+            if isinstance(error, errors.ResourceExhausted) and not errors.is_transient(error):
+                raise
             reason = _reason(options)
         except errors.Unavailable as error:
             # An error of the first call may be one of the connection, and of a server that has come up meanwhile.

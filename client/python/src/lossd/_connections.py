@@ -124,7 +124,7 @@ class Connections:
 
     def unary(self, method: str, request: Message, answer: type[M], deadline: Deadline, *, repeat: bool = False,
               cancellation: Cancellation | None = None) -> M:
-        """One call, repeated on Unavailable if that is safe. Cancelled if `cancellation` says so before it has ended."""
+        """One call, repeated on errors.is_transient if that is safe. Cancelled if `cancellation` says so before it has ended."""
         self.check_usable()
         call = self._channels[0].unary_unary(
             method, request_serializer=type(request).SerializeToString, response_deserializer=answer.FromString)

@@ -18,12 +18,12 @@ def jitter() -> float:
 
 
 def may_repeat(error: errors.LossdError, restartable: bool) -> bool:
-    """Whether a call that ended with `error` may be sent again: Unavailable; Aborted if it is `restartable`.
+    """Whether a call that ended with `error` may be sent again: errors.is_transient; Aborted if it is `restartable`.
 
     A call is restartable if nothing of it stays when it fails, so that it may begin again with what it finds.
     Restarted and StepDiscarded are for the trainer to deal with.
     """
-    return isinstance(error, errors.Unavailable) or (restartable and type(error) is errors.Aborted)
+    return errors.is_transient(error) or (restartable and type(error) is errors.Aborted)
 
 
 def wait_before_repeat(retry: RetryOptions, error: errors.LossdError, attempt: int, left: float, factor: float,

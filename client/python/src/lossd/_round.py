@@ -18,6 +18,8 @@ from lossd._stream_threads import StreamThreads
 from lossd._work import Work
 from lossd.types import LossResult
 
+_FOR_LIMITS = (errors.InvalidArgument, errors.ResourceExhausted)  # what a server says to rows that are cut wrongly
+
 
 @dataclass(frozen=True)
 class RoundParts:
@@ -80,20 +82,16 @@ class Round:
             try:
                 with parts.connections.lend() as channel:
                     return self._run_stream(channel, rows, rule)
-            except errors.Unavailable as error:
-                parts.check.interpret(error)
-                pause = parts.deadline.wait_before_repeat(parts.connections.options.retry, error, attempt)
-                if pause is None:
-                    raise _retry.with_attempts(error, attempt) from None
-                unanswered += 1
-                self._cancellation.wait(pause)
-            except (errors.InvalidArgument, errors.ResourceExhausted) as error:
-                parts.check.interpret(error)
-                if not parts.rules.may_cut_otherwise(rule):
-                    raise self._final(error, unanswered) from None
             except errors.LossdError as error:
                 parts.check.interpret(error)
-                raise self._final(error, unanswered) from None
+                if errors.is_transient(error):
+                    pause = parts.deadline.wait_before_repeat(parts.connections.options.retry, error, attempt)
+                    if pause is None:
+                        raise _retry.with_attempts(error, attempt) from None
+                    unanswered += 1
+                    self._cancellation.wait(pause)
+                elif not (isinstance(error, _FOR_LIMITS) and parts.rules.may_cut_otherwise(rule)):
+                    raise self._final(error, unanswered) from None
             attempt += 1
             with self._lock:
                 self._total.repeats += 1

@@ -165,9 +165,10 @@ class Client(HeadCalls):
         """Starts a loss computation.
 
         Rows are split over streams and slices; long runs of ignored rows are not sent. A stream that breaks with
-        Unavailable is sent again while the server has not been restarted and the gradients of the step have not been
-        discarded; the server accumulates no row twice. A computation that neither accumulates nor retains begins again
-        if the weights change under it (RetryOptions): its results are those of one version of the weights.
+        Unavailable, or that the transport refuses (ResourceExhausted that is not the server's), is sent again while the
+        server has not been restarted and the gradients of the step have not been discarded; the server accumulates no row
+        twice. A computation that neither accumulates nor retains begins again if the weights change under it
+        (RetryOptions): its results are those of one version of the weights.
 
         Args:
           hidden: [N, D], float32 or float16; bf16 as uint16 with dtype="bf16", or as ml_dtypes.bfloat16. Sent from

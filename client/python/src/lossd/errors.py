@@ -29,6 +29,7 @@ class LossdError(Exception):
 
     def __init__(self, message: str, detail: types_pb2.ErrorDetail | None = None) -> None:
         super().__init__(message)
+        self._has_detail = detail is not None  # as all errors have that the server itself has sent
         detail = detail or types_pb2.ErrorDetail()
         self.message = message
         self.field: str = detail.field
@@ -146,6 +147,7 @@ _CLASSES: dict[grpc.StatusCode, type[LossdError]] = {
     grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
 }
 _NAME_THE_SERVER = (Unavailable, DeadlineExceeded)
+_TOO_LARGE = "essage larger than max"  # in what gRPC says of a message beyond a limit of one side
 
 
 def from_rpc(error: grpc.RpcError, target: str, server_version: str | None = None) -> LossdError:
@@ -208,6 +210,18 @@ def discarded(head: str, step: int, before: int, now: int) -> StepDiscarded:
     """The head has gradients of another generation."""
     return _discarded(head, step, "another caller has zeroed them or loaded a checkpoint (generation "
                                   f"{before} -> {now}); start the step again")
+
+
+def is_transient(error: LossdError) -> bool:
+    """Whether a call that ended with `error` may end otherwise when it is sent again as it was.
+
+    Unavailable; or ResourceExhausted that did not come from the server, whose errors have a detail, but from the
+    transport, for example "Received RST_STREAM with error code 11" of a server that is short of memory for messages. Such
+    a call may have taken effect. A message that is too large for the transport stays too large.
+    """
+    if isinstance(error, Unavailable):
+        return True
+    return isinstance(error, ResourceExhausted) and not error._has_detail and _TOO_LARGE not in error.message
 
 
 def refuses_generation(error: LossdError) -> bool:

@@ -1,0 +1,164 @@
+// How fast a head goes to the disk and comes back, beside what the disk does with the same bytes.
+//
+// The tensors come from memory and go to memory, at memory speed, so that the disk, its threads and the
+// checksums are what is measured; a device in their place adds the copies to and from it. Before each load
+// the files leave the page cache. Prints one line a round and the medians:
+//
+//   checkpoint_bench --directory=/var/tmp --hidden=4096 --vocab=32768 --rounds=5
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/flags/usage.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "server/head/checkpoint.h"
+
+ABSL_FLAG(std::string, directory, "/var/tmp", "where checkpoints are written, in a folder that is removed");
+ABSL_FLAG(int64_t, hidden, 4096, "hidden size of the head");
+ABSL_FLAG(int64_t, vocab, 32768, "its classes; a class takes 12 bytes for each of the hidden size");
+ABSL_FLAG(int, rounds, 5, "saves and loads");
+ABSL_FLAG(int64_t, buffer_mib, 1024, "what a save may read ahead of the disk");
+ABSL_FLAG(int64_t, shard_mib, 1024, "the most bytes of a file");
+ABSL_FLAG(bool, cold, true, "files leave the page cache before they are loaded");
+ABSL_FLAG(bool, verify_first, true, "load as into a head that exists: read everything twice");
+ABSL_FLAG(int, threads, 4, "threads that write, or read, at once");
+
+namespace lossd {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Round {
+  double read = 0;  // seconds in which the head would be held
+  double save = 0;
+  double load = 0;
+};
+
+// Bytes that no file system stores as a hole or compresses.
+std::vector<uint8_t> Noise(size_t bytes) {
+  std::vector<uint8_t> noise(bytes);
+  uint64_t state = 88172645463325252u;
+  for (size_t i = 0; i + sizeof(state) <= bytes; i += sizeof(state)) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    std::memcpy(&noise[i], &state, sizeof(state));
+  }
+  return noise;
+}
+
+// Takes what is on the disk out of memory.
+void LeavePageCache(const std::string& folder) {
+  for (const auto& entry : fs::recursive_directory_iterator(folder)) {
+    if (!entry.is_regular_file()) continue;
+    const int file = open(entry.path().c_str(), O_RDONLY | O_CLOEXEC);
+    if (file < 0) continue;
+    (void)posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
+    close(file);
+  }
+}
+
+head::SaveOptions Options() {
+  head::SaveOptions options;
+  options.buffer_bytes = absl::GetFlag(FLAGS_buffer_mib) << 20;
+  options.shards = {.most_bytes = absl::GetFlag(FLAGS_shard_mib) << 20,
+                    .threads = absl::GetFlag(FLAGS_threads)};
+  return options;
+}
+
+absl::StatusOr<Round> RunRound(const std::string& directory, const head::CheckpointSubject& subject,
+                               const std::vector<uint8_t>& noise) {
+  Round round;
+  head::SaveOptions options = Options();
+  const absl::Time begin = absl::Now();
+  options.on_read = [&] { round.read = absl::ToDoubleSeconds(absl::Now() - begin); };
+  const auto saved = head::SaveCheckpoint(
+      directory, "x", subject,
+      [&](kernels::TensorId, int64_t row, int64_t, absl::Span<uint8_t> out) {
+        const size_t from = static_cast<size_t>(row) * 64 % (noise.size() - out.size() + 1);
+        std::memcpy(out.data(), &noise[from], out.size());
+        return absl::OkStatus();
+      },
+      options);
+  if (!saved.ok()) return saved.status();
+  round.save = absl::ToDoubleSeconds(absl::Now() - begin);
+  if (absl::GetFlag(FLAGS_cold)) LeavePageCache(directory);
+  std::vector<uint8_t> device(options.slice_bytes);
+  const absl::Time load_begin = absl::Now();
+  const auto reader = head::CheckpointReader::Open(directory, subject.head + "/x");
+  if (!reader.ok()) return reader.status();
+  const absl::Status loaded = (*reader)->Load(
+      [&](kernels::TensorId, int64_t, int64_t, absl::Span<const uint8_t> in) {
+        std::memcpy(device.data(), in.data(), in.size());
+        return absl::OkStatus();
+      },
+      {.threads = absl::GetFlag(FLAGS_threads), .verify_first = absl::GetFlag(FLAGS_verify_first)});
+  if (!loaded.ok()) return loaded;
+  round.load = absl::ToDoubleSeconds(absl::Now() - load_begin);
+  return round;
+}
+
+double Median(std::vector<Round> rounds, double Round::*field) {
+  std::sort(rounds.begin(), rounds.end(),
+            [&](const Round& a, const Round& b) { return a.*field < b.*field; });
+  return rounds[rounds.size() / 2].*field;
+}
+
+void Print(const std::string& name, const Round& round, double bytes) {
+  std::cout << absl::StrFormat("%-8s held %6.3f s   save %6.3f s %5.2f GB/s   load %6.3f s %5.2f GB/s\n",
+                               name, round.read, round.save, bytes / round.save / 1e9, round.load,
+                               bytes / round.load / 1e9)
+            << std::flush;
+}
+
+absl::Status Run(const std::string& directory) {
+  head::CheckpointSubject subject;
+  subject.head = "head";
+  subject.config.hidden_size = absl::GetFlag(FLAGS_hidden);
+  subject.config.vocab_size = absl::GetFlag(FLAGS_vocab);
+  const std::vector<uint8_t> noise = Noise(size_t{64} << 20);
+  const double bytes =
+      12.0 * static_cast<double>(subject.config.hidden_size) * static_cast<double>(subject.config.vocab_size);
+  std::vector<Round> rounds;
+  for (int i = 0; i < absl::GetFlag(FLAGS_rounds); ++i) {
+    const absl::StatusOr<Round> round = RunRound(directory, subject, noise);
+    if (!round.ok()) return round.status();
+    Print(std::to_string(i), *round, bytes);
+    rounds.push_back(*round);
+    fs::remove_all(directory + "/" + subject.head);
+  }
+  Print("median",
+        {.read = Median(rounds, &Round::read),
+         .save = Median(rounds, &Round::save),
+         .load = Median(rounds, &Round::load)},
+        bytes);
+  return absl::OkStatus();
+}
+
+}  // namespace
+}  // namespace lossd
+
+int main(int argc, char** argv) {
+  absl::SetProgramUsageMessage("Speed of saving and loading checkpoints.");
+  absl::ParseCommandLine(argc, argv);
+  std::string directory = absl::GetFlag(FLAGS_directory) + "/checkpoint_bench-XXXXXX";
+  if (mkdtemp(directory.data()) == nullptr) {
+    std::cerr << "checkpoint_bench: cannot make " << directory << "\n";
+    return 1;
+  }
+  const absl::Status status = lossd::Run(directory);
+  std::filesystem::remove_all(directory);
+  if (status.ok()) return 0;
+  std::cerr << "checkpoint_bench: " << status << "\n";
+  return 1;
+}
