@@ -21,6 +21,7 @@ from lossd.v1 import head_pb2, loss_pb2, types_pb2
 
 HEAD, HIDDEN, VOCAB = "neighbours", 256, 4096  # its weight is 4 MiB
 WRITTEN = "written"  # the same, for writers: while one writes, calls of others on its head fail
+_MICROBATCHES_A_STEP = 64
 _PATIENCE = 2.0  # seconds that a slow client sleeps; the run's server ends calls after less
 _OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0), ("grpc.enable_http_proxy", 0),
             ("grpc.max_receive_message_length", 8 << 20),
@@ -97,8 +98,13 @@ def silent_writer(target: str) -> None:
 
 
 def abandoned_microbatch(target: str) -> None:
+    number = next(_numbers)
+    if number % _MICROBATCHES_A_STEP == 0:  # what was accumulated is in the open step's ledger until then
+        with lossd.Client(target, channels=1) as client:
+            client.zero_gradients(HEAD, 0)
+
     def messages() -> Iterator[loss_pb2.ComputeLossRequest]:
-        yield _open(100_000, accumulate_gradients=True, step=0, microbatch_id=next(_numbers))
+        yield _open(100_000, accumulate_gradients=True, step=0, microbatch_id=number)
         yield _slice(0, 64)
         time.sleep(0.5)
 
