@@ -3,6 +3,7 @@
 #define LOSSD_KERNELS_BACKEND_CHOICE_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/time/time.h"
@@ -26,6 +27,9 @@ struct BackendChoice {
   // With a count above 1: the heads are replicas, and the other ones are in other processes, one in each
   // (rank_link.h). Then one device: neither `devices` nor `cpu_devices`.
   Replica replica;
+  // CUDA: the number of this process among those of its host. Where several GPUs are visible, and no other is
+  // named, the GPU of that number is this one's.
+  std::optional<int> local_rank;
   std::string link_host;                           // CPU: the address that the other ranks reach this host at
   absl::Duration link_timeout = absl::Minutes(1);  // how long the others may take to do their part of a sum
 };
