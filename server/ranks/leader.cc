@@ -13,7 +13,6 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/group/group_backend.h"
 #include "lossd/ranks/v1/ranks.grpc.pb.h"
 #include "server/log/log.h"
 #include "server/ranks/rank_replicas.h"
@@ -286,7 +285,7 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::MakeGroup(
   const auto make_replicas = [link = link_.get()](absl::Span<kernels::HeadKernels* const> heads) {
     return MakeRankReplicas(link, heads);
   };
-  return kernels::CreateGroupBackend(std::move(members), make_replicas, kernels::GroupOptions());
+  return kernels::CreateGroupBackend(std::move(members), make_replicas, options_.group);
 }
 
 absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::Form(kernels::CreatedBackend own) {

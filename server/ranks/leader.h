@@ -17,6 +17,7 @@
 #include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "kernels/create_backend.h"
+#include "kernels/group/group_backend.h"
 #include "server/ranks/agreement.h"
 #include "server/ranks/channel.h"
 
@@ -28,7 +29,8 @@ struct LeaderOptions {
   std::shared_ptr<grpc::ServerCredentials> credentials;  // outlive the leader
   std::string secret;                                    // empty: whoever reaches the address may be a rank
   ChannelLimits limits;
-  Settings settings;                          // but those of the backend
+  Settings settings;  // but those of the backend
+  kernels::GroupOptions group;
   absl::Duration timeout = absl::Minutes(5);  // for all ranks to come
   // Whether to give up waiting; asked every now and then.
   std::function<bool()> stop = [] { return false; };

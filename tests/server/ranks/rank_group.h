@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <utility>
@@ -15,22 +16,37 @@
 
 namespace lossd::ranks::testing {
 
+// LOSSD_RANK_BACKEND: cpu, or cuda with a GPU for each rank.
+inline std::string RankBackend() {
+  const char* const wanted = std::getenv("LOSSD_RANK_BACKEND");
+  return wanted == nullptr ? "cpu" : wanted;
+}
+
+// LOSSD_RANK_WORKER: the program, where tests do not lie where they were built.
+inline std::string RankWorker() {
+  const char* const path = std::getenv("LOSSD_RANK_WORKER");
+  return path == nullptr ? LOSSD_RANK_WORKER_PROCESS : path;
+}
+
 class RankGroup {
  public:
-  explicit RankGroup(int ranks, int64_t workspace_bytes = int64_t{4} << 20) {
+  // Chunks of at least `least_rows` are divided. `workspace_bytes`: of each rank.
+  RankGroup(int ranks, int64_t least_rows, int64_t workspace_bytes) {
     auto leader = Leader::Start({.ranks = ranks,
                                  .listen = "127.0.0.1:0",
                                  .credentials = grpc::InsecureServerCredentials(),
-                                 .limits = {.slice_bytes = 4 << 20}});
+                                 .limits = {.slice_bytes = 64 << 20},
+                                 .group = {.least_rows = least_rows}});
     EXPECT_TRUE(leader.ok()) << leader.status();
     leader_ = *std::move(leader);
     for (int rank = 1; rank < ranks; ++rank) {
       workers_.push_back(std::make_unique<test::ChildProcess>(std::vector<std::string>{
-          LOSSD_RANK_WORKER_PROCESS, absl::StrCat(rank), absl::StrCat(ranks),
-          absl::StrCat("127.0.0.1:", leader_->port()), absl::StrCat(workspace_bytes)}));
+          RankWorker(), absl::StrCat(rank), absl::StrCat(ranks), absl::StrCat("127.0.0.1:", leader_->port()),
+          absl::StrCat(workspace_bytes)}));
     }
     kernels::BackendChoice choice;
-    choice.backend = "cpu";
+    choice.backend = RankBackend();
+    choice.local_rank = 0;
     choice.threads = 2;
     choice.workspace_bytes = workspace_bytes;
     choice.replica = {0, ranks};

@@ -3,6 +3,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -19,12 +20,15 @@ std::unique_ptr<ranks::testing::RankGroup>& Group() {
   return group;
 }
 
-Backend& SharedGroup(int ranks) {
-  static int of = 0;
-  if (of != ranks) {
+bool OnGpus() { return ranks::testing::RankBackend() == "cuda"; }
+
+Backend& SharedGroup(int ranks, int64_t least_rows) {
+  static std::pair<int, int64_t> of;
+  if (of != std::pair(ranks, least_rows)) {
     Group().reset();
-    Group() = std::make_unique<ranks::testing::RankGroup>(ranks);
-    of = ranks;
+    Group() =
+        std::make_unique<ranks::testing::RankGroup>(ranks, least_rows, int64_t{OnGpus() ? 64 : 4} << 20);
+    of = {ranks, least_rows};
   }
   return Group()->backend();
 }
@@ -38,17 +42,26 @@ class EndGroup final : public ::testing::Environment {
 };
 const auto* const kEnd = ::testing::AddGlobalTestEnvironment(new EndGroup);
 
+// Every chunk is divided, or only those of many rows, which is none here.
 std::vector<ConformanceCase> Cases() {
   std::vector<ConformanceCase> cases;
-  const auto add = [&](int ranks, DType hidden) {
-    cases.push_back({.name = absl::StrCat("Ranks", ranks),
-                     .backend = [=]() -> Backend& { return SharedGroup(ranks); },
+  const auto add = [&](const std::string& name, int ranks, int64_t least_rows, DType compute, DType hidden) {
+    cases.push_back({.name = absl::StrCat(name, "Ranks", ranks),
+                     .backend = [=]() -> Backend& { return SharedGroup(ranks, least_rows); },
+                     .compute = compute,
                      .hidden = hidden,
+                     .auto_samples_uniform = OnGpus(),
                      .devices = ranks});
   };
-  add(2, DType::kFloat32);
-  add(2, DType::kBFloat16);
-  add(4, DType::kFloat16);
+  constexpr DType kF32 = DType::kFloat32, kF16 = DType::kFloat16, kBf16 = DType::kBFloat16;
+  if (OnGpus()) {
+    add("DividedGpu", 2, 0, kBf16, kBf16);
+    add("InTurnGpu", 2, 512, kF32, kF32);
+    return cases;
+  }
+  add("Divided", 2, 0, kF32, kF32);
+  add("InTurn", 2, 512, kF32, kBf16);
+  add("Divided", 4, 0, kF32, kF16);
   return cases;
 }
 

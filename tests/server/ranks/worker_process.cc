@@ -14,8 +14,10 @@ int main(int argc, char** argv) {
   const int rank = std::atoi(argv[1]);
   const int ranks = std::atoi(argv[2]);
   lossd::kernels::BackendChoice choice;
-  choice.backend = "cpu";
+  const char* const wanted = std::getenv("LOSSD_RANK_BACKEND");
+  choice.backend = wanted == nullptr ? "cpu" : wanted;
   choice.threads = 2;
+  choice.local_rank = rank;
   choice.workspace_bytes = std::atoll(argv[4]);
   choice.replica = {rank, ranks};
   choice.link_host = "127.0.0.1";
@@ -27,7 +29,7 @@ int main(int argc, char** argv) {
   const auto worker = lossd::ranks::Worker::Create({.rank = rank,
                                                     .leader = argv[3],
                                                     .credentials = grpc::InsecureChannelCredentials(),
-                                                    .limits = {.slice_bytes = 4 << 20}},
+                                                    .limits = {.slice_bytes = 64 << 20}},
                                                    *std::move(backend));
   const absl::Status status = worker->Run();
   if (status.ok()) return 0;
