@@ -84,21 +84,20 @@ TEST(RanksLaunchersTest, EachEnvironmentMakesOneServer) {
 
 // ---- torchrun ----
 
-constexpr char kTorchrun[] = "/usr/bin/torchrun";
+constexpr char kTorchrun[] = "/usr/bin/torchrun";  // runs deploy/torchrun.sh
 
 class TorchrunServer {
  public:
   TorchrunServer() {
     std::filesystem::create_directory(Checkpoints());
     process_ = std::make_unique<test::ChildProcess>(
-        std::vector<std::string>{
-            kTorchrun, "--standalone", "--nproc_per_node=2", "--max_restarts=1", "--monitor_interval=0.2",
-            // torch 1.13 with Python 3.11 fails on their defaults.
-            "--redirects=1", "--tee=1", absl::StrCat("--log_dir=", folder_.File("torchrun")), "--no_python",
-            LOSSD_BINARY, "--launcher=torchrun", absl::StrCat("--rank_port=", test::FreePort()),
-            "--rank_host=127.0.0.1", "--insecure", "--listen=127.0.0.1:0", "--http=",
-            absl::StrCat("--port_file=", PortFile()), absl::StrCat("--checkpoint_dir=", Checkpoints()),
-            "--restore=latest", "--backend=cpu", "--threads=1", "--workspace_bytes=4MiB"},
+        std::vector<std::string>{"/usr/bin/env", absl::StrCat("TORCHRUN=", kTorchrun),
+                                 absl::StrCat("LOSSD=", LOSSD_BINARY),
+                                 absl::StrCat("MASTER_PORT=", test::FreePort()), LOSSD_TORCHRUN_EXAMPLE, "2",
+                                 absl::StrCat("--rank_port=", test::FreePort()), "--listen=127.0.0.1:0",
+                                 "--http=", absl::StrCat("--port_file=", PortFile()),
+                                 absl::StrCat("--checkpoint_dir=", Checkpoints()), "--backend=cpu",
+                                 "--threads=1", "--workspace_bytes=4MiB"},
         folder_.File("log"));
   }
 
