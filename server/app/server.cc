@@ -331,6 +331,7 @@ bool ServerImpl::Drain(absl::Time deadline) {
     loss_service_->Drain();
     head_service_->Drain();
     server_service_->Drain();
+    if (device_watch_->lost()) loss_service_->EndAll(absl::UnavailableError("the device is lost"));
     clean = loss_service_->WaitUntilIdle(deadline);
     clean = head_service_->WaitUntilIdle(deadline) && clean;
     head_service_->CancelSaves();

@@ -17,6 +17,11 @@ constexpr int64_t kMostOverhead = 12;
 // A row of a tensor has at most 2^24 floats.
 constexpr int64_t kLargestRow = 64 * kMebibyte;
 
+// What may be under way on a stream without being asked for, and the most that goes in one frame: chunks are
+// many megabytes.
+constexpr int kLookaheadBytes = 16 << 20;
+constexpr int kFrameBytes = 1 << 20;
+
 // gRPC pings an end that is silent; it has half of the time to be so, and half to answer.
 int HalfOf(absl::Duration silence) {
   return static_cast<int>(std::max<int64_t>(1, absl::ToInt64Milliseconds(silence / 2)));
@@ -38,6 +43,8 @@ void Configure(const ChannelLimits& limits, grpc::ServerBuilder* builder) {
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 100);
+  builder->AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kLookaheadBytes);
+  builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kFrameBytes);
   builder->AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
 }
 
@@ -50,6 +57,8 @@ grpc::ChannelArguments ArgumentsOf(const ChannelLimits& limits) {
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, HalfOf(limits.silence));
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kLookaheadBytes);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kFrameBytes);
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);

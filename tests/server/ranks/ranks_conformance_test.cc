@@ -14,33 +14,32 @@
 namespace lossd::kernels::testing {
 namespace {
 
-// One at a time, so that a test of two ranks has not the processes of four beside it; ended at the exit.
-std::unique_ptr<ranks::testing::RankGroup>& Group() {
-  static std::unique_ptr<ranks::testing::RankGroup> group;
-  return group;
+using Groups = std::map<std::pair<int, int64_t>, std::unique_ptr<ranks::testing::RankGroup>>;
+
+Groups& AllGroups() {
+  static auto* const groups = new Groups();
+  return *groups;
 }
 
 bool OnGpus() { return ranks::testing::RankBackend() == "cuda"; }
 
 Backend& SharedGroup(int ranks, int64_t least_rows) {
-  static std::pair<int, int64_t> of;
-  if (of != std::pair(ranks, least_rows)) {
-    Group().reset();
-    Group() =
-        std::make_unique<ranks::testing::RankGroup>(ranks, least_rows, int64_t{OnGpus() ? 64 : 4} << 20);
-    of = {ranks, least_rows};
+  std::unique_ptr<ranks::testing::RankGroup>& group = AllGroups()[{ranks, least_rows}];
+  if (group == nullptr) {
+    group = std::make_unique<ranks::testing::RankGroup>(ranks, least_rows, int64_t{OnGpus() ? 64 : 4} << 20);
   }
-  return Group()->backend();
+  return group->backend();
 }
 
-class EndGroup final : public ::testing::Environment {
+class EndGroups final : public ::testing::Environment {
   void TearDown() override {
-    if (Group() == nullptr) return;
-    for (const int end : Group()->End()) EXPECT_EQ(end, 0);
-    Group().reset();
+    for (auto& [of, group] : AllGroups()) {
+      for (const int end : group->End()) EXPECT_EQ(end, 0);
+    }
+    AllGroups().clear();
   }
 };
-const auto* const kEnd = ::testing::AddGlobalTestEnvironment(new EndGroup);
+const auto* const kEnd = ::testing::AddGlobalTestEnvironment(new EndGroups);
 
 // Every chunk is divided, or only those of many rows, which is none here.
 std::vector<ConformanceCase> Cases() {

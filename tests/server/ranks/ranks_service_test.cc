@@ -111,6 +111,28 @@ TEST(RanksServiceTest, ARankThatHangsIsLost) {
   EXPECT_EQ(ranks.rank(1).WaitFor(kLimit), 3);
 }
 
+TEST(RanksServiceTest, CallsThatWaitForTheirTurnHearOfALostRank) {
+  RankServer ranks(LOSSD_BINARY, {.ranks = 2, .flags = {"--deterministic", "--drain_timeout=1h"}});
+  const auto client =
+      client::Client::Connect({.target = ranks.target(), .retry = {.max_attempts = 1}}).value();
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  std::mt19937_64 rng(1);
+  const SmallRows data = MakeSmallRows(90, rng);
+  std::vector<float> grads(data.hidden.size());
+  client::ComputeOptions compute;
+  compute.accumulate_gradients = true;
+  compute.max_attempts = 1;
+  // Microbatch 0 never comes.
+  client::PendingLoss waiting =
+      client->ComputeLossAsync(SmallMicrobatch(data, 0, 1), {.grad_hidden = grads.data()}, compute);
+  while (client->GetServer()->open_streams() == 0) absl::SleepFor(absl::Milliseconds(5));
+  ranks.rank(1).Signal(SIGKILL);
+  const absl::Status status = waiting.Wait().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("the device is lost"));
+  EXPECT_EQ(ranks.rank(0).WaitFor(kLimit), 3);
+}
+
 TEST(RanksServiceTest, ALeaderThatHangsIsLost) {
   RankServer ranks(LOSSD_BINARY, {.ranks = 2, .flags = {"--rank_silence_timeout=4s"}});
   ranks.rank(0).Signal(SIGSTOP);
