@@ -2,6 +2,7 @@
 // backend: the kernels alone, the engine around them, and a client over TCP loopback.
 //
 //   service_bench --rows=1024 --hidden_size=512 --vocab_size=32000 --seconds=5
+//   service_bench --target=127.0.0.1:7070      the client alone, of a server that runs
 //
 // Prints a table, and JSON to --json=FILE. Every way computes loss, dL/dx and dL/dW of the same random rows.
 #include <algorithm>
@@ -45,6 +46,7 @@ ABSL_FLAG(std::vector<std::string>, channels, std::vector<std::string>({"1", "2"
           "connections to try");
 ABSL_FLAG(int64_t, slice_bytes, lossd::client::ComputeOptions().slice_bytes,
           "hidden states per message of the client");
+ABSL_FLAG(std::string, target, "", "measure a client of this server, host:port, and nothing else");
 ABSL_FLAG(double, seconds, 5.0, "measured time of each line, after a second of warm-up");
 ABSL_FLAG(std::string, json, "", "also write the results to this file");
 
@@ -253,17 +255,23 @@ Line MeasureEngine(const Shape& shape, double seconds) {
   return line;
 }
 
-// A client of a server in this process, over TCP loopback.
+std::unique_ptr<app::Server> StartServer() {
+  return Must(app::Server::Start({.listen = "127.0.0.1:0",
+                                  .http = "",
+                                  .backend = absl::GetFlag(FLAGS_backend),
+                                  .devices = absl::GetFlag(FLAGS_devices),
+                                  .threads = absl::GetFlag(FLAGS_threads),
+                                  .cpu_devices = absl::GetFlag(FLAGS_cpu_devices)}));
+}
+
+// A client over TCP, of a server in this process on the loopback or of the one that --target names.
 Line MeasureService(const Shape& shape, int channels, double seconds) {
   const auto cpu = Must(kernels::CreateBackend({.backend = "cpu"})).backend;
   const Rows rows(shape, *cpu);  // a trainer's memory, as it comes
-  auto server = Must(app::Server::Start({.listen = "127.0.0.1:0",
-                                         .http = "",
-                                         .backend = absl::GetFlag(FLAGS_backend),
-                                         .devices = absl::GetFlag(FLAGS_devices),
-                                         .threads = absl::GetFlag(FLAGS_threads),
-                                         .cpu_devices = absl::GetFlag(FLAGS_cpu_devices)}));
-  auto client = Must(client::Client::Connect({.target = server->grpc_address(), .channels = channels}));
+  const std::string given = absl::GetFlag(FLAGS_target);
+  const auto server = given.empty() ? StartServer() : nullptr;
+  const std::string target = given.empty() ? server->grpc_address() : given;
+  auto client = Must(client::Client::Connect({.target = target, .channels = channels}));
   v1::CreateHeadRequest request;
   request.mutable_spec()->set_name(kHead);
   request.mutable_spec()->set_hidden_size(static_cast<uint64_t>(shape.hidden_size));
@@ -294,6 +302,7 @@ Line MeasureService(const Shape& shape, int channels, double seconds) {
                         under_way.pop_front();
                       });
   for (client::PendingLoss& pending : under_way) Must(pending.Wait());
+  Must(client->DeleteHead(kHead));
   return line;
 }
 
@@ -327,7 +336,10 @@ void Run() {
   const Shape shape{absl::GetFlag(FLAGS_rows), absl::GetFlag(FLAGS_hidden_size),
                     absl::GetFlag(FLAGS_vocab_size)};
   const double seconds = absl::GetFlag(FLAGS_seconds);
-  std::vector<Line> lines = {MeasureKernels(shape, seconds), MeasureEngine(shape, seconds)};
+  std::vector<Line> lines;
+  if (absl::GetFlag(FLAGS_target).empty()) {
+    lines = {MeasureKernels(shape, seconds), MeasureEngine(shape, seconds)};
+  }
   for (const std::string& text : absl::GetFlag(FLAGS_channels)) {
     lines.push_back(MeasureService(shape, std::atoi(text.c_str()), seconds));
   }

@@ -18,3 +18,8 @@ pkg_check_modules(OPENBLAS REQUIRED IMPORTED_TARGET openblas)
 pkg_check_modules(HTTPLIB REQUIRED IMPORTED_TARGET cpp-httplib)
 find_package(CLI11 REQUIRED)
 pkg_check_modules(XXHASH REQUIRED IMPORTED_TARGET libxxhash)
+# Sums among processes on CPUs.
+find_package(Gloo CONFIG QUIET)
+if(NOT TARGET gloo)
+  message(STATUS "No Gloo (libgloo-dev): several processes cannot share a head on CPUs")
+endif()

@@ -3,7 +3,11 @@
 #define LOSSD_KERNELS_BACKEND_CHOICE_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
+
+#include "absl/time/time.h"
+#include "kernels/replica.h"
 
 namespace lossd::kernels {
 
@@ -19,6 +23,15 @@ struct BackendChoice {
   int64_t memory_limit_bytes = 0;                     // 0: none
   int64_t memory_reserve_bytes = int64_t{256} << 20;  // CPU: left to others of what the system can give
   bool deterministic = false;  // nothing that may differ between runs of the program, whatever it gains
+
+  // With a count above 1: the heads are replicas, and the other ones are in other processes, one in each
+  // (rank_link.h). Then one device: neither `devices` nor `cpu_devices`.
+  Replica replica;
+  // CUDA: the number of this process among those of its host. Where several GPUs are visible, and no other is
+  // named, the GPU of that number is this one's.
+  std::optional<int> local_rank;
+  std::string link_host;                           // CPU: the address that the other ranks reach this host at
+  absl::Duration link_timeout = absl::Minutes(1);  // how long the others may take to do their part of a sum
 };
 
 }  // namespace lossd::kernels

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/cpu/cpu_replicas.h"
+#include "kernels/cpu/gloo_link.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/gpu_backend.h"
 #include "kernels/group/group_backend.h"
@@ -25,10 +26,45 @@ absl::StatusOr<CreatedBackend> CreateCpu(const BackendChoice& choice, std::strin
   if (choice.workspace_bytes > 0) options.workspace_bytes = choice.workspace_bytes;
   options.memory_limit_bytes = choice.memory_limit_bytes;
   options.memory_reserve_bytes = choice.memory_reserve_bytes;
+  options.replica = choice.replica;
   absl::StatusOr<std::unique_ptr<Backend>> backend =
       choice.cpu_devices == 1 ? CreateCpuBackend(options) : CreateCpuGroup(options, choice.cpu_devices);
   if (!backend.ok()) return backend.status();
-  return CreatedBackend{*std::move(backend), std::move(note)};
+  CreatedBackend created{.backend = *std::move(backend), .link = nullptr, .note = std::move(note)};
+  if (choice.replica.count == 1) return created;
+  absl::StatusOr<std::unique_ptr<RankLink>> link =
+      CreateGlooLink(choice.replica, choice.link_host, choice.link_timeout);
+  if (!link.ok()) return link.status();
+  created.link = *std::move(link);
+  return created;
+}
+
+absl::StatusOr<CreatedBackend> WithGpuLink(const BackendChoice& choice, std::unique_ptr<Backend> backend) {
+  CreatedBackend created{.backend = std::move(backend), .link = nullptr, .note = ""};
+  if (choice.replica.count == 1) return created;
+  absl::StatusOr<std::unique_ptr<RankLink>> link = CreateGpuLink(choice);
+  if (!link.ok()) return link.status();
+  created.link = *std::move(link);
+  return created;
+}
+
+// One of several processes has one device.
+absl::Status CheckReplica(const BackendChoice& choice) {
+  const Replica replica = choice.replica;
+  if (replica.count < 1) return errors::FieldError("replica.count", "be >= 1", replica.count);
+  if (replica.index < 0 || replica.index >= replica.count) {
+    return errors::FieldError("replica.index", absl::StrCat("be in [0, ", replica.count, ")"), replica.index);
+  }
+  if (replica.count == 1) return absl::OkStatus();
+  if (!choice.devices.empty()) {
+    return errors::FieldError("devices", "be empty with several ranks, of which each has one device",
+                              choice.devices);
+  }
+  if (choice.cpu_devices != 1) {
+    return errors::FieldError("cpu_devices", "be 1 with several ranks, of which each has one device",
+                              choice.cpu_devices);
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Check(const BackendChoice& choice) {
@@ -45,7 +81,7 @@ absl::Status Check(const BackendChoice& choice) {
   if (choice.cpu_devices != 1 && choice.backend == "cuda") {
     return errors::FieldError("cpu_devices", "be 1 with backend cuda, which has devices", choice.cpu_devices);
   }
-  return absl::OkStatus();
+  return CheckReplica(choice);
 }
 
 }  // namespace
@@ -54,7 +90,7 @@ absl::StatusOr<CreatedBackend> CreateBackend(const BackendChoice& choice) {
   if (absl::Status status = Check(choice); !status.ok()) return status;
   if (choice.backend == "cpu") return CreateCpu(choice, "");
   absl::StatusOr<std::unique_ptr<Backend>> gpu = CreateGpuBackend(choice);
-  if (gpu.ok()) return CreatedBackend{*std::move(gpu), ""};
+  if (gpu.ok()) return WithGpuLink(choice, *std::move(gpu));
   const bool wants_gpu = choice.backend == "cuda" || !choice.devices.empty();
   if (wants_gpu || !absl::IsUnavailable(gpu.status())) return gpu.status();
   return CreateCpu(choice, std::string(gpu.status().message()));

@@ -8,12 +8,14 @@
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
 #include "kernels/backend_choice.h"
+#include "kernels/rank_link.h"
 
 namespace lossd::kernels {
 
 struct CreatedBackend {
   std::unique_ptr<Backend> backend;
-  std::string note;  // why "auto" did not take a GPU; empty if there is nothing to say
+  std::unique_ptr<RankLink> link;  // of a choice with several replicas; the heads end before it
+  std::string note;                // why "auto" did not take a GPU; empty if there is nothing to say
 };
 
 // INVALID_ARGUMENT naming the option if one is out of range, UNAVAILABLE if "cuda" was asked for and this

@@ -7,11 +7,15 @@
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
 #include "kernels/backend_choice.h"
+#include "kernels/rank_link.h"
 
 namespace lossd::kernels {
 
 // UNAVAILABLE if this build or this machine has no usable GPU.
 absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice& choice);
+
+// The link of a backend that CreateGpuBackend has made of this choice, which is one of several replicas.
+absl::StatusOr<std::unique_ptr<RankLink>> CreateGpuLink(const BackendChoice& choice);
 
 }  // namespace lossd::kernels
 

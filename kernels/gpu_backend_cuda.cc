@@ -3,6 +3,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/cuda/cuda_backend.h"
 #include "kernels/cuda/cuda_replicas.h"
 #include "kernels/device_choice.h"
@@ -46,6 +47,13 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGroup(const BackendChoice& choice
       GroupOptions());
 }
 
+// The GPU of a process that has one.
+absl::StatusOr<int> DeviceOf(const BackendChoice& choice, const std::vector<std::string>& uuids) {
+  const bool named = choice.device != BackendChoice().device;
+  if (named || !choice.local_rank.has_value() || uuids.size() == 1) return FindGpu(choice.device, uuids);
+  return FindGpu(absl::StrCat(*choice.local_rank), uuids);
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice& choice) {
@@ -57,9 +65,17 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice& c
     return devices->size() == 1 ? CreateOne(choice, devices->front(), Replica())
                                 : CreateGroup(choice, *devices);
   }
-  const absl::StatusOr<int> device = FindGpu(choice.device, *uuids);
+  const absl::StatusOr<int> device = DeviceOf(choice, *uuids);
   if (!device.ok()) return device.status();
-  return CreateOne(choice, *device, Replica());
+  return CreateOne(choice, *device, choice.replica);
+}
+
+absl::StatusOr<std::unique_ptr<RankLink>> CreateGpuLink(const BackendChoice& choice) {
+  const absl::StatusOr<std::vector<std::string>> uuids = VisibleGpuUuids();
+  if (!uuids.ok()) return uuids.status();
+  const absl::StatusOr<int> device = DeviceOf(choice, *uuids);
+  if (!device.ok()) return device.status();
+  return CreateNcclLink(*device, choice.replica, choice.link_timeout);
 }
 
 }  // namespace lossd::kernels

@@ -6,4 +6,8 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice&) 
   return absl::UnavailableError("this build has no CUDA backend");
 }
 
+absl::StatusOr<std::unique_ptr<RankLink>> CreateGpuLink(const BackendChoice&) {
+  return absl::UnavailableError("this build has no CUDA backend");
+}
+
 }  // namespace lossd::kernels

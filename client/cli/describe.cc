@@ -158,6 +158,13 @@ Json ToJson(const v1::ServerDescription& server) {
   json["memory"] = ToJson(server.memory());
   json["memory_peak"] = ToJson(server.memory_peak());
   json["memory_limit"] = server.memory_limit();
+  for (const v1::RankDescription& rank : server.ranks()) {
+    json["ranks"].push_back({{"rank", rank.rank()},
+                             {"host", rank.host()},
+                             {"device", rank.device()},
+                             {"lost", rank.lost()},
+                             {"memory", ToJson(rank.memory())}});
+  }
   return json;
 }
 
@@ -243,6 +250,10 @@ std::string ServerText(const v1::ServerDescription& server, const std::string& a
   fields.Add("version", server.version());
   fields.Add("backend", server.backend());
   fields.Add("device", server.device());
+  for (const v1::RankDescription& rank : server.ranks()) {
+    fields.Add(absl::StrCat("rank ", rank.rank()),
+               absl::StrCat(rank.host(), ", ", rank.device(), rank.lost() ? ", lost" : ""));
+  }
   fields.Add("state", server.draining() ? "draining" : "serving");
   fields.Add("up", HumanSeconds(server.uptime_seconds()));
   fields.Add("heads", HumanCount(server.heads()));

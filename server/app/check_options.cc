@@ -6,6 +6,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "kernels/errors/field_error.h"
+#include "server/app/compute.h"
 
 namespace lossd::app {
 namespace {
@@ -54,7 +55,10 @@ kernels::BackendChoice BackendOf(const ServerOptions& options) {
           .workspace_bytes = options.workspace_bytes,
           .memory_limit_bytes = options.memory_limit_bytes,
           .memory_reserve_bytes = options.memory_reserve_bytes,
-          .deterministic = options.deterministic};
+          .deterministic = options.deterministic,
+          .replica = {options.ranks.launch.rank, options.ranks.launch.ranks},
+          .local_rank = options.ranks.launch.local_rank,
+          .link_timeout = options.ranks.collective_timeout};
 }
 
 int64_t MaxMessageBytes(const ServerOptions& options) {
@@ -106,6 +110,7 @@ absl::Status CheckOptions(const ServerOptions& options) {
     status.Update(errors::FieldError("slice_bytes", "be at most 1 GiB", options.slice_bytes));
   }
   status.Update(CheckClientLimits(options));
+  status.Update(CheckRanks(options));
   if (options.retained_timeout <= absl::ZeroDuration()) {
     status.Update(errors::FieldError("retained_timeout", "be positive",
                                      absl::FormatDuration(options.retained_timeout)));

@@ -2,7 +2,7 @@
 // from a file, one a line.
 //
 // Exit status: 0 after a drain, 1 if the server could not start or was told to stop twice, 2 for a bad flag,
-// 3 if the device was lost.
+// 3 if the device or another rank was lost.
 #include <signal.h>
 #include <unistd.h>
 
@@ -26,8 +26,10 @@
 #include "absl/time/time.h"
 #include "server/app/byte_size.h"
 #include "server/app/heap.h"
+#include "server/app/rank_flags.h"
 #include "server/app/server.h"
 #include "server/app/stop_events.h"
+#include "server/app/worker_app.h"
 #include "server/log/log.h"
 #include "server/rpc/grpc_log.h"
 #include "server/rpc/periodic.h"
@@ -204,7 +206,7 @@ std::vector<char*> ParseFlags(int argc, char** argv) {
   absl::FlagsUsageConfig config;
   config.version_string = [] { return std::string("lossd " LOSSD_VERSION "\n"); };
   config.contains_help_flags = [](absl::string_view file) {
-    return absl::EndsWith(file, "server/app/main.cc");
+    return absl::EndsWith(file, "server/app/main.cc") || absl::EndsWith(file, "server/app/rank_flags.cc");
   };
   config.contains_helpshort_flags = config.contains_help_flags;
   absl::SetFlagsUsageConfig(config);
@@ -296,8 +298,10 @@ int Fail(const absl::Status& status) {
 
 // Ends the process if the drain takes longer than it may: at a second signal, or, with the device lost, when
 // a call to the device hangs for ever.
-void WatchTheDrain(StopEvents& events, bool device_lost) {
-  std::thread([&events, device_lost] {
+void WatchTheDrain(StopEvents& events, const StopEvents::Event& first) {
+  const bool device_lost = first.signal == 0;
+  std::thread([&events, device_lost, of_rank = first.of_rank] {
+    if (of_rank) events.WaitForSignal();  // the first one
     events.WaitForSignal();
     Log(LogLevel::kWarning, "second signal: leaving at once");
     _exit(device_lost ? kExitDeviceLost : kExitFailure);
@@ -317,10 +321,22 @@ void Drain(Server& server, StopEvents& events, const StopEvents::Event& event) {
       {{"reason", event.signal == 0 ? "the device is lost" : strsignal(event.signal)},
        {"timeout", absl::FormatDuration(timeout)},
        {"open_streams", server.stats().open_streams}});
-  WatchTheDrain(events, event.signal == 0);
+  WatchTheDrain(events, event);
   const bool clean = server.Drain(absl::Now() + timeout);
   Log(clean ? LogLevel::kInfo : LogLevel::kWarning,
       clean ? "drained" : "drained; calls still open were cancelled");
+}
+
+int RunAsWorker(const ServerOptions& options, StopEvents& events) {
+  const lossd::app::WorkerEnd end = lossd::app::RunWorker(options, events);
+  if (end.status.ok()) {
+    Log(LogLevel::kInfo, "stopped");
+    return 0;
+  }
+  Log(LogLevel::kError, "the rank ends", {{"error", end.status.message()}});
+  const int failure = Fail(end.status);
+  std::cerr.flush();
+  _exit(end.joined ? kExitDeviceLost : failure);
 }
 
 int Run() {
@@ -332,6 +348,12 @@ int Run() {
   lossd::rpc::LogGrpcMessages();
   const lossd::rpc::Periodic give_back(absl::Seconds(10), lossd::app::GiveBackFreedMemory);
   ServerOptions options = OptionsFromFlags();
+  absl::StatusOr<lossd::app::RankOptions> ranks = lossd::app::RankOptionsFromFlags();
+  if (!ranks.ok()) return Fail(ranks.status());
+  options.ranks = *std::move(ranks);
+  options.ranks.stop_requested = [&events] { return events.Pending(); };
+  options.ranks.on_leaving = [&events] { events.NotifyStop(); };
+  if (options.ranks.launch.rank != 0) return RunAsWorker(options, events);
   if (absl::GetFlag(FLAGS_exit_on_device_loss))
     options.on_device_lost = [&events] { events.NotifyDeviceLost(); };
   absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(options);

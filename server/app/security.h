@@ -37,6 +37,8 @@ class Security {
   // The following live as long as this object.
   const rpc::AccessControl& access_control() const { return access_control_; }
   const std::shared_ptr<grpc::ServerCredentials>& credentials() const { return credentials_; }
+  // Of the other ranks' service: the same certificate; ranks are admitted by their secret.
+  const std::shared_ptr<grpc::ServerCredentials>& rank_credentials() const { return rank_credentials_; }
   metrics::HttpSecurity http();
   access::ReloadedTls* tls() const { return tls_.get(); }  // null: no TLS
 
@@ -50,7 +52,10 @@ class Security {
         tls_(std::move(tls)),
         authority_(std::move(authority)),
         access_control_(authority_.get(), &audit_),
-        credentials_(MakeCredentials()) {}
+        credentials_(MakeCredentials()),
+        rank_credentials_(tls_ == nullptr ? grpc::InsecureServerCredentials()
+                                          : rpc::TlsCredentials(tls_.get(), rpc::ClientCertificates::kNone)) {
+  }
 
   std::shared_ptr<grpc::ServerCredentials> MakeCredentials() const;
   std::optional<metrics::HttpResponse> GuardHttp(const metrics::HttpRequest& request, absl::string_view path);
@@ -60,7 +65,9 @@ class Security {
   const std::unique_ptr<access::Authority> authority_;
   access::AuditLog audit_;
   const rpc::AccessControl access_control_;
-  const std::shared_ptr<grpc::ServerCredentials> credentials_;  // gRPC asks them after the server has started
+  // gRPC asks these after the server has started.
+  const std::shared_ptr<grpc::ServerCredentials> credentials_;
+  const std::shared_ptr<grpc::ServerCredentials> rank_credentials_;
 };
 
 }  // namespace lossd::app

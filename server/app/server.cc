@@ -12,14 +12,15 @@
 #include "absl/random/random.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "kernels/create_backend.h"
 #include "kernels/errors/field_error.h"
 #include "server/app/addresses.h"
 #include "server/app/check_options.h"
+#include "server/app/compute.h"
 #include "server/app/device_watch.h"
 #include "server/app/every.h"
 #include "server/app/gpu_watch.h"
 #include "server/app/health.h"
+#include "server/app/part_options.h"
 #include "server/app/reflection.h"
 #include "server/app/security.h"
 #include "server/log/log.h"
@@ -58,6 +59,7 @@ class ServerImpl final : public Server {
  private:
   absl::Status CreateSecurity();
   absl::Status CreateEngine();
+  void WatchRanks();
   void CreateServices();
   absl::Status Listen();
   absl::StatusOr<rpc::ConnectionAcceptor::Take> CreateAcceptor(grpc::ServerBuilder* builder);
@@ -79,6 +81,7 @@ class ServerImpl final : public Server {
 
   // In order of dependence: each uses those above it.
   std::unique_ptr<Security> security_;
+  std::unique_ptr<ranks::Leader> leader_;  // null: one rank
   std::unique_ptr<kernels::Backend> backend_;
   std::unique_ptr<metrics::Metrics> metrics_;
   std::optional<DeviceWatch> device_watch_;
@@ -152,53 +155,43 @@ void ServerImpl::LogStart() const {
 }
 
 absl::Status ServerImpl::CreateEngine() {
-  absl::StatusOr<kernels::CreatedBackend> backend = kernels::CreateBackend(BackendOf(options_));
-  if (!backend.ok()) return backend.status();
-  if (!backend->note.empty()) log::Log(log::LogLevel::kInfo, "no GPU backend", {{"reason", backend->note}});
-  backend_ = std::move(backend->backend);
+  absl::StatusOr<Compute> compute = CreateCompute(options_, security_->rank_credentials());
+  if (!compute.ok()) return compute.status();
+  leader_ = std::move(compute->leader);
+  backend_ = std::move(compute->backend);
   const kernels::BackendInfo info = backend_->info();
   metrics_ = std::make_unique<metrics::Metrics>(metrics::BuildInfo{
       .version = options_.version, .backend = info.name, .device = info.device, .compiler = __VERSION__});
   device_watch_.emplace([this](const absl::Status& status) { OnDeviceLost(status); });
-  engine::EngineOptions engine_options;
-  engine_options.slice_bytes = options_.slice_bytes;
-  engine_options.staging_bytes = options_.staging_bytes;
-  engine_options.retained_bytes = options_.retained_bytes;
-  engine_options.deterministic = options_.deterministic;
-  engine_options.max_streams = options_.max_streams;
-  engine_options.max_heads = options_.max_heads;
-  engine_options.ledger_bytes = LedgerBytes(options_);
-  engine_options.peer_share = options_.peer_share;
   absl::StatusOr<std::unique_ptr<engine::Engine>> engine = engine::Engine::Create(
-      engine_options, backend_.get(), DrawIncarnation(), {metrics_.get(), &*device_watch_});
+      EngineOptionsOf(options_), backend_.get(), DrawIncarnation(), {metrics_.get(), &*device_watch_});
   if (!engine.ok()) return engine.status();
   engine_ = *std::move(engine);
-  metrics_->Attach(engine_.get(), backend_.get());
+  metrics_->Attach(engine_.get(), backend_.get(), [this] { return RanksOf(leader_.get()); });
   gpus_ = WatchGpus(info, {metrics_.get(), &*device_watch_});
   std::vector<const metrics::GpuMonitor*> monitors;
   for (const auto& gpu : gpus_) monitors.push_back(gpu.get());
   metrics_->AttachGpus(std::move(monitors));
   metrics_->AttachTls(security_->tls());
+  if (leader_ != nullptr) WatchRanks();
   return absl::OkStatus();
 }
 
+// A lost rank is a lost device, for its part of every head is gone.
+void ServerImpl::WatchRanks() {
+  leader_->WatchLoss([this](const absl::Status& status) {
+    metrics_->OnDeviceError(status);
+    device_watch_->OnDeviceError(status);
+  });
+  leader_->WatchLeaving([this](int rank, const std::string& reason) {
+    log::Log(log::LogLevel::kInfo, "a rank was asked to stop", {{"rank", rank}, {"reason", reason}});
+    options_.ranks.on_leaving();
+  });
+}
+
 void ServerImpl::CreateServices() {
-  rpc::HeadServiceOptions head_options;
-  head_options.operations.checkpoints.directory = options_.checkpoint_directory;
-  head_options.operations.checkpoints.buffer_bytes = options_.checkpoint_buffer_bytes;
-  head_options.operations.checkpoints.shards = {.most_bytes = options_.checkpoint_shard_bytes,
-                                                .threads = CheckpointThreads(options_, backend_->info())};
-  head_options.operations.checkpoints.memory_reserve_bytes = options_.memory_reserve_bytes;
-  head_options.operations.checkpoints.keep = options_.keep_checkpoints;
-  head_options.operations.checkpoints.limit_bytes = options_.checkpoint_limit_bytes;
-  head_options.operations.default_compute_dtype = backend_->info().default_compute_dtype;
-  head_options.max_waiting_calls = options_.max_waiting_calls;
-  head_options.max_tensor_calls = options_.max_tensor_calls;
-  head_options.max_saves = options_.max_saves;
-  head_options.peer_share = options_.peer_share;
-  head_options.timeouts = options_.timeouts;
-  head_service_ =
-      rpc::HeadService::Create(head_options, engine_.get(), &security_->access_control(), metrics_.get());
+  head_service_ = rpc::HeadService::Create(HeadServiceOptionsOf(options_, backend_->info()), engine_.get(),
+                                           &security_->access_control(), metrics_.get());
   loss_service_ = std::make_unique<rpc::LossService>(
       rpc::LossServiceOptions{.max_streams = options_.max_streams,
                               .max_staging_bytes = 8 * options_.slice_bytes,
@@ -210,7 +203,8 @@ void ServerImpl::CreateServices() {
       rpc::ServerServiceOptions{.version = options_.version,
                                 .started = started_,
                                 .max_message_bytes = MaxMessageBytes(options_),
-                                .max_streams = options_.max_streams},
+                                .max_streams = options_.max_streams,
+                                .ranks = [this] { return RanksOf(leader_.get()); }},
       engine_.get(), backend_.get(), &security_->access_control(), head_service_->requests());
 }
 
@@ -337,6 +331,7 @@ bool ServerImpl::Drain(absl::Time deadline) {
     loss_service_->Drain();
     head_service_->Drain();
     server_service_->Drain();
+    if (device_watch_->lost()) loss_service_->EndAll(absl::UnavailableError("the device is lost"));
     clean = loss_service_->WaitUntilIdle(deadline);
     clean = head_service_->WaitUntilIdle(deadline) && clean;
     head_service_->CancelSaves();

@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "server/app/rank_options.h"
 #include "server/app/security_options.h"
 #include "server/engine/engine.h"
 #include "server/rpc/call_timeouts.h"
@@ -44,6 +45,9 @@ struct ServerOptions {
   int64_t memory_reserve_bytes = int64_t{256} << 20;
   // The same microbatches give the same weights, bit for bit, whatever arrives first (docs/exactly-once.md).
   bool deterministic = false;
+
+  // This process as one of several that are one server. A server is made of rank 0.
+  RankOptions ranks;
 
   // Admission.
   int64_t slice_bytes = int64_t{4} << 20;       // largest slice payload

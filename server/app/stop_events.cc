@@ -29,6 +29,19 @@ void StopEvents::NotifyDeviceLost() {
   pthread_kill(waiter_, WakeSignal());
 }
 
+void StopEvents::NotifyStop() {
+  // While no thread waits for signals, one may go to a thread of a library, and must not end the process.
+  signal(SIGTERM, [](int) {});
+  stop_ = true;
+  pthread_kill(waiter_, WakeSignal());
+}
+
+bool StopEvents::Pending() const {
+  sigset_t pending;
+  sigpending(&pending);
+  return sigismember(&pending, SIGTERM) == 1 || sigismember(&pending, SIGINT) == 1;
+}
+
 StopEvents::Event StopEvents::Wait() {
   sigset_t all = signals_;
   sigaddset(&all, WakeSignal());
@@ -36,6 +49,7 @@ StopEvents::Event StopEvents::Wait() {
     const int signal = NextOf(all);
     if (signal != WakeSignal()) return {.signal = signal};
     if (device_lost_.exchange(false)) return {};
+    if (stop_.exchange(false)) return {.signal = SIGTERM, .of_rank = true};
   }
 }
 

@@ -18,7 +18,8 @@ namespace lossd::app {
 class StopEvents {
  public:
   struct Event {
-    int signal = 0;  // SIGTERM or SIGINT; 0: the device is lost
+    int signal = 0;        // SIGTERM or SIGINT; 0: the device is lost
+    bool of_rank = false;  // NotifyStop, and no signal yet
   };
 
   StopEvents();
@@ -27,6 +28,11 @@ class StopEvents {
 
   // May be called on any thread; does not block. To be called once.
   void NotifyDeviceLost();
+  // Another rank was asked to stop: an event as of SIGTERM. Where a launcher asks all ranks, SIGTERM follows,
+  // and may come at any time from now on. May be called on any thread; does not block.
+  void NotifyStop();
+  // Whether a signal waits to be handed out.
+  bool Pending() const;
   // The next event. An event is handed out once.
   Event Wait();
   // The next signal.
@@ -36,6 +42,7 @@ class StopEvents {
   const pthread_t waiter_;
   sigset_t signals_;
   std::atomic<bool> device_lost_{false};
+  std::atomic<bool> stop_{false};
 };
 
 }  // namespace lossd::app

@@ -146,8 +146,9 @@ Metrics::Metrics(const BuildInfo& build)
 
 Metrics::~Metrics() = default;
 
-void Metrics::Attach(const engine::Engine* engine, const kernels::Backend* backend) {
+void Metrics::Attach(const engine::Engine* engine, const kernels::Backend* backend, ReadRanks ranks) {
   absl::MutexLock lock(&sources_mutex_);
+  ranks_ = std::move(ranks);
   engine_ = engine;
   backend_ = backend;
 }
@@ -233,6 +234,7 @@ std::vector<MetricFamily> Metrics::Collect() const {
     }
     if (engine_ != nullptr) CollectEngine(&families);
     if (backend_ != nullptr) CollectMemory(&families);
+    if (ranks_) AddRankFamilies(ranks_(), &families);
     const size_t of_server = families.size();
     for (const GpuMonitor* gpu : gpus_) AddFamilies(gpu->Collect(), of_server, &families);
   }

@@ -31,6 +31,7 @@
 #include "server/engine/engine.h"
 #include "server/metrics/gpu_monitor.h"
 #include "server/metrics/head_metrics.h"
+#include "server/metrics/rank_metrics.h"
 #include "server/metrics/save_metrics.h"
 
 namespace lossd::metrics {
@@ -68,10 +69,10 @@ class Metrics final : public engine::EngineObserver {
   Metrics(const Metrics&) = delete;
   Metrics& operator=(const Metrics&) = delete;
 
-  // From now until Detach, pulled metrics come from these two.
-  void Attach(const engine::Engine* engine, const kernels::Backend* backend)
+  // From now until Detach, pulled metrics come from these.
+  void Attach(const engine::Engine* engine, const kernels::Backend* backend, ReadRanks ranks = nullptr)
       ABSL_LOCKS_EXCLUDED(sources_mutex_);
-  // After this returns neither is used any more.
+  // After this returns none of them is used any more.
   void Detach() ABSL_LOCKS_EXCLUDED(sources_mutex_);
   // From now on the metrics of these GPUs are exported too, instead of those before.
   void AttachGpus(std::vector<const GpuMonitor*> gpus) ABSL_LOCKS_EXCLUDED(sources_mutex_);
@@ -136,6 +137,7 @@ class Metrics final : public engine::EngineObserver {
   mutable absl::Mutex sources_mutex_;
   const engine::Engine* engine_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
   const kernels::Backend* backend_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
+  ReadRanks ranks_ ABSL_GUARDED_BY(sources_mutex_);
   std::vector<const GpuMonitor*> gpus_ ABSL_GUARDED_BY(sources_mutex_);
   access::ReloadedTls* tls_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
   bool draining_ ABSL_GUARDED_BY(sources_mutex_) = false;

@@ -65,6 +65,11 @@ void CallRegistry::Remove(WatchedCall* call) {
   calls_.erase(it);
 }
 
+void CallRegistry::EndAll(const absl::Status& why) {
+  absl::MutexLock lock(&mutex_);
+  for (const auto& [call, entry] : calls_) call->EndWith(why);
+}
+
 bool CallRegistry::WaitUntilEmpty(absl::Time deadline) {
   absl::MutexLock lock(&mutex_);
   return mutex_.AwaitWithDeadline(absl::Condition(this, &CallRegistry::Empty), deadline);

@@ -31,6 +31,8 @@ class WatchedCall {
   // Ends the call with `why`: its place goes to another one (CallRegistryOptions::end_oldest). Called on any
   // thread; must not call into the registry, which knows the call no more.
   virtual void GiveUpPlace(absl::Status why) {}
+  // Ends the call with `why`, unless it is ending. Called on any thread; must not call into the registry.
+  virtual void EndWith(absl::Status why) {}
 };
 
 struct CallRegistryOptions {
@@ -55,6 +57,8 @@ class CallRegistry {
   // such a call may be removed but need not. After Remove returns, the call is not used any more.
   absl::Status Add(WatchedCall* call, const std::string& peer) ABSL_LOCKS_EXCLUDED(mutex_);
   void Remove(WatchedCall* call) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Ends all calls that are open.
+  void EndAll(const absl::Status& why) ABSL_LOCKS_EXCLUDED(mutex_);
   // True if no call is open, at the latest by `deadline`.
   bool WaitUntilEmpty(absl::Time deadline) ABSL_LOCKS_EXCLUDED(mutex_);
 

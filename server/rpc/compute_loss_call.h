@@ -83,6 +83,7 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
 
   // WatchedCall
   absl::string_view EndIfLate(absl::Time now, const CallTimeouts& timeouts) override;
+  void EndWith(absl::Status why) override;
 
  private:
   struct Outgoing {

@@ -141,6 +141,11 @@ absl::string_view ComputeLossCall::EndIfLate(absl::Time now, const CallTimeouts&
   return limit;
 }
 
+void ComputeLossCall::EndWith(absl::Status why) {
+  absl::MutexLock lock(&mutex_);
+  if (!broken_) FailLocked(std::move(why));
+}
+
 void ComputeLossCall::OnDone() {
   environment_->registry->Remove(this);
   std::shared_ptr<engine::Stream> stream;  // holds the inbox, which holds this: the circle ends here

@@ -44,6 +44,8 @@ class LossService final : public WithRequestMethods<
 
   // From now on new calls end with UNAVAILABLE.
   void Drain() { environment_.draining = true; }
+  // Ends all calls that are open: what they wait for does not come.
+  void EndAll(const absl::Status& why) { registry_.EndAll(why); }
   // True if no call is open, at the latest by `deadline`.
   bool WaitUntilIdle(absl::Time deadline) { return registry_.WaitUntilEmpty(deadline); }
 

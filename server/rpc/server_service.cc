@@ -8,6 +8,18 @@ namespace {
 
 constexpr absl::string_view kGetServer = "GetServer";
 
+void AddRanks(const metrics::ReadRanks& read, v1::ServerDescription* description) {
+  if (!read) return;
+  for (const metrics::RankReading& reading : read()) {
+    v1::RankDescription* const rank = description->add_ranks();
+    rank->set_rank(static_cast<uint32_t>(reading.rank));
+    rank->set_host(reading.host);
+    rank->set_device(reading.device);
+    rank->set_lost(reading.lost);
+    *rank->mutable_memory() = messages::ToProto(reading.memory.current);
+  }
+}
+
 }  // namespace
 
 ServerService::ServerService(const ServerServiceOptions& options, const engine::Engine* engine,
@@ -43,6 +55,7 @@ absl::StatusOr<v1::ServerDescription> ServerService::Describe(UnaryCall* call) c
   description.set_max_streams(static_cast<uint64_t>(options_.max_streams));
   description.set_open_streams(static_cast<uint64_t>(stats.open_streams));
   description.set_heads(static_cast<uint64_t>(stats.heads));
+  AddRanks(options_.ranks, &description);
   return description;
 }
 

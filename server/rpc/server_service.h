@@ -15,6 +15,7 @@
 #include "kernels/backend.h"
 #include "lossd/v1/server.grpc.pb.h"
 #include "server/engine/engine.h"
+#include "server/metrics/rank_metrics.h"
 #include "server/rpc/access_control.h"
 #include "server/rpc/request_call.h"
 #include "server/rpc/request_methods.h"
@@ -26,6 +27,7 @@ struct ServerServiceOptions {
   absl::Time started;
   int64_t max_message_bytes = 0;
   int64_t max_streams = 0;
+  metrics::ReadRanks ranks;
 };
 
 class ServerService final : public WithRequestMethods<v1::ServerService::Service> {

@@ -4,9 +4,12 @@
 
 #include <algorithm>
 #include <string>
+#include <thread>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/shared_library.h"
@@ -41,6 +44,8 @@ ncclDataType_t ToNccl(DType dtype) {
 struct Nccl::Library {
   SharedLibrary file;
   decltype(&ncclCommInitAll) init_all = nullptr;
+  decltype(&ncclGetUniqueId) unique_id = nullptr;
+  decltype(&ncclCommInitRank) init_rank = nullptr;
   decltype(&ncclCommDestroy) destroy = nullptr;
   decltype(&ncclCommAbort) abort = nullptr;
   decltype(&ncclCommGetAsyncError) async_error = nullptr;
@@ -58,7 +63,8 @@ struct Nccl::Library {
   absl::Status Load() {
     LOSSD_RETURN_IF_ERROR(
         file.Load(kLibraryNames, "several GPUs need NCCL (package libnccl2), which cannot be loaded"));
-    const bool complete = file.Find("ncclCommInitAll", init_all) && file.Find("ncclCommDestroy", destroy) &&
+    const bool complete = file.Find("ncclCommInitAll", init_all) && file.Find("ncclGetUniqueId", unique_id) &&
+                          file.Find("ncclCommInitRank", init_rank) && file.Find("ncclCommDestroy", destroy) &&
                           file.Find("ncclCommAbort", abort) &&
                           file.Find("ncclCommGetAsyncError", async_error) &&
                           file.Find("ncclGetErrorString", error_string) &&
@@ -68,18 +74,80 @@ struct Nccl::Library {
   }
 };
 
-Nccl::Nccl(std::vector<int> devices) : devices_(std::move(devices)), library_(std::make_unique<Library>()) {}
+Nccl::Nccl(std::vector<int> devices, Replica replica, absl::Duration timeout)
+    : devices_(std::move(devices)),
+      replica_(replica),
+      timeout_(timeout),
+      library_(std::make_unique<Library>()) {}
 
 Nccl::~Nccl() = default;
 
 absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Connect(std::vector<int> devices) {
-  std::unique_ptr<Nccl> nccl(new Nccl(std::move(devices)));
+  const auto count = static_cast<int>(devices.size());
+  std::unique_ptr<Nccl> nccl(new Nccl(std::move(devices), {0, count}, kTimeout));
   LOSSD_RETURN_IF_ERROR(nccl->library_->Load());
   std::vector<ncclComm_t> communicators(nccl->devices_.size());
-  LOSSD_RETURN_IF_ERROR(
-      nccl->Check(nccl->library_->init_all(communicators.data(), nccl->members(), nccl->devices_.data()),
-                  "ncclCommInitAll"));
+  LOSSD_RETURN_IF_ERROR(nccl->Check(
+      nccl->library_->init_all(communicators.data(), count, nccl->devices_.data()), "ncclCommInitAll"));
   nccl->library_->communicators = std::move(communicators);
+  return nccl;
+}
+
+absl::StatusOr<std::string> Nccl::NewId() {
+  const Nccl nccl({}, Replica(), kTimeout);
+  LOSSD_RETURN_IF_ERROR(nccl.library_->Load());
+  ncclUniqueId id;
+  LOSSD_RETURN_IF_ERROR(nccl.Check(nccl.library_->unique_id(&id), "ncclGetUniqueId"));
+  // The thread that the other processes come to belongs to the library, which therefore stays loaded.
+  nccl.library_->file.KeepLoaded();
+  return std::string(id.internal, sizeof(id.internal));
+}
+
+namespace {
+
+// One attempt to join, which outlives whoever has given up waiting for it.
+struct Joining {
+  absl::Mutex mutex;
+  bool done ABSL_GUARDED_BY(mutex) = false;
+  ncclResult_t result ABSL_GUARDED_BY(mutex) = ncclInternalError;
+  cudaError_t device ABSL_GUARDED_BY(mutex) = cudaSuccess;
+  ncclComm_t communicator ABSL_GUARDED_BY(mutex) = nullptr;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Join(int device, Replica replica, const std::string& id,
+                                                 absl::Duration timeout) {
+  ncclUniqueId unique;
+  if (id.size() != sizeof(unique.internal)) {
+    return absl::InternalError(absl::StrCat("an id of NCCL with ", id.size(), " bytes"));
+  }
+  std::copy(id.begin(), id.end(), unique.internal);
+  std::unique_ptr<Nccl> nccl(new Nccl({device}, replica, timeout));
+  LOSSD_RETURN_IF_ERROR(nccl->library_->Load());
+  const auto joining = std::make_shared<Joining>();
+  std::thread([joining, device, replica, unique, init_rank = nccl->library_->init_rank] {
+    ncclComm_t communicator = nullptr;
+    const cudaError_t entered = cudaSetDevice(device);
+    const ncclResult_t result = entered == cudaSuccess
+                                    ? init_rank(&communicator, replica.count, unique, replica.index)
+                                    : ncclInternalError;
+    absl::MutexLock lock(&joining->mutex);
+    joining->device = entered;
+    joining->result = result;
+    joining->communicator = communicator;
+    joining->done = true;
+  }).detach();
+  absl::MutexLock lock(&joining->mutex);
+  if (!joining->mutex.AwaitWithTimeout(absl::Condition(&joining->done), timeout)) {
+    nccl->library_->file.KeepLoaded();  // the thread is in it
+    return absl::UnavailableError(absl::StrCat("ncclCommInitRank has not connected rank ", replica.index,
+                                               " of ", replica.count, " within ",
+                                               absl::FormatDuration(timeout)));
+  }
+  LOSSD_RETURN_IF_CUDA_ERROR(joining->device, "cudaSetDevice");
+  LOSSD_RETURN_IF_ERROR(nccl->Check(joining->result, "ncclCommInitRank"));
+  nccl->library_->communicators = {joining->communicator};
   return nccl;
 }
 
@@ -99,7 +167,7 @@ absl::Status Nccl::Sum(const std::vector<Part>& parts, int64_t floats, int root)
   for (const Part& part : parts) {
     LOSSD_RETURN_IF_ERROR(
         Check(library_->reduce(part.data, part.data, static_cast<size_t>(floats), ncclFloat32, ncclSum, root,
-                               library_->communicators[static_cast<size_t>(part.member)], part.stream),
+                               library_->communicators[static_cast<size_t>(part.local)], part.stream),
               "ncclReduce"));
   }
   return absl::OkStatus();
@@ -109,7 +177,7 @@ absl::Status Nccl::Spread(const std::vector<Part>& parts, DType dtype, int64_t c
   for (const Part& part : parts) {
     LOSSD_RETURN_IF_ERROR(
         Check(library_->broadcast(part.data, part.data, static_cast<size_t>(count), ToNccl(dtype), root,
-                                  library_->communicators[static_cast<size_t>(part.member)], part.stream),
+                                  library_->communicators[static_cast<size_t>(part.local)], part.stream),
               "ncclBroadcast"));
   }
   return absl::OkStatus();
@@ -140,7 +208,7 @@ absl::Status Nccl::Wait(const std::vector<Part>& parts, absl::Duration timeout) 
   const absl::Time start = absl::Now();
   for (const Part& part : parts) {
     for (;;) {
-      LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(devices_[static_cast<size_t>(part.member)]), "cudaSetDevice");
+      LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(devices_[static_cast<size_t>(part.local)]), "cudaSetDevice");
       const cudaError_t state = cudaStreamQuery(part.stream);
       if (state == cudaSuccess) break;
       if (state != cudaErrorNotReady) return Abort(ToStatus(state, "cudaStreamQuery"));
@@ -150,7 +218,7 @@ absl::Status Nccl::Wait(const std::vector<Part>& parts, absl::Duration timeout) 
       if (waited > timeout) {
         return Abort(absl::UnavailableError(
             absl::StrCat("an exchange among the GPUs has not ended within ", absl::FormatDuration(timeout),
-                         ": GPU ", devices_[static_cast<size_t>(part.member)], " has not done its part")));
+                         ": GPU ", devices_[static_cast<size_t>(part.local)], " has not done its part")));
       }
       absl::SleepFor(kNap);
     }

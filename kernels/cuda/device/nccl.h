@@ -1,4 +1,5 @@
-// Sums and copies among the GPUs of this process, by NCCL, which is loaded at run time.
+// Sums and copies among several GPUs, of this process or one of each of several, by NCCL, which is loaded at
+// run time.
 //
 // Threads: driven by one thread, the backends' driving thread.
 // Errors: UNAVAILABLE, with the name of the call, for whatever NCCL reports, and where an exchange does not
@@ -10,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -17,6 +19,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "kernels/dtype.h"
+#include "kernels/replica.h"
 
 namespace lossd::kernels::cuda {
 
@@ -28,19 +31,25 @@ class Nccl {
   // Communicators of these GPUs, by their indices, each of which may stand there once. Takes a second or so.
   // UNAVAILABLE also if NCCL cannot be loaded.
   static absl::StatusOr<std::unique_ptr<Nccl>> Connect(std::vector<int> devices);
+  // What the processes have to have in common to join; made by one of them.
+  static absl::StatusOr<std::string> NewId();
+  // The communicator of GPU `device`, the only one of this process, as one of `replica.count` processes that
+  // join at the same time. UNAVAILABLE if they do not come within `timeout`; a thread may then hang.
+  static absl::StatusOr<std::unique_ptr<Nccl>> Join(int device, Replica replica, const std::string& id,
+                                                    absl::Duration timeout);
   ~Nccl();
   Nccl(const Nccl&) = delete;
   Nccl& operator=(const Nccl&) = delete;
 
-  // One member's part of an exchange: `data` is memory of device `member` (a place in `devices`), where
-  // `stream` belongs too.
+  // The part in an exchange of one GPU of this process: `data` is memory of device `local` (a place in
+  // `devices`), where `stream` belongs too.
   struct Part {
-    int member = 0;
+    int local = 0;
     void* data = nullptr;
     cudaStream_t stream = nullptr;
   };
 
-  // ---- Within Enqueue; on the streams of the parts, of which each member has one ----
+  // ---- Within Enqueue; on the streams of the parts, of which each GPU of this process has one ----
   // The sum over all parts, in place, at the part of member `root`; what the others hold stays.
   absl::Status Sum(const std::vector<Part>& parts, int64_t floats, int root);
   // A copy of what member `root` holds, to all others.
@@ -49,13 +58,17 @@ class Nccl {
   // Enqueues what `exchange` asks for as one operation.
   absl::Status Enqueue(absl::FunctionRef<absl::Status()> exchange);
   // Waits until the streams have done what was enqueued, at most `timeout`.
-  absl::Status Wait(const std::vector<Part>& parts, absl::Duration timeout = kTimeout);
+  absl::Status Wait(const std::vector<Part>& parts, absl::Duration timeout);
+  absl::Status Wait(const std::vector<Part>& parts) { return Wait(parts, timeout_); }
 
-  int members() const { return static_cast<int>(devices_.size()); }
+  // All GPUs, and the first of this process among them.
+  int members() const { return replica_.count; }
+  int first_member() const { return replica_.index; }
 
  private:
   struct Library;
-  explicit Nccl(std::vector<int> devices);
+  // `replica`: of the first of the devices; the others follow.
+  Nccl(std::vector<int> devices, Replica replica, absl::Duration timeout);
   absl::Status Check(int result, const char* call) const;
   // The communicators' own report, which comes without a call.
   absl::Status AsynchronousError() const;
@@ -63,6 +76,8 @@ class Nccl {
   absl::Status Abort(absl::Status reason);
 
   const std::vector<int> devices_;
+  const Replica replica_;
+  const absl::Duration timeout_;
   std::unique_ptr<Library> library_;
   absl::Status failure_;
 };

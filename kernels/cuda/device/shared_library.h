@@ -29,6 +29,9 @@ class SharedLibrary {
     return function != nullptr;
   }
 
+  // From now on the library stays when the object goes.
+  void KeepLoaded() { file_ = nullptr; }
+
  private:
   void* file_ = nullptr;
 };

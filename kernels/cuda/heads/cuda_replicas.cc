@@ -1,5 +1,6 @@
 #include "kernels/cuda/cuda_replicas.h"
 
+#include <string>
 #include <utility>
 
 #include "absl/functional/function_ref.h"
@@ -28,9 +29,9 @@ class HeadReplicas final : public Replicas {
     };
     LOSSD_RETURN_IF_ERROR(Exchange(sum));
     for (size_t i = 0; i < heads_.size(); ++i) {
-      for (size_t owner = 0; owner < heads_.size(); ++owner) {
-        if (owner == i) continue;
-        LOSSD_RETURN_IF_ERROR(heads_[i]->tensors().ZeroGradientsOf(heads_[owner]->tensors().shard()));
+      for (int owner = 0; owner < nccl_->members(); ++owner) {
+        if (owner == nccl_->first_member() + static_cast<int>(i)) continue;
+        LOSSD_RETURN_IF_ERROR(heads_[i]->tensors().ZeroGradientsOf(ShardOfOwner(owner)));
       }
       heads_[i]->tensors().accumulators().weight_is_zero = false;
     }
@@ -46,7 +47,7 @@ class HeadReplicas final : public Replicas {
       if (count > 0) {
         std::vector<Nccl::Part> parts = Parts();
         for (Nccl::Part& part : parts) {
-          part.data = Tensors(part.member).ComputeWeightFrom(Tensors(owner).shard().first_class);
+          part.data = Tensors(part.local).ComputeWeightFrom(ShardOfOwner(owner).first_class);
         }
         LOSSD_RETURN_IF_ERROR(nccl_->Spread(parts, compute, count, owner));
       }
@@ -63,8 +64,13 @@ class HeadReplicas final : public Replicas {
   using BlockOf = absl::FunctionRef<ParamBlock(HeadTensors&)>;
   using Step = absl::FunctionRef<absl::Status(const std::vector<Nccl::Part>&, int64_t floats)>;
 
-  HeadTensors& Tensors(int member) const { return heads_[static_cast<size_t>(member)]->tensors(); }
-  ShardRange WeightRange(int owner) const { return Tensors(owner).ranges().weight; }
+  HeadTensors& Tensors(int local) const { return heads_[static_cast<size_t>(local)]->tensors(); }
+  // Of an owner in whatever process.
+  Shard ShardOfOwner(int owner) const {
+    return ShardOf(heads_.front()->config().vocab_size, {owner, nccl_->members()});
+  }
+  ShardRanges RangesOf(int owner) const { return Tensors(0).RangesOf(ShardOfOwner(owner)); }
+  ShardRange WeightRange(int owner) const { return RangesOf(owner).weight; }
 
   // Waits until no device has anything left to do.
   absl::Status Synchronize() {
@@ -91,7 +97,7 @@ class HeadReplicas final : public Replicas {
   }
 
   absl::Status ForEachVector(int owner, BlockOf block, Step step) const {
-    const ShardRanges ranges = Tensors(owner).ranges();
+    const ShardRanges ranges = RangesOf(owner);
     LOSSD_RETURN_IF_ERROR(OnRange(
         ranges.bias, [](const ParamBlock& b) { return b.bias; }, block, step));
     LOSSD_RETURN_IF_ERROR(OnRange(
@@ -104,7 +110,7 @@ class HeadReplicas final : public Replicas {
                        Step step) const {
     std::vector<Nccl::Part> parts = Parts();
     for (Nccl::Part& part : parts) {
-      float* const first = tensor(block(Tensors(part.member)));
+      float* const first = tensor(block(Tensors(part.local)));
       if (first == nullptr || range.count == 0) return absl::OkStatus();
       part.data = first + range.begin;
     }
@@ -140,8 +146,42 @@ class NcclReplicaGroup final : public CudaReplicaGroup {
   const std::unique_ptr<Nccl> nccl_;
 };
 
+// This process's GPU as one of several processes. The leader makes the id, and gives it as its address.
+class NcclLink final : public RankLink {
+ public:
+  NcclLink(int device, Replica replica, absl::Duration timeout)
+      : device_(device), replica_(replica), timeout_(timeout) {}
+
+  absl::StatusOr<std::string> Address() override {
+    return replica_.index == 0 ? Nccl::NewId() : std::string();
+  }
+
+  absl::Status Connect(const std::vector<std::string>& addresses) override {
+    if (addresses.empty()) return absl::InternalError("there is no id of NCCL");
+    absl::StatusOr<std::unique_ptr<Nccl>> nccl = Nccl::Join(device_, replica_, addresses.front(), timeout_);
+    if (nccl.ok()) nccl_ = *std::move(nccl);
+    return nccl.status();
+  }
+
+  absl::StatusOr<std::unique_ptr<Replicas>> Join(HeadKernels* head) override {
+    auto* const cuda = dynamic_cast<CudaHead*>(head);
+    if (cuda == nullptr || nccl_ == nullptr) return absl::InternalError("no head of a connected GPU");
+    return std::make_unique<HeadReplicas>(nccl_.get(), std::vector<CudaHead*>{cuda});
+  }
+
+ private:
+  const int device_;
+  const Replica replica_;
+  const absl::Duration timeout_;
+  std::unique_ptr<Nccl> nccl_;
+};
+
 }  // namespace
 }  // namespace cuda
+
+std::unique_ptr<RankLink> CreateNcclLink(int device, Replica replica, absl::Duration timeout) {
+  return std::make_unique<cuda::NcclLink>(device, replica, timeout);
+}
 
 absl::StatusOr<std::unique_ptr<CudaReplicaGroup>> CudaReplicaGroup::Create(std::vector<int> devices) {
   absl::StatusOr<std::unique_ptr<cuda::Nccl>> nccl = cuda::Nccl::Connect(std::move(devices));

@@ -57,6 +57,7 @@ class HeadTensors {
   WeightAccumulators& accumulators() { return accumulators_; }
   const Shard& shard() const { return shard_; }
   const ShardRanges& ranges() const { return ranges_; }
+  ShardRanges RangesOf(const Shard& shard) const { return ShardRanges::Of(sizes_, shard); }
   // The weight that chunks are computed with, from this class on.
   void* ComputeWeightFrom(int64_t first_class) const {
     return static_cast<uint8_t*>(values_.compute_weight) +

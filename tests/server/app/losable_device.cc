@@ -117,4 +117,8 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice& c
   return std::make_unique<LosableBackend>(*std::move(backend));
 }
 
+absl::StatusOr<std::unique_ptr<RankLink>> CreateGpuLink(const BackendChoice&) {
+  return absl::UnavailableError("this device has no link");
+}
+
 }  // namespace lossd::kernels

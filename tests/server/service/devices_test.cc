@@ -14,7 +14,7 @@
 
 #include "client/cpp/client.h"
 #include "tests/server/service/service_client.h"
-#include "tests/server/service/small_head.h"
+#include "tests/server/service/small_training.h"
 #include "tests/server/service/test_server.h"
 
 namespace lossd::app::testing {
@@ -29,87 +29,14 @@ ServerOptions WithDevices(int devices) {
   return options;
 }
 
-v1::ApplyStepRequest AdamStep(uint64_t step, size_t microbatches) {
-  v1::ApplyStepRequest apply;
-  apply.set_head("head");
-  apply.set_step(step);
-  apply.mutable_optimizer()->mutable_adamw()->set_learning_rate(0.01);
-  for (uint64_t i = 0; i < microbatches; ++i) apply.add_expected_microbatches(i);
-  return apply;
-}
-
-struct Trained {
-  std::vector<std::vector<float>> tensors;  // the weight and its moments
-  std::vector<std::vector<float>> grads;    // of the hidden states, by microbatch, of the last step
-  std::vector<double> losses;               // of all microbatches
-  std::vector<double> norms;                // of the gradient, by step
-};
-
-std::vector<std::vector<float>> Tensors(client::Client& client) {
-  std::vector<std::vector<float>> all;
-  for (const v1::Role role : {v1::ROLE_VALUE, v1::ROLE_MOMENT1, v1::ROLE_MOMENT2}) {
-    const auto tensor = client.ReadTensor("head", v1::PARAM_WEIGHT, role);
-    EXPECT_TRUE(tensor.ok()) << tensor.status();
-    all.push_back(tensor.ok() ? tensor->values : std::vector<float>());
-  }
-  return all;
-}
-
-std::unique_ptr<client::Client> Connect(const TestServer& server, int channels = 1) {
-  client::ClientOptions options;
-  options.target = server.target();
-  options.channels = channels;
-  auto client = client::Client::Connect(options);
-  EXPECT_TRUE(client.ok()) << client.status();
-  return *std::move(client);
-}
-
-// Steps [first, end) with all of the microbatches, sent in the order and the slices that `rng` says.
-void Train(client::Client& client, const std::vector<SmallRows>& data, uint64_t first, uint64_t end,
-           std::mt19937_64& rng, Trained& trained) {
-  trained.grads.resize(data.size());
-  for (uint64_t step = first; step < end; ++step) {
-    std::vector<size_t> order(data.size());
-    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-    std::shuffle(order.begin(), order.end(), rng);
-    std::vector<std::pair<size_t, client::PendingLoss>> pending;
-    for (const size_t i : order) {
-      trained.grads[i].assign(data[i].hidden.size(), 0.0f);
-      client::ComputeOptions compute;
-      compute.accumulate_gradients = true;
-      compute.streams = 1 + static_cast<int>(rng() % 4);
-      compute.slice_bytes = 1 + rng() % (64 << 10);
-      pending.emplace_back(i, client.ComputeLossAsync(SmallMicrobatch(data[i], step, i),
-                                                      {.grad_hidden = trained.grads[i].data()}, compute));
-    }
-    std::vector<double> losses(data.size());
-    for (auto& [i, loss] : pending) {
-      const auto result = loss.Wait();
-      ASSERT_TRUE(result.ok()) << result.status();
-      losses[i] = result->loss;
-    }
-    trained.losses.insert(trained.losses.end(), losses.begin(), losses.end());
-    const auto applied = client.ApplyStep(AdamStep(step, data.size()));
-    ASSERT_TRUE(applied.ok()) << applied.status();
-    trained.norms.push_back(applied->grad_norm());
-  }
-  trained.tensors = Tensors(client);
-}
-
 Trained TrainOn(const ServerOptions& options, const std::vector<SmallRows>& data, uint64_t seed) {
   TestServer server(options);
   std::mt19937_64 rng(seed);
-  const auto client = Connect(server, 1 + static_cast<int>(rng() % 3));
+  const auto client = Connect(server.target(), 1 + static_cast<int>(rng() % 3));
   EXPECT_TRUE(client->CreateHead(SmallHead()).ok());
   Trained trained;
   Train(*client, data, 0, 3, rng, trained);
   return trained;
-}
-
-std::vector<SmallRows> RandomData(std::mt19937_64& rng) {
-  std::vector<SmallRows> data;
-  for (const size_t most : {3000, 3000, 1500, 400, 60}) data.push_back(MakeSmallRows(1 + rng() % most, rng));
-  return data;
 }
 
 // Relative to the largest of the values: sums of thousands of rows in another order.
@@ -168,7 +95,7 @@ TEST(DevicesServiceTest, CheckpointsLoadIntoAnyNumberOfDevices) {
   const std::vector<SmallRows> data = RandomData(rng);
   for (const int from : {1, 2, 3}) {
     TestServer saved(WithDevices(from));
-    const auto client = Connect(saved);
+    const auto client = Connect(saved.target());
     ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
     Trained before;
     Train(*client, data, 0, 2, rng, before);
@@ -180,7 +107,7 @@ TEST(DevicesServiceTest, CheckpointsLoadIntoAnyNumberOfDevices) {
       TestServer loaded(WithDevices(into));
       std::filesystem::copy(saved.checkpoint_directory(), loaded.checkpoint_directory(),
                             std::filesystem::copy_options::recursive);
-      const auto other = Connect(loaded);
+      const auto other = Connect(loaded.target());
       const auto head = other->LoadCheckpoint("head/first", "head");
       ASSERT_TRUE(head.ok()) << head.status();
       EXPECT_EQ(Tensors(*other), before.tensors) << "bit for bit";
@@ -194,8 +121,8 @@ TEST(DevicesServiceTest, CheckpointsLoadIntoAnyNumberOfDevices) {
 TEST(DevicesServiceTest, EachDeviceHasAllWeightsAndItsPartOfTheMoments) {
   TestServer one(WithDevices(1));
   TestServer three(WithDevices(3));
-  const auto of_one = Connect(one)->CreateHead(SmallHead());
-  const auto of_three = Connect(three)->CreateHead(SmallHead());
+  const auto of_one = Connect(one.target())->CreateHead(SmallHead());
+  const auto of_three = Connect(three.target())->CreateHead(SmallHead());
   ASSERT_TRUE(of_one.ok() && of_three.ok());
   EXPECT_EQ(of_three->memory().weights(), 3 * of_one->memory().weights());
   EXPECT_EQ(of_three->memory().gradients(), 3 * of_one->memory().gradients());

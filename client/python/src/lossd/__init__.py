@@ -14,6 +14,7 @@ from lossd.descriptions import (
     HeadSpec,
     HeadState,
     MemoryUsage,
+    RankDescription,
     RowRange,
     SavedCheckpoint,
     SaveProgress,
@@ -50,7 +51,7 @@ __all__ = [
     "SGD", "Aborted", "AdamW", "AddedGradient", "AlreadyExists", "Cancelled", "CheckpointInfo", "Choice", "Client",
     "ClientClosed", "DataLoss", "DeadlineExceeded", "FailedPrecondition", "ForkedClient", "HeadDescription",
     "HeadSpec", "HeadState", "Internal", "InvalidArgument", "LossOptions", "LossResult", "LossdError",
-    "MemoryUsage", "NonFinite", "NotFound", "PendingLoss", "PermissionDenied", "ResourceExhausted", "Restarted",
+    "MemoryUsage", "NonFinite", "NotFound", "PendingLoss", "PermissionDenied", "RankDescription", "ResourceExhausted", "Restarted",
     "RetryOptions", "RowRange", "SaveProgress", "SavedCheckpoint", "ServerDescription", "SliceLimits",
     "StepDiscarded", "StepResult", "TensorFile", "Unauthenticated", "Unavailable", "Unimplemented", "__version__",
 ]

@@ -175,6 +175,17 @@ class HeadDescription(Shown):
 
 
 @dataclass(frozen=True, repr=False)
+class RankDescription(Shown):
+    """One of the processes that are a server together."""
+
+    rank: int = 0  # 0: the one that answers
+    host: str = ""
+    device: str = ""
+    lost: bool = False
+    memory: MemoryUsage = _one(MemoryUsage, repr=False)  # as the process last said
+
+
+@dataclass(frozen=True, repr=False)
 class ServerDescription(Shown):
     """A server: what it is, has and allows."""
 
@@ -191,6 +202,7 @@ class ServerDescription(Shown):
     max_streams: int = field(default=0, repr=False)
     open_streams: int = 0
     heads: int = 0
+    ranks: tuple[RankDescription, ...] = _many(RankDescription)  # of a server of several processes; else empty
 
 
 @dataclass(frozen=True, repr=False)

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 #include <nccl.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <memory>
@@ -26,6 +27,7 @@ struct Played {
   int aborted = 0, destroyed = 0;
 };
 Played played;
+std::atomic<bool> hangs{false};  // ncclCommInitRank does
 
 ncclResult_t Play(const char* name) {
   played.calls.emplace_back(name);
@@ -37,6 +39,15 @@ ncclComm_t Communicator(int i) { return reinterpret_cast<ncclComm_t>(static_cast
 ncclResult_t InitAll(ncclComm_t* communicators, int count, const int*) {
   for (int i = 0; i < count; ++i) communicators[i] = Communicator(i);
   return Play("ncclCommInitAll");
+}
+ncclResult_t UniqueId(ncclUniqueId* id) {
+  std::fill(std::begin(id->internal), std::end(id->internal), 'u');
+  return Play("ncclGetUniqueId");
+}
+ncclResult_t InitRank(ncclComm_t* communicator, int, ncclUniqueId, int rank) {
+  while (hangs) usleep(1000);
+  *communicator = Communicator(rank);
+  return Play("ncclCommInitRank");
 }
 ncclResult_t Destroy(ncclComm_t) { return ++played.destroyed, ncclSuccess; }
 ncclResult_t Abort(ncclComm_t) { return ++played.aborted, ncclSuccess; }
@@ -60,6 +71,8 @@ struct Function {
 };
 const Function kFunctions[] = {
     {"ncclCommInitAll", reinterpret_cast<void*>(&InitAll)},
+    {"ncclGetUniqueId", reinterpret_cast<void*>(&UniqueId)},
+    {"ncclCommInitRank", reinterpret_cast<void*>(&InitRank)},
     {"ncclCommDestroy", reinterpret_cast<void*>(&Destroy)},
     {"ncclCommAbort", reinterpret_cast<void*>(&Abort)},
     {"ncclCommGetAsyncError", reinterpret_cast<void*>(&AsyncError)},
@@ -121,6 +134,35 @@ TEST_F(NcclTest, SaysWhatIsMissing) {
 TEST_F(NcclTest, SaysThatTheGpusCannotBeConnected) {
   played.fails = "ncclCommInitAll";
   EXPECT_EQ(Connect().status(), absl::UnavailableError("ncclCommInitAll failed: unhandled system error"));
+}
+
+TEST_F(NcclTest, AnIdIsWhatAProcessNeedsToJoin) {
+  const auto id = Nccl::NewId();
+  ASSERT_TRUE(id.ok()) << id.status();
+  EXPECT_EQ(*id, std::string(NCCL_UNIQUE_ID_BYTES, 'u'));
+  EXPECT_EQ(Nccl::Join(0, {1, 2}, "short", absl::Seconds(1)).status().code(), absl::StatusCode::kInternal);
+  played.fails = "ncclGetUniqueId";
+  EXPECT_EQ(Nccl::NewId().status(), absl::UnavailableError("ncclGetUniqueId failed: unhandled system error"));
+}
+
+TEST_F(NcclTest, AProcessJoinsWithItsOwnGpu) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  const std::string id(NCCL_UNIQUE_ID_BYTES, 'u');
+  {
+    const auto nccl = Nccl::Join(0, {1, 3}, id, absl::Minutes(1));
+    ASSERT_TRUE(nccl.ok()) << nccl.status();
+    EXPECT_EQ((*nccl)->members(), 3);
+    EXPECT_EQ((*nccl)->first_member(), 1);
+  }
+  EXPECT_EQ(played.destroyed, 1);
+  played.fails = "ncclCommInitRank";
+  EXPECT_EQ(Nccl::Join(0, {1, 3}, id, absl::Minutes(1)).status(),
+            absl::UnavailableError("ncclCommInitRank failed: unhandled system error"));
+  hangs = true;
+  const absl::Status late = Nccl::Join(0, {1, 3}, id, absl::Milliseconds(20)).status();
+  EXPECT_EQ(late.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(late.message(), HasSubstr("has not connected rank 1 of 3 within 20ms"));
+  hangs = false;
 }
 
 TEST_F(NcclTest, DestroysItsCommunicators) {

@@ -1,0 +1,25 @@
+// The replicas of a head on CPU backends in several processes: sums and copies over TCP, by Gloo.
+#ifndef LOSSD_KERNELS_CPU_GLOO_LINK_H_
+#define LOSSD_KERNELS_CPU_GLOO_LINK_H_
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "kernels/rank_link.h"
+#include "kernels/replica.h"
+
+namespace lossd::kernels {
+
+// `host`: the address of this host that the other ranks reach; a name or an IP address. `timeout`: how long
+// one rank waits for another. UNAVAILABLE in a build without Gloo.
+//
+// Sums are formed in the order of the ranks, so that their bits are those of as many devices in one process
+// (cpu_replicas.h). Connections are neither encrypted nor authenticated.
+absl::StatusOr<std::unique_ptr<RankLink>> CreateGlooLink(Replica replica, const std::string& host,
+                                                         absl::Duration timeout);
+
+}  // namespace lossd::kernels
+
+#endif  // LOSSD_KERNELS_CPU_GLOO_LINK_H_

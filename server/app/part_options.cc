@@ -1,0 +1,54 @@
+#include "server/app/part_options.h"
+
+#include <utility>
+
+#include "server/app/check_options.h"
+
+namespace lossd::app {
+
+engine::EngineOptions EngineOptionsOf(const ServerOptions& options) {
+  engine::EngineOptions out;
+  out.slice_bytes = options.slice_bytes;
+  out.staging_bytes = options.staging_bytes;
+  out.retained_bytes = options.retained_bytes;
+  out.deterministic = options.deterministic;
+  out.max_streams = options.max_streams;
+  out.max_heads = options.max_heads;
+  out.ledger_bytes = LedgerBytes(options);
+  out.peer_share = options.peer_share;
+  return out;
+}
+
+rpc::HeadServiceOptions HeadServiceOptionsOf(const ServerOptions& options,
+                                             const kernels::BackendInfo& backend) {
+  rpc::HeadServiceOptions out;
+  out.operations.checkpoints.directory = options.checkpoint_directory;
+  out.operations.checkpoints.buffer_bytes = options.checkpoint_buffer_bytes;
+  out.operations.checkpoints.shards = {.most_bytes = options.checkpoint_shard_bytes,
+                                       .threads = CheckpointThreads(options, backend)};
+  out.operations.checkpoints.memory_reserve_bytes = options.memory_reserve_bytes;
+  out.operations.checkpoints.keep = options.keep_checkpoints;
+  out.operations.checkpoints.limit_bytes = options.checkpoint_limit_bytes;
+  out.operations.default_compute_dtype = backend.default_compute_dtype;
+  out.max_waiting_calls = options.max_waiting_calls;
+  out.max_tensor_calls = options.max_tensor_calls;
+  out.max_saves = options.max_saves;
+  out.peer_share = options.peer_share;
+  out.timeouts = options.timeouts;
+  return out;
+}
+
+std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader) {
+  std::vector<metrics::RankReading> readings;
+  if (leader == nullptr) return readings;
+  for (ranks::RankState& state : leader->States()) {
+    readings.push_back({.rank = state.rank,
+                        .host = std::move(state.host),
+                        .device = std::move(state.device),
+                        .lost = state.lost,
+                        .memory = state.memory});
+  }
+  return readings;
+}
+
+}  // namespace lossd::app

@@ -1,0 +1,28 @@
+// The options of a server's parts, as they follow from the server's own, and what its metrics read.
+//
+// Stateless; thread-safe.
+#ifndef LOSSD_SERVER_APP_PART_OPTIONS_H_
+#define LOSSD_SERVER_APP_PART_OPTIONS_H_
+
+#include <vector>
+
+#include "kernels/backend.h"
+#include "server/app/server.h"
+#include "server/engine/engine_options.h"
+#include "server/metrics/rank_metrics.h"
+#include "server/ranks/leader.h"
+#include "server/rpc/head_service.h"
+
+namespace lossd::app {
+
+engine::EngineOptions EngineOptionsOf(const ServerOptions& options);
+
+rpc::HeadServiceOptions HeadServiceOptionsOf(const ServerOptions& options,
+                                             const kernels::BackendInfo& backend);
+
+// None without a leader.
+std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader);
+
+}  // namespace lossd::app
+
+#endif  // LOSSD_SERVER_APP_PART_OPTIONS_H_

@@ -1,0 +1,36 @@
+// What a server's flags say of several processes that are one server (docs/scaling.md).
+#ifndef LOSSD_SERVER_APP_RANK_OPTIONS_H_
+#define LOSSD_SERVER_APP_RANK_OPTIONS_H_
+
+#include <functional>
+#include <string>
+
+#include "absl/time/time.h"
+#include "server/ranks/launch.h"
+
+namespace lossd::app {
+
+struct RankOptions {
+  ranks::Launch launch;  // one rank: this process alone
+  std::string
+      listen;  // rank 0 waits for the others there, "host:port"; empty: follows from the leader's address
+  std::string
+      host;  // an address of this host that the other ranks reach; empty: that of the way to the leader
+  std::string secret_file;  // what admits a rank; empty: nothing
+  std::string ca;           // authorities of the leader's certificate, a PEM file; empty: no TLS
+  std::string worker_http;  // of the other ranks, as ServerOptions::http; empty: none
+  absl::Duration timeout = absl::Minutes(5);             // for all ranks to come together
+  absl::Duration silence_timeout = absl::Seconds(30);    // a rank that answers no ping for so long is lost
+  absl::Duration collective_timeout = absl::Minutes(1);  // for the other ranks to do their part of a sum
+
+  // Of rank 0. Whether to stop waiting for the others; and called when one of the others was asked to stop,
+  // on a thread of the server's, once.
+  std::function<bool()> stop_requested = [] { return false; };
+  std::function<void()> on_leaving = [] {};
+
+  bool several() const { return launch.ranks > 1; }
+};
+
+}  // namespace lossd::app
+
+#endif  // LOSSD_SERVER_APP_RANK_OPTIONS_H_

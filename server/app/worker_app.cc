@@ -1,0 +1,143 @@
+#include "server/app/worker_app.h"
+
+#include <string.h>
+
+#include <memory>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "server/app/check_options.h"
+#include "server/app/compute.h"
+#include "server/app/device_watch.h"
+#include "server/app/gpu_watch.h"
+#include "server/app/security.h"
+#include "server/log/log.h"
+#include "server/metrics/http_server.h"
+
+namespace lossd::app {
+namespace {
+
+// For rank 0 to end the others after its drain.
+constexpr absl::Duration kGrace = absl::Seconds(10);
+
+metrics::HttpHandlers HandlersOf(const ranks::Worker* worker) {
+  using metrics::HttpResponse;
+  metrics::HttpHandlers handlers;
+  handlers["/livez"] = [] { return HttpResponse{.body = "ok\n"}; };
+  handlers["/readyz"] = [worker] {
+    return worker->joined() ? HttpResponse{.body = "ok\n"}
+                            : HttpResponse{.status = 503, .body = "waiting for the other ranks\n"};
+  };
+  handlers["/healthz"] = handlers["/readyz"];
+  return handlers;
+}
+
+class WorkerApp {
+ public:
+  explicit WorkerApp(const ServerOptions& options) : options_(options) {}
+  ~WorkerApp() {
+    http_.reset();
+    if (runs_.joinable()) runs_.join();
+  }
+
+  absl::Status Start();
+  WorkerEnd Run(StopEvents& events);
+
+ private:
+  absl::Status StartHttp();
+  // Waits for the end, at most so long.
+  bool AwaitEnd(absl::Duration limit);
+
+  const ServerOptions& options_;
+  std::unique_ptr<Security> security_;
+  std::unique_ptr<ranks::Worker> worker_;
+  std::optional<DeviceWatch> device_watch_;
+  std::vector<std::unique_ptr<metrics::GpuMonitor>> gpus_;
+  std::unique_ptr<metrics::HttpServer> http_;
+  absl::Mutex mutex_;
+  std::optional<absl::Status> end_ ABSL_GUARDED_BY(mutex_);
+  std::thread runs_;
+};
+
+absl::Status WorkerApp::Start() {
+  if (absl::Status status = CheckOptions(options_); !status.ok()) return status;
+  absl::StatusOr<std::unique_ptr<Security>> security = Security::Create(options_.security);
+  if (!security.ok()) return security.status();
+  security_ = *std::move(security);
+  absl::StatusOr<kernels::CreatedBackend> own = CreateOwnBackend(options_);
+  if (!own.ok()) return own.status();
+  const kernels::BackendInfo info = own->backend->info();
+  absl::StatusOr<std::unique_ptr<ranks::Worker>> worker = CreateWorker(options_, *std::move(own));
+  if (!worker.ok()) return worker.status();
+  worker_ = *std::move(worker);
+  device_watch_.emplace([this](const absl::Status& status) { worker_->ReportLoss(status); });
+  gpus_ = WatchGpus(info, {&*device_watch_});
+  log::Log(log::LogLevel::kInfo, "worker",
+           {{"version", options_.version},
+            {"rank", options_.ranks.launch.rank},
+            {"ranks", options_.ranks.launch.ranks},
+            {"leader", options_.ranks.launch.leader},
+            {"backend", info.name},
+            {"device", info.device}});
+  return options_.ranks.worker_http.empty() ? absl::OkStatus() : StartHttp();
+}
+
+absl::Status WorkerApp::StartHttp() {
+  absl::StatusOr<Address> address = ParseAddress("worker_http", options_.ranks.worker_http);
+  if (!address.ok()) return address.status();
+  if (absl::Status status = CheckHttpAddress(options_.security, *address); !status.ok()) return status;
+  if (address->host == "localhost") address->host = "127.0.0.1";
+  absl::StatusOr<std::unique_ptr<metrics::HttpServer>> http =
+      metrics::HttpServer::Start(address->text(), HandlersOf(worker_.get()), security_->http());
+  if (!http.ok()) return http.status();
+  http_ = *std::move(http);
+  log::Log(log::LogLevel::kInfo, "probes", {{"http", http_->address()}});
+  return absl::OkStatus();
+}
+
+bool WorkerApp::AwaitEnd(absl::Duration limit) {
+  absl::MutexLock lock(&mutex_);
+  const auto ended = [this] {
+    mutex_.AssertHeld();
+    return end_.has_value();
+  };
+  return mutex_.AwaitWithTimeout(absl::Condition(&ended), limit);
+}
+
+WorkerEnd WorkerApp::Run(StopEvents& events) {
+  runs_ = std::thread([this, &events] {
+    absl::Status status = worker_->Run();
+    {
+      absl::MutexLock lock(&mutex_);
+      end_ = std::move(status);
+    }
+    events.NotifyDeviceLost();
+  });
+  const StopEvents::Event event = events.Wait();
+  if (event.signal != 0) {
+    log::Log(log::LogLevel::kInfo, "asking rank 0 to drain", {{"reason", strsignal(event.signal)}});
+    worker_->Leave(absl::StrCat("rank ", options_.ranks.launch.rank, " got ", strsignal(event.signal)));
+    if (!AwaitEnd(options_.drain_timeout + kGrace)) {
+      return {absl::DeadlineExceededError("rank 0 has not ended this rank"), false};
+    }
+  }
+  absl::MutexLock lock(&mutex_);
+  return {*end_, worker_->joined()};
+}
+
+}  // namespace
+
+WorkerEnd RunWorker(const ServerOptions& options, StopEvents& events) {
+  // Not taken down unless it ended well: what it would wait for may hang.
+  auto app = std::make_unique<WorkerApp>(options);
+  WorkerEnd end{app->Start(), false};
+  if (!end.status.ok()) return end;
+  end = app->Run(events);
+  if (!end.status.ok()) (void)app.release();
+  return end;
+}
+
+}  // namespace lossd::app

@@ -1,0 +1,47 @@
+#include "server/ranks/agreement.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/errors/field_error.h"
+
+namespace lossd::ranks {
+namespace {
+
+const std::string* Find(const v1::Hello& hello, const std::string& name) {
+  for (const v1::Setting& setting : hello.settings()) {
+    if (setting.name() == name) return &setting.value();
+  }
+  return nullptr;
+}
+
+absl::Status CheckGpu(uint32_t rank, const std::string& gpu, uint32_t other, const std::string& others_gpu) {
+  if (gpu.empty() || gpu != others_gpu) return absl::OkStatus();
+  return errors::FieldError(absl::StrCat("rank ", rank, ": device"),
+                            absl::StrCat("be a GPU of its own, and rank ", other, " has this one"), gpu);
+}
+
+}  // namespace
+
+Settings SettingsOf(const kernels::BackendInfo& backend) {
+  // What comes before the first space is the number of the device or of the threads.
+  const size_t space = std::min(backend.device.find(' '), backend.device.size());
+  return {{"backend", backend.name}, {"kind of device", backend.device.substr(space)}};
+}
+
+absl::Status CheckAgreement(const Settings& leader, const std::string& leader_gpu, const v1::Hello& worker,
+                            absl::Span<const v1::Hello> others) {
+  for (const auto& [name, value] : leader) {
+    const std::string* const got = Find(worker, name);
+    if (got != nullptr && *got == value) continue;
+    return errors::FieldError(absl::StrCat("rank ", worker.rank(), ": ", name),
+                              absl::StrCat("be what rank 0 has, ", value), got == nullptr ? "nothing" : *got);
+  }
+  absl::Status status = CheckGpu(worker.rank(), worker.gpu_uuid(), 0, leader_gpu);
+  for (const v1::Hello& other : others) {
+    status.Update(CheckGpu(worker.rank(), worker.gpu_uuid(), other.rank(), other.gpu_uuid()));
+  }
+  return status;
+}
+
+}  // namespace lossd::ranks

@@ -1,0 +1,380 @@
+#include "server/ranks/leader.h"
+
+#include <grpcpp/grpcpp.h>
+#include <unistd.h>
+
+#include <map>
+#include <optional>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "kernels/errors/field_error.h"
+#include "lossd/ranks/v1/ranks.grpc.pb.h"
+#include "server/log/log.h"
+#include "server/ranks/rank_replicas.h"
+#include "server/ranks/remote_backend.h"
+#include "server/ranks/worker_stream.h"
+
+namespace lossd::ranks {
+namespace {
+
+// How often the wait for ranks looks whether it is to stop, and how long a worker may take to say who it is.
+constexpr absl::Duration kLook = absl::Milliseconds(200);
+constexpr absl::Duration kHelloTimeout = absl::Seconds(20);
+// Beyond the workers themselves: streams that are refused, and gRPC's own threads.
+constexpr int kSpareThreads = 16;
+
+class GrpcTransport final : public WorkerTransport {
+ public:
+  using Stream = grpc::ServerReaderWriter<v1::ToWorker, v1::FromWorker>;
+  GrpcTransport(grpc::ServerContext* context, Stream* stream) : context_(context), stream_(stream) {}
+  bool Read(v1::FromWorker* message) override { return stream_->Read(message); }
+  bool Write(const v1::ToWorker& message) override { return stream_->Write(message); }
+  void Cancel() override { context_->TryCancel(); }
+
+ private:
+  grpc::ServerContext* const context_;
+  Stream* const stream_;
+};
+
+std::string HostName() {
+  char name[256] = {};
+  return gethostname(name, sizeof(name) - 1) == 0 ? name : "unknown";
+}
+
+class LeaderImpl final : public Leader, private v1::RankService::Service {
+ public:
+  explicit LeaderImpl(const LeaderOptions& options) : options_(options) {}
+  ~LeaderImpl() override;
+
+  absl::Status Listen();
+  int port() const override { return port_; }
+  absl::StatusOr<std::unique_ptr<kernels::Backend>> Form(kernels::CreatedBackend own) override;
+  void WatchLoss(std::function<void(const absl::Status&)> on_lost) override;
+  void WatchLeaving(std::function<void(int, const std::string&)> on_leaving) override;
+  std::vector<RankState> States() const override;
+
+ private:
+  using Workers = std::map<int, std::shared_ptr<WorkerStream>>;
+
+  // ---- On threads of gRPC ----
+  grpc::Status Join(grpc::ServerContext* context, GrpcTransport::Stream* stream) override;
+  absl::StatusOr<v1::Hello> ReadHello(grpc::ServerContext* context, GrpcTransport* transport);
+  absl::Status Enter(const std::shared_ptr<WorkerStream>& worker);
+  void Leave(const std::shared_ptr<WorkerStream>& worker, const absl::Status& status);
+  void OnLeaving(int rank, const std::string& reason);
+
+  // ---- On the thread that forms ----
+  absl::Status AwaitAll();
+  absl::Status Late() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckAll() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void CancelSilent() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status Connect();
+  absl::StatusOr<std::unique_ptr<kernels::Backend>> MakeGroup(std::unique_ptr<kernels::Backend> own);
+  void EndForming(const absl::Status& status);
+
+  const LeaderOptions options_;
+  int port_ = 0;
+  Settings settings_;  // written before the service starts to admit; then const
+  std::string gpu_;
+  kernels::BackendInfo own_info_;
+  const kernels::Backend* own_ = nullptr;
+  std::unique_ptr<kernels::RankLink> link_;
+
+  mutable absl::Mutex mutex_;
+  bool forming_ ABSL_GUARDED_BY(mutex_) = false;
+  bool formed_ ABSL_GUARDED_BY(mutex_) = false;
+  Workers workers_ ABSL_GUARDED_BY(mutex_);
+  std::map<grpc::ServerContext*, absl::Time> silent_ ABSL_GUARDED_BY(mutex_);  // have not said Hello
+  absl::Status lost_ ABSL_GUARDED_BY(mutex_);
+  std::function<void(const absl::Status&)> on_lost_ ABSL_GUARDED_BY(mutex_);
+  std::optional<std::pair<int, std::string>> leaving_ ABSL_GUARDED_BY(mutex_);
+  std::function<void(int, const std::string&)> on_leaving_ ABSL_GUARDED_BY(mutex_);
+
+  std::unique_ptr<grpc::Server> server_;
+};
+
+absl::Status LeaderImpl::Listen() {
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort(options_.listen, options_.credentials, &port_);
+  Configure(options_.limits, &builder);
+  grpc::ResourceQuota quota("ranks");
+  quota.SetMaxThreads(2 * options_.ranks + kSpareThreads);
+  builder.SetResourceQuota(quota);
+  builder.RegisterService(this);
+  server_ = builder.BuildAndStart();
+  if (server_ != nullptr && port_ != 0) return absl::OkStatus();
+  return absl::UnavailableError(
+      absl::StrCat("rank 0 cannot listen for the other ranks on ", options_.listen, " (is the port taken?)"));
+}
+
+// ---- Streams ----
+
+grpc::Status LeaderImpl::Join(grpc::ServerContext* context, GrpcTransport::Stream* stream) {
+  GrpcTransport transport(context, stream);
+  absl::Status status = CheckSecret(options_.secret, *context);
+  absl::StatusOr<v1::Hello> hello = status.ok() ? ReadHello(context, &transport) : status;
+  if (!hello.ok()) {
+    return {static_cast<grpc::StatusCode>(hello.status().code()), std::string(hello.status().message())};
+  }
+  const auto worker = std::make_shared<WorkerStream>(*std::move(hello), &transport);
+  status = Enter(worker);
+  if (!status.ok()) return {static_cast<grpc::StatusCode>(status.code()), std::string(status.message())};
+  worker->Run([&](const absl::Status& lost) { Leave(worker, lost); },
+              [&](const std::string& reason) { OnLeaving(worker->rank(), reason); });
+  return grpc::Status::OK;
+}
+
+absl::StatusOr<v1::Hello> LeaderImpl::ReadHello(grpc::ServerContext* context, GrpcTransport* transport) {
+  {
+    absl::MutexLock lock(&mutex_);
+    if (!forming_) return absl::UnavailableError("the leader is not waiting for ranks");
+    if (silent_.size() > static_cast<size_t>(options_.ranks)) {
+      return absl::UnavailableError("too many at once say that they are ranks");
+    }
+    silent_[context] = absl::Now();
+  }
+  v1::FromWorker message;
+  const bool read = transport->Read(&message);
+  absl::MutexLock lock(&mutex_);
+  silent_.erase(context);
+  if (!read || !message.has_hello()) return absl::InvalidArgumentError("a rank says Hello first");
+  if (message.hello().rank() < 1 || message.hello().rank() >= static_cast<uint32_t>(options_.ranks)) {
+    return errors::FieldError("rank", absl::StrCat("be in [1, ", options_.ranks, ") for a worker"),
+                              message.hello().rank());
+  }
+  return std::move(*message.mutable_hello());
+}
+
+absl::Status LeaderImpl::Enter(const std::shared_ptr<WorkerStream>& worker) {
+  absl::MutexLock lock(&mutex_);
+  if (!forming_) return absl::UnavailableError("the leader is not waiting for ranks");
+  if (!workers_.emplace(worker->rank(), worker).second) {
+    return absl::UnavailableError(absl::StrCat("there is a rank ", worker->rank(), " already, on host ",
+                                               workers_[worker->rank()]->hello().host()));
+  }
+  log::Log(log::LogLevel::kInfo, "rank is there",
+           {{"rank", worker->rank()},
+            {"host", worker->hello().host()},
+            {"device", worker->hello().backend().device()}});
+  return absl::OkStatus();
+}
+
+void LeaderImpl::Leave(const std::shared_ptr<WorkerStream>& worker, const absl::Status& status) {
+  std::function<void(const absl::Status&)> on_lost;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (forming_) {  // it may come again
+      workers_.erase(worker->rank());
+      return;
+    }
+    if (!formed_ || !lost_.ok()) return;
+    lost_ = status;
+    on_lost = std::move(on_lost_);
+  }
+  log::Log(log::LogLevel::kError, "rank is lost", {{"rank", worker->rank()}, {"error", status.message()}});
+  if (on_lost) on_lost(status);
+}
+
+// ---- Forming ----
+
+absl::Status LeaderImpl::Late() const {
+  std::vector<int> missing;
+  for (int rank = 1; rank < options_.ranks; ++rank) {
+    if (workers_.count(rank) == 0) missing.push_back(rank);
+  }
+  return absl::DeadlineExceededError(
+      absl::StrCat(missing.size() == 1 ? "rank " : "ranks ", absl::StrJoin(missing, ", "), " of ",
+                   options_.ranks, missing.size() == 1 ? " has" : " have", " not come within ",
+                   absl::FormatDuration(options_.timeout), " (--rank_timeout)"));
+}
+
+absl::Status LeaderImpl::CheckAll() const {
+  std::vector<v1::Hello> others;
+  for (const auto& [rank, worker] : workers_) {
+    if (absl::Status status = CheckAgreement(settings_, gpu_, worker->hello(), others); !status.ok())
+      return status;
+    others.push_back(worker->hello());
+  }
+  return absl::OkStatus();
+}
+
+void LeaderImpl::CancelSilent() {
+  for (const auto& [context, since] : silent_) {
+    if (absl::Now() - since > kHelloTimeout) context->TryCancel();
+  }
+}
+
+absl::Status LeaderImpl::AwaitAll() {
+  const absl::Time deadline = absl::Now() + options_.timeout;
+  absl::MutexLock lock(&mutex_);
+  forming_ = true;
+  size_t seen = 0;
+  const auto news = [&] {
+    mutex_.AssertHeld();
+    return workers_.size() != seen;
+  };
+  while (true) {
+    mutex_.AwaitWithTimeout(absl::Condition(&news), kLook);
+    seen = workers_.size();
+    if (absl::Status status = CheckAll(); !status.ok()) return status;
+    if (seen == static_cast<size_t>(options_.ranks) - 1) return absl::OkStatus();
+    if (options_.stop()) return absl::CancelledError("stopped while waiting for the other ranks");
+    if (absl::Now() > deadline) return Late();
+    CancelSilent();
+  }
+}
+
+// No worker is added any more; one that goes now is lost.
+void LeaderImpl::EndForming(const absl::Status& status) {
+  Workers workers;
+  {
+    absl::MutexLock lock(&mutex_);
+    forming_ = false;
+    formed_ = status.ok();
+    for (const auto& [context, since] : silent_) context->TryCancel();
+    if (!status.ok()) workers = workers_;
+  }
+  for (const auto& [rank, worker] : workers) worker->Refuse(status);
+}
+
+absl::Status LeaderImpl::Connect() {
+  Workers workers;
+  {
+    absl::MutexLock lock(&mutex_);
+    workers = workers_;
+  }
+  std::vector<std::string> addresses;
+  for (const auto& [rank, worker] : workers) worker->Prepare();
+  absl::StatusOr<std::string> own = link_->Address();
+  if (!own.ok()) return own.status();
+  addresses.push_back(*std::move(own));
+  const absl::Time deadline = absl::Now() + options_.timeout;
+  for (const auto& [rank, worker] : workers) {
+    absl::StatusOr<std::string> address = worker->AwaitPrepared(deadline);
+    if (!address.ok()) return address.status();
+    addresses.push_back(*std::move(address));
+  }
+  std::vector<uint64_t> requests;
+  for (const auto& [rank, worker] : workers) requests.push_back(worker->StartConnect(addresses));
+  const absl::Status connected = link_->Connect(addresses);
+  absl::Status of_workers;
+  size_t i = 0;
+  for (const auto& [rank, worker] : workers) of_workers.Update(worker->Await(requests[i++]).status());
+  return of_workers.ok() ? connected : of_workers;
+}
+
+absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::MakeGroup(
+    std::unique_ptr<kernels::Backend> own) {
+  std::vector<std::unique_ptr<kernels::Backend>> members;
+  members.push_back(std::move(own));
+  Workers workers;
+  {
+    absl::MutexLock lock(&mutex_);
+    workers = workers_;
+  }
+  for (const auto& [rank, worker] : workers) {
+    absl::StatusOr<std::unique_ptr<RemoteBackend>> member = RemoteBackend::Create(worker);
+    if (!member.ok()) return member.status();
+    members.push_back(*std::move(member));
+  }
+  const auto make_replicas = [link = link_.get()](absl::Span<kernels::HeadKernels* const> heads) {
+    return MakeRankReplicas(link, heads);
+  };
+  return kernels::CreateGroupBackend(std::move(members), make_replicas, options_.group);
+}
+
+absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::Form(kernels::CreatedBackend own) {
+  own_info_ = own.backend->info();
+  own_ = own.backend.get();
+  link_ = std::move(own.link);
+  settings_ = options_.settings;
+  for (auto& setting : SettingsOf(own_info_)) settings_.push_back(std::move(setting));
+  if (!own_info_.uuids.empty()) gpu_ = own_info_.uuids.front();
+  absl::Status status = AwaitAll();
+  EndForming(status);
+  if (!status.ok()) return status;
+  if (status = Connect(); !status.ok()) {
+    EndForming(status);
+    return status;
+  }
+  return MakeGroup(std::move(own.backend));
+}
+
+// ---- Afterwards ----
+
+void LeaderImpl::WatchLoss(std::function<void(const absl::Status&)> on_lost) {
+  absl::Status lost;
+  {
+    absl::MutexLock lock(&mutex_);
+    lost = lost_;
+    if (lost.ok()) on_lost_ = on_lost;
+  }
+  if (!lost.ok()) on_lost(lost);
+}
+
+void LeaderImpl::OnLeaving(int rank, const std::string& reason) {
+  std::function<void(int, const std::string&)> on_leaving;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (leaving_.has_value()) return;
+    leaving_ = {rank, reason};
+    on_leaving = std::move(on_leaving_);
+  }
+  if (on_leaving) on_leaving(rank, reason);
+}
+
+void LeaderImpl::WatchLeaving(std::function<void(int, const std::string&)> on_leaving) {
+  std::optional<std::pair<int, std::string>> leaving;
+  {
+    absl::MutexLock lock(&mutex_);
+    leaving = leaving_;
+    if (!leaving.has_value()) on_leaving_ = on_leaving;
+  }
+  if (leaving.has_value()) on_leaving(leaving->first, leaving->second);
+}
+
+std::vector<RankState> LeaderImpl::States() const {
+  std::vector<RankState> states;
+  states.push_back(
+      {.rank = 0, .host = HostName(), .device = own_info_.device, .lost = false, .memory = own_->memory()});
+  absl::MutexLock lock(&mutex_);
+  for (const auto& [rank, worker] : workers_) {
+    states.push_back({.rank = rank,
+                      .host = worker->hello().host(),
+                      .device = worker->hello().backend().device(),
+                      .lost = worker->lost(),
+                      .memory = worker->memory()});
+  }
+  return states;
+}
+
+LeaderImpl::~LeaderImpl() {
+  Workers workers;
+  {
+    absl::MutexLock lock(&mutex_);
+    workers = workers_;
+    formed_ = false;
+    forming_ = false;
+    on_lost_ = nullptr;
+    on_leaving_ = nullptr;
+  }
+  for (const auto& [rank, worker] : workers) worker->End();
+  // Workers close their streams; what is left is cancelled.
+  constexpr absl::Duration kGoodbye = absl::Seconds(5);
+  if (server_ != nullptr) server_->Shutdown(absl::ToChronoTime(absl::Now() + kGoodbye));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Leader>> Leader::Start(const LeaderOptions& options) {
+  auto leader = std::make_unique<LeaderImpl>(options);
+  if (absl::Status status = leader->Listen(); !status.ok()) return status;
+  return leader;
+}
+
+}  // namespace lossd::ranks

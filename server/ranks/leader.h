@@ -1,0 +1,74 @@
+// The leader of several ranks: waits until all workers are there and agree, and makes their backends and its
+// own into one.
+//
+// Thread-safe, but for Form.
+#ifndef LOSSD_SERVER_RANKS_LEADER_H_
+#define LOSSD_SERVER_RANKS_LEADER_H_
+
+#include <grpcpp/security/server_credentials.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "kernels/backend.h"
+#include "kernels/create_backend.h"
+#include "kernels/group/group_backend.h"
+#include "server/ranks/agreement.h"
+#include "server/ranks/channel.h"
+
+namespace lossd::ranks {
+
+struct LeaderOptions {
+  int ranks = 2;
+  std::string listen;  // "host:port" of the workers' service; port 0: any free one
+  std::shared_ptr<grpc::ServerCredentials> credentials;  // outlive the leader
+  std::string secret;                                    // empty: whoever reaches the address may be a rank
+  ChannelLimits limits;
+  Settings settings;  // but those of the backend
+  kernels::GroupOptions group;
+  absl::Duration timeout = absl::Minutes(5);  // for all ranks to come
+  // Whether to give up waiting; asked every now and then.
+  std::function<bool()> stop = [] { return false; };
+};
+
+// What is known of a rank.
+struct RankState {
+  int rank = 0;
+  std::string host;
+  std::string device;
+  bool lost = false;
+  kernels::MemoryStats memory;
+};
+
+class Leader {
+ public:
+  // Listens. UNAVAILABLE if it cannot.
+  static absl::StatusOr<std::unique_ptr<Leader>> Start(const LeaderOptions& options);
+  // Has the workers end. After the backend that Form has made.
+  virtual ~Leader() = default;
+
+  // The port that was chosen.
+  virtual int port() const = 0;
+
+  // The backend of all ranks, of which `own` is the leader's. The leader outlives it.
+  // INVALID_ARGUMENT, naming rank and values, if ranks do not agree; DEADLINE_EXCEEDED naming those that have
+  // not come; CANCELLED; UNAVAILABLE if they cannot be connected. The workers are told, and end.
+  virtual absl::StatusOr<std::unique_ptr<kernels::Backend>> Form(kernels::CreatedBackend own) = 0;
+
+  // `on_lost` is called once, when the first rank is lost, on a thread of the leader's, or here if one is.
+  virtual void WatchLoss(std::function<void(const absl::Status&)> on_lost) = 0;
+  // `on_leaving` is called when a worker has been asked to stop, likewise.
+  virtual void WatchLeaving(std::function<void(int rank, const std::string& reason)> on_leaving) = 0;
+
+  // Of all ranks, by rank.
+  virtual std::vector<RankState> States() const = 0;
+};
+
+}  // namespace lossd::ranks
+
+#endif  // LOSSD_SERVER_RANKS_LEADER_H_

@@ -1,0 +1,19 @@
+// At which of its addresses this host is reached by the others.
+//
+// Stateless; thread-safe.
+#ifndef LOSSD_SERVER_RANKS_LOCAL_ADDRESS_H_
+#define LOSSD_SERVER_RANKS_LOCAL_ADDRESS_H_
+
+#include <string>
+
+#include "absl/status/statusor.h"
+
+namespace lossd::ranks {
+
+// The address of this host from which `host` is reached; of `host` itself, where that is this one, an address
+// that others reach. A loopback address only if `host` is one. UNAVAILABLE if the name cannot be resolved.
+absl::StatusOr<std::string> LocalAddressFor(const std::string& host);
+
+}  // namespace lossd::ranks
+
+#endif  // LOSSD_SERVER_RANKS_LOCAL_ADDRESS_H_

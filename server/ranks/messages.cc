@@ -1,0 +1,261 @@
+#include "server/ranks/messages.h"
+
+#include "absl/strings/cord.h"
+#include "kernels/errors/field_error.h"
+
+namespace lossd::ranks {
+namespace {
+
+using kernels::DType;
+
+// An enumeration by its value, of which `last` is the largest.
+template <typename Enum>
+absl::StatusOr<Enum> EnumOf(const char* name, uint32_t value, Enum last) {
+  if (value <= static_cast<uint32_t>(last)) return static_cast<Enum>(value);
+  return errors::FieldError(name, absl::StrCat("be in [0, ", static_cast<uint32_t>(last), "]"), value);
+}
+
+template <typename Enum>
+uint32_t ValueOf(Enum value) {
+  return static_cast<uint32_t>(value);
+}
+
+}  // namespace
+
+v1::Status ToProto(const absl::Status& status) {
+  v1::Status out;
+  out.set_code(static_cast<int32_t>(status.code()));
+  out.set_message(std::string(status.message()));
+  status.ForEachPayload([&out](absl::string_view url, const absl::Cord& value) {
+    v1::Payload* const payload = out.add_payloads();
+    payload->set_url(std::string(url));
+    payload->set_value(std::string(value));
+  });
+  return out;
+}
+
+absl::Status FromProto(const v1::Status& status) {
+  absl::Status out(static_cast<absl::StatusCode>(status.code()), status.message());
+  for (const v1::Payload& payload : status.payloads())
+    out.SetPayload(payload.url(), absl::Cord(payload.value()));
+  return out;
+}
+
+v1::HeadConfig ToProto(const kernels::HeadConfig& config) {
+  v1::HeadConfig out;
+  out.set_hidden_size(config.hidden_size);
+  out.set_vocab_size(config.vocab_size);
+  out.set_has_bias(config.has_bias);
+  out.set_has_class_weights(config.has_class_weights);
+  out.set_norm(ValueOf(config.norm));
+  out.set_norm_epsilon(config.norm_epsilon);
+  out.set_compute_dtype(ValueOf(config.compute_dtype));
+  out.set_optimizer_state(ValueOf(config.optimizer_state));
+  out.set_trainable(config.trainable);
+  out.set_logits(ValueOf(config.logits));
+  out.set_gradients(ValueOf(config.gradients));
+  out.set_workspace_bytes(config.workspace_bytes);
+  return out;
+}
+
+absl::StatusOr<kernels::HeadConfig> FromProto(const v1::HeadConfig& config) {
+  const auto norm = EnumOf("norm", config.norm(), kernels::Norm::kRmsNorm);
+  if (!norm.ok()) return norm.status();
+  const auto dtype = DTypeOf(config.compute_dtype());
+  if (!dtype.ok()) return dtype.status();
+  const auto state = EnumOf("optimizer_state", config.optimizer_state(), kernels::OptimizerState::kAdam);
+  if (!state.ok()) return state.status();
+  const auto logits = EnumOf("logits", config.logits(), kernels::Logits::kRecomputed);
+  if (!logits.ok()) return logits.status();
+  const auto gradients = GradientsOf(config.gradients());
+  if (!gradients.ok()) return gradients.status();
+  return kernels::HeadConfig{.hidden_size = config.hidden_size(),
+                             .vocab_size = config.vocab_size(),
+                             .has_bias = config.has_bias(),
+                             .has_class_weights = config.has_class_weights(),
+                             .norm = *norm,
+                             .norm_epsilon = config.norm_epsilon(),
+                             .compute_dtype = *dtype,
+                             .optimizer_state = *state,
+                             .trainable = config.trainable(),
+                             .logits = *logits,
+                             .gradients = *gradients,
+                             .workspace_bytes = config.workspace_bytes()};
+}
+
+v1::Step ToProto(const kernels::OptimizerOptions& options, int64_t update) {
+  v1::Step out;
+  out.set_kind(ValueOf(options.kind));
+  out.set_learning_rate(options.learning_rate);
+  out.set_weight_decay(options.weight_decay);
+  out.set_decay_vectors(options.decay_vectors);
+  out.set_grad_multiplier(options.grad_multiplier);
+  out.set_beta1(options.beta1);
+  out.set_beta2(options.beta2);
+  out.set_epsilon(options.epsilon);
+  out.set_momentum(options.momentum);
+  out.set_dampening(options.dampening);
+  out.set_nesterov(options.nesterov);
+  out.set_update(update);
+  return out;
+}
+
+absl::StatusOr<kernels::OptimizerOptions> FromProto(const v1::Step& step) {
+  const auto kind = EnumOf("kind", step.kind(), kernels::OptimizerOptions::Kind::kAdamW);
+  if (!kind.ok()) return kind.status();
+  return kernels::OptimizerOptions{.kind = *kind,
+                                   .learning_rate = step.learning_rate(),
+                                   .weight_decay = step.weight_decay(),
+                                   .decay_vectors = step.decay_vectors(),
+                                   .grad_multiplier = step.grad_multiplier(),
+                                   .beta1 = step.beta1(),
+                                   .beta2 = step.beta2(),
+                                   .epsilon = step.epsilon(),
+                                   .momentum = step.momentum(),
+                                   .dampening = step.dampening(),
+                                   .nesterov = step.nesterov()};
+}
+
+v1::LossOptions ToProto(const kernels::LossOptions& options) {
+  v1::LossOptions out;
+  out.set_logit_scale(options.logit_scale);
+  out.set_softcap(options.softcap);
+  out.set_label_smoothing(options.label_smoothing);
+  out.set_z_loss(options.z_loss);
+  out.set_use_class_weights(options.use_class_weights);
+  out.set_gradients(ValueOf(options.gradients));
+  out.set_filter_epsilon(options.filter_epsilon);
+  out.set_sample_threshold(options.sample_threshold);
+  out.set_max_gradient_error(options.max_gradient_error);
+  return out;
+}
+
+absl::StatusOr<kernels::LossOptions> FromProto(const v1::LossOptions& options) {
+  const auto gradients = GradientsOf(options.gradients());
+  if (!gradients.ok()) return gradients.status();
+  return kernels::LossOptions{.logit_scale = options.logit_scale(),
+                              .softcap = options.softcap(),
+                              .label_smoothing = options.label_smoothing(),
+                              .z_loss = options.z_loss(),
+                              .use_class_weights = options.use_class_weights(),
+                              .gradients = *gradients,
+                              .filter_epsilon = options.filter_epsilon(),
+                              .sample_threshold = options.sample_threshold(),
+                              .max_gradient_error = options.max_gradient_error()};
+}
+
+void SetBytes(const kernels::MemoryBytes& bytes, google::protobuf::RepeatedField<int64_t>* out) {
+  out->Clear();
+  for (const int64_t value : bytes.by_kind) out->Add(value);
+}
+
+kernels::MemoryBytes BytesOf(const google::protobuf::RepeatedField<int64_t>& values) {
+  kernels::MemoryBytes bytes;
+  for (size_t kind = 0; kind < kernels::kMemoryKinds && kind < static_cast<size_t>(values.size()); ++kind) {
+    bytes.by_kind[kind] = values.Get(static_cast<int>(kind));
+  }
+  return bytes;
+}
+
+v1::Memory ToProto(const kernels::MemoryStats& stats) {
+  v1::Memory out;
+  SetBytes(stats.current, out.mutable_current());
+  SetBytes(stats.peak, out.mutable_peak());
+  out.set_peak_total(stats.peak_total);
+  out.set_limit(stats.limit);
+  return out;
+}
+
+kernels::MemoryStats FromProto(const v1::Memory& memory) {
+  return {.current = BytesOf(memory.current()),
+          .peak = BytesOf(memory.peak()),
+          .peak_total = memory.peak_total(),
+          .limit = memory.limit()};
+}
+
+v1::BackendInfo ToProto(const kernels::BackendInfo& info, int max_chunks_in_flight) {
+  v1::BackendInfo out;
+  out.set_name(info.name);
+  out.set_device(info.device);
+  out.set_default_compute_dtype(ValueOf(info.default_compute_dtype));
+  out.set_max_chunks_in_flight(max_chunks_in_flight);
+  return out;
+}
+
+absl::StatusOr<kernels::BackendInfo> FromProto(const v1::BackendInfo& info) {
+  const auto dtype = DTypeOf(info.default_compute_dtype());
+  if (!dtype.ok()) return dtype.status();
+  return kernels::BackendInfo{.name = info.name(), .device = info.device(), .default_compute_dtype = *dtype};
+}
+
+v1::TensorAccess ToProto(kernels::TensorId id, int64_t row_begin, int64_t rows, DType dtype) {
+  v1::TensorAccess out;
+  out.set_param(ValueOf(id.param));
+  out.set_role(ValueOf(id.role));
+  out.set_row_begin(row_begin);
+  out.set_rows(rows);
+  out.set_dtype(ValueOf(dtype));
+  return out;
+}
+
+absl::StatusOr<kernels::TensorId> TensorOf(const v1::TensorAccess& access) {
+  const auto param = EnumOf("param", access.param(), kernels::Param::kClassWeights);
+  if (!param.ok()) return param.status();
+  const auto role = EnumOf("role", access.role(), kernels::Role::kMoment2);
+  if (!role.ok()) return role.status();
+  return kernels::TensorId{*param, *role};
+}
+
+absl::StatusOr<DType> DTypeOf(uint32_t value) { return EnumOf("dtype", value, DType::kBFloat16); }
+
+absl::StatusOr<kernels::Gradients> GradientsOf(uint32_t value) {
+  return EnumOf("gradients", value, kernels::Gradients::kAuto);
+}
+
+void SetChoices(const std::vector<kernels::Choice>& choices,
+                google::protobuf::RepeatedPtrField<v1::Choice>* out) {
+  for (const kernels::Choice& choice : choices) {
+    v1::Choice* const one = out->Add();
+    one->set_what(choice.what);
+    one->set_choice(choice.choice);
+    one->set_reason(choice.reason);
+    one->set_workspace_bytes(choice.workspace_bytes);
+  }
+}
+
+std::vector<kernels::Choice> ChoicesOf(const google::protobuf::RepeatedPtrField<v1::Choice>& choices) {
+  std::vector<kernels::Choice> out;
+  for (const v1::Choice& choice : choices) {
+    out.push_back({.what = choice.what(),
+                   .choice = choice.choice(),
+                   .reason = choice.reason(),
+                   .workspace_bytes = choice.workspace_bytes()});
+  }
+  return out;
+}
+
+v1::SliceSums ToProto(const kernels::SliceSums& sums) {
+  v1::SliceSums out;
+  out.set_loss(sums.loss);
+  out.set_z_loss(sums.z_loss);
+  out.set_entropy(sums.entropy);
+  out.set_dropped_mass(sums.dropped_mass);
+  out.set_sampling_variance(sums.sampling_variance);
+  out.set_squared_gradient(sums.squared_gradient);
+  out.set_valid_rows(sums.valid_rows);
+  out.set_correct_rows(sums.correct_rows);
+  return out;
+}
+
+kernels::SliceSums FromProto(const v1::SliceSums& sums) {
+  return {.loss = sums.loss(),
+          .z_loss = sums.z_loss(),
+          .entropy = sums.entropy(),
+          .dropped_mass = sums.dropped_mass(),
+          .sampling_variance = sums.sampling_variance(),
+          .squared_gradient = sums.squared_gradient(),
+          .valid_rows = sums.valid_rows(),
+          .correct_rows = sums.correct_rows()};
+}
+
+}  // namespace lossd::ranks

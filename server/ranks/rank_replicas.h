@@ -1,0 +1,21 @@
+// The replicas of one head on all ranks, as the leader drives them: every rank is told to do its part, and
+// the leader does its own beside them.
+#ifndef LOSSD_SERVER_RANKS_RANK_REPLICAS_H_
+#define LOSSD_SERVER_RANKS_RANK_REPLICAS_H_
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kernels/rank_link.h"
+
+namespace lossd::ranks {
+
+// `heads`: the leader's own, of the backend of `link`, then those of the workers in the order of their ranks
+// (RemoteHead). An error of one rank is that of all: whatever a rank could not do may be done at others.
+absl::StatusOr<std::unique_ptr<kernels::Replicas>> MakeRankReplicas(
+    kernels::RankLink* link, absl::Span<kernels::HeadKernels* const> heads);
+
+}  // namespace lossd::ranks
+
+#endif  // LOSSD_SERVER_RANKS_RANK_REPLICAS_H_

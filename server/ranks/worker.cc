@@ -1,0 +1,309 @@
+#include "server/ranks/worker.h"
+
+#include <grpcpp/grpcpp.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <deque>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "lossd/ranks/v1/ranks.grpc.pb.h"
+#include "server/log/log.h"
+#include "server/ranks/messages.h"
+#include "server/ranks/worker_heads.h"
+
+namespace lossd::ranks {
+namespace {
+
+// Between attempts to join.
+constexpr absl::Duration kRetry = absl::Milliseconds(300);
+
+std::string HostName() {
+  char name[256] = {};
+  return gethostname(name, sizeof(name) - 1) == 0 ? name : "unknown";
+}
+
+// Whether a refusal will be the same the next time.
+bool IsFinal(const grpc::Status& status) {
+  switch (status.error_code()) {
+    case grpc::StatusCode::UNAUTHENTICATED:
+    case grpc::StatusCode::PERMISSION_DENIED:
+    case grpc::StatusCode::INVALID_ARGUMENT:
+    case grpc::StatusCode::UNIMPLEMENTED:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// Messages between two threads. Thread-safe.
+template <typename Message>
+class Queue {
+ public:
+  void Push(Message message) {
+    absl::MutexLock lock(&mutex_);
+    messages_.push_back(std::move(message));
+  }
+  void Close() {
+    absl::MutexLock lock(&mutex_);
+    closed_ = true;
+  }
+  // nullopt once it is closed; what is left is dropped.
+  std::optional<Message> Pop() {
+    absl::MutexLock lock(&mutex_);
+    const auto news = [this] {
+      mutex_.AssertHeld();
+      return closed_ || !messages_.empty();
+    };
+    mutex_.Await(absl::Condition(&news));
+    if (closed_) return std::nullopt;
+    Message message = std::move(messages_.front());
+    messages_.pop_front();
+    return message;
+  }
+
+ private:
+  absl::Mutex mutex_;
+  std::deque<Message> messages_ ABSL_GUARDED_BY(mutex_);
+  bool closed_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+class WorkerImpl final : public Worker {
+ public:
+  WorkerImpl(const WorkerOptions& options, kernels::CreatedBackend own)
+      : options_(options),
+        backend_(std::move(own.backend)),
+        link_(std::move(own.link)),
+        heads_(backend_.get(), link_.get(),
+               [this](v1::FromWorker message) { answers_.Push(std::move(message)); }) {}
+  ~WorkerImpl() override { Stop(); }
+
+  absl::Status Run() override;
+  void Leave(const std::string& reason) override;
+  void ReportLoss(const absl::Status& status) override;
+  bool joined() const override { return joined_; }
+
+ private:
+  using Stream = grpc::ClientReaderWriter<v1::FromWorker, v1::ToWorker>;
+  // One attempt, with what it needs.
+  struct Attempt {
+    std::shared_ptr<grpc::Channel> channel;
+    std::unique_ptr<v1::RankService::Stub> stub;
+    grpc::ClientContext context;
+    std::unique_ptr<Stream> stream;
+  };
+
+  absl::Status Join();
+  absl::Status TryToJoin(v1::ToWorker* first);
+  v1::FromWorker Hello() const;
+  absl::Status Serve(v1::ToWorker message);
+  // ---- On the driving thread ----
+  void Drive();
+  absl::Status Handle(v1::ToWorker& message);
+  absl::Status OnSlice(v1::ChunkSlice* slice);
+  absl::Status SubmitIfComplete();
+  void Write();
+  void Stop();
+
+  const WorkerOptions options_;
+  const std::unique_ptr<kernels::Backend> backend_;
+  const std::unique_ptr<kernels::RankLink> link_;
+  Queue<v1::ToWorker> requests_;   // bounded: the leader waits for answers, and sends so many chunks
+  Queue<v1::FromWorker> answers_;  // likewise
+  WorkerHeads heads_;
+  std::optional<v1::ChunkStart> chunk_;  // of which slices are still to come
+  std::vector<v1::ChunkSlice> slices_;
+  std::atomic<bool> joined_{false};
+  std::atomic<bool> leaving_{false};
+  absl::Mutex attempt_mutex_;
+  std::unique_ptr<Attempt> attempt_ ABSL_GUARDED_BY(attempt_mutex_);
+  std::thread driver_;
+  std::thread writer_;
+};
+
+// ---- Joining ----
+
+v1::FromWorker WorkerImpl::Hello() const {
+  const kernels::BackendInfo info = backend_->info();
+  v1::FromWorker message;
+  v1::Hello* const hello = message.mutable_hello();
+  hello->set_rank(static_cast<uint32_t>(options_.rank));
+  hello->set_host(HostName());
+  if (!info.uuids.empty()) hello->set_gpu_uuid(info.uuids.front());
+  *hello->mutable_backend() = ToProto(info, backend_->max_chunks_in_flight());
+  Settings settings = options_.settings;
+  for (auto& setting : SettingsOf(info)) settings.push_back(std::move(setting));
+  for (const auto& [name, value] : settings) {
+    v1::Setting* const setting = hello->add_settings();
+    setting->set_name(name);
+    setting->set_value(value);
+  }
+  return message;
+}
+
+// UNAVAILABLE if it may be tried again.
+absl::Status WorkerImpl::TryToJoin(v1::ToWorker* first) {
+  auto attempt = std::make_unique<Attempt>();
+  attempt->channel =
+      grpc::CreateCustomChannel(options_.leader, options_.credentials, ArgumentsOf(options_.limits));
+  attempt->stub = v1::RankService::NewStub(attempt->channel);
+  AddSecret(options_.secret, &attempt->context);
+  attempt->stream = attempt->stub->Join(&attempt->context);
+  Stream* const stream = attempt->stream.get();
+  {
+    absl::MutexLock lock(&attempt_mutex_);
+    attempt_ = std::move(attempt);
+    if (leaving_) attempt_->context.TryCancel();
+  }
+  if (stream->Write(Hello()) && stream->Read(first)) return absl::OkStatus();
+  const grpc::Status status = stream->Finish();
+  const std::string message = absl::StrCat("the leader at ", options_.leader, ": ", status.error_message());
+  if (IsFinal(status)) return absl::InvalidArgumentError(message);
+  return absl::UnavailableError(message);
+}
+
+absl::Status WorkerImpl::Join() {
+  const absl::Time deadline = absl::Now() + options_.timeout;
+  v1::ToWorker first;
+  while (true) {
+    absl::Status status = TryToJoin(&first);
+    if (status.ok()) return Serve(std::move(first));
+    if (leaving_) return absl::OkStatus();
+    if (!absl::IsUnavailable(status)) return status;
+    if (absl::Now() > deadline) {
+      return absl::DeadlineExceededError(absl::StrCat("rank ", options_.rank, " was not taken within ",
+                                                      absl::FormatDuration(options_.timeout),
+                                                      " (--rank_timeout) by ", status.message()));
+    }
+    absl::SleepFor(kRetry);
+  }
+}
+
+// ---- Serving ----
+
+absl::Status WorkerImpl::Run() { return Join(); }
+
+absl::Status WorkerImpl::Serve(v1::ToWorker message) {
+  Stream* stream = nullptr;
+  {
+    absl::MutexLock lock(&attempt_mutex_);
+    stream = attempt_->stream.get();
+  }
+  writer_ = std::thread([this] { Write(); });
+  driver_ = std::thread([this] { Drive(); });
+  do {
+    if (message.has_end()) return absl::OkStatus();
+    if (message.has_refusal()) return FromProto(message.refusal().status());
+    requests_.Push(std::move(message));
+    message = v1::ToWorker();
+  } while (stream->Read(&message));
+  return absl::UnavailableError(absl::StrCat("the leader at ", options_.leader, " is lost"));
+}
+
+void WorkerImpl::Write() {
+  Stream* stream = nullptr;
+  {
+    absl::MutexLock lock(&attempt_mutex_);
+    stream = attempt_->stream.get();
+  }
+  // After a failed write, reading ends too.
+  while (const std::optional<v1::FromWorker> message = answers_.Pop()) stream->Write(*message);
+}
+
+void WorkerImpl::Drive() {
+  while (std::optional<v1::ToWorker> message = requests_.Pop()) {
+    if (absl::Status status = Handle(*message); !status.ok()) ReportLoss(status);
+  }
+}
+
+absl::Status WorkerImpl::Handle(v1::ToWorker& message) {
+  v1::FromWorker answer;
+  switch (message.message_case()) {
+    case v1::ToWorker::kPrepare: {
+      absl::StatusOr<std::string> address = link_->Address();
+      if (!address.ok()) return address.status();
+      answer.mutable_prepared()->set_address(*std::move(address));
+      break;
+    }
+    case v1::ToWorker::kConnect: {
+      const auto& addresses = message.connect().addresses();
+      const absl::Status status = link_->Connect({addresses.begin(), addresses.end()});
+      joined_ = status.ok();
+      answer.mutable_answer()->set_request(message.connect().request());
+      *answer.mutable_answer()->mutable_status() = ToProto(status);
+      break;
+    }
+    case v1::ToWorker::kRequest:
+      *answer.mutable_answer() = heads_.Execute(message.request());
+      break;
+    case v1::ToWorker::kChunk:
+      chunk_ = std::move(*message.mutable_chunk());
+      return SubmitIfComplete();
+    case v1::ToWorker::kSlice:
+      return OnSlice(message.mutable_slice());
+    default:
+      return absl::InternalError(absl::StrCat("the leader sent message ", message.message_case()));
+  }
+  answers_.Push(std::move(answer));
+  return absl::OkStatus();
+}
+
+absl::Status WorkerImpl::OnSlice(v1::ChunkSlice* slice) {
+  if (!chunk_.has_value()) return absl::InternalError("the leader sent a slice without a chunk");
+  slices_.push_back(std::move(*slice));
+  return SubmitIfComplete();
+}
+
+absl::Status WorkerImpl::SubmitIfComplete() {
+  if (slices_.size() < chunk_->slices()) return absl::OkStatus();
+  const v1::ChunkStart start = *std::exchange(chunk_, std::nullopt);
+  return heads_.Submit(start, std::exchange(slices_, {}));
+}
+
+// ---- Ending ----
+
+void WorkerImpl::Leave(const std::string& reason) {
+  leaving_ = true;
+  if (joined_) {
+    v1::FromWorker message;
+    message.mutable_leaving()->set_reason(reason);
+    answers_.Push(std::move(message));
+    return;
+  }
+  absl::MutexLock lock(&attempt_mutex_);
+  if (attempt_ != nullptr) attempt_->context.TryCancel();
+}
+
+void WorkerImpl::ReportLoss(const absl::Status& status) {
+  v1::FromWorker message;
+  *message.mutable_lost()->mutable_status() = ToProto(status);
+  answers_.Push(std::move(message));
+}
+
+void WorkerImpl::Stop() {
+  requests_.Close();
+  answers_.Close();
+  {
+    absl::MutexLock lock(&attempt_mutex_);
+    if (attempt_ != nullptr) attempt_->context.TryCancel();
+  }
+  if (driver_.joinable()) driver_.join();
+  if (writer_.joinable()) writer_.join();
+  absl::MutexLock lock(&attempt_mutex_);
+  if (attempt_ != nullptr && attempt_->stream != nullptr) (void)attempt_->stream->Finish();
+}
+
+}  // namespace
+
+std::unique_ptr<Worker> Worker::Create(const WorkerOptions& options, kernels::CreatedBackend own) {
+  return std::make_unique<WorkerImpl>(options, std::move(own));
+}
+
+}  // namespace lossd::ranks

@@ -1,0 +1,56 @@
+// A rank that is not the leader: it joins the leader, and computes what that asks of it until one of the two
+// ends.
+//
+// Thread-safe.
+#ifndef LOSSD_SERVER_RANKS_WORKER_H_
+#define LOSSD_SERVER_RANKS_WORKER_H_
+
+#include <grpcpp/security/credentials.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "kernels/create_backend.h"
+#include "server/ranks/agreement.h"
+#include "server/ranks/channel.h"
+
+namespace lossd::ranks {
+
+struct WorkerOptions {
+  int rank = 1;
+  std::string leader;  // "host:port"
+  std::shared_ptr<grpc::ChannelCredentials> credentials;
+  std::string secret;
+  ChannelLimits limits;
+  Settings settings;                          // but those of the backend
+  absl::Duration timeout = absl::Minutes(5);  // for the leader to take this rank
+};
+
+class Worker {
+ public:
+  static std::unique_ptr<Worker> Create(const WorkerOptions& options, kernels::CreatedBackend own);
+  // Leave first, or let Run end.
+  virtual ~Worker() = default;
+
+  // Returns when the worker's part is over:
+  // OK: the leader has ended the ranks, or this one left before it had joined.
+  // INVALID_ARGUMENT: the ranks do not agree. DEADLINE_EXCEEDED: the leader was not reached; and other codes,
+  // where the ranks did not come together. UNAVAILABLE once joined(): the leader or this rank's device is
+  // lost. Then the backend may hang, and the process had better end without taking it down.
+  virtual absl::Status Run() = 0;
+
+  // Asks the leader to end all ranks. Does not wait.
+  virtual void Leave(const std::string& reason) = 0;
+  // Has the leader hear that the device is lost.
+  virtual void ReportLoss(const absl::Status& status) = 0;
+
+  // All ranks are connected.
+  virtual bool joined() const = 0;
+};
+
+}  // namespace lossd::ranks
+
+#endif  // LOSSD_SERVER_RANKS_WORKER_H_

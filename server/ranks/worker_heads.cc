@@ -1,0 +1,223 @@
+#include "server/ranks/worker_heads.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "server/ranks/chunk_messages.h"
+#include "server/ranks/messages.h"
+
+namespace lossd::ranks {
+namespace {
+
+// Slices begin at multiples of this in their buffer, as staging memory does.
+constexpr size_t kAlignment = 64;
+// The most bytes of a read, but for a single row that has more.
+constexpr int64_t kMostPayload = int64_t{64} << 20;
+
+size_t Aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// A chunk while the backend computes it: the messages that its inputs lie in, and those of its results.
+struct WorkerChunk {
+  kernels::Chunk chunk;
+  std::vector<v1::ChunkSlice> messages;
+  std::vector<v1::SliceResults> results;
+  std::vector<kernels::Slice> slices;
+  size_t row_bytes = 0;
+  WorkerBuffers::Buffer buffer;
+};
+
+absl::Status FillSlices(WorkerChunk& chunk) {
+  chunk.results.resize(chunk.messages.size());
+  size_t offset = 0;
+  for (size_t i = 0; i < chunk.messages.size(); ++i) {
+    const size_t bytes = static_cast<size_t>(chunk.messages[i].rows()) * chunk.row_bytes;
+    if (offset + bytes > chunk.buffer->bytes().size())
+      return absl::InternalError("a chunk has too many rows");
+    auto slice =
+        SliceOf(chunk.messages[i], chunk.row_bytes, chunk.buffer->bytes().data() + offset, chunk.results[i]);
+    if (!slice.ok()) return slice.status();
+    chunk.slices.push_back(*slice);
+    offset += Aligned(bytes);
+  }
+  chunk.chunk.slices = absl::MakeSpan(chunk.slices);
+  return absl::OkStatus();
+}
+
+void SendResults(WorkerChunk& chunk, uint64_t id, const absl::Status& status, const WorkerHeads::Send& send) {
+  for (size_t i = 0; status.ok() && i < chunk.slices.size(); ++i) {
+    chunk.results[i].set_chunk(id);
+    chunk.results[i].set_slice(static_cast<uint32_t>(i));
+    SetResults(chunk.slices[i], chunk.row_bytes, chunk.results[i]);
+    v1::FromWorker message;
+    message.mutable_slice()->Swap(&chunk.results[i]);
+    send(std::move(message));
+  }
+  v1::FromWorker message;
+  v1::ChunkResults* const results = message.mutable_results();
+  results->set_chunk(id);
+  *results->mutable_status() = ToProto(status);
+  SetChoices(chunk.chunk.choices, results->mutable_choices());
+  results->set_gradients(static_cast<uint32_t>(chunk.chunk.gradients));
+  results->set_sample_threshold(chunk.chunk.sample_threshold);
+  send(std::move(message));
+}
+
+void SendDone(uint64_t id, const absl::Status& status, const WorkerHeads::Send& send) {
+  v1::FromWorker message;
+  message.mutable_done()->set_chunk(id);
+  *message.mutable_done()->mutable_status() = ToProto(status);
+  send(std::move(message));
+}
+
+}  // namespace
+
+WorkerHeads::WorkerHeads(kernels::Backend* backend, kernels::RankLink* link, Send send)
+    : backend_(backend),
+      link_(link),
+      send_(std::move(send)),
+      buffers_(std::make_shared<WorkerBuffers>(backend)) {}
+
+// ---- Requests ----
+
+v1::Answer WorkerHeads::Execute(const v1::Request& request) {
+  v1::Answer answer;
+  *answer.mutable_status() = ToProto(Do(request, answer));
+  answer.set_request(request.id());
+  *answer.mutable_memory() = ToProto(backend_->memory());
+  return answer;
+}
+
+absl::Status WorkerHeads::Do(const v1::Request& request, v1::Answer& answer) {
+  if (request.has_plan()) return Plan(request.plan(), answer);
+  if (request.has_create()) return Create(request.head(), request.create(), answer);
+  const auto head = heads_.find(request.head());
+  if (head == heads_.end()) return absl::InternalError(absl::StrCat("there is no head ", request.head()));
+  if (!request.has_destroy()) return DoWith(head->second, request, answer);
+  heads_.erase(head);
+  return absl::OkStatus();
+}
+
+absl::Status WorkerHeads::DoWith(Head& head, const v1::Request& request, v1::Answer& answer) {
+  switch (request.operation_case()) {
+    case v1::Request::kRead:
+      return Read(head, request.read(), answer);
+    case v1::Request::kWrite:
+      return Write(head, request.write(), /*add=*/false);
+    case v1::Request::kAdd:
+      return Write(head, request.add(), /*add=*/true);
+    case v1::Request::kGradNorm: {
+      const absl::StatusOr<double> norm = head.kernels->GradNorm();
+      if (norm.ok()) answer.set_grad_norm(*norm);
+      return norm.status();
+    }
+    case v1::Request::kStep: {
+      const absl::StatusOr<kernels::OptimizerOptions> options = FromProto(request.step());
+      if (!options.ok()) return options.status();
+      return head.kernels->ApplyStep(*options, request.step().update());
+    }
+    case v1::Request::kZeroGradients:
+      return head.kernels->ZeroGradients();
+    case v1::Request::kSumGradients:
+      return head.replicas->SumGradients();
+    case v1::Request::kSpreadValues:
+      return head.replicas->SpreadValues();
+    default:
+      return absl::InternalError(absl::StrCat("operation ", request.operation_case(), " is not known"));
+  }
+}
+
+absl::Status WorkerHeads::Plan(const v1::HeadConfig& config, v1::Answer& answer) {
+  const absl::StatusOr<kernels::HeadConfig> head = FromProto(config);
+  if (!head.ok()) return head.status();
+  const absl::StatusOr<kernels::MemoryBytes> plan = backend_->PlanHead(*head);
+  if (plan.ok()) SetBytes(*plan, answer.mutable_plan());
+  return plan.status();
+}
+
+absl::Status WorkerHeads::Create(uint64_t id, const v1::HeadConfig& config, v1::Answer& answer) {
+  const absl::StatusOr<kernels::HeadConfig> wanted = FromProto(config);
+  if (!wanted.ok()) return wanted.status();
+  absl::StatusOr<std::unique_ptr<kernels::HeadKernels>> made = backend_->CreateHead(*wanted);
+  if (!made.ok()) return made.status();
+  absl::StatusOr<std::unique_ptr<kernels::Replicas>> replicas = link_->Join(made->get());
+  if (!replicas.ok()) return replicas.status();
+  const kernels::HeadKernels& head = **made;
+  v1::HeadDescription* const description = answer.mutable_head();
+  description->set_compute_dtype(static_cast<uint32_t>(head.compute_dtype()));
+  description->set_chunk_rows(head.chunk_rows());
+  description->set_slice_rows(head.slice_rows());
+  SetBytes(head.memory(), description->mutable_memory());
+  SetChoices(head.Describe(), description->mutable_choices());
+  heads_[id] = {*std::move(made), *std::move(replicas)};
+  return absl::OkStatus();
+}
+
+absl::Status WorkerHeads::Read(Head& head, const v1::TensorAccess& access, v1::Answer& answer) {
+  const auto id = TensorOf(access);
+  if (!id.ok()) return id.status();
+  const auto dtype = DTypeOf(access.dtype());
+  if (!dtype.ok()) return dtype.status();
+  const int64_t row_bytes =
+      ShapeOf(head.kernels->config(), id->param).cols * static_cast<int64_t>(SizeOf(*dtype));
+  if (access.rows() < 0 || access.rows() > std::max<int64_t>(1, kMostPayload / row_bytes)) {
+    return absl::InternalError("a read of too many rows");
+  }
+  std::string* const payload = answer.mutable_payload();
+  payload->resize(static_cast<size_t>(access.rows() * row_bytes));
+  return head.kernels->ReadTensor(*id, access.row_begin(), access.rows(), *dtype,
+                                  {reinterpret_cast<uint8_t*>(payload->data()), payload->size()});
+}
+
+absl::Status WorkerHeads::Write(Head& head, const v1::TensorAccess& access, bool add) {
+  const auto id = TensorOf(access);
+  if (!id.ok()) return id.status();
+  const auto dtype = DTypeOf(access.dtype());
+  if (!dtype.ok()) return dtype.status();
+  const absl::Span<const uint8_t> bytes = {reinterpret_cast<const uint8_t*>(access.payload().data()),
+                                           access.payload().size()};
+  if (!add) return head.kernels->WriteTensor(*id, access.row_begin(), access.rows(), *dtype, bytes);
+  return head.kernels->AddGradient(id->param, access.row_begin(), access.rows(), *dtype, access.scale(),
+                                   bytes);
+}
+
+// ---- Chunks ----
+
+absl::Status WorkerHeads::Submit(const v1::ChunkStart& start, std::vector<v1::ChunkSlice> slices) {
+  const auto head = heads_.find(start.head());
+  if (head == heads_.end()) return absl::InternalError(absl::StrCat("there is no head ", start.head()));
+  kernels::HeadKernels& kernels = *head->second.kernels;
+  absl::StatusOr<kernels::Chunk> made = ChunkOf(start);
+  if (!made.ok()) return made.status();
+  if (start.rows() < 0 || start.rows() > kernels.chunk_rows()) {
+    return absl::InternalError(absl::StrCat("a chunk of ", start.rows(), " rows"));
+  }
+  const auto chunk = std::make_shared<WorkerChunk>();
+  chunk->chunk = *made;
+  chunk->messages = std::move(slices);
+  chunk->row_bytes = static_cast<size_t>(kernels.config().hidden_size) * SizeOf(made->hidden_dtype);
+  const size_t bytes =
+      static_cast<size_t>(start.rows()) * chunk->row_bytes + chunk->messages.size() * kAlignment;
+  absl::StatusOr<WorkerBuffers::Buffer> buffer = buffers_->Take(static_cast<int64_t>(bytes));
+  if (!buffer.ok()) {
+    SendResults(*chunk, start.chunk(), buffer.status(), send_);
+    SendDone(start.chunk(), buffer.status(), send_);
+    return absl::OkStatus();
+  }
+  chunk->buffer = *std::move(buffer);
+  if (absl::Status status = FillSlices(*chunk); !status.ok()) return status;
+  const uint64_t id = start.chunk();
+  kernels.Submit(
+      &chunk->chunk,
+      {.on_results =
+           [chunk, id, send = send_, buffers = buffers_](const absl::Status& status) {
+             SendResults(*chunk, id, status, send);
+             buffers->Return(std::move(chunk->buffer));
+           },
+       .on_done = [chunk, id, send = send_](const absl::Status& status) { SendDone(id, status, send); }});
+  return absl::OkStatus();
+}
+
+}  // namespace lossd::ranks

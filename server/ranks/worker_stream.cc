@@ -1,0 +1,291 @@
+#include "server/ranks/worker_stream.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/ranks/chunk_messages.h"
+#include "server/ranks/messages.h"
+
+namespace lossd::ranks {
+
+using kernels::Chunk;
+using kernels::ChunkCallbacks;
+
+WorkerStream::WorkerStream(v1::Hello hello, WorkerTransport* transport)
+    : hello_(std::move(hello)), transport_(transport), cancelled_by_(transport) {}
+
+// ---- Writing ----
+
+bool WorkerStream::Send(const v1::ToWorker& message) {
+  return transport_ != nullptr && transport_->Write(message);
+}
+
+void WorkerStream::SendAlone(const v1::ToWorker& message) {
+  absl::MutexLock lock(&write_mutex_);
+  Send(message);  // if it fails, the reading thread notices the end of the stream too
+}
+
+void WorkerStream::Refuse(const absl::Status& reason) {
+  v1::ToWorker message;
+  *message.mutable_refusal()->mutable_status() = ToProto(reason);
+  SendAlone(message);
+}
+
+void WorkerStream::Prepare() {
+  v1::ToWorker message;
+  message.mutable_prepare();
+  SendAlone(message);
+}
+
+void WorkerStream::End() {
+  {
+    absl::MutexLock lock(&mutex_);
+    ended_ = true;
+  }
+  v1::ToWorker message;
+  message.mutable_end();
+  SendAlone(message);
+}
+
+void WorkerStream::Cancel() {
+  absl::MutexLock lock(&cancel_mutex_);
+  if (cancelled_by_ != nullptr) cancelled_by_->Cancel();
+}
+
+// ---- Rendezvous and requests ----
+
+absl::StatusOr<std::string> WorkerStream::AwaitPrepared(absl::Time deadline) {
+  absl::MutexLock lock(&mutex_);
+  const auto over = [this] {
+    mutex_.AssertHeld();
+    return prepared_ || !lost_.ok();
+  };
+  if (!mutex_.AwaitWithDeadline(absl::Condition(&over), deadline)) {
+    return absl::UnavailableError(absl::StrCat("rank ", rank(), " does not get ready"));
+  }
+  if (!lost_.ok()) return lost_;
+  return address_;
+}
+
+uint64_t WorkerStream::NewRequest() {
+  absl::MutexLock lock(&mutex_);
+  const uint64_t id = next_id_++;
+  pending_[id];
+  return id;
+}
+
+uint64_t WorkerStream::Start(v1::Request request) {
+  const uint64_t id = NewRequest();
+  request.set_id(id);
+  v1::ToWorker message;
+  *message.mutable_request() = std::move(request);
+  SendAlone(message);
+  return id;
+}
+
+uint64_t WorkerStream::StartConnect(const std::vector<std::string>& addresses) {
+  const uint64_t id = NewRequest();
+  v1::ToWorker message;
+  message.mutable_connect()->set_request(id);
+  for (const std::string& address : addresses) message.mutable_connect()->add_addresses(address);
+  SendAlone(message);
+  return id;
+}
+
+absl::StatusOr<v1::Answer> WorkerStream::Await(uint64_t request) {
+  absl::MutexLock lock(&mutex_);
+  Pending& pending = pending_[request];
+  const auto over = [&] {
+    mutex_.AssertHeld();
+    return pending.done || !lost_.ok();
+  };
+  mutex_.Await(absl::Condition(&over));
+  v1::Answer answer = std::move(pending.answer);
+  const bool answered = pending.done;
+  pending_.erase(request);
+  if (!answered) return lost_;
+  if (absl::Status status = FromProto(answer.status()); !status.ok()) return status;
+  return answer;
+}
+
+// ---- Chunks ----
+
+void WorkerStream::Submit(const RemoteHeadId& head, Chunk* chunk, ChunkCallbacks callbacks) {
+  const size_t row_bytes = head.hidden_size * kernels::SizeOf(chunk->hidden_dtype);
+  absl::MutexLock writing(&write_mutex_);
+  uint64_t id = 0;
+  absl::Status lost;
+  {
+    absl::MutexLock lock(&mutex_);
+    lost = lost_;
+    if (lost.ok()) {
+      id = next_id_++;
+      flights_[id] = std::make_unique<Flight>(Flight{chunk, std::move(callbacks), row_bytes});
+    }
+  }
+  if (lost.ok()) {
+    SendChunk(id, head.id, *chunk,
+              row_bytes);  // if it fails, the reading thread fails the chunk once this lock is free
+    return;
+  }
+  callbacks.on_results(lost);
+  callbacks.on_done(lost);
+}
+
+bool WorkerStream::SendChunk(uint64_t id, uint64_t head, const Chunk& chunk, size_t row_bytes) {
+  v1::ToWorker message;
+  *message.mutable_chunk() = StartOf(chunk, id, head);
+  if (!Send(message)) return false;
+  for (const kernels::Slice& slice : chunk.slices) {
+    *message.mutable_slice() = MessageOf(slice, row_bytes);
+    if (!Send(message)) return false;
+  }
+  return true;
+}
+
+// ---- Reading ----
+
+void WorkerStream::Run(absl::AnyInvocable<void(const absl::Status&)> on_end,
+                       absl::AnyInvocable<void(const std::string&)> on_leaving) {
+  WorkerTransport* transport = nullptr;
+  {
+    absl::MutexLock lock(&write_mutex_);
+    transport = transport_;
+  }
+  absl::Status status;
+  v1::FromWorker message;
+  while (status.ok() && transport->Read(&message)) {
+    if (message.has_leaving()) {
+      on_leaving(message.leaving().reason());
+    } else {
+      status = OnMessage(message);
+    }
+  }
+  if (status.ok()) status = absl::UnavailableError("its stream has ended");
+  transport->Cancel();  // a write that waits for the worker ends
+  status = absl::UnavailableError(absl::StrCat("rank ", rank(), " (", hello_.host(), ", ",
+                                               hello_.backend().device(), ") is lost: ", status.message()));
+  bool ended = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    lost_ = status;
+    ended = ended_;
+  }
+  {
+    absl::MutexLock lock(&write_mutex_);
+    transport_ = nullptr;
+  }
+  {
+    absl::MutexLock lock(&cancel_mutex_);
+    cancelled_by_ = nullptr;
+  }
+  FailAll(status);
+  if (!ended) on_end(status);
+}
+
+absl::Status WorkerStream::OnMessage(v1::FromWorker& message) {
+  switch (message.message_case()) {
+    case v1::FromWorker::kPrepared:
+      OnPrepared(message.prepared());
+      return absl::OkStatus();
+    case v1::FromWorker::kAnswer:
+      return OnAnswer(*message.mutable_answer());
+    case v1::FromWorker::kSlice:
+      return OnSlice(message.slice());
+    case v1::FromWorker::kResults:
+      return OnResults(message.results());
+    case v1::FromWorker::kDone:
+      return OnDone(message.done());
+    case v1::FromWorker::kLost:
+      return FromProto(message.lost().status());
+    default:
+      return absl::InternalError(absl::StrCat("it sent message ", message.message_case()));
+  }
+}
+
+void WorkerStream::OnPrepared(const v1::Prepared& prepared) {
+  absl::MutexLock lock(&mutex_);
+  prepared_ = true;
+  address_ = prepared.address();
+}
+
+absl::Status WorkerStream::OnAnswer(v1::Answer& answer) {
+  absl::MutexLock lock(&mutex_);
+  if (answer.has_memory()) memory_ = FromProto(answer.memory());
+  const auto found = pending_.find(answer.request());
+  if (found == pending_.end()) {
+    return absl::InternalError(
+        absl::StrCat("it answered request ", answer.request(), ", which there is not"));
+  }
+  found->second.answer.Swap(&answer);
+  found->second.done = true;
+  return absl::OkStatus();
+}
+
+WorkerStream::Flight* WorkerStream::FindFlight(uint64_t chunk) {
+  absl::MutexLock lock(&mutex_);
+  const auto found = flights_.find(chunk);
+  return found == flights_.end() ? nullptr : found->second.get();
+}
+
+absl::Status WorkerStream::OnSlice(const v1::SliceResults& results) {
+  Flight* const flight = FindFlight(results.chunk());
+  if (flight == nullptr || flight->has_results || results.slice() >= flight->chunk->slices.size()) {
+    return absl::InternalError("it sent results of a slice that it has not");
+  }
+  return TakeResults(results, flight->row_bytes, flight->chunk->slices[results.slice()]);
+}
+
+absl::Status WorkerStream::OnResults(const v1::ChunkResults& results) {
+  Flight* const flight = FindFlight(results.chunk());
+  if (flight == nullptr || flight->has_results) {
+    return absl::InternalError("it sent results of a chunk that it has not");
+  }
+  const auto gradients = GradientsOf(results.gradients());
+  if (!gradients.ok()) return gradients.status();
+  flight->chunk->choices = ChoicesOf(results.choices());
+  flight->chunk->gradients = *gradients;
+  flight->chunk->sample_threshold = results.sample_threshold();
+  flight->has_results = true;
+  flight->callbacks.on_results(FromProto(results.status()));
+  return absl::OkStatus();
+}
+
+absl::Status WorkerStream::OnDone(const v1::ChunkDone& done) {
+  std::unique_ptr<Flight> flight;
+  {
+    absl::MutexLock lock(&mutex_);
+    const auto found = flights_.find(done.chunk());
+    if (found == flights_.end() || !found->second->has_results) {
+      return absl::InternalError("it finished a chunk that has no results");
+    }
+    flight = std::move(found->second);
+    flights_.erase(found);
+  }
+  flight->callbacks.on_done(FromProto(done.status()));
+  return absl::OkStatus();
+}
+
+void WorkerStream::FailAll(const absl::Status& status) {
+  std::map<uint64_t, std::unique_ptr<Flight>> flights;
+  {
+    absl::MutexLock lock(&mutex_);
+    flights.swap(flights_);
+  }
+  for (auto& [id, flight] : flights) {
+    if (!flight->has_results) flight->callbacks.on_results(status);
+    flight->callbacks.on_done(status);
+  }
+}
+
+kernels::MemoryStats WorkerStream::memory() const {
+  absl::MutexLock lock(&mutex_);
+  return memory_;
+}
+
+bool WorkerStream::lost() const {
+  absl::MutexLock lock(&mutex_);
+  return !lost_.ok();
+}
+
+}  // namespace lossd::ranks

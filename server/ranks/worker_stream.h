@@ -1,0 +1,129 @@
+// The leader's end of one worker's stream: requests and their answers, chunks and their results.
+//
+// Thread-safe, but for Run, which belongs to the thread that reads the stream. Once the worker is lost, what
+// is under way fails and all that comes, with UNAVAILABLE naming the rank.
+#ifndef LOSSD_SERVER_RANKS_WORKER_STREAM_H_
+#define LOSSD_SERVER_RANKS_WORKER_STREAM_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "kernels/backend.h"
+#include "lossd/ranks/v1/ranks.pb.h"
+
+namespace lossd::ranks {
+
+// The stream itself, of gRPC or of a test.
+class WorkerTransport {
+ public:
+  virtual ~WorkerTransport() = default;
+  // False once the stream is broken. Write is called by one thread at a time.
+  virtual bool Read(v1::FromWorker* message) = 0;
+  virtual bool Write(const v1::ToWorker& message) = 0;
+  // Breaks the stream: Read and Write return false soon.
+  virtual void Cancel() = 0;
+};
+
+// A head on a worker.
+struct RemoteHeadId {
+  uint64_t id = 0;
+  size_t hidden_size = 0;
+};
+
+class WorkerStream {
+ public:
+  // `hello` is what the worker has said first.
+  WorkerStream(v1::Hello hello, WorkerTransport* transport);
+  WorkerStream(const WorkerStream&) = delete;
+  WorkerStream& operator=(const WorkerStream&) = delete;
+
+  int rank() const { return static_cast<int>(hello_.rank()); }
+  const v1::Hello& hello() const { return hello_; }
+
+  // Reads until the stream ends, and then fails everything. `on_end` is told why, after that, unless the
+  // leader ended it; `on_leaving` why the worker wants to stop.
+  void Run(absl::AnyInvocable<void(const absl::Status&)> on_end,
+           absl::AnyInvocable<void(const std::string&)> on_leaving);
+
+  // ---- Rendezvous ----
+  void Refuse(const absl::Status& reason);
+  void Prepare();
+  // What the worker has to say of itself; waits for it.
+  absl::StatusOr<std::string> AwaitPrepared(absl::Time deadline);
+
+  // ---- Requests ----
+  // Sends a request, whose `id` is set here; Await waits for the answer. An error that the answer reports is
+  // returned. Each is awaited once.
+  uint64_t Start(v1::Request request);
+  uint64_t StartConnect(const std::vector<std::string>& addresses);
+  absl::StatusOr<v1::Answer> Await(uint64_t request);
+  absl::StatusOr<v1::Answer> Call(v1::Request request) { return Await(Start(std::move(request))); }
+  // As HeadKernels::Submit. The callbacks run on the reading thread, or on this one if the worker is lost.
+  void Submit(const RemoteHeadId& head, kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks);
+
+  // Of the worker's backend, as it last said.
+  kernels::MemoryStats memory() const;
+  bool lost() const;
+
+  // Has the worker end, without a loss.
+  void End();
+  // Gives it up.
+  void Cancel();
+
+ private:
+  struct Pending {
+    bool done = false;
+    v1::Answer answer;
+  };
+  struct Flight {
+    kernels::Chunk* chunk = nullptr;
+    kernels::ChunkCallbacks callbacks;
+    size_t row_bytes = 0;  // of hidden states
+    bool has_results = false;
+  };
+
+  bool Send(const v1::ToWorker& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
+  void SendAlone(const v1::ToWorker& message) ABSL_LOCKS_EXCLUDED(write_mutex_);
+  uint64_t NewRequest();
+  bool SendChunk(uint64_t id, uint64_t head, const kernels::Chunk& chunk, size_t row_bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
+
+  // Of the reading thread: an error if the worker has said what it must not.
+  absl::Status OnMessage(v1::FromWorker& message);
+  void OnPrepared(const v1::Prepared& prepared);
+  absl::Status OnAnswer(v1::Answer& answer);
+  absl::Status OnSlice(const v1::SliceResults& results);
+  absl::Status OnResults(const v1::ChunkResults& results);
+  absl::Status OnDone(const v1::ChunkDone& done);
+  Flight* FindFlight(uint64_t chunk);
+  void FailAll(const absl::Status& status);
+
+  const v1::Hello hello_;
+  absl::Mutex write_mutex_;  // held while a chunk is read for sending; before mutex_
+  WorkerTransport* transport_ ABSL_GUARDED_BY(write_mutex_);  // null: the stream has ended
+  absl::Mutex cancel_mutex_;
+  WorkerTransport* cancelled_by_ ABSL_GUARDED_BY(cancel_mutex_);  // the same, for a write that hangs
+
+  mutable absl::Mutex mutex_;
+  absl::Status lost_ ABSL_GUARDED_BY(mutex_);
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;  // by the leader
+  bool prepared_ ABSL_GUARDED_BY(mutex_) = false;
+  std::string address_ ABSL_GUARDED_BY(mutex_);
+  uint64_t next_id_ ABSL_GUARDED_BY(mutex_) = 1;
+  std::map<uint64_t, Pending> pending_ ABSL_GUARDED_BY(mutex_);
+  std::map<uint64_t, std::unique_ptr<Flight>> flights_ ABSL_GUARDED_BY(mutex_);
+  kernels::MemoryStats memory_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace lossd::ranks
+
+#endif  // LOSSD_SERVER_RANKS_WORKER_STREAM_H_

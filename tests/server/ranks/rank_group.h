@@ -1,0 +1,82 @@
+// A group of ranks for tests: the leader in this process, the workers in processes of their own.
+#ifndef LOSSD_TESTS_SERVER_RANKS_RANK_GROUP_H_
+#define LOSSD_TESTS_SERVER_RANKS_RANK_GROUP_H_
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "server/ranks/leader.h"
+#include "tests/support/child_process.h"
+
+namespace lossd::ranks::testing {
+
+// LOSSD_RANK_BACKEND: cpu, or cuda with a GPU for each rank.
+inline std::string RankBackend() {
+  const char* const wanted = std::getenv("LOSSD_RANK_BACKEND");
+  return wanted == nullptr ? "cpu" : wanted;
+}
+
+// LOSSD_RANK_WORKER: the program, where tests do not lie where they were built.
+inline std::string RankWorker() {
+  const char* const path = std::getenv("LOSSD_RANK_WORKER");
+  return path == nullptr ? LOSSD_RANK_WORKER_PROCESS : path;
+}
+
+class RankGroup {
+ public:
+  // Chunks of at least `least_rows` are divided. `workspace_bytes`: of each rank.
+  RankGroup(int ranks, int64_t least_rows, int64_t workspace_bytes) {
+    auto leader = Leader::Start({.ranks = ranks,
+                                 .listen = "127.0.0.1:0",
+                                 .credentials = grpc::InsecureServerCredentials(),
+                                 .limits = {.slice_bytes = 64 << 20},
+                                 .group = {.least_rows = least_rows}});
+    EXPECT_TRUE(leader.ok()) << leader.status();
+    leader_ = *std::move(leader);
+    for (int rank = 1; rank < ranks; ++rank) {
+      workers_.push_back(std::make_unique<test::ChildProcess>(std::vector<std::string>{
+          RankWorker(), absl::StrCat(rank), absl::StrCat(ranks), absl::StrCat("127.0.0.1:", leader_->port()),
+          absl::StrCat(workspace_bytes)}));
+    }
+    kernels::BackendChoice choice;
+    choice.backend = RankBackend();
+    choice.local_rank = 0;
+    choice.threads = 2;
+    choice.workspace_bytes = workspace_bytes;
+    choice.replica = {0, ranks};
+    choice.link_host = "127.0.0.1";
+    auto own = kernels::CreateBackend(choice);
+    EXPECT_TRUE(own.ok()) << own.status();
+    auto backend = leader_->Form(*std::move(own));
+    EXPECT_TRUE(backend.ok()) << backend.status();
+    if (backend.ok()) backend_ = *std::move(backend);
+  }
+
+  Leader& leader() { return *leader_; }
+  kernels::Backend& backend() { return *backend_; }
+  // Of rank 1 and so on.
+  test::ChildProcess& worker(int rank) { return *workers_[static_cast<size_t>(rank) - 1]; }
+  // Ends all ranks. The exit statuses of the workers.
+  std::vector<int> End() {
+    backend_.reset();
+    leader_.reset();
+    std::vector<int> ends;
+    for (const auto& worker : workers_) ends.push_back(worker->WaitFor(absl::Minutes(2)));
+    return ends;
+  }
+
+ private:
+  std::vector<std::unique_ptr<test::ChildProcess>> workers_;
+  std::unique_ptr<Leader> leader_;
+  std::unique_ptr<kernels::Backend> backend_;
+};
+
+}  // namespace lossd::ranks::testing
+
+#endif  // LOSSD_TESTS_SERVER_RANKS_RANK_GROUP_H_

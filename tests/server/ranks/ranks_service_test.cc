@@ -1,0 +1,303 @@
+// A server of several processes: it trains as one process with as many devices does, bit for bit, and its
+// checkpoints load into either. Its ranks come together, end together, and refuse what does not fit.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "tests/server/service/small_training.h"
+#include "tests/support/rank_server.h"
+#include "tests/support/raw_http.h"
+#include "tests/support/server_process.h"
+#include "tests/support/test_pki.h"
+
+namespace lossd::app::testing {
+namespace {
+
+using test::RankServer;
+using test::RankServerOptions;
+using test::ServerProcess;
+using ::testing::Each;
+using ::testing::HasSubstr;
+
+constexpr absl::Duration kLimit = absl::Minutes(3);  // for what a slow machine does
+
+Trained TrainAt(const std::string& target, const std::vector<SmallRows>& data, uint64_t seed) {
+  std::mt19937_64 rng(seed);
+  const auto client = Connect(target, 1 + static_cast<int>(rng() % 3));
+  EXPECT_TRUE(client->CreateHead(SmallHead()).ok());
+  Trained trained;
+  Train(*client, data, 0, 3, rng, trained);
+  return trained;
+}
+
+TEST(RanksServiceTest, DeterministicRanksGiveTheBitsOfAsManyDevices) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937_64 rng(seed);
+  const std::vector<SmallRows> data = RandomData(rng);
+  for (const int count : {2, 4}) {
+    SCOPED_TRACE(count);
+    ServerProcess devices(LOSSD_BINARY, {absl::StrCat("--cpu_devices=", count), "--deterministic"});
+    const Trained of_devices = TrainAt(devices.target(), data, seed);
+    RankServer ranks(LOSSD_BINARY, {.ranks = count, .flags = {"--deterministic"}});
+    const Trained of_ranks = TrainAt(ranks.target(), data, seed + 1);
+    EXPECT_EQ(of_ranks.tensors, of_devices.tensors);
+    EXPECT_EQ(of_ranks.grads, of_devices.grads);
+    EXPECT_EQ(of_ranks.norms, of_devices.norms);
+  }
+}
+
+TEST(RanksServiceTest, CheckpointsLoadIntoRanksAndIntoOneProcess) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937_64 rng(seed);
+  const std::vector<SmallRows> data = RandomData(rng);
+  RankServer ranks(LOSSD_BINARY, {.ranks = 2, .flags = {"--restore=latest"}});
+  const Trained trained = TrainAt(ranks.target(), data, seed);
+  ASSERT_TRUE(Connect(ranks.target())->SaveCheckpoint("head", "").ok());
+  ServerProcess one(LOSSD_BINARY);
+  std::filesystem::copy(ranks.checkpoint_folder(), one.checkpoint_folder(),
+                        std::filesystem::copy_options::recursive);
+  one.Kill();
+  ServerProcess restored(LOSSD_BINARY,
+                         {"--restore=latest", absl::StrCat("--checkpoint_dir=", one.checkpoint_folder())});
+  EXPECT_EQ(Tensors(*Connect(restored.target())), trained.tensors);
+  ranks.KillAll();
+  ranks.Start();
+  EXPECT_EQ(Tensors(*Connect(ranks.target())), trained.tensors);
+}
+
+// ---- Ends ----
+
+TEST(RanksServiceTest, ASignalToAnyRankDrainsAll) {
+  for (const int rank : {0, 1, 2}) {
+    SCOPED_TRACE(rank);
+    RankServer ranks(LOSSD_BINARY, {.ranks = 3});
+    ranks.rank(rank).Signal(SIGTERM);
+    EXPECT_THAT(ranks.WaitForAll(kLimit), Each(0));
+  }
+  RankServer ranks(LOSSD_BINARY, {.ranks = 3});
+  for (const int rank : {2, 1, 0}) ranks.rank(rank).Signal(SIGTERM);
+  EXPECT_THAT(ranks.WaitForAll(kLimit), Each(0)) << "as launchers do it";
+}
+
+TEST(RanksServiceTest, ARankThatIsKilledEndsAll) {
+  for (const int rank : {0, 1, 2}) {
+    SCOPED_TRACE(rank);
+    RankServer ranks(LOSSD_BINARY, {.ranks = 3});
+    ranks.rank(rank).Signal(SIGKILL);
+    std::vector<int> want(3, 3);
+    want[static_cast<size_t>(rank)] = -SIGKILL;
+    EXPECT_EQ(ranks.WaitForAll(kLimit), want);
+  }
+}
+
+TEST(RanksServiceTest, ARankThatHangsIsLost) {
+  RankServer ranks(LOSSD_BINARY, {.ranks = 3, .flags = {"--rank_silence_timeout=4s"}});
+  const auto client =
+      client::Client::Connect({.target = ranks.target(), .retry = {.max_attempts = 1}}).value();
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  ranks.rank(1).Signal(SIGSTOP);
+  EXPECT_EQ(client->GradNorm("head").status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(ranks.rank(0).WaitFor(kLimit), 3);
+  EXPECT_EQ(ranks.rank(2).WaitFor(kLimit), 3);
+  ranks.rank(1).Signal(SIGCONT);
+  EXPECT_EQ(ranks.rank(1).WaitFor(kLimit), 3);
+}
+
+TEST(RanksServiceTest, CallsThatWaitForTheirTurnHearOfALostRank) {
+  RankServer ranks(LOSSD_BINARY, {.ranks = 2, .flags = {"--deterministic", "--drain_timeout=1h"}});
+  const auto client =
+      client::Client::Connect({.target = ranks.target(), .retry = {.max_attempts = 1}}).value();
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  std::mt19937_64 rng(1);
+  const SmallRows data = MakeSmallRows(90, rng);
+  std::vector<float> grads(data.hidden.size());
+  client::ComputeOptions compute;
+  compute.accumulate_gradients = true;
+  compute.max_attempts = 1;
+  // Microbatch 0 never comes.
+  client::PendingLoss waiting =
+      client->ComputeLossAsync(SmallMicrobatch(data, 0, 1), {.grad_hidden = grads.data()}, compute);
+  while (client->GetServer()->open_streams() == 0) absl::SleepFor(absl::Milliseconds(5));
+  ranks.rank(1).Signal(SIGKILL);
+  const absl::Status status = waiting.Wait().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("the device is lost"));
+  EXPECT_EQ(ranks.rank(0).WaitFor(kLimit), 3);
+}
+
+TEST(RanksServiceTest, ALeaderThatHangsIsLost) {
+  RankServer ranks(LOSSD_BINARY, {.ranks = 2, .flags = {"--rank_silence_timeout=4s"}});
+  ranks.rank(0).Signal(SIGSTOP);
+  EXPECT_EQ(ranks.rank(1).WaitFor(kLimit), 3);
+  ranks.rank(0).Signal(SIGCONT);
+  EXPECT_EQ(ranks.rank(0).WaitFor(kLimit), 3);
+}
+
+// ---- Refusals ----
+
+struct Ends {
+  std::vector<int> statuses;
+  std::string leader;
+  std::string worker;
+};
+
+Ends EndsOf(RankServerOptions options) {
+  options.await = false;
+  RankServer ranks(LOSSD_BINARY, options);
+  Ends ends;
+  ends.statuses = ranks.WaitForAll(kLimit);
+  ends.leader = ranks.log(0);
+  ends.worker = ranks.log(1);
+  return ends;
+}
+
+RankServerOptions WithFlagOfRank1(const std::string& flag) {
+  return {.ranks = 2, .flags = {"--rank_timeout=60s"}, .flags_of = [flag](int rank) {
+            return rank == 1 ? std::vector<std::string>{flag} : std::vector<std::string>();
+          }};
+}
+
+TEST(RanksServiceTest, RanksThatDisagreeAreRefusedByName) {
+  for (const auto& [flag, message] : std::vector<std::pair<std::string, std::string>>{
+           {"--deterministic", "rank 1: deterministic must be what rank 0 has, false, got true"},
+           {"--slice_bytes=128KiB", "rank 1: slice_bytes must be what rank 0 has, 65536, got 131072"},
+           {"--workspace_bytes=8MiB",
+            "rank 1: workspace_bytes must be what rank 0 has, 4194304, got 8388608"},
+           {"--memory_limit_bytes=1GiB",
+            "rank 1: memory_limit_bytes must be what rank 0 has, 0, got 1073741824"},
+           {"--ranks=3", "rank 1: ranks must be what rank 0 has, 2, got 3"}}) {
+    SCOPED_TRACE(flag);
+    const Ends ends = EndsOf(WithFlagOfRank1(flag));
+    EXPECT_EQ(ends.statuses, (std::vector<int>{2, 2}));
+    EXPECT_THAT(ends.leader, HasSubstr(message));
+    EXPECT_THAT(ends.worker, HasSubstr(message));
+  }
+}
+
+TEST(RanksServiceTest, ARankThatNeverComesIsNamed) {
+  RankServer late(LOSSD_BINARY, {.ranks = 3,
+                                 .flags = {"--rank_timeout=2s"},
+                                 .flags_of =
+                                     [](int rank) {
+                                       return rank == 2 ? std::vector<std::string>{"--leader=127.0.0.1:1"}
+                                                        : std::vector<std::string>();
+                                     },
+                                 .await = false});
+  EXPECT_EQ(late.WaitForAll(kLimit), (std::vector<int>{1, 1, 1}));
+  const std::string message = "rank 2 of 3 has not come within 2s (--rank_timeout)";
+  EXPECT_THAT(late.log(0), HasSubstr(message));
+  EXPECT_THAT(late.log(1), HasSubstr(message));
+  EXPECT_THAT(late.log(2),
+              HasSubstr("rank 2 was not taken within 2s (--rank_timeout) by the leader at 127.0.0.1:1"));
+}
+
+TEST(RanksServiceTest, OptionsThatCannotBeAreRefusedAtTheStart) {
+  for (const auto& [flags, message] : std::vector<std::pair<std::vector<std::string>, std::string>>{
+           {{"--cpu_devices=2"},
+            "cpu_devices must be 1 with several ranks, of which each has one device, got 2"},
+           {{"--rank_timeout=0s"}, "rank_timeout must be positive"},
+           {{"--rank_silence_timeout=-1s"}, "rank_silence_timeout must be positive"},
+           {{"--collective_timeout=0s"}, "collective_timeout must be positive"},
+           {{"--slice_bytes=256MiB", "--staging_bytes=1GiB"},
+            "slice_bytes must be at most 128 MiB with several ranks"},
+           {{"--leader=example.org:1"},
+            "leader must be a loopback address unless the ranks' connections are"},
+           {{"--rank_listen=0.0.0.0:1"},
+            "leader must be a loopback address unless the ranks' connections are"},
+           {{"--rank_secret_file=/nonexistent"}, "rank_secret_file must"},
+           {{"--rank_ca=/nonexistent"}, "rank_ca must be given together with tls_cert"}}) {
+    SCOPED_TRACE(message);
+    const Ends ends = EndsOf({.ranks = 2, .flags = flags});
+    EXPECT_EQ(ends.statuses, (std::vector<int>{2, 2}));
+    EXPECT_THAT(ends.leader, HasSubstr(message));
+    EXPECT_THAT(ends.worker, HasSubstr(message));
+  }
+}
+
+// ---- Admission ----
+
+TEST(RanksServiceTest, ASecretAdmitsRanksOverTls) {
+  const test::TestPki pki;
+  const std::string secret = pki.Secret("secret", "0123456789abcdef\n");
+  RankServer ranks(LOSSD_BINARY,
+                   {.ranks = 2,
+                    .flags = {absl::StrCat("--tls_cert=", pki.Certificate("server")),
+                              absl::StrCat("--tls_key=", pki.Key("server")),
+                              absl::StrCat("--rank_ca=", pki.Certificate("ca")),
+                              absl::StrCat("--rank_secret_file=", secret), "--log_level=info"}});
+  EXPECT_THAT(ranks.log(0), HasSubstr("rank is there"));
+  ranks.rank(0).Signal(SIGTERM);
+  EXPECT_THAT(ranks.WaitForAll(kLimit), Each(0));
+}
+
+TEST(RanksServiceTest, AnotherSecretIsRefused) {
+  const test::TestPki pki;
+  const std::string flag = absl::StrCat("--rank_secret_file=", pki.Secret("one", "0123456789abcdef"));
+  const std::string other = absl::StrCat("--rank_secret_file=", pki.Secret("other", "0123456789abcdeX"));
+  for (const std::string& of_worker : {other, std::string("--rank_secret_file=")}) {
+    RankServerOptions options = WithFlagOfRank1(of_worker);
+    options.flags = {flag, "--rank_timeout=3s"};
+    const Ends ends = EndsOf(options);
+    EXPECT_EQ(ends.statuses, (std::vector<int>{1, 2}));
+    EXPECT_THAT(ends.leader, HasSubstr("rank 1 of 2 has not come"));
+    EXPECT_THAT(ends.worker, HasSubstr("the secret of the ranks is missing or another one"));
+    EXPECT_THAT(ends.worker, Not(HasSubstr("0123456789")));
+  }
+}
+
+TEST(RanksServiceTest, ASecondProcessWithTheSameRankIsRefused) {
+  RankServerOptions options = WithFlagOfRank1("");
+  options.ranks = 3;
+  options.flags = {"--rank_timeout=3s"};
+  options.flags_of = [](int rank) {
+    return rank == 2 ? std::vector<std::string>{"--rank=1"} : std::vector<std::string>();
+  };
+  options.await = false;
+  RankServer ranks(LOSSD_BINARY, options);
+  EXPECT_EQ(ranks.WaitForAll(kLimit), (std::vector<int>{1, 1, 1}));
+  EXPECT_THAT(ranks.log(0), HasSubstr("rank 2 of 3 has not come"));
+  EXPECT_THAT(ranks.log(1) + ranks.log(2), HasSubstr("there is a rank 1 already, on host"));
+}
+
+// ---- What is said of ranks ----
+
+TEST(RanksServiceTest, MetricsProbesAndGetServerShowAllRanks) {
+  const int port = test::FreePort();
+  RankServer ranks(LOSSD_BINARY, {.ranks = 2, .flags = {"--http=127.0.0.1:0"}, .flags_of = [port](int rank) {
+                                    return rank == 1 ? std::vector<std::string>{absl::StrCat(
+                                                           "--worker_http=127.0.0.1:", port)}
+                                                     : std::vector<std::string>();
+                                  }});
+  const auto client = Connect(ranks.target());
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  const std::string metrics = test::HttpGet(ranks.http(), "/metrics");
+  EXPECT_TRUE(absl::StrContains(metrics, "lossd_rank_up{rank=\"0\""));
+  EXPECT_TRUE(absl::StrContains(metrics, "lossd_rank_up{rank=\"1\""));
+  // Rounded up to 64 bytes.
+  const uint64_t weights = (kSmallHidden * kSmallVocab * 4 + 63) / 64 * 64;
+  EXPECT_TRUE(absl::StrContains(
+      metrics, absl::StrCat("lossd_rank_memory_bytes{rank=\"1\",kind=\"weights\"} ", weights, "\n")));
+  const std::string probes = absl::StrCat("127.0.0.1:", port);
+  EXPECT_EQ(test::HttpStatus(test::HttpGet(probes, "/livez")), 200);
+  EXPECT_EQ(test::HttpStatus(test::HttpGet(probes, "/readyz")), 200);
+  const auto server = client->GetServer();
+  ASSERT_TRUE(server.ok()) << server.status();
+  ASSERT_EQ(server->ranks_size(), 2);
+  for (int rank = 0; rank < 2; ++rank) {
+    EXPECT_EQ(server->ranks(rank).rank(), static_cast<uint32_t>(rank));
+    EXPECT_FALSE(server->ranks(rank).lost());
+    EXPECT_GE(server->ranks(rank).memory().weights(), kSmallHidden * kSmallVocab * 4);
+    EXPECT_THAT(server->ranks(rank).device(), HasSubstr("OpenBLAS"));
+  }
+}
+
+}  // namespace
+}  // namespace lossd::app::testing

@@ -1,0 +1,149 @@
+// A server of several lossd processes on this host, with the CPU backend and little memory; killed when the
+// object goes. Thread-compatible.
+#ifndef LOSSD_TESTS_SUPPORT_RANK_SERVER_H_
+#define LOSSD_TESTS_SUPPORT_RANK_SERVER_H_
+
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "tests/support/child_process.h"
+#include "tests/support/temp_folder.h"
+
+namespace lossd::test {
+
+// A port of the loopback that was free a moment ago.
+inline int FreePort() {
+  const int descriptor = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  auto* const any = reinterpret_cast<sockaddr*>(&address);
+  EXPECT_EQ(bind(descriptor, any, length), 0);
+  EXPECT_EQ(getsockname(descriptor, any, &length), 0);
+  close(descriptor);
+  return ntohs(address.sin_port);
+}
+
+struct RankServerOptions {
+  int ranks = 2;
+  std::vector<std::string> flags;                                        // of all ranks
+  std::function<std::vector<std::string>(int rank)> flags_of = nullptr;  // of one, after those
+  // What a launcher sets: "NAME=value", of a rank whose leader waits on `port`. Null: flags say it.
+  std::function<std::vector<std::string>(int rank, int port)> environment = nullptr;
+  bool await = true;  // until rank 0 serves
+};
+
+class RankServer {
+ public:
+  RankServer(std::string program, RankServerOptions options)
+      : program_(std::move(program)), options_(std::move(options)) {
+    Start();
+  }
+
+  const std::string& target() const { return target_; }  // host:port
+  const std::string& http() const { return http_; }      // likewise; empty unless flags ask for it
+  std::string checkpoint_folder() const { return folder_.File("checkpoints"); }
+  std::string log(int rank) const { return ReadWholeFile(LogFile(rank)); }
+  ChildProcess& rank(int rank) { return *processes_[static_cast<size_t>(rank)]; }
+  // How every rank ended, by rank: see ChildProcess::WaitFor.
+  std::vector<int> WaitForAll(absl::Duration limit) {
+    std::vector<int> ends;
+    for (const auto& process : processes_) ends.push_back(process->WaitFor(limit));
+    return ends;
+  }
+  void KillAll() { processes_.clear(); }
+
+  // Starts all ranks, with the same checkpoint folder.
+  void Start() {
+    // Another program may have taken the port meanwhile.
+    for (int attempt = 0; attempt < 5; ++attempt) {
+      StartAll(FreePort());
+      if (!options_.await) return;
+      AwaitServing();
+      if (!target_.empty() || !absl::StrContains(log(0), "cannot listen")) break;
+    }
+    if (target_.empty()) {
+      for (int i = 0; i < options_.ranks; ++i) ADD_FAILURE() << "rank " << i << ": " << log(i);
+    }
+  }
+
+ private:
+  std::string LogFile(int rank) const { return folder_.File(absl::StrCat("log-", rank)); }
+  std::string PortFile() const { return folder_.File("ports.json"); }
+
+  void StartAll(int port) {
+    processes_.clear();
+    target_.clear();
+    std::filesystem::remove(PortFile());
+    for (int rank = 0; rank < options_.ranks; ++rank) {
+      std::filesystem::remove(LogFile(rank));
+      processes_.push_back(std::make_unique<ChildProcess>(CommandOf(rank, port), LogFile(rank)));
+    }
+  }
+
+  std::vector<std::string> CommandOf(int rank, int port) const {
+    std::vector<std::string> command;
+    if (options_.environment) {
+      command = {"/usr/bin/env"};
+      for (std::string& variable : options_.environment(rank, port)) command.push_back(std::move(variable));
+    }
+    for (const std::string& part :
+         {program_, absl::StrCat("--rank_port=", port), std::string("--listen=127.0.0.1:0"),
+          std::string("--http="), absl::StrCat("--port_file=", PortFile()),
+          absl::StrCat("--checkpoint_dir=", checkpoint_folder()), std::string("--threads=1"),
+          std::string("--backend=cpu"), std::string("--slice_bytes=64KiB"),
+          std::string("--staging_bytes=4MiB"), std::string("--workspace_bytes=4MiB")}) {
+      command.push_back(part);
+    }
+    if (!options_.environment) {
+      command.push_back(absl::StrCat("--rank=", rank));
+      command.push_back(absl::StrCat("--ranks=", options_.ranks));
+      command.push_back("--leader=127.0.0.1");
+    }
+    command.insert(command.end(), options_.flags.begin(), options_.flags.end());
+    if (options_.flags_of) {
+      for (std::string& flag : options_.flags_of(rank)) command.push_back(std::move(flag));
+    }
+    return command;
+  }
+
+  void AwaitServing() {
+    const absl::Time deadline = absl::Now() + absl::Minutes(3);
+    while (target_.empty() && absl::Now() < deadline && processes_.front()->Running()) {
+      absl::SleepFor(absl::Milliseconds(5));
+      std::ifstream file(PortFile());
+      const auto json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+      if (!json.is_object()) continue;
+      target_ = json["grpc"];
+      http_ = json["http"];
+    }
+  }
+
+  const std::string program_;
+  const RankServerOptions options_;
+  TempFolder folder_;
+  std::vector<std::unique_ptr<ChildProcess>> processes_;
+  std::string target_;
+  std::string http_;
+};
+
+}  // namespace lossd::test
+
+#endif  // LOSSD_TESTS_SUPPORT_RANK_SERVER_H_
