@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cpu/cpu_backend.h"
+#include "kernels/cpu/cpu_classes.h"
 #include "kernels/cpu/cpu_replicas.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/gpu_backend.h"
@@ -16,7 +17,8 @@ namespace {
 absl::StatusOr<std::unique_ptr<Backend>> CreateCpuGroup(const CpuBackendOptions& options, int count) {
   absl::StatusOr<std::vector<std::unique_ptr<Backend>>> members = CreateCpuMembers(options, count);
   if (!members.ok()) return members.status();
-  return CreateGroupBackend(*std::move(members), MakeCpuReplicas, {.members_share_memory = true});
+  return CreateGroupBackend(*std::move(members), MakeCpuReplicas,
+                            {.members_share_memory = true, .join_classes = JoinCpuClasses});
 }
 
 absl::StatusOr<CreatedBackend> CreateCpu(const BackendChoice& choice, std::string note) {

@@ -30,7 +30,9 @@ struct ConformanceCase {
   Logits logits = Logits::kStored;    // HeadConfig::logits of all heads; chunks ask for all gradients
   // Whether with kAuto the uniform part of label smoothing is sampled without a softcap too (docs/math.md).
   bool auto_samples_uniform = false;
-  int devices = 1;  // that share the rows of a chunk; each has a workspace of its own
+  int devices = 1;  // that share the work; each has a workspace of its own
+  // HeadConfig::split of all heads, but that those with fewer classes than devices are split by rows.
+  Split split = Split::kAny;
 };
 
 // "Cpu_fp32_bf16": backend, compute dtype, hidden dtype.
@@ -67,6 +69,8 @@ class BackendConformance : public ::testing::TestWithParam<ConformanceCase> {
   ProblemSpec FlatSpec(std::vector<int64_t> slice_rows) const;
   ProblemSpec Random(int64_t rows, int64_t hidden_size, int64_t vocab_size);
   bool recomputes_logits() const { return GetParam().logits == Logits::kRecomputed; }
+  // Of a head with so many classes.
+  Split SplitOf(int64_t vocab_size) const;
   // One row a target: x = (1, noise), the first column of W holding `logits` (representable in 16 bits), so
   // that z is `logits` but for the noise.
   Problem WithLogits(const std::vector<float>& logits, const std::vector<int32_t>& targets);
