@@ -72,6 +72,7 @@ ProblemSpec BackendConformance::Random(int64_t rows, int64_t hidden_size, int64_
   spec.config.logits = GetParam().logits;
   spec.config.split = SplitOf(vocab_size);
   spec.auto_samples_uniform = GetParam().auto_samples_uniform;
+  if (GetParam().exact_only) spec.options.gradients = Gradients::kExact;
   return spec;
 }
 

@@ -4,6 +4,7 @@
 // binary links lossd_backend_conformance and instantiates the suite:
 //
 //   INSTANTIATE_TEST_SUITE_P(Cpu, BackendConformance, ::testing::ValuesIn(cases), ConformanceName);
+//   INSTANTIATE_TEST_SUITE_P(Cpu, GradientsConformance, ::testing::ValuesIn(cases), ConformanceName);
 #ifndef LOSSD_TESTS_KERNELS_BACKEND_CONFORMANCE_H_
 #define LOSSD_TESTS_KERNELS_BACKEND_CONFORMANCE_H_
 
@@ -33,6 +34,7 @@ struct ConformanceCase {
   int devices = 1;  // that share the work; each has a workspace of its own
   // HeadConfig::split of all heads, but that those with fewer classes than devices are split by rows.
   Split split = Split::kAny;
+  bool exact_only = false;  // whatever gradients are asked for; not for GradientsConformance
 };
 
 // "Cpu_fp32_bf16": backend, compute dtype, hidden dtype.
@@ -78,6 +80,9 @@ class BackendConformance : public ::testing::TestWithParam<ConformanceCase> {
  private:
   Rng rng_ = FreshRng();
 };
+
+// The same for backends that compute filtered, sampled and auto gradients; chunks ask for all of them.
+class GradientsConformance : public BackendConformance {};
 
 }  // namespace lossd::kernels::testing
 

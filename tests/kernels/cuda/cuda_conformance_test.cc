@@ -115,7 +115,9 @@ std::vector<ConformanceCase> Cases() {
 
 // Without a GPU there is no case at all.
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(BackendConformance);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GradientsConformance);
 INSTANTIATE_TEST_SUITE_P(Cuda, BackendConformance, ::testing::ValuesIn(Cases()), ConformanceName);
+INSTANTIATE_TEST_SUITE_P(Cuda, GradientsConformance, ::testing::ValuesIn(Cases()), ConformanceName);
 
 TEST(CudaConformance, HasAGpu) { LOSSD_SKIP_WITHOUT_GPU(); }
 

@@ -24,14 +24,17 @@ Backend& SharedGroup(int members, int64_t least_rows) {
 // Of heads that are split by vocabulary.
 std::vector<ConformanceCase> VocabularyCases() {
   std::vector<ConformanceCase> cases;
-  for (const auto& [members, hidden] :
-       {std::pair{1, DType::kFloat32}, {2, DType::kFloat32}, {2, DType::kFloat16}, {3, DType::kBFloat16},
-        {4, DType::kFloat32}}) {
+  for (const auto& [members, hidden] : {std::pair{1, DType::kFloat32},
+                                        {2, DType::kFloat32},
+                                        {2, DType::kFloat16},
+                                        {3, DType::kBFloat16},
+                                        {4, DType::kFloat32}}) {
     cases.push_back({.name = absl::StrCat("VocabularyOf", members),
                      .backend = [members = members]() -> Backend& { return SharedGroup(members, 0); },
                      .hidden = hidden,
                      .devices = members,
-                     .split = Split::kVocabulary});
+                     .split = Split::kVocabulary,
+                     .exact_only = members > 1});
   }
   return cases;
 }
@@ -53,6 +56,7 @@ std::vector<ConformanceCase> Cases() {
 }
 
 INSTANTIATE_TEST_SUITE_P(Group, BackendConformance, ::testing::ValuesIn(Cases()), ConformanceName);
+INSTANTIATE_TEST_SUITE_P(Group, GradientsConformance, ::testing::ValuesIn(Cases()), ConformanceName);
 
 INSTANTIATE_TEST_SUITE_P(GroupByVocabulary, BackendConformance, ::testing::ValuesIn(VocabularyCases()),
                          ConformanceName);
