@@ -11,6 +11,9 @@
 
 namespace lossd::kernels {
 
+// BackendChoice::split; INVALID_ARGUMENT naming it.
+absl::StatusOr<Split> SplitOf(const BackendChoice& choice);
+
 struct CreatedBackend {
   std::unique_ptr<Backend> backend;
   std::string note;  // why "auto" did not take a GPU; empty if there is nothing to say

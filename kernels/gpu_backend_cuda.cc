@@ -3,6 +3,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/create_backend.h"
 #include "kernels/cuda/cuda_backend.h"
 #include "kernels/cuda/cuda_replicas.h"
 #include "kernels/device_choice.h"
@@ -43,7 +44,7 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGroup(const BackendChoice& choice
           absl::Span<HeadKernels* const> heads) -> absl::StatusOr<std::unique_ptr<Replicas>> {
         return connection->Connect(heads);
       },
-      GroupOptions());
+      {.split = *SplitOf(choice)});
 }
 
 }  // namespace

@@ -80,8 +80,7 @@ absl::string_view WhyExact(const LossOptions& options, bool any_grad_entropy) {
 }
 
 absl::string_view WhyExactByVocabulary(const LossOptions& options) {
-  return options.gradients == Gradients::kExact ? "exact was asked for"
-                                                : "the head is split by vocabulary";
+  return options.gradients == Gradients::kExact ? "exact was asked for" : "the head is split by vocabulary";
 }
 
 Gradients GradientsOf(const LossOptions& options, absl::string_view why_exact) {

@@ -54,10 +54,12 @@ class GroupBackend final : public Backend {
 
   // Of a config that names no split, by rows.
   absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const override {
-    if (absl::Status status = CheckSplit(config); !status.ok()) return status;
+    HeadConfig planned = config;
+    planned.split = SplitOf(config);
+    if (absl::Status status = CheckSplit(planned); !status.ok()) return status;
     MemoryBytes sum;
     for (int i = 0; i < members_.size(); ++i) {
-      absl::StatusOr<MemoryBytes> plan = members_.backend(i).PlanHead(config);
+      absl::StatusOr<MemoryBytes> plan = members_.backend(i).PlanHead(planned);
       if (!plan.ok()) return plan.status();
       Add(*plan, sum);
     }
@@ -65,10 +67,10 @@ class GroupBackend final : public Backend {
   }
 
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
-    if (absl::Status status = CheckSplit(config); !status.ok()) return status;
-    if (config.split == Split::kVocabulary) return CreateByVocabulary(config);
+    const Split split = SplitOf(config);
+    if (split == Split::kVocabulary) return CreateByVocabulary(config);
     absl::StatusOr<std::unique_ptr<HeadKernels>> by_rows = CreateByRows(config);
-    const bool may_split = config.split == Split::kAny && config.vocab_size >= members_.size();
+    const bool may_split = split == Split::kAny && config.vocab_size >= members_.size();
     if (!absl::IsResourceExhausted(by_rows.status()) || !may_split) return by_rows;
     absl::StatusOr<std::unique_ptr<HeadKernels>> by_vocabulary = CreateByVocabulary(config);
     if (by_vocabulary.ok()) return by_vocabulary;
@@ -90,6 +92,10 @@ class GroupBackend final : public Backend {
 
  private:
   Backend& first() const { return members_.backend(0); }
+
+  Split SplitOf(const HeadConfig& config) const {
+    return config.split == Split::kAny ? options_.split : config.split;
+  }
 
   absl::Status CheckSplit(const HeadConfig& config) const {
     if (config.split != Split::kVocabulary || config.vocab_size >= members_.size()) return absl::OkStatus();
@@ -115,6 +121,7 @@ class GroupBackend final : public Backend {
     std::vector<std::unique_ptr<HeadKernels>> heads(static_cast<size_t>(members_.size()));
     HeadConfig split = config;
     split.split = Split::kVocabulary;
+    if (absl::Status status = CheckSplit(split); !status.ok()) return status;
     absl::Status status = CreateHeads(split, heads);
     if (status.ok()) {
       const std::vector<HeadKernels*> all = Pointers(heads);
@@ -124,7 +131,9 @@ class GroupBackend final : public Backend {
       DestroyHeads(heads);
       return status;
     }
-    return std::make_unique<VocabularyHead>(config, &members_, std::move(heads));
+    const absl::string_view reason =
+        SplitOf(config) == Split::kVocabulary ? "it was asked for" : "a copy on every device does not fit";
+    return std::make_unique<VocabularyHead>(config, reason, &members_, std::move(heads));
   }
 
   static std::vector<HeadKernels*> Pointers(const std::vector<std::unique_ptr<HeadKernels>>& heads) {

@@ -31,11 +31,12 @@ struct GroupOptions {
   // The members count their memory together, as those of CreateCpuMembers do: what one of them says is said
   // of all.
   bool members_share_memory = false;
+  Split split = Split::kAny;  // of heads whose config names none
   JoinClasses join_classes = RefuseToSplitVocabulary;
 };
 
-// A head whose config names no split is split by rows if that fits the members' memory, and else by
-// vocabulary.
+// A head whose config names no split, nor the options, is split by rows if that fits the members' memory, and
+// else by vocabulary.
 //
 // Staging memory, and the memory of deferred microbatches, is that of member 0, which computes every slice
 // whose hidden states are retained (by vocabulary, all members read that memory). `members`: >= 1, all alike,

@@ -14,12 +14,10 @@ namespace lossd::kernels {
 std::vector<Choice> VocabularyHead::Describe() const {
   std::vector<Choice> choices = heads_.head(0).Describe();
   const int64_t classes = ClassShardOf(config_.vocab_size, {0, heads_.size()}).classes;
-  choices.insert(choices.begin() + 1, {.what = "devices",
-                                       .choice = absl::StrCat(heads_.size(), ", by vocabulary"),
-                                       .reason = absl::StrCat(config_.split == Split::kVocabulary
-                                                                  ? "it was asked for"
-                                                                  : "a copy on every device does not fit",
-                                                              "; up to ", classes, " classes each")});
+  choices.insert(choices.begin() + 1,
+                 {.what = "devices",
+                  .choice = absl::StrCat(heads_.size(), ", by vocabulary"),
+                  .reason = absl::StrCat(reason_, "; up to ", classes, " classes each")});
   return choices;
 }
 

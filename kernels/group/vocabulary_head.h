@@ -7,10 +7,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "kernels/backend.h"
 #include "kernels/group/member_heads.h"
 
@@ -19,10 +21,11 @@ namespace lossd::kernels {
 // Thread-safety as HeadKernels.
 class VocabularyHead final : public HeadKernels {
  public:
-  // `config`: as it was asked for. `heads`: one of each member, whose config's split is kVocabulary, joined.
-  // The members outlive the head.
-  VocabularyHead(const HeadConfig& config, Members* members, std::vector<std::unique_ptr<HeadKernels>> heads)
-      : config_(config), heads_(members, std::move(heads)) {}
+  // `config`: as it was asked for. `reason`: why it is split so, for people. `heads`: one of each member,
+  // whose config's split is kVocabulary, joined. The members outlive the head.
+  VocabularyHead(const HeadConfig& config, absl::string_view reason, Members* members,
+                 std::vector<std::unique_ptr<HeadKernels>> heads)
+      : config_(config), reason_(reason), heads_(members, std::move(heads)) {}
   ~VocabularyHead() override { heads_.WaitUntilIdle(); }
 
   const HeadConfig& config() const override { return config_; }
@@ -59,6 +62,7 @@ class VocabularyHead final : public HeadKernels {
                          absl::FunctionRef<absl::Status(HeadKernels& head, const Owned& owned)> fn) const;
 
   const HeadConfig config_;
+  const std::string reason_;
   MemberHeads heads_;
 };
 

@@ -27,7 +27,8 @@ Manifest SomeManifest(std::mt19937_64& random) {
                                  .has_bias = true,
                                  .logits = kernels::Logits::kRecomputed,
                                  .gradients = kernels::Gradients::kAuto,
-                                 .workspace_bytes = int64_t{1} << 40},
+                                 .workspace_bytes = int64_t{1} << 40,
+                                 .split = kernels::Split::kVocabulary},
                       .step = random() | 1,
                       .incarnation = random()};
   AppliedStep& step = manifest.subject.last_step.emplace();
