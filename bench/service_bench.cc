@@ -40,6 +40,7 @@ ABSL_FLAG(std::string, backend, "auto", "auto, cpu or cuda");
 ABSL_FLAG(std::string, devices, "", "several GPUs, e.g. 0,1 or all");
 ABSL_FLAG(int, threads, 0, "threads of the CPU backend; 0: all the process may use");
 ABSL_FLAG(int, cpu_devices, 1, "devices of the CPU backend, which share its threads");
+ABSL_FLAG(std::string, split, "any", "what several devices divide: rows, vocabulary, or any");
 ABSL_FLAG(int, in_flight, 4, "microbatches under way at once, for the engine and the client");
 ABSL_FLAG(std::vector<std::string>, channels, std::vector<std::string>({"1", "2", "4"}),
           "connections to try");
@@ -126,7 +127,8 @@ std::unique_ptr<kernels::Backend> MakeBackend() {
   return Must(kernels::CreateBackend({.backend = absl::GetFlag(FLAGS_backend),
                                       .devices = absl::GetFlag(FLAGS_devices),
                                       .threads = absl::GetFlag(FLAGS_threads),
-                                      .cpu_devices = absl::GetFlag(FLAGS_cpu_devices)}))
+                                      .cpu_devices = absl::GetFlag(FLAGS_cpu_devices),
+                                      .split = absl::GetFlag(FLAGS_split)}))
       .backend;
 }
 
@@ -262,7 +264,8 @@ Line MeasureService(const Shape& shape, int channels, double seconds) {
                                          .backend = absl::GetFlag(FLAGS_backend),
                                          .devices = absl::GetFlag(FLAGS_devices),
                                          .threads = absl::GetFlag(FLAGS_threads),
-                                         .cpu_devices = absl::GetFlag(FLAGS_cpu_devices)}));
+                                         .cpu_devices = absl::GetFlag(FLAGS_cpu_devices),
+                                         .split = absl::GetFlag(FLAGS_split)}));
   auto client = Must(client::Client::Connect({.target = server->grpc_address(), .channels = channels}));
   v1::CreateHeadRequest request;
   request.mutable_spec()->set_name(kHead);

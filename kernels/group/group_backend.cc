@@ -21,7 +21,7 @@ class GroupBackend final : public Backend {
  public:
   GroupBackend(std::vector<std::unique_ptr<Backend>> members, MakeReplicas make_replicas,
                const GroupOptions& options)
-      : options_(options), members_(std::move(members)), make_replicas_(std::move(make_replicas)) {}
+      : members_(std::move(members)), options_(options), make_replicas_(std::move(make_replicas)) {}
 
   BackendInfo info() const override {
     BackendInfo info = first().info();
@@ -174,9 +174,10 @@ class GroupBackend final : public Backend {
         .IgnoreError();
   }
 
-  const GroupOptions options_;
   Members members_;
-  const MakeReplicas make_replicas_;  // may hold what connects the members: ends before them
+  // These may hold what connects the members: they end before them.
+  const GroupOptions options_;
+  const MakeReplicas make_replicas_;
 };
 
 }  // namespace
