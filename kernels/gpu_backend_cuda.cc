@@ -38,13 +38,14 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGroup(const BackendChoice& choice
   if (absl::Status status = CheckAlike(descriptions); !status.ok()) return status;
   absl::StatusOr<std::unique_ptr<CudaReplicaGroup>> connection = CudaReplicaGroup::Create(devices);
   if (!connection.ok()) return connection.status();
+  const std::shared_ptr<CudaReplicaGroup> group = *std::move(connection);
   return CreateGroupBackend(
       std::move(members),
-      [connection = std::shared_ptr<CudaReplicaGroup>(*std::move(connection))](
-          absl::Span<HeadKernels* const> heads) -> absl::StatusOr<std::unique_ptr<Replicas>> {
-        return connection->Connect(heads);
+      [group](absl::Span<HeadKernels* const> heads) -> absl::StatusOr<std::unique_ptr<Replicas>> {
+        return group->Connect(heads);
       },
-      {.split = *SplitOf(choice)});
+      {.split = *SplitOf(choice),
+       .join_classes = [group](absl::Span<HeadKernels* const> heads) { return group->Join(heads); }});
 }
 
 }  // namespace

@@ -12,7 +12,6 @@
 #include "kernels/cuda/heads/cuda_head.h"
 #include "kernels/cuda/heads/head_memory.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/shard_rows.h"
 
 namespace lossd::kernels {
 namespace cuda {
@@ -53,14 +52,10 @@ class CudaBackend : public Backend {
 
   absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const override {
     LOSSD_RETURN_IF_ERROR(Validate(config));
-    if (IsSplitByVocabulary(config, device_->options().replica)) {
-      return errors::FieldError("split", "be rows: GPUs do not share the classes of a head",
-                                Name(config.split));
-    }
     const int sms = device_->limits().multiprocessors;
     const HeadSizes sizes =
         SizesFor(config, device_->options().workspace_bytes, device_->options().max_chunk_rows, sms,
-                 device_->limits().fused_clusters > 0);
+                 device_->limits().fused_clusters > 0, device_->options().replica);
     LOSSD_RETURN_IF_ERROR(CheckWorkspace(config, sizes, sms));
     return PlanMemory(config, sizes, sms, device_->options().replica);
   }

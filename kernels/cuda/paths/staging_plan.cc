@@ -44,7 +44,7 @@ int64_t RowsThatFit(const HeadSizes& sizes, Kept kept, int64_t begin, int64_t le
 int64_t SpareBytes(const HeadConfig& config, const HeadSizes& sizes) {
   if (config.compute_dtype == DType::kFloat32) return 0;
   const int64_t gradient = sizes.chunk_rows * sizes.padded_hidden *
-                           static_cast<int64_t>(SizeOf(HiddenGradientDType(config.compute_dtype)));
+                           static_cast<int64_t>(SizeOf(HiddenGradientDType(sizes, config.compute_dtype)));
   const int64_t least = RoundUp(CeilDiv(sizes.chunk_rows, kSpareShare), 8);
   return std::max(gradient, StagedBytes(sizes, least));
 }
