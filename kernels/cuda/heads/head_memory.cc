@@ -148,7 +148,9 @@ HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t ma
   const int64_t limit = WorkspaceLimit(config, workspace_bytes);
   sizes = Recomputes(config) ? WithArena(config, sizes, limit, max_chunk_rows, multiprocessors)
                              : WithLogits(config, sizes, limit, max_chunk_rows, multiprocessors);
+  sizes.most_padded_vocab = sizes.padded_vocab;
   sizes.vocab = own.rows;
+  sizes.padded_vocab = RoundUp(sizes.vocab, kPad);
   return sizes;
 }
 
