@@ -41,6 +41,7 @@ ABSL_FLAG(std::string, backend, "auto", "auto, cpu or cuda");
 ABSL_FLAG(std::string, devices, "", "several GPUs, e.g. 0,1 or all");
 ABSL_FLAG(int, threads, 0, "threads of the CPU backend; 0: all the process may use");
 ABSL_FLAG(int, cpu_devices, 1, "devices of the CPU backend, which share its threads");
+ABSL_FLAG(std::string, split, "any", "what several devices divide: rows, vocabulary, or any");
 ABSL_FLAG(int, in_flight, 4, "microbatches under way at once, for the engine and the client");
 ABSL_FLAG(std::vector<std::string>, channels, std::vector<std::string>({"1", "2", "4"}),
           "connections to try");
@@ -128,7 +129,8 @@ std::unique_ptr<kernels::Backend> MakeBackend() {
   return Must(kernels::CreateBackend({.backend = absl::GetFlag(FLAGS_backend),
                                       .devices = absl::GetFlag(FLAGS_devices),
                                       .threads = absl::GetFlag(FLAGS_threads),
-                                      .cpu_devices = absl::GetFlag(FLAGS_cpu_devices)}))
+                                      .cpu_devices = absl::GetFlag(FLAGS_cpu_devices),
+                                      .split = absl::GetFlag(FLAGS_split)}))
       .backend;
 }
 
@@ -261,7 +263,8 @@ std::unique_ptr<app::Server> StartServer() {
                                   .backend = absl::GetFlag(FLAGS_backend),
                                   .devices = absl::GetFlag(FLAGS_devices),
                                   .threads = absl::GetFlag(FLAGS_threads),
-                                  .cpu_devices = absl::GetFlag(FLAGS_cpu_devices)}));
+                                  .cpu_devices = absl::GetFlag(FLAGS_cpu_devices),
+                                  .split = absl::GetFlag(FLAGS_split)}));
 }
 
 // A client over TCP, of a server in this process on the loopback or of the one that --target names.

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cpu/cpu_backend.h"
+#include "kernels/cpu/cpu_classes.h"
 #include "kernels/cpu/cpu_replicas.h"
 #include "kernels/cpu/gloo_link.h"
 #include "kernels/errors/field_error.h"
@@ -14,10 +15,14 @@
 namespace lossd::kernels {
 namespace {
 
-absl::StatusOr<std::unique_ptr<Backend>> CreateCpuGroup(const CpuBackendOptions& options, int count) {
-  absl::StatusOr<std::vector<std::unique_ptr<Backend>>> members = CreateCpuMembers(options, count);
+absl::StatusOr<std::unique_ptr<Backend>> CreateCpuGroup(const CpuBackendOptions& options,
+                                                        const BackendChoice& choice) {
+  absl::StatusOr<std::vector<std::unique_ptr<Backend>>> members =
+      CreateCpuMembers(options, choice.cpu_devices);
   if (!members.ok()) return members.status();
-  return CreateGroupBackend(*std::move(members), MakeCpuReplicas, {.members_share_memory = true});
+  return CreateGroupBackend(
+      *std::move(members), MakeCpuReplicas,
+      {.members_share_memory = true, .split = *SplitOf(choice), .join_classes = JoinCpuClasses});
 }
 
 absl::StatusOr<CreatedBackend> CreateCpu(const BackendChoice& choice, std::string note) {
@@ -28,7 +33,7 @@ absl::StatusOr<CreatedBackend> CreateCpu(const BackendChoice& choice, std::strin
   options.memory_reserve_bytes = choice.memory_reserve_bytes;
   options.replica = choice.replica;
   absl::StatusOr<std::unique_ptr<Backend>> backend =
-      choice.cpu_devices == 1 ? CreateCpuBackend(options) : CreateCpuGroup(options, choice.cpu_devices);
+      choice.cpu_devices == 1 ? CreateCpuBackend(options) : CreateCpuGroup(options, choice);
   if (!backend.ok()) return backend.status();
   CreatedBackend created{.backend = *std::move(backend), .link = nullptr, .note = std::move(note)};
   if (choice.replica.count == 1) return created;
@@ -81,10 +86,18 @@ absl::Status Check(const BackendChoice& choice) {
   if (choice.cpu_devices != 1 && choice.backend == "cuda") {
     return errors::FieldError("cpu_devices", "be 1 with backend cuda, which has devices", choice.cpu_devices);
   }
+  if (absl::Status status = SplitOf(choice).status(); !status.ok()) return status;
   return CheckReplica(choice);
 }
 
 }  // namespace
+
+absl::StatusOr<Split> SplitOf(const BackendChoice& choice) {
+  for (const Split split : {Split::kAny, Split::kRows, Split::kVocabulary}) {
+    if (choice.split == Name(split)) return split;
+  }
+  return errors::FieldError("split", "be any, rows or vocabulary", choice.split);
+}
 
 absl::StatusOr<CreatedBackend> CreateBackend(const BackendChoice& choice) {
   if (absl::Status status = Check(choice); !status.ok()) return status;

@@ -12,6 +12,9 @@
 
 namespace lossd::kernels {
 
+// BackendChoice::split; INVALID_ARGUMENT naming it.
+absl::StatusOr<Split> SplitOf(const BackendChoice& choice);
+
 struct CreatedBackend {
   std::unique_ptr<Backend> backend;
   std::unique_ptr<RankLink> link;  // of a choice with several replicas; the heads end before it

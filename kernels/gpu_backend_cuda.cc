@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/create_backend.h"
 #include "kernels/cuda/cuda_backend.h"
 #include "kernels/cuda/cuda_replicas.h"
 #include "kernels/device_choice.h"
@@ -38,13 +39,14 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGroup(const BackendChoice& choice
   if (absl::Status status = CheckAlike(descriptions); !status.ok()) return status;
   absl::StatusOr<std::unique_ptr<CudaReplicaGroup>> connection = CudaReplicaGroup::Create(devices);
   if (!connection.ok()) return connection.status();
+  const std::shared_ptr<CudaReplicaGroup> group = *std::move(connection);
   return CreateGroupBackend(
       std::move(members),
-      [connection = std::shared_ptr<CudaReplicaGroup>(*std::move(connection))](
-          absl::Span<HeadKernels* const> heads) -> absl::StatusOr<std::unique_ptr<Replicas>> {
-        return connection->Connect(heads);
+      [group](absl::Span<HeadKernels* const> heads) -> absl::StatusOr<std::unique_ptr<Replicas>> {
+        return group->Connect(heads);
       },
-      GroupOptions());
+      {.split = *SplitOf(choice),
+       .join_classes = [group](absl::Span<HeadKernels* const> heads) { return group->Join(heads); }});
 }
 
 // The GPU of a process that has one.

@@ -64,6 +64,9 @@ absl::Status Validate(const HeadConfig& config) {
   if (config.workspace_bytes < 0) {
     return OutOfRange("workspace_bytes", ">= 0 (0: the server's)", config.workspace_bytes);
   }
+  if (config.split > Split::kVocabulary) {
+    return OutOfRange("split", "any, rows or vocabulary", static_cast<int>(config.split));
+  }
   return absl::OkStatus();
 }
 
@@ -117,6 +120,18 @@ absl::string_view Name(Logits logits) {
       return "recomputed";
   }
   return "unknown";
+}
+
+absl::string_view Name(Split split) {
+  switch (split) {
+    case Split::kAny:
+      return "any";
+    case Split::kRows:
+      return "rows";
+    case Split::kVocabulary:
+      return "vocabulary";
+  }
+  return "";
 }
 
 absl::string_view Name(OptimizerState state) {

@@ -30,6 +30,15 @@ enum class Logits : uint8_t {
   kRecomputed,
 };
 
+// How a head lies on several devices (docs/scaling.md). On one device it makes no difference.
+enum class Split : uint8_t {
+  kAny,   // the backend chooses when it creates the head
+  kRows,  // every device has all classes and computes other rows
+  // Every device has some of the classes, with their gradients and optimizer state, and computes these of all
+  // rows.
+  kVocabulary,
+};
+
 struct HeadConfig {
   int64_t hidden_size = 0;  // D in [1, 2^24]
   int64_t vocab_size = 0;   // V in [1, 2^31 - 1]
@@ -47,6 +56,7 @@ struct HeadConfig {
   // Most memory for what is computed of a chunk: MemoryKind::kWorkspace and, unless logits are recomputed,
   // kSlots. 0: the backend's choice.
   int64_t workspace_bytes = 0;
+  Split split = Split::kAny;
 
   friend bool operator==(const HeadConfig&, const HeadConfig&) = default;
 };
@@ -87,6 +97,7 @@ absl::string_view Name(Param param);
 absl::string_view Name(Role role);
 absl::string_view Name(Norm norm);             // "none", "layernorm", "rmsnorm"
 absl::string_view Name(Logits logits);         // "stored", "recomputed"
+absl::string_view Name(Split split);           // "any", "rows", "vocabulary"
 absl::string_view Name(OptimizerState state);  // "none", "momentum", "adam"
 
 // A tensor's shape as a matrix: vectors are [length, 1].

@@ -1,14 +1,16 @@
-// Replicas: a head may lie on several devices, and each computes other rows. Every replica computes with all
-// values and accumulates gradients of all classes, but each parameter is updated by one of them, which alone
-// keeps its optimizer state. Plain data.
+// Which part of a head each of several devices has. By rows, every device computes other rows: it has all
+// values and accumulates gradients of all classes, but each parameter is updated by one of the devices, which
+// alone keeps its optimizer state. By vocabulary, a device has all that belongs to its classes, and nothing
+// of the other classes. Plain data.
 #ifndef LOSSD_KERNELS_REPLICA_H_
 #define LOSSD_KERNELS_REPLICA_H_
 
+#include <algorithm>
 #include <cstdint>
 
 namespace lossd::kernels {
 
-// Which of how many replicas of its heads a backend holds.
+// Which of how many replicas (or, by vocabulary, parts) of its heads a backend holds.
 struct Replica {
   int index = 0;
   int count = 1;
@@ -27,14 +29,25 @@ struct Shard {
 // Shards begin at multiples of this many classes, so that their parts of tensors are aligned.
 inline constexpr int64_t kShardAlignment = 8;
 
-// Classes in order, each replica as many as the first, but for what alignment takes from the last ones: of
-// few classes they may have none. The first replica also has the norm.
+// By rows: classes in order, each replica as many as the first, but for what alignment takes from the last
+// ones: of few classes they may have none. The first replica also has the norm.
 inline Shard ShardOf(int64_t vocab_size, Replica replica) {
   const int64_t even = (vocab_size + replica.count - 1) / replica.count;
   const int64_t each = (even + kShardAlignment - 1) / kShardAlignment * kShardAlignment;
   const int64_t first = each * replica.index < vocab_size ? each * replica.index : vocab_size;
   const int64_t left = vocab_size - first;
   return {.first_class = first, .classes = left < each ? left : each, .norm = replica.index == 0};
+}
+
+// By vocabulary: classes in order, divided evenly; the first devices have one more where they do not divide.
+// vocab_size >= replica.count, so that every device has some. The norm's parameters are on every device,
+// which all update them alike.
+inline Shard ClassShardOf(int64_t vocab_size, Replica replica) {
+  const int64_t each = vocab_size / replica.count;
+  const int64_t more = vocab_size % replica.count;
+  return {.first_class = each * replica.index + std::min<int64_t>(replica.index, more),
+          .classes = each + (replica.index < more ? 1 : 0),
+          .norm = true};
 }
 
 }  // namespace lossd::kernels

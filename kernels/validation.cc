@@ -118,8 +118,8 @@ absl::Status ValidateTensorAccess(const HeadConfig& config, TensorId id, int64_t
 absl::Status ValidateReplicaAccess(const HeadConfig& config, Replica replica, TensorId id, int64_t row_begin,
                                    int64_t rows, DType dtype, size_t bytes) {
   absl::Status status = ValidateTensorAccess(config, id, row_begin, rows, dtype, bytes);
-  if (!status.ok() || !IsMoment(id.role) || rows == 0) return status;
-  const ShardRows own = ShardRowsOf(config, id.param, replica);
+  if (!status.ok() || rows == 0) return status;
+  const ShardRows own = StoredRowsOf(config, id, replica);
   if (own.rows == 0) {
     return absl::NotFoundError(absl::StrCat("replica ", replica.index, " of ", replica.count, " has no ",
                                             Name(id.role), " of ", Name(id.param)));

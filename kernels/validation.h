@@ -22,8 +22,8 @@ absl::Status ValidateChunk(const HeadConfig& config, int64_t chunk_rows, const C
 absl::Status ValidateTensorAccess(const HeadConfig& config, TensorId id, int64_t row_begin, int64_t rows,
                                   DType dtype, size_t bytes);
 
-// Likewise for a replica, which has the moments of its shard only: NOT_FOUND if it has none of the
-// parameter's, INVALID_ARGUMENT if some of the rows are another's.
+// Likewise for a replica, which has StoredRowsOf() of a tensor: NOT_FOUND if that is none of the parameter's,
+// INVALID_ARGUMENT if some of the rows are another's.
 absl::Status ValidateReplicaAccess(const HeadConfig& config, Replica replica, TensorId id, int64_t row_begin,
                                    int64_t rows, DType dtype, size_t bytes);
 

@@ -118,6 +118,7 @@ Json ToJson(const v1::HeadDescription& head) {
   json["logits"] = NameOf(LogitsWords(), LogitsOf(spec));
   json["gradients"] = NameOf(GradientsWords(), GradientsOf(spec));
   json["workspace_bytes"] = spec.workspace_bytes();
+  json["split"] = NameOf(Splits(), spec.split());
   json["incarnation"] = HumanIncarnation(head.state().incarnation());
   json["step"] = head.state().step();
   json["generation"] = head.state().generation();
@@ -211,6 +212,7 @@ std::string HeadText(const v1::HeadDescription& head) {
   fields.Add("frozen", YesNo(spec.frozen()));
   fields.Add("logits", NameOf(LogitsWords(), LogitsOf(spec)));
   fields.Add("gradients", NameOf(GradientsWords(), GradientsOf(spec)));
+  fields.Add("split", NameOf(Splits(), spec.split()));
   if (spec.workspace_bytes() > 0)
     fields.Add("workspace limit", HumanBytes(static_cast<double>(spec.workspace_bytes())));
   fields.Add("open step", absl::StrCat(HumanCount(head.state().step()), " (", HumanCount(head.step_rows()),

@@ -61,6 +61,7 @@ struct CreateFlags {
   v1::Logits logits = v1::LOGITS_UNSPECIFIED;
   v1::Gradients gradients = v1::GRADIENTS_UNSPECIFIED;
   uint64_t workspace_bytes = 0;
+  v1::Split split = v1::SPLIT_UNSPECIFIED;
 
   uint64_t seed = 0;
   bool zeros = false;
@@ -82,6 +83,7 @@ struct CreateFlags {
     spec->set_logits(logits);
     spec->set_gradients(gradients);
     spec->set_workspace_bytes(workspace_bytes);
+    spec->set_split(split);
     if (zeros) {
       request.mutable_zeros();
     } else if (!file.path().empty()) {
@@ -115,6 +117,10 @@ void AddCreate(CLI::App* app, Context* context) {
           "How gradients are computed unless a request says otherwise [exact]");
   AddBytes(create, "--workspace-bytes", &flags->workspace_bytes,
            "Most workspace on the device [the server's --workspace_bytes; recomputed logits: at most 64MiB]");
+  AddWord(
+      create, "--split", &flags->split, Splits(),
+      "Whether several devices of a server divide the rows or the classes of the head [any: by rows if every "
+      "device has room for all classes]");
 
   const std::string group = "Initial values (default: --seed 0)";
   CLI::Option* seed =

@@ -45,6 +45,12 @@ const std::map<std::string, v1::Logits>& LogitsWords() {
   return *words;
 }
 
+const std::map<std::string, v1::Split>& Splits() {
+  static const auto* words = new std::map<std::string, v1::Split>{
+      {"any", v1::SPLIT_UNSPECIFIED}, {"rows", v1::SPLIT_ROWS}, {"vocabulary", v1::SPLIT_VOCABULARY}};
+  return *words;
+}
+
 const std::map<std::string, v1::Gradients>& GradientsWords() {
   static const auto* words = new std::map<std::string, v1::Gradients>{{"exact", v1::GRADIENTS_EXACT},
                                                                       {"filtered", v1::GRADIENTS_FILTERED},

@@ -17,6 +17,7 @@ const std::map<std::string, v1::OptimizerState>& OptimizerStates();  // none, mo
 const std::map<std::string, v1::Param>& Params();                    // weight, bias, norm-gain, ...
 const std::map<std::string, v1::Role>& Roles();                      // value, gradient, moment1, moment2
 const std::map<std::string, v1::Logits>& LogitsWords();              // stored, recomputed
+const std::map<std::string, v1::Split>& Splits();                    // any, rows, vocabulary
 const std::map<std::string, v1::Gradients>& GradientsWords();        // exact, filtered, sampled, auto
 const std::map<std::string, v1::Reduction>& Reductions();            // sum, mean, none
 

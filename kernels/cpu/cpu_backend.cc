@@ -102,7 +102,8 @@ class CpuBackend final : public Backend {
 
   absl::StatusOr<int64_t> ChunkRows(const HeadConfig& config) const {
     if (absl::Status status = Validate(config); !status.ok()) return status;
-    return ChunkRowsFor(config, config.workspace_bytes > 0 ? config.workspace_bytes : workspace_bytes_);
+    return ChunkRowsFor(config, replica_.count,
+                        config.workspace_bytes > 0 ? config.workspace_bytes : workspace_bytes_);
   }
 
   const int64_t workspace_bytes_;

@@ -73,6 +73,12 @@ void AddToSums(const Slice& slice, int64_t row, const RowResult& result, SliceSu
   sums.squared_gradient += result.squared_gradient;
 }
 
+double SumOf(const float* values, int64_t n) {
+  double sum = 0.0;
+  for (int64_t i = 0; i < n; ++i) sum += double{values[i]};
+  return sum;
+}
+
 bool AnyGradEntropy(const Chunk& chunk) {
   for (const Slice& slice : chunk.slices) {
     for (int64_t row = 0; slice.grad_entropy != nullptr && row < slice.rows; ++row) {
@@ -117,12 +123,15 @@ absl::StatusOr<std::unique_ptr<CpuHead>> CpuHead::Create(const HeadConfig& confi
 CpuHead::CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, ThreadPool* pool,
                  MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers)
     : config_(config),
+      replica_(replica),
+      classes_(ClassesOf(config, replica)),
       chunk_rows_(chunk_rows),
       pool_(pool),
       reservation_(std::move(reservation)),
       arenas_(std::move(arenas)),
       buffers_(buffers),
-      params_(config_, replica, pool, buffers) {}
+      params_(config_, replica, pool, buffers),
+      exchange_(std::make_shared<SoleExchange>()) {}
 
 std::vector<Choice> CpuHead::Describe() const {
   std::vector<Choice> choices = {
@@ -134,12 +143,18 @@ std::vector<Choice> CpuHead::Describe() const {
       {.what = "row loops",
        .choice = std::string(SelectRowLoops().instruction_set),
        .reason = "the widest that this processor has"},
-      GradientsChoice(config_.gradients, WhyExact({.gradients = config_.gradients}, false))};
+      DescribeGradients()};
   if (config_.logits == Logits::kRecomputed) {
     choices.push_back(
         {.what = "logits", .choice = "stored", .reason = "this backend does not recompute them"});
   }
   return choices;
+}
+
+Choice CpuHead::DescribeGradients() const {
+  const LossOptions options = {.gradients = config_.gradients};
+  const absl::string_view why_exact = is_split() ? WhyExactByVocabulary(options) : WhyExact(options, false);
+  return GradientsChoice(GradientsOf(options, why_exact), why_exact);
 }
 
 void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
@@ -152,9 +167,9 @@ void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   Gather(*chunk, order);
   ComputeChunk(*chunk, order);
   MarkFailedSlices(*chunk, order);
-  ComputeGradHidden(order);
+  const RowRange with_hidden = ComputeGradHidden(order);
   ScatterResults(*chunk, order);
-  ScatterGradHidden(*chunk, order);
+  ScatterGradHidden(*chunk, with_hidden);
   callbacks.on_results(absl::OkStatus());
   AccumulateWeight(order);
   callbacks.on_done(absl::OkStatus());
@@ -162,7 +177,7 @@ void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
 
 void CpuHead::Gather(const Chunk& chunk, const RowOrder& order) {
   const int64_t d = config_.hidden_size;
-  Retain(chunk, d);
+  if (reports()) Retain(chunk, d);
   const NormParams norm = norm_params();
   pool_->ParallelFor(order.rows, std::max<int64_t>(1, kElementGrain / d), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -180,7 +195,8 @@ void CpuHead::Gather(const Chunk& chunk, const RowOrder& order) {
 void CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   LossOptions options = chunk.options;
   const bool is_auto = options.gradients == Gradients::kAuto;
-  absl::string_view why_exact = WhyExact(options, AnyGradEntropy(chunk));
+  absl::string_view why_exact =
+      is_split() ? WhyExactByVocabulary(options) : WhyExact(options, AnyGradEntropy(chunk));
   if (why_exact.empty() && order.with_gradient() == 0) why_exact = "no gradient is wanted";
   options.gradients = why_exact.empty() && is_auto ? Gradients::kSampled : GradientsOf(options, why_exact);
   ComputeRows(chunk, options, order);
@@ -201,25 +217,42 @@ void CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   ComputeRows(chunk, options, order);
 }
 
-// Logits [block, V] = t x W^T, then each row to its results and gradient, in place.
+// Logits [block, C] = t x W^T over the classes that are here, then each row to its results and gradient, in
+// place. With classes elsewhere too, that waits for what those say of the rows.
 void CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order) {
   const int64_t d = config_.hidden_size;
-  const int64_t v = config_.vocab_size;
+  const int64_t c = classes_.rows;
   const RowLoss row_loss(SelectRowLoops(), ContextFor(options));
-  const int64_t block = std::max(kLeastBlockRows, kBlockBytes / (v * int64_t{sizeof(float)}));
+  const int64_t block = std::max(kLeastBlockRows, kBlockBytes / (c * int64_t{sizeof(float)}));
   for (int64_t first = 0; first < order.rows; first += block) {
     const int64_t rows = std::min(block, order.rows - first);
-    Gemm(*pool_, rows, v, d, options.logit_scale, {buffers_.hidden + first * d, d},
-         {value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers_.logits + first * v, v);
-    pool_->ParallelFor(rows, std::max<int64_t>(1, 4096 / v), [&](int64_t begin, int64_t end) {
+    Gemm(*pool_, rows, c, d, options.logit_scale, {buffers_.hidden + first * d, d},
+         {value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers_.logits + first * c, c);
+    pool_->ParallelFor(rows, std::max<int64_t>(1, 4096 / c), [&](int64_t begin, int64_t end) {
       for (int64_t i = first + begin; i < first + end; ++i) {
-        const RowSource& source = buffers_.sources[i];
-        const Slice& slice = chunk.slices[static_cast<size_t>(source.slice)];
-        const RowRequest request = RequestFor(slice, source.row, i < order.with_gradient());
-        buffers_.results[i] = row_loss.Compute(request, buffers_.logits + i * v);
+        const RowRequest request = RequestFor(chunk, order, i);
+        const RowStatistics own = row_loss.Summarise(request, buffers_.logits + i * c);
+        if (is_split()) {
+          buffers_.statistics[i] = own;
+        } else {
+          buffers_.results[i] = row_loss.Finish(request, own, own, buffers_.logits + i * c);
+        }
       }
     });
   }
+  if (is_split()) FinishRows(chunk, row_loss, order);
+}
+
+void CpuHead::FinishRows(const Chunk& chunk, const RowLoss& row_loss, const RowOrder& order) {
+  const int64_t c = classes_.rows;
+  const auto rows = static_cast<size_t>(order.rows);
+  exchange_->MergeStatistics(replica_.index, {buffers_.statistics, rows}, {buffers_.merged, rows});
+  pool_->ParallelFor(order.rows, std::max<int64_t>(1, 4096 / c), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      buffers_.results[i] = row_loss.Finish(RequestFor(chunk, order, i), buffers_.statistics[i],
+                                            buffers_.merged[i], buffers_.logits + i * c);
+    }
+  });
 }
 
 // Finds the slices with a row that is not finite and clears all their rows, so that they add exactly nothing
@@ -236,11 +269,11 @@ void CpuHead::MarkFailedSlices(const Chunk& chunk, const RowOrder& order) {
   }
   if (!failed) return;
   const int64_t d = config_.hidden_size;
-  const int64_t v = config_.vocab_size;
+  const int64_t c = classes_.rows;
   for (int64_t i = 0; i < order.with_gradient(); ++i) {
     if (chunk.slices[static_cast<size_t>(buffers_.sources[i].slice)].first_nonfinite_row < 0) continue;
     std::fill_n(buffers_.hidden + i * d, d, 0.0f);
-    std::fill_n(buffers_.logits + i * v, v, 0.0f);
+    std::fill_n(buffers_.logits + i * c, c, 0.0f);
     if (!has_norm()) continue;
     std::fill_n(buffers_.unit + i * d, d, 0.0f);
     buffers_.inverse_deviation[i] = 0.0f;
@@ -249,32 +282,55 @@ void CpuHead::MarkFailedSlices(const Chunk& chunk, const RowOrder& order) {
 
 // dy = ds W for the rows that want it and, with a norm, for those whose gain and shift gradients need it;
 // then through the norm.
-void CpuHead::ComputeGradHidden(const RowOrder& order) {
+RowRange CpuHead::ComputeGradHidden(const RowOrder& order) {
   const int64_t d = config_.hidden_size;
-  const int64_t v = config_.vocab_size;
+  const int64_t c = classes_.rows;
   const int64_t begin = has_norm() ? 0 : order.hidden_begin;
   const int64_t end = has_norm() ? order.with_gradient() : order.hidden_end;
-  if (begin >= end) return;
+  if (begin >= end) return {};
   float* const grad = buffers_.grad_hidden;
-  Gemm(*pool_, end - begin, d, v, 1.0f, {buffers_.logits + begin * v, v}, {value(Param::kWeight), d}, 0.0f,
+  Gemm(*pool_, end - begin, d, c, 1.0f, {buffers_.logits + begin * c, c}, {value(Param::kWeight), d}, 0.0f,
        grad + begin * d, d);
-  if (!has_norm()) return;
-  if (order.accumulated > 0) {
-    AddColumnSums(*pool_, grad, buffers_.unit, order.accumulated, d, gradient(Param::kNormGain));
-    float* const shift = gradient(Param::kNormShift);
-    if (shift != nullptr) AddColumnSums(*pool_, grad, nullptr, order.accumulated, d, shift);
+  RowRange here = exchange_->SumRows(replica_.index, grad + begin * d, end - begin, d);
+  here = {here.begin + begin, here.end + begin};
+  if (has_norm() && order.accumulated > 0) {
+    AddNormGradients({here.begin, std::clamp(order.accumulated, here.begin, here.end)});
   }
+  const RowRange hidden = {std::clamp(order.hidden_begin, here.begin, here.end),
+                           std::clamp(order.hidden_end, here.begin, here.end)};
+  if (!has_norm()) return hidden;
   const NormParams norm = norm_params();
-  pool_->ParallelFor(order.hidden_end - order.hidden_begin, std::max<int64_t>(1, kElementGrain / d),
-                     [&](int64_t from, int64_t to) {
-                       for (int64_t i = order.hidden_begin + from; i < order.hidden_begin + to; ++i) {
-                         NormBackward(norm, buffers_.unit + i * d, buffers_.inverse_deviation[i],
-                                      grad + i * d);
-                       }
-                     });
+  pool_->ParallelFor(
+      hidden.end - hidden.begin, std::max<int64_t>(1, kElementGrain / d), [&](int64_t from, int64_t to) {
+        for (int64_t i = hidden.begin + from; i < hidden.begin + to; ++i) {
+          NormBackward(norm, buffers_.unit + i * d, buffers_.inverse_deviation[i], grad + i * d);
+        }
+      });
+  return hidden;
+}
+
+// Sums over rows of dy, which each part of a head has of other rows and needs of all.
+void CpuHead::AddNormGradients(RowRange rows) {
+  const int64_t d = config_.hidden_size;
+  const float* const grad = buffers_.grad_hidden + rows.begin * d;
+  const float* const unit = buffers_.unit + rows.begin * d;
+  float* const shift = gradient(Param::kNormShift);
+  if (!is_split()) {
+    AddColumnSums(*pool_, grad, unit, rows.end - rows.begin, d, gradient(Param::kNormGain));
+    if (shift != nullptr) AddColumnSums(*pool_, grad, nullptr, rows.end - rows.begin, d, shift);
+    return;
+  }
+  float* const sums = buffers_.norm_sums;
+  std::fill_n(sums, 2 * d, 0.0f);
+  AddColumnSums(*pool_, grad, unit, rows.end - rows.begin, d, sums);
+  exchange_->AddSums(replica_.index, sums, gradient(Param::kNormGain), d);
+  if (shift == nullptr) return;
+  AddColumnSums(*pool_, grad, nullptr, rows.end - rows.begin, d, sums + d);
+  exchange_->AddSums(replica_.index, sums + d, shift, d);
 }
 
 void CpuHead::ScatterResults(const Chunk& chunk, const RowOrder& order) {
+  if (!reports()) return;
   const RowResult ignored;
   for (Slice& slice : chunk.slices) {
     slice.sums = SliceSums();
@@ -290,39 +346,40 @@ void CpuHead::ScatterResults(const Chunk& chunk, const RowOrder& order) {
   }
 }
 
-void CpuHead::ScatterGradHidden(const Chunk& chunk, const RowOrder& order) {
+void CpuHead::ScatterGradHidden(const Chunk& chunk, RowRange rows) {
   const int64_t d = config_.hidden_size;
   const DType dtype = chunk.hidden_dtype;
   for (const Slice& slice : chunk.slices) {
-    if (slice.grad_hidden == nullptr) continue;
+    if (slice.grad_hidden == nullptr || !reports()) continue;
     for (int64_t row = 0; row < slice.rows; ++row) {
       if (slice.targets[row] != kIgnoredTarget) continue;
       std::fill_n(GradHiddenRow(slice, row, d, dtype), Bytes(d, dtype), uint8_t{0});
     }
   }
-  pool_->ParallelFor(order.hidden_end - order.hidden_begin, std::max<int64_t>(1, kElementGrain / d),
-                     [&](int64_t from, int64_t to) {
-                       for (int64_t i = order.hidden_begin + from; i < order.hidden_begin + to; ++i) {
-                         const RowSource& source = buffers_.sources[i];
-                         const Slice& slice = chunk.slices[static_cast<size_t>(source.slice)];
-                         FromFloat(dtype, buffers_.grad_hidden + i * d, d,
-                                   GradHiddenRow(slice, source.row, d, dtype));
-                       }
-                     });
+  pool_->ParallelFor(
+      rows.end - rows.begin, std::max<int64_t>(1, kElementGrain / d), [&](int64_t from, int64_t to) {
+        for (int64_t i = rows.begin + from; i < rows.begin + to; ++i) {
+          const RowSource& source = buffers_.sources[i];
+          const Slice& slice = chunk.slices[static_cast<size_t>(source.slice)];
+          FromFloat(dtype, buffers_.grad_hidden + i * d, d, GradHiddenRow(slice, source.row, d, dtype));
+        }
+      });
 }
 
-// dW [V, D] += ds^T x and db [V] += column sums of ds, over the accumulated rows.
+// dW [C, D] += ds^T x and db [C] += column sums of ds, over the accumulated rows.
 void CpuHead::AccumulateWeight(const RowOrder& order) {
   if (order.accumulated == 0) return;
   const int64_t d = config_.hidden_size;
-  const int64_t v = config_.vocab_size;
-  Gemm(*pool_, v, d, order.accumulated, 1.0f, {buffers_.logits, v, /*transposed=*/true}, {buffers_.hidden, d},
+  const int64_t c = classes_.rows;
+  Gemm(*pool_, c, d, order.accumulated, 1.0f, {buffers_.logits, c, /*transposed=*/true}, {buffers_.hidden, d},
        1.0f, gradient(Param::kWeight), d);
   float* const bias = gradient(Param::kBias);
-  if (bias != nullptr) AddColumnSums(*pool_, buffers_.logits, nullptr, order.accumulated, v, bias);
+  if (bias != nullptr) AddColumnSums(*pool_, buffers_.logits, nullptr, order.accumulated, c, bias);
 }
 
-RowRequest CpuHead::RequestFor(const Slice& slice, int64_t row, bool want_gradient) const {
+RowRequest CpuHead::RequestFor(const Chunk& chunk, const RowOrder& order, int64_t gathered) const {
+  const int64_t row = buffers_.sources[gathered].row;
+  const Slice& slice = chunk.slices[static_cast<size_t>(buffers_.sources[gathered].slice)];
   RowRequest request;
   request.target = slice.targets[row];
   if (slice.row_weights != nullptr) request.row_weight = slice.row_weights[row];
@@ -330,7 +387,7 @@ RowRequest CpuHead::RequestFor(const Slice& slice, int64_t row, bool want_gradie
   if (slice.grad_loss != nullptr) request.grad_loss *= double{slice.grad_loss[row]};
   if (slice.grad_lse != nullptr) request.grad_lse = slice.grad_lse[row];
   if (slice.grad_entropy != nullptr) request.grad_entropy = slice.grad_entropy[row];
-  request.want_gradient = want_gradient;
+  request.want_gradient = gathered < order.with_gradient();
   request.want_entropy = slice.out.entropy != nullptr;
   request.sample = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + row));
   return request;
@@ -340,13 +397,15 @@ RowLossContext CpuHead::ContextFor(const LossOptions& options) const {
   RowLossContext context;
   context.options = options;
   context.vocab_size = config_.vocab_size;
+  context.first_class = classes_.first;
+  context.classes = classes_.rows;
   context.bias = value(Param::kBias);
   context.class_weight_sum = static_cast<double>(config_.vocab_size);
+  context.own_weight_sum = static_cast<double>(classes_.rows);
   if (!options.use_class_weights) return context;
   context.class_weights = value(Param::kClassWeights);
-  context.class_weight_sum = 0.0;
-  for (int64_t v = 0; v < config_.vocab_size; ++v)
-    context.class_weight_sum += double{context.class_weights[v]};
+  context.class_weight_sum = SumOf(context.class_weights, config_.vocab_size);
+  context.own_weight_sum = SumOf(context.class_weights + classes_.first, classes_.rows);
   return context;
 }
 

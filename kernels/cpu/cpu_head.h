@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
 #include "kernels/cpu/accounting.h"
+#include "kernels/cpu/class_exchange.h"
 #include "kernels/cpu/cpu_params.h"
 #include "kernels/cpu/head_buffers.h"
 #include "kernels/cpu/norm.h"
@@ -60,6 +61,8 @@ class CpuHead final : public HeadKernels {
 
   // For the replicas of a head.
   CpuParams& params() { return params_; }
+  // For a head that is split by vocabulary, before its first chunk: what connects it with the other parts.
+  void Join(std::shared_ptr<ClassExchange> exchange) { exchange_ = std::move(exchange); }
 
  private:
   CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, ThreadPool* pool,
@@ -69,26 +72,36 @@ class CpuHead final : public HeadKernels {
   void Gather(const Chunk& chunk, const RowOrder& order);
   void ComputeChunk(Chunk& chunk, const RowOrder& order);
   void ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order);
+  void FinishRows(const Chunk& chunk, const RowLoss& row_loss, const RowOrder& order);
   void MarkFailedSlices(const Chunk& chunk, const RowOrder& order);
-  void ComputeGradHidden(const RowOrder& order);
+  // Returns the rows that have their gradient here; a head that is split has that of others elsewhere.
+  RowRange ComputeGradHidden(const RowOrder& order);
+  void AddNormGradients(RowRange rows);
   void ScatterResults(const Chunk& chunk, const RowOrder& order);
-  void ScatterGradHidden(const Chunk& chunk, const RowOrder& order);
+  void ScatterGradHidden(const Chunk& chunk, RowRange rows);
   void AccumulateWeight(const RowOrder& order);
 
-  RowRequest RequestFor(const Slice& slice, int64_t row, bool want_gradient) const;
+  Choice DescribeGradients() const;
+  RowRequest RequestFor(const Chunk& chunk, const RowOrder& order, int64_t gathered) const;
   RowLossContext ContextFor(const LossOptions& options) const;
   NormParams norm_params() const;
   bool has_norm() const { return config_.norm != Norm::kNone; }
+  bool is_split() const { return IsSplitByVocabulary(config_, replica_); }
+  // Row results, and what is the same for all parts of a head, comes from the first.
+  bool reports() const { return !is_split() || replica_.index == 0; }
   float* value(Param param) const { return buffers_.tensor({param, Role::kValue}); }
   float* gradient(Param param) const { return buffers_.tensor({param, Role::kGradient}); }
 
   const HeadConfig config_;
+  const Replica replica_;
+  const ShardRows classes_;  // whose logits are computed here
   const int64_t chunk_rows_;
   ThreadPool* const pool_;
   const MemoryAccounting::Reservation reservation_;
   const HeadArenas arenas_;
   const HeadBuffers buffers_;
   CpuParams params_;
+  std::shared_ptr<ClassExchange> exchange_;
 };
 
 }  // namespace lossd::kernels

@@ -25,8 +25,18 @@ double SumOfSquares(const float* values, int64_t n) {
 }  // namespace
 
 float* CpuParams::RowOf(TensorId id, int64_t row) const {
-  const int64_t first = IsMoment(id.role) ? shard(id.param).first : 0;
+  const int64_t first = StoredRowsOf(config_, id, replica_).first;
   return buffers_.tensor(id) + (row - first) * ShapeOf(config_, id.param).cols;
+}
+
+int64_t CpuParams::Elements(Param param) const {
+  return StoredRowsOf(config_, {param, Role::kGradient}, replica_).rows * ShapeOf(config_, param).cols;
+}
+
+// What is on every device counts once.
+bool CpuParams::CountsInNorm(Param param) const {
+  const bool of_classes = param == Param::kWeight || param == Param::kBias;
+  return of_classes || replica_.index == 0 || !IsSplitByVocabulary(config_, replica_);
 }
 
 absl::Status CpuParams::ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
@@ -73,8 +83,8 @@ absl::StatusOr<double> CpuParams::GradNorm() {
   std::vector<double> partial;
   for (Param param : kTrainedParams) {
     const float* const values = gradient(param);
-    if (values == nullptr) continue;
-    const int64_t n = ShapeOf(config_, param).elements();
+    if (values == nullptr || !CountsInNorm(param)) continue;
+    const int64_t n = Elements(param);
     partial.assign(static_cast<size_t>((n + kElementGrain - 1) / kElementGrain), 0.0);
     pool_->ParallelFor(static_cast<int64_t>(partial.size()), 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
@@ -110,7 +120,7 @@ absl::Status CpuParams::ZeroGradients() {
   for (Param param : kTrainedParams) {
     float* const values = gradient(param);
     if (values == nullptr) continue;
-    pool_->ParallelFor(ShapeOf(config_, param).elements(), kElementGrain,
+    pool_->ParallelFor(Elements(param), kElementGrain,
                        [&](int64_t begin, int64_t end) { std::fill(values + begin, values + end, 0.0f); });
   }
   return absl::OkStatus();

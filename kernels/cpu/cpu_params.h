@@ -1,6 +1,6 @@
 // The parameters of a head on the CPU, with their gradients and moments: reads, writes, sums and the step of
-// the optimizer. Tensors and dimensions as in kernels/head_config.h. A replica has the moments of its shard
-// only: others are NOT_FOUND, or rows out of range.
+// the optimizer. Tensors and dimensions as in kernels/head_config.h. A replica has the rows that
+// StoredRowsOf() says: others are NOT_FOUND, or rows out of range.
 #ifndef LOSSD_KERNELS_CPU_CPU_PARAMS_H_
 #define LOSSD_KERNELS_CPU_CPU_PARAMS_H_
 
@@ -37,13 +37,15 @@ class CpuParams {
   const HeadConfig& config() const { return config_; }
   Replica replica() const { return replica_; }
   ThreadPool& pool() { return *pool_; }
-  // All rows; null if the head has no such tensor.
+  // All rows that the replica keeps; null if the head has no such tensor.
   float* value(Param param) const { return buffers_.tensor({param, Role::kValue}); }
   float* gradient(Param param) const { return buffers_.tensor({param, Role::kGradient}); }
 
  private:
   ShardRows shard(Param param) const { return ShardRowsOf(config_, param, replica_); }
   float* RowOf(TensorId id, int64_t row) const;
+  int64_t Elements(Param param) const;  // of the gradient that the replica keeps
+  bool CountsInNorm(Param param) const;
 
   const HeadConfig config_;
   const Replica replica_;

@@ -6,11 +6,10 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "kernels/cpu/cpu_head.h"
 #include "kernels/cpu/cpu_params.h"
+#include "kernels/cpu/cpu_parts.h"
 #include "kernels/cpu/parallel_for.h"
-#include "kernels/errors/field_error.h"
 #include "kernels/shard_rows.h"
 
 namespace lossd::kernels {
@@ -89,23 +88,10 @@ class CpuReplicas final : public Replicas {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Replicas>> MakeCpuReplicas(absl::Span<HeadKernels* const> heads) {
+  absl::StatusOr<std::vector<CpuHead*>> parts = CpuPartsOf(heads);
+  if (!parts.ok()) return parts.status();
   std::vector<CpuParams*> replicas;
-  for (HeadKernels* kernels : heads) {
-    auto* const head = dynamic_cast<CpuHead*>(kernels);
-    if (head == nullptr) return errors::FieldError("heads", "be heads of CPU backends", "another one");
-    const Replica replica = head->params().replica();
-    if (replica.index != static_cast<int>(replicas.size()) ||
-        replica.count != static_cast<int>(heads.size())) {
-      return errors::FieldError(absl::StrCat("heads[", replicas.size(), "]"),
-                                absl::StrCat("be replica ", replicas.size(), " of ", heads.size()),
-                                absl::StrCat("replica ", replica.index, " of ", replica.count));
-    }
-    if (!(head->config() == heads.front()->config())) {
-      return errors::FieldError(absl::StrCat("heads[", replicas.size(), "].config"), "be that of the first",
-                                "another one");
-    }
-    replicas.push_back(&head->params());
-  }
+  for (CpuHead* head : *parts) replicas.push_back(&head->params());
   return std::make_unique<CpuReplicas>(std::move(replicas));
 }
 

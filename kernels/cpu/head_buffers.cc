@@ -21,12 +21,12 @@ MemoryKind KindOf(Role role) {
 
 // Elements that the replica keeps of a tensor.
 int64_t ElementsOf(const HeadConfig& config, Replica replica, TensorId id) {
-  const TensorShape shape = ShapeOf(config, id.param);
-  return IsMoment(id.role) ? ShardRowsOf(config, id.param, replica).rows * shape.cols : shape.elements();
+  return StoredRowsOf(config, id, replica).rows * ShapeOf(config, id.param).cols;
 }
 
-int64_t WorkspaceBytes(const HeadConfig& config, int64_t chunk_rows) {
-  return PlanBuffers(config, Replica(), chunk_rows)[MemoryKind::kWorkspace];
+// Of the first replica: no other has more classes.
+int64_t WorkspaceBytes(const HeadConfig& config, int replicas, int64_t chunk_rows) {
+  return PlanBuffers(config, {0, replicas}, chunk_rows)[MemoryKind::kWorkspace];
 }
 
 }  // namespace
@@ -51,9 +51,14 @@ HeadBuffers LayOut(const HeadConfig& config, Replica replica, int64_t chunk_rows
     buffers.inverse_deviation = workspace.Take<float>(chunk_rows);
   }
   buffers.grad_hidden = workspace.Take<float>(hidden_elements);
-  buffers.logits = workspace.Take<float>(chunk_rows * config.vocab_size);
+  buffers.logits = workspace.Take<float>(chunk_rows * ClassesOf(config, replica).rows);
   buffers.sources = workspace.Take<RowSource>(chunk_rows);
   buffers.results = workspace.Take<RowResult>(chunk_rows);
+  if (IsSplitByVocabulary(config, replica)) {
+    buffers.statistics = workspace.Take<RowStatistics>(chunk_rows);
+    buffers.merged = workspace.Take<RowStatistics>(chunk_rows);
+    if (config.norm != Norm::kNone) buffers.norm_sums = workspace.Take<float>(2 * config.hidden_size);
+  }
   return buffers;
 }
 
@@ -75,8 +80,8 @@ absl::StatusOr<HeadArenas> AllocateArenas(const MemoryBytes& plan) {
   return arenas;
 }
 
-absl::StatusOr<int64_t> ChunkRowsFor(const HeadConfig& config, int64_t workspace_bytes) {
-  const int64_t least = WorkspaceBytes(config, 1);
+absl::StatusOr<int64_t> ChunkRowsFor(const HeadConfig& config, int replicas, int64_t workspace_bytes) {
+  const int64_t least = WorkspaceBytes(config, replicas, 1);
   if (least > workspace_bytes) {
     return absl::ResourceExhaustedError(
         absl::StrCat("one row of hidden_size ", config.hidden_size, " and vocab_size ", config.vocab_size,
@@ -85,7 +90,7 @@ absl::StatusOr<int64_t> ChunkRowsFor(const HeadConfig& config, int64_t workspace
   int64_t fits = 1;
   for (int64_t step = kMostChunkRows; step > 0; step /= 2) {
     const int64_t rows = fits + step;
-    if (rows <= kMostChunkRows && WorkspaceBytes(config, rows) <= workspace_bytes) fits = rows;
+    if (rows <= kMostChunkRows && WorkspaceBytes(config, replicas, rows) <= workspace_bytes) fits = rows;
   }
   return fits;
 }

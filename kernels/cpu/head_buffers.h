@@ -22,8 +22,8 @@ struct RowSource {
   int64_t row;
 };
 
-// Pointers into the arenas; R = chunk rows. A tensor that the head does not have is null. Moments are those
-// of the replica's shard, from its first row on.
+// Pointers into the arenas; R = chunk rows. A tensor that the head does not have is null. Tensors begin with
+// the first row that the replica keeps (StoredRowsOf). C are the classes that it computes.
 struct HeadBuffers {
   static constexpr size_t kParams = 5;
   static constexpr size_t kRoles = 4;
@@ -39,9 +39,13 @@ struct HeadBuffers {
   float* unit = nullptr;               // [R, D], after the norm but for gain and shift; only with a norm
   float* inverse_deviation = nullptr;  // [R]; only with a norm
   float* grad_hidden = nullptr;        // [R, D]
-  float* logits = nullptr;             // [R, V], then their gradient
+  float* logits = nullptr;             // [R, C], then their gradient
   RowSource* sources = nullptr;        // [R]
   RowResult* results = nullptr;        // [R]
+  // Only of a head that is split by vocabulary:
+  RowStatistics* statistics = nullptr;  // [R], of the replica's classes
+  RowStatistics* merged = nullptr;      // [R], of all classes
+  float* norm_sums = nullptr;           // [2 D]; only with a norm
 };
 
 // Arenas of a head, indexed by MemoryKind.
@@ -55,8 +59,8 @@ MemoryBytes PlanBuffers(const HeadConfig& config, Replica replica, int64_t chunk
 absl::StatusOr<HeadArenas> AllocateArenas(const MemoryBytes& plan);
 
 // The most rows a chunk may have so that the workspace stays within `workspace_bytes`, at most
-// kMostChunkRows. RESOURCE_EXHAUSTED naming the bytes if one row does not fit.
-absl::StatusOr<int64_t> ChunkRowsFor(const HeadConfig& config, int64_t workspace_bytes);
+// kMostChunkRows; the same for all replicas. RESOURCE_EXHAUSTED naming the bytes if one row does not fit.
+absl::StatusOr<int64_t> ChunkRowsFor(const HeadConfig& config, int replicas, int64_t workspace_bytes);
 
 }  // namespace lossd::kernels
 

@@ -2,17 +2,50 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "kernels/cpu/row_sampling.h"
 
 namespace lossd::kernels {
 namespace {
 
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
 bool FiniteInFloat(double value) { return std::isfinite(static_cast<float>(value)); }
 
 }  // namespace
 
-// Sums over a row, and the coefficients of dz = p * slope - smoothing * u, without the logit scale.
+RowStatistics Merge(absl::Span<const RowStatistics* const> parts) {
+  RowStatistics all = *parts.front();
+  if (parts.size() == 1) return all;
+  for (const RowStatistics* part : parts) {
+    if (part->max > all.max) all.max = part->max;
+  }
+  all.reference = all.max == -kInfinity ? 0.0f : all.max;
+  all.argmax = std::numeric_limits<int32_t>::max();
+  all.other_exp = all.moment = all.centred = all.weight_sum = 0.0;
+  for (const RowStatistics* part : parts) {
+    all.finite = all.finite && part->finite;
+    if (part->max == all.max && part->argmax >= 0) all.argmax = std::min(all.argmax, part->argmax);
+    if (part->has_target) {
+      all.has_target = true;
+      all.target_logit = part->target_logit;
+    }
+    // Exponentials of logits that are all -infinity are 0 whatever they are relative to.
+    const double shift = part->max == -kInfinity ? 0.0 : double{part->reference} - double{all.reference};
+    const double factor = std::exp(shift);
+    const double target_exp =
+        part->has_target ? std::exp(double{part->target_logit} - double{part->reference}) : 0.0;
+    all.other_exp += factor * part->other_exp;
+    all.moment += factor * (part->moment + shift * (part->other_exp + target_exp));
+    all.centred += part->centred + part->weight_sum * shift;
+    all.weight_sum += part->weight_sum;
+  }
+  return all;
+}
+
+// Of the whole row, but for own_factor, and the coefficients of dz = p * slope - smoothing * u, without the
+// logit scale. `max` is what all exponents are relative to.
 struct RowLoss::Sums {
   float max = 0.0f;
   float target_logit = 0.0f;
@@ -20,35 +53,54 @@ struct RowLoss::Sums {
   double other_exp = 0.0;   // sum of exp(z_v - max) over v != y
   double total = 0.0;
   double log_total = 0.0;
+  double own_factor = 1.0;  // times an exponential that is here: relative to max
   double hard_slope = 0.0;  // g u_y (1 - alpha)
   double soft_slope = 0.0;  // everything else that multiplies p
   double smoothing = 0.0;   // g alpha / V
 };
 
-RowResult RowLoss::Compute(const RowRequest& request, float* logits) const {
-  RowResult row;
-  const bool finite_logits = Transform(logits);
-  const int64_t v_count = context_.vocab_size;
-  const float max = loops_.max(logits, v_count);
-  row.argmax = static_cast<int32_t>(loops_.find(logits, max, v_count));
+RowStatistics RowLoss::Summarise(const RowRequest& request, float* logits) const {
+  const int64_t n = context_.classes;
+  RowStatistics own;
+  own.finite = Transform(logits);
+  own.max = loops_.max(logits, n);
+  own.reference = own.max == -kInfinity ? 0.0f : own.max;
+  const int64_t place = loops_.find(logits, own.max, n);
+  if (place >= 0) own.argmax = static_cast<int32_t>(context_.first_class + place);
+  const int64_t target = request.target - context_.first_class;
+  own.has_target = target >= 0 && target < n;
+  if (own.has_target) own.target_logit = logits[target];
+  if (context_.options.label_smoothing > 0.0f) {
+    own.centred = loops_.centred_sum(logits, class_weights(), own.reference, n);
+    own.weight_sum = context_.own_weight_sum;
+  }
+  if (request.want_entropy || request.grad_entropy != 0.0f) {
+    own.moment = loops_.exp_moment(logits, own.reference, n);
+  }
+  own.other_exp = SumExponentials(request, own, logits);
+  return own;
+}
 
+RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, const RowStatistics& all,
+                          float* logits) const {
+  RowResult row;
+  row.argmax = all.argmax;
+  const int64_t classes = context_.classes;
   const double u_y = ClassWeight(request.target);
   const double alpha = double{context_.options.label_smoothing};
   const double lambda = double{context_.options.z_loss};
-  const double share = alpha / static_cast<double>(v_count);
-  double centred = 0.0;
-  if (alpha > 0.0) centred = loops_.centred_sum(logits, context_.class_weights, max, v_count);
-  double moment = 0.0;
-  if (request.want_entropy || request.grad_entropy != 0.0f) moment = loops_.exp_moment(logits, max, v_count);
-  Sums sums = Summarise(request, max, logits);
+  const double share = alpha / static_cast<double>(context_.vocab_size);
+  Sums sums = SumsOf(own, all);
 
-  const double nll = (double{max} - double{sums.target_logit}) + sums.log_total;
+  const double nll = (double{all.max} - double{all.target_logit}) + sums.log_total;
   const double row_weight = double{request.row_weight};
-  row.lse = double{max} + sums.log_total;
+  row.lse = double{all.max} + sums.log_total;
   row.z_loss = row_weight * lambda * row.lse * row.lse;
   row.loss = row_weight * u_y * (1.0 - alpha) * nll + row.z_loss;
-  if (alpha > 0.0) row.loss += row_weight * share * (context_.class_weight_sum * sums.log_total - centred);
-  row.entropy = sums.log_total - moment / sums.total;
+  if (alpha > 0.0) {
+    row.loss += row_weight * share * (context_.class_weight_sum * sums.log_total - all.centred);
+  }
+  row.entropy = sums.log_total - all.moment / sums.total;
   row.target_logprob = -nll;
 
   sums.smoothing = request.grad_loss * share;
@@ -56,14 +108,14 @@ RowResult RowLoss::Compute(const RowRequest& request, float* logits) const {
   sums.soft_slope = request.grad_loss * 2.0 * lambda * row.lse + double{request.grad_lse};
   if (alpha > 0.0) sums.soft_slope += sums.smoothing * context_.class_weight_sum;
   const double scale = double{context_.options.logit_scale};
-  row.finite = finite_logits && FiniteInFloat(row.lse) && FiniteInFloat(row.loss) &&
+  row.finite = all.finite && FiniteInFloat(row.lse) && FiniteInFloat(row.loss) &&
                FiniteInFloat(scale * sums.hard_slope) && FiniteInFloat(scale * sums.soft_slope) &&
                FiniteInFloat(scale * double{request.grad_entropy});
   if (!request.want_gradient || !row.finite) return row;
   const bool filtered = context_.options.gradients == Gradients::kFiltered;
   if (filtered) row.dropped_mass = Drop(request, sums, logits);
   if (request.grad_loss == 0.0 && request.grad_lse == 0.0f && request.grad_entropy == 0.0f) {
-    std::fill_n(logits, v_count, 0.0f);
+    std::fill_n(logits, classes, 0.0f);
     return row;
   }
   const double target_gradient = TargetGradient(request, row, sums);
@@ -72,7 +124,7 @@ RowResult RowLoss::Compute(const RowRequest& request, float* logits) const {
   } else {
     WriteGradient(request, row, sums, sums.smoothing, logits);
   }
-  logits[request.target] = static_cast<float>(target_gradient);
+  if (own.has_target) logits[request.target - context_.first_class] = static_cast<float>(target_gradient);
   return row;
 }
 
@@ -81,37 +133,46 @@ RowResult RowLoss::Compute(const RowRequest& request, float* logits) const {
 bool RowLoss::Transform(float* logits) const {
   const LossOptions& options = context_.options;
   if (context_.bias != nullptr) {
-    loops_.add_scaled(logits, context_.bias, options.logit_scale, context_.vocab_size);
+    loops_.add_scaled(logits, context_.bias, options.logit_scale, context_.classes);
   }
   if (options.softcap == 0.0f) return true;
-  return loops_.softcap(logits, options.softcap, context_.vocab_size);
+  return loops_.softcap(logits, options.softcap, context_.classes);
 }
 
-// The exponentials, the target's apart from the others.
-RowLoss::Sums RowLoss::Summarise(const RowRequest& request, float max, float* logits) const {
-  const int64_t target = request.target;
-  const int64_t after = context_.vocab_size - target - 1;
+// Of the classes that are here but the target; leaves the exponentials in the logits where they are enough
+// for the gradient.
+double RowLoss::SumExponentials(const RowRequest& request, const RowStatistics& own, float* logits) const {
+  const bool in_place = request.want_gradient && !KeepsLogits(request);
+  const auto add = [&](float* from, int64_t n) {
+    return in_place ? loops_.exp_sum_in_place(from, own.reference, n)
+                    : loops_.exp_sum(from, own.reference, n);
+  };
+  const int64_t n = context_.classes;
+  if (!own.has_target) return add(logits, n);
+  const int64_t target = request.target - context_.first_class;
+  return add(logits, target) + add(logits + target + 1, n - target - 1);
+}
+
+RowLoss::Sums RowLoss::SumsOf(const RowStatistics& own, const RowStatistics& all) const {
   Sums sums;
-  sums.max = max;
-  sums.target_logit = logits[target];
-  sums.target_exp = std::exp(double{sums.target_logit} - double{sums.max});
-  if (KeepsLogits(request) || !request.want_gradient) {
-    sums.other_exp =
-        loops_.exp_sum(logits, sums.max, target) + loops_.exp_sum(logits + target + 1, sums.max, after);
-  } else {
-    sums.other_exp = loops_.exp_sum_in_place(logits, sums.max, target) +
-                     loops_.exp_sum_in_place(logits + target + 1, sums.max, after);
-  }
+  sums.max = all.reference;
+  sums.target_logit = all.target_logit;
+  sums.target_exp = std::exp(double{all.target_logit} - double{all.reference});
+  sums.other_exp = all.other_exp;
   sums.total = sums.target_exp + sums.other_exp;
   sums.log_total = std::log(sums.total);
+  if (own.reference != all.reference) {
+    sums.own_factor = own.max == -kInfinity ? 0.0 : std::exp(double{own.reference} - double{all.reference});
+  }
   return sums;
 }
 
 // Leaves probabilities below epsilon out of the gradient, the target's excepted; the sum of what is left out.
+// All classes are here.
 double RowLoss::Drop(const RowRequest& request, const Sums& sums, float* logits) const {
   const auto threshold = static_cast<float>(double{context_.options.filter_epsilon} * sums.total);
   const int64_t target = request.target;
-  const int64_t after = context_.vocab_size - target - 1;
+  const int64_t after = context_.classes - target - 1;
   double dropped = 0.0;
   if (KeepsLogits(request)) {
     dropped = loops_.drop_logits(logits, sums.max, threshold, target) +
@@ -140,13 +201,14 @@ double RowLoss::TargetGradient(const RowRequest& request, const RowResult& row, 
 // For all classes but the target. `smoothing` multiplies the class weights.
 void RowLoss::WriteGradient(const RowRequest& request, const RowResult& row, const Sums& sums,
                             double smoothing, float* logits) const {
-  const int64_t v_count = context_.vocab_size;
+  const int64_t n = context_.classes;
   const double scale = double{context_.options.logit_scale};
   const double softcap = double{context_.options.softcap};
   const double slope = scale * (sums.hard_slope + sums.soft_slope);
   if (!KeepsLogits(request)) {
-    loops_.gradient_from_exp(logits, context_.class_weights, static_cast<float>(slope / sums.total),
-                             static_cast<float>(scale * smoothing), v_count);
+    loops_.gradient_from_exp(logits, class_weights(),
+                             static_cast<float>(slope / sums.total * sums.own_factor),
+                             static_cast<float>(scale * smoothing), n);
     return;
   }
   LogitGradientTerms terms;
@@ -158,11 +220,11 @@ void RowLoss::WriteGradient(const RowRequest& request, const RowResult& row, con
   terms.entropy = static_cast<float>(row.entropy);
   terms.smoothing = static_cast<float>(scale * smoothing);
   if (softcap > 0.0) terms.inverse_softcap = static_cast<float>(1.0 / softcap);
-  loops_.gradient_from_logits(logits, context_.class_weights, terms, v_count);
+  loops_.gradient_from_logits(logits, class_weights(), terms, n);
 }
 
 // The gradient, with all but the target sampled. Without a softcap the uniform part of label smoothing is
-// added afterwards, so it is not sampled.
+// added afterwards, so it is not sampled. All classes are here.
 void RowLoss::Sample(const RowRequest& request, const Sums& sums, double target_gradient, RowResult& row,
                      float* logits) const {
   const LossOptions& options = context_.options;
@@ -174,12 +236,12 @@ void RowLoss::Sample(const RowRequest& request, const Sums& sums, double target_
   const int64_t target = request.target;
   RowSampler sampler(request.sample, threshold);
   sampler.Sample(logits, target);
-  sampler.Sample(logits + target + 1, context_.vocab_size - target - 1);
+  sampler.Sample(logits + target + 1, context_.classes - target - 1);
   row.sampling_variance = sampler.variance() / (scale * scale);
   row.squared_gradient = (sampler.square() + target_gradient * target_gradient) / (scale * scale);
   if (!uniform_after) return;
-  loops_.gradient_from_exp(logits, context_.class_weights, 1.0f, static_cast<float>(scale * sums.smoothing),
-                           context_.vocab_size);
+  loops_.gradient_from_exp(logits, class_weights(), 1.0f, static_cast<float>(scale * sums.smoothing),
+                           context_.classes);
 }
 
 bool RowLoss::KeepsLogits(const RowRequest& request) const {

@@ -4,11 +4,16 @@
 // p_y - 1 is never formed by subtraction: it is -(sum of the other exponentials) / (sum of all), which keeps
 // full relative accuracy when p_y is close to 1. The row loss is (max - z_y) + log(sum exp(z - max)) in
 // double, so that a common offset of the logits does not cost accuracy either.
+//
+// A row is computed in two steps, so that its classes may lie on several devices: statistics of the classes
+// that are here, and, from those of all classes together, its results and the gradient of those that are
+// here.
 #ifndef LOSSD_KERNELS_CPU_ROW_LOSS_H_
 #define LOSSD_KERNELS_CPU_ROW_LOSS_H_
 
 #include <cstdint>
 
+#include "absl/types/span.h"
 #include "kernels/cpu/row_loops.h"
 #include "kernels/loss_options.h"
 
@@ -16,11 +21,15 @@ namespace lossd::kernels {
 
 // What all rows of a chunk share. Pointers are borrowed.
 struct RowLossContext {
-  LossOptions options;  // `gradients` is kExact, kFiltered or kSampled
+  LossOptions options;  // `gradients` is kExact, kFiltered or kSampled; of some of the classes kExact
   int64_t vocab_size = 0;
-  const float* bias = nullptr;           // [V] or null
+  // The classes that are here: [first_class, first_class + classes).
+  int64_t first_class = 0;
+  int64_t classes = 0;
+  const float* bias = nullptr;           // [classes] or null
   const float* class_weights = nullptr;  // [V] or null (all 1)
-  double class_weight_sum = 0.0;         // V without class weights
+  double class_weight_sum = 0.0;         // over all classes; V without class weights
+  double own_weight_sum = 0.0;           // over those that are here
 };
 
 struct RowRequest {
@@ -33,6 +42,24 @@ struct RowRequest {
   bool want_entropy = false;
   float sample = 0.0f;  // SampleOf() of the row, of sampled gradients
 };
+
+// What some classes of a row say of it. z are the logits.
+struct RowStatistics {
+  float max = 0.0f;         // the largest z; -infinity if all are
+  int32_t argmax = -1;      // the smallest class that has it, counted from the first of the vocabulary
+  bool finite = true;       // all logits before a softcap
+  bool has_target = false;  // the target is among the classes
+  float target_logit = 0.0f;
+  float reference = 0.0f;   // that exponents are relative to: max, or 0 where that is -infinity
+  double other_exp = 0.0;   // sum of exp(z - reference), the target left out
+  double moment = 0.0;      // sum of exp(z - reference) (z - reference), if the entropy is needed
+  double centred = 0.0;     // sum of u (z - reference), with label smoothing
+  double weight_sum = 0.0;  // sum of u, likewise
+};
+
+// Of the classes of all parts together, one row. The parts are added up in their order; that of one part is
+// what it says. Thread-safe.
+RowStatistics Merge(absl::Span<const RowStatistics* const> parts);
 
 struct RowResult {
   double loss = 0.0;    // with z-loss, times the row weight
@@ -55,15 +82,19 @@ class RowLoss {
  public:
   RowLoss(const RowLoops& loops, const RowLossContext& context) : loops_(loops), context_(context) {}
 
-  // `logits` [V] holds logit_scale * W x (no bias yet). With want_gradient it becomes
-  // dL/d(W x + b), else its content is unspecified.
-  RowResult Compute(const RowRequest& request, float* logits) const;
+  // `logits` [classes] holds logit_scale * W x (no bias yet), and afterwards what Finish needs.
+  RowStatistics Summarise(const RowRequest& request, float* logits) const;
+  // `own`: what Summarise said of these logits; `all`: merged from that and the other parts. With
+  // want_gradient the logits become dL/d(W x + b), else their content is unspecified.
+  RowResult Finish(const RowRequest& request, const RowStatistics& own, const RowStatistics& all,
+                   float* logits) const;
 
  private:
   struct Sums;
 
   bool Transform(float* logits) const;
-  Sums Summarise(const RowRequest& request, float max, float* logits) const;
+  double SumExponentials(const RowRequest& request, const RowStatistics& own, float* logits) const;
+  Sums SumsOf(const RowStatistics& own, const RowStatistics& all) const;
   double Drop(const RowRequest& request, const Sums& sums, float* logits) const;
   double TargetGradient(const RowRequest& request, const RowResult& row, const Sums& sums) const;
   void WriteGradient(const RowRequest& request, const RowResult& row, const Sums& sums, double smoothing,
@@ -71,6 +102,10 @@ class RowLoss {
   void Sample(const RowRequest& request, const Sums& sums, double target_gradient, RowResult& row,
               float* logits) const;
   bool KeepsLogits(const RowRequest& request) const;
+  // Of the classes that are here, [classes] or null.
+  const float* class_weights() const {
+    return context_.class_weights == nullptr ? nullptr : context_.class_weights + context_.first_class;
+  }
   double ClassWeight(int32_t target) const;
 
   const RowLoops& loops_;

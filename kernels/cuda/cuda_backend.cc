@@ -55,7 +55,7 @@ class CudaBackend : public Backend {
     const int sms = device_->limits().multiprocessors;
     const HeadSizes sizes =
         SizesFor(config, device_->options().workspace_bytes, device_->options().max_chunk_rows, sms,
-                 device_->limits().fused_clusters > 0);
+                 device_->limits().fused_clusters > 0, device_->options().replica);
     LOSSD_RETURN_IF_ERROR(CheckWorkspace(config, sizes, sms));
     return PlanMemory(config, sizes, sms, device_->options().replica);
   }

@@ -24,6 +24,8 @@ class CudaReplicaGroup {
   // The replicas of one head, in order, made by CUDA backends with replica = {i, count}. The group outlives
   // what it gives; so do the heads.
   virtual std::unique_ptr<Replicas> Connect(absl::Span<HeadKernels* const> heads) = 0;
+  // The parts of a head that is split by vocabulary, likewise.
+  virtual absl::Status Join(absl::Span<HeadKernels* const> heads) = 0;
 };
 
 // The link of the CUDA backend on GPU `device`, by index, as one of several ranks. `timeout`: how long one

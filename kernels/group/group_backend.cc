@@ -8,6 +8,7 @@
 #include "kernels/errors/field_error.h"
 #include "kernels/group/group_head.h"
 #include "kernels/group/members.h"
+#include "kernels/group/vocabulary_head.h"
 
 namespace lossd::kernels {
 namespace {
@@ -20,7 +21,7 @@ class GroupBackend final : public Backend {
  public:
   GroupBackend(std::vector<std::unique_ptr<Backend>> members, MakeReplicas make_replicas,
                const GroupOptions& options)
-      : options_(options), members_(std::move(members)), make_replicas_(std::move(make_replicas)) {}
+      : members_(std::move(members)), options_(options), make_replicas_(std::move(make_replicas)) {}
 
   BackendInfo info() const override {
     BackendInfo info = first().info();
@@ -51,10 +52,14 @@ class GroupBackend final : public Backend {
   // busy.
   int max_chunks_in_flight() const override { return first().max_chunks_in_flight() + members_.size() - 1; }
 
+  // Of a config that names no split, by rows.
   absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const override {
+    HeadConfig planned = config;
+    planned.split = SplitOf(config);
+    if (absl::Status status = CheckSplit(planned); !status.ok()) return status;
     MemoryBytes sum;
     for (int i = 0; i < members_.size(); ++i) {
-      absl::StatusOr<MemoryBytes> plan = members_.backend(i).PlanHead(config);
+      absl::StatusOr<MemoryBytes> plan = members_.backend(i).PlanHead(planned);
       if (!plan.ok()) return plan.status();
       Add(*plan, sum);
     }
@@ -62,16 +67,17 @@ class GroupBackend final : public Backend {
   }
 
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
-    std::vector<std::unique_ptr<HeadKernels>> heads(static_cast<size_t>(members_.size()));
-    std::unique_ptr<Replicas> replicas;
-    absl::Status status = CreateHeads(config, heads);
-    if (status.ok()) status = Connect(heads, replicas);
-    if (!status.ok()) {
-      DestroyHeads(heads);
-      return status;
-    }
-    return std::make_unique<GroupHead>(config, options_.least_rows, &members_, std::move(heads),
-                                       std::move(replicas));
+    const Split split = SplitOf(config);
+    if (split == Split::kVocabulary) return CreateByVocabulary(config);
+    absl::StatusOr<std::unique_ptr<HeadKernels>> by_rows = CreateByRows(config);
+    const bool may_split = split == Split::kAny && config.vocab_size >= members_.size();
+    if (!absl::IsResourceExhausted(by_rows.status()) || !may_split) return by_rows;
+    absl::StatusOr<std::unique_ptr<HeadKernels>> by_vocabulary = CreateByVocabulary(config);
+    if (by_vocabulary.ok()) return by_vocabulary;
+    if (!absl::IsResourceExhausted(by_vocabulary.status())) return by_rows;
+    return absl::ResourceExhaustedError(absl::StrCat("split by rows, ", by_rows.status().message(),
+                                                     "; by vocabulary, on each of ", members_.size(),
+                                                     " devices, ", by_vocabulary.status().message()));
   }
 
   absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
@@ -86,6 +92,55 @@ class GroupBackend final : public Backend {
 
  private:
   Backend& first() const { return members_.backend(0); }
+
+  Split SplitOf(const HeadConfig& config) const {
+    return config.split == Split::kAny ? options_.split : config.split;
+  }
+
+  absl::Status CheckSplit(const HeadConfig& config) const {
+    if (config.split != Split::kVocabulary || config.vocab_size >= members_.size()) return absl::OkStatus();
+    return errors::FieldError(
+        "vocab_size", absl::StrCat("be at least ", members_.size(), ", the devices that it is split over"),
+        config.vocab_size);
+  }
+
+  absl::StatusOr<std::unique_ptr<HeadKernels>> CreateByRows(const HeadConfig& config) {
+    std::vector<std::unique_ptr<HeadKernels>> heads(static_cast<size_t>(members_.size()));
+    std::unique_ptr<Replicas> replicas;
+    absl::Status status = CreateHeads(config, heads);
+    if (status.ok()) status = Connect(heads, replicas);
+    if (!status.ok()) {
+      DestroyHeads(heads);
+      return status;
+    }
+    return std::make_unique<GroupHead>(config, options_.least_rows, &members_, std::move(heads),
+                                       std::move(replicas));
+  }
+
+  absl::StatusOr<std::unique_ptr<HeadKernels>> CreateByVocabulary(const HeadConfig& config) {
+    std::vector<std::unique_ptr<HeadKernels>> heads(static_cast<size_t>(members_.size()));
+    HeadConfig split = config;
+    split.split = Split::kVocabulary;
+    if (absl::Status status = CheckSplit(split); !status.ok()) return status;
+    absl::Status status = CreateHeads(split, heads);
+    if (status.ok()) {
+      const std::vector<HeadKernels*> all = Pointers(heads);
+      status = members_.WithAll([&] { return options_.join_classes(all); });
+    }
+    if (!status.ok()) {
+      DestroyHeads(heads);
+      return status;
+    }
+    const absl::string_view reason =
+        SplitOf(config) == Split::kVocabulary ? "it was asked for" : "a copy on every device does not fit";
+    return std::make_unique<VocabularyHead>(config, reason, &members_, std::move(heads));
+  }
+
+  static std::vector<HeadKernels*> Pointers(const std::vector<std::unique_ptr<HeadKernels>>& heads) {
+    std::vector<HeadKernels*> all;
+    for (const auto& head : heads) all.push_back(head.get());
+    return all;
+  }
 
   // One member after the other, so that what does not fit is the same each time.
   absl::Status CreateHeads(const HeadConfig& config, std::vector<std::unique_ptr<HeadKernels>>& heads) {
@@ -102,8 +157,7 @@ class GroupBackend final : public Backend {
 
   absl::Status Connect(const std::vector<std::unique_ptr<HeadKernels>>& heads,
                        std::unique_ptr<Replicas>& replicas) {
-    std::vector<HeadKernels*> all;
-    for (const auto& head : heads) all.push_back(head.get());
+    const std::vector<HeadKernels*> all = Pointers(heads);
     return members_.WithAll([&] {
       absl::StatusOr<std::unique_ptr<Replicas>> made = make_replicas_(all);
       if (made.ok()) replicas = *std::move(made);
@@ -120,12 +174,18 @@ class GroupBackend final : public Backend {
         .IgnoreError();
   }
 
-  const GroupOptions options_;
   Members members_;
-  const MakeReplicas make_replicas_;  // may hold what connects the members: ends before them
+  // These may hold what connects the members: they end before them.
+  const GroupOptions options_;
+  const MakeReplicas make_replicas_;
 };
 
 }  // namespace
+
+absl::Status RefuseToSplitVocabulary(absl::Span<HeadKernels* const>) {
+  return errors::FieldError("split", "be rows: these devices cannot share the classes of a head",
+                            Name(Split::kVocabulary));
+}
 
 absl::StatusOr<std::unique_ptr<Backend>> CreateGroupBackend(std::vector<std::unique_ptr<Backend>> members,
                                                             MakeReplicas make_replicas,

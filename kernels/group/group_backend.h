@@ -1,5 +1,5 @@
-// Several backends as one: heads lie on all of them, and the rows of a chunk are divided among them
-// (docs/scaling.md). To the engine it is a device like any other.
+// Several backends as one: heads lie on all of them, and the rows of a chunk, or the classes of a head, are
+// divided among them (docs/scaling.md). To the engine it is a device like any other.
 #ifndef LOSSD_KERNELS_GROUP_GROUP_BACKEND_H_
 #define LOSSD_KERNELS_GROUP_GROUP_BACKEND_H_
 
@@ -18,6 +18,12 @@ namespace lossd::kernels {
 using MakeReplicas =
     std::function<absl::StatusOr<std::unique_ptr<Replicas>>(absl::Span<HeadKernels* const> heads)>;
 
+// Connects the heads of the members, whose split is kVocabulary, likewise.
+using JoinClasses = std::function<absl::Status(absl::Span<HeadKernels* const> heads)>;
+
+// INVALID_ARGUMENT: the devices cannot share the classes of a head.
+absl::Status RefuseToSplitVocabulary(absl::Span<HeadKernels* const> heads);
+
 struct GroupOptions {
   // Chunks of fewer rows are computed by one member. With 512 rows a pass over the fp32 weight gradient costs
   // about as much as the products of the rows; two members would each make the pass for half of the rows.
@@ -25,11 +31,16 @@ struct GroupOptions {
   // The members count their memory together, as those of CreateCpuMembers do: what one of them says is said
   // of all.
   bool members_share_memory = false;
+  Split split = Split::kAny;  // of heads whose config names none
+  JoinClasses join_classes = RefuseToSplitVocabulary;
 };
 
+// A head whose config names no split, nor the options, is split by rows if that fits the members' memory, and
+// else by vocabulary.
+//
 // Staging memory, and the memory of deferred microbatches, is that of member 0, which computes every slice
-// whose hidden states are retained. `members`: >= 1, all alike, member i made as replica {i, members}.
-// INVALID_ARGUMENT naming what is wrong.
+// whose hidden states are retained (by vocabulary, all members read that memory). `members`: >= 1, all alike,
+// member i made as replica {i, members}. INVALID_ARGUMENT naming what is wrong.
 //
 // A limit of workspace holds for each member. Figures of memory are sums over the members, and peaks sums of
 // their peaks.

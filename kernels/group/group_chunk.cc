@@ -60,7 +60,7 @@ void GroupChunk::CallResults() {
 void GroupChunk::CallDone() { callbacks_.on_done(DoneStatus()); }
 
 void GroupChunk::CollectSlices() {
-  for (size_t i = 0; i < parts_.size(); ++i) {
+  for (size_t i = parts_.size(); i-- > 0;) {  // so that the first part of a slice says the last word
     for (size_t j = 0; j < parts_[i].slices.size(); ++j) {
       Slice& slice = whole_->slices[divided_[i].slices[j]];
       slice.first_nonfinite_row = parts_[i].slices[j].first_nonfinite_row;

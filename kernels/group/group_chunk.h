@@ -19,7 +19,8 @@ namespace lossd::kernels {
 
 class GroupChunk {
  public:
-  // `parts` hold each slice of `whole` once.
+  // `parts` hold each slice of `whole`: once, or every part all of them. What is said of a slice comes from
+  // the first part that has it.
   GroupChunk(Chunk* whole, ChunkCallbacks callbacks, std::vector<ChunkPart> parts);
   // A chunk that is refused.
   GroupChunk(absl::Status refusal, ChunkCallbacks callbacks);

@@ -8,7 +8,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/group/group_chunk.h"
 #include "kernels/shard_rows.h"
 #include "kernels/validation.h"
 
@@ -17,40 +16,19 @@ namespace lossd::kernels {
 GroupHead::GroupHead(const HeadConfig& config, int64_t least_rows, Members* members,
                      std::vector<std::unique_ptr<HeadKernels>> heads, std::unique_ptr<Replicas> replicas)
     : config_(config),
-      limits_{.members = members->size(),
-              .member_rows = (*std::min_element(heads.begin(), heads.end(),
-                                                [](const auto& a, const auto& b) {
-                                                  return a->slice_rows() < b->slice_rows();
-                                                }))
-                                 ->slice_rows(),
-              .least_rows = least_rows},
+      heads_(members, std::move(heads)),
+      limits_{.members = members->size(), .member_rows = heads_.chunk_rows(), .least_rows = least_rows},
       members_(members),
-      heads_(std::move(heads)),
       replicas_(std::move(replicas)) {}
 
 GroupHead::~GroupHead() {
-  order_->WaitUntilIdle();
+  heads_.WaitUntilIdle();
   members_
       ->WithAll([this] {
         replicas_.reset();
         return absl::OkStatus();
       })
       .IgnoreError();
-  members_
-      ->ForEach([this](int member) {
-        heads_[static_cast<size_t>(member)].reset();
-        return absl::OkStatus();
-      })
-      .IgnoreError();
-}
-
-MemoryBytes GroupHead::memory() const {
-  MemoryBytes sum;
-  for (const auto& head : heads_) {
-    const MemoryBytes bytes = head->memory();
-    for (size_t kind = 0; kind < kMemoryKinds; ++kind) sum.by_kind[kind] += bytes.by_kind[kind];
-  }
-  return sum;
 }
 
 std::vector<Choice> GroupHead::Describe() const {
@@ -92,31 +70,11 @@ std::vector<ChunkPart> GroupHead::Parts(const Chunk& chunk) {
 
 void GroupHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   if (absl::Status status = Check(*chunk); !status.ok()) {
-    order_->Add(std::make_shared<GroupChunk>(std::move(status), std::move(callbacks)));
+    heads_.Refuse(std::move(status), std::move(callbacks));
     return;
   }
   if (chunk->accumulate_gradients) summed_ = false;
-  const auto divided = std::make_shared<GroupChunk>(chunk, std::move(callbacks), Parts(*chunk));
-  const size_t parts = divided->parts();  // it may be over before the last part is posted
-  order_->Add(divided);
-  for (size_t part = 0; part < parts; ++part) Start(divided, part);
-}
-
-void GroupHead::Start(const std::shared_ptr<GroupChunk>& chunk, size_t part) {
-  const int member = chunk->member(part);
-  MemberThread& thread = members_->thread(member);
-  thread.Post([chunk, part, &thread, &head = head(member), order = order_] {
-    thread.StartChunk();
-    head.Submit(chunk->chunk(part), {.on_results =
-                                         [chunk, part, order](const absl::Status& status) {
-                                           if (chunk->OnResults(part, status)) order->OnResults(*chunk);
-                                         },
-                                     .on_done =
-                                         [chunk, part, order, &thread](const absl::Status& status) {
-                                           thread.EndChunk();
-                                           if (chunk->OnDone(part, status)) order->OnDone(*chunk);
-                                         }});
-  });
+  heads_.Submit(chunk, std::move(callbacks), Parts(*chunk));
 }
 
 // ---- Tensors ----
@@ -145,7 +103,7 @@ absl::Status GroupHead::ForOwners(
 absl::Status GroupHead::SumGradients() {
   if (!sum_lost_.ok()) return sum_lost_;
   if (summed_) return absl::OkStatus();
-  order_->WaitUntilIdle();
+  heads_.WaitUntilIdle();
   absl::Status status = members_->WithAll([this] { return replicas_->SumGradients(); });
   if (!status.ok()) {
     sum_lost_ =
@@ -162,7 +120,7 @@ absl::Status GroupHead::ReadTensor(TensorId id, int64_t row_begin, int64_t rows,
                                    absl::Span<uint8_t> out) {
   absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, out.size());
   if (!status.ok()) return status;
-  order_->WaitUntilIdle();
+  heads_.WaitUntilIdle();
   if (id.role == Role::kGradient) status = SumGradients();
   if (!status.ok()) return status;
   const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, id.param).cols) * SizeOf(dtype);
@@ -177,7 +135,7 @@ absl::Status GroupHead::WriteTensor(TensorId id, int64_t row_begin, int64_t rows
                                     absl::Span<const uint8_t> in) {
   absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size());
   if (!status.ok()) return status;
-  order_->WaitUntilIdle();
+  heads_.WaitUntilIdle();
   if (id.role == Role::kValue) {
     return members_->ForEach(
         [&](int member) { return head(member).WriteTensor(id, row_begin, rows, dtype, in); });
@@ -199,7 +157,7 @@ absl::Status GroupHead::AddGradient(Param param, int64_t row_begin, int64_t rows
   absl::Status status =
       ValidateTensorAccess(config_, {param, Role::kGradient}, row_begin, rows, dtype, in.size());
   if (!status.ok()) return status;
-  order_->WaitUntilIdle();
+  heads_.WaitUntilIdle();
   const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, param).cols) * SizeOf(dtype);
   return ForOwners(param, row_begin, rows, [&](HeadKernels& head, const Owned& owned) {
     return head.AddGradient(param, owned.first, owned.rows, dtype, scale,
@@ -210,9 +168,9 @@ absl::Status GroupHead::AddGradient(Param param, int64_t row_begin, int64_t rows
 
 absl::StatusOr<double> GroupHead::GradNorm() {
   if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
-  order_->WaitUntilIdle();
+  heads_.WaitUntilIdle();
   if (absl::Status status = SumGradients(); !status.ok()) return status;
-  std::vector<double> norms(heads_.size());
+  std::vector<double> norms(static_cast<size_t>(heads_.size()));
   absl::Status status = members_->ForEach([&](int member) {
     absl::StatusOr<double> norm = head(member).GradNorm();
     if (norm.ok()) norms[static_cast<size_t>(member)] = *norm;
@@ -226,7 +184,7 @@ absl::StatusOr<double> GroupHead::GradNorm() {
 
 absl::Status GroupHead::ApplyStep(const OptimizerOptions& options, int64_t update) {
   if (absl::Status status = ValidateStep(config_, options, update); !status.ok()) return status;
-  order_->WaitUntilIdle();
+  heads_.WaitUntilIdle();
   if (absl::Status status = SumGradients(); !status.ok()) return status;
   absl::Status status =
       members_->ForEach([&](int member) { return head(member).ApplyStep(options, update); });
@@ -236,7 +194,7 @@ absl::Status GroupHead::ApplyStep(const OptimizerOptions& options, int64_t updat
 
 absl::Status GroupHead::ZeroGradients() {
   if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
-  order_->WaitUntilIdle();
+  heads_.WaitUntilIdle();
   absl::Status status = members_->ForEach([&](int member) { return head(member).ZeroGradients(); });
   if (!status.ok()) return status;
   summed_ = true;

@@ -13,8 +13,8 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "kernels/backend.h"
-#include "kernels/group/chunk_order.h"
 #include "kernels/group/division.h"
+#include "kernels/group/member_heads.h"
 #include "kernels/group/members.h"
 
 namespace lossd::kernels {
@@ -28,10 +28,10 @@ class GroupHead final : public HeadKernels {
   ~GroupHead() override;
 
   const HeadConfig& config() const override { return config_; }
-  DType compute_dtype() const override { return heads_.front()->compute_dtype(); }
+  DType compute_dtype() const override { return head(0).compute_dtype(); }
   int64_t chunk_rows() const override { return members_->size() * limits_.member_rows; }
   int64_t slice_rows() const override { return limits_.member_rows; }
-  MemoryBytes memory() const override;
+  MemoryBytes memory() const override { return heads_.memory(); }
   std::vector<Choice> Describe() const override;
 
   // A chunk is divided among the members by Divide. An independent chunk that accumulates is computed by one
@@ -58,10 +58,9 @@ class GroupHead final : public HeadKernels {
     int64_t offset = 0;
   };
 
-  HeadKernels& head(int member) const { return *heads_[static_cast<size_t>(member)]; }
+  HeadKernels& head(int member) const { return heads_.head(member); }
   absl::Status Check(const Chunk& chunk) const;
   std::vector<ChunkPart> Parts(const Chunk& chunk);
-  void Start(const std::shared_ptr<GroupChunk>& chunk, size_t part);
 
   std::vector<Owned> OwnersOf(Param param, int64_t row_begin, int64_t rows) const;
   // Calls `fn` for each owner of some of the rows, on its thread, one after the other.
@@ -71,11 +70,10 @@ class GroupHead final : public HeadKernels {
   absl::Status SumGradients();
 
   const HeadConfig config_;
+  MemberHeads heads_;
   const DivisionLimits limits_;
   Members* const members_;
-  std::vector<std::unique_ptr<HeadKernels>> heads_;
   std::unique_ptr<Replicas> replicas_;
-  const std::shared_ptr<ChunkOrder> order_ = std::make_shared<ChunkOrder>();
   uint64_t next_sole_ = 0;
   bool summed_ = true;     // the owners have all sums, and all others have zeros
   absl::Status sum_lost_;  // not OK: a sum failed half-way, since then the gradients were not zeroed

@@ -52,6 +52,7 @@ kernels::BackendChoice BackendOf(const ServerOptions& options) {
           .devices = options.devices,
           .threads = options.threads,
           .cpu_devices = options.cpu_devices,
+          .split = options.split,
           .workspace_bytes = options.workspace_bytes,
           .memory_limit_bytes = options.memory_limit_bytes,
           .memory_reserve_bytes = options.memory_reserve_bytes,

@@ -117,6 +117,10 @@ ABSL_FLAG(
     int, cpu_devices, ServerOptions().cpu_devices,
     "CPU backend: divide the threads among so many devices, which share the rows of every head as several "
     "GPUs do; to try that out");
+ABSL_FLAG(std::string, split, ServerOptions().split,
+          "Several devices: how heads that do not say lie on them (docs/scaling.md): rows, vocabulary, or "
+          "any, which is by rows if "
+          "every device has room for all classes, and else by vocabulary");
 ABSL_FLAG(
     ByteSize, workspace_bytes, ByteSize{ServerOptions().workspace_bytes},
     "Workspace of each head (on a GPU with its slots) that has no limit of its own; bounds the rows computed "
@@ -252,6 +256,7 @@ ServerOptions OptionsFromFlags() {
   options.devices = absl::GetFlag(FLAGS_devices);
   options.threads = absl::GetFlag(FLAGS_threads);
   options.cpu_devices = absl::GetFlag(FLAGS_cpu_devices);
+  options.split = absl::GetFlag(FLAGS_split);
   options.workspace_bytes = absl::GetFlag(FLAGS_workspace_bytes).bytes;
   options.memory_limit_bytes = absl::GetFlag(FLAGS_memory_limit_bytes).bytes;
   options.memory_reserve_bytes = absl::GetFlag(FLAGS_memory_reserve_bytes).bytes;

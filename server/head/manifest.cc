@@ -35,6 +35,8 @@ constexpr kernels::Norm kNorms[] = {kernels::Norm::kNone, kernels::Norm::kLayerN
 constexpr kernels::OptimizerState kStates[] = {
     kernels::OptimizerState::kNone, kernels::OptimizerState::kMomentum, kernels::OptimizerState::kAdam};
 constexpr kernels::Logits kLogits[] = {kernels::Logits::kStored, kernels::Logits::kRecomputed};
+constexpr kernels::Split kSplits[] = {kernels::Split::kAny, kernels::Split::kRows,
+                                      kernels::Split::kVocabulary};
 constexpr kernels::Gradients kGradients[] = {kernels::Gradients::kExact, kernels::Gradients::kFiltered,
                                              kernels::Gradients::kSampled, kernels::Gradients::kAuto};
 constexpr kernels::DType kDTypes[] = {kernels::DType::kFloat32, kernels::DType::kFloat16,
@@ -72,7 +74,8 @@ Json EncodeSubject(const CheckpointSubject& subject) {
           {"trainable", config.trainable},
           {"logits", std::string(Name(config.logits))},
           {"gradients", std::string(Name(config.gradients))},
-          {"workspace_bytes", config.workspace_bytes}};
+          {"workspace_bytes", config.workspace_bytes},
+          {"split", std::string(Name(config.split))}};
 }
 
 // Throws Json::exception for a missing key or a value of another type, a fraction included; false for a value
@@ -96,6 +99,8 @@ bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
          FromName<kernels::OptimizerState>(kStates, head.at("optimizer_state").get<std::string>(),
                                            &config.optimizer_state) &&
          FromName<kernels::Logits>(kLogits, head.at("logits").get<std::string>(), &config.logits) &&
+         (!head.contains("split") ||  // checkpoints of earlier versions
+          FromName<kernels::Split>(kSplits, head.at("split").get<std::string>(), &config.split)) &&
          FromName<kernels::Gradients>(kGradients, head.at("gradients").get<std::string>(),
                                       &config.gradients) &&
          kernels::Validate(config).ok();

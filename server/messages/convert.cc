@@ -135,6 +135,8 @@ absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl:
   if (!state.ok()) return state.status();
   const auto logits = ToLogits(spec.logits(), field("logits"));
   if (!logits.ok()) return logits.status();
+  const auto split = ToSplit(spec.split(), field("split"));
+  if (!split.ok()) return split.status();
   const auto gradients = ToGradients(spec.gradients(), field("gradients"));
   if (!gradients.ok()) return gradients.status();
   const auto workspace_bytes = ToSize(spec.workspace_bytes(), field("workspace_bytes"));
@@ -151,6 +153,7 @@ absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl:
   config.optimizer_state = *state;
   config.trainable = !spec.frozen();
   config.logits = *logits;
+  config.split = *split;
   config.gradients = *gradients;
   config.workspace_bytes = *workspace_bytes;
   if (absl::Status status = kernels::Validate(config); !status.ok()) {
@@ -333,6 +336,7 @@ v1::HeadSpec ToProto(const std::string& head, const kernels::HeadConfig& config)
   spec.set_optimizer_state(ToProto(config.optimizer_state));
   spec.set_frozen(!config.trainable);
   spec.set_logits(ToProto(config.logits));
+  spec.set_split(ToProto(config.split));
   spec.set_gradients(ToProto(config.gradients));
   spec.set_workspace_bytes(static_cast<uint64_t>(config.workspace_bytes));
   return spec;

@@ -111,6 +111,31 @@ v1::Logits ToProto(kernels::Logits logits) {
   return v1::LOGITS_UNSPECIFIED;
 }
 
+absl::StatusOr<kernels::Split> ToSplit(v1::Split split, absl::string_view field) {
+  switch (split) {
+    case v1::SPLIT_UNSPECIFIED:
+      return kernels::Split::kAny;
+    case v1::SPLIT_ROWS:
+      return kernels::Split::kRows;
+    case v1::SPLIT_VOCABULARY:
+      return kernels::Split::kVocabulary;
+    default:
+      return FieldError(field, "be SPLIT_ROWS, SPLIT_VOCABULARY or unspecified", static_cast<int>(split));
+  }
+}
+
+v1::Split ToProto(kernels::Split split) {
+  switch (split) {
+    case kernels::Split::kAny:
+      return v1::SPLIT_UNSPECIFIED;
+    case kernels::Split::kRows:
+      return v1::SPLIT_ROWS;
+    case kernels::Split::kVocabulary:
+      return v1::SPLIT_VOCABULARY;
+  }
+  return v1::SPLIT_UNSPECIFIED;
+}
+
 absl::StatusOr<kernels::Gradients> ToGradients(v1::Gradients gradients, absl::string_view field) {
   switch (gradients) {
     case v1::GRADIENTS_UNSPECIFIED:

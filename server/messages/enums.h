@@ -34,6 +34,8 @@ v1::OptimizerState ToProto(kernels::OptimizerState state);
 // Unspecified: stored.
 absl::StatusOr<kernels::Logits> ToLogits(v1::Logits logits, absl::string_view field);
 v1::Logits ToProto(kernels::Logits logits);
+absl::StatusOr<kernels::Split> ToSplit(v1::Split split, absl::string_view field);
+v1::Split ToProto(kernels::Split split);
 
 // Unspecified: exact.
 absl::StatusOr<kernels::Gradients> ToGradients(v1::Gradients gradients, absl::string_view field);

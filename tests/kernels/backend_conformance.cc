@@ -61,6 +61,7 @@ ProblemSpec BackendConformance::Plain(std::vector<int64_t> slice_rows, int64_t h
   spec.config.compute_dtype = GetParam().compute;
   spec.config.optimizer_state = OptimizerState::kNone;
   spec.config.logits = GetParam().logits;
+  spec.config.split = SplitOf(vocab_size);
   spec.auto_samples_uniform = GetParam().auto_samples_uniform;
   spec.slice_rows = std::move(slice_rows);
   return spec;
@@ -69,8 +70,14 @@ ProblemSpec BackendConformance::Plain(std::vector<int64_t> slice_rows, int64_t h
 ProblemSpec BackendConformance::Random(int64_t rows, int64_t hidden_size, int64_t vocab_size) {
   ProblemSpec spec = RandomSpec(rows, hidden_size, vocab_size, GetParam().hidden, GetParam().compute, rng_);
   spec.config.logits = GetParam().logits;
+  spec.config.split = SplitOf(vocab_size);
   spec.auto_samples_uniform = GetParam().auto_samples_uniform;
+  if (GetParam().exact_only) spec.options.gradients = Gradients::kExact;
   return spec;
+}
+
+Split BackendConformance::SplitOf(int64_t vocab_size) const {
+  return vocab_size < GetParam().devices ? Split::kRows : GetParam().split;
 }
 
 Problem BackendConformance::WithLogits(const std::vector<float>& logits,

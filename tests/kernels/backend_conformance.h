@@ -4,6 +4,7 @@
 // binary links lossd_backend_conformance and instantiates the suite:
 //
 //   INSTANTIATE_TEST_SUITE_P(Cpu, BackendConformance, ::testing::ValuesIn(cases), ConformanceName);
+//   INSTANTIATE_TEST_SUITE_P(Cpu, GradientsConformance, ::testing::ValuesIn(cases), ConformanceName);
 #ifndef LOSSD_TESTS_KERNELS_BACKEND_CONFORMANCE_H_
 #define LOSSD_TESTS_KERNELS_BACKEND_CONFORMANCE_H_
 
@@ -30,7 +31,10 @@ struct ConformanceCase {
   Logits logits = Logits::kStored;    // HeadConfig::logits of all heads; chunks ask for all gradients
   // Whether with kAuto the uniform part of label smoothing is sampled without a softcap too (docs/math.md).
   bool auto_samples_uniform = false;
-  int devices = 1;  // that share the rows of a chunk; each has a workspace of its own
+  int devices = 1;  // that share the work; each has a workspace of its own
+  // HeadConfig::split of all heads, but that those with fewer classes than devices are split by rows.
+  Split split = Split::kAny;
+  bool exact_only = false;  // whatever gradients are asked for; not for GradientsConformance
 };
 
 // "Cpu_fp32_bf16": backend, compute dtype, hidden dtype.
@@ -67,6 +71,8 @@ class BackendConformance : public ::testing::TestWithParam<ConformanceCase> {
   ProblemSpec FlatSpec(std::vector<int64_t> slice_rows) const;
   ProblemSpec Random(int64_t rows, int64_t hidden_size, int64_t vocab_size);
   bool recomputes_logits() const { return GetParam().logits == Logits::kRecomputed; }
+  // Of a head with so many classes.
+  Split SplitOf(int64_t vocab_size) const;
   // One row a target: x = (1, noise), the first column of W holding `logits` (representable in 16 bits), so
   // that z is `logits` but for the noise.
   Problem WithLogits(const std::vector<float>& logits, const std::vector<int32_t>& targets);
@@ -74,6 +80,9 @@ class BackendConformance : public ::testing::TestWithParam<ConformanceCase> {
  private:
   Rng rng_ = FreshRng();
 };
+
+// The same for backends that compute filtered, sampled and auto gradients; chunks ask for all of them.
+class GradientsConformance : public BackendConformance {};
 
 }  // namespace lossd::kernels::testing
 

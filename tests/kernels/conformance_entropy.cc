@@ -77,7 +77,7 @@ TEST_P(BackendConformance, EntropiesOfShapesThatNoTileDivides) {
   }
 }
 
-TEST_P(BackendConformance, EntropiesOfSampledRows) {
+TEST_P(GradientsConformance, EntropiesOfSampledRows) {
   for (const float softcap : {0.0f, 3.0f}) {
     for (const float threshold : {1e-30f, 0.003f, 0.1f}) {
       ProblemSpec spec = Plain({9, 30}, 37, 600);
@@ -91,7 +91,7 @@ TEST_P(BackendConformance, EntropiesOfSampledRows) {
 }
 
 // Filtered gradients are exact in such chunks, and auto decides.
-TEST_P(BackendConformance, EntropiesWithOtherGradients) {
+TEST_P(GradientsConformance, EntropiesWithOtherGradients) {
   for (const Gradients gradients : {Gradients::kFiltered, Gradients::kAuto}) {
     for (const float max_error : {0.0f, 1e6f}) {
       ProblemSpec spec = Plain({9, 30}, 37, 600);

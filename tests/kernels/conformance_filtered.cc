@@ -7,7 +7,7 @@
 
 namespace lossd::kernels::testing {
 
-TEST_P(BackendConformance, FilteredWithEachOption) {
+TEST_P(GradientsConformance, FilteredWithEachOption) {
   ProblemSpec plain = Plain({17, 20}, 37, 101);
   plain.options.gradients = Gradients::kFiltered;
   plain.options.filter_epsilon = 0.004f;
@@ -34,14 +34,14 @@ void BackendConformance::RunFilteredOddShapes(float epsilon) {
 }
 
 // A test for each epsilon: tools that look for races take minutes for one.
-TEST_P(BackendConformance, FilteredShapesThatNoTileDividesWithAllKept) { RunFilteredOddShapes(0.0f); }
+TEST_P(GradientsConformance, FilteredShapesThatNoTileDividesWithAllKept) { RunFilteredOddShapes(0.0f); }
 
-TEST_P(BackendConformance, FilteredShapesThatNoTileDividesWithSomeKept) { RunFilteredOddShapes(0.003f); }
+TEST_P(GradientsConformance, FilteredShapesThatNoTileDividesWithSomeKept) { RunFilteredOddShapes(0.003f); }
 
-TEST_P(BackendConformance, FilteredShapesThatNoTileDividesWithFewKept) { RunFilteredOddShapes(0.9f); }
+TEST_P(GradientsConformance, FilteredShapesThatNoTileDividesWithFewKept) { RunFilteredOddShapes(0.9f); }
 
 // Epsilon 0 keeps every element: what a backend that keeps lists can hold, or more.
-TEST_P(BackendConformance, FilteredWithEveryClassKept) {
+TEST_P(GradientsConformance, FilteredWithEveryClassKept) {
   ProblemSpec spec = Plain({9}, 24, 9000);
   spec.options.gradients = Gradients::kFiltered;
   spec.options.filter_epsilon = 0.0f;
@@ -50,7 +50,7 @@ TEST_P(BackendConformance, FilteredWithEveryClassKept) {
 }
 
 // After enough of them a backend need not try any more.
-TEST_P(BackendConformance, FilteredManyTimesWithEveryClassKept) {
+TEST_P(GradientsConformance, FilteredManyTimesWithEveryClassKept) {
   constexpr int kMany = 24;
   ProblemSpec spec = Plain({5}, 24, 2500);
   spec.ignored = 0.0;
@@ -61,7 +61,7 @@ TEST_P(BackendConformance, FilteredManyTimesWithEveryClassKept) {
 }
 
 // Few rows, and lists as long as those of a flat softmax are.
-TEST_P(BackendConformance, FilteredWithMostClassesKept) {
+TEST_P(GradientsConformance, FilteredWithMostClassesKept) {
   ProblemSpec spec = Plain({9, 2}, 24, 600);
   spec.options.gradients = Gradients::kFiltered;
   spec.options.filter_epsilon = 0.001f;
@@ -70,7 +70,7 @@ TEST_P(BackendConformance, FilteredWithMostClassesKept) {
 }
 
 // Before its last classes a row looks as if every class had to be kept.
-TEST_P(BackendConformance, FilteredRowsThatEndHigh) {
+TEST_P(GradientsConformance, FilteredRowsThatEndHigh) {
   std::vector<float> logits(40'000, 0.0f);
   std::fill(logits.end() - 8, logits.end(), 20.0f);
   Problem problem = WithLogits(logits, {5, 39'999, 20'000, 39'993});
@@ -82,7 +82,7 @@ TEST_P(BackendConformance, FilteredRowsThatEndHigh) {
   EXPECT_GT(RunChunk(*head, problem).slices[0].sums.dropped_mass, 0.0) << "it was not filtered";
 }
 
-TEST_P(BackendConformance, NothingIsDroppedFromALossAlone) {
+TEST_P(GradientsConformance, NothingIsDroppedFromALossAlone) {
   ProblemSpec spec = Plain({12}, 24, 300);
   spec.options.gradients = Gradients::kFiltered;
   Problem problem = MakeProblem(spec, rng());

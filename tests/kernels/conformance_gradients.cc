@@ -46,7 +46,7 @@ ProblemSpec BackendConformance::FlatSpec(std::vector<int64_t> slice_rows) const 
 }
 
 // A head takes requests for any gradients in turn, whatever it does with its logits.
-TEST_P(BackendConformance, EveryHeadComputesAllGradients) {
+TEST_P(GradientsConformance, EveryHeadComputesAllGradients) {
   ProblemSpec spec = Plain({40, 9}, 24, 300);
   spec.config.has_bias = true;
   spec.options.filter_epsilon = 0.003f;
@@ -70,7 +70,7 @@ TEST_P(BackendConformance, EveryHeadComputesAllGradients) {
 
 // The head's config says what requests ask for that leave it open. That is the caller's to fill in: a chunk
 // gets what its own options say.
-TEST_P(BackendConformance, AChunkGetsWhatItsOptionsSayNotWhatItsHeadDoes) {
+TEST_P(GradientsConformance, AChunkGetsWhatItsOptionsSayNotWhatItsHeadDoes) {
   for (const Gradients of_head :
        {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
     ProblemSpec spec = Plain({12}, 24, 300);
@@ -92,7 +92,7 @@ TEST_P(BackendConformance, AChunkGetsWhatItsOptionsSayNotWhatItsHeadDoes) {
 }
 
 // Of flat rows with this threshold the predicted error is 0.22, of peaked ones 0; of the mixture 0.07.
-TEST_P(BackendConformance, AutoDecidesByAllRowsOfAChunk) {
+TEST_P(GradientsConformance, AutoDecidesByAllRowsOfAChunk) {
   constexpr int64_t kPeaked = 32, kFlat = 8;
   const Problem flat = MakeProblem(FlatSpec({kPeaked + kFlat}), rng());
   // The rows that decide may come last, after more rows than a backend looks at together.
@@ -115,7 +115,7 @@ TEST_P(BackendConformance, AutoDecidesByAllRowsOfAChunk) {
 }
 
 // Rows that want no gradient are not sampled, so they have no part in the decision.
-TEST_P(BackendConformance, AutoDecidesByRowsWithAGradientAlone) {
+TEST_P(GradientsConformance, AutoDecidesByRowsWithAGradientAlone) {
   for (const bool flat_counts : {false, true}) {
     Problem problem = MakeProblem(FlatSpec({20, 20}), rng());
     Peak(problem, problem.slices[flat_counts ? 1 : 0], 0, 20);
@@ -130,7 +130,7 @@ TEST_P(BackendConformance, AutoDecidesByRowsWithAGradientAlone) {
 }
 
 // Nor have zeros that keep the places of rows which are not computed again, although they are flat.
-TEST_P(BackendConformance, RowsThatStandInDecideNothingAndLeaveTheBitsOfOthers) {
+TEST_P(GradientsConformance, RowsThatStandInDecideNothingAndLeaveTheBitsOfOthers) {
   Problem whole = MakeProblem(FlatSpec({13, 20, 7}), rng());
   for (SliceData& slice : whole.slices) Peak(whole, slice, 0, slice.rows());
   whole.options.max_gradient_error = 0.1f;
@@ -154,7 +154,7 @@ TEST_P(BackendConformance, RowsThatStandInDecideNothingAndLeaveTheBitsOfOthers) 
 
 // A backend may leave sampling out where it was long in vain, but for chunks that are to be independent, and
 // comes back to it.
-TEST_P(BackendConformance, AutoAfterManyFlatChunks) {
+TEST_P(GradientsConformance, AutoAfterManyFlatChunks) {
   constexpr int kMany = 60, kSoon = 40;
   Problem flat = MakeProblem(FlatSpec({9, 3}), rng());
   flat.options.max_gradient_error = 0.1f;
@@ -171,7 +171,7 @@ TEST_P(BackendConformance, AutoAfterManyFlatChunks) {
 }
 
 // A slice with a bad row fails by itself, however the gradients of the others are computed.
-TEST_P(BackendConformance, NonFiniteRowFailsItsSliceAloneWithAnyGradients) {
+TEST_P(GradientsConformance, NonFiniteRowFailsItsSliceAloneWithAnyGradients) {
   for (const Norm norm : {Norm::kNone, Norm::kRmsNorm}) {
     for (const auto& [gradients, limit, outcome] : kRequests) {
       ProblemSpec spec = Plain({10, 12, 7}, 29, 300);

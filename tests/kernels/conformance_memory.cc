@@ -96,7 +96,7 @@ TEST_P(BackendConformance, RetainedMemoryIsCountedAndBounded) {
   ExpectZeroGradients(*head);
 }
 
-TEST_P(BackendConformance, SaysWhatItChose) {
+TEST_P(GradientsConformance, SaysWhatItChose) {
   Problem problem = MakeProblem(Plain({12}, 24, 300), rng());
   const auto head = MakeHead(backend(), problem);
   ASSERT_NE(head, nullptr);

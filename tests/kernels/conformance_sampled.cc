@@ -26,7 +26,7 @@ Problem Sampled(Problem problem, float threshold) {
 
 }  // namespace
 
-TEST_P(BackendConformance, SampledWithEachOption) {
+TEST_P(GradientsConformance, SampledWithEachOption) {
   const ProblemSpec plain = Sampled(Plain({17, 20}, 37, 101), 0.02f);
   std::vector<ProblemSpec> specs = EachOptionAlone(plain);
   specs.emplace_back(plain).options.logit_scale = -0.5f;
@@ -45,7 +45,7 @@ TEST_P(BackendConformance, SampledWithEachOption) {
 }
 
 // With all thresholds: the least keeps every class, at the greatest only the target is certain.
-TEST_P(BackendConformance, SampledShapesThatNoTileDivides) {
+TEST_P(GradientsConformance, SampledShapesThatNoTileDivides) {
   for (const auto& [rows, hidden, vocab] : kOddShapes) {
     for (const float threshold : {1e-30f, 0x1p-10f, 0.03f, 1.0f}) {
       RunAndCompare(backend(), {MakeProblem(Sampled(Plain({rows}, hidden, vocab), threshold), rng())});
@@ -53,7 +53,7 @@ TEST_P(BackendConformance, SampledShapesThatNoTileDivides) {
   }
 }
 
-TEST_P(BackendConformance, SampledWithEachNormAndSide) {
+TEST_P(GradientsConformance, SampledWithEachNormAndSide) {
   for (const Norm norm : {Norm::kNone, Norm::kRmsNorm, Norm::kLayerNorm}) {
     ProblemSpec spec = Sampled(Plain({23, 18}, 40, 300), 0.01f);
     spec.config.norm = norm;
@@ -70,7 +70,7 @@ TEST_P(BackendConformance, SampledWithEachNormAndSide) {
   }
 }
 
-TEST_P(BackendConformance, NothingIsSampledOfALossAlone) {
+TEST_P(GradientsConformance, NothingIsSampledOfALossAlone) {
   Problem problem = MakeProblem(Sampled(Plain({12}, 24, 300), 0.01f), rng());
   problem.accumulate_gradients = false;
   problem.slices.front().want_grad_hidden = false;
@@ -82,7 +82,7 @@ TEST_P(BackendConformance, NothingIsSampledOfALossAlone) {
   ExpectGradients(run, Gradients::kExact);
 }
 
-TEST_P(BackendConformance, SaysWhichThresholdItTook) {
+TEST_P(GradientsConformance, SaysWhichThresholdItTook) {
   const Problem problem = MakeProblem(Sampled(Plain({12}, 24, 300), 0.0625f), rng());
   const auto head = MakeHead(backend(), problem);
   ASSERT_NE(head, nullptr);
@@ -93,14 +93,14 @@ TEST_P(BackendConformance, SaysWhichThresholdItTook) {
 }
 
 // However much a threshold takes there is room, if need be at a larger one.
-TEST_P(BackendConformance, SampledRowsThatAreFlat) {
+TEST_P(GradientsConformance, SampledRowsThatAreFlat) {
   for (const float threshold : {1e-30f, 0x1p-13f, 0x1p-10f}) {
     const Problem flat = WithLogits(std::vector<float>(9000, 0.0f), {0, 17, 8999, kIgnoredTarget, 4500});
     RunAndCompare(backend(), {Sampled(flat, threshold)});
   }
 }
 
-TEST_P(BackendConformance, SampledAdversarialRows) {
+TEST_P(GradientsConformance, SampledAdversarialRows) {
   constexpr size_t kClasses = 1031;
   std::vector<float> one_class(kClasses, -40.0f);
   one_class[700] = 40.0f;
@@ -120,7 +120,7 @@ TEST_P(BackendConformance, SampledAdversarialRows) {
 }
 
 // A class at the threshold counts with its probability, or is taken almost surely: it makes no difference.
-TEST_P(BackendConformance, SampledAtAThresholdThatIsAProbability) {
+TEST_P(GradientsConformance, SampledAtAThresholdThatIsAProbability) {
   constexpr size_t kClasses = 64;
   Problem problem = WithLogits(std::vector<float>(kClasses, 0.0f), {0, 5, 63});
   for (size_t v = 0; v < kClasses; ++v) {
@@ -188,7 +188,7 @@ TEST_P(BackendConformance, OneClassHasNoGradient) {
 }
 
 // Retained rows, among them none at all, with gradients of lse and entropy that come later.
-TEST_P(BackendConformance, SampledInADeferredBackward) {
+TEST_P(GradientsConformance, SampledInADeferredBackward) {
   for (const int64_t rows : {0, 1, 41}) {
     ProblemSpec spec = Sampled(Plain({rows, 5, 0}, 24, 300), 0.01f);
     spec.config.norm = Norm::kRmsNorm;

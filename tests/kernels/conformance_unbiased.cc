@@ -64,7 +64,7 @@ void ExpectFullPushDown(const Problem& problem, const Mean& mean, const referenc
 
 }  // namespace
 
-TEST_P(BackendConformance, SampledGradientsAreExactOnAverage) {
+TEST_P(GradientsConformance, SampledGradientsAreExactOnAverage) {
   for (const bool with_options : {false, true}) {
     ProblemSpec spec = Plain({60, 40}, 24, 700);
     spec.config.has_bias = true;
@@ -109,7 +109,7 @@ TEST_P(BackendConformance, SampledGradientsAreExactOnAverage) {
   }
 }
 
-TEST_P(BackendConformance, SampledBitsAreAFunctionOfTheNumbers) {
+TEST_P(GradientsConformance, SampledBitsAreAFunctionOfTheNumbers) {
   ProblemSpec spec = Random(70, 45, 210);
   spec.options.gradients = Gradients::kSampled;
   spec.options.sample_threshold = 0.02f;
@@ -137,7 +137,7 @@ TEST_P(BackendConformance, SampledBitsAreAFunctionOfTheNumbers) {
 
 // The cut of a microbatch into chunks decides about no class: whole or in three chunks, the reference of the
 // same numbers is what comes.
-TEST_P(BackendConformance, SampledAlikeInWhateverChunk) {
+TEST_P(GradientsConformance, SampledAlikeInWhateverChunk) {
   ProblemSpec spec = Plain({90}, 45, 210);
   spec.options.gradients = Gradients::kSampled;
   spec.options.sample_threshold = 0.02f;

@@ -37,6 +37,8 @@ TEST(HeadConfigTest, RefusesValuesOutOfRangeByName) {
        "norm must be none, layernorm or rmsnorm, got 9"},
       {[](HeadConfig& c) { c.compute_dtype = static_cast<DType>(7); }, "compute_dtype"},
       {[](HeadConfig& c) { c.optimizer_state = static_cast<OptimizerState>(5); }, "optimizer_state"},
+      {[](HeadConfig& c) { c.split = static_cast<Split>(3); },
+       "split must be any, rows or vocabulary, got 3"},
       {[](HeadConfig& c) { c.logits = static_cast<Logits>(2); },
        "logits must be stored or recomputed, got 2"},
       {[](HeadConfig& c) { c.gradients = static_cast<Gradients>(4); },

@@ -54,6 +54,9 @@ struct Nccl::Library {
   decltype(&ncclGroupEnd) group_end = nullptr;
   decltype(&ncclReduce) reduce = nullptr;
   decltype(&ncclBroadcast) broadcast = nullptr;
+  decltype(&ncclAllReduce) all_reduce = nullptr;
+  decltype(&ncclAllGather) all_gather = nullptr;
+  decltype(&ncclReduceScatter) reduce_scatter = nullptr;
   std::vector<ncclComm_t> communicators;
 
   ~Library() {
@@ -63,13 +66,14 @@ struct Nccl::Library {
   absl::Status Load() {
     LOSSD_RETURN_IF_ERROR(
         file.Load(kLibraryNames, "several GPUs need NCCL (package libnccl2), which cannot be loaded"));
-    const bool complete = file.Find("ncclCommInitAll", init_all) && file.Find("ncclGetUniqueId", unique_id) &&
-                          file.Find("ncclCommInitRank", init_rank) && file.Find("ncclCommDestroy", destroy) &&
-                          file.Find("ncclCommAbort", abort) &&
-                          file.Find("ncclCommGetAsyncError", async_error) &&
-                          file.Find("ncclGetErrorString", error_string) &&
-                          file.Find("ncclGroupStart", group_start) && file.Find("ncclGroupEnd", group_end) &&
-                          file.Find("ncclReduce", reduce) && file.Find("ncclBroadcast", broadcast);
+    const bool complete =
+        file.Find("ncclCommInitAll", init_all) && file.Find("ncclGetUniqueId", unique_id) &&
+        file.Find("ncclCommInitRank", init_rank) && file.Find("ncclCommDestroy", destroy) &&
+        file.Find("ncclCommAbort", abort) && file.Find("ncclCommGetAsyncError", async_error) &&
+        file.Find("ncclGetErrorString", error_string) && file.Find("ncclGroupStart", group_start) &&
+        file.Find("ncclGroupEnd", group_end) && file.Find("ncclReduce", reduce) &&
+        file.Find("ncclBroadcast", broadcast) && file.Find("ncclAllReduce", all_reduce) &&
+        file.Find("ncclAllGather", all_gather) && file.Find("ncclReduceScatter", reduce_scatter);
     return complete ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("NCCL lacks ", dlerror()));
   }
 };
@@ -158,9 +162,21 @@ absl::Status Nccl::Check(int result, const char* call) const {
 }
 
 absl::Status Nccl::Abort(absl::Status reason) {
+  absl::MutexLock lock(&mutex_);
+  if (!failure_.ok()) return failure_;
   failure_ = std::move(reason);
   for (ncclComm_t communicator : std::exchange(library_->communicators, {})) library_->abort(communicator);
   return failure_;
+}
+
+absl::Status Nccl::failure() const {
+  absl::ReaderMutexLock lock(&mutex_);
+  return failure_;
+}
+
+absl::Status Nccl::WhileAlive(absl::FunctionRef<absl::Status()> fn) {
+  absl::ReaderMutexLock lock(&mutex_);
+  return failure_.ok() ? fn() : failure_;
 }
 
 absl::Status Nccl::Sum(const std::vector<Part>& parts, int64_t floats, int root) {
@@ -183,19 +199,71 @@ absl::Status Nccl::Spread(const std::vector<Part>& parts, DType dtype, int64_t c
   return absl::OkStatus();
 }
 
+absl::Status Nccl::CallSumOfAll(const Part& part, int64_t floats) const {
+  return Check(library_->all_reduce(part.data, part.data, static_cast<size_t>(floats), ncclFloat32, ncclSum,
+                                    library_->communicators[static_cast<size_t>(part.member)], part.stream),
+               "ncclAllReduce");
+}
+
+absl::Status Nccl::CallGather(const Part& part, const void* own, int64_t bytes) const {
+  return Check(library_->all_gather(own, part.data, static_cast<size_t>(bytes), ncclUint8,
+                                    library_->communicators[static_cast<size_t>(part.member)], part.stream),
+               "ncclAllGather");
+}
+
+absl::Status Nccl::CallSumPlaces(const Part& part, int64_t floats) const {
+  float* const place = static_cast<float*>(part.data) + part.member * floats;
+  return Check(
+      library_->reduce_scatter(part.data, place, static_cast<size_t>(floats), ncclFloat32, ncclSum,
+                               library_->communicators[static_cast<size_t>(part.member)], part.stream),
+      "ncclReduceScatter");
+}
+
+absl::Status Nccl::SumOfAll(const Part& part, int64_t floats) {
+  return WhileAlive([&] { return CallSumOfAll(part, floats); });
+}
+
+absl::Status Nccl::Gather(const Part& part, const void* own, int64_t bytes) {
+  return WhileAlive([&] { return CallGather(part, own, bytes); });
+}
+
+absl::Status Nccl::SumPlaces(const Part& part, int64_t floats) {
+  return WhileAlive([&] { return CallSumPlaces(part, floats); });
+}
+
+absl::Status Nccl::MakeLinks(const std::vector<Part>& parts, int64_t floats) {
+  const auto for_each = [&](absl::FunctionRef<absl::Status(const Part&)> call) {
+    return Enqueue([&]() -> absl::Status {
+      for (const Part& part : parts) LOSSD_RETURN_IF_ERROR(call(part));
+      return absl::OkStatus();
+    });
+  };
+  for (const int64_t n : {int64_t{1}, floats}) {
+    LOSSD_RETURN_IF_ERROR(for_each([&](const Part& part) { return CallSumOfAll(part, n); }));
+    LOSSD_RETURN_IF_ERROR(for_each([&](const Part& part) { return CallSumPlaces(part, n); }));
+    LOSSD_RETURN_IF_ERROR(for_each([&](const Part& part) {
+      const float* const own = static_cast<const float*>(part.data) + part.member * n;
+      return CallGather(part, own, n * static_cast<int64_t>(sizeof(float)));
+    }));
+  }
+  return Wait(parts);
+}
+
 absl::Status Nccl::Enqueue(absl::FunctionRef<absl::Status()> exchange) {
-  if (!failure_.ok()) return failure_;
-  absl::Status status = Check(library_->group_start(), "ncclGroupStart");
-  if (status.ok()) {
-    status = exchange();
+  const auto group = [&]() -> absl::Status {
+    LOSSD_RETURN_IF_ERROR(Check(library_->group_start(), "ncclGroupStart"));
+    const absl::Status status = exchange();
     // Also ends a group that cannot be carried out.
     const absl::Status end = Check(library_->group_end(), "ncclGroupEnd");
-    if (status.ok()) status = end;
-  }
+    return status.ok() ? end : status;
+  };
+  absl::Status status = WhileAlive(group);
   return status.ok() ? status : Abort(std::move(status));
 }
 
 absl::Status Nccl::AsynchronousError() const {
+  absl::ReaderMutexLock lock(&mutex_);
+  if (!failure_.ok()) return failure_;
   for (ncclComm_t communicator : library_->communicators) {
     ncclResult_t result = ncclSuccess;
     LOSSD_RETURN_IF_ERROR(Check(library_->async_error(communicator, &result), "ncclCommGetAsyncError"));
@@ -224,6 +292,26 @@ absl::Status Nccl::Wait(const std::vector<Part>& parts, absl::Duration timeout) 
     }
   }
   return absl::OkStatus();
+}
+
+// After an abort the kernels of NCCL end, and with them what is behind them on the stream.
+absl::Status Nccl::Wait(int member, cudaEvent_t event, absl::Duration timeout) {
+  const absl::Time start = absl::Now();
+  for (;;) {
+    const cudaError_t state = cudaEventQuery(event);
+    if (state == cudaSuccess) return failure();
+    if (state != cudaErrorNotReady) return Abort(ToStatus(state, "cudaEventQuery"));
+    const absl::Duration waited = absl::Now() - start;
+    if (waited >= kBusyFor) {
+      if (absl::Status status = AsynchronousError(); !status.ok()) return Abort(std::move(status));
+    }
+    if (waited > timeout) {
+      return Abort(absl::UnavailableError(
+          absl::StrCat("an exchange among the GPUs has not ended within ", absl::FormatDuration(timeout),
+                       ": GPU ", devices_[static_cast<size_t>(member)], " waits for the others")));
+    }
+    absl::SleepFor(kNap);
+  }
 }
 
 }  // namespace lossd::kernels::cuda

@@ -18,9 +18,16 @@ absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Join(int, Replica, const std::string
 }
 
 // Never called: Connect makes no object.
-absl::Status Nccl::Sum(const std::vector<Part>&, int64_t, int) { return failure_; }
-absl::Status Nccl::Spread(const std::vector<Part>&, DType, int64_t, int) { return failure_; }
-absl::Status Nccl::Enqueue(absl::FunctionRef<absl::Status()>) { return failure_; }
-absl::Status Nccl::Wait(const std::vector<Part>&, absl::Duration) { return failure_; }
+absl::Status Nccl::Sum(const std::vector<Part>&, int64_t, int) { return failure(); }
+absl::Status Nccl::Spread(const std::vector<Part>&, DType, int64_t, int) { return failure(); }
+absl::Status Nccl::SumOfAll(const Part&, int64_t) { return failure(); }
+absl::Status Nccl::Gather(const Part&, const void*, int64_t) { return failure(); }
+absl::Status Nccl::MakeLinks(const std::vector<Part>&, int64_t) { return failure(); }
+absl::Status Nccl::SumPlaces(const Part&, int64_t) { return failure(); }
+absl::Status Nccl::Wait(int, cudaEvent_t, absl::Duration) { return failure(); }
+absl::Status Nccl::Abort(absl::Status reason) { return reason; }
+absl::Status Nccl::failure() const { return absl::UnavailableError("no NCCL"); }
+absl::Status Nccl::Enqueue(absl::FunctionRef<absl::Status()>) { return failure(); }
+absl::Status Nccl::Wait(const std::vector<Part>&, absl::Duration) { return failure(); }
 
 }  // namespace lossd::kernels::cuda

@@ -11,6 +11,7 @@
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/kernels/tensor_ops.h"
 #include "kernels/cuda/paths/recomputed_plan.h"
+#include "kernels/cuda/paths/split_rows.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels::cuda {
@@ -18,7 +19,8 @@ namespace {
 
 HeadSizes SizesOn(const Device& device, const HeadConfig& config) {
   return SizesFor(config, device.options().workspace_bytes, device.options().max_chunk_rows,
-                  device.limits().multiprocessors, device.limits().fused_clusters > 0);
+                  device.limits().multiprocessors, device.limits().fused_clusters > 0,
+                  device.options().replica);
 }
 
 absl::string_view WhyNoMoreRows(const HeadSizes& sizes, int64_t most_rows) {
@@ -73,7 +75,7 @@ absl::Status CudaHead::Allocate() {
   LOSSD_RETURN_IF_ERROR(slots_.Allocate(ledger, sizes_, workspace_));
   transfers_.emplace(device_, config_, sizes_, workspace_);
   LOSSD_RETURN_IF_ERROR(transfers_->Start());
-  norm_.emplace(device_, config_, sizes_, workspace_, &tensors_);
+  norm_.emplace(device_, config_, sizes_, workspace_, &tensors_, &link_);
   planner_.emplace(*device_, config_, sizes_, &*norm_);
   paths_.emplace(PathContext{.device = device_,
                              .config = config_,
@@ -82,7 +84,8 @@ absl::Status CudaHead::Allocate() {
                              .weight = tensors_.values().compute_weight,
                              .accumulators = &tensors_.accumulators(),
                              .keep = workspace_.keep,
-                             .download_idle = &transfers_->download_idle()});
+                             .download_idle = &transfers_->download_idle(),
+                             .link = &link_});
   return device_->Synchronize();
 }
 
@@ -135,6 +138,7 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
     Prepare(chunk, *pending);
     if (pending->job.rows() > 0) status = Enqueue(*pending);
   }
+  if (!status.ok()) link_.exchange->Abort(status);  // the other parts wait for what does not come
   Report(pending, std::move(status), std::move(callbacks));
 }
 
@@ -152,15 +156,18 @@ LossTerms CudaHead::TermsOf(const Chunk& chunk, const ChunkLayout& layout) const
   const ValueBuffer& values = tensors_.values();
   return {.vocab = sizes_.vocab,
           .bias = values.params.bias,
-          .class_weights = options.use_class_weights ? values.class_weights : nullptr,
-          .class_weight_sum =
-              options.use_class_weights ? tensors_.class_weight_sum() : static_cast<float>(sizes_.vocab),
+          .class_weights = options.use_class_weights ? values.class_weights + sizes_.first_class : nullptr,
+          .class_weight_sum = options.use_class_weights ? tensors_.class_weight_sum()
+                                                        : static_cast<float>(sizes_.all_classes),
           .scale = options.logit_scale,
           .softcap = options.softcap,
           .smoothing = options.label_smoothing,
           .z_loss = options.z_loss,
           .want_entropy = layout.want_entropy,
-          .any_coef_entropy = layout.any_coef_entropy};
+          .any_coef_entropy = layout.any_coef_entropy,
+          .first_class = sizes_.first_class,
+          .elsewhere = sizes_.all_classes - sizes_.vocab,
+          .bias_in_targets = sizes_.is_split()};
 }
 
 void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
@@ -168,10 +175,15 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   ChunkJob& job = pending.job;
   pending.slot = &slot;
   const LayoutHead layout_head = {config_, config_.compute_dtype, sizes_.chunk_rows,
-                                  chunk->options.use_class_weights ? tensors_.largest_class_weight() : 1.0f};
+                                  chunk->options.use_class_weights ? tensors_.largest_class_weight() : 1.0f,
+                                  sizes_.first_class};
   job.layout = LayOutChunk(layout_head, *chunk, slot.host_in);
   job.terms = TermsOf(*chunk, job.layout);
   job.in = InputsOf(job.layout, slot.device_in, workspace_.paths.At<float>(Region::kTargetDots));
+  if (sizes_.is_split()) {
+    job.in.all_targets = job.in.targets;
+    job.in.targets = SplitRows::Carve(sizes_, workspace_.paths[Region::kSplitRows]).columns;
+  }
   const RowOutputBlock& out = slot.device_out;
   job.out = {out.loss, out.z_loss, out.lse, out.entropy, out.target_logprob, out.argmax};
   job.accumulate = slot.device_in.accumulate;
@@ -188,14 +200,26 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
 
   const float t = chunk->options.logit_scale;
   job.wants_hidden_gradient = job.layout.want_hidden_gradient || (job.layout.accumulate && norm_->exists());
-  job.direct = chunk->hidden_dtype == config_.compute_dtype && !norm_->exists();
-  job.hidden_gradient_dtype = job.direct ? config_.compute_dtype : HiddenGradientDType(config_.compute_dtype);
+  job.direct = chunk->hidden_dtype == config_.compute_dtype && !norm_->exists() && !sizes_.is_split();
+  job.hidden_gradient_dtype =
+      job.direct ? config_.compute_dtype : HiddenGradientDType(sizes_, config_.compute_dtype);
   job.hidden_gradient_scale = job.direct ? t * job.layout.unit : t;
   job.weight_gradient_scale = job.layout.unit * t;
+  DivideRows(job, slot);
 
   job.plan = planner_->Next(*chunk, {job.terms, job.rows(), job.padded_rows(), job.wants_gradient()}, slot);
   job.layout.planned = job.plan.gradients;
   chunk->choices = cuda::Describe(job.plan);
+}
+
+void CudaHead::DivideRows(ChunkJob& job, const ChunkSlot& slot) const {
+  const int64_t rows = job.rows(), each = CeilDiv(rows, sizes_.parts);
+  const auto raw = [&](int64_t compact) {
+    return compact < rows ? int64_t{slot.host_in.raw_of_compact[compact]} : job.layout.raw_rows;
+  };
+  const int64_t begin = std::min(rows, sizes_.part * each), end = std::min(rows, begin + each);
+  job.rows_here = {begin, end};
+  job.raw_rows_here = {sizes_.part == 0 ? 0 : raw(begin), raw(end)};
 }
 
 absl::Status CudaHead::Enqueue(const Pending& pending) {
@@ -220,13 +244,7 @@ absl::Status CudaHead::Loss(const Pending& pending, ChunkPath& path) {
   const cudaStream_t stream = device_->compute();
   LOSSD_RETURN_IF_ERROR(Await(slot.uploaded, stream));
   if (norm_->exists()) LOSSD_RETURN_IF_ERROR(norm_->Forward(job, slot));
-  if (auto* dots = workspace_.paths.At<float>(Region::kTargetDots); dots != nullptr) {
-    LOSSD_RETURN_IF_CUDA_ERROR(
-        LaunchTargetDots({job.hidden, tensors_.values().compute_weight, config_.compute_dtype,
-                          sizes_.padded_hidden, job.rows(), job.in.targets, dots},
-                         stream),
-        "target kernel");
-  }
+  LOSSD_RETURN_IF_ERROR(PlaceTargets(job));
   LOSSD_RETURN_IF_ERROR(path.Loss(job));
   LOSSD_RETURN_IF_CUDA_ERROR(
       LaunchGuard({job.layout.device_slices, slot.device_in.slice_begin, job.accumulate, job.out.loss,
@@ -236,8 +254,32 @@ absl::Status CudaHead::Loss(const Pending& pending, ChunkPath& path) {
   return Record(slot.row_results, stream);
 }
 
+absl::Status CudaHead::PlaceTargets(const ChunkJob& job) {
+  auto* const dots = workspace_.paths.At<float>(Region::kTargetDots);
+  if (dots == nullptr) return absl::OkStatus();
+  TargetDotParams p = {job.hidden,
+                       tensors_.values().compute_weight,
+                       config_.compute_dtype,
+                       sizes_.padded_hidden,
+                       job.rows(),
+                       job.in.targets,
+                       dots};
+  if (sizes_.is_split()) {
+    p.targets = job.in.all_targets;
+    p.columns = SplitRows::Carve(sizes_, workspace_.paths[Region::kSplitRows]).columns;
+    p.classes = sizes_.vocab;
+    p.bias = job.terms.bias;
+  }
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchTargetDots(p, device_->compute()), "target kernel");
+  return link_.exchange->Sum(dots, job.rows());
+}
+
 absl::Status CudaHead::HiddenGradient(const Pending& pending, ChunkPath& path) {
-  LOSSD_RETURN_IF_ERROR(path.HiddenGradient(pending.job));
+  const ChunkJob& job = pending.job;
+  LOSSD_RETURN_IF_ERROR(path.HiddenGradient(job));
+  auto* const dx = workspace_.paths.At<float>(Region::kHiddenGradient);
+  LOSSD_RETURN_IF_ERROR(
+      link_.exchange->SumPlaces(dx, CeilDiv(job.rows(), sizes_.parts) * sizes_.padded_hidden));
   if (norm_->exists()) LOSSD_RETURN_IF_ERROR(norm_->Backward(pending.job, *pending.slot));
   return Record(pending.slot->hidden_gradient, device_->compute());
 }
@@ -249,23 +291,22 @@ void CudaHead::Report(const std::shared_ptr<Pending>& pending, absl::Status stat
   auto final_status = std::make_shared<absl::Status>(status);
   Device* device = device_;
   Device::Completion completion;
-  completion.results = [pending, on_device, shared, final_status, device, hidden = sizes_.hidden] {
+  completion.results = [pending, on_device, shared, final_status, device, hidden = sizes_.hidden,
+                        exchange = link_.exchange.get(), reports = sizes_.part == 0] {
     if (on_device) {
-      *final_status =
-          device->Fail(ToStatus(cudaEventSynchronize(pending->slot->results.get()), "cudaEventSynchronize"));
+      *final_status = device->Fail(exchange->Wait(pending->slot->results));
     } else if (!final_status->ok() && pending->slot != nullptr) {
       cudaDeviceSynchronize();  // copies to the slices' memory may be under way
     }
-    if (final_status->ok()) {
+    if (final_status->ok() && reports) {
       UnpackResults(*pending->job.chunk, pending->job.layout, hidden, pending->slot->host_in,
                     pending->slot->host_out);
     }
     shared->on_results(*final_status);
   };
-  completion.wait_done = [pending, on_device, final_status, device] {
+  completion.wait_done = [pending, on_device, final_status, device, exchange = link_.exchange.get()] {
     if (!on_device || !final_status->ok()) return;
-    *final_status =
-        device->Fail(ToStatus(cudaEventSynchronize(pending->slot->done.get()), "cudaEventSynchronize"));
+    *final_status = device->Fail(exchange->Wait(pending->slot->done));
   };
   completion.done = [shared, final_status] { shared->on_done(*final_status); };
   device_->Enqueue(std::move(completion));

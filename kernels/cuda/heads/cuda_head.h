@@ -7,11 +7,13 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
+#include "kernels/cuda/device/class_exchange.h"
 #include "kernels/cuda/device/device.h"
 #include "kernels/cuda/heads/chunk_planner.h"
 #include "kernels/cuda/heads/chunk_slots.h"
@@ -54,6 +56,11 @@ class CudaHead : public HeadKernels {
   }
   absl::Status ZeroGradients() override { return tensors_.ZeroGradients(); }
 
+  // For a head that is split by vocabulary, before its first chunk.
+  void Join(std::unique_ptr<ClassExchange> exchange) { link_.exchange = std::move(exchange); }
+  // Memory of the workspace that exchanges may be tried out in: `exchange_floats()` for each part.
+  void* exchange_memory() const { return workspace_.paths[Region::kHiddenGradient]; }
+  int64_t exchange_floats() const { return sizes_.chunk_rows / sizes_.parts * sizes_.padded_hidden; }
   // For what connects the replicas of a head.
   Device& device() { return *device_; }
   HeadTensors& tensors() { return tensors_; }
@@ -79,6 +86,10 @@ class CudaHead : public HeadKernels {
   absl::Status Enqueue(const Pending& pending);
   absl::Status Loss(const Pending& pending, ChunkPath& path);
   absl::Status HiddenGradient(const Pending& pending, ChunkPath& path);
+  // What the row kernels know of targets: dot products, and where they are.
+  absl::Status PlaceTargets(const ChunkJob& job);
+  // Of a head that is split: which rows' hidden gradients become complete on this device.
+  void DivideRows(ChunkJob& job, const ChunkSlot& slot) const;
   void Report(const std::shared_ptr<Pending>& pending, absl::Status status, ChunkCallbacks callbacks);
 
   Device* const device_;
@@ -86,6 +97,7 @@ class CudaHead : public HeadKernels {
   const HeadSizes sizes_;
   const MemoryBytes plan_;
   std::vector<Choice> choices_;
+  ClassLink link_;
   HeadTensors tensors_;
   DeviceBuffer workspace_buffer_, slot_buffer_;
   Workspace workspace_;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/functional/function_ref.h"
+#include "absl/strings/str_cat.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/nccl.h"
 #include "kernels/cuda/heads/cuda_head.h"
@@ -133,6 +134,29 @@ class HeadReplicas final : public Replicas {
   const std::vector<CudaHead*> heads_;
 };
 
+class NcclExchange final : public ClassExchange {
+ public:
+  NcclExchange(Nccl* nccl, int part, cudaStream_t stream) : nccl_(nccl), part_(part), stream_(stream) {}
+
+  absl::Status Sum(float* data, int64_t n) override { return nccl_->SumOfAll(Part(data), n); }
+  absl::Status Gather(const void* own, void* all, int64_t bytes) override {
+    return nccl_->Gather(Part(all), own, bytes);
+  }
+  absl::Status SumPlaces(float* data, int64_t n) override { return nccl_->SumPlaces(Part(data), n); }
+  absl::Status Wait(const Event& event) override { return nccl_->Wait(part_, event.get()); }
+  void Abort(const absl::Status& reason) override {
+    nccl_->Abort(absl::UnavailableError(absl::StrCat("a part of the head failed: ", reason.message())))
+        .IgnoreError();
+  }
+
+ private:
+  Nccl::Part Part(void* data) const { return {part_, data, stream_}; }
+
+  Nccl* const nccl_;
+  const int part_;
+  const cudaStream_t stream_;
+};
+
 class NcclReplicaGroup final : public CudaReplicaGroup {
  public:
   explicit NcclReplicaGroup(std::unique_ptr<Nccl> nccl) : nccl_(std::move(nccl)) {}
@@ -140,6 +164,19 @@ class NcclReplicaGroup final : public CudaReplicaGroup {
     std::vector<CudaHead*> replicas;
     for (HeadKernels* head : heads) replicas.push_back(static_cast<CudaHead*>(head));
     return std::make_unique<HeadReplicas>(nccl_.get(), std::move(replicas));
+  }
+
+  absl::Status Join(absl::Span<HeadKernels* const> heads) override {
+    for (size_t i = 0; i < heads.size(); ++i) {
+      auto* const head = static_cast<CudaHead*>(heads[i]);
+      head->Join(std::make_unique<NcclExchange>(nccl_.get(), static_cast<int>(i), head->device().compute()));
+    }
+    std::vector<Nccl::Part> parts;
+    for (size_t i = 0; i < heads.size(); ++i) {
+      auto* const head = static_cast<CudaHead*>(heads[i]);
+      parts.push_back({static_cast<int>(i), head->exchange_memory(), head->device().compute()});
+    }
+    return nccl_->MakeLinks(parts, static_cast<CudaHead*>(heads[0])->exchange_floats());
   }
 
  private:

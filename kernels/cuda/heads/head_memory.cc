@@ -12,7 +12,9 @@
 #include "kernels/cuda/paths/filter_plan.h"
 #include "kernels/cuda/paths/head_paths.h"
 #include "kernels/cuda/paths/recomputed_plan.h"
+#include "kernels/cuda/paths/split_rows.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/shard_rows.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -35,8 +37,9 @@ HeadSizes WithRows(HeadSizes sizes, int64_t rows) {
 PathClaims AllClaims(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors) {
   PathClaims claims = ClaimsOf(config, sizes);
   claims.Claim(Region::kHiddenGradient,
-               sizes.chunk_rows * sizes.padded_hidden *
-                   static_cast<int64_t>(SizeOf(HiddenGradientDType(config.compute_dtype))));
+               sizes.hidden_gradient_rows() * sizes.padded_hidden *
+                   static_cast<int64_t>(SizeOf(HiddenGradientDType(sizes, config.compute_dtype))));
+  SplitRows::Claim(sizes, claims);
   if (config.norm != Norm::kNone && config.trainable) {
     claims.Claim(Region::kColumnSums,
                  NormPartialFloats(sizes.hidden, multiprocessors) * static_cast<int64_t>(sizeof(float)));
@@ -126,17 +129,29 @@ HeadSizes WithArena(const HeadConfig& config, HeadSizes sizes, int64_t limit, in
 }  // namespace
 
 HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t max_chunk_rows,
-                   int multiprocessors, bool fused) {
+                   int multiprocessors, bool fused, Replica replica) {
   HeadSizes sizes;
+  const ShardRows own = ClassesOf(config, replica);
+  if (IsSplitByVocabulary(config, replica)) {
+    sizes.part = replica.index;
+    sizes.parts = replica.count;
+  }
+  sizes.all_classes = config.vocab_size;
+  sizes.first_class = own.first;
+  sizes.most_classes = ClassesOf(config, {0, replica.count}).rows;
   sizes.fused = fused && config.compute_dtype != DType::kFloat32;
   sizes.hidden = config.hidden_size;
-  sizes.vocab = config.vocab_size;
+  sizes.vocab = sizes.most_classes;  // so that all parts have the same sizes
   sizes.padded_hidden = RoundUp(sizes.hidden, kPad);
   sizes.padded_vocab = RoundUp(sizes.vocab, kPad);
   sizes.element = static_cast<int64_t>(SizeOf(config.compute_dtype));
   const int64_t limit = WorkspaceLimit(config, workspace_bytes);
-  return Recomputes(config) ? WithArena(config, sizes, limit, max_chunk_rows, multiprocessors)
-                            : WithLogits(config, sizes, limit, max_chunk_rows, multiprocessors);
+  sizes = Recomputes(config) ? WithArena(config, sizes, limit, max_chunk_rows, multiprocessors)
+                             : WithLogits(config, sizes, limit, max_chunk_rows, multiprocessors);
+  sizes.most_padded_vocab = sizes.padded_vocab;
+  sizes.vocab = own.rows;
+  sizes.padded_vocab = RoundUp(sizes.vocab, kPad);
+  return sizes;
 }
 
 absl::Status CheckWorkspace(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors) {
@@ -171,7 +186,7 @@ Workspace Workspace::Carve(const HeadConfig& config, const HeadSizes& sizes, int
 
 MemoryBytes PlanMemory(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors,
                        Replica replica) {
-  const ShardRanges ranges = ShardRanges::Of(sizes, ShardOf(sizes.vocab, replica));
+  const ShardRanges ranges = ShardRanges::Of(sizes, OwnShard(sizes, replica));
   const int64_t moments = MomentCount(config) * ParamBlock::CarveRanges(config, ranges, nullptr).bytes;
   const int64_t block = ParamBlock::Carve(config, sizes, nullptr).bytes;
   MemoryBytes plan;

@@ -23,8 +23,10 @@ inline constexpr int kChunkSlots = 2;  // chunks of a head that may be in flight
 // gets at most kRecomputedChunkRows rows, and an arena that keeps the workspace alone within the limit, by
 // default kRecomputedWorkspaceBytes if that is less. fused: the device can compute fused losses, if the
 // compute dtype is a 16-bit type.
+//
+// Of a part of a head that is split by vocabulary: as many rows as the other parts have.
 HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t max_chunk_rows,
-                   int multiprocessors, bool fused);
+                   int multiprocessors, bool fused, Replica replica = {});
 
 // What one chunk slot keeps on the device.
 struct SlotMemory {

@@ -2,6 +2,7 @@
 
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/paths/split_rows.h"
 
 namespace lossd::kernels::cuda {
 
@@ -14,7 +15,7 @@ void HeadNorm::Plan(const ChunkFacts& chunk, DType hidden_dtype, ChunkPlan& plan
   p.y = {nullptr, config_.compute_dtype, sizes_.hidden, sizes_.padded_hidden};
   plan.norm = PlanNormForward(p);
   if (!chunk.wants_gradient) return;
-  p.y.dtype = HiddenGradientDType(config_.compute_dtype);
+  p.y.dtype = HiddenGradientDType(sizes_, config_.compute_dtype);
   plan.norm_gradient = PlanNormBackward(p, {}, device_->limits());
 }
 
@@ -51,19 +52,36 @@ absl::Status HeadNorm::Forward(const ChunkJob& job, const ChunkSlot& slot) const
 absl::Status HeadNorm::Backward(const ChunkJob& job, const ChunkSlot& slot) const {
   const cudaStream_t stream = device_->compute();
   const DeviceMatrix raw = RawRows(job, slot);
-  const DeviceMatrix dy = {workspace_.paths[Region::kHiddenGradient], job.hidden_gradient_dtype,
-                           sizes_.hidden, sizes_.padded_hidden};
+  const int64_t begin = job.rows_here.begin;
+  const int64_t row_bytes = sizes_.padded_hidden * static_cast<int64_t>(SizeOf(job.hidden_gradient_dtype));
+  const DeviceMatrix dy = {workspace_.paths[Region::kHiddenGradient] + begin * row_bytes,
+                           job.hidden_gradient_dtype, sizes_.hidden, sizes_.padded_hidden};
+  NormParams p = ParamsOf(job, slot, dy);
+  p.rows = job.rows_here.end - begin;
+  p.source += begin;
+  p.mean += begin;
+  p.inverse_deviation += begin;
   NormBackwardParams b;
   b.scale = job.hidden_gradient_factor();
-  b.keep = workspace_.keep;
+  b.keep = workspace_.keep + begin;
   if (job.layout.want_hidden_gradient) b.dx = raw;  // in place; the download takes it from there
+  float* const sums = SplitRows::Carve(sizes_, workspace_.paths[Region::kSplitRows]).norm_sums;
   if (job.layout.accumulate) {
-    b.gain_gradient = tensors_->gradients().norm_gain;
+    b.gain_gradient = sizes_.is_split() ? sums : tensors_->gradients().norm_gain;
     b.shift_gradient = tensors_->gradients().norm_shift;
+    if (sizes_.is_split() && b.shift_gradient != nullptr) b.shift_gradient = sums + sizes_.padded_hidden;
     b.partials = workspace_.paths.At<float>(Region::kColumnSums);
   }
-  LOSSD_RETURN_IF_CUDA_ERROR(LaunchNormBackward(ParamsOf(job, slot, dy), b, device_->limits(), stream),
-                             "norm backward kernel");
+  const int64_t sum_bytes = 2 * sizes_.padded_hidden * static_cast<int64_t>(sizeof(float));
+  const bool exchanges = sizes_.is_split() && job.layout.accumulate;
+  if (exchanges) LOSSD_RETURN_IF_ERROR(Zero(sums, sum_bytes, stream));
+  if (p.rows > 0) {
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchNormBackward(p, b, device_->limits(), stream), "norm backward kernel");
+  }
+  if (exchanges) {
+    LOSSD_RETURN_IF_ERROR(link_->exchange->Sum(sums, 2 * sizes_.padded_hidden));
+    LOSSD_RETURN_IF_ERROR(tensors_->AddNormGradients(sums, sums + sizes_.padded_hidden));
+  }
   if (!job.layout.want_hidden_gradient || job.rows() == job.layout.raw_rows) return absl::OkStatus();
   return ToStatus(LaunchZeroUnmappedRows(raw, slot.device_in.compact_of_raw, job.layout.raw_rows, stream),
                   "zero kernel");

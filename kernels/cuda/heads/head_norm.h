@@ -4,6 +4,7 @@
 #define LOSSD_KERNELS_CUDA_HEADS_HEAD_NORM_H_
 
 #include "absl/status/status.h"
+#include "kernels/cuda/device/class_exchange.h"
 #include "kernels/cuda/device/device.h"
 #include "kernels/cuda/heads/chunk_slots.h"
 #include "kernels/cuda/heads/head_memory.h"
@@ -16,10 +17,15 @@ namespace lossd::kernels::cuda {
 
 class HeadNorm {
  public:
-  // `device` and `tensors` outlive it; `workspace` is of the head.
+  // `device`, `tensors` and `link` outlive it; `workspace` is of the head.
   HeadNorm(Device* device, const HeadConfig& config, const HeadSizes& sizes, const Workspace& workspace,
-           const HeadTensors* tensors)
-      : device_(device), config_(config), sizes_(sizes), workspace_(workspace), tensors_(tensors) {}
+           HeadTensors* tensors, const ClassLink* link)
+      : device_(device),
+        config_(config),
+        sizes_(sizes),
+        workspace_(workspace),
+        tensors_(tensors),
+        link_(link) {}
 
   bool exists() const { return config_.norm != Norm::kNone; }
   // The kernels of a chunk's norm, as the launches will choose them.
@@ -27,7 +33,7 @@ class HeadNorm {
   // job.hidden from the raw rows of the slot; padding rows become 0.
   absl::Status Forward(const ChunkJob& job, const ChunkSlot& slot) const;
   // dL/dx in place of the raw rows, where it is wanted, and the gradients of the norm's parameters, from
-  // Region::kHiddenGradient.
+  // Region::kHiddenGradient, of job.rows_here.
   absl::Status Backward(const ChunkJob& job, const ChunkSlot& slot) const;
 
  private:
@@ -39,7 +45,8 @@ class HeadNorm {
   const HeadConfig config_;
   const HeadSizes sizes_;
   const Workspace workspace_;
-  const HeadTensors* const tensors_;
+  HeadTensors* const tensors_;
+  const ClassLink* const link_;
 };
 
 }  // namespace lossd::kernels::cuda

@@ -31,8 +31,8 @@ absl::Status HeadTensors::Allocate() {
     moments_[i] = ParamBlock::CarveRanges(config_, ranges_, optimizer_buffer_.data() + i * moments);
   }
   accumulators_ = {gradients_.weight, gradients_.bias};
-  for (auto [values, count] :
-       {std::pair{values_.params.norm_gain, sizes_.hidden}, std::pair{values_.class_weights, sizes_.vocab}}) {
+  for (auto [values, count] : {std::pair{values_.params.norm_gain, sizes_.hidden},
+                               std::pair{values_.class_weights, sizes_.all_classes}}) {
     if (values != nullptr) {
       LOSSD_RETURN_IF_CUDA_ERROR(LaunchFill(values, count, 1.0f, device_->compute()), "fill kernel");
     }
@@ -42,7 +42,7 @@ absl::Status HeadTensors::Allocate() {
 
 DeviceMatrix HeadTensors::Find(TensorId id, int64_t row_begin) const {
   const ParamBlock* block = &values_.params;
-  if (IsMoment(id.role)) row_begin -= ShardRowsOf(config_, id.param, device_->options().replica).first;
+  row_begin -= FirstRow(id);
   if (id.role == Role::kGradient) block = &gradients_;
   if (id.role == Role::kMoment1) block = &moments_[0];
   if (id.role == Role::kMoment2) block = &moments_[1];
@@ -130,7 +130,7 @@ absl::Status HeadTensors::RefreshAfterWrite(TensorId id, int64_t row_begin, int6
   if (id != TensorId{Param::kWeight, Role::kValue} || config_.compute_dtype == DType::kFloat32) {
     return absl::OkStatus();
   }
-  const int64_t first = row_begin * sizes_.padded_hidden;
+  const int64_t first = (row_begin - FirstRow(id)) * sizes_.padded_hidden;
   const DeviceMatrix from = {values_.params.weight + first, DType::kFloat32, sizes_.padded_hidden,
                              sizes_.padded_hidden};
   const DeviceMatrix to = {static_cast<uint8_t*>(values_.compute_weight) + first * sizes_.element,
@@ -140,7 +140,7 @@ absl::Status HeadTensors::RefreshAfterWrite(TensorId id, int64_t row_begin, int6
 }
 
 absl::Status HeadTensors::ReadClassWeights() {
-  std::vector<float> weights(static_cast<size_t>(sizes_.vocab));
+  std::vector<float> weights(static_cast<size_t>(sizes_.all_classes));
   LOSSD_RETURN_IF_CUDA_ERROR(
       cudaMemcpy(weights.data(), values_.class_weights, weights.size() * sizeof(float), cudaMemcpyDefault),
       "cudaMemcpy");
@@ -160,9 +160,12 @@ absl::StatusOr<double> HeadTensors::GradNorm() {
   const cudaStream_t stream = device_->compute();
   double* result = scratch_.square_sums + kSquareSumPartials;
   double sum = 0.0;
+  // The norm's, which are the last, are on every part and count once.
+  const bool without_norm = sizes_.part > 0 && gradients_.norm_gain != nullptr;
+  const int64_t floats = without_norm ? gradients_.norm_gain - gradients_.first() : gradients_.floats();
   const auto compute = [&]() -> absl::Status {
     LOSSD_RETURN_IF_CUDA_ERROR(
-        LaunchSquareSum(gradients_.first(), gradients_.floats(), scratch_.square_sums, result, stream),
+        LaunchSquareSum(gradients_.first(), floats, scratch_.square_sums, result, stream),
         "square sum kernel");
     LOSSD_RETURN_IF_ERROR(Copy(&sum, result, sizeof(sum), stream));
     return ToStatus(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
@@ -205,6 +208,18 @@ absl::Status HeadTensors::StepRange(OptimizerStepParams params, bool matrix, con
     params.compute_copy = ComputeWeightFrom(shard_.first_class);
   }
   return device_->Fail(ToStatus(LaunchOptimizerStep(params, device_->compute()), "optimizer kernel"));
+}
+
+absl::Status HeadTensors::AddNormGradients(const float* gain, const float* shift) {
+  const auto add = [&](const float* sums, float* gradient) -> absl::Status {
+    if (gradient == nullptr) return absl::OkStatus();
+    const int64_t n = sizes_.padded_hidden;
+    return ToStatus(LaunchAddScaled({const_cast<float*>(sums), DType::kFloat32, n, n},
+                                    {gradient, DType::kFloat32, n, n}, 1, 1.0f, device_->compute()),
+                    "add kernel");
+  };
+  LOSSD_RETURN_IF_ERROR(add(gain, gradients_.norm_gain));
+  return add(shift, gradients_.norm_shift);
 }
 
 absl::Status HeadTensors::ZeroGradientsOf(const Shard& shard) {

@@ -18,6 +18,7 @@
 #include "kernels/head_config.h"
 #include "kernels/optimizer_options.h"
 #include "kernels/replica.h"
+#include "kernels/shard_rows.h"
 
 namespace lossd::kernels::cuda {
 
@@ -34,7 +35,7 @@ class HeadTensors {
       : device_(device),
         config_(config),
         sizes_(sizes),
-        shard_(ShardOf(sizes.vocab, device->options().replica)),
+        shard_(OwnShard(sizes, device->options().replica)),
         ranges_(ShardRanges::Of(sizes, shard_)),
         class_weight_sum_(static_cast<float>(config.vocab_size)) {}
 
@@ -63,6 +64,8 @@ class HeadTensors {
     return static_cast<uint8_t*>(values_.compute_weight) +
            first_class * sizes_.padded_hidden * sizes_.element;
   }
+  // gradient += sums, [padded_hidden] each; `shift` may be null. Enqueued on the compute stream.
+  absl::Status AddNormGradients(const float* gain, const float* shift);
   // Zeroes the gradients of another replica's shard. Enqueued on the compute stream.
   absl::Status ZeroGradientsOf(const Shard& shard);
   float class_weight_sum() const { return class_weight_sum_; }          // vocab_size without class weights
@@ -88,6 +91,8 @@ class HeadTensors {
   // One step of the optimizer on a range of a tensor. The other pointers may be null.
   absl::Status StepRange(OptimizerStepParams params, bool matrix, const ShardRange& range, float* values,
                          float* gradients, float* moment1, float* moment2);
+  // The first row that is here.
+  int64_t FirstRow(TensorId id) const { return StoredRowsOf(config_, id, device_->options().replica).first; }
   absl::Status RefreshAfterWrite(TensorId id, int64_t row_begin, int64_t rows);
   absl::Status ReadClassWeights();
 

@@ -12,6 +12,10 @@ ShardRanges ShardRanges::Of(const HeadSizes& sizes, const Shard& shard) {
           .norm = {0, shard.norm ? sizes.padded_hidden : 0}};
 }
 
+Shard OwnShard(const HeadSizes& sizes, Replica replica) {
+  return ShardOf(sizes.vocab, sizes.is_split() ? Replica() : replica);
+}
+
 ParamBlock ParamBlock::Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base) {
   return CarveRanges(config, ShardRanges::Of(sizes, ShardOf(sizes.vocab, {})), base);
 }
@@ -34,7 +38,7 @@ ValueBuffer ValueBuffer::Carve(const HeadConfig& config, const HeadSizes& sizes,
   ValueBuffer values;
   values.params = ParamBlock::Carve(config, sizes, base);
   Carver carver(base == nullptr ? nullptr : base + values.params.bytes);
-  if (config.has_class_weights) values.class_weights = carver.Take<float>(sizes.padded_vocab);
+  if (config.has_class_weights) values.class_weights = carver.Take<float>(RoundUp(sizes.all_classes, 8));
   if (config.compute_dtype == DType::kFloat32) {
     values.compute_weight = values.params.weight;
   } else {

@@ -24,6 +24,9 @@ struct ShardRanges {
   static ShardRanges Of(const HeadSizes& sizes, const Shard& shard);
 };
 
+// What a replica updates, its classes counted as those here: its shard, or by vocabulary all that it has.
+Shard OwnShard(const HeadSizes& sizes, Replica replica);
+
 // One role's tensors (value, gradient or a moment): all trained parameters one after the other.
 struct ParamBlock {
   float* weight = nullptr;      // [padded_vocab, padded_hidden]
@@ -42,7 +45,7 @@ struct ParamBlock {
 // Values, class weights and the 16-bit copy of the weight.
 struct ValueBuffer {
   ParamBlock params;
-  float* class_weights = nullptr;  // [padded_vocab] or null
+  float* class_weights = nullptr;  // [all_classes], rounded up, or null
   void* compute_weight = nullptr;  // [padded_vocab, padded_hidden] compute dtype; fp32: the weight itself
   int64_t bytes = 0;
 

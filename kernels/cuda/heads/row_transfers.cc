@@ -41,8 +41,10 @@ absl::Status RowTransfers::UploadSlice(const ChunkJob& job, const ChunkSlot& slo
   if (place.slice->retained_offset >= 0) {
     uint8_t* const retained =
         static_cast<CudaRetained*>(job.chunk->retained)->data() + place.slice->retained_offset;
-    if (from != nullptr) LOSSD_RETURN_IF_ERROR(Copy(retained, from, rows * row_bytes, stream));
-    from = retained;
+    // Of the parts of a head the first keeps them, and its device has that memory.
+    const bool keeps = from != nullptr && sizes_.part == 0;
+    if (keeps) LOSSD_RETURN_IF_ERROR(Copy(retained, from, rows * row_bytes, stream));
+    if (keeps || from == nullptr) from = retained;
   }
   if (config_.norm != Norm::kNone) {
     return Copy(static_cast<uint8_t*>(slot.memory.raw) + place.raw_begin * row_bytes, from, rows * row_bytes,
@@ -86,11 +88,14 @@ absl::Status RowTransfers::DownloadSlice(const ChunkJob& job, const ChunkSlot& s
                                          const SliceLayout& place) {
   const cudaStream_t stream = device_->download();
   const int64_t row_bytes = RowBytes(job);
-  auto* to = static_cast<uint8_t*>(place.slice->grad_hidden);
-  const int64_t rows = place.slice->rows;
+  const int64_t begin = std::max(job.raw_rows_here.begin, place.raw_begin);
+  const int64_t end = std::min(job.raw_rows_here.end, place.raw_begin + place.slice->rows);
+  if (begin >= end) return absl::OkStatus();
+  auto* to = static_cast<uint8_t*>(place.slice->grad_hidden) + (begin - place.raw_begin) * row_bytes;
+  const int64_t rows = end - begin;
   if (config_.norm != Norm::kNone) {
-    return Copy(to, static_cast<const uint8_t*>(slot.memory.raw) + place.raw_begin * row_bytes,
-                rows * row_bytes, stream);
+    return Copy(to, static_cast<const uint8_t*>(slot.memory.raw) + begin * row_bytes, rows * row_bytes,
+                stream);
   }
   uint8_t* const gradient = workspace_.paths[Region::kHiddenGradient];
   if (IsDirect(job, place)) {
@@ -102,10 +107,9 @@ absl::Status RowTransfers::DownloadSlice(const ChunkJob& job, const ChunkSlot& s
   const int64_t block_rows = sizes_.transfer_bytes / row_bytes;
   for (int64_t r = 0; r < rows; r += block_rows) {
     const int64_t count = std::min(block_rows, rows - r);
-    LOSSD_RETURN_IF_CUDA_ERROR(
-        LaunchScatterRows(source, buffer, slot.device_in.compact_of_raw + place.raw_begin + r, count,
-                          job.hidden_gradient_factor(), stream),
-        "scatter kernel");
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchScatterRows(source, buffer, slot.device_in.compact_of_raw + begin + r,
+                                                 count, job.hidden_gradient_factor(), stream),
+                               "scatter kernel");
     LOSSD_RETURN_IF_ERROR(Copy(to + r * row_bytes, buffer.data, count * row_bytes, stream));
   }
   return absl::OkStatus();

@@ -14,17 +14,20 @@ namespace lossd::kernels::cuda {
 
 // The loss that all rows of a chunk share; docs/math.md has the formulas.
 struct LossTerms {
-  int64_t vocab = 0;                     // V
+  int64_t vocab = 0;                     // classes here: V, but for those elsewhere
   const float* bias = nullptr;           // [vocab] or null: none
-  const float* class_weights = nullptr;  // [vocab] or null: all 1
-  float class_weight_sum = 0.0f;         // sum of the class weights; vocab without them
+  const float* class_weights = nullptr;  // [vocab] or null: all 1; those of classes elsewhere lie around them
+  float class_weight_sum = 0.0f;         // sum of all class weights; V without them
   float scale = 1.0f;                    // t
   float softcap = 0.0f;                  // c; 0: none
   float smoothing = 0.0f;                // alpha
   float z_loss = 0.0f;                   // lambda
   bool want_entropy = false;             // the entropy of some row is a result
   bool any_coef_entropy = false;         // some row has an upstream gradient of its entropy
-
+  // Of a head that is split by vocabulary. Kernels count classes from the first that is here.
+  int64_t first_class = 0;       // in the vocabulary
+  int64_t elsewhere = 0;         // classes on other devices
+  bool bias_in_targets = false;  // RowInputs::target_dots have the bias of the target already
   // Whether the kernels need the general form of the formulas (row_loss.cu).
   bool IsGeneral() const {
     return bias != nullptr || class_weights != nullptr || softcap > 0.0f || smoothing > 0.0f ||
@@ -32,11 +35,11 @@ struct LossTerms {
   }
   // Whether entropies of rows have to be computed, as a result or for a gradient.
   bool NeedsEntropy() const { return want_entropy || any_coef_entropy; }
-  // The same loss with classes counted from `first_class`.
-  LossTerms From(int64_t first_class) const {
+  // The same loss with classes counted from `first`.
+  LossTerms From(int64_t first) const {
     LossTerms terms = *this;
-    if (bias != nullptr) terms.bias += first_class;
-    if (class_weights != nullptr) terms.class_weights += first_class;
+    if (bias != nullptr) terms.bias += first;
+    if (class_weights != nullptr) terms.class_weights += first;
     return terms;
   }
 };
@@ -44,19 +47,21 @@ struct LossTerms {
 // What each row brings, [rows] each.
 struct RowInputs {
   int64_t rows = 0;
-  int64_t padded_rows = 0;              // of the matrices beside them; at least `rows`
-  const int32_t* targets = nullptr;     // classes in [0, vocab)
-  const float* target_dots = nullptr;   // W x at the target, in fp32; null: as stored among the logits
-  const float* weights = nullptr;       // row weight
-  const float* coef_loss = nullptr;     // dL/d(loss) with weight and scale, over the gradient unit
-  const float* coef_lse = nullptr;      // dL/dlse over the gradient unit
-  const float* coef_entropy = nullptr;  // dL/dentropy over the gradient unit
+  int64_t padded_rows = 0;               // of the matrices beside them; at least `rows`
+  const int32_t* targets = nullptr;      // classes in [0, vocab); -1: elsewhere
+  const int32_t* all_targets = nullptr;  // the targets wherever they are; null: they are all here
+  const float* target_dots = nullptr;    // W x at the target, in fp32; null: as stored among the logits
+  const float* weights = nullptr;        // row weight
+  const float* coef_loss = nullptr;      // dL/d(loss) with weight and scale, over the gradient unit
+  const float* coef_lse = nullptr;       // dL/dlse over the gradient unit
+  const float* coef_entropy = nullptr;   // dL/dentropy over the gradient unit
 
   // The rows [begin, begin + padded_count), of which those below `rows` exist.
   RowInputs Block(int64_t begin, int64_t padded_count) const {
     return {.rows = std::clamp<int64_t>(rows - begin, 0, padded_count),
             .padded_rows = padded_count,
             .targets = targets + begin,
+            .all_targets = all_targets == nullptr ? nullptr : all_targets + begin,
             .target_dots = target_dots == nullptr ? nullptr : target_dots + begin,
             .weights = weights + begin,
             .coef_loss = coef_loss + begin,

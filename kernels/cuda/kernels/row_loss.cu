@@ -195,7 +195,7 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
   if (cluster > 1) mailbox.Open(cluster);
   const LogitMap<T, kGeneral> map(p.terms);
   Target target;
-  target.column = p.in.targets[row];
+  target.column = target.place = p.in.targets[row];
   const float stored_dot = row_logits[target.column];
   part.Fetch();
   if constexpr (!kGeneral) MaskRow(p.logits, part, target.column);
@@ -233,8 +233,15 @@ __global__ void TargetDotsKernel(const __grid_constant__ TargetDotParams p) {
   constexpr int kSize = Vec<T>::kSize;
   const int64_t row = blockIdx.x * int64_t{kDotWarps} + (threadIdx.x >> 5);
   if (row >= p.rows) return;
+  const int64_t place = p.targets[row];
+  const bool here = p.columns == nullptr || (place >= 0 && place < p.classes);
+  if (p.columns != nullptr && (threadIdx.x & 31) == 0) p.columns[row] = here ? p.targets[row] : -1;
+  if (!here) {
+    if ((threadIdx.x & 31) == 0) p.dots[row] = 0.0f;
+    return;
+  }
   const auto* x = reinterpret_cast<const uint4*>(static_cast<const T*>(p.hidden) + row * p.ld);
-  const auto* w = reinterpret_cast<const uint4*>(static_cast<const T*>(p.weight) + p.targets[row] * p.ld);
+  const auto* w = reinterpret_cast<const uint4*>(static_cast<const T*>(p.weight) + place * p.ld);
   float sum = 0.0f;
 #pragma unroll 4
   for (int64_t v = threadIdx.x & 31; v < p.ld / kSize; v += 32) {
@@ -245,7 +252,7 @@ __global__ void TargetDotsKernel(const __grid_constant__ TargetDotParams p) {
     for (int i = 0; i < kSize; ++i) sum = fmaf(a[i], b[i], sum);
   }
   for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-  if ((threadIdx.x & 31) == 0) p.dots[row] = sum;
+  if ((threadIdx.x & 31) == 0) p.dots[row] = p.bias != nullptr ? sum + p.bias[place] : sum;
 }
 
 struct LaunchPlan {

@@ -26,6 +26,11 @@ struct TargetDotParams {
   int64_t rows = 0;
   const int32_t* targets = nullptr;  // [rows]
   float* dots = nullptr;             // [rows]
+  // Of a head that is split by vocabulary: `targets` may be classes elsewhere, whose dots are 0, and dots
+  // include the bias.
+  int32_t* columns = nullptr;   // [rows], out: the target, or -1 if it is elsewhere. Null: none is
+  int64_t classes = 0;          // that are here
+  const float* bias = nullptr;  // [classes] or null: none
 };
 cudaError_t LaunchTargetDots(const TargetDotParams& params, cudaStream_t stream);
 

@@ -87,7 +87,13 @@ struct LogitMap {
 
   __device__ __forceinline__ Logit operator()(float dot, int column) const {
     if constexpr (!kGeneral) return {dot, 1.0f};
-    const float s = scale * (dot + (bias != nullptr ? __ldg(bias + column) : 0.0f));
+    return OfSum(dot, dot + (bias != nullptr ? __ldg(bias + column) : 0.0f));
+  }
+
+  // `sum`: the dot product and the bias.
+  __device__ __forceinline__ Logit OfSum(float dot, float sum) const {
+    if constexpr (!kGeneral) return {dot, 1.0f};
+    const float s = scale * sum;
     if (softcap == 0.0f) return {s, 1.0f};
     const float2 t = TanhAndSlope<sizeof(T) == 4>(s * inverse_cap);
     // An infinite dot product must not hide behind the cap.
@@ -101,11 +107,29 @@ __device__ __forceinline__ float ClassWeight(const LossTerms& terms, int column)
 
 // What all threads know about the row before its sums.
 struct Target {
-  int column;
+  int column;  // -1: elsewhere
+  int place;   // the class, wherever it is, counted as columns are
   Logit logit;
   float stored_z;  // as the other logits are stored, for comparisons with them
   float class_weight;
 };
+
+// The target of a row whose dot product is known beforehand. Columns count from `first_class` on, and the
+// terms too.
+template <typename T, bool kGeneral>
+__device__ __forceinline__ Target MakeTargetOf(const LossTerms& terms, const RowInputs& in,
+                                               const LogitMap<T, kGeneral>& map, int64_t row,
+                                               int first_class) {
+  Target target;
+  const int here = in.targets[row];
+  target.column = here < 0 ? -1 : here - first_class;
+  target.place = (in.all_targets != nullptr ? in.all_targets[row] : here) - first_class;
+  const float dot = in.target_dots[row];
+  target.logit = terms.bias_in_targets ? map.OfSum(dot, dot) : map(dot, target.place);
+  target.stored_z = target.logit.z;
+  target.class_weight = kGeneral ? ClassWeight(terms, target.place) : 1.0f;
+  return target;
+}
 
 // What they know after.
 struct RowResult {
@@ -147,8 +171,8 @@ __device__ __forceinline__ RowResult FinishSums(const LossTerms& terms, const Ro
   if constexpr (kGeneral) {
     hard *= target.class_weight;
     if (terms.smoothing > 0.0f) {
-      hard += terms.smoothing *
-              ((terms.class_weight_sum * r.nll - others.weighted) / static_cast<float>(terms.vocab));
+      hard += terms.smoothing * ((terms.class_weight_sum * r.nll - others.weighted) /
+                                 static_cast<float>(terms.vocab + terms.elsewhere));
     }
   }
   r.z_loss_part = weight * terms.z_loss * r.lse * r.lse;
@@ -163,9 +187,10 @@ __device__ __forceinline__ RowResult Finish(const LossTerms& terms, const RowInp
   Stats rebased = others;
   Rebase(rebased, fmaxf(others.max, target.logit.z), f);
   RowResult r = FinishSums<kGeneral>(terms, in, row, target, rebased, f);
-  r.argmax = target.column;
+  r.argmax = target.place;
   const float stored = target.stored_z;
   if (others.max > stored || (others.max == stored && others.arg < r.argmax)) r.argmax = others.arg;
+  r.argmax += static_cast<int32_t>(terms.first_class);
   return r;
 }
 
@@ -184,7 +209,7 @@ __device__ __forceinline__ GradientRule MakeRule(const LossTerms& terms, const R
   GradientRule rule;
   const float c = in.coef_loss[row];
   const float hard = (kGeneral ? target.class_weight : 1.0f) * (1.0f - terms.smoothing);
-  const float share = terms.smoothing / static_cast<float>(terms.vocab);
+  const float share = terms.smoothing / static_cast<float>(terms.vocab + terms.elsewhere);
   const float soft = c * (share * terms.class_weight_sum + 2.0f * terms.z_loss * r.lse) + in.coef_lse[row];
   const float entropy = kGeneral ? in.coef_entropy[row] : 0.0f;
   rule.softmax = (c * hard + soft) * r.inverse_sum;

@@ -14,6 +14,12 @@
 
 namespace lossd::kernels::cuda {
 
+// Rows [begin, end).
+struct RowRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
 struct ChunkJob {
   Chunk* chunk = nullptr;  // host memory
   ChunkLayout layout;
@@ -39,6 +45,9 @@ struct ChunkJob {
   bool wants_hidden_gradient = false;
   DType hidden_gradient_dtype = DType::kFloat32;
   float hidden_gradient_scale = 1.0f;
+  // Whose dx is complete here: all, or, of a head that is split by vocabulary, a part of them.
+  RowRange rows_here;                  // compact
+  RowRange raw_rows_here;              // with those between and beside them that have no target
   bool direct = false;                 // dx is then as the client gets it
   float weight_gradient_scale = 1.0f;  // of dW and db, likewise
 

@@ -48,11 +48,11 @@ float UnitFor(const LayoutHead& head, const Chunk& chunk) {
   return std::ldexp(1.0f, exponent);
 }
 
-void FillRow(const Slice& slice, int64_t row, bool accumulate, float unit, const RowInputBlock& inputs,
-             int64_t compact) {
+void FillRow(const Slice& slice, int64_t row, bool accumulate, float unit, int32_t first_class,
+             const RowInputBlock& inputs, int64_t compact) {
   const RowFactors f = FactorsOf(slice, row);
   const double inverse = 1.0 / static_cast<double>(unit);
-  inputs.target[compact] = slice.targets[row];
+  inputs.target[compact] = slice.targets[row] - first_class;
   inputs.accumulate[compact] = accumulate ? 1 : 0;
   const bool with_gradient = !slice.stands_in && (accumulate || slice.grad_hidden != nullptr);
   inputs.with_gradient[compact] = with_gradient ? 1 : 0;
@@ -165,7 +165,7 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
           chunk.accumulate_gradients && (slice.accumulate == nullptr || slice.accumulate[r] != 0);
       inputs.compact_of_raw[raw] = static_cast<int32_t>(compact);
       inputs.raw_of_compact[compact] = static_cast<int32_t>(raw);
-      FillRow(slice, r, accumulate, layout.unit, inputs, compact);
+      FillRow(slice, r, accumulate, layout.unit, static_cast<int32_t>(head.first_class), inputs, compact);
       if (samples) {
         inputs.omega[compact] = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + r));
       }

@@ -88,6 +88,7 @@ struct LayoutHead {
   DType compute_dtype = DType::kBFloat16;
   int64_t chunk_rows = 0;
   float largest_class_weight = 1.0f;  // of those in use, by magnitude
+  int64_t first_class = 0;            // targets are counted from this one on
 };
 
 // Lays out a valid chunk (kernels/validation.h) and fills `inputs` (host memory of capacity >=

@@ -16,6 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/choice.h"
+#include "kernels/cuda/device/class_exchange.h"
 #include "kernels/cuda/device/device.h"
 #include "kernels/cuda/paths/chunk_job.h"
 #include "kernels/cuda/paths/head_sizes.h"
@@ -41,6 +42,7 @@ struct PathContext {
   WeightAccumulators* accumulators = nullptr;
   const int32_t* keep = nullptr;         // [chunk_rows]: 0 keeps a row out of the accumulators
   const Event* download_idle = nullptr;  // Region::kHiddenGradient may be written
+  const ClassLink* link = nullptr;       // to the other parts of the head
 };
 
 class ChunkPath {

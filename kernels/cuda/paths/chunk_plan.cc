@@ -12,6 +12,7 @@ namespace {
 
 absl::string_view WhyChunkIsExact(const LossOptions& options, const ChunkFacts& chunk,
                                   const PlanLimits& limits) {
+  if (limits.split) return WhyExactByVocabulary(options);
   const absl::string_view reason = WhyExact(options, chunk.terms.any_coef_entropy);
   if (!reason.empty()) return reason;
   if (!chunk.wants_gradient) return "no gradient is wanted";

@@ -52,6 +52,7 @@ struct PlanLimits {
   FilterShape filter;  // of the head
   DeviceLimits device;
   FusedLoss fused_loss = FusedLoss::kWhereFaster;
+  bool split = false;  // the head is split by vocabulary
 };
 
 // All but the norm. Where logits are recomputed, products are cuBLASLt's, and the pass that computes the loss

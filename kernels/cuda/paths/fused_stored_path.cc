@@ -7,12 +7,14 @@
 
 namespace lossd::kernels::cuda {
 
-FusedStoredPath::FusedStoredPath(const PathContext& context) : context_(context), gradients_(context) {
+FusedStoredPath::FusedStoredPath(const PathContext& context)
+    : context_(context), gradients_(context), merger_(context) {
   const HeadSizes& sizes = context.sizes;
   Carver rows(context.memory[Region::kFusedRows]);
   rows_ = hopper::FusedRows::Carve(rows, sizes.chunk_rows);
+  merger_.UseIn(rows_);
   Carver partials(context.memory[Region::kHiddenGradient]);
-  rows_.partials = hopper::TilePartials::Carve(partials, sizes.chunk_rows, sizes.vocab);
+  rows_.partials = hopper::TilePartials::Carve(partials, sizes.chunk_rows, sizes.most_classes);
 }
 
 void FusedStoredPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
@@ -20,7 +22,7 @@ void FusedStoredPath::Claim(const HeadConfig& config, const HeadSizes& sizes, Pa
   StoredGradients::Claim(config, sizes, claims);
   Carver rows(nullptr), partials(nullptr);
   hopper::FusedRows::Carve(rows, sizes.chunk_rows);
-  hopper::TilePartials::Carve(partials, sizes.chunk_rows, sizes.vocab);
+  hopper::TilePartials::Carve(partials, sizes.chunk_rows, sizes.most_classes);
   claims.Claim(Region::kFusedRows, rows.used());
   claims.Claim(Region::kHiddenGradient, partials.used());
   claims.Claim(Region::kTargetDots, sizes.chunk_rows * static_cast<int64_t>(sizeof(float)));
@@ -42,10 +44,11 @@ absl::Status FusedStoredPath::Loss(const ChunkJob& job) {
                                      .rows = rows_,
                                      .order = &limits.cluster_order};
   LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, stream));  // the partials lie where dx does
-  return ToStatus(job.wants_gradient() ? hopper::LaunchFusedExponentials(p, context_.memory[Region::kLogits],
-                                                                         limits.fused_clusters, stream)
-                                       : hopper::LaunchFusedResults(p, limits.fused_clusters, stream),
-                  "fused loss kernels");
+  void* const exponentials = job.wants_gradient() ? context_.memory[Region::kLogits] : nullptr;
+  LOSSD_RETURN_IF_CUDA_ERROR(hopper::LaunchFusedSums(p, exponentials, limits.fused_clusters, stream),
+                             "fused loss kernels");
+  LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, job.in, rows_));
+  return ToStatus(hopper::LaunchFusedFinish(p, exponentials, nullptr, stream), "fused loss kernels");
 }
 
 // Where dx goes was free when the partials were written there (Loss).

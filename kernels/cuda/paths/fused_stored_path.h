@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/kernels/hopper/fused_rows.h"
 #include "kernels/cuda/paths/chunk_path.h"
+#include "kernels/cuda/paths/split_rows.h"
 #include "kernels/cuda/paths/stored_gradients.h"
 
 namespace lossd::kernels::cuda {
@@ -33,6 +34,7 @@ class FusedStoredPath final : public ChunkPath {
 
   const PathContext& context_;
   const StoredGradients gradients_;
+  const RowMerger merger_;
   hopper::FusedRows rows_;  // the partials lie where dx will be: they are free before it is written
 };
 

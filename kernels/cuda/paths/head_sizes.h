@@ -5,6 +5,7 @@
 #ifndef LOSSD_KERNELS_CUDA_PATHS_HEAD_SIZES_H_
 #define LOSSD_KERNELS_CUDA_PATHS_HEAD_SIZES_H_
 
+#include <algorithm>
 #include <cstdint>
 
 #include "kernels/dtype.h"
@@ -13,7 +14,7 @@ namespace lossd::kernels::cuda {
 
 struct HeadSizes {
   int64_t hidden = 0;          // D
-  int64_t vocab = 0;           // V
+  int64_t vocab = 0;           // classes here: V, but for those elsewhere
   int64_t padded_hidden = 0;   // columns of weight, hidden rows and their gradients
   int64_t padded_vocab = 0;    // rows of weight, columns of logits
   int64_t element = 2;         // bytes of the compute dtype
@@ -21,11 +22,26 @@ struct HeadSizes {
   int64_t transfer_bytes = 0;  // of each buffer for rows and tensors on their way
   bool fused = false;          // the loss of a chunk may be fused (hopper/fused_loss.h)
   int64_t arena_bytes = 0;     // of a head that recomputes logits, for its blocks; 0: another head
+  // Of a head that is split by vocabulary. All but `part` and the sizes of its own classes are the same for
+  // all parts.
+  int part = 0;
+  int parts = 1;             // 1: the head is not split
+  int64_t first_class = 0;   // of those here
+  int64_t all_classes = 0;   // V
+  int64_t most_classes = 0;  // of any part
+  int64_t most_padded_vocab = 0;
+
+  bool is_split() const { return parts > 1; }
+  // What rows and blocks are planned with, so that all parts have the same: at least padded_vocab.
+  int64_t planned_vocab() const { return std::max(padded_vocab, most_padded_vocab); }
+  // Of Region::kHiddenGradient; parts of the rows are of the same size.
+  int64_t hidden_gradient_rows() const { return is_split() ? chunk_rows + parts : chunk_rows; }
 };
 
-// What dx is kept in until it has been converted for the client: fp16 has too narrow a range for that.
-constexpr DType HiddenGradientDType(DType compute) {
-  return compute == DType::kFloat16 ? DType::kFloat32 : compute;
+// What dx is kept in until it has been converted for the client: fp16 has too narrow a range for that, and
+// sums over devices are formed in fp32.
+constexpr DType HiddenGradientDType(const HeadSizes& sizes, DType compute) {
+  return compute == DType::kFloat16 || sizes.is_split() ? DType::kFloat32 : compute;
 }
 
 }  // namespace lossd::kernels::cuda

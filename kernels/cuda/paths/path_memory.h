@@ -25,8 +25,9 @@ enum class Region : uint8_t {
   kFusedRows,       // hopper::FusedRows
   kFilter,          // the first group of FilterBuffers or of SampleBuffers
   kPopularity,      // HotClasses; kept from chunk to chunk
+  kSplitRows,       // SplitRows, of a head that is split by vocabulary
 };
-inline constexpr size_t kRegions = 9;
+inline constexpr size_t kRegions = 10;
 
 // Bytes by region.
 class PathClaims {

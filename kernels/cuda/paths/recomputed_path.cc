@@ -28,9 +28,11 @@ absl::Status ForEachRowBlock(const ChunkJob& job, int64_t block_rows,
 RecomputedPath::RecomputedPath(const PathContext& context)
     : context_(context),
       shapes_{context.sizes.padded_hidden, context.config.compute_dtype, /*scratch=*/false},
-      shape_(RecomputedShapeOf(context.config, context.sizes, context.device->limits().multiprocessors)) {
+      shape_(RecomputedShapeOf(context.config, context.sizes, context.device->limits().multiprocessors)),
+      merger_(context) {
   Carver rows(context.memory[Region::kFusedRows]);
   fused_rows_ = hopper::FusedRows::Carve(rows, context.sizes.chunk_rows);
+  merger_.UseIn(fused_rows_);
 }
 
 void RecomputedPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
@@ -111,9 +113,11 @@ absl::Status RecomputedPath::RowBlockStatistics(const ChunkJob& job, const RowBl
   const cudaStream_t stream = context_.device->compute();
   const RecomputedArena arena = Arena(job);
   if (job.plan.fused()) {
-    return ToStatus(hopper::LaunchFusedRules(FusedLoss(job, rows, arena.tiles), Rules(rows),
-                                             context_.device->limits().fused_clusters, stream),
-                    "fused loss kernels");
+    const hopper::FusedLossParams p = FusedLoss(job, rows, arena.tiles);
+    const int clusters = context_.device->limits().fused_clusters;
+    LOSSD_RETURN_IF_CUDA_ERROR(hopper::LaunchFusedSums(p, nullptr, clusters, stream), "fused loss kernels");
+    LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, rows.in, p.rows));
+    return ToStatus(hopper::LaunchFusedFinish(p, nullptr, Rules(rows), stream), "fused loss kernels");
   }
   auto* const running = context_.memory.At<RunningRow>(Region::kRunningRows);
   const auto fold = [&](int64_t first, int64_t classes) -> absl::Status {
@@ -123,6 +127,7 @@ absl::Status RecomputedPath::RowBlockStatistics(const ChunkJob& job, const RowBl
   };
   LOSSD_RETURN_IF_ERROR(
       ForEachBlock(context_.sizes.vocab, blocks_.classes, context_.sizes.padded_vocab, fold));
+  LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, rows.in, running));
   return ToStatus(LaunchFinishRunning(job.terms, rows.in, context_.config.compute_dtype, rows.out, running,
                                       Rules(rows), stream),
                   "row results kernel");

@@ -14,6 +14,7 @@
 #include "kernels/cuda/paths/gemm_shapes.h"
 #include "kernels/cuda/paths/recomputed_plan.h"
 #include "kernels/cuda/paths/row_block.h"
+#include "kernels/cuda/paths/split_rows.h"
 
 namespace lossd::kernels::cuda {
 
@@ -70,6 +71,7 @@ class RecomputedPath final : public ChunkPath {
   const PathContext& context_;
   const GemmShapes shapes_;
   const RecomputedShape shape_;
+  const RowMerger merger_;
   hopper::FusedRows fused_rows_;  // without partials
   RecomputedBlocks blocks_;       // of the chunk that Prepare has begun
 };

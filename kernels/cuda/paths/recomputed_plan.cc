@@ -97,8 +97,8 @@ void Consider(const RecomputedShape& shape, int64_t block_rows, int64_t rows, in
 
 RecomputedShape RecomputedShapeOf(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors) {
   return {.padded_hidden = sizes.padded_hidden,
-          .vocab = sizes.vocab,
-          .padded_vocab = sizes.padded_vocab,
+          .vocab = sizes.most_classes,
+          .padded_vocab = sizes.planned_vocab(),
           .element = sizes.element,
           .fused = sizes.fused,
           .bias = config.has_bias && config.trainable,

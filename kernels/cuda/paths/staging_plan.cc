@@ -12,7 +12,7 @@ constexpr int64_t kAlignment = 256;
 constexpr int64_t kSpareShare = 96;
 
 int64_t StagedBytes(const HeadSizes& sizes, int64_t rows) {
-  return rows * sizes.padded_vocab * static_cast<int64_t>(sizeof(float));
+  return rows * sizes.planned_vocab() * static_cast<int64_t>(sizeof(float));
 }
 
 // Whole panels of the products, or what there is below one.
@@ -20,12 +20,12 @@ int64_t InPanels(int64_t rows) { return rows >= 128 ? rows / 128 * 128 : rows / 
 
 // Where the logits of a block may lie in Region::kLogits behind what is kept of it and of the rows before.
 int64_t OffsetBehind(const HeadSizes& sizes, Kept kept, int64_t end) {
-  return kept == Kept::kNothing ? 0 : RoundUp(end * sizes.padded_vocab * sizes.element, kAlignment);
+  return kept == Kept::kNothing ? 0 : RoundUp(end * sizes.planned_vocab() * sizes.element, kAlignment);
 }
 
 bool Fits(const HeadSizes& sizes, Kept kept, int64_t begin, int64_t rows) {
   return OffsetBehind(sizes, kept, begin + rows) + StagedBytes(sizes, rows) <=
-         sizes.chunk_rows * sizes.padded_vocab * sizes.element;
+         sizes.chunk_rows * sizes.planned_vocab() * sizes.element;
 }
 
 // The most rows from `begin` on whose logits fit Region::kLogits.
@@ -44,7 +44,7 @@ int64_t RowsThatFit(const HeadSizes& sizes, Kept kept, int64_t begin, int64_t le
 int64_t SpareBytes(const HeadConfig& config, const HeadSizes& sizes) {
   if (config.compute_dtype == DType::kFloat32) return 0;
   const int64_t gradient = sizes.chunk_rows * sizes.padded_hidden *
-                           static_cast<int64_t>(SizeOf(HiddenGradientDType(config.compute_dtype)));
+                           static_cast<int64_t>(SizeOf(HiddenGradientDType(sizes, config.compute_dtype)));
   const int64_t least = RoundUp(CeilDiv(sizes.chunk_rows, kSpareShare), 8);
   return std::max(gradient, StagedBytes(sizes, least));
 }

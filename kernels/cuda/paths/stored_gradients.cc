@@ -6,7 +6,7 @@
 namespace lossd::kernels::cuda {
 
 void StoredGradients::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
-  claims.Claim(Region::kLogits, sizes.chunk_rows * sizes.padded_vocab * sizes.element);
+  claims.Claim(Region::kLogits, sizes.chunk_rows * sizes.planned_vocab() * sizes.element);
   if (config.has_bias && config.trainable) {
     claims.Claim(Region::kColumnSums,
                  ColumnSumScratch(sizes.padded_vocab) * static_cast<int64_t>(sizeof(float)));

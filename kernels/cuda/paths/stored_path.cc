@@ -17,12 +17,17 @@ StoredPath::StoredPath(const PathContext& context)
     : context_(context),
       shapes_{context.sizes.padded_hidden, context.config.compute_dtype},
       staged_(context),
-      gradients_(context) {}
+      gradients_(context),
+      merger_(context) {}
 
 void StoredPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
   StoredGradients::Claim(config, sizes, claims);
   StagedLogits::Claim(config, sizes, claims);
-  if (config.compute_dtype != DType::kFloat32) {
+  if (sizes.is_split()) {
+    claims.Claim(Region::kRules, sizes.chunk_rows * static_cast<int64_t>(sizeof(GradientRule)));
+    claims.Claim(Region::kRunningRows, sizes.chunk_rows * static_cast<int64_t>(sizeof(RunningRow)));
+  }
+  if (config.compute_dtype != DType::kFloat32 || sizes.is_split()) {
     claims.Claim(Region::kTargetDots, sizes.chunk_rows * static_cast<int64_t>(sizeof(float)));
   }
 }
@@ -43,10 +48,34 @@ absl::Status StoredPath::RowLoss(const ChunkJob& job) const {
     LogitMatrix gradient = all;
     gradient.data = static_cast<uint8_t*>(all.data) + rows.begin * all.ld * context_.sizes.element;
     if (!job.wants_gradient()) gradient.data = nullptr;
+    if (context_.sizes.is_split()) return SplitRowLoss(job, rows, logits, gradient);
     const RowLossParams p = {logits, gradient, job.terms, rows.in, rows.out, !job.plan.uniform_apart};
     return ToStatus(LaunchRowLoss(p, context_.device->limits(), context_.device->compute()),
                     "row loss kernel");
   });
+}
+
+// Statistics of the logits, those of all devices, and the gradient from the same logits.
+absl::Status StoredPath::SplitRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
+                                      const LogitMatrix& gradient) const {
+  const cudaStream_t stream = context_.device->compute();
+  auto* const running = context_.memory.At<RunningRow>(Region::kRunningRows);
+  auto* const rules = context_.memory.At<GradientRule>(Region::kRules);
+  const ClassBlock block = {logits, gradient, 0};
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchFoldBlock(block, job.terms, rows.in, running, stream),
+                             "statistics kernel");
+  LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, rows.in, running));
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchFinishRunning(job.terms, rows.in, context_.config.compute_dtype, rows.out,
+                                                 running, rules, stream),
+                             "row results kernel");
+  if (gradient.data == nullptr) return absl::OkStatus();
+  // Padding rows have no rule that is valid.
+  const int64_t padding = rows.in.padded_rows - rows.in.rows;
+  if (padding > 0) {
+    LOSSD_RETURN_IF_ERROR(
+        Zero(rules + rows.in.rows, padding * static_cast<int64_t>(sizeof(GradientRule)), stream));
+  }
+  return ToStatus(LaunchGradientBlock(block, job.terms, rows.in, rules, stream), "gradient kernel");
 }
 
 absl::Status StoredPath::Loss(const ChunkJob& job) {

@@ -6,6 +6,7 @@
 
 #include "kernels/cuda/paths/chunk_path.h"
 #include "kernels/cuda/paths/gemm_shapes.h"
+#include "kernels/cuda/paths/split_rows.h"
 #include "kernels/cuda/paths/staged_logits.h"
 #include "kernels/cuda/paths/stored_gradients.h"
 
@@ -35,11 +36,15 @@ class StoredPath final : public ChunkPath {
 
  private:
   StoredGradient Gradient() const { return {context_.memory[Region::kLogits], nullptr}; }
+  // Of a block of rows of which other devices have classes too.
+  absl::Status SplitRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
+                            const LogitMatrix& gradient) const;
 
   const PathContext& context_;
   const GemmShapes shapes_;
   const StagedLogits staged_;
   const StoredGradients gradients_;
+  const RowMerger merger_;
 };
 
 }  // namespace lossd::kernels::cuda

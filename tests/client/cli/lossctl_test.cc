@@ -154,14 +154,18 @@ TEST_F(LossctlTest, HeadsComeAndGo) {
   EXPECT_EQ(created["frozen"], true);
   EXPECT_EQ(created["logits"], "stored");
   EXPECT_EQ(created["gradients"], "exact");
-  const auto small =
-      Json("create small --hidden 5 --vocab 6 --logits recomputed --gradients auto --workspace-bytes 64MiB");
+  const auto small = Json(
+      "create small --hidden 5 --vocab 6 --logits recomputed --gradients auto --workspace-bytes 64MiB "
+      "--split vocabulary");
+  EXPECT_EQ(created["split"], "any");
+  EXPECT_EQ(small["split"], "vocabulary");
   EXPECT_EQ(small["logits"], "recomputed");
   EXPECT_EQ(small["gradients"], "auto");
   EXPECT_EQ(small["workspace_bytes"], 64 << 20);
   const std::string described = Run("describe small").out;
   EXPECT_THAT(described, ContainsRegex("\nlogits +recomputed\n"));
   EXPECT_THAT(described, ContainsRegex("\ngradients +auto\n"));
+  EXPECT_THAT(described, ContainsRegex("\nsplit +vocabulary\n"));
   EXPECT_THAT(described, HasSubstr("workspace limit  64.0 MiB"));
   EXPECT_THAT(Run("create bad --hidden 5 --vocab 6 --logits kept").err, HasSubstr("--logits"));
   EXPECT_THAT(Run("create bad --hidden 5 --vocab 6 --gradients rough").err, HasSubstr("--gradients"));

@@ -195,11 +195,12 @@ def test_a_head_that_exists_otherwise(client: lossd.Client, make_head: Callable[
     name = make_head(hidden_size=D, vocab_size=V, norm="rmsnorm")
     with pytest.raises(lossd.AlreadyExists) as caught:
         client.create_head(name, hidden_size=D + 1, vocab_size=V, bias=True, norm="layernorm", compute_dtype="bf16",
-                           optimizer_state="none", frozen=True, logits="recomputed", gradients="sampled", exist_ok=True)
+                           optimizer_state="none", frozen=True, logits="recomputed", gradients="sampled", split="rows",
+                           exist_ok=True)
     assert str(caught.value).startswith(
         f'head "{name}" exists with hidden_size 16 instead of 17, bias False instead of True, norm rmsnorm instead of '
         "layernorm, compute_dtype fp32 instead of bf16, optimizer_state adam instead of none, frozen False instead of "
-        "True, gradients exact instead of sampled, logits stored instead of recomputed")
+        "True, gradients exact instead of sampled, logits stored instead of recomputed, split any instead of rows")
     assert caught.value.field == "spec.hidden_size" and caught.value.value == "17"
 
 

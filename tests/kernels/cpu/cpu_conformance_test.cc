@@ -28,6 +28,7 @@ std::vector<ConformanceCase> Cases() {
 }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, BackendConformance, ::testing::ValuesIn(Cases()), ConformanceName);
+INSTANTIATE_TEST_SUITE_P(Cpu, GradientsConformance, ::testing::ValuesIn(Cases()), ConformanceName);
 
 }  // namespace
 }  // namespace lossd::kernels::testing

@@ -47,9 +47,11 @@ Backend& GroupWith() {
     }
     auto connection = CudaReplicaGroup::Create({0, 1});
     EXPECT_TRUE(connection.ok()) << connection.status();
-    const auto connect = [shared = std::shared_ptr<CudaReplicaGroup>(*std::move(connection))](
-                             absl::Span<HeadKernels* const> heads) { return shared->Connect(heads); };
-    auto created = CreateGroupBackend(std::move(members), connect, {.least_rows = 0});
+    const std::shared_ptr<CudaReplicaGroup> shared = *std::move(connection);
+    using Heads = absl::Span<HeadKernels* const>;
+    auto created = CreateGroupBackend(
+        std::move(members), [shared](Heads heads) { return shared->Connect(heads); },
+        {.least_rows = 0, .join_classes = [shared](Heads heads) { return shared->Join(heads); }});
     EXPECT_TRUE(created.ok()) << created.status();
     return *std::move(created);
   }();
@@ -68,6 +70,7 @@ struct Way {
   Logits logits;
   Dtypes dtypes;
   int gpus = 1;
+  Split split = Split::kAny;
 };
 
 // Fused losses are taken wherever they are possible. Heads that recompute logits have the blocks that a
@@ -98,16 +101,37 @@ std::vector<Way> Ways() {
       {"CudaGroup", GroupWith<kNever>, kStored, {{kF32, kF32}, {kF16, kBf16}, {kBf16, kF32}}, kGroupGpus},
       {"CudaGroupFused", GroupWith<kFused>, kStored, {{kBf16, kBf16}}, kGroupGpus},
       {"CudaGroupRecomputed", GroupWith<kFused>, kRecomputed, {{kBf16, kBf16}}, kGroupGpus},
+      {"CudaVocabulary", GroupWith<kNever>, kStored, equal, kGroupGpus, Split::kVocabulary},
+      {"CudaVocabularyFused",
+       GroupWith<kFused>,
+       kStored,
+       {{kBf16, kBf16}, {kBf16, kF32}},
+       kGroupGpus,
+       Split::kVocabulary},
+      {"CudaVocabularyRecomputed",
+       GroupWith<kNever>,
+       kRecomputed,
+       {{kF32, kF32}, {kBf16, kBf16}},
+       kGroupGpus,
+       Split::kVocabulary},
+      {"CudaVocabularyRecomputedFused",
+       GroupWith<kFused>,
+       kRecomputed,
+       {{kF16, kF16}, {kBf16, kBf16}},
+       kGroupGpus,
+       Split::kVocabulary},
   };
 }
 
-std::vector<ConformanceCase> Cases() {
+// exact_only: also those that compute exact gradients alone.
+std::vector<ConformanceCase> Cases(bool exact_only) {
   std::vector<ConformanceCase> cases;
   for (const Way& way : Ways()) {
-    if (GpuCount() < way.gpus) continue;
+    const bool is_exact = way.split == Split::kVocabulary;
+    if (GpuCount() < way.gpus || is_exact > exact_only) continue;
     for (const auto& [compute, hidden] : way.dtypes) {
-      cases.push_back(
-          {way.name, way.backend, compute, hidden, way.logits, /*auto_samples_uniform=*/true, way.gpus});
+      cases.push_back({way.name, way.backend, compute, hidden, way.logits, /*auto_samples_uniform=*/true,
+                       way.gpus, way.split, is_exact});
     }
   }
   return cases;
@@ -115,7 +139,9 @@ std::vector<ConformanceCase> Cases() {
 
 // Without a GPU there is no case at all.
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(BackendConformance);
-INSTANTIATE_TEST_SUITE_P(Cuda, BackendConformance, ::testing::ValuesIn(Cases()), ConformanceName);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GradientsConformance);
+INSTANTIATE_TEST_SUITE_P(Cuda, BackendConformance, ::testing::ValuesIn(Cases(true)), ConformanceName);
+INSTANTIATE_TEST_SUITE_P(Cuda, GradientsConformance, ::testing::ValuesIn(Cases(false)), ConformanceName);
 
 TEST(CudaConformance, HasAGpu) { LOSSD_SKIP_WITHOUT_GPU(); }
 

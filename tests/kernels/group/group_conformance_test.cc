@@ -21,6 +21,24 @@ Backend& SharedGroup(int members, int64_t least_rows) {
   return *group;
 }
 
+// Of heads that are split by vocabulary.
+std::vector<ConformanceCase> VocabularyCases() {
+  std::vector<ConformanceCase> cases;
+  for (const auto& [members, hidden] : {std::pair{1, DType::kFloat32},
+                                        {2, DType::kFloat32},
+                                        {2, DType::kFloat16},
+                                        {3, DType::kBFloat16},
+                                        {4, DType::kFloat32}}) {
+    cases.push_back({.name = absl::StrCat("VocabularyOf", members),
+                     .backend = [members = members]() -> Backend& { return SharedGroup(members, 0); },
+                     .hidden = hidden,
+                     .devices = members,
+                     .split = Split::kVocabulary,
+                     .exact_only = members > 1});
+  }
+  return cases;
+}
+
 // Every chunk is divided, or only those of many rows, which is none here.
 std::vector<ConformanceCase> Cases() {
   std::vector<ConformanceCase> cases;
@@ -38,6 +56,10 @@ std::vector<ConformanceCase> Cases() {
 }
 
 INSTANTIATE_TEST_SUITE_P(Group, BackendConformance, ::testing::ValuesIn(Cases()), ConformanceName);
+INSTANTIATE_TEST_SUITE_P(Group, GradientsConformance, ::testing::ValuesIn(Cases()), ConformanceName);
+
+INSTANTIATE_TEST_SUITE_P(GroupByVocabulary, BackendConformance, ::testing::ValuesIn(VocabularyCases()),
+                         ConformanceName);
 
 }  // namespace
 }  // namespace lossd::kernels::testing

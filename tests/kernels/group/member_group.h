@@ -7,6 +7,7 @@
 
 #include "gtest/gtest.h"
 #include "kernels/cpu/cpu_backend.h"
+#include "kernels/cpu/cpu_classes.h"
 #include "kernels/cpu/cpu_replicas.h"
 #include "kernels/group/group_backend.h"
 
@@ -19,7 +20,9 @@ inline std::unique_ptr<Backend> MakeCpuGroup(int members, int64_t least_rows,
   EXPECT_TRUE(backends.ok()) << backends.status();
   if (!backends.ok()) return nullptr;
   auto group = CreateGroupBackend(*std::move(backends), MakeCpuReplicas,
-                                  {.least_rows = least_rows, .members_share_memory = true});
+                                  {.least_rows = least_rows,
+                                   .members_share_memory = true,
+                                   .join_classes = JoinCpuClasses});
   EXPECT_TRUE(group.ok()) << group.status();
   return group.ok() ? *std::move(group) : nullptr;
 }

@@ -27,7 +27,8 @@ Manifest SomeManifest(std::mt19937_64& random) {
                                  .has_bias = true,
                                  .logits = kernels::Logits::kRecomputed,
                                  .gradients = kernels::Gradients::kAuto,
-                                 .workspace_bytes = int64_t{1} << 40},
+                                 .workspace_bytes = int64_t{1} << 40,
+                                 .split = kernels::Split::kVocabulary},
                       .step = random() | 1,
                       .incarnation = random()};
   AppliedStep& step = manifest.subject.last_step.emplace();
@@ -179,12 +180,13 @@ TEST_F(ManifestTest, BadValues) {
     refused(json, field);
   }
   for (const auto& [field, value] : whole["head"].items()) {
+    if (field == "split") continue;
     Json json = whole;
     json["head"].erase(field);
     refused(json, "head without " + field);
   }
   Json json = whole;
-  for (const char* field : {"logits", "gradients"}) {
+  for (const char* field : {"logits", "gradients", "split"}) {
     json = whole;
     json["head"][field] = "other";
     refused(json, field);
@@ -268,6 +270,15 @@ TEST_F(ManifestTest, BadShards) {
     shards[0]["file"] = "tensors.safetensors";
     shards[0]["classes"] = Json::array({0, 7});
   });
+}
+
+// It has no split of the head.
+TEST_F(ManifestTest, AnEarlierVersionsIsRead) {
+  Json json = Json::parse(EncodeManifest(SomeManifest(random_)));
+  json["head"].erase("split");
+  const auto read = DecodeManifest(Sealed(json));
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(read->subject.config.split, kernels::Split::kAny);
 }
 
 }  // namespace

@@ -54,6 +54,7 @@ TEST(EnumsTest, OtherValuesAreRefused) {
   ExpectRefused(static_cast<v1::Norm>(99), ToNorm);
   ExpectRefused(static_cast<v1::OptimizerState>(99), ToOptimizerState);
   ExpectRefused(static_cast<v1::Logits>(99), ToLogits);
+  ExpectRefused(static_cast<v1::Split>(99), ToSplit);
   ExpectRefused(static_cast<v1::Gradients>(99), ToGradients);
   ExpectRefused(static_cast<v1::Param>(99), ToParam);
   ExpectRefused(static_cast<v1::Role>(99), ToRole);
@@ -65,6 +66,7 @@ TEST(EnumsTest, UnspecifiedIsADefaultOrRefused) {
   EXPECT_EQ(*ToNorm(v1::NORM_UNSPECIFIED, "norm"), kernels::Norm::kNone);
   EXPECT_EQ(*ToOptimizerState(v1::OPTIMIZER_STATE_UNSPECIFIED, "state"), kernels::OptimizerState::kAdam);
   EXPECT_EQ(*ToLogits(v1::LOGITS_UNSPECIFIED, "logits"), kernels::Logits::kStored);
+  EXPECT_EQ(*ToSplit(v1::SPLIT_UNSPECIFIED, "split"), kernels::Split::kAny);
   EXPECT_EQ(*ToGradients(v1::GRADIENTS_UNSPECIFIED, "gradients"), kernels::Gradients::kExact);
   EXPECT_EQ(*ToRole(v1::ROLE_UNSPECIFIED, "role"), kernels::Role::kValue);
   ExpectRefused(v1::DTYPE_UNSPECIFIED, ToAnyDType);

@@ -22,11 +22,17 @@ namespace {
 
 using ::testing::HasSubstr;
 
-ServerOptions WithDevices(int devices) {
+ServerOptions WithDevices(int devices, const std::string& split = "any") {
   ServerOptions options = SmallServer();
+  options.split = split;
   options.backend = "cpu";
   options.cpu_devices = devices;
   return options;
+}
+
+// Several devices, and what they divide.
+std::vector<std::pair<int, std::string>> Layouts() {
+  return {{2, "rows"}, {3, "rows"}, {2, "vocabulary"}, {3, "vocabulary"}, {4, "vocabulary"}};
 }
 
 Trained TrainOn(const ServerOptions& options, const std::vector<SmallRows>& data, uint64_t seed) {
@@ -57,9 +63,9 @@ TEST(DevicesServiceTest, SeveralDevicesTrainAsOneDoes) {
   std::mt19937_64 rng(seed);
   const std::vector<SmallRows> data = RandomData(rng);
   const Trained one = TrainOn(WithDevices(1), data, seed);
-  for (const int devices : {2, 3}) {
-    SCOPED_TRACE(devices);
-    const Trained got = TrainOn(WithDevices(devices), data, seed + 1);
+  for (const auto& [devices, split] : Layouts()) {
+    SCOPED_TRACE(::testing::Message() << devices << " by " << split);
+    const Trained got = TrainOn(WithDevices(devices, split), data, seed + 1);
     for (size_t i = 0; i < data.size(); ++i) ExpectNear(got.grads[i], one.grads[i], 1e-4);
     for (size_t i = 0; i < one.losses.size(); ++i) {
       EXPECT_NEAR(got.losses[i], one.losses[i], 1e-5 * (1.0 + std::fabs(one.losses[i])));
@@ -75,8 +81,9 @@ TEST(DevicesServiceTest, DeterministicDevicesGiveTheSameBitsInWhateverOrderAndSl
   SCOPED_TRACE(seed);
   std::mt19937_64 rng(seed);
   const std::vector<SmallRows> data = RandomData(rng);
-  for (const int devices : {2, 3}) {
-    ServerOptions options = WithDevices(devices);
+  for (const auto& [devices, split] : Layouts()) {
+    SCOPED_TRACE(::testing::Message() << devices << " by " << split);
+    ServerOptions options = WithDevices(devices, split);
     options.deterministic = true;
     const Trained first = TrainOn(options, data, seed);
     for (uint64_t run = 1; run < 3; ++run) {
@@ -93,8 +100,10 @@ TEST(DevicesServiceTest, CheckpointsLoadIntoAnyNumberOfDevices) {
   SCOPED_TRACE(seed);
   std::mt19937_64 rng(seed);
   const std::vector<SmallRows> data = RandomData(rng);
-  for (const int from : {1, 2, 3}) {
-    TestServer saved(WithDevices(from));
+  const std::vector<std::pair<int, std::string>> layouts = {
+      {1, "any"}, {2, "rows"}, {3, "rows"}, {2, "vocabulary"}, {3, "vocabulary"}};
+  for (const auto& [from, from_split] : layouts) {
+    TestServer saved(WithDevices(from, from_split));
     const auto client = Connect(saved.target());
     ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
     Trained before;
@@ -102,9 +111,10 @@ TEST(DevicesServiceTest, CheckpointsLoadIntoAnyNumberOfDevices) {
     ASSERT_TRUE(client->SaveCheckpoint("head", "first").ok());
     Trained after;
     Train(*client, data, 2, 3, rng, after);
-    for (const int into : {1, 2, 3}) {
-      SCOPED_TRACE(::testing::Message() << "from " << from << " into " << into);
-      TestServer loaded(WithDevices(into));
+    for (const auto& [into, into_split] : layouts) {
+      SCOPED_TRACE(::testing::Message()
+                   << "from " << from << " by " << from_split << " into " << into << " by " << into_split);
+      TestServer loaded(WithDevices(into, into_split));
       std::filesystem::copy(saved.checkpoint_directory(), loaded.checkpoint_directory(),
                             std::filesystem::copy_options::recursive);
       const auto other = Connect(loaded.target());
@@ -131,6 +141,26 @@ TEST(DevicesServiceTest, EachDeviceHasAllWeightsAndItsPartOfTheMoments) {
   EXPECT_EQ(of_three->slice_limits().max_rows(), of_one->slice_limits().max_rows());
 }
 
+TEST(DevicesServiceTest, ByVocabularyTheDevicesTogetherHoldAHeadOnce) {
+  TestServer one(WithDevices(1));
+  TestServer three(WithDevices(3));
+  v1::CreateHeadRequest request = SmallHead();
+  request.mutable_spec()->set_split(v1::SPLIT_VOCABULARY);
+  const auto of_one = Connect(one.target())->CreateHead(request);
+  const auto of_three = Connect(three.target())->CreateHead(request);
+  ASSERT_TRUE(of_one.ok() && of_three.ok()) << of_one.status() << of_three.status();
+  EXPECT_EQ(of_three->spec().split(), v1::SPLIT_VOCABULARY);
+  EXPECT_LE(of_three->memory().weights(), of_one->memory().weights() + 3 * 1024);  // alignment
+  EXPECT_LE(of_three->memory().gradients(), of_one->memory().gradients() + 3 * 1024);
+  EXPECT_LE(of_three->memory().optimizer(), of_one->memory().optimizer() + 3 * 1024);
+  EXPECT_GE(of_three->chunk_rows(), of_one->chunk_rows());
+  request.mutable_spec()->set_name("few");
+  request.mutable_spec()->set_vocab_size(2);
+  const auto few = Connect(three.target())->CreateHead(request);
+  EXPECT_EQ(few.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(few.status().message()), HasSubstr("vocab_size must be at least 3"));
+}
+
 TEST(DevicesServiceTest, BadNumbersAreRefusedAtTheStart) {
   const auto refusal = [](const ServerOptions& options) {
     const auto server = Server::Start(options);
@@ -149,6 +179,9 @@ TEST(DevicesServiceTest, BadNumbersAreRefusedAtTheStart) {
   options = WithDevices(2);
   options.backend = "cuda";
   EXPECT_THAT(refusal(options), HasSubstr("cpu_devices must be 1 with backend cuda"));
+  options = WithDevices(2);
+  options.split = "columns";
+  EXPECT_THAT(refusal(options), HasSubstr("split must be any, rows or vocabulary, got columns"));
 }
 
 }  // namespace

@@ -28,7 +28,7 @@ from lossd.descriptions import (
     TensorFile,
     read,
 )
-from lossd.types import DType, Gradients, Logits, Norm, OptimizerState, Param, Role
+from lossd.types import DType, Gradients, Logits, Norm, OptimizerState, Param, Role, Split
 from lossd.v1 import head_pb2, types_pb2
 
 M = TypeVar("M", bound=Message)
@@ -53,7 +53,7 @@ class HeadCalls:
                     class_weights: bool = False, norm: Norm = "none", norm_epsilon: float | None = None,
                     compute_dtype: DType | None = None, optimizer_state: OptimizerState = "adam",
                     frozen: bool = False, logits: Logits = "stored", gradients: Gradients = "exact",
-                    workspace_bytes: int = 0, seed: int = 0, zeros: bool = False,
+                    workspace_bytes: int = 0, split: Split = "any", seed: int = 0, zeros: bool = False,
                     tensor_file: TensorFile | None = None, exist_ok: bool = False,
                     timeout: float | None = None) -> HeadDescription:
         """Creates a head: weights as torch.nn.Linear draws them with `seed`, or zeros, or out of a file.
@@ -63,6 +63,8 @@ class HeadCalls:
             again, a few at a time, in little memory; for heads that fill a GPU.
           gradients: what LossOptions.gradients is where it is None.
           workspace_bytes: the most that the head may take on the device. 0: as the server was started.
+          split: what several devices of a server divide: "rows", or "vocabulary", the classes of the head, of which
+            each then keeps its own alone. "any": rows if every device has room for all classes.
           exist_ok: a head of this name may exist and stays as it is. AlreadyExists if its specification is another.
         """
         spec = head_pb2.HeadSpec(
@@ -70,7 +72,8 @@ class HeadCalls:
             norm=types.enum_value("norm", types.NORMS, norm), norm_epsilon=norm_epsilon, frozen=frozen,
             optimizer_state=types.enum_value("optimizer_state", types.OPTIMIZER_STATES, optimizer_state),
             logits=types.enum_value("logits", types.LOGITS, logits),
-            gradients=types.enum_value("gradients", types.GRADIENTS, gradients), workspace_bytes=workspace_bytes)
+            gradients=types.enum_value("gradients", types.GRADIENTS, gradients), workspace_bytes=workspace_bytes,
+            split=types.enum_value("split", types.SPLITS, split))
         if compute_dtype is not None:
             spec.compute_dtype = types.enum_value("compute_dtype", types.DTYPES, compute_dtype)
         request = head_pb2.CreateHeadRequest(spec=spec)

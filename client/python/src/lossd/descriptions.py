@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from lossd import types
 from lossd._shown import Shown, text_of_bytes
-from lossd.types import DType, Gradients, Logits, Norm, OptimizerState
+from lossd.types import DType, Gradients, Logits, Norm, OptimizerState, Split
 from lossd.v1 import head_pb2
 
 T = TypeVar("T", bound=Shown)
@@ -94,6 +94,7 @@ class HeadSpec(Shown):
     gradients: Gradients = _word(types.GRADIENTS, "exact")
     workspace_bytes: int = 0  # 0: as the server was started
     logits: Logits = _word(types.LOGITS, "stored")
+    split: Split = _word(types.SPLITS, "any")
 
 
 @dataclass(frozen=True, repr=False)
@@ -160,7 +161,7 @@ class HeadDescription(Shown):
     def _special(self) -> list[str]:
         spec = self.spec
         flags = ("bias", spec.bias), ("class weights", spec.class_weights), ("frozen", spec.frozen)
-        words = (spec.norm, "none"), (spec.gradients, "exact"), (spec.logits, "stored")
+        words = (spec.norm, "none"), (spec.gradients, "exact"), (spec.logits, "stored"), (f"by {spec.split}", "by any")
         return [word for word, usual in words if word != usual] + [name for name, is_so in flags if is_so]
 
     def _progress(self) -> list[str]:

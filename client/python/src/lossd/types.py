@@ -17,6 +17,7 @@ from lossd.v1 import head_pb2, loss_pb2, types_pb2
 DType = Literal["fp32", "fp16", "bf16"]
 Reduction = Literal["sum", "mean", "none"]
 Logits = Literal["stored", "recomputed"]
+Split = Literal["any", "rows", "vocabulary"]
 Gradients = Literal["exact", "filtered", "sampled", "auto"]
 Param = Literal["weight", "bias", "norm_gain", "norm_shift", "class_weights"]
 Role = Literal["value", "gradient", "moment1", "moment2"]
@@ -32,6 +33,8 @@ REDUCTIONS: Mapping[str, loss_pb2.Reduction] = {
     "sum": loss_pb2.REDUCTION_SUM, "mean": loss_pb2.REDUCTION_MEAN, "none": loss_pb2.REDUCTION_NONE}
 LOGITS: Mapping[str, head_pb2.Logits] = {
     "stored": head_pb2.LOGITS_STORED, "recomputed": head_pb2.LOGITS_RECOMPUTED}
+SPLITS: Mapping[str, head_pb2.Split] = {
+    "any": head_pb2.SPLIT_UNSPECIFIED, "rows": head_pb2.SPLIT_ROWS, "vocabulary": head_pb2.SPLIT_VOCABULARY}
 GRADIENTS: Mapping[str, loss_pb2.Gradients] = {
     "exact": loss_pb2.GRADIENTS_EXACT, "filtered": loss_pb2.GRADIENTS_FILTERED, "sampled": loss_pb2.GRADIENTS_SAMPLED,
     "auto": loss_pb2.GRADIENTS_AUTO}

@@ -76,7 +76,7 @@ __device__ __forceinline__ RowStart StartRow(const FilterRowsParams& p, const Lo
   start.unlisted.arg = -1;
   start.kept = p.selection.epsilon * selected.total;
   start.reference = Reference(selected.max, map.f);
-  start.target.column = p.in.targets[row];
+  start.target.column = start.target.place = p.in.targets[row];
   start.target.logit = map(selected.target_dot, start.target.column);
   start.target.stored_z = 0.0f;
   start.target.class_weight = kGeneral ? ClassWeight(p.terms, start.target.column) : 1.0f;

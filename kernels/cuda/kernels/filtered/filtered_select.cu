@@ -316,7 +316,7 @@ __global__ __launch_bounds__(Block::kThreads, Block::kResident(kGeneral)) void S
   const List list(list_memory, most);
   const Map<kGeneral> map(p.terms);
   Target target;
-  target.column = p.in.targets[row];
+  target.column = target.place = p.in.targets[row];
   const float stored_dot = logits[target.column];
   const float target_dot = p.in.target_dots != nullptr ? p.in.target_dots[row] : stored_dot;
   target.logit = map(target_dot, target.column);

@@ -107,34 +107,46 @@ absl::string_view WhyNotFaster(int64_t padded_rows, int64_t vocab) {
   return "";
 }
 
-cudaError_t LaunchFusedResults(const FusedLossParams& params, int clusters, cudaStream_t stream) {
+cudaError_t LaunchFusedSums(const FusedLossParams& params, void* exponentials, int clusters,
+                            cudaStream_t stream) {
   return InOrder([&] { return LaunchPrepareRows(params.terms, params.in, params.rows, stream); },
-                 [&] { return SumRows(params, clusters, stream); },
-                 [&] { return LaunchFinishRows(params.terms, params.in, params.out, params.rows, stream); });
+                 [&] {
+                   return exponentials != nullptr ? SumRowsStored(params, exponentials, clusters, stream)
+                                                  : SumRows(params, clusters, stream);
+                 });
+}
+
+cudaError_t LaunchFusedFinish(const FusedLossParams& params, void* exponentials, GradientRule* rules,
+                              cudaStream_t stream) {
+  const LossTerms& terms = params.terms;
+  const RowInputs& in = params.in;
+  const RowResults& out = params.out;
+  const FusedRows& rows = params.rows;
+  if (rules != nullptr) return LaunchFinishRules(terms, in, out, rows, rules, stream);
+  if (exponentials == nullptr) return LaunchFinishRows(terms, in, out, rows, stream);
+  const int64_t ld = params.operands.padded_classes;
+  return InOrder([&] { return LaunchFinishExponentials(terms, in, out, rows, exponentials, ld, stream); },
+                 [&] {
+                   if (!terms.any_coef_entropy) return cudaSuccess;
+                   return LaunchEntropyGradient(terms, in, rows, exponentials, ld, stream);
+                 });
+}
+
+cudaError_t LaunchFusedResults(const FusedLossParams& params, int clusters, cudaStream_t stream) {
+  return InOrder([&] { return LaunchFusedSums(params, nullptr, clusters, stream); },
+                 [&] { return LaunchFusedFinish(params, nullptr, nullptr, stream); });
 }
 
 cudaError_t LaunchFusedExponentials(const FusedLossParams& params, void* exponentials, int clusters,
                                     cudaStream_t stream) {
-  const int64_t ld = params.operands.padded_classes;
-  return InOrder([&] { return LaunchPrepareRows(params.terms, params.in, params.rows, stream); },
-                 [&] { return SumRowsStored(params, exponentials, clusters, stream); },
-                 [&] {
-                   return LaunchFinishExponentials(params.terms, params.in, params.out, params.rows,
-                                                   exponentials, ld, stream);
-                 },
-                 [&] {
-                   if (!params.terms.any_coef_entropy) return cudaSuccess;
-                   return LaunchEntropyGradient(params.terms, params.in, params.rows, exponentials, ld,
-                                                stream);
-                 });
+  return InOrder([&] { return LaunchFusedSums(params, exponentials, clusters, stream); },
+                 [&] { return LaunchFusedFinish(params, exponentials, nullptr, stream); });
 }
 
 cudaError_t LaunchFusedRules(const FusedLossParams& params, GradientRule* rules, int clusters,
                              cudaStream_t stream) {
-  return InOrder(
-      [&] { return LaunchPrepareRows(params.terms, params.in, params.rows, stream); },
-      [&] { return SumRows(params, clusters, stream); },
-      [&] { return LaunchFinishRules(params.terms, params.in, params.out, params.rows, rules, stream); });
+  return InOrder([&] { return LaunchFusedSums(params, nullptr, clusters, stream); },
+                 [&] { return LaunchFusedFinish(params, nullptr, rules, stream); });
 }
 
 cudaError_t LaunchFusedCandidates(const FusedLossParams& params, const CandidateLists& lists, int clusters,

@@ -49,6 +49,13 @@ cudaError_t LaunchFusedExponentials(const FusedLossParams& params, void* exponen
 // Row results, and the rules of the rows, [rows], for LaunchFusedGradient().
 cudaError_t LaunchFusedRules(const FusedLossParams& params, GradientRule* rules, int clusters,
                              cudaStream_t stream);
+// The same in two steps: the sums of the rows, with `exponentials` unless they are null, and, when those of
+// classes elsewhere have been added to them (split_rows.h), the rest. `rules` and `exponentials` may be null,
+// and one of them is.
+cudaError_t LaunchFusedSums(const FusedLossParams& params, void* exponentials, int clusters,
+                            cudaStream_t stream);
+cudaError_t LaunchFusedFinish(const FusedLossParams& params, void* exponentials, GradientRule* rules,
+                              cudaStream_t stream);
 // Row results, and lists of the candidates that are complete but for rows with too many.
 cudaError_t LaunchFusedCandidates(const FusedLossParams& params, const CandidateLists& lists, int clusters,
                                   cudaStream_t stream);

@@ -12,19 +12,14 @@ namespace lossd::kernels::cuda::hopper {
 
 template <bool kGeneral>
 __device__ __forceinline__ Target MakeTarget(const LossTerms& terms, const RowInputs& in, int64_t row) {
-  const LogitMap<__nv_bfloat16, kGeneral> map(terms);
-  Target target;
-  target.column = in.targets[row];
-  target.logit = map(in.target_dots[row], target.column);
-  target.class_weight = kGeneral ? ClassWeight(terms, target.column) : 1.0f;
-  return target;
+  return MakeTargetOf(terms, in, LogitMap<__nv_bfloat16, kGeneral>(terms), row, 0);
 }
 
 struct FusedRow {
   float f;
   Target target;
   Stats others;   // of all classes but the target, rebased to the largest logit of the row; without arg
-  float shift;    // c - M
+  float shift;    // c - M, of what is stored here
   float rescale;  // 2^shift
 };
 
@@ -38,8 +33,10 @@ __device__ __forceinline__ FusedRow LoadFusedRow(const LossTerms& terms, const R
   r.others.max = fmaxf(w.max[row], r.target.logit.z);
   r.shift = w.reference[row] - Reference(r.others.max, r.f);
   r.rescale = Exp2(r.shift);
-  r.others.sum = w.sum[row] * r.rescale;
-  r.others.spread = r.rescale * (w.spread[row] + w.sum[row] * r.shift);
+  const float shift = w.sum_reference[row] - Reference(r.others.max, r.f);
+  const float rescale = Exp2(shift);
+  r.others.sum = w.sum[row] * rescale;
+  r.others.spread = rescale * (w.spread[row] + w.sum[row] * shift);
   return r;
 }
 

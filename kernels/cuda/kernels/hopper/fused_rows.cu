@@ -54,7 +54,10 @@ __global__ void PrepareRowsKernel(const __grid_constant__ LossTerms terms,
   const Target target = MakeTarget<kGeneral>(terms, in, row);
   const float f = LogitMap<__nv_bfloat16, kGeneral>(terms).f;
   float s = in.target_dots[row];
-  if constexpr (kGeneral) s = terms.scale * (s + (terms.bias != nullptr ? terms.bias[target.column] : 0.0f));
+  if constexpr (kGeneral) {
+    const bool add_bias = terms.bias != nullptr && !terms.bias_in_targets;
+    s = terms.scale * (s + (add_bias ? terms.bias[target.column] : 0.0f));
+  }
   w.reference[row] = target.logit.z * f + kHeadroom;
   w.threshold[row] = s - fabsf(s) * kRelativeMargin - kMargin / f;
 }
@@ -122,11 +125,11 @@ __device__ __forceinline__ float EntropyFactor(const GradientRule& rule, float e
 }
 
 __device__ __forceinline__ EntropyRow MakeEntropyRow(const FusedRows& w, int64_t row, const FusedRow& fused,
-                                                     const GradientRule& rule) {
+                                                     const GradientRule& rule, int64_t classes) {
   if (!rule.valid) return {0.0f, 0.0f, 0.0f, -1};  // all elements of the row are 0
   EntropyRow r = {fused.rescale * EntropyFactor(rule, fused.shift), -fused.rescale * rule.entropy * kLn2,
                   0.0f, -1};
-  if (w.max[row] == NegativeInfinity()) return r;
+  if (w.max[row] == NegativeInfinity() || w.arg[row] < 0 || w.arg[row] >= classes) return r;
   const float exponent = fmaf(w.max[row], fused.f, -rule.reference);
   r.top = w.arg[row];
   r.top_gradient = Exp2(exponent) * EntropyFactor(rule, exponent);
@@ -160,14 +163,15 @@ __device__ __forceinline__ RowGradient FinishRow(const FinishParams& p, int64_t 
   const FusedRow fused = LoadFusedRow<kGeneral>(p.terms, p.in, w, row);
   const Target& target = fused.target;
   RowResult r = FinishSums<kGeneral>(p.terms, p.in, row, target, fused.others, fused.f);
-  r.argmax = target.column;
+  r.argmax = target.place;
   const float same_way = w.partials.target[row];
   if (w.max[row] > same_way || (w.max[row] == same_way && w.arg[row] < r.argmax)) r.argmax = w.arg[row];
+  r.argmax += static_cast<int32_t>(p.terms.first_class);
   WriteRow(p.out, row, r);
   const GradientRule rule = MakeRule<kGeneral>(p.terms, p.in, row, target, r);
   if (p.rules != nullptr) p.rules[row] = rule;
   if (kGeneral && p.exponentials != nullptr && p.in.coef_entropy[row] != 0.0f) {
-    w.entropy[row] = MakeEntropyRow(w, row, fused, rule);
+    w.entropy[row] = MakeEntropyRow(w, row, fused, rule, p.terms.vocab);
     if (rule.valid) return {1.0f, rule.target, false};
   }
   return MakeGradient(rule, r, fused.rescale);
@@ -189,7 +193,7 @@ __global__ void FinishRowsKernel(const __grid_constant__ FinishParams p) {
     __syncwarp();
   }
   if (lane != 0) return;
-  exponentials[p.in.targets[row]] = __float2bfloat16_rn(gradient.entry);
+  if (p.in.targets[row] >= 0) exponentials[p.in.targets[row]] = __float2bfloat16_rn(gradient.entry);
   p.rows.factor[row] = gradient.factor;
 }
 
@@ -216,6 +220,7 @@ cudaError_t LaunchFinish(const FinishParams& params, cudaStream_t stream) {
 FusedRows FusedRows::Carve(Carver& carver, int64_t capacity) {
   FusedRows w;
   w.reference = carver.Take<float>(capacity);
+  w.sum_reference = w.reference;
   w.threshold = carver.Take<float>(capacity);
   w.max = carver.Take<float>(capacity);
   w.sum = carver.Take<float>(capacity);

@@ -22,7 +22,7 @@ struct EntropyRow {
   float tilt;
   // Of the class with the largest logit, the target left out, whose d is known better than 16 bits say.
   float top_gradient;  // without the slope
-  int32_t top;         // -1: not known, because the target's logit is larger
+  int32_t top;         // -1: not known, because the target's logit is larger, or elsewhere
 };
 
 // Memory of a chunk between these kernels, `capacity` rows each.
@@ -30,7 +30,8 @@ struct FusedRows {
   TilePartials partials;  // free once the results are there
   float* reference = nullptr;
   float* threshold = nullptr;
-  // Of all tiles; d as in TilePartials.
+  // Of all tiles, and then of the classes elsewhere too; d as in TilePartials, but relative to this.
+  float* sum_reference = nullptr;  // `reference`, unless there are classes elsewhere
   float* max = nullptr;
   float* sum = nullptr;
   float* spread = nullptr;

@@ -28,18 +28,6 @@ BlockParams Within(const ClassBlock& block, const LossTerms& terms, const RowInp
   return {block.logits, block.gradient, terms.From(block.first_class), in};
 }
 
-// `column` may lie outside the block, on either side: bias and class weights go on there.
-template <typename T>
-__device__ __forceinline__ Target MakeTarget(const LossTerms& terms, const RowInputs& in,
-                                             const LogitMap<T, true>& map, int64_t row, int column) {
-  Target target;
-  target.column = column;
-  target.logit = map(in.target_dots[row], column);
-  target.stored_z = target.logit.z;
-  target.class_weight = ClassWeight(terms, column);
-  return target;
-}
-
 __device__ __forceinline__ RowPart<false> WholeBlock(const LogitMatrix& logits, int64_t row) {
   return {static_cast<float*>(logits.data) + row * logits.ld, 0, 0, static_cast<int>(logits.ld / kDots)};
 }
@@ -65,7 +53,7 @@ __global__ __launch_bounds__(kThreads) void FoldBlockKernel(const __grid_constan
   const int64_t row = blockIdx.x;
   const LogitMap<T, true> map(p.terms);
   const RowPart<false> part = WholeBlock(p.logits, row);
-  const Target target = MakeTarget<T>(p.terms, p.in, map, row, p.in.targets[row] - first_class);
+  const Target target = MakeTargetOf<T>(p.terms, p.in, map, row, first_class);
   const int classes = static_cast<int>(p.logits.classes);
   const Stats own = ReduceWarp<true>(RowStats<T, true, false>(p.terms, map, part, classes, target), map.f);
   if ((threadIdx.x & 31) == 0) Put(own, words + (threadIdx.x >> 5) * kStatsWords);
@@ -91,7 +79,7 @@ __global__ void FinishRunningKernel(const __grid_constant__ LossTerms terms,
   const int64_t row = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (row >= in.rows) return;
   const LogitMap<T, true> map(terms);
-  Target target = MakeTarget<T>(terms, in, map, row, in.targets[row]);
+  Target target = MakeTargetOf<T>(terms, in, map, row, 0);
   target.stored_z = running[row].stored_target;
   const RowResult result = Finish<true>(terms, in, row, target, ToStats(running[row]), map.f);
   WriteRow(out, row, result);
@@ -125,7 +113,7 @@ __global__ __launch_bounds__(kThreads) void GradientBlockKernel(const __grid_con
     return;
   }
   const LogitMap<T, true> map(p.terms);
-  const Target target = MakeTarget<T>(p.terms, p.in, map, row, p.in.targets[row] - first_class);
+  const Target target = MakeTargetOf<T>(p.terms, p.in, map, row, first_class);
   WriteGradient(p.terms, map, part, static_cast<int>(p.logits.classes), target, rule, to);
 }
 

@@ -98,6 +98,36 @@ TEST(HeadMemory, LiesWithinItsBytes) {
   }
 }
 
+// Parts of a head plan chunks and blocks alike, whatever classes they have, and pad their own classes alone.
+TEST(HeadMemory, PartsOfAHeadHaveTheSameRows) {
+  for (const Case& c : kCases) {
+    HeadConfig config = c.config;
+    config.split = Split::kVocabulary;
+    constexpr int kParts = 3;
+    const auto part = [&](int i) {
+      return SizesFor(config, kServerLimit, 16384, kMultiprocessors, c.fused, {i, kParts});
+    };
+    int64_t classes = 0;
+    for (int i = 0; i < kParts; ++i) {
+      const HeadSizes sizes = part(i);
+      EXPECT_EQ(sizes.first_class, classes);
+      classes += sizes.vocab;
+      EXPECT_EQ(sizes.padded_vocab, (sizes.vocab + 7) / 8 * 8);
+      EXPECT_EQ(sizes.planned_vocab(), part(0).planned_vocab());
+      EXPECT_GE(sizes.planned_vocab(), sizes.padded_vocab);
+      EXPECT_EQ(sizes.chunk_rows, part(0).chunk_rows);
+      EXPECT_EQ(sizes.arena_bytes, part(0).arena_bytes);
+      const MemoryBytes plan = PlanMemory(config, sizes, kMultiprocessors, {i, kParts});
+      const MemoryBytes whole = PlanMemory(c.config, SizesOf(c.config, c.fused), kMultiprocessors);
+      // A third of the classes, the vectors of the norm and whole pages.
+      for (const MemoryKind kind : {MemoryKind::kWeights, MemoryKind::kGradients, MemoryKind::kOptimizer}) {
+        EXPECT_LE(plan[kind], whole[kind] / kParts + 3 * kDevicePage) << Name(kind);
+      }
+    }
+    EXPECT_EQ(classes, config.vocab_size);
+  }
+}
+
 TEST(ParamBlocks, TheComputeWeightOfFp32IsTheWeight) {
   auto* const base = reinterpret_cast<uint8_t*>(uintptr_t{1} << 40);
   HeadConfig config = kCases[0].config;

@@ -1,0 +1,25 @@
+#include "kernels/cpu/cpu_classes.h"
+
+#include <memory>
+#include <vector>
+
+#include "kernels/cpu/class_exchange.h"
+#include "kernels/cpu/cpu_parts.h"
+#include "kernels/errors/field_error.h"
+
+namespace lossd::kernels {
+
+absl::Status JoinCpuClasses(absl::Span<HeadKernels* const> heads) {
+  absl::StatusOr<std::vector<CpuHead*>> parts = CpuPartsOf(heads);
+  if (!parts.ok()) return parts.status();
+  const auto exchange = std::make_shared<ThreadExchange>(static_cast<int>(parts->size()));
+  for (CpuHead* head : *parts) {
+    if (head->config().split != Split::kVocabulary) {
+      return errors::FieldError("split", "be vocabulary", Name(head->config().split));
+    }
+  }
+  for (CpuHead* head : *parts) head->Join(exchange);
+  return absl::OkStatus();
+}
+
+}  // namespace lossd::kernels

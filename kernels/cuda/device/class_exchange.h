@@ -1,0 +1,55 @@
+// What the parts of a head that is split by vocabulary exchange while a chunk is computed, each on a GPU of
+// its own. Every part calls the same functions with the same sizes in the same order, from the thread that
+// drives its device, and each call enqueues on the device's compute stream; Wait is for the completion
+// thread, and Abort for any.
+//
+// Errors: UNAVAILABLE. After an error of one part none of them can go on: it has to Abort, so that the others
+// do not wait for it.
+#ifndef LOSSD_KERNELS_CUDA_DEVICE_CLASS_EXCHANGE_H_
+#define LOSSD_KERNELS_CUDA_DEVICE_CLASS_EXCHANGE_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "kernels/cuda/device/device.h"
+
+namespace lossd::kernels::cuda {
+
+class ClassExchange {
+ public:
+  virtual ~ClassExchange() = default;
+
+  // data [n] becomes the sum over all parts.
+  virtual absl::Status Sum(float* data, int64_t n) = 0;
+  // all [parts, bytes]: `own` of each part.
+  virtual absl::Status Gather(const void* own, void* all, int64_t bytes) = 0;
+  // data [parts, n]: the place of this part becomes the sum over all parts. The others are unspecified.
+  virtual absl::Status SumPlaces(float* data, int64_t n) = 0;
+
+  // Waits until the event has happened, or until it cannot any more.
+  virtual absl::Status Wait(const Event& event) = 0;
+  // No exchange of any part happens from now on.
+  virtual void Abort(const absl::Status& reason) = 0;
+};
+
+// For a head that has all classes: there is nothing to exchange.
+class SoleExchange final : public ClassExchange {
+ public:
+  absl::Status Sum(float*, int64_t) override { return absl::OkStatus(); }
+  absl::Status Gather(const void*, void*, int64_t) override { return absl::OkStatus(); }
+  absl::Status SumPlaces(float*, int64_t) override { return absl::OkStatus(); }
+  absl::Status Wait(const Event& event) override {
+    return ToStatus(cudaEventSynchronize(event.get()), "cudaEventSynchronize");
+  }
+  void Abort(const absl::Status&) override {}
+};
+
+// The exchange of a head, which is connected after the head has been made.
+struct ClassLink {
+  std::unique_ptr<ClassExchange> exchange = std::make_unique<SoleExchange>();
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_DEVICE_CLASS_EXCHANGE_H_

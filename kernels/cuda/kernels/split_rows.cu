@@ -1,0 +1,146 @@
+// One thread a row: records of a row's sums over the classes of a device, and the sums over the classes of
+// all devices from the records of each.
+//
+// Sums are relative to the largest reference of the devices that have any: those below it count less, and
+// none overflows. A device without a sum (all its logits are -infinity) adds nothing.
+//
+// Bytes: 32 a row written, 32 a row and device read.
+#include <cstdint>
+
+#include "kernels/cuda/kernels/device_math.cuh"
+#include "kernels/cuda/kernels/row_loss_math.cuh"
+#include "kernels/cuda/kernels/split_rows.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// From the classes of this device to those of the vocabulary, and back.
+__device__ __forceinline__ int32_t InVocabulary(int32_t arg, const LossTerms& terms) {
+  return arg == INT32_MAX ? arg : arg + static_cast<int32_t>(terms.first_class);
+}
+__device__ __forceinline__ int32_t Here(int32_t arg, const LossTerms& terms) {
+  return arg == INT32_MAX ? arg : arg - static_cast<int32_t>(terms.first_class);
+}
+
+__device__ __forceinline__ RowRecord Merge(const RowRecord* all, int parts, int64_t rows, int64_t row) {
+  RowRecord merged = all[row];
+  merged.reference = NegativeInfinity();
+  merged.max = NegativeInfinity();
+  for (int part = 0; part < parts; ++part) {
+    const RowRecord r = all[part * rows + row];
+    merged.max = fmaxf(merged.max, r.max);
+    if (r.sum != 0.0f) merged.reference = fmaxf(merged.reference, r.reference);
+  }
+  if (merged.reference == NegativeInfinity()) merged.reference = all[row].reference;
+  merged.sum = merged.spread = merged.weighted = 0.0f;
+  merged.arg = INT32_MAX;
+  merged.has_target = 0;
+  for (int part = 0; part < parts; ++part) {
+    const RowRecord r = all[part * rows + row];
+    if (r.max == merged.max) merged.arg = min(merged.arg, r.arg);
+    if (r.has_target != 0) {
+      merged.has_target = 1;
+      merged.target = r.target;
+    }
+    merged.weighted += r.weighted;
+    if (r.sum == 0.0f) continue;
+    const float shift = r.reference == merged.reference ? 0.0f : r.reference - merged.reference;
+    const float factor = Exp2(shift);
+    merged.sum += factor * r.sum;
+    merged.spread += factor * (r.spread + r.sum * shift);
+  }
+  return merged;
+}
+
+__global__ void RecordFusedKernel(const __grid_constant__ LossTerms terms,
+                                  const __grid_constant__ RowInputs in,
+                                  const __grid_constant__ hopper::FusedRows w, RowRecord* records) {
+  const int64_t row = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (row >= in.rows) return;
+  const bool has_target = in.targets[row] >= 0;
+  records[row] = {w.reference[row],
+                  w.max[row],
+                  w.sum[row],
+                  w.spread[row],
+                  0.0f,
+                  InVocabulary(w.arg[row], terms),
+                  has_target ? w.partials.target[row] : 0.0f,
+                  has_target ? 1 : 0};
+}
+
+__global__ void MergeFusedKernel(const __grid_constant__ LossTerms terms,
+                                 const __grid_constant__ RowInputs in, const RowRecord* all, int parts,
+                                 const __grid_constant__ hopper::FusedRows w) {
+  const int64_t row = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (row >= in.rows) return;
+  const RowRecord r = Merge(all, parts, in.rows, row);
+  w.sum_reference[row] = r.reference;
+  w.max[row] = r.max;
+  w.sum[row] = r.sum;
+  w.spread[row] = r.spread;
+  w.arg[row] = Here(r.arg, terms);
+  w.partials.target[row] = r.target;
+}
+
+// In their general form, whose factor from logits to powers of two is log2(e).
+__global__ void RecordRunningKernel(const __grid_constant__ LossTerms terms,
+                                    const __grid_constant__ RowInputs in, const RunningRow* rows,
+                                    RowRecord* records) {
+  const int64_t row = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (row >= in.rows) return;
+  const RunningRow r = rows[row];
+  const bool has_target = in.targets[row] >= 0;
+  records[row] = {Reference(r.max, kLog2E),
+                  r.max,
+                  r.sum,
+                  r.spread,
+                  r.weighted,
+                  InVocabulary(r.arg, terms),
+                  has_target ? r.stored_target : 0.0f,
+                  has_target ? 1 : 0};
+}
+
+__global__ void MergeRunningKernel(const __grid_constant__ LossTerms terms,
+                                   const __grid_constant__ RowInputs in, const RowRecord* all, int parts,
+                                   RunningRow* rows) {
+  const int64_t row = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (row >= in.rows) return;
+  const RowRecord r = Merge(all, parts, in.rows, row);
+  rows[row] = {r.max, r.sum, r.spread, r.weighted, Here(r.arg, terms), r.target};
+}
+
+unsigned Blocks(int64_t rows) { return static_cast<unsigned>((rows + kThreads - 1) / kThreads); }
+
+}  // namespace
+
+cudaError_t LaunchRecordRows(const LossTerms& terms, const RowInputs& in, const hopper::FusedRows& rows,
+                             RowRecord* records, cudaStream_t stream) {
+  if (in.rows == 0) return cudaSuccess;
+  RecordFusedKernel<<<Blocks(in.rows), kThreads, 0, stream>>>(terms, in, rows, records);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchMergeRows(const LossTerms& terms, const RowInputs& in, const RowRecord* all, int parts,
+                            const hopper::FusedRows& rows, cudaStream_t stream) {
+  if (in.rows == 0) return cudaSuccess;
+  MergeFusedKernel<<<Blocks(in.rows), kThreads, 0, stream>>>(terms, in, all, parts, rows);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchRecordRows(const LossTerms& terms, const RowInputs& in, const RunningRow* rows,
+                             RowRecord* records, cudaStream_t stream) {
+  if (in.rows == 0) return cudaSuccess;
+  RecordRunningKernel<<<Blocks(in.rows), kThreads, 0, stream>>>(terms, in, rows, records);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchMergeRows(const LossTerms& terms, const RowInputs& in, const RowRecord* all, int parts,
+                            RunningRow* rows, cudaStream_t stream) {
+  if (in.rows == 0) return cudaSuccess;
+  MergeRunningKernel<<<Blocks(in.rows), kThreads, 0, stream>>>(terms, in, all, parts, rows);
+  return cudaGetLastError();
+}
+
+}  // namespace lossd::kernels::cuda

@@ -1,0 +1,47 @@
+// Launchers of the kernels that put together what several devices, each with some of the classes, say of the
+// same rows.
+//
+// All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
+#ifndef LOSSD_KERNELS_CUDA_KERNELS_SPLIT_ROWS_H_
+#define LOSSD_KERNELS_CUDA_KERNELS_SPLIT_ROWS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/cuda/kernels/hopper/fused_rows.h"
+#include "kernels/cuda/kernels/loss_rows.h"
+#include "kernels/cuda/kernels/recomputed/recomputed_rows.h"
+
+namespace lossd::kernels::cuda {
+
+// What the classes of one device say of a row, the target left out; as Stats of row_loss_math.cuh, but for
+// what exponents are relative to and where classes are counted from.
+struct RowRecord {
+  float reference;  // in units of log 2
+  float max;
+  float sum;
+  float spread;
+  float weighted;
+  int32_t arg;         // in the vocabulary; INT32_MAX: not known
+  float target;        // the target's logit as it comes with the others
+  int32_t has_target;  // 0: it is elsewhere, and `target` says nothing
+};
+static_assert(sizeof(RowRecord) == 32);
+
+// One row a record, and back: `all` has the records of `parts` devices, [parts, rows] each; they are added up
+// in their order, so that every device gets the same bits. `rows.sum_reference` is not `rows.reference`.
+cudaError_t LaunchRecordRows(const LossTerms& terms, const RowInputs& in, const hopper::FusedRows& rows,
+                             RowRecord* records, cudaStream_t stream);
+cudaError_t LaunchMergeRows(const LossTerms& terms, const RowInputs& in, const RowRecord* all, int parts,
+                            const hopper::FusedRows& rows, cudaStream_t stream);
+
+// The same for rows whose classes come in blocks.
+cudaError_t LaunchRecordRows(const LossTerms& terms, const RowInputs& in, const RunningRow* rows,
+                             RowRecord* records, cudaStream_t stream);
+cudaError_t LaunchMergeRows(const LossTerms& terms, const RowInputs& in, const RowRecord* all, int parts,
+                            RunningRow* rows, cudaStream_t stream);
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_KERNELS_SPLIT_ROWS_H_

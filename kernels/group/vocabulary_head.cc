@@ -1,0 +1,124 @@
+#include "kernels/group/vocabulary_head.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/shard_rows.h"
+#include "kernels/validation.h"
+
+namespace lossd::kernels {
+
+std::vector<Choice> VocabularyHead::Describe() const {
+  std::vector<Choice> choices = heads_.head(0).Describe();
+  const int64_t classes = ClassShardOf(config_.vocab_size, {0, heads_.size()}).classes;
+  choices.insert(choices.begin() + 1,
+                 {.what = "devices",
+                  .choice = absl::StrCat(heads_.size(), ", by vocabulary"),
+                  .reason = absl::StrCat(reason_, "; up to ", classes, " classes each")});
+  return choices;
+}
+
+// ---- Chunks ----
+
+void VocabularyHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
+  if (absl::Status status = ValidateChunk(config_, chunk_rows(), *chunk); !status.ok()) {
+    heads_.Refuse(std::move(status), std::move(callbacks));
+    return;
+  }
+  ChunkPart all;
+  all.slices.resize(chunk->slices.size());
+  std::iota(all.slices.begin(), all.slices.end(), size_t{0});
+  for (const Slice& slice : chunk->slices) all.rows += slice.rows;
+  std::vector<ChunkPart> parts(static_cast<size_t>(heads_.size()), all);
+  for (size_t i = 0; i < parts.size(); ++i) parts[i].member = static_cast<int>(i);
+  heads_.Submit(chunk, std::move(callbacks), std::move(parts));
+}
+
+// ---- Tensors ----
+
+absl::Status VocabularyHead::ForOwners(
+    TensorId id, int64_t row_begin, int64_t rows, DType dtype, bool first_alone,
+    absl::FunctionRef<absl::Status(HeadKernels& head, const Owned& owned)> fn) const {
+  HeadConfig split = config_;
+  split.split = Split::kVocabulary;
+  const bool of_classes = id.param == Param::kWeight || id.param == Param::kBias;
+  const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, id.param).cols) * SizeOf(dtype);
+  heads_.WaitUntilIdle();
+  return heads_.ForEach([&](int member, HeadKernels& head) -> absl::Status {
+    if (!of_classes && first_alone && member > 0) return absl::OkStatus();
+    const ShardRows own = StoredRowsOf(split, id, {member, heads_.size()});
+    const int64_t first = std::max(row_begin, own.first);
+    const int64_t count = std::min(row_begin + rows, own.end()) - first;
+    if (count <= 0) return absl::OkStatus();
+    return fn(head, {.first = first,
+                     .rows = count,
+                     .offset = static_cast<size_t>(first - row_begin) * row_bytes,
+                     .bytes = static_cast<size_t>(count) * row_bytes});
+  });
+}
+
+absl::Status VocabularyHead::ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                                        absl::Span<uint8_t> out) {
+  absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, out.size());
+  if (!status.ok()) return status;
+  return ForOwners(
+      id, row_begin, rows, dtype, /*first_alone=*/true, [&](HeadKernels& head, const Owned& owned) {
+        return head.ReadTensor(id, owned.first, owned.rows, dtype, out.subspan(owned.offset, owned.bytes));
+      });
+}
+
+absl::Status VocabularyHead::WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                                         absl::Span<const uint8_t> in) {
+  absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size());
+  if (!status.ok()) return status;
+  return ForOwners(
+      id, row_begin, rows, dtype, /*first_alone=*/false, [&](HeadKernels& head, const Owned& owned) {
+        return head.WriteTensor(id, owned.first, owned.rows, dtype, in.subspan(owned.offset, owned.bytes));
+      });
+}
+
+// ---- Gradients and steps ----
+
+absl::Status VocabularyHead::AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype,
+                                         float scale, absl::Span<const uint8_t> in) {
+  const TensorId id{param, Role::kGradient};
+  absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size());
+  if (!status.ok()) return status;
+  return ForOwners(id, row_begin, rows, dtype, /*first_alone=*/false,
+                   [&](HeadKernels& head, const Owned& owned) {
+                     return head.AddGradient(param, owned.first, owned.rows, dtype, scale,
+                                             in.subspan(owned.offset, owned.bytes));
+                   });
+}
+
+absl::StatusOr<double> VocabularyHead::GradNorm() {
+  if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
+  heads_.WaitUntilIdle();
+  std::vector<double> norms(static_cast<size_t>(heads_.size()));
+  absl::Status status = heads_.ForEach([&](int member, HeadKernels& head) {
+    absl::StatusOr<double> norm = head.GradNorm();
+    if (norm.ok()) norms[static_cast<size_t>(member)] = *norm;
+    return norm.status();
+  });
+  if (!status.ok()) return status;
+  double squares = 0.0;
+  for (const double norm : norms) squares += norm * norm;
+  return std::sqrt(squares);
+}
+
+absl::Status VocabularyHead::ApplyStep(const OptimizerOptions& options, int64_t update) {
+  if (absl::Status status = ValidateStep(config_, options, update); !status.ok()) return status;
+  heads_.WaitUntilIdle();
+  return heads_.ForEach([&](int, HeadKernels& head) { return head.ApplyStep(options, update); });
+}
+
+absl::Status VocabularyHead::ZeroGradients() {
+  if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
+  heads_.WaitUntilIdle();
+  return heads_.ForEach([](int, HeadKernels& head) { return head.ZeroGradients(); });
+}
+
+}  // namespace lossd::kernels

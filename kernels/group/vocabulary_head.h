@@ -1,0 +1,71 @@
+// One head whose classes lie on the members of a group: each has some of them, with their values, gradients
+// and optimizer state, and computes these classes of all rows. The members exchange what goes over all
+// classes while they compute a chunk (docs/scaling.md); the norm's parameters are on all of them, and stay
+// alike.
+#ifndef LOSSD_KERNELS_GROUP_VOCABULARY_HEAD_H_
+#define LOSSD_KERNELS_GROUP_VOCABULARY_HEAD_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "kernels/backend.h"
+#include "kernels/group/member_heads.h"
+
+namespace lossd::kernels {
+
+// Thread-safety as HeadKernels.
+class VocabularyHead final : public HeadKernels {
+ public:
+  // `config`: as it was asked for. `reason`: why it is split so, for people. `heads`: one of each member,
+  // whose config's split is kVocabulary, joined. The members outlive the head.
+  VocabularyHead(const HeadConfig& config, absl::string_view reason, Members* members,
+                 std::vector<std::unique_ptr<HeadKernels>> heads)
+      : config_(config), reason_(reason), heads_(members, std::move(heads)) {}
+  ~VocabularyHead() override { heads_.WaitUntilIdle(); }
+
+  const HeadConfig& config() const override { return config_; }
+  DType compute_dtype() const override { return heads_.head(0).compute_dtype(); }
+  int64_t chunk_rows() const override { return heads_.chunk_rows(); }
+  MemoryBytes memory() const override { return heads_.memory(); }
+  std::vector<Choice> Describe() const override;
+
+  void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
+
+  absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                          absl::Span<uint8_t> out) override;
+  absl::Status WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                           absl::Span<const uint8_t> in) override;
+  absl::Status AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
+                           absl::Span<const uint8_t> in) override;
+  absl::StatusOr<double> GradNorm() override;
+  absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) override;
+  absl::Status ZeroGradients() override;
+
+ private:
+  // Rows [first, first + rows) of a tensor, which one member has; their bytes begin at `offset` of those
+  // asked for.
+  struct Owned {
+    int64_t first = 0;
+    int64_t rows = 0;
+    size_t offset = 0;
+    size_t bytes = 0;
+  };
+
+  // Calls `fn` on the threads of the members that have some of the rows, at the same time: for rows of
+  // classes each with its own, else all of them with all rows, or the first alone.
+  absl::Status ForOwners(TensorId id, int64_t row_begin, int64_t rows, DType dtype, bool first_alone,
+                         absl::FunctionRef<absl::Status(HeadKernels& head, const Owned& owned)> fn) const;
+
+  const HeadConfig config_;
+  const std::string reason_;
+  MemberHeads heads_;
+};
+
+}  // namespace lossd::kernels
+
+#endif  // LOSSD_KERNELS_GROUP_VOCABULARY_HEAD_H_

@@ -1,0 +1,234 @@
+// Heads whose classes lie on several CPU backends: what each member keeps, what they have in common, and what
+// is refused. What they compute is compared with the reference in group_conformance_test.
+#include "kernels/group/vocabulary_head.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels/cpu/cpu_backend.h"
+#include "kernels/cpu/cpu_classes.h"
+#include "kernels/cpu/cpu_replicas.h"
+#include "kernels/group/group_backend.h"
+#include "kernels/shard_rows.h"
+#include "tests/kernels/chunk_run.h"
+
+namespace lossd::kernels::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+constexpr int kMembers = 3;
+
+class VocabularyHeadTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    group_ = MakeGroup(0);
+    spec_.config.hidden_size = 13;
+    spec_.config.vocab_size = 37;
+    spec_.config.has_bias = true;
+    spec_.config.has_class_weights = true;
+    spec_.config.norm = Norm::kLayerNorm;
+    spec_.config.optimizer_state = OptimizerState::kAdam;
+    spec_.config.split = Split::kVocabulary;
+    spec_.slice_rows = {7, 8, 9, 3};
+    spec_.ignored = 0.0;
+  }
+
+  std::unique_ptr<Backend> MakeGroup(int64_t memory_limit_bytes, JoinClasses join = JoinCpuClasses) {
+    auto members = CreateCpuMembers(
+        {.threads = 1, .workspace_bytes = 1 << 20, .memory_limit_bytes = memory_limit_bytes}, kMembers);
+    EXPECT_TRUE(members.ok()) << members.status();
+    auto group = CreateGroupBackend(*std::move(members), MakeCpuReplicas,
+                                    {.least_rows = 0,
+                                     .members_share_memory = true,
+                                     .join_classes = [this, join](absl::Span<HeadKernels* const> heads) {
+                                       parts_.assign(heads.begin(), heads.end());
+                                       return join(heads);
+                                     }});
+    EXPECT_TRUE(group.ok()) << group.status();
+    return *std::move(group);
+  }
+
+  // What a member has of a tensor.
+  std::vector<float> OfMember(int member, TensorId id) {
+    const ShardRows own = StoredRowsOf(spec_.config, id, {member, kMembers});
+    const int64_t cols = ShapeOf(spec_.config, id.param).cols;
+    std::vector<float> values(static_cast<size_t>(own.rows * cols));
+    const absl::Span<uint8_t> bytes(reinterpret_cast<uint8_t*>(values.data()), values.size() * sizeof(float));
+    const absl::Status status =
+        parts_[static_cast<size_t>(member)]->ReadTensor(id, own.first, own.rows, DType::kFloat32, bytes);
+    EXPECT_TRUE(status.ok()) << status;
+    return values;
+  }
+
+  std::unique_ptr<Backend> group_;
+  std::vector<HeadKernels*> parts_;
+  ProblemSpec spec_;
+  Rng rng_ = FreshRng();
+};
+
+TEST_F(VocabularyHeadTest, EachMemberHasItsClassesAlone) {
+  const auto head = group_->CreateHead(spec_.config);
+  ASSERT_TRUE(head.ok()) << head.status();
+  ASSERT_EQ(parts_.size(), static_cast<size_t>(kMembers));
+  MemoryBytes sum;
+  for (HeadKernels* part : parts_) {
+    for (const MemoryKind kind : {MemoryKind::kGradients, MemoryKind::kOptimizer}) {
+      // 13 of 37 classes at most, and the two vectors of the norm.
+      const int64_t floats = 13 * (13 + 1) + 2 * 13;
+      const int64_t moments = kind == MemoryKind::kOptimizer ? 2 : 1;
+      EXPECT_LE(part->memory()[kind], moments * (floats * 4 + 4 * 64)) << Name(kind);
+    }
+    for (size_t kind = 0; kind < kMemoryKinds; ++kind) sum.by_kind[kind] += part->memory().by_kind[kind];
+  }
+  EXPECT_EQ((*head)->memory().by_kind, sum.by_kind);
+  EXPECT_EQ(group_->PlanHead(spec_.config)->by_kind, sum.by_kind);
+  std::vector<uint8_t> row(13 * 4);
+  const auto read = [&](int member, int64_t class_index) {
+    return parts_[static_cast<size_t>(member)]
+        ->ReadTensor({Param::kWeight, Role::kValue}, class_index, 1, DType::kFloat32, absl::MakeSpan(row))
+        .code();
+  };
+  EXPECT_EQ(read(0, 12), absl::StatusCode::kOk);
+  EXPECT_EQ(read(0, 13), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(read(1, 12), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(read(1, 13), absl::StatusCode::kOk);
+  EXPECT_EQ(read(2, 36), absl::StatusCode::kOk);
+}
+
+TEST_F(VocabularyHeadTest, TheNormStaysTheSameOnAllMembersAndCountsOnce) {
+  const Problem problem = MakeProblem(spec_, rng_);
+  const auto head = MakeHead(*group_, problem);
+  ASSERT_NE(head, nullptr);
+  for (int64_t update = 1; update <= 3; ++update) {
+    ASSERT_TRUE(RunChunk(*head, problem).done.ok());
+    double squares = 0.0;
+    for (const Param param : kTrainedParams) {
+      for (const float g : ReadGradient(*head, param)) squares += double{g} * double{g};
+    }
+    EXPECT_NEAR(*head->GradNorm(), std::sqrt(squares), 1e-9 * std::sqrt(squares));
+    for (const Param param : {Param::kNormGain, Param::kNormShift}) {
+      EXPECT_EQ(OfMember(0, {param, Role::kGradient}), OfMember(1, {param, Role::kGradient}));
+      EXPECT_EQ(OfMember(0, {param, Role::kGradient}), OfMember(2, {param, Role::kGradient}));
+    }
+    ASSERT_TRUE(head->ApplyStep({.learning_rate = 0.1}, update).ok());
+    for (const Param param : {Param::kNormGain, Param::kNormShift}) {
+      for (const Role role : {Role::kValue, Role::kMoment1, Role::kMoment2}) {
+        for (int member = 1; member < kMembers; ++member) {
+          EXPECT_EQ(OfMember(0, {param, role}), OfMember(member, {param, role})) << Name(param) << Name(role);
+        }
+      }
+    }
+  }
+}
+
+TEST_F(VocabularyHeadTest, GradientsOfAnyKindAreExactAndSaySo) {
+  spec_.config.norm = Norm::kNone;
+  for (const Gradients gradients : {Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
+    spec_.config.gradients = gradients;
+    spec_.options.gradients = gradients;
+    const Problem problem = MakeProblem(spec_, rng_);
+    const auto head = MakeHead(*group_, problem);
+    ASSERT_NE(head, nullptr);
+    const ChunkRun run = RunChunk(*head, problem);
+    EXPECT_EQ(run.gradients, Gradients::kExact);
+    ASSERT_FALSE(run.choices.empty());
+    EXPECT_EQ(run.choices.front().choice, "exact");
+    EXPECT_EQ(run.choices.front().reason, "the head is split by vocabulary");
+    EXPECT_THAT(head->Describe(), ::testing::Contains(run.choices.front()));
+  }
+}
+
+// Logits of -infinity are probabilities of 0, also where a member has no others.
+TEST_F(VocabularyHeadTest, AMemberWithoutFiniteLogitsAddsNothing) {
+  spec_.config.norm = Norm::kNone;
+  Problem problem = MakeProblem(spec_, rng_);
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (size_t v = 13; v < 25; ++v) problem.bias[v] = -kInfinity;
+  for (size_t v = 30; v < 37; ++v) problem.bias[v] = -kInfinity;
+  for (auto& slice : problem.slices) {
+    for (int32_t& target : slice.targets) target = target < 0 ? target : target % 13;
+  }
+  const auto one = CreateCpuBackend({.threads = 1});
+  ASSERT_TRUE(one.ok());
+  const auto sole = MakeHead(**one, problem);
+  const auto head = MakeHead(*group_, problem);
+  ASSERT_TRUE(sole != nullptr && head != nullptr);
+  const ChunkRun want = RunChunk(*sole, problem);
+  const ChunkRun got = RunChunk(*head, problem);
+  for (size_t i = 0; i < got.slices.size(); ++i) {
+    EXPECT_EQ(want.slices[i].first_nonfinite_row, -1);
+    EXPECT_EQ(got.slices[i].first_nonfinite_row, -1);
+    EXPECT_NEAR(got.slices[i].sums.loss, want.slices[i].sums.loss,
+                1e-5 * std::fabs(want.slices[i].sums.loss));
+  }
+}
+
+TEST_F(VocabularyHeadTest, FewerClassesThanDevicesAreRefused) {
+  spec_.config.vocab_size = 2;
+  for (const absl::Status& status :
+       {group_->PlanHead(spec_.config).status(), group_->CreateHead(spec_.config).status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr("vocab_size must be at least 3, the devices that it is split over, got 2"));
+  }
+  spec_.config.split = Split::kAny;
+  EXPECT_TRUE(group_->CreateHead(spec_.config).ok()) << "by rows";
+}
+
+TEST_F(VocabularyHeadTest, DevicesThatCannotShareClassesRefuse) {
+  group_ = MakeGroup(0, RefuseToSplitVocabulary);
+  const absl::Status status = group_->CreateHead(spec_.config).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()),
+              AllOf(HasSubstr("split must be rows"), HasSubstr("got vocabulary")));
+  EXPECT_EQ(group_->memory().current.Total(), 0);
+}
+
+// By rows where that fits, else by vocabulary, else refused with the figures of both.
+TEST_F(VocabularyHeadTest, WithoutASplitTheMemoryDecides) {
+  HeadConfig any = spec_.config;
+  any.split = Split::kAny;
+  HeadConfig by_rows = any;
+  by_rows.split = Split::kRows;
+  const int64_t rows_bytes = group_->PlanHead(by_rows)->Total();
+  const int64_t vocabulary_bytes = group_->PlanHead(spec_.config)->Total();
+  ASSERT_LT(vocabulary_bytes, rows_bytes);
+  const auto devices = [](const HeadKernels& head) {
+    for (const Choice& choice : head.Describe()) {
+      if (choice.what == "devices") return choice;
+    }
+    return Choice();
+  };
+  group_ = MakeGroup(rows_bytes);
+  auto head = group_->CreateHead(any);
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_EQ(devices(**head).choice, "3, by rows");
+  EXPECT_EQ((*head)->config(), any);
+  head->reset();
+  group_ = MakeGroup(rows_bytes - 1);
+  head = group_->CreateHead(any);
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_EQ(devices(**head).choice, "3, by vocabulary");
+  EXPECT_EQ(devices(**head).reason, "a copy on every device does not fit; up to 13 classes each");
+  EXPECT_EQ((*head)->config(), any);
+  head->reset();
+  EXPECT_EQ(group_->CreateHead(by_rows).status().code(), absl::StatusCode::kResourceExhausted);
+  group_ = MakeGroup(vocabulary_bytes - 1);
+  const absl::Status refusal = group_->CreateHead(any).status();
+  EXPECT_EQ(refusal.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(refusal.message()), AllOf(HasSubstr("split by rows, the head needs"),
+                                                    HasSubstr("by vocabulary, on each of 3 devices")));
+  EXPECT_EQ(group_->memory().current.Total(), 0);
+}
+
+}  // namespace
+}  // namespace lossd::kernels::testing
