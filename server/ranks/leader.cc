@@ -154,8 +154,8 @@ absl::Status LeaderImpl::Enter(const std::shared_ptr<WorkerStream>& worker) {
   absl::MutexLock lock(&mutex_);
   if (!forming_) return absl::UnavailableError("the leader is not waiting for ranks");
   if (!workers_.emplace(worker->rank(), worker).second) {
-    return absl::UnavailableError(absl::StrCat("there is a rank ", worker->rank(), " already, on host ",
-                                               workers_[worker->rank()]->hello().host()));
+    return absl::AlreadyExistsError(absl::StrCat("there is a rank ", worker->rank(), " already, on host ",
+                                                 workers_[worker->rank()]->hello().host()));
   }
   log::Log(log::LogLevel::kInfo, "rank is there",
            {{"rank", worker->rank()},

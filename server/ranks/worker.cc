@@ -118,6 +118,7 @@ class WorkerImpl final : public Worker {
   Queue<v1::ToWorker> requests_;   // bounded: the leader waits for answers, and sends so many chunks
   Queue<v1::FromWorker> answers_;  // likewise
   WorkerHeads heads_;
+  std::string refusal_;                  // the last time that another process had this rank
   std::optional<v1::ChunkStart> chunk_;  // of which slices are still to come
   std::vector<v1::ChunkSlice> slices_;
   std::atomic<bool> joined_{false};
@@ -166,6 +167,7 @@ absl::Status WorkerImpl::TryToJoin(v1::ToWorker* first) {
   const grpc::Status status = stream->Finish();
   const std::string message = absl::StrCat("the leader at ", options_.leader, ": ", status.error_message());
   if (IsFinal(status)) return absl::InvalidArgumentError(message);
+  if (status.error_code() == grpc::StatusCode::ALREADY_EXISTS) refusal_ = message;
   return absl::UnavailableError(message);
 }
 
@@ -178,9 +180,9 @@ absl::Status WorkerImpl::Join() {
     if (leaving_) return absl::OkStatus();
     if (!absl::IsUnavailable(status)) return status;
     if (absl::Now() > deadline) {
-      return absl::DeadlineExceededError(absl::StrCat("rank ", options_.rank, " was not taken within ",
-                                                      absl::FormatDuration(options_.timeout),
-                                                      " (--rank_timeout) by ", status.message()));
+      return absl::DeadlineExceededError(absl::StrCat(
+          "rank ", options_.rank, " was not taken within ", absl::FormatDuration(options_.timeout),
+          " (--rank_timeout) by ", refusal_.empty() ? status.message() : refusal_));
     }
     absl::SleepFor(kRetry);
   }
