@@ -201,21 +201,21 @@ absl::Status Nccl::Spread(const std::vector<Part>& parts, DType dtype, int64_t c
 
 absl::Status Nccl::CallSumOfAll(const Part& part, int64_t floats) const {
   return Check(library_->all_reduce(part.data, part.data, static_cast<size_t>(floats), ncclFloat32, ncclSum,
-                                    library_->communicators[static_cast<size_t>(part.member)], part.stream),
+                                    library_->communicators[static_cast<size_t>(part.local)], part.stream),
                "ncclAllReduce");
 }
 
 absl::Status Nccl::CallGather(const Part& part, const void* own, int64_t bytes) const {
   return Check(library_->all_gather(own, part.data, static_cast<size_t>(bytes), ncclUint8,
-                                    library_->communicators[static_cast<size_t>(part.member)], part.stream),
+                                    library_->communicators[static_cast<size_t>(part.local)], part.stream),
                "ncclAllGather");
 }
 
 absl::Status Nccl::CallSumPlaces(const Part& part, int64_t floats) const {
-  float* const place = static_cast<float*>(part.data) + part.member * floats;
+  float* const place = static_cast<float*>(part.data) + part.local * floats;
   return Check(
       library_->reduce_scatter(part.data, place, static_cast<size_t>(floats), ncclFloat32, ncclSum,
-                               library_->communicators[static_cast<size_t>(part.member)], part.stream),
+                               library_->communicators[static_cast<size_t>(part.local)], part.stream),
       "ncclReduceScatter");
 }
 
@@ -242,7 +242,7 @@ absl::Status Nccl::MakeLinks(const std::vector<Part>& parts, int64_t floats) {
     LOSSD_RETURN_IF_ERROR(for_each([&](const Part& part) { return CallSumOfAll(part, n); }));
     LOSSD_RETURN_IF_ERROR(for_each([&](const Part& part) { return CallSumPlaces(part, n); }));
     LOSSD_RETURN_IF_ERROR(for_each([&](const Part& part) {
-      const float* const own = static_cast<const float*>(part.data) + part.member * n;
+      const float* const own = static_cast<const float*>(part.data) + part.local * n;
       return CallGather(part, own, n * static_cast<int64_t>(sizeof(float)));
     }));
   }
