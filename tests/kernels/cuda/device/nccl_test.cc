@@ -65,6 +65,17 @@ ncclResult_t Broadcast(const void*, void*, size_t, ncclDataType_t, int, ncclComm
   return Play("ncclBroadcast");
 }
 
+ncclResult_t AllReduce(const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, ncclComm_t, cudaStream_t) {
+  return Play("ncclAllReduce");
+}
+ncclResult_t AllGather(const void*, void*, size_t, ncclDataType_t, ncclComm_t, cudaStream_t) {
+  return Play("ncclAllGather");
+}
+ncclResult_t ReduceScatter(const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, ncclComm_t,
+                           cudaStream_t) {
+  return Play("ncclReduceScatter");
+}
+
 struct Function {
   const char* name;
   void* function;
@@ -81,6 +92,9 @@ const Function kFunctions[] = {
     {"ncclGroupEnd", reinterpret_cast<void*>(&GroupEnd)},
     {"ncclReduce", reinterpret_cast<void*>(&Reduce)},
     {"ncclBroadcast", reinterpret_cast<void*>(&Broadcast)},
+    {"ncclAllReduce", reinterpret_cast<void*>(&AllReduce)},
+    {"ncclAllGather", reinterpret_cast<void*>(&AllGather)},
+    {"ncclReduceScatter", reinterpret_cast<void*>(&ReduceScatter)},
 };
 
 char library;  // what dlopen gives
