@@ -1,16 +1,15 @@
 #include "kernels/cpu/cpu_head.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cpu/convert.h"
-#include "kernels/cpu/cpu_retained.h"
 #include "kernels/cpu/gemm.h"
 #include "kernels/cpu/row_loops.h"
 #include "kernels/cpu/row_loss.h"
+#include "kernels/cpu/slice_memory.h"
 #include "kernels/decision.h"
 #include "kernels/sampling.h"
 #include "kernels/validation.h"
@@ -25,53 +24,6 @@ constexpr int64_t kLeastBlockRows = 128;
 
 // Elements of rows that one thread handles at a time.
 constexpr int64_t kElementGrain = int64_t{1} << 15;
-
-size_t Bytes(int64_t elements, DType dtype) { return static_cast<size_t>(elements) * SizeOf(dtype); }
-
-uint8_t* RetainedRows(const Chunk& chunk, const Slice& slice) {
-  return static_cast<CpuRetained*>(chunk.retained)->data() + slice.retained_offset;
-}
-
-const uint8_t* HiddenRow(const Chunk& chunk, const Slice& slice, int64_t row, int64_t d) {
-  const void* const rows = slice.hidden != nullptr ? slice.hidden : RetainedRows(chunk, slice);
-  return static_cast<const uint8_t*>(rows) + Bytes(row * d, chunk.hidden_dtype);
-}
-
-// Keeps the hidden states of slices that ask for it.
-void Retain(const Chunk& chunk, int64_t d) {
-  for (const Slice& slice : chunk.slices) {
-    if (slice.retained_offset < 0 || slice.hidden == nullptr) continue;
-    std::memcpy(RetainedRows(chunk, slice), slice.hidden, Bytes(slice.rows * d, chunk.hidden_dtype));
-  }
-}
-
-uint8_t* GradHiddenRow(const Slice& slice, int64_t row, int64_t d, DType dtype) {
-  return static_cast<uint8_t*>(slice.grad_hidden) + Bytes(row * d, dtype);
-}
-
-template <typename T>
-void Store(T* values, int64_t row, T value) {
-  if (values != nullptr) values[row] = value;
-}
-
-void StoreRow(const RowOutputs& out, int64_t row, const RowResult& result) {
-  Store(out.loss, row, static_cast<float>(result.loss));
-  Store(out.lse, row, static_cast<float>(result.lse));
-  Store(out.entropy, row, static_cast<float>(result.entropy));
-  Store(out.target_logprob, row, static_cast<float>(result.target_logprob));
-  Store(out.argmax, row, result.argmax);
-}
-
-void AddToSums(const Slice& slice, int64_t row, const RowResult& result, SliceSums& sums) {
-  sums.loss += result.loss;
-  sums.z_loss += result.z_loss;
-  if (slice.out.entropy != nullptr) sums.entropy += result.entropy;
-  sums.valid_rows += 1;
-  sums.correct_rows += result.argmax == slice.targets[row] ? 1 : 0;
-  sums.dropped_mass += result.dropped_mass;
-  sums.sampling_variance += result.sampling_variance;
-  sums.squared_gradient += result.squared_gradient;
-}
 
 double SumOf(const float* values, int64_t n) {
   double sum = 0.0;
@@ -124,6 +76,9 @@ CpuHead::CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, 
                  MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers)
     : config_(config),
       replica_(replica),
+      has_norm_(config.norm != Norm::kNone),
+      is_split_(IsSplitByVocabulary(config, replica)),
+      reports_(!is_split_ || replica.index == 0),
       classes_(ClassesOf(config, replica)),
       chunk_rows_(chunk_rows),
       pool_(pool),
@@ -134,6 +89,8 @@ CpuHead::CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, 
       exchange_(std::make_shared<SoleExchange>()) {}
 
 std::vector<Choice> CpuHead::Describe() const {
+  const LossOptions options = {.gradients = config_.gradients};
+  const absl::string_view why_exact = is_split_ ? WhyExactByVocabulary(options) : WhyExact(options, false);
   std::vector<Choice> choices = {
       {.what = "chunk",
        .choice = absl::StrCat("up to ", chunk_rows_, " rows"),
@@ -143,18 +100,12 @@ std::vector<Choice> CpuHead::Describe() const {
       {.what = "row loops",
        .choice = std::string(SelectRowLoops().instruction_set),
        .reason = "the widest that this processor has"},
-      DescribeGradients()};
+      GradientsChoice(GradientsOf(options, why_exact), why_exact)};
   if (config_.logits == Logits::kRecomputed) {
     choices.push_back(
         {.what = "logits", .choice = "stored", .reason = "this backend does not recompute them"});
   }
   return choices;
-}
-
-Choice CpuHead::DescribeGradients() const {
-  const LossOptions options = {.gradients = config_.gradients};
-  const absl::string_view why_exact = is_split() ? WhyExactByVocabulary(options) : WhyExact(options, false);
-  return GradientsChoice(GradientsOf(options, why_exact), why_exact);
 }
 
 void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
@@ -177,16 +128,16 @@ void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
 
 void CpuHead::Gather(const Chunk& chunk, const RowOrder& order) {
   const int64_t d = config_.hidden_size;
-  if (reports()) Retain(chunk, d);
+  if (reports_) Retain(chunk, d);
   const NormParams norm = norm_params();
   pool_->ParallelFor(order.rows, std::max<int64_t>(1, kElementGrain / d), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const RowSource& source = buffers_.sources[i];
       const Slice& slice = chunk.slices[static_cast<size_t>(source.slice)];
       float* const hidden = buffers_.hidden + i * d;
-      float* const raw = has_norm() ? buffers_.unit + i * d : hidden;
+      float* const raw = has_norm_ ? buffers_.unit + i * d : hidden;
       ToFloat(chunk.hidden_dtype, HiddenRow(chunk, slice, source.row, d), d, raw);
-      if (has_norm()) buffers_.inverse_deviation[i] = NormForward(norm, raw, hidden);
+      if (has_norm_) buffers_.inverse_deviation[i] = NormForward(norm, raw, hidden);
     }
   });
 }
@@ -196,7 +147,7 @@ void CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   LossOptions options = chunk.options;
   const bool is_auto = options.gradients == Gradients::kAuto;
   absl::string_view why_exact =
-      is_split() ? WhyExactByVocabulary(options) : WhyExact(options, AnyGradEntropy(chunk));
+      is_split_ ? WhyExactByVocabulary(options) : WhyExact(options, AnyGradEntropy(chunk));
   if (why_exact.empty() && order.with_gradient() == 0) why_exact = "no gradient is wanted";
   options.gradients = why_exact.empty() && is_auto ? Gradients::kSampled : GradientsOf(options, why_exact);
   ComputeRows(chunk, options, order);
@@ -232,7 +183,7 @@ void CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const 
       for (int64_t i = first + begin; i < first + end; ++i) {
         const RowRequest request = RequestFor(chunk, order, i);
         const RowStatistics own = row_loss.Summarise(request, buffers_.logits + i * c);
-        if (is_split()) {
+        if (is_split_) {
           buffers_.statistics[i] = own;
         } else {
           buffers_.results[i] = row_loss.Finish(request, own, own, buffers_.logits + i * c);
@@ -240,13 +191,9 @@ void CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const 
       }
     });
   }
-  if (is_split()) FinishRows(chunk, row_loss, order);
-}
-
-void CpuHead::FinishRows(const Chunk& chunk, const RowLoss& row_loss, const RowOrder& order) {
-  const int64_t c = classes_.rows;
-  const auto rows = static_cast<size_t>(order.rows);
-  exchange_->MergeStatistics(replica_.index, {buffers_.statistics, rows}, {buffers_.merged, rows});
+  if (!is_split_) return;
+  const auto all = static_cast<size_t>(order.rows);
+  exchange_->MergeStatistics(replica_.index, {buffers_.statistics, all}, {buffers_.merged, all});
   pool_->ParallelFor(order.rows, std::max<int64_t>(1, 4096 / c), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       buffers_.results[i] = row_loss.Finish(RequestFor(chunk, order, i), buffers_.statistics[i],
@@ -274,7 +221,7 @@ void CpuHead::MarkFailedSlices(const Chunk& chunk, const RowOrder& order) {
     if (chunk.slices[static_cast<size_t>(buffers_.sources[i].slice)].first_nonfinite_row < 0) continue;
     std::fill_n(buffers_.hidden + i * d, d, 0.0f);
     std::fill_n(buffers_.logits + i * c, c, 0.0f);
-    if (!has_norm()) continue;
+    if (!has_norm_) continue;
     std::fill_n(buffers_.unit + i * d, d, 0.0f);
     buffers_.inverse_deviation[i] = 0.0f;
   }
@@ -285,20 +232,20 @@ void CpuHead::MarkFailedSlices(const Chunk& chunk, const RowOrder& order) {
 RowRange CpuHead::ComputeGradHidden(const RowOrder& order) {
   const int64_t d = config_.hidden_size;
   const int64_t c = classes_.rows;
-  const int64_t begin = has_norm() ? 0 : order.hidden_begin;
-  const int64_t end = has_norm() ? order.with_gradient() : order.hidden_end;
+  const int64_t begin = has_norm_ ? 0 : order.hidden_begin;
+  const int64_t end = has_norm_ ? order.with_gradient() : order.hidden_end;
   if (begin >= end) return {};
   float* const grad = buffers_.grad_hidden;
   Gemm(*pool_, end - begin, d, c, 1.0f, {buffers_.logits + begin * c, c}, {value(Param::kWeight), d}, 0.0f,
        grad + begin * d, d);
   RowRange here = exchange_->SumRows(replica_.index, grad + begin * d, end - begin, d);
   here = {here.begin + begin, here.end + begin};
-  if (has_norm() && order.accumulated > 0) {
+  if (has_norm_ && order.accumulated > 0) {
     AddNormGradients({here.begin, std::clamp(order.accumulated, here.begin, here.end)});
   }
   const RowRange hidden = {std::clamp(order.hidden_begin, here.begin, here.end),
                            std::clamp(order.hidden_end, here.begin, here.end)};
-  if (!has_norm()) return hidden;
+  if (!has_norm_) return hidden;
   const NormParams norm = norm_params();
   pool_->ParallelFor(
       hidden.end - hidden.begin, std::max<int64_t>(1, kElementGrain / d), [&](int64_t from, int64_t to) {
@@ -315,7 +262,7 @@ void CpuHead::AddNormGradients(RowRange rows) {
   const float* const grad = buffers_.grad_hidden + rows.begin * d;
   const float* const unit = buffers_.unit + rows.begin * d;
   float* const shift = gradient(Param::kNormShift);
-  if (!is_split()) {
+  if (!is_split_) {
     AddColumnSums(*pool_, grad, unit, rows.end - rows.begin, d, gradient(Param::kNormGain));
     if (shift != nullptr) AddColumnSums(*pool_, grad, nullptr, rows.end - rows.begin, d, shift);
     return;
@@ -330,7 +277,7 @@ void CpuHead::AddNormGradients(RowRange rows) {
 }
 
 void CpuHead::ScatterResults(const Chunk& chunk, const RowOrder& order) {
-  if (!reports()) return;
+  if (!reports_) return;
   const RowResult ignored;
   for (Slice& slice : chunk.slices) {
     slice.sums = SliceSums();
@@ -350,7 +297,7 @@ void CpuHead::ScatterGradHidden(const Chunk& chunk, RowRange rows) {
   const int64_t d = config_.hidden_size;
   const DType dtype = chunk.hidden_dtype;
   for (const Slice& slice : chunk.slices) {
-    if (slice.grad_hidden == nullptr || !reports()) continue;
+    if (slice.grad_hidden == nullptr || !reports_) continue;
     for (int64_t row = 0; row < slice.rows; ++row) {
       if (slice.targets[row] != kIgnoredTarget) continue;
       std::fill_n(GradHiddenRow(slice, row, d, dtype), Bytes(d, dtype), uint8_t{0});

@@ -72,7 +72,6 @@ class CpuHead final : public HeadKernels {
   void Gather(const Chunk& chunk, const RowOrder& order);
   void ComputeChunk(Chunk& chunk, const RowOrder& order);
   void ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order);
-  void FinishRows(const Chunk& chunk, const RowLoss& row_loss, const RowOrder& order);
   void MarkFailedSlices(const Chunk& chunk, const RowOrder& order);
   // Returns the rows that have their gradient here; a head that is split has that of others elsewhere.
   RowRange ComputeGradHidden(const RowOrder& order);
@@ -81,19 +80,17 @@ class CpuHead final : public HeadKernels {
   void ScatterGradHidden(const Chunk& chunk, RowRange rows);
   void AccumulateWeight(const RowOrder& order);
 
-  Choice DescribeGradients() const;
   RowRequest RequestFor(const Chunk& chunk, const RowOrder& order, int64_t gathered) const;
   RowLossContext ContextFor(const LossOptions& options) const;
   NormParams norm_params() const;
-  bool has_norm() const { return config_.norm != Norm::kNone; }
-  bool is_split() const { return IsSplitByVocabulary(config_, replica_); }
-  // Row results, and what is the same for all parts of a head, comes from the first.
-  bool reports() const { return !is_split() || replica_.index == 0; }
   float* value(Param param) const { return buffers_.tensor({param, Role::kValue}); }
   float* gradient(Param param) const { return buffers_.tensor({param, Role::kGradient}); }
 
   const HeadConfig config_;
   const Replica replica_;
+  const bool has_norm_;
+  const bool is_split_;      // by vocabulary
+  const bool reports_;       // row results, and what is the same for all parts of a head: the first does
   const ShardRows classes_;  // whose logits are computed here
   const int64_t chunk_rows_;
   ThreadPool* const pool_;

@@ -19,10 +19,9 @@ inline std::unique_ptr<Backend> MakeCpuGroup(int members, int64_t least_rows,
   auto backends = CreateCpuMembers({.threads = 2 * members, .workspace_bytes = workspace_bytes}, members);
   EXPECT_TRUE(backends.ok()) << backends.status();
   if (!backends.ok()) return nullptr;
-  auto group = CreateGroupBackend(*std::move(backends), MakeCpuReplicas,
-                                  {.least_rows = least_rows,
-                                   .members_share_memory = true,
-                                   .join_classes = JoinCpuClasses});
+  auto group = CreateGroupBackend(
+      *std::move(backends), MakeCpuReplicas,
+      {.least_rows = least_rows, .members_share_memory = true, .join_classes = JoinCpuClasses});
   EXPECT_TRUE(group.ok()) << group.status();
   return group.ok() ? *std::move(group) : nullptr;
 }
