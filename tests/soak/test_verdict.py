@@ -58,6 +58,15 @@ def test_messages_under_way_are_no_growth():
         assert "steady memory" in failed(samples(memory=under_way(lambda t: 100 + t / 25)), latencies())
 
 
+def test_memory_that_is_given_back_is_no_growth():
+    """It rises by 6 MiB in 10 s, is given back, and so on."""
+    def sawtooth(floor):
+        return lambda t: (floor(t) + 0.6 * (t % 10)) * MEBIBYTE
+    assert failed(samples(memory=sawtooth(lambda t: 100)), latencies()) == set()
+    rising = sawtooth(lambda t: 100 + t / 40)  # 18.75 MiB in 750 s
+    assert failed(samples(memory=rising), latencies()) == {"steady memory"}
+
+
 def test_what_grows_is_found_over_restarts():
     """A leak that each restart of the server undoes: no sample is ever above the first process's last one."""
     kills = (200, 400, 600, 800)

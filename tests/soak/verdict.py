@@ -4,10 +4,12 @@ The first quarter of the run is left out: it has the restarts of the server, and
 
 - memory, descriptors and threads: the slope of the least-squares line through the samples, with an intercept of its own for
   each process of the server, times the length of that time, is at most LIMITS;
-- memory also by the median of the slopes of SLICES equal parts of that time, which has to be below STEADY_MEMORY. The line alone
-  cannot be held so low: when many large messages are under way at once, resident memory rises by some MiB and stays there, which
-  is bounded by what is planned. What grows with traffic grows in every part. What is under way at the moment comes and goes, so a
-  slope is that of the lowest samples of BINS pieces of its part;
+- memory also in two ways of which one has to be below STEADY_MEMORY, because what grows with traffic grows by both. The line alone
+  cannot be held so low. One is the median of the slopes of SLICES equal parts of that time: when many large messages are under way
+  at once, resident memory rises by some MiB and stays there, which is bounded by what is planned, and which no slope within a part
+  sees. What is under way at the moment comes and goes, so a slope is that of the lowest samples of BINS pieces of its part. The
+  other is the median of the slopes between the lowest samples of any two parts: memory that rises until the allocator gives it
+  back, again and again, does not lift them;
 - latency, divided by what a fixed piece of work took another process at the same moment (control.py): the medians of the first
   and the last third of that time. More than LATENCY_FACTOR times as long fails.
 
@@ -16,6 +18,8 @@ Pure functions of samples.
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -92,11 +96,25 @@ def _lowest_memory(samples: Sequence[Sample], begin: float, end: float) -> list[
     return slices
 
 
+def _slope_between(slices: Sequence[Sequence[tuple[int, float, float]]]) -> float:
+    """The median slope between the lowest samples of two parts, of all pairs of the same process; infinite without any."""
+    lowest: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for points in slices:
+        for process in {process for process, _, _ in points}:
+            memory, time = min((memory, time) for of, time, memory in points if of == process)
+            lowest[process].append((time, memory))
+    slopes = [(later[1] - earlier[1]) / (later[0] - earlier[0])
+              for points in lowest.values() for earlier, later in itertools.combinations(points, 2) if later[0] > earlier[0]]
+    return statistics.median(slopes) if slopes else math.inf
+
+
 def _steady_memory(samples: Sequence[Sample], begin: float, end: float) -> Finding:
     slices = _lowest_memory(samples, begin, end)
-    grown = (end - begin) * statistics.median(map(slope, slices))
+    within = (end - begin) * statistics.median(map(slope, slices))
+    between = (end - begin) * _slope_between(slices)
+    grown = min(within, between)
     figures = (f"grows steadily by {grown / MEBIBYTE:.2f} MiB in {end - begin:.0f} s (at most {STEADY_MEMORY / MEBIBYTE:g} MiB; "
-               f"median slope of {SLICES} parts)")
+               f"{within / MEBIBYTE:.2f} by the slopes within {SLICES} parts, {between / MEBIBYTE:.2f} by the lowest of each)")
     return Finding("steady memory", figures, grown <= STEADY_MEMORY)
 
 
