@@ -40,6 +40,17 @@ RowInputs InputsOf(const ChunkLayout& layout, const RowInputBlock& block, const 
           .coef_entropy = block.coef_entropy};
 }
 
+// Of a head that is split: which rows' hidden gradients become complete on this device.
+void DivideRows(const HeadSizes& sizes, const ChunkSlot& slot, ChunkJob& job) {
+  const int64_t rows = job.rows(), each = CeilDiv(rows, sizes.parts);
+  const auto raw = [&](int64_t compact) {
+    return compact < rows ? int64_t{slot.host_in.raw_of_compact[compact]} : job.layout.raw_rows;
+  };
+  const int64_t begin = std::min(rows, sizes.part * each), end = std::min(rows, begin + each);
+  job.rows_here = {begin, end};
+  job.raw_rows_here = {sizes.part == 0 ? 0 : raw(begin), raw(end)};
+}
+
 }  // namespace
 
 CudaHead::CudaHead(Device* device, const HeadConfig& config)
@@ -205,21 +216,11 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
       job.direct ? config_.compute_dtype : HiddenGradientDType(sizes_, config_.compute_dtype);
   job.hidden_gradient_scale = job.direct ? t * job.layout.unit : t;
   job.weight_gradient_scale = job.layout.unit * t;
-  DivideRows(job, slot);
+  DivideRows(sizes_, slot, job);
 
   job.plan = planner_->Next(*chunk, {job.terms, job.rows(), job.padded_rows(), job.wants_gradient()}, slot);
   job.layout.planned = job.plan.gradients;
   chunk->choices = cuda::Describe(job.plan);
-}
-
-void CudaHead::DivideRows(ChunkJob& job, const ChunkSlot& slot) const {
-  const int64_t rows = job.rows(), each = CeilDiv(rows, sizes_.parts);
-  const auto raw = [&](int64_t compact) {
-    return compact < rows ? int64_t{slot.host_in.raw_of_compact[compact]} : job.layout.raw_rows;
-  };
-  const int64_t begin = std::min(rows, sizes_.part * each), end = std::min(rows, begin + each);
-  job.rows_here = {begin, end};
-  job.raw_rows_here = {sizes_.part == 0 ? 0 : raw(begin), raw(end)};
 }
 
 absl::Status CudaHead::Enqueue(const Pending& pending) {

@@ -58,9 +58,11 @@ class CudaHead : public HeadKernels {
 
   // For a head that is split by vocabulary, before its first chunk.
   void Join(std::unique_ptr<ClassExchange> exchange) { link_.exchange = std::move(exchange); }
-  // Memory of the workspace that exchanges may be tried out in: `exchange_floats()` for each part.
-  void* exchange_memory() const { return workspace_.paths[Region::kHiddenGradient]; }
-  int64_t exchange_floats() const { return sizes_.chunk_rows / sizes_.parts * sizes_.padded_hidden; }
+  // Memory of the workspace that exchanges may be tried out in: so many floats for each part.
+  std::pair<void*, int64_t> exchange_memory() const {
+    return {workspace_.paths[Region::kHiddenGradient],
+            sizes_.chunk_rows / sizes_.parts * sizes_.padded_hidden};
+  }
   // For what connects the replicas of a head.
   Device& device() { return *device_; }
   HeadTensors& tensors() { return tensors_; }
@@ -88,8 +90,6 @@ class CudaHead : public HeadKernels {
   absl::Status HiddenGradient(const Pending& pending, ChunkPath& path);
   // What the row kernels know of targets: dot products, and where they are.
   absl::Status PlaceTargets(const ChunkJob& job);
-  // Of a head that is split: which rows' hidden gradients become complete on this device.
-  void DivideRows(ChunkJob& job, const ChunkSlot& slot) const;
   void Report(const std::shared_ptr<Pending>& pending, absl::Status status, ChunkCallbacks callbacks);
 
   Device* const device_;

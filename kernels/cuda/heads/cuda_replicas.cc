@@ -174,9 +174,9 @@ class NcclReplicaGroup final : public CudaReplicaGroup {
     std::vector<Nccl::Part> parts;
     for (size_t i = 0; i < heads.size(); ++i) {
       auto* const head = static_cast<CudaHead*>(heads[i]);
-      parts.push_back({static_cast<int>(i), head->exchange_memory(), head->device().compute()});
+      parts.push_back({static_cast<int>(i), head->exchange_memory().first, head->device().compute()});
     }
-    return nccl_->MakeLinks(parts, static_cast<CudaHead*>(heads[0])->exchange_floats());
+    return nccl_->MakeLinks(parts, static_cast<CudaHead*>(heads[0])->exchange_memory().second);
   }
 
  private:

@@ -132,6 +132,7 @@ TEST_F(ErrorFieldsTest, HeadSpec) {
         "9"},
        {[](Spec& s) { s.set_logits(static_cast<v1::Logits>(17)); }, "spec.logits", "17"},
        {[](Spec& s) { s.set_gradients(static_cast<v1::Gradients>(17)); }, "spec.gradients", "17"},
+       {[](Spec& s) { s.set_split(static_cast<v1::Split>(17)); }, "spec.split", "17"},
        {[](Spec& s) { s.set_workspace_bytes(uint64_t{1} << 63); }, "spec.workspace_bytes",
         "9223372036854775808"}},
       {"bias", "class_weights", "frozen"}, call);
