@@ -65,6 +65,7 @@ std::vector<ConformanceCase> Cases() {
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, BackendConformance, ::testing::ValuesIn(Cases()), ConformanceName);
+INSTANTIATE_TEST_SUITE_P(Ranks, GradientsConformance, ::testing::ValuesIn(Cases()), ConformanceName);
 
 }  // namespace
 }  // namespace lossd::kernels::testing
