@@ -6,6 +6,7 @@
 #include "kernels/cuda/kernels/hopper/tiles.h"
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/paths/chunk_layout.h"
+#include "kernels/cuda/paths/sample_plan.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -159,9 +160,7 @@ FilterArena FilterArena::Carve(const FilterShape& chunk, Selection selection, co
     arena.tiles = hopper::TilePartials::Carve(carver, block.rows, chunk.vocab);
     arena.lists = hopper::CandidateLists::Carve(carver, block.rows, chunk.vocab, block.listed);
   } else {
-    const DType dtype = selection == Selection::kFromLogits ? DType::kFloat32 : chunk.dtype;
-    arena.logits =
-        carver.Take<uint8_t>(block.rows * chunk.padded_vocab * static_cast<int64_t>(SizeOf(dtype)));
+    arena.logits = carver.Take<float>(block.rows * chunk.padded_vocab);
     arena.tiles = hopper::TilePartials::Carve(carver, block.rows, chunk.vocab);
   }
   arena.bytes = lists.used() + RoundUp(std::max(carver.used(), scratch.used()), 256);
@@ -188,13 +187,14 @@ FilterBlock ChooseFilterBlock(const FilterShape& chunk, Selection selection, int
 }
 
 int64_t LeastArenaBytes(const RecomputedShape& shape, const FilterShape& chunk) {
-  return std::max(BlockBytes(shape, SmallestRecomputedBlocks(shape)),
-                  FilterBytes(shape, chunk, {kLeastBlockRows}));
+  return std::max({BlockBytes(shape, SmallestRecomputedBlocks(shape)),
+                   FilterBytes(shape, chunk, {kLeastBlockRows}), LeastSampledArenaBytes(chunk)});
 }
 
 int64_t LargestArenaBytes(const RecomputedShape& shape, const FilterShape& chunk) {
   const RecomputedBlocks all = {chunk.chunk_rows, shape.padded_vocab};
-  return std::max(BlockBytes(shape, all), FilterBytes(shape, chunk, {chunk.chunk_rows, hopper::kMostListed}));
+  return std::max({BlockBytes(shape, all), FilterBytes(shape, chunk, {chunk.chunk_rows, hopper::kMostListed}),
+                   LeastSampledArenaBytes(chunk)});
 }
 
 }  // namespace lossd::kernels::cuda

@@ -74,9 +74,8 @@ double PredictRecomputedSeconds(const RecomputedShape& shape, const RecomputedBl
 
 // How the candidates of a block of rows are found when small probabilities are left out.
 enum class Selection {
-  kFromLogits,        // of all classes
-  kFromExponentials,  // of all classes, which the logit pass leaves
-  kInPass,            // listed by the logit pass
+  kFromLogits,  // of all classes
+  kInPass,      // listed by the logit pass
 };
 
 // A block of rows whose candidates are found together.
@@ -88,7 +87,7 @@ struct FilterBlock {
 // What that takes: behind the lists of the chunk (the second group of FilterBuffers), and where its scratch
 // (the third) will be.
 struct FilterArena {
-  void* logits = nullptr;        // [rows, padded_vocab], kFromLogits: fp32, kFromExponentials: bf16
+  void* logits = nullptr;        // kFromLogits: [rows, padded_vocab], fp32
   hopper::TilePartials tiles;    // of a logit pass
   hopper::CandidateLists lists;  // kInPass
   int64_t bytes = 0;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/paths/recomputed_plan.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -57,14 +58,44 @@ SampleBuffers SampleBuffers::Carve(const FilterShape& shape, Carver& own, Carver
   return b;
 }
 
-BlockSampleBuffers BlockSampleBuffers::Carve(const FilterShape& shape, Carver& own) {
-  BlockSampleBuffers b;
-  b.capacity = std::max(shape.capacity() / 2, kLeastSamples);
-  b.entries = own.Take<SampleEntry>(b.capacity);
+RecomputedSampleBuffers RecomputedSampleBuffers::Carve(const FilterShape& shape, Carver& own, Carver& hidden,
+                                                       Carver& arena) {
+  RecomputedSampleBuffers b;
   b.rows = own.Take<SampledRow>(shape.chunk_rows);
   b.counters = own.Take<SampleCounters>(1);
   b.runs = own.Take<RunCounters>(1);
+  b.listed = hidden.Take<SampleEntry>(shape.entries());
+  b.entries = arena.Take<SampleEntry>(shape.entries());
+  b.kept = KeptBuffers::Carve(shape.entries(), shape.padded_hidden, arena, arena);
   return b;
+}
+
+SampledBlockArena SampledBlockArena::Carve(const FilterShape& shape, DType elements, int64_t rows,
+                                           uint8_t* base) {
+  SampledBlockArena arena;
+  Carver carver(base);
+  arena.elements = carver.Take<uint8_t>(rows * shape.padded_vocab * static_cast<int64_t>(SizeOf(elements)));
+  arena.tiles = hopper::TilePartials::Carve(carver, rows, shape.vocab);
+  arena.bytes = carver.used();
+  return arena;
+}
+
+int64_t ChooseSampledRows(const FilterShape& shape, DType elements, int64_t rows, int64_t arena_bytes) {
+  int64_t most = 1;  // in units of 8
+  for (int64_t fails = rows / kLeastBlockRows + 1; fails - most > 1;) {
+    const int64_t middle = most + (fails - most) / 2;
+    const int64_t bytes =
+        SampledBlockArena::Carve(shape, elements, middle * kLeastBlockRows, nullptr).bytes;
+    (bytes <= arena_bytes ? most : fails) = middle;
+  }
+  return RoundUp(CeilDiv(rows, CeilDiv(rows, most * kLeastBlockRows)), kLeastBlockRows);
+}
+
+int64_t LeastSampledArenaBytes(const FilterShape& shape) {
+  Carver own(nullptr), hidden(nullptr), arena(nullptr);
+  RecomputedSampleBuffers::Carve(shape, own, hidden, arena);
+  return std::max(arena.used(),
+                  SampledBlockArena::Carve(shape, DType::kFloat32, kLeastBlockRows, nullptr).bytes);
 }
 
 absl::string_view WhyNotSampledOnDevice(const FilterShape& shape, const DeviceLimits& limits) {
@@ -73,7 +104,7 @@ absl::string_view WhyNotSampledOnDevice(const FilterShape& shape, const DeviceLi
 }
 
 bool HasHotClasses(const FilterShape& shape) {
-  if (shape.vocab < 16 * kHotClasses || shape.chunk_rows < kLeastHotRows) return false;
+  if (shape.vocab < 12 * kHotClasses || shape.chunk_rows < kLeastHotRows) return false;
   Carver own(nullptr), hidden(nullptr), logits(nullptr);
   SampleBuffers b;
   CarveHot(shape, own, hidden, logits, b);

@@ -7,6 +7,7 @@
 #include "absl/strings/string_view.h"
 #include "kernels/cuda/device/device_limits.h"
 #include "kernels/cuda/device/device_memory.h"
+#include "kernels/cuda/kernels/hopper/logit_pass.h"
 #include "kernels/cuda/kernels/sampled/hot_classes.h"
 #include "kernels/cuda/kernels/sampled/sampled.h"
 #include "kernels/cuda/paths/filter_plan.h"
@@ -47,16 +48,34 @@ struct SampleBuffers {
   static SampleBuffers Carve(const FilterShape& shape, Carver& own, Carver& hidden, Carver& logits);
 };
 
-// Of a block of rows whose logits are recomputed; the entries of all blocks lie in FilterBuffers::kept.
-struct BlockSampleBuffers {
-  int64_t capacity = 0;
-  SampleEntry* entries = nullptr;  // [capacity]
-  SampledRow* rows = nullptr;      // [chunk_rows]
+// Of a chunk whose logits are recomputed, a block of rows after the other.
+struct RecomputedSampleBuffers {
+  SampledRow* rows = nullptr;  // [chunk_rows]
   SampleCounters* counters = nullptr;
   RunCounters* runs = nullptr;
+  // In the memory of dx, until the last block is done.
+  SampleEntry* listed = nullptr;  // [FilterShape::entries()]
+  // In the arena, when no block needs it any more.
+  SampleEntry* entries = nullptr;  // the same again
+  KeptBuffers kept;
 
-  static BlockSampleBuffers Carve(const FilterShape& shape, Carver& own);
+  static RecomputedSampleBuffers Carve(const FilterShape& shape, Carver& own, Carver& hidden, Carver& arena);
 };
+
+// What a block of so many rows takes of the arena.
+struct SampledBlockArena {
+  void* elements = nullptr;    // [rows, padded_vocab]
+  hopper::TilePartials tiles;  // of a logit pass
+  int64_t bytes = 0;
+
+  static SampledBlockArena Carve(const FilterShape& shape, DType elements, int64_t rows, uint8_t* base);
+};
+
+// Rows of a block, a multiple of 8 and at least 8: as many as fit the arena, in blocks of about the same
+// size. rows > 0, a multiple of 8: of the chunk.
+int64_t ChooseSampledRows(const FilterShape& shape, DType elements, int64_t rows, int64_t arena_bytes);
+// The arena holds blocks of 8 rows whatever their elements, and the lists of a chunk.
+int64_t LeastSampledArenaBytes(const FilterShape& shape);
 
 // Why this GPU computes a chunk of such a head exactly although its options ask for samples, or "".
 absl::string_view WhyNotSampledOnDevice(const FilterShape& shape, const DeviceLimits& limits);

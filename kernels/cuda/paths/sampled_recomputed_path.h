@@ -1,8 +1,7 @@
 // Sampled gradients of a chunk whose logits are recomputed, a block of rows after the other
-// (docs/kernels/sampled.md). The logits of a block, of all classes, become ds in place; from it the list of
-// the block's rows is taken, and dx gathered. dW is added from the lists of all blocks. With `auto` the
-// device decides after the last block, by the predicted error, whether the gradients are computed again as
-// RecomputedPath would.
+// (docs/kernels/sampled.md). The logits of a block, of all classes, become ds in place, and from it the list
+// of the block's rows is taken. dx and dW come from the lists of all blocks. With `auto` the device decides
+// after the last block, by the predicted error, whether the gradients are computed as RecomputedPath would.
 //
 // Each block has its share of the room for entries, and takes a larger threshold if that is not enough.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_SAMPLED_RECOMPUTED_PATH_H_
@@ -25,7 +24,7 @@ class SampledRecomputedPath final : public ChunkPath {
 
   absl::Status Prepare(const ChunkJob& job) override;
   absl::Status Loss(const ChunkJob& job) override;
-  // Both gradients, if the decision is to be exact; else Loss has computed dx, and dW is added.
+  // Both gradients.
   absl::Status HiddenGradient(const ChunkJob& job) override { return Gradients(job); }
   absl::Status WeightGradient(const ChunkJob& job) override;
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override {
@@ -34,28 +33,27 @@ class SampledRecomputedPath final : public ChunkPath {
   std::vector<Choice> DescribeMemory(const ChunkPlan& plan) const override;
 
  private:
+  FilterShape ShapeOfHead() const;
   FilterShape ShapeOf(const ChunkJob& job) const;
   // Whether ds of a block comes from the logit pass, as exponentials and factors of rows.
   bool LeavesExponentials(const ChunkPlan& plan) const;
-  Selection SelectionFor(const ChunkPlan& plan) const {
-    return LeavesExponentials(plan) ? Selection::kFromExponentials : Selection::kFromLogits;
-  }
+  DType ElementsOf(const ChunkPlan& plan) const;
+  int64_t BlockRows(const ChunkPlan& plan, int64_t rows) const;
   // The first entry of the rows from `row` on.
   int64_t FirstEntry(const ChunkJob& job, int64_t row) const;
   SampleList ListOf(const ChunkJob& job, const RowBlock& rows) const;
-  absl::Status PrepareLists(const ChunkJob& job) const;
   // Row results of a block and its ds, in the arena.
   absl::StatusOr<LogitMatrix> BlockElements(const ChunkJob& job, const RowBlock& rows) const;
-  // Those, and its entries and dx.
+  // Those, and its entries.
   absl::Status SampleBlock(const ChunkJob& job, const RowBlock& rows) const;
-  absl::Status GatherBlock(const ChunkJob& job, const RowBlock& rows) const;
   absl::Status Gradients(const ChunkJob& job) const;
-  absl::Status AddKept(const ChunkJob& job) const;
+  absl::Status SampledGradients(const ChunkJob& job) const;
+  // dx, if it is wanted, and the entries of dW, in the arena.
+  absl::Status GatherRows(const ChunkJob& job) const;
 
   const PathContext& context_;
   RecomputedPath exact_;
-  FilterBuffers lists_;
-  BlockSampleBuffers block_buffers_;
+  RecomputedSampleBuffers buffers_;
   int64_t block_rows_ = 0;  // of the chunk that Prepare has begun
 };
 

@@ -44,9 +44,12 @@ int64_t SampledStoredPath::CapacityOf(const ChunkJob& job) const {
 }
 
 SampleList SampledStoredPath::ListOf(const ChunkJob& job) const {
-  return {buffers_.listed, static_cast<int32_t>(CapacityOf(job)),
-          buffers_.rows,   buffers_.counters,
-          job.variance,    job.square};
+  return {.entries = buffers_.listed,
+          .capacity = static_cast<int32_t>(CapacityOf(job)),
+          .rows = buffers_.rows,
+          .counters = buffers_.counters,
+          .variance = job.variance,
+          .square = job.square};
 }
 
 absl::Status SampledStoredPath::Prepare(const ChunkJob& job) {

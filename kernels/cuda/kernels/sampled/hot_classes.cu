@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kNumberThreads = 512;
+constexpr int kCountThreads = 512;
 constexpr int kCountRows = 64;  // a block
 constexpr float kFading = 0.5f;
 constexpr float kTakenUnit = 1.0f / 16;
@@ -41,7 +42,7 @@ __global__ void UpdatePopularityKernel(HotClasses hot, float least) {
   }
 }
 
-// The lowest bin from which on there are at most kHotClasses classes.
+// The lowest bin from which on there are at most kHotClasses classes. By one thread, in shared memory.
 __device__ __forceinline__ int LowestBin(const int32_t* histogram) {
   int bin = kHotBins;
   for (int classes = 0; bin > 0 && classes + histogram[bin - 1] <= kHotClasses; --bin) {
@@ -52,8 +53,11 @@ __device__ __forceinline__ int LowestBin(const int32_t* histogram) {
 
 // A warp a group, a lane a class.
 __global__ void MarkHotKernel(HotClasses hot, float least) {
+  __shared__ int32_t histogram[kHotBins];
   __shared__ int lowest;
-  if (threadIdx.x == 0) lowest = LowestBin(hot.histogram);
+  for (int i = static_cast<int>(threadIdx.x); i < kHotBins; i += kThreads) histogram[i] = hot.histogram[i];
+  __syncthreads();
+  if (threadIdx.x == 0) lowest = LowestBin(histogram);
   __syncthreads();
   const int64_t v = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   const bool is_hot = v < hot.vocab && BinOf(hot.popularity[v], least) >= lowest;
@@ -93,8 +97,8 @@ __global__ __launch_bounds__(kNumberThreads) void NumberHotKernel(HotClasses hot
 
 // A thread has a column of the block's rows.
 template <typename T>
-__global__ __launch_bounds__(kHotClasses) void CountHotKernel(const __grid_constant__ CountHotParams p) {
-  const int slot = static_cast<int>(threadIdx.x);
+__global__ __launch_bounds__(kCountThreads) void CountHotKernel(const __grid_constant__ CountHotParams p) {
+  const int slot = static_cast<int>(blockIdx.y * kCountThreads + threadIdx.x);
   if (slot >= *p.hot.count) return;
   const int64_t first = blockIdx.x * int64_t{kCountRows};
   const int64_t last = min(first + kCountRows, p.rows);
@@ -105,7 +109,6 @@ __global__ __launch_bounds__(kHotClasses) void CountHotKernel(const __grid_const
   }
   atomicAdd(p.hot.taken + p.hot.ids[slot], __float2int_rn(sum / kTakenUnit));
 }
-static_assert(kHotClasses <= 1024, "one block has a thread for each");
 
 // A block a hot class; 16-byte vectors.
 __global__ void GatherHotKernel(HotClasses hot, const uint4* weight, int64_t vectors, uint4* to) {
@@ -139,9 +142,10 @@ cudaError_t LaunchChooseHot(const HotClasses& hot, float least, cudaStream_t str
 
 cudaError_t LaunchCountHot(const CountHotParams& params, cudaStream_t stream) {
   if (params.rows == 0) return cudaSuccess;
-  const auto blocks = static_cast<unsigned>(CeilDiv(params.rows, kCountRows));
+  const dim3 blocks(static_cast<unsigned>(CeilDiv(params.rows, kCountRows)),
+                    static_cast<unsigned>(CeilDiv(kHotClasses, kCountThreads)));
   return WithElement(params.dtype, [&](auto element) {
-    CountHotKernel<typename decltype(element)::Type><<<blocks, kHotClasses, 0, stream>>>(params);
+    CountHotKernel<typename decltype(element)::Type><<<blocks, kCountThreads, 0, stream>>>(params);
     return cudaGetLastError();
   });
 }

@@ -15,7 +15,7 @@
 namespace lossd::kernels::cuda {
 
 // Columns of the dense matrix; fewer classes may be hot, and the other columns are 0.
-inline constexpr int kHotClasses = 1024;
+inline constexpr int kHotClasses = 2048;
 inline constexpr int kHotGroup = 32;  // classes of a word of `bits`
 inline constexpr int kHotBins = 256;  // of a histogram of popularity
 

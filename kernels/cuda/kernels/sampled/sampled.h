@@ -49,10 +49,11 @@ struct SampleCounters {
   int32_t highest;  // level of the rows that have been sampled so far
 };
 
-// The list of a chunk, and what is known of its rows.
+// The list of a chunk, or of a block of its rows, and what is known of them.
 struct SampleList {
-  SampleEntry* entries = nullptr;  // [capacity]; those of a row in the order of classes
-  int32_t capacity = 0;            // at least the rows
+  SampleEntry* entries = nullptr;  // of the chunk; those of a row in the order of classes
+  int32_t first = 0;               // of the entries that belong to these rows
+  int32_t capacity = 0;            // how many these are, at least the rows
   SampledRow* rows = nullptr;      // [rows]
   SampleCounters* counters = nullptr;
   // [rows] each, over the gradient unit squared; 0 of rows without a gradient.

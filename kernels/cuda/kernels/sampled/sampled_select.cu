@@ -236,7 +236,7 @@ __device__ __forceinline__ int WriteEntries(const SampleRowsParams& p, const T* 
       const int column = g * kGroup + __ffs(static_cast<int>(taken)) - 1;
       const float element = static_cast<float>(row[column]);
       const bool is_target = column == s.target;
-      if (at < to.capacity) to.entries[at] = {column, ValueOf(s, is_target, element)};
+      if (at < to.capacity) to.entries[to.first + at] = {column, ValueOf(s, is_target, element)};
       if (!is_target) sums.Add(fabsf(element) * s.relative, s.threshold);
     }
   }
@@ -301,7 +301,7 @@ __global__ __launch_bounds__(kThreads,
   sums.square = hot_square;
   const int begin = shared.begin;
   const int count = WriteEntries(p, elements, s, omega, picked, begin, memory, shared, sums);
-  if (threadIdx.x == 0) to.rows[row] = {begin, count};
+  if (threadIdx.x == 0) to.rows[row] = {to.first + begin, count};
   WriteErrors(to, row, s, static_cast<float>(elements[s.target]), sums, shared.scratch);
 }
 

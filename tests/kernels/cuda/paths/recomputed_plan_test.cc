@@ -9,6 +9,7 @@
 #include "kernels/cuda/heads/head_memory.h"
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/paths/chunk_layout.h"
+#include "kernels/cuda/paths/sample_plan.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -103,8 +104,7 @@ TEST(RecomputedPlan, BlocksFitTheArenaWhateverTheRows) {
           EXPECT_TRUE(blocks.classes % 256 == 0 || blocks.classes == shape_of_head.padded_vocab);
           EXPECT_GE(blocks.classes, 1);
           const FilterShape filter = FilterShapeOf(config, sizes);
-          for (const Selection selection :
-               {Selection::kFromLogits, Selection::kFromExponentials, Selection::kInPass}) {
+          for (const Selection selection : {Selection::kFromLogits, Selection::kInPass}) {
             if (selection != Selection::kFromLogits && !fused) continue;
             const FilterBlock block = ChooseFilterBlock(filter, selection, rows, sizes.arena_bytes);
             EXPECT_GE(block.rows, 8);
@@ -112,6 +112,15 @@ TEST(RecomputedPlan, BlocksFitTheArenaWhateverTheRows) {
             EXPECT_LE(FilterArena::Carve(filter, selection, block, nullptr).bytes, sizes.arena_bytes)
                 << Describe(config);
           }
+          for (const DType elements : {DType::kBFloat16, DType::kFloat32}) {
+            const int64_t block_rows = ChooseSampledRows(filter, elements, rows, sizes.arena_bytes);
+            EXPECT_GE(block_rows, 8);
+            EXPECT_EQ(block_rows % 8, 0);
+            EXPECT_LE(SampledBlockArena::Carve(filter, elements, block_rows, nullptr).bytes,
+                      sizes.arena_bytes)
+                << Describe(config);
+          }
+          EXPECT_LE(LeastSampledArenaBytes(filter), sizes.arena_bytes) << Describe(config);
         }
       }
     }
@@ -147,6 +156,32 @@ TEST(RecomputedPlan, NothingOfASelectionInThePassOverlaps) {
   EXPECT_GE(arena.lists.sum_bound, reinterpret_cast<float*>(arena.lists.counts + 1024));
   EXPECT_GE(base + arena.bytes, reinterpret_cast<uint8_t*>(arena.lists.sum_bound + 1024));
   EXPECT_GE(arena.bytes, lists.used() + scratch.used());
+}
+
+// The lists of a chunk take the place of its blocks when these are done.
+TEST(RecomputedPlan, NothingOfSamplesOverlaps) {
+  auto* const base = reinterpret_cast<uint8_t*>(uintptr_t{1} << 40);
+  const FilterShape chunk = {
+      .chunk_rows = 4096, .vocab = 255'999, .padded_vocab = 256'000, .padded_hidden = 2304};
+  Carver own(nullptr), hidden(nullptr), arena(base);
+  const RecomputedSampleBuffers b = RecomputedSampleBuffers::Carve(chunk, own, hidden, arena);
+  EXPECT_EQ(hidden.used(), chunk.entries() * static_cast<int64_t>(sizeof(SampleEntry)));
+  EXPECT_GE(reinterpret_cast<uint8_t*>(b.kept.keys), reinterpret_cast<uint8_t*>(b.entries + chunk.entries()));
+  EXPECT_LE(arena.used(), LeastSampledArenaBytes(chunk));
+  const SampledBlockArena block = SampledBlockArena::Carve(chunk, DType::kBFloat16, 104, base);
+  EXPECT_GE(reinterpret_cast<uint8_t*>(block.tiles.max), base + 104 * chunk.padded_vocab * 2);
+  EXPECT_GE(base + block.bytes, reinterpret_cast<uint8_t*>(block.tiles.target + 104));
+}
+
+// Nearly all of the arena holds logits: 64 MiB are 57 MiB of them.
+TEST(RecomputedPlan, TheFiveShapesSampleFromBlocksOfManyRows) {
+  for (const Shape& shape : kModels) {
+    const HeadConfig config = Recomputed(shape, DType::kBFloat16);
+    const HeadSizes sizes = SizesOf(config);
+    const FilterShape chunk = FilterShapeOf(config, sizes);
+    const int64_t rows = ChooseSampledRows(chunk, DType::kBFloat16, chunk.chunk_rows, sizes.arena_bytes);
+    EXPECT_GE(rows * chunk.padded_vocab * 2, sizes.arena_bytes * 85 / 100) << Describe(config);
+  }
 }
 
 // In few blocks of whole panels, so that weights are read few times; with more room for candidates where the
