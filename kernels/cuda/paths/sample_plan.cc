@@ -84,8 +84,7 @@ int64_t ChooseSampledRows(const FilterShape& shape, DType elements, int64_t rows
   int64_t most = 1;  // in units of 8
   for (int64_t fails = rows / kLeastBlockRows + 1; fails - most > 1;) {
     const int64_t middle = most + (fails - most) / 2;
-    const int64_t bytes =
-        SampledBlockArena::Carve(shape, elements, middle * kLeastBlockRows, nullptr).bytes;
+    const int64_t bytes = SampledBlockArena::Carve(shape, elements, middle * kLeastBlockRows, nullptr).bytes;
     (bytes <= arena_bytes ? most : fails) = middle;
   }
   return RoundUp(CeilDiv(rows, CeilDiv(rows, most * kLeastBlockRows)), kLeastBlockRows);

@@ -46,8 +46,8 @@ int64_t SampledRecomputedPath::FirstEntry(const ChunkJob& job, int64_t row) cons
 
 absl::Status SampledRecomputedPath::Prepare(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(exact_.Prepare(job));
-  block_rows_ = context_.device->options().smallest_blocks ? kLeastBlockRows
-                                                            : BlockRows(job.plan, job.padded_rows());
+  block_rows_ =
+      context_.device->options().smallest_blocks ? kLeastBlockRows : BlockRows(job.plan, job.padded_rows());
   if (LeavesExponentials(job.plan)) return absl::OkStatus();
   return ForEachRowBlock(job, block_rows_, [&](const RowBlock& rows) {
     return context_.device->gemms().Prepare(exact_.LogitsGemm(rows.in.padded_rows));
@@ -174,10 +174,10 @@ std::vector<Choice> SampledRecomputedPath::DescribeMemory(const ChunkPlan& plan)
   const FilterShape shape = ShapeOfHead();
   const absl::string_view reason = WhyNotSampledOnDevice(shape, context_.device->limits());
   return {{.what = "sampled gradients",
-           .choice = reason.empty() ? absl::StrCat("from the logits of ",
-                                                  BlockRows(plan, context_.sizes.chunk_rows), " rows, up to ",
-                                                   kPooledRecomputed, " classes a row on average")
-                                    : "never",
+           .choice = reason.empty()
+                         ? absl::StrCat("from the logits of ", BlockRows(plan, context_.sizes.chunk_rows),
+                                        " rows, up to ", kPooledRecomputed, " classes a row on average")
+                         : "never",
            .reason = std::string(reason)}};
 }
 
