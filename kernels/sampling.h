@@ -2,7 +2,8 @@
 // Also for device code.
 //
 // A row has one number, a hash of the seed of its microbatch and of the row's place in it, so it does not
-// depend on the chunk, the slice or the time in which the row is computed. Thread-compatible.
+// depend on the chunk, the slice or the time in which the row is computed. Where the classes of a row lie on
+// several devices, each part of them has a number of its own. Thread-compatible.
 #ifndef LOSSD_KERNELS_SAMPLING_H_
 #define LOSSD_KERNELS_SAMPLING_H_
 
@@ -24,9 +25,11 @@ constexpr uint64_t MixBits(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// omega of a row, a multiple of 2^-24 in [0, 1). seed: of the microbatch; row: its number in the microbatch.
-constexpr float SampleOf(uint64_t seed, uint64_t row) {
-  const uint64_t bits = MixBits(MixBits(seed) + (row + 1) * 0x9e3779b97f4a7c15u);
+// omega of a row, a multiple of 2^-24 in [0, 1). seed: of the microbatch; row: its number in the microbatch;
+// first_class: of those that are sampled with this number.
+constexpr float SampleOf(uint64_t seed, uint64_t row, uint64_t first_class = 0) {
+  uint64_t bits = MixBits(MixBits(seed) + (row + 1) * 0x9e3779b97f4a7c15u);
+  if (first_class != 0) bits = MixBits(bits + first_class * 0xd1342543de82ef95u);
   return static_cast<float>(bits >> 40) * 0x1p-24f;
 }
 

@@ -9,6 +9,10 @@ void SoleExchange::MergeStatistics(int, absl::Span<const RowStatistics> own,
   std::copy(own.begin(), own.end(), merged.begin());
 }
 
+void SoleExchange::MergeGradients(int, absl::Span<const GradientSums> own, absl::Span<RowResult> results) {
+  for (size_t row = 0; row < results.size(); ++row) results[row].gradient = own[row];
+}
+
 RowRange SoleExchange::SumRows(int, float*, int64_t rows, int64_t) { return {0, rows}; }
 
 void SoleExchange::AddSums(int, const float* own, float* to, int64_t n) {
@@ -16,7 +20,10 @@ void SoleExchange::AddSums(int, const float* own, float* to, int64_t n) {
 }
 
 ThreadExchange::ThreadExchange(int parts)
-    : barrier_(parts), statistics_(static_cast<size_t>(parts)), floats_(static_cast<size_t>(parts)) {}
+    : barrier_(parts),
+      statistics_(static_cast<size_t>(parts)),
+      gradients_(static_cast<size_t>(parts)),
+      floats_(static_cast<size_t>(parts)) {}
 
 void ThreadExchange::MergeStatistics(int part, absl::Span<const RowStatistics> own,
                                      absl::Span<RowStatistics> merged) {
@@ -28,6 +35,22 @@ void ThreadExchange::MergeStatistics(int part, absl::Span<const RowStatistics> o
     merged[row] = Merge(of_row);
   }
   barrier_.arrive_and_wait();  // until then nobody may write what others read
+}
+
+void ThreadExchange::MergeGradients(int part, absl::Span<const GradientSums> own,
+                                    absl::Span<RowResult> results) {
+  gradients_[static_cast<size_t>(part)] = own;
+  barrier_.arrive_and_wait();
+  for (size_t row = 0; row < results.size(); ++row) {
+    GradientSums all;
+    for (const absl::Span<const GradientSums> of_part : gradients_) {
+      all.dropped_mass += of_part[row].dropped_mass;
+      all.sampling_variance += of_part[row].sampling_variance;
+      all.squared_gradient += of_part[row].squared_gradient;
+    }
+    results[row].gradient = all;
+  }
+  barrier_.arrive_and_wait();
 }
 
 // A part writes its rows of its own sums, which no other part reads.

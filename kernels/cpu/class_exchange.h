@@ -28,6 +28,9 @@ class ClassExchange {
   // merged[i]: row i over the classes of all parts.
   virtual void MergeStatistics(int part, absl::Span<const RowStatistics> own,
                                absl::Span<RowStatistics> merged) = 0;
+  // results[i].gradient: of row i over the classes of all parts.
+  virtual void MergeGradients(int part, absl::Span<const GradientSums> own,
+                              absl::Span<RowResult> results) = 0;
   // `own` [rows, cols]: sums over the part's classes. Those of the returned rows become the sums over all
   // classes; every row is returned to one part.
   virtual RowRange SumRows(int part, float* own, int64_t rows, int64_t cols) = 0;
@@ -40,6 +43,7 @@ class SoleExchange final : public ClassExchange {
  public:
   void MergeStatistics(int part, absl::Span<const RowStatistics> own,
                        absl::Span<RowStatistics> merged) override;
+  void MergeGradients(int part, absl::Span<const GradientSums> own, absl::Span<RowResult> results) override;
   RowRange SumRows(int part, float* own, int64_t rows, int64_t cols) override;
   void AddSums(int part, const float* own, float* to, int64_t n) override;
 };
@@ -52,6 +56,7 @@ class ThreadExchange final : public ClassExchange {
 
   void MergeStatistics(int part, absl::Span<const RowStatistics> own,
                        absl::Span<RowStatistics> merged) override;
+  void MergeGradients(int part, absl::Span<const GradientSums> own, absl::Span<RowResult> results) override;
   RowRange SumRows(int part, float* own, int64_t rows, int64_t cols) override;
   void AddSums(int part, const float* own, float* to, int64_t n) override;
 
@@ -61,6 +66,7 @@ class ThreadExchange final : public ClassExchange {
   std::barrier<> barrier_;
   // What each part has brought; written before a barrier and read after it.
   std::vector<absl::Span<const RowStatistics>> statistics_;
+  std::vector<absl::Span<const GradientSums>> gradients_;
   std::vector<const float*> floats_;
 };
 

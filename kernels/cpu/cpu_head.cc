@@ -48,8 +48,8 @@ bool ExceedsError(const Chunk& chunk, const RowOrder& order, const HeadBuffers& 
   for (int64_t i = 0; i < order.with_gradient(); ++i) {
     const RowResult& result = buffers.results[i];
     if (!result.finite || chunk.slices[static_cast<size_t>(buffers.sources[i].slice)].stands_in) continue;
-    variance += result.sampling_variance;
-    square += result.squared_gradient;
+    variance += result.gradient.sampling_variance;
+    square += result.gradient.squared_gradient;
   }
   const auto limit = double{chunk.options.max_gradient_error};
   return variance > limit * limit * square;
@@ -90,7 +90,7 @@ CpuHead::CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, 
 
 std::vector<Choice> CpuHead::Describe() const {
   const LossOptions options = {.gradients = config_.gradients};
-  const absl::string_view why_exact = is_split_ ? WhyExactByVocabulary(options) : WhyExact(options, false);
+  const absl::string_view why_exact = WhyExact(options, false);
   std::vector<Choice> choices = {
       {.what = "chunk",
        .choice = absl::StrCat("up to ", chunk_rows_, " rows"),
@@ -146,8 +146,7 @@ void CpuHead::Gather(const Chunk& chunk, const RowOrder& order) {
 void CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   LossOptions options = chunk.options;
   const bool is_auto = options.gradients == Gradients::kAuto;
-  absl::string_view why_exact =
-      is_split_ ? WhyExactByVocabulary(options) : WhyExact(options, AnyGradEntropy(chunk));
+  absl::string_view why_exact = WhyExact(options, AnyGradEntropy(chunk));
   if (why_exact.empty() && order.with_gradient() == 0) why_exact = "no gradient is wanted";
   options.gradients = why_exact.empty() && is_auto ? Gradients::kSampled : GradientsOf(options, why_exact);
   ComputeRows(chunk, options, order);
@@ -191,15 +190,22 @@ void CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const 
       }
     });
   }
-  if (!is_split_) return;
+  if (is_split_) FinishRows(chunk, row_loss, order);
+}
+
+// Of a head that is split, once every part has the logits of its classes.
+void CpuHead::FinishRows(const Chunk& chunk, const RowLoss& row_loss, const RowOrder& order) {
+  const int64_t c = classes_.rows;
   const auto all = static_cast<size_t>(order.rows);
   exchange_->MergeStatistics(replica_.index, {buffers_.statistics, all}, {buffers_.merged, all});
   pool_->ParallelFor(order.rows, std::max<int64_t>(1, 4096 / c), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       buffers_.results[i] = row_loss.Finish(RequestFor(chunk, order, i), buffers_.statistics[i],
                                             buffers_.merged[i], buffers_.logits + i * c);
+      buffers_.gradients[i] = buffers_.results[i].gradient;
     }
   });
+  exchange_->MergeGradients(replica_.index, {buffers_.gradients, all}, {buffers_.results, all});
 }
 
 // Finds the slices with a row that is not finite and clears all their rows, so that they add exactly nothing
@@ -336,7 +342,8 @@ RowRequest CpuHead::RequestFor(const Chunk& chunk, const RowOrder& order, int64_
   if (slice.grad_entropy != nullptr) request.grad_entropy = slice.grad_entropy[row];
   request.want_gradient = gathered < order.with_gradient();
   request.want_entropy = slice.out.entropy != nullptr;
-  request.sample = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + row));
+  request.sample = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + row),
+                            static_cast<uint64_t>(classes_.first));
   return request;
 }
 

@@ -45,6 +45,7 @@ struct HeadBuffers {
   // Only of a head that is split by vocabulary:
   RowStatistics* statistics = nullptr;  // [R], of the replica's classes
   RowStatistics* merged = nullptr;      // [R], of all classes
+  GradientSums* gradients = nullptr;    // [R], of the replica's classes
   float* norm_sums = nullptr;           // [2 D]; only with a norm
 };
 

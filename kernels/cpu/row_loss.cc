@@ -113,14 +113,14 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
                FiniteInFloat(scale * double{request.grad_entropy});
   if (!request.want_gradient || !row.finite) return row;
   const bool filtered = context_.options.gradients == Gradients::kFiltered;
-  if (filtered) row.dropped_mass = Drop(request, sums, logits);
+  if (filtered) row.gradient.dropped_mass = Drop(request, own, sums, logits);
   if (request.grad_loss == 0.0 && request.grad_lse == 0.0f && request.grad_entropy == 0.0f) {
     std::fill_n(logits, classes, 0.0f);
     return row;
   }
   const double target_gradient = TargetGradient(request, row, sums);
   if (context_.options.gradients == Gradients::kSampled) {
-    Sample(request, sums, target_gradient, row, logits);
+    Sample(request, own, sums, target_gradient, row, logits);
   } else {
     WriteGradient(request, row, sums, sums.smoothing, logits);
   }
@@ -147,10 +147,15 @@ double RowLoss::SumExponentials(const RowRequest& request, const RowStatistics& 
     return in_place ? loops_.exp_sum_in_place(from, own.reference, n)
                     : loops_.exp_sum(from, own.reference, n);
   };
-  const int64_t n = context_.classes;
-  if (!own.has_target) return add(logits, n);
+  const auto [before, after] = OthersOf(request, own);
+  return add(logits, before) + add(logits + context_.classes - after, after);
+}
+
+// The classes that are here before and after the target; all of them come before a target that is elsewhere.
+RowLoss::Others RowLoss::OthersOf(const RowRequest& request, const RowStatistics& own) const {
+  if (!own.has_target) return {context_.classes, 0};
   const int64_t target = request.target - context_.first_class;
-  return add(logits, target) + add(logits + target + 1, n - target - 1);
+  return {target, context_.classes - target - 1};
 }
 
 RowLoss::Sums RowLoss::SumsOf(const RowStatistics& own, const RowStatistics& all) const {
@@ -168,20 +173,21 @@ RowLoss::Sums RowLoss::SumsOf(const RowStatistics& own, const RowStatistics& all
 }
 
 // Leaves probabilities below epsilon out of the gradient, the target's excepted; the sum of what is left out.
-// All classes are here.
-double RowLoss::Drop(const RowRequest& request, const Sums& sums, float* logits) const {
-  const auto threshold = static_cast<float>(double{context_.options.filter_epsilon} * sums.total);
-  const int64_t target = request.target;
-  const int64_t after = context_.classes - target - 1;
-  double dropped = 0.0;
+double RowLoss::Drop(const RowRequest& request, const RowStatistics& own, const Sums& sums,
+                     float* logits) const {
+  const auto [before, after] = OthersOf(request, own);
+  float* const rest = logits + context_.classes - after;
+  const double least = double{context_.options.filter_epsilon} * sums.total;
   if (KeepsLogits(request)) {
-    dropped = loops_.drop_logits(logits, sums.max, threshold, target) +
-              loops_.drop_logits(logits + target + 1, sums.max, threshold, after);
-  } else {
-    dropped =
-        loops_.drop_exp(logits, threshold, target) + loops_.drop_exp(logits + target + 1, threshold, after);
+    const auto threshold = static_cast<float>(least);
+    return (loops_.drop_logits(logits, sums.max, threshold, before) +
+            loops_.drop_logits(rest, sums.max, threshold, after)) /
+           sums.total;
   }
-  return dropped / sums.total;
+  if (sums.own_factor == 0.0) return 0.0;  // nothing is left of what is here
+  const auto threshold = static_cast<float>(least / sums.own_factor);
+  return (loops_.drop_exp(logits, threshold, before) + loops_.drop_exp(rest, threshold, after)) / sums.total *
+         sums.own_factor;
 }
 
 // With respect to the dot product of the target.
@@ -224,21 +230,22 @@ void RowLoss::WriteGradient(const RowRequest& request, const RowResult& row, con
 }
 
 // The gradient, with all but the target sampled. Without a softcap the uniform part of label smoothing is
-// added afterwards, so it is not sampled. All classes are here.
-void RowLoss::Sample(const RowRequest& request, const Sums& sums, double target_gradient, RowResult& row,
-                     float* logits) const {
+// added afterwards, so it is not sampled.
+void RowLoss::Sample(const RowRequest& request, const RowStatistics& own, const Sums& sums,
+                     double target_gradient, RowResult& row, float* logits) const {
   const LossOptions& options = context_.options;
   const bool uniform_after = options.softcap == 0.0f && sums.smoothing != 0.0;
   WriteGradient(request, row, sums, uniform_after ? 0.0 : sums.smoothing, logits);
   const double kappa = std::fabs(sums.hard_slope + sums.soft_slope) + std::fabs(double{request.grad_entropy});
   const double scale = double{options.logit_scale};
   const auto threshold = static_cast<float>(double{options.sample_threshold} * std::fabs(scale) * kappa);
-  const int64_t target = request.target;
+  const auto [before, after] = OthersOf(request, own);
   RowSampler sampler(request.sample, threshold);
-  sampler.Sample(logits, target);
-  sampler.Sample(logits + target + 1, context_.classes - target - 1);
-  row.sampling_variance = sampler.variance() / (scale * scale);
-  row.squared_gradient = (sampler.square() + target_gradient * target_gradient) / (scale * scale);
+  sampler.Sample(logits, before);
+  sampler.Sample(logits + context_.classes - after, after);
+  const double target_square = own.has_target ? target_gradient * target_gradient : 0.0;
+  row.gradient.sampling_variance = sampler.variance() / (scale * scale);
+  row.gradient.squared_gradient = (sampler.square() + target_square) / (scale * scale);
   if (!uniform_after) return;
   loops_.gradient_from_exp(logits, class_weights(), 1.0f, static_cast<float>(scale * sums.smoothing),
                            context_.classes);

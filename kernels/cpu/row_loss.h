@@ -21,7 +21,7 @@ namespace lossd::kernels {
 
 // What all rows of a chunk share. Pointers are borrowed.
 struct RowLossContext {
-  LossOptions options;  // `gradients` is kExact, kFiltered or kSampled; of some of the classes kExact
+  LossOptions options;  // `gradients` is kExact, kFiltered or kSampled
   int64_t vocab_size = 0;
   // The classes that are here: [first_class, first_class + classes).
   int64_t first_class = 0;
@@ -40,7 +40,7 @@ struct RowRequest {
   float grad_entropy = 0.0f;  // dL/dentropy
   bool want_gradient = false;
   bool want_entropy = false;
-  float sample = 0.0f;  // SampleOf() of the row, of sampled gradients
+  float sample = 0.0f;  // SampleOf() of the row and the classes that are here, of sampled gradients
 };
 
 // What some classes of a row say of it. z are the logits.
@@ -61,16 +61,20 @@ struct RowStatistics {
 // what it says. Thread-safe.
 RowStatistics Merge(absl::Span<const RowStatistics* const> parts);
 
+// What is said of the gradient of a row, as in SliceSums: of some of its classes, or of all.
+struct GradientSums {
+  double dropped_mass = 0.0;  // of a filtered gradient
+  double sampling_variance = 0.0;
+  double squared_gradient = 0.0;
+};
+
 struct RowResult {
   double loss = 0.0;    // with z-loss, times the row weight
   double z_loss = 0.0;  // times the row weight
   double lse = 0.0;
   double entropy = 0.0;  // if wanted
   double target_logprob = 0.0;
-  double dropped_mass = 0.0;  // with a filtered gradient
-  // With a sampled gradient, as in SliceSums.
-  double sampling_variance = 0.0;
-  double squared_gradient = 0.0;
+  GradientSums gradient;  // of the classes that are here
   int32_t argmax = -1;
   // Whether lse, loss and everything that scales the gradient are finite in fp32, and the logits before a
   // softcap too. If false, the rest is unspecified.
@@ -91,16 +95,21 @@ class RowLoss {
 
  private:
   struct Sums;
+  struct Others {
+    int64_t before;
+    int64_t after;
+  };
 
   bool Transform(float* logits) const;
   double SumExponentials(const RowRequest& request, const RowStatistics& own, float* logits) const;
+  Others OthersOf(const RowRequest& request, const RowStatistics& own) const;
   Sums SumsOf(const RowStatistics& own, const RowStatistics& all) const;
-  double Drop(const RowRequest& request, const Sums& sums, float* logits) const;
+  double Drop(const RowRequest& request, const RowStatistics& own, const Sums& sums, float* logits) const;
   double TargetGradient(const RowRequest& request, const RowResult& row, const Sums& sums) const;
   void WriteGradient(const RowRequest& request, const RowResult& row, const Sums& sums, double smoothing,
                      float* logits) const;
-  void Sample(const RowRequest& request, const Sums& sums, double target_gradient, RowResult& row,
-              float* logits) const;
+  void Sample(const RowRequest& request, const RowStatistics& own, const Sums& sums, double target_gradient,
+              RowResult& row, float* logits) const;
   bool KeepsLogits(const RowRequest& request) const;
   // Of the classes that are here, [classes] or null.
   const float* class_weights() const {

@@ -54,9 +54,9 @@ inline void AddToSums(const Slice& slice, int64_t row, const RowResult& result, 
   if (slice.out.entropy != nullptr) sums.entropy += result.entropy;
   sums.valid_rows += 1;
   sums.correct_rows += result.argmax == slice.targets[row] ? 1 : 0;
-  sums.dropped_mass += result.dropped_mass;
-  sums.sampling_variance += result.sampling_variance;
-  sums.squared_gradient += result.squared_gradient;
+  sums.dropped_mass += result.gradient.dropped_mass;
+  sums.sampling_variance += result.gradient.sampling_variance;
+  sums.squared_gradient += result.gradient.squared_gradient;
 }
 
 }  // namespace lossd::kernels

@@ -60,9 +60,9 @@ double MaxAbs(const std::vector<double>& values) {
 }
 
 // Puts what counts in the place of each sampled gradient.
-void SampleRow(const LossOptions& options, double omega, size_t target, RowClasses& row,
-               std::vector<double>& undecided) {
-  const std::vector<uint8_t> taken = TakenClasses(row.size, omega);
+void SampleRow(const LossOptions& options, const std::vector<SampledPart>& parts, size_t target,
+               RowClasses& row, std::vector<double>& undecided) {
+  const std::vector<uint8_t> taken = TakenClasses(row.size, parts);
   const double least = static_cast<double>(options.sample_threshold) * row.sample_scale;
   for (size_t v = 0; v < row.gradient.size(); ++v) {
     ClassGradient& d = row.gradient[v];
@@ -70,7 +70,7 @@ void SampleRow(const LossOptions& options, double omega, size_t target, RowClass
     d.value = taken[v] != 0 ? std::copysign(least, d.value) : 0.0;
     d.magnitude = std::fabs(d.value);
   }
-  undecided = UndecidedClasses(row.size, row.error, omega);
+  undecided = UndecidedClasses(row.size, row.error, parts);
   for (double& square : undecided) square *= least * least;
 }
 
@@ -175,12 +175,13 @@ LogitGradient ComputeLogitGradient(const LossOptions& options, const ClassWeight
   row.gradient = Zeros(v_count);
   if (MaySample(options.gradients)) {
     const auto number = static_cast<uint64_t>(rows.first_row) + n;
-    const double omega = static_cast<double>(SampleOf(rows.sample_seed, number));
+    const std::vector<SampledPart> parts =
+        SampledPartsOf(v_count, rows.class_parts, rows.sample_seed, number);
     row.sample_scale = classes.sample_scale;
     for (const ClassGradient& d : classes.gradient) row.squared_gradient += d.value * d.value;
     for (const double variance : classes.variance) row.sampling_variance += variance;
     row.gradient.variance = classes.variance;
-    SampleRow(options, omega, target, classes, row.gradient.undecided);
+    SampleRow(options, parts, target, classes, row.gradient.undecided);
   }
   for (size_t v = 0; v < v_count; ++v) {
     const ClassGradient& d = classes.gradient[v];

@@ -4,10 +4,17 @@
 #include <cmath>
 #include <cstddef>
 
+#include "kernels/replica.h"
 #include "kernels/sampling.h"
 
 namespace lossd::kernels::reference {
 namespace {
+
+// The elements of a part.
+std::vector<double> Of(const SampledPart& part, const std::vector<double>& values) {
+  return {values.begin() + static_cast<std::ptrdiff_t>(part.begin),
+          values.begin() + static_cast<std::ptrdiff_t>(part.end)};
+}
 
 double WidthOf(double size) { return std::clamp(size, 0.0, 1.0); }
 
@@ -52,6 +59,17 @@ void AddCandidates(const OpenClass& c, double omega, std::vector<Candidate>& can
 
 }  // namespace
 
+std::vector<SampledPart> SampledPartsOf(size_t classes, int parts, uint64_t seed, uint64_t row) {
+  std::vector<SampledPart> all;
+  for (int part = 0; part < parts; ++part) {
+    const Shard shard = ClassShardOf(static_cast<int64_t>(classes), {part, parts});
+    const auto first = static_cast<uint64_t>(shard.first_class);
+    all.push_back({static_cast<size_t>(shard.first_class), static_cast<size_t>(shard.end_class()),
+                   static_cast<double>(SampleOf(seed, row, first))});
+  }
+  return all;
+}
+
 std::vector<uint8_t> TakenClasses(const std::vector<double>& sizes, double omega) {
   SystematicSampler<double> sampler(omega);
   std::vector<uint8_t> taken;
@@ -74,6 +92,25 @@ std::vector<double> UndecidedClasses(const std::vector<double>& sizes, const std
     undecided[c.v] = std::min(1.0, undecided[c.v] + (c.taken ? 1.0 : c.share / others[c.point]));
   }
   return undecided;
+}
+
+std::vector<uint8_t> TakenClasses(const std::vector<double>& sizes, const std::vector<SampledPart>& parts) {
+  std::vector<uint8_t> all;
+  for (const SampledPart& part : parts) {
+    const std::vector<uint8_t> taken = TakenClasses(Of(part, sizes), part.omega);
+    all.insert(all.end(), taken.begin(), taken.end());
+  }
+  return all;
+}
+
+std::vector<double> UndecidedClasses(const std::vector<double>& sizes, const std::vector<double>& errors,
+                                     const std::vector<SampledPart>& parts) {
+  std::vector<double> all;
+  for (const SampledPart& part : parts) {
+    const std::vector<double> undecided = UndecidedClasses(Of(part, sizes), Of(part, errors), part.omega);
+    all.insert(all.end(), undecided.begin(), undecided.end());
+  }
+  return all;
 }
 
 }  // namespace lossd::kernels::reference

@@ -3,10 +3,21 @@
 #ifndef LOSSD_KERNELS_REFERENCE_SAMPLED_ROW_H_
 #define LOSSD_KERNELS_REFERENCE_SAMPLED_ROW_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
 namespace lossd::kernels::reference {
+
+// Classes [begin, end) of a row, which are sampled with a number of their own.
+struct SampledPart {
+  size_t begin = 0;
+  size_t end = 0;
+  double omega = 0.0;
+};
+
+// The parts of a row whose classes lie on `parts` devices (ClassShardOf). row: its number in the microbatch.
+std::vector<SampledPart> SampledPartsOf(size_t classes, int parts, uint64_t seed, uint64_t row);
 
 // [V]. sizes: a / tau of each class, 0 of the target. 1: taken.
 std::vector<uint8_t> TakenClasses(const std::vector<double>& sizes, double omega);
@@ -19,6 +30,11 @@ std::vector<uint8_t> TakenClasses(const std::vector<double>& sizes, double omega
 // by, and at least 1/4, so that a sum of them allows for a rare class.
 std::vector<double> UndecidedClasses(const std::vector<double>& sizes, const std::vector<double>& errors,
                                      double omega);
+
+// The same of a row in parts.
+std::vector<uint8_t> TakenClasses(const std::vector<double>& sizes, const std::vector<SampledPart>& parts);
+std::vector<double> UndecidedClasses(const std::vector<double>& sizes, const std::vector<double>& errors,
+                                     const std::vector<SampledPart>& parts);
 
 }  // namespace lossd::kernels::reference
 

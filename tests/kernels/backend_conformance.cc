@@ -63,6 +63,7 @@ ProblemSpec BackendConformance::Plain(std::vector<int64_t> slice_rows, int64_t h
   spec.config.logits = GetParam().logits;
   spec.config.split = SplitOf(vocab_size);
   spec.auto_samples_uniform = GetParam().auto_samples_uniform;
+  spec.class_parts = spec.config.split == Split::kVocabulary ? GetParam().devices : 1;
   spec.slice_rows = std::move(slice_rows);
   return spec;
 }
@@ -72,6 +73,7 @@ ProblemSpec BackendConformance::Random(int64_t rows, int64_t hidden_size, int64_
   spec.config.logits = GetParam().logits;
   spec.config.split = SplitOf(vocab_size);
   spec.auto_samples_uniform = GetParam().auto_samples_uniform;
+  spec.class_parts = spec.config.split == Split::kVocabulary ? GetParam().devices : 1;
   if (GetParam().exact_only) spec.options.gradients = Gradients::kExact;
   return spec;
 }

@@ -14,16 +14,17 @@ namespace lossd::kernels::testing {
 namespace {
 
 // The sum of what is undecided in a slice.
-double UndecidedOf(const reference::SampledClasses& classes, const SliceData& slice) {
+double UndecidedOf(const reference::SampledClasses& classes, const SliceData& slice, int class_parts) {
   const size_t vocab = slice.targets.empty() ? 0 : classes.size.size() / slice.targets.size();
   double sum = 0.0;
   for (size_t row = 0; row < slice.targets.size(); ++row) {
     const auto begin = static_cast<std::ptrdiff_t>(row * vocab),
                end = begin + static_cast<std::ptrdiff_t>(vocab);
-    const float omega = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row) + row);
+    const auto parts = reference::SampledPartsOf(vocab, class_parts, slice.sample_seed,
+                                                 static_cast<uint64_t>(slice.first_row) + row);
     const std::vector<double> undecided =
         reference::UndecidedClasses({classes.size.begin() + begin, classes.size.begin() + end},
-                                    {classes.error.begin() + begin, classes.error.begin() + end}, omega);
+                                    {classes.error.begin() + begin, classes.error.begin() + end}, parts);
     sum = std::accumulate(undecided.begin(), undecided.end(), sum);
   }
   return sum;
@@ -37,6 +38,7 @@ reference::Rows SampledRows(const Problem& problem, const SliceData& slice) {
   reference::Rows rows = ReferenceRows(slice);
   const bool is_auto = problem.options.gradients == Gradients::kAuto;
   rows.sample_uniform = problem.samples_uniform || (problem.auto_samples_uniform && is_auto);
+  rows.class_parts = problem.class_parts;
   rows.logit_error = SampledElementError(problem.config.compute_dtype);
   return rows;
 }
@@ -48,10 +50,10 @@ Problem WithClearSamples(Problem problem) {
     const auto classes = reference::ComputeSampledClasses(ReferenceHead(problem), problem.options,
                                                           SampledRows(problem, slice));
     uint64_t best = slice.sample_seed;
-    double least = UndecidedOf(classes, slice);
+    double least = UndecidedOf(classes, slice, problem.class_parts);
     for (int i = 0; i < kTries && least > 0.0; ++i) {
       slice.sample_seed = MixBits(slice.sample_seed);
-      const double here = UndecidedOf(classes, slice);
+      const double here = UndecidedOf(classes, slice, problem.class_parts);
       if (here >= least) continue;
       least = here;
       best = slice.sample_seed;

@@ -225,7 +225,8 @@ reference::Rows ReferenceRows(const SliceData& slice) {
           double{slice.grad_scale},    ToDouble(slice.grad_loss),
           ToDouble(slice.grad_lse),    ToDouble(slice.grad_entropy),
           slice.sample_seed,           slice.first_row,
-          /*sample_uniform=*/false,    /*logit_error=*/0.0};
+          /*sample_uniform=*/false,    /*class_parts=*/1,
+          /*logit_error=*/0.0};
 }
 
 std::vector<reference::Result> ComputeReference(const Problem& problem,

@@ -57,6 +57,7 @@ struct Problem {
   DType hidden_dtype = DType::kFloat32;
   bool accumulate_gradients = true;
   bool auto_samples_uniform = false;  // as in ConformanceCase
+  int class_parts = 1;                // likewise devices, of a head that is split by vocabulary
   bool samples_uniform = false;  // AsComputed() sets it: whatever the options say now, that is what was done
   std::vector<float> weight, bias, norm_gain, norm_shift, class_weights;  // empty: not in the head
   std::vector<SliceData> slices;
@@ -81,6 +82,7 @@ struct ProblemSpec {
   bool grad_entropy = false;
   float grad_scale = 1.0f;
   bool auto_samples_uniform = false;
+  int class_parts = 1;
 };
 
 Problem MakeProblem(const ProblemSpec& spec, Rng& rng);

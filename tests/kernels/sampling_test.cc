@@ -25,6 +25,9 @@ TEST(Sampling, GoldenValues) {
   EXPECT_EQ(SampleOf(1, 0), 0x1.7fdf00p-1f);
   EXPECT_EQ(SampleOf(0x1234567890abcdefu, 77), 0x1.58be6ap-1f);
   EXPECT_EQ(SampleOf(~uint64_t{0}, ~uint64_t{0}), 0x1.2fff60p-2f);
+  EXPECT_EQ(SampleOf(0x1234567890abcdefu, 77, 0), SampleOf(0x1234567890abcdefu, 77));
+  EXPECT_EQ(SampleOf(0x1234567890abcdefu, 77, 1), 0x1.36adc8p-1f);
+  EXPECT_EQ(SampleOf(0x1234567890abcdefu, 77, 64128), 0x1.e698ecp-2f);
 }
 
 // Chi-square over equal bins; of uniform numbers it is bins +- a few sqrt(2 bins).
@@ -106,6 +109,16 @@ TEST(Sampling, NeighboursAreIndependent) {
       },
       [](uint64_t s, uint32_t i) {
         return std::pair{SampleOf(s, i), SampleOf(i, s)};
+      },
+      // And of parts of a row.
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s, i), SampleOf(s, i, 64128)};
+      },
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s, i, 64128), SampleOf(s, i, 2 * 64128)};
+      },
+      [](uint64_t s, uint32_t i) {
+        return std::pair{SampleOf(s, 3, i), SampleOf(s, 3, i + 1)};
       },
   };
   constexpr size_t kBins = 16;

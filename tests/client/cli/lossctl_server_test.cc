@@ -34,13 +34,15 @@ class LossctlServerTest : public testing::Test {
     Start();
   }
 
-  void Start() {
+  // With one more flag, if there is one.
+  void Start(const std::string& flag = "--log_level=off") {
     server_ = nullptr;
     std::filesystem::remove(folder_.File("ports.json"));
     server_ = std::make_unique<test::ChildProcess>(std::vector<std::string>{
         LOSSD_BINARY, "--listen=127.0.0.1:0", "--http=", "--port_file=" + folder_.File("ports.json"),
         "--checkpoint_dir=" + folder_.File("checkpoints"), "--log_level=off", "--threads=1", "--backend=cpu",
-        "--slice_bytes=64KiB", "--staging_bytes=4MiB", "--workspace_bytes=4MiB", "--keep_checkpoints=2"});
+        "--slice_bytes=64KiB", "--staging_bytes=4MiB", "--workspace_bytes=4MiB", "--keep_checkpoints=2",
+        flag});
     target_.clear();
     for (int i = 0; i < 4000 && target_.empty(); ++i) {
       std::ifstream file(folder_.File("ports.json"));
@@ -124,6 +126,21 @@ TEST_F(LossctlServerTest, DescribeSaysWhatWasChosen) {
   EXPECT_EQ(json["choices"][0]["what"], "chunk");
   EXPECT_EQ(json["choices"][0]["workspace_bytes"], json["memory"]["workspace"]);
   EXPECT_EQ(json["last_chunk_choices"][0]["choice"], "filtered");
+}
+
+// The classes of the head lie on two devices, which sample them apart and tell the error of all.
+TEST_F(LossctlServerTest, SampledGradientsOfAHeadSplitByVocabularySayTheirError) {
+  Start("--cpu_devices=2");
+  Run("create head --hidden 6 --vocab 20 --split vocabulary --gradients sampled");
+  EXPECT_THAT(Run("describe head"),
+              AllOf(ContainsRegex("\ndevices +2, by vocabulary"), ContainsRegex("\ngradients +sampled")));
+  const std::string loss = "loss head --random 50 --sample-threshold 0.05 ";
+  EXPECT_THAT(Run(loss + "--accumulate --step 0"), ContainsRegex("\ngradient error +[0-9.e-]+ predicted"));
+  EXPECT_THAT(Run("describe head"), ContainsRegex("\nLAST CHUNK .*\ngradients +sampled"));
+  EXPECT_THAT(Run(loss + "--gradients auto --max-gradient-error 1e-6 --grad-out dx.npy"),
+              Not(HasSubstr("gradient error")));
+  EXPECT_THAT(Run("loss head --random 50 --gradients filtered --filter-epsilon 0.03 --grad-out filtered.npy"),
+              HasSubstr("\ndropped mass"));
 }
 
 TEST_F(LossctlServerTest, CheckpointsSurviveARestart) {

@@ -33,8 +33,7 @@ std::vector<ConformanceCase> VocabularyCases() {
                      .backend = [members = members]() -> Backend& { return SharedGroup(members, 0); },
                      .hidden = hidden,
                      .devices = members,
-                     .split = Split::kVocabulary,
-                     .exact_only = members > 1});
+                     .split = Split::kVocabulary});
   }
   return cases;
 }
@@ -59,6 +58,8 @@ INSTANTIATE_TEST_SUITE_P(Group, BackendConformance, ::testing::ValuesIn(Cases())
 INSTANTIATE_TEST_SUITE_P(Group, GradientsConformance, ::testing::ValuesIn(Cases()), ConformanceName);
 
 INSTANTIATE_TEST_SUITE_P(GroupByVocabulary, BackendConformance, ::testing::ValuesIn(VocabularyCases()),
+                         ConformanceName);
+INSTANTIATE_TEST_SUITE_P(GroupByVocabulary, GradientsConformance, ::testing::ValuesIn(VocabularyCases()),
                          ConformanceName);
 
 }  // namespace

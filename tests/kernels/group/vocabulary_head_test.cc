@@ -130,20 +130,68 @@ TEST_F(VocabularyHeadTest, TheNormStaysTheSameOnAllMembersAndCountsOnce) {
   }
 }
 
-TEST_F(VocabularyHeadTest, GradientsOfAnyKindAreExactAndSaySo) {
-  spec_.config.norm = Norm::kNone;
+// What the members say of a chunk's gradient is what one device says: they look at the same probabilities.
+TEST_F(VocabularyHeadTest, ErrorAndDroppedMassAreThoseOfAllClasses) {
+  spec_.options.filter_epsilon = 0.01f;
+  spec_.options.sample_threshold = 0.1f;
+  spec_.options.max_gradient_error = 10.0f;
+  const auto one = CreateCpuBackend({.threads = 1});
+  ASSERT_TRUE(one.ok());
   for (const Gradients gradients : {Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
     spec_.config.gradients = gradients;
     spec_.options.gradients = gradients;
     const Problem problem = MakeProblem(spec_, rng_);
+    const auto sole = MakeHead(**one, problem);
     const auto head = MakeHead(*group_, problem);
-    ASSERT_NE(head, nullptr);
-    const ChunkRun run = RunChunk(*head, problem);
-    EXPECT_EQ(run.gradients, Gradients::kExact);
-    ASSERT_FALSE(run.choices.empty());
-    EXPECT_EQ(run.choices.front().choice, "exact");
-    EXPECT_EQ(run.choices.front().reason, "the head is split by vocabulary");
-    EXPECT_THAT(head->Describe(), ::testing::Contains(run.choices.front()));
+    ASSERT_TRUE(sole != nullptr && head != nullptr);
+    EXPECT_THAT(head->Describe(),
+                ::testing::Contains(
+                    Choice{.what = "gradients", .choice = std::string(Name(gradients)), .reason = ""}));
+    const ChunkRun want = RunChunk(*sole, problem);
+    const ChunkRun got = RunChunk(*head, problem);
+    EXPECT_EQ(got.gradients, want.gradients);
+    EXPECT_EQ(got.choices, want.choices);
+    EXPECT_EQ(got.sample_threshold, want.sample_threshold);
+    for (size_t i = 0; i < got.slices.size(); ++i) {
+      const SliceSums &sums = got.slices[i].sums, &all = want.slices[i].sums;
+      EXPECT_EQ(sums.dropped_mass > 0.0, gradients == Gradients::kFiltered);
+      EXPECT_EQ(sums.sampling_variance > 0.0, gradients != Gradients::kFiltered);
+      EXPECT_NEAR(sums.dropped_mass, all.dropped_mass, 1e-4 * all.dropped_mass);
+      EXPECT_NEAR(sums.sampling_variance, all.sampling_variance, 1e-4 * all.sampling_variance);
+      EXPECT_NEAR(sums.squared_gradient, all.squared_gradient, 1e-4 * all.squared_gradient);
+    }
+  }
+}
+
+// A member whose classes alone would be within the limit goes with the others: here all of the error is the
+// last member's, and of the square the first's target has most.
+TEST_F(VocabularyHeadTest, AutoDecidesByTheErrorOfAllMembers) {
+  spec_.config.norm = Norm::kNone;
+  spec_.options.gradients = Gradients::kAuto;
+  spec_.options.sample_threshold = 0.5f;
+  Problem problem = MakeProblem(spec_, rng_);
+  for (SliceData& slice : problem.slices) {
+    for (int32_t& target : slice.targets) target = 0;
+  }
+  for (size_t v = 0; v < 37; ++v) problem.bias[v] = v < 25 ? -60.0f : 0.0f;
+  const auto head = MakeHead(*group_, problem);
+  ASSERT_NE(head, nullptr);
+  double variance = 0.0, square = 0.0;
+  for (const SliceOutputs& slice : RunChunk(*head,
+                                            [&] {
+                                              Problem sampled = problem;
+                                              sampled.options.gradients = Gradients::kSampled;
+                                              return sampled;
+                                            }())
+                                       .slices) {
+    variance += slice.sums.sampling_variance;
+    square += slice.sums.squared_gradient;
+  }
+  const double error = std::sqrt(variance / square);
+  ASSERT_GT(error, 0.0);
+  for (const double factor : {0.9, 1.1}) {
+    problem.options.max_gradient_error = static_cast<float>(factor * error);
+    EXPECT_EQ(RunChunk(*head, problem).gradients, factor < 1.0 ? Gradients::kExact : Gradients::kSampled);
   }
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "kernels/sampling.h"
 
 namespace lossd::kernels::reference {
 namespace {
@@ -27,6 +28,22 @@ TEST(SampledRow, WithoutErrorsNothingIsUndecided) {
   for (const double omega : {0.0, 0.25, 0.375, 0.75}) {
     EXPECT_EQ(UndecidedClasses(sizes, Values(6), omega), Values(6)) << omega;
   }
+}
+
+// 5 classes on 2 devices are 3 and 2. Each part begins anew, with a number of its own.
+TEST(SampledRow, PartsAreSampledByThemselves) {
+  const Values sizes = {0.5, 0.4, 0.3, 0.5, 0.6}, errors = {0.01, 0.01, 0.01, 0.02, 0.0};
+  const std::vector<SampledPart> parts = SampledPartsOf(5, 2, /*seed=*/7, /*row=*/3);
+  ASSERT_EQ(parts.size(), 2u);
+  EXPECT_EQ(parts[0].begin, 0u);
+  EXPECT_EQ(parts[0].end, 3u);
+  EXPECT_EQ(parts[1].begin, 3u);
+  EXPECT_EQ(parts[1].end, 5u);
+  EXPECT_EQ(parts[0].omega, double{SampleOf(7, 3)});
+  EXPECT_EQ(parts[1].omega, double{SampleOf(7, 3, 3)});
+  const std::vector<SampledPart> known = {{0, 3, 0.45}, {3, 5, 0.505}};
+  EXPECT_EQ(TakenClasses(sizes, known), Bits({1, 0, 0, 0, 1}));
+  EXPECT_EQ(UndecidedClasses(sizes, errors, known), Values({0, 0, 0, 1, 1}));
 }
 
 // The points 0.249 and 1.249 are closer to borders than the errors: to that of the first two classes, and to

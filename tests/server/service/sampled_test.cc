@@ -1,5 +1,6 @@
 // Sampled gradients through the network: a microbatch that is computed again is sampled alike, over whatever
-// connections, in whatever slices, by a server that was restarted, and in deterministic mode to the bit.
+// connections, in whatever slices, by a server that was restarted, and in deterministic mode to the bit; on
+// one device, and by several that share the classes of a head.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include <random>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "client/cpp/client.h"
 #include "tests/server/service/service_client.h"
 #include "tests/server/service/small_head.h"
@@ -25,11 +27,20 @@ struct Way {
   uint64_t slice_bytes = 1 << 20;
 };
 
-class SampledServiceTest : public ::testing::TestWithParam<bool> {
+struct Mode {
+  bool deterministic;
+  int devices;  // that each have some of the classes
+};
+
+class SampledServiceTest : public ::testing::TestWithParam<Mode> {
  protected:
-  ServerOptions Options() const {
+  ServerOptions Options() const { return OptionsOn(GetParam().devices); }
+  static ServerOptions OptionsOn(int devices) {
     ServerOptions options = SmallServer();
-    options.deterministic = GetParam();
+    options.deterministic = GetParam().deterministic;
+    options.backend = "cpu";
+    options.cpu_devices = devices;
+    options.split = devices == 1 ? "any" : "vocabulary";
     return options;
   }
 
@@ -46,13 +57,16 @@ class SampledServiceTest : public ::testing::TestWithParam<bool> {
   }
 
   // dx of the data as microbatch `id`, and what else is known.
-  client::LossResult Compute(const TestServer& server, const Way& way, uint64_t id, std::vector<float>& dx) {
+  client::LossResult Compute(const TestServer& server, const Way& way, uint64_t id, std::vector<float>& dx,
+                             v1::Gradients gradients = v1::GRADIENTS_SAMPLED) {
     dx.assign(data_.hidden.size(), NAN);
     client::ComputeOptions compute;
     compute.accumulate_gradients = true;
     compute.streams = way.streams;
     compute.slice_bytes = way.slice_bytes;
-    compute.loss.set_gradients(v1::GRADIENTS_SAMPLED);
+    compute.loss.set_gradients(gradients);
+    compute.loss.set_max_gradient_error(1.0f);
+    compute.loss.set_filter_epsilon(0.003f);
     compute.loss.set_sample_threshold(0.05f);
     const auto result = Connect(server, way.channels)
                             ->ComputeLoss(SmallMicrobatch(data_, 0, id), {.grad_hidden = dx.data()}, compute);
@@ -64,7 +78,7 @@ class SampledServiceTest : public ::testing::TestWithParam<bool> {
   // rarely, move a decision.
   void ExpectAlike(const std::vector<float>& got, const std::vector<float>& want) const {
     ASSERT_EQ(got.size(), want.size());
-    if (GetParam()) {
+    if (GetParam().deterministic) {
       EXPECT_EQ(got, want);
       return;
     }
@@ -87,8 +101,13 @@ class SampledServiceTest : public ::testing::TestWithParam<bool> {
   SmallRows data_ = MakeSmallRows(kRows, rng_);
 };
 
-INSTANTIATE_TEST_SUITE_P(Modes, SampledServiceTest, ::testing::Bool(),
-                         [](const auto& mode) { return mode.param ? "deterministic" : "arrival"; });
+INSTANTIATE_TEST_SUITE_P(Modes, SampledServiceTest,
+                         ::testing::Values(Mode{false, 1}, Mode{true, 1}, Mode{false, 2}, Mode{true, 2},
+                                           Mode{true, 3}),
+                         [](const auto& mode) {
+                           return absl::StrCat(mode.param.deterministic ? "deterministic" : "arrival", "On",
+                                               mode.param.devices);
+                         });
 
 TEST_P(SampledServiceTest, RepeatsAreSampledAlike) {
   std::vector<float> first, again, other;
@@ -110,6 +129,24 @@ TEST_P(SampledServiceTest, RepeatsAreSampledAlike) {
   CreateHead(restarted);
   Compute(restarted, {.channels = 3, .streams = 3, .slice_bytes = 7777}, 0, again);
   ExpectAlike(again, first);
+}
+
+// What devices that share the classes say of the error and of what was dropped is what one device says.
+TEST_P(SampledServiceTest, TheErrorIsThatOfAllClasses) {
+  TestServer one(OptionsOn(1)), server(Options());
+  CreateHead(one);
+  CreateHead(server);
+  std::vector<float> dx;
+  uint64_t id = 0;
+  for (const v1::Gradients gradients : {v1::GRADIENTS_SAMPLED, v1::GRADIENTS_AUTO, v1::GRADIENTS_FILTERED}) {
+    const client::LossResult want = Compute(one, {}, id, dx, gradients);
+    const client::LossResult got = Compute(server, {}, id, dx, gradients);
+    ++id;
+    EXPECT_EQ(got.gradient_error() > 0.0, gradients != v1::GRADIENTS_FILTERED);
+    EXPECT_NEAR(got.gradient_error(), want.gradient_error(), 1e-5);
+    EXPECT_EQ(got.dropped_mass > 0.0, gradients == v1::GRADIENTS_FILTERED);
+    EXPECT_NEAR(got.dropped_mass, want.dropped_mass, 1e-4 * want.dropped_mass);
+  }
 }
 
 }  // namespace
