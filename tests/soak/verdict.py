@@ -1,6 +1,7 @@
 """Whether a server's memory, descriptors, threads and latency stayed level over a long run.
 
-The first quarter of the run is left out: it has the restarts of the server, and what a process takes once. Over the rest,
+The first third of the run is left out: it has the restarts of the server, in its first fifth, and what the last process takes
+once, for which it needs some minutes. Over the rest,
 
 - memory, descriptors and threads: the slope of the least-squares line through the samples, with an intercept of its own for
   each process of the server, times the length of that time, is at most LIMITS;
@@ -133,9 +134,9 @@ def _latency(latencies: Sequence[Latency], begin: float, end: float) -> Finding:
 
 def judge(samples: Sequence[Sample], latencies: Sequence[Latency], run_seconds: float) -> list[Finding]:
     """All measures of a run of `run_seconds`."""
-    begin = run_seconds / 4
+    begin = run_seconds / 3
     counted = [sample for sample in samples if begin <= sample.time <= run_seconds]
     if len(counted) < LEAST_SAMPLES:
-        return [Finding("samples", f"only {len(counted)} after the first quarter", False)]
+        return [Finding("samples", f"only {len(counted)} after the first third", False)]
     findings = [_growth(what, counted, run_seconds - begin) for what in LIMITS]
     return [*findings, _steady_memory(counted, begin, run_seconds), _latency(latencies, begin, run_seconds)]
