@@ -13,7 +13,7 @@ NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 PRESET ?= $(if $(NVCC),release,cpu-only)
 
 .DEFAULT_GOAL := help
-.PHONY: help deps demo demo-faults build test test-integrations test-sanitized test-threads test-sanitizers fuzz mutants soak bench bundle install figures format lint check-layers clean
+.PHONY: help deps demo demo-faults build packages test test-integrations test-sanitized test-threads test-sanitizers fuzz mutants soak bench bundle install figures format lint check-layers clean
 
 help: ## print this
 	@echo "lossd: the loss head of a language model as a server"
@@ -93,6 +93,12 @@ bundle: ## pack server, CLI, tests and benchmarks with their libraries into dist
 	@cmake --preset $(PRESET) -DLOSSD_TESTS=ON -DLOSSD_BENCH=ON
 	@cmake --build --preset $(PRESET) -j $(JOBS)
 	@scripts/bundle build/$(PRESET)
+
+packages: ## make wheels, a source distribution and a Debian package, to install without a compiler, in dist/packages
+	@scripts/install-deps build test
+	@cmake --preset $(PRESET)
+	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd lossctl
+	@scripts/packages build/$(PRESET)
 
 install: ## install server and CLI below PREFIX
 	@scripts/install-deps build

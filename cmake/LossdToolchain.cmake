@@ -31,8 +31,9 @@ target_compile_options(lossd_warnings INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:${_cx
 
 # Programs look for libraries in ../lib beside themselves first, for themselves and for what those libraries
 # load in turn (RPATH, not RUNPATH): so a packed copy runs from any folder (scripts/bundle).
-set(CMAKE_BUILD_RPATH "\$ORIGIN/../lib")
+# Not CMAKE_BUILD_RPATH, which CMake pads with colons: an empty element is the folder that a program is started in.
 set(CMAKE_INSTALL_RPATH "\$ORIGIN/../lib")
+set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)
 add_link_options(-Wl,--disable-new-dtags)
 
 # Instrumented code makes gcc 12 see overlaps and uninitialised members in the standard library.

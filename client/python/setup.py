@@ -22,6 +22,14 @@ def proto_root() -> Path:
     raise SystemExit(f"setup.py: no proto/{PROTOS[0]} beside {HERE} nor two folders above")
 
 
+def version() -> str:
+    """Of the repository's file VERSION, or of its copy in a source distribution."""
+    for root in (HERE, HERE.parent.parent):
+        if (root / "VERSION").exists():
+            return (root / "VERSION").read_text().strip()
+    raise SystemExit(f"setup.py: no VERSION beside {HERE} nor two folders above")
+
+
 def protoc() -> list[str]:
     """A compiler that knows `optional` and writes .pyi files: of grpcio-tools (not Debian's 1.14), or the system's."""
     try:
@@ -53,6 +61,7 @@ class Sdist(sdist):
             target = Path(base_dir) / "proto" / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(proto_root() / name, target)
+        (Path(base_dir) / "VERSION").write_text(version() + "\n")
 
 
-setup(cmdclass={"build_py": BuildPy, "sdist": Sdist})
+setup(version=version(), cmdclass={"build_py": BuildPy, "sdist": Sdist})

@@ -17,7 +17,7 @@ fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/client" "$work/dist"
-cp -r "$source/proto" "$work/proto"
+cp -r "$source/proto" "$source/VERSION" "$work/"
 cp -r "$source/client/python" "$work/client/python"
 rm -rf "$work/client/python/build" "$work/client/python/src/"*.egg-info
 

@@ -1,0 +1,1 @@
+"""`python -m lossd.quickstart`: trains a tiny language model through a server of its own, in about a minute."""

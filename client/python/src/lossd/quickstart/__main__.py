@@ -1,0 +1,115 @@
+"""Trains a tiny character model of Python's own source text, whose loss head is on a lossd server.
+
+    python -m lossd.quickstart                        # starts a server, trains for 30 seconds, stops the server
+    python -m lossd.quickstart --server HOST:PORT     # uses a server that runs already
+    python -m lossd.quickstart --plot loss.png        # also draws the curve with matplotlib
+
+Everything but the head is NumPy in this process, so it needs nothing but the packages lossd and lossd-server.
+
+Exit status: 0 if the model learnt, 1 if it did not, 2 if it could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import lossd
+from lossd.quickstart.chart import draw
+from lossd.quickstart.model import CONTEXT, Trunk
+from lossd.quickstart.server import NoServer, OwnServer
+from lossd.quickstart.text import CLASSES, Text
+
+HEAD = "quickstart"
+HIDDEN = 128
+ROWS = 1024  # of a step
+LEARNT = 0.7  # of the first losses: a model that has learnt is below
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m lossd.quickstart", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server", help="HOST:PORT of a server that runs already; default: one is started")
+    parser.add_argument("--program", help="the lossd program; default: of the package lossd-server, or on the PATH")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of training at most; default 30")
+    parser.add_argument("--steps", type=int, help="of training at most; default: as many as the seconds allow")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, help="file for the curve (.png, .svg, ...); needs matplotlib")
+    return parser.parse_args(arguments)
+
+
+def train(client: lossd.Client, seconds: float, steps: int | None, seed: int) -> list[float]:
+    """The loss of every step, in nats."""
+    text = Text.of_the_standard_library()
+    trunk = Trunk(CLASSES, HIDDEN, seed)
+    description = client.create_head(HEAD, hidden_size=HIDDEN, vocab_size=CLASSES, seed=seed)
+    step = description.state.step
+    batches = text.batches(CONTEXT, ROWS, seed)
+    losses: list[float] = []
+    told = begin = time.monotonic()
+    print(f"training on {len(text.codes):,} characters of {text.files} modules of Python's standard library")
+    while time.monotonic() - begin < seconds and (steps is None or len(losses) < steps):
+        contexts, targets = next(batches)
+        hidden = trunk.forward(contexts)
+        result = client.compute_loss(HEAD, hidden, targets, step=step, accumulate=True, grad_hidden=True)
+        assert result.grad_hidden is not None
+        step = client.apply_step(HEAD, step, lossd.AdamW(lr=3e-3)).state.step
+        trunk.backward(result.grad_hidden)
+        losses.append(result.loss)
+        if time.monotonic() - told > 5.0:
+            told = time.monotonic()
+            print(f"  {told - begin:5.1f} s  step {len(losses):6,}  loss {mean_of_last(losses):.3f} nats")
+    elapsed = time.monotonic() - begin
+    print(f"{len(losses):,} steps, {len(losses) * ROWS / elapsed:,.0f} rows per second")
+    print(f"\nwhat it writes: {text.shown(sample(client, trunk, text, seed))}\n")
+    client.delete_head(HEAD)
+    return losses
+
+
+def mean_of_last(losses: list[float], count: int = 50) -> float:
+    last = losses[-count:]
+    return sum(last) / len(last)
+
+
+def sample(client: lossd.Client, trunk: Trunk, text: Text, seed: int, length: int = 160) -> list[int]:
+    """Characters that the model writes, drawn by the weights that the server has."""
+    weight = client.read_tensor(HEAD, "weight")
+    return trunk.write(weight, text.beginning(CONTEXT), length, seed)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    with ExitStack() as stack:
+        try:
+            target = options.server or stack.enter_context(OwnServer(options.program)).target
+            client = stack.enter_context(lossd.Client(target))
+            print(client.get_server())
+        except (NoServer, lossd.LossdError) as error:
+            print(f"quickstart: {error}", file=sys.stderr)
+            return 2
+        losses = train(client, options.seconds, options.steps, options.seed)
+    print(draw(losses, width=min(100, os.get_terminal_size().columns if sys.stdout.isatty() else 80)))
+    if options.plot is not None:
+        plot(losses, options.plot)
+    learnt = len(losses) > 1 and mean_of_last(losses) < LEARNT * losses[0]
+    print(f"the model has learnt: {'yes' if learnt else 'no'}, {losses[0]:.3f} nats at first, {mean_of_last(losses):.3f} at the end")
+    return 0 if learnt else 1
+
+
+def plot(losses: list[float], file: Path) -> None:
+    from matplotlib import figure  # not a dependency of the package
+
+    drawing = figure.Figure(figsize=(7, 4), layout="constrained")
+    axes = drawing.subplots()
+    axes.plot(losses, linewidth=0.8)
+    axes.set(xlabel="step", ylabel="loss [nats]", title="lossd quickstart")
+    drawing.savefig(file)
+    print(f"drawn: {file}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

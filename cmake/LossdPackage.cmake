@@ -1,0 +1,47 @@
+# cpack -G DEB: a Debian package of the programs, the systemd unit and what else an operator starts from, for the
+# distribution that it is made on. scripts/packages makes it and the other packages.
+
+set(CPACK_PACKAGE_NAME lossd)
+set(CPACK_PACKAGE_VENDOR lossd)
+set(CPACK_PACKAGE_CONTACT "lossd maintainers <maintainers@users.noreply.github.com>")
+set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "server that owns the loss head of a language model")
+set(CPACK_PACKAGE_DESCRIPTION
+    "lossd computes linear and cross-entropy loss and its gradients for remote trainers, keeps weights,
+gradients and optimizer state, and writes checkpoints. lossctl is its command-line client.")
+set(CPACK_PACKAGING_INSTALL_PREFIX /usr)
+set(CPACK_STRIP_FILES ON)
+set(CPACK_VERBATIM_VARIABLES ON)
+
+set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
+set(CPACK_DEBIAN_PACKAGE_SECTION science)
+set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
+set(CPACK_DEBIAN_PACKAGE_SUGGESTS "libnccl2, prometheus")
+set(CPACK_DEBIAN_PACKAGE_CONTROL_STRICT_PERMISSION ON)
+
+# The unit of a package is the vendor's, below /usr; flags are the operator's, and stay when they have changed.
+file(READ deploy/lossd.service _unit)
+string(REPLACE "/usr/local/" "/usr/" _unit "${_unit}")
+string(REPLACE "Install as /etc/systemd/system/lossd.service; flags" "Flags" _unit "${_unit}")
+file(WRITE ${CMAKE_BINARY_DIR}/package/lossd.service "${_unit}")
+file(WRITE ${CMAKE_BINARY_DIR}/package/conffiles "/etc/lossd/lossd.flags\n")
+file(WRITE ${CMAKE_BINARY_DIR}/package/postinst "#!/bin/sh
+set -e
+if [ \"$1\" = configure ] && [ -d /run/systemd/system ]; then systemctl daemon-reload || true; fi
+")
+file(WRITE ${CMAKE_BINARY_DIR}/package/prerm "#!/bin/sh
+set -e
+if [ \"$1\" = remove ] && [ -d /run/systemd/system ]; then systemctl stop lossd.service || true; fi
+")
+file(CHMOD ${CMAKE_BINARY_DIR}/package/postinst ${CMAKE_BINARY_DIR}/package/prerm
+     PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE GROUP_READ GROUP_EXECUTE WORLD_READ WORLD_EXECUTE)
+set(CPACK_DEBIAN_PACKAGE_CONTROL_EXTRA ${CMAKE_BINARY_DIR}/package/conffiles ${CMAKE_BINARY_DIR}/package/postinst
+                                       ${CMAKE_BINARY_DIR}/package/prerm)
+install(FILES ${CMAKE_BINARY_DIR}/package/lossd.service DESTINATION lib/systemd/system COMPONENT package
+        EXCLUDE_FROM_ALL)
+install(FILES deploy/lossd.flags DESTINATION /etc/lossd COMPONENT package EXCLUDE_FROM_ALL)
+
+# The programs and documents of `make install`, and the two files above.
+set(CPACK_COMPONENTS_ALL Unspecified package)
+set(CPACK_DEB_COMPONENT_INSTALL ON)
+set(CPACK_COMPONENTS_GROUPING ALL_COMPONENTS_IN_ONE)
+include(CPack)

@@ -1,0 +1,74 @@
+"""Checks the files by which GitHub and GitLab run .ci/run.
+
+  check_ci.py TREE
+
+They are compared with the schemas of the two services (package check-jsonschema, which has copies), and every `.ci/run STEP` of them
+with the steps that .ci/run has: none that is not there, none forgotten. Exit status 1 if something is wrong.
+"""
+
+import itertools
+import json
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import jsonschema
+import yaml
+
+SCHEMAS = {
+    ".github/workflows/*.yml": "github-workflows", ".gitlab-ci.yml": "gitlab-ci",
+    ".github/ISSUE_TEMPLATE/config.yml": "github-issue-config", ".github/ISSUE_TEMPLATE/[!c]*.yml": "github-issue-forms",
+}
+
+
+def load(path):
+    loader = yaml.BaseLoader if "workflows" in str(path) else yaml.SafeLoader  # "on" is a name there, not true
+    return yaml.load(path.read_text(encoding="utf-8"), loader)
+
+
+def check_schema(path, name):
+    folder = metadata.distribution("check-jsonschema").locate_file("check_jsonschema/builtin_schemas/vendor")
+    schema = json.loads(Path(folder, f"{name}.json").read_text(encoding="utf-8"))
+    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if True in document:  # YAML 1.1 reads "on" so
+        document["on"] = document.pop(True)
+    kind = jsonschema.validators.validator_for(schema)
+    errors = [f"{'/'.join(map(str, error.absolute_path))}: {error.message[:300]}" for error in kind(schema).iter_errors(document)]
+    if errors:
+        raise ValueError("; ".join(errors))
+
+
+def steps_of_github(document):
+    matrix = document["jobs"]["steps"]["strategy"]["matrix"]
+    pairs = set(itertools.product(matrix["system"], matrix["step"]))
+    pairs -= {(each["system"], each["step"]) for each in matrix["exclude"]}
+    return {step for _, step in pairs} | {each["step"] for each in matrix["include"]}
+
+
+def steps_of_gitlab(document):
+    return set(document["steps"]["parallel"]["matrix"][0]["STEP"])
+
+
+def main(tree):
+    failed = False
+    for pattern, schema in SCHEMAS.items():
+        for path in sorted(tree.glob(pattern)) or [None]:
+            try:
+                if path is None:
+                    raise ValueError("there is no such file")
+                check_schema(path, schema)
+            except ValueError as error:
+                print(f"{path or pattern}: {error}")
+                failed = True
+    steps = set(re.findall(r"^(\w+)_step\(\)", (tree / ".ci/run").read_text(encoding="utf-8"), re.MULTILINE))
+    for name, found in ((".github/workflows/ci.yml", steps_of_github(load(tree / ".github/workflows/ci.yml"))),
+                        (".gitlab-ci.yml", steps_of_gitlab(load(tree / ".gitlab-ci.yml")))):
+        if found != steps:
+            print(f"{name}: not steps of .ci/run: {sorted(found - steps)}; forgotten: {sorted(steps - found)}")
+            failed = True
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

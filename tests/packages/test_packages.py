@@ -1,0 +1,140 @@
+"""Makes the packages once and installs each. LOSSD_BUILD: the build folder. Needs PyPI, for the tools that make wheels."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSION = (ROOT / "VERSION").read_text().strip()
+# What every system has: the C library, and the loader.
+FROM_HOST = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "libresolv.so.2", "libutil.so.1"}
+
+
+def run(*command: str | Path, **options: object) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return str(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("packages")
+    run(ROOT / "scripts/packages", os.environ["LOSSD_BUILD"], out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def installed(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with both wheels; what they depend on is the system's."""
+    folder = tmp_path_factory.mktemp("installed") / "venv"
+    run(sys.executable, "-m", "venv", "--system-site-packages", folder)
+    run(folder / "bin/pip", "install", "--no-index", "--no-deps", *sorted(packages.glob("*.whl")))
+    return folder
+
+
+def only(folder: Path, pattern: str) -> Path:
+    found = list(folder.glob(pattern))
+    assert len(found) == 1, (pattern, sorted(folder.iterdir()))
+    return found[0]
+
+
+def dynamic(program: Path) -> tuple[list[str], list[str]]:
+    """Libraries that a program needs, and the folders of its RPATH."""
+    text = run("readelf", "--dynamic", program)
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", text)
+    paths = re.findall(r"\((?:RPATH|RUNPATH)\).*\[(.*)\]", text)
+    return needed, [folder for path in paths for folder in path.split(":")]
+
+
+def test_every_package_has_the_version(packages: Path) -> None:
+    names = {path.name for path in packages.iterdir()}
+    assert {f"lossd-{VERSION}-py3-none-any.whl", f"lossd-{VERSION}.tar.gz", "SHA256SUMS"} <= names
+    assert re.fullmatch(rf"lossd_server-{re.escape(VERSION)}-py3-none-manylinux_2_\d+_\w+\.whl",
+                        only(packages, "lossd_server-*.whl").name)
+    assert only(packages, "*.deb").name.startswith(f"lossd_{VERSION}_")
+    assert len(names) == 5
+
+
+def test_checksums(packages: Path) -> None:
+    lines = (packages / "SHA256SUMS").read_text().splitlines()
+    sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
+    assert sums.keys() == {path.name for path in packages.iterdir()} - {"SHA256SUMS"}
+    for name, digest in sums.items():
+        assert hashlib.sha256((packages / name).read_bytes()).hexdigest() == digest
+
+
+def test_the_wheel_of_the_programs_has_all_libraries(installed: Path) -> None:
+    folder = only(installed, "lib/python3*/site-packages/lossd_server")
+    brought = {path.name for path in (folder / "lib").iterdir()}
+    for program in (folder / "bin").iterdir():
+        needed, path = dynamic(program)
+        assert set(needed) - brought <= FROM_HOST | {name for name in needed if name.startswith("ld-linux")}, program
+        assert path[0] == "$ORIGIN/../lib"
+        # An empty element would be the folder that the program is started in.
+        assert all(element.startswith("$ORIGIN/") for element in path), path
+        for line in run("ldd", program, env={}).splitlines():
+            assert "not found" not in line
+            name = line.split()[0]
+            if name in brought:
+                assert str(folder) in line, line
+    for library in (folder / "lib").iterdir():
+        needed, _ = dynamic(library)
+        assert set(needed) - brought <= FROM_HOST | {name for name in needed if name.startswith("ld-linux")}, library
+
+
+def test_programs_run_as_themselves(installed: Path, tmp_path: Path) -> None:
+    for name in ("lossd", "lossctl"):
+        assert run(installed / "bin" / name, "--version", cwd=tmp_path, env={}).split()[-1] == VERSION
+    refused = subprocess.run([installed / "bin/lossd", "--no_such_flag"], capture_output=True)
+    assert refused.returncode == 2 and b"no_such_flag" in refused.stderr
+    assert run(installed / "bin/python", "-c", "import lossd, lossd_server; print(lossd.__version__, lossd_server.__version__)"
+               ).split() == [VERSION, VERSION]
+
+
+def test_the_quickstart_learns(installed: Path, tmp_path: Path) -> None:
+    told = run(installed / "bin/python", "-m", "lossd.quickstart", "--steps=120", "--seconds=600", cwd=tmp_path)
+    assert f"started {installed}" in told.replace(str(installed.resolve()), str(installed))
+    assert "the model has learnt: yes" in told
+    assert "█" in told and "120 steps" in told
+
+
+def test_the_source_distribution_makes_the_same_wheel(packages: Path, tmp_path: Path) -> None:
+    run(sys.executable, "-m", "venv", "--system-site-packages", tmp_path / "venv")
+    run(tmp_path / "venv/bin/pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path,
+        only(packages, "lossd-*.tar.gz"))
+    made, given = only(tmp_path, "*.whl"), only(packages, "lossd-*.whl")
+    contents = [{name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info" not in name} for wheel in (made, given)]
+    assert contents[0] == contents[1]
+    assert {"lossd/v1/loss_pb2.py", "lossd/v1/loss_pb2.pyi", "lossd/quickstart/__main__.py", "lossd/py.typed"} <= contents[0]
+
+
+def test_the_debian_package(packages: Path, tmp_path: Path) -> None:
+    package = only(packages, "*.deb")
+    run("dpkg-deb", "--extract", package, tmp_path)
+    for name in ("lossd", "lossctl"):
+        program = tmp_path / "usr/bin" / name
+        assert run(program, "--version", env={}).split()[-1] == VERSION
+        assert "" not in dynamic(program)[1]
+    assert run("dpkg-deb", "--field", package, "Version").strip() == VERSION
+    depends = run("dpkg-deb", "--field", package, "Depends")
+    for library in ("libgrpc++", "libprotobuf", "libmicrohttpd", "libopenblas", "libc6"):
+        assert library in depends, depends
+    unit = (tmp_path / "usr/lib/systemd/system/lossd.service").read_text()
+    assert "/usr/local" not in unit
+    start = re.search(r"^ExecStart=(\S+) --flagfile=(\S+)$", unit, re.MULTILINE)
+    assert start is not None
+    for path in start.groups():
+        assert (tmp_path / path.lstrip("/")).is_file(), path
+    documentation = re.search(r"^Documentation=file:(\S+)$", unit, re.MULTILINE)
+    assert documentation is not None and (tmp_path / documentation[1].lstrip("/")).is_file()
+    run("dpkg-deb", "--control", package, tmp_path / "control")
+    assert (tmp_path / "control/conffiles").read_text() == "/etc/lossd/lossd.flags\n"
+    assert not list(tmp_path.glob("usr/local/**/*"))

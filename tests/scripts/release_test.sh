@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# scripts/release in a repository of its own: it tags what agrees, and says what does not.
+#   release_test.sh SOURCE_DIR
+set -euo pipefail
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+mkdir "$folder/scripts"
+cp "$1/scripts/release" "$folder/scripts/"
+cd "$folder"
+printf '1.2.3\n' >VERSION
+printf '# Changes\n\n## Unreleased\n\n- later\n\n## 1.2.3 (2026-11-23)\n\n- this\n- and that\n\n## 1.2.2\n\n- before\n' >CHANGELOG.md
+git init --quiet .
+git config user.name test
+git config user.email test@example.org
+git add .
+git commit --quiet --message first
+
+# refuses MESSAGE ARGUMENT...
+refuses() {
+  local message=$1 told
+  shift
+  if told=$(scripts/release "$@" 2>&1); then echo "release $* passes" >&2; exit 1; fi
+  [[ $told == *"$message"* ]] || { echo "$told" >&2; exit 1; }
+}
+[ "$(scripts/release --notes v1.2.3 | grep -v '^$')" = $'- this\n- and that' ]
+scripts/release --check v1.2.3
+refuses 'the tag v1.2.4 is not v1.2.3' --check v1.2.4
+printf 'x\n' >left-over
+refuses 'the tree has changes' v1.2.3
+rm left-over
+scripts/release v1.2.3 >/dev/null
+[ "$(git tag)" = v1.2.3 ]
+printf '1.3.0\n' >VERSION
+git commit --quiet --all --message second
+refuses "CHANGELOG.md has nothing under '## 1.3.0'" --check v1.3.0
+
+mkdir -p from/a from/b
+for system in a:2_36 b:2_39; do
+  at=from/${system%:*}
+  printf 'client\n' >"$at/lossd-1.3.0-py3-none-any.whl"
+  printf '%s\n' "$system" >"$at/lossd_server-1.3.0-py3-none-manylinux_${system#*:}_x86_64.whl"
+  printf '%s\n' "$system" >"$at/lossd_1.3.0_amd64.deb"
+  printf 'sums\n' >"$at/SHA256SUMS"
+done
+scripts/release --collect from to
+[ "$(ls to | tr '\n' ' ')" = "SHA256SUMS lossd-1.3.0-py3-none-any.whl lossd_1.3.0_amd64_glibc2.36.deb lossd_1.3.0_amd64_glibc2.39.deb lossd_server-1.3.0-py3-none-manylinux_2_36_x86_64.whl lossd_server-1.3.0-py3-none-manylinux_2_39_x86_64.whl " ]
+(cd to && sha256sum --check --quiet SHA256SUMS)
+[ "$(wc -l <to/SHA256SUMS)" = 5 ]
