@@ -1,10 +1,11 @@
-// "host:port", or "unix:/path" of a Unix socket, as flags take it.
+// "host:port", or "unix:PATH" of a Unix socket, as flags take it.
 //
 // All functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_APP_ADDRESSES_H_
 #define LOSSD_SERVER_APP_ADDRESSES_H_
 
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -16,11 +17,16 @@ struct Address {
   int port = 0;      // kUnixSocket: a Unix socket
   static constexpr int kUnixSocket = -1;
   std::string text() const;
+  // Of a Unix socket: "/run/lossd" of "unix:/run/lossd" and of "unix:///run/lossd".
+  std::string socket_path() const;
 };
 
 // INVALID_ARGUMENT naming `option` unless `text` is "host:port" with a port in [0, 65535], or "unix:" and a
-// path.
+// path that the system can take.
 absl::StatusOr<Address> ParseAddress(absl::string_view option, absl::string_view text);
+
+// One or more addresses with commas between them. INVALID_ARGUMENT as above, or if one is there twice.
+absl::StatusOr<std::vector<Address>> ParseAddresses(absl::string_view option, absl::string_view text);
 
 // True for localhost, 127.0.0.0/8, [::1] and Unix sockets.
 bool IsLoopback(const Address& address);

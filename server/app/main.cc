@@ -26,6 +26,7 @@
 #include "absl/time/time.h"
 #include "server/app/byte_size.h"
 #include "server/app/heap.h"
+#include "server/app/listen_flags.h"
 #include "server/app/rank_flags.h"
 #include "server/app/server.h"
 #include "server/app/stop_events.h"
@@ -42,8 +43,6 @@ using lossd::log::Log;
 using lossd::log::LogFormat;
 using lossd::log::LogLevel;
 
-ABSL_FLAG(std::string, listen, ServerOptions().listen,
-          "Address for gRPC, host:port or unix:PATH; port 0: any free one");
 ABSL_FLAG(std::string, http, ServerOptions().http,
           "Address for /metrics, /livez, /readyz and the status page; port 0: any free one; empty: none");
 ABSL_FLAG(std::string, tls_cert, "",
@@ -210,7 +209,8 @@ std::vector<char*> ParseFlags(int argc, char** argv) {
   absl::FlagsUsageConfig config;
   config.version_string = [] { return std::string("lossd " LOSSD_VERSION "\n"); };
   config.contains_help_flags = [](absl::string_view file) {
-    return absl::EndsWith(file, "server/app/main.cc") || absl::EndsWith(file, "server/app/rank_flags.cc");
+    return absl::EndsWith(file, "server/app/main.cc") || absl::EndsWith(file, "server/app/listen_flags.cc") ||
+           absl::EndsWith(file, "server/app/rank_flags.cc");
   };
   config.contains_helpshort_flags = config.contains_help_flags;
   absl::SetFlagsUsageConfig(config);
@@ -241,7 +241,7 @@ void SetClientLimits(ServerOptions& options) {
 ServerOptions OptionsFromFlags() {
   ServerOptions options;
   options.version = LOSSD_VERSION;
-  options.listen = absl::GetFlag(FLAGS_listen);
+  lossd::app::SetListenOptions(&options);
   options.http = absl::GetFlag(FLAGS_http);
   options.security = {.tls_cert = absl::GetFlag(FLAGS_tls_cert),
                       .tls_key = absl::GetFlag(FLAGS_tls_key),

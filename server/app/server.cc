@@ -20,6 +20,7 @@
 #include "server/app/every.h"
 #include "server/app/gpu_watch.h"
 #include "server/app/health.h"
+#include "server/app/listen.h"
 #include "server/app/part_options.h"
 #include "server/app/reflection.h"
 #include "server/app/security.h"
@@ -29,6 +30,7 @@
 #include "server/metrics/status_page.h"
 #include "server/rpc/connection_acceptor.h"
 #include "server/rpc/head_service.h"
+#include "server/rpc/listening_socket.h"
 #include "server/rpc/loss_service.h"
 #include "server/rpc/server_service.h"
 
@@ -49,7 +51,7 @@ class ServerImpl final : public Server {
 
   absl::Status Init();
 
-  std::string grpc_address() const override { return grpc_address_.text(); }
+  std::string grpc_address() const override { return TextOf(grpc_addresses_); }
   std::string http_address() const override { return http_ == nullptr ? "" : http_->address(); }
   uint64_t incarnation() const override { return engine_->incarnation(); }
   std::shared_ptr<grpc::Channel> InProcessChannel() override;
@@ -62,7 +64,8 @@ class ServerImpl final : public Server {
   void WatchRanks();
   void CreateServices();
   absl::Status Listen();
-  absl::StatusOr<rpc::ConnectionAcceptor::Take> CreateAcceptor(grpc::ServerBuilder* builder);
+  rpc::ConnectionAcceptor::Take CreateAcceptor(grpc::ServerBuilder* builder,
+                                               std::vector<rpc::ListeningSocket> sockets);
   absl::Status StartHttp();
   void OnDeviceLost(const absl::Status& status);
   // On the acceptor's thread.
@@ -74,7 +77,7 @@ class ServerImpl final : public Server {
 
   const ServerOptions options_;
   const absl::Time started_ = absl::Now();
-  Address grpc_address_;
+  std::vector<Address> grpc_addresses_;
   Address http_bind_;
   std::atomic<bool> draining_{false};
   std::once_flag drained_;
@@ -90,7 +93,7 @@ class ServerImpl final : public Server {
   std::unique_ptr<rpc::LossService> loss_service_;
   std::unique_ptr<rpc::HeadService> head_service_;
   std::unique_ptr<rpc::ServerService> server_service_;
-  std::unique_ptr<rpc::ConnectionAcceptor> acceptor_;  // null: a Unix socket, on which gRPC listens itself
+  std::unique_ptr<rpc::ConnectionAcceptor> acceptor_;
   Every refusals_logged_{absl::Seconds(10)};
   std::unique_ptr<grpc::Server> grpc_;
   std::unique_ptr<metrics::StatusPage> page_;
@@ -115,10 +118,11 @@ absl::Status ServerImpl::Init() {
 
 // Addresses, and whether they may be bound so.
 absl::Status ServerImpl::CreateSecurity() {
-  absl::StatusOr<Address> listen = ParseAddress("listen", options_.listen);
+  absl::StatusOr<std::vector<Address>> listen = ParseAddresses("listen", options_.listen);
   if (!listen.ok()) return listen.status();
-  grpc_address_ = *std::move(listen);
-  absl::Status allowed = CheckGrpcAddress(options_.security, grpc_address_);
+  grpc_addresses_ = *std::move(listen);
+  absl::Status allowed;
+  for (const Address& address : grpc_addresses_) allowed.Update(CheckGrpcAddress(options_.security, address));
   if (allowed.ok() && !options_.http.empty()) {
     absl::StatusOr<Address> http = ParseAddress("http", options_.http);
     if (!http.ok()) return http.status();
@@ -212,16 +216,10 @@ absl::Status ServerImpl::Listen() {
   grpc::EnableDefaultHealthCheckService(true);
   grpc::ServerBuilder builder;
   SetReflection(!security_->asks(), &builder);
-  const bool unix_socket = grpc_address_.port == Address::kUnixSocket;
-  rpc::ConnectionAcceptor::Take take;
-  int unix_bound = 1;
-  if (unix_socket) {
-    builder.AddListeningPort(grpc_address_.text(), security_->credentials(), &unix_bound);
-  } else {
-    absl::StatusOr<rpc::ConnectionAcceptor::Take> taker = CreateAcceptor(&builder);
-    if (!taker.ok()) return taker.status();
-    take = *std::move(taker);
-  }
+  absl::StatusOr<std::vector<rpc::ListeningSocket>> sockets =
+      OpenSockets(&grpc_addresses_, options_.unix_socket_mode);
+  if (!sockets.ok()) return sockets.status();
+  rpc::ConnectionAcceptor::Take take = CreateAcceptor(&builder, *std::move(sockets));
   rpc::TransportOptions transport = options_.transport;
   transport.max_message_bytes = MaxMessageBytes(options_);
   transport.bytes = TransportBytes(options_);
@@ -230,28 +228,19 @@ absl::Status ServerImpl::Listen() {
   builder.RegisterService(head_service_->service());
   builder.RegisterService(server_service_.get());
   grpc_ = builder.BuildAndStart();
-  if (grpc_ == nullptr || unix_bound == 0)
-    return absl::UnavailableError(absl::StrCat("listen: cannot listen on ", grpc_address_.text()));
+  if (grpc_ == nullptr) return absl::UnavailableError("gRPC cannot start; its log says why");
   for (const char* service : kServices) grpc_->GetHealthCheckService()->SetServingStatus(service, true);
-  if (acceptor_ != nullptr) acceptor_->Start(std::move(take));
+  acceptor_->Start(std::move(take));
   return absl::OkStatus();
 }
 
-// Listens on the address, and gives the builder a way to take connections that were accepted.
-absl::StatusOr<rpc::ConnectionAcceptor::Take> ServerImpl::CreateAcceptor(grpc::ServerBuilder* builder) {
-  auto acceptor = rpc::ConnectionAcceptor::Listen(
-      grpc_address_.host, grpc_address_.port,
-      {.in_all = options_.max_connections,
-       .per_address = options_.max_connections_per_address,
-       .on_refused = [this](absl::string_view flag, absl::string_view address) {
-         OnRefused(flag, address);
-       }});
-  if (!acceptor.ok()) {
-    return absl::UnavailableError(
-        absl::StrCat("listen: ", acceptor.status().message(), " (is the port taken?)"));
-  }
-  acceptor_ = *std::move(acceptor);
-  grpc_address_.port = acceptor_->port();
+// Gives the builder a way to take connections that were accepted.
+rpc::ConnectionAcceptor::Take ServerImpl::CreateAcceptor(grpc::ServerBuilder* builder,
+                                                         std::vector<rpc::ListeningSocket> sockets) {
+  rpc::ConnectionLimits limits{.in_all = options_.max_connections,
+                               .per_address = options_.max_connections_per_address};
+  limits.on_refused = [this](absl::string_view flag, absl::string_view address) { OnRefused(flag, address); };
+  acceptor_ = std::make_unique<rpc::ConnectionAcceptor>(std::move(sockets), limits);
   std::shared_ptr<grpc::experimental::ExternalConnectionAcceptor> taker =
       builder->experimental().AddExternalConnectionAcceptor(
           grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, security_->credentials());
@@ -273,7 +262,7 @@ void ServerImpl::OnRefused(absl::string_view flag, absl::string_view address) {
 absl::Status ServerImpl::StartHttp() {
   page_ = std::make_unique<metrics::StatusPage>(
       metrics::StatusPageOptions{
-          .version = options_.version, .grpc_address = grpc_address_.text(), .started = started_},
+          .version = options_.version, .grpc_address = grpc_address(), .started = started_},
       engine_.get(), backend_.get(), metrics_.get());
   Address address = http_bind_;
   if (address.host == "localhost") address.host = "127.0.0.1";  // HttpServer takes addresses only
@@ -341,7 +330,7 @@ bool ServerImpl::Drain(absl::Time deadline) {
     absl::SleepFor(std::min(kLastWords, deadline - absl::Now()));
     // What is left now are calls to be cancelled, and watchers of health or reflection that never end.
     constexpr absl::Duration kGoodbye = absl::Milliseconds(500);
-    if (acceptor_ != nullptr) acceptor_->Stop();
+    acceptor_->Stop();
     grpc_->Shutdown(absl::ToChronoTime(absl::Now() + kGoodbye));
     loss_service_->WaitUntilIdle(absl::InfiniteFuture());
     head_service_->WaitUntilIdle(absl::InfiniteFuture());

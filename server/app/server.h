@@ -25,8 +25,10 @@ class Channel;
 namespace lossd::app {
 
 struct ServerOptions {
-  // Addresses "host:port"; port 0: any free one.
+  // Addresses "host:port"; port 0: any free one. gRPC's may also be "unix:PATH", and several with commas
+  // between them.
   std::string listen = "127.0.0.1:7070";
+  uint32_t unix_socket_mode = 0600;     // of the files of Unix sockets: who may connect
   std::string http = "127.0.0.1:7071";  // empty: no HTTP
   SecurityOptions security;             // encryption, and who may do what
   std::string version = "0.0.0";
@@ -96,7 +98,8 @@ class Server {
   // Shuts down at once: calls still open are cancelled.
   virtual ~Server() = default;
 
-  // "host:port" with the ports that were chosen; http_address is empty without HTTP.
+  // "host:port" with the ports that were chosen, and as `listen` several with commas between them;
+  // http_address is empty without HTTP.
   virtual std::string grpc_address() const = 0;
   virtual std::string http_address() const = 0;
   virtual uint64_t incarnation() const = 0;

@@ -2,7 +2,10 @@
 
 #include <grpc/grpc_security_constants.h>
 
+#include <cstdint>
+#include <memory>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -100,8 +103,22 @@ std::string PeerAddress(const grpc::CallbackServerContext& context) {
   return absl::StrReplaceAll(address, {{"%5B", "["}, {"%5D", "]"}, {"%25", "%"}});
 }
 
+namespace {
+
+// A number that no other open connection of the server has, where gRPC knows connections only by addresses:
+// where the properties lie that it keeps for each connection, with and without TLS. 0 if there are none.
+uint64_t ConnectionNumber(const grpc::CallbackServerContext& context) {
+  const std::shared_ptr<const grpc::AuthContext> connection = context.auth_context();
+  if (connection == nullptr) return 0;
+  const std::vector<grpc::string_ref> values =
+      connection->FindPropertyValues(GRPC_TRANSPORT_SECURITY_TYPE_PROPERTY_NAME);
+  return values.empty() ? 0 : reinterpret_cast<uintptr_t>(values.front().data());
+}
+
+}  // namespace
+
 std::string PeerKey(const grpc::CallbackServerContext& context, absl::string_view identity) {
-  return identity.empty() ? PeerOf(context.peer()) : std::string(identity);
+  return identity.empty() ? PeerOf(context.peer(), ConnectionNumber(context)) : std::string(identity);
 }
 
 }  // namespace lossd::rpc

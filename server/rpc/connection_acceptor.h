@@ -1,9 +1,9 @@
-// Accepts the connections of a gRPC server, so that their number is bounded, in all and per address. gRPC
-// itself takes as many as come.
+// Accepts the connections of a gRPC server, so that their number is bounded, in all and per address, or
+// per user where they come over a Unix socket. gRPC itself takes as many as come.
 //
-// Listens, and hands each accepted connection to gRPC (grpc::experimental::ExternalConnectionAcceptor). One
-// beyond a limit is closed at once, before any memory is spent on it; those that are open stay. Connections
-// end without a word to this class: it asks the kernel whether a descriptor is still the connection it was.
+// Hands each accepted connection to gRPC (grpc::experimental::ExternalConnectionAcceptor). One beyond a limit
+// is closed at once, before any memory is spent on it; those that are open stay. Connections end without a
+// word to this class: it asks the kernel whether a descriptor is still the connection it was.
 //
 // Thread-safe, but for Start and Stop.
 #ifndef LOSSD_SERVER_RPC_CONNECTION_ACCEPTOR_H_
@@ -12,17 +12,15 @@
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "server/rpc/listening_socket.h"
 
 namespace lossd::rpc {
 
@@ -40,12 +38,11 @@ class ConnectionAcceptor {
   // Gets a connection: the descriptor of the listening socket, and its own.
   using Take = std::function<void(int listener, int connection)>;
 
-  // Listens on all addresses of `host` (an IPv6 address in brackets); port 0: any free one. UNAVAILABLE.
-  static absl::StatusOr<std::unique_ptr<ConnectionAcceptor>> Listen(const std::string& host, int port,
-                                                                    const ConnectionLimits& limits);
+  ConnectionAcceptor(std::vector<ListeningSocket> listeners, const ConnectionLimits& limits);
   ~ConnectionAcceptor();
+  ConnectionAcceptor(const ConnectionAcceptor&) = delete;
+  ConnectionAcceptor& operator=(const ConnectionAcceptor&) = delete;
 
-  int port() const { return port_; }
   // Call once.
   void Start(Take take);
   // Accepts nothing more. Later calls do nothing.
@@ -59,7 +56,6 @@ class ConnectionAcceptor {
     std::string address;
   };
 
-  ConnectionAcceptor(std::vector<int> listeners, int port, const ConnectionLimits& limits);
   void Run();
   void AcceptFrom(int listener);
   // The flag of the limit that keeps a connection out; "": none does.
@@ -67,8 +63,7 @@ class ConnectionAcceptor {
   absl::string_view LimitReached(const std::string& address) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ForgetClosed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  const std::vector<int> listeners_;
-  const int port_;
+  const std::vector<ListeningSocket> listeners_;
   const ConnectionLimits limits_;
   const int wake_;  // an eventfd
   Take take_;

@@ -15,11 +15,28 @@ TEST(AddressesTest, Parses) {
   const auto unix_socket = ParseAddress("listen", "unix:/run/lossd:1");
   ASSERT_TRUE(unix_socket.ok());
   EXPECT_EQ(unix_socket->text(), "unix:/run/lossd:1");
+  EXPECT_EQ(unix_socket->socket_path(), "/run/lossd:1");
   EXPECT_TRUE(IsLoopback(*unix_socket));
+  EXPECT_EQ(ParseAddress("listen", "unix:///run/lossd")->socket_path(), "/run/lossd");
+  EXPECT_EQ(ParseAddress("listen", "unix:lossd")->socket_path(), "lossd");
+  EXPECT_TRUE(ParseAddress("listen", "unix:/" + std::string(106, 'a')).ok());
+}
+
+TEST(AddressesTest, ParsesSeveral) {
+  const auto addresses = ParseAddresses("listen", "127.0.0.1:0,unix:/run/lossd,127.0.0.1:0");
+  ASSERT_TRUE(addresses.ok()) << addresses.status();
+  ASSERT_EQ(addresses->size(), 3u);
+  EXPECT_EQ((*addresses)[1].socket_path(), "/run/lossd");
+  for (const char* text : {"", "127.0.0.1:1,", "127.0.0.1:1,127.0.0.1:1", "unix:/a,unix:/a"}) {
+    EXPECT_EQ(ParseAddresses("listen", text).status().code(), absl::StatusCode::kInvalidArgument) << text;
+  }
 }
 
 TEST(AddressesTest, Refuses) {
-  for (const char* text : {"", "unix:", "host", ":1", "host:", "host:x", "host:70000", "host:-1", "::1:80"}) {
+  const std::string long_path = "unix:/" + std::string(107, 'a');
+  for (const std::string& text : {std::string(), std::string("unix:"), std::string("host"), std::string(":1"),
+                                  std::string("host:"), std::string("host:x"), std::string("host:70000"),
+                                  std::string("host:-1"), std::string("::1:80"), long_path}) {
     const auto address = ParseAddress("listen", text);
     EXPECT_EQ(address.status().code(), absl::StatusCode::kInvalidArgument) << text;
     EXPECT_NE(address.status().message().find("listen"), absl::string_view::npos);

@@ -1,0 +1,36 @@
+#include "server/app/listen_flags.h"
+
+#include "absl/flags/flag.h"
+#include "absl/strings/str_format.h"
+
+using lossd::app::FileMode;
+using lossd::app::ServerOptions;
+
+ABSL_FLAG(
+    std::string, listen, ServerOptions().listen,
+    "Addresses for gRPC, host:port or unix:PATH, several with commas between them; port 0: any free one");
+ABSL_FLAG(FileMode, unix_socket_mode, FileMode{ServerOptions().unix_socket_mode},
+          "Permissions of the files of Unix sockets, octal: who may connect besides the server's own user");
+
+namespace lossd::app {
+
+bool AbslParseFlag(absl::string_view text, FileMode* mode, std::string* error) {
+  mode->bits = 0;
+  bool right = !text.empty() && text.size() <= 4;
+  for (const char digit : text) {
+    right = right && digit >= '0' && digit <= '7';
+    mode->bits = mode->bits * 8 + static_cast<uint32_t>(digit - '0');
+  }
+  if (right && mode->bits <= 0777) return true;
+  *error = "must be octal digits, at most 0777, as in 0660";
+  return false;
+}
+
+std::string AbslUnparseFlag(FileMode mode) { return absl::StrFormat("0%o", mode.bits); }
+
+void SetListenOptions(ServerOptions* options) {
+  options->listen = absl::GetFlag(FLAGS_listen);
+  options->unix_socket_mode = absl::GetFlag(FLAGS_unix_socket_mode).bits;
+}
+
+}  // namespace lossd::app
