@@ -47,6 +47,7 @@ struct Flags {
   v1::DType dtype = v1::DTYPE_BF16;
   int in_flight = 1;
   int channels = 2;
+  std::string transport;  // empty: the client's default
   double seconds = 10;
   uint64_t microbatches = 0;  // 0: by time
   uint64_t warmup = 2;
@@ -209,7 +210,8 @@ BenchSetup SetupOf(const Flags& flags, const HiddenRows& rows) {
 }
 
 absl::Status RunBench(Context* context, const Flags& flags) {
-  const absl::StatusOr<std::unique_ptr<client::Client>> client = context->Connect(flags.channels);
+  const absl::StatusOr<std::unique_ptr<client::Client>> client =
+      context->Connect(flags.channels, flags.transport);
   if (!client.ok()) return client.status();
   const absl::StatusOr<v1::HeadDescription> head = (*client)->DescribeHead(flags.head, context->timeout());
   if (!head.ok()) return head.status();
@@ -223,10 +225,14 @@ absl::Status RunBench(Context* context, const Flags& flags) {
     if (totals.ok() && !zeroed.ok()) return zeroed.status();
   }
   if (!totals.ok()) return totals.status();
+  BenchSetup setup = SetupOf(flags, *rows);
+  const client::TransportChoice choice = (*client)->transport();
+  setup.transport = choice.transport;
+  setup.transport_reason = choice.reason;
   if (context->json) {
-    context->PrintJson(BenchJson(SetupOf(flags, *rows), *totals));
+    context->PrintJson(BenchJson(setup, *totals));
   } else {
-    context->Print(BenchText(SetupOf(flags, *rows), *totals));
+    context->Print(BenchText(setup, *totals));
   }
   return absl::OkStatus();
 }
@@ -248,6 +254,10 @@ void AddBenchCommand(CLI::App* app, Context* context) {
   bench->add_option("--in-flight", flags->in_flight, "Microbatches under way at once; 1: closed loop [1]")
       ->check(CLI::Range(1, 1024));
   bench->add_option("--channels", flags->channels, "Connections [2]")->check(CLI::Range(1, 64));
+  bench
+      ->add_option("--transport", flags->transport,
+                   "How rows travel: auto takes shared memory if the server is on this host [auto]")
+      ->check(CLI::IsMember({"auto", "grpc", "shared_memory"}));
   CLI::Option* seconds =
       bench->add_option("--seconds", flags->seconds, "Run for so long [10]")->check(CLI::PositiveNumber);
   bench->add_option("--microbatches", flags->microbatches, "Run for so many instead")

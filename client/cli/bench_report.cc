@@ -54,6 +54,8 @@ nlohmann::ordered_json BenchJson(const BenchSetup& setup, const BenchTotals& tot
           {"channels", setup.channels},
           {"streams", setup.streams},
           {"slice_bytes", setup.slice_bytes},
+          {"transport", setup.transport},
+          {"transport_reason", setup.transport_reason},
           {"seconds", totals.seconds},
           {"microbatches", totals.latencies.size()},
           {"rows", totals.rows},
@@ -83,6 +85,9 @@ std::string BenchText(const BenchSetup& setup, const BenchTotals& totals) {
              absl::StrCat(setup.in_flight, " x ", HumanCount(setup.rows), " ", setup.data,
                           " rows in flight, ", setup.streams, " streams over ", setup.channels,
                           " channels, slices of ", HumanBytes(static_cast<double>(setup.slice_bytes))));
+  fields.Add("transport", setup.transport_reason.empty()
+                              ? setup.transport
+                              : absl::StrCat(setup.transport, " (", setup.transport_reason, ")"));
   fields.Add("ran", absl::StrCat(HumanSeconds(totals.seconds), ", ", HumanCount(totals.latencies.size()),
                                  " microbatches",
                                  totals.repeats > 0 ? absl::StrCat(", ", totals.repeats, " repeats") : ""));

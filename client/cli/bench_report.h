@@ -25,6 +25,8 @@ struct BenchSetup {
   int channels = 0;
   int streams = 0;  // per microbatch
   uint64_t slice_bytes = 0;
+  std::string transport = "grpc";  // client::TransportChoice
+  std::string transport_reason = "";
 };
 
 struct BenchTotals {

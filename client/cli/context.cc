@@ -9,13 +9,15 @@
 
 namespace lossd::cli {
 
-absl::StatusOr<std::unique_ptr<client::Client>> Context::Connect(int channels) const {
+absl::StatusOr<std::unique_ptr<client::Client>> Context::Connect(int channels,
+                                                                 const std::string& transport) const {
   auto made = client::Credentials::Create(credentials);
   if (!made.ok()) return made.status();
   client::ClientOptions options;
   options.target = server;
   options.credentials = *std::move(made);
   options.channels = channels;
+  if (!transport.empty()) options.transport = transport;
   options.connect_timeout = absl::Seconds(5);
   options.wait_for_server = false;
   options.retry.max_attempts = attempts;

@@ -34,7 +34,8 @@ struct Context {
   // Set by an action that did its work but has bad news (an unhealthy server).
   bool bad_news = false;
 
-  absl::StatusOr<std::unique_ptr<client::Client>> Connect(int channels = 1) const;
+  absl::StatusOr<std::unique_ptr<client::Client>> Connect(int channels = 1,
+                                                          const std::string& transport = "") const;
   absl::Duration timeout() const { return absl::Seconds(timeout_seconds); }
   // "host:port" of the server's HTTP side, or "https://host:port": `http` if not empty, else the server's
   // host with port 7071.

@@ -115,6 +115,8 @@ absl::StatusOr<LossResult> Client::ComputeLoss(const Microbatch& microbatch, con
   return ComputeLossAsync(microbatch, outputs, options).Wait();
 }
 
+TransportChoice Client::transport() const { return core_->connections().regions().choice(); }
+
 PendingLoss Client::ComputeLossAsync(const Microbatch& microbatch, const LossOutputs& outputs,
                                      const ComputeOptions& options, LossCallback callback) {
   auto call = std::make_shared<internal::LossCall>(

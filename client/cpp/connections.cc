@@ -38,6 +38,15 @@ absl::Status Validate(const ClientOptions& options) {
   if (const std::string problem = TargetProblem(options.target); !problem.empty()) {
     return ArgumentError(kTargetField, options.target, absl::StrCat("is '", options.target, "'; ", problem));
   }
+  if (options.transport != "auto" && options.transport != "grpc" && options.transport != "shared_memory") {
+    return ArgumentError(
+        "options.transport", options.transport,
+        absl::StrCat("is '", options.transport, "'; it must be auto, grpc or shared_memory"));
+  }
+  if (options.shared_memory_bytes < 1) {
+    return ArgumentError("options.shared_memory_bytes", options.shared_memory_bytes,
+                         absl::StrCat("is ", options.shared_memory_bytes, "; it must be at least 1"));
+  }
   if (options.channels < 1 || options.channels > 64) {
     return ArgumentError("options.channels", options.channels,
                          absl::StrCat("is ", options.channels, "; it must be in [1, 64]"));
@@ -63,6 +72,15 @@ absl::Status Validate(const ClientOptions& options) {
                          "is above 24 hours");
   }
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::string> AskRegionSocket(v1::ServerService::Stub* server) {
+  grpc::ClientContext context;
+  SetDeadline(absl::Now() + absl::Seconds(2), &context);
+  v1::ServerDescription description;
+  const grpc::Status status = server->GetServer(&context, v1::GetServerRequest(), &description);
+  if (!status.ok()) return absl::UnavailableError(absl::StrCat("no shared memory: ", status.error_message()));
+  return description.region_socket();
 }
 
 // gRPC would shut down with the last channel, and may wait for its poller for ten seconds then.
@@ -95,19 +113,23 @@ absl::StatusOr<std::unique_ptr<Connections>> Connections::Open(const ClientOptio
     server = AwaitServer(channel, *maker, options, deadline);
     if (!server.ok()) return server.status();
   }
-  return std::unique_ptr<Connections>(
-      new Connections(std::move(channels), options.target, *std::move(server)));
+  std::unique_ptr<Connections> connections(new Connections(std::move(channels), options, *std::move(server)));
+  if (absl::Status status = connections->regions().Check(); !status.ok()) return status;
+  return connections;
 }
 
-Connections::Connections(std::vector<std::shared_ptr<grpc::Channel>> channels, std::string target,
+Connections::Connections(std::vector<std::shared_ptr<grpc::Channel>> channels, const ClientOptions& options,
                          v1::ServerDescription server)
     : channels_(std::move(channels)),
-      peer_{std::move(target), server.version()},
+      peer_{options.target, server.version()},
       incarnation_(server.incarnation()),
       loss_(v1::LossService::NewStub(channels_[0])),
       heads_(v1::HeadService::NewStub(channels_[0])),
       server_(v1::ServerService::NewStub(channels_[0])),
-      health_(grpc::health::v1::Health::NewStub(channels_[0])) {}
+      health_(grpc::health::v1::Health::NewStub(channels_[0])),
+      regions_(std::make_unique<RegionSource>(
+          options.transport, static_cast<uint64_t>(options.shared_memory_bytes), server.region_socket(),
+          [this] { return AskRegionSocket(server_.get()); })) {}
 
 void SetDeadline(absl::Time deadline, grpc::ClientContext* context) {
   if (deadline < absl::InfiniteFuture()) context->set_deadline(absl::ToChronoTime(deadline));

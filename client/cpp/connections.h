@@ -16,6 +16,7 @@
 #include "absl/time/time.h"
 #include "client/cpp/client.h"
 #include "client/cpp/peer.h"
+#include "client/cpp/region_source.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "lossd/v1/head.grpc.pb.h"
 #include "lossd/v1/loss.grpc.pb.h"
@@ -37,13 +38,15 @@ class Connections {
   // Of the server that has answered, which may have been restarted since.
   uint64_t incarnation() const { return incarnation_; }  // 0: it does not tell this client
 
+  RegionSource& regions() const { return *regions_; }
+
   v1::LossService::Stub* loss() const { return loss_.get(); }
   v1::HeadService::Stub* heads() const { return heads_.get(); }
   v1::ServerService::Stub* server() const { return server_.get(); }
   grpc::health::v1::Health::Stub* health() const { return health_.get(); }
 
  private:
-  Connections(std::vector<std::shared_ptr<grpc::Channel>> channels, std::string target,
+  Connections(std::vector<std::shared_ptr<grpc::Channel>> channels, const ClientOptions& options,
               v1::ServerDescription server);
 
   const std::vector<std::shared_ptr<grpc::Channel>> channels_;
@@ -53,6 +56,7 @@ class Connections {
   const std::unique_ptr<v1::HeadService::Stub> heads_;
   const std::unique_ptr<v1::ServerService::Stub> server_;
   const std::unique_ptr<grpc::health::v1::Health::Stub> health_;
+  const std::unique_ptr<RegionSource> regions_;
 };
 
 void SetDeadline(absl::Time deadline, grpc::ClientContext* context);

@@ -143,6 +143,9 @@ void LossCall::StartPart(size_t index) {
   const absl::StatusOr<std::optional<GradientsId>> meant = answers_.Meant();
   if (!meant.ok()) return Fail(meant.status());
   StreamJob job{work_->Prepare(part.rows, *rule, *meant), deadline_, core_->connections().peer(), holds_};
+  if (!job.work.slices.empty()) job.region = core_->connections().regions().Get();
+  if (job.region != nullptr) job.work.first.mutable_open()->set_region(job.region->id());
+  job.may_wait = rule->row_grid == 0;  // else rows of other calls may have to come first
   auto stream = std::make_shared<LossStream>(
       std::move(job),
       [self = shared_from_this()](const v1::HeadState& state) { return self->answers_.Accept(state); },

@@ -13,17 +13,23 @@ constexpr char kMethod[] = "/lossd.v1.LossService/ComputeLoss";
 }  // namespace
 
 LossStream::LossStream(StreamJob job, StreamAnswers::AcceptFn accept, DoneFn done)
-    : job_(std::move(job)), work_(job_.work), done_(std::move(done)), answers_(work_, std::move(accept)) {}
+    : job_(std::move(job)),
+      work_(job_.work),
+      done_(std::move(done)),
+      places_(job_.region, job_.may_wait),
+      answers_(work_, std::move(accept), &places_) {}
 
 void LossStream::Start(const std::shared_ptr<grpc::Channel>& channel) {
   SetDeadline(job_.deadline, &context_);
   stub_ = std::make_unique<grpc::GenericStub>(channel);
   stub_->PrepareBidiStreamingCall(&context_, kMethod, {}, this);
   {
-    absl::MutexLock write_lock(&write_mu_);
-    absl::MutexLock read_lock(&read_mu_);
+    absl::MutexLock lock(&write_mu_);
     request_ = wire::Encode(work_.first);
     StartWrite(&request_);
+  }
+  {
+    absl::MutexLock lock(&read_mu_);
     StartRead(&response_);
   }
   StartCall();
@@ -32,31 +38,38 @@ void LossStream::Start(const std::shared_ptr<grpc::Channel>& channel) {
 void LossStream::OnWriteDone(bool ok) {
   absl::MutexLock lock(&write_mu_);
   request_.Clear();
-  if (!ok) return;
-  if (EncodeNext()) {
-    StartWrite(&request_);
-  } else {
-    StartWritesDone();
-  }
+  if (ok) SendNext();
 }
 
-bool LossStream::EncodeNext() {
-  if (next_slice_ == work_.slices.size()) return false;
-  const Rows rows = work_.slices[next_slice_++];
-  request_ = EncodeSlice(work_, rows, job_.holds->Take());
+void LossStream::SendNext() {
+  if (next_slice_ == work_.slices.size()) return StartWritesDone();
+  const Rows rows = work_.slices[next_slice_];
+  const SlicePlaces::Place place = places_.Put(rows.begin, HiddenOf(work_, rows));
+  waiting_ = place.kind == SlicePlaces::Place::Kind::kWait;
+  if (waiting_) return;
+  ++next_slice_;
+  request_ = place.kind == SlicePlaces::Place::Kind::kRegion ? EncodeSliceInRegion(work_, rows, place.offset)
+                                                             : EncodeSlice(work_, rows, job_.holds->Take());
   sent_bytes_ += rows.size() * work_.row_bytes;
-  return true;
+  StartWrite(&request_);
 }
 
 void LossStream::OnReadDone(bool ok) {
   if (!ok) return;
-  absl::MutexLock lock(&read_mu_);
-  error_ = answers_.Handle(response_);
-  if (!error_.ok()) {
-    context_.TryCancel();
-    return;
+  {
+    absl::MutexLock lock(&read_mu_);
+    error_ = answers_.Handle(response_);
+    response_.Clear();
+    if (!error_.ok()) {
+      context_.TryCancel();
+      return;
+    }
   }
-  response_.Clear();
+  {
+    absl::MutexLock lock(&write_mu_);
+    if (waiting_) SendNext();
+  }
+  absl::MutexLock lock(&read_mu_);
   StartRead(&response_);
 }
 
@@ -74,6 +87,7 @@ void LossStream::OnDone(const grpc::Status& status) {
     if (answers_.summary().has_value()) end.summary = *answers_.summary();
     end.received_bytes = answers_.received_bytes();
   }
+  if (!end.status.ok()) places_.AbandonAfter(end.status);
   {
     absl::MutexLock lock(&write_mu_);
     request_.Clear();

@@ -21,6 +21,8 @@
 #include "client/cpp/loss_work.h"
 #include "client/cpp/payload_holds.h"
 #include "client/cpp/peer.h"
+#include "client/cpp/shared_region.h"
+#include "client/cpp/slice_places.h"
 #include "client/cpp/stream_messages.h"
 #include "lossd/v1/loss.pb.h"
 
@@ -31,6 +33,8 @@ struct StreamJob {
   absl::Time deadline;
   Peer peer;
   std::shared_ptr<PayloadHolds> holds;
+  std::shared_ptr<SharedRegion> region = nullptr;  // where slices may lie; null: in messages
+  bool may_wait = true;                            // for room in the region; SlicePlaces
 };
 
 struct StreamEnd {
@@ -55,8 +59,8 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   void OnWriteDone(bool ok) override;
   void OnDone(const grpc::Status& status) override;
 
-  // Encodes the next slice; false if there is none.
-  bool EncodeNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
+  // Sends the next slice, or the end. If there is no room for the slice, a later answer calls this again.
+  void SendNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
   absl::Status EndStatus(const grpc::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(read_mu_);
 
   const StreamJob job_;
@@ -64,11 +68,13 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   DoneFn done_;
   grpc::ClientContext context_;
   std::unique_ptr<grpc::GenericStub> stub_;
+  SlicePlaces places_;
 
   // gRPC runs one reaction of a kind at a time; the locks are for the threads it takes for them.
   absl::Mutex write_mu_;
   grpc::ByteBuffer request_ ABSL_GUARDED_BY(write_mu_);
   size_t next_slice_ ABSL_GUARDED_BY(write_mu_) = 0;
+  bool waiting_ ABSL_GUARDED_BY(write_mu_) = false;  // for room in the region
   uint64_t sent_bytes_ ABSL_GUARDED_BY(write_mu_) = 0;
 
   absl::Mutex read_mu_;

@@ -1,6 +1,7 @@
 #include "client/cpp/stream_messages.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -34,13 +35,27 @@ grpc::ByteBuffer EncodeSlice(const StreamWork& work, Rows rows, absl::AnyInvocab
   v1::ComputeLossRequest request;
   request.mutable_slice()->mutable_rows()->set_begin(rows.begin);
   request.mutable_slice()->mutable_rows()->set_end(rows.end);
-  const auto* data = reinterpret_cast<const uint8_t*>(work.hidden) + rows.begin * work.row_bytes;
-  return wire::Encode(request, absl::MakeConstSpan(data, rows.size() * work.row_bytes), std::move(release));
+  return wire::Encode(request, HiddenOf(work, rows), std::move(release));
 }
 
-StreamAnswers::StreamAnswers(const StreamWork& work, AcceptFn accept)
+grpc::ByteBuffer EncodeSliceInRegion(const StreamWork& work, Rows rows, uint64_t offset) {
+  v1::ComputeLossRequest request;
+  request.mutable_slice()->mutable_rows()->set_begin(rows.begin);
+  request.mutable_slice()->mutable_rows()->set_end(rows.end);
+  request.mutable_slice()->mutable_in_region()->set_offset(offset);
+  request.mutable_slice()->mutable_in_region()->set_bytes(rows.size() * work.row_bytes);
+  return wire::Encode(request);
+}
+
+absl::Span<const uint8_t> HiddenOf(const StreamWork& work, Rows rows) {
+  const auto* data = reinterpret_cast<const uint8_t*>(work.hidden) + rows.begin * work.row_bytes;
+  return absl::MakeConstSpan(data, rows.size() * work.row_bytes);
+}
+
+StreamAnswers::StreamAnswers(const StreamWork& work, AcceptFn accept, SlicePlaces* places)
     : work_(work),
       accept_(std::move(accept)),
+      places_(places),
       answers_(work.server_cuts ? AnswerTracker::Within(work.rows) : AnswerTracker::Exactly(work.slices)) {}
 
 absl::Status StreamAnswers::Handle(const grpc::ByteBuffer& message) {
@@ -72,18 +87,26 @@ absl::Status StreamAnswers::HandleSlice(const v1::SliceResult& result, const wir
   absl::Status status = answers_.Take(result.rows());
   if (!status.ok()) return status;
   const Rows rows{result.rows().begin(), result.rows().end()};
-  status = CheckSizes(result, payload.size(), rows.size());
+  const uint8_t* in_region = nullptr;
+  if (result.in_region()) {
+    in_region = places_ == nullptr ? nullptr : places_->Find(rows.begin);
+    if (in_region == nullptr || !payload.empty())
+      return ServerSent("gradients in a region for ", Text(result.rows()), ", which are not in one");
+  }
+  const size_t gradient_bytes = in_region != nullptr ? rows.size() * work_.row_bytes : payload.size();
+  status = CheckSizes(result, gradient_bytes, rows.size());
   if (!status.ok()) return status;
-  Scatter(result, payload, rows);
-  received_bytes_ += payload.size();
+  Scatter(result, payload, in_region, rows);
+  if (places_ != nullptr) places_->Free(rows.begin);
+  received_bytes_ += gradient_bytes;
   return absl::OkStatus();
 }
 
-absl::Status StreamAnswers::CheckSizes(const v1::SliceResult& result, size_t payload_bytes,
+absl::Status StreamAnswers::CheckSizes(const v1::SliceResult& result, size_t gradient_bytes,
                                        uint64_t rows) const {
   const uint64_t expected = work_.outputs.grad_hidden != nullptr ? rows * work_.row_bytes : 0;
-  if (payload_bytes != expected) {
-    return ServerSent(payload_bytes, " bytes of gradients for ", Text(result.rows()), "; ", expected,
+  if (gradient_bytes != expected) {
+    return ServerSent(gradient_bytes, " bytes of gradients for ", Text(result.rows()), "; ", expected,
                       " were expected");
   }
   const LossOutputs& outputs = work_.outputs;
@@ -100,10 +123,15 @@ absl::Status StreamAnswers::CheckSizes(const v1::SliceResult& result, size_t pay
 }
 
 void StreamAnswers::Scatter(const v1::SliceResult& result, const wire::PayloadView& payload,
-                            Rows rows) const {
+                            const uint8_t* in_region, Rows rows) const {
   const LossOutputs& outputs = work_.outputs;
   if (outputs.grad_hidden != nullptr) {
-    payload.CopyTo(static_cast<uint8_t*>(outputs.grad_hidden) + rows.begin * work_.row_bytes);
+    uint8_t* const to = static_cast<uint8_t*>(outputs.grad_hidden) + rows.begin * work_.row_bytes;
+    if (in_region != nullptr) {
+      std::memcpy(to, in_region, rows.size() * work_.row_bytes);
+    } else {
+      payload.CopyTo(to);
+    }
   }
   CopyRows(result.row_loss(), rows.begin, outputs.row_loss);
   CopyRows(result.row_lse(), rows.begin, outputs.row_lse);

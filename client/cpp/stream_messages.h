@@ -13,9 +13,11 @@
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
+#include "absl/types/span.h"
 #include "client/cpp/answer_tracker.h"
 #include "client/cpp/loss_plan.h"
 #include "client/cpp/loss_work.h"
+#include "client/cpp/slice_places.h"
 #include "lossd/v1/loss.pb.h"
 #include "proto/wire/payload_codec.h"
 
@@ -25,6 +27,12 @@ namespace lossd::client::internal {
 // when nothing refers to them any more.
 grpc::ByteBuffer EncodeSlice(const StreamWork& work, Rows rows, absl::AnyInvocable<void()> release);
 
+// The message of a slice that lies in the call's region, at `offset`.
+grpc::ByteBuffer EncodeSliceInRegion(const StreamWork& work, Rows rows, uint64_t offset);
+
+// The hidden states of these rows.
+absl::Span<const uint8_t> HiddenOf(const StreamWork& work, Rows rows);
+
 // Takes the answers of one call in their order, checks them and scatters results into the caller's memory.
 //
 // Thread-compatible. Errors are INTERNAL and say what the server sent; after one the outputs are unspecified.
@@ -33,8 +41,8 @@ class StreamAnswers {
   // Decides whether to go on from where the server stands; an error ends the call with it.
   using AcceptFn = absl::AnyInvocable<absl::Status(const v1::HeadState&)>;
 
-  // `work` must outlive this.
-  StreamAnswers(const StreamWork& work, AcceptFn accept);
+  // `work` and `places` must outlive this. Null: no slice lies in a region.
+  StreamAnswers(const StreamWork& work, AcceptFn accept, SlicePlaces* places = nullptr);
 
   absl::Status Handle(const grpc::ByteBuffer& message);
   // Whether the server may end the call with OK now.
@@ -48,11 +56,13 @@ class StreamAnswers {
   absl::Status HandleAccepted(const v1::MicrobatchAccepted& accepted);
   absl::Status HandleSlice(const v1::SliceResult& result, const wire::PayloadView& payload);
   absl::Status HandleSummary(const v1::MicrobatchSummary& summary);
-  absl::Status CheckSizes(const v1::SliceResult& result, size_t payload_bytes, uint64_t rows) const;
-  void Scatter(const v1::SliceResult& result, const wire::PayloadView& payload, Rows rows) const;
+  absl::Status CheckSizes(const v1::SliceResult& result, size_t gradient_bytes, uint64_t rows) const;
+  void Scatter(const v1::SliceResult& result, const wire::PayloadView& payload, const uint8_t* in_region,
+               Rows rows) const;
 
   const StreamWork& work_;
   AcceptFn accept_;
+  SlicePlaces* const places_;
   std::optional<v1::MicrobatchAccepted> accepted_;
   AnswerTracker answers_;
   std::optional<v1::MicrobatchSummary> summary_;

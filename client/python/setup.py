@@ -11,7 +11,7 @@ from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).resolve().parent
-PROTOS = [f"lossd/v1/{name}.proto" for name in ("types", "loss", "head", "server")]
+PROTOS = [f"lossd/v1/{name}.proto" for name in ("types", "loss", "head", "region", "server")]
 
 
 def proto_root() -> Path:

@@ -17,6 +17,7 @@
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/row_loops.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/staging_adopter.h"
 
 namespace lossd::kernels {
 namespace {
@@ -36,7 +37,19 @@ class CpuStaging final : public StagingMemory {
   const int64_t bytes_;
 };
 
-class CpuBackend final : public Backend {
+class AdoptedStaging final : public StagingMemory {
+ public:
+  AdoptedStaging(absl::Span<uint8_t> memory, MemoryAccounting::Reservation reservation)
+      : reservation_(std::move(reservation)), memory_(memory) {}
+
+  absl::Span<uint8_t> bytes() override { return memory_; }
+
+ private:
+  const MemoryAccounting::Reservation reservation_;
+  const absl::Span<uint8_t> memory_;
+};
+
+class CpuBackend final : public Backend, public StagingAdopter {
  public:
   // `accounting` may be shared with others.
   CpuBackend(const CpuBackendOptions& options, Replica replica, int threads,
@@ -72,6 +85,13 @@ class CpuBackend final : public Backend {
 
   absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
     return Allocate<StagingMemory, CpuStaging>(MemoryKind::kStaging, bytes);
+  }
+  absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(absl::Span<uint8_t> memory) override {
+    MemoryBytes plan;
+    plan[MemoryKind::kStaging] = static_cast<int64_t>(memory.size());
+    auto reservation = accounting_->Reserve("shared memory", plan);
+    if (!reservation.ok()) return reservation.status();
+    return std::make_unique<AdoptedStaging>(memory, *std::move(reservation));
   }
   absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) override {
     return Allocate<RetainedMemory, CpuRetained>(MemoryKind::kRetained, bytes);

@@ -12,6 +12,7 @@
 #include "kernels/cuda/heads/cuda_head.h"
 #include "kernels/cuda/heads/head_memory.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/staging_adopter.h"
 
 namespace lossd::kernels {
 namespace cuda {
@@ -27,6 +28,36 @@ class PinnedStaging : public StagingMemory {
   const int64_t bytes_;
 };
 
+// Memory of the host that belongs to somebody else, pinned for all GPUs of the process.
+class AdoptedStaging : public StagingMemory {
+ public:
+  static absl::StatusOr<std::unique_ptr<StagingMemory>> Create(MemoryLedger* ledger,
+                                                               absl::Span<uint8_t> memory) {
+    const cudaError_t error = cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterPortable);
+    if (error != cudaSuccess) {
+      cudaGetLastError();
+      return ToStatus(error, absl::StrCat("cudaHostRegister of ", memory.size(), " bytes"));
+    }
+    return std::unique_ptr<StagingMemory>(new AdoptedStaging(ledger, memory));
+  }
+  ~AdoptedStaging() override {
+    cudaHostUnregister(memory_.data());
+    ledger_->Remove(MemoryKind::kStaging, static_cast<int64_t>(memory_.size()));
+  }
+  AdoptedStaging(const AdoptedStaging&) = delete;
+  AdoptedStaging& operator=(const AdoptedStaging&) = delete;
+
+  absl::Span<uint8_t> bytes() override { return memory_; }
+
+ private:
+  AdoptedStaging(MemoryLedger* ledger, absl::Span<uint8_t> memory) : ledger_(ledger), memory_(memory) {
+    ledger_->Add(MemoryKind::kStaging, static_cast<int64_t>(memory_.size()));
+  }
+
+  MemoryLedger* const ledger_;
+  const absl::Span<uint8_t> memory_;
+};
+
 // "weights 4.2 GiB, gradients ..." for the error that refuses a head.
 std::string DescribePlan(const MemoryBytes& plan) {
   std::string text;
@@ -40,7 +71,7 @@ int64_t DeviceTotal(const MemoryBytes& plan) {
   return plan.Total() - plan[MemoryKind::kStaging] - plan[MemoryKind::kLedger];
 }
 
-class CudaBackend : public Backend {
+class CudaBackend : public Backend, public StagingAdopter {
  public:
   explicit CudaBackend(std::unique_ptr<Device> device) : device_(std::move(device)) {}
 
@@ -79,6 +110,11 @@ class CudaBackend : public Backend {
     absl::StatusOr<PinnedBuffer> buffer = PinnedBuffer::Allocate(&device_->ledger(), bytes);
     if (!buffer.ok()) return buffer.status();
     return std::make_unique<PinnedStaging>(*std::move(buffer), bytes);
+  }
+
+  absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(absl::Span<uint8_t> memory) override {
+    LOSSD_RETURN_IF_ERROR(device_->Enter());
+    return AdoptedStaging::Create(&device_->ledger(), memory);
   }
 
   absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) override {

@@ -9,6 +9,7 @@
 #include "kernels/group/group_head.h"
 #include "kernels/group/members.h"
 #include "kernels/group/vocabulary_head.h"
+#include "kernels/staging_adopter.h"
 
 namespace lossd::kernels {
 namespace {
@@ -17,7 +18,7 @@ void Add(const MemoryBytes& bytes, MemoryBytes& sum) {
   for (size_t kind = 0; kind < kMemoryKinds; ++kind) sum.by_kind[kind] += bytes.by_kind[kind];
 }
 
-class GroupBackend final : public Backend {
+class GroupBackend final : public Backend, public StagingAdopter {
  public:
   GroupBackend(std::vector<std::unique_ptr<Backend>> members, MakeReplicas make_replicas,
                const GroupOptions& options)
@@ -82,6 +83,9 @@ class GroupBackend final : public Backend {
 
   absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
     return first().AllocateStaging(bytes);
+  }
+  absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(absl::Span<uint8_t> memory) override {
+    return kernels::AdoptStaging(&first(), memory);
   }
   absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) override {
     return first().AllocateRetained(bytes);

@@ -2,6 +2,7 @@
 
 #include "absl/flags/flag.h"
 #include "absl/strings/str_format.h"
+#include "server/app/byte_size.h"
 
 using lossd::app::FileMode;
 using lossd::app::ServerOptions;
@@ -11,6 +12,15 @@ ABSL_FLAG(
     "Addresses for gRPC, host:port or unix:PATH, several with commas between them; port 0: any free one");
 ABSL_FLAG(FileMode, unix_socket_mode, FileMode{ServerOptions().unix_socket_mode},
           "Permissions of the files of Unix sockets, octal: who may connect besides the server's own user");
+
+ABSL_FLAG(lossd::app::ByteSize, shared_memory_bytes, {ServerOptions().shared_memory_bytes},
+          "Memory that clients of this host may share with the server, so that slices need no copy through a "
+          "socket; "
+          "taken as they open it; 0: none");
+ABSL_FLAG(std::string, region_socket, "",
+          "Where clients of this host open shared memory: a path, or @ and a name in the abstract namespace; "
+          "empty: "
+          "beside a Unix socket of --listen, else a random name");
 
 namespace lossd::app {
 
@@ -31,6 +41,8 @@ std::string AbslUnparseFlag(FileMode mode) { return absl::StrFormat("0%o", mode.
 void SetListenOptions(ServerOptions* options) {
   options->listen = absl::GetFlag(FLAGS_listen);
   options->unix_socket_mode = absl::GetFlag(FLAGS_unix_socket_mode).bits;
+  options->shared_memory_bytes = absl::GetFlag(FLAGS_shared_memory_bytes).bytes;
+  options->region_socket = absl::GetFlag(FLAGS_region_socket);
 }
 
 }  // namespace lossd::app

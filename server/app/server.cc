@@ -24,6 +24,7 @@
 #include "server/app/part_options.h"
 #include "server/app/reflection.h"
 #include "server/app/security.h"
+#include "server/app/shared_memory.h"
 #include "server/log/log.h"
 #include "server/metrics/http_server.h"
 #include "server/metrics/metrics.h"
@@ -86,6 +87,7 @@ class ServerImpl final : public Server {
   std::unique_ptr<Security> security_;
   std::unique_ptr<ranks::Leader> leader_;  // null: one rank
   std::unique_ptr<kernels::Backend> backend_;
+  std::unique_ptr<SharedMemory> shared_memory_;  // null: none
   std::unique_ptr<metrics::Metrics> metrics_;
   std::optional<DeviceWatch> device_watch_;
   std::unique_ptr<engine::Engine> engine_;
@@ -104,6 +106,9 @@ absl::Status ServerImpl::Init() {
   if (absl::Status status = CheckOptions(options_); !status.ok()) return status;
   if (absl::Status status = CreateSecurity(); !status.ok()) return status;
   if (absl::Status status = CreateEngine(); !status.ok()) return status;
+  auto shared_memory = SharedMemory::Start(options_, grpc_addresses_, backend_.get());
+  if (!shared_memory.ok()) return shared_memory.status();
+  shared_memory_ = *std::move(shared_memory);
   CreateServices();
   if (options_.restore == "latest") {
     if (absl::Status status = head_service_->RestoreLatest(); !status.ok()) return status;
@@ -155,6 +160,7 @@ void ServerImpl::LogStart() const {
              options_.workspace_bytes > 0 ? absl::StrCat(options_.workspace_bytes) : "default"},
             {"ledger_bytes", backend_->memory().current[kernels::MemoryKind::kLedger]},
             {"transport_bytes", TransportBytes(options_)},
+            {"shared_memory_bytes", shared_memory_ == nullptr ? 0 : options_.shared_memory_bytes},
             {"limit_bytes", options_.memory_limit_bytes}});
 }
 
@@ -201,14 +207,16 @@ void ServerImpl::CreateServices() {
                               .max_staging_bytes = 8 * options_.slice_bytes,
                               .peer_share = options_.peer_share,
                               .timeouts = options_.timeouts,
-                              .retained_timeout = options_.retained_timeout},
+                              .retained_timeout = options_.retained_timeout,
+                              .regions = shared_memory_ == nullptr ? nullptr : shared_memory_->regions()},
       engine_.get(), &security_->access_control(), metrics_.get(), head_service_->requests());
   server_service_ = std::make_unique<rpc::ServerService>(
       rpc::ServerServiceOptions{.version = options_.version,
                                 .started = started_,
                                 .max_message_bytes = MaxMessageBytes(options_),
                                 .max_streams = options_.max_streams,
-                                .ranks = [this] { return RanksOf(leader_.get()); }},
+                                .ranks = [this] { return RanksOf(leader_.get()); },
+                                .region_socket = shared_memory_ == nullptr ? "" : shared_memory_->socket()},
       engine_.get(), backend_.get(), &security_->access_control(), head_service_->requests());
 }
 

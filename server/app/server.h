@@ -56,7 +56,12 @@ struct ServerOptions {
   int64_t slice_bytes = int64_t{4} << 20;       // largest slice payload
   int64_t staging_bytes = int64_t{256} << 20;   // all buffers for slices in transit
   int64_t retained_bytes = int64_t{256} << 20;  // hidden states of deferred microbatches; 0: none
-  int64_t max_streams = 256;                    // open ComputeLoss calls
+  // Memory that clients of this host may open and put their slices into (docs/transport.md), taken as they
+  // do; 0: none. Where they open it: a path, or "@" and a name in the abstract namespace; empty: the server
+  // chooses.
+  int64_t shared_memory_bytes = int64_t{256} << 20;
+  std::string region_socket;
+  int64_t max_streams = 256;  // open ComputeLoss calls
   int64_t max_heads = 64;
   // Host memory for targets and weights of open calls and for ledgers of open steps; 0: 256 MiB, but at most
   // an eighth of memory_limit_bytes.

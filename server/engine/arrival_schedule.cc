@@ -47,6 +47,10 @@ ArrivalSchedule::ArrivalSchedule(SliceLimits limits, int64_t chunk_rows, Staging
       memory_ready_(std::move(memory_ready)) {}
 
 bool ArrivalSchedule::FindMemory(std::unique_ptr<SliceWork>& slice) {
+  if (slice->caller.in_place) {
+    slice->buffer = std::move(slice->caller.in_place);
+    return true;
+  }
   StreamState& stream = *slice->stream;
   const int64_t bytes = slice->bytes;
   const auto waiting = std::make_shared<std::unique_ptr<SliceWork>>(std::move(slice));

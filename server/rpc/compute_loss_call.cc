@@ -14,6 +14,16 @@
 
 namespace lossd::rpc {
 
+namespace {
+
+// Says nothing of regions of others.
+absl::Status NoSuchRegion() {
+  return errors::FieldError("open.region", "be a region of this client that is open", "another one",
+                            absl::StatusCode::kUnavailable);
+}
+
+}  // namespace
+
 ComputeLossCall* ComputeLossCall::Start(ComputeLossEnvironment* environment,
                                         grpc::CallbackServerContext* context) {
   // Not make_shared: the constructor is private.
@@ -24,6 +34,7 @@ ComputeLossCall* ComputeLossCall::Start(ComputeLossEnvironment* environment,
   absl::Status admitted = allowed.status();
   if (admitted.ok()) {
     call->peer_ = PeerKey(*context, allowed->identity);
+    call->identity_ = allowed->identity;
     admitted = environment->registry->Add(call.get(), call->peer_);
   }
   absl::MutexLock lock(&call->mutex_);
@@ -90,6 +101,13 @@ absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t 
   absl::StatusOr<engine::StreamSpec> spec = messages::ToStreamSpec(open);
   if (!spec.ok()) return spec.status();
   spec->peer = peer_;
+  if (!open.region().empty()) {
+    auto* const regions = environment_->regions;
+    std::shared_ptr<regions::Region> region =
+        regions == nullptr ? nullptr : regions->Claim(open.region(), identity_);
+    if (region == nullptr) return NoSuchRegion();
+    places_.Use(std::move(region));
+  }
   absl::StatusOr<std::unique_ptr<engine::Stream>> opened = environment_->engine->Open(
       *std::move(spec), std::make_shared<CallInbox>(shared_from_this(), environment_->senders));
   if (!opened.ok()) return opened.status();
@@ -151,17 +169,16 @@ absl::Status ComputeLossCall::HandleSlice(const v1::SliceHeader& header, wire::P
   const absl::StatusOr<engine::RowRange> rows =
       messages::ToRowRange(header.rows(), "slice.rows", std::numeric_limits<int64_t>::max());
   if (!rows.ok()) return rows.status();
-  const auto bytes = static_cast<int64_t>(payload.size());
-  stream->Receive({.rows = *rows,
-                   .bytes = bytes,
-                   .copy =
-                       [payload = std::move(payload), arrived, metrics = environment_->metrics](uint8_t* to) {
-                         payload.CopyTo(to);
-                         metrics->AddPayloadIn(static_cast<int64_t>(payload.size()));
-                         metrics->ObservePhase(metrics::Phase::kReceive,
-                                               absl::ToDoubleSeconds(absl::Now() - arrived));
-                       },
-                   .on_queued = [self = shared_from_this()](int64_t used) { self->OnQueued(used); }});
+  absl::StatusOr<engine::IncomingSlice> slice = places_.Take(header, *rows, std::move(payload));
+  if (!slice.ok()) return slice.status();
+  slice->copy = [copy = std::move(slice->copy), bytes = slice->bytes, arrived,
+                 metrics = environment_->metrics](uint8_t* to) mutable {
+    copy(to);
+    metrics->AddPayloadIn(bytes);
+    metrics->ObservePhase(metrics::Phase::kReceive, absl::ToDoubleSeconds(absl::Now() - arrived));
+  };
+  slice->on_queued = [self = shared_from_this()](int64_t used) { self->OnQueued(used); };
+  stream->Receive(*std::move(slice));
   return absl::OkStatus();
 }
 
@@ -222,21 +239,12 @@ void ComputeLossCall::ReadNext() {
 // ---- What the engine tells ----
 
 void ComputeLossCall::Handle(CallInbox::Slice slice) {
-  v1::ComputeLossResponse response;
-  *response.mutable_slice() = messages::ToProto(slice.output);
   Outgoing outgoing;
   outgoing.is_slice = true;
   outgoing.staging_bytes = slice.output.staging_bytes;
   outgoing.ready = slice.ready;
-  if (slice.output.grad_hidden) {
-    outgoing.payload_bytes = slice.output.grad_bytes;
-    const uint8_t* data = slice.output.grad_hidden.data();
-    outgoing.message =
-        wire::Encode(response, {data, static_cast<size_t>(slice.output.grad_bytes)},
-                     [buffer = std::move(slice.output.grad_hidden)]() mutable { buffer.Release(); });
-  } else {
-    outgoing.message = wire::Encode(response);
-  }
+  outgoing.payload_bytes = slice.output.grad_hidden ? slice.output.grad_bytes : 0;
+  outgoing.message = places_.Answer(std::move(slice.output));
   absl::MutexLock lock(&mutex_);
   Enqueue(std::move(outgoing));
 }

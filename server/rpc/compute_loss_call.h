@@ -40,9 +40,11 @@
 #include "proto/wire/payload_codec.h"
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
+#include "server/regions/regions.h"
 #include "server/rpc/access_control.h"
 #include "server/rpc/call_inbox.h"
 #include "server/rpc/call_registry.h"
+#include "server/rpc/slice_places.h"
 #include "server/rpc/worker_pool.h"
 
 namespace lossd::rpc {
@@ -56,6 +58,7 @@ struct ComputeLossEnvironment {
   metrics::Metrics* metrics = nullptr;
   CallRegistry* registry = nullptr;
   WorkerPool* senders = nullptr;
+  regions::Regions* regions = nullptr;            // null: the server shares no memory
   int64_t max_staging_bytes = int64_t{32} << 20;  // per call
   std::atomic<bool> draining{false};
 };
@@ -135,9 +138,11 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   ComputeLossEnvironment* const environment_;
   grpc::CallbackServerContext* const context_;
   std::string peer_;                       // PeerKey; set before anything else
+  std::string identity_;                   // AdmittedCall's; likewise
   std::shared_ptr<ComputeLossCall> self_;  // gRPC's share
 
   grpc::ByteBuffer received_;  // the message read last
+  SlicePlaces places_;
 
   absl::Mutex mutex_;
   std::shared_ptr<engine::Stream> stream_ ABSL_GUARDED_BY(mutex_);  // set once, by open

@@ -143,6 +143,20 @@ absl::StatusOr<ListeningSocket> ListeningSocket::OpenUnix(const std::string& pat
   return made;
 }
 
+absl::StatusOr<ListeningSocket> ListeningSocket::OpenAbstract(const std::string& name, int type) {
+  sockaddr_un address = {.sun_family = AF_UNIX};
+  if (name.empty() || name.size() >= sizeof(address.sun_path))
+    return CannotListen(name, "the name is empty or too long");
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  ListeningSocket made(socket(AF_UNIX, type | SOCK_NONBLOCK | SOCK_CLOEXEC, 0), 0);
+  if (made.descriptor_ < 0 || bind(made.descriptor_, reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+      listen(made.descriptor_, kBacklog) != 0) {
+    return CannotListen(name, std::strerror(errno));
+  }
+  return made;
+}
+
 ListeningSocket::~ListeningSocket() {
   if (descriptor_ >= 0) close(descriptor_);
   if (!path_.empty() && inode_ != 0 && InodeAt(path_) == inode_) unlink(path_.c_str());

@@ -24,6 +24,9 @@ class ListeningSocket {
   // two servers from doing so at the same time. UNAVAILABLE if another server listens there, if something
   // else is there, or if the file cannot be made.
   static absl::StatusOr<ListeningSocket> OpenUnix(const std::string& path, mode_t mode, int type);
+  // In the abstract namespace, which has no files: any program of the network namespace can connect.
+  // UNAVAILABLE.
+  static absl::StatusOr<ListeningSocket> OpenAbstract(const std::string& name, int type);
 
   ListeningSocket(ListeningSocket&& other) noexcept
       : descriptor_(std::exchange(other.descriptor_, -1)),

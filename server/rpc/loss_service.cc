@@ -37,6 +37,7 @@ LossService::LossService(const LossServiceOptions& options, engine::Engine* engi
   environment_.metrics = metrics;
   environment_.registry = &registry_;
   environment_.senders = &senders_;
+  environment_.regions = options.regions;
   environment_.max_staging_bytes = options.max_staging_bytes;
   Serve(v1::HeadState::descriptor()->file()->pool()->FindServiceByName("lossd.v1.LossService"),
         kReleaseMicrobatch, [this](grpc::CallbackServerContext* context) {

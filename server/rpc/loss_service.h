@@ -13,6 +13,7 @@
 #include "lossd/v1/loss.grpc.pb.h"
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
+#include "server/regions/regions.h"
 #include "server/rpc/access_control.h"
 #include "server/rpc/call_registry.h"
 #include "server/rpc/compute_loss_call.h"
@@ -30,6 +31,7 @@ struct LossServiceOptions {
   CallTimeouts timeouts;
   int sender_threads = 2;                               // write answers to the transport
   absl::Duration retained_timeout = absl::Minutes(10);  // of retained microbatches that no call uses
+  regions::Regions* regions = nullptr;                  // where slices may lie; null: in messages only
 };
 
 class LossService final : public WithRequestMethods<

@@ -55,6 +55,7 @@ absl::StatusOr<v1::ServerDescription> ServerService::Describe(UnaryCall* call) c
   description.set_max_streams(static_cast<uint64_t>(options_.max_streams));
   description.set_open_streams(static_cast<uint64_t>(stats.open_streams));
   description.set_heads(static_cast<uint64_t>(stats.heads));
+  description.set_region_socket(options_.region_socket);
   AddRanks(options_.ranks, &description);
   return description;
 }

@@ -28,6 +28,7 @@ struct ServerServiceOptions {
   int64_t max_message_bytes = 0;
   int64_t max_streams = 0;
   metrics::ReadRanks ranks;
+  std::string region_socket;  // empty: none
 };
 
 class ServerService final : public WithRequestMethods<v1::ServerService::Service> {

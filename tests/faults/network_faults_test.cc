@@ -72,16 +72,19 @@ TEST_F(NetworkFaultsTest, RefusalsThatDoNotEnd) {
 }
 
 TEST_F(NetworkFaultsTest, CutAtAnyByte) {
-  proxy_.ArmEach([this] {
+  // Rows in shared memory do not pass the proxy, so less is there to be cut.
+  const bool in_messages = client::TransportFromEnvironment() == "grpc";
+  const int64_t bytes = in_messages ? 30000 : 8000;
+  proxy_.ArmEach([this, bytes] {
     return Fault{
-        .direction = AnyDirection(), .unit = Fault::Unit::kBytes, .after = Draw(30000), .action = AnyCut()};
+        .direction = AnyDirection(), .unit = Fault::Unit::kBytes, .after = Draw(bytes), .action = AnyCut()};
   });
   for (int64_t i = 0; i < Scaled(25); ++i) {
     const absl::Status status = TrainStep(trainer_, *client_, AnyTravel());
     ASSERT_TRUE(status.ok()) << status;
   }
   EXPECT_TRUE(Undisturbed());
-  EXPECT_GT(proxy_.cuts(), Scaled(25));
+  EXPECT_GT(proxy_.cuts(), Scaled(in_messages ? 25 : 3));
   Count("cuts", proxy_.cuts());
 }
 

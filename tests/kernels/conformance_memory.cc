@@ -1,10 +1,13 @@
 // What heads and buffers take, and what a backend says that it chose.
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
+#include "kernels/staging_adopter.h"
 #include "tests/kernels/backend_conformance.h"
 #include "tests/kernels/chunk_run.h"
 
@@ -74,6 +77,22 @@ TEST_P(BackendConformance, StagingIsCountedAndAligned) {
   }
   EXPECT_EQ(backend().memory().current[MemoryKind::kStaging], before);
   EXPECT_EQ(backend().AllocateStaging(-1).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_P(BackendConformance, TakesMemoryOfOthersAsStaging) {
+  const size_t bytes = size_t{1} << 20;
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(memory, MAP_FAILED);
+  const int64_t before = backend().memory().current[MemoryKind::kStaging];
+  for (int round = 0; round < 2; ++round) {
+    auto adopted = AdoptStaging(&backend(), {static_cast<uint8_t*>(memory), bytes});
+    ASSERT_TRUE(adopted.ok()) << adopted.status();
+    EXPECT_EQ((*adopted)->bytes().data(), memory);
+    EXPECT_EQ((*adopted)->bytes().size(), bytes);
+    EXPECT_EQ(backend().memory().current[MemoryKind::kStaging] - before, static_cast<int64_t>(bytes));
+  }
+  EXPECT_EQ(backend().memory().current[MemoryKind::kStaging], before);
+  munmap(memory, bytes);
 }
 
 TEST_P(BackendConformance, RetainedMemoryIsCountedAndBounded) {

@@ -20,12 +20,13 @@ def problem(rng):
     return rng.standard_normal((N, D)).astype(np.float32), targets
 
 
-def test_every_row_counts_once_through_a_cut_network(server, client, make_head, problem, seed):
+@pytest.mark.parametrize(("transport", "mean_bytes"), [("grpc", 700_000), ("shared_memory", 15_000)])
+def test_every_row_counts_once_through_a_cut_network(server, client, make_head, problem, seed, transport, mean_bytes):
     plain, cut = (make_head(hidden_size=D, vocab_size=V) for _ in range(2))
-    proxy = CutProxy(server.target, mean_bytes=700_000, seed=seed)
+    proxy = CutProxy(server.target, mean_bytes=mean_bytes, seed=seed)
     retry = lossd.RetryOptions(max_attempts=200, initial_backoff=0.01, max_backoff=0.05)
     repeats = 0
-    with lossd.Client(proxy.target, channels=2, retry=retry) as shaky:
+    with lossd.Client(proxy.target, channels=2, retry=retry, transport=transport) as shaky:
         for id in range(4):
             expected = client.compute_loss(plain, *problem, step=0, id=id, accumulate=True, grad_hidden=True)
             result = shaky.compute_loss(cut, *problem, step=0, id=id, accumulate=True, grad_hidden=True,

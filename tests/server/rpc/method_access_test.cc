@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "lossd/v1/head.pb.h"
 #include "lossd/v1/loss.pb.h"
+#include "lossd/v1/region.pb.h"
 #include "lossd/v1/server.pb.h"
 
 namespace lossd::rpc {
@@ -21,6 +22,7 @@ std::multiset<std::string> MethodsOfTheProtocol() {
   // Registers the files.
   (void)v1::ListHeadsRequest::descriptor();
   (void)v1::OpenMicrobatch::descriptor();
+  (void)v1::RegionRequest::descriptor();
   (void)v1::GetServerRequest::descriptor();
   std::multiset<std::string> methods;
   for (const auto& entry : std::filesystem::directory_iterator(LOSSD_PROTO_FOLDER "/lossd/v1")) {

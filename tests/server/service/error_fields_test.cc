@@ -197,6 +197,8 @@ TEST_F(ErrorFieldsTest, OpenMicrobatch) {
         },
         "open.row_weights[5]", "nan"},
        {[](Open& o) { o.set_retain(true); }, "open.retain", "true"},
+       {[](Open& o) { o.set_region("no such region"); }, "open.region", "another one",
+        absl::StatusCode::kUnavailable},
        {[this](Open& o) { o.set_incarnation(other_incarnation_); }, "open.incarnation",
         other_incarnation_text_, kFailedPrecondition},
        {[](Open& o) { o.set_generation(77); }, "open.generation", "77"},

@@ -17,7 +17,9 @@ from lossd import _retry, errors
 from lossd._cancellation import Cancellation
 from lossd._connecting import await_server
 from lossd._credentials import Credentials
+from lossd._regions import RegionSource
 from lossd.types import RetryOptions
+from lossd.v1 import server_pb2
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -33,11 +35,14 @@ class ConnectionOptions:
     dead_peer_timeout: float
     retry: RetryOptions
     credentials: Credentials = Credentials()
+    transport: str = "grpc"
+    shared_memory_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
         _require("channels", self.channels, 1 <= self.channels <= 64, "in [1, 64]")
         size = self.max_message_bytes
         _require("max_message_bytes", size, 1024 <= size < 2**31, "in [1 KiB, 2 GiB)")
+        _require("shared_memory_bytes", self.shared_memory_bytes, self.shared_memory_bytes >= 1, "at least 1")
         _require("connect_timeout", self.connect_timeout, self.connect_timeout > 0, "positive")
         _require("dead_peer_timeout", self.dead_peer_timeout, 0 < self.dead_peer_timeout <= 86400, "in (0, 86400] s")
         _require("retry.max_attempts", self.retry.max_attempts, self.retry.max_attempts >= 1, "at least 1")
@@ -95,11 +100,15 @@ class Connections:
             options.credentials.open(options.target, _arguments(options)) for _ in range(options.channels)]
         self._lock = threading.Lock()
         self._lent = [0] * options.channels  # streams of each connection; guarded by _lock
-        self._server_version = ""
+        self._server_version = region_socket = ""
+        self.regions = RegionSource("grpc", 0, "", str)
         deadline = Deadline(options.connect_timeout)
         try:
             for channel in self._channels:
-                self._server_version = await_server(channel, options, deadline).version
+                server = await_server(channel, options, deadline)
+                self._server_version, region_socket = server.version, server.region_socket
+            self.regions = RegionSource(options.transport, options.shared_memory_bytes, region_socket, self._region_socket)
+            self.regions.check()
         except BaseException:
             self.close()
             raise
@@ -109,6 +118,11 @@ class Connections:
         self._closed = True
         for channel in self._channels:
             channel.close()
+        self.regions.close()
+
+    def _region_socket(self) -> str:
+        return self.unary("/lossd.v1.ServerService/GetServer", server_pb2.GetServerRequest(), server_pb2.ServerDescription,
+                          Deadline(2.0)).region_socket
 
     @property
     def closed(self) -> bool:

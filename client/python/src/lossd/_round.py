@@ -12,6 +12,7 @@ from lossd._answer_check import AnswerCheck
 from lossd._cancellation import Cancellation
 from lossd._connections import Connections, Deadline
 from lossd._plan import Rows, SliceRule
+from lossd._slice_places import SlicePlaces
 from lossd._slice_rules import SliceRules
 from lossd._stream import LossStream
 from lossd._stream_threads import StreamThreads
@@ -102,8 +103,11 @@ class Round:
 
     def _run_stream(self, channel: int, rows: Rows, rule: SliceRule) -> None:
         parts = self._parts
-        plan = parts.work.plan(rows, rule, parts.check.meant())
-        stream = LossStream(parts.connections, channel, parts.work, plan, parts.check.accept)
+        region = parts.connections.regions.get() if parts.work.hidden is not None else None
+        plan = parts.work.plan(rows, rule, parts.check.meant(), b"" if region is None else region.id)
+        # Where rows have an order, those of other calls may have to come before a slice is answered.
+        places = SlicePlaces(region, may_wait=rule.row_grid == 0)
+        stream = LossStream(parts.connections, channel, parts.work, plan, parts.check.accept, places)
         try:
             summary = stream.run(parts.deadline, self._cancellation)
             with self._lock:

@@ -11,7 +11,8 @@ from typing import Any
 
 from lossd._cancellation import Cancellation
 from lossd._connections import Connections, Deadline
-from lossd._stream_messages import StreamAnswers, encode_slice
+from lossd._slice_places import SlicePlaces
+from lossd._stream_messages import StreamAnswers, encode_slice, encode_slice_in_region
 from lossd._work import StreamPlan, Work
 from lossd.v1 import loss_pb2, types_pb2
 
@@ -22,12 +23,13 @@ class LossStream:
     """`accept` decides whether to go on from where the server stands; its exception ends the call."""
 
     def __init__(self, connections: Connections, channel: int, work: Work, plan: StreamPlan,
-                 accept: Callable[[types_pb2.HeadState], None]) -> None:
+                 accept: Callable[[types_pb2.HeadState], None], places: SlicePlaces) -> None:
         self._connections = connections
         self._method = connections.stream(channel, _METHOD)
         self._work = work
         self._plan = plan
-        self._answers = StreamAnswers(plan, work.outputs, work.row_bytes, accept)
+        self._places = places
+        self._answers = StreamAnswers(plan, work.outputs, work.row_bytes, accept, places)
         self._call: Any = None
         self._cancelled = False
         self.sent_bytes = 0
@@ -45,11 +47,16 @@ class LossStream:
             for data in self._call:
                 self._answers.handle(data)
 
+        error: BaseException | None = None
         try:
             with cancellation.ends(self.cancel):
                 self._connections.run(exchange)
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
             self.cancel()  # no effect if it has ended
+            self._places.close(error)
         return self._answers.end()
 
     def cancel(self) -> None:
@@ -64,5 +71,9 @@ class LossStream:
             assert hidden is not None
             if self._cancelled:
                 return  # the memory is not looked at any more
+            offset = self._places.put(rows.begin, hidden[rows.begin * row_bytes:rows.end * row_bytes])
+            if self._cancelled:
+                return
             self.sent_bytes += len(rows) * row_bytes
-            yield encode_slice(hidden, rows, row_bytes)
+            yield (encode_slice(hidden, rows, row_bytes) if offset is None
+                   else encode_slice_in_region(rows, row_bytes, offset))

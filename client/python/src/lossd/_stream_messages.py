@@ -12,6 +12,7 @@ import numpy as np
 
 from lossd import _wire, errors
 from lossd._plan import Rows, AnswerTracker
+from lossd._slice_places import SlicePlaces
 from lossd._work import Outputs, StreamPlan
 from lossd.types import RowOutput
 from lossd.v1 import loss_pb2, types_pb2
@@ -24,6 +25,13 @@ def encode_slice(hidden: memoryview, rows: Rows, row_bytes: int) -> bytes:
     return _wire.encode(request, hidden[rows.begin * row_bytes:rows.end * row_bytes])
 
 
+def encode_slice_in_region(rows: Rows, row_bytes: int, offset: int) -> bytes:
+    """The message of a slice that lies in the call's region."""
+    return loss_pb2.ComputeLossRequest(slice=loss_pb2.SliceHeader(
+        rows=types_pb2.RowRange(begin=rows.begin, end=rows.end),
+        in_region=loss_pb2.RegionRange(offset=offset, bytes=len(rows) * row_bytes))).SerializeToString()
+
+
 class StreamAnswers:
     """Takes the answers of one call in their order, checks them and scatters results into the caller's memory.
 
@@ -31,11 +39,15 @@ class StreamAnswers:
     """
 
     def __init__(self, plan: StreamPlan, outputs: Outputs, row_bytes: int,
-                 accept: Callable[[types_pb2.HeadState], None]) -> None:
-        """`accept` decides whether to go on from where the server stands; its exception ends the call."""
+                 accept: Callable[[types_pb2.HeadState], None], places: SlicePlaces | None = None) -> None:
+        """`accept` decides whether to go on from where the server stands; its exception ends the call.
+
+        `places` None: no slice lies in a region.
+        """
         self._outputs = outputs
         self._row_bytes = row_bytes
         self._accept = accept
+        self._places = places or SlicePlaces(None, may_wait=False)
         self._answers = AnswerTracker(plan.rows, plan.slices)
         self._accepted: loss_pb2.MicrobatchAccepted | None = None
         self._summary: loss_pb2.MicrobatchSummary | None = None
@@ -73,6 +85,11 @@ class StreamAnswers:
             raise errors.server_sent("a slice before `accepted`")
         rows = Rows(result.rows.begin, result.rows.end)
         self._answers.take(rows)
+        if result.in_region:
+            in_region = self._places.find(rows.begin)
+            if in_region is None or payload.nbytes:
+                raise errors.server_sent(f"gradients in a region for {rows}, which are not in one")
+            payload = in_region
         self._scatter_gradient(rows, payload)
         values: dict[RowOutput, Any] = {
             "loss": result.row_loss, "lse": result.row_lse, "entropy": result.row_entropy,
@@ -80,6 +97,7 @@ class StreamAnswers:
         for name, field in values.items():
             self._scatter_rows(rows, name, field)
         self.received_bytes += payload.nbytes
+        self._places.free(rows.begin)
 
     def _scatter_gradient(self, rows: Rows, payload: memoryview) -> None:
         out, row_bytes = self._outputs.grad_hidden, self._row_bytes

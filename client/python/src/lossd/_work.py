@@ -90,8 +90,8 @@ class Work(ABC):
         """Ranges for about so many streams, whose first messages stay below `max_message_bytes` and below 4 MiB."""
 
     @abstractmethod
-    def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None) -> StreamPlan:
-        """What the stream of a range sends, meant for these gradients (None: for any).
+    def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None, region: bytes = b"") -> StreamPlan:
+        """What the stream of a range sends, meant for these gradients (None: for any). Its slices may lie in `region`.
 
         Writes the results of rows that nothing will be received for.
         """
@@ -153,14 +153,14 @@ class ForwardWork(Work):
     def split(self, streams: int, max_message_bytes: int) -> list[Rows]:
         return split_ranges(self._valid, streams, _rows_per_stream(max_message_bytes, 8))  # target, row weight
 
-    def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None) -> StreamPlan:
+    def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None, region: bytes = b"") -> StreamPlan:
         slices = divide_into_slices(self._valid, rows, rule)
         for piece in unsent(rows, slices):
             self.outputs.fill_ignored(piece, self.row_bytes)
         arrays: dict[str, NDArray[Any]] = {"targets": self._targets[rows.begin:rows.end]}
         if self._row_weights is not None:
             arrays["row_weights"] = self._row_weights[rows.begin:rows.end]
-        last = loss_pb2.OpenMicrobatch(retain=self._retain, **names(meant))
+        last = loss_pb2.OpenMicrobatch(retain=self._retain, region=region, **names(meant))
         return StreamPlan(_wire.encode_opening("open", self._open(rows), arrays, last), rows, slices)
 
     def _normalizer(self) -> float:
@@ -207,7 +207,7 @@ class BackwardWork(Work):
         # No row is known to be ignored.
         return split_ranges(np.ones(self.rows, np.bool_), streams, _rows_per_stream(max_message_bytes, 12))
 
-    def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None) -> StreamPlan:
+    def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None, region: bytes = b"") -> StreamPlan:
         self.outputs.fill_ignored(rows, self.row_bytes)
         open_ = loss_pb2.OpenBackward(
             head=self.head, step=self.step, microbatch_id=self.id,

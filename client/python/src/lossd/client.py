@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lossd import _arrays, _target, _wire, errors, types
+from lossd import _arrays, _regions, _target, _wire, errors, types
 from lossd._connections import ConnectionOptions, Connections, Deadline
 from lossd._credentials import Credentials
 from lossd._head_cache import HeadCache
@@ -55,7 +55,8 @@ class Client(HeadCalls):
                  key: str | None = None, token: str | None = None, channels: int = 2, connect_timeout: float = 10.0,
                  wait_for_server: bool = False, max_message_bytes: int = 64 << 20, call_timeout: float = 60.0,
                  transfer_timeout: float = 1800.0, loss_timeout: float = 600.0, dead_peer_timeout: float = 30.0,
-                 retry: RetryOptions = RetryOptions(), expected_incarnation: int = 0, max_pending: int = 64) -> None:
+                 retry: RetryOptions = RetryOptions(), expected_incarnation: int = 0, max_pending: int = 64,
+                 transport: str | None = None, shared_memory_bytes: int = 64 << 20) -> None:
         """Connects, or says what is wrong: Unavailable if nobody is there, within some two seconds unless
         `wait_for_server`; Restarted if another server is expected.
 
@@ -82,13 +83,18 @@ class Client(HeadCalls):
           max_pending: loss computations under way; starting another one waits until one has ended, at most for its
             timeout. On a deterministic server they may all wait for a microbatch with a smaller id, so not more than
             max_pending - 1 are started before that one.
+          transport: how rows travel: "grpc", in messages; "shared_memory", in memory that client and server share, which
+            both have to be on one host for (Unavailable if there is none); "auto": in shared memory if it can be had.
+            None: the environment variable LOSSD_TRANSPORT, or "auto".
+          shared_memory_bytes: asked for; the server may give less.
         """
         if max_pending < 1:
             raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
         _wire.keep_freed_memory()
         connections = Connections(ConnectionOptions(
             _target.given_or_environment(target), channels, connect_timeout, wait_for_server,
-            max_message_bytes, dead_peer_timeout, retry, Credentials.given_or_environment(ca, cert, key, token)))
+            max_message_bytes, dead_peer_timeout, retry, Credentials.given_or_environment(ca, cert, key, token),
+            _regions.given_or_environment(transport), shared_memory_bytes))
         super().__init__(connections, HeadCache(expected_incarnation), call_timeout, transfer_timeout)
         self._loss_timeout = loss_timeout
         self._threads = StreamThreads(max_pending, channels * _SPARE_THREADS)
@@ -125,6 +131,11 @@ class Client(HeadCalls):
     def target(self) -> str:
         """The address of the server, as it was given."""
         return self._connections.options.target
+
+    @property
+    def transport(self) -> tuple[str, str]:
+        """How rows travel, "shared_memory" or "grpc", and why; decided with the first loss computation."""
+        return self._connections.regions.choice()
 
     def check_usable(self) -> None:
         """ClientClosed or ForkedClient if no call can be made."""

@@ -204,6 +204,7 @@ class ServerDescription(Shown):
     open_streams: int = 0
     heads: int = 0
     ranks: tuple[RankDescription, ...] = _many(RankDescription)  # of a server of several processes; else empty
+    region_socket: str = field(default="", repr=False)  # where programs of its host open shared memory; "": nowhere
 
 
 @dataclass(frozen=True, repr=False)

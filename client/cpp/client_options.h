@@ -1,0 +1,65 @@
+// What a client is made with.
+#ifndef LOSSD_CLIENT_CPP_CLIENT_OPTIONS_H_
+#define LOSSD_CLIENT_CPP_CLIENT_OPTIONS_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/time/time.h"
+#include "client/cpp/credentials.h"
+
+namespace lossd::client {
+
+// The transport of the environment variable LOSSD_TRANSPORT, else "auto".
+std::string TransportFromEnvironment();
+
+// How rows travel, and why.
+struct TransportChoice {
+  std::string transport;  // "shared_memory" or "grpc"
+  std::string reason;     // for people
+};
+
+// How calls are sent again: those that break, and those that begin again when what they look at changes.
+struct RetryOptions {
+  int max_attempts = 3;  // of one call (or one stream of ComputeLoss), the first included; at least 1
+  absl::Duration initial_backoff = absl::Milliseconds(250);  // grows fourfold with every attempt, with jitter
+  absl::Duration max_backoff = absl::Seconds(5);
+};
+
+struct ClientOptions {
+  std::string target = TargetFromEnvironment();    // host:port, or any gRPC target name
+  std::shared_ptr<const Credentials> credentials;  // null: Credentials::FromEnvironment()
+
+  int channels = 2;  // connections to the server; in [1, 64]
+  absl::Duration connect_timeout = absl::Seconds(10);
+  bool wait_for_server = false;  // wait if nobody is there, as while the server is being started
+  int64_t max_message_bytes = int64_t{64} << 20;  // of one message, sent or received
+
+  // Defaults for calls that name no timeout of their own.
+  absl::Duration call_timeout = absl::Seconds(60);      // descriptions, gradient norm, steps
+  absl::Duration transfer_timeout = absl::Minutes(30);  // creation, tensors, checkpoints
+  absl::Duration loss_timeout = absl::Minutes(10);      // ComputeLoss, attempts and waits together
+
+  // A connection whose peer takes no data for this long is given up. It also bounds how much later than its
+  // timeout a call may end, since the caller's memory must not be in a send queue any more.
+  absl::Duration dead_peer_timeout = absl::Seconds(30);
+
+  RetryOptions retry;
+
+  // How the rows of loss computations travel: "grpc", in messages; "shared_memory", in memory that client and
+  // server share, which both have to be on one host for; "auto", in shared memory if it can be had. With
+  // "shared_memory" Connect fails if it cannot. A slice that finds no room in the memory travels in a
+  // message.
+  std::string transport = TransportFromEnvironment();
+  int64_t shared_memory_bytes = int64_t{64} << 20;  // asked for; the server may give less
+
+  // 0: the client takes the server as it finds it. Otherwise the incarnation that the caller knows from
+  // before (a script that calls one program after the other): Connect, and calls that accumulate or apply
+  // gradients, fail as after a restart if the server is another process by now.
+  uint64_t expected_incarnation = 0;
+};
+
+}  // namespace lossd::client
+
+#endif  // LOSSD_CLIENT_CPP_CLIENT_OPTIONS_H_

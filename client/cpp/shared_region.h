@@ -1,0 +1,67 @@
+// A region of memory that a server on this host shares with this client (region.proto): a session of the
+// region socket, the mapping, and which parts of it are in use.
+//
+// Thread-safe.
+#ifndef LOSSD_CLIENT_CPP_SHARED_REGION_H_
+#define LOSSD_CLIENT_CPP_SHARED_REGION_H_
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "proto/wire/region_packets.h"
+
+namespace lossd::client::internal {
+
+class SharedRegion {
+ public:
+  static constexpr uint64_t kAlignment = 256;  // of slices in a region
+
+  // Opens a region of about `bytes` at the server's region socket. UNAVAILABLE, saying why, if there is none
+  // to be had.
+  static absl::StatusOr<std::shared_ptr<SharedRegion>> Open(const std::string& socket, uint64_t bytes,
+                                                            absl::Duration timeout);
+  ~SharedRegion();
+  SharedRegion(const SharedRegion&) = delete;
+  SharedRegion& operator=(const SharedRegion&) = delete;
+
+  const std::string& id() const { return id_; }
+  uint64_t size() const { return size_; }
+
+  // A free range of `bytes` > 0: its offset. Nullopt if there is none.
+  std::optional<uint64_t> Take(uint64_t bytes) ABSL_LOCKS_EXCLUDED(mu_);
+  void Give(uint64_t offset) ABSL_LOCKS_EXCLUDED(mu_);
+  uint8_t* At(uint64_t offset) const { return data_ + offset; }
+
+  // What is under way may go on, but nothing new is to begin: the server may still write to ranges of calls
+  // that have failed.
+  void Retire() { retired_ = true; }
+  // Whether a call may begin to use it: it is not retired, the server's end of the session is open, and this
+  // is the process that opened it.
+  bool usable() const;
+
+ private:
+  SharedRegion(wire::OwnedDescriptor socket, std::string id, uint8_t* data, uint64_t size);
+
+  const wire::OwnedDescriptor socket_;
+  const std::string id_;
+  uint8_t* const data_;
+  const uint64_t size_;
+  const pid_t process_;
+  std::atomic<bool> retired_{false};
+  absl::Mutex mu_;
+  std::map<uint64_t, uint64_t> taken_ ABSL_GUARDED_BY(mu_);  // offset to end
+};
+
+}  // namespace lossd::client::internal
+
+#endif  // LOSSD_CLIENT_CPP_SHARED_REGION_H_

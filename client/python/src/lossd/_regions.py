@@ -1,0 +1,200 @@
+"""Memory that a server on this host shares with a client (region.proto), and where a client gets it from."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from lossd import errors
+from lossd.v1 import region_pb2
+
+TRANSPORTS = ("auto", "grpc", "shared_memory")
+
+_ALIGNMENT = 256  # of slices in a region
+_ID_BYTES = 16
+_MOST_PACKET = 4096
+_PATIENCE = 5.0  # seconds, with the server's socket
+_PAUSE = 2.0  # seconds between attempts to get another region
+
+
+def given_or_environment(transport: str | None) -> str:
+    """The transport that was given, else that of LOSSD_TRANSPORT, else "auto"."""
+    chosen = (os.environ.get("LOSSD_TRANSPORT") or "auto") if transport is None else transport
+    if chosen not in TRANSPORTS:
+        raise errors.InvalidArgument(f"transport is {chosen!r}; it must be auto, grpc or shared_memory")
+    return chosen
+
+
+def _no_region(why: object) -> errors.Unavailable:
+    return errors.Unavailable(f"no shared memory: {why}")
+
+
+class SharedRegion:
+    """A session of the region socket, the mapping, and which parts of it are in use. Thread-safe."""
+
+    def __init__(self, name: str, size: int) -> None:
+        """Opens a region of about `size` bytes; Unavailable, saying why, if there is none to be had."""
+        self._socket, descriptor, answer = _open(name, size)
+        self.id = answer.id
+        self.size: int = answer.bytes
+        self._pid = os.getpid()
+        self._retired = False
+        self._lock = threading.Lock()
+        self._taken: dict[int, int] = {}  # offset to end; guarded by _lock
+        try:
+            if os.fstat(descriptor).st_size < self.size:
+                raise _no_region("the server's memory is smaller than it says")
+            mapping = mmap.mmap(descriptor, self.size)
+        except (OSError, ValueError) as error:
+            self._socket.close()
+            raise _no_region(error) from None
+        finally:
+            os.close(descriptor)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            mapping.madvise(mmap.MADV_DONTFORK)
+        self.memory: NDArray[Any] = np.frombuffer(mapping, np.uint8)  # unmapped with the last view of it
+
+    def __del__(self) -> None:
+        if (session := getattr(self, "_socket", None)) is not None:
+            session.close()
+
+    def close(self) -> None:
+        """Ends the session, and with it the server's share of the memory."""
+        self._socket.close()
+
+    def take(self, size: int) -> int | None:
+        """The offset of a free range; None if there is none."""
+        whole = -(-size // _ALIGNMENT) * _ALIGNMENT
+        with self._lock:
+            begin = 0
+            for offset in sorted(self._taken):
+                if offset - begin >= whole:
+                    break
+                begin = self._taken[offset]
+            if self.size - begin < whole:
+                return None
+            self._taken[begin] = begin + whole
+            return begin
+
+    def give(self, offset: int) -> None:
+        with self._lock:
+            del self._taken[offset]
+
+    def retire(self) -> None:
+        """What is under way may go on, but nothing new is to begin: the server may still write to it."""
+        self._retired = True
+
+    def usable(self) -> bool:
+        """Whether a call may begin to use it: the server's end is open, and this is the process that opened it."""
+        if self._retired or self._pid != os.getpid():
+            return False
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True  # it has nothing to say, and has not closed
+        except OSError:
+            pass
+        return False
+
+
+def _open(name: str, size: int) -> tuple[socket.socket, int, region_pb2.RegionOpened]:
+    """The session, the descriptor of its memory, and what the server says of it."""
+    if not hasattr(socket, "recv_fds"):
+        raise _no_region("this system passes no descriptors between programs")
+    session = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    descriptors: list[int] = []
+    try:
+        session.settimeout(_PATIENCE)
+        session.connect("\0" + name[1:] if name.startswith("@") else name)
+        session.send(region_pb2.RegionRequest(bytes=size).SerializeToString())
+        packet, descriptors, _, _ = socket.recv_fds(session, _MOST_PACKET, 1)
+        answer = region_pb2.RegionAnswer.FromString(packet)
+        if answer.HasField("refused"):
+            raise _no_region(answer.refused.reason)
+        if len(answer.opened.id) != _ID_BYTES or not answer.opened.bytes or len(descriptors) != 1:
+            raise _no_region("the server has closed the session" if not packet else "the server's answer is no region")
+        session.setblocking(False)
+        return session, descriptors[0], answer.opened
+    except BaseException as error:
+        session.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if isinstance(error, (OSError, DecodeError)):
+            raise _no_region(f"{name}: {error}") from None
+        raise
+
+
+class RegionSource:
+    """Opens a region with the first loss call of a client, and another one when that cannot be used any more. Thread-safe."""
+
+    def __init__(self, transport: str, size: int, name: str, ask: Callable[[], str]) -> None:
+        """`name`: the region socket, as the server has told it; `ask` asks for it again."""
+        self._transport = transport
+        self._size = size
+        self._ask = ask
+        self._lock = threading.Lock()  # guards what follows
+        self._name = name
+        self._region: SharedRegion | None = None
+        self._tried = self._worked = False
+        self._next_try = 0.0
+        self._problem: errors.LossdError | None = None
+
+    def check(self) -> None:
+        """With the transport "shared_memory": raises if there is no region to be had."""
+        if self._transport == "shared_memory" and self.get() is None and self._problem is not None:
+            raise self._problem
+
+    def get(self) -> SharedRegion | None:
+        """The region for a call that begins; None: it is to send its slices in messages."""
+        if self._transport == "grpc":
+            return None
+        with self._lock:
+            if self._region is not None and self._region.usable():
+                return self._region
+            self._region = None
+            # Who has got none the first time is on another host, or too late.
+            if not self._tried or (self._worked and time.monotonic() >= self._next_try):
+                self._open()
+            return self._region
+
+    def _open(self) -> None:
+        self._next_try = time.monotonic() + _PAUSE
+        try:
+            if self._tried:  # the server may be another process by now
+                self._name = self._ask()
+            self._tried = True
+            if not self._name:
+                raise _no_region("the server offers none")
+            self._region = SharedRegion(self._name, self._size)
+        except errors.LossdError as error:
+            self._problem = error
+            return
+        self._worked = True
+        self._next_try = 0.0
+
+    def choice(self) -> tuple[str, str]:
+        """How rows travel, "shared_memory" or "grpc", and why."""
+        if self._transport == "grpc":
+            return "grpc", "the client was told so"
+        with self._lock:
+            if self._region is not None:
+                return "shared_memory", f"the server is on this host; {self._region.size >> 20} MiB"
+            if not self._tried:
+                return "grpc", "nothing was sent yet"
+            return "grpc", self._problem.message if self._problem is not None else ""
+
+    def close(self) -> None:
+        with self._lock:
+            if self._region is not None:
+                self._region.close()
+            self._region = None
+            self._tried, self._worked = True, False  # nothing is opened any more

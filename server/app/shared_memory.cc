@@ -1,0 +1,57 @@
+#include "server/app/shared_memory.h"
+
+#include <sys/socket.h>
+
+#include "absl/random/random.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/strip.h"
+#include "kernels/staging_adopter.h"
+#include "server/log/log.h"
+
+namespace lossd::app {
+namespace {
+
+// Beside the first Unix socket of gRPC, for then the file system says who may connect; else an abstract name.
+std::string ChooseName(const std::vector<Address>& addresses) {
+  for (const Address& address : addresses) {
+    if (address.port == Address::kUnixSocket) return absl::StrCat(address.socket_path(), ".regions");
+  }
+  absl::BitGen generator;
+  return absl::StrFormat("@lossd-%016x", absl::Uniform<uint64_t>(generator));
+}
+
+bool IsAbstract(absl::string_view name) { return !name.empty() && name.front() == '@'; }
+
+absl::StatusOr<rpc::ListeningSocket> Listen(const std::string& name, uint32_t mode) {
+  if (IsAbstract(name)) return rpc::ListeningSocket::OpenAbstract(name.substr(1), SOCK_SEQPACKET);
+  return rpc::ListeningSocket::OpenUnix(name, mode, SOCK_SEQPACKET);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Start(const ServerOptions& options,
+                                                                  const std::vector<Address>& addresses,
+                                                                  kernels::Backend* backend) {
+  const bool can = dynamic_cast<kernels::StagingAdopter*>(backend) != nullptr;
+  if (!can || options.shared_memory_bytes == 0) return nullptr;
+  const std::string name = options.region_socket.empty() ? ChooseName(addresses) : options.region_socket;
+  absl::StatusOr<rpc::ListeningSocket> listener = Listen(name, options.unix_socket_mode);
+  if (listener.ok())
+    return std::unique_ptr<SharedMemory>(new SharedMemory(name, *std::move(listener), options, backend));
+  if (!options.region_socket.empty())
+    return absl::UnavailableError(absl::StrCat("region_socket: ", listener.status().message()));
+  log::Log(log::LogLevel::kWarning, "no shared memory for clients of this host",
+           {{"error", listener.status().message()}});
+  return nullptr;
+}
+
+SharedMemory::SharedMemory(std::string name, rpc::ListeningSocket listener, const ServerOptions& options,
+                           kernels::Backend* backend)
+    : name_(std::move(name)),
+      listener_(std::move(listener)),
+      regions_(backend, options.shared_memory_bytes, options.peer_share),
+      sessions_(listener_.descriptor(), &regions_,
+                {.own_user_only = IsAbstract(name_), .in_all = options.max_connections}) {}
+
+}  // namespace lossd::app

@@ -1,0 +1,44 @@
+// The memory that a server shares with programs of its host, and the socket where they open it.
+#ifndef LOSSD_SERVER_APP_SHARED_MEMORY_H_
+#define LOSSD_SERVER_APP_SHARED_MEMORY_H_
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "server/app/addresses.h"
+#include "server/app/server.h"
+#include "server/regions/regions.h"
+#include "server/regions/session_server.h"
+#include "server/rpc/listening_socket.h"
+
+namespace lossd::app {
+
+// Thread-safe.
+class SharedMemory {
+ public:
+  // Null if the options or the backend allow none; also, with a line in the log, if no socket was named and
+  // none can be made. UNAVAILABLE naming the option region_socket.
+  static absl::StatusOr<std::unique_ptr<SharedMemory>> Start(const ServerOptions& options,
+                                                             const std::vector<Address>& addresses,
+                                                             kernels::Backend* backend);
+
+  regions::Regions* regions() { return &regions_; }
+  // As ServerDescription.region_socket has it.
+  const std::string& socket() const { return name_; }
+
+ private:
+  SharedMemory(std::string name, rpc::ListeningSocket listener, const ServerOptions& options,
+               kernels::Backend* backend);
+
+  const std::string name_;
+  const rpc::ListeningSocket listener_;
+  regions::Regions regions_;
+  regions::SessionServer sessions_;
+};
+
+}  // namespace lossd::app
+
+#endif  // LOSSD_SERVER_APP_SHARED_MEMORY_H_

@@ -1,0 +1,94 @@
+// The regions of a server: shared memory that clients of this host have opened, by their ids, which nobody
+// can guess.
+//
+// A region is in the table as long as its session (session_server.h) is open. Whoever uses it holds a share
+// of it, so that the memory stays until the last use has ended; it counts as used until then.
+#ifndef LOSSD_SERVER_REGIONS_REGIONS_H_
+#define LOSSD_SERVER_REGIONS_REGIONS_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "kernels/backend.h"
+#include "server/engine/fair_share.h"
+#include "server/regions/shared_memory.h"
+
+namespace lossd::regions {
+
+// What the regions of one server may take, and have. Thread-safe.
+class RegionBudget {
+ public:
+  RegionBudget(int64_t bytes, double peer_share) : shares_(bytes, peer_share) {}
+
+  // `bytes`, or half of it, and so on, as long as that is at least `least` and `holder` may have it; 0: it
+  // may not.
+  int64_t Take(absl::string_view holder, int64_t bytes, int64_t least) ABSL_LOCKS_EXCLUDED(mutex_);
+  void Give(absl::string_view holder, int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
+  int64_t used() const ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  mutable absl::Mutex mutex_;
+  engine::FairShare shares_ ABSL_GUARDED_BY(mutex_);
+};
+
+// Thread-safe.
+class Region {
+ public:
+  Region(std::string id, std::unique_ptr<SharedMemory> memory,
+         std::unique_ptr<kernels::StagingMemory> staging)
+      : id_(std::move(id)), memory_(std::move(memory)), staging_(std::move(staging)) {}
+
+  const std::string& id() const { return id_; }
+  // The client may write to it at any time.
+  absl::Span<uint8_t> bytes() const { return memory_->bytes(); }
+  int descriptor() const { return memory_->descriptor(); }
+
+ private:
+  const std::string id_;
+  const std::unique_ptr<SharedMemory> memory_;
+  const std::unique_ptr<kernels::StagingMemory> staging_;  // the same memory, as the backend knows it
+};
+
+// Thread-safe. The backend outlives it and all regions.
+class Regions {
+ public:
+  static constexpr int64_t kLeastBytes = int64_t{1} << 20;  // of a region, unless less is asked for
+
+  // All regions together have at most `bytes`; one process has at most `peer_share` of it, as
+  // engine::FairShare.
+  Regions(kernels::Backend* backend, int64_t bytes, double peer_share)
+      : backend_(backend), budget_(std::make_shared<RegionBudget>(bytes, peer_share)) {}
+
+  // A new region of `bytes` > 0, or of less if `holder` may not have so much. RESOURCE_EXHAUSTED.
+  absl::StatusOr<std::shared_ptr<Region>> Create(const std::string& holder, int64_t bytes)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  // Its session is over.
+  void Forget(const std::string& id) ABSL_LOCKS_EXCLUDED(mutex_);
+  // The region of that id, which belongs to the first `identity` that asks for it; null for others, and if
+  // there is none. "": a caller whom the server has not asked who it is, who is an identity like others.
+  std::shared_ptr<Region> Claim(absl::string_view id, absl::string_view identity) ABSL_LOCKS_EXCLUDED(mutex_);
+
+  int64_t used_bytes() const { return budget_->used(); }
+
+ private:
+  struct Entry {
+    std::shared_ptr<Region> region;
+    std::optional<std::string> owner;  // the identity that has claimed it
+  };
+
+  kernels::Backend* const backend_;
+  const std::shared_ptr<RegionBudget> budget_;  // regions may outlive the table
+  absl::Mutex mutex_;
+  absl::flat_hash_map<std::string, Entry> entries_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace lossd::regions
+
+#endif  // LOSSD_SERVER_REGIONS_REGIONS_H_

@@ -1,0 +1,49 @@
+#include "server/regions/shared_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+
+namespace lossd::regions {
+namespace {
+
+absl::Status Failed(absl::string_view what, int64_t bytes) {
+  return absl::ResourceExhaustedError(
+      absl::StrCat(what, " of ", bytes, " bytes of shared memory: ", std::strerror(errno)));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Create(int64_t bytes) {
+  const int64_t page = sysconf(_SC_PAGESIZE);
+  const int64_t size = (bytes + page - 1) / page * page;
+  wire::OwnedDescriptor descriptor(memfd_create("lossd-region", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!descriptor) return Failed("memfd_create", size);
+  // Pages that are missing later would end the process with a signal instead of an error.
+  if (ftruncate(descriptor.get(), size) != 0 || fallocate(descriptor.get(), 0, 0, size) != 0)
+    return Failed("allocation", size);
+  if (fcntl(descriptor.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+    return Failed("sealing", size);
+  std::unique_ptr<SharedMemory> memory(new SharedMemory(std::move(descriptor)));
+  void* const data = mmap(nullptr, static_cast<size_t>(size), PROT_READ | PROT_WRITE,
+                          MAP_SHARED | MAP_POPULATE, memory->descriptor(), 0);
+  if (data == MAP_FAILED) return Failed("mmap", size);
+  madvise(data, static_cast<size_t>(size), MADV_DONTFORK);
+  memory->bytes_ = {static_cast<uint8_t*>(data), static_cast<size_t>(size)};
+  return memory;
+}
+
+SharedMemory::~SharedMemory() {
+  if (bytes_.empty()) return;
+  munmap(bytes_.data(), bytes_.size());
+  fallocate(descriptor_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
+            static_cast<off_t>(bytes_.size()));
+}
+
+}  // namespace lossd::regions

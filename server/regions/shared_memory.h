@@ -1,0 +1,40 @@
+// Memory that can be shared with another process: a sealed memfd, mapped here. Whoever gets the descriptor
+// can write to the memory, but cannot make it shorter under this process.
+#ifndef LOSSD_SERVER_REGIONS_SHARED_MEMORY_H_
+#define LOSSD_SERVER_REGIONS_SHARED_MEMORY_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "proto/wire/region_packets.h"
+
+namespace lossd::regions {
+
+// Thread-compatible.
+class SharedMemory {
+ public:
+  // At least `bytes`, in whole pages, all of them there already. RESOURCE_EXHAUSTED if the system has not so
+  // much.
+  static absl::StatusOr<std::unique_ptr<SharedMemory>> Create(int64_t bytes);
+  // Gives the pages back to the system, even those that another process still has mapped: it then finds
+  // zeros.
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+  absl::Span<uint8_t> bytes() const { return bytes_; }
+  int descriptor() const { return descriptor_.get(); }
+
+ private:
+  explicit SharedMemory(wire::OwnedDescriptor descriptor) : descriptor_(std::move(descriptor)) {}
+
+  const wire::OwnedDescriptor descriptor_;
+  absl::Span<uint8_t> bytes_;
+};
+
+}  // namespace lossd::regions
+
+#endif  // LOSSD_SERVER_REGIONS_SHARED_MEMORY_H_

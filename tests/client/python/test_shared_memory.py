@@ -1,0 +1,213 @@
+"""Slices in memory that client and server share, and Unix sockets: the same results, whatever ends when."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from server_process import ServerProcess
+
+import lossd
+from lossd import _regions, _slice_places
+
+N, D, V = 300, 24, 97
+
+
+def rows(seed: int = 0) -> tuple[Any, Any]:
+    rng = np.random.default_rng(seed)
+    targets = rng.integers(0, V, N).astype(np.int32)
+    targets[::10] = -100
+    return rng.standard_normal((N, D)).astype(np.float32), targets
+
+
+def compute(server: ServerProcess, transport: str, size: int, head: str, **arguments: Any) -> Any:
+    hidden, targets = rows()
+    with lossd.Client(server.target, transport=transport, shared_memory_bytes=size) as client:
+        result = client.compute_loss(head, hidden, targets, grad_hidden=True, rows=("loss",), slice_bytes=7 * D * 4, **arguments)
+        assert client.transport[0] == transport
+        return result.grad_hidden, result.rows["loss"]
+
+
+@pytest.mark.parametrize("size", [1 << 20, 16 << 10, 2 << 10])
+def test_results_are_those_of_messages(server: ServerProcess, make_head: Any, size: int) -> None:
+    head = make_head(hidden_size=D, vocab_size=V)
+    for one, other in zip(compute(server, "grpc", size, head), compute(server, "shared_memory", size, head)):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_a_deterministic_server_gives_the_same_bits(deterministic_server: ServerProcess) -> None:
+    with lossd.Client(deterministic_server.target) as client:
+        client.create_head("lm", hidden_size=D, vocab_size=V, compute_dtype="fp32")
+    in_messages = compute(deterministic_server, "grpc", 1, "lm", step=0, id=0, accumulate=True, streams=2)
+    for size in (1 << 20, 8 << 10):
+        shared = compute(deterministic_server, "shared_memory", size, "lm", step=0, id=0, accumulate=True, streams=2)
+        for one, other in zip(in_messages, shared):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_many_computations_share_a_little_region(server: ServerProcess, make_head: Any) -> None:
+    head = make_head(hidden_size=D, vocab_size=V)
+    hidden, targets = rows()
+    with lossd.Client(server.target, transport="shared_memory", shared_memory_bytes=16 << 10) as client:
+        want = client.compute_loss(head, hidden, targets, grad_hidden=True).grad_hidden
+        pending = [client.compute_loss_async(head, hidden, targets, grad_hidden=True, slice_bytes=D * 40)
+                   for _ in range(12)]
+        for one in pending:
+            np.testing.assert_allclose(one.wait(120).grad_hidden, want, atol=1e-5)
+
+
+def test_cancelled_computations_spoil_nothing(server: ServerProcess, make_head: Any) -> None:
+    head = make_head(hidden_size=D, vocab_size=V)
+    hidden, targets = rows()
+    other, _ = rows(1)
+    with lossd.Client(server.target, transport="shared_memory", shared_memory_bytes=64 << 10) as client:
+        want = client.compute_loss(head, hidden, targets, grad_hidden=True).grad_hidden
+        for i in range(20):
+            given_up = client.compute_loss_async(head, other, targets, grad_hidden=True, slice_bytes=D * 20)
+            time.sleep(0.0003 * i)
+            given_up.cancel()
+            got = client.compute_loss(head, hidden, targets, grad_hidden=True, slice_bytes=D * 20).grad_hidden
+            np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_says_what_it_took_and_why(server: ServerProcess, make_head: Any) -> None:
+    head = make_head(hidden_size=D, vocab_size=V)
+    hidden, targets = rows()
+    with lossd.Client(server.target, transport="auto") as client:
+        assert client.transport == ("grpc", "nothing was sent yet")
+        client.compute_loss(head, hidden, targets)
+        assert client.transport[0] == "shared_memory"
+    with lossd.Client(server.target, transport="grpc") as client:
+        client.compute_loss(head, hidden, targets)
+        assert client.transport == ("grpc", "the client was told so")
+    with pytest.raises(lossd.InvalidArgument, match="auto, grpc or shared_memory"):
+        lossd.Client(server.target, transport="pigeon")
+
+
+def test_the_environment_says_how(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOSSD_TRANSPORT", "grpc")
+    with lossd.Client(server.target) as client:
+        assert client.transport == ("grpc", "the client was told so")
+    monkeypatch.setenv("LOSSD_TRANSPORT", "pigeon")
+    with pytest.raises(lossd.InvalidArgument, match="pigeon"):
+        lossd.Client(server.target)
+
+
+def test_a_server_without_shared_memory() -> None:
+    process = ServerProcess("--shared_memory_bytes=0")
+    try:
+        with pytest.raises(lossd.Unavailable, match="the server offers none"):
+            lossd.Client(process.target, transport="shared_memory")
+        hidden, targets = rows()
+        with lossd.Client(process.target, transport="auto") as client:
+            client.create_head("lm", hidden_size=D, vocab_size=V)
+            client.compute_loss("lm", hidden, targets)
+            assert client.transport[0] == "grpc"
+    finally:
+        process.stop()
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    target = f"unix:{tmp_path}/grpc"
+    process = ServerProcess(f"--listen={target}")
+    try:
+        hidden, targets = rows()
+        for transport in ("grpc", "shared_memory"):
+            with lossd.Client(target, transport=transport) as client:
+                if transport == "grpc":
+                    client.create_head("lm", hidden_size=D, vocab_size=V)
+                assert client.compute_loss("lm", hidden, targets).valid_rows > 0
+        assert (tmp_path / "grpc.regions").is_socket()
+    finally:
+        process.stop()
+    assert not (tmp_path / "grpc.regions").exists()
+
+
+def wait_until(holds: Any) -> None:
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_killed_client_leaves_nothing_behind() -> None:
+    process = ServerProcess()
+    try:
+        hidden, targets = rows()
+        with lossd.Client(process.target, transport="grpc") as client:
+            client.create_head("lm", hidden_size=D, vocab_size=V)
+            before = client.get_server().memory.staging
+            descriptors = len(os.listdir(f"/proc/{process.pid}/fd"))
+            code = (f"import lossd, numpy as np\nc = lossd.Client({process.target!r}, transport='shared_memory')\n"
+                    f"x = np.zeros(({N}, {D}), np.float32)\nprint('ready', flush=True)\n"
+                    f"while True: c.compute_loss('lm', x, np.zeros({N}, np.int32), grad_hidden=True)")
+            import subprocess
+            import sys
+            for delay in (0.0, 0.003, 0.02):
+                with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as trainer:
+                    assert trainer.stdout is not None and trainer.stdout.readline() == b"ready\n"
+                    assert client.get_server().memory.staging > before
+                    time.sleep(delay)
+                    trainer.send_signal(signal.SIGKILL)
+                wait_until(lambda: client.get_server().memory.staging == before)
+            wait_until(lambda: len(os.listdir(f"/proc/{process.pid}/fd")) <= descriptors)
+            assert client.compute_loss("lm", hidden, targets).valid_rows > 0
+    finally:
+        process.stop()
+
+
+def test_goes_on_with_another_server_at_the_same_address(tmp_path: Path) -> None:
+    target = f"unix:{tmp_path}/grpc"
+    hidden, targets = rows()
+    process = ServerProcess(f"--listen={target}")
+    try:
+        with lossd.Client(target, transport="auto") as client:
+            client.create_head("lm", hidden_size=D, vocab_size=V)
+            client.compute_loss("lm", hidden, targets)
+            assert client.transport[0] == "shared_memory"
+            process.stop()
+            process = ServerProcess(f"--listen={target}")
+            with lossd.Client(target, transport="grpc") as other:
+                other.create_head("lm", hidden_size=D, vocab_size=V)
+            deadline = time.monotonic() + 120
+            while True:
+                client.compute_loss("lm", hidden, targets)
+                if client.transport[0] == "shared_memory":
+                    break
+                assert time.monotonic() < deadline, client.transport
+                time.sleep(0.02)
+    finally:
+        process.stop()
+
+
+def test_ranges_of_a_region(server: ServerProcess) -> None:
+    with lossd.Client(server.target) as client:
+        region = _regions.SharedRegion(client.get_server().region_socket, 4096)
+    assert region.size == 4096
+    assert [region.take(256), region.take(1), region.take(300)] == [0, 256, 512]
+    region.give(256)
+    assert region.take(257) == 1024
+    assert region.take(256) == 256
+    assert region.take(4096) is None
+    assert region.usable()
+    region.retire()
+    assert not region.usable()
+
+
+def test_a_call_that_fails_retires_its_region(server: ServerProcess) -> None:
+    with lossd.Client(server.target) as client:
+        name = client.get_server().region_socket
+    for error, put, retired in ((None, False, False), (lossd.InvalidArgument("x"), False, False),
+                                (lossd.InvalidArgument("x"), True, True), (lossd.Unavailable("x"), False, True)):
+        region = _regions.SharedRegion(name, 4096)
+        places = _slice_places.SlicePlaces(region, may_wait=True)
+        if put:
+            assert places.put(0, memoryview(b"x" * 100)) == 0
+        places.close(error)
+        assert region.usable() != retired
+        assert places.put(1, memoryview(b"x")) is None, "nothing is taken after the end"

@@ -1,0 +1,138 @@
+#include "server/regions/regions.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/cpu/cpu_backend.h"
+
+namespace lossd::regions {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int64_t kMebibyte = int64_t{1} << 20;
+
+class RegionsTest : public ::testing::Test {
+ protected:
+  void Start(int64_t limit = 0) {
+    auto backend = kernels::CreateCpuBackend({.threads = 1, .memory_limit_bytes = limit});
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    backend_ = *std::move(backend);
+    regions_ = std::make_unique<Regions>(backend_.get(), 16 * kMebibyte, 0.5);
+  }
+  int64_t Staging() const { return backend_->memory().current[kernels::MemoryKind::kStaging]; }
+
+  std::unique_ptr<kernels::Backend> backend_;
+  std::unique_ptr<Regions> regions_;
+};
+
+TEST(SharedMemoryTest, NobodyCanChangeItsSize) {
+  const auto memory = SharedMemory::Create(3 * kMebibyte + 1);
+  ASSERT_TRUE(memory.ok()) << memory.status();
+  const size_t size = (*memory)->bytes().size();
+  EXPECT_GE(size, static_cast<size_t>(3 * kMebibyte + 1));
+  EXPECT_EQ(size % static_cast<size_t>(sysconf(_SC_PAGESIZE)), 0u);
+  const int descriptor = (*memory)->descriptor();
+  EXPECT_NE(ftruncate(descriptor, 0), 0);
+  EXPECT_NE(ftruncate(descriptor, static_cast<off_t>(2 * size)), 0);
+  EXPECT_NE(fcntl(descriptor, F_ADD_SEALS, F_SEAL_WRITE), 0);
+  // Holes read as zeros.
+  (*memory)->bytes().front() = 7;
+  EXPECT_EQ(fallocate(descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 4096), 0);
+  EXPECT_EQ((*memory)->bytes().front(), 0);
+}
+
+// Whoever keeps a mapping keeps no memory of the server's.
+TEST(SharedMemoryTest, TakesItsPagesWithIt) {
+  auto memory = SharedMemory::Create(kMebibyte);
+  ASSERT_TRUE(memory.ok());
+  const int copy = dup((*memory)->descriptor());
+  auto* const mapped = static_cast<uint8_t*>(mmap(nullptr, kMebibyte, PROT_READ, MAP_SHARED, copy, 0));
+  (*memory)->bytes()[100] = 42;
+  EXPECT_EQ(mapped[100], 42);
+  memory->reset();
+  struct stat status = {};
+  ASSERT_EQ(fstat(copy, &status), 0);
+  EXPECT_EQ(status.st_blocks, 0);
+  EXPECT_EQ(mapped[100], 0);
+  munmap(mapped, kMebibyte);
+  close(copy);
+}
+
+TEST_F(RegionsTest, BelongToTheFirstWhoNamesThem) {
+  Start();
+  const auto region = regions_->Create("a", kMebibyte);
+  ASSERT_TRUE(region.ok()) << region.status();
+  EXPECT_EQ((*region)->id().size(), 16u);
+  EXPECT_EQ(regions_->Claim((*region)->id(), "trainer"), *region);
+  EXPECT_EQ(regions_->Claim((*region)->id(), "trainer"), *region);
+  EXPECT_EQ(regions_->Claim((*region)->id(), "another"), nullptr);
+  EXPECT_EQ(regions_->Claim((*region)->id(), ""), nullptr);
+  for (const std::string& id : {std::string(), std::string(16, '\0'), (*region)->id() + "x"}) {
+    EXPECT_EQ(regions_->Claim(id, "trainer"), nullptr);
+  }
+  regions_->Forget((*region)->id());
+  EXPECT_EQ(regions_->Claim((*region)->id(), "trainer"), nullptr);
+  EXPECT_NE((*regions_->Create("a", kMebibyte))->id(), (*region)->id());
+}
+
+TEST_F(RegionsTest, StayAsLongAsTheyAreUsedAndCountUntilThen) {
+  Start();
+  const int64_t before = Staging();
+  auto region = *regions_->Create("a", kMebibyte);
+  auto use = regions_->Claim(region->id(), "");
+  regions_->Forget(region->id());
+  region.reset();
+  use->bytes().back() = 1;
+  EXPECT_EQ(regions_->used_bytes(), kMebibyte);
+  EXPECT_EQ(Staging() - before, kMebibyte);
+  use.reset();
+  EXPECT_EQ(regions_->used_bytes(), 0);
+  EXPECT_EQ(Staging(), before);
+}
+
+TEST_F(RegionsTest, EachHolderHasItsShare) {
+  Start();
+  const auto first = regions_->Create("greedy", 1000 * kMebibyte);
+  ASSERT_TRUE(first.ok());
+  EXPECT_EQ((*first)->bytes().size(), static_cast<size_t>(16 * kMebibyte))
+      << "who has nothing takes what is free";
+  regions_->Forget((*first)->id());
+}
+
+TEST_F(RegionsTest, AreBoundedInAllAndPerHolder) {
+  Start();
+  std::vector<std::shared_ptr<Region>> held;
+  while (true) {
+    auto region = regions_->Create("greedy", 2 * kMebibyte);
+    if (!region.ok()) {
+      EXPECT_EQ(region.status().code(), absl::StatusCode::kResourceExhausted);
+      EXPECT_THAT(std::string(region.status().message()), HasSubstr("--shared_memory_bytes"));
+      break;
+    }
+    held.push_back(*std::move(region));
+    ASSERT_LE(held.size(), 16u);
+  }
+  EXPECT_LE(regions_->used_bytes(), 8 * kMebibyte);
+  EXPECT_TRUE(regions_->Create("modest", 2 * kMebibyte).ok());
+}
+
+TEST_F(RegionsTest, RespectTheMemoryLimit) {
+  Start(4 * kMebibyte);
+  const auto region = regions_->Create("a", 8 * kMebibyte);
+  EXPECT_EQ(region.status().code(), absl::StatusCode::kResourceExhausted) << region.status();
+  EXPECT_EQ(regions_->used_bytes(), 0);
+  EXPECT_TRUE(regions_->Create("a", kMebibyte).ok());
+}
+
+}  // namespace
+}  // namespace lossd::regions

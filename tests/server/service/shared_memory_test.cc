@@ -1,0 +1,230 @@
+// Slices in memory that client and server share: the same results as in messages, whatever the client does
+// with it.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "client/cpp/client.h"
+#include "tests/server/service/service_client.h"
+#include "tests/server/service/small_head.h"
+#include "tests/server/service/test_server.h"
+
+namespace lossd::app::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr uint64_t kRowBytes = kSmallHidden * sizeof(float);
+
+std::unique_ptr<client::Client> Connect(const std::string& target, const std::string& transport,
+                                        int64_t bytes = 1 << 20) {
+  client::ClientOptions options;
+  options.target = target;
+  options.channels = 2;
+  options.transport = transport;
+  options.shared_memory_bytes = bytes;
+  auto client = client::Client::Connect(options);
+  EXPECT_TRUE(client.ok()) << client.status();
+  return client.ok() ? *std::move(client) : nullptr;
+}
+
+struct Trained {
+  std::vector<std::vector<float>> grads;
+  std::vector<std::vector<float>> losses;
+  std::vector<float> weight;
+};
+
+// Two steps, one microbatch at a time, each in slices of another size.
+Trained Train(const ServerOptions& options, const std::string& transport, int64_t bytes) {
+  const TestServer server(options);
+  const auto client = Connect(server.target(), transport, bytes);
+  EXPECT_TRUE(client->CreateHead(SmallHead()).ok());
+  Trained trained;
+  std::mt19937_64 rng(3);
+  for (uint64_t step = 0; step < 2; ++step) {
+    for (uint64_t id = 0; id < 4; ++id) {
+      const SmallRows rows = MakeSmallRows(200 + 50 * id, rng);
+      trained.grads.emplace_back(rows.hidden.size());
+      trained.losses.emplace_back(rows.targets.size());
+      client::ComputeOptions compute;
+      compute.accumulate_gradients = true;
+      compute.streams = 1;
+      compute.slice_bytes = kRowBytes * (7 + 20 * id);
+      const auto result = client->ComputeLoss(
+          SmallMicrobatch(rows, step, id),
+          {.grad_hidden = trained.grads.back().data(), .row_loss = absl::MakeSpan(trained.losses.back())},
+          compute);
+      EXPECT_TRUE(result.ok()) << result.status();
+    }
+    v1::ApplyStepRequest apply;
+    apply.set_head("head");
+    apply.set_step(step);
+    apply.mutable_optimizer()->mutable_sgd()->set_learning_rate(0.5);
+    EXPECT_TRUE(client->ApplyStep(apply).ok());
+  }
+  trained.weight = client->ReadTensor("head", v1::PARAM_WEIGHT)->values;
+  EXPECT_EQ(client->transport().transport, transport) << client->transport().reason;
+  return trained;
+}
+
+class EveryOrderTest : public ::testing::TestWithParam<bool> {
+ protected:
+  ServerOptions Options() const {
+    ServerOptions options = SmallServer();
+    options.deterministic = GetParam();
+    return options;
+  }
+};
+
+// A deterministic server gives the same bits; else rows are computed together as they come.
+TEST_P(EveryOrderTest, TrainsAsInMessages) {
+  const Trained in_messages = Train(Options(), "grpc", 1 << 20);
+  for (const int64_t bytes : {1 << 20, 16 << 10, 4 << 10}) {
+    const Trained shared = Train(Options(), "shared_memory", bytes);
+    ASSERT_EQ(shared.grads.size(), in_messages.grads.size());
+    const auto compare = [](const std::vector<float>& a, const std::vector<float>& b) {
+      ASSERT_EQ(a.size(), b.size());
+      for (size_t i = 0; i < a.size(); ++i) ASSERT_NEAR(a[i], b[i], GetParam() ? 0.0 : 1e-4) << i;
+    };
+    for (size_t i = 0; i < shared.grads.size(); ++i) {
+      compare(shared.grads[i], in_messages.grads[i]);
+      compare(shared.losses[i], in_messages.losses[i]);
+    }
+    compare(shared.weight, in_messages.weight);
+  }
+}
+
+// Many microbatches under way in a region that has room for a few slices.
+TEST_P(EveryOrderTest, ManyCallsShareALittleRegion) {
+  const TestServer server(Options());
+  const auto client = Connect(server.target(), "shared_memory", 16 << 10);
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  std::mt19937_64 rng(4);
+  const SmallRows rows = MakeSmallRows(600, rng);
+  std::vector<std::vector<float>> grads(8, std::vector<float>(rows.hidden.size()));
+  std::vector<client::PendingLoss> pending;
+  for (uint64_t id = 0; id < grads.size(); ++id) {
+    client::ComputeOptions compute;
+    compute.accumulate_gradients = true;
+    compute.streams = 2;
+    compute.slice_bytes = kRowBytes * 10;
+    pending.push_back(
+        client->ComputeLossAsync(SmallMicrobatch(rows, 0, id), {.grad_hidden = grads[id].data()}, compute));
+  }
+  for (client::PendingLoss& one : pending) {
+    const auto result = one.Wait();
+    ASSERT_TRUE(result.ok()) << result.status();
+  }
+  for (const auto& one : grads) {
+    for (size_t i = 0; i < one.size(); ++i) ASSERT_NEAR(one[i], grads[0][i], 1e-4);
+  }
+}
+
+// Calls that are cancelled leave ranges that the server still writes to; nothing of that reaches later calls.
+TEST_P(EveryOrderTest, CancelledCallsSpoilNothing) {
+  const TestServer server(Options());
+  const auto client = Connect(server.target(), "shared_memory", 64 << 10);
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  std::mt19937_64 rng(6);
+  const SmallRows rows = MakeSmallRows(400, rng), others = MakeSmallRows(400, rng);
+  std::vector<float> want(rows.hidden.size()), got(rows.hidden.size()), unused(rows.hidden.size());
+  client::ComputeOptions compute;
+  compute.slice_bytes = kRowBytes * 5;
+  client::Microbatch microbatch = SmallMicrobatch(rows, 0, 1);
+  ASSERT_TRUE(client->ComputeLoss(microbatch, {.grad_hidden = want.data()}, compute).ok());
+  for (int i = 0; i < 30; ++i) {
+    client::PendingLoss given_up =
+        client->ComputeLossAsync(SmallMicrobatch(others, 0, 2), {.grad_hidden = unused.data()}, compute);
+    absl::SleepFor(absl::Microseconds(rng() % 2000));
+    given_up.Cancel();
+    const auto result = client->ComputeLoss(microbatch, {.grad_hidden = got.data()}, compute);
+    ASSERT_TRUE(result.ok()) << result.status();
+    for (size_t k = 0; k < got.size(); ++k) ASSERT_NEAR(got[k], want[k], 1e-4) << i;
+    (void)given_up.Wait();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Order, EveryOrderTest, ::testing::Bool(), [](const auto& parameter) {
+  return parameter.param ? "Deterministic" : "ByArrival";
+});
+
+TEST(SharedMemoryClientTest, RetainsRowsForABackward) {
+  const TestServer server;
+  const auto client = Connect(server.target(), "shared_memory");
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  std::mt19937_64 rng(7);
+  const SmallRows rows = MakeSmallRows(100, rng);
+  std::vector<float> want(rows.hidden.size()), got(rows.hidden.size()), upstream(rows.targets.size(), 1.0f);
+  client::ComputeOptions sum;
+  sum.reduction = v1::REDUCTION_SUM;
+  ASSERT_TRUE(client->ComputeLoss(SmallMicrobatch(rows, 0, 1), {.grad_hidden = want.data()}, sum).ok());
+  client::ComputeOptions retain;
+  retain.reduction = v1::REDUCTION_NONE;
+  retain.retain = true;
+  ASSERT_TRUE(client->ComputeLoss(SmallMicrobatch(rows, 0, 2), {}, retain).ok());
+  client::RetainedGradients gradients;
+  gradients.head = "head";
+  gradients.step = 0;
+  gradients.id = 2;
+  gradients.hidden_size = kSmallHidden;
+  gradients.hidden_dtype = v1::DTYPE_FP32;
+  gradients.grad_loss = upstream;
+  const auto result = client->Backward(gradients, got.data());
+  ASSERT_TRUE(result.ok()) << result.status();
+  for (size_t i = 0; i < got.size(); ++i) ASSERT_NEAR(got[i], want[i], 1e-4);
+}
+
+TEST(SharedMemoryClientTest, SaysWhatItTookAndWhy) {
+  ServerOptions options = SmallServer();
+  options.shared_memory_bytes = 0;
+  const TestServer without(options);
+  EXPECT_FALSE(client::Client::Connect({.target = without.target(), .transport = "shared_memory"}).ok());
+  std::mt19937_64 rng(8);
+  const SmallRows rows = MakeSmallRows(10, rng);
+  const auto automatic = Connect(without.target(), "auto");
+  EXPECT_EQ(automatic->transport().reason, "nothing was sent yet");
+  ASSERT_TRUE(automatic->CreateHead(SmallHead()).ok());
+  ASSERT_TRUE(automatic->ComputeLoss(SmallMicrobatch(rows, 0, 1), {}).ok());
+  EXPECT_EQ(automatic->transport().transport, "grpc");
+  EXPECT_THAT(automatic->transport().reason, HasSubstr("offers none"));
+  EXPECT_THAT(std::string(client::Client::Connect({.transport = "pigeon"}).status().message()),
+              HasSubstr("auto, grpc or shared_memory"));
+}
+
+// The new process has another socket, and none of the old regions.
+TEST(SharedMemoryClientTest, GoesOnAfterARestart) {
+  test::TempFolder folder;
+  ServerOptions options = SmallServer();
+  options.listen = absl::StrCat("unix:", folder.File("grpc"));
+  std::mt19937_64 rng(9);
+  const SmallRows rows = MakeSmallRows(50, rng);
+  auto first = std::make_unique<TestServer>(options);
+  const auto client = Connect(options.listen, "auto");
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  ASSERT_TRUE(client->ComputeLoss(SmallMicrobatch(rows, 0, 1), {}).ok());
+  EXPECT_EQ(client->transport().transport, "shared_memory") << client->transport().reason;
+  first.reset();
+  const TestServer second(options);
+  const absl::Time end = absl::Now() + absl::Seconds(60);
+  ASSERT_TRUE(Connect(options.listen, "grpc")->CreateHead(SmallHead()).ok());
+  bool again = false;
+  while (!again && absl::Now() < end) {
+    client::Microbatch microbatch = SmallMicrobatch(rows, 0, 1);
+    microbatch.step.reset();
+    const auto result = client->ComputeLoss(microbatch, {});
+    ASSERT_TRUE(result.ok()) << result.status();
+    again = client->transport().transport == "shared_memory";
+    absl::SleepFor(absl::Milliseconds(20));
+  }
+  EXPECT_TRUE(again) << client->transport().reason;
+}
+
+}  // namespace
+}  // namespace lossd::app::testing
