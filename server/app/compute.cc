@@ -141,6 +141,7 @@ absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
                             .limits = LimitsOf(options),
                             .settings = SettingsOf(options),
                             .timeout = options.ranks.timeout,
+                            .collective_timeout = options.ranks.collective_timeout,
                             .stop = options.ranks.stop_requested});
   if (!leader.ok()) return leader.status();
   log::Log(log::LogLevel::kInfo, "waiting for the other ranks",

@@ -11,6 +11,7 @@
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -28,6 +29,7 @@
 #include "server/app/heap.h"
 #include "server/app/rank_flags.h"
 #include "server/app/server.h"
+#include "server/app/start_watch.h"
 #include "server/app/stop_events.h"
 #include "server/app/worker_app.h"
 #include "server/log/log.h"
@@ -332,11 +334,19 @@ void Drain(Server& server, StopEvents& events, const StopEvents::Event& event) {
       clean ? "drained" : "drained; calls still open were cancelled");
 }
 
+// Asked to stop before there was anything to drain.
+int EndBeforeServing(const StopEvents& events, const absl::Status& status) {
+  Log(LogLevel::kInfo, "stopped", {{"reason", strsignal(events.Pending())}, {"while", status.message()}});
+  return 0;
+}
+
 int RunAsWorker(const ServerOptions& options, StopEvents& events) {
   const lossd::app::WorkerEnd end = lossd::app::RunWorker(options, events);
   if (end.status.ok()) {
     Log(LogLevel::kInfo, "stopped");
-    return 0;
+    if (end.joined) return 0;
+    std::cerr.flush();
+    _exit(0);  // a thread may still be connecting
   }
   Log(LogLevel::kError, "the rank ends", {{"error", end.status.message()}});
   const int failure = Fail(end.status);
@@ -346,7 +356,7 @@ int RunAsWorker(const ServerOptions& options, StopEvents& events) {
 
 int Run() {
   lossd::app::BoundFreedMemory();
-  StopEvents events;
+  StopEvents& events = *new StopEvents();  // for threads that outlive this function
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error of the write, not the end of the server
   lossd::log::Configure(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
@@ -356,12 +366,15 @@ int Run() {
   absl::StatusOr<lossd::app::RankOptions> ranks = lossd::app::RankOptionsFromFlags();
   if (!ranks.ok()) return Fail(ranks.status());
   options.ranks = *std::move(ranks);
-  options.ranks.stop_requested = [&events] { return events.Pending(); };
+  options.ranks.stop_requested = [&events] { return events.Pending() != 0; };
   options.ranks.on_leaving = [&events] { events.NotifyStop(); };
   if (options.ranks.launch.rank != 0) return RunAsWorker(options, events);
   if (absl::GetFlag(FLAGS_exit_on_device_loss))
     options.on_device_lost = [&events] { events.NotifyDeviceLost(); };
+  std::optional<lossd::app::StartWatch> watch(&events);
   absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(options);
+  watch.reset();
+  if (absl::IsCancelled(server.status())) return EndBeforeServing(events, server.status());
   if (!server.ok()) return Fail(server.status());
   const std::string port_file = absl::GetFlag(FLAGS_port_file);
   if (!port_file.empty()) {
