@@ -54,10 +54,9 @@ class RankReplicas final : public kernels::Replicas {
     WorkerStream& worker = other.worker();
     const absl::Status answer = worker.Await(request, deadline).status();
     if (!absl::IsDeadlineExceeded(answer)) return answer;
-    const std::string reason =
-        absl::StrCat("rank ", worker.rank(), " (", worker.hello().host(),
-                     ") is lost: it has not done its part of a collective within ",
-                     absl::FormatDuration(timeout_), " (--collective_timeout)");
+    const std::string reason = absl::StrCat("rank ", worker.rank(), " (", worker.hello().host(),
+                                            ") is lost: it has not done its part of a collective within ",
+                                            absl::FormatDuration(timeout_), " (--collective_timeout)");
     worker.GiveUp(absl::UnavailableError(own.ok() ? reason : absl::StrCat(reason, "; ", own.message())));
     return absl::DeadlineExceededError(reason);
   }

@@ -73,6 +73,13 @@ TEST(RanksServiceTest, CheckpointsLoadIntoRanksAndIntoOneProcess) {
   EXPECT_EQ(Tensors(*Connect(ranks.target())), trained.tensors);
 }
 
+TEST(RanksServiceTest, RanksMayHaveOtherNumbersOfThreads) {
+  RankServer ranks(LOSSD_BINARY, {.ranks = 3, .flags_of = [](int rank) {
+                                    return std::vector<std::string>{absl::StrCat("--threads=", rank + 1)};
+                                  }});
+  EXPECT_TRUE(Connect(ranks.target())->CreateHead(SmallHead()).ok());
+}
+
 // ---- Ends ----
 
 TEST(RanksServiceTest, ASignalToAnyRankDrainsAll) {
