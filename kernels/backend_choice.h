@@ -33,7 +33,8 @@ struct BackendChoice {
   // named, the GPU of that number is this one's.
   std::optional<int> local_rank;
   std::string link_host;                           // CPU: the address that the other ranks reach this host at
-  absl::Duration link_timeout = absl::Minutes(1);  // how long the others may take to do their part of a sum
+  // How long the other ranks, or the other GPUs of this process, may take to do their part of an exchange.
+  absl::Duration link_timeout = absl::Minutes(1);
 };
 
 }  // namespace lossd::kernels

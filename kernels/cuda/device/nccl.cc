@@ -86,9 +86,9 @@ Nccl::Nccl(std::vector<int> devices, Replica replica, absl::Duration timeout)
 
 Nccl::~Nccl() = default;
 
-absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Connect(std::vector<int> devices) {
+absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Connect(std::vector<int> devices, absl::Duration timeout) {
   const auto count = static_cast<int>(devices.size());
-  std::unique_ptr<Nccl> nccl(new Nccl(std::move(devices), {0, count}, kTimeout));
+  std::unique_ptr<Nccl> nccl(new Nccl(std::move(devices), {0, count}, timeout));
   LOSSD_RETURN_IF_ERROR(nccl->library_->Load());
   std::vector<ncclComm_t> communicators(nccl->devices_.size());
   LOSSD_RETURN_IF_ERROR(nccl->Check(

@@ -238,8 +238,9 @@ std::unique_ptr<RankLink> CreateNcclLink(int device, Replica replica, absl::Dura
   return std::make_unique<cuda::NcclLink>(device, replica, timeout);
 }
 
-absl::StatusOr<std::unique_ptr<CudaReplicaGroup>> CudaReplicaGroup::Create(std::vector<int> devices) {
-  absl::StatusOr<std::unique_ptr<cuda::Nccl>> nccl = cuda::Nccl::Connect(std::move(devices));
+absl::StatusOr<std::unique_ptr<CudaReplicaGroup>> CudaReplicaGroup::Create(std::vector<int> devices,
+                                                                           absl::Duration timeout) {
+  absl::StatusOr<std::unique_ptr<cuda::Nccl>> nccl = cuda::Nccl::Connect(std::move(devices), timeout);
   if (!nccl.ok()) return nccl.status();
   return std::make_unique<cuda::NcclReplicaGroup>(*std::move(nccl));
 }
