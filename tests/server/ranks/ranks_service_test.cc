@@ -209,10 +209,25 @@ TEST(RanksServiceTest, ARankThatNeverComesIsNamed) {
               HasSubstr("rank 2 was not taken within 2s (--rank_timeout) by the leader at 127.0.0.1:1"));
 }
 
+TEST(RanksServiceTest, AHeadSplitByVocabularyIsRefusedAndLeavesNothing) {
+  RankServer ranks(LOSSD_BINARY, {.ranks = 2});
+  const auto client = Connect(ranks.target());
+  v1::CreateHeadRequest by_vocabulary = SmallHead();
+  by_vocabulary.mutable_spec()->set_split(v1::SPLIT_VOCABULARY);
+  const absl::Status status = client->CreateHead(by_vocabulary).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("split must be rows"));
+  const auto server = client->GetServer();
+  ASSERT_TRUE(server.ok()) << server.status();
+  for (const auto& rank : server->ranks()) EXPECT_EQ(rank.memory().weights(), 0u) << rank.rank();
+  EXPECT_TRUE(client->CreateHead(SmallHead()).ok());
+}
+
 TEST(RanksServiceTest, OptionsThatCannotBeAreRefusedAtTheStart) {
   for (const auto& [flags, message] : std::vector<std::pair<std::vector<std::string>, std::string>>{
            {{"--cpu_devices=2"},
             "cpu_devices must be 1 with several ranks, of which each has one device, got 2"},
+           {{"--split=vocabulary"}, "split must be rows or any with several ranks, got vocabulary"},
            {{"--rank_timeout=0s"}, "rank_timeout must be positive"},
            {{"--rank_silence_timeout=-1s"}, "rank_silence_timeout must be positive"},
            {{"--collective_timeout=0s"}, "collective_timeout must be positive"},
