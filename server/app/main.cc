@@ -334,12 +334,6 @@ void Drain(Server& server, StopEvents& events, const StopEvents::Event& event) {
       clean ? "drained" : "drained; calls still open were cancelled");
 }
 
-// Asked to stop before there was anything to drain.
-int EndBeforeServing(const StopEvents& events, const absl::Status& status) {
-  Log(LogLevel::kInfo, "stopped", {{"reason", strsignal(events.Pending())}, {"while", status.message()}});
-  return 0;
-}
-
 int RunAsWorker(const ServerOptions& options, StopEvents& events) {
   const lossd::app::WorkerEnd end = lossd::app::RunWorker(options, events);
   if (end.status.ok()) {
@@ -374,7 +368,11 @@ int Run() {
   std::optional<lossd::app::StartWatch> watch(&events);
   absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(options);
   watch.reset();
-  if (absl::IsCancelled(server.status())) return EndBeforeServing(events, server.status());
+  if (absl::IsCancelled(server.status())) {  // asked to stop before there was anything to drain
+    Log(LogLevel::kInfo, "stopped",
+        {{"reason", strsignal(events.Pending())}, {"while", server.status().message()}});
+    return 0;
+  }
   if (!server.ok()) return Fail(server.status());
   const std::string port_file = absl::GetFlag(FLAGS_port_file);
   if (!port_file.empty()) {
