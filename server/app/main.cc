@@ -339,7 +339,6 @@ int RunAsWorker(const ServerOptions& options, StopEvents& events) {
   if (end.status.ok()) {
     Log(LogLevel::kInfo, "stopped");
     if (end.joined) return 0;
-    std::cerr.flush();
     _exit(0);  // a thread may still be connecting
   }
   Log(LogLevel::kError, "the rank ends", {{"error", end.status.message()}});
