@@ -272,6 +272,7 @@ absl::Status Nccl::AsynchronousError() const {
   return absl::OkStatus();
 }
 
+// After an abort the kernels of NCCL end, and with them what is behind them on the stream.
 absl::Status Nccl::Wait(const std::vector<Part>& parts, absl::Duration timeout) {
   const absl::Time start = absl::Now();
   for (const Part& part : parts) {
@@ -291,10 +292,9 @@ absl::Status Nccl::Wait(const std::vector<Part>& parts, absl::Duration timeout) 
       absl::SleepFor(kNap);
     }
   }
-  return absl::OkStatus();
+  return failure();
 }
 
-// After an abort the kernels of NCCL end, and with them what is behind them on the stream.
 absl::Status Nccl::Wait(int member, cudaEvent_t event, absl::Duration timeout) {
   const absl::Time start = absl::Now();
   for (;;) {
