@@ -32,8 +32,9 @@ struct BackendChoice {
   // CUDA: the number of this process among those of its host. Where several GPUs are visible, and no other is
   // named, the GPU of that number is this one's.
   std::optional<int> local_rank;
-  std::string link_host;                           // CPU: the address that the other ranks reach this host at
-  absl::Duration link_timeout = absl::Minutes(1);  // how long the others may take to do their part of a sum
+  std::string link_host;  // CPU: the address that the other ranks reach this host at
+  // How long the other ranks, or the other GPUs of this process, may take to do their part of an exchange.
+  absl::Duration link_timeout = absl::Minutes(1);
 };
 
 }  // namespace lossd::kernels

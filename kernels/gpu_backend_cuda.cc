@@ -37,7 +37,8 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGroup(const BackendChoice& choice
     members.push_back(*std::move(member));
   }
   if (absl::Status status = CheckAlike(descriptions); !status.ok()) return status;
-  absl::StatusOr<std::unique_ptr<CudaReplicaGroup>> connection = CudaReplicaGroup::Create(devices);
+  absl::StatusOr<std::unique_ptr<CudaReplicaGroup>> connection =
+      CudaReplicaGroup::Create(devices, choice.link_timeout);
   if (!connection.ok()) return connection.status();
   const std::shared_ptr<CudaReplicaGroup> group = *std::move(connection);
   return CreateGroupBackend(

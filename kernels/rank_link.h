@@ -1,7 +1,7 @@
 // Heads whose replicas lie in several processes, one replica in each: how a process takes part in the sums.
 // A backend that was made as one of several ranks (BackendChoice::replica) comes with a link.
 //
-// Driven by the backend's driving thread.
+// Driven by the backend's driving thread, but for Abort, which is thread-safe.
 #ifndef LOSSD_KERNELS_RANK_LINK_H_
 #define LOSSD_KERNELS_RANK_LINK_H_
 
@@ -30,6 +30,9 @@ class RankLink {
   // part. UNAVAILABLE if another rank does not do its own in time; from then on every call fails.
   // The link outlives the result, and so does `head`, of the backend that came with the link.
   virtual absl::StatusOr<std::unique_ptr<Replicas>> Join(HeadKernels* head) = 0;
+
+  // Another rank is known to be lost: whatever waits for it fails with `reason`, and all that comes.
+  virtual void Abort(const absl::Status& reason) = 0;
 };
 
 }  // namespace lossd::kernels

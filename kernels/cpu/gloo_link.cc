@@ -12,8 +12,11 @@
 #include <stdexcept>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/cleanup/cleanup.h"
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "kernels/cpu/cpu_head.h"
 #include "kernels/cpu/cpu_params.h"
 #include "kernels/errors/field_error.h"
@@ -36,6 +39,7 @@ class GlooLink final : public RankLink {
   absl::StatusOr<std::string> Address() override;
   absl::Status Connect(const std::vector<std::string>& addresses) override;
   absl::StatusOr<std::unique_ptr<Replicas>> Join(HeadKernels* head) override;
+  void Abort(const absl::Status& reason) override ABSL_LOCKS_EXCLUDED(mutex_);
 
   Replica replica() const { return replica_; }
   // Sends memory to other ranks, or fills it with what another sends, and waits.
@@ -44,29 +48,82 @@ class GlooLink final : public RankLink {
 
  private:
   // Calls into Gloo, whose errors are exceptions. After one, the connections are closed.
-  absl::Status Call(const char* what, absl::FunctionRef<void()> call);
+  absl::Status Call(const std::string& what, absl::FunctionRef<void()> call) ABSL_LOCKS_EXCLUDED(mutex_);
+  // The same with a buffer that Abort can end the waiting of.
+  absl::Status Transfer(const std::string& what, void* data, size_t bytes,
+                        absl::FunctionRef<bool(gloo::transport::UnboundBuffer&)> call);
   // So that the other ranks do not wait for this one.
   void Close();
+  absl::Status failure() const ABSL_LOCKS_EXCLUDED(mutex_);
+  // The first is kept, and returned.
+  absl::Status Fail(absl::Status failure) ABSL_LOCKS_EXCLUDED(mutex_);
 
   const Replica replica_;
   const std::string host_;
   const absl::Duration timeout_;
   std::shared_ptr<gloo::transport::Device> device_;
-  std::shared_ptr<gloo::transport::Context> context_;
-  absl::Status failure_;
+  std::shared_ptr<gloo::transport::Context> context_;  // its pairs are thread-safe
+
+  mutable absl::Mutex mutex_;
+  absl::Status failure_ ABSL_GUARDED_BY(mutex_);
+  bool connecting_ ABSL_GUARDED_BY(mutex_) = false;
+  gloo::transport::UnboundBuffer* waiting_ ABSL_GUARDED_BY(mutex_) = nullptr;
 };
 
-absl::Status GlooLink::Call(const char* what, absl::FunctionRef<void()> call) {
-  if (!failure_.ok()) return failure_;
+absl::Status GlooLink::failure() const {
+  absl::MutexLock lock(&mutex_);
+  return failure_;
+}
+
+absl::Status GlooLink::Fail(absl::Status failure) {
+  absl::MutexLock lock(&mutex_);
+  failure_.Update(std::move(failure));
+  return failure_;
+}
+
+void GlooLink::Abort(const absl::Status& reason) {
+  bool connecting = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    failure_.Update(reason);
+    connecting = connecting_;
+    if (waiting_ != nullptr) {
+      waiting_->abortWaitSend();
+      waiting_->abortWaitRecv();
+    }
+  }
+  if (connecting) Close();
+}
+
+absl::Status GlooLink::Call(const std::string& what, absl::FunctionRef<void()> call) {
+  if (absl::Status failed = failure(); !failed.ok()) return failed;
   try {
     call();
-    return absl::OkStatus();
+    return failure();
   } catch (const std::exception& error) {
-    failure_ = absl::UnavailableError(
-        absl::StrCat("rank ", replica_.index, " could not ", what, ": ", error.what()));
+    Fail(absl::UnavailableError(
+             absl::StrCat("rank ", replica_.index, " could not ", what, ": ", error.what())))
+        .IgnoreError();
   }
   Close();
-  return failure_;
+  return failure();
+}
+
+absl::Status GlooLink::Transfer(const std::string& what, void* data, size_t bytes,
+                                absl::FunctionRef<bool(gloo::transport::UnboundBuffer&)> call) {
+  return Call(what, [&] {
+    const auto buffer = context_->createUnboundBuffer(data, bytes);
+    {
+      absl::MutexLock lock(&mutex_);
+      if (!failure_.ok()) return;
+      waiting_ = buffer.get();
+    }
+    const absl::Cleanup not_waiting = [this] {
+      absl::MutexLock lock(&mutex_);
+      waiting_ = nullptr;
+    };
+    if (!call(*buffer)) throw std::runtime_error("the transfer was aborted");
+  });
 }
 
 void GlooLink::Close() {
@@ -106,6 +163,14 @@ absl::Status GlooLink::Connect(const std::vector<std::string>& addresses) {
   if (addresses.size() != count) {
     return errors::FieldError("addresses", absl::StrCat("be those of ", count, " ranks"), addresses.size());
   }
+  {
+    absl::MutexLock lock(&mutex_);
+    connecting_ = true;
+  }
+  const absl::Cleanup connected = [this] {
+    absl::MutexLock lock(&mutex_);
+    connecting_ = false;
+  };
   return Call("connect with the other ranks", [&] {
     for (int rank = 0; rank < replica_.count; ++rank) {
       if (rank == replica_.index) continue;
@@ -118,21 +183,22 @@ absl::Status GlooLink::Connect(const std::vector<std::string>& addresses) {
 }
 
 absl::Status GlooLink::Send(const void* data, size_t bytes, const std::vector<int>& to) {
-  return Call("send to another rank", [&] {
-    const auto buffer = context_->createUnboundBuffer(const_cast<void*>(data), bytes);
-    for (const int rank : to) buffer->send(rank, kSlot);
-    for (size_t i = 0; i < to.size(); ++i) {
-      if (!buffer->waitSend()) throw std::runtime_error("the transfer was aborted");
-    }
-  });
+  return Transfer("send to another rank", const_cast<void*>(data), bytes,
+                  [&](gloo::transport::UnboundBuffer& buffer) {
+                    for (const int rank : to) buffer.send(rank, kSlot);
+                    for (size_t i = 0; i < to.size(); ++i) {
+                      if (!buffer.waitSend()) return false;
+                    }
+                    return true;
+                  });
 }
 
 absl::Status GlooLink::Receive(void* data, size_t bytes, int from) {
-  return Call(absl::StrCat("receive from rank ", from).c_str(), [&] {
-    const auto buffer = context_->createUnboundBuffer(data, bytes);
-    buffer->recv(from, kSlot);
-    if (!buffer->waitRecv()) throw std::runtime_error("the transfer was aborted");
-  });
+  return Transfer(absl::StrCat("receive from rank ", from), data, bytes,
+                  [&](gloo::transport::UnboundBuffer& buffer) {
+                    buffer.recv(from, kSlot);
+                    return buffer.waitRecv();
+                  });
 }
 
 class GlooReplicas final : public Replicas {

@@ -19,8 +19,10 @@ class CudaReplicaGroup {
  public:
   virtual ~CudaReplicaGroup() = default;
   // GPUs by index, in the order of the replicas, each once. UNAVAILABLE if NCCL cannot be loaded or cannot
-  // connect them.
-  static absl::StatusOr<std::unique_ptr<CudaReplicaGroup>> Create(std::vector<int> devices);
+  // connect them. `timeout`: how long one GPU waits for another, chunks that it computes meanwhile included;
+  // after that none of them exchanges anything any more.
+  static absl::StatusOr<std::unique_ptr<CudaReplicaGroup>> Create(std::vector<int> devices,
+                                                                  absl::Duration timeout = absl::Minutes(1));
   // The replicas of one head, in order, made by CUDA backends with replica = {i, count}. The group outlives
   // what it gives; so do the heads.
   virtual std::unique_ptr<Replicas> Connect(absl::Span<HeadKernels* const> heads) = 0;

@@ -1,7 +1,6 @@
 #include "kernels/group/group_head.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <string>
 #include <utility>
@@ -167,36 +166,24 @@ absl::Status GroupHead::AddGradient(Param param, int64_t row_begin, int64_t rows
 }
 
 absl::StatusOr<double> GroupHead::GradNorm() {
-  if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
+  if (absl::Status status = heads_.CheckTrainable(); !status.ok()) return status;
   heads_.WaitUntilIdle();
   if (absl::Status status = SumGradients(); !status.ok()) return status;
-  std::vector<double> norms(static_cast<size_t>(heads_.size()));
-  absl::Status status = members_->ForEach([&](int member) {
-    absl::StatusOr<double> norm = head(member).GradNorm();
-    if (norm.ok()) norms[static_cast<size_t>(member)] = *norm;
-    return norm.status();
-  });
-  if (!status.ok()) return status;
-  double squares = 0.0;
-  for (const double norm : norms) squares += norm * norm;
-  return std::sqrt(squares);
+  return heads_.GradNorm();
 }
 
 absl::Status GroupHead::ApplyStep(const OptimizerOptions& options, int64_t update) {
   if (absl::Status status = ValidateStep(config_, options, update); !status.ok()) return status;
   heads_.WaitUntilIdle();
   if (absl::Status status = SumGradients(); !status.ok()) return status;
-  absl::Status status =
-      members_->ForEach([&](int member) { return head(member).ApplyStep(options, update); });
-  if (!status.ok()) return status;
+  if (absl::Status status = heads_.ApplyStep(options, update); !status.ok()) return status;
   return members_->WithAll([this] { return replicas_->SpreadValues(); });
 }
 
 absl::Status GroupHead::ZeroGradients() {
-  if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
+  if (absl::Status status = heads_.CheckTrainable(); !status.ok()) return status;
   heads_.WaitUntilIdle();
-  absl::Status status = members_->ForEach([&](int member) { return head(member).ZeroGradients(); });
-  if (!status.ok()) return status;
+  if (absl::Status status = heads_.ZeroGradients(); !status.ok()) return status;
   summed_ = true;
   sum_lost_ = absl::OkStatus();
   return absl::OkStatus();

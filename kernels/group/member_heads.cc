@@ -1,6 +1,7 @@
 #include "kernels/group/member_heads.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "kernels/group/group_chunk.h"
@@ -34,6 +35,32 @@ MemoryBytes MemberHeads::memory() const {
 
 absl::Status MemberHeads::ForEach(absl::FunctionRef<absl::Status(int member, HeadKernels& head)> fn) const {
   return members_->ForEach([&](int member) { return fn(member, head(member)); });
+}
+
+absl::Status MemberHeads::CheckTrainable() const {
+  if (heads_.front()->config().trainable) return absl::OkStatus();
+  return absl::FailedPreconditionError("the head is not trainable");
+}
+
+absl::StatusOr<double> MemberHeads::GradNorm() const {
+  std::vector<double> norms(heads_.size());
+  absl::Status status = ForEach([&](int member, HeadKernels& head) {
+    absl::StatusOr<double> norm = head.GradNorm();
+    if (norm.ok()) norms[static_cast<size_t>(member)] = *norm;
+    return norm.status();
+  });
+  if (!status.ok()) return status;
+  double squares = 0.0;
+  for (const double norm : norms) squares += norm * norm;
+  return std::sqrt(squares);
+}
+
+absl::Status MemberHeads::ApplyStep(const OptimizerOptions& options, int64_t update) const {
+  return ForEach([&](int, HeadKernels& head) { return head.ApplyStep(options, update); });
+}
+
+absl::Status MemberHeads::ZeroGradients() const {
+  return ForEach([](int, HeadKernels& head) { return head.ZeroGradients(); });
 }
 
 void MemberHeads::Refuse(absl::Status refusal, ChunkCallbacks callbacks) {

@@ -11,6 +11,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "kernels/backend.h"
 #include "kernels/group/chunk_order.h"
 #include "kernels/group/division.h"
@@ -42,6 +43,13 @@ class MemberHeads {
 
   // Calls `fn` for each member on its thread, at the same time. The first error in the order of the members.
   absl::Status ForEach(absl::FunctionRef<absl::Status(int member, HeadKernels& head)> fn) const;
+
+  // ---- Of all members, each of which has some of the gradients; no chunk may be under way ----
+  absl::Status CheckTrainable() const;
+  // Of the gradients of all members together.
+  absl::StatusOr<double> GradNorm() const;
+  absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) const;
+  absl::Status ZeroGradients() const;
 
  private:
   void Start(const std::shared_ptr<GroupChunk>& chunk, size_t part);

@@ -1,7 +1,6 @@
 #include "kernels/group/vocabulary_head.h"
 
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 #include <utility>
 
@@ -95,30 +94,21 @@ absl::Status VocabularyHead::AddGradient(Param param, int64_t row_begin, int64_t
 }
 
 absl::StatusOr<double> VocabularyHead::GradNorm() {
-  if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
+  if (absl::Status status = heads_.CheckTrainable(); !status.ok()) return status;
   heads_.WaitUntilIdle();
-  std::vector<double> norms(static_cast<size_t>(heads_.size()));
-  absl::Status status = heads_.ForEach([&](int member, HeadKernels& head) {
-    absl::StatusOr<double> norm = head.GradNorm();
-    if (norm.ok()) norms[static_cast<size_t>(member)] = *norm;
-    return norm.status();
-  });
-  if (!status.ok()) return status;
-  double squares = 0.0;
-  for (const double norm : norms) squares += norm * norm;
-  return std::sqrt(squares);
+  return heads_.GradNorm();
 }
 
 absl::Status VocabularyHead::ApplyStep(const OptimizerOptions& options, int64_t update) {
   if (absl::Status status = ValidateStep(config_, options, update); !status.ok()) return status;
   heads_.WaitUntilIdle();
-  return heads_.ForEach([&](int, HeadKernels& head) { return head.ApplyStep(options, update); });
+  return heads_.ApplyStep(options, update);
 }
 
 absl::Status VocabularyHead::ZeroGradients() {
-  if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
+  if (absl::Status status = heads_.CheckTrainable(); !status.ok()) return status;
   heads_.WaitUntilIdle();
-  return heads_.ForEach([](int, HeadKernels& head) { return head.ZeroGradients(); });
+  return heads_.ZeroGradients();
 }
 
 }  // namespace lossd::kernels

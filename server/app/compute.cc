@@ -100,6 +100,9 @@ absl::Status CheckRanks(const ServerOptions& options) {
                                      "be given together with tls_cert where there are several ranks",
                                      ranks.ca.empty() ? "nothing" : ranks.ca));
   }
+  if (options.split == "vocabulary") {
+    status.Update(errors::FieldError("split", "be rows or any with several ranks", options.split));
+  }
   if (options.slice_bytes > kMostSliceBytes) {
     status.Update(
         errors::FieldError("slice_bytes", "be at most 128 MiB with several ranks", options.slice_bytes));
@@ -141,6 +144,7 @@ absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
                             .limits = LimitsOf(options),
                             .settings = SettingsOf(options),
                             .timeout = options.ranks.timeout,
+                            .collective_timeout = options.ranks.collective_timeout,
                             .stop = options.ranks.stop_requested});
   if (!leader.ok()) return leader.status();
   log::Log(log::LogLevel::kInfo, "waiting for the other ranks",

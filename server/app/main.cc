@@ -11,6 +11,7 @@
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -29,6 +30,7 @@
 #include "server/app/listen_flags.h"
 #include "server/app/rank_flags.h"
 #include "server/app/server.h"
+#include "server/app/start_watch.h"
 #include "server/app/stop_events.h"
 #include "server/app/worker_app.h"
 #include "server/log/log.h"
@@ -336,7 +338,8 @@ int RunAsWorker(const ServerOptions& options, StopEvents& events) {
   const lossd::app::WorkerEnd end = lossd::app::RunWorker(options, events);
   if (end.status.ok()) {
     Log(LogLevel::kInfo, "stopped");
-    return 0;
+    if (end.joined) return 0;
+    _exit(0);  // a thread may still be connecting
   }
   Log(LogLevel::kError, "the rank ends", {{"error", end.status.message()}});
   const int failure = Fail(end.status);
@@ -346,7 +349,7 @@ int RunAsWorker(const ServerOptions& options, StopEvents& events) {
 
 int Run() {
   lossd::app::BoundFreedMemory();
-  StopEvents events;
+  StopEvents& events = *new StopEvents();  // for threads that outlive this function
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error of the write, not the end of the server
   lossd::log::Configure(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
@@ -356,12 +359,19 @@ int Run() {
   absl::StatusOr<lossd::app::RankOptions> ranks = lossd::app::RankOptionsFromFlags();
   if (!ranks.ok()) return Fail(ranks.status());
   options.ranks = *std::move(ranks);
-  options.ranks.stop_requested = [&events] { return events.Pending(); };
+  options.ranks.stop_requested = [&events] { return events.Pending() != 0; };
   options.ranks.on_leaving = [&events] { events.NotifyStop(); };
   if (options.ranks.launch.rank != 0) return RunAsWorker(options, events);
   if (absl::GetFlag(FLAGS_exit_on_device_loss))
     options.on_device_lost = [&events] { events.NotifyDeviceLost(); };
+  std::optional<lossd::app::StartWatch> watch(&events);
   absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(options);
+  watch.reset();
+  if (absl::IsCancelled(server.status())) {  // asked to stop before there was anything to drain
+    Log(LogLevel::kInfo, "stopped",
+        {{"reason", strsignal(events.Pending())}, {"while", server.status().message()}});
+    return 0;
+  }
   if (!server.ok()) return Fail(server.status());
   const std::string port_file = absl::GetFlag(FLAGS_port_file);
   if (!port_file.empty()) {

@@ -45,8 +45,10 @@ ABSL_FLAG(absl::Duration, rank_timeout, RankOptions().timeout,
           "End with an error if not all ranks have come together within this time");
 ABSL_FLAG(absl::Duration, rank_silence_timeout, RankOptions().silence_timeout,
           "A rank that answers no ping for so long is lost, and all ranks end");
-ABSL_FLAG(absl::Duration, collective_timeout, RankOptions().collective_timeout,
-          "How long one rank may wait for another while gradients are added up or values are spread");
+ABSL_FLAG(
+    absl::Duration, collective_timeout, RankOptions().collective_timeout,
+    "How long one rank or GPU may wait for another while gradients are added up, values are spread or a "
+    "chunk of a head that is split by vocabulary is computed; then the device is lost");
 
 namespace lossd::app {
 namespace {

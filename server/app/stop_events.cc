@@ -1,58 +1,130 @@
 #include "server/app/stop_events.h"
 
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+
 namespace lossd::app {
 namespace {
 
-// Wakes the waiting thread; sent to that thread alone.
-int WakeSignal() { return SIGRTMIN; }
+constexpr int kSignals[] = {SIGTERM, SIGINT};
+constexpr unsigned char kEnd = 0;  // instead of a signal
 
-int NextOf(const sigset_t& signals) {
-  int signal = 0;
-  while (sigwait(&signals, &signal) != 0) {
+// The end of the pipe that handlers write to. It stays open for a handler that is just being called.
+volatile sig_atomic_t g_to_reader = -1;
+
+void Write(unsigned char what) {
+  const int saved = errno;
+  while (write(g_to_reader, &what, 1) < 0 && errno == EINTR) {
   }
-  return signal;
+  errno = saved;
+}
+
+void Handle(int signal) { Write(static_cast<unsigned char>(signal)); }
+
+void Install(void (*handler)(int)) {
+  struct sigaction action = {};
+  action.sa_handler = handler;
+  action.sa_flags = SA_RESTART;
+  for (const int signal : kSignals) sigaction(signal, &action, nullptr);
+}
+
+sigset_t Signals() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  for (const int signal : kSignals) sigaddset(&signals, signal);
+  return signals;
 }
 
 }  // namespace
 
-StopEvents::StopEvents() : waiter_(pthread_self()) {
-  sigemptyset(&signals_);
-  sigaddset(&signals_, SIGTERM);
-  sigaddset(&signals_, SIGINT);
-  sigset_t blocked = signals_;
-  sigaddset(&blocked, WakeSignal());
-  pthread_sigmask(SIG_BLOCK, &blocked, nullptr);
+StopEvents::StopEvents() {
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC) != 0) {
+    std::perror("pipe2");
+    std::abort();
+  }
+  pipe_ = ends[0];
+  g_to_reader = ends[1];
+  Install(&Handle);
+  reader_ = std::thread([this] {
+    const sigset_t signals = Signals();
+    pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
+    Read();
+  });
+  const sigset_t signals = Signals();
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 }
 
-void StopEvents::NotifyDeviceLost() {
-  device_lost_ = true;
-  pthread_kill(waiter_, WakeSignal());
+StopEvents::~StopEvents() {
+  Install(SIG_IGN);
+  Write(kEnd);
+  reader_.join();
+  close(pipe_);
 }
 
-void StopEvents::NotifyStop() {
-  // While no thread waits for signals, one may go to a thread of a library, and must not end the process.
-  signal(SIGTERM, [](int) {});
-  stop_ = true;
-  pthread_kill(waiter_, WakeSignal());
-}
-
-bool StopEvents::Pending() const {
-  sigset_t pending;
-  sigpending(&pending);
-  return sigismember(&pending, SIGTERM) == 1 || sigismember(&pending, SIGINT) == 1;
-}
-
-StopEvents::Event StopEvents::Wait() {
-  sigset_t all = signals_;
-  sigaddset(&all, WakeSignal());
+void StopEvents::Read() {
+  unsigned char what = kEnd;
   while (true) {
-    const int signal = NextOf(all);
-    if (signal != WakeSignal()) return {.signal = signal};
-    if (device_lost_.exchange(false)) return {};
-    if (stop_.exchange(false)) return {.signal = SIGTERM, .of_rank = true};
+    const ssize_t bytes = read(pipe_, &what, 1);
+    if (bytes < 0 && errno == EINTR) continue;
+    if (bytes != 1 || what == kEnd) return;
+    Push({.signal = what});
   }
 }
 
-int StopEvents::WaitForSignal() { return NextOf(signals_); }
+void StopEvents::Push(Event event) {
+  constexpr size_t kMost = 16;  // more signals say no more
+  absl::MutexLock lock(&mutex_);
+  if (events_.size() < kMost) events_.push_back(event);
+}
+
+void StopEvents::NotifyStop() { Push({.signal = SIGTERM, .of_rank = true}); }
+
+int StopEvents::FirstSignal() const {
+  for (const Event& event : events_) {
+    if (event.signal != 0 && !event.of_rank) return event.signal;
+  }
+  return 0;
+}
+
+int StopEvents::Pending() const {
+  absl::ReaderMutexLock lock(&mutex_);
+  return FirstSignal();
+}
+
+int StopEvents::AwaitPending(absl::Duration limit) const {
+  absl::ReaderMutexLock lock(&mutex_);
+  const auto pending = [this] {
+    mutex_.AssertReaderHeld();
+    return FirstSignal() != 0;
+  };
+  mutex_.AwaitWithTimeout(absl::Condition(&pending), limit);
+  return FirstSignal();
+}
+
+StopEvents::Event StopEvents::Wait() {
+  absl::MutexLock lock(&mutex_);
+  const auto has_event = [this] {
+    mutex_.AssertHeld();
+    return !events_.empty();
+  };
+  mutex_.Await(absl::Condition(&has_event));
+  const Event event = events_.front();
+  events_.pop_front();
+  return event;
+}
+
+int StopEvents::WaitForSignal() {
+  while (true) {
+    const Event event = Wait();
+    if (event.signal != 0 && !event.of_rank) return event.signal;
+  }
+}
 
 }  // namespace lossd::app

@@ -1,17 +1,20 @@
 // What ends the server: a signal, or the loss of the device.
 //
-// Signals are waited for with sigwait. Libraries may have made threads before main that do not block them; a
-// signal goes to such a thread, and ends the process, unless another thread waits for it in this way.
+// SIGTERM and SIGINT are handled, from the moment when the object is made. Libraries have threads that do not
+// block them (OpenBLAS makes its own before main), so a signal may come to any thread: the handler passes it
+// on to a thread of this object, which hands it out.
 //
-// Thread-safe, but for Wait, which belongs to the thread that made the object. One object per process, made
-// before any other thread of the program, since it blocks the signals for all threads that start later.
+// Thread-safe. One object per process, made before any other thread of the program, since it blocks the
+// signals for all threads that start later. After it the signals are ignored: the process ends.
 #ifndef LOSSD_SERVER_APP_STOP_EVENTS_H_
 #define LOSSD_SERVER_APP_STOP_EVENTS_H_
 
-#include <pthread.h>
-#include <signal.h>
+#include <deque>
+#include <thread>
 
-#include <atomic>
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 
 namespace lossd::app {
 
@@ -23,26 +26,34 @@ class StopEvents {
   };
 
   StopEvents();
+  ~StopEvents();
   StopEvents(const StopEvents&) = delete;
   StopEvents& operator=(const StopEvents&) = delete;
 
-  // May be called on any thread; does not block. To be called once.
-  void NotifyDeviceLost();
-  // Another rank was asked to stop: an event as of SIGTERM. Where a launcher asks all ranks, SIGTERM follows,
-  // and may come at any time from now on. May be called on any thread; does not block.
+  // Does not block.
+  void NotifyDeviceLost() { Push({}); }
+  // Another rank was asked to stop: an event as of SIGTERM. Where a launcher asks all ranks, SIGTERM follows.
+  // Does not block.
   void NotifyStop();
-  // Whether a signal waits to be handed out.
-  bool Pending() const;
+  // The signal that waits to be handed out; 0: none does.
+  int Pending() const ABSL_LOCKS_EXCLUDED(mutex_);
+  // The same, once there is one; 0 after `limit`.
+  int AwaitPending(absl::Duration limit) const ABSL_LOCKS_EXCLUDED(mutex_);
   // The next event. An event is handed out once.
-  Event Wait();
-  // The next signal.
+  Event Wait() ABSL_LOCKS_EXCLUDED(mutex_);
+  // The next signal; other events before it are dropped.
   int WaitForSignal();
 
  private:
-  const pthread_t waiter_;
-  sigset_t signals_;
-  std::atomic<bool> device_lost_{false};
-  std::atomic<bool> stop_{false};
+  void Push(Event event) ABSL_LOCKS_EXCLUDED(mutex_);
+  int FirstSignal() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  // What the handler has written, until the end.
+  void Read();
+
+  int pipe_ = -1;  // its end for reading
+  mutable absl::Mutex mutex_;
+  std::deque<Event> events_ ABSL_GUARDED_BY(mutex_);
+  std::thread reader_;
 };
 
 }  // namespace lossd::app

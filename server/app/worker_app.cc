@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
 #include "server/app/check_options.h"
 #include "server/app/compute.h"
 #include "server/app/device_watch.h"
@@ -22,6 +23,8 @@ namespace {
 
 // For rank 0 to end the others after its drain.
 constexpr absl::Duration kGrace = absl::Seconds(10);
+// How often a worker that was asked to stop looks for a second signal.
+constexpr absl::Duration kLook = absl::Milliseconds(200);
 
 metrics::HttpHandlers HandlersOf(const ranks::Worker* worker) {
   using metrics::HttpResponse;
@@ -48,8 +51,8 @@ class WorkerApp {
 
  private:
   absl::Status StartHttp();
-  // Waits for the end, at most so long.
-  bool AwaitEnd(absl::Duration limit);
+  // Waits for the end. DEADLINE_EXCEEDED after `limit`, CANCELLED at a signal.
+  absl::Status AwaitEnd(const StopEvents& events, absl::Duration limit);
 
   const ServerOptions& options_;
   std::unique_ptr<Security> security_;
@@ -98,13 +101,18 @@ absl::Status WorkerApp::StartHttp() {
   return absl::OkStatus();
 }
 
-bool WorkerApp::AwaitEnd(absl::Duration limit) {
+absl::Status WorkerApp::AwaitEnd(const StopEvents& events, absl::Duration limit) {
+  const absl::Time deadline = absl::Now() + limit;
   absl::MutexLock lock(&mutex_);
   const auto ended = [this] {
     mutex_.AssertHeld();
     return end_.has_value();
   };
-  return mutex_.AwaitWithTimeout(absl::Condition(&ended), limit);
+  while (!mutex_.AwaitWithTimeout(absl::Condition(&ended), kLook)) {
+    if (events.Pending() != 0) return absl::CancelledError("second signal: leaving at once");
+    if (absl::Now() > deadline) return absl::DeadlineExceededError("rank 0 has not ended this rank");
+  }
+  return absl::OkStatus();
 }
 
 WorkerEnd WorkerApp::Run(StopEvents& events) {
@@ -120,9 +128,8 @@ WorkerEnd WorkerApp::Run(StopEvents& events) {
   if (event.signal != 0) {
     log::Log(log::LogLevel::kInfo, "asking rank 0 to drain", {{"reason", strsignal(event.signal)}});
     worker_->Leave(absl::StrCat("rank ", options_.ranks.launch.rank, " got ", strsignal(event.signal)));
-    if (!AwaitEnd(options_.drain_timeout + kGrace)) {
-      return {absl::DeadlineExceededError("rank 0 has not ended this rank"), false};
-    }
+    const absl::Status ended = AwaitEnd(events, options_.drain_timeout + kGrace);
+    if (!ended.ok()) return {ended, false};
   }
   absl::MutexLock lock(&mutex_);
   return {*end_, worker_->joined()};
@@ -131,12 +138,12 @@ WorkerEnd WorkerApp::Run(StopEvents& events) {
 }  // namespace
 
 WorkerEnd RunWorker(const ServerOptions& options, StopEvents& events) {
-  // Not taken down unless it ended well: what it would wait for may hang.
+  // Not taken down unless it had joined and ended well: what it would wait for may hang.
   auto app = std::make_unique<WorkerApp>(options);
   WorkerEnd end{app->Start(), false};
   if (!end.status.ok()) return end;
   end = app->Run(events);
-  if (!end.status.ok()) (void)app.release();
+  if (!end.status.ok() || !end.joined) (void)app.release();
   return end;
 }
 

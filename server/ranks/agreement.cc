@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::ranks {
@@ -24,9 +25,11 @@ absl::Status CheckGpu(uint32_t rank, const std::string& gpu, uint32_t other, con
 }  // namespace
 
 Settings SettingsOf(const kernels::BackendInfo& backend) {
-  // What comes before the first space is the number of the device or of the threads.
+  // What comes before the first space is the number of the device or of the threads, of which there may be
+  // one.
   const size_t space = std::min(backend.device.find(' '), backend.device.size());
-  return {{"backend", backend.name}, {"kind of device", backend.device.substr(space)}};
+  const std::string kind = absl::StrReplaceAll(backend.device.substr(space), {{" thread,", " threads,"}});
+  return {{"backend", backend.name}, {"kind of device", kind}};
 }
 
 absl::Status CheckAgreement(const Settings& leader, const std::string& leader_gpu, const v1::Hello& worker,

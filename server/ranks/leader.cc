@@ -164,8 +164,11 @@ absl::Status LeaderImpl::Enter(const std::shared_ptr<WorkerStream>& worker) {
   return absl::OkStatus();
 }
 
+// The others may wait for it: all of them are given up, and with them everything that is asked of the ranks.
 void LeaderImpl::Leave(const std::shared_ptr<WorkerStream>& worker, const absl::Status& status) {
   std::function<void(const absl::Status&)> on_lost;
+  Workers others;
+  kernels::RankLink* link = nullptr;
   {
     absl::MutexLock lock(&mutex_);
     if (forming_) {  // it may come again
@@ -175,9 +178,15 @@ void LeaderImpl::Leave(const std::shared_ptr<WorkerStream>& worker, const absl::
     if (!formed_ || !lost_.ok()) return;
     lost_ = status;
     on_lost = std::move(on_lost_);
+    others = workers_;
+    link = link_.get();
   }
   log::Log(log::LogLevel::kError, "rank is lost", {{"rank", worker->rank()}, {"error", status.message()}});
   if (on_lost) on_lost(status);
+  for (const auto& [rank, other] : others) {
+    if (other != worker) other->GiveUp(status);
+  }
+  link->Abort(status);
 }
 
 // ---- Forming ----
@@ -223,7 +232,7 @@ absl::Status LeaderImpl::AwaitAll() {
     seen = workers_.size();
     if (absl::Status status = CheckAll(); !status.ok()) return status;
     if (seen == static_cast<size_t>(options_.ranks) - 1) return absl::OkStatus();
-    if (options_.stop()) return absl::CancelledError("stopped while waiting for the other ranks");
+    if (options_.stop()) return absl::CancelledError("waiting for the other ranks");
     if (absl::Now() > deadline) return Late();
     CancelSilent();
   }
@@ -239,7 +248,13 @@ void LeaderImpl::EndForming(const absl::Status& status) {
     for (const auto& [context, since] : silent_) context->TryCancel();
     if (!status.ok()) workers = workers_;
   }
-  for (const auto& [rank, worker] : workers) worker->Refuse(status);
+  for (const auto& [rank, worker] : workers) {
+    if (absl::IsCancelled(status)) {
+      worker->End();
+    } else {
+      worker->Refuse(status);
+    }
+  }
 }
 
 absl::Status LeaderImpl::Connect() {
@@ -282,8 +297,8 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::MakeGroup(
     if (!member.ok()) return member.status();
     members.push_back(*std::move(member));
   }
-  const auto make_replicas = [link = link_.get()](absl::Span<kernels::HeadKernels* const> heads) {
-    return MakeRankReplicas(link, heads);
+  const auto make_replicas = [this](absl::Span<kernels::HeadKernels* const> heads) {
+    return MakeRankReplicas(link_.get(), options_.collective_timeout, heads);
   };
   return kernels::CreateGroupBackend(std::move(members), make_replicas, options_.group);
 }

@@ -55,6 +55,7 @@ v1::HeadConfig ToProto(const kernels::HeadConfig& config) {
   out.set_logits(ValueOf(config.logits));
   out.set_gradients(ValueOf(config.gradients));
   out.set_workspace_bytes(config.workspace_bytes);
+  out.set_split(ValueOf(config.split));
   return out;
 }
 
@@ -69,6 +70,8 @@ absl::StatusOr<kernels::HeadConfig> FromProto(const v1::HeadConfig& config) {
   if (!logits.ok()) return logits.status();
   const auto gradients = GradientsOf(config.gradients());
   if (!gradients.ok()) return gradients.status();
+  const auto split = EnumOf("split", config.split(), kernels::Split::kVocabulary);
+  if (!split.ok()) return split.status();
   return kernels::HeadConfig{.hidden_size = config.hidden_size(),
                              .vocab_size = config.vocab_size(),
                              .has_bias = config.has_bias(),
@@ -80,7 +83,8 @@ absl::StatusOr<kernels::HeadConfig> FromProto(const v1::HeadConfig& config) {
                              .trainable = config.trainable(),
                              .logits = *logits,
                              .gradients = *gradients,
-                             .workspace_bytes = config.workspace_bytes()};
+                             .workspace_bytes = config.workspace_bytes(),
+                             .split = *split};
 }
 
 v1::Step ToProto(const kernels::OptimizerOptions& options, int64_t update) {

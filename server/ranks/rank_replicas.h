@@ -6,15 +6,17 @@
 #include <memory>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/rank_link.h"
 
 namespace lossd::ranks {
 
 // `heads`: the leader's own, of the backend of `link`, then those of the workers in the order of their ranks
-// (RemoteHead). An error of one rank is that of all: whatever a rank could not do may be done at others.
+// (RemoteHead). An error of one rank is that of all: whatever a rank could not do may be done at others. A
+// worker that does not answer within `timeout`, and a little more for it to notice that itself, is given up.
 absl::StatusOr<std::unique_ptr<kernels::Replicas>> MakeRankReplicas(
-    kernels::RankLink* link, absl::Span<kernels::HeadKernels* const> heads);
+    kernels::RankLink* link, absl::Duration timeout, absl::Span<kernels::HeadKernels* const> heads);
 
 }  // namespace lossd::ranks
 

@@ -165,6 +165,10 @@ absl::Status WorkerImpl::TryToJoin(v1::ToWorker* first) {
   }
   if (stream->Write(Hello()) && stream->Read(first)) return absl::OkStatus();
   const grpc::Status status = stream->Finish();
+  {
+    absl::MutexLock lock(&attempt_mutex_);
+    attempt.swap(attempt_);  // it is over
+  }
   const std::string message = absl::StrCat("the leader at ", options_.leader, ": ", status.error_message());
   if (IsFinal(status)) return absl::InvalidArgumentError(message);
   if (status.error_code() == grpc::StatusCode::ALREADY_EXISTS) refusal_ = message;
@@ -206,6 +210,7 @@ absl::Status WorkerImpl::Serve(v1::ToWorker message) {
     requests_.Push(std::move(message));
     message = v1::ToWorker();
   } while (stream->Read(&message));
+  if (leaving_ && !joined_) return absl::OkStatus();
   return absl::UnavailableError(absl::StrCat("the leader at ", options_.leader, " is lost"));
 }
 

@@ -47,7 +47,11 @@ void WorkerStream::End() {
   SendAlone(message);
 }
 
-void WorkerStream::Cancel() {
+void WorkerStream::GiveUp(const absl::Status& reason) {
+  {
+    absl::MutexLock lock(&mutex_);
+    given_up_.Update(reason);
+  }
   absl::MutexLock lock(&cancel_mutex_);
   if (cancelled_by_ != nullptr) cancelled_by_->Cancel();
 }
@@ -92,14 +96,16 @@ uint64_t WorkerStream::StartConnect(const std::vector<std::string>& addresses) {
   return id;
 }
 
-absl::StatusOr<v1::Answer> WorkerStream::Await(uint64_t request) {
+absl::StatusOr<v1::Answer> WorkerStream::Await(uint64_t request, absl::Time deadline) {
   absl::MutexLock lock(&mutex_);
   Pending& pending = pending_[request];
   const auto over = [&] {
     mutex_.AssertHeld();
     return pending.done || !lost_.ok();
   };
-  mutex_.Await(absl::Condition(&over));
+  if (!mutex_.AwaitWithDeadline(absl::Condition(&over), deadline)) {
+    return absl::DeadlineExceededError(absl::StrCat("rank ", rank(), " does not answer"));
+  }
   v1::Answer answer = std::move(pending.answer);
   const bool answered = pending.done;
   pending_.erase(request);
@@ -168,6 +174,7 @@ void WorkerStream::Run(absl::AnyInvocable<void(const absl::Status&)> on_end,
   bool ended = false;
   {
     absl::MutexLock lock(&mutex_);
+    if (!given_up_.ok()) status = given_up_;
     lost_ = status;
     ended = ended_;
   }

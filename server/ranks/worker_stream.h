@@ -65,7 +65,8 @@ class WorkerStream {
   // returned. Each is awaited once.
   uint64_t Start(v1::Request request);
   uint64_t StartConnect(const std::vector<std::string>& addresses);
-  absl::StatusOr<v1::Answer> Await(uint64_t request);
+  // DEADLINE_EXCEEDED: the answer has not come.
+  absl::StatusOr<v1::Answer> Await(uint64_t request, absl::Time deadline = absl::InfiniteFuture());
   absl::StatusOr<v1::Answer> Call(v1::Request request) { return Await(Start(std::move(request))); }
   // As HeadKernels::Submit. The callbacks run on the reading thread, or on this one if the worker is lost.
   void Submit(const RemoteHeadId& head, kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks);
@@ -76,8 +77,8 @@ class WorkerStream {
 
   // Has the worker end, without a loss.
   void End();
-  // Gives it up.
-  void Cancel();
+  // Gives it up: everything fails soon, with `reason`.
+  void GiveUp(const absl::Status& reason);
 
  private:
   struct Pending {
@@ -115,6 +116,7 @@ class WorkerStream {
 
   mutable absl::Mutex mutex_;
   absl::Status lost_ ABSL_GUARDED_BY(mutex_);
+  absl::Status given_up_ ABSL_GUARDED_BY(mutex_);
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;  // by the leader
   bool prepared_ ABSL_GUARDED_BY(mutex_) = false;
   std::string address_ ABSL_GUARDED_BY(mutex_);

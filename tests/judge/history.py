@@ -21,6 +21,8 @@ import lossd
 
 # How a call ends without saying whether it took effect.
 UNANSWERED = frozenset({"CANCELLED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PENDING"})
+# How it ends when the device fails under it.
+DEVICE_FAILED = frozenset({"INTERNAL", "DATA_LOSS"})
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Event:
       ReadTensor: result["slices"] = [{"rows", "values", "state", "got"}]
       a trainer's ComputeLoss: result["resent"], a time before the attempt that succeeded, if that was not the first
       any call of a trainer: result["broken"] = [time], when its connection was cut during the call
+      any call: result["device_lost"], see History.mark_lost_devices
     `trainer` is true for calls of a lossd.Client, which remembers and repeats; others are single gRPC calls.
     """
 
@@ -52,7 +55,7 @@ class Event:
 
     @property
     def unanswered(self) -> bool:
-        return self.outcome in UNANSWERED
+        return self.outcome in UNANSWERED or bool(self.result.get("device_lost"))
 
     @property
     def lingers(self) -> bool:
@@ -77,6 +80,14 @@ class History:
 
     def of(self, events: list[Event]) -> History:
         return replace(self, events=events)
+
+    def mark_lost_devices(self) -> None:
+        """For a server that may lose its device: a call that failed by that says no more than one that had no answer.
+        What fails so while there is no restart stays without a reason."""
+        restarts = [event for event in self.events if event.call == "Restart"]
+        for event in self.events:
+            if event.outcome in DEVICE_FAILED and any(event.overlaps(restart) for restart in restarts):
+                event.result["device_lost"] = True
 
     def save(self, path: Path) -> None:
         header = {"head": self.head, "vocab": self.vocab, "incarnation": self.incarnation}

@@ -22,6 +22,7 @@ from checker import Limits, Verdict, check
 from history import History
 from minimise import Least, minimise
 from model import Model
+from rank_server import server_of
 from refusals import DEVIATIONS
 from stage import ServerProcess, Stage
 
@@ -74,20 +75,24 @@ class Tally:
 
 
 def _run(tally: Tally, mixes: list[str], seed: int, minutes: float) -> None:
-    server = ServerProcess()
+    servers: dict[int, ServerProcess] = {}  # by number of ranks
     try:
         end = time.monotonic() + 60 * minutes
         number = 0
         while time.monotonic() < end:
             mix = mixes[number % len(mixes)]
-            with Stage(server) as stage:
+            ranks = workload.MIXES[mix].ranks
+            if ranks not in servers:
+                servers[ranks] = server_of(ranks, f"{seed}")
+            with Stage(servers[ranks]) as stage:
                 history = workload.run(stage, workload.MIXES[mix], f"{seed}-{number}")
             verdict = tally.judge(history, f"{mix}-{seed}-{number}")
             if verdict is not Verdict.POSSIBLE:
                 print(f"{mix} {seed}-{number}: {verdict.value}", flush=True)
             number += 1
     finally:
-        server.stop()
+        for server in servers.values():
+            server.stop()
 
 
 def main() -> int:

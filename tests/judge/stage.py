@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "client" / "python"))
 
 from cut_proxy import CutProxy  # noqa: E402
 from history import Event, History, Recorder  # noqa: E402
+from rank_server import RankServerProcess  # noqa: E402
 from raw_client import RawClient  # noqa: E402
 from server_process import ServerProcess  # noqa: E402
 from trainer_client import TrainerClient  # noqa: E402
@@ -76,7 +77,10 @@ class Stage:
         return event
 
     def history(self) -> History:
-        return self.recorder.history()
+        history = self.recorder.history()
+        if isinstance(self.server, RankServerProcess):
+            history.mark_lost_devices()
+        return history
 
     def _keep(self, made: Any) -> Any:
         self._closing.append(made)

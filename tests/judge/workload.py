@@ -28,6 +28,7 @@ class Mix:
     trainers: int = 1
     calls_each: int = 12
     restarts: int = 0
+    ranks: int = 1  # processes that are the server; a restart is of all, after any of them was killed
     pause: float = 0.004  # seconds at most, between messages of a call
     mean_bytes: int = 0  # after which a trainer's connection is cut; 0: never
     pieces: bool = True  # calls of several messages
@@ -45,6 +46,9 @@ MIXES: dict[str, Mix] = {
     "all": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 1}),
     "cuts": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 2}, trainers=2, mean_bytes=3000),
     "kills": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 1}, restarts=2, trainers=1, calls_each=10),
+    # Servers of several processes, of which any one is killed.
+    "ranks2": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 1}, restarts=1, ranks=2),
+    "ranks4": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 1}, restarts=1, ranks=4),
     # The same without trainers, whose clients repeat calls by themselves: what the server alone answers for.
     "calls": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 1}, clients=4, trainers=0),
     "crashes": Mix({**_READS, **_CHANGES, **_STREAMS, **_HEADS, "cancel": 1}, restarts=2, trainers=0, calls_each=10),

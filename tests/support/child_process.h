@@ -44,6 +44,13 @@ class ChildProcess {
   pid_t pid() const { return pid_; }
   void Signal(int signal_number) const { kill(pid_, signal_number); }
 
+  // Sends SIGSTOP, and returns when all of its threads have stopped, or it has ended.
+  void Stop() const {
+    Signal(SIGSTOP);
+    siginfo_t info = {};
+    EXPECT_EQ(waitid(P_PID, static_cast<id_t>(pid_), &info, WSTOPPED | WEXITED | WNOWAIT), 0);
+  }
+
   // False once it has ended; Wait still tells how.
   bool Running() const {
     siginfo_t info = {};

@@ -86,9 +86,9 @@ Nccl::Nccl(std::vector<int> devices, Replica replica, absl::Duration timeout)
 
 Nccl::~Nccl() = default;
 
-absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Connect(std::vector<int> devices) {
+absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Connect(std::vector<int> devices, absl::Duration timeout) {
   const auto count = static_cast<int>(devices.size());
-  std::unique_ptr<Nccl> nccl(new Nccl(std::move(devices), {0, count}, kTimeout));
+  std::unique_ptr<Nccl> nccl(new Nccl(std::move(devices), {0, count}, timeout));
   LOSSD_RETURN_IF_ERROR(nccl->library_->Load());
   std::vector<ncclComm_t> communicators(nccl->devices_.size());
   LOSSD_RETURN_IF_ERROR(nccl->Check(
@@ -272,6 +272,7 @@ absl::Status Nccl::AsynchronousError() const {
   return absl::OkStatus();
 }
 
+// After an abort the kernels of NCCL end, and with them what is behind them on the stream.
 absl::Status Nccl::Wait(const std::vector<Part>& parts, absl::Duration timeout) {
   const absl::Time start = absl::Now();
   for (const Part& part : parts) {
@@ -291,10 +292,9 @@ absl::Status Nccl::Wait(const std::vector<Part>& parts, absl::Duration timeout) 
       absl::SleepFor(kNap);
     }
   }
-  return absl::OkStatus();
+  return failure();
 }
 
-// After an abort the kernels of NCCL end, and with them what is behind them on the stream.
 absl::Status Nccl::Wait(int member, cudaEvent_t event, absl::Duration timeout) {
   const absl::Time start = absl::Now();
   for (;;) {

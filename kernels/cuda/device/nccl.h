@@ -28,12 +28,13 @@ namespace lossd::kernels::cuda {
 
 class Nccl {
  public:
-  // How long an exchange may take before it counts as hung.
   static constexpr absl::Duration kTimeout = absl::Minutes(1);
 
   // Communicators of these GPUs, by their indices, each of which may stand there once. Takes a second or so.
-  // UNAVAILABLE also if NCCL cannot be loaded.
-  static absl::StatusOr<std::unique_ptr<Nccl>> Connect(std::vector<int> devices);
+  // UNAVAILABLE also if NCCL cannot be loaded. `timeout`: how long an exchange may take before it counts as
+  // hung.
+  static absl::StatusOr<std::unique_ptr<Nccl>> Connect(std::vector<int> devices,
+                                                       absl::Duration timeout = kTimeout);
   // What the processes have to have in common to join; made by one of them.
   static absl::StatusOr<std::string> NewId();
   // The communicator of GPU `device`, the only one of this process, as one of `replica.count` processes that
@@ -70,7 +71,8 @@ class Nccl {
   // member.
   absl::Status MakeLinks(const std::vector<Part>& parts, int64_t floats);
   // Waits until the event has happened, at most `timeout`, and says whether all exchanges before it did.
-  absl::Status Wait(int member, cudaEvent_t event, absl::Duration timeout = kTimeout);
+  absl::Status Wait(int member, cudaEvent_t event, absl::Duration timeout);
+  absl::Status Wait(int member, cudaEvent_t event) { return Wait(member, event, timeout_); }
   // Ends all communicators; `reason` is what every later exchange says. Returns it.
   absl::Status Abort(absl::Status reason) ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status failure() const ABSL_LOCKS_EXCLUDED(mutex_);

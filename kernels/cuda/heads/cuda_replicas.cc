@@ -3,8 +3,10 @@
 #include <string>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/nccl.h"
 #include "kernels/cuda/heads/cuda_head.h"
@@ -196,21 +198,37 @@ class NcclLink final : public RankLink {
   absl::Status Connect(const std::vector<std::string>& addresses) override {
     if (addresses.empty()) return absl::InternalError("there is no id of NCCL");
     absl::StatusOr<std::unique_ptr<Nccl>> nccl = Nccl::Join(device_, replica_, addresses.front(), timeout_);
-    if (nccl.ok()) nccl_ = *std::move(nccl);
-    return nccl.status();
+    if (!nccl.ok()) return nccl.status();
+    absl::MutexLock lock(&mutex_);
+    if (!aborted_.ok()) return aborted_;
+    nccl_ = *std::move(nccl);
+    return absl::OkStatus();
   }
 
   absl::StatusOr<std::unique_ptr<Replicas>> Join(HeadKernels* head) override {
     auto* const cuda = dynamic_cast<CudaHead*>(head);
+    absl::MutexLock lock(&mutex_);
     if (cuda == nullptr || nccl_ == nullptr) return absl::InternalError("no head of a connected GPU");
     return std::make_unique<HeadReplicas>(nccl_.get(), std::vector<CudaHead*>{cuda});
+  }
+
+  void Abort(const absl::Status& reason) override {
+    Nccl* nccl = nullptr;
+    {
+      absl::MutexLock lock(&mutex_);
+      aborted_.Update(reason);
+      nccl = nccl_.get();
+    }
+    if (nccl != nullptr) nccl->Abort(reason).IgnoreError();
   }
 
  private:
   const int device_;
   const Replica replica_;
   const absl::Duration timeout_;
-  std::unique_ptr<Nccl> nccl_;
+  absl::Mutex mutex_;
+  absl::Status aborted_ ABSL_GUARDED_BY(mutex_);
+  std::unique_ptr<Nccl> nccl_ ABSL_GUARDED_BY(mutex_);  // once connected, it stays
 };
 
 }  // namespace
@@ -220,8 +238,9 @@ std::unique_ptr<RankLink> CreateNcclLink(int device, Replica replica, absl::Dura
   return std::make_unique<cuda::NcclLink>(device, replica, timeout);
 }
 
-absl::StatusOr<std::unique_ptr<CudaReplicaGroup>> CudaReplicaGroup::Create(std::vector<int> devices) {
-  absl::StatusOr<std::unique_ptr<cuda::Nccl>> nccl = cuda::Nccl::Connect(std::move(devices));
+absl::StatusOr<std::unique_ptr<CudaReplicaGroup>> CudaReplicaGroup::Create(std::vector<int> devices,
+                                                                           absl::Duration timeout) {
+  absl::StatusOr<std::unique_ptr<cuda::Nccl>> nccl = cuda::Nccl::Connect(std::move(devices), timeout);
   if (!nccl.ok()) return nccl.status();
   return std::make_unique<cuda::NcclReplicaGroup>(*std::move(nccl));
 }

@@ -56,12 +56,18 @@ class GroupHeadTest : public ::testing::Test {
         [this](absl::Span<HeadKernels* const>) -> absl::StatusOr<std::unique_ptr<Replicas>> {
           return std::make_unique<ScriptedReplicas>(&says_);
         },
-        {.least_rows = 4});
+        {.least_rows = 4, .join_classes = [](absl::Span<HeadKernels* const>) { return absl::OkStatus(); }});
     ASSERT_TRUE(group.ok()) << group.status();
     group_ = *std::move(group);
+    CreateHead(Split::kRows);
+  }
+
+  void CreateHead(Split split) {
     HeadConfig config;
     config.hidden_size = 2;
     config.vocab_size = 5;
+    config.split = split;
+    head_.reset();
     auto head = group_->CreateHead(config);
     ASSERT_TRUE(head.ok()) << head.status();
     head_ = *std::move(head);
@@ -227,6 +233,55 @@ TEST_F(GroupHeadTest, AfterASumThatFailedTheGradientsHaveToBeZeroed) {
   EXPECT_EQ(says_.spreads, 0);
   EXPECT_TRUE(head_->ZeroGradients().ok());
   EXPECT_TRUE(head_->GradNorm().ok());
+}
+
+TEST_F(GroupHeadTest, AStepThatOneMemberFailsIsSpreadToNone) {
+  member(1).SayOfCalls(absl::UnavailableError("it fell off the bus"));
+  EXPECT_THAT(head_->ApplyStep({.kind = OptimizerOptions::Kind::kSgd}, 1).message(),
+              HasSubstr("fell off the bus"));
+  EXPECT_EQ(says_.spreads, 0);
+  EXPECT_FALSE(head_->GradNorm().ok());
+  EXPECT_FALSE(head_->ZeroGradients().ok());
+}
+
+// ---- By vocabulary, every member has a part in every row ----
+
+TEST_F(GroupHeadTest, ByVocabularyOneAnswerOfWhatOneMemberFailed) {
+  CreateHead(Split::kVocabulary);
+  for (const bool accumulate : {true, false}) {
+    for (const size_t failing : {0, 1}) {
+      const int number = accumulate ? 1 : 2;
+      Submit({3, 5}, number, [&](Chunk& chunk) { chunk.accumulate_gradients = accumulate; });
+      const size_t before = heard().size();
+      const absl::Status lost = absl::UnavailableError("lost");
+      member(failing).GiveResults(lost);
+      member(failing).Finish(lost);
+      EXPECT_EQ(heard().size(), before) << "another member still works on the slices";
+      member(1 - failing).GiveResults();
+      member(1 - failing).Finish();
+      const std::string done = accumulate ? " done DATA_LOSS" : " done UNAVAILABLE";
+      ASSERT_EQ(heard().size(), before + 2);
+      EXPECT_EQ(heard()[before], absl::StrCat(number, " results UNAVAILABLE"));
+      EXPECT_EQ(heard()[before + 1], absl::StrCat(number, done));
+    }
+  }
+}
+
+TEST_F(GroupHeadTest, ByVocabularyTheErrorOfOneMemberIsThatOfTheHead) {
+  CreateHead(Split::kVocabulary);
+  EXPECT_NEAR(*head_->GradNorm(), std::sqrt(18.0), 1e-12);
+  member(1).SayOfCalls(absl::UnavailableError("it fell off the bus"));
+  std::vector<uint8_t> bytes(5 * 2 * sizeof(float));
+  const TensorId weight{Param::kWeight, Role::kValue};
+  for (const absl::Status& status :
+       {head_->GradNorm().status(), head_->ZeroGradients(),
+        head_->ApplyStep({.kind = OptimizerOptions::Kind::kSgd}, 1),
+        head_->ReadTensor(weight, 0, 5, DType::kFloat32, absl::MakeSpan(bytes)),
+        head_->WriteTensor(weight, 0, 5, DType::kFloat32, bytes),
+        head_->AddGradient(Param::kWeight, 0, 5, DType::kFloat32, 1.0f, bytes)}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+    EXPECT_THAT(std::string(status.message()), HasSubstr("fell off the bus"));
+  }
 }
 
 }  // namespace

@@ -40,12 +40,21 @@ class MemberScript {
     }
     held.callbacks.on_done(status);
   }
+  // What the member says to everything but chunks from now on.
+  void SayOfCalls(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    of_calls_ = status;
+  }
   int in_flight() ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
     return in_flight_;
   }
 
   // ---- The member's ----
+  absl::Status of_calls() ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    return of_calls_;
+  }
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
     EXPECT_LT(in_flight_, max_chunks_) << "more chunks than the member takes";
@@ -73,6 +82,7 @@ class MemberScript {
   std::deque<Held> submitted_;     // guarded by mutex_, as below; Take is given either
   std::deque<Held> with_results_;  // in the order of submission
   int in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Status of_calls_ ABSL_GUARDED_BY(mutex_);
 };
 
 class ScriptedHead final : public HeadKernels {
@@ -87,16 +97,21 @@ class ScriptedHead final : public HeadKernels {
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override {
     script_->Submit(chunk, std::move(callbacks));
   }
-  absl::Status ReadTensor(TensorId, int64_t, int64_t, DType, absl::Span<uint8_t>) override { return {}; }
+  absl::Status ReadTensor(TensorId, int64_t, int64_t, DType, absl::Span<uint8_t>) override {
+    return script_->of_calls();
+  }
   absl::Status WriteTensor(TensorId, int64_t, int64_t, DType, absl::Span<const uint8_t>) override {
-    return {};
+    return script_->of_calls();
   }
   absl::Status AddGradient(Param, int64_t, int64_t, DType, float, absl::Span<const uint8_t>) override {
-    return {};
+    return script_->of_calls();
   }
-  absl::StatusOr<double> GradNorm() override { return 3.0; }
-  absl::Status ApplyStep(const OptimizerOptions&, int64_t) override { return {}; }
-  absl::Status ZeroGradients() override { return {}; }
+  absl::StatusOr<double> GradNorm() override {
+    if (absl::Status status = script_->of_calls(); !status.ok()) return status;
+    return 3.0;
+  }
+  absl::Status ApplyStep(const OptimizerOptions&, int64_t) override { return script_->of_calls(); }
+  absl::Status ZeroGradients() override { return script_->of_calls(); }
 
  private:
   const HeadConfig config_;

@@ -73,6 +73,13 @@ TEST(RanksServiceTest, CheckpointsLoadIntoRanksAndIntoOneProcess) {
   EXPECT_EQ(Tensors(*Connect(ranks.target())), trained.tensors);
 }
 
+TEST(RanksServiceTest, RanksMayHaveOtherNumbersOfThreads) {
+  RankServer ranks(LOSSD_BINARY, {.ranks = 3, .flags_of = [](int rank) {
+                                    return std::vector<std::string>{absl::StrCat("--threads=", rank + 1)};
+                                  }});
+  EXPECT_TRUE(Connect(ranks.target())->CreateHead(SmallHead()).ok());
+}
+
 // ---- Ends ----
 
 TEST(RanksServiceTest, ASignalToAnyRankDrainsAll) {
@@ -103,10 +110,8 @@ TEST(RanksServiceTest, ARankThatHangsIsLost) {
   const auto client =
       client::Client::Connect({.target = ranks.target(), .retry = {.max_attempts = 1}}).value();
   ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
-  ranks.rank(1).Signal(SIGSTOP);
-  absl::Status status;
-  while (status.ok())
-    status = client->GradNorm("head").status();  // a thread may still answer before it stops
+  ranks.rank(1).Stop();
+  const absl::Status status = client->GradNorm("head").status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
   EXPECT_EQ(ranks.rank(0).WaitFor(kLimit), 3);
   EXPECT_EQ(ranks.rank(2).WaitFor(kLimit), 3);
@@ -138,7 +143,7 @@ TEST(RanksServiceTest, CallsThatWaitForTheirTurnHearOfALostRank) {
 
 TEST(RanksServiceTest, ALeaderThatHangsIsLost) {
   RankServer ranks(LOSSD_BINARY, {.ranks = 2, .flags = {"--rank_silence_timeout=4s"}});
-  ranks.rank(0).Signal(SIGSTOP);
+  ranks.rank(0).Stop();
   EXPECT_EQ(ranks.rank(1).WaitFor(kLimit), 3);
   ranks.rank(0).Signal(SIGCONT);
   EXPECT_EQ(ranks.rank(0).WaitFor(kLimit), 3);
@@ -202,10 +207,25 @@ TEST(RanksServiceTest, ARankThatNeverComesIsNamed) {
               HasSubstr("rank 2 was not taken within 2s (--rank_timeout) by the leader at 127.0.0.1:1"));
 }
 
+TEST(RanksServiceTest, AHeadSplitByVocabularyIsRefusedAndLeavesNothing) {
+  RankServer ranks(LOSSD_BINARY, {.ranks = 2});
+  const auto client = Connect(ranks.target());
+  v1::CreateHeadRequest by_vocabulary = SmallHead();
+  by_vocabulary.mutable_spec()->set_split(v1::SPLIT_VOCABULARY);
+  const absl::Status status = client->CreateHead(by_vocabulary).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("split must be rows"));
+  const auto server = client->GetServer();
+  ASSERT_TRUE(server.ok()) << server.status();
+  for (const auto& rank : server->ranks()) EXPECT_EQ(rank.memory().weights(), 0u) << rank.rank();
+  EXPECT_TRUE(client->CreateHead(SmallHead()).ok());
+}
+
 TEST(RanksServiceTest, OptionsThatCannotBeAreRefusedAtTheStart) {
   for (const auto& [flags, message] : std::vector<std::pair<std::vector<std::string>, std::string>>{
            {{"--cpu_devices=2"},
             "cpu_devices must be 1 with several ranks, of which each has one device, got 2"},
+           {{"--split=vocabulary"}, "split must be rows or any with several ranks, got vocabulary"},
            {{"--rank_timeout=0s"}, "rank_timeout must be positive"},
            {{"--rank_silence_timeout=-1s"}, "rank_silence_timeout must be positive"},
            {{"--collective_timeout=0s"}, "collective_timeout must be positive"},

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -211,6 +212,18 @@ TEST_F(NcclTest, AnExchangeThatFailsIsTheLast) {
   EXPECT_EQ(played.destroyed, 0);
 }
 
+// Where another rank is lost, whoever notices it aborts, and streams end as if all had been done.
+TEST_F(NcclTest, NothingSucceedsAfterAnAbortFromElsewhere) {
+  const auto nccl = Connect();
+  ASSERT_TRUE(nccl.ok()) << nccl.status();
+  EXPECT_TRUE((*nccl)->Wait(std::vector<Nccl::Part>()).ok());
+  const absl::Status reason = absl::UnavailableError("rank 1 is lost");
+  EXPECT_EQ((*nccl)->Abort(reason), reason);
+  EXPECT_EQ((*nccl)->Wait(std::vector<Nccl::Part>()), reason);
+  EXPECT_EQ((*nccl)->Abort(absl::UnavailableError("another")), reason);
+  EXPECT_EQ(played.aborted, 2);
+}
+
 // A stream that does not get on.
 class HungNcclTest : public NcclTest {
  protected:
@@ -253,6 +266,18 @@ TEST_F(HungNcclTest, EndsAtWhatACommunicatorReports) {
   const absl::Status status = (*nccl)->Wait(Parts(), absl::InfiniteDuration());
   EXPECT_THAT(status.message(), HasSubstr("an exchange of NCCL failed"));
   EXPECT_EQ(played.aborted, 2);
+}
+
+TEST_F(HungNcclTest, EndsWithTheReasonOfAnAbortFromElsewhere) {
+  const auto nccl = Connect();
+  ASSERT_TRUE(nccl.ok()) << nccl.status();
+  const absl::Status reason = absl::UnavailableError("rank 1 is lost");
+  std::thread other([&] {
+    (*nccl)->Abort(reason).IgnoreError();
+    GoOn();  // as the kernels of NCCL end
+  });
+  EXPECT_EQ((*nccl)->Wait(Parts(), absl::InfiniteDuration()), reason);
+  other.join();
 }
 
 TEST_F(HungNcclTest, WaitsForWhatGoesOn) {

@@ -1,0 +1,39 @@
+#include "server/app/start_watch.h"
+
+#include <string.h>
+#include <unistd.h>
+
+#include "absl/time/time.h"
+#include "server/log/log.h"
+
+namespace lossd::app {
+namespace {
+
+// For a start that stops by itself, or ends and is drained; less than launchers wait before they kill.
+constexpr absl::Duration kGrace = absl::Seconds(10);
+constexpr absl::Duration kLook = absl::Milliseconds(200);
+constexpr int kExitFailure = 1;
+
+}  // namespace
+
+StartWatch::StartWatch(const StopEvents* events) : events_(events), thread_([this] { Watch(); }) {}
+
+StartWatch::~StartWatch() {
+  started_.Notify();
+  thread_.join();
+}
+
+void StartWatch::Watch() {
+  int signal = 0;
+  while (signal == 0) {
+    if (started_.HasBeenNotified()) return;
+    signal = events_->AwaitPending(kLook);
+  }
+  log::Log(log::LogLevel::kInfo, "asked to stop before serving", {{"reason", strsignal(signal)}});
+  if (started_.WaitForNotificationWithTimeout(kGrace)) return;
+  log::Log(log::LogLevel::kError, "the start does not end: leaving at once",
+           {{"waited", absl::FormatDuration(kGrace)}});
+  _exit(kExitFailure);
+}
+
+}  // namespace lossd::app

@@ -1,0 +1,134 @@
+// Two GPUs that are one device, of which one stays away from an exchange or fails in it: the group ends as
+// one. The call under way gets one answer, within the time that a GPU waits for another; what comes later
+// fails; nothing hangs, and a new group can be made.
+#include <iostream>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "kernels/cuda/cuda_backend.h"
+#include "kernels/cuda/cuda_replicas.h"
+#include "kernels/group/group_backend.h"
+#include "tests/kernels/chunk_run.h"
+#include "tests/kernels/cuda/cuda_test_device.h"
+#include "tests/kernels/cuda/nccl_faults.h"
+#include "tests/kernels/problem.h"
+
+namespace lossd::kernels::testing {
+namespace {
+
+constexpr int kMembers = 2;
+constexpr absl::Duration kTimeout = absl::Seconds(3);
+
+struct Case {
+  std::string name;
+  Split split = Split::kRows;
+  bool fails = false;  // else it stays away
+};
+
+std::unique_ptr<Backend> MakeGroup() {
+  std::vector<std::unique_ptr<Backend>> members;
+  for (int i = 0; i < kMembers; ++i) {
+    auto member =
+        CreateCudaBackend({.device = i, .replica = {i, kMembers}, .workspace_bytes = int64_t{64} << 20});
+    EXPECT_TRUE(member.ok()) << member.status();
+    if (!member.ok()) return nullptr;
+    members.push_back(*std::move(member));
+  }
+  auto connection = CudaReplicaGroup::Create({0, 1}, kTimeout);
+  EXPECT_TRUE(connection.ok()) << connection.status();
+  if (!connection.ok()) return nullptr;
+  const std::shared_ptr<CudaReplicaGroup> group = *std::move(connection);
+  auto backend = CreateGroupBackend(
+      std::move(members),
+      [group](absl::Span<HeadKernels* const> heads) -> absl::StatusOr<std::unique_ptr<Replicas>> {
+        return group->Connect(heads);
+      },
+      {.least_rows = 0,
+       .join_classes = [group](absl::Span<HeadKernels* const> heads) { return group->Join(heads); }});
+  EXPECT_TRUE(backend.ok()) << backend.status();
+  return backend.ok() ? *std::move(backend) : nullptr;
+}
+
+class CudaGroupFaults : public ::testing::TestWithParam<Case> {
+ protected:
+  void SetUp() override {
+    LOSSD_SKIP_WITHOUT_GPU();
+    if (GpuCount() < kMembers) GTEST_SKIP() << "one GPU only";
+  }
+  void TearDown() override { SetNcclFault({}); }
+
+  ProblemSpec Spec() const {
+    ProblemSpec spec;
+    spec.config = {.hidden_size = 72, .vocab_size = 1003, .compute_dtype = DType::kBFloat16};
+    spec.config.norm = Norm::kRmsNorm;
+    spec.config.split = GetParam().split;
+    spec.hidden_dtype = DType::kBFloat16;
+    spec.slice_rows = {40, 24};
+    return spec;
+  }
+
+  // Chunk, norm, step. The first error.
+  static absl::Status Train(HeadKernels& head, const Problem& problem) {
+    const ChunkRun run = RunChunk(head, problem);
+    if (!run.results.ok()) {
+      EXPECT_FALSE(run.done.ok());
+      return run.results;
+    }
+    if (!run.done.ok()) return run.done;
+    if (absl::Status status = head.GradNorm().status(); !status.ok()) return status;
+    return head.ApplyStep({.learning_rate = 1e-2, .epsilon = 1e-3}, 1);
+  }
+
+  Rng rng_ = FreshRng();
+};
+
+TEST_P(CudaGroupFaults, EndAsOne) {
+  const Problem problem = MakeProblem(Spec(), rng_);
+  int64_t exchanges = 0;  // of each member
+  {
+    const auto group = MakeGroup();
+    ASSERT_NE(group, nullptr);
+    const auto head = MakeHead(*group, problem);
+    ASSERT_NE(head, nullptr);
+    SetNcclFault({});
+    const absl::Status status = Train(*head, problem);
+    ASSERT_TRUE(status.ok()) << status;
+    exchanges = NcclCalls() / kMembers;
+  }
+  ASSERT_GT(exchanges, 1) << "the calls are not counted";
+  for (const int64_t after : {int64_t{0}, exchanges / 2, exchanges - 1}) {
+    const int member = static_cast<int>(after) % kMembers;
+    SCOPED_TRACE(absl::StrCat("GPU ", member, " after ", after, " of ", exchanges, " exchanges"));
+    const auto group = MakeGroup();
+    ASSERT_NE(group, nullptr);
+    auto head = MakeHead(*group, problem);
+    ASSERT_NE(head, nullptr);
+    SetNcclFault({.member = member, .after = after, .fails = GetParam().fails});
+    const absl::Time start = absl::Now();
+    const absl::Status status = Train(*head, problem);
+    const absl::Duration took = absl::Now() - start;
+    EXPECT_GT(NcclFaults(), 0);
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+    SetNcclFault({});
+    EXPECT_FALSE(Train(*head, problem).ok()) << "the group is lost";
+    EXPECT_FALSE(head->ApplyStep({.learning_rate = 1e-2, .epsilon = 1e-3}, 2).ok());
+    std::cout << GetParam().name << " " << after << "/" << exchanges << ": " << absl::FormatDuration(took)
+              << ", " << status.message() << std::endl;
+    head.reset();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Ways, CudaGroupFaults,
+                         ::testing::Values(Case{"RowsAway", Split::kRows, false},
+                                           Case{"RowsFail", Split::kRows, true},
+                                           Case{"VocabularyAway", Split::kVocabulary, false},
+                                           Case{"VocabularyFail", Split::kVocabulary, true}),
+                         [](const auto& way) { return way.param.name; });
+
+}  // namespace
+}  // namespace lossd::kernels::testing

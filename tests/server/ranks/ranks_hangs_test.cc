@@ -1,0 +1,126 @@
+// A rank that stops without ending (SIGSTOP, as a host that hangs does): within a collective, between any two
+// operations, and with either of the two time limits alone. Every call gets one answer, all ranks end with
+// the status of a lost device, and the server goes on from its newest checkpoint, bit for bit.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "tests/server/ranks/small_steps.h"
+#include "tests/server/service/small_training.h"
+#include "tests/support/rank_server.h"
+
+namespace lossd::app::testing {
+namespace {
+
+using test::RankServer;
+using ::testing::AnyOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+
+constexpr absl::Duration kLimit = absl::Minutes(3);  // for what a slow machine does
+
+// LOSSD_RANK_PROGRAM: lossd, where tests do not lie where they were built.
+std::string Program() {
+  const char* const path = std::getenv("LOSSD_RANK_PROGRAM");
+  return path == nullptr ? LOSSD_BINARY : path;
+}
+
+// LOSSD_RANK_FLAGS: more flags of all ranks, such as --backend=cuda.
+std::vector<std::string> WithMoreFlags(std::vector<std::string> flags) {
+  const char* const more = std::getenv("LOSSD_RANK_FLAGS");
+  if (more == nullptr) return flags;
+  for (const absl::string_view flag : absl::StrSplit(more, ' ', absl::SkipEmpty())) flags.emplace_back(flag);
+  return flags;
+}
+
+// Who waits for whom, and which limit ends it.
+struct Hang {
+  std::string name;
+  std::vector<std::string> flags;
+  int ranks = 2;
+  int stopped = 1;
+};
+
+class RanksHangTest : public ::testing::TestWithParam<Hang> {};
+
+// A chunk that the leader alone computes, and a step: the first that the leader asks of the others is their
+// part of the sum.
+TEST_P(RanksHangTest, InACollective) {
+  const Hang& hang = GetParam();
+  std::vector<std::string> flags = hang.flags;
+  flags.push_back("--drain_timeout=1h");
+  RankServer ranks(Program(), {.ranks = hang.ranks, .flags = WithMoreFlags(flags), .flags_of = [](int rank) {
+                                 return std::vector<std::string>{absl::StrCat("--device=", rank)};
+                               }});
+  const auto client = ConnectOnce(ranks.target());
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  std::mt19937_64 rng(1);
+  const std::vector<SmallRows> data = {MakeSmallRows(90, rng)};
+  ASSERT_TRUE(Accumulate(*client, data, 0).ok());
+  ranks.rank(hang.stopped).Stop();
+  const absl::Status status = client->ApplyStep(AdamStep(0, data.size())).status();
+  ASSERT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("rank ")) << "which one, and why";
+  for (int rank = 0; rank < hang.ranks; ++rank) {
+    if (rank == hang.stopped) continue;
+    EXPECT_EQ(ranks.rank(rank).WaitFor(kLimit), 3) << ranks.log(rank);
+  }
+  ranks.rank(hang.stopped).Signal(SIGCONT);
+  EXPECT_EQ(ranks.rank(hang.stopped).WaitFor(kLimit), 3) << ranks.log(hang.stopped);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Limits, RanksHangTest,
+    ::testing::Values(
+        Hang{"OnlyPings", {"--rank_silence_timeout=4s", "--collective_timeout=1h"}},
+        Hang{"OnlyPingsOfFour", {"--rank_silence_timeout=4s", "--collective_timeout=1h"}, 4, 2},
+        Hang{"OnlyTheCollective", {"--rank_silence_timeout=1h", "--collective_timeout=4s"}},
+        Hang{"OnlyTheCollectiveOfFour", {"--rank_silence_timeout=1h", "--collective_timeout=4s"}, 4, 3}),
+    [](const auto& hang) { return hang.param.name; });
+
+void StopAndGoOn(int ranks, int stops) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937_64 rng(seed);
+  const std::vector<SmallRows> data = SomeData(rng);
+  RankServer server(LOSSD_BINARY, {.ranks = ranks,
+                                   .flags = {"--deterministic", "--restore=latest", "--keep_checkpoints=2",
+                                             "--rank_silence_timeout=4s", "--collective_timeout=4s"}});
+  for (int i = 0; i < stops && !server.target().empty(); ++i) {
+    const int victim = 1 + static_cast<int>(rng() % static_cast<uint64_t>(ranks - 1));
+    const absl::Duration after = absl::Microseconds(rng() % 120'000);  // some steps
+    std::thread stopper([&] {
+      absl::SleepFor(after);
+      server.rank(victim).Stop();
+    });
+    const absl::Status status = TrainOn(server.target(), data, kForEver);
+    stopper.join();
+    // INTERNAL is what a slice hears of a device that failed.
+    EXPECT_THAT(status.code(), AnyOf(absl::StatusCode::kUnavailable, absl::StatusCode::kInternal)) << status;
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (rank == victim) continue;
+      EXPECT_EQ(server.rank(rank).WaitFor(kLimit), 3) << server.log(rank);
+    }
+    server.rank(victim).Signal(SIGCONT);
+    EXPECT_EQ(server.rank(victim).WaitFor(kLimit), 3) << server.log(victim);
+    server.Start();
+  }
+  const uint64_t steps = ConnectOnce(server.target())->DescribeHead("head")->state().step() + 1;
+  ASSERT_TRUE(TrainOn(server.target(), data, steps).ok());
+  EXPECT_EQ(Tensors(*ConnectOnce(server.target())), Undisturbed(LOSSD_BINARY, ranks, data, steps));
+}
+
+TEST(RanksHangsTest, BetweenAnyTwoOperationsOfTwoRanks) { StopAndGoOn(2, Times(4)); }
+TEST(RanksHangsTest, BetweenAnyTwoOperationsOfFourRanks) { StopAndGoOn(4, Times(3)); }
+
+}  // namespace
+}  // namespace lossd::app::testing
