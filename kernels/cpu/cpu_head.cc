@@ -177,7 +177,7 @@ void CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const 
   for (int64_t first = 0; first < order.rows; first += block) {
     const int64_t rows = std::min(block, order.rows - first);
     Gemm(*pool_, rows, c, d, options.logit_scale, {buffers_.hidden + first * d, d},
-         {value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers_.logits + first * c, c);
+         {buffers_.value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers_.logits + first * c, c);
     pool_->ParallelFor(rows, std::max<int64_t>(1, 4096 / c), [&](int64_t begin, int64_t end) {
       for (int64_t i = first + begin; i < first + end; ++i) {
         const RowRequest request = RequestFor(chunk, order, i);
@@ -242,8 +242,8 @@ RowRange CpuHead::ComputeGradHidden(const RowOrder& order) {
   const int64_t end = has_norm_ ? order.with_gradient() : order.hidden_end;
   if (begin >= end) return {};
   float* const grad = buffers_.grad_hidden;
-  Gemm(*pool_, end - begin, d, c, 1.0f, {buffers_.logits + begin * c, c}, {value(Param::kWeight), d}, 0.0f,
-       grad + begin * d, d);
+  Gemm(*pool_, end - begin, d, c, 1.0f, {buffers_.logits + begin * c, c}, {buffers_.value(Param::kWeight), d},
+       0.0f, grad + begin * d, d);
   RowRange here = exchange_->SumRows(replica_.index, grad + begin * d, end - begin, d);
   here = {here.begin + begin, here.end + begin};
   if (has_norm_ && order.accumulated > 0) {
@@ -267,16 +267,16 @@ void CpuHead::AddNormGradients(RowRange rows) {
   const int64_t d = config_.hidden_size;
   const float* const grad = buffers_.grad_hidden + rows.begin * d;
   const float* const unit = buffers_.unit + rows.begin * d;
-  float* const shift = gradient(Param::kNormShift);
+  float* const shift = buffers_.gradient(Param::kNormShift);
   if (!is_split_) {
-    AddColumnSums(*pool_, grad, unit, rows.end - rows.begin, d, gradient(Param::kNormGain));
+    AddColumnSums(*pool_, grad, unit, rows.end - rows.begin, d, buffers_.gradient(Param::kNormGain));
     if (shift != nullptr) AddColumnSums(*pool_, grad, nullptr, rows.end - rows.begin, d, shift);
     return;
   }
   float* const sums = buffers_.norm_sums;
   std::fill_n(sums, 2 * d, 0.0f);
   AddColumnSums(*pool_, grad, unit, rows.end - rows.begin, d, sums);
-  exchange_->AddSums(replica_.index, sums, gradient(Param::kNormGain), d);
+  exchange_->AddSums(replica_.index, sums, buffers_.gradient(Param::kNormGain), d);
   if (shift == nullptr) return;
   AddColumnSums(*pool_, grad, nullptr, rows.end - rows.begin, d, sums + d);
   exchange_->AddSums(replica_.index, sums + d, shift, d);
@@ -325,8 +325,8 @@ void CpuHead::AccumulateWeight(const RowOrder& order) {
   const int64_t d = config_.hidden_size;
   const int64_t c = classes_.rows;
   Gemm(*pool_, c, d, order.accumulated, 1.0f, {buffers_.logits, c, /*transposed=*/true}, {buffers_.hidden, d},
-       1.0f, gradient(Param::kWeight), d);
-  float* const bias = gradient(Param::kBias);
+       1.0f, buffers_.gradient(Param::kWeight), d);
+  float* const bias = buffers_.gradient(Param::kBias);
   if (bias != nullptr) AddColumnSums(*pool_, buffers_.logits, nullptr, order.accumulated, c, bias);
 }
 
@@ -353,19 +353,19 @@ RowLossContext CpuHead::ContextFor(const LossOptions& options) const {
   context.vocab_size = config_.vocab_size;
   context.first_class = classes_.first;
   context.classes = classes_.rows;
-  context.bias = value(Param::kBias);
+  context.bias = buffers_.value(Param::kBias);
   context.class_weight_sum = static_cast<double>(config_.vocab_size);
   context.own_weight_sum = static_cast<double>(classes_.rows);
   if (!options.use_class_weights) return context;
-  context.class_weights = value(Param::kClassWeights);
+  context.class_weights = buffers_.value(Param::kClassWeights);
   context.class_weight_sum = SumOf(context.class_weights, config_.vocab_size);
   context.own_weight_sum = SumOf(context.class_weights + classes_.first, classes_.rows);
   return context;
 }
 
 NormParams CpuHead::norm_params() const {
-  return {config_.norm, config_.norm_epsilon, config_.hidden_size, value(Param::kNormGain),
-          value(Param::kNormShift)};
+  return {config_.norm, config_.norm_epsilon, config_.hidden_size, buffers_.value(Param::kNormGain),
+          buffers_.value(Param::kNormShift)};
 }
 
 }  // namespace lossd::kernels

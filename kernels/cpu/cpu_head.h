@@ -84,8 +84,6 @@ class CpuHead final : public HeadKernels {
   RowRequest RequestFor(const Chunk& chunk, const RowOrder& order, int64_t gathered) const;
   RowLossContext ContextFor(const LossOptions& options) const;
   NormParams norm_params() const;
-  float* value(Param param) const { return buffers_.tensor({param, Role::kValue}); }
-  float* gradient(Param param) const { return buffers_.tensor({param, Role::kGradient}); }
 
   const HeadConfig config_;
   const Replica replica_;

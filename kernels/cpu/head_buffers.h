@@ -32,6 +32,8 @@ struct HeadBuffers {
   float* tensor(TensorId id) const {
     return tensors[static_cast<size_t>(id.param)][static_cast<size_t>(id.role)];
   }
+  float* value(Param param) const { return tensor({param, Role::kValue}); }
+  float* gradient(Param param) const { return tensor({param, Role::kGradient}); }
 
   std::array<std::array<float*, kRoles>, kParams> tensors{};
 
