@@ -129,7 +129,7 @@ absl::Status RecomputedPath::RowBlockStatistics(const ChunkJob& job, const RowBl
       ForEachBlock(context_.sizes.vocab, blocks_.classes, context_.sizes.padded_vocab, fold));
   LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, rows.in, running));
   return ToStatus(LaunchFinishRunning(job.terms, rows.in, context_.config.compute_dtype, rows.out, running,
-                                      Rules(rows), stream),
+                                      Rules(rows), /*with_uniform=*/true, stream),
                   "row results kernel");
 }
 

@@ -32,7 +32,7 @@ Backend& BackendWith() {
 constexpr int kGroupGpus = 2;
 
 // Every chunk is divided between two GPUs.
-template <FusedLoss kFused>
+template <FusedLoss kFused, bool kHostBranches = false>
 Backend& GroupWith() {
   static const std::unique_ptr<Backend> group = [] {
     std::vector<std::unique_ptr<Backend>> members;
@@ -41,6 +41,7 @@ Backend& GroupWith() {
       options.device = i;
       options.replica = {i, kGroupGpus};
       options.fused_loss = kFused;
+      options.host_branches = kHostBranches;
       auto member = CreateCudaBackend(options);
       EXPECT_TRUE(member.ok()) << member.status();
       members.push_back(*std::move(member));
@@ -101,7 +102,18 @@ std::vector<Way> Ways() {
       {"CudaGroup", GroupWith<kNever>, kStored, {{kF32, kF32}, {kF16, kBf16}, {kBf16, kF32}}, kGroupGpus},
       {"CudaGroupFused", GroupWith<kFused>, kStored, {{kBf16, kBf16}}, kGroupGpus},
       {"CudaGroupRecomputed", GroupWith<kFused>, kRecomputed, {{kBf16, kBf16}}, kGroupGpus},
-      {"CudaVocabulary", GroupWith<kNever>, kStored, equal, kGroupGpus, Split::kVocabulary},
+      {"CudaVocabulary",
+       GroupWith<kNever>,
+       kStored,
+       {{kF32, kF32}, {kF16, kF16}, {kBf16, kBf16}, {kBf16, kF32}},
+       kGroupGpus,
+       Split::kVocabulary},
+      {"CudaVocabularyHostBranch",
+       GroupWith<kFused, true>,
+       kStored,
+       {{kF32, kF32}, {kBf16, kBf16}},
+       kGroupGpus,
+       Split::kVocabulary},
       {"CudaVocabularyFused",
        GroupWith<kFused>,
        kStored,
@@ -127,7 +139,7 @@ std::vector<Way> Ways() {
 std::vector<ConformanceCase> Cases(bool exact_only) {
   std::vector<ConformanceCase> cases;
   for (const Way& way : Ways()) {
-    const bool is_exact = way.split == Split::kVocabulary;
+    const bool is_exact = way.split == Split::kVocabulary && way.logits == Logits::kRecomputed;
     if (GpuCount() < way.gpus || is_exact > exact_only) continue;
     for (const auto& [compute, hidden] : way.dtypes) {
       cases.push_back({way.name, way.backend, compute, hidden, way.logits, /*auto_samples_uniform=*/true,

@@ -69,6 +69,15 @@ __global__ void ChooseLevelKernel(SampleList list, int known) {
 }
 static_assert(kSampleLevels == 32, "a warp has one lane for each");
 
+// One thread.
+__global__ void RaiseLevelKernel(SampleCounters* counters, const int32_t* levels, int parts) {
+  int32_t largest = 0;
+  for (int part = 0; part < parts; ++part) largest = max(largest, levels[part]);
+  if (largest > counters->level) counters->used = 0;  // all rows are selected again
+  counters->level = largest;
+  counters->highest = max(counters->highest, largest);
+}
+
 // ---- decision ----
 
 // One block.
@@ -101,6 +110,12 @@ cudaError_t Launch(const SampleRowsParams& p, cudaStream_t stream) {
 cudaError_t LaunchChooseLevel(const SampleRowsParams& params, cudaStream_t stream) {
   return WithElement(params.elements.dtype,
                      [&](auto element) { return Launch<typename decltype(element)::Type>(params, stream); });
+}
+
+cudaError_t LaunchRaiseLevel(SampleCounters* counters, const int32_t* levels, int parts,
+                             cudaStream_t stream) {
+  RaiseLevelKernel<<<1, 1, 0, stream>>>(counters, levels, parts);
+  return cudaGetLastError();
 }
 
 cudaError_t LaunchDecideSampled(const DecideSampledParams& params, cudaStream_t stream) {
