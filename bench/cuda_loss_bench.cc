@@ -302,7 +302,10 @@ std::vector<Json> RunShape(const NamedShape& named, const std::string& kind, Tim
   const std::vector<Way> ways = Ways();
   std::vector<Json> results;
   results.reserve(ways.size());
-  for (const Way& way : ways) results.push_back(RunBackend(shape, data, way));
+  for (const Way& way : ways) {
+    results.push_back(RunBackend(shape, data, way));
+    Check(cudaSetDevice(0), "cudaSetDevice");  // where the data are
+  }
   if (ComputeType() == DType::kBFloat16) {
     const Floor floor = MeasureFloor(shape, data, timer);
     for (size_t i = 0; i < results.size(); ++i) {

@@ -2,20 +2,9 @@
 
 namespace lossd::kernels::cuda {
 
-namespace {
-
-// All parts of a head that is split plan alike, though some have one class less.
-FilterShape PlannedShape(const HeadConfig& config, const HeadSizes& sizes) {
-  FilterShape shape = FilterShapeOf(config, sizes);
-  if (sizes.is_split()) shape.vocab = sizes.most_classes;
-  return shape;
-}
-
-}  // namespace
-
 ChunkPlanner::ChunkPlanner(const Device& device, const HeadConfig& config, const HeadSizes& sizes,
                            const HeadNorm* norm)
-    : limits_{config.logits, PlannedShape(config, sizes), device.limits(), device.options().fused_loss,
+    : limits_{config.logits, PlannedShapeOf(config, sizes), device.limits(), device.options().fused_loss,
               sizes.is_split()},
       norm_(norm) {}
 

@@ -12,7 +12,6 @@ namespace {
 
 absl::string_view WhyChunkIsExact(const LossOptions& options, const ChunkFacts& chunk,
                                   const PlanLimits& limits) {
-  if (limits.split && limits.logits == Logits::kRecomputed) return WhyExactByVocabulary(options);
   const absl::string_view reason = WhyExact(options, chunk.terms.any_coef_entropy);
   if (!reason.empty()) return reason;
   if (!chunk.wants_gradient) return "no gradient is wanted";
@@ -26,7 +25,7 @@ absl::string_view WhyChunkIsExact(const LossOptions& options, const ChunkFacts& 
 
 absl::string_view WhyNotFused(const ChunkFacts& chunk, bool filtered, const PlanLimits& limits) {
   const bool stored = limits.logits == Logits::kStored;
-  if (filtered && stored) return "filtered gradients are selected from the logits";
+  if (filtered && (stored || limits.split)) return "filtered gradients are selected from the logits";
   if (limits.fused_loss == FusedLoss::kNever) return "switched off";
   const absl::string_view reason = hopper::WhyNotFused(
       chunk.terms, limits.filter.dtype, stored && chunk.wants_gradient, limits.device.fused_clusters);
@@ -45,7 +44,6 @@ absl::string_view WhyLibraryGemms(const ChunkFacts& chunk, const PlanLimits& lim
 
 // What the device has yet to say.
 absl::string_view WhatDecides(const ChunkPlan& plan) {
-  if (plan.filters_elements) return "";
   switch (plan.gradients) {
     case Gradients::kExact:
       break;
@@ -65,9 +63,10 @@ ChunkPlan PlanChunk(const LossOptions& options, const ChunkFacts& chunk, const P
   ChunkPlan plan;
   plan.why_exact = WhyChunkIsExact(options, chunk, limits);
   plan.gradients = GradientsOf(options, plan.why_exact);
-  plan.uniform_apart =
-      plan.gradients == Gradients::kSampled && options.label_smoothing > 0.0f && options.softcap == 0.0f;
   plan.filters_elements = limits.split && plan.filtered();
+  const bool apart = plan.gradients == Gradients::kSampled ||
+                     (plan.filters_elements && limits.logits == Logits::kRecomputed);
+  plan.uniform_apart = apart && options.label_smoothing > 0.0f && options.softcap == 0.0f;
   plan.why_not_fused = WhyNotFused(chunk, plan.filtered(), limits);
   plan.why_library_gemms = WhyLibraryGemms(chunk, limits);
   return plan;

@@ -22,7 +22,7 @@ namespace lossd::kernels::cuda {
 struct ChunkPlan {
   // kFiltered and kAuto: the device decides when it has seen the logits.
   Gradients gradients = Gradients::kExact;
-  // Sampled gradients get the uniform part of label smoothing in closed form, instead of in ds.
+  // Gradients from a list get the uniform part of label smoothing in closed form, instead of in ds.
   bool uniform_apart = false;
   // Filtered gradients are selected from the matrix of ds, not from the logits.
   bool filters_elements = false;

@@ -40,6 +40,13 @@ class RecomputedPath final : public ChunkPath {
   // What a fused loss of a block of rows takes, with its partials in `tiles`.
   hopper::FusedLossParams FusedLoss(const ChunkJob& job, const RowBlock& rows,
                                     const hopper::TilePartials& tiles) const;
+  // Of a head that is split: row results and rules of a block of rows by the sums over all classes, and its
+  // ds in the place of its logits, or as exponentials. If the plan is filtered, so are elements, and the mass
+  // that the classes here drop goes to dropped_mass [rows].
+  absl::Status SplitElements(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
+                             float* dropped_mass) const;
+  absl::Status SplitExponentials(const ChunkJob& job, const RowBlock& rows, const hopper::TilePartials& tiles,
+                                 void* exponentials) const;
   // Of the rows of exponentials that such a loss leaves.
   const float* factors() const { return fused_rows_.factor; }
   GemmShape LogitsGemm(int64_t rows) const { return shapes_.Logits(rows, context_.sizes.padded_vocab); }

@@ -11,13 +11,6 @@
 
 namespace lossd::kernels::cuda {
 
-namespace {
-
-// With 0 all that is not 0 is listed as it is.
-float ThresholdOf(const ChunkJob& job) { return job.plan.sampled() ? job.options().sample_threshold : 0.0f; }
-
-}  // namespace
-
 SampledStoredPath::SampledStoredPath(const PathContext& context)
     : context_(context),
       shapes_{context.sizes.padded_hidden, context.config.compute_dtype},

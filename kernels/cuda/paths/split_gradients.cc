@@ -58,4 +58,15 @@ absl::Status GradientMerger::MergeDroppedMass(const ChunkJob& job) const {
                   "kernel over parts");
 }
 
+absl::Status GradientMerger::DecideListed(const ChunkJob& job, const SampleCounters* counters) const {
+  LOSSD_RETURN_IF_ERROR(context_.link->exchange->Gather(&counters->highest, rows_.levels,
+                                                        static_cast<int64_t>(sizeof(counters->highest))));
+  const DecideListedParams p = {.levels = rows_.levels,
+                                .parts = context_.sizes.parts,
+                                .decision = job.decision,
+                                .dropped_mass = job.dropped_mass,
+                                .rows = job.rows()};
+  return ToStatus(LaunchDecideListed(p, context_.device->compute()), "decision kernel");
+}
+
 }  // namespace lossd::kernels::cuda

@@ -29,6 +29,9 @@ class GradientMerger {
   float* dropped_mass() const { return rows_.own_sums; }
   // job.dropped_mass becomes that of all classes.
   absl::Status MergeDroppedMass(const ChunkJob& job) const;
+  // The decision about a chunk whose lists on all devices have to hold what is left: exact unless they do.
+  // After MergeDroppedMass.
+  absl::Status DecideListed(const ChunkJob& job, const SampleCounters* counters) const;
 
  private:
   // all_sums of `n` sums each.

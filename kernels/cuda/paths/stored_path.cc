@@ -78,9 +78,11 @@ absl::Status StoredPath::SplitRowLoss(const ChunkJob& job, const RowBlock& rows,
   }
   if (job.plan.filters_elements) {
     float* const dropped = gradient_merger_.dropped_mass() + rows.begin;
-    return ToStatus(
-        LaunchFilteredBlock(block, job.terms, rows.in, rules, job.options().filter_epsilon, dropped, stream),
-        "filter kernel");
+    const BlockFilter filter = {.epsilon = job.options().filter_epsilon,
+                                .with_uniform = !job.plan.uniform_apart,
+                                .with_gradient = job.with_gradient + rows.begin,
+                                .dropped_mass = dropped};
+    return ToStatus(LaunchFilteredBlock(block, job.terms, rows.in, rules, filter, stream), "filter kernel");
   }
   return ToStatus(LaunchGradientBlock(block, job.terms, rows.in, rules, stream), "gradient kernel");
 }

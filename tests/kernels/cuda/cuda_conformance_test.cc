@@ -32,7 +32,7 @@ Backend& BackendWith() {
 constexpr int kGroupGpus = 2;
 
 // Every chunk is divided between two GPUs.
-template <FusedLoss kFused, bool kHostBranches = false>
+template <FusedLoss kFused, bool kHostBranches = false, bool kSmallestBlocks = false>
 Backend& GroupWith() {
   static const std::unique_ptr<Backend> group = [] {
     std::vector<std::unique_ptr<Backend>> members;
@@ -42,6 +42,7 @@ Backend& GroupWith() {
       options.replica = {i, kGroupGpus};
       options.fused_loss = kFused;
       options.host_branches = kHostBranches;
+      options.smallest_blocks = kSmallestBlocks;
       auto member = CreateCudaBackend(options);
       EXPECT_TRUE(member.ok()) << member.status();
       members.push_back(*std::move(member));
@@ -126,6 +127,12 @@ std::vector<Way> Ways() {
        {{kF32, kF32}, {kBf16, kBf16}},
        kGroupGpus,
        Split::kVocabulary},
+      {"CudaVocabularyRecomputedBlocks",
+       GroupWith<kFused, false, true>,
+       kRecomputed,
+       {{kF32, kF32}, {kBf16, kBf16}},
+       kGroupGpus,
+       Split::kVocabulary},
       {"CudaVocabularyRecomputedFused",
        GroupWith<kFused>,
        kRecomputed,
@@ -135,15 +142,13 @@ std::vector<Way> Ways() {
   };
 }
 
-// exact_only: also those that compute exact gradients alone.
-std::vector<ConformanceCase> Cases(bool exact_only) {
+std::vector<ConformanceCase> Cases() {
   std::vector<ConformanceCase> cases;
   for (const Way& way : Ways()) {
-    const bool is_exact = way.split == Split::kVocabulary && way.logits == Logits::kRecomputed;
-    if (GpuCount() < way.gpus || is_exact > exact_only) continue;
+    if (GpuCount() < way.gpus) continue;
     for (const auto& [compute, hidden] : way.dtypes) {
       cases.push_back({way.name, way.backend, compute, hidden, way.logits, /*auto_samples_uniform=*/true,
-                       way.gpus, way.split, is_exact});
+                       way.gpus, way.split});
     }
   }
   return cases;
@@ -152,8 +157,8 @@ std::vector<ConformanceCase> Cases(bool exact_only) {
 // Without a GPU there is no case at all.
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(BackendConformance);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GradientsConformance);
-INSTANTIATE_TEST_SUITE_P(Cuda, BackendConformance, ::testing::ValuesIn(Cases(true)), ConformanceName);
-INSTANTIATE_TEST_SUITE_P(Cuda, GradientsConformance, ::testing::ValuesIn(Cases(false)), ConformanceName);
+INSTANTIATE_TEST_SUITE_P(Cuda, BackendConformance, ::testing::ValuesIn(Cases()), ConformanceName);
+INSTANTIATE_TEST_SUITE_P(Cuda, GradientsConformance, ::testing::ValuesIn(Cases()), ConformanceName);
 
 TEST(CudaConformance, HasAGpu) { LOSSD_SKIP_WITHOUT_GPU(); }
 

@@ -121,12 +121,13 @@ __global__ __launch_bounds__(kThreads) void GradientBlockKernel(const __grid_con
 template <typename T>
 __global__ __launch_bounds__(kThreads) void FilteredBlockKernel(const __grid_constant__ BlockParams p,
                                                                 int first_class, const GradientRule* rules,
-                                                                float epsilon, float* dropped_mass) {
+                                                                const __grid_constant__ BlockFilter filter) {
   __shared__ float scratch[33];
   const int64_t row = blockIdx.x;
   const RowPart<false> part = WholeBlock(p.logits, row);
   T* const to = static_cast<T*>(p.gradient.data) + row * p.gradient.ld;
-  const GradientRule rule = rules[row];
+  GradientRule rule = rules[row];
+  if (!filter.with_uniform) rule.uniform = 0.0f;
   float dropped = 0.0f;
   if (rule.valid) {
     const LogitMap<T, true> map(p.terms);
@@ -136,7 +137,7 @@ __global__ __launch_bounds__(kThreads) void FilteredBlockKernel(const __grid_con
     WriteElements(map, part, static_cast<int>(p.logits.classes), target, rule, to,
                   [&](const Logit& logit, int column) {
                     const float probability = Exp2(fmaf(logit.z, map.f, -rule.reference) - rule.log2_sum);
-                    const bool drop = probability < epsilon;
+                    const bool drop = probability < filter.epsilon;
                     dropped += drop ? probability : 0.0f;
                     return Gradient<true>(p.terms, drop ? rest : rule, logit, map.f, column);
                   });
@@ -144,7 +145,8 @@ __global__ __launch_bounds__(kThreads) void FilteredBlockKernel(const __grid_con
     WriteZeros(part, to);
   }
   dropped = BlockSum(dropped, scratch);
-  if (threadIdx.x == 0 && row < p.in.rows) dropped_mass[row] = dropped;
+  if (threadIdx.x != 0 || row >= p.in.rows) return;
+  filter.dropped_mass[row] = filter.with_gradient[row] != 0 ? dropped : 0.0f;
 }
 
 template <typename T>
@@ -199,14 +201,13 @@ cudaError_t LaunchGradientBlock(const ClassBlock& block, const LossTerms& terms,
 }
 
 cudaError_t LaunchFilteredBlock(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
-                                const GradientRule* rules, float epsilon, float* dropped_mass,
-                                cudaStream_t stream) {
+                                const GradientRule* rules, const BlockFilter& filter, cudaStream_t stream) {
   const BlockParams p = Within(block, terms, in);
   if (in.padded_rows == 0) return cudaSuccess;
   return WithElement(p.gradient.dtype, [&](auto element) {
     FilteredBlockKernel<typename decltype(element)::Type>
         <<<static_cast<unsigned>(p.in.padded_rows), kThreads, 0, stream>>>(
-            p, static_cast<int>(block.first_class), rules, epsilon, dropped_mass);
+            p, static_cast<int>(block.first_class), rules, filter);
     return cudaGetLastError();
   });
 }

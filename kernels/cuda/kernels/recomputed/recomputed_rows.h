@@ -61,10 +61,15 @@ cudaError_t LaunchSettleRules(const SettleParams& params, cudaStream_t stream);
 cudaError_t LaunchGradientBlock(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
                                 const GradientRule* rules, cudaStream_t stream);
 // The same without the probabilities below epsilon, the target's excepted; no row has a gradient of its
-// entropy. dropped_mass[r] becomes their sum over the block.
+// entropy.
+struct BlockFilter {
+  float epsilon = 0.0f;
+  bool with_uniform = true;                // the uniform part of label smoothing is among the elements
+  const int32_t* with_gradient = nullptr;  // [rows]; the others drop nothing
+  float* dropped_mass = nullptr;           // out: [rows], of the block
+};
 cudaError_t LaunchFilteredBlock(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
-                                const GradientRule* rules, float epsilon, float* dropped_mass,
-                                cudaStream_t stream);
+                                const GradientRule* rules, const BlockFilter& filter, cudaStream_t stream);
 
 }  // namespace lossd::kernels::cuda
 

@@ -107,6 +107,16 @@ struct DecideSampledParams {
 };
 cudaError_t LaunchDecideSampled(const DecideSampledParams& params, cudaStream_t stream);
 
+// kTooManyCandidates if one of the levels [parts] is not 0, and then zeros in dropped_mass [rows].
+struct DecideListedParams {
+  const int32_t* levels = nullptr;
+  int parts = 0;
+  Decision* decision = nullptr;  // [1]
+  float* dropped_mass = nullptr;
+  int64_t rows = 0;
+};
+cudaError_t LaunchDecideListed(const DecideListedParams& params, cudaStream_t stream);
+
 // ---- rows ----
 
 // hidden_gradient[r] = gradient_scale * (sum of value * weight[column] over r's entries - uniform part),

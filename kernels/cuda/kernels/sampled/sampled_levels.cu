@@ -97,6 +97,15 @@ __global__ void DecideSampledKernel(const __grid_constant__ DecideSampledParams 
   *p.chosen_threshold = ThresholdAt(p.threshold, p.list.counters->highest);
 }
 
+// One block.
+__global__ void DecideListedKernel(const __grid_constant__ DecideListedParams p) {
+  bool fits = true;
+  for (int part = 0; part < p.parts; ++part) fits = fits && p.levels[part] == 0;
+  if (threadIdx.x == 0) *p.decision = fits ? Decision::kAsPlanned : Decision::kTooManyCandidates;
+  if (fits) return;
+  for (int64_t r = threadIdx.x; r < p.rows; r += kDecideThreads) p.dropped_mass[r] = 0.0f;
+}
+
 template <typename T>
 cudaError_t Launch(const SampleRowsParams& p, cudaStream_t stream) {
   ChooseLevelKernel<<<1, kSampleLevels, 0, stream>>>(p.list, 1);
@@ -115,6 +124,11 @@ cudaError_t LaunchChooseLevel(const SampleRowsParams& params, cudaStream_t strea
 cudaError_t LaunchRaiseLevel(SampleCounters* counters, const int32_t* levels, int parts,
                              cudaStream_t stream) {
   RaiseLevelKernel<<<1, 1, 0, stream>>>(counters, levels, parts);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchDecideListed(const DecideListedParams& params, cudaStream_t stream) {
+  DecideListedKernel<<<1, kDecideThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
