@@ -185,11 +185,6 @@ hopper::FusedLossParams RecomputedPath::FusedLoss(const ChunkJob& job, const Row
           .order = &context_.device->limits().cluster_order};
 }
 
-absl::Status RecomputedPath::BlockLogits(const ChunkJob& job, const RowBlock& rows,
-                                         const LogitMatrix& to) const {
-  return ClassBlockLogits(job, rows, 0, to);
-}
-
 absl::Status RecomputedPath::ClassBlockLogits(const ChunkJob& job, const RowBlock& rows, int64_t first_class,
                                               const LogitMatrix& to) const {
   return context_.device->gemms().Run(

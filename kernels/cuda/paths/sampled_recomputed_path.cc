@@ -118,7 +118,7 @@ absl::StatusOr<LogitMatrix> SampledRecomputedPath::BlockElements(const ChunkJob&
   }
   const LogitMatrix logits = exact_.LogitsAt(arena.elements);
   const LogitMatrix gradient = InPlaceOf(logits, compute);
-  LOSSD_RETURN_IF_ERROR(exact_.BlockLogits(job, rows, logits));
+  LOSSD_RETURN_IF_ERROR(exact_.ClassBlockLogits(job, rows, 0, logits));
   if (context_.sizes.is_split()) {
     LOSSD_RETURN_IF_ERROR(
         exact_.SplitElements(job, rows, {logits, gradient, 0}, merger_.dropped_mass() + rows.begin));
