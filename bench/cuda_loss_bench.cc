@@ -29,12 +29,12 @@
 #include "bench/bare_products.h"
 #include "bench/deferred_times.h"
 #include "bench/gpu_data.h"
+#include "bench/gpu_group.h"
 #include "bench/gpu_microbatch.h"
 #include "bench/gpu_results.h"
 #include "bench/gpu_timer.h"
 #include "bench/loss_errors.h"
 #include "bench/norm_times.h"
-#include "kernels/cuda/cuda_backend.h"
 #include "nlohmann/json.hpp"
 
 ABSL_FLAG(std::string, out, "", "JSON file to write; empty: none");
@@ -53,6 +53,8 @@ ABSL_FLAG(double, max_gradient_error, 0.01, "of auto");
 ABSL_FLAG(int, seeds, 0, "of sampled: also the error of the mean over so many seeds");
 ABSL_FLAG(int64_t, workspace_mib, 2220,
           "workspace of the head, MiB; with the scratch memory of the GEMMs 2.2 GiB");
+ABSL_FLAG(int, devices, 1, "GPUs that share the head, with NCCL");
+ABSL_FLAG(std::string, split, "any", "what several GPUs divide: rows, vocabulary, or any");
 ABSL_FLAG(int, iterations, 10, "timed microbatches");
 ABSL_FLAG(bool, autotune, false, "choose GEMM algorithms by timing, for the backend and the floor");
 ABSL_FLAG(bool, loss, true, "run the loss benchmark");
@@ -145,19 +147,22 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
       .gradients = way.gradients,
       .sample_threshold = std::ldexp(1.0f, -way.threshold),
       .max_gradient_error = static_cast<float>(absl::GetFlag(FLAGS_max_gradient_error))};
-  auto backend = Take(
-      kernels::CreateCudaBackend({.workspace_bytes = absl::GetFlag(FLAGS_workspace_mib) << 20,
+  auto backend = Take(CreateGpus(absl::GetFlag(FLAGS_devices),
+                                 {.workspace_bytes = absl::GetFlag(FLAGS_workspace_mib) << 20,
                                   .autotune = absl::GetFlag(FLAGS_autotune),
                                   .deterministic = !absl::GetFlag(FLAGS_autotune),
                                   .fused_loss = absl::GetFlag(FLAGS_fused) ? kernels::FusedLoss::kWhereFaster
                                                                            : kernels::FusedLoss::kNever}),
-      "CreateCudaBackend");
-  const kernels::HeadConfig config = {.hidden_size = shape.hidden,
-                                      .vocab_size = shape.vocab,
-                                      .compute_dtype = ComputeType(),
-                                      .optimizer_state = kernels::OptimizerState::kNone,
-                                      .logits = way.logits,
-                                      .gradients = way.gradients};
+                      "CreateGpus");
+  const kernels::HeadConfig config = {
+      .hidden_size = shape.hidden,
+      .vocab_size = shape.vocab,
+      .compute_dtype = ComputeType(),
+      .optimizer_state = kernels::OptimizerState::kNone,
+      .logits = way.logits,
+      .gradients = way.gradients,
+      .split = FromName({kernels::Split::kAny, kernels::Split::kRows, kernels::Split::kVocabulary}, "split",
+                        absl::GetFlag(FLAGS_split))};
   const int64_t free_before = FreeBytes();
   auto head = Take(backend->CreateHead(config), "CreateHead");
   const int64_t taken = free_before - FreeBytes();
@@ -297,7 +302,10 @@ std::vector<Json> RunShape(const NamedShape& named, const std::string& kind, Tim
   const std::vector<Way> ways = Ways();
   std::vector<Json> results;
   results.reserve(ways.size());
-  for (const Way& way : ways) results.push_back(RunBackend(shape, data, way));
+  for (const Way& way : ways) {
+    results.push_back(RunBackend(shape, data, way));
+    Check(cudaSetDevice(0), "cudaSetDevice");  // where the data are
+  }
   if (ComputeType() == DType::kBFloat16) {
     const Floor floor = MeasureFloor(shape, data, timer);
     for (size_t i = 0; i < results.size(); ++i) {

@@ -79,10 +79,6 @@ absl::string_view WhyExact(const LossOptions& options, bool any_grad_entropy) {
   return "";
 }
 
-absl::string_view WhyExactByVocabulary(const LossOptions& options) {
-  return options.gradients == Gradients::kExact ? "exact was asked for" : "the head is split by vocabulary";
-}
-
 Gradients GradientsOf(const LossOptions& options, absl::string_view why_exact) {
   return why_exact.empty() ? options.gradients : Gradients::kExact;
 }

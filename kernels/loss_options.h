@@ -59,9 +59,6 @@ double LargestSlope(const LossOptions& options, double largest_class_weight);
 // an upstream gradient of its entropy.
 absl::string_view WhyExact(const LossOptions& options, bool any_grad_entropy);
 
-// The same of a head whose classes lie on several GPUs: so far its gradients are exact, always.
-absl::string_view WhyExactByVocabulary(const LossOptions& options);
-
 // How a chunk's gradients are computed as far as that is known before its logits are: kExact if why_exact
 // gives a reason, else what the options ask for.
 Gradients GradientsOf(const LossOptions& options, absl::string_view why_exact);

@@ -190,12 +190,7 @@ void CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const 
       }
     });
   }
-  if (is_split_) FinishRows(chunk, row_loss, order);
-}
-
-// Of a head that is split, once every part has the logits of its classes.
-void CpuHead::FinishRows(const Chunk& chunk, const RowLoss& row_loss, const RowOrder& order) {
-  const int64_t c = classes_.rows;
+  if (!is_split_) return;
   const auto all = static_cast<size_t>(order.rows);
   exchange_->MergeStatistics(replica_.index, {buffers_.statistics, all}, {buffers_.merged, all});
   pool_->ParallelFor(order.rows, std::max<int64_t>(1, 4096 / c), [&](int64_t begin, int64_t end) {

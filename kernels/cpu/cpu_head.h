@@ -72,7 +72,6 @@ class CpuHead final : public HeadKernels {
   void Gather(const Chunk& chunk, const RowOrder& order);
   void ComputeChunk(Chunk& chunk, const RowOrder& order);
   void ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order);
-  void FinishRows(const Chunk& chunk, const RowLoss& row_loss, const RowOrder& order);
   void MarkFailedSlices(const Chunk& chunk, const RowOrder& order);
   // Returns the rows that have their gradient here; a head that is split has that of others elsewhere.
   RowRange ComputeGradHidden(const RowOrder& order);

@@ -74,7 +74,6 @@ ProblemSpec BackendConformance::Random(int64_t rows, int64_t hidden_size, int64_
   spec.config.split = SplitOf(vocab_size);
   spec.auto_samples_uniform = GetParam().auto_samples_uniform;
   spec.class_parts = spec.config.split == Split::kVocabulary ? GetParam().devices : 1;
-  if (GetParam().exact_only) spec.options.gradients = Gradients::kExact;
   return spec;
 }
 

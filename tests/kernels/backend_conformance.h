@@ -34,7 +34,6 @@ struct ConformanceCase {
   int devices = 1;  // that share the work; each has a workspace of its own
   // HeadConfig::split of all heads, but that those with fewer classes than devices are split by rows.
   Split split = Split::kAny;
-  bool exact_only = false;  // whatever gradients are asked for; not for GradientsConformance
 };
 
 // "Cpu_fp32_bf16": backend, compute dtype, hidden dtype.
@@ -81,7 +80,7 @@ class BackendConformance : public ::testing::TestWithParam<ConformanceCase> {
   Rng rng_ = FreshRng();
 };
 
-// The same for backends that compute filtered, sampled and auto gradients; chunks ask for all of them.
+// Likewise, where chunks ask for filtered, sampled and auto gradients.
 class GradientsConformance : public BackendConformance {};
 
 }  // namespace lossd::kernels::testing

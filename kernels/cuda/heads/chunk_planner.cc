@@ -4,7 +4,7 @@ namespace lossd::kernels::cuda {
 
 ChunkPlanner::ChunkPlanner(const Device& device, const HeadConfig& config, const HeadSizes& sizes,
                            const HeadNorm* norm)
-    : limits_{config.logits, FilterShapeOf(config, sizes), device.limits(), device.options().fused_loss,
+    : limits_{config.logits, PlannedShapeOf(config, sizes), device.limits(), device.options().fused_loss,
               sizes.is_split()},
       norm_(norm) {}
 

@@ -287,12 +287,13 @@ __device__ __forceinline__ void StoreElements(T* row, int v, const float (&x)[kD
   }
 }
 
-// dL/ds of the part into the row `to`, which may begin where that of the dot products does. In the latter
-// case, and unless the part is resident, the part is the whole row.
-template <typename T, bool kGeneral, bool kResident>
-__device__ __forceinline__ void WriteGradient(const LossTerms& terms, const LogitMap<T, kGeneral>& map,
+// element(logit, column) of the part, and dL/ds of the target, into the row `to`, which may begin where that
+// of the dot products does. In the latter case, and unless the part is resident, the part is the whole row.
+template <typename T, bool kGeneral, bool kResident, typename Element>
+__device__ __forceinline__ void WriteElements(const LogitMap<T, kGeneral>& map,
                                               const RowPart<kResident>& part, int classes,
-                                              const Target& target, const GradientRule rule, T* to) {
+                                              const Target& target, const GradientRule& rule, T* to,
+                                              Element element) {
   const auto write = [&](const uint4& raw, int v) {
     const int first = v * kDots;
     Logit logits[kDots];
@@ -300,7 +301,7 @@ __device__ __forceinline__ void WriteGradient(const LossTerms& terms, const Logi
     float g[kDots];
 #pragma unroll
     for (int i = 0; i < kDots; ++i) {
-      g[i] = Gradient<kGeneral>(terms, rule, logits[i], map.f, kGeneral ? min(first + i, classes - 1) : 0);
+      g[i] = element(logits[i], kGeneral ? min(first + i, classes - 1) : 0);
       if (kGeneral && first + i >= classes) g[i] = 0.0f;
       g[i] = SaturateIf<T>(g[i]);
     }
@@ -316,6 +317,16 @@ __device__ __forceinline__ void WriteGradient(const LossTerms& terms, const Logi
     const float uniform = __fmul_rn(__fmul_rn(rule.uniform, target.class_weight), rule.target_slope);
     to[target.column] = static_cast<T>(SaturateIf<T>(rule.target - uniform));
   }
+}
+
+// dL/ds of the part.
+template <typename T, bool kGeneral, bool kResident>
+__device__ __forceinline__ void WriteGradient(const LossTerms& terms, const LogitMap<T, kGeneral>& map,
+                                              const RowPart<kResident>& part, int classes,
+                                              const Target& target, const GradientRule rule, T* to) {
+  WriteElements(map, part, classes, target, rule, to, [&](const Logit& logit, int column) {
+    return Gradient<kGeneral>(terms, rule, logit, map.f, column);
+  });
 }
 
 template <typename T, typename Part>

@@ -111,6 +111,14 @@ __global__ void MergeRunningKernel(const __grid_constant__ LossTerms terms,
   rows[row] = {r.max, r.sum, r.spread, r.weighted, Here(r.arg, terms), r.target};
 }
 
+__global__ void AddPartsKernel(const float* all, int parts, int64_t n, float* to) {
+  const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (i >= n) return;
+  float sum = 0.0f;
+  for (int part = 0; part < parts; ++part) sum += all[part * n + i];
+  to[i] = sum;
+}
+
 unsigned Blocks(int64_t rows) { return static_cast<unsigned>((rows + kThreads - 1) / kThreads); }
 
 }  // namespace
@@ -140,6 +148,12 @@ cudaError_t LaunchMergeRows(const LossTerms& terms, const RowInputs& in, const R
                             RunningRow* rows, cudaStream_t stream) {
   if (in.rows == 0) return cudaSuccess;
   MergeRunningKernel<<<Blocks(in.rows), kThreads, 0, stream>>>(terms, in, all, parts, rows);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchAddParts(const float* all, int parts, int64_t n, float* to, cudaStream_t stream) {
+  if (n == 0) return cudaSuccess;
+  AddPartsKernel<<<Blocks(n), kThreads, 0, stream>>>(all, parts, n, to);
   return cudaGetLastError();
 }
 

@@ -42,6 +42,9 @@ cudaError_t LaunchRecordRows(const LossTerms& terms, const RowInputs& in, const 
 cudaError_t LaunchMergeRows(const LossTerms& terms, const RowInputs& in, const RowRecord* all, int parts,
                             RunningRow* rows, cudaStream_t stream);
 
+// to[i], i < n: the sum of all[part][i] over the parts, in their order; all: [parts, n].
+cudaError_t LaunchAddParts(const float* all, int parts, int64_t n, float* to, cudaStream_t stream);
+
 }  // namespace lossd::kernels::cuda
 
 #endif  // LOSSD_KERNELS_CUDA_KERNELS_SPLIT_ROWS_H_

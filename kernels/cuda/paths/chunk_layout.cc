@@ -167,7 +167,8 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
       inputs.raw_of_compact[compact] = static_cast<int32_t>(raw);
       FillRow(slice, r, accumulate, layout.unit, static_cast<int32_t>(head.first_class), inputs, compact);
       if (samples) {
-        inputs.omega[compact] = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + r));
+        inputs.omega[compact] = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + r),
+                                         static_cast<uint64_t>(head.first_class));
       }
       layout.accumulate |= accumulate;
       layout.accumulate_all &= accumulate;

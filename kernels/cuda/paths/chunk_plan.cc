@@ -12,23 +12,25 @@ namespace {
 
 absl::string_view WhyChunkIsExact(const LossOptions& options, const ChunkFacts& chunk,
                                   const PlanLimits& limits) {
-  if (limits.split) return WhyExactByVocabulary(options);
   const absl::string_view reason = WhyExact(options, chunk.terms.any_coef_entropy);
   if (!reason.empty()) return reason;
   if (!chunk.wants_gradient) return "no gradient is wanted";
-  if (chunk.terms.vocab == 1 && options.label_smoothing > 0.0f) return "one class has no gradient";
-  return options.gradients == Gradients::kFiltered ? WhyNotFilteredOnDevice(limits.filter, limits.device)
-                                                   : WhyNotSampledOnDevice(limits.filter, limits.device);
+  if (chunk.terms.vocab + chunk.terms.elsewhere == 1 && options.label_smoothing > 0.0f)
+    return "one class has no gradient";
+  // Of a head that is split, what is kept is listed as samples are.
+  return options.gradients == Gradients::kFiltered && !limits.split
+             ? WhyNotFilteredOnDevice(limits.filter, limits.device)
+             : WhyNotSampledOnDevice(limits.filter, limits.device);
 }
 
 absl::string_view WhyNotFused(const ChunkFacts& chunk, bool filtered, const PlanLimits& limits) {
   const bool stored = limits.logits == Logits::kStored;
-  if (filtered && stored) return "filtered gradients are selected from the logits";
+  if (filtered && (stored || limits.split)) return "filtered gradients are selected from the logits";
   if (limits.fused_loss == FusedLoss::kNever) return "switched off";
   const absl::string_view reason = hopper::WhyNotFused(
       chunk.terms, limits.filter.dtype, stored && chunk.wants_gradient, limits.device.fused_clusters);
   if (!reason.empty() || limits.fused_loss == FusedLoss::kWherePossible) return reason;
-  return hopper::WhyNotFaster(chunk.padded_rows, chunk.terms.vocab);
+  return hopper::WhyNotFaster(chunk.padded_rows, limits.filter.vocab);
 }
 
 absl::string_view WhyLibraryGemms(const ChunkFacts& chunk, const PlanLimits& limits) {
@@ -41,8 +43,8 @@ absl::string_view WhyLibraryGemms(const ChunkFacts& chunk, const PlanLimits& lim
 }
 
 // What the device has yet to say.
-absl::string_view WhatDecides(Gradients gradients) {
-  switch (gradients) {
+absl::string_view WhatDecides(const ChunkPlan& plan) {
+  switch (plan.gradients) {
     case Gradients::kExact:
       break;
     case Gradients::kFiltered:
@@ -61,8 +63,10 @@ ChunkPlan PlanChunk(const LossOptions& options, const ChunkFacts& chunk, const P
   ChunkPlan plan;
   plan.why_exact = WhyChunkIsExact(options, chunk, limits);
   plan.gradients = GradientsOf(options, plan.why_exact);
-  plan.uniform_apart =
-      plan.gradients == Gradients::kSampled && options.label_smoothing > 0.0f && options.softcap == 0.0f;
+  plan.filters_elements = limits.split && plan.filtered();
+  const bool apart = plan.gradients == Gradients::kSampled ||
+                     (plan.filters_elements && limits.logits == Logits::kRecomputed);
+  plan.uniform_apart = apart && options.label_smoothing > 0.0f && options.softcap == 0.0f;
   plan.why_not_fused = WhyNotFused(chunk, plan.filtered(), limits);
   plan.why_library_gemms = WhyLibraryGemms(chunk, limits);
   return plan;
@@ -72,7 +76,7 @@ std::vector<Choice> Describe(const ChunkPlan& plan) {
   const std::string product = plan.own_gemms() ? "own product" : "library product";
   const std::string why_product(plan.why_library_gemms);
   std::vector<Choice> choices = {
-      GradientsChoice(plan.gradients, plan.exact() ? plan.why_exact : WhatDecides(plan.gradients)),
+      GradientsChoice(plan.gradients, plan.exact() ? plan.why_exact : WhatDecides(plan)),
       {.what = "loss",
        .choice = plan.fused() ? "in the logits product" : "after the logits product",
        .reason = std::string(plan.why_not_fused)},

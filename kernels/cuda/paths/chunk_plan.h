@@ -22,8 +22,10 @@ namespace lossd::kernels::cuda {
 struct ChunkPlan {
   // kFiltered and kAuto: the device decides when it has seen the logits.
   Gradients gradients = Gradients::kExact;
-  // Sampled gradients get the uniform part of label smoothing in closed form, instead of in ds.
+  // Gradients from a list get the uniform part of label smoothing in closed form, instead of in ds.
   bool uniform_apart = false;
+  // Filtered gradients are selected from the matrix of ds, not from the logits.
+  bool filters_elements = false;
   absl::string_view why_exact;      // "" unless gradients are kExact
   absl::string_view why_not_fused;  // "": the loss is computed in the epilogue of the logits product
   // "": the gradients are products of our own (hopper/gradient_gemm.h) instead of cuBLASLt's.
@@ -49,7 +51,7 @@ struct ChunkFacts {
 // What it needs to know of the head and the device.
 struct PlanLimits {
   Logits logits = Logits::kStored;
-  FilterShape filter;  // of the head
+  FilterShape filter;  // of the head; of one that is split, of the part with most classes
   DeviceLimits device;
   FusedLoss fused_loss = FusedLoss::kWhereFaster;
   bool split = false;  // the head is split by vocabulary

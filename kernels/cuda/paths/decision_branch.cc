@@ -7,10 +7,15 @@ absl::Status BranchByDecision(const PathContext& context, const ChunkJob& job, D
                               absl::FunctionRef<absl::Status()> planned) {
   if (job.plan.gradients == Gradients::kSampled) return planned();
   static_assert(static_cast<int32_t>(Decision::kAsPlanned) == 0, "what is not 0 is exact");
-  const auto* decision = reinterpret_cast<const int32_t*>(job.decision);
+  return BranchByFlag(context, reinterpret_cast<const int32_t*>(job.decision), branch, exact, planned);
+}
+
+absl::Status BranchByFlag(const PathContext& context, const int32_t* flag, DeviceBranch& branch,
+                          absl::FunctionRef<absl::Status()> if_set,
+                          absl::FunctionRef<absl::Status()> if_not) {
   const cudaStream_t stream = context.device->compute();
-  return context.device->options().host_branches ? BranchOnHost(decision, stream, exact, planned)
-                                                 : branch.Enqueue(decision, stream, exact, planned);
+  return context.device->options().host_branches ? BranchOnHost(flag, stream, if_set, if_not)
+                                                 : branch.Enqueue(flag, stream, if_set, if_not);
 }
 
 }  // namespace lossd::kernels::cuda

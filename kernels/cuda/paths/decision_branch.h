@@ -16,6 +16,10 @@ absl::Status BranchByDecision(const PathContext& context, const ChunkJob& job, D
                               absl::FunctionRef<absl::Status()> exact,
                               absl::FunctionRef<absl::Status()> planned);
 
+// The same by any number of the device: `if_set` if it is not 0.
+absl::Status BranchByFlag(const PathContext& context, const int32_t* flag, DeviceBranch& branch,
+                          absl::FunctionRef<absl::Status()> if_set, absl::FunctionRef<absl::Status()> if_not);
+
 }  // namespace lossd::kernels::cuda
 
 #endif  // LOSSD_KERNELS_CUDA_PATHS_DECISION_BRANCH_H_

@@ -11,6 +11,13 @@ FilterShape FilterShapeOf(const HeadConfig& config, const HeadSizes& sizes) {
           .pooled = config.logits == Logits::kRecomputed ? kPooledRecomputed : kPooledCandidates};
 }
 
+FilterShape PlannedShapeOf(const HeadConfig& config, const HeadSizes& sizes) {
+  FilterShape shape = FilterShapeOf(config, sizes);
+  if (sizes.is_split()) shape.vocab = sizes.most_classes;
+  shape.padded_vocab = sizes.planned_vocab();
+  return shape;
+}
+
 absl::string_view WhyNotFilteredOnDevice(const FilterShape& shape, const DeviceLimits& limits) {
   if (!limits.has_branches) return "the driver is too old for branches on the device";
   if (!CanFilterRows(shape.padded_hidden, shape.dtype)) return "the hidden size is too large for one block";

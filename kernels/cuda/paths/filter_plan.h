@@ -39,6 +39,8 @@ struct FilterShape {
 };
 
 FilterShape FilterShapeOf(const HeadConfig& config, const HeadSizes& sizes);
+// What all parts of a head that is split plan with, though some have one class less. Of other heads the same.
+FilterShape PlannedShapeOf(const HeadConfig& config, const HeadSizes& sizes);
 
 // Why this GPU computes a chunk of such a head exactly although its options ask for a filter, or "".
 absl::string_view WhyNotFilteredOnDevice(const FilterShape& shape, const DeviceLimits& limits);

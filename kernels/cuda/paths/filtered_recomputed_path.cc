@@ -93,7 +93,7 @@ absl::Status FilteredRecomputedPath::SelectInPass(const ChunkJob& job, const Row
 absl::Status FilteredRecomputedPath::SelectFromLogits(const ChunkJob& job, const RowBlock& rows,
                                                       const FilterArena& arena) const {
   const LogitMatrix logits = exact_.LogitsAt(arena.logits);
-  LOSSD_RETURN_IF_ERROR(exact_.BlockLogits(job, rows, logits));
+  LOSSD_RETURN_IF_ERROR(exact_.ClassBlockLogits(job, rows, 0, logits));
   return ToStatus(LaunchSelectRows({logits, job.terms, rows.in, rows.out, filter_.Selection(job, rows.begin)},
                                    context_.device->compute()),
                   "selection kernel");

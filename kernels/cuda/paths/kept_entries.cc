@@ -72,7 +72,8 @@ absl::Status AddUniform(const PathContext& context, const ChunkJob& job, const K
   p.class_weights = job.terms.class_weights;
   p.vocab = context.sizes.vocab;
   p.ld = ld;
-  p.scale = -job.layout.unit * job.terms.scale * job.terms.smoothing / static_cast<float>(p.vocab);
+  p.scale = -job.layout.unit * job.terms.scale * job.terms.smoothing /
+            static_cast<float>(context.sizes.all_classes);
   p.weight_gradient = context.accumulators->weight;
   p.bias_gradient = context.accumulators->bias;
   return ToStatus(LaunchUniformWeight(p, stream), "uniform weight kernels");

@@ -129,8 +129,47 @@ absl::Status RecomputedPath::RowBlockStatistics(const ChunkJob& job, const RowBl
       ForEachBlock(context_.sizes.vocab, blocks_.classes, context_.sizes.padded_vocab, fold));
   LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, rows.in, running));
   return ToStatus(LaunchFinishRunning(job.terms, rows.in, context_.config.compute_dtype, rows.out, running,
-                                      Rules(rows), stream),
+                                      Rules(rows), /*with_uniform=*/true, stream),
                   "row results kernel");
+}
+
+absl::Status RecomputedPath::SplitElements(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
+                                           float* dropped_mass) const {
+  const cudaStream_t stream = context_.device->compute();
+  auto* const running = context_.memory.At<RunningRow>(Region::kRunningRows);
+  GradientRule* const rules = Rules(rows);
+  const bool filters = job.plan.filters_elements;
+  const bool with_uniform = filters || !job.plan.uniform_apart;  // exact gradients may need it
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchFoldBlock(block, job.terms, rows.in, running, stream),
+                             "statistics kernel");
+  LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, rows.in, running));
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchFinishRunning(job.terms, rows.in, context_.config.compute_dtype, rows.out,
+                                                 running, rules, with_uniform, stream),
+                             "row results kernel");
+  // Padding rows have no rule that is valid.
+  const int64_t padding = (rows.in.padded_rows - rows.in.rows) * static_cast<int64_t>(sizeof(GradientRule));
+  if (padding > 0) LOSSD_RETURN_IF_ERROR(Zero(rules + rows.in.rows, padding, stream));
+  if (filters) {
+    const BlockFilter filter = {.epsilon = job.options().filter_epsilon,
+                                .with_uniform = !job.plan.uniform_apart,
+                                .with_gradient = job.with_gradient + rows.begin,
+                                .dropped_mass = dropped_mass};
+    return ToStatus(LaunchFilteredBlock(block, job.terms, rows.in, rules, filter, stream), "filter kernel");
+  }
+  return ToStatus(LaunchGradientBlock(block, job.terms, rows.in, rules, stream), "gradient kernel");
+}
+
+absl::Status RecomputedPath::SplitExponentials(const ChunkJob& job, const RowBlock& rows,
+                                               const hopper::TilePartials& tiles, void* exponentials) const {
+  const cudaStream_t stream = context_.device->compute();
+  const hopper::FusedLossParams p = FusedLoss(job, rows, tiles);
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      hopper::LaunchFusedSums(p, exponentials, context_.device->limits().fused_clusters, stream),
+      "fused loss kernels");
+  LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, rows.in, p.rows));
+  LOSSD_RETURN_IF_CUDA_ERROR(hopper::LaunchFusedFinish(p, nullptr, Rules(rows), stream),
+                             "fused loss kernels");
+  return ToStatus(hopper::LaunchFusedFinish(p, exponentials, nullptr, stream), "fused loss kernels");
 }
 
 hopper::FusedLossParams RecomputedPath::FusedLoss(const ChunkJob& job, const RowBlock& rows,
@@ -144,11 +183,6 @@ hopper::FusedLossParams RecomputedPath::FusedLoss(const ChunkJob& job, const Row
           .out = rows.out,
           .rows = fused_rows,
           .order = &context_.device->limits().cluster_order};
-}
-
-absl::Status RecomputedPath::BlockLogits(const ChunkJob& job, const RowBlock& rows,
-                                         const LogitMatrix& to) const {
-  return ClassBlockLogits(job, rows, 0, to);
 }
 
 absl::Status RecomputedPath::ClassBlockLogits(const ChunkJob& job, const RowBlock& rows, int64_t first_class,

@@ -35,11 +35,19 @@ class RecomputedPath final : public ChunkPath {
   absl::Status Statistics(const ChunkJob& job) const;
   // The gradients that job wants, from the rules and PathContext::keep.
   absl::Status Gradients(const ChunkJob& job) const;
-  // Logits of all classes of a block of rows.
-  absl::Status BlockLogits(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& to) const;
+  // Logits of a block of rows and of the classes from first_class on.
+  absl::Status ClassBlockLogits(const ChunkJob& job, const RowBlock& rows, int64_t first_class,
+                                const LogitMatrix& to) const;
   // What a fused loss of a block of rows takes, with its partials in `tiles`.
   hopper::FusedLossParams FusedLoss(const ChunkJob& job, const RowBlock& rows,
                                     const hopper::TilePartials& tiles) const;
+  // Of a head that is split: row results and rules of a block of rows by the sums over all classes, and its
+  // ds in the place of its logits, or as exponentials. If the plan is filtered, so are elements, and the mass
+  // that the classes here drop goes to dropped_mass [rows].
+  absl::Status SplitElements(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
+                             float* dropped_mass) const;
+  absl::Status SplitExponentials(const ChunkJob& job, const RowBlock& rows, const hopper::TilePartials& tiles,
+                                 void* exponentials) const;
   // Of the rows of exponentials that such a loss leaves.
   const float* factors() const { return fused_rows_.factor; }
   GemmShape LogitsGemm(int64_t rows) const { return shapes_.Logits(rows, context_.sizes.padded_vocab); }
@@ -53,8 +61,6 @@ class RecomputedPath final : public ChunkPath {
   RecomputedArena Arena(const ChunkJob& job) const;
   absl::Status RowBlockStatistics(const ChunkJob& job, const RowBlock& rows) const;
   absl::Status RowBlockGradients(const ChunkJob& job, const RowBlock& rows) const;
-  absl::Status ClassBlockLogits(const ChunkJob& job, const RowBlock& rows, int64_t first_class,
-                                const LogitMatrix& to) const;
   absl::Status ClassBlockGradient(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const;
   absl::Status AddHiddenGradient(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
                                  void* sums) const;

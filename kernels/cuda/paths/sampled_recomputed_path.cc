@@ -16,7 +16,7 @@
 namespace lossd::kernels::cuda {
 
 SampledRecomputedPath::SampledRecomputedPath(const PathContext& context)
-    : context_(context), exact_(context) {
+    : context_(context), exact_(context), merger_(context) {
   Carver own(context.memory[Region::kFilter]), hidden(context.memory[Region::kHiddenGradient]),
       arena(context.memory[Region::kLogits]);
   buffers_ = RecomputedSampleBuffers::Carve(ShapeOfHead(), own, hidden, arena);
@@ -55,7 +55,8 @@ absl::Status SampledRecomputedPath::Prepare(const ChunkJob& job) {
 }
 
 int64_t SampledRecomputedPath::BlockRows(const ChunkPlan& plan, int64_t rows) const {
-  return ChooseSampledRows(ShapeOfHead(), ElementsOf(plan), rows, context_.sizes.arena_bytes);
+  return ChooseSampledRows(PlannedShapeOf(context_.config, context_.sizes), ElementsOf(plan), rows,
+                           context_.sizes.arena_bytes);
 }
 
 bool SampledRecomputedPath::LeavesExponentials(const ChunkPlan& plan) const {
@@ -69,13 +70,14 @@ DType SampledRecomputedPath::ElementsOf(const ChunkPlan& plan) const {
 SampleList SampledRecomputedPath::ListOf(const ChunkJob& job, const RowBlock& rows) const {
   const int64_t first = FirstEntry(job, rows.begin);
   const int64_t last = FirstEntry(job, std::min(rows.begin + rows.in.rows, job.rows()));
+  const bool sampled = job.plan.sampled();
   return {.entries = buffers_.listed,
           .first = static_cast<int32_t>(first),
           .capacity = static_cast<int32_t>(last - first),
           .rows = buffers_.rows + rows.begin,
           .counters = buffers_.counters,
-          .variance = job.variance + rows.begin,
-          .square = job.square + rows.begin};
+          .variance = (sampled ? merger_.variance(job) : job.variance) + rows.begin,
+          .square = (sampled ? merger_.square(job) : job.square) + rows.begin};
 }
 
 absl::Status SampledRecomputedPath::Loss(const ChunkJob& job) {
@@ -85,7 +87,13 @@ absl::Status SampledRecomputedPath::Loss(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(Zero(buffers_.runs, sizeof(RunCounters), stream));
   LOSSD_RETURN_IF_ERROR(
       ForEachRowBlock(job, block_rows_, [&](const RowBlock& rows) { return SampleBlock(job, rows); }));
+  if (job.plan.filters_elements) {
+    LOSSD_RETURN_IF_ERROR(merger_.MergeDroppedMass(job));
+    return merger_.DecideListed(job, buffers_.counters);
+  }
+  LOSSD_RETURN_IF_ERROR(merger_.MergeErrors(job));
   LOSSD_RETURN_IF_ERROR(DecideSampled(context_, job, buffers_.counters));
+  if (context_.sizes.is_split()) return absl::OkStatus();  // the rules are there
   return BranchByDecision(
       context_, job, *job.loss_branch, [&] { return exact_.Statistics(job); },
       [] { return absl::OkStatus(); });
@@ -97,6 +105,10 @@ absl::StatusOr<LogitMatrix> SampledRecomputedPath::BlockElements(const ChunkJob&
   const SampledBlockArena arena = SampledBlockArena::Carve(ShapeOfHead(), ElementsOf(job.plan), block_rows_,
                                                            context_.memory[Region::kLogits]);
   const DType compute = context_.config.compute_dtype;
+  if (LeavesExponentials(job.plan) && context_.sizes.is_split()) {
+    LOSSD_RETURN_IF_ERROR(exact_.SplitExponentials(job, rows, arena.tiles, arena.elements));
+    return LogitMatrix{arena.elements, compute, context_.sizes.padded_vocab, context_.sizes.vocab};
+  }
   if (LeavesExponentials(job.plan)) {
     const hopper::FusedLossParams p = exact_.FusedLoss(job, rows, arena.tiles);
     LOSSD_RETURN_IF_CUDA_ERROR(
@@ -106,7 +118,12 @@ absl::StatusOr<LogitMatrix> SampledRecomputedPath::BlockElements(const ChunkJob&
   }
   const LogitMatrix logits = exact_.LogitsAt(arena.elements);
   const LogitMatrix gradient = InPlaceOf(logits, compute);
-  LOSSD_RETURN_IF_ERROR(exact_.BlockLogits(job, rows, logits));
+  LOSSD_RETURN_IF_ERROR(exact_.ClassBlockLogits(job, rows, 0, logits));
+  if (context_.sizes.is_split()) {
+    LOSSD_RETURN_IF_ERROR(
+        exact_.SplitElements(job, rows, {logits, gradient, 0}, merger_.dropped_mass() + rows.begin));
+    return gradient;
+  }
   const RowLossParams loss = {logits, gradient, job.terms, rows.in, rows.out, !job.plan.uniform_apart};
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchRowLoss(loss, device.limits(), device.compute()), "row loss kernel");
   return gradient;
@@ -124,9 +141,10 @@ absl::Status SampledRecomputedPath::SampleBlock(const ChunkJob& job, const RowBl
                                    .lse = rows.out.lse,
                                    .omega = job.omega + rows.begin,
                                    .with_gradient = job.with_gradient + rows.begin,
-                                   .threshold = job.options().sample_threshold,
+                                   .threshold = ThresholdOf(job),
                                    .list = ListOf(job, rows)};
-  return ToStatus(LaunchSampleRows(sample, stream), "sampling kernels");
+  if (job.plan.sampled()) return merger_.Sample(sample);
+  return ToStatus(LaunchSampleRows(sample, stream), "selection kernels");
 }
 
 absl::Status SampledRecomputedPath::GatherRows(const ChunkJob& job) const {

@@ -13,13 +13,14 @@
 #include "kernels/cuda/paths/filter_plan.h"
 #include "kernels/cuda/paths/recomputed_path.h"
 #include "kernels/cuda/paths/sample_plan.h"
+#include "kernels/cuda/paths/split_gradients.h"
 
 namespace lossd::kernels::cuda {
 
 class SampledRecomputedPath final : public ChunkPath {
  public:
   explicit SampledRecomputedPath(const PathContext& context);
-  static bool Takes(const ChunkPlan& plan) { return plan.sampled(); }
+  static bool Takes(const ChunkPlan& plan) { return plan.sampled() || plan.filters_elements; }
   static void Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims);
 
   absl::Status Prepare(const ChunkJob& job) override;
@@ -53,6 +54,7 @@ class SampledRecomputedPath final : public ChunkPath {
 
   const PathContext& context_;
   RecomputedPath exact_;
+  const GradientMerger merger_;
   RecomputedSampleBuffers buffers_;
   int64_t block_rows_ = 0;  // of the chunk that Prepare has begun
 };

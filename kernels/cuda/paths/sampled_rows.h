@@ -10,6 +10,11 @@
 
 namespace lossd::kernels::cuda {
 
+// From which size on elements are listed as they are; filtered ones are, all that is left of them.
+inline float ThresholdOf(const ChunkJob& job) {
+  return job.plan.sampled() ? job.options().sample_threshold : 0.0f;
+}
+
 // Enqueues the decision about a chunk whose rows have all been sampled, into job.decision and
 // job.sample_threshold. Driven by the backend's thread.
 absl::Status DecideSampled(const PathContext& context, const ChunkJob& job, SampleCounters* counters);

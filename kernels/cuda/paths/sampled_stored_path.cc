@@ -15,7 +15,8 @@ SampledStoredPath::SampledStoredPath(const PathContext& context)
     : context_(context),
       shapes_{context.sizes.padded_hidden, context.config.compute_dtype},
       fused_(context),
-      stored_(context) {
+      stored_(context),
+      merger_(context) {
   Carver own(context.memory[Region::kFilter]), hidden(context.memory[Region::kHiddenGradient]),
       logits(context.memory[Region::kLogits]);
   const FilterShape shape = FilterShapeOf(context.config, context.sizes);
@@ -39,17 +40,17 @@ void SampledStoredPath::Claim(const HeadConfig& config, const HeadSizes& sizes, 
 }
 
 int64_t SampledStoredPath::CapacityOf(const ChunkJob& job) const {
-  return SampleCapacity(FilterShapeOf(context_.config, context_.sizes), job.rows(),
-                        job.options().sample_threshold);
+  return SampleCapacity(FilterShapeOf(context_.config, context_.sizes), job.rows(), ThresholdOf(job));
 }
 
 SampleList SampledStoredPath::ListOf(const ChunkJob& job) const {
+  const bool sampled = job.plan.sampled();
   return {.entries = buffers_.listed,
           .capacity = static_cast<int32_t>(CapacityOf(job)),
           .rows = buffers_.rows,
           .counters = buffers_.counters,
-          .variance = job.variance,
-          .square = job.square};
+          .variance = sampled ? merger_.variance(job) : job.variance,
+          .square = sampled ? merger_.square(job) : job.square};
 }
 
 absl::Status SampledStoredPath::Prepare(const ChunkJob& job) {
@@ -81,23 +82,45 @@ absl::Status SampledStoredPath::Loss(const ChunkJob& job) {
 
 absl::Status SampledStoredPath::Sample(const ChunkJob& job) {
   const cudaStream_t stream = context_.device->compute();
-  const LossOptions& options = job.options();
   LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, stream));  // the list lies where dx does
   LOSSD_RETURN_IF_ERROR(Zero(buffers_.counters, sizeof(SampleCounters), stream));
   LOSSD_RETURN_IF_ERROR(Zero(buffers_.runs, sizeof(RunCounters), stream));
   if (UsesHot(job)) LOSSD_RETURN_IF_ERROR(BeginHot(job));
-  const SampleRowsParams sample = {.elements = stored_.elements(),
-                                   .factors = Factors(job),
-                                   .terms = job.terms,
-                                   .in = job.in,
-                                   .lse = job.out.lse,
-                                   .omega = job.omega,
-                                   .with_gradient = job.with_gradient,
-                                   .threshold = options.sample_threshold,
-                                   .list = ListOf(job),
-                                   .hot = HotPartOf(job)};
-  LOSSD_RETURN_IF_CUDA_ERROR(LaunchSampleRows(sample, stream), "sampling kernels");
+  if (job.plan.filters_elements) return ListFiltered(job);
+  LOSSD_RETURN_IF_ERROR(merger_.Sample(SampleOf(job)));
+  LOSSD_RETURN_IF_ERROR(merger_.MergeErrors(job));
   return DecideSampled(context_, job, buffers_.counters);
+}
+
+SampleRowsParams SampledStoredPath::SampleOf(const ChunkJob& job) const {
+  return {.elements = stored_.elements(),
+          .factors = Factors(job),
+          .terms = job.terms,
+          .in = job.in,
+          .lse = job.out.lse,
+          .omega = job.omega,
+          .with_gradient = job.with_gradient,
+          .threshold = ThresholdOf(job),
+          .list = ListOf(job),
+          .hot = HotPartOf(job)};
+}
+
+// With label smoothing nothing is 0.
+absl::Status SampledStoredPath::ListFiltered(const ChunkJob& job) const {
+  const cudaStream_t stream = context_.device->compute();
+  static_assert(static_cast<int32_t>(Decision::kAsPlanned) == 0);
+  LOSSD_RETURN_IF_ERROR(Zero(job.decision, sizeof(*job.decision), stream));
+  LOSSD_RETURN_IF_ERROR(merger_.MergeDroppedMass(job));
+  if (job.terms.smoothing > 0.0f) return absl::OkStatus();
+  return ToStatus(LaunchSampleRows(SampleOf(job), stream), "selection kernels");
+}
+
+absl::Status SampledStoredPath::Branch(const ChunkJob& job, DeviceBranch& branch,
+                                       absl::FunctionRef<absl::Status()> dense,
+                                       absl::FunctionRef<absl::Status()> listed) const {
+  if (!job.plan.filters_elements) return BranchByDecision(context_, job, branch, dense, listed);
+  if (job.terms.smoothing > 0.0f) return dense();
+  return BranchByFlag(context_, &buffers_.counters->level, branch, dense, listed);
 }
 
 HotPart SampledStoredPath::HotPartOf(const ChunkJob& job) const {
@@ -118,16 +141,16 @@ absl::Status SampledStoredPath::BeginHot(const ChunkJob& job) {
 
 // Where dx goes was free when the list was made there (Sample).
 absl::Status SampledStoredPath::HiddenGradient(const ChunkJob& job) {
-  return BranchByDecision(
-      context_, job, *job.loss_branch,
+  return Branch(
+      job, *job.loss_branch,
       [&] { return job.plan.fused() ? fused_.HiddenGemm(job) : stored_.HiddenGemm(job); },
       [&] { return GatherRows(job); });
 }
 
 absl::Status SampledStoredPath::WeightGradient(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(ZeroDroppedHidden(context_, job));
-  LOSSD_RETURN_IF_ERROR(BranchByDecision(
-      context_, job, *job.weight_branch,
+  LOSSD_RETURN_IF_ERROR(Branch(
+      job, *job.weight_branch,
       [&] { return job.plan.fused() ? fused_.WeightGemm(job) : stored_.WeightGemm(job); },
       [&] { return AddKept(job); }));
   context_.accumulators->weight_is_zero = false;

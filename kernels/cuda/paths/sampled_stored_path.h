@@ -1,4 +1,5 @@
-// Sampled gradients of a chunk whose logits are stored (docs/kernels/sampled.md). The chunk begins as an
+// Sampled gradients of a chunk whose logits are stored (docs/kernels/sampled.md), and filtered ones of a head
+// that is split by vocabulary (docs/kernels/filtered.md). The chunk begins as an
 // exact one, FusedStoredPath's or StoredPath's, which leaves a matrix of ds. From it a list of few classes a
 // row is taken; with `auto` the device decides by the predicted error whether the list or the matrix becomes
 // dx and dW. What follows the decision works in the memory of the matrix.
@@ -7,10 +8,12 @@
 
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "kernels/cuda/paths/chunk_path.h"
 #include "kernels/cuda/paths/fused_stored_path.h"
 #include "kernels/cuda/paths/gemm_shapes.h"
 #include "kernels/cuda/paths/sample_plan.h"
+#include "kernels/cuda/paths/split_gradients.h"
 #include "kernels/cuda/paths/stored_path.h"
 
 namespace lossd::kernels::cuda {
@@ -18,7 +21,7 @@ namespace lossd::kernels::cuda {
 class SampledStoredPath final : public ChunkPath {
  public:
   explicit SampledStoredPath(const PathContext& context);
-  static bool Takes(const ChunkPlan& plan) { return plan.sampled(); }
+  static bool Takes(const ChunkPlan& plan) { return plan.sampled() || plan.filters_elements; }
   static void Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims);
 
   absl::Status Prepare(const ChunkJob& job) override;
@@ -33,6 +36,12 @@ class SampledStoredPath final : public ChunkPath {
   SampleList ListOf(const ChunkJob& job) const;
   // The list and the decision.
   absl::Status Sample(const ChunkJob& job);
+  SampleRowsParams SampleOf(const ChunkJob& job) const;
+  // The list of all that is left in a matrix of filtered ds. If it does not fit, the matrix is used.
+  absl::Status ListFiltered(const ChunkJob& job) const;
+  // What `listed` enqueues if the list becomes the gradient, else what `dense` does.
+  absl::Status Branch(const ChunkJob& job, DeviceBranch& branch, absl::FunctionRef<absl::Status()> dense,
+                      absl::FunctionRef<absl::Status()> listed) const;
   // dx, if it is wanted, and the entries of dW.
   absl::Status GatherRows(const ChunkJob& job) const;
   absl::Status CopyLists(const ChunkJob& job) const;
@@ -53,6 +62,7 @@ class SampledStoredPath final : public ChunkPath {
   const GemmShapes shapes_;
   FusedStoredPath fused_;
   StoredPath stored_;
+  const GradientMerger merger_;
   SampleBuffers buffers_;
   HotClasses hot_;
   int64_t hot_bytes_ = 0;

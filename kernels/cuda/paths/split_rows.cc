@@ -12,6 +12,9 @@ SplitRows SplitRows::Carve(const HeadSizes& sizes, uint8_t* base, int64_t* bytes
   rows.all = carver.Take<RowRecord>(sizes.parts * sizes.chunk_rows);
   rows.sum_reference = carver.Take<float>(sizes.chunk_rows);
   rows.norm_sums = carver.Take<float>(2 * sizes.padded_hidden);
+  rows.levels = carver.Take<int32_t>(sizes.parts);
+  rows.own_sums = carver.Take<float>(2 * sizes.chunk_rows);
+  rows.all_sums = carver.Take<float>(2 * sizes.parts * sizes.chunk_rows);
   if (bytes != nullptr) *bytes = carver.used();
   return rows;
 }

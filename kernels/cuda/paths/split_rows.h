@@ -19,6 +19,11 @@ struct SplitRows {
   RowRecord* all = nullptr;        // [parts, chunk_rows]
   float* sum_reference = nullptr;  // [chunk_rows], FusedRows::sum_reference
   float* norm_sums = nullptr;      // [2, padded_hidden]
+  // Of gradients that are not exact.
+  int32_t* levels = nullptr;  // [parts], SampleCounters::level
+  // Variances and squares, or dropped masses: [2, chunk_rows] of the classes here, and of all parts.
+  float* own_sums = nullptr;
+  float* all_sums = nullptr;
 
   static SplitRows Carve(const HeadSizes& sizes, uint8_t* base, int64_t* bytes = nullptr);
   static void Claim(const HeadSizes& sizes, PathClaims& claims);

@@ -18,7 +18,8 @@ StoredPath::StoredPath(const PathContext& context)
       shapes_{context.sizes.padded_hidden, context.config.compute_dtype},
       staged_(context),
       gradients_(context),
-      merger_(context) {}
+      merger_(context),
+      gradient_merger_(context) {}
 
 void StoredPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
   StoredGradients::Claim(config, sizes, claims);
@@ -66,7 +67,7 @@ absl::Status StoredPath::SplitRowLoss(const ChunkJob& job, const RowBlock& rows,
                              "statistics kernel");
   LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, rows.in, running));
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchFinishRunning(job.terms, rows.in, context_.config.compute_dtype, rows.out,
-                                                 running, rules, stream),
+                                                 running, rules, !job.plan.uniform_apart, stream),
                              "row results kernel");
   if (gradient.data == nullptr) return absl::OkStatus();
   // Padding rows have no rule that is valid.
@@ -74,6 +75,14 @@ absl::Status StoredPath::SplitRowLoss(const ChunkJob& job, const RowBlock& rows,
   if (padding > 0) {
     LOSSD_RETURN_IF_ERROR(
         Zero(rules + rows.in.rows, padding * static_cast<int64_t>(sizeof(GradientRule)), stream));
+  }
+  if (job.plan.filters_elements) {
+    float* const dropped = gradient_merger_.dropped_mass() + rows.begin;
+    const BlockFilter filter = {.epsilon = job.options().filter_epsilon,
+                                .with_uniform = !job.plan.uniform_apart,
+                                .with_gradient = job.with_gradient + rows.begin,
+                                .dropped_mass = dropped};
+    return ToStatus(LaunchFilteredBlock(block, job.terms, rows.in, rules, filter, stream), "filter kernel");
   }
   return ToStatus(LaunchGradientBlock(block, job.terms, rows.in, rules, stream), "gradient kernel");
 }

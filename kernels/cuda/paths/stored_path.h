@@ -6,6 +6,7 @@
 
 #include "kernels/cuda/paths/chunk_path.h"
 #include "kernels/cuda/paths/gemm_shapes.h"
+#include "kernels/cuda/paths/split_gradients.h"
 #include "kernels/cuda/paths/split_rows.h"
 #include "kernels/cuda/paths/staged_logits.h"
 #include "kernels/cuda/paths/stored_gradients.h"
@@ -36,7 +37,7 @@ class StoredPath final : public ChunkPath {
 
  private:
   StoredGradient Gradient() const { return {context_.memory[Region::kLogits], nullptr}; }
-  // Of a block of rows of which other devices have classes too.
+  // Of a block of rows of which other devices have classes too, filtered if the plan is.
   absl::Status SplitRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                             const LogitMatrix& gradient) const;
 
@@ -45,6 +46,7 @@ class StoredPath final : public ChunkPath {
   const StagedLogits staged_;
   const StoredGradients gradients_;
   const RowMerger merger_;
+  const GradientMerger gradient_merger_;
 };
 
 }  // namespace lossd::kernels::cuda

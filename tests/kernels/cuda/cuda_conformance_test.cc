@@ -32,7 +32,7 @@ Backend& BackendWith() {
 constexpr int kGroupGpus = 2;
 
 // Every chunk is divided between two GPUs.
-template <FusedLoss kFused>
+template <FusedLoss kFused, bool kHostBranches = false, bool kSmallestBlocks = false>
 Backend& GroupWith() {
   static const std::unique_ptr<Backend> group = [] {
     std::vector<std::unique_ptr<Backend>> members;
@@ -41,6 +41,8 @@ Backend& GroupWith() {
       options.device = i;
       options.replica = {i, kGroupGpus};
       options.fused_loss = kFused;
+      options.host_branches = kHostBranches;
+      options.smallest_blocks = kSmallestBlocks;
       auto member = CreateCudaBackend(options);
       EXPECT_TRUE(member.ok()) << member.status();
       members.push_back(*std::move(member));
@@ -101,7 +103,18 @@ std::vector<Way> Ways() {
       {"CudaGroup", GroupWith<kNever>, kStored, {{kF32, kF32}, {kF16, kBf16}, {kBf16, kF32}}, kGroupGpus},
       {"CudaGroupFused", GroupWith<kFused>, kStored, {{kBf16, kBf16}}, kGroupGpus},
       {"CudaGroupRecomputed", GroupWith<kFused>, kRecomputed, {{kBf16, kBf16}}, kGroupGpus},
-      {"CudaVocabulary", GroupWith<kNever>, kStored, equal, kGroupGpus, Split::kVocabulary},
+      {"CudaVocabulary",
+       GroupWith<kNever>,
+       kStored,
+       {{kF32, kF32}, {kF16, kF16}, {kBf16, kBf16}, {kBf16, kF32}},
+       kGroupGpus,
+       Split::kVocabulary},
+      {"CudaVocabularyHostBranch",
+       GroupWith<kFused, true>,
+       kStored,
+       {{kF32, kF32}, {kBf16, kBf16}},
+       kGroupGpus,
+       Split::kVocabulary},
       {"CudaVocabularyFused",
        GroupWith<kFused>,
        kStored,
@@ -110,6 +123,12 @@ std::vector<Way> Ways() {
        Split::kVocabulary},
       {"CudaVocabularyRecomputed",
        GroupWith<kNever>,
+       kRecomputed,
+       {{kF32, kF32}, {kBf16, kBf16}},
+       kGroupGpus,
+       Split::kVocabulary},
+      {"CudaVocabularyRecomputedBlocks",
+       GroupWith<kFused, false, true>,
        kRecomputed,
        {{kF32, kF32}, {kBf16, kBf16}},
        kGroupGpus,
@@ -123,15 +142,13 @@ std::vector<Way> Ways() {
   };
 }
 
-// exact_only: also those that compute exact gradients alone.
-std::vector<ConformanceCase> Cases(bool exact_only) {
+std::vector<ConformanceCase> Cases() {
   std::vector<ConformanceCase> cases;
   for (const Way& way : Ways()) {
-    const bool is_exact = way.split == Split::kVocabulary;
-    if (GpuCount() < way.gpus || is_exact > exact_only) continue;
+    if (GpuCount() < way.gpus) continue;
     for (const auto& [compute, hidden] : way.dtypes) {
       cases.push_back({way.name, way.backend, compute, hidden, way.logits, /*auto_samples_uniform=*/true,
-                       way.gpus, way.split, is_exact});
+                       way.gpus, way.split});
     }
   }
   return cases;
@@ -140,8 +157,8 @@ std::vector<ConformanceCase> Cases(bool exact_only) {
 // Without a GPU there is no case at all.
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(BackendConformance);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GradientsConformance);
-INSTANTIATE_TEST_SUITE_P(Cuda, BackendConformance, ::testing::ValuesIn(Cases(true)), ConformanceName);
-INSTANTIATE_TEST_SUITE_P(Cuda, GradientsConformance, ::testing::ValuesIn(Cases(false)), ConformanceName);
+INSTANTIATE_TEST_SUITE_P(Cuda, BackendConformance, ::testing::ValuesIn(Cases()), ConformanceName);
+INSTANTIATE_TEST_SUITE_P(Cuda, GradientsConformance, ::testing::ValuesIn(Cases()), ConformanceName);
 
 TEST(CudaConformance, HasAGpu) { LOSSD_SKIP_WITHOUT_GPU(); }
 

@@ -142,6 +142,9 @@ __device__ __forceinline__ RowGradient MakeGradient(const GradientRule& rule, co
   const float others = rule.softmax / r.inverse_sum;
   if (!(fabsf(others) > kNegligible * fabsf(rule.target))) return {rule.target, 1.0f, true};
   const float factor = rule.softmax * rescale;
+  // Where the largest logits are on another device, 2^(c - M) may be 0. What is stored here sums up to no
+  // more than kLargestSum.
+  if (!(fabsf(factor) * kLargestSum > kNegligible * fabsf(rule.target))) return {rule.target, 1.0f, true};
   return {factor, rule.target / factor, false};
 }
 

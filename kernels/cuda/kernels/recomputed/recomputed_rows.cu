@@ -75,7 +75,7 @@ template <typename T>
 __global__ void FinishRunningKernel(const __grid_constant__ LossTerms terms,
                                     const __grid_constant__ RowInputs in,
                                     const __grid_constant__ RowResults out, const RunningRow* running,
-                                    GradientRule* rules) {
+                                    GradientRule* rules, bool with_uniform) {
   const int64_t row = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (row >= in.rows) return;
   const LogitMap<T, true> map(terms);
@@ -84,6 +84,7 @@ __global__ void FinishRunningKernel(const __grid_constant__ LossTerms terms,
   const RowResult result = Finish<true>(terms, in, row, target, ToStats(running[row]), map.f);
   WriteRow(out, row, result);
   rules[row] = MakeRule<true>(terms, in, row, target, result);
+  if (!with_uniform) rules[row].uniform = 0.0f;
 }
 
 __global__ void SettleRulesKernel(const __grid_constant__ SettleParams p) {
@@ -118,6 +119,37 @@ __global__ __launch_bounds__(kThreads) void GradientBlockKernel(const __grid_con
 }
 
 template <typename T>
+__global__ __launch_bounds__(kThreads) void FilteredBlockKernel(const __grid_constant__ BlockParams p,
+                                                                int first_class, const GradientRule* rules,
+                                                                const __grid_constant__ BlockFilter filter) {
+  __shared__ float scratch[33];
+  const int64_t row = blockIdx.x;
+  const RowPart<false> part = WholeBlock(p.logits, row);
+  T* const to = static_cast<T*>(p.gradient.data) + row * p.gradient.ld;
+  GradientRule rule = rules[row];
+  if (!filter.with_uniform) rule.uniform = 0.0f;
+  float dropped = 0.0f;
+  if (rule.valid) {
+    const LogitMap<T, true> map(p.terms);
+    const Target target = MakeTargetOf<T>(p.terms, p.in, map, row, first_class);
+    GradientRule rest = rule;  // of what is dropped
+    rest.softmax = 0.0f;
+    WriteElements(map, part, static_cast<int>(p.logits.classes), target, rule, to,
+                  [&](const Logit& logit, int column) {
+                    const float probability = Exp2(fmaf(logit.z, map.f, -rule.reference) - rule.log2_sum);
+                    const bool drop = probability < filter.epsilon;
+                    dropped += drop ? probability : 0.0f;
+                    return Gradient<true>(p.terms, drop ? rest : rule, logit, map.f, column);
+                  });
+  } else {
+    WriteZeros(part, to);
+  }
+  dropped = BlockSum(dropped, scratch);
+  if (threadIdx.x != 0 || row >= p.in.rows) return;
+  filter.dropped_mass[row] = filter.with_gradient[row] != 0 ? dropped : 0.0f;
+}
+
+template <typename T>
 cudaError_t LaunchFold(const BlockParams& p, int64_t first_class, RunningRow* running, cudaStream_t stream) {
   FoldBlockKernel<T>
       <<<static_cast<unsigned>(p.in.rows), kThreads, 0, stream>>>(p, static_cast<int>(first_class), running);
@@ -145,11 +177,11 @@ cudaError_t LaunchFoldBlock(const ClassBlock& block, const LossTerms& terms, con
 
 cudaError_t LaunchFinishRunning(const LossTerms& terms, const RowInputs& in, DType compute,
                                 const RowResults& out, const RunningRow* running, GradientRule* rules,
-                                cudaStream_t stream) {
+                                bool with_uniform, cudaStream_t stream) {
   if (in.rows == 0) return cudaSuccess;
   const auto blocks = static_cast<unsigned>((in.rows + kThreads - 1) / kThreads);
   auto* kernel = compute == DType::kFloat32 ? FinishRunningKernel<float> : FinishRunningKernel<__nv_bfloat16>;
-  kernel<<<blocks, kThreads, 0, stream>>>(terms, in, out, running, rules);
+  kernel<<<blocks, kThreads, 0, stream>>>(terms, in, out, running, rules, with_uniform);
   return cudaGetLastError();
 }
 
@@ -165,6 +197,18 @@ cudaError_t LaunchGradientBlock(const ClassBlock& block, const LossTerms& terms,
   if (in.padded_rows == 0) return cudaSuccess;
   return WithElement(p.gradient.dtype, [&](auto element) {
     return LaunchGradient<typename decltype(element)::Type>(p, block.first_class, rules, stream);
+  });
+}
+
+cudaError_t LaunchFilteredBlock(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
+                                const GradientRule* rules, const BlockFilter& filter, cudaStream_t stream) {
+  const BlockParams p = Within(block, terms, in);
+  if (in.padded_rows == 0) return cudaSuccess;
+  return WithElement(p.gradient.dtype, [&](auto element) {
+    FilteredBlockKernel<typename decltype(element)::Type>
+        <<<static_cast<unsigned>(p.in.padded_rows), kThreads, 0, stream>>>(
+            p, static_cast<int>(block.first_class), rules, filter);
+    return cudaGetLastError();
   });
 }
 

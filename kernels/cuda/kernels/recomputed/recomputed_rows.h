@@ -37,10 +37,11 @@ struct ClassBlock {
 cudaError_t LaunchFoldBlock(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
                             RunningRow* running, cudaStream_t stream);
 
-// Row results and rules from the statistics of all blocks. `in` has target_dots.
+// Row results and rules from the statistics of all blocks. `in` has target_dots. with_uniform: the rules have
+// the uniform part of label smoothing.
 cudaError_t LaunchFinishRunning(const LossTerms& terms, const RowInputs& in, DType compute,
                                 const RowResults& out, const RunningRow* running, GradientRule* rules,
-                                cudaStream_t stream);
+                                bool with_uniform, cudaStream_t stream);
 
 // Makes the rules final: rows that may add nothing to any sum get a gradient of 0, and the first two kinds
 // hidden states of 0: those whose loss is not finite, those that are accumulated but not kept (rows.h), and
@@ -59,6 +60,16 @@ cudaError_t LaunchSettleRules(const SettleParams& params, cudaStream_t stream);
 // columns. `terms` and `in` as for LaunchFoldBlock(); rules: [padded_rows].
 cudaError_t LaunchGradientBlock(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
                                 const GradientRule* rules, cudaStream_t stream);
+// The same without the probabilities below epsilon, the target's excepted; no row has a gradient of its
+// entropy.
+struct BlockFilter {
+  float epsilon = 0.0f;
+  bool with_uniform = true;                // the uniform part of label smoothing is among the elements
+  const int32_t* with_gradient = nullptr;  // [rows]; the others drop nothing
+  float* dropped_mass = nullptr;           // out: [rows], of the block
+};
+cudaError_t LaunchFilteredBlock(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
+                                const GradientRule* rules, const BlockFilter& filter, cudaStream_t stream);
 
 }  // namespace lossd::kernels::cuda
 

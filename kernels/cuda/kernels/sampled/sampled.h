@@ -87,8 +87,12 @@ struct SampleRowsParams {
 // is not 0.
 cudaError_t LaunchSampleRows(const SampleRowsParams& params, cudaStream_t stream);
 
-// A part of it: the level, from what the rows have counted at level 0.
+// Its parts: the list at level 0, which may be too long, or, again, at the level that was chosen unless that
+// is 0; and the level, from what the rows have counted at level 0. Between them the level may be raised,
+// where several devices sample classes of the same rows: to the largest of their `levels` [parts].
+cudaError_t LaunchSelectSamples(const SampleRowsParams& params, bool again, cudaStream_t stream);
 cudaError_t LaunchChooseLevel(const SampleRowsParams& params, cudaStream_t stream);
+cudaError_t LaunchRaiseLevel(SampleCounters* counters, const int32_t* levels, int parts, cudaStream_t stream);
 
 // ---- decision ----
 
@@ -102,6 +106,16 @@ struct DecideSampledParams {
   float* chosen_threshold = nullptr;  // [1]
 };
 cudaError_t LaunchDecideSampled(const DecideSampledParams& params, cudaStream_t stream);
+
+// kTooManyCandidates if one of the levels [parts] is not 0, and then zeros in dropped_mass [rows].
+struct DecideListedParams {
+  const int32_t* levels = nullptr;
+  int parts = 0;
+  Decision* decision = nullptr;  // [1]
+  float* dropped_mass = nullptr;
+  int64_t rows = 0;
+};
+cudaError_t LaunchDecideListed(const DecideListedParams& params, cudaStream_t stream);
 
 // ---- rows ----
 

@@ -90,7 +90,8 @@ __device__ __forceinline__ void LoadDense(const SampledHiddenParams& p, int64_t 
 template <typename T, int kVectors>
 __device__ __forceinline__ void SubtractUniform(const SampledHiddenParams& p, int64_t row, int vectors,
                                                 Accumulator<T, kVectors>& gradient) {
-  const float uniform = p.in.coef_loss[row] * p.terms.smoothing / static_cast<float>(p.terms.vocab);
+  const float uniform =
+      p.in.coef_loss[row] * p.terms.smoothing / static_cast<float>(p.terms.vocab + p.terms.elsewhere);
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     const int v = static_cast<int>(threadIdx.x + k * blockDim.x);

@@ -69,6 +69,15 @@ __global__ void ChooseLevelKernel(SampleList list, int known) {
 }
 static_assert(kSampleLevels == 32, "a warp has one lane for each");
 
+// One thread.
+__global__ void RaiseLevelKernel(SampleCounters* counters, const int32_t* levels, int parts) {
+  int32_t largest = 0;
+  for (int part = 0; part < parts; ++part) largest = max(largest, levels[part]);
+  if (largest > counters->level) counters->used = 0;  // all rows are selected again
+  counters->level = largest;
+  counters->highest = max(counters->highest, largest);
+}
+
 // ---- decision ----
 
 // One block.
@@ -88,6 +97,15 @@ __global__ void DecideSampledKernel(const __grid_constant__ DecideSampledParams 
   *p.chosen_threshold = ThresholdAt(p.threshold, p.list.counters->highest);
 }
 
+// One block.
+__global__ void DecideListedKernel(const __grid_constant__ DecideListedParams p) {
+  bool fits = true;
+  for (int part = 0; part < p.parts; ++part) fits = fits && p.levels[part] == 0;
+  if (threadIdx.x == 0) *p.decision = fits ? Decision::kAsPlanned : Decision::kTooManyCandidates;
+  if (fits) return;
+  for (int64_t r = threadIdx.x; r < p.rows; r += kDecideThreads) p.dropped_mass[r] = 0.0f;
+}
+
 template <typename T>
 cudaError_t Launch(const SampleRowsParams& p, cudaStream_t stream) {
   ChooseLevelKernel<<<1, kSampleLevels, 0, stream>>>(p.list, 1);
@@ -101,6 +119,17 @@ cudaError_t Launch(const SampleRowsParams& p, cudaStream_t stream) {
 cudaError_t LaunchChooseLevel(const SampleRowsParams& params, cudaStream_t stream) {
   return WithElement(params.elements.dtype,
                      [&](auto element) { return Launch<typename decltype(element)::Type>(params, stream); });
+}
+
+cudaError_t LaunchRaiseLevel(SampleCounters* counters, const int32_t* levels, int parts,
+                             cudaStream_t stream) {
+  RaiseLevelKernel<<<1, 1, 0, stream>>>(counters, levels, parts);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchDecideListed(const DecideListedParams& params, cudaStream_t stream) {
+  DecideListedKernel<<<1, kDecideThreads, 0, stream>>>(params);
+  return cudaGetLastError();
 }
 
 cudaError_t LaunchDecideSampled(const DecideSampledParams& params, cudaStream_t stream) {

@@ -22,14 +22,16 @@ struct RowScale {
   float relative;   // a over |element|
   float threshold;  // of a
   float width;      // w over |element|
-  int target;
+  int target;       // -1: elsewhere
+  int target_group;
 };
 
 // kappa, over the gradient unit.
-__device__ __forceinline__ float KappaOf(const SampleRowsParams& p, int64_t row, int target) {
+__device__ __forceinline__ float KappaOf(const SampleRowsParams& p, int64_t row) {
   const float c = p.in.coef_loss[row];
-  const float hard = ClassWeight(p.terms, target) * (1.0f - p.terms.smoothing);
-  const float share = p.terms.smoothing / static_cast<float>(p.terms.vocab);
+  const int place = p.in.all_targets != nullptr ? p.in.all_targets[row] : p.in.targets[row];
+  const float hard = ClassWeight(p.terms, place) * (1.0f - p.terms.smoothing);
+  const float share = p.terms.smoothing / static_cast<float>(p.terms.vocab + p.terms.elsewhere);
   const float softmax =
       c * (hard + share * p.terms.class_weight_sum + 2.0f * p.terms.z_loss * p.lse[row]) + p.in.coef_lse[row];
   return fabsf(softmax) + fabsf(p.in.coef_entropy[row]);
@@ -46,7 +48,8 @@ __device__ __forceinline__ float ThresholdAt(float threshold, int level) {
 __device__ __forceinline__ RowScale ScaleOf(const SampleRowsParams& p, int64_t row, float threshold) {
   RowScale s;
   s.target = p.in.targets[row];
-  s.kappa = KappaOf(p, row, s.target);
+  s.target_group = s.target < 0 ? -1 : s.target / kGroup;
+  s.kappa = KappaOf(p, row);
   s.factor = p.factors != nullptr ? p.factors[row] : 1.0f;
   const float relative = fabsf(s.factor) / s.kappa;
   s.relative = isfinite(relative) ? relative : 0.0f;  // no loss, or not finite: nothing but the target

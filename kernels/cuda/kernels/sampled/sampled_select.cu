@@ -129,7 +129,7 @@ __device__ __forceinline__ void MeasureGroups(const SampleRowsParams& p, const T
     group.Load(row, PaddedClasses(p), g);
     float width = 0.0f;
     if (s.width > 0.0f) {
-      width = g == s.target / kGroup ? WidthOf(group, s, s.target % kGroup) : WidthOf(group, s, -1);
+      width = g == s.target_group ? WidthOf(group, s, s.target % kGroup) : WidthOf(group, s, -1);
     }
     if (has_hot) width = TakeHot(p.hot, row, index, s, g, width, square);
     memory.begins[At(g)] = width;
@@ -159,7 +159,7 @@ __device__ __forceinline__ float PlaceGroups(int groups, const RowMemory& memory
 __device__ __forceinline__ bool IsPicked(const RowMemory& memory, int g, const RowScale& s, float omega) {
   const float begin = memory.begins[At(g)], end = memory.begins[At(g + 1)];
   return floorf(end - omega) > floorf(begin - omega) || end - begin > 0.99f ||
-         g == s.target / kGroup;  // the target is taken anyway
+         g == s.target_group;  // the target is taken anyway
 }
 
 // The groups that are gone through, in order; returns how many.
@@ -184,7 +184,7 @@ __device__ __forceinline__ int PickGroups(const RowScale& s, float omega, int gr
 template <typename T>
 __device__ __forceinline__ uint32_t TakenOf(const SampleRowsParams& p, const GroupOf<T>& group,
                                             const RowScale& s, float omega, float begin, int g) {
-  const int target = s.target - g * kGroup;
+  const int target = g == s.target_group ? s.target % kGroup : -1;
   const uint32_t hot = p.hot.classes.bits != nullptr ? __ldg(p.hot.classes.bits + g) : 0;
   const int classes = static_cast<int>(p.elements.classes) - g * kGroup;
   SystematicSampler<float> sampler(omega, begin);
@@ -302,30 +302,37 @@ __global__ __launch_bounds__(kThreads,
   const int begin = shared.begin;
   const int count = WriteEntries(p, elements, s, omega, picked, begin, memory, shared, sums);
   if (threadIdx.x == 0) to.rows[row] = {to.first + begin, count};
-  WriteErrors(to, row, s, static_cast<float>(elements[s.target]), sums, shared.scratch);
+  const float target = s.target < 0 ? 0.0f : static_cast<float>(elements[s.target]);
+  WriteErrors(to, row, s, target, sums, shared.scratch);
 }
 
+// again: at the level that the first selection has led to; nothing if that is 0.
 template <typename T>
-cudaError_t Launch(const SampleRowsParams& p, cudaStream_t stream) {
+cudaError_t Launch(const SampleRowsParams& p, bool again, cudaStream_t stream) {
   auto* kernel = SampleRowsKernel<T>;
   const int groups = GroupsOf(p);
   const size_t shared = RowMemory::Bytes(groups);
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return error;
-  const auto rows = static_cast<unsigned>(p.in.rows);
-  kernel<<<rows, kThreads, shared, stream>>>(p, groups, false);
-  if (const cudaError_t chosen = LaunchChooseLevel(p, stream); chosen != cudaSuccess) return chosen;
-  kernel<<<rows, kThreads, shared, stream>>>(p, groups, true);
+  kernel<<<static_cast<unsigned>(p.in.rows), kThreads, shared, stream>>>(p, groups, again);
   return cudaGetLastError();
 }
 
 }  // namespace
 
+cudaError_t LaunchSelectSamples(const SampleRowsParams& params, bool again, cudaStream_t stream) {
+  if (params.in.rows == 0) return cudaSuccess;
+  return WithElement(params.elements.dtype, [&](auto element) {
+    return Launch<typename decltype(element)::Type>(params, again, stream);
+  });
+}
+
 cudaError_t LaunchSampleRows(const SampleRowsParams& params, cudaStream_t stream) {
   if (params.in.rows == 0) return cudaSuccess;
-  return WithElement(params.elements.dtype,
-                     [&](auto element) { return Launch<typename decltype(element)::Type>(params, stream); });
+  cudaError_t error = LaunchSelectSamples(params, /*again=*/false, stream);
+  if (error == cudaSuccess) error = LaunchChooseLevel(params, stream);
+  return error == cudaSuccess ? LaunchSelectSamples(params, /*again=*/true, stream) : error;
 }
 
 }  // namespace lossd::kernels::cuda

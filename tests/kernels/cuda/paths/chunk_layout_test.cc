@@ -8,6 +8,7 @@
 #include "gtest/gtest.h"
 #include "kernels/cuda/heads/head_memory.h"
 #include "kernels/cuda/kernels/hopper/tiles.h"
+#include "kernels/sampling.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -36,6 +37,26 @@ LayoutHead Head(DType compute) {
   head.compute_dtype = compute;
   head.chunk_rows = kCapacity;
   return head;
+}
+
+TEST(ChunkLayout, APartOfAHeadHasRandomNumbersOfItsOwn) {
+  Blocks blocks;
+  const std::vector<int32_t> targets = {3, kIgnoredTarget, 5};
+  Slice slice;
+  slice.rows = 3;
+  slice.targets = targets.data();
+  slice.sample_seed = 11;
+  slice.first_row = 40;
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(&slice, 1);
+  chunk.options.gradients = Gradients::kSampled;
+  for (const int64_t first_class : {0, 5}) {
+    LayoutHead head = Head(DType::kBFloat16);
+    head.first_class = first_class;
+    LayOutChunk(head, chunk, blocks.inputs);
+    EXPECT_EQ(blocks.inputs.omega[0], SampleOf(11, 40, static_cast<uint64_t>(first_class)));
+    EXPECT_EQ(blocks.inputs.omega[1], SampleOf(11, 42, static_cast<uint64_t>(first_class)));
+  }
 }
 
 TEST(ChunkLayout, LeavesOutRowsWithoutTarget) {

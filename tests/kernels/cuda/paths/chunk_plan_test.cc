@@ -82,6 +82,34 @@ TEST(ChunkPlan, FilteredChunksOfRecomputedLogitsAreFused) {
   }
 }
 
+// All parts of a head that is split plan alike, whatever classes they have.
+TEST(ChunkPlan, PartsOfAHeadPlanAlike) {
+  Case c;
+  c.limits.split = true;
+  for (const Logits logits : {Logits::kStored, Logits::kRecomputed}) {
+    c.limits.logits = logits;
+    for (Gradients gradients :
+         {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
+      c.options.gradients = gradients;
+      const ChunkPlan plan = c.Plan();
+      EXPECT_EQ(plan.gradients, gradients) << plan.why_exact;
+      EXPECT_EQ(plan.filters_elements, gradients == Gradients::kFiltered);
+      EXPECT_EQ(plan.fused(), gradients != Gradients::kFiltered) << "elements are filtered unfused";
+    }
+  }
+  c.options = {.label_smoothing = 0.1f, .gradients = Gradients::kFiltered};
+  c.limits.logits = Logits::kStored;
+  EXPECT_FALSE(c.Plan().uniform_apart) << "the matrix may have to be multiplied";
+  c.limits.logits = Logits::kRecomputed;
+  EXPECT_TRUE(c.Plan().uniform_apart);
+  // Of two classes each of two devices has one.
+  c.chunk.terms.vocab = c.chunk.terms.elsewhere = 1;
+  c.options.gradients = Gradients::kSampled;
+  EXPECT_EQ(c.Plan().gradients, Gradients::kSampled);
+  c.chunk.terms.elsewhere = 0;
+  EXPECT_EQ(c.Plan().why_exact, "one class has no gradient");
+}
+
 TEST(ChunkPlan, WhatCannotBeFilteredMayBeFused) {
   Case c;
   c.options.gradients = Gradients::kFiltered;

@@ -1,0 +1,72 @@
+#include "kernels/cuda/paths/split_gradients.h"
+
+#include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/kernels/split_rows.h"
+
+namespace lossd::kernels::cuda {
+
+GradientMerger::GradientMerger(const PathContext& context)
+    : context_(context), rows_(SplitRows::Carve(context.sizes, context.memory[Region::kSplitRows])) {}
+
+float* GradientMerger::variance(const ChunkJob& job) const {
+  return context_.sizes.is_split() ? rows_.own_sums : job.variance;
+}
+
+float* GradientMerger::square(const ChunkJob& job) const {
+  return context_.sizes.is_split() ? rows_.own_sums + job.rows() : job.square;
+}
+
+absl::Status GradientMerger::Sample(const SampleRowsParams& params) const {
+  const cudaStream_t stream = context_.device->compute();
+  if (!context_.sizes.is_split()) return ToStatus(LaunchSampleRows(params, stream), "sampling kernels");
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchSelectSamples(params, /*again=*/false, stream), "sampling kernels");
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchChooseLevel(params, stream), "level kernels");
+  SampleCounters* const counters = params.list.counters;
+  LOSSD_RETURN_IF_ERROR(context_.link->exchange->Gather(&counters->level, rows_.levels,
+                                                        static_cast<int64_t>(sizeof(counters->level))));
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchRaiseLevel(counters, rows_.levels, context_.sizes.parts, stream),
+                             "level kernel");
+  return ToStatus(LaunchSelectSamples(params, /*again=*/true, stream), "sampling kernels");
+}
+
+absl::Status GradientMerger::GatherSums(int64_t n) const {
+  return context_.link->exchange->Gather(rows_.own_sums, rows_.all_sums,
+                                         n * static_cast<int64_t>(sizeof(float)));
+}
+
+absl::Status GradientMerger::MergeErrors(const ChunkJob& job) const {
+  if (!context_.sizes.is_split()) return absl::OkStatus();
+  const int64_t rows = job.rows();
+  const cudaStream_t stream = context_.device->compute();
+  LOSSD_RETURN_IF_ERROR(GatherSums(2 * rows));
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      LaunchAddParts(rows_.all_sums, context_.sizes.parts, 2 * rows, rows_.own_sums, stream),
+      "kernel over parts");
+  const auto copy = [&](float* to, const float* from) {
+    return ToStatus(cudaMemcpyAsync(to, from, static_cast<size_t>(rows) * sizeof(float),
+                                    cudaMemcpyDeviceToDevice, stream),
+                    "cudaMemcpyAsync");
+  };
+  LOSSD_RETURN_IF_ERROR(copy(job.variance, rows_.own_sums));
+  return copy(job.square, rows_.own_sums + rows);
+}
+
+absl::Status GradientMerger::MergeDroppedMass(const ChunkJob& job) const {
+  LOSSD_RETURN_IF_ERROR(GatherSums(job.rows()));
+  return ToStatus(LaunchAddParts(rows_.all_sums, context_.sizes.parts, job.rows(), job.dropped_mass,
+                                 context_.device->compute()),
+                  "kernel over parts");
+}
+
+absl::Status GradientMerger::DecideListed(const ChunkJob& job, const SampleCounters* counters) const {
+  LOSSD_RETURN_IF_ERROR(context_.link->exchange->Gather(&counters->highest, rows_.levels,
+                                                        static_cast<int64_t>(sizeof(counters->highest))));
+  const DecideListedParams p = {.levels = rows_.levels,
+                                .parts = context_.sizes.parts,
+                                .decision = job.decision,
+                                .dropped_mass = job.dropped_mass,
+                                .rows = job.rows()};
+  return ToStatus(LaunchDecideListed(p, context_.device->compute()), "decision kernel");
+}
+
+}  // namespace lossd::kernels::cuda
