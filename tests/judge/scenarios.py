@@ -23,7 +23,7 @@ def repeat_behind_zero(stage: Stage) -> History:
     admin, a = stage.raw("admin"), stage.raw("A")
     admin.create(stage.vocab)
     proxy = stage.proxy(0, 0, piece_bytes=128, piece_seconds=0.004)
-    b = stage.trainer("B", proxy, retry=lossd.RetryOptions(max_attempts=20, initial_backoff=0.3))
+    b = stage.trainer("B", proxy, transport="grpc", retry=lossd.RetryOptions(max_attempts=20, initial_backoff=0.3))
     computing = stage.start(b.compute_loss, 1, ROWS, step=0, slice_rows=1)
     _until(lambda: any(event.call == "ComputeLoss" and "accepted" in event.result
                        for event in stage.history().events))

@@ -15,11 +15,11 @@ from raw_client import Message, state_of, step_result
 import lossd
 
 
-def _connected(target: str, retry: lossd.RetryOptions) -> lossd.Client:
+def _connected(target: str, transport: str | None, retry: lossd.RetryOptions) -> lossd.Client:
     """Connections that are cut while they are made are made again."""
     for _ in range(20):
         with contextlib.suppress(lossd.Unavailable):
-            return lossd.Client(target, channels=1, retry=retry, call_timeout=10.0, transfer_timeout=10.0,
+            return lossd.Client(target, channels=1, transport=transport, retry=retry, call_timeout=10.0, transfer_timeout=10.0,
                                 loss_timeout=20.0, wait_for_server=True)
     raise RuntimeError(f"no connection to {target} stands")
 
@@ -28,7 +28,7 @@ class TrainerClient:
     """One lossd.Client of one head, with its own connection; for one thread. Methods are as RawClient's."""
 
     def __init__(self, name: str, target: str, recorder: Recorder, head: str, hidden_size: int = 4, *,
-                 cut_times: Sequence[int] = (), accept_times: Sequence[int] = (),
+                 cut_times: Sequence[int] = (), accept_times: Sequence[int] = (), transport: str | None = None,
                  retry: lossd.RetryOptions = lossd.RetryOptions(max_attempts=20, initial_backoff=0.02,
                                                                max_backoff=0.2)) -> None:
         self.name = name
@@ -37,7 +37,7 @@ class TrainerClient:
         self._hidden_size = hidden_size
         self._cut_times = cut_times  # of the proxy that it connects through
         self._accept_times = accept_times
-        self._client = _connected(target, retry)
+        self._client = _connected(target, transport, retry)
 
     def close(self) -> None:
         self._client.close()

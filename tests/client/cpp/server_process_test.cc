@@ -193,7 +193,8 @@ TEST_F(ServerProcessTest, CutConnectionsNeitherLoseNorRepeatGradients) {
                                  .wait_for_server = true,
                                  .retry = {.max_attempts = 1000,
                                            .initial_backoff = absl::Milliseconds(5),
-                                           .max_backoff = absl::Milliseconds(50)}});
+                                           .max_backoff = absl::Milliseconds(50)},
+                                 .transport = "grpc"});  // what the proxy can cut
   ASSERT_TRUE(client.ok()) << client.status();
   reference::ParamGradients gradients = reference::ZeroGradients(head_.config);
   std::vector<std::unique_ptr<Batch>> batches;

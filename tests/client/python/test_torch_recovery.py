@@ -83,7 +83,7 @@ def test_a_failed_microbatch_is_sent_again(server, client, make_head, seed):
     name = make_head(hidden_size=D, vocab_size=V)
     proxy = CutProxy(server.target, mean_bytes=30_000, seed=seed)
     hidden, targets = torch.randn(2000, D, requires_grad=True), torch.randint(0, V, (2000,))
-    with lossd.Client(proxy.target, retry=lossd.RetryOptions(max_attempts=1)) as shaky:
+    with lossd.Client(proxy.target, transport="grpc", retry=lossd.RetryOptions(max_attempts=1)) as shaky:
         head = LossHead(shaky, name, slice_bytes=4096)
         optimizer = HeadOptimizer(head, lr=0.1)
         with pytest.raises(lossd.Unavailable):

@@ -58,7 +58,7 @@ const Case kCases[] = {
      59'301'376, 67'108'864, 253'755'392},
     {Config(152'064, 8'192, DType::kFloat16, Norm::kRmsNorm, true, true, Logits::kRecomputed, 314'572'800),
      true, 4'096, 285'317'888, 314'572'800, 471'859'200},
-    {Config(7, 3, DType::kBFloat16, Norm::kNone, true, true, Logits::kRecomputed, 0), true, 4'096, 1'640'960,
+    {Config(7, 3, DType::kBFloat16, Norm::kNone, true, true, Logits::kRecomputed, 0), true, 4'096, 1'903'104,
      4'194'304, 2'097'152},
 };
 
