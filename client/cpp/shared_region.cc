@@ -7,12 +7,14 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 
 namespace lossd::client::internal {
 namespace {
@@ -22,8 +24,13 @@ absl::Status NoRegion(absl::string_view why) {
 }
 
 absl::StatusOr<wire::RegionPacket> Await(int socket, absl::Duration timeout) {
+  const absl::Time end = absl::Now() + timeout;
   pollfd ready = {.fd = socket, .events = POLLIN};
-  const int result = poll(&ready, 1, static_cast<int>(absl::ToInt64Milliseconds(timeout)));
+  int result = 0;
+  do {
+    const absl::Duration left = std::max(end - absl::Now(), absl::ZeroDuration());
+    result = poll(&ready, 1, static_cast<int>(absl::ToInt64Milliseconds(left)));
+  } while (result < 0 && errno == EINTR);
   if (result == 0) return NoRegion("the server does not answer on its socket");
   if (result < 0) return NoRegion(std::strerror(errno));
   return wire::ReceiveRegionPacket(socket);
@@ -45,10 +52,10 @@ absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegion::Open(const std::stri
   if (!session.ok()) return NoRegion(session.status().message());
   v1::RegionRequest request;
   request.set_bytes(bytes);
-  if (absl::Status sent = wire::SendRegionPacket(session->get(), request.SerializeAsString(), -1); !sent.ok())
-    return NoRegion(sent.message());
+  const absl::Status sent = wire::SendRegionPacket(session->get(), request.SerializeAsString(), -1);
+  // A server that refuses has perhaps closed its end already; then its reason is there to be read.
   absl::StatusOr<wire::RegionPacket> packet = Await(session->get(), timeout);
-  if (!packet.ok()) return packet.status();
+  if (!packet.ok()) return sent.ok() ? NoRegion(packet.status().message()) : NoRegion(sent.message());
   if (packet->closed) return NoRegion("the server has closed the session");
   const absl::StatusOr<v1::RegionAnswer> answer = wire::ParseRegionAnswer(packet->bytes);
   if (!answer.ok()) return NoRegion(answer.status().message());

@@ -90,7 +90,11 @@ absl::StatusOr<RegionPacket> ReceiveRegionPacket(int socket) {
   message.msg_iovlen = 1;
   message.msg_control = control;
   message.msg_controllen = sizeof(control);
-  const ssize_t received = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  ssize_t received = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  // The other side has closed with something of ours unread. That is reported once, ahead of its last
+  // packets.
+  if (received < 0 && errno == ECONNRESET)
+    received = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
   if (received < 0) return Broken("recvmsg");
   std::vector<OwnedDescriptor> descriptors = DescriptorsOf(&message);
   if (received == 0) return RegionPacket{.closed = true};

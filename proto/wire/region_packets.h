@@ -47,8 +47,9 @@ struct RegionPacket {
   OwnedDescriptor descriptor;  // that came with it, if exactly one did; others are closed
   bool closed = false;         // no packet: the other side has closed the connection
 };
-// Receives one packet without waiting. UNAVAILABLE if there is none or the connection is broken;
-// INVALID_ARGUMENT for one that is longer than kMaxRegionPacket.
+// Receives one packet without waiting; those that were sent before the other side closed still arrive,
+// whether or not it had read ours. UNAVAILABLE if there is none or the connection is broken; INVALID_ARGUMENT
+// for one that is longer than kMaxRegionPacket.
 absl::StatusOr<RegionPacket> ReceiveRegionPacket(int socket);
 
 // INVALID_ARGUMENT, naming field and value, unless the bytes are a request of the protocol.

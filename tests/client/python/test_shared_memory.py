@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from server_process import ServerProcess
 
 import lossd
 from lossd import _regions, _slice_places
+from lossd.v1 import region_pb2
 
 N, D, V = 300, 24, 97
 
@@ -183,6 +187,31 @@ def test_goes_on_with_another_server_at_the_same_address(tmp_path: Path) -> None
                 time.sleep(0.02)
     finally:
         process.stop()
+
+
+@pytest.mark.parametrize("request_comes_first", [False, True])
+def test_a_refusal_arrives_whatever_was_unread(tmp_path: Path, request_comes_first: bool) -> None:
+    """A server that refuses a connection closes it before the request comes, or without reading it."""
+    path = str(tmp_path / "regions")
+    refusal = region_pb2.RegionAnswer(refused={"reason": "too many programs"}).SerializeToString()
+
+    def refuse_all(listener: socket.socket) -> None:
+        for _ in range(100):
+            session, _ = listener.accept()
+            with session:
+                if request_comes_first:
+                    select.select([session], [], [], 60)
+                session.send(refusal)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen()
+        server = threading.Thread(target=refuse_all, args=(listener,), daemon=True)
+        server.start()
+        for _ in range(100):
+            with pytest.raises(lossd.Unavailable, match="too many programs"):
+                _regions.SharedRegion(path, 4096)
+        server.join(60)
 
 
 def test_ranges_of_a_region(server: ServerProcess) -> None:

@@ -65,6 +65,18 @@ class SessionServerTest : public ::testing::Test {
     }
     return true;
   }
+  // Empty, and as many descriptors as before. Clients that have ended may still be waiting to be accepted:
+  // what they bring comes and goes after they do.
+  testing::AssertionResult EmptyWith(size_t descriptors) const {
+    const absl::Time end = absl::Now() + kPatience;
+    while (!Empty() || OpenDescriptors() != descriptors) {
+      if (absl::Now() > end)
+        return testing::AssertionFailure() << OpenDescriptors() << " descriptors, not " << descriptors << "; "
+                                           << server_->sessions() << " sessions";
+      absl::SleepFor(absl::Milliseconds(2));
+    }
+    return testing::AssertionSuccess();
+  }
   // Sends a packet as a new client; what the server answers.
   absl::StatusOr<v1::RegionAnswer> Ask(absl::string_view packet) const {
     const auto socket = wire::ConnectRegionSocket(socket_);
@@ -164,7 +176,14 @@ TEST_F(SessionServerTest, ASessionHasOneRegion) {
   request.set_bytes(4096);
   for (int i = 0; i < 2; ++i)
     ASSERT_TRUE(wire::SendRegionPacket(socket->get(), request.SerializeAsString(), -1).ok());
-  EXPECT_TRUE(Empty()) << "the second request has ended the session";
+  const absl::Time end = absl::Now() + kPatience;
+  auto packet = wire::ReceiveRegionPacket(socket->get());
+  while (!(packet.ok() && packet->closed) && absl::Now() < end) {
+    absl::SleepFor(absl::Milliseconds(2));
+    packet = wire::ReceiveRegionPacket(socket->get());
+  }
+  EXPECT_TRUE(packet.ok() && packet->closed) << "the second request ends the session";
+  EXPECT_TRUE(Empty());
 }
 
 TEST_F(SessionServerTest, ClosesDescriptorsThatComeUnasked) {
@@ -176,8 +195,7 @@ TEST_F(SessionServerTest, ClosesDescriptorsThatComeUnasked) {
     const auto socket = wire::ConnectRegionSocket(socket_);
     wire::SendRegionPacket(socket->get(), "x", STDERR_FILENO).IgnoreError();
   }
-  ASSERT_TRUE(Empty());
-  EXPECT_EQ(OpenDescriptors(), before);
+  EXPECT_TRUE(EmptyWith(before));
 }
 
 TEST_F(SessionServerTest, ThoseWhoSayNothingGo) {
@@ -193,9 +211,12 @@ TEST_F(SessionServerTest, ThoseWhoSayNothingGo) {
 
 TEST_F(SessionServerTest, BoundsSessions) {
   Start({.per_user = 2});
-  const auto one = Open(4096), two = Open(4096), three = Open(4096);
+  const auto one = Open(4096), two = Open(4096);
   EXPECT_TRUE(one.ok() && two.ok());
-  EXPECT_THAT(std::string(three.status().message()), HasSubstr("too many programs"));
+  // The server may close before the request comes, or with the request unread: the reason arrives all the
+  // same.
+  for (int i = 0; i < 300; ++i)
+    ASSERT_THAT(std::string(Open(4096).status().message()), HasSubstr("too many programs")) << i;
 }
 
 TEST_F(SessionServerTest, AThousandClientsLeaveNothingBehind) {
@@ -209,8 +230,7 @@ TEST_F(SessionServerTest, AThousandClientsLeaveNothingBehind) {
     ASSERT_TRUE(region.ok()) << i << region.status();
     (*region)->At(0)[i] = 1;
   }
-  ASSERT_TRUE(Empty());
-  EXPECT_EQ(OpenDescriptors(), descriptors);
+  EXPECT_TRUE(EmptyWith(descriptors));
   EXPECT_EQ(Mappings(), mappings);
   EXPECT_EQ(backend_->memory().current.Total(), staging);
 }
@@ -264,8 +284,7 @@ TEST_F(SessionServerTest, ClientsThatAreKilledAtAnyMomentLeaveNothingBehind) {
     kill(child, SIGKILL);
     waitpid(child, nullptr, 0);
   }
-  EXPECT_TRUE(Empty());
-  EXPECT_EQ(OpenDescriptors(), descriptors);
+  EXPECT_TRUE(EmptyWith(descriptors));
   EXPECT_EQ(Mappings(), 0u);
 }
 

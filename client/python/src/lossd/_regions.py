@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
@@ -106,6 +107,21 @@ class SharedRegion:
         return False
 
 
+def _ask(session: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    """Asks for a region; the answer's packet and the descriptors that came with it.
+
+    A server that refuses may have closed the session before the request came (sending it fails), or without
+    reading it (a reset, reported once). Its reason can be read in both cases.
+    """
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        session.send(region_pb2.RegionRequest(bytes=size).SerializeToString())
+    try:
+        packet, descriptors, _, _ = socket.recv_fds(session, _MOST_PACKET, 1)
+    except ConnectionResetError:
+        packet, descriptors, _, _ = socket.recv_fds(session, _MOST_PACKET, 1)
+    return packet, descriptors
+
+
 def _open(name: str, size: int) -> tuple[socket.socket, int, region_pb2.RegionOpened]:
     """The session, the descriptor of its memory, and what the server says of it."""
     if not hasattr(socket, "recv_fds"):
@@ -115,8 +131,7 @@ def _open(name: str, size: int) -> tuple[socket.socket, int, region_pb2.RegionOp
     try:
         session.settimeout(_PATIENCE)
         session.connect("\0" + name[1:] if name.startswith("@") else name)
-        session.send(region_pb2.RegionRequest(bytes=size).SerializeToString())
-        packet, descriptors, _, _ = socket.recv_fds(session, _MOST_PACKET, 1)
+        packet, descriptors = _ask(session, size)
         answer = region_pb2.RegionAnswer.FromString(packet)
         if answer.HasField("refused"):
             raise _no_region(answer.refused.reason)
