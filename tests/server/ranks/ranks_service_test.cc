@@ -3,10 +3,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -27,10 +29,13 @@ using ::testing::HasSubstr;
 
 constexpr absl::Duration kLimit = absl::Minutes(3);  // for what a slow machine does
 
-Trained TrainAt(const std::string& target, const std::vector<SmallRows>& data, uint64_t seed) {
+Trained TrainAt(const std::string& target, const std::vector<SmallRows>& data, uint64_t seed,
+                v1::Split split = v1::SPLIT_UNSPECIFIED) {
   std::mt19937_64 rng(seed);
   const auto client = Connect(target, 1 + static_cast<int>(rng() % 3));
-  EXPECT_TRUE(client->CreateHead(SmallHead()).ok());
+  v1::CreateHeadRequest head = SmallHead();
+  head.mutable_spec()->set_split(split);
+  EXPECT_TRUE(client->CreateHead(head).ok());
   Trained trained;
   Train(*client, data, 0, 3, rng, trained);
   return trained;
@@ -41,25 +46,31 @@ TEST(RanksServiceTest, DeterministicRanksGiveTheBitsOfAsManyDevices) {
   SCOPED_TRACE(seed);
   std::mt19937_64 rng(seed);
   const std::vector<SmallRows> data = RandomData(rng);
-  for (const int count : {2, 4}) {
-    SCOPED_TRACE(count);
+  for (const auto& [count, split] : std::vector<std::pair<int, v1::Split>>{{2, v1::SPLIT_ROWS},
+                                                                           {4, v1::SPLIT_ROWS},
+                                                                           {2, v1::SPLIT_VOCABULARY},
+                                                                           {3, v1::SPLIT_VOCABULARY},
+                                                                           {4, v1::SPLIT_VOCABULARY}}) {
+    SCOPED_TRACE(absl::StrCat(count, " ", v1::Split_Name(split)));
     ServerProcess devices(LOSSD_BINARY, {absl::StrCat("--cpu_devices=", count), "--deterministic"});
-    const Trained of_devices = TrainAt(devices.target(), data, seed);
+    const Trained of_devices = TrainAt(devices.target(), data, seed, split);
     RankServer ranks(LOSSD_BINARY, {.ranks = count, .flags = {"--deterministic"}});
-    const Trained of_ranks = TrainAt(ranks.target(), data, seed + 1);
+    const Trained of_ranks = TrainAt(ranks.target(), data, seed + 1, split);
     EXPECT_EQ(of_ranks.tensors, of_devices.tensors);
     EXPECT_EQ(of_ranks.grads, of_devices.grads);
     EXPECT_EQ(of_ranks.norms, of_devices.norms);
   }
 }
 
-TEST(RanksServiceTest, CheckpointsLoadIntoRanksAndIntoOneProcess) {
+class RanksCheckpointTest : public ::testing::TestWithParam<v1::Split> {};
+
+TEST_P(RanksCheckpointTest, LoadIntoRanksAndIntoOneProcess) {
   const uint64_t seed = std::random_device{}();
   SCOPED_TRACE(seed);
   std::mt19937_64 rng(seed);
   const std::vector<SmallRows> data = RandomData(rng);
   RankServer ranks(LOSSD_BINARY, {.ranks = 2, .flags = {"--restore=latest"}});
-  const Trained trained = TrainAt(ranks.target(), data, seed);
+  const Trained trained = TrainAt(ranks.target(), data, seed, GetParam());
   ASSERT_TRUE(Connect(ranks.target())->SaveCheckpoint("head", "").ok());
   ServerProcess one(LOSSD_BINARY);
   std::filesystem::copy(ranks.checkpoint_folder(), one.checkpoint_folder(),
@@ -71,6 +82,40 @@ TEST(RanksServiceTest, CheckpointsLoadIntoRanksAndIntoOneProcess) {
   ranks.KillAll();
   ranks.Start();
   EXPECT_EQ(Tensors(*Connect(ranks.target())), trained.tensors);
+  ranks.KillAll();
+  for (const char* split : {"rows", "vocabulary"}) {
+    SCOPED_TRACE(split);
+    RankServer others(LOSSD_BINARY, {.ranks = 3,
+                                     .flags = {absl::StrCat("--split=", split), "--restore=latest",
+                                               absl::StrCat("--checkpoint_dir=", one.checkpoint_folder())}});
+    EXPECT_EQ(Tensors(*Connect(others.target())), trained.tensors);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Splits, RanksCheckpointTest, ::testing::Values(v1::SPLIT_ROWS, v1::SPLIT_VOCABULARY),
+                         [](const auto& split) { return v1::Split_Name(split.param); });
+
+// One process writes a checkpoint, and ranks that divide the vocabulary go on from it.
+TEST(RanksServiceTest, RanksByVocabularyGoOnFromACheckpointOfOneProcess) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937_64 rng(seed);
+  const std::vector<SmallRows> data = RandomData(rng);
+  ServerProcess one(LOSSD_BINARY, {"--cpu_devices=4", "--split=vocabulary", "--deterministic"});
+  const Trained before = TrainAt(one.target(), data, seed);
+  const auto client = Connect(one.target());
+  ASSERT_TRUE(client->SaveCheckpoint("head", "").ok());
+  RankServer ranks(LOSSD_BINARY, {.ranks = 4,
+                                  .flags = {"--split=vocabulary", "--deterministic", "--restore=latest",
+                                            absl::StrCat("--checkpoint_dir=", one.checkpoint_folder())}});
+  const auto of_ranks = Connect(ranks.target());
+  EXPECT_EQ(Tensors(*of_ranks), before.tensors);
+  Trained here, there;
+  Train(*client, data, 3, 5, rng, here);
+  Train(*of_ranks, data, 3, 5, rng, there);
+  EXPECT_EQ(there.tensors, here.tensors);
+  EXPECT_EQ(there.grads, here.grads);
+  EXPECT_EQ(there.norms, here.norms);
 }
 
 TEST(RanksServiceTest, RanksMayHaveOtherNumbersOfThreads) {
@@ -176,6 +221,7 @@ RankServerOptions WithFlagOfRank1(const std::string& flag) {
 TEST(RanksServiceTest, RanksThatDisagreeAreRefusedByName) {
   for (const auto& [flag, message] : std::vector<std::pair<std::string, std::string>>{
            {"--deterministic", "rank 1: deterministic must be what rank 0 has, false, got true"},
+           {"--split=vocabulary", "rank 1: split must be what rank 0 has, any, got vocabulary"},
            {"--slice_bytes=128KiB", "rank 1: slice_bytes must be what rank 0 has, 65536, got 131072"},
            {"--workspace_bytes=8MiB",
             "rank 1: workspace_bytes must be what rank 0 has, 4194304, got 8388608"},
@@ -207,25 +253,64 @@ TEST(RanksServiceTest, ARankThatNeverComesIsNamed) {
               HasSubstr("rank 2 was not taken within 2s (--rank_timeout) by the leader at 127.0.0.1:1"));
 }
 
-TEST(RanksServiceTest, AHeadSplitByVocabularyIsRefusedAndLeavesNothing) {
-  RankServer ranks(LOSSD_BINARY, {.ranks = 2});
+TEST(RanksServiceTest, AHeadOfFewerClassesThanRanksIsRefusedAndLeavesNothing) {
+  RankServer ranks(LOSSD_BINARY, {.ranks = 3});
   const auto client = Connect(ranks.target());
   v1::CreateHeadRequest by_vocabulary = SmallHead();
   by_vocabulary.mutable_spec()->set_split(v1::SPLIT_VOCABULARY);
+  by_vocabulary.mutable_spec()->set_vocab_size(2);
   const absl::Status status = client->CreateHead(by_vocabulary).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("split must be rows"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("vocab_size must be at least 3"));
   const auto server = client->GetServer();
   ASSERT_TRUE(server.ok()) << server.status();
   for (const auto& rank : server->ranks()) EXPECT_EQ(rank.memory().weights(), 0u) << rank.rank();
   EXPECT_TRUE(client->CreateHead(SmallHead()).ok());
 }
 
+// What the link needs is counted from the start, and a worker's buffer with the head; each class is at one
+// rank.
+TEST(RanksServiceTest, RanksByVocabularyHaveTheirClassesEach) {
+  RankServer ranks(LOSSD_BINARY, {.ranks = 2, .flags = {"--split=vocabulary"}});
+  const auto client = Connect(ranks.target());
+  const auto before = client->GetServer();
+  ASSERT_TRUE(before.ok()) << before.status();
+  for (const auto& rank : before->ranks()) EXPECT_EQ(rank.memory().workspace(), 2u << 20) << rank.rank();
+  const auto head = client->CreateHead(SmallHead());
+  ASSERT_TRUE(head.ok()) << head.status();
+  const auto after = client->GetServer();
+  ASSERT_TRUE(after.ok()) << after.status();
+  const uint64_t classes[] = {(kSmallVocab + 1) / 2, kSmallVocab / 2};
+  for (int rank = 0; rank < 2; ++rank) {
+    const uint64_t weights = (classes[rank] * kSmallHidden * 4 + 63) / 64 * 64;
+    EXPECT_EQ(after->ranks(rank).memory().weights(), weights);
+    EXPECT_EQ(after->ranks(rank).memory().gradients(), weights);
+  }
+  EXPECT_GE(after->ranks(1).memory().staging(), uint64_t{head->chunk_rows()} * kSmallHidden * 4);
+}
+
+// What fits no rank as a whole is split by vocabulary, without being asked for.
+TEST(RanksServiceTest, AHeadThatFitsNoRankIsSplitByVocabulary) {
+  RankServer ranks(LOSSD_BINARY, {.ranks = 4, .flags = {"--memory_limit_bytes=80MiB"}});
+  const auto client = Connect(ranks.target());
+  v1::CreateHeadRequest large = SmallHead();
+  large.mutable_spec()->set_hidden_size(64);
+  large.mutable_spec()->set_vocab_size(
+      150'000);  // 38 MB of weights, as much of gradients, twice that of moments
+  const auto head = client->CreateHead(large);
+  ASSERT_TRUE(head.ok()) << head.status();
+  const auto devices = std::find_if(head->choices().begin(), head->choices().end(),
+                                    [](const auto& choice) { return choice.what() == "devices"; });
+  ASSERT_NE(devices, head->choices().end());
+  EXPECT_EQ(devices->choice(), "4, by vocabulary");
+  EXPECT_THAT(devices->reason(), HasSubstr("a copy on every device does not fit"));
+}
+
 TEST(RanksServiceTest, OptionsThatCannotBeAreRefusedAtTheStart) {
   for (const auto& [flags, message] : std::vector<std::pair<std::vector<std::string>, std::string>>{
            {{"--cpu_devices=2"},
             "cpu_devices must be 1 with several ranks, of which each has one device, got 2"},
-           {{"--split=vocabulary"}, "split must be rows or any with several ranks, got vocabulary"},
+           {{"--split=columns"}, "split must be any, rows or vocabulary, got columns"},
            {{"--rank_timeout=0s"}, "rank_timeout must be positive"},
            {{"--rank_silence_timeout=-1s"}, "rank_silence_timeout must be positive"},
            {{"--collective_timeout=0s"}, "collective_timeout must be positive"},
