@@ -246,6 +246,7 @@ absl::Status WorkerImpl::Handle(v1::ToWorker& message) {
       joined_ = status.ok();
       answer.mutable_answer()->set_request(message.connect().request());
       *answer.mutable_answer()->mutable_status() = ToProto(status);
+      *answer.mutable_answer()->mutable_memory() = ToProto(backend_->memory());
       break;
     }
     case v1::ToWorker::kRequest:

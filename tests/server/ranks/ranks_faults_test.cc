@@ -61,8 +61,8 @@ void KillAndGoOn(int ranks, int kills, const std::string& split = "rows") {
 TEST(RanksFaultsTest, TwoRanks) { KillAndGoOn(2, Times(12)); }
 TEST(RanksFaultsTest, FourRanks) { KillAndGoOn(4, Times(6)); }
 // Within the exchanges of chunks most of the time.
-TEST(RanksFaultsTest, TwoRanksByVocabulary) { KillAndGoOn(2, Times(12), "vocabulary"); }
-TEST(RanksFaultsTest, FourRanksByVocabulary) { KillAndGoOn(4, Times(6), "vocabulary"); }
+TEST(RanksFaultsTest, TwoRanksByVocabulary) { KillAndGoOn(2, Times(8), "vocabulary"); }
+TEST(RanksFaultsTest, FourRanksByVocabulary) { KillAndGoOn(4, Times(4), "vocabulary"); }
 
 }  // namespace
 }  // namespace lossd::app::testing

@@ -89,16 +89,16 @@ TEST_P(RanksHangTest, InAChunk) {
   ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
   std::mt19937_64 rng(1);
   const std::vector<SmallRows> data = {MakeSmallRows(90, rng)};
-  ASSERT_TRUE(Accumulate(*client, data, 0).ok());
   ranks.rank(hang.stopped).Stop();
-  const absl::Status status = Accumulate(*client, data, 1);
-  EXPECT_FALSE(status.ok());
-  EXPECT_THAT(std::string(status.message()), HasSubstr("rank ")) << "which one, and why";
+  const absl::Status status = Accumulate(*client, data, 0);
+  // INTERNAL is what a slice hears of a device that failed.
+  ASSERT_THAT(status.code(), AnyOf(absl::StatusCode::kUnavailable, absl::StatusCode::kInternal)) << status;
+  EXPECT_THAT(std::string(status.message()), AnyOf(HasSubstr("the device is lost"), HasSubstr("rank ")));
   for (int rank = 0; rank < hang.ranks; ++rank) {
     if (rank == hang.stopped) continue;
     EXPECT_EQ(ranks.rank(rank).WaitFor(kLimit), 3) << ranks.log(rank);
   }
-  EXPECT_THAT(ranks.log(0), HasSubstr(absl::StrCat("rank ", hang.stopped)));
+  EXPECT_THAT(ranks.log(0), HasSubstr(absl::StrCat("rank ", hang.stopped))) << "which one, and why";
   ranks.rank(hang.stopped).Signal(SIGCONT);
   EXPECT_EQ(ranks.rank(hang.stopped).WaitFor(kLimit), 3) << ranks.log(hang.stopped);
 }
@@ -149,8 +149,8 @@ void StopAndGoOn(int ranks, int stops, const std::string& split = "rows") {
 
 TEST(RanksHangsTest, BetweenAnyTwoOperationsOfTwoRanks) { StopAndGoOn(2, Times(4)); }
 TEST(RanksHangsTest, BetweenAnyTwoOperationsOfFourRanks) { StopAndGoOn(4, Times(3)); }
-TEST(RanksHangsTest, WithinChunksOfTwoRanks) { StopAndGoOn(2, Times(4), "vocabulary"); }
-TEST(RanksHangsTest, WithinChunksOfFourRanks) { StopAndGoOn(4, Times(3), "vocabulary"); }
+TEST(RanksHangsTest, WithinChunksOfTwoRanks) { StopAndGoOn(2, Times(3), "vocabulary"); }
+TEST(RanksHangsTest, WithinChunksOfFourRanks) { StopAndGoOn(4, Times(2), "vocabulary"); }
 
 }  // namespace
 }  // namespace lossd::app::testing
