@@ -61,6 +61,7 @@ PLAN: list[tuple[str, str, Run | Serve | RunBy | Step | Known]] = [
     (r"CONTRIBUTING\.md", r"make test-sanitized", Step("sanitizers")),
     (r"CONTRIBUTING\.md", r"make fuzz", Step("fuzz")),
     (r"CONTRIBUTING\.md", r"make (test-integrations|test-threads|test-sanitizers|mutants|soak|lint|format|bench|figures|bundle).*", BY_HAND),
+    (r"CONTRIBUTING\.md", r"make docs", RunBy("docs_site_test")),
     (r"CONTRIBUTING\.md", r"cmake .*|ctest .*", Step("test")),
     (r"CONTRIBUTING\.md", r"LOSSD_SIMULATION_.*build/cpu-only/bin/simulation_test", Known("minutes, and a seed that has failed")),
     (r"CONTRIBUTING\.md", r"LOSSD_BINARY=.* -m pytest tests/client/python", RunBy("python_client_test")),
