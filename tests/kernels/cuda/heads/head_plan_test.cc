@@ -13,11 +13,11 @@ namespace {
 // An H200.
 PlanDevice Hopper() {
   PlanDevice device;
-  device.limits = {.multiprocessors = 132,
-                   .has_clusters = true,
-                   .is_hopper = true,
-                   .fused_clusters = 66,
-                   .has_branches = true};
+  device.limits.multiprocessors = 132;
+  device.limits.has_clusters = true;
+  device.limits.is_hopper = true;
+  device.limits.fused_clusters = 66;
+  device.limits.has_branches = true;
   return device;
 }
 
