@@ -53,7 +53,9 @@ TEST(Plan, OfSeveralGpusDividesWhatTheSplitSays) {
   const auto moments = [](const DeviceMemory& d) { return d.memory[MemoryKind::kOptimizer]; };
   EXPECT_EQ(weights(two->server[0]), weights(one->server[0]));
   EXPECT_EQ(2 * moments(two->server[0]), moments(one->server[0]));
-  EXPECT_EQ(2 * weights(two->server[1]), weights(one->server[0]));
+  // In whole pages of the driver.
+  EXPECT_NEAR(2.0 * static_cast<double>(weights(two->server[1])),
+              static_cast<double>(weights(one->server[0])), 4 << 20);
   EXPECT_GT(two->speeds.front().low_rows_per_second, 1.7 * one->speeds.front().low_rows_per_second);
 }
 
@@ -94,7 +96,9 @@ TEST(Plan, SaysWhatDoesNotFit) {
   EXPECT_FALSE(plan->server[0].fits);
   EXPECT_TRUE(plan->server[1].fits);
   request.stage_bytes = int64_t{3} << 30;
-  for (const LastStage& stage : MakePlan(request, Rates())->last_stage) {
+  const auto no_room = MakePlan(request, Rates());
+  ASSERT_TRUE(no_room.ok()) << no_room.status();
+  for (const LastStage& stage : no_room->last_stage) {
     EXPECT_EQ(stage.largest_microbatch, 0) << Name(stage.method);
   }
 }
