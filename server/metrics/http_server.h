@@ -1,4 +1,4 @@
-// A small HTTP server for metrics, health and the status page: GET and HEAD of fixed paths, nothing else. It
+// A small HTTP server for metrics, health and the status page: GET and HEAD of the paths that have a handler, nothing else. It
 // reads no files and no request bodies, and it switches to no other protocol.
 //
 // Thread-safe. Handlers run on the server's one thread, one at a time, and every client waits for the one
