@@ -74,8 +74,8 @@ absl::StatusOr<Opened> OpenTensor(const TensorFields& fields, absl::string_view 
 void LogHead(absl::string_view kind, const v1::HeadDescription& head, metrics::Metrics* metrics) {
   const std::string event = absl::StrReplaceAll(kind, {{"_", " "}});
   metrics->events().Add(metrics::EventLevel::kInfo, kind, head.spec().name(),
-                        absl::StrCat(event, ": ", head.spec().vocab_size(), " classes of ", head.spec().hidden_size(),
-                                     " values, step ", head.state().step()));
+                        absl::StrCat(event, ": ", head.spec().vocab_size(), " classes of ",
+                                     head.spec().hidden_size(), " values, step ", head.state().step()));
   log::Log(LogLevel::kInfo, event,
            {{"head", head.spec().name()},
             {"vocab_size", head.spec().vocab_size()},

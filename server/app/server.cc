@@ -157,8 +157,9 @@ void ServerImpl::LogStart() const {
             {"device", info.device},
             {"deterministic", options_.deterministic},
             {"incarnation", absl::StrCat(absl::Hex(engine_->incarnation(), absl::kZeroPad16))}});
-  metrics_->events().Add(metrics::EventLevel::kInfo, "server_started", "",
-                         absl::StrCat("lossd ", options_.version, " serves, ", info.name, " backend, ", info.device));
+  metrics_->events().Add(
+      metrics::EventLevel::kInfo, "server_started", "",
+      absl::StrCat("lossd ", options_.version, " serves, ", info.name, " backend, ", info.device));
   log::Log(log::LogLevel::kInfo, "memory plan",
            {{"staging_bytes", backend_->memory().current[kernels::MemoryKind::kStaging]},
             {"slice_bytes", options_.slice_bytes},

@@ -12,19 +12,24 @@ namespace {
 
 constexpr size_t kEventsShown = 12;
 
+std::string LossText(const HeadMetrics::Step& step) {
+  return step.loss.has_value() ? FormatNumber(*step.loss) : "-";
+}
+
 std::string StepsTable(const std::vector<HeadMetrics::Step>& steps) {
   if (steps.empty()) return "<p>None since the server started.</p>\n";
   const absl::Time now = absl::Now();
   std::string rows;
   for (const HeadMetrics::Step& step : steps) {
-    rows += TableRow({Grouped(static_cast<int64_t>(step.number)), FormatTime(step.closed, now),
-                      step.loss.has_value() ? FormatNumber(*step.loss) : std::string("-"),
-                      FormatNumber(step.grad_norm), FormatNumber(step.learning_rate), Grouped(step.rows),
-                      step.seconds.has_value() ? FormatSeconds(*step.seconds) : std::string("-"),
-                      step.skipped ? "<span class=\"state warning\">skipped</span>" : "applied"});
+    rows +=
+        TableRow({Grouped(static_cast<int64_t>(step.number)), FormatTime(step.closed, now), LossText(step),
+                  FormatNumber(step.grad_norm), FormatNumber(step.learning_rate), Grouped(step.rows),
+                  step.seconds.has_value() ? FormatSeconds(*step.seconds) : std::string("-"),
+                  step.skipped ? "<span class=\"state warning\">skipped</span>" : "applied"});
   }
-  return Table({"Step", "Time (UTC)", "Loss", "Gradient norm", "Learning rate", "Rows", "Since the last", "Result"},
-               rows);
+  return Table(
+      {"Step", "Time (UTC)", "Loss", "Gradient norm", "Learning rate", "Rows", "Since the last", "Result"},
+      rows);
 }
 
 std::string SavesTable(const std::vector<SaveMetrics::Save>& saves) {
@@ -43,10 +48,11 @@ std::string ChoicesTable(const engine::HeadSnapshot& head) {
   std::string rows;
   const auto add = [&](absl::string_view of, const std::vector<kernels::Choice>& choices) {
     for (const kernels::Choice& choice : choices) {
-      rows += TableRow({EscapeHtml(choice.what), std::string(of),
-                        absl::StrCat("<span class=\"text\">", EscapeHtml(choice.choice), "</span>"),
-                        absl::StrCat("<span class=\"text\">", EscapeHtml(choice.reason), "</span>"),
-                        choice.workspace_bytes > 0 ? FormatBytes(static_cast<double>(choice.workspace_bytes)) : ""});
+      rows += TableRow(
+          {EscapeHtml(choice.what), std::string(of),
+           absl::StrCat("<span class=\"text\">", EscapeHtml(choice.choice), "</span>"),
+           absl::StrCat("<span class=\"text\">", EscapeHtml(choice.reason), "</span>"),
+           choice.workspace_bytes > 0 ? FormatBytes(static_cast<double>(choice.workspace_bytes)) : ""});
     }
   };
   add("head", head.choices);
@@ -55,7 +61,7 @@ std::string ChoicesTable(const engine::HeadSnapshot& head) {
   return Table({"What", "Of", "Choice", "Because", "Workspace"}, rows);
 }
 
-std::string MemoryTable(const kernels::MemoryBytes& memory) {
+std::string PlannedTable(const kernels::MemoryBytes& memory) {
   const auto total = static_cast<double>(memory.Total());
   std::string rows;
   for (size_t i = 0; i < kernels::kMemoryKinds; ++i) {
@@ -74,7 +80,7 @@ std::optional<std::string> StatusPage::RenderHead(absl::string_view name) const 
   const absl::StatusOr<engine::HeadSnapshot> head = engine_->Describe(name);
   if (!head.ok()) return std::nullopt;
   const std::vector<HeadMetrics::Step> steps = metrics_->heads().Steps(name);
-  const std::optional<double> loss = steps.empty() ? std::nullopt : steps.front().loss;
+  const std::string loss = steps.empty() ? "-" : LossText(steps.front());
   const std::string events = EventRows(metrics_->events(), name, kEventsShown);
   const auto fact = [](absl::string_view what, int64_t value) { return Fact(what, Grouped(value)); };
   return Document(
@@ -82,38 +88,42 @@ std::optional<std::string> StatusPage::RenderHead(absl::string_view name) const 
       absl::StrCat(
           "<header id=\"summary\"><p><a href=\"/\">lossd</a></p><h1>", EscapeHtml(name),
           head->tensors_status.ok() ? "" : " <span class=\"state error\">not usable</span>", "</h1>\n<p>",
-          Grouped(head->config.vocab_size), " classes of ", Grouped(head->config.hidden_size), " values &middot; ",
-          EscapeHtml(kernels::Name(head->compute_dtype)), " &middot; ",
+          Grouped(head->config.vocab_size), " classes of ", Grouped(head->config.hidden_size),
+          " values &middot; ", EscapeHtml(kernels::Name(head->compute_dtype)), " &middot; ",
           head->config.trainable ? "trained" : "frozen", " &middot; optimizer state ",
           EscapeHtml(kernels::Name(head->config.optimizer_state)), " &middot; gradients ",
           EscapeHtml(kernels::Name(head->config.gradients)), " &middot; logits ",
           EscapeHtml(kernels::Name(head->config.logits)), "</p>\n<div class=\"facts\">\n",
-          fact("step", static_cast<int64_t>(head->state.step)),
-          Fact("loss", loss.has_value() ? FormatNumber(*loss) : "-"), fact("rows in the open step", head->step_rows),
-          fact("rows", head->total_rows), fact("open streams", head->open_streams),
-          fact("queued slices", head->queued_slices), fact("rows a chunk", head->chunk_rows),
-          Fact("predicted gradient error",
-               head->gradient_error > 0 ? absl::StrCat(FormatNumber(head->gradient_error * 100), " %") : "exact"),
+          fact("step", static_cast<int64_t>(head->state.step)), Fact("loss", loss),
+          fact("rows in the open step", head->step_rows), fact("rows", head->total_rows),
+          fact("open streams", head->open_streams), fact("queued slices", head->queued_slices),
+          fact("rows a chunk", head->chunk_rows),
+          Fact("predicted gradient error", head->gradient_error > 0
+                                               ? absl::StrCat(FormatNumber(head->gradient_error * 100), " %")
+                                               : "exact"),
           Fact("memory", FormatBytes(static_cast<double>(head->memory.Total()))), "</div>\n",
-          head->waits_for.empty() ? "" : absl::StrCat("<p>Waits for ", EscapeHtml(head->waits_for), ".</p>\n"),
-          head->tensors_status.ok() ? ""
-                                    : absl::StrCat("<p>", EscapeHtml(head->tensors_status.message()), "</p>\n"),
+          head->waits_for.empty() ? ""
+                                  : absl::StrCat("<p>Waits for ", EscapeHtml(head->waits_for), ".</p>\n"),
+          head->tensors_status.ok()
+              ? ""
+              : absl::StrCat("<p>", EscapeHtml(head->tensors_status.message()), "</p>\n"),
           "</header>\n<section id=\"charts\">\n", Chart("head-rows", "Rows per second"),
           Chart("head-loss", "Loss of the last step"), Chart("head-norm", "Gradient norm"),
           Chart("head-rate", "Learning rate"), "</section>\n<section id=\"steps\"><h2>Last steps</h2>\n",
           StepsTable(steps), "</section>\n<section id=\"saves\"><h2>Checkpoints</h2>\n",
           SavesTable(metrics_->saves().Saves(name)), "</section>\n<section id=\"choices\"><h2>Choices</h2>\n",
-          ChoicesTable(*head), "</section>\n<section id=\"memory\"><h2>Memory</h2>\n", MemoryTable(head->memory),
-          "</section>\n<section id=\"events\"><h2>Events</h2>\n",
+          ChoicesTable(*head), "</section>\n<section id=\"memory\"><h2>Memory</h2>\n",
+          PlannedTable(head->memory), "</section>\n<section id=\"events\"><h2>Events</h2>\n",
           events.empty() ? "<p>None since the server started.</p>\n"
                          : Table({"Time (UTC)", "Level", "What", "Head", "Count"}, events),
           "</section>\n"));
 }
 
 std::string StatusPage::RenderNoHead(absl::string_view name) const {
-  return Document("lossd: no such head", "",
-                  absl::StrCat("<header id=\"summary\"><p><a href=\"/\">lossd</a></p><h1>No head ", EscapeHtml(name),
-                               "</h1>\n<p>There is no head of this name, or no longer.</p></header>\n"));
+  return Document(
+      "lossd: no such head", "",
+      absl::StrCat("<header id=\"summary\"><p><a href=\"/\">lossd</a></p><h1>No head ", EscapeHtml(name),
+                   "</h1>\n<p>There is no head of this name, or no longer.</p></header>\n"));
 }
 
 }  // namespace lossd::metrics

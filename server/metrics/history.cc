@@ -20,8 +20,8 @@ HeadValues NoValues() {
 }
 
 // "name":[1,null,2.5], of the samples `first` to `last`.
-void AppendArray(absl::string_view name, uint64_t first, uint64_t last, absl::FunctionRef<double(uint64_t)> value,
-                 std::string* json) {
+void AppendArray(absl::string_view name, uint64_t first, uint64_t last,
+                 absl::FunctionRef<double(uint64_t)> value, std::string* json) {
   absl::StrAppend(json, "\"", name, "\":[");
   for (uint64_t number = first; number <= last; ++number) {
     if (number > first) json->push_back(',');
@@ -40,36 +40,20 @@ void AppendArray(absl::string_view name, uint64_t first, uint64_t last, absl::Fu
 }  // namespace
 
 absl::string_view SeriesName(size_t series) {
-  constexpr absl::string_view kNames[kSeries] = {"rows_per_second",
-                                                 "bytes_in_per_second",
-                                                 "bytes_out_per_second",
-                                                 "errors_per_second",
-                                                 "queued_slices",
-                                                 "queued_rows",
-                                                 "open_streams",
-                                                 "staging_used_bytes",
-                                                 "planned_bytes",
-                                                 "resident_bytes",
-                                                 "microbatch_seconds_p50",
-                                                 "microbatch_seconds_p95",
-                                                 "microbatch_seconds_p99",
-                                                 "receive_seconds_p50",
-                                                 "receive_seconds_p95",
-                                                 "receive_seconds_p99",
-                                                 "queue_seconds_p50",
-                                                 "queue_seconds_p95",
-                                                 "queue_seconds_p99",
-                                                 "compute_seconds_p50",
-                                                 "compute_seconds_p95",
-                                                 "compute_seconds_p99",
-                                                 "send_seconds_p50",
-                                                 "send_seconds_p95",
-                                                 "send_seconds_p99"};
+  constexpr absl::string_view kNames[kSeries] = {
+      "rows_per_second",        "bytes_in_per_second", "bytes_out_per_second",   "errors_per_second",
+      "queued_slices",          "queued_rows",         "open_streams",           "staging_used_bytes",
+      "planned_bytes",          "resident_bytes",      "microbatch_seconds_p50", "microbatch_seconds_p95",
+      "microbatch_seconds_p99", "receive_seconds_p50", "receive_seconds_p95",    "receive_seconds_p99",
+      "queue_seconds_p50",      "queue_seconds_p95",   "queue_seconds_p99",      "compute_seconds_p50",
+      "compute_seconds_p95",    "compute_seconds_p99", "send_seconds_p50",       "send_seconds_p95",
+      "send_seconds_p99"};
   return kNames[series];
 }
 
 absl::string_view HeadSeriesName(size_t series) {
-  constexpr absl::string_view kNames[kHeadSeries] = {"rows_per_second", "loss", "gradient_norm", "learning_rate"};
+  constexpr absl::string_view kNames[kHeadSeries] = {"rows_per_second", "loss", "gradient_norm",
+                                                     "learning_rate"};
   return kNames[series];
 }
 
@@ -101,8 +85,8 @@ std::string History::Json(uint64_t incarnation, uint64_t after, absl::string_vie
   absl::ReaderMutexLock lock(&mutex_);
   const uint64_t oldest = last_ > kSamples ? last_ - kSamples + 1 : 1;
   const uint64_t first = std::max(oldest, std::min(after, last_) + 1);
-  std::string json = absl::StrFormat("{\"incarnation\":\"%016x\",\"interval_seconds\":%g,\"last\":%d,", incarnation,
-                                     absl::ToDoubleSeconds(kInterval), last_);
+  std::string json = absl::StrFormat("{\"incarnation\":\"%016x\",\"interval_seconds\":%g,\"last\":%d,",
+                                     incarnation, absl::ToDoubleSeconds(kInterval), last_);
   const auto append = [&](absl::string_view name, absl::FunctionRef<double(uint64_t)> value) {
     mutex_.AssertReaderHeld();
     AppendArray(name, first, last_, value, &json);
@@ -111,7 +95,8 @@ std::string History::Json(uint64_t incarnation, uint64_t after, absl::string_vie
     mutex_.AssertReaderHeld();
     return samples_[SlotOf(number)];
   };
-  append("times", [&](uint64_t number) { return absl::ToDoubleSeconds(sample(number).time - absl::UnixEpoch()); });
+  append("times",
+         [&](uint64_t number) { return absl::ToDoubleSeconds(sample(number).time - absl::UnixEpoch()); });
   json.append(",\"server\":{");
   for (size_t series = 0; series < kSeries; ++series) {
     if (series > 0) json.push_back(',');

@@ -1,8 +1,9 @@
-// What a server did in the last 15 minutes, for charts: a sample every two seconds, of the server and of each head.
+// What a server did in the last 15 minutes, for charts: a sample every two seconds, of the server and of each
+// head.
 //
-// Memory: the ring has kSamples samples, each with the values of all series of the server and of at most kMostHeads
-// heads, four bytes a value: 60 KiB for the server, and 7 KiB for each head that there is. Heads that are gone leave
-// with their series.
+// Memory: the ring has kSamples samples, each with the values of all series of the server and of at most
+// kMostHeads heads, four bytes a value: 60 KiB for the server, and 7 KiB for each head that there is. Heads
+// that are gone leave with their series.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_METRICS_HISTORY_H_
@@ -23,8 +24,8 @@
 
 namespace lossd::metrics {
 
-// Series of the server. Rates are of the time of Sampler::kRateWindow, quantiles of Sampler::kQuantileWindow; NaN: there
-// was nothing to measure. The order is that of their names (SeriesName).
+// Series of the server. Rates are of the time of Sampler::kRateWindow, quantiles of Sampler::kQuantileWindow;
+// NaN: there was nothing to measure. The order is that of their names (SeriesName).
 enum class Series : uint8_t {
   kRows,      // per second
   kBytesIn,   // tensor bytes of slices, per second
@@ -36,8 +37,8 @@ enum class Series : uint8_t {
   kStagingBytes,   // in use
   kPlannedBytes,   // of all purposes
   kResidentBytes,  // of the process
-  // Quantiles 0.5, 0.95 and 0.99 of the time, in seconds, of a microbatch and of its slices' phases: three series each,
-  // in this order.
+  // Quantiles 0.5, 0.95 and 0.99 of the time, in seconds, of a microbatch and of its slices' phases: three
+  // series each, in this order.
   kMicrobatch,
   kReceive = kMicrobatch + 3,
   kQueue = kReceive + 3,
@@ -62,17 +63,18 @@ class History {
   static constexpr size_t kSamples = 450;
   static constexpr size_t kMostHeads = 64;
 
-  // A sample of the time `time`. Heads that are not in `heads` leave. If there are more than kMostHeads heads, those that
-  // came last have no series.
+  // A sample of the time `time`. Heads that are not in `heads` leave. If there are more than kMostHeads
+  // heads, those that came last have no series.
   void Add(absl::Time time, const Values& values, const std::map<std::string, HeadValues>& heads)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
   // The last sample; nullopt: there is none yet.
   std::optional<Values> Last() const ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // As /history.json answers (docs/operations.md): the samples with numbers above `after`; of the head `head` only, if
-  // one is named. `incarnation` is of the server.
-  std::string Json(uint64_t incarnation, uint64_t after, absl::string_view head) const ABSL_LOCKS_EXCLUDED(mutex_);
+  // As /history.json answers (docs/operations.md): the samples with numbers above `after`; of the head `head`
+  // only, if one is named. `incarnation` is of the server.
+  std::string Json(uint64_t incarnation, uint64_t after, absl::string_view head) const
+      ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   // Of a head; by slot, as samples_.

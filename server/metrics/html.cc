@@ -58,8 +58,8 @@ std::string TableRow(const std::vector<std::string>& cells, absl::string_view ta
 }
 
 std::string Table(const std::vector<std::string>& header, absl::string_view rows) {
-  return absl::StrCat("<div class=\"wide\"><table>\n<thead>", TableRow(header, "th"), "</thead>\n<tbody>\n", rows,
-                      "</tbody></table></div>\n");
+  return absl::StrCat("<div class=\"wide\"><table>\n<thead>", TableRow(header, "th"), "</thead>\n<tbody>\n",
+                      rows, "</tbody></table></div>\n");
 }
 
 std::string Fact(absl::string_view name, absl::string_view value) {
@@ -76,7 +76,8 @@ std::string Chart(absl::string_view kind, absl::string_view title) {
 }
 
 std::string Document(absl::string_view title, absl::string_view head, absl::string_view body) {
-  return absl::StrCat("<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n<title>", EscapeHtml(title),
+  return absl::StrCat("<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n<title>",
+                      EscapeHtml(title),
                       "</title>\n<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
                       "<link rel=\"icon\" href=\"/page/icon.svg\" type=\"image/svg+xml\">\n"
                       "<link rel=\"stylesheet\" href=\"/page/page.css\">\n"

@@ -37,8 +37,8 @@ std::string Bar(double value, double most);
 // A place for a chart that the script of the page draws: `kind` is a name in page.js.
 std::string Chart(absl::string_view kind, absl::string_view title);
 
-// A whole document: `body` is HTML that the script renews every two seconds. `title` and `head` are text; `head` is the
-// head that the page is about, empty for none.
+// A whole document: `body` is HTML that the script renews every two seconds. `title` and `head` are text;
+// `head` is the head that the page is about, empty for none.
 std::string Document(absl::string_view title, absl::string_view head, absl::string_view body);
 
 }  // namespace lossd::metrics

@@ -26,9 +26,7 @@ HttpResponse Page(std::string html, int status = 200) {
   return {.status = status, .content_type = std::string(kHtml), .body = std::move(html)};
 }
 
-HttpResponse Json(std::string text) {
-  return {.content_type = std::string(kJson), .body = std::move(text)};
-}
+HttpResponse Json(std::string text) { return {.content_type = std::string(kJson), .body = std::move(text)}; }
 
 HttpResponse BadRequest(const absl::Status& status) {
   return {.status = 400, .body = absl::StrCat(status.message(), "\n")};
@@ -37,7 +35,8 @@ HttpResponse BadRequest(const absl::Status& status) {
 // The parameters of a request: none but `known` ones, and each once.
 class Parameters {
  public:
-  static absl::StatusOr<Parameters> Read(const HttpCall& call, std::initializer_list<absl::string_view> known) {
+  static absl::StatusOr<Parameters> Read(const HttpCall& call,
+                                         std::initializer_list<absl::string_view> known) {
     Parameters parameters;
     for (const auto& [name, value] : call.parameters) {
       if (std::find(known.begin(), known.end(), name) == known.end()) {

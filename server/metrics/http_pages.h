@@ -1,4 +1,5 @@
-// What HTTP answers beside metrics and health: the pages, their script and style, and the samples and events as JSON.
+// What HTTP answers beside metrics and health: the pages, their script and style, and the samples and events
+// as JSON.
 //
 //   /              the status page
 //   /heads/NAME    the page of a head

@@ -1,5 +1,5 @@
-// What the HTTP server answers to a request, apart from any network: GET and HEAD of the paths that have a handler, and
-// an error for everything else.
+// What the HTTP server answers to a request, apart from any network: GET and HEAD of the paths that have a
+// handler, and an error for everything else.
 //
 // All functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_METRICS_HTTP_ROUTER_H_
@@ -23,7 +23,8 @@ struct HttpResponse {
   std::string body;
 };
 
-// Names and values of a query, "?name=value&...", in the order in which they were sent. %-escapes are not decoded.
+// Names and values of a query, "?name=value&...", in the order in which they were sent. %-escapes are not
+// decoded.
 using HttpParameters = std::vector<std::pair<absl::string_view, absl::string_view>>;
 
 // What a handler is told of a request. The views are valid during the call.
@@ -33,8 +34,8 @@ struct HttpCall {
 };
 using HttpHandler = std::function<HttpResponse(const HttpCall&)>;
 
-// By exact path, e.g. "/metrics". A longer path that ends with "/", e.g. "/heads/", stands for all paths that have one
-// more name behind it: neither nothing nor another "/".
+// By exact path, e.g. "/metrics". A longer path that ends with "/", e.g. "/heads/", stands for all paths that
+// have one more name behind it: neither nothing nor another "/".
 using HttpHandlers = std::map<std::string, HttpHandler, std::less<>>;
 
 // What refuses a request for who sent it: the answer, or nothing if the request may be answered.

@@ -21,7 +21,8 @@
 namespace lossd::metrics {
 namespace {
 
-// Fields of every answer. The pages load their script, style and icon from here and fetch from here; nothing is inline.
+// Fields of every answer. The pages load their script, style and icon from here and fetch from here; nothing
+// is inline.
 constexpr std::pair<const char*, const char*> kFields[] = {
     {MHD_HTTP_HEADER_CONNECTION, "close"},
     {MHD_HTTP_HEADER_CACHE_CONTROL, "no-store"},

@@ -42,7 +42,8 @@ MetricFamily ByKind(std::string name, std::string help, const kernels::MemoryByt
   return family;
 }
 
-// Of a call that ended with the code: who cancels a call knows about it, and who serves it has to look at the last two.
+// Of a call that ended with the code: who cancels a call knows about it, and who serves it has to look at the
+// last two.
 EventLevel LevelOf(absl::string_view code) {
   if (code == "CANCELLED") return EventLevel::kInfo;
   return code == "INTERNAL" || code == "DATA_LOSS" ? EventLevel::kError : EventLevel::kWarning;

@@ -1,4 +1,5 @@
-// The script, the style sheet and the icon of the pages: the files in page/, which are built into the program.
+// The script, the style sheet and the icon of the pages: the files in page/, which are built into the
+// program.
 //
 // Stateless, thread-safe.
 #ifndef LOSSD_SERVER_METRICS_PAGE_ASSETS_H_

@@ -47,7 +47,8 @@ HeadValues ValuesOf(const HeadMetrics::Step* last, double rows_per_second) {
 
 }  // namespace
 
-Sampler::Sampler(const engine::Engine* engine, const kernels::Backend* backend, Metrics* metrics, History* history)
+Sampler::Sampler(const engine::Engine* engine, const kernels::Backend* backend, Metrics* metrics,
+                 History* history)
     : engine_(engine), backend_(backend), metrics_(metrics), history_(history) {}
 
 Sampler::~Sampler() {
@@ -113,7 +114,9 @@ Values Sampler::ServerValues(const Reading& now) const {
   };
   const Reading& begin = readings_.empty() ? now : readings_.front();
   const double seconds = std::max(absl::ToDoubleSeconds(now.time - begin.time), 1e-3);
-  const auto rate = [&](double Totals::*counter) { return (now.totals.*counter - begin.totals.*counter) / seconds; };
+  const auto rate = [&](double Totals::*counter) {
+    return (now.totals.*counter - begin.totals.*counter) / seconds;
+  };
   set(Series::kRows, rate(&Totals::rows));
   set(Series::kBytesIn, rate(&Totals::payload_bytes_in));
   set(Series::kBytesOut, rate(&Totals::payload_bytes_out));

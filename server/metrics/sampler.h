@@ -1,5 +1,6 @@
-// Takes the samples of a History: what the server did since the samples before, once every History::kInterval, whether
-// somebody looks or not. So all viewers see the same rates, and the first one sees them too.
+// Takes the samples of a History: what the server did since the samples before, once every
+// History::kInterval, whether somebody looks or not. So all viewers see the same rates, and the first one
+// sees them too.
 //
 // Thread-safe. Has a thread of its own from Start on, which ends with the object.
 #ifndef LOSSD_SERVER_METRICS_SAMPLER_H_

@@ -34,9 +34,9 @@ std::string StatusPage::Render(bool draining) const {
       absl::StrCat(Summary(draining), "<section id=\"charts\">\n", Chart("rows", "Rows per second"),
                    Chart("loss", "Loss of the last step, by head"), Chart("latency", "Time of a microbatch"),
                    Chart("phases", "Time of a slice in each phase, median"), Chart("memory", "Memory"),
-                   Chart("queue", "Queue"), "</section>\n<section id=\"heads\"><h2>Heads</h2>\n", HeadsTable(),
-                   "</section>\n<section id=\"events\"><h2>Events and errors</h2>\n", EventsTable(),
-                   "</section>\n<section id=\"memory\"><h2>Memory</h2>\n", MemoryTable(),
+                   Chart("queue", "Queue"), "</section>\n<section id=\"heads\"><h2>Heads</h2>\n",
+                   HeadsTable(), "</section>\n<section id=\"events\"><h2>Events and errors</h2>\n",
+                   EventsTable(), "</section>\n<section id=\"memory\"><h2>Memory</h2>\n", MemoryTable(),
                    "</section>\n<section id=\"latency\"><h2>Latency</h2>\n", LatencyTable(),
                    "<p>Of the last 30 seconds, estimated from histograms.</p></section>\n"
                    "<footer><a href=\"/metrics\">All metrics</a> <a href=\"/history.json\">Samples</a> "
@@ -53,17 +53,17 @@ std::string StatusPage::Summary(bool draining) const {
   };
   const absl::Duration uptime = absl::Trunc(absl::Now() - options_.started, absl::Seconds(1));
   return absl::StrCat(
-      "<header id=\"summary\"><h1>lossd <span class=\"state ", draining ? "warning\">draining" : "good\">serving",
-      "</span></h1>\n<p>", EscapeHtml(options_.version), " &middot; ", EscapeHtml(info.name), " backend, ",
-      EscapeHtml(info.device), " &middot; gRPC on ", EscapeHtml(options_.grpc_address), " &middot; up ",
-      EscapeHtml(absl::FormatDuration(uptime)), " &middot; incarnation ",
-      absl::Hex(engine_->incarnation(), absl::kZeroPad16), "</p>\n<div class=\"facts\">\n",
-      Fact("rows/s", Rate(rate(Series::kRows))), Fact("received", FormatBytes(rate(Series::kBytesIn)) + "/s"),
-      Fact("sent", FormatBytes(rate(Series::kBytesOut)) + "/s"), Fact("open streams", Grouped(stats.open_streams)),
-      Fact("queued slices", Grouped(stats.queued_slices)),
-      Fact("staging used",
-           absl::StrCat(FormatBytes(static_cast<double>(stats.staging_used_bytes)), " of ",
-                        FormatBytes(static_cast<double>(stats.staging_bytes)))),
+      "<header id=\"summary\"><h1>lossd <span class=\"state ",
+      draining ? "warning\">draining" : "good\">serving", "</span></h1>\n<p>", EscapeHtml(options_.version),
+      " &middot; ", EscapeHtml(info.name), " backend, ", EscapeHtml(info.device), " &middot; gRPC on ",
+      EscapeHtml(options_.grpc_address), " &middot; up ", EscapeHtml(absl::FormatDuration(uptime)),
+      " &middot; incarnation ", absl::Hex(engine_->incarnation(), absl::kZeroPad16),
+      "</p>\n<div class=\"facts\">\n", Fact("rows/s", Rate(rate(Series::kRows))),
+      Fact("received", FormatBytes(rate(Series::kBytesIn)) + "/s"),
+      Fact("sent", FormatBytes(rate(Series::kBytesOut)) + "/s"),
+      Fact("open streams", Grouped(stats.open_streams)), Fact("queued slices", Grouped(stats.queued_slices)),
+      Fact("staging used", absl::StrCat(FormatBytes(static_cast<double>(stats.staging_used_bytes)), " of ",
+                                        FormatBytes(static_cast<double>(stats.staging_bytes)))),
       Fact("rows computed", Grouped(static_cast<int64_t>(totals.rows))),
       Fact("steps", Grouped(static_cast<int64_t>(totals.steps))),
       Fact("errors", Grouped(static_cast<int64_t>(totals.errors))),
@@ -78,17 +78,20 @@ std::string StatusPage::HeadsTable() const {
   for (size_t i = 0; i < std::min(heads.size(), kMostRows); ++i) {
     const engine::HeadSnapshot& head = heads[i];
     const auto summary = summaries.find(head.name);
-    const bool stepped = summary != summaries.end() && summary->second.last.has_value();
-    const std::optional<double> loss = stepped ? summary->second.last->loss : std::nullopt;
+    std::string loss = "-";
+    if (summary != summaries.end() && summary->second.last.has_value() &&
+        summary->second.last->loss.has_value()) {
+      loss = FormatNumber(*summary->second.last->loss);
+    }
     rows += TableRow({LinkTo(head.name), Grouped(head.config.vocab_size), Grouped(head.config.hidden_size),
                       EscapeHtml(kernels::Name(head.compute_dtype)), head.config.trainable ? "yes" : "frozen",
-                      Grouped(static_cast<int64_t>(head.state.step)),
-                      loss.has_value() ? FormatNumber(*loss) : std::string("-"), Grouped(head.step_rows),
+                      Grouped(static_cast<int64_t>(head.state.step)), loss, Grouped(head.step_rows),
                       Grouped(head.total_rows), Grouped(head.open_streams),
                       FormatBytes(static_cast<double>(head.memory.Total()))});
   }
-  std::string html =
-      Table({"Head", "V", "D", "Compute", "Trained", "Step", "Loss", "Rows in step", "Rows", "Streams", "Memory"}, rows);
+  std::string html = Table(
+      {"Head", "V", "D", "Compute", "Trained", "Step", "Loss", "Rows in step", "Rows", "Streams", "Memory"},
+      rows);
   if (heads.size() > kMostRows) absl::StrAppend(&html, "<p>and ", heads.size() - kMostRows, " more</p>\n");
   return html;
 }

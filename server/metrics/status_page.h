@@ -1,7 +1,8 @@
 // The pages for people who look at a server: / shows what it holds and does, /heads/NAME shows one head.
 //
-// A page is complete as the server sends it, so it can be read without scripts. In a browser, page/page.js draws the
-// charts out of /history.json, and fetches the page again every two seconds to renew what has changed in it.
+// A page is complete as the server sends it, so it can be read without scripts. In a browser, page/page.js
+// draws the charts out of /history.json, and fetches the page again every two seconds to renew what has
+// changed in it.
 //
 // Rendering takes no longer because of what happened before: tables have at most kMostRows rows.
 //

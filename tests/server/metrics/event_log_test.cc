@@ -76,7 +76,8 @@ TEST_F(EventLogTest, TheOldestMakeRoomAndReadersAreTold) {
 
 TEST_F(EventLogTest, AnyBytesAreShortTextInTheJson) {
   now_ = absl::FromUnixMillis(1'700'000'000'123);
-  events_.Add(EventLevel::kError, "device_error", "lm", absl::StrCat("\xff\"<b>\n", std::string(10'000, 'x')));
+  events_.Add(EventLevel::kError, "device_error", "lm",
+              absl::StrCat("\xff\"<b>\n", std::string(10'000, 'x')));
   const std::string text = ToJson(events_.After(0), 0xabc);
   EXPECT_LT(text.size(), 1000);
   const nlohmann::json json = nlohmann::json::parse(text);

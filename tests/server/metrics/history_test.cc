@@ -87,7 +87,8 @@ TEST_F(HistoryTest, HeadsComeAndGo) {
 
 TEST_F(HistoryTest, SoManyHeadsHaveSeries) {
   std::map<std::string, HeadValues> heads;
-  for (size_t i = 0; i < History::kMostHeads + 5; ++i) heads["head-" + std::to_string(1000 + i)] = HeadWith(1);
+  for (size_t i = 0; i < History::kMostHeads + 5; ++i)
+    heads["head-" + std::to_string(1000 + i)] = HeadWith(1);
   Add(0, heads);
   EXPECT_THAT(Json()["heads"], SizeIs(History::kMostHeads));
   heads.erase("head-1000");

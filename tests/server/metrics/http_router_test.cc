@@ -52,7 +52,8 @@ TEST(HttpRouterTest, APrefixTakesOneMoreName) {
   EXPECT_EQ(RouteOnLoopback(Get("/heads/..")).body, "..");
   EXPECT_EQ(RouteOnLoopback(Get("/heads/%2e")).body, "%2e");
   EXPECT_EQ(RouteOnLoopback(Get("http://localhost/heads/lm")).body, "lm");
-  for (const char* target : {"/heads", "/heads/", "/heads/lm/", "/heads/a/b", "/heads//", "//heads/lm", "heads/lm"}) {
+  for (const char* target :
+       {"/heads", "/heads/", "/heads/lm/", "/heads/a/b", "/heads//", "//heads/lm", "heads/lm"}) {
     EXPECT_EQ(RouteOnLoopback(Get(target)).status, 404) << target;
   }
 }

@@ -25,7 +25,8 @@ class HttpServerTest : public ::testing::Test {
   HttpServerTest() {
     auto server = HttpServer::Start(
         "127.0.0.1:0",
-        {{"/", [](const HttpCall&) { return HttpResponse{.content_type = "text/html", .body = "<p>page</p>"}; }},
+        {{"/",
+          [](const HttpCall&) { return HttpResponse{.content_type = "text/html", .body = "<p>page</p>"}; }},
          {"/healthz", [](const HttpCall&) { return HttpResponse{.status = 503, .body = "draining\n"}; }}});
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
