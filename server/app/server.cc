@@ -26,12 +26,9 @@
 #include "server/app/security.h"
 #include "server/app/shared_memory.h"
 #include "server/log/log.h"
-#include "server/metrics/history.h"
 #include "server/metrics/http_pages.h"
 #include "server/metrics/http_server.h"
 #include "server/metrics/metrics.h"
-#include "server/metrics/sampler.h"
-#include "server/metrics/status_page.h"
 #include "server/rpc/connection_acceptor.h"
 #include "server/rpc/head_service.h"
 #include "server/rpc/listening_socket.h"
@@ -101,9 +98,7 @@ class ServerImpl final : public Server {
   std::unique_ptr<rpc::ConnectionAcceptor> acceptor_;
   Every refusals_logged_{absl::Seconds(10)};
   std::unique_ptr<grpc::Server> grpc_;
-  metrics::History history_;
-  std::unique_ptr<metrics::Sampler> sampler_;
-  std::unique_ptr<metrics::StatusPage> page_;
+  std::unique_ptr<metrics::HttpPages> pages_;
   std::unique_ptr<metrics::HttpServer> http_;
 };
 
@@ -276,12 +271,10 @@ void ServerImpl::OnRefused(absl::string_view flag, absl::string_view address) {
 }
 
 absl::Status ServerImpl::StartHttp() {
-  sampler_ = std::make_unique<metrics::Sampler>(engine_.get(), backend_.get(), metrics_.get(), &history_);
-  sampler_->Start();
-  page_ = std::make_unique<metrics::StatusPage>(
+  pages_ = std::make_unique<metrics::HttpPages>(
       metrics::StatusPageOptions{
           .version = options_.version, .grpc_address = grpc_address(), .started = started_},
-      engine_.get(), backend_.get(), metrics_.get(), &history_);
+      engine_.get(), backend_.get(), metrics_.get(), [this] { return draining_.load(); });
   Address address = http_bind_;
   if (address.host == "localhost") address.host = "127.0.0.1";  // HttpServer takes addresses only
   absl::StatusOr<std::unique_ptr<metrics::HttpServer>> http =
@@ -294,12 +287,7 @@ absl::Status ServerImpl::StartHttp() {
 metrics::HttpHandlers ServerImpl::Handlers() {
   using metrics::HttpResponse;
   metrics::HttpHandlers handlers;
-  metrics::AddPages({.page = page_.get(),
-                     .history = &history_,
-                     .events = &metrics_->events(),
-                     .incarnation = engine_->incarnation(),
-                     .draining = [this] { return draining_.load(); }},
-                    &handlers);
+  pages_->AddTo(&handlers);
   handlers["/metrics"] = [this](const auto&) {
     return HttpResponse{.content_type = "text/plain; version=0.0.4; charset=utf-8",
                         .body = metrics_->RenderText()};
@@ -382,8 +370,7 @@ void ServerImpl::WaitForStaging() {
 ServerImpl::~ServerImpl() {
   if (grpc_ != nullptr) Drain(absl::Now());
   http_.reset();
-  page_.reset();
-  sampler_.reset();
+  pages_.reset();
   grpc_.reset();
   server_service_.reset();
   head_service_.reset();

@@ -95,12 +95,12 @@ std::optional<std::string> StatusPage::RenderHead(absl::string_view name) const 
           EscapeHtml(kernels::Name(head->config.gradients)), " &middot; logits ",
           EscapeHtml(kernels::Name(head->config.logits)), "</p>\n<div class=\"facts\">\n",
           fact("step", static_cast<int64_t>(head->state.step)), Fact("loss", loss),
-          fact("rows in the open step", head->step_rows), fact("rows", head->total_rows),
+          fact("rows in step", head->step_rows), fact("rows", head->total_rows),
           fact("open streams", head->open_streams), fact("queued slices", head->queued_slices),
           fact("rows a chunk", head->chunk_rows),
-          Fact("predicted gradient error", head->gradient_error > 0
-                                               ? absl::StrCat(FormatNumber(head->gradient_error * 100), " %")
-                                               : "exact"),
+          Fact("gradient error", head->gradient_error > 0
+                                     ? absl::StrCat(FormatNumber(head->gradient_error * 100), " %")
+                                     : "exact"),
           Fact("memory", FormatBytes(static_cast<double>(head->memory.Total()))), "</div>\n",
           head->waits_for.empty() ? ""
                                   : absl::StrCat("<p>Waits for ", EscapeHtml(head->waits_for), ".</p>\n"),

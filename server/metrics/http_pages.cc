@@ -69,7 +69,7 @@ class Parameters {
   std::map<absl::string_view, absl::string_view> values_;
 };
 
-HttpResponse HistoryAnswer(const HttpPages& pages, const HttpCall& call) {
+HttpResponse HistoryAnswer(const PageSources& pages, const HttpCall& call) {
   const absl::StatusOr<Parameters> parameters = Parameters::Read(call, {"after", "head"});
   if (!parameters.ok()) return BadRequest(parameters.status());
   const absl::StatusOr<uint64_t> after = parameters->Number("after");
@@ -77,7 +77,7 @@ HttpResponse HistoryAnswer(const HttpPages& pages, const HttpCall& call) {
   return Json(pages.history->Json(pages.incarnation, *after, parameters->Text("head")));
 }
 
-HttpResponse EventsAnswer(const HttpPages& pages, const HttpCall& call) {
+HttpResponse EventsAnswer(const PageSources& pages, const HttpCall& call) {
   const absl::StatusOr<Parameters> parameters = Parameters::Read(call, {"after"});
   if (!parameters.ok()) return BadRequest(parameters.status());
   const absl::StatusOr<uint64_t> after = parameters->Number("after");
@@ -85,7 +85,7 @@ HttpResponse EventsAnswer(const HttpPages& pages, const HttpCall& call) {
   return Json(ToJson(pages.events->After(*after), pages.incarnation));
 }
 
-HttpResponse HeadAnswer(const HttpPages& pages, const HttpCall& call) {
+HttpResponse HeadAnswer(const PageSources& pages, const HttpCall& call) {
   if (std::optional<std::string> html = pages.page->RenderHead(call.rest)) return Page(*std::move(html));
   return Page(pages.page->RenderNoHead(call.rest), 404);
 }
@@ -98,7 +98,7 @@ HttpHandler Asset(absl::string_view content_type, absl::string_view body) {
 
 }  // namespace
 
-void AddPages(const HttpPages& pages, HttpHandlers* handlers) {
+void AddPages(const PageSources& pages, HttpHandlers* handlers) {
   (*handlers)["/"] = [pages](const HttpCall&) { return Page(pages.page->Render(pages.draining())); };
   (*handlers)["/heads/"] = [pages](const HttpCall& call) { return HeadAnswer(pages, call); };
   (*handlers)["/history.json"] = [pages](const HttpCall& call) { return HistoryAnswer(pages, call); };
@@ -106,6 +106,18 @@ void AddPages(const HttpPages& pages, HttpHandlers* handlers) {
   (*handlers)["/page/page.js"] = Asset("text/javascript; charset=utf-8", PageScript());
   (*handlers)["/page/page.css"] = Asset("text/css; charset=utf-8", PageStyle());
   (*handlers)["/page/icon.svg"] = Asset("image/svg+xml", PageIcon());
+}
+
+HttpPages::HttpPages(const StatusPageOptions& options, const engine::Engine* engine,
+                     const kernels::Backend* backend, Metrics* metrics, std::function<bool()> draining)
+    : sampler_(engine, backend, metrics, &history_),
+      page_(options, engine, backend, metrics, &history_),
+      sources_({.page = &page_,
+                .history = &history_,
+                .events = &metrics->events(),
+                .incarnation = engine->incarnation(),
+                .draining = std::move(draining)}) {
+  sampler_.Start();
 }
 
 }  // namespace lossd::metrics

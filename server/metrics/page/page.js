@@ -4,7 +4,8 @@
 "use strict";
 
 const PERIOD_MS = 2000;
-const WINDOW_SECONDS = 900;
+const WINDOW_SECONDS = 900; // that are kept
+const LEAST_SECONDS = 120; // that a chart shows, of a server that has just started
 const MOST_LINES = 8; // colours
 const HEAD = document.body.dataset.head;
 
@@ -98,11 +99,11 @@ function element(name, attributes, text) {
   return created;
 }
 
-// About three round numbers from low to high.
-function ticks(low, high) {
-  const raw = (high - low) / 3;
-  const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= raw);
+// Some round numbers from low to high, of bytes in powers of two.
+function ticks(low, high, binary) {
+  const raw = (high - low) / 4.5;
+  const power = binary ? 2 ** Math.floor(Math.log2(raw)) : 10 ** Math.floor(Math.log10(raw));
+  const step = (binary ? [1, 2] : [1, 2, 5, 10]).map((factor) => factor * power).find((candidate) => candidate >= raw);
   const found = [];
   for (let tick = Math.ceil(low / step - 1e-9) * step; tick <= high + step * 1e-6; tick += step) found.push(tick);
   return found;
@@ -176,15 +177,18 @@ function draw(figure) {
   }
   const [low, high] = range;
   const now = samples.times[samples.times.length - 1];
-  const x = (i) => right - (right - left) * (now - samples.times[i]) / WINDOW_SECONDS;
+  const shown = Math.min(WINDOW_SECONDS, Math.max(LEAST_SECONDS, now - samples.times[0]));
+  const xAt = (ago) => right - (right - left) * ago / shown;
+  const x = (i) => xAt(now - samples.times[i]);
   const y = (value) => bottom - (bottom - top) * (value - low) / (high - low);
-  for (const tick of ticks(low, high)) {
+  for (const tick of ticks(low, high, chart.format === "bytes")) {
     svg.append(element("line", { class: "grid", x1: left, x2: right, y1: y(tick), y2: y(tick) }));
     svg.append(element("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, format(tick)));
   }
-  for (const minutes of [15, 10, 5, 0]) {
-    const at = right - (right - left) * minutes * 60 / WINDOW_SECONDS;
-    svg.append(element("text", { x: at, y: height - 4, "text-anchor": minutes === 0 ? "end" : minutes === 15 ? "start" : "middle" }, minutes === 0 ? "now" : `-${minutes} min`));
+  for (let minutes = 0; minutes * 60 <= shown * 1.001; minutes += shown > 420 ? 5 : shown > 210 ? 2 : 1) {
+    const at = xAt(minutes * 60);
+    const anchor = minutes === 0 ? "end" : at < left + 25 ? "start" : "middle";
+    svg.append(element("text", { x: at, y: height - 4, "text-anchor": anchor }, minutes === 0 ? "now" : `-${minutes} min`));
   }
   lines.forEach(([name, values], i) => {
     const path = element("path", { class: `c${i}`, d: pathOf(values, x, y) });

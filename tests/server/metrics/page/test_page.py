@@ -195,7 +195,7 @@ def test_light_and_dark_can_be_read(site: Site, dark: bool) -> None:
     site.browser.wait_for("charts", lambda: sum(site.drawn().values()) > 0)
     paper = luminance(site.browser.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert (paper < 0.05) == dark
-    for selector in ("h1", "p", "td", "th", "a", ".legend", ".state", "figcaption"):
+    for selector in ("h1", "main p", "td", "th", "a", ".legend", ".state", "figcaption"):
         ink = luminance(site.browser.evaluate(f"getComputedStyle(document.querySelector('{selector}')).color"))
         contrast = (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05)
         assert contrast > 4.5, f"{selector}: {contrast:.1f}"
