@@ -185,7 +185,7 @@ function draw(figure) {
     svg.append(element("line", { class: "grid", x1: left, x2: right, y1: y(tick), y2: y(tick) }));
     svg.append(element("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, format(tick)));
   }
-  for (let minutes = 0; minutes * 60 <= shown * 1.001; minutes += shown > 420 ? 5 : shown > 210 ? 2 : 1) {
+  for (let minutes = 0; minutes * 60 <= shown * 1.001; minutes += shown > 600 ? 5 : shown > 330 ? 2 : 1) {
     const at = xAt(minutes * 60);
     const anchor = minutes === 0 ? "end" : at < left + 25 ? "start" : "middle";
     svg.append(element("text", { x: at, y: height - 4, "text-anchor": anchor }, minutes === 0 ? "now" : `-${minutes} min`));
