@@ -112,6 +112,7 @@ TEST_F(LossctlServerTest, Events) {
   EXPECT_THAT(Run("events --http 127.0.0.1:1", 3), HasSubstr("127.0.0.1:1"));
 
   const std::string followed = folder_.File("followed");
+  test::WriteWholeFile(followed, "");
   test::ChildProcess follower(
       {"/bin/sh", "-c", absl::StrCat("exec " LOSSCTL_PATH " events --follow", at_http, " >", followed)});
   const auto await = [&](absl::string_view text) {
