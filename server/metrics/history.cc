@@ -107,9 +107,10 @@ std::string History::Json(uint64_t incarnation, uint64_t after, absl::string_vie
   for (const auto& [name, track] : heads_) {
     if (!head.empty() && name != head) continue;
     absl::StrAppend(&json, another ? "," : "", nlohmann::json(name).dump(), ":{");
+    const Track& values = track;  // clang 14 captures no structured binding
     for (size_t series = 0; series < kHeadSeries; ++series) {
       if (series > 0) json.push_back(',');
-      append(HeadSeriesName(series), [&](uint64_t number) { return track[SlotOf(number)][series]; });
+      append(HeadSeriesName(series), [&](uint64_t number) { return values[SlotOf(number)][series]; });
     }
     json.push_back('}');
     another = true;
