@@ -80,6 +80,7 @@ PLAN: list[tuple[str, str, Run | Serve | RunBy | Step | Known]] = [
     (r"docs/operations\.md", r"systemctl enable --now lossd", Known("needs systemd")),
     (r"docs/operations\.md", r"lossctl (save|checkpoints|load) lm_head.*", Run(instead=(("step-0000001000", "step-0000000000"),))),
     (r"docs/operations\.md", r"lossctl create (lm_head|tied) .*", Run(instead=(*SMALL, ("create lm_head", "create llama")))),
+    (r"docs/plan\.md", r"(?s).*", RunBy("docs_plan_test")),
     (r"docs/python\.md|client/python/README\.md", r"pip install \./client/python", RunBy("python_package_test")),
     (r"docs/python\.md|client/python/README\.md", r"pip install --no-build-isolation .*", RunBy("python_package_test")),
     (r"docs/scaling\.md", r"lossd --devices=.*", GPU),
