@@ -21,6 +21,15 @@ inline constexpr absl::string_view kHttpField = "--http";
 absl::StatusOr<std::string> HttpFetch(const std::string& address, const std::string& path,
                                       const client::CredentialOptions& credentials, absl::Duration timeout);
 
+struct HttpAnswer {
+  int status = 0;
+  std::string body;
+};
+
+// Whatever is answered at `path`, to a probe: without a token, and without a look at the server's certificate, as the
+// probes of Kubernetes. Errors like those of HttpFetch, but for the status. Thread-safe.
+absl::StatusOr<HttpAnswer> HttpProbe(const std::string& address, const std::string& path, absl::Duration timeout);
+
 }  // namespace lossd::cli
 
 #endif  // LOSSD_CLIENT_CLI_HTTP_FETCH_H_
