@@ -62,7 +62,8 @@ absl::StatusOr<std::string> HttpFetch(const std::string& address, const std::str
   return std::move(answer->body);
 }
 
-absl::StatusOr<HttpAnswer> HttpProbe(const std::string& address, const std::string& path, absl::Duration timeout) {
+absl::StatusOr<HttpAnswer> HttpProbe(const std::string& address, const std::string& path,
+                                     absl::Duration timeout) {
   httplib::Client client(UrlOf(address));
   if (!client.is_valid()) return NoAddress(address);
   client.enable_server_certificate_verification(false);

@@ -26,9 +26,10 @@ struct HttpAnswer {
   std::string body;
 };
 
-// Whatever is answered at `path`, to a probe: without a token, and without a look at the server's certificate, as the
-// probes of Kubernetes. Errors like those of HttpFetch, but for the status. Thread-safe.
-absl::StatusOr<HttpAnswer> HttpProbe(const std::string& address, const std::string& path, absl::Duration timeout);
+// Whatever is answered at `path`, to a probe: without a token, and without a look at the server's
+// certificate, as the probes of Kubernetes. Errors like those of HttpFetch, but for the status. Thread-safe.
+absl::StatusOr<HttpAnswer> HttpProbe(const std::string& address, const std::string& path,
+                                     absl::Duration timeout);
 
 }  // namespace lossd::cli
 

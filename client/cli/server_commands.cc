@@ -54,7 +54,8 @@ absl::Status RunProbe(Context* context, const std::string& probe, const std::str
   if (context->json) {
     context->PrintJson({{"http", address}, {"probe", probe}, {"status", answer->status}, {"says", says}});
   } else {
-    context->Print(absl::StrCat(address, ": ", answer->status == 200 ? probe : absl::StrCat("not ", probe, ": ", says), "\n"));
+    context->Print(absl::StrCat(
+        address, ": ", answer->status == 200 ? probe : absl::StrCat("not ", probe, ": ", says), "\n"));
   }
   return absl::OkStatus();
 }

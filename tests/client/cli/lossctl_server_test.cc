@@ -1,12 +1,14 @@
 // Runs the lossctl binary against the real server: models from files, checkpoints there and back.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <httplib.h>
 #include <sys/wait.h>
 
 #include <cstdlib>
 #include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -94,6 +96,36 @@ class LossctlServerTest : public testing::Test {
   std::unique_ptr<test::ChildProcess> server_;
   std::string target_;
 };
+
+TEST_F(LossctlServerTest, ProbesSayWhatTheServerSaysOverHttp) {
+  httplib::Server http;  // of a server that drains
+  http.Get("/livez", [](const httplib::Request&, httplib::Response& response) {
+    response.set_content("ok\n", "text/plain");
+  });
+  http.Get("/readyz", [](const httplib::Request&, httplib::Response& response) {
+    response.status = 503;
+    response.set_content("draining\n", "text/plain");
+  });
+  const std::string address = absl::StrCat("127.0.0.1:", http.bind_to_any_port("127.0.0.1"));
+  std::thread thread([&http] { http.listen_after_bind(); });
+  EXPECT_EQ(Run(absl::StrCat("health --probe live --http ", address)), absl::StrCat(address, ": live\n"));
+  EXPECT_EQ(Run(absl::StrCat("health --probe ready --http ", address), 1),
+            absl::StrCat(address, ": not ready: draining\n"));
+  const auto json = nlohmann::json::parse(Run(absl::StrCat("--json health --probe ready --http ", address), 1));
+  EXPECT_EQ(json["status"], 503);
+  // gRPC is not asked.
+  EXPECT_EQ(Run(absl::StrCat("--server 127.0.0.1:1 health --probe live --http ", address)),
+            absl::StrCat(address, ": live\n"));
+  http.stop();
+  thread.join();
+  EXPECT_THAT(Run("health --probe live --http 127.0.0.1:1", 3), HasSubstr("nothing answers"));
+  EXPECT_THAT(Run("health --probe dead", 2), HasSubstr("--probe"));
+  EXPECT_THAT(Run("health --probe live some.Service", 2), HasSubstr("excludes"));
+  Start("--http=127.0.0.1:0");
+  const std::string real =
+      nlohmann::json::parse(test::ReadWholeFile(folder_.File("ports.json")))["http"].get<std::string>();
+  EXPECT_EQ(Run(absl::StrCat("health --probe ready --http ", real)), absl::StrCat(real, ": ready\n"));
+}
 
 TEST_F(LossctlServerTest, CreatesFromFiles) {
   WriteModel("model.safetensors", "lm_head.weight");

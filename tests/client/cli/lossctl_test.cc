@@ -306,33 +306,6 @@ TEST_F(LossctlTest, WatchRestoresTheTerminal) {
   EXPECT_THAT(screen, HasSubstr("\033[?25h\033[?1049l"));
 }
 
-TEST_F(LossctlTest, ProbesSayWhatTheServerSaysOverHttp) {
-  httplib::Server http;
-  http.Get("/livez", [](const httplib::Request&, httplib::Response& response) {
-    response.set_content("ok\n", "text/plain");
-  });
-  http.Get("/readyz", [](const httplib::Request&, httplib::Response& response) {
-    response.status = 503;
-    response.set_content("draining\n", "text/plain");
-  });
-  const std::string address = absl::StrCat("127.0.0.1:", http.bind_to_any_port("127.0.0.1"));
-  std::thread thread([&http] { http.listen_after_bind(); });
-  const Outcome live = Run(absl::StrCat("health --probe live --http ", address));
-  EXPECT_EQ(live.exit_code, 0);
-  EXPECT_EQ(live.out, absl::StrCat(address, ": live\n"));
-  const Outcome ready = Run(absl::StrCat("health --probe ready --http ", address));
-  EXPECT_EQ(ready.exit_code, 1);
-  EXPECT_EQ(ready.out, absl::StrCat(address, ": not ready: draining\n"));
-  EXPECT_EQ(Json(absl::StrCat("health --probe live --http ", address))["status"], 200);
-  // No gRPC server is needed, and none is asked.
-  EXPECT_EQ(RunAt("127.0.0.1:1", absl::StrCat("health --probe live --http ", address)).exit_code, 0);
-  EXPECT_EQ(Run("health --probe live --http 127.0.0.1:1").exit_code, 3);
-  EXPECT_EQ(Run("health --probe dead").exit_code, 2);
-  EXPECT_EQ(Run("health --probe live some.Service").exit_code, 2);
-  http.stop();
-  thread.join();
-}
-
 TEST_F(LossctlTest, Metrics) {
   httplib::Server http;
   http.Get("/metrics", [](const httplib::Request&, httplib::Response& response) {
