@@ -97,6 +97,7 @@ int Main(int argc, char** argv) {
   AddCheckpointCommands(&app, &context);
   AddBenchCommand(&app, &context);
   AddWatchCommand(&app, &context);
+  AddPlanCommand(&app, &context);
   AddCompletionCommand(&app, &context);
   if (!words.empty() && words.front() == kCompleteCommand) {
     const std::vector<std::string> unfinished(words.begin() + 1, words.end());

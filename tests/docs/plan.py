@@ -83,6 +83,7 @@ PLAN: list[tuple[str, str, Run | Serve | RunBy | Step | Known]] = [
     (r"docs/operations\.md", r"docker .*", Known("needs Docker; scripts/check-image runs the steps of the image by hand")),
     (r"docs/operations\.md", r"scripts/check-image", Known("needs root, buildah and 20 minutes; run by hand")),
     (r"docs/operations\.md", r"kubectl .*", RunBy("manifests_test")),
+    (r"docs/plan\.md", r"(?s).*", RunBy("docs_plan_test")),
     (r"docs/python\.md|client/python/README\.md", r"pip install \./client/python", RunBy("python_package_test")),
     (r"docs/python\.md|client/python/README\.md", r"pip install --no-build-isolation .*", RunBy("python_package_test")),
     (r"docs/scaling\.md", r"lossd --devices=.*", GPU),
