@@ -111,7 +111,8 @@ TEST_F(LossctlServerTest, ProbesSayWhatTheServerSaysOverHttp) {
   EXPECT_EQ(Run(absl::StrCat("health --probe live --http ", address)), absl::StrCat(address, ": live\n"));
   EXPECT_EQ(Run(absl::StrCat("health --probe ready --http ", address), 1),
             absl::StrCat(address, ": not ready: draining\n"));
-  const auto json = nlohmann::json::parse(Run(absl::StrCat("--json health --probe ready --http ", address), 1));
+  const auto json =
+      nlohmann::json::parse(Run(absl::StrCat("--json health --probe ready --http ", address), 1));
   EXPECT_EQ(json["status"], 503);
   // gRPC is not asked.
   EXPECT_EQ(Run(absl::StrCat("--server 127.0.0.1:1 health --probe live --http ", address)),
