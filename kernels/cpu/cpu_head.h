@@ -33,6 +33,10 @@ class CpuHead final : public HeadKernels {
                                                          int64_t chunk_rows, ThreadPool* pool,
                                                          MemoryAccounting::Reservation reservation);
 
+  // What such a head says of itself.
+  static std::vector<Choice> Describe(const HeadConfig& config, int64_t chunk_rows, int64_t workspace_bytes,
+                                      int threads);
+
   const HeadConfig& config() const override { return config_; }
   DType compute_dtype() const override { return DType::kFloat32; }
   int64_t chunk_rows() const override { return chunk_rows_; }

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/head_planner.h"
 #include "kernels/validation.h"
 #include "server/engine/backward.h"
 #include "server/engine/contribution_operations.h"
@@ -66,14 +67,39 @@ EngineStats EngineImpl::stats() const {
 
 // ---- Heads ----
 
-absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadConfig& config) {
+absl::Status EngineImpl::CheckConfig(const kernels::HeadConfig& config) const {
   if (auto status = kernels::Validate(config); !status.ok()) return status;
   const int64_t slice_bytes = context_->options.slice_bytes;
-  if (config.hidden_size > slice_bytes / 4) {
-    return InvalidField("hidden_size",
-                        absl::StrCat("must let one fp32 row fit into a slice of ", slice_bytes, " bytes"),
-                        absl::StrCat(config.hidden_size));
+  if (config.hidden_size <= slice_bytes / 4) return absl::OkStatus();
+  return InvalidField("hidden_size",
+                      absl::StrCat("must let one fp32 row fit into a slice of ", slice_bytes, " bytes"),
+                      absl::StrCat(config.hidden_size));
+}
+
+absl::StatusOr<HeadSnapshot> EngineImpl::PlanHead(absl::string_view name,
+                                                  const kernels::HeadConfig& config) const {
+  if (auto status = CheckConfig(config); !status.ok()) return status;
+  {
+    absl::MutexLock lock(&context_->mutex);
+    if (context_->loop.stopping()) return ShuttingDown();
+    if (auto status = heads_.CheckFree(name); !status.ok()) return status;
   }
+  const absl::StatusOr<kernels::PlannedHead> planned = kernels::PlanWholeHead(*context_->backend, config);
+  if (!planned.ok()) return planned.status();
+  HeadSnapshot head;
+  head.name = std::string(name);
+  head.config = config;
+  head.compute_dtype = planned->compute_dtype;
+  head.state.incarnation = context_->incarnation;
+  head.limits = HeadSession::PlannedLimits(context_->options, config, planned->slice_rows);
+  head.chunk_rows = planned->chunk_rows;
+  head.memory = planned->memory;
+  head.choices = planned->choices;
+  return head;
+}
+
+absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadConfig& config) {
+  if (auto status = CheckConfig(config); !status.ok()) return status;
   {
     absl::MutexLock lock(&context_->mutex);
     if (context_->loop.stopping()) return ShuttingDown();
