@@ -84,7 +84,8 @@ TEST(PlanHead, EndsWithTheErrorsOfCreateHead) {
       {"an unknown norm", [](auto& r) { r.mutable_spec()->set_norm(static_cast<v1::Norm>(9)); }},
       {"rows that fit no slice", [](auto& r) { r.mutable_spec()->set_hidden_size(1 << 20); }},
       {"more than the limit", [](auto& r) { r.mutable_spec()->set_vocab_size(100'000); }},
-      {"a file that is not there", [](auto& r) {
+      {"a file that is not there",
+       [](auto& r) {
          r.mutable_tensor_file()->set_path("missing.safetensors");
          r.mutable_tensor_file()->set_weight("w");
        }},
