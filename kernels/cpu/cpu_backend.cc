@@ -88,7 +88,7 @@ class CpuBackend final : public Backend, public StagingAdopter, public HeadPlann
       return status;
     planned.chunk_rows = planned.slice_rows = *chunk_rows;
     planned.choices =
-        CpuHead::Describe(config, *chunk_rows, planned.memory[MemoryKind::kWorkspace], pool_.threads());
+        DescribeCpuHead(config, *chunk_rows, planned.memory[MemoryKind::kWorkspace], pool_.threads());
     return planned;
   }
 

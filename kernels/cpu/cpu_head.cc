@@ -89,11 +89,11 @@ CpuHead::CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, 
       exchange_(std::make_shared<SoleExchange>()) {}
 
 std::vector<Choice> CpuHead::Describe() const {
-  return Describe(config_, chunk_rows_, memory()[MemoryKind::kWorkspace], pool_->threads());
+  return DescribeCpuHead(config_, chunk_rows_, memory()[MemoryKind::kWorkspace], pool_->threads());
 }
 
-std::vector<Choice> CpuHead::Describe(const HeadConfig& config, int64_t chunk_rows, int64_t workspace_bytes,
-                                      int threads) {
+std::vector<Choice> DescribeCpuHead(const HeadConfig& config, int64_t chunk_rows, int64_t workspace_bytes,
+                                    int threads) {
   const LossOptions options = {.gradients = config.gradients};
   const absl::string_view why_exact = WhyExact(options, false);
   std::vector<Choice> choices = {

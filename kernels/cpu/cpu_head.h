@@ -33,10 +33,6 @@ class CpuHead final : public HeadKernels {
                                                          int64_t chunk_rows, ThreadPool* pool,
                                                          MemoryAccounting::Reservation reservation);
 
-  // What such a head says of itself.
-  static std::vector<Choice> Describe(const HeadConfig& config, int64_t chunk_rows, int64_t workspace_bytes,
-                                      int threads);
-
   const HeadConfig& config() const override { return config_; }
   DType compute_dtype() const override { return DType::kFloat32; }
   int64_t chunk_rows() const override { return chunk_rows_; }
@@ -106,6 +102,10 @@ class CpuHead final : public HeadKernels {
   CpuParams params_;
   std::shared_ptr<ClassExchange> exchange_;
 };
+
+// What such a head says of itself.
+std::vector<Choice> DescribeCpuHead(const HeadConfig& config, int64_t chunk_rows, int64_t workspace_bytes,
+                                    int threads);
 
 }  // namespace lossd::kernels
 

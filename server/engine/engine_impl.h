@@ -68,10 +68,6 @@ class EngineImpl final : public Engine {
   // The head of a new stream, contribution or tensor call.
   absl::StatusOr<SessionPtr> FindOpen(absl::string_view name) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(context_->mutex);
-  // What a head needs beside what its backend checks.
-  absl::Status CheckConfig(const kernels::HeadConfig& config) const;
-  // Checks the number of expected ids and puts them in order, which is much work for many.
-  absl::Status OrderExpected(StepRequest& request) const;
   // As HeadSession::Run.
   absl::Status RunOnHead(absl::string_view name, absl::FunctionRef<absl::Status(HeadSession&)> operation)
       ABSL_LOCKS_EXCLUDED(context_->mutex);

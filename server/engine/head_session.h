@@ -41,10 +41,6 @@ class HeadSession final : public DeviceLoop::Source,
   static absl::StatusOr<std::shared_ptr<HeadSession>> Create(EngineContext* context, std::string name,
                                                              std::unique_ptr<kernels::HeadKernels> kernels);
 
-  // Of the slices of such a head with so many rows of a slice at most.
-  static SliceLimits PlannedLimits(const EngineOptions& options, const kernels::HeadConfig& config,
-                                   int64_t slice_rows);
-
   // ---- Parts; the first three are constant ----
   const std::string& name() const { return name_; }
   const kernels::HeadConfig& config() const { return config_; }
@@ -128,6 +124,10 @@ class HeadSession final : public DeviceLoop::Source,
   bool deleting_ = false;
   int64_t total_rows_ = 0;
 };
+
+// Of the slices of such a head, of which one has slice_rows rows at most for its backend.
+SliceLimits PlannedLimits(const EngineOptions& options, const kernels::HeadConfig& config,
+                          int64_t slice_rows);
 
 }  // namespace lossd::engine
 
