@@ -97,6 +97,7 @@ int Main(int argc, char** argv) {
   AddCheckpointCommands(&app, &context);
   AddBenchCommand(&app, &context);
   AddWatchCommand(&app, &context);
+  AddEventsCommand(&app, &context);
   AddPlanCommand(&app, &context);
   AddCompletionCommand(&app, &context);
   if (!words.empty() && words.front() == kCompleteCommand) {
