@@ -121,7 +121,9 @@ TEST(PlanHead, AddsUpWhatDevicesOfOneMemoryNeed) {
     const absl::Status created = client->CreateHead(request).status();
     EXPECT_EQ(planned.code(), created.code()) << classes << ": " << planned << "; " << created;
     ++(created.ok() ? fit : refused);
-    if (created.ok()) EXPECT_TRUE(client->DeleteHead("head").ok());
+    if (created.ok()) {
+      EXPECT_TRUE(client->DeleteHead("head").ok());
+    }
   }
   EXPECT_GT(fit, 2);
   EXPECT_GT(refused, 2);
