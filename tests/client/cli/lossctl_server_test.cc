@@ -186,6 +186,15 @@ TEST_F(LossctlServerTest, CreatesFromFiles) {
   EXPECT_THAT(Run("create no --hidden 6 --vocab 20 --from ../etc --weight x", 4), HasSubstr(".."));
 }
 
+TEST_F(LossctlServerTest, ADryRunSaysWhatWouldBeMadeAndMakesNothing) {
+  const std::string spec = "head --hidden 6 --vocab 20 --norm rmsnorm";
+  const std::string planned = Run("create " + spec + " --dry-run");
+  const std::string nothing = Run("heads");
+  EXPECT_THAT(nothing, testing::Not(HasSubstr("head ")));
+  EXPECT_EQ(Run("create " + spec), planned);
+  EXPECT_THAT(Run("create " + spec + " --dry-run", 4), HasSubstr("is taken by another head"));
+}
+
 TEST_F(LossctlServerTest, DescribeSaysWhatWasChosen) {
   Run("create head --hidden 6 --vocab 20");
   EXPECT_THAT(Run("describe head"),
