@@ -2,12 +2,35 @@
 
 #include <httplib.h>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::cli {
+namespace {
+
+// What the server says about another status than 200, if it is a line of text.
+std::string Reason(const httplib::Response& response) {
+  constexpr size_t kMost = 300;
+  std::string text(absl::StripAsciiWhitespace(response.body));
+  if (text.empty() || text.size() > kMost ||
+      !absl::StartsWith(response.get_header_value("Content-Type"), "text/plain")) {
+    return "";
+  }
+  for (char& c : text) {
+    if (absl::ascii_iscntrl(static_cast<unsigned char>(c))) c = '?';
+  }
+  return absl::StrCat(": ", text);
+}
+
+absl::StatusCode CodeOf(int status) {
+  if (status == 403) return absl::StatusCode::kPermissionDenied;
+  return status == 409 ? absl::StatusCode::kFailedPrecondition : absl::StatusCode::kInternal;
+}
+
+}  // namespace
 
 absl::StatusOr<std::string> HttpFetch(const std::string& address, const std::string& path,
                                       const client::CredentialOptions& credentials, absl::Duration timeout) {
@@ -38,7 +61,8 @@ absl::StatusOr<std::string> HttpFetch(const std::string& address, const std::str
     return absl::UnauthenticatedError(absl::StrCat(url, path, " wants a token that it knows (LOSSD_TOKEN)"));
   }
   if (result->status != 200) {
-    return absl::InternalError(absl::StrCat(url, path, " answered with status ", result->status));
+    return absl::Status(CodeOf(result->status),
+                        absl::StrCat(url, path, " answered with status ", result->status, Reason(*result)));
   }
   return result->body;
 }
