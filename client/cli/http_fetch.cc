@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
@@ -11,6 +12,24 @@
 
 namespace lossd::cli {
 namespace {
+
+// What the server says about another status than 200, if it is a line of text.
+std::string Reason(const HttpAnswer& answer) {
+  constexpr size_t kMost = 300;
+  std::string text(absl::StripAsciiWhitespace(answer.body));
+  if (text.empty() || text.size() > kMost || !absl::StartsWith(answer.content_type, "text/plain")) {
+    return "";
+  }
+  for (char& c : text) {
+    if (absl::ascii_iscntrl(static_cast<unsigned char>(c))) c = '?';
+  }
+  return absl::StrCat(": ", text);
+}
+
+absl::StatusCode CodeOf(int status) {
+  if (status == 403) return absl::StatusCode::kPermissionDenied;
+  return status == 409 ? absl::StatusCode::kFailedPrecondition : absl::StatusCode::kInternal;
+}
 
 constexpr absl::string_view kHttps = "https://";
 
@@ -36,7 +55,9 @@ absl::StatusOr<HttpAnswer> Get(httplib::Client* client, const std::string& addre
                                             "); name the address with --http")),
         {std::string(kHttpField), "must be the address where a server answers HTTP", address});
   }
-  return HttpAnswer{.status = result->status, .body = result->body};
+  return HttpAnswer{.status = result->status,
+                    .content_type = result->get_header_value("Content-Type"),
+                    .body = result->body};
 }
 
 }  // namespace
@@ -57,7 +78,8 @@ absl::StatusOr<std::string> HttpFetch(const std::string& address, const std::str
     return absl::UnauthenticatedError(absl::StrCat(url, path, " wants a token that it knows (LOSSD_TOKEN)"));
   }
   if (answer->status != 200) {
-    return absl::InternalError(absl::StrCat(url, path, " answered with status ", answer->status));
+    return absl::Status(CodeOf(answer->status),
+                        absl::StrCat(url, path, " answered with status ", answer->status, Reason(*answer)));
   }
   return std::move(answer->body);
 }

@@ -6,9 +6,13 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -163,6 +167,57 @@ TEST_F(LossctlServerTest, Events) {
   await("three: head created");
   follower.Signal(SIGINT);
   EXPECT_EQ(follower.WaitFor(absl::Seconds(60)), 0);
+}
+
+TEST_F(LossctlServerTest, ATraceOfARealRunIsInOrder) {
+  Start("--http=127.0.0.1:0");
+  Run("create one --hidden 6 --vocab 20");
+  test::ChildProcess bench({"/bin/sh", "-c",
+                            absl::StrCat("exec " LOSSCTL_PATH " --server ", target_,
+                                         " bench one --rows 1024 --seconds 300 >/dev/null 2>&1")});
+  nlohmann::json trace;
+  std::set<std::string> seen;
+  // Until it has all kinds: the first one may be from before the load.
+  for (int i = 0; i < 60 && !(seen.contains("send") && seen.contains("weight gradient")); ++i) {
+    ASSERT_TRUE(bench.Running());
+    trace = nlohmann::json::parse(Run(absl::StrCat("trace --seconds 0.5 --http ", http_)));
+    seen.clear();
+    for (const auto& event : trace["traceEvents"]) seen.insert(event["name"]);
+  }
+  bench.Signal(SIGTERM);
+  for (const char* name : {"receive", "queue", "compute", "send", "results", "weight gradient"}) {
+    EXPECT_TRUE(seen.contains(name)) << name;
+  }
+  EXPECT_EQ(trace["displayTimeUnit"], "ms");
+  EXPECT_LE(trace["otherData"]["seconds"], 0.5);
+  // As the format has it: what begins ends, with the same category, id, name and process.
+  std::map<std::string, std::vector<double>> open;
+  for (const auto& event : trace["traceEvents"]) {
+    const std::string phase = event["ph"];
+    ASSERT_TRUE(event["pid"].is_number_unsigned() && event["tid"].is_number_unsigned()) << event;
+    if (phase == "M") {
+      EXPECT_EQ(event["name"], "process_name");
+      EXPECT_TRUE(event["args"]["name"].is_string());
+      continue;
+    }
+    ASSERT_TRUE(event["cat"].is_string() && event["ts"].is_number()) << event;
+    EXPECT_GE(event["ts"], 0.0);
+    EXPECT_LE(event["ts"], 0.5e6);
+    if (phase == "i") continue;
+    ASSERT_TRUE(phase == "b" || phase == "e") << event;
+    std::vector<double>& begun =
+        open[absl::StrCat(event["pid"].get<int>(), event["cat"].get<std::string>(),
+                          event["id"].get<std::string>(), event["name"].get<std::string>())];
+    if (phase == "b") {
+      EXPECT_GT(event["args"]["rows"], 0);
+      begun.push_back(event["ts"]);
+    } else {
+      ASSERT_FALSE(begun.empty()) << event;
+      EXPECT_GE(event["ts"], begun.back());
+      begun.pop_back();
+    }
+  }
+  for (const auto& [what, begun] : open) EXPECT_TRUE(begun.empty()) << what;
 }
 
 TEST_F(LossctlServerTest, CreatesFromFiles) {
