@@ -46,8 +46,8 @@ struct Flags {
   uint64_t rows = 4096;
   v1::DType dtype = v1::DTYPE_BF16;
   int in_flight = 1;
-  int channels = 2;
-  std::string transport;  // empty: the client's default
+  std::optional<int> channels;  // nullopt: as many as help
+  std::string transport;        // empty: the client's default
   double seconds = 10;
   uint64_t microbatches = 0;  // 0: by time
   uint64_t warmup = 2;
@@ -196,7 +196,7 @@ absl::StatusOr<HiddenRows> MakeRows(const Flags& flags, const v1::HeadSpec& spec
   return MakeRealRows(*real, flags.dtype);
 }
 
-BenchSetup SetupOf(const Flags& flags, const HiddenRows& rows) {
+BenchSetup SetupOf(const Flags& flags, const HiddenRows& rows, const client::ConnectionChoice& connections) {
   return {flags.head,
           NameOf(DataKinds(), flags.data),
           NameOf(Whats(), flags.what),
@@ -204,8 +204,8 @@ BenchSetup SetupOf(const Flags& flags, const HiddenRows& rows) {
           rows.hidden_size,
           rows.rows,
           flags.in_flight,
-          flags.channels,
-          flags.loss.streams > 0 ? flags.loss.streams : flags.channels,
+          connections.connections,
+          flags.loss.streams > 0 ? flags.loss.streams : connections.connections,
           flags.loss.slice_bytes};
 }
 
@@ -225,7 +225,9 @@ absl::Status RunBench(Context* context, const Flags& flags) {
     if (totals.ok() && !zeroed.ok()) return zeroed.status();
   }
   if (!totals.ok()) return totals.status();
-  BenchSetup setup = SetupOf(flags, *rows);
+  const client::ConnectionChoice connections = (*client)->connections();
+  BenchSetup setup = SetupOf(flags, *rows, connections);
+  setup.channels_reason = connections.reason;
   const client::TransportChoice choice = (*client)->transport();
   setup.transport = choice.transport;
   setup.transport_reason = choice.reason;
@@ -253,7 +255,7 @@ void AddBenchCommand(CLI::App* app, Context* context) {
   AddWord(bench, "--dtype", &flags->dtype, DTypes(), "Element type to transfer [bf16]");
   bench->add_option("--in-flight", flags->in_flight, "Microbatches under way at once; 1: closed loop [1]")
       ->check(CLI::Range(1, 1024));
-  bench->add_option("--channels", flags->channels, "Connections [2]")->check(CLI::Range(1, 64));
+  bench->add_option("--channels", flags->channels, "Connections [as many as help]")->check(CLI::Range(1, 64));
   bench
       ->add_option("--transport", flags->transport,
                    "How rows travel: auto takes shared memory if the server is on this host [auto]")

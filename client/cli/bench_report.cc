@@ -52,6 +52,7 @@ nlohmann::ordered_json BenchJson(const BenchSetup& setup, const BenchTotals& tot
           {"rows_per_microbatch", setup.rows},
           {"in_flight", setup.in_flight},
           {"channels", setup.channels},
+          {"channels_reason", setup.channels_reason},
           {"streams", setup.streams},
           {"slice_bytes", setup.slice_bytes},
           {"transport", setup.transport},
@@ -88,6 +89,8 @@ std::string BenchText(const BenchSetup& setup, const BenchTotals& totals) {
   fields.Add("transport", setup.transport_reason.empty()
                               ? setup.transport
                               : absl::StrCat(setup.transport, " (", setup.transport_reason, ")"));
+  if (!setup.channels_reason.empty())
+    fields.Add("channels", absl::StrCat(setup.channels, " (", setup.channels_reason, ")"));
   fields.Add("ran", absl::StrCat(HumanSeconds(totals.seconds), ", ", HumanCount(totals.latencies.size()),
                                  " microbatches",
                                  totals.repeats > 0 ? absl::StrCat(", ", totals.repeats, " repeats") : ""));

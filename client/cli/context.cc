@@ -9,7 +9,7 @@
 
 namespace lossd::cli {
 
-absl::StatusOr<std::unique_ptr<client::Client>> Context::Connect(int channels,
+absl::StatusOr<std::unique_ptr<client::Client>> Context::Connect(std::optional<int> channels,
                                                                  const std::string& transport) const {
   auto made = client::Credentials::Create(credentials);
   if (!made.ok()) return made.status();

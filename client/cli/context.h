@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -34,7 +35,7 @@ struct Context {
   // Set by an action that did its work but has bad news (an unhealthy server).
   bool bad_news = false;
 
-  absl::StatusOr<std::unique_ptr<client::Client>> Connect(int channels = 1,
+  absl::StatusOr<std::unique_ptr<client::Client>> Connect(std::optional<int> channels = 1,
                                                           const std::string& transport = "") const;
   absl::Duration timeout() const { return absl::Seconds(timeout_seconds); }
   // "host:port" of the server's HTTP side, or "https://host:port": `http` if not empty, else the server's

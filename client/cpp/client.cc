@@ -117,6 +117,8 @@ absl::StatusOr<LossResult> Client::ComputeLoss(const Microbatch& microbatch, con
 
 TransportChoice Client::transport() const { return core_->connections().regions().choice(); }
 
+ConnectionChoice Client::connections() const { return core_->connections().choice(); }
+
 PendingLoss Client::ComputeLossAsync(const Microbatch& microbatch, const LossOutputs& outputs,
                                      const ComputeOptions& options, LossCallback callback) {
   auto call = std::make_shared<internal::LossCall>(
@@ -213,6 +215,7 @@ absl::StatusOr<Tensor> Client::ReadTensor(absl::string_view head, v1::Param para
   request.set_head(std::string(head));
   request.set_param(param);
   request.set_role(role);
+  request.mutable_rows()->set_end(shape->rows);
   request.set_dtype(v1::DTYPE_FP32);
   absl::StatusOr<TensorShape> read = ReadTensor(request, AsBytes(&tensor.values), deadline - absl::Now());
   if (!read.ok()) return read.status();

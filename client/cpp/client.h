@@ -229,6 +229,9 @@ class Client {
   const ClientOptions& options() const;
   // How the rows of loss computations travel. Decided with the first of them.
   TransportChoice transport() const;
+  // How many connections they are spread over. Changes while the client works unless options().channels says
+  // how many.
+  ConnectionChoice connections() const;
 
   // ---- Loss ----
 

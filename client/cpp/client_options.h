@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/time/time.h"
@@ -20,6 +21,12 @@ struct TransportChoice {
   std::string reason;     // for people
 };
 
+// How many connections there are, and why.
+struct ConnectionChoice {
+  int connections = 1;
+  std::string reason;  // for people
+};
+
 // How calls are sent again: those that break, and those that begin again when what they look at changes.
 struct RetryOptions {
   int max_attempts = 3;  // of one call (or one stream of ComputeLoss), the first included; at least 1
@@ -31,7 +38,9 @@ struct ClientOptions {
   std::string target = TargetFromEnvironment();    // host:port, or any gRPC target name
   std::shared_ptr<const Credentials> credentials;  // null: Credentials::FromEnvironment()
 
-  int channels = 2;  // connections to the server; in [1, 64]
+  // Connections to the server, in [1, 64], over which the streams of loss computations are spread. Nullopt:
+  // one, and as many as 8 while each further one makes rows that travel in messages go faster.
+  std::optional<int> channels;
   absl::Duration connect_timeout = absl::Seconds(10);
   bool wait_for_server = false;  // wait if nobody is there, as while the server is being started
   int64_t max_message_bytes = int64_t{64} << 20;  // of one message, sent or received

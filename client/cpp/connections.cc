@@ -47,9 +47,9 @@ absl::Status Validate(const ClientOptions& options) {
     return ArgumentError("options.shared_memory_bytes", options.shared_memory_bytes,
                          absl::StrCat("is ", options.shared_memory_bytes, "; it must be at least 1"));
   }
-  if (options.channels < 1 || options.channels > 64) {
-    return ArgumentError("options.channels", options.channels,
-                         absl::StrCat("is ", options.channels, "; it must be in [1, 64]"));
+  if (const int channels = options.channels.value_or(1); channels < 1 || channels > 64) {
+    return ArgumentError("options.channels", channels,
+                         absl::StrCat("is ", channels, "; it must be in [1, 64]"));
   }
   if (options.max_message_bytes < 1024 || options.max_message_bytes > (int64_t{1} << 31) - 1) {
     return ArgumentError(
@@ -103,7 +103,7 @@ absl::StatusOr<std::unique_ptr<Connections>> Connections::Open(const ClientOptio
   if (absl::Status status = maker->CheckTarget(options.target); !status.ok()) return status;
 
   std::vector<std::shared_ptr<grpc::Channel>> channels;
-  for (int i = 0; i < options.channels; ++i) {
+  for (int i = 0; i < options.channels.value_or(1); ++i) {
     channels.push_back(maker->Open(options.target, Arguments(options)));
     channels.back()->GetState(/*try_to_connect=*/true);
   }
@@ -113,14 +113,17 @@ absl::StatusOr<std::unique_ptr<Connections>> Connections::Open(const ClientOptio
     server = AwaitServer(channel, *maker, options, deadline);
     if (!server.ok()) return server.status();
   }
-  std::unique_ptr<Connections> connections(new Connections(std::move(channels), options, *std::move(server)));
+  std::unique_ptr<Connections> connections(
+      new Connections(std::move(channels), options, *std::move(credentials), *std::move(server)));
   if (absl::Status status = connections->regions().Check(); !status.ok()) return status;
   return connections;
 }
 
 Connections::Connections(std::vector<std::shared_ptr<grpc::Channel>> channels, const ClientOptions& options,
-                         v1::ServerDescription server)
-    : channels_(std::move(channels)),
+                         std::shared_ptr<const Credentials> credentials, v1::ServerDescription server)
+    : options_(options),
+      credentials_(std::move(credentials)),
+      channels_(std::move(channels)),
       peer_{options.target, server.version()},
       incarnation_(server.incarnation()),
       loss_(v1::LossService::NewStub(channels_[0])),
@@ -130,6 +133,61 @@ Connections::Connections(std::vector<std::shared_ptr<grpc::Channel>> channels, c
       regions_(std::make_unique<RegionSource>(
           options.transport, static_cast<uint64_t>(options.shared_memory_bytes), server.region_socket(),
           [this] { return AskRegionSocket(server_.get()); })) {}
+
+std::shared_ptr<grpc::Channel> Connections::channel(size_t index) const {
+  absl::MutexLock lock(&mu_);
+  return channels_[index % channels_.size()];
+}
+
+int Connections::count() const {
+  absl::MutexLock lock(&mu_);
+  return static_cast<int>(channels_.size());
+}
+
+ConnectionChoice Connections::choice() const {
+  absl::MutexLock lock(&mu_);
+  return {static_cast<int>(channels_.size()),
+          options_.channels.has_value() ? "the client was told so" : chooser_.reason()};
+}
+
+void Connections::Begin() {
+  if (options_.channels.has_value()) return;
+  absl::MutexLock lock(&mu_);
+  LookAtNext();
+  chooser_.Begin(absl::Now());
+}
+
+void Connections::End() {
+  if (options_.channels.has_value()) return;
+  absl::MutexLock lock(&mu_);
+  LookAtNext();
+  switch (chooser_.End(*moved_, absl::Now())) {
+    case ConnectionChooser::Advice::kStay:
+      return;
+    case ConnectionChooser::Advice::kDrop:
+      channels_.pop_back();  // streams that are under way on it keep it
+      return;
+    case ConnectionChooser::Advice::kAdd:
+      next_ =
+          dynamic_cast<const ChannelCredentials&>(*credentials_).Open(options_.target, Arguments(options_));
+      next_->GetState(/*try_to_connect=*/true);
+      next_deadline_ = absl::Now() + options_.connect_timeout;
+      return;
+  }
+}
+
+void Connections::LookAtNext() {
+  if (next_ == nullptr) return;
+  if (next_->GetState(/*try_to_connect=*/true) == GRPC_CHANNEL_READY) {
+    channels_.push_back(std::exchange(next_, nullptr));
+    chooser_.Added(*moved_);
+  } else if (absl::Now() > next_deadline_) {
+    next_ = nullptr;
+    chooser_.Refused(
+        absl::StrCat("the server did not take one within ", absl::FormatDuration(options_.connect_timeout)),
+        *moved_);
+  }
+}
 
 void SetDeadline(absl::Time deadline, grpc::ClientContext* context) {
   if (deadline < absl::InfiniteFuture()) context->set_deadline(absl::ToChronoTime(deadline));

@@ -1,4 +1,5 @@
-// The connections of one client and the stubs over them.
+// The connections of one client and the stubs over them. A client that was not told how many to take opens
+// further ones while it works (connection_chooser.h).
 //
 // Thread-safe after construction.
 #ifndef LOSSD_CLIENT_CPP_CONNECTIONS_H_
@@ -6,15 +7,19 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "client/cpp/client.h"
+#include "client/cpp/connection_chooser.h"
 #include "client/cpp/peer.h"
 #include "client/cpp/region_source.h"
 #include "grpc/health/v1/health.grpc.pb.h"
@@ -26,13 +31,21 @@ namespace lossd::client::internal {
 
 class Connections {
  public:
-  // Opens options.channels connections and waits until the server has answered on each; see AwaitServer.
+  // Opens options.channels connections, or one, and waits until the server has answered on each; see
+  // AwaitServer.
   static absl::StatusOr<std::unique_ptr<Connections>> Open(const ClientOptions& options);
 
   // Each has a connection of its own. Any index >= 0; wraps around.
-  const std::shared_ptr<grpc::Channel>& channel(size_t index) const {
-    return channels_[index % channels_.size()];
-  }
+  std::shared_ptr<grpc::Channel> channel(size_t index) const ABSL_LOCKS_EXCLUDED(mu_);
+  // How many there are at the moment, and why.
+  ConnectionChoice choice() const ABSL_LOCKS_EXCLUDED(mu_);
+  int count() const ABSL_LOCKS_EXCLUDED(mu_);
+
+  // A stream of a loss computation begins, or has ended.
+  void Begin() ABSL_LOCKS_EXCLUDED(mu_);
+  void End() ABSL_LOCKS_EXCLUDED(mu_);
+  // Counts the bytes of payload that streams move in messages, both ways.
+  const std::shared_ptr<std::atomic<uint64_t>>& moved() const { return moved_; }
 
   const Peer& peer() const { return peer_; }
   // Of the server that has answered, which may have been restarted since.
@@ -47,9 +60,19 @@ class Connections {
 
  private:
   Connections(std::vector<std::shared_ptr<grpc::Channel>> channels, const ClientOptions& options,
-              v1::ServerDescription server);
+              std::shared_ptr<const Credentials> credentials, v1::ServerDescription server);
 
-  const std::vector<std::shared_ptr<grpc::Channel>> channels_;
+  // Takes the connection that is being opened if it stands, or gives it up.
+  void LookAtNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  const ClientOptions options_;
+  const std::shared_ptr<const Credentials> credentials_;
+  const std::shared_ptr<std::atomic<uint64_t>> moved_ = std::make_shared<std::atomic<uint64_t>>(0);
+  mutable absl::Mutex mu_;
+  std::vector<std::shared_ptr<grpc::Channel>> channels_ ABSL_GUARDED_BY(mu_);
+  ConnectionChooser chooser_ ABSL_GUARDED_BY(mu_);            // unless options_.channels says how many
+  std::shared_ptr<grpc::Channel> next_ ABSL_GUARDED_BY(mu_);  // being opened; null: none
+  absl::Time next_deadline_ ABSL_GUARDED_BY(mu_);
   const Peer peer_;
   const uint64_t incarnation_;
   const std::unique_ptr<v1::LossService::Stub> loss_;

@@ -28,7 +28,7 @@ class Core {
   ~Core();
 
   const ClientOptions& options() const { return options_; }
-  const Connections& connections() const { return *connections_; }
+  Connections& connections() const { return *connections_; }
   HeadCache& head_cache() { return head_cache_; }
   const HeadCache& head_cache() const { return head_cache_; }
   Executor& executor() { return executor_; }

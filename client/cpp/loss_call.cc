@@ -127,7 +127,7 @@ void LossCall::FinishDescribe(const absl::Status& status) {
 
 void LossCall::Launch(const HeadInfo& facts) {
   facts_ = facts;
-  const int streams = options_.streams > 0 ? options_.streams : core_->options().channels;
+  const int streams = options_.streams > 0 ? options_.streams : core_->connections().count();
   const std::vector<Rows> ranges = work_->Split(streams, core_->options().max_message_bytes);
   total_.streams = static_cast<int>(ranges.size());
   parts_.resize(ranges.size());
@@ -142,10 +142,14 @@ void LossCall::StartPart(size_t index) {
   part.rule = *rule;
   const absl::StatusOr<std::optional<GradientsId>> meant = answers_.Meant();
   if (!meant.ok()) return Fail(meant.status());
-  StreamJob job{work_->Prepare(part.rows, *rule, *meant), deadline_, core_->connections().peer(), holds_};
-  if (!job.work.slices.empty()) job.region = core_->connections().regions().Get();
-  if (job.region != nullptr) job.work.first.mutable_open()->set_region(job.region->id());
-  job.may_wait = rule->row_grid == 0;  // else rows of other calls may have to come first
+  StreamWork work = work_->Prepare(part.rows, *rule, *meant);
+  const bool has_payload = !work.slices.empty() || (work.server_cuts && work.outputs.grad_hidden != nullptr);
+  // Where rows have an order, those of other calls may have to come before a slice is answered.
+  auto places = std::make_unique<SlicePlaces>(has_payload ? core_->connections().regions().Get() : nullptr,
+                                              /*may_wait=*/rule->row_grid == 0);
+  places->Name(work, &work.first);
+  StreamJob job{std::move(work), deadline_,         core_->connections().peer(),
+                holds_,          std::move(places), core_->connections().moved()};
   auto stream = std::make_shared<LossStream>(
       std::move(job),
       [self = shared_from_this()](const v1::HeadState& state) { return self->answers_.Accept(state); },
@@ -155,6 +159,7 @@ void LossCall::StartPart(size_t index) {
   ++part.attempts;
   ++under_way_;
   part.stream = stream;
+  core_->connections().Begin();
   stream->Start(core_->connections().channel(index));
 }
 
@@ -205,6 +210,7 @@ void LossCall::FinishPart(size_t index, const StreamEnd& end) {
   --under_way_;
   Part& part = parts_[index];
   part.stream = nullptr;
+  core_->connections().End();
   total_.sent_bytes += end.sent_bytes;
   total_.received_bytes += end.received_bytes;
   if (start_over_.has_value() && !finishing_) return MaybeStartOver();
@@ -213,6 +219,7 @@ void LossCall::FinishPart(size_t index, const StreamEnd& end) {
     AddSummary(end.summary);
     return MaybeFinish();
   }
+  core_->connections().regions().DropUnusable();
   if (finishing_) return MaybeFinish();
 
   const absl::Status status = answers_.Interpret(end.status);

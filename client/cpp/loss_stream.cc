@@ -16,7 +16,7 @@ LossStream::LossStream(StreamJob job, StreamAnswers::AcceptFn accept, DoneFn don
     : job_(std::move(job)),
       work_(job_.work),
       done_(std::move(done)),
-      places_(job_.region, job_.may_wait),
+      places_(*job_.places),
       answers_(work_, std::move(accept), &places_) {}
 
 void LossStream::Start(const std::shared_ptr<grpc::Channel>& channel) {
@@ -48,9 +48,14 @@ void LossStream::SendNext() {
   waiting_ = place.kind == SlicePlaces::Place::Kind::kWait;
   if (waiting_) return;
   ++next_slice_;
-  request_ = place.kind == SlicePlaces::Place::Kind::kRegion ? EncodeSliceInRegion(work_, rows, place.offset)
-                                                             : EncodeSlice(work_, rows, job_.holds->Take());
-  sent_bytes_ += rows.size() * work_.row_bytes;
+  const uint64_t bytes = rows.size() * work_.row_bytes;
+  if (place.kind == SlicePlaces::Place::Kind::kRegion) {
+    request_ = EncodeSliceInRegion(work_, rows, place.offset);
+  } else {
+    request_ = EncodeSlice(work_, rows, job_.holds->Take());
+    *job_.moved += bytes;
+  }
+  sent_bytes_ += bytes;
   StartWrite(&request_);
 }
 
@@ -58,7 +63,9 @@ void LossStream::OnReadDone(bool ok) {
   if (!ok) return;
   {
     absl::MutexLock lock(&read_mu_);
+    const uint64_t before = answers_.received_in_messages();
     error_ = answers_.Handle(response_);
+    *job_.moved += answers_.received_in_messages() - before;
     response_.Clear();
     if (!error_.ok()) {
       context_.TryCancel();
@@ -87,7 +94,7 @@ void LossStream::OnDone(const grpc::Status& status) {
     if (answers_.summary().has_value()) end.summary = *answers_.summary();
     end.received_bytes = answers_.received_bytes();
   }
-  if (!end.status.ok()) places_.AbandonAfter(end.status);
+  places_.End(end.status);
   {
     absl::MutexLock lock(&write_mu_);
     request_.Clear();

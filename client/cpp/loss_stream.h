@@ -9,6 +9,7 @@
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/grpcpp.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -21,7 +22,6 @@
 #include "client/cpp/loss_work.h"
 #include "client/cpp/payload_holds.h"
 #include "client/cpp/peer.h"
-#include "client/cpp/shared_region.h"
 #include "client/cpp/slice_places.h"
 #include "client/cpp/stream_messages.h"
 #include "lossd/v1/loss.pb.h"
@@ -33,8 +33,8 @@ struct StreamJob {
   absl::Time deadline;
   Peer peer;
   std::shared_ptr<PayloadHolds> holds;
-  std::shared_ptr<SharedRegion> region = nullptr;  // where slices may lie; null: in messages
-  bool may_wait = true;                            // for room in the region; SlicePlaces
+  std::unique_ptr<SlicePlaces> places;           // where slices lie
+  std::shared_ptr<std::atomic<uint64_t>> moved;  // counts the payload that travels in messages, both ways
 };
 
 struct StreamEnd {
@@ -68,7 +68,7 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   DoneFn done_;
   grpc::ClientContext context_;
   std::unique_ptr<grpc::GenericStub> stub_;
-  SlicePlaces places_;
+  SlicePlaces& places_;  // job_'s
 
   // gRPC runs one reaction of a kind at a time; the locks are for the threads it takes for them.
   absl::Mutex write_mu_;

@@ -1,5 +1,6 @@
 #include "client/cpp/region_source.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <utility>
 
@@ -11,12 +12,17 @@ namespace internal {
 namespace {
 
 constexpr absl::Duration kPatience = absl::Seconds(5);  // with the region socket
-constexpr absl::Duration kPause = absl::Seconds(2);     // between attempts to get another region
 
 }  // namespace
 
-RegionSource::RegionSource(std::string transport, uint64_t bytes, std::string socket, AskFn ask)
-    : transport_(std::move(transport)), bytes_(bytes), socket_(std::move(socket)), ask_(std::move(ask)) {}
+RegionSource::RegionSource(std::string transport, uint64_t bytes, std::string socket, AskFn ask,
+                           RegionPauses pauses)
+    : transport_(std::move(transport)),
+      bytes_(bytes),
+      pauses_(pauses),
+      ask_(std::move(ask)),
+      socket_(std::move(socket)),
+      pause_(pauses.first) {}
 
 absl::Status RegionSource::Check() {
   if (transport_ != "shared_memory" || Get() != nullptr) return absl::OkStatus();
@@ -26,34 +32,65 @@ absl::Status RegionSource::Check() {
 
 std::shared_ptr<SharedRegion> RegionSource::Get() {
   if (transport_ == "grpc") return nullptr;
+  bool ask = false;
+  std::string socket;
+  {
+    const auto tried = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return tried_ || !opening_; };
+    absl::MutexLock lock(&mu_);
+    mu_.Await(absl::Condition(&tried));
+    if (region_ != nullptr && region_->usable()) return region_;
+    Drop();
+    if (opening_ || absl::Now() < next_try_) return nullptr;
+    opening_ = true;
+    ask = tried_;  // the server may be another process by now
+    socket = socket_;
+  }
+  absl::StatusOr<std::shared_ptr<SharedRegion>> region = Open(ask, &socket);
   absl::MutexLock lock(&mu_);
-  if (region_ != nullptr && region_->usable()) return region_;
-  region_ = nullptr;
-  // Who has got none the first time is on another host, or too late.
-  if (tried_ && (!worked_ || absl::Now() < next_try_)) return nullptr;
-  Open();
+  opening_ = false;
+  tried_ = true;
+  socket_ = std::move(socket);
+  problem_ = region.status();
+  if (!region.ok()) {
+    Pause();
+    return nullptr;
+  }
+  region_ = *std::move(region);
+  if (!refused_) pause_ = pauses_.first;
   return region_;
 }
 
-void RegionSource::Open() {
-  next_try_ = absl::Now() + kPause;
-  if (tried_) {  // the server may be another process by now
-    absl::StatusOr<std::string> socket = ask_();
-    problem_ = socket.status();
-    if (!socket.ok()) return;
-    socket_ = *std::move(socket);
+void RegionSource::DropUnusable() {
+  absl::MutexLock lock(&mu_);
+  if (region_ != nullptr && !region_->usable()) Drop();
+}
+
+void RegionSource::Drop() {
+  if (region_ == nullptr) return;
+  const bool refused = region_->refused();
+  region_ = nullptr;
+  // Once it is a server that has been restarted. If it does not know the next one either, the socket leads to
+  // another server.
+  if (refused && refused_) {
+    problem_ = absl::UnavailableError("no shared memory: the server does not know the regions of its socket");
+    Pause();
   }
-  tried_ = true;
-  if (socket_.empty()) {
-    problem_ = absl::UnavailableError("no shared memory: the server offers none");
-    return;
+  refused_ = refused;
+}
+
+void RegionSource::Pause() {
+  next_try_ = absl::Now() + pause_;
+  pause_ = std::min(2 * pause_, pauses_.most);
+}
+
+absl::StatusOr<std::shared_ptr<SharedRegion>> RegionSource::Open(bool ask, std::string* socket) {
+  if (ask) {
+    absl::StatusOr<std::string> told = ask_();
+    if (!told.ok()) return told.status();
+    *socket = *std::move(told);
   }
-  absl::StatusOr<std::shared_ptr<SharedRegion>> region = SharedRegion::Open(socket_, bytes_, kPatience);
-  problem_ = region.status();
-  if (!region.ok()) return;
-  region_ = *std::move(region);
-  worked_ = true;
-  next_try_ = absl::InfinitePast();
+  if (socket->empty()) return absl::UnavailableError("no shared memory: the server offers none");
+  return SharedRegion::Open(*socket, bytes_, kPatience);
 }
 
 TransportChoice RegionSource::choice() const {
@@ -62,7 +99,9 @@ TransportChoice RegionSource::choice() const {
   if (region_ != nullptr)
     return {"shared_memory", absl::StrCat("the server is on this host; ", region_->size() >> 20, " MiB")};
   if (!tried_) return {"grpc", "nothing was sent yet"};
-  return {"grpc", std::string(problem_.message())};
+  if (problem_.ok())
+    return {"grpc", "the shared memory was given up after a call that failed; later ones get other"};
+  return {"grpc", absl::StrCat(problem_.message(), "; tried again from time to time")};
 }
 
 }  // namespace internal

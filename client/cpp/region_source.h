@@ -1,5 +1,6 @@
 // Where the loss calls of one client get their region of shared memory from: opens it with the first of them,
-// and another one when that cannot be used any more.
+// and another one when that cannot be used any more. An attempt that fails is repeated by calls that begin
+// later, after pauses that grow.
 //
 // Thread-safe.
 #ifndef LOSSD_CLIENT_CPP_REGION_SOURCE_H_
@@ -20,32 +21,48 @@
 
 namespace lossd::client::internal {
 
+// How long the client goes without after an attempt that failed: twice as long each time, up to `most`.
+struct RegionPauses {
+  absl::Duration first = absl::Seconds(2);
+  absl::Duration most = absl::Seconds(64);
+};
+
 class RegionSource {
  public:
   // Asks the server for ServerDescription.region_socket; takes a second or two at most.
   using AskFn = absl::AnyInvocable<absl::StatusOr<std::string>()>;
 
   // `transport` and `bytes` as in ClientOptions; `socket` as the server has told it already.
-  RegionSource(std::string transport, uint64_t bytes, std::string socket, AskFn ask);
+  RegionSource(std::string transport, uint64_t bytes, std::string socket, AskFn ask,
+               RegionPauses pauses = {});
 
   // With the transport "shared_memory": whether there is a region to be had.
   absl::Status Check() ABSL_LOCKS_EXCLUDED(mu_);
   // The region for a call that begins; null: it is to send its slices in messages. May open a region, which
-  // takes some milliseconds.
+  // takes some milliseconds; all calls wait for the first attempt, and none for a later one of another call.
   std::shared_ptr<SharedRegion> Get() ABSL_LOCKS_EXCLUDED(mu_);
+  // Gives the region back to the server if it cannot be used any more, as soon as no call uses it.
+  void DropUnusable() ABSL_LOCKS_EXCLUDED(mu_);
   TransportChoice choice() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  void Open() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Drop() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // An attempt has failed.
+  void Pause() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // For the one call that has set opening_. Sets `*socket` if it is not the server's any more.
+  absl::StatusOr<std::shared_ptr<SharedRegion>> Open(bool ask, std::string* socket);
 
   const std::string transport_;
   const uint64_t bytes_;
+  const RegionPauses pauses_;
+  AskFn ask_;  // called by the one that opens
   mutable absl::Mutex mu_;
   std::string socket_ ABSL_GUARDED_BY(mu_);
-  AskFn ask_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<SharedRegion> region_ ABSL_GUARDED_BY(mu_);
+  bool opening_ ABSL_GUARDED_BY(mu_) = false;
   bool tried_ ABSL_GUARDED_BY(mu_) = false;
-  bool worked_ ABSL_GUARDED_BY(mu_) = false;  // there has been a region
+  bool refused_ ABSL_GUARDED_BY(mu_) = false;  // the server did not know the region before
+  absl::Duration pause_ ABSL_GUARDED_BY(mu_);  // after the next attempt that fails
   absl::Time next_try_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
   absl::Status problem_ ABSL_GUARDED_BY(mu_);  // why there is no region
 };

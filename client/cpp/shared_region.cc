@@ -13,8 +13,10 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "client/cpp/client.h"
 
 namespace lossd::client::internal {
 namespace {
@@ -94,6 +96,14 @@ std::optional<uint64_t> SharedRegion::Take(uint64_t bytes) {
 void SharedRegion::Give(uint64_t offset) {
   absl::MutexLock lock(&mu_);
   taken_.erase(offset);
+}
+
+void SharedRegion::AfterFailure(const absl::Status& error, bool holds) {
+  const std::optional<v1::ErrorDetail> detail = ErrorDetailOf(error);
+  if (absl::IsUnavailable(error) && detail.has_value() && absl::EndsWith(detail->field(), "region")) {
+    refused_ = true;
+  }
+  if (holds || absl::IsUnavailable(error)) Retire();
 }
 
 bool SharedRegion::usable() const {

@@ -45,6 +45,12 @@ class SharedRegion {
   // What is under way may go on, but nothing new is to begin: the server may still write to ranges of calls
   // that have failed.
   void Retire() { retired_ = true; }
+  // A call that named the region has failed. It is retired if the server may still write to ranges of the
+  // call
+  // (`holds`), or may have lost it.
+  void AfterFailure(const absl::Status& error, bool holds);
+  // The server has said that it has no such region.
+  bool refused() const { return refused_; }
   // Whether a call may begin to use it: it is not retired, the server's end of the session is open, and this
   // is the process that opened it.
   bool usable() const;
@@ -58,6 +64,7 @@ class SharedRegion {
   const uint64_t size_;
   const pid_t process_;
   std::atomic<bool> retired_{false};
+  std::atomic<bool> refused_{false};
   absl::Mutex mu_;
   std::map<uint64_t, uint64_t> taken_ ABSL_GUARDED_BY(mu_);  // offset to end
 };

@@ -1,6 +1,8 @@
 #include "client/cpp/slice_places.h"
 
+#include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 namespace lossd::client::internal {
@@ -13,6 +15,26 @@ constexpr uint64_t kCallsPerRegion = 4;
 
 SlicePlaces::SlicePlaces(std::shared_ptr<SharedRegion> region, bool may_wait)
     : region_(std::move(region)), may_wait_(may_wait) {}
+
+void SlicePlaces::Name(const StreamWork& work, v1::ComputeLossRequest* first) {
+  if (region_ == nullptr) return;
+  if (!work.server_cuts) {
+    first->mutable_open()->set_region(region_->id());
+    return;
+  }
+  if (work.outputs.grad_hidden == nullptr || work.rows.size() == 0) return;
+  absl::MutexLock lock(&mu_);
+  uint64_t rows = std::min(work.rows.size(), region_->size() / kCallsPerRegion / work.row_bytes);
+  for (; rows > 0 && !room_.has_value(); rows /= 2) {
+    const std::optional<uint64_t> offset = region_->Take(rows * work.row_bytes);
+    if (offset.has_value()) room_ = {*offset, rows * work.row_bytes, work.rows.begin, work.row_bytes};
+  }
+  if (!room_.has_value()) return;
+  v1::OpenBackward* const open = first->mutable_backward();
+  open->set_region(region_->id());
+  open->mutable_in_region()->set_offset(room_->offset);
+  open->mutable_in_region()->set_bytes(room_->bytes);
+}
 
 SlicePlaces::Place SlicePlaces::Put(uint64_t row, absl::Span<const uint8_t> hidden) {
   if (region_ == nullptr || hidden.empty()) return {};
@@ -33,10 +55,15 @@ SlicePlaces::Place SlicePlaces::Put(uint64_t row, absl::Span<const uint8_t> hidd
   return place;
 }
 
-const uint8_t* SlicePlaces::Find(uint64_t row) const {
+const uint8_t* SlicePlaces::Find(uint64_t row, uint64_t bytes) const {
   absl::MutexLock lock(&mu_);
+  if (room_.has_value()) {
+    const uint64_t before = (row - room_->first_row) * room_->row_bytes;
+    const bool inside = row >= room_->first_row && before <= room_->bytes && bytes <= room_->bytes - before;
+    return inside ? region_->At(room_->offset + before) : nullptr;
+  }
   const auto place = taken_.find(row);
-  return place == taken_.end() ? nullptr : region_->At(place->second.offset);
+  return place == taken_.end() || place->second.bytes != bytes ? nullptr : region_->At(place->second.offset);
 }
 
 void SlicePlaces::Free(uint64_t row) {
@@ -48,10 +75,14 @@ void SlicePlaces::Free(uint64_t row) {
   taken_.erase(place);
 }
 
-void SlicePlaces::AbandonAfter(const absl::Status& error) {
+void SlicePlaces::End(const absl::Status& status) {
   if (region_ == nullptr) return;
   absl::MutexLock lock(&mu_);
-  if (!taken_.empty() || absl::IsUnavailable(error)) region_->Retire();
+  if (status.ok()) {
+    if (room_.has_value()) region_->Give(room_->offset);
+  } else {
+    region_->AfterFailure(status, !taken_.empty() || room_.has_value());
+  }
 }
 
 }  // namespace lossd::client::internal

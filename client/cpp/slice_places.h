@@ -1,5 +1,6 @@
 // Where the slices of one ComputeLoss call lie: in messages, or in a region of shared memory, where their
-// gradients come back to the same place.
+// gradients come back to the same place. Gradients of rows that the server has retained come to a part of the
+// region that is taken when the call begins, or in messages.
 //
 // Thread-safe.
 #ifndef LOSSD_CLIENT_CPP_SLICE_PLACES_H_
@@ -8,12 +9,15 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
+#include "client/cpp/loss_work.h"
 #include "client/cpp/shared_region.h"
+#include "lossd/v1/loss.pb.h"
 
 namespace lossd::client::internal {
 
@@ -25,6 +29,9 @@ class SlicePlaces {
   SlicePlaces(const SlicePlaces&) = delete;
   SlicePlaces& operator=(const SlicePlaces&) = delete;
 
+  // Names the region in the message that opens the call, if the call uses one. Call once, first.
+  void Name(const StreamWork& work, v1::ComputeLossRequest* first) ABSL_LOCKS_EXCLUDED(mu_);
+
   struct Place {
     enum class Kind { kMessage, kRegion, kWait } kind = Kind::kMessage;
     uint64_t offset = 0;  // kRegion
@@ -32,14 +39,14 @@ class SlicePlaces {
   // Finds a place for the next slice, whose first row is `row`, and copies it there if that is in the region.
   // kWait: there is none before a slice of this call is answered; then Put is to be called again.
   Place Put(uint64_t row, absl::Span<const uint8_t> hidden) ABSL_LOCKS_EXCLUDED(mu_);
-  // Where the slice of this first row lies; null: in a message.
-  const uint8_t* Find(uint64_t row) const ABSL_LOCKS_EXCLUDED(mu_);
+  // Where the slice of this first row, of so many bytes, lies; null: in a message.
+  const uint8_t* Find(uint64_t row, uint64_t bytes) const ABSL_LOCKS_EXCLUDED(mu_);
   // The slice has been answered, and its gradients have been used.
   void Free(uint64_t row) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // The call has ended with an error. The region is retired if the server may still write to it, or may have
+  // The call has ended. After an error the region is retired if the server may still write to it, or may have
   // lost it.
-  void AbandonAfter(const absl::Status& error) ABSL_LOCKS_EXCLUDED(mu_);
+  void End(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   struct Taken {
@@ -47,11 +54,20 @@ class SlicePlaces {
     uint64_t bytes = 0;
   };
 
+  // The part of the region for gradients of retained rows.
+  struct Room {
+    uint64_t offset = 0;
+    uint64_t bytes = 0;
+    uint64_t first_row = 0;
+    uint64_t row_bytes = 1;
+  };
+
   const std::shared_ptr<SharedRegion> region_;
   const bool may_wait_;
   mutable absl::Mutex mu_;
   std::map<uint64_t, Taken> taken_ ABSL_GUARDED_BY(mu_);  // by first row
   uint64_t taken_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  std::optional<Room> room_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace lossd::client::internal

@@ -89,7 +89,7 @@ absl::Status StreamAnswers::HandleSlice(const v1::SliceResult& result, const wir
   const Rows rows{result.rows().begin(), result.rows().end()};
   const uint8_t* in_region = nullptr;
   if (result.in_region()) {
-    in_region = places_ == nullptr ? nullptr : places_->Find(rows.begin);
+    in_region = places_ == nullptr ? nullptr : places_->Find(rows.begin, rows.size() * work_.row_bytes);
     if (in_region == nullptr || !payload.empty())
       return ServerSent("gradients in a region for ", Text(result.rows()), ", which are not in one");
   }
@@ -99,6 +99,7 @@ absl::Status StreamAnswers::HandleSlice(const v1::SliceResult& result, const wir
   Scatter(result, payload, in_region, rows);
   if (places_ != nullptr) places_->Free(rows.begin);
   received_bytes_ += gradient_bytes;
+  received_in_messages_ += payload.size();
   return absl::OkStatus();
 }
 

@@ -51,6 +51,7 @@ class StreamAnswers {
   // Nullopt before it has come.
   const std::optional<v1::MicrobatchSummary>& summary() const { return summary_; }
   uint64_t received_bytes() const { return received_bytes_; }  // of payload
+  uint64_t received_in_messages() const { return received_in_messages_; }
 
  private:
   absl::Status HandleAccepted(const v1::MicrobatchAccepted& accepted);
@@ -67,6 +68,7 @@ class StreamAnswers {
   AnswerTracker answers_;
   std::optional<v1::MicrobatchSummary> summary_;
   uint64_t received_bytes_ = 0;
+  uint64_t received_in_messages_ = 0;
 };
 
 }  // namespace lossd::client::internal

@@ -1,5 +1,6 @@
 #include "client/cpp/tensor_messages.h"
 
+#include <cstring>
 #include <tuple>
 
 #include "absl/strings/str_cat.h"
@@ -28,7 +29,8 @@ uint64_t TensorMessageBytes(uint64_t row_bytes) {
 TensorReader::TensorReader(const v1::ReadTensorRequest& request, absl::Span<char> out)
     : request_(request), element_size_(WireElementSize(request.dtype())), out_(out) {}
 
-absl::Status TensorReader::Handle(const grpc::ByteBuffer& message) {
+absl::Status TensorReader::Handle(const grpc::ByteBuffer& message, absl::Span<const uint8_t> in_region,
+                                  uint64_t first_row) {
   v1::TensorSlice slice;
   const absl::StatusOr<wire::PayloadView> payload = wire::Decode(message, &slice);
   if (!payload.ok()) return ServerSent("an unreadable message: ", payload.status().message());
@@ -41,11 +43,29 @@ absl::Status TensorReader::Handle(const grpc::ByteBuffer& message) {
                       " was expected next, of rows up to ", end_row_);
   }
   const uint64_t bytes = (slice.rows().end() - next_row_) * cols_ * element_size_;
-  if (payload->size() != bytes)
+  auto* const to = reinterpret_cast<uint8_t*>(out_.data()) + (next_row_ - first_row_) * cols_ * element_size_;
+  if (slice.in_region()) {
+    const uint8_t* const from = Find(slice, in_region, first_row, bytes);
+    if (from == nullptr || !payload->empty()) {
+      return ServerSent("rows in a region for tensor rows [", slice.rows().begin(), ", ", slice.rows().end(),
+                        "), which are not in one");
+    }
+    std::memcpy(to, from, bytes);
+  } else if (payload->size() != bytes) {
     return ServerSent(payload->size(), " bytes of tensor; ", bytes, " were expected");
-  payload->CopyTo(reinterpret_cast<uint8_t*>(out_.data()) + (next_row_ - first_row_) * cols_ * element_size_);
+  } else {
+    payload->CopyTo(to);
+  }
   next_row_ = slice.rows().end();
   return absl::OkStatus();
+}
+
+const uint8_t* TensorReader::Find(const v1::TensorSlice& slice, absl::Span<const uint8_t> in_region,
+                                  uint64_t first_row, uint64_t bytes) const {
+  if (slice.rows().begin() < first_row) return nullptr;
+  const uint64_t before = (slice.rows().begin() - first_row) * cols_ * element_size_;
+  if (before > in_region.size() || bytes > in_region.size() - before) return nullptr;
+  return in_region.data() + before;
 }
 
 absl::StatusOr<TensorShape> TensorReader::End() const {

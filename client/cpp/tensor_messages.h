@@ -55,22 +55,29 @@ absl::StatusOr<Response> OneAnswer(const std::vector<grpc::ByteBuffer>& answers)
   return absl::InternalError(absl::StrCat("server sent an unreadable message: ", payload.status().message()));
 }
 
-// Puts the slices of one ReadTensor call where they belong.
+// Puts the slices of ReadTensor calls where they belong: of one call, or of several that read the rows piece
+// by piece.
 //
 // Thread-compatible. Errors are INTERNAL and say what the server sent, but for INVALID_ARGUMENT if `out` has
-// not the size of the rows asked for, and ABORTED if the tensor has changed under the call. After an error
+// not the size of the rows asked for, and ABORTED if the tensor has changed under the calls. After an error
 // the contents of `out` are unspecified.
 class TensorReader {
  public:
   // `request` and `out` must outlive this. request.dtype is one of the known ones.
   TensorReader(const v1::ReadTensorRequest& request, absl::Span<char> out);
 
-  absl::Status Handle(const grpc::ByteBuffer& message);
-  // The shape read, once the server has ended the call with OK.
+  // `in_region`: the rows of the call that begin with `first_row` lie there if the message says so; empty: it
+  // may not say so.
+  absl::Status Handle(const grpc::ByteBuffer& message, absl::Span<const uint8_t> in_region = {},
+                      uint64_t first_row = 0);
+  // The shape read, once the server has ended the last call with OK.
   absl::StatusOr<TensorShape> End() const;
 
  private:
   absl::Status Begin(const v1::TensorSlice& slice);
+  // The rows of a slice where they lie in the region, `bytes` of them; null: they do not lie in it.
+  const uint8_t* Find(const v1::TensorSlice& slice, absl::Span<const uint8_t> in_region, uint64_t first_row,
+                      uint64_t bytes) const;
   // All slices are of one version: of the gradients or of the weights; of the step, if the server says
   // neither.
   absl::Status CheckVersion(const v1::HeadState& state) const;

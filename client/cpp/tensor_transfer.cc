@@ -1,11 +1,16 @@
 #include "client/cpp/tensor_transfer.h"
 
+#include <algorithm>
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/argument_error.h"
 #include "client/cpp/blocking_stream.h"
+#include "client/cpp/loss_plan.h"
 #include "client/cpp/payload_holds.h"
+#include "client/cpp/shared_region.h"
 #include "client/cpp/tensor_messages.h"
 #include "proto/wire/payload_codec.h"
 
@@ -15,6 +20,9 @@ namespace {
 constexpr char kReadMethod[] = "/lossd.v1.HeadService/ReadTensor";
 constexpr char kWriteMethod[] = "/lossd.v1.HeadService/WriteTensor";
 constexpr char kAddMethod[] = "/lossd.v1.HeadService/AddGradient";
+
+constexpr uint64_t kLeastShared = 1 << 20;  // bytes of a tensor that is worth a region
+constexpr uint64_t kPiecesPerRegion = 4;    // so that loss computations find room beside it
 
 // Sends the payload in messages of whole rows, the first of which has `open`; returns early if the call ends.
 template <typename Request, typename Open>
@@ -73,6 +81,52 @@ absl::StatusOr<Response> SendRows(const Core& core, const char* method, const Op
   return response;
 }
 
+// What one ReadTensor call answers. `in_region`: where its rows may lie.
+absl::Status ReadRows(const Core& core, const v1::ReadTensorRequest& request,
+                      absl::Span<const uint8_t> in_region, absl::Time deadline, TensorReader* reader) {
+  BlockingStream stream(core.connections().channel(0), kReadMethod, core.connections().peer(), deadline);
+  if (stream.Write(wire::Encode(request))) stream.WritesDone();
+  grpc::ByteBuffer buffer;
+  while (stream.Read(&buffer)) {
+    absl::Status status = reader->Handle(buffer, in_region, request.rows().begin());
+    if (!status.ok()) return status;  // leaving cancels the call
+  }
+  return stream.Finish();
+}
+
+// Reads the rows piece by piece, each by a call of its own, for which there is room in the region; what finds
+// none comes in messages.
+absl::StatusOr<TensorShape> ReadThroughRegion(const Core& core, const v1::ReadTensorRequest& request,
+                                              absl::Span<char> out, SharedRegion* region,
+                                              absl::Time deadline) {
+  const Rows all{request.rows().begin(), request.rows().end()};
+  if (all.end <= all.begin || out.size() % all.size() != 0) return absl::InvalidArgumentError("");
+  const uint64_t row_bytes = out.size() / all.size();
+  const uint64_t most = std::max<uint64_t>(1, region->size() / kPiecesPerRegion / row_bytes);
+  TensorReader reader(request, out);
+  v1::ReadTensorRequest piece = request;
+  for (uint64_t row = all.begin; row < all.end; row = piece.rows().end()) {
+    const uint64_t rows = std::min(most, all.end - row);
+    const std::optional<uint64_t> offset = region->Take(rows * row_bytes);
+    piece.mutable_rows()->set_begin(row);
+    piece.mutable_rows()->set_end(offset.has_value() ? row + rows : all.end);
+    piece.clear_region();
+    piece.clear_in_region();
+    absl::Span<const uint8_t> place;
+    if (offset.has_value()) {
+      piece.set_region(region->id());
+      piece.mutable_in_region()->set_offset(*offset);
+      piece.mutable_in_region()->set_bytes(rows * row_bytes);
+      place = absl::MakeConstSpan(region->At(*offset), rows * row_bytes);
+    }
+    const absl::Status status = ReadRows(core, piece, place, deadline, &reader);
+    if (!status.ok()) region->AfterFailure(status, offset.has_value() && !absl::IsInvalidArgument(status));
+    if (offset.has_value() && region->usable()) region->Give(*offset);
+    if (!status.ok()) return status;
+  }
+  return reader.End();
+}
+
 }  // namespace
 
 absl::StatusOr<TensorShape> ParamShape(const v1::HeadSpec& spec, v1::Param param) {
@@ -96,16 +150,16 @@ absl::StatusOr<TensorShape> ReadTensor(const Core& core, const v1::ReadTensorReq
   if (WireElementSize(request.dtype()) == 0) {
     return NoDType(request.dtype());
   }
-  BlockingStream stream(core.connections().channel(0), kReadMethod, core.connections().peer(), deadline);
-  if (stream.Write(wire::Encode(request))) stream.WritesDone();
-  TensorReader reader(request, out);
-  grpc::ByteBuffer buffer;
-  while (stream.Read(&buffer)) {
-    absl::Status status = reader.Handle(buffer);
-    if (!status.ok()) return status;  // leaving cancels the call
+  if (out.size() >= kLeastShared && request.has_rows()) {
+    const std::shared_ptr<SharedRegion> region = core.connections().regions().Get();
+    auto read = region == nullptr ? absl::InvalidArgumentError("")
+                                  : ReadThroughRegion(core, request, out, region.get(), deadline);
+    core.connections().regions().DropUnusable();
+    // Whatever is wrong with the arguments, it is told without the region's.
+    if (!absl::IsInvalidArgument(read.status())) return read;
   }
-  absl::Status status = stream.Finish();
-  if (!status.ok()) return status;
+  TensorReader reader(request, out);
+  if (absl::Status status = ReadRows(core, request, {}, deadline, &reader); !status.ok()) return status;
   return reader.End();
 }
 

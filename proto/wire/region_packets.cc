@@ -21,6 +21,25 @@ absl::Status Broken(absl::string_view what) {
   return absl::UnavailableError(absl::StrCat(what, ": ", std::strerror(errno)));
 }
 
+// Why a connection to the socket failed, and what is missing.
+absl::Status CannotConnect(absl::string_view name, int error) {
+  const bool is_abstract = name.front() == '@';
+  absl::string_view hint;
+  if (error == EACCES || error == EPERM) {
+    hint = "; the server's --unix_socket_mode says who may connect, and the folder has to let this user in";
+  } else if (is_abstract && error == ECONNREFUSED) {
+    hint =
+        "; the server is on another host, or in another network namespace (a container): there it has to "
+        "listen "
+        "on a Unix socket in a folder that both see";
+  } else if (error == ENOENT) {
+    hint = "; the server is on another host, or this container does not have its folder mounted";
+  } else if (error == ECONNREFUSED) {
+    hint = "; no server listens there any more";
+  }
+  return absl::UnavailableError(absl::StrCat(name, ": ", std::strerror(error), hint));
+}
+
 // Takes the descriptors out of a received packet.
 std::vector<OwnedDescriptor> DescriptorsOf(msghdr* message) {
   std::vector<OwnedDescriptor> descriptors;
@@ -58,7 +77,7 @@ absl::StatusOr<OwnedDescriptor> ConnectRegionSocket(absl::string_view name) {
   OwnedDescriptor made(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!made) return Broken("socket");
   if (connect(made.get(), reinterpret_cast<const sockaddr*>(&address), static_cast<socklen_t>(length)) != 0)
-    return Broken(name);
+    return CannotConnect(name, errno);
   return made;
 }
 

@@ -174,6 +174,7 @@ absl::Status StreamRows::ResolveNormalizer() {
 void StreamRows::SetRetained(std::vector<RetainedRows> retained, RowGradients gradients) {
   retained_ = std::move(retained);
   gradients_ = std::move(gradients);
+  is_backward_ = !gradients_.loss.empty();
 }
 
 const float* StreamRows::At(const std::vector<float>& values, RowRange rows) const {

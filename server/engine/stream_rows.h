@@ -72,7 +72,8 @@ class StreamRows {
   RowValues TakeValues();
   // What a stream that retained its rows leaves behind. Call once, at its end.
   DeferredMicrobatches::Part TakePart();
-  bool is_backward() const { return !gradients_.loss.empty(); }
+  // Whether it computes retained rows. Never changes after SetRetained, so it may be read without a lock.
+  bool is_backward() const { return is_backward_; }
   // What it rests on from its opening to its end: one version of the weights; the step, if it names one; and
   // the gradients, if it accumulates, retains rows or uses retained ones.
   Binding binding() const;
@@ -99,6 +100,7 @@ class StreamRows {
   int64_t hidden_size_ = 0;
   int64_t valid_rows_ = 0;
   float grad_scale_ = 1.0f;
+  bool is_backward_ = false;
   std::vector<RetainedRows> retained_;  // by first row
   RowGradients gradients_;
 };

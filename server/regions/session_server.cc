@@ -94,7 +94,9 @@ void SessionServer::Accept() {
     wire::SendRegionPacket(session.socket.get(), Refusal(reason), -1).IgnoreError();
   };
   if (limits_.own_user_only && who.uid != geteuid() && who.uid != 0)
-    return refuse("the server shares memory with programs of its own user only");
+    return refuse(
+        "the server shares memory with programs of its own user only, unless its region socket is a file "
+        "(--region_socket, --unix_socket_mode)");
   const int64_t of_user = std::count_if(sessions_.begin(), sessions_.end(),
                                         [&](const Session& other) { return other.user == who.uid; });
   if (static_cast<int64_t>(sessions_.size()) >= limits_.in_all || of_user >= limits_.per_user)

@@ -11,18 +11,9 @@
 #include "kernels/errors/field_error.h"
 #include "server/messages/convert.h"
 #include "server/messages/errors.h"
+#include "server/rpc/region_ranges.h"
 
 namespace lossd::rpc {
-
-namespace {
-
-// Says nothing of regions of others.
-absl::Status NoSuchRegion() {
-  return errors::FieldError("open.region", "be a region of this client that is open", "another one",
-                            absl::StatusCode::kUnavailable);
-}
-
-}  // namespace
 
 ComputeLossCall* ComputeLossCall::Start(ComputeLossEnvironment* environment,
                                         grpc::CallbackServerContext* context) {
@@ -102,11 +93,9 @@ absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t 
   if (!spec.ok()) return spec.status();
   spec->peer = peer_;
   if (!open.region().empty()) {
-    auto* const regions = environment_->regions;
-    std::shared_ptr<regions::Region> region =
-        regions == nullptr ? nullptr : regions->Claim(open.region(), identity_);
-    if (region == nullptr) return NoSuchRegion();
-    places_.Use(std::move(region));
+    auto region = ClaimRegion(environment_->regions, "open.region", open.region(), identity_);
+    if (!region.ok()) return region.status();
+    places_.Use(*std::move(region));
   }
   absl::StatusOr<std::unique_ptr<engine::Stream>> opened = environment_->engine->Open(
       *std::move(spec), std::make_shared<CallInbox>(shared_from_this(), environment_->senders));
@@ -131,6 +120,7 @@ absl::Status ComputeLossCall::HandleBackward(const v1::OpenBackward& backward, s
   absl::StatusOr<engine::BackwardSpec> spec = messages::ToBackwardSpec(backward);
   if (!spec.ok()) return spec.status();
   spec->peer = peer_;
+  if (absl::Status status = UseRegion(backward, spec->rows); !status.ok()) return status;
   absl::StatusOr<std::unique_ptr<engine::Stream>> opened = environment_->engine->OpenBackward(
       *std::move(spec), std::make_shared<CallInbox>(shared_from_this(), environment_->senders));
   if (!opened.ok()) return opened.status();
@@ -144,6 +134,21 @@ absl::Status ComputeLossCall::HandleBackward(const v1::OpenBackward& backward, s
   }
   ReceiveRetained(next);
   return absl::OkStatus();
+}
+
+absl::Status ComputeLossCall::UseRegion(const v1::OpenBackward& backward, engine::RowRange rows) {
+  if (backward.region().empty() && !backward.has_in_region()) return absl::OkStatus();
+  if (backward.region().empty() || !backward.has_in_region()) {
+    return errors::FieldError("backward.in_region", "come with backward.region, and only with it",
+                              backward.has_in_region() ? "a range without a region" : "nothing");
+  }
+  if (!backward.want_grad_hidden()) {
+    return errors::FieldError("backward.in_region", "come with want_grad_hidden only",
+                              "a range for gradients that are not wanted");
+  }
+  auto region = ClaimRegion(environment_->regions, "backward.region", backward.region(), identity_);
+  if (!region.ok()) return region.status();
+  return places_.UseForGradients(*std::move(region), backward.in_region(), rows.begin);
 }
 
 bool ComputeLossCall::Accept(std::unique_ptr<engine::Stream> stream, absl::Time now) {

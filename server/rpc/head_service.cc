@@ -95,6 +95,7 @@ class HeadServiceImpl final : public HeadService, public Base {
     environment_.metrics = metrics;
     environment_.registry = &registry_;
     environment_.workers = &workers_;
+    environment_.regions = options.regions;
     save_environment_.checkpoints = &operations_.checkpoints();
     save_environment_.registry = &saves_;
     save_environment_.workers = &savers_;

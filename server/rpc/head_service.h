@@ -11,6 +11,7 @@
 #include "server/admin/head_operations.h"
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
+#include "server/regions/regions.h"
 #include "server/rpc/access_control.h"
 #include "server/rpc/call_timeouts.h"
 #include "server/rpc/request_call.h"
@@ -29,6 +30,7 @@ struct HeadServiceOptions {
   int64_t max_saves = 16;           // SaveCheckpoint: waiting or running
   double peer_share = 0.5;          // of each of the three
   CallTimeouts timeouts;
+  regions::Regions* regions = nullptr;  // where tensors that are read may lie; null: in messages only
 };
 
 class HeadService {

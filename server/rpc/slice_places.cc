@@ -6,29 +6,18 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
 #include "server/messages/convert.h"
+#include "server/rpc/region_ranges.h"
 
 namespace lossd::rpc {
 
-absl::StatusOr<uint8_t*> SlicePlaces::Check(const v1::RegionRange& range) const {
-  if (region_ == nullptr)
-    return errors::FieldError("slice.in_region", "come with open.region", "a slice without a region");
-  const absl::Span<uint8_t> memory = region_->bytes();
-  if (range.offset() % kAlignment != 0) {
-    return errors::FieldError("slice.in_region.offset", absl::StrCat("be a multiple of ", kAlignment),
-                              range.offset());
-  }
-  if (range.offset() >= memory.size()) {
-    return errors::FieldError("slice.in_region.offset",
-                              absl::StrCat("be below ", memory.size(), ", the size of the region"),
-                              range.offset());
-  }
-  const uint64_t most = memory.size() - range.offset();
-  if (range.bytes() == 0 || range.bytes() > most) {
-    return errors::FieldError("slice.in_region.bytes",
-                              absl::StrCat("be in [1, ", most, "] at offset ", range.offset()),
-                              range.bytes());
-  }
-  return memory.data() + range.offset();
+absl::Status SlicePlaces::UseForGradients(std::shared_ptr<regions::Region> region,
+                                          const v1::RegionRange& range, int64_t first_row) {
+  const absl::StatusOr<absl::Span<uint8_t>> bytes = BytesOf(*region, "backward.in_region", range);
+  if (!bytes.ok()) return bytes.status();
+  region_ = std::move(region);
+  gradients_ = *bytes;
+  first_row_ = first_row;
+  return absl::OkStatus();
 }
 
 absl::StatusOr<engine::IncomingSlice> SlicePlaces::Take(const v1::SliceHeader& header,
@@ -44,28 +33,37 @@ absl::StatusOr<engine::IncomingSlice> SlicePlaces::Take(const v1::SliceHeader& h
     return errors::FieldError("payload", "be empty for a slice in a region",
                               absl::StrCat(payload.size(), " bytes"));
   }
-  const absl::StatusOr<uint8_t*> data = Check(header.in_region());
-  if (!data.ok()) return data.status();
-  slice.bytes = static_cast<int64_t>(header.in_region().bytes());
-  slice.in_place = engine::StagingBuffer(*data, slice.bytes, [region = region_] {});
-  slice.copy = [region = region_, from = *data, bytes = header.in_region().bytes()](uint8_t* to) {
-    if (to != from) std::memcpy(to, from, bytes);
+  if (region_ == nullptr)
+    return errors::FieldError("slice.in_region", "come with open.region", "a slice without a region");
+  const absl::StatusOr<absl::Span<uint8_t>> bytes = BytesOf(*region_, "slice.in_region", header.in_region());
+  if (!bytes.ok()) return bytes.status();
+  slice.bytes = static_cast<int64_t>(bytes->size());
+  slice.in_place = engine::StagingBuffer(bytes->data(), slice.bytes, [region = region_] {});
+  slice.copy = [region = region_, from = *bytes](uint8_t* to) {
+    if (to != from.data()) std::memcpy(to, from.data(), from.size());
   };
   absl::MutexLock lock(&mutex_);
-  in_region_[rows.begin] = *data;
+  in_region_[rows.begin] = bytes->data();
   return slice;
+}
+
+uint8_t* SlicePlaces::Place(const engine::SliceOutput& output) {
+  if (!gradients_.empty()) {
+    const int64_t row_bytes = output.grad_bytes / output.rows.size();
+    const int64_t fitting = static_cast<int64_t>(gradients_.size()) / row_bytes;  // rows
+    if (output.rows.end - first_row_ > fitting) return nullptr;
+    return gradients_.data() + (output.rows.begin - first_row_) * row_bytes;
+  }
+  absl::MutexLock lock(&mutex_);
+  const auto place = in_region_.find(output.rows.begin);
+  return place == in_region_.end() ? nullptr : place->second;
 }
 
 grpc::ByteBuffer SlicePlaces::Answer(engine::SliceOutput output) {
   v1::ComputeLossResponse response;
   *response.mutable_slice() = messages::ToProto(output);
   if (!output.grad_hidden) return wire::Encode(response);
-  uint8_t* in_region = nullptr;
-  {
-    absl::MutexLock lock(&mutex_);
-    const auto place = in_region_.find(output.rows.begin);
-    if (place != in_region_.end()) in_region = place->second;
-  }
+  uint8_t* const in_region = Place(output);
   const uint8_t* const data = output.grad_hidden.data();
   const auto bytes = static_cast<size_t>(output.grad_bytes);
   if (in_region != nullptr) {

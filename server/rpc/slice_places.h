@@ -5,7 +5,7 @@
 // states in a region may change while they are read, so nothing but their values depends on them, and they
 // are read once.
 //
-// Thread-safe after Use.
+// Thread-safe after Use or UseForGradients.
 #ifndef LOSSD_SERVER_RPC_SLICE_PLACES_H_
 #define LOSSD_SERVER_RPC_SLICE_PLACES_H_
 
@@ -19,6 +19,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
 #include "lossd/v1/loss.pb.h"
 #include "proto/wire/payload_codec.h"
 #include "server/engine/stream.h"
@@ -28,24 +29,29 @@ namespace lossd::rpc {
 
 class SlicePlaces {
  public:
-  static constexpr uint64_t kAlignment = 256;  // of slices in a region
-
   // Slices may lie in `region` from now on. Its memory stays as long as this object.
   void Use(std::shared_ptr<regions::Region> region) { region_ = std::move(region); }
+  // Of rows that the server has: the gradients of `first_row` and of those behind it go to `range` of the
+  // region, as far as it reaches. INVALID_ARGUMENT, naming field and value, if there is no such range.
+  absl::Status UseForGradients(std::shared_ptr<regions::Region> region, const v1::RegionRange& range,
+                               int64_t first_row);
 
   // The slice as the engine takes it, but for on_queued. INVALID_ARGUMENT, naming field and value, if it
   // cannot lie where the header says.
   absl::StatusOr<engine::IncomingSlice> Take(const v1::SliceHeader& header, const engine::RowRange& rows,
                                              wire::PayloadView payload) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // The message with the results of a slice. Its gradients are where its hidden states were: the message
-  // refers to their memory, or they are in the region.
+  // The message with the results of a slice. Its gradients are where its hidden states were, or where
+  // UseForGradients says: the message refers to their memory, or they are in the region.
   grpc::ByteBuffer Answer(engine::SliceOutput output) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  absl::StatusOr<uint8_t*> Check(const v1::RegionRange& range) const;
+  // Where the gradients of a slice go; null: in the message.
+  uint8_t* Place(const engine::SliceOutput& output) ABSL_LOCKS_EXCLUDED(mutex_);
 
   std::shared_ptr<regions::Region> region_;  // null: all slices are in messages
+  absl::Span<uint8_t> gradients_;            // of first_row_ and those behind it
+  int64_t first_row_ = 0;
   absl::Mutex mutex_;
   std::map<int64_t, uint8_t*> in_region_ ABSL_GUARDED_BY(mutex_);  // by their first rows
 };

@@ -14,14 +14,10 @@
 #include "server/rpc/status.h"
 
 namespace lossd::rpc {
-namespace {
 
-constexpr absl::string_view kRead = "ReadTensor";
-constexpr int64_t kMessageBytes = int64_t{4} << 20;
-
-// What a call that was not admitted ends with, else OK. Sets `*peer`, whom the limits count it for.
-absl::Status Admit(TensorCallEnvironment* environment, const grpc::CallbackServerContext& context,
-                   WatchedCall* call, absl::string_view method, AdmittedCall* admitted, std::string* peer) {
+absl::Status AdmitTensorCall(TensorCallEnvironment* environment, const grpc::CallbackServerContext& context,
+                             WatchedCall* call, absl::string_view method, AdmittedCall* admitted,
+                             std::string* peer) {
   absl::StatusOr<AdmittedCall> allowed = environment->access->Admit(context, method);
   if (!allowed.ok()) return allowed.status();
   *admitted = *std::move(allowed);
@@ -29,101 +25,18 @@ absl::Status Admit(TensorCallEnvironment* environment, const grpc::CallbackServe
   return environment->registry->Add(call, *peer);
 }
 
-grpc::Status Ended(TensorCallEnvironment* environment, absl::string_view method, absl::Status status) {
+grpc::Status EndedTensorCall(TensorCallEnvironment* environment, absl::string_view method,
+                             absl::Status status) {
   const grpc::Status result = ToGrpc(std::move(status), environment->engine->incarnation());
   if (!result.ok()) environment->metrics->CountError(method, CodeName(result));
   return result;
-}
-
-}  // namespace
-
-// ---- ReadTensor ----
-
-ReadTensorCall* ReadTensorCall::Start(TensorCallEnvironment* environment,
-                                      grpc::CallbackServerContext* context) {
-  auto* const call = new ReadTensorCall(environment, context);
-  call->Receive();
-  return call;
-}
-
-void ReadTensorCall::OnRequest(const grpc::ByteBuffer& request) {
-  AdmittedCall admitted;
-  absl::Status status = Admit(environment_, *context(), this, kRead, &admitted, &peer_);
-  if (status.ok()) status = wire::Decode(request, &request_).status();
-  if (!status.ok()) return End(std::move(status));
-  Schedule(&ReadTensorCall::Begin);
-}
-
-void ReadTensorCall::Schedule(void (ReadTensorCall::*step)()) {
-  const AdminTask task{.peer = peer_, .head = read_.tensor.head, .kind = AdminKind::kRows};
-  absl::Status scheduled = environment_->workers->Schedule(task, [this, step] { (this->*step)(); });
-  if (!scheduled.ok()) End(std::move(scheduled));
-}
-
-void ReadTensorCall::Begin() {
-  absl::StatusOr<admin::TensorRead> read = environment_->operations->OpenRead(request_);
-  if (!read.ok()) return End(read.status());
-  read_ = *std::move(read);
-  next_row_ = read_.tensor.rows.begin;
-  ReadSlice();
-}
-
-void ReadTensorCall::ReadSlice() {
-  if (cancelled_) return End(absl::CancelledError("the client cancelled the call or went away"));
-  const admin::TensorRows& tensor = read_.tensor;
-  if (next_row_ >= tensor.rows.end) return End(absl::OkStatus());
-  const int64_t most_rows = std::max<int64_t>(1, kMessageBytes / tensor.row_bytes());
-  const engine::RowRange rows{next_row_, std::min(next_row_ + most_rows, tensor.rows.end)};
-  auto bytes = std::make_shared<std::vector<uint8_t>>(static_cast<size_t>(rows.size() * tensor.row_bytes()));
-  absl::StatusOr<v1::HeadState> state =
-      environment_->operations->ReadRows(read_, rows, absl::MakeSpan(*bytes));
-  if (!state.ok()) return End(state.status());
-  v1::TensorSlice slice;
-  *slice.mutable_state() = *std::move(state);
-  *slice.mutable_rows() = messages::ToProto(rows);
-  slice.set_tensor_rows(static_cast<uint64_t>(tensor.shape.rows));
-  slice.set_tensor_cols(static_cast<uint64_t>(tensor.shape.cols));
-  slice.set_dtype(messages::ToProto(tensor.dtype));
-  next_row_ = rows.end;
-  message_ = wire::Encode(slice, *bytes, [bytes] {});
-  {
-    absl::MutexLock lock(&mutex_);
-    clock_.Set(CallClock::Waits::kSend);
-  }
-  StartWrite(&message_);
-}
-
-void ReadTensorCall::OnWriteDone(bool ok) {
-  {
-    absl::MutexLock lock(&mutex_);
-    clock_.Set(CallClock::Waits::kNothing);
-  }
-  message_.Clear();
-  if (!ok) return End(absl::CancelledError("the client cancelled the call or went away"));
-  Schedule(&ReadTensorCall::ReadSlice);
-}
-
-void ReadTensorCall::End(absl::Status status) { Finish(Ended(environment_, kRead, std::move(status))); }
-
-absl::string_view ReadTensorCall::EndIfLate(absl::Time now, const CallTimeouts& timeouts) {
-  absl::MutexLock lock(&mutex_);
-  absl::string_view limit;
-  if (clock_.Check(now, timeouts, &limit).ok()) return "";
-  clock_.Set(CallClock::Waits::kNothing);
-  context()->TryCancel();
-  return limit;
-}
-
-void ReadTensorCall::OnDone() {
-  environment_->registry->Remove(this);
-  delete this;
 }
 
 // ---- Calls that receive rows ----
 
 void ReceiveRowsCall::Begin() {
   environment_->metrics->CountRequest(method_);
-  absl::Status status = Admit(environment_, *context_, this, method_, &admitted_, &peer_);
+  absl::Status status = AdmitTensorCall(environment_, *context_, this, method_, &admitted_, &peer_);
   if (environment_->draining) status.Update(absl::UnavailableError("the server is draining"));
   if (!status.ok()) return End(std::move(status));
   // The call's state was made on this thread; the first reaction, on another, takes the lock too.
@@ -250,7 +163,7 @@ absl::Status ReceiveRowsCall::Complete() {
 
 void ReceiveRowsCall::End(absl::Status status) {
   Release();
-  const grpc::Status result = Ended(environment_, method_, std::move(status));
+  const grpc::Status result = EndedTensorCall(environment_, method_, std::move(status));
   environment_->access->Ended(admitted_, head_, CodeName(result));
   Finish(result);
 }

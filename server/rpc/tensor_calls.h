@@ -20,11 +20,13 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "lossd/v1/head.pb.h"
 #include "proto/wire/payload_codec.h"
 #include "server/admin/head_operations.h"
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
+#include "server/regions/regions.h"
 #include "server/rpc/access_control.h"
 #include "server/rpc/admin_workers.h"
 #include "server/rpc/call_registry.h"
@@ -41,10 +43,19 @@ struct TensorCallEnvironment {
   metrics::Metrics* metrics = nullptr;
   CallRegistry* registry = nullptr;
   AdminWorkers* workers = nullptr;
+  regions::Regions* regions = nullptr;  // null: the server shares no memory
   std::atomic<bool> draining{false};
 };
 
-// Deletes itself in OnDone.
+// What a call that was not admitted ends with, else OK. Sets `*peer`, whom the limits count it for.
+absl::Status AdmitTensorCall(TensorCallEnvironment* environment, const grpc::CallbackServerContext& context,
+                             WatchedCall* call, absl::string_view method, AdmittedCall* admitted,
+                             std::string* peer);
+// The status that a call ends with, which is counted if it is an error.
+grpc::Status EndedTensorCall(TensorCallEnvironment* environment, absl::string_view method,
+                             absl::Status status);
+
+// Deletes itself in OnDone. In read_tensor_call.cc; the others are in tensor_calls.cc.
 class ReadTensorCall final : public RequestCall, public WatchedCall {
  public:
   static ReadTensorCall* Start(TensorCallEnvironment* environment, grpc::CallbackServerContext* context);
@@ -62,13 +73,18 @@ class ReadTensorCall final : public RequestCall, public WatchedCall {
   void OnRequest(const grpc::ByteBuffer& request) override;
   void Schedule(void (ReadTensorCall::*step)());
   void Begin();
+  // Has the rows lie in a region if the request says so.
+  absl::Status UseRegion();
   void ReadSlice();
   void End(absl::Status status);
 
   TensorCallEnvironment* const environment_;
-  std::string peer_;  // PeerKey; set before anything is scheduled
+  std::string peer_;      // PeerKey; set before anything is scheduled
+  std::string identity_;  // AdmittedCall's; likewise
   v1::ReadTensorRequest request_;
   admin::TensorRead read_;
+  std::shared_ptr<regions::Region> region_;
+  absl::Span<uint8_t> in_region_;  // the rows' place in it; empty: they go in messages
   int64_t next_row_ = 0;
   grpc::ByteBuffer message_;
   std::atomic<bool> cancelled_{false};

@@ -6,14 +6,17 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "tests/faults/message_boundaries.h"
 
@@ -22,41 +25,67 @@ namespace {
 
 constexpr int kPollMilliseconds = 20;
 
-int PortOf(const std::string& target) {
-  int port = 0;
-  EXPECT_TRUE(absl::SimpleAtoi(target.substr(target.rfind(':') + 1), &port)) << target;
-  return port;
-}
+// Where a socket listens or leads to.
+struct SocketAddress {
+  sockaddr_storage storage = {};
+  socklen_t size = sizeof(storage);
 
-sockaddr_in Loopback(int port) {
-  sockaddr_in address = {};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  address.sin_port = htons(static_cast<uint16_t>(port));
+  int family() const { return storage.ss_family; }
+  sockaddr* get() { return reinterpret_cast<sockaddr*>(&storage); }
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
+};
+
+bool IsUnix(absl::string_view target) { return absl::StartsWith(target, "unix:"); }
+
+SocketAddress UnixAddress(absl::string_view path) {
+  SocketAddress address;
+  auto* const name = reinterpret_cast<sockaddr_un*>(&address.storage);
+  name->sun_family = AF_UNIX;
+  EXPECT_LT(path.size(), sizeof(name->sun_path)) << path;
+  path.copy(name->sun_path, sizeof(name->sun_path) - 1);
+  address.size = sizeof(*name);
   return address;
 }
 
-int NewSocket() {
-  const int descriptor = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+SocketAddress Loopback(int port) {
+  SocketAddress address;
+  auto* const name = reinterpret_cast<sockaddr_in*>(&address.storage);
+  name->sin_family = AF_INET;
+  name->sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  name->sin_port = htons(static_cast<uint16_t>(port));
+  address.size = sizeof(*name);
+  return address;
+}
+
+// Of "unix:PATH" or "127.0.0.1:port".
+SocketAddress AddressOf(absl::string_view target) {
+  if (absl::ConsumePrefix(&target, "unix:")) return UnixAddress(target);
+  int port = 0;
+  EXPECT_TRUE(absl::SimpleAtoi(target.substr(target.rfind(':') + 1), &port)) << target;
+  return Loopback(port);
+}
+
+uint16_t PortOf(int socket) {
+  SocketAddress own;
+  getsockname(socket, own.get(), &own.size);
+  return ntohs(reinterpret_cast<const sockaddr_in*>(&own.storage)->sin_port);
+}
+
+int NewSocket(int family) {
+  const int descriptor = socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0);
   const int on = 1;
-  setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+  if (family == AF_INET) setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
   return descriptor;
 }
 
 // A socket that tries a port that no process listens on may be given that very port and reach itself.
-bool ReachedItself(int socket) {
-  sockaddr_in own = {}, peer = {};
-  socklen_t size = sizeof(own);
-  getsockname(socket, reinterpret_cast<sockaddr*>(&own), &size);
-  size = sizeof(peer);
-  getpeername(socket, reinterpret_cast<sockaddr*>(&peer), &size);
-  return own.sin_port == peer.sin_port;
+bool ReachedItself(int socket, const SocketAddress& address) {
+  return address.family() == AF_INET &&
+         PortOf(socket) == ntohs(reinterpret_cast<const sockaddr_in*>(&address.storage)->sin_port);
 }
 
-bool ConnectTo(int socket, int port) {
-  const sockaddr_in address = Loopback(port);
-  return connect(socket, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0 &&
-         !ReachedItself(socket);
+bool ConnectTo(int socket, const SocketAddress& address) {
+  return connect(socket, address.get(), address.size) == 0 && !ReachedItself(socket, address);
 }
 
 // An HTTP/2 frame RST_STREAM.
@@ -101,14 +130,13 @@ struct FaultProxy::Happening {
   int64_t heals = 0;        // when it happened
 };
 
-FaultProxy::FaultProxy(const std::string& target, uint64_t seed)
-    : listener_(NewSocket()), server_port_(PortOf(target)), random_(seed) {
-  sockaddr_in address = Loopback(0);
-  socklen_t size = sizeof(address);
-  EXPECT_EQ(bind(listener_, reinterpret_cast<sockaddr*>(&address), size), 0);
+FaultProxy::FaultProxy(const std::string& target, uint64_t seed) : server_(target), random_(seed) {
+  const std::string path = folder_.File("proxy");
+  const SocketAddress address = IsUnix(target) ? UnixAddress(path) : Loopback(0);
+  listener_ = NewSocket(address.family());
+  EXPECT_EQ(bind(listener_, address.get(), address.size), 0);
   EXPECT_EQ(listen(listener_, 64), 0);
-  getsockname(listener_, reinterpret_cast<sockaddr*>(&address), &size);
-  port_ = ntohs(address.sin_port);
+  target_ = IsUnix(target) ? absl::StrCat("unix:", path) : absl::StrCat("127.0.0.1:", PortOf(listener_));
   acceptor_ = std::thread([this] { Accept(); });
 }
 
@@ -119,9 +147,15 @@ FaultProxy::~FaultProxy() {
   close(listener_);
 }
 
-std::string FaultProxy::target() const { return absl::StrCat("127.0.0.1:", port_); }
+void FaultProxy::SetServer(const std::string& target) {
+  absl::MutexLock lock(&mu_);
+  server_ = target;
+}
 
-void FaultProxy::SetServer(const std::string& target) { server_port_ = PortOf(target); }
+std::string FaultProxy::server() const {
+  absl::MutexLock lock(&mu_);
+  return server_;
+}
 
 void FaultProxy::Arm(Fault fault) {
   absl::MutexLock lock(&mu_);
@@ -183,8 +217,10 @@ void FaultProxy::Accept() {
 }
 
 void FaultProxy::Forward(int client) {
-  Connection connection{{client, NewSocket()}, {MessageBoundaries(true), MessageBoundaries(false)}};
-  bool open = ConnectTo(connection.sockets[1], server_port_);
+  const SocketAddress server = AddressOf(this->server());
+  Connection connection{{client, NewSocket(server.family())},
+                        {MessageBoundaries(true), MessageBoundaries(false)}};
+  bool open = ConnectTo(connection.sockets[1], server);
   while (open && !stopping_) {
     pollfd ends[] = {{connection.sockets[0], POLLIN, 0}, {connection.sockets[1], POLLIN, 0}};
     if (poll(ends, 2, kPollMilliseconds) <= 0) continue;

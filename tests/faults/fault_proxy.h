@@ -1,5 +1,6 @@
-// A TCP proxy on a loopback port that makes trouble where a test asks for it: connections that break at a
-// given byte or between two given messages, that stand still or are slow.
+// A proxy that makes trouble where a test asks for it: connections that break at a given byte or between two
+// given messages, that stand still or are slow. Before a server that listens on a Unix socket it is a Unix
+// socket too, else a TCP port of the loopback.
 //
 // Thread-safe.
 #ifndef LOSSD_TESTS_FAULTS_FAULT_PROXY_H_
@@ -19,6 +20,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "tests/support/temp_folder.h"
 
 namespace lossd::test {
 
@@ -28,7 +30,7 @@ enum class Direction { kToServer = 0, kToClient = 1 };
 struct Fault {
   enum class Unit { kBytes, kMessages };
   enum class Action {
-    kReset,  // the connection breaks with a TCP reset
+    kReset,  // the connection breaks with a TCP reset; a Unix socket has none and is closed
     kClose,  // the connection is closed in order, as by a process that ends
     kHold,   // the connection stands still until Heal
     // The call whose message or header came last is refused as by a server without memory for it: its client
@@ -50,13 +52,13 @@ struct Fault {
 
 class FaultProxy {
  public:
-  // Forwards to `target` ("127.0.0.1:port").
+  // Forwards to `target` ("127.0.0.1:port" or "unix:PATH").
   FaultProxy(const std::string& target, uint64_t seed);
   ~FaultProxy();
   FaultProxy(const FaultProxy&) = delete;
   FaultProxy& operator=(const FaultProxy&) = delete;
 
-  std::string target() const;
+  const std::string& target() const { return target_; }
   // Where connections made from now on lead.
   void SetServer(const std::string& target);
 
@@ -96,17 +98,19 @@ class FaultProxy {
   std::optional<Happening> Pass(Direction direction, size_t bytes, absl::Span<const size_t> ends);
   // What a fault does to the connection; false if that ends it.
   bool Act(Connection& connection, const Happening& happening);
+  std::string server() const;
   int64_t heals() const;
   absl::Duration DrawDelay();
 
-  uint16_t port_ = 0;
+  TempFolder folder_;  // of the Unix socket, if it is one
+  std::string target_;
   int listener_ = -1;
-  std::atomic<int> server_port_;
   std::atomic<int64_t> cuts_{0};
   std::atomic<int64_t> refusals_{0};
   std::atomic<bool> stopping_{false};
 
   mutable absl::Mutex mu_;
+  std::string server_ ABSL_GUARDED_BY(mu_);
   std::mt19937_64 random_ ABSL_GUARDED_BY(mu_);
   absl::Duration delay_ ABSL_GUARDED_BY(mu_);
   std::optional<Fault> armed_ ABSL_GUARDED_BY(mu_);

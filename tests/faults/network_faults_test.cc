@@ -121,5 +121,39 @@ TEST_F(NetworkFaultsTest, ConnectionsStandStillBeyondTheDeadline) {
   }
 }
 
+// A client that chooses its connections opens further ones and drops them, while any of them is cut.
+class ConnectionFaultsTest : public FaultsTest {
+ protected:
+  // 8 MiB a microbatch.
+  ConnectionFaultsTest() : FaultsTest({.hidden_size = 2048, .vocab_size = 16, .microbatch_rows = 1024}) {}
+};
+
+TEST_F(ConnectionFaultsTest, CutWhileConnectionsComeAndGo) {
+  client::ClientOptions options{.target = proxy_.target(),
+                                .retry = {.max_attempts = 1000,
+                                          .initial_backoff = absl::Milliseconds(2),
+                                          .max_backoff = absl::Milliseconds(20)},
+                                .transport = "grpc"};
+  const auto client = Client::Connect(options).value();
+  EXPECT_EQ(client->connections().connections, 1);
+  proxy_.ArmEach([this] {
+    return Fault{.direction = Draw(1) == 0 ? Direction::kToServer : Direction::kToClient,
+                 .unit = Fault::Unit::kBytes,
+                 .after = Draw(60 << 20)};
+  });
+  // Until a trial of another connection has ended, and some steps beyond.
+  const auto tried = [&client] { return absl::StrContains(client->connections().reason, "GB/s"); };
+  int beyond = 0;
+  for (int i = 0; i < 200 && beyond < Scaled(4); ++i) {
+    const absl::Status status = TrainStep(trainer_, *client, {.streams = 0, .slice_bytes = 64 << 10});
+    ASSERT_TRUE(status.ok()) << status;
+    beyond += tried() ? 1 : 0;
+  }
+  EXPECT_TRUE(tried()) << client->connections().reason;
+  EXPECT_TRUE(Undisturbed());
+  EXPECT_GT(proxy_.cuts(), 0);
+  Count("cuts", proxy_.cuts());
+}
+
 }  // namespace
 }  // namespace lossd::test

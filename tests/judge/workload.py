@@ -240,13 +240,15 @@ def run(stage: Stage, mix: Mix, seed: str) -> History:
     admin = stage.raw("admin")
     admin.create(stage.vocab)
     admin.write(whole(family(50, stage.vocab)))
+    first_shares = chance.choice((True, False))
     workers: list[_RawWorker | _TrainerWorker] = []
     for number in range(mix.clients):
         workers.append(_RawWorker(f"{seed}-{number}", mix, common, stage.raw(f"C{number}")))
     for number in range(mix.trainers):
         proxy = stage.proxy(mix.mean_bytes, chance.randrange(1 << 30)) if mix.mean_bytes else None
         # Every second one in shared memory: its rows do not pass through the proxy, its calls do.
-        trainer = stage.trainer(f"T{number}", proxy, transport="auto" if number % 2 else "grpc")
+        shares = first_shares == (number % 2 == 0)
+        trainer = stage.trainer(f"T{number}", proxy, transport="auto" if shares else "grpc")
         workers.append(_TrainerWorker(f"{seed}-T{number}", mix, common, trainer, number))
     threads = [threading.Thread(target=worker.run) for worker in workers]
     for thread in threads:

@@ -1,4 +1,9 @@
 // A lossd process with the CPU backend and little memory, killed when the object goes. Thread-compatible.
+//
+// Environment:
+//   LOSSD_TEST_FLAGS    further flags of every server, with spaces between them
+//   LOSSD_TEST_SOCKETS  "unix": servers listen on a Unix socket unless a test says where; else on the
+//   loopback
 #ifndef LOSSD_TESTS_SUPPORT_SERVER_PROCESS_H_
 #define LOSSD_TESTS_SUPPORT_SERVER_PROCESS_H_
 
@@ -23,16 +28,21 @@
 
 namespace lossd::test {
 
+// Whether servers listen on Unix sockets.
+inline bool OnUnixSockets() {
+  const char* const sockets = std::getenv("LOSSD_TEST_SOCKETS");
+  return sockets != nullptr && absl::string_view(sockets) == "unix";
+}
+
 class ServerProcess {
  public:
-  // `program` is lossd; `flags` come after those set here, and after them those of the variable
-  // LOSSD_TEST_FLAGS, with spaces between them.
+  // `program` is lossd; `flags` come after those set here, and after them those of LOSSD_TEST_FLAGS.
   explicit ServerProcess(std::string program, std::vector<std::string> flags = {})
       : program_(std::move(program)), flags_(std::move(flags)) {
     Start();
   }
 
-  // host:port
+  // host:port, or unix:PATH
   const std::string& target() const { return target_; }
   // host:port; empty unless `flags` ask for HTTP.
   const std::string& http() const { return http_; }
@@ -48,8 +58,9 @@ class ServerProcess {
   // Ends it at once, as kill -9 does.
   void Kill() { process_ = nullptr; }
 
-  // Starts it again after Kill, with the same checkpoint folder.
-  void Start(const std::string& listen = "127.0.0.1:0") {
+  // Starts it again after Kill, with the same checkpoint folder; on a Unix socket also at the same address.
+  void Start() { Start(OnUnixSockets() ? "unix:" + folder_.File("grpc") : "127.0.0.1:0"); }
+  void Start(const std::string& listen) {
     const std::string port_file = folder_.File("ports.json");
     std::filesystem::remove(port_file);
     std::vector<std::string> command = {program_,
@@ -64,7 +75,7 @@ class ServerProcess {
                                         "--staging_bytes=4MiB",
                                         "--workspace_bytes=4MiB"};
     command.insert(command.end(), flags_.begin(), flags_.end());
-    const char* const more = std::getenv("LOSSD_TEST_FLAGS");  // of every server of a test program
+    const char* const more = std::getenv("LOSSD_TEST_FLAGS");
     for (absl::string_view flag : absl::StrSplit(more == nullptr ? "" : more, ' ', absl::SkipEmpty())) {
       command.emplace_back(flag);
     }

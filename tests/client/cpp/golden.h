@@ -31,6 +31,7 @@ void RunTensorAnswers(const json& c);
 void RunStatuses(const json& c);
 void RunIncarnations(const json& c);
 void RunWaits(const json& c);
+void RunConnections(const json& c);
 void RunRepeats(const json& c);
 void RunTargets(const json& c);
 void RunListeners(const json& c);

@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "client/cpp/answer_check.h"
+#include "client/cpp/connection_chooser.h"
 #include "client/cpp/head_cache.h"
 #include "client/cpp/retry.h"
 #include "client/cpp/step_errors.h"
@@ -136,6 +137,35 @@ void RunWaits(const json& c) {
     EXPECT_GE(jitter, 0.8);
     EXPECT_LE(jitter, 1.2);
   }
+}
+
+void RunConnections(const json& c) {
+  using internal::ConnectionChooser;
+  const std::map<ConnectionChooser::Advice, std::string> names = {{ConnectionChooser::Advice::kStay, "stay"},
+                                                                  {ConnectionChooser::Advice::kAdd, "add"},
+                                                                  {ConnectionChooser::Advice::kDrop, "drop"}};
+  CheckMembers(c, {"name", "rounds", "says"});
+  ConnectionChooser chooser;
+  absl::Time now = absl::UnixEpoch();
+  uint64_t moved = 0;
+  for (const json& round : c["rounds"]) {
+    CheckMembers(round, {"streams", "megabytes", "seconds", "advice", "connections"}, {"times", "opens"});
+    for (int i = 0; i < round.value("times", 1); ++i) {
+      const int streams = round["streams"];
+      for (int k = 0; k < streams; ++k) chooser.Begin(now);
+      now += absl::Seconds(round["seconds"].get<double>());
+      moved += round["megabytes"].get<uint64_t>() * 1000000;
+      auto advice = ConnectionChooser::Advice::kStay;  // of the stream that ends the round
+      for (int k = 0; k < streams; ++k) {
+        const auto next = chooser.End(moved, now);
+        if (next != ConnectionChooser::Advice::kStay) advice = next;
+      }
+      EXPECT_EQ(names.at(advice), round["advice"]) << round << " " << i;
+      if (round.contains("opens")) round["opens"] ? chooser.Added(moved) : chooser.Refused("full", moved);
+      EXPECT_EQ(chooser.count(), round["connections"]) << round << " " << i;
+    }
+  }
+  EXPECT_NE(chooser.reason().find(c["says"]), std::string::npos) << chooser.reason();
 }
 
 }  // namespace lossd::client::golden

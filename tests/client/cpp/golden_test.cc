@@ -27,6 +27,7 @@ const std::map<std::string, Run>& Runs() {
       {"statuses", RunStatuses},
       {"incarnations", RunIncarnations},
       {"waits", RunWaits},
+      {"connections", RunConnections},
       {"repeats", RunRepeats},
       {"targets", RunTargets},
       {"listeners", RunListeners},

@@ -1,9 +1,13 @@
-"""A TCP proxy on a loopback port that cuts its connections: for tests of what survives that."""
+"""A proxy that cuts its connections: for tests of what survives that.
+
+It listens on a port of the loopback, or on a Unix socket if the server does.
+"""
 
 from __future__ import annotations
 
 import random
 import socket
+import tempfile
 import threading
 import time
 
@@ -15,8 +19,7 @@ class CutProxy:
 
         What clients send is passed on in pieces of at most `piece_bytes`, with a pause of `piece_seconds` before each.
         """
-        host, port = target.split(":")
-        self._target = (host, int(port))
+        self._server = target
         self._mean_bytes = mean_bytes
         self._piece_bytes = piece_bytes
         self._piece_seconds = piece_seconds
@@ -26,8 +29,13 @@ class CutProxy:
         self.cut_times: list[int] = []  # of time.monotonic_ns(), just before each cut
         self.accept_times: list[int] = []  # and just before each connection to the server
         self._sockets: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.target = "127.0.0.1:%d" % self._listener.getsockname()[1]
+        self._folder = tempfile.TemporaryDirectory(prefix="lossd-proxy.") if target.startswith("unix:") else None
+        if self._folder is None:
+            self._listener = socket.create_server(("127.0.0.1", 0))
+            self.target = "127.0.0.1:%d" % self._listener.getsockname()[1]
+        else:
+            self._listener = socket.create_server(f"{self._folder.name}/proxy", family=socket.AF_UNIX)
+            self.target = f"unix:{self._folder.name}/proxy"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
@@ -35,6 +43,8 @@ class CutProxy:
         with self._lock:
             for each in self._sockets:
                 _shut(each)
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def cut_all(self) -> None:
         """Cuts every connection there is."""
@@ -53,12 +63,13 @@ class CutProxy:
                 return
             self.accept_times.append(time.monotonic_ns())
             try:
-                server = socket.create_connection(self._target)
+                server = _connect(self._server)
             except OSError:  # no server at the moment
                 _shut(client)
                 continue
             for each in (client, server):
-                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if each.family != socket.AF_UNIX:
+                    each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._sockets += (client, server)
                 share = self._mean_bytes * self._random.uniform(0.1, 1.9) if self._mean_bytes else float("inf")
@@ -86,6 +97,20 @@ class CutProxy:
             pass
         _shut(source)
         _shut(sink)
+
+
+def _connect(target: str) -> socket.socket:
+    """To "unix:PATH" or "host:port"."""
+    if not target.startswith("unix:"):
+        host, port = target.split(":")
+        return socket.create_connection((host, int(port)))
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(target.removeprefix("unix:"))
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def _shut(sock: socket.socket) -> None:

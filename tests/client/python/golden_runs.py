@@ -14,7 +14,7 @@ from golden_connecting import run_listeners, run_targets
 from scripted_server import ScriptedServer
 
 import lossd
-from lossd import _plan, _retry, _stream_messages, _tensor_messages, _wire, errors, types
+from lossd import _connection_chooser, _plan, _retry, _stream_messages, _tensor_messages, _wire, errors, types
 from lossd._answer_check import AnswerCheck
 from lossd._head_cache import GradientsId, HeadCache, TrainerStep
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
@@ -322,6 +322,28 @@ def run_waits(case: Case) -> None:
     assert all(0.8 <= _retry.jitter() <= 1.2 for _ in range(100))
 
 
+# ---- connections ----
+
+
+def run_connections(case: Case) -> None:
+    check_members(case, ("rounds", "says"), ())
+    chooser = _connection_chooser.ConnectionChooser()
+    now, moved = 0.0, 0
+    for round_ in case["rounds"]:
+        assert set(round_) - {"times", "opens"} == {"streams", "megabytes", "seconds", "advice", "connections"}
+        for _ in range(round_.get("times", 1)):
+            for _ in range(round_["streams"]):
+                chooser.begin(now)
+            now += round_["seconds"]
+            moved += round_["megabytes"] * 1_000_000
+            advice = {chooser.end(moved, now).value for _ in range(round_["streams"])}
+            assert advice | {"stay"} == {round_["advice"], "stay"}, round_
+            if "opens" in round_:
+                chooser.added(moved) if round_["opens"] else chooser.refused("full", moved)
+            assert chooser.count == round_["connections"], round_
+    assert case["says"] in chooser.reason
+
+
 # ---- repeats ----
 
 
@@ -377,4 +399,4 @@ def run_repeats(case: Case) -> None:
 RUNS: dict[str, Callable[[Case], None]] = {
     "plan": run_plan, "wire": run_wire, "decode": run_decode, "stream answers": run_stream_answers,
     "tensor answers": run_tensor_answers, "statuses": run_statuses, "incarnations": run_incarnations,
-    "waits": run_waits, "repeats": run_repeats, "targets": run_targets, "listeners": run_listeners}
+    "waits": run_waits, "connections": run_connections, "repeats": run_repeats, "targets": run_targets, "listeners": run_listeners}

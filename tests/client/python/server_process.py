@@ -1,4 +1,7 @@
-"""A lossd of its own for a test: starts the program that LOSSD_BINARY names on a free port of the loopback."""
+"""A lossd of its own for a test: starts the program that LOSSD_BINARY names on a free port of the loopback.
+
+With LOSSD_TEST_SOCKETS=unix it listens on a Unix socket instead. LOSSD_TEST_FLAGS are further flags of every server.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,21 @@ import time
 from pathlib import Path
 
 
+def on_unix_sockets() -> bool:
+    return os.environ.get("LOSSD_TEST_SOCKETS") == "unix"
+
+
 class ServerProcess:
     def __init__(self, *flags: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="lossd-test.")
         self.folder = Path(self._folder.name)
         self._flags = (*flags, *os.environ.get("LOSSD_TEST_FLAGS", "").split())
         self._process: subprocess.Popen[bytes] | None = None
-        self.target = "127.0.0.1:0"
+        self.target = f"unix:{self.folder}/grpc" if on_unix_sockets() else "127.0.0.1:0"
         self.start()
 
     def start(self) -> None:
-        """Starts it, on the port it had before if it had one."""
+        """Starts it, at the address it had before if it had one."""
         ports = self.folder / "ports"
         ports.unlink(missing_ok=True)
         with open(self.folder / "log", "ab") as log:

@@ -8,7 +8,7 @@ from cut_proxy import CutProxy
 from server_process import ServerProcess
 
 import lossd
-from lossd import _tensors
+from lossd import _connection_chooser, _tensors
 
 D, V, N = 64, 200, 3000
 
@@ -39,6 +39,36 @@ def test_every_row_counts_once_through_a_cut_network(server, client, make_head, 
     proxy.close()
     assert repeats > 0 and proxy.cuts > 0
     np.testing.assert_allclose(client.read_tensor(cut), client.read_tensor(plain), atol=1e-6)
+
+
+def test_every_row_counts_once_over_connections_that_come_and_go(server, client, make_head, problem, seed, monkeypatch):
+    """Trials of further connections begin and end all the time, in a network that cuts connections."""
+    monkeypatch.setattr(_connection_chooser, "_ROUND_BYTES", 1 << 18)
+    monkeypatch.setattr(_connection_chooser, "_ROUND_TIME", 0.0)
+    monkeypatch.setattr(_connection_chooser, "_FIRST_REST", 1)
+    monkeypatch.setattr(_connection_chooser, "_LONGEST_REST", 1)
+    plain, cut = (make_head(hidden_size=D, vocab_size=V) for _ in range(2))
+    proxy = CutProxy(server.target, mean_bytes=3_000_000, seed=seed)
+    retry = lossd.RetryOptions(max_attempts=200, initial_backoff=0.01, max_backoff=0.05)
+    counts = set()
+    with lossd.Client(proxy.target, retry=retry, transport="grpc") as shaky:
+        assert shaky.connections == (1, "little was sent in messages so far")
+        id = 0
+        while len(counts) < 2 or proxy.cuts < 3 or id < 8:
+            assert id < 2000, (counts, shaky.connections)
+            pending = [shaky.compute_loss_async(cut, *problem, step=0, id=id + i, accumulate=True, grad_hidden=True,
+                                                slice_bytes=1 << 15) for i in range(4)]
+            for result in (each.wait() for each in pending):
+                expected = client.compute_loss(plain, *problem, step=0, id=id, accumulate=True, grad_hidden=True)
+                assert result.accumulated_rows + result.repeated_rows == expected.valid_rows
+                np.testing.assert_allclose(result.grad_hidden, expected.grad_hidden, atol=1e-7)
+                id += 1
+            counts.add(shaky.connections[0])
+        assert "GB/s" in shaky.connections[1]
+        shaky.apply_step(cut, 0, lossd.SGD(lr=1.0), expected_microbatches=range(id))
+    client.apply_step(plain, 0, lossd.SGD(lr=1.0), expected_microbatches=range(id))
+    proxy.close()
+    np.testing.assert_allclose(client.read_tensor(cut), client.read_tensor(plain), atol=1e-3)
 
 
 def test_retries_end(server, client, make_head, problem, seed):

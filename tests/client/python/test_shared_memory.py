@@ -189,6 +189,65 @@ def test_goes_on_with_another_server_at_the_same_address(tmp_path: Path) -> None
         process.stop()
 
 
+def test_tries_again_after_a_failed_attempt(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that could not give memory, or was not reached, the first time may do so later."""
+    monkeypatch.setattr(_regions, "_FIRST_PAUSE", 0.001)
+    with lossd.Client(server.target) as client:
+        name = client.get_server().region_socket
+    source = _regions.RegionSource("auto", 4096, "/nowhere", lambda: name)
+    assert source.get() is None
+    assert source.choice()[0] == "grpc" and "/nowhere" in source.choice()[1] and "tried again" in source.choice()[1]
+    wait_until(lambda: source.get() is not None)
+    assert source.choice()[0] == "shared_memory"
+    source.close()
+    assert source.get() is None
+
+
+def test_pauses_grow_between_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_regions, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_regions, "_LONGEST_PAUSE", 3600.0)
+    attempts = []
+    source = _regions.RegionSource("auto", 4096, "/nowhere", lambda: attempts.append(1) or "/nowhere")
+    start = time.monotonic()
+    for _ in range(200):
+        assert source.get() is None
+        time.sleep(0.0002)
+    assert 2 <= len(attempts)
+    assert 2 ** len(attempts) - 1 <= 1000 * (time.monotonic() - start)
+
+
+def test_a_socket_of_another_server_is_tried_less_and_less(server: ServerProcess) -> None:
+    with lossd.Client(server.target) as client:
+        name = client.get_server().region_socket
+    source = _regions.RegionSource("auto", 4096, name, lambda: name)
+    for may_be_restarted in (True, True, False):
+        region = source.get()
+        assert (region is not None) == may_be_restarted
+        if region is not None:
+            region.refused = True
+            region.retire()
+    assert "does not know the regions of its socket" in source.choice()[1]
+
+
+def test_a_broken_call_gives_its_region_back_at_once() -> None:
+    """Also while its error, and so its frames, are kept."""
+    process = ServerProcess()
+    try:
+        hidden, targets = rows()
+        hidden[151] = np.inf
+        with lossd.Client(process.target, transport="grpc") as other:
+            other.create_head("lm", hidden_size=D, vocab_size=V)
+            before = other.get_server().memory.staging
+            with lossd.Client(process.target, transport="shared_memory") as client:
+                assert other.get_server().memory.staging > before
+                with pytest.raises(lossd.NonFinite) as kept:
+                    client.compute_loss("lm", hidden, targets, slice_bytes=7 * D * 4)
+                assert kept.value.__traceback__ is not None
+                wait_until(lambda: other.get_server().memory.staging == before)
+    finally:
+        process.stop()
+
+
 @pytest.mark.parametrize("request_comes_first", [False, True])
 def test_a_refusal_arrives_whatever_was_unread(tmp_path: Path, request_comes_first: bool) -> None:
     """A server that refuses a connection closes it before the request comes, or without reading it."""

@@ -10,6 +10,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "server/engine/engine.h"
+#include "server/engine/stream_rows.h"
 #include "tests/server/engine/engine_fixture.h"
 
 namespace lossd::engine {
@@ -230,6 +231,18 @@ TEST_F(DeferredTest, ABackwardOfNoRowsIsRefused) {
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
     EXPECT_THAT(std::string(status.message()), HasSubstr("backward.rows must be a non-empty range"));
   }
+}
+
+// A slice that comes when its stream has ended asks, without a lock, what kind of stream it was.
+TEST(StreamRowsTest, StaysABackwardWhenItsValuesAreGone) {
+  const RowRange rows{0, 2};
+  auto created = StreamRows::Create(Spec(1, 2, rows), {.hidden_size = 4, .vocab_size = 3}, HeadState(), {});
+  ASSERT_TRUE(created.ok()) << created.status();
+  EXPECT_FALSE(created->is_backward());
+  created->SetRetained({}, {.loss = {1.0f, 1.0f}});
+  EXPECT_TRUE(created->is_backward());
+  (void)created->TakeValues();
+  EXPECT_TRUE(created->is_backward());
 }
 
 }  // namespace

@@ -145,6 +145,137 @@ TEST_F(LiesTest, ARegionIsFoundByItsIdAlone) {
 }
 
 // Whatever one client sends, nothing comes to another's memory, and nothing of another's comes back.
+// ---- Gradients of retained rows, and tensors ----
+
+class RetainedLiesTest : public LiesTest {
+ protected:
+  RetainedLiesTest() {
+    v1::OpenMicrobatch open = Open("");
+    open.set_microbatch_id(3);
+    open.set_reduction(v1::REDUCTION_NONE);
+    open.set_want_grad_hidden(false);
+    open.set_retain(true);
+    const auto stream = client_->OpenLoss();
+    stream->SendOpen(open);
+    stream->SendSlice(0, kRows, Bytes(std::vector<float>(kRows * kSmallHidden, 0.5f)));
+    stream->HalfClose();
+    EXPECT_TRUE(stream->Finish().status.ok());
+  }
+  v1::ComputeLossRequest Backward(uint64_t offset, uint64_t bytes) const {
+    v1::ComputeLossRequest request;
+    v1::OpenBackward* const open = request.mutable_backward();
+    open->set_head("head");
+    open->set_microbatch_id(3);
+    open->mutable_rows()->set_end(kRows);
+    open->set_want_grad_hidden(true);
+    open->mutable_grad_loss()->Resize(kRows, 1);
+    open->set_region(region_->id());
+    open->mutable_in_region()->set_offset(offset);
+    open->mutable_in_region()->set_bytes(bytes);
+    return request;
+  }
+  LossAnswers Send(const v1::ComputeLossRequest& request) const {
+    const auto stream = client_->OpenLoss();
+    stream->Send(request);
+    stream->HalfClose();
+    return stream->Finish();
+  }
+  v1::ReadTensorRequest Read(uint64_t offset, uint64_t bytes) const {
+    v1::ReadTensorRequest request;
+    request.set_head("head");
+    request.set_param(v1::PARAM_WEIGHT);
+    request.set_region(region_->id());
+    request.mutable_in_region()->set_offset(offset);
+    request.mutable_in_region()->set_bytes(bytes);
+    return request;
+  }
+};
+
+TEST_F(RetainedLiesTest, HonestGradientsLieWhereTheyAreWanted) {
+  const LossAnswers answers = Send(Backward(512, kBytes));
+  ASSERT_TRUE(answers.status.ok()) << answers.status;
+  ASSERT_EQ(answers.slices.size(), 1u);
+  EXPECT_TRUE(answers.slices[0].result.in_region());
+  EXPECT_EQ(answers.slices[0].payload, "");
+  v1::ComputeLossRequest request = Backward(0, kBytes);
+  request.mutable_backward()->clear_region();
+  request.mutable_backward()->clear_in_region();
+  const LossAnswers in_message = Send(request);
+  ASSERT_TRUE(in_message.status.ok()) << in_message.status;
+  EXPECT_EQ(std::string(reinterpret_cast<const char*>(region_->At(512)), kBytes),
+            in_message.slices[0].payload);
+}
+
+// Not a byte behind the part is written, and the slice comes in a message.
+TEST_F(RetainedLiesTest, APartThatIsTooSmallIsNotWrittenBehind) {
+  std::fill_n(region_->At(0), region_->size(), uint8_t{0xa5});
+  for (const uint64_t bytes : {kBytes - 1, uint64_t{1}}) {
+    const LossAnswers answers = Send(Backward(256, bytes));
+    ASSERT_TRUE(answers.status.ok()) << answers.status;
+    EXPECT_FALSE(answers.slices[0].result.in_region());
+    EXPECT_EQ(answers.slices[0].payload.size(), kBytes);
+  }
+  EXPECT_EQ(std::count(region_->At(0), region_->At(0) + region_->size(), 0xa5),
+            static_cast<std::ptrdiff_t>(region_->size()));
+}
+
+TEST_F(RetainedLiesTest, PartsOutsideTheRegionAreRefused) {
+  const uint64_t size = region_->size(), most = ~uint64_t{0};
+  const uint64_t tensor = kSmallVocab * kRowBytes;
+  for (const uint64_t offset :
+       {size, size - 256, most, most - 255, uint64_t{1}, uint64_t{255}, uint64_t{1} << 63}) {
+    const LossAnswers answers = Send(Backward(offset, kBytes));
+    EXPECT_EQ(answers.status.code(), absl::StatusCode::kInvalidArgument) << offset;
+    EXPECT_THAT(std::string(answers.status.message()), HasSubstr("backward.in_region")) << offset;
+    const absl::Status read = client_->ReadTensor(Read(offset, tensor)).status();
+    EXPECT_EQ(read.code(), absl::StatusCode::kInvalidArgument) << offset;
+    EXPECT_THAT(std::string(read.message()), HasSubstr("in_region")) << offset;
+  }
+  for (const uint64_t bytes : {uint64_t{0}, size + 1, most}) {
+    EXPECT_EQ(Send(Backward(0, bytes)).status.code(), absl::StatusCode::kInvalidArgument) << bytes;
+  }
+  for (const uint64_t bytes : {uint64_t{0}, tensor - 1, tensor + 1, most}) {
+    EXPECT_EQ(client_->ReadTensor(Read(0, bytes)).status().code(), absl::StatusCode::kInvalidArgument)
+        << bytes;
+  }
+}
+
+TEST_F(RetainedLiesTest, ARangeAndItsRegionComeTogether) {
+  v1::ComputeLossRequest without_region = Backward(0, kBytes), without_range = without_region,
+                         unwanted = without_region;
+  without_region.mutable_backward()->clear_region();
+  without_range.mutable_backward()->clear_in_region();
+  unwanted.mutable_backward()->set_want_grad_hidden(false);
+  for (const auto& request : {without_region, without_range, unwanted}) {
+    const LossAnswers answers = Send(request);
+    EXPECT_EQ(answers.status.code(), absl::StatusCode::kInvalidArgument) << request.DebugString();
+    EXPECT_THAT(std::string(answers.status.message()), HasSubstr("backward.in_region"));
+  }
+  v1::ReadTensorRequest read = Read(0, kSmallVocab * kRowBytes);
+  read.clear_region();
+  EXPECT_EQ(client_->ReadTensor(read).status().code(), absl::StatusCode::kInvalidArgument);
+  v1::ComputeLossRequest unknown = Backward(0, kBytes);
+  unknown.mutable_backward()->set_region(std::string(16, 'x'));
+  EXPECT_EQ(Send(unknown).status.code(), absl::StatusCode::kUnavailable);
+  read = Read(0, kSmallVocab * kRowBytes);
+  read.set_region(std::string(16, 'x'));
+  EXPECT_EQ(client_->ReadTensor(read).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(Send(Backward(0, kBytes)).status.ok()) << "nothing of that was used";
+}
+
+TEST_F(RetainedLiesTest, RowsOfATensorLieWhereTheyAreWanted) {
+  const auto want = client_->Read("head", v1::PARAM_WEIGHT, v1::ROLE_VALUE);
+  ASSERT_TRUE(want.ok());
+  const uint64_t bytes = kSmallVocab * kRowBytes;
+  std::fill_n(region_->At(0), region_->size(), uint8_t{0xa5});
+  const auto read = client_->ReadTensor(Read(512, bytes));
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(*read, "") << "nothing of it comes in messages";
+  EXPECT_EQ(std::memcmp(region_->At(512), want->data(), bytes), 0);
+  EXPECT_EQ(*region_->At(511), 0xa5);
+  EXPECT_EQ(*region_->At(512 + bytes), 0xa5);
+}
+
 TEST_F(LiesTest, SessionsDoNotSeeEachOther) {
   const auto victim = OpenRegion();
   const std::vector<uint8_t> secret(victim->size(), 0xa5);

@@ -4,14 +4,20 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/cpp/client.h"
+#include "client/cpp/region_source.h"
+#include "kernels/errors/field_error.h"
 #include "tests/server/service/service_client.h"
 #include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
@@ -155,30 +161,164 @@ INSTANTIATE_TEST_SUITE_P(Order, EveryOrderTest, ::testing::Bool(), [](const auto
   return parameter.param ? "Deterministic" : "ByArrival";
 });
 
-TEST(SharedMemoryClientTest, RetainsRowsForABackward) {
-  const TestServer server;
-  const auto client = Connect(server.target(), "shared_memory");
+// Retained rows, and the gradients that a client gets for them with ones as upstream gradients.
+struct Retained {
+  explicit Retained(client::Client& client) {
+    std::mt19937_64 rng(7);
+    rows = MakeSmallRows(400, rng);
+    want.resize(rows.hidden.size());
+    client::ComputeOptions sum;
+    sum.reduction = v1::REDUCTION_SUM;
+    EXPECT_TRUE(client.ComputeLoss(SmallMicrobatch(rows, 0, 1), {.grad_hidden = want.data()}, sum).ok());
+    client::ComputeOptions retain;
+    retain.reduction = v1::REDUCTION_NONE;
+    retain.retain = true;
+    EXPECT_TRUE(client.ComputeLoss(SmallMicrobatch(rows, 0, 2), {}, retain).ok());
+  }
+  absl::StatusOr<client::LossResult> Backward(client::Client& client, std::vector<float>* got,
+                                              const client::BackwardOptions& options = {}) {
+    const std::vector<float> upstream(rows.targets.size(), 1.0f);
+    got->assign(rows.hidden.size(), -1.0f);
+    client::RetainedGradients gradients;
+    gradients.head = "head";
+    gradients.step = 0;
+    gradients.id = 2;
+    gradients.hidden_size = kSmallHidden;
+    gradients.hidden_dtype = v1::DTYPE_FP32;
+    gradients.grad_loss = upstream;
+    return client.Backward(gradients, got->data(), options);
+  }
+  void ExpectWanted(const std::vector<float>& got) const {
+    for (size_t i = 0; i < got.size(); ++i) ASSERT_NEAR(got[i], want[i], 1e-4) << i;
+  }
+
+  SmallRows rows;
+  std::vector<float> want;
+};
+
+// A client that takes no message with more than a few rows gets what lies in the region alone.
+std::unique_ptr<client::Client> ConnectForSmallMessages(const std::string& target) {
+  client::ClientOptions options;
+  options.target = target;
+  options.channels = 1;
+  options.transport = "shared_memory";
+  options.max_message_bytes = 4 << 10;
+  options.retry.max_attempts = 1;
+  return client::Client::Connect(options).value();
+}
+
+TEST_P(EveryOrderTest, GradientsOfRetainedRowsComeInTheRegion) {
+  const TestServer server(Options());
+  const auto client = Connect(server.target(), "grpc");
   ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
-  std::mt19937_64 rng(7);
-  const SmallRows rows = MakeSmallRows(100, rng);
-  std::vector<float> want(rows.hidden.size()), got(rows.hidden.size()), upstream(rows.targets.size(), 1.0f);
-  client::ComputeOptions sum;
-  sum.reduction = v1::REDUCTION_SUM;
-  ASSERT_TRUE(client->ComputeLoss(SmallMicrobatch(rows, 0, 1), {.grad_hidden = want.data()}, sum).ok());
-  client::ComputeOptions retain;
-  retain.reduction = v1::REDUCTION_NONE;
-  retain.retain = true;
-  ASSERT_TRUE(client->ComputeLoss(SmallMicrobatch(rows, 0, 2), {}, retain).ok());
-  client::RetainedGradients gradients;
-  gradients.head = "head";
-  gradients.step = 0;
-  gradients.id = 2;
-  gradients.hidden_size = kSmallHidden;
-  gradients.hidden_dtype = v1::DTYPE_FP32;
-  gradients.grad_loss = upstream;
-  const auto result = client->Backward(gradients, got.data());
-  ASSERT_TRUE(result.ok()) << result.status();
-  for (size_t i = 0; i < got.size(); ++i) ASSERT_NEAR(got[i], want[i], 1e-4);
+  Retained retained(*client);
+  std::vector<float> got;
+  const auto shared = ConnectForSmallMessages(server.target());
+  for (const bool accumulate : {false, !GetParam()}) {  // a deterministic server waits for ids before it
+    const auto result = retained.Backward(*shared, &got, {.accumulate_gradients = accumulate, .streams = 1});
+    ASSERT_TRUE(result.ok()) << result.status();
+    retained.ExpectWanted(got);
+  }
+  // So it does not come in messages.
+  client::ClientOptions options = shared->options();
+  options.transport = "grpc";
+  EXPECT_FALSE(retained.Backward(*client::Client::Connect(options).value(), &got, {.streams = 1}).ok());
+}
+
+// What the part of the region has no room for comes in messages.
+TEST_P(EveryOrderTest, GradientsOfRetainedRowsFillALittleRegion) {
+  const TestServer server(Options());
+  const auto client = Connect(server.target(), "grpc");
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  Retained retained(*client);
+  for (const int64_t bytes : {64 << 10, 16 << 10, 4 << 10, 1 << 10, 256}) {
+    const auto shared = Connect(server.target(), "shared_memory", bytes);
+    std::vector<float> got;
+    for (int repeat = 0; repeat < 8; ++repeat) {  // the room is given back each time
+      const auto result = retained.Backward(*shared, &got, {.streams = 1 + repeat % 3});
+      ASSERT_TRUE(result.ok()) << result.status();
+      retained.ExpectWanted(got);
+    }
+    EXPECT_EQ(shared->transport().transport, "shared_memory") << shared->transport().reason;
+  }
+}
+
+TEST(SharedMemoryClientTest, TensorsAreReadThroughTheRegion) {
+  const TestServer server;
+  const auto client = Connect(server.target(), "grpc");
+  v1::CreateHeadRequest head = SmallHead();
+  head.mutable_spec()->set_vocab_size(20001);  // 1.9 MB
+  ASSERT_TRUE(client->CreateHead(head).ok());
+  const auto want = client->ReadTensor("head", v1::PARAM_WEIGHT);
+  ASSERT_TRUE(want.ok()) << want.status();
+  const auto in_region = ConnectForSmallMessages(server.target())->ReadTensor("head", v1::PARAM_WEIGHT);
+  ASSERT_TRUE(in_region.ok()) << in_region.status();
+  EXPECT_TRUE(in_region->values == want->values);
+  for (const int64_t bytes : {4 << 20, 1 << 20, 100 << 10, 256}) {  // one call, several, and messages
+    const auto shared = Connect(server.target(), "shared_memory", bytes);
+    for (int repeat = 0; repeat < 3; ++repeat) {
+      const auto read = shared->ReadTensor("head", v1::PARAM_WEIGHT);
+      ASSERT_TRUE(read.ok()) << read.status();
+      EXPECT_TRUE(read->values == want->values);
+    }
+    v1::ReadTensorRequest some;
+    some.set_head("head");
+    some.set_param(v1::PARAM_WEIGHT);
+    some.set_dtype(v1::DTYPE_FP16);
+    some.mutable_rows()->set_begin(17);
+    some.mutable_rows()->set_end(20001);
+    std::vector<char> wanted(2 * kSmallHidden * (20001 - 17)), got(wanted.size());
+    ASSERT_TRUE(client->ReadTensor(some, absl::MakeSpan(wanted)).ok());
+    ASSERT_TRUE(shared->ReadTensor(some, absl::MakeSpan(got)).ok());
+    EXPECT_TRUE(got == wanted);
+    // A size that is not the rows' is told as it is without a region.
+    got.resize(4 << 20);
+    const absl::Status refused = shared->ReadTensor(some, absl::MakeSpan(got)).status();
+    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << refused;
+    EXPECT_EQ(client::ErrorDetailOf(refused)->field(), "out") << refused;
+  }
+}
+
+// Pieces of several versions are not taken for one.
+TEST(SharedMemoryClientTest, TensorsThatChangeAreOfOneVersion) {
+  const TestServer server;
+  const auto client = Connect(server.target(), "grpc");
+  v1::CreateHeadRequest head = SmallHead();
+  head.mutable_spec()->set_vocab_size(20001);
+  ASSERT_TRUE(client->CreateHead(head).ok());
+  const std::vector<float> values[] = {std::vector<float>(20001 * kSmallHidden, 1.0f),
+                                       std::vector<float>(20001 * kSmallHidden, 2.0f)};
+  ASSERT_TRUE(client->WriteTensor("head", v1::PARAM_WEIGHT, values[0]).ok());
+  client::ClientOptions options;
+  options.target = server.target();
+  options.transport = "shared_memory";
+  options.shared_memory_bytes = 256 << 10;
+  options.retry.max_attempts = 1;
+  const auto shared = client::Client::Connect(options).value();
+  std::atomic<bool> done{false};
+  std::thread writer([&] {
+    for (int i = 0; i < 40; ++i) {
+      EXPECT_TRUE(client->WriteTensor("head", v1::PARAM_WEIGHT, values[i % 2]).ok());
+      absl::SleepFor(absl::Milliseconds(i));
+    }
+    done = true;
+  });
+  int read_whole = 0;
+  for (bool last = false; !last;) {
+    last = done;  // then nothing changes any more
+    const auto read = shared->ReadTensor("head", v1::PARAM_WEIGHT);
+    if (!read.ok()) {
+      const absl::Status& status = read.status();
+      EXPECT_TRUE(!last && (absl::IsAborted(status) || absl::IsUnavailable(status))) << status;
+      continue;
+    }
+    ++read_whole;
+    const float first = read->values[0];
+    EXPECT_TRUE(
+        std::all_of(read->values.begin(), read->values.end(), [first](float x) { return x == first; }));
+  }
+  EXPECT_GE(read_whole, 1);
+  writer.join();
 }
 
 TEST(SharedMemoryClientTest, SaysWhatItTookAndWhy) {
@@ -224,6 +364,86 @@ TEST(SharedMemoryClientTest, GoesOnAfterARestart) {
     absl::SleepFor(absl::Milliseconds(20));
   }
   EXPECT_TRUE(again) << client->transport().reason;
+}
+
+// ---- Where regions come from ----
+
+using client::internal::RegionPauses;
+using client::internal::RegionSource;
+
+std::string RegionSocketOf(const TestServer& server) {
+  return client::Client::Connect({.target = server.target()}).value()->GetServer()->region_socket();
+}
+
+// A server that could not give memory, or was not reached, the first time may do so later.
+TEST(RegionSourceTest, TriesAgainAfterAFailedAttempt) {
+  const TestServer server;
+  RegionSource source("auto", 4096, "/nowhere", [&server] { return RegionSocketOf(server); },
+                      {.first = absl::Milliseconds(1), .most = absl::Milliseconds(2)});
+  EXPECT_EQ(source.Get(), nullptr);
+  EXPECT_EQ(source.choice().transport, "grpc");
+  EXPECT_THAT(source.choice().reason, HasSubstr("/nowhere"));
+  EXPECT_THAT(source.choice().reason, HasSubstr("tried again"));
+  const absl::Time end = absl::Now() + absl::Seconds(60);
+  while (source.Get() == nullptr && absl::Now() < end) absl::SleepFor(absl::Milliseconds(1));
+  EXPECT_EQ(source.choice().transport, "shared_memory") << source.choice().reason;
+}
+
+TEST(RegionSourceTest, PausesGrowBetweenAttempts) {
+  int attempts = 0;
+  RegionSource source("auto", 4096, "/nowhere",
+                      [&attempts] {
+                        ++attempts;
+                        return std::string("/nowhere");
+                      },
+                      {.first = absl::Milliseconds(1), .most = absl::Hours(1)});
+  const absl::Time start = absl::Now();
+  for (int i = 0; i < 200; ++i) {
+    EXPECT_EQ(source.Get(), nullptr);
+    absl::SleepFor(absl::Microseconds(200));
+  }
+  // The pauses before attempt n are 2^n - 1 ms together.
+  const double elapsed = absl::ToDoubleMilliseconds(absl::Now() - start);
+  EXPECT_GE(attempts, 2);
+  EXPECT_LE(std::exp2(attempts) - 1, elapsed);
+}
+
+TEST(RegionSourceTest, ASocketOfAnotherServerIsTriedLessAndLess) {
+  const TestServer server;
+  RegionSource source("auto", 4096, RegionSocketOf(server), [&server] { return RegionSocketOf(server); },
+                      {.first = absl::Hours(1), .most = absl::Hours(1)});
+  auto region = source.Get();
+  ASSERT_NE(region, nullptr);
+  const auto refuse = [](client::internal::SharedRegion& one) {
+    one.AfterFailure(errors::FieldError("open.region", "be open", "another", absl::StatusCode::kUnavailable),
+                     /*holds=*/false);
+  };
+  refuse(*region);
+  const auto next = source.Get();  // the server may have been restarted
+  ASSERT_NE(next, nullptr);
+  EXPECT_NE(next, region);
+  refuse(*next);
+  EXPECT_EQ(source.Get(), nullptr);
+  EXPECT_THAT(source.choice().reason, HasSubstr("does not know the regions of its socket"));
+}
+
+// The server does not wait for the client's next call.
+TEST(RegionSourceTest, ARegionThatWasGivenUpGoesBackAtOnce) {
+  const TestServer server;
+  const auto client = Connect(server.target(), "shared_memory");
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  const auto direct = client::Client::Connect({.target = server.target(), .transport = "grpc"}).value();
+  const auto staging = [&direct] { return direct->GetServer()->memory().staging(); };
+  std::mt19937_64 rng(10);
+  SmallRows rows = MakeSmallRows(600, rng);
+  ASSERT_TRUE(client->ComputeLoss(SmallMicrobatch(rows, 0, 1), {}).ok());
+  const uint64_t with_region = staging();
+  rows.hidden[300 * kSmallHidden] = std::numeric_limits<float>::infinity();
+  rows.targets[300] = 1;
+  EXPECT_FALSE(client->ComputeLoss(SmallMicrobatch(rows, 0, 2), {}, {.slice_bytes = kRowBytes * 10}).ok());
+  const absl::Time end = absl::Now() + absl::Seconds(60);
+  while (staging() + (1 << 20) > with_region && absl::Now() < end) absl::SleepFor(absl::Milliseconds(5));
+  EXPECT_LE(staging() + (1 << 20), with_region);
 }
 
 }  // namespace

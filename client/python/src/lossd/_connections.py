@@ -1,4 +1,7 @@
-"""The connections of one client, and when a call is repeated. Thread-safe after construction."""
+"""The connections of one client, and when a call is repeated. Thread-safe after construction.
+
+A client that was not told how many to take opens further ones while it works (_connection_chooser.py).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from google.protobuf.message import Message
 
 from lossd import _retry, errors
 from lossd._cancellation import Cancellation
+from lossd._connection_chooser import Advice, ConnectionChooser
 from lossd._connecting import await_server
 from lossd._credentials import Credentials
 from lossd._regions import RegionSource
@@ -28,7 +32,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class ConnectionOptions:
     target: str
-    channels: int
+    channels: int | None  # None: as many as help
     connect_timeout: float
     wait_for_server: bool
     max_message_bytes: int
@@ -39,7 +43,7 @@ class ConnectionOptions:
     shared_memory_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
-        _require("channels", self.channels, 1 <= self.channels <= 64, "in [1, 64]")
+        _require("channels", self.channels, self.channels is None or 1 <= self.channels <= 64, "in [1, 64]")
         size = self.max_message_bytes
         _require("max_message_bytes", size, 1024 <= size < 2**31, "in [1 KiB, 2 GiB)")
         _require("shared_memory_bytes", self.shared_memory_bytes, self.shared_memory_bytes >= 1, "at least 1")
@@ -90,22 +94,34 @@ class Deadline:
         return _retry.wait_before_repeat(retry, error, attempt, self.left(), _retry.jitter(), restartable)
 
 
+@dataclass
+class Connection:
+    channel: grpc.Channel
+    lent: int = 0  # to so many streams
+
+
 class Connections:
     def __init__(self, options: ConnectionOptions) -> None:
         """Opens all connections and waits until they stand; see await_server."""
         self.options = options
         self._pid = os.getpid()
         self._closed = False
-        self._channels = [
-            options.credentials.open(options.target, _arguments(options)) for _ in range(options.channels)]
-        self._lock = threading.Lock()
-        self._lent = [0] * options.channels  # streams of each connection; guarded by _lock
+        self._first = self._open()
+        self._lock = threading.Lock()  # guards what follows
+        self._all = [Connection(self._first)]
+        self._all += [Connection(self._open()) for _ in range(1, options.channels or 1)]
+        self._dropped: list[Connection] = []  # which streams still use
+        self._chooser = ConnectionChooser()  # unless options.channels says how many
+        self._moved = 0  # bytes of payload in messages, both ways
+        self._next: grpc.Channel | None = None  # being opened
+        self._next_ready = False
+        self._next_deadline = 0.0
         self._server_version = region_socket = ""
         self.regions = RegionSource("grpc", 0, "", str)
         deadline = Deadline(options.connect_timeout)
         try:
-            for channel in self._channels:
-                server = await_server(channel, options, deadline)
+            for connection in self._all:
+                server = await_server(connection.channel, options, deadline)
                 self._server_version, region_socket = server.version, server.region_socket
             self.regions = RegionSource(options.transport, options.shared_memory_bytes, region_socket, self._region_socket)
             self.regions.check()
@@ -116,9 +132,16 @@ class Connections:
     def close(self) -> None:
         """Ends the calls under way."""
         self._closed = True
-        for channel in self._channels:
+        with self._lock:
+            channels = [each.channel for each in (*self._all, *self._dropped)]
+            if self._next is not None:
+                channels.append(self._next)
+        for channel in channels:
             channel.close()
         self.regions.close()
+
+    def _open(self) -> grpc.Channel:
+        return self.options.credentials.open(self.options.target, _arguments(self.options))
 
     def _region_socket(self) -> str:
         return self.unary("/lossd.v1.ServerService/GetServer", server_pb2.GetServerRequest(), server_pb2.ServerDescription,
@@ -140,7 +163,7 @@ class Connections:
               cancellation: Cancellation | None = None) -> M:
         """One call, repeated on errors.is_transient if that is safe. Cancelled if `cancellation` says so before it has ended."""
         self.check_usable()
-        call = self._channels[0].unary_unary(
+        call = self._first.unary_unary(
             method, request_serializer=type(request).SerializeToString, response_deserializer=answer.FromString)
 
         def attempt() -> M:
@@ -155,7 +178,7 @@ class Connections:
     def updates(self, method: str, request: Message, answer: type[M], deadline: Deadline) -> Iterator[M]:
         """One call that answers with a stream of messages; never repeated."""
         self.check_usable()
-        call = self._channels[0].unary_stream(
+        call = self._first.unary_stream(
             method, request_serializer=type(request).SerializeToString, response_deserializer=answer.FromString)
         stream = self.run(lambda: call(request, timeout=deadline.left()))
         try:
@@ -178,27 +201,77 @@ class Connections:
             time.sleep(wait) if cancellation is None else cancellation.wait(wait)
             number += 1
 
-    def stream(self, index: int, method: str) -> Any:
-        """A method with streams of raw bytes in both directions, on the connection of that number."""
+    def stream(self, method: str, connection: Connection | None = None) -> Any:
+        """A method with streams of raw bytes in both directions, on that connection; None: on the first one."""
         self.check_usable()
-        return self._channels[index].stream_stream(method)
+        return (self._first if connection is None else connection.channel).stream_stream(method)
+
+    def choice(self) -> tuple[int, str]:
+        """How many connections there are, and why."""
+        with self._lock:
+            return len(self._all), self._chooser.reason if self.options.channels is None else "the client was told so"
 
     def idle(self) -> int:
         """How many connections no call has."""
         with self._lock:
-            return self._lent.count(0)
+            return sum(each.lent == 0 for each in self._all)
 
     @contextmanager
-    def lend(self) -> Iterator[int]:
-        """The number of the connection that is lent to the fewest."""
+    def lend(self) -> Iterator[Connection]:
+        """The connection that is lent to the fewest, for a stream of a loss computation."""
         with self._lock:
-            index = self._lent.index(min(self._lent))
-            self._lent[index] += 1
+            self._look_at_next()
+            self._chooser.begin(time.monotonic())
+            connection = min(self._all, key=lambda each: each.lent)
+            connection.lent += 1
         try:
-            yield index
+            yield connection
         finally:
             with self._lock:
-                self._lent[index] -= 1
+                connection.lent -= 1
+                unused = self._take_back()
+            for each in unused:
+                each.close()
+
+    def count_moved(self, size: int) -> None:
+        """Streams have moved so many bytes of payload in messages."""
+        with self._lock:
+            self._moved += size
+
+    def _take_back(self) -> list[grpc.Channel]:
+        """After the end of a stream: the channels that are not needed any more. Opens another one if that may help."""
+        self._look_at_next()
+        advice = self._chooser.end(self._moved, time.monotonic())
+        if self.options.channels is None and not self._closed:
+            if advice is Advice.DROP:
+                self._dropped.append(self._all.pop())
+            elif advice is Advice.ADD:
+                self._next, self._next_ready = self._open(), False
+                self._next_deadline = time.monotonic() + self.options.connect_timeout
+                self._next.subscribe(self._on_state, try_to_connect=True)
+        unused = [each.channel for each in self._dropped if not each.lent]
+        self._dropped = [each for each in self._dropped if each.lent]
+        return unused
+
+    def _on_state(self, state: grpc.ChannelConnectivity) -> None:
+        if state is grpc.ChannelConnectivity.READY:
+            self._next_ready = True
+
+    def _look_at_next(self) -> None:
+        """Takes the connection that is being opened if it stands, or gives it up."""
+        if self._next is None:
+            return
+        if self._next_ready:
+            self._next.unsubscribe(self._on_state)
+            self._all.append(Connection(self._next))
+            self._chooser.added(self._moved)
+        elif time.monotonic() > self._next_deadline:
+            self._dropped.append(Connection(self._next))
+            seconds = self.options.connect_timeout
+            self._chooser.refused(f"the server did not take one within {seconds:g} s", self._moved)
+        else:
+            return
+        self._next = None
 
     def run(self, rpc: Callable[[], T]) -> T:
         """Runs a piece of a call and turns its errors into ours."""

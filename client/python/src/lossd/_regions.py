@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import socket
@@ -24,7 +25,8 @@ _ALIGNMENT = 256  # of slices in a region
 _ID_BYTES = 16
 _MOST_PACKET = 4096
 _PATIENCE = 5.0  # seconds, with the server's socket
-_PAUSE = 2.0  # seconds between attempts to get another region
+_FIRST_PAUSE = 2.0  # seconds without after an attempt that failed; twice as long each time
+_LONGEST_PAUSE = 64.0
 
 
 def given_or_environment(transport: str | None) -> str:
@@ -48,9 +50,11 @@ class SharedRegion:
         self.id = answer.id
         self.size: int = answer.bytes
         self._pid = os.getpid()
+        self.refused = False  # the server says that it has no such region
+        self._lock = threading.Lock()  # guards what follows
         self._retired = False
-        self._lock = threading.Lock()
-        self._taken: dict[int, int] = {}  # offset to end; guarded by _lock
+        self._users = 0  # calls
+        self._taken: dict[int, int] = {}  # offset to end
         try:
             if os.fstat(descriptor).st_size < self.size:
                 raise _no_region("the server's memory is smaller than it says")
@@ -68,9 +72,21 @@ class SharedRegion:
         if (session := getattr(self, "_socket", None)) is not None:
             session.close()
 
-    def close(self) -> None:
-        """Ends the session, and with it the server's share of the memory."""
-        self._socket.close()
+    def enter(self) -> None:
+        """A call begins to use it."""
+        with self._lock:
+            self._users += 1
+
+    def leave(self) -> None:
+        """That call has ended."""
+        with self._lock:
+            self._users -= 1
+            self._end_session()
+
+    def _end_session(self) -> None:
+        """Gives the memory back to the server as soon as nothing uses it, whoever still refers to this object."""
+        if self._retired and self._users == 0:
+            self._socket.close()
 
     def take(self, size: int) -> int | None:
         """The offset of a free range; None if there is none."""
@@ -91,8 +107,21 @@ class SharedRegion:
             del self._taken[offset]
 
     def retire(self) -> None:
-        """What is under way may go on, but nothing new is to begin: the server may still write to it."""
-        self._retired = True
+        """What is under way may go on, but nothing new is to begin: the server may still write to it.
+
+        The session ends with the last call that uses it.
+        """
+        with self._lock:
+            self._retired = True
+            self._end_session()
+
+    def after_failure(self, error: BaseException, *, holds: bool) -> None:
+        """A call that named it has failed: it is retired if the server may still write to ranges of the call (`holds`),
+        or may have lost it."""
+        if isinstance(error, errors.Unavailable) and error.field.endswith("region"):
+            self.refused = True
+        if holds or isinstance(error, errors.Unavailable):
+            self.retire()
 
     def usable(self) -> bool:
         """Whether a call may begin to use it: the server's end is open, and this is the process that opened it."""
@@ -105,6 +134,21 @@ class SharedRegion:
         except OSError:
             pass
         return False
+
+
+def _cannot_connect(name: str, error: OSError) -> errors.Unavailable:
+    """Why a connection to the socket failed, and what is missing."""
+    hint = ""
+    if error.errno in (errno.EACCES, errno.EPERM):
+        hint = "; the server's --unix_socket_mode says who may connect, and the folder has to let this user in"
+    elif name.startswith("@") and error.errno == errno.ECONNREFUSED:
+        hint = ("; the server is on another host, or in another network namespace (a container): there it has to listen "
+                "on a Unix socket in a folder that both see")
+    elif error.errno == errno.ENOENT:
+        hint = "; the server is on another host, or this container does not have its folder mounted"
+    elif error.errno == errno.ECONNREFUSED:
+        hint = "; no server listens there any more"
+    return _no_region(f"{name}: {error.strerror or error}{hint}")
 
 
 def _ask(session: socket.socket, size: int) -> tuple[bytes, list[int]]:
@@ -130,7 +174,10 @@ def _open(name: str, size: int) -> tuple[socket.socket, int, region_pb2.RegionOp
     descriptors: list[int] = []
     try:
         session.settimeout(_PATIENCE)
-        session.connect("\0" + name[1:] if name.startswith("@") else name)
+        try:
+            session.connect("\0" + name[1:] if name.startswith("@") else name)
+        except OSError as error:
+            raise _cannot_connect(name, error) from None
         packet, descriptors = _ask(session, size)
         answer = region_pb2.RegionAnswer.FromString(packet)
         if answer.HasField("refused"):
@@ -149,17 +196,22 @@ def _open(name: str, size: int) -> tuple[socket.socket, int, region_pb2.RegionOp
 
 
 class RegionSource:
-    """Opens a region with the first loss call of a client, and another one when that cannot be used any more. Thread-safe."""
+    """Opens a region with the first loss call of a client, and another one when that cannot be used any more.
+
+    An attempt that fails is repeated by calls that begin later, after pauses that grow. Thread-safe.
+    """
 
     def __init__(self, transport: str, size: int, name: str, ask: Callable[[], str]) -> None:
         """`name`: the region socket, as the server has told it; `ask` asks for it again."""
         self._transport = transport
         self._size = size
         self._ask = ask
-        self._lock = threading.Lock()  # guards what follows
+        self._changed = threading.Condition()  # guards what follows
         self._name = name
         self._region: SharedRegion | None = None
-        self._tried = self._worked = False
+        self._opening = self._tried = self._closed = False
+        self._refused = False  # the server did not know the region before
+        self._pause = _FIRST_PAUSE  # after the next attempt that fails
         self._next_try = 0.0
         self._problem: errors.LossdError | None = None
 
@@ -169,47 +221,80 @@ class RegionSource:
             raise self._problem
 
     def get(self) -> SharedRegion | None:
-        """The region for a call that begins; None: it is to send its slices in messages."""
+        """The region for a call that begins; None: it is to send its slices in messages.
+
+        All calls wait for the first attempt to open one, and none for a later one of another call.
+        """
         if self._transport == "grpc":
             return None
-        with self._lock:
+        with self._changed:
+            while self._opening and not self._tried:
+                self._changed.wait()
             if self._region is not None and self._region.usable():
                 return self._region
-            self._region = None
-            # Who has got none the first time is on another host, or too late.
-            if not self._tried or (self._worked and time.monotonic() >= self._next_try):
-                self._open()
-            return self._region
+            if not self._is_time():
+                return None
+            self._opening = True
+        region, problem = self._open()
+        with self._changed:
+            self._opening, self._tried = False, True
+            self._changed.notify_all()
+            self._problem = problem
+            if region is None:
+                self._wait_longer()
+            elif self._closed:
+                region.retire()
+                region = None
+            elif not self._refused:
+                self._pause = _FIRST_PAUSE
+            self._region = region
+            return region
 
-    def _open(self) -> None:
-        self._next_try = time.monotonic() + _PAUSE
+    def _is_time(self) -> bool:
+        """Whether the caller is to open a region now."""
+        if self._region is not None:
+            refused = self._region.refused
+            # Once it is a server that has been restarted. If it does not know the next one either, the socket leads to
+            # another server.
+            if refused and self._refused:
+                self._problem = _no_region("the server does not know the regions of its socket")
+                self._wait_longer()
+            self._refused = refused
+            self._region = None
+        return not self._closed and not self._opening and time.monotonic() >= self._next_try
+
+    def _wait_longer(self) -> None:
+        self._next_try = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _open(self) -> tuple[SharedRegion | None, errors.LossdError | None]:
+        """One attempt, by the one thread that has set _opening."""
         try:
             if self._tried:  # the server may be another process by now
                 self._name = self._ask()
-            self._tried = True
             if not self._name:
                 raise _no_region("the server offers none")
-            self._region = SharedRegion(self._name, self._size)
+            return SharedRegion(self._name, self._size), None
         except errors.LossdError as error:
-            self._problem = error
-            return
-        self._worked = True
-        self._next_try = 0.0
+            return None, error
 
     def choice(self) -> tuple[str, str]:
         """How rows travel, "shared_memory" or "grpc", and why."""
         if self._transport == "grpc":
             return "grpc", "the client was told so"
-        with self._lock:
+        with self._changed:
             if self._region is not None:
                 return "shared_memory", f"the server is on this host; {self._region.size >> 20} MiB"
             if not self._tried:
                 return "grpc", "nothing was sent yet"
-            return "grpc", self._problem.message if self._problem is not None else ""
+            if self._problem is None:
+                return "grpc", "the shared memory was given up after a call that failed; later ones get other"
+            return "grpc", f"{self._problem.message}; tried again from time to time"
 
     def close(self) -> None:
-        with self._lock:
+        """Gives the region back; nothing is opened any more."""
+        with self._changed:
             if self._region is not None:
-                self._region.close()
+                self._region.retire()
             self._region = None
-            self._tried, self._worked = True, False  # nothing is opened any more
+            self._closed = True

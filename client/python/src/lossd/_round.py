@@ -10,7 +10,7 @@ from functools import partial
 from lossd import _retry, errors
 from lossd._answer_check import AnswerCheck
 from lossd._cancellation import Cancellation
-from lossd._connections import Connections, Deadline
+from lossd._connections import Connection, Connections, Deadline
 from lossd._plan import Rows, SliceRule
 from lossd._slice_places import SlicePlaces
 from lossd._slice_rules import SliceRules
@@ -81,8 +81,8 @@ class Round:
         while not self._cancellation.cancelled:
             rule = parts.rules.rule()
             try:
-                with parts.connections.lend() as channel:
-                    return self._run_stream(channel, rows, rule)
+                with parts.connections.lend() as connection:
+                    return self._run_stream(connection, rows, rule)
             except errors.LossdError as error:
                 parts.check.interpret(error)
                 if errors.is_transient(error):
@@ -101,18 +101,21 @@ class Round:
         """Of a call that may begin again nothing counts until it ends well."""
         return error if self._parts.work.restartable else _retry.with_attempts(error, 1 + unanswered)
 
-    def _run_stream(self, channel: int, rows: Rows, rule: SliceRule) -> None:
+    def _run_stream(self, connection: Connection, rows: Rows, rule: SliceRule) -> None:
         parts = self._parts
-        region = parts.connections.regions.get() if parts.work.hidden is not None else None
-        plan = parts.work.plan(rows, rule, parts.check.meant(), b"" if region is None else region.id)
+        work = parts.work
+        has_payload = work.hidden is not None or work.outputs.grad_hidden is not None
+        region = parts.connections.regions.get() if has_payload else None
         # Where rows have an order, those of other calls may have to come before a slice is answered.
-        places = SlicePlaces(region, may_wait=rule.row_grid == 0)
-        stream = LossStream(parts.connections, channel, parts.work, plan, parts.check.accept, places)
-        try:
-            summary = stream.run(parts.deadline, self._cancellation)
-            with self._lock:
-                self._total.add(summary)
-        finally:
-            with self._lock:
-                self._total.sent_bytes += stream.sent_bytes
-                self._total.received_bytes += stream.received_bytes
+        with SlicePlaces(region, may_wait=rule.row_grid == 0) as places:
+            room = places.reserve(rows, work.row_bytes) if work.hidden is None else None
+            plan = work.plan(rows, rule, parts.check.meant(), b"" if region is None else region.id, room)
+            stream = LossStream(parts.connections, connection, parts.work, plan, parts.check.accept, places)
+            try:
+                summary = stream.run(parts.deadline, self._cancellation)
+                with self._lock:
+                    self._total.add(summary)
+            finally:
+                with self._lock:
+                    self._total.sent_bytes += stream.sent_bytes
+                    self._total.received_bytes += stream.received_bytes

@@ -1,15 +1,30 @@
-"""Where the slices of one ComputeLoss call lie: in messages, or in shared memory, where their gradients come back."""
+"""Where the slices of one ComputeLoss call lie: in messages, or in shared memory, where their gradients come back.
+
+Gradients of rows that the server has retained come to a part of the region that is taken when the call begins.
+"""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
+from types import TracebackType
 
 import numpy as np
 
-from lossd import errors
+from lossd._plan import Rows
 from lossd._regions import SharedRegion
 
 _CALLS_PER_REGION = 4  # so that the calls of several microbatches find room beside each other
+
+
+@dataclass(frozen=True)
+class Room:
+    """The part of the region for gradients of retained rows, `first_row` first."""
+
+    offset: int
+    size: int
+    first_row: int
+    row_bytes: int
 
 
 class SlicePlaces:
@@ -24,6 +39,27 @@ class SlicePlaces:
         self._taken: dict[int, tuple[int, int]] = {}  # first row to offset and bytes
         self._taken_bytes = 0
         self._closed = False
+        self._room: Room | None = None
+        if region is not None:
+            region.enter()
+
+    def __enter__(self) -> SlicePlaces:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(error)
+
+    def reserve(self, rows: Rows, row_bytes: int) -> Room | None:
+        """Takes room for gradients of rows that the server has: of as many as there is room for, from the first one on."""
+        if self._region is None:
+            return None
+        count = min(len(rows), self._region.size // _CALLS_PER_REGION // row_bytes)
+        while count > 0 and self._room is None:
+            offset = self._region.take(count * row_bytes)
+            if offset is not None:
+                self._room = Room(offset, count * row_bytes, rows.begin, row_bytes)
+            count //= 2
+        return self._room
 
     def put(self, row: int, hidden: memoryview) -> int | None:
         """Copies the slice with this first row into the region: its offset there. None: it is to go in a message.
@@ -51,14 +87,16 @@ class SlicePlaces:
             return None
         return self._region.take(size)
 
-    def find(self, row: int) -> memoryview | None:
-        """The bytes of the slice with this first row; None if it went in a message."""
-        with self._changed:
-            place = self._taken.get(row)
-        if place is None or self._region is None:
+    def find(self, row: int, size: int) -> memoryview | None:
+        """The bytes of the slice with this first row and so many bytes; None if it is in a message."""
+        if self._region is None:
             return None
-        offset, size = place
-        return self._region.memory[offset:offset + size].data
+        with self._changed:
+            offset, most = self._taken.get(row, (0, -1))
+        if self._room is not None:
+            before = (row - self._room.first_row) * self._room.row_bytes
+            offset, most = self._room.offset + before, self._room.size - before if before >= 0 else -1
+        return None if size > most else self._region.memory[offset:offset + size].data
 
     def free(self, row: int) -> None:
         """The slice was answered, and its gradients have been used."""
@@ -71,9 +109,18 @@ class SlicePlaces:
             self._changed.notify_all()
 
     def close(self, error: BaseException | None) -> None:
-        """The call has ended. The region is retired if the server may still write to it, or may have lost it."""
+        """The call has ended. The region is retired if the server may still write to it, or may have lost it.
+
+        May be repeated; the first one counts.
+        """
         with self._changed:
+            if self._closed:
+                return
             self._closed = True
-            if self._region is not None and (self._taken or isinstance(error, errors.Unavailable)):
-                self._region.retire()
+            if self._region is not None:
+                if error is not None:
+                    self._region.after_failure(error, holds=bool(self._taken) or self._room is not None)
+                elif self._room is not None:
+                    self._region.give(self._room.offset)
+                self._region.leave()
             self._changed.notify_all()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lossd._cancellation import Cancellation
-from lossd._connections import Connections, Deadline
+from lossd._connections import Connection, Connections, Deadline
 from lossd._slice_places import SlicePlaces
 from lossd._stream_messages import StreamAnswers, encode_slice, encode_slice_in_region
 from lossd._work import StreamPlan, Work
@@ -22,10 +22,10 @@ _METHOD = "/lossd.v1.LossService/ComputeLoss"
 class LossStream:
     """`accept` decides whether to go on from where the server stands; its exception ends the call."""
 
-    def __init__(self, connections: Connections, channel: int, work: Work, plan: StreamPlan,
+    def __init__(self, connections: Connections, connection: Connection, work: Work, plan: StreamPlan,
                  accept: Callable[[types_pb2.HeadState], None], places: SlicePlaces) -> None:
         self._connections = connections
-        self._method = connections.stream(channel, _METHOD)
+        self._method = connections.stream(_METHOD, connection)
         self._work = work
         self._plan = plan
         self._places = places
@@ -45,7 +45,10 @@ class LossStream:
             if self._cancelled:
                 self._call.cancel()
             for data in self._call:
+                before = self._answers.received_in_messages
                 self._answers.handle(data)
+                if self._answers.received_in_messages > before:
+                    self._connections.count_moved(self._answers.received_in_messages - before)
 
         error: BaseException | None = None
         try:
@@ -75,5 +78,8 @@ class LossStream:
             if self._cancelled:
                 return
             self.sent_bytes += len(rows) * row_bytes
-            yield (encode_slice(hidden, rows, row_bytes) if offset is None
-                   else encode_slice_in_region(rows, row_bytes, offset))
+            if offset is None:
+                self._connections.count_moved(len(rows) * row_bytes)
+                yield encode_slice(hidden, rows, row_bytes)
+            else:
+                yield encode_slice_in_region(rows, row_bytes, offset)

@@ -51,7 +51,7 @@ class StreamAnswers:
         self._answers = AnswerTracker(plan.rows, plan.slices)
         self._accepted: loss_pb2.MicrobatchAccepted | None = None
         self._summary: loss_pb2.MicrobatchSummary | None = None
-        self.received_bytes = 0  # of payload
+        self.received_bytes = self.received_in_messages = 0  # of payload
 
     def end(self) -> loss_pb2.MicrobatchSummary:
         """The summary, once the server has ended the call with OK; Internal if it may not have."""
@@ -85,8 +85,9 @@ class StreamAnswers:
             raise errors.server_sent("a slice before `accepted`")
         rows = Rows(result.rows.begin, result.rows.end)
         self._answers.take(rows)
+        self.received_in_messages += payload.nbytes
         if result.in_region:
-            in_region = self._places.find(rows.begin)
+            in_region = self._places.find(rows.begin, len(rows) * self._row_bytes)
             if in_region is None or payload.nbytes:
                 raise errors.server_sent(f"gradients in a region for {rows}, which are not in one")
             payload = in_region

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+import numpy as np
 from google.protobuf.message import Message
 
 from lossd import _wire, errors
@@ -33,10 +34,10 @@ def one_answer(kind: type[M], answers: Sequence[bytes]) -> M:
 
 
 class TensorReader:
-    """Puts the slices of one ReadTensor call where they belong: `out`, bytes of rows from `first_row` on.
+    """Puts the slices of ReadTensor calls where they belong: `out`, bytes of the rows that are read.
 
-    Used by one thread. Internal says what the server sent, Aborted that the tensor has changed under the call; then the
-    contents of `out` are unspecified.
+    Of one call, or of several that read the rows piece by piece. Used by one thread. Internal says what the server sent,
+    Aborted that the tensor has changed under the calls; then the contents of `out` are unspecified.
     """
 
     def __init__(self, request: head_pb2.ReadTensorRequest, row_bytes: int, out: memoryview) -> None:
@@ -51,7 +52,8 @@ class TensorReader:
         self._out = out
         self._begun = False
 
-    def handle(self, data: bytes) -> None:
+    def handle(self, data: bytes, in_region: memoryview = memoryview(b""), first_row: int = 0) -> None:
+        """`in_region`: the rows of the call that begin with `first_row` lie there if the message says so."""
         tensor_slice, payload = _wire.decode(head_pb2.TensorSlice, data)
         begin, end = tensor_slice.rows.begin, tensor_slice.rows.end
         if not self._begun and (self._end_row > tensor_slice.tensor_rows or tensor_slice.tensor_cols == 0):
@@ -63,10 +65,16 @@ class TensorReader:
             raise errors.server_sent(f"tensor rows [{begin}, {end}); row {self._next_row} was expected next, of rows "
                                      f"up to {self._end_row}")
         expected = (end - begin) * self._row_bytes
+        if tensor_slice.in_region:
+            before = (begin - first_row) * self._row_bytes
+            if payload.nbytes or before < 0 or expected > in_region.nbytes - before:
+                raise errors.server_sent(f"rows in a region for tensor rows [{begin}, {end}), which are not in one")
+            payload = in_region[before:before + expected]
         if payload.nbytes != expected:
             raise errors.server_sent(f"{payload.nbytes} bytes of tensor; {expected} were expected")
         at = (begin - self._first_row) * self._row_bytes
-        self._out[at:at + expected] = payload
+        # NumPy copies without the interpreter's lock.
+        np.frombuffer(self._out, np.uint8)[at:at + expected] = np.frombuffer(payload, np.uint8)
         self._next_row = end
 
     def _check_version(self, state: types_pb2.HeadState) -> None:
@@ -79,7 +87,7 @@ class TensorReader:
             raise errors.Aborted(f'the tensor of head "{self._head}" changed while it was read')
 
     def end(self) -> None:
-        """The server has ended the call with OK."""
+        """The server has ended the last call with OK."""
         if not self._begun and self._out.nbytes:
             raise errors.server_sent(f"no tensor rows; {self._out.nbytes} bytes were expected")
         if self._next_row != self._end_row:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from lossd._connections import Connections, Deadline
+from lossd._regions import SharedRegion
 from lossd._tensor_messages import TensorReader, encode_rows, one_answer
 from lossd.types import PARAMS
 from lossd.v1 import head_pb2
@@ -16,6 +17,9 @@ M = TypeVar("M", bound=Message)
 _READ = "/lossd.v1.HeadService/ReadTensor"
 _WRITE = "/lossd.v1.HeadService/WriteTensor"
 _ADD = "/lossd.v1.HeadService/AddGradient"
+
+_LEAST_SHARED = 1 << 20  # bytes of a tensor that is worth a region
+_PIECES_PER_REGION = 4  # so that loss computations find room beside it
 
 
 def tensor_shape(spec: head_pb2.HeadSpec, param: head_pb2.Param) -> tuple[int, ...]:
@@ -27,19 +31,59 @@ def tensor_shape(spec: head_pb2.HeadSpec, param: head_pb2.Param) -> tuple[int, .
 
 def read_tensor(connections: Connections, request: head_pb2.ReadTensorRequest, row_bytes: int, out: memoryview,
                 deadline: Deadline) -> None:
-    """Reads the rows that `request` names into `out`, bytes of whole rows."""
+    """Reads the rows that `request` names into `out`, bytes of whole rows; in shared memory if they are worth it."""
     reader = TensorReader(request, row_bytes, out)
+    region = connections.regions.get() if out.nbytes >= _LEAST_SHARED else None
+    if region is None:
+        _read_rows(connections, request, reader, deadline)
+    else:
+        region.enter()
+        try:
+            _read_through(region, connections, request, row_bytes, reader, deadline)
+        finally:
+            region.leave()
+    reader.end()
 
+
+def _read_rows(connections: Connections, request: head_pb2.ReadTensorRequest, reader: TensorReader, deadline: Deadline,
+               in_region: memoryview = memoryview(b"")) -> None:
+    """What one ReadTensor call answers. `in_region`: where its rows may lie."""
     def exchange() -> None:
-        call = connections.stream(0, _READ)(iter([request.SerializeToString()]), timeout=deadline.left())
+        call = connections.stream(_READ)(iter([request.SerializeToString()]), timeout=deadline.left())
         try:
             for data in call:
-                reader.handle(data)
+                reader.handle(data, in_region, request.rows.begin)
         finally:
             call.cancel()
 
     connections.run(exchange)
-    reader.end()
+
+
+def _read_through(region: SharedRegion, connections: Connections, request: head_pb2.ReadTensorRequest, row_bytes: int,
+                  reader: TensorReader, deadline: Deadline) -> None:
+    """Reads the rows piece by piece, each by a call of its own, for which there is room in the region.
+
+    What finds none comes in messages.
+    """
+    most = max(1, region.size // _PIECES_PER_REGION // row_bytes)
+    row = request.rows.begin
+    while row < request.rows.end:
+        count = min(most, request.rows.end - row)
+        offset = region.take(count * row_bytes)
+        piece = head_pb2.ReadTensorRequest()
+        piece.CopyFrom(request)
+        piece.rows.begin, piece.rows.end = row, request.rows.end if offset is None else row + count
+        if offset is None:
+            return _read_rows(connections, piece, reader, deadline)
+        piece.region = region.id
+        piece.in_region.offset, piece.in_region.bytes = offset, count * row_bytes
+        try:
+            _read_rows(connections, piece, reader, deadline, region.memory[offset:offset + count * row_bytes].data)
+        except BaseException as error:
+            region.after_failure(error, holds=True)
+            raise
+        region.give(offset)
+        row += count
 
 
 def write_tensor(connections: Connections, open_: head_pb2.OpenTensor, row_bytes: int, payload: memoryview,
@@ -60,7 +104,7 @@ def _send_rows(connections: Connections, method: str, first: Message, answer: ty
                payload: memoryview, deadline: Deadline) -> M:
     """Sends the payload in messages of whole rows behind `first`'s fields; returns the one answer."""
     def exchange() -> list[bytes]:
-        call: Any = connections.stream(0, method)(encode_rows(first, row_bytes, payload), timeout=deadline.left())
+        call: Any = connections.stream(method)(encode_rows(first, row_bytes, payload), timeout=deadline.left())
         try:
             return list(call)
         finally:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from lossd import _wire, errors
 from lossd._head_cache import GradientsId, names
 from lossd._plan import Rows, SliceRule, divide_into_slices, split_ranges, unsent
+from lossd._slice_places import Room
 from lossd.types import LossOptions, LossResult, Reduction, RowOutput
 from lossd.v1 import loss_pb2, types_pb2
 
@@ -90,8 +91,10 @@ class Work(ABC):
         """Ranges for about so many streams, whose first messages stay below `max_message_bytes` and below 4 MiB."""
 
     @abstractmethod
-    def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None, region: bytes = b"") -> StreamPlan:
-        """What the stream of a range sends, meant for these gradients (None: for any). Its slices may lie in `region`.
+    def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None, region: bytes = b"",
+             room: Room | None = None) -> StreamPlan:
+        """What the stream of a range sends, meant for these gradients (None: for any). Its slices may lie in `region`;
+        `room`: where in it, if the server cuts them.
 
         Writes the results of rows that nothing will be received for.
         """
@@ -153,7 +156,8 @@ class ForwardWork(Work):
     def split(self, streams: int, max_message_bytes: int) -> list[Rows]:
         return split_ranges(self._valid, streams, _rows_per_stream(max_message_bytes, 8))  # target, row weight
 
-    def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None, region: bytes = b"") -> StreamPlan:
+    def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None, region: bytes = b"",
+             room: Room | None = None) -> StreamPlan:
         slices = divide_into_slices(self._valid, rows, rule)
         for piece in unsent(rows, slices):
             self.outputs.fill_ignored(piece, self.row_bytes)
@@ -207,7 +211,8 @@ class BackwardWork(Work):
         # No row is known to be ignored.
         return split_ranges(np.ones(self.rows, np.bool_), streams, _rows_per_stream(max_message_bytes, 12))
 
-    def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None, region: bytes = b"") -> StreamPlan:
+    def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None, region: bytes = b"",
+             room: Room | None = None) -> StreamPlan:
         self.outputs.fill_ignored(rows, self.row_bytes)
         open_ = loss_pb2.OpenBackward(
             head=self.head, step=self.step, microbatch_id=self.id,
@@ -215,6 +220,9 @@ class BackwardWork(Work):
             want_grad_hidden=self.outputs.grad_hidden is not None, accumulate_gradients=self.accumulate)
         arrays = {name: values[rows.begin:rows.end] for name, values in self._gradients.items()}
         last = loss_pb2.OpenBackward(**names(meant))
+        if room is not None:
+            last.region = region
+            last.in_region.offset, last.in_region.bytes = room.offset, room.size
         return StreamPlan(_wire.encode_opening("backward", open_, arrays, last), rows, None)
 
     def conclude(self, total: LossResult) -> None:

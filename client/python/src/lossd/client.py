@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lossd import _arrays, _regions, _target, _wire, errors, types
+from lossd import _arrays, _connection_chooser, _regions, _target, _wire, errors, types
 from lossd._connections import ConnectionOptions, Connections, Deadline
 from lossd._credentials import Credentials
 from lossd._head_cache import HeadCache
@@ -52,7 +52,7 @@ class Client(HeadCalls):
     """
 
     def __init__(self, target: str | None = None, *, ca: str | None = None, cert: str | None = None,
-                 key: str | None = None, token: str | None = None, channels: int = 2, connect_timeout: float = 10.0,
+                 key: str | None = None, token: str | None = None, channels: int | None = None, connect_timeout: float = 10.0,
                  wait_for_server: bool = False, max_message_bytes: int = 64 << 20, call_timeout: float = 60.0,
                  transfer_timeout: float = 1800.0, loss_timeout: float = 600.0, dead_peer_timeout: float = 30.0,
                  retry: RetryOptions = RetryOptions(), expected_incarnation: int = 0, max_pending: int = 64,
@@ -68,7 +68,7 @@ class Client(HeadCalls):
           token: for servers that know clients by tokens. None: LOSSD_TOKEN; "": none. Sent only over TLS, or to a
             loopback address.
           channels: connections to the server, in [1, 64]; a loss computation spreads its rows over those that no other
-            one uses.
+            one uses. None: one, and as many as 8 while each further one makes rows that travel in messages go faster.
           connect_timeout: for a server that is there, to answer on all connections.
           wait_for_server: wait for one that is not there yet, too: for all of `connect_timeout`.
           max_message_bytes: of one message, sent or received.
@@ -97,7 +97,7 @@ class Client(HeadCalls):
             _regions.given_or_environment(transport), shared_memory_bytes))
         super().__init__(connections, HeadCache(expected_incarnation), call_timeout, transfer_timeout)
         self._loss_timeout = loss_timeout
-        self._threads = StreamThreads(max_pending, channels * _SPARE_THREADS)
+        self._threads = StreamThreads(max_pending, (channels or _connection_chooser.MOST) * _SPARE_THREADS)
         self._core = Core(self._connections, self._head_cache, self._threads, self._describe)
         self._max_pending = max_pending
         self._pending_slots = threading.BoundedSemaphore(max_pending)
@@ -136,6 +136,11 @@ class Client(HeadCalls):
     def transport(self) -> tuple[str, str]:
         """How rows travel, "shared_memory" or "grpc", and why; decided with the first loss computation."""
         return self._connections.regions.choice()
+
+    @property
+    def connections(self) -> tuple[int, str]:
+        """How many connections loss computations are spread over, and why; changes unless `channels` says how many."""
+        return self._connections.choice()
 
     def check_usable(self) -> None:
         """ClientClosed or ForkedClient if no call can be made."""
