@@ -19,6 +19,7 @@ void AddTensorCommands(CLI::App* app, Context* context);      // read, write
 void AddLossCommand(CLI::App* app, Context* context);         // loss
 void AddBenchCommand(CLI::App* app, Context* context);        // bench
 void AddWatchCommand(CLI::App* app, Context* context);        // watch
+void AddTraceCommand(CLI::App* app, Context* context);        // trace
 void AddEventsCommand(CLI::App* app, Context* context);       // events
 void AddPlanCommand(CLI::App* app, Context* context);         // plan
 void AddCompletionCommand(CLI::App* app, Context* context);   // completion

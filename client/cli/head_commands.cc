@@ -63,6 +63,7 @@ struct CreateFlags {
   uint64_t workspace_bytes = 0;
   v1::Split split = v1::SPLIT_UNSPECIFIED;
 
+  bool dry_run = false;
   uint64_t seed = 0;
   bool zeros = false;
   v1::TensorFile file;
@@ -122,6 +123,9 @@ void AddCreate(CLI::App* app, Context* context) {
       "Whether several devices of a server divide the rows or the classes of the head [any: by rows if every "
       "device has room for all classes]");
 
+  create->add_flag("--dry-run", flags->dry_run,
+                   "Make nothing: print what the server would make, or why it would refuse");
+
   const std::string group = "Initial values (default: --seed 0)";
   CLI::Option* seed =
       create->add_option("--seed", flags->seed, "Uniform, as torch.nn.Linear's")->group(group);
@@ -144,7 +148,8 @@ void AddCreate(CLI::App* app, Context* context) {
   add_tensor("--norm-shift-tensor", flags->file.mutable_norm_shift(), "Tensor [D] in the file");
   add_tensor("--class-weights-tensor", flags->file.mutable_class_weights(), "Tensor [V] in the file");
   SetClientAction(create, context, [=](client::Client& client) {
-    return PrintHead(context, client.CreateHead(flags->ToRequest(), context->timeout()));
+    return PrintHead(context, flags->dry_run ? client.PlanHead(flags->ToRequest(), context->timeout())
+                                             : client.CreateHead(flags->ToRequest(), context->timeout()));
   });
 }
 

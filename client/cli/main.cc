@@ -98,6 +98,7 @@ int Main(int argc, char** argv) {
   AddBenchCommand(&app, &context);
   AddWatchCommand(&app, &context);
   AddEventsCommand(&app, &context);
+  AddTraceCommand(&app, &context);
   AddPlanCommand(&app, &context);
   AddCompletionCommand(&app, &context);
   if (!words.empty() && words.front() == kCompleteCommand) {

@@ -96,14 +96,16 @@ CLI::Option* AddHead(CLI::App* command, std::string* head) {
   return command->add_option("HEAD", *head, "Name of the head")->required()->type_name("");
 }
 
+absl::Status WithClient(Context* context, const std::function<absl::Status(client::Client&)>& action) {
+  absl::StatusOr<std::unique_ptr<client::Client>> client = context->Connect();
+  if (!client.ok()) return client.status();
+  return action(**client);
+}
+
 void SetClientAction(CLI::App* command, Context* context,
                      std::function<absl::Status(client::Client&)> action) {
   command->callback([context, action = std::move(action)] {
-    context->action = [context, action]() -> absl::Status {
-      absl::StatusOr<std::unique_ptr<client::Client>> client = context->Connect();
-      if (!client.ok()) return client.status();
-      return action(**client);
-    };
+    context->action = [context, action] { return WithClient(context, action); };
   });
 }
 

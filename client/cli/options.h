@@ -65,7 +65,9 @@ CLI::Option* AddRows(CLI::App* command, RowsOption* rows);
 // The name of the head, as first positional argument.
 CLI::Option* AddHead(CLI::App* command, std::string* head);
 
-// Runs `action` with a connected client when the command is chosen.
+// Connects and runs `action`.
+absl::Status WithClient(Context* context, const std::function<absl::Status(client::Client&)>& action);
+// Does so when the command is chosen.
 void SetClientAction(CLI::App* command, Context* context,
                      std::function<absl::Status(client::Client&)> action);
 

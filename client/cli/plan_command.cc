@@ -21,7 +21,7 @@ namespace {
 struct PlanFlags {
   std::string model;     // a config.json or its folder
   std::string measured;  // a file as bench/plan_data.py writes it
-  int64_t hidden = 0, vocab = 0;
+  int64_t hidden = 0, vocab = 0, layers = 0;
   uint64_t workspace = 0, memory = 0, stage_memory = 0;
   plan::Request request;
 };
@@ -46,6 +46,7 @@ absl::StatusOr<plan::Model> ModelOf(const PlanFlags& flags) {
   }
   if (flags.hidden != 0) model.hidden = flags.hidden;
   if (flags.vocab != 0) model.vocab = flags.vocab;
+  if (flags.layers != 0) model.layers = flags.layers;
   return model;
 }
 
@@ -103,6 +104,11 @@ void AddPlanCommand(CLI::App* app, Context* context) {
   command->add_option("--trainer-seconds", request.trainer_seconds,
                       "Of a trainer's step without the head: says how many trainers a server feeds");
   command->add_option("--gpus", request.gpus, "GPUs of the server [1]");
+  command->add_option("--stages", request.stages, "Plan pipelines of so many stages; each trainer is one")
+      ->check(CLI::PositiveNumber);
+  command->add_option("--layer-seconds", request.layer_seconds,
+                      "Of one layer, forward and backward, for a microbatch: for --stages");
+  command->add_option("--layers", flags->layers, "Layers of the model [the model's]");
   AddBytes(command, "--memory", &flags->memory, "Memory of a GPU [the card's]");
   AddBytes(command, "--stage-memory", &flags->stage_memory,
            "What layers take on the last stage, beside a head there [0]");

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <regex>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "client/cli/commands.h"
@@ -38,6 +39,23 @@ absl::Status RunHealth(Context* context, const std::string& service, client::Cli
     context->PrintJson({{"server", context->server}, {"service", service}, {"health", HealthName(*health)}});
   } else {
     context->Print(absl::StrCat(context->server, ": ", HealthName(*health), "\n"));
+  }
+  return absl::OkStatus();
+}
+
+// Exit code 1, and what the server says, unless it is live, or ready.
+absl::Status RunProbe(Context* context, const std::string& probe, const std::string& http) {
+  const absl::Duration timeout = context->timeout_seconds > 0 ? context->timeout() : absl::Seconds(5);
+  const std::string address = context->HttpAddress(http);
+  const absl::StatusOr<HttpAnswer> answer = HttpProbe(address, absl::StrCat("/", probe, "z"), timeout);
+  if (!answer.ok()) return answer.status();
+  context->bad_news = answer->status != 200;
+  const std::string says(absl::StripAsciiWhitespace(answer->body));
+  if (context->json) {
+    context->PrintJson({{"http", address}, {"probe", probe}, {"status", answer->status}, {"says", says}});
+  } else {
+    context->Print(absl::StrCat(
+        address, ": ", answer->status == 200 ? probe : absl::StrCat("not ", probe, ": ", says), "\n"));
   }
   return absl::OkStatus();
 }
@@ -96,8 +114,21 @@ void AddServerCommands(CLI::App* app, Context* context) {
   auto service = std::make_shared<std::string>();
   health->add_option("SERVICE", *service, "e.g. lossd.v1.LossService; default: the server as a whole")
       ->type_name("");
-  SetClientAction(health, context,
-                  [=](client::Client& client) { return RunHealth(context, *service, client); });
+  auto probe = std::make_shared<std::string>();
+  auto probed = std::make_shared<std::string>();
+  health->add_option("--probe", *probe, "Ask /livez or /readyz over HTTP instead, as probes of containers do")
+      ->check(CLI::IsMember({"live", "ready"}))
+      ->type_name("live|ready")
+      ->excludes("SERVICE");
+  health->add_option("--http", *probed, "The HTTP address for --probe [the server's host, port 7071]")
+      ->type_name("HOST:PORT")
+      ->envname("LOSSD_PROBE");
+  const auto ask = [=](client::Client& client) { return RunHealth(context, *service, client); };
+  health->callback([=] {
+    context->action = [=]() -> absl::Status {
+      return probe->empty() ? WithClient(context, ask) : RunProbe(context, *probe, *probed);
+    };
+  });
 
   CLI::App* server = app->add_subcommand("server", "Say what the server is, has and allows");
   SetClientAction(server, context, [=](client::Client& client) { return RunServer(context, client); });

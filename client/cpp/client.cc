@@ -169,6 +169,12 @@ absl::StatusOr<v1::HeadDescription> Client::CreateHead(const v1::CreateHeadReque
   return result;
 }
 
+absl::StatusOr<v1::HeadDescription> Client::PlanHead(const v1::CreateHeadRequest& request,
+                                                     absl::Duration timeout) {
+  return Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::PlanHead, request,
+              DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
+}
+
 absl::StatusOr<v1::HeadDescription> Client::DescribeHead(absl::string_view head, absl::Duration timeout) {
   v1::DescribeHeadRequest request;
   request.set_head(std::string(head));

@@ -274,6 +274,9 @@ class Client {
 
   absl::StatusOr<v1::HeadDescription> CreateHead(const v1::CreateHeadRequest& request,
                                                  absl::Duration timeout = absl::ZeroDuration());
+  // What CreateHead would answer now, or its error; nothing is created. UNIMPLEMENTED by earlier servers.
+  absl::StatusOr<v1::HeadDescription> PlanHead(const v1::CreateHeadRequest& request,
+                                               absl::Duration timeout = absl::ZeroDuration());
   absl::StatusOr<v1::HeadDescription> DescribeHead(absl::string_view head,
                                                    absl::Duration timeout = absl::ZeroDuration());
   absl::StatusOr<std::vector<v1::HeadDescription>> ListHeads(absl::Duration timeout = absl::ZeroDuration());

@@ -20,6 +20,22 @@ constexpr int64_t kHalf = 2;  // bytes of a bf16 number
 constexpr int64_t kMostTrainers = 1 << 20;
 constexpr int kMostGpus = 1024;
 
+absl::Status CheckPipeline(const Request& r) {
+  constexpr int kMostStages = 4096;
+  if (r.stages == 0) return absl::OkStatus();
+  if (r.stages < 1 || r.stages > kMostStages) {
+    return errors::FieldError("stages", absl::StrCat("be from 1 to ", kMostStages), r.stages);
+  }
+  if (r.model.layers < r.stages) {
+    return errors::FieldError("layers", absl::StrCat("be at least the ", r.stages, " stages"),
+                              r.model.layers);
+  }
+  if (!(r.layer_seconds > 0.0) || !std::isfinite(r.layer_seconds)) {
+    return errors::FieldError("layer_seconds", "be > 0 and finite", r.layer_seconds);
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Check(const Request& r) {
   if (absl::Status status = Validate(r.model); !status.ok()) return status;
   const auto range = [](const char* name, int64_t value, int64_t least, int64_t most) {
@@ -37,6 +53,7 @@ absl::Status Check(const Request& r) {
   if (!(r.trainer_seconds >= 0.0) || !std::isfinite(r.trainer_seconds)) {
     return errors::FieldError("trainer_seconds", "be >= 0 and finite", r.trainer_seconds);
   }
+  if (absl::Status status = CheckPipeline(r); !status.ok()) return status;
   if (r.data != "real" && r.data != "peaked" && r.data != "flat") {
     return errors::FieldError("data", "be real, peaked or flat", r.data);
   }
@@ -193,6 +210,45 @@ LastStage LastStageOf(const Request& r, const Measured& measured, LocalMethod me
   return stage;
 }
 
+// The local head that is fastest by the middle of its estimate, or null.
+const LastStage* FastestLocal(const Plan& plan) {
+  const LastStage* best = nullptr;
+  for (const LastStage& stage : plan.last_stage) {
+    if (!stage.microbatch.known()) continue;
+    if (best == nullptr || stage.microbatch.middle_seconds() < best->microbatch.middle_seconds())
+      best = &stage;
+  }
+  return best;
+}
+
+std::vector<Pipeline> PipelinesOf(const Plan& plan) {
+  const Request& r = plan.request;
+  std::vector<Pipeline> pipelines;
+  if (r.stages == 0) return pipelines;
+  PipelineShape shape = {.layers = r.model.layers,
+                         .stages = r.stages,
+                         .microbatches = (r.rows + r.microbatch - 1) / r.microbatch,
+                         .microbatch_rows = r.microbatch,
+                         .replicas = r.trainers,
+                         .layer_seconds = r.layer_seconds};
+  if (const LastStage* local = FastestLocal(plan); local != nullptr) {
+    pipelines.push_back(
+        {.local = local->method, .layout = WithLocalHead(shape, local->microbatch.middle_seconds())});
+  }
+  for (const int fewer : {0, 1}) {
+    if (fewer == 1 && (r.trainers > 1 || r.stages == 1)) continue;
+    shape.stages = r.stages - fewer;
+    for (const ServerSpeed& speed : plan.speeds) {
+      if (speed.logits != Logits::kStored || speed.gradients == Gradients::kFiltered) continue;
+      if (!speed.microbatch.known()) continue;
+      pipelines.push_back({.local = std::nullopt,
+                           .gradients = speed.gradients,
+                           .layout = WithServer(shape, speed.low_rows_per_second, r.gpus)});
+    }
+  }
+  return pipelines;
+}
+
 }  // namespace
 
 absl::StatusOr<Plan> MakePlan(const Request& request, const Measured& measured) {
@@ -225,6 +281,7 @@ absl::StatusOr<Plan> MakePlan(const Request& request, const Measured& measured) 
   }
   plan.links = LinksOf(r, measured);
   for (const LocalMethod method : kLocalMethods) plan.last_stage.push_back(LastStageOf(r, measured, method));
+  plan.pipelines = PipelinesOf(plan);
   plan.trainer_bytes = 2 * kHalf * r.microbatch * r.model.hidden;
   return plan;
 }

@@ -15,6 +15,7 @@
 #include "client/plan/local_head.h"
 #include "client/plan/measured.h"
 #include "client/plan/model.h"
+#include "client/plan/pipeline.h"
 #include "client/plan/rates.h"
 #include "kernels/choice.h"
 #include "kernels/head_config.h"
@@ -38,6 +39,10 @@ struct Request {
   int gpus = 1;                  // of the server
   int64_t memory_bytes = 0;      // of a GPU; 0: the card's
   int64_t stage_bytes = 0;       // that layers take on the last stage beside a local head
+
+  // Of pipelines; each trainer is one.
+  int stages = 0;              // 0: no pipeline is planned
+  double layer_seconds = 0.0;  // forward and backward of one layer, of one microbatch; > 0 with stages
 };
 
 // One GPU of the server.
@@ -83,6 +88,13 @@ struct LastStage {
   int64_t largest_microbatch = 0;  // rows that fit beside Request::stage_bytes
 };
 
+// A pipeline with the head on the last stage, or on a server.
+struct Pipeline {
+  std::optional<LocalMethod> local;                           // none: on a server
+  kernels::Gradients gradients = kernels::Gradients::kExact;  // of the server
+  PipelineLayout layout;
+};
+
 struct Update {
   std::optional<double> seconds;  // of the optimizer and the gradient norm, on one GPU; none: not measured
   std::vector<size_t> sources;
@@ -98,6 +110,9 @@ struct Plan {
   std::vector<size_t> speedup_sources;
   std::vector<Link> links;
   std::vector<LastStage> last_stage;
+  // With the fastest local head, and with a server of the request's GPUs that stores logits: beside as many
+  // stages, and, of a single trainer, in place of one of them. Of heads whose time is known.
+  std::vector<Pipeline> pipelines;
   // Of the trainer: hidden states and gradients of a microbatch in bf16, instead of all of `last_stage`.
   int64_t trainer_bytes = 0;
 };

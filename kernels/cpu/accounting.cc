@@ -48,13 +48,7 @@ absl::StatusOr<MemoryAccounting::Reservation> MemoryAccounting::Reserve(absl::st
                                                                         const MemoryBytes& bytes,
                                                                         bool filled_at_once) {
   absl::MutexLock lock(&mutex_);
-  const int64_t used = stats_.current.Total();
-  if (stats_.limit > 0 && bytes.Total() > stats_.limit - used) {
-    return absl::ResourceExhaustedError(absl::StrCat(what, " needs ", bytes.Total(), " bytes (",
-                                                     ByKind(bytes), "); ", used, " of the limit of ",
-                                                     stats_.limit, " bytes are in use"));
-  }
-  if (absl::Status status = CheckHost(what, bytes); !status.ok()) return status;
+  if (absl::Status status = CheckLocked(what, bytes, 0); !status.ok()) return status;
   for (size_t i = 0; i < kMemoryKinds; ++i) {
     stats_.current.by_kind[i] += bytes.by_kind[i];
     stats_.peak.by_kind[i] = std::max(stats_.peak.by_kind[i], stats_.current.by_kind[i]);
@@ -66,12 +60,30 @@ absl::StatusOr<MemoryAccounting::Reservation> MemoryAccounting::Reserve(absl::st
   return reservation;
 }
 
-absl::Status MemoryAccounting::CheckHost(absl::string_view what, const MemoryBytes& bytes) const {
+absl::Status MemoryAccounting::Check(absl::string_view what, const MemoryBytes& bytes,
+                                     const MemoryBytes& beside) const {
+  absl::MutexLock lock(&mutex_);
+  return CheckLocked(what, bytes, beside.Total());
+}
+
+absl::Status MemoryAccounting::CheckLocked(absl::string_view what, const MemoryBytes& bytes,
+                                           int64_t beside) const {
+  const int64_t used = stats_.current.Total() + beside;
+  if (stats_.limit > 0 && bytes.Total() > stats_.limit - used) {
+    return absl::ResourceExhaustedError(absl::StrCat(what, " needs ", bytes.Total(), " bytes (",
+                                                     ByKind(bytes), "); ", used, " of the limit of ",
+                                                     stats_.limit, " bytes are in use"));
+  }
+  return CheckHost(what, bytes, beside);
+}
+
+absl::Status MemoryAccounting::CheckHost(absl::string_view what, const MemoryBytes& bytes,
+                                         int64_t beside) const {
   const std::optional<HostMemory::Bound> host = host_.Available();
   if (!host.has_value()) return absl::OkStatus();
   // What was promised before and is not written yet still looks available.
   const int64_t promised =
-      std::max({pending_bytes_, stats_.current.Total() - host_.ResidentBytes(), int64_t{0}});
+      std::max({pending_bytes_, stats_.current.Total() - host_.ResidentBytes(), int64_t{0}}) + beside;
   if (bytes.Total() <= host->bytes - promised - reserve_bytes_) return absl::OkStatus();
   return absl::ResourceExhaustedError(absl::StrCat(
       what, " needs ", GibText(bytes.Total()), " (", bytes.Total(), " bytes: ", ByKind(bytes), "); ",

@@ -50,12 +50,16 @@ class MemoryAccounting {
   // right away, which MarkResident reports; other memory is taken from the system as it is used.
   absl::StatusOr<Reservation> Reserve(absl::string_view what, const MemoryBytes& bytes,
                                       bool filled_at_once = false);
+  // Whether Reserve would do that now, if `beside` were counted too; its error if not.
+  absl::Status Check(absl::string_view what, const MemoryBytes& bytes, const MemoryBytes& beside) const;
   MemoryStats stats() const;
 
  private:
+  absl::Status CheckLocked(absl::string_view what, const MemoryBytes& bytes, int64_t beside) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Release(const MemoryBytes& bytes, int64_t pending_bytes);
   void MarkResident(int64_t bytes);
-  absl::Status CheckHost(absl::string_view what, const MemoryBytes& bytes) const
+  absl::Status CheckHost(absl::string_view what, const MemoryBytes& bytes, int64_t beside) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const HostMemory host_;

@@ -17,6 +17,7 @@
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/row_loops.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/head_planner.h"
 #include "kernels/staging_adopter.h"
 
 namespace lossd::kernels {
@@ -49,7 +50,10 @@ class AdoptedStaging final : public StagingMemory {
   const absl::Span<uint8_t> memory_;
 };
 
-class CpuBackend final : public Backend, public StagingAdopter {
+// What is refused, in errors.
+constexpr absl::string_view kTheHead = "the head";
+
+class CpuBackend final : public Backend, public StagingAdopter, public HeadPlanner {
  public:
   // `accounting` may be shared with others.
   CpuBackend(const CpuBackendOptions& options, Replica replica, int threads,
@@ -74,11 +78,25 @@ class CpuBackend final : public Backend, public StagingAdopter {
     return PlanBuffers(config, replica_, *chunk_rows);
   }
 
+  absl::StatusOr<PlannedHead> PlanWholeHead(const HeadConfig& config,
+                                            const MemoryBytes& beside) const override {
+    absl::StatusOr<int64_t> chunk_rows = ChunkRows(config);
+    if (!chunk_rows.ok()) return chunk_rows.status();
+    PlannedHead planned;
+    planned.memory = PlanBuffers(config, replica_, *chunk_rows);
+    if (absl::Status status = accounting_->Check(kTheHead, planned.memory, beside); !status.ok())
+      return status;
+    planned.chunk_rows = planned.slice_rows = *chunk_rows;
+    planned.choices =
+        DescribeCpuHead(config, *chunk_rows, planned.memory[MemoryKind::kWorkspace], pool_.threads());
+    return planned;
+  }
+
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
     absl::StatusOr<int64_t> chunk_rows = ChunkRows(config);
     if (!chunk_rows.ok()) return chunk_rows.status();
     absl::StatusOr<MemoryAccounting::Reservation> reservation =
-        accounting_->Reserve("the head", PlanBuffers(config, replica_, *chunk_rows), /*filled_at_once=*/true);
+        accounting_->Reserve(kTheHead, PlanBuffers(config, replica_, *chunk_rows), /*filled_at_once=*/true);
     if (!reservation.ok()) return reservation.status();
     return CpuHead::Create(config, replica_, *chunk_rows, &pool_, *std::move(reservation));
   }

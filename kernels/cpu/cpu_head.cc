@@ -89,19 +89,24 @@ CpuHead::CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, 
       exchange_(std::make_shared<SoleExchange>()) {}
 
 std::vector<Choice> CpuHead::Describe() const {
-  const LossOptions options = {.gradients = config_.gradients};
+  return DescribeCpuHead(config_, chunk_rows_, memory()[MemoryKind::kWorkspace], pool_->threads());
+}
+
+std::vector<Choice> DescribeCpuHead(const HeadConfig& config, int64_t chunk_rows, int64_t workspace_bytes,
+                                    int threads) {
+  const LossOptions options = {.gradients = config.gradients};
   const absl::string_view why_exact = WhyExact(options, false);
   std::vector<Choice> choices = {
       {.what = "chunk",
-       .choice = absl::StrCat("up to ", chunk_rows_, " rows"),
-       .reason = chunk_rows_ == kMostChunkRows ? "more are no faster" : "the workspace holds no more",
-       .workspace_bytes = memory()[MemoryKind::kWorkspace]},
-      {.what = "products", .choice = absl::StrCat("fp32, OpenBLAS, ", pool_->threads(), " threads")},
+       .choice = absl::StrCat("up to ", chunk_rows, " rows"),
+       .reason = chunk_rows == kMostChunkRows ? "more are no faster" : "the workspace holds no more",
+       .workspace_bytes = workspace_bytes},
+      {.what = "products", .choice = absl::StrCat("fp32, OpenBLAS, ", threads, " threads")},
       {.what = "row loops",
        .choice = std::string(SelectRowLoops().instruction_set),
        .reason = "the widest that this processor has"},
       GradientsChoice(GradientsOf(options, why_exact), why_exact)};
-  if (config_.logits == Logits::kRecomputed) {
+  if (config.logits == Logits::kRecomputed) {
     choices.push_back(
         {.what = "logits", .choice = "stored", .reason = "this backend does not recompute them"});
   }

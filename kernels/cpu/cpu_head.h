@@ -103,6 +103,10 @@ class CpuHead final : public HeadKernels {
   std::shared_ptr<ClassExchange> exchange_;
 };
 
+// What such a head says of itself.
+std::vector<Choice> DescribeCpuHead(const HeadConfig& config, int64_t chunk_rows, int64_t workspace_bytes,
+                                    int threads);
+
 }  // namespace lossd::kernels
 
 #endif  // LOSSD_KERNELS_CPU_CPU_HEAD_H_

@@ -12,6 +12,7 @@
 #include "kernels/cuda/heads/cuda_head.h"
 #include "kernels/cuda/heads/head_plan.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/head_planner.h"
 #include "kernels/staging_adopter.h"
 
 namespace lossd::kernels {
@@ -71,7 +72,7 @@ int64_t DeviceTotal(const MemoryBytes& plan) {
   return plan.Total() - plan[MemoryKind::kStaging] - plan[MemoryKind::kLedger];
 }
 
-class CudaBackend : public Backend, public StagingAdopter {
+class CudaBackend : public Backend, public StagingAdopter, public HeadPlanner {
  public:
   explicit CudaBackend(std::unique_ptr<Device> device) : device_(std::move(device)) {}
 
@@ -85,6 +86,20 @@ class CudaBackend : public Backend, public StagingAdopter {
     const absl::StatusOr<cuda::HeadPlan> plan = MakePlan(config);
     if (!plan.ok()) return plan.status();
     return plan->memory;
+  }
+
+  absl::StatusOr<PlannedHead> PlanWholeHead(const HeadConfig& config,
+                                            const MemoryBytes& beside) const override {
+    const absl::StatusOr<cuda::HeadPlan> plan = MakePlan(config);
+    if (!plan.ok()) return plan.status();
+    LOSSD_RETURN_IF_ERROR(device_->Enter());
+    LOSSD_RETURN_IF_ERROR(CheckFits(plan->memory, DeviceTotal(beside)));
+    PlannedHead planned;
+    planned.memory = plan->memory;
+    planned.compute_dtype = config.compute_dtype;
+    planned.chunk_rows = planned.slice_rows = plan->sizes.chunk_rows;
+    planned.choices = plan->choices;
+    return planned;
   }
 
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
@@ -137,10 +152,11 @@ class CudaBackend : public Backend, public StagingAdopter {
                                    .replica = options.replica});
   }
 
-  absl::Status CheckFits(const MemoryBytes& plan) const {
+  // beside: bytes that will be taken before.
+  absl::Status CheckFits(const MemoryBytes& plan, int64_t beside = 0) const {
     const int64_t needed = DeviceTotal(plan);
     const int64_t limit = device_->options().memory_limit_bytes;
-    const int64_t used = device_->ledger().device_bytes();
+    const int64_t used = device_->ledger().device_bytes() + beside;
     if (limit > 0 && used + needed > limit) {
       return absl::ResourceExhaustedError(absl::StrCat("the head needs ", needed, " bytes of device memory (",
                                                        DescribePlan(plan), "), ", used, " of the limit of ",
@@ -149,7 +165,7 @@ class CudaBackend : public Backend, public StagingAdopter {
     size_t free_bytes = 0;
     size_t total_bytes = 0;
     LOSSD_RETURN_IF_CUDA_ERROR(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
-    if (needed > static_cast<int64_t>(free_bytes)) {
+    if (needed + beside > static_cast<int64_t>(free_bytes)) {
       return absl::ResourceExhaustedError(absl::StrCat("the head needs ", needed, " bytes of device memory (",
                                                        DescribePlan(plan), "), ", free_bytes, " of ",
                                                        total_bytes, " are free"));

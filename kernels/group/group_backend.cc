@@ -9,6 +9,7 @@
 #include "kernels/group/group_head.h"
 #include "kernels/group/members.h"
 #include "kernels/group/vocabulary_head.h"
+#include "kernels/head_planner.h"
 #include "kernels/staging_adopter.h"
 
 namespace lossd::kernels {
@@ -18,7 +19,7 @@ void Add(const MemoryBytes& bytes, MemoryBytes& sum) {
   for (size_t kind = 0; kind < kMemoryKinds; ++kind) sum.by_kind[kind] += bytes.by_kind[kind];
 }
 
-class GroupBackend final : public Backend, public StagingAdopter {
+class GroupBackend final : public Backend, public StagingAdopter, public HeadPlanner {
  public:
   GroupBackend(std::vector<std::unique_ptr<Backend>> members, MakeReplicas make_replicas,
                const GroupOptions& options)
@@ -67,18 +68,15 @@ class GroupBackend final : public Backend, public StagingAdopter {
     return sum;
   }
 
+  absl::StatusOr<PlannedHead> PlanWholeHead(const HeadConfig& config,
+                                            const MemoryBytes& beside) const override {
+    return EitherWay<PlannedHead>(
+        config, [&] { return PlanByRows(config, beside); }, [&] { return PlanByVocabulary(config, beside); });
+  }
+
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
-    const Split split = SplitOf(config);
-    if (split == Split::kVocabulary) return CreateByVocabulary(config);
-    absl::StatusOr<std::unique_ptr<HeadKernels>> by_rows = CreateByRows(config);
-    const bool may_split = split == Split::kAny && config.vocab_size >= members_.size();
-    if (!absl::IsResourceExhausted(by_rows.status()) || !may_split) return by_rows;
-    absl::StatusOr<std::unique_ptr<HeadKernels>> by_vocabulary = CreateByVocabulary(config);
-    if (by_vocabulary.ok()) return by_vocabulary;
-    if (!absl::IsResourceExhausted(by_vocabulary.status())) return by_rows;
-    return absl::ResourceExhaustedError(absl::StrCat("split by rows, ", by_rows.status().message(),
-                                                     "; by vocabulary, on each of ", members_.size(),
-                                                     " devices, ", by_vocabulary.status().message()));
+    return EitherWay<std::unique_ptr<HeadKernels>>(
+        config, [&] { return CreateByRows(config); }, [&] { return CreateByVocabulary(config); });
   }
 
   absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
@@ -99,6 +97,70 @@ class GroupBackend final : public Backend, public StagingAdopter {
 
   Split SplitOf(const HeadConfig& config) const {
     return config.split == Split::kAny ? options_.split : config.split;
+  }
+
+  // As the split says; where it leaves that open, by vocabulary if there is no room by rows.
+  template <typename Result, typename ByRows, typename ByVocabulary>
+  absl::StatusOr<Result> EitherWay(const HeadConfig& config, const ByRows& make_by_rows,
+                                   const ByVocabulary& make_by_vocabulary) const {
+    const Split split = SplitOf(config);
+    if (split == Split::kVocabulary) return make_by_vocabulary();
+    absl::StatusOr<Result> by_rows = make_by_rows();
+    const bool may_split = split == Split::kAny && config.vocab_size >= members_.size();
+    if (!absl::IsResourceExhausted(by_rows.status()) || !may_split) return by_rows;
+    absl::StatusOr<Result> by_vocabulary = make_by_vocabulary();
+    if (by_vocabulary.ok()) return by_vocabulary;
+    if (!absl::IsResourceExhausted(by_vocabulary.status())) return by_rows;
+    return absl::ResourceExhaustedError(absl::StrCat("split by rows, ", by_rows.status().message(),
+                                                     "; by vocabulary, on each of ", members_.size(),
+                                                     " devices, ", by_vocabulary.status().message()));
+  }
+
+  // Heads of all members, one after the other as CreateHeads makes them: the choices are the first one's, and
+  // chunk_rows the fewest.
+  absl::StatusOr<PlannedHead> PlanHeads(const HeadConfig& config, const MemoryBytes& beside) const {
+    PlannedHead all;
+    for (int i = 0; i < members_.size(); ++i) {
+      MemoryBytes taken = beside;
+      if (options_.members_share_memory) Add(all.memory, taken);
+      absl::StatusOr<PlannedHead> one = kernels::PlanWholeHead(members_.backend(i), config, taken);
+      if (!one.ok()) return one.status();
+      Add(one->memory, all.memory);
+      if (i == 0) {
+        all.compute_dtype = one->compute_dtype;
+        all.choices = std::move(one->choices);
+      }
+      // A member that does not say has as many as the others.
+      const bool says = one->slice_rows > 0;
+      if (says && (all.chunk_rows == 0 || one->slice_rows < all.chunk_rows)) all.chunk_rows = one->slice_rows;
+    }
+    return all;
+  }
+
+  absl::StatusOr<PlannedHead> PlanByRows(const HeadConfig& config, const MemoryBytes& beside) const {
+    absl::StatusOr<PlannedHead> all = PlanHeads(config, beside);
+    if (!all.ok()) return all;
+    all->slice_rows = all->chunk_rows;
+    all->chunk_rows *= members_.size();
+    all->choices =
+        GroupHead::Describe(std::move(all->choices), members_.size(), all->slice_rows, options_.least_rows);
+    return all;
+  }
+
+  absl::StatusOr<PlannedHead> PlanByVocabulary(const HeadConfig& config, const MemoryBytes& beside) const {
+    HeadConfig split = config;
+    split.split = Split::kVocabulary;
+    if (absl::Status status = CheckSplit(split); !status.ok()) return status;
+    absl::StatusOr<PlannedHead> all = PlanHeads(split, beside);
+    if (!all.ok()) return all;
+    all->slice_rows = all->chunk_rows;
+    all->choices =
+        VocabularyHead::Describe(std::move(all->choices), config, members_.size(), WhyByVocabulary(config));
+    return all;
+  }
+
+  absl::string_view WhyByVocabulary(const HeadConfig& config) const {
+    return SplitOf(config) == Split::kVocabulary ? "it was asked for" : "a copy on every device does not fit";
   }
 
   absl::Status CheckSplit(const HeadConfig& config) const {
@@ -135,9 +197,7 @@ class GroupBackend final : public Backend, public StagingAdopter {
       DestroyHeads(heads);
       return status;
     }
-    const absl::string_view reason =
-        SplitOf(config) == Split::kVocabulary ? "it was asked for" : "a copy on every device does not fit";
-    return std::make_unique<VocabularyHead>(config, reason, &members_, std::move(heads));
+    return std::make_unique<VocabularyHead>(config, WhyByVocabulary(config), &members_, std::move(heads));
   }
 
   static std::vector<HeadKernels*> Pointers(const std::vector<std::unique_ptr<HeadKernels>>& heads) {

@@ -31,17 +31,21 @@ GroupHead::~GroupHead() {
 }
 
 std::vector<Choice> GroupHead::Describe() const {
-  std::vector<Choice> choices = head(0).Describe();
-  choices.insert(choices.begin(),
-                 {.what = "chunk",
-                  .choice = absl::StrCat("up to ", chunk_rows(), " rows"),
-                  .reason = absl::StrCat(limits_.members, " devices, each up to ", limits_.member_rows)});
-  choices.insert(choices.begin() + 1, {.what = "devices",
-                                       .choice = absl::StrCat(limits_.members, ", by rows"),
-                                       .reason = absl::StrCat("fewer than ", limits_.least_rows,
-                                                              " rows at once go to one of them")});
-  choices.erase(choices.begin() + 2);  // what the first one says of its chunks
-  return choices;
+  return Describe(head(0).Describe(), limits_.members, limits_.member_rows, limits_.least_rows);
+}
+
+std::vector<Choice> GroupHead::Describe(std::vector<Choice> first, int64_t members, int64_t member_rows,
+                                        int64_t least_rows) {
+  const std::vector<Choice> own = {
+      {.what = "chunk",
+       .choice = absl::StrCat("up to ", members * member_rows, " rows"),
+       .reason = absl::StrCat(members, " devices, each up to ", member_rows)},
+      {.what = "devices",
+       .choice = absl::StrCat(members, ", by rows"),
+       .reason = absl::StrCat("fewer than ", least_rows, " rows at once go to one of them")}};
+  if (!first.empty()) first.erase(first.begin());  // what the first one says of its chunks
+  first.insert(first.begin(), own.begin(), own.end());
+  return first;
 }
 
 // ---- Chunks ----

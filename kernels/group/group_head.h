@@ -27,6 +27,10 @@ class GroupHead final : public HeadKernels {
             std::vector<std::unique_ptr<HeadKernels>> heads, std::unique_ptr<Replicas> replicas);
   ~GroupHead() override;
 
+  // What such a head says of itself: what its first member says, and how rows are divided.
+  static std::vector<Choice> Describe(std::vector<Choice> first, int64_t members, int64_t member_rows,
+                                      int64_t least_rows);
+
   const HeadConfig& config() const override { return config_; }
   DType compute_dtype() const override { return head(0).compute_dtype(); }
   int64_t chunk_rows() const override { return members_->size() * limits_.member_rows; }

@@ -11,13 +11,17 @@
 namespace lossd::kernels {
 
 std::vector<Choice> VocabularyHead::Describe() const {
-  std::vector<Choice> choices = heads_.head(0).Describe();
-  const int64_t classes = ClassShardOf(config_.vocab_size, {0, heads_.size()}).classes;
-  choices.insert(choices.begin() + 1,
-                 {.what = "devices",
-                  .choice = absl::StrCat(heads_.size(), ", by vocabulary"),
-                  .reason = absl::StrCat(reason_, "; up to ", classes, " classes each")});
-  return choices;
+  return Describe(heads_.head(0).Describe(), config_, heads_.size(), reason_);
+}
+
+std::vector<Choice> VocabularyHead::Describe(std::vector<Choice> first, const HeadConfig& config, int members,
+                                             absl::string_view reason) {
+  const int64_t classes = ClassShardOf(config.vocab_size, {0, members}).classes;
+  first.insert(first.begin() + (first.empty() ? 0 : 1),
+               {.what = "devices",
+                .choice = absl::StrCat(members, ", by vocabulary"),
+                .reason = absl::StrCat(reason, "; up to ", classes, " classes each")});
+  return first;
 }
 
 // ---- Chunks ----

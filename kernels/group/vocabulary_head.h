@@ -28,6 +28,10 @@ class VocabularyHead final : public HeadKernels {
       : config_(config), reason_(reason), heads_(members, std::move(heads)) {}
   ~VocabularyHead() override { heads_.WaitUntilIdle(); }
 
+  // What such a head says of itself: what its first member says, and how classes are divided.
+  static std::vector<Choice> Describe(std::vector<Choice> first, const HeadConfig& config, int members,
+                                      absl::string_view reason);
+
   const HeadConfig& config() const override { return config_; }
   DType compute_dtype() const override { return heads_.head(0).compute_dtype(); }
   int64_t chunk_rows() const override { return heads_.chunk_rows(); }

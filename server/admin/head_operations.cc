@@ -128,6 +128,20 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateH
   return description;
 }
 
+absl::StatusOr<v1::HeadDescription> HeadOperations::PlanHead(const v1::CreateHeadRequest& request) {
+  const absl::StatusOr<kernels::HeadConfig> config =
+      messages::ToHeadConfig(request.spec(), "spec.", options_.default_compute_dtype);
+  if (!config.ok()) return config.status();
+  if (request.has_tensor_file()) {
+    const absl::StatusOr<HeadSource> source =
+        HeadSource::Open(options_.checkpoints.directory, request.tensor_file(), *config);
+    if (!source.ok()) return source.status();
+  }
+  const absl::StatusOr<engine::HeadSnapshot> plan = engine_->PlanHead(request.spec().name(), *config);
+  if (!plan.ok()) return errors::Within("spec.", plan.status());
+  return messages::ToProto(*plan);
+}
+
 absl::Status HeadOperations::CreateFilled(const std::string& name, const kernels::HeadConfig& config,
                                           absl::FunctionRef<absl::Status()> fill) {
   if (absl::Status status = engine_->CreateHead(name, config); !status.ok()) {

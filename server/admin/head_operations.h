@@ -60,6 +60,8 @@ class HeadOperations {
   HeadOperations(const HeadOperationsOptions& options, engine::Engine* engine, metrics::Metrics* metrics);
 
   absl::StatusOr<v1::HeadDescription> CreateHead(const v1::CreateHeadRequest& request);
+  // What CreateHead would answer, or its error.
+  absl::StatusOr<v1::HeadDescription> PlanHead(const v1::CreateHeadRequest& request);
   absl::StatusOr<v1::HeadDescription> DescribeHead(const v1::DescribeHeadRequest& request);
   absl::StatusOr<v1::ListHeadsResponse> ListHeads(const v1::ListHeadsRequest& request);
   absl::StatusOr<v1::DeleteHeadResponse> DeleteHead(const v1::DeleteHeadRequest& request);

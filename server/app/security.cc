@@ -1,15 +1,23 @@
 #include "server/app/security.h"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
+#include "server/metrics/http_pages.h"
 
 namespace lossd::app {
 namespace {
 
 // Probes of an orchestrator and of a load balancer bring no token.
 constexpr absl::string_view kHealthPaths[] = {"/livez", "/readyz", "/healthz"};
+
+template <typename Paths>
+bool Contains(const Paths& paths, absl::string_view path) {
+  return std::find(std::begin(paths), std::end(paths), path) != std::end(paths);
+}
 
 absl::Status Needs(absl::string_view option, const std::string& value, absl::string_view other,
                    const std::string& other_value) {
@@ -93,7 +101,7 @@ std::shared_ptr<grpc::ServerCredentials> Security::MakeCredentials() const {
 metrics::HttpSecurity Security::http() {
   metrics::HttpSecurity security;
   if (options_.http_tls) security.tls = tls_.get();
-  if (options_.http_token) {
+  if (asks()) {
     security.guard = [this](const metrics::HttpRequest& request, absl::string_view path) {
       return GuardHttp(request, path);
     };
@@ -103,16 +111,27 @@ metrics::HttpSecurity Security::http() {
 
 std::optional<metrics::HttpResponse> Security::GuardHttp(const metrics::HttpRequest& request,
                                                          absl::string_view path) {
-  for (const absl::string_view open : kHealthPaths) {
-    if (path == open) return std::nullopt;
+  if (Contains(kHealthPaths, path)) return std::nullopt;
+  if (!options_.http_token && !Contains(metrics::kOperatorPaths, path)) return std::nullopt;
+  if (!options_.http_token) {
+    return metrics::HttpResponse{
+        .status = 403,
+        .body = "only for operators, whom this server knows over HTTP if it has --http_token\n"};
   }
+  const absl::Status allowed = CheckHttp(request, path);
+  if (allowed.ok()) return std::nullopt;
+  audit_.Refused({.identity = "", .address = request.peer, .method = "HTTP", .head = ""}, allowed);
+  return metrics::HttpResponse{.status = absl::IsUnauthenticated(allowed) ? 401 : 403,
+                               .body = absl::StrCat(allowed.message(), "\n")};
+}
+
+absl::Status Security::CheckHttp(const metrics::HttpRequest& request, absl::string_view path) const {
   access::Presented presented;
   if (request.authorizations.size() == 1) presented.authorization = request.authorizations.front();
-  // Every role may read, so that knowing who it is suffices.
   const absl::StatusOr<access::Identity> identity = authority_->Identify(presented);
-  if (identity.ok()) return std::nullopt;
-  audit_.Refused({.identity = "", .address = request.peer, .method = "HTTP", .head = ""}, identity.status());
-  return metrics::HttpResponse{.status = 401, .body = absl::StrCat(identity.status().message(), "\n")};
+  if (!identity.ok()) return identity.status();
+  if (!Contains(metrics::kOperatorPaths, path)) return absl::OkStatus();  // every role may read
+  return access::CheckRole(*identity, access::Role::kAdmin, path);
 }
 
 std::string Security::Text() const {

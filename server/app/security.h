@@ -59,6 +59,8 @@ class Security {
 
   std::shared_ptr<grpc::ServerCredentials> MakeCredentials() const;
   std::optional<metrics::HttpResponse> GuardHttp(const metrics::HttpRequest& request, absl::string_view path);
+  // OK if the token of the request has the role that the path needs.
+  absl::Status CheckHttp(const metrics::HttpRequest& request, absl::string_view path) const;
 
   const SecurityOptions options_;
   const std::unique_ptr<access::ReloadedTls> tls_;  // null: no TLS

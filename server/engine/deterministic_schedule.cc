@@ -116,14 +116,21 @@ void GroupChunk::Prepare() {
   for (absl::Span<uint8_t> gap : gaps_) std::memset(gap.data(), 0, gap.size());
 }
 
+constexpr auto kAreas = static_cast<int64_t>(Sequencer::kAreas);
+
+// Of the widest dtype, so that groups have the same rows in all of them.
+int64_t RowBytesOf(int64_t hidden_size) { return hidden_size * static_cast<int64_t>(sizeof(float)); }
+
 }  // namespace
+
+int64_t GroupAreas::GroupRows(int64_t hidden_size, int64_t slice_rows, int64_t max_bytes) {
+  return std::clamp<int64_t>(max_bytes / RowBytesOf(hidden_size) / kAreas, 1, slice_rows);
+}
 
 absl::StatusOr<GroupAreas> GroupAreas::Allocate(kernels::Backend* backend, int64_t hidden_size,
                                                 int64_t slice_rows, int64_t max_bytes) {
-  // Of the widest dtype, so that groups have the same rows in all of them.
-  const int64_t row_bytes = hidden_size * static_cast<int64_t>(sizeof(float));
-  constexpr auto kAreas = static_cast<int64_t>(Sequencer::kAreas);
-  const int64_t group_rows = std::clamp<int64_t>(max_bytes / row_bytes / kAreas, 1, slice_rows);
+  const int64_t row_bytes = RowBytesOf(hidden_size);
+  const int64_t group_rows = GroupRows(hidden_size, slice_rows, max_bytes);
   auto memory = backend->AllocateStaging(kAreas * group_rows * row_bytes);
   if (!memory.ok()) return memory.status();
   return GroupAreas{

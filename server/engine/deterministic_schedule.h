@@ -28,6 +28,8 @@ struct GroupAreas {
   int64_t group_rows = 0;
   int64_t area_bytes = 0;
 
+  // Rows of a group: as many as `max_bytes` for all areas allow, but at most those of a slice.
+  static int64_t GroupRows(int64_t hidden_size, int64_t slice_rows, int64_t max_bytes);
   // As many rows as `max_bytes` for all areas allow, but at most those of a slice. Not for the engine's lock.
   static absl::StatusOr<GroupAreas> Allocate(kernels::Backend* backend, int64_t hidden_size,
                                              int64_t slice_rows, int64_t max_bytes);

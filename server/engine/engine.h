@@ -73,6 +73,10 @@ class Engine {
   // is not visible to Open, Describe or List until Publish. ALREADY_EXISTS, RESOURCE_EXHAUSTED,
   // INVALID_ARGUMENT.
   virtual absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config) = 0;
+  // What CreateHead and Describe would say of it now, at step 0, or the error of CreateHead. Nothing is
+  // created or booked, and the name stays free.
+  virtual absl::StatusOr<HeadSnapshot> PlanHead(absl::string_view name,
+                                                const kernels::HeadConfig& config) const = 0;
   virtual absl::Status PublishHead(absl::string_view name) = 0;
   // Blocks. FAILED_PRECONDITION while streams are open on it.
   virtual absl::Status DeleteHead(absl::string_view name) = 0;

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/head_planner.h"
 #include "kernels/validation.h"
 #include "server/engine/backward.h"
 #include "server/engine/contribution_operations.h"
@@ -13,6 +14,34 @@
 #include "server/engine/stream_handle.h"
 
 namespace lossd::engine {
+namespace {
+
+// What a head needs beside what its backend checks.
+absl::Status CheckConfig(const EngineOptions& options, const kernels::HeadConfig& config) {
+  if (auto status = kernels::Validate(config); !status.ok()) return status;
+  const int64_t slice_bytes = options.slice_bytes;
+  if (config.hidden_size <= slice_bytes / 4) return absl::OkStatus();
+  return InvalidField("hidden_size",
+                      absl::StrCat("must let one fp32 row fit into a slice of ", slice_bytes, " bytes"),
+                      absl::StrCat(config.hidden_size));
+}
+
+// Checks the number of expected ids and puts them in order, which is much work for many.
+absl::Status OrderExpected(const EngineOptions& options, StepRequest& request) {
+  std::vector<uint64_t>& ids = request.expected_microbatches;
+  // A step has at most so many microbatches, and as many contributions.
+  const int64_t most = 2 * options.max_step_microbatches;
+  if (static_cast<int64_t>(ids.size()) > most) {
+    return InvalidField("expected_microbatches.size",
+                        absl::StrCat("must be at most ", most, ", as many as a step may have"),
+                        absl::StrCat(ids.size()));
+  }
+  std::sort(ids.begin(), ids.end());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  return absl::OkStatus();
+}
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options,
                                                        kernels::Backend* backend, uint64_t incarnation,
@@ -66,14 +95,30 @@ EngineStats EngineImpl::stats() const {
 
 // ---- Heads ----
 
-absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadConfig& config) {
-  if (auto status = kernels::Validate(config); !status.ok()) return status;
-  const int64_t slice_bytes = context_->options.slice_bytes;
-  if (config.hidden_size > slice_bytes / 4) {
-    return InvalidField("hidden_size",
-                        absl::StrCat("must let one fp32 row fit into a slice of ", slice_bytes, " bytes"),
-                        absl::StrCat(config.hidden_size));
+absl::StatusOr<HeadSnapshot> EngineImpl::PlanHead(absl::string_view name,
+                                                  const kernels::HeadConfig& config) const {
+  if (auto status = CheckConfig(context_->options, config); !status.ok()) return status;
+  {
+    absl::MutexLock lock(&context_->mutex);
+    if (context_->loop.stopping()) return ShuttingDown();
+    if (auto status = heads_.CheckFree(name); !status.ok()) return status;
   }
+  const absl::StatusOr<kernels::PlannedHead> planned = kernels::PlanWholeHead(*context_->backend, config);
+  if (!planned.ok()) return planned.status();
+  HeadSnapshot head;
+  head.name = std::string(name);
+  head.config = config;
+  head.compute_dtype = planned->compute_dtype;
+  head.state.incarnation = context_->incarnation;
+  head.limits = PlannedLimits(context_->options, config, planned->slice_rows);
+  head.chunk_rows = planned->chunk_rows;
+  head.memory = planned->memory;
+  head.choices = planned->choices;
+  return head;
+}
+
+absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadConfig& config) {
+  if (auto status = CheckConfig(context_->options, config); !status.ok()) return status;
   {
     absl::MutexLock lock(&context_->mutex);
     if (context_->loop.stopping()) return ShuttingDown();
@@ -194,26 +239,12 @@ absl::StatusOr<GradNormResult> EngineImpl::GradNorm(absl::string_view name, std:
   return norm;
 }
 
-absl::Status EngineImpl::OrderExpected(StepRequest& request) const {
-  std::vector<uint64_t>& ids = request.expected_microbatches;
-  // A step has at most so many microbatches, and as many contributions.
-  const int64_t most = 2 * context_->options.max_step_microbatches;
-  if (static_cast<int64_t>(ids.size()) > most) {
-    return InvalidField("expected_microbatches.size",
-                        absl::StrCat("must be at most ", most, ", as many as a step may have"),
-                        absl::StrCat(ids.size()));
-  }
-  std::sort(ids.begin(), ids.end());
-  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
-  return absl::OkStatus();
-}
-
 absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const StepRequest& request) {
   if (auto status = kernels::Validate(request.optimizer); !status.ok()) {
     return errors::Within("optimizer.", std::move(status));
   }
   StepRequest ordered = request;
-  if (auto status = OrderExpected(ordered); !status.ok()) return status;
+  if (auto status = OrderExpected(context_->options, ordered); !status.ok()) return status;
   absl::StatusOr<StepResult> result;
   absl::Status status = RunOnHead(name, [&](HeadSession& session) {
     result = engine::ApplyStep(session, ordered);

@@ -28,6 +28,8 @@ class EngineImpl final : public Engine {
   absl::Duration DeviceSilence() const override { return context_->loop.Silence(); }
 
   absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config) override;
+  absl::StatusOr<HeadSnapshot> PlanHead(absl::string_view name,
+                                        const kernels::HeadConfig& config) const override;
   absl::Status PublishHead(absl::string_view name) override;
   absl::Status DeleteHead(absl::string_view name) override;
   absl::StatusOr<HeadSnapshot> Describe(absl::string_view name) const override;
@@ -66,8 +68,6 @@ class EngineImpl final : public Engine {
   // The head of a new stream, contribution or tensor call.
   absl::StatusOr<SessionPtr> FindOpen(absl::string_view name) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(context_->mutex);
-  // Checks the number of expected ids and puts them in order, which is much work for many.
-  absl::Status OrderExpected(StepRequest& request) const;
   // As HeadSession::Run.
   absl::Status RunOnHead(absl::string_view name, absl::FunctionRef<absl::Status(HeadSession&)> operation)
       ABSL_LOCKS_EXCLUDED(context_->mutex);

@@ -21,6 +21,13 @@
 
 namespace lossd::engine {
 
+// A slice in a chunk.
+struct SliceReport {
+  uint64_t microbatch_id = 0;
+  int64_t first_row = 0;  // in its microbatch
+  int64_t rows = 0;
+};
+
 // A chunk has left the device, also if it failed there.
 struct ChunkReport {
   absl::string_view head;
@@ -41,8 +48,10 @@ struct ChunkReport {
     return squared_gradient > 0.0 ? std::sqrt(sampling_variance / squared_gradient) : 0.0;
   }
   double compute_seconds = 0.0;  // from its forming until its results were ready
+  double device_seconds = 0.0;   // from its forming until it left the device
   // Of each of its slices, from being queued until the chunk was formed.
   std::vector<double> queue_seconds;
+  std::vector<SliceReport> slices;  // in the same order
 };
 
 // A chunk was computed in another way than the one before it on its head.

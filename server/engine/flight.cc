@@ -192,7 +192,10 @@ void Flight::Settle(bool accumulated) {
 }
 
 ChunkReport Flight::Report() const {
-  ChunkReport report{.head = head_.head, .gradients = chunk_.gradients, .compute_seconds = compute_seconds_};
+  ChunkReport report{.head = head_.head,
+                     .gradients = chunk_.gradients,
+                     .compute_seconds = compute_seconds_,
+                     .device_seconds = absl::ToDoubleSeconds(head_.context->runtime->Now() - formed_)};
   for (size_t i = 0; i < work_->segments.size(); ++i) {
     if (work_->segments[i].slices.empty()) continue;  // zeros in place of rows that were not sent again
     report.rows += work_->segments[i].rows.size();
@@ -206,6 +209,11 @@ ChunkReport Flight::Report() const {
     report.squared_gradient += slices_[i].sums.squared_gradient;
   }
   for (const auto& slice : work_->slices) report.queue_seconds.push_back(slice->queue_seconds);
+  for (const auto& slice : work_->slices) {
+    report.slices.push_back({.microbatch_id = slice->stream->spec().microbatch_id,
+                             .first_row = slice->rows.begin,
+                             .rows = slice->rows.size()});
+  }
   return report;
 }
 

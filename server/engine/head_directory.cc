@@ -17,7 +17,7 @@ absl::Status BeingCreated(absl::string_view name) {
 
 // ---- Creation ----
 
-absl::Status HeadDirectory::Reserve(absl::string_view name) {
+absl::Status HeadDirectory::CheckFree(absl::string_view name) const {
   if (slots_.contains(name)) {
     return FieldError(absl::StatusCode::kAlreadyExists, "name", "is taken by another head", name);
   }
@@ -25,6 +25,11 @@ absl::Status HeadDirectory::Reserve(absl::string_view name) {
     return absl::ResourceExhaustedError(
         absl::StrCat("there are ", slots_.size(), " heads, the most allowed"));
   }
+  return absl::OkStatus();
+}
+
+absl::Status HeadDirectory::Reserve(absl::string_view name) {
+  if (absl::Status status = CheckFree(name); !status.ok()) return status;
   slots_.try_emplace(std::string(name));
   return absl::OkStatus();
 }

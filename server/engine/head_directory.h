@@ -30,6 +30,8 @@ class HeadDirectory {
   // ---- Creation ----
   // Takes a name. RESOURCE_EXHAUSTED, or ALREADY_EXISTS.
   absl::Status Reserve(absl::string_view name);
+  // Whether Reserve would take it.
+  absl::Status CheckFree(absl::string_view name) const;
   // Gives a reserved name its session.
   void Fill(absl::string_view name, SessionPtr session);
   // Makes a head visible. As Find.

@@ -51,6 +51,16 @@ HeadSession::HeadSession(EngineContext* context, std::string name,
           context->options.max_step_microbatches,
           RowMemory::Account(&context->row_memory, absl::StrCat("head ", name_)))) {}
 
+SliceLimits PlannedLimits(const EngineOptions& options, const kernels::HeadConfig& config,
+                          int64_t slice_rows) {
+  SliceLimits limits{.max_rows = slice_rows, .max_bytes = options.slice_bytes};
+  if (options.deterministic && config.trainable && slice_rows > 0) {
+    limits.max_rows = GroupAreas::GroupRows(config.hidden_size, slice_rows, options.staging_bytes);
+    limits.row_grid = limits.max_rows;
+  }
+  return limits;
+}
+
 absl::StatusOr<std::shared_ptr<Schedule>> HeadSession::MakeSchedule() {
   const EngineOptions& options = context_->options;
   const SliceLimits limits{.max_rows = slice_rows_, .max_bytes = options.slice_bytes};

@@ -125,6 +125,10 @@ class HeadSession final : public DeviceLoop::Source,
   int64_t total_rows_ = 0;
 };
 
+// Of the slices of such a head, of which one has slice_rows rows at most for its backend.
+SliceLimits PlannedLimits(const EngineOptions& options, const kernels::HeadConfig& config,
+                          int64_t slice_rows);
+
 }  // namespace lossd::engine
 
 #endif  // LOSSD_SERVER_ENGINE_HEAD_SESSION_H_

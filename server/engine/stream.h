@@ -190,6 +190,8 @@ class StreamObserver {
 class Stream {
  public:
   virtual ~Stream() = default;
+  virtual absl::string_view head() const = 0;  // its name; valid as long as the stream
+  virtual uint64_t microbatch_id() const = 0;
   virtual HeadState state() const = 0;     // when it was opened
   virtual SliceLimits limits() const = 0;  // for this stream's dtype
   virtual int64_t hidden_size() const = 0;

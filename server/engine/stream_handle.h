@@ -17,6 +17,8 @@ class StreamHandle final : public Stream {
       : session_(std::move(session)), state_(std::move(state)) {}
   ~StreamHandle() override;
 
+  absl::string_view head() const override { return state_->spec().head; }
+  uint64_t microbatch_id() const override { return state_->spec().microbatch_id; }
   HeadState state() const override { return state_->head_state(); }
   SliceLimits limits() const override { return state_->limits(); }
   int64_t hidden_size() const override { return state_->hidden_size(); }

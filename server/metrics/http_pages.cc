@@ -1,6 +1,7 @@
 #include "server/metrics/http_pages.h"
 
 #include <algorithm>
+#include <cmath>
 #include <initializer_list>
 #include <map>
 #include <optional>
@@ -12,6 +13,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "kernels/errors/field_error.h"
 #include "server/metrics/page_assets.h"
@@ -69,25 +71,52 @@ class Parameters {
   std::map<absl::string_view, absl::string_view> values_;
 };
 
-HttpResponse HistoryAnswer(const PageSources& pages, const HttpCall& call) {
+HttpResponse HistoryAnswer(const PageSources& sources, const HttpCall& call) {
   const absl::StatusOr<Parameters> parameters = Parameters::Read(call, {"after", "head"});
   if (!parameters.ok()) return BadRequest(parameters.status());
   const absl::StatusOr<uint64_t> after = parameters->Number("after");
   if (!after.ok()) return BadRequest(after.status());
-  return Json(pages.history->Json(pages.incarnation, *after, parameters->Text("head")));
+  return Json(sources.history->Json(sources.incarnation, *after, parameters->Text("head")));
 }
 
-HttpResponse EventsAnswer(const PageSources& pages, const HttpCall& call) {
+HttpResponse EventsAnswer(const PageSources& sources, const HttpCall& call) {
   const absl::StatusOr<Parameters> parameters = Parameters::Read(call, {"after"});
   if (!parameters.ok()) return BadRequest(parameters.status());
   const absl::StatusOr<uint64_t> after = parameters->Number("after");
   if (!after.ok()) return BadRequest(after.status());
-  return Json(ToJson(pages.events->After(*after), pages.incarnation));
+  return Json(ToJson(sources.events->After(*after), sources.incarnation));
 }
 
-HttpResponse HeadAnswer(const PageSources& pages, const HttpCall& call) {
-  if (std::optional<std::string> html = pages.page->RenderHead(call.rest)) return Page(*std::move(html));
-  return Page(pages.page->RenderNoHead(call.rest), 404);
+HttpResponse TraceError(const absl::Status& status) {
+  const int code = absl::IsInvalidArgument(status) ? 400 : absl::IsNotFound(status) ? 404 : 409;
+  return {.status = code, .body = absl::StrCat(status.message(), "\n")};
+}
+
+HttpResponse TraceStart(const PageSources& sources, const HttpCall& call) {
+  const absl::StatusOr<Parameters> parameters = Parameters::Read(call, {"seconds"});
+  if (!parameters.ok()) return BadRequest(parameters.status());
+  double seconds = 0.0;
+  const absl::string_view text = parameters->Text("seconds");
+  if (!absl::SimpleAtod(text, &seconds) || !std::isfinite(seconds)) {
+    return BadRequest(errors::FieldError("seconds", "be a number", text));
+  }
+  const absl::StatusOr<uint64_t> recording = sources.trace->Start(absl::Seconds(seconds));
+  if (!recording.ok()) return TraceError(recording.status());
+  return Json(absl::StrFormat("{\"recording\":%d,\"seconds\":%g}\n", *recording, seconds));
+}
+
+HttpResponse TraceAnswer(const PageSources& sources, const HttpCall& call) {
+  const absl::StatusOr<Parameters> parameters = Parameters::Read(call, {"recording"});
+  if (!parameters.ok()) return BadRequest(parameters.status());
+  const absl::StatusOr<uint64_t> recording = parameters->Number("recording");
+  if (!recording.ok()) return BadRequest(recording.status());
+  absl::StatusOr<std::string> trace = sources.trace->Take(*recording);
+  return trace.ok() ? Json(*std::move(trace)) : TraceError(trace.status());
+}
+
+HttpResponse HeadAnswer(const PageSources& sources, const HttpCall& call) {
+  if (std::optional<std::string> html = sources.page->RenderHead(call.rest)) return Page(*std::move(html));
+  return Page(sources.page->RenderNoHead(call.rest), 404);
 }
 
 HttpHandler Asset(absl::string_view content_type, absl::string_view body) {
@@ -98,11 +127,13 @@ HttpHandler Asset(absl::string_view content_type, absl::string_view body) {
 
 }  // namespace
 
-void AddPages(const PageSources& pages, HttpHandlers* handlers) {
-  (*handlers)["/"] = [pages](const HttpCall&) { return Page(pages.page->Render(pages.draining())); };
-  (*handlers)["/heads/"] = [pages](const HttpCall& call) { return HeadAnswer(pages, call); };
-  (*handlers)["/history.json"] = [pages](const HttpCall& call) { return HistoryAnswer(pages, call); };
-  (*handlers)["/events.json"] = [pages](const HttpCall& call) { return EventsAnswer(pages, call); };
+void AddPages(const PageSources& sources, HttpHandlers* handlers) {
+  (*handlers)["/"] = [sources](const HttpCall&) { return Page(sources.page->Render(sources.draining())); };
+  (*handlers)["/heads/"] = [sources](const HttpCall& call) { return HeadAnswer(sources, call); };
+  (*handlers)["/history.json"] = [sources](const HttpCall& call) { return HistoryAnswer(sources, call); };
+  (*handlers)["/events.json"] = [sources](const HttpCall& call) { return EventsAnswer(sources, call); };
+  (*handlers)["/trace"] = [sources](const HttpCall& call) { return TraceStart(sources, call); };
+  (*handlers)["/trace.json"] = [sources](const HttpCall& call) { return TraceAnswer(sources, call); };
   (*handlers)["/page/page.js"] = Asset("text/javascript; charset=utf-8", PageScript());
   (*handlers)["/page/page.css"] = Asset("text/css; charset=utf-8", PageStyle());
   (*handlers)["/page/icon.svg"] = Asset("image/svg+xml", PageIcon());
@@ -115,6 +146,7 @@ HttpPages::HttpPages(const StatusPageOptions& options, const engine::Engine* eng
       sources_({.page = &page_,
                 .history = &history_,
                 .events = &metrics->events(),
+                .trace = &metrics->trace(),
                 .incarnation = engine->incarnation(),
                 .draining = std::move(draining)}) {
   sampler_.Start();

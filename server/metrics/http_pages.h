@@ -5,9 +5,12 @@
 //   /heads/NAME    the page of a head
 //   /history.json  samples; ?after=NUMBER: only later ones; ?head=NAME: of the heads only this one
 //   /events.json   events; ?after=ID: only later ones
+//   /trace         begins a trace of ?seconds=SECONDS, and says its number
+//   /trace.json    the trace of this number, ?recording=NUMBER, once it is over
 //   /page/...      script, style and icon of the pages
 //
-// A parameter that is malformed, or none of the path's, is answered with 400.
+// A parameter that is malformed, or none of the path's, is answered with 400; a trace that there is not with
+// 404, one that is not over, or in the way of another, with 409.
 #ifndef LOSSD_SERVER_METRICS_HTTP_PAGES_H_
 #define LOSSD_SERVER_METRICS_HTTP_PAGES_H_
 
@@ -20,14 +23,19 @@
 #include "server/metrics/metrics.h"
 #include "server/metrics/sampler.h"
 #include "server/metrics/status_page.h"
+#include "server/metrics/trace_recorder.h"
 
 namespace lossd::metrics {
+
+// Paths for operators only, who make the server work for them.
+inline constexpr absl::string_view kOperatorPaths[] = {"/trace", "/trace.json"};
 
 // All outlive the handlers.
 struct PageSources {
   const StatusPage* page = nullptr;
   const History* history = nullptr;
   const EventLog* events = nullptr;
+  TraceRecorder* trace = nullptr;
   uint64_t incarnation = 0;
   std::function<bool()> draining;
 };

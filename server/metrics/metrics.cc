@@ -3,6 +3,7 @@
 #include <prometheus/gauge.h>
 #include <prometheus/text_serializer.h>
 
+#include <atomic>
 #include <cmath>
 #include <iterator>
 #include <sstream>
@@ -47,6 +48,31 @@ MetricFamily ByKind(std::string name, std::string help, const kernels::MemoryByt
 EventLevel LevelOf(absl::string_view code) {
   if (code == "CANCELLED") return EventLevel::kInfo;
   return code == "INTERNAL" || code == "DATA_LOSS" ? EventLevel::kError : EventLevel::kWarning;
+}
+
+// The spans of a chunk that leaves the device now, and of its slices.
+void TraceChunk(const engine::ChunkReport& report, TraceRecorder* trace) {
+  static std::atomic<uint64_t> number{0};  // tells chunks of all heads apart
+  const absl::Time left = absl::Now();
+  const absl::Time formed = left - absl::Seconds(report.device_seconds);
+  const absl::Time ready = formed + absl::Seconds(report.compute_seconds);
+  for (size_t i = 0; i < report.slices.size(); ++i) {
+    const engine::SliceReport& slice = report.slices[i];
+    Span span{.id = slice.microbatch_id, .first_row = slice.first_row, .rows = slice.rows};
+    const auto add = [&](SpanKind kind, absl::Time begin, absl::Time end) {
+      span.kind = kind;
+      span.begin = begin;
+      span.end = end;
+      trace->Add(report.head, span);
+    };
+    add(SpanKind::kQueue, formed - absl::Seconds(report.queue_seconds[i]), formed);
+    add(SpanKind::kCompute, formed, ready);
+  }
+  const uint64_t id = ++number;
+  trace->Add(report.head,
+             {.kind = SpanKind::kResults, .id = id, .rows = report.rows, .begin = formed, .end = ready});
+  trace->Add(report.head,
+             {.kind = SpanKind::kWeightGradient, .id = id, .rows = report.rows, .begin = ready, .end = left});
 }
 
 }  // namespace
@@ -212,6 +238,7 @@ void Metrics::OnChunk(const engine::ChunkReport& report) {
     ObservePhase(Phase::kCompute, report.compute_seconds);
   }
   heads_.OnChunk(report);
+  if (trace_.recording()) TraceChunk(report, &trace_);
 }
 
 // The choices are for the log.
@@ -229,6 +256,9 @@ void Metrics::OnStep(const engine::StepReport& report) {
                      "a step was closed without an update: its gradients were not finite");
   }
   heads_.OnStep(report);
+  const absl::Time now = absl::Now();
+  trace_.Add(report.head,
+             {.kind = SpanKind::kStep, .id = report.step, .rows = report.rows, .begin = now, .end = now});
 }
 
 void Metrics::OnDeviceError(const absl::Status& status) {

@@ -35,6 +35,7 @@
 #include "server/metrics/head_metrics.h"
 #include "server/metrics/rank_metrics.h"
 #include "server/metrics/save_metrics.h"
+#include "server/metrics/trace_recorder.h"
 
 namespace lossd::metrics {
 
@@ -97,6 +98,7 @@ class Metrics final : public engine::EngineObserver {
   void CountLimit(absl::string_view flag);
   SaveMetrics& saves() { return saves_; }
   EventLog& events() { return event_log_; }
+  TraceRecorder& trace() { return trace_; }
   const HeadMetrics& heads() const { return heads_; }
   // Ends the head's series.
   void ForgetHead(absl::string_view head);
@@ -139,6 +141,7 @@ class Metrics final : public engine::EngineObserver {
   SaveMetrics saves_;
   HeadMetrics heads_;
   EventLog event_log_;
+  TraceRecorder trace_;
 
   // Held while the engine is asked; so the observer's members, which the engine calls, do without it.
   mutable absl::Mutex sources_mutex_;

@@ -99,6 +99,7 @@ void Sampler::Sample(absl::Time now) {
     heads[head.name] =
         ValuesOf(of_head != nullptr && of_head->last.has_value() ? &*of_head->last : nullptr, rate);
   }
+  metrics_->trace().Expire();
   latencies_.push_back({now, metrics_->latencies()});
   Shorten(&latencies_, now, kQuantileWindow);
   history_->Add(now, ServerValues(reading), heads);

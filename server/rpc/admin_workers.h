@@ -32,7 +32,7 @@
 namespace lossd::rpc {
 
 enum class AdminKind : uint8_t {
-  kLook,    // looks at what is known without the device: DescribeHead, ListHeads, ListCheckpoints
+  kLook,    // looks at what is known without the device: DescribeHead, PlanHead, ListHeads, ListCheckpoints
   kRead,    // reads a head on the device: GradNorm
   kChange,  // changes a head: ApplyStep, ZeroGradients, DeleteHead
   kLong,    // the same, for long: CreateHead, LoadCheckpoint

@@ -184,11 +184,21 @@ absl::Status ComputeLossCall::HandleSlice(const v1::SliceHeader& header, wire::P
   if (!rows.ok()) return rows.status();
   absl::StatusOr<engine::IncomingSlice> slice = places_.Take(header, *rows, std::move(payload));
   if (!slice.ok()) return slice.status();
-  slice->copy = [copy = std::move(slice->copy), bytes = slice->bytes, arrived,
+  std::string head;  // for a trace; empty: none is recorded
+  if (environment_->metrics->trace().recording()) head = std::string(stream->head());
+  slice->copy = [copy = std::move(slice->copy), bytes = slice->bytes, arrived, rows = *rows,
+                 head = std::move(head), id = stream->microbatch_id(),
                  metrics = environment_->metrics](uint8_t* to) mutable {
     copy(to);
     metrics->AddPayloadIn(bytes);
     metrics->ObservePhase(metrics::Phase::kReceive, absl::ToDoubleSeconds(absl::Now() - arrived));
+    if (head.empty()) return;
+    metrics->trace().Add(head, {.kind = metrics::SpanKind::kReceive,
+                                .id = id,
+                                .first_row = rows.begin,
+                                .rows = rows.size(),
+                                .begin = arrived,
+                                .end = absl::Now()});
   };
   slice->on_queued = [self = shared_from_this()](int64_t used) { self->OnQueued(used); };
   stream->Receive(*std::move(slice));
@@ -257,6 +267,7 @@ void ComputeLossCall::Handle(CallInbox::Slice slice) {
   outgoing.staging_bytes = slice.output.staging_bytes;
   outgoing.ready = slice.ready;
   outgoing.payload_bytes = slice.output.grad_hidden ? slice.output.grad_bytes : 0;
+  outgoing.range = slice.output.rows;
   outgoing.message = places_.Answer(std::move(slice.output));
   absl::MutexLock lock(&mutex_);
   Enqueue(std::move(outgoing));

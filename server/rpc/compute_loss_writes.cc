@@ -55,6 +55,7 @@ std::optional<engine::RowRange> ComputeLossCall::FinishWrite(bool ok) {
     environment_->metrics->AddPayloadOut(ok ? writing_.payload_bytes : 0);
     environment_->metrics->ObservePhase(metrics::Phase::kSend,
                                         absl::ToDoubleSeconds(absl::Now() - writing_.ready));
+    TraceSend();
   }
   writing_ = Outgoing();
   Progress();
@@ -66,6 +67,16 @@ std::optional<engine::RowRange> ComputeLossCall::FinishWrite(bool ok) {
   }
   Pump();
   return next;
+}
+
+void ComputeLossCall::TraceSend() {
+  if (stream_ == nullptr || !environment_->metrics->trace().recording()) return;
+  environment_->metrics->trace().Add(stream_->head(), {.kind = metrics::SpanKind::kSend,
+                                                       .id = stream_->microbatch_id(),
+                                                       .first_row = writing_.range.begin,
+                                                       .rows = writing_.range.size(),
+                                                       .begin = writing_.ready,
+                                                       .end = absl::Now()});
 }
 
 void ComputeLossCall::OnCancel() {

@@ -133,6 +133,7 @@ class HeadServiceImpl final : public HeadService, public Base {
  private:
   void ServeMethods() {
     Unary("CreateHead", AdminKind::kLong, &admin::HeadOperations::CreateHead);
+    Unary("PlanHead", AdminKind::kLook, &admin::HeadOperations::PlanHead);
     Unary("LoadCheckpoint", AdminKind::kLong, &admin::HeadOperations::LoadCheckpoint);
     Unary("DeleteHead", AdminKind::kChange, &admin::HeadOperations::DeleteHead);
     Unary("ApplyStep", AdminKind::kChange, &admin::HeadOperations::ApplyStep);

@@ -1,47 +1,55 @@
-"""Checks what lies in deploy/: that Kubernetes takes the manifests, and that lossd has the flags.
+"""Checks what lies in deploy/: that Kubernetes and Compose take the manifests, and that lossd has the flags.
 
-  check_manifests.py LOSSD DEPLOY
+  check_manifests.py LOSSD DEPLOY [FOLDER]     FOLDER: only this overlay is rendered, and not by kubectl
 
-Objects are compared with the schemas of Kubernetes (package kubernetes-validate, strictly: unknown fields are errors), a
-LeaderWorkerSet with leaderworkerset.schema.json and its pods with the schema of a Pod. Every --flag of a manifest, a script or
-lossd.flags has to be one that `lossd --helpfull` lists. Services have to select pods that are there. Exit status 1 if something
-is wrong.
+Every overlay of deploy/kubernetes is rendered (kustomize.py; by kubectl too, and compared, where that is at hand). Objects are compared
+with the schemas of Kubernetes (package kubernetes-validate, strictly: unknown fields are errors), a LeaderWorkerSet and a
+ServiceMonitor with the schemas beside this file, and pods in them with that of a Pod. Compose files are compared with the schema of
+check-jsonschema, and what they mount has to be there. Every --flag of a file has to be one that `lossd --helpfull` lists. Services,
+policies and budgets have to select pods that are there; a pod may take longer to end than its server drains; a file that a flag
+names has to lie in a volume of the pod. Exit status 1 if something is wrong.
 """
 
 import json
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import jsonschema
 import kubernetes_validate
+import kustomize
 import yaml
 
 KUBERNETES = "1.30"
+SCHEMAS = {"LeaderWorkerSet": "leaderworkerset.schema.json", "ServiceMonitor": "servicemonitor.schema.json"}
+DRAIN_SECONDS = 30  # --drain_timeout's default
+DEVICE_SECONDS = 10  # what a server takes after it at the most (docs/operations.md)
 # Of the programs that start lossd.
 FOREIGN_FLAGS = {
     "nnodes", "master_addr", "master_port", "nproc_per_node", "max_restarts", "redirects", "tee", "no_python", "node_rank",
-    "kill-on-bad-exit", "nodes", "ntasks-per-node", "gpus-per-node", "requeue", "job-name", "flagfile", "from-file", "help",
+    "kill-on-bad-exit", "nodes", "ntasks-per-node", "gpus-per-node", "requeue", "job-name", "flagfile", "from-file", "help", "build",
 }
 
 
-def documents(path):
-    with open(path, encoding="utf-8") as file:
-        return [document for document in yaml.safe_load_all(file) if document is not None]
+def check_schema(document, path):
+    schema = json.loads(path.read_text(encoding="utf-8"))
+    kind = jsonschema.validators.validator_for(schema)
+    kind.check_schema(schema)
+    errors = [f"{'/'.join(map(str, error.absolute_path))}: {error.message[:300]}" for error in kind(schema).iter_errors(document)]
+    if errors:
+        raise ValueError("; ".join(errors))
 
 
-def check_kubernetes(manifest):
-    kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
-
-
-def check_leader_worker_set(manifest):
-    schema = json.loads(Path(__file__).with_name("leaderworkerset.schema.json").read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(manifest, schema)
+def check_object(manifest):
+    if manifest["kind"] not in SCHEMAS:
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+        return
+    check_schema(manifest, Path(__file__).with_name(SCHEMAS[manifest["kind"]]))
     for template in pod_templates(manifest):
-        metadata = {"name": "pod", **template.get("metadata", {})}
-        check_kubernetes({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
+        described = {"name": "pod", **template.get("metadata", {})}
+        kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", "metadata": described, "spec": template["spec"]}, KUBERNETES, strict=True)
 
 
 def pod_templates(manifest):
@@ -52,24 +60,111 @@ def pod_templates(manifest):
     return [spec["template"]] if "template" in spec else []
 
 
-def check_services(manifests):
-    labels = [template["metadata"]["labels"] for manifest in manifests for template in pod_templates(manifest)]
-    for service in (manifest for manifest in manifests if manifest["kind"] == "Service"):
-        # A StatefulSet labels its pods with their index.
-        selector = {name: value for name, value in service["spec"]["selector"].items() if "kubernetes.io/" not in name}
-        if not any(selector.items() <= pod.items() for pod in labels):
-            raise ValueError(f"service {service['metadata']['name']} selects no pod")
+def labels_of(manifests):
+    return [template["metadata"]["labels"] for manifest in manifests for template in pod_templates(manifest)]
 
 
-def check_file(path):
-    manifests = documents(path)
+def check_selectors(manifests):
+    services = [manifest.get("metadata", {}).get("labels", {}) for manifest in manifests if manifest["kind"] == "Service"]
     for manifest in manifests:
-        if manifest["kind"] == "LeaderWorkerSet":
-            check_leader_worker_set(manifest)
+        candidates, selector = labels_of(manifests), {}
+        if manifest["kind"] == "Service":
+            selector = manifest["spec"]["selector"]
+        elif manifest["kind"] in ("NetworkPolicy", "PodDisruptionBudget"):
+            selector = manifest["spec"]["podSelector" if manifest["kind"] == "NetworkPolicy" else "selector"]["matchLabels"]
+        elif manifest["kind"] == "ServiceMonitor":
+            candidates, selector = services, manifest["spec"]["selector"]["matchLabels"]
+        # A StatefulSet labels its pods with their index.
+        selector = {name: value for name, value in selector.items() if "kubernetes.io/" not in name}
+        if not any(selector.items() <= labels.items() for labels in candidates):
+            raise ValueError(f"{manifest['kind']} {manifest['metadata']['name']} selects nothing")
+
+
+def flags_of_pod(template, manifests):
+    """What the server of a pod is started with, flag by flag."""
+    arguments = template["spec"]["containers"][0]["args"]
+    files = {f"{mount['mountPath']}/{name}": text for mount in template["spec"]["containers"][0]["volumeMounts"]
+             for volume in template["spec"]["volumes"] if volume["name"] == mount["name"] and "configMap" in volume
+             for manifest in manifests if manifest["kind"] == "ConfigMap" and manifest["metadata"]["name"] == volume["configMap"]["name"]
+             for name, text in manifest["data"].items()}
+    flags = []
+    for argument in arguments:
+        if argument.startswith("--flagfile="):
+            path = argument.split("=", 1)[1]
+            if path not in files:
+                raise ValueError(f"{argument}: no ConfigMap has it")
+            flags += [line for line in files[path].splitlines() if line.startswith("--")]
         else:
-            check_kubernetes(manifest)
-    check_services(manifests)
-    return len(manifests)
+            flags.append(argument)
+    return dict(flag[2:].partition("=")[::2] for flag in flags)
+
+
+def seconds(duration):
+    return sum(int(number) * {"h": 3600, "m": 60, "s": 1}[unit] for number, unit in re.findall(r"(\d+)([hms])", duration))
+
+
+def check_pods(manifests):
+    for manifest in manifests:
+        for template in pod_templates(manifest):
+            flags = flags_of_pod(template, manifests)
+            drains = seconds(flags["drain_timeout"]) if "drain_timeout" in flags else DRAIN_SECONDS
+            grace = template["spec"].get("terminationGracePeriodSeconds", 30)
+            if grace <= drains + DEVICE_SECONDS:
+                raise ValueError(f"terminationGracePeriodSeconds {grace} is not longer than a drain of {drains} s and {DEVICE_SECONDS} s")
+            mounts = [mount["mountPath"] for mount in template["spec"]["containers"][0]["volumeMounts"]]
+            claims = [claim["metadata"]["name"] for claim in manifest["spec"].get("volumeClaimTemplates", [])]
+            volumes = [volume["name"] for volume in template["spec"].get("volumes", [])] + claims
+            for mount in template["spec"]["containers"][0]["volumeMounts"]:
+                if mount["name"] not in volumes:
+                    raise ValueError(f"volumeMounts: there is no volume {mount['name']}")
+            for name, value in flags.items():
+                # Of a LeaderWorkerSet only the leader has checkpoints.
+                if value.startswith("/") and name != "checkpoint_dir" and not any(value.startswith(mount) for mount in mounts):
+                    raise ValueError(f"--{name}={value} is in no volume")
+            port = {"grpc": "listen", "http": "http"}
+            for each in template["spec"]["containers"][0]["ports"]:
+                if each["name"] in port and not flags[port[each["name"]]].endswith(f":{each['containerPort']}"):
+                    raise ValueError(f"port {each['name']} is not that of --{port[each['name']]}")
+            secure = "http_tls" in flags
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+                if (template["spec"]["containers"][0][probe]["httpGet"].get("scheme", "HTTP") == "HTTPS") != secure:
+                    raise ValueError(f"{probe} and --http_tls differ")
+
+
+def by_name(manifests):
+    return sorted(manifests, key=lambda each: (each["kind"], each["metadata"]["name"]))
+
+
+def check_kustomization(folder, ask_kubectl=True):
+    manifests = kustomize.render(folder)
+    theirs = kustomize.render_by_kubectl(folder) if ask_kubectl else None
+    if theirs is not None and by_name(theirs) != by_name(manifests):
+        raise ValueError("kustomize.py and kubectl differ")
+    for manifest in manifests:
+        try:
+            check_object(manifest)
+        except Exception as error:
+            raise ValueError(f"{manifest['kind']} {manifest['metadata'].get('name')}: {error}") from error
+    check_selectors(manifests)
+    check_pods(manifests)
+    return f"{len(manifests)} objects{'' if theirs is None else ', as by kubectl'}"
+
+
+def check_compose(path):
+    folder = metadata.distribution("check-jsonschema").locate_file("check_jsonschema/builtin_schemas/vendor")
+    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    check_schema(document, Path(folder, "compose-spec.json"))
+    for name, service in document["services"].items():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            if source.startswith(".") and not (path.parent / source).exists():
+                raise ValueError(f"{name}: {source} does not exist")
+            if not source.startswith(".") and source not in document.get("volumes", {}):
+                raise ValueError(f"{name}: there is no volume {source}")
+        for other in service.get("depends_on", []):
+            if other not in document["services"]:
+                raise ValueError(f"{name}: there is no service {other}")
+    return f"{len(document['services'])} services"
 
 
 def flags_of(lossd):
@@ -87,16 +182,26 @@ def unknown_flags(path, known):
 
 
 def main():
-    known = flags_of(sys.argv[1])
+    lossd, deploy = sys.argv[1], Path(sys.argv[2])
+    known = flags_of(lossd)
     failures = []
-    for path in sorted(path for path in Path(sys.argv[2]).iterdir() if path.is_file()):
+
+    def check(path, how):
         try:
-            objects = check_file(path) if path.suffix == ".yaml" else 0
-            print(f"{path.name}: {objects} objects")
+            print(f"{path.relative_to(deploy)}: {how(path)}")
         except Exception as error:  # whatever a schema finds
-            failures.append(f"{path.name}: {error}")
+            failures.append(f"{path.relative_to(deploy)}: {error}")
+
+    if len(sys.argv) > 3:
+        check(deploy / sys.argv[3], lambda folder: check_kustomization(folder, ask_kubectl=False))
+    else:
+        for path in sorted(deploy.glob("kubernetes/overlays/*")) + [deploy / "kubernetes/base"]:
+            check(path, check_kustomization)
+    for path in sorted(deploy.glob("compose/docker-compose*.yml")):
+        check(path, check_compose)
+    for path in sorted(path for pattern in ("*", "kubernetes/**/*", "compose/**/*") for path in deploy.glob(pattern) if path.is_file()):
         if unknown := unknown_flags(path, known):
-            failures.append(f"{path.name}: lossd has no flag {', '.join(unknown)}")
+            failures.append(f"{path.relative_to(deploy)}: lossd has no flag {', '.join(unknown)}")
     for failure in failures:
         print(failure, file=sys.stderr)
     return 1 if failures else 0

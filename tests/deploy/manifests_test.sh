@@ -8,7 +8,8 @@ scripts/check-manifests "$lossd" || exit $?
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-# plant FILE SED: the check of a copy with this change fails, and says so of the file.
+base=kubernetes/base overlays=kubernetes/overlays
+# plant FILE SED [WHERE]: the check of a copy with this change fails, and says so of WHERE, by default the file.
 plant() {
   rm -rf "$folder/deploy"
   cp -r deploy "$folder/deploy"
@@ -17,19 +18,31 @@ plant() {
     echo "'$2' changes nothing in $1" >&2
     exit 1
   fi
-  if "${LOSSD_MANIFESTS_VENV:-build/manifests-venv}/bin/python" -B tests/deploy/check_manifests.py "$lossd" "$folder/deploy" >/dev/null 2>"$folder/errors"; then
+  if "${LOSSD_MANIFESTS_VENV:-build/manifests-venv}/bin/python" -B tests/deploy/check_manifests.py "$lossd" "$folder/deploy" "${3:-$base}" >/dev/null 2>"$folder/errors"; then
     echo "'$2' in $1 is not found" >&2
     exit 1
   fi
-  grep -q "^$1" "$folder/errors"
+  grep -q "^${3:-$1}" "$folder/errors" || { cat "$folder/errors" >&2; echo "'$2' in $1 is not reported of ${3:-$1}" >&2; exit 1; }
 }
-plant kubernetes.yaml 's/containerPort: 7071/containerPort: http/'
-plant kubernetes-statefulset.yaml 's/podManagementPolicy/podManagmentPolicy/'
-plant kubernetes-statefulset.yaml 's/--rank_timeout/--rank_timout/'
-plant kubernetes-statefulset.yaml 's/selector: {app: lossd}$/selector: {app: other}/'
-plant kubernetes-leaderworkerset.yaml 's/RecreateGroupOnPodRestart/RecreateGroup/'
-plant kubernetes-leaderworkerset.yaml 's/fsGroup: 7070/fsGroup: group/'
-plant kubernetes-leaderworkerset.yaml 's/leaderTemplate:/leader:/'
+plant $base/statefulset.yaml 's/containerPort: 7071/containerPort: http/' $overlays/one-gpu
+plant $base/statefulset.yaml 's/terminationGracePeriodSeconds: 150/terminationGracePeriodSeconds: 60/' $overlays/mtls
+plant $base/statefulset.yaml 's/name: access, mountPath/name: acces, mountPath/' $overlays/one-gpu
+plant $base/statefulset.yaml 's/scheme: HTTPS/scheme: HTTP/' $overlays/one-gpu
+plant $base/lossd.flags 's/--listen=0.0.0.0:7070/--listen=0.0.0.0:7000/' $overlays/one-gpu
+plant $base/lossd.flags 's/access\/server.key/secret\/server.key/' $overlays/one-gpu
+plant $base/networkpolicy.yaml 's/^    matchLabels: {app: lossd}/    matchLabels: {app: other}/' $overlays/one-gpu
+plant $base/poddisruptionbudget.yaml 's/maxUnavailable/maxUnvailable/' $overlays/one-gpu
+plant $base/servicemonitor.yaml 's/interval: 15s/interval: 15 s/' $overlays/one-gpu
+plant $overlays/cpu-trial/kustomization.yaml 's/volumes\/1/volumes\/7/' $overlays/cpu-trial
+plant $overlays/cpu-trial/lossd.flags 's/--insecure/--unsecure/'
+plant $overlays/ranks/lossd.yaml 's/podManagementPolicy/podManagmentPolicy/' $overlays/ranks
+plant $overlays/ranks/lossd.yaml 's/--rank_timeout/--rank_timout/'
+plant $overlays/ranks/lossd.yaml 's/selector: {app: lossd}$/selector: {app: other}/' $overlays/ranks
+plant $overlays/leaderworkerset/lossd.yaml 's/RecreateGroupOnPodRestart/RecreateGroup/' $overlays/leaderworkerset
+plant $overlays/leaderworkerset/lossd.yaml 's/fsGroup: 7070/fsGroup: group/' $overlays/leaderworkerset
+plant $overlays/leaderworkerset/lossd.yaml 's/leaderTemplate:/leader:/' $overlays/leaderworkerset
+plant compose/docker-compose.yml 's/restart: unless-stopped/restrat: unless-stopped/'
+plant compose/docker-compose.yml 's/\.\.\/grafana\/lossd.json/..\/grafana\/losd.json/'
 plant slurm.sbatch 's/--launcher=/--launch=/'
 plant torchrun.sh 's/--launcher=/--starter=/'
 

@@ -1,12 +1,18 @@
 // Runs the lossctl binary against the real server: models from files, checkpoints there and back.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <httplib.h>
 #include <sys/wait.h>
 
 #include <cstdlib>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -100,6 +106,35 @@ class LossctlServerTest : public testing::Test {
   std::string http_;  // empty: none
 };
 
+TEST_F(LossctlServerTest, ProbesSayWhatTheServerSaysOverHttp) {
+  httplib::Server http;  // of a server that drains
+  http.Get("/livez", [](const httplib::Request&, httplib::Response& response) {
+    response.set_content("ok\n", "text/plain");
+  });
+  http.Get("/readyz", [](const httplib::Request&, httplib::Response& response) {
+    response.status = 503;
+    response.set_content("draining\n", "text/plain");
+  });
+  const std::string address = absl::StrCat("127.0.0.1:", http.bind_to_any_port("127.0.0.1"));
+  std::thread thread([&http] { http.listen_after_bind(); });
+  EXPECT_EQ(Run(absl::StrCat("health --probe live --http ", address)), absl::StrCat(address, ": live\n"));
+  EXPECT_EQ(Run(absl::StrCat("health --probe ready --http ", address), 1),
+            absl::StrCat(address, ": not ready: draining\n"));
+  const auto json =
+      nlohmann::json::parse(Run(absl::StrCat("--json health --probe ready --http ", address), 1));
+  EXPECT_EQ(json["status"], 503);
+  // gRPC is not asked.
+  EXPECT_EQ(Run(absl::StrCat("--server 127.0.0.1:1 health --probe live --http ", address)),
+            absl::StrCat(address, ": live\n"));
+  http.stop();
+  thread.join();
+  EXPECT_THAT(Run("health --probe live --http 127.0.0.1:1", 3), HasSubstr("nothing answers"));
+  EXPECT_THAT(Run("health --probe dead", 2), HasSubstr("--probe"));
+  EXPECT_THAT(Run("health --probe live some.Service", 2), HasSubstr("excludes"));
+  Start("--http=127.0.0.1:0");
+  EXPECT_EQ(Run(absl::StrCat("health --probe ready --http ", http_)), absl::StrCat(http_, ": ready\n"));
+}
+
 TEST_F(LossctlServerTest, Events) {
   Start("--http=127.0.0.1:0");
   const std::string at_http = absl::StrCat(" --http ", http_);
@@ -134,6 +169,57 @@ TEST_F(LossctlServerTest, Events) {
   EXPECT_EQ(follower.WaitFor(absl::Seconds(60)), 0);
 }
 
+TEST_F(LossctlServerTest, ATraceOfARealRunIsInOrder) {
+  Start("--http=127.0.0.1:0");
+  Run("create one --hidden 6 --vocab 20");
+  test::ChildProcess bench({"/bin/sh", "-c",
+                            absl::StrCat("exec " LOSSCTL_PATH " --server ", target_,
+                                         " bench one --rows 1024 --seconds 300 >/dev/null 2>&1")});
+  nlohmann::json trace;
+  std::set<std::string> seen;
+  // Until it has all kinds: the first one may be from before the load.
+  for (int i = 0; i < 60 && !(seen.contains("send") && seen.contains("weight gradient")); ++i) {
+    ASSERT_TRUE(bench.Running());
+    trace = nlohmann::json::parse(Run(absl::StrCat("trace --seconds 0.5 --http ", http_)));
+    seen.clear();
+    for (const auto& event : trace["traceEvents"]) seen.insert(event["name"]);
+  }
+  bench.Signal(SIGTERM);
+  for (const char* name : {"receive", "queue", "compute", "send", "results", "weight gradient"}) {
+    EXPECT_TRUE(seen.contains(name)) << name;
+  }
+  EXPECT_EQ(trace["displayTimeUnit"], "ms");
+  EXPECT_LE(trace["otherData"]["seconds"], 0.5);
+  // As the format has it: what begins ends, with the same category, id, name and process.
+  std::map<std::string, std::vector<double>> open;
+  for (const auto& event : trace["traceEvents"]) {
+    const std::string phase = event["ph"];
+    ASSERT_TRUE(event["pid"].is_number_unsigned() && event["tid"].is_number_unsigned()) << event;
+    if (phase == "M") {
+      EXPECT_EQ(event["name"], "process_name");
+      EXPECT_TRUE(event["args"]["name"].is_string());
+      continue;
+    }
+    ASSERT_TRUE(event["cat"].is_string() && event["ts"].is_number()) << event;
+    EXPECT_GE(event["ts"], 0.0);
+    EXPECT_LE(event["ts"], 0.5e6);
+    if (phase == "i") continue;
+    ASSERT_TRUE(phase == "b" || phase == "e") << event;
+    std::vector<double>& begun =
+        open[absl::StrCat(event["pid"].get<int>(), event["cat"].get<std::string>(),
+                          event["id"].get<std::string>(), event["name"].get<std::string>())];
+    if (phase == "b") {
+      EXPECT_GT(event["args"]["rows"], 0);
+      begun.push_back(event["ts"]);
+    } else {
+      ASSERT_FALSE(begun.empty()) << event;
+      EXPECT_GE(event["ts"], begun.back());
+      begun.pop_back();
+    }
+  }
+  for (const auto& [what, begun] : open) EXPECT_TRUE(begun.empty()) << what;
+}
+
 TEST_F(LossctlServerTest, CreatesFromFiles) {
   WriteModel("model.safetensors", "lm_head.weight");
   Run("create single --hidden 6 --vocab 20 --from model/model.safetensors --weight lm_head.weight");
@@ -153,6 +239,15 @@ TEST_F(LossctlServerTest, CreatesFromFiles) {
   EXPECT_THAT(Run("create no --hidden 6 --vocab 21 --from model --weight model.embed_tokens.weight", 4),
               HasSubstr("of shape [20, 6]"));
   EXPECT_THAT(Run("create no --hidden 6 --vocab 20 --from ../etc --weight x", 4), HasSubstr(".."));
+}
+
+TEST_F(LossctlServerTest, ADryRunSaysWhatWouldBeMadeAndMakesNothing) {
+  const std::string spec = "head --hidden 6 --vocab 20 --norm rmsnorm";
+  const std::string planned = Run("create " + spec + " --dry-run");
+  const std::string nothing = Run("heads");
+  EXPECT_THAT(nothing, testing::Not(HasSubstr("head ")));
+  EXPECT_EQ(Run("create " + spec), planned);
+  EXPECT_THAT(Run("create " + spec + " --dry-run", 4), HasSubstr("is taken by another head"));
 }
 
 TEST_F(LossctlServerTest, DescribeSaysWhatWasChosen) {

@@ -88,6 +88,38 @@ TEST(Plan, FeedsAsManyTrainersAsHaveTheirRowsComputedWhileTheyWork) {
   EXPECT_FALSE(MakePlan(request, Rates())->speeds.front().trainers_fed.has_value());
 }
 
+TEST(Plan, ComparesPipelinesWithTheHeadOnTheLastStageAndOnAServer) {
+  Request request = Llama();
+  request.model.layers = 32;
+  request.stages = 8;
+  request.layer_seconds = 0.012;
+  request.rows = 32 * 8192;
+  const auto plan = MakePlan(request, Rates());
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  ASSERT_EQ(plan->pipelines.size(),
+            5u);  // local; a server beside eight stages and beside seven, exact and sampled
+  EXPECT_EQ(plan->pipelines[0].local, LocalMethod::kCompiled);
+  EXPECT_EQ(plan->pipelines[0].layout.gpus, 8);
+  EXPECT_EQ(plan->pipelines[1].layout.gpus, 9);
+  EXPECT_EQ(plan->pipelines[3].layout.gpus, 8);
+  // 39.5 ms of the head are 3.3 layers.
+  EXPECT_NEAR(plan->pipelines[0].layout.slowest_stage_seconds, 0.060, 1e-9);
+  EXPECT_NEAR(plan->pipelines[1].layout.slowest_stage_seconds, 0.048, 1e-9);
+  EXPECT_NEAR(plan->pipelines[1].layout.step_seconds, (32 + 7) * 0.048, 1e-9);
+  request.trainers = 16;
+  const auto many = MakePlan(request, Rates());
+  ASSERT_TRUE(many.ok()) << many.status();
+  ASSERT_EQ(many->pipelines.size(), 3u);
+  EXPECT_TRUE(many->pipelines[1].layout.server_bound);  // 2.2 million rows a second
+  request.layer_seconds = 0.0;
+  EXPECT_THAT(MakePlan(request, Rates()).status().message(), HasSubstr("layer_seconds"));
+  request.layer_seconds = 0.012;
+  request.model.layers = 7;
+  EXPECT_THAT(MakePlan(request, Rates()).status().message(), HasSubstr("layers"));
+  request.stages = -1;
+  EXPECT_THAT(MakePlan(request, Rates()).status().message(), HasSubstr("stages"));
+}
+
 TEST(Plan, SaysWhatDoesNotFit) {
   Request request = Llama();
   request.memory_bytes = int64_t{10} << 30;

@@ -212,6 +212,22 @@ def test_a_head_that_exists_or_does_not(client: lossd.Client, make_head: Callabl
     assert (client.read_tensor(name) == before).all()
 
 
+def test_a_dry_run_makes_nothing(client: lossd.Client, make_head: Callable[..., str]) -> None:
+    before = client.get_server().memory
+    planned = client.create_head("planned", hidden_size=D, vocab_size=V, norm="rmsnorm", dry_run=True)
+    assert client.get_server().memory == before
+    with pytest.raises(lossd.NotFound):
+        client.describe_head("planned")
+    name = make_head(hidden_size=D, vocab_size=V, norm="rmsnorm")
+    made = client.describe_head(name)
+    assert (planned.memory, planned.chunk_rows, planned.slice_limits, planned.choices) == \
+        (made.memory, made.chunk_rows, made.slice_limits, made.choices)
+    with pytest.raises(lossd.AlreadyExists):
+        client.create_head(name, hidden_size=D, vocab_size=V, dry_run=True)
+    with pytest.raises(lossd.InvalidArgument, match="vocab_size"):
+        client.create_head("planned", hidden_size=D, vocab_size=0, dry_run=True)
+
+
 def test_several_trainers_create_one_head(server: Any, client: lossd.Client) -> None:
     """All of them at once: one makes it, the others find it, and none sees it half made."""
     from concurrent.futures import ThreadPoolExecutor

@@ -55,6 +55,17 @@ TEST_F(HttpSecurityTest, HalfOpenHandshakesDoNotKeepAScrapeOut) {
   EXPECT_EQ(*Get(*server, "/livez", Token("")), "ok\n");
 }
 
+TEST_F(HttpSecurityTest, AServerThatAsksTracesForKnownOperatorsOnly) {
+  const auto server = Serve({TokenFlag(), "--http=127.0.0.1:0"});  // tokens count for gRPC only
+  EXPECT_EQ(test::HttpStatus(Raw(*server, "/metrics", "")), 200);
+  const std::string admin = absl::StrCat("Authorization: Bearer ", kAdminToken, "\r\n");
+  for (const std::string& who : {std::string(), admin}) {
+    const std::string answer = Raw(*server, "/trace", who);
+    EXPECT_EQ(test::HttpStatus(answer), 403);
+    EXPECT_THAT(answer, HasSubstr("--http_token"));
+  }
+}
+
 TEST_F(HttpSecurityTest, TokensForWhatIsNotHealth) {
   const auto server = Serve({TokenFlag(), "--http=127.0.0.1:0", "--http_token", "--log_level=info"});
   for (const char* path : {"/livez", "/readyz", "/healthz"})
@@ -70,6 +81,16 @@ TEST_F(HttpSecurityTest, TokensForWhatIsNotHealth) {
       EXPECT_THAT(answer, HasSubstr("WWW-Authenticate: Bearer"));
       EXPECT_THAT(answer, Not(HasSubstr("lossd_build_info")));
     }
+  }
+  const std::string reader = absl::StrCat("Authorization: Bearer ", kReaderToken, "\r\n");
+  for (const char* path : {"/trace", "/trace.json"}) {  // for operators
+    EXPECT_EQ(test::HttpStatus(Raw(*server, path, "")), 401) << path;
+    const std::string answer = Raw(*server, path, reader);
+    EXPECT_EQ(test::HttpStatus(answer), 403) << path;
+    EXPECT_THAT(answer, HasSubstr("needs the role admin"));
+    const std::string admin = absl::StrCat("Authorization: Bearer ", kAdminToken, "\r\n");
+    EXPECT_THAT(test::HttpStatus(Raw(*server, path, admin)), testing::AnyOf(400, 404))
+        << "it lacks a parameter";
   }
   EXPECT_EQ(test::HttpStatus(Raw(*server, "/none", "")), 404);
   EXPECT_THAT(server->log(), HasSubstr("audit identity=unknown address=127.0.0.1 method=HTTP"));

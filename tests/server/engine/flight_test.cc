@@ -121,6 +121,8 @@ TEST_F(FlightTest, DeliversAndBooksWhatSlicesShare) {
   EXPECT_EQ(observer_.chunks[0].rows, 6);
   EXPECT_EQ(observer_.chunks[0].valid_rows, 6);
   EXPECT_EQ(observer_.chunks[0].queue_seconds.size(), 2u);
+  EXPECT_EQ(observer_.chunks[0].slices.size(), 2u);
+  EXPECT_GE(observer_.chunks[0].device_seconds, observer_.chunks[0].compute_seconds);
   EXPECT_EQ(Snapshot().total_rows, 8) << "rows of slices";
 }
 

@@ -48,6 +48,7 @@ class StatusPageTest : public testing::Test {
     AddPages({.page = &page_,
               .history = &history_,
               .events = &metrics_.events(),
+              .trace = &metrics_.trace(),
               .incarnation = 42,
               .draining = [] { return false; }},
              &handlers);
@@ -159,6 +160,14 @@ TEST_F(StatusPageTest, AnswersOfThePaths) {
   EXPECT_EQ(nlohmann::json::parse(Get("/events.json", {{"after", "1"}}).body)["events"].size(), 0);
 }
 
+TEST_F(StatusPageTest, ATraceIsBegunAndTaken) {
+  EXPECT_EQ(Get("/trace", {{"seconds", "30"}}).body, "{\"recording\":1,\"seconds\":30}\n");
+  EXPECT_EQ(Get("/trace", {{"seconds", "1"}}).status, 409);
+  EXPECT_EQ(Get("/trace.json", {{"recording", "1"}}).status, 409);
+  EXPECT_EQ(Get("/trace.json", {{"recording", "2"}}).status, 404);
+  EXPECT_EQ(Get("/trace.json").status, 404);
+}
+
 TEST_F(StatusPageTest, BadParametersAreNamed) {
   const auto error = [&](absl::string_view path, HttpParameters parameters) {
     const HttpResponse response = Get(path, std::move(parameters));
@@ -169,6 +178,9 @@ TEST_F(StatusPageTest, BadParametersAreNamed) {
   EXPECT_THAT(error("/events.json", {{"after", ""}}), HasSubstr("after must be a number"));
   EXPECT_THAT(error("/history.json", {{"after", "99999999999999999999"}}), HasSubstr("after must be"));
   EXPECT_THAT(error("/history.json", {{"after", "1"}, {"after", "2"}}), HasSubstr("is given twice"));
+  EXPECT_EQ(error("/trace", {}), "seconds must be a number, got \n");
+  EXPECT_EQ(error("/trace", {{"seconds", "nan"}}), "seconds must be a number, got nan\n");
+  EXPECT_EQ(error("/trace", {{"seconds", "31"}}), "seconds must be above 0 and at most 30, got 31\n");
   EXPECT_THAT(error("/history.json", {{"since", "1"}}), HasSubstr("must be one of after, head"));
 }
 

@@ -55,7 +55,7 @@ class HeadCalls:
                     frozen: bool = False, logits: Logits = "stored", gradients: Gradients = "exact",
                     workspace_bytes: int = 0, split: Split = "any", seed: int = 0, zeros: bool = False,
                     tensor_file: TensorFile | None = None, exist_ok: bool = False,
-                    timeout: float | None = None) -> HeadDescription:
+                    dry_run: bool = False, timeout: float | None = None) -> HeadDescription:
         """Creates a head: weights as torch.nn.Linear draws them with `seed`, or zeros, or out of a file.
 
         Args:
@@ -66,6 +66,8 @@ class HeadCalls:
           split: what several devices of a server divide: "rows", or "vocabulary", the classes of the head, of which
             each then keeps its own alone. "any": rows if every device has room for all classes.
           exist_ok: a head of this name may exist and stays as it is. AlreadyExists if its specification is another.
+          dry_run: makes nothing: returns what would be made (memory, rows of chunks and slices, choices), or raises what the
+            creation would raise.
         """
         spec = head_pb2.HeadSpec(
             name=name, hidden_size=hidden_size, vocab_size=vocab_size, bias=bias, class_weights=class_weights,
@@ -84,6 +86,9 @@ class HeadCalls:
         else:
             request.kaiming_uniform.seed = seed
         try:
+            if dry_run:
+                return read(HeadDescription, self._heads("PlanHead", request, head_pb2.HeadDescription,
+                                                         timeout or self._call_timeout, repeat=True))
             description = self._heads("CreateHead", request, head_pb2.HeadDescription, timeout or self._transfer_timeout)
         except errors.AlreadyExists as error:
             if not exist_ok:
