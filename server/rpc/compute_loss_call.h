@@ -109,8 +109,6 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   absl::Status HandleOpen(const v1::OpenMicrobatch& open, size_t payload_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status HandleBackward(const v1::OpenBackward& backward, size_t payload_bytes)
       ABSL_LOCKS_EXCLUDED(mutex_);
-  // Has gradients of these rows, which are retained, lie in a region if the message says so.
-  absl::Status UseRegion(const v1::OpenBackward& backward, engine::RowRange rows);
   // Takes over an engine stream and sends `accepted`; false if the call was cancelled meanwhile.
   bool Accept(std::unique_ptr<engine::Stream> stream, absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status HandleSlice(const v1::SliceHeader& header, wire::PayloadView payload, absl::Time arrived)
