@@ -129,8 +129,6 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   void Enqueue(Outgoing outgoing) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Books a write that has ended; the result is NextSlice's.
   std::optional<engine::RowRange> FinishWrite(bool ok) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // If a trace is recorded: the slice that was written.
-  void TraceSend() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Ends the call with `why` (not OK), through the engine if a stream is open.
   void Fail(absl::Status why) ABSL_LOCKS_EXCLUDED(mutex_);

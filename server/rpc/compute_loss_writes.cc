@@ -9,6 +9,20 @@
 #include "server/rpc/status.h"
 
 namespace lossd::rpc {
+namespace {
+
+// That a slice of `stream` was written, which was ready to be at `ready`.
+void TraceSend(const engine::Stream& stream, const engine::RowRange& rows, absl::Time ready,
+               metrics::TraceRecorder* trace) {
+  trace->Add(stream.head(), {.kind = metrics::SpanKind::kSend,
+                             .id = stream.microbatch_id(),
+                             .first_row = rows.begin,
+                             .rows = rows.size(),
+                             .begin = ready,
+                             .end = absl::Now()});
+}
+
+}  // namespace
 
 absl::Status CancellationStatus(const grpc::ServerContextBase& context) {
   if (absl::FromChrono(context.deadline()) <= absl::Now()) {
@@ -55,7 +69,9 @@ std::optional<engine::RowRange> ComputeLossCall::FinishWrite(bool ok) {
     environment_->metrics->AddPayloadOut(ok ? writing_.payload_bytes : 0);
     environment_->metrics->ObservePhase(metrics::Phase::kSend,
                                         absl::ToDoubleSeconds(absl::Now() - writing_.ready));
-    TraceSend();
+    if (stream_ != nullptr && environment_->metrics->trace().recording()) {
+      TraceSend(*stream_, writing_.range, writing_.ready, &environment_->metrics->trace());
+    }
   }
   writing_ = Outgoing();
   Progress();
@@ -67,16 +83,6 @@ std::optional<engine::RowRange> ComputeLossCall::FinishWrite(bool ok) {
   }
   Pump();
   return next;
-}
-
-void ComputeLossCall::TraceSend() {
-  if (stream_ == nullptr || !environment_->metrics->trace().recording()) return;
-  environment_->metrics->trace().Add(stream_->head(), {.kind = metrics::SpanKind::kSend,
-                                                       .id = stream_->microbatch_id(),
-                                                       .first_row = writing_.range.begin,
-                                                       .rows = writing_.range.size(),
-                                                       .begin = writing_.ready,
-                                                       .end = absl::Now()});
 }
 
 void ComputeLossCall::OnCancel() {
