@@ -262,8 +262,7 @@ TEST_F(ErrorFieldsTest, OpenBackward) {
           b.mutable_in_region()->set_bytes(1);
         },
         "backward.region", "another one", absl::StatusCode::kUnavailable},
-       {[](Backward& b) { b.mutable_in_region()->set_bytes(1); }, "backward.in_region",
-        "a range without a region"}},
+       {[](Backward& b) { b.mutable_in_region(); }, "backward.in_region", "a range without a region"}},
       {"want_grad_hidden"}, call);
 }
 
