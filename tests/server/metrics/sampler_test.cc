@@ -64,6 +64,17 @@ TEST_F(SamplerTest, QuantilesAreOfTheWindow) {
   EXPECT_TRUE(std::isnan(Last(Series::kMicrobatch)));
 }
 
+TEST_F(SamplerTest, TheDeviceIsBusyWhileItWorks) {
+  SampleAfter(0);
+  for (int i = 0; i < 20; ++i) ASSERT_TRUE(engine_->ZeroGradients("lm", 0).ok());
+  EXPECT_GT(engine_->stats().device_busy, absl::ZeroDuration());
+  SampleAfter(2);
+  EXPECT_GT(Last(Series::kDeviceBusy), 0);
+  EXPECT_LE(Last(Series::kDeviceBusy), 1);
+  for (int i = 0; i < 6; ++i) SampleAfter(2);
+  EXPECT_EQ(Last(Series::kDeviceBusy), 0) << "nothing was done in the window";
+}
+
 TEST_F(SamplerTest, HeadsSayWhatTheirLastStepSaid) {
   SampleAfter(0);
   EXPECT_TRUE(Head()["loss"].back().is_null());
