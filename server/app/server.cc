@@ -57,6 +57,7 @@ class ServerImpl final : public Server {
   uint64_t incarnation() const override { return engine_->incarnation(); }
   std::shared_ptr<grpc::Channel> InProcessChannel() override;
   engine::EngineStats stats() const override { return engine_->stats(); }
+  absl::Status Live() const override { return app::Live(health(), options_.liveness_timeout); }
   bool Drain(absl::Time deadline) override;
 
  private:
