@@ -165,9 +165,7 @@ void ServerImpl::LogStart() const {
             {"ledger_bytes", backend_->memory().current[kernels::MemoryKind::kLedger]},
             {"transport_bytes", TransportBytes(options_)},
             {"shared_memory_bytes", shared_memory_ == nullptr ? 0 : options_.shared_memory_bytes},
-            {"shared_device_memory_bytes", shared_memory_ == nullptr || shared_memory_->device().empty()
-                                               ? 0
-                                               : options_.shared_device_memory_bytes},
+            {"shared_device_memory_bytes", shared_memory_ == nullptr ? 0 : shared_memory_->device_bytes()},
             {"limit_bytes", options_.memory_limit_bytes}});
 }
 
