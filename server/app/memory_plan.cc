@@ -9,7 +9,6 @@ namespace lossd::app {
 void LogMemoryPlan(const ServerOptions& options, const kernels::Backend& backend,
                    const SharedMemory* shared) {
   const kernels::MemoryBytes planned = backend.memory().current;
-  const bool shares_device = shared != nullptr && !shared->device().empty();
   log::Log(log::LogLevel::kInfo, "memory plan",
            {{"staging_bytes", planned[kernels::MemoryKind::kStaging]},
             {"slice_bytes", options.slice_bytes},
@@ -19,7 +18,7 @@ void LogMemoryPlan(const ServerOptions& options, const kernels::Backend& backend
             {"ledger_bytes", planned[kernels::MemoryKind::kLedger]},
             {"transport_bytes", TransportBytes(options)},
             {"shared_memory_bytes", shared == nullptr ? 0 : options.shared_memory_bytes},
-            {"shared_device_memory_bytes", shares_device ? options.shared_device_memory_bytes : 0},
+            {"shared_device_memory_bytes", shared == nullptr ? 0 : shared->device_bytes()},
             {"limit_bytes", options.memory_limit_bytes}});
 }
 
