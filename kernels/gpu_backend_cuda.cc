@@ -4,8 +4,10 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/cpu/gloo_transfers.h"
 #include "kernels/create_backend.h"
 #include "kernels/cuda/cuda_backend.h"
+#include "kernels/cuda/cuda_link.h"
 #include "kernels/cuda/cuda_replicas.h"
 #include "kernels/device_choice.h"
 #include "kernels/gpu_backend.h"
@@ -78,7 +80,13 @@ absl::StatusOr<std::unique_ptr<RankLink>> CreateGpuLink(const BackendChoice& cho
   if (!uuids.ok()) return uuids.status();
   const absl::StatusOr<int> device = DeviceOf(choice, *uuids);
   if (!device.ok()) return device.status();
-  return CreateNcclLink(*device, choice.replica, choice.link_timeout);
+  return CreateCudaLink({.device = *device,
+                         .replica = choice.replica,
+                         .timeout = choice.link_timeout,
+                         .collectives = choice.collectives,
+                         .make_transfers = [&choice] {
+                           return CreateGlooTransfers(choice.replica, choice.link_host, choice.link_timeout);
+                         }});
 }
 
 }  // namespace lossd::kernels
