@@ -37,6 +37,9 @@ absl::StatusOr<CreatedBackend> CreateCpu(const BackendChoice& choice, std::strin
   if (!backend.ok()) return backend.status();
   CreatedBackend created{.backend = *std::move(backend), .link = nullptr, .note = std::move(note)};
   if (choice.replica.count == 1) return created;
+  if (choice.collectives == kNccl) {
+    return errors::FieldError("collectives", "be auto or gloo on CPUs", choice.collectives);
+  }
   absl::Status planned =
       created.backend->PlanHostMemory(MemoryKind::kWorkspace, GlooLinkBytes(choice.replica));
   if (!planned.ok()) return planned;
@@ -91,9 +94,6 @@ absl::Status Check(const BackendChoice& choice) {
   }
   if (choice.collectives != "auto" && choice.collectives != kNccl && choice.collectives != kGloo) {
     return errors::FieldError("collectives", "be auto, nccl or gloo", choice.collectives);
-  }
-  if (choice.collectives == kNccl && choice.backend == "cpu") {
-    return errors::FieldError("collectives", "be auto or gloo with backend cpu", choice.collectives);
   }
   if (absl::Status status = SplitOf(choice).status(); !status.ok()) return status;
   return CheckReplica(choice);

@@ -1,32 +1,70 @@
 #include "kernels/cuda/device/host_collectives.h"
 
+#include <cuda.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/cuda/device/cuda_status.h"
 
 namespace lossd::kernels::cuda {
 namespace {
 
-absl::Status Copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
-  return ToStatus(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, stream),
-                  "cudaMemcpyAsync");
+constexpr unsigned kDriverVersion = 12000;
+
+using WaitValueFunction = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
+
+// The stream goes on when *address is at least `value`, in the order of numbers that wrap around.
+absl::Status AwaitValue(cudaStream_t stream, const uint32_t* address, uint32_t value) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaGetDriverEntryPointByVersion("cuStreamWaitValue32", &found, kDriverVersion,
+                                                              cudaEnableDefault, &result),
+                             "cudaGetDriverEntryPointByVersion");
+  if (result != cudaDriverEntryPointSuccess) {
+    return absl::UnavailableError("the NVIDIA driver lacks cuStreamWaitValue32, which collectives gloo need");
+  }
+  const CUresult waits = reinterpret_cast<WaitValueFunction>(found)(
+      stream, reinterpret_cast<CUdeviceptr>(address), value, CU_STREAM_WAIT_VALUE_GEQ);
+  if (waits == CUDA_SUCCESS) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat("cuStreamWaitValue32 failed: ", static_cast<int>(waits)));
 }
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<HostCollectives>> HostCollectives::Create(MemoryLedger* ledger,
-                                                                         cudaStream_t stream,
+absl::StatusOr<std::unique_ptr<HostCollectives>> HostCollectives::Create(int device, cudaStream_t stream,
+                                                                         MemoryLedger* ledger,
                                                                          HostTransfers* transfers) {
-  absl::StatusOr<PinnedBuffer> rooms =
-      PinnedBuffer::Allocate(ledger, transfers->replica().count * kPieceBytes);
-  if (!rooms.ok()) return rooms.status();
-  return std::unique_ptr<HostCollectives>(new HostCollectives(*std::move(rooms), stream, transfers));
+  std::unique_ptr<HostCollectives> made(new HostCollectives(device, stream, transfers));
+  LOSSD_RETURN_IF_ERROR(made->Start(ledger));
+  return made;
 }
 
-// What is enqueued uses the rooms.
-HostCollectives::~HostCollectives() { cudaStreamSynchronize(stream_); }
+absl::Status HostCollectives::Start(MemoryLedger* ledger) {
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(device_), "cudaSetDevice");
+  const auto number_bytes = static_cast<int64_t>(sizeof(uint32_t));
+  LOSSD_RETURN_IF_ERROR(
+      Take(PinnedBuffer::Allocate(ledger, members() * kPieceBytes + number_bytes), memory_));
+  *done_number() = 0;
+  events_.resize(kMostQueued);
+  for (Event& event : events_) LOSSD_RETURN_IF_ERROR(Take(Event::Create(), event));
+  thread_ = std::thread([this] { Run(); });
+  return absl::OkStatus();
+}
+
+// What is enqueued uses the memory.
+HostCollectives::~HostCollectives() {
+  if (!thread_.joinable()) return;
+  cudaSetDevice(device_);
+  cudaStreamSynchronize(stream_);
+  {
+    absl::MutexLock lock(&mutex_);
+    stopping_ = true;
+  }
+  thread_.join();
+}
 
 // ---- On the host, in the order of the stream ----
 
@@ -39,33 +77,60 @@ std::vector<int> HostCollectives::Others() const {
 }
 
 absl::Status HostCollectives::Launch(Exchange exchange) {
-  exchange.collectives = this;
-  auto launched = std::make_unique<Exchange>(std::move(exchange));
-  const absl::Status status =
-      ToStatus(cudaLaunchHostFunc(stream_, &HostCollectives::Run, launched.get()), "cudaLaunchHostFunc");
-  if (status.ok()) (void)launched.release();  // Run's now
-  return status;
+  {
+    absl::MutexLock lock(&mutex_);
+    const auto has_room = [this] {
+      mutex_.AssertHeld();
+      return queue_.size() < kMostQueued;
+    };
+    mutex_.Await(absl::Condition(&has_room));
+  }
+  exchange.number = enqueued_ + 1;
+  LOSSD_RETURN_IF_ERROR(Record(EventOf(exchange.number), stream_));
+  LOSSD_RETURN_IF_ERROR(AwaitValue(stream_, done_number(), exchange.number));
+  ++enqueued_;
+  absl::MutexLock lock(&mutex_);
+  queue_.push_back(std::move(exchange));
+  return absl::OkStatus();
 }
 
-void HostCollectives::Run(void* exchange) {
-  const std::unique_ptr<const Exchange> mine(static_cast<const Exchange*>(exchange));
-  mine->collectives->Do(*mine);
+void HostCollectives::Run() {
+  cudaSetDevice(device_);
+  for (;;) {
+    const Exchange* next = nullptr;
+    {
+      absl::MutexLock lock(&mutex_);
+      const auto ready = [this] {
+        mutex_.AssertHeld();
+        return stopping_ || !queue_.empty();
+      };
+      mutex_.Await(absl::Condition(&ready));
+      if (queue_.empty()) return;
+      next = &queue_.front();  // stays there, whatever is added
+    }
+    absl::Status status =
+        ToStatus(cudaEventSynchronize(EventOf(next->number).get()), "cudaEventSynchronize");
+    if (status.ok()) status = Do(*next);
+    if (!status.ok()) {
+      // What is behind it on the stream goes on, and finds numbers.
+      for (const int member : next->receive_from) std::memset(Room(member), 0, next->bytes);
+      absl::MutexLock lock(&mutex_);
+      failure_.Update(std::move(status));
+    }
+    // Whoever waits for what is behind it asks for the failure then.
+    __atomic_store_n(done_number(), next->number, __ATOMIC_RELEASE);
+    absl::MutexLock lock(&mutex_);
+    queue_.pop_front();
+  }
 }
 
-void HostCollectives::Do(const Exchange& exchange) {
+absl::Status HostCollectives::Do(const Exchange& exchange) {
+  LOSSD_RETURN_IF_ERROR(failure());
   std::vector<RankTransfer> send, receive;
   for (const int member : exchange.send_to) send.push_back({member, Room(first_member()), exchange.bytes});
   for (const int member : exchange.receive_from) receive.push_back({member, Room(member), exchange.bytes});
-  absl::Status status = failure();
-  if (status.ok()) status = transfers_->Exchange(send, receive);
-  if (!status.ok()) {
-    // What is behind it on the stream goes on, and finds numbers.
-    for (const RankTransfer& missing : receive) std::memset(missing.data, 0, missing.bytes);
-    absl::MutexLock lock(&mutex_);
-    failure_.Update(std::move(status));
-    return;
-  }
-  if (!exchange.sums) return;
+  LOSSD_RETURN_IF_ERROR(transfers_->Exchange(send, receive));
+  if (!exchange.sums) return absl::OkStatus();
   std::vector<const float*> parts;
   for (int member = 0; member < members(); ++member) {
     parts.push_back(reinterpret_cast<const float*>(Room(member)));
@@ -76,6 +141,7 @@ void HostCollectives::Do(const Exchange& exchange) {
     for (const float* part : parts) sum += part[i];
     sums[i] = sum;
   }
+  return absl::OkStatus();
 }
 
 absl::Status HostCollectives::ForPieces(

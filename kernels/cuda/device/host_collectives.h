@@ -2,16 +2,20 @@
 // another rank is copied to the host, sent, and copied to that rank's GPU. It needs no NCCL, and several ranks
 // may have the same GPU.
 //
-// An exchange is enqueued in pieces: a copy to pinned memory, a function of the host that sends and receives,
-// and a copy back. So no thread waits but that of CUDA's host functions, which waits at most as long as one
-// transfer may take. An exchange after one that has failed does nothing, so that streams always come to their
-// end.
+// An exchange is enqueued in pieces: a copy to pinned memory, a wait of the stream until a thread of the object's
+// own has sent and received, and a copy back. That thread waits for the stream to come there, and at most as
+// long as the transfers allow for other ranks. An exchange after one that has failed does nothing, so that
+// streams always come to their end.
 //
 // Sums are formed in the order of the ranks: all ranks get the same bits.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_HOST_COLLECTIVES_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_HOST_COLLECTIVES_H_
 
+#include <cstddef>
+#include <cstdint>
+#include <deque>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -20,6 +24,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/cuda/device/collectives.h"
+#include "kernels/cuda/device/device.h"
 #include "kernels/cuda/device/device_memory.h"
 #include "kernels/host_transfers.h"
 
@@ -29,11 +34,13 @@ class HostCollectives final : public Collectives {
  public:
   // What one rank gets from another at a time.
   static constexpr int64_t kPieceBytes = int64_t{4} << 20;
+  // Exchanges that are enqueued; the driving thread waits before there are more.
+  static constexpr size_t kMostQueued = 256;
 
-  // Of this process's GPU, which is the current one, and its stream for all exchanges. `transfers` are
-  // connected; they and `ledger` outlive the object. RESOURCE_EXHAUSTED if there is no pinned memory: a piece
-  // of each rank.
-  static absl::StatusOr<std::unique_ptr<HostCollectives>> Create(MemoryLedger* ledger, cudaStream_t stream,
+  // Of this process's GPU `device`, and its stream for all exchanges. `transfers` are connected; they and
+  // `ledger` outlive the object. RESOURCE_EXHAUSTED if there is no pinned memory: a piece of each rank.
+  static absl::StatusOr<std::unique_ptr<HostCollectives>> Create(int device, cudaStream_t stream,
+                                                                 MemoryLedger* ledger,
                                                                  HostTransfers* transfers);
   // Waits until the stream has done what was enqueued.
   ~HostCollectives() override;
@@ -55,32 +62,43 @@ class HostCollectives final : public Collectives {
  private:
   // What the host does for one piece, once this rank's bytes of it are in its room.
   struct Exchange {
-    HostCollectives* collectives = nullptr;
+    uint32_t number = 0;
     size_t bytes = 0;
     std::vector<int> send_to;       // the own room
     std::vector<int> receive_from;  // each into its room
     bool sums = false;              // adds up the rooms of all ranks, into the own one
   };
 
-  HostCollectives(PinnedBuffer rooms, cudaStream_t stream, HostTransfers* transfers)
-      : rooms_(std::move(rooms)), stream_(stream), transfers_(transfers) {}
+  HostCollectives(int device, cudaStream_t stream, HostTransfers* transfers)
+      : device_(device), stream_(stream), transfers_(transfers) {}
+  absl::Status Start(MemoryLedger* ledger);
 
   bool is(int member) const { return member == first_member(); }
-  uint8_t* Room(int member) const { return rooms_.data() + member * kPieceBytes; }
+  uint8_t* Room(int member) const { return memory_.data() + member * kPieceBytes; }
+  // Of the last exchange that is done; the stream reads it too.
+  uint32_t* done_number() const { return reinterpret_cast<uint32_t*>(Room(members())); }
+  const Event& EventOf(uint32_t number) const { return events_[number % kMostQueued]; }
   std::vector<int> Others() const;
-  // Enqueues an exchange on the host. Run is what CUDA calls then.
-  absl::Status Launch(Exchange exchange);
-  static void Run(void* exchange);
-  void Do(const Exchange& exchange);
+  // Has the stream wait for an exchange, and the thread do it when the stream is there.
+  absl::Status Launch(Exchange exchange) ABSL_LOCKS_EXCLUDED(mutex_);
+  // ---- On the thread ----
+  void Run() ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::Status Do(const Exchange& exchange) ABSL_LOCKS_EXCLUDED(mutex_);
   // Calls `piece` for parts of `bytes` that fit a room.
   static absl::Status ForPieces(int64_t bytes,
                                 absl::FunctionRef<absl::Status(int64_t begin, int64_t bytes)> piece);
 
-  const PinnedBuffer rooms_;  // [ranks, kPieceBytes]
+  const int device_;
   const cudaStream_t stream_;
   HostTransfers* const transfers_;
+  PinnedBuffer memory_;        // [ranks, kPieceBytes], then done_number
+  std::vector<Event> events_;  // [kMostQueued]
+  uint32_t enqueued_ = 0;      // number of the last one; of the driving thread
   mutable absl::Mutex mutex_;
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
+  std::deque<Exchange> queue_ ABSL_GUARDED_BY(mutex_);  // the first is being done; at most kMostQueued
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;
 };
 
 }  // namespace lossd::kernels::cuda

@@ -72,7 +72,11 @@ class CudaLink final : public RankLink {
  public:
   CudaLink(const CudaLinkOptions& options, std::vector<std::string> offered,
            std::unique_ptr<HostTransfers> transfers)
-      : options_(options), offered_(std::move(offered)), transfers_(std::move(transfers)) {}
+      : device_(options.device),
+        replica_(options.replica),
+        timeout_(options.timeout),
+        offered_(std::move(offered)),
+        transfers_(std::move(transfers)) {}
 
   std::vector<std::string> CollectivesOffered() const override { return offered_; }
   absl::Status UseCollectives(const std::string& collectives) override;
@@ -87,7 +91,9 @@ class CudaLink final : public RankLink {
   // For one head.
   absl::StatusOr<std::shared_ptr<Collectives>> CollectivesOf(CudaHead* head);
 
-  const CudaLinkOptions options_;
+  const int device_;
+  const Replica replica_;
+  const absl::Duration timeout_;
   const std::vector<std::string> offered_;
   const std::unique_ptr<HostTransfers> transfers_;  // null: not offered
   bool by_nccl_ = false;                            // set once, before Address
@@ -108,14 +114,14 @@ absl::Status CudaLink::UseCollectives(const std::string& collectives) {
 
 absl::StatusOr<std::string> CudaLink::Address() {
   if (!by_nccl_) return transfers_->Address();
-  return options_.replica.index == 0 ? Nccl::NewId() : std::string();
+  return replica_.index == 0 ? Nccl::NewId() : std::string();
 }
 
 absl::Status CudaLink::Connect(const std::vector<std::string>& addresses) {
   if (!by_nccl_) return transfers_->Connect(addresses);
   if (addresses.empty()) return absl::InternalError("there is no id of NCCL");
   absl::StatusOr<std::unique_ptr<Nccl>> nccl =
-      Nccl::Join(options_.device, options_.replica, addresses.front(), options_.timeout);
+      Nccl::Join(device_, replica_, addresses.front(), timeout_);
   if (!nccl.ok()) return nccl.status();
   absl::MutexLock lock(&mutex_);
   if (!aborted_.ok()) return aborted_;
@@ -132,7 +138,7 @@ absl::StatusOr<std::shared_ptr<Collectives>> CudaLink::CollectivesOf(CudaHead* h
   Device& device = head->device();
   LOSSD_RETURN_IF_ERROR(device.Enter());
   absl::StatusOr<std::unique_ptr<HostCollectives>> made =
-      HostCollectives::Create(&device.ledger(), device.compute(), transfers_.get());
+      HostCollectives::Create(device_, device.compute(), &device.ledger(), transfers_.get());
   if (!made.ok()) return made.status();
   return *std::move(made);
 }
