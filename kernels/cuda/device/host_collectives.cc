@@ -7,29 +7,39 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/device/device.h"
 
 namespace lossd::kernels::cuda {
 namespace {
 
+absl::Status DriverStatus(CUresult result, const char* call) {
+  if (result == CUDA_SUCCESS) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat(call, " failed: error ", static_cast<int>(result)));
+}
+
 constexpr unsigned kDriverVersion = 12000;
 
-using WaitValueFunction = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
+// How often the thread looks whether the stream has come to an exchange.
+constexpr absl::Duration kNap = absl::Microseconds(20);
 
-// The stream goes on when *address is at least `value`, in the order of numbers that wrap around.
-absl::Status AwaitValue(cudaStream_t stream, const uint32_t* address, uint32_t value) {
-  void* found = nullptr;
+absl::Status FindInDriver(const char* name, void** function) {
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-  LOSSD_RETURN_IF_CUDA_ERROR(cudaGetDriverEntryPointByVersion("cuStreamWaitValue32", &found, kDriverVersion,
-                                                              cudaEnableDefault, &result),
-                             "cudaGetDriverEntryPointByVersion");
-  if (result != cudaDriverEntryPointSuccess) {
-    return absl::UnavailableError("the NVIDIA driver lacks cuStreamWaitValue32, which collectives gloo need");
-  }
-  const CUresult waits = reinterpret_cast<WaitValueFunction>(found)(
-      stream, reinterpret_cast<CUdeviceptr>(address), value, CU_STREAM_WAIT_VALUE_GEQ);
-  if (waits == CUDA_SUCCESS) return absl::OkStatus();
-  return absl::UnavailableError(absl::StrCat("cuStreamWaitValue32 failed: ", static_cast<int>(waits)));
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      cudaGetDriverEntryPointByVersion(name, function, kDriverVersion, cudaEnableDefault, &result),
+      "cudaGetDriverEntryPointByVersion");
+  if (result == cudaDriverEntryPointSuccess) return absl::OkStatus();
+  return absl::UnavailableError(
+      absl::StrCat("the NVIDIA driver lacks ", name, ", which collectives gloo need"));
+}
+
+CUdeviceptr AddressOf(const uint32_t* number) { return reinterpret_cast<CUdeviceptr>(number); }
+
+// In the order of numbers that wrap around.
+bool HasCome(const uint32_t* number, uint32_t wanted) {
+  return static_cast<int32_t>(__atomic_load_n(number, __ATOMIC_ACQUIRE) - wanted) >= 0;
 }
 
 }  // namespace
@@ -44,12 +54,11 @@ absl::StatusOr<std::unique_ptr<HostCollectives>> HostCollectives::Create(int dev
 
 absl::Status HostCollectives::Start(MemoryLedger* ledger) {
   LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(device_), "cudaSetDevice");
-  const auto number_bytes = static_cast<int64_t>(sizeof(uint32_t));
+  LOSSD_RETURN_IF_ERROR(FindInDriver("cuStreamWaitValue32", reinterpret_cast<void**>(&await_value_)));
+  LOSSD_RETURN_IF_ERROR(FindInDriver("cuStreamWriteValue32", reinterpret_cast<void**>(&write_value_)));
   LOSSD_RETURN_IF_ERROR(
-      Take(PinnedBuffer::Allocate(ledger, members() * kPieceBytes + number_bytes), memory_));
-  *done_number() = 0;
-  events_.resize(kMostQueued);
-  for (Event& event : events_) LOSSD_RETURN_IF_ERROR(Take(Event::Create(), event));
+      Take(PinnedBuffer::Allocate(ledger, members() * kPieceBytes + kNumberBytes), memory_));
+  *arrived() = *done() = 0;
   thread_ = std::thread([this] { Run(); });
   return absl::OkStatus();
 }
@@ -85,17 +94,29 @@ absl::Status HostCollectives::Launch(Exchange exchange) {
     };
     mutex_.Await(absl::Condition(&has_room));
   }
-  exchange.number = enqueued_ + 1;
-  LOSSD_RETURN_IF_ERROR(Record(EventOf(exchange.number), stream_));
-  LOSSD_RETURN_IF_ERROR(AwaitValue(stream_, done_number(), exchange.number));
-  ++enqueued_;
-  absl::MutexLock lock(&mutex_);
-  queue_.push_back(std::move(exchange));
-  return absl::OkStatus();
+  const uint32_t number = exchange.number = ++enqueued_;
+  {
+    absl::MutexLock lock(&mutex_);
+    queue_.push_back(std::move(exchange));
+  }
+  LOSSD_RETURN_IF_ERROR(
+      DriverStatus(write_value_(stream_, AddressOf(arrived()), number, CU_STREAM_WRITE_VALUE_DEFAULT),
+               "cuStreamWriteValue32"));
+  return DriverStatus(await_value_(stream_, AddressOf(done()), number, CU_STREAM_WAIT_VALUE_GEQ),
+                  "cuStreamWaitValue32");
+}
+
+// The thread calls nothing of CUDA, which may wait for the stream while it holds a lock.
+bool HostCollectives::AwaitArrival(uint32_t number) const {
+  while (!HasCome(arrived(), number)) {
+    absl::SleepFor(kNap);
+    absl::MutexLock lock(&mutex_);
+    if (stopping_ || !failure_.ok()) return false;
+  }
+  return true;
 }
 
 void HostCollectives::Run() {
-  cudaSetDevice(device_);
   for (;;) {
     const Exchange* next = nullptr;
     {
@@ -108,9 +129,7 @@ void HostCollectives::Run() {
       if (queue_.empty()) return;
       next = &queue_.front();  // stays there, whatever is added
     }
-    absl::Status status =
-        ToStatus(cudaEventSynchronize(EventOf(next->number).get()), "cudaEventSynchronize");
-    if (status.ok()) status = Do(*next);
+    absl::Status status = AwaitArrival(next->number) ? Do(*next) : failure();
     if (!status.ok()) {
       // What is behind it on the stream goes on, and finds numbers.
       for (const int member : next->receive_from) std::memset(Room(member), 0, next->bytes);
@@ -118,7 +137,7 @@ void HostCollectives::Run() {
       failure_.Update(std::move(status));
     }
     // Whoever waits for what is behind it asks for the failure then.
-    __atomic_store_n(done_number(), next->number, __ATOMIC_RELEASE);
+    __atomic_store_n(done(), next->number, __ATOMIC_RELEASE);
     absl::MutexLock lock(&mutex_);
     queue_.pop_front();
   }

@@ -11,6 +11,8 @@
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_HOST_COLLECTIVES_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_HOST_COLLECTIVES_H_
 
+#include <cuda.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -24,7 +26,6 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/cuda/device/collectives.h"
-#include "kernels/cuda/device/device.h"
 #include "kernels/cuda/device/device_memory.h"
 #include "kernels/host_transfers.h"
 
@@ -60,6 +61,9 @@ class HostCollectives final : public Collectives {
   absl::Status failure() const override ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
+  static constexpr int64_t kNumberBytes = 128;
+  using StreamValueFunction = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
+
   // What the host does for one piece, once this rank's bytes of it are in its room.
   struct Exchange {
     uint32_t number = 0;
@@ -75,13 +79,15 @@ class HostCollectives final : public Collectives {
 
   bool is(int member) const { return member == first_member(); }
   uint8_t* Room(int member) const { return memory_.data() + member * kPieceBytes; }
-  // Of the last exchange that is done; the stream reads it too.
-  uint32_t* done_number() const { return reinterpret_cast<uint32_t*>(Room(members())); }
-  const Event& EventOf(uint32_t number) const { return events_[number % kMostQueued]; }
+  // Numbers of the exchange that the stream has come to, and of the last that is done, for which it waits.
+  uint32_t* arrived() const { return reinterpret_cast<uint32_t*>(Room(members())); }
+  uint32_t* done() const { return reinterpret_cast<uint32_t*>(Room(members()) + kNumberBytes / 2); }
   std::vector<int> Others() const;
   // Has the stream wait for an exchange, and the thread do it when the stream is there.
   absl::Status Launch(Exchange exchange) ABSL_LOCKS_EXCLUDED(mutex_);
   // ---- On the thread ----
+  // False if the stream does not come any more.
+  bool AwaitArrival(uint32_t number) const ABSL_LOCKS_EXCLUDED(mutex_);
   void Run() ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status Do(const Exchange& exchange) ABSL_LOCKS_EXCLUDED(mutex_);
   // Calls `piece` for parts of `bytes` that fit a room.
@@ -91,9 +97,9 @@ class HostCollectives final : public Collectives {
   const int device_;
   const cudaStream_t stream_;
   HostTransfers* const transfers_;
-  PinnedBuffer memory_;        // [ranks, kPieceBytes], then done_number
-  std::vector<Event> events_;  // [kMostQueued]
-  uint32_t enqueued_ = 0;      // number of the last one; of the driving thread
+  StreamValueFunction await_value_ = nullptr, write_value_ = nullptr;  // of the driver
+  PinnedBuffer memory_;                                                // [ranks, kPieceBytes], then the numbers
+  uint32_t enqueued_ = 0;  // number of the last one; of the driving thread
   mutable absl::Mutex mutex_;
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
   std::deque<Exchange> queue_ ABSL_GUARDED_BY(mutex_);  // the first is being done; at most kMostQueued
