@@ -53,7 +53,7 @@ absl::StatusOr<CreatedBackend> CreateCpu(const BackendChoice& choice, std::strin
 absl::StatusOr<CreatedBackend> WithGpuLink(const BackendChoice& choice, std::unique_ptr<Backend> backend) {
   CreatedBackend created{.backend = std::move(backend), .link = nullptr, .note = ""};
   if (choice.replica.count == 1) return created;
-  absl::StatusOr<std::unique_ptr<RankLink>> link = CreateGpuLink(choice);
+  absl::StatusOr<std::unique_ptr<RankLink>> link = CreateGpuLink(choice, created.backend.get());
   if (!link.ok()) return link.status();
   created.link = *std::move(link);
   return created;

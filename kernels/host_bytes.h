@@ -1,5 +1,5 @@
-// Retained memory that the host can read: where other processes compute the rows whose hidden states are there
-// (docs/scaling.md). Memory of the CPU and CUDA backends is HostBytes besides.
+// Retained memory that the host can read: where other processes compute the rows whose hidden states are
+// there (docs/scaling.md). Memory of the CPU and CUDA backends is HostBytes besides.
 #ifndef LOSSD_KERNELS_HOST_BYTES_H_
 #define LOSSD_KERNELS_HOST_BYTES_H_
 
@@ -15,7 +15,8 @@ namespace lossd::kernels {
 class HostBytes {
  public:
   virtual ~HostBytes() = default;
-  // Copies what lies at `offset`, to fill `out`. What a chunk keeps there may be read once its results are out.
+  // Copies what lies at `offset`, to fill `out`. What a chunk keeps there may be read once its results are
+  // out.
   virtual absl::Status ReadBytes(int64_t offset, absl::Span<uint8_t> out) const = 0;
 };
 

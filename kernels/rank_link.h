@@ -26,7 +26,8 @@ class RankLink {
 
   // What this rank can use of these, the best first.
   virtual std::vector<std::string> CollectivesOffered() const = 0;
-  // The choice, which all ranks make alike. Called once, before Address. INVALID_ARGUMENT if it is not offered.
+  // The choice, which all ranks make alike. Called once, before Address. INVALID_ARGUMENT if it is not
+  // offered.
   virtual absl::Status UseCollectives(const std::string& collectives) = 0;
   // What the other ranks have to know of this one to reach it. Called once.
   virtual absl::StatusOr<std::string> Address() = 0;
@@ -45,8 +46,8 @@ class RankLink {
   // order. The link outlives `head`, of the backend that came with the link, whose split is kVocabulary.
   virtual absl::Status JoinClasses(HeadKernels* head) = 0;
   // From now on, when a chunk's exchange fails, which is UNAVAILABLE, `on_failure` is told why, on the
-  // driving thread or the one that tells the chunk's results, and the chunk fails with what it returns. It may
-  // block: no chunk is computed any more. Called before the first chunk.
+  // driving thread or the one that tells the chunk's results, and the chunk fails with what it returns. It
+  // may block: no chunk is computed any more. Called before the first chunk.
   virtual void WatchChunks(std::function<absl::Status(const absl::Status&)> on_failure) = 0;
 
   // Another rank is known to be lost: whatever waits for it fails with `reason`, and all that comes.

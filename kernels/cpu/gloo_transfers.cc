@@ -95,7 +95,8 @@ absl::Status GlooTransfers::Call(const std::string& what, absl::FunctionRef<void
   return failure();
 }
 
-absl::Status GlooTransfers::Exchange(absl::Span<const RankTransfer> send, absl::Span<const RankTransfer> receive) {
+absl::Status GlooTransfers::Exchange(absl::Span<const RankTransfer> send,
+                                     absl::Span<const RankTransfer> receive) {
   std::string what = "exchange with the other ranks";
   return Call(what, [&] {
     std::vector<std::unique_ptr<gloo::transport::UnboundBuffer>> buffers;

@@ -8,7 +8,8 @@ bool HaveGloo() { return false; }
 absl::StatusOr<std::unique_ptr<HostTransfers>> CreateGlooTransfers(Replica, const std::string&,
                                                                    absl::Duration) {
   return absl::UnavailableError(
-      "several processes that exchange through the memory of their hosts need Gloo, and this program was built "
+      "several processes that exchange through the memory of their hosts need Gloo, and this program was "
+      "built "
       "without it (libgloo-dev)");
 }
 

@@ -2,10 +2,12 @@
 #ifndef LOSSD_KERNELS_CUDA_CUDA_LINK_H_
 #define LOSSD_KERNELS_CUDA_CUDA_LINK_H_
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "kernels/host_transfers.h"
@@ -22,6 +24,8 @@ struct CudaLinkOptions {
   std::string collectives = "auto";
   // What carries the exchanges of "gloo". UNAVAILABLE if there is nothing.
   std::function<absl::StatusOr<std::unique_ptr<HostTransfers>>()> make_transfers;
+  // Told of memory of the host that the link is about to take for good.
+  std::function<absl::Status(int64_t bytes)> plan_memory = [](int64_t) { return absl::OkStatus(); };
 };
 
 // By NCCL, sums are formed as among the GPUs of one process; by Gloo, in the order of the ranks. Connections

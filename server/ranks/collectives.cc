@@ -30,7 +30,8 @@ absl::Status CheckOffer(const std::string& collectives, const v1::Hello& worker)
   const auto& offered = worker.collectives();
   if (std::find(offered.begin(), offered.end(), collectives) != offered.end()) return absl::OkStatus();
   return errors::FieldError(absl::StrCat("rank ", worker.rank(), ": collectives"),
-                            absl::StrCat("have ", collectives, ", as rank 0 has"), absl::StrJoin(offered, ", "));
+                            absl::StrCat("have ", collectives, ", as rank 0 has"),
+                            absl::StrJoin(offered, ", "));
 }
 
 }  // namespace

@@ -19,8 +19,8 @@ struct CollectivesChoice {
   std::string reason;       // why not the best that the leader has; empty if it is that
 };
 
-// The first of what the leader offers that all workers offer as well and that can be: NCCL connects only ranks
-// with a GPU each. INVALID_ARGUMENT naming what is in the way if there is none.
+// The first of what the leader offers that all workers offer as well and that can be: NCCL connects only
+// ranks with a GPU each. INVALID_ARGUMENT naming what is in the way if there is none.
 absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string> offered,
                                                     const std::string& leader_gpu,
                                                     absl::Span<const v1::Hello> workers);

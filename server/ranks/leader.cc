@@ -185,10 +185,9 @@ absl::Status LeaderImpl::OnChunkFailure(const absl::Status& failure) {
     return !lost_.ok();
   };
   if (mutex_.AwaitWithTimeout(absl::Condition(&is_lost), kLastWords)) return lost_;
-  const absl::Status status = absl::UnavailableError(
-      absl::StrCat("a rank is lost, or has not done its part of a chunk within ",
-                   absl::FormatDuration(options_.collective_timeout),
-                   " (--collective_timeout): ", failure.message()));
+  const absl::Status status = absl::UnavailableError(absl::StrCat(
+      "a rank is lost, or has not done its part of a chunk within ",
+      absl::FormatDuration(options_.collective_timeout), " (--collective_timeout): ", failure.message()));
   workers_.begin()->second->GiveUp(status);
   return status;
 }

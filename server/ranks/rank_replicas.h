@@ -18,9 +18,9 @@ namespace lossd::ranks {
 absl::StatusOr<std::unique_ptr<kernels::Replicas>> MakeRankReplicas(
     kernels::RankLink* link, absl::Duration timeout, absl::Span<kernels::HeadKernels* const> heads);
 
-// Joins the leader's part of a head that is split by vocabulary to those of the workers, who have joined theirs.
-// `heads` as above. INVALID_ARGUMENT naming rank and values if chunks have to be of the same size on all ranks,
-// and would not be.
+// Joins the leader's part of a head that is split by vocabulary to those of the workers, who have joined
+// theirs. `heads` as above. INVALID_ARGUMENT naming rank and values if chunks have to be of the same size on
+// all ranks, and would not be.
 absl::Status JoinRankClasses(kernels::RankLink* link, bool same_chunks,
                              absl::Span<kernels::HeadKernels* const> heads);
 

@@ -71,9 +71,8 @@ class WorkerBuffers {
   void Keep(Buffer buffer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     free_.push_back(std::move(buffer));
     if (free_.size() <= most_) return;
-    free_.erase(std::min_element(free_.begin(), free_.end(), [](const Buffer& a, const Buffer& b) {
-      return SizeOf(a) < SizeOf(b);
-    }));
+    free_.erase(std::min_element(free_.begin(), free_.end(),
+                                 [](const Buffer& a, const Buffer& b) { return SizeOf(a) < SizeOf(b); }));
   }
 
   kernels::Backend* const backend_;

@@ -1,5 +1,5 @@
-// What the parts of a head that is split by vocabulary exchange while a chunk is computed, each on a device of
-// its own. Every part calls the same functions with the same sizes in the same order, from the thread that
+// What the parts of a head that is split by vocabulary exchange while a chunk is computed, each on a device
+// of its own. Every part calls the same functions with the same sizes in the same order, from the thread that
 // drives its device, and each call enqueues on the device's compute stream; Wait is for the completion
 // thread, and Abort for any.
 //
@@ -32,8 +32,8 @@ class ClassExchange {
   virtual absl::Status Gather(const void* own, void* all, int64_t bytes) = 0;
   // Of so many rows, those whose sums SumRows leaves with this part. Every row has one part.
   virtual RowRange RowsHere(int64_t rows) const = 0;
-  // data [rows, cols], with room for as many rows as the parts divide evenly: RowsHere become the sums over all
-  // parts. The others are unspecified.
+  // data [rows, cols], with room for as many rows as the parts divide evenly: RowsHere become the sums over
+  // all parts. The others are unspecified.
   virtual absl::Status SumRows(float* data, int64_t rows, int64_t cols) = 0;
 
   // Waits until the event has happened, or until it cannot any more.

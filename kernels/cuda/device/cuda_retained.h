@@ -22,7 +22,8 @@ class CudaRetained final : public RetainedMemory, public HostBytes {
   uint8_t* data() const { return buffer_.data(); }  // on the device
   absl::Status ReadBytes(int64_t offset, absl::Span<uint8_t> out) const override {
     LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(device_), "cudaSetDevice");
-    return ToStatus(cudaMemcpy(out.data(), data() + offset, out.size(), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    return ToStatus(cudaMemcpy(out.data(), data() + offset, out.size(), cudaMemcpyDeviceToHost),
+                    "cudaMemcpy");
   }
 
  private:

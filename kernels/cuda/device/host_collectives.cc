@@ -24,6 +24,8 @@ constexpr unsigned kDriverVersion = 12000;
 
 // How often the thread looks whether the stream has come to an exchange.
 constexpr absl::Duration kNap = absl::Microseconds(20);
+// How often who waits for the thread looks whether the stream still works.
+constexpr absl::Duration kLook = absl::Seconds(1);
 
 absl::Status FindInDriver(const char* name, void** function) {
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
@@ -44,35 +46,31 @@ bool HasCome(const uint32_t* number, uint32_t wanted) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<HostCollectives>> HostCollectives::Create(int device, cudaStream_t stream,
-                                                                         MemoryLedger* ledger,
+absl::StatusOr<std::unique_ptr<HostCollectives>> HostCollectives::Create(int device,
                                                                          HostTransfers* transfers) {
-  std::unique_ptr<HostCollectives> made(new HostCollectives(device, stream, transfers));
-  LOSSD_RETURN_IF_ERROR(made->Start(ledger));
+  std::unique_ptr<HostCollectives> made(new HostCollectives(device, transfers));
+  LOSSD_RETURN_IF_ERROR(made->Start());
   return made;
 }
 
-absl::Status HostCollectives::Start(MemoryLedger* ledger) {
+absl::Status HostCollectives::Start() {
   LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(device_), "cudaSetDevice");
   LOSSD_RETURN_IF_ERROR(FindInDriver("cuStreamWaitValue32", reinterpret_cast<void**>(&await_value_)));
   LOSSD_RETURN_IF_ERROR(FindInDriver("cuStreamWriteValue32", reinterpret_cast<void**>(&write_value_)));
-  LOSSD_RETURN_IF_ERROR(
-      Take(PinnedBuffer::Allocate(ledger, members() * kPieceBytes + kNumberBytes), memory_));
+  LOSSD_RETURN_IF_ERROR(Take(PinnedBuffer::Allocate(&ledger_, MemoryBytes(members())), memory_));
   *arrived() = *done() = 0;
   thread_ = std::thread([this] { Run(); });
   return absl::OkStatus();
 }
 
-// What is enqueued uses the memory.
 HostCollectives::~HostCollectives() {
   if (!thread_.joinable()) return;
-  cudaSetDevice(device_);
-  cudaStreamSynchronize(stream_);
   {
     absl::MutexLock lock(&mutex_);
     stopping_ = true;
   }
   thread_.join();
+  cudaSetDevice(device_);
 }
 
 // ---- On the host, in the order of the stream ----
@@ -85,25 +83,34 @@ std::vector<int> HostCollectives::Others() const {
   return others;
 }
 
-absl::Status HostCollectives::Launch(Exchange exchange) {
-  {
-    absl::MutexLock lock(&mutex_);
-    const auto has_room = [this] {
-      mutex_.AssertHeld();
-      return queue_.size() < kMostQueued;
-    };
-    mutex_.Await(absl::Condition(&has_room));
+// A stream that has failed comes to none of them.
+absl::Status HostCollectives::AwaitRoom(cudaStream_t stream) {
+  const auto has_room = [this] {
+    mutex_.AssertHeld();
+    return queue_.size() < kMostQueued;
+  };
+  for (;;) {
+    {
+      absl::MutexLock lock(&mutex_);
+      if (mutex_.AwaitWithTimeout(absl::Condition(&has_room), kLook)) return absl::OkStatus();
+    }
+    const cudaError_t state = cudaStreamQuery(stream);
+    if (state != cudaSuccess && state != cudaErrorNotReady) return Abort(ToStatus(state, "cudaStreamQuery"));
   }
+}
+
+absl::Status HostCollectives::Launch(Exchange exchange, cudaStream_t stream) {
+  LOSSD_RETURN_IF_ERROR(AwaitRoom(stream));
   const uint32_t number = exchange.number = ++enqueued_;
   {
     absl::MutexLock lock(&mutex_);
     queue_.push_back(std::move(exchange));
   }
   LOSSD_RETURN_IF_ERROR(
-      DriverStatus(write_value_(stream_, AddressOf(arrived()), number, CU_STREAM_WRITE_VALUE_DEFAULT),
-               "cuStreamWriteValue32"));
-  return DriverStatus(await_value_(stream_, AddressOf(done()), number, CU_STREAM_WAIT_VALUE_GEQ),
-                  "cuStreamWaitValue32");
+      DriverStatus(write_value_(stream, AddressOf(arrived()), number, CU_STREAM_WRITE_VALUE_DEFAULT),
+                   "cuStreamWriteValue32"));
+  return DriverStatus(await_value_(stream, AddressOf(done()), number, CU_STREAM_WAIT_VALUE_GEQ),
+                      "cuStreamWaitValue32");
 }
 
 // The thread calls nothing of CUDA, which may wait for the stream while it holds a lock.
@@ -163,8 +170,8 @@ absl::Status HostCollectives::Do(const Exchange& exchange) {
   return absl::OkStatus();
 }
 
-absl::Status HostCollectives::ForPieces(
-    int64_t bytes, absl::FunctionRef<absl::Status(int64_t begin, int64_t bytes)> piece) {
+absl::Status HostCollectives::ForPieces(int64_t bytes,
+                                        absl::FunctionRef<absl::Status(int64_t begin, int64_t bytes)> piece) {
   for (int64_t begin = 0; begin < bytes; begin += kPieceBytes) {
     LOSSD_RETURN_IF_ERROR(piece(begin, std::min(kPieceBytes, bytes - begin)));
   }
@@ -175,57 +182,60 @@ absl::Status HostCollectives::ForPieces(
 
 absl::Status HostCollectives::Sum(const std::vector<Part>& parts, int64_t floats, int root) {
   auto* const data = static_cast<uint8_t*>(parts.front().data);
+  const cudaStream_t stream = parts.front().stream;
   return ForPieces(floats * static_cast<int64_t>(sizeof(float)), [&](int64_t begin, int64_t bytes) {
     Exchange exchange;
     exchange.bytes = static_cast<size_t>(bytes);
     exchange.sums = is(root);
     (is(root) ? exchange.receive_from : exchange.send_to) = is(root) ? Others() : std::vector<int>{root};
-    LOSSD_RETURN_IF_ERROR(Copy(Room(first_member()), data + begin, bytes, stream_));
-    LOSSD_RETURN_IF_ERROR(Launch(std::move(exchange)));
-    return is(root) ? Copy(data + begin, Room(root), bytes, stream_) : absl::OkStatus();
+    LOSSD_RETURN_IF_ERROR(Copy(Room(first_member()), data + begin, bytes, stream));
+    LOSSD_RETURN_IF_ERROR(Launch(std::move(exchange), stream));
+    return is(root) ? Copy(data + begin, Room(root), bytes, stream) : absl::OkStatus();
   });
 }
 
 absl::Status HostCollectives::Spread(const std::vector<Part>& parts, DType dtype, int64_t count, int root) {
   auto* const data = static_cast<uint8_t*>(parts.front().data);
+  const cudaStream_t stream = parts.front().stream;
   return ForPieces(count * static_cast<int64_t>(SizeOf(dtype)), [&](int64_t begin, int64_t bytes) {
     Exchange exchange;
     exchange.bytes = static_cast<size_t>(bytes);
     if (is(root)) {
       exchange.send_to = Others();
-      LOSSD_RETURN_IF_ERROR(Copy(Room(root), data + begin, bytes, stream_));
-      return Launch(std::move(exchange));
+      LOSSD_RETURN_IF_ERROR(Copy(Room(root), data + begin, bytes, stream));
+      return Launch(std::move(exchange), stream);
     }
     exchange.receive_from = {root};
-    LOSSD_RETURN_IF_ERROR(Launch(std::move(exchange)));
-    return Copy(data + begin, Room(root), bytes, stream_);
+    LOSSD_RETURN_IF_ERROR(Launch(std::move(exchange), stream));
+    return Copy(data + begin, Room(root), bytes, stream);
   });
 }
 
 absl::Status HostCollectives::SumOfAll(const Part& part, int64_t floats) {
   auto* const data = static_cast<uint8_t*>(part.data);
+  const cudaStream_t stream = part.stream;
   return ForPieces(floats * static_cast<int64_t>(sizeof(float)), [&](int64_t begin, int64_t bytes) {
     Exchange exchange;
     exchange.bytes = static_cast<size_t>(bytes);
     exchange.send_to = exchange.receive_from = Others();
     exchange.sums = true;
-    LOSSD_RETURN_IF_ERROR(Copy(Room(first_member()), data + begin, bytes, stream_));
-    LOSSD_RETURN_IF_ERROR(Launch(std::move(exchange)));
-    return Copy(data + begin, Room(first_member()), bytes, stream_);
+    LOSSD_RETURN_IF_ERROR(Copy(Room(first_member()), data + begin, bytes, stream));
+    LOSSD_RETURN_IF_ERROR(Launch(std::move(exchange), stream));
+    return Copy(data + begin, Room(first_member()), bytes, stream);
   });
 }
 
 absl::Status HostCollectives::Gather(const Part& part, const void* own, int64_t bytes) {
   auto* const all = static_cast<uint8_t*>(part.data);
+  const cudaStream_t stream = part.stream;
   return ForPieces(bytes, [&](int64_t begin, int64_t n) -> absl::Status {
     Exchange exchange;
     exchange.bytes = static_cast<size_t>(n);
     exchange.send_to = exchange.receive_from = Others();
-    LOSSD_RETURN_IF_ERROR(
-        Copy(Room(first_member()), static_cast<const uint8_t*>(own) + begin, n, stream_));
-    LOSSD_RETURN_IF_ERROR(Launch(std::move(exchange)));
+    LOSSD_RETURN_IF_ERROR(Copy(Room(first_member()), static_cast<const uint8_t*>(own) + begin, n, stream));
+    LOSSD_RETURN_IF_ERROR(Launch(std::move(exchange), stream));
     for (int member = 0; member < members(); ++member) {
-      LOSSD_RETURN_IF_ERROR(Copy(all + member * bytes + begin, Room(member), n, stream_));
+      LOSSD_RETURN_IF_ERROR(Copy(all + member * bytes + begin, Room(member), n, stream));
     }
     return absl::OkStatus();
   });
@@ -239,8 +249,8 @@ absl::Status HostCollectives::Enqueue(absl::FunctionRef<absl::Status()> exchange
 
 // ---- Their end ----
 
-absl::Status HostCollectives::Wait(const std::vector<Part>&) {
-  const absl::Status status = ToStatus(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+absl::Status HostCollectives::Wait(const std::vector<Part>& parts) {
+  const absl::Status status = ToStatus(cudaStreamSynchronize(parts.front().stream), "cudaStreamSynchronize");
   return status.ok() ? failure() : Abort(status);
 }
 

@@ -1,11 +1,11 @@
 // Collectives of GPUs in several processes, one in each, through the memory of their hosts: what goes to
-// another rank is copied to the host, sent, and copied to that rank's GPU. It needs no NCCL, and several ranks
-// may have the same GPU.
+// another rank is copied to the host, sent, and copied to that rank's GPU. It needs no NCCL, and several
+// ranks may have the same GPU.
 //
-// An exchange is enqueued in pieces: a copy to pinned memory, a wait of the stream until a thread of the object's
-// own has sent and received, and a copy back. That thread waits for the stream to come there, and at most as
-// long as the transfers allow for other ranks. An exchange after one that has failed does nothing, so that
-// streams always come to their end.
+// An exchange is enqueued in pieces: a copy to pinned memory, a wait of the stream until a thread of the
+// object's own has sent and received, and a copy back. That thread waits for the stream to come there, and at
+// most as long as the transfers allow for other ranks. An exchange after one that has failed does nothing, so
+// that streams always come to their end.
 //
 // Sums are formed in the order of the ranks: all ranks get the same bits.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_HOST_COLLECTIVES_H_
@@ -38,12 +38,13 @@ class HostCollectives final : public Collectives {
   // Exchanges that are enqueued; the driving thread waits before there are more.
   static constexpr size_t kMostQueued = 256;
 
-  // Of this process's GPU `device`, and its stream for all exchanges. `transfers` are connected; they and
-  // `ledger` outlive the object. RESOURCE_EXHAUSTED if there is no pinned memory: a piece of each rank.
-  static absl::StatusOr<std::unique_ptr<HostCollectives>> Create(int device, cudaStream_t stream,
-                                                                 MemoryLedger* ledger,
-                                                                 HostTransfers* transfers);
-  // Waits until the stream has done what was enqueued.
+  // Of this process's GPU `device`. `transfers` are connected, and outlive the object.
+  // RESOURCE_EXHAUSTED if there is no pinned memory of MemoryBytes(). All exchanges are enqueued on the same
+  // stream.
+  static absl::StatusOr<std::unique_ptr<HostCollectives>> Create(int device, HostTransfers* transfers);
+  // What it takes of the host's memory: a piece of each rank.
+  static int64_t MemoryBytes(int ranks) { return ranks * kPieceBytes + kNumberBytes; }
+  // No exchange may be under way.
   ~HostCollectives() override;
   HostCollectives(const HostCollectives&) = delete;
   HostCollectives& operator=(const HostCollectives&) = delete;
@@ -73,9 +74,8 @@ class HostCollectives final : public Collectives {
     bool sums = false;              // adds up the rooms of all ranks, into the own one
   };
 
-  HostCollectives(int device, cudaStream_t stream, HostTransfers* transfers)
-      : device_(device), stream_(stream), transfers_(transfers) {}
-  absl::Status Start(MemoryLedger* ledger);
+  HostCollectives(int device, HostTransfers* transfers) : device_(device), transfers_(transfers) {}
+  absl::Status Start();
 
   bool is(int member) const { return member == first_member(); }
   uint8_t* Room(int member) const { return memory_.data() + member * kPieceBytes; }
@@ -83,8 +83,10 @@ class HostCollectives final : public Collectives {
   uint32_t* arrived() const { return reinterpret_cast<uint32_t*>(Room(members())); }
   uint32_t* done() const { return reinterpret_cast<uint32_t*>(Room(members()) + kNumberBytes / 2); }
   std::vector<int> Others() const;
+  // Until the queue takes another exchange.
+  absl::Status AwaitRoom(cudaStream_t stream) ABSL_LOCKS_EXCLUDED(mutex_);
   // Has the stream wait for an exchange, and the thread do it when the stream is there.
-  absl::Status Launch(Exchange exchange) ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::Status Launch(Exchange exchange, cudaStream_t stream) ABSL_LOCKS_EXCLUDED(mutex_);
   // ---- On the thread ----
   // False if the stream does not come any more.
   bool AwaitArrival(uint32_t number) const ABSL_LOCKS_EXCLUDED(mutex_);
@@ -95,10 +97,10 @@ class HostCollectives final : public Collectives {
                                 absl::FunctionRef<absl::Status(int64_t begin, int64_t bytes)> piece);
 
   const int device_;
-  const cudaStream_t stream_;
   HostTransfers* const transfers_;
   StreamValueFunction await_value_ = nullptr, write_value_ = nullptr;  // of the driver
-  PinnedBuffer memory_;                                                // [ranks, kPieceBytes], then the numbers
+  MemoryLedger ledger_{0};
+  PinnedBuffer memory_;    // [ranks, kPieceBytes], then the numbers
   uint32_t enqueued_ = 0;  // number of the last one; of the driving thread
   mutable absl::Mutex mutex_;
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);

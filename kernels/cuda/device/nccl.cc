@@ -127,8 +127,8 @@ absl::Status Nccl::Enter(const std::string& id) {
   std::copy(id.begin(), id.end(), unique.internal);
   LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(devices_.front()), "cudaSetDevice");
   ncclComm_t communicator = nullptr;
-  LOSSD_RETURN_IF_ERROR(Check(library_->init_rank(&communicator, replica_.count, unique, replica_.index),
-                              "ncclCommInitRank"));
+  LOSSD_RETURN_IF_ERROR(
+      Check(library_->init_rank(&communicator, replica_.count, unique, replica_.index), "ncclCommInitRank"));
   library_->communicators = {communicator};
   return absl::OkStatus();
 }

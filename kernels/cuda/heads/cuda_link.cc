@@ -75,6 +75,7 @@ class CudaLink final : public RankLink {
       : device_(options.device),
         replica_(options.replica),
         timeout_(options.timeout),
+        plan_memory_(options.plan_memory),
         offered_(std::move(offered)),
         transfers_(std::move(transfers)) {}
 
@@ -88,19 +89,22 @@ class CudaLink final : public RankLink {
   void Abort(const absl::Status& reason) override;
 
  private:
-  // For one head.
-  absl::StatusOr<std::shared_ptr<Collectives>> CollectivesOf(CudaHead* head);
+  absl::StatusOr<std::unique_ptr<Collectives>> ConnectByNccl(const std::vector<std::string>& addresses) const;
+  absl::StatusOr<std::unique_ptr<Collectives>> ConnectThroughHosts(
+      const std::vector<std::string>& addresses) const;
+  absl::StatusOr<std::shared_ptr<Collectives>> Connected() const ABSL_LOCKS_EXCLUDED(mutex_);
 
   const int device_;
   const Replica replica_;
   const absl::Duration timeout_;
+  const std::function<absl::Status(int64_t)> plan_memory_;
   const std::vector<std::string> offered_;
   const std::unique_ptr<HostTransfers> transfers_;  // null: not offered
   bool by_nccl_ = false;                            // set once, before Address
   OnFailure on_chunk_failure_;
-  absl::Mutex mutex_;
+  mutable absl::Mutex mutex_;
   absl::Status aborted_ ABSL_GUARDED_BY(mutex_);
-  std::shared_ptr<Nccl> nccl_ ABSL_GUARDED_BY(mutex_);  // once connected, it stays
+  std::shared_ptr<Collectives> collectives_ ABSL_GUARDED_BY(mutex_);  // once connected, they stay
 };
 
 absl::Status CudaLink::UseCollectives(const std::string& collectives) {
@@ -118,35 +122,38 @@ absl::StatusOr<std::string> CudaLink::Address() {
 }
 
 absl::Status CudaLink::Connect(const std::vector<std::string>& addresses) {
-  if (!by_nccl_) return transfers_->Connect(addresses);
-  if (addresses.empty()) return absl::InternalError("there is no id of NCCL");
-  absl::StatusOr<std::unique_ptr<Nccl>> nccl =
-      Nccl::Join(device_, replica_, addresses.front(), timeout_);
-  if (!nccl.ok()) return nccl.status();
+  absl::StatusOr<std::unique_ptr<Collectives>> made =
+      by_nccl_ ? ConnectByNccl(addresses) : ConnectThroughHosts(addresses);
+  if (!made.ok()) return made.status();
   absl::MutexLock lock(&mutex_);
   if (!aborted_.ok()) return aborted_;
-  nccl_ = *std::move(nccl);
+  collectives_ = *std::move(made);
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::shared_ptr<Collectives>> CudaLink::CollectivesOf(CudaHead* head) {
-  if (by_nccl_) {
-    absl::MutexLock lock(&mutex_);
-    if (nccl_ == nullptr) return absl::InternalError("the ranks are not connected");
-    return nccl_;
-  }
-  Device& device = head->device();
-  LOSSD_RETURN_IF_ERROR(device.Enter());
-  absl::StatusOr<std::unique_ptr<HostCollectives>> made =
-      HostCollectives::Create(device_, device.compute(), &device.ledger(), transfers_.get());
-  if (!made.ok()) return made.status();
-  return *std::move(made);
+absl::StatusOr<std::unique_ptr<Collectives>> CudaLink::ConnectByNccl(
+    const std::vector<std::string>& addresses) const {
+  if (addresses.empty()) return absl::InternalError("there is no id of NCCL");
+  return Nccl::Join(device_, replica_, addresses.front(), timeout_);
+}
+
+absl::StatusOr<std::unique_ptr<Collectives>> CudaLink::ConnectThroughHosts(
+    const std::vector<std::string>& addresses) const {
+  LOSSD_RETURN_IF_ERROR(plan_memory_(HostCollectives::MemoryBytes(replica_.count)));
+  LOSSD_RETURN_IF_ERROR(transfers_->Connect(addresses));
+  return HostCollectives::Create(device_, transfers_.get());
+}
+
+absl::StatusOr<std::shared_ptr<Collectives>> CudaLink::Connected() const {
+  absl::MutexLock lock(&mutex_);
+  if (collectives_ == nullptr) return absl::InternalError("the ranks are not connected");
+  return collectives_;
 }
 
 absl::StatusOr<std::unique_ptr<Replicas>> CudaLink::Join(HeadKernels* head) {
   const absl::StatusOr<CudaHead*> cuda = CudaHeadOf(head);
   if (!cuda.ok()) return cuda.status();
-  absl::StatusOr<std::shared_ptr<Collectives>> collectives = CollectivesOf(*cuda);
+  absl::StatusOr<std::shared_ptr<Collectives>> collectives = Connected();
   if (!collectives.ok()) return collectives.status();
   return MakeHeadReplicas(*std::move(collectives), {*cuda});
 }
@@ -157,7 +164,7 @@ absl::Status CudaLink::JoinClasses(HeadKernels* head) {
   if ((*cuda)->config().split != Split::kVocabulary) {
     return errors::FieldError("split", "be vocabulary", Name((*cuda)->config().split));
   }
-  absl::StatusOr<std::shared_ptr<Collectives>> collectives = CollectivesOf(*cuda);
+  absl::StatusOr<std::shared_ptr<Collectives>> collectives = Connected();
   if (!collectives.ok()) return collectives.status();
   (*cuda)->Join(std::make_unique<RankClassExchange>(*std::move(collectives), (*cuda)->device().compute(),
                                                     &on_chunk_failure_));
@@ -165,14 +172,14 @@ absl::Status CudaLink::JoinClasses(HeadKernels* head) {
 }
 
 void CudaLink::Abort(const absl::Status& reason) {
-  std::shared_ptr<Nccl> nccl;
+  std::shared_ptr<Collectives> collectives;
   {
     absl::MutexLock lock(&mutex_);
     aborted_.Update(reason);
-    nccl = nccl_;
+    collectives = collectives_;
   }
-  if (nccl != nullptr) nccl->Abort(reason).IgnoreError();
-  if (transfers_ != nullptr) transfers_->Abort(reason);
+  if (transfers_ != nullptr) transfers_->Abort(reason);  // they may be connecting
+  if (collectives != nullptr) collectives->Abort(reason).IgnoreError();
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The replicas of one head on GPUs, as far as they are in this process: sums of their gradients, and copies of
-// their values.
+// The replicas of one head on GPUs, as far as they are in this process: sums of their gradients, and copies
+// of their values.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_HEAD_REPLICAS_H_
 #define LOSSD_KERNELS_CUDA_HEADS_HEAD_REPLICAS_H_
 
@@ -12,7 +12,8 @@
 
 namespace lossd::kernels::cuda {
 
-// `heads`: of the GPUs of this process, in their order. They and what `collectives` rest on outlive the result.
+// `heads`: of the GPUs of this process, in their order. They and what `collectives` rest on outlive the
+// result.
 std::unique_ptr<Replicas> MakeHeadReplicas(std::shared_ptr<Collectives> collectives,
                                            std::vector<CudaHead*> heads);
 
