@@ -57,6 +57,7 @@ class ServerImpl final : public Server {
   uint64_t incarnation() const override { return engine_->incarnation(); }
   std::shared_ptr<grpc::Channel> InProcessChannel() override;
   engine::EngineStats stats() const override { return engine_->stats(); }
+  absl::Status Live() const override { return app::Live(health(), options_.liveness_timeout); }
   bool Drain(absl::Time deadline) override;
 
  private:
@@ -164,6 +165,7 @@ void ServerImpl::LogStart() const {
             {"ledger_bytes", backend_->memory().current[kernels::MemoryKind::kLedger]},
             {"transport_bytes", TransportBytes(options_)},
             {"shared_memory_bytes", shared_memory_ == nullptr ? 0 : options_.shared_memory_bytes},
+            {"shared_device_memory_bytes", shared_memory_ == nullptr ? 0 : shared_memory_->device_bytes()},
             {"limit_bytes", options_.memory_limit_bytes}});
 }
 
@@ -222,7 +224,8 @@ void ServerImpl::CreateServices() {
                                 .max_message_bytes = MaxMessageBytes(options_),
                                 .max_streams = options_.max_streams,
                                 .ranks = [this] { return RanksOf(leader_.get()); },
-                                .region_socket = shared_memory_ == nullptr ? "" : shared_memory_->socket()},
+                                .region_socket = shared_memory_ == nullptr ? "" : shared_memory_->socket(),
+                                .region_device = shared_memory_ == nullptr ? "" : shared_memory_->device()},
       engine_.get(), backend_.get(), &security_->access_control(), head_service_->requests());
 }
 

@@ -56,6 +56,7 @@ absl::StatusOr<v1::ServerDescription> ServerService::Describe(UnaryCall* call) c
   description.set_open_streams(static_cast<uint64_t>(stats.open_streams));
   description.set_heads(static_cast<uint64_t>(stats.heads));
   description.set_region_socket(options_.region_socket);
+  description.set_region_device(options_.region_device);
   AddRanks(options_.ranks, &description);
   return description;
 }

@@ -29,6 +29,7 @@ struct ServerServiceOptions {
   int64_t max_streams = 0;
   metrics::ReadRanks ranks;
   std::string region_socket;  // empty: none
+  std::string region_device;  // whose memory regions may be of; empty: none
 };
 
 class ServerService final : public WithRequestMethods<v1::ServerService::Service> {

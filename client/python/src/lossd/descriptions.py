@@ -205,6 +205,7 @@ class ServerDescription(Shown):
     heads: int = 0
     ranks: tuple[RankDescription, ...] = _many(RankDescription)  # of a server of several processes; else empty
     region_socket: str = field(default="", repr=False)  # where programs of its host open shared memory; "": nowhere
+    region_device: str = field(default="", repr=False)  # the GPU whose memory they may open there, "GPU-..."; "": of none
 
 
 @dataclass(frozen=True, repr=False)
