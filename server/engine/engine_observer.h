@@ -41,6 +41,7 @@ struct ChunkReport {
     return squared_gradient > 0.0 ? std::sqrt(sampling_variance / squared_gradient) : 0.0;
   }
   double compute_seconds = 0.0;  // from its forming until its results were ready
+  double device_seconds = 0.0;   // from its forming until it left the device
   // Of each of its slices, from being queued until the chunk was formed.
   std::vector<double> queue_seconds;
 };

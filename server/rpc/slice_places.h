@@ -32,6 +32,7 @@ class SlicePlaces {
 
   // Slices may lie in `region` from now on. Its memory stays as long as this object.
   void Use(std::shared_ptr<regions::Region> region) { region_ = std::move(region); }
+  bool has_region() const { return region_ != nullptr; }
 
   // The slice as the engine takes it, but for on_queued. INVALID_ARGUMENT, naming field and value, if it
   // cannot lie where the header says.

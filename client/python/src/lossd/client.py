@@ -18,7 +18,7 @@ from lossd._head_calls import HeadCalls
 from lossd._loss_call import SIGNAL_SECONDS, CallOptions, Core, LossCall, PendingLoss
 from lossd._stream_threads import StreamThreads
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
-from lossd.descriptions import ServerDescription, read
+from lossd.descriptions import ServerDescription, StreamList, read
 from lossd.types import DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
 from lossd.v1 import loss_pb2, server_pb2
 
@@ -276,6 +276,12 @@ class Client(HeadCalls):
         return read(ServerDescription, self._connections.unary(
             "/lossd.v1.ServerService/GetServer", server_pb2.GetServerRequest(), server_pb2.ServerDescription,
             Deadline(timeout or self._call_timeout), repeat=True))
+
+    def list_streams(self, max_streams: int = 0, timeout: float | None = None) -> StreamList:
+        """Who sends rows now, and the loss computations that are open: at most `max_streams` of them (0: 1000)."""
+        return read(StreamList, self._connections.unary(
+            "/lossd.v1.ServerService/ListStreams", server_pb2.ListStreamsRequest(max_streams=max_streams),
+            server_pb2.ListStreamsResponse, Deadline(timeout or self._call_timeout), repeat=True))
 
     def _insist_on(self, incarnation: int) -> None:
         """Closes the client and raises Restarted if the server is another process."""
