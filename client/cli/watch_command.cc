@@ -47,7 +47,7 @@ class Screen {
   const Context& context_;
 };
 
-WatchSample Look(const Context& context, const Flags& flags, client::Client& client) {
+WatchSample Look(const Context& context, const std::string& http, client::Client& client) {
   const absl::Duration timeout = context.timeout_seconds > 0 ? context.timeout() : absl::Seconds(3);
   WatchSample sample;
   const absl::StatusOr<v1::ServerDescription> server = client.GetServer(timeout);
@@ -60,8 +60,9 @@ WatchSample Look(const Context& context, const Flags& flags, client::Client& cli
   if (!sample.status.ok()) return sample;
   sample.server = *server;
   sample.heads = *heads;
+  if (http.empty()) return sample;
   const absl::StatusOr<std::string> metrics =
-      HttpFetch(context.HttpAddress(flags.http), "/metrics", context.credentials, absl::Milliseconds(500));
+      HttpFetch(http, "/metrics", context.credentials, absl::Milliseconds(500));
   if (metrics.ok()) sample.metrics = ParseMetrics(*metrics);
   return sample;
 }
@@ -88,16 +89,17 @@ absl::Status RunWatch(Context* context, const Flags& flags, client::Client& clie
   Interrupt interrupt;
   std::unique_ptr<Screen> screen;
   if (!context->json && isatty(STDOUT_FILENO) != 0) screen = std::make_unique<Screen>(*context);
+  const absl::StatusOr<std::string> http = context->HttpAddress(flags.http, &client);
   WatchHistory history;
   for (uint64_t i = 0; !interrupt.received() && (flags.count == 0 || i < flags.count); ++i) {
     if (i > 0) interrupt.Sleep(absl::Seconds(flags.interval_seconds));
     if (interrupt.received()) break;
-    const WatchSample sample = Look(*context, flags, client);
+    const WatchSample sample = Look(*context, http.value_or(""), client);
     history.Add(sample);
     if (screen != nullptr) {
       screen->Show(absl::StrCat(history.Render(context->server, Screen::Width()), "\nCtrl-C to leave\n"));
     } else if (context->json) {
-      context->Print(absl::StrCat(SampleJson(sample, history).dump(), "\n"));
+      context->PrintJsonOfMany(SampleJson(sample, history));
     } else {
       context->Print(history.Line());
     }
@@ -116,7 +118,7 @@ void AddWatchCommand(CLI::App* app, Context* context) {
   watch->add_option("--count", flags->count, "Leave after so many looks; 0: never [0]");
   watch
       ->add_option("--http", flags->http,
-                   "The server's HTTP address, for latencies [the server's host, port 7071]")
+                   "The server's HTTP address, for latencies [the context's, else where the server says]")
       ->type_name("HOST:PORT");
   SetClientAction(watch, context, [=](client::Client& client) { return RunWatch(context, *flags, client); });
 }
