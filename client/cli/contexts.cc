@@ -164,7 +164,11 @@ class Reader : public nlohmann::json_sax<Json> {
   }
 
   std::string Where() const { return absl::StrJoin(path_in_file_, "."); }
-  int64_t Line() const { return 1 + std::count(text_.data(), std::min(furthest_, text_.data() + text_.size()), '\n'); }
+  int64_t Line() const {
+    const char* end = std::min(furthest_, text_.data() + text_.size());
+    if (end > text_.data() && end[-1] == '\n') --end;  // a number is known to end by what follows it
+    return 1 + std::count(text_.data(), end, '\n');
+  }
 
   absl::Status Fail(const std::string& field, const std::string& rule, const std::string& value) const {
     return errors::WithViolation(

@@ -187,10 +187,10 @@ std::vector<size_t> Table::Widths(size_t width) const {
   return widths;
 }
 
-size_t Table::Width() const {
+size_t Table::Width(size_t width) const {
   size_t all = 0;
-  for (size_t width : Widths(std::numeric_limits<size_t>::max())) all += width + (all > 0 ? 2 : 0);
-  return all;
+  for (size_t column : Widths(width)) all += column > 0 ? column + (all > 0 ? 2 : 0) : 0;
+  return std::min(all, width);
 }
 
 std::string Table::ToString(const Style& style, size_t width) const {

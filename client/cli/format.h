@@ -56,8 +56,8 @@ class Table {
   void AddRow(std::vector<std::string> cells) { rows_.push_back(std::move(cells)); }
   // At most `width` columns of the terminal wide. `style` paints the titles.
   std::string ToString(const Style& style = {}, size_t width = std::numeric_limits<size_t>::max()) const;
-  // The columns of the terminal that it would take.
-  size_t Width() const;
+  // The columns of the terminal that it takes where there are `width`.
+  size_t Width(size_t width = std::numeric_limits<size_t>::max()) const;
 
  private:
   // By column, 0 for those that go.

@@ -96,6 +96,12 @@ CLI::Option* AddHead(CLI::App* command, std::string* head) {
   return command->add_option("HEAD", *head, "Name of the head")->required()->type_name("");
 }
 
+void AddLiveOptions(CLI::App* command, LiveFlags* flags) {
+  command->add_option("--interval", flags->interval_seconds, "Seconds between looks [1]")
+      ->check(CLI::Range(0.05, 3600.0));
+  command->add_option("--count", flags->count, "Leave after so many looks; 0: never [0]");
+}
+
 void SetClientAction(CLI::App* command, Context* context,
                      std::function<absl::Status(client::Client&)> action) {
   command->callback([context, action = std::move(action)] {

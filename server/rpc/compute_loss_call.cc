@@ -54,12 +54,6 @@ ComputeLossCall::ComputeLossCall(ComputeLossEnvironment* environment, grpc::Call
 
 // ---- Reading ----
 
-void ComputeLossCall::Read() {
-  reading_ = true;
-  StartRead(&received_);
-  Progress();
-}
-
 void ComputeLossCall::OnReadDone(bool ok) {
   {
     absl::MutexLock lock(&mutex_);
@@ -246,7 +240,10 @@ std::optional<engine::RowRange> ComputeLossCall::NextSlice() {
 void ComputeLossCall::ReadNext() {
   if (finished_) return;
   read_withheld_ = EnoughInFlight();
-  if (!read_withheld_) Read();
+  if (read_withheld_) return;
+  reading_ = true;  // which is what the call then waits for
+  StartRead(&received_);
+  Progress();
 }
 
 // ---- What the engine tells ----

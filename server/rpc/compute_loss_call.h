@@ -115,8 +115,6 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   ComputeLossCall(ComputeLossEnvironment* environment, grpc::CallbackServerContext* context);
 
   // ---- Reading ----
-  // Starts a read, which is what the call then waits for.
-  void Read() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // There is progress: the clock begins again with what the call waits for now.
   void Progress() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status HandleMessage() ABSL_LOCKS_EXCLUDED(mutex_);
