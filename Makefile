@@ -13,7 +13,7 @@ NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 PRESET ?= $(if $(NVCC),release,cpu-only)
 
 .DEFAULT_GOAL := help
-.PHONY: help deps demo demo-faults build packages test test-integrations test-sanitized test-threads test-sanitizers fuzz mutants soak bench bundle install figures format lint check-layers clean
+.PHONY: help deps demo demo-faults build packages test test-integrations test-sanitized test-threads test-sanitizers fuzz mutants soak bench bundle install figures docs format lint check-layers clean
 
 help: ## print this
 	@echo "lossd: the loss head of a language model as a server"
@@ -87,6 +87,12 @@ bench: build ## build, then run the benchmarks
 
 figures: ## draw the figures of docs/ from bench/results, with matplotlib from PyPI in a virtual environment
 	@scripts/figures
+
+docs: ## build the documentation as a site that needs no network, in build/docs/site
+	@scripts/install-deps build test
+	@cmake --preset $(PRESET)
+	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd lossctl
+	@scripts/docs $(ARGS) build/$(PRESET)
 
 bundle: ## pack server, CLI, tests and benchmarks with their libraries into dist/
 	@scripts/install-deps build test

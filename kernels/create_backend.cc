@@ -37,6 +37,9 @@ absl::StatusOr<CreatedBackend> CreateCpu(const BackendChoice& choice, std::strin
   if (!backend.ok()) return backend.status();
   CreatedBackend created{.backend = *std::move(backend), .link = nullptr, .note = std::move(note)};
   if (choice.replica.count == 1) return created;
+  absl::Status planned =
+      created.backend->PlanHostMemory(MemoryKind::kWorkspace, GlooLinkBytes(choice.replica));
+  if (!planned.ok()) return planned;
   absl::StatusOr<std::unique_ptr<RankLink>> link =
       CreateGlooLink(choice.replica, choice.link_host, choice.link_timeout);
   if (!link.ok()) return link.status();
@@ -47,6 +50,12 @@ absl::StatusOr<CreatedBackend> CreateCpu(const BackendChoice& choice, std::strin
 absl::StatusOr<CreatedBackend> WithGpuLink(const BackendChoice& choice, std::unique_ptr<Backend> backend) {
   CreatedBackend created{.backend = std::move(backend), .link = nullptr, .note = ""};
   if (choice.replica.count == 1) return created;
+  if (*SplitOf(choice) == Split::kVocabulary) {
+    return errors::FieldError("split",
+                              "be rows or any with several ranks on GPUs: only CPUs share the classes of a "
+                              "head between processes, and GPUs within one (devices)",
+                              choice.split);
+  }
   absl::StatusOr<std::unique_ptr<RankLink>> link = CreateGpuLink(choice);
   if (!link.ok()) return link.status();
   created.link = *std::move(link);

@@ -5,6 +5,7 @@
 #ifndef LOSSD_KERNELS_RANK_LINK_H_
 #define LOSSD_KERNELS_RANK_LINK_H_
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::kernels {
 
@@ -31,9 +33,27 @@ class RankLink {
   // The link outlives the result, and so does `head`, of the backend that came with the link.
   virtual absl::StatusOr<std::unique_ptr<Replicas>> Join(HeadKernels* head) = 0;
 
+  // Joins the parts of one head that is split by vocabulary, of which every rank has one: what its chunks
+  // exchange goes over this link. All ranks compute the same chunks of all such heads, and sums, in the same
+  // order. The link outlives `head`, of the backend that came with the link, whose split is kVocabulary.
+  // INVALID_ARGUMENT if this kind of link cannot.
+  virtual absl::Status JoinClasses(HeadKernels* head);
+  // From now on, when a chunk's exchange fails, which is UNAVAILABLE, `on_failure` is told why, on the
+  // driving thread, and the chunk fails with what it returns. It may block: no chunk is computed any more.
+  // Called before the first chunk.
+  virtual void WatchChunks(std::function<absl::Status(const absl::Status&)> on_failure);
+
   // Another rank is known to be lost: whatever waits for it fails with `reason`, and all that comes.
   virtual void Abort(const absl::Status& reason) = 0;
 };
+
+inline absl::Status RankLink::JoinClasses(HeadKernels*) {
+  return errors::FieldError(
+      "split", "be rows with several ranks on GPUs: only CPUs share the classes of a head between processes",
+      Name(Split::kVocabulary));
+}
+
+inline void RankLink::WatchChunks(std::function<absl::Status(const absl::Status&)>) {}
 
 }  // namespace lossd::kernels
 

@@ -20,6 +20,7 @@ void AddLossCommand(CLI::App* app, Context* context);         // loss
 void AddBenchCommand(CLI::App* app, Context* context);        // bench
 void AddWatchCommand(CLI::App* app, Context* context);        // watch
 void AddContextCommand(CLI::App* app, Context* context);      // context list, use, add, remove, show
+void AddPlanCommand(CLI::App* app, Context* context);         // plan
 void AddCompletionCommand(CLI::App* app, Context* context);   // completion
 
 // What a completion script asks for: the words that may take the place of the last of `words`, one a line,

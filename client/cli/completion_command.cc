@@ -66,7 +66,8 @@ void PrintCompletions(const CLI::App& app, absl::Span<const std::string> words, 
     context->Print(word.description.empty() ? absl::StrCat(word.text, "\n")
                                             : absl::StrCat(word.text, "\t", word.description, "\n"));
   }
-  if (found.wanted == Wanted::kWords || found.wanted == Wanted::kFile || found.wanted == Wanted::kOther) return;
+  if (found.wanted == Wanted::kWords || found.wanted == Wanted::kFile || found.wanted == Wanted::kOther)
+    return;
   if (context->timeout_seconds == 0) context->timeout_seconds = kPatienceSeconds;
   context->attempts = 1;
   for (const std::string& name : Names(context, found.wanted)) {

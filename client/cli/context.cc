@@ -29,10 +29,10 @@ const std::string& FirstOf(const std::string& a, const std::string& b) { return 
 absl::Status NoSuchContext(const std::string& path, const std::string& name, const Contexts& contexts) {
   const std::string known = absl::StrJoin(
       contexts.by_name, ", ", [](std::string* out, const auto& each) { out->append(each.first); });
-  return errors::WithViolation(
-      absl::NotFoundError(absl::StrCat("there is no context \"", name, "\" in ", path.empty() ? "any file" : path,
-                                       known.empty() ? ", which has none" : "; it has ", known)),
-      {"context", "must be one that was added", name});
+  return errors::WithViolation(absl::NotFoundError(absl::StrCat(
+                                   "there is no context \"", name, "\" in ", path.empty() ? "any file" : path,
+                                   known.empty() ? ", which has none" : "; it has ", known)),
+                               {"context", "must be one that was added", name});
 }
 
 }  // namespace

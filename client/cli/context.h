@@ -50,16 +50,19 @@ struct Context {
   // Set by an action that did its work but has bad news (an unhealthy server).
   bool bad_news = false;
 
-  // Decides which server it is and how to prove who asks, once. The server is, in this order: --server, that of
-  // --context, LOSSD_SERVER, that of LOSSD_CONTEXT, that of the current context, kDefaultServer. Certificates and
-  // the token come from options or the environment, and else from the context that named the server: they are
-  // never shown to another one. Errors as those of the context's files.
+  // Decides which server it is and how to prove who asks, once. The server is, in this order: --server, that
+  // of
+  // --context, LOSSD_SERVER, that of LOSSD_CONTEXT, that of the current context, kDefaultServer. Certificates
+  // and the token come from options or the environment, and else from the context that named the server: they
+  // are never shown to another one. Errors as those of the context's files.
   absl::Status Settle();
 
   // Both Settle first.
-  absl::StatusOr<std::unique_ptr<client::Client>> Connect(int channels = 1, const std::string& transport = "");
-  // "http://host:port" of the server's HTTP side, or "https://...": `given` (--http) if not empty, else that of the
-  // context, else where the server says it is (`client` may be null; then a connection is made for that).
+  absl::StatusOr<std::unique_ptr<client::Client>> Connect(int channels = 1,
+                                                          const std::string& transport = "");
+  // "http://host:port" of the server's HTTP side, or "https://...": `given` (--http) if not empty, else that
+  // of the context, else where the server says it is (`client` may be null; then a connection is made for
+  // that).
   absl::StatusOr<std::string> HttpAddress(const std::string& given, client::Client* client);
 
   absl::Duration timeout() const { return absl::Seconds(timeout_seconds); }

@@ -30,8 +30,8 @@ absl::StatusOr<std::string> File() {
 }
 
 absl::Status Missing(const std::string& path, const std::string& name) {
-  return errors::WithViolation(absl::NotFoundError(absl::StrCat("there is no context \"", name, "\" in ", path,
-                                                                "; `lossctl context list` lists them")),
+  return errors::WithViolation(absl::NotFoundError(absl::StrCat("there is no context \"", name, "\" in ",
+                                                                path, "; `lossctl context list` lists them")),
                                {"context", "must be one that was added", name});
 }
 
@@ -66,7 +66,8 @@ absl::Status RunList(const Context& context) {
     return absl::OkStatus();
   }
   if (contexts->by_name.empty()) {
-    context.Print(absl::StrCat("no contexts in ", *path, "; add one with `lossctl context add NAME --server HOST:PORT`\n"));
+    context.Print(absl::StrCat("no contexts in ", *path,
+                               "; add one with `lossctl context add NAME --server HOST:PORT`\n"));
     return absl::OkStatus();
   }
   const Style style = context.style();
@@ -114,7 +115,8 @@ absl::Status RunShow(Context* context, const std::string& name) {
 }
 
 // Says what was done, to a person or a script.
-void Report(const Context& context, const std::string& what, const std::string& name, const std::string& path) {
+void Report(const Context& context, const std::string& what, const std::string& name,
+            const std::string& path) {
   if (context.json) return context.PrintJson({{what, name}, {"file", path}});
   context.Print(absl::StrCat(what, " context \"", name, "\"\n"));
 }
@@ -154,10 +156,10 @@ absl::StatusOr<std::string> Absolute(const std::string& file) {
 
 absl::StatusOr<NamedServer> MakeServer(const Context& context, const Flags& flags) {
   NamedServer server{.server = context.flags.server, .http = flags.http};
-  for (const auto& [file, member] : {std::pair(context.flags.ca, &NamedServer::ca),
-                                     std::pair(context.flags.cert, &NamedServer::cert),
-                                     std::pair(context.flags.key, &NamedServer::key),
-                                     std::pair(flags.token_file, &NamedServer::token_file)}) {
+  for (const auto& [file, member] :
+       {std::pair(context.flags.ca, &NamedServer::ca), std::pair(context.flags.cert, &NamedServer::cert),
+        std::pair(context.flags.key, &NamedServer::key),
+        std::pair(flags.token_file, &NamedServer::token_file)}) {
     absl::StatusOr<std::string> path = Absolute(file);
     if (!path.ok()) return path.status();
     server.*member = *std::move(path);
@@ -213,7 +215,9 @@ void AddContextCommand(CLI::App* app, Context* context) {
   CLI::App* group = app->add_subcommand("context", "Keep servers with their certificates and tokens by name");
   group->require_subcommand(1);
   group->fallthrough();
-  group->footer("They are in the file that LOSSD_CONFIG names, else in lossd/contexts.json in XDG_CONFIG_HOME or ~/.config.");
+  group->footer(
+      "They are in the file that LOSSD_CONFIG names, else in lossd/contexts.json in XDG_CONFIG_HOME or "
+      "~/.config.");
   auto flags = std::make_shared<Flags>();
 
   CLI::App* list = group->add_subcommand("list", "List the contexts");
@@ -227,12 +231,15 @@ void AddContextCommand(CLI::App* app, Context* context) {
     if (flags->name.empty() && !flags->none) throw CLI::RequiredError("CONTEXT, or --none");
   });
 
-  CLI::App* add = group->add_subcommand("add", "Add a context: --server, --ca, --cert and --key as for any command");
+  CLI::App* add =
+      group->add_subcommand("add", "Add a context: --server, --ca, --cert and --key as for any command");
   // Not completed with the names that are in use.
   add->add_option("NAME", flags->name, "Its name")->required()->type_name("");
-  add->add_option("--token-file", flags->token_file, "A file whose one line is the token; only its owner may read it")
+  add->add_option("--token-file", flags->token_file,
+                  "A file whose one line is the token; only its owner may read it")
       ->type_name("FILE");
-  add->add_option("--http", flags->http, "The server's HTTP address [where the server says]")->type_name("HOST:PORT");
+  add->add_option("--http", flags->http, "The server's HTTP address [where the server says]")
+      ->type_name("HOST:PORT");
   add->add_flag("--use", flags->use, "Make it the current one");
   add->add_flag("--replace", flags->replace, "Take the place of one of that name");
   SetAction(add, context, [=] { return RunAdd(*context, *flags); });

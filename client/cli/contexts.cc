@@ -26,9 +26,12 @@ struct Field {
   const char* name;
   std::string NamedServer::*member;
 };
-constexpr Field kFields[] = {{"server", &NamedServer::server}, {"ca", &NamedServer::ca},
-                             {"cert", &NamedServer::cert},     {"key", &NamedServer::key},
-                             {"token_file", &NamedServer::token_file}, {"http", &NamedServer::http}};
+constexpr Field kFields[] = {{"server", &NamedServer::server},
+                             {"ca", &NamedServer::ca},
+                             {"cert", &NamedServer::cert},
+                             {"key", &NamedServer::key},
+                             {"token_file", &NamedServer::token_file},
+                             {"http", &NamedServer::http}};
 
 std::string FieldNames() {
   return absl::StrJoin(kFields, ", ", [](std::string* out, const Field& field) { out->append(field.name); });
@@ -66,7 +69,8 @@ class Reading {
 // Reads the file's objects one token after the other, so that an error has a line.
 class Reader : public nlohmann::json_sax<Json> {
  public:
-  Reader(absl::string_view text, const std::string& path) : text_(text), path_(path), furthest_(text.data()) {}
+  Reader(absl::string_view text, const std::string& path)
+      : text_(text), path_(path), furthest_(text.data()) {}
 
   absl::StatusOr<Contexts> Read() {
     const char* const end = text_.data() + text_.size();
@@ -90,8 +94,8 @@ class Reader : public nlohmann::json_sax<Json> {
   bool end_array() override { return true; }
 
   bool start_object(std::size_t) override {
-    const bool expected = path_in_file_.size() == open_ &&
-                          (open_ == 0 || (open_ <= 2 && path_in_file_.front() == "contexts"));
+    const bool expected =
+        path_in_file_.size() == open_ && (open_ == 0 || (open_ <= 2 && path_in_file_.front() == "contexts"));
     if (!expected) return Unexpected("an object");
     ++open_;
     return true;
@@ -107,14 +111,16 @@ class Reader : public nlohmann::json_sax<Json> {
     }
     if (open_ == 2) {
       if (absl::Status status = CheckContextName(name); !status.ok()) {
-        return Refuse("contexts", "have names of 1 to 64 characters A-Z a-z 0-9 . _ -, a letter or digit first", name);
+        return Refuse("contexts",
+                      "have names of 1 to 64 characters A-Z a-z 0-9 . _ -, a letter or digit first", name);
       }
       if (contexts_.by_name.size() == kMaxContexts) {
         return Refuse("contexts", absl::StrCat("have at most ", kMaxContexts, " names"), "more");
       }
       contexts_.by_name.emplace(name, NamedServer());
     }
-    if (open_ == 3 && FieldOf(name) == nullptr) return Refuse(where, absl::StrCat("be one of ", FieldNames()), name);
+    if (open_ == 3 && FieldOf(name) == nullptr)
+      return Refuse(where, absl::StrCat("be one of ", FieldNames()), name);
     return true;
   }
 
@@ -141,10 +147,11 @@ class Reader : public nlohmann::json_sax<Json> {
     const NamedServer& made = contexts_.by_name[path_in_file_[1]];
     if (made.server.empty()) return Refuse(Where() + ".server", "be given", "nothing");
     if (made.cert.empty() != made.key.empty()) {
-      return Refuse(Where() + (made.cert.empty() ? ".cert" : ".key"), "be given, as the other of cert and key is",
-                    "nothing");
+      return Refuse(Where() + (made.cert.empty() ? ".cert" : ".key"),
+                    "be given, as the other of cert and key is", "nothing");
     }
-    if (!made.cert.empty() && made.ca.empty()) return Refuse(Where() + ".ca", "be given with cert", "nothing");
+    if (!made.cert.empty() && made.ca.empty())
+      return Refuse(Where() + ".ca", "be given with cert", "nothing");
     return true;
   }
 
@@ -158,8 +165,8 @@ class Reader : public nlohmann::json_sax<Json> {
 
  private:
   static const Field* FieldOf(const std::string& name) {
-    const auto* const found =
-        std::find_if(std::begin(kFields), std::end(kFields), [&](const Field& field) { return name == field.name; });
+    const auto* const found = std::find_if(std::begin(kFields), std::end(kFields),
+                                           [&](const Field& field) { return name == field.name; });
     return found == std::end(kFields) ? nullptr : found;
   }
 
@@ -172,8 +179,8 @@ class Reader : public nlohmann::json_sax<Json> {
 
   absl::Status Fail(const std::string& field, const std::string& rule, const std::string& value) const {
     return errors::WithViolation(
-        absl::InvalidArgumentError(absl::StrCat(path_, ":", Line(), ": ", field, field.empty() ? "" : " ", "must ",
-                                                rule, ", got ", value)),
+        absl::InvalidArgumentError(absl::StrCat(path_, ":", Line(), ": ", field, field.empty() ? "" : " ",
+                                                "must ", rule, ", got ", value)),
         {field, absl::StrCat("must ", rule), value});
   }
   bool Refuse(const std::string& field, const std::string& rule, const std::string& value) {
@@ -181,10 +188,9 @@ class Reader : public nlohmann::json_sax<Json> {
     return false;
   }
   bool Problem(const std::string& field, const std::string& problem, const std::string& value) {
-    error_ = errors::WithViolation(
-        absl::InvalidArgumentError(
-            absl::StrCat(path_, ":", Line(), ": ", field, field.empty() ? "" : " ", problem)),
-        {field, problem, value});
+    error_ = errors::WithViolation(absl::InvalidArgumentError(absl::StrCat(
+                                       path_, ":", Line(), ": ", field, field.empty() ? "" : " ", problem)),
+                                   {field, problem, value});
     return false;
   }
   bool Unexpected(const std::string& value) {
@@ -281,8 +287,9 @@ absl::StatusOr<std::string> ReadTokenFile(const std::string& path) {
   const bool good = !token.empty() && token.size() <= kMaxTokenBytes &&
                     std::all_of(token.begin(), token.end(), [](char c) { return absl::ascii_isgraph(c); });
   if (good) return token;
-  return absl::InvalidArgumentError(absl::StrCat(
-      path, " must have one line, a token of 1 to ", kMaxTokenBytes, " visible ASCII characters"));  // not what it has
+  return absl::InvalidArgumentError(absl::StrCat(path, " must have one line, a token of 1 to ",
+                                                 kMaxTokenBytes,
+                                                 " visible ASCII characters"));  // not what it has
 }
 
 }  // namespace lossd::cli

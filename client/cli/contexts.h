@@ -1,16 +1,17 @@
 // Named servers: the file in which a person keeps the addresses, certificates and token files of the servers
-// that they use. client/python/src/lossd/_contexts.py reads the same file, and tests/client/golden/contexts.json
-// has cases of both.
+// that they use. client/python/src/lossd/_contexts.py reads the same file, and
+// tests/client/golden/contexts.json has cases of both.
 //
 //   {
 //     "current": "lab",
 //     "contexts": {
-//       "lab": {"server": "gpu-7:7070", "ca": "ca.pem", "cert": "me.pem", "key": "me.key", "token_file": "token"}
+//       "lab": {"server": "gpu-7:7070", "ca": "ca.pem", "cert": "me.pem", "key": "me.key", "token_file":
+//       "token"}
 //     }
 //   }
 //
-// Paths are relative to the file's folder. The file has no token in it: a token is in a file of its own, which
-// nobody else may read.
+// Paths are relative to the file's folder. The file has no token in it: a token is in a file of its own,
+// which nobody else may read.
 //
 // Stateless and thread-safe. Errors name the file and the line.
 #ifndef LOSSD_CLIENT_CLI_CONTEXTS_H_
@@ -42,8 +43,8 @@ struct Contexts {
   friend bool operator==(const Contexts&, const Contexts&) = default;
 };
 
-// The path of the file: the environment variable LOSSD_CONFIG, else lossd/contexts.json in XDG_CONFIG_HOME, else
-// in ~/.config. Empty if there is no home.
+// The path of the file: the environment variable LOSSD_CONFIG, else lossd/contexts.json in XDG_CONFIG_HOME,
+// else in ~/.config. Empty if there is no home.
 std::string ContextsPath();
 
 // INVALID_ARGUMENT unless it is 1 to 64 characters out of A-Z a-z 0-9 . _ -, beginning with none of the last
@@ -52,7 +53,8 @@ absl::Status CheckContextName(absl::string_view name);
 
 // The contexts in a text that was read from `path`.
 absl::StatusOr<Contexts> ParseContexts(absl::string_view text, const std::string& path);
-// None if there is no file. PERMISSION_DENIED if others may write to it, INVALID_ARGUMENT if it is not in order.
+// None if there is no file. PERMISSION_DENIED if others may write to it, INVALID_ARGUMENT if it is not in
+// order.
 absl::StatusOr<Contexts> ReadContexts(const std::string& path);
 // Changes the file as a whole or not at all, also when others change it at the same time; makes it, and its
 // folder, if it is not there, for its owner alone. An error of `change` changes nothing.

@@ -184,12 +184,9 @@ std::string Shape(const v1::HeadSpec& spec) {
 // The columns of all heads that `wide` adds: what they are made of.
 std::vector<std::string> WideCells(const v1::HeadDescription& head) {
   const v1::HeadSpec& spec = head.spec();
-  return {NameOf(OptimizerStates(), OptimizerStateOf(spec)),
-          NameOf(LogitsWords(), LogitsOf(spec)),
-          NameOf(GradientsWords(), GradientsOf(spec)),
-          HumanCount(head.updates()),
-          HumanCount(head.retained_microbatches()),
-          HumanCount(head.chunk_rows()),
+  return {NameOf(OptimizerStates(), OptimizerStateOf(spec)), NameOf(LogitsWords(), LogitsOf(spec)),
+          NameOf(GradientsWords(), GradientsOf(spec)),       HumanCount(head.updates()),
+          HumanCount(head.retained_microbatches()),          HumanCount(head.chunk_rows()),
           HumanIncarnation(head.state().incarnation())};
 }
 
@@ -280,7 +277,8 @@ std::string HeadText(const v1::HeadDescription& head, const Style& style) {
   if (style.wide) {
     fields.Add("generation", absl::StrCat(head.state().generation()));
     fields.Add("weights version", absl::StrCat(head.state().weights_version()));
-    fields.Add("norm epsilon", absl::StrCat(AsWritten(spec.has_norm_epsilon() ? spec.norm_epsilon() : 1e-5f)));
+    fields.Add("norm epsilon",
+               absl::StrCat(AsWritten(spec.has_norm_epsilon() ? spec.norm_epsilon() : 1e-5f)));
   }
   return absl::StrCat(fields.ToString(), ChoicesTable("FULL CHUNKS", head.choices(), style),
                       ChoicesTable("LAST CHUNK", head.last_chunk_choices(), style));
@@ -293,10 +291,12 @@ std::string ServerText(const v1::ServerDescription& server, const std::string& a
   fields.Add("backend", server.backend());
   fields.Add("device", server.device());
   for (const v1::RankDescription& rank : server.ranks()) {
-    fields.Add(absl::StrCat("rank ", rank.rank()),
-               absl::StrCat(rank.host(), ", ", rank.device(), rank.lost() ? style.Paint(Tone::kBad, ", lost") : ""));
+    fields.Add(
+        absl::StrCat("rank ", rank.rank()),
+        absl::StrCat(rank.host(), ", ", rank.device(), rank.lost() ? style.Paint(Tone::kBad, ", lost") : ""));
   }
-  fields.Add("state", server.draining() ? style.Paint(Tone::kWarning, "draining") : style.Paint(Tone::kGood, "serving"));
+  fields.Add("state", server.draining() ? style.Paint(Tone::kWarning, "draining")
+                                        : style.Paint(Tone::kGood, "serving"));
   fields.Add("up", HumanSeconds(server.uptime_seconds()));
   fields.Add("heads", HumanCount(server.heads()));
   fields.Add("streams", absl::StrCat(HumanCount(server.open_streams()), " of at most ",

@@ -28,7 +28,8 @@ std::string Shape(const v1::HeadSpec& spec);
 
 std::string HeadsTable(absl::Span<const v1::HeadDescription> heads, const Style& style = {});
 std::string HeadText(const v1::HeadDescription& head, const Style& style = {});
-std::string ServerText(const v1::ServerDescription& server, const std::string& address, const Style& style = {});
+std::string ServerText(const v1::ServerDescription& server, const std::string& address,
+                       const Style& style = {});
 
 }  // namespace lossd::cli
 

@@ -21,12 +21,12 @@ enum ExitCode : int {
 
 ExitCode ExitCodeOf(const absl::Status& status);
 
-// For stderr: "lossctl: ..." with details and advice, ending in a newline. Large numbers of bytes stand there in
-// larger units, too. With `json` one JSON object on one line, which is YAML as well.
+// For stderr: "lossctl: ..." with details and advice, ending in a newline. Large numbers of bytes stand there
+// in larger units, too. With `json` one JSON object on one line, which is YAML as well.
 std::string ErrorText(const absl::Status& status, bool json, const Style& style = {});
 
-// "needs 1610612736 bytes; 5 of 8589934592 bytes" as "needs 1610612736 bytes (1.50 GiB); 5 of 8589934592 bytes
-// (8.00 GiB)".
+// "needs 1610612736 bytes; 5 of 8589934592 bytes" as "needs 1610612736 bytes (1.50 GiB); 5 of 8589934592
+// bytes (8.00 GiB)".
 std::string WithUnits(absl::string_view message);
 
 }  // namespace lossd::cli

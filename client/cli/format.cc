@@ -102,7 +102,8 @@ absl::Span<const double> Last(absl::Span<const double> values, size_t count) {
 }
 
 std::string Bar(double share, size_t width) {
-  const auto filled = static_cast<size_t>(std::lround(std::clamp(share, 0.0, 1.0) * static_cast<double>(width)));
+  const auto filled =
+      static_cast<size_t>(std::lround(std::clamp(share, 0.0, 1.0) * static_cast<double>(width)));
   std::string bar;
   for (size_t i = 0; i < width; ++i) bar += i < filled ? "█" : "░";
   return bar;
@@ -153,7 +154,8 @@ std::string WithoutControls(absl::string_view text, bool lines) {
   std::string printable;
   for (size_t i = 0; i < text.size(); ++i) {
     const auto byte = static_cast<unsigned char>(text[i]);
-    const bool c1 = byte == 0xc2 && i + 1 < text.size() && (static_cast<unsigned char>(text[i + 1]) & 0xe0) == 0x80;
+    const bool c1 =
+        byte == 0xc2 && i + 1 < text.size() && (static_cast<unsigned char>(text[i + 1]) & 0xe0) == 0x80;
     if (c1) ++i;
     const bool control = byte < 0x20 || byte == 0x7f || c1;
     printable += control && !(lines && byte == '\n') ? '?' : text[i];
@@ -205,7 +207,8 @@ std::string Table::ToString(const Style& style, size_t width) const {
     line.erase(line.find_last_not_of(' ') + 1);
     return Truncated(line, width);
   };
-  absl::StrAppend(&text, style.Paint(Tone::kTitle, line_of([this](size_t i) { return columns_[i].title; })), "\n");
+  absl::StrAppend(&text, style.Paint(Tone::kTitle, line_of([this](size_t i) { return columns_[i].title; })),
+                  "\n");
   for (const auto& row : rows_) absl::StrAppend(&text, line_of([&row](size_t i) { return row[i]; }), "\n");
   return text;
 }

@@ -34,10 +34,12 @@ CLI::Option* AddText(CLI::App* app, const std::string& name, std::string* value,
 
 // The variables that stand for these options are read by Context::Settle, since a context comes in between.
 void AddServerOptions(CLI::App* app, ServerFlags* flags) {
-  CLI::Option* server = AddText(app, "--server", &flags->server, "HOST:PORT",
-                                "The server's gRPC address [LOSSD_SERVER, else the context's, else 127.0.0.1:7070]");
+  CLI::Option* server =
+      AddText(app, "--server", &flags->server, "HOST:PORT",
+              "The server's gRPC address [LOSSD_SERVER, else the context's, else 127.0.0.1:7070]");
   AddText(app, "--context", &flags->context, "CONTEXT",
-          "A server with its certificates and token, by its name in `lossctl context list` [LOSSD_CONTEXT, else the "
+          "A server with its certificates and token, by its name in `lossctl context list` [LOSSD_CONTEXT, "
+          "else the "
           "current one]")
       ->excludes(server);
   // Paths. A token is not an option, because every user of a machine sees the command lines of all programs.
@@ -53,11 +55,15 @@ void AddOutputOptions(CLI::App* app, Context* context) {
     context->output = output;
     context->json = output == Output::kJson || output == Output::kYaml;
   };
-  CLI::Option* output = AddWordFunction(app, "-o,--output", set, Outputs(),
-                                        "Print a table, one with more columns, or a document for scripts [table]");
-  app->add_flag_callback("--json", [set] { set(Output::kJson); }, "The same as -o json")->excludes(output);
-  AddWord(app, "--color", &context->color, ColorModes(),
-          "Whether states and errors have colours [auto: on a terminal, unless NO_COLOR is set or TERM is dumb]");
+  CLI::Option* output =
+      AddWordFunction(app, "-o,--output", set, Outputs(),
+                      "Print a table, one with more columns, or a document for scripts [table]");
+  app->add_flag_callback(
+         "--json", [set] { set(Output::kJson); }, "The same as -o json")
+      ->excludes(output);
+  AddWord(
+      app, "--color", &context->color, ColorModes(),
+      "Whether states and errors have colours [auto: on a terminal, unless NO_COLOR is set or TERM is dumb]");
 }
 
 }  // namespace

@@ -11,7 +11,8 @@ namespace {
 
 constexpr int kDefaultPort = 7071;  // of lossd's --http
 
-// The host of gRPC's address as a URL has it; this machine for a Unix socket and other targets without a host.
+// The host of gRPC's address as a URL has it; this machine for a Unix socket and other targets without a
+// host.
 std::string HostOf(const std::string& target, bool ipv6) {
   const std::string host = client::internal::HostAndPortOf(target).host;
   if (host.empty()) return ipv6 ? "[::1]" : "127.0.0.1";
@@ -33,7 +34,8 @@ absl::StatusOr<std::string> HttpAddressOf(const v1::ServerDescription& server, c
   }
   const size_t begin = url.find("://"), end = url.rfind(':');
   if (begin == std::string::npos || end <= begin + 3) {
-    return absl::InternalError(absl::StrCat("the server says that it answers HTTP at \"", url, "\", which is no URL"));
+    return absl::InternalError(
+        absl::StrCat("the server says that it answers HTTP at \"", url, "\", which is no URL"));
   }
   const std::string scheme = url.substr(0, begin), host = url.substr(begin + 3, end - begin - 3);
   const std::string port = url.substr(end);

@@ -1,5 +1,5 @@
-// Views that look at the server again and again: drawn over themselves on a terminal, printed one after the other
-// elsewhere.
+// Views that look at the server again and again: drawn over themselves on a terminal, printed one after the
+// other elsewhere.
 #ifndef LOSSD_CLIENT_CLI_LIVE_H_
 #define LOSSD_CLIENT_CLI_LIVE_H_
 
@@ -23,14 +23,15 @@ struct Frame {
 class LiveView {
  public:
   virtual ~LiveView() = default;
-  // Asks the server. On a thread of its own, so that keys work while the server does not answer; the other members
-  // are called meanwhile, but for Take.
+  // Asks the server. On a thread of its own, so that keys work while the server does not answer; the other
+  // members are called meanwhile, but for Take.
   virtual void Look() = 0;
   // Makes what the last Look has found what the view shows. An error ends the view.
   virtual absl::Status Take() = 0;
   // Whether there is something to show; views that show rates need two looks.
   virtual bool ready() const { return true; }
-  // For a terminal: lines ending in "\n", as wide as the frame or less. More lines than the frame has are cut.
+  // For a terminal: lines ending in "\n", as wide as the frame or less. More lines than the frame has are
+  // cut.
   virtual std::string Picture(const Frame& frame) const = 0;
   // For a pipe or a file: after each look, the lines or the document that it adds.
   virtual void Print() const = 0;
@@ -43,7 +44,8 @@ struct LiveFlags {
   uint64_t count = 0;  // looks that show something; 0: until somebody ends it
 };
 
-// Until `q`, a signal, or as many looks as were asked for. Documents (Context::json) are printed on a terminal, too.
+// Until `q`, a signal, or as many looks as were asked for. Documents (Context::json) are printed on a
+// terminal, too.
 absl::Status RunLive(const Context& context, const LiveFlags& flags, LiveView* view);
 
 }  // namespace lossd::cli

@@ -1,7 +1,7 @@
 // lossctl: lossd from a terminal. `lossctl --help` is its manual.
-#include <CLI/CLI.hpp>
 #include <unistd.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <string>
@@ -57,6 +57,7 @@ int Main(int argc, char** argv) {
   AddBenchCommand(&app, &context);
   AddWatchCommand(&app, &context);
   AddContextCommand(&app, &context);
+  AddPlanCommand(&app, &context);
   AddCompletionCommand(&app, &context);
   if (!words.empty() && words.front() == kCompleteCommand) {
     const std::vector<std::string> unfinished(words.begin() + 1, words.end());

@@ -36,9 +36,9 @@ absl::Status CheckPrivacy(const std::string& path, const struct stat& file, Priv
     forbidden = S_IRWXO | (file.st_uid == 0 ? S_IWGRP | S_IXGRP : S_IRWXG);
   }
   if ((file.st_mode & forbidden) == 0) return absl::OkStatus();
-  return absl::PermissionDeniedError(
-      absl::StrFormat("%s has the mode %04o, so others can %s it; `chmod 600 %s` mends that", path,
-                      file.st_mode & 07777, privacy == Privacy::kOthersMustNotRead ? "read" : "change", path));
+  return absl::PermissionDeniedError(absl::StrFormat(
+      "%s has the mode %04o, so others can %s it; `chmod 600 %s` mends that", path, file.st_mode & 07777,
+      privacy == Privacy::kOthersMustNotRead ? "read" : "change", path));
 }
 
 std::string FolderOf(const std::string& path) {
@@ -64,7 +64,8 @@ absl::StatusOr<std::string> ReadPrivateFile(const std::string& path, Privacy pri
     if (got == 0) break;
     size += static_cast<size_t>(got);
   }
-  if (size > most_bytes) return absl::InvalidArgumentError(absl::StrCat(path, " has more than ", most_bytes, " bytes"));
+  if (size > most_bytes)
+    return absl::InvalidArgumentError(absl::StrCat(path, " has more than ", most_bytes, " bytes"));
   content.resize(size);
   return content;
 }

@@ -18,16 +18,16 @@ enum class Privacy {
   kOthersMustNotRead,
 };
 
-// NOT_FOUND if there is none; PERMISSION_DENIED if it may not be read, belongs to another user than this one or
-// root, or is less private than that, with what mends it; INVALID_ARGUMENT if it is no file or longer than
+// NOT_FOUND if there is none; PERMISSION_DENIED if it may not be read, belongs to another user than this one
+// or root, or is less private than that, with what mends it; INVALID_ARGUMENT if it is no file or longer than
 // `most_bytes`.
 absl::StatusOr<std::string> ReadPrivateFile(const std::string& path, Privacy privacy, size_t most_bytes);
 
 // Replaces the file, or makes it, with mode 0600; readers see the old or the new content. A link is followed.
 absl::Status WritePrivateFile(const std::string& path, const std::string& content);
 
-// While one lives, other programs that ask for the same one wait. Makes the folder, with mode 0700, if it is not
-// there. Move-only.
+// While one lives, other programs that ask for the same one wait. Makes the folder, with mode 0700, if it is
+// not there. Move-only.
 class FolderLock {
  public:
   // Of the folder that `path` is in. UNAVAILABLE if another program has it for five seconds.

@@ -38,7 +38,8 @@ absl::Status RunHealth(Context* context, const std::string& service, client::Cli
     context->PrintJson({{"server", context->server}, {"service", service}, {"health", HealthName(*health)}});
   } else {
     const Tone tone = context->bad_news ? Tone::kBad : Tone::kGood;
-    context->Print(absl::StrCat(context->server, ": ", context->style().Paint(tone, HealthName(*health)), "\n"));
+    context->Print(
+        absl::StrCat(context->server, ": ", context->style().Paint(tone, HealthName(*health)), "\n"));
   }
   return absl::OkStatus();
 }
@@ -107,7 +108,8 @@ void AddServerCommands(CLI::App* app, Context* context) {
   CLI::App* metrics = app->add_subcommand("metrics", "Print the server's metrics");
   auto http = std::make_shared<std::string>();
   auto filter = std::make_shared<std::string>();
-  metrics->add_option("--http", *http, "The server's HTTP address [the context's, else where the server says]")
+  metrics
+      ->add_option("--http", *http, "The server's HTTP address [the context's, else where the server says]")
       ->type_name("HOST:PORT");
   metrics->add_option("--filter", *filter, "Only lines (with --json: metrics) that match")
       ->type_name("REGEX");

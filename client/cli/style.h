@@ -22,8 +22,8 @@ struct Style {
 
 enum class ColorMode : uint8_t { kAuto, kAlways, kNever };
 
-// Whether what is written to the descriptor has colours. kAuto: if it is a terminal, TERM is neither empty nor
-// "dumb", and NO_COLOR (no-color.org) is not set or empty.
+// Whether what is written to the descriptor has colours. kAuto: if it is a terminal, TERM is neither empty
+// nor "dumb", and NO_COLOR (no-color.org) is not set or empty.
 bool HasColor(ColorMode mode, int descriptor);
 
 }  // namespace lossd::cli

@@ -170,7 +170,8 @@ void Terminal::Show(const std::string& picture) const {
   size_t left = size().lines;
   for (const absl::string_view line : absl::StrSplit(picture, '\n')) {
     if (left-- == 0) break;
-    absl::StrAppend(&out, "\033[K", line, left > 0 ? "\r\n" : "");  // cleared first: EL behind a full line takes its end
+    absl::StrAppend(&out, "\033[K", line,
+                    left > 0 ? "\r\n" : "");  // cleared first: EL behind a full line takes its end
   }
   Put(absl::StrCat(out, "\033[J"));
 }

@@ -1,5 +1,5 @@
-// The terminal while a live view is on it: its second screen without a cursor, keys that come one by one, and the
-// way back on every exit.
+// The terminal while a live view is on it: its second screen without a cursor, keys that come one by one, and
+// the way back on every exit.
 #ifndef LOSSD_CLIENT_CLI_TERMINAL_H_
 #define LOSSD_CLIENT_CLI_TERMINAL_H_
 
@@ -11,9 +11,9 @@
 
 namespace lossd::cli {
 
-// At most one at a time. While it lives, SIGINT, SIGTERM, SIGHUP and SIGQUIT end Wait with kQuit; a second one ends
-// the process as usual. Whatever ends the process, but SIGKILL, gives the terminal back first; stopping it (Ctrl-Z)
-// does, too, and the screen comes back with it.
+// At most one at a time. While it lives, SIGINT, SIGTERM, SIGHUP and SIGQUIT end Wait with kQuit; a second
+// one ends the process as usual. Whatever ends the process, but SIGKILL, gives the terminal back first;
+// stopping it (Ctrl-Z) does, too, and the screen comes back with it.
 //
 // Thread-compatible; Wake is thread-safe.
 class Terminal {
@@ -42,7 +42,8 @@ class Terminal {
     kRedraw,  // the terminal has another size, or the process went on after a stop
     kWoken,
   };
-  // The next event, `until` at the latest. `key` is set for kKey; keys that send several bytes, such as arrows, are left out.
+  // The next event, `until` at the latest. `key` is set for kKey; keys that send several bytes, such as
+  // arrows, are left out.
   Event Wait(absl::Time until, char* key);
   static void Wake();
 

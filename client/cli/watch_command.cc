@@ -47,7 +47,8 @@ class Watch final : public LiveView {
   std::string Picture(const Frame& frame) const override {
     Frame above = frame;
     above.lines -= std::min<size_t>(frame.lines, 1);
-    return absl::StrCat(history_.Render(context_.server, above), frame.style.Paint(Tone::kFaint, "q: leave"), "\n");
+    return absl::StrCat(history_.Render(context_.server, above), frame.style.Paint(Tone::kFaint, "q: leave"),
+                        "\n");
   }
   void Print() const override {
     if (context_.json) return context_.PrintJsonOfMany(history_.Json());
@@ -71,9 +72,10 @@ void AddWatchCommand(CLI::App* app, Context* context) {
   auto http = std::make_shared<std::string>();
   AddLiveOptions(watch, flags.get());
   watch
-      ->add_option("--http", *http,
-                   "The server's HTTP address, for losses, latencies and the device [the context's, else where the "
-                   "server says]")
+      ->add_option(
+          "--http", *http,
+          "The server's HTTP address, for losses, latencies and the device [the context's, else where the "
+          "server says]")
       ->type_name("HOST:PORT");
   SetClientAction(watch, context, [=](client::Client& client) {
     Watch view(context, *http, client);

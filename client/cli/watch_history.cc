@@ -51,7 +51,8 @@ void WatchHistory::Add(WatchSample sample) {
     previous_ = std::move(good_);
   good_ = std::move(sample);
   const std::map<std::string, uint64_t> present = RowsByHead(*good_);
-  for (auto it = heads_.begin(); it != heads_.end();) it = present.count(it->first) > 0 ? ++it : heads_.erase(it);
+  for (auto it = heads_.begin(); it != heads_.end();)
+    it = present.count(it->first) > 0 ? ++it : heads_.erase(it);
   AddRates();
   AddLosses();
 }
@@ -97,7 +98,8 @@ double WatchHistory::Seconds() const {
 
 std::optional<double> WatchHistory::Growth(const std::string& metric, const std::string& label,
                                            const std::string& value) const {
-  if (!previous_.has_value() || !previous_->metrics.has_value() || !good_->metrics.has_value()) return std::nullopt;
+  if (!previous_.has_value() || !previous_->metrics.has_value() || !good_->metrics.has_value())
+    return std::nullopt;
   const std::optional<double> now = ValueOf(*good_->metrics, metric, label, value);
   if (!now.has_value()) return std::nullopt;
   return *now - ValueOf(*previous_->metrics, metric, label, value).value_or(0);

@@ -55,12 +55,16 @@ std::string WatchHistory::TransferText() const {
   const std::optional<double> in = Growth(kPayloadBytes, "direction", "in");
   const std::optional<double> out = Growth(kPayloadBytes, "direction", "out");
   if (!in.has_value() || !out.has_value()) return "";
-  const auto rate = [&](double bytes) { return absl::StrCat(HumanBytes(std::max(0.0, bytes / Seconds())), "/s"); };
+  const auto rate = [&](double bytes) {
+    return absl::StrCat(HumanBytes(std::max(0.0, bytes / Seconds())), "/s");
+  };
   return absl::StrCat(rate(*in), " in, ", rate(*out), " out");
 }
 
 std::string WatchHistory::ChunksText() const {
-  const auto count = [&](const char* gradients) { return Growth(kChunks, "gradients", gradients).value_or(0); };
+  const auto count = [&](const char* gradients) {
+    return Growth(kChunks, "gradients", gradients).value_or(0);
+  };
   const auto percent = [](double part, double whole) {
     return absl::StrFormat("%.0f %%", 100 * part / whole);
   };
@@ -85,8 +89,10 @@ std::vector<WatchHistory::Field> WatchHistory::Fields(const Frame& frame) const 
   if (const auto share = DeviceShare(); share.has_value()) {
     add("device", absl::StrCat(Percent(*share), " busy"), 1, Copy(device_share_));
   }
-  add("queue", absl::StrCat(HumanCount(QueuedSlices(*good_)), " slices queued, ", HumanCount(now.open_streams()), " of ",
-                            HumanCount(now.max_streams()), " streams"), 2);
+  add("queue",
+      absl::StrCat(HumanCount(QueuedSlices(*good_)), " slices queued, ", HumanCount(now.open_streams()),
+                   " of ", HumanCount(now.max_streams()), " streams"),
+      2);
   add("memory", MemoryOf(now, frame), 3);
   if (good_->metrics.has_value()) {
     const double used = ValueOf(*good_->metrics, kStagingUsed).value_or(0);
@@ -139,14 +145,12 @@ Table WatchHistory::HeadsTable(const Frame& frame, size_t heads, size_t trend) c
     }
     std::string queue = HumanCount(head.queued_slices() + head.waiting_slices());
     if (!head.waits_for().empty()) queue = frame.style.Paint(Tone::kWarning, queue);
-    cells.insert(cells.end(), {HumanRate(RowsPerSecond(head.spec().name())),
-                               history.device_share.has_value() ? Percent(*history.device_share) : "",
-                               queue,
-                               HumanCount(head.state().step()),
-                               HumanCount(head.step_rows()),
-                               HumanCount(head.open_streams()),
-                               HumanBytes(static_cast<double>(TotalBytes(head.memory()))),
-                               Shape(head.spec())});
+    cells.insert(
+        cells.end(),
+        {HumanRate(RowsPerSecond(head.spec().name())),
+         history.device_share.has_value() ? Percent(*history.device_share) : "", queue,
+         HumanCount(head.state().step()), HumanCount(head.step_rows()), HumanCount(head.open_streams()),
+         HumanBytes(static_cast<double>(TotalBytes(head.memory()))), Shape(head.spec())});
     table.AddRow(std::move(cells));
   }
   return table;
@@ -156,7 +160,8 @@ std::string WatchHistory::HeadsPicture(const Frame& frame, size_t lines) const {
   constexpr size_t kLeastTrend = 8, kMostTrend = 60;
   if (good_->heads.empty()) return "no heads\n";
   size_t shown = good_->heads.size();
-  if (shown + 1 > lines) shown = lines > 2 ? lines - 2 : 1;  // one line for the titles, one for what is left out
+  if (shown + 1 > lines)
+    shown = lines > 2 ? lines - 2 : 1;  // one line for the titles, one for what is left out
   const size_t used = HeadsTable(frame, shown, kLeastTrend).Width(frame.columns);
   const size_t trend = std::min(kMostTrend, kLeastTrend + frame.columns - std::min(frame.columns, used));
   std::string text = HeadsTable(frame, shown, trend).ToString(frame.style, frame.columns);

@@ -64,7 +64,8 @@ class WatchHistory {
   // What has changed between the last two good samples.
   void AddRates();
   void AddLosses();
-  // Of the metric's sum over the last interval; nullopt if it is not known. `label`: only samples with this value.
+  // Of the metric's sum over the last interval; nullopt if it is not known. `label`: only samples with this
+  // value.
   std::optional<double> Growth(const std::string& metric, const std::string& label = "",
                                const std::string& value = "") const;
   double Seconds() const;  // between the last two good samples

@@ -14,8 +14,8 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 std::string Quoted(const std::string& text) {
-  // Of JSON's escapes for bytes that are not UTF-8 or not printable, all are YAML's, too. DEL and the controls
-  // behind it, which JSON leaves as they are, are not allowed in YAML.
+  // Of JSON's escapes for bytes that are not UTF-8 or not printable, all are YAML's, too. DEL and the
+  // controls behind it, which JSON leaves as they are, are not allowed in YAML.
   std::string json = Json(text).dump(-1, ' ', /*ensure_ascii=*/false, Json::error_handler_t::replace);
   std::string quoted;
   for (size_t i = 0; i < json.size(); ++i) {
@@ -42,7 +42,8 @@ bool IsReserved(const std::string& text) {
 
 // A text that begins with a letter and has nothing in it that means something in YAML.
 bool IsPlain(const std::string& text) {
-  if (text.empty() || text.size() > 200 || !absl::ascii_isalpha(text.front()) || text.back() == ' ') return false;
+  if (text.empty() || text.size() > 200 || !absl::ascii_isalpha(text.front()) || text.back() == ' ')
+    return false;
   return !IsReserved(text) && std::all_of(text.begin(), text.end(), [](char c) {
     return absl::ascii_isalnum(c) || absl::StrContains(" _-./+()", c);
   });

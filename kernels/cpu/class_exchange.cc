@@ -4,19 +4,27 @@
 
 namespace lossd::kernels {
 
-void SoleExchange::MergeStatistics(int, absl::Span<const RowStatistics> own,
-                                   absl::Span<RowStatistics> merged) {
+absl::Status SoleExchange::MergeStatistics(int, absl::Span<const RowStatistics> own,
+                                           absl::Span<RowStatistics> merged) {
   std::copy(own.begin(), own.end(), merged.begin());
+  return absl::OkStatus();
 }
 
-void SoleExchange::MergeGradients(int, absl::Span<const GradientSums> own, absl::Span<RowResult> results) {
+absl::Status SoleExchange::MergeGradients(int, absl::Span<const GradientSums> own,
+                                          absl::Span<RowResult> results) {
   for (size_t row = 0; row < results.size(); ++row) results[row].gradient = own[row];
+  return absl::OkStatus();
 }
 
-RowRange SoleExchange::SumRows(int, float*, int64_t rows, int64_t) { return {0, rows}; }
+absl::StatusOr<RowRange> SoleExchange::SumRows(int, float*, RowRange rows, int64_t) { return rows; }
 
-void SoleExchange::AddSums(int, const float* own, float* to, int64_t n) {
+absl::Status SoleExchange::AddSums(int, const float* own, float* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] += own[i];
+  return absl::OkStatus();
+}
+
+absl::StatusOr<RowRange> SoleExchange::CollectRows(int, float*, RowRange rows, RowRange wanted, int64_t) {
+  return Intersect(wanted, rows);
 }
 
 ThreadExchange::ThreadExchange(int parts)
@@ -25,8 +33,8 @@ ThreadExchange::ThreadExchange(int parts)
       gradients_(static_cast<size_t>(parts)),
       floats_(static_cast<size_t>(parts)) {}
 
-void ThreadExchange::MergeStatistics(int part, absl::Span<const RowStatistics> own,
-                                     absl::Span<RowStatistics> merged) {
+absl::Status ThreadExchange::MergeStatistics(int part, absl::Span<const RowStatistics> own,
+                                             absl::Span<RowStatistics> merged) {
   statistics_[static_cast<size_t>(part)] = own;
   barrier_.arrive_and_wait();
   std::vector<const RowStatistics*> of_row(statistics_.size());
@@ -35,27 +43,25 @@ void ThreadExchange::MergeStatistics(int part, absl::Span<const RowStatistics> o
     merged[row] = Merge(of_row);
   }
   barrier_.arrive_and_wait();  // until then nobody may write what others read
+  return absl::OkStatus();
 }
 
-void ThreadExchange::MergeGradients(int part, absl::Span<const GradientSums> own,
-                                    absl::Span<RowResult> results) {
+absl::Status ThreadExchange::MergeGradients(int part, absl::Span<const GradientSums> own,
+                                            absl::Span<RowResult> results) {
   gradients_[static_cast<size_t>(part)] = own;
   barrier_.arrive_and_wait();
+  std::vector<const GradientSums*> of_row(gradients_.size());
   for (size_t row = 0; row < results.size(); ++row) {
-    GradientSums all;
-    for (const absl::Span<const GradientSums> of_part : gradients_) {
-      all.dropped_mass += of_part[row].dropped_mass;
-      all.sampling_variance += of_part[row].sampling_variance;
-      all.squared_gradient += of_part[row].squared_gradient;
-    }
-    results[row].gradient = all;
+    for (size_t i = 0; i < of_row.size(); ++i) of_row[i] = &gradients_[i][row];
+    results[row].gradient = Add(of_row);
   }
   barrier_.arrive_and_wait();
+  return absl::OkStatus();
 }
 
 // A part writes its rows of its own sums, which no other part reads.
-RowRange ThreadExchange::SumRows(int part, float* own, int64_t rows, int64_t cols) {
-  const RowRange range = {rows * part / parts(), rows * (part + 1) / parts()};
+absl::StatusOr<RowRange> ThreadExchange::SumRows(int part, float* own, RowRange rows, int64_t cols) {
+  const RowRange range = RowsOfPart(rows, part, parts());
   floats_[static_cast<size_t>(part)] = own;
   barrier_.arrive_and_wait();
   for (int64_t i = range.begin * cols; i < range.end * cols; ++i) {
@@ -67,7 +73,7 @@ RowRange ThreadExchange::SumRows(int part, float* own, int64_t rows, int64_t col
   return range;
 }
 
-void ThreadExchange::AddSums(int part, const float* own, float* to, int64_t n) {
+absl::Status ThreadExchange::AddSums(int part, const float* own, float* to, int64_t n) {
   floats_[static_cast<size_t>(part)] = own;
   barrier_.arrive_and_wait();
   for (int64_t i = 0; i < n; ++i) {
@@ -76,6 +82,12 @@ void ThreadExchange::AddSums(int part, const float* own, float* to, int64_t n) {
     to[i] += sum;
   }
   barrier_.arrive_and_wait();
+  return absl::OkStatus();
+}
+
+absl::StatusOr<RowRange> ThreadExchange::CollectRows(int part, float*, RowRange rows, RowRange wanted,
+                                                     int64_t) {
+  return Intersect(wanted, RowsOfPart(rows, part, parts()));
 }
 
 }  // namespace lossd::kernels

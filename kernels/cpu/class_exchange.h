@@ -3,13 +3,17 @@
 //
 // A function is called by every part, on a thread of its own, with the same rows and in the same order; it
 // returns when all have called. The parts are added up in their order, so all get the same bits.
+// UNAVAILABLE if another part cannot be reached any more; then the chunk cannot be computed.
 #ifndef LOSSD_KERNELS_CPU_CLASS_EXCHANGE_H_
 #define LOSSD_KERNELS_CPU_CLASS_EXCHANGE_H_
 
+#include <algorithm>
 #include <barrier>
 #include <cstdint>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/cpu/row_loss.h"
 
@@ -19,46 +23,69 @@ namespace lossd::kernels {
 struct RowRange {
   int64_t begin = 0;
   int64_t end = 0;
+
+  friend bool operator==(const RowRange&, const RowRange&) = default;
 };
+
+// Which of some rows, divided evenly, are those of a part.
+inline RowRange RowsOfPart(RowRange rows, int part, int parts) {
+  const int64_t n = rows.end - rows.begin;
+  return {rows.begin + n * part / parts, rows.begin + n * (part + 1) / parts};
+}
+
+// The rows that are in both; empty, and within `of`, if there are none.
+inline RowRange Intersect(RowRange rows, RowRange of) {
+  return {std::clamp(rows.begin, of.begin, of.end), std::clamp(rows.end, of.begin, of.end)};
+}
 
 class ClassExchange {
  public:
   virtual ~ClassExchange() = default;
 
   // merged[i]: row i over the classes of all parts.
-  virtual void MergeStatistics(int part, absl::Span<const RowStatistics> own,
-                               absl::Span<RowStatistics> merged) = 0;
+  virtual absl::Status MergeStatistics(int part, absl::Span<const RowStatistics> own,
+                                       absl::Span<RowStatistics> merged) = 0;
   // results[i].gradient: of row i over the classes of all parts.
-  virtual void MergeGradients(int part, absl::Span<const GradientSums> own,
-                              absl::Span<RowResult> results) = 0;
-  // `own` [rows, cols]: sums over the part's classes. Those of the returned rows become the sums over all
-  // classes; every row is returned to one part.
-  virtual RowRange SumRows(int part, float* own, int64_t rows, int64_t cols) = 0;
+  virtual absl::Status MergeGradients(int part, absl::Span<const GradientSums> own,
+                                      absl::Span<RowResult> results) = 0;
+  // `own` [.., cols]: sums over the part's classes. Of `rows`, those that are returned become the sums over
+  // all classes; every row is returned to one part.
+  virtual absl::StatusOr<RowRange> SumRows(int part, float* own, RowRange rows, int64_t cols) = 0;
   // Adds the `own` of all parts to every `to`, [n] each.
-  virtual void AddSums(int part, const float* own, float* to, int64_t n) = 0;
+  virtual absl::Status AddSums(int part, const float* own, float* to, int64_t n) = 0;
+  // Brings the rows `wanted` of those that SumRows has divided, `rows`, to where they are delivered, and
+  // returns those that this part delivers. `own` as in SumRows.
+  virtual absl::StatusOr<RowRange> CollectRows(int part, float* own, RowRange rows, RowRange wanted,
+                                               int64_t cols) = 0;
 };
 
 // For a head that has all classes.
 class SoleExchange final : public ClassExchange {
  public:
-  void MergeStatistics(int part, absl::Span<const RowStatistics> own,
-                       absl::Span<RowStatistics> merged) override;
-  void MergeGradients(int part, absl::Span<const GradientSums> own, absl::Span<RowResult> results) override;
-  RowRange SumRows(int part, float* own, int64_t rows, int64_t cols) override;
-  void AddSums(int part, const float* own, float* to, int64_t n) override;
+  absl::Status MergeStatistics(int part, absl::Span<const RowStatistics> own,
+                               absl::Span<RowStatistics> merged) override;
+  absl::Status MergeGradients(int part, absl::Span<const GradientSums> own,
+                              absl::Span<RowResult> results) override;
+  absl::StatusOr<RowRange> SumRows(int part, float* own, RowRange rows, int64_t cols) override;
+  absl::Status AddSums(int part, const float* own, float* to, int64_t n) override;
+  absl::StatusOr<RowRange> CollectRows(int part, float* own, RowRange rows, RowRange wanted,
+                                       int64_t cols) override;
 };
 
-// Between threads of one process.
+// Between threads of one process, which deliver rows where they are.
 class ThreadExchange final : public ClassExchange {
  public:
   // `parts` >= 1.
   explicit ThreadExchange(int parts);
 
-  void MergeStatistics(int part, absl::Span<const RowStatistics> own,
-                       absl::Span<RowStatistics> merged) override;
-  void MergeGradients(int part, absl::Span<const GradientSums> own, absl::Span<RowResult> results) override;
-  RowRange SumRows(int part, float* own, int64_t rows, int64_t cols) override;
-  void AddSums(int part, const float* own, float* to, int64_t n) override;
+  absl::Status MergeStatistics(int part, absl::Span<const RowStatistics> own,
+                               absl::Span<RowStatistics> merged) override;
+  absl::Status MergeGradients(int part, absl::Span<const GradientSums> own,
+                              absl::Span<RowResult> results) override;
+  absl::StatusOr<RowRange> SumRows(int part, float* own, RowRange rows, int64_t cols) override;
+  absl::Status AddSums(int part, const float* own, float* to, int64_t n) override;
+  absl::StatusOr<RowRange> CollectRows(int part, float* own, RowRange rows, RowRange wanted,
+                                       int64_t cols) override;
 
  private:
   int parts() const { return static_cast<int>(floats_.size()); }

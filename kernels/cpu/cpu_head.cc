@@ -115,15 +115,21 @@ void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
     return;
   }
   const RowOrder order = OrderRows(chunk->slices, chunk->accumulate_gradients, buffers_.sources);
-  Gather(*chunk, order);
-  ComputeChunk(*chunk, order);
-  MarkFailedSlices(*chunk, order);
-  const RowRange with_hidden = ComputeGradHidden(order);
-  ScatterResults(*chunk, order);
-  ScatterGradHidden(*chunk, with_hidden);
-  callbacks.on_results(absl::OkStatus());
-  AccumulateWeight(order);
-  callbacks.on_done(absl::OkStatus());
+  const absl::Status status = ComputeResults(*chunk, order);
+  callbacks.on_results(status);
+  if (status.ok()) AccumulateWeight(order);
+  callbacks.on_done(status);
+}
+
+absl::Status CpuHead::ComputeResults(Chunk& chunk, const RowOrder& order) {
+  Gather(chunk, order);
+  if (absl::Status status = ComputeChunk(chunk, order); !status.ok()) return status;
+  MarkFailedSlices(chunk, order);
+  const absl::StatusOr<RowRange> with_hidden = ComputeGradHidden(order);
+  if (!with_hidden.ok()) return with_hidden.status();
+  ScatterResults(chunk, order);
+  ScatterGradHidden(chunk, *with_hidden);
+  return absl::OkStatus();
 }
 
 void CpuHead::Gather(const Chunk& chunk, const RowOrder& order) {
@@ -143,16 +149,16 @@ void CpuHead::Gather(const Chunk& chunk, const RowOrder& order) {
 }
 
 // With kAuto the rows are sampled first; if that is not accurate enough, they are computed again.
-void CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
+absl::Status CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   LossOptions options = chunk.options;
   const bool is_auto = options.gradients == Gradients::kAuto;
   absl::string_view why_exact = WhyExact(options, AnyGradEntropy(chunk));
   if (why_exact.empty() && order.with_gradient() == 0) why_exact = "no gradient is wanted";
   options.gradients = why_exact.empty() && is_auto ? Gradients::kSampled : GradientsOf(options, why_exact);
-  ComputeRows(chunk, options, order);
+  if (absl::Status status = ComputeRows(chunk, options, order); !status.ok()) return status;
   if (!why_exact.empty()) {
     chunk.choices = {GradientsChoice(Gradients::kExact, why_exact)};
-    return;
+    return absl::OkStatus();
   }
   const bool refused = is_auto && ExceedsError(chunk, order, buffers_);
   const Decision decision = refused ? Decision::kTooMuchError : Decision::kAsPlanned;
@@ -162,14 +168,14 @@ void CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
     chunk.sample_threshold = options.sample_threshold;
     chunk.choices.push_back(ThresholdChoice(options.sample_threshold, chunk.sample_threshold));
   }
-  if (!refused) return;
+  if (!refused) return absl::OkStatus();
   options.gradients = Gradients::kExact;
-  ComputeRows(chunk, options, order);
+  return ComputeRows(chunk, options, order);
 }
 
 // Logits [block, C] = t x W^T over the classes that are here, then each row to its results and gradient, in
 // place. With classes elsewhere too, that waits for what those say of the rows.
-void CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order) {
+absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order) {
   const int64_t d = config_.hidden_size;
   const int64_t c = classes_.rows;
   const RowLoss row_loss(SelectRowLoops(), ContextFor(options));
@@ -190,9 +196,11 @@ void CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const 
       }
     });
   }
-  if (!is_split_) return;
+  if (!is_split_) return absl::OkStatus();
   const auto all = static_cast<size_t>(order.rows);
-  exchange_->MergeStatistics(replica_.index, {buffers_.statistics, all}, {buffers_.merged, all});
+  absl::Status merged =
+      exchange_->MergeStatistics(replica_.index, {buffers_.statistics, all}, {buffers_.merged, all});
+  if (!merged.ok()) return merged;
   pool_->ParallelFor(order.rows, std::max<int64_t>(1, 4096 / c), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       buffers_.results[i] = row_loss.Finish(RequestFor(chunk, order, i), buffers_.statistics[i],
@@ -200,7 +208,7 @@ void CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const 
       buffers_.gradients[i] = buffers_.results[i].gradient;
     }
   });
-  exchange_->MergeGradients(replica_.index, {buffers_.gradients, all}, {buffers_.results, all});
+  return exchange_->MergeGradients(replica_.index, {buffers_.gradients, all}, {buffers_.results, all});
 }
 
 // Finds the slices with a row that is not finite and clears all their rows, so that they add exactly nothing
@@ -230,35 +238,42 @@ void CpuHead::MarkFailedSlices(const Chunk& chunk, const RowOrder& order) {
 
 // dy = ds W for the rows that want it and, with a norm, for those whose gain and shift gradients need it;
 // then through the norm.
-RowRange CpuHead::ComputeGradHidden(const RowOrder& order) {
+absl::StatusOr<RowRange> CpuHead::ComputeGradHidden(const RowOrder& order) {
   const int64_t d = config_.hidden_size;
   const int64_t c = classes_.rows;
-  const int64_t begin = has_norm_ ? 0 : order.hidden_begin;
-  const int64_t end = has_norm_ ? order.with_gradient() : order.hidden_end;
-  if (begin >= end) return {};
+  const RowRange wanted = {order.hidden_begin, order.hidden_end};
+  const RowRange rows = has_norm_ ? RowRange{0, order.with_gradient()} : wanted;
+  if (rows.begin >= rows.end) return RowRange();
   float* const grad = buffers_.grad_hidden;
-  Gemm(*pool_, end - begin, d, c, 1.0f, {buffers_.logits + begin * c, c}, {buffers_.value(Param::kWeight), d},
-       0.0f, grad + begin * d, d);
-  RowRange here = exchange_->SumRows(replica_.index, grad + begin * d, end - begin, d);
-  here = {here.begin + begin, here.end + begin};
-  if (has_norm_ && order.accumulated > 0) {
-    AddNormGradients({here.begin, std::clamp(order.accumulated, here.begin, here.end)});
+  Gemm(*pool_, rows.end - rows.begin, d, c, 1.0f, {buffers_.logits + rows.begin * c, c},
+       {buffers_.value(Param::kWeight), d}, 0.0f, grad + rows.begin * d, d);
+  const absl::StatusOr<RowRange> here = exchange_->SumRows(replica_.index, grad, rows, d);
+  if (!here.ok()) return here;
+  absl::Status status = has_norm_ ? BackThroughNorm(order, *here) : absl::OkStatus();
+  if (!status.ok()) return status;
+  return exchange_->CollectRows(replica_.index, grad, rows, wanted, d);
+}
+
+absl::Status CpuHead::BackThroughNorm(const RowOrder& order, RowRange here) {
+  if (order.accumulated > 0) {
+    absl::Status status = AddNormGradients(Intersect({here.begin, order.accumulated}, here));
+    if (!status.ok()) return status;
   }
-  const RowRange hidden = {std::clamp(order.hidden_begin, here.begin, here.end),
-                           std::clamp(order.hidden_end, here.begin, here.end)};
-  if (!has_norm_) return hidden;
+  const int64_t d = config_.hidden_size;
+  const RowRange hidden = Intersect({order.hidden_begin, order.hidden_end}, here);
   const NormParams norm = norm_params();
-  pool_->ParallelFor(
-      hidden.end - hidden.begin, std::max<int64_t>(1, kElementGrain / d), [&](int64_t from, int64_t to) {
-        for (int64_t i = hidden.begin + from; i < hidden.begin + to; ++i) {
-          NormBackward(norm, buffers_.unit + i * d, buffers_.inverse_deviation[i], grad + i * d);
-        }
-      });
-  return hidden;
+  pool_->ParallelFor(hidden.end - hidden.begin, std::max<int64_t>(1, kElementGrain / d),
+                     [&](int64_t from, int64_t to) {
+                       for (int64_t i = hidden.begin + from; i < hidden.begin + to; ++i) {
+                         NormBackward(norm, buffers_.unit + i * d, buffers_.inverse_deviation[i],
+                                      buffers_.grad_hidden + i * d);
+                       }
+                     });
+  return absl::OkStatus();
 }
 
 // Sums over rows of dy, which each part of a head has of other rows and needs of all.
-void CpuHead::AddNormGradients(RowRange rows) {
+absl::Status CpuHead::AddNormGradients(RowRange rows) {
   const int64_t d = config_.hidden_size;
   const float* const grad = buffers_.grad_hidden + rows.begin * d;
   const float* const unit = buffers_.unit + rows.begin * d;
@@ -266,15 +281,15 @@ void CpuHead::AddNormGradients(RowRange rows) {
   if (!is_split_) {
     AddColumnSums(*pool_, grad, unit, rows.end - rows.begin, d, buffers_.gradient(Param::kNormGain));
     if (shift != nullptr) AddColumnSums(*pool_, grad, nullptr, rows.end - rows.begin, d, shift);
-    return;
+    return absl::OkStatus();
   }
   float* const sums = buffers_.norm_sums;
   std::fill_n(sums, 2 * d, 0.0f);
   AddColumnSums(*pool_, grad, unit, rows.end - rows.begin, d, sums);
-  exchange_->AddSums(replica_.index, sums, buffers_.gradient(Param::kNormGain), d);
-  if (shift == nullptr) return;
+  absl::Status status = exchange_->AddSums(replica_.index, sums, buffers_.gradient(Param::kNormGain), d);
+  if (!status.ok() || shift == nullptr) return status;
   AddColumnSums(*pool_, grad, nullptr, rows.end - rows.begin, d, sums + d);
-  exchange_->AddSums(replica_.index, sums + d, shift, d);
+  return exchange_->AddSums(replica_.index, sums + d, shift, d);
 }
 
 void CpuHead::ScatterResults(const Chunk& chunk, const RowOrder& order) {

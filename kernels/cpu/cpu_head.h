@@ -25,7 +25,7 @@ namespace lossd::kernels {
 //
 // Memory on the path of a chunk is taken when the head is created; OpenBLAS keeps packing buffers of its own.
 // A row also counts as not finite if a factor of its gradient (row weight, grad_loss, ...) is not, or if a
-// logit before the softcap is not.
+// logit before the softcap is not. A chunk fails with what the exchange of a split head says.
 class CpuHead final : public HeadKernels {
  public:
   // `config` is valid; `reservation` holds PlanBuffers(config, replica, chunk_rows).
@@ -68,14 +68,18 @@ class CpuHead final : public HeadKernels {
   CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, ThreadPool* pool,
           MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers);
 
+  // All of a chunk but the weight gradient.
+  absl::Status ComputeResults(Chunk& chunk, const RowOrder& order);
   // The steps of a chunk, in order.
   void Gather(const Chunk& chunk, const RowOrder& order);
-  void ComputeChunk(Chunk& chunk, const RowOrder& order);
-  void ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order);
+  absl::Status ComputeChunk(Chunk& chunk, const RowOrder& order);
+  absl::Status ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order);
   void MarkFailedSlices(const Chunk& chunk, const RowOrder& order);
-  // Returns the rows that have their gradient here; a head that is split has that of others elsewhere.
-  RowRange ComputeGradHidden(const RowOrder& order);
-  void AddNormGradients(RowRange rows);
+  // Returns the rows whose gradient is delivered here; a head that is split may deliver others elsewhere.
+  absl::StatusOr<RowRange> ComputeGradHidden(const RowOrder& order);
+  // dy becomes dx for the rows `here` that want it, and has its part in the gradients of the norm.
+  absl::Status BackThroughNorm(const RowOrder& order, RowRange here);
+  absl::Status AddNormGradients(RowRange rows);
   void ScatterResults(const Chunk& chunk, const RowOrder& order);
   void ScatterGradHidden(const Chunk& chunk, RowRange rows);
   void AccumulateWeight(const RowOrder& order);

@@ -5,18 +5,23 @@
 #include <cstdint>
 #include <utility>
 
+#include "absl/types/span.h"
 #include "kernels/backend.h"
 #include "kernels/cpu/accounting.h"
 #include "kernels/cpu/arena.h"
+#include "kernels/host_bytes.h"
 
 namespace lossd::kernels {
 
-class CpuRetained final : public RetainedMemory {
+class CpuRetained final : public RetainedMemory, public HostBytes {
  public:
   CpuRetained(AlignedBytes memory, int64_t bytes, MemoryAccounting::Reservation reservation)
       : reservation_(std::move(reservation)), memory_(std::move(memory)), bytes_(bytes) {}
 
   int64_t size() const override { return bytes_; }
+  absl::Span<const uint8_t> host_bytes() const override {
+    return {memory_.get(), static_cast<size_t>(bytes_)};
+  }
   uint8_t* data() { return memory_.get(); }
 
  private:

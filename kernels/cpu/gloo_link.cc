@@ -17,41 +17,47 @@
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "kernels/cpu/arena.h"
 #include "kernels/cpu/cpu_head.h"
 #include "kernels/cpu/cpu_params.h"
+#include "kernels/cpu/rank_exchange.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/shard_rows.h"
 
 namespace lossd::kernels {
 namespace {
 
-// Floats that are under way between two ranks at a time, and those that one thread sums at a time.
-constexpr int64_t kPiece = int64_t{1} << 18;
+// What one rank gets from another at a time: bytes, and how many floats those are.
+constexpr size_t kRoomBytes = size_t{1} << 20;
+constexpr int64_t kPiece = int64_t{kRoomBytes / sizeof(float)};
+// Floats that one thread sums at a time.
 constexpr int64_t kBlock = 4096;
 
 // All transfers are matched in their order.
 constexpr uint64_t kSlot = 1;
 
-class GlooLink final : public RankLink {
+class GlooLink final : public RankLink, public RankTransfers {
  public:
   GlooLink(Replica replica, std::string host, absl::Duration timeout)
       : replica_(replica), host_(std::move(host)), timeout_(timeout) {}
   absl::StatusOr<std::string> Address() override;
   absl::Status Connect(const std::vector<std::string>& addresses) override;
   absl::StatusOr<std::unique_ptr<Replicas>> Join(HeadKernels* head) override;
+  absl::Status JoinClasses(HeadKernels* head) override;
+  void WatchChunks(std::function<absl::Status(const absl::Status&)> on_failure) override {
+    on_chunk_failure_ = std::move(on_failure);
+  }
   void Abort(const absl::Status& reason) override ABSL_LOCKS_EXCLUDED(mutex_);
 
-  Replica replica() const { return replica_; }
-  // Sends memory to other ranks, or fills it with what another sends, and waits.
-  absl::Status Send(const void* data, size_t bytes, const std::vector<int>& to);
-  absl::Status Receive(void* data, size_t bytes, int from);
+  Replica replica() const override { return replica_; }
+  absl::Span<uint8_t> Room(int rank) override { return {room_.get() + rank * kRoomBytes, kRoomBytes}; }
+  absl::Status Exchange(absl::Span<const RankTransfer> send, absl::Span<const RankTransfer> receive) override;
+  // As Exchange, of which WatchChunks hears nothing.
+  absl::Status Transfer(absl::Span<const RankTransfer> send, absl::Span<const RankTransfer> receive);
 
  private:
   // Calls into Gloo, whose errors are exceptions. After one, the connections are closed.
   absl::Status Call(const std::string& what, absl::FunctionRef<void()> call) ABSL_LOCKS_EXCLUDED(mutex_);
-  // The same with a buffer that Abort can end the waiting of.
-  absl::Status Transfer(const std::string& what, void* data, size_t bytes,
-                        absl::FunctionRef<bool(gloo::transport::UnboundBuffer&)> call);
   // So that the other ranks do not wait for this one.
   void Close();
   absl::Status failure() const ABSL_LOCKS_EXCLUDED(mutex_);
@@ -63,11 +69,13 @@ class GlooLink final : public RankLink {
   const absl::Duration timeout_;
   std::shared_ptr<gloo::transport::Device> device_;
   std::shared_ptr<gloo::transport::Context> context_;  // its pairs are thread-safe
+  AlignedBytes room_;                                  // [ranks, kRoomBytes]
+  std::function<absl::Status(const absl::Status&)> on_chunk_failure_;
 
   mutable absl::Mutex mutex_;
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
   bool connecting_ ABSL_GUARDED_BY(mutex_) = false;
-  gloo::transport::UnboundBuffer* waiting_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  std::vector<gloo::transport::UnboundBuffer*> waiting_ ABSL_GUARDED_BY(mutex_);
 };
 
 absl::Status GlooLink::failure() const {
@@ -87,9 +95,9 @@ void GlooLink::Abort(const absl::Status& reason) {
     absl::MutexLock lock(&mutex_);
     failure_.Update(reason);
     connecting = connecting_;
-    if (waiting_ != nullptr) {
-      waiting_->abortWaitSend();
-      waiting_->abortWaitRecv();
+    for (gloo::transport::UnboundBuffer* buffer : waiting_) {
+      buffer->abortWaitSend();
+      buffer->abortWaitRecv();
     }
   }
   if (connecting) Close();
@@ -109,21 +117,40 @@ absl::Status GlooLink::Call(const std::string& what, absl::FunctionRef<void()> c
   return failure();
 }
 
-absl::Status GlooLink::Transfer(const std::string& what, void* data, size_t bytes,
-                                absl::FunctionRef<bool(gloo::transport::UnboundBuffer&)> call) {
+absl::Status GlooLink::Transfer(absl::Span<const RankTransfer> send, absl::Span<const RankTransfer> receive) {
+  std::string what = "exchange with the other ranks";
   return Call(what, [&] {
-    const auto buffer = context_->createUnboundBuffer(data, bytes);
+    std::vector<std::unique_ptr<gloo::transport::UnboundBuffer>> buffers;
+    for (const auto transfers : {receive, send}) {
+      for (const RankTransfer& transfer : transfers) {
+        buffers.push_back(context_->createUnboundBuffer(transfer.data, transfer.bytes));
+      }
+    }
     {
       absl::MutexLock lock(&mutex_);
       if (!failure_.ok()) return;
-      waiting_ = buffer.get();
+      for (const auto& buffer : buffers) waiting_.push_back(buffer.get());
     }
     const absl::Cleanup not_waiting = [this] {
       absl::MutexLock lock(&mutex_);
-      waiting_ = nullptr;
+      waiting_.clear();
     };
-    if (!call(*buffer)) throw std::runtime_error("the transfer was aborted");
+    for (size_t i = 0; i < receive.size(); ++i) buffers[i]->recv(receive[i].rank, kSlot);
+    for (size_t i = 0; i < send.size(); ++i) buffers[receive.size() + i]->send(send[i].rank, kSlot);
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      const bool receives = i < receive.size();
+      what = receives ? absl::StrCat("receive from rank ", receive[i].rank)
+                      : absl::StrCat("send to rank ", send[i - receive.size()].rank);
+      if (!(receives ? buffers[i]->waitRecv() : buffers[i]->waitSend())) {
+        throw std::runtime_error("the transfer was aborted");
+      }
+    }
   });
+}
+
+absl::Status GlooLink::Exchange(absl::Span<const RankTransfer> send, absl::Span<const RankTransfer> receive) {
+  absl::Status status = Transfer(send, receive);
+  return status.ok() || !on_chunk_failure_ ? status : on_chunk_failure_(status);
 }
 
 void GlooLink::Close() {
@@ -163,6 +190,9 @@ absl::Status GlooLink::Connect(const std::vector<std::string>& addresses) {
   if (addresses.size() != count) {
     return errors::FieldError("addresses", absl::StrCat("be those of ", count, " ranks"), addresses.size());
   }
+  absl::StatusOr<AlignedBytes> room = AllocateAligned(GlooLinkBytes(replica_));
+  if (!room.ok()) return room.status();
+  room_ = *std::move(room);
   {
     absl::MutexLock lock(&mutex_);
     connecting_ = true;
@@ -180,25 +210,6 @@ absl::Status GlooLink::Connect(const std::vector<std::string>& addresses) {
       context_->getPair(rank)->connect({own, own + static_cast<std::ptrdiff_t>(all.size() / count)});
     }
   });
-}
-
-absl::Status GlooLink::Send(const void* data, size_t bytes, const std::vector<int>& to) {
-  return Transfer("send to another rank", const_cast<void*>(data), bytes,
-                  [&](gloo::transport::UnboundBuffer& buffer) {
-                    for (const int rank : to) buffer.send(rank, kSlot);
-                    for (size_t i = 0; i < to.size(); ++i) {
-                      if (!buffer.waitSend()) return false;
-                    }
-                    return true;
-                  });
-}
-
-absl::Status GlooLink::Receive(void* data, size_t bytes, int from) {
-  return Transfer(absl::StrCat("receive from rank ", from), data, bytes,
-                  [&](gloo::transport::UnboundBuffer& buffer) {
-                    buffer.recv(from, kSlot);
-                    return buffer.waitRecv();
-                  });
 }
 
 class GlooReplicas final : public Replicas {
@@ -250,18 +261,18 @@ class GlooReplicas final : public Replicas {
   absl::Status SumPiece(int owner, float* piece, int64_t n) {
     const auto bytes = static_cast<size_t>(n) * sizeof(float);
     if (!owns(owner)) {
-      absl::Status status = link_->Send(piece, bytes, {owner});
+      absl::Status status = link_->Transfer({{owner, piece, bytes}}, {});
       std::fill_n(piece, n, 0.0f);
       return status;
     }
     std::vector<const float*> parts(static_cast<size_t>(link_->replica().count), piece);
-    received_.resize(parts.size() * kPiece);
+    std::vector<RankTransfer> receive;
     for (const int rank : Others()) {
-      float* const part = received_.data() + rank * kPiece;
-      absl::Status status = link_->Receive(part, bytes, rank);
-      if (!status.ok()) return status;
-      parts[static_cast<size_t>(rank)] = part;
+      uint8_t* const room = link_->Room(rank).data();
+      parts[static_cast<size_t>(rank)] = reinterpret_cast<const float*>(room);
+      receive.push_back({rank, room, bytes});
     }
+    if (absl::Status status = link_->Transfer({}, receive); !status.ok()) return status;
     params_->pool().ParallelFor(n, kBlock, [&](int64_t begin, int64_t end) {
       for (int64_t from = begin; from < end; from += kBlock) {
         SumBlock(parts, from, std::min(kBlock, end - from), piece);
@@ -280,12 +291,14 @@ class GlooReplicas final : public Replicas {
 
   absl::Status SpreadPiece(int owner, float* piece, int64_t n) {
     const auto bytes = static_cast<size_t>(n) * sizeof(float);
-    return owns(owner) ? link_->Send(piece, bytes, Others()) : link_->Receive(piece, bytes, owner);
+    if (!owns(owner)) return link_->Transfer({}, {{owner, piece, bytes}});
+    std::vector<RankTransfer> send;
+    for (const int rank : Others()) send.push_back({rank, piece, bytes});
+    return link_->Transfer(send, {});
   }
 
   GlooLink* const link_;
   CpuParams* const params_;
-  std::vector<float> received_;  // [ranks, kPiece]
 };
 
 absl::StatusOr<std::unique_ptr<Replicas>> GlooLink::Join(HeadKernels* head) {
@@ -294,7 +307,19 @@ absl::StatusOr<std::unique_ptr<Replicas>> GlooLink::Join(HeadKernels* head) {
   return std::make_unique<GlooReplicas>(this, &cpu->params());
 }
 
+absl::Status GlooLink::JoinClasses(HeadKernels* head) {
+  auto* const cpu = dynamic_cast<CpuHead*>(head);
+  if (cpu == nullptr) return errors::FieldError("head", "be one of a CPU backend", "another one");
+  if (cpu->config().split != Split::kVocabulary) {
+    return errors::FieldError("split", "be vocabulary", Name(cpu->config().split));
+  }
+  cpu->Join(std::make_shared<RankExchange>(this));
+  return absl::OkStatus();
+}
+
 }  // namespace
+
+int64_t GlooLinkBytes(Replica replica) { return replica.count * int64_t{kRoomBytes}; }
 
 absl::StatusOr<std::unique_ptr<RankLink>> CreateGlooLink(Replica replica, const std::string& host,
                                                          absl::Duration timeout) {

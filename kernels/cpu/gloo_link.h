@@ -2,6 +2,7 @@
 #ifndef LOSSD_KERNELS_CPU_GLOO_LINK_H_
 #define LOSSD_KERNELS_CPU_GLOO_LINK_H_
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -19,6 +20,9 @@ namespace lossd::kernels {
 // (cpu_replicas.h). Connections are neither encrypted nor authenticated.
 absl::StatusOr<std::unique_ptr<RankLink>> CreateGlooLink(Replica replica, const std::string& host,
                                                          absl::Duration timeout);
+
+// What such a link takes of the host's memory once it is connected, for all heads together.
+int64_t GlooLinkBytes(Replica replica);
 
 }  // namespace lossd::kernels
 

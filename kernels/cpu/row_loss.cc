@@ -44,6 +44,16 @@ RowStatistics Merge(absl::Span<const RowStatistics* const> parts) {
   return all;
 }
 
+GradientSums Add(absl::Span<const GradientSums* const> parts) {
+  GradientSums all;
+  for (const GradientSums* part : parts) {
+    all.dropped_mass += part->dropped_mass;
+    all.sampling_variance += part->sampling_variance;
+    all.squared_gradient += part->squared_gradient;
+  }
+  return all;
+}
+
 // Of the whole row, but for own_factor, and the coefficients of dz = p * slope - smoothing * u, without the
 // logit scale. `max` is what all exponents are relative to.
 struct RowLoss::Sums {

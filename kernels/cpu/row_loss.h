@@ -68,6 +68,9 @@ struct GradientSums {
   double squared_gradient = 0.0;
 };
 
+// Of one row, over the classes of all parts, added up in their order. Thread-safe.
+GradientSums Add(absl::Span<const GradientSums* const> parts);
+
 struct RowResult {
   double loss = 0.0;    // with z-loss, times the row weight
   double z_loss = 0.0;  // times the row weight

@@ -10,7 +10,7 @@
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/device.h"
 #include "kernels/cuda/heads/cuda_head.h"
-#include "kernels/cuda/heads/head_memory.h"
+#include "kernels/cuda/heads/head_plan.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/staging_adopter.h"
 
@@ -82,13 +82,9 @@ class CudaBackend : public Backend, public StagingAdopter {
   int max_chunks_in_flight() const override { return Device::kMaxChunksInFlight; }
 
   absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const override {
-    LOSSD_RETURN_IF_ERROR(Validate(config));
-    const int sms = device_->limits().multiprocessors;
-    const HeadSizes sizes =
-        SizesFor(config, device_->options().workspace_bytes, device_->options().max_chunk_rows, sms,
-                 device_->limits().fused_clusters > 0, device_->options().replica);
-    LOSSD_RETURN_IF_ERROR(CheckWorkspace(config, sizes, sms));
-    return PlanMemory(config, sizes, sms, device_->options().replica);
+    const absl::StatusOr<cuda::HeadPlan> plan = MakePlan(config);
+    if (!plan.ok()) return plan.status();
+    return plan->memory;
   }
 
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
@@ -132,6 +128,15 @@ class CudaBackend : public Backend, public StagingAdopter {
   }
 
  private:
+  absl::StatusOr<cuda::HeadPlan> MakePlan(const HeadConfig& config) const {
+    const CudaBackendOptions& options = device_->options();
+    return cuda::PlanHead(config, {.limits = device_->limits(),
+                                   .workspace_bytes = options.workspace_bytes,
+                                   .max_chunk_rows = options.max_chunk_rows,
+                                   .fused_loss = options.fused_loss,
+                                   .replica = options.replica});
+  }
+
   absl::Status CheckFits(const MemoryBytes& plan) const {
     const int64_t needed = DeviceTotal(plan);
     const int64_t limit = device_->options().memory_limit_bytes;

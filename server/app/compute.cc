@@ -77,6 +77,7 @@ ranks::Settings SettingsOf(const ServerOptions& options) {
   return {{"version", options.version},
           {"ranks", absl::StrCat(options.ranks.launch.ranks)},
           {"deterministic", Text(options.deterministic)},
+          {"split", options.split},
           {"workspace_bytes", absl::StrCat(options.workspace_bytes)},
           {"memory_limit_bytes", absl::StrCat(options.memory_limit_bytes)},
           {"slice_bytes", absl::StrCat(options.slice_bytes)}};
@@ -99,9 +100,6 @@ absl::Status CheckRanks(const ServerOptions& options) {
     status.Update(errors::FieldError("rank_ca",
                                      "be given together with tls_cert where there are several ranks",
                                      ranks.ca.empty() ? "nothing" : ranks.ca));
-  }
-  if (options.split == "vocabulary") {
-    status.Update(errors::FieldError("split", "be rows or any with several ranks", options.split));
   }
   if (options.slice_bytes > kMostSliceBytes) {
     status.Update(
@@ -134,6 +132,8 @@ absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
   if (!options.ranks.several()) return Compute{.leader = nullptr, .backend = std::move(own->backend)};
   const absl::StatusOr<Address> listen = RankAddress(options.ranks);
   if (!listen.ok()) return listen.status();
+  const absl::StatusOr<kernels::Split> split = kernels::SplitOf(BackendOf(options));
+  if (!split.ok()) return split.status();
   absl::StatusOr<std::string> secret = ReadSecret(options.ranks);
   if (!secret.ok()) return secret.status();
   absl::StatusOr<std::unique_ptr<ranks::Leader>> leader =
@@ -143,6 +143,7 @@ absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
                             .secret = *std::move(secret),
                             .limits = LimitsOf(options),
                             .settings = SettingsOf(options),
+                            .group = {.split = *split},
                             .timeout = options.ranks.timeout,
                             .collective_timeout = options.ranks.collective_timeout,
                             .stop = options.ranks.stop_requested});

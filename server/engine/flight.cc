@@ -192,11 +192,10 @@ void Flight::Settle(bool accumulated) {
 }
 
 ChunkReport Flight::Report() const {
-  ChunkReport report{
-      .head = head_.head,
-      .gradients = chunk_.gradients,
-      .compute_seconds = compute_seconds_,
-      .device_seconds = absl::ToDoubleSeconds(head_.context->runtime->Now() - formed_)};
+  ChunkReport report{.head = head_.head,
+                     .gradients = chunk_.gradients,
+                     .compute_seconds = compute_seconds_,
+                     .device_seconds = absl::ToDoubleSeconds(head_.context->runtime->Now() - formed_)};
   for (size_t i = 0; i < work_->segments.size(); ++i) {
     if (work_->segments[i].slices.empty()) continue;  // zeros in place of rows that were not sent again
     report.rows += work_->segments[i].rows.size();

@@ -64,11 +64,11 @@ void HeadMetrics::Collect(std::vector<MetricFamily>* families) const {
     return MakeFamily(name, help, MetricType::Gauge);
   };
   MetricFamily rows = MakeFamily("lossd_rows_total", "Rows computed, by head.", MetricType::Counter);
-  MetricFamily busy =
-      MakeFamily("lossd_device_busy_seconds_total",
-                 "Time in which a chunk of the head was on the device; where chunks of several heads overlap, it "
-                 "counts for the first of them to leave.",
-                 MetricType::Counter);
+  MetricFamily busy = MakeFamily(
+      "lossd_device_busy_seconds_total",
+      "Time in which a chunk of the head was on the device; where chunks of several heads overlap, it "
+      "counts for the first of them to leave.",
+      MetricType::Counter);
   MetricFamily step = gauge("lossd_head_step", "Number of the head's last closed step.");
   MetricFamily step_rows = gauge("lossd_head_step_rows", "Rows in the gradients of the head's last step.");
   MetricFamily seconds = gauge("lossd_head_step_seconds",

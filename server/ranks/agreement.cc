@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "kernels/errors/field_error.h"
 
@@ -45,6 +46,13 @@ absl::Status CheckAgreement(const Settings& leader, const std::string& leader_gp
     status.Update(CheckGpu(worker.rank(), worker.gpu_uuid(), other.rank(), other.gpu_uuid()));
   }
   return status;
+}
+
+absl::Status NotCome(absl::Span<const int> missing, int ranks, absl::Duration timeout) {
+  const bool one = missing.size() == 1;
+  return absl::DeadlineExceededError(absl::StrCat(one ? "rank " : "ranks ", absl::StrJoin(missing, ", "),
+                                                  " of ", ranks, one ? " has" : " have", " not come within ",
+                                                  absl::FormatDuration(timeout), " (--rank_timeout)"));
 }
 
 }  // namespace lossd::ranks

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
 #include "lossd/ranks/v1/ranks.pb.h"
@@ -23,6 +24,9 @@ Settings SettingsOf(const kernels::BackendInfo& backend);
 // it has the GPU that a rank before it has (`others`: those that are there).
 absl::Status CheckAgreement(const Settings& leader, const std::string& leader_gpu, const v1::Hello& worker,
                             absl::Span<const v1::Hello> others);
+
+// DEADLINE_EXCEEDED naming the ranks that are `missing` of `ranks` after `timeout`.
+absl::Status NotCome(absl::Span<const int> missing, int ranks, absl::Duration timeout);
 
 }  // namespace lossd::ranks
 

@@ -4,6 +4,8 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "kernels/host_bytes.h"
 #include "server/ranks/messages.h"
 
 namespace lossd::ranks {
@@ -46,6 +48,20 @@ absl::Status Take(const char* what, const std::string& bytes, size_t want, void*
   return absl::OkStatus();
 }
 
+absl::Status PutHidden(const kernels::Chunk& chunk, const Slice& slice, size_t row_bytes,
+                       std::string* bytes) {
+  const size_t length = static_cast<size_t>(slice.rows) * row_bytes;
+  if (length == 0) return absl::OkStatus();
+  if (slice.hidden != nullptr) {
+    bytes->assign(static_cast<const char*>(slice.hidden), length);
+    return absl::OkStatus();
+  }
+  const absl::StatusOr<absl::Span<const uint8_t>> retained = kernels::HostBytesOf(chunk.retained);
+  if (!retained.ok()) return retained.status();
+  bytes->assign(reinterpret_cast<const char*>(retained->data()) + slice.retained_offset, length);
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 v1::ChunkStart StartOf(const kernels::Chunk& chunk, uint64_t id, uint64_t head) {
@@ -64,10 +80,11 @@ v1::ChunkStart StartOf(const kernels::Chunk& chunk, uint64_t id, uint64_t head) 
   return start;
 }
 
-v1::ChunkSlice MessageOf(const Slice& slice, size_t row_bytes) {
+absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const Slice& slice, size_t row_bytes) {
   v1::ChunkSlice message;
   message.set_rows(slice.rows);
-  message.set_hidden(slice.hidden, static_cast<size_t>(slice.rows) * row_bytes);
+  absl::Status hidden = PutHidden(chunk, slice, row_bytes, message.mutable_hidden());
+  if (!hidden.ok()) return hidden;
   Put(slice.targets, slice.rows, message.mutable_targets());
   Put(slice.row_weights, slice.rows, message.mutable_row_weights());
   Put(slice.accumulate, slice.rows, message.mutable_accumulate());
@@ -99,6 +116,10 @@ absl::Status TakeResults(const v1::SliceResults& results, size_t row_bytes, Slic
   status.Update(Take("gradients", results.grad_hidden(), static_cast<size_t>(slice.rows) * row_bytes,
                      slice.grad_hidden));
   return status;
+}
+
+void TakePartResults(const v1::SliceResults& results, Slice& slice) {
+  slice.first_nonfinite_row = results.first_nonfinite_row();
 }
 
 absl::StatusOr<kernels::Chunk> ChunkOf(const v1::ChunkStart& start) {
@@ -152,6 +173,11 @@ void SetResults(const Slice& slice, size_t row_bytes, v1::SliceResults& results)
   *results.mutable_sums() = ToProto(slice.sums);
   if (slice.grad_hidden == nullptr) return;
   results.set_grad_hidden(slice.grad_hidden, static_cast<size_t>(slice.rows) * row_bytes);
+}
+
+void SetPartResults(const Slice& slice, v1::SliceResults& results) {
+  results = v1::SliceResults();  // what rows of a part say is said by all parts together
+  results.set_first_nonfinite_row(slice.first_nonfinite_row);
 }
 
 }  // namespace lossd::ranks

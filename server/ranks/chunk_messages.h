@@ -14,10 +14,14 @@ namespace lossd::ranks {
 
 // ---- The leader's side ----
 v1::ChunkStart StartOf(const kernels::Chunk& chunk, uint64_t id, uint64_t head);
-// `row_bytes`: of a row of hidden states.
-v1::ChunkSlice MessageOf(const kernels::Slice& slice, size_t row_bytes);
+// `row_bytes`: of a row of hidden states, which may lie in the chunk's retained memory. UNIMPLEMENTED if that
+// is not the host's.
+absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const kernels::Slice& slice,
+                                         size_t row_bytes);
 // Writes results to where the slice wants them. INTERNAL if they are not as long as they have to be.
 absl::Status TakeResults(const v1::SliceResults& results, size_t row_bytes, kernels::Slice& slice);
+// Of a head that is split by vocabulary, whose first part delivers the results.
+void TakePartResults(const v1::SliceResults& results, kernels::Slice& slice);
 
 // ---- The worker's side ----
 // The chunk without its slices.
@@ -29,6 +33,8 @@ absl::StatusOr<kernels::Slice> SliceOf(v1::ChunkSlice& message, size_t row_bytes
                                        v1::SliceResults& results);
 // What the slice says of itself after it was computed.
 void SetResults(const kernels::Slice& slice, size_t row_bytes, v1::SliceResults& results);
+// Likewise, for TakePartResults.
+void SetPartResults(const kernels::Slice& slice, v1::SliceResults& results);
 
 }  // namespace lossd::ranks
 

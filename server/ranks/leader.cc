@@ -1,7 +1,6 @@
 #include "server/ranks/leader.h"
 
 #include <grpcpp/grpcpp.h>
-#include <unistd.h>
 
 #include <map>
 #include <optional>
@@ -9,12 +8,13 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "kernels/errors/field_error.h"
 #include "lossd/ranks/v1/ranks.grpc.pb.h"
 #include "server/log/log.h"
+#include "server/ranks/grpc_transport.h"
+#include "server/ranks/local_address.h"
 #include "server/ranks/rank_replicas.h"
 #include "server/ranks/remote_backend.h"
 #include "server/ranks/worker_stream.h"
@@ -27,24 +27,6 @@ constexpr absl::Duration kLook = absl::Milliseconds(200);
 constexpr absl::Duration kHelloTimeout = absl::Seconds(20);
 // Beyond the workers themselves: streams that are refused, and gRPC's own threads.
 constexpr int kSpareThreads = 16;
-
-class GrpcTransport final : public WorkerTransport {
- public:
-  using Stream = grpc::ServerReaderWriter<v1::ToWorker, v1::FromWorker>;
-  GrpcTransport(grpc::ServerContext* context, Stream* stream) : context_(context), stream_(stream) {}
-  bool Read(v1::FromWorker* message) override { return stream_->Read(message); }
-  bool Write(const v1::ToWorker& message) override { return stream_->Write(message); }
-  void Cancel() override { context_->TryCancel(); }
-
- private:
-  grpc::ServerContext* const context_;
-  Stream* const stream_;
-};
-
-std::string HostName() {
-  char name[256] = {};
-  return gethostname(name, sizeof(name) - 1) == 0 ? name : "unknown";
-}
 
 class LeaderImpl final : public Leader, private v1::RankService::Service {
  public:
@@ -67,6 +49,9 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   absl::Status Enter(const std::shared_ptr<WorkerStream>& worker);
   void Leave(const std::shared_ptr<WorkerStream>& worker, const absl::Status& status);
   void OnLeaving(int rank, const std::string& reason);
+
+  // ---- On the driving thread of the leader's backend ----
+  absl::Status OnChunkFailure(const absl::Status& failure);
 
   // ---- On the thread that forms ----
   absl::Status AwaitAll();
@@ -189,6 +174,22 @@ void LeaderImpl::Leave(const std::shared_ptr<WorkerStream>& worker, const absl::
   link->Abort(status);
 }
 
+// What a lost worker's stream says comes first: it is the cause, and the exchange only waited in vain. Else a
+// rank hangs; with one that is given up, all are.
+absl::Status LeaderImpl::OnChunkFailure(const absl::Status& failure) {
+  absl::MutexLock lock(&mutex_);
+  const auto is_lost = [this] {
+    mutex_.AssertHeld();
+    return !lost_.ok();
+  };
+  if (mutex_.AwaitWithTimeout(absl::Condition(&is_lost), kLastWords)) return lost_;
+  const absl::Status status = absl::UnavailableError(absl::StrCat(
+      "a rank is lost: it has not done its part of a chunk within ",
+      absl::FormatDuration(options_.collective_timeout), " (--collective_timeout): ", failure.message()));
+  workers_.begin()->second->GiveUp(status);
+  return status;
+}
+
 // ---- Forming ----
 
 absl::Status LeaderImpl::Late() const {
@@ -196,10 +197,7 @@ absl::Status LeaderImpl::Late() const {
   for (int rank = 1; rank < options_.ranks; ++rank) {
     if (workers_.count(rank) == 0) missing.push_back(rank);
   }
-  return absl::DeadlineExceededError(
-      absl::StrCat(missing.size() == 1 ? "rank " : "ranks ", absl::StrJoin(missing, ", "), " of ",
-                   options_.ranks, missing.size() == 1 ? " has" : " have", " not come within ",
-                   absl::FormatDuration(options_.timeout), " (--rank_timeout)"));
+  return NotCome(missing, options_.ranks, options_.timeout);
 }
 
 absl::Status LeaderImpl::CheckAll() const {
@@ -300,7 +298,12 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::MakeGroup(
   const auto make_replicas = [this](absl::Span<kernels::HeadKernels* const> heads) {
     return MakeRankReplicas(link_.get(), options_.collective_timeout, heads);
   };
-  return kernels::CreateGroupBackend(std::move(members), make_replicas, options_.group);
+  kernels::GroupOptions group = options_.group;
+  group.join_classes = [this](absl::Span<kernels::HeadKernels* const> heads) {
+    return link_->JoinClasses(heads.front());  // the workers have joined theirs
+  };
+  link_->WatchChunks([this](const absl::Status& failure) { return OnChunkFailure(failure); });
+  return kernels::CreateGroupBackend(std::move(members), make_replicas, group);
 }
 
 absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::Form(kernels::CreatedBackend own) {

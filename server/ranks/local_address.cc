@@ -77,4 +77,9 @@ absl::StatusOr<std::string> LocalAddressFor(const std::string& host) {
   return absl::UnavailableError(absl::StrCat("there is no route to host ", host));
 }
 
+std::string HostName() {
+  char name[256] = {};
+  return gethostname(name, sizeof(name) - 1) == 0 ? name : "unknown";
+}
+
 }  // namespace lossd::ranks

@@ -13,9 +13,6 @@
 namespace lossd::ranks {
 namespace {
 
-// For the others to say what is wrong, beyond the time of a collective, in which each notices it.
-constexpr absl::Duration kLastWords = absl::Seconds(5);
-
 class RankReplicas final : public kernels::Replicas {
  public:
   RankReplicas(std::unique_ptr<kernels::Replicas> own, std::vector<RemoteHead*> others,

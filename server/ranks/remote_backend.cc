@@ -38,7 +38,9 @@ absl::Status OnlyAtTheLeader() { return absl::UnimplementedError("memory of the 
 RemoteHead::RemoteHead(const HeadConfig& config, uint64_t id, const v1::HeadDescription& description,
                        std::shared_ptr<WorkerStream> worker)
     : config_(config),
-      id_{.id = id, .hidden_size = static_cast<size_t>(config.hidden_size)},
+      id_{.id = id,
+          .hidden_size = static_cast<size_t>(config.hidden_size),
+          .is_part = config.split == kernels::Split::kVocabulary},
       worker_(std::move(worker)),
       compute_dtype_(DTypeOf(description.compute_dtype()).value_or(DType::kFloat32)),
       chunk_rows_(std::max<int64_t>(1, description.chunk_rows())),

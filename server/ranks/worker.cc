@@ -1,7 +1,6 @@
 #include "server/ranks/worker.h"
 
 #include <grpcpp/grpcpp.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <deque>
@@ -13,22 +12,20 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "lossd/ranks/v1/ranks.grpc.pb.h"
 #include "server/log/log.h"
+#include "server/ranks/local_address.h"
 #include "server/ranks/messages.h"
 #include "server/ranks/worker_heads.h"
+#include "server/ranks/worker_stream.h"
 
 namespace lossd::ranks {
 namespace {
 
 // Between attempts to join.
 constexpr absl::Duration kRetry = absl::Milliseconds(300);
-
-std::string HostName() {
-  char name[256] = {};
-  return gethostname(name, sizeof(name) - 1) == 0 ? name : "unknown";
-}
 
 // Whether a refusal will be the same the next time.
 bool IsFinal(const grpc::Status& status) {
@@ -82,7 +79,9 @@ class WorkerImpl final : public Worker {
         backend_(std::move(own.backend)),
         link_(std::move(own.link)),
         heads_(backend_.get(), link_.get(),
-               [this](v1::FromWorker message) { answers_.Push(std::move(message)); }) {}
+               [this](v1::FromWorker message) { answers_.Push(std::move(message)); }) {
+    link_->WatchChunks([this](const absl::Status& failure) { return OnChunkFailure(failure); });
+  }
   ~WorkerImpl() override { Stop(); }
 
   absl::Status Run() override;
@@ -109,6 +108,7 @@ class WorkerImpl final : public Worker {
   absl::Status Handle(v1::ToWorker& message);
   absl::Status OnSlice(v1::ChunkSlice* slice);
   absl::Status SubmitIfComplete();
+  absl::Status OnChunkFailure(const absl::Status& failure);
   void Write();
   void Stop();
 
@@ -123,6 +123,7 @@ class WorkerImpl final : public Worker {
   std::vector<v1::ChunkSlice> slices_;
   std::atomic<bool> joined_{false};
   std::atomic<bool> leaving_{false};
+  absl::Notification stopping_;
   absl::Mutex attempt_mutex_;
   std::unique_ptr<Attempt> attempt_ ABSL_GUARDED_BY(attempt_mutex_);
   std::thread driver_;
@@ -245,6 +246,7 @@ absl::Status WorkerImpl::Handle(v1::ToWorker& message) {
       joined_ = status.ok();
       answer.mutable_answer()->set_request(message.connect().request());
       *answer.mutable_answer()->mutable_status() = ToProto(status);
+      *answer.mutable_answer()->mutable_memory() = ToProto(backend_->memory());
       break;
     }
     case v1::ToWorker::kRequest:
@@ -274,6 +276,13 @@ absl::Status WorkerImpl::SubmitIfComplete() {
   return heads_.Submit(start, std::exchange(slices_, {}));
 }
 
+// The leader has mostly noticed what this rank has waited for in vain, and says so; else it hears it from
+// here.
+absl::Status WorkerImpl::OnChunkFailure(const absl::Status& failure) {
+  if (!stopping_.WaitForNotificationWithTimeout(kLastWords)) ReportLoss(failure);
+  return failure;
+}
+
 // ---- Ending ----
 
 void WorkerImpl::Leave(const std::string& reason) {
@@ -295,6 +304,7 @@ void WorkerImpl::ReportLoss(const absl::Status& status) {
 }
 
 void WorkerImpl::Stop() {
+  stopping_.Notify();
   requests_.Close();
   answers_.Close();
   {

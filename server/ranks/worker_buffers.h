@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/backend.h"
@@ -35,6 +36,16 @@ class WorkerBuffers {
     if (buffer != nullptr && static_cast<int64_t>(buffer->bytes().size()) >= bytes) return buffer;
     buffer.reset();  // too small: of a smaller head
     return backend_->AllocateStaging(bytes);
+  }
+  // From now on one chunk of so many bytes finds its memory. RESOURCE_EXHAUSTED, which changes nothing.
+  absl::Status Reserve(int64_t bytes) {
+    absl::StatusOr<Buffer> buffer = backend_->AllocateStaging(bytes);
+    if (!buffer.ok()) return buffer.status();
+    absl::MutexLock lock(&mutex_);
+    if (free_.empty()) free_.push_back(nullptr);
+    Buffer& last = free_.back();
+    if (last == nullptr || static_cast<int64_t>(last->bytes().size()) < bytes) last = *std::move(buffer);
+    return absl::OkStatus();
   }
   void Return(Buffer buffer) {
     absl::MutexLock lock(&mutex_);

@@ -26,8 +26,16 @@ struct WorkerChunk {
   std::vector<v1::SliceResults> results;
   std::vector<kernels::Slice> slices;
   size_t row_bytes = 0;
+  bool is_part = false;  // of a head that is split by vocabulary
   WorkerBuffers::Buffer buffer;
 };
+
+// Room for `rows` rows in so many slices that are not empty.
+int64_t BufferBytes(int64_t rows, size_t row_bytes, int64_t slices) {
+  return rows * static_cast<int64_t>(row_bytes) + slices * static_cast<int64_t>(kAlignment);
+}
+
+bool IsPart(const kernels::HeadKernels& head) { return head.config().split == kernels::Split::kVocabulary; }
 
 absl::Status FillSlices(WorkerChunk& chunk) {
   chunk.results.resize(chunk.messages.size());
@@ -48,9 +56,13 @@ absl::Status FillSlices(WorkerChunk& chunk) {
 
 void SendResults(WorkerChunk& chunk, uint64_t id, const absl::Status& status, const WorkerHeads::Send& send) {
   for (size_t i = 0; status.ok() && i < chunk.slices.size(); ++i) {
+    if (chunk.is_part) {
+      SetPartResults(chunk.slices[i], chunk.results[i]);
+    } else {
+      SetResults(chunk.slices[i], chunk.row_bytes, chunk.results[i]);
+    }
     chunk.results[i].set_chunk(id);
     chunk.results[i].set_slice(static_cast<uint32_t>(i));
-    SetResults(chunk.slices[i], chunk.row_bytes, chunk.results[i]);
     v1::FromWorker message;
     message.mutable_slice()->Swap(&chunk.results[i]);
     send(std::move(message));
@@ -121,9 +133,9 @@ absl::Status WorkerHeads::DoWith(Head& head, const v1::Request& request, v1::Ans
     case v1::Request::kZeroGradients:
       return head.kernels->ZeroGradients();
     case v1::Request::kSumGradients:
-      return head.replicas->SumGradients();
     case v1::Request::kSpreadValues:
-      return head.replicas->SpreadValues();
+      if (head.replicas == nullptr) return absl::InternalError("the head has no replicas");
+      return request.has_sum_gradients() ? head.replicas->SumGradients() : head.replicas->SpreadValues();
     default:
       return absl::InternalError(absl::StrCat("operation ", request.operation_case(), " is not known"));
   }
@@ -142,17 +154,31 @@ absl::Status WorkerHeads::Create(uint64_t id, const v1::HeadConfig& config, v1::
   if (!wanted.ok()) return wanted.status();
   absl::StatusOr<std::unique_ptr<kernels::HeadKernels>> made = backend_->CreateHead(*wanted);
   if (!made.ok()) return made.status();
-  absl::StatusOr<std::unique_ptr<kernels::Replicas>> replicas = link_->Join(made->get());
-  if (!replicas.ok()) return replicas.status();
   const kernels::HeadKernels& head = **made;
+  std::unique_ptr<kernels::Replicas> replicas;
+  if (absl::Status status = Join(made->get(), replicas); !status.ok()) return status;
   v1::HeadDescription* const description = answer.mutable_head();
   description->set_compute_dtype(static_cast<uint32_t>(head.compute_dtype()));
   description->set_chunk_rows(head.chunk_rows());
   description->set_slice_rows(head.slice_rows());
   SetBytes(head.memory(), description->mutable_memory());
   SetChoices(head.Describe(), description->mutable_choices());
-  heads_[id] = {*std::move(made), *std::move(replicas)};
+  heads_[id] = {*std::move(made), std::move(replicas)};
   return absl::OkStatus();
+}
+
+// Chunks of a part cannot fail here alone, since the other parts wait for it: there is memory for them from
+// now on.
+absl::Status WorkerHeads::Join(kernels::HeadKernels* head, std::unique_ptr<kernels::Replicas>& replicas) {
+  if (IsPart(*head)) {
+    const int64_t rows = head->chunk_rows();
+    const size_t row_bytes = static_cast<size_t>(head->config().hidden_size) * sizeof(float);
+    absl::Status status = buffers_->Reserve(BufferBytes(rows, row_bytes, rows));
+    return status.ok() ? link_->JoinClasses(head) : status;
+  }
+  absl::StatusOr<std::unique_ptr<kernels::Replicas>> made = link_->Join(head);
+  if (made.ok()) replicas = *std::move(made);
+  return made.status();
 }
 
 absl::Status WorkerHeads::Read(Head& head, const v1::TensorAccess& access, v1::Answer& answer) {
@@ -198,9 +224,11 @@ absl::Status WorkerHeads::Submit(const v1::ChunkStart& start, std::vector<v1::Ch
   chunk->chunk = *made;
   chunk->messages = std::move(slices);
   chunk->row_bytes = static_cast<size_t>(kernels.config().hidden_size) * SizeOf(made->hidden_dtype);
-  const size_t bytes =
-      static_cast<size_t>(start.rows()) * chunk->row_bytes + chunk->messages.size() * kAlignment;
-  absl::StatusOr<WorkerBuffers::Buffer> buffer = buffers_->Take(static_cast<int64_t>(bytes));
+  chunk->is_part = IsPart(kernels);
+  const auto slices_with_rows = std::count_if(chunk->messages.begin(), chunk->messages.end(),
+                                              [](const v1::ChunkSlice& slice) { return slice.rows() > 0; });
+  absl::StatusOr<WorkerBuffers::Buffer> buffer =
+      buffers_->Take(BufferBytes(start.rows(), chunk->row_bytes, slices_with_rows));
   if (!buffer.ok()) {
     SendResults(*chunk, start.chunk(), buffer.status(), send_);
     SendDone(start.chunk(), buffer.status(), send_);

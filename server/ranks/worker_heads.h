@@ -31,13 +31,14 @@ class WorkerHeads {
  private:
   struct Head {
     std::unique_ptr<kernels::HeadKernels> kernels;
-    std::unique_ptr<kernels::Replicas> replicas;  // ends first
+    std::unique_ptr<kernels::Replicas> replicas;  // ends first; null of a head that is split by vocabulary
   };
 
   absl::Status Do(const v1::Request& request, v1::Answer& answer);
   absl::Status DoWith(Head& head, const v1::Request& request, v1::Answer& answer);
   absl::Status Plan(const v1::HeadConfig& config, v1::Answer& answer);
   absl::Status Create(uint64_t id, const v1::HeadConfig& config, v1::Answer& answer);
+  absl::Status Join(kernels::HeadKernels* head, std::unique_ptr<kernels::Replicas>& replicas);
   absl::Status Read(Head& head, const v1::TensorAccess& access, v1::Answer& answer);
   absl::Status Write(Head& head, const v1::TensorAccess& access, bool add);
 

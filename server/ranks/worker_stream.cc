@@ -126,27 +126,31 @@ void WorkerStream::Submit(const RemoteHeadId& head, Chunk* chunk, ChunkCallbacks
     lost = lost_;
     if (lost.ok()) {
       id = next_id_++;
-      flights_[id] = std::make_unique<Flight>(Flight{chunk, std::move(callbacks), row_bytes});
+      flights_[id] = std::make_unique<Flight>(Flight{.chunk = chunk,
+                                                     .callbacks = std::move(callbacks),
+                                                     .row_bytes = row_bytes,
+                                                     .is_part = head.is_part});
     }
   }
   if (lost.ok()) {
-    SendChunk(id, head.id, *chunk,
-              row_bytes);  // if it fails, the reading thread fails the chunk once this lock is free
+    // If it fails, the reading thread fails the chunk once this lock is free.
+    SendChunk(id, head, *chunk, row_bytes);
     return;
   }
   callbacks.on_results(lost);
   callbacks.on_done(lost);
 }
 
-bool WorkerStream::SendChunk(uint64_t id, uint64_t head, const Chunk& chunk, size_t row_bytes) {
+void WorkerStream::SendChunk(uint64_t id, const RemoteHeadId& head, const Chunk& chunk, size_t row_bytes) {
   v1::ToWorker message;
-  *message.mutable_chunk() = StartOf(chunk, id, head);
-  if (!Send(message)) return false;
+  *message.mutable_chunk() = StartOf(chunk, id, head.id);
+  if (!Send(message)) return;
   for (const kernels::Slice& slice : chunk.slices) {
-    *message.mutable_slice() = MessageOf(slice, row_bytes);
-    if (!Send(message)) return false;
+    absl::StatusOr<v1::ChunkSlice> of_slice = MessageOf(chunk, slice, row_bytes);
+    if (!of_slice.ok()) return GiveUp(of_slice.status());
+    *message.mutable_slice() = *std::move(of_slice);
+    if (!Send(message)) return;
   }
-  return true;
 }
 
 // ---- Reading ----
@@ -240,7 +244,10 @@ absl::Status WorkerStream::OnSlice(const v1::SliceResults& results) {
   if (flight == nullptr || flight->has_results || results.slice() >= flight->chunk->slices.size()) {
     return absl::InternalError("it sent results of a slice that it has not");
   }
-  return TakeResults(results, flight->row_bytes, flight->chunk->slices[results.slice()]);
+  kernels::Slice& slice = flight->chunk->slices[results.slice()];
+  if (!flight->is_part) return TakeResults(results, flight->row_bytes, slice);
+  TakePartResults(results, slice);
+  return absl::OkStatus();
 }
 
 absl::Status WorkerStream::OnResults(const v1::ChunkResults& results) {

@@ -22,6 +22,9 @@
 
 namespace lossd::ranks {
 
+// For the other ranks to say what is wrong, beyond the time of a collective, in which each notices it.
+inline constexpr absl::Duration kLastWords = absl::Seconds(5);
+
 // The stream itself, of gRPC or of a test.
 class WorkerTransport {
  public:
@@ -37,6 +40,7 @@ class WorkerTransport {
 struct RemoteHeadId {
   uint64_t id = 0;
   size_t hidden_size = 0;
+  bool is_part = false;  // of a head that is split by vocabulary: another part delivers the results
 };
 
 class WorkerStream {
@@ -89,13 +93,14 @@ class WorkerStream {
     kernels::Chunk* chunk = nullptr;
     kernels::ChunkCallbacks callbacks;
     size_t row_bytes = 0;  // of hidden states
+    bool is_part = false;
     bool has_results = false;
   };
 
   bool Send(const v1::ToWorker& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
   void SendAlone(const v1::ToWorker& message) ABSL_LOCKS_EXCLUDED(write_mutex_);
   uint64_t NewRequest();
-  bool SendChunk(uint64_t id, uint64_t head, const kernels::Chunk& chunk, size_t row_bytes)
+  void SendChunk(uint64_t id, const RemoteHeadId& head, const kernels::Chunk& chunk, size_t row_bytes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
 
   // Of the reading thread: an error if the worker has said what it must not.

@@ -67,8 +67,8 @@ class CallRegistry {
   void Remove(WatchedCall* call) ABSL_LOCKS_EXCLUDED(mutex_);
   // Ends all calls that are open.
   void EndAll(const absl::Status& why) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Calls `look` with each call that is open, from the oldest to the youngest. They stay open meanwhile; `look`
-  // must not call into the registry.
+  // Calls `look` with each call that is open, from the oldest to the youngest. They stay open meanwhile;
+  // `look` must not call into the registry.
   void ForEach(absl::FunctionRef<void(WatchedCall& call, const std::string& peer, uint64_t number)> look)
       ABSL_LOCKS_EXCLUDED(mutex_);
   // True if no call is open, at the latest by `deadline`.

@@ -96,8 +96,7 @@ absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t 
   absl::StatusOr<engine::StreamSpec> spec = messages::ToStreamSpec(open);
   if (!spec.ok()) return spec.status();
   spec->peer = peer_;
-  const Traffic traffic{
-      .head = spec->head, .microbatch_id = spec->microbatch_id, .rows = spec->rows.size()};
+  const Traffic traffic{.head = spec->head, .microbatch_id = spec->microbatch_id, .rows = spec->rows.size()};
   if (!open.region().empty()) {
     auto* const regions = environment_->regions;
     std::shared_ptr<regions::Region> region =
@@ -129,8 +128,7 @@ absl::Status ComputeLossCall::HandleBackward(const v1::OpenBackward& backward, s
   absl::StatusOr<engine::BackwardSpec> spec = messages::ToBackwardSpec(backward);
   if (!spec.ok()) return spec.status();
   spec->peer = peer_;
-  const Traffic traffic{
-      .head = spec->head, .microbatch_id = spec->microbatch_id, .rows = spec->rows.size()};
+  const Traffic traffic{.head = spec->head, .microbatch_id = spec->microbatch_id, .rows = spec->rows.size()};
   absl::StatusOr<std::unique_ptr<engine::Stream>> opened = environment_->engine->OpenBackward(
       *std::move(spec), std::make_shared<CallInbox>(shared_from_this(), environment_->senders));
   if (!opened.ok()) return opened.status();
@@ -195,9 +193,10 @@ void ComputeLossCall::HandleEndOfReads() {
 void ComputeLossCall::ReceiveRetained(std::optional<engine::RowRange> rows) {
   const std::shared_ptr<engine::Stream> stream = this->stream();
   while (rows.has_value() && stream != nullptr) {  // no stream: the call has ended
-    stream->Receive({.rows = *rows, .on_queued = [self = shared_from_this(), size = rows->size()](int64_t used) {
-                       self->OnQueued(size, 0, used);
-                     }});
+    stream->Receive(
+        {.rows = *rows, .on_queued = [self = shared_from_this(), size = rows->size()](int64_t used) {
+           self->OnQueued(size, 0, used);
+         }});
     absl::MutexLock lock(&mutex_);
     rows = std::exchange(next_retained_, std::nullopt);
     receiving_retained_ = rows.has_value();

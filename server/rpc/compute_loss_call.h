@@ -150,8 +150,8 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
 
   ComputeLossEnvironment* const environment_;
   grpc::CallbackServerContext* const context_;
-  std::string peer_;                       // PeerKey; set before anything else
-  std::string identity_;                   // AdmittedCall's; likewise
+  std::string peer_;                         // PeerKey; set before anything else
+  std::string identity_;                     // AdmittedCall's; likewise
   std::shared_ptr<PeerTable::Peer> totals_;  // of the peer; likewise, null for a call that was refused
   const absl::Time came_;
   std::shared_ptr<ComputeLossCall> self_;  // gRPC's share

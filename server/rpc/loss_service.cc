@@ -73,7 +73,8 @@ grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* LossService::Comput
 
 absl::StatusOr<v1::ListStreamsResponse> LossService::ListStreams(const v1::ListStreamsRequest& request) {
   if (request.max_streams() > kMostStreams) {
-    return errors::FieldError("max_streams", absl::StrCat("be at most ", kMostStreams), request.max_streams());
+    return errors::FieldError("max_streams", absl::StrCat("be at most ", kMostStreams),
+                              request.max_streams());
   }
   const uint32_t most = request.max_streams() == 0 ? kDefaultStreams : request.max_streams();
   const absl::Time now = absl::Now();

@@ -1,7 +1,7 @@
 // What each client has sent and taken since the server knows it, for ListStreams.
 //
-// Memory: an entry for each client, of which there are at most `most` and those with open calls. When another one
-// comes, the one that has been idle longest goes.
+// Memory: an entry for each client, of which there are at most `most` and those with open calls. When another
+// one comes, the one that has been idle longest goes.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_RPC_PEER_TABLE_H_

@@ -32,12 +32,13 @@ class RankServerProcess(ServerProcess):
         self._workers: list[subprocess.Popen[bytes]] = []
         self._group = [f"--ranks={ranks}", "--leader=127.0.0.1", f"--rank_port={_free_port()}", "--backend=cpu",
                        "--rank_timeout=2m"]
+        self._more = os.environ.get("LOSSD_TEST_FLAGS", "").split()  # which the base class gives to rank 0
         super().__init__(*self._group, "--rank=0")
 
     def start(self) -> None:
         with open(self.folder / "worker-log", "ab") as log:
             self._workers = [
-                subprocess.Popen([os.environ["LOSSD_BINARY"], *self._group, f"--rank={rank}", "--threads=2"],
+                subprocess.Popen([os.environ["LOSSD_BINARY"], *self._group, f"--rank={rank}", "--threads=2", *self._more],
                                  stdout=log, stderr=subprocess.STDOUT) for rank in range(1, self._ranks)]
         super().start()
 

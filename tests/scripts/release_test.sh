@@ -9,6 +9,8 @@ cp "$1/scripts/release" "$folder/scripts/"
 cd "$folder"
 printf '1.2.3\n' >VERSION
 printf '# Changes\n\n## Unreleased\n\n- later\n\n## 1.2.3 (2026-11-23)\n\n- this\n- and that\n\n## 1.2.2\n\n- before\n' >CHANGELOG.md
+mkdir -p proto/lossd/v1 tests/proto/previous
+printf 'syntax = "proto3";\npackage lossd.v1;\nmessage Released {}\n' >proto/lossd/v1/types.proto
 git init --quiet .
 git config user.name test
 git config user.email test@example.org
@@ -23,6 +25,7 @@ refuses() {
   [[ $told == *"$message"* ]] || { echo "$told" >&2; exit 1; }
 }
 [ "$(scripts/release --notes v1.2.3 | grep -v '^$')" = $'- this\n- and that' ]
+refuses 'there is no release yet' --keep-protocol
 scripts/release --check v1.2.3
 refuses 'the tag v1.2.4 is not v1.2.3' --check v1.2.4
 printf 'x\n' >left-over
@@ -33,6 +36,11 @@ scripts/release v1.2.3 >/dev/null
 printf '1.3.0\n' >VERSION
 git commit --quiet --all --message second
 refuses "CHANGELOG.md has nothing under '## 1.3.0'" --check v1.3.0
+
+printf 'message Later {}\n' >>proto/lossd/v1/types.proto
+scripts/release --keep-protocol >/dev/null
+protoc --decode_raw <tests/proto/previous/protocol.binpb | grep -q '"Released"'
+if protoc --decode_raw <tests/proto/previous/protocol.binpb | grep -q '"Later"'; then echo "the protocol kept is not the release's" >&2; exit 1; fi
 
 mkdir -p from/a from/b
 for system in a:2_36 b:2_39; do

@@ -13,7 +13,6 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-constexpr int64_t kDefaultWorkspace = int64_t{2} << 30;
 constexpr int kOldestCapability = 80;  // major * 10 + minor
 
 std::string VersionName(int version) { return absl::StrCat(version / 1000, ".", version % 1000 / 10); }

@@ -16,12 +16,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/choice.h"
+#include "kernels/cuda/device/device_memory.h"
 #include "kernels/dtype.h"
 
 namespace lossd::kernels::cuda {
-
-// Scratch memory that the products of one stream share.
-inline constexpr int64_t kGemmWorkspaceBytes = int64_t{32} << 20;
 
 // C[m, n] = alpha * op(A) * op(B) + beta * C, column-major, op(A) [m, k], op(B) [k, n]. A and B have
 // the dtype `input`, C has `output`; fp32 inputs are multiplied as fp32 (no TF32).

@@ -4,13 +4,11 @@
 #include <string>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "kernels/cuda/device/cuda_status.h"
-#include "kernels/cuda/kernels/hopper/tiles.h"
+#include "kernels/cuda/heads/head_plan.h"
 #include "kernels/cuda/kernels/row_loss.h"
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/kernels/tensor_ops.h"
-#include "kernels/cuda/paths/recomputed_plan.h"
 #include "kernels/cuda/paths/split_rows.h"
 #include "kernels/validation.h"
 
@@ -21,12 +19,6 @@ HeadSizes SizesOn(const Device& device, const HeadConfig& config) {
   return SizesFor(config, device.options().workspace_bytes, device.options().max_chunk_rows,
                   device.limits().multiprocessors, device.limits().fused_clusters > 0,
                   device.options().replica);
-}
-
-absl::string_view WhyNoMoreRows(const HeadSizes& sizes, int64_t most_rows) {
-  if (sizes.chunk_rows >= most_rows) return "more are not allowed";
-  const bool in_panels = sizes.fused && sizes.chunk_rows % hopper::kPanelRows == 0;
-  return in_panels ? "the workspace holds no more whole panels" : "the workspace holds no more";
 }
 
 RowInputs InputsOf(const ChunkLayout& layout, const RowInputBlock& block, const float* target_dots) {
@@ -129,13 +121,8 @@ absl::Status CudaHead::MakeChoices() {
   const ChunkPlan plan = planner_->Plan({.gradients = config_.gradients}, full, config_.compute_dtype);
   absl::StatusOr<std::vector<Choice>> choices = paths_->Describe(plan);
   if (!choices.ok()) return choices.status();
-  int64_t most_rows = device_->options().max_chunk_rows;
-  if (config_.logits == Logits::kRecomputed) most_rows = std::min(most_rows, kRecomputedChunkRows);
   choices_ = *std::move(choices);
-  choices_.insert(choices_.begin(), {.what = "chunk",
-                                     .choice = absl::StrCat("up to ", sizes_.chunk_rows, " rows"),
-                                     .reason = std::string(WhyNoMoreRows(sizes_, most_rows)),
-                                     .workspace_bytes = plan_[MemoryKind::kWorkspace]});
+  choices_.insert(choices_.begin(), ChunkChoice(config_, sizes_, plan_, device_->options().max_chunk_rows));
   return absl::OkStatus();
 }
 

@@ -6,13 +6,11 @@
 #include "kernels/cuda/device/device_memory.h"
 #include "kernels/cuda/heads/param_blocks.h"
 #include "kernels/cuda/kernels/hopper/tiles.h"
-#include "kernels/cuda/kernels/norm/norm.h"
-#include "kernels/cuda/kernels/tensor_ops.h"
+#include "kernels/cuda/kernels/scratch_sizes.h"
 #include "kernels/cuda/paths/chunk_layout.h"
 #include "kernels/cuda/paths/filter_plan.h"
-#include "kernels/cuda/paths/head_paths.h"
+#include "kernels/cuda/paths/path_claims.h"
 #include "kernels/cuda/paths/recomputed_plan.h"
-#include "kernels/cuda/paths/split_rows.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/shard_rows.h"
 
@@ -39,7 +37,6 @@ PathClaims AllClaims(const HeadConfig& config, const HeadSizes& sizes, int multi
   claims.Claim(Region::kHiddenGradient,
                sizes.hidden_gradient_rows() * sizes.padded_hidden *
                    static_cast<int64_t>(SizeOf(HiddenGradientDType(sizes, config.compute_dtype))));
-  SplitRows::Claim(sizes, claims);
   if (config.norm != Norm::kNone && config.trainable) {
     claims.Claim(Region::kColumnSums,
                  NormPartialFloats(sizes.hidden, multiprocessors) * static_cast<int64_t>(sizeof(float)));

@@ -12,8 +12,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kGuardThreads = 1024;  // often one block for all rows
 constexpr int64_t kMaxBlocks = 1 << 20;
-constexpr int64_t kColumnSplits = 64;  // most row groups a column sum is divided into
-constexpr int kPartialColumns = 32;    // columns and groups of partials a block of AddPartials handles
+constexpr int kPartialColumns = 32;  // columns and groups of partials a block of AddPartials handles
 constexpr int kPartialGroups = 16;
 constexpr int kPartialLoads = 9;
 
@@ -209,8 +208,6 @@ cudaError_t LaunchScaleRows(const DeviceMatrix& matrix, const float* factors, fl
   ScaleRowsKernel<<<RowBlocks(rows), kThreads, 0, stream>>>(matrix, factors, scale, keep, rows);
   return cudaGetLastError();
 }
-
-int64_t ColumnSumScratch(int64_t cols) { return kColumnSplits * cols; }
 
 cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, const float* factors,
                             int64_t rows, float scale, float* partials, float* accumulator,

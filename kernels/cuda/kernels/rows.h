@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/kernels/scratch_sizes.h"
 #include "kernels/dtype.h"
 
 namespace lossd::kernels::cuda {
@@ -57,7 +58,6 @@ cudaError_t LaunchScaleRows(const DeviceMatrix& matrix, const float* factors, fl
 
 // accumulator[c] += scale * sum over kept rows r of factors[r] * matrix[r, c], for c in [0, matrix.cols);
 // keep and factors may be null: all rows, all 1. partials: ColumnSumScratch(matrix.cols) floats.
-int64_t ColumnSumScratch(int64_t cols);
 cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, const float* factors,
                             int64_t rows, float scale, float* partials, float* accumulator,
                             cudaStream_t stream);

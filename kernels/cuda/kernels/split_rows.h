@@ -12,22 +12,9 @@
 #include "kernels/cuda/kernels/hopper/fused_rows.h"
 #include "kernels/cuda/kernels/loss_rows.h"
 #include "kernels/cuda/kernels/recomputed/recomputed_rows.h"
+#include "kernels/cuda/kernels/row_sums.h"
 
 namespace lossd::kernels::cuda {
-
-// What the classes of one device say of a row, the target left out; as Stats of row_loss_math.cuh, but for
-// what exponents are relative to and where classes are counted from.
-struct RowRecord {
-  float reference;  // in units of log 2
-  float max;
-  float sum;
-  float spread;
-  float weighted;
-  int32_t arg;         // in the vocabulary; INT32_MAX: not known
-  float target;        // the target's logit as it comes with the others
-  int32_t has_target;  // 0: it is elsewhere, and `target` says nothing
-};
-static_assert(sizeof(RowRecord) == 32);
 
 // One row a record, and back: `all` has the records of `parts` devices, [parts, rows] each; they are added up
 // in their order, so that every device gets the same bits. `rows.sum_reference` is not `rows.reference`.

@@ -47,7 +47,6 @@ cudaError_t LaunchOptimizerStep(const OptimizerStepParams& params, cudaStream_t 
 
 // *result (device) = sum of squares of values[0, count), in double, in a fixed order. partials:
 // kSquareSumPartials doubles.
-inline constexpr int kSquareSumPartials = 1024;
 cudaError_t LaunchSquareSum(const float* values, int64_t count, double* partials, double* result,
                             cudaStream_t stream);
 

@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include "kernels/cuda/kernels/hopper/fused_loss.h"
+#include "kernels/cuda/kernels/hopper/fused_choice.h"
 #include "kernels/cuda/kernels/hopper/gradient_gemm_plan.h"
 #include "kernels/cuda/paths/sample_plan.h"
 #include "kernels/decision.h"

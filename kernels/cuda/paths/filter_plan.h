@@ -8,7 +8,7 @@
 #include "absl/strings/string_view.h"
 #include "kernels/cuda/device/device_limits.h"
 #include "kernels/cuda/device/device_memory.h"
-#include "kernels/cuda/kernels/filtered/filtered.h"
+#include "kernels/cuda/kernels/filtered/filtered_memory.h"
 #include "kernels/cuda/paths/head_sizes.h"
 #include "kernels/cuda/paths/kept_buffers.h"
 #include "kernels/dtype.h"

@@ -27,13 +27,6 @@ FilteredRecomputedPath::FilteredRecomputedPath(const PathContext& context)
   buffers_ = FilterBuffers::Carve(FilterShapeOf(context.config, context.sizes), own, arena, arena);
 }
 
-void FilteredRecomputedPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
-  RecomputedPath::Claim(config, sizes, claims);
-  Carver own(nullptr), arena(nullptr);
-  FilterBuffers::Carve(FilterShapeOf(config, sizes), own, arena, arena);
-  claims.Claim(Region::kFilter, own.used());
-}
-
 FilterBlock FilteredRecomputedPath::ChooseBlock(const ChunkPlan& plan, int64_t padded_rows) const {
   return ChooseFilterBlock(FilterShapeOf(context_.config, context_.sizes), SelectionFor(plan), padded_rows,
                            context_.sizes.arena_bytes);

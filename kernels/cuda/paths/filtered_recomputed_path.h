@@ -15,7 +15,6 @@ class FilteredRecomputedPath final : public ChunkPath {
  public:
   explicit FilteredRecomputedPath(const PathContext& context);
   static bool Takes(const ChunkPlan& plan) { return plan.filtered(); }
-  static void Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims);
 
   absl::Status Prepare(const ChunkJob& job) override;
   absl::Status Loss(const ChunkJob& job) override;

@@ -14,14 +14,6 @@ FilteredStoredPath::FilteredStoredPath(const PathContext& context)
   buffers_ = FilterBuffers::Carve(FilterShapeOf(context.config, context.sizes), own, logits, logits);
 }
 
-void FilteredStoredPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
-  StoredPath::Claim(config, sizes, claims);
-  Carver own(nullptr), logits(nullptr);
-  FilterBuffers::Carve(FilterShapeOf(config, sizes), own, logits, logits);
-  claims.Claim(Region::kFilter, own.used());
-  claims.Claim(Region::kLogits, logits.used());
-}
-
 absl::Status FilteredStoredPath::Prepare(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(staged_.Prepare(job, Kept::kNothing));
   return exact_.Prepare(job);

@@ -16,7 +16,6 @@ class FilteredStoredPath final : public ChunkPath {
  public:
   explicit FilteredStoredPath(const PathContext& context);
   static bool Takes(const ChunkPlan& plan) { return plan.filtered(); }
-  static void Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims);
 
   absl::Status Prepare(const ChunkJob& job) override;
   absl::Status Loss(const ChunkJob& job) override;

@@ -17,17 +17,6 @@ FusedStoredPath::FusedStoredPath(const PathContext& context)
   rows_.partials = hopper::TilePartials::Carve(partials, sizes.chunk_rows, sizes.most_classes);
 }
 
-void FusedStoredPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
-  if (!sizes.fused) return;
-  StoredGradients::Claim(config, sizes, claims);
-  Carver rows(nullptr), partials(nullptr);
-  hopper::FusedRows::Carve(rows, sizes.chunk_rows);
-  hopper::TilePartials::Carve(partials, sizes.chunk_rows, sizes.most_classes);
-  claims.Claim(Region::kFusedRows, rows.used());
-  claims.Claim(Region::kHiddenGradient, partials.used());
-  claims.Claim(Region::kTargetDots, sizes.chunk_rows * static_cast<int64_t>(sizeof(float)));
-}
-
 absl::Status FusedStoredPath::Prepare(const ChunkJob& job) {
   return gradients_.GemmsOf(job.plan).Prepare(job);
 }

@@ -14,7 +14,6 @@ class FusedStoredPath final : public ChunkPath {
  public:
   explicit FusedStoredPath(const PathContext& context);
   static bool Takes(const ChunkPlan& plan) { return plan.exact() && plan.fused(); }
-  static void Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims);
 
   absl::Status Prepare(const ChunkJob& job) override;
   absl::Status Loss(const ChunkJob& job) override;

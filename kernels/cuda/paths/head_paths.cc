@@ -19,13 +19,12 @@ namespace {
 // A way of computing chunks as the planner sees it.
 struct Way {
   bool (*takes)(const ChunkPlan&);
-  void (*claim)(const HeadConfig&, const HeadSizes&, PathClaims&);
   std::unique_ptr<ChunkPath> (*make)(const PathContext&);
 };
 
 template <typename Path>
 constexpr Way WayOf() {
-  return {&Path::Takes, &Path::Claim, [](const PathContext& context) -> std::unique_ptr<ChunkPath> {
+  return {&Path::Takes, [](const PathContext& context) -> std::unique_ptr<ChunkPath> {
             return std::make_unique<Path>(context);
           }};
 }
@@ -47,12 +46,6 @@ absl::Span<const Way> WaysOf(const HeadConfig& config) {
 }
 
 }  // namespace
-
-PathClaims ClaimsOf(const HeadConfig& config, const HeadSizes& sizes) {
-  PathClaims claims;
-  for (const Way& way : WaysOf(config)) way.claim(config, sizes, claims);
-  return claims;
-}
 
 HeadPaths::HeadPaths(const PathContext& context) : context_(context) {
   for (const Way& way : WaysOf(context_.config)) paths_.push_back({way.takes, way.make(context_)});

@@ -4,7 +4,8 @@
 // head_paths.cc. Beside ChunkPath's members the class has a constructor that takes a PathContext, and
 //
 //     static bool Takes(const ChunkPlan&);  // whether it computes such a chunk
-//     static void Claim(const HeadConfig&, const HeadSizes&, PathClaims&);  // the memory that it needs
+//
+// The memory that it needs is claimed in path_claims.cc.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_HEAD_PATHS_H_
 #define LOSSD_KERNELS_CUDA_PATHS_HEAD_PATHS_H_
 
@@ -16,9 +17,6 @@
 #include "kernels/cuda/paths/chunk_path.h"
 
 namespace lossd::kernels::cuda {
-
-// What all paths of such a head claim. Pure; thread-safe.
-PathClaims ClaimsOf(const HeadConfig& config, const HeadSizes& sizes);
 
 // Driven by the backend's thread.
 class HeadPaths {

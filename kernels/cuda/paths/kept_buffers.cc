@@ -2,8 +2,7 @@
 
 #include <bit>
 
-#include "kernels/cuda/kernels/filtered/filtered.h"
-#include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/kernels/scratch_sizes.h"
 
 namespace lossd::kernels::cuda {
 

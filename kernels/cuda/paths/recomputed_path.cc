@@ -35,18 +35,6 @@ RecomputedPath::RecomputedPath(const PathContext& context)
   merger_.UseIn(fused_rows_);
 }
 
-void RecomputedPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
-  const int64_t rows = sizes.chunk_rows;
-  claims.Claim(Region::kLogits, sizes.arena_bytes);
-  claims.Claim(Region::kRules, rows * static_cast<int64_t>(sizeof(GradientRule)));
-  claims.Claim(Region::kRunningRows, rows * static_cast<int64_t>(sizeof(RunningRow)));
-  claims.Claim(Region::kTargetDots, rows * static_cast<int64_t>(sizeof(float)));
-  if (!sizes.fused) return;
-  Carver fused(nullptr);
-  hopper::FusedRows::Carve(fused, rows);
-  claims.Claim(Region::kFusedRows, fused.used());
-}
-
 RecomputedBlocks RecomputedPath::ChooseBlocks(const ChunkPlan& plan, int64_t padded_rows) const {
   const RecomputedShape shape = shape_.For(plan.fused());
   return context_.device->options().smallest_blocks
@@ -308,10 +296,7 @@ absl::StatusOr<std::vector<Choice>> RecomputedPath::Describe(const ChunkPlan& pl
   const RecomputedBlocks blocks =
       ChooseRecomputedBlocks(shape_.For(plan.fused()), context_.sizes.chunk_rows, context_.sizes.arena_bytes);
   std::vector<Choice> choices = cuda::Describe(plan);
-  choices.insert(choices.begin(), {.what = "blocks",
-                                   .choice = absl::StrCat(blocks.rows, " rows, ", blocks.classes, " classes"),
-                                   .reason = "the fastest that fit, by calculation",
-                                   .workspace_bytes = context_.sizes.arena_bytes});
+  choices.insert(choices.begin(), DescribeBlocks(blocks, context_.sizes.arena_bytes));
   if (plan.fused()) {
     choices.push_back(FusedLogitsChoice(context_.device->limits()));
   } else {

@@ -22,7 +22,6 @@ class RecomputedPath final : public ChunkPath {
  public:
   explicit RecomputedPath(const PathContext& context);
   static bool Takes(const ChunkPlan& plan) { return plan.exact(); }
-  static void Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims);
 
   absl::Status Prepare(const ChunkJob& job) override;
   absl::Status Loss(const ChunkJob& job) override { return Statistics(job); }

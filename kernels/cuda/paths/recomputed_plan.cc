@@ -3,8 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/cuda/kernels/hopper/tiles.h"
-#include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/kernels/scratch_sizes.h"
 #include "kernels/cuda/paths/chunk_layout.h"
 #include "kernels/cuda/paths/sample_plan.h"
 
@@ -148,6 +149,13 @@ RecomputedBlocks ChooseRecomputedBlocks(const RecomputedShape& shape, int64_t ro
     last = block_rows;
   }
   return best;
+}
+
+Choice DescribeBlocks(const RecomputedBlocks& blocks, int64_t arena_bytes) {
+  return {.what = "blocks",
+          .choice = absl::StrCat(blocks.rows, " rows, ", blocks.classes, " classes"),
+          .reason = "the fastest that fit, by calculation",
+          .workspace_bytes = arena_bytes};
 }
 
 FilterArena FilterArena::Carve(const FilterShape& chunk, Selection selection, const FilterBlock& block,

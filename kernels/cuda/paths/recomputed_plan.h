@@ -7,7 +7,9 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/kernels/hopper/logit_pass.h"
+#include "kernels/choice.h"
+#include "kernels/cuda/kernels/hopper/candidates.h"
+#include "kernels/cuda/kernels/hopper/pass_memory.h"
 #include "kernels/cuda/paths/filter_plan.h"
 #include "kernels/cuda/paths/head_sizes.h"
 #include "kernels/head_config.h"
@@ -68,6 +70,9 @@ RecomputedBlocks SmallestRecomputedBlocks(const RecomputedShape& shape);
 // The blocks that `rows` rows, a fixed point of PadRows, are divided into: of those that fit the arena the
 // fastest by the model of docs/kernels/recomputed.md. The smallest if none fits.
 RecomputedBlocks ChooseRecomputedBlocks(const RecomputedShape& shape, int64_t rows, int64_t arena_bytes);
+
+// How many rows and classes these are, for people.
+Choice DescribeBlocks(const RecomputedBlocks& blocks, int64_t arena_bytes);
 
 // Seconds that the gradients of `rows` rows take by those numbers, in blocks of this size.
 double PredictRecomputedSeconds(const RecomputedShape& shape, const RecomputedBlocks& blocks, int64_t rows);

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/kernels/scratch_sizes.h"
 #include "kernels/cuda/paths/recomputed_plan.h"
 
 namespace lossd::kernels::cuda {

@@ -7,9 +7,8 @@
 #include "absl/strings/string_view.h"
 #include "kernels/cuda/device/device_limits.h"
 #include "kernels/cuda/device/device_memory.h"
-#include "kernels/cuda/kernels/hopper/logit_pass.h"
-#include "kernels/cuda/kernels/sampled/hot_classes.h"
-#include "kernels/cuda/kernels/sampled/sampled.h"
+#include "kernels/cuda/kernels/hopper/pass_memory.h"
+#include "kernels/cuda/kernels/sampled/sampled_memory.h"
 #include "kernels/cuda/paths/filter_plan.h"
 #include "kernels/cuda/paths/kept_buffers.h"
 

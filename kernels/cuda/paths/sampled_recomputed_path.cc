@@ -22,14 +22,6 @@ SampledRecomputedPath::SampledRecomputedPath(const PathContext& context)
   buffers_ = RecomputedSampleBuffers::Carve(ShapeOfHead(), own, hidden, arena);
 }
 
-void SampledRecomputedPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
-  RecomputedPath::Claim(config, sizes, claims);
-  Carver own(nullptr), hidden(nullptr), arena(nullptr);
-  RecomputedSampleBuffers::Carve(FilterShapeOf(config, sizes), own, hidden, arena);
-  claims.Claim(Region::kFilter, own.used());
-  claims.Claim(Region::kHiddenGradient, hidden.used());
-}
-
 FilterShape SampledRecomputedPath::ShapeOfHead() const {
   return FilterShapeOf(context_.config, context_.sizes);
 }

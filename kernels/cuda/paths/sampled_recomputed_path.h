@@ -21,7 +21,6 @@ class SampledRecomputedPath final : public ChunkPath {
  public:
   explicit SampledRecomputedPath(const PathContext& context);
   static bool Takes(const ChunkPlan& plan) { return plan.sampled() || plan.filters_elements; }
-  static void Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims);
 
   absl::Status Prepare(const ChunkJob& job) override;
   absl::Status Loss(const ChunkJob& job) override;

@@ -26,19 +26,6 @@ SampledStoredPath::SampledStoredPath(const PathContext& context)
   hot_bytes_ = hot.used();
 }
 
-void SampledStoredPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
-  FusedStoredPath::Claim(config, sizes, claims);
-  StoredPath::Claim(config, sizes, claims);
-  Carver own(nullptr), hidden(nullptr), logits(nullptr);
-  SampleBuffers::Carve(FilterShapeOf(config, sizes), own, hidden, logits);
-  Carver hot(nullptr);
-  CarveHotClasses(FilterShapeOf(config, sizes), hot);
-  claims.Claim(Region::kPopularity, hot.used());
-  claims.Claim(Region::kFilter, own.used());
-  claims.Claim(Region::kHiddenGradient, hidden.used());
-  claims.Claim(Region::kLogits, logits.used());
-}
-
 int64_t SampledStoredPath::CapacityOf(const ChunkJob& job) const {
   return SampleCapacity(FilterShapeOf(context_.config, context_.sizes), job.rows(), ThresholdOf(job));
 }

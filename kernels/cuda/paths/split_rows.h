@@ -9,25 +9,9 @@
 #include "absl/status/status.h"
 #include "kernels/cuda/kernels/split_rows.h"
 #include "kernels/cuda/paths/chunk_path.h"
+#include "kernels/cuda/paths/split_row_memory.h"
 
 namespace lossd::kernels::cuda {
-
-// In Region::kSplitRows.
-struct SplitRows {
-  int32_t* columns = nullptr;      // [chunk_rows], RowInputs::targets
-  RowRecord* own = nullptr;        // [chunk_rows]
-  RowRecord* all = nullptr;        // [parts, chunk_rows]
-  float* sum_reference = nullptr;  // [chunk_rows], FusedRows::sum_reference
-  float* norm_sums = nullptr;      // [2, padded_hidden]
-  // Of gradients that are not exact.
-  int32_t* levels = nullptr;  // [parts], SampleCounters::level
-  // Variances and squares, or dropped masses: [2, chunk_rows] of the classes here, and of all parts.
-  float* own_sums = nullptr;
-  float* all_sums = nullptr;
-
-  static SplitRows Carve(const HeadSizes& sizes, uint8_t* base, int64_t* bytes = nullptr);
-  static void Claim(const HeadSizes& sizes, PathClaims& claims);
-};
 
 class RowMerger {
  public:

@@ -9,10 +9,6 @@ namespace lossd::kernels::cuda {
 StagedLogits::StagedLogits(const PathContext& context)
     : context_(context), shapes_{context.sizes.padded_hidden, context.config.compute_dtype} {}
 
-void StagedLogits::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
-  claims.Claim(Region::kHiddenGradient, SpareBytes(config, sizes));
-}
-
 absl::Status StagedLogits::Prepare(const ChunkJob& job, Kept kept) const {
   for (const StagedBlock& block : Blocks(job.padded_rows(), kept)) {
     LOSSD_RETURN_IF_ERROR(

@@ -17,7 +17,6 @@ namespace lossd::kernels::cuda {
 class StagedLogits {
  public:
   explicit StagedLogits(const PathContext& context);
-  static void Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims);
 
   // Launches nothing.
   absl::Status Prepare(const ChunkJob& job, Kept kept) const;

@@ -5,14 +5,6 @@
 
 namespace lossd::kernels::cuda {
 
-void StoredGradients::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
-  claims.Claim(Region::kLogits, sizes.chunk_rows * sizes.planned_vocab() * sizes.element);
-  if (config.has_bias && config.trainable) {
-    claims.Claim(Region::kColumnSums,
-                 ColumnSumScratch(sizes.padded_vocab) * static_cast<int64_t>(sizeof(float)));
-  }
-}
-
 const GradientGemms& StoredGradients::GemmsOf(const ChunkPlan& plan) const {
   if (plan.own_gemms()) return own_;
   return library_;

@@ -15,8 +15,6 @@ class StoredGradients {
  public:
   explicit StoredGradients(const PathContext& context)
       : context_(context), library_(context), own_(context) {}
-  // The matrix itself, and the sums over its columns.
-  static void Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims);
 
   // The GEMMs that the plan says.
   const GradientGemms& GemmsOf(const ChunkPlan& plan) const;

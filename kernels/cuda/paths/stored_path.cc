@@ -21,18 +21,6 @@ StoredPath::StoredPath(const PathContext& context)
       merger_(context),
       gradient_merger_(context) {}
 
-void StoredPath::Claim(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
-  StoredGradients::Claim(config, sizes, claims);
-  StagedLogits::Claim(config, sizes, claims);
-  if (sizes.is_split()) {
-    claims.Claim(Region::kRules, sizes.chunk_rows * static_cast<int64_t>(sizeof(GradientRule)));
-    claims.Claim(Region::kRunningRows, sizes.chunk_rows * static_cast<int64_t>(sizeof(RunningRow)));
-  }
-  if (config.compute_dtype != DType::kFloat32 || sizes.is_split()) {
-    claims.Claim(Region::kTargetDots, sizes.chunk_rows * static_cast<int64_t>(sizeof(float)));
-  }
-}
-
 absl::Status StoredPath::Prepare(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(staged_.Prepare(job, KeptOf(job)));
   return gradients_.GemmsOf(job.plan).Prepare(job);

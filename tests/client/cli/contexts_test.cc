@@ -110,7 +110,8 @@ TEST_F(ContextsFileTest, WhatCannotBeReadIsNotWritten) {
             absl::StatusCode::kAborted);
   EXPECT_EQ(ReadContexts(path)->by_name.size(), 1u);
   Write("contexts.json", "{", 0600);
-  EXPECT_FALSE(Add(path, "lab", {.server = "gpu-7:7070"}).ok()) << "a file that is not in order is not replaced";
+  EXPECT_FALSE(Add(path, "lab", {.server = "gpu-7:7070"}).ok())
+      << "a file that is not in order is not replaced";
 }
 
 TEST_F(ContextsFileTest, ChangesAtTheSameTimeAllCount) {
@@ -135,7 +136,8 @@ TEST_F(ContextsFileTest, AFileThatOthersMayChangeIsRefused) {
   Write("contexts.json", "{}", 0666);
   const auto contexts = ReadContexts(folder_.File("contexts.json"));
   EXPECT_TRUE(absl::IsPermissionDenied(contexts.status()));
-  EXPECT_THAT(std::string(contexts.status().message()), HasSubstr("has the mode 0666, so others can change it; `chmod 600"));
+  EXPECT_THAT(std::string(contexts.status().message()),
+              HasSubstr("has the mode 0666, so others can change it; `chmod 600"));
 }
 
 TEST_F(ContextsFileTest, ATokenIsReadFromAFileThatNobodyElseMayRead) {

@@ -73,7 +73,9 @@ TEST(FormatTest, LinesAreCutToTheTerminal) {
   EXPECT_EQ(Truncated("▁▂▃▄", 3), "▁▂…");
   EXPECT_EQ(Truncated("\033[31mred\033[0m", 2), "\033[31mr…\033[0m");
   EXPECT_EQ(Truncated("x", 0), "");
-  EXPECT_EQ(Printable("a\033[2Jb\nc\xc2\x9b" "d ä"), "a?[2Jb?c?d ä");
+  EXPECT_EQ(Printable("a\033[2Jb\nc\xc2\x9b"
+                      "d ä"),
+            "a?[2Jb?c?d ä");
   EXPECT_EQ(PrintableLines("a\nb\r"), "a\nb?");
 }
 

@@ -35,8 +35,9 @@ TEST(HttpAddressTest, WithTlsTheHostIsTheOneOfTheCertificate) {
 
 TEST(HttpAddressTest, WhatCannotBeReachedIsSaid) {
   EXPECT_THAT(Address("", "gpu-7:7070"), testing::HasSubstr("the server at gpu-7:7070 has no HTTP side"));
-  EXPECT_THAT(Address("http://127.0.0.1:7071", "gpu-7:7070"),
-              testing::HasSubstr("answers HTTP only on its own machine, at http://127.0.0.1:7071; name an address"));
+  EXPECT_THAT(
+      Address("http://127.0.0.1:7071", "gpu-7:7070"),
+      testing::HasSubstr("answers HTTP only on its own machine, at http://127.0.0.1:7071; name an address"));
   EXPECT_THAT(Address("nonsense", "gpu-7:7070"), testing::HasSubstr("which is no URL"));
 }
 

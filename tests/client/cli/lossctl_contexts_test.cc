@@ -18,8 +18,8 @@ class LossctlContextsTest : public LossctlTest {
   Outcome Lossctl(const std::string& arguments, const std::string& environment = "") {
     const std::string out = folder_.File("out"), err = folder_.File("err");
     const std::string command =
-        absl::StrCat("cd ", folder_.path(), " && env -u LOSSD_SERVER -u LOSSD_CONTEXT LOSSD_CONFIG=", File(), " ",
-                     environment, " " LOSSCTL_PATH " ", arguments, " >", out, " 2>", err);
+        absl::StrCat("cd ", folder_.path(), " && env -u LOSSD_SERVER -u LOSSD_CONTEXT LOSSD_CONFIG=", File(),
+                     " ", environment, " " LOSSCTL_PATH " ", arguments, " >", out, " 2>", err);
     const int status = std::system(command.c_str());
     return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, Read(out), Read(err)};
   }
@@ -47,10 +47,11 @@ TEST_F(LossctlContextsTest, ContextsAreAddedListedUsedAndRemoved) {
   WriteToken(0600);
   Add("lab", "--server gpu-7:7070 --http gpu-7:7171 --token-file token");
   Add("here", absl::StrCat("--server ", server_.target(), " --use"));
-  EXPECT_EQ(Lossctl("context list").out, absl::StrCat("CURRENT  NAME  SERVER", std::string(server_.target().size() - 6, ' '),
-                                                      "  TLS  SHOWS\n*        here  ", server_.target(),
-                                                      "  no   none\n         lab   gpu-7:7070",
-                                                      std::string(server_.target().size() - 10, ' '), "  no   token\n"));
+  EXPECT_EQ(Lossctl("context list").out,
+            absl::StrCat("CURRENT  NAME  SERVER", std::string(server_.target().size() - 6, ' '),
+                         "  TLS  SHOWS\n*        here  ", server_.target(),
+                         "  no   none\n         lab   gpu-7:7070",
+                         std::string(server_.target().size() - 10, ' '), "  no   token\n"));
   EXPECT_THAT(Lossctl("context list -o wide").out, HasSubstr(Normal(folder_.File("token"))));
   const auto list = nlohmann::json::parse(Lossctl("context list -o json").out);
   EXPECT_EQ(list["current"], "here");
@@ -71,15 +72,16 @@ TEST_F(LossctlContextsTest, ContextsAreAddedListedUsedAndRemoved) {
 TEST_F(LossctlContextsTest, MistakesChangeNothing) {
   Add("lab", "--server gpu-7:7070");
   const std::string before = Read(File());
-  for (const auto& [arguments, says] : {std::pair("context add lab --server x:1", "already, for gpu-7:7070; --replace"),
-                                        {"context add other", "--server must be given"},
-                                        {"context add .x --server x:1", "context must have 1 to 64 characters"},
-                                        {"context add other --server http://x", "write the address without"},
-                                        {"context add other --server x:1 --ca none.pem", "none.pem"},
-                                        {"context add other --server x:1 --cert a", "is not given"},
-                                        {"context add other --server x:1 --token-file none", "none cannot be read"},
-                                        {"context use other", "there is no context \"other\""},
-                                        {"context remove other", "there is no context \"other\""}}) {
+  for (const auto& [arguments, says] :
+       {std::pair("context add lab --server x:1", "already, for gpu-7:7070; --replace"),
+        {"context add other", "--server must be given"},
+        {"context add .x --server x:1", "context must have 1 to 64 characters"},
+        {"context add other --server http://x", "write the address without"},
+        {"context add other --server x:1 --ca none.pem", "none.pem"},
+        {"context add other --server x:1 --cert a", "is not given"},
+        {"context add other --server x:1 --token-file none", "none cannot be read"},
+        {"context use other", "there is no context \"other\""},
+        {"context remove other", "there is no context \"other\""}}) {
     const Outcome outcome = Lossctl(arguments);
     EXPECT_EQ(outcome.exit_code, 4) << arguments << outcome.err;
     EXPECT_THAT(outcome.err, HasSubstr(says)) << arguments;
@@ -147,7 +149,8 @@ TEST_F(LossctlContextsTest, AFileThatIsNotInOrderIsNamedWithItsLine) {
   const Outcome outcome = Lossctl("health");
   EXPECT_EQ(outcome.exit_code, 4);
   EXPECT_THAT(outcome.err, HasSubstr(File() + ":3: contexts.lab.sever must be one of server, ca"));
-  EXPECT_EQ(Lossctl("--server 127.0.0.1:1 health").exit_code, 3) << "a command that does not need it does not read it";
+  EXPECT_EQ(Lossctl("--server 127.0.0.1:1 health").exit_code, 3)
+      << "a command that does not need it does not read it";
 }
 
 TEST_F(LossctlContextsTest, NamesAreCompleted) {

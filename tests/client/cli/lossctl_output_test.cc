@@ -41,9 +41,9 @@ TEST_F(LossctlOutputTest, EveryCommandPrintsYamlThatSaysWhatItsJsonSays) {
     EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
     EXPECT_THAT(outcome.out, Not(StartsWith("{")));
     std::ofstream(folder_.File("yaml")) << outcome.out;
-    const std::string convert =
-        absl::StrCat("python3 -c 'import json, sys, yaml; print(json.dumps(list(yaml.safe_load_all(sys.stdin))[0]))' <",
-                     folder_.File("yaml"), " >", folder_.File("json"));
+    const std::string convert = absl::StrCat(
+        "python3 -c 'import json, sys, yaml; print(json.dumps(list(yaml.safe_load_all(sys.stdin))[0]))' <",
+        folder_.File("yaml"), " >", folder_.File("json"));
     ASSERT_EQ(std::system(convert.c_str()), 0) << outcome.out;
     const auto yaml = nlohmann::json::parse(Read(folder_.File("json")));
     EXPECT_TRUE(yaml.is_object() || yaml.is_array()) << yaml;
@@ -68,7 +68,8 @@ TEST_F(LossctlOutputTest, WideTablesHaveMoreColumns) {
   const std::string usual = Run("heads").out, wide = Run("-o wide heads").out;
   EXPECT_EQ(Run("-o table heads").out, usual);
   EXPECT_THAT(usual, Not(HasSubstr("OPTIMIZER")));
-  EXPECT_THAT(wide, HasSubstr("MEMORY  OPTIMIZER  LOGITS  GRADIENTS  UPDATES  RETAINED  CHUNK ROWS  INCARNATION"));
+  EXPECT_THAT(wide,
+              HasSubstr("MEMORY  OPTIMIZER  LOGITS  GRADIENTS  UPDATES  RETAINED  CHUNK ROWS  INCARNATION"));
   EXPECT_THAT(Run("-o wide server").out, HasSubstr("\nHTTP "));
   EXPECT_THAT(Run("-o wide describe head").out, HasSubstr("\nweights version "));
 }

@@ -30,8 +30,9 @@ TEST_F(LossctlTest, HelpIsNoError) {
   EXPECT_EQ(outcome.exit_code, 0);
   EXPECT_THAT(outcome.out, HasSubstr("Exit codes:"));
   for (const char* command :
-       {"health", "server", "heads", "describe", "create", "delete", "loss", "grad-norm", "step", "zero-grad",
-        "save", "load", "checkpoints", "read", "write", "add-grad", "bench", "watch", "metrics"}) {
+       {"health",    "server",   "heads",     "describe", "create", "delete",      "loss",
+        "grad-norm", "step",     "zero-grad", "save",     "load",   "checkpoints", "read",
+        "write",     "add-grad", "bench",     "plan",     "watch",  "metrics"}) {
     EXPECT_THAT(outcome.out, HasSubstr(absl::StrCat("  ", command, " ")));
     const Outcome help = Run(absl::StrCat(command, " --help"));
     EXPECT_EQ(help.exit_code, 0) << command;
@@ -57,6 +58,13 @@ TEST_F(LossctlTest, WrongCommandLinesExitWith2) {
     EXPECT_EQ(outcome.out, "") << arguments;
     EXPECT_NE(outcome.err, "") << arguments;
   }
+}
+
+TEST_F(LossctlTest, PlanNeedsNoServer) {
+  const std::string no_server = "--server 127.0.0.1:1 ";
+  EXPECT_EQ(Json(no_server + "plan --hidden 4096 --vocab 128256")["server"][0]["chunk_rows"], 7424);
+  EXPECT_EQ(Run(no_server + "plan").exit_code, 4);
+  EXPECT_THAT(Run(no_server + "plan --hidden 4096 --vocab 128256 --trainers 0").err, HasSubstr("trainers"));
 }
 
 TEST_F(LossctlTest, NoServerExitsWith3AndSaysWhatToDo) {

@@ -41,9 +41,10 @@ WatchSample Sample(double seconds, uint64_t rows, uint64_t incarnation = 7) {
 // With a step's loss and the device's busy time.
 WatchSample Trained(int second, double loss) {
   WatchSample sample = Sample(second, static_cast<uint64_t>(1000 * second));
-  sample.metrics = ParseMetrics(absl::StrCat("lossd_head_step{head=\"lm\"} ", second, "\nlossd_head_loss{head=\"lm\"} ",
-                                             loss, "\nlossd_device_busy_seconds_total{head=\"lm\"} ", 0.25 * second,
-                                             "\nlossd_staging_bytes 1048576\nlossd_staging_used_bytes 1048576\n"));
+  sample.metrics =
+      ParseMetrics(absl::StrCat("lossd_head_step{head=\"lm\"} ", second, "\nlossd_head_loss{head=\"lm\"} ",
+                                loss, "\nlossd_device_busy_seconds_total{head=\"lm\"} ", 0.25 * second,
+                                "\nlossd_staging_bytes 1048576\nlossd_staging_used_bytes 1048576\n"));
   return sample;
 }
 
@@ -180,7 +181,8 @@ TEST(WatchViewTest, PicturesFitTheTerminal) {
       const std::string picture = Picture(history, columns, lines);
       std::vector<std::string> shown = absl::StrSplit(picture, '\n', absl::SkipEmpty());
       for (const std::string& line : shown) EXPECT_LE(DisplayWidth(line), columns) << line;
-      if (lines >= 10) EXPECT_LE(std::count(picture.begin(), picture.end(), '\n'), static_cast<long>(lines)) << picture;
+      if (lines >= 10)
+        EXPECT_LE(std::count(picture.begin(), picture.end(), '\n'), static_cast<long>(lines)) << picture;
     }
   }
   EXPECT_THAT(Picture(history, 40), HasSubstr("rows/s "));

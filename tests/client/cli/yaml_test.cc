@@ -39,9 +39,11 @@ TEST(YamlTest, ObjectsAndListsAreIndented) {
 }
 
 TEST(YamlTest, WhatAParserCouldTakeForSomethingElseIsQuoted) {
-  for (const char* text : {"true", "No", "y", "OFF", "null", "~", "", " x", "x ", "-", "- x", "a: b", "a #b", "123",
-                           "1e3", "0123456789abcdef", "12:30", "{", "[a]", "*x", "&x", "!x", "%x", "@x", "`x", "a,b",
-                           "'", "\"", "\n", "x\ty", ".inf", "=", "<<", "?"}) {
+  for (const char* text : {"true",  "No",  "y",   "OFF",  "null", "~",    "",     " x",
+                           "x ",    "-",   "- x", "a: b", "a #b", "123",  "1e3",  "0123456789abcdef",
+                           "12:30", "{",   "[a]", "*x",   "&x",   "!x",   "%x",   "@x",
+                           "`x",    "a,b", "'",   "\"",   "\n",   "x\ty", ".inf", "=",
+                           "<<",    "?"}) {
     const std::string yaml = ToYaml(text);
     EXPECT_EQ(yaml.front(), '"') << text;
     EXPECT_EQ(Json::parse(yaml), Json(text)) << text;
@@ -49,7 +51,9 @@ TEST(YamlTest, WhatAParserCouldTakeForSomethingElseIsQuoted) {
   for (const char* text : {"lm_head", "fp32", "a/b-c.d", "AMD EPYC (2 cores)", "nothing"}) {
     EXPECT_EQ(ToYaml(text), std::string(text) + "\n");
   }
-  EXPECT_EQ(ToYaml("a\x7f" "b\u0085"), "\"a\\x7fb\\x85\"\n");
+  EXPECT_EQ(ToYaml("a\x7f"
+                   "b\u0085"),
+            "\"a\\x7fb\\x85\"\n");
   EXPECT_EQ(ToYaml({{"no", 1}, {"a b", 2}}), "\"no\": 1\na b: 2\n");
 }
 

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "tests/kernels/backend_conformance.h"
+#include "tests/kernels/group/member_group.h"
 #include "tests/server/ranks/rank_group.h"
 
 namespace lossd::kernels::testing {
@@ -44,13 +45,15 @@ const auto* const kEnd = ::testing::AddGlobalTestEnvironment(new EndGroups);
 // Every chunk is divided, or only those of many rows, which is none here.
 std::vector<ConformanceCase> Cases() {
   std::vector<ConformanceCase> cases;
-  const auto add = [&](const std::string& name, int ranks, int64_t least_rows, DType compute, DType hidden) {
+  const auto add = [&](const std::string& name, int ranks, int64_t least_rows, DType compute, DType hidden,
+                       Split split = Split::kAny) {
     cases.push_back({.name = absl::StrCat(name, "Ranks", ranks),
                      .backend = [=]() -> Backend& { return SharedGroup(ranks, least_rows); },
                      .compute = compute,
                      .hidden = hidden,
                      .auto_samples_uniform = OnGpus(),
-                     .devices = ranks});
+                     .devices = ranks,
+                     .split = split});
   };
   constexpr DType kF32 = DType::kFloat32, kF16 = DType::kFloat16, kBf16 = DType::kBFloat16;
   if (OnGpus()) {
@@ -61,7 +64,77 @@ std::vector<ConformanceCase> Cases() {
   add("Divided", 2, 0, kF32, kF32);
   add("InTurn", 2, 512, kF32, kBf16);
   add("Divided", 4, 0, kF32, kF16);
+  add("Vocabulary", 2, 0, kF32, kF32, Split::kVocabulary);
+  add("Vocabulary", 3, 0, kF32, kBf16, Split::kVocabulary);
+  add("Vocabulary", 4, 0, kF32, kF16, Split::kVocabulary);
   return cases;
+}
+
+// ---- Bits ----
+
+std::vector<std::vector<float>> GradientsOf(HeadKernels& head) {
+  std::vector<std::vector<float>> all;
+  for (const Param param : kTrainedParams) {
+    if (HasTensor(head.config(), {param, Role::kGradient})) all.push_back(ReadGradient(head, param));
+  }
+  return all;
+}
+
+void ExpectSameBits(const ChunkRun& got, const ChunkRun& want) {
+  ASSERT_TRUE(got.done.ok() && want.done.ok()) << got.done << want.done;
+  EXPECT_EQ(got.gradients, want.gradients);
+  ASSERT_EQ(got.slices.size(), want.slices.size());
+  for (size_t i = 0; i < want.slices.size(); ++i) {
+    SCOPED_TRACE(i);
+    const SliceOutputs &a = got.slices[i], &b = want.slices[i];
+    EXPECT_EQ(a.first_nonfinite_row, b.first_nonfinite_row);
+    if (b.first_nonfinite_row >= 0) continue;
+    EXPECT_EQ(a.loss, b.loss);
+    EXPECT_EQ(a.lse, b.lse);
+    EXPECT_EQ(a.entropy, b.entropy);
+    EXPECT_EQ(a.target_logprob, b.target_logprob);
+    EXPECT_EQ(a.argmax, b.argmax);
+    EXPECT_EQ(a.grad_hidden, b.grad_hidden);
+    EXPECT_EQ(a.sums.loss, b.sums.loss);
+    EXPECT_EQ(a.sums.dropped_mass, b.sums.dropped_mass);
+    EXPECT_EQ(a.sums.sampling_variance, b.sums.sampling_variance);
+    EXPECT_EQ(a.sums.squared_gradient, b.sums.squared_gradient);
+    EXPECT_EQ(a.sums.correct_rows, b.sums.correct_rows);
+  }
+}
+
+// Whatever the options, and where hidden states wait for their backward pass.
+TEST(RanksBits, ByVocabularyTheyAreThoseOfAsManyDevices) {
+  if (OnGpus()) GTEST_SKIP() << "ranks on GPUs do not divide the vocabulary";
+  Rng rng = FreshRng();
+  for (const int count : {2, 3, 4}) {
+    Backend& ranks = SharedGroup(count, 0);
+    const std::unique_ptr<Backend> devices = MakeCpuGroup(count, 0);
+    for (int repeat = 0; repeat < 12; ++repeat) {
+      ProblemSpec spec = RandomSpec(UniformInt(rng, 1, 90), UniformInt(rng, 1, 70),
+                                    UniformInt(rng, count, 300), DType::kBFloat16, DType::kFloat32, rng);
+      spec.config.split = Split::kVocabulary;
+      spec.options.gradients = static_cast<Gradients>(repeat % 4);
+      spec.options.filter_epsilon = 1e-3f;
+      spec.options.sample_threshold = 1.0f / 64;
+      spec.options.max_gradient_error = repeat < 4 ? 0.01f : 10.0f;
+      const Problem problem = MakeProblem(spec, rng);
+      SCOPED_TRACE(Describe(problem));
+      const auto of_ranks = MakeHead(ranks, problem), of_devices = MakeHead(*devices, problem);
+      ASSERT_TRUE(of_ranks != nullptr && of_devices != nullptr);
+      EXPECT_EQ(of_ranks->chunk_rows(), of_devices->chunk_rows());
+      const auto kept = ranks.AllocateRetained(RetainedBytes(problem)).value();
+      const auto also_kept = devices->AllocateRetained(RetainedBytes(problem)).value();
+      for (const bool backward : {false, true}) {
+        ExpectSameBits(
+            RunChunk(*of_ranks, problem, {.retained = kept.get(), .take_retained = backward}),
+            RunChunk(*of_devices, problem, {.retained = also_kept.get(), .take_retained = backward}));
+      }
+      EXPECT_EQ(GradientsOf(*of_ranks), GradientsOf(*of_devices));
+      if (!problem.accumulate_gradients) continue;
+      EXPECT_EQ(*of_ranks->GradNorm(), *of_devices->GradNorm());
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, BackendConformance, ::testing::ValuesIn(Cases()), ConformanceName);

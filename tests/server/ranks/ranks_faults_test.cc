@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "tests/server/ranks/small_steps.h"
@@ -28,13 +29,14 @@ std::vector<int> Ends(int ranks, int killed) {
   return ends;
 }
 
-void KillAndGoOn(int ranks, int kills) {
+void KillAndGoOn(int ranks, int kills, const std::string& split = "rows") {
   const uint64_t seed = std::random_device{}();
   SCOPED_TRACE(seed);
   std::mt19937_64 rng(seed);
   const std::vector<SmallRows> data = SomeData(rng);
   RankServer server(LOSSD_BINARY, {.ranks = ranks,
-                                   .flags = {"--deterministic", "--restore=latest", "--keep_checkpoints=2"}});
+                                   .flags = {"--deterministic", "--restore=latest", "--keep_checkpoints=2",
+                                             absl::StrCat("--split=", split)}});
   for (int i = 0; i < kills && !server.target().empty(); ++i) {
     const int victim = static_cast<int>(rng() % static_cast<uint64_t>(ranks));
     const absl::Duration after = absl::Microseconds(rng() % 120'000);  // some steps
@@ -52,12 +54,15 @@ void KillAndGoOn(int ranks, int kills) {
   ASSERT_TRUE(TrainOn(server.target(), data, 0).ok());
   const uint64_t steps = ConnectOnce(server.target())->DescribeHead("head")->state().step() + 1;
   ASSERT_TRUE(TrainOn(server.target(), data, steps).ok());
-  EXPECT_EQ(Tensors(*ConnectOnce(server.target())), Undisturbed(LOSSD_BINARY, ranks, data, steps))
+  EXPECT_EQ(Tensors(*ConnectOnce(server.target())), Undisturbed(LOSSD_BINARY, ranks, data, steps, split))
       << steps << " steps";
 }
 
 TEST(RanksFaultsTest, TwoRanks) { KillAndGoOn(2, Times(12)); }
 TEST(RanksFaultsTest, FourRanks) { KillAndGoOn(4, Times(6)); }
+// Within the exchanges of chunks most of the time.
+TEST(RanksFaultsTest, TwoRanksByVocabulary) { KillAndGoOn(2, Times(8), "vocabulary"); }
+TEST(RanksFaultsTest, FourRanksByVocabulary) { KillAndGoOn(4, Times(4), "vocabulary"); }
 
 }  // namespace
 }  // namespace lossd::app::testing

@@ -78,6 +78,31 @@ TEST_P(RanksHangTest, InACollective) {
   EXPECT_EQ(ranks.rank(hang.stopped).WaitFor(kLimit), 3) << ranks.log(hang.stopped);
 }
 
+// A chunk of a head that is split by vocabulary, which all ranks exchange statistics for.
+TEST_P(RanksHangTest, InAChunk) {
+  const Hang& hang = GetParam();
+  std::vector<std::string> flags = hang.flags;
+  flags.push_back("--drain_timeout=1h");
+  flags.push_back("--split=vocabulary");
+  RankServer ranks(LOSSD_BINARY, {.ranks = hang.ranks, .flags = flags});
+  const auto client = ConnectOnce(ranks.target());
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  std::mt19937_64 rng(1);
+  const std::vector<SmallRows> data = {MakeSmallRows(90, rng)};
+  ranks.rank(hang.stopped).Stop();
+  const absl::Status status = Accumulate(*client, data, 0);
+  // INTERNAL is what a slice hears of a device that failed.
+  ASSERT_THAT(status.code(), AnyOf(absl::StatusCode::kUnavailable, absl::StatusCode::kInternal)) << status;
+  EXPECT_THAT(std::string(status.message()), AnyOf(HasSubstr("the device is lost"), HasSubstr("rank ")));
+  for (int rank = 0; rank < hang.ranks; ++rank) {
+    if (rank == hang.stopped) continue;
+    EXPECT_EQ(ranks.rank(rank).WaitFor(kLimit), 3) << ranks.log(rank);
+  }
+  EXPECT_THAT(ranks.log(0), HasSubstr(absl::StrCat("rank ", hang.stopped))) << "which one, and why";
+  ranks.rank(hang.stopped).Signal(SIGCONT);
+  EXPECT_EQ(ranks.rank(hang.stopped).WaitFor(kLimit), 3) << ranks.log(hang.stopped);
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Limits, RanksHangTest,
     ::testing::Values(
@@ -87,14 +112,15 @@ INSTANTIATE_TEST_SUITE_P(
         Hang{"OnlyTheCollectiveOfFour", {"--rank_silence_timeout=1h", "--collective_timeout=4s"}, 4, 3}),
     [](const auto& hang) { return hang.param.name; });
 
-void StopAndGoOn(int ranks, int stops) {
+void StopAndGoOn(int ranks, int stops, const std::string& split = "rows") {
   const uint64_t seed = std::random_device{}();
   SCOPED_TRACE(seed);
   std::mt19937_64 rng(seed);
   const std::vector<SmallRows> data = SomeData(rng);
   RankServer server(LOSSD_BINARY, {.ranks = ranks,
                                    .flags = {"--deterministic", "--restore=latest", "--keep_checkpoints=2",
-                                             "--rank_silence_timeout=4s", "--collective_timeout=4s"}});
+                                             "--rank_silence_timeout=4s", "--collective_timeout=4s",
+                                             absl::StrCat("--split=", split)}});
   for (int i = 0; i < stops && !server.target().empty(); ++i) {
     const int victim = 1 + static_cast<int>(rng() % static_cast<uint64_t>(ranks - 1));
     const absl::Duration after = absl::Microseconds(rng() % 120'000);  // some steps
@@ -118,11 +144,13 @@ void StopAndGoOn(int ranks, int stops) {
   ASSERT_TRUE(TrainOn(server.target(), data, 0).ok());
   const uint64_t steps = ConnectOnce(server.target())->DescribeHead("head")->state().step() + 1;
   ASSERT_TRUE(TrainOn(server.target(), data, steps).ok());
-  EXPECT_EQ(Tensors(*ConnectOnce(server.target())), Undisturbed(LOSSD_BINARY, ranks, data, steps));
+  EXPECT_EQ(Tensors(*ConnectOnce(server.target())), Undisturbed(LOSSD_BINARY, ranks, data, steps, split));
 }
 
 TEST(RanksHangsTest, BetweenAnyTwoOperationsOfTwoRanks) { StopAndGoOn(2, Times(4)); }
 TEST(RanksHangsTest, BetweenAnyTwoOperationsOfFourRanks) { StopAndGoOn(4, Times(3)); }
+TEST(RanksHangsTest, WithinChunksOfTwoRanks) { StopAndGoOn(2, Times(3), "vocabulary"); }
+TEST(RanksHangsTest, WithinChunksOfFourRanks) { StopAndGoOn(4, Times(2), "vocabulary"); }
 
 }  // namespace
 }  // namespace lossd::app::testing

@@ -1,19 +1,17 @@
-// A server of several processes: it trains as one process with as many devices does, bit for bit, and its
-// checkpoints load into either. Its ranks come together, end together, and refuse what does not fit.
+// A server of several processes: its ranks come together, end together, and refuse what does not fit.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <filesystem>
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "tests/server/service/small_training.h"
 #include "tests/support/rank_server.h"
 #include "tests/support/raw_http.h"
-#include "tests/support/server_process.h"
 #include "tests/support/test_pki.h"
 
 namespace lossd::app::testing {
@@ -21,57 +19,10 @@ namespace {
 
 using test::RankServer;
 using test::RankServerOptions;
-using test::ServerProcess;
 using ::testing::Each;
 using ::testing::HasSubstr;
 
 constexpr absl::Duration kLimit = absl::Minutes(3);  // for what a slow machine does
-
-Trained TrainAt(const std::string& target, const std::vector<SmallRows>& data, uint64_t seed) {
-  std::mt19937_64 rng(seed);
-  const auto client = Connect(target, 1 + static_cast<int>(rng() % 3));
-  EXPECT_TRUE(client->CreateHead(SmallHead()).ok());
-  Trained trained;
-  Train(*client, data, 0, 3, rng, trained);
-  return trained;
-}
-
-TEST(RanksServiceTest, DeterministicRanksGiveTheBitsOfAsManyDevices) {
-  const uint64_t seed = std::random_device{}();
-  SCOPED_TRACE(seed);
-  std::mt19937_64 rng(seed);
-  const std::vector<SmallRows> data = RandomData(rng);
-  for (const int count : {2, 4}) {
-    SCOPED_TRACE(count);
-    ServerProcess devices(LOSSD_BINARY, {absl::StrCat("--cpu_devices=", count), "--deterministic"});
-    const Trained of_devices = TrainAt(devices.target(), data, seed);
-    RankServer ranks(LOSSD_BINARY, {.ranks = count, .flags = {"--deterministic"}});
-    const Trained of_ranks = TrainAt(ranks.target(), data, seed + 1);
-    EXPECT_EQ(of_ranks.tensors, of_devices.tensors);
-    EXPECT_EQ(of_ranks.grads, of_devices.grads);
-    EXPECT_EQ(of_ranks.norms, of_devices.norms);
-  }
-}
-
-TEST(RanksServiceTest, CheckpointsLoadIntoRanksAndIntoOneProcess) {
-  const uint64_t seed = std::random_device{}();
-  SCOPED_TRACE(seed);
-  std::mt19937_64 rng(seed);
-  const std::vector<SmallRows> data = RandomData(rng);
-  RankServer ranks(LOSSD_BINARY, {.ranks = 2, .flags = {"--restore=latest"}});
-  const Trained trained = TrainAt(ranks.target(), data, seed);
-  ASSERT_TRUE(Connect(ranks.target())->SaveCheckpoint("head", "").ok());
-  ServerProcess one(LOSSD_BINARY);
-  std::filesystem::copy(ranks.checkpoint_folder(), one.checkpoint_folder(),
-                        std::filesystem::copy_options::recursive);
-  one.Kill();
-  ServerProcess restored(LOSSD_BINARY,
-                         {"--restore=latest", absl::StrCat("--checkpoint_dir=", one.checkpoint_folder())});
-  EXPECT_EQ(Tensors(*Connect(restored.target())), trained.tensors);
-  ranks.KillAll();
-  ranks.Start();
-  EXPECT_EQ(Tensors(*Connect(ranks.target())), trained.tensors);
-}
 
 TEST(RanksServiceTest, RanksMayHaveOtherNumbersOfThreads) {
   RankServer ranks(LOSSD_BINARY, {.ranks = 3, .flags_of = [](int rank) {
@@ -176,6 +127,7 @@ RankServerOptions WithFlagOfRank1(const std::string& flag) {
 TEST(RanksServiceTest, RanksThatDisagreeAreRefusedByName) {
   for (const auto& [flag, message] : std::vector<std::pair<std::string, std::string>>{
            {"--deterministic", "rank 1: deterministic must be what rank 0 has, false, got true"},
+           {"--split=vocabulary", "rank 1: split must be what rank 0 has, any, got vocabulary"},
            {"--slice_bytes=128KiB", "rank 1: slice_bytes must be what rank 0 has, 65536, got 131072"},
            {"--workspace_bytes=8MiB",
             "rank 1: workspace_bytes must be what rank 0 has, 4194304, got 8388608"},
@@ -207,14 +159,15 @@ TEST(RanksServiceTest, ARankThatNeverComesIsNamed) {
               HasSubstr("rank 2 was not taken within 2s (--rank_timeout) by the leader at 127.0.0.1:1"));
 }
 
-TEST(RanksServiceTest, AHeadSplitByVocabularyIsRefusedAndLeavesNothing) {
-  RankServer ranks(LOSSD_BINARY, {.ranks = 2});
+TEST(RanksServiceTest, AHeadOfFewerClassesThanRanksIsRefusedAndLeavesNothing) {
+  RankServer ranks(LOSSD_BINARY, {.ranks = 3});
   const auto client = Connect(ranks.target());
   v1::CreateHeadRequest by_vocabulary = SmallHead();
   by_vocabulary.mutable_spec()->set_split(v1::SPLIT_VOCABULARY);
+  by_vocabulary.mutable_spec()->set_vocab_size(2);
   const absl::Status status = client->CreateHead(by_vocabulary).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("split must be rows"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("vocab_size must be at least 3"));
   const auto server = client->GetServer();
   ASSERT_TRUE(server.ok()) << server.status();
   for (const auto& rank : server->ranks()) EXPECT_EQ(rank.memory().weights(), 0u) << rank.rank();
@@ -225,7 +178,7 @@ TEST(RanksServiceTest, OptionsThatCannotBeAreRefusedAtTheStart) {
   for (const auto& [flags, message] : std::vector<std::pair<std::vector<std::string>, std::string>>{
            {{"--cpu_devices=2"},
             "cpu_devices must be 1 with several ranks, of which each has one device, got 2"},
-           {{"--split=vocabulary"}, "split must be rows or any with several ranks, got vocabulary"},
+           {{"--split=columns"}, "split must be any, rows or vocabulary, got columns"},
            {{"--rank_timeout=0s"}, "rank_timeout must be positive"},
            {{"--rank_silence_timeout=-1s"}, "rank_silence_timeout must be positive"},
            {{"--collective_timeout=0s"}, "collective_timeout must be positive"},

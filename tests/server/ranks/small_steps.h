@@ -74,8 +74,10 @@ inline std::vector<SmallRows> SomeData(std::mt19937_64& rng) {
 }
 
 inline std::vector<std::vector<float>> Undisturbed(const std::string& program, int ranks,
-                                                   const std::vector<SmallRows>& data, uint64_t steps) {
-  test::RankServer server(program, {.ranks = ranks, .flags = {"--deterministic", "--keep_checkpoints=2"}});
+                                                   const std::vector<SmallRows>& data, uint64_t steps,
+                                                   const std::string& split = "rows") {
+  test::RankServer server(
+      program, {.ranks = ranks, .flags = {"--deterministic", "--keep_checkpoints=2", "--split=" + split}});
   EXPECT_TRUE(TrainOn(server.target(), data, steps).ok());
   return Tensors(*ConnectOnce(server.target()));
 }

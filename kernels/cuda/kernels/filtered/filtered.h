@@ -8,38 +8,17 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstddef>
 #include <cstdint>
 
+#include "kernels/cuda/kernels/filtered/filtered_memory.h"
 #include "kernels/cuda/kernels/loss_rows.h"
+#include "kernels/cuda/kernels/scratch_sizes.h"
 #include "kernels/decision.h"
 #include "kernels/dtype.h"
 
 namespace lossd::kernels::cuda {
 
-// Most candidates of one row; 1 / epsilon of the default.
-inline constexpr int kMaxRowCandidates = 4096;
-
-// Whether rows of `ld` elements are short enough for LaunchFilterRows.
-bool CanFilterRows(int64_t ld, DType dtype);
-
 // ---- selection ----
-
-// A row and its candidates: the classes whose probability may reach epsilon, the target left out. The sums
-// are over classes other than the target, in units and relative to M as in row_loss.cu.
-struct SelectedRow {
-  int32_t begin;  // of its candidates in the pool
-  int32_t count;
-  int32_t finite;  // whether lse and loss are
-  float max;       // of z, the target's included: M = max f
-  float sum;       // of 2^d
-  float spread;    // of 2^d d
-  float weighted;  // of u (z - z_y)
-  float total;     // sum with the target
-  float target_dot;
-  float listed_sum;  // of 2^d over the candidates
-  float listed_spread;
-};
 
 struct RowSelection {
   float epsilon = 0.0f;
@@ -115,15 +94,7 @@ struct SortParams {
   int key_bits = 64;
   void* scratch = nullptr;
 };
-size_t SortScratchBytes(int64_t count);
 cudaError_t LaunchSortKept(SortParams& params, cudaStream_t stream);
-
-// Runs of entries of one class, and how many of the short ones have been taken up.
-struct RunCounters {
-  int32_t short_runs = 0;
-  int32_t long_runs = 0;
-  unsigned long long next_item = 0;
-};
 
 // weight_gradient[v] += scale * sum of coef * hidden[row] over v's entries, rows in order, and likewise the
 // bias.

@@ -37,7 +37,7 @@ struct Division<2> {
 };
 template <>
 struct Division<4> {
-  static constexpr int kThreads = 512, kBlocks = 1;
+  static constexpr int kThreads = kMostFilterThreads, kBlocks = 1;
 };
 
 template <typename T, int kVectors>
@@ -297,10 +297,6 @@ cudaError_t Launch(const FilterRowsParams& p, unsigned threads, cudaStream_t str
 }
 
 }  // namespace
-
-bool CanFilterRows(int64_t ld, DType dtype) {
-  return ld * static_cast<int64_t>(SizeOf(dtype)) / 16 <= 4 * Division<4>::kThreads;
-}
 
 cudaError_t LaunchFilterRows(const FilterRowsParams& params, cudaStream_t stream) {
   if (params.in.rows == 0) return cudaSuccess;

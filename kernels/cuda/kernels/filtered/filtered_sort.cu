@@ -6,10 +6,6 @@
 
 namespace lossd::kernels::cuda {
 
-// An upper bound of what CUB asks for (it can only be asked with a device at hand): counters of every tile of
-// a few thousand entries, for each of up to eight passes.
-size_t SortScratchBytes(int64_t count) { return (size_t{512} << 10) + 2 * static_cast<size_t>(count); }
-
 cudaError_t LaunchSortKept(SortParams& p, cudaStream_t stream) {
   cub::DoubleBuffer<uint64_t> keys(p.keys[0], p.keys[1]);
   cub::DoubleBuffer<float> coefs(p.coefs[0], p.coefs[1]);

@@ -9,18 +9,12 @@
 
 #include <cstdint>
 
-#include "absl/strings/string_view.h"
+#include "kernels/cuda/kernels/hopper/fused_choice.h"
 #include "kernels/cuda/kernels/hopper/fused_rows.h"
 #include "kernels/cuda/kernels/loss_rows.h"
 #include "kernels/dtype.h"
 
 namespace lossd::kernels::cuda::hopper {
-
-// Why a loss cannot be fused, or "". exponentials: it has to leave them for its gradients; clusters as
-// LogitPassClusters() says.
-absl::string_view WhyNotFused(const LossTerms& terms, DType compute, bool exponentials, int clusters);
-// Why a loss that can be fused is better not, or "".
-absl::string_view WhyNotFaster(int64_t padded_rows, int64_t vocab);
 
 // Hidden states and classes.
 struct FusedOperands {

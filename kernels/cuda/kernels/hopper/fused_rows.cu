@@ -220,22 +220,6 @@ cudaError_t LaunchFinish(const FinishParams& params, cudaStream_t stream) {
 
 }  // namespace
 
-FusedRows FusedRows::Carve(Carver& carver, int64_t capacity) {
-  FusedRows w;
-  w.reference = carver.Take<float>(capacity);
-  w.sum_reference = w.reference;
-  w.threshold = carver.Take<float>(capacity);
-  w.max = carver.Take<float>(capacity);
-  w.sum = carver.Take<float>(capacity);
-  w.spread = carver.Take<float>(capacity);
-  w.arg = carver.Take<int32_t>(capacity);
-  w.factor = carver.Take<float>(capacity);
-  w.entropy = carver.Take<EntropyRow>(capacity);
-  w.marked_panels = carver.Take<int32_t>(1 + Panels(capacity));
-  w.claimed_positions = carver.Take<uint32_t>(kMostClusters);
-  return w;
-}
-
 cudaError_t LaunchPrepareRows(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
                               cudaStream_t stream) {
   return LaunchPrepareRows(terms, in, rows, CandidateLists{}, stream);

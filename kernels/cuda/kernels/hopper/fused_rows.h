@@ -11,40 +11,10 @@
 
 #include "kernels/cuda/device/device_memory.h"
 #include "kernels/cuda/kernels/hopper/logit_pass.h"
+#include "kernels/cuda/kernels/hopper/pass_memory.h"
 #include "kernels/cuda/kernels/loss_rows.h"
 
 namespace lossd::kernels::cuda::hopper {
-
-// How the exponentials of a row with an upstream gradient of its entropy become dL/ds over (scale * gradient
-// unit), once its sums are known: (factor + tilt d) 2^d times the slope of the softcap, d as in TilePartials.
-struct EntropyRow {
-  float factor;
-  float tilt;
-  // Of the class with the largest logit, the target left out, whose d is known better than 16 bits say.
-  float top_gradient;  // without the slope
-  int32_t top;         // -1: not known, because the target's logit is larger, or elsewhere
-};
-
-// Memory of a chunk between these kernels, `capacity` rows each.
-struct FusedRows {
-  TilePartials partials;  // free once the results are there
-  float* reference = nullptr;
-  float* threshold = nullptr;
-  // Of all tiles, and then of the classes elsewhere too; d as in TilePartials, but relative to this.
-  float* sum_reference = nullptr;  // `reference`, unless there are classes elsewhere
-  float* max = nullptr;
-  float* sum = nullptr;
-  float* spread = nullptr;
-  int32_t* arg = nullptr;
-  // dL/ds over (scale * gradient unit) is factor[r] times row r of the exponentials.
-  float* factor = nullptr;
-  EntropyRow* entropy = nullptr;          // of rows of exponentials whose coef_entropy is not 0
-  int32_t* marked_panels = nullptr;       // [1 + Panels(capacity)], see MarkedPanels
-  uint32_t* claimed_positions = nullptr;  // [kMostClusters], see AllPanels
-
-  // All but partials.
-  static FusedRows Carve(Carver& carver, int64_t capacity);
-};
 
 // reference and threshold, also of padding rows, and zeros in marked_panels and claimed_positions. `in` has
 // target_dots, here and below. With lists: also empty lists and the first lower bounds of the sums.

@@ -237,18 +237,6 @@ cudaError_t LaunchStored(const LogitOperands& o, const LogitKernelParams& p, voi
 
 }  // namespace
 
-TilePartials TilePartials::Carve(Carver& carver, int64_t capacity, int64_t vocab) {
-  const int64_t count = VocabTiles(vocab) * capacity;
-  TilePartials partials;
-  partials.ld = capacity;
-  partials.max = carver.Take<float>(count);
-  partials.sum = carver.Take<float>(count);
-  partials.spread = carver.Take<float>(count);
-  partials.arg = carver.Take<uint8_t>(count);
-  partials.target = carver.Take<float>(capacity);
-  return partials;
-}
-
 int LogitPassClusters() {
   // The form with the most shared memory; one block a multiprocessor in any case.
   using Largest = Kernel<__nv_bfloat16, Form::kPlain, Output::kExponentials>;

@@ -17,6 +17,7 @@
 #include "kernels/cuda/kernels/hopper/candidates.h"
 #include "kernels/cuda/kernels/hopper/cluster_order.h"
 #include "kernels/cuda/kernels/hopper/logit_tiles.h"
+#include "kernels/cuda/kernels/hopper/pass_memory.h"
 #include "kernels/cuda/kernels/loss_rows.h"
 #include "kernels/dtype.h"
 
@@ -72,20 +73,6 @@ struct MarkedPanels {
 struct RowReferences {
   const float* reference = nullptr;  // in units of log 2
   const float* threshold = nullptr;  // of z before the softcap: maxima below it need not be found
-};
-
-// With z the logit, f the factor that makes it a power of two, d = z f - reference: what a tile of classes
-// says of a row, at [tile * ld + row], the row's target left out.
-struct TilePartials {
-  int64_t ld = 0;           // at least the rows
-  float* max = nullptr;     // of z; or -inf if all are below the row's threshold
-  float* sum = nullptr;     // of 2^d
-  float* spread = nullptr;  // of 2^d d; general form only, and may be null
-  uint8_t* arg = nullptr;   // the first column of the tile that has `max`
-  float* target = nullptr;  // [ld], by row: z of the target, summed up as the others are
-
-  // For `capacity` rows.
-  static TilePartials Carve(Carver& carver, int64_t capacity, int64_t vocab);
 };
 
 struct StatisticsPass {

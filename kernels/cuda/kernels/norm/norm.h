@@ -10,8 +10,8 @@
 
 #include <cstdint>
 
-#include "absl/strings/string_view.h"
 #include "kernels/cuda/device/device_limits.h"
+#include "kernels/cuda/kernels/norm/norm_plan.h"
 #include "kernels/cuda/kernels/rows.h"
 
 namespace lossd::kernels::cuda {
@@ -29,22 +29,6 @@ struct NormParams {
   float* inverse_deviation = nullptr;  // [rows]: likewise r
 };
 
-// Where a kernel has a row between the passes over it.
-enum class NormRows : uint8_t {
-  kRegisters,   // forward
-  kBulkCopies,  // backward on Hopper (hopper/norm_backward.h): in a ring that one thread copies whole rows
-                // into
-  kWarpCopies,  // backward: in a ring that each warp copies its part into
-  kNowhere,     // rows of any kind, which are read again for each pass
-};
-absl::string_view Name(NormRows rows);
-
-// Which kernel a launch takes; decided by dtypes, sizes, alignment and the device alone.
-struct NormPlan {
-  NormRows rows = NormRows::kNowhere;
-  absl::string_view reason;  // why not the kernel before it in NormRows; "": it is the first
-};
-
 NormPlan PlanNormForward(const NormParams& params);
 cudaError_t LaunchNormForward(const NormParams& params, const DeviceLimits& limits, cudaStream_t stream);
 
@@ -58,8 +42,6 @@ struct NormBackwardParams {
   float* partials = nullptr;
 };
 
-// How many floats LaunchNormBackward needs for its first stage.
-int64_t NormPartialFloats(int64_t hidden_size, int multiprocessors);
 NormPlan PlanNormBackward(const NormParams& params, const NormBackwardParams& backward,
                           const DeviceLimits& limits);
 cudaError_t LaunchNormBackward(const NormParams& params, const NormBackwardParams& backward,

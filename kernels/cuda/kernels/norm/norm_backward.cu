@@ -288,10 +288,6 @@ struct Launch {
 
 }  // namespace
 
-int64_t NormPartialFloats(int64_t hidden_size, int multiprocessors) {
-  return 2 * int64_t{multiprocessors} * hidden_size;
-}
-
 NormPlan PlanNormBackward(const NormParams& params, const NormBackwardParams& backward,
                           const DeviceLimits& limits) {
   const absl::string_view why_no_vectors = WhyNotInVectors(params, backward);

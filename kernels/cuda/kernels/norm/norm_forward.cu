@@ -184,20 +184,6 @@ absl::string_view WhyNotHeld(const NormParams& p) {
 
 }  // namespace
 
-absl::string_view Name(NormRows rows) {
-  switch (rows) {
-    case NormRows::kRegisters:
-      return "rows in registers";
-    case NormRows::kBulkCopies:
-      return "rows by bulk copies";
-    case NormRows::kWarpCopies:
-      return "rows by copies of warps";
-    case NormRows::kNowhere:
-      return "rows read again for each pass";
-  }
-  return "";
-}
-
 NormPlan PlanNormForward(const NormParams& params) {
   const absl::string_view reason = WhyNotHeld(params);
   return {reason.empty() ? NormRows::kRegisters : NormRows::kNowhere, reason};

@@ -11,19 +11,10 @@
 #include <cstdint>
 
 #include "kernels/cuda/kernels/loss_rows.h"
+#include "kernels/cuda/kernels/row_sums.h"
 #include "kernels/cuda/kernels/rows.h"
 
 namespace lossd::kernels::cuda {
-
-// What the blocks of classes so far say of a row, the target left out; as Stats of row_loss_math.cuh.
-struct RunningRow {
-  float max;
-  float sum;
-  float spread;
-  float weighted;
-  int32_t arg;
-  float stored_target;  // the target's logit as it comes with the others
-};
 
 // A block of classes, [first_class, first_class + logits.classes), of some rows.
 struct ClassBlock {

@@ -10,28 +10,10 @@
 #include <cstdint>
 
 #include "kernels/cuda/kernels/loss_rows.h"
+#include "kernels/cuda/kernels/sampled/sampled_memory.h"
 #include "kernels/dtype.h"
 
 namespace lossd::kernels::cuda {
-
-// Columns of the dense matrix; fewer classes may be hot, and the other columns are 0.
-inline constexpr int kHotClasses = 2048;
-inline constexpr int kHotGroup = 32;  // classes of a word of `bits`
-inline constexpr int kHotBins = 256;  // of a histogram of popularity
-
-// Which classes are hot, and how that is found out. All zero: none is, and nothing is known.
-struct HotClasses {
-  int64_t vocab = 0;
-  uint32_t* bits = nullptr;      // [groups], a bit a class
-  int32_t* bases = nullptr;      // [groups], hot classes before the group
-  int32_t* ids = nullptr;        // [kHotClasses], ascending, of which `count` are valid
-  int32_t* count = nullptr;      // [1], of ids
-  int32_t* taken = nullptr;      // [vocab], how often classes were taken, in 1/16, since the last choice
-  float* popularity = nullptr;   // [vocab], that of earlier times, fading
-  int32_t* histogram = nullptr;  // [kHotBins], 0 between the launches
-
-  int64_t groups() const { return (vocab + kHotGroup - 1) / kHotGroup; }
-};
 
 // The most popular classes become hot, of those that are taken at least `least` times between two choices.
 cudaError_t LaunchChooseHot(const HotClasses& hot, float least, cudaStream_t stream);

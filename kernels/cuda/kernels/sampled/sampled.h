@@ -14,40 +14,11 @@
 #include "kernels/cuda/kernels/filtered/filtered.h"
 #include "kernels/cuda/kernels/loss_rows.h"
 #include "kernels/cuda/kernels/sampled/hot_classes.h"
+#include "kernels/cuda/kernels/sampled/sampled_memory.h"
 #include "kernels/decision.h"
 #include "kernels/dtype.h"
 
 namespace lossd::kernels::cuda {
-
-// Classes of a row at most, the target included.
-inline constexpr int kMaxRowSamples = 4096;
-// Entries that a row needs room for beside those it may have.
-inline constexpr int kSpareEntries = 3;
-// More do not fit the shared memory of a block.
-inline constexpr int64_t kMostSampledClasses = int64_t{1} << 20;
-// A chunk takes tau, or 2 tau, 4 tau, ..., or what is more, 2^-23, 2^-22, ... At the last level hardly
-// anything but targets is taken.
-inline constexpr int kSampleLevels = 32;
-
-struct SampleEntry {
-  int32_t column;
-  float value;  // dL/ds over (scale * gradient unit)
-};
-
-struct SampledRow {
-  int32_t begin;  // of its entries in the list
-  int32_t count;
-};
-
-// What the rows of a chunk tell each other; zero on entry.
-struct SampleCounters {
-  int32_t used;   // entries of the list
-  int32_t level;  // of the threshold
-  // Entries at each level, or more: of all rows, and of the row that has most. First only those of level 0.
-  unsigned long long totals[kSampleLevels];
-  int32_t most[kSampleLevels];
-  int32_t highest;  // level of the rows that have been sampled so far
-};
 
 // The list of a chunk, or of a block of its rows, and what is known of them.
 struct SampleList {

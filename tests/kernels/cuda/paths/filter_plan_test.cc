@@ -5,7 +5,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/cuda/heads/head_memory.h"
-#include "kernels/cuda/paths/head_paths.h"
+#include "kernels/cuda/paths/path_claims.h"
 
 namespace lossd::kernels::cuda {
 namespace {

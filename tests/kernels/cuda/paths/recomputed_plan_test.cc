@@ -7,7 +7,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/cuda/heads/head_memory.h"
-#include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/kernels/scratch_sizes.h"
 #include "kernels/cuda/paths/chunk_layout.h"
 #include "kernels/cuda/paths/sample_plan.h"
 

@@ -50,8 +50,8 @@ def patch(
       process_group, averaged_over: as LossHead. With torch.distributed every rank calls patch(), and rank 0 of the
         group makes the head.
       softcap, logit_scale: as LossHead; as the model's configuration says if None.
-      deferred, state, streams, slice_bytes, timeout, label_smoothing, z_loss, gradients, filter_epsilon,
-        sample_threshold, max_gradient_error: as LossHead.
+      deferred, state, streams, slice_bytes, timeout, label_smoothing, z_loss: as LossHead.
+      gradients, filter_epsilon, sample_threshold, max_gradient_error: as LossHead.
     """
     if isinstance(model.get_output_embeddings(), ServedHead):
         raise ValueError(f"the head of this {type(model).__name__} is on a lossd server already, as head "

@@ -57,9 +57,9 @@ class RemoteHeadCausalLM(torch.nn.Module):
           verify: compare the losses of a few random tokens before and after; ValueError if they differ, which says
             that the model makes its logits in a way that this class does not know.
           softcap, logit_scale: as LossHead; as the model's configuration says if None.
-          reduction, normalizer, grad_output, deferred, train_head, extras, process_group, averaged_over, rank,
-            world_size, state, streams, slice_bytes, timeout, label_smoothing, z_loss, gradients, filter_epsilon,
-            sample_threshold, max_gradient_error: as LossHead.
+          reduction, normalizer, grad_output, deferred, train_head, extras, state: as LossHead.
+          process_group, averaged_over, rank, world_size, streams, slice_bytes, timeout: as LossHead.
+          label_smoothing, z_loss, gradients, filter_epsilon, sample_threshold, max_gradient_error: as LossHead.
         """
         super().__init__()
         head = ModelHead.of(model, tied)

@@ -1,4 +1,4 @@
-#include "kernels/cuda/kernels/hopper/fused_loss.h"
+#include "kernels/cuda/kernels/hopper/fused_choice.h"
 
 #include <cstdint>
 #include <set>
@@ -14,12 +14,12 @@ constexpr int kClusters = 66;
 constexpr LossTerms kPlain = {.vocab = 128256};
 constexpr DType kBf16 = DType::kBFloat16;
 
-TEST(FusedLoss, IsTakenForLargeChunks) {
+TEST(FusedChoice, IsTakenForLargeChunks) {
   EXPECT_EQ(WhyNotFused(kPlain, kBf16, true, kClusters), "");
   EXPECT_EQ(WhyNotFaster(8192, 128256), "");
 }
 
-TEST(FusedLoss, ScaleSoftcapBiasClassWeightsAndEntropiesFit) {
+TEST(FusedChoice, ScaleSoftcapBiasClassWeightsAndEntropiesFit) {
   const float weights[1] = {1.0f};
   LossTerms terms = kPlain;
   terms.scale = -0.5f;
@@ -30,7 +30,7 @@ TEST(FusedLoss, ScaleSoftcapBiasClassWeightsAndEntropiesFit) {
   EXPECT_EQ(WhyNotFused(terms, kBf16, true, kClusters), "");
 }
 
-TEST(FusedLoss, SaysWhyNot) {
+TEST(FusedChoice, SaysWhyNot) {
   std::set<absl::string_view> reasons;
   reasons.insert(WhyNotFused(kPlain, kBf16, true, 0));
   reasons.insert(WhyNotFused(kPlain, DType::kFloat32, true, kClusters));
@@ -42,11 +42,11 @@ TEST(FusedLoss, SaysWhyNot) {
   EXPECT_EQ(reasons.count(""), 0u);
 }
 
-TEST(FusedLoss, Fp16LossesAreFusedWithoutExponentials) {
+TEST(FusedChoice, Fp16LossesAreFusedWithoutExponentials) {
   EXPECT_EQ(WhyNotFused(kPlain, DType::kFloat16, false, kClusters), "");
 }
 
-TEST(FusedLoss, SmallChunksAreLeftToTheLibrary) {
+TEST(FusedChoice, SmallChunksAreLeftToTheLibrary) {
   EXPECT_EQ(WhyNotFaster(128, 128256), "few rows");
   EXPECT_EQ(WhyNotFaster(8192, 1000), "few tiles");
 }

@@ -1,0 +1,192 @@
+"""Makes client/plan/measured.json, the rates that `lossctl plan` predicts with, from the recorded runs in bench/results.
+
+    python3 bench/plan_data.py            # write the file
+    python3 bench/plan_data.py --check    # exit status 1 if it is not what the runs say now
+
+Every entry names its source: file, date and commit. Of runs of the same kind the newest file counts. Nothing is derived
+here but rows and bytes per second of what the files have.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results" / "h200"
+MEASURED = ROOT / "client" / "plan" / "measured.json"
+
+# The card of these files. The memory is what its data sheet says; the others are in the results.
+CARD = {"name": "NVIDIA H200", "memory_bytes": 141_000_000_000, "multiprocessors": 132, "clusters": 66}
+
+# Loss and gradients; the later of two files counts. What is not named here was measured before a change that made it slower
+# or faster (bench/results/README.md says which).
+LOSS_FILES = ("loss_flat.json", "loss_flat_phi3.5-mini.json", "loss_flat_recomputed.json", "loss_peaked.json",
+              "loss_by_data.json", "loss_sampled.json", "loss_sampled_recomputed.json")
+# "auto" takes one of the other ways. Filtered gradients of stored logits are those of loss_sampled.json alone: they cost 7 to
+# 10 % more since logits are fp32.
+EARLIER = {"cut": ("recomputed", "exact"), "cut-filtered": ("recomputed", "filtered"), "auto": ("stored", "auto"),
+           "exact": ("stored", "exact"), "filtered": ("stored", "filtered")}
+DEFAULT_THRESHOLD = 2.0 ** -10
+# Names of peers.py, and those of the plan.
+LAST_STAGE = {"torch": "torch", "torch.compile": "compiled", "liger": "liger", "cce": "cce"}
+PEER_FILES = ("peers.json", "peers_real.json")
+
+
+class Sources:
+    """The runs, in the order in which they are named first."""
+
+    def __init__(self):
+        self.list = []
+
+    def add(self, name, content, commit=""):
+        self.list.append({"file": f"bench/results/h200/{name}", "date": content["date"],
+                          "commit": commit or content.get("commit", "")})
+        return len(self.list) - 1
+
+
+def read(name):
+    with open(RESULTS / name, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def way_of(result):
+    if "gradients" in result:
+        return result["logits"], result["gradients"]
+    return EARLIER[result["algorithm"]]
+
+
+def loss_entries(sources):
+    found = {}
+    for name in LOSS_FILES:
+        content = read(name)
+        source = sources.add(name, content)
+        for result in content["loss"]:
+            logits, gradients = way_of(result)
+            if gradients == "auto" or (logits, gradients) == ("stored", "filtered") and name != "loss_sampled.json":
+                continue
+            if gradients == "sampled" and result["sample_threshold"] != DEFAULT_THRESHOLD:
+                continue  # another threshold, asked for or taken for want of room
+            shape = result["shape"]
+            entry = {"logits": logits, "gradients": gradients, "data": result["data"], "shape": shape["name"],
+                     "hidden": shape["hidden"], "vocab": shape["vocab"], "rows": shape["rows"],
+                     "ms": round(result["loss_and_gradients"]["median_ms"], 3), "source": source}
+            found[logits, gradients, result["data"], shape["name"]] = entry
+    return list(found.values())
+
+
+def last_stage_entries(sources, shapes):
+    found = {}
+    for name in PEER_FILES:
+        content = read(name)
+        versions = ", ".join(f"{package} {version}" for package, version in sorted(content["versions"].items()))
+        source = sources.add(name, content, commit=versions)
+        for result in content["loss"]:
+            for method, times in result["methods"].items():
+                if method in LAST_STAGE:
+                    shape = shapes[result["shape"]]
+                    found[method, result["data"], result["shape"]] = {
+                        "method": LAST_STAGE[method], "data": result["data"], "shape": result["shape"],
+                        "hidden": shape["hidden"], "vocab": shape["vocab"], "rows": shape["rows"],
+                        "ms": round(times["loss_and_gradients"]["median_ms"], 3),
+                        "peak_mib": round(times["peak_mib"], 1), "source": source}
+    return list(found.values())
+
+
+def optimizer_entries(sources):
+    content = read("optimizer.json")
+    source = sources.add("optimizer.json", {**content, "date": "2026-11-21"})  # bench/results/README.md has the date
+    return [{"pass": run["name"], "bytes_per_parameter": run["bytes_per_parameter"], "gbps": round(run["gbps"], 1),
+             "source": source} for run in content["passes"]]
+
+
+def transport_entries(sources):
+    content = read("transports.json")
+    source = sources.add("transports.json", content, commit=content["server"])
+    kernels = {(run["shape"], run["gradients"]): run["rows_per_second"]
+               for run in content["kernels"] if run["data"] == "flat"}
+    names = {"phi": "phi3.5-mini", "llama": "llama3-8b"}
+    entries = []
+    for run in content["lossctl"]:
+        head, gradients, way, connections = run["label"].split()
+        result = run["result"]
+        entries.append({"transport": {"shared": "shared_memory", "tcp": "tcp", "unix": "unix"}[way],
+                        "connections": int(connections), "shape": names[head], "gradients": gradients,
+                        "rows_per_second": round(result["rows_per_second"]),
+                        "kernels_rows_per_second": round(kernels[names[head], gradients]),
+                        "gigabytes_per_second": round(result["rows_per_second"] * result["hidden_size"] * 2 / 1e9, 3),
+                        "server_cores": round(run["server_cpu_seconds"] / run["wall_seconds"], 2), "source": source})
+    return entries
+
+
+def device_entries(sources):
+    """Rows per second of two GPUs over those of one, in the same session and host."""
+    entries = []
+    by_rows = read("by_rows.json")
+    source = sources.add("by_rows.json", by_rows)
+    for shape, runs in by_rows["service_bench"].items():
+        if isinstance(runs, dict):
+            entries.append({"split": "rows", "devices": 2, "shape": shape, "gradients": "exact",
+                            "speedup": round(runs["2"]["kernels"] / runs["1"]["kernels"], 3), "source": source})
+    by_vocabulary = read("by_vocabulary.json")
+    for run in by_vocabulary["runs"]:
+        source = sources.add("by_vocabulary.json", by_vocabulary, commit=run["commit"])
+        for split in ("vocabulary", "rows"):
+            entries.append({"split": split, "devices": 2, "shape": run["shape"], "gradients": "exact",
+                            "speedup": round(run[f"by_{split}"]["kernels"] / run["one_gpu"]["kernels"], 3),
+                            "source": source})
+    return entries
+
+
+def pipeline_entries(sources):
+    runs = read("pipeline.json")
+    # bench/results/README.md has the settings.
+    source = sources.add("pipeline.json", {"date": "2026-11-21", "commit": "370d704"})
+    steps = {}
+    for run in runs:
+        key = run["head"], run["schedule"]
+        stage = steps.setdefault(key, {"head": run["head"], "schedule": run["schedule"], "stages": 2, "layers": 8,
+                                       "hidden": 2048, "vocab": 131072, "microbatches": 16, "rows": 65536,
+                                       "peak_bytes": [], "source": source})
+        stage["peak_bytes"].append(run["peak_bytes"])
+        stage["step_seconds"] = round(max(run["step_seconds"], stage.get("step_seconds", 0)), 4)
+    return list(steps.values())
+
+
+def collect():
+    sources = Sources()
+    loss = loss_entries(sources)
+    shapes = {entry["shape"]: entry for entry in loss}
+    content = {"card": CARD, "loss": loss, "last_stage": last_stage_entries(sources, shapes),
+               "optimizer": optimizer_entries(sources), "transports": transport_entries(sources),
+               "devices": device_entries(sources), "pipelines": pipeline_entries(sources)}
+    return {"sources": sources.list, **content}
+
+
+def text(content):
+    """JSON with an entry a line, so that differences are easy to read."""
+    parts = []
+    for key, value in content.items():
+        if isinstance(value, list):
+            lines = ",\n".join("  " + json.dumps(entry) for entry in value)
+            parts.append(f'"{key}": [\n{lines}\n]')
+        else:
+            parts.append(f'"{key}": {json.dumps(value)}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    arguments = parser.parse_args()
+    made = text(collect())
+    if arguments.check:
+        if not MEASURED.exists() or MEASURED.read_text(encoding="utf-8") != made:
+            sys.exit(f"{MEASURED.relative_to(ROOT)} is not of bench/results as it is: python3 bench/plan_data.py")
+        return
+    MEASURED.parent.mkdir(exist_ok=True)
+    MEASURED.write_text(made, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Writes MkDocs's configuration: docs/site/mkdocs.yml with the folders of this build, and with the pages of folders in the navigation.
+
+  python -m configuration TEMPLATE TREE PAGES MKDOCS_YML SITE
+
+An entry of the navigation that ends with /* stands for the pages of that folder that no other entry names, by name.
+"""
+
+import sys
+from pathlib import Path
+
+import yaml
+
+
+def named(entries):
+    for entry in entries:
+        for value in entry.values() if isinstance(entry, dict) else [entry]:
+            yield from named(value) if isinstance(value, list) else [value]
+
+
+def expanded(entries, pages, known):
+    result = []
+    for entry in entries:
+        if isinstance(entry, dict):
+            result.append({title: expanded(value, pages, known) if isinstance(value, list) else value for title, value in entry.items()})
+        elif entry.endswith("/*"):
+            found = sorted(str(path.relative_to(pages)) for path in (pages / entry[:-2]).glob("*.md"))
+            result += [path for path in found if path not in known]
+        else:
+            result.append(entry)
+    return result
+
+
+def main(template, tree, pages, mkdocs_yml, site):
+    configuration = yaml.safe_load(template.read_text(encoding="utf-8"))
+    configuration["nav"] = expanded(configuration["nav"], pages, set(named(configuration["nav"])))
+    configuration["docs_dir"], configuration["site_dir"] = str(pages), str(site)
+    configuration["copyright"] = f"lossd {(tree / 'VERSION').read_text().strip()}, Apache License 2.0"
+    configuration["theme"]["custom_dir"] = str((tree / "docs/site/theme").resolve())
+    for plugin in configuration["plugins"]:
+        if isinstance(plugin, dict) and "mkdocstrings" in plugin:
+            plugin["mkdocstrings"]["handlers"]["python"]["paths"] = [str((tree / "client/python/src").resolve())]
+    # The slugs of repository browsers, of which links in the pages speak; YAML cannot name a function safely.
+    text = yaml.safe_dump(configuration, sort_keys=False, allow_unicode=True)
+    slugify = "!!python/object/apply:pymdownx.slugs.slugify\n      kwds: {case: lower}"
+    mkdocs_yml.write_text(text.replace("slugify: github", f"slugify: {slugify}"), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:6]))

@@ -1,0 +1,22 @@
+// When the loss is fused into the first product of a chunk (fused_loss.h). Pure functions; also of programs
+// without CUDA.
+#ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_CHOICE_H_
+#define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_CHOICE_H_
+
+#include <cstdint>
+
+#include "absl/strings/string_view.h"
+#include "kernels/cuda/kernels/loss_rows.h"
+#include "kernels/dtype.h"
+
+namespace lossd::kernels::cuda::hopper {
+
+// Why a loss cannot be fused, or "". exponentials: it has to leave them for its gradients; clusters as
+// LogitPassClusters() says.
+absl::string_view WhyNotFused(const LossTerms& terms, DType compute, bool exponentials, int clusters);
+// Why a loss that can be fused is better not, or "".
+absl::string_view WhyNotFaster(int64_t padded_rows, int64_t vocab);
+
+}  // namespace lossd::kernels::cuda::hopper
+
+#endif  // LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_CHOICE_H_

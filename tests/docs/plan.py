@@ -1,0 +1,100 @@
+"""How each command of the pages is tested. A command that is not here fails the test, and so does an entry without a command.
+
+Commands of a page that are to `run` are run in the order of the page, by a shell in a folder of their own, with a server of their own
+at the address that LOSSD_SERVER names. What cannot be run within a test names the test or the step of CI that runs it, or says why
+none can.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run here. `instead`: replacements in the text, such as smaller shapes; `says`: a pattern in what it prints."""
+
+    instead: tuple[tuple[str, str], ...] = ()
+    says: str = ""
+    fails: int = 0  # exit status
+
+
+@dataclass(frozen=True)
+class Serve:
+    """A server: it is started with the page's flags, says that it serves, and ends."""
+
+    instead: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class RunBy:
+    """This program or test of ctest runs it."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """This step of .ci/run runs it."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Known:
+    """It takes too long or needs what a test has not: `make` knows the target, cmake the preset, and the files are there. Why."""
+
+    why: str
+
+
+SMALL = (("4096", "64"), ("128256", "512"), ("2304", "48"), ("256000", "500"))
+BY_HAND = Known("takes minutes to hours; run by hand")
+GPU = Known("needs a GPU")
+
+# (page, command without its comment, as a pattern of the whole): how.
+PLAN: list[tuple[str, str, Run | Serve | RunBy | Step | Known]] = [
+    (r"README\.md|docs/demo\.md", r"make demo.*", Known("five minutes; scripts/check-fresh runs it")),
+    (r"README\.md|CONTRIBUTING\.md", r"make (test|build)", Step("test")),
+    (r"README\.md|CONTRIBUTING\.md", r"make packages", RunBy("packages_test")),
+    (r"README\.md", r"pip install dist/packages/\*\.whl && python -m lossd\.quickstart", RunBy("packages_test")),
+    (r"CONTRIBUTING\.md", r"make test-sanitized", Step("sanitizers")),
+    (r"CONTRIBUTING\.md", r"make fuzz", Step("fuzz")),
+    (r"CONTRIBUTING\.md", r"make (test-integrations|test-threads|test-sanitizers|mutants|soak|lint|format|bench|figures|bundle).*", BY_HAND),
+    (r"CONTRIBUTING\.md", r"make docs", RunBy("docs_site_test")),
+    (r"CONTRIBUTING\.md", r"cmake .*|ctest .*", Step("test")),
+    (r"CONTRIBUTING\.md", r"LOSSD_SIMULATION_.*build/cpu-only/bin/simulation_test", Known("minutes, and a seed that has failed")),
+    (r"CONTRIBUTING\.md", r"LOSSD_BINARY=.* -m pytest tests/client/python", RunBy("python_client_test")),
+    (r"CONTRIBUTING\.md", r"build/fuzz/bin/manifest_fuzzer.*", Known("needs an input that has failed")),
+    (r"docs/lossctl\.md", r"source <\(lossctl completion bash\)", Run()),
+    (r"docs/lossctl\.md", r"lossctl completion fish \| source", Run(instead=(("| source", "| grep -q complete"),))),
+    (r"docs/lossctl\.md", r"lossctl (health|create|grad-norm|step|save|heads).*|lossctl loss lm_head --random 4096.*", Run()),
+    (r"docs/lossctl\.md", r"lossctl loss lm_head --random 10 --softcap -1", Run(fails=4)),
+    (r"docs/operations\.md", r"lossd", Serve()),
+    (r"docs/operations\.md", r"lossd --flagfile=/etc/lossd/lossd\.flags", Serve(instead=(("/etc/lossd/lossd.flags", "ROOT/deploy/lossd.flags"),))),
+    (r"docs/operations\.md|docs/python\.md", r"pip install (lossd-server|dist/packages/\*\.whl)", RunBy("packages_test")),
+    (r"docs/operations\.md", r"pip install dist/packages/lossd-.*\[cuda\]\"", Known("half a gigabyte of cuBLAS")),
+    (r"docs/operations\.md", r"make install PREFIX=/usr/local",
+     Run(instead=(("make install PREFIX=/usr/local", 'cmake --install "$LOSSD_BUILD" --prefix here && here/bin/lossd --version'),), says="lossd")),
+    (r"docs/operations\.md", r"apt install \./dist/packages/lossd_\*\.deb", RunBy("packages_test")),
+    (r"docs/operations\.md", r"systemctl enable --now lossd", Known("needs systemd")),
+    (r"docs/operations\.md", r"lossctl (save|checkpoints|load) lm_head.*", Run(instead=(("step-0000001000", "step-0000000000"),))),
+    (r"docs/operations\.md", r"lossctl create (lm_head|tied) .*", Run(instead=(*SMALL, ("create lm_head", "create llama")))),
+    (r"docs/plan\.md", r"(?s).*", RunBy("docs_plan_test")),
+    (r"docs/python\.md|client/python/README\.md", r"pip install \./client/python", RunBy("python_package_test")),
+    (r"docs/python\.md|client/python/README\.md", r"pip install --no-build-isolation .*", RunBy("python_package_test")),
+    (r"docs/scaling\.md", r"lossd --devices=.*", GPU),
+    (r"docs/scaling\.md", r"lossd --backend=cpu --cpu_devices=2", Serve()),
+    (r"docs/scaling\.md", r"lossctl create lm .* --split vocabulary", Run(instead=SMALL)),
+    (r"docs/scaling\.md", r"lossd --rank=[01] .*", RunBy("ranks_start_test")),
+    (r"docs/security\.md", r"(?s).*", RunBy("docs_mutual_tls_test")),
+    (r"deploy/wheel/README\.md", r"pip install lossd lossd-server|python -m lossd\.quickstart", RunBy("packages_test")),
+    (r"deploy/wheel/README\.md", r"pip install lossd \"lossd-server\[cuda(-devices)?\]\"", Known("half a gigabyte of cuBLAS")),
+]
+
+
+def how(page: str, command: str) -> Run | Serve | RunBy | Step | Known | None:
+    for where, what, plan in PLAN:
+        if re.fullmatch(where, page) and re.fullmatch(what, command):
+            return plan
+    return None

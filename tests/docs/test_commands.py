@@ -1,0 +1,152 @@
+"""Runs the commands of the pages (page_commands.py) as plan.py says. LOSSD_BINARY: the server; lossctl is beside it. LOSSD_BUILD: the
+build folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "client" / "python"))
+
+from page_commands import ROOT, Command, all_commands, commands_of, shape, without_comment  # noqa: E402
+from plan import PLAN, Known, Run, RunBy, Serve, Step, how  # noqa: E402
+from server_process import ServerProcess  # noqa: E402
+
+COMMANDS = all_commands()
+PROGRAMS = Path(os.environ["LOSSD_BINARY"]).resolve().parent
+
+
+def planned(kind: type) -> list[Command]:
+    return [command for command in COMMANDS if isinstance(how(*command.key), kind)]
+
+
+def where(command: Command) -> str:
+    return f"{command.page}:{command.line}"
+
+
+def test_every_command_has_a_plan() -> None:
+    unknown = [f"{where(command)}: {command.text}" for command in COMMANDS if how(*command.key) is None]
+    assert not unknown, "commands that nothing runs; tests/docs/plan.py says how each is tested:\n" + "\n".join(unknown)
+
+
+def test_every_plan_has_a_command() -> None:
+    for page, text, plan in PLAN:
+        assert any(how(*command.key) is plan and re.fullmatch(page, command.page) and re.fullmatch(text, command.key[1])
+                   for command in COMMANDS), f"no page has {text} of {page}"
+
+
+def test_the_tests_and_steps_exist() -> None:
+    listed = subprocess.run(["ctest", "-N", "--test-dir", os.environ["LOSSD_BUILD"]], capture_output=True, text=True, check=True).stdout
+    tests = set(re.findall(r"Test +#\d+: (\S+)", listed))
+    steps = set(re.findall(r"^(\w+)_step\(\)", (ROOT / ".ci/run").read_text(), re.M))
+    for command in COMMANDS:
+        plan = how(*command.key)
+        if isinstance(plan, RunBy):
+            assert plan.name in tests, f"{where(command)}: no test {plan.name}"
+        if isinstance(plan, Step):
+            assert plan.name in steps, f"{where(command)}: no step {plan.name}"
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.text.startswith("make ")], ids=where)
+def test_make_knows_the_target(command: Command) -> None:
+    done = subprocess.run(["bash", "-c", without_comment(command.text).replace("make ", "make --dry-run ", 1)], cwd=ROOT,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_takes_too_long_says_why() -> None:
+    for command in planned(Known):
+        plan = how(*command.key)
+        assert isinstance(plan, Known) and len(plan.why) > 10, where(command)
+
+
+def lossctl(server: ServerProcess, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([PROGRAMS / "lossctl", "--server", server.target, *words], capture_output=True, text=True, check=False)
+
+
+def changed(text: str, instead: tuple[tuple[str, str], ...]) -> str:
+    for old, new in instead:
+        text = text.replace(old, new)
+    return text.replace("ROOT/", f"{ROOT}/")
+
+
+@pytest.mark.parametrize("command", planned(Serve), ids=where)
+def test_a_server_starts(command: Command, tmp_path: Path) -> None:
+    plan = how(*command.key)
+    assert isinstance(plan, Serve)
+    flags = changed(without_comment(command.text), plan.instead).split()[1:]
+    if "--backend=cpu" not in flags:
+        flags.append("--backend=cpu")  # on a machine with a GPU the test shares it with others
+    os.chdir(tmp_path)
+    server = ServerProcess(*flags)
+    try:
+        said = lossctl(server, "health")
+        assert said.stdout == f"{server.target}: serving\n", said
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    # The flags of a server that someone starts to try these pages, but for the ports.
+    server = ServerProcess("--backend=cpu", "--cpu_devices=1")
+    yield server
+    server.stop()
+
+
+def prepare(page: str, server: ServerProcess) -> None:
+    """What a page takes for granted: docs/operations.md a head, and models in the shapes of plan.SMALL."""
+    if page != "docs/operations.md":
+        return
+    lossctl(server, "create", "lm_head", "--hidden", "16", "--vocab", "64").check_returncode()
+    for name, tensor, shape_ in (("Llama-3-8B", "lm_head.weight", (512, 64)), ("gemma-2-2b", "model.embed_tokens.weight", (500, 48))):
+        folder = server.folder / "checkpoints" / name
+        folder.mkdir(parents=True)
+        values = np.random.default_rng(1).standard_normal(shape_, dtype=np.float32)
+        header = json.dumps({tensor: {"dtype": "F32", "shape": list(shape_), "data_offsets": [0, values.nbytes]}}).encode()
+        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + values.tobytes())
+
+
+@pytest.mark.parametrize("page", sorted({command.page for command in planned(Run)}))
+def test_the_commands_work(page: str, server: ServerProcess, tmp_path: Path) -> None:
+    """In the order of the page, in one shell's folder. What a page shows of the output is compared but for numbers."""
+    prepare(page, server)
+    environment = os.environ | {"PATH": f"{PROGRAMS}:{os.environ['PATH']}", "LOSSD_SERVER": server.target}
+    failures = []
+    for command in planned(Run):
+        if command.page != page:
+            continue
+        plan = how(*command.key)
+        assert isinstance(plan, Run)
+        text = changed(without_comment(command.text), plan.instead)
+        done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        if done.returncode != plan.fails:
+            failures.append(f"{where(command)}: {text}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
+        elif plan.says and not re.search(plan.says, done.stdout):
+            failures.append(f"{where(command)}: {text}: no {plan.says} in\n{done.stdout}")
+        elif command.said:
+            printed = done.stdout + done.stderr
+            if shape(printed) != shape("\n".join(command.said)):
+                failures.append(f"{where(command)}: the page shows\n" + "\n".join(command.said) + "\nand the program says\n" + printed)
+    for head in json.loads(lossctl(server, "heads", "--json").stdout):
+        lossctl(server, "delete", head["name"]).check_returncode()
+    assert not failures, "\n".join(failures)
+
+
+def test_commands_are_found() -> None:
+    """What counts as a command."""
+    found = commands_of("page.md", "\n".join([
+        "Text:", "", "    make test   # all of it", "    a = b", "", "```sh", "# a comment", "x=1 \\", "  y", "make z", "```",
+        "```", "$ lossctl heads", "NAME", "$ lossctl health", "```", "```python", "lossctl = 1", "```", "- item", "      lossd in a list"]))
+    assert [(c.line, c.key[1], c.said) for c in found] == [
+        (3, "make test", []), (8, "x=1 \\\n  y", []), (10, "make z", []), (13, "lossctl heads", ["NAME"]), (15, "lossctl health", [])]
+    assert shape("a  12,345 rows in 3.2 ms\nid c5dba9125bea7800") == shape("a 1 rows in 400 s\nid 0000000000000000")
+    assert shape("loss 1") != shape("rows 1")
