@@ -19,6 +19,7 @@ void AddTensorCommands(CLI::App* app, Context* context);      // read, write
 void AddLossCommand(CLI::App* app, Context* context);         // loss
 void AddBenchCommand(CLI::App* app, Context* context);        // bench
 void AddWatchCommand(CLI::App* app, Context* context);        // watch
+void AddTopCommand(CLI::App* app, Context* context);          // top
 void AddContextCommand(CLI::App* app, Context* context);      // context list, use, add, remove, show
 void AddPlanCommand(CLI::App* app, Context* context);         // plan
 void AddCompletionCommand(CLI::App* app, Context* context);   // completion

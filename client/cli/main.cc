@@ -56,6 +56,7 @@ int Main(int argc, char** argv) {
   AddCheckpointCommands(&app, &context);
   AddBenchCommand(&app, &context);
   AddWatchCommand(&app, &context);
+  AddTopCommand(&app, &context);
   AddContextCommand(&app, &context);
   AddPlanCommand(&app, &context);
   AddCompletionCommand(&app, &context);

@@ -40,6 +40,10 @@ std::string ByteRate(double per_second) { return absl::StrCat(HumanBytes(per_sec
 // Since a number that begins again is less than before.
 double Growth(uint64_t now, uint64_t before) { return now < before ? 0 : static_cast<double>(now - before); }
 
+std::string Line(absl::string_view text, const Frame& frame) {
+  return absl::StrCat(Truncated(text, frame.columns), "\n");
+}
+
 std::string NameOfPeer(const std::string& peer, const Frame& frame) {
   return Truncated(peer.empty() ? "(this process)" : Printable(peer), frame.columns < 60 ? 16 : 40);
 }
@@ -91,11 +95,11 @@ TopHistory::PeerRates TopHistory::RatesOf(const v1::PeerDescription& peer) const
   for (const v1::PeerDescription& each : previous_->peers()) {
     if (each.peer() == peer.peer()) before = each;
   }
-  return {.rows_per_second = Growth(peer.rows(), before.rows()) / Seconds(),
-          .received_per_second = Growth(peer.received_bytes(), before.received_bytes()) / Seconds(),
-          .sent_per_second = Growth(peer.sent_bytes(), before.sent_bytes()) / Seconds(),
-          .waiting_slices =
-              std::max(0.0, peer.device_wait_seconds() - before.device_wait_seconds()) / Seconds()};
+  return {
+      .rows_per_second = Growth(peer.rows(), before.rows()) / Seconds(),
+      .received_per_second = Growth(peer.received_bytes(), before.received_bytes()) / Seconds(),
+      .sent_per_second = Growth(peer.sent_bytes(), before.sent_bytes()) / Seconds(),
+      .waiting_slices = std::max(0.0, peer.device_wait_seconds() - before.device_wait_seconds()) / Seconds()};
 }
 
 std::vector<v1::PeerDescription> TopHistory::Peers() const {
@@ -160,7 +164,9 @@ std::string TopHistory::PeersPicture(const Frame& frame, size_t lines) const {
                   HumanCount(peer.rows())});
   }
   std::string text = table.ToString(frame.style, frame.columns);
-  if (shown < peers.size()) absl::StrAppend(&text, "and ", HumanCount(peers.size() - shown), " more clients\n");
+  if (shown < peers.size())
+    absl::StrAppend(&text,
+                    Line(absl::StrCat("and ", HumanCount(peers.size() - shown), " more clients"), frame));
   return text;
 }
 
@@ -180,7 +186,8 @@ std::string TopHistory::StreamsPicture(const Frame& frame, size_t lines) const {
     const v1::StreamDescription& stream = streams[i];
     std::string wait = NameOfWait(stream.waits_for());
     if (stream.wait_seconds() >= 0.1) absl::StrAppend(&wait, " ", HumanSeconds(stream.wait_seconds()));
-    const bool late = stream.waits_for() != v1::STREAM_WAIT_SERVER && stream.wait_seconds() > kLongWaitSeconds;
+    const bool late =
+        stream.waits_for() != v1::STREAM_WAIT_SERVER && stream.wait_seconds() > kLongWaitSeconds;
     table.AddRow({absl::StrCat(stream.number()), NameOfPeer(stream.peer(), frame), Printable(stream.head()),
                   absl::StrCat(stream.microbatch_id()),
                   absl::StrCat(HumanCount(stream.queued_rows()), "/", HumanCount(stream.rows())),
@@ -191,7 +198,9 @@ std::string TopHistory::StreamsPicture(const Frame& frame, size_t lines) const {
   }
   std::string text = table.ToString(frame.style, frame.columns);
   const uint64_t left_out = streams.size() - shown + now_->streams_left_out();
-  if (left_out > 0) absl::StrAppend(&text, "and ", HumanCount(left_out), " more streams\n");
+  if (left_out > 0) {
+    absl::StrAppend(&text, Line(absl::StrCat("and ", HumanCount(left_out), " more streams"), frame));
+  }
   return text;
 }
 
@@ -206,15 +215,16 @@ std::string TopHistory::Render(const std::string& server, const Frame& frame) co
   }
   if (!now_.has_value()) return text;
   absl::StrAppend(&text, "\n");
-  if (now_->peers().empty()) return absl::StrCat(text, "no client has sent rows\n");
+  if (now_->peers().empty()) return absl::StrCat(text, Line("no client has sent rows", frame));
   // Each table has a line of titles, and may have one of what is left out.
   const size_t room = frame.lines > used + 5 ? frame.lines - used - 5 : 2;
   const auto peers = static_cast<size_t>(now_->peers_size());
   const auto streams = static_cast<size_t>(now_->streams_size());
   const size_t for_peers = std::min(peers, std::max(room - std::min(streams, room / 2), room / 2));
   absl::StrAppend(&text, PeersPicture(frame, std::max<size_t>(1, for_peers)));
-  if (streams == 0) return absl::StrCat(text, "\nno stream is open\n");
-  return absl::StrCat(text, "\n", StreamsPicture(frame, std::max<size_t>(1, room - std::min(room, for_peers))));
+  if (streams == 0) return absl::StrCat(text, "\n", Line("no stream is open", frame));
+  return absl::StrCat(text, "\n",
+                      StreamsPicture(frame, std::max<size_t>(1, room - std::min(room, for_peers))));
 }
 
 Json TopHistory::Json() const {

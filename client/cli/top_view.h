@@ -1,5 +1,5 @@
-// What `lossctl top` shows, apart from terminals and servers: who takes rows, bytes, memory and time of a server,
-// from two answers of ListStreams.
+// What `lossctl top` shows, apart from terminals and servers: who takes rows, bytes, memory and time of a
+// server, from two answers of ListStreams.
 //
 // Thread-compatible.
 #ifndef LOSSD_CLIENT_CLI_TOP_VIEW_H_

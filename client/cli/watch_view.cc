@@ -158,7 +158,7 @@ Table WatchHistory::HeadsTable(const Frame& frame, size_t heads, size_t trend) c
 
 std::string WatchHistory::HeadsPicture(const Frame& frame, size_t lines) const {
   constexpr size_t kLeastTrend = 8, kMostTrend = 60;
-  if (good_->heads.empty()) return "no heads\n";
+  if (good_->heads.empty()) return absl::StrCat(Truncated("no heads", frame.columns), "\n");
   size_t shown = good_->heads.size();
   if (shown + 1 > lines)
     shown = lines > 2 ? lines - 2 : 1;  // one line for the titles, one for what is left out
@@ -166,7 +166,10 @@ std::string WatchHistory::HeadsPicture(const Frame& frame, size_t lines) const {
   const size_t trend = std::min(kMostTrend, kLeastTrend + frame.columns - std::min(frame.columns, used));
   std::string text = HeadsTable(frame, shown, trend).ToString(frame.style, frame.columns);
   if (shown < good_->heads.size())
-    absl::StrAppend(&text, "and ", HumanCount(good_->heads.size() - shown), " more heads\n");
+    absl::StrAppend(&text,
+                    Truncated(absl::StrCat("and ", HumanCount(good_->heads.size() - shown), " more heads"),
+                              frame.columns),
+                    "\n");
   return text;
 }
 

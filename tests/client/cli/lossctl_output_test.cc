@@ -29,6 +29,7 @@ const char* const kCommands[] = {"health",
                                  "checkpoints",
                                  "bench head --microbatches 1 --rows 4",
                                  "watch --count 1",
+                                 "top --count 1 --interval 0.05",
                                  "context list",
                                  "context show",
                                  "delete other"};

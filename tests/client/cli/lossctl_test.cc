@@ -32,7 +32,7 @@ TEST_F(LossctlTest, HelpIsNoError) {
   for (const char* command :
        {"health",    "server",   "heads",     "describe", "create", "delete",      "loss",
         "grad-norm", "step",     "zero-grad", "save",     "load",   "checkpoints", "read",
-        "write",     "add-grad", "bench",     "plan",     "watch",  "metrics"}) {
+        "write",     "add-grad", "bench",     "plan",     "watch",  "metrics",     "top"}) {
     EXPECT_THAT(outcome.out, HasSubstr(absl::StrCat("  ", command, " ")));
     const Outcome help = Run(absl::StrCat(command, " --help"));
     EXPECT_EQ(help.exit_code, 0) << command;
