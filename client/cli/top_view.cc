@@ -227,14 +227,14 @@ std::string TopHistory::Render(const std::string& server, const Frame& frame) co
                       StreamsPicture(frame, std::max<size_t>(1, room - std::min(room, for_peers))));
 }
 
-Json TopHistory::Json() const {
+nlohmann::ordered_json TopHistory::Json() const {
   if (!status_.ok()) return {{"error", status_.message()}};
-  Json json = {{"incarnation", HumanIncarnation(now_->incarnation())},
-               {"server_seconds", now_->time_seconds()},
-               {"interval_seconds", Seconds()},
-               {"peers", Json::array()},
-               {"streams", Json::array()},
-               {"streams_left_out", now_->streams_left_out()}};
+  nlohmann::ordered_json json = {{"incarnation", HumanIncarnation(now_->incarnation())},
+                                 {"server_seconds", now_->time_seconds()},
+                                 {"interval_seconds", Seconds()},
+                                 {"peers", nlohmann::ordered_json::array()},
+                                 {"streams", nlohmann::ordered_json::array()},
+                                 {"streams_left_out", now_->streams_left_out()}};
   for (const v1::PeerDescription& peer : Peers()) {
     const PeerRates rates = RatesOf(peer);
     json["peers"].push_back({{"peer", peer.peer()},
