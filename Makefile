@@ -37,7 +37,7 @@ build: ## configure and compile everything
 	@cmake --build --preset $(PRESET) -j $(JOBS)
 
 test: build ## build, then run all tests; without a GPU, tests of the GPU are skipped
-	@scripts/install-deps demo
+	@scripts/install-deps demo browser
 	@ctest --preset $(PRESET) --output-on-failure -j $(JOBS) $(ARGS)
 
 test-sanitized: ## tests of engine, protocol, service and clients under address + undefined-behaviour sanitizers (clang)

@@ -58,6 +58,7 @@ int Main(int argc, char** argv) {
   AddWatchCommand(&app, &context);
   AddTopCommand(&app, &context);
   AddContextCommand(&app, &context);
+  AddEventsCommand(&app, &context);
   AddPlanCommand(&app, &context);
   AddCompletionCommand(&app, &context);
   if (!words.empty() && words.front() == kCompleteCommand) {

@@ -135,16 +135,22 @@ absl::Status GlooLink::Transfer(absl::Span<const RankTransfer> send, absl::Span<
       absl::MutexLock lock(&mutex_);
       waiting_.clear();
     };
-    for (size_t i = 0; i < receive.size(); ++i) buffers[i]->recv(receive[i].rank, kSlot);
-    for (size_t i = 0; i < send.size(); ++i) buffers[receive.size() + i]->send(send[i].rank, kSlot);
-    for (size_t i = 0; i < buffers.size(); ++i) {
-      const bool receives = i < receive.size();
-      what = receives ? absl::StrCat("receive from rank ", receive[i].rank)
-                      : absl::StrCat("send to rank ", send[i - receive.size()].rank);
-      if (!(receives ? buffers[i]->waitRecv() : buffers[i]->waitSend())) {
+    const auto for_each =
+        [&](absl::FunctionRef<void(bool receives, int rank, gloo::transport::UnboundBuffer&)> call) {
+          for (size_t i = 0; i < buffers.size(); ++i) {
+            const bool receives = i < receive.size();
+            const int rank = receives ? receive[i].rank : send[i - receive.size()].rank;
+            what = absl::StrCat(receives ? "receive from rank " : "send to rank ", rank);
+            call(receives, rank, *buffers[i]);
+          }
+        };
+    for_each([](bool receives, int rank, gloo::transport::UnboundBuffer& buffer) {
+      receives ? buffer.recv(rank, kSlot) : buffer.send(rank, kSlot);
+    });
+    for_each([](bool receives, int, gloo::transport::UnboundBuffer& buffer) {
+      if (!(receives ? buffer.waitRecv() : buffer.waitSend()))
         throw std::runtime_error("the transfer was aborted");
-      }
-    }
+    });
   });
 }
 

@@ -94,12 +94,20 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::Save(const v1::SaveCheck
   if (absl::IsNotFound(saved.status())) return saved;  // there is no such head
   if (!saved.ok()) {
     metrics_->saves().OnFailed(saved.status());
+    const bool intended = absl::IsCancelled(saved.status()) || absl::IsAlreadyExists(saved.status());
+    metrics_->events().Add(intended ? metrics::EventLevel::kWarning : metrics::EventLevel::kError,
+                           "checkpoint_failed", request.head(),
+                           absl::StrCat("checkpoint not saved: ", saved.status().message()));
     log::Log(LogLevel::kError, "checkpoint not saved",
              {{"head", request.head()}, {"error", saved.status().message()}});
     return saved;
   }
-  metrics_->saves().OnSaved(request.head(), saved->state().step(), static_cast<int64_t>(saved->bytes()),
-                            saved->seconds());
+  metrics_->saves().OnSaved(request.head(), {.checkpoint = saved->checkpoint(),
+                                             .step = saved->state().step(),
+                                             .bytes = static_cast<int64_t>(saved->bytes()),
+                                             .seconds = saved->seconds()});
+  metrics_->events().Add(metrics::EventLevel::kInfo, "checkpoint_saved", request.head(),
+                         absl::StrCat("saved ", saved->checkpoint()));
   // A head that was deleted while the disk was busy has no series; one that is deleted from now on forgets
   // it.
   if (absl::IsNotFound(engine_->Describe(request.head()).status())) metrics_->ForgetHead(request.head());
@@ -167,6 +175,8 @@ void Checkpoints::Prune(const v1::SaveCheckpointRequest& request, v1::SaveCheckp
   const absl::StatusOr<std::vector<std::string>> pruned =
       head::PruneCheckpoints(options_.directory, response->checkpoint(), keep, options_.disk);
   if (!pruned.ok()) {
+    metrics_->events().Add(metrics::EventLevel::kWarning, "checkpoint_not_removed", request.head(),
+                           absl::StrCat("old checkpoints not removed: ", pruned.status().message()));
     log::Log(LogLevel::kWarning, "old checkpoints not removed",
              {{"head", request.head()}, {"error", pruned.status().message()}});
     return;

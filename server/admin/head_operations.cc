@@ -6,6 +6,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "kernels/errors/field_error.h"
 #include "server/admin/choice_log.h"
 #include "server/admin/head_source.h"
@@ -69,7 +70,12 @@ absl::StatusOr<Opened> OpenTensor(const TensorFields& fields, absl::string_view 
   return Opened{std::move(tensor), *std::move(opened)};
 }
 
-void LogHead(absl::string_view event, const v1::HeadDescription& head) {
+// `kind` of the event, and what the log says: "head_created", "head created".
+void LogHead(absl::string_view kind, const v1::HeadDescription& head, metrics::Metrics* metrics) {
+  const std::string event = absl::StrReplaceAll(kind, {{"_", " "}});
+  metrics->events().Add(metrics::EventLevel::kInfo, kind, head.spec().name(),
+                        absl::StrCat(event, ": ", head.spec().vocab_size(), " classes of ",
+                                     head.spec().hidden_size(), " values, step ", head.state().step()));
   log::Log(LogLevel::kInfo, event,
            {{"head", head.spec().name()},
             {"vocab_size", head.spec().vocab_size()},
@@ -118,7 +124,7 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateH
   }
   if (!status.ok()) return status;
   absl::StatusOr<v1::HeadDescription> description = Description(name);
-  if (description.ok()) LogHead("head created", *description);
+  if (description.ok()) LogHead("head_created", *description, metrics_);
   return description;
 }
 
@@ -200,6 +206,7 @@ absl::StatusOr<v1::DeleteHeadResponse> HeadOperations::DeleteHead(const v1::Dele
   const NamedLocks::Guard guard = locks_.Lock(request.head());
   if (absl::Status status = engine_->DeleteHead(request.head()); !status.ok()) return status;
   metrics_->ForgetHead(request.head());
+  metrics_->events().Add(metrics::EventLevel::kInfo, "head_deleted", request.head(), "head deleted");
   log::Log(LogLevel::kInfo, "head deleted", {{"head", request.head()}});
   return v1::DeleteHeadResponse();
 }
@@ -274,7 +281,7 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::Loa
   }
   if (!status.ok()) return status;
   absl::StatusOr<v1::HeadDescription> description = Description(name);
-  if (description.ok()) LogHead("checkpoint loaded", *description);
+  if (description.ok()) LogHead("checkpoint_loaded", *description, metrics_);
   return description;
 }
 

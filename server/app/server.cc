@@ -27,9 +27,9 @@
 #include "server/app/security.h"
 #include "server/app/shared_memory.h"
 #include "server/log/log.h"
+#include "server/metrics/http_pages.h"
 #include "server/metrics/http_server.h"
 #include "server/metrics/metrics.h"
-#include "server/metrics/status_page.h"
 #include "server/rpc/connection_acceptor.h"
 #include "server/rpc/head_service.h"
 #include "server/rpc/listening_socket.h"
@@ -100,7 +100,7 @@ class ServerImpl final : public Server {
   std::unique_ptr<rpc::ConnectionAcceptor> acceptor_;
   Every refusals_logged_{absl::Seconds(10)};
   std::unique_ptr<grpc::Server> grpc_;
-  std::unique_ptr<metrics::StatusPage> page_;
+  std::unique_ptr<metrics::HttpPages> pages_;
   std::unique_ptr<metrics::HttpServer> http_;
 };
 
@@ -154,6 +154,9 @@ void ServerImpl::LogStart() const {
             {"device", info.device},
             {"deterministic", options_.deterministic},
             {"incarnation", absl::StrCat(absl::Hex(engine_->incarnation(), absl::kZeroPad16))}});
+  metrics_->events().Add(
+      metrics::EventLevel::kInfo, "server_started", "",
+      absl::StrCat("lossd ", options_.version, " serves, ", info.name, " backend, ", info.device));
   log::Log(log::LogLevel::kInfo, "memory plan",
            {{"staging_bytes", backend_->memory().current[kernels::MemoryKind::kStaging]},
             {"slice_bytes", options_.slice_bytes},
@@ -272,10 +275,10 @@ void ServerImpl::OnRefused(absl::string_view flag, absl::string_view address) {
 }
 
 absl::Status ServerImpl::StartHttp() {
-  page_ = std::make_unique<metrics::StatusPage>(
+  pages_ = std::make_unique<metrics::HttpPages>(
       metrics::StatusPageOptions{
           .version = options_.version, .grpc_address = grpc_address(), .started = started_},
-      engine_.get(), backend_.get(), metrics_.get());
+      engine_.get(), backend_.get(), metrics_.get(), [this] { return draining_.load(); });
   Address address = http_bind_;
   if (address.host == "localhost") address.host = "127.0.0.1";  // HttpServer takes addresses only
   absl::StatusOr<std::unique_ptr<metrics::HttpServer>> http =
@@ -289,15 +292,13 @@ absl::Status ServerImpl::StartHttp() {
 metrics::HttpHandlers ServerImpl::Handlers() {
   using metrics::HttpResponse;
   metrics::HttpHandlers handlers;
-  handlers["/"] = [this] {
-    return HttpResponse{.content_type = "text/html; charset=utf-8", .body = page_->Render(draining_)};
-  };
-  handlers["/metrics"] = [this] {
+  pages_->AddTo(&handlers);
+  handlers["/metrics"] = [this](const auto&) {
     return HttpResponse{.content_type = "text/plain; version=0.0.4; charset=utf-8",
                         .body = metrics_->RenderText()};
   };
-  handlers["/livez"] = [this] { return Liveness(health(), options_.liveness_timeout); };
-  handlers["/readyz"] = [this] { return Readiness(health()); };
+  handlers["/livez"] = [this](const auto&) { return Liveness(health(), options_.liveness_timeout); };
+  handlers["/readyz"] = [this](const auto&) { return Readiness(health()); };
   handlers["/healthz"] = handlers["/readyz"];
   return handlers;
 }
@@ -374,7 +375,7 @@ void ServerImpl::WaitForStaging() {
 ServerImpl::~ServerImpl() {
   if (grpc_ != nullptr) Drain(absl::Now());
   http_.reset();
-  page_.reset();
+  pages_.reset();
   grpc_.reset();
   server_service_.reset();
   head_service_.reset();

@@ -29,8 +29,8 @@ constexpr absl::Duration kLook = absl::Milliseconds(200);
 metrics::HttpHandlers HandlersOf(const ranks::Worker* worker) {
   using metrics::HttpResponse;
   metrics::HttpHandlers handlers;
-  handlers["/livez"] = [] { return HttpResponse{.body = "ok\n"}; };
-  handlers["/readyz"] = [worker] {
+  handlers["/livez"] = [](const auto&) { return HttpResponse{.body = "ok\n"}; };
+  handlers["/readyz"] = [worker](const auto&) {
     return worker->joined() ? HttpResponse{.body = "ok\n"}
                             : HttpResponse{.status = 503, .body = "waiting for the other ranks\n"};
   };

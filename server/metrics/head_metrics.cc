@@ -36,12 +36,14 @@ void HeadMetrics::OnStep(const engine::StepReport& report) {
                .closed = now,
                .grad_norm = report.grad_norm,
                .learning_rate = report.learning_rate,
-               .rows = report.rows};
+               .rows = report.rows,
+               .skipped = report.skipped};
   if (head.loss_rows > 0) step.loss = head.loss_sum / static_cast<double>(head.loss_rows);
-  if (head.last.has_value()) step.seconds = absl::ToDoubleSeconds(now - head.last->closed);
+  if (!head.steps.empty()) step.seconds = absl::ToDoubleSeconds(now - head.steps.front().closed);
   head.loss_sum = 0.0;
   head.loss_rows = 0;
-  head.last = step;
+  head.steps.push_front(step);
+  if (head.steps.size() > kSteps) head.steps.pop_back();
 }
 
 void HeadMetrics::Forget(absl::string_view head) {
@@ -50,6 +52,24 @@ void HeadMetrics::Forget(absl::string_view head) {
   if (it == heads_.end()) return;
   rows_of_gone_heads_ += it->second.rows;
   heads_.erase(it);
+}
+
+std::map<std::string, HeadMetrics::Summary> HeadMetrics::Summaries() const {
+  absl::ReaderMutexLock lock(&mutex_);
+  std::map<std::string, Summary> summaries;
+  for (const auto& [name, head] : heads_) {
+    Summary& summary = summaries[name];
+    summary.rows = head.rows;
+    if (!head.steps.empty()) summary.last = head.steps.front();
+  }
+  return summaries;
+}
+
+std::vector<HeadMetrics::Step> HeadMetrics::Steps(absl::string_view head) const {
+  absl::ReaderMutexLock lock(&mutex_);
+  const auto it = heads_.find(head);
+  if (it == heads_.end()) return {};
+  return {it->second.steps.begin(), it->second.steps.end()};
 }
 
 int64_t HeadMetrics::total_rows() const {
@@ -86,13 +106,14 @@ void HeadMetrics::Collect(std::vector<MetricFamily>* families) const {
       const Labels labels = {{"head", name}};
       AddSample(&rows, labels, static_cast<double>(head.rows));
       AddSample(&busy, labels, head.device_seconds);
-      if (!head.last.has_value()) continue;
-      AddSample(&step, labels, static_cast<double>(head.last->number));
-      AddSample(&step_rows, labels, static_cast<double>(head.last->rows));
-      if (head.last->seconds.has_value()) AddSample(&seconds, labels, *head.last->seconds);
-      if (head.last->loss.has_value()) AddSample(&loss, labels, *head.last->loss);
-      AddSample(&norm, labels, head.last->grad_norm);
-      AddSample(&rate, labels, head.last->learning_rate);
+      if (head.steps.empty()) continue;
+      const Step& last = head.steps.front();
+      AddSample(&step, labels, static_cast<double>(last.number));
+      AddSample(&step_rows, labels, static_cast<double>(last.rows));
+      if (last.seconds.has_value()) AddSample(&seconds, labels, *last.seconds);
+      if (last.loss.has_value()) AddSample(&loss, labels, *last.loss);
+      AddSample(&norm, labels, last.grad_norm);
+      AddSample(&rate, labels, last.learning_rate);
     }
   }
   for (MetricFamily* family : {&rows, &busy, &step, &step_rows, &seconds, &loss, &norm, &rate}) {

@@ -1,7 +1,7 @@
-// What is known of each head: its rows, and its last step as a trainer would plot it.
+// What is known of each head: its rows, and its last steps as a trainer would plot them.
 //
 // The series of a head begin with its first chunk or step and end with the head, so there are as many as
-// there are heads.
+// there are heads. The last kSteps steps of a head take 3 KiB.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_METRICS_HEAD_METRICS_H_
@@ -9,7 +9,9 @@
 
 #include <prometheus/metric_family.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <optional>
 #include <string>
@@ -27,17 +29,9 @@ namespace lossd::metrics {
 
 class HeadMetrics {
  public:
-  explicit HeadMetrics(absl::AnyInvocable<absl::Time() const> now = absl::Now) : now_(std::move(now)) {}
+  static constexpr size_t kSteps = 32;  // of each head are kept
 
-  void OnChunk(const engine::ChunkReport& report) ABSL_LOCKS_EXCLUDED(mutex_);
-  void OnStep(const engine::StepReport& report) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Ends the head's series.
-  void Forget(absl::string_view head) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Rows of all heads, also of those that are gone.
-  int64_t total_rows() const ABSL_LOCKS_EXCLUDED(mutex_);
-  void Collect(std::vector<prometheus::MetricFamily>* families) const ABSL_LOCKS_EXCLUDED(mutex_);
-
- private:
+  // A closed step.
   struct Step {
     uint64_t number = 0;
     absl::Time closed;
@@ -46,14 +40,35 @@ class HeadMetrics {
     double grad_norm = 0.0;
     double learning_rate = 0.0;
     int64_t rows = 0;
+    bool skipped = false;  // without an update
   };
+  // A head at one moment.
+  struct Summary {
+    int64_t rows = 0;  // computed since the head's series began
+    std::optional<Step> last;
+  };
+
+  explicit HeadMetrics(absl::AnyInvocable<absl::Time() const> now = absl::Now) : now_(std::move(now)) {}
+
+  void OnChunk(const engine::ChunkReport& report) ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnStep(const engine::StepReport& report) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Ends the head's series.
+  void Forget(absl::string_view head) ABSL_LOCKS_EXCLUDED(mutex_);
+  std::map<std::string, Summary> Summaries() const ABSL_LOCKS_EXCLUDED(mutex_);
+  // The last steps of a head, the newest first.
+  std::vector<Step> Steps(absl::string_view head) const ABSL_LOCKS_EXCLUDED(mutex_);
+  // Rows of all heads, also of those that are gone.
+  int64_t total_rows() const ABSL_LOCKS_EXCLUDED(mutex_);
+  void Collect(std::vector<prometheus::MetricFamily>* families) const ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
   struct Head {
     int64_t rows = 0;
     double device_seconds = 0.0;
     // Of the open step.
     double loss_sum = 0.0;
     int64_t loss_rows = 0;
-    std::optional<Step> last;
+    std::deque<Step> steps;  // the newest first
   };
 
   Head& At(absl::string_view head) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
@@ -26,6 +27,17 @@ Target ParseTarget(absl::string_view target) {
   const size_t slash = std::min(target.find('/'), target.size());
   const absl::string_view path = target.substr(slash);
   return {.host = target.substr(0, slash), .path = path.empty() ? "/" : path};
+}
+
+// The handler of the path, and what of the path is behind its prefix; end() if there is none.
+std::pair<HttpHandlers::const_iterator, absl::string_view> FindHandler(const HttpHandlers& handlers,
+                                                                       absl::string_view path) {
+  const size_t name = path.rfind('/') + 1;  // 0 if there is no slash
+  const bool of_prefix = name > 1 && name < path.size();
+  const auto exact = handlers.find(path);
+  if (exact != handlers.end() && (path == "/" || name < path.size())) return {exact, ""};
+  return of_prefix ? std::make_pair(handlers.find(path.substr(0, name)), path.substr(name))
+                   : std::make_pair(handlers.end(), absl::string_view());
 }
 
 bool IsPort(absl::string_view text) {
@@ -74,13 +86,13 @@ HttpResponse Route(const HttpRequest& request, const HttpHandlers& handlers, Htt
   if (request.method != "GET" && request.method != "HEAD") {
     return {.status = 405, .body = "only GET and HEAD\n"};
   }
-  const auto handler = handlers.find(target.path);
+  const auto [handler, rest] = FindHandler(handlers, target.path);
   if (handler == handlers.end()) return {.status = 404, .body = "not found\n"};
   if (guard != nullptr) {
     if (std::optional<HttpResponse> refusal = guard(request, target.path); refusal.has_value())
       return *std::move(refusal);
   }
-  return handler->second();
+  return handler->second({.rest = rest, .parameters = request.parameters});
 }
 
 }  // namespace lossd::metrics

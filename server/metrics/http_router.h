@@ -1,5 +1,5 @@
-// What the HTTP server answers to a request, apart from any network: GET and HEAD of fixed paths, and an
-// error for everything else.
+// What the HTTP server answers to a request, apart from any network: GET and HEAD of the paths that have a
+// handler, and an error for everything else.
 //
 // All functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_METRICS_HTTP_ROUTER_H_
@@ -10,6 +10,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/string_view.h"
@@ -22,8 +23,20 @@ struct HttpResponse {
   std::string body;
 };
 
-// By exact path, e.g. "/metrics".
-using HttpHandlers = std::map<std::string, std::function<HttpResponse()>, std::less<>>;
+// Names and values of a query, "?name=value&...", in the order in which they were sent. %-escapes are not
+// decoded.
+using HttpParameters = std::vector<std::pair<absl::string_view, absl::string_view>>;
+
+// What a handler is told of a request. The views are valid during the call.
+struct HttpCall {
+  absl::string_view rest;  // "lm" of "/heads/lm" for the handler of "/heads/"; else empty
+  HttpParameters parameters;
+};
+using HttpHandler = std::function<HttpResponse(const HttpCall&)>;
+
+// By exact path, e.g. "/metrics". A longer path that ends with "/", e.g. "/heads/", stands for all paths that
+// have one more name behind it: neither nothing nor another "/".
+using HttpHandlers = std::map<std::string, HttpHandler, std::less<>>;
 
 // What refuses a request for who sent it: the answer, or nothing if the request may be answered.
 struct HttpRequest;
@@ -35,6 +48,7 @@ struct HttpRequest {
   absl::string_view method;
   absl::string_view target;              // as sent, without the query: "/metrics" or "http://host/metrics"
   absl::string_view version;             // "HTTP/1.1"
+  HttpParameters parameters;             // of the query
   std::vector<absl::string_view> hosts;  // the values of all Host fields
   std::vector<absl::string_view> authorizations;  // and of all Authorization fields
   std::string peer;                               // the client's address, without the port

@@ -8,6 +8,7 @@
 #include <sstream>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "server/metrics/families.h"
 #include "server/metrics/process.h"
 
@@ -39,6 +40,13 @@ MetricFamily ByKind(std::string name, std::string help, const kernels::MemoryByt
               static_cast<double>(bytes.by_kind[i]));
   }
   return family;
+}
+
+// Of a call that ended with the code: who cancels a call knows about it, and who serves it has to look at the
+// last two.
+EventLevel LevelOf(absl::string_view code) {
+  if (code == "CANCELLED") return EventLevel::kInfo;
+  return code == "INTERNAL" || code == "DATA_LOSS" ? EventLevel::kError : EventLevel::kWarning;
 }
 
 }  // namespace
@@ -166,6 +174,7 @@ void Metrics::AttachTls(access::ReloadedTls* tls) {
 }
 
 void Metrics::SetDraining(bool draining) {
+  if (draining) event_log_.Add(EventLevel::kWarning, "draining", "", "the server drains");
   absl::MutexLock lock(&sources_mutex_);
   draining_ = draining;
 }
@@ -180,9 +189,13 @@ void Metrics::CountRequest(absl::string_view method) {
 
 void Metrics::CountError(absl::string_view method, absl::string_view code) {
   errors_.Add({{"method", std::string(method)}, {"code", std::string(code)}}).Increment();
+  event_log_.Count(LevelOf(code), "call_failed", "", absl::StrCat(method, " ended with ", code));
 }
 
-void Metrics::CountLimit(absl::string_view flag) { limits_.Add({{"limit", std::string(flag)}}).Increment(); }
+void Metrics::CountLimit(absl::string_view flag) {
+  limits_.Add({{"limit", std::string(flag)}}).Increment();
+  event_log_.Count(EventLevel::kWarning, "limit_reached", "", absl::StrCat("--", flag, " was reached"));
+}
 
 void Metrics::ForgetHead(absl::string_view head) {
   saves_.ForgetHead(head);
@@ -210,13 +223,19 @@ void Metrics::OnContribution(const engine::ContributionReport& report) {
 
 void Metrics::OnStep(const engine::StepReport& report) {
   events_->steps.Increment();
-  if (report.skipped) events_->skipped_steps.Increment();
+  if (report.skipped) {
+    events_->skipped_steps.Increment();
+    event_log_.Count(EventLevel::kWarning, "step_skipped", report.head,
+                     "a step was closed without an update: its gradients were not finite");
+  }
   heads_.OnStep(report);
 }
 
 void Metrics::OnDeviceError(const absl::Status& status) {
   events_->device_errors.Increment();
-  if (absl::IsUnavailable(status)) events_->device_lost.Set(1);
+  const bool lost = absl::IsUnavailable(status);
+  if (lost) events_->device_lost.Set(1);
+  event_log_.Count(EventLevel::kError, lost ? "device_lost" : "device_error", "", status.message());
 }
 
 std::vector<MetricFamily> Metrics::Collect() const {
@@ -295,12 +314,11 @@ Totals Metrics::totals() const {
   return totals;
 }
 
-double Metrics::PhaseQuantile(Phase phase, double quantile) const {
-  return EstimateQuantile(phase_seconds_[static_cast<size_t>(phase)]->Collect().histogram, quantile);
-}
-
-double Metrics::MicrobatchQuantile(double quantile) const {
-  return EstimateQuantile(microbatch_seconds_.Collect().histogram, quantile);
+Latencies Metrics::latencies() const {
+  Latencies latencies;
+  latencies[0] = microbatch_seconds_.Collect().histogram;
+  for (size_t i = 0; i < kPhases; ++i) latencies[1 + i] = phase_seconds_[i]->Collect().histogram;
+  return latencies;
 }
 
 double EstimateQuantile(const prometheus::ClientMetric::Histogram& histogram, double quantile) {

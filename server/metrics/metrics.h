@@ -17,6 +17,7 @@
 #include <prometheus/metric_family.h>
 #include <prometheus/registry.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -29,6 +30,7 @@
 #include "kernels/backend.h"
 #include "server/access/tls_material.h"
 #include "server/engine/engine.h"
+#include "server/metrics/event_log.h"
 #include "server/metrics/gpu_monitor.h"
 #include "server/metrics/head_metrics.h"
 #include "server/metrics/rank_metrics.h"
@@ -52,6 +54,10 @@ enum class Phase : uint8_t {
 };
 inline constexpr size_t kPhases = 4;
 absl::string_view Name(Phase phase);
+
+// The latencies of microbatches and of each phase, in this order, in seconds, since the start.
+inline constexpr size_t kLatencies = 1 + kPhases;
+using Latencies = std::array<prometheus::ClientMetric::Histogram, kLatencies>;
 
 // Totals for the status page.
 struct Totals {
@@ -90,6 +96,8 @@ class Metrics final : public engine::EngineObserver {
   // A limit was reached: something was refused, or ended. `flag` sets it, e.g. "max_streams".
   void CountLimit(absl::string_view flag);
   SaveMetrics& saves() { return saves_; }
+  EventLog& events() { return event_log_; }
+  const HeadMetrics& heads() const { return heads_; }
   // Ends the head's series.
   void ForgetHead(absl::string_view head);
 
@@ -105,9 +113,7 @@ class Metrics final : public engine::EngineObserver {
   std::string RenderText() const;
 
   Totals totals() const;
-  // Latency of one phase, in seconds, estimated from the histogram's buckets; 0 without observations.
-  double PhaseQuantile(Phase phase, double quantile) const;
-  double MicrobatchQuantile(double quantile) const;
+  Latencies latencies() const;
 
  private:
   void CollectEngine(std::vector<prometheus::MetricFamily>* families) const
@@ -132,6 +138,7 @@ class Metrics final : public engine::EngineObserver {
   prometheus::Family<prometheus::Counter>& limits_;
   SaveMetrics saves_;
   HeadMetrics heads_;
+  EventLog event_log_;
 
   // Held while the engine is asked; so the observer's members, which the engine calls, do without it.
   mutable absl::Mutex sources_mutex_;

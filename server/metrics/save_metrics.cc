@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "server/metrics/families.h"
 
 namespace lossd::metrics {
@@ -38,12 +37,22 @@ SaveMetrics::SaveMetrics(prometheus::Registry& registry)
                     .Register(registry)
                     .Add({})) {}
 
-void SaveMetrics::OnSaved(absl::string_view head, uint64_t step, int64_t bytes, double seconds) {
+void SaveMetrics::OnSaved(absl::string_view head, Save save) {
   saved_.Increment();
-  saved_bytes_.Increment(static_cast<double>(bytes));
-  seconds_.Observe(seconds);
+  saved_bytes_.Increment(static_cast<double>(save.bytes));
+  seconds_.Observe(save.seconds);
+  save.time = absl::Now();
   absl::MutexLock lock(&mutex_);
-  last_[std::string(head)] = {step, absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch())};
+  std::deque<Save>& saves = last_[std::string(head)];
+  saves.push_front(std::move(save));
+  if (saves.size() > kSaves) saves.pop_back();
+}
+
+std::vector<SaveMetrics::Save> SaveMetrics::Saves(absl::string_view head) const {
+  absl::ReaderMutexLock lock(&mutex_);
+  const auto saves = last_.find(head);
+  if (saves == last_.end()) return {};
+  return {saves->second.begin(), saves->second.end()};
 }
 
 void SaveMetrics::OnFailed(const absl::Status& status) {
@@ -67,9 +76,10 @@ void SaveMetrics::Collect(std::vector<MetricFamily>* families) const {
   MetricFamily time = MakeFamily("lossd_checkpoint_last_success_timestamp_seconds",
                                  "When the head's last checkpoint was saved, by head.", MetricType::Gauge);
   absl::ReaderMutexLock lock(&mutex_);
-  for (const auto& [head, save] : last_) {
-    AddSample(&step, {{"head", head}}, static_cast<double>(save.step));
-    AddSample(&time, {{"head", head}}, save.unix_seconds);
+  for (const auto& [head, saves] : last_) {
+    const Save& last = saves.front();
+    AddSample(&step, {{"head", head}}, static_cast<double>(last.step));
+    AddSample(&time, {{"head", head}}, absl::ToDoubleSeconds(last.time - absl::UnixEpoch()));
   }
   families->push_back(std::move(step));
   families->push_back(std::move(time));

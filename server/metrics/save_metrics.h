@@ -11,7 +11,9 @@
 #include <prometheus/metric_family.h>
 #include <prometheus/registry.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <string>
@@ -21,6 +23,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 
 namespace lossd::metrics {
 
@@ -29,24 +32,31 @@ class SaveMetrics {
   // The registry outlives this, and collects what is counted here.
   explicit SaveMetrics(prometheus::Registry& registry);
 
-  // A checkpoint of the head was saved.
-  void OnSaved(absl::string_view head, uint64_t step, int64_t bytes, double seconds)
-      ABSL_LOCKS_EXCLUDED(mutex_);
+  static constexpr size_t kSaves = 8;  // of each head are kept
+
+  // A checkpoint that was saved.
+  struct Save {
+    std::string checkpoint;  // "HEAD/NAME"
+    uint64_t step = 0;
+    int64_t bytes = 0;
+    double seconds = 0.0;  // that it took
+    absl::Time time;       // when it was on the disk
+  };
+
+  // A checkpoint of the head was saved. `save.time` is set here.
+  void OnSaved(absl::string_view head, Save save) ABSL_LOCKS_EXCLUDED(mutex_);
   // Counted as cancelled, as existing (the name is taken, or the same is saved already), or as failed.
   void OnFailed(const absl::Status& status);
   // What the running save has read and not yet written.
   void SetBuffered(int64_t bytes) { buffered_.Set(static_cast<double>(bytes)); }
   // Ends the head's series.
   void ForgetHead(absl::string_view head) ABSL_LOCKS_EXCLUDED(mutex_);
+  // The last saves of a head, the newest first.
+  std::vector<Save> Saves(absl::string_view head) const ABSL_LOCKS_EXCLUDED(mutex_);
   // Adds the families of each head's last save.
   void Collect(std::vector<prometheus::MetricFamily>* families) const ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  struct Save {
-    uint64_t step = 0;
-    double unix_seconds = 0.0;
-  };
-
   // Owned by the registry.
   prometheus::Family<prometheus::Counter>& by_result_;
   prometheus::Counter& saved_;
@@ -58,7 +68,8 @@ class SaveMetrics {
   prometheus::Gauge& buffered_;
 
   mutable absl::Mutex mutex_;
-  std::map<std::string, Save, std::less<>> last_ ABSL_GUARDED_BY(mutex_);  // by head
+  // By head, the newest first.
+  std::map<std::string, std::deque<Save>, std::less<>> last_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace lossd::metrics

@@ -1,19 +1,24 @@
-// The page at /: what the server holds and does, for a person who looks at it now and then. One HTML
-// document without scripts or external parts, which reloads itself.
+// The pages for people who look at a server: / shows what it holds and does, /heads/NAME shows one head.
+//
+// A page is complete as the server sends it, so it can be read without scripts. In a browser, page/page.js
+// draws the charts out of /history.json, and fetches the page again every two seconds to renew what has
+// changed in it.
+//
+// Rendering takes no longer because of what happened before: tables have at most kMostRows rows.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_METRICS_STATUS_PAGE_H_
 #define LOSSD_SERVER_METRICS_STATUS_PAGE_H_
 
+#include <cstddef>
 #include <optional>
 #include <string>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/strings/string_view.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "server/engine/engine.h"
+#include "server/metrics/history.h"
 #include "server/metrics/metrics.h"
 
 namespace lossd::metrics {
@@ -26,43 +31,35 @@ struct StatusPageOptions {
 
 class StatusPage {
  public:
-  // All three outlive the page.
-  StatusPage(const StatusPageOptions& options, const engine::Engine* engine, const kernels::Backend* backend,
-             const Metrics* metrics);
+  static constexpr size_t kMostRows = 100;
 
-  // `draining` as of now. Rates are averages since the last view (by anyone).
-  std::string Render(bool draining) ABSL_LOCKS_EXCLUDED(mutex_);
+  // All outlive the page.
+  StatusPage(const StatusPageOptions& options, const engine::Engine* engine, const kernels::Backend* backend,
+             Metrics* metrics, const History* history);
+
+  // `draining` as of now. Rates and latencies are those of the last sample.
+  std::string Render(bool draining) const;
+  // nullopt: there is no such head.
+  std::optional<std::string> RenderHead(absl::string_view name) const;
+  // What stands in its place.
+  std::string RenderNoHead(absl::string_view name) const;
 
  private:
-  struct Rates {
-    double seconds = 0.0;  // since the last view; 0: first view
-    double rows = 0.0;     // per second
-    double bytes_in = 0.0;
-    double bytes_out = 0.0;
-  };
-  Rates UpdateRates() ABSL_LOCKS_EXCLUDED(mutex_);
-
-  std::string Summary(bool draining, const engine::EngineStats& stats);
+  std::string Summary(bool draining) const;
   std::string HeadsTable() const;
   std::string MemoryTable() const;
   std::string LatencyTable() const;
+  std::string EventsTable() const;
 
   const StatusPageOptions options_;
   const engine::Engine* const engine_;
   const kernels::Backend* const backend_;
-  const Metrics* const metrics_;
-
-  absl::Mutex mutex_;
-  std::optional<absl::Time> last_view_ ABSL_GUARDED_BY(mutex_);
-  Totals last_totals_ ABSL_GUARDED_BY(mutex_);
+  Metrics* const metrics_;
+  const History* const history_;
 };
 
-// Text safe between tags and inside quoted attributes.
-std::string EscapeHtml(absl::string_view text);
-// "0 B", "512 B", "1.5 KiB", "3.2 GiB".
-std::string FormatBytes(double bytes);
-// "0", "35 us", "1.2 ms", "3.4 s".
-std::string FormatSeconds(double seconds);
+// Rows of events, the newest first; of one head, if one is named. `most` of them.
+std::string EventRows(const EventLog& events, absl::string_view head, size_t most);
 
 }  // namespace lossd::metrics
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "server/metrics/http_router.h"
 #include "tests/fuzz/fuzz.h"
@@ -36,9 +37,14 @@ std::string HostOf(const metrics::HttpRequest& request) {
 void CheckRoute(const metrics::HttpRequest& request) {
   std::string ran;
   const metrics::HttpHandlers handlers = {
-      {"/", [&] { return ran = "/", metrics::HttpResponse{}; }},
-      {"/metrics", [&] { return ran = "/metrics", metrics::HttpResponse{}; }},
-      {"/healthz", [&] { return ran = "/healthz", metrics::HttpResponse{}; }}};
+      {"/", [&](const auto&) { return ran = "/", metrics::HttpResponse{}; }},
+      {"/heads/",
+       [&](const metrics::HttpCall& call) {
+         FUZZ_CHECK(!call.rest.empty() && !absl::StrContains(call.rest, "/"), call.rest);
+         return ran = absl::StrCat("/heads/", call.rest), metrics::HttpResponse{};
+       }},
+      {"/metrics", [&](const auto&) { return ran = "/metrics", metrics::HttpResponse{}; }},
+      {"/healthz", [&](const auto&) { return ran = "/healthz", metrics::HttpResponse{}; }}};
   const metrics::HttpResponse response =
       metrics::Route(request, handlers, metrics::HttpAudience::kLoopbackHosts);
   FUZZ_CHECK(ran.empty() == (response.status != 200), absl::StrCat(response.status, " but ran ", ran));

@@ -18,11 +18,21 @@ namespace {
 constexpr std::array<int, 11> kStatuses = {200, 400, 403, 404, 405, 408, 413, 414, 431, 501, 505};
 constexpr int kInputsPerCheck = 64;
 
+// What the request says, which the handler may read to its end.
+metrics::HttpResponse Echo(const metrics::HttpCall& call) {
+  FUZZ_CHECK(!call.rest.empty() && !absl::StrContains(call.rest, "/"), call.rest);
+  std::string body(call.rest);
+  for (const auto& [name, value] : call.parameters) absl::StrAppend(&body, "\n", name, "=", value);
+  return {.body = body};
+}
+
 std::unique_ptr<metrics::HttpServer> StartServer() {
   auto server = metrics::HttpServer::Start(
-      "127.0.0.1:0", {{"/", [] { return metrics::HttpResponse{.body = "page\n"}; }},
-                      {"/metrics", [] { return metrics::HttpResponse{.body = std::string(100'000, 'm')}; }},
-                      {"/healthz", [] { return metrics::HttpResponse{.body = "ok\n"}; }}});
+      "127.0.0.1:0",
+      {{"/", [](const auto&) { return metrics::HttpResponse{.body = "page\n"}; }},
+       {"/heads/", [](const auto& call) { return Echo(call); }},
+       {"/metrics", [](const auto&) { return metrics::HttpResponse{.body = std::string(100'000, 'm')}; }},
+       {"/healthz", [](const auto&) { return metrics::HttpResponse{.body = "ok\n"}; }}});
   FUZZ_CHECK(server.ok(), server.status().ToString());
   return *std::move(server);
 }

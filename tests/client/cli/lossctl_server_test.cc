@@ -8,6 +8,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kernels/data/real_data.h"
@@ -47,7 +48,10 @@ class LossctlServerTest : public testing::Test {
     for (int i = 0; i < 4000 && target_.empty(); ++i) {
       std::ifstream file(folder_.File("ports.json"));
       const auto json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
-      if (json.is_object()) target_ = json["grpc"];
+      if (json.is_object()) {
+        target_ = json["grpc"];
+        http_ = json["http"];
+      }
       absl::SleepFor(absl::Milliseconds(5));
     }
     ASSERT_NE(target_, "") << "lossd did not start";
@@ -93,7 +97,42 @@ class LossctlServerTest : public testing::Test {
   std::vector<float> weight_;
   std::unique_ptr<test::ChildProcess> server_;
   std::string target_;
+  std::string http_;  // empty: none
 };
+
+TEST_F(LossctlServerTest, Events) {
+  Start("--http=127.0.0.1:0");
+  const std::string at_http = absl::StrCat(" --http ", http_);
+  Run("create one --hidden 6 --vocab 20");
+  const std::string printed = Run("events" + at_http);
+  EXPECT_THAT(printed, ContainsRegex("Z info    lossd [^ ]+ serves"));
+  EXPECT_THAT(printed, HasSubstr("Z info    one: head created: 20 classes of 6 values, step 0\n"));
+  const auto event = nlohmann::json::parse(Run("events --json --after 1" + at_http));
+  EXPECT_EQ(event["kind"], "head_created");
+  EXPECT_THAT(Run("events --http 127.0.0.1:1", 3), HasSubstr("127.0.0.1:1"));
+
+  const std::string followed = folder_.File("followed");
+  test::WriteWholeFile(followed, "");
+  test::ChildProcess follower(
+      {"/bin/sh", "-c", absl::StrCat("exec " LOSSCTL_PATH " events --follow", at_http, " >", followed)});
+  const auto await = [&](absl::string_view text) {
+    for (int i = 0; i < 4000 && !absl::StrContains(test::ReadWholeFile(followed), text); ++i) {
+      absl::SleepFor(absl::Milliseconds(10));
+    }
+    EXPECT_THAT(test::ReadWholeFile(followed), HasSubstr(text));
+  };
+  await("one: head created");
+  Run("describe two", 4);
+  await("DescribeHead ended with NOT_FOUND\n");
+  Run("describe two", 4);
+  await("DescribeHead ended with NOT_FOUND (2 times)\n");
+  const std::string address = http_;
+  Start("--http=" + address);  // events of another server are numbered anew
+  Run("create three --hidden 6 --vocab 20");
+  await("three: head created");
+  follower.Signal(SIGINT);
+  EXPECT_EQ(follower.WaitFor(absl::Seconds(60)), 0);
+}
 
 TEST_F(LossctlServerTest, CreatesFromFiles) {
   WriteModel("model.safetensors", "lm_head.weight");

@@ -30,9 +30,9 @@ TEST_F(LossctlTest, HelpIsNoError) {
   EXPECT_EQ(outcome.exit_code, 0);
   EXPECT_THAT(outcome.out, HasSubstr("Exit codes:"));
   for (const char* command :
-       {"health",    "server",   "heads",     "describe", "create", "delete",      "loss",
-        "grad-norm", "step",     "zero-grad", "save",     "load",   "checkpoints", "read",
-        "write",     "add-grad", "bench",     "plan",     "watch",  "metrics",     "top"}) {
+       {"health", "server",    "heads", "describe", "create",      "delete", "loss",  "grad-norm",
+        "step",   "zero-grad", "save",  "load",     "checkpoints", "read",   "write", "add-grad",
+        "bench",  "plan",      "watch", "metrics",  "top",         "events"}) {
     EXPECT_THAT(outcome.out, HasSubstr(absl::StrCat("  ", command, " ")));
     const Outcome help = Run(absl::StrCat(command, " --help"));
     EXPECT_EQ(help.exit_code, 0) << command;

@@ -86,7 +86,8 @@ class HttpRequestsTest : public ::testing::Test {
 };
 
 TEST_F(HttpRequestsTest, KnownPaths) {
-  for (const char* path : {"/", "/metrics", "/livez", "/readyz", "/healthz"}) {
+  for (const char* path : {"/", "/history.json", "/events.json", "/page/page.js", "/page/page.css",
+                           "/page/icon.svg", "/metrics", "/livez", "/readyz", "/healthz"}) {
     const std::string get = HttpGet(address(), path);
     EXPECT_EQ(HttpStatus(get), 200) << path;
     const size_t body = get.find("\r\n\r\n") + 4;

@@ -59,7 +59,7 @@ TEST_F(HttpSecurityTest, TokensForWhatIsNotHealth) {
   const auto server = Serve({TokenFlag(), "--http=127.0.0.1:0", "--http_token", "--log_level=info"});
   for (const char* path : {"/livez", "/readyz", "/healthz"})
     EXPECT_EQ(test::HttpStatus(Raw(*server, path, "")), 200) << path;
-  for (const char* path : {"/", "/metrics"}) {
+  for (const char* path : {"/", "/metrics", "/history.json", "/events.json", "/page/page.js"}) {
     const std::string right = absl::StrCat("Authorization: Bearer ", kReaderToken, "\r\n");
     EXPECT_EQ(test::HttpStatus(Raw(*server, path, right)), 200);
     for (const std::string& wrong :

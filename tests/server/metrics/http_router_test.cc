@@ -3,14 +3,25 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <string>
+
+#include "absl/strings/str_cat.h"
+
 namespace lossd::metrics {
 namespace {
 
 using ::testing::HasSubstr;
 
 const HttpHandlers& Handlers() {
-  static const auto* handlers = new HttpHandlers{{"/", [] { return HttpResponse{.body = "page"}; }},
-                                                 {"/down", [] { return HttpResponse{.status = 503}; }}};
+  static const auto* handlers = new HttpHandlers{
+      {"/", [](const HttpCall&) { return HttpResponse{.body = "page"}; }},
+      {"/down", [](const HttpCall&) { return HttpResponse{.status = 503}; }},
+      {"/heads/", [](const HttpCall& call) { return HttpResponse{.body = std::string(call.rest)}; }},
+      {"/echo", [](const HttpCall& call) {
+         std::string body;
+         for (const auto& [name, value] : call.parameters) absl::StrAppend(&body, name, "=", value, ";");
+         return HttpResponse{.body = body};
+       }}};
   return *handlers;
 }
 
@@ -34,6 +45,23 @@ TEST(HttpRouterTest, PathsAreExact) {
        {"", "*", "//", "/down/", "/Down", "/%64own", "down", "/down%00", "https://localhost/"}) {
     EXPECT_EQ(RouteOnLoopback(Get(target)).status, 404) << target;
   }
+}
+
+TEST(HttpRouterTest, APrefixTakesOneMoreName) {
+  EXPECT_EQ(RouteOnLoopback(Get("/heads/lm")).body, "lm");
+  EXPECT_EQ(RouteOnLoopback(Get("/heads/..")).body, "..");
+  EXPECT_EQ(RouteOnLoopback(Get("/heads/%2e")).body, "%2e");
+  EXPECT_EQ(RouteOnLoopback(Get("http://localhost/heads/lm")).body, "lm");
+  for (const char* target :
+       {"/heads", "/heads/", "/heads/lm/", "/heads/a/b", "/heads//", "//heads/lm", "heads/lm"}) {
+    EXPECT_EQ(RouteOnLoopback(Get(target)).status, 404) << target;
+  }
+}
+
+TEST(HttpRouterTest, HandlersGetTheParameters) {
+  HttpRequest request = Get("/echo");
+  request.parameters = {{"after", "12"}, {"after", ""}, {"%61", "b"}};
+  EXPECT_EQ(RouteOnLoopback(request).body, "after=12;after=;%61=b;");
 }
 
 TEST(HttpRouterTest, OtherMethodsOnAnyPath) {

@@ -25,8 +25,9 @@ class HttpServerTest : public ::testing::Test {
   HttpServerTest() {
     auto server = HttpServer::Start(
         "127.0.0.1:0",
-        {{"/", [] { return HttpResponse{.content_type = "text/html", .body = "<p>page</p>"}; }},
-         {"/healthz", [] { return HttpResponse{.status = 503, .body = "draining\n"}; }}});
+        {{"/",
+          [](const HttpCall&) { return HttpResponse{.content_type = "text/html", .body = "<p>page</p>"}; }},
+         {"/healthz", [](const HttpCall&) { return HttpResponse{.status = 503, .body = "draining\n"}; }}});
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
     const std::string address = server_->address();

@@ -55,9 +55,9 @@ class MetricsTest : public ::testing::Test {
 };
 
 TEST_F(MetricsTest, CountsSaves) {
-  metrics_.saves().OnSaved("main", 7, 1000, 0.2);
-  metrics_.saves().OnSaved("main", 9, 500, 2.0);
-  metrics_.saves().OnSaved("other", 1, 1, 0.1);
+  metrics_.saves().OnSaved("main", {.checkpoint = "main/a", .step = 7, .bytes = 1000, .seconds = 0.2});
+  metrics_.saves().OnSaved("main", {.checkpoint = "main/b", .step = 9, .bytes = 500, .seconds = 2.0});
+  metrics_.saves().OnSaved("other", {.checkpoint = "other/a", .step = 1, .bytes = 1, .seconds = 0.1});
   metrics_.saves().OnFailed(absl::InternalError("disk"));
   metrics_.saves().OnFailed(absl::AlreadyExistsError("the name"));
   metrics_.saves().OnFailed(absl::CancelledError("by the client"));

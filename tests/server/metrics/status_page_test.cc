@@ -3,8 +3,16 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+
 #include "absl/time/clock.h"
 #include "kernels/cpu/cpu_backend.h"
+#include "server/metrics/html.h"
+#include "server/metrics/http_pages.h"
+#include "server/metrics/sampler.h"
 
 namespace lossd::metrics {
 namespace {
@@ -12,12 +20,12 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-TEST(StatusPageTest, Escapes) {
+TEST(HtmlTest, Escapes) {
   EXPECT_EQ(EscapeHtml("<script>alert(\"1\" & '2')</script>"),
             "&lt;script&gt;alert(&quot;1&quot; &amp; &#39;2&#39;)&lt;/script&gt;");
 }
 
-TEST(StatusPageTest, FormatsForPeople) {
+TEST(HtmlTest, FormatsForPeople) {
   EXPECT_EQ(FormatBytes(0), "0 B");
   EXPECT_EQ(FormatBytes(1023), "1023 B");
   EXPECT_EQ(FormatBytes(1536), "1.5 KiB");
@@ -28,30 +36,140 @@ TEST(StatusPageTest, FormatsForPeople) {
   EXPECT_EQ(FormatSeconds(3.42), "3.4 s");
 }
 
-TEST(StatusPageTest, ShowsHeadsMemoryAndThroughput) {
-  Metrics metrics({.version = "9.9"});
-  const auto backend = *kernels::CreateCpuBackend({.threads = 1});
-  const auto engine =
-      *engine::Engine::Create({.slice_bytes = 1024, .staging_bytes = 8192}, backend.get(), 42, {&metrics});
-  ASSERT_TRUE(engine->CreateHead("<b>main</b>", {.hidden_size = 8, .vocab_size = 1234567}).ok());
-  ASSERT_TRUE(engine->PublishHead("<b>main</b>").ok());
-  StatusPage page({.version = "9.9 <x>", .grpc_address = "127.0.0.1:1", .started = absl::Now()}, engine.get(),
-                  backend.get(), &metrics);
-  const std::string first = page.Render(false);
+class StatusPageTest : public testing::Test {
+ protected:
+  StatusPageTest() {
+    // Names of clients are letters and digits; the engine takes any.
+    EXPECT_TRUE(engine_->CreateHead("<b>main</b>", {.hidden_size = 8, .vocab_size = 7654}).ok());
+    EXPECT_TRUE(engine_->PublishHead("<b>main</b>").ok());
+  }
+  HttpResponse Get(absl::string_view path, HttpParameters parameters = {}) const {
+    HttpHandlers handlers;
+    AddPages({.page = &page_,
+              .history = &history_,
+              .events = &metrics_.events(),
+              .incarnation = 42,
+              .draining = [] { return false; }},
+             &handlers);
+    return Route({.method = "GET",
+                  .target = path,
+                  .version = "HTTP/1.1",
+                  .parameters = std::move(parameters),
+                  .hosts = {"localhost"}},
+                 handlers, HttpAudience::kLoopbackHosts);
+  }
+
+  mutable Metrics metrics_{{.version = "9.9"}};
+  std::unique_ptr<kernels::Backend> backend_ = *kernels::CreateCpuBackend({.threads = 1});
+  std::unique_ptr<engine::Engine> engine_ =
+      *engine::Engine::Create({.slice_bytes = 1024, .staging_bytes = 8192}, backend_.get(), 42, {&metrics_});
+  History history_;
+  Sampler sampler_{engine_.get(), backend_.get(), &metrics_, &history_};
+  StatusPage page_{{.version = "9.9 <x>", .grpc_address = "127.0.0.1:1", .started = absl::Now()},
+                   engine_.get(),
+                   backend_.get(),
+                   &metrics_,
+                   &history_};
+};
+
+TEST_F(StatusPageTest, ShowsHeadsMemoryAndThroughput) {
+  const std::string first = page_.Render(false);
   EXPECT_THAT(first, HasSubstr("&lt;b&gt;main&lt;/b&gt;"));
   EXPECT_THAT(first, Not(HasSubstr("<b>main</b>")));
   EXPECT_THAT(first, HasSubstr("9.9 &lt;x&gt;"));
-  EXPECT_THAT(first, HasSubstr("<td>1,234,567</td>"));
+  EXPECT_THAT(first, HasSubstr("<td>7,654</td>"));
   EXPECT_THAT(first, HasSubstr("8.0 KiB"));
-  EXPECT_THAT(first, HasSubstr("prefers-color-scheme: dark"));
   EXPECT_THAT(first, HasSubstr("href=\"/metrics\""));
-  EXPECT_THAT(first, Not(HasSubstr("(draining)")));
-  EXPECT_THAT(first, Not(HasSubstr("http://")));
-  EXPECT_THAT(first, Not(HasSubstr("<script")));
-  metrics.OnChunk({.head = "<b>main</b>", .rows = 1000});
-  const std::string second = page.Render(true);
+  EXPECT_THAT(first, HasSubstr(">serving<"));
+  metrics_.OnChunk({.head = "<b>main</b>", .rows = 1000});
+  const std::string second = page_.Render(true);
   EXPECT_THAT(second, HasSubstr("<b>1,000</b><span>rows computed"));
-  EXPECT_THAT(second, HasSubstr("(draining)"));
+  EXPECT_THAT(second, HasSubstr(">draining<"));
+}
+
+TEST_F(StatusPageTest, LoadsNothingFromElsewhereAndHasNothingInline) {
+  for (const std::string& html :
+       {page_.Render(false), *page_.RenderHead("<b>main</b>"), page_.RenderNoHead("x")}) {
+    EXPECT_THAT(html, Not(HasSubstr("://")));
+    EXPECT_THAT(html, Not(HasSubstr("<style")));
+    EXPECT_THAT(html, Not(HasSubstr("style=")));
+    EXPECT_THAT(html, HasSubstr("<script src=\"/page/page.js\" defer></script>"));
+    EXPECT_EQ(html.find("<script"), html.rfind("<script"));
+    EXPECT_THAT(html, HasSubstr("href=\"/page/page.css\""));
+  }
+}
+
+TEST_F(StatusPageTest, RatesAreOfTheServerAndNotOfTheViewer) {
+  const absl::Time now = absl::Now();
+  sampler_.Sample(now);
+  metrics_.OnChunk({.head = "<b>main</b>", .rows = 24690});
+  sampler_.Sample(now + absl::Seconds(2));
+  for (int viewer = 0; viewer < 3; ++viewer) {
+    EXPECT_THAT(page_.Render(false), HasSubstr("<b>12,345</b><span>rows/s"));
+  }
+}
+
+TEST_F(StatusPageTest, AHeadHasAPage) {
+  metrics_.OnChunk({.head = "<b>main</b>", .rows = 4, .loss_rows = 4, .loss_sum = 10.0});
+  metrics_.OnStep({.head = "<b>main</b>", .step = 7, .rows = 4, .grad_norm = 0.25, .learning_rate = 0.5});
+  metrics_.OnStep({.head = "<b>main</b>", .skipped = true, .step = 8});
+  metrics_.saves().OnSaved("<b>main</b>",
+                           {.checkpoint = "main/<i>", .step = 7, .bytes = 2048, .seconds = 0.5});
+  metrics_.events().Add(EventLevel::kInfo, "k", "other", "of another head");
+  const std::string html = *page_.RenderHead("<b>main</b>");
+  EXPECT_THAT(html, Not(HasSubstr("<b>main</b>")));
+  EXPECT_THAT(html, HasSubstr("<h1>&lt;b&gt;main&lt;/b&gt;</h1>"));
+  EXPECT_THAT(html, HasSubstr("<td>2.5</td><td>0.25</td><td>0.5</td><td>4</td>"));
+  EXPECT_THAT(html, HasSubstr("skipped"));
+  EXPECT_THAT(html, HasSubstr("main/&lt;i&gt;"));
+  EXPECT_THAT(html, HasSubstr("2.0 KiB"));
+  EXPECT_THAT(html, HasSubstr("not finite"));
+  EXPECT_THAT(html, Not(HasSubstr("of another head")));
+  EXPECT_FALSE(page_.RenderHead("other").has_value());
+}
+
+TEST_F(StatusPageTest, EventsAndErrorsAreShown) {
+  EXPECT_THAT(page_.Render(false), HasSubstr("None since the start"));
+  metrics_.CountError("ApplyStep", "NOT_FOUND");
+  metrics_.CountError("ApplyStep", "NOT_FOUND");
+  metrics_.CountLimit("max_streams");
+  metrics_.OnDeviceError(absl::InternalError("<i>bad</i>"));
+  metrics_.OnDeviceError(absl::UnavailableError("gone"));
+  const std::string html = page_.Render(false);
+  EXPECT_THAT(html, HasSubstr("ApplyStep ended with NOT_FOUND</span></td><td></td><td>2</td>"));
+  EXPECT_THAT(html, HasSubstr("--max_streams was reached"));
+  EXPECT_THAT(html, HasSubstr("&lt;i&gt;bad&lt;/i&gt;"));
+  EXPECT_LT(html.find("gone"), html.find("max_streams")) << "the newest first";
+}
+
+TEST_F(StatusPageTest, AnswersOfThePaths) {
+  EXPECT_EQ(Get("/").status, 200);
+  EXPECT_EQ(Get("/heads/<b>main<").status, 404);
+  EXPECT_THAT(Get("/heads/<i>").body, HasSubstr("&lt;i&gt;"));
+  EXPECT_EQ(Get("/page/page.js").content_type, "text/javascript; charset=utf-8");
+  EXPECT_THAT(Get("/page/page.js").body, HasSubstr("\"use strict\""));
+  EXPECT_THAT(Get("/page/page.css").body, HasSubstr("prefers-color-scheme: dark"));
+  EXPECT_THAT(Get("/page/icon.svg").body, HasSubstr("<svg"));
+  sampler_.Sample(absl::Now());
+  metrics_.events().Add(EventLevel::kInfo, "k", "", "text");
+  EXPECT_EQ(nlohmann::json::parse(Get("/history.json").body)["last"], 1);
+  EXPECT_EQ(nlohmann::json::parse(Get("/history.json", {{"after", "1"}, {"head", "x"}}).body)["times"].size(),
+            0);
+  EXPECT_EQ(nlohmann::json::parse(Get("/events.json").body)["events"].size(), 1);
+  EXPECT_EQ(nlohmann::json::parse(Get("/events.json", {{"after", "1"}}).body)["events"].size(), 0);
+}
+
+TEST_F(StatusPageTest, BadParametersAreNamed) {
+  const auto error = [&](absl::string_view path, HttpParameters parameters) {
+    const HttpResponse response = Get(path, std::move(parameters));
+    EXPECT_EQ(response.status, 400) << path;
+    return response.body;
+  };
+  EXPECT_EQ(error("/events.json", {{"after", "-1"}}), "after must be a number without sign, got -1\n");
+  EXPECT_THAT(error("/events.json", {{"after", ""}}), HasSubstr("after must be a number"));
+  EXPECT_THAT(error("/history.json", {{"after", "99999999999999999999"}}), HasSubstr("after must be"));
+  EXPECT_THAT(error("/history.json", {{"after", "1"}, {"after", "2"}}), HasSubstr("is given twice"));
+  EXPECT_THAT(error("/history.json", {{"since", "1"}}), HasSubstr("must be one of after, head"));
 }
 
 }  // namespace

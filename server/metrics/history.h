@@ -1,0 +1,97 @@
+// What a server did in the last 15 minutes, for charts: a sample every two seconds, of the server and of each
+// head.
+//
+// Memory: the ring has kSamples samples, each with the values of all series of the server and of at most
+// kMostHeads heads, four bytes a value: 60 KiB for the server, and 7 KiB for each head that there is. Heads
+// that are gone leave with their series.
+//
+// Thread-safe.
+#ifndef LOSSD_SERVER_METRICS_HISTORY_H_
+#define LOSSD_SERVER_METRICS_HISTORY_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+
+namespace lossd::metrics {
+
+// Series of the server. Rates are of the time of Sampler::kRateWindow, quantiles of Sampler::kQuantileWindow;
+// NaN: there was nothing to measure. The order is that of their names (SeriesName).
+enum class Series : uint8_t {
+  kRows,      // per second
+  kBytesIn,   // tensor bytes of slices, per second
+  kBytesOut,  // the same
+  kErrors,    // calls that ended with an error, per second
+  kQueuedSlices,
+  kQueuedRows,
+  kOpenStreams,
+  kStagingBytes,   // in use
+  kPlannedBytes,   // of all purposes
+  kResidentBytes,  // of the process
+  // Quantiles 0.5, 0.95 and 0.99 of the time, in seconds, of a microbatch and of its slices' phases: three
+  // series each, in this order.
+  kMicrobatch,
+  kReceive = kMicrobatch + 3,
+  kQueue = kReceive + 3,
+  kCompute = kQueue + 3,
+  kSend = kCompute + 3,
+  kEnd = kSend + 3,
+};
+inline constexpr size_t kSeries = static_cast<size_t>(Series::kEnd);
+absl::string_view SeriesName(size_t series);  // e.g. "rows_per_second"
+
+// Series of a head: its rate, and what its last step said.
+enum class HeadSeries : uint8_t { kRows, kLoss, kGradientNorm, kLearningRate };
+inline constexpr size_t kHeadSeries = 4;
+absl::string_view HeadSeriesName(size_t series);
+
+using Values = std::array<float, kSeries>;
+using HeadValues = std::array<float, kHeadSeries>;
+
+class History {
+ public:
+  static constexpr absl::Duration kInterval = absl::Seconds(2);
+  static constexpr size_t kSamples = 450;
+  static constexpr size_t kMostHeads = 64;
+
+  // A sample of the time `time`. Heads that are not in `heads` leave. If there are more than kMostHeads
+  // heads, those that came last have no series.
+  void Add(absl::Time time, const Values& values, const std::map<std::string, HeadValues>& heads)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+
+  // The last sample; nullopt: there is none yet.
+  std::optional<Values> Last() const ABSL_LOCKS_EXCLUDED(mutex_);
+
+  // As /history.json answers (docs/operations.md): the samples with numbers above `after`; of the head `head`
+  // only, if one is named. `incarnation` is of the server.
+  std::string Json(uint64_t incarnation, uint64_t after, absl::string_view head) const
+      ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  // Of a head; by slot, as samples_.
+  using Track = std::vector<HeadValues>;
+  struct Sample {
+    absl::Time time;
+    Values values;
+  };
+
+  static size_t SlotOf(uint64_t number) { return number % kSamples; }
+
+  mutable absl::Mutex mutex_;
+  std::vector<Sample> samples_ ABSL_GUARDED_BY(mutex_);  // by slot
+  std::map<std::string, Track, std::less<>> heads_ ABSL_GUARDED_BY(mutex_);
+  uint64_t last_ ABSL_GUARDED_BY(mutex_) = 0;  // number of the last sample; the first has 1
+};
+
+}  // namespace lossd::metrics
+
+#endif  // LOSSD_SERVER_METRICS_HISTORY_H_

@@ -1,0 +1,123 @@
+#include "server/metrics/http_pages.h"
+
+#include <algorithm>
+#include <initializer_list>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "kernels/errors/field_error.h"
+#include "server/metrics/page_assets.h"
+
+namespace lossd::metrics {
+namespace {
+
+constexpr absl::string_view kHtml = "text/html; charset=utf-8";
+constexpr absl::string_view kJson = "application/json";
+
+HttpResponse Page(std::string html, int status = 200) {
+  return {.status = status, .content_type = std::string(kHtml), .body = std::move(html)};
+}
+
+HttpResponse Json(std::string text) { return {.content_type = std::string(kJson), .body = std::move(text)}; }
+
+HttpResponse BadRequest(const absl::Status& status) {
+  return {.status = 400, .body = absl::StrCat(status.message(), "\n")};
+}
+
+// The parameters of a request: none but `known` ones, and each once.
+class Parameters {
+ public:
+  static absl::StatusOr<Parameters> Read(const HttpCall& call,
+                                         std::initializer_list<absl::string_view> known) {
+    Parameters parameters;
+    for (const auto& [name, value] : call.parameters) {
+      if (std::find(known.begin(), known.end(), name) == known.end()) {
+        return errors::FieldError("parameter", absl::StrCat("be one of ", absl::StrJoin(known, ", ")), name);
+      }
+      if (!parameters.values_.emplace(name, value).second) {
+        return errors::FieldProblem(name, "is given twice", value);
+      }
+    }
+    return parameters;
+  }
+
+  // 0 if there is none of this name.
+  absl::StatusOr<uint64_t> Number(absl::string_view name) const {
+    const absl::string_view text = Text(name);
+    uint64_t number = 0;
+    const bool digits = std::all_of(text.begin(), text.end(), absl::ascii_isdigit);
+    if (values_.contains(name) && !(digits && absl::SimpleAtoi(text, &number))) {
+      return errors::FieldError(name, "be a number without sign", text);
+    }
+    return number;
+  }
+
+  absl::string_view Text(absl::string_view name) const {
+    const auto value = values_.find(name);
+    return value == values_.end() ? "" : value->second;
+  }
+
+ private:
+  std::map<absl::string_view, absl::string_view> values_;
+};
+
+HttpResponse HistoryAnswer(const PageSources& pages, const HttpCall& call) {
+  const absl::StatusOr<Parameters> parameters = Parameters::Read(call, {"after", "head"});
+  if (!parameters.ok()) return BadRequest(parameters.status());
+  const absl::StatusOr<uint64_t> after = parameters->Number("after");
+  if (!after.ok()) return BadRequest(after.status());
+  return Json(pages.history->Json(pages.incarnation, *after, parameters->Text("head")));
+}
+
+HttpResponse EventsAnswer(const PageSources& pages, const HttpCall& call) {
+  const absl::StatusOr<Parameters> parameters = Parameters::Read(call, {"after"});
+  if (!parameters.ok()) return BadRequest(parameters.status());
+  const absl::StatusOr<uint64_t> after = parameters->Number("after");
+  if (!after.ok()) return BadRequest(after.status());
+  return Json(ToJson(pages.events->After(*after), pages.incarnation));
+}
+
+HttpResponse HeadAnswer(const PageSources& pages, const HttpCall& call) {
+  if (std::optional<std::string> html = pages.page->RenderHead(call.rest)) return Page(*std::move(html));
+  return Page(pages.page->RenderNoHead(call.rest), 404);
+}
+
+HttpHandler Asset(absl::string_view content_type, absl::string_view body) {
+  return [=](const HttpCall&) {
+    return HttpResponse{.content_type = std::string(content_type), .body = std::string(body)};
+  };
+}
+
+}  // namespace
+
+void AddPages(const PageSources& pages, HttpHandlers* handlers) {
+  (*handlers)["/"] = [pages](const HttpCall&) { return Page(pages.page->Render(pages.draining())); };
+  (*handlers)["/heads/"] = [pages](const HttpCall& call) { return HeadAnswer(pages, call); };
+  (*handlers)["/history.json"] = [pages](const HttpCall& call) { return HistoryAnswer(pages, call); };
+  (*handlers)["/events.json"] = [pages](const HttpCall& call) { return EventsAnswer(pages, call); };
+  (*handlers)["/page/page.js"] = Asset("text/javascript; charset=utf-8", PageScript());
+  (*handlers)["/page/page.css"] = Asset("text/css; charset=utf-8", PageStyle());
+  (*handlers)["/page/icon.svg"] = Asset("image/svg+xml", PageIcon());
+}
+
+HttpPages::HttpPages(const StatusPageOptions& options, const engine::Engine* engine,
+                     const kernels::Backend* backend, Metrics* metrics, std::function<bool()> draining)
+    : sampler_(engine, backend, metrics, &history_),
+      page_(options, engine, backend, metrics, &history_),
+      sources_({.page = &page_,
+                .history = &history_,
+                .events = &metrics->events(),
+                .incarnation = engine->incarnation(),
+                .draining = std::move(draining)}) {
+  sampler_.Start();
+}
+
+}  // namespace lossd::metrics

@@ -1,0 +1,304 @@
+// Keeps a page of the server live: draws the charts of the last 15 minutes out of /history.json, and fetches the page
+// itself again to renew what has changed in it. Nothing that the server sends becomes markup here: texts are set as text,
+// and a fetched page is parsed into a document of its own, in which no script runs.
+"use strict";
+
+const PERIOD_MS = 2000;
+const WINDOW_SECONDS = 900; // that are kept
+const LEAST_SECONDS = 120; // that a chart shows, of a server that has just started
+const MOST_LINES = 8; // colours
+const HEAD = document.body.dataset.head;
+
+// ---- Numbers as people read them ----
+
+function digits(value, suffix) {
+  const size = Math.abs(value);
+  return (size >= 100 || Number.isInteger(value) ? value.toFixed(0) : size >= 10 ? value.toFixed(1) : value.toPrecision(2)) + suffix;
+}
+function scaled(value, base, units) {
+  let unit = 0;
+  while (Math.abs(value) >= base && unit + 1 < units.length) {
+    value /= base;
+    ++unit;
+  }
+  return digits(value, units[unit]);
+}
+const FORMATS = {
+  count: (value) => scaled(value, 1000, ["", " k", " M", " G"]),
+  bytes: (value) => scaled(value, 1024, [" B", " KiB", " MiB", " GiB", " TiB"]),
+  seconds: (value) => value === 0 ? "0" : value < 1e-3 ? digits(value * 1e6, " us") : value < 1 ? digits(value * 1e3, " ms") : digits(value, " s"),
+  number: (value) => value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6) ? value.toExponential(1) : String(Number(value.toPrecision(4))),
+};
+
+// ---- Charts: what each shows. Lines are [name, series]. ----
+
+function server(...lines) {
+  return (samples) => lines.map(([name, series]) => [name, samples.server[series] || []]);
+}
+function everyHead(series) {
+  return (samples) => Object.entries(samples.heads).map(([name, of]) => [name, of[series]]);
+}
+function thisHead(series) {
+  return (samples) => HEAD in samples.heads ? [[HEAD, samples.heads[HEAD][series]]] : [];
+}
+const CHARTS = {
+  rows: { lines: (samples) => [["all heads", samples.server.rows_per_second || []]], format: "count", zero: true },
+  loss: { lines: everyHead("loss"), format: "number" },
+  latency: { lines: server(["median", "microbatch_seconds_p50"], ["95 %", "microbatch_seconds_p95"], ["99 %", "microbatch_seconds_p99"]), format: "seconds", zero: true },
+  phases: { lines: server(["receive", "receive_seconds_p50"], ["queue", "queue_seconds_p50"], ["compute", "compute_seconds_p50"], ["send", "send_seconds_p50"]), format: "seconds", zero: true },
+  memory: { lines: server(["planned", "planned_bytes"], ["staging used", "staging_used_bytes"], ["process", "resident_bytes"]), format: "bytes", zero: true },
+  queue: { lines: server(["queued slices", "queued_slices"], ["open streams", "open_streams"]), format: "count", zero: true },
+  "head-rows": { lines: thisHead("rows_per_second"), format: "count", zero: true },
+  "head-loss": { lines: thisHead("loss"), format: "number" },
+  "head-norm": { lines: thisHead("gradient_norm"), format: "number", zero: true },
+  "head-rate": { lines: thisHead("learning_rate"), format: "number", zero: true },
+};
+
+// ---- Samples: the answers of /history.json, joined ----
+
+const samples = { incarnation: "", last: 0, times: [], server: {}, heads: {} };
+
+function extend(into, known, more, added, keep) {
+  for (const name of Object.keys(more)) {
+    const values = into[name] || new Array(known).fill(null);
+    into[name] = values.concat(more[name]).slice(-keep);
+  }
+  for (const name of Object.keys(into)) {
+    if (!(name in more)) into[name] = into[name].concat(new Array(added).fill(null)).slice(-keep);
+  }
+}
+
+// False if the answer is another server's than those before, so that it lacks what `after` left out.
+function join(answer, after) {
+  if (answer.incarnation !== samples.incarnation) {
+    Object.assign(samples, { incarnation: answer.incarnation, last: 0, times: [], server: {}, heads: {} });
+    if (after > 0) return false;
+  }
+  const known = samples.times.length;
+  const added = answer.times.length;
+  const keep = WINDOW_SECONDS / answer.interval_seconds;
+  samples.times = samples.times.concat(answer.times).slice(-keep);
+  extend(samples.server, known, answer.server, added, keep);
+  for (const head of Object.keys(samples.heads)) {
+    if (!(head in answer.heads)) delete samples.heads[head];
+  }
+  for (const head of Object.keys(answer.heads)) {
+    samples.heads[head] = samples.heads[head] || {};
+    extend(samples.heads[head], known, answer.heads[head], added, keep);
+  }
+  samples.last = answer.last;
+  return true;
+}
+
+// ---- Drawing ----
+
+function element(name, attributes, text) {
+  const created = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) created.setAttribute(key, value);
+  if (text !== undefined) created.textContent = text;
+  return created;
+}
+
+// Some round numbers from low to high, of bytes in powers of two.
+function ticks(low, high, binary) {
+  const raw = (high - low) / 4.5;
+  const power = binary ? 2 ** Math.floor(Math.log2(raw)) : 10 ** Math.floor(Math.log10(raw));
+  const step = (binary ? [1, 2] : [1, 2, 5, 10]).map((factor) => factor * power).find((candidate) => candidate >= raw);
+  const found = [];
+  for (let tick = Math.ceil(low / step - 1e-9) * step; tick <= high + step * 1e-6; tick += step) found.push(tick);
+  return found;
+}
+
+function rangeOf(lines, zero) {
+  const values = lines.flatMap(([, values]) => values).filter((value) => value !== null);
+  if (values.length === 0) return null;
+  let low = values.reduce((a, b) => Math.min(a, b));
+  let high = values.reduce((a, b) => Math.max(a, b));
+  if (zero) low = Math.min(low, 0);
+  if (high === low) high = low + (Math.abs(low) || 1);
+  const room = (high - low) * 0.06;
+  return [zero && low === 0 ? 0 : low - room, high + room];
+}
+
+function pathOf(values, x, y) {
+  let path = "";
+  let pen = "M";
+  values.forEach((value, i) => {
+    if (value === null) {
+      pen = "M";
+      return;
+    }
+    // A point without neighbours is a dot: a line of no length with round ends.
+    const alone = pen === "M" && (values[i + 1] === null || values[i + 1] === undefined);
+    path += `${pen}${x(i).toFixed(1)} ${y(value).toFixed(1)}${alone ? "h.01" : ""}`;
+    pen = "L";
+  });
+  return path;
+}
+
+// The last value, or that of the sample under the pointer.
+function valueAt(values, at) {
+  return at === null ? values[values.length - 1] : values[at];
+}
+
+function drawLegend(figure, lines, format, at, hidden) {
+  const legend = document.createElement("div");
+  legend.className = "legend";
+  lines.forEach(([name, values], i) => {
+    const entry = document.createElement("span");
+    const mark = document.createElement("i");
+    mark.className = `c${i}`;
+    const value = valueAt(values, at);
+    entry.append(mark, value === null || value === undefined ? name : `${name} ${format(value)}`);
+    legend.append(entry);
+  });
+  if (at !== null) legend.append(new Date(samples.times[at] * 1000).toLocaleTimeString());
+  if (hidden > 0) legend.append(`and ${hidden} more`);
+  figure.append(legend);
+}
+
+function draw(figure) {
+  const chart = CHARTS[figure.dataset.chart];
+  if (chart === undefined) return;
+  const format = FORMATS[chart.format];
+  const all = chart.lines(samples);
+  const lines = all.slice(0, MOST_LINES);
+  const width = Math.max(figure.clientWidth - 24, 120);
+  const height = 168;
+  const [left, right, top, bottom] = [52, width - 6, 8, height - 20];
+  figure.querySelectorAll("svg, .legend").forEach((old) => old.remove());
+  const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": figure.querySelector("figcaption").textContent });
+  figure.append(svg);
+  const range = rangeOf(lines, chart.zero);
+  if (range === null) {
+    svg.append(element("text", { x: width / 2, y: height / 2, class: "empty" }, "nothing yet"));
+    drawLegend(figure, [], format, null, 0);
+    return;
+  }
+  const [low, high] = range;
+  const now = samples.times[samples.times.length - 1];
+  const shown = Math.min(WINDOW_SECONDS, Math.max(LEAST_SECONDS, now - samples.times[0]));
+  const xAt = (ago) => right - (right - left) * ago / shown;
+  const x = (i) => xAt(now - samples.times[i]);
+  const y = (value) => bottom - (bottom - top) * (value - low) / (high - low);
+  for (const tick of ticks(low, high, chart.format === "bytes")) {
+    svg.append(element("line", { class: "grid", x1: left, x2: right, y1: y(tick), y2: y(tick) }));
+    svg.append(element("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, format(tick)));
+  }
+  for (let minutes = 0; minutes * 60 <= shown * 1.001; minutes += shown > 600 ? 5 : shown > 330 ? 2 : 1) {
+    const at = xAt(minutes * 60);
+    const anchor = minutes === 0 ? "end" : at < left + 25 ? "start" : "middle";
+    svg.append(element("text", { x: at, y: height - 4, "text-anchor": anchor }, minutes === 0 ? "now" : `-${minutes} min`));
+  }
+  lines.forEach(([name, values], i) => {
+    const path = element("path", { class: `c${i}`, d: pathOf(values, x, y) });
+    path.append(element("title", {}, name));
+    svg.append(path);
+  });
+  const at = pointers.has(figure) ? sampleAt(pointers.get(figure) * width, x) : null;
+  if (at !== null) svg.append(element("line", { class: "cursor", x1: x(at), x2: x(at), y1: top, y2: bottom }));
+  drawLegend(figure, lines, format, at, all.length - lines.length);
+}
+
+// Where the pointer is in each chart, as a share of the width.
+const pointers = new Map();
+
+function sampleAt(position, x) {
+  let best = null;
+  samples.times.forEach((_, i) => {
+    if (best === null || Math.abs(x(i) - position) < Math.abs(x(best) - position)) best = i;
+  });
+  return best;
+}
+
+function watchPointer(figure) {
+  figure.addEventListener("pointermove", (event) => {
+    const svg = figure.querySelector("svg");
+    if (svg === null) return;
+    const box = svg.getBoundingClientRect();
+    pointers.set(figure, (event.clientX - box.left) / box.width);
+    draw(figure);
+  });
+  figure.addEventListener("pointerleave", () => {
+    pointers.delete(figure);
+    draw(figure);
+  });
+}
+
+function drawAll() {
+  document.querySelectorAll(".chart").forEach(draw);
+}
+
+// ---- Renewal ----
+
+async function fetchText(path) {
+  const limit = new AbortController();
+  const timer = setTimeout(() => limit.abort(), 5 * PERIOD_MS);
+  try {
+    return await (await fetch(path, { signal: limit.signal, cache: "no-store" })).text();
+  } finally {
+    clearTimeout(timer);
+  }
+}
+
+async function renewSamples() {
+  const of = HEAD === "" ? "" : `&head=${encodeURIComponent(HEAD)}`;
+  const ask = async (after) => join(JSON.parse(await fetchText(`/history.json?after=${after}${of}`)), after);
+  if (!await ask(samples.last)) await ask(0);
+}
+
+// Replaces the parts of the page that have changed, but not the charts, which are drawn here.
+async function renewPage() {
+  const renewed = new DOMParser().parseFromString(await fetchText(location.pathname), "text/html");
+  const main = renewed.querySelector("main");
+  if (main === null) throw new Error("the answer is no page");
+  const charts = document.getElementById("charts");
+  if (charts === null && main.querySelector("#charts") !== null) return location.reload(); // the head is there now
+  if (charts !== null) charts.hidden = main.querySelector("#charts") === null; // the head is gone
+  const parts = (of) => Array.from(of.children).filter((part) => part.id !== "" && part.id !== "charts");
+  const here = document.querySelector("main");
+  const kept = new Set(parts(main).map((part) => part.id));
+  for (const part of parts(here)) {
+    if (!kept.has(part.id)) part.remove();
+  }
+  for (const part of parts(main)) {
+    const shown = document.getElementById(part.id);
+    if (shown === null) here.append(document.adoptNode(part));
+    else if (!shown.isEqualNode(part)) replace(shown, part);
+  }
+  document.title = renewed.title;
+}
+
+// Keeps how far tables were scrolled sideways.
+function replace(shown, part) {
+  const scrolled = Array.from(shown.querySelectorAll(".wide"), (box) => box.scrollLeft);
+  const adopted = document.adoptNode(part);
+  shown.replaceWith(adopted);
+  adopted.querySelectorAll(".wide").forEach((box, i) => { box.scrollLeft = scrolled[i] || 0; });
+}
+
+let answered = Date.now();
+
+async function renew() {
+  const trouble = document.getElementById("trouble");
+  try {
+    await renewSamples();
+    await renewPage();
+    answered = Date.now();
+    trouble.hidden = true;
+    drawAll();
+  } catch (error) {
+    trouble.textContent = `No answer from the server for ${Math.round((Date.now() - answered) / 1000)} s.`;
+    trouble.hidden = false;
+  }
+}
+
+async function live() {
+  if (document.visibilityState === "visible") await renew();
+  setTimeout(live, PERIOD_MS);
+}
+
+document.querySelectorAll(".chart").forEach(watchPointer);
+document.addEventListener("visibilitychange", () => { if (document.visibilityState === "visible") renew(); });
+window.addEventListener("resize", drawAll);
+live();
