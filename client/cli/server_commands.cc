@@ -38,7 +38,9 @@ absl::Status RunHealth(Context* context, const std::string& service, client::Cli
   if (context->json) {
     context->PrintJson({{"server", context->server}, {"service", service}, {"health", HealthName(*health)}});
   } else {
-    context->Print(absl::StrCat(context->server, ": ", HealthName(*health), "\n"));
+    const Tone tone = context->bad_news ? Tone::kBad : Tone::kGood;
+    context->Print(
+        absl::StrCat(context->server, ": ", context->style().Paint(tone, HealthName(*health)), "\n"));
   }
   return absl::OkStatus();
 }
@@ -66,7 +68,7 @@ absl::Status RunServer(Context* context, client::Client& client) {
   if (context->json) {
     context->PrintJson(ToJson(*server));
   } else {
-    context->Print(ServerText(*server, context->server));
+    context->Print(ServerText(*server, context->server, context->style()));
   }
   return absl::OkStatus();
 }
@@ -90,8 +92,9 @@ absl::Status RunMetrics(Context* context, const std::string& http, const std::st
         {"--filter", "must be a regular expression", filter});
   }
   const absl::Duration timeout = context->timeout_seconds > 0 ? context->timeout() : absl::Seconds(5);
-  const absl::StatusOr<std::string> text =
-      HttpFetch(context->HttpAddress(http), "/metrics", context->credentials, timeout);
+  const absl::StatusOr<std::string> address = context->HttpAddress(http, /*client=*/nullptr);
+  if (!address.ok()) return address.status();
+  const absl::StatusOr<std::string> text = HttpFetch(*address, "/metrics", context->credentials, timeout);
   if (!text.ok()) return text.status();
   if (context->json) {
     context->PrintJson(SamplesJson(ParseMetrics(*text), pattern));
@@ -136,7 +139,8 @@ void AddServerCommands(CLI::App* app, Context* context) {
   CLI::App* metrics = app->add_subcommand("metrics", "Print the server's metrics");
   auto http = std::make_shared<std::string>();
   auto filter = std::make_shared<std::string>();
-  metrics->add_option("--http", *http, "The server's HTTP address [the server's host, port 7071]")
+  metrics
+      ->add_option("--http", *http, "The server's HTTP address [the context's, else where the server says]")
       ->type_name("HOST:PORT");
   metrics->add_option("--filter", *filter, "Only lines (with --json: metrics) that match")
       ->type_name("REGEX");

@@ -372,6 +372,13 @@ absl::StatusOr<v1::ServerDescription> Client::GetServer(absl::Duration timeout) 
               v1::GetServerRequest(), DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
 }
 
+absl::StatusOr<v1::ListStreamsResponse> Client::ListStreams(uint32_t max_streams, absl::Duration timeout) {
+  v1::ListStreamsRequest request;
+  request.set_max_streams(max_streams);
+  return Call(*core_, core_->connections().server(), &v1::ServerService::Stub::ListStreams, request,
+              DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
+}
+
 absl::StatusOr<Health> Client::CheckHealth(absl::string_view service, absl::Duration timeout) {
   grpc::health::v1::HealthCheckRequest request;
   request.set_service(std::string(service));

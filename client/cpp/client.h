@@ -340,6 +340,9 @@ class Client {
   // ---- Server ----
 
   absl::StatusOr<v1::ServerDescription> GetServer(absl::Duration timeout = absl::ZeroDuration());
+  // Who sends rows now, and the ComputeLoss calls that are open: at most `max_streams` of them (0: 1000).
+  absl::StatusOr<v1::ListStreamsResponse> ListStreams(uint32_t max_streams = 0,
+                                                      absl::Duration timeout = absl::ZeroDuration());
   // grpc.health.v1; "" is the whole server. Not repeated.
   absl::StatusOr<Health> CheckHealth(absl::string_view service = "",
                                      absl::Duration timeout = absl::ZeroDuration());

@@ -20,6 +20,7 @@
 #include "server/app/every.h"
 #include "server/app/gpu_watch.h"
 #include "server/app/health.h"
+#include "server/app/late_text.h"
 #include "server/app/listen.h"
 #include "server/app/part_options.h"
 #include "server/app/reflection.h"
@@ -80,6 +81,7 @@ class ServerImpl final : public Server {
   const absl::Time started_ = absl::Now();
   std::vector<Address> grpc_addresses_;
   Address http_bind_;
+  LateText http_url_;  // ServerDescription.http
   std::atomic<bool> draining_{false};
   std::once_flag drained_;
 
@@ -222,8 +224,10 @@ void ServerImpl::CreateServices() {
                                 .max_message_bytes = MaxMessageBytes(options_),
                                 .max_streams = options_.max_streams,
                                 .ranks = [this] { return RanksOf(leader_.get()); },
-                                .region_socket = shared_memory_ == nullptr ? "" : shared_memory_->socket()},
-      engine_.get(), backend_.get(), &security_->access_control(), head_service_->requests());
+                                .region_socket = shared_memory_ == nullptr ? "" : shared_memory_->socket(),
+                                .http = [this] { return http_url_.Get(); }},
+      engine_.get(), backend_.get(), loss_service_.get(), &security_->access_control(),
+      head_service_->requests());
 }
 
 absl::Status ServerImpl::Listen() {
@@ -284,6 +288,7 @@ absl::Status ServerImpl::StartHttp() {
       metrics::HttpServer::Start(address.text(), Handlers(), security_->http());
   if (!http.ok()) return http.status();
   http_ = *std::move(http);
+  http_url_.Set(absl::StrCat(options_.security.http_tls ? "https://" : "http://", http_->address()));
   return absl::OkStatus();
 }
 

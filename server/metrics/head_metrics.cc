@@ -1,5 +1,6 @@
 #include "server/metrics/head_metrics.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "server/metrics/families.h"
@@ -15,8 +16,13 @@ HeadMetrics::Head& HeadMetrics::At(absl::string_view head) {
 }
 
 void HeadMetrics::OnChunk(const engine::ChunkReport& report) {
+  const absl::Time now = now_();
   absl::MutexLock lock(&mutex_);
   Head& head = At(report.head);
+  // The next chunk is formed while this one is computed, and no second counts twice.
+  const absl::Time begin = std::max(busy_until_, now - absl::Seconds(report.device_seconds));
+  head.device_seconds += std::max(0.0, absl::ToDoubleSeconds(now - begin));
+  busy_until_ = std::max(busy_until_, now);
   head.rows += report.rows;
   head.loss_sum += report.loss_sum;
   head.loss_rows += report.loss_rows;
@@ -78,6 +84,11 @@ void HeadMetrics::Collect(std::vector<MetricFamily>* families) const {
     return MakeFamily(name, help, MetricType::Gauge);
   };
   MetricFamily rows = MakeFamily("lossd_rows_total", "Rows computed, by head.", MetricType::Counter);
+  MetricFamily busy = MakeFamily(
+      "lossd_device_busy_seconds_total",
+      "Time in which a chunk of the head was on the device; where chunks of several heads overlap, it "
+      "counts for the first of them to leave.",
+      MetricType::Counter);
   MetricFamily step = gauge("lossd_head_step", "Number of the head's last closed step.");
   MetricFamily step_rows = gauge("lossd_head_step_rows", "Rows in the gradients of the head's last step.");
   MetricFamily seconds = gauge("lossd_head_step_seconds",
@@ -94,6 +105,7 @@ void HeadMetrics::Collect(std::vector<MetricFamily>* families) const {
     for (const auto& [name, head] : heads_) {
       const Labels labels = {{"head", name}};
       AddSample(&rows, labels, static_cast<double>(head.rows));
+      AddSample(&busy, labels, head.device_seconds);
       if (head.steps.empty()) continue;
       const Step& last = head.steps.front();
       AddSample(&step, labels, static_cast<double>(last.number));
@@ -104,7 +116,7 @@ void HeadMetrics::Collect(std::vector<MetricFamily>* families) const {
       AddSample(&rate, labels, last.learning_rate);
     }
   }
-  for (MetricFamily* family : {&rows, &step, &step_rows, &seconds, &loss, &norm, &rate}) {
+  for (MetricFamily* family : {&rows, &busy, &step, &step_rows, &seconds, &loss, &norm, &rate}) {
     families->push_back(std::move(*family));
   }
 }

@@ -64,6 +64,7 @@ class HeadMetrics {
  private:
   struct Head {
     int64_t rows = 0;
+    double device_seconds = 0.0;
     // Of the open step.
     double loss_sum = 0.0;
     int64_t loss_rows = 0;
@@ -76,6 +77,7 @@ class HeadMetrics {
   mutable absl::Mutex mutex_;
   std::map<std::string, Head, std::less<>> heads_ ABSL_GUARDED_BY(mutex_);
   int64_t rows_of_gone_heads_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Time busy_until_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();  // as far as it is counted
 };
 
 }  // namespace lossd::metrics
