@@ -225,10 +225,9 @@ absl::Status RunBench(Context* context, const Flags& flags) {
     if (totals.ok() && !zeroed.ok()) return zeroed.status();
   }
   if (!totals.ok()) return totals.status();
-  const client::ConnectionChoice connections = (*client)->connections();
-  BenchSetup setup = SetupOf(flags, *rows, connections);
-  setup.channels_reason = connections.reason;
   const client::TransportChoice choice = (*client)->transport();
+  BenchSetup setup = SetupOf(flags, *rows, choice.connections);
+  setup.channels_reason = choice.connections.reason;
   setup.transport = choice.transport;
   setup.transport_reason = choice.reason;
   if (context->json) {

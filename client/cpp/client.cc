@@ -11,9 +11,6 @@
 #include "client/cpp/retry.h"
 #include "client/cpp/step_errors.h"
 #include "client/cpp/tensor_transfer.h"
-#include "kernels/errors/field_error.h"
-#include "kernels/errors/text.h"
-#include "proto/wire/status_details.h"
 
 namespace lossd::client {
 namespace {
@@ -115,9 +112,11 @@ absl::StatusOr<LossResult> Client::ComputeLoss(const Microbatch& microbatch, con
   return ComputeLossAsync(microbatch, outputs, options).Wait();
 }
 
-TransportChoice Client::transport() const { return core_->connections().regions().choice(); }
-
-ConnectionChoice Client::connections() const { return core_->connections().choice(); }
+TransportChoice Client::transport() const {
+  TransportChoice choice = core_->connections().regions().choice();
+  choice.connections = core_->connections().choice();
+  return choice;
+}
 
 PendingLoss Client::ComputeLossAsync(const Microbatch& microbatch, const LossOutputs& outputs,
                                      const ComputeOptions& options, LossCallback callback) {
@@ -388,17 +387,6 @@ absl::StatusOr<Health> Client::CheckHealth(absl::string_view service, absl::Dura
   if (!result.ok()) return result.status();
   return result->status() == grpc::health::v1::HealthCheckResponse::SERVING ? Health::kServing
                                                                             : Health::kNotServing;
-}
-
-std::optional<v1::ErrorDetail> ErrorDetailOf(const absl::Status& status) {
-  std::optional<v1::ErrorDetail> detail = wire::GetErrorDetail(status);
-  if (detail.has_value()) return detail;
-  const std::optional<errors::FieldViolation> violation = errors::GetFieldViolation(status);
-  if (!violation.has_value()) return std::nullopt;
-  detail.emplace();
-  detail->set_field(errors::ValidUtf8(violation->field));
-  detail->set_value(errors::ValidUtf8(violation->value));
-  return detail;
 }
 
 size_t ElementSize(v1::DType dtype) {

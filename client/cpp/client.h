@@ -227,11 +227,9 @@ class Client {
   Client& operator=(const Client&) = delete;
 
   const ClientOptions& options() const;
-  // How the rows of loss computations travel. Decided with the first of them.
+  // How the rows of loss computations travel, which is decided with the first of them; and over how many
+  // connections, which changes while the client works unless options().channels says how many.
   TransportChoice transport() const;
-  // How many connections they are spread over. Changes while the client works unless options().channels says
-  // how many.
-  ConnectionChoice connections() const;
 
   // ---- Loss ----
 

@@ -15,16 +15,17 @@ namespace lossd::client {
 // The transport of the environment variable LOSSD_TRANSPORT, else "auto".
 std::string TransportFromEnvironment();
 
-// How rows travel, and why.
-struct TransportChoice {
-  std::string transport;  // "shared_memory" or "grpc"
-  std::string reason;     // for people
-};
-
 // How many connections there are, and why.
 struct ConnectionChoice {
   int connections = 1;
   std::string reason;  // for people
+};
+
+// How rows travel, and why.
+struct TransportChoice {
+  std::string transport;  // "shared_memory" or "grpc"
+  std::string reason;     // for people
+  ConnectionChoice connections;
 };
 
 // How calls are sent again: those that break, and those that begin again when what they look at changes.

@@ -10,6 +10,9 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "client/cpp/client.h"
+#include "kernels/errors/field_error.h"
+#include "kernels/errors/text.h"
+#include "proto/wire/status_details.h"
 
 namespace lossd::client {
 namespace internal {
@@ -86,6 +89,17 @@ std::optional<Restart> RestartOf(const absl::Status& status) {
 
 bool IsStepDiscarded(const absl::Status& status) {
   return status.GetPayload(internal::kDiscardPayload).has_value();
+}
+
+std::optional<v1::ErrorDetail> ErrorDetailOf(const absl::Status& status) {
+  std::optional<v1::ErrorDetail> detail = wire::GetErrorDetail(status);
+  if (detail.has_value()) return detail;
+  const std::optional<errors::FieldViolation> violation = errors::GetFieldViolation(status);
+  if (!violation.has_value()) return std::nullopt;
+  detail.emplace();
+  detail->set_field(errors::ValidUtf8(violation->field));
+  detail->set_value(errors::ValidUtf8(violation->value));
+  return detail;
 }
 
 }  // namespace lossd::client

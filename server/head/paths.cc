@@ -98,7 +98,9 @@ absl::StatusOr<Resolved> Resolve(const std::string& directory, absl::string_view
   const std::vector<absl::string_view> parts = absl::StrSplit(relative, '/');
   if (std::find(parts.begin(), parts.end(), "..") != parts.end()) return BadPath(relative, "holds '..'");
   const std::optional<std::string> root = RealPath(directory);
-  if (!root.has_value()) return formats::FileError("the server's directory", "resolve", errno);
+  if (!root.has_value()) {  // a directory that is not there yet has no files
+    return formats::FileError(errno == ENOENT ? relative : "the server's directory", "resolve", errno);
+  }
   const std::optional<std::string> real = RealPath(absl::StrCat(*root, "/", relative));
   if (!real.has_value()) return formats::FileError(relative, "resolve", errno);
   const std::string prefix = *root == "/" ? *root : absl::StrCat(*root, "/");

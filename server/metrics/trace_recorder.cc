@@ -92,7 +92,7 @@ void TraceRecorder::Add(absl::string_view head, const Span& span) {
 size_t TraceRecorder::HeadNumber(absl::string_view head) {
   auto known = std::find(heads_.begin(), heads_.end(), head);
   if (known == heads_.end()) {
-    if (heads_.size() == kMostHeads) head = kOtherHeads;
+    if (heads_.size() >= kMostHeads) head = kOtherHeads;  // which is one more
     known = std::find(heads_.begin(), heads_.end(), head);
     if (known == heads_.end()) known = heads_.insert(heads_.end(), std::string(head));
   }

@@ -49,6 +49,14 @@ class CallClock {
     return absl::OkStatus();
   }
 
+  // For a call that is only cancelled when it is late: the limit's flag if the call has waited too long, and
+  // then it waits for nothing any more, so that this is told once; else "".
+  absl::string_view StopIfLate(absl::Time now, const CallTimeouts& timeouts) {
+    absl::string_view limit;
+    if (!Check(now, timeouts, &limit).ok()) Set(Waits::kNothing);
+    return limit;
+  }
+
  private:
   absl::Status Late(absl::Time now, absl::Duration most, absl::string_view what, absl::string_view flag,
                     absl::string_view* limit) const {

@@ -15,6 +15,27 @@
 
 namespace lossd::rpc {
 
+namespace {
+
+// Has gradients of these rows, which are retained, lie in a region if the message says so.
+absl::Status UseRegion(const v1::OpenBackward& backward, engine::RowRange rows, regions::Regions* regions,
+                       const std::string& identity, SlicePlaces* places) {
+  if (backward.region().empty() && !backward.has_in_region()) return absl::OkStatus();
+  if (backward.region().empty() || !backward.has_in_region()) {
+    return errors::FieldError("backward.in_region", "come with backward.region, and only with it",
+                              backward.has_in_region() ? "a range without a region" : "nothing");
+  }
+  if (!backward.want_grad_hidden()) {
+    return errors::FieldError("backward.in_region", "come with want_grad_hidden only",
+                              "a range for gradients that are not wanted");
+  }
+  auto region = ClaimRegion(regions, "backward.region", backward.region(), identity);
+  if (!region.ok()) return region.status();
+  return places->UseForGradients(*std::move(region), backward.in_region(), rows.begin);
+}
+
+}  // namespace
+
 ComputeLossCall* ComputeLossCall::Start(ComputeLossEnvironment* environment,
                                         grpc::CallbackServerContext* context) {
   // Not make_shared: the constructor is private.
@@ -87,7 +108,10 @@ absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t 
   absl::StatusOr<engine::StreamSpec> spec = messages::ToStreamSpec(open);
   if (!spec.ok()) return spec.status();
   spec->peer = peer_;
-  const Traffic traffic{.head = spec->head, .microbatch_id = spec->microbatch_id, .rows = spec->rows.size()};
+  const Traffic traffic{.head = spec->head,
+                        .microbatch_id = spec->microbatch_id,
+                        .shared_memory = !open.region().empty(),
+                        .rows = spec->rows.size()};
   if (!open.region().empty()) {
     auto region = ClaimRegion(environment_->regions, "open.region", open.region(), identity_);
     if (!region.ok()) return region.status();
@@ -117,8 +141,13 @@ absl::Status ComputeLossCall::HandleBackward(const v1::OpenBackward& backward, s
   absl::StatusOr<engine::BackwardSpec> spec = messages::ToBackwardSpec(backward);
   if (!spec.ok()) return spec.status();
   spec->peer = peer_;
-  if (absl::Status status = UseRegion(backward, spec->rows); !status.ok()) return status;
-  const Traffic traffic{.head = spec->head, .microbatch_id = spec->microbatch_id, .rows = spec->rows.size()};
+  if (absl::Status status = UseRegion(backward, spec->rows, environment_->regions, identity_, &places_);
+      !status.ok())
+    return status;
+  const Traffic traffic{.head = spec->head,
+                        .microbatch_id = spec->microbatch_id,
+                        .shared_memory = !backward.region().empty(),
+                        .rows = spec->rows.size()};
   absl::StatusOr<std::unique_ptr<engine::Stream>> opened = environment_->engine->OpenBackward(
       *std::move(spec), std::make_shared<CallInbox>(shared_from_this(), environment_->senders));
   if (!opened.ok()) return opened.status();
@@ -133,21 +162,6 @@ absl::Status ComputeLossCall::HandleBackward(const v1::OpenBackward& backward, s
   }
   ReceiveRetained(next);
   return absl::OkStatus();
-}
-
-absl::Status ComputeLossCall::UseRegion(const v1::OpenBackward& backward, engine::RowRange rows) {
-  if (backward.region().empty() && !backward.has_in_region()) return absl::OkStatus();
-  if (backward.region().empty() || !backward.has_in_region()) {
-    return errors::FieldError("backward.in_region", "come with backward.region, and only with it",
-                              backward.has_in_region() ? "a range without a region" : "nothing");
-  }
-  if (!backward.want_grad_hidden()) {
-    return errors::FieldError("backward.in_region", "come with want_grad_hidden only",
-                              "a range for gradients that are not wanted");
-  }
-  auto region = ClaimRegion(environment_->regions, "backward.region", backward.region(), identity_);
-  if (!region.ok()) return region.status();
-  return places_.UseForGradients(*std::move(region), backward.in_region(), rows.begin);
 }
 
 bool ComputeLossCall::Accept(std::unique_ptr<engine::Stream> stream, absl::Time now) {

@@ -97,6 +97,7 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   struct Traffic {
     std::string head;
     uint64_t microbatch_id = 0;
+    bool shared_memory = false;
     int64_t rows = 0;
     int64_t queued_rows = 0;
     int64_t sent_rows = 0;
@@ -122,8 +123,6 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   absl::Status HandleOpen(const v1::OpenMicrobatch& open, size_t payload_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status HandleBackward(const v1::OpenBackward& backward, size_t payload_bytes)
       ABSL_LOCKS_EXCLUDED(mutex_);
-  // Has gradients of these rows, which are retained, lie in a region if the message says so.
-  absl::Status UseRegion(const v1::OpenBackward& backward, engine::RowRange rows);
   // Takes over an engine stream and sends `accepted`; false if the call was cancelled meanwhile.
   bool Accept(std::unique_ptr<engine::Stream> stream, absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status HandleSlice(const v1::SliceHeader& header, wire::PayloadView payload, absl::Time arrived)
@@ -144,8 +143,6 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   void Enqueue(Outgoing outgoing) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Books a write that has ended; the result is NextSlice's.
   std::optional<engine::RowRange> FinishWrite(bool ok) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // If a trace is recorded: the slice that was written.
-  void TraceSend() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Ends the call with `why` (not OK), through the engine if a stream is open.
   void Fail(absl::Status why) ABSL_LOCKS_EXCLUDED(mutex_);

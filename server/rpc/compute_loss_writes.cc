@@ -10,8 +10,18 @@
 #include "server/rpc/status.h"
 
 namespace lossd::rpc {
-
 namespace {
+
+// That a slice of `stream` was written, which was ready to be at `ready`.
+void TraceSend(const engine::Stream& stream, const engine::RowRange& rows, absl::Time ready,
+               metrics::TraceRecorder* trace) {
+  trace->Add(stream.head(), {.kind = metrics::SpanKind::kSend,
+                             .id = stream.microbatch_id(),
+                             .first_row = rows.begin,
+                             .rows = rows.size(),
+                             .begin = ready,
+                             .end = absl::Now()});
+}
 
 v1::StreamWait ToProto(CallClock::Waits waits) {
   switch (waits) {
@@ -81,7 +91,9 @@ std::optional<engine::RowRange> ComputeLossCall::FinishWrite(bool ok) {
     }
     environment_->metrics->ObservePhase(metrics::Phase::kSend,
                                         absl::ToDoubleSeconds(absl::Now() - writing_.ready));
-    TraceSend();
+    if (stream_ != nullptr && environment_->metrics->trace().recording()) {
+      TraceSend(*stream_, writing_.range, writing_.ready, &environment_->metrics->trace());
+    }
   }
   writing_ = Outgoing();
   Progress();
@@ -93,16 +105,6 @@ std::optional<engine::RowRange> ComputeLossCall::FinishWrite(bool ok) {
   }
   Pump();
   return next;
-}
-
-void ComputeLossCall::TraceSend() {
-  if (stream_ == nullptr || !environment_->metrics->trace().recording()) return;
-  environment_->metrics->trace().Add(stream_->head(), {.kind = metrics::SpanKind::kSend,
-                                                       .id = stream_->microbatch_id(),
-                                                       .first_row = writing_.range.begin,
-                                                       .rows = writing_.range.size(),
-                                                       .begin = writing_.ready,
-                                                       .end = absl::Now()});
 }
 
 void ComputeLossCall::OnCancel() {
@@ -188,7 +190,7 @@ void ComputeLossCall::Describe(absl::Time now, v1::StreamDescription* descriptio
   description->set_head(traffic_.head);
   description->set_microbatch_id(traffic_.microbatch_id);
   description->set_backward(backward_);
-  description->set_shared_memory(places_.has_region());
+  description->set_shared_memory(traffic_.shared_memory);
   description->set_rows(static_cast<uint64_t>(traffic_.rows));
   description->set_queued_rows(static_cast<uint64_t>(traffic_.queued_rows));
   description->set_sent_rows(static_cast<uint64_t>(traffic_.sent_rows));

@@ -28,7 +28,7 @@ constexpr MethodAccess kTable[] = {
     {kHeads, "SaveCheckpoint", Role::kTrainer, true},       //
 
     {kHeads, "CreateHead", Role::kAdmin, true},      //
-    {kHeads, "PlanHead", Role::kAdmin, false},       //
+    {kHeads, "PlanHead", Role::kAdmin, true},        //
     {kHeads, "DeleteHead", Role::kAdmin, true},      //
     {kHeads, "WriteTensor", Role::kAdmin, true},     //
     {kHeads, "LoadCheckpoint", Role::kAdmin, true},  //

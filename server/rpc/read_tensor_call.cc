@@ -114,10 +114,8 @@ void ReadTensorCall::End(absl::Status status) {
 
 absl::string_view ReadTensorCall::EndIfLate(absl::Time now, const CallTimeouts& timeouts) {
   absl::MutexLock lock(&mutex_);
-  absl::string_view limit;
-  if (clock_.Check(now, timeouts, &limit).ok()) return "";
-  clock_.Set(CallClock::Waits::kNothing);
-  context()->TryCancel();
+  const absl::string_view limit = clock_.StopIfLate(now, timeouts);
+  if (!limit.empty()) context()->TryCancel();
   return limit;
 }
 

@@ -35,7 +35,6 @@ class SlicePlaces {
   // region, as far as it reaches. INVALID_ARGUMENT, naming field and value, if there is no such range.
   absl::Status UseForGradients(std::shared_ptr<regions::Region> region, const v1::RegionRange& range,
                                int64_t first_row);
-  bool has_region() const { return region_ != nullptr; }
 
   // The slice as the engine takes it, but for on_queued. INVALID_ARGUMENT, naming field and value, if it
   // cannot lie where the header says.

@@ -15,7 +15,8 @@ class Figures(unittest.TestCase):
     def test_every_figure_in_the_tree_is_one_that_the_script_makes(self):
         found = {path.relative_to(figures.FOLDER).as_posix() if path.is_relative_to(figures.FOLDER) else str(path)
                  for folder in ("docs", "bench") for path in (ROOT / folder).rglob("*.svg")}
-        self.assertEqual(found, set(figures.FIGURES))
+        drawn_by_hand = {str(ROOT / "docs" / "overview.svg")}
+        self.assertEqual(found - drawn_by_hand, set(figures.FIGURES))
 
     def test_each_figure_is_of_the_files_that_are_there(self):
         for name, (files, _) in figures.FIGURES.items():

@@ -135,21 +135,21 @@ TEST_F(ConnectionFaultsTest, CutWhileConnectionsComeAndGo) {
                                           .max_backoff = absl::Milliseconds(20)},
                                 .transport = "grpc"};
   const auto client = Client::Connect(options).value();
-  EXPECT_EQ(client->connections().connections, 1);
+  EXPECT_EQ(client->transport().connections.connections, 1);
   proxy_.ArmEach([this] {
     return Fault{.direction = Draw(1) == 0 ? Direction::kToServer : Direction::kToClient,
                  .unit = Fault::Unit::kBytes,
                  .after = Draw(60 << 20)};
   });
   // Until a trial of another connection has ended, and some steps beyond.
-  const auto tried = [&client] { return absl::StrContains(client->connections().reason, "GB/s"); };
+  const auto tried = [&client] { return absl::StrContains(client->transport().connections.reason, "GB/s"); };
   int beyond = 0;
   for (int i = 0; i < 200 && beyond < Scaled(4); ++i) {
     const absl::Status status = TrainStep(trainer_, *client, {.streams = 0, .slice_bytes = 64 << 10});
     ASSERT_TRUE(status.ok()) << status;
     beyond += tried() ? 1 : 0;
   }
-  EXPECT_TRUE(tried()) << client->connections().reason;
+  EXPECT_TRUE(tried()) << client->transport().connections.reason;
   EXPECT_TRUE(Undisturbed());
   EXPECT_GT(proxy_.cuts(), 0);
   Count("cuts", proxy_.cuts());

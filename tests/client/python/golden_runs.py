@@ -327,13 +327,11 @@ def run_waits(case: Case) -> None:
 
 def run_connections(case: Case) -> None:
     check_members(case, ("rounds", "says"), ())
-    chooser = _connection_chooser.ConnectionChooser()
-    now, moved = 0.0, 0
+    chooser, now, moved = _connection_chooser.ConnectionChooser(), 0.0, 0
     for round_ in case["rounds"]:
-        assert set(round_) - {"times", "opens"} == {"streams", "megabytes", "seconds", "advice", "connections"}
+        check_members(round_, ("streams", "megabytes", "seconds", "advice", "connections"), ("times", "opens"))
         for _ in range(round_.get("times", 1)):
-            for _ in range(round_["streams"]):
-                chooser.begin(now)
+            [chooser.begin(now) for _ in range(round_["streams"])]
             now += round_["seconds"]
             moved += round_["megabytes"] * 1_000_000
             advice = {chooser.end(moved, now).value for _ in range(round_["streams"])}

@@ -79,6 +79,43 @@ def test_cancelled_computations_spoil_nothing(server: ServerProcess, make_head: 
             np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+def test_gradients_of_retained_rows_come_in_the_region(server: ServerProcess, make_head: Any) -> None:
+    """A client that takes no message with so many rows gets what lies in the region alone."""
+    head = make_head(hidden_size=D, vocab_size=V)
+    hidden, targets = rows()
+    with lossd.Client(server.target, transport="grpc") as client:
+        want = client.compute_loss(head, hidden, targets, reduction="sum", grad_hidden=True).grad_hidden
+        client.compute_loss(head, hidden, targets, id=7, reduction="none", retain=True, rows=("loss",))
+    ones = np.ones(N, np.float32)
+
+    def backward(transport: str, size: int = 1 << 20, **options: Any) -> Any:
+        with lossd.Client(server.target, transport=transport, shared_memory_bytes=size, **options) as client:
+            results = [client.backward(head, 7, ones, hidden_size=D, grad_hidden=True) for _ in range(5)]
+            assert client.transport[0] == transport
+            return [result.grad_hidden for result in results]
+
+    small = {"max_message_bytes": 4096, "retry": lossd.RetryOptions(max_attempts=1)}
+    for gradients in (backward("shared_memory", **small), backward("shared_memory", 16 << 10), backward("shared_memory", 256)):
+        for got in gradients:
+            np.testing.assert_allclose(got, want, atol=1e-4)
+    with pytest.raises(lossd.ResourceExhausted):
+        backward("grpc", **small)
+
+
+def test_tensors_are_read_through_the_region(server: ServerProcess, make_head: Any) -> None:
+    head = make_head(hidden_size=D, vocab_size=20001)
+    with lossd.Client(server.target, transport="grpc") as client:
+        want = client.read_tensor(head)
+    with lossd.Client(server.target, transport="shared_memory", max_message_bytes=4096) as client:
+        np.testing.assert_array_equal(client.read_tensor(head), want)
+    for size in (4 << 20, 100 << 10, 256):  # one call, several, and messages
+        with lossd.Client(server.target, transport="shared_memory", shared_memory_bytes=size) as client:
+            for _ in range(3):
+                np.testing.assert_array_equal(client.read_tensor(head), want)
+            np.testing.assert_array_equal(client.read_tensor(head, rows=(17, 20000)), want[17:20000])
+            assert client.transport[0] == "shared_memory"
+
+
 def test_says_what_it_took_and_why(server: ServerProcess, make_head: Any) -> None:
     head = make_head(hidden_size=D, vocab_size=V)
     hidden, targets = rows()

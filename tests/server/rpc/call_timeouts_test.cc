@@ -44,5 +44,16 @@ TEST(CallClockTest, NothingToWaitForTakesAnyTime) {
   EXPECT_TRUE(clock.Check(absl::Now() + absl::Hours(100), kTimeouts, &limit).ok());
 }
 
+TEST(CallClockTest, StopsOnceItIsLate) {
+  const absl::Time start = absl::UnixEpoch();
+  CallClock clock;
+  clock.Set(Waits::kSend, start);
+  EXPECT_EQ(clock.StopIfLate(start + absl::Seconds(3), kTimeouts), "");
+  EXPECT_EQ(clock.what(), Waits::kSend);
+  EXPECT_EQ(clock.StopIfLate(start + absl::Seconds(4), kTimeouts), "send_timeout");
+  EXPECT_EQ(clock.what(), Waits::kNothing);
+  EXPECT_EQ(clock.StopIfLate(start + absl::Seconds(5), kTimeouts), "");
+}
+
 }  // namespace
 }  // namespace lossd::rpc

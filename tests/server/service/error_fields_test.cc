@@ -255,7 +255,14 @@ TEST_F(ErrorFieldsTest, OpenBackward) {
        {[this](Backward& b) { b.set_incarnation(other_incarnation_); }, "backward.incarnation",
         other_incarnation_text_, kFailedPrecondition},
        {[](Backward& b) { b.set_generation(77); }, "backward.generation", "77"},
-       {[this](Backward& b) { NameGeneration(77777, &b); }, "backward.generation", "77777", kAborted}},
+       {[this](Backward& b) { NameGeneration(77777, &b); }, "backward.generation", "77777", kAborted},
+       {[](Backward& b) {
+          b.set_want_grad_hidden(true);
+          b.set_region("no such region");
+          b.mutable_in_region()->set_bytes(1);
+        },
+        "backward.region", "another one", absl::StatusCode::kUnavailable},
+       {[](Backward& b) { b.mutable_in_region(); }, "backward.in_region", "a range without a region"}},
       {"want_grad_hidden"}, call);
 }
 

@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
-#include <limits>
 #include <memory>
 #include <random>
 #include <string>
@@ -16,8 +14,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/cpp/client.h"
-#include "client/cpp/region_source.h"
-#include "kernels/errors/field_error.h"
 #include "tests/server/service/service_client.h"
 #include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
@@ -364,86 +360,6 @@ TEST(SharedMemoryClientTest, GoesOnAfterARestart) {
     absl::SleepFor(absl::Milliseconds(20));
   }
   EXPECT_TRUE(again) << client->transport().reason;
-}
-
-// ---- Where regions come from ----
-
-using client::internal::RegionPauses;
-using client::internal::RegionSource;
-
-std::string RegionSocketOf(const TestServer& server) {
-  return client::Client::Connect({.target = server.target()}).value()->GetServer()->region_socket();
-}
-
-// A server that could not give memory, or was not reached, the first time may do so later.
-TEST(RegionSourceTest, TriesAgainAfterAFailedAttempt) {
-  const TestServer server;
-  RegionSource source("auto", 4096, "/nowhere", [&server] { return RegionSocketOf(server); },
-                      {.first = absl::Milliseconds(1), .most = absl::Milliseconds(2)});
-  EXPECT_EQ(source.Get(), nullptr);
-  EXPECT_EQ(source.choice().transport, "grpc");
-  EXPECT_THAT(source.choice().reason, HasSubstr("/nowhere"));
-  EXPECT_THAT(source.choice().reason, HasSubstr("tried again"));
-  const absl::Time end = absl::Now() + absl::Seconds(60);
-  while (source.Get() == nullptr && absl::Now() < end) absl::SleepFor(absl::Milliseconds(1));
-  EXPECT_EQ(source.choice().transport, "shared_memory") << source.choice().reason;
-}
-
-TEST(RegionSourceTest, PausesGrowBetweenAttempts) {
-  int attempts = 0;
-  RegionSource source("auto", 4096, "/nowhere",
-                      [&attempts] {
-                        ++attempts;
-                        return std::string("/nowhere");
-                      },
-                      {.first = absl::Milliseconds(1), .most = absl::Hours(1)});
-  const absl::Time start = absl::Now();
-  for (int i = 0; i < 200; ++i) {
-    EXPECT_EQ(source.Get(), nullptr);
-    absl::SleepFor(absl::Microseconds(200));
-  }
-  // The pauses before attempt n are 2^n - 1 ms together.
-  const double elapsed = absl::ToDoubleMilliseconds(absl::Now() - start);
-  EXPECT_GE(attempts, 2);
-  EXPECT_LE(std::exp2(attempts) - 1, elapsed);
-}
-
-TEST(RegionSourceTest, ASocketOfAnotherServerIsTriedLessAndLess) {
-  const TestServer server;
-  RegionSource source("auto", 4096, RegionSocketOf(server), [&server] { return RegionSocketOf(server); },
-                      {.first = absl::Hours(1), .most = absl::Hours(1)});
-  auto region = source.Get();
-  ASSERT_NE(region, nullptr);
-  const auto refuse = [](client::internal::SharedRegion& one) {
-    one.AfterFailure(errors::FieldError("open.region", "be open", "another", absl::StatusCode::kUnavailable),
-                     /*holds=*/false);
-  };
-  refuse(*region);
-  const auto next = source.Get();  // the server may have been restarted
-  ASSERT_NE(next, nullptr);
-  EXPECT_NE(next, region);
-  refuse(*next);
-  EXPECT_EQ(source.Get(), nullptr);
-  EXPECT_THAT(source.choice().reason, HasSubstr("does not know the regions of its socket"));
-}
-
-// The server does not wait for the client's next call.
-TEST(RegionSourceTest, ARegionThatWasGivenUpGoesBackAtOnce) {
-  const TestServer server;
-  const auto client = Connect(server.target(), "shared_memory");
-  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
-  const auto direct = client::Client::Connect({.target = server.target(), .transport = "grpc"}).value();
-  const auto staging = [&direct] { return direct->GetServer()->memory().staging(); };
-  std::mt19937_64 rng(10);
-  SmallRows rows = MakeSmallRows(600, rng);
-  ASSERT_TRUE(client->ComputeLoss(SmallMicrobatch(rows, 0, 1), {}).ok());
-  const uint64_t with_region = staging();
-  rows.hidden[300 * kSmallHidden] = std::numeric_limits<float>::infinity();
-  rows.targets[300] = 1;
-  EXPECT_FALSE(client->ComputeLoss(SmallMicrobatch(rows, 0, 2), {}, {.slice_bytes = kRowBytes * 10}).ok());
-  const absl::Time end = absl::Now() + absl::Seconds(60);
-  while (staging() + (1 << 20) > with_region && absl::Now() < end) absl::SleepFor(absl::Milliseconds(5));
-  EXPECT_LE(staging() + (1 << 20), with_region);
 }
 
 }  // namespace
