@@ -42,7 +42,7 @@ std::pair<HttpHandlers::const_iterator, absl::string_view> FindHandler(const Htt
 
 bool IsPort(absl::string_view text) {
   int port = 0;
-  return !text.empty() && std::all_of(text.begin(), text.end(), absl::ascii_isdigit) &&
+  return !text.empty() && text.size() <= 5 && std::all_of(text.begin(), text.end(), absl::ascii_isdigit) &&
          absl::SimpleAtoi(text, &port) && port <= 65535;
 }
 

@@ -108,6 +108,7 @@ TEST(HttpRouterTest, NamesOfTheLoopback) {
                            ":80",
                            "localhost:",
                            "localhost:65536",
+                           "localhost:000080",
                            "localhost:-1",
                            "localhost: 1",
                            " localhost",
