@@ -121,9 +121,15 @@ absl::StatusOr<std::string> Context::HttpAddress(const std::string& given, clien
     own = *std::move(connected);
     client = own.get();
   }
-  const absl::StatusOr<v1::ServerDescription> description = client->GetServer(timeout());
+  const absl::StatusOr<v1::ServerDescription> description = client->server().Describe(timeout());
   if (!description.ok()) return description.status();
   return HttpAddressOf(*description, server);
+}
+
+absl::StatusOr<std::string> Context::ProbeAddress(const std::string& given) {
+  if (absl::Status status = Settle(); !status.ok()) return status;
+  if (!given.empty()) return given;
+  return named_http.empty() ? DefaultHttpAddress(server) : named_http;
 }
 
 void Context::Print(absl::string_view text) const {

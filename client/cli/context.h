@@ -52,19 +52,19 @@ struct Context {
   bool bad_news = false;
 
   // Decides which server it is and how to prove who asks, once. The server is, in this order: --server, that
-  // of
-  // --context, LOSSD_SERVER, that of LOSSD_CONTEXT, that of the current context, kDefaultServer. Certificates
-  // and the token come from options or the environment, and else from the context that named the server: they
-  // are never shown to another one. Errors as those of the context's files.
+  // of --context, LOSSD_SERVER, that of LOSSD_CONTEXT, that of the current context, kDefaultServer.
+  // Certificates and the token come from options or the environment, and else from the context that named
+  // the server: they are never shown to another one. Errors as those of the context's files.
   absl::Status Settle();
 
-  // Both Settle first.
+  // All three Settle first.
   absl::StatusOr<std::unique_ptr<client::Client>> Connect(std::optional<int> channels = 1,
                                                           const std::string& transport = "");
   // "http://host:port" of the server's HTTP side, or "https://...": `given` (--http) if not empty, else that
-  // of the context, else where the server says it is (`client` may be null; then a connection is made for
-  // that).
+  // of the context, else where the server says it is. `client` may be null; then a connection is made to ask.
   absl::StatusOr<std::string> HttpAddress(const std::string& given, client::Client* client);
+  // The same for a probe, which does not ask over gRPC: else port 7071 of the server's host.
+  absl::StatusOr<std::string> ProbeAddress(const std::string& given);
 
   absl::Duration timeout() const { return absl::Seconds(timeout_seconds); }
   Style style() const { return {.wide = output == Output::kWide, .color = ColorsOn(1)}; }

@@ -1,12 +1,12 @@
 // Named servers: the file in which a person keeps the addresses, certificates and token files of the servers
 // that they use. client/python/src/lossd/_contexts.py reads the same file, and
-// tests/client/golden/contexts.json has cases of both.
+// tests/client/contexts/cases.json has cases of both.
 //
 //   {
 //     "current": "lab",
 //     "contexts": {
-//       "lab": {"server": "gpu-7:7070", "ca": "ca.pem", "cert": "me.pem", "key": "me.key", "token_file":
-//       "token"}
+//       "lab": {"server": "gpu-7:7070", "ca": "ca.pem", "cert": "me.pem", "key": "me.key",
+//               "token_file": "token"}
 //     }
 //   }
 //

@@ -26,8 +26,12 @@ absl::Status NoHttp(const std::string& message, const std::string& value) {
 
 }  // namespace
 
+std::string DefaultHttpAddress(const std::string& target) {
+  return absl::StrCat("http://", HostOf(target, false), ":", kDefaultPort);
+}
+
 absl::StatusOr<std::string> HttpAddressOf(const v1::ServerDescription& server, const std::string& target) {
-  if (!server.has_http()) return absl::StrCat("http://", HostOf(target, false), ":", kDefaultPort);
+  if (!server.has_http()) return DefaultHttpAddress(target);
   const std::string& url = server.http();
   if (url.empty()) {
     return NoHttp(absl::StrCat("the server at ", target, " has no HTTP side, since its --http is empty"), "");

@@ -32,7 +32,7 @@ absl::string_view HealthName(client::Health health) {
 }
 
 absl::Status RunHealth(Context* context, const std::string& service, client::Client& client) {
-  const absl::StatusOr<client::Health> health = client.CheckHealth(service, context->timeout());
+  const absl::StatusOr<client::Health> health = client.server().CheckHealth(service, context->timeout());
   if (!health.ok()) return health.status();
   context->bad_news = *health != client::Health::kServing;
   if (context->json) {
@@ -48,22 +48,23 @@ absl::Status RunHealth(Context* context, const std::string& service, client::Cli
 // Exit code 1, and what the server says, unless it is live, or ready.
 absl::Status RunProbe(Context* context, const std::string& probe, const std::string& http) {
   const absl::Duration timeout = context->timeout_seconds > 0 ? context->timeout() : absl::Seconds(5);
-  const std::string address = context->HttpAddress(http);
-  const absl::StatusOr<HttpAnswer> answer = HttpProbe(address, absl::StrCat("/", probe, "z"), timeout);
+  const absl::StatusOr<std::string> address = context->ProbeAddress(http);
+  if (!address.ok()) return address.status();
+  const absl::StatusOr<HttpAnswer> answer = HttpProbe(*address, absl::StrCat("/", probe, "z"), timeout);
   if (!answer.ok()) return answer.status();
   context->bad_news = answer->status != 200;
   const std::string says(absl::StripAsciiWhitespace(answer->body));
   if (context->json) {
-    context->PrintJson({{"http", address}, {"probe", probe}, {"status", answer->status}, {"says", says}});
+    context->PrintJson({{"http", *address}, {"probe", probe}, {"status", answer->status}, {"says", says}});
   } else {
     context->Print(absl::StrCat(
-        address, ": ", answer->status == 200 ? probe : absl::StrCat("not ", probe, ": ", says), "\n"));
+        *address, ": ", answer->status == 200 ? probe : absl::StrCat("not ", probe, ": ", says), "\n"));
   }
   return absl::OkStatus();
 }
 
 absl::Status RunServer(Context* context, client::Client& client) {
-  const absl::StatusOr<v1::ServerDescription> server = client.GetServer(context->timeout());
+  const absl::StatusOr<v1::ServerDescription> server = client.server().Describe(context->timeout());
   if (!server.ok()) return server.status();
   if (context->json) {
     context->PrintJson(ToJson(*server));
@@ -123,7 +124,7 @@ void AddServerCommands(CLI::App* app, Context* context) {
       ->check(CLI::IsMember({"live", "ready"}))
       ->type_name("live|ready")
       ->excludes("SERVICE");
-  health->add_option("--http", *probed, "The HTTP address for --probe [the server's host, port 7071]")
+  health->add_option("--http", *probed, "The HTTP address for --probe [the context's, else the server's host, port 7071]")
       ->type_name("HOST:PORT")
       ->envname("LOSSD_PROBE");
   const auto ask = [=](client::Client& client) { return RunHealth(context, *service, client); };

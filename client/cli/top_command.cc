@@ -1,10 +1,12 @@
 // top
+#include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "client/cli/commands.h"
+#include "client/cli/format.h"
 #include "client/cli/live.h"
 #include "client/cli/options.h"
 #include "client/cli/top_view.h"
@@ -18,7 +20,7 @@ class Top final : public LiveView {
       : context_(context), client_(client), history_(order) {}
 
   void Look() override {
-    found_ = client_.ListStreams(0, context_.timeout_seconds > 0 ? context_.timeout() : absl::Seconds(3));
+    found_ = client_.server().ListStreams(0, context_.timeout_seconds > 0 ? context_.timeout() : absl::Seconds(3));
   }
   absl::Status Take() override {
     if (absl::IsUnimplemented(found_.status())) {

@@ -22,7 +22,7 @@ class Watch final : public LiveView {
   void Look() override {
     const absl::Duration timeout = context_.timeout_seconds > 0 ? context_.timeout() : absl::Seconds(3);
     found_ = WatchSample();
-    const absl::StatusOr<v1::ServerDescription> server = client_.GetServer(timeout);
+    const absl::StatusOr<v1::ServerDescription> server = client_.server().Describe(timeout);
     const absl::Time start = absl::Now();
     const absl::StatusOr<std::vector<v1::HeadDescription>> heads = client_.ListHeads(timeout);
     found_.time = absl::Now();
