@@ -110,20 +110,21 @@ absl::StatusOr<std::unique_ptr<client::Client>> Context::Connect(std::optional<i
   return client::Client::Connect(options);
 }
 
-absl::StatusOr<std::string> Context::HttpAddress(const std::string& given, client::Client* client) {
+absl::StatusOr<std::string> Context::HttpAddress(const std::string& given) {
   if (absl::Status status = Settle(); !status.ok()) return status;
   if (!given.empty()) return given;
   if (!named_http.empty()) return named_http;
-  std::unique_ptr<client::Client> own;
-  if (client == nullptr) {
-    auto connected = Connect();
-    if (!connected.ok()) return connected.status();
-    own = *std::move(connected);
-    client = own.get();
-  }
-  const absl::StatusOr<v1::ServerDescription> description = client->server().Describe(timeout());
-  if (!description.ok()) return description.status();
-  return HttpAddressOf(*description, server);
+  const auto client = Connect();
+  if (!client.ok()) return client.status();
+  const absl::StatusOr<v1::ServerDescription> said = (*client)->GetServer(timeout());
+  if (!said.ok()) return said.status();
+  return HttpAddressOf(*said, server);
+}
+
+absl::StatusOr<std::string> Context::HttpAddress(const std::string& given,
+                                                 const v1::ServerDescription& said) const {
+  if (!given.empty()) return given;
+  return named_http.empty() ? HttpAddressOf(said, server) : named_http;
 }
 
 absl::StatusOr<std::string> Context::ProbeAddress(const std::string& given) {

@@ -57,12 +57,14 @@ struct Context {
   // the server: they are never shown to another one. Errors as those of the context's files.
   absl::Status Settle();
 
-  // All three Settle first.
+  // All but one of these Settle first.
   absl::StatusOr<std::unique_ptr<client::Client>> Connect(std::optional<int> channels = 1,
                                                           const std::string& transport = "");
   // "http://host:port" of the server's HTTP side, or "https://...": `given` (--http) if not empty, else that
-  // of the context, else where the server says it is. `client` may be null; then a connection is made to ask.
-  absl::StatusOr<std::string> HttpAddress(const std::string& given, client::Client* client);
+  // of the context, else where the server says it is, for which a connection is made.
+  absl::StatusOr<std::string> HttpAddress(const std::string& given);
+  // The same of a server that has said it already; the context is settled.
+  absl::StatusOr<std::string> HttpAddress(const std::string& given, const v1::ServerDescription& said) const;
   // The same for a probe, which does not ask over gRPC: else port 7071 of the server's host.
   absl::StatusOr<std::string> ProbeAddress(const std::string& given);
 

@@ -47,7 +47,7 @@ bool MayComeBack(const absl::Status& status) {
 }
 
 absl::Status RunEvents(Context* context, const Flags& flags) {
-  const absl::StatusOr<std::string> address = context->HttpAddress(flags.http, /*client=*/nullptr);
+  const absl::StatusOr<std::string> address = context->HttpAddress(flags.http);
   if (!address.ok()) return address.status();
   absl::StatusOr<Events> events = Fetch(*context, *address, flags.after);
   if (!events.ok()) return events.status();

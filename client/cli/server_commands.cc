@@ -32,7 +32,7 @@ absl::string_view HealthName(client::Health health) {
 }
 
 absl::Status RunHealth(Context* context, const std::string& service, client::Client& client) {
-  const absl::StatusOr<client::Health> health = client.server().CheckHealth(service, context->timeout());
+  const absl::StatusOr<client::Health> health = client.monitoring().CheckHealth(service, context->timeout());
   if (!health.ok()) return health.status();
   context->bad_news = *health != client::Health::kServing;
   if (context->json) {
@@ -64,7 +64,7 @@ absl::Status RunProbe(Context* context, const std::string& probe, const std::str
 }
 
 absl::Status RunServer(Context* context, client::Client& client) {
-  const absl::StatusOr<v1::ServerDescription> server = client.server().Describe(context->timeout());
+  const absl::StatusOr<v1::ServerDescription> server = client.GetServer(context->timeout());
   if (!server.ok()) return server.status();
   if (context->json) {
     context->PrintJson(ToJson(*server));
@@ -93,7 +93,7 @@ absl::Status RunMetrics(Context* context, const std::string& http, const std::st
         {"--filter", "must be a regular expression", filter});
   }
   const absl::Duration timeout = context->timeout_seconds > 0 ? context->timeout() : absl::Seconds(5);
-  const absl::StatusOr<std::string> address = context->HttpAddress(http, /*client=*/nullptr);
+  const absl::StatusOr<std::string> address = context->HttpAddress(http);
   if (!address.ok()) return address.status();
   const absl::StatusOr<std::string> text = HttpFetch(*address, "/metrics", context->credentials, timeout);
   if (!text.ok()) return text.status();
@@ -124,7 +124,9 @@ void AddServerCommands(CLI::App* app, Context* context) {
       ->check(CLI::IsMember({"live", "ready"}))
       ->type_name("live|ready")
       ->excludes("SERVICE");
-  health->add_option("--http", *probed, "The HTTP address for --probe [the context's, else the server's host, port 7071]")
+  health
+      ->add_option("--http", *probed,
+                   "The HTTP address for --probe [the context's, else the server's host, port 7071]")
       ->type_name("HOST:PORT")
       ->envname("LOSSD_PROBE");
   const auto ask = [=](client::Client& client) { return RunHealth(context, *service, client); };

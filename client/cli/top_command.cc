@@ -20,7 +20,8 @@ class Top final : public LiveView {
       : context_(context), client_(client), history_(order) {}
 
   void Look() override {
-    found_ = client_.server().ListStreams(0, context_.timeout_seconds > 0 ? context_.timeout() : absl::Seconds(3));
+    found_ = client_.monitoring().ListStreams(
+        0, context_.timeout_seconds > 0 ? context_.timeout() : absl::Seconds(3));
   }
   absl::Status Take() override {
     if (absl::IsUnimplemented(found_.status())) {

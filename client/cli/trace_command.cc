@@ -20,7 +20,7 @@ struct Flags {
 
 absl::Status RunTrace(Context* context, const Flags& flags) {
   const absl::Duration timeout = context->timeout_seconds > 0 ? context->timeout() : absl::Seconds(30);
-  const absl::StatusOr<std::string> address = context->HttpAddress(flags.http, /*client=*/nullptr);
+  const absl::StatusOr<std::string> address = context->HttpAddress(flags.http);
   if (!address.ok()) return address.status();
   const absl::StatusOr<std::string> started =
       HttpFetch(*address, absl::StrCat("/trace?seconds=", flags.seconds), context->credentials, timeout);
@@ -49,7 +49,9 @@ void AddTraceCommand(CLI::App* app, Context* context) {
       "https://ui.perfetto.dev or chrome://tracing. Needs the role admin on a server that asks.");
   auto flags = std::make_shared<Flags>();
   trace->add_option("--seconds", flags->seconds, "How long to record [2]")->check(CLI::Range(0.01, 30.0));
-  trace->add_option("--http", flags->http, "The server's HTTP address [the context's, else where the server says]")
+  trace
+      ->add_option("--http", flags->http,
+                   "The server's HTTP address [the context's, else where the server says]")
       ->type_name("HOST:PORT");
   trace->callback([=] { context->action = [=] { return RunTrace(context, *flags); }; });
 }

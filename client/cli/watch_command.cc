@@ -2,6 +2,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -16,13 +17,13 @@ namespace {
 
 class Watch final : public LiveView {
  public:
-  Watch(Context* context, std::string http, client::Client& client)
-      : context_(*context), http_(context->HttpAddress(http, &client)), client_(client) {}
+  Watch(const Context* context, std::string http, client::Client& client)
+      : context_(*context), http_(std::move(http)), client_(client) {}
 
   void Look() override {
     const absl::Duration timeout = context_.timeout_seconds > 0 ? context_.timeout() : absl::Seconds(3);
     found_ = WatchSample();
-    const absl::StatusOr<v1::ServerDescription> server = client_.server().Describe(timeout);
+    const absl::StatusOr<v1::ServerDescription> server = client_.GetServer(timeout);
     const absl::Time start = absl::Now();
     const absl::StatusOr<std::vector<v1::HeadDescription>> heads = client_.ListHeads(timeout);
     found_.time = absl::Now();
@@ -32,8 +33,9 @@ class Watch final : public LiveView {
     if (!found_.status.ok()) return;
     found_.server = *server;
     found_.heads = *heads;
+    const absl::StatusOr<std::string> address = context_.HttpAddress(http_, *server);
     const absl::StatusOr<std::string> metrics =
-        http_.ok() ? HttpFetch(*http_, "/metrics", context_.credentials, absl::Seconds(1)) : http_;
+        address.ok() ? HttpFetch(*address, "/metrics", context_.credentials, absl::Seconds(1)) : address;
     if (metrics.ok()) {
       found_.metrics = ParseMetrics(*metrics);
     } else {
@@ -57,7 +59,7 @@ class Watch final : public LiveView {
 
  private:
   const Context& context_;
-  const absl::StatusOr<std::string> http_;
+  const std::string http_;  // empty: not given
   client::Client& client_;
   WatchSample found_;  // by Look, for Take
   WatchHistory history_;

@@ -335,7 +335,12 @@ absl::StatusOr<v1::HeadDescription> Client::LoadCheckpoint(absl::string_view che
   return result;
 }
 
-ServerCalls Client::server() const { return ServerCalls(core_.get()); }
+absl::StatusOr<v1::ServerDescription> Client::GetServer(absl::Duration timeout) {
+  return Call(*core_, core_->connections().server(), &v1::ServerService::Stub::GetServer,
+              v1::GetServerRequest(), DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
+}
+
+MonitoringCalls Client::monitoring() const { return MonitoringCalls(core_.get()); }
 
 size_t ElementSize(v1::DType dtype) {
   if (dtype == v1::DTYPE_FP32) return 4;

@@ -45,7 +45,7 @@
 #include "absl/types/span.h"
 #include "client/cpp/client_options.h"
 #include "client/cpp/credentials.h"
-#include "client/cpp/server_calls.h"
+#include "client/cpp/monitoring.h"
 #include "lossd/v1/head.pb.h"
 #include "lossd/v1/loss.pb.h"
 #include "lossd/v1/server.pb.h"
@@ -336,8 +336,9 @@ class Client {
 
   // ---- Server ----
 
-  // Calls about the server as a whole. They share the client's connections, and end with the client.
-  ServerCalls server() const;
+  absl::StatusOr<v1::ServerDescription> GetServer(absl::Duration timeout = absl::ZeroDuration());
+  // CheckHealth, ListStreams.
+  MonitoringCalls monitoring() const;
 
  private:
   explicit Client(std::unique_ptr<internal::Core> core);

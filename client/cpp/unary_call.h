@@ -31,8 +31,8 @@ auto Repeated(const Core& core, absl::Time deadline, Repeat repeat, Attempt atte
   for (int number = 1;; ++number) {
     auto result = attempt();
     if (result.ok()) return result;
-    const auto wait = WaitBeforeRepeat(core.options().retry, result.status(), number,
-                                                 deadline - absl::Now(), Jitter(), repeat);
+    const auto wait = WaitBeforeRepeat(core.options().retry, result.status(), number, deadline - absl::Now(),
+                                       Jitter(), repeat);
     if (!wait.has_value()) return WithAttempts(result.status(), number);
     absl::SleepFor(*wait);
   }

@@ -41,14 +41,15 @@ std::shared_ptr<PeerTable::Peer> PeerTable::Open(const std::string& peer, absl::
   absl::MutexLock lock(&mutex_);
   auto found = peers_.find(peer);
   if (found == peers_.end()) {
-    if (peers_.size() >= most_) ForgetOne();
+    while (peers_.size() >= most_ && ForgetOne()) {
+    }
     found = peers_.emplace(peer, std::make_shared<Peer>()).first;
   }
   found->second->Open(now);
   return found->second;
 }
 
-void PeerTable::ForgetOne() {
+bool PeerTable::ForgetOne() {
   auto idlest = peers_.end();
   absl::Time since = absl::InfiniteFuture();
   for (auto it = peers_.begin(); it != peers_.end(); ++it) {
@@ -57,7 +58,9 @@ void PeerTable::ForgetOne() {
     since = totals.last_active;
     idlest = it;
   }
-  if (idlest != peers_.end()) peers_.erase(idlest);
+  if (idlest == peers_.end()) return false;
+  peers_.erase(idlest);
+  return true;
 }
 
 std::vector<PeerTable::Entry> PeerTable::List() const {

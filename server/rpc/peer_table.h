@@ -1,7 +1,7 @@
 // What each client has sent and taken since the server knows it, for ListStreams.
 //
-// Memory: an entry for each client, of which there are at most `most` and those with open calls. When another
-// one comes, the one that has been idle longest goes.
+// Memory: an entry for each client. There are at most `most`, or as many as have open calls if these are
+// more. When another client comes, those that have been idle longest go.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_RPC_PEER_TABLE_H_
@@ -63,7 +63,8 @@ class PeerTable {
   std::vector<Entry> List() const ABSL_LOCKS_EXCLUDED(mutex_);  // by name
 
  private:
-  void ForgetOne() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The client that was idle longest; false if all have open calls.
+  bool ForgetOne() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const size_t most_;
   mutable absl::Mutex mutex_;  // taken before that of a Peer

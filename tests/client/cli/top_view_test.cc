@@ -117,7 +117,9 @@ TEST(TopViewTest, PicturesFitTheTerminal) {
     for (const size_t lines : {0, 10, 24, 60}) {
       const std::string picture = history.Render("host:7070", {.columns = columns, .lines = lines});
       const std::vector<std::string> shown = absl::StrSplit(picture, '\n');
-      if (lines >= 10) EXPECT_LE(shown.size() - 1, lines) << picture;
+      if (lines >= 10) {
+        EXPECT_LE(shown.size() - 1, lines) << picture;
+      }
       for (const std::string& line : shown) EXPECT_LE(DisplayWidth(line), columns) << line;
       EXPECT_THAT(picture, Not(HasSubstr("\033[2J")));
     }

@@ -181,8 +181,9 @@ TEST(WatchViewTest, PicturesFitTheTerminal) {
       const std::string picture = Picture(history, columns, lines);
       std::vector<std::string> shown = absl::StrSplit(picture, '\n', absl::SkipEmpty());
       for (const std::string& line : shown) EXPECT_LE(DisplayWidth(line), columns) << line;
-      if (lines >= 10)
+      if (lines >= 10) {
         EXPECT_LE(std::count(picture.begin(), picture.end(), '\n'), static_cast<long>(lines)) << picture;
+      }
     }
   }
   EXPECT_THAT(Picture(history, 40), HasSubstr("rows/s "));

@@ -122,7 +122,7 @@ TEST_F(AdminTest, ReadsAreRepeatedAndChangesAreNot) {
   server_.SetFaults({.refuse_calls = 2});
   EXPECT_TRUE(client_->DescribeHead("head").ok());
   server_.SetFaults({.refuse_calls = 2});
-  EXPECT_TRUE(client_->server().Describe().ok());
+  EXPECT_TRUE(client_->GetServer().ok());
   server_.SetFaults({.refuse_calls = 3});
   EXPECT_EQ(client_->ListHeads().status().code(), absl::StatusCode::kUnavailable);
   server_.SetFaults({.refuse_calls = 1});
@@ -161,9 +161,9 @@ TEST_F(AdminTest, CheckpointsServerAndHealth) {
   EXPECT_EQ(client_->SaveCheckpoint("head", "best")->checkpoint(), "head/best");
   EXPECT_EQ(client_->LoadCheckpoint("head/best")->spec().name(), "head");
   EXPECT_EQ(client_->LoadCheckpoint("gone/best").status().code(), absl::StatusCode::kNotFound);
-  EXPECT_EQ(client_->server().Describe()->incarnation(), server_.incarnation());
-  EXPECT_EQ(client_->server().CheckHealth().value(), Health::kServing);
-  EXPECT_EQ(client_->server().CheckHealth("no.such.Service").value(), Health::kUnknownService);
+  EXPECT_EQ(client_->GetServer()->incarnation(), server_.incarnation());
+  EXPECT_EQ(client_->monitoring().CheckHealth().value(), Health::kServing);
+  EXPECT_EQ(client_->monitoring().CheckHealth("no.such.Service").value(), Health::kUnknownService);
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
-// What a client asks about its server as a whole: what it is, whether it serves, who uses it.
+// What those ask who watch a server rather than train with it: whether it serves, and who uses it.
 //
 // Thread-safe. A zero timeout means ClientOptions::call_timeout.
-#ifndef LOSSD_CLIENT_CPP_SERVER_CALLS_H_
-#define LOSSD_CLIENT_CPP_SERVER_CALLS_H_
+#ifndef LOSSD_CLIENT_CPP_MONITORING_H_
+#define LOSSD_CLIENT_CPP_MONITORING_H_
 
 #include <cstdint>
 
@@ -19,13 +19,12 @@ namespace internal {
 class Core;
 }  // namespace internal
 
-// Got from Client::server; usable as long as the client.
-class ServerCalls {
+// Got from Client::monitoring; shares the client's connections, and ends with the client.
+class MonitoringCalls {
  public:
-  // Version, devices, limits and memory of the server. Repeated like other calls that only read.
-  absl::StatusOr<v1::ServerDescription> Describe(absl::Duration timeout = absl::ZeroDuration()) const;
   // Which clients send rows, and the ComputeLoss calls that are open: the oldest `max_streams` of them (0:
-  // 1000). INVALID_ARGUMENT above 10000; UNIMPLEMENTED by earlier servers. Repeated likewise.
+  // 1000). INVALID_ARGUMENT above 10000; UNIMPLEMENTED by earlier servers. Repeated like other calls that
+  // only read.
   absl::StatusOr<v1::ListStreamsResponse> ListStreams(uint32_t max_streams = 0,
                                                       absl::Duration timeout = absl::ZeroDuration()) const;
   // grpc.health.v1; "" is the whole server. Not repeated.
@@ -34,11 +33,11 @@ class ServerCalls {
 
  private:
   friend class Client;
-  explicit ServerCalls(const internal::Core* core) : core_(core) {}
+  explicit MonitoringCalls(const internal::Core* core) : core_(core) {}
 
   const internal::Core* core_;
 };
 
 }  // namespace lossd::client
 
-#endif  // LOSSD_CLIENT_CPP_SERVER_CALLS_H_
+#endif  // LOSSD_CLIENT_CPP_MONITORING_H_

@@ -1,4 +1,4 @@
-#include "client/cpp/server_calls.h"
+#include "client/cpp/monitoring.h"
 
 #include <string>
 
@@ -12,21 +12,15 @@ using internal::Call;
 using internal::DeadlineAfter;
 using internal::Repeat;
 
-absl::StatusOr<v1::ServerDescription> ServerCalls::Describe(absl::Duration timeout) const {
-  return Call(*core_, core_->connections().server(), &v1::ServerService::Stub::GetServer,
-              v1::GetServerRequest(), DeadlineAfter(timeout, core_->options().call_timeout),
-              Repeat::kIfTransient);
-}
-
-absl::StatusOr<v1::ListStreamsResponse> ServerCalls::ListStreams(uint32_t max_streams,
-                                                                 absl::Duration timeout) const {
+absl::StatusOr<v1::ListStreamsResponse> MonitoringCalls::ListStreams(uint32_t max_streams,
+                                                                     absl::Duration timeout) const {
   v1::ListStreamsRequest request;
   request.set_max_streams(max_streams);
   return Call(*core_, core_->connections().server(), &v1::ServerService::Stub::ListStreams, request,
               DeadlineAfter(timeout, core_->options().call_timeout), Repeat::kIfTransient);
 }
 
-absl::StatusOr<Health> ServerCalls::CheckHealth(absl::string_view service, absl::Duration timeout) const {
+absl::StatusOr<Health> MonitoringCalls::CheckHealth(absl::string_view service, absl::Duration timeout) const {
   grpc::health::v1::HealthCheckRequest request;
   request.set_service(std::string(service));
   auto result = Call(*core_, core_->connections().health(), &grpc::health::v1::Health::Stub::Check, request,
