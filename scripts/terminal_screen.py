@@ -27,13 +27,16 @@ class Screen:
         self._clear()
         self._style = ()
         self._rest = ""
+        self._of_old_size = 0  # pictures that may have been begun before a resize
 
     def _clear(self):
         self._cells = [[(" ", ())] * self.columns for _ in range(self.lines)]
         self._line = self._column = 0
 
     def resize(self, columns, lines):
+        """The picture that the program is drawing meanwhile is cut."""
         self.columns, self.lines = columns, lines
+        self._of_old_size = 2  # the one that is being written, and one for which it has asked the size already
         self._clear()
 
     def feed(self, text):
@@ -64,6 +67,8 @@ class Screen:
                 self._line += 1
         else:
             if self._column >= self.columns:
+                if self._of_old_size:
+                    return
                 raise ValueError(f"line {self._line + 1} is wider than {self.columns} columns: {self.text()}")
             self._cells[self._line][self._column] = (character, self._style)
             self._column += 1
@@ -80,6 +85,7 @@ class Screen:
             self._style = () if codes == (0,) else codes
         elif letter == "H" and not numbers:
             self._line = self._column = 0
+            self._of_old_size = max(0, self._of_old_size - 1)
         elif letter in "JK" and not numbers:
             self._cells[self._line][self._column:] = [(" ", ())] * (self.columns - self._column)
             if letter == "J":
@@ -118,6 +124,8 @@ class Program:
 
     def resize(self, columns, lines):
         """The program is told with SIGWINCH."""
+        while select.select([self._terminal], [], [], 0)[0] and self.exit_status is None:
+            self._read(0)
         self._set_size(self._terminal, columns, lines)
         self.screen.resize(columns, lines)
 

@@ -125,6 +125,25 @@ void Drain(int descriptor) {
   }
 }
 
+// The keys in what a terminal has sent. Arrows and the like are ESC [ numbers letter, ESC O letter; Alt with
+// a key is ESC and the key.
+std::string KeysOf(absl::string_view sent) {
+  std::string keys;
+  for (size_t i = 0; i < sent.size(); ++i) {
+    if (sent[i] != '\033') {
+      keys.push_back(sent[i]);
+      continue;
+    }
+    const char kind = ++i < sent.size() ? sent[i] : '\0';
+    if (kind == 'O') ++i;
+    if (kind != '[') continue;
+    do {
+      ++i;
+    } while (i < sent.size() && (sent[i] < '@' || sent[i] > '~'));
+  }
+  return keys;
+}
+
 }  // namespace
 
 bool Terminal::Available() {
@@ -180,6 +199,11 @@ Terminal::Event Terminal::Wait(absl::Time until, char* key) {
   while (true) {
     if (g.quit) return Event::kQuit;
     if (g.redraw.exchange(false)) return Event::kRedraw;
+    if (!keys_.empty()) {
+      *key = keys_.front();
+      keys_.erase(keys_.begin());
+      return Event::kKey;
+    }
     const int64_t left = absl::ToInt64Milliseconds(absl::Ceil(until - absl::Now(), absl::Milliseconds(1)));
     if (left <= 0) return Event::kTime;
     pollfd from[2] = {{.fd = g.wakes[0], .events = POLLIN, .revents = 0},
@@ -193,9 +217,7 @@ Terminal::Event Terminal::Wait(absl::Time until, char* key) {
     char bytes[64];
     const ssize_t got = read(STDIN_FILENO, bytes, sizeof bytes);
     if (got == 0 || (got < 0 && errno != EINTR && errno != EAGAIN)) return Event::kQuit;
-    if (got < 1 || bytes[0] == '\033') continue;
-    *key = bytes[0];
-    return Event::kKey;
+    if (got > 0) keys_ = KeysOf(absl::string_view(bytes, static_cast<size_t>(got)));
   }
 }
 

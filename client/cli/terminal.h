@@ -42,13 +42,15 @@ class Terminal {
     kRedraw,  // the terminal has another size, or the process went on after a stop
     kWoken,
   };
-  // The next event, `until` at the latest. `key` is set for kKey; keys that send several bytes, such as
-  // arrows, are left out.
+  // The next event, `until` at the latest. `key` is set for kKey, for each key of several that were pressed
+  // meanwhile; keys that send several bytes, such as arrows, are left out.
   Event Wait(absl::Time until, char* key);
   static void Wake();
 
  private:
   Terminal() = default;
+
+  std::string keys_;  // pressed, and not told yet
 };
 
 }  // namespace lossd::cli

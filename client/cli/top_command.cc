@@ -16,8 +16,10 @@ namespace {
 
 class Top final : public LiveView {
  public:
-  Top(const Context& context, TopOrder order, client::Client& client)
-      : context_(context), client_(client), history_(order) {}
+  Top(const Context& context, TopOrder order, bool all, client::Client& client)
+      : context_(context), client_(client), history_(order) {
+    history_.set_all(all);
+  }
 
   void Look() override {
     found_ = client_.monitoring().ListStreams(
@@ -39,8 +41,8 @@ class Top final : public LiveView {
   std::string Picture(const Frame& frame) const override {
     Frame above = frame;
     above.lines -= std::min<size_t>(frame.lines, 1);
-    const std::string keys =
-        Truncated("q: leave  order: r rows, b bytes, s staging, w waiting", frame.columns);
+    const std::string keys = Truncated(
+        "q: leave  a: idle clients  first the most r: rows b: bytes s: staging w: wait", frame.columns);
     return absl::StrCat(history_.Render(context_.server, above), frame.style.Paint(Tone::kFaint, keys), "\n");
   }
   void Print() const override {
@@ -52,6 +54,10 @@ class Top final : public LiveView {
                      "\n"));
   }
   bool OnKey(char key) override {
+    if (key == 'a') {
+      history_.set_all(!history_.all());
+      return true;
+    }
     for (const auto& [name, order] : TopOrders()) {
       if (name.front() != key) continue;
       history_.set_order(order);
@@ -75,14 +81,15 @@ void AddTopCommand(CLI::App* app, Context* context) {
       app->add_subcommand("top", "Show which clients and streams take rows, bytes and memory, until q");
   top->footer(
       "Not on a terminal it prints the tables per look; with -o json or yaml a document per look. Rates are "
-      "those "
-      "between two looks.");
+      "those between two looks.");
   auto flags = std::make_shared<LiveFlags>();
   auto order = std::make_shared<TopOrder>(TopOrder::kRows);
+  auto all = std::make_shared<bool>(false);
   AddLiveOptions(top, flags.get());
   AddWord(top, "--sort", order.get(), TopOrders(), "What comes first: the most of it [rows]");
+  top->add_flag("--all", *all, "Clients without a stream that have done nothing for a minute, too");
   SetClientAction(top, context, [=](client::Client& client) {
-    Top view(*context, *order, client);
+    Top view(*context, *order, *all, client);
     return RunLive(*context, *flags, &view);
   });
 }

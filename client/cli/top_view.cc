@@ -1,6 +1,7 @@
 #include "client/cli/top_view.h"
 
 #include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -14,6 +15,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+constexpr double kIdleSeconds = 60;     // of a client that is left out
 constexpr double kLongWaitSeconds = 5;  // of a client that should send or take something
 
 const char* NameOfWait(v1::StreamWait wait) {
@@ -42,6 +44,16 @@ double Growth(uint64_t now, uint64_t before) { return now < before ? 0 : static_
 
 std::string Line(absl::string_view text, const Frame& frame) {
   return absl::StrCat(Truncated(text, frame.columns), "\n");
+}
+
+// A client that works is never idle for long; how long, down to microseconds, would only flicker.
+std::string IdleText(double seconds) {
+  if (seconds < 1) return "";
+  return seconds < 60 ? absl::StrFormat("%.0f s", std::floor(seconds)) : HumanSeconds(seconds);
+}
+
+std::string Counted(uint64_t count, absl::string_view what) {
+  return absl::StrCat(HumanCount(count), " ", what, count == 1 ? "" : "s");
 }
 
 std::string NameOfPeer(const std::string& peer, const Frame& frame) {
@@ -102,8 +114,11 @@ TopHistory::PeerRates TopHistory::RatesOf(const v1::PeerDescription& peer) const
       .waiting_slices = std::max(0.0, peer.device_wait_seconds() - before.device_wait_seconds()) / Seconds()};
 }
 
-std::vector<v1::PeerDescription> TopHistory::Peers() const {
-  std::vector<v1::PeerDescription> peers(now_->peers().begin(), now_->peers().end());
+std::vector<v1::PeerDescription> TopHistory::Peers(bool all) const {
+  std::vector<v1::PeerDescription> peers;
+  for (const v1::PeerDescription& peer : now_->peers()) {
+    if (all || peer.open_streams() > 0 || peer.idle_seconds() < kIdleSeconds) peers.push_back(peer);
+  }
   const auto key = [this](const v1::PeerDescription& peer) {
     const PeerRates rates = RatesOf(peer);
     switch (order_) {
@@ -142,8 +157,20 @@ std::vector<v1::StreamDescription> TopHistory::Streams() const {
   return streams;
 }
 
+std::string TopHistory::Summary() const {
+  double rows = 0;
+  for (const v1::PeerDescription& peer : now_->peers()) rows += RatesOf(peer).rows_per_second;
+  const uint64_t streams = static_cast<uint64_t>(now_->streams_size()) + now_->streams_left_out();
+  std::string order;
+  for (const auto& [name, each] : TopOrders()) {
+    if (each == order_) order = name;
+  }
+  return absl::StrCat("  ", HumanRate(rows), " rows/s  ", Counted(streams, "open stream"), "  most ", order,
+                      " first");
+}
+
 std::string TopHistory::PeersPicture(const Frame& frame, size_t lines) const {
-  const std::vector<v1::PeerDescription> peers = Peers();
+  const std::vector<v1::PeerDescription> peers = Peers(all_);
   Table table({{"CLIENT"},
                {"ROWS/S", Align::kRight},
                {"IN", Align::kRight, 3},
@@ -160,13 +187,16 @@ std::string TopHistory::PeersPicture(const Frame& frame, size_t lines) const {
     table.AddRow({NameOfPeer(peer.peer(), frame), HumanRate(rates.rows_per_second),
                   ByteRate(rates.received_per_second), ByteRate(rates.sent_per_second),
                   Bytes(peer.staging_bytes()), absl::StrFormat("%.1f", rates.waiting_slices),
-                  HumanCount(peer.open_streams()), HumanSeconds(peer.idle_seconds()),
-                  HumanCount(peer.rows())});
+                  HumanCount(peer.open_streams()), IdleText(peer.idle_seconds()), HumanCount(peer.rows())});
   }
-  std::string text = table.ToString(frame.style, frame.columns);
-  if (shown < peers.size())
-    absl::StrAppend(&text,
-                    Line(absl::StrCat("and ", HumanCount(peers.size() - shown), " more clients"), frame));
+  std::string text = peers.empty() ? "" : table.ToString(frame.style, frame.columns);
+  if (shown < peers.size()) {
+    absl::StrAppend(&text, Line(absl::StrCat("and ", Counted(peers.size() - shown, "more client")), frame));
+  }
+  if (const size_t idle = static_cast<size_t>(now_->peers_size()) - peers.size(); idle > 0) {
+    const std::string line = absl::StrCat(Counted(idle, "client"), " idle for over a minute");
+    absl::StrAppend(&text, frame.style.Paint(Tone::kFaint, Truncated(line, frame.columns)), "\n");
+  }
   return text;
 }
 
@@ -199,14 +229,15 @@ std::string TopHistory::StreamsPicture(const Frame& frame, size_t lines) const {
   std::string text = table.ToString(frame.style, frame.columns);
   const uint64_t left_out = streams.size() - shown + now_->streams_left_out();
   if (left_out > 0) {
-    absl::StrAppend(&text, Line(absl::StrCat("and ", HumanCount(left_out), " more streams"), frame));
+    absl::StrAppend(&text, Line(absl::StrCat("and ", Counted(left_out, "more stream")), frame));
   }
   return text;
 }
 
 std::string TopHistory::Render(const std::string& server, const Frame& frame) const {
-  std::string text = absl::StrCat(
-      frame.style.Paint(Tone::kTitle, Truncated(absl::StrCat("lossd at ", server), frame.columns)), "\n");
+  std::string title = absl::StrCat("lossd at ", server);
+  if (now_.has_value()) absl::StrAppend(&title, Summary());
+  std::string text = absl::StrCat(frame.style.Paint(Tone::kTitle, Truncated(title, frame.columns)), "\n");
   size_t used = 2;
   if (!status_.ok()) {
     const std::string line = absl::StrCat("no answer: ", Printable(status_.message()));
@@ -216,9 +247,9 @@ std::string TopHistory::Render(const std::string& server, const Frame& frame) co
   if (!now_.has_value()) return text;
   absl::StrAppend(&text, "\n");
   if (now_->peers().empty()) return absl::StrCat(text, Line("no client has sent rows", frame));
-  // Each table has a line of titles, and may have one of what is left out.
-  const size_t room = frame.lines > used + 5 ? frame.lines - used - 5 : 2;
-  const auto peers = static_cast<size_t>(now_->peers_size());
+  // Each table has a line of titles, and may have one of what is left out; that of clients one of idle ones.
+  const size_t room = frame.lines > used + 6 ? frame.lines - used - 6 : 2;
+  const size_t peers = Peers(all_).size();
   const auto streams = static_cast<size_t>(now_->streams_size());
   const size_t for_peers = std::min(peers, std::max(room - std::min(streams, room / 2), room / 2));
   absl::StrAppend(&text, PeersPicture(frame, std::max<size_t>(1, for_peers)));
@@ -235,7 +266,7 @@ nlohmann::ordered_json TopHistory::Json() const {
                                  {"peers", nlohmann::ordered_json::array()},
                                  {"streams", nlohmann::ordered_json::array()},
                                  {"streams_left_out", now_->streams_left_out()}};
-  for (const v1::PeerDescription& peer : Peers()) {
+  for (const v1::PeerDescription& peer : Peers(/*all=*/true)) {
     const PeerRates rates = RatesOf(peer);
     json["peers"].push_back({{"peer", peer.peer()},
                              {"rows_per_second", rates.rows_per_second},

@@ -31,6 +31,9 @@ class TopHistory {
   // An error is shown with what was seen last.
   void Add(absl::StatusOr<v1::ListStreamsResponse> answer);
   void set_order(TopOrder order) { order_ = order; }
+  // Whether clients are shown that have no stream and have done nothing for a minute. Documents have them.
+  void set_all(bool all) { all_ = all; }
+  bool all() const { return all_; }
   // Whether there are rates.
   bool ready() const { return previous_.has_value() || !status_.ok(); }
 
@@ -49,12 +52,14 @@ class TopHistory {
 
  private:
   double Seconds() const;
-  std::vector<v1::PeerDescription> Peers() const;      // in order
-  std::vector<v1::StreamDescription> Streams() const;  // in order
+  std::vector<v1::PeerDescription> Peers(bool all) const;  // in order
+  std::vector<v1::StreamDescription> Streams() const;      // in order
+  std::string Summary() const;
   std::string PeersPicture(const Frame& frame, size_t lines) const;
   std::string StreamsPicture(const Frame& frame, size_t lines) const;
 
   TopOrder order_;
+  bool all_ = false;
   absl::Status status_;
   std::optional<v1::ListStreamsResponse> now_;
   std::optional<v1::ListStreamsResponse> previous_;  // of the same process

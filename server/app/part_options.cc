@@ -38,6 +38,15 @@ rpc::HeadServiceOptions HeadServiceOptionsOf(const ServerOptions& options,
   return out;
 }
 
+rpc::LossServiceOptions LossServiceOptionsOf(const ServerOptions& options, regions::Regions* regions) {
+  return {.max_streams = options.max_streams,
+          .max_staging_bytes = 8 * options.slice_bytes,
+          .peer_share = options.peer_share,
+          .timeouts = options.timeouts,
+          .retained_timeout = options.retained_timeout,
+          .regions = regions};
+}
+
 std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader) {
   std::vector<metrics::RankReading> readings;
   if (leader == nullptr) return readings;

@@ -12,6 +12,7 @@
 #include "server/metrics/rank_metrics.h"
 #include "server/ranks/leader.h"
 #include "server/rpc/head_service.h"
+#include "server/rpc/loss_service.h"
 
 namespace lossd::app {
 
@@ -19,6 +20,9 @@ engine::EngineOptions EngineOptionsOf(const ServerOptions& options);
 
 rpc::HeadServiceOptions HeadServiceOptionsOf(const ServerOptions& options,
                                              const kernels::BackendInfo& backend);
+
+// Null: the server shares no memory.
+rpc::LossServiceOptions LossServiceOptionsOf(const ServerOptions& options, regions::Regions* regions);
 
 // None without a leader.
 std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader);

@@ -210,14 +210,9 @@ void ServerImpl::CreateServices() {
   head_options.regions = regions;
   head_service_ =
       rpc::HeadService::Create(head_options, engine_.get(), &security_->access_control(), metrics_.get());
-  loss_service_ = std::make_unique<rpc::LossService>(
-      rpc::LossServiceOptions{.max_streams = options_.max_streams,
-                              .max_staging_bytes = 8 * options_.slice_bytes,
-                              .peer_share = options_.peer_share,
-                              .timeouts = options_.timeouts,
-                              .retained_timeout = options_.retained_timeout,
-                              .regions = regions},
-      engine_.get(), &security_->access_control(), metrics_.get(), head_service_->requests());
+  loss_service_ = std::make_unique<rpc::LossService>(LossServiceOptionsOf(options_, regions), engine_.get(),
+                                                     &security_->access_control(), metrics_.get(),
+                                                     head_service_->requests());
   server_service_ = std::make_unique<rpc::ServerService>(
       rpc::ServerServiceOptions{.version = options_.version,
                                 .started = started_,

@@ -130,6 +130,19 @@ class LiveTest(unittest.TestCase):
                     self.assertEqual(status, 0)
                 self.restored(program, before)
 
+    def test_keys_that_come_together_all_count(self):
+        for keys in ("xxq", "\x1b[A\x1b[1;5Cq", "\x1bOP\x1bqzq"):  # arrows, F1, Alt-q
+            with self.subTest(keys=keys):
+                program = self.live("watch")
+                self.shows(program, "lm_head")
+                program.type(keys)
+                self.assertEqual(program.wait(), 0)
+        program = self.live("watch", "--count", "20")
+        self.shows(program, "lm_head")
+        program.type("\x1bq\x1b[q")
+        program.run_until(lambda it: not it.screen.second)
+        self.assertGreaterEqual(program.output.count("\x1b[H"), 20, "keys with several bytes are none")
+
     def test_ctrl_c_and_the_end_of_looks(self):
         program = self.live("watch")
         self.shows(program, "lm_head")
@@ -168,14 +181,14 @@ class LiveTest(unittest.TestCase):
         self.restored(program)
 
     def test_a_dumb_terminal_gets_lines(self):
-        program = self.live("watch", "--count", "2", TERM="dumb")
+        program = self.live("watch", "--count", "2", columns=200, TERM="dumb")
         self.assertEqual(program.wait(), 0)
         self.assertNotIn("\x1b", program.output)
         self.assertEqual(program.output.count(" rows/s "), 2)
 
     def test_top_shows_clients_and_streams(self):
-        load = subprocess.Popen([LOSSCTL, "--server", self.target, "bench", "lm_head", "--rows", "4096", "--microbatches",
-                                 "1000000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        load = subprocess.Popen([LOSSCTL, "--server", self.target, "bench", "lm_head", "--what", "dx", "--rows", "4096",
+                                 "--seconds", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.addCleanup(load.wait)
         self.addCleanup(load.kill)
         for columns in (40, 80, 200):

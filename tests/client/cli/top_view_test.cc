@@ -127,6 +127,40 @@ TEST(TopViewTest, PicturesFitTheTerminal) {
   EXPECT_THAT(history.Render("h", {.columns = 80, .lines = 24}), HasSubstr("more clients\n"));
 }
 
+TEST(TopViewTest, ClientsThatAreIdleAreCounted) {
+  v1::ListStreamsResponse answer = Answer(true);
+  for (int i = 0; i < 3; ++i) {
+    AddPeer(&answer, absl::StrCat("token:gone-", i), 10, 0, 0, 0);
+    v1::PeerDescription& peer = *answer.mutable_peers(answer.peers_size() - 1);
+    peer.set_open_streams(i == 2 ? 1 : 0);
+    peer.set_idle_seconds(61);
+  }
+  TopHistory history(TopOrder::kRows);
+  history.Add(Answer(false));
+  history.Add(answer);
+  const std::string picture = history.Render("h:1", {.columns = 120, .lines = 24});
+  EXPECT_THAT(picture, Not(HasSubstr("token:gone-0")));
+  EXPECT_THAT(picture, HasSubstr("token:gone-2")) << "it has a stream";
+  EXPECT_THAT(picture, HasSubstr("\n2 clients idle for over a minute\n"));
+  EXPECT_EQ(history.Json()["peers"].size(), 5u);
+  history.set_all(true);
+  EXPECT_THAT(history.Render("h:1", {.columns = 120, .lines = 24}), HasSubstr("token:gone-0"));
+  TopHistory idle(TopOrder::kRows);
+  answer.clear_streams();
+  answer.mutable_peers()->DeleteSubrange(0, 2);
+  answer.mutable_peers()->DeleteSubrange(1, 2);
+  idle.Add(answer);
+  EXPECT_THAT(idle.Render("h:1", {.columns = 120, .lines = 24}),
+              HasSubstr("\n\n1 client idle for over a minute\n\nno stream is open\n"));
+}
+
+TEST(TopViewTest, TheTitleSumsUp) {
+  EXPECT_THAT(History().Render("h:1", {.columns = 120, .lines = 24}),
+              testing::StartsWith("lossd at h:1  2.05 k rows/s  2 open streams  most rows first\n"));
+  EXPECT_THAT(History(TopOrder::kWait).Render("h:1", {.columns = 120, .lines = 24}),
+              HasSubstr("  most wait first\n"));
+}
+
 TEST(TopViewTest, AnErrorIsShownWithWhatWasSeenLast) {
   TopHistory history = History();
   history.Add(absl::UnavailableError("connection refused"));

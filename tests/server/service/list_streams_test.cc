@@ -205,8 +205,7 @@ TEST_F(ListStreamsTest, GradientsOfRetainedRows) {
 }
 
 TEST_F(ListStreamsTest, StreamsInSharedMemorySaySo) {
-  const auto region =
-      SharedRegion::Open(client_->GetServer()->region_socket(), 64 << 10, absl::Seconds(60));
+  const auto region = SharedRegion::Open(client_->GetServer()->region_socket(), 64 << 10, absl::Seconds(60));
   ASSERT_TRUE(region.ok()) << region.status();
   v1::OpenMicrobatch open = Open(1);
   open.set_region((*region)->id());
@@ -216,9 +215,8 @@ TEST_F(ListStreamsTest, StreamsInSharedMemorySaySo) {
   slice.mutable_slice()->mutable_rows()->set_end(kRows / 2);
   slice.mutable_slice()->mutable_in_region()->set_bytes(kRows / 2 * kRowBytes);
   ASSERT_TRUE(stream->Send(slice));
-  const v1::ListStreamsResponse answer = ListWhen([](const auto& now) {
-    return now.streams_size() == 1 && now.streams(0).sent_rows() == kRows / 2;
-  });
+  const v1::ListStreamsResponse answer = ListWhen(
+      [](const auto& now) { return now.streams_size() == 1 && now.streams(0).sent_rows() == kRows / 2; });
   ASSERT_EQ(answer.streams_size(), 1);
   EXPECT_TRUE(answer.streams(0).shared_memory());
   EXPECT_EQ(answer.streams(0).received_bytes(), kRows / 2 * kRowBytes);
